@@ -1,0 +1,71 @@
+// The CPU kernels' interface: plain pointers, no torch. The torch glue is in ops_cpu.cpp.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+
+#include "../weight_format.h"
+
+namespace marlin::cpu {
+
+// A packed weight [K/8, N] with its scales [G, N], all contiguous; G = ceil(K / group_size), the last group may be short.
+struct PackedWeight {
+  WeightFormat format;
+  int64_t K;
+  int64_t N;
+  int64_t group_size;           // a multiple of 8, at most K rounded up: K itself stands for one group
+  const uint32_t* words;        // [K/8, N]
+  const void* scales;           // [G, N]
+  ElementType scales_type;      // uint8 for the coded scales of nvfp4 and mxfp4
+  const void* zeros;            // [G, N] or nullptr
+  ElementType zeros_type;
+  const float* global_scale;    // nullptr, or fp32 at [n * global_scale_stride]
+  int64_t global_scale_stride;  // 0: one value for all columns; 1: per column
+  const float* lut;             // fp32 [16] or nullptr
+};
+
+struct GemmArguments {
+  PackedWeight weight;
+  int64_t M;
+  const void* a;         // [M, K], unit stride in k
+  ElementType a_type;    // also the output's
+  int64_t a_row_stride;  // in elements, may be 0
+  const int32_t* perm;   // nullptr, or [K]: packed row j multiplies a[m, perm[j]]
+  const void* bias;      // nullptr or [N]
+  ElementType bias_type;
+  void* out;             // [M, N] contiguous
+};
+
+struct DequantizeArguments {
+  PackedWeight weight;
+  const int32_t* perm;  // nullptr, or [K]: out[perm[j], :] is packed row j
+  void* out;            // [K, N] contiguous
+  ElementType out_type;
+};
+
+// Runs body(begin, end) over disjoint ranges that cover [0, count), possibly on several threads.
+// The glue passes at::parallel_for; a plain C++ test passes a loop.
+using Body = std::function<void(int64_t begin, int64_t end)>;
+struct Parallel {
+  int num_threads;
+  std::function<void(int64_t count, int64_t grain, const Body& body)> run;
+};
+
+// fp32 matmul precision asked for by the caller: `highest` keeps every kernel within fp32-class error.
+enum class Float32Precision : int32_t { highest, reduced };
+
+void gemm(const GemmArguments& arguments, const Parallel& parallel, Float32Precision precision);
+void dequantize(const DequantizeArguments& arguments, const Parallel& parallel);
+
+// perm may be nullptr; row j of the result is row perm[j] of the source.
+void gptq_repack(const uint32_t* qweight, const int32_t* perm, int64_t K, int64_t N, uint32_t* out,
+                 const Parallel& parallel);
+void awq_repack(const uint32_t* qweight, int64_t K, int64_t N, uint32_t* out, const Parallel& parallel);
+
+// checkpoint_version 2 is the plain unpack; 1 adds one by the rule named.
+enum class ZerosRule : int32_t { word, masked, unmasked };
+void gptq_unpack_zeros(const uint32_t* qzeros, int64_t G, int64_t N, int checkpoint_version, ZerosRule rule,
+                       uint8_t* out, const Parallel& parallel);
+void awq_unpack_zeros(const uint32_t* qzeros, int64_t G, int64_t N, uint8_t* out, const Parallel& parallel);
+
+}  // namespace marlin::cpu
