@@ -1,0 +1,67 @@
+"""Builds torch_marlin_metal._C: the CPU backend everywhere, the MPS backend on Macs (and, for tests, on Linux)."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import setup
+
+ROOT = Path(__file__).parent.resolve()
+TORCH_MINIMUM = (2, 11)
+GCC_MINIMUM = 11
+CLANG_MINIMUM = 15
+
+try:
+    import torch
+    from torch.utils.cpp_extension import BuildExtension, CppExtension
+except ImportError:
+    sys.exit(
+        "torch_marlin_metal: torch is not installed in this environment. "
+        "Run `pip install torch==2.13.0` first, then `pip install --no-build-isolation .`"
+    )
+
+
+def check_torch() -> None:
+    found = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    if found < TORCH_MINIMUM:
+        wanted = ".".join(map(str, TORCH_MINIMUM))
+        sys.exit(f"torch_marlin_metal: torch {torch.__version__} is too old: {wanted} or newer is needed.")
+
+
+def check_compiler() -> None:
+    compiler = os.environ.get("CXX", "c++")
+    try:
+        macros = subprocess.run(
+            [*compiler.split(), "-dM", "-E", "-x", "c++", os.devnull], capture_output=True, text=True, check=True
+        ).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        sys.exit(f"torch_marlin_metal: the C++ compiler `{compiler}` does not run ({error}); install g++ or clang.")
+    defined = dict(line.split(" ", 2)[1:] for line in macros.splitlines() if line.count(" ") >= 2)
+    name, minimum = ("clang", CLANG_MINIMUM) if "__clang__" in defined else ("GCC", GCC_MINIMUM)
+    found = int(defined["__clang_major__" if name == "clang" else "__GNUC__"])
+    if found < minimum:
+        sys.exit(f"torch_marlin_metal: {name} {found} is too old for C++20: {name} {minimum} or newer is needed.")
+
+
+def relative(pattern: str) -> list[str]:
+    return sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(pattern))
+
+
+check_torch()
+check_compiler()
+
+sources = relative("csrc/*.cpp") + relative("csrc/cpu/*.cpp")
+compile_flags = ["-O3", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-fvisibility=hidden"]
+
+setup(
+    ext_modules=[
+        CppExtension(
+            "torch_marlin_metal._C",
+            sources,
+            extra_compile_args={"cxx": compile_flags},
+            define_macros=[("TORCH_MARLIN_METAL_TORCH_VERSION", f'"{torch.__version__.split("+")[0]}"')],
+        )
+    ],
+    cmdclass={"build_ext": BuildExtension},
+)
