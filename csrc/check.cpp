@@ -1,0 +1,267 @@
+#include "check.h"
+
+#include <c10/core/GradMode.h>
+
+#include <algorithm>
+#include <sstream>
+
+namespace marlin {
+
+namespace {
+
+constexpr std::array<std::string_view, 7> kVariants{"auto",  "double_buffered", "single_stage", "striped",
+                                                    "fused", "gemv",            "two_pass"};
+
+std::string dtype_name(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kHalf:
+      return "float16";
+    case at::kBFloat16:
+      return "bfloat16";
+    case at::kFloat:
+      return "float32";
+    case at::kDouble:
+      return "float64";
+    case at::kByte:
+      return "uint8";
+    case at::kInt:
+      return "int32";
+    case at::kLong:
+      return "int64";
+    default:
+      return c10::toString(dtype);
+  }
+}
+
+[[noreturn]] void fail(const char* op, std::string_view argument, const std::string& expected, const std::string& got) {
+  TORCH_CHECK_VALUE(false, "torch_marlin_metal::", op, ": ", argument, ": expected ", expected, ", got ", got);
+  __builtin_unreachable();
+}
+
+bool is_activation_dtype(at::ScalarType dtype) {
+  return dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kFloat;
+}
+
+const std::string kFloating = "float16, bfloat16 or float32";
+
+struct Checker {
+  const char* op;
+  at::Device device;
+
+  void rank(std::string_view argument, const Tensor& tensor, int64_t dim, const std::string& rule) const {
+    if (tensor.dim() != dim) fail(op, argument, rule, describe(tensor));
+  }
+
+  void on_device(std::string_view argument, const Tensor& tensor) const {
+    if (tensor.device() != device) {
+      fail(op, argument, "a tensor on " + device.str() + " like the first argument",
+           describe(tensor) + " on " + tensor.device().str());
+    }
+  }
+
+  void contiguous(std::string_view argument, const Tensor& tensor) const {
+    if (!tensor.is_contiguous_or_false()) {
+      std::ostringstream strides;
+      strides << describe(tensor) << " with strides " << tensor.sym_strides();
+      fail(op, argument, "a contiguous tensor", strides.str());
+    }
+  }
+
+  // A [rows, columns] tensor of one of some dtypes on the device.
+  void matrix(std::string_view argument, const Tensor& tensor, bool dtype_ok, const std::string& dtypes,
+              const c10::SymInt& rows, const c10::SymInt& columns, const std::string& shape) const {
+    std::ostringstream rule;
+    rule << dtypes << " " << shape << " = [" << rows << ", " << columns << "]";
+    if (!dtype_ok || tensor.dim() != 2 || tensor.sym_size(0) != rows || tensor.sym_size(1) != columns) {
+      fail(op, argument, rule.str(), describe(tensor));
+    }
+    on_device(argument, tensor);
+  }
+
+  // A word tensor of a checkpoint: int32, two dimensions, contiguous.
+  void words(std::string_view argument, const Tensor& tensor, const std::string& shape) const {
+    if (tensor.scalar_type() != at::kInt || tensor.dim() != 2) fail(op, argument, "int32 " + shape, describe(tensor));
+    contiguous(argument, tensor);
+  }
+
+  void perm(const OptionalTensor& perm, const c10::SymInt& K) const {
+    if (!perm) return;
+    std::ostringstream rule;
+    rule << "int32 [K] = [" << K << "]";
+    if (perm->scalar_type() != at::kInt || perm->dim() != 1 || perm->sym_size(0) != K) {
+      fail(op, "perm", rule.str(), describe(*perm));
+    }
+    on_device("perm", *perm);
+  }
+};
+
+const WeightFormatInfo& find_format(const char* op, std::string_view name) {
+  const auto* found = std::find_if(kWeightFormats.begin(), kWeightFormats.end(),
+                                   [&](const WeightFormatInfo& row) { return row.name == name; });
+  if (found == kWeightFormats.end()) {
+    std::string known;
+    for (const auto& row : kWeightFormats) known += (known.empty() ? "" : ", ") + std::string(row.name);
+    fail(op, "weight_format", "one of " + known, "'" + std::string(name) + "'");
+  }
+  return *found;
+}
+
+void check_group_size(const char* op, const WeightFormatInfo& row, int64_t group_size, const c10::SymInt& K) {
+  std::ostringstream rule;
+  if (row.fixed_group_size != 0) {
+    if (group_size == row.fixed_group_size) return;
+    rule << row.fixed_group_size;
+  } else {
+    if (std::find(kGroupSizes.begin(), kGroupSizes.end(), group_size) != kGroupSizes.end()) return;
+    if (K == group_size) return;
+    rule << "one of ";
+    for (int64_t size : kGroupSizes) rule << size << ", ";
+    rule << "or K = " << K;
+  }
+  fail(op, "group_size", rule.str() + " for " + std::string(row.name), std::to_string(group_size));
+}
+
+void check_scales_and_zeros(const Checker& check, const WeightFormatInfo& row, const WeightTensors& weight,
+                            const c10::SymInt& G, const c10::SymInt& N) {
+  const std::string name(row.name);
+  const at::ScalarType scales_dtype = weight.scales.scalar_type();
+  if (row.scale_coding == ScaleCoding::floating) {
+    check.matrix("scales", weight.scales, is_activation_dtype(scales_dtype), kFloating, G, N, "[G, N]");
+  } else {
+    const bool e4m3 = row.scale_coding == ScaleCoding::e4m3;
+    check.matrix("scales", weight.scales, scales_dtype == at::kByte,
+                 std::string("uint8 ") + (e4m3 ? "E4M3" : "E8M0") + " codes (view float8 tensors as uint8)", G, N,
+                 "[G, N]");
+  }
+  if (row.zeros_role == ZerosRole::none) {
+    if (weight.zeros) fail(check.op, "zeros", "none for " + name, describe(*weight.zeros));
+    return;
+  }
+  const bool bias = row.zeros_role == ZerosRole::bias;
+  const std::string dtypes = bias ? kFloating : "uint8 codes or " + kFloating + " zero points";
+  if (!weight.zeros) fail(check.op, "zeros", dtypes + " [G, N] for " + name, "None");
+  const at::ScalarType zeros_dtype = weight.zeros->scalar_type();
+  check.matrix("zeros", *weight.zeros, is_activation_dtype(zeros_dtype) || (!bias && zeros_dtype == at::kByte), dtypes,
+               G, N, "[G, N]");
+}
+
+void check_global_scale_and_lut(const Checker& check, const WeightFormatInfo& row, const WeightTensors& weight,
+                                const c10::SymInt& N) {
+  const std::string name(row.name);
+  if (weight.global_scale) {
+    const Tensor& scale = *weight.global_scale;
+    if (!row.has_global_scale) fail(check.op, "global_scale", "none for " + name, describe(scale));
+    const bool shape_ok = scale.dim() == 0 || (scale.dim() == 1 && (scale.sym_size(0) == 1 || scale.sym_size(0) == N));
+    if (scale.scalar_type() != at::kFloat || !shape_ok) {
+      std::ostringstream rule;
+      rule << "float32 [], [1] or [N] = [" << N << "]";
+      fail(check.op, "global_scale", rule.str(), describe(scale));
+    }
+    check.on_device("global_scale", scale);
+  }
+  if (row.has_lut != weight.lut.has_value()) {
+    fail(check.op, "lut", (row.has_lut ? "float32 [16] for " : "none for ") + name,
+         weight.lut ? describe(*weight.lut) : "None");
+  }
+  if (weight.lut) {
+    if (weight.lut->scalar_type() != at::kFloat || weight.lut->dim() != 1 || weight.lut->sym_size(0) != 16) {
+      fail(check.op, "lut", "float32 [16]", describe(*weight.lut));
+    }
+    check.on_device("lut", *weight.lut);
+  }
+}
+
+}  // namespace
+
+std::string describe(const Tensor& tensor) {
+  std::ostringstream text;
+  text << dtype_name(tensor.scalar_type()) << " " << tensor.sym_sizes();
+  return text.str();
+}
+
+WeightShape check_weight(const char* op, const WeightTensors& weight) {
+  const Checker check{op, weight.b_packed.device()};
+  const WeightFormatInfo& row = find_format(op, weight.weight_format);
+  check.words("b_packed", weight.b_packed, "[K/8, N]");
+  const c10::SymInt K = weight.b_packed.sym_size(0) * kCodesPerWord;
+  const c10::SymInt N = weight.b_packed.sym_size(1);
+  if (K < kCodesPerWord || N < 1) fail(op, "b_packed", "at least one word and one column", describe(weight.b_packed));
+  check_group_size(op, row, weight.group_size, K);
+  const c10::SymInt G = (K + (weight.group_size - 1)) / weight.group_size;
+  check_scales_and_zeros(check, row, weight, G, N);
+  check_global_scale_and_lut(check, row, weight, N);
+  check.perm(weight.perm, K);
+  return {row.format, K, N};
+}
+
+WeightShape check_gemm(const Tensor& a, const WeightTensors& weight, const OptionalTensor& bias,
+                       std::string_view variant) {
+  const char* op = "gemm";
+  const Checker check{op, a.device()};
+  if (!is_activation_dtype(a.scalar_type()) || a.dim() < 1) fail(op, "a", kFloating + " [..., K]", describe(a));
+  WeightShape shape = check_weight(op, weight);
+  check.on_device("b_packed", weight.b_packed);
+  if (a.sym_size(-1) != shape.K) {
+    std::ostringstream rule;
+    rule << "[..., K] with K = " << shape.K << " (8 x the rows of b_packed)";
+    fail(op, "a", rule.str(), describe(a));
+  }
+  if (bias) {
+    if (!is_activation_dtype(bias->scalar_type()) || bias->dim() != 1 || bias->sym_size(0) != shape.N) {
+      std::ostringstream rule;
+      rule << kFloating << " [N] = [" << shape.N << "]";
+      fail(op, "bias", rule.str(), describe(*bias));
+    }
+    check.on_device("bias", *bias);
+  }
+  if (std::find(kVariants.begin(), kVariants.end(), variant) == kVariants.end()) {
+    std::string known;
+    for (std::string_view name : kVariants) known += (known.empty() ? "" : ", ") + std::string(name);
+    fail(op, "variant", "one of " + known, "'" + std::string(variant) + "'");
+  }
+  return shape;
+}
+
+WeightShape check_dequantize(const WeightTensors& weight, at::ScalarType dtype) {
+  WeightShape shape = check_weight("dequantize", weight);
+  if (!is_activation_dtype(dtype)) fail("dequantize", "dtype", kFloating, dtype_name(dtype));
+  return shape;
+}
+
+void check_gptq_repack(const Tensor& qweight, const OptionalTensor& perm) {
+  const Checker check{"gptq_repack", qweight.device()};
+  check.words("qweight", qweight, "[K/8, N]");
+  check.perm(perm, qweight.sym_size(0) * kCodesPerWord);
+}
+
+cpu::ZerosRule check_gptq_unpack_zeros(const Tensor& qzeros, int64_t checkpoint_version, std::string_view rule) {
+  const char* op = "gptq_unpack_zeros";
+  Checker{op, qzeros.device()}.words("qzeros", qzeros, "[G, N/8]");
+  if (checkpoint_version != 1 && checkpoint_version != 2) {
+    fail(op, "checkpoint_version", "1 or 2", std::to_string(checkpoint_version));
+  }
+  if (rule == "word") return cpu::ZerosRule::word;
+  if (rule == "masked") return cpu::ZerosRule::masked;
+  if (rule == "unmasked") return cpu::ZerosRule::unmasked;
+  fail(op, "rule", "one of word, masked, unmasked", "'" + std::string(rule) + "'");
+}
+
+void check_awq_repack(const Tensor& qweight) {
+  const Checker check{"awq_repack", qweight.device()};
+  check.words("qweight", qweight, "[K, N/8]");
+  if (qweight.sym_size(0) % kCodesPerWord != 0) {
+    fail(check.op, "qweight", "[K, N/8] with K a multiple of 8", describe(qweight));
+  }
+}
+
+void check_awq_unpack_zeros(const Tensor& qzeros) {
+  Checker{"awq_unpack_zeros", qzeros.device()}.words("qzeros", qzeros, "[G, N/8]");
+}
+
+void check_no_grad(const char* op, const char* argument, const Tensor& tensor) {
+  if (c10::GradMode::is_enabled() && tensor.requires_grad()) {
+    fail(op, argument, "a tensor that does not require grad", describe(tensor) + " that requires grad");
+  }
+}
+
+}  // namespace marlin

@@ -1,0 +1,54 @@
+// Every shape and dtype rule of the operators and its message, shared by all backends and by the fake kernels.
+// Sizes are symbolic integers so that tracing with a dynamic number of rows adds no guard on it.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/Exception.h>
+
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include "cpu/kernels.h"
+#include "weight_format.h"
+
+namespace marlin {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+// The packed weight's own tensors and how to read them.
+struct WeightTensors {
+  const Tensor& b_packed;
+  const Tensor& scales;
+  std::string_view weight_format;
+  int64_t group_size;
+  const OptionalTensor& zeros;
+  const OptionalTensor& global_scale;
+  const OptionalTensor& lut;
+  const OptionalTensor& perm;
+};
+
+struct WeightShape {
+  WeightFormat format;
+  c10::SymInt K;
+  c10::SymInt N;
+};
+
+// "float16 [4096, 512]"
+std::string describe(const Tensor& tensor);
+
+// Each raises c10::ValueError: "torch_marlin_metal::<op>: <argument>: expected <rule>, got <what came>".
+WeightShape check_weight(const char* op, const WeightTensors& weight);
+WeightShape check_gemm(const Tensor& a, const WeightTensors& weight, const OptionalTensor& bias,
+                       std::string_view variant);
+WeightShape check_dequantize(const WeightTensors& weight, at::ScalarType dtype);
+void check_gptq_repack(const Tensor& qweight, const OptionalTensor& perm);
+cpu::ZerosRule check_gptq_unpack_zeros(const Tensor& qzeros, int64_t checkpoint_version, std::string_view rule);
+void check_awq_repack(const Tensor& qweight);
+void check_awq_unpack_zeros(const Tensor& qzeros);
+
+// gemm differentiates by a and bias only, the other operators by nothing.
+void check_no_grad(const char* op, const char* argument, const Tensor& tensor);
+
+}  // namespace marlin

@@ -1,0 +1,77 @@
+// Every operator's schema, once, and its fake (Meta) kernel.
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include "check.h"
+
+// Shapes and dtypes: docs/operators.md. Outputs are always new tensors. ScalarType 5 is float16.
+TORCH_LIBRARY(torch_marlin_metal, m) {
+  m.def(
+      "gemm(Tensor a, Tensor b_packed, Tensor scales, *, str weight_format, int group_size, Tensor? zeros=None, "
+      "Tensor? global_scale=None, Tensor? lut=None, Tensor? perm=None, Tensor? bias=None, str variant=\"auto\") "
+      "-> Tensor");
+  m.def(
+      "dequantize(Tensor b_packed, Tensor scales, *, str weight_format, int group_size, Tensor? zeros=None, "
+      "Tensor? global_scale=None, Tensor? lut=None, Tensor? perm=None, ScalarType dtype=5) -> Tensor");
+  m.def("gptq_repack(Tensor qweight, *, Tensor? perm=None) -> Tensor");
+  m.def("gptq_unpack_zeros(Tensor qzeros, *, int checkpoint_version, str rule=\"word\") -> Tensor");
+  m.def("awq_repack(Tensor qweight) -> Tensor");
+  m.def("awq_unpack_zeros(Tensor qzeros) -> Tensor");
+}
+
+namespace marlin {
+namespace {
+
+Tensor gemm_meta(const Tensor& a, const Tensor& b_packed, const Tensor& scales, c10::string_view weight_format,
+                 int64_t group_size, const OptionalTensor& zeros, const OptionalTensor& global_scale,
+                 const OptionalTensor& lut, const OptionalTensor& perm, const OptionalTensor& bias,
+                 c10::string_view variant) {
+  const WeightShape shape = check_gemm(
+      a, {b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm}, bias, variant);
+  c10::SymDimVector sizes(a.sym_sizes());
+  sizes.back() = shape.N;
+  return at::empty_symint(sizes, a.options());
+}
+
+Tensor dequantize_meta(const Tensor& b_packed, const Tensor& scales, c10::string_view weight_format,
+                       int64_t group_size, const OptionalTensor& zeros, const OptionalTensor& global_scale,
+                       const OptionalTensor& lut, const OptionalTensor& perm, at::ScalarType dtype) {
+  const WeightShape shape =
+      check_dequantize({b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm}, dtype);
+  return at::empty_symint({shape.K, shape.N}, scales.options().dtype(dtype));
+}
+
+Tensor gptq_repack_meta(const Tensor& qweight, const OptionalTensor& perm) {
+  check_gptq_repack(qweight, perm);
+  return at::empty_symint(qweight.sym_sizes(), qweight.options());
+}
+
+Tensor gptq_unpack_zeros_meta(const Tensor& qzeros, int64_t checkpoint_version, c10::string_view rule) {
+  check_gptq_unpack_zeros(qzeros, checkpoint_version, rule);
+  return at::empty_symint({qzeros.sym_size(0), qzeros.sym_size(1) * kCodesPerWord}, qzeros.options().dtype(at::kByte));
+}
+
+Tensor awq_repack_meta(const Tensor& qweight) {
+  check_awq_repack(qweight);
+  return at::empty_symint({qweight.sym_size(0) / kCodesPerWord, qweight.sym_size(1) * kCodesPerWord},
+                          qweight.options());
+}
+
+Tensor awq_unpack_zeros_meta(const Tensor& qzeros) {
+  check_awq_unpack_zeros(qzeros);
+  return at::empty_symint({qzeros.sym_size(0), qzeros.sym_size(1) * kCodesPerWord}, qzeros.options().dtype(at::kByte));
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(torch_marlin_metal, Meta, m) {
+  m.impl("gemm", gemm_meta);
+  m.impl("dequantize", dequantize_meta);
+  m.impl("gptq_repack", gptq_repack_meta);
+  m.impl("gptq_unpack_zeros", gptq_unpack_zeros_meta);
+  m.impl("awq_repack", awq_repack_meta);
+  m.impl("awq_unpack_zeros", awq_unpack_zeros_meta);
+}
+
+}  // namespace marlin

@@ -1,0 +1,79 @@
+"""The weight formats, read from the one table in `csrc/weight_format.h`."""
+
+from dataclasses import dataclass
+
+from torch_marlin_metal.extension import native
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """One row of the table of weight formats; `q` is the 4-bit code, `s` the scale of its group and column.
+
+    Attributes:
+        name: the name that the operators take.
+        formula: the exact weight.
+        scale_coding: "floating" (fp16, bf16 or fp32), "e4m3" or "e8m0" (uint8 codes).
+        zeros_role: "none", "zero_point" (uint8 codes or floating values) or "bias" (floating values).
+        has_global_scale: takes an optional fp32 `global_scale`.
+        has_lut: needs an fp32 table of 16 values.
+        fixed_group_size: the only group size allowed, or None for any of `GROUP_SIZES` and K itself.
+    """
+
+    name: str
+    formula: str
+    scale_coding: str
+    zeros_role: str
+    has_global_scale: bool
+    has_lut: bool
+    fixed_group_size: int | None
+
+
+WEIGHT_FORMATS: dict[str, WeightFormat] = {row[0]: WeightFormat(*row) for row in native.weight_formats()}
+GROUP_SIZES: tuple[int, ...] = tuple(native.group_sizes())
+E2M1_VALUES: tuple[float, ...] = tuple(native.e2m1_values())
+
+# bitsandbytes' NF4 table (QLoRA, arXiv:2305.14314, appendix E), as float32.
+NF4_VALUES: tuple[float, ...] = (
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+)
+
+# Names by which other projects know a format; vLLM's scalar types among them.
+ALIASES: dict[str, str] = {
+    "u4b8": "uint4b8",
+    "u4": "uint4",
+    "fp4": "float4_e2m1",
+    "float4_e2m1f": "float4_e2m1",
+    "nf4": "lut4",
+}
+
+
+def weight_format(name: str) -> WeightFormat:
+    """Returns the format of a name or alias.
+
+    Args:
+        name: a name of `WEIGHT_FORMATS`, or "u4b8", "u4", "fp4", "float4_e2m1f", "nf4".
+
+    Raises:
+        ValueError: the name is unknown; the message lists the known ones.
+    """
+    found = WEIGHT_FORMATS.get(ALIASES.get(name, name))
+    if found is None:
+        raise ValueError(
+            f"weight_format: expected one of {', '.join(WEIGHT_FORMATS)} (or {', '.join(ALIASES)}), got {name!r}"
+        )
+    return found
