@@ -1,0 +1,138 @@
+// gemm's derivative by a and bias, and its autocast. The rest refuses tensors that require grad.
+#include <ATen/autocast_mode.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/matmul.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include "check.h"
+
+namespace marlin {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+using GemmSignature = Tensor(const Tensor&, const Tensor&, const Tensor&, c10::string_view, int64_t,
+                             const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+                             const OptionalTensor&, const OptionalTensor&, c10::string_view);
+using DequantizeSignature = Tensor(const Tensor&, const Tensor&, c10::string_view, int64_t, const OptionalTensor&,
+                                   const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+                                   at::ScalarType);
+
+const auto& gemm_op() {
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("torch_marlin_metal::gemm", "").typed<GemmSignature>();
+  return op;
+}
+
+const auto& dequantize_op() {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("torch_marlin_metal::dequantize", "")
+                             .typed<DequantizeSignature>();
+  return op;
+}
+
+void check_weight_no_grad(const char* op, const Tensor& scales, const OptionalTensor& zeros,
+                          const OptionalTensor& global_scale, const OptionalTensor& lut) {
+  check_no_grad(op, "scales", scales);
+  if (zeros) check_no_grad(op, "zeros", *zeros);
+  if (global_scale) check_no_grad(op, "global_scale", *global_scale);
+  if (lut) check_no_grad(op, "lut", *lut);
+}
+
+OptionalTensor optional(const torch::autograd::Variable& saved) {
+  return saved.defined() ? OptionalTensor(saved) : std::nullopt;
+}
+
+class GemmFunction : public torch::autograd::Function<GemmFunction> {
+ public:
+  static constexpr bool is_traceable = true;
+
+  static Tensor forward(AutogradContext* ctx, const Tensor& a, const Tensor& b_packed, const Tensor& scales,
+                        const std::string& weight_format, int64_t group_size, const OptionalTensor& zeros,
+                        const OptionalTensor& global_scale, const OptionalTensor& lut, const OptionalTensor& perm,
+                        const OptionalTensor& bias, const std::string& variant) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    ctx->save_for_backward({b_packed, scales, zeros.value_or(Tensor()), global_scale.value_or(Tensor()),
+                            lut.value_or(Tensor()), perm.value_or(Tensor())});
+    ctx->saved_data["weight_format"] = weight_format;
+    ctx->saved_data["group_size"] = group_size;
+    if (bias) ctx->saved_data["bias_dtype"] = static_cast<int64_t>(bias->scalar_type());
+    return gemm_op().call(a, b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm, bias,
+                          variant);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const Tensor& grad = grads[0];
+    variable_list result(11);
+    if (ctx->needs_input_grad(0)) {
+      const auto saved = ctx->get_saved_variables();
+      const Tensor weight = dequantize_op().call(
+          saved[0], saved[1], ctx->saved_data["weight_format"].toStringRef(), ctx->saved_data["group_size"].toInt(),
+          optional(saved[2]), optional(saved[3]), optional(saved[4]), optional(saved[5]), grad.scalar_type());
+      result[0] = at::matmul(grad, weight.t());
+    }
+    if (ctx->needs_input_grad(9)) {
+      const auto dtype = static_cast<at::ScalarType>(ctx->saved_data["bias_dtype"].toInt());
+      at::DimVector leading;
+      for (int64_t dim = 0; dim + 1 < grad.dim(); ++dim) leading.push_back(dim);
+      const Tensor wide = grad.to(at::kFloat);
+      result[9] = (leading.empty() ? wide : wide.sum(leading)).to(dtype);
+    }
+    return result;
+  }
+};
+
+Tensor gemm_autograd(const Tensor& a, const Tensor& b_packed, const Tensor& scales, c10::string_view weight_format,
+                     int64_t group_size, const OptionalTensor& zeros, const OptionalTensor& global_scale,
+                     const OptionalTensor& lut, const OptionalTensor& perm, const OptionalTensor& bias,
+                     c10::string_view variant) {
+  check_weight_no_grad("gemm", scales, zeros, global_scale, lut);
+  const bool differentiate =
+      c10::GradMode::is_enabled() && (a.requires_grad() || (bias.has_value() && bias->requires_grad()));
+  if (differentiate) {
+    return GemmFunction::apply(a, b_packed, scales, std::string(weight_format), group_size, zeros, global_scale, lut,
+                               perm, bias, std::string(variant));
+  }
+  at::AutoDispatchBelowADInplaceOrView guard;
+  return gemm_op().call(a, b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm, bias, variant);
+}
+
+Tensor dequantize_autograd(const Tensor& b_packed, const Tensor& scales, c10::string_view weight_format,
+                           int64_t group_size, const OptionalTensor& zeros, const OptionalTensor& global_scale,
+                           const OptionalTensor& lut, const OptionalTensor& perm, at::ScalarType dtype) {
+  check_weight_no_grad("dequantize", scales, zeros, global_scale, lut);
+  at::AutoDispatchBelowADInplaceOrView guard;
+  return dequantize_op().call(b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm, dtype);
+}
+
+// Activations are cast as autocast does for linear; codes, scales and zeros stay as they are, the bias is added in fp32.
+template <c10::DispatchKey kAutocastKey, c10::DeviceType kDevice>
+Tensor gemm_autocast(const Tensor& a, const Tensor& b_packed, const Tensor& scales, c10::string_view weight_format,
+                     int64_t group_size, const OptionalTensor& zeros, const OptionalTensor& global_scale,
+                     const OptionalTensor& lut, const OptionalTensor& perm, const OptionalTensor& bias,
+                     c10::string_view variant) {
+  c10::impl::ExcludeDispatchKeyGuard guard(kAutocastKey);
+  const Tensor cast = at::autocast::cached_cast(at::autocast::get_autocast_dtype(kDevice), a, kDevice);
+  return gemm_op().call(cast, b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm, bias,
+                        variant);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(torch_marlin_metal, Autograd, m) {
+  m.impl("gemm", gemm_autograd);
+  m.impl("dequantize", dequantize_autograd);
+}
+
+TORCH_LIBRARY_IMPL(torch_marlin_metal, AutocastCPU, m) {
+  m.impl("gemm", gemm_autocast<c10::DispatchKey::AutocastCPU, c10::DeviceType::CPU>);
+}
+
+TORCH_LIBRARY_IMPL(torch_marlin_metal, AutocastMPS, m) {
+  m.impl("gemm", gemm_autocast<c10::DispatchKey::AutocastMPS, c10::DeviceType::MPS>);
+}
+
+}  // namespace marlin

@@ -1,0 +1,172 @@
+// The CPU backend's torch glue: tensors in, plain pointers to the kernels, tensors out.
+#include <ATen/Context.h>
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include "../check.h"
+#include "kernels.h"
+
+namespace marlin::cpu {
+namespace {
+
+ElementType element_type(const Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case at::kHalf:
+      return ElementType::float16;
+    case at::kBFloat16:
+      return ElementType::bfloat16;
+    case at::kByte:
+      return ElementType::uint8;
+    default:
+      return ElementType::float32;
+  }
+}
+
+Parallel at_parallel() {
+  return {at::get_num_threads(), [](int64_t count, int64_t grain, const Body& body) {
+            at::parallel_for(0, count, grain, [&](int64_t begin, int64_t end) { body(begin, end); });
+          }};
+}
+
+// Contiguous views (copies only where a caller passed strided scales) that outlive the kernel call.
+struct HeldWeight {
+  Tensor b_packed, scales, zeros, global_scale, lut, perm;
+  PackedWeight view;
+
+  HeldWeight(const WeightTensors& weight, const WeightShape& shape)
+      : b_packed(weight.b_packed),
+        scales(weight.scales.contiguous()),
+        zeros(weight.zeros ? weight.zeros->contiguous() : Tensor()),
+        global_scale(weight.global_scale ? weight.global_scale->contiguous() : Tensor()),
+        lut(weight.lut ? weight.lut->contiguous() : Tensor()),
+        perm(weight.perm ? weight.perm->contiguous() : Tensor()) {
+    view.format = shape.format;
+    view.K = shape.K.expect_int();
+    view.N = shape.N.expect_int();
+    view.group_size = weight.group_size;
+    view.words = static_cast<const uint32_t*>(b_packed.const_data_ptr());
+    view.scales = scales.const_data_ptr();
+    view.scales_type = element_type(scales);
+    view.zeros = zeros.defined() ? zeros.const_data_ptr() : nullptr;
+    view.zeros_type = zeros.defined() ? element_type(zeros) : ElementType::float32;
+    view.global_scale = global_scale.defined() ? global_scale.const_data_ptr<float>() : nullptr;
+    view.global_scale_stride = global_scale.defined() && global_scale.numel() > 1 ? 1 : 0;
+    view.lut = lut.defined() ? lut.const_data_ptr<float>() : nullptr;
+  }
+
+  const int32_t* perm_data(const char* op) const {
+    if (!perm.defined()) return nullptr;
+    const int32_t* data = perm.const_data_ptr<int32_t>();
+    check_perm_range(op, data, perm.numel());
+    return data;
+  }
+
+  // Only the range is checked here, since an index outside it would read foreign memory.
+  static void check_perm_range(const char* op, const int32_t* perm, int64_t K) {
+    uint32_t largest = 0;
+    for (int64_t k = 0; k < K; ++k) largest = std::max(largest, static_cast<uint32_t>(perm[k]));
+    TORCH_CHECK_INDEX(largest < static_cast<uint64_t>(K), "torch_marlin_metal::", op,
+                      ": perm: expected indices in [0, K) with K = ", K, ", got ", static_cast<int32_t>(largest));
+  }
+};
+
+Tensor gemm(const Tensor& a, const Tensor& b_packed, const Tensor& scales, c10::string_view weight_format,
+            int64_t group_size, const OptionalTensor& zeros, const OptionalTensor& global_scale,
+            const OptionalTensor& lut, const OptionalTensor& perm, const OptionalTensor& bias,
+            c10::string_view variant) {
+  const WeightTensors tensors{b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm};
+  const WeightShape shape = check_gemm(a, tensors, bias, variant);
+  const HeldWeight weight(tensors, shape);
+
+  at::DimVector sizes(a.sizes());
+  sizes.back() = weight.view.N;
+  Tensor out = at::empty(sizes, a.options());
+  if (out.numel() == 0) return out;
+
+  Tensor rows = a.dim() == 2 ? a : a.reshape({-1, weight.view.K});
+  if (rows.stride(1) != 1) rows = rows.contiguous();
+  const Tensor bias_held = bias ? bias->contiguous() : Tensor();
+
+  GemmArguments arguments{};
+  arguments.weight = weight.view;
+  arguments.M = rows.size(0);
+  arguments.a = rows.const_data_ptr();
+  arguments.a_type = element_type(rows);
+  arguments.a_row_stride = rows.stride(0);
+  arguments.perm = weight.perm_data("gemm");
+  arguments.bias = bias ? bias_held.const_data_ptr() : nullptr;
+  arguments.bias_type = bias ? element_type(bias_held) : ElementType::float32;
+  arguments.out = out.mutable_data_ptr();
+  const bool highest = at::globalContext().float32MatmulPrecision() == at::Float32MatmulPrecision::HIGHEST;
+  cpu::gemm(arguments, at_parallel(), highest ? Float32Precision::highest : Float32Precision::reduced);
+  return out;
+}
+
+Tensor dequantize(const Tensor& b_packed, const Tensor& scales, c10::string_view weight_format, int64_t group_size,
+                  const OptionalTensor& zeros, const OptionalTensor& global_scale, const OptionalTensor& lut,
+                  const OptionalTensor& perm, at::ScalarType dtype) {
+  const WeightTensors tensors{b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm};
+  const HeldWeight weight(tensors, check_dequantize(tensors, dtype));
+  Tensor out = at::empty({weight.view.K, weight.view.N}, scales.options().dtype(dtype));
+  cpu::dequantize({weight.view, weight.perm_data("dequantize"), out.mutable_data_ptr(), element_type(out)},
+                  at_parallel());
+  return out;
+}
+
+Tensor gptq_repack(const Tensor& qweight, const OptionalTensor& perm) {
+  check_gptq_repack(qweight, perm);
+  const Tensor held = perm ? perm->contiguous() : Tensor();
+  const int32_t* indices = perm ? held.const_data_ptr<int32_t>() : nullptr;
+  const int64_t K = qweight.size(0) * kCodesPerWord;
+  if (indices) HeldWeight::check_perm_range("gptq_repack", indices, K);
+  Tensor out = at::empty(qweight.sizes(), qweight.options());
+  if (out.numel() == 0) return out;
+  cpu::gptq_repack(static_cast<const uint32_t*>(qweight.const_data_ptr()), indices, K, qweight.size(1),
+                   static_cast<uint32_t*>(out.mutable_data_ptr()), at_parallel());
+  return out;
+}
+
+Tensor gptq_unpack_zeros(const Tensor& qzeros, int64_t checkpoint_version, c10::string_view rule) {
+  const ZerosRule zeros_rule = check_gptq_unpack_zeros(qzeros, checkpoint_version, rule);
+  Tensor out = at::empty({qzeros.size(0), qzeros.size(1) * kCodesPerWord}, qzeros.options().dtype(at::kByte));
+  if (out.numel() == 0) return out;
+  cpu::gptq_unpack_zeros(static_cast<const uint32_t*>(qzeros.const_data_ptr()), out.size(0), out.size(1),
+                         static_cast<int>(checkpoint_version), zeros_rule, out.mutable_data_ptr<uint8_t>(),
+                         at_parallel());
+  return out;
+}
+
+Tensor awq_repack(const Tensor& qweight) {
+  check_awq_repack(qweight);
+  const int64_t K = qweight.size(0);
+  const int64_t N = qweight.size(1) * kCodesPerWord;
+  Tensor out = at::empty({K / kCodesPerWord, N}, qweight.options());
+  if (out.numel() == 0) return out;
+  cpu::awq_repack(static_cast<const uint32_t*>(qweight.const_data_ptr()), K, N,
+                  static_cast<uint32_t*>(out.mutable_data_ptr()), at_parallel());
+  return out;
+}
+
+Tensor awq_unpack_zeros(const Tensor& qzeros) {
+  check_awq_unpack_zeros(qzeros);
+  Tensor out = at::empty({qzeros.size(0), qzeros.size(1) * kCodesPerWord}, qzeros.options().dtype(at::kByte));
+  if (out.numel() == 0) return out;
+  cpu::awq_unpack_zeros(static_cast<const uint32_t*>(qzeros.const_data_ptr()), out.size(0), out.size(1),
+                        out.mutable_data_ptr<uint8_t>(), at_parallel());
+  return out;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(torch_marlin_metal, CPU, m) {
+  m.impl("gemm", gemm);
+  m.impl("dequantize", dequantize);
+  m.impl("gptq_repack", gptq_repack);
+  m.impl("gptq_unpack_zeros", gptq_unpack_zeros);
+  m.impl("awq_repack", awq_repack);
+  m.impl("awq_unpack_zeros", awq_unpack_zeros);
+}
+
+}  // namespace marlin::cpu

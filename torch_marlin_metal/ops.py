@@ -1,0 +1,206 @@
+"""The operators `torch.ops.torch_marlin_metal.*` as Python functions, with names, aliases and `group_size=-1` resolved.
+
+Schemas, checks, fake kernels, autograd and autocast are registered by the C++ extension; this module adds vmap.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_marlin_metal.formats import NF4_VALUES, weight_format as find_format
+
+_ops = torch.ops.torch_marlin_metal
+
+
+def _resolve(name: str, group_size: int, b_packed: Tensor, lut: Tensor | None) -> tuple[str, int, Tensor | None]:
+    if name == "nf4" and lut is None:
+        lut = torch.tensor(NF4_VALUES, dtype=torch.float32, device=b_packed.device)
+    if group_size == -1:
+        group_size = 8 * b_packed.shape[0]
+    return find_format(name).name, group_size, lut
+
+
+def gemm(
+    a: Tensor,
+    b_packed: Tensor,
+    scales: Tensor,
+    *,
+    weight_format: str,
+    group_size: int,
+    zeros: Tensor | None = None,
+    global_scale: Tensor | None = None,
+    lut: Tensor | None = None,
+    perm: Tensor | None = None,
+    bias: Tensor | None = None,
+    variant: str = "auto",
+) -> Tensor:
+    """Multiplies activations with a packed 4-bit weight: `a @ w + bias`.
+
+    The weight is decoded inside the product and never stored. Sums are in fp32, the result is rounded once.
+    Differentiable by `a` and `bias`.
+
+    Args:
+        a: activations `[..., K]`, float16, bfloat16 or float32, any strides.
+        b_packed: int32 `[K/8, N]`, contiguous; word (r, n) holds the codes of k = 8r ... 8r+7 of column n, lowest k in
+            the lowest nibble.
+        scales: `[G, N]` with `G = ceil(K / group_size)`; float16, bfloat16 or float32, or uint8 codes (nvfp4, mxfp4).
+        weight_format: a name of `WEIGHT_FORMATS` or an alias ("u4b8", "u4", "fp4", "float4_e2m1f", "nf4").
+        group_size: 16, 32, 64, 128, 256 or K; -1 stands for K. The last group may be short.
+        zeros: `[G, N]`; zero points of uint4 (uint8 codes or floating), biases of uint4_bias (floating).
+        global_scale: float32 `[]`, `[1]` or `[N]`, multiplies the scales of nvfp4.
+        lut: float32 `[16]`, the table of lut4; given by the alias "nf4".
+        perm: int32 `[K]`, GPTQ's act-order: packed row j multiplies `a[..., perm[j]]`. See `gptq_perm`.
+        bias: `[N]`, float16, bfloat16 or float32; added in fp32.
+        variant: "auto", or the name of a GPU kernel variant; the CPU has one kernel for all.
+
+    Returns:
+        `[..., N]` in the dtype of `a`.
+
+    Raises:
+        ValueError: an argument has the wrong dtype, shape, device or value; the message says what was expected.
+    """
+    name, group_size, lut = _resolve(weight_format, group_size, b_packed, lut)
+    result: Tensor = _ops.gemm(
+        a,
+        b_packed,
+        scales,
+        weight_format=name,
+        group_size=group_size,
+        zeros=zeros,
+        global_scale=global_scale,
+        lut=lut,
+        perm=perm,
+        bias=bias,
+        variant=variant,
+    )
+    return result
+
+
+def dequantize(
+    b_packed: Tensor,
+    scales: Tensor,
+    *,
+    weight_format: str,
+    group_size: int,
+    zeros: Tensor | None = None,
+    global_scale: Tensor | None = None,
+    lut: Tensor | None = None,
+    perm: Tensor | None = None,
+    dtype: torch.dtype = torch.float16,
+) -> Tensor:
+    """Gives the weight of `gemm` as floats, `[K, N]`, in the original order of k: `out[perm[j], :]` is packed row j.
+
+    Computed in fp32 and rounded once.
+
+    Args:
+        b_packed: int32 `[K/8, N]`, as in `gemm`; so are `scales` to `perm`.
+        scales: `[G, N]`.
+        weight_format: a format's name or alias.
+        group_size: the group size, or -1 for K.
+        zeros: `[G, N]` or None.
+        global_scale: float32 `[]`, `[1]`, `[N]` or None.
+        lut: float32 `[16]` or None.
+        perm: int32 `[K]` or None.
+        dtype: float16, bfloat16 or float32.
+
+    Raises:
+        ValueError: an argument has the wrong dtype, shape, device or value.
+    """
+    name, group_size, lut = _resolve(weight_format, group_size, b_packed, lut)
+    result: Tensor = _ops.dequantize(
+        b_packed,
+        scales,
+        weight_format=name,
+        group_size=group_size,
+        zeros=zeros,
+        global_scale=global_scale,
+        lut=lut,
+        perm=perm,
+        dtype=dtype,
+    )
+    return result
+
+
+def gptq_repack(qweight: Tensor, *, perm: Tensor | None = None) -> Tensor:
+    """Brings GPTQ's `qweight` into the packed layout; row j of the result is row `perm[j]` of the source.
+
+    Without `perm` the two layouts are the same and the result is a copy.
+
+    Args:
+        qweight: int32 `[K/8, N]`, contiguous.
+        perm: int32 `[K]` from `gptq_perm`, or None.
+
+    Returns:
+        int32 `[K/8, N]`, a new tensor.
+
+    Raises:
+        ValueError: an argument has the wrong dtype or shape.
+    """
+    result: Tensor = _ops.gptq_repack(qweight, perm=perm)
+    return result
+
+
+def gptq_unpack_zeros(qzeros: Tensor, *, checkpoint_version: int, rule: str = "word") -> Tensor:
+    """Unpacks GPTQ's `qzeros` into one byte a zero point.
+
+    Version 1 files store z - 1. The rules differ only where a stored nibble is 15: "word" adds 0x11111111 to the word
+    (exact for GPTQModel and AutoRound, which borrow across nibbles to store z = 0), "masked" gives (raw + 1) & 15,
+    "unmasked" gives raw + 1, up to 16.
+
+    Args:
+        qzeros: int32 `[G, N/8]`, contiguous, lowest n in the lowest nibble.
+        checkpoint_version: 1 (`checkpoint_format: "gptq"`) or 2 (`"gptq_v2"`, zero points as they are).
+        rule: "word", "masked" or "unmasked".
+
+    Returns:
+        uint8 `[G, N]`.
+
+    Raises:
+        ValueError: an argument has the wrong dtype, shape or value.
+    """
+    result: Tensor = _ops.gptq_unpack_zeros(qzeros, checkpoint_version=checkpoint_version, rule=rule)
+    return result
+
+
+def awq_repack(qweight: Tensor) -> Tensor:
+    """Brings the `qweight` of AWQ's "gemm" version into the packed layout, its interleave undone.
+
+    Args:
+        qweight: int32 `[K, N/8]`, contiguous; nibble i of a word holds column `[0, 2, 4, 6, 1, 3, 5, 7][i]` of its 8.
+
+    Returns:
+        int32 `[K/8, N]`.
+
+    Raises:
+        ValueError: wrong dtype or shape, or K is not a multiple of 8.
+    """
+    result: Tensor = _ops.awq_repack(qweight)
+    return result
+
+
+def awq_unpack_zeros(qzeros: Tensor) -> Tensor:
+    """Unpacks the `qzeros` of AWQ's "gemm" version into one byte a zero point, its interleave undone.
+
+    Args:
+        qzeros: int32 `[G, N/8]`, contiguous.
+
+    Returns:
+        uint8 `[G, N]`.
+
+    Raises:
+        ValueError: wrong dtype or shape.
+    """
+    result: Tensor = _ops.awq_unpack_zeros(qzeros)
+    return result
+
+
+@torch.library.register_vmap("torch_marlin_metal::gemm")
+def _gemm_vmap(info: Any, in_dims: tuple[int | None, ...], a: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, int]:
+    """Maps over `a` alone: its batch dimension becomes one more leading dimension."""
+    if in_dims[0] is None or any(dim is not None for dim in in_dims[1:]):
+        raise ValueError(
+            "torch_marlin_metal::gemm: vmap: expected a batch dimension on `a` and on no other argument, "
+            f"got in_dims {in_dims}"
+        )
+    return _ops.gemm(a.movedim(in_dims[0], 0), *args, **kwargs), 0
