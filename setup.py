@@ -14,7 +14,7 @@ CLANG_MINIMUM = 15
 
 try:
     import torch
-    from torch.utils.cpp_extension import BuildExtension, CppExtension
+    from torch.utils.cpp_extension import BuildExtension, CppExtension, include_paths
 except ImportError:
     sys.exit(
         "torch_marlin_metal: torch is not installed in this environment. "
@@ -53,6 +53,7 @@ check_compiler()
 
 sources = relative("csrc/*.cpp") + relative("csrc/cpu/*.cpp")
 compile_flags = ["-O3", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-fvisibility=hidden"]
+compile_flags += [f"-isystem{path}" for path in include_paths()]  # warnings are for our own code
 
 setup(
     ext_modules=[

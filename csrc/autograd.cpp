@@ -15,11 +15,10 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
 using GemmSignature = Tensor(const Tensor&, const Tensor&, const Tensor&, c10::string_view, int64_t,
-                             const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-                             const OptionalTensor&, const OptionalTensor&, c10::string_view);
+                             const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+                             const OptionalTensor&, c10::string_view);
 using DequantizeSignature = Tensor(const Tensor&, const Tensor&, c10::string_view, int64_t, const OptionalTensor&,
-                                   const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-                                   at::ScalarType);
+                                   const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, at::ScalarType);
 
 const auto& gemm_op() {
   static const auto op =
@@ -28,9 +27,8 @@ const auto& gemm_op() {
 }
 
 const auto& dequantize_op() {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("torch_marlin_metal::dequantize", "")
-                             .typed<DequantizeSignature>();
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("torch_marlin_metal::dequantize", "").typed<DequantizeSignature>();
   return op;
 }
 
@@ -59,7 +57,7 @@ class GemmFunction : public torch::autograd::Function<GemmFunction> {
                             lut.value_or(Tensor()), perm.value_or(Tensor())});
     ctx->saved_data["weight_format"] = weight_format;
     ctx->saved_data["group_size"] = group_size;
-    if (bias) ctx->saved_data["bias_dtype"] = static_cast<int64_t>(bias->scalar_type());
+    if (bias && bias->requires_grad()) ctx->saved_data["bias_dtype"] = static_cast<int64_t>(bias->scalar_type());
     return gemm_op().call(a, b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm, bias,
                           variant);
   }
@@ -74,10 +72,11 @@ class GemmFunction : public torch::autograd::Function<GemmFunction> {
           optional(saved[2]), optional(saved[3]), optional(saved[4]), optional(saved[5]), grad.scalar_type());
       result[0] = at::matmul(grad, weight.t());
     }
-    if (ctx->needs_input_grad(9)) {
+    if (ctx->saved_data.count("bias_dtype") != 0) {
       const auto dtype = static_cast<at::ScalarType>(ctx->saved_data["bias_dtype"].toInt());
       at::DimVector leading;
-      for (int64_t dim = 0; dim + 1 < grad.dim(); ++dim) leading.push_back(dim);
+      for (int64_t dim = 0; dim + 1 < grad.dim(); ++dim)
+        leading.push_back(dim);
       const Tensor wide = grad.to(at::kFloat);
       result[9] = (leading.empty() ? wide : wide.sum(leading)).to(dtype);
     }
@@ -108,7 +107,8 @@ Tensor dequantize_autograd(const Tensor& b_packed, const Tensor& scales, c10::st
   return dequantize_op().call(b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm, dtype);
 }
 
-// Activations are cast as autocast does for linear; codes, scales and zeros stay as they are, the bias is added in fp32.
+// Activations are cast as autocast does for linear; codes, scales and zeros stay as they are, the bias is added in
+// fp32.
 template <c10::DispatchKey kAutocastKey, c10::DeviceType kDevice>
 Tensor gemm_autocast(const Tensor& a, const Tensor& b_packed, const Tensor& scales, c10::string_view weight_format,
                      int64_t group_size, const OptionalTensor& zeros, const OptionalTensor& global_scale,

@@ -9,8 +9,8 @@ namespace marlin {
 
 namespace {
 
-constexpr std::array<std::string_view, 7> kVariants{"auto",  "double_buffered", "single_stage", "striped",
-                                                    "fused", "gemv",            "two_pass"};
+constexpr std::array<std::string_view, 7> kVariants{"auto", "double_buffered", "single_stage", "striped", "fused",
+                                                    "gemv", "two_pass"};
 
 std::string dtype_name(at::ScalarType dtype) {
   switch (dtype) {
@@ -100,7 +100,8 @@ const WeightFormatInfo& find_format(const char* op, std::string_view name) {
                                    [&](const WeightFormatInfo& row) { return row.name == name; });
   if (found == kWeightFormats.end()) {
     std::string known;
-    for (const auto& row : kWeightFormats) known += (known.empty() ? "" : ", ") + std::string(row.name);
+    for (const auto& row : kWeightFormats)
+      known += (known.empty() ? "" : ", ") + std::string(row.name);
     fail(op, "weight_format", "one of " + known, "'" + std::string(name) + "'");
   }
   return *found;
@@ -115,7 +116,8 @@ void check_group_size(const char* op, const WeightFormatInfo& row, int64_t group
     if (std::find(kGroupSizes.begin(), kGroupSizes.end(), group_size) != kGroupSizes.end()) return;
     if (K == group_size) return;
     rule << "one of ";
-    for (int64_t size : kGroupSizes) rule << size << ", ";
+    for (int64_t size : kGroupSizes)
+      rule << size << ", ";
     rule << "or K = " << K;
   }
   fail(op, "group_size", rule.str() + " for " + std::string(row.name), std::to_string(group_size));
@@ -216,7 +218,8 @@ WeightShape check_gemm(const Tensor& a, const WeightTensors& weight, const Optio
   }
   if (std::find(kVariants.begin(), kVariants.end(), variant) == kVariants.end()) {
     std::string known;
-    for (std::string_view name : kVariants) known += (known.empty() ? "" : ", ") + std::string(name);
+    for (std::string_view name : kVariants)
+      known += (known.empty() ? "" : ", ") + std::string(name);
     fail(op, "variant", "one of " + known, "'" + std::string(variant) + "'");
   }
   return shape;

@@ -27,16 +27,16 @@ Tensor gemm_meta(const Tensor& a, const Tensor& b_packed, const Tensor& scales, 
                  int64_t group_size, const OptionalTensor& zeros, const OptionalTensor& global_scale,
                  const OptionalTensor& lut, const OptionalTensor& perm, const OptionalTensor& bias,
                  c10::string_view variant) {
-  const WeightShape shape = check_gemm(
-      a, {b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm}, bias, variant);
+  const WeightShape shape =
+      check_gemm(a, {b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm}, bias, variant);
   c10::SymDimVector sizes(a.sym_sizes());
   sizes.back() = shape.N;
   return at::empty_symint(sizes, a.options());
 }
 
-Tensor dequantize_meta(const Tensor& b_packed, const Tensor& scales, c10::string_view weight_format,
-                       int64_t group_size, const OptionalTensor& zeros, const OptionalTensor& global_scale,
-                       const OptionalTensor& lut, const OptionalTensor& perm, at::ScalarType dtype) {
+Tensor dequantize_meta(const Tensor& b_packed, const Tensor& scales, c10::string_view weight_format, int64_t group_size,
+                       const OptionalTensor& zeros, const OptionalTensor& global_scale, const OptionalTensor& lut,
+                       const OptionalTensor& perm, at::ScalarType dtype) {
   const WeightShape shape =
       check_dequantize({b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm}, dtype);
   return at::empty_symint({shape.K, shape.N}, scales.options().dtype(dtype));

@@ -45,7 +45,8 @@ py::list weight_formats() {
 py::tuple cpu_capability() {
   const cpu::Capability& found = cpu::capability();
   std::vector<std::string> available;
-  for (cpu::Isa isa : found.available) available.emplace_back(cpu::isa_name(isa));
+  for (cpu::Isa isa : found.available)
+    available.emplace_back(cpu::isa_name(isa));
   return py::make_tuple(cpu::isa_name(found.isa), found.reason, found.features, available);
 }
 

@@ -1,14 +1,13 @@
 """The operators `torch.ops.torch_marlin_metal.*` as Python functions, with names, aliases and `group_size=-1` resolved.
 
-Schemas, checks, fake kernels, autograd and autocast are registered by the C++ extension; this module adds vmap.
+Schemas, checks, fake kernels, autograd and autocast are registered by the C++ extension.
 """
-
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from torch_marlin_metal.formats import NF4_VALUES, weight_format as find_format
+from torch_marlin_metal.formats import NF4_VALUES
+from torch_marlin_metal.formats import weight_format as find_format
 
 _ops = torch.ops.torch_marlin_metal
 
@@ -193,14 +192,3 @@ def awq_unpack_zeros(qzeros: Tensor) -> Tensor:
     """
     result: Tensor = _ops.awq_unpack_zeros(qzeros)
     return result
-
-
-@torch.library.register_vmap("torch_marlin_metal::gemm")
-def _gemm_vmap(info: Any, in_dims: tuple[int | None, ...], a: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, int]:
-    """Maps over `a` alone: its batch dimension becomes one more leading dimension."""
-    if in_dims[0] is None or any(dim is not None for dim in in_dims[1:]):
-        raise ValueError(
-            "torch_marlin_metal::gemm: vmap: expected a batch dimension on `a` and on no other argument, "
-            f"got in_dims {in_dims}"
-        )
-    return _ops.gemm(a.movedim(in_dims[0], 0), *args, **kwargs), 0

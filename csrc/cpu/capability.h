@@ -9,10 +9,10 @@ namespace marlin::cpu {
 enum class Isa : int { portable, avx2, avx512, amx, neon };
 
 struct Capability {
-  Isa isa;                             // what the kernels use
-  std::string reason;                  // one sentence: detected, forced by TORCH_MARLIN_METAL_CPU_ISA, ...
-  std::vector<std::string> features;   // CPU features that kernels look at and that the OS has enabled
-  std::vector<Isa> available;          // families that can be forced on this machine
+  Isa isa;                            // what the kernels use
+  std::string reason;                 // one sentence: detected, forced by TORCH_MARLIN_METAL_CPU_ISA, ...
+  std::vector<std::string> features;  // CPU features that kernels look at and that the OS has enabled
+  std::vector<Isa> available;         // families that can be forced on this machine
 };
 
 // Read once. Throws std::runtime_error when TORCH_MARLIN_METAL_CPU_ISA names a family that is unknown or absent here.

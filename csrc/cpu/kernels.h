@@ -8,16 +8,17 @@
 
 namespace marlin::cpu {
 
-// A packed weight [K/8, N] with its scales [G, N], all contiguous; G = ceil(K / group_size), the last group may be short.
+// A packed weight [K/8, N] with its scales [G, N], all contiguous; G = ceil(K / group_size), the last group may be
+// short.
 struct PackedWeight {
   WeightFormat format;
   int64_t K;
   int64_t N;
-  int64_t group_size;           // a multiple of 8, at most K rounded up: K itself stands for one group
-  const uint32_t* words;        // [K/8, N]
-  const void* scales;           // [G, N]
-  ElementType scales_type;      // uint8 for the coded scales of nvfp4 and mxfp4
-  const void* zeros;            // [G, N] or nullptr
+  int64_t group_size;       // a multiple of 8, at most K rounded up: K itself stands for one group
+  const uint32_t* words;    // [K/8, N]
+  const void* scales;       // [G, N]
+  ElementType scales_type;  // uint8 for the coded scales of nvfp4 and mxfp4
+  const void* zeros;        // [G, N] or nullptr
   ElementType zeros_type;
   const float* global_scale;    // nullptr, or fp32 at [n * global_scale_stride]
   int64_t global_scale_stride;  // 0: one value for all columns; 1: per column
@@ -33,7 +34,7 @@ struct GemmArguments {
   const int32_t* perm;   // nullptr, or [K]: packed row j multiplies a[m, perm[j]]
   const void* bias;      // nullptr or [N]
   ElementType bias_type;
-  void* out;             // [M, N] contiguous
+  void* out;  // [M, N] contiguous
 };
 
 struct DequantizeArguments {

@@ -66,16 +66,17 @@ struct HeldWeight {
   // Only the range is checked here, since an index outside it would read foreign memory.
   static void check_perm_range(const char* op, const int32_t* perm, int64_t K) {
     uint32_t largest = 0;
-    for (int64_t k = 0; k < K; ++k) largest = std::max(largest, static_cast<uint32_t>(perm[k]));
+    for (int64_t k = 0; k < K; ++k)
+      largest = std::max(largest, static_cast<uint32_t>(perm[k]));
     TORCH_CHECK_INDEX(largest < static_cast<uint64_t>(K), "torch_marlin_metal::", op,
                       ": perm: expected indices in [0, K) with K = ", K, ", got ", static_cast<int32_t>(largest));
   }
 };
 
-Tensor gemm(const Tensor& a, const Tensor& b_packed, const Tensor& scales, c10::string_view weight_format,
-            int64_t group_size, const OptionalTensor& zeros, const OptionalTensor& global_scale,
-            const OptionalTensor& lut, const OptionalTensor& perm, const OptionalTensor& bias,
-            c10::string_view variant) {
+Tensor gemm_cpu(const Tensor& a, const Tensor& b_packed, const Tensor& scales, c10::string_view weight_format,
+                int64_t group_size, const OptionalTensor& zeros, const OptionalTensor& global_scale,
+                const OptionalTensor& lut, const OptionalTensor& perm, const OptionalTensor& bias,
+                c10::string_view variant) {
   const WeightTensors tensors{b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm};
   const WeightShape shape = check_gemm(a, tensors, bias, variant);
   const HeldWeight weight(tensors, shape);
@@ -104,9 +105,9 @@ Tensor gemm(const Tensor& a, const Tensor& b_packed, const Tensor& scales, c10::
   return out;
 }
 
-Tensor dequantize(const Tensor& b_packed, const Tensor& scales, c10::string_view weight_format, int64_t group_size,
-                  const OptionalTensor& zeros, const OptionalTensor& global_scale, const OptionalTensor& lut,
-                  const OptionalTensor& perm, at::ScalarType dtype) {
+Tensor dequantize_cpu(const Tensor& b_packed, const Tensor& scales, c10::string_view weight_format, int64_t group_size,
+                      const OptionalTensor& zeros, const OptionalTensor& global_scale, const OptionalTensor& lut,
+                      const OptionalTensor& perm, at::ScalarType dtype) {
   const WeightTensors tensors{b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm};
   const HeldWeight weight(tensors, check_dequantize(tensors, dtype));
   Tensor out = at::empty({weight.view.K, weight.view.N}, scales.options().dtype(dtype));
@@ -115,7 +116,7 @@ Tensor dequantize(const Tensor& b_packed, const Tensor& scales, c10::string_view
   return out;
 }
 
-Tensor gptq_repack(const Tensor& qweight, const OptionalTensor& perm) {
+Tensor gptq_repack_cpu(const Tensor& qweight, const OptionalTensor& perm) {
   check_gptq_repack(qweight, perm);
   const Tensor held = perm ? perm->contiguous() : Tensor();
   const int32_t* indices = perm ? held.const_data_ptr<int32_t>() : nullptr;
@@ -128,7 +129,7 @@ Tensor gptq_repack(const Tensor& qweight, const OptionalTensor& perm) {
   return out;
 }
 
-Tensor gptq_unpack_zeros(const Tensor& qzeros, int64_t checkpoint_version, c10::string_view rule) {
+Tensor gptq_unpack_zeros_cpu(const Tensor& qzeros, int64_t checkpoint_version, c10::string_view rule) {
   const ZerosRule zeros_rule = check_gptq_unpack_zeros(qzeros, checkpoint_version, rule);
   Tensor out = at::empty({qzeros.size(0), qzeros.size(1) * kCodesPerWord}, qzeros.options().dtype(at::kByte));
   if (out.numel() == 0) return out;
@@ -138,7 +139,7 @@ Tensor gptq_unpack_zeros(const Tensor& qzeros, int64_t checkpoint_version, c10::
   return out;
 }
 
-Tensor awq_repack(const Tensor& qweight) {
+Tensor awq_repack_cpu(const Tensor& qweight) {
   check_awq_repack(qweight);
   const int64_t K = qweight.size(0);
   const int64_t N = qweight.size(1) * kCodesPerWord;
@@ -149,7 +150,7 @@ Tensor awq_repack(const Tensor& qweight) {
   return out;
 }
 
-Tensor awq_unpack_zeros(const Tensor& qzeros) {
+Tensor awq_unpack_zeros_cpu(const Tensor& qzeros) {
   check_awq_unpack_zeros(qzeros);
   Tensor out = at::empty({qzeros.size(0), qzeros.size(1) * kCodesPerWord}, qzeros.options().dtype(at::kByte));
   if (out.numel() == 0) return out;
@@ -161,12 +162,12 @@ Tensor awq_unpack_zeros(const Tensor& qzeros) {
 }  // namespace
 
 TORCH_LIBRARY_IMPL(torch_marlin_metal, CPU, m) {
-  m.impl("gemm", gemm);
-  m.impl("dequantize", dequantize);
-  m.impl("gptq_repack", gptq_repack);
-  m.impl("gptq_unpack_zeros", gptq_unpack_zeros);
-  m.impl("awq_repack", awq_repack);
-  m.impl("awq_unpack_zeros", awq_unpack_zeros);
+  m.impl("gemm", gemm_cpu);
+  m.impl("dequantize", dequantize_cpu);
+  m.impl("gptq_repack", gptq_repack_cpu);
+  m.impl("gptq_unpack_zeros", gptq_unpack_zeros_cpu);
+  m.impl("awq_repack", awq_repack_cpu);
+  m.impl("awq_unpack_zeros", awq_unpack_zeros_cpu);
 }
 
 }  // namespace marlin::cpu
