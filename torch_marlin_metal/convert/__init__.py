@@ -1,0 +1,23 @@
+"""Readers of 4-bit checkpoints: every format becomes `PackedWeight`, without loss or not at all.
+
+    for weight in convert.read_layers("path/to/model"):
+        ...
+
+`read_layers` -> `reader.py` -> `catalogue.py` chooses the format -> one file a format converts one layer.
+"""
+
+from torch_marlin_metal.convert.catalogue import FORMATS
+from torch_marlin_metal.convert.errors import CheckpointError, UnsupportedFormat
+from torch_marlin_metal.convert.reader import CheckpointReader, DenseWeight, open_reader, read_layers
+from torch_marlin_metal.packed_weight import PackedWeight
+
+__all__ = [
+    "FORMATS",
+    "CheckpointError",
+    "CheckpointReader",
+    "DenseWeight",
+    "PackedWeight",
+    "UnsupportedFormat",
+    "open_reader",
+    "read_layers",
+]

@@ -1,0 +1,185 @@
+"""AWQ layers in the layouts of AutoAWQ: gemm (AutoRound and GPTQModel write it too), gemv and gemv_fast (llm-awq).
+
+gemm packs int32 words along N with an interleave; gemv packs along K, transposed; gemv_fast packs int16 words of four
+codes along K in tiles, and stores its zero points multiplied out as fp16 -(s * z).
+"""
+
+import torch
+from torch import Tensor
+
+from torch_marlin_metal.convert.checkpoint import Checkpoint, Settings
+from torch_marlin_metal.convert.errors import UnsupportedFormat
+from torch_marlin_metal.convert.layer import FLOATS, Layer, as_words, constant, fit_groups, spread
+from torch_marlin_metal.convert.registry import Format, Options
+from torch_marlin_metal.packed_weight import PackedWeight
+
+# version -> the layout that it is a name for
+LAYOUTS = {
+    "": "gemm",
+    "gemm": "gemm",
+    "exllama": "gemm",
+    "ipex": "gemm",
+    "gemv": "gemv",
+    "gemv_fast": "gemv_fast",
+    "gemvfast": "gemv_fast",
+    "llm-awq": "gemv_fast",
+}
+SYMMETRIC_ZERO = 8
+
+
+def layout_of(settings: Settings) -> str:
+    version = settings.text("version", "format", "checkpoint_format").lower()
+    if version not in LAYOUTS:
+        raise UnsupportedFormat(f"{settings.file}: AWQ version {version!r} is not read; known: gemm, gemv, gemv_fast")
+    return LAYOUTS[version]
+
+
+def check(checkpoint: Checkpoint, settings: Settings) -> None:
+    layout_of(settings)
+    bits = settings.integer("bits", "w_bit", default=4)
+    if bits != 4:
+        raise UnsupportedFormat(f"{settings.file}: {bits}-bit AWQ weights are not 4 bit wide")
+
+
+def read(layer: Layer, settings: Settings, options: Options) -> PackedWeight:
+    layout = layout_of(settings)
+    return {"gemm": _read_gemm, "gemv": _read_gemv, "gemv_fast": _read_gemv_fast}[layout](layer, settings)
+
+
+def _group_size(settings: Settings, K: int) -> int:
+    stated = settings.integer("group_size", "q_group_size", default=128) or -1
+    return K if stated < 1 else stated
+
+
+def _packed(
+    layer: Layer, b_packed: Tensor, group_size: int, scales: Tensor, zeros: Tensor | None, weight_format: str = "uint4"
+) -> PackedWeight:
+    """Puts the parts together; `scales` and `zeros` are `[G, N]` at the producer's group size."""
+    K, N = 8 * b_packed.shape[0], b_packed.shape[1]
+    if zeros is not None and weight_format == "uint4" and constant(zeros, SYMMETRIC_ZERO):
+        zeros = None
+    fitted = fit_groups(K, group_size, scales, *([] if zeros is None else [zeros]))
+    weight = PackedWeight(
+        b_packed=b_packed,
+        scales=scales,
+        weight_format="uint4b8" if zeros is None else weight_format,
+        group_size=group_size,
+        zeros=zeros,
+        bias=layer.bias(N),
+        source="awq",
+    )
+    if fitted is None:
+        raise layer.unsupported(
+            f"no group size of the operators divides its groups of {group_size}", lambda: _dequantize(weight)
+        )
+    weight.group_size, grouped = fitted
+    weight.scales = grouped[0].contiguous()
+    weight.zeros = None if zeros is None else grouped[1].contiguous()
+    return weight
+
+
+def _dequantize(weight: PackedWeight) -> Tensor:
+    shifts = torch.arange(0, 32, 4).view(1, 8, 1)
+    codes = ((weight.b_packed.unsqueeze(1) >> shifts) & 15).reshape(weight.K, weight.N).float()
+    scales = spread(weight.scales.float(), weight.K, weight.group_size)
+    if weight.zeros is None:
+        return ((codes - SYMMETRIC_ZERO) * scales).t()
+    zeros = spread(weight.zeros.float(), weight.K, weight.group_size)
+    return (codes * scales + zeros if weight.weight_format == "uint4_bias" else (codes - zeros) * scales).t()
+
+
+def _read_gemm(layer: Layer, settings: Settings) -> PackedWeight:
+    K, words = layer.expect("qweight", ("I32",), None, None)
+    N = 8 * words
+    group_size = _group_size(settings, K)
+    G, _ = layer.expect("scales", FLOATS, -(-K // group_size), N)
+    zeros = None
+    if "qzeros" in layer:
+        layer.expect("qzeros", ("I32",), G, words)
+        zeros = torch.ops.torch_marlin_metal.awq_unpack_zeros(layer.read("qzeros"))
+    if K % 8:
+        raise layer.unsupported(f"K={K} is not a multiple of 8")
+    b_packed = torch.ops.torch_marlin_metal.awq_repack(layer.read("qweight"))
+    return _packed(layer, b_packed, group_size, layer.read("scales"), zeros)
+
+
+def _read_gemv(layer: Layer, settings: Settings) -> PackedWeight:
+    N, words = layer.expect("qweight", ("I32",), None, None)
+    K = 8 * words
+    group_size = _group_size(settings, K)
+    G = -(-K // group_size)
+    _, padded = layer.expect("scales", FLOATS, N, None)
+    if padded < G:
+        raise layer.error("scales", f"expected at least {G} groups of {group_size} for K={K}, got {padded}")
+    zeros = None
+    if "qzeros" in layer:
+        _, zero_words = layer.expect("qzeros", ("I32",), N, None)
+        if 8 * zero_words < G:
+            raise layer.error("qzeros", f"expected at least {G} zero points per row, got {8 * zero_words}")
+        shifts = torch.arange(0, 32, 4)
+        codes = (layer.read("qzeros").unsqueeze(2) >> shifts) & 15
+        zeros = codes.reshape(N, -1)[:, :G].t().to(torch.uint8).contiguous()
+    scales = layer.read("scales")[:, :G].t().contiguous()
+    return _packed(layer, as_words(layer.read("qweight")), group_size, scales, zeros)
+
+
+def _read_gemv_fast(layer: Layer, settings: Settings) -> PackedWeight:
+    quarter, K = layer.expect("qweight", ("I16",), None, None)
+    N = 4 * quarter
+    if K % 64:
+        raise layer.error("qweight", f"expected K to be a multiple of 64, the layout's tile, got {K}")
+    group_size = _group_size(settings, K)
+    G = -(-K // group_size)
+    padded, _ = layer.expect("scales", FLOATS, None, N)
+    if padded < G:
+        raise layer.error("scales", f"expected at least {G} groups of {group_size} for K={K}, got {padded}")
+    layer.expect("qzeros", FLOATS, padded, N)
+    scales, biases = layer.read("scales")[:G].contiguous(), layer.read("qzeros")[:G].contiguous()
+    b_packed = _unpack_gemv_fast(layer.read("qweight"))
+    zeros = _integer_zeros(scales, biases)
+    if zeros is None:
+        return _packed(layer, b_packed, group_size, scales, biases, "uint4_bias")
+    return _packed(layer, b_packed, group_size, scales, zeros)
+
+
+def _unpack_gemv_fast(qweight: Tensor) -> Tensor:
+    """int16 `[N/4, K]` -> int32 `[K/8, N]`.
+
+    In a tile of 4 rows x 64 k, each run of 32 k is stored as 0, 8, 16, 24, 1, 9, ..., 31, four codes to a word, and the
+    64 words of the tile are the four rows one after the other.
+    """
+    quarter, K = qweight.shape
+    codes = (qweight.unsqueeze(2) >> torch.arange(0, 16, 4)) & 15
+    rows = codes.to(torch.uint8).reshape(quarter, K // 64, 4, 2, 8, 4)  # tile, row, run, k % 8, k // 8
+    rows = rows.permute(0, 2, 1, 3, 5, 4).reshape(4 * quarter, K)
+    return as_words(rows[:, 0::2] | (rows[:, 1::2] << 4))
+
+
+def _integer_zeros(scales: Tensor, biases: Tensor) -> Tensor | None:
+    """Recovers uint8 zero points from fp16 -(s * z), or returns None unless every stored value comes out again."""
+    zeros = torch.where(scales == 0, 0, -biases.float() / scales.float()).round()
+    exact = torch.equal(-(scales.float() * zeros).to(biases.dtype), biases)
+    return zeros.to(torch.uint8) if exact and bool(((zeros >= 0) & (zeros <= 15)).all()) else None
+
+
+FORMAT = Format(
+    name="awq",
+    title="AWQ (AutoAWQ, llm-awq, GPTQModel, AutoRound)",
+    methods=("awq",),
+    variants=(
+        ("gemm (also called exllama, ipex)", "uint4; uint4b8 without zero points"),
+        ("gemv", "uint4; uint4b8 without zero points"),
+        ("gemv_fast, llm-awq", "uint4; uint4_bias where the stored fp16 products are not those of integer zero points"),
+    ),
+    refused=(
+        ("marlin", "layout made for one GPU kernel; export the original AWQ checkpoint"),
+        ("bits other than 4", "codes are not 4 bit wide"),
+        ("K not a multiple of 8", "a word of the operators holds 8 codes along K"),
+        ("groups of 8 or less", "no group size of the operators divides them; dequantized on request"),
+    ),
+    anchors=(".qweight",),
+    roles={"qzeros": ".qzeros", "scales": ".scales", "bias": ".bias"},
+    fields={"b_packed": "qweight", "scales": "scales", "zeros": "qzeros", "bias": "bias"},
+    check=check,
+    read=read,
+)

@@ -1,0 +1,31 @@
+"""The one list of checkpoint formats, and the choice among them by a checkpoint's settings."""
+
+from torch_marlin_metal.convert import awq, gptq
+from torch_marlin_metal.convert.checkpoint import Checkpoint
+from torch_marlin_metal.convert.errors import CheckpointError, UnsupportedFormat
+from torch_marlin_metal.convert.registry import Format
+
+FORMATS: tuple[Format, ...] = (gptq.FORMAT, awq.FORMAT)
+
+
+def find_format(checkpoint: Checkpoint) -> Format:
+    """Returns the format that a checkpoint's quantization settings announce, after it has checked them.
+
+    Raises:
+        CheckpointError: the settings do not say what they are.
+        UnsupportedFormat: the method, or its variant, is not read.
+    """
+    settings = checkpoint.settings
+    method = settings.text("quant_method", "method").lower()
+    if method:
+        found = [fmt for fmt in FORMATS if method in fmt.methods]
+    else:
+        found = [fmt for fmt in FORMATS if fmt.implied(checkpoint)]
+    if not found:
+        known = ", ".join(sorted(method for fmt in FORMATS for method in fmt.methods))
+        if method:
+            raise UnsupportedFormat(f"{settings.file}: quant_method {method!r} is not read; known: {known}")
+        raise CheckpointError(f"{settings.file}: the quantization settings name no quant_method; known: {known}")
+    chosen = found[0].resolve(settings)
+    chosen.check(checkpoint, settings)
+    return chosen

@@ -1,0 +1,238 @@
+"""A checkpoint directory: its configuration, its tensors by name, and reads of one tensor at a time."""
+
+import re
+import stat
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_marlin_metal.convert.errors import CheckpointError, UnsupportedFormat
+from torch_marlin_metal.convert.safetensors_file import DTYPES, TensorInfo, parse_json, read_header, read_tensor
+
+MAX_CONFIG = 64 << 20
+# Where producers leave the quantization settings; the keys are looked up in this order.
+CONFIG_KEYS = ("quantization_config", "compression_config", "quantization")
+CONFIG_FILES = ("quantize_config.json", "quant_config.json", "quantization_config.json", "hf_quant_config.json")
+SAFETENSORS_NAMES = ("model", "diffusion_pytorch_model", "adapter_model")
+PLAIN_NAME = re.compile(r"[^/\\\x00-\x1f]+")
+DTYPE_NAMES = {dtype: name for name, (_, dtype) in reversed(DTYPES.items())}
+
+
+class Settings(Mapping[str, Any]):
+    """The quantization settings of a checkpoint with typed look-up; `file` is where they stand."""
+
+    def __init__(self, file: Path, values: Mapping[str, Any]) -> None:
+        self.file = file
+        self._values = values
+
+    def __getitem__(self, key: str) -> Any:
+        return self._values[key]
+
+    def __iter__(self) -> Any:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def integer(self, *keys: str, default: int | None = None) -> int | None:
+        """Returns the first of `keys` that is present and not null."""
+        value = self._first(keys, int, "an integer")
+        return default if value is None else int(value)
+
+    def text(self, *keys: str, default: str = "") -> str:
+        value = self._first(keys, str, "a string")
+        return default if value is None else str(value)
+
+    def flag(self, *keys: str) -> bool | None:
+        value = self._first(keys, bool, "true or false")
+        return None if value is None else bool(value)
+
+    def section(self, *keys: str) -> "Settings":
+        value = self._first(keys, dict, "an object")
+        return Settings(self.file, value or {})
+
+    def _first(self, keys: Iterable[str], kind: type, expected: str) -> Any:
+        for key in keys:
+            value = self._values.get(key)
+            if value is None:
+                continue
+            if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+                raise CheckpointError(f"{self.file}: quantization settings: {key}: expected {expected}, got {value!r}")
+            return value
+        return None
+
+
+@dataclass
+class Checkpoint:
+    """An opened directory; no tensor data has been read yet."""
+
+    path: Path
+    config: dict[str, Any]
+    settings: Settings
+    tensors: dict[str, TensorInfo]
+    metadata: dict[str, str]
+    loaded: dict[str, Tensor]
+
+    def read(self, name: str, index: int | None = None) -> Tensor:
+        """Reads a tensor, or its part `[index]` along the first dimension."""
+        if name in self.loaded:
+            tensor = self.loaded[name]
+            return tensor if index is None else tensor[index].clone()
+        return read_tensor(self.tensors[name], index)
+
+    def error(self, name: str, message: str) -> CheckpointError:
+        return CheckpointError(f"{self.tensors[name].file}: tensor {name!r}: {message}")
+
+
+def open_checkpoint(path: Path, allow_pickle: bool = False) -> Checkpoint:
+    """Opens a checkpoint directory: reads its configuration and the headers of its tensor files.
+
+    Args:
+        path: a directory with config.json and safetensors files (or, if allowed, PyTorch pickles).
+        allow_pickle: read `*.bin` and `*.pt` files, by `torch.load(weights_only=True)`.
+
+    Raises:
+        CheckpointError: something is missing, damaged or points outside the directory.
+    """
+    config_file = path / "config.json"
+    config = _read_config(config_file) if config_file.exists() else {}
+    checkpoint = Checkpoint(path, config, _find_settings(path, config_file, config), {}, {}, {})
+    files, mapping = _tensor_files(path, allow_pickle)
+    for file in files:
+        if file.suffix == ".safetensors":
+            tensors, metadata = read_header(file)
+        else:
+            tensors, metadata = _load_pickle(file, checkpoint.loaded), {}
+        for name, info in tensors.items():
+            if name in checkpoint.tensors:
+                raise CheckpointError(f"{file}: tensor {name!r} is also in {checkpoint.tensors[name].file}")
+            checkpoint.tensors[name] = info
+        checkpoint.metadata |= metadata
+    for name, file in mapping.items():
+        if name not in checkpoint.tensors or checkpoint.tensors[name].file != file:
+            raise CheckpointError(f"{file}: tensor {name!r} is missing, though the index places it in this file")
+    return checkpoint
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    regular_file(file)
+    try:
+        if file.stat().st_size > MAX_CONFIG:
+            raise CheckpointError(f"{file}: {file.stat().st_size} bytes are too many for a JSON configuration")
+        value = parse_json(file, file.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read ({error.strerror})") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file}: expected a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _find_settings(path: Path, config_file: Path, config: dict[str, Any]) -> Settings:
+    nested = config.get("text_config")  # vision-language models keep the language model's settings there
+    for owner in (config, nested if isinstance(nested, dict) else {}):
+        for key in CONFIG_KEYS:
+            if owner.get(key) is not None:
+                if not isinstance(owner[key], dict):
+                    raise CheckpointError(f"{config_file}: {key}: expected an object, got {owner[key]!r}")
+                return Settings(config_file, owner[key])
+    for name in CONFIG_FILES:
+        if (path / name).exists():
+            return Settings(path / name, _read_config(path / name))
+    raise CheckpointError(
+        f"{path}: no quantization settings: neither config.json with {' or '.join(CONFIG_KEYS)} nor one of "
+        f"{', '.join(CONFIG_FILES)}"
+    )
+
+
+def _tensor_files(path: Path, allow_pickle: bool) -> tuple[list[Path], dict[str, Path]]:
+    """Returns the files that hold the tensors, and where an index says that each tensor is."""
+    for base in SAFETENSORS_NAMES:
+        if (path / f"{base}.safetensors").exists():
+            return [regular_file(path / f"{base}.safetensors")], {}
+    indexes = sorted(path.glob("*.safetensors.index.json"))
+    if not indexes and allow_pickle:
+        indexes = sorted(path.glob("*.bin.index.json"))
+    if len(indexes) > 1:
+        raise CheckpointError(f"{path}: expected one index, found {', '.join(index.name for index in indexes)}")
+    if indexes:
+        mapping = _read_index(path, indexes[0], allow_pickle)
+        return sorted(set(mapping.values())), mapping
+    found = sorted(path.glob("*.safetensors"))
+    if not found and allow_pickle:
+        found = sorted([*path.glob("*.bin"), *path.glob("*.pt"), *path.glob("*.pth")])
+    if len(found) == 1:
+        return [regular_file(found[0])], {}
+    if found:
+        raise CheckpointError(f"{path}: an index file is needed to choose among {', '.join(f.name for f in found)}")
+    if any(next(path.glob(pattern), None) for pattern in ("*.bin", "*.pt", "*.pth")):
+        raise UnsupportedFormat(f"{path}: its tensors are pickles (.bin, .pt, .pth), read only with allow_pickle=True")
+    if next(path.glob("*.gguf"), None):
+        raise CheckpointError(f"{path}: expected safetensors files; for GGUF give the path of the .gguf file itself")
+    raise CheckpointError(f"{path}: no safetensors file")
+
+
+def _read_index(path: Path, index: Path, allow_pickle: bool) -> dict[str, Path]:
+    weight_map = _read_config(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index}: weight_map: expected an object that maps tensors to files")
+    suffixes = (".safetensors", ".bin") if allow_pickle else (".safetensors",)
+    files: dict[str, Path] = {}
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str) or not PLAIN_NAME.fullmatch(shard) or not shard.endswith(suffixes):
+            raise CheckpointError(
+                f"{index}: tensor {name!r}: expected the plain name of a {' or '.join(suffixes)} file beside the "
+                f"index, got {shard!r}"
+            )
+        if shard not in files:
+            if not (path / shard).exists():
+                raise CheckpointError(f"{index}: tensor {name!r}: its shard {shard} is missing")
+            files[shard] = regular_file(path / shard)
+    return {name: files[shard] for name, shard in weight_map.items()}
+
+
+def regular_file(file: Path) -> Path:
+    """Returns the path if it is a regular file that lies where it seems to lie.
+
+    A symbolic link may point inside its own directory, or from `snapshots/<revision>/` to `blobs/` of one hub cache
+    entry, which is how huggingface_hub stores downloads.
+
+    Raises:
+        CheckpointError: it is no regular file, or a link leads elsewhere.
+    """
+    try:
+        target, home = file.resolve(strict=True), file.parent.resolve(strict=True)
+        mode = target.stat().st_mode
+    except (OSError, RuntimeError) as error:
+        raise CheckpointError(f"{file}: cannot be read ({error})") from error
+    allowed = [home]
+    if home.parent.name == "snapshots":
+        allowed.append(home.parent.parent / "blobs")
+    if not any(target.is_relative_to(root) for root in allowed):
+        raise CheckpointError(f"{file}: a symbolic link that leads out of the checkpoint, to {target}")
+    if not stat.S_ISREG(mode):
+        raise CheckpointError(f"{file}: expected a regular file")
+    return file
+
+
+def _load_pickle(file: Path, loaded: dict[str, Tensor]) -> dict[str, TensorInfo]:
+    try:
+        state = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch.load raises whatever the bytes provoke
+        raise CheckpointError(f"{file}: not a PyTorch file of plain tensors ({type(error).__name__})") from error
+    if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
+        state = state["state_dict"]
+    if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
+        raise CheckpointError(f"{file}: expected a dictionary of named tensors")
+    infos = {}
+    for name, tensor in state.items():
+        plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
+        if not plain or tensor.dtype not in DTYPE_NAMES:
+            raise CheckpointError(f"{file}: {name!r}: expected a plain tensor, got {type(tensor).__name__}")
+        loaded[name] = tensor.detach().contiguous()
+        nbytes = tensor.numel() * tensor.element_size()
+        infos[name] = TensorInfo(name, file, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), 0, nbytes)
+    return infos

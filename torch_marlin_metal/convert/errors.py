@@ -1,0 +1,21 @@
+"""The two exceptions that reading a checkpoint can raise."""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+
+class CheckpointError(ValueError):
+    """A checkpoint is damaged or contradicts itself; the message names the file and the tensor or key."""
+
+
+class UnsupportedFormat(CheckpointError):
+    """A checkpoint, or one layer of it, cannot be represented by the operators without loss.
+
+    Attributes:
+        dequantize: gives the layer's weight as fp32 `[N, K]` where it can be decoded, else None.
+    """
+
+    def __init__(self, message: str, dequantize: Callable[[], Tensor] | None = None) -> None:
+        super().__init__(message)
+        self.dequantize = dequantize

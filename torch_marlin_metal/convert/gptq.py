@@ -1,0 +1,207 @@
+"""GPTQ layers: AutoGPTQ, GPTQModel, optimum and AutoRound write them.
+
+`qweight` int32 `[K/8, N]` is already the operators' layout. `qzeros` int32 `[G, N/8]` is packed along N, as z - 1 in
+version 1 and as z in version 2. `g_idx` `[K]` gives the group of every row, out of order after act-order.
+"""
+
+import warnings
+
+import torch
+from torch import Tensor
+
+from torch_marlin_metal.convert.checkpoint import Checkpoint, Settings
+from torch_marlin_metal.convert.errors import UnsupportedFormat
+from torch_marlin_metal.convert.layer import FLOATS, Layer, constant, fit_groups
+from torch_marlin_metal.convert.registry import Format, Options
+from torch_marlin_metal.packed_weight import PackedWeight
+
+VERSIONS = {"": 1, "gptq": 1, "gptq_v2": 2}
+SYMMETRIC_ZERO = 8
+
+
+def check(checkpoint: Checkpoint, settings: Settings) -> None:
+    layout = "marlin" if settings.flag("is_marlin_format") else settings.text("checkpoint_format", "format").lower()
+    if layout not in VERSIONS:
+        raise UnsupportedFormat(
+            f"{settings.file}: GPTQ checkpoint_format {layout!r} is not read; known: gptq, gptq_v2"
+        )
+    pack_dtype = settings.text("pack_dtype", default="int32")
+    if pack_dtype != "int32":
+        raise UnsupportedFormat(f"{settings.file}: GPTQ pack_dtype {pack_dtype!r} is not read; known: int32")
+
+
+def read(layer: Layer, settings: Settings, options: Options) -> PackedWeight:
+    rows, N = layer.expect("qweight", ("I32",), None, None)
+    G, _ = layer.expect("scales", FLOATS, None, N)
+    bits = _bits(layer, settings, rows, N, G)
+    K = rows * 32 // bits
+    scales = layer.read("scales")
+    g_idx = _read_g_idx(layer, K, G) if "g_idx" in layer else None
+    group_size = _group_size(layer, settings, K, G, g_idx)
+    version = options.gptq_version or VERSIONS[settings.text("checkpoint_format", "format").lower()]
+
+    row_group = torch.arange(K) // group_size if g_idx is None else g_idx
+    if bits != 4:
+        raise layer.unsupported(
+            f"{bits}-bit GPTQ weights are not 4 bit wide", lambda: _dequantize(layer, bits, version, scales, row_group)
+        )
+    zeros = _read_zeros(layer, settings, options, version, G, N)
+    perm = _permutation(layer, g_idx, group_size, G)
+    fitted = fit_groups(K, group_size, scales, *([] if zeros is None else [zeros]))
+    if fitted is None:
+        raise layer.unsupported(
+            f"no group size of the operators divides its groups of {group_size}",
+            lambda: _dequantize(layer, bits, version, scales, row_group, zeros),
+        )
+    op_group_size, grouped = fitted
+    return PackedWeight(
+        b_packed=torch.ops.torch_marlin_metal.gptq_repack(layer.read("qweight"), perm=perm),
+        scales=grouped[0].contiguous(),
+        weight_format="uint4b8" if zeros is None else "uint4",
+        group_size=op_group_size,
+        zeros=None if zeros is None else grouped[1].contiguous(),
+        perm=perm,
+        bias=layer.bias(N),
+        source=f"gptq v{version}",
+    )
+
+
+def _bits(layer: Layer, settings: Settings, rows: int, N: int, G: int) -> int:
+    """Derives the width of a code from the tensors, which per-module settings cannot contradict."""
+    if "g_idx" in layer:
+        (K,) = layer.expect("g_idx", ("I32", "I64"), None)
+        bits, rest = divmod(32 * rows, K)
+        if rest or not 1 <= bits <= 8:
+            raise layer.error("g_idx", f"its {K} rows do not agree with qweight's {rows} words per column")
+    elif "qzeros" in layer and N >= 32:
+        bits = 32 * layer.expect("qzeros", ("I32",), G, None)[1] // N
+    else:
+        bits = settings.integer("bits", "wbits", "w_bit", default=4) or 4
+    if bits not in (2, 3, 4, 8) or 32 * rows % bits:
+        raise layer.error("qweight", f"expected 2, 3, 4 or 8 bits, found {bits} by the shapes")
+    return bits
+
+
+def _read_g_idx(layer: Layer, K: int, G: int) -> Tensor | None:
+    """Returns the group of every row, or None where the rows are in order (or the tensor was never filled in)."""
+    g_idx = layer.read("g_idx").long()
+    low, high = (int(bound) for bound in g_idx.aminmax())
+    if low < 0 or high >= G:
+        raise layer.error("g_idx", f"expected groups in 0..{G - 1}, got a range of {low} to {high}")
+    if high == 0 and G > 1:
+        warnings.warn(
+            f"{layer.file}: layer {layer.name!r}: g_idx is all zero with {G} groups: read as no act-order", stacklevel=2
+        )
+        return None
+    return g_idx
+
+
+def _group_size(layer: Layer, settings: Settings, K: int, G: int, g_idx: Tensor | None) -> int:
+    stated = settings.integer("group_size", "q_group_size", default=-1) or -1
+    stated = K if stated < 1 else stated
+    if -(-K // stated) == G:
+        return stated
+    overridden = settings.section("dynamic") or settings.section("extra_config")
+    if K % G == 0 and (g_idx is not None or overridden):
+        return K // G
+    raise layer.error("scales", f"expected {-(-K // stated)} groups of {stated} for K={K}, got {G}")
+
+
+def _read_zeros(
+    layer: Layer, settings: Settings, options: Options, version: int, G: int, N: int
+) -> Tensor | None:
+    """Returns uint8 zero points `[G, N]`, or None where all are 8."""
+    if "qzeros" not in layer:
+        if settings.flag("sym") is False:
+            raise layer.error("qweight", "the settings say sym=false, but there are no qzeros")
+        return None
+    layer.expect("qzeros", ("I32",), G, -(-N // 8))
+    qzeros = layer.read("qzeros")
+    raw: Tensor = torch.ops.torch_marlin_metal.gptq_unpack_zeros(qzeros, checkpoint_version=2)
+    if settings.flag("sym"):
+        _check_version(layer, raw[:, :N], version)
+    if version == 1 and bool((raw == 15).any()):
+        warnings.warn(
+            f"{layer.file}: tensor {layer.roles['qzeros']!r}: raw zero points of 15 in a version 1 file, where writers "
+            f"differ: read by the rule {options.gptq_zeros_rule!r} (gptq_zeros_rule)",
+            stacklevel=2,
+        )
+    zeros: Tensor = torch.ops.torch_marlin_metal.gptq_unpack_zeros(
+        qzeros, checkpoint_version=version, rule=options.gptq_zeros_rule
+    )
+    zeros = zeros[:, :N].contiguous()
+    return None if constant(zeros, SYMMETRIC_ZERO) else zeros
+
+
+def _check_version(layer: Layer, raw: Tensor, version: int) -> None:
+    """A symmetric file holds one raw value, 7 in version 1 and 8 in version 2: the other one is a wrong label."""
+    other = 3 - version
+    if constant(raw, SYMMETRIC_ZERO - (other == 1)):
+        raise layer.error(
+            "qzeros",
+            f"the settings say version {version} and sym=true, but the zero points are those of version {other}: "
+            f"wrongly labelled; pass gptq_version={other} if that is so",
+        )
+
+
+def _permutation(layer: Layer, g_idx: Tensor | None, group_size: int, G: int) -> Tensor | None:
+    """Returns act-order's permutation: position j of the packed rows holds row perm[j]."""
+    if g_idx is None:
+        return None
+    K = g_idx.numel()
+    in_order = torch.arange(K) // group_size
+    if torch.equal(g_idx, in_order):
+        return None
+    if not torch.equal(g_idx.bincount(minlength=G), in_order.bincount(minlength=G)):
+        raise layer.error("g_idx", f"expected {group_size} rows in every group, got {g_idx.bincount().tolist()[:8]}...")
+    return g_idx.argsort(stable=True).int()
+
+
+def _unpack(words: Tensor, bits: int, count: int) -> Tensor:
+    """Unpacks `count` codes along the first dimension; a code may straddle two words (3 bit)."""
+    first = torch.arange(count) * bits
+    low, shift = first // 32, (first % 32).unsqueeze(1)
+    wide = words.long() & 0xFFFFFFFF
+    next_word = wide[(low + 1).clamp(max=words.shape[0] - 1)]
+    return ((wide[low] >> shift) | (next_word << (32 - shift))) & ((1 << bits) - 1)
+
+
+def _dequantize(
+    layer: Layer, bits: int, version: int, scales: Tensor, row_group: Tensor, zeros: Tensor | None = None
+) -> Tensor:
+    """Decodes any width in fp32, for layers that the operators do not take: `[N, K]`."""
+    codes = _unpack(layer.read("qweight"), bits, row_group.numel())
+    middle = 1 << (bits - 1)
+    offset: Tensor | int = middle
+    if zeros is not None:
+        offset = zeros.long()[row_group]
+    elif bits != 4 and "qzeros" in layer:
+        G, N = scales.shape
+        layer.expect("qzeros", ("I32",), G, -(-N * bits // 32))
+        raw = _unpack(layer.read("qzeros").t(), bits, N).t()
+        offset = ((raw + (version == 1)) & (2 * middle - 1))[row_group]
+    return ((codes - offset).float() * scales.float()[row_group]).t()
+
+
+FORMAT = Format(
+    name="gptq",
+    title="GPTQ (GPTQModel, AutoGPTQ, optimum, AutoRound)",
+    methods=("gptq",),
+    variants=(
+        ("version 1 and 2, symmetric", "uint4b8"),
+        ("version 1 and 2, asymmetric", "uint4"),
+        ("act-order (desc_act), any group size with a divisor of 16 to 256, or one group", "uint4b8, uint4"),
+    ),
+    refused=(
+        ("2, 3 and 8 bit", "codes are not 4 bit wide; dequantized on request"),
+        ("groups of 8 or less", "no group size of the operators divides them; dequantized on request"),
+        ("gptq_p", "planar packing of 3, 5, 6 and 7 bit codes"),
+        ("marlin, bitblas", "layouts made for one GPU kernel; export the original GPTQ checkpoint"),
+        ("pack_dtype other than int32", "no producer's default"),
+    ),
+    anchors=(".qweight",),
+    roles={role: f".{role}" for role in ("qzeros", "scales", "g_idx", "bias")},
+    fields={"b_packed": "qweight", "scales": "scales", "zeros": "qzeros", "perm": "g_idx", "bias": "bias"},
+    check=check,
+    read=read,
+)

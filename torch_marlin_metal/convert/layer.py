@@ -1,0 +1,126 @@
+"""One layer of a checkpoint: its tensors by role, and how a reader asks for them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torch_marlin_metal.convert.checkpoint import Checkpoint
+from torch_marlin_metal.convert.errors import CheckpointError, UnsupportedFormat
+from torch_marlin_metal.formats import GROUP_SIZES
+
+FLOATS = ("F16", "BF16", "F32")
+
+
+@dataclass
+class Layer:
+    """The tensors of one layer.
+
+    Attributes:
+        checkpoint: where they are.
+        name: the module's name, without ".weight".
+        roles: role ("scales") -> name of the tensor in the checkpoint.
+        expert: position along the first dimension of every tensor, for layers stored as a stack of experts.
+    """
+
+    checkpoint: Checkpoint
+    name: str
+    roles: dict[str, str]
+    expert: int | None = None
+
+    def __contains__(self, role: str) -> bool:
+        return role in self.roles
+
+    def shape(self, role: str) -> tuple[int, ...]:
+        shape = self.checkpoint.tensors[self.roles[role]].torch_shape
+        return shape if self.expert is None else shape[1:]
+
+    def dtype(self, role: str) -> str:
+        return self.checkpoint.tensors[self.roles[role]].dtype
+
+    def expect(self, role: str, dtypes: Sequence[str], *sizes: int | None) -> tuple[int, ...]:
+        """Checks a tensor's header before it is read; a size of None takes any positive size.
+
+        Returns:
+            The shape.
+        """
+        if role not in self.roles:
+            present = ", ".join(sorted(self.roles))
+            raise CheckpointError(f"{self.file}: layer {self.name!r}: expected a tensor {role}, found only {present}")
+        shape = self.shape(role)
+        if self.dtype(role) not in dtypes:
+            raise self.error(role, f"expected dtype {' or '.join(dtypes)}, got {self.dtype(role)}")
+        if len(shape) != len(sizes) or any(got < 1 or want not in (None, got) for want, got in zip(sizes, shape)):
+            wanted = ", ".join("any" if size is None else str(size) for size in sizes)
+            raise self.error(role, f"expected shape [{wanted}], got {list(shape)}")
+        return shape
+
+    def read(self, role: str) -> Tensor:
+        return self.checkpoint.read(self.roles[role], self.expert)
+
+    def bias(self, N: int) -> Tensor | None:
+        """Returns the linear layer's bias `[N]`, checked, or None."""
+        if "bias" not in self.roles:
+            return None
+        self.expect("bias", FLOATS, N)
+        return self.read("bias")
+
+    def scalar(self, role: str) -> float:
+        """Returns the value of a tensor of one element."""
+        if self.dtype(role) not in (*FLOATS, "U8", "I32", "I64", "BOOL") or self.read(role).numel() != 1:
+            raise self.error(role, f"expected a single number, got {self.dtype(role)} {list(self.shape(role))}")
+        return float(self.read(role).reshape(()).item())
+
+    @property
+    def file(self) -> str:
+        return str(self.checkpoint.tensors[next(iter(self.roles.values()))].file)
+
+    def error(self, role: str, message: str) -> CheckpointError:
+        return self.checkpoint.error(self.roles[role], message)
+
+    def unsupported(self, reason: str, dequantize: Callable[[], Tensor] | None = None) -> UnsupportedFormat:
+        return UnsupportedFormat(f"{self.file}: layer {self.name!r}: {reason}", dequantize)
+
+
+def fit_groups(K: int, group_size: int, *grouped: Tensor) -> tuple[int, list[Tensor]] | None:
+    """Expresses groups along k in a size that the operators take, without loss.
+
+    A group that is not of an allowed size is split into equal parts that repeat its values.
+
+    Args:
+        K: rows of the weight.
+        group_size: the producer's; at least K means one group.
+        grouped: tensors `[ceil(K / group_size), N]`.
+
+    Returns:
+        The operators' group size and the tensors at that size; None where no allowed size divides the group.
+    """
+    if group_size >= K:
+        return K, list(grouped)
+    size = next((size for size in sorted(GROUP_SIZES, reverse=True) if group_size % size == 0), None)
+    if size is None:
+        return None
+    if size == group_size:
+        return size, list(grouped)
+    groups = -(-K // size)
+    return size, [tensor.repeat_interleave(group_size // size, 0)[:groups] for tensor in grouped]
+
+
+def spread(grouped: Tensor, K: int, group_size: int) -> Tensor:
+    """Repeats `[G, N]` along k to `[K, N]`."""
+    return grouped.repeat_interleave(group_size, 0)[:K]
+
+
+def constant(tensor: Tensor, value: int) -> bool:
+    return bool((tensor == value).all())
+
+
+def as_words(packed: Tensor) -> Tensor:
+    """Bytes `[N, K/2]` or words `[N, K/8]` with k rising from the lowest nibble -> int32 `[K/8, N]`."""
+    return packed.contiguous().view(torch.int32).t().contiguous()
+
+
+def swap_nibbles(packed: Tensor) -> Tensor:
+    """Exchanges the two codes of every byte: for producers that put the even k in the high nibble."""
+    return (packed << 4) | (packed >> 4)

@@ -1,0 +1,206 @@
+"""Reads the layers of a checkpoint one at a time, whatever its format."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from torch_marlin_metal.convert.catalogue import find_format
+from torch_marlin_metal.convert.checkpoint import Checkpoint, open_checkpoint
+from torch_marlin_metal.convert.errors import CheckpointError, UnsupportedFormat
+from torch_marlin_metal.convert.layer import Layer
+from torch_marlin_metal.convert.registry import Format, OnUnsupported, Options, ZerosRule
+from torch_marlin_metal.packed_weight import PackedWeight, PackedWeightError
+
+
+@dataclass
+class DenseWeight:
+    """A layer that cannot be represented by the operators, decoded to floats because the caller asked for that.
+
+    Attributes:
+        name: the layer's name in the model, without ".weight".
+        weight: fp32 `[N, K]`, as `torch.nn.Linear` holds it.
+        bias: `[N]` or None.
+        reason: why it is not a `PackedWeight`.
+    """
+
+    name: str
+    weight: Tensor
+    bias: Tensor | None
+    reason: str
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Returns the weight as `[K, N]`, like `PackedWeight.dequantize`."""
+        return self.weight.t().to(dtype)
+
+
+class Source(Protocol):
+    """An opened checkpoint: no tensor data is read before a layer is asked for."""
+
+    format: Format
+
+    def layers(self) -> list[Layer]: ...
+
+    def convert(self, layer: Layer) -> PackedWeight: ...
+
+    def bias(self, layer: Layer) -> Tensor | None: ...
+
+    def other_tensors(self) -> Iterator[tuple[str, Tensor]]: ...
+
+
+class DirectorySource:
+    """A checkpoint directory in one of the catalogue's formats."""
+
+    def __init__(self, checkpoint: Checkpoint, options: Options) -> None:
+        self.checkpoint = checkpoint
+        self.options = options
+        self.format = find_format(checkpoint)
+        self._layers = list(self.format.layers(checkpoint))
+        self._check_complete()
+
+    def _check_complete(self) -> None:
+        names = {layer.name for layer in self._layers}
+        if not names:
+            endings = " or ".join(self.format.anchors)
+            raise CheckpointError(f"{self.checkpoint.path}: {self.format.name}: no tensor's name ends in {endings}")
+        endings = {role: ending for role, ending in self.format.roles.items() if role != "bias"}
+        for name in self.checkpoint.tensors:
+            for role, ending in endings.items():
+                base = name.removesuffix(ending)
+                if base != name and base not in names and f"{base}.weight" not in self.checkpoint.tensors:
+                    wanted = " or ".join(base + anchor for anchor in self.format.anchors)
+                    raise self.checkpoint.error(name, f"{self.format.name}: {role} without {wanted}")
+
+    def layers(self) -> list[Layer]:
+        return self._layers
+
+    def convert(self, layer: Layer) -> PackedWeight:
+        weight = self.format.read(layer, self.checkpoint.settings, self.options)
+        weight.name = layer.name
+        try:
+            return weight.validate()
+        except PackedWeightError as error:
+            role = self.format.fields.get(error.field, next(iter(layer.roles)))
+            raise layer.error(role if role in layer else next(iter(layer.roles)), str(error)) from error
+
+    def bias(self, layer: Layer) -> Tensor | None:
+        return layer.read("bias") if "bias" in layer else None
+
+    def other_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        used = {name for layer in self._layers for name in layer.roles.values()}
+        for name in self.checkpoint.tensors:
+            if name not in used:
+                yield name, self.checkpoint.read(name)
+
+
+class CheckpointReader:
+    """An opened checkpoint: iterate over its layers, then over what is not a 4-bit layer.
+
+    Attributes:
+        path: what was opened.
+        source: the opened container.
+        options: the caller's choices.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], options: Options) -> None:
+        self.path = Path(path)
+        self.options = options
+        if not self.path.exists():
+            raise CheckpointError(f"{self.path}: does not exist")
+        if not self.path.is_dir():
+            raise CheckpointError(f"{self.path}: expected a directory or a .gguf file")
+        self.source: Source = DirectorySource(open_checkpoint(self.path, options.allow_pickle), options)
+
+    @property
+    def format(self) -> Format:
+        return self.source.format
+
+    @property
+    def layer_names(self) -> list[str]:
+        return [layer.name for layer in self.source.layers()]
+
+    def __len__(self) -> int:
+        return len(self.source.layers())
+
+    def __iter__(self) -> Iterator[PackedWeight | DenseWeight]:
+        for layer in self.source.layers():
+            converted = self._convert(layer)
+            if converted is not None:
+                yield converted
+
+    def _convert(self, layer: Layer) -> PackedWeight | DenseWeight | None:
+        try:
+            return self.source.convert(layer)
+        except UnsupportedFormat as error:
+            if self.options.on_unsupported == "skip":
+                return None
+            if self.options.on_unsupported == "error" or error.dequantize is None:
+                raise
+            return DenseWeight(layer.name, error.dequantize(), self.source.bias(layer), str(error))
+
+    def other_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields (name, tensor) for everything that belongs to no 4-bit layer: embeddings, norms, dense layers."""
+        return self.source.other_tensors()
+
+
+def open_reader(
+    path: str | os.PathLike[str],
+    on_unsupported: OnUnsupported = "error",
+    *,
+    allow_pickle: bool = False,
+    gptq_zeros_rule: ZerosRule = "word",
+    gptq_version: int | None = None,
+    gguf_names: Literal["gguf", "hf"] = "gguf",
+) -> CheckpointReader:
+    """Opens a checkpoint and reads its headers, but no tensor yet; the arguments are those of `read_layers`."""
+    if on_unsupported not in ("error", "dequantize", "skip"):
+        raise ValueError(f"on_unsupported: expected 'error', 'dequantize' or 'skip', got {on_unsupported!r}")
+    if gptq_zeros_rule not in ("word", "masked", "unmasked"):
+        raise ValueError(f"gptq_zeros_rule: expected 'word', 'masked' or 'unmasked', got {gptq_zeros_rule!r}")
+    if gptq_version not in (None, 1, 2):
+        raise ValueError(f"gptq_version: expected None, 1 or 2, got {gptq_version!r}")
+    if gguf_names not in ("gguf", "hf"):
+        raise ValueError(f"gguf_names: expected 'gguf' or 'hf', got {gguf_names!r}")
+    return CheckpointReader(path, Options(on_unsupported, allow_pickle, gptq_zeros_rule, gptq_version, gguf_names))
+
+
+def read_layers(
+    path: str | os.PathLike[str],
+    on_unsupported: OnUnsupported = "error",
+    *,
+    allow_pickle: bool = False,
+    gptq_zeros_rule: ZerosRule = "word",
+    gptq_version: int | None = None,
+    gguf_names: Literal["gguf", "hf"] = "gguf",
+) -> Iterator[PackedWeight | DenseWeight]:
+    """Reads the 4-bit layers of a checkpoint, one at a time.
+
+    Args:
+        path: a checkpoint directory or a .gguf file.
+        on_unsupported: a layer that the operators cannot represent without loss raises ("error"), is left out ("skip")
+            or comes as a `DenseWeight` ("dequantize"), which is the only case where one is yielded.
+        allow_pickle: read PyTorch pickles too, by `torch.load(weights_only=True)`.
+        gptq_zeros_rule: how GPTQ version 1 zero points are read where a raw nibble is 15; as `gptq_unpack_zeros`.
+        gptq_version: 1 or 2, for a GPTQ checkpoint whose settings are wrong about it.
+        gguf_names: "gguf" for the file's tensor names as they are, "hf" for transformers' names; then the rows of
+            llama-family q and k projections are put back into transformers' order.
+
+    Yields:
+        `PackedWeight`, in the order of the files.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged or contradicts itself.
+        UnsupportedFormat: it is a format, or holds a layer, that is not read; a `CheckpointError` too.
+    """
+    yield from open_reader(
+        path,
+        on_unsupported,
+        allow_pickle=allow_pickle,
+        gptq_zeros_rule=gptq_zeros_rule,
+        gptq_version=gptq_version,
+        gguf_names=gguf_names,
+    )

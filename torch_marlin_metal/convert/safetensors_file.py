@@ -1,0 +1,169 @@
+"""Safetensors files: a header that is believed only after it has been checked, and reads of single tensors.
+
+The safetensors library maps whole files, so the resident size of a process that walks a checkpoint grows with the
+file, and its errors do not name the tensor. Here the header is parsed once and a tensor is read with one `readinto`.
+Format: https://github.com/huggingface/safetensors#format.
+"""
+
+import json
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_marlin_metal.convert.errors import CheckpointError
+
+# Bits of one element and the torch dtype that holds it. Coded and unsigned types keep their bits in a dtype that every
+# backend has: float8 as uint8, U16/U32/U64 as the signed type of the same width. F4 packs two elements in a byte. The
+# first entry of a dtype is its own name.
+DTYPES: dict[str, tuple[int, torch.dtype]] = {
+    "BOOL": (8, torch.bool),
+    "U8": (8, torch.uint8),
+    "I8": (8, torch.int8),
+    "F8_E4M3": (8, torch.uint8),
+    "F8_E5M2": (8, torch.uint8),
+    "F8_E8M0": (8, torch.uint8),
+    "F4": (4, torch.uint8),
+    "I16": (16, torch.int16),
+    "U16": (16, torch.int16),
+    "F16": (16, torch.float16),
+    "BF16": (16, torch.bfloat16),
+    "I32": (32, torch.int32),
+    "U32": (32, torch.int32),
+    "F32": (32, torch.float32),
+    "I64": (64, torch.int64),
+    "U64": (64, torch.int64),
+    "F64": (64, torch.float64),
+    "C64": (64, torch.complex64),
+}
+MAX_HEADER = 100_000_000  # the reference implementation's limit
+MAX_RANK = 16
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Where one tensor lies: `nbytes` bytes from `offset` of `file`; `dtype` is a key of `DTYPES`."""
+
+    name: str
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+    @property
+    def torch_shape(self) -> tuple[int, ...]:
+        """The shape of the tensor that `read_tensor` returns: F4 halves the last dimension."""
+        return self.shape if self.dtype != "F4" else (*self.shape[:-1], self.shape[-1] // 2)
+
+
+def parse_json(file: Path, text: bytes) -> Any:
+    """Parses JSON that may be hostile: every failure, nesting beyond the stack and repeated keys included, is named."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        seen: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in seen:
+                raise CheckpointError(f"{file}: the key {key!r} occurs twice")
+            seen[key] = value
+        return seen
+
+    try:
+        return json.loads(text.decode("utf-8"), object_pairs_hook=unique)
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise CheckpointError(f"{file}: not valid JSON ({error})") from error
+    except CheckpointError:
+        raise
+    except ValueError as error:  # an integer of more digits than Python converts
+        raise CheckpointError(f"{file}: not valid JSON ({error})") from error
+
+
+def read_header(file: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
+    """Reads and checks the header of a safetensors file.
+
+    Returns:
+        The tensors by name, and the file's own metadata.
+
+    Raises:
+        CheckpointError: the file is truncated, a header entry is malformed, a shape disagrees with its bytes, or
+            tensors overlap, leave a hole or reach beyond the file.
+    """
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if size < 8 or length > min(size - 8, MAX_HEADER):
+                raise CheckpointError(f"{file}: not a safetensors file, or truncated: {size} bytes, header of {length}")
+            header = parse_json(file, stream.read(length))
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read ({error.strerror})") from error
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{file}: expected a JSON object as header, got {type(header).__name__}")
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise CheckpointError(f"{file}: expected __metadata__ to map strings to strings")
+
+    start = 8 + length
+    tensors = {name: _entry(file, name, entry, start, size) for name, entry in header.items()}
+    end = start
+    for info in sorted(tensors.values(), key=lambda info: (info.offset, info.nbytes)):
+        if info.offset != end:
+            fault = "overlaps its neighbour" if info.offset < end else "leaves a hole before it"
+            raise CheckpointError(f"{file}: tensor {info.name!r}: {fault} (data_offsets)")
+        end = info.offset + info.nbytes
+    if end != size:
+        raise CheckpointError(f"{file}: the tensors end at byte {end}, the file at {size}")
+    return tensors, metadata
+
+
+def _entry(file: Path, name: str, entry: Any, start: int, size: int) -> TensorInfo:
+    def fail(message: str) -> CheckpointError:
+        return CheckpointError(f"{file}: tensor {name!r}: {message}")
+
+    if not isinstance(entry, dict):
+        raise fail(f"expected an object in the header, got {type(entry).__name__}")
+    dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise fail(f"expected dtype to be one of {', '.join(DTYPES)}, got {dtype!r}")
+    if not _natural_numbers(shape) or len(shape) > MAX_RANK:
+        raise fail(f"expected shape to be a list of at most {MAX_RANK} sizes, got {str(shape)[:80]}")
+    if not _natural_numbers(offsets) or len(offsets) != 2 or not offsets[0] <= offsets[1]:
+        raise fail(f"expected data_offsets to be two rising positions, got {str(offsets)[:80]}")
+    if start + offsets[1] > size:
+        raise fail(f"its data ends at byte {start + offsets[1]}, beyond the file of {size} bytes")
+    bits = prod(shape) * DTYPES[dtype][0]
+    if bits != 8 * (offsets[1] - offsets[0]) or (dtype == "F4" and (not shape or shape[-1] % 2)):
+        raise fail(f"shape {shape} of {dtype} needs {bits} bits, data_offsets give {offsets[1] - offsets[0]} bytes")
+    return TensorInfo(name, file, dtype, tuple(shape), start + offsets[0], offsets[1] - offsets[0])
+
+
+def _natural_numbers(values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
+
+
+def read_tensor(info: TensorInfo, index: int | None = None) -> Tensor:
+    """Reads one tensor, or `tensor[index]` along its first dimension, into fresh memory.
+
+    Raises:
+        CheckpointError: the file has become unreadable or shorter since its header was read.
+    """
+    shape, offset, nbytes = info.torch_shape, info.offset, info.nbytes
+    if index is not None:
+        nbytes //= shape[0]
+        offset += index * nbytes
+        shape = shape[1:]
+    raw = torch.empty(nbytes, dtype=torch.uint8)
+    try:
+        with info.file.open("rb", buffering=0) as stream:
+            stream.seek(offset)
+            view, done = memoryview(raw.numpy()), 0
+            while done < nbytes and (count := stream.readinto(view[done:])):
+                done += count
+    except OSError as error:
+        raise CheckpointError(f"{info.file}: tensor {info.name!r}: cannot be read ({error.strerror})") from error
+    if done != nbytes:
+        raise CheckpointError(f"{info.file}: tensor {info.name!r}: the file ends after {done} of its {nbytes} bytes")
+    return raw.view(DTYPES[info.dtype][1]).reshape(shape)

@@ -1,0 +1,181 @@
+"""One 4-bit weight in the layout of the operators: what readers yield, layers take and exporters write."""
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_marlin_metal.formats import GROUP_SIZES, weight_format
+
+FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+# The operators promise their error bound for scales up to this size and for these E8M0 codes.
+MAX_SCALE = 2.0**100
+E8M0_CODES = (16, 240)
+E4M3_NAN = (0x7F, 0xFF)
+
+
+class PackedWeightError(ValueError):
+    """A field of a `PackedWeight` breaks a rule of its weight format; `field` names it."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+
+
+@dataclass
+class PackedWeight:
+    """A weight of shape `[K, N]` with 4-bit codes; the fields are named as `gemm`'s arguments.
+
+    Attributes:
+        b_packed: int32 `[K/8, N]`, contiguous; word (r, n) holds k = 8r..8r+7 of column n, lowest k in the lowest nibble.
+        scales: `[G, N]`, G = ceil(K / group_size); fp16, bf16 or fp32, or uint8 codes for nvfp4 (E4M3) and mxfp4 (E8M0).
+        weight_format: a name of `formats.WEIGHT_FORMATS`.
+        group_size: as the operators take it: one of `formats.GROUP_SIZES` or K.
+        zeros: `[G, N]` zero points (uint8 or floating) for uint4, biases (floating) for uint4_bias.
+        global_scale: fp32 `[]`, `[1]` or `[N]` for nvfp4; multiplies.
+        lut: fp32 `[16]` for lut4.
+        perm: int32 `[K]`; row j of the packed weight is row perm[j] of the original (GPTQ act-order).
+        bias: `[N]`, the bias of the linear layer, or None.
+        name: the layer's name in the model, without ".weight".
+        source: the container it came from, for reports.
+    """
+
+    b_packed: Tensor
+    scales: Tensor
+    weight_format: str
+    group_size: int
+    zeros: Tensor | None = None
+    global_scale: Tensor | None = None
+    lut: Tensor | None = None
+    perm: Tensor | None = None
+    bias: Tensor | None = None
+    name: str = ""
+    source: str = ""
+
+    @property
+    def K(self) -> int:
+        return 8 * self.b_packed.shape[0]
+
+    @property
+    def N(self) -> int:
+        return self.b_packed.shape[1]
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Returns the weight `[K, N]` in the original order of k: computed in fp32, rounded once to `dtype`."""
+        out: Tensor = torch.ops.torch_marlin_metal.dequantize(
+            self.b_packed,
+            self.scales,
+            weight_format=self.weight_format,
+            group_size=self.group_size,
+            zeros=self.zeros,
+            global_scale=self.global_scale,
+            lut=self.lut,
+            perm=self.perm,
+            dtype=dtype,
+        )
+        return out
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns the fields that hold a tensor, by name."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+    def to(self, device: torch.device | str) -> "PackedWeight":
+        """Returns a copy with every tensor on `device`; dtypes stay."""
+        moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in self.tensors().items()}
+        return replace(self, **moved)
+
+    def validate(self) -> "PackedWeight":
+        """Checks every shape, dtype and value rule of the format, and returns self.
+
+        Raises:
+            PackedWeightError: names the field, what was expected and what came. Values count too: scales that are not
+                finite or larger than 2^100, E8M0 codes outside 16..240, E4M3 NaN codes, a perm that is no permutation.
+        """
+        fmt = weight_format(self.weight_format)
+        _require("b_packed", self.b_packed, (torch.int32,), (None, None))
+        if not self.b_packed.is_contiguous():
+            raise PackedWeightError("b_packed", "expected a contiguous tensor")
+        K, N = self.K, self.N
+        if K < 8 or N < 1:
+            raise PackedWeightError("b_packed", f"expected K >= 8 and N >= 1, got K={K}, N={N}")
+        allowed = (fmt.fixed_group_size,) if fmt.fixed_group_size else (*GROUP_SIZES, K)
+        if self.group_size not in allowed:
+            raise PackedWeightError("group_size", f"expected one of {allowed} for {fmt.name}, got {self.group_size}")
+        grouped = (-(-K // self.group_size), N)
+        coded = fmt.scale_coding != "floating"
+        _require("scales", self.scales, (torch.uint8,) if coded else FLOAT_DTYPES, grouped)
+        _check_scales(self.scales, fmt.scale_coding)
+
+        if fmt.zeros_role == "none":
+            _require_absent("zeros", self.zeros, fmt.name)
+        elif self.zeros is None:
+            raise PackedWeightError("zeros", f"{fmt.name} needs them, got None")
+        else:
+            dtypes = (torch.uint8, *FLOAT_DTYPES) if fmt.zeros_role == "zero_point" else FLOAT_DTYPES
+            _require("zeros", self.zeros, dtypes, grouped)
+            _check_size("zeros", self.zeros)
+        if not fmt.has_global_scale:
+            _require_absent("global_scale", self.global_scale, fmt.name)
+        elif self.global_scale is not None:
+            _require("global_scale", self.global_scale, (torch.float32,), None)
+            if tuple(self.global_scale.shape) not in {(), (1,), (N,)}:
+                raise PackedWeightError(
+                    "global_scale", f"expected shape [], [1] or [{N}], got {list(self.global_scale.shape)}"
+                )
+            _check_size("global_scale", self.global_scale)
+        if not fmt.has_lut:
+            _require_absent("lut", self.lut, fmt.name)
+        elif self.lut is None:
+            raise PackedWeightError("lut", f"{fmt.name} needs it, got None")
+        else:
+            _require("lut", self.lut, (torch.float32,), (16,))
+            _check_size("lut", self.lut)
+        if self.perm is not None:
+            _require("perm", self.perm, (torch.int32,), (K,))
+            if not torch.equal(self.perm.sort().values.long(), torch.arange(K, device=self.perm.device)):
+                raise PackedWeightError("perm", f"expected a permutation of 0..{K - 1}")
+        if self.bias is not None:
+            _require("bias", self.bias, FLOAT_DTYPES, (N,))
+        return self
+
+
+def _require(
+    field: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int | None, ...] | None
+) -> None:
+    if tensor.dtype not in dtypes:
+        raise PackedWeightError(field, f"expected dtype {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
+    got = tuple(tensor.shape)
+    if shape is not None and (len(got) != len(shape) or any(e not in (None, g) for e, g in zip(shape, got))):
+        expected = ", ".join("any" if size is None else str(size) for size in shape)
+        raise PackedWeightError(field, f"expected shape [{expected}], got {list(got)}")
+
+
+def _require_absent(field: str, tensor: Tensor | None, format_name: str) -> None:
+    if tensor is not None:
+        raise PackedWeightError(field, f"{format_name} takes none, got a tensor of shape {list(tensor.shape)}")
+
+
+def _check_size(field: str, values: Tensor) -> None:
+    if not values.is_floating_point():
+        return
+    low, high = (bound.item() for bound in values.aminmax())
+    if not -MAX_SCALE <= low <= high <= MAX_SCALE:  # false for NaN too
+        raise PackedWeightError(field, f"expected finite values of at most 2^100, got a range of {low} to {high}")
+
+
+def _check_scales(scales: Tensor, coding: str) -> None:
+    if coding == "floating":
+        _check_size("scales", scales)
+    elif coding == "e4m3":
+        for code in E4M3_NAN:
+            if bool((scales == code).any()):
+                raise PackedWeightError("scales", f"expected finite E4M3 codes, got a NaN (0x{code:02X})")
+    else:
+        low, high = (int(bound) for bound in scales.aminmax())
+        if low < E8M0_CODES[0] or high > E8M0_CODES[1]:
+            raise PackedWeightError(
+                "scales", f"expected E8M0 codes in {E8M0_CODES[0]}..{E8M0_CODES[1]}, got a range of {low} to {high}"
+            )
