@@ -29,8 +29,8 @@ class PackedWeight:
     """A weight of shape `[K, N]` with 4-bit codes; the fields are named as `gemm`'s arguments.
 
     Attributes:
-        b_packed: int32 `[K/8, N]`, contiguous; word (r, n) holds k = 8r..8r+7 of column n, lowest k in the lowest nibble.
-        scales: `[G, N]`, G = ceil(K / group_size); fp16, bf16 or fp32, or uint8 codes for nvfp4 (E4M3) and mxfp4 (E8M0).
+        b_packed: int32 `[K/8, N]`, contiguous; word (r, n) holds k = 8r..8r+7 of column n, lowest k in the low nibble.
+        scales: `[G, N]`, G = ceil(K / group_size); fp16, bf16, fp32, or uint8 codes for nvfp4 (E4M3), mxfp4 (E8M0).
         weight_format: a name of `formats.WEIGHT_FORMATS`.
         group_size: as the operators take it: one of `formats.GROUP_SIZES` or K.
         zeros: `[G, N]` zero points (uint8 or floating) for uint4, biases (floating) for uint4_bias.
@@ -56,10 +56,12 @@ class PackedWeight:
 
     @property
     def K(self) -> int:
+        """Rows of the unpacked weight: input features."""
         return 8 * self.b_packed.shape[0]
 
     @property
     def N(self) -> int:
+        """Columns: output features."""
         return self.b_packed.shape[1]
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -142,13 +144,14 @@ class PackedWeight:
         return self
 
 
-def _require(
-    field: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int | None, ...] | None
-) -> None:
+def _require(field: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int | None, ...] | None) -> None:
     if tensor.dtype not in dtypes:
         raise PackedWeightError(field, f"expected dtype {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
     got = tuple(tensor.shape)
-    if shape is not None and (len(got) != len(shape) or any(e not in (None, g) for e, g in zip(shape, got))):
+    matches = shape is None or (
+        len(got) == len(shape) and all(want in (None, size) for want, size in zip(shape, got, strict=True))
+    )
+    if shape is not None and not matches:
         expected = ", ".join("any" if size is None else str(size) for size in shape)
         raise PackedWeightError(field, f"expected shape [{expected}], got {list(got)}")
 

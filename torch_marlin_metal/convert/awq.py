@@ -27,22 +27,22 @@ LAYOUTS = {
 SYMMETRIC_ZERO = 8
 
 
-def layout_of(settings: Settings) -> str:
+def _layout_of(settings: Settings) -> str:
     version = settings.text("version", "format", "checkpoint_format").lower()
     if version not in LAYOUTS:
         raise UnsupportedFormat(f"{settings.file}: AWQ version {version!r} is not read; known: gemm, gemv, gemv_fast")
     return LAYOUTS[version]
 
 
-def check(checkpoint: Checkpoint, settings: Settings) -> None:
-    layout_of(settings)
+def _check(checkpoint: Checkpoint, settings: Settings) -> None:
+    _layout_of(settings)
     bits = settings.integer("bits", "w_bit", default=4)
     if bits != 4:
         raise UnsupportedFormat(f"{settings.file}: {bits}-bit AWQ weights are not 4 bit wide")
 
 
-def read(layer: Layer, settings: Settings, options: Options) -> PackedWeight:
-    layout = layout_of(settings)
+def _read(layer: Layer, settings: Settings, options: Options) -> PackedWeight:
+    layout = _layout_of(settings)
     return {"gemm": _read_gemm, "gemv": _read_gemv, "gemv_fast": _read_gemv_fast}[layout](layer, settings)
 
 
@@ -180,6 +180,6 @@ FORMAT = Format(
     anchors=(".qweight",),
     roles={"qzeros": ".qzeros", "scales": ".scales", "bias": ".bias"},
     fields={"b_packed": "qweight", "scales": "scales", "zeros": "qzeros", "bias": "bias"},
-    check=check,
-    read=read,
+    check=_check,
+    read=_read,
 )

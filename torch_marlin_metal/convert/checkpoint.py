@@ -44,14 +44,17 @@ class Settings(Mapping[str, Any]):
         return default if value is None else int(value)
 
     def text(self, *keys: str, default: str = "") -> str:
+        """Returns the first string among `keys`."""
         value = self._first(keys, str, "a string")
         return default if value is None else str(value)
 
     def flag(self, *keys: str) -> bool | None:
+        """Returns the first true or false among `keys`, or None where there is none."""
         value = self._first(keys, bool, "true or false")
         return None if value is None else bool(value)
 
     def section(self, *keys: str) -> "Settings":
+        """Returns the first object among `keys`, or empty settings."""
         value = self._first(keys, dict, "an object")
         return Settings(self.file, value or {})
 
@@ -85,6 +88,7 @@ class Checkpoint:
         return read_tensor(self.tensors[name], index)
 
     def error(self, name: str, message: str) -> CheckpointError:
+        """Makes the error that names a tensor and its file."""
         return CheckpointError(f"{self.tensors[name].file}: tensor {name!r}: {message}")
 
 

@@ -19,18 +19,16 @@ VERSIONS = {"": 1, "gptq": 1, "gptq_v2": 2}
 SYMMETRIC_ZERO = 8
 
 
-def check(checkpoint: Checkpoint, settings: Settings) -> None:
+def _check(checkpoint: Checkpoint, settings: Settings) -> None:
     layout = "marlin" if settings.flag("is_marlin_format") else settings.text("checkpoint_format", "format").lower()
     if layout not in VERSIONS:
-        raise UnsupportedFormat(
-            f"{settings.file}: GPTQ checkpoint_format {layout!r} is not read; known: gptq, gptq_v2"
-        )
+        raise UnsupportedFormat(f"{settings.file}: GPTQ checkpoint_format {layout!r} is not read; known: gptq, gptq_v2")
     pack_dtype = settings.text("pack_dtype", default="int32")
     if pack_dtype != "int32":
         raise UnsupportedFormat(f"{settings.file}: GPTQ pack_dtype {pack_dtype!r} is not read; known: int32")
 
 
-def read(layer: Layer, settings: Settings, options: Options) -> PackedWeight:
+def _read(layer: Layer, settings: Settings, options: Options) -> PackedWeight:
     rows, N = layer.expect("qweight", ("I32",), None, None)
     G, _ = layer.expect("scales", FLOATS, None, N)
     bits = _bits(layer, settings, rows, N, G)
@@ -107,9 +105,7 @@ def _group_size(layer: Layer, settings: Settings, K: int, G: int, g_idx: Tensor 
     raise layer.error("scales", f"expected {-(-K // stated)} groups of {stated} for K={K}, got {G}")
 
 
-def _read_zeros(
-    layer: Layer, settings: Settings, options: Options, version: int, G: int, N: int
-) -> Tensor | None:
+def _read_zeros(layer: Layer, settings: Settings, options: Options, version: int, G: int, N: int) -> Tensor | None:
     """Returns uint8 zero points `[G, N]`, or None where all are 8."""
     if "qzeros" not in layer:
         if settings.flag("sym") is False:
@@ -202,6 +198,6 @@ FORMAT = Format(
     anchors=(".qweight",),
     roles={role: f".{role}" for role in ("qzeros", "scales", "g_idx", "bias")},
     fields={"b_packed": "qweight", "scales": "scales", "zeros": "qzeros", "perm": "g_idx", "bias": "bias"},
-    check=check,
-    read=read,
+    check=_check,
+    read=_read,
 )

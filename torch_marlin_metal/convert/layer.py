@@ -33,10 +33,12 @@ class Layer:
         return role in self.roles
 
     def shape(self, role: str) -> tuple[int, ...]:
+        """Returns the shape that `read` will give."""
         shape = self.checkpoint.tensors[self.roles[role]].torch_shape
         return shape if self.expert is None else shape[1:]
 
     def dtype(self, role: str) -> str:
+        """Returns the dtype's name in the file, a key of `DTYPES`."""
         return self.checkpoint.tensors[self.roles[role]].dtype
 
     def expect(self, role: str, dtypes: Sequence[str], *sizes: int | None) -> tuple[int, ...]:
@@ -51,12 +53,16 @@ class Layer:
         shape = self.shape(role)
         if self.dtype(role) not in dtypes:
             raise self.error(role, f"expected dtype {' or '.join(dtypes)}, got {self.dtype(role)}")
-        if len(shape) != len(sizes) or any(got < 1 or want not in (None, got) for want, got in zip(sizes, shape)):
+        fits = len(shape) == len(sizes) and all(
+            got > 0 and want in (None, got) for want, got in zip(sizes, shape, strict=True)
+        )
+        if not fits:
             wanted = ", ".join("any" if size is None else str(size) for size in sizes)
             raise self.error(role, f"expected shape [{wanted}], got {list(shape)}")
         return shape
 
     def read(self, role: str) -> Tensor:
+        """Reads the tensor from the file."""
         return self.checkpoint.read(self.roles[role], self.expert)
 
     def bias(self, N: int) -> Tensor | None:
@@ -74,12 +80,15 @@ class Layer:
 
     @property
     def file(self) -> str:
+        """Path of the file that holds the layer's first tensor."""
         return str(self.checkpoint.tensors[next(iter(self.roles.values()))].file)
 
     def error(self, role: str, message: str) -> CheckpointError:
+        """Makes the error that names the role's tensor and its file."""
         return self.checkpoint.error(self.roles[role], message)
 
     def unsupported(self, reason: str, dequantize: Callable[[], Tensor] | None = None) -> UnsupportedFormat:
+        """Makes the refusal of this layer; `dequantize` decodes it for callers who want floats."""
         return UnsupportedFormat(f"{self.file}: layer {self.name!r}: {reason}", dequantize)
 
 
@@ -113,6 +122,7 @@ def spread(grouped: Tensor, K: int, group_size: int) -> Tensor:
 
 
 def constant(tensor: Tensor, value: int) -> bool:
+    """Says whether every element is `value`."""
     return bool((tensor == value).all())
 
 

@@ -43,16 +43,24 @@ class Source(Protocol):
 
     format: Format
 
-    def layers(self) -> list[Layer]: ...
+    def layers(self) -> list[Layer]:
+        """Returns the 4-bit layers in the order of the file."""
+        ...
 
-    def convert(self, layer: Layer) -> PackedWeight: ...
+    def convert(self, layer: Layer) -> PackedWeight:
+        """Reads one layer and validates it."""
+        ...
 
-    def bias(self, layer: Layer) -> Tensor | None: ...
+    def bias(self, layer: Layer) -> Tensor | None:
+        """Reads the bias of a layer that could not be converted."""
+        ...
 
-    def other_tensors(self) -> Iterator[tuple[str, Tensor]]: ...
+    def other_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields what belongs to no layer."""
+        ...
 
 
-class DirectorySource:
+class _DirectorySource:
     """A checkpoint directory in one of the catalogue's formats."""
 
     def __init__(self, checkpoint: Checkpoint, options: Options) -> None:
@@ -65,8 +73,8 @@ class DirectorySource:
     def _check_complete(self) -> None:
         names = {layer.name for layer in self._layers}
         if not names:
-            endings = " or ".join(self.format.anchors)
-            raise CheckpointError(f"{self.checkpoint.path}: {self.format.name}: no tensor's name ends in {endings}")
+            anchors = " or ".join(self.format.anchors)
+            raise CheckpointError(f"{self.checkpoint.path}: {self.format.name}: no tensor's name ends in {anchors}")
         endings = {role: ending for role, ending in self.format.roles.items() if role != "bias"}
         for name in self.checkpoint.tensors:
             for role, ending in endings.items():
@@ -113,14 +121,16 @@ class CheckpointReader:
             raise CheckpointError(f"{self.path}: does not exist")
         if not self.path.is_dir():
             raise CheckpointError(f"{self.path}: expected a directory or a .gguf file")
-        self.source: Source = DirectorySource(open_checkpoint(self.path, options.allow_pickle), options)
+        self.source: Source = _DirectorySource(open_checkpoint(self.path, options.allow_pickle), options)
 
     @property
     def format(self) -> Format:
+        """The registry's entry for what was found."""
         return self.source.format
 
     @property
     def layer_names(self) -> list[str]:
+        """Names of the layers, in the order of iteration."""
         return [layer.name for layer in self.source.layers()]
 
     def __len__(self) -> int:

@@ -69,6 +69,7 @@ class Format:
     containers: tuple[str, ...] = field(default=("safetensors directory", "PyTorch pickles on request"))
 
     def resolve(self, settings: Settings) -> "Format":
+        """Returns the format that really holds the layers."""
         return self if self.delegate is None else self.delegate(settings)
 
     def layers(self, checkpoint: Checkpoint) -> Iterator[Layer]:

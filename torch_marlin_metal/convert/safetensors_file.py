@@ -9,7 +9,7 @@ import json
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -56,7 +56,7 @@ class TensorInfo:
 
     @property
     def torch_shape(self) -> tuple[int, ...]:
-        """The shape of the tensor that `read_tensor` returns: F4 halves the last dimension."""
+        """Returns the shape of the tensor that `read_tensor` returns: F4 halves the last dimension."""
         return self.shape if self.dtype != "F4" else (*self.shape[:-1], self.shape[-1] // 2)
 
 
@@ -140,7 +140,7 @@ def _entry(file: Path, name: str, entry: Any, start: int, size: int) -> TensorIn
     return TensorInfo(name, file, dtype, tuple(shape), start + offsets[0], offsets[1] - offsets[0])
 
 
-def _natural_numbers(values: Any) -> bool:
+def _natural_numbers(values: Any) -> TypeGuard[list[int]]:
     return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
 
 
@@ -159,7 +159,7 @@ def read_tensor(info: TensorInfo, index: int | None = None) -> Tensor:
     try:
         with info.file.open("rb", buffering=0) as stream:
             stream.seek(offset)
-            view, done = memoryview(raw.numpy()), 0
+            view, done = memoryview(raw.numpy().data), 0
             while done < nbytes and (count := stream.readinto(view[done:])):
                 done += count
     except OSError as error:
