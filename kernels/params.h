@@ -33,4 +33,134 @@ enum class ElementType : int32_t {
   uint8 = 3,
 };
 
+constexpr uint32_t element_bytes(ElementType type) {
+  return type == ElementType::float32 ? 4 : type == ElementType::uint8 ? 1 : 2;
+}
+
+constexpr uint32_t ceil_divide(uint32_t a, uint32_t b) {
+  return a / b + (a % b != 0 ? 1 : 0);
+}
+
+// One numbering of buffers for all kernels; variants.h says which of them each kernel declares. Every declared slot is
+// bound: for an absent optional any live buffer serves, the kernel does not read it.
+enum BufferSlot {
+  kSlotA = 0,            // [M, K], row stride in GemmParams, unit stride in k
+  kSlotPacked = 1,       // int32 [K/8, N]; the input words of the repack and unpack kernels
+  kSlotScales = 2,       // [G, N]
+  kSlotZeros = 3,        // [G, N]
+  kSlotGlobalScale = 4,  // float [1] or [N]
+  kSlotLut = 5,          // float [16]
+  kSlotPerm = 6,         // int32 [K]
+  kSlotBias = 7,         // [N]
+  kSlotOut = 8,
+  kSlotPartials = 9,  // float [slices, M, N]
+  kSlotParams = 10,
+  kSlotCount = 11,
+};
+
+// Every pipeline is given all of them; a kernel ignores those that it does not read.
+enum FunctionConstant {
+  kConstantHasPerm = 0,               // bool
+  kConstantHasBias = 1,               // bool
+  kConstantHasGlobalScale = 2,        // bool
+  kConstantGlobalScalePerColumn = 3,  // bool
+  kConstantScalesType = 4,            // int: ElementType
+  kConstantZerosType = 5,             // int: ElementType
+  kConstantBiasType = 6,              // int: ElementType
+  // bool: N is a multiple of 4 and the first packed word is 16-byte aligned.
+  kConstantVectorColumns = 7,
+  // bool: no perm, and the first activation and the row stride are multiples of 4 elements.
+  kConstantVectorActivations = 8,
+  kConstantRows = 9,             // int: activation rows of a gemv threadgroup, 1 to kGemvMaxRows
+  kConstantSubnormalCodes = 10,  // bool: gemv reads integer codes as half subnormals; needs a true probe
+  kConstantWritesPartials = 11,  // bool: the K slices of the grid go to kSlotPartials and wait for reduce
+  kFunctionConstantCount = 12,
+};
+
+// gemv and gemm. A slice is the part of K of one simdgroup (gemv) or of one threadgroup (gemm).
+struct GemmParams {
+  int64_t a_row_stride;  // elements
+  uint32_t M;
+  uint32_t N;
+  uint32_t K;
+  uint32_t group_size;  // a multiple of 8; at most K
+  uint32_t k_per_slice;
+  uint32_t unused;
+};
+static_assert(sizeof(GemmParams) == 32, "shared with the shaders");
+
+struct DequantizeParams {
+  uint32_t N;
+  uint32_t K;
+  uint32_t group_size;
+  uint32_t unused;
+};
+static_assert(sizeof(DequantizeParams) == 16, "shared with the shaders");
+
+// out[m, n] = round(sum over slices of partials[slice, m, n] + bias[n])
+struct ReduceParams {
+  uint32_t M;
+  uint32_t N;
+  uint32_t slices;
+  uint32_t unused;
+};
+static_assert(sizeof(ReduceParams) == 16, "shared with the shaders");
+
+// How a stored GPTQ zero point becomes the zero point (see gptq_unpack_zeros).
+enum class StoredZeros : int32_t {
+  plain = 0,     // checkpoint version 2
+  word = 1,      // 0x11111111 is added to the word
+  masked = 2,    // (stored + 1) & 15
+  unmasked = 3,  // stored + 1
+};
+
+struct RepackParams {
+  uint32_t rows;     // of the kernel's grid, see variants.h
+  uint32_t columns;  // of the kernel's grid
+  int32_t stored_zeros;
+  uint32_t unused;
+};
+static_assert(sizeof(RepackParams) == 16, "shared with the shaders");
+
+// repack, dequantize and reduce: one thread per element of a (columns, rows) grid, in groups of this shape.
+enum { kElementwiseWidth = 64, kElementwiseHeight = 4 };
+
+// gemv: a lane owns 4 columns, a simdgroup 128; its threadgroup splits a range of K between its simdgroups.
+enum {
+  kSimdWidth = 32,
+  kGemvColumnsPerLane = 4,
+  kGemvColumns = kSimdWidth * kGemvColumnsPerLane,
+  kGemvMaxRows = 4,
+  kGemvMaxSimdgroups = 16,
+};
+
+constexpr uint32_t gemv_threadgroup_bytes(uint32_t rows, uint32_t simdgroups) {
+  return simdgroups * rows * kGemvColumns * 4;
+}
+static_assert(gemv_threadgroup_bytes(kGemvMaxRows, kGemvMaxSimdgroups) <= 32768, "Metal's limit");
+
+// gemm_double_buffered, gemm_single_stage: one output tile per threadgroup.
+enum {
+  kTileM = 64,
+  kTileN = 64,
+  kTileK = 32,
+  kTileThreads = 256,
+  kTileGroups = 2,  // groups that a k-step can touch: groups of 16 are the shortest
+  // Terms summed before the sum is scaled and added to the total: about the square root of the longest K of the error
+  // bound, which keeps both chains short.
+  kChainLength = 128,
+};
+
+constexpr uint32_t tile_stage_bytes(ElementType activations) {
+  return kTileM * kTileK * element_bytes(activations)  // activations
+         + kTileK * kTileN * 2                         // codes, half
+         + 2 * kTileGroups * kTileN * 4;               // scales and offsets, float
+}
+
+constexpr uint32_t tile_threadgroup_bytes(ElementType activations, uint32_t stages) {
+  return stages * tile_stage_bytes(activations) + 16 * 4;  // and the table of lut4
+}
+static_assert(tile_threadgroup_bytes(ElementType::float16, 2) <= 20 * 1024, "two threadgroups a core and more");
+static_assert(tile_threadgroup_bytes(ElementType::float32, 2) <= 28 * 1024, "two threadgroups a core");
+
 }  // namespace marlin

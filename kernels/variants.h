@@ -1,0 +1,149 @@
+// The one list of kernels that exist: the shaders instantiate from it, the planner and the tests read it.
+#pragma once
+
+#include "params.h"
+
+#define MARLIN_FOR_EACH_WEIGHT_FORMAT(X, ...) \
+  X(uint4b8, __VA_ARGS__)                     \
+  X(uint4, __VA_ARGS__)                       \
+  X(uint4_bias, __VA_ARGS__)                  \
+  X(float4_e2m1, __VA_ARGS__)                 \
+  X(nvfp4, __VA_ARGS__)                       \
+  X(mxfp4, __VA_ARGS__)                       \
+  X(lut4, __VA_ARGS__)
+
+// ElementType and its Metal type, of activations and outputs.
+#define MARLIN_FOR_EACH_ACTIVATION(X, ...) \
+  X(float16, half, __VA_ARGS__)            \
+  X(bfloat16, bfloat, __VA_ARGS__)         \
+  X(float32, float, __VA_ARGS__)
+
+// Lists by library (one .metal file each): X(library, kernel, naming, slots).
+//
+// The host name is  kernel                                  where naming is plain,
+//                   kernel_<activation or output>           where it is element,
+//                   kernel_<format>_<activation or output>  where it is format_element,
+// e.g. gemv_uint4b8_float16; host_name() below builds it. slots: the BufferSlots that the kernel declares.
+//
+// Grids are counted in threadgroups:
+//   repack.metal, dequantize.metal, reduce.metal: threads (kElementwiseWidth, kElementwiseHeight, 1), grid
+//     (ceil(columns / width), ceil(rows / height), 1) over
+//       gptq_repack        columns N,   rows K/8     (a word of the result per thread)
+//       awq_repack         columns N/8, rows K/8     (8 words of the input per thread)
+//       *_unpack_zeros     columns N/8, rows G       (a word of the input per thread)
+//       dequantize         columns N,   rows K/8     (a packed word per thread)
+//       reduce             columns N,   rows M
+//   gemv: threads (32 * simdgroups, 1, 1), grid (ceil(N / kGemvColumns), ceil(M / rows), splits);
+//     slice = z * simdgroups + simdgroup; k_per_slice a multiple of 8, splits * simdgroups * k_per_slice >= K;
+//     threadgroup memory gemv_threadgroup_bytes(rows, simdgroups); partials [splits, M, N] where splits > 1.
+//   gemm_*: threads (kTileThreads, 1, 1), grid (ceil(N / kTileN), ceil(M / kTileM), slices);
+//     k_per_slice a multiple of kTileK, slices * k_per_slice >= K;
+//     threadgroup memory tile_threadgroup_bytes(activations, stages); partials [slices, M, N] where slices > 1.
+//   No slice or split may be empty: each z has at least one k.
+//   probe_half_subnormals: one thread. In: the word 1 in kSlotPacked. Out: uint32, 1 if subnormal halves survive.
+#define MARLIN_KERNELS_REPACK(X)                                      \
+  X(repack, gptq_repack, plain, kMaskRepack | MARLIN_SLOT(kSlotPerm)) \
+  X(repack, awq_repack, plain, kMaskRepack)                           \
+  X(repack, gptq_unpack_zeros, plain, kMaskRepack)                    \
+  X(repack, awq_unpack_zeros, plain, kMaskRepack)
+
+#define MARLIN_KERNELS_DEQUANTIZE(X) \
+  X(dequantize, dequantize, format_element, kMaskWeight | MARLIN_SLOT(kSlotOut) | MARLIN_SLOT(kSlotParams))
+
+#define MARLIN_KERNELS_GEMV(X)                                                            \
+  X(gemv, probe_half_subnormals, plain, MARLIN_SLOT(kSlotPacked) | MARLIN_SLOT(kSlotOut)) \
+  X(gemv, gemv, format_element, kMaskAll)
+
+#define MARLIN_KERNELS_GEMM_STAGED(X)                            \
+  X(gemm_staged, gemm_double_buffered, format_element, kMaskAll) \
+  X(gemm_staged, gemm_single_stage, format_element, kMaskAll)
+
+#define MARLIN_KERNELS_REDUCE(X) \
+  X(reduce, reduce, element,     \
+    MARLIN_SLOT(kSlotBias) | MARLIN_SLOT(kSlotOut) | MARLIN_SLOT(kSlotPartials) | MARLIN_SLOT(kSlotParams))
+
+#define MARLIN_KERNELS(X)       \
+  MARLIN_KERNELS_REPACK(X)      \
+  MARLIN_KERNELS_DEQUANTIZE(X)  \
+  MARLIN_KERNELS_GEMV(X)        \
+  MARLIN_KERNELS_GEMM_STAGED(X) \
+  MARLIN_KERNELS_REDUCE(X)
+
+#define MARLIN_LIBRARIES(X) X(repack) X(dequantize) X(gemv) X(gemm_staged) X(reduce)
+
+#ifdef __METAL_VERSION__
+
+#define MARLIN_INSTANTIATE_AS(name, ...) template [[host_name(name)]] [[kernel]] decltype(__VA_ARGS__) __VA_ARGS__;
+#define MARLIN_INSTANTIATE_ELEMENT(element, type, kernel) MARLIN_INSTANTIATE_AS(#kernel "_" #element, kernel<type>)
+#define MARLIN_INSTANTIATE_FORMAT_ELEMENT(element, type, format, kernel) \
+  MARLIN_INSTANTIATE_AS(#kernel "_" #format "_" #element, kernel<WeightFormat::format, type>)
+#define MARLIN_INSTANTIATE_FORMAT(format, kernel) \
+  MARLIN_FOR_EACH_ACTIVATION(MARLIN_INSTANTIATE_FORMAT_ELEMENT, format, kernel)
+
+#define MARLIN_INSTANTIATE_plain(kernel)
+#define MARLIN_INSTANTIATE_element(kernel) MARLIN_FOR_EACH_ACTIVATION(MARLIN_INSTANTIATE_ELEMENT, kernel)
+#define MARLIN_INSTANTIATE_format_element(kernel) MARLIN_FOR_EACH_WEIGHT_FORMAT(MARLIN_INSTANTIATE_FORMAT, kernel)
+// For a library's list: kernels named plainly are no templates and need nothing.
+#define MARLIN_INSTANTIATE(library, kernel, naming, slots) MARLIN_INSTANTIATE_##naming(kernel)
+
+#else
+
+#include <array>
+#include <string>
+#include <string_view>
+
+namespace marlin {
+
+enum class KernelNaming { plain, element, format_element };
+
+#define MARLIN_SLOT(slot) (1U << (slot))
+inline constexpr uint32_t kMaskRepack = MARLIN_SLOT(kSlotPacked) | MARLIN_SLOT(kSlotOut) | MARLIN_SLOT(kSlotParams);
+inline constexpr uint32_t kMaskWeight = MARLIN_SLOT(kSlotPacked) | MARLIN_SLOT(kSlotScales) | MARLIN_SLOT(kSlotZeros) |
+                                        MARLIN_SLOT(kSlotGlobalScale) | MARLIN_SLOT(kSlotLut) | MARLIN_SLOT(kSlotPerm);
+inline constexpr uint32_t kMaskAll = (1U << kSlotCount) - 1;
+
+struct KernelInfo {
+  std::string_view library;  // kernels/<library>.metal
+  std::string_view name;
+  KernelNaming naming;
+  uint32_t slots;  // bit i: BufferSlot i is declared
+};
+
+#define MARLIN_KERNEL_ROW(library, kernel, naming, slots) KernelInfo{#library, #kernel, KernelNaming::naming, slots},
+inline constexpr std::array kKernels{MARLIN_KERNELS(MARLIN_KERNEL_ROW)};
+#undef MARLIN_KERNEL_ROW
+
+enum class Kernel : int32_t {
+#define MARLIN_KERNEL_ENUMERATOR(library, kernel, naming, slots) kernel,
+  MARLIN_KERNELS(MARLIN_KERNEL_ENUMERATOR)
+#undef MARLIN_KERNEL_ENUMERATOR
+};
+
+constexpr const KernelInfo& info(Kernel kernel) {
+  return kKernels[static_cast<size_t>(kernel)];
+}
+
+constexpr std::string_view name(WeightFormat format) {
+#define MARLIN_FORMAT_NAME(format, ...) std::string_view(#format),
+  constexpr std::array<std::string_view, kWeightFormatCount> names{MARLIN_FOR_EACH_WEIGHT_FORMAT(MARLIN_FORMAT_NAME, )};
+#undef MARLIN_FORMAT_NAME
+  return names[static_cast<size_t>(format)];
+}
+
+constexpr std::string_view name(ElementType type) {
+  constexpr std::array<std::string_view, 4> names{"float16", "bfloat16", "float32", "uint8"};
+  return names[static_cast<size_t>(type)];
+}
+
+// Format and element are ignored where the kernel's name has none.
+inline std::string host_name(Kernel kernel, WeightFormat format, ElementType element) {
+  const KernelInfo& row = info(kernel);
+  std::string result(row.name);
+  if (row.naming == KernelNaming::format_element) result.append("_").append(name(format));
+  if (row.naming != KernelNaming::plain) result.append("_").append(name(element));
+  return result;
+}
+
+}  // namespace marlin
+
+#endif
