@@ -17,7 +17,7 @@ def _load() -> Any:
     running = torch.__version__.split("+")[0]
     if _C.torch_version != running:
         raise ImportError(
-            f"torch_marlin_metal: the extension was built for torch {_C.torch_version}, but torch {running} is running. "
+            f"torch_marlin_metal: the extension was built for torch {_C.torch_version}, but this is torch {running}. "
             "Build it again: `pip install --no-build-isolation .` in the source tree."
         )
     return _C

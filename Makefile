@@ -1,0 +1,55 @@
+# make help lists the targets. Each does its own set-up; the second time it is quick.
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+TORCH := torch==2.13.0
+TESTS ?= tests
+PYTEST := $(PY) -m pytest
+SOURCES := setup.py $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/*.h csrc/cpu/*.cpp csrc/mps/*.h csrc/mps/*.mm kernels/* build_support/*.py)
+CXX_FILES := $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp csrc/*/*.mm kernels/*.h kernels/*.metal tests/core/*.cpp)
+# The tests' build adds the MPS backend on the software Metal device where its packages are present.
+export SOFTMETAL := $(shell sh scripts/system_packages.sh has-softmetal && echo tests/softmetal)
+
+.PHONY: help build test lint format demo bench clean
+.DEFAULT_GOAL := help
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 14
+
+$(VENV)/.installed: pyproject.toml scripts/system_packages.sh
+	@echo "== setting up $(VENV): $(TORCH) first, then the development packages"
+	sh scripts/system_packages.sh install
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check $(TORCH) "setuptools>=77" wheel ninja numpy
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable ".[dev]"
+	@touch $@
+
+$(VENV)/.built: $(VENV)/.installed $(SOURCES)
+	@echo "== building the extension in place"
+	$(PY) setup.py --quiet build_ext --inplace
+	@touch $@
+
+build: $(VENV)/.built ## set up .venv and build the extension in place
+
+test: build ## all tests
+	$(PYTEST) $(TESTS)
+
+lint: $(VENV)/.installed ## ruff, mypy, clang-format
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/clang-format --dry-run --Werror $(CXX_FILES)
+
+format: $(VENV)/.installed ## rewrite the sources as lint wants them
+	$(VENV)/bin/ruff check --fix --quiet . || true
+	$(VENV)/bin/ruff format .
+	$(VENV)/bin/clang-format -i $(CXX_FILES)
+
+demo: build ## a real sentence-embedding model in 4 bit, a table and a picture
+	$(PY) examples/demo.py
+
+bench: build ## CPU benchmark against PyTorch's own kernels
+	$(PY) benchmarks/cpu_gemm.py
+
+clean: ## remove what was built (not .venv)
+	rm -rf build dist demo-output torch_marlin_metal/*.so $(VENV)/.built

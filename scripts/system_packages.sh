@@ -1,0 +1,40 @@
+#!/bin/sh
+# Debian packages that the set-up needs. As root they are installed; otherwise one command is printed.
+#   install         what building needs, and what the software Metal device needs
+#   has-softmetal   exit 0 when the software Metal device can be built here
+set -eu
+
+gcc_major() { g++ -dumpversion 2>/dev/null | cut -d. -f1; }
+
+has_softmetal() {
+  [ "$(uname -s)" = Linux ] && command -v clang++-19 >/dev/null && command -v addr2line >/dev/null &&
+    [ -e "/usr/lib/gcc/$(uname -m)-linux-gnu/$(gcc_major)/include/objc/objc.h" ] &&
+    [ -e "/usr/lib/$(uname -m)-linux-gnu/libBlocksRuntime.so" ]
+}
+
+missing() {
+  command -v g++ >/dev/null || echo g++
+  "${PYTHON:-python3}" -c 'import ensurepip, venv' 2>/dev/null || echo python3-venv
+  "${PYTHON:-python3}" -c 'import os, sysconfig as s; os.stat(s.get_path("include") + "/Python.h")' 2>/dev/null || echo python3-dev
+  has_softmetal || echo "clang-19 libobjc-$(gcc_major || true)-dev libblocksruntime-dev binutils"
+}
+
+case "$1" in
+  has-softmetal) has_softmetal ;;
+  install)
+    [ "$(uname -s)" = Linux ] || exit 0
+    packages=$(missing | tr '\n' ' ')
+    [ -n "$packages" ] || exit 0
+    case "$packages" in *libobjc--dev*) packages="g++ $(echo "$packages" | sed 's/libobjc--dev/libobjc-12-dev/')" ;; esac
+    if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+      echo "== installing Debian packages: $packages"
+      apt-get update -qq
+      # shellcheck disable=SC2086  # a list of names
+      DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $packages >/dev/null
+    else
+      echo "== these Debian packages are missing; install them with:"
+      echo "   sudo apt-get install --no-install-recommends $packages"
+    fi
+    ;;
+  *) echo "usage: system_packages.sh install | has-softmetal" >&2; exit 2 ;;
+esac

@@ -1,0 +1,171 @@
+"""The operators in NumPy fp64, written from the definitions of the formats and not from the package's code."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+FORMATS = ("uint4b8", "uint4", "uint4_bias", "float4_e2m1", "nvfp4", "mxfp4", "lut4")
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+GROUP_SIZES = (16, 32, 64, 128, 256)
+
+# OCP MX v1.0: sign, two exponent bits of bias 1, one mantissa bit.
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+UNIT_ROUNDOFF = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}
+# Half subnormals are kept on every device, fp32 and bf16 ones may be flushed.
+TINY = {torch.float16: 2.0**-24, torch.bfloat16: 2.0**-126, torch.float32: 2.0**-126}
+
+
+def e4m3(codes: np.ndarray) -> np.ndarray:
+    codes = codes.astype(np.int64)
+    exponent, mantissa = (codes >> 3) & 15, codes & 7
+    value = np.where(exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * 2.0 ** (exponent - 10.0))
+    value = np.where((codes & 127) == 127, np.nan, value)
+    return np.where(codes & 128, -value, value)
+
+
+def e8m0(codes: np.ndarray) -> np.ndarray:
+    return np.where(codes == 255, np.nan, 2.0 ** (codes.astype(np.float64) - 127))
+
+
+def to_numpy(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.detach().cpu().double().numpy() if tensor.is_floating_point() else tensor.cpu().numpy()
+
+
+def pack(codes: np.ndarray) -> torch.Tensor:
+    """uint8 [K, N] codes to int32 [K/8, N] words, lowest k in the lowest nibble."""
+    K, N = codes.shape
+    shifts = (4 * np.arange(8, dtype=np.uint64))[None, :, None]
+    words = (codes.reshape(K // 8, 8, N).astype(np.uint64) << shifts).sum(axis=1)
+    return torch.from_numpy(words.astype(np.uint32).view(np.int32))
+
+
+@dataclass
+class Weight:
+    """A packed weight with its exact value and the magnitude that the error bound counts.
+
+    `arguments` are gemm's and dequantize's; `exact` and `magnitude` are fp64 `[K, N]` in packed order of k. Where zero
+    points are applied at the end of a group the magnitude is s (|q| + |z|), else |w|; `raw_magnitude` is the former
+    for uint4b8 too, for kernels that sum raw codes.
+    """
+
+    b_packed: torch.Tensor
+    scales: torch.Tensor
+    arguments: dict
+    exact: np.ndarray
+    magnitude: np.ndarray
+    raw_magnitude: np.ndarray
+
+    def to(self, device: str) -> "Weight":
+        moved = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in self.arguments.items()}
+        return Weight(
+            self.b_packed.to(device), self.scales.to(device), moved, self.exact, self.magnitude, self.raw_magnitude
+        )
+
+
+def make_weight(
+    weight_format: str,
+    K: int,
+    N: int,
+    group_size: int,
+    *,
+    scales_dtype: torch.dtype = torch.float16,
+    zeros_dtype: torch.dtype | None = None,
+    global_scale_shape: tuple[int, ...] | None = None,
+    seed: int = 0,
+    codes: np.ndarray | None = None,
+) -> Weight:
+    """A random weight of a format with its exact values."""
+    rng = np.random.default_rng([seed, K, N, group_size])
+    if codes is None:
+        codes = rng.integers(0, 16, (K, N), dtype=np.uint8)
+    G = -(-K // group_size)
+    group = np.arange(K) // group_size
+    arguments: dict = {"weight_format": weight_format, "group_size": group_size}
+    q = codes.astype(np.float64)
+
+    if weight_format == "nvfp4":
+        scales = torch.from_numpy(
+            rng.integers(0x20, 0x60, (G, N), dtype=np.uint8) | (rng.random((G, N)) < 0.1) * np.uint8(128)
+        )
+        s = e4m3(scales.numpy())
+        if global_scale_shape is not None:
+            size = [N if d == -1 else d for d in global_scale_shape]
+            arguments["global_scale"] = torch.from_numpy(np.asarray(rng.uniform(0.01, 0.1, size), dtype=np.float32))
+            s = (s * arguments["global_scale"].numpy().astype(np.float64)).astype(np.float32).astype(np.float64)
+    elif weight_format == "mxfp4":
+        scales = torch.from_numpy(rng.integers(115, 128, (G, N), dtype=np.uint8))
+        s = e8m0(scales.numpy())
+    else:
+        scales = torch.from_numpy(rng.uniform(0.5, 1.5, (G, N)) / 16 * rng.choice([1.0, 1.0, 1.0, -1.0], (G, N))).to(
+            scales_dtype
+        )
+        s = to_numpy(scales)
+    s = s[group]
+
+    if weight_format == "uint4b8":
+        exact = (q - 8) * s
+        magnitude = np.abs(exact)
+    elif weight_format == "uint4":
+        if zeros_dtype in (None, torch.uint8):
+            zeros = torch.from_numpy(rng.integers(0, 17, (G, N), dtype=np.uint8))
+        else:
+            zeros = torch.from_numpy(rng.uniform(-1, 17, (G, N))).to(zeros_dtype)
+        z = to_numpy(zeros).astype(np.float64)[group]
+        exact, magnitude = (q - z) * s, (q + np.abs(z)) * np.abs(s)
+        arguments["zeros"] = zeros
+    elif weight_format == "uint4_bias":
+        zeros = torch.from_numpy(rng.uniform(-1, 1, (G, N))).to(zeros_dtype or scales_dtype)
+        b = to_numpy(zeros)[group]
+        exact, magnitude = q * s + b, q * np.abs(s) + np.abs(b)
+        arguments["zeros"] = zeros
+    elif weight_format == "lut4":
+        arguments["lut"] = torch.from_numpy(np.sort(rng.uniform(-1, 1, 16)).astype(np.float32))
+        exact = arguments["lut"].numpy().astype(np.float64)[codes] * s
+        magnitude = np.abs(exact)
+    else:
+        exact = E2M1[codes] * s
+        magnitude = np.abs(exact)
+    raw_magnitude = (q + 8) * np.abs(s) if weight_format == "uint4b8" else magnitude
+    return Weight(pack(codes), scales, arguments, exact, magnitude, raw_magnitude)
+
+
+def gemm(
+    a: torch.Tensor,
+    weight: Weight,
+    bias: torch.Tensor | None = None,
+    perm: np.ndarray | None = None,
+    raw_codes: bool = False,
+) -> tuple[np.ndarray, np.ndarray]:
+    """The exact product of the rounded inputs and, per element, the design's error bound for a's dtype.
+
+    `raw_codes` is for kernels that sum the codes of uint4b8 before the offset is taken off.
+    """
+    rows = to_numpy(a)
+    if perm is not None:
+        rows = rows[..., perm]
+    exact = rows @ weight.exact
+    weighted = np.abs(rows) @ (weight.raw_magnitude if raw_codes else weight.magnitude)
+    if bias is not None:
+        exact = exact + to_numpy(bias)
+        weighted = weighted + np.abs(to_numpy(bias))
+    return exact, UNIT_ROUNDOFF[a.dtype] * np.abs(exact) + TINY[a.dtype] + 16 * 2.0**-24 * weighted
+
+
+def check_gemm(result: torch.Tensor, exact: np.ndarray, bound: np.ndarray) -> float:
+    """Asserts every element within its bound; beyond the dtype's range it must be an infinity of the right sign.
+
+    Returns the largest error as a share of its bound.
+    """
+    got = to_numpy(result)
+    assert got.shape == exact.shape, (got.shape, exact.shape)
+    largest = torch.finfo(result.dtype).max
+    beyond = np.abs(exact) - bound > largest
+    assert np.array_equal(got[beyond], np.copysign(np.inf, exact[beyond]))
+    unsure = (np.abs(exact) + bound > largest) & np.isinf(got) & (np.sign(got) == np.sign(exact))
+    inside = ~beyond & ~unsure
+    share = np.abs(got - exact)[inside] / bound[inside]
+    worst = float(share.max()) if share.size else 0.0
+    assert worst <= 1.0, f"error is {worst:.3g} times the bound"  # NaN fails too
+    return worst

@@ -1,0 +1,264 @@
+"""gemm and dequantize against fp64, within the design's error bound."""
+
+import itertools
+
+import numpy as np
+import pytest
+import reference
+import torch
+
+import torch_marlin_metal as tmm
+
+M_ALL = (0, 1, 2, 3, 5, 8, 16, 17, 33, 64, 100)
+N_ALL = (1, 7, 24, 100, 129)
+K_ALL = (8, 16, 24, 40, 72, 136, 200, 264, 1000, 4096)
+
+
+def group_sizes(weight_format: str, K: int) -> list[int]:
+    fixed = tmm.WEIGHT_FORMATS[weight_format].fixed_group_size
+    return [fixed] if fixed else sorted({*reference.GROUP_SIZES, K})
+
+
+def activations(shape, dtype, seed=0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def run(a, weight, **extra) -> torch.Tensor:
+    return tmm.gemm(a, weight.b_packed, weight.scales, **{**weight.arguments, **extra})
+
+
+def check_shape(weight_format, dtype, K, N, group_size, rows, device, **options):
+    weight = reference.make_weight(weight_format, K, N, group_size, **options)
+    a = activations((max(rows), K), dtype, seed=K + N)
+    bias = activations((N,), dtype, seed=1)
+    exact, bound = reference.gemm(a, weight, bias, raw_codes=device == "mps")
+    a, bias, weight = a.to(device), bias.to(device), weight.to(device)
+    for M in rows:
+        result = run(a[:M], weight, bias=bias)
+        assert result.dtype == dtype
+        reference.check_gemm(result, exact[:M], bound[:M])
+
+
+@pytest.mark.parametrize("dtype", reference.DTYPES, ids=str)
+@pytest.mark.parametrize("weight_format", reference.FORMATS)
+@pytest.mark.parametrize("K", [K for K in K_ALL if K <= 264])
+def test_small_shapes(weight_format, dtype, K, device):
+    for N, group_size in itertools.product(N_ALL, group_sizes(weight_format, K)):
+        check_shape(weight_format, dtype, K, N, group_size, M_ALL, device)
+
+
+@pytest.mark.parametrize("dtype", reference.DTYPES, ids=str)
+@pytest.mark.parametrize("weight_format", reference.FORMATS)
+@pytest.mark.parametrize("K", [K for K in K_ALL if K > 264])
+def test_large_shapes(weight_format, dtype, K, device):
+    for N, group_size in zip(itertools.cycle(N_ALL), group_sizes(weight_format, K) * 2, strict=False):
+        check_shape(weight_format, dtype, K, N, group_size, (1, 2, 8, 17, 100), device)
+
+
+@pytest.mark.parametrize("scales_dtype", reference.DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", reference.DTYPES, ids=str)
+@pytest.mark.parametrize("weight_format", ["uint4b8", "uint4", "uint4_bias", "float4_e2m1", "lut4"])
+def test_scales_and_zeros_of_any_dtype(weight_format, dtype, scales_dtype, device):
+    zeros = {"uint4": (torch.uint8, *reference.DTYPES), "uint4_bias": reference.DTYPES}.get(weight_format, (None,))
+    for zeros_dtype, M in itertools.product(zeros, (1, 4, 19)):
+        check_shape(weight_format, dtype, 136, 65, 32, (M,), device, scales_dtype=scales_dtype, zeros_dtype=zeros_dtype)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (-1,)], ids=["scalar", "one", "columns"])
+@pytest.mark.parametrize("dtype", reference.DTYPES, ids=str)
+def test_global_scale(dtype, shape, device):
+    check_shape("nvfp4", dtype, 200, 65, 16, (1, 5, 33), device, global_scale_shape=shape)
+
+
+@pytest.mark.parametrize("weight_format", reference.FORMATS)
+def test_all_positive_inputs_stay_within_the_bound(weight_format, device):
+    """Nothing cancels: a long chain of additions would show here."""
+    K, N = 16384, 24
+    codes = np.random.default_rng(0).integers(9, 16, (K, N), dtype=np.uint8)
+    if weight_format in ("float4_e2m1", "nvfp4", "mxfp4"):
+        codes -= 8
+    group_size = tmm.WEIGHT_FORMATS[weight_format].fixed_group_size or K
+    weight = reference.make_weight(weight_format, K, N, group_size, codes=codes, scales_dtype=torch.float32)
+    a = torch.rand(33, K, generator=torch.Generator().manual_seed(0)) + 0.5
+    exact, bound = reference.gemm(a, weight, raw_codes=device == "mps")
+    for M in (1, 4, 33):
+        reference.check_gemm(run(a[:M].to(device), weight.to(device)), exact[:M], bound[:M])
+
+
+@pytest.mark.parametrize("dtype", reference.DTYPES, ids=str)
+@pytest.mark.parametrize("M", [1, 3, 20])
+def test_perm_reads_the_activations_in_its_order(M, dtype, device):
+    K, N = 136, 40
+    perm = np.random.default_rng(0).permutation(K).astype(np.int32)
+    weight = reference.make_weight("uint4", K, N, 32)
+    a = activations((M, K), dtype)
+    exact, bound = reference.gemm(a, weight, perm=perm, raw_codes=device == "mps")
+    result = run(a.to(device), weight.to(device), perm=torch.from_numpy(perm).to(device))
+    reference.check_gemm(result, exact, bound)
+
+
+@pytest.mark.parametrize(
+    "view", ["transposed", "offset", "expanded", "every other column", "three dimensions", "vector"]
+)
+@pytest.mark.parametrize("dtype", reference.DTYPES, ids=str)
+def test_strides_offsets_and_leading_dimensions(view, dtype, device):
+    K, N = 72, 24
+    weight = reference.make_weight("uint4b8", K, N, 16).to(device)
+    base = activations((9 * 2 * K + 5,), dtype).to(device)
+    a = {
+        "transposed": base[: 9 * K].view(K, 9).t(),
+        "offset": base[3 : 3 + 9 * K].view(9, K),
+        "expanded": base[1 : 1 + K].expand(9, K),
+        "every other column": base[: 18 * K].view(9, 2 * K)[:, ::2],
+        "three dimensions": base[: 12 * K].view(4, 3, K).transpose(0, 1),
+        "vector": base[1 : 1 + K],
+    }[view]
+    exact, bound = reference.gemm(a.cpu(), weight, raw_codes=device == "mps")
+    result = run(a, weight)
+    assert result.shape == (*a.shape[:-1], N)
+    assert result.is_contiguous()
+    reference.check_gemm(result, exact, bound)
+
+
+@pytest.mark.parametrize("dtype", reference.DTYPES, ids=str)
+def test_tensors_at_odd_offsets(dtype, device):
+    """Slices of larger tensors: storage offsets that break any vector alignment."""
+    K, N = 72, 24
+    weight = reference.make_weight("uint4", K, N, 16)
+    a = activations((5, K), dtype)
+    exact, bound = reference.gemm(a, weight, raw_codes=device == "mps")
+
+    def shifted(tensor: torch.Tensor) -> torch.Tensor:
+        flat = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=device)
+        flat[1:] = tensor.reshape(-1).to(device)
+        return flat[1:].view(tensor.shape)
+
+    zeros = shifted(weight.arguments["zeros"])
+    result = tmm.gemm(
+        shifted(a), shifted(weight.b_packed), shifted(weight.scales), **{**weight.arguments, "zeros": zeros}
+    )
+    reference.check_gemm(result, exact, bound)
+
+
+@pytest.mark.parametrize("weight_format", reference.FORMATS)
+def test_zero_rows_and_zero_batches_give_an_empty_result(weight_format, device):
+    weight = reference.make_weight(weight_format, 32, 24, 32 if weight_format != "nvfp4" else 16).to(device)
+    assert run(torch.empty(0, 32, device=device), weight).shape == (0, 24)
+    assert run(torch.empty(4, 0, 32, device=device), weight).shape == (4, 0, 24)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", reference.DTYPES, ids=str)
+@pytest.mark.parametrize("weight_format", reference.FORMATS)
+def test_nonfinite_activations_reach_their_row_and_no_other(weight_format, dtype, value, device):
+    K, N, row, k = 72, 40, 1, 37
+    group_size = tmm.WEIGHT_FORMATS[weight_format].fixed_group_size or 16
+    weight = reference.make_weight(weight_format, K, N, group_size)
+    for M in (3, 33):
+        a = activations((M, K), dtype)
+        exact, bound = reference.gemm(a, weight, raw_codes=device == "mps")
+        a[row, k] = value
+        result = run(a.to(device), weight.to(device)).cpu()
+        others = [m for m in range(M) if m != row]
+        reference.check_gemm(result[others], exact[others], bound[others])
+        assert not torch.isfinite(result[row]).any()
+        if np.isnan(value):
+            assert torch.isnan(result[row]).all()
+
+
+@pytest.mark.parametrize("M", [1, 4, 33])
+@pytest.mark.parametrize("weight_format", reference.FORMATS)
+def test_nan_scales_reach_their_column_and_no_other(weight_format, M, device):
+    K, N, column = 72, 40, 11
+    group_size = tmm.WEIGHT_FORMATS[weight_format].fixed_group_size or 16
+    weight = reference.make_weight(weight_format, K, N, group_size)
+    a = activations((M, K), torch.float32)
+    exact, bound = reference.gemm(a, weight, raw_codes=device == "mps")
+    nan = {"nvfp4": 0x7F, "mxfp4": 0xFF}.get(weight_format, np.nan)
+    weight.scales[1, column] = nan
+    result = run(a.to(device), weight.to(device)).cpu()
+    assert torch.isnan(result[:, column]).all()
+    others = [n for n in range(N) if n != column]
+    reference.check_gemm(result[:, others], exact[:, others], bound[:, others])
+
+
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+def test_e4m3_nan_codes_of_either_sign(code, device):
+    weight = reference.make_weight("nvfp4", 16, 8, 16, codes=np.zeros((16, 8), dtype=np.uint8))
+    weight.scales[:] = code
+    assert torch.isnan(run(torch.ones(1, 16, device=device), weight.to(device))).all()
+
+
+def test_results_beyond_half_are_infinite(device):
+    weight = reference.make_weight("uint4b8", 256, 8, 64, codes=np.full((256, 8), 15, dtype=np.uint8))
+    weight.scales[:] = 1.0
+    a = torch.full((2, 256), 100.0, dtype=torch.float16)
+    a[1] = -100.0
+    result = run(a.to(device), weight.to(device)).cpu()
+    assert torch.equal(result[0], torch.full((8,), torch.inf, dtype=torch.float16))
+    assert torch.equal(result[1], torch.full((8,), -torch.inf, dtype=torch.float16))
+
+
+@pytest.mark.parametrize("M", [1, 8, 64])
+@pytest.mark.parametrize("N", [8, 512])
+def test_same_inputs_give_the_same_bits(M, N, device):
+    weight = reference.make_weight("uint4", 4096, N, 128).to(device)
+    a = activations((M, 4096), torch.float16).to(device)
+    assert torch.equal(run(a, weight), run(a, weight))
+
+
+@pytest.mark.parametrize("variant", ["auto", "double_buffered", "single_stage", "striped", "fused", "gemv", "two_pass"])
+def test_the_cpu_accepts_every_variant(variant):
+    weight = reference.make_weight("uint4b8", 64, 24, 32)
+    a = activations((3, 64), torch.float32)
+    assert torch.equal(run(a, weight, variant=variant), run(a, weight))
+
+
+@pytest.mark.parametrize("dtype", reference.DTYPES, ids=str)
+@pytest.mark.parametrize("weight_format", reference.FORMATS)
+def test_dequantize_rounds_the_exact_weight_once(weight_format, dtype, device):
+    for K, N in ((8, 1), (72, 7), (264, 129)):
+        for group_size in group_sizes(weight_format, K):
+            options = {"global_scale_shape": (-1,)} if weight_format == "nvfp4" else {}
+            weight = reference.make_weight(weight_format, K, N, group_size, **options)
+            perm = np.random.default_rng(1).permutation(K).astype(np.int32)
+            expected = np.empty((K, N))
+            expected[perm] = weight.exact
+            moved = weight.to(device)
+            got = tmm.dequantize(
+                moved.b_packed, moved.scales, **moved.arguments, perm=torch.from_numpy(perm).to(device), dtype=dtype
+            )
+            # In fp32 at most two roundings (product, sum) precede the one to the output.
+            magnitude = np.empty((K, N))
+            magnitude[perm] = weight.magnitude
+            bound = 2.0**-23 * magnitude + reference.UNIT_ROUNDOFF[dtype] * np.abs(expected) + reference.TINY[dtype]
+            reference.check_gemm(got, expected, bound)
+
+
+@pytest.mark.parametrize("weight_format", ["uint4b8", "uint4", "float4_e2m1", "nvfp4", "mxfp4", "lut4"])
+def test_dequantize_to_float32_is_exact_where_the_product_is(weight_format, device):
+    """fp16 scales, integer or E2M1 codes: the product has at most 24 bits."""
+    weight = reference.make_weight(weight_format, 64, 24, 32 if weight_format != "nvfp4" else 16)
+    if weight_format == "lut4":
+        weight = reference.make_weight("lut4", 64, 24, 32)
+        weight.arguments["lut"] = torch.arange(16, dtype=torch.float32) - 5
+        s = reference.to_numpy(weight.scales)[np.arange(64) // 32]
+        codes = np.stack([(weight.b_packed.numpy().view(np.uint32) >> (4 * j)) & 15 for j in range(8)], 1).reshape(
+            64, 24
+        )
+        weight.exact = (codes.astype(np.float64) - 5) * s
+    moved = weight.to(device)
+    got = tmm.dequantize(moved.b_packed, moved.scales, **moved.arguments, dtype=torch.float32)
+    assert np.array_equal(reference.to_numpy(got), weight.exact)
+
+
+def test_a_weight_of_more_than_2_to_the_31_elements():
+    """K * N beyond 32 bits: the last rows of the last columns are addressed right."""
+    K, N = 65536 + 8, 32776
+    b_packed = torch.zeros(K // 8, N, dtype=torch.int32)
+    b_packed[-1, -3:] = torch.tensor([0x10000000, 0x20000000, 0x30000000], dtype=torch.int32)
+    a = torch.zeros(1, K)
+    a[0, -1] = 2.0
+    result = tmm.gemm(a, b_packed, torch.ones(1, N), weight_format="uint4_bias", group_size=K, zeros=torch.zeros(1, N))
+    assert result[0, -3:].tolist() == [2.0, 4.0, 6.0]
+    assert not result[0, :-3].any()

@@ -1,0 +1,129 @@
+"""Repacking: words worked out by hand, and round trips through an independent packer."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference import pack
+
+import torch_marlin_metal as tmm
+
+AWQ_NIBBLE = (0, 4, 1, 5, 2, 6, 3, 7)  # column 8c + j lies in this nibble of word c
+
+
+def int32(*words: int) -> torch.Tensor:
+    return torch.tensor(words, dtype=torch.int64).to(torch.int32)
+
+
+def codes(seed: int, K: int, N: int) -> np.ndarray:
+    return np.random.default_rng([seed, K, N]).integers(0, 16, (K, N), dtype=np.uint8)
+
+
+def pack_columns(values: np.ndarray, nibbles=range(8)) -> torch.Tensor:
+    """uint8 [R, N] to int32 [R, N/8]."""
+    grouped = values.reshape(values.shape[0], -1, 8).astype(np.uint64)
+    words = sum(grouped[:, :, j] << np.uint64(4 * nibble) for j, nibble in enumerate(nibbles))
+    return torch.from_numpy(words.astype(np.uint32).view(np.int32))
+
+
+def test_packed_words_hold_k_from_the_lowest_nibble(device):
+    column = np.array([15, 0, 8, 7, 3, 12, 1, 9], dtype=np.uint8)[:, None]
+    assert torch.equal(pack(column), int32(0x91C3780F)[None])
+    dense = tmm.dequantize(
+        pack(column).to(device), torch.ones(1, 1, device=device), weight_format="uint4b8", group_size=8
+    )
+    assert dense.flatten().tolist() == [7, -8, 0, -1, -5, 4, -7, 1]
+
+
+def test_gptq_repack_without_perm_is_a_copy(device):
+    words = pack(codes(0, 24, 7)).to(device)
+    out = tmm.gptq_repack(words)
+    assert torch.equal(out, words)
+    assert out.data_ptr() != words.data_ptr()
+
+
+def test_gptq_repack_of_a_worked_act_order_example(device):
+    """g = 4, column q[k] = k, perm = stable argsort of [0,2,1,3,0,1,2,3,3,2,1,0,0,1,2,3]."""
+    perm = torch.tensor([0, 4, 11, 12, 2, 5, 10, 13, 1, 6, 9, 14, 3, 7, 8, 15], dtype=torch.int32, device=device)
+    words = int32(0x76543210, 0xFEDCBA98)[:, None].to(device)
+    assert torch.equal(tmm.gptq_repack(words, perm=perm).cpu(), int32(0xDA52CB40, 0xF873E961)[:, None])
+
+
+def test_gptq_zeros_of_a_worked_example(device):
+    zeros = [8, 8, 7, 9, 1, 15, 3, 6]
+    version2, version1 = int32(0x63F19788)[None].to(device), int32(0x52E08677)[None].to(device)
+    assert tmm.gptq_unpack_zeros(version2, checkpoint_version=2).flatten().tolist() == zeros
+    for rule in ("word", "masked", "unmasked"):
+        assert tmm.gptq_unpack_zeros(version1, checkpoint_version=1, rule=rule).flatten().tolist() == zeros
+
+
+@pytest.mark.parametrize(
+    ("word", "rule", "zeros"),
+    [
+        (0x77776F77, "word", [8, 8, 0, 8, 8, 8, 8, 8]),  # stored by subtracting 0x11111111, with a borrow
+        (0x77777F77, "masked", [8, 8, 0, 8, 8, 8, 8, 8]),
+        (0x77777F77, "unmasked", [8, 8, 16, 8, 8, 8, 8, 8]),
+        (0xEEEEEEEF, "word", [0] * 8),  # 0 - 0x11111111
+        (0xFFFFFFFF, "masked", [0] * 8),
+    ],
+)
+def test_gptq_zero_rules_differ_where_a_raw_nibble_is_15(word, rule, zeros, device):
+    got = tmm.gptq_unpack_zeros(int32(word)[None].to(device), checkpoint_version=1, rule=rule)
+    assert got.flatten().tolist() == zeros
+
+
+def test_awq_words_of_worked_examples(device):
+    """0x75316420 holds columns 0..7 = 0..7; the block has q[k][n] = (k + 2n) mod 16."""
+    rows = int32(0xEA62C840, 0xFB73D951, 0x0C84EA62, 0x1D95FB73, 0x2EA60C84, 0x3FB71D95, 0x40C82EA6, 0x51D93FB7)
+    expected = int32(0x76543210, 0x98765432, 0xBA987654, 0xDCBA9876, 0xFEDCBA98, 0x10FEDCBA, 0x3210FEDC, 0x543210FE)
+    assert torch.equal(tmm.awq_repack(rows[:, None].to(device)).cpu(), expected[None])
+    zeros = tmm.awq_unpack_zeros(int32(0x75316420, 0x9C70138F)[None].to(device))
+    assert zeros.flatten().tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 15, 0, 8, 7, 3, 12, 1, 9]
+
+
+@given(seed=st.integers(0, 2**32 - 1), rows=st.integers(1, 40), N=st.integers(1, 70), use_perm=st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_gptq_repack_moves_whole_rows(seed, rows, N, use_perm):
+    q = codes(seed, 8 * rows, N)
+    perm = np.random.default_rng(seed).permutation(8 * rows).astype(np.int32)
+    got = tmm.gptq_repack(pack(q), perm=torch.from_numpy(perm) if use_perm else None)
+    assert torch.equal(got, pack(q[perm] if use_perm else q))
+
+
+@given(seed=st.integers(0, 2**32 - 1), rows=st.integers(1, 40), columns=st.integers(1, 20))
+@settings(max_examples=60, deadline=None)
+def test_awq_round_trip(seed, rows, columns):
+    q = codes(seed, 8 * rows, 8 * columns)
+    assert torch.equal(tmm.awq_repack(pack_columns(q, AWQ_NIBBLE)), pack(q))
+    assert np.array_equal(tmm.awq_unpack_zeros(pack_columns(q, AWQ_NIBBLE)).numpy(), q)
+
+
+@given(seed=st.integers(0, 2**32 - 1), groups=st.integers(1, 40), columns=st.integers(1, 20))
+@settings(max_examples=60, deadline=None)
+def test_gptq_zeros_round_trip(seed, groups, columns):
+    z = codes(seed, groups, 8 * columns)
+    assert np.array_equal(tmm.gptq_unpack_zeros(pack_columns(z), checkpoint_version=2).numpy(), z)
+    words = pack_columns(z).numpy().view(np.uint32)
+    stored = torch.from_numpy((words - np.uint32(0x11111111)).view(np.int32))
+    assert np.array_equal(tmm.gptq_unpack_zeros(stored, checkpoint_version=1).numpy(), z)
+    masked = pack_columns((z - 1) & 15)
+    assert np.array_equal(tmm.gptq_unpack_zeros(masked, checkpoint_version=1, rule="masked").numpy(), z)
+
+
+def test_every_code_in_every_position(device):
+    q = np.stack([(np.arange(16) + shift) % 16 for shift in range(16)], axis=1).astype(np.uint8)
+    awq = tmm.awq_repack(pack_columns(q, AWQ_NIBBLE).to(device))
+    assert torch.equal(awq.cpu(), pack(q))
+    dense = tmm.dequantize(
+        awq, torch.ones(1, 16, device=device), weight_format="uint4b8", group_size=16, dtype=torch.float32
+    )
+    assert np.array_equal(dense.cpu().numpy(), q.astype(np.float32) - 8)
+
+
+def test_empty_inputs(device):
+    empty = torch.empty(0, 4, dtype=torch.int32, device=device)
+    assert tmm.gptq_repack(empty).shape == (0, 4)
+    assert tmm.awq_repack(empty).shape == (0, 32)
+    assert tmm.gptq_unpack_zeros(empty, checkpoint_version=1).shape == (0, 32)
+    assert tmm.awq_unpack_zeros(empty).shape == (0, 32)
