@@ -1,0 +1,57 @@
+"""The docs' snippets run, and their tables say what the code says."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import torch_marlin_metal as tmm
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=lambda p: p.name)
+def test_snippets_run(page, tmp_path, monkeypatch):
+    """All snippets of a page in order, in one namespace."""
+    monkeypatch.chdir(tmp_path)
+    namespace: dict = {}
+    for block in blocks(page, "python"):
+        exec(compile(block, page.name, "exec"), namespace)
+
+
+def test_format_table_is_the_code_s():
+    rows = re.findall(r"^\| `(\w+)` \| `(.+?)` \| (.+?) \| (.+?) \|(.*?)\| (.+?) \|$",
+                      (ROOT / "docs/formats.md").read_text(), flags=re.MULTILINE)  # fmt: skip
+    assert [row[0] for row in rows] == list(tmm.WEIGHT_FORMATS)
+    scales = {"floating": "floating", "e4m3": "uint8 E4M3 codes", "e8m0": "uint8 E8M0 codes"}
+    zeros = {"none": "none", "zero_point": "uint8 codes or floating zero points", "bias": "floating biases"}
+    sizes = ", ".join(map(str, tmm.GROUP_SIZES)) + ", K"
+    for name, formula, scale, zero, other, group_size in rows:
+        known = tmm.WEIGHT_FORMATS[name]
+        assert (formula, scale, zero) == (known.formula, scales[known.scale_coding], zeros[known.zeros_role])
+        assert ("global_scale" in other, "`lut`" in other) == (known.has_global_scale, known.has_lut)
+        assert group_size == (str(known.fixed_group_size) if known.fixed_group_size else sizes)
+
+
+def test_schemas_are_the_code_s():
+    (block,) = blocks(ROOT / "docs/operators.md", "text")
+    documented = {line.split("(")[0]: line for line in block.strip().splitlines()}
+    registered = {
+        name.split("::")[1]: str(schema).split("::")[1]
+        for schema in torch._C._jit_get_all_schemas()
+        if (name := schema.name).startswith("torch_marlin_metal::")
+    }
+    assert documented == registered
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_point_to_files(page):
+    for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text()):
+        if "://" not in target:
+            assert (page.parent / target).exists(), target
