@@ -15,6 +15,15 @@ struct Capability {
   std::vector<Isa> available;         // families that can be forced on this machine
 };
 
+// What the machine has, whatever the environment asks for.
+struct Detected {
+  std::vector<std::string> features;
+  std::vector<Isa> available{Isa::portable};  // the last is the best
+  bool fast_bf16_dot = false;                 // AVX512-BF16 at more than the fp32 rate
+};
+
+const Detected& detected();
+
 // Read once. Throws std::runtime_error when TORCH_MARLIN_METAL_CPU_ISA names a family that is unknown or absent here.
 const Capability& capability();
 

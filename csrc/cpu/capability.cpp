@@ -1,0 +1,163 @@
+#include "capability.h"
+
+#include <cstdint>
+#include <cstdlib>
+#include <stdexcept>
+
+#include "kernel_set.h"
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+#endif
+
+namespace marlin::cpu {
+
+namespace {
+
+constexpr Isa kAllIsas[] = {Isa::portable, Isa::avx2, Isa::avx512, Isa::amx, Isa::neon};
+
+#if defined(__x86_64__)
+
+struct Cpuid {
+  uint32_t eax = 0, ebx = 0, ecx = 0, edx = 0;
+  explicit Cpuid(uint32_t leaf, uint32_t subleaf = 0) { __get_cpuid_count(leaf, subleaf, &eax, &ebx, &ecx, &edx); }
+};
+
+// Register state that the operating system saves on a context switch (XCR0); without it the instructions fault.
+uint64_t enabled_state() {
+  if ((Cpuid(1).ecx & bit_OSXSAVE) == 0) return 0;
+  uint32_t low = 0, high = 0;
+  asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return (uint64_t{high} << 32) | low;
+}
+
+// Linux hands out the 8 KB of tile registers only to processes that ask (Documentation/arch/x86/xstate.rst).
+bool request_tiles() {
+#if defined(__linux__)
+  constexpr long kRequestPermission = 0x1023;
+  constexpr long kTileData = 18;
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+
+Detected detect() {
+  Detected found;
+  const uint64_t state = enabled_state();
+  const bool ymm = (state & 0x6) == 0x6;
+  const bool zmm = (state & 0xE6) == 0xE6;
+  const bool tiles = (state & 0x60000) == 0x60000;
+  const Cpuid one(1), seven(7), seven_one(7, 1), vendor(0);
+  auto add = [&](bool present, const char* name) {
+    if (present) found.features.emplace_back(name);
+    return present;
+  };
+  const bool avx2 = add(ymm && (seven.ebx & bit_AVX2) != 0, "avx2");
+  const bool fma = add(ymm && (one.ecx & bit_FMA) != 0, "fma");
+  const bool f16c = add(ymm && (one.ecx & bit_F16C) != 0, "f16c");
+  const bool f = add(zmm && (seven.ebx & bit_AVX512F) != 0, "avx512f");
+  const bool bw = add(zmm && (seven.ebx & bit_AVX512BW) != 0, "avx512bw");
+  const bool dq = add(zmm && (seven.ebx & bit_AVX512DQ) != 0, "avx512dq");
+  const bool vl = add(zmm && (seven.ebx & bit_AVX512VL) != 0, "avx512vl");
+  const bool bf16 = add(zmm && (seven_one.eax & (1U << 5)) != 0, "avx512_bf16");
+  const bool amx =
+      add(tiles && (seven.edx & (1U << 24)) != 0, "amx_tile") && add((seven.edx & (1U << 22)) != 0, "amx_bf16");
+  if (avx2 && fma && f16c) found.available.push_back(Isa::avx2);
+  if (found.available.size() == 2 && f && bw && dq && vl) found.available.push_back(Isa::avx512);
+  if (found.available.size() == 3 && amx && bf16 && kernels_of(Isa::amx) != nullptr && request_tiles()) {
+    found.available.push_back(Isa::amx);
+  }
+  // "AuthenticAMD": two bf16 dot products a cycle. Intel's cores run them at half their fp32 rate.
+  found.fast_bf16_dot = bf16 && vendor.ebx == signature_AMD_ebx;
+  return found;
+}
+
+#elif defined(__aarch64__)
+
+Detected detect() {
+  Detected found;
+  found.features.emplace_back("asimd");
+  if (kernels_of(Isa::neon) != nullptr) found.available.push_back(Isa::neon);
+  return found;
+}
+
+#else
+
+Detected detect() { return {}; }
+
+#endif
+
+std::string names(const std::vector<Isa>& isas) {
+  std::string list;
+  for (const Isa isa : isas) list += (list.empty() ? "" : ", ") + std::string(isa_name(isa));
+  return list;
+}
+
+Capability choose() {
+  constexpr const char* kVariable = "TORCH_MARLIN_METAL_CPU_ISA";
+  const Detected& found = detected();
+  Capability chosen{found.available.back(), "the widest family that this CPU and operating system offer",
+                    found.features, found.available};
+  const char* forced = std::getenv(kVariable);
+  if (forced == nullptr || *forced == '\0') return chosen;
+  for (const Isa isa : found.available) {
+    if (std::string(isa_name(isa)) == forced) {
+      chosen.isa = isa;
+      chosen.reason = std::string("forced by ") + kVariable;
+      return chosen;
+    }
+  }
+  bool known = false;
+  for (const Isa isa : kAllIsas) known = known || std::string(isa_name(isa)) == forced;
+  throw std::runtime_error(std::string(kVariable) + ": expected one of " + names(found.available) + ", got '" + forced +
+                           (known ? "', which this machine does not have" : "', which is not a known family"));
+}
+
+}  // namespace
+
+const char* isa_name(Isa isa) {
+  switch (isa) {
+    case Isa::avx2:
+      return "avx2";
+    case Isa::avx512:
+      return "avx512";
+    case Isa::amx:
+      return "amx";
+    case Isa::neon:
+      return "neon";
+    default:
+      return "portable";
+  }
+}
+
+const Detected& detected() {
+  static const Detected found = detect();
+  return found;
+}
+
+const Capability& capability() {
+  static const Capability chosen = choose();
+  return chosen;
+}
+
+const KernelSet* kernels_of(Isa isa) {
+  switch (isa) {
+    case Isa::avx2:
+      return avx2_kernels();
+    case Isa::avx512:
+      return avx512_kernels();
+    case Isa::amx:
+      return nullptr;
+    case Isa::neon:
+      return neon_kernels();
+    default:
+      return portable_kernels();
+  }
+}
+
+}  // namespace marlin::cpu

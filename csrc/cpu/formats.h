@@ -1,0 +1,120 @@
+// Scalar conversions and code tables. Included before any ISA pragma: these functions are compiled for the baseline and
+// inlined into (and vectorised for) whatever calls them, so that no wider instruction can leak through a shared symbol.
+#pragma once
+
+#include <array>
+#include <bit>
+#include <cstdint>
+#include <limits>
+
+#include "../weight_format.h"
+
+namespace marlin::cpu {
+
+inline float half_to_float(uint16_t h) {
+  const uint32_t sign = uint32_t{h & 0x8000U} << 16;
+  const uint32_t exponent = (h >> 10) & 31U;
+  const uint32_t mantissa = h & 0x3FFU;
+  const uint32_t normal = ((exponent + 112U) << 23) | (mantissa << 13);
+  const uint32_t special = 0x7F800000U | (mantissa << 13);
+  const uint32_t subnormal = std::bit_cast<uint32_t>(static_cast<float>(static_cast<int32_t>(mantissa)) * 0x1p-24F);
+  const uint32_t magnitude = exponent == 31U ? special : exponent == 0U ? subnormal : normal;
+  return std::bit_cast<float>(sign | magnitude);
+}
+
+// Round to nearest even; above the range inf; NaN stays NaN (quiet).
+inline uint16_t float_to_half(float f) {
+  const uint32_t bits = std::bit_cast<uint32_t>(f);
+  const uint32_t sign = (bits >> 16) & 0x8000U;
+  const uint32_t magnitude = bits & 0x7FFFFFFFU;
+  if (magnitude > 0x7F800000U) return static_cast<uint16_t>(sign | 0x7E00U);
+  if (magnitude >= 0x477FF000U) return static_cast<uint16_t>(sign | 0x7C00U);
+  if (magnitude < 0x38800000U) {  // below 2^-14: the sum's last mantissa bit is worth 2^-24, so the FPU rounds
+    const float sum = std::bit_cast<float>(magnitude) + 0.5F;
+    return static_cast<uint16_t>(sign | (std::bit_cast<uint32_t>(sum) - 0x3F000000U));
+  }
+  const uint32_t rounded = magnitude + 0xFFFU + ((magnitude >> 13) & 1U);
+  return static_cast<uint16_t>(sign | ((rounded - (112U << 23)) >> 13));
+}
+
+inline float bfloat16_to_float(uint16_t b) { return std::bit_cast<float>(uint32_t{b} << 16); }
+
+inline uint16_t float_to_bfloat16(float f) {
+  const uint32_t bits = std::bit_cast<uint32_t>(f);
+  const uint32_t rounded = (bits + 0x7FFFU + ((bits >> 16) & 1U)) >> 16;
+  const uint32_t quiet_nan = (bits >> 16) | 0x40U;
+  return static_cast<uint16_t>((bits & 0x7FFFFFFFU) > 0x7F800000U ? quiet_nan : rounded);
+}
+
+// OCP E4M3 (bias 7, no inf, 0x7F and 0xFF are NaN).
+inline float e4m3_to_float(uint8_t code) {
+  const uint32_t sign = uint32_t{code & 0x80U} << 24;
+  const uint32_t exponent = (code >> 3) & 15U;
+  const uint32_t mantissa = code & 7U;
+  const uint32_t normal = ((exponent + 120U) << 23) | (mantissa << 20);
+  const uint32_t subnormal = std::bit_cast<uint32_t>(static_cast<float>(static_cast<int32_t>(mantissa)) * 0x1p-9F);
+  const uint32_t finite = exponent == 0U ? subnormal : normal;
+  return std::bit_cast<float>(sign | ((code & 0x7FU) == 0x7FU ? 0x7FC00000U : finite));
+}
+
+// OCP E8M0: 2^(code - 127); code 0 is the fp32 subnormal 2^-127, 0xFF is NaN.
+inline float e8m0_to_float(uint8_t code) {
+  const uint32_t finite = code == 0U ? 0x00400000U : uint32_t{code} << 23;
+  return std::bit_cast<float>(code == 0xFFU ? 0x7FC00000U : finite);
+}
+
+constexpr int64_t element_size(ElementType type) {
+  return type == ElementType::float32 ? 4 : type == ElementType::uint8 ? 1 : 2;
+}
+
+inline float load_element(const void* data, ElementType type, int64_t index) {
+  switch (type) {
+    case ElementType::float16:
+      return half_to_float(static_cast<const uint16_t*>(data)[index]);
+    case ElementType::bfloat16:
+      return bfloat16_to_float(static_cast<const uint16_t*>(data)[index]);
+    case ElementType::uint8:
+      return static_cast<float>(static_cast<const uint8_t*>(data)[index]);
+    default:
+      return static_cast<const float*>(data)[index];
+  }
+}
+
+// How the vector units turn a code into a number.
+enum class Codes : int { integer, e2m1, table };
+inline constexpr int kCodesCount = 3;
+
+constexpr Codes codes_of(WeightFormat format) {
+  switch (format) {
+    case WeightFormat::uint4b8:
+    case WeightFormat::uint4:
+    case WeightFormat::uint4_bias:
+      return Codes::integer;
+    case WeightFormat::lut4:
+      return Codes::table;
+    default:
+      return Codes::e2m1;
+  }
+}
+
+// The number that each code stands for, before scale and zero point.
+inline std::array<float, 16> code_values(WeightFormat format, const float* lut) {
+  std::array<float, 16> values{};
+  for (int q = 0; q < 16; ++q) {
+    const size_t i = static_cast<size_t>(q);
+    switch (codes_of(format)) {
+      case Codes::integer:
+        values[i] = static_cast<float>(format == WeightFormat::uint4b8 ? q - 8 : q);
+        break;
+      case Codes::e2m1:
+        values[i] = kE2M1Values[i];
+        break;
+      case Codes::table:
+        values[i] = lut[q];
+        break;
+    }
+  }
+  return values;
+}
+
+}  // namespace marlin::cpu

@@ -1,0 +1,303 @@
+// The matrix product: packs activations, sweeps chunks of K outermost and strips of columns inside them, and lets a
+// MatrixKernel do the arithmetic.
+#include "gemm.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+
+#include "kernel_set.h"
+#include "scales.h"
+#include "scratch.h"
+
+namespace marlin::cpu {
+
+namespace {
+
+constexpr size_t kKeepBytes = size_t{8} << 20;  // of packed activations, per calling thread
+constexpr int64_t kStripsAhead = 2;             // prefetch distance
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+struct Range {
+  int64_t begin;
+  int64_t end;
+  int64_t size() const { return end - begin; }
+};
+
+// Part `index` of `parts` nearly equal parts of [0, count).
+Range part(int64_t count, int64_t parts, int64_t index) { return {count * index / parts, count * (index + 1) / parts}; }
+
+// Packed activations of up to pass_rows rows: values [chunk][row block][kChunk, rows of the block], and the sums of
+// each segment [chunk][segment][row].
+struct Activations {
+  int64_t rows;
+  int64_t row_blocks;
+  int64_t segments;   // in a chunk
+  int64_t row_bytes;  // of one row in one chunk
+  char* values;
+  float* sums;
+
+  Range block(int64_t index) const { return part(rows, row_blocks, index); }
+  char* block_values(int64_t chunk, const Range& block) const {
+    return values + (chunk * rows + block.begin) * row_bytes;
+  }
+  float* segment_sums(int64_t chunk, int64_t segment) const { return sums + (chunk * segments + segment) * rows; }
+};
+
+class Gemm {
+ public:
+  Gemm(const GemmArguments& arguments, const Plan& plan, const KernelSet& kernels)
+      : a_(arguments),
+        w_(arguments.weight),
+        plan_(plan),
+        kernels_(kernels),
+        matrix_(plan.kernel == Kernel::few_rows ? kernels.few_rows : kernels.many_rows),
+        role_(info(w_.format).zeros_role),
+        values_(code_values(w_.format, w_.lut)),
+        chunks_(ceil_div(w_.K, kChunk)),
+        strips_(ceil_div(w_.N, plan.strip)),
+        segment_(std::min<int64_t>(w_.group_size, kChunk)) {}
+
+  void run(const Parallel& parallel) {
+    static thread_local Scratch values_scratch, sums_scratch, partial_scratch;
+    for (int64_t row = 0; row < a_.M; row += plan_.pass_rows) {
+      Activations x{};
+      x.rows = std::min(plan_.pass_rows, a_.M - row);
+      x.row_blocks = ceil_div(x.rows, plan_.max_rows);
+      x.segments = ceil_div(kChunk, segment_);
+      x.row_bytes = kChunk * int64_t{sizeof(float)};
+      x.values = values_scratch.get<char>(chunks_ * x.rows * x.row_bytes);
+      x.sums = sums_scratch.get<float>(chunks_ * x.segments * x.rows);
+      const int64_t packs = chunks_ * x.row_blocks;
+      // Below some 16k elements the fork and join cost more than the packing.
+      const int64_t grain = std::max<int64_t>(1, (int64_t{1} << 14) / (kChunk * ceil_div(x.rows, x.row_blocks)));
+      parallel.run(packs, grain, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) pack(x, row, i / x.row_blocks, i % x.row_blocks);
+      });
+      const int64_t row_tasks = std::min(plan_.row_tasks, x.row_blocks);
+      const int64_t tasks = row_tasks * plan_.column_tasks * plan_.k_slices;
+      float* partial = plan_.k_slices > 1 ? partial_scratch.get<float>(plan_.k_slices * x.rows * w_.N) : nullptr;
+      parallel.run(tasks, 1, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) {
+          const int64_t slice = i % plan_.k_slices;
+          const int64_t rest = i / plan_.k_slices;
+          task(x, row, part(x.row_blocks, row_tasks, rest / plan_.column_tasks),
+               part(strips_, plan_.column_tasks, rest % plan_.column_tasks), part(chunks_, plan_.k_slices, slice),
+               partial == nullptr ? nullptr : partial + slice * x.rows * w_.N);
+        }
+      });
+      if (partial != nullptr) {
+        parallel.run(x.rows, std::max<int64_t>(1, (int64_t{1} << 14) / w_.N), [&](int64_t begin, int64_t end) {
+          for (int64_t m = begin; m < end; ++m) add_slices(partial, x.rows, m, row);
+        });
+      }
+    }
+    values_scratch.trim(kKeepBytes);
+    partial_scratch.trim(kKeepBytes);
+  }
+
+ private:
+  void pack(const Activations& x, int64_t row, int64_t chunk, int64_t block_index) const {
+    const Range block = x.block(block_index);
+    const int64_t k0 = chunk * kChunk;
+    const int64_t count = std::min<int64_t>(kChunk, w_.K - k0);
+    auto* out = reinterpret_cast<float*>(x.block_values(chunk, block));
+    for (int64_t i = 0; i < block.size(); ++i) {
+      float buffer[kChunk];
+      const int64_t offset = (row + block.begin + i) * a_.a_row_stride;
+      if (a_.perm != nullptr) {
+        for (int64_t k = 0; k < count; ++k) buffer[k] = load_element(a_.a, a_.a_type, offset + a_.perm[k0 + k]);
+      } else {
+        const int64_t bytes = (offset + k0) * element_size(a_.a_type);
+        kernels_.to_float(static_cast<const char*>(a_.a) + bytes, a_.a_type, count, buffer);
+      }
+      for (int64_t k = 0; k < count; ++k) out[k * block.size() + i] = buffer[k];
+      if (role_ == ZerosRole::none) continue;
+      for (int64_t segment = 0; segment * segment_ < count; ++segment) {
+        const Range range{segment * segment_, std::min(count, (segment + 1) * segment_)};
+        x.segment_sums(chunk, segment)[block.begin + i] = sum(buffer + range.begin, range.size());
+      }
+    }
+  }
+
+  // count is a multiple of 8.
+  static float sum(const float* values, int64_t count) {
+    float lanes[8] = {};
+    for (int64_t i = 0; i < count; i += 8) {
+      for (int j = 0; j < 8; ++j) lanes[j] += values[i + j];
+    }
+    return ((lanes[0] + lanes[4]) + (lanes[2] + lanes[6])) + ((lanes[1] + lanes[5]) + (lanes[3] + lanes[7]));
+  }
+
+  void task(const Activations& x, int64_t row, Range blocks, Range strips, Range chunks, float* partial) const {
+    static thread_local Scratch y_scratch, scale_scratch, panel_scratch;
+    const int64_t block_strips = plan_.block_columns / plan_.strip;
+    const int64_t block_step = std::max<int64_t>(1, plan_.block_rows / plan_.max_rows);
+    const int64_t columns = block_strips * plan_.strip;
+    float* y = y_scratch.get<float>(block_step * plan_.max_rows * columns);
+    float* scales = scale_scratch.get<float>(2 * x.segments * columns);
+    // Words of a strip that the matrix does not fill, then the decoded panel.
+    const int64_t tail = kChunk / 8 * plan_.strip;
+    float* panel = panel_scratch.get<float>(tail + kChunk * plan_.strip);
+    auto* tail_words = reinterpret_cast<uint32_t*>(panel);
+    panel += tail;
+    for (int64_t s = strips.begin; s < strips.end; s += block_strips) {
+      const Range some_strips{s, std::min(s + block_strips, strips.end)};
+      for (int64_t b = blocks.begin; b < blocks.end; b += block_step) {
+        const Range some_blocks{b, std::min(b + block_step, blocks.end)};
+        const Range rows{x.block(some_blocks.begin).begin, x.block(some_blocks.end - 1).end};
+        std::memset(y, 0, sizeof(float) * static_cast<size_t>(some_strips.size() * rows.size() * plan_.strip));
+        int64_t loaded = -1;
+        for (int64_t chunk = chunks.begin; chunk < chunks.end; ++chunk) {
+          loaded = load_chunk_scales(chunk, some_strips, x.segments, loaded, scales);
+          for (int64_t strip = some_strips.begin; strip < some_strips.end; ++strip) {
+            run_strip(x, some_blocks, some_strips, chunks, chunk, strip, scales, tail_words, panel, y);
+          }
+        }
+        finish(some_strips, rows, row, y, partial);
+      }
+    }
+  }
+
+  int64_t columns_of(const Range& strips) const {
+    return std::min(strips.end * plan_.strip, w_.N) - strips.begin * plan_.strip;
+  }
+
+  // Scales, then zeros, of the segments of a chunk: two arrays [segment, columns of the strips]. Columns beyond N are
+  // 0. Returns the group of the first segment; nothing is loaded when that is `loaded` already.
+  int64_t load_chunk_scales(int64_t chunk, const Range& strips, int64_t segments, int64_t loaded, float* scales) const {
+    const int64_t k0 = chunk * kChunk;
+    const int64_t first = k0 / w_.group_size;
+    if (first == loaded) return loaded;
+    const int64_t width = strips.size() * plan_.strip;
+    const int64_t count = columns_of(strips);
+    const int64_t begin = strips.begin * plan_.strip;
+    for (int64_t segment = 0; segment < segments && k0 + segment * segment_ < w_.K; ++segment) {
+      const int64_t group = (k0 + segment * segment_) / w_.group_size;
+      float* out = scales + segment * width;
+      load_scales(kernels_, w_, group, begin, count, out);
+      std::fill(out + count, out + width, 0.F);
+      if (role_ == ZerosRole::none) continue;
+      out += segments * width;
+      load_zeros(kernels_, w_, group, begin, count, out);
+      std::fill(out + count, out + width, 0.F);
+    }
+    return first;
+  }
+
+  void run_strip(const Activations& x, const Range& blocks, const Range& strips, const Range& chunks, int64_t chunk,
+                 int64_t strip, const float* scales, uint32_t* tail_words, float* panel, float* y) const {
+    const int64_t k0 = chunk * kChunk;
+    const int64_t width = strips.size() * plan_.strip;
+    const int64_t column = (strip - strips.begin) * plan_.strip;
+    Step step{};
+    step.values = values_.data();
+    step.k = static_cast<int>(std::min<int64_t>(kChunk, w_.K - k0));
+    step.segment = static_cast<int>(segment_);
+    step.words = w_.words + k0 / 8 * w_.N + strip * plan_.strip;
+    step.ld_words = w_.N;
+    step.ahead = words_ahead(strips, chunks, chunk, strip);
+    if ((strip + 1) * plan_.strip > w_.N) {
+      const int64_t count = w_.N - strip * plan_.strip;
+      for (int64_t r = 0; r < step.k / 8; ++r) {
+        std::copy_n(step.words + r * w_.N, count, tail_words + r * plan_.strip);
+        std::fill_n(tail_words + r * plan_.strip + count, plan_.strip - count, 0U);
+      }
+      step.words = tail_words;
+      step.ahead = tail_words;
+      step.ld_words = plan_.strip;
+    }
+    const auto codes = static_cast<size_t>(codes_of(w_.format));
+    if (matrix_.from_panel) {
+      matrix_.unpack[codes](step, panel);
+      step.panel = panel;
+    }
+    step.scales = scales + column;
+    step.zeros = step.scales + x.segments * width;
+    step.ld_scales = width;
+    step.role = role_;
+    step.ld_sums = x.rows;
+    const int64_t first_row = x.block(blocks.begin).begin;
+    const int64_t rows = x.block(blocks.end - 1).end - first_row;
+    for (int64_t b = blocks.begin; b < blocks.end; ++b) {
+      const Range block = x.block(b);
+      step.x = x.block_values(chunk, block);
+      step.sums = x.segment_sums(chunk, 0) + block.begin;
+      step.y = y + (column * rows) + (block.begin - first_row) * plan_.strip;
+      matrix_.step[codes][static_cast<size_t>(block.size())](step);
+    }
+  }
+
+  // The words kStripsAhead strips on, going over into the next chunk of the task.
+  const uint32_t* words_ahead(const Range& strips, const Range& chunks, int64_t chunk, int64_t strip) const {
+    int64_t ahead = strip + kStripsAhead;
+    if (ahead >= strips.end) {
+      if (chunk + 1 >= chunks.end || (chunk + 2) * kChunk > w_.K)
+        return w_.words + chunk * kChunk / 8 * w_.N + strip * plan_.strip;
+      ahead = std::min(ahead - strips.size(), strips.end - 1);
+      ++chunk;
+    }
+    return w_.words + chunk * kChunk / 8 * w_.N + std::max(ahead, strips.begin) * plan_.strip;
+  }
+
+  // y is [strip][row][columns of the strip].
+  void finish(const Range& strips, const Range& rows, int64_t row, float* y, float* partial) const {
+    for (int64_t m = rows.begin; m < rows.end; ++m) {
+      for (int64_t strip = strips.begin; strip < strips.end; ++strip) {
+        const int64_t n = strip * plan_.strip;
+        const int64_t count = std::min(plan_.strip, w_.N - n);
+        float* from = y + ((strip - strips.begin) * rows.size() + (m - rows.begin)) * plan_.strip;
+        if (partial != nullptr) {
+          std::copy_n(from, count, partial + m * w_.N + n);
+        } else {
+          write(row + m, n, count, from);
+        }
+      }
+    }
+  }
+
+  void add_slices(float* partial, int64_t pass_rows, int64_t m, int64_t row) const {
+    float* total = partial + m * w_.N;
+    for (int64_t slice = 1; slice < plan_.k_slices; ++slice) {
+      const float* from = partial + (slice * pass_rows + m) * w_.N;
+      for (int64_t n = 0; n < w_.N; ++n) total[n] += from[n];
+    }
+    write(row + m, 0, w_.N, total);
+  }
+
+  void write(int64_t m, int64_t n, int64_t count, float* from) const {
+    if (a_.bias != nullptr) {
+      for (int64_t i = 0; i < count; ++i) from[i] += load_element(a_.bias, a_.bias_type, n + i);
+    }
+    kernels_.from_float(from, a_.a_type, count, static_cast<char*>(a_.out) + (m * w_.N + n) * element_size(a_.a_type));
+  }
+
+  const GemmArguments& a_;
+  const PackedWeight& w_;
+  const Plan& plan_;
+  const KernelSet& kernels_;
+  const MatrixKernel& matrix_;
+  const ZerosRole role_;
+  const std::array<float, 16> values_;
+  const int64_t chunks_;
+  const int64_t strips_;
+  const int64_t segment_;
+};
+
+}  // namespace
+
+void gemm_on(const Machine& machine, const GemmArguments& arguments, const Parallel& parallel,
+             Float32Precision precision) {
+  if (arguments.M == 0 || arguments.weight.N == 0) return;
+  const PackedWeight& weight = arguments.weight;
+  const Plan plan = make_plan(
+      machine, {arguments.M, weight.N, weight.K, weight.format, weight.group_size, arguments.a_type, precision});
+  Gemm(arguments, plan, *kernels_of(machine.isa)).run(parallel);
+}
+
+void gemm(const GemmArguments& arguments, const Parallel& parallel, Float32Precision precision) {
+  gemm_on({capability().isa, detected().fast_bf16_dot, parallel.num_threads}, arguments, parallel, precision);
+}
+
+}  // namespace marlin::cpu

@@ -1,0 +1,225 @@
+// The fp32 kernels, written once over a vector policy V (vec_*.h). Every function is a template of V, so that code
+// compiled for different instruction sets never shares a symbol.
+#pragma once
+
+#include <utility>
+
+#include "kernel_set.h"
+
+namespace marlin::cpu {
+
+// GCC 12 keeps an array of vectors in registers only when every index is a constant.
+template <class V, int count, class F>
+[[gnu::always_inline]] inline void unroll(F&& f) {
+  [&]<int... i>(std::integer_sequence<int, i...>) __attribute__((always_inline)) {
+    (f(std::integral_constant<int, i>{}), ...);
+  }(std::make_integer_sequence<int, count>{});
+}
+
+// y += scale * sum(code * x), corrected by the zero point, at the end of a segment.
+template <class V, int R, int C>
+[[gnu::always_inline]] inline void add_segment(const Step& s, int segment, const typename V::F (&acc)[R * C]) {
+  using F = typename V::F;
+  const float* scales = s.scales + segment * s.ld_scales;
+  const float* zeros = s.role == ZerosRole::none ? nullptr : s.zeros + segment * s.ld_scales;
+  const float* sums = s.role == ZerosRole::none ? nullptr : s.sums + segment * s.ld_sums;
+  auto each = [&](auto role) __attribute__((always_inline)) {
+    unroll<V, C>([&](auto c) __attribute__((always_inline)) {
+      const F scale = V::load(scales + c * V::width);
+      F zero = V::zero();
+      if constexpr (role != ZerosRole::none) zero = V::load(zeros + c * V::width);
+      unroll<V, R>([&](auto i) __attribute__((always_inline)) {
+        float* at = s.y + (i * C + c) * V::width;
+        F a = acc[i * C + c];
+        if constexpr (role == ZerosRole::zero_point) a = V::fnma(zero, V::set1(sums[i]), a);
+        F y = V::fma(a, scale, V::load(at));
+        if constexpr (role == ZerosRole::bias) y = V::fma(zero, V::set1(sums[i]), y);
+        V::store(at, y);
+      });
+    });
+  };
+  switch (s.role) {
+    case ZerosRole::none:
+      return each(std::integral_constant<ZerosRole, ZerosRole::none>{});
+    case ZerosRole::zero_point:
+      return each(std::integral_constant<ZerosRole, ZerosRole::zero_point>{});
+    case ZerosRole::bias:
+      return each(std::integral_constant<ZerosRole, ZerosRole::bias>{});
+  }
+}
+
+// x is [k, R]: the R activations of one k stand together.
+template <class V, Codes codes, bool from_panel, int R, int C>
+void step(const Step& s) {
+  using F = typename V::F;
+  const typename V::template Decoder<codes> decoder(s.values);
+  const uint32_t* words = s.words;
+  const uint32_t* ahead = s.ahead;
+  const float* panel = s.panel;
+  const float* x = static_cast<const float*>(s.x);
+  for (int begin = 0, segment = 0; begin < s.k; begin += s.segment, ++segment) {
+    const int end = begin + s.segment < s.k ? begin + s.segment : s.k;
+    F acc[R * C];
+    unroll<V, R * C>([&](auto i) __attribute__((always_inline)) { acc[i] = V::zero(); });
+    for (int k = begin; k < end; k += 8) {
+      typename V::I word[C];
+      if constexpr (!from_panel) {
+        unroll<V, C>([&](auto c) __attribute__((always_inline)) { word[c] = V::load_words(words + c * V::width); });
+        for (int i = 0; i < C * V::width; i += 16) __builtin_prefetch(ahead + i);
+      }
+      unroll<V, 8>([&](auto j) __attribute__((always_inline)) {
+        F code[C];
+        unroll<V, C>([&](auto c) __attribute__((always_inline)) {
+          if constexpr (from_panel) {
+            code[c] = V::load(panel + (j * C + c) * V::width);
+          } else {
+            code[c] = decoder.template decode<j>(word[c]);
+          }
+        });
+        unroll<V, R>([&](auto i) __attribute__((always_inline)) {
+          const F activation = V::set1(x[j * R + i]);
+          unroll<V, C>([&](auto c) __attribute__((always_inline)) {
+            acc[i * C + c] = V::fma(code[c], activation, acc[i * C + c]);
+          });
+        });
+      });
+      words += s.ld_words;
+      ahead += s.ld_words;
+      panel += 8 * C * V::width;
+      x += 8 * R;
+    }
+    add_segment<V, R, C>(s, segment, acc);
+  }
+}
+
+template <class V, Codes codes, int C>
+void unpack(const Step& s, float* panel) {
+  const typename V::template Decoder<codes> decoder(s.values);
+  const uint32_t* words = s.words;
+  for (int k = 0; k < s.k; k += 8, words += s.ld_words, panel += 8 * C * V::width) {
+    unroll<V, C>([&](auto c) __attribute__((always_inline)) {
+      const typename V::I word = V::load_words(words + c * V::width);
+      unroll<V, 8>([&](auto j) __attribute__((always_inline)) {
+        V::store(panel + (j * C + c) * V::width, decoder.template decode<j>(word));
+      });
+    });
+  }
+}
+
+template <class V>
+void to_float(const void* source, ElementType type, int64_t count, float* out) {
+  int64_t i = 0;
+  if (type == ElementType::float16) {
+    const auto* in = static_cast<const uint16_t*>(source);
+    for (; i + V::width <= count; i += V::width) V::store(out + i, V::load_half(in + i));
+    for (; i < count; ++i) out[i] = half_to_float(in[i]);
+  } else if (type == ElementType::bfloat16) {
+    const auto* in = static_cast<const uint16_t*>(source);
+    for (; i < count; ++i) out[i] = bfloat16_to_float(in[i]);
+  } else if (type == ElementType::uint8) {
+    const auto* in = static_cast<const uint8_t*>(source);
+    for (; i < count; ++i) out[i] = static_cast<float>(in[i]);
+  } else {
+    const auto* in = static_cast<const float*>(source);
+    for (; i < count; ++i) out[i] = in[i];
+  }
+}
+
+template <class V>
+void decode_scales(const uint8_t* source, ScaleCoding coding, int64_t count, float* out) {
+  if (coding == ScaleCoding::e4m3) {
+    for (int64_t i = 0; i < count; ++i) out[i] = e4m3_to_float(source[i]);
+  } else {
+    for (int64_t i = 0; i < count; ++i) out[i] = e8m0_to_float(source[i]);
+  }
+}
+
+template <class V>
+void from_float(const float* source, ElementType type, int64_t count, void* out) {
+  int64_t i = 0;
+  if (type == ElementType::float16) {
+    auto* to = static_cast<uint16_t*>(out);
+    for (; i + V::width <= count; i += V::width) V::store_half(to + i, V::load(source + i));
+    for (; i < count; ++i) to[i] = float_to_half(source[i]);
+  } else if (type == ElementType::bfloat16) {
+    auto* to = static_cast<uint16_t*>(out);
+    for (; i < count; ++i) to[i] = float_to_bfloat16(source[i]);
+  } else {
+    auto* to = static_cast<float*>(out);
+    for (; i < count; ++i) to[i] = source[i];
+  }
+}
+
+// Eight rows of the weight, in the order of operations of the format table; each product and sum is rounded to fp32.
+template <class V, Codes codes>
+void dequantize(const DequantizeRow& d) {
+  constexpr int kBlock = 64;
+  using F = typename V::F;
+  const typename V::template Decoder<codes> decoder(d.values);
+  const int64_t size = element_size(d.out_type);
+  alignas(64) uint32_t words[kBlock] = {};
+  alignas(64) float scales[kBlock] = {};
+  alignas(64) float zeros[kBlock] = {};
+  alignas(64) float rows[8][kBlock];
+  for (int64_t n = 0; n < d.count; n += kBlock) {
+    const int64_t count = d.count - n < kBlock ? d.count - n : kBlock;
+    const uint32_t* word_at = d.words + n;
+    const float* scale_at = d.scales + n;
+    const float* zero_at = d.zeros + n;
+    if (count < kBlock) {
+      for (int64_t i = 0; i < count; ++i) {
+        words[i] = word_at[i];
+        scales[i] = scale_at[i];
+        zeros[i] = d.role == ZerosRole::none ? 0.F : zero_at[i];
+      }
+      word_at = words;
+      scale_at = scales;
+      zero_at = zeros;
+    }
+    for (int i = 0; i < kBlock; i += V::width) {
+      const typename V::I word = V::load_words(word_at + i);
+      const F scale = V::load(scale_at + i);
+      const F zero = d.role == ZerosRole::none ? V::zero() : V::load(zero_at + i);
+      unroll<V, 8>([&](auto j) __attribute__((always_inline)) {
+        const F code = decoder.template decode<j>(word);
+        F w = V::mul(d.role == ZerosRole::zero_point ? V::sub(code, zero) : code, scale);
+        if (d.role == ZerosRole::bias) w = V::add(V::rounded(w), zero);
+        V::store(rows[j] + i, w);
+      });
+    }
+    for (size_t j = 0; j < 8; ++j) {
+      from_float<V>(rows[j], d.out_type, count, static_cast<char*>(d.out[j]) + n * size);
+    }
+  }
+}
+
+template <class V, bool from_panel, int min_rows, int max_rows, int C>
+constexpr MatrixKernel matrix_kernel() {
+  MatrixKernel kernel{C * V::width, min_rows, max_rows, from_panel, {}, {}};
+  auto fill = [&]<Codes codes>() {
+    auto& steps = kernel.step[static_cast<size_t>(codes)];
+    // A vector unit with 16-entry tables needs one decoder only, a panel none.
+    constexpr Codes used = from_panel ? Codes::table : V::template decoder_for<codes>;
+    [&]<int... i>(std::integer_sequence<int, i...>) {
+      ((steps[static_cast<size_t>(min_rows + i)] = &step<V, used, from_panel, min_rows + i, C>), ...);
+    }(std::make_integer_sequence<int, max_rows - min_rows + 1>{});
+    kernel.unpack[static_cast<size_t>(codes)] = &unpack<V, V::template decoder_for<codes>, C>;
+  };
+  fill.template operator()<Codes::integer>();
+  fill.template operator()<Codes::e2m1>();
+  fill.template operator()<Codes::table>();
+  return kernel;
+}
+
+template <class V>
+constexpr KernelSet kernel_set() {
+  return {matrix_kernel<V, false, 1, V::few_rows, V::few_rows_vectors>(),
+          matrix_kernel<V, V::many_rows_from_panel, V::few_rows, V::many_rows, V::many_rows_vectors>(),
+          &to_float<V>,
+          &decode_scales<V>,
+          &from_float<V>,
+          {&dequantize<V, V::template decoder_for<Codes::integer>>,
+           &dequantize<V, V::template decoder_for<Codes::e2m1>>, &dequantize<V, Codes::table>}};
+}
+
+}  // namespace marlin::cpu

@@ -1,0 +1,75 @@
+// What an instruction-set family offers to the drivers in gemm.cpp and dequantize.cpp: a table of functions.
+#pragma once
+
+#include <array>
+#include <cstdint>
+
+#include "capability.h"
+#include "formats.h"
+
+namespace marlin::cpu {
+
+// K is worked through in chunks of kChunk: 16 packed rows swept along N together, enough sequential streams for one
+// core. A segment is the part of a group inside a chunk: its products are summed first and scaled once.
+inline constexpr int kChunk = 128;
+
+// One chunk times one strip of columns, for one block of rows. Strips are always whole: the driver pads.
+struct Step {
+  const float* values;    // [16] numbers of the codes
+  const uint32_t* words;  // [k/8, strip], row stride ld_words
+  int64_t ld_words;
+  const uint32_t* ahead;  // the words that are needed soon, same strides; for the prefetcher
+  const float* panel;     // [k, strip] decoded codes, where the kernel reads them instead of words
+  const void* x;          // packed activations of the row block
+  const float* sums;      // [segments, rows] sums of activations, row stride ld_sums
+  int64_t ld_sums;
+  const float* scales;  // [segments, strip], row stride ld_scales
+  const float* zeros;   // the same, or unused
+  int64_t ld_scales;
+  ZerosRole role;
+  int k;        // a multiple of 8, at most kChunk
+  int segment;  // a multiple of 8
+  float* y;     // [rows, strip] fp32, added to
+};
+using StepFunction = void (*)(const Step&);
+
+inline constexpr int kMaxBlockRows = 32;
+
+// A matrix kernel: row blocks of min_rows..max_rows against strips of `strip` columns.
+struct MatrixKernel {
+  int strip;
+  int min_rows;
+  int max_rows;
+  bool from_panel;  // step reads Step::panel, which `unpack` has filled
+  std::array<std::array<StepFunction, kMaxBlockRows + 1>, kCodesCount> step;
+  std::array<void (*)(const Step&, float* panel), kCodesCount> unpack;
+};
+
+struct DequantizeRow {
+  const float* values;    // [16]
+  const uint32_t* words;  // [count]
+  const float* scales;    // [count]
+  const float* zeros;     // [count] or unused
+  ZerosRole role;
+  int64_t count;
+  std::array<void*, 8> out;  // the eight rows of the result
+  ElementType out_type;
+};
+
+struct KernelSet {
+  MatrixKernel few_rows;
+  MatrixKernel many_rows;
+  void (*to_float)(const void* source, ElementType type, int64_t count, float* out);
+  void (*decode_scales)(const uint8_t* source, ScaleCoding coding, int64_t count, float* out);
+  void (*from_float)(const float* source, ElementType type, int64_t count, void* out);
+  std::array<void (*)(const DequantizeRow&), kCodesCount> dequantize;
+};
+
+// nullptr where this build has no code for the family.
+const KernelSet* portable_kernels();
+const KernelSet* avx2_kernels();
+const KernelSet* avx512_kernels();
+const KernelSet* neon_kernels();
+const KernelSet* kernels_of(Isa isa);
+
+}  // namespace marlin::cpu

@@ -1,0 +1,40 @@
+// AVX2 instances of the fp32 kernels. Everything after the pragma is compiled for the wider machine and is called only
+// after capability() has found it.
+#include <utility>
+
+#include "kernel_set.h"
+
+#if defined(__x86_64__)
+
+#include <immintrin.h>
+
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
+#else
+#pragma GCC target("avx2,fma,f16c")
+#endif
+
+#include "gemm_kernel.h"
+#include "vec_avx2.h"
+
+namespace marlin::cpu {
+
+namespace {
+constexpr KernelSet kSet = kernel_set<Avx2>();
+}
+
+const KernelSet* avx2_kernels() { return &kSet; }
+
+}  // namespace marlin::cpu
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
+
+#else
+
+namespace marlin::cpu {
+const KernelSet* avx2_kernels() { return nullptr; }
+}  // namespace marlin::cpu
+
+#endif

@@ -1,0 +1,69 @@
+#include "plan.h"
+
+#include <algorithm>
+
+#include "kernel_set.h"
+
+namespace marlin::cpu {
+
+namespace {
+
+constexpr int64_t kPassRows = 512;          // bounds the packed activations: 8 MB of fp32 at K = 4096
+constexpr int64_t kBlockBytes = 256 << 10;  // of fp32 results a task keeps: a quarter of a 1 MB second-level cache
+constexpr int64_t kBlockRows = 128;
+constexpr int64_t kSliceChunks = 4;  // a slice of K shorter than this costs more to add up than it saves
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+}  // namespace
+
+KernelShape kernel_shape(Isa isa, Kernel kernel) {
+  const bool few = kernel == Kernel::few_rows || kernel == Kernel::bf16_dot_few_rows;
+  switch (isa) {
+    case Isa::avx512:
+    case Isa::amx:
+      return few ? KernelShape{64, 4} : KernelShape{32, 12};
+    case Isa::avx2:
+      return few ? KernelShape{32, 2} : KernelShape{16, 6};
+    case Isa::neon:
+      return few ? KernelShape{16, 4} : KernelShape{16, 6};
+    default:
+      return few ? KernelShape{8, 2} : KernelShape{8, 4};
+  }
+}
+
+Plan make_plan(const Machine& machine, const Problem& problem) {
+  Plan plan{};
+  plan.parts = 1;
+  const bool few = problem.M <= kernel_shape(machine.isa, Kernel::few_rows).max_rows;
+  plan.kernel = few ? Kernel::few_rows : Kernel::many_rows;
+  const KernelShape shape = kernel_shape(machine.isa, plan.kernel);
+  plan.strip = shape.strip;
+  plan.max_rows = shape.max_rows;
+  plan.pass_rows = std::min(std::max<int64_t>(problem.M, 1), kPassRows);
+
+  const int64_t threads = std::max(machine.threads, 1);
+  const int64_t strips = ceil_div(problem.N, plan.strip);
+  const int64_t row_blocks = ceil_div(plan.pass_rows, plan.max_rows);
+  plan.column_tasks = std::min(strips, threads);
+  plan.row_tasks = std::clamp<int64_t>(threads / plan.column_tasks, 1, row_blocks);
+  const int64_t idle = threads / (plan.column_tasks * plan.row_tasks);
+  plan.k_slices = std::clamp<int64_t>(ceil_div(problem.K, kChunk) / kSliceChunks, 1, idle);
+
+  plan.block_rows = std::min(ceil_div(plan.pass_rows, plan.row_tasks), kBlockRows);
+  const int64_t block_strips = kBlockBytes / (int64_t{sizeof(float)} * plan.block_rows * plan.strip);
+  plan.block_columns = plan.strip * std::clamp<int64_t>(block_strips, 1, ceil_div(strips, plan.column_tasks));
+  return plan;
+}
+
+std::string to_string(const Plan& plan) {
+  static constexpr const char* kNames[] = {"few_rows", "many_rows", "bf16_dot_few_rows", "bf16_dot"};
+  auto number = [](const char* name, int64_t value) { return std::string(" ") + name + "=" + std::to_string(value); };
+  return kNames[static_cast<int>(plan.kernel)] + number("parts", plan.parts) + number("strip", plan.strip) +
+         number("max_rows", plan.max_rows) + number("pass_rows", plan.pass_rows) +
+         number("block_rows", plan.block_rows) + number("block_columns", plan.block_columns) +
+         number("row_tasks", plan.row_tasks) + number("column_tasks", plan.column_tasks) +
+         number("k_slices", plan.k_slices);
+}
+
+}  // namespace marlin::cpu

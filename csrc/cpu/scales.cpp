@@ -1,0 +1,36 @@
+#include "scales.h"
+
+namespace marlin::cpu {
+
+namespace {
+
+const void* element_at(const void* data, ElementType type, int64_t index) {
+  return static_cast<const char*>(data) + index * element_size(type);
+}
+
+}  // namespace
+
+void load_scales(const KernelSet& kernels, const PackedWeight& weight, int64_t group, int64_t begin, int64_t count,
+                 float* out) {
+  const ScaleCoding coding = info(weight.format).scale_coding;
+  const void* from = element_at(weight.scales, weight.scales_type, group * weight.N + begin);
+  if (coding == ScaleCoding::floating) {
+    kernels.to_float(from, weight.scales_type, count, out);
+  } else {
+    kernels.decode_scales(static_cast<const uint8_t*>(from), coding, count, out);
+  }
+  if (weight.global_scale == nullptr) return;
+  if (weight.global_scale_stride == 0) {
+    for (int64_t i = 0; i < count; ++i) out[i] *= weight.global_scale[0];
+  } else {
+    for (int64_t i = 0; i < count; ++i) out[i] *= weight.global_scale[(begin + i) * weight.global_scale_stride];
+  }
+}
+
+void load_zeros(const KernelSet& kernels, const PackedWeight& weight, int64_t group, int64_t begin, int64_t count,
+                float* out) {
+  kernels.to_float(element_at(weight.zeros, weight.zeros_type, group * weight.N + begin), weight.zeros_type, count,
+                   out);
+}
+
+}  // namespace marlin::cpu

@@ -1,0 +1,15 @@
+// Scales and zeros of one group row as fp32, whatever their type in memory.
+#pragma once
+
+#include "kernel_set.h"
+#include "kernels.h"
+
+namespace marlin::cpu {
+
+// out[i] = scale of (group, begin + i); products with the global scale are rounded to fp32.
+void load_scales(const KernelSet& kernels, const PackedWeight& weight, int64_t group, int64_t begin, int64_t count,
+                 float* out);
+void load_zeros(const KernelSet& kernels, const PackedWeight& weight, int64_t group, int64_t begin, int64_t count,
+                float* out);
+
+}  // namespace marlin::cpu

@@ -1,0 +1,73 @@
+// AVX2 with FMA and F16C: 8 columns a vector. vpermps reads three index bits, so a full table takes two of them.
+#pragma once
+
+#include <immintrin.h>
+
+#include "formats.h"
+
+namespace marlin::cpu {
+
+struct Avx2 {
+  using F = __m256;
+  using I = __m256i;
+  static constexpr int width = 8;
+  static constexpr int few_rows = 2;
+  static constexpr int few_rows_vectors = 4;
+  static constexpr int many_rows = 6;
+  static constexpr int many_rows_vectors = 2;
+  static constexpr bool many_rows_from_panel = true;
+  template <Codes codes>
+  static constexpr Codes decoder_for = codes;
+
+  static F zero() { return _mm256_setzero_ps(); }
+  static F set1(float v) { return _mm256_set1_ps(v); }
+  static F load(const float* p) { return _mm256_loadu_ps(p); }
+  static void store(float* p, F v) { _mm256_storeu_ps(p, v); }
+  static F mul(F a, F b) { return _mm256_mul_ps(a, b); }
+  static F add(F a, F b) { return _mm256_add_ps(a, b); }
+  static F sub(F a, F b) { return _mm256_sub_ps(a, b); }
+  static F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
+  static F fnma(F a, F b, F c) { return _mm256_fnmadd_ps(a, b, c); }
+  // Compilers may fuse a product into the sum that follows; this keeps its rounding.
+  static F rounded(F a) {
+    asm("" : "+x"(a));
+    return a;
+  }
+  static I load_words(const uint32_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+  static F load_half(const uint16_t* p) {
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  }
+  static void store_half(uint16_t* p, F v) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  }
+
+  template <Codes codes>
+  struct Decoder {
+    __m256 low;
+    __m256 high;
+    explicit Decoder(const float* values) : low(_mm256_loadu_ps(values)), high(_mm256_loadu_ps(values + 8)) {}
+    template <int j>
+    F decode(I words) const {
+      const I shifted = j == 0 ? words : _mm256_srli_epi32(words, 4 * j);
+      const I sign_first = j == 7 ? words : _mm256_slli_epi32(words, 28 - 4 * j);  // bit 3 of the code on top
+      const F below = _mm256_permutevar8x32_ps(low, shifted);
+      if constexpr (codes == Codes::e2m1) {
+        return _mm256_xor_ps(below, _mm256_and_ps(_mm256_castsi256_ps(sign_first), _mm256_set1_ps(-0.F)));
+      }
+      return _mm256_blendv_ps(below, _mm256_permutevar8x32_ps(high, shifted), _mm256_castsi256_ps(sign_first));
+    }
+  };
+};
+
+template <>
+struct Avx2::Decoder<Codes::integer> {
+  __m256 first;
+  explicit Decoder(const float* values) : first(_mm256_set1_ps(values[0])) {}
+  template <int j>
+  F decode(I words) const {
+    const I shifted = j == 0 ? words : _mm256_srli_epi32(words, 4 * j);
+    return _mm256_add_ps(_mm256_cvtepi32_ps(_mm256_and_si256(shifted, _mm256_set1_epi32(15))), first);
+  }
+};
+
+}  // namespace marlin::cpu

@@ -1,0 +1,77 @@
+// NEON (Armv8-A): 4 columns a vector.
+#pragma once
+
+#include <arm_neon.h>
+
+#include "formats.h"
+
+namespace marlin::cpu {
+
+struct Neon {
+  using F = float32x4_t;
+  using I = uint32x4_t;
+  static constexpr int width = 4;
+  static constexpr int few_rows = 4;
+  static constexpr int few_rows_vectors = 4;
+  static constexpr int many_rows = 6;
+  static constexpr int many_rows_vectors = 4;
+  static constexpr bool many_rows_from_panel = true;
+  template <Codes codes>
+  static constexpr Codes decoder_for = codes == Codes::integer ? Codes::integer : Codes::table;
+
+  static F zero() { return vdupq_n_f32(0.F); }
+  static F set1(float v) { return vdupq_n_f32(v); }
+  static F load(const float* p) { return vld1q_f32(p); }
+  static void store(float* p, F v) { vst1q_f32(p, v); }
+  static F mul(F a, F b) { return vmulq_f32(a, b); }
+  static F add(F a, F b) { return vaddq_f32(a, b); }
+  static F sub(F a, F b) { return vsubq_f32(a, b); }
+  static F fma(F a, F b, F c) { return vfmaq_f32(c, a, b); }
+  static F fnma(F a, F b, F c) { return vfmsq_f32(c, a, b); }
+  // Compilers may fuse a product into the sum that follows; this keeps its rounding.
+  static F rounded(F a) {
+    asm("" : "+w"(a));
+    return a;
+  }
+  static I load_words(const uint32_t* p) { return vld1q_u32(p); }
+  static F load_half(const uint16_t* p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
+  static void store_half(uint16_t* p, F v) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(v))); }
+
+  // A 64-byte table lookup: code q becomes the byte indices 4q .. 4q + 3.
+  template <Codes>
+  struct Decoder {
+    uint8x16x4_t table;
+    explicit Decoder(const float* values) {
+      for (int i = 0; i < 4; ++i) table.val[i] = vreinterpretq_u8_f32(vld1q_f32(values + 4 * i));
+    }
+    template <int j>
+    F decode(I words) const {
+      const I code = nibble<j>(words);
+      const I index = vmlaq_u32(vdupq_n_u32(0x03020100U), code, vdupq_n_u32(0x04040404U));
+      return vreinterpretq_f32_u8(vqtbl4q_u8(table, vreinterpretq_u8_u32(index)));
+    }
+  };
+
+  template <int j>
+  static I nibble(I words) {
+    if constexpr (j == 7) {
+      return vshrq_n_u32(words, 28);
+    } else if constexpr (j == 0) {
+      return vandq_u32(words, vdupq_n_u32(15));
+    } else {
+      return vandq_u32(vshrq_n_u32(words, 4 * j), vdupq_n_u32(15));
+    }
+  }
+};
+
+template <>
+struct Neon::Decoder<Codes::integer> {
+  float32x4_t first;
+  explicit Decoder(const float* values) : first(vdupq_n_f32(values[0])) {}
+  template <int j>
+  F decode(I words) const {
+    return vaddq_f32(vcvtq_f32_u32(nibble<j>(words)), first);
+  }
+};
+
+}  // namespace marlin::cpu

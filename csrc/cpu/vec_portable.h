@@ -1,0 +1,74 @@
+// Plain C++: four columns at a time, left to the compiler.
+#pragma once
+
+#include "formats.h"
+
+namespace marlin::cpu {
+
+struct Portable {
+  struct F {
+    float v[4];
+  };
+  struct I {
+    uint32_t v[4];
+  };
+  static constexpr int width = 4;
+  static constexpr int few_rows = 2;
+  static constexpr int few_rows_vectors = 2;
+  static constexpr int many_rows = 4;
+  static constexpr int many_rows_vectors = 2;
+  static constexpr bool many_rows_from_panel = true;
+  template <Codes>
+  static constexpr Codes decoder_for = Codes::table;
+
+  template <class Function>
+  static F map(Function f) {
+    return {{f(0), f(1), f(2), f(3)}};
+  }
+  static F zero() { return {}; }
+  static F set1(float v) { return {{v, v, v, v}}; }
+  static F load(const float* p) { return {{p[0], p[1], p[2], p[3]}}; }
+  static void store(float* p, F a) {
+    for (int i = 0; i < 4; ++i) p[i] = a.v[i];
+  }
+  static F mul(F a, F b) {
+    return map([&](int i) { return a.v[i] * b.v[i]; });
+  }
+  static F add(F a, F b) {
+    return map([&](int i) { return a.v[i] + b.v[i]; });
+  }
+  static F sub(F a, F b) {
+    return map([&](int i) { return a.v[i] - b.v[i]; });
+  }
+  static F fma(F a, F b, F c) {
+    return map([&](int i) { return a.v[i] * b.v[i] + c.v[i]; });
+  }
+  static F fnma(F a, F b, F c) {
+    return map([&](int i) { return c.v[i] - a.v[i] * b.v[i]; });
+  }
+  // Compilers may fuse a product into the sum that follows; this keeps its rounding.
+  static F rounded(F a) {
+    volatile float kept[4];
+    for (int i = 0; i < 4; ++i) kept[i] = a.v[i];
+    return map([&](int i) { return kept[i]; });
+  }
+  static I load_words(const uint32_t* p) { return {{p[0], p[1], p[2], p[3]}}; }
+  static F load_half(const uint16_t* p) {
+    return map([&](int i) { return half_to_float(p[i]); });
+  }
+  static void store_half(uint16_t* p, F a) {
+    for (int i = 0; i < 4; ++i) p[i] = float_to_half(a.v[i]);
+  }
+
+  template <Codes>
+  struct Decoder {
+    const float* values;
+    explicit Decoder(const float* v) : values(v) {}
+    template <int j>
+    F decode(I words) const {
+      return map([&](int i) { return values[(words.v[i] >> (4 * j)) & 15U]; });
+    }
+  };
+};
+
+}  // namespace marlin::cpu

@@ -1,0 +1,290 @@
+// Test data and an fp64 reference for the CPU kernels, written from the format definitions alone: nothing here calls
+// the conversions or tables of the code under test.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "../../csrc/cpu/gemm.h"
+
+namespace marlin::test {
+
+using cpu::GemmArguments;
+using cpu::PackedWeight;
+
+inline int bytes_of(ElementType type) { return type == ElementType::float32 ? 4 : type == ElementType::uint8 ? 1 : 2; }
+
+struct FloatFormat {
+  int mantissa_bits;  // stored
+  int min_exponent;   // of normal numbers
+  int max_exponent;
+};
+
+inline FloatFormat format_of(ElementType type) {
+  if (type == ElementType::float16) return {10, -14, 15};
+  if (type == ElementType::bfloat16) return {7, -126, 127};
+  return {23, -126, 127};
+}
+
+inline double unit_roundoff(ElementType type) { return std::ldexp(1.0, -format_of(type).mantissa_bits - 1); }
+inline double smallest(ElementType type) {
+  return std::ldexp(1.0, format_of(type).min_exponent - format_of(type).mantissa_bits);
+}
+inline double largest(ElementType type) {
+  const FloatFormat f = format_of(type);
+  return std::ldexp(2.0 - std::ldexp(1.0, -f.mantissa_bits), f.max_exponent);
+}
+
+// The bits of v in a 16-bit type, rounded to nearest even.
+inline uint16_t encode16(double v, ElementType type) {
+  const FloatFormat f = format_of(type);
+  const int exponent_bits = 15 - f.mantissa_bits;
+  const uint16_t sign = std::signbit(v) ? 0x8000 : 0;
+  const auto infinity = static_cast<uint16_t>(((1 << exponent_bits) - 1) << f.mantissa_bits);
+  if (std::isnan(v)) return static_cast<uint16_t>(infinity | (1 << (f.mantissa_bits - 1)));
+  v = std::fabs(v);
+  if (std::isinf(v)) return static_cast<uint16_t>(sign | infinity);
+  if (v == 0) return sign;
+  int exponent = std::max(std::ilogb(v), f.min_exponent);
+  const double steps = std::nearbyint(std::ldexp(v, f.mantissa_bits - exponent));
+  const double bits = steps + std::ldexp(static_cast<double>(exponent - f.min_exponent), f.mantissa_bits);
+  return static_cast<uint16_t>(sign | (bits >= infinity ? infinity : static_cast<uint16_t>(bits)));
+}
+
+inline double decode16(uint16_t bits, ElementType type) {
+  const FloatFormat f = format_of(type);
+  const int exponent = (bits & 0x7FFF) >> f.mantissa_bits;
+  const int mantissa = bits & ((1 << f.mantissa_bits) - 1);
+  const double sign = (bits & 0x8000) != 0 ? -1.0 : 1.0;
+  if (exponent == (1 << (15 - f.mantissa_bits)) - 1) {
+    return mantissa != 0 ? std::nan("") : sign * std::numeric_limits<double>::infinity();
+  }
+  if (exponent == 0) return sign * std::ldexp(mantissa, f.min_exponent - f.mantissa_bits);
+  return sign * std::ldexp(mantissa + (1 << f.mantissa_bits), exponent - 1 + f.min_exponent - f.mantissa_bits);
+}
+
+// A heap block of exactly the stated size that starts at an odd element, so that address sanitizer sees both ends and
+// no vector alignment can be relied on.
+class Array {
+ public:
+  Array() = default;
+  Array(ElementType type, int64_t count) : type_(type), count_(count) {
+    data_ = std::make_unique<char[]>(static_cast<size_t>((count + 1) * bytes_of(type)));
+  }
+  ElementType type() const { return type_; }
+  int64_t count() const { return count_; }
+  bool empty() const { return count_ == 0; }
+  char* data() const { return empty() ? nullptr : data_.get() + bytes_of(type_); }
+  double get(int64_t i) const {
+    const char* at = data() + i * bytes_of(type_);
+    if (type_ == ElementType::uint8) return static_cast<uint8_t>(*at);
+    if (type_ == ElementType::float32) {
+      float f;
+      std::memcpy(&f, at, 4);
+      return f;
+    }
+    uint16_t bits;
+    std::memcpy(&bits, at, 2);
+    return decode16(bits, type_);
+  }
+  void set(int64_t i, double v) {
+    char* at = data() + i * bytes_of(type_);
+    if (type_ == ElementType::uint8) {
+      *at = static_cast<char>(static_cast<uint8_t>(v));
+    } else if (type_ == ElementType::float32) {
+      const auto f = static_cast<float>(v);
+      std::memcpy(at, &f, 4);
+    } else {
+      const uint16_t bits = encode16(v, type_);
+      std::memcpy(at, &bits, 2);
+    }
+  }
+
+ private:
+  ElementType type_ = ElementType::float32;
+  int64_t count_ = 0;
+  std::unique_ptr<char[]> data_;
+};
+
+inline double e2m1(int code) {
+  static constexpr double kMagnitude[8] = {0, 0.5, 1, 1.5, 2, 3, 4, 6};
+  return (code & 8) != 0 ? -kMagnitude[code & 7] : kMagnitude[code & 7];
+}
+
+inline double e4m3(int code) {
+  const double sign = (code & 0x80) != 0 ? -1.0 : 1.0;
+  const int exponent = (code >> 3) & 15, mantissa = code & 7;
+  if ((code & 0x7F) == 0x7F) return std::nan("");
+  return sign * (exponent == 0 ? std::ldexp(mantissa, -9) : std::ldexp(8 + mantissa, exponent - 10));
+}
+
+inline double e8m0(int code) { return code == 255 ? std::nan("") : std::ldexp(1.0, code - 127); }
+
+struct Case {
+  WeightFormat format = WeightFormat::uint4b8;
+  int64_t M = 1, N = 1, K = 8, group_size = 8;
+  ElementType a_type = ElementType::float32;
+  ElementType scales_type = ElementType::float16;
+  ElementType zeros_type = ElementType::uint8;
+  ElementType bias_type = ElementType::float32;
+  bool with_bias = false;
+  bool with_perm = false;
+  int global_scale = 0;     // 0 none, 1 scalar, 2 per column
+  int64_t row_stride = -1;  // -1: K
+  bool positive = false;
+  uint32_t seed = 0;
+};
+
+struct Tensors {
+  Case c;
+  Array a, words, scales, zeros, global_scale, lut, bias;
+  std::vector<int32_t> perm;
+  int64_t row_stride = 0;
+
+  int code(int64_t k, int64_t n) const {
+    uint32_t word;
+    std::memcpy(&word, words.data() + (k / 8 * c.N + n) * 4, 4);
+    return static_cast<int>((word >> (4 * (k % 8))) & 15U);
+  }
+  double activation(int64_t m, int64_t k) const {
+    return a.get(m * row_stride + (perm.empty() ? k : perm[static_cast<size_t>(k)]));
+  }
+  // The exact weight, and what bounds its rounding errors.
+  double weight(int64_t k, int64_t n, double* magnitude = nullptr) const {
+    const int64_t at = k / c.group_size * c.N + n;
+    const int q = code(k, n);
+    double w = 0, size = -1;
+    switch (c.format) {
+      case WeightFormat::uint4b8:
+        w = (q - 8) * scales.get(at);
+        break;
+      case WeightFormat::uint4:
+        w = (q - zeros.get(at)) * scales.get(at);
+        size = std::fabs(scales.get(at)) * (q + std::fabs(zeros.get(at)));
+        break;
+      case WeightFormat::uint4_bias:
+        w = q * scales.get(at) + zeros.get(at);
+        size = std::fabs(q * scales.get(at)) + std::fabs(zeros.get(at));
+        break;
+      case WeightFormat::float4_e2m1:
+        w = e2m1(q) * scales.get(at);
+        break;
+      case WeightFormat::nvfp4: {
+        double global = 1;
+        if (c.global_scale != 0) global = global_scale.get(c.global_scale == 1 ? 0 : n);
+        w = e2m1(q) * static_cast<double>(static_cast<float>(e4m3(static_cast<int>(scales.get(at))) * global));
+        break;
+      }
+      case WeightFormat::mxfp4:
+        w = e2m1(q) * e8m0(static_cast<int>(scales.get(at)));
+        break;
+      case WeightFormat::lut4:
+        w = lut.get(q) * scales.get(at);
+        break;
+    }
+    if (magnitude != nullptr) *magnitude = size < 0 ? std::fabs(w) : size;
+    return w;
+  }
+
+  PackedWeight packed() const {
+    return {c.format,
+            c.K,
+            c.N,
+            c.group_size,
+            reinterpret_cast<const uint32_t*>(words.data()),
+            scales.data(),
+            scales.type(),
+            zeros.data(),
+            zeros.type(),
+            reinterpret_cast<const float*>(global_scale.data()),
+            c.global_scale == 2 ? 1 : 0,
+            reinterpret_cast<const float*>(lut.data())};
+  }
+  GemmArguments arguments(void* out) const {
+    return {packed(),    c.M,         a.data(), c.a_type, row_stride, perm.empty() ? nullptr : perm.data(),
+            bias.data(), bias.type(), out};
+  }
+};
+
+inline Tensors make(const Case& c) {
+  std::mt19937 random(c.seed);
+  std::normal_distribution<double> normal;
+  auto below = [&](uint32_t n) { return static_cast<int>(random() % n); };
+  Tensors t;
+  t.c = c;
+  t.row_stride = c.row_stride < 0 ? c.K : c.row_stride;
+  const int64_t groups = (c.K + c.group_size - 1) / c.group_size;
+  t.a = Array(c.a_type, (c.M - 1) * t.row_stride + c.K);
+  for (int64_t i = 0; i < t.a.count(); ++i) t.a.set(i, c.positive ? std::fabs(normal(random)) : normal(random));
+  t.words = Array(ElementType::float32, c.K / 8 * c.N);
+  for (int64_t i = 0; i < t.words.count(); ++i) {
+    const uint32_t word = random();
+    std::memcpy(t.words.data() + 4 * i, &word, 4);
+  }
+  const bool coded = c.format == WeightFormat::nvfp4 || c.format == WeightFormat::mxfp4;
+  t.scales = Array(coded ? ElementType::uint8 : c.scales_type, groups * c.N);
+  for (int64_t i = 0; i < t.scales.count(); ++i) {
+    if (c.format == WeightFormat::nvfp4) {
+      t.scales.set(i, below(127) | (c.positive ? 0 : below(2) * 128));
+    } else if (c.format == WeightFormat::mxfp4) {
+      t.scales.set(i, 120 + below(16));
+    } else {
+      t.scales.set(i, (0.5 + below(1000) / 1000.0) / 16 * (c.positive || below(8) != 0 ? 1 : -1));
+    }
+  }
+  if (c.format == WeightFormat::uint4 || c.format == WeightFormat::uint4_bias) {
+    t.zeros = Array(c.format == WeightFormat::uint4_bias && c.zeros_type == ElementType::uint8 ? ElementType::float16
+                                                                                               : c.zeros_type,
+                    groups * c.N);
+    for (int64_t i = 0; i < t.zeros.count(); ++i) {
+      t.zeros.set(i, t.zeros.type() == ElementType::uint8 ? below(17) : 8 + 4 * normal(random));
+    }
+  }
+  if (c.format == WeightFormat::nvfp4 && c.global_scale != 0) {
+    t.global_scale = Array(ElementType::float32, c.global_scale == 1 ? 1 : c.N);
+    for (int64_t i = 0; i < t.global_scale.count(); ++i) t.global_scale.set(i, 0.003 + below(1000) * 1e-6);
+  }
+  if (c.format == WeightFormat::lut4) {
+    t.lut = Array(ElementType::float32, 16);
+    for (int64_t i = 0; i < 16; ++i) t.lut.set(i, normal(random));
+  }
+  if (c.with_bias) {
+    t.bias = Array(c.bias_type, c.N);
+    for (int64_t i = 0; i < c.N; ++i) t.bias.set(i, normal(random));
+  }
+  if (c.with_perm) {
+    t.perm.resize(static_cast<size_t>(c.K));
+    for (size_t i = 0; i < t.perm.size(); ++i) t.perm[i] = static_cast<int32_t>(i);
+    for (size_t i = t.perm.size() - 1; i > 0; --i) std::swap(t.perm[i], t.perm[random() % (i + 1)]);
+  }
+  return t;
+}
+
+// Ranges as at::parallel_for makes them, one after the other.
+inline cpu::Parallel loop(int threads) {
+  return {threads, [threads](int64_t count, int64_t grain, const cpu::Body& body) {
+            const int64_t step = std::max(grain, (count + threads - 1) / threads);
+            for (int64_t i = 0; i < count; i += step) body(i, std::min(count, i + step));
+          }};
+}
+
+inline std::string describe(const Case& c) {
+  auto name = [](ElementType t) {
+    static constexpr const char* kNames[] = {"fp16", "bf16", "fp32", "u8"};
+    return std::string(kNames[static_cast<int>(t)]);
+  };
+  return std::string(info(c.format).name) + " M=" + std::to_string(c.M) + " N=" + std::to_string(c.N) +
+         " K=" + std::to_string(c.K) + " group=" + std::to_string(c.group_size) + " a=" + name(c.a_type) +
+         " scales=" + name(c.scales_type) + " zeros=" + name(c.zeros_type) + (c.with_bias ? " bias" : "") +
+         (c.with_perm ? " perm" : "") + " global=" + std::to_string(c.global_scale) +
+         " row_stride=" + std::to_string(c.row_stride) + " seed=" + std::to_string(c.seed);
+}
+
+}  // namespace marlin::test
