@@ -88,13 +88,16 @@ Detected detect() {
 
 #else
 
-Detected detect() { return {}; }
+Detected detect() {
+  return {};
+}
 
 #endif
 
 std::string names(const std::vector<Isa>& isas) {
   std::string list;
-  for (const Isa isa : isas) list += (list.empty() ? "" : ", ") + std::string(isa_name(isa));
+  for (const Isa isa : isas)
+    list += (list.empty() ? "" : ", ") + std::string(isa_name(isa));
   return list;
 }
 
@@ -113,7 +116,8 @@ Capability choose() {
     }
   }
   bool known = false;
-  for (const Isa isa : kAllIsas) known = known || std::string(isa_name(isa)) == forced;
+  for (const Isa isa : kAllIsas)
+    known = known || std::string(isa_name(isa)) == forced;
   throw std::runtime_error(std::string(kVariable) + ": expected one of " + names(found.available) + ", got '" + forced +
                            (known ? "', which this machine does not have" : "', which is not a known family"));
 }

@@ -37,7 +37,9 @@ inline uint16_t float_to_half(float f) {
   return static_cast<uint16_t>(sign | ((rounded - (112U << 23)) >> 13));
 }
 
-inline float bfloat16_to_float(uint16_t b) { return std::bit_cast<float>(uint32_t{b} << 16); }
+inline float bfloat16_to_float(uint16_t b) {
+  return std::bit_cast<float>(uint32_t{b} << 16);
+}
 
 inline uint16_t float_to_bfloat16(float f) {
   const uint32_t bits = std::bit_cast<uint32_t>(f);

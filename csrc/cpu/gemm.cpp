@@ -17,7 +17,9 @@ namespace {
 constexpr size_t kKeepBytes = size_t{8} << 20;  // of packed activations, per calling thread
 constexpr int64_t kStripsAhead = 2;             // prefetch distance
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+int64_t ceil_div(int64_t a, int64_t b) {
+  return (a + b - 1) / b;
+}
 
 struct Range {
   int64_t begin;
@@ -26,7 +28,9 @@ struct Range {
 };
 
 // Part `index` of `parts` nearly equal parts of [0, count).
-Range part(int64_t count, int64_t parts, int64_t index) { return {count * index / parts, count * (index + 1) / parts}; }
+Range part(int64_t count, int64_t parts, int64_t index) {
+  return {count * index / parts, count * (index + 1) / parts};
+}
 
 // Packed activations of up to pass_rows rows: values [chunk][row block][kChunk, rows of the block], and the sums of
 // each segment [chunk][segment][row].
@@ -73,7 +77,8 @@ class Gemm {
       // Below some 16k elements the fork and join cost more than the packing.
       const int64_t grain = std::max<int64_t>(1, (int64_t{1} << 14) / (kChunk * ceil_div(x.rows, x.row_blocks)));
       parallel.run(packs, grain, [&](int64_t begin, int64_t end) {
-        for (int64_t i = begin; i < end; ++i) pack(x, row, i / x.row_blocks, i % x.row_blocks);
+        for (int64_t i = begin; i < end; ++i)
+          pack(x, row, i / x.row_blocks, i % x.row_blocks);
       });
       const int64_t row_tasks = std::min(plan_.row_tasks, x.row_blocks);
       const int64_t tasks = row_tasks * plan_.column_tasks * plan_.k_slices;
@@ -89,7 +94,8 @@ class Gemm {
       });
       if (partial != nullptr) {
         parallel.run(x.rows, std::max<int64_t>(1, (int64_t{1} << 14) / w_.N), [&](int64_t begin, int64_t end) {
-          for (int64_t m = begin; m < end; ++m) add_slices(partial, x.rows, m, row);
+          for (int64_t m = begin; m < end; ++m)
+            add_slices(partial, x.rows, m, row);
         });
       }
     }
@@ -107,12 +113,14 @@ class Gemm {
       float buffer[kChunk];
       const int64_t offset = (row + block.begin + i) * a_.a_row_stride;
       if (a_.perm != nullptr) {
-        for (int64_t k = 0; k < count; ++k) buffer[k] = load_element(a_.a, a_.a_type, offset + a_.perm[k0 + k]);
+        for (int64_t k = 0; k < count; ++k)
+          buffer[k] = load_element(a_.a, a_.a_type, offset + a_.perm[k0 + k]);
       } else {
         const int64_t bytes = (offset + k0) * element_size(a_.a_type);
         kernels_.to_float(static_cast<const char*>(a_.a) + bytes, a_.a_type, count, buffer);
       }
-      for (int64_t k = 0; k < count; ++k) out[k * block.size() + i] = buffer[k];
+      for (int64_t k = 0; k < count; ++k)
+        out[k * block.size() + i] = buffer[k];
       if (role_ == ZerosRole::none) continue;
       for (int64_t segment = 0; segment * segment_ < count; ++segment) {
         const Range range{segment * segment_, std::min(count, (segment + 1) * segment_)};
@@ -125,7 +133,8 @@ class Gemm {
   static float sum(const float* values, int64_t count) {
     float lanes[8] = {};
     for (int64_t i = 0; i < count; i += 8) {
-      for (int j = 0; j < 8; ++j) lanes[j] += values[i + j];
+      for (int j = 0; j < 8; ++j)
+        lanes[j] += values[i + j];
     }
     return ((lanes[0] + lanes[4]) + (lanes[2] + lanes[6])) + ((lanes[1] + lanes[5]) + (lanes[3] + lanes[7]));
   }
@@ -261,14 +270,16 @@ class Gemm {
     float* total = partial + m * w_.N;
     for (int64_t slice = 1; slice < plan_.k_slices; ++slice) {
       const float* from = partial + (slice * pass_rows + m) * w_.N;
-      for (int64_t n = 0; n < w_.N; ++n) total[n] += from[n];
+      for (int64_t n = 0; n < w_.N; ++n)
+        total[n] += from[n];
     }
     write(row + m, 0, w_.N, total);
   }
 
   void write(int64_t m, int64_t n, int64_t count, float* from) const {
     if (a_.bias != nullptr) {
-      for (int64_t i = 0; i < count; ++i) from[i] += load_element(a_.bias, a_.bias_type, n + i);
+      for (int64_t i = 0; i < count; ++i)
+        from[i] += load_element(a_.bias, a_.bias_type, n + i);
     }
     kernels_.from_float(from, a_.a_type, count, static_cast<char*>(a_.out) + (m * w_.N + n) * element_size(a_.a_type));
   }

@@ -65,7 +65,8 @@ void step(const Step& s) {
       typename V::I word[C];
       if constexpr (!from_panel) {
         unroll<V, C>([&](auto c) __attribute__((always_inline)) { word[c] = V::load_words(words + c * V::width); });
-        for (int i = 0; i < C * V::width; i += 16) __builtin_prefetch(ahead + i);
+        for (int i = 0; i < C * V::width; i += 16)
+          __builtin_prefetch(ahead + i);
       }
       unroll<V, 8>([&](auto j) __attribute__((always_inline)) {
         F code[C];
@@ -111,26 +112,33 @@ void to_float(const void* source, ElementType type, int64_t count, float* out) {
   int64_t i = 0;
   if (type == ElementType::float16) {
     const auto* in = static_cast<const uint16_t*>(source);
-    for (; i + V::width <= count; i += V::width) V::store(out + i, V::load_half(in + i));
-    for (; i < count; ++i) out[i] = half_to_float(in[i]);
+    for (; i + V::width <= count; i += V::width)
+      V::store(out + i, V::load_half(in + i));
+    for (; i < count; ++i)
+      out[i] = half_to_float(in[i]);
   } else if (type == ElementType::bfloat16) {
     const auto* in = static_cast<const uint16_t*>(source);
-    for (; i < count; ++i) out[i] = bfloat16_to_float(in[i]);
+    for (; i < count; ++i)
+      out[i] = bfloat16_to_float(in[i]);
   } else if (type == ElementType::uint8) {
     const auto* in = static_cast<const uint8_t*>(source);
-    for (; i < count; ++i) out[i] = static_cast<float>(in[i]);
+    for (; i < count; ++i)
+      out[i] = static_cast<float>(in[i]);
   } else {
     const auto* in = static_cast<const float*>(source);
-    for (; i < count; ++i) out[i] = in[i];
+    for (; i < count; ++i)
+      out[i] = in[i];
   }
 }
 
 template <class V>
 void decode_scales(const uint8_t* source, ScaleCoding coding, int64_t count, float* out) {
   if (coding == ScaleCoding::e4m3) {
-    for (int64_t i = 0; i < count; ++i) out[i] = e4m3_to_float(source[i]);
+    for (int64_t i = 0; i < count; ++i)
+      out[i] = e4m3_to_float(source[i]);
   } else {
-    for (int64_t i = 0; i < count; ++i) out[i] = e8m0_to_float(source[i]);
+    for (int64_t i = 0; i < count; ++i)
+      out[i] = e8m0_to_float(source[i]);
   }
 }
 
@@ -139,14 +147,18 @@ void from_float(const float* source, ElementType type, int64_t count, void* out)
   int64_t i = 0;
   if (type == ElementType::float16) {
     auto* to = static_cast<uint16_t*>(out);
-    for (; i + V::width <= count; i += V::width) V::store_half(to + i, V::load(source + i));
-    for (; i < count; ++i) to[i] = float_to_half(source[i]);
+    for (; i + V::width <= count; i += V::width)
+      V::store_half(to + i, V::load(source + i));
+    for (; i < count; ++i)
+      to[i] = float_to_half(source[i]);
   } else if (type == ElementType::bfloat16) {
     auto* to = static_cast<uint16_t*>(out);
-    for (; i < count; ++i) to[i] = float_to_bfloat16(source[i]);
+    for (; i < count; ++i)
+      to[i] = float_to_bfloat16(source[i]);
   } else {
     auto* to = static_cast<float*>(out);
-    for (; i < count; ++i) to[i] = source[i];
+    for (; i < count; ++i)
+      to[i] = source[i];
   }
 }
 

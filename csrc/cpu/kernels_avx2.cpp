@@ -23,7 +23,9 @@ namespace {
 constexpr KernelSet kSet = kernel_set<Avx2>();
 }
 
-const KernelSet* avx2_kernels() { return &kSet; }
+const KernelSet* avx2_kernels() {
+  return &kSet;
+}
 
 }  // namespace marlin::cpu
 
@@ -34,7 +36,9 @@ const KernelSet* avx2_kernels() { return &kSet; }
 #else
 
 namespace marlin::cpu {
-const KernelSet* avx2_kernels() { return nullptr; }
+const KernelSet* avx2_kernels() {
+  return nullptr;
+}
 }  // namespace marlin::cpu
 
 #endif

@@ -26,7 +26,9 @@ namespace {
 constexpr KernelSet kSet = kernel_set<Avx512>();
 }
 
-const KernelSet* avx512_kernels() { return &kSet; }
+const KernelSet* avx512_kernels() {
+  return &kSet;
+}
 
 }  // namespace marlin::cpu
 
@@ -37,7 +39,9 @@ const KernelSet* avx512_kernels() { return &kSet; }
 #else
 
 namespace marlin::cpu {
-const KernelSet* avx512_kernels() { return nullptr; }
+const KernelSet* avx512_kernels() {
+  return nullptr;
+}
 }  // namespace marlin::cpu
 
 #endif

@@ -18,7 +18,9 @@ const KernelSet* neon_kernels() {
 #else
 
 namespace marlin::cpu {
-const KernelSet* neon_kernels() { return nullptr; }
+const KernelSet* neon_kernels() {
+  return nullptr;
+}
 }  // namespace marlin::cpu
 
 #endif

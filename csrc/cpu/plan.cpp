@@ -13,7 +13,9 @@ constexpr int64_t kBlockBytes = 256 << 10;  // of fp32 results a task keeps: a q
 constexpr int64_t kBlockRows = 128;
 constexpr int64_t kSliceChunks = 4;  // a slice of K shorter than this costs more to add up than it saves
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+int64_t ceil_div(int64_t a, int64_t b) {
+  return (a + b - 1) / b;
+}
 
 }  // namespace
 

@@ -37,7 +37,8 @@ void gptq_repack(const uint32_t* qweight, const int32_t* perm, int64_t K, int64_
       uint32_t* to = out + r * N;
       for (int64_t n = 0; n < N; ++n) {
         uint32_t word = 0;
-        for (int j = 0; j < 8; ++j) word |= ((from[j][n] >> shift[j]) & 15U) << (4 * j);
+        for (int j = 0; j < 8; ++j)
+          word |= ((from[j][n] >> shift[j]) & 15U) << (4 * j);
         to[n] = word;
       }
     }
@@ -50,7 +51,8 @@ void awq_repack(const uint32_t* qweight, int64_t K, int64_t N, uint32_t* out, co
     for (int64_t r = begin; r < end; ++r) {
       for (int64_t c = 0; c < words; ++c) {
         uint32_t w[8];
-        for (int i = 0; i < 8; ++i) w[i] = qweight[(8 * r + i) * words + c];
+        for (int i = 0; i < 8; ++i)
+          w[i] = qweight[(8 * r + i) * words + c];
         // Transpose of the 8 x 8 nibbles: swap off-diagonal blocks of 4, 2 and 1 nibbles.
         for (int i = 0; i < 4; ++i) {
           const uint32_t t = ((w[i] >> 16) ^ w[i + 4]) & 0x0000FFFFU;
@@ -68,7 +70,8 @@ void awq_repack(const uint32_t* qweight, int64_t K, int64_t N, uint32_t* out, co
           w[i + 1] ^= t;
         }
         uint32_t* to = out + r * N + 8 * c;
-        for (int j = 0; j < 8; ++j) to[j] = w[kAwqNibble[j]];
+        for (int j = 0; j < 8; ++j)
+          to[j] = w[kAwqNibble[j]];
       }
     }
   });
@@ -83,7 +86,8 @@ void gptq_unpack_zeros(const uint32_t* qzeros, int64_t G, int64_t N, int checkpo
   parallel.run(G, grain_rows(N), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin * words; i < end * words; ++i) {
       const uint32_t word = qzeros[i] + add_to_word;
-      for (int j = 0; j < 8; ++j) out[8 * i + j] = static_cast<uint8_t>((((word >> (4 * j)) & 15U) + add) & mask);
+      for (int j = 0; j < 8; ++j)
+        out[8 * i + j] = static_cast<uint8_t>((((word >> (4 * j)) & 15U) + add) & mask);
     }
   });
 }
@@ -92,7 +96,8 @@ void awq_unpack_zeros(const uint32_t* qzeros, int64_t G, int64_t N, uint8_t* out
   const int64_t words = N / 8;
   parallel.run(G, grain_rows(N), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin * words; i < end * words; ++i) {
-      for (int j = 0; j < 8; ++j) out[8 * i + j] = static_cast<uint8_t>((qzeros[i] >> (4 * kAwqNibble[j])) & 15U);
+      for (int j = 0; j < 8; ++j)
+        out[8 * i + j] = static_cast<uint8_t>((qzeros[i] >> (4 * kAwqNibble[j])) & 15U);
     }
   });
 }

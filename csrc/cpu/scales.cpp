@@ -21,9 +21,11 @@ void load_scales(const KernelSet& kernels, const PackedWeight& weight, int64_t g
   }
   if (weight.global_scale == nullptr) return;
   if (weight.global_scale_stride == 0) {
-    for (int64_t i = 0; i < count; ++i) out[i] *= weight.global_scale[0];
+    for (int64_t i = 0; i < count; ++i)
+      out[i] *= weight.global_scale[0];
   } else {
-    for (int64_t i = 0; i < count; ++i) out[i] *= weight.global_scale[(begin + i) * weight.global_scale_stride];
+    for (int64_t i = 0; i < count; ++i)
+      out[i] *= weight.global_scale[(begin + i) * weight.global_scale_stride];
   }
 }
 

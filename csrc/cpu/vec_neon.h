@@ -42,7 +42,8 @@ struct Neon {
   struct Decoder {
     uint8x16x4_t table;
     explicit Decoder(const float* values) {
-      for (int i = 0; i < 4; ++i) table.val[i] = vreinterpretq_u8_f32(vld1q_f32(values + 4 * i));
+      for (int i = 0; i < 4; ++i)
+        table.val[i] = vreinterpretq_u8_f32(vld1q_f32(values + 4 * i));
     }
     template <int j>
     F decode(I words) const {

@@ -29,7 +29,8 @@ struct Portable {
   static F set1(float v) { return {{v, v, v, v}}; }
   static F load(const float* p) { return {{p[0], p[1], p[2], p[3]}}; }
   static void store(float* p, F a) {
-    for (int i = 0; i < 4; ++i) p[i] = a.v[i];
+    for (int i = 0; i < 4; ++i)
+      p[i] = a.v[i];
   }
   static F mul(F a, F b) {
     return map([&](int i) { return a.v[i] * b.v[i]; });
@@ -49,7 +50,8 @@ struct Portable {
   // Compilers may fuse a product into the sum that follows; this keeps its rounding.
   static F rounded(F a) {
     volatile float kept[4];
-    for (int i = 0; i < 4; ++i) kept[i] = a.v[i];
+    for (int i = 0; i < 4; ++i)
+      kept[i] = a.v[i];
     return map([&](int i) { return kept[i]; });
   }
   static I load_words(const uint32_t* p) { return {{p[0], p[1], p[2], p[3]}}; }
@@ -57,7 +59,8 @@ struct Portable {
     return map([&](int i) { return half_to_float(p[i]); });
   }
   static void store_half(uint16_t* p, F a) {
-    for (int i = 0; i < 4; ++i) p[i] = float_to_half(a.v[i]);
+    for (int i = 0; i < 4; ++i)
+      p[i] = float_to_half(a.v[i]);
   }
 
   template <Codes>

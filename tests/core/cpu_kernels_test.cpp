@@ -162,9 +162,11 @@ void test_overflow(const Machine& machine) {
   c.format = WeightFormat::uint4_bias;
   c.zeros_type = ElementType::float32;
   Tensors t = make(c);
-  for (int64_t i = 0; i < t.a.count(); ++i) t.a.set(i, 60000);
+  for (int64_t i = 0; i < t.a.count(); ++i)
+    t.a.set(i, 60000);
   const Array out = run(machine, t);
-  for (int64_t i = 0; i < out.count(); ++i) expect(std::isinf(out.get(i)), name(machine) + ": fp16 overflow is inf");
+  for (int64_t i = 0; i < out.count(); ++i)
+    expect(std::isinf(out.get(i)), name(machine) + ": fp16 overflow is inf");
 }
 
 // A non-finite activation spoils its row and no other, a non-finite scale its column and no other.
@@ -230,7 +232,8 @@ void test_range(const Machine& machine) {
         c.scales_type = ElementType::float32;
         const Tensors made = make(c);
         Tensors t = make(c);
-        for (int64_t i = 0; i < t.a.count(); ++i) t.a.set(i, i % 3 == 0 ? size * made.a.get(i) : 0);
+        for (int64_t i = 0; i < t.a.count(); ++i)
+          t.a.set(i, i % 3 == 0 ? size * made.a.get(i) : 0);
         const Array out = run(machine, t);
         for (int64_t m = 0; m < c.M; ++m) {
           for (int64_t n = 0; n < c.N; ++n) {
@@ -273,7 +276,9 @@ void test_partition(const Isa isa, bool bf16) {
   }
 }
 
-float as_float32(double v) { return static_cast<float>(v); }
+float as_float32(double v) {
+  return static_cast<float>(v);
+}
 
 // In fp32, in the order of the table, then one rounding: compared bit for bit.
 void test_dequantize(Isa isa, int rounds) {
@@ -285,7 +290,8 @@ void test_dequantize(Isa isa, int rounds) {
         c.M = 1;
         Tensors t = make(c);
         if (i % 2 == 0 && format.scale_coding != ScaleCoding::floating) {
-          for (int64_t s = 0; s < t.scales.count(); ++s) t.scales.set(s, static_cast<double>(s % 256));
+          for (int64_t s = 0; s < t.scales.count(); ++s)
+            t.scales.set(s, static_cast<double>(s % 256));
         }
         Array out(out_type, c.K * c.N);
         const cpu::DequantizeArguments arguments{t.packed(), t.perm.empty() ? nullptr : t.perm.data(), out.data(),
@@ -324,13 +330,16 @@ void test_repack() {
   std::mt19937 random(3);
   for (const auto& [K, N] : std::vector<std::pair<int64_t, int64_t>>{{8, 1}, {24, 7}, {136, 40}, {264, 129}, {64, 8}}) {
     std::vector<uint32_t> words(static_cast<size_t>(K / 8 * N)), out(words.size());
-    for (uint32_t& w : words) w = static_cast<uint32_t>(random());
+    for (uint32_t& w : words)
+      w = static_cast<uint32_t>(random());
     auto nibble = [&](const std::vector<uint32_t>& from, int64_t row, int64_t stride, int64_t column, int64_t at) {
       return (from[static_cast<size_t>(row * stride + column)] >> (4 * at)) & 15U;
     };
     std::vector<int32_t> perm(static_cast<size_t>(K));
-    for (size_t i = 0; i < perm.size(); ++i) perm[i] = static_cast<int32_t>(i);
-    for (size_t i = perm.size() - 1; i > 0; --i) std::swap(perm[i], perm[random() % (i + 1)]);
+    for (size_t i = 0; i < perm.size(); ++i)
+      perm[i] = static_cast<int32_t>(i);
+    for (size_t i = perm.size() - 1; i > 0; --i)
+      std::swap(perm[i], perm[random() % (i + 1)]);
     cpu::gptq_repack(words.data(), nullptr, K, N, out.data(), loop(3));
     expect(words == out, "gptq_repack without perm copies");
     cpu::gptq_repack(words.data(), perm.data(), K, N, out.data(), loop(3));
@@ -414,7 +423,8 @@ int main(int argc, char** argv) {
     if (argc > 1 && std::strcmp(argv[1], "capability") == 0) {
       const marlin::cpu::Capability& found = marlin::cpu::capability();
       std::printf("%s: %s; available:", marlin::cpu::isa_name(found.isa), found.reason.c_str());
-      for (const marlin::cpu::Isa isa : found.available) std::printf(" %s", marlin::cpu::isa_name(isa));
+      for (const marlin::cpu::Isa isa : found.available)
+        std::printf(" %s", marlin::cpu::isa_name(isa));
       std::printf("\n");
       return 0;
     }

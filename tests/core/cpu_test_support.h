@@ -19,7 +19,9 @@ namespace marlin::test {
 using cpu::GemmArguments;
 using cpu::PackedWeight;
 
-inline int bytes_of(ElementType type) { return type == ElementType::float32 ? 4 : type == ElementType::uint8 ? 1 : 2; }
+inline int bytes_of(ElementType type) {
+  return type == ElementType::float32 ? 4 : type == ElementType::uint8 ? 1 : 2;
+}
 
 struct FloatFormat {
   int mantissa_bits;  // stored
@@ -33,7 +35,9 @@ inline FloatFormat format_of(ElementType type) {
   return {23, -126, 127};
 }
 
-inline double unit_roundoff(ElementType type) { return std::ldexp(1.0, -format_of(type).mantissa_bits - 1); }
+inline double unit_roundoff(ElementType type) {
+  return std::ldexp(1.0, -format_of(type).mantissa_bits - 1);
+}
 inline double smallest(ElementType type) {
   return std::ldexp(1.0, format_of(type).min_exponent - format_of(type).mantissa_bits);
 }
@@ -125,7 +129,9 @@ inline double e4m3(int code) {
   return sign * (exponent == 0 ? std::ldexp(mantissa, -9) : std::ldexp(8 + mantissa, exponent - 10));
 }
 
-inline double e8m0(int code) { return code == 255 ? std::nan("") : std::ldexp(1.0, code - 127); }
+inline double e8m0(int code) {
+  return code == 255 ? std::nan("") : std::ldexp(1.0, code - 127);
+}
 
 struct Case {
   WeightFormat format = WeightFormat::uint4b8;
@@ -222,7 +228,8 @@ inline Tensors make(const Case& c) {
   t.row_stride = c.row_stride < 0 ? c.K : c.row_stride;
   const int64_t groups = (c.K + c.group_size - 1) / c.group_size;
   t.a = Array(c.a_type, (c.M - 1) * t.row_stride + c.K);
-  for (int64_t i = 0; i < t.a.count(); ++i) t.a.set(i, c.positive ? std::fabs(normal(random)) : normal(random));
+  for (int64_t i = 0; i < t.a.count(); ++i)
+    t.a.set(i, c.positive ? std::fabs(normal(random)) : normal(random));
   t.words = Array(ElementType::float32, c.K / 8 * c.N);
   for (int64_t i = 0; i < t.words.count(); ++i) {
     const uint32_t word = random();
@@ -249,20 +256,25 @@ inline Tensors make(const Case& c) {
   }
   if (c.format == WeightFormat::nvfp4 && c.global_scale != 0) {
     t.global_scale = Array(ElementType::float32, c.global_scale == 1 ? 1 : c.N);
-    for (int64_t i = 0; i < t.global_scale.count(); ++i) t.global_scale.set(i, 0.003 + below(1000) * 1e-6);
+    for (int64_t i = 0; i < t.global_scale.count(); ++i)
+      t.global_scale.set(i, 0.003 + below(1000) * 1e-6);
   }
   if (c.format == WeightFormat::lut4) {
     t.lut = Array(ElementType::float32, 16);
-    for (int64_t i = 0; i < 16; ++i) t.lut.set(i, normal(random));
+    for (int64_t i = 0; i < 16; ++i)
+      t.lut.set(i, normal(random));
   }
   if (c.with_bias) {
     t.bias = Array(c.bias_type, c.N);
-    for (int64_t i = 0; i < c.N; ++i) t.bias.set(i, normal(random));
+    for (int64_t i = 0; i < c.N; ++i)
+      t.bias.set(i, normal(random));
   }
   if (c.with_perm) {
     t.perm.resize(static_cast<size_t>(c.K));
-    for (size_t i = 0; i < t.perm.size(); ++i) t.perm[i] = static_cast<int32_t>(i);
-    for (size_t i = t.perm.size() - 1; i > 0; --i) std::swap(t.perm[i], t.perm[random() % (i + 1)]);
+    for (size_t i = 0; i < t.perm.size(); ++i)
+      t.perm[i] = static_cast<int32_t>(i);
+    for (size_t i = t.perm.size() - 1; i > 0; --i)
+      std::swap(t.perm[i], t.perm[random() % (i + 1)]);
   }
   return t;
 }
@@ -271,7 +283,8 @@ inline Tensors make(const Case& c) {
 inline cpu::Parallel loop(int threads) {
   return {threads, [threads](int64_t count, int64_t grain, const cpu::Body& body) {
             const int64_t step = std::max(grain, (count + threads - 1) / threads);
-            for (int64_t i = 0; i < count; i += step) body(i, std::min(count, i + step));
+            for (int64_t i = 0; i < count; i += step)
+              body(i, std::min(count, i + step));
           }};
 }
 
