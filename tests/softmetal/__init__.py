@@ -1,0 +1,115 @@
+"""The software Metal device: `device="mps"` on Linux, for tests.
+
+`import softmetal`, before anything asks torch whether MPS is available and before `import torch_marlin_metal`, builds
+the device if a source changed, loads it and registers it with torch. `Unavailable` says what to install.
+
+Environment: `SOFTMETAL_CHECKED=1` starts in checked mode, `SOFTMETAL_SEED=n` sets the first seed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from .build import Unavailable, build
+from .native import CounterFields, Library
+from .shader import ShaderLibrary
+
+__all__ = ["Counters", "Unavailable", "checked", "counters", "faults", "is_checked", "seed"]
+
+
+def _load() -> Library:
+    if torch.backends.mps.is_built():
+        raise Unavailable("softmetal: this torch has a Metal backend of its own")
+    library = Library(*build())
+    if not torch._C._mps_is_available():
+        raise RuntimeError(
+            "softmetal: torch was asked about MPS before `import softmetal`, which fixes the answer for the process: "
+            "import softmetal first"
+        )
+    torch.backends.mps.is_available.cache_clear()
+    torch._C._has_mps = True
+    torch._C._mps_compileShader = lambda source: ShaderLibrary(library, source)
+    torch._C._mps_get_core_count = lambda: 8
+    torch._C._mps_get_name = lambda: "softmetal"
+    return library
+
+
+_library = _load()
+
+
+def is_checked() -> bool:
+    """Whether kernels that are encoded now run in checked mode."""
+    return bool(_library.is_checked())
+
+
+@contextlib.contextmanager
+def checked(enabled: bool = True) -> Iterator[None]:
+    """Runs the kernels encoded in the block in checked mode (or, with False, in fast mode).
+
+    Leaving the block waits for them; a fault raises RuntimeError with its report.
+    """
+    before = is_checked()
+    torch.mps.synchronize()
+    _library.set_checked(int(enabled))
+    try:
+        yield
+        torch.mps.synchronize()
+    finally:
+        _library.set_checked(int(before))
+
+
+def seed(value: int) -> None:
+    """Seeds the interleaving: the next dispatch takes `value`, each later one the next number. Fault reports name it."""
+    torch.mps.synchronize()
+    _library.set_seed(value)
+
+
+def faults() -> list[str]:
+    """Reports of the faults since the last call, each one line; then forgets them, and the counters."""
+    with contextlib.suppress(RuntimeError):
+        torch.mps.synchronize()
+    text = _library.take_text(_library.faults())
+    _library.clear()
+    return text.split("\n") if text else []
+
+
+@dataclass(frozen=True)
+class Counters:
+    """What one dispatch did; names as in `executor/executor.h`. Byte counts are None outside checked mode."""
+
+    kernel: str
+    seed: int
+    threads: int
+    threadgroups: int
+    threadgroup_barriers: int
+    simdgroup_barriers: int
+    simd_operations: int
+    mmas: int
+    atomics: int
+    device_bytes_read: int | None
+    device_bytes_written: int | None
+    distinct_bytes_read: int | None
+    distinct_bytes_written: int | None
+    threadgroup_bytes_read: int | None
+    threadgroup_bytes_written: int | None
+
+
+def counters() -> list[Counters]:
+    """Counters of the latest dispatches (at most 256), oldest first, once all encoded work has run."""
+    torch.mps.synchronize()
+    found = []
+    for i in range(_library.record_count()):
+        kernel, number = ctypes.c_char_p(), ctypes.c_uint64()
+        fields: CounterFields = _library.record(i, ctypes.byref(kernel), ctypes.byref(number)).contents.counters
+        values = {
+            name: None if "bytes" in name and not fields.has_bytes else getattr(fields, name)
+            for name in Counters.__dataclass_fields__
+            if name not in ("kernel", "seed")
+        }
+        found.append(Counters(kernel=(kernel.value or b"").decode(), seed=number.value, **values))
+    return found

@@ -1,0 +1,187 @@
+"""Builds the software Metal device and, for the project's setup.py, the Objective-C++ host against it.
+
+Needs clang-19, GNU libobjc and BlocksRuntime; nothing of it is shipped. Outputs go to `build/softmetal/` of the
+repository and are rebuilt when a source, header, flag or the torch version changes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.util
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+RUNTIME = HERE / "runtime"
+OUTPUT = HERE.parents[1] / "build" / "softmetal"
+COMPILER = "clang++-19"
+PACKAGES = "clang-19 libobjc-12-dev libblocksruntime-dev binutils"
+TORCH_SERIES = "2.13."  # hooks, allocator and stream glue follow this version's headers
+
+
+class Unavailable(RuntimeError):
+    """The software Metal device cannot be built or used on this machine; the message says what is missing."""
+
+
+def require_tools() -> None:
+    """Raises `Unavailable` unless this is Linux with the compiler, the Objective-C runtime and the right torch."""
+    if sys.platform != "linux":
+        raise Unavailable(f"softmetal: the software Metal device runs on Linux only, this is {sys.platform}")
+    missing = [tool for tool in (COMPILER, "addr2line") if shutil.which(tool) is None]
+    if not missing:
+        missing = [name for name in ("libobjc.so", "libBlocksRuntime.so") if not _library_directory(name)]
+    if missing:
+        raise Unavailable(f"softmetal: {', '.join(missing)} not found; install with: apt-get install {PACKAGES}")
+    import torch
+
+    if not torch.__version__.startswith(TORCH_SERIES):
+        raise Unavailable(f"softmetal: needs torch {TORCH_SERIES}x, this is torch {torch.__version__}")
+
+
+def _library_directory(name: str) -> str | None:
+    found = subprocess.run([COMPILER, f"--print-file-name={name}"], capture_output=True, text=True, check=True)
+    path = Path(found.stdout.strip())
+    return str(path.parent) if path.is_absolute() else None
+
+
+def compile_flags() -> list[str]:
+    """Flags for Objective-C++ that includes torch's and the stand-in headers."""
+    import torch
+
+    torch_include = Path(torch.__file__).parent / "include"
+    return [
+        *"-std=c++20 -fPIC -x objective-c++ -fobjc-runtime=gcc -fblocks -fexceptions -O1 -g1 -Wall -Wextra".split(),
+        "-fconstant-string-class=NSConstantString",
+        f"-I{RUNTIME / 'include'}",
+        *("-isystem", str(torch_include), "-isystem", str(torch_include / "torch/csrc/api/include")),
+        # After clang's own directories: GCC's holds <objc/...>, and intrinsics that clang cannot read.
+        *("-idirafter", f"{_library_directory('libobjc.so')}/include"),
+    ]
+
+
+def _link_flags() -> list[str]:
+    import torch
+
+    torch_lib = Path(torch.__file__).parent / "lib"
+    # The executor's sm_* functions stay undefined: it is loaded before this library.
+    return [
+        *("-shared", f"-L{torch_lib}", f"-Wl,-rpath,{torch_lib}", "-ltorch_cpu", "-lc10"),
+        *(f"-L{_library_directory('libobjc.so')}", "-lobjc", "-lBlocksRuntime", "-ldl"),
+    ]
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"softmetal: build failed: {' '.join(command)}\n{done.stdout}{done.stderr}")
+
+
+@contextmanager
+def _locked() -> Iterator[None]:
+    OUTPUT.mkdir(parents=True, exist_ok=True)
+    with (OUTPUT / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _digest(*parts: object) -> str:
+    text = hashlib.sha256()
+    for part in parts:
+        text.update(part.read_bytes() if isinstance(part, Path) else repr(part).encode())
+        text.update(b"\0")
+    return text.hexdigest()[:16]
+
+
+def build_runtime() -> Path:
+    """Compiles what is stale of the device library and returns its path."""
+    import torch
+
+    headers = sorted(RUNTIME.rglob("*.h")) + sorted((HERE / "executor").glob("*.h"))
+    common = _digest(torch.__version__, compile_flags(), *headers)
+    objects = []
+    for source in sorted(RUNTIME.glob("*.mm")):
+        target = OUTPUT / f"{source.stem}-{_digest(common, source)}.o"
+        objects.append(target)
+        if not target.exists():
+            for old in OUTPUT.glob(f"{source.stem}-*.o"):
+                old.unlink()
+            partial = target.with_suffix(".partial")
+            _run([COMPILER, *compile_flags(), "-c", str(source), "-o", str(partial)])
+            partial.rename(target)
+    library, stamp = OUTPUT / "libsoftmetal.so", OUTPUT / "libsoftmetal.stamp"
+    wanted = _digest(_link_flags(), [path.name for path in objects])
+    if not library.exists() or not stamp.exists() or stamp.read_text() != wanted:
+        partial = library.with_suffix(".partial")
+        _run([COMPILER, *map(str, objects), *_link_flags(), "-o", str(partial)])
+        partial.rename(library)
+        stamp.write_text(wanted)
+    return library
+
+
+def _executor_build() -> Any:
+    path = HERE / "executor" / "build.py"
+    spec = importlib.util.spec_from_file_location("softmetal_executor_build", path)
+    if spec is None or spec.loader is None:
+        raise RuntimeError(f"softmetal: {path} cannot be loaded")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def build() -> tuple[Path, Path]:
+    """Builds what is stale.
+
+    Returns:
+        The executor's and the device's library, to be loaded in this order.
+
+    Raises:
+        Unavailable: a tool or package is missing.
+        RuntimeError: a compile failed; the message holds the compiler's.
+    """
+    require_tools()
+    with _locked():
+        return Path(_executor_build().build_executor(OUTPUT)), build_runtime()
+
+
+def compile_host_source(source: Path, target: Path, extra_flags: list[str]) -> None:
+    """Compiles one `.mm` of the project to an object, unless the object is newer than all that it was made of."""
+    dependencies, command = target.with_suffix(".d"), target.with_suffix(".command")
+    line = [COMPILER, *compile_flags(), *extra_flags, "-c", str(source), "-o", str(target)]
+    if target.exists() and dependencies.exists() and command.exists() and command.read_text() == repr(line):
+        made_of = dependencies.read_text().split(":", 1)[1].replace("\\\n", " ").split()
+        newest = max((Path(p).stat().st_mtime for p in made_of if Path(p).exists()), default=0.0)
+        if all(Path(p).exists() for p in made_of) and target.stat().st_mtime > newest:
+            return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _run([*line, "-MMD", "-MF", str(dependencies)])
+    command.write_text(repr(line))
+
+
+def build_extension_class() -> type:
+    """A `BuildExtension` that takes `.mm` sources out of an extension, compiles them with clang against the stand-in
+    headers and adds the objects; the rest is built as ever. The result needs `import softmetal` before it is loaded.
+    """
+    require_tools()
+    from torch.utils.cpp_extension import BuildExtension
+
+    class SoftMetalBuildExtension(BuildExtension):  # type: ignore[misc]
+        def build_extension(self, ext: Any) -> None:
+            host = [source for source in ext.sources if source.endswith(".mm")]
+            ext.sources = [source for source in ext.sources if source not in host]
+            flags = [f"-I{path}" for path in ext.include_dirs]
+            flags += [f"-D{name}" if value is None else f"-D{name}={value}" for name, value in ext.define_macros]
+            flags += ["-DTORCH_EXTENSION_NAME=" + ext.name.rsplit(".", 1)[-1], "-fvisibility=hidden"]
+            for source in host:
+                target = Path(self.build_temp).resolve() / f"{platform.machine()}-softmetal" / f"{source}.o"
+                compile_host_source(Path(source).resolve(), target, flags)
+                ext.extra_objects.append(str(target))
+            super().build_extension(ext)
+
+    return SoftMetalBuildExtension

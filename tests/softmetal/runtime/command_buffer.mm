@@ -1,0 +1,198 @@
+// Command queues and buffers: work is recorded, and runs when somebody waits for it.
+#include <Block.h>
+
+#include <cstring>
+#include <ctime>
+
+#include "metal.h"
+
+NSErrorDomain const MTLCommandBufferErrorDomain = @"MTLCommandBufferErrorDomain";
+
+using softmetal::violation;
+
+namespace softmetal {
+namespace {
+
+double seconds() {
+  timespec now{};
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
+}
+
+Memory& memory_of(id<MTLBuffer> buffer) { return *static_cast<SoftMetalBuffer*>(buffer)->memory; }
+
+}  // namespace
+
+Command::~Command() {
+  for (id object : retained) [object release];
+}
+
+void Command::retain(id object) { retained.push_back([object retain]); }
+
+void Command::run() {
+  if (kind == Kind::copy) {
+    Memory &from = memory_of(source), &to = memory_of(destination);
+    std::memcpy(to.bytes() + destination_offset, from.bytes() + source_offset, size);
+    if (to.initialised() != nullptr && from.initialised() != nullptr) {
+      std::memcpy(to.initialised() + destination_offset, from.initialised() + source_offset, size);
+    } else {
+      to.mark_written(destination_offset, size);
+    }
+    return;
+  }
+  if (kind == Kind::fill) {
+    std::memset(memory_of(destination).bytes() + destination_offset, value, size);
+    memory_of(destination).mark_written(destination_offset, size);
+    return;
+  }
+  const bool checked = sm_library_is_checked(dispatch.library) != 0;
+  for (id object : retained) {
+    if (![object isKindOfClass:[SoftMetalBuffer class]]) continue;
+    Memory& memory = memory_of(object);
+    for (sm_buffer& slot : dispatch.buffers) {
+      if (slot.base == memory.bytes()) slot.initialised = memory.initialised();
+    }
+  }
+  dispatch.seed = Device::get().next_seed();
+  dispatch.perturb_seed = checked ? dispatch.seed + 1 : 0;
+  sm_result* result = sm_launch(&dispatch);
+  for (uint32_t i = 0; i < result->fault_count; ++i) {
+    Device::get().add_fault((label.empty() ? "" : label + ": ") + result->faults[i].message);
+  }
+  Device::get().add_record({dispatch.kernel->name, dispatch.seed, result});
+  if (checked) return;
+  // Fast mode sees no stores: what the kernel can write counts as written.
+  for (uint32_t i = 0; i < dispatch.kernel->argument_count; ++i) {
+    const sm_argument& argument = dispatch.kernel->arguments[i];
+    if (argument.kind != SM_ARGUMENT_BUFFER || argument.is_const) continue;
+    for (id object : retained) {
+      if (![object isKindOfClass:[SoftMetalBuffer class]]) continue;
+      if (memory_of(object).bytes() == dispatch.buffers[argument.index].base) memory_of(object).mark_all_written();
+    }
+  }
+}
+
+}  // namespace softmetal
+
+@implementation SoftMetalQueue
+- (id)init {
+  committed = new std::deque<id<MTLCommandBuffer>>();
+  return self;
+}
+- (void)dealloc {
+  for (id<MTLCommandBuffer> buffer : *committed) [buffer release];
+  delete committed;
+  [queueLabel release];
+  [super dealloc];
+}
+- (id<MTLDevice>)device {
+  return MTLCreateSystemDefaultDevice();
+}
+- (NSString*)label {
+  return queueLabel;
+}
+- (void)setLabel:(NSString*)label {
+  [label retain];
+  [queueLabel release];
+  queueLabel = label;
+}
+- (id<MTLCommandBuffer>)commandBuffer {
+  SoftMetalCommandBuffer* buffer = [[SoftMetalCommandBuffer alloc] init];
+  buffer->queue = [self retain];
+  return [buffer autorelease];
+}
+@end
+
+@implementation SoftMetalCommandBuffer
+- (id)init {
+  commands = new std::vector<std::unique_ptr<softmetal::Command>>();
+  handlers = new std::vector<MTLCommandBufferHandler>();
+  state = MTLCommandBufferStatusNotEnqueued;
+  return self;
+}
+- (void)dealloc {
+  delete commands;
+  for (MTLCommandBufferHandler handler : *handlers) Block_release(handler);
+  delete handlers;
+  [failure release];
+  [queue release];
+  [bufferLabel release];
+  [super dealloc];
+}
+- (id<MTLDevice>)device {
+  return [queue device];
+}
+- (id<MTLCommandQueue>)commandQueue {
+  return queue;
+}
+- (NSString*)label {
+  return bufferLabel;
+}
+- (void)setLabel:(NSString*)label {
+  [label retain];
+  [bufferLabel release];
+  bufferLabel = label;
+}
+- (MTLCommandBufferStatus)status {
+  return state;
+}
+- (NSError*)error {
+  return failure;
+}
+- (double)GPUStartTime {
+  return start;
+}
+- (double)GPUEndTime {
+  return end;
+}
+- (void)requireOpen:(const char*)what {
+  if (state != MTLCommandBufferStatusNotEnqueued) violation("committed command buffer", what, " after commit");
+}
+- (void)addCompletedHandler:(MTLCommandBufferHandler)block {
+  [self requireOpen:"addCompletedHandler"];
+  handlers->push_back(Block_copy(block));
+}
+- (void)requireNoEncoder:(const char*)what {
+  [self requireOpen:what];
+  if (openEncoder != nil) {
+    violation("one open encoder", what, ": a command encoder is already encoding to this command buffer");
+  }
+}
+- (id<MTLComputeCommandEncoder>)computeCommandEncoder {
+  [self requireNoEncoder:"computeCommandEncoder"];
+  return [[[SoftMetalComputeEncoder alloc] initWithCommandBuffer:self] autorelease];
+}
+- (id<MTLBlitCommandEncoder>)blitCommandEncoder {
+  [self requireNoEncoder:"blitCommandEncoder"];
+  return [[[SoftMetalBlitEncoder alloc] initWithCommandBuffer:self] autorelease];
+}
+- (void)commit {
+  [self requireOpen:"commit"];
+  if (openEncoder != nil) violation("commit with an open encoder", "commit: endEncoding has not been called");
+  if (needsQueue && softmetal::on_queue()) {
+    violation("commit inside the block", "commit of PyTorch's command buffer inside a dispatch_sync block: "
+              "PyTorch commits its own buffer");
+  }
+  state = MTLCommandBufferStatusCommitted;
+  queue->committed->push_back([self retain]);
+}
+- (void)run {
+  start = softmetal::seconds();
+  for (const auto& command : *commands) command->run();
+  commands->clear();
+  end = softmetal::seconds();
+  state = MTLCommandBufferStatusCompleted;
+  for (MTLCommandBufferHandler handler : *handlers) handler(self);
+}
+- (void)waitUntilCompleted {
+  if (state == MTLCommandBufferStatusNotEnqueued) {
+    violation("wait before commit", "waitUntilCompleted on a command buffer that was not committed");
+  }
+  while (state == MTLCommandBufferStatusCommitted) {
+    SoftMetalCommandBuffer* next = static_cast<SoftMetalCommandBuffer*>(queue->committed->front());
+    queue->committed->pop_front();
+    [next run];
+    [next release];
+  }
+}
+@end

@@ -1,0 +1,266 @@
+// The device and its buffers.
+#include <objc/runtime.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <unistd.h>
+
+#include "metal.h"
+
+namespace softmetal {
+namespace {
+
+constexpr size_t kCanaryBytes = 64;  // behind every buffer: shows stores past its end in fast mode too
+constexpr uint8_t kCanary = 0xA5;
+constexpr size_t kQuarantineBytes = 64u << 20;
+constexpr size_t kQuarantineObjects = 4096;
+
+std::atomic<size_t> live_bytes{0};
+
+// Freed memory keeps its poison for a while before its addresses come back.
+class Quarantine {
+ public:
+  void add(uint8_t* bytes, size_t length) {
+    const std::lock_guard lock(mutex_);
+    blocks_.push_back({bytes, length});
+    held_ += length;
+    while (held_ > kQuarantineBytes && !blocks_.empty()) {
+      held_ -= blocks_.front().length;
+      std::free(blocks_.front().bytes);
+      blocks_.pop_front();
+    }
+  }
+
+ private:
+  struct Block {
+    uint8_t* bytes;
+    size_t length;
+  };
+  std::mutex mutex_;
+  std::deque<Block> blocks_;
+  size_t held_ = 0;
+};
+Quarantine& quarantine() {
+  static auto* instance = new Quarantine();
+  return *instance;
+}
+
+bool environment_flag(const char* name) {
+  const char* text = std::getenv(name);
+  return text != nullptr && *text != '\0' && std::strcmp(text, "0") != 0;
+}
+
+}  // namespace
+
+size_t allocated_bytes() { return live_bytes; }
+
+Memory::Memory(size_t length, const char* label) : length_(length) {
+  (void)label;
+  const size_t page = 4096;
+  void* memory = nullptr;
+  if (posix_memalign(&memory, page, length + kCanaryBytes) != 0) throw std::bad_alloc();
+  bytes_ = static_cast<uint8_t*>(memory);
+  std::memset(bytes_, kFreshPoison, length);
+  std::memset(bytes_ + length, kCanary, kCanaryBytes);
+  initialised_ = static_cast<uint8_t*>(std::calloc(length + 1, 1));
+  if (initialised_ == nullptr) throw std::bad_alloc();
+  live_bytes += length;
+}
+
+Memory::~Memory() {
+  for (size_t i = 0; i < kCanaryBytes; ++i) {
+    if (bytes_[length_ + i] == kCanary) continue;
+    Device::get().add_fault("a store past the end of a buffer of " + std::to_string(length_) + " bytes, at byte " +
+                            std::to_string(length_ + i) + " (seen when the buffer was freed)");
+    break;
+  }
+  live_bytes -= length_;
+  std::memset(bytes_, kFreedPoison, length_);
+  quarantine().add(bytes_, length_ + kCanaryBytes);
+  std::free(initialised_);
+}
+
+void Memory::mark_written(size_t offset, size_t length) {
+  if (initialised_ != nullptr && length != 0) std::memset(initialised_ + offset, 1, length);
+}
+
+void Memory::mark_all_written() {
+  std::free(initialised_);
+  initialised_ = nullptr;
+}
+
+Device& Device::get() {
+  static auto* device = new Device();
+  return *device;
+}
+
+Device::Device() : checked(environment_flag("SOFTMETAL_CHECKED")), seed_(0) {
+  if (const char* text = std::getenv("SOFTMETAL_SEED")) seed_ = std::strtoull(text, nullptr, 0);
+}
+
+void Device::set_seed(uint64_t seed) {
+  const std::lock_guard lock(mutex);
+  seed_ = seed;
+}
+
+uint64_t Device::next_seed() {
+  const std::lock_guard lock(mutex);
+  return seed_++;
+}
+
+void Device::add_record(Record record) {
+  constexpr size_t kKept = 256;
+  const std::lock_guard lock(mutex);
+  records.push_back(std::move(record));
+  if (records.size() > kKept) {
+    sm_free_result(records.front().result);
+    records.pop_front();
+  }
+}
+
+void Device::add_fault(std::string text) {
+  const std::lock_guard lock(mutex);
+  faults.push_back(std::move(text));
+}
+
+std::vector<std::string> Device::take_new_faults() {
+  const std::lock_guard lock(mutex);
+  raised_ = std::min(raised_, faults.size());
+  std::vector<std::string> fresh(faults.begin() + static_cast<std::ptrdiff_t>(raised_), faults.end());
+  raised_ = faults.size();
+  return fresh;
+}
+
+void Device::clear() {
+  const std::lock_guard lock(mutex);
+  faults.clear();
+  raised_ = 0;
+  for (const Record& record : records) sm_free_result(record.result);
+  records.clear();
+}
+
+}  // namespace softmetal
+
+// What is left of a buffer that was freed: any message to it is a use after free.
+@interface SoftMetalFreedObject : NSObject
+@end
+@implementation SoftMetalFreedObject
+- (id)retain {
+  softmetal::violation("object lifetime", "a freed MTLBuffer was used: keep its tensor until the work is encoded");
+}
+- (NSUInteger)length {
+  softmetal::violation("object lifetime", "a freed MTLBuffer was used: keep its tensor until the work is encoded");
+}
+- (void*)contents {
+  softmetal::violation("object lifetime", "a freed MTLBuffer was used: keep its tensor until the work is encoded");
+}
+@end
+
+// A dead buffer keeps its object for a while, under another class: no [super dealloc].
+#pragma clang diagnostic push
+#pragma clang diagnostic ignored "-Wobjc-missing-super-calls"
+@implementation SoftMetalBuffer
+- (void)dealloc {
+  static auto* graves = new std::deque<id>();
+  static auto* mutex = new std::mutex();
+  delete memory;
+  memory = nullptr;
+  [bufferLabel release];
+  object_setClass(self, [SoftMetalFreedObject class]);
+  const std::lock_guard lock(*mutex);
+  graves->push_back(self);
+  if (graves->size() > softmetal::kQuarantineObjects) {
+    softmetal::free_instance(graves->front());
+    graves->pop_front();
+  }
+}
+#pragma clang diagnostic pop
+- (NSUInteger)length {
+  return memory->length();
+}
+- (uint64_t)gpuAddress {
+  return reinterpret_cast<uint64_t>(memory->bytes());
+}
+- (void*)contents {
+  memory->mark_all_written();  // the host can write through the pointer unseen
+  return memory->bytes();
+}
+- (NSUInteger)allocatedSize {
+  return memory->length();
+}
+- (MTLStorageMode)storageMode {
+  return MTLStorageModeShared;
+}
+- (id<MTLDevice>)device {
+  return MTLCreateSystemDefaultDevice();
+}
+- (NSString*)label {
+  return bufferLabel;
+}
+- (void)setLabel:(NSString*)label {
+  [label retain];
+  [bufferLabel release];
+  bufferLabel = label;
+}
+@end
+
+id<MTLDevice> MTLCreateSystemDefaultDevice(void) {
+  static SoftMetalDevice* device = [[SoftMetalDevice alloc] init];
+  return [device retain];
+}
+
+@implementation SoftMetalDevice
+- (NSString*)name {
+  return @"softmetal";
+}
+- (uint64_t)registryID {
+  return 0x736d;
+}
+- (MTLSize)maxThreadsPerThreadgroup {
+  return MTLSizeMake(SM_MAX_THREADS, SM_MAX_THREADS, SM_MAX_THREADS);
+}
+- (BOOL)hasUnifiedMemory {
+  return YES;
+}
+- (uint64_t)recommendedMaxWorkingSetSize {
+  return static_cast<uint64_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<uint64_t>(sysconf(_SC_PAGESIZE)) / 4 * 3;
+}
+- (NSUInteger)maxThreadgroupMemoryLength {
+  return SM_MAX_THREADGROUP_BYTES;
+}
+- (NSUInteger)maxBufferLength {
+  return static_cast<NSUInteger>([self recommendedMaxWorkingSetSize]);
+}
+- (NSUInteger)currentAllocatedSize {
+  return softmetal::allocated_bytes();
+}
+- (BOOL)supportsFamily:(MTLGPUFamily)family {
+  // An M1: what runs here may not lean on newer families.
+  return family == MTLGPUFamilyApple7 || family == MTLGPUFamilyMac2 || family == MTLGPUFamilyCommon3 ||
+         family == MTLGPUFamilyMetal3;
+}
+- (id<MTLCommandQueue>)newCommandQueue {
+  return [[SoftMetalQueue alloc] init];
+}
+- (id<MTLBuffer>)newBufferWithLength:(NSUInteger)length options:(MTLResourceOptions)options {
+  (void)options;
+  if (length == 0) softmetal::violation("buffer length", "newBufferWithLength: expected at least 1 byte, got 0");
+  if (length > [self maxBufferLength]) return nil;
+  SoftMetalBuffer* buffer = [[SoftMetalBuffer alloc] init];
+  buffer->memory = new softmetal::Memory(length, nullptr);
+  return buffer;
+}
+- (id<MTLBuffer>)newBufferWithBytes:(const void*)pointer length:(NSUInteger)length options:(MTLResourceOptions)options {
+  id<MTLBuffer> buffer = [self newBufferWithLength:length options:options];
+  if (buffer != nil) std::memcpy([buffer contents], pointer, length);
+  return buffer;
+}
+- (id<MTLLibrary>)newLibraryWithSource:(NSString*)source options:(MTLCompileOptions*)options error:(NSError**)error {
+  extern id<MTLLibrary> softmetal_new_library(NSString*, MTLCompileOptions*, NSError**);
+  return softmetal_new_library(source, options, error);
+}
+- (id<MTLComputePipelineState>)newComputePipelineStateWithFunction:(id<MTLFunction>)function error:(NSError**)error {
+  extern id<MTLComputePipelineState> softmetal_new_pipeline(id<MTLFunction>, NSError**);
+  return softmetal_new_pipeline(function, error);
+}
+@end

@@ -1,0 +1,11 @@
+// Stand-in header: the one class that ATen/mps/MPSStream.h names. On a Mac MPSCommandBuffer wraps a command buffer and
+// conforms to its protocol.
+#pragma once
+
+#include <Metal/Metal.h>
+
+@interface MPSCommandBuffer : NSObject <MTLCommandBuffer> STAND_IN_STATE
++ (MPSCommandBuffer*)commandBufferFromCommandQueue:(id<MTLCommandQueue>)commandQueue;
+@property(readonly, nonatomic) id<MTLCommandBuffer> rootCommandBuffer;
+- (void)commitAndContinue;
+@end

@@ -1,0 +1,8 @@
+// Stand-in header: the classes that ATen/mps/MPSStream.h names. There is no graph compiler here.
+#pragma once
+
+#include <MetalPerformanceShaders/MetalPerformanceShaders.h>
+
+@class MPSGraph;
+@class MPSGraphExecutionDescriptor;
+@class MPSGraphCompilationDescriptor;

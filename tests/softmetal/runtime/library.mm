@@ -1,0 +1,314 @@
+// Libraries, functions and pipelines: Metal source text through the executor's compiler.
+#include <cstring>
+#include <map>
+
+#include "metal.h"
+
+NSErrorDomain const MTLLibraryErrorDomain = @"MTLLibraryErrorDomain";
+
+namespace softmetal {
+
+using ConstantTexts = std::vector<std::array<std::string, 3>>;  // name or "", index, value
+
+const sm_library* open_library(const std::string& source, const ConstantTexts& constants, bool checked) {
+  std::vector<sm_constant_value> values;
+  for (const auto& [name, index, value] : constants) {
+    const auto number = name.empty() ? static_cast<uint32_t>(std::stoul(index)) : 0;
+    values.push_back({name.empty() ? nullptr : name.c_str(), number, value.c_str()});
+  }
+  sm_compile_request request{};
+  request.source = source.c_str();
+  request.constants = values.data();
+  request.constant_count = static_cast<uint32_t>(values.size());
+  request.checked = checked;
+  char* text = nullptr;
+  const int failed = sm_compile(&request, &text);
+  const std::string path_or_error = text;
+  sm_free_text(text);
+  if (failed != 0) throw std::runtime_error(path_or_error);
+  const sm_library* library = sm_library_open(path_or_error.c_str(), &text);
+  if (library == nullptr) {
+    const std::string message = text;
+    sm_free_text(text);
+    throw std::runtime_error(message);
+  }
+  return library;
+}
+
+const sm_library* Kernel::library(bool checked) {
+  const std::lock_guard lock(mutex_);
+  const sm_library*& library = libraries_[checked];
+  if (library == nullptr) library = open_library(source_, constants_, checked);
+  return library;
+}
+
+const sm_kernel* Kernel::kernel(bool checked) { return sm_library_find(library(checked), name_.c_str()); }
+
+namespace {
+
+struct CompileSettings {
+  NSDictionary* macros = nil;
+  BOOL fast_math = YES;
+  MTLMathMode math_mode = MTLMathModeFast;
+  MTLMathFloatingPointFunctions functions = MTLMathFloatingPointFunctionsFast;
+  MTLLanguageVersion version = MTLLanguageVersion3_1;
+};
+CompileSettings& settings(MTLCompileOptions* options) { return *static_cast<CompileSettings*>(options->_state); }
+
+std::string constant_text(const void* value, MTLDataType type) {
+  const auto integer = [value](auto sample) {
+    std::memcpy(&sample, value, sizeof sample);
+    return std::to_string(sample);
+  };
+  switch (type) {
+    case MTLDataTypeBool: return *static_cast<const uint8_t*>(value) != 0 ? "true" : "false";
+    case MTLDataTypeChar: return integer(int8_t{});
+    case MTLDataTypeUChar: return integer(uint8_t{});
+    case MTLDataTypeShort: return integer(int16_t{});
+    case MTLDataTypeUShort: return integer(uint16_t{});
+    case MTLDataTypeInt: return integer(int32_t{});
+    case MTLDataTypeUInt: return integer(uint32_t{});
+    case MTLDataTypeLong: return integer(int64_t{});
+    case MTLDataTypeULong: return integer(uint64_t{});
+    case MTLDataTypeFloat:
+    case MTLDataTypeHalf: {
+      float number = 0;
+      if (type == MTLDataTypeFloat) {
+        std::memcpy(&number, value, sizeof number);
+      } else {
+        _Float16 half;
+        std::memcpy(&half, value, sizeof half);
+        number = static_cast<float>(half);
+      }
+      std::array<char, 40> text;
+      std::snprintf(text.data(), text.size(), "%a", static_cast<double>(number));
+      return text.data();
+    }
+  }
+  violation("function constant type", "setConstantValue: type ", static_cast<NSUInteger>(type), " is not supported here");
+}
+
+void set_error(NSError** error, MTLLibraryError code, const std::string& message) {
+  if (error == nullptr) return;
+  NSString* text = [NSString stringWithUTF8String:message.c_str()];
+  const std::array<id, 1> objects{text};
+  const std::array<id<NSCopying>, 1> keys{NSLocalizedDescriptionKey};
+  NSDictionary* info = [NSDictionary dictionaryWithObjects:objects.data() forKeys:keys.data() count:1];
+  *error = [NSError errorWithDomain:MTLLibraryErrorDomain code:static_cast<NSInteger>(code) userInfo:info];
+}
+
+}  // namespace
+}  // namespace softmetal
+
+using softmetal::ConstantTexts;
+using softmetal::settings;
+
+@implementation MTLCompileOptions
+- (id)init {
+  _state = new softmetal::CompileSettings();
+  return self;
+}
+- (void)dealloc {
+  [settings(self).macros release];
+  delete &settings(self);
+  [super dealloc];
+}
+- (NSDictionary*)preprocessorMacros {
+  return settings(self).macros;
+}
+- (void)setPreprocessorMacros:(NSDictionary*)macros {
+  [macros retain];
+  [settings(self).macros release];
+  settings(self).macros = macros;
+}
+- (BOOL)fastMathEnabled {
+  return settings(self).fast_math;
+}
+- (void)setFastMathEnabled:(BOOL)enabled {
+  settings(self).fast_math = enabled;
+}
+- (MTLMathMode)mathMode {
+  return settings(self).math_mode;
+}
+- (void)setMathMode:(MTLMathMode)mode {
+  settings(self).math_mode = mode;
+}
+- (MTLMathFloatingPointFunctions)mathFloatingPointFunctions {
+  return settings(self).functions;
+}
+- (void)setMathFloatingPointFunctions:(MTLMathFloatingPointFunctions)functions {
+  settings(self).functions = functions;
+}
+- (MTLLanguageVersion)languageVersion {
+  return settings(self).version;
+}
+- (void)setLanguageVersion:(MTLLanguageVersion)version {
+  settings(self).version = version;
+}
+@end
+
+@implementation MTLFunctionConstantValues
+- (id)init {
+  _state = new ConstantTexts();
+  return self;
+}
+- (void)dealloc {
+  delete static_cast<ConstantTexts*>(_state);
+  [super dealloc];
+}
+- (void)setConstantValue:(const void*)value type:(MTLDataType)type atIndex:(NSUInteger)index {
+  static_cast<ConstantTexts*>(_state)->push_back({"", std::to_string(index), softmetal::constant_text(value, type)});
+}
+- (void)setConstantValue:(const void*)value type:(MTLDataType)type withName:(NSString*)name {
+  static_cast<ConstantTexts*>(_state)->push_back({[name UTF8String], "", softmetal::constant_text(value, type)});
+}
+@end
+
+@interface SoftMetalFunction : NSObject <MTLFunction> {
+ @public
+  std::string* source;
+  std::string* functionName;
+  ConstantTexts* constants;
+  NSString* functionLabel;
+}
+@end
+
+@implementation SoftMetalFunction
+- (void)dealloc {
+  delete source;
+  delete functionName;
+  delete constants;
+  [functionLabel release];
+  [super dealloc];
+}
+- (NSString*)name {
+  return [NSString stringWithUTF8String:functionName->c_str()];
+}
+- (id<MTLDevice>)device {
+  return MTLCreateSystemDefaultDevice();
+}
+- (NSString*)label {
+  return functionLabel;
+}
+- (void)setLabel:(NSString*)label {
+  [label retain];
+  [functionLabel release];
+  functionLabel = label;
+}
+@end
+
+@interface SoftMetalLibrary : NSObject <MTLLibrary> {
+ @public
+  std::string* source;
+  const sm_library* library;
+  NSString* libraryLabel;
+}
+@end
+
+@implementation SoftMetalLibrary
+- (void)dealloc {
+  delete source;
+  [libraryLabel release];
+  [super dealloc];
+}
+- (id<MTLDevice>)device {
+  return MTLCreateSystemDefaultDevice();
+}
+- (NSString*)label {
+  return libraryLabel;
+}
+- (void)setLabel:(NSString*)label {
+  [label retain];
+  [libraryLabel release];
+  libraryLabel = label;
+}
+- (NSArray*)functionNames {
+  std::vector<id> names;
+  for (uint32_t i = 0; i < sm_library_kernel_count(library); ++i) {
+    names.push_back([NSString stringWithUTF8String:sm_library_kernel(library, i)->name]);
+  }
+  return [NSArray arrayWithObjects:names.data() count:names.size()];
+}
+- (id<MTLFunction>)newFunctionWithName:(NSString*)name {
+  return [self newFunctionWithName:name constantValues:nil error:nil];
+}
+- (id<MTLFunction>)newFunctionWithName:(NSString*)name
+                        constantValues:(MTLFunctionConstantValues*)values
+                                 error:(NSError**)error {
+  if (sm_library_find(library, [name UTF8String]) == nullptr) {
+    softmetal::set_error(error, MTLLibraryErrorFunctionNotFound,
+                         std::string("no function '") + [name UTF8String] + "' in the library");
+    return nil;
+  }
+  SoftMetalFunction* function = [[SoftMetalFunction alloc] init];
+  function->source = new std::string(*source);
+  function->functionName = new std::string([name UTF8String]);
+  function->constants = values == nil ? new ConstantTexts() : new ConstantTexts(*static_cast<ConstantTexts*>(values->_state));
+  return function;
+}
+@end
+
+@implementation SoftMetalPipeline
+- (void)dealloc {
+  delete kernel;
+  [super dealloc];
+}
+- (NSString*)label {
+  return [NSString stringWithUTF8String:kernel->name().c_str()];
+}
+- (id<MTLDevice>)device {
+  return MTLCreateSystemDefaultDevice();
+}
+- (NSUInteger)allocatedSize {
+  return 0;
+}
+- (NSUInteger)maxTotalThreadsPerThreadgroup {
+  const uint32_t limit = kernel->kernel(softmetal::Device::get().checked)->max_total_threads;
+  return limit == 0 ? SM_MAX_THREADS : limit;
+}
+- (NSUInteger)threadExecutionWidth {
+  return SM_SIMD_WIDTH;
+}
+- (NSUInteger)staticThreadgroupMemoryLength {
+  return kernel->kernel(softmetal::Device::get().checked)->static_threadgroup_bytes;
+}
+@end
+
+id<MTLLibrary> softmetal_new_library(NSString* source, MTLCompileOptions* options, NSError** error) {
+  std::string text;
+  if (options != nil) {
+    NSDictionary* macros = settings(options).macros;
+    NSArray* names = [macros allKeys];
+    for (NSUInteger i = 0; i < [names count]; ++i) {
+      id value = [macros objectForKey:[names objectAtIndex:i]];
+      text += std::string("#define ") + [[[names objectAtIndex:i] description] UTF8String] + " " + [[value description] UTF8String] + "\n";
+    }
+    if (!text.empty()) text += "#line 1\n";
+  }
+  text += [source UTF8String];
+  try {
+    const sm_library* opened = softmetal::open_library(text, {}, softmetal::Device::get().checked);
+    SoftMetalLibrary* library = [[SoftMetalLibrary alloc] init];
+    library->source = new std::string(std::move(text));
+    library->library = opened;
+    return library;
+  } catch (const std::runtime_error& failure) {
+    softmetal::set_error(error, MTLLibraryErrorCompileFailure, failure.what());
+    return nil;
+  }
+}
+
+id<MTLComputePipelineState> softmetal_new_pipeline(id<MTLFunction> function, NSError** error) {
+  if (function == nil) softmetal::violation("function", "newComputePipelineStateWithFunction: expected a function, got nil");
+  auto* made = static_cast<SoftMetalFunction*>(function);
+  auto kernel = std::make_unique<softmetal::Kernel>(*made->source, *made->functionName, *made->constants);
+  try {
+    kernel->kernel(softmetal::Device::get().checked);
+  } catch (const std::runtime_error& failure) {
+    softmetal::set_error(error, MTLLibraryErrorCompileFailure, failure.what());
+    return nil;
+  }
+  SoftMetalPipeline* pipeline = [[SoftMetalPipeline alloc] init];
+  pipeline->kernel = kernel.release();
+  return pipeline;
+}

@@ -1,0 +1,40 @@
+// The C functions behind `import softmetal`. Returned texts are freed by softmetal_free; a returned error is null for
+// success.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "../executor/executor.h"
+
+#define SOFTMETAL_EXPORT extern "C" __attribute__((visibility("default")))
+
+SOFTMETAL_EXPORT void softmetal_free(void* memory);
+
+SOFTMETAL_EXPORT void softmetal_set_checked(int checked);
+SOFTMETAL_EXPORT int softmetal_is_checked(void);
+SOFTMETAL_EXPORT void softmetal_set_seed(uint64_t seed);
+SOFTMETAL_EXPORT char* softmetal_faults(void);  // one a line
+SOFTMETAL_EXPORT void softmetal_clear(void);    // faults and records
+SOFTMETAL_EXPORT size_t softmetal_record_count(void);
+// The i-th of the latest dispatches; valid until the next dispatch.
+SOFTMETAL_EXPORT const sm_result* softmetal_record(size_t i, const char** kernel, uint64_t* seed);
+
+// torch.mps.compile_shader. Objects are released with softmetal_release.
+SOFTMETAL_EXPORT void* softmetal_new_shader_library(const char* source, char** error);
+SOFTMETAL_EXPORT char* softmetal_function_names(void* library);  // one a line
+SOFTMETAL_EXPORT void* softmetal_new_pipeline_named(void* library, const char* name, char** error);
+SOFTMETAL_EXPORT void softmetal_release(void* object);
+// Most threads per threadgroup, threads per simdgroup, bytes of threadgroup memory declared in the kernel.
+SOFTMETAL_EXPORT void softmetal_pipeline_limits(void* pipeline, uint64_t* limits);
+
+typedef struct {
+  void* handle;       // MTLBuffer
+  uint64_t offset;    // bytes
+  const void* bytes;  // instead of a buffer
+  uint64_t length;
+} softmetal_argument;
+SOFTMETAL_EXPORT char* softmetal_dispatch(void* pipeline, const softmetal_argument* arguments, size_t count,
+                                          const uint64_t* threads, const uint64_t* group);
+SOFTMETAL_EXPORT uint64_t softmetal_gpu_address(void* buffer);
+SOFTMETAL_EXPORT char* softmetal_host_pointer(void* buffer, void** pointer);

@@ -1,0 +1,130 @@
+// The C functions behind `import softmetal`: settings, results, and torch.mps.compile_shader.
+#include <cstring>
+
+#include "metal.h"
+#include "python_api.h"
+#include "torch_device.h"
+#include <ATen/mps/MPSStream.h>
+
+using softmetal::Device;
+
+namespace {
+
+char* copy_text(const std::string& text) { return strdup(text.c_str()); }
+
+// Runs `body` and turns an exception into its text.
+template <typename Body>
+char* guarded(const Body& body) {
+  try {
+    @autoreleasepool {
+      body();
+    }
+    return nullptr;
+  } catch (const c10::Error& error) {
+    return copy_text(error.what_without_backtrace());
+  } catch (const std::exception& error) {
+    return copy_text(error.what());
+  }
+}
+
+std::string joined(const std::vector<std::string>& lines) {
+  std::string text;
+  for (const std::string& line : lines) text += (text.empty() ? "" : "\n") + line;
+  return text;
+}
+
+}  // namespace
+
+void softmetal_free(void* memory) { std::free(memory); }
+
+void softmetal_set_checked(int checked) { Device::get().checked = checked != 0; }
+int softmetal_is_checked(void) { return Device::get().checked; }
+void softmetal_set_seed(uint64_t seed) { Device::get().set_seed(seed); }
+
+char* softmetal_faults(void) {
+  const std::lock_guard lock(Device::get().mutex);
+  return copy_text(joined(Device::get().faults));
+}
+
+void softmetal_clear(void) { Device::get().clear(); }
+
+size_t softmetal_record_count(void) {
+  const std::lock_guard lock(Device::get().mutex);
+  return Device::get().records.size();
+}
+
+const sm_result* softmetal_record(size_t i, const char** kernel, uint64_t* seed) {
+  const std::lock_guard lock(Device::get().mutex);
+  const softmetal::Record& record = Device::get().records.at(i);
+  *kernel = record.kernel.c_str();
+  *seed = record.seed;
+  return record.result;
+}
+
+void* softmetal_new_shader_library(const char* source, char** error) {
+  id<MTLLibrary> library = nil;
+  *error = guarded([&] {
+    NSString* text = [NSString stringWithCString:source encoding:NSASCIIStringEncoding];
+    if (text == nil) throw std::runtime_error("the source holds characters that are not ASCII");
+    NSError* failure = nil;
+    library = [at::mps::MPSDevice::getInstance()->device() newLibraryWithSource:text options:nil error:&failure];
+    if (library == nil) throw std::runtime_error([[failure localizedDescription] UTF8String]);
+  });
+  return library;
+}
+
+char* softmetal_function_names(void* library) {
+  std::vector<std::string> names;
+  NSArray* array = [static_cast<id<MTLLibrary>>(library) functionNames];
+  for (NSUInteger i = 0; i < [array count]; ++i) names.emplace_back([[array objectAtIndex:i] UTF8String]);
+  return copy_text(joined(names));
+}
+
+void* softmetal_new_pipeline_named(void* library, const char* name, char** error) {
+  id<MTLComputePipelineState> pipeline = nil;
+  *error = guarded([&] {
+    id<MTLFunction> function = [static_cast<id<MTLLibrary>>(library) newFunctionWithName:[NSString stringWithUTF8String:name]];
+    if (function == nil) throw std::runtime_error(std::string("Failed to create function state object for: ") + name);
+    NSError* failure = nil;
+    pipeline = [at::mps::MPSDevice::getInstance()->device() newComputePipelineStateWithFunction:function error:&failure];
+    [function release];
+    if (pipeline == nil) throw std::runtime_error([[failure localizedDescription] UTF8String]);
+  });
+  return pipeline;
+}
+
+void softmetal_release(void* object) { [static_cast<id>(object) release]; }
+
+void softmetal_pipeline_limits(void* pipeline, uint64_t* limits) {
+  const auto state = static_cast<id<MTLComputePipelineState>>(pipeline);
+  limits[0] = [state maxTotalThreadsPerThreadgroup];
+  limits[1] = [state threadExecutionWidth];
+  limits[2] = [state staticThreadgroupMemoryLength];
+}
+
+char* softmetal_dispatch(void* pipeline, const softmetal_argument* arguments, size_t count, const uint64_t* threads,
+                         const uint64_t* group) {
+  return guarded([&] {
+    auto* stream = at::mps::getCurrentMPSStream();
+    at::mps::dispatch_sync_with_rethrow(stream->queue(), ^{
+      id<MTLComputeCommandEncoder> encoder = stream->commandEncoder();
+      [encoder setComputePipelineState:static_cast<id<MTLComputePipelineState>>(pipeline)];
+      for (size_t i = 0; i < count; ++i) {
+        const softmetal_argument& argument = arguments[i];
+        if (argument.bytes != nullptr) {
+          [encoder setBytes:argument.bytes length:argument.length atIndex:i];
+        } else {
+          [encoder setBuffer:static_cast<id<MTLBuffer>>(argument.handle) offset:argument.offset atIndex:i];
+        }
+      }
+      [encoder dispatchThreads:MTLSizeMake(threads[0], threads[1], threads[2])
+          threadsPerThreadgroup:MTLSizeMake(group[0], group[1], group[2])];
+    });
+  });
+}
+
+uint64_t softmetal_gpu_address(void* buffer) { return [static_cast<id<MTLBuffer>>(buffer) gpuAddress]; }
+
+char* softmetal_host_pointer(void* buffer, void** pointer) {
+  return guarded([&] { *pointer = [static_cast<id<MTLBuffer>>(buffer) contents]; });
+}

@@ -1,0 +1,173 @@
+// Device guard, hooks, events and generator: what torch.mps and torch.accelerator ask for.
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/detail/MPSHooksInterface.h>
+#include <ATen/mps/MPSAllocatorInterface.h>
+#include <ATen/mps/MPSStream.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+
+#include <unordered_map>
+
+#include "torch_generator.h"
+
+namespace softmetal {
+
+void synchronize() { at::mps::getDefaultMPSStream()->synchronize(at::mps::SyncType::COMMIT_AND_WAIT); }
+
+const at::Generator& default_generator() {
+  static const auto* generator = new at::Generator(at::make_generator<MpsGenerator>(c10::default_rng_seed_val));
+  return *generator;
+}
+
+namespace {
+
+using at::mps::SyncType;
+constexpr c10::DeviceType kMPS = c10::DeviceType::MPS;
+
+struct Guard final : c10::impl::DeviceGuardImplInterface {
+  c10::DeviceType type() const override { return kMPS; }
+  c10::Device exchangeDevice(c10::Device device) const override {
+    setDevice(device);
+    return getDevice();
+  }
+  c10::Device getDevice() const override { return {kMPS, 0}; }
+  void setDevice(c10::Device device) const override {
+    TORCH_CHECK(device.is_mps(), "Expected a MPS device, but got ", device);
+  }
+  void uncheckedSetDevice(c10::Device) const noexcept override {}
+  c10::Stream getStream(c10::Device) const override { return c10::Stream(c10::Stream::DEFAULT, {kMPS, 0}); }
+  c10::Stream getDefaultStream(c10::Device) const override { return getStream({kMPS, 0}); }
+  c10::Stream getNewStream(c10::Device, int) const override { return getStream({kMPS, 0}); }
+  c10::Stream exchangeStream(c10::Stream) const override { return getStream({kMPS, 0}); }
+  c10::DeviceIndex deviceCount() const noexcept override { return 1; }
+  bool queryStream(const c10::Stream&) const override {
+    synchronize();
+    return true;
+  }
+  void synchronizeStream(const c10::Stream&) const override { synchronize(); }
+  void synchronizeDevice(c10::DeviceIndex) const override { synchronize(); }
+  c10::DeviceCapability getDeviceCapability(c10::Device) const override {
+    c10::DeviceCapability capability;
+    capability.capability_data.capability_bits &= ~((1ULL << at::kIndex_Double) | (1ULL << at::kIndex_ComplexDouble));
+    return capability;
+  }
+};
+
+// Completes when the work recorded before it has run.
+struct Event {
+  bool recorded = false, done = false;
+  double time = 0;  // seconds
+};
+
+class Events {
+ public:
+  uint32_t acquire() {
+    events_[++last_] = std::make_shared<Event>();
+    return last_;
+  }
+  void release(uint32_t number) { events_.erase(number); }
+  std::shared_ptr<Event> get(uint32_t number) const {
+    const auto found = events_.find(number);
+    TORCH_CHECK(found != events_.end(), "mps event ", number, " does not exist");
+    return found->second;
+  }
+
+ private:
+  std::unordered_map<uint32_t, std::shared_ptr<Event>> events_;
+  uint32_t last_ = 0;
+};
+Events& events() {
+  static auto* instance = new Events();
+  return *instance;
+}
+
+}  // namespace
+
+// PyTorch looks the class up by this name.
+struct MPSHooks final : at::MPSHooksInterface {
+  void init() const override {}
+  bool hasMPS() const override { return true; }
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  c10::DeviceIndex deviceCount() const override { return 1; }
+  void setCurrentDevice(c10::DeviceIndex device) const override {
+    TORCH_CHECK(device == 0, "expected mps device 0, got ", static_cast<int>(device));
+  }
+  c10::DeviceIndex getCurrentDevice() const override { return 0; }
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex device) const override {
+    setCurrentDevice(device);
+    return 0;
+  }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex device) const override {
+    return device < 0 ? 0 : exchangeDevice(device);
+  }
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  bool isOnMacOSorNewer(unsigned major, unsigned minor) const override {
+    return std::pair(major, minor) <= std::pair(14u, 4u);
+  }
+  c10::Device getDeviceFromPtr(void*) const override { return {kMPS, 0}; }
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override { return default_generator(); }
+  at::Generator getNewGenerator(c10::DeviceIndex) const override {
+    return at::make_generator<MpsGenerator>(c10::default_rng_seed_val);
+  }
+  c10::Allocator* getMPSDeviceAllocator() const override { return &allocator(); }
+  void deviceSynchronize() const override { synchronize(); }
+  void commitStream() const override { at::mps::getDefaultMPSStream()->synchronize(SyncType::COMMIT); }
+  void* getCommandBuffer() const override {
+    auto* stream = at::mps::getDefaultMPSStream();
+    stream->endKernelCoalescing();
+    return stream->commandBuffer();
+  }
+  void* getDispatchQueue() const override { return at::mps::getDefaultMPSStream()->queue(); }
+  void emptyCache() const override {}
+  size_t getCurrentAllocatedMemory() const override { return allocated_bytes(); }
+  size_t getDriverAllocatedMemory() const override { return allocated_bytes(); }
+  size_t getRecommendedMaxMemory() const override { return at::mps::getIMPSAllocator()->getRecommendedMaxMemory(); }
+  size_t getMaxBufferLength() const override { return [at::mps::MPSDevice::getInstance()->device() maxBufferLength]; }
+  void setMemoryFraction(double ratio) const override { at::mps::getIMPSAllocator()->setHighWatermarkRatio(ratio); }
+  void profilerStartTrace(const std::string&, bool) const override {}
+  void profilerStopTrace() const override {}
+  uint32_t acquireEvent(bool) const override { return events().acquire(); }
+  void releaseEvent(uint32_t number) const override { events().release(number); }
+  void recordEvent(uint32_t number) const override {
+    const std::shared_ptr<Event> event = events().get(number);
+    event->recorded = true;
+    event->done = false;
+    auto* stream = at::mps::getDefaultMPSStream();
+    {
+      const auto lock = lock_stream("Event.record");
+      stream->endKernelCoalescing();
+      stream->addCompletedHandler(^(id<MTLCommandBuffer> buffer) {
+        event->done = true;
+        event->time = [buffer GPUEndTime];
+      });
+    }
+    stream->synchronize(SyncType::COMMIT);
+  }
+  void waitForEvent(uint32_t number) const override { (void)events().get(number); }  // one stream: it is ordered already
+  void synchronizeEvent(uint32_t number) const override {
+    if (events().get(number)->recorded) synchronize();
+  }
+  bool queryEvent(uint32_t number) const override {
+    const std::shared_ptr<Event> event = events().get(number);
+    const bool done = event->done || !event->recorded;
+    if (!done) synchronize();  // nothing runs by itself here: asking makes progress
+    return done;
+  }
+  double elapsedTimeOfEvents(uint32_t first, uint32_t last) const override {
+    synchronize();
+    const auto from = events().get(first), to = events().get(last);
+    TORCH_CHECK(from->done && to->done, "elapsed_time: both events must have been recorded");
+    return (to->time - from->time) * 1e3;
+  }
+};
+
+}  // namespace softmetal
+
+namespace at {
+using softmetal::Guard;
+using softmetal::MPSHooks;
+REGISTER_MPS_HOOKS(MPSHooks)
+}  // namespace at
+namespace softmetal {
+C10_REGISTER_GUARD_IMPL(MPS, Guard)
+}

@@ -1,0 +1,219 @@
+// The few operators that must know the device; all others run on the CPU through one boxed fallback.
+#include <ATen/EmptyTensor.h>
+#include <ATen/Functions.h>
+#include <ATen/native/CPUFallback.h>
+#include <ATen/native/Resize.h>
+#include <ATen/native/TensorFactories.h>
+#include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/view_native.h>
+#include <torch/library.h>
+
+#include <cstring>
+
+#include "torch_generator.h"
+
+namespace softmetal {
+namespace {
+
+using at::IntArrayRef;
+using at::Tensor;
+using std::optional;
+
+constexpr c10::DispatchKeySet kKeys(c10::DispatchKey::MPS);
+
+void require_type(at::ScalarType type) {
+  TORCH_CHECK_TYPE(type != at::kDouble && type != at::kComplexDouble,
+                   "Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64. "
+                   "Please use float32 instead.");
+}
+
+Tensor empty(IntArrayRef size, optional<at::ScalarType> type, optional<at::Layout>, optional<at::Device>, optional<bool>,
+             optional<at::MemoryFormat> format) {
+  const at::ScalarType dtype = c10::dtype_or_default(type);
+  require_type(dtype);
+  return at::detail::empty_generic(size, &allocator(), kKeys, dtype, format);
+}
+
+Tensor empty_strided(IntArrayRef size, IntArrayRef stride, optional<at::ScalarType> type, optional<at::Layout>,
+                     optional<at::Device>, optional<bool>) {
+  const at::ScalarType dtype = c10::dtype_or_default(type);
+  require_type(dtype);
+  return at::detail::empty_strided_generic(size, stride, &allocator(), kKeys, dtype);
+}
+
+// A CPU tensor over the same bytes. The stream must be idle while it is used.
+Tensor host_view(const Tensor& tensor) {
+  if (!tensor.is_mps()) return tensor;
+  Tensor view;
+  if (tensor.numel() == 0 || buffer_of(tensor) == nil) {
+    view = at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(at::kCPU));
+  } else {
+    uint8_t* bytes = buffer_of(tensor)->memory->bytes() +
+                     static_cast<size_t>(tensor.storage_offset()) * tensor.element_size();
+    view = at::from_blob(bytes, tensor.sizes(), tensor.strides(), tensor.options().device(at::kCPU));
+  }
+  view._set_conj(tensor.is_conj());
+  view._set_neg(tensor.is_neg());
+  return view;
+}
+
+void mark_written(const Tensor& tensor) {
+  if (tensor.numel() == 0) return;
+  Memory& memory = *buffer_of(tensor)->memory;
+  if (memory.initialised() == nullptr) return;
+  const size_t item = tensor.element_size();
+  const auto start = static_cast<size_t>(tensor.storage_offset()) * item;
+  if (tensor.is_non_overlapping_and_dense()) {
+    memory.mark_written(start, static_cast<size_t>(tensor.numel()) * item);
+    return;
+  }
+  // The record of written bytes, seen as a tensor of the same shape with one byte-group per element.
+  const auto bytes = static_cast<int64_t>(item);
+  std::vector<int64_t> sizes(tensor.sizes().vec()), strides;
+  for (const int64_t stride : tensor.strides()) strides.push_back(stride * bytes);
+  sizes.push_back(bytes);
+  strides.push_back(1);
+  at::from_blob(memory.initialised() + start, sizes, strides, at::TensorOptions(at::kByte)).fill_(1);
+}
+
+Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
+  (void)non_blocking;
+  if (self.numel() == 0 || self.is_same(source)) return self;
+  synchronize();
+  Tensor destination = host_view(self);
+  destination.copy_(host_view(source));
+  if (self.is_mps()) mark_written(self);
+  return self;
+}
+
+Tensor copy_from(const Tensor& self, const Tensor& destination, bool non_blocking) {
+  Tensor out = destination;
+  copy_(out, self, non_blocking);
+  return destination;
+}
+
+Tensor copy_from_and_resize(const Tensor& self, const Tensor& destination) {
+  destination.resize_(self.sizes());
+  return copy_from(self, destination, false);
+}
+
+at::Scalar local_scalar_dense(const Tensor& self) {
+  synchronize();
+  return host_view(self).item();
+}
+
+const Tensor& resize_(const Tensor& self, IntArrayRef size, optional<at::MemoryFormat> format) {
+  at::TensorImpl* impl = self.unsafeGetTensorImpl();
+  impl->set_sizes_contiguous(size);
+  if (format.has_value() && *format != at::MemoryFormat::Preserve) impl->empty_tensor_restride(*format);
+  const c10::Storage& storage = impl->unsafe_storage();
+  const size_t needed = (static_cast<size_t>(self.numel()) + static_cast<size_t>(self.storage_offset())) * self.element_size();
+  if (self.numel() == 0 || needed <= storage.nbytes()) return self;
+  c10::DataPtr grown = allocator().allocate(needed);
+  if (storage.nbytes() != 0) allocator().copy_data(grown.get(), storage.data(), storage.nbytes());
+  storage.set_data_ptr(std::move(grown));
+  storage.set_nbytes(needed);
+  return self;
+}
+
+Tensor& set_storage_offset(Tensor& self, c10::Storage storage, int64_t offset, IntArrayRef size, IntArrayRef stride) {
+  at::TensorImpl* impl = self.unsafeGetTensorImpl();
+  impl->set_storage_keep_dtype(std::move(storage));
+  impl->set_storage_offset(offset);
+  if (stride.empty() && !size.empty()) {
+    impl->set_sizes_contiguous(size);
+  } else {
+    impl->set_sizes_and_strides(size, stride);
+  }
+  const int64_t end = self.numel() == 0 ? 0
+      : offset + at::detail::computeStorageNbytes(self.sizes(), self.strides(), 1);
+  TORCH_CHECK(static_cast<size_t>(end) * self.element_size() <= impl->unsafe_storage().nbytes(),
+              "set_: sizes ", self.sizes(), ", strides ", self.strides(), " and offset ", offset,
+              " need more than the storage's ", impl->unsafe_storage().nbytes(), " bytes");
+  return self;
+}
+
+Tensor& set_storage(Tensor& self, c10::Storage storage) {
+  const auto count = static_cast<int64_t>(storage.nbytes() / self.element_size());
+  return set_storage_offset(self, std::move(storage), 0, {count}, {});
+}
+
+Tensor& set_tensor(Tensor& self, const Tensor& source) {
+  if (self.is_same(source)) return self;
+  return set_storage_offset(self, source.storage(), source.storage_offset(), source.sizes(), source.strides());
+}
+
+Tensor& set_empty(Tensor& self) {
+  return set_storage_offset(self, c10::Storage(c10::Storage::use_byte_size_t{}, 0, allocator().allocate(0), &allocator(), true),
+                            0, {0}, {});
+}
+
+Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, const optional<Tensor>& mask, double dropout,
+                 bool causal, optional<double> scale, bool grouped) {
+  return std::get<0>(at::_scaled_dot_product_attention_math(query, key, value, mask, dropout, causal, {}, scale, grouped));
+}
+
+Tensor convolution(const Tensor& input, const Tensor& weight, const optional<Tensor>& bias, IntArrayRef stride,
+                   IntArrayRef padding, IntArrayRef dilation, bool transposed, IntArrayRef output_padding, int64_t groups) {
+  const optional<Tensor> host_bias = bias.has_value() && bias->defined() ? optional(bias->cpu()) : std::nullopt;
+  return at::convolution(input.cpu(), weight.cpu(), host_bias, stride, padding, dilation, transposed, output_padding, groups)
+      .to(input.device());
+}
+
+std::tuple<Tensor, Tensor, Tensor> convolution_backward(const Tensor& gradient, const Tensor& input, const Tensor& weight,
+                                                        IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation,
+                                                        bool transposed, IntArrayRef output_padding, int64_t groups,
+                                                        std::array<bool, 3> mask) {
+  const std::array<int64_t, 1> bias_sizes{transposed ? weight.size(1) * groups : weight.size(0)};
+  const auto host = at::convolution_backward(gradient.cpu(), input.cpu(), weight.cpu(), IntArrayRef(bias_sizes), stride,
+                                             padding, dilation, transposed, output_padding, groups, mask);
+  const auto back = [&](const Tensor& t) { return t.defined() ? t.to(input.device()) : t; };
+  return {back(std::get<0>(host)), back(std::get<1>(host)), back(std::get<2>(host))};
+}
+
+// CPU operators want a CPU generator: an mps one, or none at all where the operator could take one, is lent to them
+// under the CPU's name and its state taken back afterwards.
+void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  synchronize();
+  const auto& arguments = op.schema().arguments();
+  at::Generator device, host;
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    c10::IValue& value = (*stack)[stack->size() - arguments.size() + i];
+    const bool takes_generator = arguments[i].type()->str().find("Generator") != std::string::npos;
+    if (!takes_generator || !(value.isNone() || (value.isGenerator() && value.toGenerator().device().is_mps()))) continue;
+    device = value.isNone() ? default_generator() : value.toGenerator();
+    host = at::detail::createCPUGenerator();
+    host.set_state(device.get_state());
+    value = host;
+  }
+  at::native::cpu_fallback(op, stack);
+  if (device.defined()) device.set_state(host.get_state());
+}
+
+TORCH_LIBRARY_IMPL(_, MPS, library) { library.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
+
+TORCH_LIBRARY_IMPL(aten, MPS, library) {
+  library.impl("empty.memory_format", &empty);
+  library.impl("empty_strided", &empty_strided);
+  library.impl("as_strided", &at::native::as_strided_tensorimpl);
+  library.impl("view", &at::native::view);
+  library.impl("_reshape_alias", &at::native::_reshape_alias);
+  library.impl("copy_", &copy_);
+  library.impl("_copy_from", &copy_from);
+  library.impl("_copy_from_and_resize", &copy_from_and_resize);
+  library.impl("_local_scalar_dense", &local_scalar_dense);
+  library.impl("resize_", &resize_);
+  library.impl("set_.source_Storage", &set_storage);
+  library.impl("set_.source_Storage_storage_offset", &set_storage_offset);
+  library.impl("set_.source_Tensor", &set_tensor);
+  library.impl("set_", &set_empty);
+  library.impl("scaled_dot_product_attention", &attention);
+  library.impl("convolution_overrideable", &convolution);
+  library.impl("convolution_backward_overrideable", &convolution_backward);
+}
+
+TORCH_LIBRARY_IMPL(aten, AutogradMPS, library) { library.impl("scaled_dot_product_attention", &attention); }
+
+}  // namespace
+}  // namespace softmetal

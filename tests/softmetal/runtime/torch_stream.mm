@@ -1,0 +1,348 @@
+// PyTorch's Metal stream, against the installed ATen/mps headers: layout and mangled names agree by construction.
+#include <ATen/mps/MPSDevice.h>
+#include <ATen/mps/MPSProfiler.h>
+#include <ATen/mps/MPSStream.h>
+
+#include <cstring>
+#include <mutex>
+
+#include "metal.h"
+#include "torch_device.h"
+
+using softmetal::violation;
+
+// ---- the serial queue ----------------------------------------------------------------------------------------------
+
+@interface SoftMetalDispatchQueue : NSObject <OS_dispatch_queue>
+@end
+@implementation SoftMetalDispatchQueue
+@end
+
+namespace softmetal {
+namespace {
+
+std::recursive_mutex queue_mutex;
+thread_local bool running_block = false;
+uint64_t block_count = 0;
+
+class BlockScope {
+ public:
+  BlockScope() : lock_(queue_mutex, std::defer_lock) {
+    if (running_block) {
+      violation("re-entrant dispatch_sync", "dispatch_sync was called from a block of the same queue: a deadlock on a "
+                "Mac. PyTorch operators on mps tensors do so");
+    }
+    lock_.lock();
+    running_block = true;
+    ++block_count;
+  }
+  ~BlockScope() { running_block = false; }
+  BlockScope(const BlockScope&) = delete;
+  BlockScope& operator=(const BlockScope&) = delete;
+
+ private:
+  std::unique_lock<std::recursive_mutex> lock_;
+};
+
+struct ProfiledKernel {
+  const void* handle = nullptr;
+  std::string label;
+};
+thread_local ProfiledKernel profiled;
+
+}  // namespace
+
+bool on_queue() { return running_block; }
+uint64_t queue_block() { return block_count; }
+std::string& operator_label() { return profiled.label; }
+
+std::unique_lock<std::recursive_mutex> lock_stream(const char* what) {
+  if (running_block) {
+    violation("commit inside the block", what, " inside a dispatch_sync block: it waits for the queue that runs the block");
+  }
+  return std::unique_lock(queue_mutex);
+}
+
+void raise_new_faults() {
+  const std::vector<std::string> faults = Device::get().take_new_faults();
+  if (faults.empty()) return;
+  std::string text;
+  for (const std::string& fault : faults) text += (text.empty() ? "" : "\n") + fault;
+  TORCH_CHECK(false, text);
+}
+
+}  // namespace softmetal
+
+extern "C" __attribute__((visibility("default"))) void dispatch_sync(dispatch_queue_t queue, dispatch_block_t block) {
+  (void)queue;
+  const softmetal::BlockScope scope;
+  try {
+    block();
+  } catch (const std::exception& error) {
+    violation("exception across dispatch_sync", "a C++ exception left the block of a plain dispatch_sync, which ends a "
+              "Mac's process; use dispatch_sync_with_rethrow. It said: ", error.what());
+  }
+}
+
+namespace at::mps {
+
+void dispatch_sync_with_rethrow(dispatch_queue_t queue, void (^block)()) {
+  (void)queue;
+  const softmetal::BlockScope scope;
+  block();
+  if (softmetal::profiled.handle != nullptr) {
+    softmetal::profiled = {};
+    violation("profiler pairing", "beginProfileKernel without endProfileKernel in the block");
+  }
+}
+
+// ---- stream --------------------------------------------------------------------------------------------------------
+
+MPSStream::MPSStream(Stream stream)
+    : _stream(stream),
+      _commandQueue([MTLCreateSystemDefaultDevice() newCommandQueue]),
+      _serialQueue([[SoftMetalDispatchQueue alloc] init]) {
+  TORCH_CHECK(stream.device_type() == DeviceType::MPS, "expected an MPS stream, got ", stream);
+}
+MPSStream::~MPSStream() = default;
+
+MPSCommandBuffer* MPSStream::commandBuffer() {
+  if (_commandBuffer == nil) {
+    @autoreleasepool {
+      _commandBuffer = [[MPSCommandBuffer commandBufferFromCommandQueue:_commandQueue] retain];
+    }
+  }
+  return _commandBuffer;
+}
+
+id<MTLComputeCommandEncoder> MPSStream::commandEncoder() {
+  if (!softmetal::on_queue()) {
+    violation("encoder outside the queue", "commandEncoder() was called outside a dispatch_sync block of the stream's queue");
+  }
+  if (_commandEncoder == nil) {
+    @autoreleasepool {
+      _commandEncoder = [[commandBuffer() computeCommandEncoder] retain];
+    }
+  }
+  return _commandEncoder;
+}
+
+void MPSStream::endKernelCoalescing() {
+  if (_commandEncoder == nil) return;
+  static_cast<SoftMetalCommandBuffer*>([_commandBuffer rootCommandBuffer])->needsQueue = NO;  // the device ends it itself
+  [_commandEncoder endEncoding];
+  static_cast<SoftMetalCommandBuffer*>([_commandBuffer rootCommandBuffer])->needsQueue = YES;
+  [_commandEncoder release];
+  _commandEncoder = nil;
+}
+
+void MPSStream::commit() {
+  endKernelCoalescing();
+  if (_commandBuffer == nil) return;
+  [_commandBuffer commit];
+  [_prevCommandBuffer release];
+  _prevCommandBuffer = _commandBuffer;
+  _commandBuffer = nil;
+}
+
+void MPSStream::commitAndWait() {
+  commit();
+  if (_prevCommandBuffer != nil) {
+    [_prevCommandBuffer waitUntilCompleted];
+    [_prevCommandBuffer release];
+    _prevCommandBuffer = nil;
+  }
+  softmetal::raise_new_faults();
+}
+
+void MPSStream::commitAndContinue() { commit(); }
+void MPSStream::flush() { commit(); }
+
+void MPSStream::synchronize(SyncType syncType) {
+  const auto lock = softmetal::lock_stream("MPSStream::synchronize");
+  switch (syncType) {
+    case SyncType::NONE:
+    case SyncType::COMMIT_ADAPTIVE: break;  // commits only under memory pressure
+    case SyncType::COMMIT:
+    case SyncType::COMMIT_AND_CONTINUE: commit(); break;
+    case SyncType::COMMIT_AND_WAIT: commitAndWait(); break;
+  }
+}
+
+void MPSStream::copy(id<MTLBuffer> source, id<MTLBuffer> destination, size_t length, size_t sourceOffset,
+                     size_t destinationOffset, uint64_t profileId, SyncType syncType) {
+  (void)profileId;
+  dispatch_sync_with_rethrow(_serialQueue, ^{
+    @autoreleasepool {
+      endKernelCoalescing();
+      id<MTLBlitCommandEncoder> encoder = [commandBuffer() blitCommandEncoder];
+      [encoder copyFromBuffer:source
+                 sourceOffset:sourceOffset
+                     toBuffer:destination
+            destinationOffset:destinationOffset
+                         size:length];
+      [encoder endEncoding];
+    }
+  });
+  synchronize(syncType);
+}
+
+void MPSStream::copy_and_sync(id<MTLBuffer> source, id<MTLBuffer> destination, size_t length, size_t sourceOffset,
+                              size_t destinationOffset, bool non_blocking, uint64_t profileId) {
+  copy(source, destination, length, sourceOffset, destinationOffset, profileId,
+       non_blocking ? SyncType::COMMIT : SyncType::COMMIT_AND_WAIT);
+}
+
+void MPSStream::executeMPSGraph(MPSGraph*, NSDictionary*, NSDictionary*, SyncType) {
+  TORCH_CHECK(false, "softmetal: there is no MPSGraph; host code encodes its own kernels");
+}
+
+void MPSStream::addCompletedHandler(MTLCommandBufferHandler block) { [commandBuffer() addCompletedHandler:block]; }
+
+id<MTLDevice> MPSStream::device() const { return MPSDevice::getInstance()->device(); }
+
+id<MTLBuffer> MPSStream::getErrorBuffer() {
+  if (_errorBuffer == nil) {
+    constexpr NSUInteger kErrorBytes = 16384;  // c10/metal/error.h: ErrorMessages and room
+    _errorBuffer = [device() newBufferWithLength:kErrorBytes options:MTLResourceStorageModeShared];
+    std::memset([_errorBuffer contents], 0, kErrorBytes);
+  }
+  return _errorBuffer;
+}
+void MPSStream::checkLastError() {}
+
+MPSStream* MPSStreamImpl::_stream = nullptr;
+MPSStream* MPSStreamImpl::getInstance() {
+  static std::once_flag once;
+  std::call_once(once, [] { _stream = new MPSStream(Stream(Stream::DEFAULT, Device(DeviceType::MPS, 0))); });
+  return _stream;
+}
+MPSStream* getCurrentMPSStream() { return MPSStreamImpl::getInstance(); }
+MPSStream* getDefaultMPSStream() { return MPSStreamImpl::getInstance(); }
+
+// ---- device --------------------------------------------------------------------------------------------------------
+
+MPSDevice* MPSDevice::_device = nullptr;
+MPSDevice::MPSDevice() : _mtl_device(MTLCreateSystemDefaultDevice()) {}
+MPSDevice::~MPSDevice() = default;
+MPSDevice* MPSDevice::getInstance() {
+  static std::once_flag once;
+  std::call_once(once, [] { _device = new MPSDevice(); });
+  return _device;
+}
+bool MPSDevice::isMacOS13Plus(MacOSVersion version) const { return version == MacOSVersion::MACOS_VER_14_4_PLUS; }
+std::string MPSDevice::getName() const { return [[_mtl_device name] UTF8String]; }
+unsigned MPSDevice::getCoreCount() const { return softmetal::kCoreCount; }
+bool is_available() { return true; }
+bool is_macos_13_or_newer(MacOSVersion version) { return MPSDevice::getInstance()->isMacOS13Plus(version); }
+bool is_apple_family_or_newer(AppleGPUFamily family) { return family == AppleGPUFamily::APPLE_7_PLUS; }
+
+// ---- profiler ------------------------------------------------------------------------------------------------------
+
+namespace Profiler {
+
+MPSProfiler::MPSProfiler() : m_os_log_events(nullptr), m_os_log_intervals(nullptr) {}
+MPSProfiler::~MPSProfiler() = default;
+
+uint64_t MPSProfiler::beginProfileKernel(const void* handle, const std::string& name, bool isGraph) {
+  (void)isGraph;
+  if (handle == nullptr) violation("profiler pairing", "beginProfileKernel '", name, "': the handle is null");
+  if (softmetal::profiled.handle != nullptr) {
+    violation("profiler pairing", "beginProfileKernel '", name, "' before endProfileKernel of '",
+              softmetal::profiled.label, "'");
+  }
+  softmetal::profiled = {handle, name};
+  return ++m_kernel_counter;
+}
+
+uint64_t MPSProfiler::beginProfileKernel(const void* handle, const std::string& name, const TensorList& tensors) {
+  (void)tensors;
+  return beginProfileKernel(handle, name, false);
+}
+
+void MPSProfiler::endProfileKernel(const void* handle, SyncType syncType) {
+  (void)syncType;
+  if (handle == nullptr || handle != softmetal::profiled.handle) {
+    violation("profiler pairing", "endProfileKernel with another handle than beginProfileKernel's");
+  }
+  softmetal::profiled = {};
+}
+
+}  // namespace Profiler
+
+Profiler::MPSProfiler& getMPSProfiler() {
+  static auto* profiler = new Profiler::MPSProfiler();
+  return *profiler;
+}
+
+}  // namespace at::mps
+
+// ---- MPSCommandBuffer ----------------------------------------------------------------------------------------------
+
+namespace {
+SoftMetalCommandBuffer*& root(MPSCommandBuffer* buffer) {
+  return *reinterpret_cast<SoftMetalCommandBuffer**>(&buffer->_state);
+}
+}  // namespace
+
+@implementation MPSCommandBuffer
++ (MPSCommandBuffer*)commandBufferFromCommandQueue:(id<MTLCommandQueue>)queue {
+  MPSCommandBuffer* buffer = [[[self alloc] init] autorelease];
+  root(buffer) = [static_cast<SoftMetalCommandBuffer*>([queue commandBuffer]) retain];
+  root(buffer)->needsQueue = YES;
+  return buffer;
+}
+- (void)dealloc {
+  [root(self) release];
+  [super dealloc];
+}
+- (id<MTLCommandBuffer>)rootCommandBuffer {
+  return root(self);
+}
+- (void)commitAndContinue {
+  id<MTLCommandQueue> queue = [root(self) commandQueue];
+  [root(self) commit];
+  [root(self) release];
+  root(self) = [static_cast<SoftMetalCommandBuffer*>([queue commandBuffer]) retain];
+  root(self)->needsQueue = YES;
+}
+- (id<MTLDevice>)device {
+  return [root(self) device];
+}
+- (id<MTLCommandQueue>)commandQueue {
+  return [root(self) commandQueue];
+}
+- (NSString*)label {
+  return [root(self) label];
+}
+- (void)setLabel:(NSString*)label {
+  [root(self) setLabel:label];
+}
+- (MTLCommandBufferStatus)status {
+  return [root(self) status];
+}
+- (NSError*)error {
+  return [root(self) error];
+}
+- (double)GPUStartTime {
+  return [root(self) GPUStartTime];
+}
+- (double)GPUEndTime {
+  return [root(self) GPUEndTime];
+}
+- (void)addCompletedHandler:(MTLCommandBufferHandler)block {
+  [root(self) addCompletedHandler:block];
+}
+- (void)commit {
+  [root(self) commit];
+}
+- (void)waitUntilCompleted {
+  [root(self) waitUntilCompleted];
+}
+- (id<MTLComputeCommandEncoder>)computeCommandEncoder {
+  return [root(self) computeCommandEncoder];
+}
+- (id<MTLBlitCommandEncoder>)blitCommandEncoder {
+  return [root(self) blitCommandEncoder];
+}
+@end

@@ -1,0 +1,161 @@
+"""`torch.mps.compile_shader` on the software device: what `torch._C._mps_compileShader` returns on a Mac."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import c_uint64, c_void_p
+from typing import Any
+
+import torch
+
+from .native import Argument, Library
+
+_CASTS = {
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp32": torch.float32,
+    "int64": torch.int64,
+    "int32": torch.int32,
+    "int16": torch.int16,
+    "int8": torch.int8,
+    "uint8": torch.uint8,
+}
+
+
+class ShaderKernel:
+    """One kernel of a library; calling it encodes a dispatch on the current stream."""
+
+    def __init__(self, native: Library, library: ShaderLibrary, name: str) -> None:
+        self._native, self._owner = native, library
+        error = c_void_p()
+        self._pipeline = native.new_pipeline_named(library._handle, name.encode(), ctypes.byref(error))
+        message = native.take_text(error.value)
+        if message is not None:
+            raise RuntimeError(message)
+        limits = (c_uint64 * 3)()
+        native.pipeline_limits(self._pipeline, limits)
+        self.max_threads_per_threadgroup, self.thread_execution_width, self.static_thread_group_memory_length = limits
+
+    def __del__(self) -> None:
+        if getattr(self, "_pipeline", None):
+            self._native.release(self._pipeline)
+
+    def __call__(
+        self,
+        *args: Any,
+        threads: int | Sequence[int] | None = None,
+        group_size: int | Sequence[int] | None = None,
+        arg_casts: str | dict[int, str] | None = None,
+        error_buf_idx: int | None = None,
+    ) -> None:
+        """Encodes one dispatch.
+
+        Args:
+            args: mps tensors, numbers (int64, float32 unless cast), lists of numbers, lists of mps tensors.
+            threads: threads of the grid, 1 to 3 numbers; by default the number of elements of the first tensor.
+            group_size: threads of a threadgroup, as many numbers as `threads`.
+            arg_casts: element type of numbers, for all or by argument index.
+            error_buf_idx: slot that the stream's error buffer is bound to.
+
+        Raises:
+            TypeError: an argument of another kind.
+            RuntimeError: a rule of Metal is broken.
+        """
+        if error_buf_idx is not None:
+            raise NotImplementedError("softmetal: error_buf_idx: the error buffer is not read on the software device")
+        grid = _dimensions("threads", threads)
+        if grid is None:
+            first = next((a for a in args if isinstance(a, torch.Tensor)), None)
+            if first is None:
+                raise RuntimeError("compile_shader: threads is needed where the first argument is no tensor")
+            grid = [first.numel()]
+        group = _dimensions("group_size", group_size) or [min(self.max_threads_per_threadgroup, grid[0])]
+        if group_size is not None and len(group) != len(grid):
+            raise RuntimeError(f"compile_shader: threads has {len(grid)} dimensions, group_size has {len(group)}")
+        keep: list[object] = []
+        arguments = (Argument * len(args))()
+        for i, value in enumerate(args):
+            cast = arg_casts.get(i) if isinstance(arg_casts, dict) else arg_casts
+            arguments[i] = self._argument(i, value, cast, keep)
+        pad = [1, 1]
+        error = self._native.dispatch(
+            self._pipeline, arguments, len(args), (c_uint64 * 3)(*(grid + pad)[:3]), (c_uint64 * 3)(*(group + pad)[:3])
+        )
+        message = self._native.take_text(error)
+        if message is not None:
+            raise RuntimeError(message)
+
+    def _argument(self, index: int, value: Any, cast: str | None, keep: list[object]) -> Argument:
+        if isinstance(value, torch.Tensor) and value.is_mps:
+            return Argument(value.untyped_storage().data_ptr(), value.storage_offset() * value.element_size(), None, 0)
+        if isinstance(value, torch.Tensor):
+            if value.dim() != 0:
+                raise RuntimeError("Passed CPU tensor to MPS op")
+            numbers = value.float() if value.dtype == torch.float64 else value
+        elif isinstance(value, list | tuple) and value and all(isinstance(v, torch.Tensor) for v in value):
+            numbers = torch.tensor([self._address(v) for v in value], dtype=torch.int64)
+        else:
+            numbers = _numbers(index, value, cast)
+        numbers = numbers.contiguous()
+        keep.append(numbers)
+        return Argument(None, 0, numbers.data_ptr(), numbers.numel() * numbers.element_size())
+
+    def _address(self, tensor: torch.Tensor) -> int:
+        if not tensor.is_mps:
+            raise RuntimeError("Passed CPU tensor to MPS op")
+        start: int = self._native.gpu_address(tensor.untyped_storage().data_ptr())
+        return start + tensor.storage_offset() * tensor.element_size()
+
+
+def _numbers(index: int, value: Any, cast: str | None) -> torch.Tensor:
+    values = list(value) if isinstance(value, list | tuple) else [value]
+    if not values or not all(isinstance(v, int | float) for v in values):
+        raise TypeError(
+            f"compile_shader: argument {index}: expected an mps tensor, a number, or a list of either, got {value!r}"
+        )
+    if cast is not None and cast not in _CASTS:
+        raise RuntimeError(f"compile_shader: arg_casts: expected one of {', '.join(_CASTS)}, got {cast!r}")
+    default = torch.float32 if any(isinstance(v, float) for v in values) else torch.int64
+    return torch.tensor(values, dtype=_CASTS[cast] if cast is not None else default)
+
+
+def _dimensions(name: str, value: int | Sequence[int] | None) -> list[int] | None:
+    if value is None:
+        return None
+    sizes = [value] if isinstance(value, int) else list(value)
+    if not 1 <= len(sizes) <= 3:
+        raise RuntimeError(f"compile_shader: {name}: expected 1 to 3 numbers, got {value!r}")
+    return sizes
+
+
+class ShaderLibrary:
+    """Kernels compiled from Metal source; each is an attribute.
+
+    Raises:
+        SyntaxError: the source does not compile; the message is the compiler's.
+    """
+
+    def __init__(self, native: Library, source: str) -> None:
+        self._native = native
+        self._kernels: dict[str, ShaderKernel] = {}
+        error = c_void_p()
+        self._handle = native.new_shader_library(source.encode(), ctypes.byref(error))
+        message = native.take_text(error.value)
+        if message is not None:
+            raise SyntaxError("failed to compile " + source + " with\n" + message)
+        self._names = (native.take_text(native.function_names(self._handle)) or "").split()
+
+    def __del__(self) -> None:
+        if getattr(self, "_handle", None):
+            self._native.release(self._handle)
+
+    def __dir__(self) -> list[str]:
+        return list(self._names)
+
+    def __getattr__(self, name: str) -> ShaderKernel:
+        if name not in self._names:
+            raise AttributeError(f"the shader library has no function {name!r}; it has {', '.join(self._names)}")
+        if name not in self._kernels:
+            self._kernels[name] = ShaderKernel(self._native, self, name)
+        return self._kernels[name]
