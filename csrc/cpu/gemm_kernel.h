@@ -16,9 +16,10 @@ template <class V, int count, class F>
   }(std::make_integer_sequence<int, count>{});
 }
 
-// y += scale * sum(code * x), corrected by the zero point, at the end of a segment.
+// y [R, C vectors] += scale * sum(code * x), corrected by the zero point, at the end of a segment.
 template <class V, int R, int C>
-[[gnu::always_inline]] inline void add_segment(const Step& s, int segment, const typename V::F (&acc)[R * C]) {
+[[gnu::always_inline]] inline void add_segment(const Step& s, int segment, const typename V::F (&acc)[R * C],
+                                               float* y) {
   using F = typename V::F;
   const float* scales = s.scales + segment * s.ld_scales;
   const float* zeros = s.role == ZerosRole::none ? nullptr : s.zeros + segment * s.ld_scales;
@@ -29,12 +30,12 @@ template <class V, int R, int C>
       F zero = V::zero();
       if constexpr (role != ZerosRole::none) zero = V::load(zeros + c * V::width);
       unroll<V, R>([&](auto i) __attribute__((always_inline)) {
-        float* at = s.y + (i * C + c) * V::width;
+        float* at = y + (i * C + c) * V::width;
         F a = acc[i * C + c];
         if constexpr (role == ZerosRole::zero_point) a = V::fnma(zero, V::set1(sums[i]), a);
-        F y = V::fma(a, scale, V::load(at));
-        if constexpr (role == ZerosRole::bias) y = V::fma(zero, V::set1(sums[i]), y);
-        V::store(at, y);
+        F sum = V::fma(a, scale, V::load(at));
+        if constexpr (role == ZerosRole::bias) sum = V::fma(zero, V::set1(sums[i]), sum);
+        V::store(at, sum);
       });
     });
   };
@@ -48,6 +49,29 @@ template <class V, int R, int C>
   }
 }
 
+// Where the segments of a chunk are added up. Several of them go into a sum of their own first: a long K in small
+// groups would otherwise be one chain of thousands of roundings.
+template <class V, int R, int C>
+class ChunkSum {
+ public:
+  [[gnu::always_inline]] explicit ChunkSum(const Step& s) : y_(s.y), single_(s.segment >= s.k) {
+    if (single_) return;
+    unroll<V, R * C>([&](auto i) __attribute__((always_inline)) { V::store(sum_ + i * V::width, V::zero()); });
+  }
+  [[gnu::always_inline]] float* target() { return single_ ? y_ : sum_; }
+  [[gnu::always_inline]] void finish() {
+    if (single_) return;
+    unroll<V, R * C>([&](auto i) __attribute__((always_inline)) {
+      V::store(y_ + i * V::width, V::add(V::load(y_ + i * V::width), V::load(sum_ + i * V::width)));
+    });
+  }
+
+ private:
+  float* y_;
+  bool single_;
+  alignas(64) float sum_[R * C * V::width];
+};
+
 // x is [k, R]: the R activations of one k stand together.
 template <class V, Codes codes, bool from_panel, int R, int C>
 void step(const Step& s) {
@@ -57,6 +81,7 @@ void step(const Step& s) {
   const uint32_t* ahead = s.ahead;
   const float* panel = s.panel;
   const float* x = static_cast<const float*>(s.x);
+  ChunkSum<V, R, C> sum(s);
   for (int begin = 0, segment = 0; begin < s.k; begin += s.segment, ++segment) {
     const int end = begin + s.segment < s.k ? begin + s.segment : s.k;
     F acc[R * C];
@@ -89,8 +114,9 @@ void step(const Step& s) {
       panel += 8 * C * V::width;
       x += 8 * R;
     }
-    add_segment<V, R, C>(s, segment, acc);
+    add_segment<V, R, C>(s, segment, acc, sum.target());
   }
+  sum.finish();
 }
 
 template <class V, Codes codes, int C>
