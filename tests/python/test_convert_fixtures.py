@@ -26,6 +26,31 @@ EXPECTED = {
     "awq/autoawq-gemv_fast-asym-g64": ("uint4", 64, torch.float16),
     "awq/autoround-asym-g32": ("uint4", 32, torch.float16),
     "awq/gptqmodel-gemm-asym-g64": ("uint4", 64, torch.bfloat16),
+    "auto-round/autoround-asym-g64": ("uint4", 64, torch.float16),
+    "compressed-tensors/gptq-int4-sym-g32-static": ("uint4b8", 32, torch.float16),
+    "compressed-tensors/int4-asym-g64": ("uint4", 64, torch.float16),
+    "compressed-tensors/int4-sym-channel": ("uint4b8", 256, torch.float16),
+    "compressed-tensors/int4-sym-g128": ("uint4b8", 128, torch.float16),
+    "compressed-tensors/mxfp4": ("mxfp4", 32, torch.uint8),
+    "compressed-tensors/nvfp4": ("nvfp4", 16, torch.uint8),
+    "bitsandbytes/fp4": ("lut4", 64, torch.float32),
+    "bitsandbytes/nf4": ("lut4", 64, torch.float32),
+    "bitsandbytes/nf4-doublequant": ("lut4", 64, torch.float32),
+    "gguf/MXFP4": ("mxfp4", 32, torch.uint8),
+    "gguf/NVFP4": ("nvfp4", 16, torch.uint8),
+    "gguf/Q4_0": ("uint4b8", 32, torch.float16),
+    "gguf/Q4_1": ("uint4_bias", 32, torch.float16),
+    "gguf/Q4_K": ("uint4_bias", 32, torch.float32),
+    "hqq/axis1-g64-float16": ("uint4", 64, torch.float16),
+    "mlx/affine-g128-float32": ("uint4_bias", 128, torch.float32),
+    "mlx/affine-g32-float16": ("uint4_bias", 32, torch.float16),
+    "mlx/affine-g64-bfloat16": ("uint4_bias", 64, torch.bfloat16),
+    "mlx/mlxlm-affine-g64": ("uint4_bias", 64, torch.float16),
+    "mlx/mxfp4-g32-bfloat16": ("mxfp4", 32, torch.uint8),
+    "mlx/nvfp4-g16-bfloat16": ("nvfp4", 16, torch.uint8),
+    "torchao/intx-int4-g64-unpacked": ("uint4b8", 64, torch.float32),
+    "torchao/mxfp4": ("mxfp4", 32, torch.uint8),
+    "torchao/nvfp4": ("nvfp4", 16, torch.uint8),
 }
 
 
@@ -33,18 +58,32 @@ def key(folder: Path) -> str:
     return folder.relative_to(DATA).as_posix()
 
 
+def test_every_folder_has_an_expectation() -> None:
+    assert sorted(EXPECTED) == [key(folder) for folder in FOLDERS]
+
+
 @pytest.mark.filterwarnings("ignore:.*raw zero points of 15")
-@pytest.mark.parametrize("folder", [folder for folder in FOLDERS if key(folder) in EXPECTED], ids=key)
+@pytest.mark.parametrize("folder", FOLDERS, ids=key)
 def test_layer_equals_the_producers_own_weight(folder: Path) -> None:
-    (weight,) = convert.read_layers(folder)
+    gguf = folder / "model.gguf"
+    (weight,) = convert.read_layers(gguf if gguf.exists() else folder)
     assert isinstance(weight, convert.PackedWeight)
     (name, reference), *rest = load_file(folder / "reference.safetensors").items()
     assert not rest
-    assert name == f"{weight.name}.weight"
-    weight_format, group_size, dtype = EXPECTED[key(folder)]
-    assert (weight.weight_format, weight.group_size, weight.scales.dtype) == (weight_format, group_size, dtype)
-    assert (weight.N, weight.K) == tuple(reference.shape)
+    assert weight.name == "blk.0.attn_k" if gguf.exists() else f"{weight.name}.weight" == name
+    expected = EXPECTED[key(folder)]
+    assert (weight.weight_format, weight.group_size, weight.scales.dtype) == expected
+    assert tuple(reference.shape) == (weight.N, weight.K)
     assert torch.equal(weight.dequantize().t().half(), reference)
+
+
+def test_a_layout_that_depends_on_the_processor_is_refused_by_name() -> None:
+    folder = DATA / "torchao/int4-opaque-cpu-g64"
+    with pytest.raises(convert.UnsupportedFormat, match=r"Int4OpaqueTensor.*depends on the processor"):
+        list(convert.read_layers(folder))
+    with pytest.raises(convert.UnsupportedFormat, match="Int4OpaqueTensor"):
+        list(convert.read_layers(folder, on_unsupported="dequantize"))
+    assert list(convert.read_layers(folder, on_unsupported="skip")) == []
 
 
 def test_act_order_is_undone() -> None:
@@ -58,7 +97,7 @@ def test_zero_points_of_15_follow_the_rule_that_the_caller_names() -> None:
     folder = DATA / "gptq/gptqmodel-asym-g64-v1-zero0"
     decoded = {}
     for rule in ("word", "masked", "unmasked"):
-        with pytest.warns(UserWarning, match="raw zero points of 15.*gptq_zeros_rule"):
+        with pytest.warns(UserWarning, match=r"raw zero points of 15.*gptq_zeros_rule"):
             (weight,) = convert.read_layers(folder, gptq_zeros_rule=rule)
         decoded[rule] = weight.dequantize().t().half()
     (reference,) = load_file(folder / "reference.safetensors").values()

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from torch_marlin_metal.convert.checkpoint import Checkpoint, Settings
 from torch_marlin_metal.convert.errors import UnsupportedFormat
-from torch_marlin_metal.convert.layer import FLOATS, Layer, as_words, constant, fit_groups, spread
-from torch_marlin_metal.convert.registry import Format, Options
+from torch_marlin_metal.convert.layer import FLOATS, Layer, as_words, constant, fit_groups, spread, words_of_codes
+from torch_marlin_metal.convert.registry import DirectoryFormat, Options, endings
 from torch_marlin_metal.packed_weight import PackedWeight
 
 # version -> the layout that it is a name for
@@ -152,7 +152,7 @@ def _unpack_gemv_fast(qweight: Tensor) -> Tensor:
     codes = (qweight.unsqueeze(2) >> torch.arange(0, 16, 4)) & 15
     rows = codes.to(torch.uint8).reshape(quarter, K // 64, 4, 2, 8, 4)  # tile, row, run, k % 8, k // 8
     rows = rows.permute(0, 2, 1, 3, 5, 4).reshape(4 * quarter, K)
-    return as_words(rows[:, 0::2] | (rows[:, 1::2] << 4))
+    return words_of_codes(rows)
 
 
 def _integer_zeros(scales: Tensor, biases: Tensor) -> Tensor | None:
@@ -162,7 +162,7 @@ def _integer_zeros(scales: Tensor, biases: Tensor) -> Tensor | None:
     return zeros.to(torch.uint8) if exact and bool(((zeros >= 0) & (zeros <= 15)).all()) else None
 
 
-FORMAT = Format(
+FORMAT = DirectoryFormat(
     name="awq",
     title="AWQ (AutoAWQ, llm-awq, GPTQModel, AutoRound)",
     methods=("awq",),
@@ -177,8 +177,8 @@ FORMAT = Format(
         ("K not a multiple of 8", "a word of the operators holds 8 codes along K"),
         ("groups of 8 or less", "no group size of the operators divides them; dequantized on request"),
     ),
-    anchors=(".qweight",),
-    roles={"qzeros": ".qzeros", "scales": ".scales", "bias": ".bias"},
+    anchors={".qweight": "qweight"},
+    roles=endings("qzeros", "scales", "bias"),
     fields={"b_packed": "qweight", "scales": "scales", "zeros": "qzeros", "bias": "bias"},
     check=_check,
     read=_read,

@@ -1,14 +1,38 @@
 """The one list of checkpoint formats, and the choice among them by a checkpoint's settings."""
 
-from torch_marlin_metal.convert import awq, gptq
+from torch_marlin_metal.convert import (
+    auto_round,
+    awq,
+    bitsandbytes,
+    compressed_tensors,
+    gguf,
+    gpt_oss,
+    gptq,
+    hqq,
+    mlx,
+    modelopt,
+    torchao,
+)
 from torch_marlin_metal.convert.checkpoint import Checkpoint
 from torch_marlin_metal.convert.errors import CheckpointError, UnsupportedFormat
-from torch_marlin_metal.convert.registry import Format
+from torch_marlin_metal.convert.registry import DirectoryFormat, Format
 
-FORMATS: tuple[Format, ...] = (gptq.FORMAT, awq.FORMAT)
+DIRECTORY_FORMATS: tuple[DirectoryFormat, ...] = (
+    gptq.FORMAT,
+    awq.FORMAT,
+    auto_round.FORMAT,
+    compressed_tensors.FORMAT,
+    modelopt.FORMAT,
+    bitsandbytes.FORMAT,
+    hqq.FORMAT,
+    mlx.FORMAT,
+    torchao.FORMAT,
+    gpt_oss.FORMAT,
+)
+FORMATS: tuple[Format, ...] = (*DIRECTORY_FORMATS, gguf.FORMAT)
 
 
-def find_format(checkpoint: Checkpoint) -> Format:
+def find_format(checkpoint: Checkpoint) -> DirectoryFormat:
     """Returns the format that a checkpoint's quantization settings announce, after it has checked them.
 
     Raises:
@@ -18,11 +42,11 @@ def find_format(checkpoint: Checkpoint) -> Format:
     settings = checkpoint.settings
     method = settings.text("quant_method", "method").lower()
     if method:
-        found = [fmt for fmt in FORMATS if method in fmt.methods]
+        found = [fmt for fmt in DIRECTORY_FORMATS if method in fmt.methods]
     else:
-        found = [fmt for fmt in FORMATS if fmt.implied(checkpoint)]
+        found = [fmt for fmt in DIRECTORY_FORMATS if fmt.implied(checkpoint)]
     if not found:
-        known = ", ".join(sorted(method for fmt in FORMATS for method in fmt.methods))
+        known = ", ".join(sorted(method for fmt in DIRECTORY_FORMATS for method in fmt.methods))
         if method:
             raise UnsupportedFormat(f"{settings.file}: quant_method {method!r} is not read; known: {known}")
         raise CheckpointError(f"{settings.file}: the quantization settings name no quant_method; known: {known}")

@@ -9,10 +9,11 @@ import warnings
 import torch
 from torch import Tensor
 
+from torch_marlin_metal.convert.act_order import permutation, read_g_idx
 from torch_marlin_metal.convert.checkpoint import Checkpoint, Settings
 from torch_marlin_metal.convert.errors import UnsupportedFormat
-from torch_marlin_metal.convert.layer import FLOATS, Layer, constant, fit_groups
-from torch_marlin_metal.convert.registry import Format, Options
+from torch_marlin_metal.convert.layer import FLOATS, Layer, constant, fit_groups, unpack
+from torch_marlin_metal.convert.registry import DirectoryFormat, Options, endings
 from torch_marlin_metal.packed_weight import PackedWeight
 
 VERSIONS = {"": 1, "gptq": 1, "gptq_v2": 2}
@@ -28,13 +29,14 @@ def _check(checkpoint: Checkpoint, settings: Settings) -> None:
         raise UnsupportedFormat(f"{settings.file}: GPTQ pack_dtype {pack_dtype!r} is not read; known: int32")
 
 
-def _read(layer: Layer, settings: Settings, options: Options) -> PackedWeight:
+def read(layer: Layer, settings: Settings, options: Options) -> PackedWeight:
+    """Converts one layer; its width and group size are derived from the shapes and compared with the settings."""
     rows, N = layer.expect("qweight", ("I32",), None, None)
     G, _ = layer.expect("scales", FLOATS, None, N)
     bits = _bits(layer, settings, rows, N, G)
     K = rows * 32 // bits
     scales = layer.read("scales")
-    g_idx = _read_g_idx(layer, K, G) if "g_idx" in layer else None
+    g_idx = read_g_idx(layer, "g_idx", K, G)
     group_size = _group_size(layer, settings, K, G, g_idx)
     version = options.gptq_version or VERSIONS[settings.text("checkpoint_format", "format").lower()]
 
@@ -44,7 +46,7 @@ def _read(layer: Layer, settings: Settings, options: Options) -> PackedWeight:
             f"{bits}-bit GPTQ weights are not 4 bit wide", lambda: _dequantize(layer, bits, version, scales, row_group)
         )
     zeros = _read_zeros(layer, settings, options, version, G, N)
-    perm = _permutation(layer, g_idx, group_size, G)
+    perm = permutation(layer, "g_idx", g_idx, group_size)
     fitted = fit_groups(K, group_size, scales, *([] if zeros is None else [zeros]))
     if fitted is None:
         raise layer.unsupported(
@@ -78,20 +80,6 @@ def _bits(layer: Layer, settings: Settings, rows: int, N: int, G: int) -> int:
     if bits not in (2, 3, 4, 8) or 32 * rows % bits:
         raise layer.error("qweight", f"expected 2, 3, 4 or 8 bits, found {bits} by the shapes")
     return bits
-
-
-def _read_g_idx(layer: Layer, K: int, G: int) -> Tensor | None:
-    """Returns the group of every row, or None where the rows are in order (or the tensor was never filled in)."""
-    g_idx = layer.read("g_idx").long()
-    low, high = (int(bound) for bound in g_idx.aminmax())
-    if low < 0 or high >= G:
-        raise layer.error("g_idx", f"expected groups in 0..{G - 1}, got a range of {low} to {high}")
-    if high == 0 and G > 1:
-        warnings.warn(
-            f"{layer.file}: layer {layer.name!r}: g_idx is all zero with {G} groups: read as no act-order", stacklevel=2
-        )
-        return None
-    return g_idx
 
 
 def _group_size(layer: Layer, settings: Settings, K: int, G: int, g_idx: Tensor | None) -> int:
@@ -140,33 +128,11 @@ def _check_version(layer: Layer, raw: Tensor, version: int) -> None:
         )
 
 
-def _permutation(layer: Layer, g_idx: Tensor | None, group_size: int, G: int) -> Tensor | None:
-    """Returns act-order's permutation: position j of the packed rows holds row perm[j]."""
-    if g_idx is None:
-        return None
-    K = g_idx.numel()
-    in_order = torch.arange(K) // group_size
-    if torch.equal(g_idx, in_order):
-        return None
-    if not torch.equal(g_idx.bincount(minlength=G), in_order.bincount(minlength=G)):
-        raise layer.error("g_idx", f"expected {group_size} rows in every group, got {g_idx.bincount().tolist()[:8]}...")
-    return g_idx.argsort(stable=True).int()
-
-
-def _unpack(words: Tensor, bits: int, count: int) -> Tensor:
-    """Unpacks `count` codes along the first dimension; a code may straddle two words (3 bit)."""
-    first = torch.arange(count) * bits
-    low, shift = first // 32, (first % 32).unsqueeze(1)
-    wide = words.long() & 0xFFFFFFFF
-    next_word = wide[(low + 1).clamp(max=words.shape[0] - 1)]
-    return ((wide[low] >> shift) | (next_word << (32 - shift))) & ((1 << bits) - 1)
-
-
 def _dequantize(
     layer: Layer, bits: int, version: int, scales: Tensor, row_group: Tensor, zeros: Tensor | None = None
 ) -> Tensor:
     """Decodes any width in fp32, for layers that the operators do not take: `[N, K]`."""
-    codes = _unpack(layer.read("qweight"), bits, row_group.numel())
+    codes = unpack(layer.read("qweight"), bits, row_group.numel())
     middle = 1 << (bits - 1)
     offset: Tensor | int = middle
     if zeros is not None:
@@ -174,12 +140,12 @@ def _dequantize(
     elif bits != 4 and "qzeros" in layer:
         G, N = scales.shape
         layer.expect("qzeros", ("I32",), G, -(-N * bits // 32))
-        raw = _unpack(layer.read("qzeros").t(), bits, N).t()
+        raw = unpack(layer.read("qzeros").t(), bits, N).t()
         offset = ((raw + (version == 1)) & (2 * middle - 1))[row_group]
     return ((codes - offset).float() * scales.float()[row_group]).t()
 
 
-FORMAT = Format(
+FORMAT = DirectoryFormat(
     name="gptq",
     title="GPTQ (GPTQModel, AutoGPTQ, optimum, AutoRound)",
     methods=("gptq",),
@@ -195,9 +161,9 @@ FORMAT = Format(
         ("marlin, bitblas", "layouts made for one GPU kernel; export the original GPTQ checkpoint"),
         ("pack_dtype other than int32", "no producer's default"),
     ),
-    anchors=(".qweight",),
-    roles={role: f".{role}" for role in ("qzeros", "scales", "g_idx", "bias")},
+    anchors={".qweight": "qweight"},
+    roles=endings("qzeros", "scales", "g_idx", "bias"),
     fields={"b_packed": "qweight", "scales": "scales", "zeros": "qzeros", "perm": "g_idx", "bias": "bias"},
     check=_check,
-    read=_read,
+    read=read,
 )

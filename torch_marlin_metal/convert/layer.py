@@ -22,12 +22,14 @@ class Layer:
         name: the module's name, without ".weight".
         roles: role ("scales") -> name of the tensor in the checkpoint.
         expert: position along the first dimension of every tensor, for layers stored as a stack of experts.
+        refused: why it is not read, for a layer that its checkpoint quantizes in another way.
     """
 
     checkpoint: Checkpoint
     name: str
     roles: dict[str, str]
     expert: int | None = None
+    refused: str = ""
 
     def __contains__(self, role: str) -> bool:
         return role in self.roles
@@ -116,6 +118,15 @@ def fit_groups(K: int, group_size: int, *grouped: Tensor) -> tuple[int, list[Ten
     return size, [tensor.repeat_interleave(group_size // size, 0)[:groups] for tensor in grouped]
 
 
+def unpack(words: Tensor, bits: int, count: int) -> Tensor:
+    """Unpacks `count` codes of any width along the first dimension of int32 words; a code may straddle two words."""
+    first = torch.arange(count) * bits
+    low, shift = first // 32, (first % 32).unsqueeze(1)
+    wide = words.long() & 0xFFFFFFFF
+    next_word = wide[(low + 1).clamp(max=words.shape[0] - 1)]
+    return ((wide[low] >> shift) | (next_word << (32 - shift))) & ((1 << bits) - 1)
+
+
 def spread(grouped: Tensor, K: int, group_size: int) -> Tensor:
     """Repeats `[G, N]` along k to `[K, N]`."""
     return grouped.repeat_interleave(group_size, 0)[:K]
@@ -129,6 +140,11 @@ def constant(tensor: Tensor, value: int) -> bool:
 def as_words(packed: Tensor) -> Tensor:
     """Bytes `[N, K/2]` or words `[N, K/8]` with k rising from the lowest nibble -> int32 `[K/8, N]`."""
     return packed.contiguous().view(torch.int32).t().contiguous()
+
+
+def words_of_codes(codes: Tensor) -> Tensor:
+    """uint8 codes `[N, K]` -> int32 `[K/8, N]`."""
+    return as_words(codes[:, 0::2] | (codes[:, 1::2] << 4))
 
 
 def swap_nibbles(packed: Tensor) -> Tensor:

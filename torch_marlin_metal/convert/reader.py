@@ -12,7 +12,7 @@ from torch import Tensor
 from torch_marlin_metal.convert.catalogue import find_format
 from torch_marlin_metal.convert.checkpoint import Checkpoint, open_checkpoint
 from torch_marlin_metal.convert.errors import CheckpointError, UnsupportedFormat
-from torch_marlin_metal.convert.layer import Layer
+from torch_marlin_metal.convert.gguf import GgufSource
 from torch_marlin_metal.convert.registry import Format, OnUnsupported, Options, ZerosRule
 from torch_marlin_metal.packed_weight import PackedWeight, PackedWeightError
 
@@ -39,19 +39,22 @@ class DenseWeight:
 
 
 class Source(Protocol):
-    """An opened checkpoint: no tensor data is read before a layer is asked for."""
+    """An opened checkpoint: no tensor data is read before a layer is asked for, by its position."""
 
-    format: Format
-
-    def layers(self) -> list[Layer]:
-        """Returns the 4-bit layers in the order of the file."""
+    @property
+    def format(self) -> Format:
+        """The registry's entry."""
         ...
 
-    def convert(self, layer: Layer) -> PackedWeight:
+    def names(self) -> list[str]:
+        """Returns the names of the 4-bit layers in the order of the files."""
+        ...
+
+    def convert(self, index: int) -> PackedWeight:
         """Reads one layer and validates it."""
         ...
 
-    def bias(self, layer: Layer) -> Tensor | None:
+    def bias(self, index: int) -> Tensor | None:
         """Reads the bias of a layer that could not be converted."""
         ...
 
@@ -71,22 +74,32 @@ class _DirectorySource:
         self._check_complete()
 
     def _check_complete(self) -> None:
-        names = {layer.name for layer in self._layers}
-        if not names:
+        self._foreign = {layer.name for layer in self._layers if layer.refused}
+        if not self._layers:
             anchors = " or ".join(self.format.anchors)
             raise CheckpointError(f"{self.checkpoint.path}: {self.format.name}: no tensor's name ends in {anchors}")
-        endings = {role: ending for role, ending in self.format.roles.items() if role != "bias"}
+        strays = {
+            role: endings for role, endings in self.format.roles.items() if role not in ("bias", "weight", "meta")
+        }
         for name in self.checkpoint.tensors:
-            for role, ending in endings.items():
-                base = name.removesuffix(ending)
-                if base != name and base not in names and f"{base}.weight" not in self.checkpoint.tensors:
-                    wanted = " or ".join(base + anchor for anchor in self.format.anchors)
-                    raise self.checkpoint.error(name, f"{self.format.name}: {role} without {wanted}")
+            for role, endings in strays.items():
+                for ending in endings:
+                    if name.endswith(ending):
+                        self._check_anchored(name, role, name.removesuffix(ending))
 
-    def layers(self) -> list[Layer]:
-        return self._layers
+    def _check_anchored(self, name: str, role: str, base: str) -> None:
+        """A part of a layer whose codes are missing is damage, unless the layer is quantized in another way."""
+        anchors = [base + ending for ending in self.format.anchors]
+        if base not in self._foreign and not any(anchor in self.checkpoint.tensors for anchor in anchors):
+            raise self.checkpoint.error(name, f"{self.format.name}: {role} of a layer without {' or '.join(anchors)}")
 
-    def convert(self, layer: Layer) -> PackedWeight:
+    def names(self) -> list[str]:
+        return [layer.name for layer in self._layers]
+
+    def convert(self, index: int) -> PackedWeight:
+        layer = self._layers[index]
+        if layer.refused:
+            raise layer.unsupported(layer.refused)
         weight = self.format.read(layer, self.checkpoint.settings, self.options)
         weight.name = layer.name
         try:
@@ -95,7 +108,8 @@ class _DirectorySource:
             role = self.format.fields.get(error.field, next(iter(layer.roles)))
             raise layer.error(role if role in layer else next(iter(layer.roles)), str(error)) from error
 
-    def bias(self, layer: Layer) -> Tensor | None:
+    def bias(self, index: int) -> Tensor | None:
+        layer = self._layers[index]
         return layer.read("bias") if "bias" in layer else None
 
     def other_tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -119,9 +133,13 @@ class CheckpointReader:
         self.options = options
         if not self.path.exists():
             raise CheckpointError(f"{self.path}: does not exist")
-        if not self.path.is_dir():
+        self.source: Source
+        if self.path.is_dir():
+            self.source = _DirectorySource(open_checkpoint(self.path, options.allow_pickle), options)
+        elif self.path.suffix == ".gguf" and self.path.is_file():
+            self.source = GgufSource(self.path, options)
+        else:
             raise CheckpointError(f"{self.path}: expected a directory or a .gguf file")
-        self.source: Source = _DirectorySource(open_checkpoint(self.path, options.allow_pickle), options)
 
     @property
     def format(self) -> Format:
@@ -131,26 +149,26 @@ class CheckpointReader:
     @property
     def layer_names(self) -> list[str]:
         """Names of the layers, in the order of iteration."""
-        return [layer.name for layer in self.source.layers()]
+        return self.source.names()
 
     def __len__(self) -> int:
-        return len(self.source.layers())
+        return len(self.layer_names)
 
     def __iter__(self) -> Iterator[PackedWeight | DenseWeight]:
-        for layer in self.source.layers():
-            converted = self._convert(layer)
+        for index, name in enumerate(self.layer_names):
+            converted = self._convert(index, name)
             if converted is not None:
                 yield converted
 
-    def _convert(self, layer: Layer) -> PackedWeight | DenseWeight | None:
+    def _convert(self, index: int, name: str) -> PackedWeight | DenseWeight | None:
         try:
-            return self.source.convert(layer)
+            return self.source.convert(index)
         except UnsupportedFormat as error:
             if self.options.on_unsupported == "skip":
                 return None
             if self.options.on_unsupported == "error" or error.dequantize is None:
                 raise
-            return DenseWeight(layer.name, error.dequantize(), self.source.bias(layer), str(error))
+            return DenseWeight(name, error.dequantize(), self.source.bias(index), str(error))
 
     def other_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yields (name, tensor) for everything that belongs to no 4-bit layer: embeddings, norms, dense layers."""

@@ -1,11 +1,12 @@
 """What a format is to the rest of the package; the formats themselves are one file each, listed in `formats.py`."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from torch_marlin_metal.convert.checkpoint import Checkpoint, Settings
 from torch_marlin_metal.convert.layer import Layer
+from torch_marlin_metal.convert.safetensors_file import TensorInfo
 from torch_marlin_metal.packed_weight import PackedWeight
 
 OnUnsupported = Literal["error", "dequantize", "skip"]
@@ -32,43 +33,58 @@ class Options:
     gguf_names: Literal["gguf", "hf"] = "gguf"
 
 
-Read = Callable[[Layer, Settings, Options], PackedWeight]
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Format:
-    """A container of 4-bit layers in a checkpoint directory.
+    """What a container of 4-bit layers is, for reports and the documentation.
 
     Attributes:
         name: short name, for `PackedWeight.source` and reports.
         title: what people call it.
-        methods: the `quant_method` values that announce it.
+        containers: what kind of file it comes in.
         variants: what is read, as (variant, weight formats) pairs.
         refused: what is not read, as (what, reason) pairs.
-        anchors: endings of the tensor names that mark a layer; the layer's name is what stands before.
-        roles: role -> ending, for the layer's other tensors.
+    """
+
+    name: str
+    title: str
+    containers: tuple[str, ...]
+    variants: tuple[tuple[str, str], ...]
+    refused: tuple[tuple[str, str], ...]
+
+
+Read = Callable[[Layer, Settings, Options], PackedWeight]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DirectoryFormat(Format):
+    """A format of checkpoint directories: how it is recognised, how its layers are found and converted.
+
+    Attributes:
+        methods: the `quant_method` values that announce it.
+        anchors: endings of tensor names that mark a layer, each with its role; what stands before is the layer's name.
+        roles: role -> endings that name it, for the layer's other tensors.
         fields: field of `PackedWeight` -> role, so that an error names the tensor.
         check: refuses a whole checkpoint by its settings.
         read: converts one layer.
         implied: recognises settings that name no method.
         delegate: the format that holds the layers, for a method that only wraps others.
+        stacked_rank: rank of the anchor tensor at which its first dimension counts experts, each a layer of its own.
+        foreign: endings of tensors that mark a layer quantized in a way that is not read, each with the reason.
     """
 
-    name: str
-    title: str
+    containers: tuple[str, ...] = ("directory of safetensors files", "directory of PyTorch pickles, on request")
     methods: tuple[str, ...]
-    variants: tuple[tuple[str, str], ...]
-    refused: tuple[tuple[str, str], ...]
-    anchors: tuple[str, ...]
-    roles: dict[str, str]
-    fields: dict[str, str]
+    anchors: Mapping[str, str]
+    roles: Mapping[str, tuple[str, ...]]
+    fields: Mapping[str, str]
     check: Callable[[Checkpoint, Settings], None]
     read: Read
     implied: Callable[[Checkpoint], bool] = lambda checkpoint: False
-    delegate: "Callable[[Settings], Format] | None" = None
-    containers: tuple[str, ...] = field(default=("safetensors directory", "PyTorch pickles on request"))
+    delegate: "Callable[[Settings], DirectoryFormat] | None" = None
+    stacked_rank: int | None = None
+    foreign: Mapping[str, str] = field(default_factory=dict)
 
-    def resolve(self, settings: Settings) -> "Format":
+    def resolve(self, settings: Settings) -> "DirectoryFormat":
         """Returns the format that really holds the layers."""
         return self if self.delegate is None else self.delegate(settings)
 
@@ -76,9 +92,35 @@ class Format:
         """Yields the layers in the order in which they lie in the files."""
         places = sorted(checkpoint.tensors.values(), key=lambda info: (info.file.name, info.offset))
         for info in places:
-            for anchor in self.anchors:
-                if info.name.endswith(anchor):
-                    base = info.name.removesuffix(anchor)
-                    roles = {anchor.rsplit(".", 1)[-1]: info.name}
-                    roles |= {r: base + e for r, e in self.roles.items() if base + e in checkpoint.tensors}
-                    yield Layer(checkpoint, base, roles)
+            for ending, role in self.anchors.items():
+                if info.name.endswith(ending):
+                    yield from self._layers_at(checkpoint, info.name.removesuffix(ending), role, info)
+            for ending, reason in self.foreign.items():
+                base = info.name.removesuffix(ending)
+                if base != info.name and not any(base + anchor in checkpoint.tensors for anchor in self.anchors):
+                    yield Layer(checkpoint, base, self._roles(checkpoint, base, "scale", info), refused=reason)
+
+    def _layers_at(self, checkpoint: Checkpoint, base: str, role: str, info: TensorInfo) -> Iterator[Layer]:
+        roles = self._roles(checkpoint, base, role, info)
+        if self.stacked_rank != len(info.shape):
+            yield Layer(checkpoint, base, roles)
+            return
+        experts = info.shape[0]
+        for name in roles.values():
+            if checkpoint.tensors[name].shape[:1] != (experts,):
+                raise checkpoint.error(name, f"expected {experts} experts, got {list(checkpoint.tensors[name].shape)}")
+        for expert in range(experts):
+            yield Layer(checkpoint, f"{base}.{expert}", roles, expert)
+
+    def _roles(self, checkpoint: Checkpoint, base: str, role: str, info: TensorInfo) -> dict[str, str]:
+        found = {role: info.name}
+        for other, endings in self.roles.items():
+            for ending in endings:
+                if base + ending in checkpoint.tensors:
+                    found.setdefault(other, base + ending)
+        return found
+
+
+def endings(*roles: str) -> dict[str, tuple[str, ...]]:
+    """Roles whose tensors are named `<layer>.<role>`."""
+    return {role: (f".{role}",) for role in roles}

@@ -1,0 +1,54 @@
+"""Act-order: `g_idx` `[K]` gives the group of every row, and a permutation brings each group's rows together."""
+
+import warnings
+
+import torch
+from torch import Tensor
+
+from torch_marlin_metal.convert.layer import Layer
+
+
+def read_g_idx(layer: Layer, role: str, K: int, G: int) -> Tensor | None:
+    """Returns the group of every row, or None where the tensor is absent or was never filled in.
+
+    Old compressed-tensors files leave -1; GPTQ files without act-order may leave 0 for every row, which exllama's and
+    text-generation-inference's readers take for rows in order.
+
+    Raises:
+        CheckpointError: wrong shape or dtype, or a group out of range.
+    """
+    if role not in layer:
+        return None
+    layer.expect(role, ("I32", "I64"), K)
+    g_idx = layer.read(role).long()
+    low, high = (int(bound) for bound in g_idx.aminmax())
+    if low == high == -1:
+        return None
+    if low < 0 or high >= G:
+        raise layer.error(role, f"expected groups in 0..{G - 1}, got a range of {low} to {high}")
+    if high == 0 and G > 1:
+        warnings.warn(
+            f"{layer.file}: layer {layer.name!r}: {role} is all zero with {G} groups: read as no act-order",
+            stacklevel=2,
+        )
+        return None
+    return g_idx
+
+
+def permutation(layer: Layer, role: str, g_idx: Tensor | None, group_size: int) -> Tensor | None:
+    """Returns int32 `[K]`, position j of the packed rows holds row perm[j]; None where the rows are in order.
+
+    Raises:
+        CheckpointError: a group has too many or too few rows; only the last may be short.
+    """
+    if g_idx is None:
+        return None
+    in_order = torch.arange(g_idx.numel()) // group_size
+    if torch.equal(g_idx, in_order):
+        return None
+    expected = in_order.bincount()
+    rows = g_idx.bincount(minlength=expected.numel())
+    if not torch.equal(rows, expected):
+        group = int((rows != expected).nonzero()[0])
+        raise layer.error(role, f"expected {int(expected[group])} rows in group {group}, got {int(rows[group])}")
+    return g_idx.argsort(stable=True).int()

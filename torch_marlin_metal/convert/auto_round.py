@@ -1,0 +1,61 @@
+"""AutoRound's own format: a wrapper around the layouts of GPTQ, AWQ, compressed-tensors and MLX.
+
+`packing_format` says which. "auto_round" alone, written for asymmetric weights, is GPTQ's layout with the zero points
+as they are; "auto_round:auto_gptq" has them minus one.
+"""
+
+from dataclasses import replace
+
+from torch_marlin_metal.convert import awq, compressed_tensors, gptq, mlx
+from torch_marlin_metal.convert.checkpoint import Checkpoint, Settings
+from torch_marlin_metal.convert.errors import UnsupportedFormat
+from torch_marlin_metal.convert.layer import Layer
+from torch_marlin_metal.convert.registry import DirectoryFormat, Options
+from torch_marlin_metal.packed_weight import PackedWeight
+
+GPTQ_VERSION = {"auto_round:auto_gptq": 1, "auto_round:gptq": 1, "auto_round": 2, "auto_round:gptqmodel": 2}
+
+
+def _check(checkpoint: Checkpoint, settings: Settings) -> None:
+    if (checkpoint.path / "rotation_config.json").exists() or settings.get("rotation_config"):
+        raise UnsupportedFormat(f"{settings.file}: rotation_config: layers that rotate their input are not read")
+
+
+def _delegate(settings: Settings) -> DirectoryFormat:
+    packing = settings.text("packing_format", default="auto_round:auto_gptq")
+    if packing in GPTQ_VERSION:
+
+        def read_gptq(layer: Layer, settings: Settings, options: Options) -> PackedWeight:
+            version = options.gptq_version or GPTQ_VERSION[packing]
+            return gptq.read(layer, settings, replace(options, gptq_version=version))
+
+        chosen = replace(gptq.FORMAT, read=read_gptq)
+    elif packing in ("auto_round:auto_awq", "auto_round:awq"):
+        chosen = awq.FORMAT
+    elif packing == "auto_round:llm_compressor":
+        chosen = replace(compressed_tensors.FORMAT, read=compressed_tensors.read_fp4)
+    elif packing == "mlx":
+        chosen = mlx.FORMAT
+    else:
+        known = ", ".join((*GPTQ_VERSION, "auto_round:auto_awq", "auto_round:llm_compressor", "mlx"))
+        raise UnsupportedFormat(f"{settings.file}: AutoRound packing_format {packing!r} is not read; known: {known}")
+    return replace(chosen, name=f"auto-round ({chosen.name})", check=_check)
+
+
+FORMAT = replace(
+    gptq.FORMAT,
+    name="auto-round",
+    title="AutoRound's own format",
+    methods=("auto-round", "auto_round", "intel/auto-round"),
+    variants=(
+        ("packing_format auto_round:auto_gptq, auto_round (as GPTQ)", "uint4b8, uint4"),
+        ("packing_format auto_round:auto_awq (as AWQ gemm)", "uint4, uint4b8"),
+        ("packing_format auto_round:llm_compressor (NVFP4, MXFP4 as compressed-tensors)", "nvfp4, mxfp4"),
+        ("packing_format mlx", "uint4_bias"),
+    ),
+    refused=(
+        ("other packing formats (FP8, NVFP4 with E5M3 scales, fake)", "not 4-bit weights with these scales"),
+        ("rotation_config", "layers that rotate their input"),
+    ),
+    delegate=_delegate,
+)

@@ -1,0 +1,117 @@
+"""bitsandbytes NF4 and FP4 layers: codes of a table of 16 values, scaled per block of the flattened weight.
+
+`weight` holds two codes a byte, the even one in the high nibble. Blocks run over the rows one after the other, so a
+block may lie across rows; with double quantization the block scales are themselves 8-bit codes of a table of 256.
+"""
+
+from math import gcd
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from torch_marlin_metal.convert.checkpoint import Checkpoint, Settings
+from torch_marlin_metal.convert.errors import UnsupportedFormat
+from torch_marlin_metal.convert.layer import Layer, as_words, fit_groups, swap_nibbles
+from torch_marlin_metal.convert.registry import DirectoryFormat, Options
+from torch_marlin_metal.convert.safetensors_file import parse_json
+from torch_marlin_metal.packed_weight import PackedWeight
+
+STORAGE = ("U8", "I8", "F16", "BF16", "F32")
+MAX_STATE = 65536
+
+
+def _check(checkpoint: Checkpoint, settings: Settings) -> None:
+    if settings.flag("load_in_8bit", "_load_in_8bit"):
+        raise UnsupportedFormat(f"{settings.file}: load_in_8bit: bitsandbytes' 8-bit weights are not 4 bit wide")
+
+
+def _state(layer: Layer) -> Settings:
+    (length,) = layer.expect("quant_state", ("U8",), None)
+    if length > MAX_STATE:
+        raise layer.error("quant_state", f"expected a short JSON text, got {length} bytes")
+    where = Path(f"{layer.file}: tensor {layer.roles['quant_state']!r}")
+    state = parse_json(where, layer.read("quant_state").numpy().tobytes())
+    if not isinstance(state, dict):
+        raise layer.error("quant_state", f"expected a JSON object, got {type(state).__name__}")
+    return Settings(where, state)
+
+
+def _read(layer: Layer, settings: Settings, options: Options) -> PackedWeight:
+    state = _state(layer)
+    shape, blocksize = state.get("shape"), state.integer("blocksize", default=64) or 0
+    if not isinstance(shape, list) or len(shape) != 2 or not all(type(n) is int and 0 < n < 2**31 for n in shape):
+        raise layer.error("quant_state", f"expected shape to be [N, K], got {shape!r}")
+    N, K = shape
+    if not 1 <= blocksize <= 1 << 20:
+        raise layer.error("quant_state", f"expected a blocksize of 1 to 2^20, got {blocksize}")
+    stored = layer.checkpoint.tensors[layer.roles["weight"]]
+    if stored.dtype not in STORAGE or 2 * stored.nbytes != N * K + N * K % 2:
+        raise layer.error("weight", f"{stored.nbytes} bytes of {stored.dtype} do not hold [{N}, {K}] codes")
+    layer.expect("quant_map", ("F32",), 16)
+    absmax = _absmax(layer, state, -(-N * K // blocksize))
+    lut = layer.read("quant_map")
+
+    def dequantize() -> Tensor:
+        packed = layer.read("weight").reshape(-1).view(torch.uint8)
+        codes = torch.stack((packed >> 4, packed & 15), dim=1).reshape(-1)[: N * K]
+        return (lut[codes.long()] * absmax.repeat_interleave(blocksize)[: N * K]).reshape(N, K)
+
+    if K % 8:
+        raise layer.unsupported(f"K={K} is not a multiple of 8", dequantize)
+    part = gcd(K, blocksize)  # the longest runs of k that never lie across a block's or a row's end
+    scales = absmax[torch.arange(N * K // part) * part // blocksize].reshape(N, K // part).t()
+    fitted = fit_groups(K, part, scales)
+    if fitted is None:
+        reason = f"blocks of {blocksize} over rows of K={K} change the scale every {part} weights"
+        raise layer.unsupported(f"{reason}, which no group size of the operators divides", dequantize)
+    packed = layer.read("weight").reshape(-1).view(torch.uint8).reshape(N, K // 2)
+    return PackedWeight(
+        b_packed=as_words(swap_nibbles(packed)),
+        scales=fitted[1][0].contiguous(),
+        weight_format="lut4",
+        group_size=fitted[0],
+        lut=lut,
+        bias=layer.bias(N),
+        source=f"bitsandbytes {state.text('quant_type')}",
+    )
+
+
+def _absmax(layer: Layer, state: Settings, blocks: int) -> Tensor:
+    """Returns the block scales in fp32, decoded where they are themselves quantized."""
+    if "nested_absmax" not in layer:
+        layer.expect("absmax", ("F32",), blocks)
+        return layer.read("absmax")
+    layer.expect("absmax", ("U8",), blocks)
+    layer.expect("nested_quant_map", ("F32",), 256)
+    size, offset = state.integer("nested_blocksize", default=256) or 0, state.get("nested_offset")
+    if not 1 <= size <= 1 << 20 or not isinstance(offset, (int, float)) or isinstance(offset, bool):
+        raise layer.error("quant_state", f"expected nested_blocksize and nested_offset, got {size} and {offset!r}")
+    layer.expect("nested_absmax", ("F32",), -(-blocks // size))
+    codes, scales = layer.read("absmax").long(), layer.read("nested_absmax").repeat_interleave(size)[:blocks]
+    return layer.read("nested_quant_map")[codes] * scales + torch.tensor(float(offset), dtype=torch.float32)
+
+
+FORMAT = DirectoryFormat(
+    name="bitsandbytes",
+    title="bitsandbytes (transformers' load_in_4bit)",
+    methods=("bitsandbytes", "bitsandbytes_4bit"),
+    variants=(
+        ("NF4, with and without double quantization", "lut4"),
+        ("FP4 (its own table, not E2M1), with and without double quantization", "lut4"),
+    ),
+    refused=(
+        ("load_in_8bit", "codes are not 4 bit wide"),
+        ("blocks that do not end with a row, unless runs of 16 or more do", "dequantized on request"),
+    ),
+    anchors={
+        ".weight.quant_state.bitsandbytes__nf4": "quant_state",
+        ".weight.quant_state.bitsandbytes__fp4": "quant_state",
+    },
+    roles={role: (f".weight.{role}",) for role in ("absmax", "quant_map", "nested_absmax", "nested_quant_map")}
+    | {"weight": (".weight",), "bias": (".bias",)},
+    fields={"b_packed": "weight", "scales": "absmax", "lut": "quant_map", "bias": "bias"},
+    check=_check,
+    read=_read,
+    foreign={".SCB": "an 8-bit layer (LLM.int8), not 4 bit wide"},
+)

@@ -1,0 +1,253 @@
+"""GGUF: blocks of 32, 64 or 256 weights along K, each with its codes and scales together.
+
+Block layouts: ggml-common.h and ggml-quants.c of ggml. In every type a run of bytes holds two runs of codes, the first
+in the low nibbles.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_marlin_metal.convert import fp4
+from torch_marlin_metal.convert.errors import CheckpointError, UnsupportedFormat
+from torch_marlin_metal.convert.gguf_file import GgufTensor, read_gguf
+from torch_marlin_metal.convert.gguf_names import ARCHITECTURES, heads_to_restore, hf_name, row_order
+from torch_marlin_metal.convert.layer import as_words
+from torch_marlin_metal.convert.registry import Format, Options
+from torch_marlin_metal.packed_weight import PackedWeight, PackedWeightError
+
+# Values of the codes of IQ4_NL and IQ4_XS (kvalues_iq4nl in ggml-common.h).
+IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+
+
+def _codes(blocks: Tensor, run: int) -> Tensor:
+    """Bytes `[N, ..., run]`, first `run` codes in the low nibbles, next in the high -> int32 `[K/8, N]`."""
+    runs = blocks.reshape(blocks.shape[0], -1, run)
+    even, odd = runs[..., 0::2], runs[..., 1::2]
+    low, high = (even & 15) | (odd << 4), (even >> 4) | (odd & 0xF0)
+    return as_words(torch.cat((low, high), dim=2).reshape(blocks.shape[0], -1))
+
+
+def _float16(blocks: Tensor) -> Tensor:
+    """Bytes `[N, B, 2]` -> fp16 `[B, N]`."""
+    return blocks.contiguous().view(torch.float16).squeeze(-1).t()
+
+
+def _q4_0(blocks: Tensor) -> PackedWeight:
+    return PackedWeight(_codes(blocks[..., 2:], 16), _float16(blocks[..., :2]), "uint4b8", 32)
+
+
+def _q4_1(blocks: Tensor) -> PackedWeight:
+    scales, minimums = _float16(blocks[..., :2]), _float16(blocks[..., 2:4])
+    return PackedWeight(_codes(blocks[..., 4:], 16), scales, "uint4_bias", 32, zeros=minimums)
+
+
+def _q4_k(blocks: Tensor) -> PackedWeight:
+    """Scales d * sc and minimums dmin * m of six bits each: the products need fp32."""
+    d, dmin = _float16(blocks[..., :2]).float(), _float16(blocks[..., 2:4]).float()
+    first, second, third = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
+    sc = torch.cat((first & 63, (third & 15) | ((first >> 6) << 4)), dim=2)
+    minimum = torch.cat((second & 63, (third >> 4) | ((second >> 6) << 4)), dim=2)
+    scales, minimums = _per_sub_block(d, sc), _per_sub_block(dmin, minimum)
+    return PackedWeight(_codes(blocks[..., 16:], 32), scales, "uint4_bias", 32, zeros=-minimums)
+
+
+def _per_sub_block(d: Tensor, factors: Tensor) -> Tensor:
+    """fp32 `[B, N]` times small integers `[N, B, S]` -> fp32 `[B * S, N]`."""
+    return (d.unsqueeze(1) * factors.permute(1, 2, 0).float()).reshape(-1, d.shape[1])
+
+
+def _iq4_nl(blocks: Tensor) -> PackedWeight:
+    lut = torch.tensor(IQ4_VALUES, dtype=torch.float32)
+    return PackedWeight(_codes(blocks[..., 2:], 16), _float16(blocks[..., :2]), "lut4", 32, lut=lut)
+
+
+def _iq4_xs(blocks: Tensor) -> PackedWeight:
+    low = torch.stack((blocks[..., 4:8] & 15, blocks[..., 4:8] >> 4), dim=3).flatten(2)
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8)
+    high = ((blocks[..., 2:4].unsqueeze(3) >> shifts) & 3).flatten(2)
+    scales = _per_sub_block(_float16(blocks[..., :2]).float(), (low | (high << 4)).to(torch.int8) - 32)
+    lut = torch.tensor(IQ4_VALUES, dtype=torch.float32)
+    return PackedWeight(_codes(blocks[..., 8:], 16), scales, "lut4", 32, lut=lut)
+
+
+def _mxfp4(blocks: Tensor) -> PackedWeight:
+    return fp4.mxfp4(_codes(blocks[..., 1:], 16), blocks[..., 0].t(), None, "")
+
+
+def _nvfp4(blocks: Tensor) -> PackedWeight:
+    """Scales are unsigned E4M3, where ggml reads 0x7F as 0."""
+    scales = blocks[..., :4].flatten(1).t()
+    if bool((scales > 0x7F).any()):
+        raise PackedWeightError("scales", "expected unsigned E4M3 codes of at most 0x7F")
+    return fp4.nvfp4(_codes(blocks[..., 4:], 8), torch.where(scales == 0x7F, 0, scales), None, None, "")
+
+
+DECODERS: dict[str, tuple[int, Callable[[Tensor], PackedWeight]]] = {
+    "Q4_0": (18, _q4_0),
+    "Q4_1": (20, _q4_1),
+    "Q4_K": (144, _q4_k),
+    "IQ4_NL": (18, _iq4_nl),
+    "IQ4_XS": (136, _iq4_xs),
+    "MXFP4": (17, _mxfp4),
+    "NVFP4": (36, _nvfp4),
+}
+
+
+class GgufSource:
+    """An opened GGUF file; every matrix of coded blocks is a layer, every expert of a stack one of its own."""
+
+    def __init__(self, path: Path, options: Options) -> None:
+        self.format = FORMAT
+        self.path = path
+        self.metadata, self.tensors = read_gguf(path)
+        self.architecture = str(self.metadata.get("general.architecture", ""))
+        self.hf = options.gguf_names == "hf"
+        if self.hf and self.architecture not in ARCHITECTURES:
+            raise UnsupportedFormat(
+                f"{path}: no transformers names for the architecture {self.architecture!r}; known: "
+                f"{', '.join(ARCHITECTURES)} (gguf_names='gguf' reads the tensors under their own names)"
+            )
+        self._layers: list[tuple[GgufTensor, int | None]] = []
+        for tensor in sorted(self.tensors.values(), key=lambda tensor: (tensor.file.name, tensor.offset)):
+            if not tensor.is_plain:
+                stacked = len(tensor.shape) == 3
+                self._layers += [(tensor, expert) for expert in range(tensor.shape[0])] if stacked else [(tensor, None)]
+        self._used = {tensor.name for tensor, _ in self._layers}
+        self._used |= {name for tensor, _ in self._layers for name in self._side_tensors(tensor)}
+
+    def _side_tensors(self, tensor: GgufTensor) -> list[str]:
+        base = tensor.name.removesuffix(".weight")
+        return [name for name in (f"{base}.bias", f"{base}.scale", f"{base}.weight.scale") if name in self.tensors]
+
+    def names(self) -> list[str]:
+        """Returns the layers' names in the order of the file."""
+        return [self._name(tensor, expert) for tensor, expert in self._layers]
+
+    def _name(self, tensor: GgufTensor, expert: int | None) -> str:
+        name = (hf_name(tensor.name) if self.hf else None) or tensor.name
+        return name.removesuffix(".weight") + ("" if expert is None else f".{expert}")
+
+    def convert(self, index: int) -> PackedWeight:
+        """Reads one layer and validates it."""
+        tensor, expert = self._layers[index]
+        where = f"{tensor.file}: tensor {tensor.name!r}"
+        if self.hf and hf_name(tensor.name) is None:
+            raise UnsupportedFormat(
+                f"{where}: has no name in transformers' {self.architecture} model", self._floats(index)
+            )
+        if tensor.type_name not in DECODERS:
+            raise UnsupportedFormat(
+                f"{where}: {tensor.type_name} is not a 4-bit type that is read", self._floats(index)
+            )
+        if len(tensor.shape) != (2 if expert is None else 3):
+            raise UnsupportedFormat(f"{where}: expected a matrix, got shape {list(tensor.shape)}", self._floats(index))
+        block_bytes, decode = DECODERS[tensor.type_name]
+        rows = tensor.shape[-2]
+        try:
+            weight = decode(tensor.read(expert).reshape(rows, -1, block_bytes))
+            weight.name, weight.source = self._name(tensor, expert), f"gguf {tensor.type_name}"
+            weight.global_scale = self._scale(tensor, expert)
+            weight.bias = self.bias(index)
+            order = self._row_order(tensor)
+            if order is not None:
+                weight.b_packed, weight.scales = weight.b_packed[:, order], weight.scales[:, order]
+                weight.zeros = None if weight.zeros is None else weight.zeros[:, order]
+            weight.scales = weight.scales.contiguous()
+            weight.zeros = None if weight.zeros is None else weight.zeros.contiguous()
+            return weight.validate()
+        except PackedWeightError as error:
+            raise CheckpointError(f"{where}: {error}") from error
+
+    def _row_order(self, tensor: GgufTensor) -> Tensor | None:
+        """Returns the order that brings a tensor's first dimension back to transformers', or None."""
+        heads = heads_to_restore(tensor.name, self.architecture, self.metadata) if self.hf else None
+        if heads is None:
+            return None
+        rows = tensor.shape[0]
+        if type(heads) is not int or heads < 1 or rows % (2 * heads):
+            raise CheckpointError(f"{tensor.file}: tensor {tensor.name!r}: {rows} rows do not hold {heads} heads")
+        return row_order(rows, heads)
+
+    def _scale(self, tensor: GgufTensor, expert: int | None) -> Tensor | None:
+        """Returns NVFP4's scale of the whole tensor, which llama.cpp stores beside it."""
+        base = tensor.name.removesuffix(".weight")
+        for name in (f"{base}.scale", f"{base}.weight.scale"):
+            if name in self.tensors:
+                scale, experts = self.tensors[name], 1 if expert is None else tensor.shape[0]
+                if tensor.type_name != "NVFP4" or scale.type_name != "F32" or scale.shape not in ((1,), (experts,)):
+                    raise UnsupportedFormat(
+                        f"{scale.file}: tensor {name!r}: {scale.type_name} {list(scale.shape)} beside a weight of "
+                        f"{tensor.type_name}; read is one F32 number beside NVFP4",
+                        None,
+                    )
+                values = scale.read()
+                return values[:1] if expert is None or values.numel() == 1 else values[expert : expert + 1].clone()
+        return None
+
+    def bias(self, index: int) -> Tensor | None:
+        """Reads the bias that belongs to a layer, in the order of its rows."""
+        tensor, expert = self._layers[index]
+        name = f"{tensor.name.removesuffix('.weight')}.bias"
+        if name not in self.tensors or not tensor.name.endswith(".weight"):
+            return None
+        bias, expected = self.tensors[name], tensor.shape[:-1]
+        if bias.type_name not in ("F32", "F16", "BF16") or bias.shape != expected:
+            raise CheckpointError(
+                f"{bias.file}: tensor {name!r}: expected floats {list(expected)}, got {list(bias.shape)}"
+            )
+        order = self._row_order(tensor)
+        return bias.read(expert) if order is None else bias.read(expert)[order]
+
+    def _floats(self, index: int) -> Callable[[], Tensor]:
+        tensor, expert = self._layers[index]
+
+        def dequantize() -> Tensor:
+            weight = _dequantize(tensor, expert)
+            order = self._row_order(tensor)
+            return weight if order is None else weight[order]
+
+        return dequantize
+
+    def other_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields (name, tensor) for embeddings, norms and whatever else is no layer."""
+        for tensor in self.tensors.values():
+            if tensor.name not in self._used:
+                yield (hf_name(tensor.name) if self.hf else None) or tensor.name, tensor.read()
+
+
+def _dequantize(tensor: GgufTensor, expert: int | None) -> Tensor:
+    """Decodes any block type by the `gguf` package, which an optional dependency brings."""
+    where = f"{tensor.file}: tensor {tensor.name!r}"
+    try:
+        from gguf import GGMLQuantizationType
+        from gguf.quants import dequantize
+    except ImportError as error:
+        raise UnsupportedFormat(f"{where}: {tensor.type_name} needs the package gguf (pip install gguf)") from error
+    blocks: Any = tensor.read(expert).numpy()
+    try:
+        return torch.from_numpy(dequantize(blocks, GGMLQuantizationType[tensor.type_name])).float()
+    except (NotImplementedError, KeyError) as error:
+        raise UnsupportedFormat(f"{where}: the package gguf does not decode {tensor.type_name}") from error
+
+
+FORMAT = Format(
+    name="gguf",
+    title="GGUF (llama.cpp)",
+    variants=(
+        ("Q4_0", "uint4b8"),
+        ("Q4_1, Q4_K", "uint4_bias"),
+        ("IQ4_NL, IQ4_XS", "lut4"),
+        ("MXFP4", "mxfp4"),
+        ("NVFP4, with its scale tensor", "nvfp4"),
+    ),
+    refused=(
+        ("Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q5_K, Q6_K, other IQ types, TQ1_0, TQ2_0", "not 4 bit; dequantized on request"),
+        ("big-endian files, GGUF version 1", "not written any more"),
+        ("gguf_names='hf' for architectures other than " + ", ".join(ARCHITECTURES), "no table of names"),
+    ),
+    containers=(".gguf file, split or whole",),
+)

@@ -1,0 +1,57 @@
+"""transformers' names for the tensors of llama-family GGUF files, and their order of rows.
+
+llama.cpp's converter renames tensors and, for the architecture "llama", reorders the rows of the q and k projections
+so that the two halves of a rotary pair lie side by side; transformers keeps the halves of a head apart.
+"""
+
+import re
+from typing import Any
+
+import torch
+from torch import Tensor
+
+TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+IN_BLOCK = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+# Architectures whose tensors map one to one; whether q and k rows are reordered.
+ARCHITECTURES = {"llama": True, "qwen2": False, "qwen3": False}
+BLOCK_NAME = re.compile(r"blk\.(\d{1,6})\.(\w+)\.(weight|bias)")
+TOP_NAME = re.compile(r"(\w+)\.(weight|bias)")
+HEADS = {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}
+
+
+def hf_name(name: str) -> str | None:
+    """Returns transformers' name of a tensor of a llama-family model, or None where it has none."""
+    block = BLOCK_NAME.fullmatch(name)
+    if block is not None:
+        module = IN_BLOCK.get(block[2])
+        return None if module is None else f"model.layers.{block[1]}.{module}.{block[3]}"
+    top = TOP_NAME.fullmatch(name)
+    return f"{TOP[top[1]]}.{top[2]}" if top is not None and top[1] in TOP else None
+
+
+def heads_to_restore(name: str, architecture: str, metadata: dict[str, Any]) -> Any:
+    """Returns the number of heads whose rows llama.cpp reordered in this tensor, as stated; None if none."""
+    block = BLOCK_NAME.fullmatch(name)
+    if block is None or block[2] not in HEADS or not ARCHITECTURES.get(architecture, False):
+        return None
+    stated = metadata.get(f"{architecture}.{HEADS[block[2]]}", metadata.get(f"{architecture}.attention.head_count"))
+    if isinstance(stated, list):
+        return stated[int(block[1])] if int(block[1]) < len(stated) else 0
+    return stated
+
+
+def row_order(rows: int, heads: int) -> Tensor:
+    """Returns int64 `[rows]`: row r of transformers' tensor is row `order[r]` of the file's."""
+    return torch.arange(rows).reshape(heads, rows // heads // 2, 2).transpose(1, 2).reshape(-1)

@@ -1,0 +1,38 @@
+"""gpt-oss experts in MXFP4: `<layer>_blocks` uint8 `[E, N, K/32, 16]` and `<layer>_scales` E8M0 `[E, N, K/32]`.
+
+Every expert is a layer of its own, `<layer>.<expert>`; rows of gate_up_proj alternate gate and up, as in the model.
+"""
+
+from torch_marlin_metal.convert import fp4
+from torch_marlin_metal.convert.checkpoint import Checkpoint, Settings
+from torch_marlin_metal.convert.layer import Layer, as_words
+from torch_marlin_metal.convert.registry import DirectoryFormat, Options
+from torch_marlin_metal.packed_weight import PackedWeight
+
+
+def _check(checkpoint: Checkpoint, settings: Settings) -> None:
+    """The settings hold nothing but the method's name."""
+
+
+def _read(layer: Layer, settings: Settings, options: Options) -> PackedWeight:
+    if layer.expert is None:
+        raise layer.error("blocks", f"expected four dimensions, got {list(layer.shape('blocks'))}")
+    N, blocks, _ = layer.expect("blocks", ("U8",), None, None, fp4.MXFP4_BLOCK // 2)
+    layer.expect("scales", ("U8", "F8_E8M0"), N, blocks)
+    b_packed = as_words(layer.read("blocks").reshape(N, -1))
+    return fp4.mxfp4(b_packed, layer.read("scales").t(), layer.bias(N), "gpt-oss mxfp4")
+
+
+FORMAT = DirectoryFormat(
+    name="gpt-oss",
+    title="gpt-oss (MXFP4 experts)",
+    methods=("mxfp4",),
+    variants=(("experts in MXFP4, one layer each", "mxfp4"),),
+    refused=(),
+    anchors={"_blocks": "blocks"},
+    roles={"scales": ("_scales",), "bias": ("_bias",)},
+    fields={"b_packed": "blocks", "scales": "scales", "bias": "bias"},
+    check=_check,
+    read=_read,
+    stacked_rank=4,
+)

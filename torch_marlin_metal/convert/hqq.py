@@ -1,0 +1,119 @@
+"""HQQ layers of 4 bit with groups along K (axis 1): W = (q - zero) * scale with floating zero points.
+
+The weight is a matrix of groups `[N * K / g, g]`; `W_q` packs row r in the high nibble with row r + half in the low.
+"""
+
+import torch
+from torch import Tensor
+
+from torch_marlin_metal.convert.checkpoint import Checkpoint, Settings
+from torch_marlin_metal.convert.layer import FLOATS, Layer, fit_groups, words_of_codes
+from torch_marlin_metal.convert.registry import DirectoryFormat, Options, endings
+from torch_marlin_metal.packed_weight import PackedWeight
+
+PACKING = "4bit_u8"
+
+
+def _check(checkpoint: Checkpoint, settings: Settings) -> None:
+    settings.section("quant_config").section("weight_quant_params").integer("nbits")
+
+
+def _read(layer: Layer, settings: Settings, options: Options) -> PackedWeight:
+    stated = settings.section("quant_config").section("weight_quant_params")
+    bits, axis = _number(layer, "nbits", stated.integer("nbits")), _number(layer, "axis", stated.integer("axis"))
+    if bits != 4:
+        raise layer.unsupported(f"{bits}-bit HQQ weights are not 4 bit wide")
+    if "packing" in layer and layer.dtype("packing") == "U8" and len(layer.shape("packing")) == 1:
+        packing = layer.read("packing").numpy().tobytes()[:40].decode("utf-8", "replace")
+        if packing != PACKING:
+            raise layer.unsupported(f"HQQ packing {packing!r} is not read; known: {PACKING}")
+    for role in ("quant_scale", "quant_zero"):
+        if role in layer and layer.scalar(role):
+            raise layer.unsupported(f"its scales or zero points are themselves quantized ({role})")
+    layer.expect("shape", ("I64", "I32"), 2)
+    N, K = (int(size) for size in layer.read("shape"))
+    stored = layer.checkpoint.tensors[layer.roles["W_q"]]
+    if N < 1 or K < 1 or 2 * stored.nbytes != N * K:
+        raise layer.error("W_q", f"{stored.nbytes} bytes do not hold [{N}, {K}] codes of 4 bit")
+    packed = layer.read("W_q").reshape(-1).view(torch.uint8)
+    codes = torch.cat((packed >> 4, packed & 15))  # half the rows, then the other half
+    scales, zeros = _column(layer, "scale"), _column(layer, "zero")
+    groups = scales.numel()
+    if zeros.numel() != groups or N * K % groups:
+        raise layer.error("scale", f"{groups} scales and {zeros.numel()} zero points do not agree with [{N}, {K}]")
+
+    if axis == 0:
+
+        def dequantize_axis0() -> Tensor:
+            return ((codes.reshape(-1, groups).float() - zeros.float()) * scales.float()).reshape(N, K)
+
+        raise layer.unsupported("its groups run along N (axis=0), the operators' along K (axis=1)", dequantize_axis0)
+    group_size = N * K // groups
+    if K % group_size:
+        raise layer.error("scale", f"groups of {group_size} do not divide K={K}")
+
+    def dequantize() -> Tensor:
+        grouped = codes.reshape(groups, group_size).float()
+        return ((grouped - zeros.float()[:, None]) * scales.float()[:, None]).reshape(N, K)
+
+    if K % 8:
+        raise layer.unsupported(f"K={K} is not a multiple of 8", dequantize)
+    fitted = fit_groups(K, group_size, scales.reshape(N, -1).t(), zeros.reshape(N, -1).t())
+    if fitted is None:
+        raise layer.unsupported(f"no group size of the operators divides its groups of {group_size}", dequantize)
+    return PackedWeight(
+        b_packed=words_of_codes(codes.reshape(N, K)),
+        scales=fitted[1][0].contiguous(),
+        weight_format="uint4",
+        group_size=fitted[0],
+        zeros=fitted[1][1].contiguous(),
+        bias=layer.bias(N),
+        source="hqq",
+    )
+
+
+def _number(layer: Layer, role: str, stated: int | None) -> int:
+    """Returns the layer's own value where it stores one; HQQ's defaults are 4 bit and axis 1."""
+    if role in layer:
+        return int(layer.scalar(role))
+    return stated if stated is not None else {"nbits": 4, "axis": 1}[role]
+
+
+def _column(layer: Layer, role: str) -> Tensor:
+    shape = layer.shape(role) if role in layer else ()
+    if layer.expect(role, FLOATS, *[None] * len(shape)) and len(shape) > 2:
+        raise layer.error(role, f"expected [groups, 1], got {list(shape)}")
+    return layer.read(role).reshape(-1)
+
+
+FORMAT = DirectoryFormat(
+    name="hqq",
+    title="HQQ",
+    methods=("hqq",),
+    variants=(("4 bit, axis=1, floating zero points", "uint4"),),
+    refused=(
+        ("axis=0", "groups run along N; dequantized on request"),
+        ("1, 2, 3 and 8 bit", "codes are not 4 bit wide"),
+        ("quant_scale, quant_zero", "scales or zero points are themselves quantized"),
+        ("groups of 8 or less", "no group size of the operators divides them; dequantized on request"),
+    ),
+    anchors={".W_q": "W_q"},
+    roles=endings("scale", "zero", "shape", "nbits", "axis", "packing", "quant_scale", "quant_zero", "bias")
+    | {
+        "meta": (
+            ".channel_wise",
+            ".compute_dtype",
+            ".encoded_state_dict",
+            ".group_size",
+            ".offload_meta",
+            ".optimize",
+            ".round_zero",
+            ".stores_quant_config",
+            ".unpack_view_dtype",
+            ".view_as_float",
+        )
+    },
+    fields={"b_packed": "W_q", "scales": "scale", "zeros": "zero", "bias": "bias"},
+    check=_check,
+    read=_read,
+)

@@ -1,0 +1,190 @@
+"""torchao layers: NVFP4Tensor, MXTensor and IntxUnpackedToInt8Tensor (int4), by their inner tensors.
+
+The tensors stand under `<layer>.weight.<field>`, or under `<layer>._weight_<field>` as torchao's own safetensors
+support writes them; the attributes of the class in config.json under `tensor_attributes`, or in the file's metadata.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_marlin_metal.convert import fp4
+from torch_marlin_metal.convert.checkpoint import Checkpoint, Settings
+from torch_marlin_metal.convert.errors import CheckpointError
+from torch_marlin_metal.convert.layer import FLOATS, Layer, as_words, constant, fit_groups, spread, words_of_codes
+from torch_marlin_metal.convert.registry import DirectoryFormat, Options
+from torch_marlin_metal.convert.safetensors_file import parse_json
+from torch_marlin_metal.packed_weight import PackedWeight
+
+OFFSET = 8
+FIELDS = ("qdata", "scale", "zero_point", "per_tensor_scale", "scale_and_zero", "act_pre_scale")
+
+
+def _check(checkpoint: Checkpoint, settings: Settings) -> None:
+    attributes = checkpoint.config.get("tensor_attributes")
+    if attributes is not None and not isinstance(attributes, dict):
+        raise CheckpointError(f"{settings.file}: tensor_attributes: expected an object, got {attributes!r}")
+
+
+def _implied(checkpoint: Checkpoint) -> bool:
+    return "tensor_names" in checkpoint.metadata and "Tensor" in checkpoint.metadata["tensor_names"]
+
+
+def _attributes(layer: Layer) -> dict[str, str]:
+    """Returns the class of the weight under "class", and its attributes, all as text."""
+    stored = layer.checkpoint.metadata.get(f"{layer.name}.weight")
+    if stored is None:
+        values = layer.checkpoint.config.get("tensor_attributes", {})
+        return {key: str(value) for key, value in values.items()}
+    entry = parse_json(Path(layer.file), stored.encode("utf-8", "replace"))
+    data = entry.get("_data") if isinstance(entry, dict) else None
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{layer.file}: metadata of {layer.name}.weight: no _type and _data in {stored[:80]!r}")
+    return {"class": str(entry.get("_type")), **{key: _plain(value) for key, value in data.items()}}
+
+
+def _plain(value: Any) -> str:
+    """Torchao writes dtypes and enumerations as {"_type": ..., "_data": ...}."""
+    if isinstance(value, dict) and "_data" in value:
+        return f"{value.get('_type')}:{value['_data']}"
+    return str(value) if isinstance(value, (bool, int, str)) or value is None else json.dumps(value)
+
+
+def _read(layer: Layer, settings: Settings, options: Options) -> PackedWeight:
+    attributes = _attributes(layer)
+    kind = attributes.get("class", "")
+    readers = {"NVFP4Tensor": _read_nvfp4, "MXTensor": _read_mx, "IntxUnpackedToInt8Tensor": _read_intx}
+    if kind not in readers:
+        reason = REFUSED_CLASSES.get(kind, f"read are {', '.join(readers)}")
+        raise layer.unsupported(f"torchao's {kind or 'unnamed class'}: {reason}")
+    if "act_pre_scale" in layer:
+        raise layer.unsupported("it scales its input (act_pre_scale), which the operators do not")
+    return readers[kind](layer, attributes)
+
+
+def _block_scales(layer: Layer, N: int, blocks: int, dtypes: tuple[str, ...]) -> Tensor:
+    """Returns the codes `[blocks, N]`; swizzled ones lie in padded tiles of 128 x 4, each stored as 32 x 4 x 4."""
+    rows, columns = -(-N // 128) * 32, -(-blocks // 4) * 16
+    if layer.shape("scale") != (rows, columns):
+        layer.expect("scale", dtypes, N, blocks)
+        return layer.read("scale").t()
+    layer.expect("scale", dtypes, rows, columns)
+    tiles = layer.read("scale").reshape(-1, columns // 16, 32, 4, 4).permute(0, 3, 2, 1, 4)
+    return tiles.reshape(4 * rows, columns // 4)[:N, :blocks].t()
+
+
+def _packed_rows(layer: Layer) -> tuple[int, int]:
+    N, half = layer.expect("qdata", ("U8", "F4"), None, None)
+    if half % 4:
+        raise layer.unsupported(f"K={2 * half} is not a multiple of 8")
+    return N, 2 * half
+
+
+def _read_nvfp4(layer: Layer, attributes: dict[str, str]) -> PackedWeight:
+    N, K = _packed_rows(layer)
+    scales = _block_scales(layer, N, -(-K // fp4.NVFP4_BLOCK), ("U8", "F8_E4M3"))
+    multiplier = None
+    if "per_tensor_scale" in layer:
+        if layer.dtype("per_tensor_scale") != "F32" or layer.shape("per_tensor_scale") not in ((), (1,), (1, 1)):
+            raise layer.error("per_tensor_scale", f"expected one F32 number, got {layer.shape('per_tensor_scale')}")
+        multiplier = layer.read("per_tensor_scale")
+    return fp4.nvfp4(as_words(layer.read("qdata")), scales, multiplier, layer.bias(N), "torchao NVFP4Tensor")
+
+
+def _read_mx(layer: Layer, attributes: dict[str, str]) -> PackedWeight:
+    element, block = attributes.get("elem_dtype", ""), attributes.get("block_size", "32")
+    if "float4_e2m1" not in element or block != str(fp4.MXFP4_BLOCK):
+        raise layer.unsupported(f"MXTensor of {element} in blocks of {block}; read is float4_e2m1 in blocks of 32")
+    N, K = _packed_rows(layer)
+    scales = _block_scales(layer, N, -(-K // fp4.MXFP4_BLOCK), ("U8", "F8_E8M0"))
+    return fp4.mxfp4(as_words(layer.read("qdata")), scales, layer.bias(N), "torchao MXTensor")
+
+
+def _read_intx(layer: Layer, attributes: dict[str, str]) -> PackedWeight:
+    N, K = layer.expect("qdata", ("I8",), None, None)
+    block = [int(size) for size in re.findall(r"\d{1,9}", attributes.get("block_size", ""))]
+    if len(block) != 2 or block[0] != 1 or block[1] < 1:
+        raise layer.unsupported(f"block_size {attributes.get('block_size')}; read is (1, group size)")
+    group_size = block[1]
+    _, G = layer.expect("scale", FLOATS, N, -(-K // group_size))
+    scales, codes = layer.read("scale").t(), layer.read("qdata").t()
+    zeros = None
+    if "zero_point" in layer:
+        layer.expect("zero_point", ("I8", "I32", *FLOATS), N, G)
+        zeros = _zero_points(layer.read("zero_point").t())
+
+    def dequantize() -> Tensor:
+        points = 0 if zeros is None else spread(zeros.float() - OFFSET, K, group_size)
+        return ((codes.float() - points) * spread(scales.float(), K, group_size)).t()
+
+    if not attributes.get("target_dtype", "").endswith("int4"):
+        raise layer.unsupported(f"weights of {attributes.get('target_dtype')}, not int4", dequantize)
+    low, high = (int(bound) for bound in codes.aminmax())
+    if low < -OFFSET or high >= OFFSET:
+        raise layer.error("qdata", f"expected int4 codes in -8..7, got a range of {low} to {high}")
+    if K % 8:
+        raise layer.unsupported(f"K={K} is not a multiple of 8", dequantize)
+    fitted = fit_groups(K, group_size, scales, *([] if zeros is None else [zeros]))
+    if fitted is None:
+        raise layer.unsupported(f"no group size of the operators divides its groups of {group_size}", dequantize)
+    return PackedWeight(
+        b_packed=words_of_codes((codes.t() + OFFSET).to(torch.uint8)),
+        scales=fitted[1][0].contiguous(),
+        weight_format="uint4b8" if zeros is None else "uint4",
+        group_size=fitted[0],
+        zeros=None if zeros is None else fitted[1][1].contiguous(),
+        bias=layer.bias(N),
+        source="torchao IntxUnpackedToInt8Tensor",
+    )
+
+
+def _zero_points(points: Tensor) -> Tensor | None:
+    """Shifts zero points of signed codes to unsigned ones: uint8 where they are codes, else floating; None for 8."""
+    shifted = points.float() + OFFSET
+    if constant(shifted, OFFSET):
+        return None
+    whole = bool(((shifted == shifted.round()) & (shifted >= 0) & (shifted <= 15)).all())
+    return shifted.to(torch.uint8) if whole else shifted
+
+
+REFUSED_CLASSES = {
+    "Int4OpaqueTensor": "its codes are in a layout that depends on the processor that wrote them",
+    "Int4TilePackedTo4dTensor": "its codes are in a layout made for one GPU kernel",
+    "Int4PreshuffledTensor": "its codes are in a layout made for one GPU kernel",
+    "Int4Tensor": "its zero points are those of a CUDA kernel library, whose arithmetic is not settled",
+    "Int4PlainInt32Tensor": "its packing depends on the device that wrote it",
+    "Float8Tensor": "8-bit weights",
+    "Int8Tensor": "8-bit weights",
+}
+
+FORMAT = DirectoryFormat(
+    name="torchao",
+    title="torchao",
+    methods=("torchao",),
+    variants=(
+        ("NVFP4Tensor, scales swizzled or not", "nvfp4"),
+        ("MXTensor of float4_e2m1, blocks of 32", "mxfp4"),
+        ("IntxUnpackedToInt8Tensor of int4", "uint4b8, uint4"),
+    ),
+    refused=(
+        *REFUSED_CLASSES.items(),
+        ("MXTensor of FP6 and FP8 elements", "codes are not 4 bit wide"),
+        ("IntxUnpackedToInt8Tensor of other widths", "codes are not 4 bit wide; dequantized on request"),
+    ),
+    anchors={".weight.qdata": "qdata", "._weight_qdata": "qdata"},
+    roles={field: (f".weight.{field}", f"._weight_{field}") for field in FIELDS} | {"bias": (".bias",)},
+    fields={
+        "b_packed": "qdata",
+        "scales": "scale",
+        "zeros": "zero_point",
+        "global_scale": "per_tensor_scale",
+        "bias": "bias",
+    },
+    check=_check,
+    read=_read,
+    implied=_implied,
+)
