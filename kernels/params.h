@@ -58,23 +58,32 @@ enum BufferSlot {
   kSlotCount = 11,
 };
 
-// Every pipeline is given all of them; a kernel ignores those that it does not read.
+// Function constants: X(index, Metal type, name in shaders, name here). Every pipeline is given all of them; a kernel
+// ignores those that it does not read. The types are ElementTypes.
+//   vector_columns          N is a multiple of 4 and the first packed word is 16-byte aligned
+//   vector_activations      no perm; the first activation is aligned to 4 elements, the row stride a multiple of 4
+//   rows_per_threadgroup    activation rows of a gemv threadgroup, 1 to kGemvMaxRows
+//   subnormal_codes         gemv reads integer codes as half subnormals: where probe_half_subnormals says that they
+//   live writes_partials         the K slices of the grid go to kSlotPartials and wait for reduce
+#define MARLIN_FUNCTION_CONSTANTS(X)                        \
+  X(0, bool, has_perm, HasPerm)                             \
+  X(1, bool, has_bias, HasBias)                             \
+  X(2, bool, has_global_scale, HasGlobalScale)              \
+  X(3, bool, global_scale_per_column, GlobalScalePerColumn) \
+  X(4, int, scales_type, ScalesType)                        \
+  X(5, int, zeros_type, ZerosType)                          \
+  X(6, int, bias_type, BiasType)                            \
+  X(7, bool, vector_columns, VectorColumns)                 \
+  X(8, bool, vector_activations, VectorActivations)         \
+  X(9, int, rows_per_threadgroup, Rows)                     \
+  X(10, bool, subnormal_codes, SubnormalCodes)              \
+  X(11, bool, writes_partials, WritesPartials)
+
 enum FunctionConstant {
-  kConstantHasPerm = 0,               // bool
-  kConstantHasBias = 1,               // bool
-  kConstantHasGlobalScale = 2,        // bool
-  kConstantGlobalScalePerColumn = 3,  // bool
-  kConstantScalesType = 4,            // int: ElementType
-  kConstantZerosType = 5,             // int: ElementType
-  kConstantBiasType = 6,              // int: ElementType
-  // bool: N is a multiple of 4 and the first packed word is 16-byte aligned.
-  kConstantVectorColumns = 7,
-  // bool: no perm, and the first activation and the row stride are multiples of 4 elements.
-  kConstantVectorActivations = 8,
-  kConstantRows = 9,             // int: activation rows of a gemv threadgroup, 1 to kGemvMaxRows
-  kConstantSubnormalCodes = 10,  // bool: gemv reads integer codes as half subnormals; needs a true probe
-  kConstantWritesPartials = 11,  // bool: the K slices of the grid go to kSlotPartials and wait for reduce
-  kFunctionConstantCount = 12,
+#define MARLIN_CONSTANT_INDEX(index, type, shader_name, name) kConstant##name = index,
+  MARLIN_FUNCTION_CONSTANTS(MARLIN_CONSTANT_INDEX)
+#undef MARLIN_CONSTANT_INDEX
+      kFunctionConstantCount = 12,
 };
 
 // gemv and gemm. A slice is the part of K of one simdgroup (gemv) or of one threadgroup (gemm).
@@ -151,14 +160,14 @@ enum {
   kChainLength = 128,
 };
 
-constexpr uint32_t tile_stage_bytes(ElementType activations) {
-  return kTileM * kTileK * element_bytes(activations)  // activations
-         + kTileK * kTileN * 2                         // codes, half
-         + 2 * kTileGroups * kTileN * 4;               // scales and offsets, float
+constexpr uint32_t tile_stage_bytes(uint32_t activation_bytes) {
+  return kTileM * kTileK * activation_bytes  // activations
+         + kTileK * kTileN * 2               // codes, half
+         + 2 * kTileGroups * kTileN * 4;     // scales and zero points, float
 }
 
 constexpr uint32_t tile_threadgroup_bytes(ElementType activations, uint32_t stages) {
-  return stages * tile_stage_bytes(activations) + 16 * 4;  // and the table of lut4
+  return stages * tile_stage_bytes(element_bytes(activations)) + 16 * 4;  // and the table of lut4
 }
 static_assert(tile_threadgroup_bytes(ElementType::float16, 2) <= 20 * 1024, "two threadgroups a core and more");
 static_assert(tile_threadgroup_bytes(ElementType::float32, 2) <= 28 * 1024, "two threadgroups a core");

@@ -1,0 +1,34 @@
+// Eight consecutive k of an activation row, widened to fp32 or as they are.
+#pragma once
+
+#include "decode.h"
+
+namespace marlin {
+
+template <typename T>
+struct Activations {
+  const device T* data;
+  const device int* perm;
+  int64_t row_stride;
+
+  template <typename R>
+  MARLIN_INLINE Octet<R> load(uint m, uint k) const {
+    const device T* row = data + int64_t(m) * row_stride;
+    Octet<R> x;
+    if (vector_activations) {
+      const device vec<T, 4>* source = reinterpret_cast<const device vec<T, 4>*>(row + k);
+      const vec<T, 4> low = source[0];
+      const vec<T, 4> high = source[1];
+      for (uint i = 0; i < 4; ++i) {
+        x.k[i] = R(low[i]);
+        x.k[i + 4] = R(high[i]);
+      }
+    } else {
+      for (uint i = 0; i < kCodesPerWord; ++i)
+        x.k[i] = R(row[has_perm ? uint(perm[k + i]) : k + i]);
+    }
+    return x;
+  }
+};
+
+}  // namespace marlin

@@ -1,0 +1,37 @@
+// The weight itself, [K, N] in the original order of k: computed in fp32, rounded once. A thread owns a packed word.
+#include "variants.h"
+
+#include "weight.h"
+
+using namespace metal;
+using namespace marlin;
+
+template <WeightFormat format, typename T>
+[[kernel]] void dequantize(const device uint* packed [[buffer(kSlotPacked)]],
+                           const device uchar* scales [[buffer(kSlotScales)]],
+                           const device uchar* zeros [[buffer(kSlotZeros)]],
+                           const device float* global_scale [[buffer(kSlotGlobalScale)]],
+                           const device float* lut [[buffer(kSlotLut)]], const device int* perm [[buffer(kSlotPerm)]],
+                           device T* out [[buffer(kSlotOut)]],
+                           constant DequantizeParams& params [[buffer(kSlotParams)]],
+                           uint2 position [[thread_position_in_grid]]) {
+  const uint n = position.x;
+  const uint k = position.y * kCodesPerWord;
+  if (n >= params.N || k >= params.K) return;
+  const Weight weight{packed, scales, zeros, global_scale, params.N, params.group_size};
+  const uint group = k / params.group_size;
+  const float scale = weight.scale<format>(group, n);
+  const float zero = weight.zero<format>(group, n);
+  const half zero_in_code = zero_is_in_code<format>() ? half(zero) : 0.0h;
+  const Octet<half> codes = exact_codes<code_kind(format)>(weight.word(k, n), zero_in_code);
+  for (uint i = 0; i < kCodesPerWord; ++i) {
+    const float code = float(codes.k[i]);
+    const float value = format == WeightFormat::lut4         ? lut[uint(code)] * scale
+                        : format == WeightFormat::uint4_bias ? fma(code, scale, zero)
+                        : zero_is_in_code<format>()          ? code * scale
+                                                             : (code - zero) * scale;
+    out[ulong(has_perm ? uint(perm[k + i]) : k + i) * params.N + n] = T(value);
+  }
+}
+
+MARLIN_KERNELS_DEQUANTIZE(MARLIN_INSTANTIATE)

@@ -1,0 +1,23 @@
+// Function constants: what a pipeline is specialised for. And loads of elements whose type one of them names.
+#pragma once
+
+#include "params.h"
+
+#define MARLIN_INLINE inline __attribute__((always_inline))
+
+#define MARLIN_DECLARE_CONSTANT(index, type, shader_name, name) constant type shader_name [[function_constant(index)]];
+MARLIN_FUNCTION_CONSTANTS(MARLIN_DECLARE_CONSTANT)
+#undef MARLIN_DECLARE_CONSTANT
+
+namespace marlin {
+
+using namespace metal;
+
+MARLIN_INLINE float load_element(const device uchar* data, ulong index, int type) {
+  if (type == int(ElementType::float16)) return float(reinterpret_cast<const device half*>(data)[index]);
+  if (type == int(ElementType::bfloat16)) return float(reinterpret_cast<const device bfloat*>(data)[index]);
+  if (type == int(ElementType::float32)) return reinterpret_cast<const device float*>(data)[index];
+  return float(data[index]);
+}
+
+}  // namespace marlin

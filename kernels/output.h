@@ -1,0 +1,29 @@
+// Where a kernel's sum goes: the output, with bias and one rounding, or a slice of the partial sums.
+#pragma once
+
+#include "options.h"
+
+namespace marlin {
+
+template <typename T>
+struct Output {
+  const device uchar* bias;
+  device T* out;
+  device float* partials;
+  uint M;
+  uint N;
+
+  MARLIN_INLINE void store(uint m, uint n, float sum) const {
+    out[ulong(m) * N + n] = T(has_bias ? sum + load_element(bias, n, bias_type) : sum);
+  }
+
+  MARLIN_INLINE void store_slice(uint slice, uint m, uint n, float sum) const {
+    if (writes_partials) {
+      partials[(ulong(slice) * M + m) * N + n] = sum;
+    } else {
+      store(m, n, sum);
+    }
+  }
+};
+
+}  // namespace marlin

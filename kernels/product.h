@@ -1,0 +1,32 @@
+// What every kernel that multiplies is given: buffers bound by slot, and the three views that it works with.
+#pragma once
+
+#include "activations.h"
+#include "output.h"
+#include "weight.h"
+
+#define MARLIN_PRODUCT_BUFFERS                                                                                     \
+  const device T *a [[buffer(kSlotA)]], const device uint *packed [[buffer(kSlotPacked)]],                         \
+      const device uchar *scales [[buffer(kSlotScales)]], const device uchar *zeros [[buffer(kSlotZeros)]],        \
+      const device float *global_scale [[buffer(kSlotGlobalScale)]], const device float *lut [[buffer(kSlotLut)]], \
+      const device int *perm [[buffer(kSlotPerm)]], const device uchar *bias [[buffer(kSlotBias)]],                \
+      device T *out [[buffer(kSlotOut)]], device float *partials [[buffer(kSlotPartials)]],                        \
+      constant GemmParams &params [[buffer(kSlotParams)]]
+
+#define MARLIN_PRODUCT                                                 \
+  {{packed, scales, zeros, global_scale, params.N, params.group_size}, \
+   {a, perm, params.a_row_stride},                                     \
+   {bias, out, partials, params.M, params.N},                          \
+   lut}
+
+namespace marlin {
+
+template <typename T>
+struct Product {
+  Weight weight;
+  Activations<T> a;
+  Output<T> output;
+  const device float* lut;
+};
+
+}  // namespace marlin

@@ -1,0 +1,86 @@
+// Checkpoint layouts to [K/8, N] words and [G, N] zero points: integers in, integers out, bit for bit.
+#include "variants.h"
+
+#include "options.h"
+
+using namespace metal;
+using namespace marlin;
+
+// Column j of an AWQ word sits in nibble 4 * (j % 2) + j / 2 (AutoAWQ, packing_utils.py: order 0 2 4 6 1 3 5 7).
+MARLIN_INLINE uint awq_shift(uint column) {
+  return 16 * (column & 1u) + 4 * (column >> 1);
+}
+
+// Word (r, n) of the result holds rows perm[8r .. 8r + 7] of the packed input.
+[[kernel]] void gptq_repack(const device uint* in [[buffer(kSlotPacked)]], const device int* perm [[buffer(kSlotPerm)]],
+                            device uint* out [[buffer(kSlotOut)]],
+                            constant RepackParams& params [[buffer(kSlotParams)]],
+                            uint2 position [[thread_position_in_grid]]) {
+  const uint n = position.x;
+  const uint row = position.y;
+  if (n >= params.columns || row >= params.rows) return;
+  uint word = 0;
+  if (has_perm) {
+    for (uint i = 0; i < kCodesPerWord; ++i) {
+      const uint k = uint(perm[row * kCodesPerWord + i]);
+      const uint source = in[ulong(k / kCodesPerWord) * params.columns + n];
+      word |= ((source >> (4 * (k % kCodesPerWord))) & 15u) << (4 * i);
+    }
+  } else {
+    word = in[ulong(row) * params.columns + n];
+  }
+  out[ulong(row) * params.columns + n] = word;
+}
+
+// An 8 x 8 block of codes per thread: words along N, interleaved, become words along K.
+[[kernel]] void awq_repack(const device uint* in [[buffer(kSlotPacked)]], device uint* out [[buffer(kSlotOut)]],
+                           constant RepackParams& params [[buffer(kSlotParams)]],
+                           uint2 position [[thread_position_in_grid]]) {
+  const uint column = position.x;
+  const uint row = position.y;
+  if (column >= params.columns || row >= params.rows) return;
+  uint source[kCodesPerWord];
+  for (uint i = 0; i < kCodesPerWord; ++i) {
+    source[i] = in[(ulong(row) * kCodesPerWord + i) * params.columns + column];
+  }
+  device uint* target = out + (ulong(row) * params.columns + column) * kCodesPerWord;
+  for (uint j = 0; j < kCodesPerWord; ++j) {
+    uint word = 0;
+    for (uint i = 0; i < kCodesPerWord; ++i)
+      word |= ((source[i] >> awq_shift(j)) & 15u) << (4 * i);
+    target[j] = word;
+  }
+}
+
+[[kernel]] void gptq_unpack_zeros(const device uint* in [[buffer(kSlotPacked)]], device uchar* out [[buffer(kSlotOut)]],
+                                  constant RepackParams& params [[buffer(kSlotParams)]],
+                                  uint2 position [[thread_position_in_grid]]) {
+  const uint column = position.x;
+  const uint row = position.y;
+  if (column >= params.columns || row >= params.rows) return;
+  const ulong index = ulong(row) * params.columns + column;
+  const StoredZeros stored = StoredZeros(params.stored_zeros);
+  const uint word = in[index] + (stored == StoredZeros::word ? 0x11111111u : 0u);
+  for (uint j = 0; j < kCodesPerWord; ++j) {
+    const uint code = (word >> (4 * j)) & 15u;
+    const uint zero = stored == StoredZeros::masked     ? (code + 1) & 15u
+                      : stored == StoredZeros::unmasked ? code + 1
+                                                        : code;
+    out[index * kCodesPerWord + j] = uchar(zero);
+  }
+}
+
+[[kernel]] void awq_unpack_zeros(const device uint* in [[buffer(kSlotPacked)]], device uchar* out [[buffer(kSlotOut)]],
+                                 constant RepackParams& params [[buffer(kSlotParams)]],
+                                 uint2 position [[thread_position_in_grid]]) {
+  const uint column = position.x;
+  const uint row = position.y;
+  if (column >= params.columns || row >= params.rows) return;
+  const ulong index = ulong(row) * params.columns + column;
+  const uint word = in[index];
+  for (uint j = 0; j < kCodesPerWord; ++j) {
+    out[index * kCodesPerWord + j] = uchar((word >> awq_shift(j)) & 15u);
+  }
+}
+
+MARLIN_KERNELS_REPACK(MARLIN_INSTANTIATE)

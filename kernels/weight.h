@@ -1,0 +1,65 @@
+// The packed weight's tensors as a kernel gets them, and the scales and zero points of a group.
+#pragma once
+
+#include "decode.h"
+
+namespace marlin {
+
+// E4M3 through half: exponent and mantissa land in the low exponent bits of a half, which reads as the value * 2^-8.
+MARLIN_INLINE float e4m3_value(uint code) {
+  const half value = as_type<half>(ushort(((code & 0x80u) << 8) | ((code & 0x7Fu) << 7))) * 256.0h;
+  return (code & 0x7Fu) == 0x7Fu ? NAN : float(value);
+}
+
+// 2^(code - 127). Codes outside 16..240 are outside the operators' promise, but for 255, which is NaN.
+MARLIN_INLINE float e8m0_value(uint code) {
+  return code == 0xFFu ? NAN : as_type<float>(code << 23);
+}
+
+// uint4 with whole-number zero points, and uint4b8, have codes that are exact in half without their zero point.
+template <WeightFormat format>
+MARLIN_INLINE bool zero_is_in_code() {
+  return format == WeightFormat::uint4b8 || (format == WeightFormat::uint4 && zeros_type == int(ElementType::uint8));
+}
+
+struct Weight {
+  const device uint* packed;
+  const device uchar* scales;
+  const device uchar* zeros;
+  const device float* global_scale;
+  uint N;
+  uint group_size;
+
+  MARLIN_INLINE uint word(uint k, uint n) const { return packed[ulong(k / kCodesPerWord) * N + n]; }
+
+  template <WeightFormat format>
+  MARLIN_INLINE float scale(uint group, uint n) const {
+    const ulong index = ulong(group) * N + n;
+    if (format == WeightFormat::mxfp4) return e8m0_value(scales[index]);
+    if (format == WeightFormat::nvfp4) {
+      const float value = e4m3_value(scales[index]);
+      return has_global_scale ? value * global_scale[global_scale_per_column ? n : 0] : value;
+    }
+    return load_element(scales, index, scales_type);
+  }
+
+  // The zero point in units of the code (uint4_bias: the bias); 0 for formats that have none.
+  template <WeightFormat format>
+  MARLIN_INLINE float zero(uint group, uint n) const {
+    if (format == WeightFormat::uint4b8) return 8.0f;
+    if (format == WeightFormat::uint4 || format == WeightFormat::uint4_bias) {
+      return load_element(zeros, ulong(group) * N + n, zeros_type);
+    }
+    return 0.0f;
+  }
+};
+
+// A group's share of an output: codes = sum of code * x, x = sum of x, over the same k.
+template <WeightFormat format>
+MARLIN_INLINE float apply_group(float codes, float x, float scale, float zero) {
+  if (format == WeightFormat::uint4_bias) return fma(codes, scale, zero * x);
+  if (format == WeightFormat::uint4 || format == WeightFormat::uint4b8) return fma(-zero, x, codes) * scale;
+  return codes * scale;
+}
+
+}  // namespace marlin
