@@ -10,7 +10,7 @@ CXX_FILES := $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp csrc/*/*.mm 
 # The tests' build adds the MPS backend on the software Metal device where its packages are present.
 export SOFTMETAL := $(shell sh scripts/system_packages.sh has-softmetal && echo tests/softmetal)
 
-.PHONY: help build test lint format demo bench clean
+.PHONY: help build test lint format demo bench macos clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -50,6 +50,9 @@ demo: build ## a real sentence-embedding model in 4 bit, a table and a picture
 
 bench: build ## CPU benchmark against PyTorch's own kernels
 	$(PY) benchmarks/cpu_gemm.py
+
+macos: $(VENV)/.installed ## cross-build the macOS wheel and check its symbols and contents
+	$(PY) -m build_support.macos
 
 clean: ## remove what was built (not .venv)
 	rm -rf build dist demo-output torch_marlin_metal/*.so $(VENV)/.built

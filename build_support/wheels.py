@@ -62,8 +62,11 @@ WHEELS = {
 def _verified(path: Path, wheel: Wheel) -> bool:
     if not path.exists():
         return False
+    digest = hashlib.sha256()
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest() == wheel.sha256
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest() == wheel.sha256
 
 
 def fetch(name: str) -> Path:

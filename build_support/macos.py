@@ -1,0 +1,203 @@
+"""The macOS wheel, cross-built on Linux: clang of the `ziglang` wheel, lld, and the real PyTorch dylibs.
+
+    python -m build_support.macos            # builds and checks build/macos/torch_marlin_metal-*-macosx_14_0_arm64.whl
+
+Only Python's own symbols are left to load time: a torch symbol that the dylibs do not export, or a system symbol that
+`macos_symbols.py` does not know, is a link error here.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+from build_support import wheels
+from build_support.macos_symbols import SYSTEM_LIBRARIES, system_symbols
+
+ROOT = Path(__file__).parents[1]
+OUT = ROOT / "build" / "macos"
+STAND_INS = ROOT / "tests" / "softmetal" / "runtime" / "include"
+FRAMEWORKS = ("Foundation", "Metal", "MetalPerformanceShaders", "MetalPerformanceShadersGraph")
+MINIMUM_MACOS = "14.0"
+TAG = "cp311-cp311-macosx_14_0_arm64"
+MODULE = "_C.cpython-311-darwin.so"
+TORCH_DYLIBS = ("libtorch.dylib", "libtorch_cpu.dylib", "libtorch_python.dylib", "libc10.dylib")
+
+
+class MacBuildError(RuntimeError):
+    """The macOS build failed; the message holds the tool's own words."""
+
+
+def run(command: list[str], **options: str) -> str:
+    """Runs a tool and returns what it printed; raises MacBuildError with its errors."""
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **options})
+    if done.returncode != 0:
+        raise MacBuildError(f"{Path(command[0]).name} failed:\n{done.stderr.strip() or done.stdout.strip()}")
+    return done.stdout
+
+
+def sources() -> list[Path]:
+    """Every C++ and Objective-C++ source of the extension, as a Mac compiles them."""
+    return sorted([*ROOT.glob("csrc/*.cpp"), *ROOT.glob("csrc/cpu/*.cpp"), *ROOT.glob("csrc/mps/*.mm")])
+
+
+def compiler() -> list[str]:
+    """clang for arm64 macOS with Apple's open-source headers."""
+    zig = wheels.unpack("ziglang") / "ziglang" / "zig"
+    zig.chmod(0o755)
+    return [str(zig), "c++", "-target", f"aarch64-macos.{MINIMUM_MACOS}", "-mcpu=apple_m1"]
+
+
+def compile_flags() -> list[str]:
+    """Flags of every source: the Mac torch wheel's headers, our stand-ins for Apple's framework headers."""
+    torch = wheels.unpack("torch-macos") / "torch" / "include"
+    frameworks = OUT / "frameworks"
+    frameworks.mkdir(parents=True, exist_ok=True)
+    for name in FRAMEWORKS:
+        link = frameworks / name
+        if not link.is_symlink():
+            link.symlink_to(STAND_INS / name)
+    flags = ["-std=c++20", "-O3", "-g0", "-fvisibility=hidden", "-fno-sanitize=undefined", "-Wall", "-Wextra"]
+    # Without the annotations libc++'s headers use functions that the libc++ of macOS 14 does not export.
+    flags += ["-D_LIBCPP_HAS_VENDOR_AVAILABILITY_ANNOTATIONS=1"]
+    flags += [f"-ffile-prefix-map={ROOT}/=", "-fblocks", "-fobjc-exceptions", "-Wno-unknown-pragmas"]
+    flags += ["-DTORCH_EXTENSION_NAME=_C", "-DTORCH_API_INCLUDE_EXTENSION_H"]
+    flags += ['-DTORCH_MARLIN_METAL_TORCH_VERSION="2.13.0"', f"-I{frameworks}"]
+    includes = [torch, torch / "torch" / "csrc" / "api" / "include", Path(sysconfig.get_path("include"))]
+    return flags + [f"-isystem{path}" for path in includes]
+
+
+def stale(product: Path, dependencies: Path) -> bool:
+    """Whether a product is older than anything its compiler read (a make-style dependency file)."""
+    if not product.exists() or not dependencies.exists():
+        return True
+    read = re.sub(r"\\\n", " ", dependencies.read_text()).split(":", 1)[1].split()
+    return any(not Path(name).exists() or Path(name).stat().st_mtime > product.stat().st_mtime for name in read)
+
+
+def compile_objects() -> list[Path]:
+    """Compiles each source that changed; returns all objects."""
+    objects = OUT / "objects"
+    objects.mkdir(parents=True, exist_ok=True)
+    command = [*compiler(), *compile_flags()]
+    result = []
+    for source in sources():
+        product = objects / (str(source.relative_to(ROOT)).replace("/", "_") + ".o")
+        dependencies = product.with_suffix(".d")
+        if stale(product, dependencies):
+            print(f"  compiling {source.relative_to(ROOT)}", flush=True)
+            run(
+                [*command, "-MD", "-MF", str(dependencies), "-c", str(source), "-o", str(product)],
+                ZIG_GLOBAL_CACHE_DIR=str(wheels.CACHE.parent / "zig"),
+                ZIG_LOCAL_CACHE_DIR=str(wheels.CACHE.parent / "zig"),
+            )
+        result.append(product)
+    return result
+
+
+def text_stubs(dylibs: list[Path]) -> list[Path]:
+    """Writes a text stub for each system library with just the symbols that are known to be there."""
+    folder = OUT / "stubs"
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for library, symbols in system_symbols(dylibs).items():
+        names = ", ".join(f"'{name}'" for name in sorted(symbols))
+        path = folder / f"{library}.tbd"
+        path.write_text(
+            "--- !tapi-tbd\ntbd-version: 4\ntargets: [ arm64-macos ]\n"
+            f"install-name: '{SYSTEM_LIBRARIES[library]}'\n"
+            f"exports:\n  - targets: [ arm64-macos ]\n    symbols: [ {names} ]\n...\n"
+        )
+        paths.append(path)
+    return paths
+
+
+def python_symbols(objects: list[Path]) -> list[str]:
+    """Symbols of CPython, which the running interpreter supplies to every extension module."""
+    names = run(["llvm-nm-19", "--undefined-only", "--format=just-symbols", *map(str, objects)]).split()
+    return sorted({name for name in names if re.match(r"__?Py", name)})
+
+
+def link(objects: list[Path]) -> Path:
+    """Links the extension against the real torch dylibs; raises MacBuildError for a symbol that nobody exports."""
+    dylibs = [wheels.unpack("torch-macos") / "torch" / "lib" / name for name in TORCH_DYLIBS]
+    product = OUT / MODULE
+    command = ["ld64.lld-19", "-dylib", "-arch", "arm64", "-platform_version", "macos", MINIMUM_MACOS, MINIMUM_MACOS]
+    command += ["-rpath", "@loader_path/../torch/lib", "-install_name", f"@rpath/{MODULE}", "-dead_strip"]
+    command += ["-ignore_auto_link", "--error-limit=0"]
+    for name in python_symbols(objects):
+        command += ["-U", name]
+    command += ["-o", str(product), *map(str, objects)]
+    command += [str(path) for path in [*dylibs, *text_stubs(dylibs)]]
+    run(command)
+    return product
+
+
+def pack(module: Path) -> Path:
+    """Packs the Python files, the metadata and the module into a wheel."""
+    tree = OUT / "wheel"
+    shutil.rmtree(tree, ignore_errors=True)
+    tree.mkdir(parents=True)
+    run([sys.executable, str(ROOT / "setup.py"), "--quiet", "dist_info", "--output-dir", str(tree)])
+    (info,) = tree.glob("*.dist-info")
+    (info / "WHEEL").write_text(
+        f"Wheel-Version: 1.0\nGenerator: build_support.macos\nRoot-Is-Purelib: false\nTag: {TAG}\n"
+    )
+    package = ROOT / "torch_marlin_metal"
+    for path in sorted([*package.rglob("*.py"), package / "py.typed"]):
+        target = tree / path.relative_to(ROOT)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, target)
+    shutil.copy(module, tree / "torch_marlin_metal" / MODULE)
+    printed = run([sys.executable, "-m", "wheel", "pack", "--dest-dir", str(OUT), str(tree)])
+    return OUT / re.findall(r"(torch_marlin_metal-\S+\.whl)", printed)[0]
+
+
+def check_wheel(wheel: Path, module: Path) -> list[str]:
+    """Checks the contents of the wheel; returns its listing.
+
+    Raises:
+        MacBuildError: something is missing, too much, or names a path of the building machine.
+    """
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        metadata = archive.read(next(name for name in names if name.endswith("/METADATA"))).decode()
+        texts = {name: archive.read(name) for name in names}
+    modules = [name for name in names if name.endswith((".so", ".dylib"))]
+    if modules != [f"torch_marlin_metal/{MODULE}"]:
+        raise MacBuildError(f"{wheel.name}: expected one compiled module, got {modules}")
+    for name, data in texts.items():
+        if str(ROOT).encode() in data:
+            raise MacBuildError(f"{wheel.name}: {name} names a folder of the building machine")
+    if "Name: torch_marlin_metal" not in metadata or "Requires-Dist: torch" not in metadata:
+        raise MacBuildError(f"{wheel.name}: METADATA lacks the name or the torch requirement")
+    headers = run(["llvm-objdump-19", "--macho", "--private-headers", str(module)])
+    if "@loader_path/../torch/lib" not in headers or "ARM64" not in headers:
+        raise MacBuildError(f"{module.name}: not an arm64 library with an rpath to torch's libraries")
+    for source in sorted(ROOT.glob("kernels/*.metal")):
+        marker = f"kernels/{source.name}".encode()
+        if marker not in texts[f"torch_marlin_metal/{MODULE}"]:
+            raise MacBuildError(f"{wheel.name}: kernel source {source.name} is not embedded")
+    return names
+
+
+def main() -> None:
+    """Builds and checks the wheel."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    print("== macOS arm64: compiling", flush=True)
+    objects = compile_objects()
+    print(f"== linking {len(objects)} objects against the dylibs of torch 2.13.0 for macOS", flush=True)
+    module = link(objects)
+    wheel = pack(module)
+    for name in check_wheel(wheel, module):
+        print(f"  {name}")
+    print(f"== {wheel.relative_to(ROOT)}: {wheel.stat().st_size / 1e6:.1f} MB, checked")
+
+
+if __name__ == "__main__":
+    main()
