@@ -1,0 +1,135 @@
+"""Metal Shading Language text as a list of tokens that join back to the same text."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_TOKEN = re.compile(
+    r"""
+    (?P<directive> ^[ \t]*\#[^\n]* )
+  | (?P<space>     [ \t\r\f\v]+ | \n )
+  | (?P<word>      [A-Za-z_]\w* )
+  | (?P<number>    \.?\d(?:[eEpP][+-]|[\w.])* )
+  | (?P<string>    "(?:\\.|[^"\\\n])*" | '(?:\\.|[^'\\\n])*' )
+  | (?P<mark>      ::|->|\+\+|--|<<=|[-+*/%&|^<=>!]=|&&|\|\||. )
+    """,
+    re.VERBOSE | re.MULTILINE,
+)
+_FLOAT = re.compile(r"(?:0[xX][0-9a-fA-F.]*[pP][+-]?\d+|(?:\d+\.\d*|\.\d+)(?:[eE][+-]?\d+)?|\d+[eE][+-]?\d+)$")
+_HALF = re.compile(r"(?P<value>[\d.](?:[eE][+-]|[\w.])*?)[hH]$")
+_BFLOAT = re.compile(r"(?P<value>[\d.](?:[eE][+-]|[\w.])*?)(?:bf|BF)$")
+CLOSING = {"(": ")", "[": "]", "{": "}"}
+
+
+@dataclass(slots=True)
+class Token:
+    """One token; `text` may be rewritten in place, `kind` is that of the source."""
+
+    kind: str
+    text: str
+    line: int
+    spaced: bool = False
+
+
+class SourceError(Exception):
+    """The text is not what Metal's compiler would accept, or uses what this device does not have."""
+
+    def __init__(self, line: int, message: str) -> None:
+        super().__init__(message)
+        self.line = line
+        self.message = message
+
+
+def tokenize(text: str) -> list[Token]:
+    """Splits preprocessed text. `line` counts the lines of `text` itself, from 1."""
+    tokens = []
+    line = 1
+    spaced = False
+    for match in _TOKEN.finditer(text):
+        kind = match.lastgroup or "mark"
+        tokens.append(Token(kind, match.group(), line, spaced))
+        spaced = kind in ("space", "directive")
+        line += match.group().count("\n")
+    return tokens
+
+
+def significant(tokens: list[Token]) -> list[Token]:
+    """The tokens without spaces, preprocessor lines and what a rewrite has emptied."""
+    return [t for t in tokens if t.kind not in ("space", "directive") and t.text]
+
+
+def join(tokens: list[Token]) -> str:
+    """Tokens of one construct as text on one line."""
+    return "".join((" " if t.spaced else "") + t.text for t in significant(tokens)).strip()
+
+
+def rewrite_literals(tokens: list[Token]) -> None:
+    """Gives literals their MSL type: float without a suffix, half for `h`, bfloat for `bf`."""
+    for token in tokens:
+        if token.kind != "number":
+            continue
+        if _FLOAT.match(token.text):
+            token.text += "f"
+        elif token.text[:2] in ("0x", "0X"):
+            continue
+        elif match := _BFLOAT.match(token.text):
+            token.text = f"bfloat({match['value']}f)"
+        elif match := _HALF.match(token.text):
+            value = match["value"]
+            token.text = (value if _FLOAT.match(value) else value + ".0") + "f16"
+
+
+def match_closing(tokens: list[Token], start: int) -> int:
+    """Index of the bracket that closes the one at `start`, all three kinds nested."""
+    depth = 0
+    for i in range(start, len(tokens)):
+        if tokens[i].text in CLOSING:
+            depth += 1
+        elif tokens[i].text in (")", "]", "}"):
+            depth -= 1
+            if depth == 0:
+                return i
+    raise SourceError(tokens[start].line, f"'{tokens[start].text}' is never closed")
+
+
+def match_angle(tokens: list[Token], start: int) -> int:
+    """Index of the `>` that closes the template bracket `<` at `start`; `>` inside other brackets does not count."""
+    depth = 0
+    i = start
+    while i < len(tokens):
+        text = tokens[i].text
+        if text == "<":
+            depth += 1
+        elif text == ">":
+            depth -= 1
+            if depth == 0:
+                return i
+        elif text in CLOSING:
+            i = match_closing(tokens, i)
+        elif text == ";":
+            break
+        i += 1
+    raise SourceError(tokens[start].line, "'<' is never closed")
+
+
+def split_commas(tokens: list[Token]) -> list[list[Token]]:
+    """Splits at commas outside all brackets, template brackets included."""
+    parts: list[list[Token]] = []
+    part: list[Token] = []
+    depth = angle = 0
+    for token in tokens:
+        if token.text in CLOSING:
+            depth += 1
+        elif token.text in (")", "]", "}"):
+            depth -= 1
+        elif depth == 0 and token.text == "<":
+            angle += 1
+        elif depth == 0 and token.text == ">":
+            angle -= 1
+        elif depth == 0 and angle == 0 and token.text == ",":
+            parts.append(part)
+            part = []
+            continue
+        part.append(token)
+    return [*parts, part] if part or parts else []

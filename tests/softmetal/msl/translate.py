@@ -1,0 +1,427 @@
+"""Metal Shading Language -> C++: what C++ cannot parse is dropped or rewritten, kernels get a C entry each.
+
+Works on preprocessed text and on tokens alone: parameter *types* are left to C++ deduction (thunk.h). Every line stays
+where it was, so that the compiler's and the reports' line numbers are those of the user's source.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from .attributes import Attribute, Parameter, attribute_end, read_parameters, take_attributes
+from .tokens import (
+    CLOSING,
+    SourceError,
+    Token,
+    join,
+    match_angle,
+    match_closing,
+    rewrite_literals,
+    significant,
+    tokenize,
+)
+
+_ADDRESS_SPACES = {"device", "constant", "thread", "threadgroup"}
+_NOT_A_FUNCTION = {"decltype", "alignas", "noexcept", "__attribute__", "sizeof", "operator"}
+
+
+@dataclass(slots=True)
+class _Kernel:
+    parameters: list[Parameter]
+    template: str  # "template <typename T>" or ""
+    max_threads: str
+
+
+@dataclass(slots=True)
+class _Scope:
+    kind: str  # namespace, type, function, block
+    name: str = ""
+    start: int = 0  # index of the first token of the running statement
+    after: str = ""  # text that follows the closing brace
+    seen: set[str] = field(default_factory=set)
+    drop_from: int = -1  # the whole definition, from this token on, is dropped at the closing brace
+
+
+@dataclass(slots=True)
+class FunctionConstant:
+    """A declaration `constant T name [[function_constant(index)]];`."""
+
+    name: str
+    type: str
+    index: int
+    is_defined: bool
+
+
+class Translator:
+    """One translation; `text` and `constants` hold the result after construction.
+
+    Args:
+        source: preprocessed text with line markers.
+        values: function constants by name or by index (as text), as C text.
+
+    Raises:
+        SourceError: at the first construct that cannot be taken.
+    """
+
+    def __init__(self, source: str, values: Mapping[str, str]) -> None:
+        self.tokens = tokenize(source)
+        self.values = values
+        self.constants: list[FunctionConstant] = []
+        self._kernels: dict[str, _Kernel] = {}
+        self._entries: list[str] = []
+        self._sites = 0
+        rewrite_literals(self.tokens)
+        self._code = significant(self.tokens)
+        self._scan()
+        self._drop_keywords()
+        self.text = "".join(t.text for t in self.tokens) + self._tables()
+
+    # ---- scanning --------------------------------------------------------------------------------------------------
+
+    def _scan(self) -> None:
+        code = self._code
+        scopes = [_Scope("namespace")]
+        i = 0
+        while i < len(code):
+            scope = scopes[-1]
+            text = code[i].text
+            if text in ("(", "["):
+                i = match_closing(code, i) + 1 if scope.kind in ("namespace", "type") else i + 1
+                continue
+            if text == "{":
+                inner = self._open(scopes, i)
+                if inner is None:  # an initialiser: part of the statement
+                    i = match_closing(code, i) + 1
+                    continue
+                scopes.append(inner)
+                inner.start = i + 1
+            elif text == "}":
+                if len(scopes) == 1:
+                    raise SourceError(code[i].line, "'}' without '{'")
+                closed = scopes.pop()
+                code[i].text += closed.after
+                if closed.drop_from >= 0:
+                    self._erase(closed.drop_from, i)
+                scopes[-1].start = i + 1
+            elif text == ";":
+                self._statement(scopes, i)
+                scope.start = i + 1
+            elif text == ":" and scope.kind == "type" and code[i - 1].text in ("public", "private", "protected"):
+                scope.start = i + 1
+            elif text == "threadgroup" and self._in_function(scopes):
+                i = self._threadgroup_variable(scope.start, i)
+                scope.start = i
+                continue
+            i += 1
+        if len(scopes) > 1:
+            raise SourceError(code[-1].line, "'{' is never closed")
+
+    @staticmethod
+    def _in_function(scopes: list[_Scope]) -> bool:
+        return any(s.kind == "function" for s in scopes)
+
+    def _erase(self, first: int, last: int) -> None:
+        for token in self._code[first : last + 1]:
+            token.text = ""
+
+    def _open(self, scopes: list[_Scope], brace: int) -> _Scope | None:
+        """Says what the `{` at `brace` opens; None for an initialiser outside of functions."""
+        scope = scopes[-1]
+        header = self._code[scope.start : brace]
+        texts = [t.text for t in header]
+        if self._in_function(scopes):
+            kind = "type" if texts[:1] and texts[0] in ("struct", "union", "class", "enum") else "block"
+            return _Scope(kind)
+        if "namespace" in texts[:2]:
+            return _Scope("namespace", "::".join(t for t in texts if t not in ("inline", "namespace", "::")))
+        if texts[:1] == ["extern"]:
+            return _Scope("namespace")
+        name = _function_name(header)
+        if name < 0:
+            is_type = bool({"struct", "class", "union", "enum"} & set(_outside_template(texts)))
+            return _Scope("type") if is_type and "=" not in texts else None
+        return self._function(scopes, header, name)
+
+    def _function(self, scopes: list[_Scope], header: list[Token], name: int) -> _Scope:
+        scope = scopes[-1]
+        inner = _Scope("function")
+        closing = match_closing(header, name + 1)
+        is_kernel = any(t.text == "kernel" for t in header[:name] + header[closing:])
+        if is_kernel and scope.kind == "namespace":
+            parameters = read_parameters(header[name + 2 : closing])
+            attributes = take_attributes(header)
+            self._kernel(scopes, header, name, parameters, attributes, inner)
+            return inner
+        if any(t.text in ("vertex", "fragment") for t in header[:name]):
+            raise SourceError(header[0].line, f"'{header[name].text}': only compute kernels run on the software device")
+        take_attributes(header)
+        if self._is_repeated(scope, header, closing):
+            inner.drop_from = scope.start
+        return inner
+
+    @staticmethod
+    def _is_repeated(scope: _Scope, header: list[Token], closing: int) -> bool:
+        """Whether the same member exists for another address space: C++ has one."""
+        if scope.kind != "type":
+            return False
+        tail = [t.text for t in header[closing + 1 :]]
+        key = " ".join(t.text for t in header[: closing + 1] if t.text and t.text not in _ADDRESS_SPACES)
+        key += " const" if tail[:1] == ["const"] or tail[1:2] == ["const"] else ""
+        repeated = key in scope.seen and bool(_ADDRESS_SPACES & set(tail))
+        for token in header[closing + 1 :]:
+            if token.text in _ADDRESS_SPACES:
+                token.text = ""
+        scope.seen.add(key)
+        return repeated
+
+    def _statement(self, scopes: list[_Scope], end: int) -> None:
+        """Handles the statement that ends with the `;` at `end`."""
+        scope = scopes[-1]
+        tokens = self._code[scope.start : end]
+        if not tokens:
+            return
+        if scope.kind == "type":
+            name = _function_name(tokens)
+            take_attributes(tokens)
+            if name >= 0 and self._is_repeated(scope, tokens, match_closing(tokens, name + 1)):
+                self._erase(scope.start, end)
+            return
+        if scope.kind != "namespace":
+            take_attributes(tokens)
+            return
+        attributes = take_attributes(tokens)
+        names = {a.name for a in attributes}
+        if tokens[0].text == "template" and len(tokens) > 1 and tokens[1].text != "<":
+            if "host_name" in names:
+                self._instance(scopes, tokens, attributes)
+        elif "function_constant" in names and _function_name(tokens) < 0:
+            self._function_constant(tokens, attributes)
+
+    # ---- kernels ---------------------------------------------------------------------------------------------------
+
+    def _kernel(
+        self,
+        scopes: list[_Scope],
+        header: list[Token],
+        name: int,
+        parameters: list[Parameter],
+        attributes: list[Attribute],
+        inner: _Scope,
+    ) -> None:
+        template = ""
+        if header[0].text == "template":
+            template = join(header[: match_angle(header, 1) + 1])
+        limit = next((a.argument for a in attributes if a.name == "max_total_threads_per_threadgroup"), "0")
+        word = header[name].text
+        kernel = _Kernel(parameters, template, limit)
+        self._kernels[word] = kernel
+        if template:
+            inner.after = f" {template} struct sm_max_threads_{word} {{ static constexpr unsigned value = {limit}; }};"
+        else:
+            host = next((_string(a.argument) for a in attributes if a.name == "host_name"), word)
+            inner.after = self._entry(scopes, host, word, kernel, limit)
+
+    def _instance(self, scopes: list[_Scope], tokens: list[Token], attributes: list[Attribute]) -> None:
+        """`template [[host_name("x")]] [[kernel]] decltype(f<T>) f<T>;` or with the function's type written out."""
+        host = next(_string(a.argument) for a in attributes if a.name == "host_name")
+        code = [t for t in tokens if t.text and t.text not in ("template", "kernel")]
+        if code[0].text == "decltype":
+            target = code[match_closing(code, 1) + 1 :]
+        else:
+            open_round = max(i for i, t in enumerate(code) if t.text == "(" and match_closing(code, i) == len(code) - 1)
+            first = next(i for i, t in enumerate(code) if t.kind == "word" and t.text in self._kernels)
+            target = code[first:open_round]
+        expression = join(target)
+        angle = next((i for i, t in enumerate(target) if t.text == "<"), len(target))
+        word = target[angle - 1].text
+        if word not in self._kernels:
+            raise SourceError(tokens[0].line, f"host_name(\"{host}\"): '{word}' is not a kernel defined above")
+        if angle == len(target):
+            raise SourceError(tokens[0].line, f"host_name(\"{host}\"): the template arguments of '{word}' are missing")
+        kernel = self._kernels[word]
+        path = join(target[: angle - 1])
+        limit = f"{path}sm_max_threads_{word}{join(target[angle:])}::value"
+        for token in tokens:
+            token.text = ""
+        tokens[0].text = self._entry(scopes, host, expression, kernel, limit)
+
+    def _entry(self, scopes: list[_Scope], host: str, function: str, kernel: _Kernel, limit: str) -> str:
+        """The C entry and the argument table of one kernel, in the namespace that it was defined in."""
+        n = len(self._entries)
+        sources = []
+        table = []
+        for i, p in enumerate(kernel.parameters):
+            if p.source in ("buffer", "threadgroup"):
+                kind = f"SM_ARGUMENT_{p.source.upper()}"
+                if p.gate:
+                    kind = f"({p.gate}) ? {kind} : SM_ARGUMENT_ABSENT"
+                constant = "true" if p.is_constant else "false"
+                table.append(f'sm::argument<decltype(&{function}), {i}>("{p.name}", {kind}, {p.index}, {constant})')
+                sources.append(f"sm::{p.source.capitalize()}<{p.index}>")
+            else:
+                sources.append(f"sm::Builtin<sm::{p.source}>")
+        path = "".join(f"{s.name}::" for s in scopes if s.kind == "namespace" and s.name)
+        arguments = f"{path}sm_arguments_{n}" if table else "nullptr"
+        self._entries.append(f'{{"{host}", {path}sm_entry_{n}, {arguments}, {len(table)}, {path}sm_limit_{n}, 0}}')
+        call = ", ".join([f"&{function}", *sources])
+        text = f" static void sm_entry_{n}(const sm_bindings* sm_b) {{ sm::Call<{call}>::run(sm_b); }}"
+        text += f" static const unsigned sm_limit_{n} = {limit};"
+        if table:
+            text += f" static const sm_argument sm_arguments_{n}[] = {{{', '.join(table)}}};"
+        return text
+
+    # ---- variables -------------------------------------------------------------------------------------------------
+
+    def _function_constant(self, tokens: list[Token], attributes: list[Attribute]) -> None:
+        index = next(a.argument for a in attributes if a.name == "function_constant")
+        code = [t for t in tokens if t.text]
+        name = code[-1]
+        kind = join([t for t in code[:-1] if t.text not in ("constant", "const", "static", "constexpr")])
+        if not index.isdigit() or "=" in [t.text for t in code]:
+            raise SourceError(name.line, f"function constant '{name.text}': expected [[function_constant(n)]] and no value")
+        value = self.values.get(name.text, self.values.get(index))
+        constant = FunctionConstant(name.text, kind, int(index), value is not None)
+        self.constants.append(constant)
+        for token in code:
+            token.text = ""
+        if value is None:
+            code[0].text = f'static const sm::UndefinedConstant<{kind}> {constant.name}{{"{constant.name}"}}'
+        else:
+            arguments = value.strip("{}").replace("inf", "__builtin_inf()").replace("nan", '__builtin_nan("")')
+            code[0].text = f"static const {kind} {constant.name} = sm::constant_value<{kind}>({arguments})"
+
+    def _threadgroup_variable(self, start: int, keyword: int) -> int:
+        """Rewrites `threadgroup T x[N], y;` at statement level; returns the index to go on from."""
+        code = self._code
+        if any(t.text in CLOSING or t.text in (")", "*", "&", "=") for t in code[start:keyword]):
+            if not any(t.text == "alignas" for t in code[start:keyword]):
+                return keyword + 1
+        declarator = -1  # the first variable's name
+        i = keyword + 1
+        while code[i].text != ";":
+            text = code[i].text
+            if text in ("*", "&", "&&", "(", "{", ")") and not (text == "(" and code[i - 1].text == "alignas"):
+                return keyword + 1  # a pointer, reference, cast or parameter: the keyword is dropped later
+            if text == "=":
+                raise SourceError(code[i].line, "a threadgroup variable cannot be initialised")
+            if text == "<":
+                i = match_angle(code, i)
+            elif text in CLOSING:
+                i = match_closing(code, i)
+            elif code[i].kind == "word" and code[i + 1].text in ("[", ",", ";"):
+                declarator = i
+                break
+            i += 1
+        if declarator < 0:
+            return keyword + 1
+        end = next(j for j in range(declarator, len(code)) if code[j].text == ";")
+        skip = {"threadgroup", "static"}
+        align = "0"
+        kind = [t for t in code[start:declarator] if t.text not in skip]
+        if kind and kind[0].text == "alignas":
+            closing = match_closing(kind, 1)
+            align, kind = join(kind[2:closing]), kind[closing + 1 :]
+        elif any(t.text == "alignas" for t in kind):
+            raise SourceError(code[keyword].line, "alignas must come first in a threadgroup variable")
+        text = ""
+        for part in _declarators(code[declarator:end]):
+            alias = f"sm_variable_{self._sites}"
+            text += f"typedef {join(kind)} {alias} {join(part[1:])}; {alias}& {part[0].text} = "
+            text += f"sm::threadgroup_variable<{alias}, {self._sites}, {align}>(); "
+            self._sites += 1
+        self._erase(start, end)
+        code[start].text = text
+        return end + 1
+
+    # ---- output ----------------------------------------------------------------------------------------------------
+
+    def _drop_keywords(self) -> None:
+        code = significant(self.tokens)
+        defined = {c.name: c.is_defined for c in self.constants}
+        for i, token in enumerate(code):
+            if token.kind == "mark" and token.text == "[":
+                end = attribute_end(code, i)
+                if end > i:
+                    take_attributes(code[i : end + 1])
+            if token.kind != "word":
+                continue
+            if token.text == "constant":
+                token.text = "const"
+            elif token.text in ("device", "thread", "threadgroup") or (token.text == "kernel" and _starts(code, i)):
+                token.text = ""
+            elif token.text == "is_function_constant_defined" and i + 2 < len(code):
+                name = code[i + 2].text
+                if name not in defined:
+                    raise SourceError(token.line, f"'{name}' is not a function constant")
+                for t in code[i : i + 4]:
+                    t.text = ""
+                token.text = "true" if defined[name] else "false"
+
+    def _tables(self) -> str:
+        constants = ", ".join(f'{{"{c.name}", "{c.type}", {c.index}, {int(c.is_defined)}}}' for c in self.constants)
+        return (
+            "\n#pragma clang attribute pop\n"
+            f"static const sm_kernel sm_kernels[] = {{{', '.join([*self._entries, '{}'])}}};\n"
+            f"static const sm_function_constant sm_constants[] = {{{', '.join(filter(None, [constants, '{}']))}}};\n"
+            f"SM_TABLE({len(self._entries)}, {len(self.constants)})\n"
+        )
+
+
+def _outside_template(texts: list[str]) -> list[str]:
+    """A declaration's words after its `template <...>`."""
+    depth = 0
+    for i, text in enumerate(texts):
+        if i == 0 and text != "template":
+            return texts
+        depth += (text == "<") - (text == ">")
+        if i > 1 and depth == 0:
+            return texts[i + 1 :]
+    return texts
+
+
+def _function_name(tokens: list[Token]) -> int:
+    """Index of the name before a function's parameter list in a declaration, or -1."""
+    i = 0
+    while i < len(tokens):
+        text = tokens[i].text
+        if text == "=" and not (i and tokens[i - 1].text == "operator"):
+            return -1
+        if text == "(":
+            before = tokens[i - 1] if i else tokens[i]
+            is_operator = any(t.text == "operator" for t in tokens[max(0, i - 6) : i])
+            if is_operator and i + 1 < len(tokens) and before.text == "operator":
+                return i + 1  # operator()(...)
+            if (before.kind == "word" and before.text not in _NOT_A_FUNCTION) or is_operator or before.text == ">":
+                return i - 1
+            i = match_closing(tokens, i)
+        elif text == "[":
+            i = match_closing(tokens, i)
+        elif text == "<" and i and (tokens[i - 1].text == "template" or tokens[i - 1].kind == "word"):
+            i = match_angle(tokens, i) if not (i and tokens[i - 1].text == "operator") else i
+        i += 1
+    return -1
+
+
+def _string(argument: str) -> str:
+    """The value of adjacent string literals."""
+    return "".join(re.findall(r'"((?:\\.|[^"])*)"', argument))
+
+
+def _declarators(tokens: list[Token]) -> list[list[Token]]:
+    parts: list[list[Token]] = [[]]
+    depth = 0
+    for token in tokens:
+        depth += (token.text in CLOSING) - (token.text in CLOSING.values())
+        if depth == 0 and token.text == ",":
+            parts.append([])
+        else:
+            parts[-1].append(token)
+    return parts
+
+
+def _starts(code: list[Token], i: int) -> bool:
+    """Whether the word at `i` can be a declaration specifier: something of a type follows."""
+    return i + 1 < len(code) and (code[i + 1].kind == "word" or code[i + 1].text in ("[", "::"))
+
