@@ -29,10 +29,13 @@ typedef struct {
   uint32_t include_path_count;
   const sm_constant_value* constants;
   uint32_t constant_count;
-  uint32_t checked;  // instrumented for checked mode
+  uint32_t checked;            // instrumented for checked mode
+  const char* const* defines;  // "NAME" or "NAME=VALUE"
+  uint32_t define_count;
 } sm_compile_request;
 
 // 0 and the path of the shared object, or 1 and the compiler's messages. A request seen before starts no process.
+// The compiler runs under SOFTMETAL_PYTHON, else python3.
 int sm_compile(const sm_compile_request* request, char** path_or_error);
 void sm_free_text(char* text);
 
@@ -127,6 +130,9 @@ typedef struct {
 // Runs the whole dispatch before it returns. Checked if the library is. Thread-safe (launches take turns).
 sm_result* sm_launch(const sm_dispatch* dispatch);
 void sm_free_result(sm_result* result);
+
+// Sizes of sm_compile_request, sm_buffer, sm_dispatch, sm_fault, sm_counters and sm_result, for callers that mirror them.
+void sm_struct_sizes(uint32_t sizes[6]);
 
 #ifdef __cplusplus
 }

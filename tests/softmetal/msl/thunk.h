@@ -187,5 +187,5 @@ extern const sm_threadgroup_site __stop_sm_sites[] __attribute__((weak, visibili
 #endif
 
 #define SM_TABLE(kernel_count, constant_count)                                                                      \
-  extern "C" const sm_library_table sm_table = {SM_CHECKED,   kernel_count,     sm_kernels,     constant_count, \
+  extern "C" __attribute__((visibility("default"))) const sm_library_table sm_table = {SM_CHECKED,   kernel_count,     sm_kernels,     constant_count, \
                                                 sm_constants, __start_sm_sites, __stop_sm_sites};

@@ -196,6 +196,8 @@ class Translator:
         if tokens[0].text == "template" and len(tokens) > 1 and tokens[1].text != "<":
             if "host_name" in names:
                 self._instance(scopes, tokens, attributes)
+        elif "kernel" in names or any(t.text == "kernel" for t in tokens):
+            _make_static(tokens)  # declared ahead of its definition
         elif "function_constant" in names and _function_name(tokens) < 0:
             self._function_constant(tokens, attributes)
 
@@ -220,6 +222,7 @@ class Translator:
         if template:
             inner.after = f" {template} struct sm_max_threads_{word} {{ static constexpr unsigned value = {limit}; }};"
         else:
+            _make_static(header)
             host = next((_string(a.argument) for a in attributes if a.name == "host_name"), word)
             inner.after = self._entry(scopes, host, word, kernel, limit)
 
@@ -349,8 +352,10 @@ class Translator:
                 continue
             if token.text == "constant":
                 token.text = "const"
-            elif token.text in ("device", "thread", "threadgroup") or (token.text == "kernel" and _starts(code, i)):
+            elif token.text in ("device", "thread", "threadgroup"):
                 token.text = ""
+            elif token.text in ("kernel", "static kernel") and _starts(code, i):
+                token.text = token.text.removesuffix("kernel")
             elif token.text == "is_function_constant_defined" and i + 2 < len(code):
                 name = code[i + 2].text
                 if name not in defined:
@@ -402,6 +407,12 @@ def _function_name(tokens: list[Token]) -> int:
             i = match_angle(tokens, i) if not (i and tokens[i - 1].text == "operator") else i
         i += 1
     return -1
+
+
+def _make_static(declaration: list[Token]) -> None:
+    """Internal linkage: no copy of a kernel exists beside the one in its entry (whose threadgroup variables count)."""
+    if declaration[0].text != "template" and all(t.text != "static" for t in declaration):
+        declaration[0].text = f"static {declaration[0].text}"
 
 
 def _string(argument: str) -> str:

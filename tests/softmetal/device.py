@@ -1,0 +1,321 @@
+"""Runs Metal kernels on NumPy arrays: the software device without torch.
+
+Example:
+    >>> library = compile("kernel void twice(device float* x, uint i [[thread_position_in_grid]]) { x[i] *= 2; }")
+    >>> x = np.arange(4, dtype=np.float32)
+    >>> library.kernel("twice").launch(threads=4, group=4, buffers=[x])
+"""
+
+from __future__ import annotations
+
+import ctypes as c
+import enum
+import os
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .executor import bindings as api
+from .executor.bindings import executor
+from .msl.compiler import DEFAULT_FILE_NAME, CompileError, compile_source
+
+__all__ = ["Buffer", "CompileError", "Counters", "Fault", "FaultKind", "Kernel", "KernelFault", "Library", "compile"]
+
+Array = npt.NDArray[Any]
+Size = int | Sequence[int]
+
+
+class FaultKind(enum.IntEnum):
+    """Classes of faults; see executor.h."""
+
+    OUT_OF_BOUNDS = 1
+    MISALIGNED = 2
+    UNINITIALISED = 3
+    RACE = 4
+    RACE_GROUPS = 5
+    WRONG_FLAG = 6
+    WEAK_BARRIER = 7
+    BARRIER = 8
+    SIMD = 9
+    INACTIVE_LANE = 10
+    CONST_STORE = 11
+    CONSTANT_VALUE = 12
+    RESOURCE = 13
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One report. `message` says it all in one line; the rest are its parts."""
+
+    kind: FaultKind
+    message: str
+    file: str
+    line: int
+    thread: tuple[int, int, int]
+    simdgroup: int
+    threadgroup: tuple[int, int, int]
+    buffer: int
+    offset: int
+
+
+class KernelFault(Exception):
+    """A launch that broke a rule of Metal."""
+
+    def __init__(self, faults: Sequence[Fault]) -> None:
+        super().__init__("\n".join(f.message for f in faults))
+        self.faults = list(faults)
+
+
+@dataclass(frozen=True)
+class Counters:
+    """What a launch did. Byte counts are None in fast mode; `buffers` maps a slot to its four counts."""
+
+    threads: int
+    threadgroups: int
+    threadgroup_barriers: int
+    simdgroup_barriers: int
+    simd_operations: int
+    mmas: int
+    atomics: int
+    device_bytes_read: int | None
+    device_bytes_written: int | None
+    distinct_bytes_read: int | None
+    distinct_bytes_written: int | None
+    threadgroup_bytes_read: int | None
+    threadgroup_bytes_written: int | None
+    buffers: dict[int, dict[str, int]] | None
+
+
+class Buffer:
+    """An array bound at a byte offset, with a record of what has been written to it.
+
+    Args:
+        array: C-contiguous; written in place.
+        offset: the kernel's pointer, in bytes from the start of the array.
+        initialised: False for memory as it comes from the allocator: reading it before a write is a fault.
+    """
+
+    def __init__(self, array: Array, offset: int = 0, *, initialised: bool = True) -> None:
+        if not array.flags.c_contiguous:
+            raise ValueError("buffer: expected a C-contiguous array")
+        self.array = array
+        self.offset = offset
+        self.written = None if initialised else np.zeros(max(array.nbytes, 1), np.uint8)
+
+    @classmethod
+    def empty(cls, shape: int | tuple[int, ...], dtype: npt.DTypeLike) -> Buffer:
+        """Uninitialised device memory."""
+        array: Array = np.empty(shape, dtype)
+        array.view(np.uint8).fill(0xFF)
+        return cls(array, initialised=False)
+
+
+Bound = Array | tuple[Array, int] | bytes | Buffer | None
+
+
+class Kernel:
+    """One kernel of a library."""
+
+    def __init__(self, library: Library, handle: Any) -> None:
+        self._library = library
+        self._handle = handle
+        self.name: str = handle.contents.name.decode()
+        self.max_total_threads: int = handle.contents.max_total_threads or 1024
+        self.static_threadgroup_bytes: int = handle.contents.static_threadgroup_bytes
+        self.arguments = [handle.contents.arguments[i] for i in range(handle.contents.argument_count)]
+
+    def launch(
+        self,
+        *,
+        group: Size,
+        groups: Size | None = None,
+        threads: Size | None = None,
+        buffers: Sequence[Bound] | Mapping[int, Bound] = (),
+        threadgroup_memory: Mapping[int, int] | None = None,
+        seed: int | None = None,
+        perturb_seed: int = 0,
+        os_threads: int = 0,
+        raise_faults: bool = True,
+    ) -> Counters:
+        """Runs the kernel to its end.
+
+        Args:
+            group: threads per threadgroup.
+            groups: threadgroups per grid; or
+            threads: threads per grid (the last threadgroups may then be smaller).
+            buffers: by slot: an array, (array, byte offset), bytes (constant data, read-only), a Buffer, or None.
+            threadgroup_memory: bytes of each [[threadgroup(n)]] argument.
+            seed: of the interleaving in checked mode; None takes SOFTMETAL_SEED or a random one (it is in every message).
+            perturb_seed: moves inexact functions within Metal's ulps; 0: not at all.
+            os_threads: 0 takes SOFTMETAL_THREADS or all cores; only in fast mode.
+            raise_faults: False returns them in `last_faults` instead.
+
+        Raises:
+            KernelFault: something that Metal does not allow was seen.
+        """
+        if (groups is None) == (threads is None):
+            raise ValueError("launch: expected either groups or threads")
+        size = _three(group)
+        grid = _three(threads) if threads is not None else tuple(g * s for g, s in zip(_three(groups or 0), size))
+        dispatch = api.Dispatch(library=self._library.handle, kernel=self._handle)
+        dispatch.threads_per_grid = api.Uint3(*grid)
+        dispatch.threads_per_threadgroup = api.Uint3(*size)
+        slots = buffers.items() if isinstance(buffers, Mapping) else enumerate(buffers)
+        keep = [_bind(dispatch.buffers[slot], bound) for slot, bound in slots]
+        for index, count in (threadgroup_memory or {}).items():
+            dispatch.threadgroup_bytes[index] = count
+        if seed is None:
+            seed = int(os.environ.get("SOFTMETAL_SEED", random.getrandbits(32)))
+        dispatch.seed, dispatch.perturb_seed, dispatch.os_threads = seed, perturb_seed, os_threads
+        result = executor().sm_launch(dispatch)
+        del keep
+        try:
+            self.last_faults = [_fault(result.contents.faults[i]) for i in range(result.contents.fault_count)]
+            counters = _counters(result.contents.counters)
+        finally:
+            executor().sm_free_result(result)
+        if self.last_faults and raise_faults:
+            raise KernelFault(self.last_faults)
+        return counters
+
+
+class Library:
+    """A compiled library; `kernel(name)` gives its kernels."""
+
+    def __init__(self, path: str) -> None:
+        error = c.c_void_p()
+        self.handle = executor().sm_library_open(path.encode(), error)
+        if not self.handle:
+            raise RuntimeError(f"{path}: {_text(error)}")
+        self.path = path
+        self.checked = bool(executor().sm_library_is_checked(self.handle))
+        count = executor().sm_library_kernel_count(self.handle)
+        handles = [executor().sm_library_kernel(self.handle, i) for i in range(count)]
+        self._kernels = {h.contents.name.decode(): h for h in handles}
+
+    @property
+    def names(self) -> list[str]:
+        """Host names of the kernels."""
+        return list(self._kernels)
+
+    @property
+    def constants(self) -> dict[str, tuple[int, str, bool]]:
+        """Function constants: name -> (index, type, whether this specialisation has a value)."""
+        count = executor().sm_library_constant_count(self.handle)
+        found = [executor().sm_library_constant(self.handle, i).contents for i in range(count)]
+        return {f.name.decode(): (f.index, f.type.decode(), bool(f.is_defined)) for f in found}
+
+    def kernel(self, name: str) -> Kernel:
+        """The kernel of that host name."""
+        if name not in self._kernels:
+            raise KeyError(f"kernel {name!r}: the library has {', '.join(self._kernels)}")
+        return Kernel(self, self._kernels[name])
+
+
+def compile(
+    source: str,
+    *,
+    constants: Mapping[str | int, bool | int | float | Sequence[int | float]] | None = None,
+    checked: bool = False,
+    file_name: str = DEFAULT_FILE_NAME,
+    include_paths: Sequence[str] = (),
+    defines: Sequence[str] = (),
+) -> Library:
+    """Compiles Metal source for the device; the same request twice gives the same library.
+
+    Args:
+        source: Metal Shading Language text.
+        constants: function constants by name or index.
+        checked: for checked mode (slower, every access is looked at) instead of fast mode.
+        file_name: the source's name in messages.
+        include_paths: folders for its own includes.
+        defines: macros, "NAME" or "NAME=VALUE".
+
+    Raises:
+        CompileError: the compiler's messages.
+    """
+    values = tuple(sorted((str(k), _literal(v)) for k, v in (constants or {}).items()))
+    return _compile(source, values, checked, file_name, tuple(map(str, include_paths)), tuple(defines))
+
+
+@lru_cache(maxsize=256)
+def _compile(
+    source: str,
+    values: tuple[tuple[str, str], ...],
+    checked: bool,
+    file_name: str,
+    include_paths: tuple[str, ...],
+    defines: tuple[str, ...],
+) -> Library:
+    built = compile_source(
+        source,
+        file_name=file_name,
+        constants=dict(values),
+        include_paths=include_paths,
+        defines=defines,
+        checked=checked,
+    )
+    return Library(str(built.path))
+
+
+def _literal(value: bool | int | float | Sequence[int | float]) -> str:
+    if isinstance(value, Sequence):
+        return "{" + ",".join(_literal(v) for v in value) + "}"
+    if isinstance(value, (bool, np.bool_)):
+        return "true" if value else "false"
+    return float(value).hex() if isinstance(value, (float, np.floating)) else str(int(value))
+
+
+def _three(size: Size) -> tuple[int, ...]:
+    values = (size,) if isinstance(size, (int, np.integer)) else tuple(size)
+    return tuple(int(v) for v in (*values, 1, 1)[:3])
+
+
+def _text(pointer: c.c_void_p) -> str:
+    text = c.string_at(pointer.value or 0).decode() if pointer else ""
+    executor().sm_free_text(pointer)
+    return text
+
+
+def _bind(slot: api.Buffer, bound: Bound) -> object:
+    """Fills the slot; the returned object keeps the memory alive."""
+    if bound is None:
+        return None
+    if isinstance(bound, bytes):
+        data = np.frombuffer(bound, np.uint8).copy()
+        slot.base, slot.length, slot.read_only = data.ctypes.data, data.nbytes, 1
+        return data
+    if not isinstance(bound, Buffer):
+        bound = Buffer(*bound) if isinstance(bound, tuple) else Buffer(bound)
+    slot.base, slot.length, slot.offset = bound.array.ctypes.data, bound.array.nbytes, bound.offset
+    slot.initialised = None if bound.written is None else bound.written.ctypes.data
+    return bound
+
+
+def _fault(f: Any) -> Fault:
+    return Fault(
+        FaultKind(f.kind),
+        f.message.decode(),
+        f.file.decode(),
+        f.line,
+        (f.thread.x, f.thread.y, f.thread.z),
+        f.simdgroup,
+        (f.threadgroup.x, f.threadgroup.y, f.threadgroup.z),
+        f.buffer,
+        f.offset,
+    )
+
+
+def _counters(counters: Any) -> Counters:
+    plain = [name for name in Counters.__dataclass_fields__ if name != "buffers"]
+    has_bytes = bool(counters.has_bytes)
+    values = {n: getattr(counters, n) if has_bytes or "bytes" not in n else None for n in plain}
+    per_buffer = ("bytes_read", "bytes_written", "distinct_read", "distinct_written")
+    buffers = {s: {n: getattr(counters, f"buffer_{n}")[s] for n in per_buffer} for s in range(api.SLOTS)}
+    used = {s: v for s, v in buffers.items() if any(v.values())}
+    return Counters(**values, buffers=used if has_bytes else None)

@@ -1,0 +1,202 @@
+// sm_compile: runs the Python compiler as a process, and remembers what it made so that a second request runs nothing.
+#include <fcntl.h>
+#include <spawn.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include <dlfcn.h>
+
+#include "executor.h"
+#include "random.h"
+
+extern char** environ;
+
+namespace softmetal {
+namespace {
+
+struct Answer {
+  int status = -1;
+  std::string output, errors;
+};
+
+void append(std::string& text, const char* part) {
+  text += part;
+  text.push_back('\0');
+}
+
+// Everything that the result depends on but the files of the compiler and of the includes.
+std::string identity(const sm_compile_request& request, const std::vector<std::string>& arguments) {
+  std::string text;
+  for (const std::string& argument : arguments) append(text, argument.c_str());
+  append(text, request.source);
+  return text;
+}
+
+// 128 bits; not cryptographic: the memo is the user's own.
+std::string fingerprint(const std::string& text) {
+  uint64_t a = 1, b = 2;
+  for (size_t i = 0; i < text.size(); i += 8) {
+    uint64_t word = 0;
+    std::memcpy(&word, text.data() + i, std::min<size_t>(8, text.size() - i));
+    a = mix(a ^ word);
+    b = mix(b + word * 3 + a);
+  }
+  char hex[40];
+  std::snprintf(hex, sizeof hex, "%016llx%016llx", static_cast<unsigned long long>(mix(a ^ text.size())),
+                static_cast<unsigned long long>(b));
+  return hex;
+}
+
+// tests/softmetal, told by the build; the compiler is the package msl in it.
+std::string home() {
+  const char* set = std::getenv("SOFTMETAL_HOME");
+  return set != nullptr ? set : SOFTMETAL_HOME;
+}
+
+std::string cache_folder() {
+  const char* set = std::getenv("SOFTMETAL_CACHE");
+  return set != nullptr ? set : home() + "/../../build/softmetal/cache";
+}
+
+std::string stamp_of(const std::string& path) {
+  struct stat s;
+  if (stat(path.c_str(), &s) != 0) return "gone";
+  return std::to_string(s.st_mtim.tv_sec) + "." + std::to_string(s.st_mtim.tv_nsec) + "." + std::to_string(s.st_size);
+}
+
+bool read_file(const std::string& path, std::string* text) {
+  FILE* file = std::fopen(path.c_str(), "rb");
+  if (file == nullptr) return false;
+  char part[65536];
+  for (size_t n; (n = std::fread(part, 1, sizeof part, file)) > 0;) text->append(part, n);
+  std::fclose(file);
+  return true;
+}
+
+std::vector<std::string> lines_of(const std::string& text) {
+  std::vector<std::string> lines;
+  for (size_t start = 0; start < text.size();) {
+    size_t end = std::min(text.find('\n', start), text.size());
+    lines.push_back(text.substr(start, end - start));
+    start = end + 1;
+  }
+  return lines;
+}
+
+// A memo is the library's path, then "stamp path" of every file that it was made from.
+bool recall(const std::string& memo, std::string* path) {
+  std::string text;
+  if (!read_file(memo, &text)) return false;
+  std::vector<std::string> lines = lines_of(text);
+  if (lines.size() < 2) return false;
+  for (size_t i = 1; i < lines.size(); ++i) {
+    size_t space = lines[i].find(' ');
+    if (space == std::string::npos || stamp_of(lines[i].substr(space + 1)) != lines[i].substr(0, space)) return false;
+  }
+  *path = lines[0];
+  return access(path->c_str(), R_OK) == 0;
+}
+
+void remember(const std::string& memo, const std::vector<std::string>& answer) {
+  std::string text = answer[0] + "\n";
+  for (size_t i = 1; i < answer.size(); ++i) text += stamp_of(answer[i]) + " " + answer[i] + "\n";
+  std::string temporary = memo + "." + std::to_string(getpid());
+  FILE* file = std::fopen(temporary.c_str(), "wb");
+  if (file == nullptr) return;
+  std::fwrite(text.data(), 1, text.size(), file);
+  std::fclose(file);
+  std::rename(temporary.c_str(), memo.c_str());
+}
+
+// Input and outputs go through files: no pipe can fill up.
+Answer run_compiler(const std::vector<std::string>& arguments, const std::string& source) {
+  Answer answer;
+  char folder[] = "/tmp/softmetal-XXXXXX";
+  if (mkdtemp(folder) == nullptr) {
+    answer.errors = "cannot make a temporary folder";
+    return answer;
+  }
+  std::string base = folder, in = base + "/in", out = base + "/out", err = base + "/err";
+  if (FILE* file = std::fopen(in.c_str(), "wb")) {
+    std::fwrite(source.data(), 1, source.size(), file);
+    std::fclose(file);
+  }
+  posix_spawn_file_actions_t files;
+  posix_spawn_file_actions_init(&files);
+  posix_spawn_file_actions_addopen(&files, 0, in.c_str(), O_RDONLY, 0);
+  posix_spawn_file_actions_addopen(&files, 1, out.c_str(), O_WRONLY | O_CREAT, 0600);
+  posix_spawn_file_actions_addopen(&files, 2, err.c_str(), O_WRONLY | O_CREAT, 0600);
+  std::vector<char*> argv;
+  for (const std::string& argument : arguments) argv.push_back(const_cast<char*>(argument.c_str()));
+  argv.push_back(nullptr);
+  std::string path = "PYTHONPATH=" + home();
+  std::vector<char*> environment;
+  for (char** entry = environ; *entry != nullptr; ++entry) {
+    if (std::strncmp(*entry, "PYTHONPATH=", 11) != 0) environment.push_back(*entry);
+  }
+  environment.push_back(path.data());
+  environment.push_back(nullptr);
+  pid_t child;
+  int failed = posix_spawnp(&child, argv[0], &files, nullptr, argv.data(), environment.data());
+  posix_spawn_file_actions_destroy(&files);
+  if (failed != 0) {
+    answer.errors = std::string("cannot start ") + argv[0] + ": " + std::strerror(failed);
+  } else {
+    int status = 0;
+    while (waitpid(child, &status, 0) < 0 && errno == EINTR) {
+    }
+    answer.status = WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+    read_file(out, &answer.output);
+    read_file(err, &answer.errors);
+  }
+  for (const std::string& file : {in, out, err}) unlink(file.c_str());
+  rmdir(folder);
+  return answer;
+}
+
+}  // namespace
+}  // namespace softmetal
+
+extern "C" int sm_compile(const sm_compile_request* request, char** path_or_error) {
+  using namespace softmetal;
+  static std::mutex mutex;
+  std::lock_guard<std::mutex> lock(mutex);
+  const char* python = std::getenv("SOFTMETAL_PYTHON");
+  std::vector<std::string> arguments = {python != nullptr ? python : "python3", "-m", "msl.compiler"};
+  if (request->file_name != nullptr) arguments.insert(arguments.end(), {"--file-name", request->file_name});
+  for (uint32_t i = 0; i < request->include_path_count; ++i) {
+    arguments.insert(arguments.end(), {"--include", request->include_paths[i]});
+  }
+  for (uint32_t i = 0; i < request->define_count; ++i) {
+    arguments.insert(arguments.end(), {"--define", request->defines[i]});
+  }
+  for (uint32_t i = 0; i < request->constant_count; ++i) {
+    const sm_constant_value& constant = request->constants[i];
+    std::string name = constant.name != nullptr ? constant.name : std::to_string(constant.index);
+    arguments.insert(arguments.end(), {"--constant", name + "=" + constant.value});
+  }
+  if (request->checked != 0) arguments.push_back("--checked");
+  std::string memo = cache_folder() + "/" + fingerprint(identity(*request, arguments)) + ".memo";
+  std::string path;
+  if (recall(memo, &path)) {
+    *path_or_error = strdup(path.c_str());
+    return 0;
+  }
+  Answer answer = run_compiler(arguments, request->source);
+  std::vector<std::string> lines = lines_of(answer.output);
+  if (answer.status != 0 || lines.empty()) {
+    *path_or_error = strdup(answer.errors.c_str());
+    return 1;
+  }
+  remember(memo, lines);
+  *path_or_error = strdup(lines[0].c_str());
+  return 0;
+}

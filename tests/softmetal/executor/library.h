@@ -1,0 +1,30 @@
+// A compiled Metal library that is loaded, and where its code came from.
+#pragma once
+
+#include <map>
+#include <string>
+#include <vector>
+
+#include "abi.h"
+
+struct sm_library {
+  std::string path;
+  const sm_library_table* table;
+  std::vector<sm_kernel> kernels;                        // with their static threadgroup memory
+  std::vector<std::vector<sm_threadgroup_site>> sites;  // of each kernel
+  const char* base;                                      // the load address
+  const char* low;                                       // the mapped range
+  const char* high;
+};
+
+namespace softmetal {
+
+struct SourceLine {
+  std::string file;
+  uint32_t line = 0;  // 0: not known
+};
+
+// The user's source line of a return address: the innermost inlined frame outside the Metal library's own headers.
+SourceLine source_line(const sm_library& library, const void* return_address);
+
+}  // namespace softmetal

@@ -1,0 +1,144 @@
+// One OS thread's GPU: the threads of one or more threadgroups as fibres, the simdgroups and barriers they meet at.
+#pragma once
+
+#include <atomic>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "executor.h"
+#include "fibre.h"
+#include "mma.h"
+#include "random.h"
+
+namespace softmetal {
+
+class Machine;
+class Checker;
+struct Simdgroup;
+struct Group;
+
+constexpr uint32_t kMaxSimdgroups = SM_MAX_THREADS / SM_SIMD_WIDTH;
+
+enum class State : uint8_t {
+  kRunnable,     // fresh, released or preempted
+  kExchange,     // at a simd operation that any set of lanes may take part in
+  kSimdBarrier,  // at an operation that the whole simdgroup must reach
+  kMatrix,       // waits for the other lanes' operands of a matrix product
+  kBarrier,      // at a threadgroup barrier
+  kDone,
+};
+
+// One GPU thread.
+struct Lane {
+  sm_thread self;  // first: sm_self points at it
+  Simdgroup* simdgroup;
+  void* context;     // where to go on; null: not started
+  const void* site;  // return address of the call that it waits in
+  uint64_t pending_matrices;  // Bloom filter of the destinations of deferred products
+  uint64_t products;          // deposited so far
+  State state;
+  uint32_t deposit_bytes;
+  uint32_t mem_flags;
+  alignas(16) unsigned char deposit[64];
+};
+
+struct Simdgroup {
+  Group* group;
+  Lane* lanes;
+  uint32_t size;
+  uint32_t runnable;  // lanes that can go on, the running one excluded
+  uint32_t alive;     // lanes that have not returned
+  uint32_t active;    // lanes of the exchange that was released last
+  uint32_t barriers;            // simdgroup barriers passed
+  uint32_t ordered[2];          // barriers passed at the latest one with the flag of device / threadgroup memory
+  alignas(64) unsigned char slots[SM_SIMD_WIDTH * 64];
+  MatrixQueue matrices;
+};
+
+struct Group {
+  Machine* machine;
+  uint64_t index;  // in the grid, linear
+  uint32_t thread_count;
+  uint32_t simdgroup_count;
+  uint32_t alive;
+  uint32_t at_barrier;
+  uint32_t busy;        // simdgroups that may have something to run
+  uint32_t barriers;    // threadgroup barriers passed
+  uint32_t ordered[2];  // barriers passed at the latest one with the flag of device / threadgroup memory
+  std::unique_ptr<Lane[]> lanes;
+  std::unique_ptr<Simdgroup[]> simdgroups;
+  sm_bindings bindings;
+  void* threadgroup_arguments[SM_BUFFER_SLOTS];
+  std::vector<void*> variables;  // by site
+};
+
+// What all machines of one dispatch share.
+struct Launch {
+  const sm_dispatch* dispatch;
+  const sm_kernel* kernel;
+  sm_uint3 groups;
+  uint64_t group_count;
+  void* buffers[SM_BUFFER_SLOTS];
+  const std::vector<sm_threadgroup_site>* sites;  // of this kernel
+  Checker* checker;                               // null in fast mode
+  std::vector<uint32_t> order;                    // of threadgroups; empty: as they come
+  std::atomic<uint64_t> next_group{0};
+  std::atomic<bool> stopped{false};
+  std::mutex mutex;  // of what follows
+  std::deque<std::string> texts;
+  std::vector<sm_fault> faults;
+  sm_counters counters{};
+};
+
+class Machine {
+ public:
+  explicit Machine(bool checked);
+  ~Machine();
+
+  // Runs threadgroups of the launch until none is left or it is stopped. `concurrent` of them are under way at a time.
+  void run(Launch& launch, uint32_t concurrent);
+
+  static Lane& current() { return *reinterpret_cast<Lane*>(const_cast<sm_thread*>(sm_self)); }
+
+  // Called on a fibre by the thread that it runs.
+  void wait(Lane& lane, State state, const void* site);
+  void preempt(Lane& lane);
+  [[noreturn]] void give_up();  // the launch is stopped: back to run()
+  void wake_matrix_lanes(Simdgroup& simdgroup);
+
+  Launch& launch() { return *launch_; }
+  const FibrePool& fibres() const { return fibres_; }
+  Random& random() { return random_; }
+  sm_counters counters{};
+
+ private:
+  static void fibre_main(void* machine);
+  bool next_group(Group& group);
+  void set_up(Group& group, uint64_t index);
+  void place_threadgroup_memory(Group& group);
+  // The next thread to run, null when the machine has nothing left. Stops the launch when threads wait for ever.
+  Lane* pick(Simdgroup* last);
+  Lane* pick_in(Group& group, Simdgroup* last);
+  void go_to(Lane& lane, void** save);
+  bool release_simdgroup(Simdgroup& simdgroup);
+  void release(Simdgroup& simdgroup, uint32_t lanes);
+  void release_exchange(Simdgroup& simdgroup, uint32_t lanes);
+  bool release_barrier(Group& group);
+
+  bool checked_;
+  Launch* launch_ = nullptr;
+  FibrePool fibres_;
+  void* main_context_ = nullptr;
+  Lane* starting_ = nullptr;  // what the fibre that is switched to runs first
+  Random random_;
+  std::vector<std::unique_ptr<Group>> groups_;
+  std::vector<Group*> running_;  // under way
+  std::unique_ptr<char[]> threadgroup_memory_;
+};
+
+inline Machine& machine_of(Lane& lane) { return *lane.simdgroup->group->machine; }
+
+}  // namespace softmetal

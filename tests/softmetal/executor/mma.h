@@ -1,0 +1,62 @@
+// Matrix products of a simdgroup, queued until somebody looks at a result: the lanes then meet once for many products.
+#pragma once
+
+#include <cstdint>
+
+namespace softmetal {
+
+struct Lane;
+
+// Row-major place of a lane's two elements in an 8x8 matrix.
+constexpr uint32_t matrix_place(uint32_t lane) {
+  uint32_t row = 4 * (lane >> 4) + ((lane >> 1) & 3);
+  uint32_t pair = 2 * ((lane >> 3) & 1) + (lane & 1);
+  return row * 8 + pair * 2;
+}
+
+struct MatrixOperand {
+  const void* elements;  // the lane's two
+  uint32_t type;         // 0 half, 1 bfloat, 2 float
+};
+
+// Products are numbered from 0 for the life of the simdgroup. A destination that has products pending keeps its value
+// in `results`; it is written to the lanes' memory when all products deposited so far are complete and computed.
+class MatrixQueue {
+ public:
+  static constexpr uint32_t kCapacity = 64;
+
+  void reset() { first_ = complete_ = deposited_ = result_count_ = 0; }
+
+  // Whether the lane may deposit another product now; if not, it must wait until done() reaches its count.
+  bool has_room(const Lane& lane) const;
+  // True if this deposit completed a product: all 32 lanes have given their operands.
+  bool deposit(Lane& lane, void* d, uint32_t d_type, MatrixOperand a, MatrixOperand b, MatrixOperand c);
+  // Whether d is the destination of a product that is not done.
+  bool is_pending(const Lane& lane, const void* d) const;
+  // Computes all complete products and writes their results to all lanes' memory.
+  uint64_t compute(Lane* lanes);
+
+  uint64_t complete() const { return complete_; }
+  uint64_t done() const { return first_; }
+
+ private:
+  struct Product {
+    uint32_t arrived;
+    uint32_t result;
+    int32_t addend;  // index of the result that is c, or -1: c was put into the result by the lanes
+    alignas(32) float a[64], b[64];
+  };
+  struct Result {
+    uint32_t type;
+    void* destination[32];
+    alignas(32) float value[64];
+  };
+  int32_t find(const Lane& lane, const void* d) const;
+
+  uint64_t first_ = 0, complete_ = 0, deposited_ = 0;
+  uint32_t result_count_ = 0;
+  Product products_[kCapacity];
+  Result results_[kCapacity];
+};
+
+}  // namespace softmetal

@@ -1,0 +1,120 @@
+#include "report.h"
+
+#include <algorithm>
+
+#include "library.h"
+
+namespace softmetal {
+namespace {
+
+std::string position(sm_uint3 p) {
+  return "(" + std::to_string(p.x) + "," + std::to_string(p.y) + "," + std::to_string(p.z) + ")";
+}
+
+std::string place(const SourceLine& at) {
+  return at.line == 0 ? "an unknown line" : at.file + ":" + std::to_string(at.line);
+}
+
+uint32_t limit(const Launch& launch) { return launch.dispatch->max_faults == 0 ? 16 : launch.dispatch->max_faults; }
+
+const char* keep(Launch& launch, const std::string& text) {
+  return launch.texts.emplace_back(text).c_str();
+}
+
+void record(Launch& launch, const Lane& lane, const Fault& fault) {
+  const sm_library& library = *launch.dispatch->library;
+  SourceLine at = source_line(library, fault.code);
+  std::string text = fault.text + ", at " + place(at);
+  if (fault.other_code != nullptr) text += ", other access at " + place(source_line(library, fault.other_code));
+  text += "; thread " + position(lane.self.thread_position_in_threadgroup) + ", simdgroup " +
+          std::to_string(lane.self.simdgroup_index_in_threadgroup) + ", threadgroup " +
+          position(lane.self.threadgroup_position_in_grid) + ", kernel '" + launch.kernel->name + "'";
+  if (launch.checker != nullptr) text += ", seed " + std::to_string(launch.dispatch->seed);
+  std::lock_guard<std::mutex> lock(launch.mutex);
+  for (const sm_fault& known : launch.faults) {
+    bool same = known.kind == fault.kind && known.line == at.line && known.line != 0 && at.file == known.file;
+    if (same && known.buffer == fault.buffer) return;
+  }
+  if (launch.faults.size() >= limit(launch)) {
+    launch.stopped = true;
+    return;
+  }
+  const char* message = keep(launch, text);
+  const char* file = keep(launch, at.file);
+  launch.faults.push_back({fault.kind, fault.is_fatal, message, launch.kernel->name, file, at.line,
+                           lane.self.thread_position_in_threadgroup, lane.self.threadgroup_position_in_grid,
+                           lane.self.simdgroup_index_in_threadgroup, fault.buffer, fault.offset});
+}
+
+const char* waits_at(const Lane& lane) {
+  switch (lane.state) {
+    case State::kBarrier:
+      return "threadgroup_barrier";
+    case State::kSimdBarrier:
+      return "simdgroup_barrier";
+    case State::kMatrix:
+      return "simdgroup matrix operation";
+    default:
+      return "simd operation";
+  }
+}
+
+}  // namespace
+
+void report(Lane& lane, const Fault& fault) {
+  Machine& machine = machine_of(lane);
+  record(machine.launch(), lane, fault);
+  if (!fault.is_fatal && !machine.launch().stopped) return;
+  machine.launch().stopped = true;
+  machine.give_up();
+}
+
+void report_launch(Launch& launch, const std::string& text) {
+  std::lock_guard<std::mutex> lock(launch.mutex);
+  const char* name = launch.kernel != nullptr ? launch.kernel->name : "";
+  const char* message = keep(launch, text + ", kernel '" + name + "'");
+  launch.faults.push_back({SM_FAULT_RESOURCE, 1, message, name, "", 0, {}, {}, 0, -1, 0});
+  launch.stopped = true;
+}
+
+void report_stuck(Launch& launch, Group& group) {
+  // The fault is told by a thread in the innermost wait: a simd operation if there is one.
+  const Lane* lane = nullptr;
+  for (uint32_t i = 0; i < group.thread_count; ++i) {
+    const Lane& candidate = group.lanes[i];
+    if (candidate.state == State::kDone) continue;
+    bool is_inner = candidate.state != State::kBarrier;
+    if (lane == nullptr || (is_inner && lane->state == State::kBarrier)) lane = &candidate;
+  }
+  bool is_barrier = lane->state == State::kBarrier;
+  uint32_t first = is_barrier ? 0 : lane->self.simdgroup_index_in_threadgroup * SM_SIMD_WIDTH;
+  uint32_t count = is_barrier ? group.thread_count : lane->simdgroup->size;
+  uint32_t here = 0;
+  const Lane* other = nullptr;
+  for (uint32_t i = first; i < first + count; ++i) {
+    const Lane& candidate = group.lanes[i];
+    if (candidate.state == lane->state && candidate.site == lane->site) {
+      ++here;
+    } else if (other == nullptr) {
+      other = &candidate;
+    }
+  }
+  uint32_t expected = is_barrier ? group.thread_count : SM_SIMD_WIDTH;
+  Fault fault{is_barrier || lane->state == State::kSimdBarrier ? SM_FAULT_BARRIER : SM_FAULT_SIMD, true, lane->site, ""};
+  fault.text = std::string(waits_at(*lane)) + " reached by " + std::to_string(here) + " of " +
+               std::to_string(expected) + " threads";
+  if (other == nullptr) {
+    fault.text += ": the simdgroup is not full";
+  } else {
+    fault.text += ": thread " + position(other->self.thread_position_in_threadgroup);
+    if (other->state == State::kDone) {
+      fault.text += " has returned";
+    } else {
+      fault.text += std::string(" waits in a ") + waits_at(*other) + " at " +
+                    place(source_line(*launch.dispatch->library, other->site));
+    }
+  }
+  record(launch, *lane, fault);
+}
+
+}  // namespace softmetal

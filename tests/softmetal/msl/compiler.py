@@ -1,0 +1,222 @@
+"""Metal Shading Language text -> shared object for the executor: clang -E, translate.py, clang, cached by content.
+
+As a script (`python -m msl.compiler`, source on stdin) it prints the library's path and the files that it was made from,
+one a line; the executor's sm_compile runs it so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import hashlib
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .tokens import SourceError
+from .translate import Translator
+
+_HERE = Path(__file__).resolve().parent
+_INCLUDE = _HERE / "include"
+_COMPILER = os.environ.get("SOFTMETAL_CXX", "clang++-19")
+DEFAULT_FILE_NAME = "program_source.metal"
+
+# The host's own macros are hidden from Metal source; Metal's are those of MSL 3.1.
+_PREPROCESS = [
+    *("-x", "c++", "-std=c++17", "-E", "-nostdinc", "-ffreestanding", "-w"),
+    *(f"-U{m}" for m in ("__linux__", "__linux", "linux", "__gnu_linux__", "__unix__", "__unix", "unix", "__x86_64__")),
+    *("-D__METAL__=1", "-D__METAL_VERSION__=310", "-D__METAL_MACOS__=1", "-D__HAVE_BFLOAT__=1"),
+]
+_COMPILE = [
+    *("-std=gnu++17", "-fdeclspec", "-fPIC", "-march=native", "-gline-tables-only", "-w", "-ferror-limit=20"),
+    *("-fno-exceptions", "-fno-rtti", "-fvisibility=hidden", "-fdebug-compilation-dir=.", "-fno-math-errno", "-fno-strict-aliasing", "-fno-stack-protector"),
+    # As Metal's compiler: a*b+c is contracted inside one expression, half and bfloat round after every operation.
+    *("-ffp-contract=on", "-Xclang", "-ffloat16-excess-precision=none", "-Xclang", "-fbfloat16-excess-precision=none"),
+    # A call site stands for the lanes that meet at it: no pass may merge, copy or reorder such calls.
+    *("-fconvergent-functions", "-fno-optimize-sibling-calls", "-mllvm", "-enable-tail-merge=false"),
+    *(f for x in ("branch-fold", "tail-duplicate", "early-taildup", "block-placement") for f in ("-mllvm", f"-disable-{x}")),
+]
+_FAST = ["-O2"]
+_CHECKED = [
+    *("-O1", "-fsanitize=thread,alignment", "-fsanitize-recover=alignment"),
+    *("-mllvm", "-tsan-instrument-func-entry-exit=0", "-mllvm", "-tsan-instrument-read-before-write=1"),
+    *("-mllvm", "-tsan-instrument-atomics=0"),  # sm_note_atomic does it
+]
+_LINK = ["-shared", "-nostdlib", "-lm", "-lc", "-lgcc"]
+
+
+class CompileError(Exception):
+    """Metal source that does not compile; the text is the compiler's messages."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A shared object and the user's files that it was made from."""
+
+    path: Path
+    dependencies: tuple[str, ...]
+
+
+def cache_folder() -> Path:
+    """Where shared objects lie: SOFTMETAL_CACHE, else build/softmetal/cache of the repository."""
+    return Path(os.environ.get("SOFTMETAL_CACHE", _HERE.parents[2] / "build" / "softmetal" / "cache"))
+
+
+def library_files() -> list[Path]:
+    """The files of this folder and the executor's seam that a compiled library depends on."""
+    headers = [p for p in _INCLUDE.rglob("*") if p.is_file()]
+    return sorted([*headers, *_HERE.glob("*.py"), _HERE / "thunk.h", _HERE.parent / "executor" / "abi.h"])
+
+
+@functools.cache
+def _toolchain_digest() -> str:
+    digest = hashlib.sha256(_run([_COMPILER, "--version"], "").encode())
+    digest.update(_run([_COMPILER, "-march=native", "-E", "-dM", "-x", "c", "-"], "").encode())
+    digest.update(repr([_PREPROCESS, _COMPILE, _FAST, _CHECKED, _LINK]).encode())
+    for path in library_files():
+        digest.update(str(path.relative_to(_HERE.parent)).encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _run(command: Sequence[str | Path], text: str) -> str:
+    done = subprocess.run([str(c) for c in command], input=text, capture_output=True, text=True)
+    if done.returncode:
+        raise CompileError(done.stderr.strip() or f"{command[0]} ended with status {done.returncode}")
+    return done.stdout
+
+
+@functools.cache
+def _stubs() -> Path:
+    """A folder with an empty file for every header of the library: Metal source is preprocessed without them."""
+    names = sorted(str(p.relative_to(_INCLUDE)) for p in _INCLUDE.rglob("*") if p.is_file() and p.suffix != ".md")
+    folder = cache_folder() / ("stubs-" + hashlib.sha256("\n".join(names).encode()).hexdigest()[:16])
+    for name in names:
+        stub = folder / name
+        stub.parent.mkdir(parents=True, exist_ok=True)
+        stub.touch()
+    return folder
+
+
+def _install(path: Path, make: list[str | Path], text: str) -> None:
+    """Runs a command that writes its last argument, and puts the file in place in one step."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=path.suffix)
+    os.close(handle)
+    try:
+        _run([*make, temporary], text)
+        os.replace(temporary, path)
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+
+
+def _precompiled(checked: bool) -> Path:
+    path = cache_folder() / f"prelude-{'checked' if checked else 'fast'}-{_toolchain_digest()[:16]}.pch"
+    if not path.exists():
+        flags = [*_COMPILE, *(_CHECKED if checked else _FAST), "-I", _INCLUDE]
+        prelude = f'#include <metal_stdlib>\n#include "{_HERE / "thunk.h"}"\n'
+        _install(path, [_COMPILER, "-x", "c++-header", "-", *flags, "-Xclang", "-emit-pch", "-o"], prelude)
+    return path
+
+
+def _locate(text: str, line: int) -> tuple[str, int]:
+    """File and line of the user's source for a line of preprocessed text."""
+    file, number = DEFAULT_FILE_NAME, 0
+    for current, content in enumerate(text.split("\n"), 1):
+        if marker := re.match(r'#(?:line)? (\d+) "((?:\\.|[^"])*)"', content):
+            file, number = marker[2], int(marker[1]) - 1
+        else:
+            number += 1
+        if current == line:
+            break
+    return file, number
+
+
+def preprocess(source: str, file_name: str, include_paths: Sequence[str], defines: Sequence[str]) -> str:
+    """Expands the user's macros and includes; the library's own headers count as empty.
+
+    Raises:
+        CompileError: a missing header, an #error, a malformed macro.
+    """
+    flags = [*(f"-D{d}" for d in defines), *(f for p in include_paths for f in ("-I", p))]
+    text = f'#line 1 "{file_name}"\n{source}\n'
+    return _run([_COMPILER, *_PREPROCESS, "-isystem", _stubs(), *flags, "-"], text)
+
+
+def compile_source(
+    source: str,
+    *,
+    file_name: str = DEFAULT_FILE_NAME,
+    constants: Mapping[str, str] | None = None,
+    include_paths: Sequence[str] = (),
+    defines: Sequence[str] = (),
+    checked: bool = False,
+) -> Compiled:
+    """Compiles Metal source.
+
+    Args:
+        source: Metal Shading Language text.
+        file_name: its name in messages and reports.
+        constants: function constants by name, or by index as text; values as C text ("true", "-3", "0x1p+1", "{1,2}").
+        include_paths: folders for the source's own includes.
+        defines: macros, "NAME" or "NAME=VALUE".
+        checked: instruments the code for checked mode.
+
+    Raises:
+        CompileError: with the messages, line numbers being those of the source.
+    """
+    text = preprocess(source, file_name, include_paths, defines)
+    values = dict(constants or {})
+    key = hashlib.sha256()
+    for part in (_toolchain_digest(), repr(sorted(values.items())), repr(checked), text):
+        key.update(part.encode() + b"\0")
+    path = cache_folder() / f"{key.hexdigest()[:32]}.so"
+    if not path.exists():
+        try:
+            translated = Translator(text, values).text
+        except SourceError as error:
+            file, line = _locate(text, error.line)
+            raise CompileError(f"{file}:{line}: error: {error.message}") from None
+        pragma = "#pragma clang attribute push(__attribute__((always_inline)), apply_to = function)\n"
+        flags = [*_COMPILE, *(_CHECKED if checked else _FAST), "-include-pch", _precompiled(checked)]
+        command = [_COMPILER, "-x", "c++", "-", *flags, "-Xclang", "-fno-validate-pch", "-c", "-o"]
+        built = path.with_suffix(".o")
+        _install(built, command, pragma + translated)
+        _install(path, [_COMPILER, built, *_LINK, "-o"], "")
+        built.unlink(missing_ok=True)
+    files = dict.fromkeys(re.findall(r'^# \d+ "((?:\\.|[^"<])*)"', text, re.MULTILINE))
+    own = str(cache_folder())
+    return Compiled(path, tuple(f for f in files if f != file_name and not f.startswith(own) and Path(f).is_file()))
+
+
+def _main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--file-name", default=DEFAULT_FILE_NAME)
+    parser.add_argument("--include", action="append", default=[])
+    parser.add_argument("--define", action="append", default=[])
+    parser.add_argument("--constant", action="append", default=[], metavar="NAME=VALUE")
+    parser.add_argument("--checked", action="store_true")
+    options = parser.parse_args()
+    constants = dict(c.split("=", 1) for c in options.constant)
+    try:
+        built = compile_source(
+            sys.stdin.read(),
+            file_name=options.file_name,
+            constants=constants,
+            include_paths=options.include,
+            defines=options.define,
+            checked=options.checked,
+        )
+    except CompileError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(built.path, *built.dependencies, *library_files(), sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main())
