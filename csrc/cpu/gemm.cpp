@@ -49,6 +49,19 @@ struct Activations {
   float* segment_sums(int64_t chunk, int64_t segment) const { return sums + (chunk * segments + segment) * rows; }
 };
 
+const MatrixKernel& matrix_kernel(const Plan& plan, const KernelSet& kernels) {
+  switch (plan.kernel) {
+    case Kernel::bf16_dot_few_rows:
+      return bf16_dot_kernels()->few_rows[static_cast<size_t>(plan.parts - 1)];
+    case Kernel::bf16_dot:
+      return bf16_dot_kernels()->many_rows;
+    case Kernel::few_rows:
+      return kernels.few_rows;
+    default:
+      return kernels.many_rows;
+  }
+}
+
 class Gemm {
  public:
   Gemm(const GemmArguments& arguments, const Plan& plan, const KernelSet& kernels)
@@ -56,59 +69,61 @@ class Gemm {
         w_(arguments.weight),
         plan_(plan),
         kernels_(kernels),
-        matrix_(plan.kernel == Kernel::few_rows ? kernels.few_rows : kernels.many_rows),
+        matrix_(matrix_kernel(plan, kernels)),
         role_(info(w_.format).zeros_role),
         values_(code_values(w_.format, w_.lut)),
         chunks_(ceil_div(w_.K, kChunk)),
         strips_(ceil_div(w_.N, plan.strip)),
         segment_(std::min<int64_t>(w_.group_size, kChunk)) {}
 
-  void run(const Parallel& parallel) {
+  // Rows [row, row + pass_rows). False, and nothing written, where the kernel cannot represent an activation.
+  bool run_pass(int64_t row, const Parallel& parallel) const {
     static thread_local Scratch values_scratch, sums_scratch, partial_scratch;
-    for (int64_t row = 0; row < a_.M; row += plan_.pass_rows) {
-      Activations x{};
-      x.rows = std::min(plan_.pass_rows, a_.M - row);
-      x.row_blocks = ceil_div(x.rows, plan_.max_rows);
-      x.segments = ceil_div(kChunk, segment_);
-      x.row_bytes = kChunk * int64_t{sizeof(float)};
-      x.values = values_scratch.get<char>(chunks_ * x.rows * x.row_bytes);
-      x.sums = sums_scratch.get<float>(chunks_ * x.segments * x.rows);
-      const int64_t packs = chunks_ * x.row_blocks;
-      // Below some 16k elements the fork and join cost more than the packing.
-      const int64_t grain = std::max<int64_t>(1, (int64_t{1} << 14) / (kChunk * ceil_div(x.rows, x.row_blocks)));
-      parallel.run(packs, grain, [&](int64_t begin, int64_t end) {
-        for (int64_t i = begin; i < end; ++i)
-          pack(x, row, i / x.row_blocks, i % x.row_blocks);
-      });
-      const int64_t row_tasks = std::min(plan_.row_tasks, x.row_blocks);
-      const int64_t tasks = row_tasks * plan_.column_tasks * plan_.k_slices;
-      float* partial = plan_.k_slices > 1 ? partial_scratch.get<float>(plan_.k_slices * x.rows * w_.N) : nullptr;
-      parallel.run(tasks, 1, [&](int64_t begin, int64_t end) {
-        for (int64_t i = begin; i < end; ++i) {
-          const int64_t slice = i % plan_.k_slices;
-          const int64_t rest = i / plan_.k_slices;
-          task(x, row, part(x.row_blocks, row_tasks, rest / plan_.column_tasks),
-               part(strips_, plan_.column_tasks, rest % plan_.column_tasks), part(chunks_, plan_.k_slices, slice),
-               partial == nullptr ? nullptr : partial + slice * x.rows * w_.N);
-        }
-      });
-      if (partial != nullptr) {
-        parallel.run(x.rows, std::max<int64_t>(1, (int64_t{1} << 14) / w_.N), [&](int64_t begin, int64_t end) {
-          for (int64_t m = begin; m < end; ++m)
-            add_slices(partial, x.rows, m, row);
-        });
+    Activations x{};
+    x.rows = std::min(plan_.pass_rows, a_.M - row);
+    x.row_blocks = ceil_div(x.rows, plan_.max_rows);
+    x.segments = ceil_div(kChunk, segment_);
+    x.row_bytes = matrix_.row_bytes;
+    x.values = values_scratch.get<char>(chunks_ * x.rows * x.row_bytes);
+    x.sums = sums_scratch.get<float>(chunks_ * x.segments * x.rows);
+    std::atomic<bool> representable{true};
+    // Below some 16k elements the fork and join cost more than the packing.
+    const int64_t grain = std::max<int64_t>(1, (int64_t{1} << 14) / (kChunk * ceil_div(x.rows, x.row_blocks)));
+    parallel.run(chunks_ * x.row_blocks, grain, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        if (!pack(x, row, i / x.row_blocks, i % x.row_blocks)) representable.store(false, std::memory_order_relaxed);
       }
+    });
+    if (!representable) return false;
+    const int64_t row_tasks = std::min(plan_.row_tasks, x.row_blocks);
+    const int64_t tasks = row_tasks * plan_.column_tasks * plan_.k_slices;
+    float* partial = plan_.k_slices > 1 ? partial_scratch.get<float>(plan_.k_slices * x.rows * w_.N) : nullptr;
+    parallel.run(tasks, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        const int64_t slice = i % plan_.k_slices;
+        const int64_t rest = i / plan_.k_slices;
+        task(x, row, part(x.row_blocks, row_tasks, rest / plan_.column_tasks),
+             part(strips_, plan_.column_tasks, rest % plan_.column_tasks), part(chunks_, plan_.k_slices, slice),
+             partial == nullptr ? nullptr : partial + slice * x.rows * w_.N);
+      }
+    });
+    if (partial != nullptr) {
+      parallel.run(x.rows, std::max<int64_t>(1, (int64_t{1} << 14) / w_.N), [&](int64_t begin, int64_t end) {
+        for (int64_t m = begin; m < end; ++m)
+          add_slices(partial, x.rows, m, row);
+      });
     }
     values_scratch.trim(kKeepBytes);
     partial_scratch.trim(kKeepBytes);
+    return true;
   }
 
  private:
-  void pack(const Activations& x, int64_t row, int64_t chunk, int64_t block_index) const {
+  bool pack(const Activations& x, int64_t row, int64_t chunk, int64_t block_index) const {
+    bool good = true;
     const Range block = x.block(block_index);
     const int64_t k0 = chunk * kChunk;
     const int64_t count = std::min<int64_t>(kChunk, w_.K - k0);
-    auto* out = reinterpret_cast<float*>(x.block_values(chunk, block));
     for (int64_t i = 0; i < block.size(); ++i) {
       float buffer[kChunk];
       const int64_t offset = (row + block.begin + i) * a_.a_row_stride;
@@ -119,14 +134,15 @@ class Gemm {
         const int64_t bytes = (offset + k0) * element_size(a_.a_type);
         kernels_.to_float(static_cast<const char*>(a_.a) + bytes, a_.a_type, count, buffer);
       }
-      for (int64_t k = 0; k < count; ++k)
-        out[k * block.size() + i] = buffer[k];
+      good &= matrix_.pack(buffer, static_cast<int>(count), static_cast<int>(block.size()), static_cast<int>(i),
+                           x.block_values(chunk, block));
       if (role_ == ZerosRole::none) continue;
       for (int64_t segment = 0; segment * segment_ < count; ++segment) {
         const Range range{segment * segment_, std::min(count, (segment + 1) * segment_)};
         x.segment_sums(chunk, segment)[block.begin + i] = sum(buffer + range.begin, range.size());
       }
     }
+    return good;
   }
 
   // count is a multiple of 8.
@@ -300,11 +316,21 @@ class Gemm {
 
 void gemm_on(const Machine& machine, const GemmArguments& arguments, const Parallel& parallel,
              Float32Precision precision) {
-  if (arguments.M == 0 || arguments.weight.N == 0) return;
   const PackedWeight& weight = arguments.weight;
-  const Plan plan = make_plan(
-      machine, {arguments.M, weight.N, weight.K, weight.format, weight.group_size, arguments.a_type, precision});
-  Gemm(arguments, plan, *kernels_of(machine.isa)).run(parallel);
+  if (arguments.M == 0 || weight.N == 0) return;
+  bool bf16_codes = true;
+  for (const float value : code_values(weight.format, weight.lut)) {
+    bf16_codes = bf16_codes && (std::bit_cast<uint32_t>(value) & 0xFFFFU) == 0;
+  }
+  const Problem problem{arguments.M,       weight.N,         weight.K,   weight.format,
+                        weight.group_size, arguments.a_type, bf16_codes, precision};
+  const KernelSet& kernels = *kernels_of(machine.isa);
+  const Plan plan = make_plan(machine, problem);
+  const Plan fp32_plan = make_fp32_plan(machine, problem);
+  const Gemm planned(arguments, plan, kernels);
+  for (int64_t row = 0; row < arguments.M; row += plan.pass_rows) {
+    if (!planned.run_pass(row, parallel)) Gemm(arguments, fp32_plan, kernels).run_pass(row, parallel);
+  }
 }
 
 void gemm(const GemmArguments& arguments, const Parallel& parallel, Float32Precision precision) {

@@ -134,6 +134,14 @@ void unpack(const Step& s, float* panel) {
 }
 
 template <class V>
+bool pack_fp32(const float* values, int count, int rows, int row, void* out) {
+  float* to = static_cast<float*>(out) + row;
+  for (int k = 0; k < count; ++k, to += rows)
+    *to = values[k];
+  return true;
+}
+
+template <class V>
 void to_float(const void* source, ElementType type, int64_t count, float* out) {
   int64_t i = 0;
   if (type == ElementType::float16) {
@@ -233,7 +241,7 @@ void dequantize(const DequantizeRow& d) {
 
 template <class V, bool from_panel, int min_rows, int max_rows, int C>
 constexpr MatrixKernel matrix_kernel() {
-  MatrixKernel kernel{C * V::width, min_rows, max_rows, from_panel, {}, {}};
+  MatrixKernel kernel{C * V::width, min_rows, max_rows, from_panel, kChunk * int{sizeof(float)}, &pack_fp32<V>, {}, {}};
   auto fill = [&]<Codes codes>() {
     auto& steps = kernel.step[static_cast<size_t>(codes)];
     // A vector unit with 16-entry tables needs one decoder only, a panel none.

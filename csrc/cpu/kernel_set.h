@@ -41,6 +41,9 @@ struct MatrixKernel {
   int min_rows;
   int max_rows;
   bool from_panel;  // step reads Step::panel, which `unpack` has filled
+  int row_bytes;    // of packed activations: one row of one chunk
+  // Row `row` of a block of `rows`, in the kernel's order of k. False where the kernel cannot represent a value.
+  bool (*pack)(const float* values, int count, int rows, int row, void* out);
   std::array<std::array<StepFunction, kMaxBlockRows + 1>, kCodesCount> step;
   std::array<void (*)(const Step&, float* panel), kCodesCount> unpack;
 };
@@ -65,11 +68,17 @@ struct KernelSet {
   std::array<void (*)(const DequantizeRow&), kCodesCount> dequantize;
 };
 
+struct Bf16DotKernels {
+  std::array<MatrixKernel, 2> few_rows;  // for one part and for two
+  MatrixKernel many_rows;                // one part
+};
+
 // nullptr where this build has no code for the family.
 const KernelSet* portable_kernels();
 const KernelSet* avx2_kernels();
 const KernelSet* avx512_kernels();
 const KernelSet* neon_kernels();
+const Bf16DotKernels* bf16_dot_kernels();
 const KernelSet* kernels_of(Isa isa);
 
 }  // namespace marlin::cpu

@@ -34,11 +34,27 @@ KernelShape kernel_shape(Isa isa, Kernel kernel) {
   }
 }
 
-Plan make_plan(const Machine& machine, const Problem& problem) {
-  Plan plan{};
-  plan.parts = 1;
+namespace {
+
+// Bf16 dot products do twice the work of an fp32 multiply-add. With two parts that gain is spent, and what is left is
+// the cheaper decoding, which counts while a decoded code is used for few rows only.
+Kernel choose_kernel(const Machine& machine, const Problem& problem, int* parts) {
   const bool few = problem.M <= kernel_shape(machine.isa, Kernel::few_rows).max_rows;
-  plan.kernel = few ? Kernel::few_rows : Kernel::many_rows;
+  *parts = 1;
+  if (machine.fast_bf16_dot && machine.isa >= Isa::avx512 && machine.isa <= Isa::amx && problem.bf16_codes) {
+    if (problem.a_type == ElementType::bfloat16) return few ? Kernel::bf16_dot_few_rows : Kernel::bf16_dot;
+    if (problem.a_type == ElementType::float16 && few) {
+      *parts = 2;
+      return Kernel::bf16_dot_few_rows;
+    }
+  }
+  return few ? Kernel::few_rows : Kernel::many_rows;
+}
+
+Plan divide(const Machine& machine, const Problem& problem, Kernel kernel, int parts) {
+  Plan plan{};
+  plan.kernel = kernel;
+  plan.parts = parts;
   const KernelShape shape = kernel_shape(machine.isa, plan.kernel);
   plan.strip = shape.strip;
   plan.max_rows = shape.max_rows;
@@ -56,6 +72,19 @@ Plan make_plan(const Machine& machine, const Problem& problem) {
   const int64_t block_strips = kBlockBytes / (int64_t{sizeof(float)} * plan.block_rows * plan.strip);
   plan.block_columns = plan.strip * std::clamp<int64_t>(block_strips, 1, ceil_div(strips, plan.column_tasks));
   return plan;
+}
+
+}  // namespace
+
+Plan make_plan(const Machine& machine, const Problem& problem) {
+  int parts = 1;
+  const Kernel kernel = choose_kernel(machine, problem, &parts);
+  return divide(machine, problem, kernel, parts);
+}
+
+Plan make_fp32_plan(const Machine& machine, const Problem& problem) {
+  const bool few = problem.M <= kernel_shape(machine.isa, Kernel::few_rows).max_rows;
+  return divide(machine, problem, few ? Kernel::few_rows : Kernel::many_rows, 1);
 }
 
 std::string to_string(const Plan& plan) {

@@ -22,6 +22,7 @@ struct Problem {
   WeightFormat format;
   int64_t group_size;
   ElementType a_type;
+  bool bf16_codes;  // every code's number is exact in bf16: always but for most lookup tables
   Float32Precision precision;
 };
 
@@ -48,6 +49,8 @@ struct Plan {
 
 KernelShape kernel_shape(Isa isa, Kernel kernel);
 Plan make_plan(const Machine& machine, const Problem& problem);
+// The plan in fp32, for activations that a narrower kernel cannot represent.
+Plan make_fp32_plan(const Machine& machine, const Problem& problem);
 std::string to_string(const Plan& plan);
 
 }  // namespace marlin::cpu

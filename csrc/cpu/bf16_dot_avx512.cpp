@@ -1,0 +1,139 @@
+// AVX512-BF16 dot products with exact codes: vdpbf16ps multiplies pairs of bf16 and adds in fp32. A code is exact in
+// bf16 (integers below 256, E2M1), a bf16 activation is one part, an fp16 activation is two (11 bits <= 8 + 8). The
+// instruction flushes subnormals, so activations outside 2^-100 .. 2^120 are left to the fp32 kernels.
+#include "kernel_set.h"
+
+#if defined(__x86_64__)
+
+#include <immintrin.h>
+
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16"))), \
+                             apply_to = function)
+#else
+// GCC 12 warns about the undefined operands inside its own intrinsics.
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")
+#endif
+
+#include "gemm_kernel.h"
+#include "vec_avx512.h"
+
+namespace marlin::cpu {
+
+namespace {
+
+// The same vectors under a name of their own: nothing here may share a symbol with code for plain AVX-512.
+struct Avx512Bf16 : Avx512 {};
+
+using V = Avx512Bf16;
+
+// Nibbles j and j + 4 of a word stand at the bottom of the two halves of each 32-bit lane once the word is shifted by
+// 4j: vpermw, which reads five index bits, turns them into two bf16 through a table that is written twice.
+__m512i bf16_table(const float* values) {
+  const __m256i half = _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_castps_si512(_mm512_loadu_ps(values)), 16));
+  return _mm512_broadcast_i64x4(half);
+}
+
+// x is [k/8, pair, part, R]: pair j holds the activations of k = j and j + 4 in one 32-bit number.
+template <int parts, int R, int C>
+void dot_step(const Step& s) {
+  const __m512i table = bf16_table(s.values);
+  const uint32_t* words = s.words;
+  const uint32_t* ahead = s.ahead;
+  const auto* x = static_cast<const int32_t*>(s.x);
+  ChunkSum<V, R, C> sum(s);
+  for (int begin = 0, segment = 0; begin < s.k; begin += s.segment, ++segment) {
+    const int end = begin + s.segment < s.k ? begin + s.segment : s.k;
+    __m512 acc[R * C];
+    unroll<V, R * C>([&](auto i) __attribute__((always_inline)) { acc[i] = _mm512_setzero_ps(); });
+    for (int k = begin; k < end; k += 8) {
+      __m512i word[C];
+      unroll<V, C>([&](auto c) __attribute__((always_inline)) {
+        word[c] = V::load_words(words + c * V::width);
+        __builtin_prefetch(ahead + c * V::width);
+      });
+      unroll<V, 4>([&](auto j) __attribute__((always_inline)) {
+        __m512i code[C];
+        unroll<V, C>([&](auto c) __attribute__((always_inline)) {
+          code[c] = _mm512_permutexvar_epi16(j == 0 ? word[c] : _mm512_srli_epi32(word[c], 4 * j), table);
+        });
+        unroll<V, parts * R>([&](auto i) __attribute__((always_inline)) {
+          const __m512i activation = _mm512_set1_epi32(x[j * parts * R + i]);
+          unroll<V, C>([&](auto c) __attribute__((always_inline)) {
+            __m512& a = acc[i % R * C + c];
+            a = _mm512_dpbf16_ps(a, (__m512bh)code[c], (__m512bh)activation);
+          });
+        });
+      });
+      words += s.ld_words;
+      ahead += s.ld_words;
+      x += 4 * parts * R;
+    }
+    add_segment<V, R, C>(s, segment, acc, sum.target());
+  }
+  sum.finish();
+}
+
+template <int parts>
+bool pack_bf16(const float* values, int count, int rows, int row, void* out) {
+  alignas(64) uint16_t bits[parts][kChunk];
+  uint32_t strange = 0;
+  for (int k = 0; k < count; ++k) {
+    const uint32_t magnitude = std::bit_cast<uint32_t>(values[k]) & 0x7FFFFFFFU;
+    constexpr uint32_t kLeast = (127U - 100U) << 23, kBeyond = (127U + 120U) << 23;
+    strange |= static_cast<uint32_t>(magnitude != 0) & static_cast<uint32_t>(magnitude - kLeast >= kBeyond - kLeast);
+    float rest = values[k];
+    for (int part = 0; part < parts; ++part) {
+      bits[part][k] = float_to_bfloat16(rest);
+      rest -= bfloat16_to_float(bits[part][k]);
+    }
+  }
+  auto* to = static_cast<uint32_t*>(out) + row;
+  for (int k = 0; k < count; k += 8) {
+    for (int j = k; j < k + 4; ++j) {
+      for (int part = 0; part < parts; ++part, to += rows) {
+        *to = bits[part][j] | uint32_t{bits[part][j + 4]} << 16;
+      }
+    }
+  }
+  return strange == 0;
+}
+
+template <int parts, int min_rows, int max_rows, int C>
+constexpr MatrixKernel dot_kernel() {
+  MatrixKernel kernel{C * V::width, min_rows, max_rows, false, 2 * parts * kChunk, &pack_bf16<parts>, {}, {}};
+  for (auto& steps : kernel.step) {
+    [&]<int... i>(std::integer_sequence<int, i...>) {
+      ((steps[static_cast<size_t>(min_rows + i)] = &dot_step<parts, min_rows + i, C>), ...);
+    }(std::make_integer_sequence<int, max_rows - min_rows + 1>{});
+  }
+  return kernel;
+}
+
+constexpr Bf16DotKernels kDot{
+    {dot_kernel<1, 1, V::few_rows, V::few_rows_vectors>(), dot_kernel<2, 1, V::few_rows, V::few_rows_vectors>()},
+    dot_kernel<1, V::few_rows, V::many_rows, V::many_rows_vectors>()};
+
+}  // namespace
+
+const Bf16DotKernels* bf16_dot_kernels() {
+  return &kDot;
+}
+
+}  // namespace marlin::cpu
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
+
+#else
+
+namespace marlin::cpu {
+const Bf16DotKernels* bf16_dot_kernels() {
+  return nullptr;
+}
+}  // namespace marlin::cpu
+
+#endif
