@@ -1,15 +1,19 @@
-// vec<T, N>: Metal's vectors as classes. They live in namespace sm, so that argument-dependent lookup finds their
-// operators and nothing of namespace metal: in Metal they are built-in types, for which there is no such lookup.
+// vec<T, N>: Metal's vectors as classes. They have a namespace of their own, so that argument-dependent lookup finds
+// their operators and no library function: in Metal they are built-in types, for which there is no such lookup.
 #pragma once
 
 #include <softmetal/swizzle.h>
 
 namespace sm {
 
+namespace types {
 template <class T, int N>
 struct vec;
 template <class V>
 struct packed;
+}  // namespace types
+using types::packed;
+using types::vec;
 
 template <class T>
 struct shape {  // element type and number of elements; 0 elements: a scalar
@@ -58,6 +62,11 @@ constexpr bool all_numeric() {
   (void)expand{0, (ok = ok && (shape<A>::scalar || shape<A>::size > 0), 0)...};
   return ok;
 }
+
+template <int N>
+struct index {};
+
+namespace types {
 
 #define SM_FOR(i) for (int i = 0; i < size; ++i)
 
@@ -145,9 +154,6 @@ constexpr bool all_numeric() {
     for (int i = 0; i < M; ++i)(*this)[next++] = static_cast<T>(part[i]);                            \
     return 0;                                                                                        \
   }
-
-template <int N>
-struct index {};
 
 // Elements are named members; a constant expression may not index from one member into the next, so there the element
 // is chosen by name.
@@ -262,4 +268,5 @@ struct packed<vec<T, 4>> {
 #undef SM_ARITHMETIC
 #undef SM_FOR
 
+}  // namespace types
 }  // namespace sm
