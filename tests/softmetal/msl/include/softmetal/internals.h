@@ -110,6 +110,10 @@ SM_INTERNAL_SIMD(simd_prefix_exclusive_sum)
 SM_INTERNAL_SIMD(simd_prefix_inclusive_product)
 SM_INTERNAL_SIMD(simd_prefix_exclusive_product)
 #undef SM_INTERNAL_SIMD
+// The bitwise ones have integer forms only; a float argument converts to one.
+METAL_FUNC SM_CONVERGENT int __metal_simd_xor(float a) { return metal::simd_xor(static_cast<int>(a)); }
+METAL_FUNC SM_CONVERGENT int __metal_simd_and(float a) { return metal::simd_and(static_cast<int>(a)); }
+METAL_FUNC SM_CONVERGENT int __metal_simd_or(float a) { return metal::simd_or(static_cast<int>(a)); }
 
 METAL_FUNC ushort __metal_get_simdgroup_size(ushort) { return 32; }
 METAL_FUNC ushort __metal_get_thread_index_in_simdgroup(ushort) { return static_cast<ushort>(sm::lane_index()); }
