@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .attributes import attribute_end
-from .tokens import CLOSING, SourceError, Token, match_closing, split_commas
+from .tokens import CLOSING, Token, match_angle, match_closing, split_commas
 
 SPACES = frozenset({"device", "constant", "thread", "threadgroup", "threadgroup_imageblock", "ray_data", "object_data"})
 SPECIFIERS = {
@@ -51,31 +51,13 @@ def take_templates(tokens: list[Token]) -> tuple[list[Token], frozenset[str]]:
     """A declaration without its `template <...>` parts, and the names of their parameters."""
     names: set[str] = set()
     while len(tokens) > 1 and tokens[0].text == "template" and tokens[1].text == "<":
-        end = _close_angle(tokens, 1)
+        end = match_angle(tokens, 1)
         for part in split_commas(tokens[2:end]):
             declarator = [t for t in part[: index([t.text for t in part], "=")] if t.kind == "word"]
             if declarator:
                 names.add(declarator[-1].text)
         tokens = tokens[end + 1 :]
     return tokens, frozenset(names)
-
-
-def _close_angle(tokens: list[Token], start: int) -> int:
-    """Index of the `>` that ends `template <`; `<` opens only after a word, so that comparisons do not count."""
-    depth = 0
-    i = start
-    while i < len(tokens):
-        text = tokens[i].text
-        if text in ("(", "[", "{"):
-            i = match_closing(tokens, i)
-        elif text == "<" and (i == start or tokens[i - 1].kind == "word"):
-            depth += 1
-        elif text == ">":
-            depth -= 1
-            if depth == 0:
-                return i
-        i += 1
-    raise SourceError(tokens[start].line, "'<' is never closed")
 
 
 def after_type(tokens: list[Token], i: int) -> int:

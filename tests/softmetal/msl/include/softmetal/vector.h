@@ -2,6 +2,7 @@
 // their operators and no library function: in Metal they are built-in types, for which there is no such lookup.
 #pragma once
 
+#include <softmetal/bfloat.h>
 #include <softmetal/swizzle.h>
 
 namespace sm {
@@ -20,7 +21,7 @@ struct shape {  // element type and number of elements; 0 elements: a scalar
   using element = T;
   static constexpr int size = 0;
   static constexpr int parts = 1;
-  static constexpr bool scalar = __is_arithmetic(T) || __is_enum(T) || __is_same(T, _Float16) || __is_same(T, __bf16);
+  static constexpr bool scalar = __is_arithmetic(T) || __is_enum(T) || __is_same(T, _Float16) || __is_same(T, types::bfloat);
 };
 template <class T>
 struct shape<const T> : shape<T> {};
@@ -127,6 +128,8 @@ namespace types {
 // up to N elements make a vector.
 #define SM_CONSTRUCTORS                                                                              \
   vec() = default;                                                                                   \
+  template <class U, class = enable_t<shape<U>::scalar && !__is_same(U, T)>>                         \
+  constexpr vec(const U& s) : vec(static_cast<T>(s)) {}                                              \
   template <class U, int M, class = enable_t<M == size && !__is_same(U, T)>>                         \
   constexpr explicit vec(const vec<U, M>& v) : vec(T(0)) {                                           \
     SM_FOR(i)(*this)[i] = static_cast<T>(v[i]);                                                      \
