@@ -18,8 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .lint import lint
-from .tokens import SourceError, significant, tokenize
+from .tokens import SourceError
 from .translate import Translator
 
 _HERE = Path(__file__).resolve().parent
@@ -36,7 +35,6 @@ _PREPROCESS = [
 _COMPILE = [
     *("-std=gnu++17", "-fdeclspec", "-fPIC", "-march=native", "-gline-tables-only", "-w", "-ferror-limit=20"),
     *("-fno-exceptions", "-fno-rtti", "-fvisibility=hidden", "-fdebug-compilation-dir=.", "-fno-math-errno", "-fno-strict-aliasing", "-fno-stack-protector"),
-    "-fno-strict-float-cast-overflow",  # float to integer saturates, NaN gives 0
     # As Metal's compiler: a*b+c is contracted inside one expression, half and bfloat round after every operation.
     *("-ffp-contract=on", "-Xclang", "-ffloat16-excess-precision=none", "-Xclang", "-fbfloat16-excess-precision=none"),
     # A call site stands for the lanes that meet at it: no pass may merge, copy or reorder such calls.
@@ -138,11 +136,6 @@ def _locate(text: str, line: int) -> tuple[str, int]:
     return file, number
 
 
-def _message(text: str, error: SourceError) -> str:
-    file, line = _locate(text, error.line)
-    return f"{file}:{line}: error: {error.message}"
-
-
 def preprocess(source: str, file_name: str, include_paths: Sequence[str], defines: Sequence[str]) -> str:
     """Expands the user's macros and includes; the library's own headers count as empty.
 
@@ -184,12 +177,10 @@ def compile_source(
     path = cache_folder() / f"{key.hexdigest()[:32]}.so"
     if not path.exists():
         try:
-            refused = list(lint(significant(tokenize(text))))
-            translated = "" if refused else Translator(text, values).text
+            translated = Translator(text, values).text
         except SourceError as error:
-            refused = [error]
-        if refused:
-            raise CompileError("\n".join(_message(text, error) for error in refused))
+            file, line = _locate(text, error.line)
+            raise CompileError(f"{file}:{line}: error: {error.message}") from None
         pragma = "#pragma clang attribute push(__attribute__((always_inline)), apply_to = function)\n"
         flags = [*_COMPILE, *(_CHECKED if checked else _FAST), "-include-pch", _precompiled(checked)]
         command = [_COMPILER, "-x", "c++", "-", *flags, "-Xclang", "-fno-validate-pch", "-c", "-o"]
