@@ -20,11 +20,6 @@ VERSIONS = {"": 1, "gptq": 1, "gptq_v2": 2}
 SYMMETRIC_ZERO = 8
 
 
-def _implied(checkpoint: Checkpoint) -> bool:
-    """Old AutoGPTQ wrote quantize_config.json without naming a method."""
-    return checkpoint.settings.file.name == "quantize_config.json" and "bits" in checkpoint.settings
-
-
 def _check(checkpoint: Checkpoint, settings: Settings) -> None:
     layout = "marlin" if settings.flag("is_marlin_format") else settings.text("checkpoint_format", "format").lower()
     if layout not in VERSIONS:
@@ -89,7 +84,7 @@ def _bits(layer: Layer, settings: Settings, rows: int, N: int, G: int) -> int:
 
 def _group_size(layer: Layer, settings: Settings, K: int, G: int, g_idx: Tensor | None) -> int:
     stated = settings.integer("group_size", "q_group_size", default=-1) or -1
-    stated = K if stated < 1 else min(stated, K)
+    stated = K if stated < 1 else stated
     if -(-K // stated) == G:
         return stated
     overridden = settings.section("dynamic") or settings.section("extra_config")
@@ -171,5 +166,4 @@ FORMAT = DirectoryFormat(
     fields={"b_packed": "qweight", "scales": "scales", "zeros": "qzeros", "perm": "g_idx", "bias": "bias"},
     check=_check,
     read=read,
-    implied=_implied,
 )

@@ -1,0 +1,156 @@
+"""Launches the kernels of `kernels/` on the software Metal device, each tensor in surroundings that must not be touched."""
+
+import functools
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "python")]
+
+from softmetal.device import Buffer, Counters, Kernel, compile  # noqa: E402
+
+KERNELS = ROOT / "kernels"
+# Filled with 0xFF: a NaN in every floating type and in both codings of scales.
+GUARD_BYTES = 256
+METAL_TYPES = {"float16": "half", "bfloat16": "bfloat", "float32": "float"}
+ELEMENT_NAMES = {
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.float32: "float32",
+    torch.uint8: "uint8",
+}
+
+
+@functools.cache
+def facts() -> dict:
+    """The constants, structs and kernels of kernels/variants.h."""
+    with tempfile.TemporaryDirectory() as folder:
+        program = Path(folder) / "facts"
+        source = Path(__file__).with_name("kernel_facts.cpp")
+        subprocess.run(["g++", "-std=c++20", "-I", KERNELS, source, "-o", program], check=True)
+        return json.loads(subprocess.run([program], check=True, capture_output=True).stdout)
+
+
+def number(name: str) -> int:
+    return facts()["numbers"][name]
+
+
+def element_type(dtype: torch.dtype | None) -> int:
+    return facts()["element_types"][ELEMENT_NAMES[dtype]] if dtype is not None else 0
+
+
+def parameters(struct: str, **fields: int) -> bytes:
+    """A parameter struct's bytes, by the offsets that the compiler gave its fields."""
+    layout = facts()["structs"][struct]
+    data = bytearray(layout["end"])
+    for name, value in fields.items():
+        size = 8 if name == "a_row_stride" else 4
+        data[layout[name] : layout[name] + size] = value.to_bytes(size, "little", signed=size == 8)
+    return bytes(data)
+
+
+class Guarded(Buffer):
+    """Uninitialised device memory between guards; checked mode ends it with its last byte."""
+
+    def __init__(self, length: int, *, lead: int = 0) -> None:
+        allocation = np.full(length + lead + 2 * GUARD_BYTES + 256, 0xFF, np.uint8)
+        start = -allocation.ctypes.data % 256
+        self.memory = allocation[start:]
+        offset = GUARD_BYTES + lead
+        super().__init__(self.memory[: offset + length], offset)
+        self.written = np.zeros(offset + length, np.uint8)
+
+    def fill(self, position: int, data: np.ndarray) -> None:
+        first = self.offset + position
+        self.array[first : first + data.nbytes] = data
+        self.written[first : first + data.nbytes] = 1
+
+    def read(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """What has been written, after a look at the guards around it."""
+        assert (self.memory[: self.offset] == 0xFF).all(), "written before the output"
+        assert (self.memory[self.array.nbytes :] == 0xFF).all(), "written past the output"
+        return torch.from_numpy(self.array[self.offset :].copy()).view(dtype).reshape(shape)
+
+
+def place(tensor: torch.Tensor, *, offset: int = 0, row_stride: int | None = None) -> Guarded:
+    """A tensor's rows, `offset` elements past an aligned address, `row_stride` elements apart.
+
+    Guards and gaps are NaN to the kernel and uninitialised memory to checked mode.
+    """
+    rows = tensor.contiguous().reshape(-1, tensor.shape[-1]) if tensor.dim() > 1 else tensor.contiguous().reshape(1, -1)
+    step = (row_stride or rows.shape[1]) * rows.element_size()
+    data = rows.view(torch.uint8).numpy()
+    buffer = Guarded((len(data) - 1) * step + data.shape[1], lead=offset * rows.element_size())
+    for i, row in enumerate(data):
+        buffer.fill(i * step, row)
+    return buffer
+
+
+def place_output(shape: tuple[int, ...], dtype: torch.dtype) -> Guarded:
+    """Memory for a kernel to fill."""
+    return Guarded(int(np.prod(shape)) * dtype.itemsize)
+
+
+def absent() -> Buffer:
+    """What is bound for an absent tensor: reading it is a fault."""
+    return place_output((4,), torch.int32)
+
+
+@functools.lru_cache(maxsize=512)
+def _specialise(
+    kernel: str, weight_format: str, element: str, constants: tuple[tuple[str, int | bool], ...], checked: bool
+) -> Kernel:
+    library, naming, _ = facts()["kernels"][kernel]
+    path = KERNELS / f"{library}.metal"
+    source = path.read_text()
+    name = kernel
+    if naming:
+        # The one instance under test: a library of all takes ten times as long to compile.
+        everything = f"MARLIN_KERNELS_{library.upper()}(MARLIN_INSTANTIATE)"
+        assert everything in source, f"{path.name}: expected {everything}"
+        weight = f"WeightFormat::{weight_format}, " if naming == 2 else ""
+        name = "_".join([kernel, *([weight_format] if naming == 2 else []), element])
+        one = f'MARLIN_INSTANTIATE_AS("{name}", {kernel}<{weight}{METAL_TYPES[element]}>)'
+        source = source.replace(everything, one)
+    compiled = compile(
+        source, constants=dict(constants), checked=checked, file_name=str(path), include_paths=[str(KERNELS)]
+    )
+    return compiled.kernel(name)
+
+
+def launch(
+    kernel: str,
+    buffers: Mapping[str, Buffer | bytes],
+    *,
+    group: tuple[int, ...],
+    groups: tuple[int, ...],
+    weight_format: str = "",
+    element: str = "",
+    constants: Mapping[str, int | bool] | None = None,
+    threadgroup_bytes: int = 0,
+    checked: bool = False,
+    seed: int = 1,
+) -> Counters:
+    """Runs one kernel; `buffers` by slot name without its prefix, slots that it declares besides are bound as absent."""
+    values = dict.fromkeys(facts()["constants"][:-1], 0) | dict(constants or {})
+    typed = tuple(sorted(values.items()))
+    handle = _specialise(kernel, weight_format, element, typed, checked)
+    declared = facts()["kernels"][kernel][2]
+    bound: dict[int, Buffer | bytes] = {i: absent() for i in range(number("kSlotParams")) if declared >> i & 1}
+    bound |= {number(f"kSlot{name}"): buffer for name, buffer in buffers.items()}
+    assert all(declared >> slot & 1 for slot in bound), f"{kernel} does not declare one of {sorted(buffers)}"
+    memory = {0: threadgroup_bytes} if threadgroup_bytes else None
+    return handle.launch(group=group, groups=groups, buffers=bound, threadgroup_memory=memory, seed=seed)
+
+
+def launch_elementwise(kernel: str, columns: int, rows: int, buffers: Mapping[str, Buffer | bytes], **options) -> Counters:
+    width, height = number("kElementwiseWidth"), number("kElementwiseHeight")
+    groups = (-(-columns // width), -(-rows // height), 1)
+    return launch(kernel, buffers, group=(width, height, 1), groups=groups, **options)
