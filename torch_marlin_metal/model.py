@@ -1,0 +1,227 @@
+"""Whole models: floats to 4 bit in one call, and 4-bit layers of other packages taken over."""
+
+from collections import defaultdict
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from torch_marlin_metal.foreign import UnreadableError, is_packed_linear, read_packed_linear, shape_of
+from torch_marlin_metal.linear import MarlinLinear
+from torch_marlin_metal.packed_weight import FLOAT_DTYPES, PackedWeight, PackedWeightError
+from torch_marlin_metal.quantize import quantize_weight
+from torch_marlin_metal.report import LayerReport, Report, module_bytes
+from torch_marlin_metal.swap import Filter, Target, find_targets, swap
+
+# Columns at a time when an error is measured.
+ERROR_COLUMNS = 1024
+
+
+def quantize_model(
+    model: nn.Module,
+    weight_format: str = "uint4b8",
+    group_size: int | None = None,
+    method: str = "rtn",
+    *,
+    include: Filter | None = None,
+    exclude: Filter | None = None,
+    progress: bool = True,
+    atomic: bool = True,
+    **options: Any,
+) -> Report:
+    """Replaces the Linear layers of a model by `MarlinLinear`, in place.
+
+    Layers that cannot be quantized stay and are in the report with the reason: K not a multiple of 8, a weight that is
+    not fp16/bf16/fp32 or not finite, a parametrized weight, a subclass of `nn.Linear` (its forward may differ, or it
+    may never be called, as in `nn.MultiheadAttention`), a weight that is also used elsewhere (an embedding, an
+    excluded layer). Linear layers that share one weight are quantized once and share the result. Hooks move to the new
+    layers.
+
+    Args:
+        model: changed in place.
+        weight_format: as in `quantize_weight`, and so are the next two.
+        group_size: see `quantize_weight`.
+        method: "rtn" or "mse".
+        include: layers to take, None is all. A pattern or a list of patterns for the layer's full name, or a function
+            of (name, module). Patterns are shell-style (`fnmatch`: "encoder.*.query"); with the prefix "re:" they are
+            regular expressions that must match the full name. One that fits no layer is an error.
+        exclude: layers to leave, by the same rules; they are not in the report. A pattern that fits no layer is a
+            warning.
+        progress: show a progress bar.
+        atomic: an exception in the middle leaves the model exactly as it was; both weights of every layer exist until
+            the end. False frees each old weight before the next layer; an exception then leaves the layers done so far
+            quantized.
+        **options: `scale_dtype`, `lut`, `mx_rounding`, as in `quantize_weight`.
+
+    Returns:
+        A report with the error of each layer, which prints as a table.
+
+    Raises:
+        ValueError: an argument is wrong, or a layer cannot be stored in the format (the message names the layer).
+    """
+    targets = find_targets("quantize_model", model, lambda module: isinstance(module, nn.Linear), include, exclude)
+    reasons = _reasons(model, targets)
+    shared = _shared_weights(targets)
+    done: dict[int, tuple[PackedWeight, float]] = {}
+
+    def convert(target: Target) -> tuple[nn.Module, LayerReport] | LayerReport:
+        linear = target.module
+        assert isinstance(linear, nn.Linear)
+        entry = _entry(target, (linear.out_features, linear.in_features))
+        if reason := reasons.get(id(linear)):
+            return replace(entry, reason=reason)
+        weight = linear.weight
+        packed, error = done.get(id(weight), (None, 0.0))
+        if packed is None:
+            try:
+                packed = quantize_weight(weight, weight_format, group_size, method, **options)
+            except ValueError as problem:
+                raise ValueError(f"quantize_model: layer {target.name}: {problem}") from problem
+            error = _relative_error(packed, weight)
+            if id(weight) in shared:
+                done[id(weight)] = packed, error
+        layer = MarlinLinear.from_packed(replace(packed, bias=linear.bias), dtype=weight.dtype)
+        return layer, _converted(entry, layer, error)
+
+    return swap(model, targets, convert, f"quantize to {weight_format}", atomic=atomic, progress=progress)
+
+
+def replace_linear_layers(
+    model: nn.Module,
+    *,
+    include: Filter | None = None,
+    exclude: Filter | None = None,
+    checkpoint_version: int | None = None,
+    rule: str = "word",
+    progress: bool = True,
+    atomic: bool = True,
+) -> Report:
+    """Takes over the 4-bit layers that another package left in a loaded model, in place and without loss.
+
+    GPTQ and AWQ (gemm) layers are known by their tensors and shapes, whatever their class. Where every zero point is 8
+    the new layer is uint4b8, else uint4. Layers that cannot be read stay and are in the report with the reason.
+
+    Args:
+        model: changed in place.
+        include: as in `quantize_model`.
+        exclude: as in `quantize_model`.
+        checkpoint_version: how the modules hold GPTQ's zero points now: 1 (minus one) or 2 (as they are). None finds
+            out, by the class (GPTQModel's REQUIRES_FORMAT_V2), the module's `qzero_format()` and the model's
+            quantization_config; a layer whose zero points contradict the finding is left with the reason.
+        rule: for version 1, see `gptq_unpack_zeros`.
+        progress: show a progress bar.
+        atomic: as in `quantize_model`. GPTQ words without act-order are not copied in either case.
+
+    Returns:
+        A report, which prints as a table.
+
+    Raises:
+        ValueError: an argument is wrong.
+    """
+    if checkpoint_version not in (None, 1, 2):
+        raise ValueError(f"replace_linear_layers: checkpoint_version: expected None, 1 or 2, got {checkpoint_version}")
+    targets = find_targets("replace_linear_layers", model, is_packed_linear, include, exclude)
+    config = _quantization_config(model)
+
+    def convert(target: Target) -> tuple[nn.Module, LayerReport] | LayerReport:
+        entry = _entry(target, shape_of(target.module))
+        try:
+            packed = read_packed_linear(target.module, checkpoint_version=checkpoint_version, rule=rule, config=config)
+            bias = getattr(target.module, "bias", None)
+            layer = MarlinLinear.from_packed(replace(packed, bias=bias), dtype=packed.scales.dtype)
+        except (UnreadableError, PackedWeightError) as problem:
+            return replace(entry, reason=str(problem))
+        return layer, _converted(replace(entry, shape=(packed.N, packed.K)), layer, None)
+
+    return swap(model, targets, convert, "take over 4-bit layers", atomic=atomic, progress=progress)
+
+
+def _entry(target: Target, shape: tuple[int, int] | None) -> LayerReport:
+    return LayerReport(target.name, type(target.module).__name__, shape, bytes_before=module_bytes(target.module))
+
+
+def _converted(entry: LayerReport, layer: MarlinLinear, error: float | None) -> LayerReport:
+    return replace(
+        entry,
+        weight_format=layer.weight_format,
+        group_size=layer.group_size,
+        bytes_after=module_bytes(layer),
+        error=error,
+    )
+
+
+def _reasons(model: nn.Module, targets: list[Target]) -> dict[int, str]:
+    """Why modules cannot be quantized, by id."""
+    reasons = {id(target.module): reason for target in targets if (reason := _why_not(target.module))}
+    users: dict[int, list[tuple[str, nn.Module]]] = defaultdict(list)
+    for name, module in model.named_modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                users[id(parameter)].append((name, module))
+    quantizable = {id(target.module) for target in targets} - reasons.keys()
+    for target in targets:
+        if id(target.module) in quantizable:
+            for name, module in users[id(target.module.weight)]:
+                if id(module) not in quantizable:
+                    reasons[id(target.module)] = (
+                        f"its weight is also that of {name} ({type(module).__name__}), which stays"
+                    )
+    return reasons
+
+
+def _why_not(linear: nn.Module) -> str:
+    if parametrize.is_parametrized(linear):
+        return "it is parametrized"
+    if type(linear) is not nn.Linear:
+        return f"{type(linear).__name__} is a subclass of nn.Linear"
+    if "forward" in linear.__dict__:
+        return "its forward was replaced on the instance"
+    if linear._parameters.keys() != {"weight", "bias"}:
+        return f"its parameters are {', '.join(linear._parameters)} (weight_norm, spectral_norm?)"
+    weight, bias = linear.weight, linear.bias
+    if type(weight) is not nn.Parameter:
+        return f"its weight is a {type(weight).__name__}"
+    if weight.is_meta:
+        return "its weight is on the meta device"
+    if weight.dtype not in FLOAT_DTYPES or (bias is not None and bias.dtype not in FLOAT_DTYPES):
+        return f"its weight is {weight.dtype}; expected float16, bfloat16 or float32"
+    if weight.shape[1] % 8 or not weight.numel():
+        return f"K = {weight.shape[1]} is not a positive multiple of 8"
+    if not all(bool(extreme.isfinite()) for extreme in torch.aminmax(weight.detach())):
+        return "its weight is not finite"
+    return ""
+
+
+def _shared_weights(targets: list[Target]) -> set[int]:
+    """Ids of weights that more than one target has."""
+    seen: set[int] = set()
+    shared: set[int] = set()
+    for target in targets:
+        weight = target.module._parameters.get("weight")
+        (shared if id(weight) in seen else seen).add(id(weight))
+    return shared
+
+
+def _relative_error(packed: PackedWeight, weight: Tensor) -> float:
+    difference = norm = 0.0
+    for start in range(0, packed.N, ERROR_COLUMNS):
+        n = slice(start, start + ERROR_COLUMNS)
+        part = replace(
+            packed,
+            b_packed=packed.b_packed[:, n].contiguous(),
+            scales=packed.scales[:, n].contiguous(),
+            zeros=None if packed.zeros is None else packed.zeros[:, n].contiguous(),
+        )
+        exact = weight.detach()[n].float()
+        difference += float((part.dequantize().T - exact).square().sum())
+        norm += float(exact.square().sum())
+    return float((difference / norm) ** 0.5) if norm else 0.0
+
+
+def _quantization_config(model: nn.Module) -> dict[str, Any]:
+    found = getattr(getattr(model, "config", None), "quantization_config", None)
+    if found is None:
+        return {}
+    return dict(found) if isinstance(found, dict) else dict(vars(found))

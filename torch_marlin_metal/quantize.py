@@ -1,0 +1,302 @@
+"""Float weights to 4 bit: round to nearest, or a search in each group for the scale and zero point of least error."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torch_marlin_metal.formats import E2M1_VALUES, GROUP_SIZES, NF4_VALUES, WeightFormat
+from torch_marlin_metal.formats import weight_format as find_format
+from torch_marlin_metal.packed_weight import FLOAT_DTYPES, MAX_SCALE, PackedWeight
+from torch_marlin_metal.repack import pack_codes
+from torch_marlin_metal.scale_coding import CodeTable, E4M3Scale, E8M0Scale, FloatScale, ScaleCoding
+
+METHODS = ("rtn", "mse")
+DEFAULT_GROUP_SIZE = 128
+# Elements of a chunk of rows: the search passes over it some fifty times, so it should stay in the last-level cache.
+CHUNK_ELEMENTS = 1 << 19
+# A candidate must be better by more than the rounding of the two fp32 sums that are compared.
+WORTHWHILE = 1 - 2**-12
+
+
+def quantize_weight(
+    w: Tensor,
+    weight_format: str = "uint4b8",
+    group_size: int | None = None,
+    method: str = "rtn",
+    *,
+    scale_dtype: torch.dtype = torch.float16,
+    lut: Tensor | None = None,
+    mx_rounding: str = "floor",
+    name: str = "",
+) -> PackedWeight:
+    """Quantizes the weight of a Linear layer to 4 bit, on the weight's device.
+
+    "rtn" takes the scale from the extreme values of a group: amax/7.5 for uint4b8 (GPTQ's and compressed-tensors'
+    convention), (max - min)/15 for uint4 (0 inside the range) and uint4_bias, amax/6 for E2M1, amax/max|lut| for lut4.
+    For nvfp4 `global_scale` is amax(w)/(448 * 6); for mxfp4 see `mx_rounding`. Groups whose scale rounds to 0 become 0.
+    "mse" starts there, tries other scales and zero points for every group, and keeps what lowers the squared error of
+    that group; it is never worse than "rtn".
+
+    Args:
+        w: `[N, K]`, as in `nn.Linear.weight`; float16, bfloat16 or float32; K a multiple of 8.
+        weight_format: a name of `WEIGHT_FORMATS` or an alias; "nf4" is lut4 with NF4's table.
+        group_size: 16, 32, 64, 128, 256, or -1 for K; the last group may be short. None: the format's own, else 128.
+        method: "rtn" or "mse".
+        scale_dtype: dtype of floating scales, and of uint4_bias's biases. float16 whatever w's dtype: of the two-byte
+            types it has the most significant bits, and a scale above its range is an error.
+        lut: float32 `[16]`, the table of lut4; None is NF4's.
+        mx_rounding: how mxfp4 rounds a group's exponent: "floor" (OCP MX v1.0, 6.3), "even" (amax first rounded to
+            E2M1's one mantissa bit) or "rceil" (up: no weight saturates).
+        name: kept in the result.
+
+    Returns:
+        A PackedWeight: words int32 `[K/8, N]`, scales `[G, N]`, uint8 zero points for uint4, biases for uint4_bias.
+
+    Raises:
+        ValueError: wrong dtype, shape or argument; non-finite weights; a scale beyond what `scale_dtype` or the format
+            stores.
+    """
+    fmt = find_format(weight_format)
+    _check(w, fmt, method, scale_dtype, lut, mx_rounding)
+    w = w.detach()
+    N, K = w.shape
+    group_size = _resolve_group_size(fmt, group_size, K)
+    low, high = (float(extreme) for extreme in torch.aminmax(w))
+    if not -torch.inf < low <= high < torch.inf:
+        raise ValueError(f"quantize_weight: w: expected finite weights, got values from {low} to {high}")
+    coding: ScaleCoding = FloatScale(scale_dtype)
+    global_scale = None
+    if fmt.scale_coding == "e4m3":
+        coding = E4M3Scale(max(-low, high), w.device)
+        global_scale = coding.global_scale
+    elif fmt.scale_coding == "e8m0":
+        coding = E8M0Scale(mx_rounding)
+    table = _code_table(fmt, lut, w.device)
+    search = _Search(fmt, coding, scale_dtype, table, method)
+
+    b_packed = torch.empty(K // 8, N, dtype=torch.int32, device=w.device)
+    grouped = (-(-K // group_size), N)
+    scales = torch.empty(grouped, dtype=coding.dtype, device=w.device)
+    zeros = None
+    if fmt.zeros_role != "none":
+        zeros_dtype = torch.uint8 if fmt.zeros_role == "zero_point" else scale_dtype
+        zeros = torch.empty(grouped, dtype=zeros_dtype, device=w.device)
+    whole = K - K % group_size
+    rows = max(1, CHUNK_ELEMENTS // K)
+    for n in (slice(start, min(start + rows, N)) for start in range(0, N, rows)):
+        chunk = w[n]
+        codes = torch.empty(chunk.shape, dtype=torch.uint8, device=w.device)
+        for k, g in ((slice(0, whole), group_size), (slice(whole, K), K - whole)):
+            if k.start == k.stop:
+                continue
+            x = chunk[:, k].float().reshape(-1, g)
+            scale, zero = search.best(x)
+            codes[:, k] = search.encode(x, coding.effective(scale), zero).view(len(chunk), -1)
+            groups = slice(k.start // group_size, -(-k.stop // group_size))
+            scales[groups, n] = scale.view(len(chunk), -1).T
+            if zeros is not None and zero is not None:
+                zeros[groups, n] = zero.view(len(chunk), -1).T.to(zeros.dtype)
+        b_packed[:, n] = pack_codes(codes.T)
+    if fmt.scale_coding == "floating":
+        _check_range("scale", scales)
+        if fmt.zeros_role == "bias" and zeros is not None:
+            _check_range("bias", zeros)
+    return PackedWeight(
+        b_packed=b_packed,
+        scales=scales,
+        weight_format=fmt.name,
+        group_size=group_size,
+        zeros=zeros,
+        global_scale=global_scale,
+        lut=table.values if fmt.has_lut and table is not None else None,
+        name=name,
+    )
+
+
+@dataclass(frozen=True)
+class _Search:
+    """Chooses scale and zero of groups `x [R, g]` (fp32). `zero` is fp32 `[R]`: a zero point, a bias, or None."""
+
+    fmt: WeightFormat
+    coding: ScaleCoding
+    bias_dtype: torch.dtype
+    table: CodeTable | None  # None: the codes are integers
+    method: str
+
+    def encode(self, x: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+        """Nearest codes, uint8 [R, g]; a scale of 0 gives the code nearest to 0."""
+        scale = torch.where(scale == 0, torch.inf, scale).unsqueeze(1)
+        if self.fmt.zeros_role == "bias" and zero is not None:
+            return torch.round((x - zero.unsqueeze(1)) / scale).clamp_(0, 15).to(torch.uint8)
+        if self.table is not None:
+            return self.table.encode(x / scale)
+        return (torch.round(x / scale) + self._offset(zero)).clamp_(0, 15).to(torch.uint8)
+
+    def decode(self, codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+        """The weights, fp32, by the same products in the same order as the operators."""
+        if self.fmt.zeros_role == "bias" and zero is not None:
+            return codes * scale.unsqueeze(1) + zero.unsqueeze(1)
+        return self._levels(codes, zero) * scale.unsqueeze(1)
+
+    def best(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The stored scale [R] and zero [R] of each group."""
+        best_scale, best_zero = self._from_extremes(x)
+        if self.method == "rtn":
+            return best_scale, best_zero
+        best_error = self._error(x, best_scale, best_zero)
+
+        def consider(scale: Tensor, zero: Tensor | None) -> None:
+            nonlocal best_scale, best_zero, best_error
+            error = self._error(x, scale, zero)
+            better = error < best_error * WORTHWHILE
+            best_error = torch.where(better, error, best_error)
+            best_scale = torch.where(better, scale, best_scale)
+            if zero is not None and best_zero is not None:
+                best_zero = torch.where(better, zero, best_zero)
+
+        for scale, zero in self._candidates(x, best_scale, best_zero):
+            consider(scale, zero)
+        if self.fmt.scale_coding == "floating":
+            for _ in range(3):
+                consider(*self._least_squares(x, best_scale, best_zero))
+        return best_scale, best_zero
+
+    def _offset(self, zero: Tensor | None) -> Tensor | float:
+        return 8.0 if zero is None else zero.unsqueeze(1)
+
+    def _levels(self, codes: Tensor, zero: Tensor | None) -> Tensor:
+        return self.table.decode(codes) if self.table is not None else codes - self._offset(zero)
+
+    def _error(self, x: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+        effective = self.coding.effective(scale)
+        return (self.decode(self.encode(x, effective, zero), effective, zero) - x).square_().sum(1)
+
+    def _span(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Ends of the range that the codes shall cover; 0 is inside where a code must stand for it."""
+        low, high = x.amin(1), x.amax(1)
+        return (low, high) if self.fmt.zeros_role == "bias" else (low.clamp(max=0), high.clamp(min=0))
+
+    @property
+    def _reach(self) -> float:
+        """What the outermost codes of opposite signs (of one range: their distance) are worth in scales."""
+        if self.fmt.zeros_role != "none":
+            return 15.0
+        return 7.5 if self.table is None else self.table.reach
+
+    def _extent(self, x: Tensor) -> Tensor:
+        """What the reach must cover: the group's range, or its largest magnitude."""
+        low, high = self._span(x)
+        return high - low if self.fmt.zeros_role != "none" else torch.maximum(high, -low)
+
+    def _from_extremes(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        low, high = self._span(x)
+        if self.fmt.zeros_role == "bias":
+            zero = low.to(self.bias_dtype).float()
+            return self.coding.from_amax((high - zero).clamp(min=0), self._reach), zero
+        scale = self.coding.from_amax(self._extent(x), self._reach)
+        if self.fmt.zeros_role == "zero_point":
+            effective = self.coding.effective(scale)
+            return scale, torch.round(-low / torch.where(effective == 0, torch.inf, effective)).clamp_(0, 15)
+        return scale, None
+
+    def _candidates(self, x: Tensor, scale: Tensor, zero: Tensor | None) -> Iterator[tuple[Tensor, Tensor | None]]:
+        if self.fmt.scale_coding != "floating":
+            for neighbour in self.coding.neighbours(scale):
+                yield neighbour, None
+            return
+        extent = self._extent(x)
+        low, high = self._span(x)
+        for percent in range(60, 112, 3):
+            shrunk = self.coding.from_amax(extent * (percent / 100), self._reach)
+            if self.fmt.zeros_role == "bias":
+                centred = (low + high) / 2 - self.coding.effective(shrunk) * (self._reach / 2)
+                yield shrunk, centred.to(self.bias_dtype).float()
+            elif zero is not None:
+                for step in (0, -1, 1):
+                    yield shrunk, (zero + step).clamp_(0, 15)
+            else:
+                yield shrunk, None
+                if self.table is None or not self.table.by_magnitude:
+                    yield -shrunk, None  # the codes reach further, or are denser, on one side of 0
+
+    def _least_squares(self, x: Tensor, scale: Tensor, zero: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Best scale (and bias) for the codes that the given ones choose."""
+        codes = self.encode(x, self.coding.effective(scale), zero)
+        if self.fmt.zeros_role == "bias":
+            q = codes.float()
+            q_mean, x_mean = q.mean(1, keepdim=True), x.mean(1, keepdim=True)
+            slope = _ratio(((q - q_mean) * (x - x_mean)).sum(1), (q - q_mean).square().sum(1)).to(self.coding.dtype)
+            intercept = x_mean.squeeze(1) - self.coding.effective(slope) * q_mean.squeeze(1)
+            return slope, intercept.to(self.bias_dtype).float()
+        levels = self._levels(codes, zero)
+        return _ratio((levels * x).sum(1), levels.square().sum(1)).to(self.coding.dtype), zero
+
+
+def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
+    return torch.where(denominator == 0, 0.0, numerator / denominator)
+
+
+def _code_table(fmt: WeightFormat, lut: Tensor | None, device: torch.device) -> CodeTable | None:
+    if fmt.has_lut:
+        values = torch.tensor(NF4_VALUES) if lut is None else lut.detach()
+        return CodeTable(values.to(device), by_magnitude=False)
+    if "e2m1" in fmt.formula:
+        return CodeTable(torch.tensor(E2M1_VALUES, device=device), by_magnitude=True)
+    return None
+
+
+def _check_range(role: str, stored: Tensor) -> None:
+    largest = float(stored.abs().amax())
+    if not largest <= MAX_SCALE:
+        raise ValueError(
+            f"quantize_weight: scale_dtype: the largest {role} of this weight became {largest:.3g} in {stored.dtype}; "
+            f"expected at most 2^100: use a wider scale_dtype or smaller weights"
+        )
+
+
+def _resolve_group_size(fmt: WeightFormat, group_size: int | None, K: int) -> int:
+    if group_size is None:
+        group_size = fmt.fixed_group_size or DEFAULT_GROUP_SIZE
+    if group_size == -1:
+        group_size = K
+    allowed = (*GROUP_SIZES, K) if fmt.fixed_group_size is None else (fmt.fixed_group_size,)
+    if group_size not in allowed:
+        raise ValueError(
+            f"quantize_weight: group_size: expected one of {', '.join(map(str, allowed))}"
+            f"{'' if fmt.fixed_group_size else ' (K), or -1'} for {fmt.name}, got {group_size}"
+        )
+    return group_size
+
+
+def _check(
+    w: Tensor,
+    fmt: WeightFormat,
+    method: str,
+    scale_dtype: torch.dtype,
+    lut: Tensor | None,
+    mx_rounding: str,
+) -> None:
+    if w.dtype not in FLOAT_DTYPES:
+        raise ValueError(f"quantize_weight: w: expected float16, bfloat16 or float32, got {w.dtype}")
+    if w.dim() != 2 or w.shape[0] < 1 or w.shape[1] < 8 or w.shape[1] % 8:
+        raise ValueError(f"quantize_weight: w: expected [N, K] with K a multiple of 8, got shape {list(w.shape)}")
+    if w.is_meta:
+        raise ValueError("quantize_weight: w: expected a tensor with data, got one on the meta device")
+    if method not in METHODS:
+        raise ValueError(f"quantize_weight: method: expected 'rtn' or 'mse', got {method!r}")
+    if scale_dtype not in FLOAT_DTYPES:
+        raise ValueError(f"quantize_weight: scale_dtype: expected float16, bfloat16 or float32, got {scale_dtype}")
+    if mx_rounding not in E8M0Scale.ROUNDINGS:
+        raise ValueError(
+            f"quantize_weight: mx_rounding: expected one of {', '.join(E8M0Scale.ROUNDINGS)}, got {mx_rounding!r}"
+        )
+    if lut is None:
+        return
+    if not fmt.has_lut:
+        raise ValueError(f"quantize_weight: lut: expected None for {fmt.name}, got a tensor")
+    if lut.dtype != torch.float32 or list(lut.shape) != [16]:
+        raise ValueError(f"quantize_weight: lut: expected float32 [16], got {lut.dtype} {list(lut.shape)}")
+    if not bool(lut.isfinite().all()) or not bool(lut.any()):
+        raise ValueError("quantize_weight: lut: expected finite values, not all of them 0")

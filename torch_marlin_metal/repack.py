@@ -1,0 +1,233 @@
+"""Codes to packed words and back: the inverse of every repacking operator, and GPTQ's act-order permutation.
+
+Everything here is pure PyTorch and runs on any device. The forward directions, which models need when they load, are
+operators (`gptq_repack`, `awq_repack`, `gptq_unpack_zeros`, `awq_unpack_zeros`); exporters and tests use these.
+"""
+
+import warnings
+
+import torch
+from torch import Tensor
+
+CODES_PER_WORD = 8
+# AWQ's interleave: nibble i (lowest first) of a word holds column AWQ_ORDER[i] of eight (AutoAWQ, packing_utils.py).
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+SEQUENTIAL_ORDER = tuple(range(CODES_PER_WORD))
+# GPTQ version 1 files hold zero point - 1, written as one subtraction for the whole word (GPTQModel, AutoRound).
+ONE_IN_EACH_NIBBLE = 0x11111111
+
+
+def pack_codes(codes: Tensor) -> Tensor:
+    """Packs 4-bit codes into the operators' words.
+
+    Args:
+        codes: uint8 `[K, N]`, each 0..15, K a multiple of 8.
+
+    Returns:
+        int32 `[K/8, N]`: word (r, n) holds k = 8r..8r+7 of column n, lowest k in the lowest nibble.
+
+    Raises:
+        ValueError: codes is not uint8, wrong rank, K not a multiple of 8, or a code above 15.
+    """
+    _check_codes("pack_codes", "codes", codes, packed_dim=0)
+    return _pack(codes.reshape(-1, CODES_PER_WORD, codes.shape[1]).movedim(1, -1), SEQUENTIAL_ORDER)
+
+
+def unpack_codes(b_packed: Tensor) -> Tensor:
+    """Unpacks the operators' words: the inverse of `pack_codes`.
+
+    Args:
+        b_packed: int32 `[K/8, N]`.
+
+    Returns:
+        uint8 `[K, N]`, codes 0..15.
+
+    Raises:
+        ValueError: b_packed is not int32 or not two-dimensional.
+    """
+    _check_words("unpack_codes", "b_packed", b_packed)
+    return _unpack(b_packed, SEQUENTIAL_ORDER).movedim(-1, 1).flatten(0, 1)
+
+
+def pack_gptq(b_packed: Tensor, *, perm: Tensor | None = None) -> Tensor:
+    """Makes a GPTQ checkpoint's `qweight`: the inverse of `gptq_repack`.
+
+    Args:
+        b_packed: int32 `[K/8, N]`.
+        perm: int32 `[K]`, row j of `b_packed` is row `perm[j]` of the checkpoint (see `gptq_perm`).
+
+    Returns:
+        int32 `[K/8, N]`, always a new tensor.
+
+    Raises:
+        ValueError: wrong dtype or shape, or perm is not a permutation of 0..K-1.
+    """
+    _check_words("pack_gptq", "b_packed", b_packed)
+    if perm is None:
+        return b_packed.clone(memory_format=torch.contiguous_format)
+    K = b_packed.shape[0] * CODES_PER_WORD
+    return pack_codes(unpack_codes(b_packed).index_select(0, _inverse_permutation("pack_gptq", perm, K)))
+
+
+def pack_gptq_zeros(zeros: Tensor, checkpoint_version: int, *, rule: str = "word") -> Tensor:
+    """Makes a GPTQ checkpoint's `qzeros`: the inverse of `gptq_unpack_zeros`.
+
+    Args:
+        zeros: uint8 `[G, N]`, N a multiple of 8; each 0..15, or 1..16 with version 1 and the rule "unmasked".
+        checkpoint_version: 2 stores the zero point, 1 stores it minus one.
+        rule: how version 1 stores a zero point of 0 and 16: "word" borrows from the next nibble (GPTQModel, AutoRound),
+            "masked" stores 15, "unmasked" stores 16 as 15 and refuses 0.
+
+    Returns:
+        int32 `[G, N/8]`, lowest column in the lowest nibble.
+
+    Raises:
+        ValueError: zeros is not uint8, wrong rank, N not a multiple of 8, a zero point out of range, or an unknown
+            version or rule.
+    """
+    if checkpoint_version not in (1, 2):
+        raise ValueError(f"pack_gptq_zeros: checkpoint_version: expected 1 or 2, got {checkpoint_version}")
+    if rule not in ("word", "masked", "unmasked"):
+        raise ValueError(f"pack_gptq_zeros: rule: expected 'word', 'masked' or 'unmasked', got {rule!r}")
+    if checkpoint_version == 1 and rule == "unmasked":
+        if zeros.numel() and int(zeros.min()) == 0:
+            raise ValueError("pack_gptq_zeros: zeros: expected 1..16 with version 1 and rule 'unmasked', got 0")
+        zeros = zeros - 1
+    elif checkpoint_version == 1 and rule == "masked":
+        _check_codes("pack_gptq_zeros", "zeros", zeros, packed_dim=1)
+        zeros = (zeros + 15) & 15
+    _check_codes("pack_gptq_zeros", "zeros", zeros, packed_dim=1)
+    words = _pack(zeros.reshape(len(zeros), -1, CODES_PER_WORD), SEQUENTIAL_ORDER)
+    return words - ONE_IN_EACH_NIBBLE if checkpoint_version == 1 and rule == "word" else words
+
+
+def pack_awq(b_packed: Tensor) -> Tensor:
+    """Makes an AWQ (gemm) checkpoint's `qweight`: the inverse of `awq_repack`.
+
+    Args:
+        b_packed: int32 `[K/8, N]`, N a multiple of 8.
+
+    Returns:
+        int32 `[K, N/8]` with AWQ's interleave.
+
+    Raises:
+        ValueError: b_packed is not int32, wrong rank, or N not a multiple of 8.
+    """
+    return _pack_awq("pack_awq", "b_packed", unpack_codes(b_packed))
+
+
+def pack_awq_zeros(zeros: Tensor) -> Tensor:
+    """Makes an AWQ (gemm) checkpoint's `qzeros`: the inverse of `awq_unpack_zeros`.
+
+    Args:
+        zeros: uint8 `[G, N]`, each 0..15, N a multiple of 8.
+
+    Returns:
+        int32 `[G, N/8]` with AWQ's interleave.
+
+    Raises:
+        ValueError: zeros is not uint8, wrong rank, N not a multiple of 8, or a zero point above 15.
+    """
+    return _pack_awq("pack_awq_zeros", "zeros", zeros)
+
+
+def gptq_perm(g_idx: Tensor, group_size: int) -> Tensor | None:
+    """Turns GPTQ's act-order `g_idx` into the operators' `perm`.
+
+    A stable sort by group: row j of the packed weight is row `perm[j]` of the checkpoint; groups become contiguous.
+
+    Args:
+        g_idx: int32 or int64 `[K]`, the group of each row of the checkpoint.
+        group_size: rows per group; -1 or anything from K up is one group. Only the last group may be shorter.
+
+    Returns:
+        int32 `[K]` on g_idx's device; None where nothing is to be permuted: g_idx is k // group_size, or all zero
+        (writers leave it so when they do not use act-order; a warning says when that hides more than one group).
+
+    Raises:
+        ValueError: g_idx is not int32 or int64, wrong rank, a group out of range, or groups of the wrong size.
+    """
+    if g_idx.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"gptq_perm: g_idx: expected int32 or int64, got {g_idx.dtype}")
+    if g_idx.dim() != 1 or g_idx.numel() == 0:
+        raise ValueError(f"gptq_perm: g_idx: expected shape [K], got {list(g_idx.shape)}")
+    K = g_idx.numel()
+    if group_size != -1 and group_size < 1:
+        raise ValueError(f"gptq_perm: group_size: expected -1 or a positive number, got {group_size}")
+    group_size = K if group_size == -1 else min(group_size, K)
+    G = -(-K // group_size)
+    # On the CPU whatever the device: K numbers once per layer, and every branch below would wait for the device anyway.
+    groups = g_idx.detach().cpu().long()
+    low, high = int(groups.min()), int(groups.max())
+    if low < 0 or high >= G:
+        raise ValueError(
+            f"gptq_perm: g_idx: expected groups 0..{G - 1} (K {K}, group_size {group_size}), got {low}..{high}"
+        )
+    if torch.equal(groups, torch.arange(K) // group_size):
+        return None
+    if high == 0:
+        warnings.warn(
+            f"gptq_perm: g_idx is all zero for K {K} and group_size {group_size}; read as no act-order", stacklevel=2
+        )
+        return None
+    expected = torch.full((G,), group_size)
+    expected[-1] = K - group_size * (G - 1)
+    counts = torch.bincount(groups, minlength=G)
+    if not torch.equal(counts, expected):
+        first = int((counts != expected).nonzero()[0])
+        raise ValueError(
+            f"gptq_perm: g_idx: expected {int(expected[first])} rows in group {first} of {G}, got {int(counts[first])}"
+        )
+    return torch.argsort(groups, stable=True).to(torch.int32).to(g_idx.device)
+
+
+def _pack_awq(op: str, argument: str, codes: Tensor) -> Tensor:
+    _check_codes(op, argument, codes, packed_dim=1)
+    return _pack(codes.reshape(len(codes), -1, CODES_PER_WORD), AWQ_ORDER)
+
+
+def _pack(codes: Tensor, order: tuple[int, ...]) -> Tensor:
+    """[..., 8] codes to int32 [...]: nibble i holds code order[i]."""
+    words = torch.zeros(codes.shape[:-1], dtype=torch.int32, device=codes.device)
+    for nibble, code in enumerate(order):
+        words |= codes[..., code].to(torch.int32) << (4 * nibble)
+    return words
+
+
+def _unpack(words: Tensor, order: tuple[int, ...]) -> Tensor:
+    """int32 [...] to uint8 [..., 8]: code order[i] comes from nibble i."""
+    codes = torch.empty(*words.shape, CODES_PER_WORD, dtype=torch.uint8, device=words.device)
+    for nibble, code in enumerate(order):
+        codes[..., code] = (words >> (4 * nibble)) & 15
+    return codes
+
+
+def _inverse_permutation(op: str, perm: Tensor, K: int) -> Tensor:
+    if perm.dtype != torch.int32:
+        raise ValueError(f"{op}: perm: expected int32, got {perm.dtype}")
+    if list(perm.shape) != [K]:
+        raise ValueError(f"{op}: perm: expected shape [{K}], got {list(perm.shape)}")
+    order, inverse = torch.sort(perm.long())
+    if not torch.equal(order, torch.arange(K, device=perm.device)):
+        raise ValueError(f"{op}: perm: expected a permutation of 0..{K - 1}")
+    return inverse
+
+
+def _check_codes(op: str, argument: str, codes: Tensor, *, packed_dim: int) -> None:
+    if codes.dtype != torch.uint8:
+        raise ValueError(f"{op}: {argument}: expected uint8, got {codes.dtype}")
+    if codes.dim() != 2:
+        raise ValueError(f"{op}: {argument}: expected two dimensions, got shape {list(codes.shape)}")
+    if codes.shape[packed_dim] % CODES_PER_WORD:
+        raise ValueError(
+            f"{op}: {argument}: expected {'KN'[packed_dim]} to be a multiple of 8, got shape {list(codes.shape)}"
+        )
+    if codes.numel() and int(codes.max()) > 15:
+        raise ValueError(f"{op}: {argument}: expected codes 0..15, got {int(codes.max())}")
+
+
+def _check_words(op: str, argument: str, words: Tensor) -> None:
+    if words.dtype != torch.int32:
+        raise ValueError(f"{op}: {argument}: expected int32, got {words.dtype}")
+    if words.dim() != 2:
+        raise ValueError(f"{op}: {argument}: expected two dimensions, got shape {list(words.shape)}")

@@ -1,0 +1,107 @@
+"""What a conversion of a model did, layer by layer."""
+
+from dataclasses import dataclass, field
+
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One layer of a model.
+
+    Attributes:
+        name: the layer's name in the model; where one module has several names, the first.
+        kind: class of the original module.
+        shape: `(N, K)`, or None where it is not known.
+        weight_format: of the new layer, "" if the layer was left.
+        group_size: of the new layer, 0 if the layer was left.
+        bytes_before: parameters and buffers of the original.
+        bytes_after: the same of the new layer.
+        error: ||w - w4|| / ||w|| by Frobenius norms; None where the weight had 4 bits before and is the same after.
+        reason: why the layer was left as it was; "" if it was converted.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, int] | None
+    weight_format: str = ""
+    group_size: int = 0
+    bytes_before: int = 0
+    bytes_after: int = 0
+    error: float | None = None
+    reason: str = ""
+
+
+@dataclass
+class Report:
+    """Prints as a table, by `print` or by rich.
+
+    Attributes:
+        title: the table's title.
+        layers: every layer that was looked at, in the model's order.
+        bytes_before: parameters and buffers of the whole model.
+        bytes_after: the same afterwards.
+    """
+
+    title: str
+    layers: list[LayerReport] = field(default_factory=list)
+    bytes_before: int = 0
+    bytes_after: int = 0
+
+    @property
+    def converted(self) -> list[LayerReport]:
+        """Layers that have a new module now."""
+        return [layer for layer in self.layers if not layer.reason]
+
+    @property
+    def left(self) -> list[LayerReport]:
+        """Layers that stay as they were, each with its reason."""
+        return [layer for layer in self.layers if layer.reason]
+
+    def __rich__(self) -> Table:
+        table = Table(title=self.title, caption=self.summary(), title_justify="left", caption_justify="left")
+        for heading in ("layer", "kind", "N x K", "format", "bytes", "error", "left because"):
+            numeric = heading in ("N x K", "bytes", "error")
+            table.add_column(heading, justify="right" if numeric else "left", overflow="fold")
+        for layer in self.layers:
+            size = _size(layer.bytes_before)
+            table.add_row(
+                layer.name,
+                layer.kind,
+                "x".join(map(str, layer.shape)) if layer.shape else "",
+                f"{layer.weight_format} g{layer.group_size}" if layer.weight_format else "",
+                size if layer.reason else f"{size} > {_size(layer.bytes_after)}",
+                "" if layer.error is None else f"{layer.error:.2%}",
+                layer.reason,
+            )
+        return table
+
+    def __str__(self) -> str:
+        console = Console(width=140, force_terminal=False)
+        with console.capture() as capture:
+            console.print(self)
+        return capture.get()
+
+    def summary(self) -> str:
+        """One line: counts and sizes."""
+        errors = [layer.error for layer in self.converted if layer.error is not None]
+        text = (
+            f"{len(self.converted)} layers converted, {len(self.left)} left; "
+            f"model {_size(self.bytes_before)} > {_size(self.bytes_after)}"
+        )
+        return text + (f"; error mean {sum(errors) / len(errors):.2%}, worst {max(errors):.2%}" if errors else "")
+
+
+def module_bytes(module: nn.Module) -> int:
+    """Bytes of the parameters and buffers of a module and its children, shared tensors once."""
+    return sum(tensor.nbytes for tensors in (module.parameters(), module.buffers()) for tensor in tensors)
+
+
+def _size(count: int) -> str:
+    value, units = float(count), ["B", "kB", "MB", "GB"]
+    while value >= 1000 and len(units) > 1:
+        value /= 1000
+        units.pop(0)
+    return f"{value:.3g} {units[0]}"

@@ -1,0 +1,161 @@
+"""Rounding to stored scales (floating, E4M3, E8M0) and to the nearest 4-bit code of a table of values."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from torch_marlin_metal.packed_weight import E8M0_CODES
+
+E2M1_LARGEST = 6.0
+E4M3_LARGEST, E4M3_LARGEST_CODE = 448.0, 0x7E
+E8M0_ONE = 127
+
+
+class ScaleCoding(Protocol):
+    """Stores the scales of groups and says what the stored ones are worth."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of stored scales."""
+
+    def from_amax(self, amax: Tensor, reach: float) -> Tensor:
+        """The stored scale that lets a code of value `reach` stand for a group's largest magnitude (fp32)."""
+
+    def effective(self, stored: Tensor) -> Tensor:
+        """What the operators multiply with, in fp32."""
+
+    def neighbours(self, stored: Tensor) -> Iterator[Tensor]:
+        """Other stored scales worth trying; none where scales are floating and searched by value."""
+
+
+@dataclass(frozen=True)
+class FloatScale:
+    """fp16, bf16 or fp32 scales."""
+
+    dtype: torch.dtype
+
+    def from_amax(self, amax: Tensor, reach: float) -> Tensor:
+        """Rounds to `dtype`."""
+        return (amax / reach).to(self.dtype)
+
+    def effective(self, stored: Tensor) -> Tensor:
+        """The value itself."""
+        return stored.float()
+
+    def neighbours(self, stored: Tensor) -> Iterator[Tensor]:
+        """None."""
+        return iter(())
+
+
+class E4M3Scale:
+    """NVFP4's two levels: an E4M3 code for each group times one fp32 for the tensor."""
+
+    dtype = torch.uint8
+
+    def __init__(self, tensor_amax: float, device: torch.device) -> None:
+        ratio = torch.tensor([tensor_amax], dtype=torch.float32) / (E4M3_LARGEST * E2M1_LARGEST)
+        smallest = torch.finfo(torch.float32).tiny
+        self.global_scale = (ratio.clamp(min=smallest) if tensor_amax else torch.ones(1)).to(device)
+        values = e4m3_values()
+        self._values = values.to(device)
+        self._boundaries = nearest_boundaries(values[: E4M3_LARGEST_CODE + 1]).to(device)
+
+    def from_amax(self, amax: Tensor, reach: float) -> Tensor:
+        """Rounds to nearest even; codes stop at 448."""
+        return torch.bucketize(amax / reach / self.global_scale, self._boundaries).to(torch.uint8)
+
+    def effective(self, stored: Tensor) -> Tensor:
+        """E4M3 value times the tensor's scale."""
+        return self._values[stored.int()] * self.global_scale
+
+    def neighbours(self, stored: Tensor) -> Iterator[Tensor]:
+        """An octave down, three eighths of one up."""
+        for step in (-1, 1, -2, 2, -3, 3, -4, -5, -6, -7, -8):
+            yield (stored.int() + step).clamp_(0, E4M3_LARGEST_CODE).to(torch.uint8)
+
+
+@dataclass(frozen=True)
+class E8M0Scale:
+    """MXFP4's powers of two, by one of three roundings of the exponent.
+
+    "floor": floor(log2(amax)) - 2 (OCP MX v1.0, 6.3). "even": the same after rounding amax to E2M1's one mantissa bit.
+    "rceil": ceil(log2(amax / 6)), with which nothing saturates.
+    """
+
+    ROUNDINGS: ClassVar[tuple[str, ...]] = ("floor", "even", "rceil")
+
+    rounding: str
+    dtype: ClassVar[torch.dtype] = torch.uint8
+
+    def from_amax(self, amax: Tensor, reach: float) -> Tensor:
+        """Rounds the exponent; a group of zeros gets 1."""
+        if self.rounding == "rceil":
+            bits = (amax / reach).view(torch.int32)
+            code = (bits >> 23) + (bits & 0x7FFFFF).ne(0)
+        else:
+            bits = amax.view(torch.int32) + (1 << 21 if self.rounding == "even" else 0)
+            code = (bits >> 23) - 2
+        code = torch.where(amax == 0, E8M0_ONE, code)
+        low, high = E8M0_CODES
+        if int(code.max()) > high:
+            raise ValueError(
+                f"quantize_weight: w: expected values of at most 6 * 2^{high - E8M0_ONE} for mxfp4, whose scales the "
+                f"operators take up to 2^{high - E8M0_ONE}, got {float(amax.max()):.3g}"
+            )
+        return code.clamp(min=low).to(torch.uint8)
+
+    def effective(self, stored: Tensor) -> Tensor:
+        """The power of two, exact for the codes that `from_amax` makes."""
+        return (stored.int() << 23).view(torch.float32)
+
+    def neighbours(self, stored: Tensor) -> Iterator[Tensor]:
+        """One octave down and up."""
+        for step in (-1, 1):
+            yield (stored.int() + step).clamp_(*E8M0_CODES).to(torch.uint8)
+
+
+class CodeTable:
+    """The 16 values of codes that are not integers, and rounding to the nearest of them.
+
+    Args:
+        values: fp32 `[16]`.
+        by_magnitude: the high bit of a code is its sign (E2M1): ties go to the even code, and -0 keeps its sign.
+    """
+
+    def __init__(self, values: Tensor, *, by_magnitude: bool) -> None:
+        self.values = values
+        self.reach = float(values.abs().amax())
+        self.by_magnitude = by_magnitude
+        ascending, self._order = torch.sort(values[:8].cpu() if by_magnitude else values.cpu())
+        self._order = self._order.to(device=values.device, dtype=torch.uint8)
+        self._boundaries: list[float] = nearest_boundaries(ascending).tolist()
+
+    def encode(self, v: Tensor) -> Tensor:
+        """The codes, uint8, of the nearest values."""
+        magnitude = v.abs() if self.by_magnitude else v
+        # A comparison for each boundary is several times faster on a CPU than torch.bucketize's search.
+        place = torch.zeros(v.shape, dtype=torch.uint8, device=v.device)
+        for boundary in self._boundaries:
+            place += magnitude > boundary
+        if self.by_magnitude:
+            return place | (torch.signbit(v).to(torch.uint8) << 3)
+        return self._order[place.int()]
+
+    def decode(self, codes: Tensor) -> Tensor:
+        """The values, fp32, of codes."""
+        return self.values[codes.int()]
+
+
+def e4m3_values() -> Tensor:
+    """The 256 values of E4M3 (OCP, finite only), fp32; codes 0x7F and 0xFF are NaN."""
+    return torch.arange(256, dtype=torch.int32).to(torch.uint8).view(torch.float8_e4m3fn).float()
+
+
+def nearest_boundaries(ascending: Tensor) -> Tensor:
+    """Where the nearest code changes: v > boundaries[i] means a code above i; ties go to the even code."""
+    middle = (ascending[:-1] + ascending[1:]) / 2
+    odd = torch.arange(len(middle)) % 2 == 1
+    return torch.where(odd, torch.nextafter(middle, torch.full_like(middle, -torch.inf)), middle)

@@ -1,0 +1,158 @@
+"""Finds modules in a model by name and puts others in their places, all of them or none."""
+
+import fnmatch
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+from tqdm.auto import tqdm
+
+from torch_marlin_metal.report import LayerReport, Report, module_bytes
+
+Filter = str | Sequence[str] | Callable[[str, nn.Module], bool]
+
+# Dictionaries that hold the hooks of a module; sharing them keeps the handles that remove hooks alive.
+HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+
+
+@dataclass
+class Target:
+    """A module with all its names in the model."""
+
+    names: list[str]
+    module: nn.Module
+
+    @property
+    def name(self) -> str:
+        """The first name."""
+        return self.names[0]
+
+
+def find_targets(
+    op: str,
+    model: nn.Module,
+    wanted: Callable[[nn.Module], bool],
+    include: Filter | None,
+    exclude: Filter | None,
+) -> list[Target]:
+    """Lists the wanted modules that the filters let through, each once whatever the number of its names.
+
+    Raises:
+        ValueError: the model itself is such a module, or a pattern of `include` fits the name of none.
+    """
+    if wanted(model):
+        raise ValueError(
+            f"{op}: model: expected a model with layers inside, got the layer {type(model).__name__} itself"
+        )
+    targets: dict[int, Target] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if wanted(module):
+            targets.setdefault(id(module), Target([], module)).names.append(name)
+    found = list(targets.values())
+    for pattern in _patterns(include):
+        if not any(_fits(pattern, name) for target in found for name in target.names):
+            raise ValueError(f"{op}: include: {pattern!r} fits none of the {len(found)} layers")
+    for pattern in _patterns(exclude):
+        if not any(_fits(pattern, name) for target in found for name in target.names):
+            warnings.warn(f"{op}: exclude: {pattern!r} fits none of the {len(found)} layers", stacklevel=3)
+    return [
+        target
+        for target in found
+        if (include is None or _selects(include, target)) and not (exclude is not None and _selects(exclude, target))
+    ]
+
+
+def swap(
+    model: nn.Module,
+    targets: list[Target],
+    convert: Callable[[Target], tuple[nn.Module, LayerReport] | LayerReport],
+    title: str,
+    *,
+    atomic: bool,
+    progress: bool,
+) -> Report:
+    """Puts `convert`'s module in the place of each target, or leaves it where `convert` gives only a report.
+
+    Args:
+        model: changed in place.
+        targets: emptied on the way.
+        convert: makes the new module without touching the old one.
+        title: of the report and the progress bar.
+        atomic: swap after the last conversion, so that an exception leaves the model as it was; otherwise swap at once
+            and free each old module before the next.
+        progress: show a progress bar.
+    """
+    report = Report(title, bytes_before=module_bytes(model))
+    staged: list[tuple[Target, nn.Module]] = []
+    total = len(targets)
+    targets.reverse()
+    with tqdm(total=total, desc=title, unit="layer", disable=not progress) as bar:
+        while targets:
+            target = targets.pop()
+            result = convert(target)
+            if isinstance(result, LayerReport):
+                report.layers.append(result)
+            else:
+                new, entry = result
+                _inherit(new, target.module)
+                report.layers.append(entry)
+                if atomic:
+                    staged.append((target, new))
+                else:
+                    _install(model, target.names, new)
+            bar.update()
+            del target, result
+    _install_all(model, staged)
+    report.bytes_after = module_bytes(model)
+    return report
+
+
+def _install_all(model: nn.Module, staged: list[tuple[Target, nn.Module]]) -> None:
+    done: list[Target] = []
+    try:
+        for target, new in staged:
+            done.append(target)
+            _install(model, target.names, new)
+    except BaseException:
+        for target in done:
+            _install(model, target.names, target.module)
+        raise
+
+
+def _install(model: nn.Module, names: list[str], module: nn.Module) -> None:
+    for name in names:
+        model.set_submodule(name, module)
+
+
+def _inherit(new: nn.Module, old: nn.Module) -> None:
+    new.train(old.training)
+    for name in HOOKS:
+        setattr(new, name, getattr(old, name))
+
+
+def _patterns(choice: Filter | None) -> list[str]:
+    if choice is None or callable(choice):
+        return []
+    return [choice] if isinstance(choice, str) else list(choice)
+
+
+def _selects(choice: Filter, target: Target) -> bool:
+    if callable(choice):
+        return any(choice(name, target.module) for name in target.names)
+    return any(_fits(pattern, name) for pattern in _patterns(choice) for name in target.names)
+
+
+def _fits(pattern: str, name: str) -> bool:
+    if pattern.startswith("re:"):
+        return re.fullmatch(pattern[3:], name) is not None
+    return fnmatch.fnmatchcase(name, pattern)
