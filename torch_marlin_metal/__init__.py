@@ -2,6 +2,8 @@
 
 from torch_marlin_metal.extension import CpuCapability, cpu_capability
 from torch_marlin_metal.formats import GROUP_SIZES, WEIGHT_FORMATS, WeightFormat, weight_format
+from torch_marlin_metal.linear import MarlinLinear
+from torch_marlin_metal.model import quantize_model, replace_linear_layers
 from torch_marlin_metal.ops import (
     awq_repack,
     awq_unpack_zeros,
@@ -10,12 +12,17 @@ from torch_marlin_metal.ops import (
     gptq_repack,
     gptq_unpack_zeros,
 )
+from torch_marlin_metal.packed_weight import PackedWeight
+from torch_marlin_metal.quantize import quantize_weight
+from torch_marlin_metal.repack import gptq_perm
 from torch_marlin_metal.version import __version__
 
 __all__ = [
     "GROUP_SIZES",
     "WEIGHT_FORMATS",
     "CpuCapability",
+    "MarlinLinear",
+    "PackedWeight",
     "WeightFormat",
     "__version__",
     "awq_repack",
@@ -23,7 +30,11 @@ __all__ = [
     "cpu_capability",
     "dequantize",
     "gemm",
+    "gptq_perm",
     "gptq_repack",
     "gptq_unpack_zeros",
+    "quantize_model",
+    "quantize_weight",
+    "replace_linear_layers",
     "weight_format",
 ]

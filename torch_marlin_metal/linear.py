@@ -10,7 +10,7 @@ from torch_marlin_metal import extension  # noqa: F401  registers the operators
 from torch_marlin_metal.formats import WEIGHT_FORMATS
 from torch_marlin_metal.formats import weight_format as find_format
 from torch_marlin_metal.packed_weight import PackedWeight, PackedWeightError
-from torch_marlin_metal.quantize import quantize_weight
+from torch_marlin_metal.quantize import quantize_weight, resolve_group_size
 
 FORMAT_VERSION = 1
 # What defines the weight: moved between devices, never converted.
@@ -66,7 +66,7 @@ class MarlinLinear(nn.Module):
         out_features: N.
         bias: whether there is a bias.
         weight_format: a name of `WEIGHT_FORMATS` or an alias.
-        group_size: 16, 32, 64, 128, 256 or K; -1 for K.
+        group_size: 16, 32, 64, 128, 256 or K; -1 for K; None is the format's own, else 128.
         scale_dtype: dtype of the scales, where they are floating.
         zeros_dtype: dtype of the zeros; None is uint8 for zero points and `scale_dtype` for biases of uint4_bias.
         global_scale_per_column: nvfp4's `global_scale` has one value for each column instead of one in all.
@@ -90,7 +90,7 @@ class MarlinLinear(nn.Module):
         bias: bool = True,
         *,
         weight_format: str = "uint4b8",
-        group_size: int = 128,
+        group_size: int | None = None,
         scale_dtype: torch.dtype = torch.float16,
         zeros_dtype: torch.dtype | None = None,
         global_scale_per_column: bool = False,
@@ -108,22 +108,23 @@ class MarlinLinear(nn.Module):
         K, N = in_features, out_features
         self.in_features, self.out_features = K, N
         self.weight_format = fmt.name
-        self.group_size = K if group_size == -1 else group_size
+        self.group_size = resolve_group_size("MarlinLinear", fmt, group_size, K)
         self.dtype = dtype or torch.get_default_dtype()
         grouped = (-(-K // self.group_size), N)
 
-        def empty(shape: tuple[int, ...], dtype: torch.dtype, wanted: bool = True) -> Tensor | None:
-            return torch.empty(shape, dtype=dtype, device=device) if wanted else None
-
-        self.register_buffer("b_packed", empty((K // 8, N), torch.int32))
-        self.register_buffer("scales", empty(grouped, scale_dtype if fmt.scale_coding == "floating" else torch.uint8))
         zeros_dtype = zeros_dtype or (torch.uint8 if fmt.zeros_role == "zero_point" else scale_dtype)
-        self.register_buffer("zeros", empty(grouped, zeros_dtype, fmt.zeros_role != "none"))
-        global_shape = (N,) if global_scale_per_column else (1,)
-        self.register_buffer("global_scale", empty(global_shape, torch.float32, fmt.has_global_scale))
-        self.register_buffer("lut", empty((16,), torch.float32, fmt.has_lut))
-        self.register_buffer("perm", empty((K,), torch.int32, perm))
+        specs: dict[str, tuple[bool, tuple[int, ...], torch.dtype]] = {
+            "b_packed": (True, (K // 8, N), torch.int32),
+            "scales": (True, grouped, scale_dtype if fmt.scale_coding == "floating" else torch.uint8),
+            "zeros": (fmt.zeros_role != "none", grouped, zeros_dtype),
+            "global_scale": (fmt.has_global_scale, (N if global_scale_per_column else 1,), torch.float32),
+            "lut": (fmt.has_lut, (16,), torch.float32),
+            "perm": (perm, (K,), torch.int32),
+        }
         self.register_buffer("packed_format", self._describe(device))
+        # Absent ones last: torch.export (2.13) miscounts buffers that follow a None.
+        for name, (present, shape, kind) in sorted(specs.items(), key=lambda item: not item[1][0]):
+            self.register_buffer(name, torch.empty(shape, dtype=kind, device=device) if present else None)
         self.bias = nn.Parameter(torch.empty(N, dtype=self.dtype, device=device), requires_grad=False) if bias else None
 
     @classmethod

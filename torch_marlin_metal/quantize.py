@@ -62,7 +62,7 @@ def quantize_weight(
     _check(w, fmt, method, scale_dtype, lut, mx_rounding)
     w = w.detach()
     N, K = w.shape
-    group_size = _resolve_group_size(fmt, group_size, K)
+    group_size = resolve_group_size("quantize_weight", fmt, group_size, K)
     low, high = (float(extreme) for extreme in torch.aminmax(w))
     if not -torch.inf < low <= high < torch.inf:
         raise ValueError(f"quantize_weight: w: expected finite weights, got values from {low} to {high}")
@@ -256,7 +256,12 @@ def _check_range(role: str, stored: Tensor) -> None:
         )
 
 
-def _resolve_group_size(fmt: WeightFormat, group_size: int | None, K: int) -> int:
+def resolve_group_size(op: str, fmt: WeightFormat, group_size: int | None, K: int) -> int:
+    """The group size as the operators take it: None is the format's own or 128, -1 is K.
+
+    Raises:
+        ValueError: the format does not take it.
+    """
     if group_size is None:
         group_size = fmt.fixed_group_size or DEFAULT_GROUP_SIZE
     if group_size == -1:
@@ -264,7 +269,7 @@ def _resolve_group_size(fmt: WeightFormat, group_size: int | None, K: int) -> in
     allowed = (*GROUP_SIZES, K) if fmt.fixed_group_size is None else (fmt.fixed_group_size,)
     if group_size not in allowed:
         raise ValueError(
-            f"quantize_weight: group_size: expected one of {', '.join(map(str, allowed))}"
+            f"{op}: group_size: expected one of {', '.join(map(str, allowed))}"
             f"{'' if fmt.fixed_group_size else ' (K), or -1'} for {fmt.name}, got {group_size}"
         )
     return group_size

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from torch_marlin_metal.repack import (
     gptq_perm,
@@ -17,6 +18,8 @@ from torch_marlin_metal.repack import (
 
 ops = torch.ops.torch_marlin_metal
 seeds = st.integers(0, 2**31 - 1)
+# The device fixture is a string: the same for every example.
+many = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def words(tensor: torch.Tensor) -> list[str]:
@@ -58,8 +61,26 @@ def test_golden_block_of_awq(device):
     k, n = torch.meshgrid(torch.arange(8), torch.arange(8), indexing="ij")
     codes = ((k + 2 * n) % 16).to(torch.uint8).to(device)
     packed = pack_codes(codes)
-    assert words(packed) == "76543210 98765432 BA987654 DCBA9876 FEDCBA98 10FEDCBA 3210FEDC 543210FE".split()
-    assert words(pack_awq(packed)) == "EA62C840 FB73D951 0C84EA62 1D95FB73 2EA60C84 3FB71D95 40C82EA6 51D93FB7".split()
+    assert words(packed) == [
+        "76543210",
+        "98765432",
+        "BA987654",
+        "DCBA9876",
+        "FEDCBA98",
+        "10FEDCBA",
+        "3210FEDC",
+        "543210FE",
+    ]
+    assert words(pack_awq(packed)) == [
+        "EA62C840",
+        "FB73D951",
+        "0C84EA62",
+        "1D95FB73",
+        "2EA60C84",
+        "3FB71D95",
+        "40C82EA6",
+        "51D93FB7",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -79,7 +100,7 @@ def test_golden_zero_points(zeros, version, rule, word, device):
     assert unpacked.flatten().tolist() == list(zeros)
 
 
-@settings(deadline=None, max_examples=30)
+@many
 @given(seeds, st.integers(1, 40), st.integers(1, 40))
 def test_codes_round_trip(device, seed, rows, N):
     codes = random_codes(seed, 8 * rows, N, device=device)
@@ -91,7 +112,7 @@ def test_codes_round_trip(device, seed, rows, N):
     assert torch.equal(pack_codes(codes.T.contiguous().T), packed)
 
 
-@settings(deadline=None, max_examples=30)
+@many
 @given(seeds, st.integers(1, 40), st.integers(1, 40), st.booleans())
 def test_gptq_round_trip(device, seed, rows, N, act_order):
     qweight = pack_codes(random_codes(seed, 8 * rows, N, device=device))
@@ -108,7 +129,7 @@ def test_gptq_round_trip(device, seed, rows, N, act_order):
     assert torch.equal(ops.gptq_repack(back, perm=perm), packed)
 
 
-@settings(deadline=None, max_examples=30)
+@many
 @given(seeds, st.integers(1, 20), st.integers(1, 6))
 def test_awq_round_trip(device, seed, rows, columns):
     packed = pack_codes(random_codes(seed, 8 * rows, 8 * columns, device=device))
@@ -119,7 +140,7 @@ def test_awq_round_trip(device, seed, rows, columns):
     assert torch.equal(ops.awq_unpack_zeros(pack_awq_zeros(zeros)), zeros)
 
 
-@settings(deadline=None, max_examples=40)
+@many
 @given(seeds, st.integers(1, 20), st.integers(1, 6), st.sampled_from([(2, "word"), (1, "word"), (1, "masked")]))
 def test_zero_points_round_trip(device, seed, G, columns, stored):
     version, rule = stored
@@ -128,7 +149,8 @@ def test_zero_points_round_trip(device, seed, G, columns, stored):
     assert torch.equal(ops.gptq_unpack_zeros(qzeros, checkpoint_version=version, rule=rule), zeros)
     # Any word whatsoever survives the other round trip.
     assert torch.equal(
-        pack_gptq_zeros(ops.gptq_unpack_zeros(qzeros, checkpoint_version=version, rule=rule), version, rule=rule), qzeros
+        pack_gptq_zeros(ops.gptq_unpack_zeros(qzeros, checkpoint_version=version, rule=rule), version, rule=rule),
+        qzeros,
     )
 
 
@@ -150,7 +172,7 @@ def test_perm_of_the_worked_example(device):
     assert words(ops.gptq_repack(qweight, perm=perm)) == ["DA52CB40", "F873E961"]
 
 
-@settings(deadline=None, max_examples=40)
+@many
 @given(seeds, st.integers(1, 30), st.sampled_from([8, 16, 32]))
 def test_perm_sorts_groups_stably(device, seed, rows, group_size):
     K = 8 * rows
@@ -204,9 +226,18 @@ def test_perm_refuses(g_idx, group_size, message):
     ("call", "message"),
     [
         (lambda: pack_codes(torch.zeros(8, 2)), r"pack_codes: codes: expected uint8, got torch.float32"),
-        (lambda: pack_codes(torch.zeros(8, dtype=torch.uint8)), r"pack_codes: codes: expected two dim.*got shape \[8\]"),
-        (lambda: pack_codes(torch.zeros(12, 2, dtype=torch.uint8)), r"pack_codes: codes: expected K to be a multiple of 8"),
-        (lambda: pack_codes(torch.full((8, 1), 16, dtype=torch.uint8)), r"pack_codes: codes: expected codes 0..15, got 16"),
+        (
+            lambda: pack_codes(torch.zeros(8, dtype=torch.uint8)),
+            r"pack_codes: codes: expected two dim.*got shape \[8\]",
+        ),
+        (
+            lambda: pack_codes(torch.zeros(12, 2, dtype=torch.uint8)),
+            r"pack_codes: codes: expected K to be a multiple of 8",
+        ),
+        (
+            lambda: pack_codes(torch.full((8, 1), 16, dtype=torch.uint8)),
+            r"pack_codes: codes: expected codes 0..15, got 16",
+        ),
         (lambda: unpack_codes(torch.zeros(1, 2)), r"unpack_codes: b_packed: expected int32, got torch.float32"),
         (lambda: unpack_codes(torch.zeros(2, dtype=torch.int32)), r"unpack_codes: b_packed: expected two dimensions"),
         (lambda: pack_gptq(torch.zeros(1, 2)), r"pack_gptq: b_packed: expected int32"),
@@ -222,7 +253,10 @@ def test_perm_refuses(g_idx, group_size, message):
             lambda: pack_gptq(torch.zeros(1, 2, dtype=torch.int32), perm=torch.arange(7, dtype=torch.int32)),
             r"pack_gptq: perm: expected shape \[8\], got \[7\]",
         ),
-        (lambda: pack_awq(torch.zeros(1, 4, dtype=torch.int32)), r"pack_awq: b_packed: expected N to be a multiple of 8"),
+        (
+            lambda: pack_awq(torch.zeros(1, 4, dtype=torch.int32)),
+            r"pack_awq: b_packed: expected N to be a multiple of 8",
+        ),
         (lambda: pack_awq_zeros(torch.zeros(1, 8)), r"pack_awq_zeros: zeros: expected uint8"),
         (
             lambda: pack_gptq_zeros(torch.zeros(1, 8, dtype=torch.uint8), 3),

@@ -1,0 +1,409 @@
+"""MarlinLinear: results within the operators' bound, and everything that an nn.Module must survive."""
+
+import copy
+import io
+import pickle
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from reference import DTYPES, FORMATS, check_gemm, gemm, make_weight
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from torch_marlin_metal.linear import WEIGHT_BUFFERS, MarlinLinear
+from torch_marlin_metal.packed_weight import PackedWeight, PackedWeightError
+
+GROUP = {"nvfp4": 16, "mxfp4": 32}
+K, N = 136, 72
+
+
+def packed_of(
+    weight_format: str, *, perm: bool = False, bias: bool = True, device: str = "cpu", K: int = K, N: int = N, **kw
+):
+    """A random weight as the reference knows it and as a PackedWeight."""
+    if weight_format == "nvfp4":
+        kw.setdefault("global_scale_shape", (1,))
+    weight = make_weight(weight_format, K, N, GROUP.get(weight_format, 64), **kw)
+    rng = np.random.default_rng(7)
+    order = torch.from_numpy(rng.permutation(K).astype(np.int32)) if perm else None
+    offset = torch.from_numpy(rng.standard_normal(N)).float() if bias else None
+    packed = PackedWeight(b_packed=weight.b_packed, scales=weight.scales, perm=order, bias=offset, **weight.arguments)
+    return weight, packed.to(device)
+
+
+def layer_of(weight_format: str = "uint4", device: str = "cpu", **kw) -> MarlinLinear:
+    return MarlinLinear.from_packed(packed_of(weight_format, device=device, **kw)[1])
+
+
+def activations(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng(1).standard_normal(shape)).to(dtype).to(device)
+
+
+def same_tensors(one: nn.Module, other: nn.Module) -> bool:
+    a, b = one.state_dict(), other.state_dict()
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) and a[key].dtype == b[key].dtype for key in a)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("perm", [False, True])
+@pytest.mark.parametrize("weight_format", FORMATS)
+def test_forward_is_within_the_bound(weight_format, perm, dtype, device):
+    weight, packed = packed_of(weight_format, perm=perm, device=device)
+    layer = MarlinLinear.from_packed(packed)
+    a = activations(2, 3, K, dtype=dtype, device=device)
+    order = packed.perm.cpu().numpy() if perm else None
+    check_gemm(layer(a), *gemm(a, weight, packed.bias, order, raw_codes=True))
+
+
+@pytest.mark.parametrize("method", ["rtn", "mse"])
+@pytest.mark.parametrize("weight_format", FORMATS)
+def test_from_linear(weight_format, method, device):
+    linear = nn.Linear(K, N, device=device).eval()
+    layer = MarlinLinear.from_linear(linear, weight_format, GROUP.get(weight_format, 64), method)
+    assert not layer.training
+    assert layer.bias is linear.bias
+    w4 = layer.dequantize()
+    assert w4.shape == linear.weight.shape
+    relative = ((w4 - linear.weight).norm() / linear.weight.norm()).item()
+    assert 0.01 < relative < 0.13
+    a = activations(5, K, device=device)
+    torch.testing.assert_close(layer(a), nn.functional.linear(a, w4, linear.bias), rtol=1e-4, atol=1e-5)
+
+
+def test_from_linear_without_bias_and_in_bf16(device):
+    linear = nn.Linear(K, N, bias=False, dtype=torch.bfloat16, device=device)
+    layer = MarlinLinear.from_linear(linear, "u4b8", -1, scale_dtype=torch.bfloat16)
+    assert (layer.group_size, layer.scales.dtype, layer.weight.dtype) == (K, torch.bfloat16, torch.bfloat16)
+    assert layer.bias is None
+    assert layer(activations(1, K, dtype=torch.bfloat16, device=device)).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("weight_format", "extra"),
+    [
+        ("uint4b8", []),
+        ("uint4", ["zeros"]),
+        ("uint4_bias", ["zeros"]),
+        ("float4_e2m1", []),
+        ("nvfp4", ["global_scale"]),
+        ("mxfp4", []),
+        ("lut4", ["lut"]),
+    ],
+)
+def test_state_dict_names(weight_format, extra, device):
+    state = layer_of(weight_format, device).state_dict()
+    assert sorted(state) == sorted(["b_packed", "scales", "packed_format", "bias", *extra])
+    state = layer_of(weight_format, device, perm=True, bias=False).state_dict()
+    assert sorted(state) == sorted(["b_packed", "scales", "packed_format", "perm", *extra])
+    assert state["packed_format"].tolist() == [1, FORMATS.index(weight_format), GROUP.get(weight_format, 64)]
+
+
+def empty_like(layer: MarlinLinear, device: str) -> MarlinLinear:
+    return MarlinLinear(
+        layer.in_features,
+        layer.out_features,
+        bias=layer.bias is not None,
+        weight_format=layer.weight_format,
+        group_size=layer.group_size,
+        scale_dtype=layer.scales.dtype,
+        zeros_dtype=None if layer.zeros is None else layer.zeros.dtype,
+        global_scale_per_column=layer.global_scale is not None and layer.global_scale.numel() > 1,
+        perm=layer.perm is not None,
+        device=device,
+        dtype=layer.dtype,
+    )
+
+
+@pytest.mark.parametrize("perm", [False, True])
+@pytest.mark.parametrize("weight_format", FORMATS)
+def test_an_empty_layer_loads_a_state_dict(weight_format, perm, device):
+    layer = layer_of(weight_format, device, perm=perm)
+    a = activations(3, K, device=device)
+    on_device = empty_like(layer, device)
+    on_device.load_state_dict(layer.state_dict(), strict=True)
+    assert same_tensors(on_device, layer)
+    assert torch.equal(on_device(a), layer(a))
+    on_meta = empty_like(layer, "meta")
+    assert all(tensor.is_meta for tensor in on_meta.state_dict().values())
+    on_meta.load_state_dict(layer.state_dict(), strict=True, assign=True)
+    assert torch.equal(on_meta(a), layer(a))
+    materialised = empty_like(layer, "meta").to_empty(device=device)
+    materialised.load_state_dict(layer.state_dict())
+    assert torch.equal(materialised(a), layer(a))
+
+
+def test_global_scale_shapes(device):
+    for shape, stored in [(None, [1]), ((), [1]), ((1,), [1]), ((-1,), [N])]:
+        weight, packed = packed_of("nvfp4", device=device, global_scale_shape=shape)
+        layer = MarlinLinear.from_packed(packed)
+        assert list(layer.global_scale.shape) == stored
+        a = activations(2, K, device=device)
+        check_gemm(layer(a), *gemm(a, weight, packed.bias))
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        (
+            {"weight_format": "uint4b8"},
+            r"packed_format: expected uint4b8 with group_size 64, got uint4 with group_size 64",
+        ),
+        ({"group_size": 32}, r"packed_format: expected uint4 with group_size 32, got uint4 with group_size 64"),
+        ({"in_features": 128}, r"b_packed: expected shape \[16, 72\], got \[17, 72\]"),
+        ({"out_features": 64}, r"scales: expected shape \[3, 64\], got \[3, 72\]"),
+        ({"scale_dtype": torch.float32}, r"scales: expected torch.float32, got torch.float16"),
+        ({"zeros_dtype": torch.float16}, r"zeros: expected torch.float16, got torch.uint8"),
+        ({"perm": True}, r"Missing key\(s\) in state_dict: \"proj.perm\""),
+        ({"bias": False}, r"Unexpected key\(s\) in state_dict: \"proj.bias\""),
+    ],
+)
+def test_load_state_dict_says_what_differs(target, message, device):
+    source = nn.ModuleDict({"proj": layer_of("uint4", device)})
+    arguments = {"in_features": K, "out_features": N, "weight_format": "uint4", "group_size": 64, **target}
+    other = nn.ModuleDict({"proj": MarlinLinear(**arguments, device=device)})
+    before = copy.deepcopy(other.state_dict())
+    with pytest.raises(RuntimeError, match=message) as error:
+        other.load_state_dict(source.state_dict(), strict=True)
+    if "key(s)" not in str(error.value):
+        assert "proj." in str(error.value)
+        for key, tensor in other.state_dict().items():  # nothing was copied halfway
+            assert torch.equal(tensor.view(torch.uint8), before[key].view(torch.uint8)), key
+
+
+@pytest.mark.parametrize(
+    ("weight_format", "name", "value", "message"),
+    [
+        ("uint4b8", "scales", torch.tensor(2.0**101, dtype=torch.float32), r"proj.scales: .*at most 2\^100"),
+        ("uint4b8", "scales", torch.tensor(float("inf")), r"proj.scales: .*at most 2\^100"),
+        (
+            "mxfp4",
+            "scales",
+            torch.tensor(15, dtype=torch.uint8),
+            r"proj.scales: expected E8M0 codes in 16..240, got .* 15",
+        ),
+        (
+            "mxfp4",
+            "scales",
+            torch.tensor(241, dtype=torch.uint8),
+            r"proj.scales: expected E8M0 codes in 16..240, got .* 241",
+        ),
+    ],
+)
+def test_values_outside_the_promise_are_refused(weight_format, name, value, message, device):
+    kw = {} if weight_format == "mxfp4" else {"scales_dtype": torch.float32}
+    layer = layer_of(weight_format, device, **kw)
+    state = copy.deepcopy(nn.ModuleDict({"proj": layer}).state_dict())
+    state[f"proj.{name}"][1, 2] = value
+    with pytest.raises(RuntimeError, match=message):
+        nn.ModuleDict({"proj": layer}).load_state_dict(state)
+    packed = packed_of(weight_format, device=device, **kw)[1]
+    getattr(packed, name)[1, 2] = value
+    with pytest.raises(PackedWeightError, match=message.removeprefix("proj.")):
+        MarlinLinear.from_packed(packed)
+
+
+def test_a_newer_format_version_is_refused(device):
+    layer = layer_of(device=device)
+    state = copy.deepcopy(layer.state_dict())
+    state["packed_format"][0] = 2
+    with pytest.raises(RuntimeError, match="packed_format: expected version 1, got 2"):
+        layer.load_state_dict(state)
+    del state["packed_format"]
+    with pytest.raises(RuntimeError, match=r"Missing key.*packed_format"):
+        layer.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    "convert", [lambda m: m.half(), lambda m: m.bfloat16(), lambda m: m.to(torch.float16), lambda m: m.double()]
+)
+@pytest.mark.parametrize("weight_format", FORMATS)
+def test_dtype_changes_leave_the_weight_alone(weight_format, convert, device):
+    layer = layer_of(weight_format, device, perm=True, scales_dtype=torch.float32)
+    before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+    model = convert(nn.Sequential(layer, nn.LayerNorm(N, device=device)))
+    dtype = model[1].weight.dtype
+    assert dtype != torch.float32
+    for name, tensor in layer.state_dict().items():
+        if name == "bias":
+            assert tensor.dtype == dtype
+        else:
+            assert tensor.dtype == before[name].dtype
+            assert torch.equal(tensor, before[name]), name
+    assert layer.weight.dtype == dtype
+    model.float()
+    assert (layer.bias.dtype, layer.weight.dtype) == (torch.float32, torch.float32)
+
+
+def test_moves_between_devices(device):
+    layer = layer_of("nvfp4", perm=True)
+    a = activations(3, K)
+    expected = layer(a)
+    moved = copy.deepcopy(layer).to(device)
+    assert {tensor.device.type for tensor in moved.state_dict().values()} == {device}
+    assert moved.weight.device.type == device
+    torch.testing.assert_close(moved(a.to(device)).cpu(), expected, rtol=1e-5, atol=1e-5)
+    assert same_tensors(moved.cpu(), layer)
+    both = copy.deepcopy(layer).to(device, torch.float16)
+    assert (both.scales.device.type, both.scales.dtype, both.bias.dtype) == (device, torch.uint8, torch.float16)
+
+
+@pytest.mark.parametrize("weight_format", FORMATS)
+def test_copies(weight_format, device):
+    layer = layer_of(weight_format, device, perm=True)
+    a = activations(2, K, device=device)
+    stream = io.BytesIO()
+    torch.save(layer.state_dict(), stream)
+    stream.seek(0)
+    loaded = empty_like(layer, device)
+    loaded.load_state_dict(torch.load(stream, weights_only=True))
+    whole = io.BytesIO()
+    torch.save(layer, whole)
+    whole.seek(0)
+    copies = [copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), loaded, torch.load(whole, weights_only=False)]
+    for other in copies:
+        assert same_tensors(other, layer)
+        assert other.b_packed.data_ptr() != layer.b_packed.data_ptr()
+        assert torch.equal(other(a), layer(a))
+
+
+def test_from_packed_and_back_share_tensors(device):
+    _, packed = packed_of("uint4", perm=True, device=device)
+    layer = MarlinLinear.from_packed(packed)
+    back = layer.to_packed().validate()
+    for name in WEIGHT_BUFFERS:
+        assert getattr(layer, name) is getattr(packed, name), name
+        assert getattr(back, name) is getattr(packed, name), name
+    assert (back.weight_format, back.group_size) == (packed.weight_format, packed.group_size)
+
+
+def test_repr_names_what_matters(device):
+    assert repr(layer_of("uint4b8", device, perm=True)) == (
+        "MarlinLinear(in_features=136, out_features=72, bias=True, weight_format=uint4b8, group_size=64, "
+        "scales=float16, perm=True)"
+    )
+    assert "weight_format=nvfp4, group_size=16)" in repr(layer_of("nvfp4", device))
+
+
+def test_weight_describes_and_refuses_to_compute(device):
+    layer = layer_of(device=device)
+    weight = layer.weight
+    assert (weight.dtype, weight.device.type, weight.shape) == (torch.float32, device, torch.Size([N, K]))
+    assert (weight.size(), weight.size(0), weight.dim(), weight.ndim, weight.numel()) == ((N, K), N, 2, 2, N * K)
+    assert "shape=[72, 136]" in repr(weight)
+    a = activations(1, K, device=device)
+    with pytest.raises(TypeError, match=r"linear: got MarlinLinear.weight.*dequantize"):
+        nn.functional.linear(a, weight)
+    assert "weight" not in dict(layer.named_parameters())
+
+
+def test_sequential_and_hooks(device):
+    layer = layer_of(device=device)
+    seen = []
+    model = nn.Sequential(nn.LayerNorm(K, device=device), layer, nn.GELU())
+    layer.register_forward_pre_hook(lambda module, args: seen.append(args[0].shape))
+    layer.register_forward_hook(lambda module, args, output: output + 1)
+    a = activations(4, K, device=device)
+    torch.testing.assert_close(model(a), nn.functional.gelu(layer.forward(model[0](a)) + 1))
+    assert seen == [torch.Size([4, K])]
+
+
+@pytest.mark.parametrize("weight_format", FORMATS)
+def test_compile_in_one_graph_without_recompiling(weight_format, device):
+    torch._dynamo.reset()
+    layer = layer_of(weight_format, device, perm=True)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=counter)
+    for M in (2, 3, 5, 8):
+        a = activations(M, K, device=device)
+        with torch.inference_mode():
+            assert torch.equal(compiled(a), layer(a))
+    assert counter.frame_count == 1
+
+
+def test_compile_with_inductor(device):
+    torch._dynamo.reset()
+    model = nn.Sequential(layer_of(device=device), nn.GELU(), nn.LayerNorm(N, device=device)).eval()
+    a = activations(4, K, device=device)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(model, fullgraph=True)(a), model(a))
+
+
+def test_export(device):
+    layer = layer_of(device=device)
+    a = activations(4, K, device=device)
+    program = torch.export.export(layer, (a,), dynamic_shapes=({0: torch.export.Dim("M")},))
+    assert torch.equal(program.module()(a[:3]), layer(a[:3]))
+
+
+def test_inference_mode_and_autocast(device):
+    layer = layer_of(device=device)
+    a = activations(4, K, device=device)
+    with torch.inference_mode():
+        assert torch.equal(layer(a), layer(a.clone()))
+    dtype = torch.bfloat16 if device == "cpu" else torch.float16
+    with torch.autocast(device, dtype=dtype):
+        result = layer(a)
+    assert result.dtype == dtype
+    assert torch.equal(result, layer(a.to(dtype)))
+
+
+def test_gradients_of_activations_and_bias(device):
+    layer = MarlinLinear.from_linear(nn.Linear(K, N, device=device), "nvfp4")
+    a = activations(4, K, device=device).requires_grad_()
+    g = activations(4, N, device=device)
+    layer(a).backward(g)
+    torch.testing.assert_close(a.grad, g @ layer.dequantize(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(layer.bias.grad, g.sum(0))
+
+
+def test_a_fused_transformer_layer_leaves_its_fast_path(device):
+    encoder = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True, device=device).eval()
+    a = activations(2, 5, 64, device=device)
+    for name in ("linear1", "linear2"):
+        encoder.set_submodule(name, MarlinLinear.from_linear(encoder.get_submodule(name), "uint4", 32))
+    dense = copy.deepcopy(encoder)
+    for name in ("linear1", "linear2"):
+        layer = encoder.get_submodule(name)
+        linear = nn.Linear(layer.in_features, layer.out_features, device=device)
+        linear.weight, linear.bias = nn.Parameter(layer.dequantize()), layer.bias
+        dense.set_submodule(name, linear)
+    with torch.inference_mode():
+        torch.testing.assert_close(encoder(a), dense(a), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"in_features": 12},
+            r"MarlinLinear: expected in_features a multiple of 8 and out_features >= 1, got 12 and 72",
+        ),
+        ({"out_features": 0}, r"got 136 and 0"),
+        ({"weight_format": "int4"}, r"weight_format: expected one of .*got 'int4'"),
+        ({"group_size": 48}, r"MarlinLinear: group_size: expected one of .*got 48"),
+        (
+            {"weight_format": "nvfp4", "group_size": 32},
+            r"MarlinLinear: group_size: expected one of 16 for nvfp4, got 32",
+        ),
+    ],
+)
+def test_constructor_refuses(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        MarlinLinear(**{"in_features": K, "out_features": N, **arguments})
+
+
+def test_wrong_activations_are_refused_by_name(device):
+    layer = layer_of(device=device)
+    with pytest.raises(ValueError, match="gemm: a: "):
+        layer(activations(2, K + 8, device=device))
+    with pytest.raises(ValueError, match="gemm: a: "):
+        layer(activations(2, K, dtype=torch.float64, device="cpu").to(torch.int32))
+
+
+def test_no_warnings_from_loading(device):
+    layer = layer_of(device=device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        empty_like(layer, "meta").load_state_dict(layer.state_dict(), assign=True)

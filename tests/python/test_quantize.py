@@ -1,0 +1,269 @@
+"""quantize_weight: worked examples, nearest codes by brute force, and a search that never loses to rounding."""
+
+import numpy as np
+import pytest
+import torch
+from reference import DTYPES, E2M1, FORMATS, e4m3, e8m0, to_numpy
+
+from torch_marlin_metal import quantize
+from torch_marlin_metal.formats import NF4_VALUES
+from torch_marlin_metal.packed_weight import PackedWeight
+from torch_marlin_metal.quantize import quantize_weight
+from torch_marlin_metal.repack import unpack_codes
+
+FIXED_GROUP = {"nvfp4": 16, "mxfp4": 32}
+GROUPS = [
+    (name, size) for name in FORMATS for size in ([FIXED_GROUP[name]] if name in FIXED_GROUP else [16, 32, 128, -1])
+]
+
+
+def weights(kind: str, N: int = 24, K: int = 200, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    rng = np.random.default_rng([N, K])
+    w = rng.standard_normal((N, K)) * 0.05
+    if kind == "one-sided":
+        w = np.abs(w) + 0.2
+    elif kind == "outliers":
+        w[:, ::37] *= 40
+    elif kind == "sparse":
+        w *= rng.random((N, K)) < 0.1
+    elif kind == "tiny":
+        w *= 1e-6
+    elif kind == "constant":
+        w[:] = 0.3
+    return torch.from_numpy(w).to(dtype)
+
+
+def scales_of(packed: PackedWeight) -> np.ndarray:
+    """What multiplies each weight, fp64 [K, N]."""
+    stored = to_numpy(packed.scales)
+    if packed.weight_format == "nvfp4":
+        exact = e4m3(stored) * to_numpy(packed.global_scale)
+        stored = exact.astype(np.float32).astype(np.float64)
+    elif packed.weight_format == "mxfp4":
+        stored = e8m0(stored)
+    return stored[np.arange(packed.K) // packed.group_size]
+
+
+def all_values(packed: PackedWeight) -> np.ndarray:
+    """What each of the 16 codes would stand for at each place, fp64 [16, K, N]."""
+    q = np.arange(16.0)[:, None, None]
+    s = scales_of(packed)
+    zeros = (
+        None if packed.zeros is None else to_numpy(packed.zeros).astype(float)[np.arange(packed.K) // packed.group_size]
+    )
+    if packed.weight_format == "uint4b8":
+        return (q - 8) * s
+    if packed.weight_format == "uint4":
+        return (q - zeros) * s
+    if packed.weight_format == "uint4_bias":
+        return q * s + zeros
+    table = to_numpy(packed.lut) if packed.weight_format == "lut4" else E2M1
+    return table[:, None, None] * s
+
+
+def values(packed: PackedWeight) -> np.ndarray:
+    codes = unpack_codes(packed.b_packed).cpu().numpy()
+    return np.take_along_axis(all_values(packed), codes[None].astype(np.int64), 0)[0]
+
+
+def group_errors(packed: PackedWeight, w: torch.Tensor) -> np.ndarray:
+    squares = (values(packed) - to_numpy(w).T) ** 2
+    return np.add.reduceat(squares, np.arange(0, packed.K, packed.group_size), axis=0)
+
+
+@pytest.mark.parametrize("method", ["rtn", "mse"])
+@pytest.mark.parametrize("kind", ["normal", "one-sided", "outliers", "sparse", "tiny", "constant"])
+@pytest.mark.parametrize(("weight_format", "group_size"), GROUPS)
+def test_every_code_is_the_nearest(weight_format, group_size, kind, method, device):
+    w = weights(kind)
+    packed = quantize_weight(w.to(device), weight_format, group_size, method).validate()
+    exact = to_numpy(w).T
+    error = np.abs(values(packed) - exact)
+    least = np.abs(all_values(packed) - exact).min(0)
+    # Two codes may be equally near but for the fp32 rounding of x / s.
+    assert (error <= least + 2.0**-20 * (np.abs(scales_of(packed)) + np.abs(exact))).all()
+
+
+@pytest.mark.parametrize("kind", ["normal", "one-sided", "outliers", "sparse", "tiny", "constant"])
+@pytest.mark.parametrize(("weight_format", "group_size"), GROUPS)
+def test_mse_is_never_worse_in_any_group(weight_format, group_size, kind, device):
+    w = weights(kind).to(device)
+    rtn = group_errors(quantize_weight(w, weight_format, group_size, "rtn"), w)
+    mse = group_errors(quantize_weight(w, weight_format, group_size, "mse"), w)
+    assert (mse <= rtn).all()
+    if kind == "normal":
+        assert mse.sum() < 0.97 * rtn.sum()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale_dtype", DTYPES)
+@pytest.mark.parametrize("weight_format", FORMATS)
+def test_dtypes(weight_format, scale_dtype, dtype, device):
+    packed = quantize_weight(
+        weights("normal", dtype=dtype).to(device), weight_format, scale_dtype=scale_dtype
+    ).validate()
+    coded = weight_format in FIXED_GROUP
+    assert packed.scales.dtype == (torch.uint8 if coded else scale_dtype)
+    if weight_format == "uint4_bias":
+        assert packed.zeros.dtype == scale_dtype
+    assert packed.b_packed.device.type == device
+    assert packed.group_size == FIXED_GROUP.get(weight_format, 128)
+    assert np.abs(values(packed) - to_numpy(weights("normal", dtype=dtype)).T).max() < 0.04
+
+
+def test_rtn_scales_are_the_conventions(device):
+    w = weights("normal", K=128).to(device)
+    amax, low, high = w.abs().amax(1), w.amin(1), w.amax(1)
+
+    def scale(weight_format):
+        return quantize_weight(w, weight_format, 128, scale_dtype=torch.float32).scales[0]
+
+    torch.testing.assert_close(scale("uint4b8"), amax / 7.5)
+    torch.testing.assert_close(scale("uint4"), (high - low) / 15)
+    torch.testing.assert_close(scale("uint4_bias"), (high - low) / 15)
+    torch.testing.assert_close(scale("float4_e2m1"), amax / 6)
+    torch.testing.assert_close(scale("nf4"), amax)
+
+
+def test_uint4_zero_points_keep_zero_exact(device):
+    w = weights("sparse").to(device)
+    packed = quantize_weight(w, "uint4", 32)
+    assert packed.zeros.dtype == torch.uint8
+    assert (values(packed)[to_numpy(w).T == 0] == 0).all()
+
+
+@pytest.mark.parametrize("method", ["rtn", "mse"])
+@pytest.mark.parametrize(("weight_format", "group_size"), GROUPS)
+def test_zeros_stay_zero(weight_format, group_size, method, device):
+    packed = quantize_weight(torch.zeros(3, 40, device=device), weight_format, group_size, method).validate()
+    assert (packed.dequantize() == 0).all()
+
+
+def test_nvfp4_worked_example(device):
+    # The first weight is 0.3 in the source, a tie (0.75 scales) that the rounding of the scale decides.
+    row = [0.301, -0.7, 0.05, 1.2, -2.4, 0.9, 0, -0.02, 0.11, 0.5, -0.33, 1.9, -1.1, 0.61, 0.26, -0.15]
+    w = torch.tensor([row, [4.8] + [0.0] * 15], device=device)
+    packed = quantize_weight(w, "nvfp4")
+    assert packed.global_scale.item() == pytest.approx(1 / 560, rel=1e-6)
+    assert packed.scales[0, 0].item() == 0x76
+    assert [f"{word & 0xFFFFFFFF:08X}" for word in packed.b_packed[:, 0].tolist()] == ["804F50B2", "913D6A21"]
+    expected = [0.4, -0.6, 0, 1.2, -2.4, 0.8, 0, 0, 0.2, 0.4, -0.4, 1.6, -1.2, 0.6, 0.2, -0.2]
+    np.testing.assert_allclose(packed.dequantize()[:, 0].tolist(), expected, atol=1e-6)
+
+
+def test_mxfp4_worked_example(device):
+    w = torch.zeros(1, 32, device=device)
+    w[0, :4] = torch.tensor([3.5, -7, 0.4, 1])
+    packed = quantize_weight(w, "mxfp4")
+    assert packed.scales[0, 0].item() == 0x7F
+    assert packed.b_packed[0, 0].item() == 0x21F6
+    assert packed.dequantize()[:4, 0].tolist() == [4, -6, 0.5, 1]
+
+
+@pytest.mark.parametrize(
+    ("rounding", "exponents"),
+    [("floor", [0, 0, 0, 0, 0, 1]), ("even", [0, 0, 0, 1, 1, 1]), ("rceil", [0, 0, 1, 1, 1, 1])],
+)
+def test_mxfp4_exponents(rounding, exponents, device):
+    w = torch.zeros(6, 32, device=device)
+    w[:, 5] = torch.tensor([4, 5.9, 6.1, 7, 7.99, 8])
+    packed = quantize_weight(w, "mxfp4", mx_rounding=rounding)
+    assert (packed.scales[0].int() - 127).tolist() == exponents
+
+
+def test_e2m1_ties_go_to_even(device):
+    magnitudes = [0, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4, 5, 5.5, 6]
+    w = torch.tensor([magnitudes, [-float(x) for x in magnitudes]], device=device)
+    packed = quantize_weight(w, "float4_e2m1", 16)
+    codes = unpack_codes(packed.b_packed)
+    assert codes[:, 0].tolist() == [0, 0, 1, 2, 2, 2, 3, 4, 4, 4, 5, 6, 6, 6, 7, 7]
+    assert codes[:, 1].tolist() == [8 | code for code in codes[:, 0].tolist()]
+
+
+def test_custom_table(device):
+    lut = torch.tensor([3.0, -1, 0.5, 7, -4, 2, 1, -7, 0, 5, -2, 4, -3, 6, -5, -6], device=device)
+    w = weights("normal").to(device)
+    packed = quantize_weight(w, "lut4", 64, "mse", lut=lut).validate()
+    assert torch.equal(packed.lut, lut)
+    error = np.abs(values(packed) - to_numpy(w).T)
+    assert (error <= np.abs(all_values(packed) - to_numpy(w).T).min(0) + 1e-7).all()
+
+
+def test_nf4_is_lut4_with_its_table(device):
+    w = weights("normal").to(device)
+    packed = quantize_weight(w, "nf4", 64)
+    assert packed.weight_format == "lut4"
+    assert packed.lut.tolist() == pytest.approx(NF4_VALUES)
+
+
+@pytest.mark.parametrize(
+    "alias", [("u4b8", "uint4b8"), ("u4", "uint4"), ("fp4", "float4_e2m1"), ("float4_e2m1f", "float4_e2m1")]
+)
+def test_aliases(alias, device):
+    assert quantize_weight(weights("normal").to(device), alias[0]).weight_format == alias[1]
+
+
+@pytest.mark.parametrize("weight_format", FORMATS)
+def test_chunks_do_not_change_the_result(weight_format, monkeypatch, device):
+    w = weights("outliers", N=29).to(device)
+    whole = quantize_weight(w, weight_format, None, "mse")
+    monkeypatch.setattr(quantize, "CHUNK_ELEMENTS", 3 * w.shape[1])
+    parts = quantize_weight(w, weight_format, None, "mse")
+    for name, tensor in whole.tensors().items():
+        assert torch.equal(tensor, parts.tensors()[name]), name
+
+
+def test_non_contiguous_and_grad_requiring_weights(device):
+    w = weights("normal").to(device)
+    packed = quantize_weight(w, "uint4", 32)
+    other = quantize_weight(w.T.contiguous().T.requires_grad_(), "uint4", 32)
+    assert all(torch.equal(tensor, other.tensors()[name]) for name, tensor in packed.tensors().items())
+    assert not other.scales.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"w": torch.zeros(4, 12)}, r"w: expected \[N, K\] with K a multiple of 8, got shape \[4, 12\]"),
+        ({"w": torch.zeros(8)}, r"w: expected \[N, K\].*, got shape \[8\]"),
+        ({"w": torch.zeros(0, 8)}, r"w: expected \[N, K\].*, got shape \[0, 8\]"),
+        ({"w": torch.zeros(4, 8, dtype=torch.float64)}, r"w: expected float16, bfloat16 or float32, got torch.float64"),
+        ({"w": torch.zeros(4, 8, dtype=torch.int32)}, r"w: expected .*, got torch.int32"),
+        ({"w": torch.zeros(4, 8, device="meta")}, r"w: expected a tensor with data"),
+        ({"w": torch.tensor([[0.0] * 7 + [float("nan")]])}, r"w: expected finite weights, got values from nan to nan"),
+        (
+            {"w": torch.tensor([[0.0] * 7 + [float("-inf")]])},
+            r"w: expected finite weights, got values from -inf to 0.0",
+        ),
+        ({"method": "gptq"}, r"method: expected 'rtn' or 'mse', got 'gptq'"),
+        ({"group_size": 24}, r"group_size: expected one of 16, 32, 64, 128, 256, 64 \(K\), or -1 for uint4b8, got 24"),
+        ({"weight_format": "nvfp4", "group_size": 32}, r"group_size: expected one of 16 for nvfp4, got 32"),
+        ({"scale_dtype": torch.float64}, r"scale_dtype: expected float16, bfloat16 or float32, got torch.float64"),
+        ({"lut": torch.zeros(16)}, r"lut: expected None for uint4b8"),
+        ({"weight_format": "lut4", "lut": torch.zeros(8)}, r"lut: expected float32 \[16\], got torch.float32 \[8\]"),
+        ({"weight_format": "lut4", "lut": torch.zeros(16)}, r"lut: expected finite values, not all of them 0"),
+        ({"mx_rounding": "up"}, r"mx_rounding: expected one of floor, even, rceil, got 'up'"),
+        ({"w": torch.full((4, 8), 1e6)}, r"scale_dtype: the largest scale of this weight became inf in torch.float16"),
+        (
+            {"w": torch.full((4, 8), 3e38), "scale_dtype": torch.float32},
+            r"scale_dtype: the largest scale .* expected at most 2\^100",
+        ),
+        (
+            {"w": torch.full((4, 8), 1e6), "weight_format": "uint4_bias"},
+            r"scale_dtype: the largest (scale|bias) .* in torch.float16",
+        ),
+        (
+            {"w": torch.full((4, 8), 3e38), "weight_format": "mxfp4"},
+            r"w: expected values of at most 6 \* 2\^113 for mxfp4",
+        ),
+    ],
+)
+def test_refusals(arguments, message):
+    arguments = {"w": torch.zeros(4, 64), "weight_format": "uint4b8", **arguments}
+    with pytest.raises(ValueError, match="quantize_weight: " + message):
+        quantize_weight(**arguments)
+
+
+def test_unknown_format_lists_the_known_ones():
+    with pytest.raises(ValueError, match=r"weight_format: expected one of uint4b8, .*got 'int3'"):
+        quantize_weight(torch.zeros(4, 64), "int3")
