@@ -14,8 +14,8 @@ from torch_marlin_metal.scale_coding import CodeTable, E4M3Scale, E8M0Scale, Flo
 
 METHODS = ("rtn", "mse")
 DEFAULT_GROUP_SIZE = 128
-# Elements of a chunk of rows: the search passes over it some fifty times, so it should stay in the last-level cache.
-CHUNK_ELEMENTS = 1 << 19
+# Elements of a chunk of rows: bounds the memory of the search to some ten fp32 tensors of this size.
+CHUNK_ELEMENTS = 1 << 20
 # A candidate must be better by more than the rounding of the two fp32 sums that are compared.
 WORTHWHILE = 1 - 2**-12
 

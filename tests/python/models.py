@@ -1,0 +1,45 @@
+"""A small model, and what tests of conversions compare before and after."""
+
+import torch
+from torch import nn
+
+from torch_marlin_metal import model as model_module
+
+
+class Block(nn.Module):
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.up = nn.Linear(64, 96, device=device)
+        self.down = nn.Linear(96, 64, bias=False, device=device)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+def make_model(device: str, blocks: int = 3) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(device) for _ in range(blocks))).eval()
+
+
+def tree(model: nn.Module) -> list[tuple[str, int]]:
+    return [(name, id(module)) for name, module in model.named_modules(remove_duplicate=False)]
+
+
+def tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+def fail_at(monkeypatch, name: str, call: int) -> None:
+    """Makes the given call of a function of the model module raise."""
+    original, count = getattr(model_module, name), iter(range(1000))
+
+    def wrapper(*args, **kw):
+        if next(count) == call:
+            raise RuntimeError("injected")
+        return original(*args, **kw)
+
+    monkeypatch.setattr(model_module, name, wrapper)
