@@ -18,7 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .tokens import SourceError
+from .lint import lint
+from .tokens import SourceError, significant, tokenize
 from .translate import Translator
 
 _HERE = Path(__file__).resolve().parent
@@ -35,6 +36,7 @@ _PREPROCESS = [
 _COMPILE = [
     *("-std=gnu++17", "-fdeclspec", "-fPIC", "-march=native", "-gline-tables-only", "-w", "-ferror-limit=20"),
     *("-fno-exceptions", "-fno-rtti", "-fvisibility=hidden", "-fdebug-compilation-dir=.", "-fno-math-errno", "-fno-strict-aliasing", "-fno-stack-protector"),
+    "-fno-strict-float-cast-overflow",  # float to integer saturates, NaN gives 0
     # As Metal's compiler: a*b+c is contracted inside one expression, half and bfloat round after every operation.
     *("-ffp-contract=on", "-Xclang", "-ffloat16-excess-precision=none", "-Xclang", "-fbfloat16-excess-precision=none"),
     # A call site stands for the lanes that meet at it: no pass may merge, copy or reorder such calls.
@@ -136,6 +138,11 @@ def _locate(text: str, line: int) -> tuple[str, int]:
     return file, number
 
 
+def _message(text: str, error: SourceError) -> str:
+    file, line = _locate(text, error.line)
+    return f"{file}:{line}: error: {error.message}"
+
+
 def preprocess(source: str, file_name: str, include_paths: Sequence[str], defines: Sequence[str]) -> str:
     """Expands the user's macros and includes; the library's own headers count as empty.
 
@@ -177,10 +184,12 @@ def compile_source(
     path = cache_folder() / f"{key.hexdigest()[:32]}.so"
     if not path.exists():
         try:
-            translated = Translator(text, values).text
+            refused = list(lint(significant(tokenize(text))))
+            translated = "" if refused else Translator(text, values).text
         except SourceError as error:
-            file, line = _locate(text, error.line)
-            raise CompileError(f"{file}:{line}: error: {error.message}") from None
+            refused = [error]
+        if refused:
+            raise CompileError("\n".join(_message(text, error) for error in refused))
         pragma = "#pragma clang attribute push(__attribute__((always_inline)), apply_to = function)\n"
         flags = [*_COMPILE, *(_CHECKED if checked else _FAST), "-include-pch", _precompiled(checked)]
         command = [_COMPILER, "-x", "c++", "-", *flags, "-Xclang", "-fno-validate-pch", "-c", "-o"]

@@ -94,12 +94,13 @@ def match_closing(tokens: list[Token], start: int) -> int:
 
 
 def match_angle(tokens: list[Token], start: int) -> int:
-    """Index of the `>` that closes the template bracket `<` at `start`; `>` inside other brackets does not count."""
+    """Index of the `>` that closes the template bracket `<` at `start`; `>` inside other brackets does not count, and
+    `<` after anything but a name is a comparison."""
     depth = 0
     i = start
     while i < len(tokens):
         text = tokens[i].text
-        if text == "<":
+        if text == "<" and (i == start or tokens[i - 1].kind == "word"):
             depth += 1
         elif text == ">":
             depth -= 1

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from .attributes import Attribute, Parameter, attribute_end, read_parameters, take_attributes
-from .enumerators import resolve_enumerators
 from .tokens import (
     CLOSING,
     SourceError,
@@ -41,7 +40,7 @@ class _Scope:
     name: str = ""
     start: int = 0  # index of the first token of the running statement
     after: str = ""  # text that follows the closing brace
-    seen: set[str] = field(default_factory=set)
+    seen: dict[str, tuple[str, ...]] = field(default_factory=dict)
     drop_from: int = -1  # the whole definition, from this token on, is dropped at the closing brace
 
 
@@ -73,9 +72,9 @@ class Translator:
         self._kernels: dict[str, _Kernel] = {}
         self._entries: list[str] = []
         self._sites = 0
+        self._seen: dict[str, tuple[str, ...]] = {}  # as _Scope.seen, for all namespaces
         rewrite_literals(self.tokens)
         self._code = significant(self.tokens)
-        resolve_enumerators(self._code)
         self._scan()
         self._drop_keywords()
         self.text = "".join(t.text for t in self.tokens) + self._tables()
@@ -143,7 +142,12 @@ class Translator:
         name = _function_name(header)
         if name < 0:
             is_type = bool({"struct", "class", "union", "enum"} & set(_outside_template(texts)))
-            return _Scope("type") if is_type and "=" not in texts else None
+            if not is_type or "=" in texts:
+                return None
+            inner = _Scope("type")
+            if texts[0] == "template" and self._is_repeated(scopes, header, "type"):
+                inner.drop_from = scope.start
+            return inner
         return self._function(scopes, header, name)
 
     def _function(self, scopes: list[_Scope], header: list[Token], name: int) -> _Scope:
@@ -159,24 +163,22 @@ class Translator:
         if any(t.text in ("vertex", "fragment") for t in header[:name]):
             raise SourceError(header[0].line, f"'{header[name].text}': only compute kernels run on the software device")
         take_attributes(header)
-        if self._is_repeated(scope, header, closing):
+        if self._is_repeated(scopes, _signature(header, closing), "function"):
             inner.drop_from = scope.start
+        if scope.kind == "type":
+            for token in header[closing + 1 :]:
+                token.text = "" if token.text in _ADDRESS_SPACES else token.text
         return inner
 
-    @staticmethod
-    def _is_repeated(scope: _Scope, header: list[Token], closing: int) -> bool:
-        """Whether the same member exists for another address space: C++ has one."""
-        if scope.kind != "type":
-            return False
-        tail = [t.text for t in header[closing + 1 :]]
-        key = " ".join(t.text for t in header[: closing + 1] if t.text and t.text not in _ADDRESS_SPACES)
-        key += " const" if tail[:1] == ["const"] or tail[1:2] == ["const"] else ""
-        repeated = key in scope.seen and bool(_ADDRESS_SPACES & set(tail))
-        for token in header[closing + 1 :]:
-            if token.text in _ADDRESS_SPACES:
-                token.text = ""
-        scope.seen.add(key)
-        return repeated
+    def _is_repeated(self, scopes: list[_Scope], header: list[Token], kind: str) -> bool:
+        """Whether the same declaration (of this kind) stands above for another address space: C++ has one."""
+        words = [t.text for t in header if t.text]
+        spaces = tuple(t for t in words if t in _ADDRESS_SPACES)
+        path = "::".join(s.name for s in scopes[:-1]) if scopes[-1].kind == "namespace" else ""
+        key = " ".join([kind, path, *(t for t in words if t not in _ADDRESS_SPACES)])
+        seen = self._seen if scopes[-1].kind == "namespace" else scopes[-1].seen
+        others = seen.setdefault(key, spaces)
+        return bool(spaces) and others != spaces
 
     def _statement(self, scopes: list[_Scope], end: int) -> None:
         """Handles the statement that ends with the `;` at `end`."""
@@ -187,8 +189,13 @@ class Translator:
         if scope.kind == "type":
             name = _function_name(tokens)
             take_attributes(tokens)
-            if name >= 0 and self._is_repeated(scope, tokens, match_closing(tokens, name + 1)):
+            if name < 0:
+                return
+            closing = match_closing(tokens, name + 1)
+            if self._is_repeated(scopes, _signature(tokens, closing), "declaration"):
                 self._erase(scope.start, end)
+            for token in tokens[closing + 1 :]:
+                token.text = "" if token.text in _ADDRESS_SPACES else token.text
             return
         if scope.kind != "namespace":
             take_attributes(tokens)
@@ -374,6 +381,12 @@ class Translator:
             f"static const sm_function_constant sm_constants[] = {{{', '.join(filter(None, [constants, '{}']))}}};\n"
             f"SM_TABLE({len(self._entries)}, {len(self.constants)})\n"
         )
+
+
+def _signature(header: list[Token], closing: int) -> list[Token]:
+    """What tells a function from others: all up to its parameters' end, qualifiers, but no initialisers."""
+    end = next((i for i in range(closing, len(header)) if header[i].text in (":", "=")), len(header))
+    return header[:end]
 
 
 def _outside_template(texts: list[str]) -> list[str]:

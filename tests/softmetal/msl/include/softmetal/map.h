@@ -26,16 +26,6 @@ template <class A>
 struct common_scalar<A, A> {
   using type = A;
 };
-// Metal has no arithmetic between the two 16-bit formats; both widen.
-template <>
-struct common_scalar<half, bfloat> {
-  using type = float;
-};
-template <>
-struct common_scalar<bfloat, half> {
-  using type = float;
-};
-
 struct mismatch {};  // no common type
 
 // Operand<element, size>: what a list of arguments becomes.

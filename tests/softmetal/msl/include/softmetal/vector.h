@@ -1,22 +1,27 @@
-// vec<T, N>: Metal's vectors as classes. They live in namespace sm, so that argument-dependent lookup finds their
-// operators and nothing of namespace metal: in Metal they are built-in types, for which there is no such lookup.
+// vec<T, N>: Metal's vectors as classes. They have a namespace of their own, so that argument-dependent lookup finds
+// their operators and no library function: in Metal they are built-in types, for which there is no such lookup.
 #pragma once
 
+#include <softmetal/bfloat.h>
 #include <softmetal/swizzle.h>
 
 namespace sm {
 
+namespace types {
 template <class T, int N>
 struct vec;
 template <class V>
 struct packed;
+}  // namespace types
+using types::packed;
+using types::vec;
 
 template <class T>
 struct shape {  // element type and number of elements; 0 elements: a scalar
   using element = T;
   static constexpr int size = 0;
   static constexpr int parts = 1;
-  static constexpr bool scalar = __is_arithmetic(T) || __is_enum(T) || __is_same(T, _Float16) || __is_same(T, __bf16);
+  static constexpr bool scalar = __is_arithmetic(T) || __is_enum(T) || __is_same(T, _Float16) || __is_same(T, types::bfloat);
 };
 template <class T>
 struct shape<const T> : shape<T> {};
@@ -58,6 +63,11 @@ constexpr bool all_numeric() {
   (void)expand{0, (ok = ok && (shape<A>::scalar || shape<A>::size > 0), 0)...};
   return ok;
 }
+
+template <int N>
+struct index {};
+
+namespace types {
 
 #define SM_FOR(i) for (int i = 0; i < size; ++i)
 
@@ -118,6 +128,8 @@ constexpr bool all_numeric() {
 // up to N elements make a vector.
 #define SM_CONSTRUCTORS                                                                              \
   vec() = default;                                                                                   \
+  template <class U, class = enable_t<shape<U>::scalar && !__is_same(U, T)>>                         \
+  constexpr vec(const U& s) : vec(static_cast<T>(s)) {}                                              \
   template <class U, int M, class = enable_t<M == size && !__is_same(U, T)>>                         \
   constexpr explicit vec(const vec<U, M>& v) : vec(T(0)) {                                           \
     SM_FOR(i)(*this)[i] = static_cast<T>(v[i]);                                                      \
@@ -145,9 +157,6 @@ constexpr bool all_numeric() {
     for (int i = 0; i < M; ++i)(*this)[next++] = static_cast<T>(part[i]);                            \
     return 0;                                                                                        \
   }
-
-template <int N>
-struct index {};
 
 // Elements are named members; a constant expression may not index from one member into the next, so there the element
 // is chosen by name.
@@ -262,4 +271,5 @@ struct packed<vec<T, 4>> {
 #undef SM_ARITHMETIC
 #undef SM_FOR
 
+}  // namespace types
 }  // namespace sm

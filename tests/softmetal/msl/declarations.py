@@ -1,0 +1,114 @@
+"""Reading declarations off tokens: where a type ends, what is declared, which words are template parameters."""
+
+from __future__ import annotations
+
+from .attributes import attribute_end
+from .tokens import CLOSING, Token, match_angle, match_closing, split_commas
+
+SPACES = frozenset({"device", "constant", "thread", "threadgroup", "threadgroup_imageblock", "ray_data", "object_data"})
+SPECIFIERS = {
+    *("const", "volatile", "static", "constexpr", "inline", "mutable", "friend", "explicit", "typename", "extern"),
+    *("kernel", "unsigned", "signed"),
+}
+_BEFORE_BRACKET = {"decltype", "alignas", "noexcept", "__attribute__", "sizeof"}
+
+
+def index(texts: list[str], wanted: str) -> int:
+    return texts.index(wanted) if wanted in texts else len(texts)
+
+
+def top(tokens: list[Token]) -> list[str]:
+    """The texts outside all brackets, template brackets included."""
+    texts: list[str] = []
+    depth = angle = 0
+    for i, token in enumerate(tokens):
+        text = token.text
+        if text == "<" and depth == 0 and i and (tokens[i - 1].kind == "word" or angle):
+            angle += 1
+        elif text == ">" and depth == 0 and angle:
+            angle -= 1
+        elif text in CLOSING:
+            depth += 1
+        elif text in CLOSING.values():
+            depth -= 1
+        elif depth == 0 and angle == 0:
+            texts.append(text)
+    return texts
+
+
+def without_attributes(tokens: list[Token]) -> list[Token]:
+    kept = []
+    i = 0
+    while i < len(tokens):
+        end = attribute_end(tokens, i)
+        if end < 0:
+            kept.append(tokens[i])
+        i = i + 1 if end < 0 else end + 1
+    return kept
+
+
+def take_templates(tokens: list[Token]) -> tuple[list[Token], frozenset[str]]:
+    """A declaration without its `template <...>` parts, and the names of their parameters."""
+    names: set[str] = set()
+    while len(tokens) > 1 and tokens[0].text == "template" and tokens[1].text == "<":
+        end = match_angle(tokens, 1)
+        for part in split_commas(tokens[2:end]):
+            declarator = [t for t in part[: index([t.text for t in part], "=")] if t.kind == "word"]
+            if declarator:
+                names.add(declarator[-1].text)
+        tokens = tokens[end + 1 :]
+    return tokens, frozenset(names)
+
+
+def after_type(tokens: list[Token], i: int) -> int:
+    """Index after the type name that begins at `i`: words joined by `::`, template arguments, further specifiers."""
+    leading = SPECIFIERS | SPACES
+    while i < len(tokens):
+        token = tokens[i]
+        before = tokens[i - 1].text if i else "::"
+        if token.text == "::" or (
+            token.kind == "word" and (before == "::" or before in leading or token.text in leading)
+        ):
+            i += 1
+        elif token.text == "<" and tokens[i - 1].kind == "word":
+            depth = 0
+            while i < len(tokens):
+                depth += (tokens[i].text == "<") - (tokens[i].text == ">")
+                i += 1
+                if depth == 0:
+                    break
+        else:
+            return i
+    return i
+
+
+def declared_name(declarator: list[Token]) -> str:
+    words = [t.text for t in declarator if t.kind == "word"]
+    return words[-1] if words else ""
+
+
+def function_name(tokens: list[Token]) -> int:
+    """Index of the name before a function's parameter list in a declaration, or -1."""
+    i = 0
+    while i < len(tokens):
+        text = tokens[i].text
+        if text == "=" and (i == 0 or tokens[i - 1].text != "operator"):
+            return -1
+        if text == "operator":
+            i += 1
+            while i < len(tokens) and tokens[i].text != "(":
+                i += 1
+            if i + 2 < len(tokens) and tokens[i + 1].text == ")" and tokens[i + 2].text == "(":
+                i += 2
+            return i - 1 if i < len(tokens) else -1
+        if text == "(":
+            before = tokens[i - 1] if i else tokens[i]
+            if before.text == ">" or (before.kind == "word" and before.text not in _BEFORE_BRACKET):
+                return i - 1
+            i = match_closing(tokens, i)
+        elif text == "[":
+            i = match_closing(tokens, i)
+        elif text == "<" and i and tokens[i - 1].kind == "word":
+            i = after_type(tokens, i) - 1
+        i += 1
+    return -1
