@@ -222,6 +222,7 @@ def compile(
     *,
     constants: Mapping[str | int, bool | int | float | Sequence[int | float]] | None = None,
     checked: bool = False,
+    kernel: str | None = None,
     file_name: str = DEFAULT_FILE_NAME,
     include_paths: Sequence[str] = (),
     defines: Sequence[str] = (),
@@ -232,6 +233,7 @@ def compile(
         source: Metal Shading Language text.
         constants: function constants by name or index.
         checked: for checked mode (slower, every access is looked at) instead of fast mode.
+        kernel: the only one that is wanted (saves time where a library has function constants and many kernels).
         file_name: the source's name in messages.
         include_paths: folders for its own includes.
         defines: macros, "NAME" or "NAME=VALUE".
@@ -240,7 +242,7 @@ def compile(
         CompileError: the compiler's messages.
     """
     values = tuple(sorted((str(k), _literal(v)) for k, v in (constants or {}).items()))
-    return _compile(source, values, checked, file_name, tuple(map(str, include_paths)), tuple(defines))
+    return _compile(source, values, checked, kernel, file_name, tuple(map(str, include_paths)), tuple(defines))
 
 
 @lru_cache(maxsize=256)
@@ -248,6 +250,7 @@ def _compile(
     source: str,
     values: tuple[tuple[str, str], ...],
     checked: bool,
+    kernel: str | None,
     file_name: str,
     include_paths: tuple[str, ...],
     defines: tuple[str, ...],
@@ -259,6 +262,7 @@ def _compile(
         include_paths=include_paths,
         defines=defines,
         checked=checked,
+        kernel=kernel,
     )
     return Library(str(built.path))
 

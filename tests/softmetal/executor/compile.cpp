@@ -183,6 +183,7 @@ extern "C" int sm_compile(const sm_compile_request* request, char** path_or_erro
     std::string name = constant.name != nullptr ? constant.name : std::to_string(constant.index);
     arguments.insert(arguments.end(), {"--constant", name + "=" + constant.value});
   }
+  if (request->kernel != nullptr) arguments.insert(arguments.end(), {"--kernel", request->kernel});
   if (request->checked != 0) arguments.push_back("--checked");
   std::string memo = cache_folder() + "/" + fingerprint(identity(*request, arguments)) + ".memo";
   std::string path;

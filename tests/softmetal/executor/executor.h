@@ -32,6 +32,7 @@ typedef struct {
   uint32_t checked;            // instrumented for checked mode
   const char* const* defines;  // "NAME" or "NAME=VALUE"
   uint32_t define_count;
+  const char* kernel;  // host name of the one that is wanted, "" for the names and arguments only, NULL for all
 } sm_compile_request;
 
 // 0 and the path of the shared object, or 1 and the compiler's messages. A request seen before starts no process.

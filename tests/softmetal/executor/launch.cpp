@@ -97,6 +97,7 @@ bool validate(Launch& launch) {
     return false;
   };
   if (launch.kernel == nullptr) return fail("no such kernel");
+  if (launch.kernel->entry == nullptr) return fail("the library was compiled for another kernel");
   const sm_uint3 size = d.threads_per_threadgroup;
   uint64_t threads = static_cast<uint64_t>(size.x) * size.y * size.z;
   uint32_t most = launch.kernel->max_total_threads != 0 ? launch.kernel->max_total_threads : SM_MAX_THREADS;

@@ -46,7 +46,7 @@ void place_sites(sm_library& library) {
     const void* best = nullptr;
     for (size_t k = 0; k < library.kernels.size(); ++k) {
       const void* entry = reinterpret_cast<const void*>(library.kernels[k].entry);
-      if (entry <= site->code && entry > best) {
+      if (entry != nullptr && entry <= site->code && entry > best) {
         best = entry;
         owner = k;
       }

@@ -83,9 +83,14 @@ class Parameter:
 
     name: str
     source: str  # "buffer", "threadgroup" or one of BUILTINS
-    index: int
+    index: str  # C++ constant expression, empty for BUILTINS
     is_constant: bool
     gate: str  # name of the function constant that decides whether it exists, or ""
+
+
+def placed_indices(parameters: list[Parameter], source: str) -> list[str]:
+    """The indices that the source text gives to arguments of one kind."""
+    return [p.index for p in parameters if p.source == source and p.index and not p.index.startswith("sm::")]
 
 
 def read_parameters(tokens: list[Token]) -> list[Parameter]:
@@ -106,12 +111,12 @@ def read_parameters(tokens: list[Token]) -> list[Parameter]:
             opening = max(i for i, t in enumerate(words) if t.text == "[")
             words = words[:opening]
         name = words[-1].text
-        parameter = Parameter(name, "", -1, "constant" in spaces, "")
+        parameter = Parameter(name, "", "", "constant" in spaces, "")
         for a in attributes:
             if a.name in ("buffer", "threadgroup"):
-                if not a.argument.isdigit() or int(a.argument) > 30:
-                    raise SourceError(a.line, f"'{a.name}' attribute of '{name}' needs an index from 0 to 30")
-                parameter.source, parameter.index = a.name, int(a.argument)
+                if not a.argument:
+                    raise SourceError(a.line, f"'{a.name}' attribute of '{name}' needs an index")
+                parameter.source, parameter.index = a.name, a.argument
             elif a.name == "function_constant":
                 parameter.gate = a.argument
             elif a.name in BUILTINS:
@@ -128,15 +133,7 @@ def read_parameters(tokens: list[Token]) -> list[Parameter]:
             parameter.source = "threadgroup" if "threadgroup" in spaces else "buffer"
             unplaced.append(parameter)
         parameters.append(parameter)
-    for parameter in unplaced:
-        used = {p.index for p in parameters if p.source == parameter.source}
-        parameter.index = next(i for i in range(32) if i not in used)
-        if parameter.index == 31:
-            raise SourceError(tokens[0].line, f"no free {parameter.source} index is left for '{parameter.name}'")
-    seen: dict[tuple[str, int], str] = {}
-    for p in parameters:
-        if p.index >= 0 and not p.gate and (p.source, p.index) in seen:
-            raise SourceError(tokens[0].line, f"'{seen[p.source, p.index]}' and '{p.name}' share {p.source}({p.index})")
-        if not p.gate:
-            seen[p.source, p.index] = p.name
+    for number, parameter in enumerate(unplaced):
+        before = sum(p.source == parameter.source for p in unplaced[:number])
+        parameter.index = f"sm::free_index<{', '.join([str(before), *placed_indices(parameters, parameter.source)])}>()"
     return parameters

@@ -162,6 +162,7 @@ def compile_source(
     include_paths: Sequence[str] = (),
     defines: Sequence[str] = (),
     checked: bool = False,
+    kernel: str | None = None,
 ) -> Compiled:
     """Compiles Metal source.
 
@@ -172,20 +173,24 @@ def compile_source(
         include_paths: folders for the source's own includes.
         defines: macros, "NAME" or "NAME=VALUE".
         checked: instruments the code for checked mode.
+        kernel: the one that code is wanted of, "" for none. Without function constants there is but one version of
+            each kernel, and all are compiled.
 
     Raises:
         CompileError: with the messages, line numbers being those of the source.
     """
     text = preprocess(source, file_name, include_paths, defines)
     values = dict(constants or {})
+    if "function_constant" not in text:
+        kernel = None
     key = hashlib.sha256()
-    for part in (_toolchain_digest(), repr(sorted(values.items())), repr(checked), text):
+    for part in (_toolchain_digest(), repr(sorted(values.items())), repr((checked, kernel)), text):
         key.update(part.encode() + b"\0")
     path = cache_folder() / f"{key.hexdigest()[:32]}.so"
     if not path.exists():
         try:
             refused = list(lint(significant(tokenize(text))))
-            translated = "" if refused else Translator(text, values).text
+            translated = "" if refused else Translator(text, values, kernel).text
         except SourceError as error:
             refused = [error]
         if refused:
@@ -209,6 +214,7 @@ def _main() -> int:
     parser.add_argument("--define", action="append", default=[])
     parser.add_argument("--constant", action="append", default=[], metavar="NAME=VALUE")
     parser.add_argument("--checked", action="store_true")
+    parser.add_argument("--kernel")
     options = parser.parse_args()
     constants = dict(c.split("=", 1) for c in options.constant)
     try:
@@ -219,6 +225,7 @@ def _main() -> int:
             include_paths=options.include,
             defines=options.define,
             checked=options.checked,
+            kernel=options.kernel,
         )
     except CompileError as error:
         print(error, file=sys.stderr)

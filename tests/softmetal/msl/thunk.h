@@ -58,8 +58,27 @@ inline T place(void* address) {
   }
 }
 
+// The index of the n-th argument without one: the indices that others have are passed over.
+template <unsigned N, auto... Used>
+constexpr unsigned free_index() {
+  unsigned left = N;
+  for (unsigned i = 0;; ++i) {
+    bool is_used = ((static_cast<unsigned>(Used) == i) || ... || false);
+    if (!is_used && left-- == 0) return i;
+  }
+}
+
+template <auto... Used>
+constexpr bool are_distinct() {
+  unsigned long long seen = 0;
+  bool distinct = true;
+  ((distinct = distinct && !(seen >> static_cast<unsigned>(Used) & 1), seen |= 1ull << static_cast<unsigned>(Used)), ...);
+  return distinct;
+}
+
 template <unsigned Index>
 struct Buffer {
+  static_assert(Index < 31, "buffer indices go from 0 to 30");
   template <class T>
   static T get(const sm_bindings* bindings) {
     return place<T>(bindings->buffers[Index]);
@@ -68,6 +87,7 @@ struct Buffer {
 
 template <unsigned Index>
 struct Threadgroup {
+  static_assert(Index < 31, "threadgroup indices go from 0 to 30");
   template <class T>
   static T get(const sm_bindings* bindings) {
     return place<T>(bindings->threadgroup[Index]);

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from .attributes import Attribute, Parameter, attribute_end, read_parameters, take_attributes
+from .attributes import Attribute, Parameter, attribute_end, placed_indices, read_parameters, take_attributes
 from .tokens import (
     CLOSING,
     SourceError,
@@ -60,14 +60,16 @@ class Translator:
     Args:
         source: preprocessed text with line markers.
         values: function constants by name or by index (as text), as C text.
+        wanted: host name of the kernel that gets code; None: all.
 
     Raises:
         SourceError: at the first construct that cannot be taken.
     """
 
-    def __init__(self, source: str, values: Mapping[str, str]) -> None:
+    def __init__(self, source: str, values: Mapping[str, str], wanted: str | None = None) -> None:
         self.tokens = tokenize(source)
         self.values = values
+        self.wanted = wanted
         self.constants: list[FunctionConstant] = []
         self._kernels: dict[str, _Kernel] = {}
         self._entries: list[str] = []
@@ -276,10 +278,17 @@ class Translator:
                 sources.append(f"sm::Builtin<sm::{p.source}>")
         path = "".join(f"{s.name}::" for s in scopes if s.kind == "namespace" and s.name)
         arguments = f"{path}sm_arguments_{n}" if table else "nullptr"
-        self._entries.append(f'{{"{host}", {path}sm_entry_{n}, {arguments}, {len(table)}, {path}sm_limit_{n}, 0}}')
-        call = ", ".join([f"&{function}", *sources])
-        text = f" static void sm_entry_{n}(const sm_bindings* sm_b) {{ sm::Call<{call}>::run(sm_b); }}"
+        entry, text = "nullptr", ""
+        if self.wanted in (None, host):
+            entry = f"{path}sm_entry_{n}"
+            call = ", ".join([f"&{function}", *sources])
+            text = f" static void sm_entry_{n}(const sm_bindings* sm_b) {{ sm::Call<{call}>::run(sm_b); }}"
+        self._entries.append(f'{{"{host}", {entry}, {arguments}, {len(table)}, {path}sm_limit_{n}, 0}}')
         text += f" static const unsigned sm_limit_{n} = {limit};"
+        for source in ("buffer", "threadgroup"):
+            always = [p for p in kernel.parameters if not p.gate]
+            text += f" static_assert(sm::are_distinct<{', '.join(placed_indices(always, source))}>(), \"{host}: "
+            text += f'two arguments have the same {source} index");'
         if table:
             text += f" static const sm_argument sm_arguments_{n}[] = {{{', '.join(table)}}};"
         return text

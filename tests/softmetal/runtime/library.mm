@@ -10,7 +10,8 @@ namespace softmetal {
 
 using ConstantTexts = std::vector<std::array<std::string, 3>>;  // name or "", index, value
 
-const sm_library* open_library(const std::string& source, const ConstantTexts& constants, bool checked) {
+const sm_library* open_library(const std::string& source, const ConstantTexts& constants, bool checked,
+                               const char* kernel) {
   std::vector<sm_constant_value> values;
   for (const auto& [name, index, value] : constants) {
     const auto number = name.empty() ? static_cast<uint32_t>(std::stoul(index)) : 0;
@@ -21,6 +22,7 @@ const sm_library* open_library(const std::string& source, const ConstantTexts& c
   request.constants = values.data();
   request.constant_count = static_cast<uint32_t>(values.size());
   request.checked = checked;
+  request.kernel = kernel;
   char* text = nullptr;
   const int failed = sm_compile(&request, &text);
   const std::string path_or_error = text;
@@ -38,7 +40,7 @@ const sm_library* open_library(const std::string& source, const ConstantTexts& c
 const sm_library* Kernel::library(bool checked) {
   const std::lock_guard lock(mutex_);
   const sm_library*& library = libraries_[checked];
-  if (library == nullptr) library = open_library(source_, constants_, checked);
+  if (library == nullptr) library = open_library(source_, constants_, checked, name_.c_str());
   return library;
 }
 
@@ -287,7 +289,7 @@ id<MTLLibrary> softmetal_new_library(NSString* source, MTLCompileOptions* option
   }
   text += [source UTF8String];
   try {
-    const sm_library* opened = softmetal::open_library(text, {}, softmetal::Device::get().checked);
+    const sm_library* opened = softmetal::open_library(text, {}, softmetal::Device::get().checked, "");
     SoftMetalLibrary* library = [[SoftMetalLibrary alloc] init];
     library->source = new std::string(std::move(text));
     library->library = opened;

@@ -71,9 +71,10 @@ class Kernel {
   std::mutex mutex_;
 };
 
-// Compiles and opens; throws std::runtime_error with the compiler's messages.
+// Compiles and opens; throws std::runtime_error with the compiler's messages. With function constants in the source
+// only `kernel` gets code ("": none, for names and arguments).
 const sm_library* open_library(const std::string& source, const std::vector<std::array<std::string, 3>>& constants,
-                               bool checked);
+                               bool checked, const char* kernel);
 
 // One piece of encoded work. It holds references to all that it will touch, as a Mac's command buffer does.
 struct Command {
