@@ -75,7 +75,7 @@ void FibrePool::grow() {
 
 void* FibrePool::start(size_t index) const {
   char* top = blocks_[index / kBlock] + (index % kBlock + 1) * stack_bytes_ - (index % kColours) * kColourBytes;
-  auto* frame = reinterpret_cast<void**>(top) - 8;  // r15 r14 r13 r12 rbx rbp, return address, padding
+  auto* frame = reinterpret_cast<void**>(top) - 7;  // r15 r14 r13 r12 rbx rbp, return address: then aligned to 16
   frame[2] = reinterpret_cast<void*>(main_);
   frame[3] = argument_;
   frame[6] = reinterpret_cast<void*>(&sm_fibre_start);
