@@ -8,6 +8,10 @@ from pathlib import Path
 from setuptools import setup
 
 ROOT = Path(__file__).parent.resolve()
+sys.path.insert(0, str(ROOT))  # a build front end does not put the source tree there
+
+from build_support.embed_kernels import write_kernel_sources  # noqa: E402
+
 TORCH_MINIMUM = (2, 11)
 GCC_MINIMUM = 11
 CLANG_MINIMUM = 15
@@ -48,6 +52,24 @@ def relative(pattern: str) -> list[str]:
     return sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(pattern))
 
 
+class BuildMarlin(BuildExtension):
+    """On Macs adds the MPS backend with its kernels' sources; with SOFTMETAL set, builds a test library that has it."""
+
+    def build_extension(self, ext):
+        kernel_sources = Path(self.build_temp, "kernel_sources.cpp")
+        write_kernel_sources(ROOT / "kernels", kernel_sources)
+        mps_sources = [*relative("csrc/mps/*.mm"), str(kernel_sources)]
+        if sys.platform == "darwin":
+            ext.sources += mps_sources
+            ext.extra_link_args += ["-framework", "Metal", "-framework", "Foundation"]
+        super().build_extension(ext)
+        if os.environ.get("SOFTMETAL"):
+            sys.path.insert(0, str(ROOT / "tests" / "softmetal"))
+            import extension
+
+            extension.build(self, ext, mps_sources)
+
+
 check_torch()
 check_compiler()
 
@@ -60,9 +82,10 @@ setup(
         CppExtension(
             "torch_marlin_metal._C",
             sources,
+            include_dirs=["csrc"],
             extra_compile_args={"cxx": compile_flags},
             define_macros=[("TORCH_MARLIN_METAL_TORCH_VERSION", f'"{torch.__version__.split("+")[0]}"')],
         )
     ],
-    cmdclass={"build_ext": BuildExtension},
+    cmdclass={"build_ext": BuildMarlin},
 )

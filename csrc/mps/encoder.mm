@@ -1,0 +1,80 @@
+#include "encoder.h"
+
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <iterator>
+
+#include "library.h"
+#include "stream.h"
+
+namespace marlin::mps {
+
+namespace {
+
+MTLSize size(const Extent& extent) {
+  return MTLSizeMake(extent.x, extent.y, extent.z);
+}
+
+struct SetParams {
+  id<MTLComputeCommandEncoder> encoder;
+
+  void operator()(std::monostate) const {}
+  template <typename Params>
+  void operator()(const Params& params) const {
+    [encoder setBytes:&params length:sizeof(params) atIndex:kSlotParams];
+  }
+};
+
+// The encoder's bindings are sticky and shared with PyTorch's kernels: every slot that the kernel declares is set, for
+// an absent optional to the packed weight, which the kernel does not touch through that slot.
+void bind(id<MTLComputeCommandEncoder> encoder, const Dispatch& dispatch, const Bindings& bindings) {
+  for (uint32_t slot = 0; slot < kSlotCount; ++slot) {
+    if ((info(dispatch.kernel).slots & MARLIN_SLOT(slot)) == 0 || slot == kSlotParams) continue;
+    const at::Tensor& tensor = bindings[slot].defined() ? bindings[slot] : bindings[kSlotPacked];
+    [encoder setBuffer:buffer_of(tensor) offset:offset_of(tensor) atIndex:slot];
+  }
+  std::visit(SetParams{encoder}, dispatch.params);
+}
+
+std::vector<at::Tensor> defined(const Bindings& bindings) {
+  std::vector<at::Tensor> tensors;
+  std::copy_if(bindings.begin(), bindings.end(), std::back_inserter(tensors),
+               [](const at::Tensor& tensor) { return tensor.defined(); });
+  return tensors;
+}
+
+}  // namespace
+
+void encode(const Plan& plan, Bindings bindings) {
+  print_plan_once(plan);
+  const Extent& partials = plan.partials;
+  if (partials.z != 0) {
+    bindings[kSlotPartials] =
+        at::empty({partials.z, partials.y, partials.x}, bindings[kSlotOut].options().dtype(at::kFloat));
+  }
+  std::vector<id<MTLComputePipelineState>> pipelines;
+  for (const Dispatch& dispatch : plan.dispatches)
+    pipelines.push_back(pipeline_for(dispatch));
+
+  // A block captures by const copy; pointers keep the capture cheap and outlive it, for the call waits for the block.
+  const Plan* planned = &plan;
+  const Bindings* bound = &bindings;
+  const auto* compiled = &pipelines;
+  encode_on_stream(^(id<MTLComputeCommandEncoder> encoder) {
+    const std::vector<at::Tensor> tensors = defined(*bound);
+    for (size_t i = 0; i < planned->dispatches.size(); ++i) {
+      const Dispatch& dispatch = planned->dispatches[i];
+      const ProfiledKernel profiled((*compiled)[i], dispatch.function, tensors);
+      if (i != 0) [encoder memoryBarrierWithScope:MTLBarrierScopeBuffers];
+      [encoder setComputePipelineState:(*compiled)[i]];
+      bind(encoder, dispatch, *bound);
+      if (dispatch.threadgroup_bytes != 0) {
+        [encoder setThreadgroupMemoryLength:dispatch.threadgroup_bytes atIndex:0];
+      }
+      [encoder dispatchThreadgroups:size(dispatch.grid) threadsPerThreadgroup:size(dispatch.threads)];
+    }
+  });
+}
+
+}  // namespace marlin::mps

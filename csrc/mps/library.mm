@@ -1,0 +1,109 @@
+#include "library.h"
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <map>
+#include <mutex>
+#include <tuple>
+
+#include "kernel_sources.h"
+#include "stream.h"
+
+namespace marlin::mps {
+
+namespace {
+
+struct Cache {
+  std::mutex mutex;
+  std::map<std::string_view, id<MTLLibrary>> libraries;
+  std::map<std::tuple<std::string, FunctionConstants>, id<MTLComputePipelineState>> pipelines;
+};
+
+Cache& cache() {
+  static auto* instance = new Cache;
+  return *instance;
+}
+
+std::string message(NSError* error) {
+  return error == nil ? "no reason given" : [[error localizedDescription] UTF8String];
+}
+
+MTLCompileOptions* compile_options() {
+  MTLCompileOptions* options = [[[MTLCompileOptions alloc] init] autorelease];
+  [options setLanguageVersion:MTLLanguageVersion3_1];
+  // The FP4 and INT4 decode needs subnormals and NaN kept. mathMode is macOS 15's name for it.
+  if ([options respondsToSelector:@selector(setMathMode:)]) {
+    [options setMathMode:MTLMathModeSafe];
+  } else {
+    [options setFastMathEnabled:NO];
+  }
+  return options;
+}
+
+const char* source_text(std::string_view library) {
+  const auto sources = kernel_sources();
+  const auto found = std::find_if(sources.begin(), sources.end(),
+                                  [&](const KernelSource& source) { return source.library == library; });
+  TORCH_CHECK(found != sources.end(), "torch_marlin_metal: this build holds no kernel source ", library, ".metal");
+  return found->text;
+}
+
+id<MTLLibrary> library(std::string_view name) {
+  id<MTLLibrary>& entry = cache().libraries[name];
+  if (entry != nil) return entry;
+  NSError* error = nil;
+  NSString* source = [NSString stringWithUTF8String:source_text(name)];
+  entry = [device() newLibraryWithSource:source options:compile_options() error:&error];
+  TORCH_CHECK(entry != nil, "torch_marlin_metal: ", name, ".metal does not compile: ", message(error));
+  return entry;
+}
+
+id<MTLFunction> new_function(const Dispatch& dispatch) {
+  MTLFunctionConstantValues* values = [[[MTLFunctionConstantValues alloc] init] autorelease];
+  for (uint32_t index = 0; index < kFunctionConstantCount; ++index) {
+    const int32_t integer = dispatch.constants[index];
+    const bool boolean = integer != 0;
+    if (is_integer_constant(index)) {
+      [values setConstantValue:&integer type:MTLDataTypeInt atIndex:index];
+    } else {
+      [values setConstantValue:&boolean type:MTLDataTypeBool atIndex:index];
+    }
+  }
+  NSError* error = nil;
+  id<MTLFunction> function =
+      [library(info(dispatch.kernel).library) newFunctionWithName:[NSString
+                                                                      stringWithUTF8String:dispatch.function.c_str()]
+                                                   constantValues:values
+                                                            error:&error];
+  TORCH_CHECK(function != nil, "torch_marlin_metal: kernel ", dispatch.function, " (", info(dispatch.kernel).library,
+              ".metal) is not available: ", message(error));
+  return function;
+}
+
+id<MTLComputePipelineState> new_pipeline(const Dispatch& dispatch) {
+  id<MTLFunction> function = new_function(dispatch);
+  NSError* error = nil;
+  id<MTLComputePipelineState> pipeline = [device() newComputePipelineStateWithFunction:function error:&error];
+  [function release];
+  TORCH_CHECK(pipeline != nil, "torch_marlin_metal: kernel ", dispatch.function, " (", info(dispatch.kernel).library,
+              ".metal) does not compile: ", message(error));
+  return pipeline;
+}
+
+}  // namespace
+
+id<MTLComputePipelineState> pipeline_for(const Dispatch& dispatch) {
+  @autoreleasepool {
+    const std::lock_guard lock(cache().mutex);
+    id<MTLComputePipelineState>& entry = cache().pipelines[{dispatch.function, dispatch.constants}];
+    if (entry == nil) entry = new_pipeline(dispatch);
+    const NSUInteger threads = NSUInteger{dispatch.threads.x} * dispatch.threads.y * dispatch.threads.z;
+    TORCH_CHECK(threads <= [entry maxTotalThreadsPerThreadgroup], "torch_marlin_metal: kernel ", dispatch.function,
+                " needs ", threads, " threads a threadgroup, this GPU runs at most ",
+                static_cast<uint64_t>([entry maxTotalThreadsPerThreadgroup]), " of it");
+    return entry;
+  }
+}
+
+}  // namespace marlin::mps

@@ -1,0 +1,206 @@
+// The MPS backend's torch glue: checked tensors in, a plan, its encoding, tensors out.
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/ones.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <limits>
+
+#include "../check.h"
+#include "../plan.h"
+#include "encoder.h"
+#include "stream.h"
+
+namespace marlin::mps {
+namespace {
+
+ElementType element_type(const Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case at::kHalf:
+      return ElementType::float16;
+    case at::kBFloat16:
+      return ElementType::bfloat16;
+    case at::kByte:
+      return ElementType::uint8;
+    default:
+      return ElementType::float32;
+  }
+}
+
+// Positions in a Metal grid are 32-bit; the last threadgroup may reach past the size.
+uint32_t grid_size(const char* op, const char* name, int64_t size) {
+  constexpr int64_t kLargest = std::numeric_limits<int32_t>::max();
+  TORCH_CHECK_VALUE(size <= kLargest, "torch_marlin_metal::", op, ": ", name, ": expected at most ", kLargest,
+                    " on mps, got ", size);
+  return static_cast<uint32_t>(size);
+}
+
+bool is_aligned(const Tensor& tensor, int64_t elements) {
+  return tensor.storage_offset() % elements == 0;
+}
+
+// Whether subnormal halves survive their widening to fp32 on this GPU, which the fastest integer decode needs: asked
+// once, at the first product.
+bool half_subnormals(const Tensor& like) {
+  static const bool answer = [&] {
+    Bindings bindings;
+    bindings[kSlotPacked] = at::ones({1}, like.options().dtype(at::kInt));
+    bindings[kSlotOut] = at::empty({1}, like.options().dtype(at::kInt));
+    encode(plan_probe(), bindings);
+    return bindings[kSlotOut].item<int32_t>() == 1;
+  }();
+  return answer;
+}
+
+GpuDevice gpu_device(const Tensor& like) {
+  static const uint32_t cores = std::max(gpu_core_count(), 1U);
+  return {cores, half_subnormals(like)};
+}
+
+Tensor held(const OptionalTensor& tensor) {
+  return tensor ? tensor->contiguous() : Tensor();
+}
+
+WeightProblem bind_weight(const char* op, const WeightTensors& weight, const WeightShape& shape, Bindings& bindings) {
+  bindings[kSlotPacked] = weight.b_packed;
+  bindings[kSlotScales] = weight.scales.contiguous();
+  bindings[kSlotZeros] = held(weight.zeros);
+  bindings[kSlotGlobalScale] = held(weight.global_scale);
+  bindings[kSlotLut] = held(weight.lut);
+  bindings[kSlotPerm] = held(weight.perm);
+  const uint32_t K = grid_size(op, "K", shape.K.expect_int());
+  return {.format = shape.format,
+          .K = K,
+          .N = grid_size(op, "N", shape.N.expect_int()),
+          .group_size = static_cast<uint32_t>(std::min<int64_t>(weight.group_size, K)),
+          .scales = element_type(weight.scales),
+          .zeros = weight.zeros ? element_type(*weight.zeros) : ElementType::float16,
+          .has_perm = weight.perm.has_value(),
+          .has_global_scale = weight.global_scale.has_value(),
+          .global_scale_per_column = weight.global_scale && weight.global_scale->numel() > 1,
+          .vector_aligned = is_aligned(weight.b_packed, 4)};
+}
+
+void check_variant(c10::string_view variant) {
+  const auto known = gemm_variants();
+  if (variant == "auto" || std::find(known.begin(), known.end(), variant) != known.end()) return;
+  std::string names = "auto";
+  for (std::string_view name : known)
+    names.append(", ").append(name);
+  TORCH_CHECK_VALUE(false, "torch_marlin_metal::gemm: variant: expected one of ", names, " on mps, got '", variant,
+                    "'");
+}
+
+Tensor gemm_mps(const Tensor& a, const Tensor& b_packed, const Tensor& scales, c10::string_view weight_format,
+                int64_t group_size, const OptionalTensor& zeros, const OptionalTensor& global_scale,
+                const OptionalTensor& lut, const OptionalTensor& perm, const OptionalTensor& bias,
+                c10::string_view variant) {
+  const WeightTensors tensors{b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm};
+  const WeightShape shape = check_gemm(a, tensors, bias, variant);
+  check_variant(variant);
+  Bindings bindings;
+  GemmProblem problem{.weight = bind_weight("gemm", tensors, shape, bindings)};
+
+  at::DimVector sizes(a.sizes());
+  sizes.back() = problem.weight.N;
+  Tensor out = at::empty(sizes, a.options());
+  if (out.numel() == 0) return out;
+
+  Tensor rows = a.dim() == 2 ? a : a.reshape({-1, int64_t{problem.weight.K}});
+  if (rows.stride(1) != 1) rows = rows.contiguous();
+  bindings[kSlotA] = rows;
+  bindings[kSlotBias] = held(bias);
+  bindings[kSlotOut] = out;
+  problem.M = grid_size("gemm", "rows of a", rows.size(0));
+  problem.a_row_stride = rows.stride(0);
+  problem.activations = element_type(rows);
+  problem.bias = bias ? element_type(*bias) : ElementType::float16;
+  problem.has_bias = bias.has_value();
+  problem.vector_aligned_a = is_aligned(rows, 4);
+  problem.variant = variant;
+  encode(plan_gemm(problem, gpu_device(a)), std::move(bindings));
+  return out;
+}
+
+Tensor dequantize_mps(const Tensor& b_packed, const Tensor& scales, c10::string_view weight_format, int64_t group_size,
+                      const OptionalTensor& zeros, const OptionalTensor& global_scale, const OptionalTensor& lut,
+                      const OptionalTensor& perm, at::ScalarType dtype) {
+  const WeightTensors tensors{b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm};
+  const WeightShape shape = check_dequantize(tensors, dtype);
+  Bindings bindings;
+  DequantizeProblem problem{.weight = bind_weight("dequantize", tensors, shape, bindings)};
+  Tensor out = at::empty({int64_t{problem.weight.K}, int64_t{problem.weight.N}}, scales.options().dtype(dtype));
+  bindings[kSlotOut] = out;
+  problem.out = element_type(out);
+  encode(plan_dequantize(problem), std::move(bindings));
+  return out;
+}
+
+// The four kernels that rearrange words: a grid of words in, a new tensor out.
+Tensor repack(const char* op, RepackProblem problem, const Tensor& words, Tensor out, const Tensor& perm = {}) {
+  if (out.numel() == 0) return out;
+  Bindings bindings;
+  bindings[kSlotPacked] = words;
+  bindings[kSlotPerm] = perm;
+  bindings[kSlotOut] = out;
+  problem.rows = grid_size(op, "rows", words.size(0));
+  problem.columns = grid_size(op, "columns", words.size(1));
+  if (problem.kernel == Kernel::awq_repack) problem.rows /= kCodesPerWord;
+  problem.has_perm = perm.defined();
+  encode(plan_repack(problem), std::move(bindings));
+  return out;
+}
+
+Tensor gptq_repack_mps(const Tensor& qweight, const OptionalTensor& perm) {
+  check_gptq_repack(qweight, perm);
+  return repack("gptq_repack", {.kernel = Kernel::gptq_repack}, qweight,
+                at::empty(qweight.sizes(), qweight.options()), held(perm));
+}
+
+Tensor awq_repack_mps(const Tensor& qweight) {
+  check_awq_repack(qweight);
+  return repack("awq_repack", {.kernel = Kernel::awq_repack}, qweight,
+                at::empty({qweight.size(0) / kCodesPerWord, qweight.size(1) * kCodesPerWord}, qweight.options()));
+}
+
+Tensor empty_zeros(const Tensor& qzeros) {
+  return at::empty({qzeros.size(0), qzeros.size(1) * kCodesPerWord}, qzeros.options().dtype(at::kByte));
+}
+
+StoredZeros stored_zeros(int64_t checkpoint_version, cpu::ZerosRule rule) {
+  if (checkpoint_version == 2) return StoredZeros::plain;
+  switch (rule) {
+    case cpu::ZerosRule::masked:
+      return StoredZeros::masked;
+    case cpu::ZerosRule::unmasked:
+      return StoredZeros::unmasked;
+    default:
+      return StoredZeros::word;
+  }
+}
+
+Tensor gptq_unpack_zeros_mps(const Tensor& qzeros, int64_t checkpoint_version, c10::string_view rule) {
+  const cpu::ZerosRule zeros_rule = check_gptq_unpack_zeros(qzeros, checkpoint_version, rule);
+  return repack("gptq_unpack_zeros",
+                {.kernel = Kernel::gptq_unpack_zeros, .stored_zeros = stored_zeros(checkpoint_version, zeros_rule)},
+                qzeros, empty_zeros(qzeros));
+}
+
+Tensor awq_unpack_zeros_mps(const Tensor& qzeros) {
+  check_awq_unpack_zeros(qzeros);
+  return repack("awq_unpack_zeros", {.kernel = Kernel::awq_unpack_zeros}, qzeros, empty_zeros(qzeros));
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(torch_marlin_metal, MPS, m) {
+  m.impl("gemm", gemm_mps);
+  m.impl("dequantize", dequantize_mps);
+  m.impl("gptq_repack", gptq_repack_mps);
+  m.impl("gptq_unpack_zeros", gptq_unpack_zeros_mps);
+  m.impl("awq_repack", awq_repack_mps);
+  m.impl("awq_unpack_zeros", awq_unpack_zeros_mps);
+}
+
+}  // namespace marlin::mps

@@ -1,0 +1,43 @@
+#include "stream.h"
+
+#include <ATen/mps/MPSDevice.h>
+#include <ATen/mps/MPSProfiler.h>
+#include <ATen/mps/MPSStream.h>
+
+namespace marlin::mps {
+
+id<MTLDevice> device() {
+  return at::mps::getCurrentMPSStream()->device();
+}
+
+uint32_t gpu_core_count() {
+  return at::mps::MPSDevice::getInstance()->getCoreCount();
+}
+
+id<MTLBuffer> buffer_of(const at::Tensor& tensor) {
+  return __builtin_bit_cast(id<MTLBuffer>, tensor.storage().mutable_data());
+}
+
+NSUInteger offset_of(const at::Tensor& tensor) {
+  return static_cast<NSUInteger>(tensor.storage_offset()) * tensor.element_size();
+}
+
+void encode_on_stream(void (^block)(id<MTLComputeCommandEncoder> encoder)) {
+  at::mps::MPSStream* stream = at::mps::getCurrentMPSStream();
+  at::mps::dispatch_sync_with_rethrow(stream->queue(), ^{
+    @autoreleasepool {
+      block(stream->commandEncoder());
+    }
+  });
+}
+
+ProfiledKernel::ProfiledKernel(id<MTLComputePipelineState> pipeline, const std::string& name, at::TensorList tensors)
+    : pipeline_(pipeline) {
+  at::mps::getMPSProfiler().beginProfileKernel(pipeline_, name, tensors);
+}
+
+ProfiledKernel::~ProfiledKernel() {
+  at::mps::getMPSProfiler().endProfileKernel(pipeline_);
+}
+
+}  // namespace marlin::mps

@@ -1,0 +1,102 @@
+// The launch planner: what to compute and on which GPU -> which kernels to dispatch, with what grid, constants and
+// threadgroup memory. Pure C++: no torch, no Metal.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <iosfwd>
+#include <span>
+#include <string>
+#include <string_view>
+#include <variant>
+#include <vector>
+
+#include "../kernels/variants.h"
+
+namespace marlin {
+
+struct GpuDevice {
+  uint32_t cores = 8;            // the smallest M1 and later chips have 7 or 8
+  bool half_subnormals = false;  // answered by probe_half_subnormals
+};
+
+struct WeightProblem {
+  WeightFormat format = WeightFormat::uint4b8;
+  uint32_t K = 0;
+  uint32_t N = 0;
+  uint32_t group_size = 0;  // larger than K: K
+  ElementType scales = ElementType::float16;
+  ElementType zeros = ElementType::float16;  // any where the format has none
+  bool has_perm = false;
+  bool has_global_scale = false;
+  bool global_scale_per_column = false;
+  bool vector_aligned = false;  // the first packed word is 16-byte aligned
+};
+
+struct GemmProblem {
+  WeightProblem weight;
+  uint32_t M = 0;
+  int64_t a_row_stride = 0;  // elements
+  ElementType activations = ElementType::float16;
+  ElementType bias = ElementType::float16;
+  bool has_bias = false;
+  bool vector_aligned_a = false;   // the first activation is aligned for a load of four
+  std::string_view variant = "auto";  // auto, or one of gemm_variants()
+};
+
+struct DequantizeProblem {
+  WeightProblem weight;
+  ElementType out = ElementType::float16;
+};
+
+struct RepackProblem {
+  Kernel kernel = Kernel::gptq_repack;  // of the library repack
+  uint32_t rows = 0;                    // of its grid, see variants.h
+  uint32_t columns = 0;
+  bool has_perm = false;
+  StoredZeros stored_zeros = StoredZeros::plain;
+};
+
+struct Extent {
+  uint32_t x = 1, y = 1, z = 1;
+};
+
+using FunctionConstants = std::array<int32_t, kFunctionConstantCount>;
+using KernelParams = std::variant<std::monostate, GemmParams, DequantizeParams, ReduceParams, RepackParams>;
+
+struct Dispatch {
+  Kernel kernel;
+  std::string function;  // host name in its library
+  FunctionConstants constants{};
+  Extent grid{};     // threadgroups
+  Extent threads{};  // of a threadgroup
+  uint32_t threadgroup_bytes = 0;
+  KernelParams params{};
+};
+
+struct Plan {
+  std::vector<Dispatch> dispatches;  // in order, each may read what the one before wrote
+  Extent partials{0, 0, 0};          // [z, y, x] = [slices, M, N] floats of workspace; all zero: none
+};
+
+// The named variants that this planner can choose, best-known first; "auto" is not among them.
+std::span<const std::string_view> gemm_variants();
+
+// Each throws std::invalid_argument for a problem that no kernel can take (an empty one, an unknown variant).
+Plan plan_gemm(const GemmProblem& problem, const GpuDevice& device);
+Plan plan_dequantize(const DequantizeProblem& problem);
+Plan plan_repack(const RepackProblem& problem);
+Plan plan_probe();
+
+// Constants that shaders declare as int; the others are bool.
+constexpr bool is_integer_constant(uint32_t index) {
+  return (index >= kConstantScalesType && index <= kConstantBiasType) || index == kConstantRows;
+}
+
+std::ostream& operator<<(std::ostream& stream, const Dispatch& dispatch);
+std::ostream& operator<<(std::ostream& stream, const Plan& plan);
+
+// With TORCH_MARLIN_METAL_PRINT_PLAN=1: each distinct plan once, to stderr.
+void print_plan_once(const Plan& plan);
+
+}  // namespace marlin
