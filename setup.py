@@ -1,9 +1,11 @@
 """Builds torch_marlin_metal._C: the CPU backend everywhere, the MPS backend on Macs (and, for tests, on Linux)."""
 
+import importlib.util
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 from setuptools import setup
 
@@ -52,6 +54,14 @@ def relative(pattern: str) -> list[str]:
     return sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(pattern))
 
 
+def softmetal_build() -> ModuleType:
+    """tests/softmetal/build.py by itself: importing its package would load the device."""
+    spec = importlib.util.spec_from_file_location("softmetal_build", ROOT / "tests" / "softmetal" / "build.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 class BuildMarlin(BuildExtension):
     """On Macs adds the MPS backend with its kernels' sources; with SOFTMETAL set, builds a test library that has it."""
 
@@ -64,10 +74,7 @@ class BuildMarlin(BuildExtension):
             ext.extra_link_args += ["-framework", "Metal", "-framework", "Foundation"]
         super().build_extension(ext)
         if os.environ.get("SOFTMETAL"):
-            sys.path.insert(0, str(ROOT / "tests" / "softmetal"))
-            import extension
-
-            extension.build(self, ext, mps_sources)
+            softmetal_build().build_test_extension(self, ext, mps_sources)
 
 
 check_torch()

@@ -13,7 +13,8 @@ def inline_headers(path: Path, seen: set[Path]) -> str:
 
     `#line` keeps the compiler's messages in terms of the files in `kernels/`.
     """
-    lines = [f'#line 1 "{path.name}"']
+    name = f"{path.parent.name}/{path.name}"
+    lines = [f'#line 1 "{name}"']
     for number, line in enumerate(path.read_text(encoding="ascii").splitlines(), start=1):
         found = INCLUDE.match(line)
         if found:
@@ -21,7 +22,7 @@ def inline_headers(path: Path, seen: set[Path]) -> str:
             if header not in seen:
                 seen.add(header)
                 lines.append(inline_headers(header, seen))
-            lines.append(f'#line {number + 1} "{path.name}"')
+            lines.append(f'#line {number + 1} "{name}"')
         else:
             lines.append("" if PRAGMA_ONCE.match(line) else line)
     return "\n".join(lines)

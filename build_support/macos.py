@@ -17,6 +17,7 @@ import zipfile
 from pathlib import Path
 
 from build_support import wheels
+from build_support.embed_kernels import write_kernel_sources
 from build_support.macos_symbols import SYSTEM_LIBRARIES, system_symbols
 
 ROOT = Path(__file__).parents[1]
@@ -43,7 +44,9 @@ def run(command: list[str], **options: str) -> str:
 
 def sources() -> list[Path]:
     """Every C++ and Objective-C++ source of the extension, as a Mac compiles them."""
-    return sorted([*ROOT.glob("csrc/*.cpp"), *ROOT.glob("csrc/cpu/*.cpp"), *ROOT.glob("csrc/mps/*.mm")])
+    kernel_sources = OUT / "kernel_sources.cpp"
+    write_kernel_sources(ROOT / "kernels", kernel_sources)
+    return sorted([kernel_sources, *ROOT.glob("csrc/*.cpp"), *ROOT.glob("csrc/cpu/*.cpp"), *ROOT.glob("csrc/mps/*.mm")])
 
 
 def compiler() -> list[str]:
@@ -67,7 +70,7 @@ def compile_flags() -> list[str]:
     flags += ["-D_LIBCPP_HAS_VENDOR_AVAILABILITY_ANNOTATIONS=1"]
     flags += [f"-ffile-prefix-map={ROOT}/=", "-fblocks", "-fobjc-exceptions", "-Wno-unknown-pragmas"]
     flags += ["-DTORCH_EXTENSION_NAME=_C", "-DTORCH_API_INCLUDE_EXTENSION_H"]
-    flags += ['-DTORCH_MARLIN_METAL_TORCH_VERSION="2.13.0"', f"-I{frameworks}"]
+    flags += ['-DTORCH_MARLIN_METAL_TORCH_VERSION="2.13.0"', f"-I{frameworks}", f"-I{ROOT / 'csrc'}"]
     includes = [torch, torch / "torch" / "csrc" / "api" / "include", Path(sysconfig.get_path("include"))]
     return flags + [f"-isystem{path}" for path in includes]
 

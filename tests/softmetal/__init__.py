@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from .build import Unavailable, build
+from .extension import use_test_build
 from .native import CounterFields, Library
 from .shader import ShaderLibrary
 
@@ -40,6 +41,7 @@ def _load() -> Library:
 
 
 _library = _load()
+use_test_build()
 
 
 def is_checked() -> bool:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import importlib.util
-import platform
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 RUNTIME = HERE / "runtime"
 OUTPUT = HERE.parents[1] / "build" / "softmetal"
+EXTENSION = OUTPUT / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"  # torch_marlin_metal._C with its MPS backend
 COMPILER = "clang++-19"
 PACKAGES = "clang-19 libobjc-12-dev libblocksruntime-dev binutils"
 TORCH_SERIES = "2.13."  # hooks, allocator and stream glue follow this version's headers
@@ -164,24 +165,33 @@ def compile_host_source(source: Path, target: Path, extra_flags: list[str]) -> N
     command.write_text(repr(line))
 
 
-def build_extension_class() -> type:
-    """A `BuildExtension` that takes `.mm` sources out of an extension, compiles them with clang against the stand-in
-    headers and adds the objects; the rest is built as ever. The result needs `import softmetal` before it is loaded.
+def build_test_extension(command: Any, extension: Any, sources: list[str]) -> None:
+    """Links the test library of an extension that setuptools has just built: its objects, and the host's on top.
+
+    The ordinary library stays as it is, for whoever imports the package without this device.
+
+    Args:
+        command: the running build_ext.
+        extension: the extension, built.
+        sources: what the ordinary Linux build leaves out: `.mm`, and the generated `.cpp` of kernel sources.
     """
     require_tools()
-    from torch.utils.cpp_extension import BuildExtension
-
-    class SoftMetalBuildExtension(BuildExtension):  # type: ignore[misc]
-        def build_extension(self, ext: Any) -> None:
-            host = [source for source in ext.sources if source.endswith(".mm")]
-            ext.sources = [source for source in ext.sources if source not in host]
-            flags = [f"-I{path}" for path in ext.include_dirs]
-            flags += [f"-D{name}" if value is None else f"-D{name}={value}" for name, value in ext.define_macros]
-            flags += ["-DTORCH_EXTENSION_NAME=" + ext.name.rsplit(".", 1)[-1], "-fvisibility=hidden"]
-            for source in host:
-                target = Path(self.build_temp).resolve() / f"{platform.machine()}-softmetal" / f"{source}.o"
-                compile_host_source(Path(source).resolve(), target, flags)
-                ext.extra_objects.append(str(target))
-            super().build_extension(ext)
-
-    return SoftMetalBuildExtension
+    flags = [f"-I{path}" for path in extension.include_dirs]
+    flags += [f"-D{name}" if value is None else f"-D{name}={value}" for name, value in extension.define_macros]
+    flags += ["-fvisibility=hidden"]
+    objects = []
+    for source in sources:
+        target = OUTPUT / "host" / f"{Path(source).name}.o"
+        compile_host_source(Path(source).resolve(), target, flags)
+        objects.append(str(target))
+    ordinary = command.compiler.object_filenames(extension.sources, output_dir=command.build_temp)
+    newest = max(Path(path).stat().st_mtime for path in [*objects, *ordinary])
+    if not EXTENSION.exists() or EXTENSION.stat().st_mtime < newest:
+        command.compiler.link_shared_object(
+            [*ordinary, *objects],
+            str(EXTENSION),
+            libraries=command.get_libraries(extension),
+            library_dirs=extension.library_dirs,
+            extra_postargs=extension.extra_link_args,
+            target_lang="c++",
+        )
