@@ -13,6 +13,7 @@ FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # The operators promise their error bound for scales up to this size and for these E8M0 codes.
 MAX_SCALE = 2.0**100
 E8M0_CODES = (16, 240)
+MAX_ZERO_POINT = 16  # GPTQ version 1 read by the rule "unmasked" gives 15 + 1
 E4M3_NAN = (0x7F, 0xFF)
 
 
@@ -119,6 +120,8 @@ class PackedWeight:
             dtypes = (torch.uint8, *FLOAT_DTYPES) if fmt.zeros_role == "zero_point" else FLOAT_DTYPES
             _require("zeros", self.zeros, dtypes, grouped)
             _check_size("zeros", self.zeros)
+            if self.zeros.dtype == torch.uint8 and int(self.zeros.max()) > MAX_ZERO_POINT:
+                raise PackedWeightError("zeros", f"expected zero points of at most 16, got {int(self.zeros.max())}")
         if not fmt.has_global_scale:
             _require_absent("global_scale", self.global_scale, fmt.name)
         elif self.global_scale is not None:

@@ -34,6 +34,11 @@ def _layout_of(settings: Settings) -> str:
     return LAYOUTS[version]
 
 
+def _implied(checkpoint: Checkpoint) -> bool:
+    """Old AutoAWQ wrote quant_config.json without naming a method."""
+    return "w_bit" in checkpoint.settings and "q_group_size" in checkpoint.settings
+
+
 def _check(checkpoint: Checkpoint, settings: Settings) -> None:
     _layout_of(settings)
     bits = settings.integer("bits", "w_bit", default=4)
@@ -48,7 +53,7 @@ def _read(layer: Layer, settings: Settings, options: Options) -> PackedWeight:
 
 def _group_size(settings: Settings, K: int) -> int:
     stated = settings.integer("group_size", "q_group_size", default=128) or -1
-    return K if stated < 1 else stated
+    return K if stated < 1 else min(stated, K)
 
 
 def _packed(
@@ -182,4 +187,5 @@ FORMAT = DirectoryFormat(
     fields={"b_packed": "qweight", "scales": "scales", "zeros": "qzeros", "bias": "bias"},
     check=_check,
     read=_read,
+    implied=_implied,
 )

@@ -19,6 +19,7 @@ from torch_marlin_metal.packed_weight import PackedWeight
 
 STORAGE = ("U8", "I8", "F16", "BF16", "F32")
 MAX_STATE = 65536
+MAX_OFFSET = 2.0**100
 
 
 def _check(checkpoint: Checkpoint, settings: Settings) -> None:
@@ -45,9 +46,9 @@ def _read(layer: Layer, settings: Settings, options: Options) -> PackedWeight:
     N, K = shape
     if not 1 <= blocksize <= 1 << 20:
         raise layer.error("quant_state", f"expected a blocksize of 1 to 2^20, got {blocksize}")
-    stored = layer.checkpoint.tensors[layer.roles["weight"]]
-    if stored.dtype not in STORAGE or 2 * stored.nbytes != N * K + N * K % 2:
-        raise layer.error("weight", f"{stored.nbytes} bytes of {stored.dtype} do not hold [{N}, {K}] codes")
+    nbytes, dtype = layer.nbytes("weight"), layer.dtype("weight")
+    if dtype not in STORAGE or 2 * nbytes != N * K + N * K % 2:
+        raise layer.error("weight", f"{nbytes} bytes of {dtype} do not hold [{N}, {K}] codes")
     layer.expect("quant_map", ("F32",), 16)
     absmax = _absmax(layer, state, -(-N * K // blocksize))
     lut = layer.read("quant_map")
@@ -85,7 +86,7 @@ def _absmax(layer: Layer, state: Settings, blocks: int) -> Tensor:
     layer.expect("absmax", ("U8",), blocks)
     layer.expect("nested_quant_map", ("F32",), 256)
     size, offset = state.integer("nested_blocksize", default=256) or 0, state.get("nested_offset")
-    if not 1 <= size <= 1 << 20 or not isinstance(offset, (int, float)) or isinstance(offset, bool):
+    if not 1 <= size <= 1 << 20 or not isinstance(offset, (int, float)) or not abs(offset) <= MAX_OFFSET:
         raise layer.error("quant_state", f"expected nested_blocksize and nested_offset, got {size} and {offset!r}")
     layer.expect("nested_absmax", ("F32",), -(-blocks // size))
     codes, scales = layer.read("absmax").long(), layer.read("nested_absmax").repeat_interleave(size)[:blocks]

@@ -102,7 +102,7 @@ def _scales(layer: Layer, settings: Settings, N: int, K: int) -> tuple[int, Tens
         return K, layer.read("weight_scale").expand(N).reshape(1, N)
     _, G = layer.expect("weight_scale", FLOATS, N, None)
     stated = {scheme.integer("group_size", default=-1) or -1 for scheme in _schemes(settings)}
-    sizes = sorted(K if size < 1 else size for size in stated)
+    sizes = sorted(K if size < 1 else min(size, K) for size in stated)
     group_size = next((size for size in sizes if -(-K // size) == G), None)
     if group_size is None:
         raise layer.error("weight_scale", f"{G} groups for K={K} do not agree with group sizes {sizes}")
@@ -165,7 +165,9 @@ FORMAT = DirectoryFormat(
         ("K not a multiple of 8", "a word of the operators holds 8 codes along K; int4 dequantized on request"),
     ),
     anchors={".weight_packed": "weight_packed"},
-    roles=endings("weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "weight_global_scale", "bias"),
+    roles=endings(
+        "weight", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "weight_global_scale", "bias"
+    ),
     fields={
         "b_packed": "weight_packed",
         "scales": "weight_scale",
@@ -176,5 +178,6 @@ FORMAT = DirectoryFormat(
     },
     check=_check,
     read=_read,
+    extras=(".input_scale", ".input_global_scale", ".input_zero_point"),
     foreign={".weight_scale": "its weight is not packed (weight_scale without weight_packed): not 4 bit wide"},
 )

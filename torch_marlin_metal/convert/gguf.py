@@ -116,6 +116,8 @@ class GgufSource:
             if not tensor.is_plain:
                 stacked = len(tensor.shape) == 3
                 self._layers += [(tensor, expert) for expert in range(tensor.shape[0])] if stacked else [(tensor, None)]
+        if not self._layers:
+            raise CheckpointError(f"{path}: no tensor of a quantized type")
         self._used = {tensor.name for tensor, _ in self._layers}
         self._used |= {name for tensor, _ in self._layers for name in self._side_tensors(tensor)}
 

@@ -20,6 +20,11 @@ VERSIONS = {"": 1, "gptq": 1, "gptq_v2": 2}
 SYMMETRIC_ZERO = 8
 
 
+def _implied(checkpoint: Checkpoint) -> bool:
+    """Old AutoGPTQ wrote quantize_config.json without naming a method."""
+    return checkpoint.settings.file.name == "quantize_config.json" and "bits" in checkpoint.settings
+
+
 def _check(checkpoint: Checkpoint, settings: Settings) -> None:
     layout = "marlin" if settings.flag("is_marlin_format") else settings.text("checkpoint_format", "format").lower()
     if layout not in VERSIONS:
@@ -37,7 +42,7 @@ def read(layer: Layer, settings: Settings, options: Options) -> PackedWeight:
     K = rows * 32 // bits
     scales = layer.read("scales")
     g_idx = read_g_idx(layer, "g_idx", K, G)
-    group_size = _group_size(layer, settings, K, G, g_idx)
+    group_size = _group_size(layer, settings, K, G)
     version = options.gptq_version or VERSIONS[settings.text("checkpoint_format", "format").lower()]
 
     row_group = torch.arange(K) // group_size if g_idx is None else g_idx
@@ -77,20 +82,27 @@ def _bits(layer: Layer, settings: Settings, rows: int, N: int, G: int) -> int:
         bits = 32 * layer.expect("qzeros", ("I32",), G, None)[1] // N
     else:
         bits = settings.integer("bits", "wbits", "w_bit", default=4) or 4
+    stated = settings.integer("bits", "wbits", "w_bit", default=bits)
+    if stated != bits and not _has_overrides(settings):
+        raise layer.error("qweight", f"{bits} bits by the shapes do not agree with the settings' {stated}")
     if bits not in (2, 3, 4, 8) or 32 * rows % bits:
         raise layer.error("qweight", f"expected 2, 3, 4 or 8 bits, found {bits} by the shapes")
     return bits
 
 
-def _group_size(layer: Layer, settings: Settings, K: int, G: int, g_idx: Tensor | None) -> int:
-    stated = settings.integer("group_size", "q_group_size", default=-1) or -1
-    stated = K if stated < 1 else stated
-    if -(-K // stated) == G:
-        return stated
-    overridden = settings.section("dynamic") or settings.section("extra_config")
-    if K % G == 0 and (g_idx is not None or overridden):
+def _group_size(layer: Layer, settings: Settings, K: int, G: int) -> int:
+    stated = settings.integer("group_size", "q_group_size")
+    if K % G == 0 and (stated is None or _has_overrides(settings)):
         return K // G
-    raise layer.error("scales", f"expected {-(-K // stated)} groups of {stated} for K={K}, got {G}")
+    size = K if stated is None or stated < 1 else min(stated, K)
+    if -(-K // size) != G:
+        raise layer.error("scales", f"expected {-(-K // size)} groups of {size} for K={K}, got {G}")
+    return size
+
+
+def _has_overrides(settings: Settings) -> bool:
+    """Says whether single modules may have widths and group sizes of their own (GPTQModel, AutoRound)."""
+    return bool(settings.section("dynamic") or settings.section("extra_config"))
 
 
 def _read_zeros(layer: Layer, settings: Settings, options: Options, version: int, G: int, N: int) -> Tensor | None:
@@ -166,4 +178,5 @@ FORMAT = DirectoryFormat(
     fields={"b_packed": "qweight", "scales": "scales", "zeros": "qzeros", "perm": "g_idx", "bias": "bias"},
     check=_check,
     read=read,
+    implied=_implied,
 )

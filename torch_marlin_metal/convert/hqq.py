@@ -32,9 +32,9 @@ def _read(layer: Layer, settings: Settings, options: Options) -> PackedWeight:
             raise layer.unsupported(f"its scales or zero points are themselves quantized ({role})")
     layer.expect("shape", ("I64", "I32"), 2)
     N, K = (int(size) for size in layer.read("shape"))
-    stored = layer.checkpoint.tensors[layer.roles["W_q"]]
-    if N < 1 or K < 1 or 2 * stored.nbytes != N * K:
-        raise layer.error("W_q", f"{stored.nbytes} bytes do not hold [{N}, {K}] codes of 4 bit")
+    nbytes = layer.nbytes("W_q")
+    if N < 1 or K < 1 or 2 * nbytes != N * K:
+        raise layer.error("W_q", f"{nbytes} bytes do not hold [{N}, {K}] codes of 4 bit")
     packed = layer.read("W_q").reshape(-1).view(torch.uint8)
     codes = torch.cat((packed >> 4, packed & 15))  # half the rows, then the other half
     scales, zeros = _column(layer, "scale"), _column(layer, "zero")
@@ -98,21 +98,19 @@ FORMAT = DirectoryFormat(
         ("groups of 8 or less", "no group size of the operators divides them; dequantized on request"),
     ),
     anchors={".W_q": "W_q"},
-    roles=endings("scale", "zero", "shape", "nbits", "axis", "packing", "quant_scale", "quant_zero", "bias")
-    | {
-        "meta": (
-            ".channel_wise",
-            ".compute_dtype",
-            ".encoded_state_dict",
-            ".group_size",
-            ".offload_meta",
-            ".optimize",
-            ".round_zero",
-            ".stores_quant_config",
-            ".unpack_view_dtype",
-            ".view_as_float",
-        )
-    },
+    roles=endings("scale", "zero", "shape", "nbits", "axis", "packing", "quant_scale", "quant_zero", "bias"),
+    extras=(
+        ".channel_wise",
+        ".compute_dtype",
+        ".encoded_state_dict",
+        ".group_size",
+        ".offload_meta",
+        ".optimize",
+        ".round_zero",
+        ".stores_quant_config",
+        ".unpack_view_dtype",
+        ".view_as_float",
+    ),
     fields={"b_packed": "W_q", "scales": "scale", "zeros": "zero", "bias": "bias"},
     check=_check,
     read=_read,

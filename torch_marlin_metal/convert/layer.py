@@ -8,6 +8,7 @@ from torch import Tensor
 
 from torch_marlin_metal.convert.checkpoint import Checkpoint
 from torch_marlin_metal.convert.errors import CheckpointError, UnsupportedFormat
+from torch_marlin_metal.convert.safetensors_file import TensorInfo
 from torch_marlin_metal.formats import GROUP_SIZES
 
 FLOATS = ("F16", "BF16", "F32")
@@ -34,14 +35,24 @@ class Layer:
     def __contains__(self, role: str) -> bool:
         return role in self.roles
 
+    def _info(self, role: str) -> TensorInfo:
+        if role not in self.roles:
+            present = ", ".join(sorted(self.roles))
+            raise CheckpointError(f"{self.file}: layer {self.name!r}: expected a tensor {role}, found only {present}")
+        return self.checkpoint.tensors[self.roles[role]]
+
+    def nbytes(self, role: str) -> int:
+        """Returns the tensor's size in the file."""
+        return self._info(role).nbytes
+
     def shape(self, role: str) -> tuple[int, ...]:
         """Returns the shape that `read` will give."""
-        shape = self.checkpoint.tensors[self.roles[role]].torch_shape
+        shape = self._info(role).torch_shape
         return shape if self.expert is None else shape[1:]
 
     def dtype(self, role: str) -> str:
         """Returns the dtype's name in the file, a key of `DTYPES`."""
-        return self.checkpoint.tensors[self.roles[role]].dtype
+        return self._info(role).dtype
 
     def expect(self, role: str, dtypes: Sequence[str], *sizes: int | None) -> tuple[int, ...]:
         """Checks a tensor's header before it is read; a size of None takes any positive size.
@@ -49,9 +60,6 @@ class Layer:
         Returns:
             The shape.
         """
-        if role not in self.roles:
-            present = ", ".join(sorted(self.roles))
-            raise CheckpointError(f"{self.file}: layer {self.name!r}: expected a tensor {role}, found only {present}")
         shape = self.shape(role)
         if self.dtype(role) not in dtypes:
             raise self.error(role, f"expected dtype {' or '.join(dtypes)}, got {self.dtype(role)}")
@@ -65,7 +73,7 @@ class Layer:
 
     def read(self, role: str) -> Tensor:
         """Reads the tensor from the file."""
-        return self.checkpoint.read(self.roles[role], self.expert)
+        return self.checkpoint.read(self._info(role).name, self.expert)
 
     def bias(self, N: int) -> Tensor | None:
         """Returns the linear layer's bias `[N]`, checked, or None."""

@@ -20,9 +20,18 @@ def _implied(checkpoint: Checkpoint) -> bool:
     return checkpoint.metadata.get("format") == "mlx" or ("bits" in settings and "mode" in settings)
 
 
-def _read(layer: Layer, settings: Settings, options: Options) -> PackedWeight:
+def _own_settings(layer: Layer, settings: Settings) -> Settings:
+    """Returns the module's own settings where it has some; AutoRound leaves them under "quantization" alone."""
     module = layer.name if layer.expert is None else layer.name.rpartition(".")[0]
-    own = settings.section(module) if isinstance(settings.get(module), dict) else settings
+    table = layer.checkpoint.config.get("quantization")
+    for values in (settings, table if isinstance(table, dict) else {}):
+        if isinstance(values.get(module), dict):
+            return Settings(settings.file, values[module])
+    return settings
+
+
+def _read(layer: Layer, settings: Settings, options: Options) -> PackedWeight:
+    own = _own_settings(layer, settings)
     mode, bits = own.text("mode", default="affine"), own.integer("bits", default=4) or 4
     group_size = own.integer("group_size", default=64) or 64
     N, words = layer.expect("weight", ("U32",), None, None)

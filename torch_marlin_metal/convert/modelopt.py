@@ -52,5 +52,6 @@ FORMAT = DirectoryFormat(
     check=_check,
     read=_read,
     implied=_implied,
+    extras=(".input_scale",),
     foreign={".weight_scale": "it has weight_scale without weight_scale_2: an 8-bit layer"},
 )

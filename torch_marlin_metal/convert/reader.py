@@ -78,9 +78,7 @@ class _DirectorySource:
         if not self._layers:
             anchors = " or ".join(self.format.anchors)
             raise CheckpointError(f"{self.checkpoint.path}: {self.format.name}: no tensor's name ends in {anchors}")
-        strays = {
-            role: endings for role, endings in self.format.roles.items() if role not in ("bias", "weight", "meta")
-        }
+        strays = {role: endings for role, endings in self.format.roles.items() if role not in ("weight", "bias")}
         for name in self.checkpoint.tensors:
             for role, endings in strays.items():
                 for ending in endings:

@@ -69,6 +69,7 @@ class DirectoryFormat(Format):
         implied: recognises settings that name no method.
         delegate: the format that holds the layers, for a method that only wraps others.
         stacked_rank: rank of the anchor tensor at which its first dimension counts experts, each a layer of its own.
+        extras: endings of tensors that belong to a layer and are not needed, such as scales of activations.
         foreign: endings of tensors that mark a layer quantized in a way that is not read, each with the reason.
     """
 
@@ -82,6 +83,7 @@ class DirectoryFormat(Format):
     implied: Callable[[Checkpoint], bool] = lambda checkpoint: False
     delegate: "Callable[[Settings], DirectoryFormat] | None" = None
     stacked_rank: int | None = None
+    extras: tuple[str, ...] = ()
     foreign: Mapping[str, str] = field(default_factory=dict)
 
     def resolve(self, settings: Settings) -> "DirectoryFormat":
@@ -118,6 +120,7 @@ class DirectoryFormat(Format):
             for ending in endings:
                 if base + ending in checkpoint.tensors:
                     found.setdefault(other, base + ending)
+        found |= {ending: base + ending for ending in self.extras if base + ending in checkpoint.tensors}
         return found
 
 

@@ -109,7 +109,7 @@ def _read_intx(layer: Layer, attributes: dict[str, str]) -> PackedWeight:
     block = [int(size) for size in re.findall(r"\d{1,9}", attributes.get("block_size", ""))]
     if len(block) != 2 or block[0] != 1 or block[1] < 1:
         raise layer.unsupported(f"block_size {attributes.get('block_size')}; read is (1, group size)")
-    group_size = block[1]
+    group_size = min(block[1], K)
     _, G = layer.expect("scale", FLOATS, N, -(-K // group_size))
     scales, codes = layer.read("scale").t(), layer.read("qdata").t()
     zeros = None
