@@ -10,7 +10,7 @@ CXX_FILES := $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp csrc/*/*.mm 
 # The tests' build adds the MPS backend on the software Metal device where its packages are present.
 export SOFTMETAL := $(shell sh scripts/system_packages.sh has-softmetal && echo tests/softmetal)
 
-.PHONY: help build test lint format demo bench macos clean
+.PHONY: help build test test-all lint format demo bench macos clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -33,6 +33,9 @@ build: $(VENV)/.built ## set up .venv and build the extension in place
 
 test: build ## all tests
 	$(PYTEST) $(TESTS)
+
+test-all: build ## the same with whole matrices of shapes (long)
+	$(PYTEST) $(TESTS) --everything
 
 lint: $(VENV)/.installed ## ruff, mypy, clang-format
 	$(VENV)/bin/ruff check .

@@ -50,9 +50,11 @@ def test_small_shapes(weight_format, dtype, K, device):
 @pytest.mark.parametrize("dtype", reference.DTYPES, ids=str)
 @pytest.mark.parametrize("weight_format", reference.FORMATS)
 @pytest.mark.parametrize("K", [K for K in K_ALL if K > 264])
-def test_large_shapes(weight_format, dtype, K, device):
-    for N, group_size in zip(itertools.cycle(N_ALL), group_sizes(weight_format, K) * 2, strict=False):
-        check_shape(weight_format, dtype, K, N, group_size, (1, 2, 8, 17, 100), device)
+def test_large_shapes(weight_format, dtype, K, device, everything):
+    groups = group_sizes(weight_format, K)
+    pairs = itertools.product(N_ALL, groups) if everything else zip(itertools.cycle(N_ALL), groups * 2, strict=False)
+    for N, group_size in pairs:
+        check_shape(weight_format, dtype, K, N, group_size, M_ALL if everything else (1, 2, 8, 17, 100), device)
 
 
 @pytest.mark.parametrize("scales_dtype", reference.DTYPES, ids=str)

@@ -1,0 +1,43 @@
+"""The numerics tests once more for every instruction-set family that this machine can be made to use."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import torch_marlin_metal as tmm
+
+FAMILIES = [isa for isa in tmm.cpu_capability().available if isa != tmm.cpu_capability().isa]
+MODULE = Path(__file__).with_name("test_gemm.py")
+VARIABLE = "TORCH_MARLIN_METAL_CPU_ISA"
+
+
+def run_forced(isa: str, *command: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, VARIABLE: isa, "TORCH_MARLIN_METAL_NO_MPS": "1"}
+    return subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("isa", FAMILIES)
+def test_numerics_hold_for(isa, everything):
+    selection = (
+        "cpu" if everything else "not large_shapes and not 31_elements and not small_shapes or cpu-24- or cpu-136-"
+    )
+    done = run_forced(isa, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(MODULE), "-k", selection)
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert " passed" in done.stdout
+
+
+@pytest.mark.parametrize("isa", tmm.cpu_capability().available)
+def test_the_variable_forces_a_family(isa):
+    done = run_forced(isa, "-c", "import torch_marlin_metal as t; c = t.cpu_capability(); print(c.isa, '|', c.reason)")
+    name, reason = done.stdout.strip().split(" | ")
+    assert name == isa
+    assert VARIABLE in reason
+
+
+def test_an_unknown_family_is_an_error_that_lists_the_known_ones():
+    done = run_forced("sse9", "-c", "import torch_marlin_metal as t; t.cpu_capability()")
+    assert done.returncode != 0
+    assert f"{VARIABLE}: expected one of {', '.join(tmm.cpu_capability().available)}, got 'sse9'" in done.stderr
