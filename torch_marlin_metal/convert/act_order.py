@@ -2,10 +2,10 @@
 
 import warnings
 
-import torch
 from torch import Tensor
 
 from torch_marlin_metal.convert.layer import Layer
+from torch_marlin_metal.repack import gptq_perm
 
 
 def read_g_idx(layer: Layer, role: str, K: int, G: int) -> Tensor | None:
@@ -43,12 +43,7 @@ def permutation(layer: Layer, role: str, g_idx: Tensor | None, group_size: int) 
     """
     if g_idx is None:
         return None
-    in_order = torch.arange(g_idx.numel()) // group_size
-    if torch.equal(g_idx, in_order):
-        return None
-    expected = in_order.bincount()
-    rows = g_idx.bincount(minlength=expected.numel())
-    if not torch.equal(rows, expected):
-        group = int((rows != expected).nonzero()[0])
-        raise layer.error(role, f"expected {int(expected[group])} rows in group {group}, got {int(rows[group])}")
-    return g_idx.argsort(stable=True).int()
+    try:
+        return gptq_perm(g_idx, group_size)
+    except ValueError as error:
+        raise layer.error(role, str(error)) from error

@@ -1,0 +1,114 @@
+"""Damaged copies of every real checkpoint: it is read or refused, with no other exception and in bounded time."""
+
+import json
+import os
+import random
+import shutil
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torch_marlin_metal import convert
+
+DATA = Path(__file__).parents[1] / "data"
+FOLDERS = sorted({path.parent for path in DATA.glob("*/*/model.*")})
+# CONVERT_FUZZ_ROUNDS and CONVERT_FUZZ_SEED make a longer run, and another one.
+ROUNDS = int(os.environ.get("CONVERT_FUZZ_ROUNDS", "120"))
+SEED = os.environ.get("CONVERT_FUZZ_SEED", "")
+SECONDS_FOR_ONE = 10
+VALUES: tuple[Any, ...] = (None, True, -1, 0, 1, 3, 7, 10**30, 1e999, "", "x", "mlx", [], {}, [1], {"bits": -4})
+BYTES = (0, 1, 0x22, 0x2C, 0x30, 0x39, 0x7D, 0x7F, 0x80, 0xFF)
+
+
+def damage_bytes(content: bytes, rng: random.Random) -> bytes:
+    """Changes, removes, repeats or cuts off a few bytes, more often near the front, where headers are."""
+    held = bytearray(content)
+    for _ in range(rng.choice((1, 1, 2, 8))):
+        where = rng.randrange(len(held)) if rng.random() < 0.4 else rng.randrange(min(len(held), 700))
+        length = rng.choice((1, 1, 2, 8, 64))
+        match rng.randrange(6):
+            case 0 | 1:
+                held[where] = rng.choice(BYTES)
+            case 2:
+                held[where] ^= 1 << rng.randrange(8)
+            case 3:
+                del held[where : where + length]
+            case 4:
+                held[where:where] = held[where : where + length]
+            case _:
+                del held[where:]
+        if not held:
+            break
+    return bytes(held)
+
+
+def damage_json(content: bytes, rng: random.Random) -> bytes:
+    """Replaces or removes one value of a JSON text, wherever it stands."""
+    root = json.loads(content)
+    places: list[tuple[Any, Any]] = []
+
+    def collect(value: Any) -> None:
+        for key in list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+            places.append((value, key))
+            collect(value[key])
+
+    collect(root.get("quantization_config", root.get("quantization", root)))
+    owner, key = rng.choice(places)
+    if rng.random() < 0.3:
+        del owner[key]
+    else:
+        owner[key] = rng.choice(VALUES)
+    return json.dumps(root).encode()
+
+
+def damage_header(content: bytes, rng: random.Random) -> bytes:
+    """Replaces one value in a safetensors header whose length still agrees."""
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    entry = header[rng.choice([name for name in header if name != "__metadata__"])]
+    numbers = (0, 1, 2, 7, 8, 16, 64, 1 << 31, 1 << 63, -1)
+    match rng.randrange(4):
+        case 0:
+            entry["dtype"] = rng.choice(("U8", "I8", "I16", "F16", "BF16", "I32", "U32", "F32", "I64", "F8_E4M3", "F4"))
+        case 1 if entry["shape"]:
+            entry["shape"][rng.randrange(len(entry["shape"]))] = rng.choice(numbers)
+        case 2:
+            entry["shape"] = [size for size in entry["shape"] for size in ((size,), (1, size))[rng.randrange(2)]]
+        case _:
+            entry["data_offsets"][rng.randrange(2)] = rng.choice(numbers)
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + content[8 + length :]
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.relative_to(DATA).as_posix())
+def test_damaged_copies(folder: Path, tmp_path: Path) -> None:
+    rng = random.Random(folder.name + SEED)
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    gguf = copy / "model.gguf"
+    names = [gguf.name] if gguf.exists() else ["model.safetensors", "model.safetensors", "config.json"]
+    outcomes = {"read": 0, "refused": 0}
+    for _ in range(ROUNDS):
+        file = copy / rng.choice(names)
+        original = file.read_bytes()
+        ways = [damage_bytes]
+        ways += [damage_json] if file.suffix == ".json" else [damage_header] if file.suffix == ".safetensors" else []
+        file.write_bytes(rng.choice(ways)(original, rng))
+        started = time.monotonic()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                for _weight in convert.read_layers(
+                    gguf if gguf.exists() else copy, rng.choice(("error", "dequantize", "skip"))
+                ):
+                    pass
+                outcomes["read"] += 1
+            except convert.CheckpointError:
+                outcomes["refused"] += 1
+        assert time.monotonic() - started < SECONDS_FOR_ONE
+        file.write_bytes(original)
+    assert outcomes["refused"] > ROUNDS // 5
+    assert sum(outcomes.values()) == ROUNDS

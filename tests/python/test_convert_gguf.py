@@ -1,0 +1,201 @@
+"""GGUF files written by the gguf package decode to what the gguf package's own dequantizers give."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType, GGUFWriter
+from gguf.constants import GGML_QUANT_SIZES
+from gguf.quants import dequantize
+
+from torch_marlin_metal import convert
+
+# Where a block of each type holds fp16 numbers, which random bytes must not make infinite.
+FP16_AT = {
+    "Q4_0": [0],
+    "Q4_1": [0, 2],
+    "Q4_K": [0, 2],
+    "IQ4_NL": [0],
+    "IQ4_XS": [0],
+    "MXFP4": [],
+    "NVFP4": [],
+    "Q5_0": [0],
+    "Q8_0": [0],
+    "Q6_K": [208],
+}
+FORMATS = {
+    "Q4_0": "uint4b8",
+    "Q4_1": "uint4_bias",
+    "Q4_K": "uint4_bias",
+    "IQ4_NL": "lut4",
+    "IQ4_XS": "lut4",
+    "MXFP4": "mxfp4",
+    "NVFP4": "nvfp4",
+}
+
+
+def random_blocks(rng: np.random.Generator, type_name: str, *rows: int, K: int = 512) -> np.ndarray:
+    """Random codes and scales: uint8 `[*rows, bytes of a row]`."""
+    block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[type_name]]
+    blocks = rng.integers(0, 256, (*rows, K // block, block_bytes), dtype=np.uint8)
+    for offset in FP16_AT[type_name]:
+        values = (rng.uniform(0.001, 0.1, blocks.shape[:-1]) * rng.choice([-1, 1], blocks.shape[:-1])).astype(
+            np.float16
+        )
+        blocks[..., offset : offset + 2] = values[..., None].view(np.uint8)
+    if type_name == "MXFP4":
+        blocks[..., 0] = rng.integers(100, 140, blocks.shape[:-1])
+    if type_name == "NVFP4":
+        blocks[..., :4] = rng.integers(0, 0x80, (*blocks.shape[:-1], 4))  # 0x7F among them, which ggml reads as 0
+    return blocks.reshape(*rows, -1)
+
+
+class Writer:
+    """A GGUF file under construction by the gguf package."""
+
+    def __init__(self, path: Path, architecture: str = "llama") -> None:
+        self.path, self.gguf = path, GGUFWriter(path, architecture)
+
+    def add(self, name: str, data: np.ndarray, type_name: str | None = None) -> "Writer":
+        self.gguf.add_tensor(name, data, raw_dtype=None if type_name is None else GGMLQuantizationType[type_name])
+        return self
+
+    def write(self) -> Path:
+        self.gguf.write_header_to_file()
+        self.gguf.write_kv_data_to_file()
+        self.gguf.write_tensors_to_file()
+        self.gguf.close()
+        return self.path
+
+
+@pytest.mark.parametrize("type_name", FORMATS)
+@pytest.mark.parametrize("rows", [1, 48])
+def test_type(tmp_path, type_name, rows) -> None:
+    data = random_blocks(np.random.default_rng(rows), type_name, rows)
+    bias = np.linspace(-1, 1, rows, dtype=np.float32)
+    writer = Writer(tmp_path / "m.gguf").add("blk.0.ffn_up.weight", data, type_name).add("blk.0.ffn_up.bias", bias)
+    (weight,) = convert.read_layers(writer.add("output_norm.weight", bias).write())
+    assert isinstance(weight, convert.PackedWeight)
+    assert (weight.name, weight.weight_format, weight.K) == ("blk.0.ffn_up", FORMATS[type_name], 512)
+    np.testing.assert_array_equal(weight.dequantize().t().numpy(), dequantize(data, GGMLQuantizationType[type_name]))
+    np.testing.assert_array_equal(weight.bias.numpy(), bias)
+    reader = convert.open_reader(writer.path)
+    assert [name for name, _ in reader.other_tensors()] == ["output_norm.weight"]
+
+
+def test_experts_are_layers_of_their_own(tmp_path) -> None:
+    data = random_blocks(np.random.default_rng(0), "Q4_K", 3, 16)
+    writer = Writer(tmp_path / "m.gguf").add("blk.0.ffn_up_exps.weight", data, "Q4_K")
+    weights = list(convert.read_layers(writer.write()))
+    assert [weight.name for weight in weights] == [f"blk.0.ffn_up_exps.{expert}" for expert in range(3)]
+    for expert, weight in enumerate(weights):
+        reference = dequantize(data[expert], GGMLQuantizationType.Q4_K)
+        np.testing.assert_array_equal(weight.dequantize().t().numpy(), reference)
+
+
+@pytest.mark.parametrize("suffix", [".scale", ".weight.scale"])
+def test_the_scale_tensor_of_nvfp4_multiplies(tmp_path, suffix) -> None:
+    data, scale = random_blocks(np.random.default_rng(0), "NVFP4", 8), np.array([0.125], dtype=np.float32)
+    writer = Writer(tmp_path / "m.gguf").add("blk.0.ffn_up.weight", data, "NVFP4").add(f"blk.0.ffn_up{suffix}", scale)
+    (weight,) = convert.read_layers(writer.write())
+    reference = dequantize(data, GGMLQuantizationType.NVFP4) * scale
+    np.testing.assert_array_equal(weight.dequantize().t().numpy(), reference)
+
+
+def test_an_empty_mxfp4_block_gets_a_scale_in_range(tmp_path) -> None:
+    """ggml leaves the exponent 0 in a block of zeros; every other block keeps its code."""
+    data = random_blocks(np.random.default_rng(0), "MXFP4", 4).reshape(4, 16, 17)
+    data[2, 5] = 0
+    data[1, 7, 1:], data[1, 7, 0] = 0x88, 255 - 5
+    (weight,) = convert.read_layers(Writer(tmp_path / "m.gguf").add("w.weight", data.reshape(4, -1), "MXFP4").write())
+    reference = dequantize(data.reshape(4, -1), GGMLQuantizationType.MXFP4)
+    np.testing.assert_array_equal(weight.dequantize().t().numpy(), reference)
+    scales = data[..., 0].copy()
+    scales[2, 5] = scales[1, 7] = 127
+    np.testing.assert_array_equal(weight.scales.t().numpy(), scales)
+
+
+@pytest.mark.parametrize("type_name", ["Q5_0", "Q8_0", "Q6_K"])
+def test_other_types_are_refused_or_left_out_or_decoded(tmp_path, type_name) -> None:
+    rng = np.random.default_rng(0)
+    data, ours = random_blocks(rng, type_name, 16), random_blocks(rng, "Q4_0", 16)
+    path = Writer(tmp_path / "m.gguf").add("a.weight", ours, "Q4_0").add("b.weight", data, type_name).write()
+    with pytest.raises(convert.UnsupportedFormat, match=rf"m\.gguf: tensor 'b\.weight': {type_name} is not"):
+        list(convert.read_layers(path))
+    assert [weight.name for weight in convert.read_layers(path, on_unsupported="skip")] == ["a"]
+    _, dense = convert.read_layers(path, on_unsupported="dequantize")
+    assert isinstance(dense, convert.DenseWeight)
+    assert type_name in dense.reason
+    reference = dequantize(data, GGMLQuantizationType[type_name])
+    np.testing.assert_array_equal(dense.weight.numpy(), reference)
+    np.testing.assert_array_equal(dense.dequantize().numpy(), reference.T)
+
+
+def rope_interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
+    """llama.cpp's reordering of q and k rows, row by row: (head, half, i) goes to (head, i, half)."""
+    size = weight.shape[0] // heads
+    out = np.empty_like(weight)
+    for row in range(weight.shape[0]):
+        head, rest = divmod(row, size)
+        half, i = divmod(rest, size // 2)
+        out[head * size + 2 * i + half] = weight[row]
+    return out
+
+
+@pytest.mark.parametrize("per_layer", [False, True])
+def test_hf_names_and_the_row_order_of_llama(tmp_path, per_layer) -> None:
+    rng = np.random.default_rng(0)
+    originals = {name: random_blocks(rng, "Q4_1", rows, K=256) for name, rows in [("q", 64), ("k", 32), ("v", 32)]}
+    bias = rng.uniform(-1, 1, 64).astype(np.float32)
+    writer = Writer(tmp_path / "m.gguf")
+    writer.gguf.add_head_count([4, 4] if per_layer else 4)
+    writer.gguf.add_head_count_kv([2, 2] if per_layer else 2)
+    writer.add("blk.1.attn_q.weight", rope_interleaved(originals["q"], 4), "Q4_1")
+    writer.add("blk.1.attn_q.bias", rope_interleaved(bias, 4))
+    writer.add("blk.1.attn_k.weight", rope_interleaved(originals["k"], 2), "Q4_1")
+    writer.add("blk.1.attn_v.weight", originals["v"], "Q4_1").add("token_embd.weight", np.zeros((8, 8), np.float32))
+    path = writer.write()
+    reader = convert.open_reader(path, gguf_names="hf")
+    weights = {weight.name: weight for weight in reader}
+    for name, data in originals.items():
+        weight = weights[f"model.layers.1.self_attn.{name}_proj"]
+        reference = dequantize(data, GGMLQuantizationType.Q4_1)
+        np.testing.assert_array_equal(weight.dequantize().t().numpy(), reference)
+        assert weight.b_packed.is_contiguous()
+    np.testing.assert_array_equal(weights["model.layers.1.self_attn.q_proj"].bias.numpy(), bias)
+    assert [name for name, _ in reader.other_tensors()] == ["model.embed_tokens.weight"]
+    plain = {weight.name: weight for weight in convert.read_layers(path)}
+    as_stored = dequantize(rope_interleaved(originals["q"], 4), GGMLQuantizationType.Q4_1)
+    np.testing.assert_array_equal(plain["blk.1.attn_q"].dequantize().t().numpy(), as_stored)
+
+
+def test_an_architecture_without_a_table_of_names_is_refused(tmp_path) -> None:
+    data = random_blocks(np.random.default_rng(0), "Q4_0", 8)
+    path = Writer(tmp_path / "m.gguf", "mamba").add("w.weight", data, "Q4_0").write()
+    with pytest.raises(convert.UnsupportedFormat, match=r"architecture 'mamba'; known: llama"):
+        convert.open_reader(path, gguf_names="hf")
+
+
+def test_split_files_are_read_together_and_a_missing_part_is_named(tmp_path) -> None:
+    data = [random_blocks(np.random.default_rng(part), "Q4_0", 8) for part in range(2)]
+    for part, blocks in enumerate(data):
+        writer = Writer(tmp_path / f"m-{part + 1:05d}-of-00002.gguf")
+        writer.gguf.add_uint16("split.count", 2)
+        writer.add(f"w{part}.weight", blocks, "Q4_0").write()
+    first = tmp_path / "m-00001-of-00002.gguf"
+    weights = list(convert.read_layers(first))
+    assert [weight.name for weight in weights] == ["w0", "w1"]
+    for weight, blocks in zip(weights, data, strict=True):
+        reference = dequantize(blocks, GGMLQuantizationType.Q4_0)
+        np.testing.assert_array_equal(weight.dequantize().t().numpy(), reference)
+    (tmp_path / "m-00002-of-00002.gguf").unlink()
+    with pytest.raises(convert.CheckpointError, match=r"part m-00002-of-00002\.gguf is missing"):
+        convert.open_reader(first)
+
+
+def test_a_scale_that_is_not_finite_is_named(tmp_path) -> None:
+    data = random_blocks(np.random.default_rng(0), "Q4_0", 8)
+    data[3, 18:20] = np.array([np.nan], dtype=np.float16).view(np.uint8)
+    path = Writer(tmp_path / "m.gguf").add("w.weight", data, "Q4_0").write()
+    with pytest.raises(convert.CheckpointError, match=r"m\.gguf: tensor 'w\.weight': scales: expected finite"):
+        list(convert.read_layers(path))

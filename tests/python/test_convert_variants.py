@@ -1,0 +1,322 @@
+"""Settings, containers and layouts beside the common case: versions, shards, pickles, wrappers, other widths."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import checkpoint_writers as writers
+import numpy as np
+import pytest
+import torch
+from checkpoint_writers import LAYER
+from safetensors.torch import load_file, save_file
+
+from torch_marlin_metal import convert
+
+K, N = 128, 24
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(7)
+
+
+def decode(path: Path, **options) -> np.ndarray:
+    (weight,) = convert.read_layers(path, **options)
+    return weight.dequantize().t().numpy()
+
+
+def change(path: Path, *, settings: dict[str, Any] | None = None, **tensors: torch.Tensor | None) -> None:
+    """Replaces settings, and replaces or (None) removes tensors of the layer."""
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"] |= settings or {}
+    (path / "config.json").write_text(json.dumps(config))
+    held = load_file(path / "model.safetensors")
+    for role, tensor in tensors.items():
+        held.pop(f"{LAYER}.{role}", None)
+        if tensor is not None:
+            held[f"{LAYER}.{role}"] = tensor
+    save_file(held, path / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("words", "codes"),
+    [([0x76543210], [0, 1, 2, 3, 4, 5, 6, 7]), ([0x91C3780F], [15, 0, 8, 7, 3, 12, 1, 9])],
+)
+def test_gptq_words_from_the_format_description(tmp_path, words, codes) -> None:
+    tensors = {
+        f"{LAYER}.qweight": np.array([words], dtype=np.uint32).view(np.int32),
+        f"{LAYER}.scales": torch.ones(1, 1, dtype=torch.float16),
+    }
+    writers.save(tmp_path, tensors, {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": -1}})
+    np.testing.assert_array_equal(decode(tmp_path), [[code - 8 for code in codes]])
+
+
+def test_compressed_tensors_words_from_the_format_description(tmp_path) -> None:
+    """Signed codes and zero points with an offset of 8; the zero points are packed along N."""
+    word, points = np.uint32(0x194BF870), np.uint32(0x988F0A78)
+    codes, zeros = np.array([-8, -1, 0, 7, 3, -4, 1, -7]), np.array([0, -1, 2, -8, 7, 0, 0, 1])
+    tensors = {
+        f"{LAYER}.weight_packed": np.full((8, 1), word).view(np.int32),
+        f"{LAYER}.weight_zero_point": np.full((1, 1), points).view(np.int32),
+        f"{LAYER}.weight_scale": torch.ones(8, 1),
+        f"{LAYER}.weight_shape": torch.tensor([8, 8]),
+    }
+    group = {"weights": {"num_bits": 4, "symmetric": False, "strategy": "channel"}}
+    settings = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"g": group}}
+    writers.save(tmp_path, tensors, {"quantization_config": settings})
+    np.testing.assert_array_equal(decode(tmp_path), codes[None, :] - zeros[:, None])
+
+
+@pytest.mark.parametrize("format_key", ["checkpoint_format", "format"])
+def test_gptq_version_comes_from_either_key_and_the_caller_overrides_it(tmp_path, rng, format_key) -> None:
+    expected = writers.write_gptq(tmp_path, rng, K, N, 32, version=2)
+    change(tmp_path, settings={"checkpoint_format": None, format_key: "gptq_v2"})
+    np.testing.assert_array_equal(decode(tmp_path), expected)
+    change(tmp_path, settings={format_key: None})
+    with pytest.warns(UserWarning, match="raw zero points of 15"):
+        assert not np.array_equal(decode(tmp_path), expected)
+    np.testing.assert_array_equal(decode(tmp_path, gptq_version=2), expected)
+
+
+def test_gptq_all_zero_g_idx_is_no_act_order(tmp_path, rng) -> None:
+    expected = writers.write_gptq(tmp_path, rng, K, N, 32, version=2)
+    change(tmp_path, g_idx=torch.zeros(K, dtype=torch.int32))
+    with pytest.warns(UserWarning, match="g_idx is all zero"):
+        np.testing.assert_array_equal(decode(tmp_path), expected)
+
+
+def test_gptq_modules_with_settings_of_their_own(tmp_path, rng) -> None:
+    expected = writers.write_gptq(tmp_path, rng, K, N, 32, sym=True)
+    change(
+        tmp_path, settings={"group_size": 128, "bits": 8, "dynamic": {"+:.*down_proj": {"bits": 4, "group_size": 32}}}
+    )
+    np.testing.assert_array_equal(decode(tmp_path), expected)
+
+
+def test_gptq_settings_in_a_file_of_their_own_without_a_method(tmp_path, rng) -> None:
+    expected = writers.write_gptq(tmp_path, rng, K, N, 32, sym=True)
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "quantize_config.json").write_text(json.dumps({"bits": 4, "group_size": 32, "desc_act": False}))
+    np.testing.assert_array_equal(decode(tmp_path), expected)
+
+
+def test_awq_settings_in_a_file_of_their_own_without_a_method(tmp_path, rng) -> None:
+    expected = writers.write_awq(tmp_path, rng, K, N, 32)
+    (tmp_path / "config.json").unlink()
+    old = {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": "GEMM"}
+    (tmp_path / "quant_config.json").write_text(json.dumps(old))
+    np.testing.assert_array_equal(decode(tmp_path), expected)
+
+
+def test_awq_without_zero_points_is_symmetric(tmp_path, rng) -> None:
+    writers.write_awq(tmp_path, rng, K, N, 32)
+    codes = load_file(tmp_path / "model.safetensors")[f"{LAYER}.qweight"]
+    change(tmp_path, qzeros=None)
+    (weight,) = convert.read_layers(tmp_path)
+    assert weight.weight_format == "uint4b8"
+    assert torch.equal(weight.b_packed, torch.ops.torch_marlin_metal.awq_repack(codes))
+
+
+def test_awq_products_that_no_integer_zero_point_gives_stay_floating(tmp_path, rng) -> None:
+    writers.write_awq(tmp_path, rng, K, N, 32, version="gemv_fast")
+    tensors = load_file(tmp_path / "model.safetensors")
+    products = tensors[f"{LAYER}.qzeros"] * 1.03
+    change(tmp_path, qzeros=products)
+    (weight,) = convert.read_layers(tmp_path)
+    assert weight.weight_format == "uint4_bias"
+    assert torch.equal(weight.zeros, products[:4])
+
+
+def gptq_of_width(path: Path, rng: np.random.Generator, bits: int) -> np.ndarray:
+    """A GPTQ version 1 layer of any width: its codes are one little-endian bit string a column."""
+    G, top = 4, 1 << bits
+    codes, zeros = rng.integers(0, top, (K, 32)), rng.integers(1, top, (G, 32))
+    scales = writers.random_floats(rng, (G, 32), "fp16")
+
+    def packed(values: np.ndarray) -> np.ndarray:
+        columns = []
+        for column in values.T:
+            number = sum(int(value) << (bits * i) for i, value in enumerate(column))
+            columns.append(np.frombuffer(number.to_bytes(len(column) * bits // 8, "little"), dtype=np.int32))
+        return np.stack(columns, axis=1)
+
+    tensors = {"qweight": packed(codes), "qzeros": packed((zeros - 1).T).T, "scales": scales}
+    settings = {"quant_method": "gptq", "bits": bits, "group_size": 32, "sym": False}
+    writers.save(path, {f"{LAYER}.{n}": t for n, t in tensors.items()}, {"quantization_config": settings})
+    return writers.affine(codes, zeros, scales, writers.groups_of(K, 32))
+
+
+@pytest.mark.parametrize("bits", [2, 3, 8])
+def test_gptq_of_another_width_is_refused_left_out_or_decoded(tmp_path, rng, bits) -> None:
+    expected = gptq_of_width(tmp_path, rng, bits)
+    with pytest.raises(convert.UnsupportedFormat, match=f"model.safetensors: layer '{LAYER}': {bits}-bit GPTQ"):
+        list(convert.read_layers(tmp_path))
+    assert list(convert.read_layers(tmp_path, on_unsupported="skip")) == []
+    (dense,) = convert.read_layers(tmp_path, on_unsupported="dequantize")
+    assert isinstance(dense, convert.DenseWeight)
+    assert f"{bits}-bit" in dense.reason
+    np.testing.assert_array_equal(dense.weight.numpy(), expected)
+
+
+def small_group_writers() -> dict[str, Any]:
+    return {
+        "gptq": lambda path, rng: writers.write_gptq(path, rng, K, N, 8, version=2),
+        "gptq act-order": lambda path, rng: writers.write_gptq(path, rng, K, N, 8, version=2, act_order=True),
+        "awq": lambda path, rng: writers.write_awq(path, rng, K, N, 8),
+        "compressed-tensors": lambda path, rng: writers.write_compressed_tensors(path, rng, K, N, 8, sym=False),
+        "hqq": lambda path, rng: writers.write_hqq(path, rng, K, N, 8),
+        "hqq axis 0": lambda path, rng: writers.write_hqq(path, rng, K, N, 64, axis=0),
+        "intx": lambda path, rng: writers.write_intx(path, rng, K, N, 8, sym=False),
+        "bitsandbytes": lambda path, rng: writers.write_bitsandbytes(path, rng, 72, N, 64),
+        "bitsandbytes, odd K": lambda path, rng: writers.write_bitsandbytes(path, rng, 66, N, 64),
+        "compressed-tensors, odd K": lambda path, rng: writers.write_compressed_tensors(path, rng, 100, N, 32),
+        "intx, odd K": lambda path, rng: writers.write_intx(path, rng, 100, N, 32, sym=True),
+    }
+
+
+@pytest.mark.parametrize("case", small_group_writers())
+def test_what_the_operators_cannot_represent_is_decoded_on_request(tmp_path, rng, case) -> None:
+    expected = small_group_writers()[case](tmp_path, rng)
+    with pytest.raises(convert.UnsupportedFormat, match=LAYER):
+        list(convert.read_layers(tmp_path))
+    (dense,) = convert.read_layers(tmp_path, on_unsupported="dequantize")
+    assert isinstance(dense, convert.DenseWeight)
+    np.testing.assert_array_equal(dense.weight.numpy(), expected)
+
+
+def test_a_group_beyond_the_allowed_sizes_is_split_without_loss(tmp_path, rng) -> None:
+    expected = writers.write_gptq(tmp_path, rng, 1024, N, 512, version=2)
+    (weight,) = convert.read_layers(tmp_path)
+    assert weight.group_size == 256
+    np.testing.assert_array_equal(weight.dequantize().t().numpy(), expected)
+
+
+@pytest.mark.parametrize(
+    ("packing", "version"),
+    [("auto_round:auto_gptq", 1), ("auto_round", 2), ("auto_round:gptqmodel", 2), ("auto_round:gptq", 1)],
+)
+@pytest.mark.filterwarnings("ignore:.*raw zero points of 15")
+def test_auto_round_in_gptq_layout(tmp_path, rng, packing, version) -> None:
+    settings = {"quant_method": "auto-round", "packing_format": packing, "bits": 4, "group_size": 32, "sym": False}
+    expected = writers.write_gptq(tmp_path, rng, K, N, 32, version=version, config=settings)
+    np.testing.assert_array_equal(decode(tmp_path), expected)
+
+
+def test_auto_round_in_compressed_tensors_layout(tmp_path, rng) -> None:
+    expected = writers.write_nvfp4(tmp_path, rng, K, N, container="compressed-tensors")
+    settings = {"quant_method": "auto-round", "packing_format": "auto_round:llm_compressor", "bits": 4}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": settings}))
+    np.testing.assert_array_equal(decode(tmp_path), expected)
+
+
+def test_mlx_settings_of_single_modules_and_transformers_names(tmp_path, rng) -> None:
+    (expected,) = writers.write_mlx_affine(tmp_path, rng, K, N, 32)
+    settings = {"group_size": 64, "bits": 8, LAYER: {"group_size": 32, "bits": 4}}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization": settings}))
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors[f"{LAYER}.qbiases"] = tensors.pop(f"{LAYER}.biases")
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "mlx"})
+    np.testing.assert_array_equal(decode(tmp_path), expected)
+
+
+def test_modelopt_settings_in_a_file_of_their_own(tmp_path, rng) -> None:
+    expected = writers.write_nvfp4(tmp_path, rng, K, N, container="modelopt")
+    (tmp_path / "config.json").unlink()
+    old = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "group_size": 16}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(old))
+    np.testing.assert_array_equal(decode(tmp_path), expected)
+    assert list(convert.open_reader(tmp_path).other_tensors()) == []  # input_scale belongs to the layer
+
+
+def test_compressed_tensors_global_scale_divides(tmp_path, rng) -> None:
+    writers.write_nvfp4(tmp_path, rng, K, N, container="compressed-tensors")
+    change(tmp_path, weight_global_scale=torch.tensor([3.0]))
+    (weight,) = convert.read_layers(tmp_path)
+    assert torch.equal(weight.global_scale, torch.tensor([1 / 3]))
+
+
+def sharded(path: Path, rng: np.random.Generator) -> np.ndarray:
+    """A layer whose tensors lie in two shards, and a norm."""
+    expected = writers.write_gptq(path, rng, K, N, 32, act_order=True, sym=True)
+    tensors = load_file(path / "model.safetensors") | {"norm.weight": torch.ones(3)}
+    (path / "model.safetensors").unlink()
+    first = {name: tensor for name, tensor in tensors.items() if name.endswith(("qweight", "norm.weight"))}
+    names = {}
+    for part, held in enumerate([first, {name: t for name, t in tensors.items() if name not in first}], start=1):
+        save_file(held, path / f"model-{part:05d}-of-00002.safetensors")
+        names |= dict.fromkeys(held, f"model-{part:05d}-of-00002.safetensors")
+    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    return expected
+
+
+def test_a_layer_may_lie_across_shards(tmp_path, rng) -> None:
+    expected = sharded(tmp_path, rng)
+    reader = convert.open_reader(tmp_path)
+    assert (len(reader), reader.layer_names, reader.format.name) == (1, [LAYER], "gptq")
+    (weight,) = reader
+    np.testing.assert_array_equal(weight.dequantize().t().numpy(), expected)
+    ((name, tensor),) = reader.other_tensors()
+    assert name == "norm.weight"
+    assert torch.equal(tensor, torch.ones(3))
+
+
+def test_a_hub_cache_links_from_snapshots_to_blobs(tmp_path, rng) -> None:
+    blobs, snapshot = tmp_path / "models--a--b/blobs", tmp_path / "models--a--b/snapshots/0123"
+    expected = writers.write_gptq(tmp_path / "made", rng, K, N, 32, sym=True)
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(tmp_path / "made" / name, blobs / f"hash-of-{name}")
+        (snapshot / name).symlink_to(Path("../../blobs") / f"hash-of-{name}")
+    np.testing.assert_array_equal(decode(snapshot), expected)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_pickles_are_read_only_on_request(tmp_path, rng, zipped) -> None:
+    expected = writers.write_gptq(tmp_path, rng, K, N, 32, sym=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(tensors, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
+    with pytest.raises(convert.UnsupportedFormat, match="allow_pickle=True"):
+        convert.open_reader(tmp_path)
+    np.testing.assert_array_equal(decode(tmp_path, allow_pickle=True), expected)
+
+
+class Explosive:
+    """Unpickling it would create a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return Path.touch, (self.path,)
+
+
+def test_code_in_a_pickle_is_not_executed(tmp_path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "gptq"}}))
+    torch.save({"a.qweight": Explosive(tmp_path / "executed")}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(convert.CheckpointError, match=r"pytorch_model\.bin: not a PyTorch file of plain tensors"):
+        convert.open_reader(tmp_path, allow_pickle=True)
+    assert not (tmp_path / "executed").exists()
+
+
+def test_only_one_layer_is_in_memory_at_a_time(tmp_path, rng, monkeypatch) -> None:
+    """Nothing is read before its layer is asked for."""
+    expected = writers.write_gptq(tmp_path, rng, K, N, 32, sym=True, with_g_idx=False)
+    tensors = load_file(tmp_path / "model.safetensors")
+    copies = {f"{copy}.{name}": tensor.clone() for copy in "abc" for name, tensor in tensors.items()}
+    save_file(copies, tmp_path / "model.safetensors")
+    from torch_marlin_metal.convert import checkpoint
+
+    read: list[str] = []
+    original = checkpoint.read_tensor
+    monkeypatch.setattr(
+        checkpoint, "read_tensor", lambda info, i=None: (read.append(info.name[0]), original(info, i))[1]
+    )
+    layers = convert.read_layers(tmp_path)
+    for copy in "abc":
+        np.testing.assert_array_equal(next(layers).dequantize().t().numpy(), expected)
+        assert set(read) == {copy}
+        read.clear()
