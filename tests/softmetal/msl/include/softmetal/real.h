@@ -34,7 +34,7 @@ inline double tan_pi(float x) {
 
 // value: to within half an ulp of single precision or little more, which the ulps passed to sm_perturb leave room for.
 // At 0 (where exp, cos, ... are exact by C99's special cases) and at results that are not finite nothing is added.
-#define SM_REAL_1(name, value, precise_result, fast_result)                          \
+#define SM_REAL_1(name, value, precise_result, fast_result, half_result)             \
   template <class Mode>                                                              \
   struct name##_f {                                                                  \
     METAL_FUNC static float exact(float x) { return static_cast<float>(value); }     \
@@ -52,34 +52,34 @@ inline double tan_pi(float x) {
     }                                                                                \
     METAL_FUNC static half of(half x) {                                              \
       float y = exact(static_cast<float>(x));                                        \
-      return static_cast<float>(x) == 0.0f || !isfinite_f::of(y) ? static_cast<half>(y) : inexact_half(y); \
+      return static_cast<float>(x) == 0.0f || !isfinite_f::of(y) ? static_cast<half>(y) : half_result;     \
     }                                                                                \
   };
 
 #define SM_ULPS(n) sm_perturb(y, n)
-SM_REAL_1(acos, __builtin_acos(static_cast<double>(x)), SM_ULPS(3), SM_ULPS(4))
-SM_REAL_1(acosh, __builtin_acosh(static_cast<double>(x)), SM_ULPS(3), SM_ULPS(4))
-SM_REAL_1(asin, __builtin_asin(static_cast<double>(x)), SM_ULPS(3), SM_ULPS(4))
-SM_REAL_1(asinh, __builtin_asinh(static_cast<double>(x)), SM_ULPS(3), SM_ULPS(4))
-SM_REAL_1(atan, __builtin_atan(static_cast<double>(x)), SM_ULPS(4), SM_ULPS(4))
-SM_REAL_1(atanh, __builtin_atanh(static_cast<double>(x)), SM_ULPS(4), SM_ULPS(4))
-SM_REAL_1(cos, __builtin_cosf(x), within_one(SM_ULPS(3)), inexact_absolute(y))
-SM_REAL_1(cosh, __builtin_cosh(static_cast<double>(x)), SM_ULPS(3), SM_ULPS(4))
-SM_REAL_1(cospi, cos_pi(x), within_one(SM_ULPS(3)), inexact_absolute(y))
-SM_REAL_1(exp, __builtin_expf(x), SM_ULPS(3), SM_ULPS(2 + __builtin_floorf(__builtin_fabsf(2 * x))))
-SM_REAL_1(exp2, __builtin_exp2f(x), SM_ULPS(3), SM_ULPS(2 + __builtin_floorf(__builtin_fabsf(2 * x))))
-SM_REAL_1(exp10, __builtin_pow(10.0, static_cast<double>(x)), SM_ULPS(3), SM_ULPS(2 + __builtin_floorf(__builtin_fabsf(6.6f * x))))
-SM_REAL_1(log, __builtin_logf(x), SM_ULPS(3), SM_ULPS(2))
-SM_REAL_1(log2, __builtin_log2f(x), SM_ULPS(3), SM_ULPS(2))
-SM_REAL_1(log10, __builtin_log10(static_cast<double>(x)), SM_ULPS(3), SM_ULPS(2))
-SM_REAL_1(sin, __builtin_sinf(x), within_one(SM_ULPS(3)), inexact_absolute(y))
-SM_REAL_1(sinh, __builtin_sinh(static_cast<double>(x)), SM_ULPS(3), SM_ULPS(4))
-SM_REAL_1(sinpi, sin_pi(x), within_one(SM_ULPS(3)), inexact_absolute(y))
-SM_REAL_1(tan, __builtin_tan(static_cast<double>(x)), SM_ULPS(5), SM_ULPS(5))
-SM_REAL_1(tanh, __builtin_tanh(static_cast<double>(x)), within_one(SM_ULPS(4)), within_one(SM_ULPS(4)))
-SM_REAL_1(tanpi, tan_pi(x), SM_ULPS(5), SM_ULPS(5))
-SM_REAL_1(sqrt, __builtin_sqrtf(x), y, SM_ULPS(2))
-SM_REAL_1(rsqrt, 1.0 / __builtin_sqrt(static_cast<double>(x)), y, SM_ULPS(1))
+SM_REAL_1(acos, __builtin_acos(static_cast<double>(x)), SM_ULPS(3), SM_ULPS(4), inexact_half(y))
+SM_REAL_1(acosh, __builtin_acosh(static_cast<double>(x)), SM_ULPS(3), SM_ULPS(4), inexact_half(y))
+SM_REAL_1(asin, __builtin_asin(static_cast<double>(x)), SM_ULPS(3), SM_ULPS(4), inexact_half(y))
+SM_REAL_1(asinh, __builtin_asinh(static_cast<double>(x)), SM_ULPS(3), SM_ULPS(4), inexact_half(y))
+SM_REAL_1(atan, __builtin_atan(static_cast<double>(x)), SM_ULPS(4), SM_ULPS(4), inexact_half(y))
+SM_REAL_1(atanh, __builtin_atanh(static_cast<double>(x)), SM_ULPS(4), SM_ULPS(4), inexact_half(y))
+SM_REAL_1(cos, __builtin_cosf(x), within_one(SM_ULPS(3)), inexact_absolute(y), inexact_half(y))
+SM_REAL_1(cosh, __builtin_cosh(static_cast<double>(x)), SM_ULPS(3), SM_ULPS(4), inexact_half(y))
+SM_REAL_1(cospi, cos_pi(x), within_one(SM_ULPS(3)), inexact_absolute(y), inexact_half(y))
+SM_REAL_1(exp, __builtin_expf(x), SM_ULPS(3), SM_ULPS(2 + __builtin_floorf(__builtin_fabsf(2 * x))), inexact_half(y))
+SM_REAL_1(exp2, __builtin_exp2f(x), SM_ULPS(3), SM_ULPS(2 + __builtin_floorf(__builtin_fabsf(2 * x))), inexact_half(y))
+SM_REAL_1(exp10, __builtin_pow(10.0, static_cast<double>(x)), SM_ULPS(3), SM_ULPS(2 + __builtin_floorf(__builtin_fabsf(6.6f * x))), inexact_half(y))
+SM_REAL_1(log, __builtin_logf(x), SM_ULPS(3), SM_ULPS(2), inexact_half(y))
+SM_REAL_1(log2, __builtin_log2f(x), SM_ULPS(3), SM_ULPS(2), inexact_half(y))
+SM_REAL_1(log10, __builtin_log10(static_cast<double>(x)), SM_ULPS(3), SM_ULPS(2), inexact_half(y))
+SM_REAL_1(sin, __builtin_sinf(x), within_one(SM_ULPS(3)), inexact_absolute(y), inexact_half(y))
+SM_REAL_1(sinh, __builtin_sinh(static_cast<double>(x)), SM_ULPS(3), SM_ULPS(4), inexact_half(y))
+SM_REAL_1(sinpi, sin_pi(x), within_one(SM_ULPS(3)), inexact_absolute(y), inexact_half(y))
+SM_REAL_1(tan, __builtin_tan(static_cast<double>(x)), SM_ULPS(5), SM_ULPS(5), inexact_half(y))
+SM_REAL_1(tanh, __builtin_tanh(static_cast<double>(x)), within_one(SM_ULPS(4)), within_one(SM_ULPS(4)), inexact_half(y))
+SM_REAL_1(tanpi, tan_pi(x), SM_ULPS(5), SM_ULPS(5), inexact_half(y))
+SM_REAL_1(sqrt, __builtin_sqrtf(x), y, SM_ULPS(2), static_cast<half>(y))
+SM_REAL_1(rsqrt, 1.0 / __builtin_sqrt(static_cast<double>(x)), y, SM_ULPS(1), static_cast<half>(y))
 #undef SM_REAL_1
 
 // Two arguments. pow(x, 0) and pow(1, y) are exact.
