@@ -189,6 +189,14 @@ class MachO:
         """Every selector that the file's code sends or names with `@selector`."""
         return {self._string(self._pointer(at)) for at in self._pointers_of("__objc_selrefs")}
 
+    def integers(self, section_name: str) -> list[int]:
+        """The section's contents as signed 64-bit integers."""
+        found = []
+        for section in self._sections:
+            if section.name == section_name:
+                found += struct.unpack_from(f"<{section.size // 8}q", self._data, section.offset)
+        return found
+
     def class_references(self) -> set[str]:
         """Names of the Objective-C classes that the file expects from elsewhere."""
         prefix = "_OBJC_CLASS_$_"

@@ -1,0 +1,121 @@
+"""What Metal aborts a Mac's process for is an error that names the rule; correct host code runs."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import softmetal
+import torch
+from softmetal import build
+
+VIOLATIONS = {
+    "second encoder": r"\[one open encoder\]: computeCommandEncoder: .* already encoding",
+    "slot 31": r"\[31 buffer slots\]: setBuffer: index 31, expected 0 to 30",
+    "setBytes of 4097": r"\[setBytes length\]: setBytes at index 0: 4097 bytes, expected 1 to 4096",
+    "setBytes of 0": r"\[setBytes length\]: setBytes at index 0: 0 bytes",
+    "1025 threads": r"\[threads per threadgroup\]: .*\(1025, 1, 1\) is 1025 threads, kernel 'scale' allows 1024",
+    "over the pipeline's limit": r"\[threads per threadgroup\]: .* 65 threads, kernel 'narrow' allows 64",
+    "33 KB of threadgroup memory": r"\[threadgroup memory\]: kernel 'shared': 32784 bytes .* at most 32768",
+    "declared and set threadgroup memory": r"kernel 'declared': 32784 bytes \(24576 declared in the kernel\)",
+    "threadgroup length of 20": r"\[threadgroup memory length\]: .*20 bytes, expected a multiple of 16",
+    "no threadgroup length": r"\[threadgroup memory binding\]: .*'scratch' \[\[threadgroup\(0\)\]\]: no length was set",
+    "empty grid": r"\[zero-size dispatch\]: dispatchThreads: grid of \(0, 1, 1\)",
+    "empty threadgroup": r"\[zero-size dispatch\]: dispatchThreadgroups: .*threadgroups of \(16, 0, 1\)",
+    "no pipeline": r"\[pipeline\]: dispatchThreads: no pipeline is set",
+    "unbound argument": r"\[unbound argument\]: kernel 'scale', argument 'y' \[\[buffer\(1\)\]\] has nothing bound",
+    "binding of an earlier operator": r"\[stale binding\]: kernel 'scale', argument 'factor' \[\[buffer\(2\)\]\]",
+    "binding of an earlier pipeline": r"\[stale binding\]: kernel 'narrow', argument 'y' \[\[buffer\(0\)\]\]",
+    "threadgroup length of an earlier operator": r"\[threadgroup memory binding\]: .*no length was set",
+    "offset at the end": r"\[buffer offset\]: setBuffer at index 0: offset 64 of a buffer of 64 bytes",
+    "moved offset at the end": r"\[buffer offset\]: setBufferOffset at index 0: offset 64 of a buffer of 64 bytes",
+    "misaligned float": r"\[buffer alignment\]: .*'x' \[\[buffer\(0\)\]\]: offset 2, expected a multiple of 4",
+    "misaligned float4": r"\[buffer alignment\]: .*'y' \[\[buffer\(0\)\]\]: offset 4, expected a multiple of 16",
+    "argument too small": r"\[argument size\]: .*'factor' \[\[buffer\(2\)\]\]: 2 bytes bound, its type has 4",
+    "encoding after endEncoding": r"\[encoding after endEncoding\]: setComputePipelineState",
+    "commit with an open encoder": r"\[commit with an open encoder\]",
+    "encoding after commit": r"\[committed command buffer\]: computeCommandEncoder after commit",
+    "wait before commit": r"\[wait before commit\]",
+    "encoder released unended": r"\[encoder lifetime\]: a command encoder was released without endEncoding",
+    "re-entrant dispatch_sync": r"\[re-entrant dispatch_sync\]: .*deadlock",
+    "commit in the block": r"\[commit inside the block\]",
+    "synchronize in the block": r"\[commit inside the block\]",
+    "raw commit in the block": r"\[commit inside the block\]",
+    "encoder outside the queue": r"\[encoder outside the queue\]: commandEncoder\(\)",
+    "kept encoder": r"\[encoder outside the queue\]: setComputePipelineState",
+    "exception over dispatch_sync": r"\[exception across dispatch_sync\]: .*from the block",
+    "freed buffer": r"\[object lifetime\]: a freed MTLBuffer was used",
+    "unpaired profiler": r"\[profiler pairing\]: beginProfileKernel without endProfileKernel",
+    "blit out of range": r"\[blit range\]: copyFromBuffer, destination: bytes 0 to 64 of a buffer of 32 bytes",
+}
+CORRECT = [
+    *("correct", "two dispatches, one binding", "absent optional", "constants and macros", "blit", "device"),
+    *("own encoder on PyTorch's buffer", "buffers live until the work has run", "paired profiler"),
+]
+Host = Callable[[str], str]
+
+
+@pytest.fixture(scope="session")
+def host() -> Host:
+    """Compiles `host.mm` as setup.py compiles the project's, and gives its `run_scenario`."""
+    folder = build.OUTPUT / "tests"
+    target = folder / "host.o"
+    build.compile_host_source(Path(__file__).with_name("host.mm"), target, [])
+    library = folder / "host.so"
+    subprocess.run([build.COMPILER, "-shared", str(target), "-o", str(library)], check=True)
+    run = ctypes.CDLL(str(library)).run_scenario
+    run.restype, run.argtypes = ctypes.c_char_p, [ctypes.c_char_p]
+
+    def scenario(name: str) -> str:
+        text: str = run(name.encode()).decode()
+        return text
+
+    return scenario
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_over() -> None:
+    softmetal.faults()
+
+
+@pytest.mark.parametrize("mode", ["fast", "checked"])
+@pytest.mark.parametrize("name", CORRECT)
+def test_correct_host_code_runs(host: Host, name: str, mode: str) -> None:
+    with softmetal.checked(mode == "checked"):
+        assert host(name) == ""
+
+
+@pytest.mark.parametrize("name", VIOLATIONS)
+def test_a_violation_is_reported(host: Host, name: str) -> None:
+    message = host(name)
+    assert re.search(VIOLATIONS[name], message), message
+    assert message.startswith("Metal API violation [")
+    # The device is usable afterwards.
+    torch.mps.synchronize()
+    assert (torch.ones(3, device="mps") + 1).tolist() == [2, 2, 2]
+    assert host("correct") == ""
+
+
+def test_every_scenario_is_used() -> None:
+    source = Path(__file__).with_name("host.mm").read_text()
+    names = set(re.findall(r'^    \{"([^"]+)",', source, re.M))
+    assert names == set(VIOLATIONS) | set(CORRECT) | {"missing function constant", "exception with rethrow"}
+
+
+def test_a_function_constant_without_a_value_gives_no_pipeline(host: Host) -> None:
+    message = host("missing function constant")
+    assert "fill" in message
+    assert "width" in message
+
+
+def test_an_exception_passes_dispatch_sync_with_rethrow(host: Host) -> None:
+    assert host("exception with rethrow") == "from the block"
+
+
+def test_a_torch_operator_in_the_block_is_a_deadlock(host: Host) -> None:
+    """The same rule from the other side: operators on mps tensors take the queue."""
+    assert "deadlock" in host("re-entrant dispatch_sync")

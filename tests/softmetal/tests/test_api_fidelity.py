@@ -1,0 +1,146 @@
+"""The stand-in headers against Apple's SDK metadata, and the checker against deliberate mistakes."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from softmetal import api_check, api_metadata
+
+# Classes' methods with ordinary types, which PyObjC has no reason to record. They are as in Apple's documentation.
+UNVERIFIED = {
+    "+[NSAutoreleasePool addObject:]",
+    "+[NSError errorWithDomain:code:userInfo:]",
+    "+[NSMutableDictionary dictionary]",
+    *(f"+[NSNumber numberWith{kind}:]" for kind in "Double Float Int Long LongLong UnsignedInt UnsignedLong".split()),
+    *("+[NSObject alloc]", "+[NSObject class]", "+[NSObject new]", "-[NSObject dealloc]", "-[NSObject init]"),
+    *(f"-[MTLCompileOptions {name}]" for name in "languageVersion mathFloatingPointFunctions mathMode".split()),
+    "-[MTLCompileOptions preprocessorMacros]",
+    *(f"-[MTLCompileOptions set{name}:]" for name in "LanguageVersion MathFloatingPointFunctions MathMode".split()),
+    "-[MTLCompileOptions setPreprocessorMacros:]",
+    "-[MTLFunctionConstantValues setConstantValue:type:atIndex:]",
+    "-[MTLFunctionConstantValues setConstantValue:type:withName:]",
+    "-[MTLCommandBuffer status]",  # recorded once, for MTLIOCommandBuffer
+    *("-[NSArray objectAtIndex:]", "-[NSArray objectAtIndexedSubscript:]", "-[NSAutoreleasePool drain]"),
+    *(f"-[NSDictionary {name}]" for name in "allKeys objectForKey: objectForKeyedSubscript:".split()),
+    *("-[NSError code]", "-[NSError domain]", "-[NSError localizedDescription]"),
+    *(f"-[NSMutableDictionary setObject:{key}:]" for key in ("forKey", "forKeyedSubscript")),
+    *(f"-[NSNumber {name}]" for name in "doubleValue longLongValue stringValue".split()),
+}
+
+
+@pytest.fixture(scope="module")
+def apple() -> api_metadata.Metadata:
+    try:
+        return api_metadata.load()
+    except api_metadata.MetadataUnavailable as error:
+        pytest.skip(f"Apple's SDK metadata: {error}")
+
+
+@pytest.fixture
+def headers(tmp_path: Path) -> Path:
+    """A copy of the stand-in headers that a test may spoil."""
+    return Path(shutil.copytree(api_check.INCLUDE, tmp_path / "include"))
+
+
+def spoil(headers: Path, before: str, after: str) -> api_check.Declarations:
+    """Declarations of the headers with one deliberate mistake in Metal.h."""
+    path = headers / "Metal" / "Metal.h"
+    text = path.read_text()
+    assert text.count(before) == 1, f"{before!r} is there {text.count(before)} times"
+    path.write_text(text.replace(before, after))
+    return api_check.declarations(headers)
+
+
+def test_headers_agree_with_apples_metadata(apple: api_metadata.Metadata) -> None:
+    declared = api_check.declarations()
+    report = api_check.check_declarations(declared, apple)
+    assert report.problems == []
+    assert report.unverified == UNVERIFIED
+    methods = sum(len(protocol.methods) for protocol in declared.protocols.values())
+    assert methods - len(report.unverified) > 80
+    assert len(declared.enums) > 50
+
+
+def test_metadata_is_really_read(apple: api_metadata.Metadata) -> None:
+    """Facts of the SDK that do not come through our headers."""
+    set_bytes = apple.protocols["MTLComputeCommandEncoder"].methods["setBytes:length:atIndex:", False]
+    assert set_bytes.types == "v40@0:8r^v16Q24Q32"
+    assert apple.protocols["MTLComputeCommandEncoder"].adopts == ["MTLCommandEncoder"]
+    assert apple.enums["MTLLanguageVersion3_1"] == 0x30001
+    assert "MTLLibraryErrorDomain" in apple.constants
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "report"),
+    [
+        (
+            "setThreadgroupMemoryLength:(NSUInteger)length atIndex:",
+            "setThreadgroupMemoryLength:(NSUInteger)length index:",
+            "-[MTLComputeCommandEncoder setThreadgroupMemoryLength:index:]: Apple's MTLComputeCommandEncoder has no such",
+        ),
+        (
+            "setBytes:(const void*)bytes length:(NSUInteger)length",
+            "setBytes:(const void*)bytes length:(int)length",
+            "-[MTLComputeCommandEncoder setBytes:length:atIndex:]: encoding",
+        ),
+        (
+            "- (void)setBytes:(const void*)bytes",
+            "- (void)setBytes:(void*)bytes",
+            "-[MTLComputeCommandEncoder setBytes:length:atIndex:]: encoding",
+        ),
+        ("MTLMathModeFast = 2", "MTLMathModeFast = 1", "enum MTLMathModeFast: 1, Apple's is 2"),
+        ("MTLMathModeFast = 2", "MTLMathModeQuick = 2", "enum MTLMathModeQuick: not in Apple's metadata"),
+        (
+            "- (BOOL)supportsFamily:(MTLGPUFamily)gpuFamily",
+            "- (BOOL)supportsFamily:(unsigned)gpuFamily",
+            "-[MTLDevice supportsFamily:]: argument 0 is I, Apple's is q",
+        ),
+        ("MTLSize maxThreadsPerThreadgroup", "NSUInteger maxThreadsPerThreadgroup", "-[MTLDevice maxThreadsPer"),
+        (
+            "MTLErrorDomain const MTLLibraryErrorDomain".replace("MTLError", "NSError"),
+            "NSErrorDomain const MTLShaderErrorDomain",
+            "constant MTLShaderErrorDomain: not in Apple's metadata",
+        ),
+    ],
+)
+def test_a_deliberate_mistake_is_reported(
+    apple: api_metadata.Metadata, headers: Path, before: str, after: str, report: str
+) -> None:
+    problems = api_check.check_declarations(spoil(headers, before, after), apple).problems
+    assert len(problems) == 1
+    assert problems[0].startswith(report)
+
+
+def test_an_invented_method_does_not_pass_silently(apple: api_metadata.Metadata, headers: Path) -> None:
+    declared = spoil(headers, "- (void*)contents;", "- (void*)contents;\n- (void)poke:(int)value;")
+    report = api_check.check_declarations(declared, apple)
+    assert report.unverified - UNVERIFIED == {"-[MTLBuffer poke:]"}
+
+
+def test_sent_selectors_and_classes_are_compared(tmp_path: Path, apple: api_metadata.Metadata) -> None:
+    """An object for macOS that sends one selector, and uses one class, that Apple's headers do not have."""
+    declared = api_check.declarations()
+    good = "@class MTLCompileOptions; @interface MTLCompileOptions + (id)alloc; - (void)setMathMode:(long)m; @end\n"
+    body = "void f(void) { [[MTLCompileOptions alloc] setMathMode:0]; }\n"
+    assert api_check.check_sent([compile_for_mac(tmp_path / "good.m", good + body)], declared).problems == []
+    bad = good.replace("setMathMode", "setMathsMode") + "@interface MTLNothing + (id)alloc; @end\n"
+    body = "void f(void) { [[MTLCompileOptions alloc] setMathsMode:0]; [MTLNothing alloc]; }\n"
+    assert api_check.check_sent([compile_for_mac(tmp_path / "bad.m", bad + body)], declared).problems == [
+        "bad.o: sends setMathsMode:, which the checked headers do not declare",
+        "bad.o: uses class MTLNothing, which the checked headers do not declare",
+    ]
+
+
+def compile_for_mac(path: Path, source: str) -> Path:
+    """An arm64 macOS object made of the Objective-C source, at `path` with suffix `.o`."""
+    path.write_text(source)
+    return api_check.compile_for_mac(path, path.with_suffix(".o"), [])
+
+
+def test_a_file_that_is_not_the_pinned_one_is_refused(tmp_path: Path) -> None:
+    wheel = api_metadata.WHEELS[0]
+    (tmp_path / wheel.file_name).write_bytes(b"something else")
+    with pytest.raises(ValueError, match="expected sha256 9e56862f"):
+        api_metadata.fetch(wheel, tmp_path)
