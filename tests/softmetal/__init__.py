@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 import torch
 
-from .build import Unavailable, build
+from .build import Unavailable, build_device
 from .extension import use_test_build
-from .native import CounterFields, Library
+from .native import Library
 from .shader import ShaderLibrary
 
 __all__ = ["Counters", "Unavailable", "checked", "counters", "faults", "is_checked", "seed"]
@@ -26,7 +26,7 @@ __all__ = ["Counters", "Unavailable", "checked", "counters", "faults", "is_check
 def _load() -> Library:
     if torch.backends.mps.is_built():
         raise Unavailable("softmetal: this torch has a Metal backend of its own")
-    library = Library(*build())
+    library = Library(build_device())
     if not torch._C._mps_is_available():
         raise RuntimeError(
             "softmetal: torch was asked about MPS before `import softmetal`, which fixes the answer for the process: "
@@ -107,7 +107,7 @@ def counters() -> list[Counters]:
     found = []
     for i in range(_library.record_count()):
         kernel, number = ctypes.c_char_p(), ctypes.c_uint64()
-        fields: CounterFields = _library.record(i, ctypes.byref(kernel), ctypes.byref(number)).contents.counters
+        fields = _library.record(i, ctypes.byref(kernel), ctypes.byref(number)).contents.counters
         values = {
             name: None if "bytes" in name and not fields.has_bytes else getattr(fields, name)
             for name in Counters.__dataclass_fields__

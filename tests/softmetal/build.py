@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import importlib.util
 import shutil
 import subprocess
 import sys
@@ -100,8 +99,7 @@ def _digest(*parts: object) -> str:
     return text.hexdigest()[:16]
 
 
-def build_runtime() -> Path:
-    """Compiles what is stale of the device library and returns its path."""
+def _build_runtime() -> Path:
     import torch
 
     headers = sorted(RUNTIME.rglob("*.h")) + sorted((HERE / "executor").glob("*.h"))
@@ -126,21 +124,8 @@ def build_runtime() -> Path:
     return library
 
 
-def _executor_build() -> Any:
-    path = HERE / "executor" / "build.py"
-    spec = importlib.util.spec_from_file_location("softmetal_executor_build", path)
-    if spec is None or spec.loader is None:
-        raise RuntimeError(f"softmetal: {path} cannot be loaded")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def build() -> tuple[Path, Path]:
-    """Builds what is stale.
-
-    Returns:
-        The executor's and the device's library, to be loaded in this order.
+def build_device() -> Path:
+    """Builds what is stale of the device library, which leaves the executor's functions undefined.
 
     Raises:
         Unavailable: a tool or package is missing.
@@ -148,7 +133,7 @@ def build() -> tuple[Path, Path]:
     """
     require_tools()
     with _locked():
-        return Path(_executor_build().build_executor(OUTPUT)), build_runtime()
+        return _build_runtime()
 
 
 def compile_host_source(source: Path, target: Path, extra_flags: list[str]) -> None:

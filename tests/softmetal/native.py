@@ -4,54 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import os
-from ctypes import POINTER, Structure, c_char_p, c_int, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
+from collections.abc import Callable
+from ctypes import POINTER, Structure, c_char_p, c_int, c_size_t, c_uint64, c_void_p
 from pathlib import Path
+from typing import Any
 
-BUFFER_SLOTS = 31
-
-
-class UInt3(Structure):
-    """`sm_uint3`."""
-
-    _fields_ = [("x", c_uint32), ("y", c_uint32), ("z", c_uint32)]
-
-
-class Fault(Structure):
-    """`sm_fault`: one finding of checked mode."""
-
-    _fields_ = [
-        ("kind", c_uint32),
-        ("is_fatal", c_uint32),
-        ("message", c_char_p),
-        ("kernel", c_char_p),
-        ("file", c_char_p),
-        ("line", c_uint32),
-        ("thread", UInt3),
-        ("threadgroup", UInt3),
-        ("simdgroup", c_uint32),
-        ("buffer", c_int32),
-        ("offset", c_int64),
-    ]
-
-
-class CounterFields(Structure):
-    """`sm_counters`."""
-
-    _fields_ = [
-        *((name, c_uint64) for name in ("threads", "threadgroups", "threadgroup_barriers", "simdgroup_barriers")),
-        *((name, c_uint64) for name in ("simd_operations", "mmas", "atomics", "has_bytes")),
-        *((name, c_uint64) for name in ("device_bytes_read", "device_bytes_written")),
-        *((name, c_uint64) for name in ("distinct_bytes_read", "distinct_bytes_written")),
-        *((name, c_uint64) for name in ("threadgroup_bytes_read", "threadgroup_bytes_written")),
-        *((name, c_uint64 * BUFFER_SLOTS) for name in ("buffer_bytes_read", "buffer_bytes_written")),
-        *((name, c_uint64 * BUFFER_SLOTS) for name in ("buffer_distinct_read", "buffer_distinct_written")),
-    ]
-
-
-class Result(Structure):
-    """`sm_result`."""
-
-    _fields_ = [("fault_count", c_uint32), ("faults", POINTER(Fault)), ("counters", CounterFields)]
+from .executor.bindings import Result, executor
 
 
 class Argument(Structure):
@@ -61,17 +19,16 @@ class Argument(Structure):
 
 
 class Library:
-    """The loaded device library.
+    """The loaded device library; its C functions are attributes without their `softmetal_`.
 
     Args:
-        executor: path of the executor's library, loaded first.
-        device: path of the device library.
+        path: of the device library. The executor is loaded before it.
     """
 
-    def __init__(self, executor: Path, device: Path) -> None:
-        mode = os.RTLD_GLOBAL | os.RTLD_LAZY  # the host extension finds its symbols here
-        self._executor = ctypes.CDLL(str(executor), mode)
-        self._c = ctypes.CDLL(str(device), mode)
+    def __init__(self, path: Path) -> None:
+        executor()
+        library = ctypes.CDLL(str(path), os.RTLD_GLOBAL | os.RTLD_LAZY)  # the host extension finds its symbols here
+        self._functions: dict[str, Callable[..., Any]] = {}
         signatures: dict[str, tuple[object, list[object]]] = {
             "free": (None, [c_void_p]),
             "set_checked": (None, [c_int]),
@@ -91,9 +48,16 @@ class Library:
             "host_pointer": (c_void_p, [c_void_p, POINTER(c_void_p)]),
         }
         for name, (result, arguments) in signatures.items():
-            function = getattr(self._c, f"softmetal_{name}")
+            function = getattr(library, f"softmetal_{name}")
             function.restype, function.argtypes = result, arguments
-            setattr(self, name, function)
+            self._functions[name] = function
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        try:
+            function: Callable[..., Any] = self._functions[name]
+        except KeyError:
+            raise AttributeError(name) from None
+        return function
 
     def take_text(self, pointer: int | None) -> str | None:
         """The text at an owned pointer, which is freed; None for a null pointer."""
@@ -102,6 +66,3 @@ class Library:
         text = ctypes.string_at(pointer).decode(errors="replace")
         self.free(pointer)
         return text
-
-    def __getattr__(self, name: str) -> ctypes._CFuncPtr:  # for the type checker: set in __init__
-        raise AttributeError(name)

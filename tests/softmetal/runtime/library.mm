@@ -8,39 +8,39 @@ NSErrorDomain const MTLLibraryErrorDomain = @"MTLLibraryErrorDomain";
 
 namespace softmetal {
 
-using ConstantTexts = std::vector<std::array<std::string, 3>>;  // name or "", index, value
-
-const sm_library* open_library(const std::string& source, const ConstantTexts& constants, bool checked,
-                               const char* kernel) {
+const sm_library* Program::open(bool checked, const char* kernel) const {
   std::vector<sm_constant_value> values;
-  for (const auto& [name, index, value] : constants) {
-    const auto number = name.empty() ? static_cast<uint32_t>(std::stoul(index)) : 0;
-    values.push_back({name.empty() ? nullptr : name.c_str(), number, value.c_str()});
+  for (const Constant& constant : constants) {
+    values.push_back({constant.name.empty() ? nullptr : constant.name.c_str(), constant.index, constant.value.c_str()});
   }
+  std::vector<const char*> macros;
+  for (const std::string& define : defines) macros.push_back(define.c_str());
   sm_compile_request request{};
   request.source = source.c_str();
   request.constants = values.data();
   request.constant_count = static_cast<uint32_t>(values.size());
   request.checked = checked;
   request.kernel = kernel;
+  request.defines = macros.data();
+  request.define_count = static_cast<uint32_t>(macros.size());
   char* text = nullptr;
+  const auto take = [&text] {
+    std::string taken = text;
+    sm_free_text(text);
+    return taken;
+  };
   const int failed = sm_compile(&request, &text);
-  const std::string path_or_error = text;
-  sm_free_text(text);
+  const std::string path_or_error = take();
   if (failed != 0) throw std::runtime_error(path_or_error);
   const sm_library* library = sm_library_open(path_or_error.c_str(), &text);
-  if (library == nullptr) {
-    const std::string message = text;
-    sm_free_text(text);
-    throw std::runtime_error(message);
-  }
+  if (library == nullptr) throw std::runtime_error(take());
   return library;
 }
 
 const sm_library* Kernel::library(bool checked) {
   const std::lock_guard lock(mutex_);
   const sm_library*& library = libraries_[checked];
-  if (library == nullptr) library = open_library(source_, constants_, checked, name_.c_str());
+  if (library == nullptr) library = program_.open(checked, name_.c_str());
   return library;
 }
 
@@ -102,7 +102,7 @@ void set_error(NSError** error, MTLLibraryError code, const std::string& message
 }  // namespace
 }  // namespace softmetal
 
-using softmetal::ConstantTexts;
+using Constants = std::vector<softmetal::Program::Constant>;
 using softmetal::settings;
 
 @implementation MTLCompileOptions
@@ -151,35 +151,34 @@ using softmetal::settings;
 
 @implementation MTLFunctionConstantValues
 - (id)init {
-  _state = new ConstantTexts();
+  _state = new Constants();
   return self;
 }
 - (void)dealloc {
-  delete static_cast<ConstantTexts*>(_state);
+  delete static_cast<Constants*>(_state);
   [super dealloc];
 }
 - (void)setConstantValue:(const void*)value type:(MTLDataType)type atIndex:(NSUInteger)index {
-  static_cast<ConstantTexts*>(_state)->push_back({"", std::to_string(index), softmetal::constant_text(value, type)});
+  static_cast<Constants*>(_state)->push_back(
+      {"", static_cast<uint32_t>(index), softmetal::constant_text(value, type)});
 }
 - (void)setConstantValue:(const void*)value type:(MTLDataType)type withName:(NSString*)name {
-  static_cast<ConstantTexts*>(_state)->push_back({[name UTF8String], "", softmetal::constant_text(value, type)});
+  static_cast<Constants*>(_state)->push_back({[name UTF8String], 0, softmetal::constant_text(value, type)});
 }
 @end
 
 @interface SoftMetalFunction : NSObject <MTLFunction> {
  @public
-  std::string* source;
+  softmetal::Program* program;
   std::string* functionName;
-  ConstantTexts* constants;
   NSString* functionLabel;
 }
 @end
 
 @implementation SoftMetalFunction
 - (void)dealloc {
-  delete source;
+  delete program;
   delete functionName;
-  delete constants;
   [functionLabel release];
   [super dealloc];
 }
@@ -201,7 +200,7 @@ using softmetal::settings;
 
 @interface SoftMetalLibrary : NSObject <MTLLibrary> {
  @public
-  std::string* source;
+  softmetal::Program* program;
   const sm_library* library;
   NSString* libraryLabel;
 }
@@ -209,7 +208,7 @@ using softmetal::settings;
 
 @implementation SoftMetalLibrary
 - (void)dealloc {
-  delete source;
+  delete program;
   [libraryLabel release];
   [super dealloc];
 }
@@ -243,9 +242,9 @@ using softmetal::settings;
     return nil;
   }
   SoftMetalFunction* function = [[SoftMetalFunction alloc] init];
-  function->source = new std::string(*source);
+  function->program = new softmetal::Program(*program);
   function->functionName = new std::string([name UTF8String]);
-  function->constants = values == nil ? new ConstantTexts() : new ConstantTexts(*static_cast<ConstantTexts*>(values->_state));
+  if (values != nil) function->program->constants = *static_cast<Constants*>(values->_state);
   return function;
 }
 @end
@@ -277,21 +276,20 @@ using softmetal::settings;
 @end
 
 id<MTLLibrary> softmetal_new_library(NSString* source, MTLCompileOptions* options, NSError** error) {
-  std::string text;
+  softmetal::Program program{[source UTF8String], {}, {}};
   if (options != nil) {
     NSDictionary* macros = settings(options).macros;
     NSArray* names = [macros allKeys];
     for (NSUInteger i = 0; i < [names count]; ++i) {
-      id value = [macros objectForKey:[names objectAtIndex:i]];
-      text += std::string("#define ") + [[[names objectAtIndex:i] description] UTF8String] + " " + [[value description] UTF8String] + "\n";
+      id name = [names objectAtIndex:i];
+      program.defines.push_back(std::string([[name description] UTF8String]) + "=" +
+                                [[[macros objectForKey:name] description] UTF8String]);
     }
-    if (!text.empty()) text += "#line 1\n";
   }
-  text += [source UTF8String];
   try {
-    const sm_library* opened = softmetal::open_library(text, {}, softmetal::Device::get().checked, "");
+    const sm_library* opened = program.open(softmetal::Device::get().checked, "");
     SoftMetalLibrary* library = [[SoftMetalLibrary alloc] init];
-    library->source = new std::string(std::move(text));
+    library->program = new softmetal::Program(std::move(program));
     library->library = opened;
     return library;
   } catch (const std::runtime_error& failure) {
@@ -303,7 +301,7 @@ id<MTLLibrary> softmetal_new_library(NSString* source, MTLCompileOptions* option
 id<MTLComputePipelineState> softmetal_new_pipeline(id<MTLFunction> function, NSError** error) {
   if (function == nil) softmetal::violation("function", "newComputePipelineStateWithFunction: expected a function, got nil");
   auto* made = static_cast<SoftMetalFunction*>(function);
-  auto kernel = std::make_unique<softmetal::Kernel>(*made->source, *made->functionName, *made->constants);
+  auto kernel = std::make_unique<softmetal::Kernel>(*made->program, *made->functionName);
   try {
     kernel->kernel(softmetal::Device::get().checked);
   } catch (const std::runtime_error& failure) {

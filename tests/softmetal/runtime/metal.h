@@ -53,28 +53,37 @@ struct Binding {
   uint64_t era = 0;  // when it was bound: see ComputeEncoder
 };
 
-// A specialised kernel, compiled on demand for fast and for checked mode.
+// Metal source with what specialises it.
+struct Program {
+  struct Constant {
+    std::string name;  // or empty: by index
+    uint32_t index;
+    std::string value;
+  };
+  std::string source;
+  std::vector<std::string> defines;  // NAME=VALUE
+  std::vector<Constant> constants;
+
+  // Compiles and opens; throws std::runtime_error with the compiler's messages. With function constants in the source
+  // only `kernel` gets code ("": none, for names and arguments).
+  const sm_library* open(bool checked, const char* kernel) const;
+};
+
+// A specialised kernel, compiled for fast and for checked mode when first asked for.
 class Kernel {
  public:
-  Kernel(std::string source, std::string name, std::vector<std::array<std::string, 3>> constants)
-      : source_(std::move(source)), name_(std::move(name)), constants_(std::move(constants)) {}
+  Kernel(Program program, std::string name) : program_(std::move(program)), name_(std::move(name)) {}
 
   const std::string& name() const { return name_; }
-  // Compiles when first asked. Throws std::runtime_error with the compiler's messages.
   const sm_library* library(bool checked);
   const sm_kernel* kernel(bool checked);
 
  private:
-  std::string source_, name_;
-  std::vector<std::array<std::string, 3>> constants_;  // name or "", index, value
+  Program program_;
+  std::string name_;
   std::array<const sm_library*, 2> libraries_{};
   std::mutex mutex_;
 };
-
-// Compiles and opens; throws std::runtime_error with the compiler's messages. With function constants in the source
-// only `kernel` gets code ("": none, for names and arguments).
-const sm_library* open_library(const std::string& source, const std::vector<std::array<std::string, 3>>& constants,
-                               bool checked, const char* kernel);
 
 // One piece of encoded work. It holds references to all that it will touch, as a Mac's command buffer does.
 struct Command {

@@ -176,12 +176,13 @@ void MPSStream::copy(id<MTLBuffer> source, id<MTLBuffer> destination, size_t len
     @autoreleasepool {
       endKernelCoalescing();
       id<MTLBlitCommandEncoder> encoder = [commandBuffer() blitCommandEncoder];
+      const std::unique_ptr<id<MTLBlitCommandEncoder>, void (*)(id<MTLBlitCommandEncoder>*)> ended(
+          &encoder, [](id<MTLBlitCommandEncoder>* e) { [*e endEncoding]; });
       [encoder copyFromBuffer:source
                  sourceOffset:sourceOffset
                      toBuffer:destination
             destinationOffset:destinationOffset
                          size:length];
-      [encoder endEncoding];
     }
   });
   synchronize(syncType);
