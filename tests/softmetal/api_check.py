@@ -62,8 +62,11 @@ def declarations(include: Path = INCLUDE, headers: Sequence[str] = HEADERS) -> D
     text = "".join((include / header).read_text() for header in headers)
     interfaces = re.findall(r"^@interface\s+(\w+)[^\n{]*(?:\{[^}]*\})?(.*?)^@end", text, re.S | re.M)
     names = sorted(set(re.findall(r"^@protocol\s+(\w+)[^;,\n]*$", text, re.M)))
-    enums = [name for body in re.findall(r"(?:NS_ENUM|NS_OPTIONS)\([^)]*\)\s*\{([^}]*)\}|\benum \{([^}]*)\}", text)
-             for name in re.findall(r"^\s*(\w+)\s*=", body[0] or body[1].replace(",", "\n"), re.M)]
+    enums = [
+        name
+        for body in re.findall(r"(?:NS_ENUM|NS_OPTIONS)\([^)]*\)\s*\{([^}]*)\}|\benum \{([^}]*)\}", text)
+        for name in re.findall(r"^\s*(\w+)\s*=", body[0] or body[1].replace(",", "\n"), re.M)
+    ]
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         (root / "objc").mkdir()
@@ -78,7 +81,7 @@ def declarations(include: Path = INCLUDE, headers: Sequence[str] = HEADERS) -> D
             f"  if (i == {i}) return (__bridge void*)@protocol({name});\n" for i, name in enumerate(listed)
         )
         source += "  return 0;\n}\n"
-        source += "__attribute__((used, section(\"__DATA,__enums\"))) const long long enums[] = {0"
+        source += '__attribute__((used, section("__DATA,__enums"))) const long long enums[] = {0'
         source += "".join(f", (long long){name}" for name in enums) + "};\n"
         (root / "headers.m").write_text(source)
         compiled = MachO(compile_for_mac(root / "headers.m", root / "headers.o", [f"-I{root}", f"-I{include}"]))

@@ -92,7 +92,9 @@ def fetch(wheel: Wheel, cache: Path = CACHE) -> Path:
             check=False,
         )
         if done.returncode != 0 or not path.exists():
-            raise MetadataUnavailable(f"{wheel.package} {wheel.version} cannot be fetched: {done.stderr.strip()[-300:]}")
+            raise MetadataUnavailable(
+                f"{wheel.package} {wheel.version} cannot be fetched: {done.stderr.strip()[-300:]}"
+            )
     found = hashlib.sha256(path.read_bytes()).hexdigest()
     if found != wheel.sha256:
         raise ValueError(f"{path.name}: expected sha256 {wheel.sha256}, got {found}")
