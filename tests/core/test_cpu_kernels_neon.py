@@ -1,0 +1,23 @@
+"""The NEON kernels, cross-compiled for aarch64 Linux and run under qemu: the same plain C++ test, no torch."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from test_cpu_kernels import build, run_program
+
+COMPILER = "aarch64-linux-gnu-g++"
+EMULATOR = "qemu-aarch64-static"
+
+pytestmark = pytest.mark.skipif(
+    not (shutil.which(COMPILER) and shutil.which(EMULATOR)),
+    reason=f"NEON under emulation needs {COMPILER} and {EMULATOR} (Debian: g++-aarch64-linux-gnu qemu-user-static)",
+)
+
+
+def test_neon_against_fp64(tmp_path: Path) -> None:
+    program = build(tmp_path, "-O2", "-static", compiler=COMPILER)
+    done = run_program(EMULATOR, program, "2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.endswith(" 0 failed\n")
+    assert "neon threads=2: gemm, " in done.stdout
