@@ -16,9 +16,9 @@ SANITIZERS = (
 )
 
 
-def build(directory: Path, *flags: str) -> Path:
+def build(directory: Path, *flags: str, compiler: str | None = None) -> Path:
     """Compiles the test program into `directory` and returns its path."""
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
+    compiler = compiler or os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
     assert compiler, "no C++ compiler: install g++"
     program = directory / "cpu_kernels_test"
     kernels = sorted(path for path in (ROOT / "csrc/cpu").glob("*.cpp") if path.name != "ops_cpu.cpp")
