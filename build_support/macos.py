@@ -23,7 +23,7 @@ from build_support.macos_symbols import SYSTEM_LIBRARIES, system_symbols
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "build" / "macos"
 STAND_INS = ROOT / "tests" / "softmetal" / "runtime" / "include"
-FRAMEWORKS = ("Foundation", "Metal", "MetalPerformanceShaders", "MetalPerformanceShadersGraph")
+FRAMEWORKS = ("Foundation", "Metal", "MetalPerformanceShaders", "MetalPerformanceShadersGraph", "os")
 MINIMUM_MACOS = "14.0"
 TAG = "cp311-cp311-macosx_14_0_arm64"
 MODULE = "_C.cpython-311-darwin.so"
@@ -67,7 +67,7 @@ def compile_flags() -> list[str]:
             link.symlink_to(STAND_INS / name)
     flags = ["-std=c++20", "-O3", "-g0", "-fvisibility=hidden", "-fno-sanitize=undefined", "-Wall", "-Wextra"]
     # Without the annotations libc++'s headers use functions that the libc++ of macOS 14 does not export.
-    flags += ["-D_LIBCPP_HAS_VENDOR_AVAILABILITY_ANNOTATIONS=1"]
+    flags += ["-U_LIBCPP_HAS_VENDOR_AVAILABILITY_ANNOTATIONS", "-D_LIBCPP_HAS_VENDOR_AVAILABILITY_ANNOTATIONS=1"]
     flags += [f"-ffile-prefix-map={ROOT}/=", "-fblocks", "-fobjc-exceptions", "-Wno-unknown-pragmas"]
     flags += ["-DTORCH_EXTENSION_NAME=_C", "-DTORCH_API_INCLUDE_EXTENSION_H"]
     flags += ['-DTORCH_MARLIN_METAL_TORCH_VERSION="2.13.0"', f"-I{frameworks}", f"-I{ROOT / 'csrc'}"]

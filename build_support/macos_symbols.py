@@ -26,6 +26,9 @@ EXTRA_SYMBOLS = {
     "libc++": {
         "__ZdlPvm": "C++14 sized deallocation, in libc++ since macOS 10.12",
     },
+    "Metal": {
+        "_OBJC_CLASS_$_MTLFunctionConstantValues": "class of the Metal framework since macOS 10.12",
+    },
 }
 
 
