@@ -1,0 +1,67 @@
+"""MLX's own Metal kernels, unmodified, from the pinned wheel `mlx-metal`: instantiate, launch, compare."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from msl_kernels import HEADER, Library
+from softmetal import device
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+from build_support import wheels  # noqa: E402
+
+KERNELS = "mlx/backend/metal/kernels"
+UNUSED = np.zeros(4, np.int64)  # bound where a kernel names an argument that this case does not read
+
+
+@functools.cache
+def _include() -> str:
+    try:
+        return str(wheels.unpack("mlx-metal") / "mlx" / "include")
+    except wheels.WheelUnavailable as error:
+        pytest.skip(f"MLX's Metal sources are not at hand: {error}")
+
+
+@functools.cache
+def _compiled(headers: tuple[str, ...], instances: tuple[str, ...], constants: tuple[tuple[str, object], ...]) -> Library:
+    lines = [f'#include "{KERNELS}/{h}"' for h in ("utils.h", *headers)]
+    lines += [f'template [[host_name("{i}")]] [[kernel]] decltype({i}) {i};' for i in instances]
+    return device.compile(HEADER + "\n".join(lines), constants=dict(constants), include_paths=[_include()])
+
+
+def mlx(
+    headers: Sequence[str], instances: Sequence[str], constants: Mapping[str, object] | None = None
+) -> Library:
+    """Compiles MLX headers; every instance like "arange<float>" is a kernel of that name."""
+    return _compiled(tuple(headers), tuple(instances), tuple((constants or {}).items()))
+
+
+def launch(library: Library, kernel: str, *buffers: object, **launch: object) -> None:
+    """Launches a kernel; a number is a constant: int is int32, float is float32."""
+    kinds = {int: np.int32, float: np.float32}
+    bound = [kinds[type(b)](b).tobytes() if type(b) in kinds else b for b in buffers]
+    bound = [b.tobytes() if isinstance(b, np.generic) else b for b in bound]
+    library.kernel(kernel).launch(buffers=bound, **launch)
+
+
+def to_bfloat(x: np.ndarray) -> np.ndarray:
+    """Bits of the bfloat nearest to each float (ties to even)."""
+    bits = x.astype(np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def from_bfloat(bits: np.ndarray) -> np.ndarray:
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def assert_within(got: np.ndarray, wanted: np.ndarray, bound: np.ndarray | float) -> None:
+    """Every element inside its own absolute error bound."""
+    error = np.abs(got.astype(np.float64) - wanted)
+    worst = np.max(error - bound)
+    assert np.isfinite(got.astype(np.float64)).all()
+    assert worst <= 0, f"off by {error.max():.3g}, {worst:.3g} over the bound"
