@@ -162,7 +162,8 @@ template <auto F, class... S>
 struct Call;
 template <class... A, void (*F)(A...), class... S>
 struct Call<F, S...> {
-  static void run(const sm_bindings* bindings) { F(S::template get<A>(bindings)...); }
+  // In the entry, so that a threadgroup variable lies in the code of its kernel.
+  __attribute__((always_inline)) static void run(const sm_bindings* bindings) { F(S::template get<A>(bindings)...); }
 };
 
 // The section lists every threadgroup variable with the code that declares it: the executor adds up a kernel's static
