@@ -114,9 +114,10 @@ def _zeros(layer: Layer, N: int, G: int, bits: int) -> Tensor | None:
     if "weight_zero_point" not in layer:
         return None
     offset = 1 << (bits - 1)
-    if layer.dtype("weight_zero_point") == "I8":
-        layer.expect("weight_zero_point", ("I8",), N, G)
-        zeros = layer.read("weight_zero_point").t().int() + offset
+    if layer.dtype("weight_zero_point") == "I8":  # not packed: one for the whole tensor, or an old version's
+        sizes = (1,) if layer.shape("weight_zero_point") == (1,) else (N, G)
+        layer.expect("weight_zero_point", ("I8",), *sizes)
+        zeros = (layer.read("weight_zero_point").int() + offset).expand(N, G).t()
     else:
         layer.expect("weight_zero_point", ("I32",), -(-N * bits // 32), G)
         zeros = unpack(layer.read("weight_zero_point"), bits, N).t()

@@ -85,8 +85,8 @@ def _bits(layer: Layer, settings: Settings, rows: int, N: int, G: int) -> int:
     stated = settings.integer("bits", "wbits", "w_bit", default=bits)
     if stated != bits and not _has_overrides(settings):
         raise layer.error("qweight", f"{bits} bits by the shapes do not agree with the settings' {stated}")
-    if bits not in (2, 3, 4, 8) or 32 * rows % bits:
-        raise layer.error("qweight", f"expected 2, 3, 4 or 8 bits, found {bits} by the shapes")
+    if not 2 <= bits <= 8 or 32 * rows % bits:
+        raise layer.error("qweight", f"expected 2 to 8 bits, found {bits} by the shapes")
     return bits
 
 
@@ -167,7 +167,7 @@ FORMAT = DirectoryFormat(
         ("act-order (desc_act), any group size with a divisor of 16 to 256, or one group", "uint4b8, uint4"),
     ),
     refused=(
-        ("2, 3 and 8 bit", "codes are not 4 bit wide; dequantized on request"),
+        ("2, 3, 5, 6, 7 and 8 bit", "codes are not 4 bit wide; dequantized on request"),
         ("groups of 8 or less", "no group size of the operators divides them; dequantized on request"),
         ("gptq_p", "planar packing of 3, 5, 6 and 7 bit codes"),
         ("marlin, bitblas", "layouts made for one GPU kernel; export the original GPTQ checkpoint"),

@@ -4,15 +4,20 @@ mlx-lm writes them, and transformers' Metal quantizer (which calls the biases `q
 stand in the same object under the module's name.
 """
 
+from torch import Tensor
+
 from torch_marlin_metal.convert import fp4
 from torch_marlin_metal.convert.checkpoint import Checkpoint, Settings
-from torch_marlin_metal.convert.layer import FLOATS, Layer, as_words, fit_groups
+from torch_marlin_metal.convert.layer import FLOATS, Layer, as_words, fit_groups, spread, unpack
 from torch_marlin_metal.convert.registry import DirectoryFormat, Options
 from torch_marlin_metal.packed_weight import PackedWeight
 
+# mode -> widths whose layout is known; of these only 4 bit is packed, the others can be decoded
+BITS = {"affine": (2, 3, 4, 5, 6, 8), "mxfp4": (4,), "nvfp4": (4,)}
+
 
 def _check(checkpoint: Checkpoint, settings: Settings) -> None:
-    settings.integer("bits"), settings.integer("group_size")
+    """Every module may have settings of its own, so nothing is decided for all of them."""
 
 
 def _implied(checkpoint: Checkpoint) -> bool:
@@ -32,31 +37,42 @@ def _own_settings(layer: Layer, settings: Settings) -> Settings:
 
 def _read(layer: Layer, settings: Settings, options: Options) -> PackedWeight:
     own = _own_settings(layer, settings)
-    mode, bits = own.text("mode", default="affine"), own.integer("bits", default=4) or 4
-    group_size = own.integer("group_size", default=64) or 64
+    mode, bits = own.text("mode", default="affine"), own.integer("bits", default=4)
+    group_size = own.integer("group_size", default=64) or 0
     N, words = layer.expect("weight", ("U32",), None, None)
-    K = 32 * words // bits if bits > 0 else 0
-    if mode not in ("affine", "mxfp4", "nvfp4") or bits != 4:
-        raise layer.unsupported(f"MLX mode {mode!r} of {bits} bits; read are affine, mxfp4 and nvfp4 of 4 bits")
-    if group_size < 1 or K % group_size:
-        raise layer.error("weight", f"K={K} is not a multiple of the group size {group_size}")
-    G = K // group_size
-    if mode != "affine":
-        expected = fp4.MXFP4_BLOCK if mode == "mxfp4" else fp4.NVFP4_BLOCK
-        if group_size != expected:
-            raise layer.unsupported(f"{mode} with groups of {group_size} instead of {expected}")
-        layer.expect("scales", ("U8",), N, G)
-        b_packed, scales = as_words(layer.read("weight")), layer.read("scales").t()
-        if mode == "mxfp4":
-            return fp4.mxfp4(b_packed, scales, layer.bias(N), "mlx mxfp4")
-        if "global_scale" in layer:
-            raise layer.unsupported("an NVFP4 layer with a global scale, whose convention is not settled")
-        return fp4.nvfp4(b_packed, scales, None, layer.bias(N), "mlx nvfp4")
-    layer.expect("scales", FLOATS, N, G)
-    layer.expect("biases", FLOATS, N, G)
-    fitted = fit_groups(K, group_size, layer.read("scales").t(), layer.read("biases").t())
+    if mode not in BITS or bits not in BITS[mode]:
+        raise layer.unsupported(f"MLX mode {mode!r} of {bits} bits is not read; known: affine, mxfp4, nvfp4")
+    K, rest = divmod(32 * words, bits)
+    if rest or group_size < 1 or K % group_size:
+        raise layer.error("weight", f"{words} words of {bits} bits are not rows of whole groups of {group_size}")
+    if mode == "affine":
+        return _read_affine(layer, N, K, bits, group_size)
+    block = fp4.MXFP4_BLOCK if mode == "mxfp4" else fp4.NVFP4_BLOCK
+    if group_size != block:
+        raise layer.unsupported(f"{mode} with groups of {group_size} instead of {block}")
+    if "global_scale" in layer:
+        raise layer.unsupported("it has a global scale, whose convention is not settled")
+    layer.expect("scales", ("U8",), N, K // block)
+    b_packed, scales, bias = as_words(layer.read("weight")), layer.read("scales").t(), layer.bias(N)
+    if mode == "mxfp4":
+        return fp4.mxfp4(b_packed, scales, bias, "mlx mxfp4")
+    return fp4.nvfp4(b_packed, scales, None, bias, "mlx nvfp4")
+
+
+def _read_affine(layer: Layer, N: int, K: int, bits: int, group_size: int) -> PackedWeight:
+    layer.expect("scales", FLOATS, N, K // group_size)
+    layer.expect("biases", FLOATS, N, K // group_size)
+    scales, biases = layer.read("scales").t(), layer.read("biases").t()
+
+    def dequantize() -> Tensor:
+        codes = unpack(layer.read("weight").t(), bits, K).float()
+        return (codes * spread(scales.float(), K, group_size) + spread(biases.float(), K, group_size)).t()
+
+    if bits != 4:
+        raise layer.unsupported(f"{bits}-bit weights are not 4 bit wide", dequantize)
+    fitted = fit_groups(K, group_size, scales, biases)
     if fitted is None:
-        raise layer.unsupported(f"no group size of the operators divides its groups of {group_size}")
+        raise layer.unsupported(f"no group size of the operators divides its groups of {group_size}", dequantize)
     return PackedWeight(
         b_packed=as_words(layer.read("weight")),
         scales=fitted[1][0].contiguous(),
@@ -74,7 +90,8 @@ FORMAT = DirectoryFormat(
     methods=("metal", "mlx"),
     variants=(("affine, 4 bit", "uint4_bias"), ("mxfp4", "mxfp4"), ("nvfp4", "nvfp4")),
     refused=(
-        ("2, 3, 5, 6 and 8 bit layers, mxfp8", "codes are not 4 bit wide"),
+        ("2, 3, 5, 6 and 8 bit layers", "codes are not 4 bit wide; dequantized on request"),
+        ("mxfp8", "8-bit weights"),
         ("NVFP4 with a global scale", "its convention is not settled"),
     ),
     anchors={".scales": "scales"},
