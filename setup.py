@@ -81,7 +81,7 @@ check_torch()
 check_compiler()
 
 sources = relative("csrc/*.cpp") + relative("csrc/cpu/*.cpp")
-compile_flags = ["-O3", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-fvisibility=hidden"]
+compile_flags = ["-O3", "-g0", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-fvisibility=hidden"]
 compile_flags += [f"-isystem{path}" for path in include_paths()]  # warnings are for our own code
 
 setup(

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Debian packages that the set-up needs. As root they are installed; otherwise one command is printed.
-#   install         what building needs, and what the software Metal device needs
+#   install         what building needs, what the software Metal device, the NEON tests and the macOS build need
 #   has-softmetal   exit 0 when the software Metal device can be built here
 set -eu
 
@@ -16,6 +16,10 @@ missing() {
   command -v g++ >/dev/null || echo g++
   "${PYTHON:-python3}" -c 'import ensurepip, venv' 2>/dev/null || echo python3-venv
   "${PYTHON:-python3}" -c 'import os, sysconfig as s; os.stat(s.get_path("include") + "/Python.h")' 2>/dev/null || echo python3-dev
+  command -v qemu-aarch64-static >/dev/null || echo qemu-user-static
+  command -v aarch64-linux-gnu-g++ >/dev/null || echo g++-aarch64-linux-gnu
+  command -v ld64.lld-19 >/dev/null || echo lld-19
+  command -v llvm-nm-19 >/dev/null || echo llvm-19
   has_softmetal || echo "clang-19 libobjc-$(gcc_major || true)-dev libblocksruntime-dev binutils"
 }
 
