@@ -114,15 +114,8 @@ def linear_bytes(model: nn.Module) -> int:
 def formats_table(results: list[Result]) -> Table:
     dense = results[0]
     table = Table(title="Linear layers in 4 bit, activations in fp32", title_justify="left")
-    for heading in (
-        "weights",
-        "Linear layers",
-        "weight error",
-        "cosine with fp32",
-        "nearest neighbour",
-        "batch",
-        "one",
-    ):
+    headings = ("weights", "Linear layers", "weight error", "cosine with fp32", "nearest neighbour", "all 40", "one")
+    for heading in headings:
         table.add_column(heading, justify="left" if heading == "weights" else "right")
     for result in results:
         cosine = (result.embeddings * dense.embeddings).sum(1)
