@@ -23,6 +23,15 @@ from .shader import ShaderLibrary
 __all__ = ["Counters", "Unavailable", "checked", "counters", "faults", "is_checked", "seed"]
 
 
+def _host_alias(library: Library, storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    """A CPU storage over the bytes of an mps storage, which it keeps alive."""
+    if storage.device.type != "mps" or not storage.nbytes():
+        raise RuntimeError(f"_host_alias_storage: expected a non-empty storage on mps, got one on {storage.device}")
+    memory = (ctypes.c_uint8 * storage.nbytes()).from_address(library.contents(storage.data_ptr()))
+    memory.owner = storage  # type: ignore[attr-defined]
+    return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+
+
 def _load() -> Library:
     if torch.backends.mps.is_built():
         raise Unavailable("softmetal: this torch has a Metal backend of its own")
@@ -35,6 +44,7 @@ def _load() -> Library:
     torch.backends.mps.is_available.cache_clear()
     torch._C._has_mps = True
     torch._C._mps_compileShader = lambda source: ShaderLibrary(library, source)
+    torch._C._mps_host_alias_storage = lambda storage: _host_alias(library, storage)
     torch._C._mps_get_core_count = lambda: 8
     torch._C._mps_get_name = lambda: "softmetal"
     return library

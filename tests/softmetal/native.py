@@ -45,7 +45,8 @@ class Library:
             "pipeline_limits": (None, [c_void_p, POINTER(c_uint64)]),
             "dispatch": (c_void_p, [c_void_p, POINTER(Argument), c_size_t, POINTER(c_uint64), POINTER(c_uint64)]),
             "gpu_address": (c_uint64, [c_void_p]),
-            "host_pointer": (c_void_p, [c_void_p, POINTER(c_void_p)]),
+            "contents": (c_void_p, [c_void_p]),
+            "error_buffer": (c_void_p, []),
         }
         for name, (result, arguments) in signatures.items():
             function = getattr(library, f"softmetal_{name}")

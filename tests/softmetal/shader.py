@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Sequence
 from ctypes import c_uint64, c_void_p
 from typing import Any
@@ -56,32 +57,36 @@ class ShaderKernel:
             threads: threads of the grid, 1 to 3 numbers; by default the number of elements of the first tensor.
             group_size: threads of a threadgroup, as many numbers as `threads`.
             arg_casts: element type of numbers, for all or by argument index.
-            error_buf_idx: slot that the stream's error buffer is bound to.
+            error_buf_idx: slot that the stream's error buffer is bound to; what a kernel reports there is raised as
+                torch.AcceleratorError at the next wait.
 
         Raises:
             TypeError: an argument of another kind.
+            ValueError: more threads in a group than the kernel allows.
             RuntimeError: a rule of Metal is broken.
         """
-        if error_buf_idx is not None:
-            raise NotImplementedError("softmetal: error_buf_idx: the error buffer is not read on the software device")
         grid = _dimensions("threads", threads)
         if grid is None:
             first = next((a for a in args if isinstance(a, torch.Tensor)), None)
             if first is None:
                 raise RuntimeError("compile_shader: threads is needed where the first argument is no tensor")
             grid = [first.numel()]
-        group = _dimensions("group_size", group_size) or [min(self.max_threads_per_threadgroup, grid[0])]
+        most: int = self.max_threads_per_threadgroup
+        group = _dimensions("group_size", group_size) or [min(most, grid[0]) if len(grid) == 1 else most]
         if group_size is not None and len(group) != len(grid):
-            raise RuntimeError(f"compile_shader: threads has {len(grid)} dimensions, group_size has {len(group)}")
+            raise RuntimeError("size and group_size must have same number of dimensions")
+        if math.prod(group) > most:
+            raise ValueError(f"Threadgroup size exceeds {most} limit")
         keep: list[object] = []
-        arguments = (Argument * len(args))()
+        count = len(args) if error_buf_idx is None else max(len(args), error_buf_idx + 1)
+        arguments = (Argument * count)()
         for i, value in enumerate(args):
             cast = arg_casts.get(i) if isinstance(arg_casts, dict) else arg_casts
             arguments[i] = self._argument(i, value, cast, keep)
-        pad = [1, 1]
-        error = self._native.dispatch(
-            self._pipeline, arguments, len(args), (c_uint64 * 3)(*(grid + pad)[:3]), (c_uint64 * 3)(*(group + pad)[:3])
-        )
+        if error_buf_idx is not None:
+            arguments[error_buf_idx] = Argument(self._native.error_buffer(), 0, None, 0)
+        sizes = [(c_uint64 * 3)(*(dimensions + [1, 1])[:3]) for dimensions in (grid, group)]
+        error = self._native.dispatch(self._pipeline, arguments, count, *sizes)
         message = self._native.take_text(error)
         if message is not None:
             raise RuntimeError(message)

@@ -37,4 +37,5 @@ typedef struct {
 SOFTMETAL_EXPORT char* softmetal_dispatch(void* pipeline, const softmetal_argument* arguments, size_t count,
                                           const uint64_t* threads, const uint64_t* group);
 SOFTMETAL_EXPORT uint64_t softmetal_gpu_address(void* buffer);
-SOFTMETAL_EXPORT char* softmetal_host_pointer(void* buffer, void** pointer);
+SOFTMETAL_EXPORT void* softmetal_contents(void* buffer);  // for the host to read and write
+SOFTMETAL_EXPORT void* softmetal_error_buffer(void);  // the stream's, for kernels that report errors

@@ -64,8 +64,7 @@ const sm_result* softmetal_record(size_t i, const char** kernel, uint64_t* seed)
 void* softmetal_new_shader_library(const char* source, char** error) {
   id<MTLLibrary> library = nil;
   *error = guarded([&] {
-    NSString* text = [NSString stringWithCString:source encoding:NSASCIIStringEncoding];
-    if (text == nil) throw std::runtime_error("the source holds characters that are not ASCII");
+    NSString* text = [NSString stringWithUTF8String:source];
     NSError* failure = nil;
     library = [at::mps::MPSDevice::getInstance()->device() newLibraryWithSource:text options:nil error:&failure];
     if (library == nil) throw std::runtime_error([[failure localizedDescription] UTF8String]);
@@ -125,6 +124,6 @@ char* softmetal_dispatch(void* pipeline, const softmetal_argument* arguments, si
 
 uint64_t softmetal_gpu_address(void* buffer) { return [static_cast<id<MTLBuffer>>(buffer) gpuAddress]; }
 
-char* softmetal_host_pointer(void* buffer, void** pointer) {
-  return guarded([&] { *pointer = [static_cast<id<MTLBuffer>>(buffer) contents]; });
-}
+void* softmetal_error_buffer(void) { return at::mps::getCurrentMPSStream()->getErrorBuffer(); }
+
+void* softmetal_contents(void* buffer) { return [static_cast<id<MTLBuffer>>(buffer) contents]; }

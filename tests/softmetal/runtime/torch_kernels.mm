@@ -6,6 +6,8 @@
 #include <ATen/native/TensorFactories.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/view_as_complex_native.h>
+#include <ATen/ops/view_as_real_native.h>
 #include <ATen/ops/view_native.h>
 #include <torch/library.h>
 
@@ -28,17 +30,24 @@ void require_type(at::ScalarType type) {
                    "Please use float32 instead.");
 }
 
-Tensor empty(IntArrayRef size, optional<at::ScalarType> type, optional<at::Layout>, optional<at::Device>, optional<bool>,
-             optional<at::MemoryFormat> format) {
+void require_device(optional<at::Device> device) {
+  TORCH_CHECK(!device.has_value() || device->index() <= 0, "expected mps device 0, got ",
+              static_cast<int>(device->index()));
+}
+
+Tensor empty(IntArrayRef size, optional<at::ScalarType> type, optional<at::Layout>, optional<at::Device> device,
+             optional<bool>, optional<at::MemoryFormat> format) {
   const at::ScalarType dtype = c10::dtype_or_default(type);
   require_type(dtype);
+  require_device(device);
   return at::detail::empty_generic(size, &allocator(), kKeys, dtype, format);
 }
 
 Tensor empty_strided(IntArrayRef size, IntArrayRef stride, optional<at::ScalarType> type, optional<at::Layout>,
-                     optional<at::Device>, optional<bool>) {
+                     optional<at::Device> device, optional<bool>) {
   const at::ScalarType dtype = c10::dtype_or_default(type);
   require_type(dtype);
+  require_device(device);
   return at::detail::empty_strided_generic(size, stride, &allocator(), kKeys, dtype);
 }
 
@@ -172,11 +181,27 @@ std::tuple<Tensor, Tensor, Tensor> convolution_backward(const Tensor& gradient, 
   return {back(std::get<0>(host)), back(std::get<1>(host)), back(std::get<2>(host))};
 }
 
+// The CPU fallback would move any tensor; a Mac does so only for scalars and for indices.
+void require_one_device(const std::string& name, at::ArrayRef<c10::IValue> values) {
+  if (name.find("index") != std::string::npos) return;
+  const auto require = [&name](const Tensor& tensor) {
+    TORCH_CHECK(!tensor.defined() || tensor.dim() == 0 || tensor.is_mps(), name,
+                ": expected all tensors on mps, got one of sizes ", tensor.sizes(), " on ", tensor.device());
+  };
+  for (const c10::IValue& value : values) {
+    if (value.isTensor()) require(value.toTensor());
+    if (value.isTensorList()) {
+      for (const Tensor& tensor : value.toTensorVector()) require(tensor);
+    }
+  }
+}
+
 // CPU operators want a CPU generator: an mps one, or none at all where the operator could take one, is lent to them
 // under the CPU's name and its state taken back afterwards.
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   synchronize();
   const auto& arguments = op.schema().arguments();
+  require_one_device(op.schema().name(), torch::jit::last(*stack, arguments.size()));
   at::Generator device, host;
   for (size_t i = 0; i < arguments.size(); ++i) {
     c10::IValue& value = (*stack)[stack->size() - arguments.size() + i];
@@ -199,6 +224,8 @@ TORCH_LIBRARY_IMPL(aten, MPS, library) {
   library.impl("as_strided", &at::native::as_strided_tensorimpl);
   library.impl("view", &at::native::view);
   library.impl("_reshape_alias", &at::native::_reshape_alias);
+  library.impl("view_as_real", &at::native::view_as_real);
+  library.impl("view_as_complex", &at::native::view_as_complex);
   library.impl("copy_", &copy_);
   library.impl("_copy_from", &copy_from);
   library.impl("_copy_from_and_resize", &copy_from_and_resize);

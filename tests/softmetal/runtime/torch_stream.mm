@@ -2,6 +2,7 @@
 #include <ATen/mps/MPSDevice.h>
 #include <ATen/mps/MPSProfiler.h>
 #include <ATen/mps/MPSStream.h>
+#include <c10/metal/error.h>
 
 #include <cstring>
 #include <mutex>
@@ -153,6 +154,7 @@ void MPSStream::commitAndWait() {
     _prevCommandBuffer = nil;
   }
   softmetal::raise_new_faults();
+  checkLastError();
 }
 
 void MPSStream::commitAndContinue() { commit(); }
@@ -204,13 +206,21 @@ id<MTLDevice> MPSStream::device() const { return MPSDevice::getInstance()->devic
 
 id<MTLBuffer> MPSStream::getErrorBuffer() {
   if (_errorBuffer == nil) {
-    constexpr NSUInteger kErrorBytes = 16384;  // c10/metal/error.h: ErrorMessages and room
-    _errorBuffer = [device() newBufferWithLength:kErrorBytes options:MTLResourceStorageModeShared];
-    std::memset([_errorBuffer contents], 0, kErrorBytes);
+    constexpr NSUInteger bytes = sizeof(c10::metal::ErrorMessages);
+    _errorBuffer = [device() newBufferWithLength:bytes options:MTLResourceStorageModeShared];
+    std::memset([_errorBuffer contents], 0, bytes);
   }
   return _errorBuffer;
 }
-void MPSStream::checkLastError() {}
+
+void MPSStream::checkLastError() {
+  if (_errorBuffer == nil) return;
+  auto* messages = static_cast<c10::metal::ErrorMessages*>([_errorBuffer contents]);
+  if (messages->count == 0) return;
+  messages->count = 0;
+  const c10::metal::ErrorMessage& first = messages->msg[0];
+  throw c10::AcceleratorError({first.func, first.file, first.line}, 1, first.message);
+}
 
 MPSStream* MPSStreamImpl::_stream = nullptr;
 MPSStream* MPSStreamImpl::getInstance() {
