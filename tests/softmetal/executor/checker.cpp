@@ -1,7 +1,417 @@
 #include "checker.h"
 
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+#include "library.h"
+#include "report.h"
+
 namespace softmetal {
-Checker::Checker(Launch&) {}
-void Checker::place_threadgroup_memory(Group&, uint32_t) {}
-void Checker::atomic(Lane&, const void*, uint32_t, bool, const void*) {}
+namespace {
+
+// Address space is reserved once: a place of 2^38 bytes for each buffer, of 2^33 for each threadgroup array. What is
+// bound lies in the middle of its place.
+constexpr uint32_t kDeviceShift = 38, kThreadgroupShift = 33;
+constexpr uint32_t kVariables = 64;  // declarations in one source file
+constexpr uint32_t kArraysPerGroup = SM_BUFFER_SLOTS + kVariables;
+constexpr uintptr_t kPage = 4096;
+constexpr int kUnwritten = 0xFF;
+constexpr uint32_t kMeanAccessesBetweenPreemptions = 64;
+
+uintptr_t reserve(uint64_t bytes) {
+  void* memory = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (memory == MAP_FAILED) {
+    std::fprintf(stderr, "softmetal: no address space for checked mode\n");
+    std::abort();
+  }
+  return reinterpret_cast<uintptr_t>(memory);
+}
+
+uintptr_t device_base() {
+  static const uintptr_t base = reserve(static_cast<uint64_t>(SM_BUFFER_SLOTS) << kDeviceShift);
+  return base;
+}
+
+uintptr_t threadgroup_base() {
+  static const uintptr_t base = reserve(static_cast<uint64_t>(kMaxConcurrentGroups * kArraysPerGroup) << kThreadgroupShift);
+  return base;
+}
+
+uintptr_t middle(uintptr_t base, uint32_t shift, uint32_t place) {
+  return base + (static_cast<uintptr_t>(place) << shift) + (static_cast<uintptr_t>(1) << (shift - 1));
+}
+
+// Whole pages around [start, start + bytes): usable, or given back.
+void set_usable(const char* start, uint64_t bytes, bool usable) {
+  uintptr_t low = reinterpret_cast<uintptr_t>(start) & ~(kPage - 1);
+  uintptr_t high = (reinterpret_cast<uintptr_t>(start) + bytes + kPage) & ~(kPage - 1);
+  int protection = usable ? PROT_READ | PROT_WRITE : PROT_NONE;
+  void* done = mmap(reinterpret_cast<void*>(low), high - low, protection,
+                    MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+  if (done == MAP_FAILED) {
+    std::fprintf(stderr, "softmetal: no memory for checked mode\n");
+    std::abort();
+  }
+}
+
+Checker* active_checker = nullptr;
+
+}  // namespace
+
+Checker* Checker::active() { return active_checker; }
+
+Checker::Checker(Launch& launch, Machine& machine, uint32_t concurrent)
+    : launch_(launch), machine_(machine), device_(SM_BUFFER_SLOTS), threadgroup_(kMaxConcurrentGroups * kArraysPerGroup) {
+  bind_buffers();
+  bind_threadgroup_memory(concurrent);
+  const sm_library& library = *launch.dispatch->library;
+  executor_memory_.push_back({reinterpret_cast<uintptr_t>(&launch), sizeof launch});
+  executor_memory_.push_back({reinterpret_cast<uintptr_t>(&sm_self), sizeof sm_self});
+  executor_memory_.push_back({reinterpret_cast<uintptr_t>(library.low), static_cast<uintptr_t>(library.high - library.low)});
+  for (uint32_t i = 0; i < concurrent; ++i) {
+    const Group& group = machine.group(i);
+    executor_memory_.push_back({reinterpret_cast<uintptr_t>(&group), sizeof group});
+    executor_memory_.push_back({reinterpret_cast<uintptr_t>(group.lanes.get()), sizeof(Lane) * SM_MAX_THREADS});
+    executor_memory_.push_back({reinterpret_cast<uintptr_t>(group.simdgroups.get()), sizeof(Simdgroup) * kMaxSimdgroups});
+  }
+  active_checker = this;
+}
+
+Checker::~Checker() {
+  active_checker = nullptr;
+  for (const auto& region : device_) {
+    if (region) set_usable(region->start, region->bytes, false);
+  }
+  for (const auto& region : threadgroup_) {
+    if (region) set_usable(region->start, region->bytes, false);
+  }
+}
+
+bool Checker::is_argument_const(uint32_t slot, bool* is_used) const {
+  bool is_const = true;
+  *is_used = false;
+  for (uint32_t i = 0; i < launch_.kernel->argument_count; ++i) {
+    const sm_argument& argument = launch_.kernel->arguments[i];
+    if (argument.kind != SM_ARGUMENT_BUFFER || argument.index != slot) continue;
+    *is_used = true;
+    is_const = is_const && argument.is_const != 0;
+  }
+  return is_const || launch_.dispatch->buffers[slot].read_only != 0;
+}
+
+void Checker::bind_buffers() {
+  struct Bound {
+    uint32_t slot;
+    char *low, *high;
+    bool is_const;
+  };
+  std::vector<Bound> bound;
+  for (uint32_t i = 0; i < SM_BUFFER_SLOTS; ++i) {
+    const sm_buffer& buffer = launch_.dispatch->buffers[i];
+    bool is_used;
+    bool is_const = is_argument_const(i, &is_used);
+    launch_.buffers[i] = nullptr;
+    if (buffer.base == nullptr || !is_used) continue;
+    char* base = static_cast<char*>(buffer.base);
+    uint64_t offset = std::min(buffer.offset, buffer.length);
+    bound.push_back({i, base + offset, base + buffer.length, is_const});
+  }
+  std::sort(bound.begin(), bound.end(), [](const Bound& a, const Bound& b) { return a.low < b.low; });
+  for (size_t i = 0; i < bound.size();) {
+    char* high = bound[i].high;
+    bool is_const = bound[i].is_const;
+    size_t end = i + 1;  // slots whose memory overlaps share one region
+    for (; end < bound.size() && bound[end].low < high; ++end) {
+      high = std::max(high, bound[end].high);
+      is_const = is_const && bound[end].is_const;
+    }
+    uint32_t place = bound[i].slot;
+    uint64_t bytes = static_cast<uint64_t>(high - bound[i].low);
+    // The low bits of addresses stay, and with them the alignment.
+    char* start = reinterpret_cast<char*>(middle(device_base(), kDeviceShift, place)) +
+                  (reinterpret_cast<uintptr_t>(bound[i].low) & (kPage - 1));
+    set_usable(start, bytes, true);
+    std::memcpy(start, bound[i].low, bytes);
+    auto region = std::make_unique<Region>(start, bytes, false, !is_const, 4u);
+    region->is_const = is_const;
+    region->host = bound[i].low;
+    std::memset(region->flag(0), kWritten, bytes);
+    for (; i < end; ++i) {
+      uint64_t offset = static_cast<uint64_t>(bound[i].low - region->host);
+      const sm_buffer& buffer = launch_.dispatch->buffers[bound[i].slot];
+      region->bindings.push_back({static_cast<int32_t>(bound[i].slot), offset});
+      launch_.buffers[bound[i].slot] = start + offset;
+      for (uint64_t b = 0; buffer.initialised != nullptr && b + buffer.offset < buffer.length; ++b) {
+        if (buffer.initialised[buffer.offset + b] == 0) *region->flag(offset + b) = 0;
+      }
+    }
+    device_[place] = std::move(region);
+  }
+}
+
+void Checker::bind_threadgroup_memory(uint32_t concurrent) {
+  for (uint32_t g = 0; g < concurrent; ++g) {
+    auto add = [&](uint32_t array, uint64_t bytes) {
+      uint32_t place = g * kArraysPerGroup + array;
+      char* start = reinterpret_cast<char*>(middle(threadgroup_base(), kThreadgroupShift, place));
+      set_usable(start, bytes, true);
+      threadgroup_[place] = std::make_unique<Region>(start, bytes, true, true, 4u);
+      return threadgroup_[place].get();
+    };
+    for (uint32_t i = 0; i < launch_.kernel->argument_count; ++i) {
+      const sm_argument& argument = launch_.kernel->arguments[i];
+      if (argument.kind != SM_ARGUMENT_THREADGROUP) continue;
+      add(argument.index, launch_.dispatch->threadgroup_bytes[argument.index])->argument = static_cast<int32_t>(argument.index);
+    }
+    for (const sm_threadgroup_site& site : *launch_.sites) {
+      add(SM_BUFFER_SLOTS + site.site % kVariables, site.bytes)->variable = site.site;
+    }
+  }
+}
+
+void Checker::place_threadgroup_memory(Group& group, uint32_t slot) {
+  for (uint32_t array = 0; array < kArraysPerGroup; ++array) {
+    Region* region = threadgroup_[slot * kArraysPerGroup + array].get();
+    if (region != nullptr) {
+      region->forget();
+      std::memset(region->start, kUnwritten, region->bytes);
+    }
+    if (array < SM_BUFFER_SLOTS) group.threadgroup_arguments[array] = region != nullptr ? region->start : nullptr;
+  }
+  group.variables.clear();
+  for (const sm_threadgroup_site& site : *launch_.sites) {
+    if (site.site >= group.variables.size()) group.variables.resize(site.site + 1);
+    group.variables[site.site] = threadgroup_[slot * kArraysPerGroup + SM_BUFFER_SLOTS + site.site % kVariables]->start;
+  }
+}
+
+Region* Checker::find(uintptr_t address) const {
+  if (address - device_base() < static_cast<uintptr_t>(SM_BUFFER_SLOTS) << kDeviceShift) {
+    return device_[(address - device_base()) >> kDeviceShift].get();
+  }
+  if (address - threadgroup_base() < static_cast<uintptr_t>(kMaxConcurrentGroups * kArraysPerGroup) << kThreadgroupShift) {
+    return threadgroup_[(address - threadgroup_base()) >> kThreadgroupShift].get();
+  }
+  return nullptr;
+}
+
+// ---- one access ----------------------------------------------------------------------------------------------------
+
+void Checker::access(const void* pointer, uint64_t bytes, bool is_write, Kind kind, const void* code) {
+  if (sm_self == nullptr || machine_.fibres().contains(pointer) || bytes == 0) return;
+  auto address = reinterpret_cast<uintptr_t>(pointer);
+  Lane& lane = Machine::current();
+  Region* region = find(address);
+  if (region == nullptr) return elsewhere(lane, address, bytes, is_write, code);
+  int64_t offset = reinterpret_cast<const char*>(address) - region->start;
+  if (offset < 0 || static_cast<uint64_t>(offset) + bytes > region->bytes) {
+    Fault fault{SM_FAULT_OUT_OF_BOUNDS, true, code, std::string("out-of-bounds ") + (is_write ? "write" : "read") +
+                " of " + std::to_string(bytes) + " bytes: "};
+    fault.text += name(*region, offset, &fault.buffer, &fault.offset);
+    report(lane, fault);
+  }
+  auto at = static_cast<uint64_t>(offset);
+  if (is_write && region->is_const) {
+    Fault fault{SM_FAULT_CONST_STORE, true, code, "store into a const buffer: "};
+    fault.text += name(*region, offset, &fault.buffer, &fault.offset);
+    report(lane, fault);
+  }
+  if (region->is_threadgroup) {
+    (is_write ? threadgroup_written_ : threadgroup_read_) += bytes;
+  } else {
+    int32_t buffer = region->bindings[0].buffer;
+    for (const Binding& b : region->bindings) buffer = b.offset <= at ? b.buffer : buffer;
+    (is_write ? written_ : read_)[buffer] += bytes;
+  }
+  if (!is_write || kind == Kind::kAtomic) check_initialised(lane, *region, at, bytes, kind, code);
+  uint8_t mark = is_write ? kWritten | kWrittenHere : kReadHere;
+  for (uint64_t i = 0; i < bytes; ++i) *region->flag(at + i) |= mark;
+  region->is_written |= is_write;
+  if (region->is_tracked) check_races(lane, *region, at, bytes, is_write, kind, code);
+  if (--until_preemption_ == 0 || (kind == Kind::kAtomic && machine_.random().below(2) == 0)) {
+    until_preemption_ = 1 + machine_.random().below(2 * kMeanAccessesBetweenPreemptions);
+    machine_.preempt(lane);
+  }
+}
+
+void Checker::elsewhere(Lane& lane, uintptr_t address, uint64_t bytes, bool is_write, const void* code) {
+  for (const Range& range : executor_memory_) {
+    if (address - range.start < range.bytes && !is_write) return;
+  }
+  const sm_library& library = *launch_.dispatch->library;
+  bool in_library = reinterpret_cast<const char*>(address) >= library.low && reinterpret_cast<const char*>(address) < library.high;
+  Fault fault{in_library ? SM_FAULT_CONST_STORE : SM_FAULT_OUT_OF_BOUNDS, true, code, ""};
+  std::string what = is_write ? "write" : "read";
+  if (in_library) {
+    fault.text = "store into constant memory";
+  } else if (address < kPage * 16) {
+    fault.text = "out-of-bounds " + what + " of " + std::to_string(bytes) + " bytes: null pointer + " + std::to_string(address);
+  } else {
+    fault.text = "out-of-bounds " + what + " of " + std::to_string(bytes) + " bytes: an address in no buffer";
+  }
+  report(lane, fault);
+}
+
+void Checker::check_initialised(Lane& lane, Region& region, uint64_t offset, uint64_t bytes, Kind kind, const void* code) {
+  uint64_t unwritten = 0;
+  for (uint64_t i = 0; i < bytes; ++i) unwritten += (*region.flag(offset + i) & kWritten) == 0;
+  if (unwritten == 0 || (kind == Kind::kCopy && unwritten < bytes)) return;  // padding of a struct may be unwritten
+  Fault fault{SM_FAULT_UNINITIALISED, false, code,
+              std::string("read of ") + (region.is_threadgroup ? "threadgroup" : "device") + " memory never written: "};
+  fault.text += name(region, static_cast<int64_t>(offset), &fault.buffer, &fault.offset);
+  report(lane, fault);
+}
+
+void Checker::check_races(Lane& lane, Region& region, uint64_t offset, uint64_t bytes, bool is_write, Kind kind,
+                          const void* code) {
+  const Group& group = *lane.simdgroup->group;
+  const Simdgroup& simdgroup = *lane.simdgroup;
+  const int space = region.is_threadgroup ? 1 : 0;
+  Access now;
+  now.group = static_cast<uint32_t>(group.index) + 1;
+  now.thread = static_cast<uint16_t>(lane.self.thread_index_in_threadgroup);
+  now.is_atomic = kind == Kind::kAtomic;
+  now.barriers = group.barriers;
+  now.simd_barriers = simdgroup.barriers;
+  now.code = static_cast<uint32_t>(static_cast<const char*>(code) - launch_.dispatch->library->base);
+  auto conflicts = [&](const Access& other) {
+    if (other.group == 0 || (other.is_atomic && now.is_atomic)) return false;
+    if (other.group != now.group) return !region.is_threadgroup;
+    if (other.thread == now.thread || other.barriers < group.ordered[space]) return false;
+    return other.simdgroup() != now.simdgroup() || other.simd_barriers >= simdgroup.ordered[space];
+  };
+  uint32_t count;
+  Cell* cells = region.cells(offset, static_cast<uint32_t>(bytes), &count);
+  for (uint32_t i = 0; i < count; ++i) {
+    Cell& cell = cells[i];
+    uint64_t at = offset + i * region.granule;
+    if (conflicts(cell.write)) report_race(lane, region, at, cell.write, true, is_write, code);
+    if (is_write) {
+      for (const Access& read : cell.read) {
+        if (conflicts(read)) report_race(lane, region, at, read, false, true, code);
+      }
+      cell.write = now;
+    } else {
+      cell.add_read(now);
+    }
+  }
+}
+
+// ---- wording -------------------------------------------------------------------------------------------------------
+
+void Checker::report_race(Lane& lane, Region& region, uint64_t offset, const Access& other, bool other_wrote,
+                          bool is_write, const void* code) {
+  const Group& group = *lane.simdgroup->group;
+  const Simdgroup& mine = *lane.simdgroup;
+  const char* flag = region.is_threadgroup ? "mem_threadgroup" : "mem_device";
+  Fault fault{SM_FAULT_RACE, false, code, is_write ? "race: write" : "race: read"};
+  fault.text += other_wrote ? " of what another thread wrote" : " over what another thread read";
+  fault.other_code = launch_.dispatch->library->base + other.code;
+  if (other.group != static_cast<uint32_t>(group.index) + 1) {
+    fault.kind = SM_FAULT_RACE_GROUPS;
+    fault.text += ", in another threadgroup: ";
+  } else {
+    const Simdgroup& theirs = group.simdgroups[other.simdgroup()];
+    bool is_same = &theirs == &mine;
+    if (other.barriers < group.barriers) {
+      fault.kind = SM_FAULT_WRONG_FLAG;
+      fault.text += std::string(", the threadgroup_barrier between them lacks mem_flags::") + flag + ": ";
+    } else if (is_same && other.simd_barriers < mine.barriers) {
+      fault.kind = SM_FAULT_WRONG_FLAG;
+      fault.text += std::string(", the simdgroup_barrier between them lacks mem_flags::") + flag + ": ";
+    } else if (!is_same && (theirs.barriers > other.simd_barriers || mine.barriers > mine.barriers_at_group_barrier)) {
+      fault.kind = SM_FAULT_WEAK_BARRIER;
+      fault.text += " of another simdgroup, a simdgroup_barrier is no threadgroup_barrier: ";
+    } else {
+      fault.text += ", no barrier between: ";
+    }
+  }
+  fault.text += name(region, static_cast<int64_t>(offset), &fault.buffer, &fault.offset);
+  fault.text += " (thread " + std::to_string(other.thread) + " of simdgroup " + std::to_string(other.simdgroup()) + ")";
+  report(lane, fault);
+}
+
+void Checker::misaligned(const void* address, const char* type, uint32_t alignment, const void* code) {
+  if (sm_self == nullptr) return;
+  Lane& lane = Machine::current();
+  Fault fault{SM_FAULT_MISALIGNED, true, code, "misaligned access: " + std::string(type) + " needs " +
+              std::to_string(alignment) + "-byte alignment: "};
+  Region* region = find(reinterpret_cast<uintptr_t>(address));
+  if (region == nullptr) {
+    fault.text += "thread memory";
+  } else {
+    fault.text += name(*region, static_cast<const char*>(address) - region->start, &fault.buffer, &fault.offset);
+  }
+  report(lane, fault);
+}
+
+std::string Checker::name(const Region& region, int64_t offset, int32_t* buffer, int64_t* from_buffer) const {
+  auto argument_name = [&](uint32_t kind, int32_t index) -> std::string {
+    for (uint32_t i = 0; i < launch_.kernel->argument_count; ++i) {
+      const sm_argument& argument = launch_.kernel->arguments[i];
+      if (argument.kind == kind && argument.index == static_cast<uint32_t>(index)) return argument.name;
+    }
+    return "";
+  };
+  auto signed_offset = [](int64_t n) { return (n < 0 ? " - " : " + ") + std::to_string(n < 0 ? -n : n); };
+  *from_buffer = offset;
+  if (region.is_threadgroup) {
+    std::string array = region.argument >= 0 ? "threadgroup(" + std::to_string(region.argument) + ")" + signed_offset(offset) +
+                        " (" + argument_name(SM_ARGUMENT_THREADGROUP, region.argument) : "threadgroup variable " +
+                        std::to_string(region.variable) + signed_offset(offset) + " (";
+    return array + (region.argument >= 0 ? ", " : "") + std::to_string(region.bytes) + " bytes)";
+  }
+  const Binding* binding = &region.bindings[0];
+  for (const Binding& b : region.bindings) binding = static_cast<int64_t>(b.offset) <= offset ? &b : binding;
+  *buffer = binding->buffer;
+  *from_buffer = offset - static_cast<int64_t>(binding->offset);
+  const sm_buffer& bound = launch_.dispatch->buffers[*buffer];
+  std::string text = "buffer " + std::to_string(*buffer) + signed_offset(*from_buffer) + " (" +
+                     argument_name(SM_ARGUMENT_BUFFER, *buffer);
+  if (bound.label != nullptr) text += std::string(", '") + bound.label + "'";
+  return text + ", " + std::to_string(bound.length - std::min(bound.offset, bound.length)) + " bytes)";
+}
+
+// ---- afterwards ----------------------------------------------------------------------------------------------------
+
+void Checker::write_back() {
+  for (const auto& region : device_) {
+    if (!region || !region->is_written) continue;
+    std::memcpy(region->host, region->start, region->bytes);
+    for (const Binding& binding : region->bindings) {
+      const sm_buffer& buffer = launch_.dispatch->buffers[binding.buffer];
+      for (uint64_t b = 0; buffer.initialised != nullptr && b + buffer.offset < buffer.length; ++b) {
+        if (*region->flag(binding.offset + b) & kWritten) buffer.initialised[buffer.offset + b] = 1;
+      }
+    }
+  }
+}
+
+void Checker::count(sm_counters& counters) const {
+  counters.has_bytes = 1;
+  counters.threadgroup_bytes_read = threadgroup_read_;
+  counters.threadgroup_bytes_written = threadgroup_written_;
+  for (const auto& region : device_) {
+    if (!region) continue;
+    for (uint64_t i = 0; i < region->bytes; ++i) {
+      uint8_t flag = *region->flag(i);
+      if ((flag & (kReadHere | kWrittenHere)) == 0) continue;
+      int32_t buffer = region->bindings[0].buffer;
+      for (const Binding& b : region->bindings) buffer = b.offset <= i ? b.buffer : buffer;
+      counters.buffer_distinct_read[buffer] += (flag & kReadHere) != 0;
+      counters.buffer_distinct_written[buffer] += (flag & kWrittenHere) != 0;
+    }
+  }
+  for (uint32_t i = 0; i < SM_BUFFER_SLOTS; ++i) {
+    counters.device_bytes_read += counters.buffer_bytes_read[i] = read_[i];
+    counters.device_bytes_written += counters.buffer_bytes_written[i] = written_[i];
+    counters.distinct_bytes_read += counters.buffer_distinct_read[i];
+    counters.distinct_bytes_written += counters.buffer_distinct_written[i];
+  }
+}
+
 }  // namespace softmetal

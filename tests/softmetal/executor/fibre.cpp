@@ -45,36 +45,28 @@ extern "C" void sm_fibre_start();
 namespace softmetal {
 namespace {
 
-constexpr size_t kBlock = 64;         // fibres that are mapped at once
-constexpr size_t kColours = 64;       // tops of stacks spread over the sets of the first-level cache
+constexpr size_t kColours = 64;  // tops of stacks spread over the sets of the first-level cache
 constexpr size_t kColourBytes = 576;
 constexpr size_t kGuard = 4096;
 
 }  // namespace
 
-FibrePool::FibrePool(void (*main)(void*), void* argument, size_t stack_bytes)
-    : main_(main), argument_(argument), stack_bytes_(stack_bytes) {}
-
-FibrePool::~FibrePool() {
-  for (char* block : blocks_) munmap(block, kBlock * stack_bytes_);
-}
-
-void FibrePool::grow() {
-  void* memory = mmap(nullptr, kBlock * stack_bytes_, PROT_READ | PROT_WRITE,
+FibrePool::FibrePool(void (*main)(void*), void* argument, size_t capacity)
+    : main_(main), argument_(argument), capacity_(capacity) {
+  void* memory = mmap(nullptr, capacity * kStackBytes, PROT_READ | PROT_WRITE,
                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (memory == MAP_FAILED) {
     std::fprintf(stderr, "softmetal: no memory for fibre stacks\n");
     std::abort();
   }
-  char* block = static_cast<char*>(memory);
-  for (size_t i = 0; i < kBlock; ++i) mprotect(block + i * stack_bytes_, kGuard, PROT_NONE);
-  blocks_.push_back(block);
-  if (low_ == nullptr || block < low_) low_ = block;
-  if (block + kBlock * stack_bytes_ > high_) high_ = block + kBlock * stack_bytes_;
+  stacks_ = static_cast<char*>(memory);
 }
 
-void* FibrePool::start(size_t index) const {
-  char* top = blocks_[index / kBlock] + (index % kBlock + 1) * stack_bytes_ - (index % kColours) * kColourBytes;
+FibrePool::~FibrePool() { munmap(stacks_, capacity_ * kStackBytes); }
+
+void* FibrePool::start(size_t index) {
+  for (; guarded_ <= index; ++guarded_) mprotect(stacks_ + guarded_ * kStackBytes, kGuard, PROT_NONE);
+  char* top = stacks_ + (index + 1) * kStackBytes - (index % kColours) * kColourBytes;
   auto* frame = reinterpret_cast<void**>(top) - 7;  // r15 r14 r13 r12 rbx rbp, return address: then aligned to 16
   frame[2] = reinterpret_cast<void*>(main_);
   frame[3] = argument_;
@@ -88,22 +80,12 @@ void* FibrePool::take() {
     idle_.pop_back();
     return context;
   }
-  if (started_ == blocks_.size() * kBlock) grow();
   return start(started_++);
 }
 
 void FibrePool::restart() {
   idle_.clear();
   started_ = 0;
-}
-
-bool FibrePool::contains(const void* address) const {
-  const char* p = static_cast<const char*>(address);
-  if (p < low_ || p >= high_) return false;
-  for (const char* block : blocks_) {
-    if (p >= block && p < block + kBlock * stack_bytes_) return true;
-  }
-  return false;
 }
 
 }  // namespace softmetal

@@ -15,7 +15,7 @@ extern "C" void sm_switch(void** save, void* to);
 class FibrePool {
  public:
   // A fibre that has not started calls main(argument), which never returns.
-  FibrePool(void (*main)(void*), void* argument, size_t stack_bytes);
+  FibrePool(void (*main)(void*), void* argument, size_t capacity);
   ~FibrePool();
   FibrePool(const FibrePool&) = delete;
   FibrePool& operator=(const FibrePool&) = delete;
@@ -26,20 +26,19 @@ class FibrePool {
   void put_back(void** context) { idle_.push_back(context); }
   // Forgets what all fibres were doing: they start again from main.
   void restart();
-  bool contains(const void* address) const;
+  bool contains(const void* address) const { return address >= stacks_ && address < stacks_ + capacity_ * kStackBytes; }
 
  private:
-  void* start(size_t index) const;
-  void grow();
+  static constexpr size_t kStackBytes = 128 * 1024;
+  void* start(size_t index);
 
   void (*main_)(void*);
   void* argument_;
-  size_t stack_bytes_;
-  std::vector<char*> blocks_;
+  char* stacks_;
+  size_t capacity_;
+  size_t guarded_ = 0;  // stacks that have their guard page
   size_t started_ = 0;
   std::vector<void**> idle_;
-  const char* low_ = nullptr;
-  const char* high_ = nullptr;
 };
 
 }  // namespace softmetal

@@ -12,7 +12,6 @@
 namespace softmetal {
 namespace {
 
-constexpr uint32_t kConcurrentGroups = 3;    // in checked mode, interleaved with each other
 constexpr uint64_t kThreadsWorthAnother = 2048;  // OS thread in fast mode
 
 struct Result : sm_result {
@@ -155,10 +154,13 @@ void run_checked(Launch& launch) {
     launch.order[i] = launch.order[j];
     launch.order[j] = i;
   }
-  Checker checker(launch);
+  machine.prepare(kMaxConcurrentGroups);
+  Checker checker(launch, machine, kMaxConcurrentGroups);
   launch.checker = &checker;
-  machine.run(launch, kConcurrentGroups);
+  machine.run(launch, kMaxConcurrentGroups);
+  checker.write_back();
   add(launch.counters, machine.counters);
+  checker.count(launch.counters);
 }
 
 }  // namespace

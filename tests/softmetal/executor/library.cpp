@@ -85,7 +85,9 @@ SourceLine source_line(const sm_library& library, const void* return_address) {
     uint32_t number = static_cast<uint32_t>(std::strtoul(colon + 1, nullptr, 10));
     *colon = 0;
     if (number == 0 || entry->second.line != 0) continue;
-    entry->second = {std::strncmp(text, "./", 2) == 0 ? text + 2 : text, number};
+    const char* file = text;
+    while (std::strncmp(file, "./", 2) == 0) file += 2;
+    entry->second = {file, number};
   }
   if (pipe != nullptr) pclose(pipe);
   return entry->second;

@@ -13,16 +13,26 @@ __thread const sm_thread* sm_self __attribute__((tls_model("initial-exec"))) = n
 namespace softmetal {
 namespace {
 
-constexpr size_t kStackBytes = 128 * 1024;
 constexpr unsigned kFlushSubnormals = 0x8040;  // FTZ and DAZ: fp32 as on the GPU; half is converted without them
 constexpr int kUnwritten = 0xFF;               // NaN in every floating type
 
 }  // namespace
 
 Machine::Machine(bool checked)
-    : checked_(checked), fibres_(&fibre_main, this, kStackBytes), threadgroup_memory_(new char[SM_MAX_THREADGROUP_BYTES + 64]) {}
+    : checked_(checked),
+      fibres_(&fibre_main, this, SM_MAX_THREADS * (checked ? kMaxConcurrentGroups : 1)),
+      threadgroup_memory_(new char[SM_MAX_THREADGROUP_BYTES + 64]) {}
 
 Machine::~Machine() = default;
+
+void Machine::prepare(uint32_t concurrent) {
+  while (groups_.size() < concurrent) {
+    auto group = std::make_unique<Group>();
+    group->lanes = std::make_unique<Lane[]>(SM_MAX_THREADS);
+    group->simdgroups = std::make_unique<Simdgroup[]>(kMaxSimdgroups);
+    groups_.push_back(std::move(group));
+  }
+}
 
 void Machine::run(Launch& launch, uint32_t concurrent) {
   unsigned mxcsr = _mm_getcsr();
@@ -30,12 +40,7 @@ void Machine::run(Launch& launch, uint32_t concurrent) {
   launch_ = &launch;
   counters = {};
   random_ = Random(mix(launch.dispatch->seed));
-  while (groups_.size() < concurrent) {
-    auto group = std::make_unique<Group>();
-    group->lanes = std::make_unique<Lane[]>(SM_MAX_THREADS);
-    group->simdgroups = std::make_unique<Simdgroup[]>(kMaxSimdgroups);
-    groups_.push_back(std::move(group));
-  }
+  prepare(concurrent);
   running_.clear();
   for (uint32_t i = 0; i < concurrent; ++i) {
     if (!next_group(*groups_[i])) break;
@@ -76,7 +81,7 @@ void Machine::set_up(Group& group, uint64_t index) {
     simdgroup.lanes = &group.lanes[s * SM_SIMD_WIDTH];
     simdgroup.size = std::min<uint32_t>(SM_SIMD_WIDTH, group.thread_count - s * SM_SIMD_WIDTH);
     simdgroup.runnable = simdgroup.alive = simdgroup.size == 32 ? ~0u : (1u << simdgroup.size) - 1;
-    simdgroup.barriers = simdgroup.ordered[0] = simdgroup.ordered[1] = 0;
+    simdgroup.barriers = simdgroup.barriers_at_group_barrier = simdgroup.ordered[0] = simdgroup.ordered[1] = 0;
     simdgroup.matrices.reset();
   }
   sm_uint3 thread = {0, 0, 0};
@@ -310,6 +315,7 @@ bool Machine::release_barrier(Group& group) {
   if (flags & 2) group.ordered[1] = group.barriers;
   ++counters.threadgroup_barriers;
   for (uint32_t s = 0; s < group.simdgroup_count; ++s) {
+    group.simdgroups[s].barriers_at_group_barrier = group.simdgroups[s].barriers;
     release(group.simdgroups[s], group.simdgroups[s].alive);
     group.busy |= 1u << s;
   }

@@ -22,6 +22,8 @@ struct Group;
 
 constexpr uint32_t kMaxSimdgroups = SM_MAX_THREADS / SM_SIMD_WIDTH;
 
+constexpr uint32_t kMaxConcurrentGroups = 4;  // in checked mode, interleaved with each other
+
 enum class State : uint8_t {
   kRunnable,     // fresh, released or preempted
   kExchange,     // at a simd operation that any set of lanes may take part in
@@ -54,6 +56,7 @@ struct Simdgroup {
   uint32_t active;    // lanes of the exchange that was released last
   uint32_t barriers;            // simdgroup barriers passed
   uint32_t ordered[2];          // barriers passed at the latest one with the flag of device / threadgroup memory
+  uint32_t barriers_at_group_barrier;  // barriers passed at the latest threadgroup barrier
   alignas(64) unsigned char slots[SM_SIMD_WIDTH * 64];
   MatrixQueue matrices;
 };
@@ -109,6 +112,8 @@ class Machine {
   [[noreturn]] void give_up();  // the launch is stopped: back to run()
   void wake_matrix_lanes(Simdgroup& simdgroup);
 
+  void prepare(uint32_t concurrent);
+  const Group& group(uint32_t i) const { return *groups_[i]; }
   Launch& launch() { return *launch_; }
   const FibrePool& fibres() const { return fibres_; }
   Random& random() { return random_; }

@@ -114,7 +114,8 @@ void sm_note_atomic(const volatile void* address, uint32_t bytes, int is_write) 
   Machine& machine = machine_of(lane);
   ++machine.counters.atomics;
   if (softmetal::Checker* checker = machine.launch().checker) {
-    checker->atomic(lane, const_cast<const void*>(address), bytes, is_write != 0, __builtin_return_address(0));
+    checker->access(const_cast<const void*>(address), bytes, is_write != 0, softmetal::Checker::Kind::kAtomic,
+                    __builtin_return_address(0));
   }
 }
 
