@@ -335,11 +335,11 @@ void Checker::report_race(Lane& lane, Region& region, uint64_t offset, const Acc
   report(lane, fault);
 }
 
-void Checker::misaligned(const void* address, const char* type, uint32_t alignment, const void* code) {
+void Checker::misaligned(const void* address, uint32_t alignment, const void* code) {
   if (sm_self == nullptr) return;
   Lane& lane = Machine::current();
-  Fault fault{SM_FAULT_MISALIGNED, true, code, "misaligned access: " + std::string(type) + " needs " +
-              std::to_string(alignment) + "-byte alignment: "};
+  Fault fault{SM_FAULT_MISALIGNED, true, code, "misaligned access, " + std::to_string(alignment) +
+              "-byte alignment is needed: "};
   Region* region = find(reinterpret_cast<uintptr_t>(address));
   if (region == nullptr) {
     fault.text += "thread memory";

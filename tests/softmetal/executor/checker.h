@@ -26,7 +26,7 @@ class Checker {
 
   void place_threadgroup_memory(Group& group, uint32_t slot);
   void access(const void* address, uint64_t bytes, bool is_write, Kind kind, const void* code);
-  void misaligned(const void* address, const char* type, uint32_t alignment, const void* code);
+  void misaligned(const void* address, uint32_t alignment, const void* code);
 
   // After the launch: contents and what was initialised go back to the host's buffers.
   void write_back();

@@ -1,5 +1,5 @@
-// What clang's -fsanitize=thread and -fsanitize=alignment call, answered by the checker. Nothing of the sanitizers' own
-// run time is there.
+// What code compiled with clang's -fsanitize=thread calls (and msl/alignment.py's addition), answered by the checker.
+// Nothing of the sanitizer's own run time is there.
 #include <cstring>
 
 #include "checker.h"
@@ -12,29 +12,20 @@ inline void see(const void* address, uint64_t bytes, bool is_write, Checker::Kin
   if (Checker* checker = Checker::active()) checker->access(address, bytes, is_write, kind, code);
 }
 
-// Layout as in clang's code generation for type checks.
-struct SourceLocation {
-  const char* file;
-  uint32_t line, column;
-};
-struct TypeDescriptor {
-  uint16_t kind, info;
-  char name[1];
-};
-struct TypeMismatch {
-  SourceLocation location;
-  const TypeDescriptor* type;
-  uint8_t log_alignment;
-  uint8_t check;
-};
+inline void align(const void* address, uint32_t alignment, const void* code) {
+  if ((reinterpret_cast<uintptr_t>(address) & (alignment - 1)) == 0) return;
+  if (Checker* checker = Checker::active()) checker->misaligned(address, alignment, code);
+}
 
 }  // namespace
 
 #define ACCESS(bytes)                                                                                         \
   void __tsan_read##bytes(void* p) {                                                                          \
+    align(p, bytes, __builtin_return_address(0));                                                             \
     see(p, bytes, false, Checker::Kind::kPlain, __builtin_return_address(0));                                 \
   }                                                                                                           \
   void __tsan_write##bytes(void* p) {                                                                         \
+    align(p, bytes, __builtin_return_address(0));                                                             \
     see(p, bytes, true, Checker::Kind::kPlain, __builtin_return_address(0));                                  \
   }                                                                                                           \
   void __tsan_unaligned_read##bytes(void* p) {                                                                \
@@ -71,10 +62,8 @@ void* __tsan_memset(void* to, int value, uint64_t bytes) {
   return std::memset(to, value, bytes);
 }
 
-void __ubsan_handle_type_mismatch_v1(TypeMismatch* data, void* address) {
-  if (Checker* checker = Checker::active()) {
-    checker->misaligned(address, data->type->name, 1u << data->log_alignment, __builtin_return_address(0));
-  }
+void sm_check_alignment(const void* address, uint32_t alignment) {
+  align(address, alignment, __builtin_return_address(0));
 }
 
 }  // extern "C"

@@ -85,13 +85,15 @@ int32_t MatrixQueue::find(const Lane& lane, const void* d) const {
 
 bool MatrixQueue::is_pending(const Lane& lane, const void* d) const { return find(lane, d) >= 0; }
 
-bool MatrixQueue::deposit(Lane& lane, void* d, uint32_t d_type, MatrixOperand a, MatrixOperand b, MatrixOperand c) {
+const void* MatrixQueue::deposit(Lane& lane, const void* site, void* d, uint32_t d_type, MatrixOperand a,
+                                 MatrixOperand b, MatrixOperand c) {
   uint32_t index = lane.self.thread_index_in_simdgroup;
   uint32_t place = matrix_place(index);
   Product& product = products_[lane.products % kCapacity];
   int32_t pending = find(lane, c.elements);
   if (lane.products == deposited_) {  // the first lane at this product says which results it concerns
     ++deposited_;
+    product.site = site;
     product.arrived = 0;
     product.addend = pending;
     if (pending >= 0 && d == c.elements) {
@@ -110,9 +112,8 @@ bool MatrixQueue::deposit(Lane& lane, void* d, uint32_t d_type, MatrixOperand a,
   results_[product.result].destination[index] = d;
   lane.pending_matrices |= bloom_bit(d);
   ++lane.products;
-  if (++product.arrived < SM_SIMD_WIDTH) return false;
-  complete_ = lane.products;
-  return true;
+  if (++product.arrived == SM_SIMD_WIDTH) complete_ = lane.products;
+  return product.site;
 }
 
 uint64_t MatrixQueue::compute(Lane* lanes) {

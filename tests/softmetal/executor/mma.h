@@ -29,8 +29,9 @@ class MatrixQueue {
 
   // Whether the lane may deposit another product now; if not, it must wait until done() reaches its count.
   bool has_room(const Lane& lane) const;
-  // True if this deposit completed a product: all 32 lanes have given their operands.
-  bool deposit(Lane& lane, void* d, uint32_t d_type, MatrixOperand a, MatrixOperand b, MatrixOperand c);
+  // Gives a lane's operands; the product is complete when all 32 have. Returns the call site of the first of them.
+  const void* deposit(Lane& lane, const void* site, void* d, uint32_t d_type, MatrixOperand a,
+                      MatrixOperand b, MatrixOperand c);
   // Whether d is the destination of a product that is not done.
   bool is_pending(const Lane& lane, const void* d) const;
   // Computes all complete products and writes their results to all lanes' memory.
@@ -41,6 +42,7 @@ class MatrixQueue {
 
  private:
   struct Product {
+    const void* site;
     uint32_t arrived;
     uint32_t result;
     int32_t addend;  // index of the result that is c, or -1: c was put into the result by the lanes

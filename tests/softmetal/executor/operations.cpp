@@ -57,7 +57,7 @@ uint32_t sm_simd_exchange(const void* value, uint32_t bytes, const void** slots)
 void sm_report_inactive_lane(uint32_t other) {
   Lane& lane = Machine::current();
   if (machine_of(lane).launch().checker == nullptr) return;
-  softmetal::Fault fault{SM_FAULT_INACTIVE_LANE, false, __builtin_return_address(0), ""};
+  softmetal::Fault fault{SM_FAULT_INACTIVE_LANE, false, lane.site, ""};  // the exchange that came before
   fault.text = "value of lane " + std::to_string(other) + ", which takes no part in this simd operation";
   softmetal::report(lane, fault);
 }
@@ -76,7 +76,11 @@ void sm_mma(void* d, uint32_t d_type, const void* a, uint32_t a_type, const void
       machine_of(lane).wait(lane, State::kMatrix, site);
     }
   }
-  queue.deposit(lane, d, d_type, {a, a_type}, {b, b_type}, {c, c_type});
+  if (const void* other = queue.deposit(lane, site, d, d_type, {a, a_type}, {b, b_type}, {c, c_type}); other != site) {
+    softmetal::Fault fault{SM_FAULT_SIMD, true, site, "simdgroup matrix operation at different calls in one simdgroup"};
+    fault.other_code = other;
+    softmetal::report(lane, fault);
+  }
   if (machine_of(lane).launch().checker != nullptr) softmetal::finish_products(lane, site);
 }
 

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from .alignment import add_alignment_checks
 from .lint import lint
 from .tokens import SourceError, significant, tokenize
 from .translate import Translator
@@ -33,20 +34,25 @@ _PREPROCESS = [
     *(f"-U{m}" for m in ("__linux__", "__linux", "linux", "__gnu_linux__", "__unix__", "__unix", "unix", "__x86_64__")),
     *("-D__METAL__=1", "-D__METAL_VERSION__=310", "-D__METAL_MACOS__=1", "-D__HAVE_BFLOAT__=1"),
 ]
+# A call site stands for the lanes that meet at it: no pass may merge, copy or reorder such calls.
+_CODE = [
+    *("-fPIC", "-march=native", "-fno-optimize-sibling-calls", "-mllvm", "-enable-tail-merge=false"),
+    *(f for x in ("branch-fold", "tail-duplicate", "early-taildup", "block-placement") for f in ("-mllvm", f"-disable-{x}")),
+]
 _COMPILE = [
-    *("-std=gnu++17", "-fdeclspec", "-fPIC", "-march=native", "-gline-tables-only", "-w", "-ferror-limit=20"),
-    *("-fno-exceptions", "-fno-rtti", "-fvisibility=hidden", "-fdebug-compilation-dir=.", "-fno-math-errno", "-fno-strict-aliasing", "-fno-stack-protector"),
+    *(*_CODE, "-std=gnu++17", "-fdeclspec", "-fconvergent-functions", "-gline-tables-only", "-fdebug-compilation-dir=."),
+    *("-w", "-ferror-limit=20", "-fno-exceptions", "-fno-rtti", "-fvisibility=hidden", "-fno-stack-protector"),
+    *("-fno-math-errno", "-fno-strict-aliasing"),
     "-fno-strict-float-cast-overflow",  # float to integer saturates, NaN gives 0
     # As Metal's compiler: a*b+c is contracted inside one expression, half and bfloat round after every operation.
     *("-ffp-contract=on", "-Xclang", "-ffloat16-excess-precision=none", "-Xclang", "-fbfloat16-excess-precision=none"),
-    # A call site stands for the lanes that meet at it: no pass may merge, copy or reorder such calls.
-    *("-fconvergent-functions", "-fno-optimize-sibling-calls", "-mllvm", "-enable-tail-merge=false"),
-    *(f for x in ("branch-fold", "tail-duplicate", "early-taildup", "block-placement") for f in ("-mllvm", f"-disable-{x}")),
 ]
 _FAST = ["-O2"]
-_CHECKED = [
-    *("-O1", "-fsanitize=thread,alignment", "-fsanitize-recover=alignment"),
-    *("-mllvm", "-tsan-instrument-func-entry-exit=0", "-mllvm", "-tsan-instrument-read-before-write=1"),
+_CHECKED = ["-O1", "-fsanitize=thread", "-mllvm", "-tsan-instrument-func-entry-exit=0"]
+_NOT_YET = ("memory-accesses", "memintrinsics", "atomics")  # the instrumentation follows alignment.py
+_BEFORE_CHECKS = [*_CHECKED, *(f for x in _NOT_YET for f in ("-mllvm", f"-tsan-instrument-{x}=0"))]
+_AFTER_CHECKS = [
+    *(*_CHECKED, "-mllvm", "-tsan-instrument-read-before-write=1"),
     *("-mllvm", "-tsan-instrument-atomics=0"),  # sm_note_atomic does it
 ]
 _LINK = ["-shared", "-nostdlib", "-lm", "-lc", "-lgcc"]
@@ -79,7 +85,7 @@ def library_files() -> list[Path]:
 def _toolchain_digest() -> str:
     digest = hashlib.sha256(_run([_COMPILER, "--version"], "").encode())
     digest.update(_run([_COMPILER, "-march=native", "-E", "-dM", "-x", "c", "-"], "").encode())
-    digest.update(repr([_PREPROCESS, _COMPILE, _FAST, _CHECKED, _LINK]).encode())
+    digest.update(repr([_PREPROCESS, _COMPILE, _FAST, _BEFORE_CHECKS, _AFTER_CHECKS, _LINK]).encode())
     for path in library_files():
         digest.update(str(path.relative_to(_HERE.parent)).encode() + path.read_bytes())
     return digest.hexdigest()
@@ -119,10 +125,25 @@ def _install(path: Path, make: list[str | Path], text: str) -> None:
 def _precompiled(checked: bool) -> Path:
     path = cache_folder() / f"prelude-{'checked' if checked else 'fast'}-{_toolchain_digest()[:16]}.pch"
     if not path.exists():
-        flags = [*_COMPILE, *(_CHECKED if checked else _FAST), "-I", _INCLUDE]
+        flags = [*_COMPILE, *(_BEFORE_CHECKS if checked else _FAST), "-I", _INCLUDE]
         prelude = f'#include <metal_stdlib>\n#include "{_HERE / "thunk.h"}"\n'
         _install(path, [_COMPILER, "-x", "c++-header", "-", *flags, "-Xclang", "-emit-pch", "-o"], prelude)
     return path
+
+
+def _build(translated: str, checked: bool, path: Path) -> None:
+    """C++ text to a shared object at `path`."""
+    text = f"#pragma clang attribute push(__attribute__((always_inline)), apply_to = function)\n{translated}"
+    parse = [_COMPILER, "-x", "c++", "-", "-include-pch", _precompiled(checked), "-Xclang", "-fno-validate-pch", *_COMPILE]
+    with tempfile.TemporaryDirectory(dir=cache_folder()) as folder:
+        built = Path(folder) / "kernels.o"
+        if checked:
+            text = _run([*parse, *_BEFORE_CHECKS, "-S", "-emit-llvm", "-o", "-"], text)
+            flags = [*_CODE, *_AFTER_CHECKS]
+            _run([_COMPILER, "-x", "ir", "-", *flags, "-c", "-o", built], add_alignment_checks(text))
+        else:
+            _run([*parse, *_FAST, "-c", "-o", built], text)
+        _install(path, [_COMPILER, built, *_LINK, "-o"], "")
 
 
 def _locate(text: str, line: int) -> tuple[str, int]:
@@ -195,13 +216,7 @@ def compile_source(
             refused = [error]
         if refused:
             raise CompileError("\n".join(_message(text, error) for error in refused))
-        pragma = "#pragma clang attribute push(__attribute__((always_inline)), apply_to = function)\n"
-        flags = [*_COMPILE, *(_CHECKED if checked else _FAST), "-include-pch", _precompiled(checked)]
-        command = [_COMPILER, "-x", "c++", "-", *flags, "-Xclang", "-fno-validate-pch", "-c", "-o"]
-        built = path.with_suffix(".o")
-        _install(built, command, pragma + translated)
-        _install(path, [_COMPILER, built, *_LINK, "-o"], "")
-        built.unlink(missing_ok=True)
+        _build(translated, checked, path)
     files = dict.fromkeys(re.findall(r'^# \d+ "((?:\\.|[^"<])*)"', text, re.MULTILINE))
     own = str(cache_folder())
     return Compiled(path, tuple(f for f in files if f != file_name and not f.startswith(own) and Path(f).is_file()))

@@ -1,0 +1,36 @@
+"""Alignment checks for checked mode, put into LLVM's text form of a compiled library.
+
+A vector's copy becomes loads of its elements: the first still carries the vector's alignment, and nothing that the
+thread-sanitizer instrumentation passes on. Loads and stores that promise more than their own size get a call.
+"""
+
+from __future__ import annotations
+
+import re
+
+_SIZES = {"i8": 1, "i16": 2, "half": 2, "bfloat": 2, "i32": 4, "float": 4, "i64": 8, "double": 8, "ptr": 8, "i128": 16}
+_ACCESS = re.compile(
+    r"(?:%[\w.]+ = load|store) (?:volatile )?(?:<(?P<count>\d+) x (?P<element>\w+)>|(?P<type>\w+))\b[^,]*, "
+    r"ptr (?P<pointer>%[\w.]+), align (?P<align>\d+)"
+)
+_COPY = re.compile(r"call void @llvm\.mem(?:cpy|move)\.")
+_COPY_OPERAND = re.compile(r"align (?P<align>\d+)[^,%]* (?P<pointer>%[\w.]+)[,)]")
+
+
+def add_alignment_checks(text: str) -> str:
+    """Adds a call of sm_check_alignment before each access that is aligned beyond its size."""
+    lines = []
+    for line in text.split("\n"):
+        promised = []
+        if match := _ACCESS.search(line):
+            size = _SIZES.get(match["element"] or match["type"], 16) * int(match["count"] or 1)
+            if int(match["align"]) > size:
+                promised.append(match)
+        elif _COPY.search(line):
+            promised.extend(m for m in _COPY_OPERAND.finditer(line) if int(m["align"]) > 1)
+        location = re.search(r", !dbg !\d+", line)
+        for match in promised:
+            call = f"  call void @sm_check_alignment(ptr {match['pointer']}, i32 {match['align']})"
+            lines.append(call + (location.group() if location else ""))
+        lines.append(line)
+    return "\n".join([*lines, "declare void @sm_check_alignment(ptr, i32)", ""])
