@@ -9,6 +9,7 @@
 from torch_marlin_metal.convert.catalogue import FORMATS
 from torch_marlin_metal.convert.errors import CheckpointError, UnsupportedFormat
 from torch_marlin_metal.convert.reader import CheckpointReader, DenseWeight, open_reader, read_layers
+from torch_marlin_metal.convert.writer import write_checkpoint
 from torch_marlin_metal.packed_weight import PackedWeight
 
 __all__ = [
@@ -20,4 +21,5 @@ __all__ = [
     "UnsupportedFormat",
     "open_reader",
     "read_layers",
+    "write_checkpoint",
 ]

@@ -11,6 +11,7 @@ from torch_marlin_metal.convert import (
     hqq,
     mlx,
     modelopt,
+    native,
     torchao,
 )
 from torch_marlin_metal.convert.checkpoint import Checkpoint
@@ -18,6 +19,7 @@ from torch_marlin_metal.convert.errors import CheckpointError, UnsupportedFormat
 from torch_marlin_metal.convert.registry import DirectoryFormat, Format
 
 DIRECTORY_FORMATS: tuple[DirectoryFormat, ...] = (
+    native.FORMAT,
     gptq.FORMAT,
     awq.FORMAT,
     auto_round.FORMAT,

@@ -214,11 +214,16 @@ class GgufSource:
 
         return dequantize
 
-    def other_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields (name, tensor) for embeddings, norms and whatever else is no layer."""
+    @property
+    def config(self) -> dict[str, Any]:
+        """A GGUF file holds no transformers configuration."""
+        return {}
+
+    def others(self) -> Iterator[tuple[str, Callable[[], Tensor], str]]:
+        """Yields (name, how to read it, dtype) for embeddings, norms and whatever else is no layer."""
         for tensor in self.tensors.values():
             if tensor.name not in self._used:
-                yield (hf_name(tensor.name) if self.hf else None) or tensor.name, tensor.read()
+                yield (hf_name(tensor.name) if self.hf else None) or tensor.name, tensor.read, tensor.type_name
 
 
 def _dequantize(tensor: GgufTensor, expert: int | None) -> Tensor:

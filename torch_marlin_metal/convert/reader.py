@@ -1,10 +1,11 @@
 """Reads the layers of a checkpoint one at a time, whatever its format."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -58,8 +59,13 @@ class Source(Protocol):
         """Reads the bias of a layer that could not be converted."""
         ...
 
-    def other_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields what belongs to no layer."""
+    def others(self) -> Iterator[tuple[str, Callable[[], Tensor], str]]:
+        """Yields (name, how to read it, dtype as the file names it) of what belongs to no layer."""
+        ...
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The model's own configuration, or {}."""
         ...
 
 
@@ -110,11 +116,15 @@ class _DirectorySource:
         layer = self._layers[index]
         return layer.read("bias") if "bias" in layer else None
 
-    def other_tensors(self) -> Iterator[tuple[str, Tensor]]:
+    @property
+    def config(self) -> dict[str, Any]:
+        return self.checkpoint.config
+
+    def others(self) -> Iterator[tuple[str, Callable[[], Tensor], str]]:
         used = {name for layer in self._layers for name in layer.roles.values()}
-        for name in self.checkpoint.tensors:
+        for name, info in self.checkpoint.tensors.items():
             if name not in used:
-                yield name, self.checkpoint.read(name)
+                yield name, partial(self.checkpoint.read, name), info.dtype
 
 
 class CheckpointReader:
@@ -153,12 +163,13 @@ class CheckpointReader:
         return len(self.layer_names)
 
     def __iter__(self) -> Iterator[PackedWeight | DenseWeight]:
-        for index, name in enumerate(self.layer_names):
-            converted = self._convert(index, name)
+        for index in range(len(self)):
+            converted = self.read(index)
             if converted is not None:
                 yield converted
 
-    def _convert(self, index: int, name: str) -> PackedWeight | DenseWeight | None:
+    def read(self, index: int) -> PackedWeight | DenseWeight | None:
+        """Reads the layer at a position; None is a layer that is left out (`on_unsupported="skip"`)."""
         try:
             return self.source.convert(index)
         except UnsupportedFormat as error:
@@ -166,11 +177,12 @@ class CheckpointReader:
                 return None
             if self.options.on_unsupported == "error" or error.dequantize is None:
                 raise
-            return DenseWeight(name, error.dequantize(), self.source.bias(index), str(error))
+            return DenseWeight(self.layer_names[index], error.dequantize(), self.source.bias(index), str(error))
 
     def other_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yields (name, tensor) for everything that belongs to no 4-bit layer: embeddings, norms, dense layers."""
-        return self.source.other_tensors()
+        for name, read, _ in self.source.others():
+            yield name, read()
 
 
 def open_reader(

@@ -1,0 +1,293 @@
+"""The package's own format on disk: nothing changes on the way, and no failure leaves a file that looks finished."""
+
+import errno
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import checkpoint_writers as writers
+import numpy as np
+import pytest
+import torch
+from checkpoint_writers import LAYER
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from torch_marlin_metal import MarlinLinear, convert
+from torch_marlin_metal.convert import shard_writer
+
+DATA = Path(__file__).parents[1] / "data"
+FOLDERS = sorted(path.parent for path in DATA.glob("*/*/reference.safetensors"))
+JOURNAL = ".torch_marlin_metal.json"
+
+
+def source_of(folder: Path) -> Path:
+    return folder / "model.gguf" if (folder / "model.gguf").exists() else folder
+
+
+def large_checkpoint(path: Path, layers: int = 12) -> Path:
+    """GPTQ layers, a norm for each, and an embedding in a dtype that torch reads as another."""
+    writers.write_gptq(path, np.random.default_rng(0), 256, 64, 32, sym=True, act_order=True)
+    held = {name.removeprefix(LAYER): tensor for name, tensor in load_file(path / "model.safetensors").items()}
+    tensors = {
+        f"l.{i}{name}": (tensor + i if name == ".qweight" else tensor)
+        for i in range(layers)
+        for name, tensor in held.items()
+    }
+    tensors |= {f"norm.{i}.weight": torch.full((64,), float(i)) for i in range(layers)}
+    tensors["codes.weight"] = torch.arange(64).to(torch.float8_e4m3fn)
+    save_file({name: tensor.clone() for name, tensor in tensors.items()}, path / "model.safetensors")
+    (path / "tokenizer.json").write_text("{}")
+    (path / "modeling.py").write_text("raise SystemExit")
+    return path
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in sorted(path.iterdir())}
+
+
+@pytest.mark.filterwarnings("ignore:.*raw zero points of 15")
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.relative_to(DATA).as_posix())
+def test_every_layer_comes_back_with_the_same_bits(tmp_path, folder) -> None:
+    (before,) = convert.read_layers(source_of(folder))
+    path = convert.write_checkpoint(convert.open_reader(source_of(folder)), tmp_path / "out")
+    reader = convert.open_reader(path)
+    (after,) = reader
+    assert reader.format.name == "native"
+    assert (after.name, after.weight_format, after.group_size) == (before.name, before.weight_format, before.group_size)
+    expected = before.tensors()
+    if before.weight_format == "nvfp4" and before.global_scale is None:
+        expected["global_scale"] = torch.ones(1)
+    assert after.tensors().keys() == expected.keys()
+    for name, tensor in after.tensors().items():
+        assert tensor.dtype == expected[name].dtype
+        assert torch.equal(tensor.view(torch.uint8), expected[name].contiguous().view(torch.uint8))
+
+
+@pytest.mark.filterwarnings("ignore:.*raw zero points of 15")
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.relative_to(DATA).as_posix())
+def test_an_empty_layer_made_from_the_settings_loads_the_tensors(tmp_path, folder) -> None:
+    path = convert.write_checkpoint(convert.open_reader(source_of(folder)), tmp_path / "out")
+    settings = json.loads((path / "config.json").read_text())["quantization_config"]
+    ((name, entry),) = settings["layers"].items()
+    dtypes = {key: getattr(torch, entry.pop(key)) for key in ("scale_dtype", "zeros_dtype") if key in entry}
+    layer = MarlinLinear(**entry, **dtypes)
+    tensors = load_file(path / "model-00001.safetensors")
+    layer.load_state_dict({key.removeprefix(f"{name}."): tensor for key, tensor in tensors.items()}, strict=True)
+    (weight,) = convert.read_layers(path)
+    assert torch.equal(layer.dequantize().t(), weight.dequantize())
+
+
+def test_shards_other_tensors_and_small_files(tmp_path) -> None:
+    source = large_checkpoint(tmp_path / "source")
+    calls = []
+    path = convert.write_checkpoint(
+        convert.open_reader(source), tmp_path / "out", max_shard_bytes=30_000, progress=lambda *args: calls.append(args)
+    )
+    index = json.loads((path / "model.safetensors.index.json").read_text())
+    shards = sorted(set(index["weight_map"].values()))
+    assert len(shards) > 3
+    held = {}
+    for shard in shards:  # as the safetensors library sees them
+        with safe_open(path / shard, "pt") as file:
+            held |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        assert (path / shard).stat().st_size < 30_000 + shard_writer.HEADER_BYTES + 8
+    assert held.keys() == index["weight_map"].keys()
+    assert held["codes.weight"].dtype == torch.float8_e4m3fn
+    assert torch.equal(held["norm.3.weight"], torch.full((64,), 3.0))
+    assert sorted(file.name for file in path.iterdir()) == sorted(
+        ["config.json", "model.safetensors.index.json", "tokenizer.json", *shards]
+    )
+    assert [count for _, _, count in calls] == [12] * len(calls)
+    before = {weight.name: weight for weight in convert.read_layers(source)}
+    after = {weight.name: weight for weight in convert.read_layers(path)}
+    assert before.keys() == after.keys()
+    for name, weight in after.items():
+        assert torch.equal(weight.dequantize(), before[name].dequantize())
+
+
+def test_layers_that_cannot_be_packed_are_stored_as_floats_on_request(tmp_path) -> None:
+    expected = writers.write_gptq(tmp_path / "source", np.random.default_rng(0), 64, 16, 8, version=2)
+    with pytest.raises(convert.UnsupportedFormat):
+        convert.write_checkpoint(convert.open_reader(tmp_path / "source"), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    reader = convert.open_reader(tmp_path / "source", "dequantize")
+    path = convert.write_checkpoint(reader, tmp_path / "out")
+    np.testing.assert_array_equal(load_file(path / "model-00001.safetensors")[f"{LAYER}.weight"].numpy(), expected)
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="fork without exec is unsafe with Apple's frameworks")
+def test_killed_at_random_points_and_resumed(tmp_path) -> None:
+    source, destination = large_checkpoint(tmp_path / "source", layers=40), tmp_path / "out"
+    started = time.monotonic()
+    whole = convert.write_checkpoint(convert.open_reader(source), tmp_path / "whole", max_shard_bytes=30_000)
+    seconds, expected = time.monotonic() - started, contents(whole)
+    rng = random.Random(0)
+    kills = resumed = 0
+    for _ in range(5):
+        while not destination.exists():
+            child = os.fork()
+            if child == 0:
+                try:
+                    torch.set_num_threads(1)  # the parent's thread pool does not live on in a forked child
+                    convert.write_checkpoint(convert.open_reader(source), destination, max_shard_bytes=30_000)
+                    os._exit(0)
+                finally:
+                    os._exit(1)
+            time.sleep(rng.uniform(0, seconds))
+            os.kill(child, signal.SIGKILL)
+            _, status = os.waitpid(child, 0)
+            assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
+            kills += os.WIFSIGNALED(status)
+            shards = list((tmp_path / "out.partial").glob("model-*.safetensors"))
+            resumed += bool(shards)
+            for shard in shards:
+                load_file(shard)  # complete, whatever has been killed
+        if (destination / JOURNAL).exists():
+            convert.write_checkpoint(convert.open_reader(source), destination)
+        assert contents(destination) == expected
+        shutil.rmtree(destination)
+    assert kills >= 5
+    assert resumed > 0
+
+
+def test_a_run_goes_on_after_the_last_complete_shard(tmp_path) -> None:
+    source = large_checkpoint(tmp_path / "source")
+    whole = contents(convert.write_checkpoint(convert.open_reader(source), tmp_path / "a", max_shard_bytes=30_000))
+
+    def interrupt(name: str, done: int, count: int) -> None:
+        if done == 7:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert.write_checkpoint(
+            convert.open_reader(source), tmp_path / "b", max_shard_bytes=30_000, progress=interrupt
+        )
+    assert not (tmp_path / "b").exists()
+    partial = sorted(file.name for file in (tmp_path / "b.partial").iterdir())
+    assert partial[0] == JOURNAL
+    assert all(name.startswith("model-") and name.endswith(".safetensors") for name in partial[1:])
+    positions = []
+    convert.write_checkpoint(
+        convert.open_reader(source),
+        tmp_path / "b",
+        max_shard_bytes=30_000,
+        progress=lambda n, d, c: positions.append(d),
+    )
+    assert positions[0] > 1
+    assert contents(tmp_path / "b") == whole
+    assert not (tmp_path / "b.partial").exists()
+
+
+def test_another_source_starts_anew(tmp_path) -> None:
+    source = large_checkpoint(tmp_path / "source")
+
+    def interrupt(name: str, done: int, count: int) -> None:
+        if done == 7:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert.write_checkpoint(
+            convert.open_reader(source), tmp_path / "b", max_shard_bytes=30_000, progress=interrupt
+        )
+    tensors = load_file(source / "model.safetensors")
+    save_file({name: tensor for name, tensor in tensors.items() if "norm" not in name}, source / "model.safetensors")
+    path = convert.write_checkpoint(convert.open_reader(source), tmp_path / "b", max_shard_bytes=30_000)
+    assert contents(path) == contents(
+        convert.write_checkpoint(convert.open_reader(source), tmp_path / "a", max_shard_bytes=30_000)
+    )
+
+
+class FullDisk:
+    """A stream on a disk that is full after some writes."""
+
+    def __init__(self, stream, writes: int) -> None:
+        self._stream, self._left = stream, writes
+
+    def __getattr__(self, name: str):
+        return getattr(self._stream, name)
+
+    def write(self, data) -> int:
+        self._left -= 1
+        if self._left < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return self._stream.write(data)
+
+
+@pytest.mark.parametrize("writes", [0, 3, 9])
+def test_a_full_disk_names_the_file_and_leaves_no_half_of_it(tmp_path, monkeypatch, writes) -> None:
+    source = large_checkpoint(tmp_path / "source")
+    original = Path.open
+    monkeypatch.setattr(
+        Path,
+        "open",
+        lambda self, mode="r", *a, **k: (
+            FullDisk(original(self, mode, *a, **k), writes) if mode == "wb" else original(self, mode, *a, **k)
+        ),
+    )
+    with pytest.raises(convert.CheckpointError, match=r"model-00001\.safetensors: .*cannot be written \(No space left"):
+        convert.write_checkpoint(convert.open_reader(source), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    assert [file.name for file in (tmp_path / "out.partial").iterdir()] == [JOURNAL]
+    monkeypatch.undo()
+    convert.write_checkpoint(convert.open_reader(source), tmp_path / "out")
+
+
+def test_existing_destinations_are_left_alone(tmp_path) -> None:
+    source = large_checkpoint(tmp_path / "source")
+    (tmp_path / "out").mkdir()
+    with pytest.raises(FileExistsError, match="out: exists already"):
+        convert.write_checkpoint(convert.open_reader(source), tmp_path / "out")
+    (tmp_path / "other.partial").mkdir()
+    (tmp_path / "other.partial/precious").write_text("")
+    with pytest.raises(FileExistsError, match="is not an unfinished conversion"):
+        convert.write_checkpoint(convert.open_reader(source), tmp_path / "other")
+    assert (tmp_path / "other.partial/precious").exists()
+
+
+def native(tmp_path: Path) -> Path:
+    return convert.write_checkpoint(convert.open_reader(large_checkpoint(tmp_path / "source", 1)), tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format_version": 2}, "format_version 2 is not read; known: 1"),
+        ({"layers": {}}, r"packed_format': uint4b8, 32 does not agree with the settings' \('', None\)"),
+        ({"layers": []}, "layers: expected an object, got "),
+    ],
+)
+def test_settings_that_do_not_fit(tmp_path, change, message) -> None:
+    path = native(tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"] |= change
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(convert.CheckpointError, match=message):
+        list(convert.read_layers(path))
+
+
+@pytest.mark.parametrize(
+    ("role", "tensor", "message"),
+    [
+        ("packed_format", torch.tensor([1, 9, 32], dtype=torch.int32), r"\.packed_format': expected version 1"),
+        ("packed_format", torch.tensor([1, 0], dtype=torch.int32), r"\.packed_format': expected shape \[3\]"),
+        ("scales", torch.ones(8, 63), r"\.scales': scales: expected shape \[8, 64\]"),
+        ("scales", torch.full((8, 64), torch.nan), r"\.scales': scales: expected finite"),
+        ("perm", torch.zeros(256, dtype=torch.int32), r"\.perm': perm: expected a permutation"),
+        ("zeros", torch.zeros(8, 64, dtype=torch.uint8), r"\.zeros': zeros: uint4b8 takes none"),
+    ],
+)
+def test_damaged_layers(tmp_path, role, tensor, message) -> None:
+    path = native(tmp_path)
+    tensors = load_file(path / "model-00001.safetensors") | {f"l.0.{role}": tensor}
+    index = json.loads((path / "model.safetensors.index.json").read_text())
+    index["weight_map"][f"l.0.{role}"] = "model-00001.safetensors"
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    save_file(tensors, path / "model-00001.safetensors")
+    with pytest.raises(convert.CheckpointError, match=message):
+        list(convert.read_layers(path))

@@ -1,0 +1,91 @@
+"""The package's own format: the state_dict of every `MarlinLinear`, and settings that describe each layer.
+
+docs/format.md is its specification.
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+from torch_marlin_metal.convert.checkpoint import Checkpoint, Settings
+from torch_marlin_metal.convert.errors import UnsupportedFormat
+from torch_marlin_metal.convert.layer import Layer
+from torch_marlin_metal.convert.registry import DirectoryFormat, Options, endings
+from torch_marlin_metal.formats import WEIGHT_FORMATS
+from torch_marlin_metal.linear import FORMAT_VERSION, WEIGHT_BUFFERS, MarlinLinear
+from torch_marlin_metal.packed_weight import PackedWeight
+
+METHOD = "torch_marlin_metal"
+FORMAT_NAMES = tuple(WEIGHT_FORMATS)
+
+
+def layer_tensors(weight: PackedWeight) -> dict[str, Tensor]:
+    """Returns the tensors of a layer as the format stores them, by full name."""
+    state = MarlinLinear.from_packed(weight).state_dict()
+    return {f"{weight.name}.{name}": tensor for name, tensor in state.items()}
+
+
+def describe(weight: PackedWeight) -> dict[str, Any]:
+    """Returns a layer's entry in the settings: the arguments of `MarlinLinear` that make an empty layer for it."""
+    entry: dict[str, Any] = {
+        "in_features": weight.K,
+        "out_features": weight.N,
+        "bias": weight.bias is not None,
+        "weight_format": weight.weight_format,
+        "group_size": weight.group_size,
+        "scale_dtype": _dtype_name(weight.scales),
+        "perm": weight.perm is not None,
+    }
+    if weight.zeros is not None:
+        entry["zeros_dtype"] = _dtype_name(weight.zeros)
+    if weight.global_scale is not None and weight.global_scale.numel() > 1:
+        entry["global_scale_per_column"] = True
+    return entry
+
+
+def settings_for(layers: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Returns the `quantization_config` of a checkpoint with these layers, each described by `describe`."""
+    return {"quant_method": METHOD, "format_version": FORMAT_VERSION, "layers": layers}
+
+
+def _dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _check(checkpoint: Checkpoint, settings: Settings) -> None:
+    version = settings.integer("format_version")
+    if version != FORMAT_VERSION:
+        raise UnsupportedFormat(f"{settings.file}: format_version {version} is not read; known: {FORMAT_VERSION}")
+
+
+def _read(layer: Layer, settings: Settings, options: Options) -> PackedWeight:
+    layer.expect("packed_format", ("I32",), 3)
+    version, format_id, group_size = (int(value) for value in layer.read("packed_format"))
+    if version != FORMAT_VERSION or not 0 <= format_id < len(FORMAT_NAMES):
+        raise layer.error(
+            "packed_format", f"expected version {FORMAT_VERSION} and a format of 0..6, got {version}, {format_id}"
+        )
+    entry = settings.section("layers").section(layer.name)
+    stated = (entry.text("weight_format"), entry.integer("group_size"))
+    if stated != (FORMAT_NAMES[format_id], group_size):
+        raise layer.error(
+            "packed_format", f"{FORMAT_NAMES[format_id]}, {group_size} does not agree with the settings' {stated}"
+        )
+    tensors: dict[str, Any] = {role: layer.read(role) for role in (*WEIGHT_BUFFERS, "bias") if role in layer}
+    if "scales" not in tensors:
+        raise layer.error("b_packed", "scales are missing")
+    return PackedWeight(weight_format=FORMAT_NAMES[format_id], group_size=group_size, source="native", **tensors)
+
+
+FORMAT = DirectoryFormat(
+    name="native",
+    title="This package's own format (docs/format.md)",
+    methods=(METHOD,),
+    variants=(("every weight format", ", ".join(FORMAT_NAMES)),),
+    refused=(("versions other than 1", "none exists"),),
+    anchors={".b_packed": "b_packed"},
+    roles=endings("scales", "zeros", "global_scale", "lut", "perm", "bias", "packed_format"),
+    fields={name: name for name in (*WEIGHT_BUFFERS, "bias")},
+    check=_check,
+    read=_read,
+)

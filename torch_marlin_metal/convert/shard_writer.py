@@ -1,0 +1,90 @@
+"""Writes tensors one after the other into safetensors shards, without holding more than one in memory.
+
+A safetensors header stands before the data and may be padded with spaces, so room is left for it and it is written
+when the shard is full. A shard gets its name only then: a file under its final name is complete.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from torch_marlin_metal.convert.checkpoint import DTYPE_NAMES
+from torch_marlin_metal.convert.errors import CheckpointError
+
+HEADER_BYTES = 1 << 18
+ENTRY_BYTES = 160  # of a header entry beside the name and the shape's digits
+
+
+class ShardWriter:
+    """The shard under construction in a directory.
+
+    Args:
+        directory: where the shards go.
+        name: the shard's final name.
+    """
+
+    def __init__(self, directory: Path, name: str) -> None:
+        self.path = directory / name
+        self.names: list[str] = []
+        self._partial = directory / f".{name}.tmp"
+        self._entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        self._size = 0
+        self._header_size = 64
+        self._stream: BinaryIO = self._partial.open("wb")
+        self._stream.seek(8 + HEADER_BYTES)
+
+    @property
+    def size(self) -> int:
+        """Bytes of tensors written so far."""
+        return self._size
+
+    def has_room(self, names: list[str]) -> bool:
+        """Says whether the header has room for these tensors too."""
+        return self._header_size + sum(len(name.encode()) + ENTRY_BYTES for name in names) < HEADER_BYTES
+
+    def add(self, name: str, tensor: Tensor, dtype: str | None = None) -> None:
+        """Appends a tensor; `dtype` is its name in the file where the bits mean another type than torch's.
+
+        Raises:
+            CheckpointError: the disk is full, or another failure to write.
+        """
+        held = tensor.detach().cpu().contiguous()
+        nbytes = held.numel() * held.element_size()
+        dtype = dtype or DTYPE_NAMES[held.dtype]
+        shape = list(held.shape)
+        if dtype == "F4":
+            shape[-1] *= 2
+        self._entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [self._size, self._size + nbytes]}
+        self._header_size += len(name.encode()) + ENTRY_BYTES
+        try:
+            if nbytes:
+                self._stream.write(held.reshape(-1).view(torch.uint8).numpy().data)
+        except OSError as error:
+            self.discard()
+            raise CheckpointError(f"{self.path}: tensor {name!r}: cannot be written ({error.strerror})") from error
+        self._size += nbytes
+        self.names.append(name)
+
+    def finish(self) -> None:
+        """Writes the header, and gives the complete file its name."""
+        text = json.dumps(self._entries, separators=(",", ":")).encode().ljust(HEADER_BYTES)
+        assert len(text) == HEADER_BYTES
+        try:
+            self._stream.seek(0)
+            self._stream.write(HEADER_BYTES.to_bytes(8, "little") + text)
+            self._stream.flush()
+            os.fsync(self._stream.fileno())
+            self._stream.close()
+            self._partial.replace(self.path)
+        except OSError as error:
+            self.discard()
+            raise CheckpointError(f"{self.path}: cannot be written ({error.strerror})") from error
+
+    def discard(self) -> None:
+        """Removes what has been written."""
+        self._stream.close()
+        self._partial.unlink(missing_ok=True)

@@ -1,0 +1,185 @@
+"""Converts a whole checkpoint to the package's own format, one layer at a time; a run that was killed can go on.
+
+Everything is written into `<destination>.partial`, which takes the destination's name when it is complete. A journal
+there lists the shards that are: a later run with the same source and options goes on after the last of them, and the
+result has the same bytes as that of a run in one piece.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from torch_marlin_metal.convert import native
+from torch_marlin_metal.convert.errors import CheckpointError
+from torch_marlin_metal.convert.reader import CheckpointReader, DenseWeight
+from torch_marlin_metal.convert.shard_writer import ShardWriter
+from torch_marlin_metal.packed_weight import PackedWeight
+
+JOURNAL = ".torch_marlin_metal.json"
+DEFAULT_SHARD_BYTES = 1 << 29
+INDEX = "model.safetensors.index.json"
+# Files beside the weights that a model needs; weights, settings and code of any kind stay behind.
+COPIED = (".json", ".txt", ".model", ".jinja", ".md", ".tiktoken")
+NOT_COPIED = (
+    "config.json",
+    "quantize_config.json",
+    "quant_config.json",
+    "quantization_config.json",
+    "hf_quant_config.json",
+)
+
+Progress = Callable[[str, int, int], None]
+NamedTensor = tuple[str, Tensor, str | None]
+
+
+def write_checkpoint(
+    reader: CheckpointReader,
+    destination: str | os.PathLike[str],
+    *,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    progress: Progress | None = None,
+) -> Path:
+    """Writes every layer and every other tensor of an opened checkpoint in the package's own format.
+
+    Args:
+        reader: from `open_reader`; its `on_unsupported` decides about layers that cannot be packed (dequantized ones
+            are stored as fp32 `weight`).
+        destination: the directory to make; it must not exist.
+        max_shard_bytes: a shard is closed when the next layer would make it larger.
+        progress: called with (name, position, count) after each layer.
+
+    Returns:
+        The destination.
+
+    Raises:
+        FileExistsError: the destination exists, or `<destination>.partial` does and is not a conversion's.
+        CheckpointError: the source is damaged, or a file cannot be written; what is complete is kept for a later run.
+    """
+    destination = Path(destination)
+    work = destination.with_name(destination.name + ".partial")
+    if (destination / JOURNAL).exists():  # killed between the last two steps
+        (destination / JOURNAL).unlink()
+        return destination
+    if destination.exists():
+        raise FileExistsError(f"{destination}: exists already")
+    journal = _open_journal(work, _identity(reader, max_shard_bytes))
+    _write_shards(reader, work, journal, max_shard_bytes, progress)
+    _write_rest(reader, work, journal)
+    work.replace(destination)
+    (destination / JOURNAL).unlink()
+    return destination
+
+
+def _identity(reader: CheckpointReader, max_shard_bytes: int) -> dict[str, Any]:
+    """Says what a conversion converts and how; another identity starts anew."""
+    files = sorted(reader.path.iterdir()) if reader.path.is_dir() else [reader.path]
+    stats = {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files if file.is_file()}
+    return {"files": stats, "options": asdict(reader.options), "max_shard_bytes": max_shard_bytes}
+
+
+def _open_journal(work: Path, identity: dict[str, Any]) -> dict[str, Any]:
+    fresh: dict[str, Any] = {"identity": identity, "items": 0, "shards": [], "layers": {}}
+    if work.exists():
+        if not (work / JOURNAL).exists():
+            raise FileExistsError(f"{work}: exists, and is not an unfinished conversion")
+        try:
+            journal = json.loads((work / JOURNAL).read_text())
+        except ValueError:
+            journal = {}
+        if journal.get("identity") == json.loads(json.dumps(identity)):
+            return dict(journal)
+        shutil.rmtree(work)
+    staging = work.with_name(work.name + ".new")  # a partial directory without a journal must never be seen
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    _write_json(staging / JOURNAL, fresh)
+    staging.replace(work)
+    return fresh
+
+
+def _write_json(file: Path, value: Any) -> None:
+    temporary = file.with_name(f".{file.name}.tmp")
+    try:
+        temporary.write_text(json.dumps(value, indent=1))
+        temporary.replace(file)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise CheckpointError(f"{file}: cannot be written ({error.strerror})") from error
+
+
+def _items(reader: CheckpointReader, start: int) -> Iterator[tuple[PackedWeight | None, str, list[NamedTensor]]]:
+    """Yields the layers and then the other tensors from position `start`: a weight if packed, its name, its tensors."""
+    count = len(reader)
+    for index in range(start, count):
+        converted = reader.read(index)
+        if isinstance(converted, PackedWeight):
+            tensors = native.layer_tensors(converted)
+            yield converted, converted.name, [(name, tensor, None) for name, tensor in tensors.items()]
+        elif isinstance(converted, DenseWeight):
+            held = {"weight": converted.weight, "bias": converted.bias}
+            yield None, converted.name, [(f"{converted.name}.{n}", t, None) for n, t in held.items() if t is not None]
+        else:
+            yield None, reader.layer_names[index], []
+    for position, (name, tensor, dtype) in enumerate(reader.source.others(), start=count):
+        if position >= start:
+            yield None, name, [(name, tensor(), dtype)]
+
+
+def _write_shards(
+    reader: CheckpointReader, work: Path, journal: dict[str, Any], max_bytes: int, progress: Progress | None
+) -> None:
+    for leftover in work.glob(".*.tmp"):
+        leftover.unlink()
+    shard: ShardWriter | None = None
+    layers, done = dict(journal["layers"]), int(journal["items"])
+
+    def close() -> None:
+        if shard is not None:
+            shard.finish()
+            journal["shards"].append({"file": shard.path.name, "tensors": shard.names})
+            journal["layers"], journal["items"] = dict(layers), done
+            _write_json(work / JOURNAL, journal)
+
+    try:
+        for weight, name, tensors in _items(reader, done):
+            size = sum(tensor.numel() * tensor.element_size() for _, tensor, _ in tensors)
+            names = [tensor_name for tensor_name, _, _ in tensors]
+            if shard is not None and shard.size and (shard.size + size > max_bytes or not shard.has_room(names)):
+                close()
+                shard = None
+            shard = shard or ShardWriter(work, f"model-{len(journal['shards']) + 1:05d}.safetensors")
+            for tensor_name, tensor, dtype in tensors:
+                shard.add(tensor_name, tensor, dtype)
+            if weight is not None:
+                layers[name] = native.describe(weight)
+            done += 1
+            if progress is not None:
+                progress(name, done, len(reader))
+        close()
+    except BaseException:
+        if shard is not None:
+            shard.discard()
+        raise
+
+
+def _write_rest(reader: CheckpointReader, work: Path, journal: dict[str, Any]) -> None:
+    """Writes what makes the directory a checkpoint: the index, the settings, and copies of the small files."""
+    places = {name: shard["file"] for shard in journal["shards"] for name in shard["tensors"]}
+    total = sum((work / shard["file"]).stat().st_size for shard in journal["shards"])
+    _write_json(work / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+    config: dict[str, Any] = {}
+    if reader.path.is_dir():
+        for file in sorted(reader.path.iterdir()):
+            skipped = file.name in NOT_COPIED or file.name.endswith(".index.json") or file.name.startswith(".")
+            if file.is_file() and file.suffix in COPIED and not skipped:
+                shutil.copyfile(file, work / file.name)
+        config = dict(reader.source.config)
+    for key in ("quantization", "compression_config"):
+        config.pop(key, None)
+    _write_json(work / "config.json", config | {"quantization_config": native.settings_for(journal["layers"])})
