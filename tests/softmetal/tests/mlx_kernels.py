@@ -28,15 +28,15 @@ def _include() -> str:
 
 
 @functools.cache
-def _compiled(headers: tuple[str, ...], instances: tuple[str, ...], constants: tuple[tuple[str, object], ...]) -> Library:
+def _compiled(
+    headers: tuple[str, ...], instances: tuple[str, ...], constants: tuple[tuple[str, object], ...]
+) -> Library:
     lines = [f'#include "{KERNELS}/{h}"' for h in ("utils.h", *headers)]
     lines += [f'template [[host_name("{i}")]] [[kernel]] decltype({i}) {i};' for i in instances]
     return device.compile(HEADER + "\n".join(lines), constants=dict(constants), include_paths=[_include()])
 
 
-def mlx(
-    headers: Sequence[str], instances: Sequence[str], constants: Mapping[str, object] | None = None
-) -> Library:
+def mlx(headers: Sequence[str], instances: Sequence[str], constants: Mapping[str, object] | None = None) -> Library:
     """Compiles MLX headers; every instance like "arange<float>" is a kernel of that name."""
     return _compiled(tuple(headers), tuple(instances), tuple((constants or {}).items()))
 

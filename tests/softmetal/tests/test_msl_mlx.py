@@ -157,7 +157,9 @@ def test_softmax(kernel: str, metal: str, size: int) -> None:
 
 @pytest.mark.parametrize("size", [7, 300])
 def test_logsumexp_and_cross_entropy(size: int) -> None:
-    library = mlx(["logsumexp.h", "cross_entropy.h"], ["logsumexp<float>", "logsumexp_looped<half>", "cross_entropy<float>"])
+    library = mlx(
+        ["logsumexp.h", "cross_entropy.h"], ["logsumexp<float>", "logsumexp_looped<half>", "cross_entropy<float>"]
+    )
     x = RNG(7).normal(0, 3, (4, size)).astype(np.float32)
     out = np.zeros(4, np.float32)
     launch(library, "logsumexp<float>", x, out, size, groups=4, group=96, perturb_seed=5)
@@ -229,7 +231,11 @@ def test_scans(inclusive: bool, reverse: bool) -> None:
              for t, op in (("int", "CumSum"), ("float", "CumMax"), ("long", "CumSum"))]  # fmt: skip
     library = mlx(["binary_ops.h", "scan.h"], names)
     flag = f"{str(inclusive).lower()}, {str(reverse).lower()}"
-    for metal, op, dtype in (("int", "CumSum", np.int32), ("long", "CumSum", np.int64), ("float", "CumMax", np.float32)):
+    for metal, op, dtype in (
+        ("int", "CumSum", np.int32),
+        ("long", "CumSum", np.int64),
+        ("float", "CumMax", np.float32),
+    ):
         x = RNG(11).integers(-99, 99, (3, 700)).astype(dtype)
         y = np.zeros_like(x)
         launch(library, f"contiguous_scan<{metal}, {metal}, {op}<{metal}>, 4, {flag}>", x, y, np.uint64(700),
@@ -244,7 +250,11 @@ def test_scans(inclusive: bool, reverse: bool) -> None:
 
 @pytest.mark.parametrize("size", [5, 128, 250])
 def test_sort_and_search(size: int) -> None:
-    names = ["block_sort<float, float, false, 32, 8>", "block_sort<int, uint, true, 32, 8>", "block_sort<half, half, false, 64, 4>"]
+    names = [
+        "block_sort<float, float, false, 32, 8>",
+        "block_sort<int, uint, true, 32, 8>",
+        "block_sort<half, half, false, 64, 4>",
+    ]
     library = mlx(["sort.h", "searchsorted.h"], [*names, "searchsorted<float, false>", "searchsorted<float, true>"])
     strides = (size, 1, 1, size, size)
     x = RNG(12).normal(0, 9, (3, size)).astype(np.float32)
