@@ -183,13 +183,19 @@ inline T constant_value(V... values) {
   return T(values...);
 }
 
-template <class T>
+// A function constant without a value: a fault when it is used. Of a vector the members can be named, which no code sees:
+// they are poison.
+template <class T, bool IsVector = __is_class(T)>
 struct UndefinedConstant {
   const char* name;
   operator T() const {
     sm_undefined_function_constant(name);
     return T();
   }
+};
+template <class T>
+struct UndefinedConstant<T, true> : T {
+  UndefinedConstant(const char*) { __builtin_memset(static_cast<T*>(this), 0xFF, sizeof(T)); }
 };
 
 }  // namespace sm

@@ -143,8 +143,8 @@ class Translator:
             return _Scope("namespace")
         name = _function_name(header)
         if name < 0:
-            is_type = bool({"struct", "class", "union", "enum"} & set(_outside_template(texts)))
-            if not is_type or "=" in texts:
+            words = _outside_template(texts)
+            if "=" in words or not {"struct", "class", "union", "enum"} & set(words):
                 return None
             inner = _Scope("type")
             if texts[0] == "template" and self._is_repeated(scopes, header, "type"):

@@ -1,0 +1,498 @@
+"""The executor through the NumPy module: what kernels compute, in fast and in checked mode."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from typing import Any
+
+import numpy as np
+import pytest
+
+from softmetal import device
+from softmetal.device import Buffer, FaultKind, KernelFault
+from softmetal.executor import bindings
+
+HEAD = "#include <metal_stdlib>\nusing namespace metal;\n"
+
+
+@pytest.fixture(params=[False, True], ids=["fast", "checked"])
+def checked(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+def build(source: str, checked: bool = False, **options: Any) -> device.Library:
+    return device.compile(HEAD + source, checked=checked, file_name="test.metal", **options)
+
+
+def test_simd_operations_under_divergence(checked: bool) -> None:
+    kernel = build(
+        """
+        kernel void f(device const int* x, device int* y, uint i [[thread_index_in_threadgroup]],
+                      uint lane [[thread_index_in_simdgroup]]) {
+          int total = 0;
+          if (lane < 10) total = simd_sum(x[i]);
+          else if (lane & 1) total = simd_max(x[i]);
+          else total = simd_min(x[i]);
+          int loops = 0;
+          for (uint k = 0; k <= lane % 4; ++k) loops += simd_sum(1);
+          y[2 * i] = total;
+          y[2 * i + 1] = loops * 1000 + simd_sum(1);
+        }""",
+        checked,
+    ).kernel("f")
+    x = np.random.default_rng(1).integers(-100, 100, 96).astype(np.int32)
+    y = np.zeros((96, 2), np.int32)
+    kernel.launch(groups=1, group=96, buffers=[x, y])
+    lane = np.arange(32)
+    for s in range(3):
+        part = x[32 * s : 32 * s + 32]
+        odd = (lane >= 10) & (lane % 2 == 1)
+        even = (lane >= 10) & (lane % 2 == 0)
+        expected = np.where(lane < 10, part[:10].sum(), np.where(odd, part[odd].max(), part[even].min()))
+        np.testing.assert_array_equal(y[32 * s : 32 * s + 32, 0], expected)
+        # In round k the lanes with lane % 4 >= k take part; after the loop all of them.
+        rounds = np.array([sum(8 * (4 - k) for k in range(m + 1)) for m in range(4)])
+        np.testing.assert_array_equal(y[32 * s : 32 * s + 32, 1], rounds[lane % 4] * 1000 + 32)
+
+
+def test_positions_of_every_type_and_a_grid_that_does_not_divide(checked: bool) -> None:
+    names = [
+        ("uint3", "thread_position_in_grid"),
+        ("ushort3", "thread_position_in_threadgroup"),
+        ("uint3", "threadgroup_position_in_grid"),
+        ("uint3", "threadgroups_per_grid"),
+        ("ushort3", "threads_per_threadgroup"),
+        ("uint3", "dispatch_threads_per_threadgroup"),
+        ("uint3", "threads_per_grid"),
+    ]
+    scalars = [
+        ("ushort", "thread_index_in_threadgroup"),
+        ("uint", "thread_index_in_simdgroup"),
+        ("ushort", "simdgroup_index_in_threadgroup"),
+        ("uint", "simdgroups_per_threadgroup"),
+        ("uint", "dispatch_simdgroups_per_threadgroup"),
+        ("uint", "threads_per_simdgroup"),
+        ("ushort", "thread_index_in_quadgroup"),
+    ]
+    parameters = ", ".join(f"{t} p{i} [[{n}]]" for i, (t, n) in enumerate([*names, *scalars]))
+    stores = "".join(f"o[{3 * i + j}] = p{i}.{c};" for i in range(len(names)) for j, c in enumerate("xyz"))
+    stores += "".join(f"o[{3 * len(names) + i}] = p{len(names) + i};" for i in range(len(scalars)))
+    count = 3 * len(names) + len(scalars)
+    kernel = build(
+        f"""kernel void f(device uint* out, {parameters}, uint2 flat [[thread_position_in_grid]],
+                          uint x [[thread_position_in_grid]]) {{
+          device uint* o = out + ((p0.z * 5 + flat.y) * 11 + x) * {count}; {stores} }}""",
+        checked,
+    ).kernel("f")
+    grid, group = (11, 5, 3), (4, 3, 2)
+    out = np.full((3, 5, 11, count), 2**32 - 1, np.uint32)
+    kernel.launch(threads=grid, group=group, buffers=[out])
+    for z in range(3):
+        for y in range(5):
+            for x in range(11):
+                at = (x, y, z)
+                within = [p % g for p, g in zip(at, group)]
+                which = [p // g for p, g in zip(at, group)]
+                extent = [min(g, n - w * g) for g, n, w in zip(group, grid, which)]
+                index = within[0] + extent[0] * (within[1] + extent[1] * within[2])
+                size = int(np.prod(extent))
+                expected = [*at, *within, *which, 3, 2, 2, *extent, *group, *grid]
+                expected += [index, index % 32, index // 32, -(-size // 32), 1, 32, index % 4]
+                assert out[z, y, x].tolist() == expected
+
+
+GEMM = """
+template <typename T>
+kernel void gemm(device const T* a, device const T* b, device float* c, constant uint& K,
+                 uint2 tile [[threadgroup_position_in_grid]], uint2 tiles [[threadgroups_per_grid]]) {
+  const uint N = tiles.x * 16;
+  simdgroup_matrix<float, 8, 8> acc[2][2];
+  for (int i = 0; i < 2; ++i) for (int j = 0; j < 2; ++j) acc[i][j] = make_filled_simdgroup_matrix<float, 8, 8>(0.0);
+  for (uint k = 0; k < K; k += 8) {
+    simdgroup_matrix<T, 8, 8> A[2], B[2];
+    for (int i = 0; i < 2; ++i) simdgroup_load(A[i], a + (tile.y * 16 + 8 * i) * K + k, K);
+    for (int j = 0; j < 2; ++j) simdgroup_load(B[j], b + k * N + tile.x * 16 + 8 * j, N);
+    for (int i = 0; i < 2; ++i)
+      for (int j = 0; j < 2; ++j) simdgroup_multiply_accumulate(acc[i][j], A[i], B[j], acc[i][j]);
+  }
+  for (int i = 0; i < 2; ++i)
+    for (int j = 0; j < 2; ++j) simdgroup_store(acc[i][j], c + (tile.y * 16 + 8 * i) * N + tile.x * 16 + 8 * j, N);
+}
+template [[host_name("gemm_half")]] [[kernel]] decltype(gemm<half>) gemm<half>;
+template [[host_name("gemm_float")]] [[kernel]] decltype(gemm<float>) gemm<float>;
+"""
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_matrix_products_deferred_and_eager_give_the_same_bits(dtype: Any) -> None:
+    rng = np.random.default_rng(2)
+    M, N, K = 32, 48, 200
+    a, b = rng.standard_normal((M, K)).astype(dtype), rng.standard_normal((K, N)).astype(dtype)
+    results = []
+    for checked in (False, True):
+        c = np.full((M, N), np.nan, np.float32)
+        name = "gemm_half" if dtype == np.float16 else "gemm_float"
+        counters = build(GEMM, checked).kernel(name).launch(
+            groups=(N // 16, M // 16), group=32, buffers=[a, b, c, struct.pack("I", K)]
+        )
+        assert counters.mmas == M * N * K // 512
+        results.append(c)
+    exact = a.astype(np.float64) @ b.astype(np.float64)
+    bound = 2.0**-24 * K * (np.abs(a.astype(np.float64)) @ np.abs(b.astype(np.float64)))
+    assert (np.abs(results[0] - exact) <= bound).all()
+    np.testing.assert_array_equal(results[0], results[1])
+
+
+def test_matrix_looked_at_by_one_lane_between_products(checked: bool) -> None:
+    kernel = build(
+        """
+        kernel void f(device const float* x, device float* y, uint lane [[thread_index_in_simdgroup]]) {
+          simdgroup_float8x8 a, b, c(0), d;
+          simdgroup_load(a, x, 8);
+          simdgroup_load(b, x + 64, 8);
+          for (int k = 0; k < 70; ++k) {
+            simdgroup_multiply_accumulate(c, a, b, c);
+            if (lane == 5 && k % 9 == 3) c.thread_elements()[1] *= 0.5;
+            if (k % 16 == 7) simdgroup_multiply(d, a, c);
+            simdgroup_multiply_accumulate(d, b, b, d);
+          }
+          simdgroup_store(c, y, 8);
+          simdgroup_store(d, y + 64, 8);
+        }""",
+        checked,
+    ).kernel("f")
+    x = (np.random.default_rng(3).standard_normal((2, 8, 8)) * 0.2).astype(np.float32)
+    y = np.zeros((2, 8, 8), np.float32)
+    kernel.launch(groups=1, group=32, buffers=[x, y])
+    a, b = x.astype(np.float64)
+    c, d = np.zeros((8, 8)), None
+    for k in range(70):
+        c = c + a @ b
+        if k % 9 == 3:
+            c[2, 3] *= 0.5  # lane 5: row (5 >> 1) & 3, pair 1, its second element
+        if k % 16 == 7:
+            d = a @ c
+        d = b @ b + (d if d is not None else np.nan)
+    np.testing.assert_allclose(y[0], c, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(y[1], d, rtol=0, atol=1e-4)
+
+
+SPECIALISED = """
+constant bool has_bias [[function_constant(0)]];
+constant int shift [[function_constant(1)]];
+constant float2 scale [[function_constant(2)]];
+constant bool wants_bias = is_function_constant_defined(has_bias) ? has_bias : false;
+kernel void f(device const int* x [[buffer(0)]], device float* y [[buffer(1)]],
+              device const float* bias [[buffer(2), function_constant(wants_bias)]],
+              uint i [[thread_position_in_grid]]) {
+  y[i] = float(x[i] + shift) * scale.y + (wants_bias ? bias[i] : scale.x);
+}
+"""
+
+
+def test_function_constants(checked: bool) -> None:
+    x, bias = np.arange(8, dtype=np.int32), np.linspace(0, 1, 8, dtype=np.float32)
+    y = np.zeros(8, np.float32)
+    plain = build(SPECIALISED, checked, constants={"shift": -3, 2: (0.5, 1.5)})
+    assert plain.constants == {"has_bias": (0, "bool", False), "shift": (1, "int", True), "scale": (2, "float2", True)}
+    assert [a.kind for a in plain.kernel("f").arguments] == [0, 0, 2]
+    plain.kernel("f").launch(threads=8, group=8, buffers=[x, y])
+    np.testing.assert_array_equal(y, (x - 3) * 1.5 + 0.5)
+    biased = build(SPECIALISED, checked, constants={"has_bias": True, "shift": 2, "scale": (0.5, 0.25)})
+    assert [a.kind for a in biased.kernel("f").arguments] == [0, 0, 0]
+    biased.kernel("f").launch(threads=8, group=8, buffers=[x, y, bias])
+    np.testing.assert_array_equal(y, ((x + 2) * 0.25 + bias).astype(np.float32))
+
+
+def test_only_the_wanted_kernel_gets_code() -> None:
+    library = build(SPECIALISED + "kernel void g(device int* x) { *x = shift; }", constants={1: 4}, kernel="g")
+    assert library.names == ["f", "g"]
+    x = np.zeros(1, np.int32)
+    library.kernel("g").launch(threads=1, group=1, buffers=[x])
+    assert x[0] == 4
+    with pytest.raises(KernelFault, match="compiled for another kernel"):
+        library.kernel("f").launch(threads=1, group=1, buffers=[x, x])
+
+
+LANGUAGE = """
+enum Slot { kOut = 2, kIn = 0 };
+struct Pair { int a; float b; float sum() const thread { return a + b; } float sum() const constant { return a + b; } };
+struct Params { uint n; Pair pair; ushort3 odd; };
+constant float table[] = {0.5, 1.0, 1.5, 2.0};
+constant constexpr int kTwo = 2;
+namespace inner {
+template <typename T, int N = 3>
+struct Accumulate {
+  T value = 0;
+  METAL_FUNC void operator()(threadgroup const T* x) { for (int i = 0; i < N; ++i) value += x[i]; }
+  METAL_FUNC void operator()(device const T* x) { for (int i = 0; i < N; ++i) value += x[i]; }
+};
+template <typename T>
+[[kernel, max_total_threads_per_threadgroup(32 * sizeof(T))]] void work(
+    const device T* x [[buffer(kIn)]], constant Params& p [[buffer(1)]], device T* y [[buffer(kOut)]],
+    threadgroup T* dynamic [[threadgroup(1)]], uint i [[thread_position_in_grid]], uint t [[thread_index_in_threadgroup]]) {
+  threadgroup T fixed_[kTwo * 16 + 2], other[3][2];
+  threadgroup int single;
+  if (t == 0) single = kTwo;
+  if (t < 6) other[t % 3][t / 3] = T(t);
+  fixed_[t] = x[i];
+  if (t < 2) fixed_[32 + t] = 0;
+  dynamic[t] = fixed_[t] * T(2);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  Accumulate<T> sum;
+  sum((threadgroup const T*)fixed_ + t);
+  auto twice = [&](T v) { return v * T(single); };
+  T r = twice(sum.value) + dynamic[31 - t] + other[2][1] + T(table[i & 3]) + T(p.pair.sum());
+  #pragma unroll
+  for (int k = 0; k < 4; ++k) r += T(p.odd.z);
+  if (i < p.n) y[i] = r;
+}
+#define INSTANCE(type) template [[host_name("work_" #type)]] kernel void work<type>(const device type* x [[buffer(kIn)]], \\
+    constant Params& p [[buffer(1)]], device type* y [[buffer(kOut)]], threadgroup type* dynamic [[threadgroup(1)]], \\
+    uint i [[thread_position_in_grid]], uint t [[thread_index_in_threadgroup]]);
+INSTANCE(float)
+INSTANCE(half)
+}
+"""
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_language(dtype: Any, checked: bool) -> None:
+    library = build(LANGUAGE, checked)
+    assert library.names == ["work_float", "work_half"]
+    kernel = library.kernel("work_float" if dtype == np.float32 else "work_half")
+    size = np.dtype(dtype).itemsize
+    assert kernel.max_total_threads == 32 * size
+    assert kernel.static_threadgroup_bytes == -(-34 * size // 16) * 16 + -(-6 * size // 16) * 16 + 4
+    x = (np.arange(64) % 7).astype(dtype)
+    y = np.full(64, -1, dtype)
+    params = struct.pack("IifxxxxHHH2x", 60, 3, 0.5, 1, 2, 5)
+    kernel.launch(groups=2, group=32, buffers=[x, params, y], threadgroup_memory={1: 32 * size})
+    expected = np.full(64, -1.0)
+    for i in range(60):
+        g, t = divmod(i, 32)
+        part = np.concatenate([x[32 * g : 32 * g + 32].astype(float), [0, 0]])
+        expected[i] = 2 * part[t : t + 3].sum() + 2 * part[31 - t] + 5 + (0.5 + (i & 3) * 0.5) + 3.5 + 20
+    np.testing.assert_array_equal(y.astype(float), expected)
+
+
+def test_arguments_without_an_index_take_the_free_ones() -> None:
+    source = "kernel void f(device int* a, device int* b [[buffer(0)]], constant int& c, device int* d [[buffer(2)]]) {}"
+    arguments = build(source).kernel("f").arguments
+    assert [(a.name.decode(), a.index) for a in arguments] == [("a", 1), ("b", 0), ("c", 3), ("d", 2)]
+    assert [a.is_const for a in arguments] == [0, 0, 1, 0]
+    assert [a.is_reference for a in arguments] == [0, 0, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("kernel void f(device int* a) { a[0] = missing; }", r"test\.metal:3:\d+: error: .*missing"),
+        ("\n\nkernel void f(float4 v [[stage_in]]) {}", r"test\.metal:5: error: .*stage_in"),
+        ("kernel void f(texture2d<float> t [[texture(0)]]) {}", r"test\.metal:3: error: .*no textures"),
+        ("kernel void f(uint i) {}", r"test\.metal:3: error: .*neither attribute nor address space"),
+        ("kernel void f(device int* a [[buffer(1)]], device int* b [[buffer(1)]]) {}", "the same buffer index"),
+        ("kernel void f(device int* a [[buffer(31)]]) {}", "from 0 to 30"),
+        ("kernel void f(device int* a [[colour(1)]]) {}", "'colour' is not one of a compute kernel"),
+        ("kernel void f(device int* a) { threadgroup int x = 3; a[0] = x; }", "cannot be initialised"),
+        ('template [[host_name("g")]] [[kernel]] decltype(g<int>) g<int>;', "'g' is not a kernel defined above"),
+        ("constant int n [[function_constant(0)]];\nkernel void f(device int* a) { int x[n]; a[0] = x[0]; }", "error"),
+        ("kernel void f(device int* a) { constant int* p = 0; *p = 1; }", "const"),
+        ('#include "nowhere.h"\n', r"test\.metal:3:\d+: fatal error: 'nowhere.h' file not found"),
+    ],
+)
+def test_compile_errors(source: str, message: str) -> None:
+    with pytest.raises(device.CompileError, match=message):
+        build(source)
+
+
+def test_numbers_are_those_of_the_gpu(checked: bool) -> None:
+    kernel = build(
+        """
+        kernel void f(device const float* x, device const half* h, device float* y, device half* z) {
+          y[0] = x[0] * 1.5;             // fp32 subnormals are flushed
+          y[1] = x[1] * x[2];
+          y[2] = float(h[0]) * 16777216.0;  // half subnormals are not
+          y[3] = x[3] * x[4] + x[5];     // contracted: one rounding
+          float product = x[3] * x[4];
+          y[4] = product + x[5];         // across statements: two
+          z[0] = h[1] * h[2] + h[3] - h[3];  // half arithmetic rounds each time
+          z[1] = 0.1h;
+          y[5] = 0.1 + 0.2 == 0.3 ? 1 : 2;  // float literals
+        }""",
+        checked,
+    ).kernel("f")
+    x = np.array([1e-40, 1e-20, 1e-20, 1 + 2.0**-12, 1 + 2.0**-12, -1], np.float32)
+    h = np.array([2.0**-24, 1.001, 1.001, 500], np.float16)
+    y, z = np.full(6, 9, np.float32), np.zeros(2, np.float16)
+    kernel.launch(groups=1, group=1, buffers=[x, h, y, z])
+    exact = np.float64(x[3]) * np.float64(x[4]) + np.float64(x[5])
+    literal = np.float32(np.float32(0.1) + np.float32(0.2)) == np.float32(0.3)
+    assert y.tolist() == [0, 0, 1, np.float32(exact), np.float32(x[3] * x[4]) + x[5], 1 if literal else 2]
+    fused = np.float16(np.float64(h[1]) * np.float64(h[2]) + np.float64(h[3]))
+    assert z[0] == fused - h[3]
+    assert z[1] == np.float16(0.1)
+
+
+def test_counters() -> None:
+    source = """
+    kernel void f(device const float* x, device float* y, device atomic_uint* n, uint g [[threadgroup_position_in_grid]],
+                  uint i [[thread_index_in_threadgroup]]) {
+      threadgroup float s[64];
+      s[i] = x[i];
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+      float v = s[63 - i];
+      simdgroup_barrier(mem_flags::mem_none);
+      y[g * 64 + i] = simd_broadcast(v, 0);
+      if (i == 0) atomic_fetch_add_explicit(n, 1u, memory_order_relaxed);
+    }"""
+    x, y, n = np.arange(64, dtype=np.float32), np.zeros(192, np.float32), np.zeros(1, np.uint32)
+    fast = build(source).kernel("f").launch(groups=3, group=64, buffers=[x, y, n])
+    seen = build(source, True).kernel("f").launch(groups=3, group=64, buffers=[x, y, n])
+    for c in (fast, seen):
+        assert (c.threads, c.threadgroups, c.threadgroup_barriers, c.simdgroup_barriers) == (192, 3, 3, 6)
+        assert (c.simd_operations, c.mmas, c.atomics) == (6, 0, 3)
+    assert fast.device_bytes_read is None
+    assert fast.buffers is None
+    assert seen.buffers is not None
+    assert seen.buffers[0] == {"bytes_read": 768, "bytes_written": 0, "distinct_read": 256, "distinct_written": 0}
+    assert seen.buffers[1] == {"bytes_read": 0, "bytes_written": 768, "distinct_read": 0, "distinct_written": 768}
+    assert seen.buffers[2]["distinct_written"] == 4
+    assert (seen.threadgroup_bytes_read, seen.threadgroup_bytes_written) == (768, 768)
+    assert (seen.distinct_bytes_read, seen.distinct_bytes_written) == (256, 772)
+    assert n[0] == 6
+
+
+def test_interleaving_follows_the_seed() -> None:
+    kernel = build(
+        """
+        kernel void f(device atomic_uint* n, device uint* order, uint i [[thread_position_in_grid]]) {
+          uint place = atomic_fetch_add_explicit(n, 1u, memory_order_relaxed);
+          order[place] = i;
+        }""",
+        True,
+    ).kernel("f")
+
+    def order(seed: int) -> list[int]:
+        n, out = np.zeros(1, np.uint32), np.zeros(512, np.uint32)
+        kernel.launch(groups=8, group=64, buffers=[n, out], seed=seed)
+        assert sorted(out.tolist()) == list(range(512))
+        return out.tolist()
+
+    assert order(7) == order(7)
+    assert order(7) != order(8)
+    first = np.array(order(7))
+    changes = (np.diff(first // 64) != 0).sum()
+    assert changes > 100  # threadgroups are interleaved with each other, not run one by one
+
+
+def test_os_threads_give_the_same_result() -> None:
+    source = """
+    kernel void f(device const float* x, device float* y, uint g [[threadgroup_position_in_grid]],
+                  uint i [[thread_index_in_threadgroup]]) {
+      threadgroup float s[256];
+      s[i] = x[g * 256 + i];
+      for (uint k = 128; k > 0; k /= 2) {
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+        if (i < k) s[i] += s[i + k];
+      }
+      if (i == 0) y[g] = s[0];
+    }"""
+    x = np.random.default_rng(5).standard_normal((200, 256)).astype(np.float32)
+    results = []
+    for threads in (1, 3):
+        y = np.zeros(200, np.float32)
+        counters = build(source).kernel("f").launch(groups=200, group=256, buffers=[x, y], os_threads=threads)
+        assert counters.threadgroup_barriers == 1600
+        results.append(y)
+    tree = x.copy()
+    for k in (128, 64, 32, 16, 8, 4, 2, 1):
+        tree = tree[:, :k] + tree[:, k : 2 * k]
+    np.testing.assert_array_equal(results[0], tree[:, 0])
+    np.testing.assert_array_equal(results[1], tree[:, 0])
+
+
+def test_perturbed_functions_stay_within_reach() -> None:
+    source = "kernel void f(device float* x, uint i [[thread_position_in_grid]]) { x[i] = precise::exp(x[i]); }"
+    start = np.linspace(-5, 5, 256, dtype=np.float32)
+    results = {}
+    for seed in (0, 1, 2):
+        x = start.copy()
+        build(source).kernel("f").launch(threads=256, group=64, buffers=[x], perturb_seed=seed)
+        again = start.copy()
+        build(source).kernel("f").launch(threads=256, group=64, buffers=[again], perturb_seed=seed)
+        np.testing.assert_array_equal(x, again)
+        exact = np.exp(start.astype(np.float64))
+        assert (np.abs(x - exact) <= 5 * np.spacing(exact.astype(np.float32))).all()  # Metal: 4 ulp, and the host's own
+        results[seed] = x
+    assert (results[0] != results[1]).any()
+    assert (results[1] != results[2]).any()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"groups": 1, "group": 2048}, "threadgroup of 2048 threads, the kernel takes 1024"),
+        ({"groups": 0, "group": 32}, "a grid or threadgroup of no threads"),
+        ({"groups": 1, "group": 32, "threadgroup_memory": {0: 32768}}, "33792 bytes of threadgroup memory"),
+        ({"groups": 1, "group": 32, "buffers": [np.zeros(4, np.float32), None]}, "'n' is a reference to 4 bytes, and buffer 1 is not bound"),
+        ({"groups": 1, "group": 32, "buffers": [np.zeros(4, np.float32), b"ab"]}, "buffer 1 is shorter"),
+    ],
+)
+def test_launches_that_metal_refuses(options: dict[str, Any], message: str) -> None:
+    source = """kernel void f(device float* x, constant uint& n, threadgroup float* t [[threadgroup(0)]]) {
+      threadgroup float s[256]; s[0] = n; x[0] = s[0]; }"""
+    with pytest.raises(KernelFault, match=message) as caught:
+        build(source).kernel("f").launch(**{"buffers": [np.zeros(4, np.float32), struct.pack("I", 1)], **options})
+    assert caught.value.faults[0].kind == FaultKind.RESOURCE
+
+
+def test_overlapping_buffers_are_one_memory() -> None:
+    source = "kernel void f(device const float* x, device float* y, uint i [[thread_position_in_grid]]) { y[i] = x[i] * 2; }"
+    memory = np.arange(64, dtype=np.float32)
+    build(source, True).kernel("f").launch(threads=64, group=32, buffers=[memory, memory])
+    np.testing.assert_array_equal(memory, 2 * np.arange(64))
+    with pytest.raises(KernelFault, match="race"):
+        build(source, True).kernel("f").launch(threads=60, group=32, buffers=[memory, (memory, 16)])
+
+
+def test_what_is_initialised_outlives_a_launch() -> None:
+    source = """
+    kernel void half_of(device float* t, uint i [[thread_position_in_grid]]) { if (i < 32) t[i] = i; }
+    kernel void rest(device float* t, uint i [[thread_position_in_grid]]) { if (i >= 32) t[i] = i; }
+    kernel void sum(device const float* t, device float* y, uint i [[thread_position_in_grid]]) { y[i] = t[i]; }
+    """
+    library = build(source, True)
+    t, y = Buffer.empty(64, np.float32), np.zeros(64, np.float32)
+    library.kernel("half_of").launch(threads=64, group=32, buffers=[t])
+    with pytest.raises(KernelFault, match=r"never written: buffer 0 \+ (1[3-9]\d|2\d\d) \(t, 256 bytes\)"):
+        library.kernel("sum").launch(threads=64, group=32, buffers=[t, y])
+    library.kernel("rest").launch(threads=64, group=32, buffers=[t])
+    library.kernel("sum").launch(threads=64, group=32, buffers=[t, y])
+    np.testing.assert_array_equal(y, np.arange(64))
+
+
+def test_compile_from_c_starts_no_process_for_a_known_request(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setenv("SOFTMETAL_CACHE", str(tmp_path))
+    monkeypatch.setenv("SOFTMETAL_PYTHON", "python3")
+
+    def request(source: str) -> tuple[int, str]:
+        answer = ctypes.c_void_p()
+        constant = bindings.ConstantValue(b"n", 0, b"7")
+        status = bindings.executor().sm_compile(
+            bindings.CompileRequest(source=source.encode(), constants=ctypes.pointer(constant), constant_count=1), answer
+        )
+        return status, device._text(answer)
+
+    source = HEAD + "constant int n [[function_constant(0)]];\nkernel void f(device int* x) { *x = n; }"
+    status, path = request(source)
+    assert status == 0, path
+    x = np.zeros(1, np.int32)
+    device.Library(path).kernel("f").launch(threads=1, group=1, buffers=[x])
+    assert x[0] == 7
+    assert request(source + "\n#error no\n")[0] == 1
+    assert "program_source.metal:5" in request(source + "\n#error no\n")[1]
+    monkeypatch.setenv("PATH", "/nowhere")  # no interpreter is found any more
+    assert request(source) == (0, path)
+    assert request(source + " ")[0] == 1
