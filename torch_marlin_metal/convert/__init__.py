@@ -8,17 +8,20 @@
 
 from torch_marlin_metal.convert.catalogue import FORMATS
 from torch_marlin_metal.convert.errors import CheckpointError, UnsupportedFormat
+from torch_marlin_metal.convert.export import EXPORTERS, export_checkpoint
 from torch_marlin_metal.convert.reader import CheckpointReader, DenseWeight, open_reader, read_layers
 from torch_marlin_metal.convert.writer import write_checkpoint
 from torch_marlin_metal.packed_weight import PackedWeight
 
 __all__ = [
+    "EXPORTERS",
     "FORMATS",
     "CheckpointError",
     "CheckpointReader",
     "DenseWeight",
     "PackedWeight",
     "UnsupportedFormat",
+    "export_checkpoint",
     "open_reader",
     "read_layers",
     "write_checkpoint",

@@ -59,8 +59,9 @@ def read(layer: Layer, settings: Settings, options: Options) -> PackedWeight:
             lambda: _dequantize(layer, bits, version, scales, row_group, zeros),
         )
     op_group_size, grouped = fitted
+    qweight = layer.read("qweight")
     return PackedWeight(
-        b_packed=torch.ops.torch_marlin_metal.gptq_repack(layer.read("qweight"), perm=perm),
+        b_packed=qweight if perm is None else torch.ops.torch_marlin_metal.gptq_repack(qweight, perm=perm),
         scales=grouped[0].contiguous(),
         weight_format="uint4b8" if zeros is None else "uint4",
         group_size=op_group_size,

@@ -16,6 +16,7 @@ from torch_marlin_metal.convert.checkpoint import DTYPE_NAMES
 from torch_marlin_metal.convert.errors import CheckpointError
 
 HEADER_BYTES = 1 << 18
+FLOAT8_NAMES = {torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"}
 ENTRY_BYTES = 160  # of a header entry beside the name and the shape's digits
 
 
@@ -51,10 +52,13 @@ class ShardWriter:
 
         Raises:
             CheckpointError: the disk is full, or another failure to write.
+            ValueError: a dtype that the format does not have.
         """
         held = tensor.detach().cpu().contiguous()
         nbytes = held.numel() * held.element_size()
-        dtype = dtype or DTYPE_NAMES[held.dtype]
+        dtype = dtype or DTYPE_NAMES.get(held.dtype) or FLOAT8_NAMES.get(held.dtype)
+        if dtype is None:
+            raise ValueError(f"tensor {name!r}: {held.dtype} has no name in a safetensors file")
         shape = list(held.shape)
         if dtype == "F4":
             shape[-1] *= 2

@@ -1,0 +1,199 @@
+"""Exports to the formats of other programs: the tensors that those programs would have written, or a refusal."""
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import checkpoint_writers as writers
+import numpy as np
+import pytest
+import torch
+from checkpoint_writers import LAYER
+from safetensors.torch import load_file
+
+from torch_marlin_metal import convert, quantize_weight
+from torch_marlin_metal.convert import shard_writer
+
+K, N = 256, 24
+DATA = Path(__file__).parents[1] / "data"
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(5)
+
+
+def sources():
+    def gptq(version, **options):
+        return lambda path, rng: writers.write_gptq(path, rng, K, N, 32, version=version, **options)
+
+    def compressed(**options):
+        return lambda path, rng: writers.write_compressed_tensors(path, rng, K, N, 64, **options)
+
+    return {
+        "gptq 1": ("gptq", {}, gptq(1, sym=True)),
+        "gptq 1 act-order": ("gptq", {}, gptq(1, sym=True, act_order=True)),
+        "gptq 2": ("gptq", {"version": 2}, gptq(2)),
+        "gptq 2 act-order": ("gptq", {"version": 2}, gptq(2, act_order=True, dtype="bf16")),
+        "gptq one group": ("gptq", {}, lambda path, rng: writers.write_gptq(path, rng, 200, N, -1, sym=True)),
+        "awq": ("awq", {}, lambda path, rng: writers.write_awq(path, rng, K, N, 128)),
+        "compressed-tensors": ("compressed-tensors", {}, compressed()),
+        "compressed-tensors asymmetric": ("compressed-tensors", {}, compressed(sym=False)),
+        "compressed-tensors act-order": ("compressed-tensors", {}, compressed(act_order=True)),
+        "compressed-tensors channel": (
+            "compressed-tensors",
+            {},
+            lambda path, rng: writers.write_compressed_tensors(path, rng, 200, 20, -1, sym=False),
+        ),
+        "nvfp4": (
+            "compressed-tensors",
+            {},
+            lambda path, rng: writers.write_nvfp4(path, rng, K, N, container="compressed-tensors"),
+        ),
+        "mxfp4": (
+            "compressed-tensors",
+            {},
+            lambda path, rng: writers.write_mxfp4(path, rng, K, N, container="compressed-tensors"),
+        ),
+    }
+
+
+@pytest.mark.parametrize("case", sources())
+def test_reading_and_exporting_gives_the_tensors_of_the_source(tmp_path, rng, case) -> None:
+    target, options, write = sources()[case]
+    expected = write(tmp_path / "source", rng)
+    path = convert.export_checkpoint(convert.read_layers(tmp_path / "source"), tmp_path / "out", target, **options)
+    before, after = load_file(tmp_path / "source/model.safetensors"), load_file(path / "model-00001.safetensors")
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert after[name].dtype == tensor.dtype
+        assert torch.equal(after[name].view(torch.uint8), tensor.view(torch.uint8)), name
+    (weight,) = convert.read_layers(path)
+    np.testing.assert_array_equal(weight.dequantize().t().numpy(), expected)
+
+
+@pytest.mark.parametrize(
+    "folder",
+    ["gptq/gptqmodel-sym-g32-actorder-v1", "awq/autoawq-gemm-asym-g32", "compressed-tensors/int4-asym-g64"],
+)
+def test_a_real_layer_exported_to_its_own_format_is_unchanged(tmp_path, folder) -> None:
+    target = folder.split("/")[0]
+    path = convert.export_checkpoint(convert.read_layers(DATA / folder), tmp_path / "out", target)
+    before, after = load_file(DATA / folder / "model.safetensors"), load_file(path / "model-00001.safetensors")
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert torch.equal(after[name].view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+def named(name: str, weight_format: str = "uint4b8", group_size: int = 32, N: int = N) -> convert.PackedWeight:
+    weight = quantize_weight(torch.randn(N, K, generator=torch.Generator().manual_seed(1)), weight_format, group_size)
+    weight.name = name
+    return weight
+
+
+def test_layers_of_several_kinds_in_one_checkpoint(tmp_path) -> None:
+    weights = [
+        named("a"),
+        named("b", "uint4", 64),
+        named("c", "nvfp4", 16),
+        named("d", "mxfp4", 32),
+        named("e", "uint4"),
+    ]
+    for weight in weights:
+        if weight.weight_format == "nvfp4":
+            weight.global_scale = torch.tensor([2.0**-5])
+    others = [("norm.weight", torch.ones(4, dtype=torch.bfloat16))]
+    path = convert.export_checkpoint(
+        weights, tmp_path / "out", "compressed-tensors", other_tensors=others, config={"model_type": "llama"},
+        max_shard_bytes=4000,
+    )  # fmt: skip
+    assert len(list(path.glob("model-*.safetensors"))) > 2
+    config = json.loads((path / "config.json").read_text())
+    assert config["model_type"] == "llama"
+    assert config["quantization_config"]["format"] == "mixed-precision"
+    reader = convert.open_reader(path)
+    for before, after in zip(weights, reader, strict=True):
+        assert before.name == after.name
+        assert torch.equal(before.dequantize(), after.dequantize())
+    ((name, tensor),) = reader.other_tensors()
+    assert name == "norm.weight"
+    assert torch.equal(tensor, others[0][1])
+
+
+def test_gptq_layers_of_another_group_size_have_settings_of_their_own(tmp_path) -> None:
+    weights = [named("model.a"), named("model.b", group_size=64), named("model.c"), named("d", group_size=K)]
+    path = convert.export_checkpoint(weights, tmp_path / "out", "gptq")
+    settings = json.loads((path / "config.json").read_text())["quantization_config"]
+    assert settings["group_size"] == 32
+    assert settings["dynamic"] == {r"+:^model\.b$": {"group_size": 64}, "+:^d$": {"group_size": K}}
+    for before, after in zip(weights, convert.read_layers(path), strict=True):
+        assert torch.equal(before.dequantize(), after.dequantize())
+
+
+REFUSED = {
+    "gptq, bias format": ("gptq", lambda: named("l", "uint4_bias"), "uint4_bias is not integer codes"),
+    "gptq, N": ("gptq", lambda: named("l", N=20), "N=20 is not a multiple of 8"),
+    "awq, N": ("awq", lambda: named("l", N=20), "N=20 is not a multiple of 8"),
+    "compressed-tensors, table": ("compressed-tensors", lambda: named("l", "lut4"), "lut4 is not integer codes"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_would_be_lost_is_refused(tmp_path, case) -> None:
+    target, make, reason = REFUSED[case]
+    with pytest.raises(convert.UnsupportedFormat, match=f"layer 'l': not exported to .* without loss: {reason}"):
+        convert.export_checkpoint([make()], tmp_path / "out", target)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_more_refusals(tmp_path) -> None:
+    floating = named("l", "uint4")
+    floating.zeros = floating.zeros.float() + 0.5
+    with pytest.raises(convert.UnsupportedFormat, match="zero points are not codes"):
+        convert.export_checkpoint([floating], tmp_path / "out", "gptq")
+    zero = named("l", "uint4")
+    zero.zeros[0, 0] = 0
+    with pytest.raises(convert.UnsupportedFormat, match="GPTQ version 1 without loss: a zero point of 0"):
+        convert.export_checkpoint([zero], tmp_path / "out", "gptq")
+    convert.export_checkpoint([zero], tmp_path / "version 2", "gptq", version=2)
+    ordered = named("l")
+    ordered.perm = torch.arange(K, dtype=torch.int32).flip(0)
+    with pytest.raises(convert.UnsupportedFormat, match="it has act-order"):
+        convert.export_checkpoint([ordered], tmp_path / "out", "awq")
+    with pytest.raises(
+        convert.UnsupportedFormat, match=r"layer 'm'.* its group size is 64, that of layers before it 32"
+    ):
+        convert.export_checkpoint([named("l"), named("m", group_size=64)], tmp_path / "out", "awq")
+    scaled = named("l", "nvfp4", 16)
+    scaled.global_scale = torch.rand(N) + 1
+    with pytest.raises(convert.UnsupportedFormat, match="its global scale is not the inverse of one fp32 number"):
+        convert.export_checkpoint([scaled], tmp_path / "out", "compressed-tensors")
+    with pytest.raises(ValueError, match="target: expected one of gptq, awq, compressed-tensors, got 'marlin'"):
+        convert.export_checkpoint([named("l")], tmp_path / "out", "marlin")
+    with pytest.raises(ValueError, match="weights: expected at least one layer"):
+        convert.export_checkpoint([], tmp_path / "out", "gptq")
+    with pytest.raises(FileExistsError, match="exists already"):
+        convert.export_checkpoint([named("l")], tmp_path / "version 2", "gptq")
+    assert [file.name for file in tmp_path.iterdir()] == ["version 2"]
+
+
+def test_a_failure_leaves_nothing_behind(tmp_path, monkeypatch) -> None:
+    def full(self, name, tensor, dtype=None):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(shard_writer.ShardWriter, "add", full)
+    with pytest.raises(OSError, match="No space left"):
+        convert.export_checkpoint([named("l")], tmp_path / "out", "gptq")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_layer_keeps_its_bias_and_name(tmp_path, rng) -> None:
+    weight = named(LAYER)
+    weight.bias = torch.linspace(-1, 1, N, dtype=torch.float16)
+    for target in convert.EXPORTERS:
+        path = convert.export_checkpoint([weight], tmp_path / target, target)
+        (after,) = convert.read_layers(path)
+        assert after.name == LAYER
+        assert torch.equal(after.bias, weight.bias)
+        assert torch.equal(after.dequantize(), weight.dequantize())

@@ -1,0 +1,298 @@
+"""Writes packed layers in the formats of other programs, where that loses nothing."""
+
+import json
+import os
+import re
+import shutil
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from torch_marlin_metal.convert.errors import UnsupportedFormat
+from torch_marlin_metal.convert.shard_writer import ShardWriter
+from torch_marlin_metal.formats import GROUP_SIZES
+from torch_marlin_metal.packed_weight import PackedWeight
+from torch_marlin_metal.repack import pack_awq, pack_awq_zeros, pack_gptq, pack_gptq_zeros
+
+SYMMETRIC_ZERO = 8
+MAX_SHARD_BYTES = 1 << 29
+
+
+def _refuse(weight: PackedWeight, target: str, reason: str) -> UnsupportedFormat:
+    return UnsupportedFormat(f"layer {weight.name!r}: not exported to {target} without loss: {reason}")
+
+
+def _integer_zeros(weight: PackedWeight, target: str) -> Tensor:
+    """Returns uint8 zero points `[G, N]` of an int4 weight, or refuses it."""
+    if weight.weight_format == "uint4b8":
+        return torch.full(weight.scales.shape, SYMMETRIC_ZERO, dtype=torch.uint8)
+    if weight.weight_format != "uint4":
+        raise _refuse(weight, target, f"{weight.weight_format} is not integer codes with zero points")
+    assert weight.zeros is not None
+    if weight.zeros.dtype != torch.uint8 or int(weight.zeros.max()) > 15:
+        raise _refuse(weight, target, "its zero points are not codes of 0 to 15")
+    return weight.zeros
+
+
+def _g_idx(weight: PackedWeight) -> Tensor:
+    in_order = torch.arange(weight.K, dtype=torch.int32) // weight.group_size
+    if weight.perm is None:
+        return in_order
+    return torch.empty_like(in_order).index_copy_(0, weight.perm.long(), in_order)
+
+
+def _stated_group_size(weight: PackedWeight) -> int:
+    return weight.group_size if weight.group_size in GROUP_SIZES else -1
+
+
+class Exporter(Protocol):
+    """One target format; sees every layer once, then says what the settings are."""
+
+    def tensors(self, weight: PackedWeight) -> dict[str, Tensor]:
+        """Returns a layer's tensors by their names within the layer, or refuses the layer."""
+        ...
+
+    def settings(self) -> dict[str, Any]:
+        """Returns the `quantization_config` for the layers seen."""
+        ...
+
+
+@dataclass
+class GptqExporter:
+    """GPTQ's layout.
+
+    Args:
+        version: 1 ("gptq", zero points minus one) or 2 ("gptq_v2"); a zero point of 0 needs 2.
+    """
+
+    version: int = 1
+    group_sizes: dict[str, int] = field(default_factory=dict)
+    symmetric: bool = True
+    act_order: bool = False
+
+    def tensors(self, weight: PackedWeight) -> dict[str, Tensor]:
+        """Returns qweight, qzeros, scales and g_idx."""
+        zeros = _integer_zeros(weight, "GPTQ")
+        if weight.N % 8:
+            raise _refuse(weight, "GPTQ", f"N={weight.N} is not a multiple of 8")
+        if self.version == 1 and int(zeros.min()) == 0:
+            raise _refuse(weight, "GPTQ version 1", "a zero point of 0, which readers of version 1 take differently")
+        self.group_sizes[weight.name] = _stated_group_size(weight)
+        self.symmetric &= weight.weight_format == "uint4b8"
+        self.act_order |= weight.perm is not None
+        return {
+            "qweight": pack_gptq(weight.b_packed, perm=weight.perm),
+            "qzeros": pack_gptq_zeros(zeros, self.version),
+            "scales": weight.scales,
+            "g_idx": _g_idx(weight),
+        }
+
+    def settings(self) -> dict[str, Any]:
+        """Returns GPTQModel's keys; layers of another group size than most have an entry in `dynamic`."""
+        common = Counter(self.group_sizes.values()).most_common(1)[0][0]
+        settings: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": common, "pack_dtype": "int32"}
+        settings |= {"desc_act": self.act_order, "sym": self.symmetric, "lm_head": False}
+        settings["checkpoint_format"] = {1: "gptq", 2: "gptq_v2"}[self.version]
+        others = {name: size for name, size in self.group_sizes.items() if size != common}
+        if others:
+            settings["dynamic"] = {f"+:^{re.escape(name)}$": {"group_size": size} for name, size in others.items()}
+        return settings
+
+
+@dataclass
+class AwqExporter:
+    """AutoAWQ's gemm layout: one group size for all layers, no act-order."""
+
+    group_size: int | None = None
+
+    def tensors(self, weight: PackedWeight) -> dict[str, Tensor]:
+        """Returns qweight, qzeros and scales."""
+        zeros = _integer_zeros(weight, "AWQ")
+        if weight.N % 8:
+            raise _refuse(weight, "AWQ", f"N={weight.N} is not a multiple of 8")
+        if weight.perm is not None:
+            raise _refuse(weight, "AWQ", "it has act-order")
+        stated = _stated_group_size(weight)
+        if self.group_size not in (None, stated):
+            raise _refuse(weight, "AWQ", f"its group size is {stated}, that of layers before it {self.group_size}")
+        self.group_size = stated
+        return {"qweight": pack_awq(weight.b_packed), "qzeros": pack_awq_zeros(zeros), "scales": weight.scales}
+
+    def settings(self) -> dict[str, Any]:
+        """Returns AutoAWQ's keys."""
+        return {
+            "quant_method": "awq",
+            "bits": 4,
+            "group_size": self.group_size,
+            "zero_point": True,
+            "version": "gemm",
+        }
+
+
+@dataclass
+class CompressedTensorsExporter:
+    """compressed-tensors: pack-quantized, nvfp4-pack-quantized and mxfp4-pack-quantized, mixed as they come."""
+
+    groups: dict[str, tuple[str, dict[str, Any], list[str]]] = field(default_factory=dict)
+
+    def tensors(self, weight: PackedWeight) -> dict[str, Tensor]:
+        """Returns weight_packed, weight_scale and what else the layer's kind has."""
+        if weight.weight_format in ("nvfp4", "mxfp4"):
+            return self._fp4(weight)
+        zeros = _integer_zeros(weight, "compressed-tensors")
+        symmetric = weight.weight_format == "uint4b8"
+        group_size = _stated_group_size(weight)
+        scheme = {"num_bits": 4, "type": "int", "symmetric": symmetric}
+        scheme |= {"strategy": "channel" if group_size == -1 else "group"}
+        scheme |= {"group_size": None if group_size == -1 else group_size}
+        scheme |= {"actorder": None if weight.perm is None else "group"}
+        self._register(weight, "pack-quantized", scheme)
+        tensors = {
+            "weight_packed": pack_gptq(weight.b_packed, perm=weight.perm).t(),
+            "weight_scale": weight.scales.t(),
+            "weight_shape": torch.tensor([weight.N, weight.K]),
+        }
+        if not symmetric:
+            padded = torch.nn.functional.pad(zeros, (0, -weight.N % 8))
+            tensors["weight_zero_point"] = pack_gptq_zeros(padded, 2).t()
+        if weight.perm is not None:
+            tensors["weight_g_idx"] = _g_idx(weight)
+        return tensors
+
+    def _fp4(self, weight: PackedWeight) -> dict[str, Tensor]:
+        packed = weight.b_packed.t().contiguous().view(torch.uint8)
+        tensors = {"weight_packed": packed, "weight_scale": weight.scales.t()}
+        if weight.weight_format == "mxfp4":
+            scheme = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "group", "group_size": 32}
+            self._register(weight, "mxfp4-pack-quantized", scheme | {"scale_dtype": "torch.uint8"})
+            return tensors
+        multiplier = torch.ones(1) if weight.global_scale is None else weight.global_scale.reshape(-1)
+        divisor = 1 / multiplier
+        if divisor.numel() != 1 or not torch.equal(1 / divisor, multiplier):
+            raise _refuse(weight, "compressed-tensors", "its global scale is not the inverse of one fp32 number")
+        scheme = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16}
+        self._register(weight, "nvfp4-pack-quantized", scheme | {"scale_dtype": "torch.float8_e4m3fn"})
+        scales = weight.scales.t().contiguous().view(torch.float8_e4m3fn)
+        return tensors | {"weight_scale": scales, "weight_global_scale": divisor}
+
+    def _register(self, weight: PackedWeight, format_name: str, scheme: dict[str, Any]) -> None:
+        key = json.dumps([format_name, scheme])
+        self.groups.setdefault(key, (format_name, scheme, []))[2].append(weight.name)
+
+    def settings(self) -> dict[str, Any]:
+        """Returns compressed-tensors' keys, with the layers of a scheme as its targets."""
+        formats = {format_name for format_name, _, _ in self.groups.values()}
+        return {
+            "quant_method": "compressed-tensors",
+            "format": formats.pop() if len(formats) == 1 else "mixed-precision",
+            "quantization_status": "compressed",
+            "config_groups": {
+                f"group_{number}": {"format": format_name, "targets": names, "weights": scheme}
+                for number, (format_name, scheme, names) in enumerate(self.groups.values())
+            },
+            "ignore": [],
+        }
+
+
+EXPORTERS: dict[str, type[GptqExporter] | type[AwqExporter] | type[CompressedTensorsExporter]] = {
+    "gptq": GptqExporter,
+    "awq": AwqExporter,
+    "compressed-tensors": CompressedTensorsExporter,
+}
+
+
+def export_checkpoint(
+    weights: Iterable[PackedWeight],
+    destination: str | os.PathLike[str],
+    target: str,
+    *,
+    other_tensors: Iterable[tuple[str, Tensor]] = (),
+    config: dict[str, Any] | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    **options: Any,
+) -> Path:
+    """Writes layers as another program's checkpoint; what that format cannot hold without loss is refused.
+
+    Args:
+        weights: the layers, each with its `name`; taken one at a time.
+        destination: the directory to make; it must not exist.
+        target: "gptq", "awq" (gemm) or "compressed-tensors".
+        other_tensors: (name, tensor) of everything else that the model needs.
+        config: the model's configuration; its `quantization_config` is replaced.
+        max_shard_bytes: a shard is closed when the next layer would make it larger.
+        **options: the exporter's: `version` (1 or 2) for "gptq".
+
+    Returns:
+        The destination.
+
+    Raises:
+        ValueError: an unknown target, or no layer.
+        FileExistsError: the destination exists.
+        UnsupportedFormat: names the layer and what would be lost; nothing is left behind.
+        CheckpointError: a file cannot be written; nothing is left behind.
+    """
+    if target not in EXPORTERS:
+        raise ValueError(f"target: expected one of {', '.join(EXPORTERS)}, got {target!r}")
+    destination = Path(destination)
+    if destination.exists():
+        raise FileExistsError(f"{destination}: exists already")
+    exporter: Exporter = EXPORTERS[target](**options)
+    work = destination.with_name(f".{destination.name}.exporting")
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    try:
+        _write(work, exporter, weights, other_tensors, dict(config or {}), max_shard_bytes)
+        work.replace(destination)
+    except BaseException:
+        shutil.rmtree(work, ignore_errors=True)
+        raise
+    return destination
+
+
+def _write(
+    work: Path,
+    exporter: Exporter,
+    weights: Iterable[PackedWeight],
+    other_tensors: Iterable[tuple[str, Tensor]],
+    config: dict[str, Any],
+    max_bytes: int,
+) -> None:
+    places: dict[str, str] = {}
+    shard = ShardWriter(work, "model-00001.safetensors")
+    number = 1
+
+    def add(tensors: dict[str, Tensor]) -> None:
+        nonlocal shard, number
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        if shard.size and (shard.size + size > max_bytes or not shard.has_room(list(tensors))):
+            shard.finish()
+            number += 1
+            shard = ShardWriter(work, f"model-{number:05d}.safetensors")
+        for name, tensor in tensors.items():
+            shard.add(name, tensor)
+            places[name] = shard.path.name
+
+    try:
+        count = 0
+        for weight in weights:
+            count += 1
+            held = exporter.tensors(weight.validate())
+            if weight.bias is not None:
+                held["bias"] = weight.bias
+            add({f"{weight.name}.{role}": tensor for role, tensor in held.items()})
+        if not count:
+            raise ValueError("weights: expected at least one layer, got none")
+        for name, tensor in other_tensors:
+            add({name: tensor})
+        shard.finish()
+    except BaseException:
+        shard.discard()
+        raise
+    (work / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    settings = {"quantization_config": exporter.settings()}
+    (work / "config.json").write_text(json.dumps(config | settings, indent=1))
