@@ -276,15 +276,9 @@ class MarlinLinear(nn.Module):
         """What keeps the tensors of a state_dict from being this layer's."""
         described = state_dict.get(prefix + "packed_format")
         if described is not None and not described.is_meta:
-            version, format_id, group_size = described.tolist()
-            if version != FORMAT_VERSION:
-                return [f"{prefix}packed_format: expected version {FORMAT_VERSION}, got {version}"]
-            got = (list(WEIGHT_FORMATS)[format_id], group_size)
-            if got != (self.weight_format, self.group_size):
-                return [
-                    f"{prefix}packed_format: expected {self.weight_format} with group_size {self.group_size}, "
-                    f"got {got[0]} with group_size {got[1]}"
-                ]
+            got, mine = described.flatten().tolist(), self._describe("cpu").tolist()
+            if got != mine:
+                return [f"{prefix}packed_format: expected {_in_words(mine)}, got {_in_words(got)}"]
         found = []
         for name in (*WEIGHT_BUFFERS, "bias"):
             mine, other = getattr(self, name), state_dict.get(prefix + name)
@@ -302,3 +296,10 @@ class MarlinLinear(nn.Module):
             except PackedWeightError as error:
                 found.append(f"{prefix}{error}")
         return found
+
+
+def _in_words(packed_format: list[int]) -> str:
+    names = list(WEIGHT_FORMATS)
+    if len(packed_format) != 3 or packed_format[0] != FORMAT_VERSION or not 0 <= packed_format[1] < len(names):
+        return f"an unknown version or format {packed_format}"
+    return f"{names[packed_format[1]]} with group_size {packed_format[2]}"

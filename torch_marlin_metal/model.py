@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from torch_marlin_metal.foreign import UnreadableError, is_packed_linear, read_packed_linear, shape_of
+from torch_marlin_metal.formats import weight_format as find_format
 from torch_marlin_metal.linear import MarlinLinear
 from torch_marlin_metal.packed_weight import FLOAT_DTYPES, PackedWeight, PackedWeightError
 from torch_marlin_metal.quantize import quantize_weight
@@ -61,6 +62,7 @@ def quantize_model(
     Raises:
         ValueError: an argument is wrong, or a layer cannot be stored in the format (the message names the layer).
     """
+    find_format(weight_format)
     targets = find_targets("quantize_model", model, lambda module: isinstance(module, nn.Linear), include, exclude)
     reasons = _reasons(model, targets)
     shared = _shared_weights(targets)

@@ -111,7 +111,6 @@ def swap(
                 else:
                     _install(model, target.names, new)
             bar.update()
-            del target, result
     _install_all(model, staged)
     report.bytes_after = module_bytes(model)
     return report

@@ -137,6 +137,14 @@ def test_uint4_zero_points_keep_zero_exact(device):
 def test_zeros_stay_zero(weight_format, group_size, method, device):
     packed = quantize_weight(torch.zeros(3, 40, device=device), weight_format, group_size, method).validate()
     assert (packed.dequantize() == 0).all()
+    code = {"uint4b8": 8, "lut4": NF4_VALUES.index(0.0)}.get(weight_format, 0)
+    assert (unpack_codes(packed.b_packed) == code).all()
+
+
+def test_a_scale_that_rounds_to_zero_gives_zeros(device):
+    w = torch.full((2, 64), 1e-8, device=device)
+    assert (unpack_codes(quantize_weight(w, "uint4b8", 32).b_packed) == 8).all()
+    assert quantize_weight(w, "uint4b8", 32, scale_dtype=torch.float32).dequantize().min() > 0
 
 
 def test_nvfp4_worked_example(device):
@@ -169,6 +177,18 @@ def test_mxfp4_exponents(rounding, exponents, device):
     w[:, 5] = torch.tensor([4, 5.9, 6.1, 7, 7.99, 8])
     packed = quantize_weight(w, "mxfp4", mx_rounding=rounding)
     assert (packed.scales[0].int() - 127).tolist() == exponents
+
+
+def test_mxfp4_exponents_at_powers_of_two(device):
+    powers = 2.0 ** torch.arange(-40, 41)
+    below = torch.nextafter(powers, torch.zeros(()))
+    w = torch.zeros(162, 32, device=device)
+    w[:, 3] = torch.cat([powers, below]).to(device)
+    floor = (quantize_weight(w, "mxfp4").scales[0].int() - 127).tolist()
+    assert floor == [*range(-42, 39), *range(-43, 38)]
+    w[:, 3] = torch.cat([6 * powers, torch.nextafter(6 * powers, torch.full((), torch.inf))]).to(device)
+    rceil = (quantize_weight(w, "mxfp4", mx_rounding="rceil").scales[0].int() - 127).tolist()
+    assert rceil == [*range(-40, 41), *range(-39, 42)]
 
 
 def test_e2m1_ties_go_to_even(device):

@@ -14,6 +14,7 @@ from torch.nn.utils import parametrizations
 from torch_marlin_metal import model as model_module
 from torch_marlin_metal.linear import MarlinLinear
 from torch_marlin_metal.model import quantize_model
+from torch_marlin_metal.report import LayerReport, Report
 
 
 @pytest.mark.parametrize("atomic", [True, False])
@@ -73,7 +74,7 @@ def test_a_pattern_that_fits_nothing_is_named(device):
         quantize_model(model, exclude="lm_head", progress=False)
 
 
-def test_layers_that_stay_are_listed_with_the_reason(device):
+def test_layers_that_stay_are_listed_with_the_reason():
     model = nn.ModuleDict(
         {
             "fine": nn.Linear(64, 8),
@@ -111,6 +112,23 @@ def test_layers_that_stay_are_listed_with_the_reason(device):
     printed = str(report)
     for text in ("narrow", "K = 12 is not a", "uint4b8 g32", "1 layers converted, 9 left"):
         assert text in printed
+
+
+def test_report_adds_up():
+    report = Report("title", bytes_before=2_500_000, bytes_after=600_000)
+    report.layers = [
+        LayerReport("a", "Linear", (8, 8), "uint4", 32, 2_000_000, 100_000, 0.05),
+        LayerReport("b", "Linear", (8, 8), "uint4", 32, 400_000, 20_000, 0.07),
+        LayerReport("c", "Linear", None, bytes_before=999, reason="why"),
+    ]
+    assert report.summary() == ("2 layers converted, 1 left; model 2.5 MB > 600 kB; error mean 6.00%, worst 7.00%")
+    lines = str(report).splitlines()
+    assert lines[0].strip() == "title"
+    assert [" ".join(line.replace("│", " ").split()) for line in lines[4:7]] == [
+        "a Linear 8x8 uint4 g32 2 MB > 100 kB 5.00%",
+        "b Linear 8x8 uint4 g32 400 kB > 20 kB 7.00%",
+        "c Linear 999 B why",
+    ]
 
 
 def test_a_shared_module_is_converted_once_and_stays_shared(device):
@@ -208,6 +226,8 @@ def test_errors_name_the_layer(device):
     model[1].down.weight.data.mul_(1e8)
     with pytest.raises(ValueError, match=r"quantize_model: layer 1.down: .*scale_dtype: the largest scale"):
         quantize_model(model, "uint4b8", 32, progress=False)
+    with pytest.raises(ValueError, match=r"weight_format: expected one of uint4b8, .*got 'int4'"):
+        quantize_model(model, "int4", progress=False)
     with pytest.raises(ValueError, match=r"layer 0.up: quantize_weight: group_size: expected one of .*got 40"):
         quantize_model(model, "uint4b8", 40, progress=False)
     with pytest.raises(

@@ -156,7 +156,7 @@ def test_bias_names_and_group_sizes_of_other_packages(device):
     assert torch.equal(model["wide"].scales, wide.scales.repeat_interleave(3, 0))
 
 
-def test_layers_that_cannot_be_read_are_listed_with_the_reason(device):
+def test_layers_that_cannot_be_read_are_listed_with_the_reason():
     layers = {
         "fine": made_up("gptq"),
         "eight_bits": made_up("gptq", bits=8),
