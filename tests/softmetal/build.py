@@ -26,7 +26,7 @@ PACKAGES = "clang-19 libobjc-12-dev libblocksruntime-dev binutils"
 TORCH_SERIES = "2.13."  # hooks, allocator and stream glue follow this version's headers
 
 
-class Unavailable(RuntimeError):
+class Unavailable(RuntimeError):  # noqa: N818 - a state of the machine
     """The software Metal device cannot be built or used on this machine; the message says what is missing."""
 
 
@@ -57,8 +57,8 @@ def compile_flags() -> list[str]:
 
     torch_include = Path(torch.__file__).parent / "include"
     return [
-        *"-std=c++20 -fPIC -x objective-c++ -fobjc-runtime=gcc -fblocks -fexceptions -O1 -g1 -Wall -Wextra".split(),
-        "-fconstant-string-class=NSConstantString",
+        *("-std=c++20", "-fPIC", "-O1", "-g1", "-Wall", "-Wextra", "-fblocks", "-fexceptions"),
+        *("-x", "objective-c++", "-fobjc-runtime=gcc", "-fconstant-string-class=NSConstantString"),
         f"-I{RUNTIME / 'include'}",
         *("-isystem", str(torch_include), "-isystem", str(torch_include / "torch/csrc/api/include")),
         # After clang's own directories: GCC's holds <objc/...>, and intrinsics that clang cannot read.

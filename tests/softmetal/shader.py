@@ -85,7 +85,7 @@ class ShaderKernel:
             arguments[i] = self._argument(i, value, cast, keep)
         if error_buf_idx is not None:
             arguments[error_buf_idx] = Argument(self._native.error_buffer(), 0, None, 0)
-        sizes = [(c_uint64 * 3)(*(dimensions + [1, 1])[:3]) for dimensions in (grid, group)]
+        sizes = [(c_uint64 * 3)(*[*dimensions, 1, 1][:3]) for dimensions in (grid, group)]
         error = self._native.dispatch(self._pipeline, arguments, count, *sizes)
         message = self._native.take_text(error)
         if message is not None:

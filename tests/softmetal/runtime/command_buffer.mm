@@ -19,15 +19,20 @@ double seconds() {
   return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
 }
 
-Memory& memory_of(id<MTLBuffer> buffer) { return *static_cast<SoftMetalBuffer*>(buffer)->memory; }
+Memory& memory_of(id<MTLBuffer> buffer) {
+  return *static_cast<SoftMetalBuffer*>(buffer)->memory;
+}
 
 }  // namespace
 
 Command::~Command() {
-  for (id object : retained) [object release];
+  for (id object : retained)
+    [object release];
 }
 
-void Command::retain(id object) { retained.push_back([object retain]); }
+void Command::retain(id object) {
+  retained.push_back([object retain]);
+}
 
 void Command::run() {
   if (kind == Kind::copy) {
@@ -80,7 +85,8 @@ void Command::run() {
   return self;
 }
 - (void)dealloc {
-  for (id<MTLCommandBuffer> buffer : *committed) [buffer release];
+  for (id<MTLCommandBuffer> buffer : *committed)
+    [buffer release];
   delete committed;
   [queueLabel release];
   [super dealloc];
@@ -112,7 +118,8 @@ void Command::run() {
 }
 - (void)dealloc {
   delete commands;
-  for (MTLCommandBufferHandler handler : *handlers) Block_release(handler);
+  for (MTLCommandBufferHandler handler : *handlers)
+    Block_release(handler);
   delete handlers;
   [failure release];
   [queue release];
@@ -171,18 +178,20 @@ void Command::run() {
   if (openEncoder != nil) violation("commit with an open encoder", "commit: endEncoding has not been called");
   if (needsQueue && softmetal::on_queue()) {
     violation("commit inside the block", "commit of PyTorch's command buffer inside a dispatch_sync block: "
-              "PyTorch commits its own buffer");
+                                         "PyTorch commits its own buffer");
   }
   state = MTLCommandBufferStatusCommitted;
   queue->committed->push_back([self retain]);
 }
 - (void)run {
   start = softmetal::seconds();
-  for (const auto& command : *commands) command->run();
+  for (const auto& command : *commands)
+    command->run();
   commands->clear();
   end = softmetal::seconds();
   state = MTLCommandBufferStatusCompleted;
-  for (MTLCommandBufferHandler handler : *handlers) handler(self);
+  for (MTLCommandBufferHandler handler : *handlers)
+    handler(self);
 }
 - (void)waitUntilCompleted {
   if (state == MTLCommandBufferStatusNotEnqueued) {

@@ -1,9 +1,9 @@
 // The device and its buffers.
 #include <objc/runtime.h>
 
+#include <unistd.h>
 #include <cstdlib>
 #include <cstring>
-#include <unistd.h>
 
 #include "metal.h"
 
@@ -52,7 +52,9 @@ bool environment_flag(const char* name) {
 
 }  // namespace
 
-size_t allocated_bytes() { return live_bytes; }
+size_t allocated_bytes() {
+  return live_bytes;
+}
 
 Memory::Memory(size_t length, const char* label) : length_(length) {
   (void)label;
@@ -135,7 +137,8 @@ void Device::clear() {
   const std::lock_guard lock(mutex);
   faults.clear();
   raised_ = 0;
-  for (const Record& record : records) sm_free_result(record.result);
+  for (const Record& record : records)
+    sm_free_result(record.result);
   records.clear();
 }
 

@@ -16,10 +16,13 @@ void require_range(const char* rule, const char* what, NSUInteger offset, NSUInt
   }
 }
 
-NSUInteger product(MTLSize size) { return size.width * size.height * size.depth; }
+NSUInteger product(MTLSize size) {
+  return size.width * size.height * size.depth;
+}
 
 std::string text(MTLSize size) {
-  return "(" + std::to_string(size.width) + ", " + std::to_string(size.height) + ", " + std::to_string(size.depth) + ")";
+  return "(" + std::to_string(size.width) + ", " + std::to_string(size.height) + ", " + std::to_string(size.depth) +
+         ")";
 }
 
 sm_uint3 narrow(MTLSize size) {
@@ -47,7 +50,8 @@ sm_uint3 narrow(MTLSize size) {
 - (void)requireEncoding:(const char*)what {
   if (ended) violation("encoding after endEncoding", what, " on an encoder whose endEncoding was called");
   if (commandBuffer->needsQueue && !softmetal::on_queue()) {
-    violation("encoder outside the queue", what, ": PyTorch's encoder is used outside a dispatch_sync block of its queue");
+    violation("encoder outside the queue", what,
+              ": PyTorch's encoder is used outside a dispatch_sync block of its queue");
   }
 }
 - (void)endEncoding {
@@ -78,7 +82,8 @@ sm_uint3 narrow(MTLSize size) {
   return self;
 }
 - (void)dealloc {
-  for (NSUInteger i = 0; i < SM_BUFFER_SLOTS; ++i) [bindings[i].buffer release];
+  for (NSUInteger i = 0; i < SM_BUFFER_SLOTS; ++i)
+    [bindings[i].buffer release];
   delete[] bindings;
   delete[] threadgroupLengths;
   delete[] threadgroupEras;
@@ -172,7 +177,8 @@ sm_uint3 narrow(MTLSize size) {
   const Binding& binding = bindings[argument.index];
   if (binding.kind == Binding::Kind::none) violation("unbound argument", where(), " has nothing bound");
   if (binding.era != [self currentEra]) {
-    violation("stale binding", where(), " was bound by an earlier operator or for an earlier pipeline, not for this one");
+    violation("stale binding", where(),
+              " was bound by an earlier operator or for an earlier pipeline, not for this one");
   }
   sm_buffer& slot = command.dispatch.buffers[argument.index];
   if (binding.kind == Binding::Kind::absent) return;
@@ -225,8 +231,8 @@ sm_uint3 narrow(MTLSize size) {
       const bool bound = threadgroupEras[argument.index] == [self currentEra];
       if (!bound || threadgroupLengths[argument.index] == 0) {
         violation("threadgroup memory binding", "kernel '", kernel->name, "', argument '", argument.name,
-                  "' [[threadgroup(", argument.index, ")]]: ",
-                  bound ? "its length is 0" : "no length was set for this pipeline");
+                  "' [[threadgroup(", argument.index,
+                  ")]]: ", bound ? "its length is 0" : "no length was set for this pipeline");
       }
       command->dispatch.threadgroup_bytes[argument.index] = static_cast<uint32_t>(threadgroupLengths[argument.index]);
       threadgroup_bytes += threadgroupLengths[argument.index];
@@ -246,7 +252,8 @@ sm_uint3 narrow(MTLSize size) {
   dispatchedWithPipeline = YES;
 }
 - (void)dispatchThreadgroups:(MTLSize)groups threadsPerThreadgroup:(MTLSize)group {
-  const MTLSize grid = MTLSizeMake(groups.width * group.width, groups.height * group.height, groups.depth * group.depth);
+  const MTLSize grid =
+      MTLSizeMake(groups.width * group.width, groups.height * group.height, groups.depth * group.depth);
   [self dispatchGrid:grid group:group what:"dispatchThreadgroups"];
 }
 - (void)dispatchThreads:(MTLSize)threads threadsPerThreadgroup:(MTLSize)group {
@@ -267,7 +274,8 @@ sm_uint3 narrow(MTLSize size) {
   require_range("blit range", "copyFromBuffer, destination", destinationOffset, size, [destination length]);
   const NSUInteger apart =
       sourceOffset > destinationOffset ? sourceOffset - destinationOffset : destinationOffset - sourceOffset;
-  if (source == destination && apart < size) violation("blit overlap", "copyFromBuffer: source and destination overlap");
+  if (source == destination && apart < size)
+    violation("blit overlap", "copyFromBuffer: source and destination overlap");
   auto command = std::make_unique<Command>(Command::Kind::copy);
   command->source = source;
   command->destination = destination;

@@ -1,44 +1,19 @@
-// The part of Foundation that Metal host code uses, on GNU libobjc: reference counts, pools, strings, collections.
+// Strings, numbers, collections and errors: the part of Foundation that Metal host code uses.
 #include <Foundation/Foundation.h>
 #include <objc/runtime.h>
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <cstdarg>
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <string>
-#include <unwind.h>
 #include <vector>
 
 #include "object.h"
 
-extern "C" _Unwind_Reason_Code __gxx_personality_v0(int, _Unwind_Action, _Unwind_Exception_Class, _Unwind_Exception*,
-                                                    _Unwind_Context*);
-// Objective-C++ frames of host code let C++ exceptions through only with the C++ personality; this library is loaded
-// globally before libobjc is looked at, so its definition is the one that binds.
-extern "C" __attribute__((visibility("default"))) _Unwind_Reason_Code __gnu_objc_personality_v0(
-    int version, _Unwind_Action actions, _Unwind_Exception_Class kind, _Unwind_Exception* exception,
-    _Unwind_Context* context) {
-  return __gxx_personality_v0(version, actions, kind, exception, context);
-}
-
 namespace {
-
-// Lies in front of every object: GNU libobjc has no place for a count.
-struct Header {
-  std::atomic<NSUInteger> references;
-  NSUInteger padding;
-};
-Header* header(id object) { return reinterpret_cast<Header*>(object) - 1; }
-
-struct Pools {
-  std::vector<std::vector<id>> stack;
-};
-thread_local Pools pools;
 
 struct Number {
   long long integer;
@@ -46,9 +21,13 @@ struct Number {
   bool is_floating;
 };
 using Objects = std::vector<id>;
-Objects& objects_of(NSArray* array) { return *static_cast<Objects*>(array->_state); }
+Objects& objects_of(NSArray* array) {
+  return *static_cast<Objects*>(array->_state);
+}
 using Entries = std::map<std::string, std::pair<id, id>>;  // by the key's text: keys are strings here
-Entries& entries_of(NSDictionary* dictionary) { return *static_cast<Entries*>(dictionary->_state); }
+Entries& entries_of(NSDictionary* dictionary) {
+  return *static_cast<Entries*>(dictionary->_state);
+}
 
 void set_entry(NSDictionary* dictionary, id key, id object) {
   std::pair<id, id>& entry = entries_of(dictionary)[[[key description] UTF8String]];
@@ -66,104 +45,6 @@ struct Failure {
 };
 
 }  // namespace
-
-namespace softmetal {
-id create_instance(Class cls) {
-  const size_t bytes = class_getInstanceSize(cls);
-  auto* memory = static_cast<Header*>(std::calloc(1, sizeof(Header) + bytes));
-  if (memory == nullptr) throw std::bad_alloc();
-  memory->references = 1;
-  id object = reinterpret_cast<id>(memory + 1);
-  object_setClass(object, cls);
-  return object;
-}
-void free_instance(id object) { std::free(header(object)); }
-}  // namespace softmetal
-
-@implementation NSObject
-+ (id)alloc {
-  return softmetal::create_instance(self);
-}
-+ (id)new {
-  return [[self alloc] init];
-}
-+ (Class)class {
-  return self;
-}
-+ (id)retain {
-  return self;
-}
-+ (oneway void)release {
-}
-+ (void)initialize {
-}
-- (id)init {
-  return self;
-}
-- (void)dealloc {
-  softmetal::free_instance(self);
-}
-- (id)retain {
-  header(self)->references.fetch_add(1, std::memory_order_relaxed);
-  return self;
-}
-- (oneway void)release {
-  if (header(self)->references.fetch_sub(1, std::memory_order_acq_rel) == 1) [self dealloc];
-}
-- (id)autorelease {
-  [NSAutoreleasePool addObject:self];
-  return self;
-}
-- (NSUInteger)retainCount {
-  return header(self)->references;
-}
-- (BOOL)isEqual:(id)object {
-  return self == object;
-}
-- (NSUInteger)hash {
-  return reinterpret_cast<NSUInteger>(self);
-}
-- (Class)class {
-  return object_getClass(self);
-}
-- (BOOL)isKindOfClass:(Class)aClass {
-  for (Class cls = object_getClass(self); cls != Nil; cls = class_getSuperclass(cls)) {
-    if (cls == aClass) return YES;
-  }
-  return NO;
-}
-- (BOOL)respondsToSelector:(SEL)aSelector {
-  return class_respondsToSelector(object_getClass(self), aSelector);
-}
-- (NSString*)description {
-  const std::string text = std::string("<") + class_getName(object_getClass(self)) + ">";
-  return [NSString stringWithUTF8String:text.c_str()];
-}
-@end
-
-@implementation NSAutoreleasePool
-+ (void)addObject:(id)anObject {
-  if (!pools.stack.empty()) pools.stack.back().push_back(anObject);  // without a pool the object leaks, as on a Mac
-}
-- (id)init {
-  pools.stack.emplace_back();
-  _state = reinterpret_cast<void*>(pools.stack.size());  // this pool's depth
-  return self;
-}
-- (void)drain {
-  // An exception skips the drain of inner pools: the outer one takes them along.
-  while (pools.stack.size() >= reinterpret_cast<size_t>(_state)) {
-    const std::vector<id> objects = std::move(pools.stack.back());
-    pools.stack.back().clear();
-    for (id object : objects) [object release];
-    if (pools.stack.back().empty()) pools.stack.pop_back();
-  }
-  [self dealloc];
-}
-- (oneway void)release {
-  [self drain];
-}
-@end
 
 @implementation NSString
 + (instancetype)stringWithUTF8String:(const char*)text {
@@ -312,7 +193,8 @@ void free_instance(id object) { std::free(header(object)); }
 @implementation NSArray
 + (instancetype)arrayWithObjects:(const id*)objects count:(NSUInteger)count {
   NSArray* array = [[[self alloc] init] autorelease];
-  for (NSUInteger i = 0; i < count; ++i) objects_of(array).push_back([objects[i] retain]);
+  for (NSUInteger i = 0; i < count; ++i)
+    objects_of(array).push_back([objects[i] retain]);
   return array;
 }
 - (id)init {
@@ -320,7 +202,8 @@ void free_instance(id object) { std::free(header(object)); }
   return self;
 }
 - (void)dealloc {
-  for (id object : objects_of(self)) [object release];
+  for (id object : objects_of(self))
+    [object release];
   delete static_cast<Objects*>(_state);
   [super dealloc];
 }
@@ -338,7 +221,8 @@ void free_instance(id object) { std::free(header(object)); }
 @implementation NSDictionary
 + (instancetype)dictionaryWithObjects:(const id*)objects forKeys:(const id<NSCopying>*)keys count:(NSUInteger)count {
   NSDictionary* dictionary = [[[self alloc] init] autorelease];
-  for (NSUInteger i = 0; i < count; ++i) set_entry(dictionary, keys[i], objects[i]);
+  for (NSUInteger i = 0; i < count; ++i)
+    set_entry(dictionary, keys[i], objects[i]);
   return dictionary;
 }
 - (id)init {
@@ -358,7 +242,8 @@ void free_instance(id object) { std::free(header(object)); }
 }
 - (NSArray*)allKeys {
   Objects keys;
-  for (const auto& [text, entry] : entries_of(self)) keys.push_back(entry.first);
+  for (const auto& [text, entry] : entries_of(self))
+    keys.push_back(entry.first);
   return [NSArray arrayWithObjects:keys.data() count:keys.size()];
 }
 - (id)objectForKey:(id)key {

@@ -14,7 +14,8 @@ const sm_library* Program::open(bool checked, const char* kernel) const {
     values.push_back({constant.name.empty() ? nullptr : constant.name.c_str(), constant.index, constant.value.c_str()});
   }
   std::vector<const char*> macros;
-  for (const std::string& define : defines) macros.push_back(define.c_str());
+  for (const std::string& define : defines)
+    macros.push_back(define.c_str());
   sm_compile_request request{};
   request.source = source.c_str();
   request.constants = values.data();
@@ -44,7 +45,9 @@ const sm_library* Kernel::library(bool checked) {
   return library;
 }
 
-const sm_kernel* Kernel::kernel(bool checked) { return sm_library_find(library(checked), name_.c_str()); }
+const sm_kernel* Kernel::kernel(bool checked) {
+  return sm_library_find(library(checked), name_.c_str());
+}
 
 namespace {
 
@@ -55,7 +58,9 @@ struct CompileSettings {
   MTLMathFloatingPointFunctions functions = MTLMathFloatingPointFunctionsFast;
   MTLLanguageVersion version = MTLLanguageVersion3_1;
 };
-CompileSettings& settings(MTLCompileOptions* options) { return *static_cast<CompileSettings*>(options->_state); }
+CompileSettings& settings(MTLCompileOptions* options) {
+  return *static_cast<CompileSettings*>(options->_state);
+}
 
 std::string constant_text(const void* value, MTLDataType type) {
   const auto integer = [value](auto sample) {
@@ -63,15 +68,24 @@ std::string constant_text(const void* value, MTLDataType type) {
     return std::to_string(sample);
   };
   switch (type) {
-    case MTLDataTypeBool: return *static_cast<const uint8_t*>(value) != 0 ? "true" : "false";
-    case MTLDataTypeChar: return integer(int8_t{});
-    case MTLDataTypeUChar: return integer(uint8_t{});
-    case MTLDataTypeShort: return integer(int16_t{});
-    case MTLDataTypeUShort: return integer(uint16_t{});
-    case MTLDataTypeInt: return integer(int32_t{});
-    case MTLDataTypeUInt: return integer(uint32_t{});
-    case MTLDataTypeLong: return integer(int64_t{});
-    case MTLDataTypeULong: return integer(uint64_t{});
+    case MTLDataTypeBool:
+      return *static_cast<const uint8_t*>(value) != 0 ? "true" : "false";
+    case MTLDataTypeChar:
+      return integer(int8_t{});
+    case MTLDataTypeUChar:
+      return integer(uint8_t{});
+    case MTLDataTypeShort:
+      return integer(int16_t{});
+    case MTLDataTypeUShort:
+      return integer(uint16_t{});
+    case MTLDataTypeInt:
+      return integer(int32_t{});
+    case MTLDataTypeUInt:
+      return integer(uint32_t{});
+    case MTLDataTypeLong:
+      return integer(int64_t{});
+    case MTLDataTypeULong:
+      return integer(uint64_t{});
     case MTLDataTypeFloat:
     case MTLDataTypeHalf: {
       float number = 0;
@@ -87,7 +101,8 @@ std::string constant_text(const void* value, MTLDataType type) {
       return text.data();
     }
   }
-  violation("function constant type", "setConstantValue: type ", static_cast<NSUInteger>(type), " is not supported here");
+  violation("function constant type", "setConstantValue: type ", static_cast<NSUInteger>(type),
+            " is not supported here");
 }
 
 void set_error(NSError** error, MTLLibraryError code, const std::string& message) {
@@ -159,8 +174,7 @@ using softmetal::settings;
   [super dealloc];
 }
 - (void)setConstantValue:(const void*)value type:(MTLDataType)type atIndex:(NSUInteger)index {
-  static_cast<Constants*>(_state)->push_back(
-      {"", static_cast<uint32_t>(index), softmetal::constant_text(value, type)});
+  static_cast<Constants*>(_state)->push_back({"", static_cast<uint32_t>(index), softmetal::constant_text(value, type)});
 }
 - (void)setConstantValue:(const void*)value type:(MTLDataType)type withName:(NSString*)name {
   static_cast<Constants*>(_state)->push_back({[name UTF8String], 0, softmetal::constant_text(value, type)});
@@ -299,7 +313,8 @@ id<MTLLibrary> softmetal_new_library(NSString* source, MTLCompileOptions* option
 }
 
 id<MTLComputePipelineState> softmetal_new_pipeline(id<MTLFunction> function, NSError** error) {
-  if (function == nil) softmetal::violation("function", "newComputePipelineStateWithFunction: expected a function, got nil");
+  if (function == nil)
+    softmetal::violation("function", "newComputePipelineStateWithFunction: expected a function, got nil");
   auto* made = static_cast<SoftMetalFunction*>(function);
   auto kernel = std::make_unique<softmetal::Kernel>(*made->program, *made->functionName);
   try {

@@ -38,4 +38,4 @@ SOFTMETAL_EXPORT char* softmetal_dispatch(void* pipeline, const softmetal_argume
                                           const uint64_t* threads, const uint64_t* group);
 SOFTMETAL_EXPORT uint64_t softmetal_gpu_address(void* buffer);
 SOFTMETAL_EXPORT void* softmetal_contents(void* buffer);  // for the host to read and write
-SOFTMETAL_EXPORT void* softmetal_error_buffer(void);  // the stream's, for kernels that report errors
+SOFTMETAL_EXPORT void* softmetal_error_buffer(void);      // the stream's, for kernels that report errors

@@ -1,16 +1,18 @@
 // The C functions behind `import softmetal`: settings, results, and torch.mps.compile_shader.
 #include <cstring>
 
+#include <ATen/mps/MPSStream.h>
 #include "metal.h"
 #include "python_api.h"
 #include "torch_device.h"
-#include <ATen/mps/MPSStream.h>
 
 using softmetal::Device;
 
 namespace {
 
-char* copy_text(const std::string& text) { return strdup(text.c_str()); }
+char* copy_text(const std::string& text) {
+  return strdup(text.c_str());
+}
 
 // Runs `body` and turns an exception into its text.
 template <typename Body>
@@ -29,24 +31,35 @@ char* guarded(const Body& body) {
 
 std::string joined(const std::vector<std::string>& lines) {
   std::string text;
-  for (const std::string& line : lines) text += (text.empty() ? "" : "\n") + line;
+  for (const std::string& line : lines)
+    text += (text.empty() ? "" : "\n") + line;
   return text;
 }
 
 }  // namespace
 
-void softmetal_free(void* memory) { std::free(memory); }
+void softmetal_free(void* memory) {
+  std::free(memory);
+}
 
-void softmetal_set_checked(int checked) { Device::get().checked = checked != 0; }
-int softmetal_is_checked(void) { return Device::get().checked; }
-void softmetal_set_seed(uint64_t seed) { Device::get().set_seed(seed); }
+void softmetal_set_checked(int checked) {
+  Device::get().checked = checked != 0;
+}
+int softmetal_is_checked(void) {
+  return Device::get().checked;
+}
+void softmetal_set_seed(uint64_t seed) {
+  Device::get().set_seed(seed);
+}
 
 char* softmetal_faults(void) {
   const std::lock_guard lock(Device::get().mutex);
   return copy_text(joined(Device::get().faults));
 }
 
-void softmetal_clear(void) { Device::get().clear(); }
+void softmetal_clear(void) {
+  Device::get().clear();
+}
 
 size_t softmetal_record_count(void) {
   const std::lock_guard lock(Device::get().mutex);
@@ -75,24 +88,29 @@ void* softmetal_new_shader_library(const char* source, char** error) {
 char* softmetal_function_names(void* library) {
   std::vector<std::string> names;
   NSArray* array = [static_cast<id<MTLLibrary>>(library) functionNames];
-  for (NSUInteger i = 0; i < [array count]; ++i) names.emplace_back([[array objectAtIndex:i] UTF8String]);
+  for (NSUInteger i = 0; i < [array count]; ++i)
+    names.emplace_back([[array objectAtIndex:i] UTF8String]);
   return copy_text(joined(names));
 }
 
 void* softmetal_new_pipeline_named(void* library, const char* name, char** error) {
   id<MTLComputePipelineState> pipeline = nil;
   *error = guarded([&] {
-    id<MTLFunction> function = [static_cast<id<MTLLibrary>>(library) newFunctionWithName:[NSString stringWithUTF8String:name]];
+    id<MTLFunction> function =
+        [static_cast<id<MTLLibrary>>(library) newFunctionWithName:[NSString stringWithUTF8String:name]];
     if (function == nil) throw std::runtime_error(std::string("Failed to create function state object for: ") + name);
     NSError* failure = nil;
-    pipeline = [at::mps::MPSDevice::getInstance()->device() newComputePipelineStateWithFunction:function error:&failure];
+    pipeline = [at::mps::MPSDevice::getInstance()->device() newComputePipelineStateWithFunction:function
+                                                                                          error:&failure];
     [function release];
     if (pipeline == nil) throw std::runtime_error([[failure localizedDescription] UTF8String]);
   });
   return pipeline;
 }
 
-void softmetal_release(void* object) { [static_cast<id>(object) release]; }
+void softmetal_release(void* object) {
+  [static_cast<id>(object) release];
+}
 
 void softmetal_pipeline_limits(void* pipeline, uint64_t* limits) {
   const auto state = static_cast<id<MTLComputePipelineState>>(pipeline);
@@ -122,8 +140,14 @@ char* softmetal_dispatch(void* pipeline, const softmetal_argument* arguments, si
   });
 }
 
-uint64_t softmetal_gpu_address(void* buffer) { return [static_cast<id<MTLBuffer>>(buffer) gpuAddress]; }
+uint64_t softmetal_gpu_address(void* buffer) {
+  return [static_cast<id<MTLBuffer>>(buffer) gpuAddress];
+}
 
-void* softmetal_error_buffer(void) { return at::mps::getCurrentMPSStream()->getErrorBuffer(); }
+void* softmetal_error_buffer(void) {
+  return at::mps::getCurrentMPSStream()->getErrorBuffer();
+}
 
-void* softmetal_contents(void* buffer) { return [static_cast<id<MTLBuffer>>(buffer) contents]; }
+void* softmetal_contents(void* buffer) {
+  return [static_cast<id<MTLBuffer>>(buffer) contents];
+}

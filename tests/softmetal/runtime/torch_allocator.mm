@@ -102,8 +102,9 @@ class Allocator final : public at::mps::IMPSAllocator {
                 "_host_alias_storage: expected a non-empty storage on mps, got one on ", storage.device());
     memory(storage.data()).mark_all_written();  // the host can write through the alias unseen
     auto* owner = new c10::Storage(storage);
-    c10::DataPtr pointer(memory(storage.data()).bytes(), owner, [](void* p) { delete static_cast<c10::Storage*>(p); },
-                         c10::Device(c10::DeviceType::CPU));
+    c10::DataPtr pointer(
+        memory(storage.data()).bytes(), owner, [](void* p) { delete static_cast<c10::Storage*>(p); },
+        c10::Device(c10::DeviceType::CPU));
     return {c10::Storage::use_byte_size_t{}, storage.nbytes(), std::move(pointer), nullptr, false};
   }
   bool recordEvents(c10::ArrayRef<const void*>) const override { return true; }
@@ -127,7 +128,9 @@ Allocator& instance() {
 
 }  // namespace
 
-c10::Allocator& allocator() { return instance(); }
+c10::Allocator& allocator() {
+  return instance();
+}
 
 SoftMetalBuffer* buffer_of(const at::Tensor& tensor) {
   return static_cast<SoftMetalBuffer*>(static_cast<id>(const_cast<void*>(tensor.storage().data())));
@@ -138,7 +141,13 @@ static const c10::AllocatorRegisterer<c10::DeviceType::MPS> registered(&instance
 }  // namespace softmetal
 
 namespace at::mps {
-IMPSAllocator* getIMPSAllocator() { return &softmetal::instance(); }
-at::Allocator* GetMPSAllocator() { return &softmetal::instance(); }
-bool isMPSPinnedPtr(const void*) { return false; }
+IMPSAllocator* getIMPSAllocator() {
+  return &softmetal::instance();
+}
+at::Allocator* GetMPSAllocator() {
+  return &softmetal::instance();
+}
+bool isMPSPinnedPtr(const void*) {
+  return false;
+}
 }  // namespace at::mps

@@ -11,7 +11,9 @@
 
 namespace softmetal {
 
-void synchronize() { at::mps::getDefaultMPSStream()->synchronize(at::mps::SyncType::COMMIT_AND_WAIT); }
+void synchronize() {
+  at::mps::getDefaultMPSStream()->synchronize(at::mps::SyncType::COMMIT_AND_WAIT);
+}
 
 const at::Generator& default_generator() {
   static const auto* generator = new at::Generator(at::make_generator<MpsGenerator>(c10::default_rng_seed_val));
@@ -143,7 +145,9 @@ struct MPSHooks final : at::MPSHooksInterface {
     }
     stream->synchronize(SyncType::COMMIT);
   }
-  void waitForEvent(uint32_t number) const override { (void)events().get(number); }  // one stream: it is ordered already
+  void waitForEvent(uint32_t number) const override {
+    (void)events().get(number);
+  }  // one stream: it is ordered already
   void synchronizeEvent(uint32_t number) const override {
     if (events().get(number)->recorded) synchronize();
   }

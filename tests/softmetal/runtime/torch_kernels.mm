@@ -58,8 +58,8 @@ Tensor host_view(const Tensor& tensor) {
   if (tensor.numel() == 0 || buffer_of(tensor) == nil) {
     view = at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(at::kCPU));
   } else {
-    uint8_t* bytes = buffer_of(tensor)->memory->bytes() +
-                     static_cast<size_t>(tensor.storage_offset()) * tensor.element_size();
+    uint8_t* bytes =
+        buffer_of(tensor)->memory->bytes() + static_cast<size_t>(tensor.storage_offset()) * tensor.element_size();
     view = at::from_blob(bytes, tensor.sizes(), tensor.strides(), tensor.options().device(at::kCPU));
   }
   view._set_conj(tensor.is_conj());
@@ -80,7 +80,8 @@ void mark_written(const Tensor& tensor) {
   // The record of written bytes, seen as a tensor of the same shape with one byte-group per element.
   const auto bytes = static_cast<int64_t>(item);
   std::vector<int64_t> sizes(tensor.sizes().vec()), strides;
-  for (const int64_t stride : tensor.strides()) strides.push_back(stride * bytes);
+  for (const int64_t stride : tensor.strides())
+    strides.push_back(stride * bytes);
   sizes.push_back(bytes);
   strides.push_back(1);
   at::from_blob(memory.initialised() + start, sizes, strides, at::TensorOptions(at::kByte)).fill_(1);
@@ -117,7 +118,8 @@ const Tensor& resize_(const Tensor& self, IntArrayRef size, optional<at::MemoryF
   impl->set_sizes_contiguous(size);
   if (format.has_value() && *format != at::MemoryFormat::Preserve) impl->empty_tensor_restride(*format);
   const c10::Storage& storage = impl->unsafe_storage();
-  const size_t needed = (static_cast<size_t>(self.numel()) + static_cast<size_t>(self.storage_offset())) * self.element_size();
+  const size_t needed =
+      (static_cast<size_t>(self.numel()) + static_cast<size_t>(self.storage_offset())) * self.element_size();
   if (self.numel() == 0 || needed <= storage.nbytes()) return self;
   c10::DataPtr grown = allocator().allocate(needed);
   if (storage.nbytes() != 0) allocator().copy_data(grown.get(), storage.data(), storage.nbytes());
@@ -135,11 +137,11 @@ Tensor& set_storage_offset(Tensor& self, c10::Storage storage, int64_t offset, I
   } else {
     impl->set_sizes_and_strides(size, stride);
   }
-  const int64_t end = self.numel() == 0 ? 0
-      : offset + at::detail::computeStorageNbytes(self.sizes(), self.strides(), 1);
-  TORCH_CHECK(static_cast<size_t>(end) * self.element_size() <= impl->unsafe_storage().nbytes(),
-              "set_: sizes ", self.sizes(), ", strides ", self.strides(), " and offset ", offset,
-              " need more than the storage's ", impl->unsafe_storage().nbytes(), " bytes");
+  const int64_t end =
+      self.numel() == 0 ? 0 : offset + at::detail::computeStorageNbytes(self.sizes(), self.strides(), 1);
+  TORCH_CHECK(static_cast<size_t>(end) * self.element_size() <= impl->unsafe_storage().nbytes(), "set_: sizes ",
+              self.sizes(), ", strides ", self.strides(), " and offset ", offset, " need more than the storage's ",
+              impl->unsafe_storage().nbytes(), " bytes");
   return self;
 }
 
@@ -154,25 +156,29 @@ Tensor& set_tensor(Tensor& self, const Tensor& source) {
 }
 
 Tensor& set_empty(Tensor& self) {
-  return set_storage_offset(self, c10::Storage(c10::Storage::use_byte_size_t{}, 0, allocator().allocate(0), &allocator(), true),
-                            0, {0}, {});
+  return set_storage_offset(
+      self, c10::Storage(c10::Storage::use_byte_size_t{}, 0, allocator().allocate(0), &allocator(), true), 0, {0}, {});
 }
 
-Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, const optional<Tensor>& mask, double dropout,
-                 bool causal, optional<double> scale, bool grouped) {
-  return std::get<0>(at::_scaled_dot_product_attention_math(query, key, value, mask, dropout, causal, {}, scale, grouped));
+Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, const optional<Tensor>& mask,
+                 double dropout, bool causal, optional<double> scale, bool grouped) {
+  return std::get<0>(
+      at::_scaled_dot_product_attention_math(query, key, value, mask, dropout, causal, {}, scale, grouped));
 }
 
 Tensor convolution(const Tensor& input, const Tensor& weight, const optional<Tensor>& bias, IntArrayRef stride,
-                   IntArrayRef padding, IntArrayRef dilation, bool transposed, IntArrayRef output_padding, int64_t groups) {
+                   IntArrayRef padding, IntArrayRef dilation, bool transposed, IntArrayRef output_padding,
+                   int64_t groups) {
   const optional<Tensor> host_bias = bias.has_value() && bias->defined() ? optional(bias->cpu()) : std::nullopt;
-  return at::convolution(input.cpu(), weight.cpu(), host_bias, stride, padding, dilation, transposed, output_padding, groups)
+  return at::convolution(input.cpu(), weight.cpu(), host_bias, stride, padding, dilation, transposed, output_padding,
+                         groups)
       .to(input.device());
 }
 
-std::tuple<Tensor, Tensor, Tensor> convolution_backward(const Tensor& gradient, const Tensor& input, const Tensor& weight,
-                                                        IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation,
-                                                        bool transposed, IntArrayRef output_padding, int64_t groups,
+std::tuple<Tensor, Tensor, Tensor> convolution_backward(const Tensor& gradient, const Tensor& input,
+                                                        const Tensor& weight, IntArrayRef stride, IntArrayRef padding,
+                                                        IntArrayRef dilation, bool transposed,
+                                                        IntArrayRef output_padding, int64_t groups,
                                                         std::array<bool, 3> mask) {
   const std::array<int64_t, 1> bias_sizes{transposed ? weight.size(1) * groups : weight.size(0)};
   const auto host = at::convolution_backward(gradient.cpu(), input.cpu(), weight.cpu(), IntArrayRef(bias_sizes), stride,
@@ -191,9 +197,16 @@ void require_one_device(const std::string& name, at::ArrayRef<c10::IValue> value
   for (const c10::IValue& value : values) {
     if (value.isTensor()) require(value.toTensor());
     if (value.isTensorList()) {
-      for (const Tensor& tensor : value.toTensorVector()) require(tensor);
+      for (const Tensor& tensor : value.toTensorVector())
+        require(tensor);
     }
   }
+}
+
+bool takes_generator(const c10::Type& type) {
+  if (const auto* optional_type = type.castRaw<c10::OptionalType>())
+    return takes_generator(*optional_type->getElementType());
+  return type.kind() == c10::TypeKind::GeneratorType;
 }
 
 // CPU operators want a CPU generator: an mps one, or none at all where the operator could take one, is lent to them
@@ -205,8 +218,9 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   at::Generator device, host;
   for (size_t i = 0; i < arguments.size(); ++i) {
     c10::IValue& value = (*stack)[stack->size() - arguments.size() + i];
-    const bool takes_generator = arguments[i].type()->str().find("Generator") != std::string::npos;
-    if (!takes_generator || !(value.isNone() || (value.isGenerator() && value.toGenerator().device().is_mps()))) continue;
+    if (!takes_generator(*arguments[i].type()) ||
+        !(value.isNone() || (value.isGenerator() && value.toGenerator().device().is_mps())))
+      continue;
     device = value.isNone() ? default_generator() : value.toGenerator();
     host = at::detail::createCPUGenerator();
     host.set_state(device.get_state());
@@ -216,7 +230,9 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   if (device.defined()) device.set_state(host.get_state());
 }
 
-TORCH_LIBRARY_IMPL(_, MPS, library) { library.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
+TORCH_LIBRARY_IMPL(_, MPS, library) {
+  library.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
+}
 
 TORCH_LIBRARY_IMPL(aten, MPS, library) {
   library.impl("empty.memory_format", &empty);
@@ -240,7 +256,9 @@ TORCH_LIBRARY_IMPL(aten, MPS, library) {
   library.impl("convolution_backward_overrideable", &convolution_backward);
 }
 
-TORCH_LIBRARY_IMPL(aten, AutogradMPS, library) { library.impl("scaled_dot_product_attention", &attention); }
+TORCH_LIBRARY_IMPL(aten, AutogradMPS, library) {
+  library.impl("scaled_dot_product_attention", &attention);
+}
 
 }  // namespace
 }  // namespace softmetal

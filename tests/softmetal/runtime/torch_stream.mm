@@ -31,7 +31,7 @@ class BlockScope {
   BlockScope() : lock_(queue_mutex, std::defer_lock) {
     if (running_block) {
       violation("re-entrant dispatch_sync", "dispatch_sync was called from a block of the same queue: a deadlock on a "
-                "Mac. PyTorch operators on mps tensors do so");
+                                            "Mac. PyTorch operators on mps tensors do so");
     }
     lock_.lock();
     running_block = true;
@@ -53,13 +53,20 @@ thread_local ProfiledKernel profiled;
 
 }  // namespace
 
-bool on_queue() { return running_block; }
-uint64_t queue_block() { return block_count; }
-std::string& operator_label() { return profiled.label; }
+bool on_queue() {
+  return running_block;
+}
+uint64_t queue_block() {
+  return block_count;
+}
+std::string& operator_label() {
+  return profiled.label;
+}
 
 std::unique_lock<std::recursive_mutex> lock_stream(const char* what) {
   if (running_block) {
-    violation("commit inside the block", what, " inside a dispatch_sync block: it waits for the queue that runs the block");
+    violation("commit inside the block", what,
+              " inside a dispatch_sync block: it waits for the queue that runs the block");
   }
   return std::unique_lock(queue_mutex);
 }
@@ -68,7 +75,8 @@ void raise_new_faults() {
   const std::vector<std::string> faults = Device::get().take_new_faults();
   if (faults.empty()) return;
   std::string text;
-  for (const std::string& fault : faults) text += (text.empty() ? "" : "\n") + fault;
+  for (const std::string& fault : faults)
+    text += (text.empty() ? "" : "\n") + fault;
   TORCH_CHECK(false, text);
 }
 
@@ -80,8 +88,10 @@ extern "C" __attribute__((visibility("default"))) void dispatch_sync(dispatch_qu
   try {
     block();
   } catch (const std::exception& error) {
-    violation("exception across dispatch_sync", "a C++ exception left the block of a plain dispatch_sync, which ends a "
-              "Mac's process; use dispatch_sync_with_rethrow. It said: ", error.what());
+    violation("exception across dispatch_sync",
+              "a C++ exception left the block of a plain dispatch_sync, which ends a "
+              "Mac's process; use dispatch_sync_with_rethrow. It said: ",
+              error.what());
   }
 }
 
@@ -118,7 +128,8 @@ MPSCommandBuffer* MPSStream::commandBuffer() {
 
 id<MTLComputeCommandEncoder> MPSStream::commandEncoder() {
   if (!softmetal::on_queue()) {
-    violation("encoder outside the queue", "commandEncoder() was called outside a dispatch_sync block of the stream's queue");
+    violation("encoder outside the queue",
+              "commandEncoder() was called outside a dispatch_sync block of the stream's queue");
   }
   if (_commandEncoder == nil) {
     @autoreleasepool {
@@ -130,7 +141,8 @@ id<MTLComputeCommandEncoder> MPSStream::commandEncoder() {
 
 void MPSStream::endKernelCoalescing() {
   if (_commandEncoder == nil) return;
-  static_cast<SoftMetalCommandBuffer*>([_commandBuffer rootCommandBuffer])->needsQueue = NO;  // the device ends it itself
+  static_cast<SoftMetalCommandBuffer*>([_commandBuffer rootCommandBuffer])->needsQueue =
+      NO;  // the device ends it itself
   [_commandEncoder endEncoding];
   static_cast<SoftMetalCommandBuffer*>([_commandBuffer rootCommandBuffer])->needsQueue = YES;
   [_commandEncoder release];
@@ -157,17 +169,26 @@ void MPSStream::commitAndWait() {
   checkLastError();
 }
 
-void MPSStream::commitAndContinue() { commit(); }
-void MPSStream::flush() { commit(); }
+void MPSStream::commitAndContinue() {
+  commit();
+}
+void MPSStream::flush() {
+  commit();
+}
 
 void MPSStream::synchronize(SyncType syncType) {
   const auto lock = softmetal::lock_stream("MPSStream::synchronize");
   switch (syncType) {
     case SyncType::NONE:
-    case SyncType::COMMIT_ADAPTIVE: break;  // commits only under memory pressure
+    case SyncType::COMMIT_ADAPTIVE:
+      break;  // commits only under memory pressure
     case SyncType::COMMIT:
-    case SyncType::COMMIT_AND_CONTINUE: commit(); break;
-    case SyncType::COMMIT_AND_WAIT: commitAndWait(); break;
+    case SyncType::COMMIT_AND_CONTINUE:
+      commit();
+      break;
+    case SyncType::COMMIT_AND_WAIT:
+      commitAndWait();
+      break;
   }
 }
 
@@ -200,9 +221,13 @@ void MPSStream::executeMPSGraph(MPSGraph*, NSDictionary*, NSDictionary*, SyncTyp
   TORCH_CHECK(false, "softmetal: there is no MPSGraph; host code encodes its own kernels");
 }
 
-void MPSStream::addCompletedHandler(MTLCommandBufferHandler block) { [commandBuffer() addCompletedHandler:block]; }
+void MPSStream::addCompletedHandler(MTLCommandBufferHandler block) {
+  [commandBuffer() addCompletedHandler:block];
+}
 
-id<MTLDevice> MPSStream::device() const { return MPSDevice::getInstance()->device(); }
+id<MTLDevice> MPSStream::device() const {
+  return MPSDevice::getInstance()->device();
+}
 
 id<MTLBuffer> MPSStream::getErrorBuffer() {
   if (_errorBuffer == nil) {
@@ -228,8 +253,12 @@ MPSStream* MPSStreamImpl::getInstance() {
   std::call_once(once, [] { _stream = new MPSStream(Stream(Stream::DEFAULT, Device(DeviceType::MPS, 0))); });
   return _stream;
 }
-MPSStream* getCurrentMPSStream() { return MPSStreamImpl::getInstance(); }
-MPSStream* getDefaultMPSStream() { return MPSStreamImpl::getInstance(); }
+MPSStream* getCurrentMPSStream() {
+  return MPSStreamImpl::getInstance();
+}
+MPSStream* getDefaultMPSStream() {
+  return MPSStreamImpl::getInstance();
+}
 
 // ---- device --------------------------------------------------------------------------------------------------------
 
@@ -241,12 +270,24 @@ MPSDevice* MPSDevice::getInstance() {
   std::call_once(once, [] { _device = new MPSDevice(); });
   return _device;
 }
-bool MPSDevice::isMacOS13Plus(MacOSVersion version) const { return version == MacOSVersion::MACOS_VER_14_4_PLUS; }
-std::string MPSDevice::getName() const { return [[_mtl_device name] UTF8String]; }
-unsigned MPSDevice::getCoreCount() const { return softmetal::kCoreCount; }
-bool is_available() { return true; }
-bool is_macos_13_or_newer(MacOSVersion version) { return MPSDevice::getInstance()->isMacOS13Plus(version); }
-bool is_apple_family_or_newer(AppleGPUFamily family) { return family == AppleGPUFamily::APPLE_7_PLUS; }
+bool MPSDevice::isMacOS13Plus(MacOSVersion version) const {
+  return version == MacOSVersion::MACOS_VER_14_4_PLUS;
+}
+std::string MPSDevice::getName() const {
+  return [[_mtl_device name] UTF8String];
+}
+unsigned MPSDevice::getCoreCount() const {
+  return softmetal::kCoreCount;
+}
+bool is_available() {
+  return true;
+}
+bool is_macos_13_or_newer(MacOSVersion version) {
+  return MPSDevice::getInstance()->isMacOS13Plus(version);
+}
+bool is_apple_family_or_newer(AppleGPUFamily family) {
+  return family == AppleGPUFamily::APPLE_7_PLUS;
+}
 
 // ---- profiler ------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,174 @@
+// Host code as an extension writes it. `run_scenario(name)` gives the error's text, empty where all went well.
+#include "host.h"
+
+namespace host {
+namespace {
+
+const bool added = add({
+    {"correct",
+     [] {
+       id<MTLBuffer> x = buffer(64), y = buffer(64);
+       auto* in = static_cast<float*>([x contents]);
+       for (int i = 0; i < 16; ++i)
+         in[i] = static_cast<float>(i);
+       encode([&](Encoder e) {
+         float factor = 3;
+         bind_scale(e, x, y, factor);
+         dispatch(e, 16, 8);
+         factor = -1;  // setBytes has copied
+       });
+       expect(static_cast<uint32_t*>([y contents])[1] == 0xFFFFFFFFu, "nothing to run before the wait");
+       wait();
+       for (int i = 0; i < 16; ++i)
+         expect(static_cast<float*>([y contents])[i] == 3.0F * static_cast<float>(i), "y = 3 x");
+     }},
+    {"two dispatches, one binding",
+     [] {
+       encode([](Encoder e) {
+         bind_scale(e, zeros(64), buffer(64), 1);
+         dispatch(e, 16, 16);
+         [e setBufferOffset:16 atIndex:0];
+         dispatch(e, 4, 4);
+       });
+     }},
+    {"absent optional",
+     [] {
+       encode([](Encoder e) {
+         bind_scale(e, zeros(64), buffer(64), 1);
+         [e setBuffer:nil offset:0 atIndex:7];
+         dispatch(e, 16, 16);
+       });
+     }},
+    {"constants and macros",
+     [] {
+       NSError* error = nil;
+       MTLCompileOptions* options = [[MTLCompileOptions new] autorelease];
+       NSMutableDictionary* macros = [NSMutableDictionary dictionary];
+       [macros setObject:@"0.5f" forKey:@"OFFSET"];
+       [options setPreprocessorMacros:macros];
+       id<MTLLibrary> library = [device() newLibraryWithSource:[NSString stringWithUTF8String:kConstants]
+                                                       options:options
+                                                         error:&error];
+       expect(library != nil, text_of(error).c_str());
+       std::vector<id<MTLBuffer>> results;
+       for (const uint32_t width : {5u, 9u}) {
+         const bool negate = width == 9;
+         MTLFunctionConstantValues* values = [[MTLFunctionConstantValues new] autorelease];
+         [values setConstantValue:&width type:MTLDataTypeUInt atIndex:0];
+         [values setConstantValue:&negate type:MTLDataTypeBool withName:@"negate"];
+         id<MTLFunction> function = [library newFunctionWithName:@"fill" constantValues:values error:&error];
+         expect(function != nil, text_of(error).c_str());
+         id<MTLComputePipelineState> state = [device() newComputePipelineStateWithFunction:function error:&error];
+         expect(state != nil, text_of(error).c_str());
+         results.push_back(buffer(16));
+         encode([&](Encoder e) {
+           [e setComputePipelineState:state];
+           [e setBuffer:results.back() offset:0 atIndex:0];
+           dispatch(e, 4, 4);
+         });
+       }
+       wait();
+       expect(static_cast<float*>([results[0] contents])[3] == 5.5F, "5.5 with width 5");
+       expect(static_cast<float*>([results[1] contents])[3] == -8.5F, "-8.5 with width 9, negated");
+     }},
+    {"missing function constant",
+     [] {
+       NSError* error = nil;
+       MTLCompileOptions* options = [[MTLCompileOptions new] autorelease];
+       NSMutableDictionary* macros = [NSMutableDictionary dictionary];
+       [macros setObject:[NSNumber numberWithInt:0] forKey:@"OFFSET"];
+       [options setPreprocessorMacros:macros];
+       id<MTLLibrary> library = [device() newLibraryWithSource:[NSString stringWithUTF8String:kConstants]
+                                                       options:options
+                                                         error:&error];
+       expect(library != nil, text_of(error).c_str());
+       id<MTLFunction> function = [library newFunctionWithName:@"fill"];
+       id<MTLComputePipelineState> state = [device() newComputePipelineStateWithFunction:function error:&error];
+       encode([&](Encoder e) {
+         [e setComputePipelineState:state];
+         [e setBuffer:buffer(16) offset:0 atIndex:0];
+         dispatch(e, 4, 4);
+       });
+       wait();
+     }},
+    {"own encoder on PyTorch's buffer",
+     [] {
+       auto* stream = at::mps::getCurrentMPSStream();
+       at::mps::dispatch_sync_with_rethrow(stream->queue(), ^{
+         @autoreleasepool {
+           Encoder e = [torch::mps::get_command_buffer() computeCommandEncoder];
+           bind_scale(e, zeros(64), buffer(64), 1);
+           dispatch(e, 16, 16);
+           [e endEncoding];
+         }
+       });
+     }},
+    {"exception with rethrow", [] { encode([](Encoder) { throw std::runtime_error("from the block"); }); }},
+    {"buffers live until the work has run",
+     [] {
+       id<MTLBuffer> y = buffer(64);
+       @autoreleasepool {
+         id<MTLBuffer> x = buffer(64);
+         for (int i = 0; i < 16; ++i)
+           static_cast<float*>([x contents])[i] = 2;
+         encode([&](Encoder e) {
+           bind_scale(e, x, y, 4);
+           dispatch(e, 16, 16);
+         });
+       }
+       wait();
+       expect(static_cast<float*>([y contents])[15] == 8, "the freed input's values");
+     }},
+    {"freed memory is poison",
+     [] {
+       const uint8_t* bytes = nullptr;
+       @autoreleasepool {
+         bytes = static_cast<const uint8_t*>([zeros(64) contents]);
+         expect(bytes[63] == 0, "zeros");
+       }
+       expect(bytes[0] == 0xFB && bytes[63] == 0xFB, "poison where a buffer was freed");
+     }},
+    {"paired profiler",
+     [] {
+       encode([](Encoder) {
+         id<MTLComputePipelineState> state = pipeline("scale");
+         at::mps::getMPSProfiler().beginProfileKernel(state, "scale", false);
+         at::mps::getMPSProfiler().endProfileKernel(state);
+       });
+     }},
+    {"blit",
+     [] {
+       id<MTLBuffer> x = buffer(64), y = buffer(64);
+       std::memset([x contents], 7, 64);
+       at::mps::getCurrentMPSStream()->copy(x, y, 32, 8, 16, 0, at::mps::SyncType::COMMIT_AND_WAIT);
+       const auto* bytes = static_cast<const uint8_t*>([y contents]);
+       expect(bytes[15] == 0xFF && bytes[16] == 7 && bytes[47] == 7 && bytes[48] == 0xFF,
+              "32 bytes copied, the rest poison");
+     }},
+    {"device",
+     [] {
+       expect([device() supportsFamily:MTLGPUFamilyApple7] && ![device() supportsFamily:MTLGPUFamilyApple9], "an M1");
+       expect([device() maxThreadgroupMemoryLength] == 32768, "32 KB of threadgroup memory");
+       expect([pipeline("scale") threadExecutionWidth] == 32, "32 lanes");
+       expect(strcmp([[device() name] UTF8String], "softmetal") == 0, "the name softmetal");
+       expect([device() registryID] != 0 && [device() recommendedMaxWorkingSetSize] > 0, "ids and sizes");
+     }},
+});
+
+}  // namespace
+}  // namespace host
+
+extern "C" __attribute__((visibility("default"))) const char* run_scenario(const char* name) {
+  static std::string message;
+  try {
+    @autoreleasepool {
+      host::scenarios().at(name)();
+    }
+    message.clear();
+  } catch (const c10::Error& error) {
+    message = error.what_without_backtrace();
+  } catch (const std::exception& error) {
+    message = error.what();
+  }
+  return message.c_str();
+}

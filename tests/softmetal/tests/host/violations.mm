@@ -1,0 +1,239 @@
+// Host code that breaks one rule of Metal a scenario.
+#include "host.h"
+
+namespace host {
+namespace {
+
+const bool added = add({
+    {"second encoder",
+     [] { encode([](Encoder) { [at::mps::getCurrentMPSStream()->commandBuffer() computeCommandEncoder]; }); }},
+    {"slot 31", [] { encode([](Encoder e) { [e setBuffer:buffer(16) offset:0 atIndex:31]; }); }},
+    {"setBytes of 4097",
+     [] {
+       encode([](Encoder e) {
+         const std::array<char, 4097> bytes{};
+         [e setBytes:bytes.data() length:bytes.size() atIndex:0];
+       });
+     }},
+    {"setBytes of 0",
+     [] {
+       encode([](Encoder e) {
+         const char byte = 0;
+         [e setBytes:&byte length:0 atIndex:0];
+       });
+     }},
+    {"1025 threads",
+     [] {
+       encode([](Encoder e) {
+         bind_scale(e, buffer(8192), buffer(8192), 1);
+         dispatch(e, 1025, 1025);
+       });
+     }},
+    {"over the pipeline's limit",
+     [] {
+       expect([pipeline("narrow") maxTotalThreadsPerThreadgroup] == 64, "a limit of 64");
+       encode([](Encoder e) {
+         [e setComputePipelineState:pipeline("narrow")];
+         [e setBuffer:buffer(1024) offset:0 atIndex:0];
+         dispatch(e, 65, 65);
+       });
+     }},
+    {"33 KB of threadgroup memory",
+     [] {
+       encode([](Encoder e) {
+         [e setComputePipelineState:pipeline("shared")];
+         [e setBuffer:buffer(64) offset:0 atIndex:0];
+         [e setThreadgroupMemoryLength:32784 atIndex:0];
+         dispatch(e, 16, 16);
+       });
+     }},
+    {"declared and set threadgroup memory",
+     [] {
+       expect([pipeline("declared") staticThreadgroupMemoryLength] == 24576, "24576 bytes declared");
+       encode([](Encoder e) {
+         [e setComputePipelineState:pipeline("declared")];
+         [e setBuffer:buffer(64) offset:0 atIndex:0];
+         [e setThreadgroupMemoryLength:8208 atIndex:0];
+         dispatch(e, 16, 16);
+       });
+     }},
+    {"threadgroup length of 20",
+     [] {
+       encode([](Encoder e) {
+         [e setComputePipelineState:pipeline("shared")];
+         [e setThreadgroupMemoryLength:20 atIndex:0];
+       });
+     }},
+    {"no threadgroup length",
+     [] {
+       encode([](Encoder e) {
+         [e setComputePipelineState:pipeline("shared")];
+         [e setBuffer:buffer(64) offset:0 atIndex:0];
+         dispatch(e, 16, 16);
+       });
+     }},
+    {"empty grid",
+     [] {
+       encode([](Encoder e) {
+         bind_scale(e, zeros(64), buffer(64), 1);
+         dispatch(e, 0, 16);
+       });
+     }},
+    {"empty threadgroup",
+     [] {
+       encode([](Encoder e) {
+         bind_scale(e, zeros(64), buffer(64), 1);
+         [e dispatchThreadgroups:MTLSizeMake(1, 1, 1) threadsPerThreadgroup:MTLSizeMake(16, 0, 1)];
+       });
+     }},
+    {"no pipeline", [] { encode([](Encoder e) { dispatch(e, 16, 16); }); }},
+    {"unbound argument",
+     [] {
+       encode([](Encoder e) {
+         [e setComputePipelineState:pipeline("scale")];
+         [e setBuffer:buffer(64) offset:0 atIndex:0];
+         dispatch(e, 16, 16);
+       });
+     }},
+    {"binding of an earlier operator",
+     [] {
+       encode([](Encoder e) {
+         bind_scale(e, zeros(64), buffer(64), 1);
+         dispatch(e, 16, 16);
+       });
+       encode([](Encoder e) {
+         [e setComputePipelineState:pipeline("scale")];
+         [e setBuffer:buffer(64) offset:0 atIndex:0];
+         [e setBuffer:buffer(64) offset:0 atIndex:1];
+         dispatch(e, 16, 16);
+       });
+     }},
+    {"binding of an earlier pipeline",
+     [] {
+       encode([](Encoder e) {
+         bind_scale(e, zeros(64), buffer(64), 1);
+         dispatch(e, 16, 16);
+         [e setComputePipelineState:pipeline("narrow")];
+         dispatch(e, 16, 16);
+       });
+     }},
+    {"threadgroup length of an earlier operator",
+     [] {
+       for (const bool set : {true, false}) {
+         encode([&](Encoder e) {
+           [e setComputePipelineState:pipeline("shared")];
+           [e setBuffer:buffer(64) offset:0 atIndex:0];
+           if (set) [e setThreadgroupMemoryLength:64 atIndex:0];
+           dispatch(e, 16, 16);
+         });
+       }
+     }},
+    {"offset at the end", [] { encode([](Encoder e) { [e setBuffer:buffer(64) offset:64 atIndex:0]; }); }},
+    {"moved offset at the end",
+     [] {
+       encode([](Encoder e) {
+         [e setBuffer:buffer(64) offset:0 atIndex:0];
+         [e setBufferOffset:64 atIndex:0];
+       });
+     }},
+    {"misaligned float",
+     [] {
+       encode([](Encoder e) {
+         bind_scale(e, zeros(64), buffer(64), 1);
+         [e setBuffer:buffer(64) offset:2 atIndex:0];
+         dispatch(e, 4, 4);
+       });
+     }},
+    {"misaligned float4",
+     [] {
+       encode([](Encoder e) {
+         [e setComputePipelineState:pipeline("vectors")];
+         [e setBuffer:buffer(64) offset:4 atIndex:0];
+         dispatch(e, 2, 2);
+       });
+     }},
+    {"argument too small",
+     [] {
+       encode([](Encoder e) {
+         bind_scale(e, zeros(64), buffer(64), 1);
+         const short factor = 1;
+         [e setBytes:&factor length:sizeof factor atIndex:2];
+         dispatch(e, 16, 16);
+       });
+     }},
+    {"encoding after endEncoding",
+     [] {
+       id<MTLCommandBuffer> commands = [[[device() newCommandQueue] autorelease] commandBuffer];
+       Encoder e = [commands computeCommandEncoder];
+       [e endEncoding];
+       [e setComputePipelineState:pipeline("scale")];
+     }},
+    {"commit with an open encoder",
+     [] {
+       id<MTLCommandBuffer> commands = [[[device() newCommandQueue] autorelease] commandBuffer];
+       Encoder e = [commands computeCommandEncoder];
+       try {
+         [commands commit];
+       } catch (...) {
+         [e endEncoding];
+         throw;
+       }
+     }},
+    {"encoding after commit",
+     [] {
+       id<MTLCommandBuffer> commands = [[[device() newCommandQueue] autorelease] commandBuffer];
+       [commands commit];
+       [commands computeCommandEncoder];
+     }},
+    {"wait before commit", [] { [[[[device() newCommandQueue] autorelease] commandBuffer] waitUntilCompleted]; }},
+    {"encoder released unended",
+     [] {
+       @autoreleasepool {
+         [[[[device() newCommandQueue] autorelease] commandBuffer] computeCommandEncoder];
+       }
+       wait();
+     }},
+    {"re-entrant dispatch_sync", [] { encode([](Encoder) { encode([](Encoder) {}); }); }},
+    {"operator in the block",
+     [] {
+       at::Tensor x = at::empty({4}, at::device(at::kMPS));
+       encode([&](Encoder) { x.fill_(1); });
+     }},
+    {"commit in the block", [] { encode([](Encoder) { torch::mps::commit(); }); }},
+    {"synchronize in the block", [] { encode([](Encoder) { wait(); }); }},
+    {"raw commit in the block",
+     [] {
+       encode([](Encoder e) {
+         at::mps::getCurrentMPSStream()->endKernelCoalescing();
+         (void)e;
+         [torch::mps::get_command_buffer() commit];
+       });
+     }},
+    {"encoder outside the queue", [] { (void)at::mps::getCurrentMPSStream()->commandEncoder(); }},
+    {"kept encoder",
+     [] {
+       Encoder kept = nil;
+       encode([&](Encoder e) { kept = e; });
+       [kept setComputePipelineState:pipeline("scale")];
+     }},
+    {"exception over dispatch_sync",
+     [] {
+       dispatch_sync(at::mps::getCurrentMPSStream()->queue(), ^{
+         throw std::runtime_error("from the block");
+       });
+     }},
+    {"freed buffer",
+     [] {
+       id<MTLBuffer> freed = nil;
+       @autoreleasepool {
+         freed = buffer(64);
+       }
+       encode([&](Encoder e) { [e setBuffer:freed offset:0 atIndex:0]; });
+     }},
+    {"unpaired profiler",
+     [] { encode([](Encoder) { at::mps::getMPSProfiler().beginProfileKernel(pipeline("scale"), "scale", false); }); }},
+    {"blit out of range", [] { at::mps::getCurrentMPSStream()->copy(buffer(64), buffer(32), 64, 0, 0, 0); }},
+});
+
+}  // namespace
+}  // namespace host

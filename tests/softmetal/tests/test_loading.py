@@ -1,0 +1,81 @@
+"""What `import softmetal` asks for, refuses and leaves behind, each in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parents[2]
+
+
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    path = {"PYTHONPATH": str(TESTS)}
+    return subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | path | environment, capture_output=True, text=True, check=False
+    )
+
+
+def test_environment_sets_mode_and_seed() -> None:
+    code = """
+import softmetal, torch
+assert softmetal.is_checked()
+library = torch.mps.compile_shader("kernel void f(device float* y, uint i [[thread_position_in_grid]]) { y[i] = 1; }")
+library.f(torch.zeros(4, device="mps"))
+print(softmetal.counters()[-1].seed)
+"""
+    done = run_python(code, SOFTMETAL_CHECKED="1", SOFTMETAL_SEED="99")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "99\n"
+
+
+def test_asking_torch_first_is_an_error() -> None:
+    done = run_python("import torch; torch.backends.mps.is_available(); import softmetal")
+    assert "import softmetal first" in done.stderr
+
+
+def test_a_second_copy_is_refused() -> None:
+    code = f"""
+import softmetal, importlib.util, sys
+root = {str(TESTS / "softmetal")!r}
+spec = importlib.util.spec_from_file_location("copy", root + "/__init__.py", submodule_search_locations=[root])
+sys.modules["copy"] = module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+"""
+    assert "RuntimeError: softmetal: another copy of the device is loaded already" in run_python(code).stderr
+
+
+def test_work_leaves_nothing_behind() -> None:
+    """Neither mps memory nor, past the quarantine of freed objects, the process grows with the number of dispatches."""
+    code = """
+import resource, softmetal, torch
+library = torch.mps.compile_shader("kernel void f(device float* y, uint i [[thread_position_in_grid]]) { y[i] = 1; }")
+def work(n):
+    for _ in range(n):
+        library.f(torch.empty(4, device="mps"), threads=1)
+        torch.mps.synchronize()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = torch.mps.current_allocated_memory()
+first = work(6000)
+second = work(6000)
+assert torch.mps.current_allocated_memory() == before, torch.mps.current_allocated_memory()
+print(second - first)
+"""
+    done = run_python(code)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 1024  # KiB: 175 bytes a dispatch
+
+
+def test_a_mac_is_refused() -> None:
+    code = "import sys, sysconfig, torch; sysconfig.get_config_vars(); sys.platform = 'darwin'; import softmetal"
+    done = run_python(code)
+    assert "softmetal.build.Unavailable: softmetal: the software Metal device runs on Linux only" in done.stderr
+
+
+def test_missing_packages_are_named() -> None:
+    done = run_python("import torch, os; os.environ['PATH'] = '/nowhere'; import softmetal")
+    assert done.stderr.strip().endswith(
+        "softmetal: clang++-19, addr2line not found; install with: "
+        "apt-get install clang-19 libobjc-12-dev libblocksruntime-dev binutils"
+    )
