@@ -17,6 +17,7 @@
 #pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")
 #endif
 
+#include "bf16_parts.h"
 #include "gemm_kernel.h"
 #include "vec_avx512.h"
 
@@ -28,13 +29,6 @@ namespace {
 struct Avx512Bf16 : Avx512 {};
 
 using V = Avx512Bf16;
-
-// Nibbles j and j + 4 of a word stand at the bottom of the two halves of each 32-bit lane once the word is shifted by
-// 4j: vpermw, which reads five index bits, turns them into two bf16 through a table that is written twice.
-__m512i bf16_table(const float* values) {
-  const __m256i half = _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_castps_si512(_mm512_loadu_ps(values)), 16));
-  return _mm512_broadcast_i64x4(half);
-}
 
 // x is [k/8, pair, part, R]: pair j holds the activations of k = j and j + 4 in one 32-bit number.
 template <int parts, int R, int C>
@@ -77,33 +71,29 @@ void dot_step(const Step& s) {
 }
 
 template <int parts>
-bool pack_bf16(const float* values, int count, int rows, int row, void* out) {
+bool pack_pairs(const PackRow& p) {
   alignas(64) uint16_t bits[parts][kChunk];
-  uint32_t strange = 0;
-  for (int k = 0; k < count; ++k) {
-    const uint32_t magnitude = std::bit_cast<uint32_t>(values[k]) & 0x7FFFFFFFU;
-    constexpr uint32_t kLeast = (127U - 100U) << 23, kBeyond = (127U + 120U) << 23;
-    strange |= static_cast<uint32_t>(magnitude != 0) & static_cast<uint32_t>(magnitude - kLeast >= kBeyond - kLeast);
-    float rest = values[k];
-    for (int part = 0; part < parts; ++part) {
-      bits[part][k] = float_to_bfloat16(rest);
-      rest -= bfloat16_to_float(bits[part][k]);
-    }
-  }
-  auto* to = static_cast<uint32_t*>(out) + row;
-  for (int k = 0; k < count; k += 8) {
+  const bool good = split_bf16<parts>(p.values, p.count, bits);
+  auto* to = static_cast<uint32_t*>(p.out) + p.row;
+  for (int k = 0; k < p.count; k += 8) {
     for (int j = k; j < k + 4; ++j) {
-      for (int part = 0; part < parts; ++part, to += rows) {
+      for (int part = 0; part < parts; ++part, to += p.rows) {
         *to = bits[part][j] | uint32_t{bits[part][j + 4]} << 16;
       }
     }
   }
-  return strange == 0;
+  return good;
 }
 
 template <int parts, int min_rows, int max_rows, int C>
 constexpr MatrixKernel dot_kernel() {
-  MatrixKernel kernel{C * V::width, min_rows, max_rows, false, 2 * parts * kChunk, &pack_bf16<parts>, {}, {}};
+  MatrixKernel kernel{};
+  kernel.strip = C * V::width;
+  kernel.min_rows = min_rows;
+  kernel.max_rows = max_rows;
+  kernel.row_unit = 1;
+  kernel.row_bytes = 2 * parts * kChunk;
+  kernel.pack = &pack_pairs<parts>;
   for (auto& steps : kernel.step) {
     [&]<int... i>(std::integer_sequence<int, i...>) {
       ((steps[static_cast<size_t>(min_rows + i)] = &dot_step<parts, min_rows + i, C>), ...);

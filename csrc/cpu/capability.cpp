@@ -69,7 +69,7 @@ Detected detect() {
       add(tiles && (seven.edx & (1U << 24)) != 0, "amx_tile") && add((seven.edx & (1U << 22)) != 0, "amx_bf16");
   if (avx2 && fma && f16c) found.available.push_back(Isa::avx2);
   if (found.available.size() == 2 && f && bw && dq && vl) found.available.push_back(Isa::avx512);
-  if (found.available.size() == 3 && amx && bf16 && kernels_of(Isa::amx) != nullptr && request_tiles()) {
+  if (found.available.size() == 3 && amx && bf16 && amx_kernel(1) != nullptr && request_tiles()) {
     found.available.push_back(Isa::amx);
   }
   // "AuthenticAMD": two bf16 dot products a cycle. Intel's cores run them at half their fp32 rate.
@@ -154,9 +154,8 @@ const KernelSet* kernels_of(Isa isa) {
     case Isa::avx2:
       return avx2_kernels();
     case Isa::avx512:
+    case Isa::amx:  // tiles come on top of AVX-512
       return avx512_kernels();
-    case Isa::amx:
-      return nullptr;
     case Isa::neon:
       return neon_kernels();
     default:

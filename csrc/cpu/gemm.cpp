@@ -42,9 +42,15 @@ struct Activations {
   char* values;
   float* sums;
 
-  Range block(int64_t index) const { return part(rows, row_blocks, index); }
-  char* block_values(int64_t chunk, const Range& block) const {
-    return values + (chunk * rows + block.begin) * row_bytes;
+  int64_t row_unit;
+  int64_t pitch;  // rows that a block takes in memory
+
+  Range block(int64_t index) const {
+    const Range units = part(ceil_div(rows, row_unit), row_blocks, index);
+    return {units.begin * row_unit, std::min(units.end * row_unit, rows)};
+  }
+  char* block_values(int64_t chunk, int64_t index) const {
+    return values + (chunk * row_blocks + index) * pitch * row_bytes;
   }
   float* segment_sums(int64_t chunk, int64_t segment) const { return sums + (chunk * segments + segment) * rows; }
 };
@@ -55,6 +61,8 @@ const MatrixKernel& matrix_kernel(const Plan& plan, const KernelSet& kernels) {
       return bf16_dot_kernels()->few_rows[static_cast<size_t>(plan.parts - 1)];
     case Kernel::bf16_dot:
       return bf16_dot_kernels()->many_rows;
+    case Kernel::amx:
+      return *amx_kernel(plan.parts);
     case Kernel::few_rows:
       return kernels.few_rows;
     default:
@@ -76,15 +84,19 @@ class Gemm {
         strips_(ceil_div(w_.N, plan.strip)),
         segment_(std::min<int64_t>(w_.group_size, kChunk)) {}
 
-  // Rows [row, row + pass_rows). False, and nothing written, where the kernel cannot represent an activation.
-  bool run_pass(int64_t row, const Parallel& parallel) const {
+  // One of the plan's passes. False, and nothing written, where the kernel cannot represent an activation.
+  bool run_pass(int64_t pass, const Parallel& parallel) const {
     static thread_local Scratch values_scratch, sums_scratch, partial_scratch;
     Activations x{};
-    x.rows = std::min(plan_.pass_rows, a_.M - row);
+    const Range rows = part(a_.M, plan_.passes, pass);
+    const int64_t row = rows.begin;
+    x.rows = rows.size();
     x.row_blocks = ceil_div(x.rows, plan_.max_rows);
+    x.row_unit = plan_.row_unit;
+    x.pitch = ceil_div(ceil_div(x.rows, x.row_unit), x.row_blocks) * x.row_unit;
     x.segments = ceil_div(kChunk, segment_);
     x.row_bytes = matrix_.row_bytes;
-    x.values = values_scratch.get<char>(chunks_ * x.rows * x.row_bytes);
+    x.values = values_scratch.get<char>(chunks_ * x.row_blocks * x.pitch * x.row_bytes);
     x.sums = sums_scratch.get<float>(chunks_ * x.segments * x.rows);
     std::atomic<bool> representable{true};
     // Below some 16k elements the fork and join cost more than the packing.
@@ -134,8 +146,8 @@ class Gemm {
         const int64_t bytes = (offset + k0) * element_size(a_.a_type);
         kernels_.to_float(static_cast<const char*>(a_.a) + bytes, a_.a_type, count, buffer);
       }
-      good &= matrix_.pack(buffer, static_cast<int>(count), static_cast<int>(block.size()), static_cast<int>(i),
-                           x.block_values(chunk, block));
+      good &= matrix_.pack({buffer, static_cast<int>(count), static_cast<int>(segment_), static_cast<int>(block.size()),
+                            static_cast<int>(i), x.block_values(chunk, block_index)});
       if (role_ == ZerosRole::none) continue;
       for (int64_t segment = 0; segment * segment_ < count; ++segment) {
         const Range range{segment * segment_, std::min(count, (segment + 1) * segment_)};
@@ -167,6 +179,7 @@ class Gemm {
     float* panel = panel_scratch.get<float>(tail + kChunk * plan_.strip);
     auto* tail_words = reinterpret_cast<uint32_t*>(panel);
     panel += tail;
+    if (matrix_.begin != nullptr) matrix_.begin(static_cast<int>(segment_));
     for (int64_t s = strips.begin; s < strips.end; s += block_strips) {
       const Range some_strips{s, std::min(s + block_strips, strips.end)};
       for (int64_t b = blocks.begin; b < blocks.end; b += block_step) {
@@ -183,6 +196,7 @@ class Gemm {
         finish(some_strips, rows, row, y, partial);
       }
     }
+    if (matrix_.end != nullptr) matrix_.end();
   }
 
   int64_t columns_of(const Range& strips) const {
@@ -247,7 +261,8 @@ class Gemm {
     const int64_t rows = x.block(blocks.end - 1).end - first_row;
     for (int64_t b = blocks.begin; b < blocks.end; ++b) {
       const Range block = x.block(b);
-      step.x = x.block_values(chunk, block);
+      step.x = x.block_values(chunk, b);
+      step.rows = static_cast<int>(block.size());
       step.sums = x.segment_sums(chunk, 0) + block.begin;
       step.y = y + (column * rows) + (block.begin - first_row) * plan_.strip;
       matrix_.step[codes][static_cast<size_t>(block.size())](step);
@@ -328,8 +343,8 @@ void gemm_on(const Machine& machine, const GemmArguments& arguments, const Paral
   const Plan plan = make_plan(machine, problem);
   const Plan fp32_plan = make_fp32_plan(machine, problem);
   const Gemm planned(arguments, plan, kernels);
-  for (int64_t row = 0; row < arguments.M; row += plan.pass_rows) {
-    if (!planned.run_pass(row, parallel)) Gemm(arguments, fp32_plan, kernels).run_pass(row, parallel);
+  for (int64_t pass = 0; pass < plan.passes; ++pass) {
+    if (!planned.run_pass(pass, parallel)) Gemm(arguments, fp32_plan, kernels).run_pass(pass, parallel);
   }
 }
 

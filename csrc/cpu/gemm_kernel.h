@@ -134,10 +134,10 @@ void unpack(const Step& s, float* panel) {
 }
 
 template <class V>
-bool pack_fp32(const float* values, int count, int rows, int row, void* out) {
-  float* to = static_cast<float*>(out) + row;
-  for (int k = 0; k < count; ++k, to += rows)
-    *to = values[k];
+bool pack_fp32(const PackRow& p) {
+  float* to = static_cast<float*>(p.out) + p.row;
+  for (int k = 0; k < p.count; ++k, to += p.rows)
+    *to = p.values[k];
   return true;
 }
 
@@ -241,7 +241,14 @@ void dequantize(const DequantizeRow& d) {
 
 template <class V, bool from_panel, int min_rows, int max_rows, int C>
 constexpr MatrixKernel matrix_kernel() {
-  MatrixKernel kernel{C * V::width, min_rows, max_rows, from_panel, kChunk * int{sizeof(float)}, &pack_fp32<V>, {}, {}};
+  MatrixKernel kernel{};
+  kernel.strip = C * V::width;
+  kernel.min_rows = min_rows;
+  kernel.max_rows = max_rows;
+  kernel.row_unit = 1;
+  kernel.from_panel = from_panel;
+  kernel.row_bytes = kChunk * int{sizeof(float)};
+  kernel.pack = &pack_fp32<V>;
   auto fill = [&]<Codes codes>() {
     auto& steps = kernel.step[static_cast<size_t>(codes)];
     // A vector unit with 16-entry tables needs one decoder only, a panel none.

@@ -3,6 +3,7 @@
 
 #include <array>
 #include <cstdint>
+#include <cstring>
 
 #include "capability.h"
 #include "formats.h"
@@ -27,6 +28,7 @@ struct Step {
   const float* zeros;   // the same, or unused
   int64_t ld_scales;
   ZerosRole role;
+  int rows;     // of the row block
   int k;        // a multiple of 8, at most kChunk
   int segment;  // a multiple of 8
   float* y;     // [rows, strip] fp32, added to
@@ -35,15 +37,27 @@ using StepFunction = void (*)(const Step&);
 
 inline constexpr int kMaxBlockRows = 32;
 
+// Row `row` of a block of `rows`: `count` activations of one chunk.
+struct PackRow {
+  const float* values;
+  int count;
+  int segment;
+  int rows;
+  int row;
+  void* out;
+};
+
 // A matrix kernel: row blocks of min_rows..max_rows against strips of `strip` columns.
 struct MatrixKernel {
   int strip;
   int min_rows;
   int max_rows;
-  bool from_panel;  // step reads Step::panel, which `unpack` has filled
-  int row_bytes;    // of packed activations: one row of one chunk
-  // Row `row` of a block of `rows`, in the kernel's order of k. False where the kernel cannot represent a value.
-  bool (*pack)(const float* values, int count, int rows, int row, void* out);
+  int row_unit;                  // a block starts at a multiple of this
+  bool from_panel;               // step reads Step::panel, which `unpack` has filled
+  int row_bytes;                 // of packed activations: one row of one chunk
+  bool (*pack)(const PackRow&);  // false where the kernel cannot represent a value
+  void (*begin)(int segment);    // state of the thread, around all steps of a task; or nullptr
+  void (*end)();
   std::array<std::array<StepFunction, kMaxBlockRows + 1>, kCodesCount> step;
   std::array<void (*)(const Step&, float* panel), kCodesCount> unpack;
 };
@@ -79,6 +93,7 @@ const KernelSet* avx2_kernels();
 const KernelSet* avx512_kernels();
 const KernelSet* neon_kernels();
 const Bf16DotKernels* bf16_dot_kernels();
+const MatrixKernel* amx_kernel(int parts);
 const KernelSet* kernels_of(Isa isa);
 
 }  // namespace marlin::cpu

@@ -20,17 +20,18 @@ int64_t ceil_div(int64_t a, int64_t b) {
 }  // namespace
 
 KernelShape kernel_shape(Isa isa, Kernel kernel) {
+  if (kernel == Kernel::amx) return {32, 32, 16};
   const bool few = kernel == Kernel::few_rows || kernel == Kernel::bf16_dot_few_rows;
   switch (isa) {
     case Isa::avx512:
     case Isa::amx:
-      return few ? KernelShape{64, 4} : KernelShape{32, 12};
+      return few ? KernelShape{64, 4, 1} : KernelShape{32, 12, 1};
     case Isa::avx2:
-      return few ? KernelShape{32, 2} : KernelShape{16, 6};
+      return few ? KernelShape{32, 2, 1} : KernelShape{16, 6, 1};
     case Isa::neon:
-      return few ? KernelShape{16, 4} : KernelShape{16, 6};
+      return few ? KernelShape{16, 4, 1} : KernelShape{16, 6, 1};
     default:
-      return few ? KernelShape{8, 2} : KernelShape{8, 4};
+      return few ? KernelShape{8, 2, 1} : KernelShape{8, 4, 1};
   }
 }
 
@@ -41,6 +42,11 @@ namespace {
 Kernel choose_kernel(const Machine& machine, const Problem& problem, int* parts) {
   const bool few = problem.M <= kernel_shape(machine.isa, Kernel::few_rows).max_rows;
   *parts = 1;
+  if (machine.isa == Isa::amx && problem.M > 1 && problem.bf16_codes) {
+    const bool reduced = problem.precision == Float32Precision::reduced;
+    *parts = problem.a_type == ElementType::bfloat16 ? 1 : problem.a_type == ElementType::float16 || reduced ? 2 : 3;
+    return Kernel::amx;
+  }
   if (machine.fast_bf16_dot && machine.isa >= Isa::avx512 && machine.isa <= Isa::amx && problem.bf16_codes) {
     if (problem.a_type == ElementType::bfloat16) return few ? Kernel::bf16_dot_few_rows : Kernel::bf16_dot;
     if (problem.a_type == ElementType::float16 && few) {
@@ -58,17 +64,19 @@ Plan divide(const Machine& machine, const Problem& problem, Kernel kernel, int p
   const KernelShape shape = kernel_shape(machine.isa, plan.kernel);
   plan.strip = shape.strip;
   plan.max_rows = shape.max_rows;
-  plan.pass_rows = std::min(std::max<int64_t>(problem.M, 1), kPassRows);
+  plan.row_unit = shape.row_unit;
+  plan.passes = std::max<int64_t>(ceil_div(problem.M, kPassRows), 1);
+  const int64_t pass_rows = std::max<int64_t>(ceil_div(problem.M, plan.passes), 1);
 
   const int64_t threads = std::max(machine.threads, 1);
   const int64_t strips = ceil_div(problem.N, plan.strip);
-  const int64_t row_blocks = ceil_div(plan.pass_rows, plan.max_rows);
+  const int64_t row_blocks = ceil_div(pass_rows, plan.max_rows);
   plan.column_tasks = std::min(strips, threads);
   plan.row_tasks = std::clamp<int64_t>(threads / plan.column_tasks, 1, row_blocks);
   const int64_t idle = threads / (plan.column_tasks * plan.row_tasks);
   plan.k_slices = std::clamp<int64_t>(ceil_div(problem.K, kChunk) / kSliceChunks, 1, idle);
 
-  plan.block_rows = std::min(ceil_div(plan.pass_rows, plan.row_tasks), kBlockRows);
+  plan.block_rows = std::min(ceil_div(pass_rows, plan.row_tasks), kBlockRows);
   const int64_t block_strips = kBlockBytes / (int64_t{sizeof(float)} * plan.block_rows * plan.strip);
   plan.block_columns = plan.strip * std::clamp<int64_t>(block_strips, 1, ceil_div(strips, plan.column_tasks));
   return plan;
@@ -88,13 +96,12 @@ Plan make_fp32_plan(const Machine& machine, const Problem& problem) {
 }
 
 std::string to_string(const Plan& plan) {
-  static constexpr const char* kNames[] = {"few_rows", "many_rows", "bf16_dot_few_rows", "bf16_dot"};
+  static constexpr const char* kNames[] = {"few_rows", "many_rows", "bf16_dot_few_rows", "bf16_dot", "amx"};
   auto number = [](const char* name, int64_t value) { return std::string(" ") + name + "=" + std::to_string(value); };
   return kNames[static_cast<int>(plan.kernel)] + number("parts", plan.parts) + number("strip", plan.strip) +
-         number("max_rows", plan.max_rows) + number("pass_rows", plan.pass_rows) +
-         number("block_rows", plan.block_rows) + number("block_columns", plan.block_columns) +
-         number("row_tasks", plan.row_tasks) + number("column_tasks", plan.column_tasks) +
-         number("k_slices", plan.k_slices);
+         number("max_rows", plan.max_rows) + number("passes", plan.passes) + number("block_rows", plan.block_rows) +
+         number("block_columns", plan.block_columns) + number("row_tasks", plan.row_tasks) +
+         number("column_tasks", plan.column_tasks) + number("k_slices", plan.k_slices);
 }
 
 }  // namespace marlin::cpu

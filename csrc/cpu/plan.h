@@ -26,12 +26,13 @@ struct Problem {
   Float32Precision precision;
 };
 
-enum class Kernel : int { few_rows, many_rows, bf16_dot_few_rows, bf16_dot };
+enum class Kernel : int { few_rows, many_rows, bf16_dot_few_rows, bf16_dot, amx };
 
 // What the planner must know of a kernel's shape; the kernels' own tables are checked against it.
 struct KernelShape {
   int strip;     // columns
   int max_rows;  // rows of one block
+  int row_unit;  // a block starts at a multiple of this
 };
 
 struct Plan {
@@ -39,7 +40,8 @@ struct Plan {
   int parts;           // bf16 parts of an activation, 1 where the kernel computes in fp32
   int64_t strip;       // columns that a kernel call works on
   int64_t max_rows;    // rows of one kernel call, at most
-  int64_t pass_rows;   // rows of activations packed at once
+  int64_t row_unit;    // a row block starts at a multiple of this
+  int64_t passes;      // the rows are packed and multiplied in this many nearly equal parts
   int64_t block_rows;  // rows and columns whose fp32 results stay in the cache
   int64_t block_columns;
   int64_t row_tasks;  // row_tasks * column_tasks * k_slices tasks, one a thread or fewer

@@ -1,0 +1,40 @@
+// Activations as sums of bf16 parts and codes as bf16 tables, for the kernels that multiply in bf16. Included after the
+// ISA pragma, by those files only; everything here has internal linkage.
+#pragma once
+
+#include <immintrin.h>
+
+#include "kernel_set.h"
+
+namespace marlin::cpu {
+
+namespace {
+
+// Nibbles j and j + 4 of a word stand at the bottom of the two halves of each 32-bit lane once the word is shifted by
+// 4j: vpermw, which reads five index bits, turns them into two bf16 through a table that is written twice.
+[[gnu::always_inline]] inline __m512i bf16_table(const float* values) {
+  const __m256i half = _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_castps_si512(_mm512_loadu_ps(values)), 16));
+  return _mm512_broadcast_i64x4(half);
+}
+
+// values[k] = sum over parts of bits[part][k], exactly where 8 bits a part suffice. False where a part could be
+// subnormal or overflow: the bf16 instructions flush subnormals to zero.
+template <int parts>
+bool split_bf16(const float* values, int count, uint16_t (&bits)[parts][kChunk]) {
+  constexpr uint32_t kLeast = (127U - 100U) << 23, kBeyond = (127U + 120U) << 23;
+  uint32_t strange = 0;
+  for (int k = 0; k < count; ++k) {
+    const uint32_t magnitude = std::bit_cast<uint32_t>(values[k]) & 0x7FFFFFFFU;
+    strange |= static_cast<uint32_t>(magnitude != 0) & static_cast<uint32_t>(magnitude - kLeast >= kBeyond - kLeast);
+    float rest = values[k];
+    for (int part = 0; part < parts; ++part) {
+      bits[part][k] = float_to_bfloat16(rest);
+      rest -= bfloat16_to_float(bits[part][k]);
+    }
+  }
+  return strange == 0;
+}
+
+}  // namespace
+
+}  // namespace marlin::cpu
