@@ -2,6 +2,9 @@
 // the conversions or tables of the code under test.
 #pragma once
 
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -74,18 +77,24 @@ inline double decode16(uint16_t bits, ElementType type) {
   return sign * std::ldexp(mantissa + (1 << f.mantissa_bits), exponent - 1 + f.min_exponent - f.mantissa_bits);
 }
 
-// A heap block of exactly the stated size that starts at an odd element, so that address sanitizer sees both ends and
-// no vector alignment can be relied on.
+// Elements that end where an unreadable page begins, at an address without vector alignment: a kernel that reads or
+// writes past the end faults, instrumented or not.
 class Array {
  public:
   Array() = default;
   Array(ElementType type, int64_t count) : type_(type), count_(count) {
-    data_ = std::make_unique<char[]>(static_cast<size_t>((count + 1) * bytes_of(type)));
+    const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+    const size_t bytes = static_cast<size_t>(count * bytes_of(type));
+    const size_t used = (bytes + page - 1) / page * page;
+    void* block = mmap(nullptr, used + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (block == MAP_FAILED || mprotect(static_cast<char*>(block) + used, page, PROT_NONE) != 0) throw std::bad_alloc();
+    block_ = {static_cast<char*>(block), [size = used + page](char* p) { munmap(p, size); }};
+    data_ = block_.get() + (used - bytes);
   }
   ElementType type() const { return type_; }
   int64_t count() const { return count_; }
   bool empty() const { return count_ == 0; }
-  char* data() const { return empty() ? nullptr : data_.get() + bytes_of(type_); }
+  char* data() const { return data_; }
   double get(int64_t i) const {
     const char* at = data() + i * bytes_of(type_);
     if (type_ == ElementType::uint8) return static_cast<uint8_t>(*at);
@@ -114,7 +123,8 @@ class Array {
  private:
   ElementType type_ = ElementType::float32;
   int64_t count_ = 0;
-  std::unique_ptr<char[]> data_;
+  std::shared_ptr<char> block_;
+  char* data_ = nullptr;
 };
 
 inline double e2m1(int code) {

@@ -1,0 +1,143 @@
+// The CPU planner: a table of expected choices, and what must hold for every plan. No torch, no kernels run.
+#include <cstdio>
+#include <string>
+
+#include "../../csrc/cpu/kernel_set.h"
+#include "../../csrc/cpu/plan.h"
+
+namespace marlin::cpu {
+namespace {
+
+int checks = 0, failures = 0;
+
+void expect(bool condition, const std::string& what) {
+  ++checks;
+  if (condition) return;
+  ++failures;
+  std::printf("FAILED %s\n", what.c_str());
+}
+
+constexpr Machine kZen4{Isa::avx512, true, 2};
+constexpr Machine kXeon{Isa::amx, false, 16};
+
+Problem problem(int64_t M, int64_t N, int64_t K, ElementType a_type) {
+  return {M, N, K, WeightFormat::uint4b8, 128, a_type, true, Float32Precision::highest};
+}
+
+void test_choices() {
+  using enum ElementType;
+  struct Row {
+    Machine machine;
+    Problem problem;
+    const char* expected;
+  };
+  Problem table_of_floats = problem(1, 4096, 4096, bfloat16);
+  table_of_floats.bf16_codes = false;
+  Problem reduced = problem(64, 4096, 4096, float32);
+  reduced.precision = Float32Precision::reduced;
+  const Row rows[] = {
+      {{Isa::portable, false, 1}, problem(1, 64, 64, float32), "few_rows parts=1 strip=8 tasks=1x1x1"},
+      {{Isa::avx2, false, 2}, problem(1, 4096, 4096, float32), "few_rows parts=1 strip=32 tasks=1x2x1"},
+      {{Isa::avx2, false, 2}, problem(3, 4096, 4096, bfloat16), "many_rows parts=1 strip=16 tasks=1x2x1"},
+      {{Isa::avx512, false, 2}, problem(4, 4096, 4096, bfloat16), "few_rows parts=1 strip=64 tasks=1x2x1"},
+      {{Isa::avx512, false, 2}, problem(5, 4096, 4096, bfloat16), "many_rows parts=1 strip=32 tasks=1x2x1"},
+      {{Isa::neon, false, 4}, problem(7, 4096, 4096, float16), "many_rows parts=1 strip=16 tasks=1x4x1"},
+      {kZen4, problem(1, 4096, 4096, bfloat16), "bf16_dot_few_rows parts=1 strip=64 tasks=1x2x1"},
+      {kZen4, problem(1, 4096, 4096, float16), "bf16_dot_few_rows parts=2 strip=64 tasks=1x2x1"},
+      {kZen4, problem(1, 4096, 4096, float32), "few_rows parts=1 strip=64 tasks=1x2x1"},
+      {kZen4, problem(16, 4096, 4096, bfloat16), "bf16_dot parts=1 strip=32 tasks=1x2x1"},
+      {kZen4, problem(16, 4096, 4096, float16), "many_rows parts=1 strip=32 tasks=1x2x1"},
+      {kZen4, table_of_floats, "few_rows parts=1 strip=64 tasks=1x2x1"},
+      {kXeon, problem(1, 4096, 4096, bfloat16), "few_rows parts=1 strip=64 tasks=1x16x1"},
+      {kXeon, problem(4, 4096, 4096, bfloat16), "amx parts=1 strip=32 tasks=1x16x1"},
+      {kXeon, problem(64, 4096, 4096, float16), "amx parts=2 strip=32 tasks=1x16x1"},
+      {kXeon, problem(64, 4096, 4096, float32), "amx parts=3 strip=32 tasks=1x16x1"},
+      {kXeon, reduced, "amx parts=2 strip=32 tasks=1x16x1"},
+      {kXeon, problem(1, 128, 4096, float32), "few_rows parts=1 strip=64 tasks=1x2x8"},
+      {kXeon, problem(256, 128, 4096, float32), "amx parts=3 strip=32 tasks=4x4x1"},
+      {kXeon, problem(1, 128, 256, float32), "few_rows parts=1 strip=64 tasks=1x2x1"},
+  };
+  for (const Row& row : rows) {
+    const Plan plan = make_plan(row.machine, row.problem);
+    const std::string printed = to_string(plan);
+    const std::string got = printed.substr(0, printed.find(" max_rows")) + " tasks=" + std::to_string(plan.row_tasks) +
+                            "x" + std::to_string(plan.column_tasks) + "x" + std::to_string(plan.k_slices);
+    expect(got == row.expected, std::string(isa_name(row.machine.isa)) + " M=" + std::to_string(row.problem.M) + " N=" +
+                                    std::to_string(row.problem.N) + ": expected " + row.expected + ", got " + got);
+  }
+}
+
+// What the drivers rely on, whatever the problem.
+void test_invariants() {
+  for (const Isa isa : {Isa::portable, Isa::avx2, Isa::avx512, Isa::amx, Isa::neon}) {
+    for (const bool fast_dot : {false, true}) {
+      for (const int threads : {1, 2, 3, 16, 64}) {
+        for (const ElementType a_type : {ElementType::float16, ElementType::bfloat16, ElementType::float32}) {
+          for (int64_t M = 1; M < 1200; M += M < 70 ? 1 : 37) {
+            for (const int64_t N : {1, 7, 100, 512, 4096, 11008}) {
+              for (const int64_t K : {8, 136, 4096}) {
+                const Machine machine{isa, fast_dot, threads};
+                const Problem p = problem(M, N, K, a_type);
+                const Plan plan = make_plan(machine, p);
+                const std::string at = std::string(isa_name(isa)) + " M=" + std::to_string(M) +
+                                       " N=" + std::to_string(N) + " K=" + std::to_string(K) + ": " + to_string(plan);
+                expect(to_string(make_plan(machine, p)) == to_string(plan), at + ": not a function of its argument");
+                expect(plan.row_tasks * plan.column_tasks * plan.k_slices <= threads, at + ": more tasks than threads");
+                expect(plan.block_columns % plan.strip == 0 && plan.block_columns > 0,
+                       at + ": block is not whole strips");
+                const int64_t least = M / plan.passes;
+                const int64_t units = (least + plan.row_unit - 1) / plan.row_unit * plan.row_unit;
+                const int64_t blocks = (least + plan.max_rows - 1) / plan.max_rows;
+                expect(units / blocks >= 1 && least <= blocks * plan.max_rows, at + ": empty row block");
+              }
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+void check_kernel(const MatrixKernel& kernel, const KernelShape& shape, const std::string& name) {
+  expect(kernel.strip == shape.strip && kernel.max_rows == shape.max_rows && kernel.row_unit == shape.row_unit,
+         name + ": the planner knows another shape than the kernel has");
+  for (const auto& steps : kernel.step) {
+    for (int rows = kernel.min_rows; rows <= kernel.max_rows; ++rows) {
+      expect(steps[static_cast<size_t>(rows)] != nullptr, name + ": no kernel for " + std::to_string(rows) + " rows");
+    }
+  }
+  // Row blocks of nearly equal size are at least half as tall as the tallest.
+  expect(kernel.min_rows == 1 || kernel.min_rows <= (kernel.max_rows + 1) / 2, name + ": gap in the row counts");
+}
+
+void test_shapes() {
+  for (const Isa isa : {Isa::portable, Isa::avx2, Isa::avx512, Isa::neon}) {
+    const KernelSet* kernels = kernels_of(isa);
+    if (kernels == nullptr) continue;
+    check_kernel(kernels->few_rows, kernel_shape(isa, Kernel::few_rows), std::string(isa_name(isa)) + " few_rows");
+    check_kernel(kernels->many_rows, kernel_shape(isa, Kernel::many_rows), std::string(isa_name(isa)) + " many_rows");
+    expect(kernels->many_rows.min_rows <= kernels->few_rows.max_rows + 1, std::string(isa_name(isa)) + ": gap in rows");
+  }
+  if (const Bf16DotKernels* dot = bf16_dot_kernels()) {
+    for (const MatrixKernel& kernel : dot->few_rows) {
+      check_kernel(kernel, kernel_shape(Isa::avx512, Kernel::bf16_dot_few_rows), "bf16_dot_few_rows");
+    }
+    check_kernel(dot->many_rows, kernel_shape(Isa::avx512, Kernel::bf16_dot), "bf16_dot");
+  }
+  for (int parts = 1; parts <= 3; ++parts) {
+    if (const MatrixKernel* tiles = amx_kernel(parts)) {
+      check_kernel(*tiles, kernel_shape(Isa::amx, Kernel::amx), "amx");
+    }
+  }
+}
+
+}  // namespace
+}  // namespace marlin::cpu
+
+int main() {
+  marlin::cpu::test_choices();
+  marlin::cpu::test_invariants();
+  marlin::cpu::test_shapes();
+  std::printf("%d checks, %d failed\n", marlin::cpu::checks, marlin::cpu::failures);
+  return marlin::cpu::failures == 0 ? 0 : 1;
+}
