@@ -127,6 +127,10 @@ class Array {
   char* data_ = nullptr;
 };
 
+inline double rounded(double v, ElementType type) {
+  return type == ElementType::float32 ? static_cast<double>(static_cast<float>(v)) : decode16(encode16(v, type), type);
+}
+
 inline double e2m1(int code) {
   static constexpr double kMagnitude[8] = {0, 0.5, 1, 1.5, 2, 3, 4, 6};
   return (code & 8) != 0 ? -kMagnitude[code & 7] : kMagnitude[code & 7];
@@ -171,6 +175,12 @@ struct Tensors {
   }
   double activation(int64_t m, int64_t k) const {
     return a.get(m * row_stride + (perm.empty() ? k : perm[static_cast<size_t>(k)]));
+  }
+  std::vector<double> activations() const {
+    std::vector<double> x(static_cast<size_t>(c.M * c.K));
+    for (int64_t i = 0; i < c.M * c.K; ++i)
+      x[static_cast<size_t>(i)] = activation(i / c.K, i % c.K);
+    return x;
   }
   // The exact weight, and what bounds its rounding errors.
   double weight(int64_t k, int64_t n, double* magnitude = nullptr) const {
@@ -308,6 +318,51 @@ inline std::string describe(const Case& c) {
          " scales=" + name(c.scales_type) + " zeros=" + name(c.zeros_type) + (c.with_bias ? " bias" : "") +
          (c.with_perm ? " perm" : "") + " global=" + std::to_string(c.global_scale) +
          " row_stride=" + std::to_string(c.row_stride) + " seed=" + std::to_string(c.seed);
+}
+
+inline int failures = 0;
+inline int64_t checks = 0;
+
+// what() is called on failure only: there are millions of checks.
+template <class What>
+void expect(bool condition, What&& what) {
+  ++checks;
+  if (condition) return;
+  if (++failures <= 20) std::printf("FAILED %s\n", std::string(what()).c_str());
+}
+
+inline int report() {
+  std::printf("%lld checks, %d failed\n", static_cast<long long>(checks), failures);
+  return failures == 0 ? 0 : 1;
+}
+
+inline constexpr ElementType kFloats[] = {ElementType::float16, ElementType::bfloat16, ElementType::float32};
+
+inline Case random_case(std::mt19937& random, WeightFormat format, ElementType a_type, bool small) {
+  auto pick = [&](auto... v) {
+    const int64_t values[] = {v...};
+    return values[random() % (sizeof...(v))];
+  };
+  Case c;
+  c.format = format;
+  c.a_type = a_type;
+  c.M = pick(1, 2, 3, 4, 5, 8, 13, 16, 17, 33, 64, 100);
+  c.N = pick(1, 7, 24, 31, 64, 100, 129, 200);
+  c.K = pick(8, 16, 24, 40, 72, 136, 200, 264, 520, 1000);
+  if (small) c.M = std::min<int64_t>(c.M, 17);
+  c.group_size = pick(16, 32, 64, 128, 256, c.K);
+  if (info(format).fixed_group_size != 0) c.group_size = info(format).fixed_group_size;
+  if (c.group_size > c.K) c.group_size = c.K;
+  c.scales_type = kFloats[random() % 3];
+  c.zeros_type = static_cast<ElementType>(random() % 4);
+  c.bias_type = kFloats[random() % 3];
+  c.with_bias = random() % 2 != 0;
+  c.with_perm = random() % 3 == 0;
+  c.global_scale = format == WeightFormat::nvfp4 ? static_cast<int>(random() % 3) : 0;
+  c.row_stride = pick(-1, -1, -1, 0, c.K + 3);
+  c.positive = random() % 4 == 0;
+  c.seed = random();
+  return c;
 }
 
 }  // namespace marlin::test

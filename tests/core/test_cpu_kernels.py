@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+PROGRAMS = ("cpu_kernels_test", "cpu_weights_test", "cpu_plan_test")
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
 # Unrolled vector code takes minutes to compile with sanitizers. The portable family is the same templates; and test
 # data ends at unreadable pages, which catches a vector load beyond it in any build.
@@ -15,29 +16,34 @@ VECTOR_SOURCES = ("kernels_avx2", "kernels_avx512", "bf16_dot_avx512", "amx")
 
 
 def build(
-    directory: Path, test: str, *flags: str, sanitizers: tuple[str, ...] = (), compiler: str | None = None
-) -> Path:
-    """Compiles tests/core/<test>.cpp with every kernel into `directory` and returns the program's path."""
+    directory: Path, *flags: str, sanitizers: tuple[str, ...] = (), compiler: str | None = None
+) -> dict[str, Path]:
+    """Compiles the kernels and the test programs into `directory` and returns the programs by name."""
     compiler = compiler or os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
     assert compiler, "no C++ compiler: install g++"
-    kernels = sorted(path for path in (ROOT / "csrc/cpu").glob("*.cpp") if path.name != "ops_cpu.cpp")
     common = [compiler, "-std=c++20", *flags, "-Wall", "-Wextra", "-Werror"]
 
     def call(command: list[str]) -> None:
         done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=directory)
         assert done.returncode == 0, done.stderr
 
-    plain = [str(path) for path in kernels if path.stem in VECTOR_SOURCES]
-    checked = [str(path) for path in (ROOT / f"tests/core/{test}.cpp", *kernels) if path.stem not in VECTOR_SOURCES]
-    call([*common, "-c", *plain])
-    call([*common, *sanitizers, "-c", *checked])
-    call([*common, *sanitizers, *(f"{Path(source).stem}.o" for source in plain + checked), "-o", test])
-    return directory / test
+    kernels = sorted(path for path in (ROOT / "csrc/cpu").glob("*.cpp") if path.name != "ops_cpu.cpp")
+    call([*common, "-c", *(str(path) for path in kernels if path.stem in VECTOR_SOURCES)])
+    call([*common, *sanitizers, "-c", *(str(path) for path in kernels if path.stem not in VECTOR_SOURCES)])
+    for test in PROGRAMS:
+        source = ROOT / f"tests/core/{test}.cpp"
+        call([*common, *sanitizers, str(source), *(f"{path.stem}.o" for path in kernels), "-o", test])
+    return {test: directory / test for test in PROGRAMS}
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build(tmp_path_factory.mktemp("cpu_kernels"), "cpu_kernels_test", "-O2")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return build(tmp_path_factory.mktemp("cpu_kernels"), "-O2")
+
+
+@pytest.fixture(scope="module")
+def program(programs: dict[str, Path]) -> Path:
+    return programs["cpu_kernels_test"]
 
 
 def run(program: Path, *arguments: str, isa: str | None = None) -> subprocess.CompletedProcess[str]:
@@ -47,20 +53,29 @@ def run(program: Path, *arguments: str, isa: str | None = None) -> subprocess.Co
     return subprocess.run([str(program), *arguments], check=False, capture_output=True, text=True, env=environment)
 
 
-def test_every_family_against_fp64(program: Path) -> None:
-    done = run(program, "20")
+def passes(done: subprocess.CompletedProcess[str]) -> None:
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.endswith(" 0 failed\n")
+
+
+def test_every_family_against_fp64(program: Path) -> None:
+    done = run(program, "20")
+    passes(done)
     available = run(program, "capability").stdout.split("available:")[1].split()
     for isa in available:
         assert f"{isa} threads=2: gemm, " in done.stdout
 
 
+@pytest.mark.parametrize("test", ["cpu_weights_test", "cpu_plan_test"])
+def test_weights_and_plan(programs: dict[str, Path], test: str) -> None:
+    passes(run(programs[test]))
+
+
 def test_sanitizers(tmp_path: Path) -> None:
-    done = run(build(tmp_path, "cpu_kernels_test", "-O1", sanitizers=SANITIZERS), "4")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.endswith(" 0 failed\n")
+    programs = build(tmp_path, "-O1", sanitizers=SANITIZERS)
+    passes(run(programs["cpu_kernels_test"], "3"))
+    passes(run(programs["cpu_weights_test"], "3"))
 
 
 def test_family_is_forced_by_the_environment(program: Path) -> None:
@@ -82,9 +97,3 @@ def test_absent_family_is_an_error(program: Path) -> None:
         done = run(program, "capability", isa=isa)
         assert done.returncode == 1
         assert f"got '{isa}', which this machine does not have" in done.stdout
-
-
-def test_plan(tmp_path: Path) -> None:
-    done = run(build(tmp_path, "cpu_plan_test", "-O0"))
-    assert done.returncode == 0, done.stdout
-    assert done.stdout.endswith(" 0 failed\n")

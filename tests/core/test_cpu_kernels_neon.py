@@ -17,8 +17,9 @@ pytestmark = pytest.mark.skipif(
 
 
 def test_neon_against_fp64(tmp_path: Path) -> None:
-    program = build(tmp_path, "cpu_kernels_test", "-O2", "-static", compiler=COMPILER)
-    done = subprocess.run([EMULATOR, str(program), "1"], check=False, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.endswith(" 0 failed\n")
-    assert "neon threads=2: gemm, " in done.stdout
+    programs = build(tmp_path, "-O2", "-static", compiler=COMPILER)
+    for test in ("cpu_kernels_test", "cpu_weights_test"):
+        done = subprocess.run([EMULATOR, str(programs[test]), "1"], check=False, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.stdout.endswith(" 0 failed\n")
+        assert "neon" in done.stdout

@@ -1,0 +1,131 @@
+// dequantize in every family that this machine has, and the repacks: all compared bit for bit. No torch.
+#include <cstdlib>
+#include <utility>
+
+#include "cpu_test_support.h"
+
+namespace marlin::test {
+namespace {
+
+using cpu::Isa;
+
+float as_float32(double v) {
+  return static_cast<float>(v);
+}
+
+// In fp32, in the order of the table, then one rounding: compared bit for bit.
+void test_dequantize(Isa isa, int rounds) {
+  std::mt19937 random(11);
+  for (const WeightFormatInfo& format : kWeightFormats) {
+    for (const ElementType out_type : kFloats) {
+      for (int i = 0; i < rounds; ++i) {
+        Case c = random_case(random, format.format, out_type, true);
+        c.M = 1;
+        Tensors t = make(c);
+        if (i % 2 == 0 && format.scale_coding != ScaleCoding::floating) {
+          for (int64_t s = 0; s < t.scales.count(); ++s)
+            t.scales.set(s, static_cast<double>(s % 256));
+        }
+        Array out(out_type, c.K * c.N);
+        const cpu::DequantizeArguments arguments{t.packed(), t.perm.empty() ? nullptr : t.perm.data(), out.data(),
+                                                 out_type};
+        cpu::dequantize_on(isa, arguments, loop(3));
+        for (int64_t k = 0; k < c.K; ++k) {
+          for (int64_t n = 0; n < c.N; ++n) {
+            const int64_t at = k / c.group_size * c.N + n;
+            float w;
+            if (c.format == WeightFormat::uint4) {
+              w = as_float32(t.code(k, n) - t.zeros.get(at));
+              w = as_float32(static_cast<double>(w) * t.scales.get(at));
+            } else if (c.format == WeightFormat::uint4_bias) {
+              w = as_float32(t.code(k, n) * t.scales.get(at));
+              w = as_float32(static_cast<double>(w) + t.zeros.get(at));
+            } else {
+              w = as_float32(t.weight(k, n));
+            }
+            const int64_t row = t.perm.empty() ? k : t.perm[static_cast<size_t>(k)];
+            const double got = out.get(row * c.N + n), want = rounded(w, out_type);
+            const bool good = std::isnan(want) ? std::isnan(got) : got == want;
+            expect(good, [&] {
+              return std::string(cpu::isa_name(isa)) + " dequantize " + describe(c) + " at [" + std::to_string(k) +
+                     ", " + std::to_string(n) + "]: got " + std::to_string(got) + ", expected " + std::to_string(want);
+            });
+          }
+        }
+      }
+    }
+  }
+  std::printf("%s: dequantize, %d cases, bit for bit\n", cpu::isa_name(isa), rounds * kWeightFormatCount * 3);
+}
+
+void test_repack() {
+  std::mt19937 random(3);
+  for (const auto& [K, N] : std::vector<std::pair<int64_t, int64_t>>{{8, 1}, {24, 7}, {136, 40}, {264, 129}, {64, 8}}) {
+    std::vector<uint32_t> words(static_cast<size_t>(K / 8 * N)), out(words.size());
+    for (uint32_t& w : words)
+      w = static_cast<uint32_t>(random());
+    auto nibble = [&](const std::vector<uint32_t>& from, int64_t row, int64_t stride, int64_t column, int64_t at) {
+      return (from[static_cast<size_t>(row * stride + column)] >> (4 * at)) & 15U;
+    };
+    std::vector<int32_t> perm(static_cast<size_t>(K));
+    for (size_t i = 0; i < perm.size(); ++i)
+      perm[i] = static_cast<int32_t>(i);
+    for (size_t i = perm.size() - 1; i > 0; --i)
+      std::swap(perm[i], perm[random() % (i + 1)]);
+    cpu::gptq_repack(words.data(), nullptr, K, N, out.data(), loop(3));
+    expect(words == out, [&] { return "gptq_repack without perm copies"; });
+    cpu::gptq_repack(words.data(), perm.data(), K, N, out.data(), loop(3));
+    for (int64_t k = 0; k < K; ++k) {
+      for (int64_t n = 0; n < N; ++n) {
+        const int64_t p = perm[static_cast<size_t>(k)];
+        expect(nibble(out, k / 8, N, n, k % 8) == nibble(words, p / 8, N, n, p % 8),
+               [&] { return "gptq_repack row by perm"; });
+      }
+    }
+    if (N % 8 != 0) continue;
+    static constexpr int kOrder[8] = {0, 2, 4, 6, 1, 3, 5, 7};  // nibble i of a word holds column 8c + kOrder[i]
+    cpu::awq_repack(words.data(), K, N, out.data(), loop(3));
+    for (int64_t k = 0; k < K; ++k) {
+      for (int64_t c = 0; c < N / 8; ++c) {
+        for (int64_t i = 0; i < 8; ++i) {
+          expect(nibble(out, k / 8, N, 8 * c + kOrder[i], k % 8) == nibble(words, k, N / 8, c, i),
+                 [&] { return "awq_repack"; });
+        }
+      }
+    }
+    const int64_t G = K / 8;
+    std::vector<uint8_t> zeros(static_cast<size_t>(G * N));
+    cpu::awq_unpack_zeros(words.data(), G, N, zeros.data(), loop(2));
+    for (int64_t i = 0; i < G * N; ++i) {
+      expect(zeros[static_cast<size_t>(i / 8 * 8 + kOrder[i % 8])] ==
+                 ((words[static_cast<size_t>(i / 8)] >> (4 * (i % 8))) & 15U),
+             [&] { return "awq_unpack_zeros"; });
+    }
+    for (const cpu::ZerosRule rule : {cpu::ZerosRule::word, cpu::ZerosRule::masked, cpu::ZerosRule::unmasked}) {
+      for (const int version : {1, 2}) {
+        cpu::gptq_unpack_zeros(words.data(), G, N, version, rule, zeros.data(), loop(2));
+        for (int64_t i = 0; i < G * N; ++i) {
+          const uint32_t word = words[static_cast<size_t>(i / 8)];
+          const uint32_t raw = (word >> (4 * (i % 8))) & 15U;
+          uint32_t expected = raw;
+          if (version == 1 && rule == cpu::ZerosRule::word) expected = ((word + 0x11111111U) >> (4 * (i % 8))) & 15U;
+          if (version == 1 && rule == cpu::ZerosRule::masked) expected = (raw + 1) & 15U;
+          if (version == 1 && rule == cpu::ZerosRule::unmasked) expected = raw + 1;
+          expect(zeros[static_cast<size_t>(i)] == expected, [&] { return "gptq_unpack_zeros"; });
+        }
+      }
+    }
+  }
+  std::printf("repack and unpack_zeros, bit for bit\n");
+}
+
+}  // namespace
+}  // namespace marlin::test
+
+int main(int argc, char** argv) {
+  for (const marlin::cpu::Isa isa : marlin::cpu::detected().available) {
+    marlin::test::test_dequantize(isa, argc > 1 ? std::atoi(argv[1]) : 10);
+  }
+  marlin::test::test_repack();
+  return marlin::test::report();
+}
