@@ -24,7 +24,7 @@ class Quarantine {
     const std::lock_guard lock(mutex_);
     blocks_.push_back({bytes, length});
     held_ += length;
-    while (held_ > kQuarantineBytes && !blocks_.empty()) {
+    while (held_ > kQuarantineBytes || blocks_.size() > kQuarantineObjects) {
       held_ -= blocks_.front().length;
       std::free(blocks_.front().bytes);
       blocks_.pop_front();
@@ -56,11 +56,10 @@ size_t allocated_bytes() {
   return live_bytes;
 }
 
-Memory::Memory(size_t length, const char* label) : length_(length) {
-  (void)label;
-  const size_t page = 4096;
+Memory::Memory(size_t length) : length_(length) {
+  constexpr size_t kAlignment = 256;
   void* memory = nullptr;
-  if (posix_memalign(&memory, page, length + kCanaryBytes) != 0) throw std::bad_alloc();
+  if (posix_memalign(&memory, kAlignment, length + kCanaryBytes) != 0) throw std::bad_alloc();
   bytes_ = static_cast<uint8_t*>(memory);
   std::memset(bytes_, kFreshPoison, length);
   std::memset(bytes_ + length, kCanary, kCanaryBytes);
@@ -250,7 +249,7 @@ id<MTLDevice> MTLCreateSystemDefaultDevice(void) {
   if (length == 0) softmetal::violation("buffer length", "newBufferWithLength: expected at least 1 byte, got 0");
   if (length > [self maxBufferLength]) return nil;
   SoftMetalBuffer* buffer = [[SoftMetalBuffer alloc] init];
-  buffer->memory = new softmetal::Memory(length, nullptr);
+  buffer->memory = new softmetal::Memory(length);
   return buffer;
 }
 - (id<MTLBuffer>)newBufferWithBytes:(const void*)pointer length:(NSUInteger)length options:(MTLResourceOptions)options {

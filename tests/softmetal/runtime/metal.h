@@ -25,7 +25,7 @@ inline constexpr uint8_t kFreedPoison = 0xFB;  // half and bfloat: NaN or huge; 
 // Memory of one MTLBuffer. `initialised` holds a byte per byte, non-zero where something was written; null: all of it.
 class Memory {
  public:
-  Memory(size_t length, const char* label);
+  explicit Memory(size_t length);
   ~Memory();
   Memory(const Memory&) = delete;
   Memory& operator=(const Memory&) = delete;
