@@ -4,7 +4,8 @@ VENV := .venv
 PY := $(VENV)/bin/python
 TORCH := torch==2.13.0
 TESTS ?= tests
-PYTEST := $(PY) -m pytest -n $(shell nproc 2>/dev/null || sysctl -n hw.ncpu) --dist worksteal
+# Spinning OpenMP threads of several workers on the same cores make the tests many times slower.
+PYTEST := OMP_WAIT_POLICY=passive $(PY) -m pytest -n $(shell nproc 2>/dev/null || sysctl -n hw.ncpu) --dist worksteal
 SOURCES := setup.py $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/*.h csrc/cpu/*.cpp csrc/mps/*.h csrc/mps/*.mm kernels/* build_support/*.py)
 CXX_FILES := $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp csrc/*/*.mm kernels/*.h kernels/*.metal tests/core/*.cpp)
 # The tests' build adds the MPS backend on the software Metal device where its packages are present.
