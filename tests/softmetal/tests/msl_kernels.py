@@ -71,10 +71,9 @@ def refuse(source: str) -> str:
     return str(error.value)
 
 
-def run(source: str, *buffers: np.ndarray, threads: int = 1, group: int = 32, perturb_seed: int = 0) -> None:
-    """Runs the kernel named `k` of a source that follows HEADER."""
-    kernel = compile_metal(source).kernel("k")
-    kernel.launch(threads=threads, group=min(group, threads), buffers=buffers, perturb_seed=perturb_seed)
+def run(source: str, *buffers: np.ndarray, threads: int = 1, group: int = 32, kernel: str = "k") -> None:
+    """Runs a kernel of a source that follows HEADER."""
+    compile_metal(source).kernel(kernel).launch(threads=threads, group=min(group, threads), buffers=buffers)
 
 
 def _kernel(name: str, expression: str, inputs: Sequence[str], out: str, widths: Sequence[int]) -> str:
