@@ -246,6 +246,10 @@ class Translator:
         else:
             open_round = max(i for i, t in enumerate(code) if t.text == "(" and match_closing(code, i) == len(code) - 1)
             first = next(i for i, t in enumerate(code) if t.kind == "word" and t.text in self._kernels)
+            while code[first - 1].text == "::" or (code[first].text == "::" and code[first - 1].kind == "word"):
+                if code[first - 1].text == "void":
+                    break
+                first -= 1
             target = code[first:open_round]
         expression = join(target)
         angle = next((i for i, t in enumerate(target) if t.text == "<"), len(target))

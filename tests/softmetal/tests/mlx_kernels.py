@@ -13,7 +13,7 @@ from msl_kernels import HEADER, Library
 from softmetal import device
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
-from build_support import wheels  # noqa: E402
+from build_support import wheels
 
 KERNELS = "mlx/backend/metal/kernels"
 UNUSED = np.zeros(4, np.int64)  # bound where a kernel names an argument that this case does not read

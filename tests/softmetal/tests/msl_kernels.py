@@ -15,8 +15,8 @@ if shutil.which("clang++-19") is None:
     pytest.skip("needs clang++-19 (Debian package clang-19)", allow_module_level=True)
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from softmetal import device  # noqa: E402
-from softmetal.device import CompileError, Library  # noqa: E402
+from softmetal import device
+from softmetal.device import CompileError, Library
 
 __all__ = ["HEADER", "INTEGERS", "CompileError", "Library", "compile_metal", "evaluate", "refuse", "run", "type_name"]
 

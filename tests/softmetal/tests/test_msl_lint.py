@@ -2,7 +2,6 @@
 
 import pytest
 from msl_kernels import CompileError, compile_metal
-
 from softmetal.msl.compiler import compile_source
 
 KERNEL = "kernel void k(device float* a [[buffer(0)]], uint i [[thread_position_in_grid]]) {{ {} }}"
