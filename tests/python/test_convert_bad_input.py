@@ -271,6 +271,13 @@ def test_global_scale_that_has_no_usable_inverse(tmp_path, value) -> None:
     fails(tmp_path, r"\.weight_global_scale': global_scale: expected finite values")
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_hqq_settings_that_are_no_numbers(tmp_path, value) -> None:
+    writers.write_hqq(tmp_path, np.random.default_rng(1), K, N, 32)
+    change(tmp_path, nbits=torch.tensor(value))
+    fails(tmp_path, r"\.nbits': expected a finite number")
+
+
 def test_parts_of_a_layer_without_its_codes(gptq) -> None:
     tensors = load_file(gptq / "model.safetensors")
     save_file(tensors | {"other.scales": torch.ones(2, 2)}, gptq / "model.safetensors")

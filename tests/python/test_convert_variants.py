@@ -1,6 +1,7 @@
 """Settings, containers and layouts beside the common case: versions, shards, pickles, wrappers, other widths."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -262,14 +263,15 @@ def test_a_layer_may_lie_across_shards(tmp_path, rng) -> None:
     assert torch.equal(tensor, torch.ones(3))
 
 
-def test_a_hub_cache_links_from_snapshots_to_blobs(tmp_path, rng) -> None:
-    blobs, snapshot = tmp_path / "models--a--b/blobs", tmp_path / "models--a--b/snapshots/0123"
+@pytest.mark.parametrize("folder", ["", "text_encoder"])
+def test_a_hub_cache_links_from_snapshots_to_blobs(tmp_path, rng, folder) -> None:
+    blobs, snapshot = tmp_path / "models--a--b/blobs", tmp_path / "models--a--b/snapshots/0123" / folder
     expected = writers.write_gptq(tmp_path / "made", rng, K, N, 32, sym=True)
     blobs.mkdir(parents=True)
     snapshot.mkdir(parents=True)
     for name in ("config.json", "model.safetensors"):
         shutil.copy(tmp_path / "made" / name, blobs / f"hash-of-{name}")
-        (snapshot / name).symlink_to(Path("../../blobs") / f"hash-of-{name}")
+        (snapshot / name).symlink_to(os.path.relpath(blobs / f"hash-of-{name}", snapshot))
     np.testing.assert_array_equal(decode(snapshot), expected)
 
 

@@ -201,8 +201,8 @@ def _read_index(path: Path, index: Path, allow_pickle: bool) -> dict[str, Path]:
 def regular_file(file: Path) -> Path:
     """Returns the path if it is a regular file that lies where it seems to lie.
 
-    A symbolic link may point inside its own directory, or from `snapshots/<revision>/` to `blobs/` of one hub cache
-    entry, which is how huggingface_hub stores downloads.
+    A symbolic link may point inside its own directory, or from below `snapshots/` to the `blobs/` beside it, which is
+    how huggingface_hub stores downloads.
 
     Raises:
         CheckpointError: it is no regular file, or a link leads elsewhere.
@@ -212,9 +212,7 @@ def regular_file(file: Path) -> Path:
         mode = target.stat().st_mode
     except (OSError, RuntimeError) as error:
         raise CheckpointError(f"{file}: cannot be read ({error})") from error
-    allowed = [home]
-    if home.parent.name == "snapshots":
-        allowed.append(home.parent.parent / "blobs")
+    allowed = [home, *(parent.parent / "blobs" for parent in home.parents if parent.name == "snapshots")]
     if not any(target.is_relative_to(root) for root in allowed):
         raise CheckpointError(f"{file}: a symbolic link that leads out of the checkpoint, to {target}")
     if not stat.S_ISREG(mode):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import isfinite
 
 import torch
 from torch import Tensor
@@ -86,7 +87,10 @@ class Layer:
         """Returns the value of a tensor of one element."""
         if self.dtype(role) not in (*FLOATS, "U8", "I32", "I64", "BOOL") or self.read(role).numel() != 1:
             raise self.error(role, f"expected a single number, got {self.dtype(role)} {list(self.shape(role))}")
-        return float(self.read(role).reshape(()).item())
+        value = float(self.read(role).reshape(()).item())
+        if not isfinite(value):
+            raise self.error(role, f"expected a finite number, got {value}")
+        return value
 
     @property
     def file(self) -> str:
