@@ -278,6 +278,23 @@ def test_hqq_settings_that_are_no_numbers(tmp_path, value) -> None:
     fails(tmp_path, r"\.nbits': expected a finite number")
 
 
+def test_layers_that_do_more_than_multiply_are_refused(tmp_path) -> None:
+    """A factor for the input, a rotation, or scales that are codes themselves: without them the result is wrong."""
+    rng = np.random.default_rng(1)
+    writers.write_nvfp4(tmp_path, rng, K, N, container="modelopt")
+    change(tmp_path, pre_quant_scale=torch.ones(K))
+    fails(tmp_path, f"layer '{LAYER}': it scales its input", convert.UnsupportedFormat)
+    writers.write_nvfp4(tmp_path, rng, K, N, container="torchao")
+    change(tmp_path, **{"weight.act_pre_scale": torch.ones(K)})
+    fails(tmp_path, f"layer '{LAYER}': it scales its input", convert.UnsupportedFormat)
+    writers.write_hqq(tmp_path, rng, K, N, 32)
+    change(tmp_path, quant_zero=torch.tensor(1, dtype=torch.uint8))
+    fails(tmp_path, f"layer '{LAYER}': its scales or zero points are themselves", convert.UnsupportedFormat)
+    rotated = {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "group_size": 32}
+    writers.write_gptq(tmp_path, rng, K, N, 32, config=rotated | {"rotation_config": {"kind": "hadamard"}})
+    fails(tmp_path, "rotation_config: layers that rotate", convert.UnsupportedFormat)
+
+
 def test_parts_of_a_layer_without_its_codes(gptq) -> None:
     tensors = load_file(gptq / "model.safetensors")
     save_file(tensors | {"other.scales": torch.ones(2, 2)}, gptq / "model.safetensors")

@@ -1,12 +1,13 @@
 """Every layer in tests/data, written by its producer, decodes to the producer's own weight."""
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from torch_marlin_metal import convert
+from torch_marlin_metal import WEIGHT_FORMATS, convert
 
 DATA = Path(__file__).parents[1] / "data"
 FOLDERS = sorted(path.parent for path in DATA.glob("*/*/reference.safetensors"))
@@ -104,3 +105,15 @@ def test_zero_points_of_15_follow_the_rule_that_the_caller_names() -> None:
     assert torch.equal(decoded["word"], reference)
     assert not torch.equal(decoded["masked"], reference)
     assert not torch.equal(decoded["unmasked"], decoded["masked"])
+
+
+def test_the_documentation_says_what_the_registry_says() -> None:
+    """Write it anew with: python -c "from torch_marlin_metal import convert as c; print(c.formats_page(), end='')"."""
+    assert (DATA.parents[1] / "docs/checkpoints.md").read_text() == convert.formats_page()
+
+
+def test_every_read_format_names_known_weight_formats() -> None:
+    for fmt in convert.FORMATS:
+        named = set(re.findall(r"\b(?:u?int4\w*|float4_e2m1|nvfp4|mxfp4|lut4)\b", " ".join(w for _, w in fmt.variants)))
+        assert named
+        assert named <= set(WEIGHT_FORMATS)

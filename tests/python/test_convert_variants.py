@@ -14,6 +14,7 @@ from checkpoint_writers import LAYER
 from safetensors.torch import load_file, save_file
 
 from torch_marlin_metal import convert
+from torch_marlin_metal.repack import unpack_codes
 
 K, N = 128, 24
 
@@ -222,6 +223,28 @@ def test_mlx_settings_of_single_modules_and_transformers_names(tmp_path, rng) ->
     np.testing.assert_array_equal(decode(tmp_path), expected)
 
 
+@pytest.mark.parametrize("method", ["metal", "auto-round"])
+def test_mlx_layers_under_other_methods(tmp_path, rng, method) -> None:
+    """transformers' Metal quantizer names a method; AutoRound keeps modules' settings under "quantization" alone."""
+    (expected,) = writers.write_mlx_affine(tmp_path, rng, K, N, 32)
+    own = {LAYER: {"group_size": 32, "bits": 4}}
+    settings = {"quant_method": method, "packing_format": "mlx", "group_size": 64, "bits": 8}
+    config = {"quantization_config": settings | own} if method == "metal" else {
+        "quantization_config": settings, "quantization": settings | own
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    np.testing.assert_array_equal(decode(tmp_path), expected)
+
+
+def test_compressed_tensors_g_idx_that_was_never_filled_in(tmp_path, rng) -> None:
+    expected = writers.write_compressed_tensors(tmp_path, rng, K, N, 32)
+    change(tmp_path, weight_g_idx=torch.full((K,), -1, dtype=torch.int32))
+    np.testing.assert_array_equal(decode(tmp_path), expected)
+    change(tmp_path, weight_g_idx=torch.arange(K, dtype=torch.int32) // 32 - 1)
+    with pytest.raises(convert.CheckpointError, match=r"weight_g_idx': expected groups in 0\.\.3, got a range of -1"):
+        decode(tmp_path)
+
+
 def test_modelopt_settings_in_a_file_of_their_own(tmp_path, rng) -> None:
     expected = writers.write_nvfp4(tmp_path, rng, K, N, container="modelopt")
     (tmp_path / "config.json").unlink()
@@ -233,9 +256,15 @@ def test_modelopt_settings_in_a_file_of_their_own(tmp_path, rng) -> None:
 
 def test_compressed_tensors_global_scale_divides(tmp_path, rng) -> None:
     writers.write_nvfp4(tmp_path, rng, K, N, container="compressed-tensors")
-    change(tmp_path, weight_global_scale=torch.tensor([3.0]))
-    (weight,) = convert.read_layers(tmp_path)
-    assert torch.equal(weight.global_scale, torch.tensor([1 / 3]))
+    for divisor in rng.uniform(100, 3000, 20).astype(np.float32):
+        change(tmp_path, weight_global_scale=torch.tensor([divisor]))
+        (weight,) = convert.read_layers(tmp_path)
+        assert torch.equal(weight.global_scale, 1 / torch.tensor([divisor]))
+        codes = unpack_codes(weight.b_packed).numpy()
+        scales = weight.scales.view(torch.float8_e4m3fn).double().numpy()[writers.groups_of(K, 16)]
+        exact = writers.E2M1[codes] * scales / np.float64(divisor)
+        error = np.abs(weight.dequantize().double().numpy() - exact)
+        assert (error <= 3 * 2.0**-24 * np.abs(exact)).all()
 
 
 def sharded(path: Path, rng: np.random.Generator) -> np.ndarray:

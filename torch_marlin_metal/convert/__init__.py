@@ -10,6 +10,7 @@ from torch_marlin_metal.convert.catalogue import FORMATS
 from torch_marlin_metal.convert.errors import CheckpointError, UnsupportedFormat
 from torch_marlin_metal.convert.export import EXPORTERS, export_checkpoint
 from torch_marlin_metal.convert.reader import CheckpointReader, DenseWeight, open_reader, read_layers
+from torch_marlin_metal.convert.summary import formats_page
 from torch_marlin_metal.convert.writer import write_checkpoint
 from torch_marlin_metal.packed_weight import PackedWeight
 
@@ -22,6 +23,7 @@ __all__ = [
     "PackedWeight",
     "UnsupportedFormat",
     "export_checkpoint",
+    "formats_page",
     "open_reader",
     "read_layers",
     "write_checkpoint",
