@@ -141,6 +141,12 @@ def link(objects: list[Path]) -> Path:
     return product
 
 
+def check_api(objects: list[Path]) -> str:
+    """Compares the stand-in headers and what the MPS objects send with Apple's metadata; returns the summary."""
+    host = [str(path) for path in objects if path.name.endswith(".mm.o")]
+    return run([sys.executable, "-m", "softmetal.api_check", *host], PYTHONPATH=str(ROOT / "tests")).strip()
+
+
 def pack(module: Path) -> Path:
     """Packs the Python files, the metadata and the module into a wheel."""
     tree = OUT / "wheel"
@@ -194,6 +200,7 @@ def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     print("== macOS arm64: compiling", flush=True)
     objects = compile_objects()
+    print(f"== {check_api(objects)}", flush=True)
     print(f"== linking {len(objects)} objects against the dylibs of torch 2.13.0 for macOS", flush=True)
     module = link(objects)
     wheel = pack(module)

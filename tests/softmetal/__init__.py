@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -44,11 +45,12 @@ def _load() -> Library:
             "import softmetal first"
         )
     torch.backends.mps.is_available.cache_clear()
-    torch._C._has_mps = True
-    torch._C._mps_compileShader = lambda source: ShaderLibrary(library, source)
-    torch._C._mps_host_alias_storage = lambda storage: _host_alias(library, storage)
-    torch._C._mps_get_core_count = lambda: 8
-    torch._C._mps_get_name = lambda: "softmetal"
+    native: Any = torch._C  # what a CPU build lacks
+    native._has_mps = True
+    native._mps_compileShader = lambda source: ShaderLibrary(library, source)
+    native._mps_host_alias_storage = lambda storage: _host_alias(library, storage)
+    native._mps_get_core_count = lambda: 8
+    native._mps_get_name = lambda: "softmetal"
     return library
 
 
@@ -120,7 +122,7 @@ def counters() -> list[Counters]:
     for i in range(_library.record_count()):
         kernel, number = ctypes.c_char_p(), ctypes.c_uint64()
         fields = _library.record(i, ctypes.byref(kernel), ctypes.byref(number)).contents.counters
-        values = {
+        values: dict[str, Any] = {
             name: None if "bytes" in name and not fields.has_bytes else getattr(fields, name)
             for name in Counters.__dataclass_fields__
             if name not in ("kernel", "seed")

@@ -6,6 +6,7 @@ result is read by the same Mach-O reader as Apple's binary.
 
 from __future__ import annotations
 
+import argparse
 import re
 import subprocess
 import tempfile
@@ -13,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .api_metadata import Metadata, Registration
+from .api_metadata import Metadata, Registration, load
 from .build import COMPILER, RUNTIME
 from .macho import MachO, Method, Protocol
 
@@ -61,12 +62,14 @@ def declarations(include: Path = INCLUDE, headers: Sequence[str] = HEADERS) -> D
     """
     text = "".join((include / header).read_text() for header in headers)
     interfaces = re.findall(r"^@interface\s+(\w+)[^\n{]*(?:\{[^}]*\})?(.*?)^@end", text, re.S | re.M)
-    names = sorted(set(re.findall(r"^@protocol\s+(\w+)[^;,\n]*$", text, re.M)))
+    names = sorted(set(re.findall(r"^@protocol\s+(\w+)[^;\n]*$", text, re.M)))
     enums = [
         name
         for body in re.findall(r"(?:NS_ENUM|NS_OPTIONS)\([^)]*\)\s*\{([^}]*)\}|\benum \{([^}]*)\}", text)
         for name in re.findall(r"^\s*(\w+)\s*=", body[0] or body[1].replace(",", "\n"), re.M)
     ]
+    if len(names) + len(interfaces) != len(re.findall("^@end", text, re.M)):
+        raise RuntimeError("the stand-in headers hold a declaration that this reader of theirs does not see")
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         (root / "objc").mkdir()
@@ -202,3 +205,24 @@ def _bare(kind: str) -> str:
     kind = re.sub(r"\{\w*\??=", "{=", re.sub(rf"^[{_QUALIFIERS}]+", "", kind))
     kind = re.sub(rf"\^[{_QUALIFIERS}]+", "^", kind)
     return {"Z": "B", "z": "C", "^t": "*"}.get(kind, kind)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """`python -m softmetal.api_check OBJECT...`: the headers, then what arm64 macOS objects send; 1 if a check fails."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("objects", nargs="*", type=Path, help="arm64 macOS objects")
+    objects = parser.parse_args(arguments).objects
+    declared = declarations()
+    report = check_declarations(declared, load())
+    problems = report.problems + check_sent(objects, declared).problems
+    methods = sum(len(protocol.methods) for protocol in declared.protocols.values())
+    print(
+        "\n".join(problems)
+        or f"API: {methods} methods ({len(report.unverified)} that the metadata does not record), "
+        f"{len(declared.enums)} enum values, {len(objects)} objects: as in Apple's SDK"
+    )
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -14,6 +14,7 @@ import sys
 import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from .macho import MachO, Protocol
 
@@ -137,7 +138,7 @@ def _read_table(name: str, text: str, metadata: Metadata) -> None:
             metadata.enums[key] = int(value)
 
 
-def _literal(node: ast.expr) -> object:
+def _literal(node: ast.expr) -> Any:
     """A literal in which `sel32or64(a, b)` is b and `selAorI(a, b)` is a, as on a 64-bit Apple-silicon Mac."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
         return _literal(node.args[1 if node.func.id == "sel32or64" else 0])
@@ -146,7 +147,7 @@ def _literal(node: ast.expr) -> object:
     return ast.literal_eval(node)
 
 
-def _registration(owner: str, selector: str, record: dict) -> Registration:  # type: ignore[type-arg]
+def _registration(owner: str, selector: str, record: dict[str, Any]) -> Registration:
     types: dict[int | None, str] = {}
     for position, entry in [(None, record.get("retval", {})), *record.get("arguments", {}).items()]:
         kind = entry.get("type")

@@ -191,7 +191,7 @@ class MachO:
 
     def integers(self, section_name: str) -> list[int]:
         """The section's contents as signed 64-bit integers."""
-        found = []
+        found: list[int] = []
         for section in self._sections:
             if section.name == section_name:
                 found += struct.unpack_from(f"<{section.size // 8}q", self._data, section.offset)

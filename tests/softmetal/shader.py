@@ -110,7 +110,7 @@ class ShaderKernel:
         if not tensor.is_mps:
             raise RuntimeError("Passed CPU tensor to MPS op")
         start: int = self._native.gpu_address(tensor.untyped_storage().data_ptr())
-        return start + tensor.storage_offset() * tensor.element_size()
+        return start + int(tensor.storage_offset()) * tensor.element_size()
 
 
 def _numbers(index: int, value: Any, cast: str | None) -> torch.Tensor:
