@@ -14,7 +14,7 @@ sys.path.insert(0, str(ROOT))  # a build front end does not put the source tree 
 
 from build_support.embed_kernels import write_kernel_sources  # noqa: E402
 
-TORCH_MINIMUM = (2, 11)
+TORCH_MINIMUM = (2, 13)
 GCC_MINIMUM = 11
 CLANG_MINIMUM = 15
 
@@ -81,7 +81,7 @@ check_torch()
 check_compiler()
 
 sources = relative("csrc/*.cpp") + relative("csrc/cpu/*.cpp")
-compile_flags = ["-O3", "-g0", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-fvisibility=hidden"]
+compile_flags = ["-std=c++20", "-O3", "-g0", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-fvisibility=hidden"]
 compile_flags += [f"-isystem{path}" for path in include_paths()]  # warnings are for our own code
 
 setup(

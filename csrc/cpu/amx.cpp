@@ -55,7 +55,8 @@ void load_tiles(int segment) {
     config.bytes[tile] = static_cast<uint16_t>(activations ? 2 * k : 64);
     config.rows[tile] = static_cast<uint8_t>(codes ? k / 2 : kTileRows);
   }
-  memory_is_read();
+  // GCC's _tile_loadconfig declares only 8 bytes as read: with the address in an asm the other stores must stay.
+  asm volatile("" ::"r"(&config) : "memory");
   _tile_loadconfig(&config);
 }
 
