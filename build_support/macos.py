@@ -50,7 +50,7 @@ def sources() -> list[Path]:
 
 
 def compiler() -> list[str]:
-    """clang for arm64 macOS with Apple's open-source headers."""
+    """The command of clang for arm64 macOS with Apple's open-source headers."""
     zig = wheels.unpack("ziglang") / "ziglang" / "zig"
     zig.chmod(0o755)
     return [str(zig), "c++", "-target", f"aarch64-macos.{MINIMUM_MACOS}", "-mcpu=apple_m1"]

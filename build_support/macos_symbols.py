@@ -1,7 +1,7 @@
 """Which system symbols the macOS module may use.
 
-A symbol of a system library is known to exist on macOS 14 when PyTorch's own dylibs, built for that system, import it from
-the same library. What they do not import and we need is on the short list below, each with its reason.
+A symbol of a system library is known to exist on macOS 14 when PyTorch's own dylibs, built for that system, import it
+from the same library. What they do not import and we need is on the short list below, each with its reason.
 """
 
 import re

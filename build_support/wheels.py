@@ -1,6 +1,6 @@
 """Other projects' wheels that checks read: pinned by version, checked by hash, kept in `.cache/wheels`.
 
-    python -m build_support.wheels torch-macos        # prints the path of the verified wheel
+`python -m build_support.wheels torch-macos` prints the path of the verified wheel.
 """
 
 import hashlib
