@@ -15,7 +15,9 @@
 extern "C" {
 #endif
 
-typedef struct { uint32_t x, y, z; } sm_uint3;
+typedef struct {
+  uint32_t x, y, z;
+} sm_uint3;
 
 // The GPU thread that is running on this OS thread. Fixed for the life of the fibre.
 typedef struct {
@@ -23,7 +25,7 @@ typedef struct {
   sm_uint3 thread_position_in_threadgroup;
   sm_uint3 threadgroup_position_in_grid;
   sm_uint3 threads_per_grid;
-  sm_uint3 threads_per_threadgroup;           // of this threadgroup: smaller at a non-uniform edge
+  sm_uint3 threads_per_threadgroup;  // of this threadgroup: smaller at a non-uniform edge
   sm_uint3 dispatch_threads_per_threadgroup;
   sm_uint3 threadgroups_per_grid;
   uint32_t thread_index_in_threadgroup;
@@ -68,6 +70,9 @@ float sm_perturb(float x, float ulps);
 // interleaves (the operation itself is then done by the builtin, unseen).
 void sm_note_atomic(const volatile void* address, uint32_t bytes, int is_write);
 
+// Before each load or store of a matrix by its simdgroup, in checked mode: every lane must get there.
+void sm_note_matrix_access(void) SM_CONVERGENT;
+
 // The value of a function constant was used that this specialisation does not have.
 void sm_undefined_function_constant(const char* name);
 
@@ -94,7 +99,7 @@ typedef struct {
   void (*entry)(const sm_bindings* bindings);
   const sm_argument* arguments;
   uint32_t argument_count;
-  uint32_t max_total_threads;       // [[max_total_threads_per_threadgroup(n)]], 0: none
+  uint32_t max_total_threads;         // [[max_total_threads_per_threadgroup(n)]], 0: none
   uint32_t static_threadgroup_bytes;  // 0 in the file; ask the executor (sm_library_kernel)
 } sm_kernel;
 

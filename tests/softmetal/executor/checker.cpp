@@ -31,15 +31,10 @@ uintptr_t reserve(uint64_t bytes) {
   return reinterpret_cast<uintptr_t>(memory);
 }
 
-uintptr_t device_base() {
-  static const uintptr_t base = reserve(static_cast<uint64_t>(SM_BUFFER_SLOTS) << kDeviceShift);
-  return base;
-}
-
-uintptr_t threadgroup_base() {
-  static const uintptr_t base = reserve(static_cast<uint64_t>(kMaxConcurrentGroups * kArraysPerGroup) << kThreadgroupShift);
-  return base;
-}
+constexpr uint64_t kDeviceBytes = static_cast<uint64_t>(SM_BUFFER_SLOTS) << kDeviceShift;
+constexpr uint64_t kThreadgroupBytes = static_cast<uint64_t>(kMaxConcurrentGroups * kArraysPerGroup)
+                                       << kThreadgroupShift;
+uintptr_t device_base = 0, threadgroup_base = 0;  // reserved by the first checker
 
 uintptr_t middle(uintptr_t base, uint32_t shift, uint32_t place) {
   return base + (static_cast<uintptr_t>(place) << shift) + (static_cast<uintptr_t>(1) << (shift - 1));
@@ -62,21 +57,32 @@ Checker* active_checker = nullptr;
 
 }  // namespace
 
-Checker* Checker::active() { return active_checker; }
+Checker* Checker::active() {
+  return active_checker;
+}
 
 Checker::Checker(Launch& launch, Machine& machine, uint32_t concurrent)
-    : launch_(launch), machine_(machine), device_(SM_BUFFER_SLOTS), threadgroup_(kMaxConcurrentGroups * kArraysPerGroup) {
+    : launch_(launch),
+      machine_(machine),
+      device_(SM_BUFFER_SLOTS),
+      threadgroup_(kMaxConcurrentGroups * kArraysPerGroup) {
+  if (device_base == 0) {
+    device_base = reserve(kDeviceBytes);
+    threadgroup_base = reserve(kThreadgroupBytes);
+  }
   bind_buffers();
   bind_threadgroup_memory(concurrent);
   const sm_library& library = *launch.dispatch->library;
   executor_memory_.push_back({reinterpret_cast<uintptr_t>(&launch), sizeof launch});
   executor_memory_.push_back({reinterpret_cast<uintptr_t>(&sm_self), sizeof sm_self});
-  executor_memory_.push_back({reinterpret_cast<uintptr_t>(library.low), static_cast<uintptr_t>(library.high - library.low)});
+  executor_memory_.push_back(
+      {reinterpret_cast<uintptr_t>(library.low), static_cast<uintptr_t>(library.high - library.low)});
   for (uint32_t i = 0; i < concurrent; ++i) {
     const Group& group = machine.group(i);
     executor_memory_.push_back({reinterpret_cast<uintptr_t>(&group), sizeof group});
     executor_memory_.push_back({reinterpret_cast<uintptr_t>(group.lanes.get()), sizeof(Lane) * SM_MAX_THREADS});
-    executor_memory_.push_back({reinterpret_cast<uintptr_t>(group.simdgroups.get()), sizeof(Simdgroup) * kMaxSimdgroups});
+    executor_memory_.push_back(
+        {reinterpret_cast<uintptr_t>(group.simdgroups.get()), sizeof(Simdgroup) * kMaxSimdgroups});
   }
   active_checker = this;
 }
@@ -132,7 +138,7 @@ void Checker::bind_buffers() {
     uint32_t place = bound[i].slot;
     uint64_t bytes = static_cast<uint64_t>(high - bound[i].low);
     // The low bits of addresses stay, and with them the alignment.
-    char* start = reinterpret_cast<char*>(middle(device_base(), kDeviceShift, place)) +
+    char* start = reinterpret_cast<char*>(middle(device_base, kDeviceShift, place)) +
                   (reinterpret_cast<uintptr_t>(bound[i].low) & (kPage - 1));
     set_usable(start, bytes, true);
     std::memcpy(start, bound[i].low, bytes);
@@ -157,7 +163,7 @@ void Checker::bind_threadgroup_memory(uint32_t concurrent) {
   for (uint32_t g = 0; g < concurrent; ++g) {
     auto add = [&](uint32_t array, uint64_t bytes) {
       uint32_t place = g * kArraysPerGroup + array;
-      char* start = reinterpret_cast<char*>(middle(threadgroup_base(), kThreadgroupShift, place));
+      char* start = reinterpret_cast<char*>(middle(threadgroup_base, kThreadgroupShift, place));
       set_usable(start, bytes, true);
       threadgroup_[place] = std::make_unique<Region>(start, bytes, true, true, 4u);
       return threadgroup_[place].get();
@@ -165,7 +171,8 @@ void Checker::bind_threadgroup_memory(uint32_t concurrent) {
     for (uint32_t i = 0; i < launch_.kernel->argument_count; ++i) {
       const sm_argument& argument = launch_.kernel->arguments[i];
       if (argument.kind != SM_ARGUMENT_THREADGROUP) continue;
-      add(argument.index, launch_.dispatch->threadgroup_bytes[argument.index])->argument = static_cast<int32_t>(argument.index);
+      add(argument.index, launch_.dispatch->threadgroup_bytes[argument.index])->argument =
+          static_cast<int32_t>(argument.index);
     }
     for (const sm_threadgroup_site& site : *launch_.sites) {
       add(SM_BUFFER_SLOTS + site.site % kVariables, site.bytes)->variable = site.site;
@@ -190,11 +197,9 @@ void Checker::place_threadgroup_memory(Group& group, uint32_t slot) {
 }
 
 Region* Checker::find(uintptr_t address) const {
-  if (address - device_base() < static_cast<uintptr_t>(SM_BUFFER_SLOTS) << kDeviceShift) {
-    return device_[(address - device_base()) >> kDeviceShift].get();
-  }
-  if (address - threadgroup_base() < static_cast<uintptr_t>(kMaxConcurrentGroups * kArraysPerGroup) << kThreadgroupShift) {
-    return threadgroup_[(address - threadgroup_base()) >> kThreadgroupShift].get();
+  if (address - device_base < kDeviceBytes) return device_[(address - device_base) >> kDeviceShift].get();
+  if (address - threadgroup_base < kThreadgroupBytes) {
+    return threadgroup_[(address - threadgroup_base) >> kThreadgroupShift].get();
   }
   return nullptr;
 }
@@ -209,8 +214,9 @@ void Checker::access(const void* pointer, uint64_t bytes, bool is_write, Kind ki
   if (region == nullptr) return elsewhere(lane, address, bytes, is_write, code);
   int64_t offset = reinterpret_cast<const char*>(address) - region->start;
   if (offset < 0 || static_cast<uint64_t>(offset) + bytes > region->bytes) {
-    Fault fault{SM_FAULT_OUT_OF_BOUNDS, true, code, std::string("out-of-bounds ") + (is_write ? "write" : "read") +
-                " of " + std::to_string(bytes) + " bytes: "};
+    Fault fault{
+        SM_FAULT_OUT_OF_BOUNDS, true, code,
+        std::string("out-of-bounds ") + (is_write ? "write" : "read") + " of " + std::to_string(bytes) + " bytes: "};
     fault.text += name(*region, offset, &fault.buffer, &fault.offset);
     report(lane, fault);
   }
@@ -223,13 +229,10 @@ void Checker::access(const void* pointer, uint64_t bytes, bool is_write, Kind ki
   if (region->is_threadgroup) {
     (is_write ? threadgroup_written_ : threadgroup_read_) += bytes;
   } else {
-    int32_t buffer = region->bindings[0].buffer;
-    for (const Binding& b : region->bindings) buffer = b.offset <= at ? b.buffer : buffer;
-    (is_write ? written_ : read_)[buffer] += bytes;
+    (is_write ? written_ : read_)[region->binding_at(at).buffer] += bytes;
   }
-  if (!is_write || kind == Kind::kAtomic) check_initialised(lane, *region, at, bytes, kind, code);
-  uint8_t mark = is_write ? kWritten | kWrittenHere : kReadHere;
-  for (uint64_t i = 0; i < bytes; ++i) *region->flag(at + i) |= mark;
+  bool all_written = region->mark(at, bytes, is_write ? kWritten | kWrittenHere : kReadHere);
+  if (!all_written && (!is_write || kind == Kind::kAtomic)) report_unwritten(lane, *region, at, bytes, kind, code);
   region->is_written |= is_write;
   if (region->is_tracked) check_races(lane, *region, at, bytes, is_write, kind, code);
   if (--until_preemption_ == 0 || (kind == Kind::kAtomic && machine_.random().below(2) == 0)) {
@@ -243,23 +246,27 @@ void Checker::elsewhere(Lane& lane, uintptr_t address, uint64_t bytes, bool is_w
     if (address - range.start < range.bytes && !is_write) return;
   }
   const sm_library& library = *launch_.dispatch->library;
-  bool in_library = reinterpret_cast<const char*>(address) >= library.low && reinterpret_cast<const char*>(address) < library.high;
+  bool in_library =
+      reinterpret_cast<const char*>(address) >= library.low && reinterpret_cast<const char*>(address) < library.high;
   Fault fault{in_library ? SM_FAULT_CONST_STORE : SM_FAULT_OUT_OF_BOUNDS, true, code, ""};
   std::string what = is_write ? "write" : "read";
   if (in_library) {
     fault.text = "store into constant memory";
   } else if (address < kPage * 16) {
-    fault.text = "out-of-bounds " + what + " of " + std::to_string(bytes) + " bytes: null pointer + " + std::to_string(address);
+    fault.text =
+        "out-of-bounds " + what + " of " + std::to_string(bytes) + " bytes: null pointer + " + std::to_string(address);
   } else {
     fault.text = "out-of-bounds " + what + " of " + std::to_string(bytes) + " bytes: an address in no buffer";
   }
   report(lane, fault);
 }
 
-void Checker::check_initialised(Lane& lane, Region& region, uint64_t offset, uint64_t bytes, Kind kind, const void* code) {
+void Checker::report_unwritten(Lane& lane, Region& region, uint64_t offset, uint64_t bytes, Kind kind,
+                               const void* code) {
   uint64_t unwritten = 0;
-  for (uint64_t i = 0; i < bytes; ++i) unwritten += (*region.flag(offset + i) & kWritten) == 0;
-  if (unwritten == 0 || (kind == Kind::kCopy && unwritten < bytes)) return;  // padding of a struct may be unwritten
+  for (uint64_t i = 0; i < bytes; ++i)
+    unwritten += (*region.flag(offset + i) & kWritten) == 0;
+  if (kind == Kind::kCopy && unwritten < bytes) return;  // padding of a struct may be unwritten
   Fault fault{SM_FAULT_UNINITIALISED, false, code,
               std::string("read of ") + (region.is_threadgroup ? "threadgroup" : "device") + " memory never written: "};
   fault.text += name(region, static_cast<int64_t>(offset), &fault.buffer, &fault.offset);
@@ -338,8 +345,8 @@ void Checker::report_race(Lane& lane, Region& region, uint64_t offset, const Acc
 void Checker::misaligned(const void* address, uint32_t alignment, const void* code) {
   if (sm_self == nullptr) return;
   Lane& lane = Machine::current();
-  Fault fault{SM_FAULT_MISALIGNED, true, code, "misaligned access, " + std::to_string(alignment) +
-              "-byte alignment is needed: "};
+  Fault fault{SM_FAULT_MISALIGNED, true, code,
+              "misaligned access, " + std::to_string(alignment) + "-byte alignment is needed: "};
   Region* region = find(reinterpret_cast<uintptr_t>(address));
   if (region == nullptr) {
     fault.text += "thread memory";
@@ -360,15 +367,15 @@ std::string Checker::name(const Region& region, int64_t offset, int32_t* buffer,
   auto signed_offset = [](int64_t n) { return (n < 0 ? " - " : " + ") + std::to_string(n < 0 ? -n : n); };
   *from_buffer = offset;
   if (region.is_threadgroup) {
-    std::string array = region.argument >= 0 ? "threadgroup(" + std::to_string(region.argument) + ")" + signed_offset(offset) +
-                        " (" + argument_name(SM_ARGUMENT_THREADGROUP, region.argument) : "threadgroup variable " +
-                        std::to_string(region.variable) + signed_offset(offset) + " (";
+    std::string array = region.argument >= 0
+                            ? "threadgroup(" + std::to_string(region.argument) + ")" + signed_offset(offset) + " (" +
+                                  argument_name(SM_ARGUMENT_THREADGROUP, region.argument)
+                            : "threadgroup variable " + std::to_string(region.variable) + signed_offset(offset) + " (";
     return array + (region.argument >= 0 ? ", " : "") + std::to_string(region.bytes) + " bytes)";
   }
-  const Binding* binding = &region.bindings[0];
-  for (const Binding& b : region.bindings) binding = static_cast<int64_t>(b.offset) <= offset ? &b : binding;
-  *buffer = binding->buffer;
-  *from_buffer = offset - static_cast<int64_t>(binding->offset);
+  const Binding& binding = region.binding_at(offset < 0 ? 0 : static_cast<uint64_t>(offset));
+  *buffer = binding.buffer;
+  *from_buffer = offset - static_cast<int64_t>(binding.offset);
   const sm_buffer& bound = launch_.dispatch->buffers[*buffer];
   std::string text = "buffer " + std::to_string(*buffer) + signed_offset(*from_buffer) + " (" +
                      argument_name(SM_ARGUMENT_BUFFER, *buffer);
@@ -400,8 +407,7 @@ void Checker::count(sm_counters& counters) const {
     for (uint64_t i = 0; i < region->bytes; ++i) {
       uint8_t flag = *region->flag(i);
       if ((flag & (kReadHere | kWrittenHere)) == 0) continue;
-      int32_t buffer = region->bindings[0].buffer;
-      for (const Binding& b : region->bindings) buffer = b.offset <= i ? b.buffer : buffer;
+      int32_t buffer = region->binding_at(i).buffer;
       counters.buffer_distinct_read[buffer] += (flag & kReadHere) != 0;
       counters.buffer_distinct_written[buffer] += (flag & kWrittenHere) != 0;
     }

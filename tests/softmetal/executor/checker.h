@@ -37,8 +37,9 @@ class Checker {
   void bind_buffers();
   void bind_threadgroup_memory(uint32_t concurrent);
   void elsewhere(Lane& lane, uintptr_t address, uint64_t bytes, bool is_write, const void* code);
-  void check_initialised(Lane& lane, Region& region, uint64_t offset, uint64_t bytes, Kind kind, const void* code);
-  void check_races(Lane& lane, Region& region, uint64_t offset, uint64_t bytes, bool is_write, Kind kind, const void* code);
+  void report_unwritten(Lane& lane, Region& region, uint64_t offset, uint64_t bytes, Kind kind, const void* code);
+  void check_races(Lane& lane, Region& region, uint64_t offset, uint64_t bytes, bool is_write, Kind kind,
+                   const void* code);
   void report_race(Lane& lane, Region& region, uint64_t offset, const Access& other, bool other_wrote, bool is_write,
                    const void* code);
   bool is_argument_const(uint32_t slot, bool* is_used) const;

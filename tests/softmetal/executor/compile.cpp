@@ -35,7 +35,8 @@ void append(std::string& text, const char* part) {
 // Everything that the result depends on but the files of the compiler and of the includes.
 std::string identity(const sm_compile_request& request, const std::vector<std::string>& arguments) {
   std::string text;
-  for (const std::string& argument : arguments) append(text, argument.c_str());
+  for (const std::string& argument : arguments)
+    append(text, argument.c_str());
   append(text, request.source);
   return text;
 }
@@ -76,7 +77,8 @@ bool read_file(const std::string& path, std::string* text) {
   FILE* file = std::fopen(path.c_str(), "rb");
   if (file == nullptr) return false;
   char part[65536];
-  for (size_t n; (n = std::fread(part, 1, sizeof part, file)) > 0;) text->append(part, n);
+  for (size_t n; (n = std::fread(part, 1, sizeof part, file)) > 0;)
+    text->append(part, n);
   std::fclose(file);
   return true;
 }
@@ -107,7 +109,8 @@ bool recall(const std::string& memo, std::string* path) {
 
 void remember(const std::string& memo, const std::vector<std::string>& answer) {
   std::string text = answer[0] + "\n";
-  for (size_t i = 1; i < answer.size(); ++i) text += stamp_of(answer[i]) + " " + answer[i] + "\n";
+  for (size_t i = 1; i < answer.size(); ++i)
+    text += stamp_of(answer[i]) + " " + answer[i] + "\n";
   std::string temporary = memo + "." + std::to_string(getpid());
   FILE* file = std::fopen(temporary.c_str(), "wb");
   if (file == nullptr) return;
@@ -135,7 +138,8 @@ Answer run_compiler(const std::vector<std::string>& arguments, const std::string
   posix_spawn_file_actions_addopen(&files, 1, out.c_str(), O_WRONLY | O_CREAT, 0600);
   posix_spawn_file_actions_addopen(&files, 2, err.c_str(), O_WRONLY | O_CREAT, 0600);
   std::vector<char*> argv;
-  for (const std::string& argument : arguments) argv.push_back(const_cast<char*>(argument.c_str()));
+  for (const std::string& argument : arguments)
+    argv.push_back(const_cast<char*>(argument.c_str()));
   argv.push_back(nullptr);
   std::string path = "PYTHONPATH=" + home();
   std::vector<char*> environment;
@@ -157,7 +161,8 @@ Answer run_compiler(const std::vector<std::string>& arguments, const std::string
     read_file(out, &answer.output);
     read_file(err, &answer.errors);
   }
-  for (const std::string& file : {in, out, err}) unlink(file.c_str());
+  for (const std::string& file : {in, out, err})
+    unlink(file.c_str());
   rmdir(folder);
   return answer;
 }

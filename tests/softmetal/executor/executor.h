@@ -132,7 +132,8 @@ typedef struct {
 sm_result* sm_launch(const sm_dispatch* dispatch);
 void sm_free_result(sm_result* result);
 
-// Sizes of sm_compile_request, sm_buffer, sm_dispatch, sm_fault, sm_counters and sm_result, for callers that mirror them.
+// Sizes of sm_compile_request, sm_buffer, sm_dispatch, sm_fault, sm_counters and sm_result, for callers that mirror
+// them.
 void sm_struct_sizes(uint32_t sizes[6]);
 
 #ifdef __cplusplus

@@ -53,8 +53,8 @@ constexpr size_t kGuard = 4096;
 
 FibrePool::FibrePool(void (*main)(void*), void* argument, size_t capacity)
     : main_(main), argument_(argument), capacity_(capacity) {
-  void* memory = mmap(nullptr, capacity * kStackBytes, PROT_READ | PROT_WRITE,
-                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  void* memory =
+      mmap(nullptr, capacity * kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (memory == MAP_FAILED) {
     std::fprintf(stderr, "softmetal: no memory for fibre stacks\n");
     std::abort();
@@ -62,10 +62,13 @@ FibrePool::FibrePool(void (*main)(void*), void* argument, size_t capacity)
   stacks_ = static_cast<char*>(memory);
 }
 
-FibrePool::~FibrePool() { munmap(stacks_, capacity_ * kStackBytes); }
+FibrePool::~FibrePool() {
+  munmap(stacks_, capacity_ * kStackBytes);
+}
 
 void* FibrePool::start(size_t index) {
-  for (; guarded_ <= index; ++guarded_) mprotect(stacks_ + guarded_ * kStackBytes, kGuard, PROT_NONE);
+  for (; guarded_ <= index; ++guarded_)
+    mprotect(stacks_ + guarded_ * kStackBytes, kGuard, PROT_NONE);
   char* top = stacks_ + (index + 1) * kStackBytes - (index % kColours) * kColourBytes;
   auto* frame = reinterpret_cast<void**>(top) - 7;  // r15 r14 r13 r12 rbx rbp, return address: then aligned to 16
   frame[2] = reinterpret_cast<void*>(main_);

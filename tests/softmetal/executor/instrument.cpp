@@ -19,20 +19,20 @@ inline void align(const void* address, uint32_t alignment, const void* code) {
 
 }  // namespace
 
-#define ACCESS(bytes)                                                                                         \
-  void __tsan_read##bytes(void* p) {                                                                          \
-    align(p, bytes, __builtin_return_address(0));                                                             \
-    see(p, bytes, false, Checker::Kind::kPlain, __builtin_return_address(0));                                 \
-  }                                                                                                           \
-  void __tsan_write##bytes(void* p) {                                                                         \
-    align(p, bytes, __builtin_return_address(0));                                                             \
-    see(p, bytes, true, Checker::Kind::kPlain, __builtin_return_address(0));                                  \
-  }                                                                                                           \
-  void __tsan_unaligned_read##bytes(void* p) {                                                                \
-    see(p, bytes, false, Checker::Kind::kPlain, __builtin_return_address(0));                                 \
-  }                                                                                                           \
-  void __tsan_unaligned_write##bytes(void* p) {                                                               \
-    see(p, bytes, true, Checker::Kind::kPlain, __builtin_return_address(0));                                  \
+#define ACCESS(bytes)                                                         \
+  void __tsan_read##bytes(void* p) {                                          \
+    align(p, bytes, __builtin_return_address(0));                             \
+    see(p, bytes, false, Checker::Kind::kPlain, __builtin_return_address(0)); \
+  }                                                                           \
+  void __tsan_write##bytes(void* p) {                                         \
+    align(p, bytes, __builtin_return_address(0));                             \
+    see(p, bytes, true, Checker::Kind::kPlain, __builtin_return_address(0));  \
+  }                                                                           \
+  void __tsan_unaligned_read##bytes(void* p) {                                \
+    see(p, bytes, false, Checker::Kind::kPlain, __builtin_return_address(0)); \
+  }                                                                           \
+  void __tsan_unaligned_write##bytes(void* p) {                               \
+    see(p, bytes, true, Checker::Kind::kPlain, __builtin_return_address(0));  \
   }
 
 extern "C" {

@@ -28,7 +28,8 @@ class Workers {
       quit_ = true;
     }
     wake_.notify_all();
-    for (std::thread& thread : threads_) thread.join();
+    for (std::thread& thread : threads_)
+      thread.join();
   }
 
   void run(uint32_t count, const std::function<void(Machine&)>& work) {
@@ -105,7 +106,8 @@ bool validate(Launch& launch) {
     return fail("threadgroup of " + std::to_string(threads) + " threads, the kernel takes " + std::to_string(most));
   }
   uint64_t bytes = launch.kernel->static_threadgroup_bytes;
-  for (uint32_t n : d.threadgroup_bytes) bytes += (n + 15u) & ~15u;
+  for (uint32_t n : d.threadgroup_bytes)
+    bytes += (n + 15u) & ~15u;
   if (bytes > SM_MAX_THREADGROUP_BYTES) {
     return fail(std::to_string(bytes) + " bytes of threadgroup memory, 32768 are there");
   }
@@ -201,6 +203,8 @@ void sm_struct_sizes(uint32_t sizes[6]) {
   sizes[5] = sizeof(sm_result);
 }
 
-void sm_free_result(sm_result* result) { delete static_cast<softmetal::Result*>(result); }
+void sm_free_result(sm_result* result) {
+  delete static_cast<softmetal::Result*>(result);
+}
 
 }  // extern "C"

@@ -86,7 +86,8 @@ SourceLine source_line(const sm_library& library, const void* return_address) {
     *colon = 0;
     if (number == 0 || entry->second.line != 0) continue;
     const char* file = text;
-    while (std::strncmp(file, "./", 2) == 0) file += 2;
+    while (std::strncmp(file, "./", 2) == 0)
+      file += 2;
     entry->second = {file, number};
   }
   if (pipe != nullptr) pclose(pipe);
@@ -122,9 +123,15 @@ const sm_library* sm_library_open(const char* path, char** error) {
   return libraries.emplace(path, std::move(library)).first->second.get();
 }
 
-uint32_t sm_library_is_checked(const sm_library* library) { return library->table->is_checked; }
-uint32_t sm_library_kernel_count(const sm_library* library) { return static_cast<uint32_t>(library->kernels.size()); }
-const sm_kernel* sm_library_kernel(const sm_library* library, uint32_t i) { return &library->kernels[i]; }
+uint32_t sm_library_is_checked(const sm_library* library) {
+  return library->table->is_checked;
+}
+uint32_t sm_library_kernel_count(const sm_library* library) {
+  return static_cast<uint32_t>(library->kernels.size());
+}
+const sm_kernel* sm_library_kernel(const sm_library* library, uint32_t i) {
+  return &library->kernels[i];
+}
 
 const sm_kernel* sm_library_find(const sm_library* library, const char* host_name) {
   for (const sm_kernel& kernel : library->kernels) {
@@ -133,11 +140,15 @@ const sm_kernel* sm_library_find(const sm_library* library, const char* host_nam
   return nullptr;
 }
 
-uint32_t sm_library_constant_count(const sm_library* library) { return library->table->constant_count; }
+uint32_t sm_library_constant_count(const sm_library* library) {
+  return library->table->constant_count;
+}
 const sm_function_constant* sm_library_constant(const sm_library* library, uint32_t i) {
   return &library->table->constants[i];
 }
 
-void sm_free_text(char* text) { free(text); }
+void sm_free_text(char* text) {
+  free(text);
+}
 
 }  // extern "C"

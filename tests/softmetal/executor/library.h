@@ -10,10 +10,10 @@
 struct sm_library {
   std::string path;
   const sm_library_table* table;
-  std::vector<sm_kernel> kernels;                        // with their static threadgroup memory
+  std::vector<sm_kernel> kernels;                       // with their static threadgroup memory
   std::vector<std::vector<sm_threadgroup_site>> sites;  // of each kernel
-  const char* base;                                      // the load address
-  const char* low;                                       // the mapped range
+  const char* base;                                     // the load address
+  const char* low;                                      // the mapped range
   const char* high;
 };
 

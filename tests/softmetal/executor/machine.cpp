@@ -82,17 +82,27 @@ void Machine::set_up(Group& group, uint64_t index) {
     simdgroup.size = std::min<uint32_t>(SM_SIMD_WIDTH, group.thread_count - s * SM_SIMD_WIDTH);
     simdgroup.runnable = simdgroup.alive = simdgroup.size == 32 ? ~0u : (1u << simdgroup.size) - 1;
     simdgroup.barriers = simdgroup.barriers_at_group_barrier = simdgroup.ordered[0] = simdgroup.ordered[1] = 0;
+    simdgroup.matrix_accesses = 0;
     simdgroup.matrices.reset();
   }
   sm_uint3 thread = {0, 0, 0};
   for (uint32_t i = 0; i < group.thread_count; ++i) {
     Lane& lane = group.lanes[i];
     lane.self = {{at.x * size.x + thread.x, at.y * size.y + thread.y, at.z * size.z + thread.z},
-                 thread, at, grid, extent, size, groups, i, i % SM_SIMD_WIDTH, i / SM_SIMD_WIDTH, group.simdgroup_count};
+                 thread,
+                 at,
+                 grid,
+                 extent,
+                 size,
+                 groups,
+                 i,
+                 i % SM_SIMD_WIDTH,
+                 i / SM_SIMD_WIDTH,
+                 group.simdgroup_count};
     lane.simdgroup = &group.simdgroups[i / SM_SIMD_WIDTH];
     lane.context = nullptr;
     lane.state = State::kRunnable;
-    lane.pending_matrices = lane.products = 0;
+    lane.pending_matrices = lane.products = lane.matrix_accesses = 0;
     if (++thread.x == extent.x) {
       thread.x = 0;
       if (++thread.y == extent.y) {
@@ -110,7 +120,8 @@ void Machine::set_up(Group& group, uint64_t index) {
 void Machine::place_threadgroup_memory(Group& group) {
   if (launch_->checker != nullptr) {
     uint32_t slot = 0;
-    while (groups_[slot].get() != &group) ++slot;
+    while (groups_[slot].get() != &group)
+      ++slot;
     launch_->checker->place_threadgroup_memory(group, slot);
     return;
   }
@@ -145,6 +156,7 @@ void Machine::fibre_main(void* machine) {
     lane->state = State::kDone;
     simdgroup.alive &= ~(1u << lane->self.thread_index_in_simdgroup);
     --simdgroup.group->alive;
+    if (self.checked_ && simdgroup.alive == 0) report_missed_matrix_accesses(simdgroup);
     lane = self.pick(&simdgroup);
     if (lane != nullptr && lane->context == nullptr) continue;  // a fresh thread runs on this stack
     self.fibres_.put_back(&context);
@@ -170,7 +182,14 @@ void Machine::go_to(Lane& lane, void** save) {
 void Machine::wait(Lane& lane, State state, const void* site) {
   lane.state = state;
   lane.site = site;
-  Lane* next = pick(lane.simdgroup);
+  Simdgroup& simdgroup = *lane.simdgroup;
+  Lane* next;
+  if (!checked_ && simdgroup.runnable != 0) {
+    next = &simdgroup.lanes[__builtin_ctz(simdgroup.runnable)];
+    simdgroup.runnable &= simdgroup.runnable - 1;
+  } else {
+    next = pick(&simdgroup);
+  }
   if (next == &lane) return;
   if (next == nullptr) give_up();
   go_to(*next, &lane.context);
@@ -223,8 +242,8 @@ Lane* Machine::pick_in(Group& group, Simdgroup* last) {
       s = ~0u;
       continue;
     }
-    uint32_t lane = checked_ ? random_bit(random_, simdgroup.runnable)
-                             : static_cast<uint32_t>(__builtin_ctz(simdgroup.runnable));
+    uint32_t lane =
+        checked_ ? random_bit(random_, simdgroup.runnable) : static_cast<uint32_t>(__builtin_ctz(simdgroup.runnable));
     simdgroup.runnable &= ~(1u << lane);
     return &simdgroup.lanes[lane];
   }
@@ -232,17 +251,19 @@ Lane* Machine::pick_in(Group& group, Simdgroup* last) {
 
 void Machine::release(Simdgroup& simdgroup, uint32_t lanes) {
   simdgroup.runnable |= lanes;
-  for (; lanes != 0; lanes &= lanes - 1) simdgroup.lanes[__builtin_ctz(lanes)].state = State::kRunnable;
+  for (; lanes != 0; lanes &= lanes - 1)
+    simdgroup.lanes[__builtin_ctz(lanes)].state = State::kRunnable;
 }
 
 void Machine::wake_matrix_lanes(Simdgroup& simdgroup) {
   uint32_t lanes = 0;
-  for (uint32_t i = 0; i < simdgroup.size; ++i) lanes |= (simdgroup.lanes[i].state == State::kMatrix ? 1u : 0u) << i;
+  for (uint32_t i = 0; i < simdgroup.size; ++i)
+    lanes |= (simdgroup.lanes[i].state == State::kMatrix ? 1u : 0u) << i;
   release(simdgroup, lanes);
 }
 
-// No lane of the simdgroup can run: lets those go on that have met. Where lanes wait at several calls, the one that comes
-// first in the code goes first, so that the others are joined as after a branch on the GPU.
+// No lane of the simdgroup can run: lets those go on that have met. Where lanes wait at several calls, the one that
+// comes first in the code goes first, so that the others are joined as after a branch on the GPU.
 bool Machine::release_simdgroup(Simdgroup& simdgroup) {
   const void* first = nullptr;
   uint32_t at_first = 0;

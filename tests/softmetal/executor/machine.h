@@ -37,10 +37,11 @@ enum class State : uint8_t {
 struct Lane {
   sm_thread self;  // first: sm_self points at it
   Simdgroup* simdgroup;
-  void* context;     // where to go on; null: not started
-  const void* site;  // return address of the call that it waits in
+  void* context;              // where to go on; null: not started
+  const void* site;           // return address of the call that it waits in
   uint64_t pending_matrices;  // Bloom filter of the destinations of deferred products
   uint64_t products;          // deposited so far
+  uint32_t matrix_accesses;   // in checked mode
   State state;
   uint32_t deposit_bytes;
   uint32_t mem_flags;
@@ -51,12 +52,14 @@ struct Simdgroup {
   Group* group;
   Lane* lanes;
   uint32_t size;
-  uint32_t runnable;  // lanes that can go on, the running one excluded
-  uint32_t alive;     // lanes that have not returned
-  uint32_t active;    // lanes of the exchange that was released last
-  uint32_t barriers;            // simdgroup barriers passed
-  uint32_t ordered[2];          // barriers passed at the latest one with the flag of device / threadgroup memory
+  uint32_t runnable;                   // lanes that can go on, the running one excluded
+  uint32_t alive;                      // lanes that have not returned
+  uint32_t active;                     // lanes of the exchange that was released last
+  uint32_t barriers;                   // simdgroup barriers passed
+  uint32_t ordered[2];                 // barriers passed at the latest one with the flag of device / threadgroup memory
   uint32_t barriers_at_group_barrier;  // barriers passed at the latest threadgroup barrier
+  uint32_t matrix_accesses;            // of the lane with the most, in checked mode
+  const void* matrix_sites[64];        // where the latest of them are
   alignas(64) unsigned char slots[SM_SIMD_WIDTH * 64];
   MatrixQueue matrices;
 };
@@ -144,6 +147,8 @@ class Machine {
   std::unique_ptr<char[]> threadgroup_memory_;
 };
 
-inline Machine& machine_of(Lane& lane) { return *lane.simdgroup->group->machine; }
+inline Machine& machine_of(Lane& lane) {
+  return *lane.simdgroup->group->machine;
+}
 
 }  // namespace softmetal

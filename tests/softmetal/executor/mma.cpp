@@ -58,15 +58,19 @@ void round_to(float* values, uint32_t type) {
 
 void multiply_add(const float* a, const float* b, const float* c, float* d) {
   __m256 rows[8];
-  for (int k = 0; k < 8; ++k) rows[k] = _mm256_loadu_ps(b + 8 * k);
+  for (int k = 0; k < 8; ++k)
+    rows[k] = _mm256_loadu_ps(b + 8 * k);
   for (int i = 0; i < 8; ++i) {
     __m256 sum = _mm256_loadu_ps(c + 8 * i);
-    for (int k = 0; k < 8; ++k) sum = _mm256_fmadd_ps(_mm256_set1_ps(a[8 * i + k]), rows[k], sum);
+    for (int k = 0; k < 8; ++k)
+      sum = _mm256_fmadd_ps(_mm256_set1_ps(a[8 * i + k]), rows[k], sum);
     _mm256_storeu_ps(d + 8 * i, sum);
   }
 }
 
-uint64_t bloom_bit(const void* d) { return 1ull << (mix(reinterpret_cast<uintptr_t>(d)) & 63); }
+uint64_t bloom_bit(const void* d) {
+  return 1ull << ((reinterpret_cast<uintptr_t>(d) >> 2) * 0x9E3779B97F4A7C15u >> 58);
+}
 
 }  // namespace
 
@@ -83,19 +87,21 @@ int32_t MatrixQueue::find(const Lane& lane, const void* d) const {
   return -1;
 }
 
-bool MatrixQueue::is_pending(const Lane& lane, const void* d) const { return find(lane, d) >= 0; }
+bool MatrixQueue::is_pending(const Lane& lane, const void* d) const {
+  return find(lane, d) >= 0;
+}
 
 const void* MatrixQueue::deposit(Lane& lane, const void* site, void* d, uint32_t d_type, MatrixOperand a,
                                  MatrixOperand b, MatrixOperand c) {
   uint32_t index = lane.self.thread_index_in_simdgroup;
   uint32_t place = matrix_place(index);
   Product& product = products_[lane.products % kCapacity];
-  int32_t pending = find(lane, c.elements);
+  int32_t pending;
   if (lane.products == deposited_) {  // the first lane at this product says which results it concerns
     ++deposited_;
     product.site = site;
     product.arrived = 0;
-    product.addend = pending;
+    product.addend = pending = find(lane, c.elements);
     if (pending >= 0 && d == c.elements) {
       product.result = static_cast<uint32_t>(pending);
     } else {
@@ -104,6 +110,11 @@ const void* MatrixQueue::deposit(Lane& lane, const void* site, void* d, uint32_t
       fresh.type = d_type;
       std::memset(fresh.destination, 0, sizeof fresh.destination);
     }
+  } else if (product.addend >= 0 && results_[product.addend].destination[index] == c.elements &&
+             (lane.pending_matrices & bloom_bit(c.elements)) != 0) {
+    pending = product.addend;  // as for the lane before
+  } else {
+    pending = find(lane, c.elements);
   }
   widen(a, product.a + place);
   widen(b, product.b + place);

@@ -30,8 +30,8 @@ class MatrixQueue {
   // Whether the lane may deposit another product now; if not, it must wait until done() reaches its count.
   bool has_room(const Lane& lane) const;
   // Gives a lane's operands; the product is complete when all 32 have. Returns the call site of the first of them.
-  const void* deposit(Lane& lane, const void* site, void* d, uint32_t d_type, MatrixOperand a,
-                      MatrixOperand b, MatrixOperand c);
+  const void* deposit(Lane& lane, const void* site, void* d, uint32_t d_type, MatrixOperand a, MatrixOperand b,
+                      MatrixOperand c);
   // Whether d is the destination of a product that is not done.
   bool is_pending(const Lane& lane, const void* d) const;
   // Computes all complete products and writes their results to all lanes' memory.

@@ -68,7 +68,6 @@ void sm_mma(void* d, uint32_t d_type, const void* a, uint32_t a_type, const void
   Simdgroup& simdgroup = *lane.simdgroup;
   const void* site = __builtin_return_address(0);
   auto& queue = simdgroup.matrices;
-  if (queue.is_pending(lane, a) || queue.is_pending(lane, b)) softmetal::finish_products(lane, site);
   while (!queue.has_room(lane)) {
     if (queue.done() < lane.products) {
       softmetal::finish_products(lane, site);
@@ -120,6 +119,23 @@ void sm_note_atomic(const volatile void* address, uint32_t bytes, int is_write) 
   if (softmetal::Checker* checker = machine.launch().checker) {
     checker->access(const_cast<const void*>(address), bytes, is_write != 0, softmetal::Checker::Kind::kAtomic,
                     __builtin_return_address(0));
+  }
+}
+
+void sm_note_matrix_access(void) {
+  Lane& lane = Machine::current();
+  Simdgroup& simdgroup = *lane.simdgroup;
+  const void* site = __builtin_return_address(0);
+  uint32_t number = lane.matrix_accesses++;
+  const void*& known = simdgroup.matrix_sites[number % 64];
+  if (number == simdgroup.matrix_accesses) {
+    ++simdgroup.matrix_accesses;
+    known = site;
+  } else if (simdgroup.matrix_accesses - number <= 64 && known != site) {
+    softmetal::Fault fault{SM_FAULT_SIMD, true, site,
+                           "simdgroup matrix load or store at different calls in one simdgroup"};
+    fault.other_code = known;
+    softmetal::report(lane, fault);
   }
 }
 

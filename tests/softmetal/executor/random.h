@@ -27,7 +27,8 @@ class Random {
 // A random set bit of a non-zero mask.
 inline uint32_t random_bit(Random& random, uint32_t mask) {
   uint32_t n = random.below(static_cast<uint32_t>(__builtin_popcount(mask)));
-  while (n--) mask &= mask - 1;
+  while (n--)
+    mask &= mask - 1;
   return static_cast<uint32_t>(__builtin_ctz(mask));
 }
 

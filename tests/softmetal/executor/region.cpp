@@ -52,7 +52,8 @@ Region::Region(char* start, uint64_t bytes, bool is_threadgroup, bool is_tracked
 
 Cell* Region::cells(uint64_t offset, uint32_t size, uint32_t* count) {
   uint32_t wanted = granule;
-  while ((offset | size) & (wanted - 1)) wanted /= 2;
+  while ((offset | size) & (wanted - 1))
+    wanted /= 2;
   if (wanted != granule) {
     Pages finer((bytes / wanted + 1) * sizeof(Cell));
     auto* from = static_cast<Cell*>(cells_.data());
@@ -68,6 +69,44 @@ Cell* Region::cells(uint64_t offset, uint32_t size, uint32_t* count) {
   return static_cast<Cell*>(cells_.data()) + offset / granule;
 }
 
-void Region::forget() { std::memset(flags.data(), 0, bytes); }
+namespace {
+
+template <class Word>
+bool mark_word(uint8_t* flags, uint8_t bits) {
+  constexpr Word kEach = static_cast<Word>(0x0101010101010101u);
+  Word word;
+  std::memcpy(&word, flags, sizeof word);
+  bool all = (word & kEach) == kEach;
+  word |= static_cast<Word>(kEach * bits);
+  std::memcpy(flags, &word, sizeof word);
+  return all;
+}
+static_assert(kWritten == 1);
+
+}  // namespace
+
+bool Region::mark(uint64_t offset, uint64_t size, uint8_t bits) {
+  uint8_t* first = flag(offset);
+  if (size == 4) return mark_word<uint32_t>(first, bits);
+  if (size == 2) return mark_word<uint16_t>(first, bits);
+  bool all = true;
+  uint64_t i = 0;
+  for (; i + 8 <= size; i += 8)
+    all = mark_word<uint64_t>(first + i, bits) && all;
+  for (; i < size; ++i)
+    all = mark_word<uint8_t>(first + i, bits) && all;
+  return all;
+}
+
+const Binding& Region::binding_at(uint64_t offset) const {
+  size_t i = bindings.size() - 1;
+  while (i > 0 && bindings[i].offset > offset)
+    --i;
+  return bindings[i];
+}
+
+void Region::forget() {
+  std::memset(flags.data(), 0, bytes);
+}
 
 }  // namespace softmetal

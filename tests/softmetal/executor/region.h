@@ -54,19 +54,22 @@ struct Region {
   // Cells of the granules that [offset, offset + bytes) covers; makes granules smaller where the access is.
   Cell* cells(uint64_t offset, uint32_t bytes, uint32_t* count);
   void forget();  // a new threadgroup: nothing is written
+  // Sets bits in the flags of some bytes; says whether all of them were written before.
+  bool mark(uint64_t offset, uint64_t bytes, uint8_t bits);
+  const Binding& binding_at(uint64_t offset) const;  // the last that begins at or before it
 
   char* start;
   uint64_t bytes;
   bool is_threadgroup;
-  bool is_const = false;    // the kernel may not store
-  bool is_tracked;          // several threads may conflict here
-  bool is_written = false;  // in this launch
-  uint32_t granule;         // bytes per cell
+  bool is_const = false;          // the kernel may not store
+  bool is_tracked;                // several threads may conflict here
+  bool is_written = false;        // in this launch
+  uint32_t granule;               // bytes per cell
   std::vector<Binding> bindings;  // of device memory
   char* host = nullptr;           // where its contents come from
   int32_t argument = -1;          // of threadgroup memory: the index, or -1 for a variable
   uint32_t variable = 0;
-  Pages flags;                    // one byte per byte
+  Pages flags;  // one byte per byte
 
   uint8_t* flag(uint64_t offset) { return static_cast<uint8_t*>(flags.data()) + offset; }
 

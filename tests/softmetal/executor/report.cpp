@@ -15,7 +15,9 @@ std::string place(const SourceLine& at) {
   return at.line == 0 ? "an unknown line" : at.file + ":" + std::to_string(at.line);
 }
 
-uint32_t limit(const Launch& launch) { return launch.dispatch->max_faults == 0 ? 16 : launch.dispatch->max_faults; }
+uint32_t limit(const Launch& launch) {
+  return launch.dispatch->max_faults == 0 ? 16 : launch.dispatch->max_faults;
+}
 
 const char* keep(Launch& launch, const std::string& text) {
   return launch.texts.emplace_back(text).c_str();
@@ -77,6 +79,17 @@ void report_launch(Launch& launch, const std::string& text) {
   launch.stopped = true;
 }
 
+void report_missed_matrix_accesses(Simdgroup& simdgroup) {
+  uint32_t most = simdgroup.matrix_accesses, reached = 0;
+  for (uint32_t i = 0; i < simdgroup.size; ++i)
+    reached += simdgroup.lanes[i].matrix_accesses == most;
+  if (most == 0 || reached == SM_SIMD_WIDTH) return;
+  Fault fault{SM_FAULT_SIMD, false, simdgroup.matrix_sites[(most - 1) % 64],
+              "simdgroup matrix load or store reached by " + std::to_string(reached) + " of 32 threads"};
+  if (simdgroup.size < SM_SIMD_WIDTH) fault.text += ": the simdgroup is not full";
+  record(simdgroup.group->machine->launch(), simdgroup.lanes[0], fault);
+}
+
 void report_stuck(Launch& launch, Group& group) {
   // The fault is told by a thread in the innermost wait: a simd operation if there is one.
   const Lane* lane = nullptr;
@@ -100,7 +113,8 @@ void report_stuck(Launch& launch, Group& group) {
     }
   }
   uint32_t expected = is_barrier ? group.thread_count : SM_SIMD_WIDTH;
-  Fault fault{is_barrier || lane->state == State::kSimdBarrier ? SM_FAULT_BARRIER : SM_FAULT_SIMD, true, lane->site, ""};
+  Fault fault{is_barrier || lane->state == State::kSimdBarrier ? SM_FAULT_BARRIER : SM_FAULT_SIMD, true, lane->site,
+              ""};
   fault.text = std::string(waits_at(*lane)) + " reached by " + std::to_string(here) + " of " +
                std::to_string(expected) + " threads";
   if (other == nullptr) {

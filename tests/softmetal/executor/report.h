@@ -23,6 +23,9 @@ void report(Lane& lane, const Fault& fault);
 // A fault of the launch itself, before any thread runs.
 void report_launch(Launch& launch, const std::string& text);
 
+// All lanes have returned: a matrix load or store that some of them did not reach is a fault.
+void report_missed_matrix_accesses(Simdgroup& simdgroup);
+
 // No thread of the group can go on: says which barrier or simd operation was not reached, and by whom.
 void report_stuck(Launch& launch, Group& group);
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-_SIZES = {"i8": 1, "i16": 2, "half": 2, "bfloat": 2, "i32": 4, "float": 4, "i64": 8, "double": 8, "ptr": 8, "i128": 16}
+_SIZES = {"i1": 1, "i8": 1, "i16": 2, "half": 2, "bfloat": 2, "i32": 4, "float": 4, "i64": 8, "double": 8, "ptr": 8, "i128": 16}
 _ACCESS = re.compile(
     r"(?:%[\w.]+ = load|store) (?:volatile )?(?:<(?P<count>\d+) x (?P<element>\w+)>|(?P<type>\w+))\b[^,]*, "
     r"ptr (?P<pointer>%[\w.]+), align (?P<align>\d+)"
@@ -18,12 +18,18 @@ _COPY_OPERAND = re.compile(r"align (?P<align>\d+)[^,%]* (?P<pointer>%[\w.]+)[,)]
 
 
 def add_alignment_checks(text: str) -> str:
-    """Adds a call of sm_check_alignment before each access that is aligned beyond its size."""
+    """Adds a call of sm_check_alignment before each access that is aligned beyond its size.
+
+    Raises:
+        ValueError: an access of a size that the instrumentation would pass over.
+    """
     lines = []
     for line in text.split("\n"):
         promised = []
         if match := _ACCESS.search(line):
-            size = _SIZES.get(match["element"] or match["type"], 16) * int(match["count"] or 1)
+            size = _SIZES[match["element"] or match["type"]] * int(match["count"] or 1)
+            if size not in (1, 2, 4, 8, 16):
+                raise ValueError(f"an access of {size} bytes would not be instrumented: {line.strip()}")
             if int(match["align"]) > size:
                 promised.append(match)
         elif _COPY.search(line):

@@ -40,7 +40,7 @@ _CODE = [
     *(f for x in ("branch-fold", "tail-duplicate", "early-taildup", "block-placement") for f in ("-mllvm", f"-disable-{x}")),
 ]
 _COMPILE = [
-    *(*_CODE, "-std=gnu++17", "-fdeclspec", "-fconvergent-functions", "-gline-tables-only", "-fdebug-compilation-dir=."),
+    *(*_CODE, "-std=gnu++17", "-fdeclspec", "-fconvergent-functions", "-gline-tables-only", "-gdwarf-4", "-fdebug-compilation-dir=."),
     *("-w", "-ferror-limit=20", "-fno-exceptions", "-fno-rtti", "-fvisibility=hidden", "-fno-stack-protector"),
     *("-fno-math-errno", "-fno-strict-aliasing"),
     "-fno-strict-float-cast-overflow",  # float to integer saturates, NaN gives 0
@@ -48,7 +48,11 @@ _COMPILE = [
     *("-ffp-contract=on", "-Xclang", "-ffloat16-excess-precision=none", "-Xclang", "-fbfloat16-excess-precision=none"),
 ]
 _FAST = ["-O2"]
-_CHECKED = ["-O1", "-fsanitize=thread", "-mllvm", "-tsan-instrument-func-entry-exit=0"]
+# No vectoriser: accesses of more than 16 bytes would not be instrumented.
+_CHECKED = [
+    *("-O2", "-fno-vectorize", "-fno-slp-vectorize"),
+    *("-fsanitize=thread", "-mllvm", "-tsan-instrument-func-entry-exit=0"),
+]
 _NOT_YET = ("memory-accesses", "memintrinsics", "atomics")  # the instrumentation follows alignment.py
 _BEFORE_CHECKS = [*_CHECKED, *(f for x in _NOT_YET for f in ("-mllvm", f"-tsan-instrument-{x}=0"))]
 _AFTER_CHECKS = [

@@ -72,7 +72,8 @@ template <auto... Used>
 constexpr bool are_distinct() {
   unsigned long long seen = 0;
   bool distinct = true;
-  ((distinct = distinct && !(seen >> static_cast<unsigned>(Used) & 1), seen |= 1ull << static_cast<unsigned>(Used)), ...);
+  ((distinct = distinct && !(seen >> static_cast<unsigned>(Used) & 1), seen |= 1ull << static_cast<unsigned>(Used)),
+   ...);
   return distinct;
 }
 
@@ -94,12 +95,18 @@ struct Threadgroup {
   }
 };
 
-inline sm_uint3 spread(uint32_t value) { return {value, 1, 1}; }
-inline sm_uint3 spread(sm_uint3 value) { return value; }
+inline sm_uint3 spread(uint32_t value) {
+  return {value, 1, 1};
+}
+inline sm_uint3 spread(sm_uint3 value) {
+  return value;
+}
 
 #define SM_BUILTIN(name, value) \
   struct name {                 \
-    static sm_uint3 read() { return spread(value); }  \
+    static sm_uint3 read() {    \
+      return spread(value);     \
+    }                           \
   };
 SM_BUILTIN(thread_position_in_grid, sm_self->thread_position_in_grid)
 SM_BUILTIN(thread_position_in_threadgroup, sm_self->thread_position_in_threadgroup)
@@ -119,7 +126,9 @@ SM_BUILTIN(threads_per_simdgroup, 32u)
 SM_BUILTIN(grid_size, sm_self->threads_per_grid)
 #undef SM_BUILTIN
 
-inline uint32_t volume(sm_uint3 v) { return v.x * v.y * v.z; }
+inline uint32_t volume(sm_uint3 v) {
+  return v.x * v.y * v.z;
+}
 struct dispatch_simdgroups_per_threadgroup {
   static sm_uint3 read() { return spread((volume(sm_self->dispatch_threads_per_threadgroup) + 31) / 32); }
 };
@@ -171,10 +180,9 @@ struct Call<F, S...> {
 template <class T, unsigned Site, unsigned Align>
 __attribute__((always_inline)) inline T& threadgroup_variable() {
   constexpr uint32_t align = Align > alignof(T) ? Align : alignof(T);
-  asm volatile(
-      "661:\n\t.pushsection sm_sites,\"aw\",@progbits\n\t.quad 661b\n\t.long %c0, %c1, %c2, 0\n\t.popsection"
-      :
-      : "i"(Site), "i"(sizeof(T)), "i"(align));
+  asm volatile("661:\n\t.pushsection sm_sites,\"aw\",@progbits\n\t.quad 661b\n\t.long %c0, %c1, %c2, 0\n\t.popsection"
+               :
+               : "i"(Site), "i"(sizeof(T)), "i"(align));
   return *static_cast<T*>(sm_threadgroup_variable(Site, sizeof(T), align));
 }
 
@@ -183,8 +191,8 @@ inline T constant_value(V... values) {
   return T(values...);
 }
 
-// A function constant without a value: a fault when it is used. Of a vector the members can be named, which no code sees:
-// they are poison.
+// A function constant without a value: a fault when it is used. Of a vector the members can be named, which no code
+// sees: they are poison.
 template <class T, bool IsVector = __is_class(T)>
 struct UndefinedConstant {
   const char* name;
@@ -213,6 +221,6 @@ extern const sm_threadgroup_site __stop_sm_sites[] __attribute__((weak, visibili
 #define SM_CHECKED 0
 #endif
 
-#define SM_TABLE(kernel_count, constant_count)                                                                      \
-  extern "C" __attribute__((visibility("default"))) const sm_library_table sm_table = {SM_CHECKED,   kernel_count,     sm_kernels,     constant_count, \
-                                                sm_constants, __start_sm_sites, __stop_sm_sites};
+#define SM_TABLE(kernel_count, constant_count)                                          \
+  extern "C" __attribute__((visibility("default"))) const sm_library_table sm_table = { \
+      SM_CHECKED, kernel_count, sm_kernels, constant_count, sm_constants, __start_sm_sites, __stop_sm_sites};

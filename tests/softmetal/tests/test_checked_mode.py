@@ -335,6 +335,22 @@ CASES = [
         launch={"groups": 1, "group": 40},
     ),
     Case(
+        "matrix load that some lanes do not reach",
+        FaultKind.SIMD,
+        f"kernel void f({ARGUMENTS}, {INDEX}, {LANE}) {{\n  simdgroup_float8x8 a(0);\n"
+        "  if (lane < /*30|32*/) simdgroup_load(a, x, 8);\n  y[i] = a.thread_elements()[0];\n}",
+        2,
+        r"simdgroup matrix load or store reached by 30 of 32 threads",
+    ),
+    Case(
+        "matrix store in two branches",
+        FaultKind.SIMD,
+        f"kernel void f({ARGUMENTS}, {INDEX}, {LANE}) {{\n  simdgroup_float8x8 a(x[0]);\n  if (i > 31) return;\n"
+        "  if (/*lane|i*/ < 32 / /*2|1*/) simdgroup_store(a, y, 8);\n  else simdgroup_store(a, y, 8);\n}",
+        3,
+        r"simdgroup matrix load or store at different calls in one simdgroup",
+    ),
+    Case(
         "shuffle from a lane that takes no part",
         FaultKind.INACTIVE_LANE,
         f"kernel void f({ARGUMENTS}, {INDEX}, {LANE}) {{\n  float v = 0;\n"
