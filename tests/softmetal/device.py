@@ -63,7 +63,7 @@ class Fault:
     offset: int
 
 
-class KernelFault(Exception):
+class KernelFault(Exception):  # noqa: N818 - a fault is what it tells of
     """A launch that broke a rule of Metal."""
 
     def __init__(self, faults: Sequence[Fault]) -> None:
@@ -150,7 +150,7 @@ class Kernel:
             threads: threads per grid (the last threadgroups may then be smaller).
             buffers: by slot: an array, (array, byte offset), bytes (constant data, read-only), a Buffer, or None.
             threadgroup_memory: bytes of each [[threadgroup(n)]] argument.
-            seed: of the interleaving in checked mode; None takes SOFTMETAL_SEED or a random one (it is in every message).
+            seed: of the interleaving in checked mode; None takes SOFTMETAL_SEED or a random one (messages name it).
             perturb_seed: moves inexact functions within Metal's ulps; 0: not at all.
             os_threads: 0 takes SOFTMETAL_THREADS or all cores; only in fast mode.
             raise_faults: False returns them in `last_faults` instead.
@@ -161,7 +161,9 @@ class Kernel:
         if (groups is None) == (threads is None):
             raise ValueError("launch: expected either groups or threads")
         size = _three(group)
-        grid = _three(threads) if threads is not None else tuple(g * s for g, s in zip(_three(groups or 0), size))
+        grid = _three(threads if threads is not None else groups or 0)
+        if threads is None:
+            grid = tuple(g * s for g, s in zip(grid, size, strict=True))
         dispatch = api.Dispatch(library=self._library.handle, kernel=self._handle)
         dispatch.threads_per_grid = api.Uint3(*grid)
         dispatch.threads_per_threadgroup = api.Uint3(*size)
@@ -322,4 +324,5 @@ def _counters(counters: Any) -> Counters:
     per_buffer = ("bytes_read", "bytes_written", "distinct_read", "distinct_written")
     buffers = {s: {n: getattr(counters, f"buffer_{n}")[s] for n in per_buffer} for s in range(api.SLOTS)}
     used = {s: v for s, v in buffers.items() if any(v.values())}
-    return Counters(**values, buffers=used if has_bytes else None)
+    fields: dict[str, Any] = {**values, "buffers": used if has_bytes else None}
+    return Counters(**fields)

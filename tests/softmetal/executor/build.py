@@ -11,7 +11,8 @@ from pathlib import Path
 _HERE = Path(__file__).resolve().parent
 _COMPILER = os.environ.get("SOFTMETAL_CXX", "clang++-19")
 _FLAGS = [
-    *("-std=c++20", "-O2", "-g1", "-fPIC", "-march=native", "-ffp-contract=off", "-Wl,-Bsymbolic-functions", "-Wall", "-Wextra"),
+    *("-std=c++20", "-O2", "-g1", "-fPIC", "-march=native", "-ffp-contract=off", "-Wall", "-Wextra"),
+    "-Wl,-Bsymbolic-functions",
     f'-DSOFTMETAL_HOME="{_HERE.parent}"',
 ]
 

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import re
 
-_SIZES = {"i1": 1, "i8": 1, "i16": 2, "half": 2, "bfloat": 2, "i32": 4, "float": 4, "i64": 8, "double": 8, "ptr": 8, "i128": 16}
+_SIZES = {
+    **{"i1": 1, "i8": 1, "i16": 2, "i32": 4, "i64": 8, "i128": 16},
+    **{"half": 2, "bfloat": 2, "float": 4, "double": 8, "ptr": 8},
+}
 _ACCESS = re.compile(
     r"(?:%[\w.]+ = load|store) (?:volatile )?(?:<(?P<count>\d+) x (?P<element>\w+)>|(?P<type>\w+))\b[^,]*, "
     r"ptr (?P<pointer>%[\w.]+), align (?P<align>\d+)"

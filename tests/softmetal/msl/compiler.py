@@ -1,7 +1,7 @@
 """Metal Shading Language text -> shared object for the executor: clang -E, translate.py, clang, cached by content.
 
-As a script (`python -m msl.compiler`, source on stdin) it prints the library's path and the files that it was made from,
-one a line; the executor's sm_compile runs it so.
+As a script (`python -m msl.compiler`, source on stdin) it prints the library's path and the files that it was made
+from, one a line; the executor's sm_compile runs it so.
 """
 
 from __future__ import annotations
@@ -37,10 +37,13 @@ _PREPROCESS = [
 # A call site stands for the lanes that meet at it: no pass may merge, copy or reorder such calls.
 _CODE = [
     *("-fPIC", "-march=native", "-fno-optimize-sibling-calls", "-mllvm", "-enable-tail-merge=false"),
-    *(f for x in ("branch-fold", "tail-duplicate", "early-taildup", "block-placement") for f in ("-mllvm", f"-disable-{x}")),
+    *("-mllvm", "-disable-branch-fold", "-mllvm", "-disable-tail-duplicate"),
+    *("-mllvm", "-disable-early-taildup", "-mllvm", "-disable-block-placement"),
 ]
 _COMPILE = [
-    *(*_CODE, "-std=gnu++17", "-fdeclspec", "-fconvergent-functions", "-gline-tables-only", "-gdwarf-4", "-fdebug-compilation-dir=."),
+    *(*_CODE, "-std=gnu++17", "-fdeclspec", "-fconvergent-functions"),
+    # addr2line misses inlined frames in version 5.
+    *("-gline-tables-only", "-gdwarf-4", "-fdebug-compilation-dir=."),
     *("-w", "-ferror-limit=20", "-fno-exceptions", "-fno-rtti", "-fvisibility=hidden", "-fno-stack-protector"),
     *("-fno-math-errno", "-fno-strict-aliasing"),
     "-fno-strict-float-cast-overflow",  # float to integer saturates, NaN gives 0
@@ -95,8 +98,8 @@ def _toolchain_digest() -> str:
     return digest.hexdigest()
 
 
-def _run(command: Sequence[str | Path], text: str) -> str:
-    done = subprocess.run([str(c) for c in command], input=text, capture_output=True, text=True)
+def _run(command: Sequence[str], text: str) -> str:
+    done = subprocess.run(command, input=text, capture_output=True, text=True)
     if done.returncode:
         raise CompileError(done.stderr.strip() or f"{command[0]} ended with status {done.returncode}")
     return done.stdout
@@ -114,7 +117,7 @@ def _stubs() -> Path:
     return folder
 
 
-def _install(path: Path, make: list[str | Path], text: str) -> None:
+def _install(path: Path, make: list[str], text: str) -> None:
     """Runs a command that writes its last argument, and puts the file in place in one step."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=path.suffix)
@@ -129,7 +132,7 @@ def _install(path: Path, make: list[str | Path], text: str) -> None:
 def _precompiled(checked: bool) -> Path:
     path = cache_folder() / f"prelude-{'checked' if checked else 'fast'}-{_toolchain_digest()[:16]}.pch"
     if not path.exists():
-        flags = [*_COMPILE, *(_BEFORE_CHECKS if checked else _FAST), "-I", _INCLUDE]
+        flags = [*_COMPILE, *(_BEFORE_CHECKS if checked else _FAST), "-I", str(_INCLUDE)]
         prelude = f'#include <metal_stdlib>\n#include "{_HERE / "thunk.h"}"\n'
         _install(path, [_COMPILER, "-x", "c++-header", "-", *flags, "-Xclang", "-emit-pch", "-o"], prelude)
     return path
@@ -138,16 +141,17 @@ def _precompiled(checked: bool) -> Path:
 def _build(translated: str, checked: bool, path: Path) -> None:
     """C++ text to a shared object at `path`."""
     text = f"#pragma clang attribute push(__attribute__((always_inline)), apply_to = function)\n{translated}"
-    parse = [_COMPILER, "-x", "c++", "-", "-include-pch", _precompiled(checked), "-Xclang", "-fno-validate-pch", *_COMPILE]
+    prelude = ["-include-pch", str(_precompiled(checked)), "-Xclang", "-fno-validate-pch"]
+    parse = [_COMPILER, "-x", "c++", "-", *prelude, *_COMPILE]
     with tempfile.TemporaryDirectory(dir=cache_folder()) as folder:
         built = Path(folder) / "kernels.o"
         if checked:
             text = _run([*parse, *_BEFORE_CHECKS, "-S", "-emit-llvm", "-o", "-"], text)
             flags = [*_CODE, *_AFTER_CHECKS]
-            _run([_COMPILER, "-x", "ir", "-", *flags, "-c", "-o", built], add_alignment_checks(text))
+            _run([_COMPILER, "-x", "ir", "-", *flags, "-c", "-o", str(built)], add_alignment_checks(text))
         else:
-            _run([*parse, *_FAST, "-c", "-o", built], text)
-        _install(path, [_COMPILER, built, *_LINK, "-o"], "")
+            _run([*parse, *_FAST, "-c", "-o", str(built)], text)
+        _install(path, [_COMPILER, str(built), *_LINK, "-o"], "")
 
 
 def _locate(text: str, line: int) -> tuple[str, int]:
@@ -176,7 +180,7 @@ def preprocess(source: str, file_name: str, include_paths: Sequence[str], define
     """
     flags = [*(f"-D{d}" for d in defines), *(f for p in include_paths for f in ("-I", p))]
     text = f'#line 1 "{file_name}"\n{source}\n'
-    return _run([_COMPILER, *_PREPROCESS, "-isystem", _stubs(), *flags, "-"], text)
+    return _run([_COMPILER, *_PREPROCESS, "-isystem", str(_stubs()), *flags, "-"], text)
 
 
 def compile_source(

@@ -10,7 +10,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from .attributes import Attribute, Parameter, attribute_end, placed_indices, read_parameters, take_attributes
+from .attributes import Attribute, Parameter, attribute_end, read_parameters, take_attributes
+from .entries import Entry, FunctionConstant, KernelSignature, tables
 from .tokens import (
     CLOSING,
     SourceError,
@@ -28,13 +29,6 @@ _NOT_A_FUNCTION = {"decltype", "alignas", "noexcept", "__attribute__", "sizeof",
 
 
 @dataclass(slots=True)
-class _Kernel:
-    parameters: list[Parameter]
-    template: str  # "template <typename T>" or ""
-    max_threads: str
-
-
-@dataclass(slots=True)
 class _Scope:
     kind: str  # namespace, type, function, block
     name: str = ""
@@ -42,16 +36,6 @@ class _Scope:
     after: str = ""  # text that follows the closing brace
     seen: dict[str, tuple[str, ...]] = field(default_factory=dict)
     drop_from: int = -1  # the whole definition, from this token on, is dropped at the closing brace
-
-
-@dataclass(slots=True)
-class FunctionConstant:
-    """A declaration `constant T name [[function_constant(index)]];`."""
-
-    name: str
-    type: str
-    index: int
-    is_defined: bool
 
 
 class Translator:
@@ -71,15 +55,15 @@ class Translator:
         self.values = values
         self.wanted = wanted
         self.constants: list[FunctionConstant] = []
-        self._kernels: dict[str, _Kernel] = {}
-        self._entries: list[str] = []
+        self._kernels: dict[str, KernelSignature] = {}
+        self._entries: list[Entry] = []
         self._sites = 0
         self._seen: dict[str, tuple[str, ...]] = {}  # as _Scope.seen, for all namespaces
         rewrite_literals(self.tokens)
         self._code = significant(self.tokens)
         self._scan()
         self._drop_keywords()
-        self.text = "".join(t.text for t in self.tokens) + self._tables()
+        self.text = "".join(t.text for t in self.tokens) + tables(self._entries, self.constants)
 
     # ---- scanning --------------------------------------------------------------------------------------------------
 
@@ -228,7 +212,7 @@ class Translator:
             template = join(header[: match_angle(header, 1) + 1])
         limit = next((a.argument for a in attributes if a.name == "max_total_threads_per_threadgroup"), "0")
         word = header[name].text
-        kernel = _Kernel(parameters, template, limit)
+        kernel = KernelSignature(parameters, template, limit)
         self._kernels[word] = kernel
         if template:
             inner.after = f" {template} struct sm_max_threads_{word} {{ static constexpr unsigned value = {limit}; }};"
@@ -265,37 +249,11 @@ class Translator:
             token.text = ""
         tokens[0].text = self._entry(scopes, host, expression, kernel, limit)
 
-    def _entry(self, scopes: list[_Scope], host: str, function: str, kernel: _Kernel, limit: str) -> str:
-        """The C entry and the argument table of one kernel, in the namespace that it was defined in."""
-        n = len(self._entries)
-        sources = []
-        table = []
-        for i, p in enumerate(kernel.parameters):
-            if p.source in ("buffer", "threadgroup"):
-                kind = f"SM_ARGUMENT_{p.source.upper()}"
-                if p.gate:
-                    kind = f"({p.gate}) ? {kind} : SM_ARGUMENT_ABSENT"
-                constant = "true" if p.is_constant else "false"
-                table.append(f'sm::argument<decltype(&{function}), {i}>("{p.name}", {kind}, {p.index}, {constant})')
-                sources.append(f"sm::{p.source.capitalize()}<{p.index}>")
-            else:
-                sources.append(f"sm::Builtin<sm::{p.source}>")
+    def _entry(self, scopes: list[_Scope], host: str, function: str, kernel: KernelSignature, limit: str) -> str:
         path = "".join(f"{s.name}::" for s in scopes if s.kind == "namespace" and s.name)
-        arguments = f"{path}sm_arguments_{n}" if table else "nullptr"
-        entry, text = "nullptr", ""
-        if self.wanted in (None, host):
-            entry = f"{path}sm_entry_{n}"
-            call = ", ".join([f"&{function}", *sources])
-            text = f" static void sm_entry_{n}(const sm_bindings* sm_b) {{ sm::Call<{call}>::run(sm_b); }}"
-        self._entries.append(f'{{"{host}", {entry}, {arguments}, {len(table)}, {path}sm_limit_{n}, 0}}')
-        text += f" static const unsigned sm_limit_{n} = {limit};"
-        for source in ("buffer", "threadgroup"):
-            always = [p for p in kernel.parameters if not p.gate]
-            text += f" static_assert(sm::are_distinct<{', '.join(placed_indices(always, source))}>(), \"{host}: "
-            text += f'two arguments have the same {source} index");'
-        if table:
-            text += f" static const sm_argument sm_arguments_{n}[] = {{{', '.join(table)}}};"
-        return text
+        entry = Entry(len(self._entries), host, function, kernel, limit, path, self.wanted in (None, host))
+        self._entries.append(entry)
+        return entry.text()
 
     # ---- variables -------------------------------------------------------------------------------------------------
 
@@ -305,7 +263,8 @@ class Translator:
         name = code[-1]
         kind = join([t for t in code[:-1] if t.text not in ("constant", "const", "static", "constexpr")])
         if not index.isdigit() or "=" in [t.text for t in code]:
-            raise SourceError(name.line, f"function constant '{name.text}': expected [[function_constant(n)]] and no value")
+            message = f"function constant '{name.text}': expected [[function_constant(n)]] and no value"
+            raise SourceError(name.line, message)
         value = self.values.get(name.text, self.values.get(index))
         constant = FunctionConstant(name.text, kind, int(index), value is not None)
         self.constants.append(constant)
@@ -320,9 +279,9 @@ class Translator:
     def _threadgroup_variable(self, start: int, keyword: int) -> int:
         """Rewrites `threadgroup T x[N], y;` at statement level; returns the index to go on from."""
         code = self._code
-        if any(t.text in CLOSING or t.text in (")", "*", "&", "=") for t in code[start:keyword]):
-            if not any(t.text == "alignas" for t in code[start:keyword]):
-                return keyword + 1
+        before = {t.text for t in code[start:keyword]}
+        if before & {*CLOSING, ")", "*", "&", "="} and "alignas" not in before:
+            return keyword + 1
         declarator = -1  # the first variable's name
         i = keyword + 1
         while code[i].text != ";":
@@ -385,15 +344,6 @@ class Translator:
                 for t in code[i : i + 4]:
                     t.text = ""
                 token.text = "true" if defined[name] else "false"
-
-    def _tables(self) -> str:
-        constants = ", ".join(f'{{"{c.name}", "{c.type}", {c.index}, {int(c.is_defined)}}}' for c in self.constants)
-        return (
-            "\n#pragma clang attribute pop\n"
-            f"static const sm_kernel sm_kernels[] = {{{', '.join([*self._entries, '{}'])}}};\n"
-            f"static const sm_function_constant sm_constants[] = {{{', '.join(filter(None, [constants, '{}']))}}};\n"
-            f"SM_TABLE({len(self._entries)}, {len(self.constants)})\n"
-        )
 
 
 def _signature(header: list[Token], closing: int) -> list[Token]:
@@ -463,4 +413,3 @@ def _declarators(tokens: list[Token]) -> list[list[Token]]:
 def _starts(code: list[Token], i: int) -> bool:
     """Whether the word at `i` can be a declaration specifier: something of a type follows."""
     return i + 1 < len(code) and (code[i + 1].kind == "word" or code[i + 1].text in ("[", "::"))
-

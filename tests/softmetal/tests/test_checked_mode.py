@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from softmetal import device
 from softmetal.device import Buffer, FaultKind, KernelFault
 
@@ -72,7 +71,8 @@ CASES = [
     Case(
         "constant buffer",
         FaultKind.OUT_OF_BOUNDS,
-        f"kernel void f({ARGUMENTS}, constant float* c [[buffer(2)]], {INDEX}) {{\n  y[i] = x[i] + c[i / /*8|16*/];\n}}",
+        f"kernel void f({ARGUMENTS}, constant float* c [[buffer(2)]], {INDEX}) {{\n"
+        "  y[i] = x[i] + c[i / /*8|16*/];\n}",
         1,
         r"out-of-bounds read of 4 bytes: buffer 2 \+ \d+ \(c, 16 bytes\)",
         buffers=[floats(64), floats(64), floats(4).tobytes()],
@@ -130,7 +130,8 @@ CASES = [
         "vector in threadgroup memory that is not aligned",
         FaultKind.MISALIGNED,
         f"kernel void f({ARGUMENTS}, threadgroup half* s [[threadgroup(0)]], {INDEX}) {{\n"
-        "  for (uint k = 0; k < 8; ++k) if (i == 0) s[k] = half(x[k]);\n  threadgroup_barrier(mem_flags::mem_threadgroup);\n"
+        "  for (uint k = 0; k < 8; ++k) if (i == 0) s[k] = half(x[k]);\n"
+        "  threadgroup_barrier(mem_flags::mem_threadgroup);\n"
         "  half4 v = *(threadgroup half4*)(s + /*2|4*/);\n  y[i] = float(v.x + v.y);\n}",
         3,
         r"misaligned access, 8-byte alignment is needed: threadgroup\(0\) \+ 4 \(s",
@@ -165,7 +166,8 @@ CASES = [
         "threadgroup memory of the threadgroup before",
         FaultKind.UNINITIALISED,
         "kernel void f(device const float* x, device float* y, uint g [[threadgroup_position_in_grid]], "
-        f"{INDEX}) {{\n  threadgroup float s[64];\n  if (/*g % 2 == 0|true*/) s[i] = x[i];\n  y[g * 64 + i] = s[i];\n}}",
+        f"{INDEX}) {{\n  threadgroup float s[64];\n  if (/*g % 2 == 0|true*/) s[i] = x[i];\n"
+        "  y[g * 64 + i] = s[i];\n}",
         3,
         r"read of threadgroup memory never written",
         buffers=[floats(64), floats(512)],
@@ -322,7 +324,7 @@ CASES = [
         "  if (/*lane|i*/ < 32 / /*2|1*/) simdgroup_multiply_accumulate(c, a, b, c);\n"
         "  else simdgroup_multiply_accumulate(c, b, a, c);\n  if (i < 32) simdgroup_store(c, y, 8);\n}",
         4,
-        r"simdgroup matrix operation at different calls in one simdgroup|simdgroup matrix operation reached by 16 of 32",
+        r"simdgroup matrix operation at different calls in one simdgroup",
     ),
     Case(
         "matrix product in a simdgroup that is not full",
@@ -410,8 +412,8 @@ def test_fault_is_reported(case: Case) -> None:
         faults = run(case, False, seed)
         matching = [f for f in faults if f.kind == case.kind and re.search(case.report, f.message)]
         assert matching, f"seed {seed}: {[(f.kind.name, f.message) for f in faults]}"
-        lines = {f.line for f in matching} | {int(n) for f in matching for n in re.findall(r"fault\.metal:(\d+)", f.message)}
-        assert FIRST_LINE + case.line in lines
+        places = re.findall(r"fault\.metal:(\d+)", " ".join(f.message for f in matching))
+        assert FIRST_LINE + case.line in {f.line for f in matching} | set(map(int, places))
         assert all("kernel 'f'" in f.message and f"seed {seed}" in f.message for f in matching)
         assert all(re.search(r"thread \(\d+,\d+,\d+\), simdgroup \d+, threadgroup \(\d+,", f.message) for f in matching)
 

@@ -1,0 +1,92 @@
+"""What the translation adds for the executor: an entry per kernel, and the tables that name them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .attributes import Parameter, placed_indices
+
+
+@dataclass(slots=True)
+class KernelSignature:
+    """A kernel as the source defines it."""
+
+    parameters: list[Parameter]
+    template: str  # "template <typename T>" or ""
+    max_threads: str
+
+
+@dataclass(slots=True)
+class FunctionConstant:
+    """A declaration `constant T name [[function_constant(index)]];`."""
+
+    name: str
+    type: str
+    index: int
+    is_defined: bool
+
+
+@dataclass(slots=True)
+class Entry:
+    """A kernel that can be launched: a function, or an instance of a template."""
+
+    number: int
+    host_name: str
+    function: str  # "f" or "f<half, 4>", as written where the entry stands
+    kernel: KernelSignature
+    limit: str  # of threads, a constant expression
+    path: str  # "ns::" of the namespace that the entry stands in
+    has_code: bool
+
+    def text(self) -> str:
+        """The C function that calls the kernel, and the table of its arguments."""
+        n, function = self.number, self.function
+        parts = []
+        if self.has_code:
+            call = ", ".join([f"&{function}", *(_source(p) for p in self.kernel.parameters)])
+            parts.append(f"static void sm_entry_{n}(const sm_bindings* sm_b) {{ sm::Call<{call}>::run(sm_b); }}")
+        parts.append(f"static const unsigned sm_limit_{n} = {self.limit};")
+        for source in ("buffer", "threadgroup"):
+            indices = ", ".join(placed_indices([p for p in self.kernel.parameters if not p.gate], source))
+            message = f"{self.host_name}: two arguments have the same {source} index"
+            parts.append(f'static_assert(sm::are_distinct<{indices}>(), "{message}");')
+        if rows := self._arguments():
+            parts.append(f"static const sm_argument sm_arguments_{n}[] = {{{', '.join(rows)}}};")
+        return " " + " ".join(parts)
+
+    def row(self) -> str:
+        """The kernel's line in the table of the library."""
+        n, count = self.number, len(self._arguments())
+        entry = f"{self.path}sm_entry_{n}" if self.has_code else "nullptr"
+        arguments = f"{self.path}sm_arguments_{n}" if count else "nullptr"
+        return f'{{"{self.host_name}", {entry}, {arguments}, {count}, {self.path}sm_limit_{n}, 0}}'
+
+    def _arguments(self) -> list[str]:
+        rows = []
+        for i, p in enumerate(self.kernel.parameters):
+            if p.source not in ("buffer", "threadgroup"):
+                continue
+            kind = f"SM_ARGUMENT_{p.source.upper()}"
+            if p.gate:
+                kind = f"({p.gate}) ? {kind} : SM_ARGUMENT_ABSENT"
+            is_constant = "true" if p.is_constant else "false"
+            rows.append(f'sm::argument<decltype(&{self.function}), {i}>("{p.name}", {kind}, {p.index}, {is_constant})')
+        return rows
+
+
+def _source(parameter: Parameter) -> str:
+    if parameter.source in ("buffer", "threadgroup"):
+        return f"sm::{parameter.source.capitalize()}<{parameter.index}>"
+    return f"sm::Builtin<sm::{parameter.source}>"
+
+
+def tables(entries: Sequence[Entry], constants: Sequence[FunctionConstant]) -> str:
+    """The end of the file: what the library exports."""
+    rows = [f'{{"{c.name}", "{c.type}", {c.index}, {int(c.is_defined)}}}' for c in constants]
+    return (
+        "\n#pragma clang attribute pop\n"
+        f"static const sm_kernel sm_kernels[] = {{{', '.join([*(e.row() for e in entries), '{}'])}}};\n"
+        f"static const sm_function_constant sm_constants[] = {{{', '.join([*rows, '{}'])}}};\n"
+        f"SM_TABLE({len(entries)}, {len(constants)})\n"
+    )
