@@ -15,6 +15,7 @@ from torch_marlin_metal import convert
 
 DATA = Path(__file__).parents[1] / "data"
 FOLDERS = sorted({path.parent for path in DATA.glob("*/*/model.*")})
+NATIVE = DATA / "native"  # stands for a checkpoint in the package's own format, made by the test
 # CONVERT_FUZZ_ROUNDS and CONVERT_FUZZ_SEED make a longer run, and another one.
 ROUNDS = int(os.environ.get("CONVERT_FUZZ_ROUNDS", "120"))
 SEED = os.environ.get("CONVERT_FUZZ_SEED", "")
@@ -83,13 +84,16 @@ def damage_header(content: bytes, rng: random.Random) -> bytes:
     return len(text).to_bytes(8, "little") + text + content[8 + length :]
 
 
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.relative_to(DATA).as_posix())
+@pytest.mark.parametrize("folder", [*FOLDERS, NATIVE], ids=lambda folder: folder.relative_to(DATA).as_posix())
 def test_damaged_copies(folder: Path, tmp_path: Path) -> None:
     rng = random.Random(folder.name + SEED)
     copy = tmp_path / "copy"
-    shutil.copytree(folder, copy)
+    if folder == NATIVE:
+        convert.write_checkpoint(convert.open_reader(DATA / "gptq/gptqmodel-sym-g32-actorder-v1"), copy)
+    else:
+        shutil.copytree(folder, copy)
     gguf = copy / "model.gguf"
-    names = [gguf.name] if gguf.exists() else ["model.safetensors", "model.safetensors", "config.json"]
+    names = sorted(file.name for file in copy.iterdir() if file.name.startswith(("model", "config")))
     outcomes = {"read": 0, "refused": 0}
     for _ in range(ROUNDS):
         file = copy / rng.choice(names)

@@ -238,6 +238,15 @@ def test_a_full_disk_names_the_file_and_leaves_no_half_of_it(tmp_path, monkeypat
     convert.write_checkpoint(convert.open_reader(source), tmp_path / "out")
 
 
+def test_names_that_fit_no_header(tmp_path) -> None:
+    source = large_checkpoint(tmp_path / "source", layers=1)
+    tensors = load_file(source / "model.safetensors")
+    save_file(tensors | {"\u00e9" * 60_000: torch.ones(1)}, source / "model.safetensors")
+    with pytest.raises(convert.CheckpointError, match="the names of its tensors do not fit into a header"):
+        convert.write_checkpoint(convert.open_reader(source), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_existing_destinations_are_left_alone(tmp_path) -> None:
     source = large_checkpoint(tmp_path / "source")
     (tmp_path / "out").mkdir()

@@ -20,6 +20,10 @@ FLOAT8_NAMES = {torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"}
 ENTRY_BYTES = 160  # of a header entry beside the name and the shape's digits
 
 
+def _entry_bytes(name: str) -> int:
+    return len(json.dumps(name)) + ENTRY_BYTES
+
+
 class ShardWriter:
     """The shard under construction in a directory.
 
@@ -45,7 +49,7 @@ class ShardWriter:
 
     def has_room(self, names: list[str]) -> bool:
         """Says whether the header has room for these tensors too."""
-        return self._header_size + sum(len(name.encode()) + ENTRY_BYTES for name in names) < HEADER_BYTES
+        return self._header_size + sum(map(_entry_bytes, names)) < HEADER_BYTES
 
     def add(self, name: str, tensor: Tensor, dtype: str | None = None) -> None:
         """Appends a tensor; `dtype` is its name in the file where the bits mean another type than torch's.
@@ -63,7 +67,7 @@ class ShardWriter:
         if dtype == "F4":
             shape[-1] *= 2
         self._entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [self._size, self._size + nbytes]}
-        self._header_size += len(name.encode()) + ENTRY_BYTES
+        self._header_size += _entry_bytes(name)
         try:
             if nbytes:
                 self._stream.write(held.reshape(-1).view(torch.uint8).numpy().data)
@@ -76,7 +80,11 @@ class ShardWriter:
     def finish(self) -> None:
         """Writes the header, and gives the complete file its name."""
         text = json.dumps(self._entries, separators=(",", ":")).encode().ljust(HEADER_BYTES)
-        assert len(text) == HEADER_BYTES
+        if len(text) > HEADER_BYTES:
+            self.discard()
+            raise CheckpointError(
+                f"{self.path}: the names of its tensors do not fit into a header: {self.names[0][:80]!r}"
+            )
         try:
             self._stream.seek(0)
             self._stream.write(HEADER_BYTES.to_bytes(8, "little") + text)
