@@ -82,7 +82,7 @@ void unpack_tiles(const Step& s, float* panel) {
           }
           const int64_t at = (k / 8 + r) * s.ld_words + column;
           const __m512i word = Avx512::load_words(s.words + at);
-          __builtin_prefetch(s.ahead + at);
+          __builtin_prefetch(s.ahead + at, 0, 2);
           _mm512_storeu_si512(out, _mm512_permutexvar_epi16(word, table));
           _mm512_storeu_si512(out + 1, _mm512_permutexvar_epi16(_mm512_srli_epi32(word, 4), table));
           _mm512_storeu_si512(out + 2, _mm512_permutexvar_epi16(_mm512_srli_epi32(word, 8), table));

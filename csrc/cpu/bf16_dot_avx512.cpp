@@ -46,7 +46,7 @@ void dot_step(const Step& s) {
       __m512i word[C];
       unroll<V, C>([&](auto c) __attribute__((always_inline)) {
         word[c] = V::load_words(words + c * V::width);
-        __builtin_prefetch(ahead + c * V::width);
+        __builtin_prefetch(ahead + c * V::width, 0, 2);
       });
       unroll<V, 4>([&](auto j) __attribute__((always_inline)) {
         __m512i code[C];

@@ -15,7 +15,7 @@ namespace marlin::cpu {
 namespace {
 
 constexpr size_t kKeepBytes = size_t{8} << 20;  // of packed activations, per calling thread
-constexpr int64_t kStripsAhead = 2;             // prefetch distance
+constexpr int64_t kStripsAhead = 4;             // prefetch distance
 
 int64_t ceil_div(int64_t a, int64_t b) {
   return (a + b - 1) / b;

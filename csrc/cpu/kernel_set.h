@@ -19,10 +19,12 @@ struct Step {
   const float* values;    // [16] numbers of the codes
   const uint32_t* words;  // [k/8, strip], row stride ld_words
   int64_t ld_words;
-  const uint32_t* ahead;  // the words that are needed soon, same strides; for the prefetcher
-  const float* panel;     // [k, strip] decoded codes, where the kernel reads them instead of words
-  const void* x;          // packed activations of the row block
-  const float* sums;      // [segments, rows] sums of activations, row stride ld_sums
+  // The words that are needed soon, same strides. Prefetched into the second-level cache: where N is a power of two the
+  // rows of a chunk share a few sets of the first.
+  const uint32_t* ahead;
+  const float* panel;  // [k, strip] decoded codes, where the kernel reads them instead of words
+  const void* x;       // packed activations of the row block
+  const float* sums;   // [segments, rows] sums of activations, row stride ld_sums
   int64_t ld_sums;
   const float* scales;  // [segments, strip], row stride ld_scales
   const float* zeros;   // the same, or unused

@@ -25,7 +25,7 @@ void load_scales(const KernelSet& kernels, const PackedWeight& weight, int64_t g
       out[i] *= weight.global_scale[0];
   } else {
     for (int64_t i = 0; i < count; ++i)
-      out[i] *= weight.global_scale[(begin + i) * weight.global_scale_stride];
+      out[i] *= weight.global_scale[begin + i];
   }
 }
 
