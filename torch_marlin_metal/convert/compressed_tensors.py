@@ -161,6 +161,10 @@ FORMAT = DirectoryFormat(
     refused=(
         ("pack-quantized of 2, 3, 5, 6, 7 and 8 bit", "codes are not 4 bit wide; 2 and 8 bit dequantized on request"),
         ("float-quantized, int-quantized, naive-quantized, mxfp8-quantized", "8-bit weights"),
+        (
+            "8-bit layers of mixed-precision",
+            "8-bit weights; E4M3 with a scale for each row or in all dequantized on request",
+        ),
         ("marlin-24 and sparse formats", "2:4 sparsity"),
         ("transform_config", "layers that rotate their input"),
         ("K not a multiple of 8", "a word of the operators holds 8 codes along K; int4 dequantized on request"),

@@ -9,7 +9,7 @@ class CheckpointError(ValueError):
     """A checkpoint is damaged or contradicts itself; the message names the file and the tensor or key."""
 
 
-class UnsupportedFormat(CheckpointError):  # noqa: N818 (what is unsupported reads better than an error of it)
+class UnsupportedFormat(CheckpointError):
     """A checkpoint, or one layer of it, cannot be represented by the operators without loss.
 
     Attributes:

@@ -144,6 +144,20 @@ def spread(grouped: Tensor, K: int, group_size: int) -> Tensor:
     return grouped.repeat_interleave(group_size, 0)[:K]
 
 
+def fp8_weight(layer: Layer) -> Tensor:
+    """Decodes an E4M3 `weight` `[N, K]` with one `weight_scale` in all or for each row: fp32 `[N, K]`.
+
+    Raises:
+        UnsupportedFormat: it is another kind of layer.
+    """
+    N = layer.shape("weight")[0] if "weight" in layer and len(layer.shape("weight")) == 2 else 0
+    fits = "weight_scale" in layer and layer.shape("weight_scale") in ((), (1,), (1, 1), (N, 1))
+    if not N or not fits or layer.dtype("weight") != "F8_E4M3" or layer.dtype("weight_scale") not in FLOATS:
+        raise layer.unsupported(f"{layer.refused}; only E4M3 weights with a scale for each row or in all are decoded")
+    scale = layer.read("weight_scale").float()
+    return layer.read("weight").view(torch.float8_e4m3fn).float() * (scale if scale.dim() == 2 else scale.reshape(1, 1))
+
+
 def constant(tensor: Tensor, value: int) -> bool:
     """Says whether every element is `value`."""
     return bool((tensor == value).all())

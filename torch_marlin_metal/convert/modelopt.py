@@ -41,7 +41,7 @@ FORMAT = DirectoryFormat(
     methods=("modelopt", "modelopt_fp4"),
     variants=(("NVFP4; the NVFP4 layers of MIXED_PRECISION", "nvfp4"),),
     refused=(
-        ("FP8 layers", "8-bit weights"),
+        ("FP8 layers", "8-bit weights; those with a scale for each row or in all dequantized on request"),
         ("NVFP4_AWQ layers with pre_quant_scale", "the layer scales its input"),
         ("W4A16_AWQ, W4A8_AWQ", "its own packing of int4, not read"),
         ("K not a multiple of 8", "a word of the operators holds 8 codes along K"),

@@ -14,6 +14,7 @@ from torch_marlin_metal.convert.catalogue import find_format
 from torch_marlin_metal.convert.checkpoint import Checkpoint, open_checkpoint
 from torch_marlin_metal.convert.errors import CheckpointError, UnsupportedFormat
 from torch_marlin_metal.convert.gguf import GgufSource
+from torch_marlin_metal.convert.layer import fp8_weight
 from torch_marlin_metal.convert.registry import Format, OnUnsupported, Options, ZerosRule
 from torch_marlin_metal.packed_weight import PackedWeight, PackedWeightError
 
@@ -103,7 +104,7 @@ class _DirectorySource:
     def convert(self, index: int) -> PackedWeight:
         layer = self._layers[index]
         if layer.refused:
-            raise layer.unsupported(layer.refused)
+            raise layer.unsupported(layer.refused, partial(fp8_weight, layer))
         weight = self.format.read(layer, self.checkpoint.settings, self.options)
         weight.name = layer.name
         try:

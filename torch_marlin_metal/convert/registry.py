@@ -100,7 +100,7 @@ class DirectoryFormat(Format):
             for ending, reason in self.foreign.items():
                 base = info.name.removesuffix(ending)
                 if base != info.name and not any(base + anchor in checkpoint.tensors for anchor in self.anchors):
-                    yield Layer(checkpoint, base, self._roles(checkpoint, base, "scale", info), refused=reason)
+                    yield Layer(checkpoint, base, self._roles(checkpoint, base, ending[1:], info), refused=reason)
 
     def _layers_at(self, checkpoint: Checkpoint, base: str, role: str, info: TensorInfo) -> Iterator[Layer]:
         roles = self._roles(checkpoint, base, role, info)
