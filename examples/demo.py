@@ -77,7 +77,9 @@ def measure(results: list[Result], inputs: dict[str, dict[str, Tensor]], device:
     """Times all variants in turn, so that what disturbs the machine disturbs them alike; takes medians."""
     times: dict[tuple[int, str], list[float]] = {}
     end = time.perf_counter() + TIMED_SECONDS
-    while time.perf_counter() < end or len(times[0, "batch"]) < 5:
+    rounds = 0
+    while rounds < 3 or time.perf_counter() < end:
+        rounds += 1
         for index, result in enumerate(results):
             for kind, tokens in inputs.items():
                 start = time.perf_counter()
@@ -206,7 +208,7 @@ def draw_similarities(axes: list[Axes], results: list[Result], topics: list[str]
     centres = [(a + b - 1) / 2 for a, b in zip(starts, [*starts[1:], len(topics)], strict=True)]
     names = [topics[start] for start in starts]
     for axis, result in zip(axes[:2], results, strict=True):
-        similarity = (result.embeddings @ result.embeddings.T).cpu()
+        similarity = (result.embeddings @ result.embeddings.T).cpu().numpy()
         image = axis.imshow(similarity, vmin=0, vmax=0.7, cmap="magma")
         axis.set_title(f"{result.label}: Linear layers of {linear_bytes(result.model) / 1e6:.1f} MB")
         axis.set_xticks(centres, names, rotation=40, ha="right", rotation_mode="anchor")

