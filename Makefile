@@ -11,7 +11,7 @@ CXX_FILES := $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp csrc/*/*.mm 
 # The tests' build adds the MPS backend on the software Metal device where its packages are present.
 export SOFTMETAL := $(shell sh scripts/system_packages.sh has-softmetal && echo tests/softmetal)
 
-.PHONY: help build test test-all lint format demo bench macos clean
+.PHONY: help build test test-all lint format demo bench macos mutate clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -57,6 +57,9 @@ bench: build ## CPU benchmark against PyTorch's own kernels
 
 macos: $(VENV)/.installed ## cross-build the macOS wheel and check its symbols and contents
 	$(PY) -m build_support.macos
+
+mutate: $(VENV)/.installed ## break kernels/ in one place at a time: a test must fail for each (JOBS at once)
+	$(PY) tests/kernels/mutate.py --jobs $(or $(JOBS),2)
 
 clean: ## remove what was built (not .venv)
 	rm -rf build dist demo-output torch_marlin_metal/*.so $(VENV)/.built

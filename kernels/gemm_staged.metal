@@ -1,6 +1,6 @@
 // Many activation rows: 64 x 64 output tiles staged through threadgroup memory, see tile.h.
 //   single_stage:     fetch | barrier | store | barrier | multiply           half the threadgroup memory
-//   double_buffered:  fetch next | multiply this | store next | barrier      one barrier per step
+//   double_buffered:  barrier | fetch next | multiply this | store next      one barrier per step
 #include "variants.h"
 
 #include "product.h"
@@ -39,15 +39,14 @@ MARLIN_INLINE void staged_gemm(const Product<T> product, constant GemmParams& pa
     uint current = 0;
     parcel.fetch(product.weight, product.a, params, m0, n0, k_begin, k_end, thread_index);
     parcel.store(stage_at<T>(shared), params, thread_index);
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    for (uint k = k_begin; k < k_end; k += kTileK) {
+    for (uint k = k_begin;; k += kTileK) {
+      threadgroup_barrier(mem_flags::mem_threadgroup);
       const bool is_last = k + kTileK >= k_end;
       if (!is_last) parcel.fetch(product.weight, product.a, params, m0, n0, k + kTileK, k_end, thread_index);
       sums.step(stage_at<T>(shared + current * stage_bytes), params, table, k, is_last, simdgroup, lane);
-      current ^= 1;
       if (is_last) break;
+      current ^= 1;
       parcel.store(stage_at<T>(shared + current * stage_bytes), params, thread_index);
-      threadgroup_barrier(mem_flags::mem_threadgroup);
     }
   }
 

@@ -1,24 +1,21 @@
-"""Launches the kernels of `kernels/` on the software Metal device, each tensor in surroundings that must not be touched."""
+"""Launches the kernels of `kernels/` on the software Metal device, each tensor in surroundings not to be touched."""
 
 import functools
 import json
 import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import torch
+from softmetal.device import Buffer, Counters, Kernel, compile
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "python")]
-
-from softmetal.device import Buffer, Counters, Kernel, compile  # noqa: E402
-
 KERNELS = ROOT / "kernels"
 # Filled with 0xFF: a NaN in every floating type and in both codings of scales.
 GUARD_BYTES = 256
+CHECKED = True
 METAL_TYPES = {"float16": "half", "bfloat16": "bfloat", "float32": "float"}
 ELEMENT_NAMES = {
     torch.float16: "float16",
@@ -135,10 +132,10 @@ def launch(
     element: str = "",
     constants: Mapping[str, int | bool] | None = None,
     threadgroup_bytes: int = 0,
-    checked: bool = False,
+    checked: bool = CHECKED,
     seed: int = 1,
 ) -> Counters:
-    """Runs one kernel; `buffers` by slot name without its prefix, slots that it declares besides are bound as absent."""
+    """Runs one kernel; `buffers` by slot name without its prefix, other slots that it declares are bound as absent."""
     values = dict.fromkeys(facts()["constants"][:-1], 0) | dict(constants or {})
     typed = tuple(sorted(values.items()))
     handle = _specialise(kernel, weight_format, element, typed, checked)
@@ -150,7 +147,9 @@ def launch(
     return handle.launch(group=group, groups=groups, buffers=bound, threadgroup_memory=memory, seed=seed)
 
 
-def launch_elementwise(kernel: str, columns: int, rows: int, buffers: Mapping[str, Buffer | bytes], **options) -> Counters:
+def launch_elementwise(
+    kernel: str, columns: int, rows: int, buffers: Mapping[str, Buffer | bytes], **options
+) -> Counters:
     width, height = number("kElementwiseWidth"), number("kElementwiseHeight")
     groups = (-(-columns // width), -(-rows // height), 1)
     return launch(kernel, buffers, group=(width, height, 1), groups=groups, **options)

@@ -1,0 +1,69 @@
+"""The matrix of products: every pair of values of any two axes in at least one case."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from allpairspy import AllPairs
+from kernel_launch import facts
+from kernel_problems import Problem
+
+FORMATS = facts()["formats"][:-1]
+FLOATS = [torch.float16, torch.bfloat16, torch.float32]
+FIXED_GROUP_SIZES = {"nvfp4": 16, "mxfp4": 32}
+
+# What any product can meet; the kernels' tests add M, N, K and launch options.
+COMMON: dict[str, Sequence[Any]] = {
+    "weight_format": FORMATS,
+    "dtype": FLOATS,
+    "group_size": [16, 32, 64, 128, 256, "K"],
+    "scales_dtype": FLOATS,
+    "zeros_dtype": [torch.uint8, *FLOATS],
+    "global_scale": [None, (), (1,), (-1,)],
+    "bias_dtype": [None, *FLOATS],
+    "has_perm": [False, True],
+    "a_offset": [0, 1, 4],
+    "a_gap": [0, 3, 8],
+    "vectors": [True, True, False],
+    "all_positive": [False, True],
+}
+
+
+def problem(M: int, N: int, K: int, **fields: Any) -> Problem:
+    weight_format, group_size = fields["weight_format"], fields.get("group_size", 64)
+    group_size = FIXED_GROUP_SIZES.get(weight_format, K if group_size == "K" else min(group_size, K))
+    zeros_dtype = fields.get("zeros_dtype")
+    if weight_format == "uint4_bias" and zeros_dtype is torch.uint8:
+        zeros_dtype = None
+    return Problem(M=M, N=N, K=K, **fields | {"group_size": group_size, "zeros_dtype": zeros_dtype})
+
+
+def pairwise(axes: Mapping[str, Sequence[Any]], options: Sequence[str]) -> list[Any]:
+    """Cases for `pytest.mark.parametrize(("problem", "options"), ...)`; `options` are axes of the launch."""
+    names = list(axes)
+    cases = []
+    for i, values in enumerate(AllPairs([_distinct(axes[n]) for n in names])):
+        case = dict(zip(names, (v for _, v in values), strict=True))
+        chosen = {n: case.pop(n) for n in options}
+        p = problem(seed=i, **case)
+        label = f"{p.weight_format}-{str(p.dtype)[6:]}-{p.M}x{p.N}x{p.K}-{i}"
+        cases.append(pytest.param(p, chosen, id=label))
+    return cases
+
+
+def _distinct(values: Sequence[Any]) -> list[tuple[int, Any]]:
+    # A value that stands twice weighs twice.
+    return list(enumerate(values))
+
+
+def plain_problems(M: int, N: int, K: int, **fields: Any) -> list[Any]:
+    """Every format with every activation dtype."""
+    return [
+        pytest.param(
+            problem(M, N, K, weight_format=weight_format, dtype=dtype, **fields),
+            id=f"{weight_format}-{str(dtype)[6:]}",
+        )
+        for weight_format, dtype in itertools.product(FORMATS, FLOATS)
+    ]

@@ -1,0 +1,220 @@
+"""One product or dequantization: inputs, exact result and error bound, and its launch by each kernel."""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import reference
+import torch
+from kernel_launch import (
+    ELEMENT_NAMES,
+    Counters,
+    Guarded,
+    element_type,
+    facts,
+    launch,
+    launch_elementwise,
+    number,
+    parameters,
+    place,
+    place_output,
+)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is computed, and how its tensors lie in memory."""
+
+    weight_format: str
+    M: int
+    N: int
+    K: int
+    group_size: int
+    dtype: torch.dtype
+    scales_dtype: torch.dtype = torch.float16
+    zeros_dtype: torch.dtype | None = None
+    global_scale: tuple[int, ...] | None = None
+    bias_dtype: torch.dtype | None = None
+    has_perm: bool = False
+    # Elements by which the activations are off alignment, and added to their row stride.
+    a_offset: int = 0
+    a_gap: int = 0
+    # Whether loads may be vectors where the tensors allow it.
+    vectors: bool = True
+    all_positive: bool = False
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Inputs:
+    a: torch.Tensor
+    weight: reference.Weight
+    bias: torch.Tensor | None
+    perm: np.ndarray | None
+
+
+@functools.lru_cache(maxsize=16)
+def make_inputs(problem: Problem) -> Inputs:
+    rng = np.random.default_rng([problem.seed, problem.M, problem.N, problem.K])
+    p = problem
+    weight = reference.make_weight(
+        p.weight_format,
+        p.K,
+        p.N,
+        p.group_size,
+        scales_dtype=p.scales_dtype,
+        zeros_dtype=p.zeros_dtype,
+        global_scale_shape=p.global_scale if p.weight_format == "nvfp4" else None,
+        seed=p.seed,
+    )
+    a = rng.uniform(0.5, 1.5, (p.M, p.K)) if p.all_positive else rng.standard_normal((p.M, p.K))
+    bias = torch.from_numpy(rng.standard_normal(p.N)).to(p.bias_dtype) if p.bias_dtype else None
+    perm = rng.permutation(p.K).astype(np.int32) if p.has_perm else None
+    return Inputs(torch.from_numpy(a).to(p.dtype), weight, bias, perm)
+
+
+def _weight_buffers(problem: Problem, inputs: Inputs) -> tuple[dict, dict]:
+    """Slots and function constants of the packed weight."""
+    weight, arguments = inputs.weight, inputs.weight.arguments
+    buffers = {"Packed": place(weight.b_packed), "Scales": place(weight.scales)}
+    constants = {"scales_type": element_type(weight.scales.dtype)}
+    if "zeros" in arguments:
+        buffers["Zeros"] = place(arguments["zeros"])
+        constants["zeros_type"] = element_type(arguments["zeros"].dtype)
+    if "global_scale" in arguments:
+        buffers["GlobalScale"] = place(arguments["global_scale"].reshape(-1))
+        constants |= {
+            "has_global_scale": True,
+            "global_scale_per_column": problem.N > 1 and arguments["global_scale"].numel() == problem.N,
+        }
+    if "lut" in arguments:
+        buffers["Lut"] = place(arguments["lut"])
+    if inputs.perm is not None:
+        buffers["Perm"] = place(torch.from_numpy(inputs.perm))
+        constants["has_perm"] = True
+    return buffers, constants
+
+
+def _product_buffers(problem: Problem, inputs: Inputs) -> tuple[dict, dict]:
+    buffers, constants = _weight_buffers(problem, inputs)
+    stride = problem.K + problem.a_gap
+    buffers["A"] = place(inputs.a, offset=problem.a_offset, row_stride=stride)
+    if inputs.bias is not None:
+        buffers["Bias"] = place(inputs.bias)
+        constants |= {"has_bias": True, "bias_type": element_type(inputs.bias.dtype)}
+    constants["vector_columns"] = problem.vectors and problem.N % 4 == 0
+    constants["vector_activations"] = (
+        problem.vectors and not problem.has_perm and problem.a_offset % 4 == 0 and stride % 4 == 0
+    )
+    return buffers, constants
+
+
+def _run_product(
+    kernel: str, problem: Problem, slices: int, k_per_slice: int, constants: dict, options: dict
+) -> torch.Tensor:
+    """One dispatch, and the reduction of its slices where there are several."""
+    inputs = options.pop("inputs", None) or make_inputs(problem)
+    buffers, tensor_constants = _product_buffers(problem, inputs)
+    buffers["A"], row_stride = options.pop("activations", None) or (buffers["A"], problem.K + problem.a_gap)
+    shape = (problem.M, problem.N)
+    element = ELEMENT_NAMES[problem.dtype]
+    out = place_output(shape, problem.dtype)
+    buffers["Params"] = parameters(
+        "GemmParams",
+        a_row_stride=row_stride,
+        M=problem.M,
+        N=problem.N,
+        K=problem.K,
+        group_size=problem.group_size,
+        k_per_slice=k_per_slice,
+    )
+    partials = place_output((slices, *shape), torch.float32) if slices > 1 else None
+    buffers["Partials" if partials else "Out"] = partials or out
+    constants = tensor_constants | constants | {"writes_partials": slices > 1}
+    options = {"weight_format": problem.weight_format, "element": element, "constants": constants} | options
+    counters = launch(kernel, buffers, **options)
+    if partials:
+        _reduce(problem, buffers, partials, out, slices, options)
+    check_work(kernel, problem, slices, k_per_slice, counters)
+    return out.read(shape, problem.dtype)
+
+
+def check_work(kernel: str, problem: Problem, slices: int, k_per_slice: int, counters: Counters) -> None:
+    """A staged kernel multiplies no step too many, and waits once (double_buffered) or twice in each."""
+    if kernel == "gemv":
+        return
+    spans = [min(k_per_slice, problem.K - i * k_per_slice) for i in range(slices)]
+    steps = sum(-(-span // number("kTileK")) for span in spans)
+    steps *= -(-problem.M // number("kTileM")) * -(-problem.N // number("kTileN"))
+    assert counters.mmas == steps * number("kTileM") * number("kTileN") * number("kTileK") // 512
+    assert counters.threadgroup_barriers == steps * {"gemm_double_buffered": 1, "gemm_single_stage": 2}[kernel]
+
+
+def _reduce(problem: Problem, buffers: dict, partials: Guarded, out: Guarded, slices: int, options: dict) -> None:
+    fields = {"M": problem.M, "N": problem.N, "slices": slices}
+    used = {"Partials": partials, "Out": out, "Params": parameters("ReduceParams", **fields)}
+    if "Bias" in buffers:
+        used["Bias"] = buffers["Bias"]
+    names = ("element", "constants", "checked", "seed")
+    launch_elementwise("reduce", problem.N, problem.M, used, **{n: options[n] for n in names if n in options})
+
+
+def run_gemv(
+    problem: Problem,
+    *,
+    rows: int,
+    simdgroups: int,
+    splits: int = 1,
+    subnormal_codes: bool = True,
+    **options: Any,
+) -> torch.Tensor:
+    """`options` are those of `launch`; `inputs`, and `activations` (buffer, row stride), in place of the problem's."""
+    words = problem.K // 8
+    k_per_slice = -(-words // (simdgroups * splits)) * 8
+    splits = -(-problem.K // (k_per_slice * simdgroups))  # none may be empty
+    options |= {
+        "group": (32 * simdgroups, 1, 1),
+        "groups": (-(-problem.N // number("kGemvColumns")), -(-problem.M // rows), splits),
+        "threadgroup_bytes": facts()["gemv_bytes"][rows][simdgroups],
+    }
+    constants = {"rows_per_threadgroup": rows, "subnormal_codes": subnormal_codes}
+    return _run_product("gemv", problem, splits, k_per_slice, constants, options)
+
+
+def run_staged(kernel: str, problem: Problem, *, slices: int = 1, **options: Any) -> torch.Tensor:
+    steps = -(-problem.K // number("kTileK"))
+    k_per_slice = -(-steps // slices) * number("kTileK")
+    slices = -(-problem.K // k_per_slice)
+    stages = {"gemm_single_stage": 1, "gemm_double_buffered": 2}[kernel]
+    options |= {
+        "group": (number("kTileThreads"), 1, 1),
+        "groups": (-(-problem.N // number("kTileN")), -(-problem.M // number("kTileM")), slices),
+        "threadgroup_bytes": facts()["tile_bytes"][ELEMENT_NAMES[problem.dtype]][stages],
+    }
+    return _run_product(kernel, problem, slices, k_per_slice, {}, options)
+
+
+def check(problem: Problem, result: torch.Tensor, *, raw_codes: bool) -> float:
+    inputs = make_inputs(problem)
+    exact, bound = reference.gemm(inputs.a, inputs.weight, inputs.bias, inputs.perm, raw_codes=raw_codes)
+    return reference.check_gemm(result, exact, bound)
+
+
+def run_dequantize(problem: Problem, **options: Any) -> torch.Tensor:
+    inputs = options.pop("inputs", None) or make_inputs(problem)
+    buffers, constants = _weight_buffers(problem, inputs)
+    out = place_output((problem.K, problem.N), problem.dtype)
+    fields = {"N": problem.N, "K": problem.K, "group_size": problem.group_size}
+    buffers |= {"Out": out, "Params": parameters("DequantizeParams", **fields)}
+    names = {"weight_format": problem.weight_format, "element": ELEMENT_NAMES[problem.dtype], "constants": constants}
+    launch_elementwise("dequantize", problem.N, problem.K // 8, buffers, **names, **options)
+    return out.read((problem.K, problem.N), problem.dtype)
+
+
+def check_dequantize(problem: Problem, **options: Any) -> None:
+    """In fp32, where at most two operations round; rows come back to the original order of k."""
+    inputs = make_inputs(problem)
+    order = slice(None) if inputs.perm is None else np.argsort(inputs.perm)
+    error = np.abs(reference.to_numpy(run_dequantize(problem, **options)) - inputs.weight.exact[order])
+    assert (error <= 2.0**-23 * inputs.weight.magnitude[order]).all()

@@ -1,0 +1,186 @@
+"""Breaks `kernels/` on purpose, one place at a time, and shows that a test notices (`make mutate`).
+
+Mutations: every barrier is removed, weakened to a simdgroup's, and stripped of its memory flag; every comparison with
+a size that is known at run time only is moved by one, and, outside of loop headers, decided as if the limit were not
+there; every `min` with such a size is replaced by its other argument. Each mutant is a copy of `kernels/` in which the
+cases of `mutation_cases.py` for the broken file run in checked mode until one fails.
+"""
+
+import argparse
+import concurrent.futures
+import multiprocessing
+import re
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_TESTS = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(Path(__file__).parent), str(_TESTS), str(_TESTS / "python")]
+
+import kernel_launch  # noqa: E402
+import mutation_cases  # noqa: E402
+from softmetal.device import CompileError  # noqa: E402
+
+KERNELS = kernel_launch.KERNELS
+TIMEOUT_SECONDS = 120
+# What survives, by its description, and why that is right.
+EXPLAINED: dict[str, str] = {}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    file: str
+    line: int
+    kind: str
+    start: int  # of the replaced text, in the file
+    end: int
+    replacement: str
+    original: str
+
+    @property
+    def description(self) -> str:
+        return f"{self.file}: {self.original!r} -> {self.replacement!r}"
+
+    def apply(self, text: str) -> str:
+        return text[: self.start] + self.replacement + text[self.end :]
+
+
+BARRIER = re.compile(r"threadgroup_barrier\(mem_flags::mem_threadgroup\);")
+COMPARISON = re.compile(r"(?<=[\w)\]]) (<=|>=|<|>) (?=[\w(])")
+# Limits that the compiler knows are no bounds: loops over them are unrolled and cannot run past a tensor.
+CONSTANT_LIMIT = re.compile(r"\s*(TileSums<|(k[A-Z]\w*|\d+\w*)( / k[A-Z]\w*)?\s*$)")
+MINIMUM = re.compile(r"\bmin\(")
+MOVED = {"<": "<=", "<=": "<", ">": ">=", ">=": ">"}
+
+
+def without_comments(text: str) -> str:
+    return re.sub(r"//[^\n]*", lambda m: " " * len(m[0]), text)
+
+
+def _operand(code: str, position: int, step: int) -> int:
+    """Where the operand that begins at `position` ends, going in the direction of `step`."""
+    opening, closing = ("(", ")") if step > 0 else (")", "(")
+    depth = 0
+    while 0 <= position < len(code):
+        c = code[position]
+        if depth == 0 and (c in ";,?{}" + closing or code[position : position + 2] in ("&&", "||")):
+            break
+        if depth == 0 and c in "&|=:" and code[position - 1 : position + 1] != "::" and code[position + 1] != ":":
+            break
+        depth += (c == opening) - (c == closing)
+        position += step
+    return position
+
+
+def _in_loop_header(code: str, position: int) -> bool:
+    depth = 0
+    while position > 0 and depth <= 0 and code[position] not in "{}":
+        position -= 1
+        depth += (code[position] == "(") - (code[position] == ")")
+    return code[position - 4 : position] == "for "
+
+
+def mutants(file: str, text: str) -> Iterator[Mutant]:
+    code = without_comments(text)
+
+    def mutant(kind: str, start: int, end: int, replacement: str) -> Mutant:
+        lead = len(text[start:end]) - len(text[start:end].lstrip())
+        start, original = start + lead, " ".join(text[start:end].split())
+        return Mutant(file, text.count("\n", 0, start) + 1, kind, start, end, replacement, original)
+
+    for m in BARRIER.finditer(code):
+        yield mutant("barrier removed", *m.span(), ";")
+        yield mutant("barrier weakened", *m.span(), "simdgroup_barrier(mem_flags::mem_threadgroup);")
+        yield mutant("barrier without flag", *m.span(), "threadgroup_barrier(mem_flags::mem_none);")
+    for m in COMPARISON.finditer(code):
+        left = _operand(code, m.start() - 1, -1) + 1
+        right = _operand(code, m.end(), 1)
+        if "return" in code[left : m.start()]:
+            left = code.index("return", left) + len("return ")
+        if CONSTANT_LIMIT.match(code[m.end() : right]) or "template" in code[left : m.start()]:
+            continue
+        whole = code[left:right]
+        moved = f"{code[left : m.start()].strip()} {MOVED[m[1]]} {code[m.end() : right].strip()}"
+        yield mutant("comparison moved", left, left + len(whole.rstrip()), moved)
+        if not _in_loop_header(code, left):
+            dropped = "true" if m[1] in ("<", "<=") else "false"
+            yield mutant("guard dropped", left, left + len(whole.rstrip()), dropped)
+    for m in MINIMUM.finditer(code):
+        comma = _operand(code, m.end(), 1)
+        end = _operand(code, comma + 1, 1)
+        if not CONSTANT_LIMIT.match(code[comma + 1 : end]):
+            yield mutant("limit dropped", m.start(), end + 1, f"({code[m.end() : comma].strip()})")
+
+
+def _run(folder: str, file: str) -> str:
+    """In a process of its own: what the cases of a file say to the kernels in `folder`."""
+    kernel_launch.KERNELS = Path(folder)
+    for name, case in mutation_cases.cases_of(file):
+        try:
+            case()
+        except CompileError as error:
+            return f"does not compile: {str(error).splitlines()[0]}"
+        except Exception as error:
+            return f"caught by {name}: {str(error).strip().splitlines()[0][:150]}"
+    return "survived"
+
+
+def _child(folder: str, file: str, pipe: multiprocessing.connection.Connection) -> None:
+    pipe.send(_run(folder, file))
+
+
+def judge(mutant: Mutant | None) -> str:
+    """The verdict on one mutant; on the kernels as they are for None."""
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
+        shutil.copytree(KERNELS, folder, dirs_exist_ok=True)
+        if mutant:
+            path = Path(folder) / mutant.file
+            path.write_text(mutant.apply(path.read_text()))
+        receiver, sender = context.Pipe(duplex=False)
+        child = context.Process(target=_child, args=(folder, mutant.file if mutant else "", sender))
+        child.start()
+        sender.close()
+        try:
+            return receiver.recv() if receiver.poll(TIMEOUT_SECONDS) else "caught: it does not end"
+        except EOFError:
+            return "caught: it crashes"
+        finally:
+            child.kill()
+            child.join()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--jobs", type=int, default=1, help="mutants tested at once")
+    parser.add_argument("--file", help="only this file of kernels/")
+    parser.add_argument("--list", action="store_true", help="print the mutants and stop")
+    options = parser.parse_args()
+    shared_with_host = ("params.h", "variants.h")  # no code that runs on the GPU
+    files = sorted(p for p in KERNELS.iterdir() if p.suffix in (".h", ".metal") and p.name not in shared_with_host)
+    chosen = [m for p in files if options.file in (None, p.name) for m in mutants(p.name, p.read_text())]
+    if options.list:
+        print(*(f"{m.file}:{m.line}: {m.kind}: {m.original!r} -> {m.replacement!r}" for m in chosen), sep="\n")
+        return 0
+    if (verdict := judge(None)) != "survived":
+        print(f"the kernels as they are: {verdict}")
+        return 1
+    start, counts = time.time(), {"caught": 0, "survived": 0, "explained": 0, "does not compile": 0}
+    with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
+        for m, verdict in zip(chosen, pool.map(judge, chosen), strict=True):
+            outcome = next(k for k in ("caught", "survived", "does not compile") if verdict.startswith(k))
+            if outcome == "survived" and m.description in EXPLAINED:
+                outcome, verdict = "explained", f"survives: {EXPLAINED[m.description]}"
+            counts[outcome] += 1
+            print(f"{m.file}:{m.line}: {m.kind}: {m.original} -> {m.replacement}\n    {verdict}", flush=True)
+    summary = ", ".join(f"{n} {k}" for k, n in counts.items())
+    print(f"{len(chosen)} mutants in {time.time() - start:.0f} s: {summary}")
+    return 1 if counts["survived"] or counts["does not compile"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""The few cases, by file of `kernels/`, that every mutant of it has to pass: edges on all sides, all of them small."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import test_kernel_repack as repack
+import torch
+from kernel_cases import problem
+from kernel_problems import Problem, check, check_dequantize, run_gemv, run_staged
+
+HALF, BFLOAT, FLOAT = torch.float16, torch.bfloat16, torch.float32
+Case = tuple[str, Callable[[], object]]
+
+
+def _gemv(p: Problem, **options: int) -> Case:
+    return f"gemv {p.weight_format} {p.M}x{p.N}x{p.K}", lambda: check(p, run_gemv(p, **options), raw_codes=True)
+
+
+def _staged(kernel: str, p: Problem, **options: int) -> Case:
+    name = f"{kernel} {p.weight_format} {p.M}x{p.N}x{p.K}"
+    return name, lambda: check(p, run_staged(f"gemm_{kernel}", p, **options), raw_codes=False)
+
+
+def _dequantize(p: Problem) -> Case:
+    return f"dequantize {p.weight_format} {p.N}x{p.K}", lambda: check_dequantize(p)
+
+
+def _repack() -> Iterator[Case]:
+    yield "gptq_repack", partial(repack.test_gptq_repack, 40, 63, False)
+    yield "gptq_repack perm", partial(repack.test_gptq_repack, 32, 65, True)
+    yield "gptq_repack 64x4", partial(repack.test_gptq_repack, 32, 64, False)
+    yield "awq_repack", partial(repack.test_awq_repack, 40, 504)
+    yield "awq_repack 64x4", partial(repack.test_awq_repack, 32, 512)
+    for rule in ("word", "awq"):
+        yield f"unpack_zeros {rule}", partial(repack.test_unpack_zeros, 5, 520, rule)
+        yield f"unpack_zeros 64x4 {rule}", partial(repack.test_unpack_zeros, 4, 512, rule)
+
+
+def _dequantize_cases() -> Iterator[Case]:
+    for weight_format, N, K in (("uint4", 63, 40), ("uint4", 64, 32), ("nvfp4", 65, 72), ("mxfp4", 7, 40)):
+        yield _dequantize(problem(1, N, K, weight_format=weight_format, dtype=FLOAT, group_size=16, has_perm=N < 64))
+
+
+def _gemv_cases() -> Iterator[Case]:
+    yield _gemv(problem(3, 7, 72, weight_format="uint4", dtype=HALF, group_size=16), rows=2, simdgroups=2)
+    yield _gemv(problem(1, 128, 64, weight_format="uint4b8", dtype=HALF, group_size=32), rows=2, simdgroups=2)
+    yield _gemv(
+        problem(2, 132, 136, weight_format="lut4", dtype=BFLOAT, bias_dtype=HALF, has_perm=True),
+        rows=2, simdgroups=4, splits=2,
+    )  # fmt: skip
+    yield _gemv(problem(1, 40, 24, weight_format="uint4_bias", dtype=FLOAT, a_offset=1), rows=1, simdgroups=4)
+    yield _gemv(problem(1, 8, 520, weight_format="mxfp4", dtype=FLOAT), rows=1, simdgroups=1)
+    long_sums = {"weight_format": "uint4_bias", "dtype": FLOAT, "group_size": "K", "all_positive": True}
+    yield _gemv(problem(4, 64, 4096, **long_sums), rows=4, simdgroups=1)
+
+
+def _staged_cases() -> Iterator[Case]:
+    for kernel in ("double_buffered", "single_stage"):
+        yield _staged(kernel, problem(65, 65, 72, weight_format="uint4", dtype=HALF, group_size=16), slices=2)
+        yield _staged(kernel, problem(64, 64, 96, weight_format="lut4", dtype=BFLOAT, group_size=64))
+        yield _staged(
+            kernel,
+            problem(9, 7, 136, weight_format="uint4_bias", dtype=FLOAT, bias_dtype=FLOAT, has_perm=True, group_size=32),
+        )
+        yield _staged(kernel, problem(64, 128, 520, weight_format="nvfp4", dtype=HALF))
+        long_sums = {"weight_format": "uint4_bias", "dtype": FLOAT, "group_size": "K", "all_positive": True}
+        yield _staged(kernel, problem(8, 64, 4096, **long_sums))
+
+
+def cases_of(file: str) -> Iterator[Case]:
+    """The cases for one file; all of them where the file is part of several kernels, or for ''."""
+    own = {
+        "repack.metal": _repack,
+        "dequantize.metal": _dequantize_cases,
+        "gemv.metal": _gemv_cases,
+        "reduce.metal": _gemv_cases,
+        "gemm_staged.metal": _staged_cases,
+        "tile.h": _staged_cases,
+        "fragment.h": _staged_cases,
+    }
+    for make in [own[file]] if file in own else dict.fromkeys(own.values()):
+        yield from make()

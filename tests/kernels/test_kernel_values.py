@@ -1,0 +1,132 @@
+"""Values one by one: every code of every format, NaN and infinity, the decode probe."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import reference
+import torch
+from kernel_cases import FLOATS, FORMATS, problem
+from kernel_launch import Buffer, launch, place, place_output
+from kernel_problems import Inputs, Problem, check_dequantize, make_inputs, run_dequantize, run_gemv, run_staged
+
+RUNS = {
+    "gemv": lambda p, **o: run_gemv(p, rows=4, simdgroups=2, **o),
+    "gemv_or_form": lambda p, **o: run_gemv(p, rows=4, simdgroups=2, subnormal_codes=False, **o),
+    "gemm_double_buffered": lambda p, **o: run_staged("gemm_double_buffered", p, **o),
+    "gemm_single_stage": lambda p, **o: run_staged("gemm_single_stage", p, **o),
+}
+kernels = pytest.mark.parametrize("kernel", RUNS)
+formats = pytest.mark.parametrize("weight_format", FORMATS)
+
+
+def every_code(p: Problem, **options: torch.dtype) -> Inputs:
+    """The identity times a weight in which every column runs through the 16 codes."""
+    codes = ((np.arange(p.K)[:, None] + np.arange(p.N)[None, :]) % 16).astype(np.uint8)
+    weight = reference.make_weight(p.weight_format, p.K, p.N, p.group_size, codes=codes, **options)
+    return Inputs(torch.eye(p.K, dtype=p.dtype), weight, None, None)
+
+
+@kernels
+@formats
+def test_every_code(kernel: str, weight_format: str) -> None:
+    """The identity as activations gives the weight itself, rounded once from its exact value."""
+    p = problem(16, 64, 16, weight_format=weight_format, dtype=torch.float32, group_size=16)
+    inputs = every_code(p)
+    assert torch.equal(RUNS[kernel](p, inputs=inputs), torch.from_numpy(inputs.weight.exact).float())
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(
+    ("weight_format", "zeros_dtype"),
+    [*((f, None) for f in FORMATS), *(("uint4", t) for t in FLOATS), *(("uint4_bias", t) for t in FLOATS)],
+)
+def test_dequantize_every_code(weight_format: str, zeros_dtype: torch.dtype | None, dtype: torch.dtype) -> None:
+    p = problem(1, 65, 40, weight_format=weight_format, dtype=dtype, group_size=16, zeros_dtype=zeros_dtype)
+    inputs = every_code(p, zeros_dtype=p.zeros_dtype)
+    got, exact = run_dequantize(p, inputs=inputs), inputs.weight.exact
+    # fp16 scales: one fp32 operation rounds, q - z or q s + b with zeros of 24 bits; else none does.
+    rounded = 2.0**-24 * inputs.weight.magnitude if zeros_dtype is torch.float32 or weight_format == "lut4" else 0.0
+    rounded = rounded + 2.0**-23 * np.abs(exact)
+    bound = reference.UNIT_ROUNDOFF[dtype] * np.abs(exact) + reference.TINY[dtype] + rounded
+    assert (np.abs(reference.to_numpy(got) - exact) <= bound).all()
+
+
+@pytest.mark.parametrize("scales_dtype", FLOATS)
+@pytest.mark.parametrize("N", [1, 63, 200])
+@pytest.mark.parametrize("has_perm", [False, True])
+@formats
+def test_dequantize_shapes(weight_format: str, N: int, has_perm: bool, scales_dtype: torch.dtype) -> None:
+    p = problem(
+        1, N, 72, weight_format=weight_format, dtype=torch.float32, group_size=32, has_perm=has_perm,
+        scales_dtype=scales_dtype, global_scale=(-1,),
+    )  # fmt: skip
+    check_dequantize(p)
+
+
+@kernels
+@formats
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_activation_that_is_not_finite(kernel: str, weight_format: str, value: float) -> None:
+    p = problem(3, 72, 72, weight_format=weight_format, dtype=torch.float16, group_size=32)
+    inputs = make_inputs(p)
+    a = inputs.a.clone()
+    a[1, 40] = value
+    clean, got = RUNS[kernel](p), RUNS[kernel](p, inputs=replace(inputs, a=a))
+    assert not got[1].isfinite().any()
+    assert not np.isnan(value) or got[1].isnan().all()
+    assert torch.equal(got[[0, 2]], clean[[0, 2]])
+
+
+@kernels
+@formats
+def test_scale_that_is_nan(kernel: str, weight_format: str) -> None:
+    """In the last, short group of column 5; the NaN codes of E4M3 and E8M0 for formats that have codes."""
+    p = problem(3, 72, 72, weight_format=weight_format, dtype=torch.float16, group_size=32)
+    inputs = make_inputs(p)
+    values = {"nvfp4": [0x7F, 0xFF], "mxfp4": [0xFF]}.get(weight_format, [np.nan])
+    clean = RUNS[kernel](p)
+    others = [n for n in range(p.N) if n != 5]
+    for value in values:
+        scales = inputs.weight.scales.clone()
+        scales[-1, 5] = value
+        got = RUNS[kernel](p, inputs=replace(inputs, weight=replace(inputs.weight, scales=scales)))
+        assert got[:, 5].isnan().all()
+        assert torch.equal(got[:, others], clean[:, others])
+
+
+@kernels
+@pytest.mark.parametrize("weight_format", ["nvfp4", "mxfp4"])
+def test_every_scale_code(kernel: str, weight_format: str) -> None:
+    """Column n has scale code n, within the range that the operators promise."""
+    p = problem(16, 256, 16, weight_format=weight_format, dtype=torch.float32)
+    inputs = every_code(p)
+    codes = np.arange(256, dtype=np.uint8)
+    if weight_format == "mxfp4":
+        codes = codes.clip(16, 240)
+    decode = reference.e4m3 if weight_format == "nvfp4" else reference.e8m0
+    elements = inputs.weight.exact / decode(inputs.weight.scales.numpy())
+    inputs = replace(inputs, weight=replace(inputs.weight, scales=torch.from_numpy(codes.reshape(1, -1))))
+    got = RUNS[kernel](p, inputs=inputs).numpy()
+    assert np.array_equal(got, (elements * decode(codes)).astype(np.float32), equal_nan=True)
+
+
+@pytest.mark.parametrize("word", [0, 1])
+def test_probe_of_half_subnormals(word: int) -> None:
+    """The device keeps them; from a zero word the probe must say no."""
+    out = place_output((1,), torch.int32)
+    buffers = {"Packed": place(torch.tensor([word], dtype=torch.int32)), "Out": out}
+    launch("probe_half_subnormals", buffers, group=(1, 1, 1), groups=(1, 1, 1))
+    assert out.read((1,), torch.int32).item() == word
+
+
+@kernels
+def test_row_stride_beyond_32_bits(kernel: str) -> None:
+    """Two rows whose distance in elements does not fit in 32 bits."""
+    p = problem(3, 64, 32, weight_format="uint4b8", dtype=torch.float16, group_size=32)
+    stride = 2**31 + 8
+    memory = np.zeros(2 * stride + p.K, np.float16)  # not touched but for the rows
+    for m, row in enumerate(make_inputs(p).a.numpy()):
+        memory[m * stride : m * stride + p.K] = row
+    result = RUNS[kernel](p, activations=(Buffer(memory), stride), checked=False)
+    assert torch.equal(result, RUNS[kernel](p, checked=False))
