@@ -78,16 +78,20 @@ def run(source: str, *buffers: np.ndarray, threads: int = 1, group: int = 32, ke
 
 def _kernel(name: str, expression: str, inputs: Sequence[str], out: str, widths: Sequence[int]) -> str:
     letters = "abcd"[: len(inputs)]
-    parameters = [f"device const {t}* {x.upper()} [[buffer({i})]]" for i, (x, t) in enumerate(zip(letters, inputs))]
+    parameters = [
+        f"device const {t}* {x.upper()} [[buffer({i})]]" for i, (x, t) in enumerate(zip(letters, inputs, strict=True))
+    ]
     parameters += [f"device {out}* out [[buffer({len(inputs)})]]", f"constant uint& n [[buffer({len(inputs) + 1})]]"]
     lines = []
     for slot, (w, j) in enumerate(SLOTS):
         if j or w not in widths:
             continue
-        loads = [f"{t} {x} = {x.upper()}[i];" for x, t in zip(letters, inputs)]
+        loads = [f"{t} {x} = {x.upper()}[i];" for x, t in zip(letters, inputs, strict=True)]
         store = f"out[i] = {out}({expression});"
         if w > 1:
-            loads = [f"vec<{t}, {w}> {x} = take<{t}, {w}>({x.upper()}, i, n);" for x, t in zip(letters, inputs)]
+            loads = [
+                f"vec<{t}, {w}> {x} = take<{t}, {w}>({x.upper()}, i, n);" for x, t in zip(letters, inputs, strict=True)
+            ]
             store = f"give<{out}, {w}>(out + {slot} * n, vec<{out}, {w}>({expression}), i, n);"
         lines.append("{ " + " ".join([*loads, store]) + " }")
     body = "\n  ".join(["if (i >= n) return;", *lines])

@@ -107,17 +107,21 @@ ACCEPTED = {
     "template parameters that carry the space": (
         "template <typename T> T first(T x) { return x; } template <typename P> void g(P& x, P y) { x = y; }"
     ),
-    "aliases that carry the space": "using P = device float*; typedef constant float* Q; void f(P p, Q q) { P r = p; Q s = q; }",
+    "aliases that carry the space": "using P = device float*; typedef constant float* Q;"
+    " void f(P p, Q q) { P r = p; Q s = q; }",
     "functions as arguments": "float apply(float (*op)(float, float), float x) { return op(x, x); }",
     "template recursion": (
         "template <int N> struct Sum { static float of(float x) { return x + Sum<N - 1>::of(x); } };"
         "template <> struct Sum<0> { static float of(float) { return 0; } };"
         + KERNEL.format("a[i] = Sum<3>::of(a[i]);")
     ),
-    "an overload calls another": "float twice(float x) { return 2 * x; } half twice(half x) { return half(twice(float(x))); }",
-    "a function of the library with the same name": "float log1p(float x) { return metal::log(1 + x); } float my(float x) { return log1p(x); }",
+    "an overload calls another": "float twice(float x) { return 2 * x; }"
+    " half twice(half x) { return half(twice(float(x))); }",
+    "a function of the library with the same name": "float log1p(float x) { return metal::log(1 + x); }"
+    " float my(float x) { return log1p(x); }",
     "a method of a member with the same name": (
-        "struct A { int next(int x) thread { return x; } }; struct B { A a; int next(int x) thread { return a.next(x); } };"
+        "struct A { int next(int x) thread { return x; } };"
+        " struct B { A a; int next(int x) thread { return a.next(x); } };"
     ),
     "defaulted and deleted members": "struct S { S() = default; S(thread const S&) = delete; };",
     "constants in functions": KERNEL.format(
@@ -132,7 +136,8 @@ ACCEPTED = {
         " { threadgroup T x[N]; x[i % N] = a[i]; a[i] = x[i % N]; }"
         'template [[host_name("k8")]] [[kernel]] void k<float, 8>(device float*, uint);'
     ),
-    "words inside words": "struct S { int new_count, try_count, deleted, virtual_row; }; int doubles(int double_ed) { return double_ed; }",
+    "words inside words": "struct S { int new_count, try_count, deleted, virtual_row; };"
+    " int doubles(int double_ed) { return double_ed; }",
     "text outside ASCII in comments": "// \u00e9t\u00e9\n" + KERNEL.format("a[i] = 1; /* \u2264 */"),
     "initialisers with braces": (
         "struct S { float x; float4 v; S(float y) : x{y}, v{y, y, y, y} {} };"
@@ -142,14 +147,16 @@ ACCEPTED = {
     "casts with a space": KERNEL.format(
         "device uint4* p = (device uint4*)a; auto q = reinterpret_cast<device const half*>(a); a[i] = p->x + q[1];"
     ),
-    "packs": "template <typename... T> int count(T... x) { return sizeof...(x); } template <typename... T> int more(T... x) { return count(x...); }",
+    "packs": "template <typename... T> int count(T... x) { return sizeof...(x); }"
+    " template <typename... T> int more(T... x) { return count(x...); }",
     "loops": KERNEL.format(
         "for (uint j = 0; j < 3 && j < i; ++j) a[j] *= 2; for (int n = 2 * 3; n > 0; --n) { a[i] += n; }"
     ),
     "function constants": "constant bool gate [[function_constant(0)]]; "
     + KERNEL.format("if (is_function_constant_defined(gate) && gate) a[i] = 1;"),
     "pragmas": KERNEL.format(
-        '\n#pragma unroll\nfor (int j = 0; j < 4; ++j) a[j] = j; _Pragma("clang loop unroll(full)") for (int j = 0; j < 4; ++j) a[j] += j;'
+        "\n#pragma unroll\nfor (int j = 0; j < 4; ++j) a[j] = j;"
+        ' _Pragma("clang loop unroll(full)") for (int j = 0; j < 4; ++j) a[j] += j;'
     ),
 }
 

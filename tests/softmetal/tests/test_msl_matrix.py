@@ -21,12 +21,16 @@ def _in_lanes(matrix: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("metal", ["half", "float", "bfloat"])
 @pytest.mark.parametrize("memory", ["device", "threadgroup"])
 def test_load_gives_lanes_their_elements(metal: str, memory: str) -> None:
-    copy = f"threadgroup {metal} t[400]; for (int i = lane; i < 400; i += 32) t[i] = a[i]; threadgroup_barrier(mem_flags::mem_threadgroup);"
+    copy = (
+        f"threadgroup {metal} t[400]; for (int i = lane; i < 400; i += 32) t[i] = a[i];"
+        " threadgroup_barrier(mem_flags::mem_threadgroup);"
+    )
     source = f"""
 kernel void k(device const {metal}* a [[buffer(0)]], device {metal}* out [[buffer(1)]], {LANE}) {{
   {copy if memory == "threadgroup" else f"device const {metal}* t = a;"}
   simdgroup_matrix<{metal}, 8, 8> m[4];
-  simdgroup_load(m[0], t); simdgroup_load(m[1], t, 20); simdgroup_load(m[2], t, 20, ulong2(7, 3)); simdgroup_load(m[3], t, 20, ulong2(7, 3), true);
+  simdgroup_load(m[0], t); simdgroup_load(m[1], t, 20); simdgroup_load(m[2], t, 20, ulong2(7, 3));
+    simdgroup_load(m[3], t, 20, ulong2(7, 3), true);
   for (int i = 0; i < 4; ++i) for (int j = 0; j < 2; ++j) out[(i * 32 + lane) * 2 + j] = m[i].thread_elements()[j];
 }}"""
     plane = RNG(1).permutation(400).astype(np.float32)
@@ -61,7 +65,8 @@ kernel void k(device const {metal}* a [[buffer(0)]], device {metal}* out [[buffe
 def test_made_matrices() -> None:
     source = f"""
 kernel void k(device float* out [[buffer(0)]], {LANE}) {{
-  simdgroup_float8x8 m[5] = {{simdgroup_float8x8(3), make_filled_simdgroup_matrix<float, 8, 8>(2), make_diagonal_simdgroup_matrix<float, 8, 8>(5),
+  simdgroup_float8x8 m[5] = {{simdgroup_float8x8(3), make_filled_simdgroup_matrix<float, 8, 8>(2),
+    make_diagonal_simdgroup_matrix<float, 8, 8>(5),
                               make_filled_simdgroup_matrix<float, 8>(0.5), simdgroup_float8x8(0)}};
   m[4].thread_elements()[0] = lane; m[4].thread_elements()[1] = -float(lane);
   simdgroup_float8x8 copy = m[4]; m[4] = m[0]; m[0] = copy;
@@ -83,14 +88,25 @@ def _value(metal: str, stored: np.ndarray) -> np.ndarray:
     return (from_bfloat(stored) if metal == "bfloat" else stored).astype(np.float64)
 
 
-@pytest.mark.parametrize("types", [("float", "float", "float", "float"), ("half", "half", "half", "half"), ("float", "half", "half", "float"),
-                                   ("float", "bfloat", "bfloat", "float"), ("bfloat", "bfloat", "bfloat", "bfloat"), ("float", "float", "half", "float"),
-                                   ("float", "bfloat", "half", "float")])  # fmt: skip
+@pytest.mark.parametrize(
+    "types",
+    [
+        ("float", "float", "float", "float"),
+        ("half", "half", "half", "half"),
+        ("float", "half", "half", "float"),
+        ("float", "bfloat", "bfloat", "float"),
+        ("bfloat", "bfloat", "bfloat", "bfloat"),
+        ("float", "float", "half", "float"),
+        ("float", "bfloat", "half", "float"),
+    ],
+)
 def test_products(types: tuple[str, ...]) -> None:
     D, A, B, C = types
     source = f"""
-kernel void k(device const {A}* a [[buffer(0)]], device const {B}* b [[buffer(1)]], device const {C}* c [[buffer(2)]], device {D}* out [[buffer(3)]]) {{
-  simdgroup_matrix<{A}, 8, 8> x; simdgroup_matrix<{B}, 8, 8> y; simdgroup_matrix<{C}, 8, 8> z; simdgroup_matrix<{D}, 8, 8> d, e;
+kernel void k(device const {A}* a [[buffer(0)]], device const {B}* b [[buffer(1)]],
+    device const {C}* c [[buffer(2)]], device {D}* out [[buffer(3)]]) {{
+  simdgroup_matrix<{A}, 8, 8> x; simdgroup_matrix<{B}, 8, 8> y; simdgroup_matrix<{C}, 8, 8> z;
+    simdgroup_matrix<{D}, 8, 8> d, e;
   simdgroup_load(x, a); simdgroup_load(y, b); simdgroup_load(z, c);
   simdgroup_multiply(d, x, y); simdgroup_multiply_accumulate(e, x, y, z);
   simdgroup_store(d, out); simdgroup_store(e, out + 64);
@@ -109,11 +125,14 @@ kernel void k(device const {A}* a [[buffer(0)]], device const {B}* b [[buffer(1)
 
 def test_chains_of_products_and_operator() -> None:
     source = f"""
-kernel void k(device const float* a [[buffer(0)]], device const float* b [[buffer(1)]], device float* out [[buffer(2)]], {LANE}) {{
+kernel void k(device const float* a [[buffer(0)]], device const float* b [[buffer(1)]],
+    device float* out [[buffer(2)]], {LANE}) {{
   simdgroup_float8x8 sum(0), x, y;
-  for (int i = 0; i < 40; ++i) {{ simdgroup_load(x, a + 64 * i); simdgroup_load(y, b + 64 * i); simdgroup_multiply_accumulate(sum, x, y, sum); }}
+  for (int i = 0; i < 40; ++i) {{ simdgroup_load(x, a + 64 * i); simdgroup_load(y, b + 64 * i);
+    simdgroup_multiply_accumulate(sum, x, y, sum); }}
   simdgroup_store(sum, out);
-  simdgroup_float8x8 p, q; simdgroup_multiply(p, x, y); simdgroup_multiply(q, p, x); simdgroup_multiply_accumulate(p, q, p, q);
+  simdgroup_float8x8 p, q; simdgroup_multiply(p, x, y); simdgroup_multiply(q, p, x);
+    simdgroup_multiply_accumulate(p, q, p, q);
   simdgroup_store(p, out + 64);
   {{ simdgroup_float8x8 unused; simdgroup_multiply(unused, x, y); }}
   simdgroup_store(x * y, out + 128);
@@ -129,7 +148,8 @@ kernel void k(device const float* a [[buffer(0)]], device const float* b [[buffe
 
 def test_matrices_in_several_simdgroups() -> None:
     source = """
-kernel void k(device const half* a [[buffer(0)]], device float* out [[buffer(1)]], uint s [[simdgroup_index_in_threadgroup]]) {
+kernel void k(device const half* a [[buffer(0)]], device float* out [[buffer(1)]],
+    uint s [[simdgroup_index_in_threadgroup]]) {
   simdgroup_half8x8 x; simdgroup_float8x8 d(1);
   simdgroup_load(x, a + 64 * s);
   for (uint i = 0; i <= s; ++i) simdgroup_multiply_accumulate(d, x, x, d);
@@ -173,9 +193,11 @@ def test_atomics(metal: str, memory: str) -> None:
     local = (
         f"threadgroup atomic_{metal} t[7]; if (i == 0) {{ {init} }} threadgroup_barrier(mem_flags::mem_threadgroup);"
     )
+    shared = f"device atomic<{metal}>* t = out; if (i == 0) {{ {init} }} threadgroup_barrier(mem_flags::mem_device);"
     source = f"""
-kernel void k(device const {metal}* a [[buffer(0)]], device atomic_{metal}* out [[buffer(1)]], uint i [[thread_position_in_threadgroup]]) {{
-  {local if memory == "threadgroup" else f"device atomic<{metal}>* t = out; if (i == 0) {{ {init} }} threadgroup_barrier(mem_flags::mem_device);"}
+kernel void k(device const {metal}* a [[buffer(0)]], device atomic_{metal}* out [[buffer(1)]],
+    uint i [[thread_position_in_threadgroup]]) {{
+  {local if memory == "threadgroup" else shared}
   {lines}
   threadgroup_barrier(mem_flags::mem_threadgroup | mem_flags::mem_device);
   if (i < 7) atomic_store_explicit(&out[i], atomic_load_explicit(&t[i], memory_order_relaxed), memory_order_relaxed);
@@ -193,11 +215,14 @@ kernel void k(device const {metal}* a [[buffer(0)]], device atomic_{metal}* out 
 
 def test_other_atomics() -> None:
     source = """
-kernel void k(device atomic_float* f [[buffer(0)]], device atomic_uint* u [[buffer(1)]], device atomic_ulong* w [[buffer(2)]],
-              volatile device atomic_int* v [[buffer(3)]], device uint* seen [[buffer(4)]], uint i [[thread_position_in_grid]]) {
+kernel void k(device atomic_float* f [[buffer(0)]], device atomic_uint* u [[buffer(1)]],
+    device atomic_ulong* w [[buffer(2)]],
+              volatile device atomic_int* v [[buffer(3)]], device uint* seen [[buffer(4)]],
+    uint i [[thread_position_in_grid]]) {
   atomic_fetch_add_explicit(f, 0.5f, memory_order_relaxed);
   uint mine = atomic_fetch_add_explicit(u, 1, memory_order_relaxed); seen[mine] = i + 1;
-  atomic_max_explicit(w, ulong(i) << 40, memory_order_relaxed); atomic_min_explicit(w + 1, ulong(i + 3) << 40, memory_order_relaxed);
+  atomic_max_explicit(w, ulong(i) << 40, memory_order_relaxed);
+    atomic_min_explicit(w + 1, ulong(i + 3) << 40, memory_order_relaxed);
   int old = atomic_load_explicit(v, memory_order_relaxed);
   while (!atomic_compare_exchange_weak_explicit(v, &old, old + int(i), memory_order_relaxed, memory_order_relaxed)) {}
   if (i == 7) seen[100] = atomic_exchange_explicit(u + 1, 9u, memory_order_relaxed);
@@ -210,13 +235,19 @@ kernel void k(device atomic_float* f [[buffer(0)]], device atomic_uint* u [[buff
     f, u, w, v = np.zeros(1, np.float32), np.uint32([0, 4]), np.uint64([0, 1 << 62]), np.zeros(1, np.int32)
     seen = np.zeros(102, np.uint32)
     run(source, f, u, w, v, seen, threads=100, group=100)
-    assert f[0] == 50 and u.tolist() == [100, 9] and w.tolist() == [99 << 40, 3 << 40] and v[0] == 4950
+    assert [f[0], *u, *w, v[0]] == [50, 100, 9, 99 << 40, 3 << 40, 4950]
     np.testing.assert_array_equal(np.sort(seen[:100]), np.arange(1, 101))
     assert seen[100:].tolist() == [4, 1]
 
 
-@pytest.mark.parametrize("call", ["atomic_fetch_and_explicit(f, 1.0f, memory_order_relaxed)", "atomic_fetch_max_explicit(f, 1.0f, memory_order_relaxed)",
-                                  "atomic_fetch_add_explicit(w, 1ul, memory_order_relaxed)"])  # fmt: skip
+@pytest.mark.parametrize(
+    "call",
+    [
+        "atomic_fetch_and_explicit(f, 1.0f, memory_order_relaxed)",
+        "atomic_fetch_max_explicit(f, 1.0f, memory_order_relaxed)",
+        "atomic_fetch_add_explicit(w, 1ul, memory_order_relaxed)",
+    ],
+)
 def test_atomics_that_metal_does_not_have(call: str) -> None:
     assert "no matching function" in refuse(
         f"kernel void k(device atomic_float* f [[buffer(0)]], device atomic_ulong* w [[buffer(1)]]) {{ {call}; }}"
@@ -225,7 +256,8 @@ def test_atomics_that_metal_does_not_have(call: str) -> None:
 
 def test_atomic_types() -> None:
     compile_metal(
-        'static_assert(sizeof(atomic_bool) == 4 && sizeof(atomic_ulong) == 8 && is_same_v<atomic_uint, atomic<uint>>, "");'
+        'static_assert(sizeof(atomic_bool) == 4 && sizeof(atomic_ulong) == 8, "");'
+        'static_assert(is_same_v<atomic_uint, atomic<uint>>, "");'
     )
     assert "exists for int, uint, bool, float and ulong" in refuse(
         "kernel void k(device atomic<short>* a [[buffer(0)]]) { a->value = 1; }"

@@ -72,7 +72,10 @@ BINARY = {
 def test_binary(op: str) -> None:
     out, reference, ulps, absolute = BINARY[op]
     name = f"binary_vv<float, {'bool' if out is np.bool_ else 'float'}, {op}>"
-    library = mlx(["binary_ops.h", "binary.h"], [f"binary_vv<float, {'bool' if BINARY[o][0] is np.bool_ else 'float'}, {o}>" for o in BINARY])  # fmt: skip
+    library = mlx(
+        ["binary_ops.h", "binary.h"],
+        [f"binary_vv<float, {'bool' if BINARY[o][0] is np.bool_ else 'float'}, {o}>" for o in BINARY],
+    )
     a, b = RNG(2).uniform(-6, 6, (2, 777)).astype(np.float32)
     a = np.abs(a) if op == "Power" else a
     c = np.zeros(a.size, out)

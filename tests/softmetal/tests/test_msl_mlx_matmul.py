@@ -97,9 +97,18 @@ def _affine(rows: int, columns: int, group: int, metal: str) -> tuple[np.ndarray
 
 QUANTIZED = "steel/gemm/gemm.h", "quantized_utils.h", "quantized.h"
 BATCH = [1, UNUSED, UNUSED, 1, UNUSED, UNUSED, UNUSED, UNUSED]
-AFFINE = [f"{k}<{t}, {g}, 4, {rest}>" for t in ("float", "half", "bfloat") for g in (32, 64) for k, rest in
-          (("affine_qmv", "false"), ("affine_qmv_fast", "false"), ("affine_qvm", "false"), ("affine_qmm_t", "false, false"),
-           ("affine_qmm_n", "false"))]  # fmt: skip
+AFFINE = [
+    f"{k}<{t}, {g}, 4, {rest}>"
+    for t in ("float", "half", "bfloat")
+    for g in (32, 64)
+    for k, rest in (
+        ("affine_qmv", "false"),
+        ("affine_qmv_fast", "false"),
+        ("affine_qvm", "false"),
+        ("affine_qmm_t", "false, false"),
+        ("affine_qmm_n", "false"),
+    )
+]
 
 
 @pytest.mark.parametrize("metal", ["float", "half", "bfloat"])
@@ -198,8 +207,17 @@ def _e4m3(code: np.ndarray) -> np.ndarray:
     return np.where(exponent == 0, fraction * 2.0**-9, (1 + fraction / 8) * 2.0 ** (exponent - 7.0))
 
 
-FP = [f"{k}<{t}, {g}, 4, {rest}>" for t in ("float", "half", "bfloat") for g in (16, 32) for k, rest in
-      (("fp_qmv_fast", "false"), ("fp_qmv", "false"), ("fp_qmm_t", "false, false"), ("fp_dequantize", "false"))]  # fmt: skip
+FP = [
+    f"{k}<{t}, {g}, 4, {rest}>"
+    for t in ("float", "half", "bfloat")
+    for g in (16, 32)
+    for k, rest in (
+        ("fp_qmv_fast", "false"),
+        ("fp_qmv", "false"),
+        ("fp_qmm_t", "false, false"),
+        ("fp_dequantize", "false"),
+    )
+]
 
 
 @pytest.mark.parametrize("metal", ["float", "half", "bfloat"])
@@ -218,8 +236,21 @@ def test_floating_four_bit(metal: str, group: int) -> None:
         x = _store(RNG(16).normal(0, 1, (M, K)), metal)
         y = np.zeros((M, N), x.dtype)
         if kernel == "fp_qmm_t":
-            launch(library, f"fp_qmm_t<{metal}, {group}, 4, false, false>", words, scales, UNUSED, x, y, K, N, M, *BATCH[:-1],
-                   groups=(-(-N // 32), -(-M // 32), 1), group=(32, 2, 2))  # fmt: skip
+            launch(
+                library,
+                f"fp_qmm_t<{metal}, {group}, 4, false, false>",
+                words,
+                scales,
+                UNUSED,
+                x,
+                y,
+                K,
+                N,
+                M,
+                *BATCH[:-1],
+                groups=(-(-N // 32), -(-M // 32), 1),
+                group=(32, 2, 2),
+            )
         else:
             launch(library, f"{kernel}<{metal}, {group}, 4, false>", words, scales, UNUSED, x, y, K, N, *BATCH[:-1],
                    groups=(M, -(-N // 8), 1), group=(32, 2, 1))  # fmt: skip

@@ -81,7 +81,13 @@ def test_bfloat_arithmetic_rounds_every_operation() -> None:
     a, b = RNG(4).integers(0x3000, 0x5000, (2, 4096)).astype(np.uint16)
     x, y = (torch.from_numpy(v.view(np.int16)).view(torch.bfloat16) for v in (a, b))
     wanted = {"sum": x + y, "product": x * y, "quotient": x / y, "with_int": x * 3, "steps": (x * y + x) - y}
-    expressions = {"sum": "a + b", "product": "a * b", "quotient": "a / b", "with_int": "a * 3", "steps": "[&] { auto p = a * b; auto q = p + a; return q - b; }()"}  # fmt: skip
+    expressions = {
+        "sum": "a + b",
+        "product": "a * b",
+        "quotient": "a / b",
+        "with_int": "a * 3",
+        "steps": "[&] { auto p = a * b; auto q = p + a; return q - b; }()",
+    }
     for name, ((_, got),) in evaluate(expressions, [a, b], "bfloat", types=["bfloat"] * 2, widths=[1]).items():
         np.testing.assert_array_equal(got, wanted[name].view(torch.int16).numpy().view(np.uint16), name)
     ((_, got),) = evaluate({"wide": "a * b + 1.0f"}, [a, b], "float", types=["bfloat"] * 2, widths=[1])["wide"]
@@ -119,12 +125,16 @@ def test_float_to_integer_saturates(dtype: type) -> None:
 
 def test_literals_have_metal_types() -> None:
     compile_metal("""
-static_assert(is_same_v<decltype(1.5), float> && is_same_v<decltype(1.5h), half> && is_same_v<decltype(1e3), float>, "");
-static_assert(is_same_v<decltype(2.0bf), bfloat> && is_same_v<decltype(1.0f * 1.0h), float> && is_same_v<decltype(1.5h + 1), half>, "");
+static_assert(is_same_v<decltype(1.5), float> && is_same_v<decltype(1.5h), half> && is_same_v<decltype(1e3), float>,
+    "");
+static_assert(is_same_v<decltype(2.0bf), bfloat> && is_same_v<decltype(1.0f * 1.0h),
+    float> && is_same_v<decltype(1.5h + 1), half>, "");
 static_assert(is_same_v<decltype(bfloat(1) * bfloat(2)), bfloat> && is_same_v<decltype(bfloat(1) * 2.0f), float>, "");
 static_assert(is_same_v<decltype(bfloat(1) * 2), bfloat> && is_same_v<decltype(bfloat(1) * 2.0h), float>, "");
-static_assert(is_same_v<decltype(exp(1.0h)), half> && is_same_v<decltype(exp(bfloat(1))), float> && is_same_v<decltype(max(1, 2)), int>, "");
-static_assert(!is_convertible_v<float, bfloat> && !is_convertible_v<half, bfloat> && is_convertible_v<bfloat, float>, "");
+static_assert(is_same_v<decltype(exp(1.0h)), half> && is_same_v<decltype(exp(bfloat(1))),
+    float> && is_same_v<decltype(max(1, 2)), int>, "");
+static_assert(!is_convertible_v<float, bfloat> && !is_convertible_v<half, bfloat> && is_convertible_v<bfloat,
+    float>, "");
 static_assert(is_convertible_v<int, bfloat> && !is_convertible_v<bfloat, half>, "");
 """)
 
@@ -139,10 +149,12 @@ def test_implicit_conversions_to_and_from_bfloat_are_refused(body: str) -> None:
 def test_bfloat_in_ordinary_code() -> None:
     source = """
 union Bits { bfloat b[2]; uint u; };
-kernel void k(device const bfloat* a [[buffer(0)]], device float* out [[buffer(1)]], uint i [[thread_position_in_grid]]) {
+kernel void k(device const bfloat* a [[buffer(0)]], device float* out [[buffer(1)]],
+    uint i [[thread_position_in_grid]]) {
   bfloat x = a[i], zero = 0; float y = x; bool positive = x > 0; x += 1; x *= 2.0f;
   bfloat c = positive ? x : 0; float d = positive ? x : 0.5f; int n = int(x); Bits u; u.b[0] = x; u.b[1] = zero;
-  out[i] = y + float(c) + d + n + as_type<ushort>(a[i]) + u.u + (x == c) + (-x < zero) + float4(x).w + (float2(1, 2) * x).y;
+  out[i] = y + float(c) + d + n + as_type<ushort>(a[i]) + u.u + (x == c) + (-x < zero) + float4(x).w + (float2(1,
+    2) * x).y;
 }"""
     values = np.float32([1.5, -2.25, 7, 100])
     out = np.zeros(4, np.float32)
@@ -166,8 +178,15 @@ kernel void k(device const bfloat* a [[buffer(0)]], device float* out [[buffer(1
     np.testing.assert_allclose(out, wanted, rtol=1e-6)
 
 
-EXACT_HALF = {"floor": np.floor, "ceil": np.ceil, "trunc": np.trunc, "rint": np.rint, "fabs": np.abs, "abs": np.abs,
-              "round": lambda x: np.copysign(np.floor(np.abs(x.astype(np.float64)) + 0.5), x).astype(np.float16)}  # fmt: skip
+EXACT_HALF = {
+    "floor": np.floor,
+    "ceil": np.ceil,
+    "trunc": np.trunc,
+    "rint": np.rint,
+    "fabs": np.abs,
+    "abs": np.abs,
+    "round": lambda x: np.copysign(np.floor(np.abs(x.astype(np.float64)) + 0.5), x).astype(np.float16),
+}
 
 
 def test_exact_functions_on_all_half_patterns() -> None:
@@ -178,21 +197,38 @@ def test_exact_functions_on_all_half_patterns() -> None:
 
 
 EXACT_FLOAT = {
-    "floor": ("floor(a)", np.floor), "ceil": ("ceil(a)", np.ceil), "trunc": ("trunc(a)", np.trunc), "rint": ("rint(a)", np.rint),
-    "round": ("round(a)", lambda a, b, c: np.copysign(np.floor(np.abs(a.astype(np.float64)) + 0.5), a)), "fabs": ("fabs(a)", np.abs),
-    "fmod": ("fmod(a, b)", np.fmod), "copysign": ("copysign(a, b)", np.copysign), "fmin": ("fmin(a, b)", np.fmin), "fmax": ("fmax(a, b)", np.fmax),
-    "min": ("min(a, b)", np.fmin), "max": ("max(a, b)", np.fmax), "fdim": ("fdim(a, b)", lambda a, b, c: np.maximum(a - b, 0)),
+    "floor": ("floor(a)", np.floor),
+    "ceil": ("ceil(a)", np.ceil),
+    "trunc": ("trunc(a)", np.trunc),
+    "rint": ("rint(a)", np.rint),
+    "round": ("round(a)", lambda a, b, c: np.copysign(np.floor(np.abs(a.astype(np.float64)) + 0.5), a)),
+    "fabs": ("fabs(a)", np.abs),
+    "fmod": ("fmod(a, b)", np.fmod),
+    "copysign": ("copysign(a, b)", np.copysign),
+    "fmin": ("fmin(a, b)", np.fmin),
+    "fmax": ("fmax(a, b)", np.fmax),
+    "min": ("min(a, b)", np.fmin),
+    "max": ("max(a, b)", np.fmax),
+    "fdim": ("fdim(a, b)", lambda a, b, c: np.maximum(a - b, 0)),
     "fract": ("fract(a)", lambda a, b, c: np.minimum(a - np.floor(a), np.float32(1 - 2**-24))),
-    "min3": ("min3(a, b, c)", lambda a, b, c: np.fmin(a, np.fmin(b, c))), "max3": ("max3(a, b, c)", lambda a, b, c: np.fmax(a, np.fmax(b, c))),
-    "median3": ("median3(a, b, c)", lambda a, b, c: np.median([a, b, c], axis=0)), "clamp": ("clamp(a, -1.0f, 2.0f)", lambda a, b, c: np.clip(a, -1, 2)),
-    "saturate": ("saturate(a)", lambda a, b, c: np.clip(a, 0, 1)), "sign": ("sign(a)", np.sign),
-    "step": ("step(a, b)", lambda a, b, c: (b >= a).astype(np.float32)), "ldexp": ("ldexp(a, 3)", lambda a, b, c: a * 8),
+    "min3": ("min3(a, b, c)", lambda a, b, c: np.fmin(a, np.fmin(b, c))),
+    "max3": ("max3(a, b, c)", lambda a, b, c: np.fmax(a, np.fmax(b, c))),
+    "median3": ("median3(a, b, c)", lambda a, b, c: np.median([a, b, c], axis=0)),
+    "clamp": ("clamp(a, -1.0f, 2.0f)", lambda a, b, c: np.clip(a, -1, 2)),
+    "saturate": ("saturate(a)", lambda a, b, c: np.clip(a, 0, 1)),
+    "sign": ("sign(a)", np.sign),
+    "step": ("step(a, b)", lambda a, b, c: (b >= a).astype(np.float32)),
+    "ldexp": ("ldexp(a, 3)", lambda a, b, c: a * 8),
     "fma": ("fma(a, b, c)", lambda a, b, c: (a.astype(np.longdouble) * b + c).astype(np.float32)),
     "contracted": ("a * b + c", lambda a, b, c: (a.astype(np.longdouble) * b + c).astype(np.float32)),
     "separate": ("[&] { auto p = a * b; return p + c; }()", lambda a, b, c: a * b + c),
-    "modf": ("[&] { decltype(a) w; auto f = modf(a, w); return f + w * 4; }()", lambda a, b, c: np.modf(a)[0] + np.modf(a)[1] * np.float32(4)),
-    "nextafter": ("nextafter(a, b)", np.nextafter), "mix": ("mix(a, b, 0.25f)", lambda a, b, c: None),
-}  # fmt: skip
+    "modf": (
+        "[&] { decltype(a) w; auto f = modf(a, w); return f + w * 4; }()",
+        lambda a, b, c: np.modf(a)[0] + np.modf(a)[1] * np.float32(4),
+    ),
+    "nextafter": ("nextafter(a, b)", np.nextafter),
+    "mix": ("mix(a, b, 0.25f)", lambda a, b, c: None),
+}
 
 
 def test_exact_functions_of_float() -> None:
@@ -328,13 +364,35 @@ kernel void k(device const float4* a [[buffer(0)]], device uint* w [[buffer(1)]]
 
 
 def test_limits_and_constants() -> None:
-    lines = [f"static_assert(numeric_limits<{type_name(t)}>::max() == {np.iinfo(t).max}{'u' * (np.iinfo(t).min == 0)}l, \"\");"
-             f"static_assert(numeric_limits<{type_name(t)}>::min() == {np.iinfo(t).min + (np.iinfo(t).min < 0)}l - {int(np.iinfo(t).min < 0)}, \"\");"
-             for t in INTEGERS]  # fmt: skip
+    lines = [
+        f'static_assert(numeric_limits<{type_name(t)}>::max() == {np.iinfo(t).max}{"u" * (np.iinfo(t).min == 0)}l, "");'
+        f"static_assert(numeric_limits<{type_name(t)}>::min() == "
+        f'{np.iinfo(t).min + (np.iinfo(t).min < 0)}l - {int(np.iinfo(t).min < 0)}, "");'
+        for t in INTEGERS
+    ]
     compile_metal("\n".join(lines))
-    names = ["M_PI_F", "M_E_F", "M_SQRT2_F", "M_LN2_F", "FLT_MAX", "FLT_MIN", "FLT_EPSILON", "INFINITY", "MAXFLOAT", "float(HALF_MAX)",
-             "float(HALF_MIN)", "float(HALF_EPSILON)", "float(M_PI_H)", "float(numeric_limits<half>::max())", "numeric_limits<float>::lowest()",
-             "float(numeric_limits<bfloat>::max())", "numeric_limits<float>::infinity()", "float(numeric_limits<half>::denorm_min())", "HUGE_VALF", "NAN"]  # fmt: skip
+    names = [
+        "M_PI_F",
+        "M_E_F",
+        "M_SQRT2_F",
+        "M_LN2_F",
+        "FLT_MAX",
+        "FLT_MIN",
+        "FLT_EPSILON",
+        "INFINITY",
+        "MAXFLOAT",
+        "float(HALF_MAX)",
+        "float(HALF_MIN)",
+        "float(HALF_EPSILON)",
+        "float(M_PI_H)",
+        "float(numeric_limits<half>::max())",
+        "numeric_limits<float>::lowest()",
+        "float(numeric_limits<bfloat>::max())",
+        "numeric_limits<float>::infinity()",
+        "float(numeric_limits<half>::denorm_min())",
+        "HUGE_VALF",
+        "NAN",
+    ]
     out = np.zeros(len(names), np.float32)
     run(
         "kernel void k(device float* o [[buffer(0)]]) { "
@@ -343,6 +401,26 @@ def test_limits_and_constants() -> None:
         out,
     )
     f32, f16 = np.finfo(np.float32), np.finfo(np.float16)
-    wanted = [np.pi, np.e, np.sqrt(2), np.log(2), f32.max, f32.tiny, f32.eps, np.inf, f32.max, f16.max, f16.tiny, f16.eps, np.float16(np.pi), f16.max,
-              f32.min, torch.finfo(torch.bfloat16).max, np.inf, f16.smallest_subnormal, np.inf, np.nan]  # fmt: skip
+    wanted = [
+        np.pi,
+        np.e,
+        np.sqrt(2),
+        np.log(2),
+        f32.max,
+        f32.tiny,
+        f32.eps,
+        np.inf,
+        f32.max,
+        f16.max,
+        f16.tiny,
+        f16.eps,
+        np.float16(np.pi),
+        f16.max,
+        f32.min,
+        torch.finfo(torch.bfloat16).max,
+        np.inf,
+        f16.smallest_subnormal,
+        np.inf,
+        np.nan,
+    ]
     np.testing.assert_array_equal(out, np.float32(wanted))

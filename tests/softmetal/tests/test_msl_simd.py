@@ -29,8 +29,11 @@ def _fold(op: np.ufunc, values: np.ndarray, active: np.ndarray) -> np.ndarray:
         with np.errstate(all="ignore"):
             joined = op(values[:width], values[width : 2 * width])
         shape = (-1,) + (1,) * (values.ndim - 1)
-        values[:width] = np.where(both.reshape(shape), joined,
-                                  np.where(active[:width].reshape(shape), values[:width], values[width : 2 * width]))  # fmt: skip
+        values[:width] = np.where(
+            both.reshape(shape),
+            joined,
+            np.where(active[:width].reshape(shape), values[:width], values[width : 2 * width]),
+        )
         active[:width] |= active[width : 2 * width]
     return values[0]
 
@@ -43,7 +46,8 @@ def _some_lanes(functions: list[str], metal: str) -> str:
     """One kernel for each function, named after it, that the lanes of a mask take part in."""
     return "".join(
         f"""
-kernel void k_{f}(device const {metal}* a [[buffer(0)]], device {metal}* out [[buffer(1)]], constant uint& mask [[buffer(2)]],
+kernel void k_{f}(device const {metal}* a [[buffer(0)]], device {metal}* out [[buffer(1)]],
+    constant uint& mask [[buffer(2)]],
               uint i [[thread_position_in_grid]], uint lane [[thread_index_in_simdgroup]]) {{
   if (mask >> lane & 1) out[i] = {f}(a[i]);
 }}"""
@@ -132,7 +136,8 @@ def test_shuffles(scope: str, dtype: type) -> None:
     metal = type_name(dtype)
     source = "".join(
         f"""
-kernel void k_{name}(device const {metal}* a [[buffer(0)]], device {metal}* out [[buffer(1)]], constant uint& n [[buffer(2)]],
+kernel void k_{name}(device const {metal}* a [[buffer(0)]], device {metal}* out [[buffer(1)]],
+    constant uint& n [[buffer(2)]],
                      uint i [[thread_position_in_grid]]) {{ out[i] = {scope}_{name}(a[i], n); }}"""
         for name in SHUFFLES
     )
@@ -147,7 +152,8 @@ kernel void k_{name}(device const {metal}* a [[buffer(0)]], device {metal}* out 
 
 def test_shuffle_with_a_lane_of_its_own_for_each_lane() -> None:
     source = """
-kernel void k(device const float2* a [[buffer(0)]], device const ushort* from [[buffer(1)]], device float2* out [[buffer(2)]],
+kernel void k(device const float2* a [[buffer(0)]], device const ushort* from [[buffer(1)]],
+    device float2* out [[buffer(2)]],
               uint i [[thread_position_in_grid]]) { out[i] = simd_shuffle(a[i], from[i]); }"""
     a, order = RNG(3).normal(0, 1, (32, 2)).astype(np.float32), RNG(4).permutation(32).astype(np.uint16)
     out = np.zeros_like(a)
@@ -246,7 +252,8 @@ def test_vectors_are_reduced_by_element(width: int) -> None:
 kernel void k(device const packed_float{width}* a [[buffer(0)]], device packed_float{width}* out [[buffer(1)]],
               uint i [[thread_position_in_grid]]) {{
   float{width} v = a[i];
-  out[i] = simd_sum(v); out[32 + i] = simd_max(v); out[64 + i] = simd_prefix_inclusive_sum(v); out[96 + i] = simd_shuffle_xor(v, 5);
+  out[i] = simd_sum(v); out[32 + i] = simd_max(v); out[64 + i] = simd_prefix_inclusive_sum(v);
+    out[96 + i] = simd_shuffle_xor(v, 5);
 }}"""
     a = RNG(6).normal(0, 1, (32, width)).astype(np.float32)
     out = np.zeros((4, 32, width), np.float32)
@@ -275,7 +282,8 @@ kernel void k(device int* out [[buffer(0)]], uint i [[thread_position_in_grid]])
 
 
 def test_a_simdgroup_that_is_not_full() -> None:
-    source = "kernel void k(device int* out [[buffer(0)]], uint i [[thread_position_in_grid]]) { out[i] = simd_sum(int(i) + 1); }"
+    parameters = "device int* out [[buffer(0)]], uint i [[thread_position_in_grid]]"
+    source = f"kernel void k({parameters}) {{ out[i] = simd_sum(int(i) + 1); }}"
     out = np.zeros(21, np.int32)
     run(source, out, threads=21, group=21)
     assert (out == 21 * 22 // 2).all()
@@ -290,7 +298,8 @@ def test_bitwise_reductions_of_floats_are_refused(name: str) -> None:
 
 def test_bfloat_travels_by_its_bits() -> None:
     library = compile_metal("""
-kernel void k(device const bfloat* a [[buffer(0)]], device bfloat* out [[buffer(1)]], uint i [[thread_position_in_grid]]) {
+kernel void k(device const bfloat* a [[buffer(0)]], device bfloat* out [[buffer(1)]],
+    uint i [[thread_position_in_grid]]) {
   out[i] = simd_shuffle_down(a[i], 3);
 }""")
     a = RNG(7).integers(0, 1 << 16, 32).astype(np.uint16)

@@ -45,7 +45,8 @@ SPECIAL = {
 
 def test_special_functions_through_torchs_own_kernels() -> None:
     functors = "".join(
-        f"struct {n}_functor {{ template <typename T> T operator()(const T x) {{ return static_cast<T>(c10::metal::{n}(x)); }} }};\n"
+        f"struct {n}_functor {{ template <typename T> T operator()(const T x) {{"
+        f" return static_cast<T>(c10::metal::{n}(x)); }} }};\n"
         f"REGISTER_UNARY_OP({n}, float, float);\n"
         for n in SPECIAL
     )
@@ -78,8 +79,11 @@ struct neg_functor { template <typename T> T operator()(const T x) { return -x; 
 REGISTER_UNARY_OP(neg, half, half); REGISTER_UNARY_OP(neg, bfloat, bfloat); REGISTER_UNARY_OP(neg, int, int);
 """
     library = _library(["indexing"], source)
-    for metal, x in (("half", RNG(2).normal(0, 1, (5, 6, 7)).astype(np.float16)), ("int", RNG(3).integers(-99, 99, (5, 6, 7)).astype(np.int32)),
-                     ("bfloat", to_bfloat(RNG(4).normal(0, 1, (5, 6, 7))))):  # fmt: skip
+    for metal, x in (
+        ("half", RNG(2).normal(0, 1, (5, 6, 7)).astype(np.float16)),
+        ("int", RNG(3).integers(-99, 99, (5, 6, 7)).astype(np.int32)),
+        ("bfloat", to_bfloat(RNG(4).normal(0, 1, (5, 6, 7)))),
+    ):
         out = np.zeros((7, 5, 6), x.dtype)
         sizes, strides, out_strides = (np.zeros(MAX_DIM, np.int64) for _ in range(3))
         sizes[:3], strides[:3] = x.shape[::-1], x.strides[::-1]
@@ -102,7 +106,8 @@ REGISTER_UNARY_OP(neg, half, half); REGISTER_UNARY_OP(neg, bfloat, bfloat); REGI
 
 # As Inductor writes reductions: one threadgroup, values in threadgroup memory, c10::metal does the rest.
 REDUCTION = """
-kernel void k_{name}(device {out}* out, constant {metal}* in, uint2 i [[thread_position_in_grid]], uint2 l [[thread_position_in_threadgroup]]) {{
+kernel void k_{name}(device {out}* out, constant {metal}* in, uint2 i [[thread_position_in_grid]],
+    uint2 l [[thread_position_in_threadgroup]]) {{
   threadgroup {acc} acc[32];
   auto value = static_cast<{metal}>(in[i.x]);
   auto result = c10::metal::threadgroup_{op}(acc, value, l.x, {size});
@@ -114,8 +119,18 @@ kernel void k_{name}(device {out}* out, constant {metal}* in, uint2 i [[thread_p
 # 64-bit reductions shuffle from lanes that may be inactive (the header says so): right only where all 32 are there.
 @pytest.mark.parametrize("size", [1, 31, 32, 256, 1000, 1024])
 def test_reductions_over_a_threadgroup(size: int) -> None:
-    cases = [("float", "float", "sum"), ("float", "float", "prod"), ("float", "float", "max"), ("float", "float", "min"), ("half", "float", "sum"),
-             ("int", "int", "sum"), ("long", "long", "sum"), ("long", "long", "max"), ("short", "short", "min"), ("bfloat", "float", "sum")]  # fmt: skip
+    cases = [
+        ("float", "float", "sum"),
+        ("float", "float", "prod"),
+        ("float", "float", "max"),
+        ("float", "float", "min"),
+        ("half", "float", "sum"),
+        ("int", "int", "sum"),
+        ("long", "long", "sum"),
+        ("long", "long", "max"),
+        ("short", "short", "min"),
+        ("bfloat", "float", "sum"),
+    ]
     source = "".join(REDUCTION.format(name=f"{m}_{o}", metal=m, out=a, acc=a, op=o, size=size) for m, a, o in cases)
     library = _library(["reduction_utils"], source)
     dtypes = {
@@ -162,7 +177,8 @@ kernel void k(device float* out, device uint* where, constant float* in, uint i 
     assert (out[0], where[0]) == (95, x.argmax())
     x[41] = np.nan
     launch(library, "k", out, where, x, threads=96, group=96)
-    assert np.isnan(out[0]) and where[0] == 41
+    assert np.isnan(out[0])
+    assert where[0] == 41
 
 
 def test_welford() -> None:
@@ -196,8 +212,10 @@ def _philox(seed: int, index: int) -> np.ndarray:
 
 def test_random_numbers() -> None:
     source = """
-kernel void k(device uint4* bits, device float* uniform, device float* normal, constant long& seed, uint i [[thread_position_in_grid]]) {
-  bits[i] = c10::metal::philox4::rand(seed, i); uniform[i] = c10::metal::rand(seed, i); normal[i] = c10::metal::randn(seed, i);
+kernel void k(device uint4* bits, device float* uniform, device float* normal, constant long& seed,
+    uint i [[thread_position_in_grid]]) {
+  bits[i] = c10::metal::philox4::rand(seed, i); uniform[i] = c10::metal::rand(seed, i);
+    normal[i] = c10::metal::randn(seed, i);
 }"""
     library = _library(["random"], source)
     n = 2000
@@ -207,15 +225,18 @@ kernel void k(device uint4* bits, device float* uniform, device float* normal, c
     wanted = np.stack([_philox(seed, i) for i in range(n)])
     np.testing.assert_array_equal(bits, wanted)
     np.testing.assert_array_equal(uniform, (bits[:, 0] & 0x7FFFFFFF).astype(np.float32) * np.float32(4.6566127342e-10))
-    assert abs(normal.mean()) < 0.1 and abs(normal.std() - 1) < 0.05
+    assert abs(normal.mean()) < 0.1
+    assert abs(normal.std() - 1) < 0.05
 
 
 def test_integer_and_float_division_rules() -> None:
     source = """
-kernel void k(device int* q, device int* r, device float* f, constant int* a, constant int* b, constant float* x, constant float* y,
+kernel void k(device int* q, device int* r, device float* f, constant int* a, constant int* b, constant float* x,
+    constant float* y,
               uint i [[thread_position_in_grid]]) {
   q[i] = c10::metal::floor_divide(a[i], b[i]); r[i] = c10::metal::remainder(a[i], b[i]);
-  f[i] = c10::metal::remainder(x[i], y[i]); f[i + 64] = c10::metal::floor_divide(x[i], y[i]); f[i + 128] = c10::metal::fmod(x[i], y[i]);
+  f[i] = c10::metal::remainder(x[i], y[i]); f[i + 64] = c10::metal::floor_divide(x[i], y[i]);
+    f[i + 128] = c10::metal::fmod(x[i], y[i]);
   f[i + 192] = c10::metal::pow(a[i] % 7, abs(b[i]) % 9); f[i + 256] = c10::metal::max(x[i], i == 5 ? NAN : y[i]);
 }"""
     library = _library(["utils"], source)
@@ -236,7 +257,8 @@ kernel void k(device int* q, device int* r, device float* f, constant int* a, co
 @pytest.mark.parametrize("metal", ["float", "half", "bfloat", "int", "short", "char", "long"])
 def test_atomic_add_of_every_type(metal: str) -> None:
     source = f"""
-kernel void k(device c10::metal::AtomicType_t<{metal}>* out, constant {metal}* in, constant int* where, uint i [[thread_position_in_grid]]) {{
+kernel void k(device c10::metal::AtomicType_t<{metal}>* out, constant {metal}* in, constant int* where,
+    uint i [[thread_position_in_grid]]) {{
   c10::metal::AtomicType<{metal}>::atomic_add(out, where[i], in[i]);
 }}"""
     library = _library(["atomic"], source)

@@ -22,15 +22,16 @@ def test_sizes_and_alignments() -> None:
                 f'static_assert(sizeof(packed_{name}{n}) == {n * size} && alignof(packed_{name}{n}) == {size}, "");'
             )
             lines.append(
-                f'static_assert(is_same_v<{name}{n}, vec<{name}, {n}>> && is_same_v<packed_{name}{n}, packed_vec<{name}, {n}>>, "");'
+                f'static_assert(is_same_v<{name}{n}, vec<{name}, {n}>>, "");'
+                f'static_assert(is_same_v<packed_{name}{n}, packed_vec<{name}, {n}>>, "");'
             )
     lines += [
         'struct A { float x; float3 v; half h; }; static_assert(sizeof(A) == 48, "");',
         'struct B { float x; packed_float3 v; half h; }; static_assert(sizeof(B) == 20, "");',
         'static_assert(sizeof(float3x3) == 48 && sizeof(half4x2) == 16 && sizeof(float4x4) == 64, "");',
-        'static_assert(sizeof(size_t) == 8 && sizeof(int8_t) == 1 && sizeof(uint16_t) == 2 && sizeof(int64_t) == 8, "");',
+        'static_assert(sizeof(size_t) == 8 && sizeof(int8_t) == 1 && sizeof(uint16_t) == 2, "");',
         'static_assert(is_same_v<int64_t, long> && is_same_v<uint32_t, uint> && is_same_v<uint8_t, uchar>, "");',
-    ]  # fmt: skip
+    ]
     compile_metal("\n".join(lines))
     assert "static assertion failed" in refuse('static_assert(sizeof(float3) == 12, "");')
 
@@ -93,7 +94,8 @@ def test_constructors() -> None:
 constant float4 table[3] = {float4(1), {1, 2, 3, 4}, float4(float2(5, 6), 7, 8)};
 struct Pair { float2 a; half3 b; };
 kernel void k(device float* out [[buffer(0)]]) {
-  float4 list[] = {float4(1, float3(2, 3, 4)), float4(int2(1, 2), half2(3, 4)), float4(float3(1, 2, 3), 4), float4(2.5f),
+  float4 list[] = {float4(1, float3(2, 3, 4)), float4(int2(1, 2), half2(3, 4)), float4(float3(1, 2, 3), 4),
+    float4(2.5f),
                    float4(true, uchar(2), half(3), 4.5f), {9, 8, 7, 6}, float4(packed_float2(1, 2), 3, 4),
                    float4(int4(1, -2, 3, -4)), table[0], table[1], table[2], float4(half4(0.5h))};
   for (float4 v : list) for (int i = 0; i < 4; ++i) *out++ = v[i];
@@ -117,13 +119,34 @@ def test_integer_operators(dtype: type) -> None:
     b[b == 0] = 3
     metal = type_name(dtype)
     expressions = {n: f"a {o} b" for n, o in OPERATORS.items()}
-    expressions |= {"scalar": f"a * {metal}(3) + {metal}(1)", "not": "~a", "neg": "-a", "shl": "a << (b & 7)", "shr": "a >> (b & 7)",
-                    "div": "a / b", "rem": "a % b", "update": "[&] { auto c = a; c += b; c ^= a; c--; return c; }()"}  # fmt: skip
-    reference = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
-                 "scalar": lambda x, y: x * dtype(3) + dtype(1), "not": lambda x, y: ~x, "neg": lambda x, y: dtype(0) - x,
-                 "shl": lambda x, y: x << (y & dtype(7)), "shr": lambda x, y: x >> (y & dtype(7)),
-                 "div": lambda x, y: (np.abs(x.astype(object)) // np.abs(y.astype(object)) * np.sign(x.astype(object)) * np.sign(y.astype(object))).astype(dtype),
-                 "rem": np.fmod, "update": lambda x, y: ((x + y) ^ x) - dtype(1)}  # fmt: skip
+    expressions |= {
+        "scalar": f"a * {metal}(3) + {metal}(1)",
+        "not": "~a",
+        "neg": "-a",
+        "shl": "a << (b & 7)",
+        "shr": "a >> (b & 7)",
+        "div": "a / b",
+        "rem": "a % b",
+        "update": "[&] { auto c = a; c += b; c ^= a; c--; return c; }()",
+    }
+    reference = {
+        "add": np.add,
+        "sub": np.subtract,
+        "mul": np.multiply,
+        "and": np.bitwise_and,
+        "or": np.bitwise_or,
+        "xor": np.bitwise_xor,
+        "scalar": lambda x, y: x * dtype(3) + dtype(1),
+        "not": lambda x, y: ~x,
+        "neg": lambda x, y: dtype(0) - x,
+        "shl": lambda x, y: x << (y & dtype(7)),
+        "shr": lambda x, y: x >> (y & dtype(7)),
+        "div": lambda x, y: (
+            np.abs(x.astype(object)) // np.abs(y.astype(object)) * np.sign(x.astype(object)) * np.sign(y.astype(object))
+        ).astype(dtype),
+        "rem": np.fmod,
+        "update": lambda x, y: ((x + y) ^ x) - dtype(1),
+    }
     with np.errstate(over="ignore"):
         if info.min < 0:
             a[a == info.min] += 1
@@ -173,7 +196,8 @@ def test_select_any_all() -> None:
 
 def test_packed_vectors() -> None:
     source = """
-kernel void k(device packed_float3* a [[buffer(0)]], device const packed_half4* h [[buffer(1)]], uint i [[thread_position_in_grid]]) {
+kernel void k(device packed_float3* a [[buffer(0)]], device const packed_half4* h [[buffer(1)]],
+    uint i [[thread_position_in_grid]]) {
   float3 v = a[i]; half4 w = h[i];
   a[i] = v * 2 + float3(w.xyz); a[i] += v; a[i].y = -a[i][1]; a[i].zx = a[i].xz;
   a[i] = a[i] + packed_float3(1, 2, 3) * 2.0; if (any(a[i] > float3(1e9))) a[i] = 0;
@@ -189,14 +213,27 @@ kernel void k(device packed_float3* a [[buffer(0)]], device const packed_half4* 
 def test_geometric_functions() -> None:
     a, b = np.random.default_rng(4).normal(0, 1, (2, 50)).astype(np.float32)
     three = lambda x: np.stack([np.roll(x, -j) for j in range(3)], -1).astype(np.float64)  # noqa: E731
-    names = {"dot": "dot(a, b)", "length": "length(a)", "distance": "distance(a, b)", "normalize": "normalize(a)", "cross": "cross(a, b)",
-             "length_squared": "length_squared(a)", "reflect": "reflect(a, normalize(b))"}  # fmt: skip
+    names = {
+        "dot": "dot(a, b)",
+        "length": "length(a)",
+        "distance": "distance(a, b)",
+        "normalize": "normalize(a)",
+        "cross": "cross(a, b)",
+        "length_squared": "length_squared(a)",
+        "reflect": "reflect(a, normalize(b))",
+    }
     made = evaluate(names, [a, b], "float", widths=[3])
     u, v = three(a), three(b)
     unit = v / np.linalg.norm(v, axis=1, keepdims=True)
-    wanted = {"dot": (u * v).sum(1), "length": np.linalg.norm(u, axis=1), "distance": np.linalg.norm(u - v, axis=1),
-              "normalize": u / np.linalg.norm(u, axis=1, keepdims=True), "cross": np.cross(u, v), "length_squared": (u * u).sum(1),
-              "reflect": u - 2 * (u * unit).sum(1, keepdims=True) * unit}  # fmt: skip
+    wanted = {
+        "dot": (u * v).sum(1),
+        "length": np.linalg.norm(u, axis=1),
+        "distance": np.linalg.norm(u - v, axis=1),
+        "normalize": u / np.linalg.norm(u, axis=1, keepdims=True),
+        "cross": np.cross(u, v),
+        "length_squared": (u * u).sum(1),
+        "reflect": u - 2 * (u * unit).sum(1, keepdims=True) * unit,
+    }
     for name, results in made.items():
         for j, (_, got) in enumerate(results):
             value = wanted[name][:, j] if wanted[name].ndim == 2 else wanted[name]
@@ -246,8 +283,26 @@ def test_refused(name: str) -> None:
 
 
 def test_header_by_any_name() -> None:
-    names = ["array", "atomic", "common", "compute", "geometric", "integer", "limits", "math", "matrix", "pack", "quadgroup",
-             "relational", "simdgroup", "simdgroup_matrix", "stdlib", "type_traits", "types", "uniform"]  # fmt: skip
+    names = [
+        "array",
+        "atomic",
+        "common",
+        "compute",
+        "geometric",
+        "integer",
+        "limits",
+        "math",
+        "matrix",
+        "pack",
+        "quadgroup",
+        "relational",
+        "simdgroup",
+        "simdgroup_matrix",
+        "stdlib",
+        "type_traits",
+        "types",
+        "uniform",
+    ]
     assert HEADER.count("#include") == 1
     compile_metal(
         "".join(f"#include <metal_{n}>\n" for n in names) + "using metal::vec; float4 f(vec<float, 4> v) { return v; }"
