@@ -236,6 +236,19 @@ def test_mlx_layers_under_other_methods(tmp_path, rng, method) -> None:
     np.testing.assert_array_equal(decode(tmp_path), expected)
 
 
+def test_compressed_tensors_zero_points_that_are_not_packed(tmp_path, rng) -> None:
+    """Old versions left them as int8; so does the strategy "tensor", with one scale in all."""
+    expected = writers.write_compressed_tensors(tmp_path, rng, K, N, -1, sym=False)
+    packed = load_file(tmp_path / "model.safetensors")[f"{LAYER}.weight_zero_point"]
+    points = unpack_codes(packed)[:N].to(torch.int8) - 8
+    change(tmp_path, weight_zero_point=points)
+    np.testing.assert_array_equal(decode(tmp_path), expected)
+    change(tmp_path, weight_zero_point=points[3], weight_scale=torch.tensor([0.5]))
+    (weight,) = convert.read_layers(tmp_path)
+    reference = (unpack_codes(weight.b_packed).float() - 8 - points[3]) * 0.5
+    assert torch.equal(weight.dequantize(), reference)
+
+
 def test_compressed_tensors_g_idx_that_was_never_filled_in(tmp_path, rng) -> None:
     expected = writers.write_compressed_tensors(tmp_path, rng, K, N, 32)
     change(tmp_path, weight_g_idx=torch.full((K,), -1, dtype=torch.int32))
