@@ -61,16 +61,17 @@ FunctionConstants gemm_constants(const GemmProblem& problem, bool writes_partial
   return constants;
 }
 
-// About `wanted` slices of K, none empty; whole groups where a slice holds at least one.
+// About `wanted` slices of K, none empty, that start where a group or an even part of one starts if `unit` allows.
 uint32_t slice_length(const GemmProblem& problem, uint32_t wanted, uint32_t unit) {
   const uint32_t group = group_size(problem.weight);
   const uint32_t even = round_up(ceil_divide(problem.weight.K, wanted), unit);
-  return group % unit == 0 && group <= even ? round_up(even, group) : even;
+  if (even < group) return round_up(group / (group / even), unit);
+  return group % unit == 0 ? round_up(even, group) : even;
 }
 
 GemmParams gemm_params(const GemmProblem& problem, uint32_t k_per_slice) {
-  return {problem.a_row_stride, problem.M, problem.weight.N, problem.weight.K, group_size(problem.weight), k_per_slice,
-          0};
+  return {problem.a_row_stride, problem.M, problem.weight.N, problem.weight.K, group_size(problem.weight),
+          k_per_slice,          0};
 }
 
 Extent elementwise_grid(uint32_t columns, uint32_t rows) {

@@ -34,18 +34,18 @@ struct WeightProblem {
 };
 
 struct GemmProblem {
-  WeightProblem weight;
+  WeightProblem weight{};
   uint32_t M = 0;
   int64_t a_row_stride = 0;  // elements
   ElementType activations = ElementType::float16;
   ElementType bias = ElementType::float16;
   bool has_bias = false;
-  bool vector_aligned_a = false;   // the first activation is aligned for a load of four
+  bool vector_aligned_a = false;      // the first activation is aligned for a load of four
   std::string_view variant = "auto";  // auto, or one of gemm_variants()
 };
 
 struct DequantizeProblem {
-  WeightProblem weight;
+  WeightProblem weight{};
   ElementType out = ElementType::float16;
 };
 

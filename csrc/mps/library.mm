@@ -71,11 +71,10 @@ id<MTLFunction> new_function(const Dispatch& dispatch) {
     }
   }
   NSError* error = nil;
-  id<MTLFunction> function =
-      [library(info(dispatch.kernel).library) newFunctionWithName:[NSString
-                                                                      stringWithUTF8String:dispatch.function.c_str()]
-                                                   constantValues:values
-                                                            error:&error];
+  id<MTLFunction> function = [library(info(dispatch.kernel).library)
+      newFunctionWithName:[NSString stringWithUTF8String:dispatch.function.c_str()]
+           constantValues:values
+                    error:&error];
   TORCH_CHECK(function != nil, "torch_marlin_metal: kernel ", dispatch.function, " (", info(dispatch.kernel).library,
               ".metal) is not available: ", message(error));
   return function;

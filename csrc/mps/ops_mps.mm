@@ -154,8 +154,8 @@ Tensor repack(const char* op, RepackProblem problem, const Tensor& words, Tensor
 
 Tensor gptq_repack_mps(const Tensor& qweight, const OptionalTensor& perm) {
   check_gptq_repack(qweight, perm);
-  return repack("gptq_repack", {.kernel = Kernel::gptq_repack}, qweight,
-                at::empty(qweight.sizes(), qweight.options()), held(perm));
+  return repack("gptq_repack", {.kernel = Kernel::gptq_repack}, qweight, at::empty(qweight.sizes(), qweight.options()),
+                held(perm));
 }
 
 Tensor awq_repack_mps(const Tensor& qweight) {

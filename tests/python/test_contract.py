@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import reference
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import torch_marlin_metal as tmm
 
@@ -64,7 +65,7 @@ def test_opcheck_repacks(device):
 
 def test_compile_with_a_dynamic_number_of_rows_compiles_once(device):
     weight = weight_of("uint4", device)
-    compiled_graphs = torch._dynamo.testing.CompileCounterWithBackend("inductor")
+    compiled_graphs = CompileCounterWithBackend("inductor")
     torch._dynamo.reset()
 
     @torch.compile(fullgraph=True, dynamic=True, backend=compiled_graphs)

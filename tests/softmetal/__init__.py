@@ -33,6 +33,13 @@ def _host_alias(library: Library, storage: torch.UntypedStorage) -> torch.Untype
     return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
 
 
+def _storage_to_mps(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    """`UntypedStorage.mps`, which torch.load calls: a build of torch without Metal makes no mps storages itself."""
+    if storage.device.type == "mps":
+        return storage
+    return torch.empty(0, dtype=torch.uint8).set_(storage).to("mps").untyped_storage()  # type: ignore[call-overload]
+
+
 def _load() -> Library:
     if hasattr(ctypes.CDLL(None), "softmetal_is_checked"):
         raise RuntimeError("softmetal: another copy of the device is loaded already; a process can have one")
@@ -51,6 +58,7 @@ def _load() -> Library:
     native._mps_host_alias_storage = lambda storage: _host_alias(library, storage)
     native._mps_get_core_count = lambda: 8
     native._mps_get_name = lambda: "softmetal"
+    torch.UntypedStorage.mps = _storage_to_mps  # type: ignore[method-assign]
     return library
 
 
