@@ -88,11 +88,6 @@ Plan plan_dequantize(const DequantizeProblem& problem);
 Plan plan_repack(const RepackProblem& problem);
 Plan plan_probe();
 
-// Constants that shaders declare as int; the others are bool.
-constexpr bool is_integer_constant(uint32_t index) {
-  return (index >= kConstantScalesType && index <= kConstantBiasType) || index == kConstantRows;
-}
-
 std::ostream& operator<<(std::ostream& stream, const Dispatch& dispatch);
 std::ostream& operator<<(std::ostream& stream, const Plan& plan);
 

@@ -10,6 +10,7 @@ struct Activations {
   const device T* data;
   const device int* perm;
   int64_t row_stride;
+  uint columns;
 
   template <typename R>
   MARLIN_INLINE Octet<R> load(uint m, uint k) const {
@@ -24,8 +25,11 @@ struct Activations {
         x.k[i + 4] = R(high[i]);
       }
     } else {
-      for (uint i = 0; i < kCodesPerWord; ++i)
-        x.k[i] = R(row[has_perm ? uint(perm[k + i]) : k + i]);
+      for (uint i = 0; i < kCodesPerWord; ++i) {
+        // The host cannot look at perm: an index that is none reads nothing.
+        const uint column = has_perm ? uint(perm[k + i]) : k + i;
+        x.k[i] = column < columns ? R(row[column]) : R(0.0h);
+      }
     }
     return x;
   }

@@ -30,7 +30,8 @@ template <WeightFormat format, typename T>
                         : format == WeightFormat::uint4_bias ? fma(code, scale, zero)
                         : zero_is_in_code<format>()          ? code * scale
                                                              : (code - zero) * scale;
-    out[ulong(has_perm ? uint(perm[k + i]) : k + i) * params.N + n] = T(value);
+    const uint row = has_perm ? uint(perm[k + i]) : k + i;
+    if (row < params.K) out[ulong(row) * params.N + n] = T(value);  // the host cannot look at perm
   }
 }
 

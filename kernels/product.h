@@ -15,7 +15,7 @@
 
 #define MARLIN_PRODUCT                                                 \
   {{packed, scales, zeros, global_scale, params.N, params.group_size}, \
-   {a, perm, params.a_row_stride},                                     \
+   {a, perm, params.a_row_stride, params.K},                           \
    {bias, out, partials, params.M, params.N},                          \
    lut}
 

@@ -23,6 +23,7 @@ MARLIN_INLINE uint awq_shift(uint column) {
   if (has_perm) {
     for (uint i = 0; i < kCodesPerWord; ++i) {
       const uint k = uint(perm[row * kCodesPerWord + i]);
+      if (k >= params.rows * kCodesPerWord) continue;  // the host cannot look at perm
       const uint source = in[ulong(k / kCodesPerWord) * params.columns + n];
       word |= ((source >> (4 * (k % kCodesPerWord))) & 15u) << (4 * i);
     }

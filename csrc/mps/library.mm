@@ -59,17 +59,19 @@ id<MTLLibrary> library(std::string_view name) {
   return entry;
 }
 
+// The types are those of MARLIN_FUNCTION_CONSTANTS.
+constexpr MTLDataType kMetal_bool = MTLDataTypeBool;
+constexpr MTLDataType kMetal_int = MTLDataTypeInt;
+
 id<MTLFunction> new_function(const Dispatch& dispatch) {
   MTLFunctionConstantValues* values = [[[MTLFunctionConstantValues alloc] init] autorelease];
-  for (uint32_t index = 0; index < kFunctionConstantCount; ++index) {
-    const int32_t integer = dispatch.constants[index];
-    const bool boolean = integer != 0;
-    if (is_integer_constant(index)) {
-      [values setConstantValue:&integer type:MTLDataTypeInt atIndex:index];
-    } else {
-      [values setConstantValue:&boolean type:MTLDataTypeBool atIndex:index];
-    }
+#define MARLIN_SET_CONSTANT(index, metal_type, shader_name, name)            \
+  {                                                                          \
+    const auto value = static_cast<metal_type>(dispatch.constants[index]);   \
+    [values setConstantValue:&value type:kMetal_##metal_type atIndex:index]; \
   }
+  MARLIN_FUNCTION_CONSTANTS(MARLIN_SET_CONSTANT)
+#undef MARLIN_SET_CONSTANT
   NSError* error = nil;
   id<MTLFunction> function = [library(info(dispatch.kernel).library)
       newFunctionWithName:[NSString stringWithUTF8String:dispatch.function.c_str()]

@@ -163,7 +163,7 @@ def build_test_extension(command: Any, extension: Any, sources: list[str]) -> No
     require_tools()
     flags = [f"-I{path}" for path in extension.include_dirs]
     flags += [f"-D{name}" if value is None else f"-D{name}={value}" for name, value in extension.define_macros]
-    flags += ["-fvisibility=hidden"]
+    flags += ["-fvisibility=hidden", "-Werror"]  # an unknown selector is only a warning
     objects = []
     for source in sources:
         target = OUTPUT / "host" / f"{Path(source).name}.o"
