@@ -191,20 +191,20 @@ void decode_scales(const uint8_t* source, ScaleCoding coding, int64_t count, flo
 }
 
 template <class V>
-void from_float(const float* source, ElementType type, int64_t count, void* out) {
+void from_float(const float* __restrict source, ElementType type, int64_t count, void* __restrict out) {
   int64_t i = 0;
   if (type == ElementType::float16) {
-    auto* to = static_cast<uint16_t*>(out);
+    auto* __restrict to = static_cast<uint16_t*>(out);
     for (; i + V::width <= count; i += V::width)
       V::store_half(to + i, V::load(source + i));
     for (; i < count; ++i)
       to[i] = float_to_half(source[i]);
   } else if (type == ElementType::bfloat16) {
-    auto* to = static_cast<uint16_t*>(out);
+    auto* __restrict to = static_cast<uint16_t*>(out);
     for (; i < count; ++i)
       to[i] = float_to_bfloat16(source[i]);
   } else {
-    auto* to = static_cast<float*>(out);
+    auto* __restrict to = static_cast<float*>(out);
     for (; i < count; ++i)
       to[i] = source[i];
   }
