@@ -208,7 +208,7 @@ def _bare(kind: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """`python -m softmetal.api_check OBJECT...`: the headers, then what arm64 macOS objects send; 1 if a check fails."""
+    """`python -m softmetal.api_check OBJECT...`: our headers and what arm64 macOS objects send; 1 if a check fails."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("objects", nargs="*", type=Path, help="arm64 macOS objects")
     objects = parser.parse_args(arguments).objects
