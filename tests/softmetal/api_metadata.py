@@ -50,7 +50,7 @@ WHEELS = (
 )
 
 
-class MetadataUnavailable(RuntimeError):  # noqa: N818 - a state of the machine
+class MetadataUnavailable(RuntimeError):
     """A wheel is not in the cache and could not be fetched."""
 
 

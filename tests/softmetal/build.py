@@ -26,7 +26,7 @@ PACKAGES = "clang-19 libobjc-12-dev libblocksruntime-dev binutils"
 TORCH_SERIES = "2.13."  # hooks, allocator and stream glue follow this version's headers
 
 
-class Unavailable(RuntimeError):  # noqa: N818 - a state of the machine
+class Unavailable(RuntimeError):
     """The software Metal device cannot be built or used on this machine; the message says what is missing."""
 
 

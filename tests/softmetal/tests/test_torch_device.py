@@ -228,6 +228,8 @@ def test_save_and_load() -> None:
     file.seek(0)
     loaded = torch.load(file, map_location="cpu")
     assert torch.equal(loaded["weight"], layer.weight.detach().cpu())
+    file.seek(0)
+    same(torch.load(file)["weight"], layer.weight.detach().cpu())
 
 
 # ---- torch.mps, torch.accelerator ----------------------------------------------------------------------------------
