@@ -11,7 +11,7 @@ CXX_FILES := $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp csrc/*/*.mm 
 # The tests' build adds the MPS backend on the software Metal device where its packages are present.
 export SOFTMETAL := $(shell sh scripts/system_packages.sh has-softmetal && echo tests/softmetal)
 
-.PHONY: help build test test-all lint format demo bench macos mutate clean
+.PHONY: help build test test-all lint format demo demo-mps bench macos mutate clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -51,6 +51,10 @@ format: $(VENV)/.installed ## rewrite the sources as lint wants them
 
 demo: build ## a real sentence-embedding model in 4 bit, a table and a picture
 	$(PY) examples/demo.py
+
+# On Linux the software Metal device is mps.
+demo-mps: build ## the demo on mps
+	$(if $(SOFTMETAL),PYTHONPATH=tests $(PY) -m softmetal,$(PY)) examples/demo.py --device mps --picture demo-output/demo-mps.png
 
 bench: build ## CPU benchmark against PyTorch's own kernels
 	$(PY) benchmarks/cpu_gemm.py

@@ -13,8 +13,6 @@ def load_mps() -> str | None:
     if sys.platform == "darwin":
         return None if torch.backends.mps.is_available() else "this Mac has no MPS device"
     sys.path.insert(0, str(Path(__file__).parents[1]))
-    from softmetal.build import Unavailable, require_tools
-
     try:
         import softmetal  # noqa: F401
     except RuntimeError as error:

@@ -1,0 +1,193 @@
+"""What only the Metal host does: variants, plans, lifetimes, sticky bindings, threads, misaligned and permuted inputs."""
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import reference
+import torch
+from conftest import MPS_MISSING
+
+import torch_marlin_metal as tmm
+
+pytestmark = pytest.mark.skipif(bool(MPS_MISSING), reason=str(MPS_MISSING))
+
+ROOT = Path(__file__).resolve().parents[2]
+VARIANTS = ("gemv", "double_buffered", "single_stage")
+software = pytest.mark.skipif(sys.platform == "darwin", reason="reads the software Metal device's counters")
+
+
+def activations(shape, dtype=torch.float16, seed=0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def run(a, weight, **extra) -> torch.Tensor:
+    return tmm.gemm(a, weight.b_packed, weight.scales, **{**weight.arguments, **extra})
+
+
+def kernels_of(call) -> list[str]:
+    """Names of the kernels that the call dispatches."""
+    import softmetal
+
+    torch.mps.synchronize()
+    softmetal.faults()
+    call()
+    return [record.kernel for record in softmetal.counters()]
+
+
+@pytest.mark.parametrize("dtype", reference.DTYPES, ids=str)
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("weight_format", reference.FORMATS)
+def test_each_variant_on_the_same_inputs(weight_format, variant, dtype):
+    K, N, M = 200, 70, 67
+    group_size = tmm.WEIGHT_FORMATS[weight_format].fixed_group_size or 16
+    weight = reference.make_weight(weight_format, K, N, group_size)
+    a, bias = activations((M, K), dtype), activations((N,), dtype, seed=1)
+    exact, bound = reference.gemm(a, weight, bias, raw_codes=True)
+    moved = weight.to("mps")
+    for rows in (1, 9, M):
+        result = run(a[:rows].to("mps"), moved, bias=bias.to("mps"), variant=variant)
+        reference.check_gemm(result, exact[:rows], bound[:rows])
+        again = run(a[:rows].to("mps"), moved, bias=bias.to("mps"), variant=variant)
+        assert torch.equal(result.cpu(), again.cpu())
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_split_k_matches_and_repeats_bit_for_bit(variant):
+    """Few columns and a long K: the slices go through the workspace and the reduction."""
+    K, N, M = 4096, 40, 3
+    weight = reference.make_weight("uint4", K, N, 64)
+    a, bias = activations((M, K)), activations((N,), seed=1)
+    exact, bound = reference.gemm(a, weight, bias, raw_codes=True)
+    moved = weight.to("mps")
+    results = [run(a.to("mps"), moved, bias=bias.to("mps"), variant=variant).cpu() for _ in range(3)]
+    reference.check_gemm(results[0], exact, bound)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+@software
+def test_split_k_dispatches_the_product_and_then_the_reduction():
+    weight = reference.make_weight("uint4", 4096, 40, 64).to("mps")
+    a = activations((3, 4096)).to("mps")
+    assert kernels_of(lambda: run(a, weight, variant="single_stage")) == [
+        "gemm_single_stage_uint4_float16",
+        "reduce_float16",
+    ]
+
+
+@software
+@pytest.mark.parametrize("shape", [(0, 32), (4, 0, 32)])
+def test_empty_results_dispatch_nothing(shape):
+    weight = reference.make_weight("uint4b8", 32, 24, 32).to("mps")
+    a = torch.empty(shape, device="mps")
+    assert kernels_of(lambda: run(a, weight)) == []
+    assert kernels_of(lambda: tmm.gptq_repack(torch.empty(0, 4, dtype=torch.int32, device="mps"))) == []
+
+
+@pytest.mark.parametrize("variant", ["striped", "fused", "two_pass"])
+def test_a_variant_without_a_metal_kernel_is_refused(variant):
+    weight = reference.make_weight("uint4b8", 32, 24, 32).to("mps")
+    message = f"gemm: variant: expected one of auto, gemv, double_buffered, single_stage on mps, got '{variant}'"
+    with pytest.raises(ValueError, match=message):
+        run(torch.ones(1, 32, device="mps"), weight, variant=variant)
+
+
+def test_optionals_of_an_earlier_call_are_not_read_by_a_later_one():
+    """The encoder keeps its bindings from kernel to kernel."""
+    K, N = 64, 24
+    weight = reference.make_weight("nvfp4", K, N, 16, global_scale_shape=(-1,))
+    a, bias = activations((3, K)), activations((N,), seed=1)
+    perm = torch.from_numpy(np.random.default_rng(0).permutation(K).astype(np.int32))
+    plain = dict(weight.arguments, global_scale=None)
+    moved = weight.to("mps")
+    first = run(a.to("mps"), moved, bias=bias.to("mps"), perm=perm.to("mps"))
+    second = tmm.gemm(a.to("mps"), moved.b_packed, moved.scales, **plain)
+    assert torch.equal(second.cpu(), tmm.gemm(a, weight.b_packed, weight.scales, **plain))
+    exact, bound = reference.gemm(a, weight, bias, perm=perm.numpy(), raw_codes=True)
+    reference.check_gemm(first, exact, bound)
+
+
+def test_inputs_may_die_before_the_work_runs():
+    """Work is encoded at the call and runs later: what it uses must live until then."""
+    K, N = 64, 24
+    weight = reference.make_weight("uint4b8", K, N, 16)
+    a = activations((3, K))
+    exact, bound = reference.gemm(a, weight, raw_codes=True)
+    results = []
+    for _ in range(20):
+        moved = weight.to("mps")
+        results.append(run(a.to("mps").t().contiguous().t(), moved))
+        del moved
+        torch.full((4096,), float("nan"), device="mps")
+    for result in results:
+        reference.check_gemm(result, exact, bound)
+
+
+def test_two_threads():
+    K, N = 64, 24
+    weight = reference.make_weight("uint4", K, N, 16)
+    a = activations((5, K))
+    exact, bound = reference.gemm(a, weight, raw_codes=True)
+    moved, a_mps = weight.to("mps"), a.to("mps")
+    results: dict[int, list[torch.Tensor]] = {0: [], 1: []}
+    threads = [
+        threading.Thread(target=lambda i=i: results[i].extend(run(a_mps, moved) for _ in range(20))) for i in (0, 1)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for result in results[0] + results[1]:
+        reference.check_gemm(result, exact, bound)
+
+
+@pytest.mark.parametrize("value", [-1, 64, 2**31 - 1, -(2**31)])
+def test_a_perm_out_of_range_reads_and_writes_nothing(value):
+    """It cannot be seen by the host on MPS: kernels leave such a row out."""
+    K, N, j = 64, 24, 5
+    weight = reference.make_weight("uint4b8", K, N, 16)
+    codes = np.random.default_rng(0).permutation(K).astype(np.int32)
+    a = activations((3, K))
+    without = a.clone()
+    without[:, codes[j]] = 0
+    exact, bound = reference.gemm(without, weight, perm=codes, raw_codes=True)
+    damaged = torch.from_numpy(codes.copy())
+    damaged[j] = value
+    moved = weight.to("mps")
+    for variant in VARIANTS:
+        reference.check_gemm(run(a.to("mps"), moved, perm=damaged.to("mps"), variant=variant), exact, bound)
+    words = tmm.gptq_repack(weight.b_packed.to("mps"), perm=damaged.to("mps")).cpu()
+    whole = tmm.gptq_repack(weight.b_packed, perm=torch.from_numpy(codes))
+    cleared = whole.clone()
+    cleared[j // 8] &= ~(15 << (4 * (j % 8)))
+    assert torch.equal(words, cleared)
+    dense = tmm.dequantize(moved.b_packed, moved.scales, **weight.to("mps").arguments, perm=damaged.to("mps")).cpu()
+    expected = tmm.dequantize(weight.b_packed, weight.scales, **weight.arguments, perm=torch.from_numpy(codes))
+    rows = [k for k in range(K) if k != codes[j]]
+    assert torch.equal(dense[rows], expected[rows])
+
+
+def test_plans_are_printed_once_on_request():
+    script = (
+        "import torch, torch_marlin_metal as tmm\n"
+        "w = torch.zeros(8, 24, dtype=torch.int32, device='mps')\n"
+        "s = torch.ones(4, 24, device='mps')\n"
+        "for _ in range(3): tmm.gemm(torch.ones(1, 64, device='mps'), w, s, weight_format='uint4b8', group_size=16)\n"
+    )
+    prefix = "" if sys.platform == "darwin" else "import softmetal\n"
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+        "TORCH_MARLIN_METAL_PRINT_PLAN": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", prefix + script], env=environment, capture_output=True, text=True, check=True
+    )
+    lines = [line for line in done.stderr.splitlines() if line.startswith("torch_marlin_metal plan: ")]
+    assert [line.split(": ")[1] for line in lines] == ["probe_half_subnormals", "gemv_uint4b8_float32"]
+    assert "M=1 N=24 K=64 group_size=16" in lines[1]

@@ -1,0 +1,11 @@
+"""Runs a script with the software Metal device loaded: `PYTHONPATH=tests python -m softmetal script.py [arguments]`."""
+
+import runpy
+import sys
+from pathlib import Path
+
+if len(sys.argv) < 2:
+    sys.exit("usage: python -m softmetal script.py [arguments]")
+del sys.argv[0]
+sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))
+runpy.run_path(sys.argv[0], run_name="__main__")
