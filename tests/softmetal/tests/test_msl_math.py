@@ -159,6 +159,14 @@ def test_division_is_correctly_rounded() -> None:
             np.testing.assert_array_equal(got, a / b)
 
 
+def test_fast_division_is_off_by_its_promise_at_most() -> None:
+    x, y = _values(1e-10, 1e10, np.float32, True), _values(1e-3, 1e3, np.float32, True)[::-1].copy()
+    errors = []
+    for (a, b), got in evaluate({"divide": "fast::divide(a, b)"}, [x, y], "float", perturb_seed=9)["divide"]:
+        errors.append(_ulps(got, a.astype(np.float64) / b).max())
+    assert 1 < max(errors) <= 2.5
+
+
 # C99's special cases, which hold whatever the perturbation.
 SPECIAL = [
     ("exp(a)", 0.0, 1.0),

@@ -64,11 +64,12 @@ def test_every_swizzle_without_repetition_writes(width: int, form: str) -> None:
             for picks in itertools.permutations(range(width), n):
                 name = "".join(letters[p] for p in picks)
                 new = f"int{n}({', '.join(str(50 + j) for j in range(n))})" if n > 1 else "50"
-                lines.append(f"{{ {form}int{width} v(1, 2{', 3' * (width > 2)}{', 4' * (width > 3)}); v.{name} = {new};"
+                lines.append(f"{{ {form}int{width} v(1, 2{', 3' * (width > 2)}{', 4' * (width > 3)}); v.{name} = {new}; for (int i = 0; i < {width}; ++i) *out++ = v[i];"
                              f" v.{name} += 100; for (int i = 0; i < {width}; ++i) *out++ = v[i]; }}")  # fmt: skip
                 value = np.arange(1, width + 1)
-                value[list(picks)] = 150 + np.arange(n)
-                wanted.append(value)
+                for new_value in (50, 150):
+                    value[list(picks)] = new_value + np.arange(n)
+                    wanted.append(value.copy())
     out = np.zeros(width * len(wanted), np.int32)
     run("kernel void k(device int* out [[buffer(0)]]) {\n" + "\n".join(lines) + "\n}", out)
     np.testing.assert_array_equal(out.reshape(-1, width), wanted)
