@@ -280,11 +280,11 @@ void Checker::check_races(Lane& lane, Region& region, uint64_t offset, uint64_t 
   const int space = region.is_threadgroup ? 1 : 0;
   Access now;
   now.group = static_cast<uint32_t>(group.index) + 1;
-  now.thread = static_cast<uint16_t>(lane.self.thread_index_in_threadgroup);
+  now.thread = lane.self.thread_index_in_threadgroup & 0x3FF;
   now.is_atomic = kind == Kind::kAtomic;
   now.barriers = group.barriers;
   now.simd_barriers = simdgroup.barriers;
-  now.code = static_cast<uint32_t>(static_cast<const char*>(code) - launch_.dispatch->library->base);
+  now.code = static_cast<uint32_t>(static_cast<const char*>(code) - launch_.dispatch->library->base) & 0x1FFFFF;
   auto conflicts = [&](const Access& other) {
     if (other.group == 0 || (other.is_atomic && now.is_atomic)) return false;
     if (other.group != now.group) return !region.is_threadgroup;

@@ -29,6 +29,7 @@ Pages::Pages(uint64_t bytes) : data_(nullptr), bytes_(bytes + 64) {
     std::fprintf(stderr, "softmetal: no memory for checked mode\n");
     std::abort();
   }
+  madvise(data_, bytes_, MADV_HUGEPAGE);
 }
 
 Pages::~Pages() {

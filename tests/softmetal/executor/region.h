@@ -9,14 +9,15 @@ namespace softmetal {
 // Who touched a piece of memory last. `barriers` counts those passed before, of the threadgroup and of the simdgroup.
 struct Access {
   uint32_t group = 0;  // linear index + 1; 0: nobody
-  uint16_t thread = 0;
-  bool is_atomic = false;
+  uint32_t thread : 10 = 0;
+  uint32_t is_atomic : 1 = 0;
+  uint32_t code : 21 = 0;  // offset in the library
   uint32_t barriers = 0;
   uint32_t simd_barriers = 0;
-  uint32_t code = 0;  // offset in the library
 
   uint32_t simdgroup() const { return thread / 32u; }
 };
+static_assert(sizeof(Access) == 16);
 
 // The last write and enough reads to find any that a write conflicts with: the last one, and the last ones by another
 // thread, simdgroup and threadgroup than it.

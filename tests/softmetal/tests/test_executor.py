@@ -259,6 +259,20 @@ def test_interleaving_follows_the_seed() -> None:
     assert changes > 100  # threadgroups are interleaved with each other, not run one by one
 
 
+def test_threads_are_interleaved_between_their_accesses() -> None:
+    kernel = build(
+        """
+        kernel void f(device atomic_uint* n, device uint* y, uint i [[thread_position_in_grid]]) {
+          y[2 * i] = atomic_fetch_add_explicit(n, 1u, memory_order_relaxed);
+          y[2 * i + 1] = atomic_fetch_add_explicit(n, 1u, memory_order_relaxed);
+        }""",
+        True,
+    ).kernel("f")
+    n, y = np.zeros(1, np.uint32), np.zeros((64, 2), np.uint32)
+    kernel.launch(groups=1, group=64, buffers=[n, y], seed=3)
+    assert (y[:, 1] != y[:, 0] + 1).sum() > 16
+
+
 def test_os_threads_give_the_same_result() -> None:
     source = """
     kernel void f(device const float* x, device float* y, uint g [[threadgroup_position_in_grid]],

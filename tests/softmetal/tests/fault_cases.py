@@ -1,0 +1,416 @@
+"""The fault table: one small kernel for each class of fault, the report that it must give, and a correct twin."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from softmetal.device import FaultKind
+
+HEAD = "#include <metal_stdlib>\nusing namespace metal;\n"
+FIRST_LINE = HEAD.count("\n") + 1
+
+
+@dataclass
+class Case:
+    """A kernel with a fault, in which /*bad|good*/ marks what the correct twin has instead."""
+
+    name: str
+    kind: FaultKind
+    source: str
+    line: int  # of the report, counted from the kernel's first line
+    report: str
+    buffers: list[Any] = field(default_factory=lambda: [np.ones(64, np.float32), np.zeros(64, np.float32)])
+    launch: dict[str, Any] = field(default_factory=lambda: {"groups": 1, "group": 64})
+
+    def text(self, good: bool) -> str:
+        return HEAD + re.sub(r"/\*(.*?)\|(.*?)\*/", r"\2" if good else r"\1", self.source, flags=re.DOTALL)
+
+
+def floats(count: int, value: float = 1.0) -> np.ndarray:
+    return np.full(count, value, np.float32)
+
+
+ARGUMENTS = "device const float* x [[buffer(0)]], device float* y [[buffer(1)]]"
+INDEX = "uint i [[thread_index_in_threadgroup]]"
+LANE = "ushort lane [[thread_index_in_simdgroup]]"
+
+CASES = [
+    Case(
+        "device read past the end",
+        FaultKind.OUT_OF_BOUNDS,
+        f"kernel void f({ARGUMENTS}, {INDEX}) {{\n  y[i] = x[i + /*1|0*/];\n}}",
+        1,
+        r"out-of-bounds read of 4 bytes: buffer 0 \+ 256 \(x, 256 bytes\)",
+    ),
+    Case(
+        "device read before the start",
+        FaultKind.OUT_OF_BOUNDS,
+        f"kernel void f({ARGUMENTS}, {INDEX}) {{\n  int k = int(i) - /*3|0*/;\n  y[i] = x[k];\n}}",
+        2,
+        r"out-of-bounds read of 4 bytes: buffer 0 - (4|8|12) \(x, 256 bytes\)",
+    ),
+    Case(
+        "device write far away, where another buffer could be",
+        FaultKind.OUT_OF_BOUNDS,
+        f"kernel void f({ARGUMENTS}, {INDEX}) {{\n  y[i + /*1000000|0*/u] = x[i];\n}}",
+        1,
+        r"out-of-bounds write of 4 bytes: buffer 1 \+ 4000\d\d\d \(y, 256 bytes\)",
+    ),
+    Case(
+        "unsigned index below zero",
+        FaultKind.OUT_OF_BOUNDS,
+        f"kernel void f({ARGUMENTS}, {INDEX}) {{\n  y[i] = x[i /*- 1u|*/];\n}}",
+        1,
+        r"out-of-bounds read of 4 bytes: buffer 0 \+ 17179869180 \(x",
+    ),
+    Case(
+        "constant buffer",
+        FaultKind.OUT_OF_BOUNDS,
+        f"kernel void f({ARGUMENTS}, constant float* c [[buffer(2)]], {INDEX}) {{\n"
+        "  y[i] = x[i] + c[i / /*8|16*/];\n}",
+        1,
+        r"out-of-bounds read of 4 bytes: buffer 2 \+ \d+ \(c, 16 bytes\)",
+        buffers=[floats(64), floats(64), floats(4).tobytes()],
+    ),
+    Case(
+        "pointer moved before the binding's offset",
+        FaultKind.OUT_OF_BOUNDS,
+        f"kernel void f({ARGUMENTS}, {INDEX}) {{\n  y[i] = (x - /*1|0*/)[i];\n}}",
+        1,
+        r"out-of-bounds read of 4 bytes: buffer 0 - 4 \(x, 256 bytes\)",
+        buffers=[(floats(80), 64), floats(64)],
+    ),
+    Case(
+        "buffer that is not bound",
+        FaultKind.OUT_OF_BOUNDS,
+        f"kernel void f({ARGUMENTS}, device const float* z [[buffer(2)]], {INDEX}) {{\n  y[i] = /*z|x*/[i];\n}}",
+        1,
+        r"out-of-bounds read of 4 bytes: null pointer \+ \d+",
+        buffers=[floats(64), floats(64), None],
+    ),
+    Case(
+        "threadgroup argument",
+        FaultKind.OUT_OF_BOUNDS,
+        f"kernel void f({ARGUMENTS}, threadgroup float* s [[threadgroup(0)]], {INDEX}) {{\n"
+        "  s[i + /*1|0*/] = x[i];\n  y[i] = s[i + /*1|0*/];\n}",
+        1,
+        r"out-of-bounds write of 4 bytes: threadgroup\(0\) \+ 256 \(s, 256 bytes\)",
+        launch={"groups": 1, "group": 64, "threadgroup_memory": {0: 256}},
+    ),
+    Case(
+        "threadgroup variable, negative",
+        FaultKind.OUT_OF_BOUNDS,
+        f"kernel void f({ARGUMENTS}, {INDEX}) {{\n  threadgroup float before[64];\n  threadgroup float s[64];\n"
+        "  before[i] = 0;\n  s[int(i) - /*1|0*/] = x[i] + before[i];\n  y[i] = s[int(i) - /*1|0*/];\n}",
+        4,
+        r"out-of-bounds write of 4 bytes: threadgroup variable 1 - 4 \(256 bytes\)",
+    ),
+    Case(
+        "vector load that is not aligned",
+        FaultKind.MISALIGNED,
+        f"kernel void f({ARGUMENTS}, {INDEX}) {{\n"
+        "  float4 v = *reinterpret_cast<device const float4*>(x + /*1|0*/);\n  y[i] = v.x + v.w;\n}",
+        1,
+        r"misaligned access, 16-byte alignment is needed: buffer 0 \+ 4 \(x",
+    ),
+    Case(
+        "vector store that is not aligned",
+        FaultKind.MISALIGNED,
+        f"kernel void f({ARGUMENTS}, {INDEX}) {{\n"
+        "  if (i == 0) *reinterpret_cast<device uint2*>(y + /*1|2*/) = uint2(as_type<uint>(x[0]), 1u);\n}",
+        1,
+        r"misaligned access, 8-byte alignment is needed: buffer 1 \+ 4 \(y",
+    ),
+    Case(
+        "vector in threadgroup memory that is not aligned",
+        FaultKind.MISALIGNED,
+        f"kernel void f({ARGUMENTS}, threadgroup half* s [[threadgroup(0)]], {INDEX}) {{\n"
+        "  for (uint k = 0; k < 8; ++k) if (i == 0) s[k] = half(x[k]);\n"
+        "  threadgroup_barrier(mem_flags::mem_threadgroup);\n"
+        "  half4 v = *(threadgroup half4*)(s + /*2|4*/);\n  y[i] = float(v.x + v.y);\n}",
+        3,
+        r"misaligned access, 8-byte alignment is needed: threadgroup\(0\) \+ 4 \(s",
+        launch={"groups": 1, "group": 64, "threadgroup_memory": {0: 32}},
+    ),
+    Case(
+        "device memory never written",
+        FaultKind.UNINITIALISED,
+        f"kernel void f({ARGUMENTS}, device float* t [[buffer(2)]], {INDEX}) {{\n"
+        "  if (i < /*63|64*/) t[i] = x[i];\n  y[i] = t[i] * 2;\n}",
+        2,
+        r"read of device memory never written: buffer 2 \+ 252 \(t, 256 bytes\)",
+        buffers=[floats(64), floats(64), "uninitialised"],
+    ),
+    Case(
+        "device memory never written, updated in place",
+        FaultKind.UNINITIALISED,
+        f"kernel void f({ARGUMENTS}, device float* t [[buffer(2)]], {INDEX}) {{\n  t[i] /*+=|=*/ x[i];\n}}",
+        1,
+        r"read of device memory never written: buffer 2 \+ \d+ \(t",
+        buffers=[floats(64), floats(64), "uninitialised"],
+    ),
+    Case(
+        "threadgroup memory never written",
+        FaultKind.UNINITIALISED,
+        f"kernel void f({ARGUMENTS}, {INDEX}) {{\n  threadgroup float s[64];\n  if (/*i > 0|true*/) s[i] = x[i];\n"
+        "  threadgroup_barrier(mem_flags::mem_threadgroup);\n  y[i] = s[63 - i];\n}",
+        4,
+        r"read of threadgroup memory never written: threadgroup variable 0 \+ 0 \(256 bytes\)",
+    ),
+    Case(
+        "threadgroup memory of the threadgroup before",
+        FaultKind.UNINITIALISED,
+        "kernel void f(device const float* x, device float* y, uint g [[threadgroup_position_in_grid]], "
+        f"{INDEX}) {{\n  threadgroup float s[64];\n  if (/*g % 2 == 0|true*/) s[i] = x[i];\n"
+        "  y[g * 64 + i] = s[i];\n}",
+        3,
+        r"read of threadgroup memory never written",
+        buffers=[floats(64), floats(512)],
+        launch={"groups": 8, "group": 64},
+    ),
+    Case(
+        "missing barrier, write then read",
+        FaultKind.RACE,
+        f"kernel void f({ARGUMENTS}, {INDEX}) {{\n  threadgroup float s[64];\n  s[i] = x[i];\n"
+        "  /*|threadgroup_barrier(mem_flags::mem_threadgroup);*/\n  y[i] = s[63 - i];\n}",
+        4,
+        r"race: (read of what another thread wrote|write over what another thread read), no barrier between: "
+        r"threadgroup variable 0 \+ \d+ \(256 bytes\) \(thread \d+ of simdgroup \d\), at fault.metal:\d+, "
+        r"other access at fault.metal:\d+",
+    ),
+    Case(
+        "missing barrier between the read and the next write",
+        FaultKind.RACE,
+        f"kernel void f({ARGUMENTS}, {INDEX}) {{\n  threadgroup float s[64];\n  float sum = 0;\n"
+        "  for (uint k = 0; k < 4; ++k) {\n    s[i] = x[i] + k;\n    threadgroup_barrier(mem_flags::mem_threadgroup);\n"
+        "    sum += s[63 - i];\n    /*|threadgroup_barrier(mem_flags::mem_threadgroup);*/\n  }\n  y[i] = sum;\n}",
+        4,
+        r"race: write over what another thread read, no barrier between: threadgroup variable 0",
+    ),
+    Case(
+        "two threads write the same element",
+        FaultKind.RACE,
+        f"kernel void f({ARGUMENTS}, {INDEX}) {{\n  y[i / /*2|1*/] = x[i];\n}}",
+        1,
+        r"race: write of what another thread wrote, no barrier between: buffer 1",
+    ),
+    Case(
+        "lanes of one simdgroup without a barrier",
+        FaultKind.RACE,
+        f"kernel void f({ARGUMENTS}, {INDEX}) {{\n  threadgroup float s[64];\n  s[i] = x[i];\n"
+        "  /*|simdgroup_barrier(mem_flags::mem_threadgroup);*/\n  y[i] = s[i ^ 1];\n}",
+        4,
+        r"race: .* no barrier between: threadgroup variable 0",
+    ),
+    Case(
+        "barrier with the flag of the other memory",
+        FaultKind.WRONG_FLAG,
+        f"kernel void f({ARGUMENTS}, {INDEX}) {{\n  threadgroup float s[64];\n  s[i] = x[i];\n"
+        "  threadgroup_barrier(mem_flags::/*mem_device|mem_threadgroup*/);\n  y[i] = s[63 - i];\n}",
+        4,
+        r"race: read of what another thread wrote, the threadgroup_barrier between them lacks "
+        r"mem_flags::mem_threadgroup: threadgroup variable 0",
+    ),
+    Case(
+        "barrier without the flag of device memory",
+        FaultKind.WRONG_FLAG,
+        f"kernel void f({ARGUMENTS}, {INDEX}) {{\n  y[i] = x[i];\n"
+        "  threadgroup_barrier(mem_flags::/*mem_threadgroup|mem_device*/);\n"
+        "  float v = y[63 - i];\n  threadgroup_barrier(mem_flags::mem_device);\n  y[i] = v;\n}",
+        3,
+        r"lacks mem_flags::mem_device: buffer 1",
+    ),
+    Case(
+        "simdgroup barrier without the flag",
+        FaultKind.WRONG_FLAG,
+        f"kernel void f({ARGUMENTS}, {INDEX}) {{\n  threadgroup float s[64];\n  s[i] = x[i];\n"
+        "  simdgroup_barrier(mem_flags::/*mem_none|mem_threadgroup*/);\n  y[i] = s[i ^ 1];\n}",
+        4,
+        r"the simdgroup_barrier between them lacks mem_flags::mem_threadgroup: threadgroup variable 0",
+    ),
+    Case(
+        "simdgroup barrier where threads of other simdgroups wrote",
+        FaultKind.WEAK_BARRIER,
+        f"kernel void f({ARGUMENTS}, {INDEX}) {{\n  threadgroup float s[64];\n  s[i] = x[i];\n"
+        "  /*simdgroup_barrier|threadgroup_barrier*/(mem_flags::mem_threadgroup);\n  y[i] = s[63 - i];\n}",
+        4,
+        r"race: read of what another thread wrote of another simdgroup, a simdgroup_barrier is no threadgroup_barrier",
+    ),
+    Case(
+        "two threadgroups write the same element",
+        FaultKind.RACE_GROUPS,
+        "kernel void f(device const float* x, device float* y, uint i [[thread_position_in_grid]]) {\n"
+        "  y[i % /*64|256*/] = x[i % 64];\n}",
+        1,
+        r"race: write of what another thread wrote, in another threadgroup: buffer 1",
+        buffers=[floats(64), floats(256)],
+        launch={"groups": 4, "group": 64},
+    ),
+    Case(
+        "a threadgroup reads what another one wrote",
+        FaultKind.RACE_GROUPS,
+        "kernel void f(device const float* x, device float* y, uint i [[thread_position_in_grid]]) {\n"
+        "  y[i] = x[i % 64];\n  threadgroup_barrier(mem_flags::mem_device);\n  y[i] += y[(i + /*64|0*/) % 256];\n}",
+        3,
+        r"race: .*, in another threadgroup: buffer 1",
+        buffers=[floats(64), floats(256)],
+        launch={"groups": 4, "group": 64},
+    ),
+    Case(
+        "write over what another simdgroup read long before",
+        FaultKind.WEAK_BARRIER,
+        f"kernel void f({ARGUMENTS}, {INDEX}) {{\n  threadgroup float s[64];\n  s[i] = x[i];\n"
+        "  threadgroup_barrier(mem_flags::mem_threadgroup);\n  float sum = 0;\n"
+        "  if (i < 32) for (uint k = 0; k < 300; ++k) sum += x[(k + i) % 64];\n  sum += s[0];\n"
+        "  /*simdgroup_barrier|threadgroup_barrier*/(mem_flags::mem_threadgroup);\n"
+        "  if (i == 0) s[0] = 2;\n  y[i] = sum;\n}",
+        8,
+        r"race: write over what another thread read of another simdgroup, a simdgroup_barrier is no threadgroup_barrier"
+        r": threadgroup variable 0 \+ 0 ",
+    ),
+    Case(
+        "write over what another threadgroup read long before",
+        FaultKind.RACE_GROUPS,
+        "kernel void f(device float* x, device float* y, uint g [[threadgroup_position_in_grid]], "
+        f"{INDEX}) {{\n  float sum = 0;\n  if (g == 0) for (uint k = 0; k < 1000; ++k) sum += x[1 + (k + i) % 63];\n"
+        "  sum += x[/*0|g * 0 + 1*/];\n  threadgroup_barrier(mem_flags::mem_device);\n"
+        "  if (g == 0 && i == 0) x[0] = sum;\n  y[g * 32 + i] = sum;\n}",
+        5,
+        r"race: write over what another thread read, in another threadgroup: buffer 0 \+ 0 ",
+        launch={"groups": 2, "group": 32},
+    ),
+    Case(
+        "plain addition beside atomics",
+        FaultKind.RACE_GROUPS,
+        "kernel void f(device atomic_uint* n, uint i [[thread_index_in_threadgroup]]) {\n"
+        "  /*if (i == 0) *((device uint*)n) += 1;|*/\n"
+        "  atomic_fetch_add_explicit(n, 1u, memory_order_relaxed);\n}",
+        1,
+        r"race: .*, in another threadgroup: buffer 0",
+        buffers=[np.zeros(1, np.uint32)],
+        launch={"groups": 4, "group": 32},
+    ),
+    Case(
+        "barrier in divergent flow",
+        FaultKind.BARRIER,
+        f"kernel void f({ARGUMENTS}, {INDEX}) {{\n  if (i < /*40|64*/) {{\n"
+        "    threadgroup_barrier(mem_flags::mem_threadgroup);\n  }\n  y[i] = x[i];\n}",
+        2,
+        r"threadgroup_barrier reached by 40 of 64 threads: thread \(40,0,0\) has returned",
+    ),
+    Case(
+        "two barriers where all need one",
+        FaultKind.BARRIER,
+        f"kernel void f({ARGUMENTS}, {INDEX}) {{\n  y[i] = x[i];\n"
+        "  /*if (i < 32) threadgroup_barrier(mem_flags::mem_device);\n"
+        "  else |*/threadgroup_barrier(mem_flags::mem_device);\n}",
+        2,
+        r"threadgroup_barrier reached by 32 of 64 threads: thread \(32,0,0\) waits in a threadgroup_barrier at "
+        r"fault.metal:6",
+    ),
+    Case(
+        "early return before a barrier",
+        FaultKind.BARRIER,
+        f"kernel void f({ARGUMENTS}, {INDEX}) {{\n  if (i >= /*60|64*/) return;\n"
+        "  threadgroup_barrier(mem_flags::mem_device);\n  y[i] = x[i];\n}",
+        2,
+        r"threadgroup_barrier reached by 60 of 64 threads: thread \(60,0,0\) has returned",
+    ),
+    Case(
+        "simdgroup barrier in divergent flow",
+        FaultKind.BARRIER,
+        f"kernel void f({ARGUMENTS}, {INDEX}, {LANE}) {{\n"
+        "  if (lane < /*8|32*/) simdgroup_barrier(mem_flags::mem_none);\n  y[i] = x[i];\n}",
+        1,
+        r"simdgroup_barrier reached by 8 of 32 threads: thread \(\d+,0,0\) has returned",
+    ),
+    Case(
+        "matrix product in divergent flow",
+        FaultKind.SIMD,
+        f"kernel void f({ARGUMENTS}, {INDEX}, {LANE}) {{\n  simdgroup_float8x8 a, b, c(0);\n"
+        "  simdgroup_load(a, x, 8);\n  simdgroup_load(b, x, 8);\n"
+        "  if (lane < /*16|32*/) simdgroup_multiply_accumulate(c, a, b, c);\n"
+        "  if (i < 32) simdgroup_store(c, y, 8);\n}",
+        4,
+        r"simdgroup matrix operation reached by 16 of 32 threads: thread \(16,0,0\) has returned",
+    ),
+    Case(
+        "matrix product in two branches",
+        FaultKind.SIMD,
+        f"kernel void f({ARGUMENTS}, {INDEX}, {LANE}) {{\n  simdgroup_float8x8 a, b, c(0);\n"
+        "  simdgroup_load(a, x, 8);\n  simdgroup_load(b, x, 8);\n"
+        "  if (/*lane|i*/ < 32 / /*2|1*/) simdgroup_multiply_accumulate(c, a, b, c);\n"
+        "  else simdgroup_multiply_accumulate(c, b, a, c);\n  if (i < 32) simdgroup_store(c, y, 8);\n}",
+        4,
+        r"simdgroup matrix operation at different calls in one simdgroup",
+    ),
+    Case(
+        "matrix product in a simdgroup that is not full",
+        FaultKind.SIMD,
+        f"kernel void f({ARGUMENTS}, {INDEX}) {{\n  simdgroup_float8x8 a, b, c(0);\n  if (i >= 32 /*+ 32|*/) return;\n"
+        "  simdgroup_load(a, x, 8);\n  simdgroup_load(b, x, 8);\n  simdgroup_multiply_accumulate(c, a, b, c);\n"
+        "  if (i < 32) simdgroup_store(c, y, 8);\n}",
+        5,
+        r"simdgroup matrix operation reached by 8 of 32 threads: the simdgroup is not full",
+        launch={"groups": 1, "group": 40},
+    ),
+    Case(
+        "matrix load that some lanes do not reach",
+        FaultKind.SIMD,
+        f"kernel void f({ARGUMENTS}, {INDEX}, {LANE}) {{\n  simdgroup_float8x8 a(0);\n"
+        "  if (lane < /*30|32*/) simdgroup_load(a, x, 8);\n  y[i] = a.thread_elements()[0];\n}",
+        2,
+        r"simdgroup matrix load or store reached by 30 of 32 threads",
+    ),
+    Case(
+        "matrix store in two branches",
+        FaultKind.SIMD,
+        f"kernel void f({ARGUMENTS}, {INDEX}, {LANE}) {{\n  simdgroup_float8x8 a(x[0]);\n  if (i > 31) return;\n"
+        "  if (/*lane|i*/ < 32 / /*2|1*/) simdgroup_store(a, y, 8);\n  else simdgroup_store(a, y, 8);\n}",
+        3,
+        r"simdgroup matrix load or store at different calls in one simdgroup",
+    ),
+    Case(
+        "shuffle from a lane that takes no part",
+        FaultKind.INACTIVE_LANE,
+        f"kernel void f({ARGUMENTS}, {INDEX}, {LANE}) {{\n  float v = 0;\n"
+        "  if (lane < 16) v = simd_shuffle(x[i], lane ^ /*16|8*/);\n  y[i] = v;\n}",
+        2,
+        r"value of lane \d+, which takes no part in this simd operation",
+    ),
+    Case(
+        "broadcast from a lane that has returned",
+        FaultKind.INACTIVE_LANE,
+        f"kernel void f({ARGUMENTS}, {INDEX}, {LANE}) {{\n  if (lane > 20) return;\n"
+        "  y[i] = simd_broadcast(x[i], ushort(/*25|20*/));\n}",
+        2,
+        r"value of lane 25, which takes no part in this simd operation",
+    ),
+    Case(
+        "store into const device memory through a cast",
+        FaultKind.CONST_STORE,
+        f"kernel void f({ARGUMENTS}, {INDEX}) {{\n  device float* out = /*(device float*)x|y*/;\n  out[i] = 1;\n}}",
+        2,
+        r"store into a const buffer: buffer 0 \+ \d+ \(x, 256 bytes\)",
+    ),
+    Case(
+        "store into constant memory through a cast",
+        FaultKind.CONST_STORE,
+        f"kernel void f({ARGUMENTS}, constant float* c [[buffer(2)]], {INDEX}) {{\n"
+        "  if (i == 0) /**(device float*)c|*y*/ = 1;\n}",
+        1,
+        r"store into a const buffer: buffer 2 \+ 0 \(c, 16 bytes\)",
+        buffers=[floats(64), floats(64), floats(4).tobytes()],
+    ),
+    Case(
+        "function constant without a value",
+        FaultKind.CONSTANT_VALUE,
+        f"constant float factor [[function_constant(0)]];\nkernel void f({ARGUMENTS}, {INDEX}) {{\n"
+        "  y[i] = x[i] * /*factor|(is_function_constant_defined(factor) ? factor : 2.0)*/;\n}",
+        2,
+        r"function constant 'factor' has no value in this specialisation",
+    ),
+]
