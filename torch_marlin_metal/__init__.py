@@ -1,5 +1,6 @@
 """4-bit weights multiplied with fp16, bf16 and fp32 activations, as PyTorch operators for Apple GPUs and CPUs."""
 
+from torch_marlin_metal import convert
 from torch_marlin_metal.extension import CpuCapability, cpu_capability
 from torch_marlin_metal.formats import GROUP_SIZES, WEIGHT_FORMATS, WeightFormat, weight_format
 from torch_marlin_metal.linear import MarlinLinear
@@ -27,6 +28,7 @@ __all__ = [
     "__version__",
     "awq_repack",
     "awq_unpack_zeros",
+    "convert",
     "cpu_capability",
     "dequantize",
     "gemm",
