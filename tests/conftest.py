@@ -1,11 +1,64 @@
+"""Makes `device="mps"` ready before any test module asks torch about it: the software Metal device where there is no Mac."""
+
+import os
+import sys
+from pathlib import Path
+
 import pytest
+import torch
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "python")]  # softmetal, reference
+
+
+def load_mps() -> str:
+    """Loads the device; returns why there is none, or an empty string."""
+    if sys.platform == "darwin":
+        return "" if torch.backends.mps.is_available() else "this Mac has no MPS device"
+    try:
+        import softmetal  # noqa: F401
+    except RuntimeError as error:
+        if type(error).__name__ != "Unavailable":  # a class of the package that was not imported
+            raise
+        return str(error)
+    return ""
+
+
+MPS_MISSING = load_mps()
+
+
+class SkippedModule(pytest.Module):
+    """A file whose imports would fail: one skip with the reason, which is counted."""
+
+    def collect(self):
+        pytest.skip(MPS_MISSING or "needs the software Metal device, which Macs do not use", allow_module_level=True)
 
 
 def pytest_addoption(parser):
     parser.addoption("--everything", action="store_true", help="whole matrices of shapes instead of samples")
 
 
+def pytest_configure(config):
+    if MPS_MISSING and os.environ.get("TORCH_MARLIN_METAL_REQUIRE_MPS"):
+        raise pytest.UsageError(f"the mps tests cannot run: {MPS_MISSING}")
+
+
+def pytest_pycollect_makemodule(module_path, parent):
+    """Skips by name the files that need the software Metal device itself, where it is missing or not used."""
+    needs_device = {"softmetal", "kernels"} & set(module_path.relative_to(Path(__file__).parent).parts)
+    if needs_device and (MPS_MISSING or sys.platform == "darwin"):
+        return SkippedModule.from_parent(parent, path=module_path)
+    return None
+
+
 @pytest.fixture(scope="session")
 def everything(request) -> bool:
     """Whether whole matrices of shapes are asked for (make test-all)."""
     return request.config.getoption("--everything")
+
+
+@pytest.fixture(params=["cpu", "mps"])
+def device(request) -> str:
+    """Tests that take it run on each device; those of `mps` are skipped by name where there is none."""
+    if request.param == "mps" and MPS_MISSING:
+        pytest.skip(MPS_MISSING)
+    return request.param

@@ -15,7 +15,7 @@ VARIABLE = "TORCH_MARLIN_METAL_CPU_ISA"
 
 
 def run_forced(isa: str, *command: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, VARIABLE: isa, "TORCH_MARLIN_METAL_NO_MPS": "1"}
+    environment = {**os.environ, VARIABLE: isa}
     return subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True)
 
 
