@@ -23,7 +23,9 @@ Tensors = dict[str, np.ndarray | torch.Tensor]
 def save(path: Path, tensors: Tensors, config: dict[str, Any], metadata: dict[str, str] | None = None) -> None:
     path.mkdir(parents=True, exist_ok=True)
     held = {
-        name: tensor.contiguous() if isinstance(tensor, torch.Tensor) else torch.from_numpy(np.ascontiguousarray(tensor))
+        name: tensor.contiguous()
+        if isinstance(tensor, torch.Tensor)
+        else torch.from_numpy(np.ascontiguousarray(tensor))
         for name, tensor in tensors.items()
     }
     save_file(held, path / "model.safetensors", metadata)
@@ -138,7 +140,10 @@ def _gemv_fast(codes: np.ndarray) -> np.ndarray:
     for tile_row in range(N // 4):
         for tile in range(K // 64):
             stream = [
-                codes[64 * tile + 32 * run + k, 4 * tile_row + row] for row in range(4) for run in range(2) for k in order
+                codes[64 * tile + 32 * run + k, 4 * tile_row + row]
+                for row in range(4)
+                for run in range(2)
+                for k in order
             ]
             for word in range(64):
                 value = sum(int(code) << (4 * i) for i, code in enumerate(stream[4 * word : 4 * word + 4]))
@@ -216,7 +221,11 @@ def write_nvfp4(path: Path, rng: np.random.Generator, K: int, N: int, *, contain
         config = {"quantization": {"group_size": 16, "bits": 4, "mode": "nvfp4"}}
     else:
         stored = swizzled(scales.view(torch.uint8).numpy()) if container == "torchao-swizzled" else scales
-        tensors = {"weight.qdata": byte_pairs(codes), "weight.scale": stored, "weight.per_tensor_scale": np.array(factor)}
+        tensors = {
+            "weight.qdata": byte_pairs(codes),
+            "weight.scale": stored,
+            "weight.per_tensor_scale": np.array(factor),
+        }
         config = _torchao_config({"class": "NVFP4Tensor", "block_size": "16"})
     save(path, {f"{LAYER}.{n}": t for n, t in tensors.items()}, config)
     return E2M1[codes] * (scales.float().numpy() * factor)[:, groups_of(K, 16)]
@@ -250,9 +259,7 @@ def write_mxfp4(path: Path, rng: np.random.Generator, K: int, N: int, *, contain
     else:
         stored = swizzled(scales) if container == "torchao-swizzled" else scales
         tensors = {"weight.qdata": byte_pairs(codes), "weight.scale": stored}
-        config = _torchao_config(
-            {"class": "MXTensor", "elem_dtype": "torch.float4_e2m1fn_x2", "block_size": "32"}
-        )
+        config = _torchao_config({"class": "MXTensor", "elem_dtype": "torch.float4_e2m1fn_x2", "block_size": "32"})
     save(path, {f"{LAYER}.{n}": t for n, t in tensors.items()}, config)
     return E2M1[codes] * e8m0_values(scales)[:, groups_of(K, 32)]
 
@@ -270,7 +277,14 @@ def write_gpt_oss(path: Path, rng: np.random.Generator, K: int, N: int, experts:
 
 
 def write_bitsandbytes(
-    path: Path, rng: np.random.Generator, K: int, N: int, blocksize: int, *, kind: str = "nf4", double_quant: bool = False
+    path: Path,
+    rng: np.random.Generator,
+    K: int,
+    N: int,
+    blocksize: int,
+    *,
+    kind: str = "nf4",
+    double_quant: bool = False,
 ) -> np.ndarray:
     codes = random_codes(rng, N, K)
     table = np.sort(rng.uniform(-1, 1, 16)).astype(np.float32)

@@ -63,7 +63,7 @@ class Fault:
     offset: int
 
 
-class KernelFault(Exception):  # noqa: N818 - a fault is what it tells of
+class KernelFault(Exception):
     """A launch that broke a rule of Metal."""
 
     def __init__(self, faults: Sequence[Fault]) -> None:
