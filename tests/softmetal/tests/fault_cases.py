@@ -277,10 +277,11 @@ CASES = [
         "kernel void f(device float* x, device float* y, uint g [[threadgroup_position_in_grid]], "
         f"{INDEX}) {{\n  float sum = 0;\n  if (g == 0) for (uint k = 0; k < 1000; ++k) sum += x[1 + (k + i) % 63];\n"
         "  sum += x[/*0|g * 0 + 1*/];\n  threadgroup_barrier(mem_flags::mem_device);\n"
-        "  if (g == 0 && i == 0) x[0] = sum;\n  y[g * 32 + i] = sum;\n}",
+        "  if (g == 0 && i == 0) x[0] = sum;\n  y[g * 64 + i] = sum;\n}",
         5,
         r"race: write over what another thread read, in another threadgroup: buffer 0 \+ 0 ",
-        launch={"groups": 2, "group": 32},
+        buffers=[floats(64), floats(128)],
+        launch={"groups": 2, "group": 64},
     ),
     Case(
         "plain addition beside atomics",
