@@ -38,6 +38,10 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    config.addinivalue_line(
+        "markers",
+        "large: on the software Metal device in fast mode; all other tests that use mps run in its checked mode",
+    )
     if MPS_MISSING and os.environ.get("TORCH_MARLIN_METAL_REQUIRE_MPS"):
         raise pytest.UsageError(f"the mps tests cannot run: {MPS_MISSING}")
 
@@ -56,9 +60,21 @@ def everything(request) -> bool:
     return request.config.getoption("--everything")
 
 
+@pytest.fixture
+def mps(request):
+    """The device, ready. On the software Metal device in checked mode, where a fault of any kernel fails the test."""
+    if MPS_MISSING:
+        pytest.skip(MPS_MISSING)
+    if sys.platform == "darwin":
+        yield "mps"
+        return
+    import softmetal
+
+    with softmetal.checked(request.node.get_closest_marker("large") is None):
+        yield "mps"
+
+
 @pytest.fixture(params=["cpu", "mps"])
 def device(request) -> str:
     """Tests that take it run on each device; those of `mps` are skipped by name where there is none."""
-    if request.param == "mps" and MPS_MISSING:
-        pytest.skip(MPS_MISSING)
-    return request.param
+    return request.getfixturevalue("mps") if request.param == "mps" else request.param

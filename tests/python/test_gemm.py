@@ -41,7 +41,7 @@ def check_shape(weight_format, dtype, K, N, group_size, rows, device, **options)
 
 @pytest.mark.parametrize("dtype", reference.DTYPES, ids=str)
 @pytest.mark.parametrize("weight_format", reference.FORMATS)
-@pytest.mark.parametrize("K", [K for K in K_ALL if K <= 264])
+@pytest.mark.parametrize("K", [pytest.param(K, marks=[pytest.mark.large] * (K > 40)) for K in K_ALL if K <= 264])
 def test_small_shapes(weight_format, dtype, K, device):
     for N, group_size in itertools.product(N_ALL, group_sizes(weight_format, K)):
         check_shape(weight_format, dtype, K, N, group_size, M_ALL, device)
@@ -50,6 +50,7 @@ def test_small_shapes(weight_format, dtype, K, device):
 @pytest.mark.parametrize("dtype", reference.DTYPES, ids=str)
 @pytest.mark.parametrize("weight_format", reference.FORMATS)
 @pytest.mark.parametrize("K", [K for K in K_ALL if K > 264])
+@pytest.mark.large
 def test_large_shapes(weight_format, dtype, K, device, everything):
     groups = group_sizes(weight_format, K)
     pairs = itertools.product(N_ALL, groups) if everything else zip(itertools.cycle(N_ALL), groups * 2, strict=False)
@@ -72,6 +73,7 @@ def test_global_scale(dtype, shape, device):
     check_shape("nvfp4", dtype, 200, 65, 16, (1, 5, 33), device, global_scale_shape=shape)
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("weight_format", reference.FORMATS)
 def test_all_positive_inputs_stay_within_the_bound(weight_format, device):
     """Nothing cancels: a long chain of additions would show here."""

@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 import reference
 import torch
-from conftest import MPS_MISSING
 
 import torch_marlin_metal as tmm
 
-pytestmark = pytest.mark.skipif(bool(MPS_MISSING), reason=str(MPS_MISSING))
+pytestmark = pytest.mark.usefixtures("mps")
 
 ROOT = Path(__file__).resolve().parents[2]
 VARIANTS = ("gemv", "double_buffered", "single_stage")
