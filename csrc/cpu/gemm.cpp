@@ -329,16 +329,19 @@ class Gemm {
 
 }  // namespace
 
-void gemm_on(const Machine& machine, const GemmArguments& arguments, const Parallel& parallel,
-             Float32Precision precision) {
+Problem problem_of(const GemmArguments& arguments, Float32Precision precision) {
   const PackedWeight& weight = arguments.weight;
-  if (arguments.M == 0 || weight.N == 0) return;
   bool bf16_codes = true;
   for (const float value : code_values(weight.format, weight.lut)) {
     bf16_codes = bf16_codes && (std::bit_cast<uint32_t>(value) & 0xFFFFU) == 0;
   }
-  const Problem problem{arguments.M,       weight.N,         weight.K,   weight.format,
-                        weight.group_size, arguments.a_type, bf16_codes, precision};
+  return {arguments.M, weight.N, weight.K, weight.format, weight.group_size, arguments.a_type, bf16_codes, precision};
+}
+
+void gemm_on(const Machine& machine, const GemmArguments& arguments, const Parallel& parallel,
+             Float32Precision precision) {
+  if (arguments.M == 0 || arguments.weight.N == 0) return;
+  const Problem problem = problem_of(arguments, precision);
   const KernelSet& kernels = *kernels_of(machine.isa);
   const Plan plan = make_plan(machine, problem);
   const Plan fp32_plan = make_fp32_plan(machine, problem);

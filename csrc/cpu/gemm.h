@@ -6,6 +6,8 @@
 
 namespace marlin::cpu {
 
+// What the planner is asked for these arguments.
+Problem problem_of(const GemmArguments& arguments, Float32Precision precision);
 void gemm_on(const Machine& machine, const GemmArguments& arguments, const Parallel& parallel,
              Float32Precision precision);
 void dequantize_on(Isa isa, const DequantizeArguments& arguments, const Parallel& parallel);

@@ -2,6 +2,7 @@
 // compiled for different instruction sets never shares a symbol.
 #pragma once
 
+#include <algorithm>
 #include <utility>
 
 #include "kernel_set.h"
@@ -280,8 +281,11 @@ constexpr MatrixKernel matrix_kernel() {
 
 template <class V>
 constexpr KernelSet kernel_set() {
+  // Rows come in nearly equal blocks. The least block is the smaller half of many_rows + 1 rows, or one of more than
+  // few_rows rows by itself.
+  constexpr int least_rows = std::min(V::few_rows, (V::many_rows + 1) / 2);
   return {matrix_kernel<V, false, 1, V::few_rows, V::few_rows_vectors>(),
-          matrix_kernel<V, V::many_rows_from_panel, V::few_rows, V::many_rows, V::many_rows_vectors>(),
+          matrix_kernel<V, V::many_rows_from_panel, least_rows, V::many_rows, V::many_rows_vectors>(),
           &to_float<V>,
           &decode_scales<V>,
           &from_float<V>,

@@ -19,10 +19,10 @@ std::string name(const Machine& machine) {
          " threads=" + std::to_string(machine.threads);
 }
 
-Array run(const Machine& machine, const Tensors& t) {
+Array run(const Machine& machine, const Tensors& t, Float32Precision precision = Float32Precision::highest) {
   Array out(t.c.a_type, t.c.M * t.c.N);
   std::memset(out.data(), 0x5A, static_cast<size_t>(out.count() * bytes_of(t.c.a_type)));
-  cpu::gemm_on(machine, t.arguments(out.data()), loop(machine.threads), Float32Precision::highest);
+  cpu::gemm_on(machine, t.arguments(out.data()), loop(machine.threads), precision);
   return out;
 }
 
@@ -30,10 +30,17 @@ bool same_bits(const Array& a, const Array& b) {
   return std::memcmp(a.data(), b.data(), static_cast<size_t>(a.count() * bytes_of(a.type()))) == 0;
 }
 
+// Fp32 activations in two bf16 parts, which hold 16 of their 24 bits.
+bool loses_bits(const Machine& machine, const Tensors& t, Float32Precision precision) {
+  return t.c.a_type == ElementType::float32 &&
+         cpu::make_plan(machine, cpu::problem_of(t.arguments(nullptr), precision)).parts == 2;
+}
+
 // The design's bound. Returns the largest share of its arithmetic term that was used, output rounding taken off.
-double check_gemm(const Machine& machine, const Case& c) {
-  const Tensors t = make(c);
-  const Array out = run(machine, t);
+double check_gemm(const Machine& machine, const Tensors& t, Float32Precision precision = Float32Precision::highest) {
+  const Case& c = t.c;
+  const Array out = run(machine, t, precision);
+  const double unit = loses_bits(machine, t, precision) ? 0x1p-17 : 16 * 0x1p-24;
   const std::vector<double> x = t.activations();
   std::vector<double> weight(static_cast<size_t>(c.K)), size(static_cast<size_t>(c.K));
   double worst = 0;
@@ -51,7 +58,7 @@ double check_gemm(const Machine& machine, const Case& c) {
         sum += std::fabs(xk) * size[static_cast<size_t>(k)];
       }
       const double got = out.get(m * c.N + n);
-      const double slack = 16 * 0x1p-24 * sum;
+      const double slack = unit * sum;
       const double bound = unit_roundoff(c.a_type) * std::fabs(y) + smallest(c.a_type) + slack;
       const double edge = largest(c.a_type) * (1 + unit_roundoff(c.a_type));
       bool good = std::fabs(got - y) <= bound;
@@ -65,7 +72,7 @@ double check_gemm(const Machine& machine, const Case& c) {
       });
     }
   }
-  expect(same_bits(out, run(machine, t)),
+  expect(same_bits(out, run(machine, t, precision)),
          [&] { return name(machine) + " " + describe(c) + ": the second run gave other bits"; });
   return worst;
 }
@@ -76,12 +83,47 @@ void test_gemm(const Machine& machine, int rounds, bool small) {
   for (const WeightFormatInfo& format : kWeightFormats) {
     for (const ElementType a_type : kFloats) {
       for (int i = 0; i < rounds; ++i) {
-        worst = std::max(worst, check_gemm(machine, random_case(random, format.format, a_type, small)));
+        worst = std::max(worst, check_gemm(machine, make(random_case(random, format.format, a_type, small))));
       }
     }
   }
   std::printf("%s: gemm, %d random cases, largest error %.3f of the arithmetic bound\n", name(machine).c_str(),
               rounds * kWeightFormatCount * 3, worst);
+}
+
+void test_reduced(const Machine& machine, int rounds) {
+  std::mt19937 random(11);
+  double worst = 0;
+  int cases = 0, lossy = 0;
+  for (const WeightFormatInfo& format : kWeightFormats) {
+    for (int i = 0; i < rounds; ++i) {
+      const Tensors t = make(random_case(random, format.format, ElementType::float32, false));
+      worst = std::max(worst, check_gemm(machine, t, Float32Precision::reduced));
+      lossy += loses_bits(machine, t, Float32Precision::reduced) ? 1 : 0;
+      ++cases;
+    }
+  }
+  expect((lossy > 0) == (machine.isa == Isa::amx),
+         [&] { return name(machine) + ": fp32 in two bf16 parts in " + std::to_string(lossy) + " cases"; });
+  std::printf("%s: gemm, reduced fp32 precision, %d random cases, %d in two parts, largest error %.3f of the bound\n",
+              name(machine).c_str(), cases, lossy, worst);
+}
+
+// Every division into row blocks of a kernel of up to 12 rows: one block, two, and the first of three.
+void test_every_m(const Machine& machine) {
+  double worst = 0;
+  for (const ElementType a_type : kFloats) {
+    for (int64_t M = 1; M <= 25; ++M) {
+      Case c;
+      c.M = M;
+      c.N = 33;
+      c.K = 72;
+      c.group_size = 32;
+      c.a_type = a_type;
+      worst = std::max(worst, check_gemm(machine, make(c)));
+    }
+  }
+  std::printf("%s: gemm, M = 1 to 25, largest error %.3f of the arithmetic bound\n", name(machine).c_str(), worst);
 }
 
 // Nothing cancels: a long chain of additions would show.
@@ -98,7 +140,7 @@ void test_long_k(const Machine& machine) {
         c.group_size = group_size;
         c.a_type = a_type;
         c.positive = true;
-        worst = std::max(worst, check_gemm(machine, c));
+        worst = std::max(worst, check_gemm(machine, make(c)));
       }
     }
   }
@@ -116,7 +158,7 @@ void test_many_rows(const Machine& machine) {
     c.K = 136;
     c.group_size = 64;
     c.a_type = ElementType::bfloat16;
-    worst = std::max(worst, check_gemm(machine, c));
+    worst = std::max(worst, check_gemm(machine, make(c)));
   }
   std::printf("%s: gemm, M = 513 and 1030, largest error %.3f of the arithmetic bound\n", name(machine).c_str(), worst);
 }
@@ -267,6 +309,8 @@ int run_all(int rounds) {
       test_empty(machine);
       test_gemm(machine, rounds, false);
       test_gemm({isa, bf16, 16}, std::max(rounds / 4, 1), true);
+      test_reduced(machine, std::max(rounds / 2, 1));
+      test_every_m(machine);
       test_long_k(machine);
       test_many_rows(machine);
       test_overflow(machine);

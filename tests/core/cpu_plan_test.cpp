@@ -117,6 +117,7 @@ void test_shapes() {
   for (const Isa isa : {Isa::portable, Isa::avx2, Isa::avx512, Isa::neon}) {
     const KernelSet* kernels = kernels_of(isa);
     if (kernels == nullptr) continue;
+    std::printf("%s: shapes\n", isa_name(isa));
     check_kernel(kernels->few_rows, kernel_shape(isa, Kernel::few_rows), std::string(isa_name(isa)) + " few_rows");
     check_kernel(kernels->many_rows, kernel_shape(isa, Kernel::many_rows), std::string(isa_name(isa)) + " many_rows");
     expect(kernels->many_rows.min_rows <= kernels->few_rows.max_rows + 1, std::string(isa_name(isa)) + ": gap in rows");

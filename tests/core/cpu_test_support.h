@@ -346,7 +346,7 @@ inline Case random_case(std::mt19937& random, WeightFormat format, ElementType a
   Case c;
   c.format = format;
   c.a_type = a_type;
-  c.M = pick(1, 2, 3, 4, 5, 8, 13, 16, 17, 33, 64, 100);
+  c.M = pick(1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13, 16, 17, 33, 64, 100);
   c.N = pick(1, 7, 24, 31, 64, 100, 129, 200);
   c.K = pick(8, 16, 24, 40, 72, 136, 200, 264, 520, 1000);
   if (small) c.M = std::min<int64_t>(c.M, 17);

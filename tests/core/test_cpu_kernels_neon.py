@@ -1,4 +1,4 @@
-"""The NEON kernels, cross-compiled for aarch64 Linux and run under qemu: the same plain C++ test, no torch."""
+"""The NEON kernels, cross-compiled for aarch64 Linux and run under qemu: the same plain C++ tests, no torch."""
 
 import shutil
 import subprocess
@@ -18,8 +18,8 @@ pytestmark = pytest.mark.skipif(
 
 def test_neon_against_fp64(tmp_path: Path) -> None:
     programs = build(tmp_path, "-O2", "-static", compiler=COMPILER)
-    for test in ("cpu_kernels_test", "cpu_weights_test"):
-        done = subprocess.run([EMULATOR, str(programs[test]), "1"], check=False, capture_output=True, text=True)
+    for test, program in programs.items():
+        done = subprocess.run([EMULATOR, str(program), "1"], check=False, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
         assert done.stdout.endswith(" 0 failed\n")
-        assert "neon" in done.stdout
+        assert "neon" in done.stdout, test
