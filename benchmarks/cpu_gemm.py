@@ -18,10 +18,16 @@ import torch
 import torch_marlin_metal as tmm
 
 GROUP_SIZE = 128
-COLD_BYTES = 160 * 2**20
 ROWS = (1, 2, 4, 8, 16, 64, 128, 512)
 SHAPES = ((4096, 4096), (4096, 11008))
 Call = Callable[[int], object]
+
+
+def cold_bytes() -> int:
+    """How many bytes of weights to rotate: more than twice the last-level cache where the system tells its size."""
+    sizes = [path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
+    largest = max((int(size[:-1]) * {"K": 2**10, "M": 2**20}[size[-1]] for size in sizes), default=32 * 2**20)
+    return max(160 * 2**20, 5 * largest // 2)
 
 
 def cpu_name() -> str:
@@ -51,8 +57,8 @@ class Weights:
     """Enough copies of one layer's weight in every rival's own format."""
 
     def __init__(self, K: int, N: int) -> None:
-        copies = max(2, COLD_BYTES // (K * N // 2))
-        dense_copies = max(2, COLD_BYTES // (K * N * 2))
+        copies = max(2, cold_bytes() // (K * N // 2))
+        dense_copies = max(2, cold_bytes() // (K * N * 2))
         groups = K // GROUP_SIZE
         packed = torch.randint(-(2**31), 2**31 - 1, (K // 8, N), dtype=torch.int32)
         scales = torch.rand(groups, N).to(torch.bfloat16)
