@@ -9,7 +9,7 @@ PYTEST := OMP_WAIT_POLICY=passive $(PY) -m pytest -n $(shell nproc 2>/dev/null |
 SOURCES := setup.py $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/*.h csrc/cpu/*.cpp csrc/mps/*.h csrc/mps/*.mm kernels/* build_support/*.py)
 CXX_FILES := $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp csrc/*/*.mm kernels/*.h kernels/*.metal tests/core/*.cpp)
 # The tests' build adds the MPS backend on the software Metal device where its packages are present.
-export SOFTMETAL := $(shell sh scripts/system_packages.sh has-softmetal && echo tests/softmetal)
+BUILT := $(VENV)/.built-$(shell sh scripts/system_packages.sh has-softmetal && echo mps || echo cpu)
 
 .PHONY: help build test test-all lint format demo demo-mps bench macos mutate clean
 .DEFAULT_GOAL := help
@@ -25,12 +25,12 @@ $(VENV)/.installed: pyproject.toml scripts/system_packages.sh
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable ".[dev]"
 	@touch $@
 
-$(VENV)/.built: $(VENV)/.installed $(SOURCES)
+$(BUILT): $(VENV)/.installed $(SOURCES)
 	@echo "== building the extension in place"
-	$(PY) setup.py --quiet build_ext --inplace
+	SOFTMETAL=$$(sh scripts/system_packages.sh has-softmetal && echo 1) $(PY) setup.py --quiet build_ext --inplace
 	@touch $@
 
-build: $(VENV)/.built ## set up .venv and build the extension in place
+build: $(BUILT) ## set up .venv and build the extension in place
 
 test: build ## all tests
 	$(PYTEST) $(TESTS)
@@ -66,4 +66,4 @@ mutate: $(VENV)/.installed ## break kernels/ in one place at a time: a test must
 	$(PY) tests/kernels/mutate.py --jobs $(or $(JOBS),2)
 
 clean: ## remove what was built (not .venv)
-	rm -rf build dist demo-output torch_marlin_metal/*.so $(VENV)/.built
+	rm -rf build dist demo-output torch_marlin_metal/*.so $(VENV)/.built-*

@@ -69,8 +69,9 @@ class GemmFunction : public torch::autograd::Function<GemmFunction> {
       const auto saved = ctx->get_saved_variables();
       const Tensor weight = dequantize_op().call(
           saved[0], saved[1], ctx->saved_data["weight_format"].toStringRef(), ctx->saved_data["group_size"].toInt(),
-          optional(saved[2]), optional(saved[3]), optional(saved[4]), optional(saved[5]), grad.scalar_type());
-      result[0] = at::matmul(grad, weight.t());
+          optional(saved[2]), optional(saved[3]), optional(saved[4]), optional(saved[5]), at::kFloat);
+      // In fp32, since scales of fp32 can leave the range of fp16.
+      result[0] = at::matmul(grad.to(at::kFloat), weight.t()).to(grad.scalar_type());
     }
     if (ctx->saved_data.count("bias_dtype") != 0) {
       const auto dtype = static_cast<at::ScalarType>(ctx->saved_data["bias_dtype"].toInt());
@@ -84,11 +85,19 @@ class GemmFunction : public torch::autograd::Function<GemmFunction> {
   }
 };
 
+// Without a rule the tangent would be dropped, which is a derivative of zero.
+void check_no_tangent(const char* argument, const Tensor& tensor) {
+  TORCH_CHECK_VALUE(!tensor._fw_grad(/*level=*/0).defined(), "torch_marlin_metal::gemm: ", argument,
+                    ": expected no forward-mode tangent, got one: gemm has reverse-mode derivatives only");
+}
+
 Tensor gemm_autograd(const Tensor& a, const Tensor& b_packed, const Tensor& scales, c10::string_view weight_format,
                      int64_t group_size, const OptionalTensor& zeros, const OptionalTensor& global_scale,
                      const OptionalTensor& lut, const OptionalTensor& perm, const OptionalTensor& bias,
                      c10::string_view variant) {
   check_weight_no_grad("gemm", scales, zeros, global_scale, lut);
+  check_no_tangent("a", a);
+  if (bias) check_no_tangent("bias", *bias);
   const bool differentiate =
       c10::GradMode::is_enabled() && (a.requires_grad() || (bias.has_value() && bias->requires_grad()));
   if (differentiate) {

@@ -3,7 +3,10 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 #include <torch/library.h>
+
+#include <array>
 
 #include "../check.h"
 #include "kernels.h"
@@ -110,7 +113,10 @@ Tensor dequantize_cpu(const Tensor& b_packed, const Tensor& scales, c10::string_
                       const OptionalTensor& perm, at::ScalarType dtype) {
   const WeightTensors tensors{b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm};
   const HeldWeight weight(tensors, check_dequantize(tensors, dtype));
-  Tensor out = at::empty({weight.view.K, weight.view.N}, scales.options().dtype(dtype));
+  // Rows that a perm with repeated indices leaves out are zero.
+  const std::array<int64_t, 2> sizes{weight.view.K, weight.view.N};
+  const auto options = scales.options().dtype(dtype);
+  Tensor out = perm ? at::zeros(sizes, options) : at::empty(sizes, options);
   cpu::dequantize({weight.view, weight.perm_data("dequantize"), out.mutable_data_ptr(), element_type(out)},
                   at_parallel());
   return out;

@@ -32,12 +32,15 @@ std::string message(NSError* error) {
 MTLCompileOptions* compile_options() {
   MTLCompileOptions* options = [[[MTLCompileOptions alloc] init] autorelease];
   [options setLanguageVersion:MTLLanguageVersion3_1];
-  // The FP4 and INT4 decode needs subnormals and NaN kept. mathMode is macOS 15's name for it.
+  // The FP4 and INT4 decode needs subnormals and NaN kept. mathMode is macOS 15's name for it, in its SDK and at run
+  // time.
+#if !defined(__MAC_OS_X_VERSION_MAX_ALLOWED) || __MAC_OS_X_VERSION_MAX_ALLOWED >= 150000
   if ([options respondsToSelector:@selector(setMathMode:)]) {
     [options setMathMode:MTLMathModeSafe];
-  } else {
-    [options setFastMathEnabled:NO];
+    return options;
   }
+#endif
+  [options setFastMathEnabled:NO];
   return options;
 }
 

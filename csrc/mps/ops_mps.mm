@@ -2,6 +2,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/ones.h>
+#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -130,7 +131,10 @@ Tensor dequantize_mps(const Tensor& b_packed, const Tensor& scales, c10::string_
   const WeightShape shape = check_dequantize(tensors, dtype);
   Bindings bindings;
   DequantizeProblem problem{.weight = bind_weight("dequantize", tensors, shape, bindings)};
-  Tensor out = at::empty({int64_t{problem.weight.K}, int64_t{problem.weight.N}}, scales.options().dtype(dtype));
+  // Rows that a perm with repeated or foreign indices leaves out are zero.
+  const std::array<int64_t, 2> sizes{problem.weight.K, problem.weight.N};
+  const auto options = scales.options().dtype(dtype);
+  Tensor out = perm ? at::zeros(sizes, options) : at::empty(sizes, options);
   bindings[kSlotOut] = out;
   problem.out = element_type(out);
   encode(plan_dequantize(problem), std::move(bindings));

@@ -15,7 +15,7 @@ uint32_t gpu_core_count() {
 }
 
 id<MTLBuffer> buffer_of(const at::Tensor& tensor) {
-  return __builtin_bit_cast(id<MTLBuffer>, tensor.storage().mutable_data());
+  return __builtin_bit_cast(id<MTLBuffer>, const_cast<void*>(tensor.storage().data()));
 }
 
 NSUInteger offset_of(const at::Tensor& tensor) {

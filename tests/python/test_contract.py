@@ -190,3 +190,52 @@ def test_meta_tensors(weight_format):
     dense = tmm.dequantize(weight.b_packed, weight.scales, **weight.arguments)
     assert (dense.shape, dense.dtype) == ((64, 24), torch.float16)
     assert tmm.awq_repack(torch.empty(64, 3, dtype=torch.int32, device="meta")).shape == (8, 24)
+
+
+@pytest.mark.parametrize("dtype", reference.DTYPES, ids=str)
+def test_gradients_of_each_dtype_are_rounded_once(dtype, device):
+    """Scales beyond fp16's range among them: the weight of the backward product is never rounded to the gradient."""
+    weight = reference.make_weight("uint4b8", 64, 24, 32, scales_dtype=torch.float32)
+    weight.scales *= 2.0**17
+    exact = weight.exact * 2.0**17
+    x = torch.zeros(3, 64, dtype=dtype, device=device, requires_grad=True)
+    upstream = (torch.randn(3, 24, generator=torch.Generator().manual_seed(0)) * 1e-3).to(dtype)
+    moved = weight.to(device)
+    tmm.gemm(x, moved.b_packed, moved.scales, **moved.arguments).backward(upstream.to(device))
+    rows = reference.to_numpy(upstream)
+    expected = rows @ exact.T
+    bound = 2.0**-20 * (np.abs(rows) @ np.abs(exact).T)
+    bound += reference.UNIT_ROUNDOFF[dtype] * np.abs(expected) + reference.TINY[dtype]
+    reference.check_gemm(x.grad, expected, bound)
+
+
+@pytest.mark.parametrize("argument", ["a", "bias"])
+def test_forward_mode_is_refused_by_name(argument, device):
+    weight = weight_of("uint4b8", device)
+    tensors = {"a": torch.randn(3, 64, device=device), "bias": torch.randn(24, device=device)}
+    message = f"torch_marlin_metal::gemm: {argument}: expected no forward-mode tangent"
+    with torch.autograd.forward_ad.dual_level():
+        primal = tensors[argument]
+        dual = {**tensors, argument: torch.autograd.forward_ad.make_dual(primal, torch.ones_like(primal))}
+        with pytest.raises(ValueError, match=message):
+            tmm.gemm(dual["a"], weight.b_packed, weight.scales, bias=dual["bias"], **weight.arguments)
+    with pytest.raises((ValueError, RuntimeError), match=r"forward-mode tangent|functorch transforms"):
+        torch.func.jvp(
+            lambda t: tmm.gemm(t, weight.b_packed, weight.scales, **weight.arguments),
+            (tensors["a"],),
+            (torch.ones_like(tensors["a"]),),
+        )
+
+
+def test_copy_on_write_activations(device):
+    weight = weight_of("uint4b8", device)
+    x = torch.randn(3, 64, device=device)
+    expected = tmm.gemm(x, weight.b_packed, weight.scales, **weight.arguments)
+    assert torch.equal(tmm.gemm(torch._lazy_clone(x), weight.b_packed, weight.scales, **weight.arguments), expected)
+
+
+def test_dequantize_leaves_rows_that_perm_leaves_out_at_zero(device):
+    weight = weight_of("uint4b8", device)
+    perm = torch.zeros(64, dtype=torch.int32, device=device)
+    dense = tmm.dequantize(weight.b_packed, weight.scales, **weight.arguments, perm=perm)
+    assert not dense[1:].any()
