@@ -20,12 +20,12 @@ struct Activations {
       const device vec<T, 4>* source = reinterpret_cast<const device vec<T, 4>*>(row + k);
       const vec<T, 4> low = source[0];
       const vec<T, 4> high = source[1];
-      for (uint i = 0; i < 4; ++i) {
+      MARLIN_UNROLL for (uint i = 0; i < 4; ++i) {
         x.k[i] = R(low[i]);
         x.k[i + 4] = R(high[i]);
       }
     } else {
-      for (uint i = 0; i < kCodesPerWord; ++i) {
+      MARLIN_UNROLL for (uint i = 0; i < kCodesPerWord; ++i) {
         // The host cannot look at perm: an index that is none reads nothing.
         const uint column = has_perm ? uint(perm[k + i]) : k + i;
         x.k[i] = column < columns ? R(row[column]) : R(0.0h);

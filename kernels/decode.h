@@ -76,8 +76,7 @@ struct SumCodes<CodeKind::table> {
 
   static MARLIN_INLINE Octet<float> decode(uint word, const threadgroup float* table) {
     Octet<float> result;
-    for (uint i = 0; i < kCodesPerWord; ++i)
-      result.k[i] = table[(word >> (4 * i)) & 15u];
+    MARLIN_UNROLL for (uint i = 0; i < kCodesPerWord; ++i) result.k[i] = table[(word >> (4 * i)) & 15u];
     return result;
   }
   static MARLIN_INLINE float sum(float even, float odd) { return even + odd; }
@@ -88,8 +87,7 @@ template <CodeKind kind>
 MARLIN_INLINE Octet<half> exact_codes(uint word, half zero) {
   if (kind == CodeKind::e2m1) {
     Octet<half> codes = e2m1_scaled(word);
-    for (uint i = 0; i < kCodesPerWord; ++i)
-      codes.k[i] *= half(kE2M1Unit);
+    MARLIN_UNROLL for (uint i = 0; i < kCodesPerWord; ++i) codes.k[i] *= half(kE2M1Unit);
     return codes;
   }
   // 1024 + q, and 1024 + 16 q = 16 (64 + q); the differences are whole numbers below 2048, so nothing is rounded.

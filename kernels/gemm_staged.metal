@@ -53,9 +53,9 @@ MARLIN_INLINE void staged_gemm(const Product<T> product, constant GemmParams& pa
   const LanePlace place = lane_place(lane);
   const uint m = m0 + TileSums<format, T>::first_row(simdgroup) + place.row;
   const uint n = n0 + TileSums<format, T>::first_column(simdgroup) + place.column;
-  for (uint i = 0; i < TileSums<format, T>::kBlocksM; ++i) {
-    for (uint j = 0; j < TileSums<format, T>::kBlocksN; ++j) {
-      for (uint e = 0; e < 2; ++e) {
+  MARLIN_UNROLL for (uint i = 0; i < TileSums<format, T>::kBlocksM; ++i) {
+    MARLIN_UNROLL for (uint j = 0; j < TileSums<format, T>::kBlocksN; ++j) {
+      MARLIN_UNROLL for (uint e = 0; e < 2; ++e) {
         const uint row = m + i * kBlock;
         const uint column = n + j * kBlock + e;
         if (row < params.M && column < params.N) {

@@ -31,14 +31,14 @@ struct LaneSums {
     const device uint* source = weight.packed + ulong(k / kCodesPerWord) * weight.N + n;
     if (vector_columns) return *reinterpret_cast<const device uint4*>(source);
     uint4 result = uint4(0);
-    for (uint c = 0; c < kGemvColumnsPerLane; ++c) {
+    MARLIN_UNROLL for (uint c = 0; c < kGemvColumnsPerLane; ++c) {
       if (owns(n, c, weight.N)) result[c] = source[c];
     }
     return result;
   }
 
   // k_begin to k_end lie in one group.
-  MARLIN_INLINE void add_chain(thread const Weight& weight, thread const Activations<T>& a, uint m, uint M, uint n,
+  MARLIN_INLINE void add_chain(thread const Weight& weight, thread const Activations<T>& a, uint m, uint rows, uint n,
                                uint k_begin, uint k_end, const threadgroup float* table) {
     float even[kGemvMaxRows][kGemvColumnsPerLane] = {};
     float odd[kGemvMaxRows][kGemvColumnsPerLane] = {};
@@ -46,15 +46,13 @@ struct LaneSums {
     for (uint k = k_begin; k < k_end; k += kCodesPerWord) {
       const uint4 packed = words(weight, k, n);
       Octet<typename Codes::Code> codes[kGemvColumnsPerLane];
-      for (uint c = 0; c < kGemvColumnsPerLane; ++c)
-        codes[c] = Codes::decode(packed[c], table);
-      for (int r = 0; r < rows_per_threadgroup; ++r) {
-        if (m + r >= M) break;
+      MARLIN_UNROLL for (uint c = 0; c < kGemvColumnsPerLane; ++c) codes[c] = Codes::decode(packed[c], table);
+      MARLIN_UNROLL for (uint r = 0; r < kGemvMaxRows; ++r) {
+        if (r >= rows) continue;
         const Octet<float> x = a.template load<float>(m + r, k);
-        for (uint i = 0; i < kCodesPerWord; ++i)
-          x_sum[r] += x.k[i];
-        for (uint c = 0; c < kGemvColumnsPerLane; ++c) {
-          for (uint i = 0; i < kCodesPerWord; i += 2) {
+        MARLIN_UNROLL for (uint i = 0; i < kCodesPerWord; ++i) x_sum[r] += x.k[i];
+        MARLIN_UNROLL for (uint c = 0; c < kGemvColumnsPerLane; ++c) {
+          MARLIN_UNROLL for (uint i = 0; i < kCodesPerWord; i += 2) {
             even[r][c] = fma(float(codes[c].k[i]), x.k[i], even[r][c]);
             odd[r][c] = fma(float(codes[c].k[i + 1]), x.k[i + 1], odd[r][c]);
           }
@@ -62,11 +60,12 @@ struct LaneSums {
       }
     }
     const uint group = k_begin / weight.group_size;
-    for (uint c = 0; c < kGemvColumnsPerLane; ++c) {
-      if (!owns(n, c, weight.N)) break;
+    MARLIN_UNROLL for (uint c = 0; c < kGemvColumnsPerLane; ++c) {
+      if (!owns(n, c, weight.N)) continue;
       const float scale = weight.scale<format>(group, n + c);
       const float zero = weight.zero<format>(group, n + c);
-      for (int r = 0; r < rows_per_threadgroup; ++r) {
+      MARLIN_UNROLL for (uint r = 0; r < kGemvMaxRows; ++r) {
+        if (r >= rows) continue;
         total[r][c] += apply_group<format>(Codes::sum(even[r][c], odd[r][c]), x_sum[r], scale, zero);
       }
     }
@@ -83,8 +82,9 @@ template <WeightFormat format, typename T>
   const uint thread_index = simdgroup * kSimdWidth + lane;
   const uint n = block.x * kGemvColumns + lane * kGemvColumnsPerLane;
   const uint m = block.y * rows_per_threadgroup;
+  const uint rows = min(uint(rows_per_threadgroup), params.M - m);
   const uint slice = block.z * simdgroups + simdgroup;
-  const uint k_begin = min(slice * params.k_per_slice, params.K);
+  const uint k_begin = slice * params.k_per_slice;
   const uint k_end = min(k_begin + params.k_per_slice, params.K);
 
   if (format == WeightFormat::lut4) {
@@ -97,28 +97,29 @@ template <WeightFormat format, typename T>
     for (uint k = k_begin; k < k_end;) {
       const uint group_end = (k / params.group_size + 1) * params.group_size;
       const uint chain_end = min(min(group_end, k + kChainLength), k_end);
-      sums.add_chain(product.weight, product.a, m, params.M, n, k, chain_end, shared);
+      sums.add_chain(product.weight, product.a, m, rows, n, k, chain_end, shared);
       k = chain_end;
     }
   }
 
   // The table lies where the sums go.
   if (format == WeightFormat::lut4) threadgroup_barrier(mem_flags::mem_threadgroup);
-  for (int r = 0; r < rows_per_threadgroup; ++r) {
-    threadgroup float* row = shared + (simdgroup * rows_per_threadgroup + r) * kGemvColumns;
-    for (uint c = 0; c < kGemvColumnsPerLane; ++c)
+  MARLIN_UNROLL for (uint r = 0; r < kGemvMaxRows; ++r) {
+    if (r >= rows) continue;
+    threadgroup float* row = shared + (simdgroup * rows + r) * kGemvColumns;
+    MARLIN_UNROLL for (uint c = 0; c < kGemvColumnsPerLane; ++c) {
       row[lane * kGemvColumnsPerLane + c] = sums.total[r][c];
+    }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  const uint outputs = rows_per_threadgroup * kGemvColumns;
+  const uint outputs = rows * kGemvColumns;
   for (uint i = thread_index; i < outputs; i += simdgroups * kSimdWidth) {
-    const uint row = m + i / kGemvColumns;
     const uint column = block.x * kGemvColumns + i % kGemvColumns;
-    if (row >= params.M || column >= params.N) continue;
+    if (column >= params.N) continue;
     float sum = 0.0f;
     for (uint s = 0; s < simdgroups; ++s)
       sum += shared[s * outputs + i];
-    product.output.store_slice(block.z, row, column, sum);
+    product.output.store_slice(block.z, m + i / kGemvColumns, column, sum);
   }
 }
 

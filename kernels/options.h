@@ -4,6 +4,8 @@
 #include "params.h"
 
 #define MARLIN_INLINE inline __attribute__((always_inline))
+// Arrays live in registers only where every index is known.
+#define MARLIN_UNROLL _Pragma("clang loop unroll(full)")
 
 #define MARLIN_DECLARE_CONSTANT(index, type, shader_name, name) constant type shader_name [[function_constant(index)]];
 MARLIN_FUNCTION_CONSTANTS(MARLIN_DECLARE_CONSTANT)

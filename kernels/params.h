@@ -3,10 +3,8 @@
 
 #ifdef __METAL_VERSION__
 #include <metal_stdlib>
-#define MARLIN_CONSTANT constant
 #else
 #include <cstdint>
-#define MARLIN_CONSTANT
 #endif
 
 namespace marlin {

@@ -71,15 +71,13 @@ struct Parcel {
     const uint k_block = thread_index % (kTileK / kCodesPerWord);
     threadgroup T* row =
         stage.activations + (m / kBlock * (kTileK / kBlock) + k_block) * kBlockElements + m % kBlock * kBlock;
-    for (uint i = 0; i < kCodesPerWord; ++i)
-      row[i] = x.k[i];
+    MARLIN_UNROLL for (uint i = 0; i < kCodesPerWord; ++i) row[i] = x.k[i];
 
     const uint n = thread_index % kTileN;
     const Octet<half> codes = exact_codes<code_kind(format)>(word, zero_in_code);
     threadgroup half* column =
         stage.codes + (thread_index / kTileN * (kTileN / kBlock) + n / kBlock) * kBlockElements + n % kBlock;
-    for (uint i = 0; i < kCodesPerWord; ++i)
-      column[i * kBlock] = codes.k[i];
+    MARLIN_UNROLL for (uint i = 0; i < kCodesPerWord; ++i) column[i * kBlock] = codes.k[i];
 
     if (owns_scale(params, thread_index)) {
       stage.scales[thread_index] = scale;
@@ -112,9 +110,8 @@ struct TileSums {
   static MARLIN_INLINE uint first_column(uint simdgroup) { return simdgroup % kSimdgroupsN * (kBlocksN * kBlock); }
 
   MARLIN_INLINE void clear() {
-    for (uint i = 0; i < kBlocksM; ++i) {
-      for (uint j = 0; j < kBlocksN; ++j)
-        total[i][j][0] = total[i][j][1] = 0.0f;
+    MARLIN_UNROLL for (uint i = 0; i < kBlocksM; ++i) {
+      MARLIN_UNROLL for (uint j = 0; j < kBlocksN; ++j) total[i][j][0] = total[i][j][1] = 0.0f;
     }
     clear_chain();
   }
@@ -124,31 +121,30 @@ struct TileSums {
     const uint row_block = first_row(simdgroup) / kBlock;
     const uint column_block = first_column(simdgroup) / kBlock;
     typename WFragment::Matrix w[kBlocksN];
-    for (uint j = 0; j < kBlocksN; ++j) {
+    MARLIN_UNROLL for (uint j = 0; j < kBlocksN; ++j) {
       const uint block = k_block * (kTileN / kBlock) + column_block + j;
       w[j] = WFragment::load(stage.codes + block * kBlockElements, lane, table);
     }
-    for (uint i = 0; i < kBlocksM; ++i) {
+    MARLIN_UNROLL for (uint i = 0; i < kBlocksM; ++i) {
       const uint block = (row_block + i) * (kTileK / kBlock) + k_block;
       typename AFragment::Matrix x = AFragment::load(stage.activations + block * kBlockElements, lane);
       if (needs_x_sum()) x_sum[i] += float(x.thread_elements()[0]) + float(x.thread_elements()[1]);
-      for (uint j = 0; j < kBlocksN; ++j)
-        simdgroup_multiply_accumulate(sum[i][j], x, w[j], sum[i][j]);
+      MARLIN_UNROLL for (uint j = 0; j < kBlocksN; ++j) simdgroup_multiply_accumulate(sum[i][j], x, w[j], sum[i][j]);
     }
   }
 
   // The end of a group, or of a chain inside one: the sums of codes are scaled and join the totals.
   MARLIN_INLINE void finish_chain(Stage<T> stage, uint group_slot, uint simdgroup, uint lane) {
     const uint n = group_slot * kTileN + first_column(simdgroup) + lane_place(lane).column;
-    for (uint i = 0; i < kBlocksM; ++i) {
+    MARLIN_UNROLL for (uint i = 0; i < kBlocksM; ++i) {
       float x = 0.0f;
       if (needs_x_sum()) {
         // The four lanes of a row differ in bits 0 and 3.
         x = x_sum[i] + simd_shuffle_xor(x_sum[i], 1);
         x += simd_shuffle_xor(x, 8);
       }
-      for (uint j = 0; j < kBlocksN; ++j) {
-        for (uint e = 0; e < 2; ++e) {
+      MARLIN_UNROLL for (uint j = 0; j < kBlocksN; ++j) {
+        MARLIN_UNROLL for (uint e = 0; e < 2; ++e) {
           const uint column = n + j * kBlock + e;
           const float codes = sum[i][j].thread_elements()[e];
           const float zero = needs_x_sum() ? stage.zeros[column] : 0.0f;
@@ -163,7 +159,7 @@ struct TileSums {
   MARLIN_INLINE void step(Stage<T> stage, constant GemmParams& params, const threadgroup float* table, uint k0,
                           bool is_last, uint simdgroup, uint lane) {
     const bool short_groups = has_short_groups(params);
-    for (uint k_block = 0; k_block < kTileK / kBlock; ++k_block) {
+    MARLIN_UNROLL for (uint k_block = 0; k_block < kTileK / kBlock; ++k_block) {
       multiply(stage, table, k_block, simdgroup, lane);
       if (short_groups && k_block % 2 == 1) finish_chain(stage, k_block / 2, simdgroup, lane);
     }
@@ -174,9 +170,10 @@ struct TileSums {
 
  private:
   MARLIN_INLINE void clear_chain() {
-    for (uint i = 0; i < kBlocksM; ++i) {
-      for (uint j = 0; j < kBlocksN; ++j)
+    MARLIN_UNROLL for (uint i = 0; i < kBlocksM; ++i) {
+      MARLIN_UNROLL for (uint j = 0; j < kBlocksN; ++j) {
         sum[i][j] = make_filled_simdgroup_matrix<float, kBlock, kBlock>(0.0f);
+      }
       x_sum[i] = 0.0f;
     }
     chain = 0;

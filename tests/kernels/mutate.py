@@ -23,7 +23,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(_TESTS), str(_TESTS / "python")]
 
 import kernel_launch  # noqa: E402
 import mutation_cases  # noqa: E402
-from softmetal.device import CompileError  # noqa: E402
+from softmetal.device import CompileError, KernelFault  # noqa: E402
 
 KERNELS = kernel_launch.KERNELS
 TIMEOUT_SECONDS = 120
@@ -124,7 +124,7 @@ def _run(folder: str, file: str) -> str:
             case()
         except CompileError as error:
             return f"does not compile: {str(error).splitlines()[0]}"
-        except Exception as error:
+        except (AssertionError, KernelFault) as error:
             return f"caught by {name}: {str(error).strip().splitlines()[0][:150]}"
     return "survived"
 
@@ -133,8 +133,8 @@ def _child(folder: str, file: str, pipe: multiprocessing.connection.Connection) 
     pipe.send(_run(folder, file))
 
 
-def judge(mutant: Mutant | None) -> str:
-    """The verdict on one mutant; on the kernels as they are for None."""
+def judge(mutant: Mutant | None, file: str) -> str:
+    """The verdict of a file's cases on one mutant; on the kernels as they are for None."""
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         shutil.copytree(KERNELS, folder, dirs_exist_ok=True)
@@ -142,7 +142,7 @@ def judge(mutant: Mutant | None) -> str:
             path = Path(folder) / mutant.file
             path.write_text(mutant.apply(path.read_text()))
         receiver, sender = context.Pipe(duplex=False)
-        child = context.Process(target=_child, args=(folder, mutant.file if mutant else "", sender))
+        child = context.Process(target=_child, args=(folder, file, sender))
         child.start()
         sender.close()
         try:
@@ -166,12 +166,12 @@ def main() -> int:
     if options.list:
         print(*(f"{m.file}:{m.line}: {m.kind}: {m.original!r} -> {m.replacement!r}" for m in chosen), sep="\n")
         return 0
-    if (verdict := judge(None)) != "survived":
+    if (verdict := judge(None, options.file or "")) != "survived":
         print(f"the kernels as they are: {verdict}")
         return 1
     start, counts = time.time(), {"caught": 0, "survived": 0, "explained": 0, "does not compile": 0}
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
-        for m, verdict in zip(chosen, pool.map(judge, chosen), strict=True):
+        for m, verdict in zip(chosen, pool.map(judge, chosen, [m.file for m in chosen]), strict=True):
             outcome = next(k for k in ("caught", "survived", "does not compile") if verdict.startswith(k))
             if outcome == "survived" and m.description in EXPLAINED:
                 outcome, verdict = "explained", f"survives: {EXPLAINED[m.description]}"

@@ -51,7 +51,7 @@ def _gemv_cases() -> Iterator[Case]:
     yield _gemv(problem(1, 40, 24, weight_format="uint4_bias", dtype=FLOAT, a_offset=1), rows=1, simdgroups=4)
     yield _gemv(problem(1, 8, 520, weight_format="mxfp4", dtype=FLOAT), rows=1, simdgroups=1)
     long_sums = {"weight_format": "uint4_bias", "dtype": FLOAT, "group_size": "K", "all_positive": True}
-    yield _gemv(problem(4, 64, 4096, **long_sums), rows=4, simdgroups=1)
+    yield _gemv(problem(4, 8, 16384, **long_sums), rows=4, simdgroups=1)
 
 
 def _staged_cases() -> Iterator[Case]:
@@ -62,9 +62,10 @@ def _staged_cases() -> Iterator[Case]:
             kernel,
             problem(9, 7, 136, weight_format="uint4_bias", dtype=FLOAT, bias_dtype=FLOAT, has_perm=True, group_size=32),
         )
-        yield _staged(kernel, problem(64, 128, 520, weight_format="nvfp4", dtype=HALF))
+        yield _staged(kernel, problem(64, 128, 528, weight_format="nvfp4", dtype=HALF))
+        yield _staged(kernel, problem(8, 8, 24, weight_format="uint4b8", dtype=HALF, group_size="K"))
         long_sums = {"weight_format": "uint4_bias", "dtype": FLOAT, "group_size": "K", "all_positive": True}
-        yield _staged(kernel, problem(8, 64, 4096, **long_sums))
+        yield _staged(kernel, problem(8, 8, 16384, **long_sums))
 
 
 def cases_of(file: str) -> Iterator[Case]:

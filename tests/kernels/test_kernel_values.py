@@ -130,3 +130,33 @@ def test_row_stride_beyond_32_bits(kernel: str) -> None:
         memory[m * stride : m * stride + p.K] = row
     result = RUNS[kernel](p, activations=(Buffer(memory), stride), checked=False)
     assert torch.equal(result, RUNS[kernel](p, checked=False))
+
+
+def check_perm_beyond_range(kernel: str) -> None:
+    p = problem(3, 64, 40, weight_format="uint4b8", dtype=torch.float32, group_size=32, has_perm=True)
+    inputs = make_inputs(p)
+    perm = inputs.perm.copy()
+    dropped = inputs.perm[[3, 39]]
+    perm[[3, 39]] = [p.K, -1]
+    a = inputs.a.clone()
+    a[:, dropped] = 0
+    expected = RUNS[kernel](p, inputs=replace(inputs, a=a))
+    assert torch.equal(RUNS[kernel](p, inputs=replace(inputs, perm=perm), counted=False), expected)
+
+
+@kernels
+def test_perm_beyond_range(kernel: str) -> None:
+    """An index that is none reads nothing: its product is zero."""
+    check_perm_beyond_range(kernel)
+
+
+def test_dequantize_perm_beyond_range() -> None:
+    """An index that is none writes nothing."""
+    p = problem(1, 64, 40, weight_format="uint4b8", dtype=torch.float32, group_size=32, has_perm=True)
+    inputs = make_inputs(p)
+    perm = inputs.perm.copy()
+    perm[[3, 39]] = [p.K, -1]
+    rows = np.delete(inputs.perm, [3, 39])
+    got = run_dequantize(p, inputs=replace(inputs, perm=perm))
+    assert torch.equal(got[rows], run_dequantize(p)[rows])
+    assert got[inputs.perm[[3, 39]]].isnan().all()  # as it was
