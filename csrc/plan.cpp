@@ -121,7 +121,8 @@ Plan plan_gemv(const GemmProblem& problem, const GpuDevice& device) {
                     .threadgroup_bytes = gemv_threadgroup_bytes(rows, simdgroups),
                     .params = gemm_params(problem, k_per_slice)};
   dispatch.constants[kConstantRows] = static_cast<int32_t>(rows);
-  dispatch.constants[kConstantSubnormalCodes] = device.half_subnormals;
+  // A code scaled down by 2^24 takes small bf16 and fp32 activations below fp32's range; fp16 ones stay inside.
+  dispatch.constants[kConstantSubnormalCodes] = device.half_subnormals && problem.activations == ElementType::float16;
   Plan plan{.dispatches = {std::move(dispatch)}};
   add_reduction(plan, problem, splits);
   return plan;

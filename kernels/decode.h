@@ -38,6 +38,12 @@ MARLIN_INLINE Octet<half> e2m1_scaled(uint word) {
 }
 constant constexpr float kE2M1Unit = 16384.0f;
 
+MARLIN_INLINE Octet<half> exact_e2m1(uint word) {
+  Octet<half> codes = e2m1_scaled(word);
+  MARLIN_UNROLL for (uint i = 0; i < kCodesPerWord; ++i) codes.k[i] *= half(kE2M1Unit);
+  return codes;
+}
+
 // Codes for running sums over k: even and odd k are summed apart, sum() gives the whole in units of the code.
 template <CodeKind kind>
 struct SumCodes;
@@ -66,8 +72,12 @@ template <>
 struct SumCodes<CodeKind::e2m1> {
   typedef half Code;
 
-  static MARLIN_INLINE Octet<half> decode(uint word, const threadgroup float*) { return e2m1_scaled(word); }
-  static MARLIN_INLINE float sum(float even, float odd) { return (even + odd) * kE2M1Unit; }
+  static MARLIN_INLINE Octet<half> decode(uint word, const threadgroup float*) {
+    return subnormal_codes ? e2m1_scaled(word) : exact_e2m1(word);
+  }
+  static MARLIN_INLINE float sum(float even, float odd) {
+    return subnormal_codes ? (even + odd) * kE2M1Unit : even + odd;
+  }
 };
 
 template <>
@@ -85,11 +95,7 @@ struct SumCodes<CodeKind::table> {
 // Exact codes in half: q - zero for integers (zero a whole number up to 255), the value for E2M1, q for a table.
 template <CodeKind kind>
 MARLIN_INLINE Octet<half> exact_codes(uint word, half zero) {
-  if (kind == CodeKind::e2m1) {
-    Octet<half> codes = e2m1_scaled(word);
-    MARLIN_UNROLL for (uint i = 0; i < kCodesPerWord; ++i) codes.k[i] *= half(kE2M1Unit);
-    return codes;
-  }
+  if (kind == CodeKind::e2m1) return exact_e2m1(word);
   // 1024 + q, and 1024 + 16 q = 16 (64 + q); the differences are whole numbers below 2048, so nothing is rounded.
   const uint high = word >> 8;
   const half2 even_offset = half2(1024.0h + zero);

@@ -26,9 +26,11 @@ template <WeightFormat format, typename T>
   const Octet<half> codes = exact_codes<code_kind(format)>(weight.word(k, n), zero_in_code);
   for (uint i = 0; i < kCodesPerWord; ++i) {
     const float code = float(codes.k[i]);
+    // Two statements for uint4_bias: one expression would be contracted, and is to be rounded as the formula says.
+    const float product = code * scale;
     const float value = format == WeightFormat::lut4         ? lut[uint(code)] * scale
-                        : format == WeightFormat::uint4_bias ? fma(code, scale, zero)
-                        : zero_is_in_code<format>()          ? code * scale
+                        : format == WeightFormat::uint4_bias ? product + zero
+                        : zero_is_in_code<format>()          ? product
                                                              : (code - zero) * scale;
     const uint row = has_perm ? uint(perm[k + i]) : k + i;
     if (row < params.K) out[ulong(row) * params.N + n] = T(value);  // the host cannot look at perm

@@ -21,7 +21,9 @@ MARLIN_INLINE void staged_gemm(const Product<T> product, constant GemmParams& pa
   const uint k_end = min(k_begin + params.k_per_slice, params.K);
   const uint stage_bytes = tile_stage_bytes(sizeof(T));
   threadgroup float* table = reinterpret_cast<threadgroup float*>(shared + stages * stage_bytes);
-  if (format == WeightFormat::lut4 && thread_index < 16) table[thread_index] = product.lut[thread_index];
+  if (format == WeightFormat::lut4 && thread_index <= kLutSize) {
+    table[thread_index] = thread_index < kLutSize ? product.lut[thread_index] : 0.0f;
+  }
 
   TileSums<format, T> sums;
   sums.clear();

@@ -88,7 +88,7 @@ template <WeightFormat format, typename T>
   const uint k_end = min(k_begin + params.k_per_slice, params.K);
 
   if (format == WeightFormat::lut4) {
-    if (thread_index < 16) shared[thread_index] = lut[thread_index];
+    if (thread_index < kLutSize) shared[thread_index] = lut[thread_index];
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
   const Product<T> product = MARLIN_PRODUCT;

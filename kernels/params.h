@@ -10,7 +10,7 @@
 namespace marlin {
 
 // Weights are 4 bit: a packed word holds eight consecutive k of one column, lowest k in the lowest nibble.
-enum { kCodesPerWord = 8 };
+enum { kCodesPerWord = 8, kLutSize = 16 };
 
 enum class WeightFormat : int32_t {
   uint4b8 = 0,
@@ -61,8 +61,9 @@ enum BufferSlot {
 //   vector_columns          N is a multiple of 4 and the first packed word is 16-byte aligned
 //   vector_activations      no perm; the first activation is aligned to 4 elements, the row stride a multiple of 4
 //   rows_per_threadgroup    activation rows of a gemv threadgroup, 1 to kGemvMaxRows
-//   subnormal_codes         gemv reads integer codes as half subnormals: where probe_half_subnormals says that they
-//   live writes_partials         the K slices of the grid go to kSlotPartials and wait for reduce
+//   subnormal_codes         gemv reads codes as half subnormals: where probe_half_subnormals says that they live, and
+//                           activations are fp16 (a small bf16 or fp32 one times 2^-24 would be flushed)
+//   writes_partials         the K slices of the grid go to kSlotPartials and wait for reduce
 #define MARLIN_FUNCTION_CONSTANTS(X)                        \
   X(0, bool, has_perm, HasPerm)                             \
   X(1, bool, has_bias, HasBias)                             \
@@ -152,7 +153,8 @@ enum {
   kTileN = 64,
   kTileK = 32,
   kTileThreads = 256,
-  kTileGroups = 2,  // groups that a k-step can touch: groups of 16 are the shortest
+  kTileTableBytes = 80,  // the table of lut4 and a zero after it, rounded up to 16 bytes
+  kTileGroups = 2,       // groups that a k-step can touch: groups of 16 are the shortest
   // Terms summed before the sum is scaled and added to the total: about the square root of the longest K of the error
   // bound, which keeps both chains short.
   kChainLength = 128,
@@ -165,7 +167,7 @@ constexpr uint32_t tile_stage_bytes(uint32_t activation_bytes) {
 }
 
 constexpr uint32_t tile_threadgroup_bytes(ElementType activations, uint32_t stages) {
-  return stages * tile_stage_bytes(element_bytes(activations)) + 16 * 4;  // and the table of lut4
+  return stages * tile_stage_bytes(element_bytes(activations)) + kTileTableBytes;
 }
 static_assert(tile_threadgroup_bytes(ElementType::float16, 2) <= 20 * 1024, "two threadgroups a core and more");
 static_assert(tile_threadgroup_bytes(ElementType::float32, 2) <= 28 * 1024, "two threadgroups a core");

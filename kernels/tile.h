@@ -51,9 +51,11 @@ struct Parcel {
     const uint n = n0 + thread_index % kTileN;
     const uint k_word = k0 + thread_index / kTileN * kCodesPerWord;
     word = 0;
-    zero_in_code = 0.0h;
+    // A table may hold NaN: the code of what lies beyond is one past its end, where there is a zero.
+    zero_in_code = format == WeightFormat::lut4 ? half(-kLutSize) : 0.0h;
     if (n < params.N && k_word < k_end) {
       word = weight.word(k_word, n);
+      zero_in_code = 0.0h;
       if (zero_is_in_code<format>()) zero_in_code = half(weight.zero<format>(k_word / params.group_size, n));
     }
 

@@ -190,3 +190,38 @@ def test_plans_are_printed_once_on_request():
     lines = [line for line in done.stderr.splitlines() if line.startswith("torch_marlin_metal plan: ")]
     assert [line.split(": ")[1] for line in lines] == ["probe_half_subnormals", "gemv_uint4b8_float32"]
     assert "M=1 N=24 K=64 group_size=16" in lines[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("magnitude", [1e-33, 1e30])
+@pytest.mark.parametrize("weight_format", reference.FORMATS)
+def test_activations_far_from_one(weight_format, magnitude, dtype):
+    """No decode may scale a product out of fp32's range on the way."""
+    group_size = tmm.WEIGHT_FORMATS[weight_format].fixed_group_size or 32
+    weight = reference.make_weight(weight_format, 64, 40, group_size)
+    for M in (1, 4, 33):
+        a = (torch.rand(M, 64, generator=torch.Generator().manual_seed(M)) * magnitude).to(dtype)
+        exact, bound = reference.gemm(a, weight, raw_codes=True)
+        reference.check_gemm(run(a.to("mps"), weight.to("mps")), exact, bound)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_table_entry_that_no_code_names_reaches_nothing(variant, value):
+    """K = 40 ends inside a tile: what is beside it must not be decoded through the table."""
+    codes = np.random.default_rng(0).integers(1, 16, (40, 40), dtype=np.uint8)
+    weight = reference.make_weight("lut4", 40, 40, 32, codes=codes)
+    a = activations((3, 40), torch.float32)
+    exact, bound = reference.gemm(a, weight)
+    weight.arguments["lut"][0] = value
+    reference.check_gemm(run(a.to("mps"), weight.to("mps"), variant=variant), exact, bound)
+
+
+@pytest.mark.parametrize("dtype", reference.DTYPES, ids=str)
+@pytest.mark.parametrize("weight_format", reference.FORMATS)
+def test_dequantize_has_the_bits_of_the_cpu(weight_format, dtype):
+    group_size = tmm.WEIGHT_FORMATS[weight_format].fixed_group_size or 32
+    weight = reference.make_weight(weight_format, 72, 40, group_size, scales_dtype=torch.float32)
+    moved = weight.to("mps")
+    got = tmm.dequantize(moved.b_packed, moved.scales, **moved.arguments, dtype=dtype)
+    assert torch.equal(got.cpu(), tmm.dequantize(weight.b_packed, weight.scales, **weight.arguments, dtype=dtype))
