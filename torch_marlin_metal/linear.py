@@ -246,12 +246,16 @@ class MarlinLinear(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "MarlinLinear":
         before = {name: self._buffers[name] for name in WEIGHT_BUFFERS}
+        packed_format = self.packed_format
         self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self.b_packed.device)).dtype
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, old in before.items():
             new = self._buffers[name]
             if old is not None and new is not None and new.dtype != old.dtype:
                 self._buffers[name] = old.to(new.device)
+        # to_empty() makes buffers without values; loaders fill the weight's, and this one is the layer's own to know.
+        if self.packed_format is not packed_format:
+            self.packed_format = self._describe(self.packed_format.device)
         return self
 
     def _load_from_state_dict(
@@ -264,6 +268,9 @@ class MarlinLinear(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
+        words = state_dict.get(prefix + "b_packed")
+        if words is not None and not words.is_contiguous():  # assign=True would keep the strides, which gemm refuses
+            state_dict = {**state_dict, prefix + "b_packed": words.contiguous()}
         found = self._differences(state_dict, prefix)
         if found:
             error_msgs.extend(f"MarlinLinear: {difference}" for difference in found)

@@ -100,7 +100,8 @@ class PackedWeight:
         fmt = weight_format(self.weight_format)
         _require("b_packed", self.b_packed, (torch.int32,), (None, None))
         if not self.b_packed.is_contiguous():
-            raise PackedWeightError("b_packed", "expected a contiguous tensor")
+            shape, strides = list(self.b_packed.shape), list(self.b_packed.stride())
+            raise PackedWeightError("b_packed", f"expected a contiguous tensor, got {shape} with strides {strides}")
         K, N = self.K, self.N
         if K < 8 or N < 1:
             raise PackedWeightError("b_packed", f"expected K >= 8 and N >= 1, got K={K}, N={N}")
