@@ -131,6 +131,15 @@ def make_weight(
     return Weight(pack(codes), scales, arguments, exact, magnitude, raw_magnitude)
 
 
+# Most rows of a call that `auto` gives to gemv on mps.
+GEMV_ROWS = 24
+
+
+def sums_raw_codes(device: str, M: int) -> bool:
+    """Whether the kernel that `auto` takes for M rows is gemv, which sums the codes of uint4b8 as they are."""
+    return device == "mps" and M <= GEMV_ROWS
+
+
 def gemm(
     a: torch.Tensor,
     weight: Weight,

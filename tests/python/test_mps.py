@@ -46,7 +46,7 @@ def test_each_variant_on_the_same_inputs(weight_format, variant, dtype):
     group_size = tmm.WEIGHT_FORMATS[weight_format].fixed_group_size or 16
     weight = reference.make_weight(weight_format, K, N, group_size)
     a, bias = activations((M, K), dtype), activations((N,), dtype, seed=1)
-    exact, bound = reference.gemm(a, weight, bias, raw_codes=True)
+    exact, bound = reference.gemm(a, weight, bias, raw_codes=variant == "gemv")
     moved = weight.to("mps")
     for rows in (1, 9, M):
         result = run(a[:rows].to("mps"), moved, bias=bias.to("mps"), variant=variant)
@@ -61,7 +61,7 @@ def test_split_k_matches_and_repeats_bit_for_bit(variant):
     K, N, M = 4096, 40, 3
     weight = reference.make_weight("uint4", K, N, 64)
     a, bias = activations((M, K)), activations((N,), seed=1)
-    exact, bound = reference.gemm(a, weight, bias, raw_codes=True)
+    exact, bound = reference.gemm(a, weight, bias, raw_codes=variant == "gemv")
     moved = weight.to("mps")
     results = [run(a.to("mps"), moved, bias=bias.to("mps"), variant=variant).cpu() for _ in range(3)]
     reference.check_gemm(results[0], exact, bound)
@@ -77,6 +77,14 @@ def test_split_k_dispatches_the_product_and_then_the_reduction():
         "gemm_single_stage_uint4_float16",
         "reduce_float16",
     ]
+
+
+@software
+def test_auto_takes_gemv_for_as_many_rows_as_the_reference_says():
+    weight = reference.make_weight("uint4b8", 32, 24, 32).to("mps")
+    a = activations((reference.GEMV_ROWS + 1, 32)).to("mps")
+    assert kernels_of(lambda: run(a[:-1], weight))[-1] == "gemv_uint4b8_float16"
+    assert kernels_of(lambda: run(a, weight))[-1] == "gemm_double_buffered_uint4b8_float16"
 
 
 @software
@@ -154,11 +162,11 @@ def test_a_perm_out_of_range_reads_and_writes_nothing(value):
     a = activations((3, K))
     without = a.clone()
     without[:, codes[j]] = 0
-    exact, bound = reference.gemm(without, weight, perm=codes, raw_codes=True)
     damaged = torch.from_numpy(codes.copy())
     damaged[j] = value
     moved = weight.to("mps")
     for variant in VARIANTS:
+        exact, bound = reference.gemm(without, weight, perm=codes, raw_codes=variant == "gemv")
         reference.check_gemm(run(a.to("mps"), moved, perm=damaged.to("mps"), variant=variant), exact, bound)
     words = tmm.gptq_repack(weight.b_packed.to("mps"), perm=damaged.to("mps")).cpu()
     whole = tmm.gptq_repack(weight.b_packed, perm=torch.from_numpy(codes))
