@@ -41,12 +41,18 @@ def check_shape(weight_format, dtype, K, N, group_size, rows, device, **options)
         reference.check_gemm(result, exact[:M], bound[:M])
 
 
+def pairs(Ns, groups, whole):
+    """N x group size: all of them, or each N and each size at least once."""
+    return itertools.product(Ns, groups) if whole else zip(Ns, itertools.cycle(groups), strict=False)
+
+
 @pytest.mark.parametrize("dtype", reference.DTYPES, ids=str)
 @pytest.mark.parametrize("weight_format", reference.FORMATS)
 @pytest.mark.parametrize("K", [pytest.param(K, marks=[pytest.mark.large] * (K > 40)) for K in K_ALL if K <= 264])
-def test_small_shapes(weight_format, dtype, K, device):
-    for N, group_size in itertools.product(N_ALL, group_sizes(weight_format, K)):
-        check_shape(weight_format, dtype, K, N, group_size, M_ALL, device)
+def test_small_shapes(weight_format, dtype, K, device, everything):
+    whole = everything or device == "cpu"
+    for N, group_size in pairs(N_ALL, group_sizes(weight_format, K), whole):
+        check_shape(weight_format, dtype, K, N, group_size, M_ALL if whole else (1, 5, 33), device)
 
 
 @pytest.mark.parametrize("dtype", reference.DTYPES, ids=str)
@@ -54,9 +60,8 @@ def test_small_shapes(weight_format, dtype, K, device):
 @pytest.mark.parametrize("K", [K for K in K_ALL if K > 264])
 @pytest.mark.large
 def test_large_shapes(weight_format, dtype, K, device, everything):
-    groups = group_sizes(weight_format, K)
-    pairs = itertools.product(N_ALL, groups) if everything else zip(itertools.cycle(N_ALL), groups * 2, strict=False)
-    for N, group_size in pairs:
+    Ns = N_ALL if everything else (*N_ALL, *N_ALL) if device == "cpu" else (129,)
+    for N, group_size in pairs(Ns, group_sizes(weight_format, K), everything):
         check_shape(weight_format, dtype, K, N, group_size, M_ALL if everything else (1, 2, 8, 17, 100), device)
 
 
