@@ -42,7 +42,7 @@ def check_shape(weight_format, dtype, K, N, group_size, rows, device, **options)
 
 
 def pairs(Ns, groups, whole):
-    """N x group size: all of them, or each N and each size at least once."""
+    """N x group size: all of them, or each N once with the sizes in turn."""
     return itertools.product(Ns, groups) if whole else zip(Ns, itertools.cycle(groups), strict=False)
 
 
