@@ -181,6 +181,19 @@ std::string describe(const Tensor& tensor) {
   return text.str();
 }
 
+ElementType element_type(const Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case at::kHalf:
+      return ElementType::float16;
+    case at::kBFloat16:
+      return ElementType::bfloat16;
+    case at::kByte:
+      return ElementType::uint8;
+    default:
+      return ElementType::float32;
+  }
+}
+
 WeightShape check_weight(const char* op, const WeightTensors& weight) {
   const Checker check{op, weight.b_packed.device()};
   const WeightFormatInfo& row = find_format(op, weight.weight_format);

@@ -38,6 +38,9 @@ struct WeightShape {
 // "float16 [4096, 512]"
 std::string describe(const Tensor& tensor);
 
+// The element type of a checked tensor.
+ElementType element_type(const Tensor& tensor);
+
 // Each raises c10::ValueError: "torch_marlin_metal::<op>: <argument>: expected <rule>, got <what came>".
 WeightShape check_weight(const char* op, const WeightTensors& weight);
 WeightShape check_gemm(const Tensor& a, const WeightTensors& weight, const OptionalTensor& bias,

@@ -14,19 +14,6 @@
 namespace marlin::cpu {
 namespace {
 
-ElementType element_type(const Tensor& tensor) {
-  switch (tensor.scalar_type()) {
-    case at::kHalf:
-      return ElementType::float16;
-    case at::kBFloat16:
-      return ElementType::bfloat16;
-    case at::kByte:
-      return ElementType::uint8;
-    default:
-      return ElementType::float32;
-  }
-}
-
 Parallel at_parallel() {
   return {at::get_num_threads(), [](int64_t count, int64_t grain, const Body& body) {
             at::parallel_for(0, count, grain, [&](int64_t begin, int64_t end) { body(begin, end); });

@@ -16,19 +16,6 @@
 namespace marlin::mps {
 namespace {
 
-ElementType element_type(const Tensor& tensor) {
-  switch (tensor.scalar_type()) {
-    case at::kHalf:
-      return ElementType::float16;
-    case at::kBFloat16:
-      return ElementType::bfloat16;
-    case at::kByte:
-      return ElementType::uint8;
-    default:
-      return ElementType::float32;
-  }
-}
-
 // Positions in a Metal grid are 32-bit; the last threadgroup may reach past the size.
 uint32_t grid_size(const char* op, const char* name, int64_t size) {
   constexpr int64_t kLargest = std::numeric_limits<int32_t>::max();
