@@ -65,7 +65,6 @@ struct LaneSums {
       const float scale = weight.scale<format>(group, n + c);
       const float zero = weight.zero<format>(group, n + c);
       MARLIN_UNROLL for (uint r = 0; r < kGemvMaxRows; ++r) {
-        if (r >= rows) continue;
         total[r][c] += apply_group<format>(Codes::sum(even[r][c], odd[r][c]), x_sum[r], scale, zero);
       }
     }

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import test_kernel_repack as repack
+import test_kernel_values as values
 import torch
 from kernel_cases import problem
 from kernel_problems import Problem, check, check_dequantize, run_gemv, run_staged
@@ -26,6 +27,7 @@ def _dequantize(p: Problem) -> Case:
 
 
 def _repack() -> Iterator[Case]:
+    yield "gptq_repack perm beyond range", repack.test_gptq_repack_perm_beyond_range
     yield "gptq_repack", partial(repack.test_gptq_repack, 40, 63, False)
     yield "gptq_repack perm", partial(repack.test_gptq_repack, 32, 65, True)
     yield "gptq_repack 64x4", partial(repack.test_gptq_repack, 32, 64, False)
@@ -39,6 +41,7 @@ def _repack() -> Iterator[Case]:
 def _dequantize_cases() -> Iterator[Case]:
     for weight_format, N, K in (("uint4", 63, 40), ("uint4", 64, 32), ("nvfp4", 65, 72), ("mxfp4", 7, 40)):
         yield _dequantize(problem(1, N, K, weight_format=weight_format, dtype=FLOAT, group_size=16, has_perm=N < 64))
+    yield "dequantize perm", values.test_dequantize_perm_beyond_range
 
 
 def _gemv_cases() -> Iterator[Case]:
@@ -68,6 +71,11 @@ def _staged_cases() -> Iterator[Case]:
         yield _staged(kernel, problem(8, 8, 16384, **long_sums))
 
 
+def _perm_cases() -> Iterator[Case]:
+    for kernel in ("gemv", "gemm_single_stage"):
+        yield f"{kernel} perm", partial(values.test_perm_beyond_range, kernel)
+
+
 def cases_of(file: str) -> Iterator[Case]:
     """The cases for one file; all of them where the file is part of several kernels, or for ''."""
     own = {
@@ -78,6 +86,7 @@ def cases_of(file: str) -> Iterator[Case]:
         "gemm_staged.metal": _staged_cases,
         "tile.h": _staged_cases,
         "fragment.h": _staged_cases,
+        "activations.h": _perm_cases,
     }
     for make in [own[file]] if file in own else dict.fromkeys(own.values()):
         yield from make()

@@ -42,6 +42,24 @@ def test_gptq_repack(K: int, N: int, has_perm: bool) -> None:
     assert torch.equal(out.read((K // 8, N), torch.int32), pack(q[perm] if has_perm else q))
 
 
+def test_gptq_repack_perm_beyond_range() -> None:
+    """An index that is none reads nothing: its code is 0."""
+    K, N = 32, 64
+    q = codes(K, N)
+    perm = np.arange(K, dtype=np.int32)
+    perm[[5, 9]] = [K, -1]
+    out = place_output((K // 8, N), torch.int32)
+    buffers = {
+        "Packed": place(pack(q)),
+        "Perm": place(torch.from_numpy(perm)),
+        "Out": out,
+        "Params": parameters("RepackParams", rows=K // 8, columns=N),
+    }
+    launch_elementwise("gptq_repack", N, K // 8, buffers, constants={"has_perm": True})
+    q[[5, 9]] = 0
+    assert torch.equal(out.read((K // 8, N), torch.int32), pack(q))
+
+
 @pytest.mark.parametrize(("K", "N"), [(8, 8), (40, 504), (32, 512), (40, 520)])
 def test_awq_repack(K: int, N: int) -> None:
     q = codes(K, N)

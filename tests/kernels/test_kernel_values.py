@@ -132,7 +132,9 @@ def test_row_stride_beyond_32_bits(kernel: str) -> None:
     assert torch.equal(result, RUNS[kernel](p, checked=False))
 
 
-def check_perm_beyond_range(kernel: str) -> None:
+@kernels
+def test_perm_beyond_range(kernel: str) -> None:
+    """An index that is none reads nothing: its product is zero."""
     p = problem(3, 64, 40, weight_format="uint4b8", dtype=torch.float32, group_size=32, has_perm=True)
     inputs = make_inputs(p)
     perm = inputs.perm.copy()
@@ -142,12 +144,6 @@ def check_perm_beyond_range(kernel: str) -> None:
     a[:, dropped] = 0
     expected = RUNS[kernel](p, inputs=replace(inputs, a=a))
     assert torch.equal(RUNS[kernel](p, inputs=replace(inputs, perm=perm), counted=False), expected)
-
-
-@kernels
-def test_perm_beyond_range(kernel: str) -> None:
-    """An index that is none reads nothing: its product is zero."""
-    check_perm_beyond_range(kernel)
 
 
 def test_dequantize_perm_beyond_range() -> None:
