@@ -151,9 +151,10 @@ def check_gemv_work(problem: Problem, rows: int, counters: Counters) -> None:
     if counters.buffers is None:
         return
     lanes, row_blocks = -(-problem.N // 4), -(-problem.M // rows)
-    read = {slot: counters.buffers[number(f"kSlot{slot}")]["bytes_read"] for slot in ("A", "Packed")}
-    assert read["Packed"] == row_blocks * problem.K // 8 * problem.N * 4
-    assert read["A"] == lanes * problem.M * problem.K * problem.dtype.itemsize
+    read = {slot: counts["bytes_read"] for slot, counts in counters.buffers.items()}
+    words, activations = row_blocks * problem.K // 8 * problem.N, lanes * problem.M * problem.K
+    assert read.get(number("kSlotPacked"), 0) == words * 4, "bytes of packed words read"
+    assert read.get(number("kSlotA"), 0) == activations * problem.dtype.itemsize, "bytes of activations read"
 
 
 def check_staged_work(kernel: str, problem: Problem, slices: int, k_per_slice: int, counters: Counters) -> None:
@@ -161,8 +162,9 @@ def check_staged_work(kernel: str, problem: Problem, slices: int, k_per_slice: i
     spans = [min(k_per_slice, problem.K - i * k_per_slice) for i in range(slices)]
     steps = sum(-(-span // number("kTileK")) for span in spans)
     steps *= -(-problem.M // number("kTileM")) * -(-problem.N // number("kTileN"))
-    assert counters.mmas == steps * number("kTileM") * number("kTileN") * number("kTileK") // 512
-    assert counters.threadgroup_barriers == steps * {"gemm_double_buffered": 1, "gemm_single_stage": 2}[kernel]
+    assert counters.mmas == steps * number("kTileM") * number("kTileN") * number("kTileK") // 512, "8x8x8 products"
+    barriers = {"gemm_double_buffered": 1, "gemm_single_stage": 2}[kernel]
+    assert counters.threadgroup_barriers == steps * barriers, "threadgroup barriers"
 
 
 def _reduce(problem: Problem, buffers: dict, partials: Guarded, out: Guarded, slices: int, options: dict) -> None:

@@ -27,6 +27,7 @@ from softmetal.device import CompileError, KernelFault  # noqa: E402
 
 KERNELS = kernel_launch.KERNELS
 TIMEOUT_SECONDS = 120
+OUTCOMES = ("caught", "survived", "explained", "does not compile", "cannot be judged")
 # What survives, by its description, and why that is right.
 EXPLAINED: dict[str, str] = {}
 
@@ -125,7 +126,9 @@ def _run(folder: str, file: str) -> str:
         except CompileError as error:
             return f"does not compile: {str(error).splitlines()[0]}"
         except (AssertionError, KernelFault) as error:
-            return f"caught by {name}: {str(error).strip().splitlines()[0][:150]}"
+            return f"caught by {name}: {f'{error} '.splitlines()[0][:150]}"
+        except Exception as error:
+            return f"cannot be judged: {error!r}"
     return "survived"
 
 
@@ -169,17 +172,17 @@ def main() -> int:
     if (verdict := judge(None, options.file or "")) != "survived":
         print(f"the kernels as they are: {verdict}")
         return 1
-    start, counts = time.time(), {"caught": 0, "survived": 0, "explained": 0, "does not compile": 0}
+    start, counts = time.time(), dict.fromkeys(OUTCOMES, 0)
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
         for m, verdict in zip(chosen, pool.map(judge, chosen, [m.file for m in chosen]), strict=True):
-            outcome = next(k for k in ("caught", "survived", "does not compile") if verdict.startswith(k))
+            outcome = next(k for k in OUTCOMES if verdict.startswith(k))
             if outcome == "survived" and m.description in EXPLAINED:
                 outcome, verdict = "explained", f"survives: {EXPLAINED[m.description]}"
             counts[outcome] += 1
             print(f"{m.file}:{m.line}: {m.kind}: {m.original} -> {m.replacement}\n    {verdict}", flush=True)
     summary = ", ".join(f"{n} {k}" for k, n in counts.items())
     print(f"{len(chosen)} mutants in {time.time() - start:.0f} s: {summary}")
-    return 1 if counts["survived"] or counts["does not compile"] else 0
+    return 0 if counts["caught"] + counts["explained"] == len(chosen) else 1
 
 
 if __name__ == "__main__":
