@@ -100,7 +100,7 @@ def dequantize(
         zeros: `[G, N]` or None.
         global_scale: float32 `[]`, `[1]`, `[N]` or None.
         lut: float32 `[16]` or None.
-        perm: int32 `[K]` or None.
+        perm: int32 `[K]`, a permutation (of rows that share an index one is kept, which one is not said), or None.
         dtype: float16, bfloat16 or float32.
 
     Raises:
