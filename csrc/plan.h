@@ -79,10 +79,26 @@ struct Plan {
   Extent partials{0, 0, 0};          // [z, y, x] = [slices, M, N] floats of workspace; all zero: none
 };
 
+// Outputs of a threadgroup, and k that it takes at a step.
+struct TileShape {
+  uint32_t M, N, K;
+};
+
+// One way of computing a product.
+struct Candidate {
+  std::string_view variant;  // of gemm_variants()
+  TileShape tile{};
+  Plan plan;
+};
+
 // The named variants that this planner can choose, best-known first; "auto" is not among them.
 std::span<const std::string_view> gemm_variants();
 
 // Each throws std::invalid_argument for a problem that no kernel can take (an empty one, an unknown variant).
+// All ways of computing a product: with variant "auto" those of all variants, else those of the one.
+std::vector<Candidate> gemm_candidates(const GemmProblem& problem, const GpuDevice& device);
+// One of the candidates for the problem.
+const Candidate& choose(std::span<const Candidate> candidates, const GemmProblem& problem, const GpuDevice& device);
 Plan plan_gemm(const GemmProblem& problem, const GpuDevice& device);
 Plan plan_dequantize(const DequantizeProblem& problem);
 Plan plan_repack(const RepackProblem& problem);

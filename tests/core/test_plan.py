@@ -13,7 +13,7 @@ def test_plans(tmp_path: Path) -> None:
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
     assert compiler, "no C++ compiler: install g++"
     program = tmp_path / "plan_test"
-    sources = [ROOT / "tests/core/plan_test.cpp", ROOT / "csrc/plan.cpp", ROOT / "csrc/plan_text.cpp"]
+    sources = [ROOT / "tests/core/plan_test.cpp", *sorted((ROOT / "csrc").glob("plan*.cpp"))]
     command = [compiler, "-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", *map(str, sources), "-o", str(program)]
     built = subprocess.run(command, check=False, capture_output=True, text=True)
     assert built.returncode == 0, built.stderr

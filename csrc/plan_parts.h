@@ -1,0 +1,42 @@
+// What the planner's own files share: the pieces that plans are made of. No part of the planner's interface.
+#pragma once
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "plan.h"
+
+namespace marlin {
+
+inline uint32_t round_up(uint32_t value, uint32_t multiple) {
+  return ceil_divide(value, multiple) * multiple;
+}
+
+inline void require(bool condition, const char* what) {
+  if (!condition) throw std::invalid_argument(what);
+}
+
+inline uint32_t group_size(const WeightProblem& weight) {
+  return std::min(weight.group_size, weight.K);
+}
+
+inline constexpr Extent kElementwiseThreads{kElementwiseWidth, kElementwiseHeight, 1};
+
+inline constexpr uint32_t kMostSlices = 64;
+
+Extent elementwise_grid(uint32_t columns, uint32_t rows);
+FunctionConstants weight_constants(const WeightProblem& weight);
+FunctionConstants gemm_constants(const GemmProblem& problem, bool writes_partials);
+GemmParams gemm_params(const GemmProblem& problem, uint32_t k_per_slice);
+
+// About `wanted` slices of K, none empty, that start where a group or an even part of one starts if `unit` allows.
+uint32_t slice_length(const GemmProblem& problem, uint32_t wanted, uint32_t unit);
+
+// The workspace of `slices` partial sums and the kernel that adds them up, with bias and rounding; none for one slice.
+void add_reduction(Plan& plan, const GemmProblem& problem, uint32_t slices);
+
+// Each adds the ways in which its kernels can compute the problem, best-known first.
+using AddCandidates = void(std::vector<Candidate>& candidates, const GemmProblem& problem, const GpuDevice& device);
+AddCandidates add_gemv, add_double_buffered, add_single_stage;
+
+}  // namespace marlin
