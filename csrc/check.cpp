@@ -12,32 +12,6 @@ namespace {
 constexpr std::array<std::string_view, 7> kVariants{"auto", "double_buffered", "single_stage", "striped", "fused",
                                                     "gemv", "two_pass"};
 
-std::string dtype_name(at::ScalarType dtype) {
-  switch (dtype) {
-    case at::kHalf:
-      return "float16";
-    case at::kBFloat16:
-      return "bfloat16";
-    case at::kFloat:
-      return "float32";
-    case at::kDouble:
-      return "float64";
-    case at::kByte:
-      return "uint8";
-    case at::kInt:
-      return "int32";
-    case at::kLong:
-      return "int64";
-    default:
-      return c10::toString(dtype);
-  }
-}
-
-[[noreturn]] void fail(const char* op, std::string_view argument, const std::string& expected, const std::string& got) {
-  TORCH_CHECK_VALUE(false, "torch_marlin_metal::", op, ": ", argument, ": expected ", expected, ", got ", got);
-  __builtin_unreachable();
-}
-
 bool is_activation_dtype(at::ScalarType dtype) {
   return dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kFloat;
 }
@@ -174,6 +148,32 @@ void check_global_scale_and_lut(const Checker& check, const WeightFormatInfo& ro
 }
 
 }  // namespace
+
+std::string dtype_name(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kHalf:
+      return "float16";
+    case at::kBFloat16:
+      return "bfloat16";
+    case at::kFloat:
+      return "float32";
+    case at::kDouble:
+      return "float64";
+    case at::kByte:
+      return "uint8";
+    case at::kInt:
+      return "int32";
+    case at::kLong:
+      return "int64";
+    default:
+      return c10::toString(dtype);
+  }
+}
+
+[[noreturn]] void fail(const char* op, std::string_view argument, const std::string& expected, const std::string& got) {
+  TORCH_CHECK_VALUE(false, "torch_marlin_metal::", op, ": ", argument, ": expected ", expected, ", got ", got);
+  __builtin_unreachable();
+}
 
 std::string describe(const Tensor& tensor) {
   std::ostringstream text;

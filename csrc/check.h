@@ -38,10 +38,16 @@ struct WeightShape {
 // "float16 [4096, 512]"
 std::string describe(const Tensor& tensor);
 
+// "float16"
+std::string dtype_name(at::ScalarType dtype);
+
+// Raises c10::ValueError: "torch_marlin_metal::<op>: <argument>: expected <rule>, got <what came>".
+[[noreturn]] void fail(const char* op, std::string_view argument, const std::string& expected, const std::string& got);
+
 // The element type of a checked tensor.
 ElementType element_type(const Tensor& tensor);
 
-// Each raises c10::ValueError: "torch_marlin_metal::<op>: <argument>: expected <rule>, got <what came>".
+// Each raises that error.
 WeightShape check_weight(const char* op, const WeightTensors& weight);
 WeightShape check_gemm(const Tensor& a, const WeightTensors& weight, const OptionalTensor& bias,
                        std::string_view variant);
