@@ -103,7 +103,7 @@ def test_shards_other_tensors_and_small_files(tmp_path) -> None:
     assert sorted(file.name for file in path.iterdir()) == sorted(
         ["config.json", "model.safetensors.index.json", "tokenizer.json", *shards]
     )
-    assert [count for _, _, count in calls] == [12] * len(calls)
+    assert [(done, count) for _, done, count in calls] == [(i + 1, 25) for i in range(25)]
     before = {weight.name: weight for weight in convert.read_layers(source)}
     after = {weight.name: weight for weight in convert.read_layers(path)}
     assert before.keys() == after.keys()
@@ -233,7 +233,7 @@ def test_a_full_disk_names_the_file_and_leaves_no_half_of_it(tmp_path, monkeypat
     with pytest.raises(convert.CheckpointError, match=r"model-00001\.safetensors: .*cannot be written \(No space left"):
         convert.write_checkpoint(convert.open_reader(source), tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    assert [file.name for file in (tmp_path / "out.partial").iterdir()] == [JOURNAL]
+    assert not (tmp_path / "out.partial").exists()
     monkeypatch.undo()
     convert.write_checkpoint(convert.open_reader(source), tmp_path / "out")
 

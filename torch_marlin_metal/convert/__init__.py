@@ -7,8 +7,9 @@
 """
 
 from torch_marlin_metal.convert.catalogue import FORMATS
-from torch_marlin_metal.convert.errors import CheckpointError, UnsupportedFormat
+from torch_marlin_metal.convert.errors import CheckpointError, NotQuantized, UnsupportedFormat
 from torch_marlin_metal.convert.export import EXPORTERS, export_checkpoint
+from torch_marlin_metal.convert.floats import FloatReader
 from torch_marlin_metal.convert.reader import CheckpointReader, DenseWeight, open_reader, read_layers
 from torch_marlin_metal.convert.summary import formats_page
 from torch_marlin_metal.convert.writer import write_checkpoint
@@ -20,6 +21,8 @@ __all__ = [
     "CheckpointError",
     "CheckpointReader",
     "DenseWeight",
+    "FloatReader",
+    "NotQuantized",
     "PackedWeight",
     "UnsupportedFormat",
     "export_checkpoint",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_marlin_metal.convert.errors import CheckpointError, UnsupportedFormat
+from torch_marlin_metal.convert.errors import CheckpointError, NotQuantized, UnsupportedFormat
 from torch_marlin_metal.convert.safetensors_file import DTYPES, TensorInfo, parse_json, read_header, read_tensor
 
 MAX_CONFIG = 64 << 20
@@ -92,19 +92,28 @@ class Checkpoint:
         return CheckpointError(f"{self.tensors[name].file}: tensor {name!r}: {message}")
 
 
-def open_checkpoint(path: Path, allow_pickle: bool = False) -> Checkpoint:
+def open_checkpoint(path: Path, allow_pickle: bool = False, quantized: bool = True) -> Checkpoint:
     """Opens a checkpoint directory: reads its configuration and the headers of its tensor files.
 
     Args:
         path: a directory with config.json and safetensors files (or, if allowed, PyTorch pickles).
         allow_pickle: read `*.bin` and `*.pt` files, by `torch.load(weights_only=True)`.
+        quantized: there must be quantization settings; otherwise there must be none.
 
     Raises:
         CheckpointError: something is missing, damaged or points outside the directory.
     """
     config_file = path / "config.json"
     config = _read_config(config_file) if config_file.exists() else {}
-    checkpoint = Checkpoint(path, config, _find_settings(path, config_file, config), {}, {}, {})
+    settings = _find_settings(path, config_file, config)
+    if quantized and settings is None:
+        raise NotQuantized(
+            f"{path}: no quantization settings: neither config.json with {' or '.join(CONFIG_KEYS)} nor one of "
+            f"{', '.join(CONFIG_FILES)}"
+        )
+    if not quantized and settings is not None:
+        raise CheckpointError(f"{settings.file}: expected a checkpoint of floats, got one with quantization settings")
+    checkpoint = Checkpoint(path, config, settings or Settings(config_file, {}), {}, {}, {})
     files, mapping = _tensor_files(path, allow_pickle)
     for file in files:
         if file.suffix == ".safetensors":
@@ -135,7 +144,7 @@ def _read_config(file: Path) -> dict[str, Any]:
     return value
 
 
-def _find_settings(path: Path, config_file: Path, config: dict[str, Any]) -> Settings:
+def _find_settings(path: Path, config_file: Path, config: dict[str, Any]) -> Settings | None:
     nested = config.get("text_config")  # vision-language models keep the language model's settings there
     for owner in (config, nested if isinstance(nested, dict) else {}):
         for key in CONFIG_KEYS:
@@ -146,10 +155,7 @@ def _find_settings(path: Path, config_file: Path, config: dict[str, Any]) -> Set
     for name in CONFIG_FILES:
         if (path / name).exists():
             return Settings(path / name, _read_config(path / name))
-    raise CheckpointError(
-        f"{path}: no quantization settings: neither config.json with {' or '.join(CONFIG_KEYS)} nor one of "
-        f"{', '.join(CONFIG_FILES)}"
-    )
+    return None
 
 
 def _tensor_files(path: Path, allow_pickle: bool) -> tuple[list[Path], dict[str, Path]]:

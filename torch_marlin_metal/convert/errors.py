@@ -1,4 +1,4 @@
-"""The two exceptions that reading a checkpoint can raise."""
+"""The exceptions that reading a checkpoint can raise: `CheckpointError` and what is a kind of it."""
 
 from collections.abc import Callable
 
@@ -7,6 +7,10 @@ from torch import Tensor
 
 class CheckpointError(ValueError):
     """A checkpoint is damaged or contradicts itself; the message names the file and the tensor or key."""
+
+
+class NotQuantized(CheckpointError):
+    """A checkpoint directory holds no quantization settings: its weights are floats, or the settings are lost."""
 
 
 class UnsupportedFormat(CheckpointError):

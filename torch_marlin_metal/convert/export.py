@@ -138,7 +138,7 @@ class AwqExporter:
 class CompressedTensorsExporter:
     """compressed-tensors: pack-quantized, nvfp4-pack-quantized and mxfp4-pack-quantized, mixed as they come."""
 
-    groups: dict[str, tuple[str, dict[str, Any], list[str]]] = field(default_factory=dict)
+    groups: dict[str, dict[str, None]] = field(default_factory=dict)  # JSON of (format, scheme) -> names of layers
 
     def tensors(self, weight: PackedWeight) -> dict[str, Tensor]:
         """Returns weight_packed, weight_scale and what else the layer's kind has."""
@@ -181,19 +181,19 @@ class CompressedTensorsExporter:
         return tensors | {"weight_scale": scales, "weight_global_scale": divisor}
 
     def _register(self, weight: PackedWeight, format_name: str, scheme: dict[str, Any]) -> None:
-        key = json.dumps([format_name, scheme])
-        self.groups.setdefault(key, (format_name, scheme, []))[2].append(weight.name)
+        self.groups.setdefault(json.dumps([format_name, scheme]), {})[weight.name] = None
 
     def settings(self) -> dict[str, Any]:
         """Returns compressed-tensors' keys, with the layers of a scheme as its targets."""
-        formats = {format_name for format_name, _, _ in self.groups.values()}
+        groups = [(*json.loads(key), list(names)) for key, names in self.groups.items()]
+        formats = {format_name for format_name, _, _ in groups}
         return {
             "quant_method": "compressed-tensors",
             "format": formats.pop() if len(formats) == 1 else "mixed-precision",
             "quantization_status": "compressed",
             "config_groups": {
                 f"group_{number}": {"format": format_name, "targets": names, "weights": scheme}
-                for number, (format_name, scheme, names) in enumerate(self.groups.values())
+                for number, (format_name, scheme, names) in enumerate(groups)
             },
             "ignore": [],
         }

@@ -3,6 +3,7 @@
 docs/format.md is its specification.
 """
 
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -19,14 +20,24 @@ METHOD = "torch_marlin_metal"
 FORMAT_NAMES = tuple(WEIGHT_FORMATS)
 
 
-def layer_tensors(weight: PackedWeight) -> dict[str, Tensor]:
-    """Returns the tensors of a layer as the format stores them, by full name."""
-    state = MarlinLinear.from_packed(weight).state_dict()
-    return {f"{weight.name}.{name}": tensor for name, tensor in state.items()}
+@dataclass
+class NativeExporter:
+    """The format as `export.Exporter`; `layers` is each layer's entry in the settings."""
+
+    layers: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def tensors(self, weight: PackedWeight) -> dict[str, Tensor]:
+        """Returns the state_dict of the layer."""
+        self.layers[weight.name] = _describe(weight)
+        return dict(MarlinLinear.from_packed(weight).state_dict())
+
+    def settings(self) -> dict[str, Any]:
+        """Returns the `quantization_config` of a checkpoint with these layers."""
+        return {"quant_method": METHOD, "format_version": FORMAT_VERSION, "layers": self.layers}
 
 
-def describe(weight: PackedWeight) -> dict[str, Any]:
-    """Returns a layer's entry in the settings: the arguments of `MarlinLinear` that make an empty layer for it."""
+def _describe(weight: PackedWeight) -> dict[str, Any]:
+    """Returns the arguments of `MarlinLinear` that make an empty layer for a weight."""
     entry: dict[str, Any] = {
         "in_features": weight.K,
         "out_features": weight.N,
@@ -41,11 +52,6 @@ def describe(weight: PackedWeight) -> dict[str, Any]:
     if weight.global_scale is not None and weight.global_scale.numel() > 1:
         entry["global_scale_per_column"] = True
     return entry
-
-
-def settings_for(layers: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Returns the `quantization_config` of a checkpoint with these layers, each described by `describe`."""
-    return {"quant_method": METHOD, "format_version": FORMAT_VERSION, "layers": layers}
 
 
 def _dtype_name(tensor: Tensor) -> str:

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -154,6 +154,10 @@ class CheckpointReader:
     def format(self) -> Format:
         """The registry's entry for what was found."""
         return self.source.format
+
+    def settings(self) -> dict[str, Any]:
+        """Returns what decides how layers are read, in types of JSON: a resumed conversion compares it."""
+        return asdict(self.options)
 
     @property
     def layer_names(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""Converts a whole checkpoint to the package's own format, one layer at a time; a run that was killed can go on.
+"""Converts a whole checkpoint, one layer at a time; a run that was killed can go on.
 
 Everything is written into `<destination>.partial`, which takes the destination's name when it is complete. A journal
 there lists the shards that are: a later run with the same source and options goes on after the last of them, and the
@@ -11,12 +11,13 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
-from torch_marlin_metal.convert import native
-from torch_marlin_metal.convert.errors import CheckpointError
+from torch_marlin_metal.convert.errors import CheckpointError, UnsupportedFormat
+from torch_marlin_metal.convert.export import EXPORTERS, Exporter
+from torch_marlin_metal.convert.native import NativeExporter
 from torch_marlin_metal.convert.reader import CheckpointReader, DenseWeight
 from torch_marlin_metal.convert.shard_writer import ShardWriter
 from torch_marlin_metal.packed_weight import PackedWeight
@@ -34,6 +35,8 @@ NOT_COPIED = (
     "hf_quant_config.json",
 )
 
+TARGETS: dict[str, Callable[..., Exporter]] = {"native": NativeExporter, **EXPORTERS}
+
 Progress = Callable[[str, int, int], None]
 NamedTensor = tuple[str, Tensor, str | None]
 
@@ -42,23 +45,29 @@ def write_checkpoint(
     reader: CheckpointReader,
     destination: str | os.PathLike[str],
     *,
+    target: str = "native",
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     progress: Progress | None = None,
+    **options: Any,
 ) -> Path:
-    """Writes every layer and every other tensor of an opened checkpoint in the package's own format.
+    """Writes every layer and every other tensor of an opened checkpoint in the package's own format or another's.
 
     Args:
         reader: from `open_reader`; its `on_unsupported` decides about layers that cannot be packed (dequantized ones
             are stored as fp32 `weight`).
         destination: the directory to make; it must not exist.
+        target: "native", or one of `EXPORTERS`.
         max_shard_bytes: a shard is closed when the next layer would make it larger.
-        progress: called with (name, position, count) after each layer.
+        progress: called with (name, position, count) after each layer and each other tensor.
+        **options: the exporter's: `version` (1 or 2) for "gptq".
 
     Returns:
         The destination.
 
     Raises:
+        ValueError: an unknown target.
         FileExistsError: the destination exists, or `<destination>.partial` does and is not a conversion's.
+        UnsupportedFormat: the target cannot hold a layer without loss.
         CheckpointError: the source is damaged, or a file cannot be written; what is complete is kept for a later run.
     """
     destination = Path(destination)
@@ -68,9 +77,13 @@ def write_checkpoint(
         return destination
     if destination.exists():
         raise FileExistsError(f"{destination}: exists already")
-    journal = _open_journal(work, _identity(reader, max_shard_bytes))
-    _write_shards(reader, work, journal, max_shard_bytes, progress)
-    _write_rest(reader, work, journal)
+    if target not in TARGETS:
+        raise ValueError(f"target: expected one of {', '.join(TARGETS)}, got {target!r}")
+    identity = _identity(reader, max_shard_bytes) | {"target": target, "target_options": options}
+    journal = _open_journal(work, identity)
+    exporter = TARGETS[target](**(options | journal["exporter"]))
+    _write_shards(reader, exporter, work, journal, max_shard_bytes, progress)
+    _write_rest(reader, exporter, work, journal)
     work.replace(destination)
     (destination / JOURNAL).unlink()
     return destination
@@ -80,11 +93,11 @@ def _identity(reader: CheckpointReader, max_shard_bytes: int) -> dict[str, Any]:
     """Says what a conversion converts and how; another identity starts anew."""
     files = sorted(reader.path.iterdir()) if reader.path.is_dir() else [reader.path]
     stats = {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files if file.is_file()}
-    return {"files": stats, "options": asdict(reader.options), "max_shard_bytes": max_shard_bytes}
+    return {"files": stats, "options": reader.settings(), "max_shard_bytes": max_shard_bytes}
 
 
 def _open_journal(work: Path, identity: dict[str, Any]) -> dict[str, Any]:
-    fresh: dict[str, Any] = {"identity": identity, "items": 0, "shards": [], "layers": {}}
+    fresh: dict[str, Any] = {"identity": identity, "items": 0, "shards": [], "exporter": {}}
     if work.exists():
         if not (work / JOURNAL).exists():
             raise FileExistsError(f"{work}: exists, and is not an unfinished conversion")
@@ -113,41 +126,47 @@ def _write_json(file: Path, value: Any) -> None:
         raise CheckpointError(f"{file}: cannot be written ({error.strerror})") from error
 
 
-def _items(reader: CheckpointReader, start: int) -> Iterator[tuple[PackedWeight | None, str, list[NamedTensor]]]:
-    """Yields the layers and then the other tensors from position `start`: a weight if packed, its name, its tensors."""
+def _items(reader: CheckpointReader, exporter: Exporter, start: int) -> Iterator[tuple[str, list[NamedTensor]]]:
+    """Yields the layers and then the other tensors from position `start`, each with its name and tensors."""
     count = len(reader)
     for index in range(start, count):
         converted = reader.read(index)
+        held: dict[str, Tensor | None] = {}
         if isinstance(converted, PackedWeight):
-            tensors = native.layer_tensors(converted)
-            yield converted, converted.name, [(name, tensor, None) for name, tensor in tensors.items()]
+            held = {**exporter.tensors(converted), "bias": converted.bias}
         elif isinstance(converted, DenseWeight):
             held = {"weight": converted.weight, "bias": converted.bias}
-            yield None, converted.name, [(f"{converted.name}.{n}", t, None) for n, t in held.items() if t is not None]
-        else:
-            yield None, reader.layer_names[index], []
-    for position, (name, tensor, dtype) in enumerate(reader.source.others(), start=count):
+        name = reader.layer_names[index]
+        yield name, [(f"{name}.{role}", tensor, None) for role, tensor in held.items() if tensor is not None]
+    for position, (name, read, dtype) in enumerate(reader.source.others(), start=count):
         if position >= start:
-            yield None, name, [(name, tensor(), dtype)]
+            yield name, [(name, read(), dtype)]
 
 
 def _write_shards(
-    reader: CheckpointReader, work: Path, journal: dict[str, Any], max_bytes: int, progress: Progress | None
+    reader: CheckpointReader,
+    exporter: Exporter,
+    work: Path,
+    journal: dict[str, Any],
+    max_bytes: int,
+    progress: Progress | None,
 ) -> None:
     for leftover in work.glob(".*.tmp"):
         leftover.unlink()
     shard: ShardWriter | None = None
-    layers, done = dict(journal["layers"]), int(journal["items"])
+    done = int(journal["items"])
+    total = len(reader) + sum(1 for _ in reader.source.others())
 
     def close() -> None:
         if shard is not None:
             shard.finish()
             journal["shards"].append({"file": shard.path.name, "tensors": shard.names})
-            journal["layers"], journal["items"] = dict(layers), done
+            # The exporter may have seen one layer more than is written; it will see that one again.
+            journal["exporter"], journal["items"] = asdict(cast(Any, exporter)), done
             _write_json(work / JOURNAL, journal)
 
     try:
-        for weight, name, tensors in _items(reader, done):
+        for name, tensors in _items(reader, exporter, done):
             size = sum(tensor.numel() * tensor.element_size() for _, tensor, _ in tensors)
             names = [tensor_name for tensor_name, _, _ in tensors]
             if shard is not None and shard.size and (shard.size + size > max_bytes or not shard.has_room(names)):
@@ -156,19 +175,20 @@ def _write_shards(
             shard = shard or ShardWriter(work, f"model-{len(journal['shards']) + 1:05d}.safetensors")
             for tensor_name, tensor, dtype in tensors:
                 shard.add(tensor_name, tensor, dtype)
-            if weight is not None:
-                layers[name] = native.describe(weight)
             done += 1
             if progress is not None:
-                progress(name, done, len(reader))
+                progress(name, done, total)
         close()
-    except BaseException:
+    except BaseException as error:
         if shard is not None:
             shard.discard()
+        # Complete shards are kept for the next run, unless it would fail at the same layer.
+        if not journal["shards"] or isinstance(error, UnsupportedFormat):
+            shutil.rmtree(work, ignore_errors=True)
         raise
 
 
-def _write_rest(reader: CheckpointReader, work: Path, journal: dict[str, Any]) -> None:
+def _write_rest(reader: CheckpointReader, exporter: Exporter, work: Path, journal: dict[str, Any]) -> None:
     """Writes what makes the directory a checkpoint: the index, the settings, and copies of the small files."""
     places = {name: shard["file"] for shard in journal["shards"] for name in shard["tensors"]}
     total = sum((work / shard["file"]).stat().st_size for shard in journal["shards"])
@@ -182,4 +202,4 @@ def _write_rest(reader: CheckpointReader, work: Path, journal: dict[str, Any]) -
         config = dict(reader.source.config)
     for key in ("quantization", "compression_config"):
         config.pop(key, None)
-    _write_json(work / "config.json", config | {"quantization_config": native.settings_for(journal["layers"])})
+    _write_json(work / "config.json", config | {"quantization_config": exporter.settings()})

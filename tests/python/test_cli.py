@@ -1,0 +1,173 @@
+"""The command line: exit codes, JSON and errors of every command, on checkpoints that other programs wrote."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from torch_marlin_metal import convert
+from torch_marlin_metal.cli.app import app
+
+DATA = Path(__file__).parents[1] / "data"
+GPTQ = DATA / "gptq/gptqmodel-asym-g64-v1"
+ACT_ORDER = DATA / "gptq/gptqmodel-sym-g32-actorder-v1"
+
+
+def call(*arguments: object) -> tuple[int, str, str]:
+    done = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    return done.exit_code, done.stdout, done.stderr
+
+
+def answer(*arguments: object) -> tuple[int, dict]:
+    code, out, _ = call(*arguments, "--json")
+    return code, json.loads(out)
+
+
+def test_inspect_says_what_it_is():
+    code, found = answer("inspect", ACT_ORDER)
+    assert code == 0
+    assert (found["format"], found["refused"], found["other_tensors"]) == ("gptq", 0, 0)
+    (layer,) = found["layers"]
+    assert (layer["N"], layer["K"], layer["weight_format"], layer["group_size"]) == (64, 256, "uint4b8", 32)
+    assert layer["act_order"]
+    code, out, _ = call("inspect", ACT_ORDER)
+    assert code == 0
+    assert "model.layers.0.self_attn.k_proj" in out
+    assert "uint4b8" in out
+    assert call("inspect", ACT_ORDER, "--no-layers")[1].count("uint4b8 g32, act-order") == 1
+
+
+def test_convert_and_verify_round_trip(tmp_path):
+    code, made = answer("convert", ACT_ORDER, tmp_path / "native")
+    assert (code, made["format"], made["layers"]) == (0, "native", 1)
+    assert answer("convert", tmp_path / "native", tmp_path / "gptq", "--format", "gptq")[0] == 0
+    code, compared = answer("verify", tmp_path / "gptq", ACT_ORDER)
+    assert code == 0
+    assert compared["equal"]
+    assert [(layer["codes"], layer["max_error"]) for layer in compared["layers"]] == [(True, 0.0)]
+    before, after = load_file(ACT_ORDER / "model.safetensors"), load_file(tmp_path / "gptq/model-00001.safetensors")
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_verify_finds_one_changed_code(tmp_path):
+    shutil.copytree(GPTQ, tmp_path / "changed")
+    tensors = load_file(GPTQ / "model.safetensors")
+    (name,) = (name for name in tensors if name.endswith("qweight"))
+    tensors[name][3, 5] ^= 1 << 8
+    save_file(tensors, tmp_path / "changed/model.safetensors")
+    code, compared = answer("verify", tmp_path / "changed", GPTQ)
+    assert (code, compared["equal"], compared["layers"][0]["codes"]) == (1, False, False)
+    assert 0 < compared["layers"][0]["max_error"] < 1
+    assert answer("verify", tmp_path / "changed", GPTQ, "--tolerance", "1")[0] == 0
+    assert "differ" in call("verify", tmp_path / "changed", GPTQ)[1]
+
+
+def float_checkpoint(path: Path) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    tensors = {f"blocks.{i}.{name}.weight": torch.randn(48, 64) for i in range(3) for name in ("up", "down")}
+    tensors |= {"blocks.0.up.bias": torch.randn(48), "embed.weight": torch.randn(10, 64), "norm.weight": torch.ones(64)}
+    path.mkdir()
+    save_file(tensors, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps({"model_type": "own"}))
+    return tensors
+
+
+@pytest.mark.parametrize(("weight_format", "method"), [("uint4b8", "rtn"), ("nvfp4", "mse")])
+def test_quantize_gives_what_quantize_weight_gives(tmp_path, weight_format, method):
+    from torch_marlin_metal import quantize_weight
+
+    tensors = float_checkpoint(tmp_path / "floats")
+    code, made = answer(
+        "quantize", tmp_path / "floats", tmp_path / "out", "--weight-format", weight_format, "--method", method,
+        "--include", "blocks.*", "--exclude", "*.2.down", *([] if weight_format == "nvfp4" else ["--group-size", 32]),
+    )  # fmt: skip
+    assert (code, made["layers"]) == (0, 5)
+    group_size = 16 if weight_format == "nvfp4" else 32
+    reader = convert.open_reader(tmp_path / "out")
+    for weight in reader:
+        expected = quantize_weight(tensors[f"{weight.name}.weight"], weight_format, group_size, method)
+        assert torch.equal(weight.b_packed, expected.b_packed)
+        assert torch.equal(weight.scales, expected.scales)
+    others = dict(reader.other_tensors())
+    assert others.keys() == {"blocks.2.down.weight", "embed.weight", "norm.weight"}
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in others.items())
+    code, compared = answer("verify", tmp_path / "out", tmp_path / "floats")
+    assert code == 1
+    assert all(0 < layer["relative_error"] < 0.15 for layer in compared["layers"])
+
+
+def test_quantize_takes_the_linear_modules_of_a_known_model(tmp_path):
+    transformers = pytest.importorskip("transformers", reason="transformers is an optional extra")
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=2, vocab_size=32
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "floats")
+    code, made = answer("quantize", tmp_path / "floats", tmp_path / "out", "--group-size", "32")
+    assert (code, made["layers"]) == (0, 7)
+    assert not {"lm_head", "model.embed_tokens"} & set(convert.open_reader(tmp_path / "out").layer_names)
+
+
+FAILURES = [
+    (3, ["inspect", "missing"], "missing: does not exist"),
+    (3, ["inspect", DATA / "torchao/int4-opaque-cpu"], "does not exist"),
+    (3, ["convert", DATA / "gguf/Q4_0", "out"], "no quantization settings"),
+    (3, ["quantize", GPTQ, "out", "--include", "*"], "expected a checkpoint of floats, got one with"),
+    (3, ["quantize", "floats", "out"], "transformers knows no model None: name the layers to quantize"),
+    (3, ["quantize", "floats", "out", "--include", "nothing"], "none of its 7 matrices is to be quantized"),
+    (2, ["convert", GPTQ, "floats"], "floats: exists already"),
+    (2, ["convert", GPTQ, "out", "--gptq-version", "3"], "gptq_version: expected None, 1 or 2, got 3"),
+    (2, ["quantize", "floats", "out", "--include", "*", "--weight-format", "int3"], "weight_format: expected one of"),
+]
+
+
+@pytest.mark.parametrize("case", FAILURES, ids=lambda case: " ".join(map(str, case[1][:2])).replace(str(DATA), ""))
+def test_failures_are_one_line_and_a_code(tmp_path, monkeypatch, case):
+    code, arguments, message = case
+    monkeypatch.chdir(tmp_path)
+    float_checkpoint(tmp_path / "floats")
+    got, out, err = call(*arguments)
+    assert (got, out) == (code, "")
+    assert message in err
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    got, found = answer(*arguments)
+    assert got == code
+    assert message in found["error"]
+    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_inspect_names_what_would_be_refused(tmp_path):
+    import checkpoint_writers as writers
+    import numpy as np
+
+    writers.write_gptq(tmp_path / "small-groups", np.random.default_rng(0), 64, 16, 8)
+    code, found = answer("inspect", tmp_path / "small-groups")
+    assert (code, found["refused"]) == (1, 1)
+    assert "no group size of the operators divides its groups of 8" in found["layers"][0]["refused"]
+    assert call("convert", tmp_path / "small-groups", tmp_path / "out", "--on-unsupported", "dequantize")[0] == 0
+    code, found = answer("inspect", GPTQ.parent.parent / "gguf/Q4_K/model.gguf")
+    assert (code, found["format"]) == (0, "gguf")
+
+
+def test_inspect_knows_floats(tmp_path):
+    float_checkpoint(tmp_path / "floats")
+    code, found = answer("inspect", tmp_path / "floats")
+    assert (code, found["format"], len(found["matrices"])) == (0, "floats", 7)
+    assert "not quantized" in call("inspect", tmp_path / "floats")[1]
+
+
+def test_a_missing_package_is_one_error(monkeypatch):
+    import sys
+
+    from torch_marlin_metal import cli
+
+    monkeypatch.setitem(sys.modules, "typer", None)
+    monkeypatch.delitem(sys.modules, "torch_marlin_metal.cli.app")
+    with pytest.raises(SystemExit, match="the command line needs the package typer: pip install typer"):
+        cli.main()

@@ -1,0 +1,14 @@
+"""The command `torch-marlin-metal`; `app.py` lists its commands, one file each."""
+
+import sys
+
+
+def main() -> None:
+    """Runs the command line; the entry point of `torch-marlin-metal`."""
+    try:
+        from torch_marlin_metal.cli.app import app
+    except ModuleNotFoundError as error:
+        if error.name not in ("typer", "click", "rich", "shellingham"):
+            raise
+        sys.exit(f"torch-marlin-metal: the command line needs the package {error.name}: pip install typer")
+    app()

@@ -1,0 +1,37 @@
+"""The commands of `torch-marlin-metal`. Each returns its exit code; docs/command-line.md explains them."""
+
+from collections.abc import Callable
+
+import typer
+
+from torch_marlin_metal.cli.convert import convert
+from torch_marlin_metal.cli.inspect import inspect
+from torch_marlin_metal.cli.output import reported
+from torch_marlin_metal.cli.quantize import quantize
+from torch_marlin_metal.cli.verify import verify
+from torch_marlin_metal.version import __version__
+
+COMMANDS: tuple[Callable[..., int], ...] = (inspect, convert, verify, quantize)
+
+app = typer.Typer(
+    help="Looks into, converts, compares and makes 4-bit checkpoints.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for command in COMMANDS:
+    app.command()(reported(command))
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: bool = typer.Option(False, "--version", callback=_print_version, is_eager=True, help="Print the version."),
+) -> None:
+    """Looks into, converts, compares and makes 4-bit checkpoints."""

@@ -1,0 +1,54 @@
+"""`torch-marlin-metal convert`: a checkpoint in this package's format, or exported to another's."""
+
+from enum import Enum
+from typing import Annotated
+
+import typer
+
+from torch_marlin_metal.cli import arguments
+from torch_marlin_metal.cli.output import DONE, Json, human_bytes, show
+from torch_marlin_metal.cli.writing import directory_bytes, write
+from torch_marlin_metal.convert import open_reader
+from torch_marlin_metal.convert.writer import TARGETS
+
+Target = Enum("Target", {name: name for name in TARGETS}, type=str)  # type: ignore[misc]
+NATIVE = Target("native")
+
+
+def convert(
+    source: arguments.Checkpoint,
+    destination: arguments.Destination,
+    to: Annotated[Target, typer.Option("--format", help="What to write.")] = NATIVE,
+    on_unsupported: Annotated[
+        arguments.OnUnsupported, typer.Option(help="What happens to a layer that cannot be packed without loss.")
+    ] = arguments.OnUnsupported.error,
+    allow_pickle: arguments.AllowPickle = False,
+    gguf_names: arguments.Names = arguments.GgufNames.gguf,
+    gptq_version: arguments.GptqVersion = None,
+    gptq_zeros_rule: arguments.GptqZerosRule = arguments.ZerosRule.word,
+    write_gptq_version: Annotated[
+        int | None, typer.Option(help="1 or 2, for --format gptq: 2 can store a zero point of 0.")
+    ] = None,
+    shard_mb: arguments.ShardSize = 512,
+    as_json: Json = False,
+) -> int:
+    """Converts a checkpoint without loss; the same call goes on after an interruption.
+
+    Everything is written beside the destination, as DESTINATION.partial, which takes the destination's name when it is
+    complete.
+    """
+    reader = open_reader(
+        source,
+        on_unsupported.value,
+        allow_pickle=allow_pickle,
+        gptq_version=gptq_version,
+        gptq_zeros_rule=gptq_zeros_rule.value,
+        gguf_names=gguf_names.value,
+    )
+    options = {} if write_gptq_version is None else {"version": write_gptq_version}
+    write(reader, destination, as_json, target=to.value, max_shard_bytes=shard_mb * 10**6, **options)
+    size = directory_bytes(destination)
+    value = {"source": str(source), "destination": str(destination), "format": to.value}
+    text = f"{destination}: {len(reader)} layers of {reader.format.title} as {to.value}, {human_bytes(size)}"
+    show(value | {"layers": len(reader), "bytes": size}, text, as_json)
+    return DONE

@@ -1,0 +1,165 @@
+"""An unquantized checkpoint whose Linear weights are quantized as they are read, one at a time."""
+
+import fnmatch
+import os
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_marlin_metal.convert.checkpoint import Checkpoint, open_checkpoint
+from torch_marlin_metal.convert.errors import CheckpointError
+from torch_marlin_metal.convert.layer import FLOATS
+from torch_marlin_metal.convert.reader import CheckpointReader
+from torch_marlin_metal.convert.registry import Format, Options
+from torch_marlin_metal.formats import weight_format as find_format
+from torch_marlin_metal.packed_weight import PackedWeight
+from torch_marlin_metal.quantize import METHODS, quantize_weight
+
+FORMAT = Format(
+    name="floats",
+    title="Unquantized weights",
+    containers=("directory of safetensors files",),
+    variants=(),
+    refused=(),
+)
+
+
+class FloatReader(CheckpointReader):
+    """Reads an unquantized checkpoint as `open_reader` reads a quantized one: every layer comes as a `PackedWeight`.
+
+    Args:
+        path: a directory with config.json and safetensors files.
+        weight_format: as in `quantize_weight`, and so are the next two and **options.
+        group_size: see `quantize_weight`.
+        method: "rtn" or "mse".
+        include: shell-style patterns of layer names; then every matrix `<layer>.weight` that fits one is taken. None
+            takes the `nn.Linear` modules of the model that config.json names, without its output embedding; that asks
+            transformers, and runs no code of the checkpoint.
+        exclude: patterns of layers to leave as they are.
+
+    Raises:
+        ValueError: an unknown format or method.
+        CheckpointError: the checkpoint is damaged, quantized already, or nothing in it is to be quantized.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        weight_format: str = "uint4b8",
+        group_size: int | None = None,
+        method: str = "rtn",
+        *,
+        include: Sequence[str] | None = None,
+        exclude: Sequence[str] = (),
+        allow_pickle: bool = False,
+        **options: Any,
+    ) -> None:
+        find_format(weight_format)
+        if method not in METHODS:
+            raise ValueError(f"method: expected one of {', '.join(METHODS)}, got {method!r}")
+        self.path = Path(path)
+        self.options = Options(allow_pickle=allow_pickle)
+        if not self.path.is_dir():
+            raise CheckpointError(f"{self.path}: expected a checkpoint directory")
+        checkpoint = open_checkpoint(self.path, allow_pickle, quantized=False)
+        wanted = matrices(checkpoint)
+        if include is None:
+            linear = linear_names(checkpoint)
+            names = [name for name in wanted if name in linear]
+        else:
+            names = [name for name in wanted if _fits(include, name)]
+        names = [name for name in names if not _fits(exclude, name)]
+        if not names:
+            raise CheckpointError(f"{self.path}: none of its {len(wanted)} matrices is to be quantized")
+        self._quantize = partial(
+            quantize_weight, weight_format=weight_format, group_size=group_size, method=method, **options
+        )
+        self._settings = {"layers": names, "weight_format": weight_format, "group_size": group_size, "method": method}
+        self._settings |= {key: str(value) for key, value in options.items()}
+        self.source = _FloatSource(checkpoint, names, self._quantize)
+
+    def settings(self) -> dict[str, Any]:
+        """Returns what decides about the result."""
+        return self._settings
+
+
+class _FloatSource:
+    """`reader.Source` for floats."""
+
+    format = FORMAT
+
+    def __init__(self, checkpoint: Checkpoint, names: list[str], quantize: Callable[[Tensor], PackedWeight]) -> None:
+        self.checkpoint = checkpoint
+        self._names = names
+        self._quantize = quantize
+
+    def names(self) -> list[str]:
+        return self._names
+
+    def convert(self, index: int) -> PackedWeight:
+        name = self._names[index]
+        try:
+            weight = self._quantize(self.checkpoint.read(f"{name}.weight"))
+        except ValueError as error:
+            raise self.checkpoint.error(f"{name}.weight", str(error)) from error
+        weight.name, weight.bias, weight.source = name, self.bias(index), "floats"
+        return weight.validate()
+
+    def bias(self, index: int) -> Tensor | None:
+        name = f"{self._names[index]}.bias"
+        return self.checkpoint.read(name) if name in self.checkpoint.tensors else None
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return self.checkpoint.config
+
+    def others(self) -> Iterator[tuple[str, Callable[[], Tensor], str]]:
+        used = {f"{name}.{role}" for name in self._names for role in ("weight", "bias")}
+        for name, info in self.checkpoint.tensors.items():
+            if name not in used:
+                yield name, partial(self.checkpoint.read, name), info.dtype
+
+
+def matrices(checkpoint: Checkpoint) -> list[str]:
+    """Returns the layers whose `weight` is a matrix of floats that the operators can hold, as the files have them."""
+    places = sorted(checkpoint.tensors.values(), key=lambda info: (info.file.name, info.offset))
+    return [
+        info.name.removesuffix(".weight")
+        for info in places
+        if info.name.endswith(".weight") and len(info.shape) == 2 and info.dtype in FLOATS
+        if info.shape[0] and info.shape[1] and info.shape[1] % 8 == 0
+    ]
+
+
+def linear_names(checkpoint: Checkpoint) -> set[str]:
+    """Returns the names of the `nn.Linear` modules of the model that config.json names, its output embedding left out.
+
+    Raises:
+        CheckpointError: transformers is not installed, or does not know the model.
+    """
+    advice = "name the layers to quantize (include)"
+    try:
+        import transformers
+    except ImportError as error:
+        raise CheckpointError(f"{checkpoint.path}: without transformers its layers are not known: {advice}") from error
+    stated = checkpoint.config.get("architectures")
+    architecture = stated[0] if isinstance(stated, list) and stated else ""
+    model_class = getattr(transformers, str(architecture), None)
+    if not (isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)):
+        raise CheckpointError(f"{checkpoint.path}: transformers knows no model {stated!r}: {advice}")
+    try:
+        config = transformers.AutoConfig.from_pretrained(checkpoint.path, local_files_only=True)
+        with torch.device("meta"):
+            model = model_class(config)
+    except Exception as error:  # whatever the settings provoke in the model's own code
+        raise CheckpointError(f"{checkpoint.path}: {architecture} cannot be made of it ({error}): {advice}") from error
+    head = model.get_output_embeddings()
+    return {name for name, module in model.named_modules() if type(module) is nn.Linear and module is not head}
+
+
+def _fits(patterns: Sequence[str], name: str) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
