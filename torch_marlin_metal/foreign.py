@@ -1,54 +1,37 @@
-"""Reads 4-bit Linear modules that another package left in a loaded model: GPTQ and AWQ (gemm).
+"""Reads 4-bit Linear modules that another package left in a loaded model.
 
-They are known by their tensors and shapes; the packages themselves are not imported.
+They are known by their tensors, their shapes and the names of their classes; the packages themselves are not imported.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torch_marlin_metal.convert.layer import fit_groups
-from torch_marlin_metal.packed_weight import FLOAT_DTYPES, PackedWeight
-from torch_marlin_metal.repack import gptq_perm
-
-# qzeros of symmetric weights (zero point 8) as version 1 and version 2 store them; see gptq_unpack_zeros.
-SYMMETRIC_WORDS = {1: 0x77777777, 2: 0x88888888 - (1 << 32)}
-
-_ops = torch.ops.torch_marlin_metal
-
-
-class UnreadableError(ValueError):
-    """A module looks like a packed 4-bit Linear but cannot be read; the message says why."""
-
-
-@dataclass(frozen=True)
-class _Tensors:
-    qweight: Tensor
-    qzeros: Tensor
-    scales: Tensor
-    g_idx: Tensor | None
-    K: int
-    N: int
-    group_size: int
+from torch_marlin_metal.foreign_state import gemv_kind, kind_of, read_state
+from torch_marlin_metal.foreign_words import UnreadableError, attribute, read_words, tensor_of
+from torch_marlin_metal.foreign_words import shape_of as _stated_shape
+from torch_marlin_metal.packed_weight import PackedWeight
 
 
 def is_packed_linear(module: nn.Module) -> bool:
-    """Whether a module holds `qweight` and `scales`, as the layers of GPTQ and AWQ packages do."""
-    return all(isinstance(_tensor(module, name), Tensor) for name in ("qweight", "scales"))
+    """Whether a module is a Linear of a package whose 4-bit layers are known, packed with `qweight` or otherwise."""
+    if next(module.children(), None) is not None:
+        return False  # a wrapper, such as an adapter, may show the tensors of the layer inside
+    return _has_words(module) or kind_of(module) is not None
 
 
 def shape_of(module: nn.Module) -> tuple[int, int] | None:
     """`(N, K)` as the module states them."""
-    K, N = _attribute(module, "in_features", "infeatures"), _attribute(module, "out_features", "outfeatures")
-    return (N, K) if isinstance(N, int) and isinstance(K, int) else None
+    meta = attribute(module, "meta")  # HQQ
+    shape = meta.get("shape") if isinstance(meta, dict) else None
+    return (shape[0], shape[1]) if shape is not None and len(shape) == 2 else _stated_shape(module)
 
 
 def read_packed_linear(
     module: nn.Module, *, checkpoint_version: int | None, rule: str, config: dict[str, Any]
 ) -> PackedWeight:
-    """Reads a module's weight without loss; act-order and interleave are undone, the module is not touched.
+    """Reads a module's weight without loss, without its bias; the module is not touched.
 
     Args:
         module: see `is_packed_linear`.
@@ -59,123 +42,43 @@ def read_packed_linear(
     Raises:
         UnreadableError: another layout, another width than 4 bit, or tensors that contradict each other.
     """
-    if getattr(module, "adapter", None) is not None:
+    if attribute(module, "adapter") is not None:
         raise UnreadableError("it has an adapter, which the new layer would lose")
-    if getattr(module, "_hf_hook", None) is not None:
+    if attribute(module, "_hf_hook") is not None:
         raise UnreadableError("it has an accelerate hook (weights spread over devices)")
-    if getattr(module, "q_handle", None) is not None:
+    if attribute(module, "q_handle") is not None:
         raise UnreadableError("its package has rearranged the words for its own kernel")
-    bits = _attribute(module, "bits", "w_bit", "wbits")
+    bits = attribute(module, "bits", "w_bit", "wbits")
     if bits not in (None, 4):
         raise UnreadableError(f"{bits} bits; the operators take 4")
-    qweight, scales = module.qweight, module.scales
-    assert isinstance(qweight, Tensor)
-    assert isinstance(scales, Tensor)
-    if qweight.is_meta or scales.is_meta:
+    if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
         raise UnreadableError("its tensors are on the meta device")
-    if qweight.dtype != torch.int32 or qweight.dim() != 2:
-        raise UnreadableError(f"qweight is {qweight.dtype} {list(qweight.shape)}; expected int32 with two dimensions")
-    if scales.dtype not in FLOAT_DTYPES or scales.dim() != 2:
-        raise UnreadableError(f"scales are {scales.dtype} {list(scales.shape)}; expected fp16, bf16 or fp32 [G, N]")
-    rows, columns, N = qweight.shape[0], qweight.shape[1], scales.shape[1]
-    stated = shape_of(module) or (N, 8 * rows if columns == N else rows)
-    # By shape and not by class name: GPTQ packs along K, AWQ along N.
-    if (N, 8 * rows) == stated and columns == N:
-        tensors = _gather(module, *stated)
-        return _read_gptq(tensors, checkpoint_version or _find_version(module, config, tensors.qzeros), rule)
-    if (N, rows) == stated and 8 * columns == N:
-        return _read_awq(_gather(module, *stated))
-    if (rows, 8 * columns) == stated:
-        raise UnreadableError("qweight is [N, K/8] (AWQ gemv); GPTQ's [K/8, N] and AWQ gemm's [K, N/8] are read")
-    raise UnreadableError(
-        f"qweight {list(qweight.shape)} and scales {list(scales.shape)} fit neither GPTQ nor AWQ gemm with 4 bits "
-        f"for N={stated[0]}, K={stated[1]}"
+    if not _has_words(module):
+        kind = kind_of(module)
+        assert kind is not None
+        return read_state(module, kind)
+    packed = read_words(module, checkpoint_version=checkpoint_version, rule=rule, config=config)
+    return packed if packed is not None else read_state(module, gemv_kind(module))
+
+
+def dtype_of(module: nn.Module, packed: PackedWeight) -> torch.dtype | None:
+    """The dtype that the module computes in, for models that ask `layer.weight.dtype`; None where nothing says it."""
+    stated = attribute(module, "compute_dtype") or attribute(
+        attribute(tensor_of(module, "weight"), "quant_state"), "dtype"
     )
+    if isinstance(stated, torch.dtype):
+        return stated
+    bias = tensor_of(module, "bias")
+    if bias is not None:
+        return bias.dtype
+    return packed.scales.dtype if packed.scales.is_floating_point() else None
 
 
-def _gather(module: nn.Module, N: int, K: int) -> _Tensors:
-    qzeros, scales, g_idx = (_tensor(module, name) for name in ("qzeros", "scales", "g_idx"))
-    assert scales is not None
-    if qzeros is None:
-        raise UnreadableError("it has no qzeros")
-    G = scales.shape[0]
-    if qzeros.dtype != torch.int32 or 8 * qzeros.shape[-1] != N or list(qzeros.shape) != [G, N // 8]:
-        raise UnreadableError(f"qzeros are {qzeros.dtype} {list(qzeros.shape)}; expected int32 [{G}, {N / 8:g}]")
-    if g_idx is not None and g_idx.numel() == 0:
-        g_idx = None
-    stated = _attribute(module, "group_size", "q_group_size")
-    group_size = stated if stated is not None else -(-K // G)
-    group_size = K if group_size == -1 else group_size
-    if -(-K // group_size) != G or (stated is None and K % G):
-        raise UnreadableError(f"{G} groups for K={K} do not agree with a group size of {group_size}")
-    qweight = module.qweight
-    assert isinstance(qweight, Tensor)
-    return _Tensors(qweight.detach(), qzeros.detach(), scales.detach(), g_idx, K, N, group_size)
+def tensors_of(module: nn.Module) -> list[Tensor]:
+    """The tensors that make the module's weight."""
+    held = [*module._parameters.items(), *module._buffers.items()]
+    return [tensor for name, tensor in held if tensor is not None and name != "bias"]
 
 
-def _read_gptq(tensors: _Tensors, version: int, rule: str) -> PackedWeight:
-    try:
-        perm = None if tensors.g_idx is None else gptq_perm(tensors.g_idx, tensors.group_size)
-    except ValueError as error:
-        raise UnreadableError(str(error)) from error
-    # Without act-order the words are the same: keep them, copy nothing.
-    b_packed = tensors.qweight.contiguous()
-    if perm is not None:
-        b_packed = _ops.gptq_repack(b_packed, perm=perm)
-    zeros = _ops.gptq_unpack_zeros(tensors.qzeros.contiguous(), checkpoint_version=version, rule=rule)
-    return _packed(b_packed, zeros, tensors, perm, f"gptq version {version}")
-
-
-def _read_awq(tensors: _Tensors) -> PackedWeight:
-    b_packed = _ops.awq_repack(tensors.qweight.contiguous())
-    return _packed(b_packed, _ops.awq_unpack_zeros(tensors.qzeros.contiguous()), tensors, None, "awq gemm")
-
-
-def _packed(b_packed: Tensor, zeros: Tensor, tensors: _Tensors, perm: Tensor | None, source: str) -> PackedWeight:
-    symmetric = bool((zeros == 8).all())
-    fitted = fit_groups(tensors.K, tensors.group_size, tensors.scales, zeros)
-    if fitted is None:
-        raise UnreadableError(f"no group size of the operators divides its groups of {tensors.group_size}")
-    group_size, (scales, zeros) = fitted
-    return PackedWeight(
-        b_packed=b_packed,
-        scales=scales.contiguous(),
-        weight_format="uint4b8" if symmetric else "uint4",
-        group_size=group_size,
-        zeros=None if symmetric else zeros.contiguous(),
-        perm=perm,
-        source=source,
-    )
-
-
-def _find_version(module: nn.Module, config: dict[str, Any], qzeros: Tensor) -> int:
-    version = _stated_version(module, config)
-    other = 3 - version
-    if bool((qzeros == SYMMETRIC_WORDS[other]).all()):
-        raise UnreadableError(
-            f"read as version {version}, every zero point would be {8 + other - version}; as version {other}, 8, "
-            "which is a symmetric weight: pass checkpoint_version"
-        )
-    return version
-
-
-def _stated_version(module: nn.Module, config: dict[str, Any]) -> int:
-    """GPTQModel converts zero points to version 2 when it loads for a class that needs it, whatever the file said.
-
-    Its `qzero_format()` starts at 1 and becomes 2 only where a conversion ran, so a 1 from it says nothing.
-    """
-    if getattr(type(module), "REQUIRES_FORMAT_V2", False):
-        return 2
-    stated = getattr(module, "qzero_format", None)
-    if callable(stated) and stated() == 2:
-        return 2
-    return 2 if "gptq_v2" in (config.get("checkpoint_format"), config.get("format")) else 1
-
-
-def _tensor(module: nn.Module, name: str) -> Tensor | None:
-    value = getattr(module, name, None)
-    return value if isinstance(value, Tensor) else None
-
-
-def _attribute(module: nn.Module, *names: str) -> Any:
-    return next((value for name in names if (value := getattr(module, name, None)) is not None), None)
+def _has_words(module: nn.Module) -> bool:
+    return all(tensor_of(module, name) is not None for name in ("qweight", "scales"))

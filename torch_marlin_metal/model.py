@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from torch_marlin_metal.foreign import UnreadableError, is_packed_linear, read_packed_linear, shape_of
+from torch_marlin_metal.foreign import dtype_of, is_packed_linear, read_packed_linear, shape_of, tensors_of
+from torch_marlin_metal.foreign_words import UnreadableError
 from torch_marlin_metal.formats import weight_format as find_format
 from torch_marlin_metal.linear import MarlinLinear
 from torch_marlin_metal.packed_weight import FLOAT_DTYPES, PackedWeight, PackedWeightError
@@ -102,8 +103,10 @@ def replace_linear_layers(
 ) -> Report:
     """Takes over the 4-bit layers that another package left in a loaded model, in place and without loss.
 
-    GPTQ and AWQ (gemm) layers are known by their tensors and shapes, whatever their class. Where every zero point is 8
-    the new layer is uint4b8, else uint4. Layers that cannot be read stay and are in the report with the reason.
+    Layers are known by their tensors, shapes and class names: GPTQ (GPTQModel, AutoGPTQ, optimum), AWQ gemm, gemv and
+    gemv_fast (AutoAWQ, GPTQModel), compressed-tensors (int4, NVFP4, MXFP4), bitsandbytes Linear4bit, HQQLinear, and
+    transformers' MetalLinear. Where every zero point is 8 the new layer is uint4b8, else uint4. Layers that cannot be
+    read, or whose tensors another module uses too, stay and are in the report with the reason.
 
     Args:
         model: changed in place.
@@ -126,13 +129,16 @@ def replace_linear_layers(
         raise ValueError(f"replace_linear_layers: checkpoint_version: expected None, 1 or 2, got {checkpoint_version}")
     targets = find_targets("replace_linear_layers", model, is_packed_linear, include, exclude)
     config = _quantization_config(model)
+    reasons = _shared_with_others(model, targets)
 
     def convert(target: Target) -> tuple[nn.Module, LayerReport] | LayerReport:
         entry = _entry(target, shape_of(target.module))
+        if reason := reasons.get(id(target.module)):
+            return replace(entry, reason=reason)
         try:
             packed = read_packed_linear(target.module, checkpoint_version=checkpoint_version, rule=rule, config=config)
             bias = getattr(target.module, "bias", None)
-            layer = MarlinLinear.from_packed(replace(packed, bias=bias), dtype=packed.scales.dtype)
+            layer = MarlinLinear.from_packed(replace(packed, bias=bias), dtype=dtype_of(target.module, packed))
         except (UnreadableError, PackedWeightError) as problem:
             return replace(entry, reason=str(problem))
         return layer, _converted(replace(entry, shape=(packed.N, packed.K)), layer, None)
@@ -194,6 +200,24 @@ def _why_not(linear: nn.Module) -> str:
     if not all(bool(extreme.isfinite()) for extreme in torch.aminmax(weight.detach())):
         return "its weight is not finite"
     return ""
+
+
+def _shared_with_others(model: nn.Module, targets: list[Target]) -> dict[int, str]:
+    """Why modules are left because others that stay use their tensors, by id."""
+    taken = {id(target.module) for target in targets}
+    users = {
+        id(tensor): f"{name} ({type(module).__name__})"
+        for name, module in model.named_modules()
+        if id(module) not in taken
+        for tensor in (*module._parameters.values(), *module._buffers.values())
+        if tensor is not None
+    }
+    return {
+        id(target.module): f"a tensor of its weight is also that of {users[id(tensor)]}, which stays"
+        for target in targets
+        for tensor in tensors_of(target.module)
+        if id(tensor) in users
+    }
 
 
 def _shared_weights(targets: list[Target]) -> set[int]:

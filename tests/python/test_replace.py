@@ -167,6 +167,7 @@ def test_layers_that_cannot_be_read_are_listed_with_the_reason():
         "odd": made_up("gptq"),
         "short": made_up("gptq"),
         "fast": made_up("gptq"),
+        "bytes": made_up("gptq"),
         "grouped": made_up("gptq"),
         "unsorted": made_up("gptq"),
         "empty": made_up("gptq"),
@@ -178,6 +179,7 @@ def test_layers_that_cannot_be_read_are_listed_with_the_reason():
     layers["odd"].qweight = torch.zeros(5, 32, dtype=torch.int32)
     layers["short"].qzeros = torch.zeros(1, 4, dtype=torch.int32)
     layers["fast"].qweight = torch.zeros(8, 64, dtype=torch.int16)
+    layers["bytes"].qweight = layers["bytes"].qweight[:, :32].to(torch.uint8)
     layers["grouped"].group_size = 64
     layers["unsorted"].g_idx = torch.tensor([0] * 33 + [1] * 31)
     layers["empty"].qzeros = None
@@ -191,10 +193,11 @@ def test_layers_that_cannot_be_read_are_listed_with_the_reason():
         "adapted": "it has an adapter, which the new layer would lose",
         "spread": "it has an accelerate hook (weights spread over devices)",
         "shuffled": "its package has rearranged the words for its own kernel",
-        "gemv": "qweight is [N, K/8] (AWQ gemv); GPTQ's [K/8, N] and AWQ gemm's [K, N/8] are read",
-        "odd": "qweight [5, 32] and scales [2, 32] fit neither GPTQ nor AWQ gemm with 4 bits for N=32, K=64",
+        "gemv": "state_dict: tensor 'scales': expected shape [8, any], got [2, 64]",
+        "odd": "qweight [5, 32] and scales [2, 32] fit neither GPTQ nor AWQ with 4 bits for N=32, K=64",
         "short": "qzeros are torch.int32 [1, 4]; expected int32 [2, 4]",
-        "fast": "qweight is torch.int16 [8, 64]; expected int32 with two dimensions",
+        "fast": "state_dict: tensor 'qzeros': expected dtype F16 or BF16 or F32, got I32",
+        "bytes": "qweight is torch.uint8 [8, 32]; expected int32 with two dimensions",
         "grouped": "2 groups for K=64 do not agree with a group size of 64",
         "unsorted": "gptq_perm: g_idx: expected 32 rows in group 0 of 2, got 33",
         "empty": "it has no qzeros",

@@ -183,7 +183,7 @@ FORMAT = DirectoryFormat(
         ("groups of 8 or less", "no group size of the operators divides them; dequantized on request"),
     ),
     anchors={".qweight": "qweight"},
-    roles=endings("qzeros", "scales", "bias"),
+    roles=endings("scales", "bias") | {"qzeros": (".qzeros", ".scaled_zeros")},  # GPTQModel's name of llm-awq's
     fields={"b_packed": "qweight", "scales": "scales", "zeros": "qzeros", "bias": "bias"},
     check=_check,
     read=_read,

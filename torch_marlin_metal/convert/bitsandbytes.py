@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torch_marlin_metal.convert.checkpoint import Checkpoint, Settings
 from torch_marlin_metal.convert.errors import UnsupportedFormat
-from torch_marlin_metal.convert.layer import Layer, as_words, fit_groups, swap_nibbles
+from torch_marlin_metal.convert.layer import FLOATS, Layer, as_words, fit_groups, swap_nibbles
 from torch_marlin_metal.convert.registry import DirectoryFormat, Options
 from torch_marlin_metal.convert.safetensors_file import parse_json
 from torch_marlin_metal.packed_weight import PackedWeight
@@ -81,8 +81,8 @@ def _read(layer: Layer, settings: Settings, options: Options) -> PackedWeight:
 def _absmax(layer: Layer, state: Settings, blocks: int) -> Tensor:
     """Returns the block scales in fp32, decoded where they are themselves quantized."""
     if "nested_absmax" not in layer:
-        layer.expect("absmax", ("F32",), blocks)
-        return layer.read("absmax")
+        layer.expect("absmax", FLOATS, blocks)  # bf16 from a layer that ran on a CPU with AVX-512 BF16
+        return layer.read("absmax").float()
     layer.expect("absmax", ("U8",), blocks)
     layer.expect("nested_quant_map", ("F32",), 256)
     size, offset = state.integer("nested_blocksize", default=256) or 0, state.get("nested_offset")

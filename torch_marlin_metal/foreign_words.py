@@ -1,0 +1,166 @@
+"""Reads GPTQ and AWQ (gemm) modules on their device, without a copy where the words stay the same."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_marlin_metal.convert.layer import fit_groups
+from torch_marlin_metal.packed_weight import FLOAT_DTYPES, PackedWeight
+from torch_marlin_metal.repack import gptq_perm
+
+# qzeros of symmetric weights (zero point 8) as version 1 and version 2 store them; see gptq_unpack_zeros.
+SYMMETRIC_WORDS = {1: 0x77777777, 2: 0x88888888 - (1 << 32)}
+
+_ops = torch.ops.torch_marlin_metal
+
+
+class UnreadableError(ValueError):
+    """A module looks like a packed 4-bit Linear but cannot be read; the message says why."""
+
+
+@dataclass(frozen=True)
+class _Tensors:
+    qweight: Tensor
+    qzeros: Tensor
+    scales: Tensor
+    g_idx: Tensor | None
+    K: int
+    N: int
+    group_size: int
+
+
+def shape_of(module: nn.Module) -> tuple[int, int] | None:
+    """`(N, K)` as the module states them."""
+    K, N = attribute(module, "in_features", "infeatures"), attribute(module, "out_features", "outfeatures")
+    return (N, K) if isinstance(N, int) and isinstance(K, int) else None
+
+
+def read_words(
+    module: nn.Module, *, checkpoint_version: int | None, rule: str, config: dict[str, Any]
+) -> PackedWeight | None:
+    """Reads a module that holds `qweight` and `scales`; None where they are in one of AWQ's gemv layouts.
+
+    Args:
+        module: not touched.
+        checkpoint_version: how GPTQ zero points are stored (1: minus one, 2: as they are); None finds out.
+        rule: for version 1, see `gptq_unpack_zeros`.
+        config: the model's quantization_config, or {}.
+
+    Raises:
+        UnreadableError: another layout, another width than 4 bit, or tensors that contradict each other.
+    """
+    qweight, scales = module.qweight, module.scales
+    assert isinstance(qweight, Tensor)
+    assert isinstance(scales, Tensor)
+    if (qweight.dtype == torch.int16 and qweight.dim() == 2) or "GEMV" in type(module).__name__:
+        return None
+    if qweight.dtype != torch.int32 or qweight.dim() != 2:
+        raise UnreadableError(f"qweight is {qweight.dtype} {list(qweight.shape)}; expected int32 with two dimensions")
+    if scales.dtype not in FLOAT_DTYPES or scales.dim() != 2:
+        raise UnreadableError(f"scales are {scales.dtype} {list(scales.shape)}; expected fp16, bf16 or fp32 [G, N]")
+    rows, columns, N = qweight.shape[0], qweight.shape[1], scales.shape[1]
+    stated = shape_of(module) or (N, 8 * rows if columns == N else rows)
+    # By shape and not by class name: GPTQ packs along K, AWQ along N.
+    if (N, 8 * rows) == stated and columns == N:
+        tensors = _gather(module, *stated)
+        return _read_gptq(tensors, checkpoint_version or _find_version(module, config, tensors.qzeros), rule)
+    if (N, rows) == stated and 8 * columns == N:
+        return _read_awq(_gather(module, *stated))
+    if (rows, 8 * columns) == stated:
+        return None
+    raise UnreadableError(
+        f"qweight {list(qweight.shape)} and scales {list(scales.shape)} fit neither GPTQ nor AWQ with 4 bits "
+        f"for N={stated[0]}, K={stated[1]}"
+    )
+
+
+def _gather(module: nn.Module, N: int, K: int) -> _Tensors:
+    qzeros, scales, g_idx = (tensor_of(module, name) for name in ("qzeros", "scales", "g_idx"))
+    assert scales is not None
+    if qzeros is None:
+        raise UnreadableError("it has no qzeros")
+    G = scales.shape[0]
+    if qzeros.dtype != torch.int32 or 8 * qzeros.shape[-1] != N or list(qzeros.shape) != [G, N // 8]:
+        raise UnreadableError(f"qzeros are {qzeros.dtype} {list(qzeros.shape)}; expected int32 [{G}, {N / 8:g}]")
+    if g_idx is not None and g_idx.numel() == 0:
+        g_idx = None
+    stated = attribute(module, "group_size", "q_group_size")
+    group_size = stated if stated is not None else -(-K // G)
+    group_size = K if group_size == -1 else group_size
+    if -(-K // group_size) != G or (stated is None and K % G):
+        raise UnreadableError(f"{G} groups for K={K} do not agree with a group size of {group_size}")
+    qweight = module.qweight
+    assert isinstance(qweight, Tensor)
+    return _Tensors(qweight.detach(), qzeros.detach(), scales.detach(), g_idx, K, N, group_size)
+
+
+def _read_gptq(tensors: _Tensors, version: int, rule: str) -> PackedWeight:
+    try:
+        perm = None if tensors.g_idx is None else gptq_perm(tensors.g_idx, tensors.group_size)
+    except ValueError as error:
+        raise UnreadableError(str(error)) from error
+    # Without act-order the words are the same: keep them, copy nothing.
+    b_packed = tensors.qweight.contiguous()
+    if perm is not None:
+        b_packed = _ops.gptq_repack(b_packed, perm=perm)
+    zeros = _ops.gptq_unpack_zeros(tensors.qzeros.contiguous(), checkpoint_version=version, rule=rule)
+    return _packed(b_packed, zeros, tensors, perm, f"gptq version {version}")
+
+
+def _read_awq(tensors: _Tensors) -> PackedWeight:
+    b_packed = _ops.awq_repack(tensors.qweight.contiguous())
+    return _packed(b_packed, _ops.awq_unpack_zeros(tensors.qzeros.contiguous()), tensors, None, "awq gemm")
+
+
+def _packed(b_packed: Tensor, zeros: Tensor, tensors: _Tensors, perm: Tensor | None, source: str) -> PackedWeight:
+    symmetric = bool((zeros == 8).all())
+    fitted = fit_groups(tensors.K, tensors.group_size, tensors.scales, zeros)
+    if fitted is None:
+        raise UnreadableError(f"no group size of the operators divides its groups of {tensors.group_size}")
+    group_size, (scales, zeros) = fitted
+    return PackedWeight(
+        b_packed=b_packed,
+        scales=scales.contiguous(),
+        weight_format="uint4b8" if symmetric else "uint4",
+        group_size=group_size,
+        zeros=None if symmetric else zeros.contiguous(),
+        perm=perm,
+        source=source,
+    )
+
+
+def _find_version(module: nn.Module, config: dict[str, Any], qzeros: Tensor) -> int:
+    version = _stated_version(module, config)
+    other = 3 - version
+    if bool((qzeros == SYMMETRIC_WORDS[other]).all()):
+        raise UnreadableError(
+            f"read as version {version}, every zero point would be {8 + other - version}; as version {other}, 8, "
+            "which is a symmetric weight: pass checkpoint_version"
+        )
+    return version
+
+
+def _stated_version(module: nn.Module, config: dict[str, Any]) -> int:
+    """GPTQModel converts zero points to version 2 when it loads for a class that needs it, whatever the file said.
+
+    Its `qzero_format()` starts at 1 and becomes 2 only where a conversion ran, so a 1 from it says nothing.
+    """
+    if getattr(type(module), "REQUIRES_FORMAT_V2", False):
+        return 2
+    stated = getattr(module, "qzero_format", None)
+    if callable(stated) and stated() == 2:
+        return 2
+    return 2 if "gptq_v2" in (config.get("checkpoint_format"), config.get("format")) else 1
+
+
+def tensor_of(module: nn.Module, name: str) -> Tensor | None:
+    """The module's attribute if it is a tensor."""
+    value = getattr(module, name, None)
+    return value if isinstance(value, Tensor) else None
+
+
+def attribute(owner: Any, *names: str) -> Any:
+    """The first attribute that is there and not None; None also where the owner is None."""
+    return next((value for name in names if (value := getattr(owner, name, None)) is not None), None)
