@@ -11,7 +11,7 @@ CXX_FILES := $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp csrc/*/*.mm 
 # The tests' build adds the MPS backend on the software Metal device where its packages are present.
 BUILT := $(VENV)/.built-$(shell sh scripts/system_packages.sh has-softmetal && echo mps || echo cpu)
 
-.PHONY: help build test test-all lint format demo demo-mps bench macos mutate clean
+.PHONY: help build test test-all lint format demo demo-mps bench macos macos-mistakes mutate clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -61,6 +61,9 @@ bench: build ## CPU benchmark against PyTorch's own kernels
 
 macos: $(VENV)/.installed ## cross-build the macOS wheel and check its symbols and contents
 	$(PY) -m build_support.macos
+
+macos-mistakes: macos ## break the Mac build in five ways: each must be reported
+	$(PY) -m build_support.macos_mistakes
 
 mutate: $(VENV)/.installed ## break kernels/ in one place at a time: a test must fail for each (JOBS at once)
 	$(PY) tests/kernels/mutate.py --jobs $(or $(JOBS),2)

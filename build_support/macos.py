@@ -7,6 +7,8 @@ Only Python's own symbols are left to load time: a torch symbol that the dylibs 
 """
 
 import argparse
+import concurrent.futures
+import functools
 import os
 import re
 import shutil
@@ -18,13 +20,13 @@ from pathlib import Path
 
 from build_support import wheels
 from build_support.embed_kernels import write_kernel_sources
-from build_support.macos_symbols import SYSTEM_LIBRARIES, system_symbols
+from build_support.macos_symbols import MINIMUM_MACOS, SYSTEM_LIBRARIES, selector_problems, system_symbols
 
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "build" / "macos"
 STAND_INS = ROOT / "tests" / "softmetal" / "runtime" / "include"
+FRAMEWORK_LINKS = OUT / "frameworks"
 FRAMEWORKS = ("Foundation", "Metal", "MetalPerformanceShaders", "MetalPerformanceShadersGraph", "os")
-MINIMUM_MACOS = "14.0"
 TAG = "cp311-cp311-macosx_14_0_arm64"
 MODULE = "_C.cpython-311-darwin.so"
 TORCH_DYLIBS = ("libtorch.dylib", "libtorch_cpu.dylib", "libtorch_python.dylib", "libc10.dylib")
@@ -56,21 +58,28 @@ def compiler() -> list[str]:
     return [str(zig), "c++", "-target", f"aarch64-macos.{MINIMUM_MACOS}", "-mcpu=apple_m1"]
 
 
-def compile_flags() -> list[str]:
-    """Flags of every source: the Mac torch wheel's headers, our stand-ins for Apple's framework headers."""
+def compile_flags(
+    csrc: Path = ROOT / "csrc", stand_ins: Path = STAND_INS, frameworks: Path = FRAMEWORK_LINKS
+) -> list[str]:
+    """Flags of every source: the Mac torch wheel's headers, our stand-ins for Apple's framework headers.
+
+    Args:
+        csrc: the folder of our own headers.
+        stand_ins: the folder with a folder of headers for each framework.
+        frameworks: where links to those that a Mac compile needs are made.
+    """
     torch = wheels.unpack("torch-macos") / "torch" / "include"
-    frameworks = OUT / "frameworks"
     frameworks.mkdir(parents=True, exist_ok=True)
     for name in FRAMEWORKS:
         link = frameworks / name
         if not link.is_symlink():
-            link.symlink_to(STAND_INS / name)
+            link.symlink_to(stand_ins / name)
     flags = ["-std=c++20", "-O3", "-g0", "-fvisibility=hidden", "-fno-sanitize=undefined", "-Wall", "-Wextra"]
     # Without the annotations libc++'s headers use functions that the libc++ of macOS 14 does not export.
     flags += ["-U_LIBCPP_HAS_VENDOR_AVAILABILITY_ANNOTATIONS", "-D_LIBCPP_HAS_VENDOR_AVAILABILITY_ANNOTATIONS=1"]
     flags += [f"-ffile-prefix-map={ROOT}/=", "-fblocks", "-fobjc-exceptions", "-Wno-unknown-pragmas"]
     flags += ["-DTORCH_EXTENSION_NAME=_C", "-DTORCH_API_INCLUDE_EXTENSION_H"]
-    flags += ['-DTORCH_MARLIN_METAL_TORCH_VERSION="2.13.0"', f"-I{frameworks}", f"-I{ROOT / 'csrc'}"]
+    flags += ['-DTORCH_MARLIN_METAL_TORCH_VERSION="2.13.0"', f"-I{frameworks}", f"-I{csrc}"]
     includes = [torch, torch / "torch" / "csrc" / "api" / "include", Path(sysconfig.get_path("include"))]
     return flags + [f"-isystem{path}" for path in includes]
 
@@ -83,24 +92,28 @@ def stale(product: Path, dependencies: Path) -> bool:
     return any(not Path(name).exists() or Path(name).stat().st_mtime > product.stat().st_mtime for name in read)
 
 
+def compile_object(command: list[str], source: Path, product: Path) -> None:
+    """Compiles one source; what it read goes to a make-style dependency file beside the product."""
+    dependencies = product.with_suffix(".d")
+    run(
+        [*command, "-MD", "-MF", str(dependencies), "-c", str(source), "-o", str(product)],
+        ZIG_GLOBAL_CACHE_DIR=str(wheels.CACHE.parent / "zig"),
+        ZIG_LOCAL_CACHE_DIR=str(wheels.CACHE.parent / "zig"),
+    )
+
+
 def compile_objects() -> list[Path]:
-    """Compiles each source that changed; returns all objects."""
+    """Compiles each source that changed, as many at once as there are cores; returns all objects."""
     objects = OUT / "objects"
     objects.mkdir(parents=True, exist_ok=True)
     command = [*compiler(), *compile_flags()]
-    result = []
-    for source in sources():
-        product = objects / (str(source.relative_to(ROOT)).replace("/", "_") + ".o")
-        dependencies = product.with_suffix(".d")
-        if stale(product, dependencies):
-            print(f"  compiling {source.relative_to(ROOT)}", flush=True)
-            run(
-                [*command, "-MD", "-MF", str(dependencies), "-c", str(source), "-o", str(product)],
-                ZIG_GLOBAL_CACHE_DIR=str(wheels.CACHE.parent / "zig"),
-                ZIG_LOCAL_CACHE_DIR=str(wheels.CACHE.parent / "zig"),
-            )
-        result.append(product)
-    return result
+    products = {objects / (str(path.relative_to(ROOT)).replace("/", "_") + ".o"): path for path in sources()}
+    changed = {product: path for product, path in products.items() if stale(product, product.with_suffix(".d"))}
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        compiled = pool.map(functools.partial(compile_object, command), changed.values(), changed)
+        for path, _ in zip(changed.values(), compiled, strict=True):
+            print(f"  compiled {path.relative_to(ROOT)}", flush=True)
+    return list(products)
 
 
 def text_stubs(dylibs: list[Path]) -> list[Path]:
@@ -126,10 +139,14 @@ def python_symbols(objects: list[Path]) -> list[str]:
     return sorted({name for name in names if re.match(r"__?Py", name)})
 
 
-def link(objects: list[Path]) -> Path:
+def torch_dylibs() -> list[Path]:
+    """The real libraries of PyTorch for the Mac."""
+    return [wheels.unpack("torch-macos") / "torch" / "lib" / name for name in TORCH_DYLIBS]
+
+
+def link(objects: list[Path], product: Path = OUT / MODULE) -> Path:
     """Links the extension against the real torch dylibs; raises MacBuildError for a symbol that nobody exports."""
-    dylibs = [wheels.unpack("torch-macos") / "torch" / "lib" / name for name in TORCH_DYLIBS]
-    product = OUT / MODULE
+    dylibs = torch_dylibs()
     command = ["ld64.lld-19", "-dylib", "-arch", "arm64", "-platform_version", "macos", MINIMUM_MACOS, MINIMUM_MACOS]
     command += ["-rpath", "@loader_path/../torch/lib", "-install_name", f"@rpath/{MODULE}", "-dead_strip"]
     command += ["-ignore_auto_link", "--error-limit=0"]
@@ -141,10 +158,18 @@ def link(objects: list[Path]) -> Path:
     return product
 
 
-def check_api(objects: list[Path]) -> str:
-    """Compares the stand-in headers and what the MPS objects send with Apple's metadata; returns the summary."""
-    host = [str(path) for path in objects if path.name.endswith(".mm.o")]
-    return run([sys.executable, "-m", "softmetal.api_check", *host], PYTHONPATH=str(ROOT / "tests")).strip()
+def check_api(objects: list[Path], csrc: Path = ROOT / "csrc", stand_ins: Path = STAND_INS) -> str:
+    """Compares the stand-in headers and what the MPS objects send with Apple's metadata; returns the summary.
+
+    Raises:
+        MacBuildError: a selector, encoding, class or enum value is not Apple's, or is too new for the minimum macOS.
+    """
+    host = [path for path in objects if path.name.endswith(".mm.o")]
+    command = [sys.executable, "-m", "softmetal.api_check", "--include", str(stand_ins), *map(str, host)]
+    summary = run(command, PYTHONPATH=str(ROOT / "tests")).strip()
+    if problems := selector_problems(host, sorted(csrc.glob("mps/*.mm")), torch_dylibs()):
+        raise MacBuildError("\n".join(problems))
+    return f"{summary}; none newer than macOS {MINIMUM_MACOS} without a guard"
 
 
 def pack(module: Path) -> Path:

@@ -1,12 +1,17 @@
-"""Which system symbols the macOS module may use.
+"""Which system symbols and selectors the macOS module may use.
 
-A symbol of a system library is known to exist on macOS 14 when PyTorch's own dylibs, built for that system, import it
-from the same library. What they do not import and we need is on the short list below, each with its reason.
+A symbol of a system library is known to exist on the oldest supported macOS when PyTorch's own dylibs, built for that
+system, import it from the same library; a selector when they send it. What they do not use and we need is on the short
+lists below, each with its reason.
 """
 
 import re
 import subprocess
 from pathlib import Path
+
+from build_support.macho import MachO
+
+MINIMUM_MACOS = "14.0"
 
 # install name of each system library by the name that llvm-nm prints
 SYSTEM_LIBRARIES = {
@@ -30,6 +35,40 @@ EXTRA_SYMBOLS = {
         "_OBJC_CLASS_$_MTLFunctionConstantValues": "class of the Metal framework since macOS 10.12",
     },
 }
+
+# Selectors that PyTorch's dylibs do not send: the macOS that first has each (Apple's documentation of the method).
+EXTRA_SELECTORS = {
+    "memoryBarrierWithScope:": "10.14",
+    "newFunctionWithName:constantValues:error:": "10.12",
+    "respondsToSelector:": "10.0",
+    "setConstantValue:type:atIndex:": "10.12",
+}
+# Selectors that a newer macOS brought, used only where the object says that it has them.
+NEWER_SELECTORS = {"setMathMode:": "15.0"}
+
+
+def selector_problems(objects: list[Path], sources: list[Path], dylibs: list[Path]) -> list[str]:
+    """Returns a line for each selector that the oldest supported macOS may lack and that no guard precedes.
+
+    Args:
+        objects: compiled Objective-C++ sources of the extension.
+        sources: those sources, searched for `respondsToSelector:@selector(NAME)`.
+        dylibs: PyTorch's libraries for the Mac.
+    """
+    by_pytorch = set().union(*(MachO(path, "arm64").sent_selectors() for path in dylibs))
+    known = (by_pytorch - set(NEWER_SELECTORS)) | set(EXTRA_SELECTORS)
+    guarded = {
+        name for path in sources for name in re.findall(r"respondsToSelector:@selector\(([\w:]+)\)", path.read_text())
+    }
+    problems = []
+    for path in objects:
+        for name in sorted(MachO(path, "arm64").sent_selectors() - known):
+            if name not in NEWER_SELECTORS:
+                problems.append(f"{path.name}: sends {name}, which PyTorch does not send and no list explains")
+            elif name not in guarded:
+                since = NEWER_SELECTORS[name]
+                problems.append(f"{path.name}: sends {name} of macOS {since} without asking respondsToSelector:")
+    return problems
 
 
 def imported_symbols(dylibs: list[Path]) -> dict[str, set[str]]:

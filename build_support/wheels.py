@@ -42,6 +42,12 @@ WHEELS = {
         "pyobjc_framework_metal-12.2.2-cp311-cp311-macosx_10_9_universal2.whl",
         "9e56862fd12eb3d3da429f15d6721f966d5791e27419ea0fa08f5f3dd0981fe8",
     ),
+    "pyobjc-cocoa": Wheel(
+        "pyobjc-framework-Cocoa==12.2.2",
+        "macosx_10_9_universal2",
+        "pyobjc_framework_cocoa-12.2.2-cp311-cp311-macosx_10_9_universal2.whl",
+        "851dca4c16e70b405e5cd5a8c166cf7c445ae54a4cdd95ce9a523803172f32d1",
+    ),
     # MLX's Metal sources and their compiled form.
     "mlx-metal": Wheel(
         "mlx-metal==0.32.4",

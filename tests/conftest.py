@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "python")]  # softmetal, reference
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE / "python"), str(HERE.parent)]  # softmetal, reference, build_support
 
 
 def load_mps() -> str:
@@ -48,7 +49,7 @@ def pytest_configure(config):
 
 def pytest_pycollect_makemodule(module_path, parent):
     """Skips by name the files that need the software Metal device itself, where it is missing or not used."""
-    needs_device = {"softmetal", "kernels"} & set(module_path.relative_to(Path(__file__).parent).parts)
+    needs_device = {"softmetal", "kernels"} & set(module_path.relative_to(HERE).parts)
     if needs_device and (MPS_MISSING or sys.platform == "darwin"):
         return SkippedModule.from_parent(parent, path=module_path)
     return None

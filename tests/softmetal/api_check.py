@@ -14,9 +14,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from build_support.macho import MachO, Method, Protocol
+
 from .api_metadata import Metadata, Registration, load
 from .build import COMPILER, RUNTIME
-from .macho import MachO, Method, Protocol
 
 INCLUDE = RUNTIME / "include"
 HEADERS = ("Foundation/Foundation.h", "Metal/Metal.h")
@@ -211,8 +212,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """`python -m softmetal.api_check OBJECT...`: our headers and what arm64 macOS objects send; 1 if a check fails."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("objects", nargs="*", type=Path, help="arm64 macOS objects")
-    objects = parser.parse_args(arguments).objects
-    declared = declarations()
+    parser.add_argument("--include", type=Path, default=INCLUDE, help="the folder of the stand-in headers")
+    chosen = parser.parse_args(arguments)
+    objects = chosen.objects
+    declared = declarations(chosen.include)
     report = check_declarations(declared, load())
     problems = report.problems + check_sent(objects, declared).problems
     methods = sum(len(protocol.methods) for protocol in declared.protocols.values())

@@ -8,50 +8,13 @@ of constants).
 from __future__ import annotations
 
 import ast
-import hashlib
-import subprocess
-import sys
-import zipfile
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from .macho import MachO, Protocol
+from build_support import wheels
+from build_support.macho import MachO, Protocol
 
-CACHE = Path(__file__).resolve().parents[2] / "build" / "softmetal" / "apple-metadata"
-
-
-@dataclass(frozen=True)
-class Wheel:
-    """A pinned macOS wheel, the framework it describes, and its binary with protocols (if it has one)."""
-
-    package: str
-    version: str
-    file_name: str
-    sha256: str
-    framework: str
-
-
-WHEELS = (
-    Wheel(
-        "pyobjc-framework-Metal",
-        "12.2.2",
-        "pyobjc_framework_metal-12.2.2-cp311-cp311-macosx_10_9_universal2.whl",
-        "9e56862fd12eb3d3da429f15d6721f966d5791e27419ea0fa08f5f3dd0981fe8",
-        "Metal",
-    ),
-    Wheel(
-        "pyobjc-framework-Cocoa",
-        "12.2.2",
-        "pyobjc_framework_cocoa-12.2.2-cp311-cp311-macosx_10_9_universal2.whl",
-        "851dca4c16e70b405e5cd5a8c166cf7c445ae54a4cdd95ce9a523803172f32d1",
-        "Foundation",
-    ),
-)
-
-
-class MetadataUnavailable(RuntimeError):
-    """A wheel is not in the cache and could not be fetched."""
+FRAMEWORKS = {"Metal": "pyobjc-metal", "Foundation": "pyobjc-cocoa"}  # the wheel that describes each
 
 
 @dataclass
@@ -74,46 +37,19 @@ class Metadata:
     constants: set[str] = field(default_factory=set)
 
 
-def fetch(wheel: Wheel, cache: Path = CACHE) -> Path:
-    """The wheel's file, from the cache or by pip.
+def load() -> Metadata:
+    """Metadata of all frameworks.
 
     Raises:
-        MetadataUnavailable: it is not cached and pip cannot get it.
-        ValueError: the file is not the pinned one.
+        WheelUnavailable: a wheel is not in the cache and cannot be fetched, or is not the pinned one.
     """
-    path = cache / wheel.file_name
-    if not path.exists():
-        cache.mkdir(parents=True, exist_ok=True)
-        options = ["--no-deps", "--only-binary=:all:", "--python-version", "3.11", "--implementation", "cp"]
-        command = [sys.executable, "-m", "pip", "download", *options, "--platform", "macosx_10_9_universal2"]
-        done = subprocess.run(
-            [*command, "--dest", str(cache), f"{wheel.package}=={wheel.version}"],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode != 0 or not path.exists():
-            raise MetadataUnavailable(
-                f"{wheel.package} {wheel.version} cannot be fetched: {done.stderr.strip()[-300:]}"
-            )
-    found = hashlib.sha256(path.read_bytes()).hexdigest()
-    if found != wheel.sha256:
-        raise ValueError(f"{path.name}: expected sha256 {wheel.sha256}, got {found}")
-    return path
-
-
-def load(cache: Path = CACHE) -> Metadata:
-    """Metadata of all pinned wheels. Raises as `fetch` does."""
     metadata = Metadata()
-    for wheel in WHEELS:
-        path = fetch(wheel, cache)
-        binary = f"{wheel.framework}/_{wheel.framework}.cpython-311-darwin.so"
-        with zipfile.ZipFile(path) as archive:
-            unpacked = Path(archive.extract(binary, cache / wheel.framework))
-            source = archive.read(f"{wheel.framework}/_metadata.py").decode()
-        for name, protocol in MachO(unpacked, "arm64").protocols().items():
+    for framework, wheel in FRAMEWORKS.items():
+        folder = wheels.unpack(wheel) / framework
+        binary = MachO(folder / f"_{framework}.cpython-311-darwin.so", "arm64")
+        for name, protocol in binary.protocols().items():
             metadata.protocols.setdefault(name, protocol)
-        _read_source(source, metadata)
+        _read_source((folder / "_metadata.py").read_text(), metadata)
     return metadata
 
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 import pytest
 from msl_kernels import HEADER, Library
 from softmetal import device
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 from build_support import wheels
 
 KERNELS = "mlx/backend/metal/kernels"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from pathlib import Path
 
 import pytest
 from softmetal import api_check, api_metadata
+
+from build_support import wheels
 
 # Classes' methods with ordinary types, which PyObjC has no reason to record. They are as in Apple's documentation.
 UNVERIFIED = {
@@ -39,7 +42,7 @@ UNVERIFIED = {
 def apple() -> api_metadata.Metadata:
     try:
         return api_metadata.load()
-    except api_metadata.MetadataUnavailable as error:
+    except wheels.WheelUnavailable as error:
         pytest.skip(f"Apple's SDK metadata: {error}")
 
 
@@ -144,8 +147,11 @@ def compile_for_mac(path: Path, source: str) -> Path:
     return api_check.compile_for_mac(path, path.with_suffix(".o"), [])
 
 
-def test_a_file_that_is_not_the_pinned_one_is_refused(tmp_path: Path) -> None:
-    wheel = api_metadata.WHEELS[0]
-    (tmp_path / wheel.file_name).write_bytes(b"something else")
-    with pytest.raises(ValueError, match="expected sha256 9e56862f"):
-        api_metadata.fetch(wheel, tmp_path)
+def test_a_file_that_is_not_the_pinned_one_is_refused(
+    apple: api_metadata.Metadata, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wheels, "CACHE", tmp_path)
+    pinned = dataclasses.replace(wheels.WHEELS["pyobjc-metal"], sha256="0" * 64)
+    monkeypatch.setitem(wheels.WHEELS, "pyobjc-metal", pinned)
+    with pytest.raises(wheels.WheelUnavailable, match="does not have the pinned sha256 0000"):
+        wheels.fetch("pyobjc-metal")
