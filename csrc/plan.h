@@ -62,7 +62,8 @@ struct Extent {
 };
 
 using FunctionConstants = std::array<int32_t, kFunctionConstantCount>;
-using KernelParams = std::variant<std::monostate, GemmParams, DequantizeParams, ReduceParams, RepackParams>;
+using KernelParams =
+    std::variant<std::monostate, GemmParams, DequantizeParams, ReduceParams, RepackParams, MlstmParams>;
 
 struct Dispatch {
   Kernel kernel;

@@ -32,6 +32,12 @@ struct PrintParams {
   void operator()(const RepackParams& params) const {
     stream << ", rows=" << params.rows << " columns=" << params.columns << " stored_zeros=" << params.stored_zeros;
   }
+  void operator()(const MlstmParams& params) const {
+    stream << ", heads=" << params.heads << " S=" << params.S << " DK=" << params.DK << " DV=" << params.DV
+           << " chunk_size=" << params.chunk_size << " chunks " << params.first_chunk << " to "
+           << params.first_chunk + params.segment_chunks << " of " << params.chunks
+           << " save_every=" << params.save_every << " flags=" << params.flags;
+  }
 };
 
 }  // namespace

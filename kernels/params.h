@@ -53,7 +53,8 @@ enum BufferSlot {
   kSlotOut = 8,
   kSlotPartials = 9,  // float [slices, M, N]
   kSlotParams = 10,
-  kSlotCount = 11,
+  // The mLSTM kernels number theirs in mlstm_params.h, up to the same count.
+  kSlotCount = 20,
 };
 
 // Function constants: X(index, Metal type, name in shaders, name here). Every pipeline is given all of them; a kernel

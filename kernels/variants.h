@@ -1,6 +1,7 @@
 // The one list of kernels that exist: the shaders instantiate from it, the planner and the tests read it.
 #pragma once
 
+#include "mlstm_params.h"
 #include "params.h"
 
 #define MARLIN_FOR_EACH_WEIGHT_FORMAT(X, ...) \
@@ -39,6 +40,12 @@
 //   gemm_*: threads (kTileThreads, 1, 1), grid (ceil(N / kTileN), ceil(M / kTileM), slices);
 //     k_per_slice a multiple of kTileK, slices * k_per_slice >= K;
 //     threadgroup memory tile_threadgroup_bytes(activations, stages); partials [slices, M, N] where slices > 1.
+//   mlstm_gates: threads (32 * simdgroups, 1, 1), grid (blocks of chunks, heads); one block unless kMlstmGivenM.
+//   mlstm_states: threads (kMlstmStateThreads, 1, 1), grid (ceil(DV / kMlstmStateTile), ceil(DK / kMlstmStateTile),
+//   heads). mlstm_output: threads (32 * simdgroups, 1, 1), threadgroup memory mlstm_output_bytes(chunk_size),
+//     grid (ceil(DV / (kMlstmSimdColumns * simdgroups)), segment_chunks * ceil(chunk_size / kMlstmBlock), heads).
+//   mlstm_step: threads (32 * simdgroups, 1, 1), threadgroup memory mlstm_step_bytes(simdgroups),
+//     grid (ceil(DV / kMlstmStepColumns), heads).
 //   No slice or split may be empty: each z has at least one k.
 //   probe_half_subnormals: one thread. In: the word 1 in kSlotPacked. Out: uint32, 1 if subnormal halves survive.
 #define MARLIN_KERNELS_REPACK(X)                                      \
@@ -62,14 +69,42 @@
   X(reduce, reduce, element,     \
     MARLIN_SLOT(kSlotBias) | MARLIN_SLOT(kSlotOut) | MARLIN_SLOT(kSlotPartials) | MARLIN_SLOT(kSlotParams))
 
-#define MARLIN_KERNELS(X)       \
-  MARLIN_KERNELS_REPACK(X)      \
-  MARLIN_KERNELS_DEQUANTIZE(X)  \
-  MARLIN_KERNELS_GEMV(X)        \
-  MARLIN_KERNELS_GEMM_STAGED(X) \
-  MARLIN_KERNELS_REDUCE(X)
+#define MARLIN_KERNELS_MLSTM_GATES(X)                                                           \
+  X(mlstm_gates, mlstm_gates, plain,                                                            \
+    MARLIN_SLOT(kSlotI) | MARLIN_SLOT(kSlotF) | MARLIN_SLOT(kSlotM0) | MARLIN_SLOT(kSlotOutM) | \
+        MARLIN_SLOT(kSlotStatesM) | MARLIN_SLOT(kSlotFinalM) | kMaskGates | MARLIN_SLOT(kSlotParams))
 
-#define MARLIN_LIBRARIES(X) X(repack) X(dequantize) X(gemv) X(gemm_staged) X(reduce)
+#define MARLIN_KERNELS_MLSTM_STATES(X)                                                                                \
+  X(mlstm_states, mlstm_states, element,                                                                              \
+    MARLIN_SLOT(kSlotK) | MARLIN_SLOT(kSlotV) | MARLIN_SLOT(kSlotC0) | MARLIN_SLOT(kSlotN0) |                         \
+        MARLIN_SLOT(kSlotStatesC) | MARLIN_SLOT(kSlotStatesN) | MARLIN_SLOT(kSlotFinalC) | MARLIN_SLOT(kSlotFinalN) | \
+        kMaskGates | MARLIN_SLOT(kSlotParams))
+
+#define MARLIN_KERNELS_MLSTM_OUTPUT(X)                                                                               \
+  X(mlstm_output, mlstm_output, element,                                                                             \
+    MARLIN_SLOT(kSlotQ) | MARLIN_SLOT(kSlotK) | MARLIN_SLOT(kSlotV) | MARLIN_SLOT(kSlotH) | MARLIN_SLOT(kSlotOutN) | \
+        MARLIN_SLOT(kSlotOutM) | MARLIN_SLOT(kSlotStatesC) | MARLIN_SLOT(kSlotStatesN) | MARLIN_SLOT(kSlotGates) |   \
+        MARLIN_SLOT(kSlotParams))
+
+#define MARLIN_KERNELS_MLSTM_STEP(X)                                                                              \
+  X(mlstm_step, mlstm_step, element,                                                                              \
+    MARLIN_SLOT(kSlotQ) | MARLIN_SLOT(kSlotK) | MARLIN_SLOT(kSlotV) | MARLIN_SLOT(kSlotI) | MARLIN_SLOT(kSlotF) | \
+        MARLIN_SLOT(kSlotC0) | MARLIN_SLOT(kSlotN0) | MARLIN_SLOT(kSlotM0) | MARLIN_SLOT(kSlotH) |                \
+        MARLIN_SLOT(kSlotFinalC) | MARLIN_SLOT(kSlotFinalN) | MARLIN_SLOT(kSlotFinalM) | MARLIN_SLOT(kSlotParams))
+
+#define MARLIN_KERNELS(X)        \
+  MARLIN_KERNELS_REPACK(X)       \
+  MARLIN_KERNELS_DEQUANTIZE(X)   \
+  MARLIN_KERNELS_GEMV(X)         \
+  MARLIN_KERNELS_GEMM_STAGED(X)  \
+  MARLIN_KERNELS_REDUCE(X)       \
+  MARLIN_KERNELS_MLSTM_GATES(X)  \
+  MARLIN_KERNELS_MLSTM_STATES(X) \
+  MARLIN_KERNELS_MLSTM_OUTPUT(X) \
+  MARLIN_KERNELS_MLSTM_STEP(X)
+
+#define MARLIN_LIBRARIES(X) \
+  X(repack) X(dequantize) X(gemv) X(gemm_staged) X(reduce) X(mlstm_gates) X(mlstm_states) X(mlstm_output) X(mlstm_step)
 
 #ifdef __METAL_VERSION__
 
@@ -100,7 +135,8 @@ enum class KernelNaming { plain, element, format_element };
 inline constexpr uint32_t kMaskRepack = MARLIN_SLOT(kSlotPacked) | MARLIN_SLOT(kSlotOut) | MARLIN_SLOT(kSlotParams);
 inline constexpr uint32_t kMaskWeight = MARLIN_SLOT(kSlotPacked) | MARLIN_SLOT(kSlotScales) | MARLIN_SLOT(kSlotZeros) |
                                         MARLIN_SLOT(kSlotGlobalScale) | MARLIN_SLOT(kSlotLut) | MARLIN_SLOT(kSlotPerm);
-inline constexpr uint32_t kMaskAll = (1U << kSlotCount) - 1;
+inline constexpr uint32_t kMaskAll = (2U << kSlotParams) - 1;
+inline constexpr uint32_t kMaskGates = MARLIN_SLOT(kSlotGates) | MARLIN_SLOT(kSlotChunks);
 
 struct KernelInfo {
   std::string_view library;  // kernels/<library>.metal

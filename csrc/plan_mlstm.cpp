@@ -1,0 +1,197 @@
+#include "plan_mlstm.h"
+
+#include <cmath>
+#include <limits>
+
+#include "plan_parts.h"
+
+namespace marlin {
+
+namespace {
+
+// What a core does at a clock: multiply-adds of fp32 fragments inside a GEMM, and bytes of its share of DRAM
+// (metal-benchmarks, M1 to M2 Max: 101.7; 6.7 to 9.9).
+constexpr double kProductsPerClock = 101.7;
+constexpr double kBytesPerClock = 8.0;
+// States that a plan holds between mlstm_states and mlstm_output.
+constexpr uint64_t kStateWorkspaceBytes = uint64_t{128} << 20;
+// Simdgroups of mlstm_gates where chunks are independent, and rows of C that a simdgroup of mlstm_step is worth.
+constexpr uint32_t kGateChunksPerGroup = 4;
+constexpr uint32_t kShortestStepRows = 8;
+
+uint64_t round_up64(uint64_t value, uint64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+
+uint32_t output_simdgroups(uint32_t DV) {
+  const uint32_t strips = ceil_divide(DV, kMlstmSimdColumns);
+  return ceil_divide(strips, ceil_divide(strips, kMlstmMaxSimdgroups));
+}
+
+// Clocks of one core for a token and head: larger chunks carry fewer states through memory, and score more keys.
+double clocks(double DK, double DV, double column_groups, double chunk_size) {
+  constexpr double kBlockTokens = kMlstmBlock;
+  const double rows = std::max(1.0, kBlockTokens / chunk_size);  // of a block of queries, per row that exists
+  const double keys = (std::max(chunk_size, kBlockTokens) + kBlockTokens) / 2;
+  const double products = DK * DV + rows * (DK * DV + keys * (DK * column_groups + DV));
+  return products / kProductsPerClock + 2 * DK * DV * sizeof(float) / chunk_size / kBytesPerClock;
+}
+
+uint32_t choose_chunk_size(const MlstmProblem& sizes) {
+  if (sizes.chunk_size != 0) return static_cast<uint32_t>(sizes.chunk_size);
+  const auto DV = static_cast<uint32_t>(sizes.DV);
+  const uint32_t groups = ceil_divide(DV, kMlstmSimdColumns * output_simdgroups(DV));
+  int64_t best = 0;
+  double least = std::numeric_limits<double>::infinity();
+  for (int64_t size : kMlstmChunkSizes) {
+    if (best != 0 && size >= 2 * sizes.S) break;
+    const double cost =
+        clocks(static_cast<double>(round_up64(sizes.DK, kMlstmSimdColumns)),
+               static_cast<double>(round_up64(DV, kMlstmSimdColumns)), groups, static_cast<double>(size));
+    if (cost < least) {
+      least = cost;
+      best = size;
+    }
+  }
+  return static_cast<uint32_t>(best);
+}
+
+struct Planner {
+  const MlstmLaunch& launch;
+  MlstmParams params{};
+  FunctionConstants constants{};
+  MlstmPlan result;
+
+  explicit Planner(const MlstmLaunch& launch) : launch(launch) {
+    const MlstmProblem& sizes = launch.sizes;
+    require(sizes.B > 0 && sizes.H > 0 && sizes.S > 0 && sizes.DK > 0 && sizes.DV > 0, "plan: empty mLSTM problem");
+    constexpr int64_t kLargest = std::numeric_limits<int32_t>::max();
+    const auto fits = [](int64_t a, int64_t b) { return a <= kLargest / b; };
+    require(fits(sizes.B, sizes.H) && fits(sizes.DK, sizes.DV), "plan: B * H and DK * DV must have 31 bits");
+    const int64_t stride = static_cast<int64_t>(round_up64(sizes.S, 4));
+    require(
+        fits(stride, sizes.DV) && fits(stride, sizes.B * sizes.H) && fits(stride * sizes.B * sizes.H, kGateVectorCount),
+        "plan: B * H * S * 6 and S * DV must have 31 bits");
+    for (const MlstmStrides* strides : {&launch.q, &launch.k, &launch.v}) {
+      require(strides->token >= 0 && strides->token <= kMlstmMaxStride, "plan: token stride beyond kMlstmMaxStride");
+    }
+
+    result.chunk_size = choose_chunk_size(sizes);
+    result.chunks = ceil_divide(static_cast<uint32_t>(sizes.S), result.chunk_size);
+    params.q = launch.q;
+    params.k = launch.k;
+    params.v = launch.v;
+    params.i = launch.i;
+    params.f = launch.f;
+    params.heads = static_cast<uint32_t>(sizes.B * sizes.H);
+    params.heads_per_batch = static_cast<uint32_t>(sizes.H);
+    params.S = static_cast<uint32_t>(sizes.S);
+    params.DK = static_cast<uint32_t>(sizes.DK);
+    params.DV = static_cast<uint32_t>(sizes.DV);
+    params.chunk_size = result.chunk_size;
+    params.chunks = params.segment_chunks = result.chunks;
+    params.save_every = 1;
+    params.state_slots = result.chunks + 1;
+    params.final_slots = 1;
+    params.gate_stride = static_cast<uint32_t>(stride);
+    params.gate_type = static_cast<int32_t>(launch.gates);
+    params.flags = launch.has_initial_state ? kMlstmInitialState : 0;
+    params.scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(sizes.DK)));
+    params.eps = launch.eps;
+    result.workspace.gates = uint64_t{kGateVectorCount} * params.heads * params.gate_stride;
+    result.workspace.chunks = uint64_t{kChunkVectorCount} * params.heads * params.chunks;
+
+    const bool whole_vectors = params.DK % 4 == 0 && params.DV % 4 == 0;
+    const auto even = [](const MlstmStrides& s) { return s.batch % 4 == 0 && s.head % 4 == 0 && s.token % 4 == 0; };
+    constants[kConstantVectorActivations] =
+        whole_vectors && launch.vector_aligned && even(launch.q) && even(launch.k) && even(launch.v);
+    constants[kConstantVectorColumns] = whole_vectors && launch.vector_aligned_states;
+  }
+
+  void add(Kernel kernel, Extent grid, uint32_t threads, uint32_t threadgroup_bytes, const MlstmParams& own_params) {
+    result.plan.dispatches.push_back({.kernel = kernel,
+                                      .function = host_name(kernel, WeightFormat::uint4b8, launch.element),
+                                      .constants = constants,
+                                      .grid = grid,
+                                      .threads = {threads, 1, 1},
+                                      .threadgroup_bytes = threadgroup_bytes,
+                                      .params = own_params});
+  }
+
+  // m_slots: values of the final stabiliser's tensor, of each head.
+  void add_gates(uint32_t flags, uint32_t m_slots) {
+    MlstmParams own = params;
+    own.flags |= flags;
+    own.final_slots = m_slots;
+    const bool independent = (flags & kMlstmGivenM) != 0;
+    const uint32_t simdgroups =
+        std::min<uint32_t>(params.chunks, independent ? kGateChunksPerGroup : uint32_t{kMlstmGateSimdgroups});
+    const uint32_t groups = independent ? ceil_divide(params.chunks, simdgroups) : 1;
+    add(Kernel::mlstm_gates, {groups, params.heads, 1}, simdgroups * kSimdWidth, 0, own);
+  }
+
+  void add_states() {
+    add(Kernel::mlstm_states,
+        {ceil_divide(params.DV, kMlstmStateTile), ceil_divide(params.DK, kMlstmStateTile), params.heads},
+        kMlstmStateThreads, 0, params);
+  }
+
+  void add_output() {
+    const uint32_t simdgroups = output_simdgroups(params.DV);
+    add(Kernel::mlstm_output,
+        {ceil_divide(params.DV, kMlstmSimdColumns * simdgroups),
+         params.segment_chunks * ceil_divide(params.chunk_size, kMlstmBlock), params.heads},
+        simdgroups * kSimdWidth, mlstm_output_bytes(params.chunk_size), params);
+  }
+};
+
+}  // namespace
+
+MlstmPlan plan_mlstm(const MlstmLaunch& launch) {
+  Planner planner(launch);
+  MlstmParams& params = planner.params;
+  const uint64_t state_bytes = uint64_t{params.heads} * params.DK * params.DV * sizeof(float);
+  const auto segment =
+      static_cast<uint32_t>(std::clamp<uint64_t>(kStateWorkspaceBytes / state_bytes, 1, params.chunks));
+  params.state_slots = planner.result.workspace.state_slots = segment;
+  planner.add_gates(kMlstmForOutput, 1);
+  for (uint32_t first = 0; first < planner.result.chunks; first += segment) {
+    params.first_chunk = first;
+    params.segment_chunks = std::min(segment, planner.result.chunks - first);
+    planner.add_states();
+    planner.add_output();
+  }
+  return planner.result;
+}
+
+MlstmPlan plan_mlstm_states(const MlstmLaunch& launch, uint32_t save_every) {
+  Planner planner(launch);
+  MlstmParams& params = planner.params;
+  require(save_every > 0 && params.S % (uint64_t{params.chunk_size} * save_every) == 0,
+          "plan: S must be a multiple of chunk_size * save_states_every");
+  params.save_every = save_every;
+  params.state_slots = params.final_slots = params.chunks / save_every + 1;
+  planner.add_gates(0, params.chunks + 1);
+  planner.add_states();
+  return planner.result;
+}
+
+MlstmPlan plan_mlstm_output(const MlstmLaunch& launch) {
+  Planner planner(launch);
+  require(planner.params.S % planner.params.chunk_size == 0, "plan: S must be a multiple of chunk_size");
+  planner.add_gates(kMlstmForOutput | kMlstmGivenM, 1);
+  planner.add_output();
+  return planner.result;
+}
+
+Plan plan_mlstm_step(const MlstmLaunch& launch) {
+  Planner planner(launch);
+  const MlstmParams& params = planner.params;
+  const uint32_t simdgroups =
+      std::clamp<uint32_t>(ceil_divide(params.DK, kShortestStepRows), 1, kMlstmStepMaxSimdgroups);
+  planner.add(Kernel::mlstm_step, {ceil_divide(params.DV, kMlstmStepColumns), params.heads, 1}, simdgroups * kSimdWidth,
+              mlstm_step_bytes(simdgroups), params);
+  return planner.result.plan;
+}
+
+}  // namespace marlin

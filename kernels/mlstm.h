@@ -1,0 +1,126 @@
+// What the mLSTM kernels share: loads with tails selected away, fragments, gates.
+//
+// Matrices are multiplied in fp32 fragments built in registers straight from device memory. Rows and columns of
+// fragments may stand for any rows and columns as long as both operands agree, so they are dealt out such that a lane's
+// elements are neighbours in memory: of 32 rows, row r of fragment b is row 4 r + b; of 32 columns, column 2 p + e of
+// fragment b is column 8 p + 2 b + e.
+#pragma once
+
+#include "fragment.h"
+#include "mlstm_params.h"
+
+namespace marlin {
+
+typedef simdgroup_matrix<float, kBlock, kBlock> Fragment;
+
+enum { kFragments = 4 };  // of 32 rows or columns
+
+// Loads of four and eight neighbours. Offsets are 32-bit, from a base that is the same for all lanes: one instruction a
+// load. is_vector: the address is aligned to four elements, and `limit` a multiple of four.
+//
+// Of elements at `limit` and beyond, Tail::clamp gives some that are below it, for rows and columns whose results are
+// not kept; Tail::zero gives zeros.
+enum class Tail { clamp, zero };
+
+template <Tail tail, typename T>
+MARLIN_INLINE vec<T, 4> load4(const device T* data, uint row, uint first, uint limit, bool is_vector) {
+  vec<T, 4> x = vec<T, 4>(T(0.0f));
+  if (is_vector) {
+    const uint column = tail == Tail::clamp ? min(first, limit - 4) : first;
+    if (tail == Tail::clamp || first < limit) x = *reinterpret_cast<const device vec<T, 4>*>(data + (row + column));
+  } else {
+    MARLIN_UNROLL for (uint i = 0; i < 4; ++i) {
+      const uint column = tail == Tail::clamp ? min(first + i, limit - 1) : first + i;
+      if (tail == Tail::clamp || first + i < limit) x[i] = data[row + column];
+    }
+  }
+  return x;
+}
+
+template <typename T>
+MARLIN_INLINE void store4(device T* data, uint row, uint first, uint limit, bool is_vector, float4 x) {
+  if (is_vector) {
+    vec<T, 4> rounded;
+    MARLIN_UNROLL for (uint i = 0; i < 4; ++i) rounded[i] = T(x[i]);
+    if (first < limit) *reinterpret_cast<device vec<T, 4>*>(data + (row + first)) = rounded;
+  } else {
+    MARLIN_UNROLL for (uint i = 0; i < 4; ++i) {
+      if (first + i < limit) data[row + first + i] = T(x[i]);
+    }
+  }
+}
+
+// A lane's part of 32 columns: eight neighbours.
+template <typename T>
+struct LaneColumns {
+  vec<T, 4> x[2];
+
+  // Columns at `limit` and beyond are clamped. exists: or else the row is zero.
+  template <Tail tail>
+  MARLIN_INLINE void load(const device T* data, uint row, uint first, uint limit, bool exists, bool is_vector) {
+    MARLIN_UNROLL for (uint i = 0; i < 2; ++i) {
+      x[i] = vec<T, 4>(T(0.0f));
+      if (tail == Tail::clamp || exists) x[i] = load4<Tail::clamp>(data, row, first + 4 * i, limit, is_vector);
+    }
+  }
+  MARLIN_INLINE float at(uint column) const { return float(x[column / 4][column % 4]); }
+  MARLIN_INLINE Fragment fragment(uint b) const {
+    Fragment matrix;
+    matrix.thread_elements()[0] = at(2 * b);
+    matrix.thread_elements()[1] = at(2 * b + 1);
+    return matrix;
+  }
+};
+
+struct MlstmLane {
+  uint row;   // of a fragment
+  uint pair;  // of columns of a fragment
+};
+
+MARLIN_INLINE MlstmLane mlstm_lane(uint lane) {
+  const LanePlace place = lane_place(lane);
+  return {place.row, place.column / 2};
+}
+
+// The sum over the four lanes of a row.
+MARLIN_INLINE float row_sum(float x) {
+  x += simd_shuffle_xor(x, 1);
+  return x + simd_shuffle_xor(x, 8);
+}
+
+template <typename T>
+MARLIN_INLINE const device T* first_token(const device T* data, constant MlstmStrides& strides,
+                                          constant MlstmParams& params, uint head) {
+  return data + int64_t(head / params.heads_per_batch) * strides.batch +
+         int64_t(head % params.heads_per_batch) * strides.head;
+}
+
+// One head's vectors of kSlotGates; the host keeps the whole of it within 32 bits.
+template <typename Pointer>
+struct GateVectors {
+  Pointer data;
+  uint stride;  // between vectors
+  uint first;
+
+  MARLIN_INLINE uint index(GateVector vector, uint token) const { return vector * stride + first + token; }
+  MARLIN_INLINE float at(GateVector vector, uint token) const { return data[index(vector, token)]; }
+};
+
+// Counted from token `start` on.
+template <typename Pointer>
+MARLIN_INLINE GateVectors<Pointer> gate_vectors(Pointer gates, constant MlstmParams& params, uint head, uint start) {
+  return {gates, params.heads * params.gate_stride, head * params.gate_stride + start};
+}
+
+MARLIN_INLINE uint chunk_index(constant MlstmParams& params, ChunkVector vector, uint head) {
+  return (vector * params.heads + head) * params.chunks;
+}
+
+// log(sigmoid(f)). log(1 + e) times e / ((1 + e) - 1) is log1p(e): the quotient undoes the rounding of 1 + e.
+MARLIN_INLINE float log_sigmoid(float f) {
+  const float e = exp(-abs(f));
+  const float u = 1.0f + e;
+  return min(f, 0.0f) - (u == 1.0f ? e : log(u) * (e / (u - 1.0f)));
+}
+
+}  // namespace marlin

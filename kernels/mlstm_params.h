@@ -1,0 +1,121 @@
+// The mLSTM kernels' slots, workspaces and parameters, shared by shaders and host. Plain C subset, see params.h.
+//
+//   mlstm_gates    all that the others need of the gates: log decays, exponents' parts, stabilisers
+//   mlstm_states   the state before each chunk, and after the last one
+//   mlstm_output   h inside chunks
+//   mlstm_step     one token
+#pragma once
+
+#include "params.h"
+
+namespace marlin {
+
+// Beside kSlotParams. Strided inputs have their strides in MlstmParams, all others are contiguous. `heads` is B * H.
+enum MlstmSlot {
+  kSlotQ = 0,         // [B, H, S, DK], unit stride in DK, as k and v
+  kSlotK = 1,         // [B, H, S, DK]
+  kSlotV = 2,         // [B, H, S, DV]
+  kSlotI = 3,         // [B, H, S]; input and forget gate before their activations
+  kSlotF = 4,         // [B, H, S]
+  kSlotC0 = 5,        // float [heads, DK, DV]: the state to start from
+  kSlotN0 = 6,        // float [heads, DK]
+  kSlotM0 = 7,        // float [heads]
+  kSlotH = 8,         // [heads, S, DV]
+  kSlotOutN = 9,      // float [heads, S]: the denominator without eps
+  kSlotOutM = 11,     // float [heads, S]: the stabiliser of each token
+  kSlotStatesC = 12,  // float [heads, state_slots, DK, DV]: the states before the chunks
+  kSlotStatesN = 13,  // float [heads, state_slots, DK]
+  kSlotStatesM = 14,  // float [heads, chunks + 1]
+  kSlotFinalC = 15,   // float [heads, DK, DV], final_slots apart: the state after the last chunk
+  kSlotFinalN = 16,   // float [heads, DK], final_slots apart
+  kSlotFinalM = 17,   // float [heads], final_slots apart
+  kSlotGates = 18,    // float [kGateVectorCount, heads, gate_stride]
+  kSlotChunks = 19,   // float [kChunkVectorCount, heads, chunks]
+};
+static_assert(int(kSlotChunks) < int(kSlotCount), "room in the numbering");
+
+// Decays are logarithms. Blocks are the kMlstmBlock tokens that a simdgroup scans at once; chunks begin with one.
+enum GateVector {
+  kGateForget = 0,  // log sigmoid(f)
+  kGateInput = 1,   // i
+  kGatePrefix = 2,  // decay from the block's start through the token
+  kGateSuffix = 3,  // decay from the token's end to the block's, plus i
+  kGateCarry = 4,   // factor of the chunk's first state in the token's output
+  kGateWeight = 5,  // factor of k v^T in the state after the chunk
+  kGateVectorCount = 6,
+};
+
+enum ChunkVector {
+  kChunkDecay = 0,  // decay of the whole chunk, then the factor of the state before it in the state after it
+  kChunkPeak = 1,   // stabiliser of the chunk by itself
+  kChunkVectorCount = 2,
+};
+
+enum MlstmFlag {
+  kMlstmInitialState = 1,  // C0, n0, m0 are given
+  kMlstmGivenM = 2,        // kSlotStatesM is an input
+  kMlstmForOutput = 4,     // what mlstm_output reads is wanted of the gates
+};
+
+enum {
+  kMlstmBlock = 32,        // tokens of a block, which are a threadgroup's queries in mlstm_output
+  kMlstmSimdColumns = 32,  // rows and columns of C of a simdgroup
+  kMlstmStateTile = 64,    // rows and columns of C of a threadgroup of mlstm_states
+  kMlstmStateThreads = 128,
+  kMlstmMaxSimdgroups = 8,    // of mlstm_output
+  kMlstmGateSimdgroups = 16,  // at most
+  kMlstmStepColumns = 128,    // of a threadgroup of mlstm_step: four of a lane
+  kMlstmStepMaxSimdgroups = 16,
+};
+
+// mlstm_output: scores of a block of queries and all keys of its chunk up to it.
+constexpr uint32_t mlstm_output_bytes(uint32_t chunk_size) {
+  return ceil_divide(chunk_size, kMlstmBlock) * kMlstmBlock * kMlstmBlock * 4;
+}
+static_assert(mlstm_output_bytes(128) <= 20 * 1024, "two threadgroups a core and more");
+static_assert(mlstm_output_bytes(256) <= 32768, "Metal's limit");
+
+// mlstm_step: sums of the columns, and of the denominator, of each simdgroup.
+constexpr uint32_t mlstm_step_bytes(uint32_t simdgroups) {
+  return simdgroups * (kMlstmStepColumns + 1) * 4;
+}
+static_assert(mlstm_step_bytes(kMlstmStepMaxSimdgroups) <= 20 * 1024, "two threadgroups a core and more");
+
+// Elements between neighbours. Of q, k and v the host keeps token strides below kMlstmMaxStride, so that an offset
+// within a chunk of 256 tokens has 32 bits.
+struct MlstmStrides {
+  int64_t batch;
+  int64_t head;
+  int64_t token;
+};
+enum { kMlstmMaxStride = 1 << 23 };
+
+// Of all four kernels. The chunks from first_chunk on, segment_chunks of them, are those of this dispatch.
+struct MlstmParams {
+  MlstmStrides q;
+  MlstmStrides k;
+  MlstmStrides v;
+  MlstmStrides i;
+  MlstmStrides f;
+  uint32_t heads;
+  uint32_t heads_per_batch;
+  uint32_t S;
+  uint32_t DK;
+  uint32_t DV;
+  uint32_t chunk_size;
+  uint32_t chunks;  // of the whole sequence; the last may be short
+  uint32_t first_chunk;
+  uint32_t segment_chunks;
+  uint32_t save_every;   // chunks between saved states
+  uint32_t state_slots;  // per head
+  uint32_t final_slots;
+  uint32_t gate_stride;  // S rounded up to a multiple of 4
+  int32_t gate_type;     // ElementType of i and f
+  uint32_t flags;        // MlstmFlags
+  float scale;           // of q: DK^-1/2
+  float eps;
+  uint32_t unused;
+};
+static_assert(sizeof(MlstmParams) == 192, "shared with the shaders");
+
+}  // namespace marlin

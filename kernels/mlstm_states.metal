@@ -1,0 +1,163 @@
+// The state between chunks: C' = G C + sum over tokens of A_j k_j v_j^T, n' = G n + sum of A_j k_j.
+// A simdgroup keeps 32 x 32 of C in registers through all chunks; no threadgroup memory, no barrier.
+#include "variants.h"
+
+#include "mlstm.h"
+
+using namespace metal;
+using namespace marlin;
+
+namespace marlin {
+
+// Where a simdgroup's and a lane's part of C lies.
+struct StatePlace {
+  uint row;     // the lane's first of four
+  uint column;  // the lane's first of eight
+  uint DK;
+  uint DV;
+  bool owns_n;  // this lane stores n
+};
+
+template <typename T>
+struct LaneState {
+  Fragment C[kFragments][kFragments];
+  float n[kFragments];  // the lane's share: the sum over the lanes of a row is n
+
+  MARLIN_INLINE void clear() {
+    MARLIN_UNROLL for (uint r = 0; r < kFragments; ++r) {
+      MARLIN_UNROLL for (uint c = 0; c < kFragments; ++c) {
+        C[r][c] = make_filled_simdgroup_matrix<float, kBlock, kBlock>(0.0f);
+      }
+      n[r] = 0.0f;
+    }
+  }
+
+  MARLIN_INLINE void load(const device float* C_source, const device float* n_source, StatePlace place) {
+    MARLIN_UNROLL for (uint r = 0; r < kFragments; ++r) {
+      const uint row = min(place.row + r, place.DK - 1);
+      LaneColumns<float> columns;
+      columns.template load<Tail::clamp>(C_source, row * place.DV, place.column, place.DV, true, vector_columns);
+      MARLIN_UNROLL for (uint c = 0; c < kFragments; ++c) C[r][c] = columns.fragment(c);
+      n[r] = place.owns_n ? n_source[row] : 0.0f;
+    }
+  }
+
+  MARLIN_INLINE void store(device float* C_target, device float* n_target, StatePlace place, bool sums_n) const {
+    MARLIN_UNROLL for (uint r = 0; r < kFragments; ++r) {
+      const uint row = place.row + r;
+      const float whole = sums_n ? row_sum(n[r]) : 0.0f;
+      if (row >= place.DK) continue;
+      if (place.owns_n) n_target[row] = whole;
+      MARLIN_UNROLL for (uint part = 0; part < 2; ++part) {
+        float4 x;
+        MARLIN_UNROLL for (uint i = 0; i < 4; ++i) {
+          x[i] = Fragment(C[r][2 * part + i / 2]).thread_elements()[i % 2];
+        }
+        store4(C_target, row * place.DV, place.column + 4 * part, place.DV, vector_columns, x);
+      }
+    }
+  }
+
+  MARLIN_INLINE void scale(float factor) {
+    MARLIN_UNROLL for (uint r = 0; r < kFragments; ++r) {
+      MARLIN_UNROLL for (uint c = 0; c < kFragments; ++c) {
+        MARLIN_UNROLL for (uint e = 0; e < 2; ++e) C[r][c].thread_elements()[e] *= factor;
+      }
+      n[r] *= factor;
+    }
+  }
+
+  // Eight tokens from `token` on. With Tail::zero those at `end` and beyond count as zero.
+  template <Tail tail>
+  MARLIN_INLINE void add(const device T* k, uint k_stride, const device T* v, uint v_stride,
+                         GateVectors<const device float*> gates, uint token, uint end, StatePlace place,
+                         MlstmLane lane) {
+    float keys[kFragments][2];
+    MARLIN_UNROLL for (uint e = 0; e < 2; ++e) {
+      const uint own = token + 2 * lane.pair + e;
+      const bool exists = tail == Tail::clamp || own < end;
+      vec<T, 4> x = vec<T, 4>(T(0.0f));
+      float weight = 0.0f;
+      if (exists) {
+        weight = gates.at(kGateWeight, own);
+        x = load4<Tail::clamp>(k, own * k_stride, place.row, place.DK, vector_activations);
+      }
+      MARLIN_UNROLL for (uint r = 0; r < kFragments; ++r) {
+        keys[r][e] = float(x[r]) * weight;
+        n[r] += keys[r][e];
+      }
+    }
+    const uint own = token + lane.row;
+    LaneColumns<T> values;
+    values.template load<tail>(v, own * v_stride, place.column, place.DV, own < end, vector_activations);
+    Fragment value[kFragments];
+    MARLIN_UNROLL for (uint c = 0; c < kFragments; ++c) value[c] = values.fragment(c);
+    MARLIN_UNROLL for (uint r = 0; r < kFragments; ++r) {
+      Fragment key;
+      key.thread_elements()[0] = keys[r][0];
+      key.thread_elements()[1] = keys[r][1];
+      MARLIN_UNROLL for (uint c = 0; c < kFragments; ++c)
+          simdgroup_multiply_accumulate(C[r][c], key, value[c], C[r][c]);
+    }
+  }
+};
+
+}  // namespace marlin
+
+template <typename T>
+[[kernel, max_total_threads_per_threadgroup(kMlstmStateThreads)]] void mlstm_states(
+    const device T* k [[buffer(kSlotK)]], const device T* v [[buffer(kSlotV)]],
+    const device float* C0 [[buffer(kSlotC0)]], const device float* n0 [[buffer(kSlotN0)]],
+    device float* states_C [[buffer(kSlotStatesC)]], device float* states_n [[buffer(kSlotStatesN)]],
+    device float* final_C [[buffer(kSlotFinalC)]], device float* final_n [[buffer(kSlotFinalN)]],
+    const device float* gates [[buffer(kSlotGates)]], const device float* chunks [[buffer(kSlotChunks)]],
+    constant MlstmParams& params [[buffer(kSlotParams)]], uint3 block [[threadgroup_position_in_grid]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]], uint lane_index [[thread_index_in_simdgroup]]) {
+  const uint head = block.z;
+  const uint row = block.y * kMlstmStateTile + simdgroup / 2 * kMlstmSimdColumns;
+  const uint column = block.x * kMlstmStateTile + simdgroup % 2 * kMlstmSimdColumns;
+  if (row >= params.DK || column >= params.DV) return;
+  const MlstmLane lane = mlstm_lane(lane_index);
+  const bool sums_n = column == 0;
+  const StatePlace place = {row + 4 * lane.row, column + 8 * lane.pair, params.DK, params.DV, sums_n && lane.pair == 0};
+
+  const ulong state_size = ulong(params.DK) * params.DV;
+  final_C += head * params.final_slots * state_size;
+  final_n += ulong(head) * params.final_slots * params.DK;
+  LaneState<T> state;
+  if (params.first_chunk != 0) {
+    state.load(final_C, final_n, place);
+  } else if ((params.flags & kMlstmInitialState) != 0) {
+    state.load(C0 + head * state_size, n0 + ulong(head) * params.DK, place);
+  } else {
+    state.clear();
+  }
+
+  const device T* head_k = first_token(k, params.k, params, head);
+  const device T* head_v = first_token(v, params.v, params, head);
+  const uint k_stride = uint(params.k.token);
+  const uint v_stride = uint(params.v.token);
+  for (uint c = 0; c < params.segment_chunks; ++c) {
+    if (c % params.save_every == 0) {
+      const ulong slot = ulong(head) * params.state_slots + c / params.save_every;
+      state.store(states_C + slot * state_size, states_n + slot * params.DK, place, sums_n);
+    }
+    const uint chunk = params.first_chunk + c;
+    const uint start = chunk * params.chunk_size;
+    const uint length = min(params.chunk_size, params.S - start);
+    const device T* chunk_k = head_k + int64_t(start) * params.k.token;
+    const device T* chunk_v = head_v + int64_t(start) * params.v.token;
+    const GateVectors<const device float*> chunk_gates = gate_vectors(gates, params, head, start);
+    state.scale(chunks[chunk_index(params, kChunkDecay, head) + chunk]);
+    uint token = 0;
+    for (; token + kBlock <= length; token += kBlock) {
+      state.template add<Tail::clamp>(chunk_k, k_stride, chunk_v, v_stride, chunk_gates, token, length, place, lane);
+    }
+    if (token < length) {
+      state.template add<Tail::zero>(chunk_k, k_stride, chunk_v, v_stride, chunk_gates, token, length, place, lane);
+    }
+  }
+  state.store(final_C, final_n, place, sums_n);
+}
+
+MARLIN_KERNELS_MLSTM_STATES(MARLIN_INSTANTIATE)
