@@ -234,15 +234,6 @@ def test_copy_on_write_activations(device):
     assert torch.equal(tmm.gemm(torch._lazy_clone(x), weight.b_packed, weight.scales, **weight.arguments), expected)
 
 
-def test_dequantize_leaves_rows_that_perm_leaves_out_at_zero(device):
-    weight = weight_of("uint4b8", device)
-    perm = torch.full((64,), -1, dtype=torch.int32, device=device)
-    perm[3] = 0
-    dense = tmm.dequantize(weight.b_packed, weight.scales, **weight.arguments, perm=perm)
-    assert torch.equal(dense[0], tmm.dequantize(weight.b_packed, weight.scales, **weight.arguments)[3])
-    assert not dense[1:].any()
-
-
 def test_a_repeated_index_of_perm_leaves_the_other_rows_at_zero():
     # On mps the rows that share an index race for it, which checked mode reports.
     weight = weight_of("uint4b8", "cpu")
