@@ -180,25 +180,46 @@ def test_a_perm_out_of_range_reads_and_writes_nothing(value):
     assert torch.equal(dense[rows], expected[rows])
 
 
+def run_process(script: str, **environment: str) -> subprocess.CompletedProcess:
+    """Runs Python that finds the package, and the device, imported."""
+    prefix = "" if sys.platform == "darwin" else "import softmetal\n"
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    return subprocess.run(
+        [sys.executable, "-c", f"{prefix}import torch, torch_marlin_metal as tmm\n{script}"],
+        env={**os.environ, "PYTHONPATH": path, **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+
 def test_plans_are_printed_once_on_request():
     script = (
-        "import torch, torch_marlin_metal as tmm\n"
         "w = torch.zeros(8, 24, dtype=torch.int32, device='mps')\n"
         "s = torch.ones(4, 24, device='mps')\n"
         "for _ in range(3): tmm.gemm(torch.ones(1, 64, device='mps'), w, s, weight_format='uint4b8', group_size=16)\n"
     )
-    prefix = "" if sys.platform == "darwin" else "import softmetal\n"
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
-        "TORCH_MARLIN_METAL_PRINT_PLAN": "1",
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", prefix + script], env=environment, capture_output=True, text=True, check=True
-    )
+    done = run_process(script, TORCH_MARLIN_METAL_PRINT_PLAN="1")
     lines = [line for line in done.stderr.splitlines() if line.startswith("torch_marlin_metal plan: ")]
     assert [line.split(": ")[1] for line in lines] == ["probe_half_subnormals", "gemv_uint4b8_float32"]
     assert "M=1 N=24 K=64 group_size=16" in lines[1]
+
+
+@software
+def test_a_kernel_that_does_not_compile_is_named_with_metals_message(tmp_path):
+    script = (
+        "import os\n"
+        f"os.environ.update(SOFTMETAL_CXX={str(tmp_path / 'compiler')!r}, SOFTMETAL_CACHE={str(tmp_path)!r})\n"
+        "w = torch.zeros(8, 1, dtype=torch.int32, device='mps')\n"
+        "try: tmm.awq_repack(w)\n"
+        "except RuntimeError as error: print(error)\n"
+    )
+    compiler = tmp_path / "compiler"
+    compiler.write_text("#!/bin/sh\necho the compiler is broken >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    done = run_process(script)
+    assert "torch_marlin_metal: repack.metal does not compile: " in done.stdout
+    assert "the compiler is broken" in done.stdout
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
