@@ -6,12 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torch_marlin_metal.convert.gptq import SYMMETRIC_WORDS
 from torch_marlin_metal.convert.layer import fit_groups
 from torch_marlin_metal.packed_weight import FLOAT_DTYPES, PackedWeight
 from torch_marlin_metal.repack import gptq_perm
-
-# qzeros of symmetric weights (zero point 8) as version 1 and version 2 store them; see gptq_unpack_zeros.
-SYMMETRIC_WORDS = {1: 0x77777777, 2: 0x88888888 - (1 << 32)}
 
 _ops = torch.ops.torch_marlin_metal
 

@@ -1,7 +1,10 @@
 """The command line: exit codes, JSON and errors of every command, on checkpoints that other programs wrote."""
 
 import json
+import os
+import resource
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -9,8 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from torch_marlin_metal import convert
+from torch_marlin_metal import convert, quantize_weight
 from torch_marlin_metal.cli.app import app
+from torch_marlin_metal.convert import writer
+from torch_marlin_metal.convert.shard_writer import ShardWriter
 
 DATA = Path(__file__).parents[1] / "data"
 GPTQ = DATA / "gptq/gptqmodel-asym-g64-v1"
@@ -79,8 +84,6 @@ def float_checkpoint(path: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(("weight_format", "method"), [("uint4b8", "rtn"), ("nvfp4", "mse")])
 def test_quantize_gives_what_quantize_weight_gives(tmp_path, weight_format, method):
-    from torch_marlin_metal import quantize_weight
-
     tensors = float_checkpoint(tmp_path / "floats")
     code, made = answer(
         "quantize", tmp_path / "floats", tmp_path / "out", "--weight-format", weight_format, "--method", method,
@@ -164,6 +167,78 @@ def test_inspect_knows_floats(tmp_path):
     code, found = answer("inspect", tmp_path / "floats")
     assert (code, found["format"], len(found["matrices"])) == (0, "floats", 7)
     assert "not quantized" in call("inspect", tmp_path / "floats")[1]
+
+
+def many_layers(path: Path) -> Path:
+    path.mkdir()
+    torch.manual_seed(0)
+    save_file({f"layers.{i}.weight": torch.randn(256, 512) for i in range(24)}, path / "model.safetensors")
+    (path / "config.json").write_text("{}")
+    return path
+
+
+QUANTIZE = ("--include", "*", "--shard-mb", "1")  # 24 layers of 69 kB, and a header of 262 kB in each file
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in path.iterdir()}
+
+
+@pytest.mark.parametrize("limit", [200_000, 700_000])
+def test_a_file_that_cannot_grow_further(tmp_path, limit):
+    """The operating system's own limit, in place of a full disk: a write that fails, or that is cut short."""
+    source = many_layers(tmp_path / "floats")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        code, out, err = call("quantize", source, tmp_path / "out", *QUANTIZE)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert (code, out) == (3, "")
+    assert err.startswith("error: ")
+    assert "model-00001.safetensors: " in err
+    assert "cannot be written (File too large)" in err
+    assert [file.name for file in tmp_path.iterdir()] == ["floats"]
+    assert call("quantize", source, tmp_path / "out", *QUANTIZE)[0] == 0
+
+
+@pytest.mark.parametrize("shard_mb", [1, 100])
+def test_ctrl_c_leaves_nothing_half_written_and_the_same_call_goes_on(tmp_path, monkeypatch, shard_mb):
+    source = many_layers(tmp_path / "floats")
+    arguments = ("--include", "*", "--shard-mb", shard_mb)
+    assert call("quantize", source, tmp_path / "whole", *arguments, "--sync")[0] == 0
+    original = ShardWriter.add
+
+    def add(self, name, *rest):
+        if name == "layers.9.scales":
+            signal.raise_signal(signal.SIGINT)
+        original(self, name, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ShardWriter, "add", add)
+        code, out, err = call("quantize", source, tmp_path / "out", *arguments)
+    assert (code, out, err) == (130, "", "interrupted\n")
+    partial = tmp_path / "out.partial"
+    assert partial.exists() == (shard_mb == 1)
+    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.rglob("*.tmp"))
+    for file in partial.glob("*.safetensors"):
+        load_file(file)
+    assert call("quantize", source, tmp_path / "out", *arguments)[0] == 0
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    assert not partial.exists()
+
+
+def test_a_shard_that_a_power_failure_cut_off_is_not_trusted(tmp_path, monkeypatch):
+    source = many_layers(tmp_path / "floats")
+    assert call("quantize", source, tmp_path / "whole", *QUANTIZE)[0] == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(writer, "_write_rest", lambda *_: signal.raise_signal(signal.SIGINT))
+        assert call("quantize", source, tmp_path / "out", *QUANTIZE)[0] == 130
+    first = tmp_path / "out.partial/model-00001.safetensors"
+    os.truncate(first, 1000)
+    assert call("quantize", source, tmp_path / "out", *QUANTIZE)[0] == 0
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
 def test_a_missing_package_is_one_error(monkeypatch):

@@ -199,3 +199,13 @@ def test_a_scale_that_is_not_finite_is_named(tmp_path) -> None:
     path = Writer(tmp_path / "m.gguf").add("w.weight", data, "Q4_0").write()
     with pytest.raises(convert.CheckpointError, match=r"m\.gguf: tensor 'w\.weight': scales: expected finite"):
         list(convert.read_layers(path))
+
+
+@pytest.mark.parametrize("type_name", ["Q4_0", "NVFP4"])
+def test_truncated_at_every_length(tmp_path, type_name) -> None:
+    whole = (Path(__file__).parents[1] / "data/gguf" / type_name / "model.gguf").read_bytes()
+    damaged = tmp_path / "model.gguf"
+    for length in (*range(0, 700), *range(700, len(whole), 499)):
+        damaged.write_bytes(whole[:length])
+        with pytest.raises(convert.CheckpointError, match=r"model\.gguf: "):
+            list(convert.read_layers(damaged))

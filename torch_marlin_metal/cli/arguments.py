@@ -37,3 +37,4 @@ Names = Annotated[GgufNames, typer.Option(help="Names of a GGUF file's tensors: 
 GptqVersion = Annotated[int | None, typer.Option(help="1 or 2, where a GPTQ checkpoint's settings are wrong about it.")]
 GptqZerosRule = Annotated[ZerosRule, typer.Option(help="How GPTQ version 1 zero points of raw value 15 are read.")]
 ShardSize = Annotated[int, typer.Option(min=1, help="Size in MB at which a file is closed and the next begun.")]
+Sync = Annotated[bool, typer.Option(help="Wait until all is on the disk before the destination gets its name.")]

@@ -30,6 +30,7 @@ def convert(
         int | None, typer.Option(help="1 or 2, for --format gptq: 2 can store a zero point of 0.")
     ] = None,
     shard_mb: arguments.ShardSize = 512,
+    sync: arguments.Sync = False,
     as_json: Json = False,
 ) -> int:
     """Converts a checkpoint without loss; the same call goes on after an interruption.
@@ -46,7 +47,7 @@ def convert(
         gguf_names=gguf_names.value,
     )
     options = {} if write_gptq_version is None else {"version": write_gptq_version}
-    write(reader, destination, as_json, target=to.value, max_shard_bytes=shard_mb * 10**6, **options)
+    write(reader, destination, as_json, target=to.value, max_shard_bytes=shard_mb * 10**6, sync=sync, **options)
     size = directory_bytes(destination)
     value = {"source": str(source), "destination": str(destination), "format": to.value}
     text = f"{destination}: {len(reader)} layers of {reader.format.title} as {to.value}, {human_bytes(size)}"

@@ -22,6 +22,7 @@ def quantize(
     exclude: Annotated[list[str] | None, typer.Option(help="Pattern of layers to leave; may be repeated.")] = None,
     allow_pickle: arguments.AllowPickle = False,
     shard_mb: arguments.ShardSize = 512,
+    sync: arguments.Sync = False,
     as_json: Json = False,
 ) -> int:
     """Quantizes a checkpoint of floats to 4 bit, one layer at a time; the same call goes on after an interruption."""
@@ -34,7 +35,7 @@ def quantize(
         exclude=exclude or (),
         allow_pickle=allow_pickle,
     )
-    write(reader, destination, as_json, max_shard_bytes=shard_mb * 10**6)
+    write(reader, destination, as_json, max_shard_bytes=shard_mb * 10**6, sync=sync)
     size = directory_bytes(destination)
     value = {"source": str(source), "destination": str(destination), "weight_format": weight_format, "method": method}
     text = f"{destination}: {len(reader)} layers in {weight_format} by {method}, {human_bytes(size)}"

@@ -65,7 +65,7 @@ def _read(layer: Layer, settings: Settings, options: Options) -> PackedWeight:
     perm = permutation(layer, "weight_g_idx", g_idx, group_size)
     words_of_ours = as_words(layer.read("weight_packed"))
     return PackedWeight(
-        b_packed=torch.ops.torch_marlin_metal.gptq_repack(words_of_ours, perm=perm),
+        b_packed=words_of_ours if perm is None else torch.ops.torch_marlin_metal.gptq_repack(words_of_ours, perm=perm),
         scales=fitted[1][0].contiguous(),
         weight_format="uint4b8" if zeros is None else "uint4",
         group_size=fitted[0],

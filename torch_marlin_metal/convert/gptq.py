@@ -18,6 +18,8 @@ from torch_marlin_metal.packed_weight import PackedWeight
 
 VERSIONS = {"": 1, "gptq": 1, "gptq_v2": 2}
 SYMMETRIC_ZERO = 8
+# A word of qzeros whose eight zero points are all 8, as each version stores it.
+SYMMETRIC_WORDS = {1: 0x77777777, 2: 0x88888888 - (1 << 32)}
 
 
 def _implied(checkpoint: Checkpoint) -> bool:
@@ -114,6 +116,8 @@ def _read_zeros(layer: Layer, settings: Settings, options: Options, version: int
         return None
     layer.expect("qzeros", ("I32",), G, -(-N // 8))
     qzeros = layer.read("qzeros")
+    if constant(qzeros, SYMMETRIC_WORDS[version]):
+        return None
     raw: Tensor = torch.ops.torch_marlin_metal.gptq_unpack_zeros(qzeros, checkpoint_version=2)
     if settings.flag("sym"):
         _check_version(layer, raw[:, :N], version)

@@ -5,9 +5,9 @@ when the shard is full. A shard gets its name only then: a file under its final 
 """
 
 import json
-import os
+from io import RawIOBase
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -39,7 +39,11 @@ class ShardWriter:
         self._entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         self._size = 0
         self._header_size = 64
-        self._stream: BinaryIO = self._partial.open("wb")
+        try:
+            # Unbuffered: a failure to write must not come back when the stream is closed.
+            self._stream: RawIOBase = cast(RawIOBase, self._partial.open("wb", buffering=0))
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: cannot be written ({error.strerror})") from error
         self._stream.seek(8 + HEADER_BYTES)
 
     @property
@@ -70,7 +74,7 @@ class ShardWriter:
         self._header_size += _entry_bytes(name)
         try:
             if nbytes:
-                self._stream.write(held.reshape(-1).view(torch.uint8).numpy().data)
+                self._write(held.reshape(-1).view(torch.uint8).numpy().data)
         except OSError as error:
             self.discard()
             raise CheckpointError(f"{self.path}: tensor {name!r}: cannot be written ({error.strerror})") from error
@@ -87,14 +91,16 @@ class ShardWriter:
             )
         try:
             self._stream.seek(0)
-            self._stream.write(HEADER_BYTES.to_bytes(8, "little") + text)
-            self._stream.flush()
-            os.fsync(self._stream.fileno())
+            self._write(memoryview(HEADER_BYTES.to_bytes(8, "little") + text))
             self._stream.close()
             self._partial.replace(self.path)
         except OSError as error:
             self.discard()
             raise CheckpointError(f"{self.path}: cannot be written ({error.strerror})") from error
+
+    def _write(self, data: memoryview) -> None:
+        while data:
+            data = data[self._stream.write(data) or 0 :]
 
     def discard(self) -> None:
         """Removes what has been written."""

@@ -47,6 +47,7 @@ def write_checkpoint(
     *,
     target: str = "native",
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    sync: bool = False,
     progress: Progress | None = None,
     **options: Any,
 ) -> Path:
@@ -58,6 +59,8 @@ def write_checkpoint(
         destination: the directory to make; it must not exist.
         target: "native", or one of `EXPORTERS`.
         max_shard_bytes: a shard is closed when the next layer would make it larger.
+        sync: wait until every file is on the disk before the destination gets its name; otherwise, as with `cp`, a
+            power failure shortly afterwards may damage it.
         progress: called with (name, position, count) after each layer and each other tensor.
         **options: the exporter's: `version` (1 or 2) for "gptq".
 
@@ -84,9 +87,22 @@ def write_checkpoint(
     exporter = TARGETS[target](**(options | journal["exporter"]))
     _write_shards(reader, exporter, work, journal, max_shard_bytes, progress)
     _write_rest(reader, exporter, work, journal)
+    if sync:
+        for path in (*work.iterdir(), work):
+            _sync(path)
     work.replace(destination)
     (destination / JOURNAL).unlink()
     return destination
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be written ({error.strerror})") from error
+    finally:
+        os.close(descriptor)
 
 
 def _identity(reader: CheckpointReader, max_shard_bytes: int) -> dict[str, Any]:
@@ -105,7 +121,7 @@ def _open_journal(work: Path, identity: dict[str, Any]) -> dict[str, Any]:
             journal = json.loads((work / JOURNAL).read_text())
         except ValueError:
             journal = {}
-        if journal.get("identity") == json.loads(json.dumps(identity)):
+        if journal.get("identity") == json.loads(json.dumps(identity)) and _complete(work, journal):
             return dict(journal)
         shutil.rmtree(work)
     staging = work.with_name(work.name + ".new")  # a partial directory without a journal must never be seen
@@ -114,6 +130,12 @@ def _open_journal(work: Path, identity: dict[str, Any]) -> dict[str, Any]:
     _write_json(staging / JOURNAL, fresh)
     staging.replace(work)
     return fresh
+
+
+def _complete(work: Path, journal: dict[str, Any]) -> bool:
+    """Whether the shards are as long as they were: after a power failure files may be shorter than what was written."""
+    files = [(work / shard["file"], shard["bytes"]) for shard in journal["shards"]]
+    return all(file.exists() and file.stat().st_size == size for file, size in files)
 
 
 def _write_json(file: Path, value: Any) -> None:
@@ -160,7 +182,8 @@ def _write_shards(
     def close() -> None:
         if shard is not None:
             shard.finish()
-            journal["shards"].append({"file": shard.path.name, "tensors": shard.names})
+            entry = {"file": shard.path.name, "bytes": shard.path.stat().st_size, "tensors": shard.names}
+            journal["shards"].append(entry)
             # The exporter may have seen one layer more than is written; it will see that one again.
             journal["exporter"], journal["items"] = asdict(cast(Any, exporter)), done
             _write_json(work / JOURNAL, journal)

@@ -1,0 +1,212 @@
+"""Converts a large synthetic checkpoint: throughput against `cp`, peak memory, and kills at random points.
+
+    python benchmarks/convert_checkpoint.py --gigabytes 2 --kills 50
+
+Every conversion is a process of its own. `cp` copies the same files on the same disk in the same run, in turns with the
+conversions; both end when the data is with the operating system, not on the disk. Peak memory includes Python's and
+torch's own, some 220 MB.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from safetensors.torch import save_file
+
+ROOT = Path(__file__).parents[1]
+SHARD_LAYERS = 24
+LAYOUTS = ("gptq", "gptq-act-order", "awq", "compressed-tensors")
+CODES_PER_WORD, GROUP = 8, 128
+
+
+def layer_tensors(layout: str, K: int, N: int, seed: int) -> dict[str, torch.Tensor]:
+    """Random 4-bit words; what they mean does not matter here, their sizes do."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def words(*shape: int) -> torch.Tensor:
+        return torch.randint(-(2**31), 2**31 - 1, shape, dtype=torch.int32, generator=generator)
+
+    scales = torch.rand(K // GROUP, N, generator=generator).half()
+    if layout == "compressed-tensors":
+        shape = torch.tensor([N, K])
+        packed = words(N, K // CODES_PER_WORD)
+        return {"weight_packed": packed, "weight_scale": scales.t().contiguous(), "weight_shape": shape}
+    if layout == "awq":
+        packed, zeros = words(K, N // CODES_PER_WORD), words(K // GROUP, N // CODES_PER_WORD)
+        return {"qweight": packed, "qzeros": zeros, "scales": scales}
+    groups = torch.arange(K, dtype=torch.int32) // GROUP
+    if layout == "gptq-act-order":
+        groups = groups[torch.randperm(K, generator=generator)]
+    zeros = torch.full((K // GROUP, N // CODES_PER_WORD), 0x77777777, dtype=torch.int32)
+    return {"qweight": words(K // CODES_PER_WORD, N), "qzeros": zeros, "scales": scales, "g_idx": groups}
+
+
+def make_checkpoint(path: Path, layout: str, total: int, K: int, N: int) -> int:
+    """Writes shards until `total` bytes are there; returns the bytes."""
+    path.mkdir(parents=True)
+    settings = {"quant_method": layout.partition("-act")[0], "bits": 4, "group_size": GROUP}
+    settings |= {"sym": True, "desc_act": "act-order" in layout} if "gptq" in layout else {}
+    weights = {"num_bits": 4, "group_size": GROUP}
+    settings |= {"config_groups": {"group_0": {"weights": weights}}} if layout == "compressed-tensors" else {}
+    (path / "config.json").write_text(json.dumps({"quantization_config": settings}))
+    places: dict[str, str] = {}
+    size = shard = 0
+    while size < total:
+        shard += 1
+        tensors = {f"norm.{shard}.weight": torch.ones(K)}
+        for i in range(SHARD_LAYERS):
+            made = layer_tensors(layout, K, N, 1000 * shard + i)
+            tensors |= {f"layers.{shard}.{i}.{role}": tensor for role, tensor in made.items()}
+        file = f"model-{shard:05d}.safetensors"
+        save_file(tensors, path / file)
+        places |= dict.fromkeys(tensors, file)
+        size += (path / file).stat().st_size
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    return size
+
+
+def start(source: Path, destination: Path, shard_mb: int) -> "subprocess.Popen[bytes]":
+    command = [sys.executable, "-m", "torch_marlin_metal", "convert", str(source), str(destination)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen([*command, "--shard-mb", str(shard_mb)], env=environment, stdout=subprocess.DEVNULL)
+
+
+def convert(source: Path, destination: Path, shard_mb: int) -> tuple[float, float, int]:
+    """Returns the seconds of the process, those of the conversion in it, and the peak resident size in bytes."""
+    began = time.perf_counter()
+    command = [sys.executable, __file__, "--measure", str(source), str(destination), "--shard-mb", str(shard_mb)]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    seconds = time.perf_counter() - began
+    if done.returncode:
+        sys.exit(f"the conversion failed: {done.stderr}")
+    inside, peak = json.loads(done.stdout)
+    return seconds, inside, peak
+
+
+def measure(source: Path, destination: Path, shard_mb: int) -> None:
+    """What the child does: the conversion as the command line does it, without a progress bar."""
+    from torch_marlin_metal.convert import open_reader, write_checkpoint
+
+    began = time.perf_counter()
+    write_checkpoint(open_reader(source), destination, max_shard_bytes=shard_mb * 10**6)
+    seconds = time.perf_counter() - began
+    # Not ru_maxrss of a child seen from outside: that starts with the size of the process that forked it.
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    if Path("/proc/self/status").exists():
+        status = Path("/proc/self/status").read_text()
+        peak = 1024 * int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM")))
+    print(json.dumps([seconds, peak]))
+
+
+def digest(path: Path) -> dict[str, str]:
+    """SHA-256 of every file."""
+    found = {}
+    for file in sorted(path.iterdir()):
+        with file.open("rb") as stream:
+            found[file.name] = hashlib.file_digest(stream, "sha256").hexdigest()
+    return found
+
+
+def kill_and_resume(source: Path, work: Path, shard_mb: int, kills: int, seconds: float, seed: int) -> tuple[int, int]:
+    """Kills conversions at random points until there were `kills`; returns kills and runs that found shards to keep."""
+    convert(source, work / "whole", shard_mb)
+    expected = digest(work / "whole")
+    shutil.rmtree(work / "whole")
+    rng = random.Random(seed)
+    done = resumed = 0
+    while done < kills:
+        destination = work / "killed"
+        while not destination.exists():
+            resumed += any((work / "killed.partial").glob("model-*.safetensors"))
+            child = start(source, destination, shard_mb)
+            try:
+                child.wait(rng.uniform(0, seconds))
+            except subprocess.TimeoutExpired:
+                child.send_signal(signal.SIGKILL)
+                child.wait()
+                done += 1
+            else:
+                if child.returncode:
+                    sys.exit(f"a resumed conversion failed with status {child.returncode}")
+        if (destination / ".torch_marlin_metal.json").exists():  # killed between the last two steps
+            convert(source, destination, shard_mb)
+        if digest(destination) != expected:
+            sys.exit(f"after {done} kills the result differs from that of one run")
+        leftovers = sorted(file.name for file in work.iterdir() if file.name.startswith(("killed.", ".killed")))
+        if leftovers:
+            sys.exit(f"left behind: {leftovers}")
+        shutil.rmtree(destination)
+    return done, resumed
+
+
+def compare(source: Path, work: Path, shard_mb: int, rounds: int) -> tuple[dict[str, float], int]:
+    """Returns the median seconds of interleaved rounds, and the peak resident size."""
+    runs: dict[str, list[float]] = {"cp": [], "process": [], "conversion": []}
+    peak = 0
+    for _ in range(rounds):
+        began = time.perf_counter()
+        subprocess.run(["cp", "-r", source, work / "copy"], check=True)
+        runs["cp"].append(time.perf_counter() - began)
+        shutil.rmtree(work / "copy")
+        os.sync()
+        process, conversion, resident = convert(source, work / "converted", shard_mb)
+        runs["process"].append(process)
+        runs["conversion"].append(conversion)
+        peak = max(peak, resident)
+        shutil.rmtree(work / "converted")
+        os.sync()
+    return {name: statistics.median(values) for name, values in runs.items()}, peak
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gigabytes", type=float, default=2.0)
+    parser.add_argument("--layouts", nargs="+", default=["gptq"], choices=LAYOUTS)
+    parser.add_argument("--rounds", type=int, default=3, help="interleaved rounds of cp and convert; medians are shown")
+    parser.add_argument("--kills", type=int, default=0, help="SIGKILLs in all, at random points")
+    parser.add_argument("--kn", type=int, nargs=2, default=[4096, 8192], help="K and N of the layers")
+    parser.add_argument("--shard-mb", type=int, default=512)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--directory", type=Path, help="where to work; a temporary directory otherwise")
+    parser.add_argument("--measure", type=Path, nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.measure:
+        measure(*options.measure, options.shard_mb)
+        return
+    headings = ("layout", "GB", "cp", "conversion", "throughput", "with start", "peak RSS", "kills, resumed, equal")
+    table = Table(*headings, caption="throughput: of the conversion, in cp's; with start: Python's and torch's too")
+    with tempfile.TemporaryDirectory(dir=options.directory) as folder:
+        for layout in options.layouts:
+            work = Path(folder) / layout
+            source = work / "source"
+            size = make_checkpoint(source, layout, int(options.gigabytes * 1e9), *options.kn)
+            os.sync()
+            seconds, peak = compare(source, work, options.shard_mb, options.rounds)
+            kills = "not tried"
+            if options.kills:
+                limit = 1.2 * seconds["process"]
+                done, resumed = kill_and_resume(source, work, options.shard_mb, options.kills, limit, options.seed)
+                kills = f"{done}, {resumed}, yes"
+            row = [layout, f"{size / 1e9:.2f}", f"{seconds['cp']:.2f} s", f"{seconds['conversion']:.2f} s"]
+            row += [f"{seconds['cp'] / seconds['conversion']:.2f}", f"{seconds['process']:.2f} s"]
+            table.add_row(*row, f"{peak / 1e6:.0f} MB", kills)
+            shutil.rmtree(work)
+    Console(width=120).print(table)
+
+
+if __name__ == "__main__":
+    main()
