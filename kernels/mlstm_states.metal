@@ -21,7 +21,7 @@ struct StatePlace {
 template <typename T>
 struct LaneState {
   Fragment C[kFragments][kFragments];
-  float n[kFragments];  // the lane's share: the sum over the lanes of a row is n
+  float n[kFragments];  // the lane's share within a chunk; between chunks all of it is the first lane's of a row
 
   MARLIN_INLINE void clear() {
     MARLIN_UNROLL for (uint r = 0; r < kFragments; ++r) {
@@ -32,22 +32,25 @@ struct LaneState {
     }
   }
 
+  // What does not exist is zero: another lane may be writing what a clamped place would read.
   MARLIN_INLINE void load(const device float* C_source, const device float* n_source, StatePlace place) {
     MARLIN_UNROLL for (uint r = 0; r < kFragments; ++r) {
-      const uint row = min(place.row + r, place.DK - 1);
-      LaneColumns<float> columns;
-      columns.template load<Tail::clamp>(C_source, row * place.DV, place.column, place.DV, true, vector_columns);
-      MARLIN_UNROLL for (uint c = 0; c < kFragments; ++c) C[r][c] = columns.fragment(c);
-      n[r] = place.owns_n ? n_source[row] : 0.0f;
+      const uint row = place.row + r;
+      const bool exists = row < place.DK;
+      MARLIN_UNROLL for (uint part = 0; part < 2; ++part) {
+        const float4 x =
+            load4<Tail::zero>(C_source, row * place.DV, place.column + 4 * part, exists ? place.DV : 0, vector_columns);
+        MARLIN_UNROLL for (uint i = 0; i < 4; ++i) C[r][2 * part + i / 2].thread_elements()[i % 2] = x[i];
+      }
+      n[r] = place.owns_n && exists ? n_source[row] : 0.0f;
     }
   }
 
-  MARLIN_INLINE void store(device float* C_target, device float* n_target, StatePlace place, bool sums_n) const {
+  MARLIN_INLINE void store(device float* C_target, device float* n_target, StatePlace place) const {
     MARLIN_UNROLL for (uint r = 0; r < kFragments; ++r) {
       const uint row = place.row + r;
-      const float whole = sums_n ? row_sum(n[r]) : 0.0f;
       if (row >= place.DK) continue;
-      if (place.owns_n) n_target[row] = whole;
+      if (place.owns_n) n_target[row] = n[r];
       MARLIN_UNROLL for (uint part = 0; part < 2; ++part) {
         float4 x;
         MARLIN_UNROLL for (uint i = 0; i < 4; ++i) {
@@ -55,6 +58,13 @@ struct LaneState {
         }
         store4(C_target, row * place.DV, place.column + 4 * part, place.DV, vector_columns, x);
       }
+    }
+  }
+
+  MARLIN_INLINE void gather_n(bool owns_n) {
+    MARLIN_UNROLL for (uint r = 0; r < kFragments; ++r) {
+      const float whole = row_sum(n[r]);
+      n[r] = owns_n ? whole : 0.0f;
     }
   }
 
@@ -140,7 +150,7 @@ template <typename T>
   for (uint c = 0; c < params.segment_chunks; ++c) {
     if (c % params.save_every == 0) {
       const ulong slot = ulong(head) * params.state_slots + c / params.save_every;
-      state.store(states_C + slot * state_size, states_n + slot * params.DK, place, sums_n);
+      state.store(states_C + slot * state_size, states_n + slot * params.DK, place);
     }
     const uint chunk = params.first_chunk + c;
     const uint start = chunk * params.chunk_size;
@@ -156,8 +166,9 @@ template <typename T>
     if (token < length) {
       state.template add<Tail::zero>(chunk_k, k_stride, chunk_v, v_stride, chunk_gates, token, length, place, lane);
     }
+    if (sums_n) state.gather_n(place.owns_n);
   }
-  state.store(final_C, final_n, place, sums_n);
+  state.store(final_C, final_n, place);
 }
 
 MARLIN_KERNELS_MLSTM_STATES(MARLIN_INSTANTIATE)

@@ -22,6 +22,14 @@ int main() {
   NUMBER(kSlotOut)
   NUMBER(kSlotPartials)
   NUMBER(kSlotParams)
+  NUMBER(kSlotCount)
+#define MLSTM_NUMBERS(X)                                                                                        \
+  X(kSlotQ) X(kSlotK) X(kSlotV) X(kSlotI) X(kSlotF) X(kSlotC0) X(kSlotN0) X(kSlotM0) X(kSlotH) X(kSlotOutN)      \
+  X(kSlotOutM) X(kSlotStatesC) X(kSlotStatesN) X(kSlotStatesM) X(kSlotFinalC) X(kSlotFinalN) X(kSlotFinalM)      \
+  X(kSlotGates) X(kSlotChunks) X(kGateVectorCount) X(kChunkVectorCount) X(kMlstmInitialState) X(kMlstmGivenM)    \
+  X(kMlstmForOutput) X(kMlstmBlock) X(kMlstmSimdColumns) X(kMlstmStateTile) X(kMlstmStateThreads)                \
+  X(kMlstmMaxSimdgroups) X(kMlstmGateSimdgroups) X(kMlstmStepColumns) X(kMlstmStepMaxSimdgroups)
+  MLSTM_NUMBERS(NUMBER)
   NUMBER(kElementwiseWidth)
   NUMBER(kElementwiseHeight)
   NUMBER(kGemvColumns)
@@ -50,7 +58,16 @@ int main() {
   FIELD(RepackParams, rows)
   FIELD(RepackParams, columns)
   FIELD(RepackParams, stored_zeros)
-  std::printf("\"end\": %zu}}, \"constants\": [", sizeof(RepackParams));
+  std::printf("\"end\": %zu}, \"MlstmParams\": {", sizeof(RepackParams));
+#define MLSTM_FIELDS(X, type)                                                                                       \
+  X(type, q.batch) X(type, q.head) X(type, q.token) X(type, k.batch) X(type, k.head) X(type, k.token)                \
+  X(type, v.batch) X(type, v.head) X(type, v.token) X(type, i.batch) X(type, i.head) X(type, i.token)                \
+  X(type, f.batch) X(type, f.head) X(type, f.token) X(type, heads) X(type, heads_per_batch) X(type, S) X(type, DK)   \
+  X(type, DV) X(type, chunk_size) X(type, chunks) X(type, first_chunk) X(type, segment_chunks) X(type, save_every)   \
+  X(type, state_slots) X(type, final_slots) X(type, gate_stride) X(type, gate_type) X(type, flags) X(type, scale)    \
+  X(type, eps)
+  MLSTM_FIELDS(FIELD, MlstmParams)
+  std::printf("\"end\": %zu}}, \"constants\": [", sizeof(MlstmParams));
 #define CONSTANT(index, type, shader_name, name) std::printf("\"%s\", ", #shader_name);
   MARLIN_FUNCTION_CONSTANTS(CONSTANT)
   std::printf("\"\"], \"element_types\": {");
@@ -79,5 +96,11 @@ int main() {
     std::printf("\"%s\": [0, %u, %u], ", std::string(name(type)).c_str(), tile_threadgroup_bytes(type, 1),
                 tile_threadgroup_bytes(type, 2));
   }
-  std::printf("\"end\": []}}\n");
+  std::printf("\"end\": []}, \"mlstm_output_bytes\": {");
+  for (uint32_t size : {16U, 32U, 64U, 128U, 256U})
+    std::printf("\"%u\": %u, ", size, mlstm_output_bytes(size));
+  std::printf("\"end\": 0}, \"mlstm_step_bytes\": [0");
+  for (uint32_t simdgroups = 1; simdgroups <= kMlstmStepMaxSimdgroups; ++simdgroups)
+    std::printf(", %u", mlstm_step_bytes(simdgroups));
+  std::printf("]}\n");
 }

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import struct as struct_module
 import subprocess
 import tempfile
 from collections.abc import Mapping
@@ -43,13 +44,13 @@ def element_type(dtype: torch.dtype | None) -> int:
     return facts()["element_types"][ELEMENT_NAMES[dtype]] if dtype is not None else 0
 
 
-def parameters(struct: str, **fields: int) -> bytes:
-    """A parameter struct's bytes, by the offsets that the compiler gave its fields."""
+def parameters(struct: str, **fields: float) -> bytes:
+    """A parameter struct's bytes, by the offsets that the compiler gave its fields. Strides have 64 bits."""
     layout = facts()["structs"][struct]
     data = bytearray(layout["end"])
     for name, value in fields.items():
-        size = 8 if name == "a_row_stride" else 4
-        data[layout[name] : layout[name] + size] = value.to_bytes(size, "little", signed=size == 8)
+        code = "f" if isinstance(value, float) else "q" if name == "a_row_stride" or "." in name else "I"
+        struct_module.pack_into(f"<{code}", data, layout[name], value)
     return bytes(data)
 
 
@@ -140,7 +141,8 @@ def launch(
     typed = tuple(sorted(values.items()))
     handle = _specialise(kernel, weight_format, element, typed, checked)
     declared = facts()["kernels"][kernel][2]
-    bound: dict[int, Buffer | bytes] = {i: absent() for i in range(number("kSlotParams")) if declared >> i & 1}
+    slots = (i for i in range(number("kSlotCount")) if i != number("kSlotParams"))
+    bound: dict[int, Buffer | bytes] = {i: absent() for i in slots if declared >> i & 1}
     bound |= {number(f"kSlot{name}"): buffer for name, buffer in buffers.items()}
     assert all(declared >> slot & 1 for slot in bound), f"{kernel} does not declare one of {sorted(buffers)}"
     memory = {0: threadgroup_bytes} if threadgroup_bytes else None

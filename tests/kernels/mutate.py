@@ -50,7 +50,7 @@ class Mutant:
         return text[: self.start] + self.replacement + text[self.end :]
 
 
-BARRIER = re.compile(r"threadgroup_barrier\(mem_flags::mem_threadgroup\);")
+BARRIER = re.compile(r"threadgroup_barrier\(mem_flags::(mem_threadgroup|mem_device)\);")
 COMPARISON = re.compile(r"(?<=[\w)\]]) (<=|>=|<|>) (?=[\w(])")
 # Limits that the compiler knows are no bounds: loops over them are unrolled and cannot run past a tensor.
 CONSTANT_LIMIT = re.compile(r"\s*(TileSums<|(k[A-Z]\w*|\d+\w*)( / k[A-Z]\w*)?\s*$)")
@@ -95,7 +95,7 @@ def mutants(file: str, text: str) -> Iterator[Mutant]:
 
     for m in BARRIER.finditer(code):
         yield mutant("barrier removed", *m.span(), ";")
-        yield mutant("barrier weakened", *m.span(), "simdgroup_barrier(mem_flags::mem_threadgroup);")
+        yield mutant("barrier weakened", *m.span(), f"simdgroup_barrier(mem_flags::{m[1]});")
         yield mutant("barrier without flag", *m.span(), "threadgroup_barrier(mem_flags::mem_none);")
     for m in COMPARISON.finditer(code):
         left = _operand(code, m.start() - 1, -1) + 1
@@ -163,7 +163,7 @@ def main() -> int:
     parser.add_argument("--file", help="only this file of kernels/")
     parser.add_argument("--list", action="store_true", help="print the mutants and stop")
     options = parser.parse_args()
-    shared_with_host = ("params.h", "variants.h")  # no code that runs on the GPU
+    shared_with_host = ("params.h", "mlstm_params.h", "variants.h")  # no code that runs on the GPU
     files = sorted(p for p in KERNELS.iterdir() if p.suffix in (".h", ".metal") and p.name not in shared_with_host)
     chosen = [m for p in files if options.file in (None, p.name) for m in mutants(p.name, p.read_text())]
     if options.list:

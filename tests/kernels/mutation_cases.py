@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterator
 from functools import partial
 
+import mlstm_problems as mlstm
+import test_kernel_mlstm
 import test_kernel_repack as repack
 import test_kernel_values as values
 import torch
@@ -76,6 +78,48 @@ def _perm_cases() -> Iterator[Case]:
         yield f"{kernel} perm", partial(values.test_perm_beyond_range, kernel)
 
 
+def _mlstm(p: mlstm.Sequence, **options: int) -> Case:
+    name = f"mlstm {p.regime} {p.S} by {p.chunk_size} {p.DK}x{p.DV}"
+    return name, lambda: mlstm.check_close(p, mlstm.run(p, **options), mlstm.reference(mlstm.make_inputs(p)))
+
+
+def _many_chunks() -> None:
+    """More chunks than a simdgroup has lanes, and just as many: the gates alone."""
+    for S in (528, 512):
+        p = mlstm.Sequence(S=S, DK=1, DV=1, chunk_size=16, H=1, m0=1.0)
+        got, exact = mlstm.Run(p, mlstm.make_inputs(p), {}), mlstm.reference(mlstm.make_inputs(p))
+        got.gates(simdgroups=3)
+        assert abs(got.read("OutM") - exact.M).max() < 2e-5
+        assert abs(got.read("StatesM") - exact.m[:, :, ::16]).max() < 2e-5
+
+
+def _mlstm_cases() -> Iterator[Case]:
+    # Tails on all sides with single elements; then with vectors; then none.
+    yield _mlstm(mlstm.Sequence(S=77, DK=33, DV=38, chunk_size=64, offset=1), simdgroups=1, segment=1)
+    yield _mlstm(mlstm.Sequence(S=84, DK=72, DV=96, chunk_size=32, m0=2.0), simdgroups=4, gate_simdgroups=3, segment=2)
+    yield _mlstm(mlstm.Sequence(S=128, DK=32, DV=64, chunk_size=64, regime="strong"))
+    yield _mlstm(mlstm.Sequence(S=128, DK=8, DV=8, chunk_size=128, regime="remembering"), simdgroups=1)
+    yield _mlstm(mlstm.Sequence(S=35, DK=8, DV=8, chunk_size=16, regime="kept"), simdgroups=1)
+    yield "mlstm work", test_kernel_mlstm.test_work
+    yield "mlstm values", partial(test_kernel_mlstm.test_value_that_is_not_finite, "v", float("nan"))
+
+
+def _mlstm_gates_cases() -> Iterator[Case]:
+    yield from list(_mlstm_cases())[:2]
+    yield "mlstm gates of many chunks", _many_chunks
+
+
+def _mlstm_step_cases() -> Iterator[Case]:
+    for DK, DV, offset, simdgroups in ((33, 130, 1, 4), (32, 128, 0, 4), (8, 260, 0, 1)):
+        name = f"mlstm step {DK}x{DV}"
+        yield name, partial(test_kernel_mlstm.test_step, FLOAT, DK, DV, offset, simdgroups)
+
+
+def _mlstm_all() -> Iterator[Case]:
+    yield from _mlstm_cases()
+    yield from _mlstm_step_cases()
+
+
 def cases_of(file: str) -> Iterator[Case]:
     """The cases for one file; all of them where the file is part of several kernels, or for ''."""
     own = {
@@ -87,6 +131,11 @@ def cases_of(file: str) -> Iterator[Case]:
         "tile.h": _staged_cases,
         "fragment.h": _staged_cases,
         "activations.h": _perm_cases,
+        "mlstm.h": _mlstm_all,
+        "mlstm_gates.metal": _mlstm_gates_cases,
+        "mlstm_states.metal": _mlstm_cases,
+        "mlstm_output.metal": _mlstm_cases,
+        "mlstm_step.metal": _mlstm_step_cases,
     }
     for make in [own[file]] if file in own else dict.fromkeys(own.values()):
         yield from make()

@@ -1,0 +1,284 @@
+"""One mLSTM sequence: inputs, exact result and tolerances, and its way through the kernels."""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlstm_reference
+import numpy as np
+import torch
+from kernel_launch import (
+    ELEMENT_NAMES,
+    Counters,
+    Guarded,
+    element_type,
+    facts,
+    launch,
+    number,
+    parameters,
+    place,
+    place_output,
+)
+
+EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class Gates:
+    """Pre-activations: offset + spread * N(0, 1). well: whether the denominator is well conditioned."""
+
+    f: float
+    i: float
+    spread: float
+    well: bool = True
+
+
+REGIMES = {
+    "plain": Gates(0, 0, 1),
+    "remembering": Gates(3, 0, 1),
+    "small": Gates(5, -10, 1),
+    "forgetting": Gates(-8, 0, 3),
+    "strong": Gates(-120, 0, 1),
+    "kept": Gates(50, 0, 1),
+    "tiny": Gates(3, -20, 1),
+    "large": Gates(0, 8, 3, well=False),
+    "huge": Gates(3, 20, 1, well=False),
+    "nothing": Gates(0, -1e4, 0),
+}
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """What is computed, and how its tensors lie in memory."""
+
+    S: int
+    DK: int
+    DV: int
+    chunk_size: int
+    B: int = 1
+    H: int = 2
+    dtype: torch.dtype = torch.float32
+    gate_dtype: torch.dtype = torch.float32
+    regime: str = "plain"
+    m0: float | None = None  # of the initial state; None: there is none
+    # Memory order [B, S, H, D] in place of [B, H, S, D]; elements off alignment, and added to each row.
+    tokens_first: bool = False
+    offset: int = 0
+    gap: int = 0
+    vectors: bool = True  # whether loads may be vectors where the tensors allow it
+    seed: int = 0
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.S // self.chunk_size)
+
+    @property
+    def heads(self) -> int:
+        return self.B * self.H
+
+
+Inputs = dict[str, torch.Tensor]
+
+
+@functools.lru_cache(maxsize=16)
+def make_inputs(p: Sequence) -> Mapping[str, torch.Tensor]:
+    rng = np.random.default_rng([p.seed, p.S, p.DK, p.DV])
+    gates = REGIMES[p.regime]
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.from_numpy(rng.standard_normal(shape))
+
+    inputs = {name: normal(p.B, p.H, p.S, D).to(p.dtype) for name, D in (("q", p.DK), ("k", p.DK), ("v", p.DV))}
+    inputs["i"] = (gates.i + gates.spread * normal(p.B, p.H, p.S)).to(p.gate_dtype)
+    inputs["f"] = (gates.f + gates.spread * normal(p.B, p.H, p.S)).to(p.gate_dtype)
+    if p.m0 is not None:
+        inputs["C0"] = normal(p.B, p.H, p.DK, p.DV).float()
+        inputs["n0"] = normal(p.B, p.H, p.DK).float()
+        inputs["m0"] = torch.full((p.B, p.H), p.m0)
+    return inputs
+
+
+def reference(inputs: Mapping[str, torch.Tensor]) -> mlstm_reference.Result:
+    return mlstm_reference.recurrence(**{name: x.double().numpy() for name, x in inputs.items()}, eps=EPS)
+
+
+def _place_tokens(p: Sequence, tensor: torch.Tensor) -> tuple[Guarded, dict[str, int]]:
+    """In the problem's memory order; with the strides of batch, head and token."""
+    D = tensor.shape[3] if tensor.dim() == 4 else 1
+    step = D + p.gap
+    shaped = tensor.reshape(p.B, p.H, -1, D)
+    tokens = shaped.shape[2]
+    rows = (shaped.transpose(1, 2) if p.tokens_first else shaped).reshape(-1, D)
+    buffer = place(rows, offset=p.offset, row_stride=step)
+    head, token = (step, p.H * step) if p.tokens_first else (tokens * step, step)
+    return buffer, {"batch": p.H * tokens * step, "head": head, "token": token}
+
+
+@dataclass
+class Run:
+    """The kernels' buffers and parameters; each method is one dispatch and keeps its counters."""
+
+    p: Sequence
+    inputs: Mapping[str, torch.Tensor]
+    options: dict[str, Any]  # of `launch`
+    save_every: int = 1
+    segment: int = 0  # chunks of a segment; 0: all
+    counters: dict[str, Counters] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        p = self.p
+        self.segment = self.segment or p.chunks
+        self.slots = self.segment // self.save_every + (self.segment == p.chunks)
+        self.stride = -(-p.S // 4) * 4
+        self.fields: dict[str, float] = {
+            "heads": p.heads,
+            "heads_per_batch": p.H,
+            "S": p.S,
+            "DK": p.DK,
+            "DV": p.DV,
+            "chunk_size": p.chunk_size,
+            "chunks": p.chunks,
+            "segment_chunks": p.chunks,
+            "save_every": self.save_every,
+            "state_slots": self.slots,
+            "final_slots": 1,
+            "gate_stride": self.stride,
+            "gate_type": element_type(p.gate_dtype),
+            "flags": number("kMlstmInitialState") if p.m0 is not None else 0,
+            "scale": p.DK**-0.5,
+            "eps": EPS,
+        }
+        self.buffers: dict[str, Guarded] = {}
+        for name in ("q", "k", "v", "i", "f"):
+            self.buffers[name.upper()], strides = _place_tokens(p, self.inputs[name])
+            self.fields |= {f"{name}.{dimension}": stride for dimension, stride in strides.items()}
+        floats = torch.float32
+        if p.m0 is not None:
+            self.buffers |= {name: place(self.inputs[name.lower() if name != "C0" else name].reshape(p.heads, -1))
+                             for name in ("C0", "N0", "M0")}  # fmt: skip
+        self.shapes = {
+            "H": (p.B, p.H, p.S, p.DV),
+            "OutN": (p.B, p.H, p.S),
+            "OutM": (p.B, p.H, p.S),
+            "StatesC": (p.B, p.H, self.slots, p.DK, p.DV),
+            "StatesN": (p.B, p.H, self.slots, p.DK),
+            "StatesM": (p.B, p.H, p.chunks + 1),
+            "FinalC": (p.B, p.H, p.DK, p.DV),
+            "FinalN": (p.B, p.H, p.DK),
+            "FinalM": (p.B, p.H),
+            "Gates": (number("kGateVectorCount"), p.heads, self.stride),
+            "Chunks": (number("kChunkVectorCount"), p.heads, p.chunks),
+        }
+        self.buffers |= {name: place_output(s, p.dtype if name == "H" else floats) for name, s in self.shapes.items()}
+        vectors = p.vectors and p.DK % 4 == 0 and p.DV % 4 == 0
+        self.constants = {
+            "vector_activations": vectors and p.offset % 4 == 0 and p.gap % 4 == 0,
+            "vector_columns": vectors,
+        }
+
+    def read(self, name: str) -> np.ndarray:
+        dtype = self.p.dtype if name == "H" else torch.float32
+        return self.buffers[name].read(self.shapes[name], dtype).double().numpy()
+
+    def dispatch(
+        self, kernel: str, groups: tuple[int, ...], threads: int, shared: int = 0, **fields: float
+    ) -> Counters:
+        declared = facts()["kernels"][kernel][2]
+        buffers: dict[str, Any] = {
+            name: buffer for name, buffer in self.buffers.items() if declared >> number(f"kSlot{name}") & 1
+        }
+        buffers["Params"] = parameters("MlstmParams", **self.fields | fields)
+        self.counters[kernel] = launch(
+            kernel,
+            buffers,
+            group=(threads, 1, 1),
+            groups=groups,
+            element=ELEMENT_NAMES[self.p.dtype],
+            constants=self.constants,
+            threadgroup_bytes=shared,
+            **self.options,
+        )
+        return self.counters[kernel]
+
+    def gates(self, simdgroups: int = 2, groups: int = 1, flags: int | None = None) -> None:
+        flags = number("kMlstmForOutput") if flags is None else flags
+        self.dispatch(
+            "mlstm_gates", (groups, self.p.heads, 1), 32 * simdgroups, flags=int(self.fields["flags"]) | flags
+        )
+
+    def states(self, first: int = 0) -> None:
+        tile, p = number("kMlstmStateTile"), self.p
+        groups = (-(-p.DV // tile), -(-p.DK // tile), p.heads)
+        chunks = min(self.segment, p.chunks - first)
+        self.dispatch("mlstm_states", groups, number("kMlstmStateThreads"), first_chunk=first, segment_chunks=chunks)
+
+    def output(self, simdgroups: int = 2, first: int = 0) -> None:
+        p = self.p
+        chunks = min(self.segment, p.chunks - first)
+        columns = -(-p.DV // (number("kMlstmSimdColumns") * simdgroups))
+        groups = (columns, chunks * -(-p.chunk_size // number("kMlstmBlock")), p.heads)
+        shared = facts()["mlstm_output_bytes"][str(p.chunk_size)]
+        self.dispatch("mlstm_output", groups, 32 * simdgroups, shared, first_chunk=first, segment_chunks=chunks)
+
+    def step(self, simdgroups: int = 2) -> None:
+        shared = facts()["mlstm_step_bytes"][simdgroups]
+        groups = (-(-self.p.DV // number("kMlstmStepColumns")), self.p.heads, 1)
+        self.dispatch("mlstm_step", groups, 32 * simdgroups, shared)
+
+
+def run(
+    p: Sequence,
+    *,
+    inputs: Mapping[str, torch.Tensor] | None = None,
+    gate_simdgroups: int = 2,
+    simdgroups: int = 2,
+    segment: int = 0,
+    **options: Any,
+) -> Run:
+    """The whole sequence, as the planner has it: gates once, then states and output of each segment."""
+    result = Run(p, inputs if inputs is not None else make_inputs(p), options, segment=segment)
+    result.gates(gate_simdgroups)
+    for first in range(0, p.chunks, result.segment):
+        result.states(first)
+        result.output(simdgroups, first)
+    return result
+
+
+def _relative(got: np.ndarray, exact: np.ndarray) -> float:
+    largest = np.abs(exact).max(initial=0.0)
+    return float(np.abs(got - exact).max(initial=0.0) / (largest if largest > 0 else 1.0))
+
+
+def check_close(p: Sequence, got: Run, exact: mlstm_reference.Result) -> None:
+    """Tolerances: numerator, states, h, denominator and stabilisers of fp32 kernels; h of 16-bit ones."""
+    h, N, M = (got.read(name) for name in ("H", "OutN", "OutM"))
+    # From m0 = 20 on the floor of the denominator is tiny too.
+    well = REGIMES[p.regime].well and (p.m0 or 0.0) < 20
+    if p.dtype is torch.float32:
+        finite = exact.N < 1e30  # beyond, h is subnormal
+        assert np.isinf(N[exact.N > 3.5e38]).all(), "N beyond the range of fp32"
+        numerator, exact_numerator = (x.h[finite] * (x.N[finite] + EPS)[:, None] for x in (_Output(h, N), exact))
+        assert _relative(numerator, exact_numerator) < 5e-5, "numerator"
+        assert (np.abs(N - exact.N)[finite] <= (2e-4 if well else 1e-2) * exact.N[finite]).all(), "N"
+    tolerance = {torch.float32: 2e-4, torch.float16: 1e-3, torch.bfloat16: 1e-2}[p.dtype]
+    assert _relative(h, exact.h) < (tolerance if well else 1e-2), "h"
+    assert _stabilisers_close(M, exact.M), "M"
+    check_states(p, got, exact, np.s_[:, :, -1])
+
+
+def check_states(p: Sequence, got: Run, exact: mlstm_reference.Result, last: Any) -> None:
+    for name, state, tolerance in (("C", exact.C, 1e-5), ("N", exact.n, 1e-5)):
+        assert _relative(got.read(f"Final{name}"), state[last]) < tolerance, f"final {name}"
+    assert _stabilisers_close(got.read("FinalM"), exact.m[last]), "final m"
+
+
+def _stabilisers_close(got: np.ndarray, exact: np.ndarray) -> bool:
+    # Beyond 168 two units in the last place of fp32 are more than the tolerance.
+    return bool((np.abs(got - exact) <= np.maximum(2e-5, 2.0**-23 * np.abs(exact))).all())
+
+
+@dataclass
+class _Output:
+    h: np.ndarray
+    N: np.ndarray
