@@ -85,19 +85,13 @@ class GemmFunction : public torch::autograd::Function<GemmFunction> {
   }
 };
 
-// Without a rule the tangent would be dropped, which is a derivative of zero.
-void check_no_tangent(const char* argument, const Tensor& tensor) {
-  TORCH_CHECK_VALUE(!tensor._fw_grad(/*level=*/0).defined(), "torch_marlin_metal::gemm: ", argument,
-                    ": expected no forward-mode tangent, got one: gemm has reverse-mode derivatives only");
-}
-
 Tensor gemm_autograd(const Tensor& a, const Tensor& b_packed, const Tensor& scales, c10::string_view weight_format,
                      int64_t group_size, const OptionalTensor& zeros, const OptionalTensor& global_scale,
                      const OptionalTensor& lut, const OptionalTensor& perm, const OptionalTensor& bias,
                      c10::string_view variant) {
   check_weight_no_grad("gemm", scales, zeros, global_scale, lut);
-  check_no_tangent("a", a);
-  if (bias) check_no_tangent("bias", *bias);
+  check_no_tangent("gemm", "a", a);
+  if (bias) check_no_tangent("gemm", "bias", *bias);
   const bool differentiate =
       c10::GradMode::is_enabled() && (a.requires_grad() || (bias.has_value() && bias->requires_grad()));
   if (differentiate) {

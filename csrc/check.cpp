@@ -280,4 +280,9 @@ void check_no_grad(const char* op, const char* argument, const Tensor& tensor) {
   }
 }
 
+void check_no_tangent(const char* op, const char* argument, const Tensor& tensor) {
+  TORCH_CHECK_VALUE(!tensor._fw_grad(/*level=*/0).defined(), "torch_marlin_metal::", op, ": ", argument,
+                    ": expected no forward-mode tangent, got one: ", op, " has reverse-mode derivatives only");
+}
+
 }  // namespace marlin

@@ -60,4 +60,7 @@ void check_awq_unpack_zeros(const Tensor& qzeros);
 // gemm differentiates by a and bias only, the other operators by nothing.
 void check_no_grad(const char* op, const char* argument, const Tensor& tensor);
 
+// Forward mode: without a rule the tangent would be dropped, which is a derivative of zero.
+void check_no_tangent(const char* op, const char* argument, const Tensor& tensor);
+
 }  // namespace marlin

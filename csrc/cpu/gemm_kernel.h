@@ -6,16 +6,10 @@
 #include <utility>
 
 #include "kernel_set.h"
+#include "mlstm_kernel.h"
+#include "unroll.h"
 
 namespace marlin::cpu {
-
-// GCC 12 keeps an array of vectors in registers only when every index is a constant.
-template <class V, int count, class F>
-[[gnu::always_inline]] inline void unroll(F&& f) {
-  [&]<int... i>(std::integer_sequence<int, i...>) __attribute__((always_inline)) {
-    (f(std::integral_constant<int, i>{}), ...);
-  }(std::make_integer_sequence<int, count>{});
-}
 
 // y [R, C vectors] += scale * sum(code * x), corrected by the zero point, at the end of a segment.
 template <class V, int R, int C>
@@ -290,7 +284,8 @@ constexpr KernelSet kernel_set() {
           &decode_scales<V>,
           &from_float<V>,
           {&dequantize<V, V::template decoder_for<Codes::integer>>,
-           &dequantize<V, V::template decoder_for<Codes::e2m1>>, &dequantize<V, Codes::table>}};
+           &dequantize<V, V::template decoder_for<Codes::e2m1>>, &dequantize<V, Codes::table>},
+          mlstm_kernels<V>()};
 }
 
 }  // namespace marlin::cpu

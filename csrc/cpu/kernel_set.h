@@ -7,6 +7,7 @@
 
 #include "capability.h"
 #include "formats.h"
+#include "mlstm_kernels.h"
 
 namespace marlin::cpu {
 
@@ -82,6 +83,7 @@ struct KernelSet {
   void (*decode_scales)(const uint8_t* source, ScaleCoding coding, int64_t count, float* out);
   void (*from_float)(const float* source, ElementType type, int64_t count, void* out);
   std::array<void (*)(const DequantizeRow&), kCodesCount> dequantize;
+  MlstmKernels mlstm;
 };
 
 struct Bf16DotKernels {

@@ -1,6 +1,5 @@
 // The CPU backend's torch glue: tensors in, plain pointers to the kernels, tensors out.
 #include <ATen/Context.h>
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
@@ -9,16 +8,11 @@
 #include <array>
 
 #include "../check.h"
+#include "at_parallel.h"
 #include "kernels.h"
 
 namespace marlin::cpu {
 namespace {
-
-Parallel at_parallel() {
-  return {at::get_num_threads(), [](int64_t count, int64_t grain, const Body& body) {
-            at::parallel_for(0, count, grain, [&](int64_t begin, int64_t end) { body(begin, end); });
-          }};
-}
 
 // Contiguous views (copies only where a caller passed strided scales) that outlive the kernel call.
 struct HeldWeight {

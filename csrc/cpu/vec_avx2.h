@@ -28,6 +28,17 @@ struct Avx2 {
   static F sub(F a, F b) { return _mm256_sub_ps(a, b); }
   static F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
   static F fnma(F a, F b, F c) { return _mm256_fnmadd_ps(a, b, c); }
+  static F div(F a, F b) { return _mm256_div_ps(a, b); }
+  // NaN where b is NaN.
+  static F max(F a, F b) { return _mm256_max_ps(a, b); }
+  // 2^n for whole n in [-126, 127].
+  static F pow2(F n) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
+  }
+  // value, but 0 where x < limit.
+  static F zero_below(F x, float limit, F value) {
+    return _mm256_and_ps(value, _mm256_cmp_ps(x, _mm256_set1_ps(limit), _CMP_NLT_UQ));
+  }
   // Compilers may fuse a product into the sum that follows; this keeps its rounding.
   static F rounded(F a) {
     asm("" : "+x"(a));

@@ -29,6 +29,15 @@ struct Avx512 {
   static F sub(F a, F b) { return _mm512_sub_ps(a, b); }
   static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
   static F fnma(F a, F b, F c) { return _mm512_fnmadd_ps(a, b, c); }
+  static F div(F a, F b) { return _mm512_div_ps(a, b); }
+  // NaN where b is NaN.
+  static F max(F a, F b) { return _mm512_max_ps(a, b); }
+  // 2^n for whole n in [-126, 127].
+  static F pow2(F n) { return _mm512_scalef_ps(_mm512_set1_ps(1.F), n); }
+  // value, but 0 where x < limit.
+  static F zero_below(F x, float limit, F value) {
+    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(limit), _CMP_NLT_UQ), value);
+  }
   // Compilers may fuse a product into the sum that follows; this keeps its rounding.
   static F rounded(F a) {
     asm("" : "+v"(a));

@@ -28,6 +28,15 @@ struct Neon {
   static F sub(F a, F b) { return vsubq_f32(a, b); }
   static F fma(F a, F b, F c) { return vfmaq_f32(c, a, b); }
   static F fnma(F a, F b, F c) { return vfmsq_f32(c, a, b); }
+  static F div(F a, F b) { return vdivq_f32(a, b); }
+  // NaN where b is NaN.
+  static F max(F a, F b) { return vmaxq_f32(a, b); }
+  // 2^n for whole n in [-126, 127].
+  static F pow2(F n) { return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(vcvtq_s32_f32(n), vdupq_n_s32(127)), 23)); }
+  // value, but 0 where x < limit.
+  static F zero_below(F x, float limit, F value) {
+    return vreinterpretq_f32_u32(vbicq_u32(vreinterpretq_u32_f32(value), vcltq_f32(x, vdupq_n_f32(limit))));
+  }
   // Compilers may fuse a product into the sum that follows; this keeps its rounding.
   static F rounded(F a) {
     asm("" : "+w"(a));

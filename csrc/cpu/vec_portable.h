@@ -47,6 +47,24 @@ struct Portable {
   static F fnma(F a, F b, F c) {
     return map([&](int i) { return c.v[i] - a.v[i] * b.v[i]; });
   }
+  static F div(F a, F b) {
+    return map([&](int i) { return a.v[i] / b.v[i]; });
+  }
+  // NaN where b is NaN.
+  static F max(F a, F b) {
+    return map([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; });
+  }
+  // 2^n for whole n in [-126, 127].
+  static F pow2(F n) {
+    return map([&](int i) {
+      const bool in_range = n.v[i] >= -126.F;
+      return std::bit_cast<float>(static_cast<uint32_t>(in_range ? static_cast<int32_t>(n.v[i]) + 127 : 0) << 23);
+    });
+  }
+  // value, but 0 where x < limit.
+  static F zero_below(F x, float limit, F value) {
+    return map([&](int i) { return x.v[i] < limit ? 0.F : value.v[i]; });
+  }
   // Compilers may fuse a product into the sum that follows; this keeps its rounding.
   static F rounded(F a) {
     volatile float kept[4];

@@ -27,7 +27,7 @@ def build(
         done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=directory)
         assert done.returncode == 0, done.stderr
 
-    kernels = sorted(path for path in (ROOT / "csrc/cpu").glob("*.cpp") if path.name != "ops_cpu.cpp")
+    kernels = sorted(path for path in (ROOT / "csrc/cpu").glob("*.cpp") if not path.name.endswith("ops_cpu.cpp"))
     call([*common, "-c", *(str(path) for path in kernels if path.stem in VECTOR_SOURCES)])
     call([*common, *sanitizers, "-c", *(str(path) for path in kernels if path.stem not in VECTOR_SOURCES)])
     for test in PROGRAMS:

@@ -1,0 +1,56 @@
+// The mLSTM on the CPU: plain pointers, no torch. The torch glue is in mlstm_ops_cpu.cpp.
+#pragma once
+
+#include "kernels.h"
+#include "mlstm_plan.h"
+
+namespace marlin::cpu {
+
+// One of q, k, v (unit stride in the last dimension), i and f. Strides in elements.
+struct MlstmInput {
+  const void* data;
+  ElementType type;  // meaningless where MlstmArguments::wide
+  int64_t stride_b;
+  int64_t stride_h;
+  int64_t stride_s;
+};
+
+// States [B, H, slots, ...], contiguous: C [DK, DV], n [DK], m []; fp32, or fp64 where MlstmArguments::wide.
+template <class Pointer>
+struct MlstmStates {
+  Pointer C;
+  Pointer n;
+  Pointer m;
+  int64_t slots;
+};
+
+struct MlstmArguments {
+  int64_t B;
+  int64_t H;
+  int64_t S;
+  int64_t DK;
+  int64_t DV;
+  bool wide;     // inputs, states, h, N and M in fp64
+  MlstmInput q;  // data is nullptr where only states are asked for
+  MlstmInput k;
+  MlstmInput v;
+  MlstmInput i;
+  MlstmInput f;
+  double eps;
+  // The states before the first token; with given_states slot c is the state before chunk c.
+  MlstmStates<const void*> in;  // nullptr: zero
+  bool given_states;
+  // The final state, the only slot; or slot c is the state before chunk c * chunks_per_slot.
+  MlstmStates<void*> out;  // nullptr: not asked for
+  int64_t chunks_per_slot;
+  void* h;  // [B, H, S, DV] in the type of q
+  void* N;  // [B, H, S] or nullptr
+  void* M;
+};
+
+// The recurrence, token by token: the reference, and the fastest for a token or two.
+void mlstm_sequential(const MlstmArguments& arguments, int64_t chunk_size, const Parallel& parallel);
+// Chunk by chunk in matrix products; fp32 only.
+void mlstm_chunkwise(const MlstmArguments& arguments, const MlstmPlan& plan, const Parallel& parallel);
+
+}  // namespace marlin::cpu

@@ -1,0 +1,187 @@
+// The mLSTM's fp32 kernels, written once over a vector policy V (vec_*.h). Every function is a template of V, as in
+// gemm_kernel.h.
+#pragma once
+
+#include <algorithm>
+
+#include "mlstm_kernels.h"
+#include "unroll.h"
+
+namespace marlin::cpu {
+
+// Coefficients from the highest power to the lowest.
+template <class V, class... Rest>
+[[gnu::always_inline]] inline typename V::F polynomial(typename V::F x, float highest, Rest... rest) {
+  typename V::F sum = V::set1(highest);
+  ((sum = V::fma(sum, x, V::set1(rest))), ...);
+  return sum;
+}
+
+// Relative error 2e-7 for x <= 88; 0 below -87, where fp32 would be subnormal soon; NaN stays NaN.
+template <class V>
+[[gnu::always_inline]] inline typename V::F exp_vector(typename V::F x) {
+  using F = typename V::F;
+  constexpr float kLowest = -87.F;
+  constexpr float kRound = 0x1.8p23F;  // adding and subtracting it rounds to an integer
+  const F bounded = V::max(V::set1(kLowest), x);
+  const F n = V::sub(V::rounded(V::fma(bounded, V::set1(0x1.715476p0F), V::set1(kRound))), V::set1(kRound));
+  // log 2 in two parts, the first with bits to spare for a product with n.
+  const F r = V::fnma(n, V::set1(-0x1.05c611p-29F), V::fnma(n, V::set1(0x1.62e430p-1F), bounded));
+  const F sum = polynomial<V>(r, 1.F / 5040, 1.F / 720, 1.F / 120, 1.F / 24, 1.F / 6, 1.F / 2, 1.F, 1.F);
+  return V::zero_below(x, kLowest, V::mul(sum, V::pow2(n)));
+}
+
+// log(1 + y) = 2 artanh(y / (2 + y)), a series in at most 1/3, for y in [0, 1].
+template <class V>
+[[gnu::always_inline]] inline typename V::F log1p_vector(typename V::F y) {
+  using F = typename V::F;
+  const F z = V::div(y, V::add(y, V::set1(2.F)));
+  return V::mul(
+      z, polynomial<V>(V::mul(z, z), 2.F / 17, 2.F / 15, 2.F / 13, 2.F / 11, 2.F / 9, 2.F / 7, 2.F / 5, 2.F / 3, 2.F));
+}
+
+template <class V, int R, int C, bool causal>
+void mlstm_product(const MlstmProduct& p) {
+  using F = typename V::F;
+  F acc[R * C];
+  unroll<V, R * C>([&](auto i) __attribute__((always_inline)) { acc[i] = V::zero(); });
+  const float* a = p.a;
+  const float* b = p.b;
+  for (int64_t k = 0; k < p.k; ++k, a += p.a_k, b += p.ld_b) {
+    F column[C];
+    unroll<V, C>([&](auto c) __attribute__((always_inline)) { column[c] = V::load(b + c * V::width); });
+    unroll<V, R>([&](auto i) __attribute__((always_inline)) {
+      const F value = V::set1(a[i * p.a_row]);
+      unroll<V, C>([&](auto c)
+                       __attribute__((always_inline)) { acc[i * C + c] = V::fma(column[c], value, acc[i * C + c]); });
+    });
+  }
+  if constexpr (causal) {
+    unroll<V, R>([&](auto k) __attribute__((always_inline)) {
+      F column[C];
+      unroll<V, C>([&](auto c) __attribute__((always_inline)) { column[c] = V::load(b + c * V::width); });
+      unroll<V, R - k>([&](auto below) __attribute__((always_inline)) {
+        constexpr int i = k + below;
+        const F value = V::set1(a[i * p.a_row]);
+        unroll<V, C>([&](auto c)
+                         __attribute__((always_inline)) { acc[i * C + c] = V::fma(column[c], value, acc[i * C + c]); });
+      });
+      a += p.a_k;
+      b += p.ld_b;
+    });
+  }
+  const F beta = V::set1(p.beta);
+  unroll<V, R>([&](auto i) __attribute__((always_inline)) {
+    unroll<V, C>([&](auto c) __attribute__((always_inline)) {
+      float* at = p.out + i * p.ld_out + c * V::width;
+      V::store(at, p.beta == 0.F ? acc[i * C + c] : V::fma(beta, V::load(at), acc[i * C + c]));
+    });
+  });
+}
+
+template <class V>
+float horizontal_sum(typename V::F values) {
+  float lanes[V::width];
+  V::store(lanes, values);
+  float sum = 0.F;
+  for (float lane : lanes)
+    sum += lane;
+  return sum;
+}
+
+template <class V>
+float mlstm_weigh(float* p, const float* high, const float* low, float row_high, float row_low, int64_t count) {
+  using F = typename V::F;
+  F sum = V::zero();
+  const F rh = V::set1(row_high);
+  const F rl = V::set1(row_low);
+  auto weighted = [&](int64_t l) __attribute__((always_inline)) {
+    const F exponent = V::add(V::add(rh, V::load(high + l)), V::add(rl, V::load(low + l)));
+    const F value = V::mul(V::load(p + l), exp_vector<V>(exponent));
+    V::store(p + l, value);
+    return value;
+  };
+  int64_t l = 0;
+  for (; l + V::width <= count; l += V::width)
+    sum = V::add(sum, weighted(l));
+  float total = horizontal_sum<V>(sum);
+  if (l < count) {
+    weighted(l);
+    for (; l < count; ++l)
+      total += p[l];
+  }
+  return total;
+}
+
+template <class V>
+float mlstm_scale_and_dot(float* x, float scale, const float* n, int64_t count) {
+  using F = typename V::F;
+  F sum = V::zero();
+  const F factor = V::set1(scale);
+  int64_t d = 0;
+  for (; d + V::width <= count; d += V::width) {
+    const F value = V::mul(V::load(x + d), factor);
+    V::store(x + d, value);
+    sum = V::fma(value, V::load(n + d), sum);
+  }
+  float total = horizontal_sum<V>(sum);
+  for (; d < count; ++d) {
+    x[d] *= scale;
+    total += x[d] * n[d];
+  }
+  return total;
+}
+
+template <class V>
+void mlstm_exp(float* x, int64_t count) {
+  for (int64_t l = 0; l < count; l += V::width)
+    V::store(x + l, exp_vector<V>(V::load(x + l)));
+}
+
+template <class V>
+void mlstm_softplus(const float* f, float* out, int64_t count) {
+  for (int64_t l = 0; l < count; l += V::width) {
+    const auto x = V::load(f + l);
+    const auto size = V::max(V::sub(V::zero(), x), x);
+    V::store(out + l, log1p_vector<V>(exp_vector<V>(V::sub(V::zero(), size))));
+  }
+}
+
+template <class V>
+void mlstm_step_row(const float* from, float* to, const float* v, float* numerator, float forget, float key,
+                    float query, int64_t count) {
+  const auto f = V::set1(forget);
+  const auto k = V::set1(key);
+  const auto q = V::set1(query);
+  int64_t d = 0;
+  for (; d + V::width <= count; d += V::width) {
+    const auto value = V::fma(f, V::load(from + d), V::mul(k, V::load(v + d)));
+    V::store(to + d, value);
+    V::store(numerator + d, V::fma(q, value, V::load(numerator + d)));
+  }
+  for (; d < count; ++d) {
+    to[d] = forget * from[d] + key * v[d];
+    numerator[d] += query * to[d];
+  }
+}
+
+template <class V>
+constexpr MlstmKernels mlstm_kernels() {
+  constexpr int C = V::many_rows_vectors;
+  static_assert(V::many_rows <= kMaxMlstmRows && kMlstmPadding % V::width == 0);
+  MlstmKernels kernels{};
+  kernels.strip = C * V::width;
+  kernels.max_rows = V::many_rows;
+  [&]<int... i>(std::integer_sequence<int, i...>) {
+    ((kernels.product[static_cast<size_t>(i + 1)] = &mlstm_product<V, i + 1, C, false>), ...);
+    ((kernels.causal_product[static_cast<size_t>(i + 1)] = &mlstm_product<V, i + 1, C, true>), ...);
+  }(std::make_integer_sequence<int, V::many_rows>{});
+  kernels.weigh = &mlstm_weigh<V>;
+  kernels.scale_and_dot = &mlstm_scale_and_dot<V>;
+  kernels.exp = &mlstm_exp<V>;
+  kernels.softplus = &mlstm_softplus<V>;
+  kernels.step_row = &mlstm_step_row<V>;
+  return kernels;
+}
+
+}  // namespace marlin::cpu

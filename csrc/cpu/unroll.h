@@ -1,0 +1,18 @@
+// A loop whose index is a constant in every turn.
+#pragma once
+
+#include <type_traits>
+#include <utility>
+
+namespace marlin::cpu {
+
+// GCC 12 keeps an array of vectors in registers only when every index is a constant. V keeps instances for different
+// instruction sets apart.
+template <class V, int count, class F>
+[[gnu::always_inline]] inline void unroll(F&& f) {
+  [&]<int... i>(std::integer_sequence<int, i...>) __attribute__((always_inline)) {
+    (f(std::integral_constant<int, i>{}), ...);
+  }(std::make_integer_sequence<int, count>{});
+}
+
+}  // namespace marlin::cpu

@@ -1,0 +1,32 @@
+// The mLSTM's backward pass, and the operators that it and the derivative's registration call.
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include <tuple>
+
+#include "check_mlstm.h"
+
+namespace marlin {
+
+using MlstmStatesSignature = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&,
+                                                                const Tensor&, const OptionalTensor&,
+                                                                const OptionalTensor&, const OptionalTensor&, int64_t,
+                                                                int64_t);
+
+inline const auto& mlstm_states_op() {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("torch_marlin_metal::mlstm_states", "")
+                             .typed<MlstmStatesSignature>();
+  return op;
+}
+
+// Of q, k, v, i, f, C0, n0 and m0, in their dtypes.
+using MlstmGradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+MlstmGradients mlstm_backward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& i, const Tensor& f,
+                              const OptionalTensor& C0, const OptionalTensor& n0, const OptionalTensor& m0,
+                              const Tensor& h, const Tensor& grad_h, const Tensor& grad_C, const Tensor& grad_n,
+                              const Tensor& grad_m, int64_t chunk_size, double eps);
+
+}  // namespace marlin
