@@ -229,7 +229,7 @@ WeightShape check_gemm(const Tensor& a, const WeightTensors& weight, const Optio
     }
     check.on_device("bias", *bias);
   }
-  if (std::find(kVariants.begin(), kVariants.end(), variant) == kVariants.end()) {
+  if (std::find(kVariants.begin(), kVariants.end(), variant.substr(0, variant.find(':'))) == kVariants.end()) {
     std::string known;
     for (std::string_view name : kVariants)
       known += (known.empty() ? "" : ", ") + std::string(name);

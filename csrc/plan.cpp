@@ -10,11 +10,13 @@ struct Variant {
   AddCandidates* add;
 };
 
-constexpr std::array<Variant, 3> kVariants{{
-    {"gemv", add_gemv},
-    {"double_buffered", add_double_buffered},
-    {"single_stage", add_single_stage},
-}};
+constexpr std::array kVariants{
+    Variant{"gemv", add_gemv},
+    Variant{"double_buffered", add_double_buffered},
+    Variant{"single_stage", add_single_stage},
+    Variant{"striped", add_striped},
+    Variant{"two_pass", add_two_pass},
+};
 
 constexpr auto kVariantNames = [] {
   std::array<std::string_view, kVariants.size()> names;
@@ -33,15 +35,29 @@ std::span<const std::string_view> gemm_variants() {
   return kVariantNames;
 }
 
+std::string name(const Candidate& candidate) {
+  const std::string variant(candidate.variant);
+  return candidate.tile == TileShape{} ? variant : variant + ":" + name(candidate.tile);
+}
+
 std::vector<Candidate> gemm_candidates(const GemmProblem& problem, const GpuDevice& device) {
   require(problem.M > 0, "plan: M must be positive");
   check(problem.weight);
+  const std::string_view wanted = problem.variant;
+  const std::string_view wanted_variant = wanted.substr(0, wanted.find(':'));
   std::vector<Candidate> candidates;
   for (const Variant& variant : kVariants) {
-    if (problem.variant == "auto" || problem.variant == variant.name) variant.add(candidates, problem, device);
+    if (wanted == "auto" || wanted_variant == variant.name) variant.add(candidates, problem, device);
   }
-  if (candidates.empty()) throw std::invalid_argument("plan: no kernel variant '" + std::string(problem.variant) + "'");
+  if (wanted_variant != wanted) std::erase_if(candidates, [&](const Candidate& c) { return name(c) != wanted; });
+  if (candidates.empty()) throw std::invalid_argument("plan: no kernel variant '" + std::string(wanted) + "'");
   return candidates;
+}
+
+void add_two_pass(std::vector<Candidate>& candidates, const GemmProblem& problem, const GpuDevice&) {
+  Plan plan = plan_dequantize({problem.weight, problem.activations});
+  plan.dense_product = true;
+  candidates.push_back({"two_pass", {}, std::move(plan)});
 }
 
 Plan plan_gemm(const GemmProblem& problem, const GpuDevice& device) {

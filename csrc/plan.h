@@ -40,8 +40,11 @@ struct GemmProblem {
   ElementType activations = ElementType::float16;
   ElementType bias = ElementType::float16;
   bool has_bias = false;
-  bool vector_aligned_a = false;      // the first activation is aligned for a load of four
-  std::string_view variant = "auto";  // auto, or one of gemm_variants()
+  bool vector_aligned_a = false;  // the first activation is aligned for a load of four
+  // auto, one of gemm_variants(), or one of them and a tile: "double_buffered:128x64x16"
+  std::string_view variant = "auto";
+  // What a tuner measured to be best for auto, named in the same way; empty: it says nothing.
+  std::string_view tuned{};
 };
 
 struct DequantizeProblem {
@@ -62,8 +65,8 @@ struct Extent {
 };
 
 using FunctionConstants = std::array<int32_t, kFunctionConstantCount>;
-using KernelParams =
-    std::variant<std::monostate, GemmParams, DequantizeParams, ReduceParams, RepackParams, MlstmParams>;
+using KernelParams = std::variant<std::monostate, GemmParams, DequantizeParams, ReduceParams, StripedReduceParams,
+                                  RepackParams, MlstmParams>;
 
 struct Dispatch {
   Kernel kernel;
@@ -77,26 +80,29 @@ struct Dispatch {
 
 struct Plan {
   std::vector<Dispatch> dispatches;  // in order, each may read what the one before wrote
-  Extent partials{0, 0, 0};          // [z, y, x] = [slices, M, N] floats of workspace; all zero: none
-};
-
-// Outputs of a threadgroup, and k that it takes at a step.
-struct TileShape {
-  uint32_t M, N, K;
+  Extent partials{0, 0, 0};          // [z, y, x] floats of workspace, see kSlotPartials; all zero: none
+  // two_pass: kSlotOut of the dispatches is the weight in the activations' type, [K, N], for a dense product after them
+  bool dense_product = false;
 };
 
 // One way of computing a product.
 struct Candidate {
   std::string_view variant;  // of gemm_variants()
-  TileShape tile{};
+  TileShape tile{};          // outputs of a threadgroup, and k that it takes at a step; {0, 0, 0} for two_pass
   Plan plan;
 };
 
-// The named variants that this planner can choose, best-known first; "auto" is not among them.
+// The named variants, best-known first; "auto" is not among them.
 std::span<const std::string_view> gemm_variants();
 
+// "double_buffered:128x64x16": what GemmProblem::variant takes for this candidate's variant and tile.
+std::string name(const Candidate& candidate);
+
+// Why no plan can have this tile in so many stages of threadgroup memory; empty where one can.
+std::string tile_refusal(TileShape tile, ElementType activations, uint32_t stages);
+
 // Each throws std::invalid_argument for a problem that no kernel can take (an empty one, an unknown variant).
-// All ways of computing a product: with variant "auto" those of all variants, else those of the one.
+// All ways of computing a product: with variant "auto" those of all variants, else those of the one, or of its tile.
 std::vector<Candidate> gemm_candidates(const GemmProblem& problem, const GpuDevice& device);
 // One of the candidates for the problem.
 const Candidate& choose(std::span<const Candidate> candidates, const GemmProblem& problem, const GpuDevice& device);

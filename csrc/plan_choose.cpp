@@ -1,4 +1,5 @@
-// Which of the candidates for a problem is taken.
+// Which of the candidates for a problem is taken. two_pass, which rounds the weights, is so on request only: by its
+// name, or by a tuner's table.
 #include "plan_parts.h"
 
 namespace marlin {
@@ -17,6 +18,12 @@ std::string_view preferred_variant(const GemmProblem& problem) {
 
 const Candidate& choose(std::span<const Candidate> candidates, const GemmProblem& problem, const GpuDevice&) {
   require(!candidates.empty(), "plan: no candidate to choose from");
+  if (!problem.tuned.empty()) {
+    const auto tuned = std::ranges::find_if(candidates, [&](const Candidate& candidate) {
+      return candidate.variant == problem.tuned || name(candidate) == problem.tuned;
+    });
+    if (tuned != candidates.end()) return *tuned;
+  }
   const std::string_view preferred = preferred_variant(problem);
   const auto found =
       std::ranges::find_if(candidates, [&](const Candidate& candidate) { return candidate.variant == preferred; });

@@ -26,17 +26,29 @@ inline constexpr uint32_t kMostSlices = 64;
 
 Extent elementwise_grid(uint32_t columns, uint32_t rows);
 FunctionConstants weight_constants(const WeightProblem& weight);
+FunctionConstants bias_constants(const GemmProblem& problem);
 FunctionConstants gemm_constants(const GemmProblem& problem, bool writes_partials);
 GemmParams gemm_params(const GemmProblem& problem, uint32_t k_per_slice);
 
 // About `wanted` slices of K, none empty, that start where a group or an even part of one starts if `unit` allows.
 uint32_t slice_length(const GemmProblem& problem, uint32_t wanted, uint32_t unit);
 
+std::string name(TileShape tile);  // "64x64x32"
+
 // The workspace of `slices` partial sums and the kernel that adds them up, with bias and rounding; none for one slice.
 void add_reduction(Plan& plan, const GemmProblem& problem, uint32_t slices);
 
+// Metal's limit for a threadgroup, and what a core has for all of its threadgroups (metal-benchmarks: about 60 KB on
+// M1 Max; threads of at most 104 half-registers).
+inline constexpr uint32_t kMostThreadgroupBytes = 32 * 1024;
+inline constexpr uint32_t kCoreThreadgroupBytes = 60 * 1024;
+inline constexpr uint32_t kCoreThreads = 1024;
+
+// Threadgroups that a core holds at once, at least one.
+uint32_t resident_threadgroups(uint32_t threads, uint32_t threadgroup_bytes);
+
 // Each adds the ways in which its kernels can compute the problem, best-known first.
 using AddCandidates = void(std::vector<Candidate>& candidates, const GemmProblem& problem, const GpuDevice& device);
-AddCandidates add_gemv, add_double_buffered, add_single_stage;
+AddCandidates add_gemv, add_double_buffered, add_single_stage, add_striped, add_two_pass;
 
 }  // namespace marlin

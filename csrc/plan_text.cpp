@@ -29,6 +29,10 @@ struct PrintParams {
   void operator()(const ReduceParams& params) const {
     stream << ", M=" << params.M << " N=" << params.N << " slices=" << params.slices;
   }
+  void operator()(const StripedReduceParams& params) const {
+    stream << ", M=" << params.M << " N=" << params.N << " tile=" << params.tile_M << "x" << params.tile_N
+           << " slices=" << params.slices << " stripes=" << params.stripes;
+  }
   void operator()(const RepackParams& params) const {
     stream << ", rows=" << params.rows << " columns=" << params.columns << " stored_zeros=" << params.stored_zeros;
   }
@@ -58,6 +62,7 @@ std::ostream& operator<<(std::ostream& stream, const Plan& plan) {
     stream << separator << dispatch;
     separator = "\n  then ";
   }
+  if (plan.dense_product) stream << separator << "torch.matmul";
   return stream;
 }
 

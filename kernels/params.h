@@ -51,7 +51,7 @@ enum BufferSlot {
   kSlotPerm = 6,         // int32 [K]
   kSlotBias = 7,         // [N]
   kSlotOut = 8,
-  kSlotPartials = 9,  // float [slices, M, N]
+  kSlotPartials = 9,  // float [slices, M, N]; of stripes: [2 * stripes, tile M, tile N]
   kSlotParams = 10,
   // The mLSTM kernels number theirs in mlstm_params.h, up to the same count.
   kSlotCount = 20,
@@ -115,6 +115,18 @@ struct ReduceParams {
 };
 static_assert(sizeof(ReduceParams) == 16, "shared with the shaders");
 
+// The same for tiles that several stripes share. Stripe s has its share of its first tile in partials[2 * s], of a
+// later one that it does not finish in partials[2 * s + 1].
+struct StripedReduceParams {
+  uint32_t M;
+  uint32_t N;
+  uint32_t tile_M;
+  uint32_t tile_N;
+  uint32_t slices;  // of a tile
+  uint32_t stripes;
+};
+static_assert(sizeof(StripedReduceParams) == 24, "shared with the shaders");
+
 // How a stored GPTQ zero point becomes the zero point (see gptq_unpack_zeros).
 enum class StoredZeros : int32_t {
   plain = 0,     // checkpoint version 2
@@ -148,29 +160,59 @@ constexpr uint32_t gemv_threadgroup_bytes(uint32_t rows, uint32_t simdgroups) {
 }
 static_assert(gemv_threadgroup_bytes(kGemvMaxRows, kGemvMaxSimdgroups) <= 32768, "Metal's limit");
 
-// gemm_double_buffered, gemm_single_stage: one output tile per threadgroup.
+// gemm_double_buffered, gemm_single_stage, gemm_striped: M x N outputs of a threadgroup, K k at a step.
+struct TileShape {
+  uint32_t M;
+  uint32_t N;
+  uint32_t K;
+};
+
 enum {
-  kTileM = 64,
-  kTileN = 64,
-  kTileK = 32,
-  kTileThreads = 256,
-  kTileTableBytes = 80,  // the table of lut4 and a zero after it, rounded up to 16 bytes
-  kTileGroups = 2,       // groups that a k-step can touch: groups of 16 are the shortest
+  kTileTableBytes = 80,        // the table of lut4 and a zero after it, rounded up to 16 bytes
+  kShortestGroup = 16,         // of groups that end before K does
+  kSimdgroupRows = 32,         // outputs of a simdgroup: these rows, and 16 or 32 columns
+  kMostOutputsOf16 = 64 * 64,  // of a tile whose simdgroups have 16 columns
   // Terms summed before the sum is scaled and added to the total: about the square root of the longest K of the error
   // bound, which keeps both chains short.
   kChainLength = 128,
 };
 
-constexpr uint32_t tile_stage_bytes(uint32_t activation_bytes) {
-  return kTileM * kTileK * activation_bytes  // activations
-         + kTileK * kTileN * 2               // codes, half
-         + 2 * kTileGroups * kTileN * 4;     // scales and zero points, float
+// More columns load fewer operands for a product, in twice the accumulators.
+constexpr uint32_t tile_simdgroup_columns(TileShape tile) {
+  return tile.M * tile.N > kMostOutputsOf16 ? 32 : 16;
 }
 
-constexpr uint32_t tile_threadgroup_bytes(ElementType activations, uint32_t stages) {
-  return stages * tile_stage_bytes(element_bytes(activations)) + kTileTableBytes;
+constexpr uint32_t tile_threads(TileShape tile) {
+  return tile.M * tile.N / (kSimdgroupRows * tile_simdgroup_columns(tile)) * kSimdWidth;
 }
-static_assert(tile_threadgroup_bytes(ElementType::float16, 2) <= 20 * 1024, "two threadgroups a core and more");
-static_assert(tile_threadgroup_bytes(ElementType::float32, 2) <= 28 * 1024, "two threadgroups a core");
+
+// Groups that a step can touch.
+constexpr uint32_t tile_groups(TileShape tile) {
+  return ceil_divide(tile.K, kShortestGroup);
+}
+
+constexpr uint32_t tile_stage_bytes(TileShape tile, uint32_t activation_bytes) {
+  return tile.M * tile.K * activation_bytes     // activations
+         + tile.K * tile.N * 2                  // codes, half
+         + 2 * tile_groups(tile) * tile.N * 4;  // scales and zero points, float
+}
+
+constexpr uint32_t tile_threadgroup_bytes(TileShape tile, ElementType activations, uint32_t stages) {
+  return stages * tile_stage_bytes(tile, element_bytes(activations)) + kTileTableBytes;
+}
+static_assert(tile_threadgroup_bytes({64, 64, 32}, ElementType::float16, 2) <= 20 * 1024, "three threadgroups a core");
+static_assert(tile_threadgroup_bytes({64, 64, 32}, ElementType::float32, 2) <= 28 * 1024, "two threadgroups a core");
+
+// gemm_striped: K of a tile is cut into slices of k_per_slice, of which the last takes the remainder too. The slices of
+// the first tile, then those of the tile below it, and column by column of tiles so on, are one line of units; stripe s
+// of S takes the units from stripe_begin(s) to stripe_begin(s + 1). Stripes differ by at most a unit; with fewer units
+// than stripes the last ones are idle.
+constexpr uint32_t stripe_slices(uint32_t K, uint32_t k_per_slice) {
+  return K / k_per_slice > 1 ? K / k_per_slice : 1;
+}
+
+constexpr uint32_t stripe_begin(uint32_t units, uint32_t stripes, uint32_t stripe) {
+  return stripe * (units / stripes) + (stripe < units % stripes ? stripe : units % stripes);
+}
 
 }  // namespace marlin

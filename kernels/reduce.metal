@@ -1,4 +1,4 @@
-// Partial sums of the K slices, added in slice order, then bias and the one rounding.
+// Partial sums of slices of K, added in the order of k, then bias and the one rounding.
 #include "variants.h"
 
 #include "output.h"
@@ -17,6 +17,35 @@ template <typename T>
   float sum = 0.0f;
   for (uint slice = 0; slice < params.slices; ++slice)
     sum += partials[(ulong(slice) * params.M + m) * params.N + n];
+  Output<T>{bias, out, nullptr, params.M, params.N}.store(m, n, sum);
+}
+
+// Each border between stripes is a grid of its own; the first border inside a tile has the tile to add up.
+template <typename T>
+[[kernel]] void reduce_striped(const device uchar* bias [[buffer(kSlotBias)]], device T* out [[buffer(kSlotOut)]],
+                               const device float* partials [[buffer(kSlotPartials)]],
+                               constant StripedReduceParams& params [[buffer(kSlotParams)]],
+                               uint3 position [[thread_position_in_grid]]) {
+  const uint tiles_m = ceil_divide(params.M, params.tile_M);
+  const uint units = tiles_m * ceil_divide(params.N, params.tile_N) * params.slices;
+  const uint border = stripe_begin(units, params.stripes, position.z + 1);
+  const uint before = stripe_begin(units, params.stripes, position.z);
+  const uint tile = border / params.slices;
+  const uint tile_begin = tile * params.slices;
+  const uint n = tile / tiles_m * params.tile_N + position.x;
+  const uint m = tile % tiles_m * params.tile_M + position.y;
+  const bool is_inside = position.x < params.tile_N && position.y < params.tile_M && n < params.N && m < params.M;
+  if (border == tile_begin || before > tile_begin || !is_inside) return;
+
+  const uint area = params.tile_M * params.tile_N;
+  const uint element = position.y * params.tile_N + position.x;
+  // A tile that begins a stripe is its first one; another is the last of the stripe in which it begins.
+  float sum = partials[ulong(2 * position.z + (before == tile_begin ? 0 : 1)) * area + element];
+  for (uint stripe = position.z + 1;; ++stripe) {
+    const uint begin = stripe_begin(units, params.stripes, stripe);
+    if (begin >= tile_begin + params.slices) break;
+    sum += partials[ulong(2 * stripe) * area + element];
+  }
   Output<T>{bias, out, nullptr, params.M, params.N}.store(m, n, sum);
 }
 

@@ -1,6 +1,5 @@
-// One 64 x 64 output tile, 32 k at a step: activations and exact half codes are staged in threadgroup memory, the
-// scales of the groups that the step touches beside them. Sums of codes become sums of weights at the end of a group,
-// in fp32.
+// A tile of outputs, some k at a step: activations and exact half codes are staged in threadgroup memory, the scales of
+// the groups that the step touches beside them. Sums of codes become sums of weights at the end of a group, in fp32.
 #pragma once
 
 #include "activations.h"
@@ -9,78 +8,113 @@
 
 namespace marlin {
 
+template <uint m, uint n, uint k>
+struct Tile {
+  enum {
+    kM = m,
+    kN = n,
+    kK = k,
+    kThreads = tile_threads({m, n, k}),
+    kGroups = tile_groups({m, n, k}),
+    kOctetsPerRow = k / kCodesPerWord,
+    kOctets = m * kOctetsPerRow,  // of activations
+    kWords = n * kOctetsPerRow,
+    kScales = n * kGroups,
+    kBlocksM = kSimdgroupRows / kBlock,  // of a simdgroup's part
+    kBlocksN = tile_simdgroup_columns({m, n, k}) / kBlock,
+    kSimdgroupsN = n / (kBlocksN * kBlock),
+  };
+};
+
 // Threadgroup memory of one stage. Blocks of 8x8: activations [m / 8][k / 8], codes [k / 8][n / 8].
-template <typename T>
+template <typename T, typename Tile>
 struct Stage {
   threadgroup T* activations;
   threadgroup half* codes;
-  threadgroup float* scales;  // [kTileGroups][kTileN]
-  threadgroup float* zeros;   // [kTileGroups][kTileN]
+  threadgroup float* scales;  // [Tile::kGroups][Tile::kN]
+  threadgroup float* zeros;   // [Tile::kGroups][Tile::kN]
 };
 
-template <typename T>
-MARLIN_INLINE Stage<T> stage_at(threadgroup uchar* memory) {
+template <typename T, typename Tile>
+MARLIN_INLINE Stage<T, Tile> stage_at(threadgroup uchar* memory) {
   threadgroup T* activations = reinterpret_cast<threadgroup T*>(memory);
-  threadgroup half* codes = reinterpret_cast<threadgroup half*>(activations + kTileM * kTileK);
-  threadgroup float* scales = reinterpret_cast<threadgroup float*>(codes + kTileK * kTileN);
-  return {activations, codes, scales, scales + kTileGroups * kTileN};
+  threadgroup half* codes = reinterpret_cast<threadgroup half*>(activations + Tile::kM * Tile::kK);
+  threadgroup float* scales = reinterpret_cast<threadgroup float*>(codes + Tile::kK * Tile::kN);
+  return {activations, codes, scales, scales + Tile::kScales};
 }
 
-// Groups of 16: the only ones that end inside a step.
+// Groups of 16 where a step is longer: the only ones that end inside a step.
+template <typename Tile>
 MARLIN_INLINE bool has_short_groups(constant GemmParams& params) {
-  return params.group_size < kTileK && params.group_size < params.K;
+  return Tile::kGroups > 1 && params.group_size < Tile::kK && params.group_size < params.K;
 }
 
-// What one thread carries from device memory to a stage: 8 k of a row, one word of a column, one scale.
-template <WeightFormat format, typename T>
+// What one thread carries from device memory to a stage: octets of activations, words, and one scale.
+template <WeightFormat format, typename T, typename Tile>
 struct Parcel {
-  Octet<T> x;
-  uint word;
-  half zero_in_code;
+  enum {
+    kThreadOctets = ceil_divide(Tile::kOctets, Tile::kThreads),
+    kThreadWords = ceil_divide(Tile::kWords, Tile::kThreads),
+  };
+  static_assert(Tile::kScales <= Tile::kThreads, "a scale per thread");
+
+  Octet<T> x[kThreadOctets];
+  uint words[kThreadWords];
+  half zero_in_code[kThreadWords];
   float scale;
   float zero;
 
   // Whatever lies beyond M, N or k_end is replaced by zeros: exact ones, whose products add nothing.
   MARLIN_INLINE void fetch(thread const Weight& weight, thread const Activations<T>& a, constant GemmParams& params,
                            uint m0, uint n0, uint k0, uint k_end, uint thread_index) {
-    const uint m = m0 + thread_index / (kTileK / kCodesPerWord);
-    const uint k_x = k0 + thread_index % (kTileK / kCodesPerWord) * kCodesPerWord;
-    x = Octet<T>{};
-    if (m < params.M && k_x < k_end) x = a.template load<T>(m, k_x);
-
-    const uint n = n0 + thread_index % kTileN;
-    const uint k_word = k0 + thread_index / kTileN * kCodesPerWord;
-    word = 0;
-    // A table may hold NaN: the code of what lies beyond is one past its end, where there is a zero.
-    zero_in_code = format == WeightFormat::lut4 ? half(-kLutSize) : 0.0h;
-    if (n < params.N && k_word < k_end) {
-      word = weight.word(k_word, n);
-      zero_in_code = 0.0h;
-      if (zero_is_in_code<format>()) zero_in_code = half(weight.zero<format>(k_word / params.group_size, n));
+    MARLIN_UNROLL for (uint i = 0; i < kThreadOctets; ++i) {
+      const uint octet = thread_index + i * Tile::kThreads;
+      const uint m = m0 + octet / Tile::kOctetsPerRow;
+      const uint k = k0 + octet % Tile::kOctetsPerRow * kCodesPerWord;
+      x[i] = Octet<T>{};
+      if (has_octet(octet) && m < params.M && k < k_end) x[i] = a.template load<T>(m, k);
     }
-
-    const uint k_scale = k0 + thread_index / kTileN * params.group_size;
+    MARLIN_UNROLL for (uint i = 0; i < kThreadWords; ++i) {
+      const uint index = thread_index + i * Tile::kThreads;
+      const uint n = n0 + index % Tile::kN;
+      const uint k = k0 + index / Tile::kN * kCodesPerWord;
+      words[i] = 0;
+      // A table may hold NaN: the code of what lies beyond is one past its end, where there is a zero.
+      zero_in_code[i] = format == WeightFormat::lut4 ? half(-kLutSize) : 0.0h;
+      if (has_word(index) && n < params.N && k < k_end) {
+        words[i] = weight.word(k, n);
+        zero_in_code[i] = 0.0h;
+        if (zero_is_in_code<format>()) zero_in_code[i] = half(weight.zero<format>(k / params.group_size, n));
+      }
+    }
+    const uint n = n0 + thread_index % Tile::kN;
+    const uint k = k0 + thread_index / Tile::kN * params.group_size;
     scale = 0.0f;
     zero = 0.0f;
-    if (owns_scale(params, thread_index) && n < params.N && k_scale < k_end) {
-      scale = weight.scale<format>(k_scale / params.group_size, n);
-      if (!zero_is_in_code<format>()) zero = weight.zero<format>(k_scale / params.group_size, n);
+    if (owns_scale(params, thread_index) && n < params.N && k < k_end) {
+      scale = weight.scale<format>(k / params.group_size, n);
+      if (!zero_is_in_code<format>()) zero = weight.zero<format>(k / params.group_size, n);
     }
   }
 
-  MARLIN_INLINE void store(Stage<T> stage, constant GemmParams& params, uint thread_index) const {
-    const uint m = thread_index / (kTileK / kCodesPerWord);
-    const uint k_block = thread_index % (kTileK / kCodesPerWord);
-    threadgroup T* row =
-        stage.activations + (m / kBlock * (kTileK / kBlock) + k_block) * kBlockElements + m % kBlock * kBlock;
-    MARLIN_UNROLL for (uint i = 0; i < kCodesPerWord; ++i) row[i] = x.k[i];
-
-    const uint n = thread_index % kTileN;
-    const Octet<half> codes = exact_codes<code_kind(format)>(word, zero_in_code);
-    threadgroup half* column =
-        stage.codes + (thread_index / kTileN * (kTileN / kBlock) + n / kBlock) * kBlockElements + n % kBlock;
-    MARLIN_UNROLL for (uint i = 0; i < kCodesPerWord; ++i) column[i * kBlock] = codes.k[i];
-
+  MARLIN_INLINE void store(Stage<T, Tile> stage, constant GemmParams& params, uint thread_index) const {
+    MARLIN_UNROLL for (uint i = 0; i < kThreadOctets; ++i) {
+      const uint octet = thread_index + i * Tile::kThreads;
+      if (!has_octet(octet)) continue;
+      const uint m = octet / Tile::kOctetsPerRow;
+      const uint block = m / kBlock * Tile::kOctetsPerRow + octet % Tile::kOctetsPerRow;
+      threadgroup T* row = stage.activations + block * kBlockElements + m % kBlock * kBlock;
+      MARLIN_UNROLL for (uint j = 0; j < kCodesPerWord; ++j) row[j] = x[i].k[j];
+    }
+    MARLIN_UNROLL for (uint i = 0; i < kThreadWords; ++i) {
+      const uint index = thread_index + i * Tile::kThreads;
+      if (!has_word(index)) continue;
+      const uint n = index % Tile::kN;
+      const Octet<half> codes = exact_codes<code_kind(format)>(words[i], zero_in_code[i]);
+      const uint block = index / Tile::kN * (Tile::kN / kBlock) + n / kBlock;
+      threadgroup half* column = stage.codes + block * kBlockElements + n % kBlock;
+      MARLIN_UNROLL for (uint j = 0; j < kCodesPerWord; ++j) column[j * kBlock] = codes.k[j];
+    }
     if (owns_scale(params, thread_index)) {
       stage.scales[thread_index] = scale;
       stage.zeros[thread_index] = zero;
@@ -88,15 +122,19 @@ struct Parcel {
   }
 
  private:
+  static MARLIN_INLINE bool has_octet(uint octet) {
+    return Tile::kOctets % Tile::kThreads == 0 || octet < Tile::kOctets;
+  }
+  static MARLIN_INLINE bool has_word(uint index) { return Tile::kWords % Tile::kThreads == 0 || index < Tile::kWords; }
   static MARLIN_INLINE bool owns_scale(constant GemmParams& params, uint thread_index) {
-    return thread_index < (has_short_groups(params) ? uint(kTileGroups) : 1u) * kTileN;
+    return thread_index < (has_short_groups<Tile>(params) ? uint(Tile::kScales) : uint(Tile::kN));
   }
 };
 
-// A simdgroup's part of the tile: 32 rows x 16 columns.
-template <WeightFormat format, typename T>
+// A simdgroup's part of the tile.
+template <WeightFormat format, typename T, typename Tile>
 struct TileSums {
-  enum { kBlocksM = 4, kBlocksN = 2, kSimdgroupsN = kTileN / (kBlocksN * kBlock) };
+  enum { kBlocksM = Tile::kBlocksM, kBlocksN = Tile::kBlocksN };
   typedef ActivationFragment<T> AFragment;
   typedef CodeFragment<code_kind(format)> WFragment;
 
@@ -108,8 +146,10 @@ struct TileSums {
   static MARLIN_INLINE bool needs_x_sum() {
     return format == WeightFormat::uint4_bias || (format == WeightFormat::uint4 && !zero_is_in_code<format>());
   }
-  static MARLIN_INLINE uint first_row(uint simdgroup) { return simdgroup / kSimdgroupsN * (kBlocksM * kBlock); }
-  static MARLIN_INLINE uint first_column(uint simdgroup) { return simdgroup % kSimdgroupsN * (kBlocksN * kBlock); }
+  static MARLIN_INLINE uint first_row(uint simdgroup) { return simdgroup / Tile::kSimdgroupsN * (kBlocksM * kBlock); }
+  static MARLIN_INLINE uint first_column(uint simdgroup) {
+    return simdgroup % Tile::kSimdgroupsN * (kBlocksN * kBlock);
+  }
 
   MARLIN_INLINE void clear() {
     MARLIN_UNROLL for (uint i = 0; i < kBlocksM; ++i) {
@@ -119,16 +159,17 @@ struct TileSums {
   }
 
   // Eight k of the stage.
-  MARLIN_INLINE void multiply(Stage<T> stage, const threadgroup float* table, uint k_block, uint simdgroup, uint lane) {
+  MARLIN_INLINE void multiply(Stage<T, Tile> stage, const threadgroup float* table, uint k_block, uint simdgroup,
+                              uint lane) {
     const uint row_block = first_row(simdgroup) / kBlock;
     const uint column_block = first_column(simdgroup) / kBlock;
     typename WFragment::Matrix w[kBlocksN];
     MARLIN_UNROLL for (uint j = 0; j < kBlocksN; ++j) {
-      const uint block = k_block * (kTileN / kBlock) + column_block + j;
+      const uint block = k_block * (Tile::kN / kBlock) + column_block + j;
       w[j] = WFragment::load(stage.codes + block * kBlockElements, lane, table);
     }
     MARLIN_UNROLL for (uint i = 0; i < kBlocksM; ++i) {
-      const uint block = (row_block + i) * (kTileK / kBlock) + k_block;
+      const uint block = (row_block + i) * Tile::kOctetsPerRow + k_block;
       typename AFragment::Matrix x = AFragment::load(stage.activations + block * kBlockElements, lane);
       if (needs_x_sum()) x_sum[i] += float(x.thread_elements()[0]) + float(x.thread_elements()[1]);
       MARLIN_UNROLL for (uint j = 0; j < kBlocksN; ++j) simdgroup_multiply_accumulate(sum[i][j], x, w[j], sum[i][j]);
@@ -136,8 +177,8 @@ struct TileSums {
   }
 
   // The end of a group, or of a chain inside one: the sums of codes are scaled and join the totals.
-  MARLIN_INLINE void finish_chain(Stage<T> stage, uint group_slot, uint simdgroup, uint lane) {
-    const uint n = group_slot * kTileN + first_column(simdgroup) + lane_place(lane).column;
+  MARLIN_INLINE void finish_chain(Stage<T, Tile> stage, uint group_slot, uint simdgroup, uint lane) {
+    const uint n = group_slot * Tile::kN + first_column(simdgroup) + lane_place(lane).column;
     MARLIN_UNROLL for (uint i = 0; i < kBlocksM; ++i) {
       float x = 0.0f;
       if (needs_x_sum()) {
@@ -158,15 +199,15 @@ struct TileSums {
   }
 
   // All k of the stage. is_last: the slice ends here.
-  MARLIN_INLINE void step(Stage<T> stage, constant GemmParams& params, const threadgroup float* table, uint k0,
+  MARLIN_INLINE void step(Stage<T, Tile> stage, constant GemmParams& params, const threadgroup float* table, uint k0,
                           bool is_last, uint simdgroup, uint lane) {
-    const bool short_groups = has_short_groups(params);
-    MARLIN_UNROLL for (uint k_block = 0; k_block < kTileK / kBlock; ++k_block) {
+    const bool short_groups = has_short_groups<Tile>(params);
+    MARLIN_UNROLL for (uint k_block = 0; k_block < Tile::kOctetsPerRow; ++k_block) {
       multiply(stage, table, k_block, simdgroup, lane);
       if (short_groups && k_block % 2 == 1) finish_chain(stage, k_block / 2, simdgroup, lane);
     }
-    chain += kTileK;
-    const bool is_group_end = (k0 + kTileK) % params.group_size == 0;
+    chain += Tile::kK;
+    const bool is_group_end = (k0 + Tile::kK) % params.group_size == 0;
     if (!short_groups && (is_group_end || is_last || chain >= kChainLength)) finish_chain(stage, 0, simdgroup, lane);
   }
 

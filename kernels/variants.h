@@ -37,9 +37,10 @@
 //   gemv: threads (32 * simdgroups, 1, 1), grid (ceil(N / kGemvColumns), ceil(M / rows), splits);
 //     slice = z * simdgroups + simdgroup; k_per_slice a multiple of 8, splits * simdgroups * k_per_slice >= K;
 //     threadgroup memory gemv_threadgroup_bytes(rows, simdgroups); partials [splits, M, N] where splits > 1.
-//   gemm_*: threads (kTileThreads, 1, 1), grid (ceil(N / kTileN), ceil(M / kTileM), slices);
-//     k_per_slice a multiple of kTileK, slices * k_per_slice >= K;
-//     threadgroup memory tile_threadgroup_bytes(activations, stages); partials [slices, M, N] where slices > 1.
+//   gemm_double_buffered_*, gemm_single_stage_*: a tile MxNxK is in the name; threads (tile_threads(tile), 1, 1),
+//     grid (ceil(N / tile N), ceil(M / tile M), slices); k_per_slice a multiple of the tile's K,
+//     slices * k_per_slice >= K; threadgroup memory tile_threadgroup_bytes(tile, activations, stages);
+//     partials [slices, M, N] where slices > 1.
 //   mlstm_gates: threads (32 * simdgroups, 1, 1), grid (blocks of chunks, heads); one block unless kMlstmGivenM.
 //   mlstm_states: threads (kMlstmStateThreads, 1, 1), grid (ceil(DV / kMlstmStateTile), ceil(DK / kMlstmStateTile),
 //   heads). mlstm_output: threads (32 * simdgroups, 1, 1), threadgroup memory mlstm_output_bytes(chunk_size),
@@ -47,6 +48,10 @@
 //   mlstm_step: threads (32 * simdgroups, 1, 1), threadgroup memory mlstm_step_bytes(simdgroups),
 //     grid (ceil(DV / kMlstmStepColumns), heads).
 //   No slice or split may be empty: each z has at least one k.
+//   gemm_striped_*: the same threads and memory as gemm_double_buffered_*, grid (stripes, 1, 1); k_per_slice a multiple
+//     of the tile's K; partials [2 * stripes, tile M, tile N] where a tile has several slices.
+//   reduce_striped: threads as reduce, grid (ceil(tile N / width), ceil(tile M / height), stripes - 1): z is a border
+//     between stripes.
 //   probe_half_subnormals: one thread. In: the word 1 in kSlotPacked. Out: uint32, 1 if subnormal halves survive.
 #define MARLIN_KERNELS_REPACK(X)                                      \
   X(repack, gptq_repack, plain, kMaskRepack | MARLIN_SLOT(kSlotPerm)) \
@@ -61,13 +66,22 @@
   X(gemv, probe_half_subnormals, plain, MARLIN_SLOT(kSlotPacked) | MARLIN_SLOT(kSlotOut)) \
   X(gemv, gemv, format_element, kMaskAll)
 
-#define MARLIN_KERNELS_GEMM_STAGED(X)                            \
-  X(gemm_staged, gemm_double_buffered, format_element, kMaskAll) \
-  X(gemm_staged, gemm_single_stage, format_element, kMaskAll)
+// Tiles M x N x K of the staged kernels, those that gemm_striped has too first: X(M, N, K, ...).
+#define MARLIN_STRIPED_TILES(X, ...) X(64, 64, 32, __VA_ARGS__) X(32, 128, 32, __VA_ARGS__)
+#define MARLIN_TILES(X, ...)           \
+  MARLIN_STRIPED_TILES(X, __VA_ARGS__) \
+  X(128, 64, 16, __VA_ARGS__) X(128, 128, 16, __VA_ARGS__)
 
-#define MARLIN_KERNELS_REDUCE(X) \
-  X(reduce, reduce, element,     \
-    MARLIN_SLOT(kSlotBias) | MARLIN_SLOT(kSlotOut) | MARLIN_SLOT(kSlotPartials) | MARLIN_SLOT(kSlotParams))
+#define MARLIN_STAGED_ROWS(M, N, K, X)                                                           \
+  X(gemm_staged_##M##x##N##x##K, gemm_double_buffered_##M##x##N##x##K, format_element, kMaskAll) \
+  X(gemm_staged_##M##x##N##x##K, gemm_single_stage_##M##x##N##x##K, format_element, kMaskAll)
+#define MARLIN_STRIPED_ROWS(M, N, K, X) X(gemm_striped, gemm_striped_##M##x##N##x##K, format_element, kMaskAll)
+
+#define MARLIN_KERNELS_GEMM_STRIPED(X) MARLIN_STRIPED_TILES(MARLIN_STRIPED_ROWS, X)
+
+#define MARLIN_KERNELS_REDUCE(X)          \
+  X(reduce, reduce, element, kMaskReduce) \
+  X(reduce, reduce_striped, element, kMaskReduce)
 
 #define MARLIN_KERNELS_MLSTM_GATES(X)                                                           \
   X(mlstm_gates, mlstm_gates, plain,                                                            \
@@ -92,19 +106,17 @@
         MARLIN_SLOT(kSlotC0) | MARLIN_SLOT(kSlotN0) | MARLIN_SLOT(kSlotM0) | MARLIN_SLOT(kSlotH) |                \
         MARLIN_SLOT(kSlotFinalC) | MARLIN_SLOT(kSlotFinalN) | MARLIN_SLOT(kSlotFinalM) | MARLIN_SLOT(kSlotParams))
 
-#define MARLIN_KERNELS(X)        \
-  MARLIN_KERNELS_REPACK(X)       \
-  MARLIN_KERNELS_DEQUANTIZE(X)   \
-  MARLIN_KERNELS_GEMV(X)         \
-  MARLIN_KERNELS_GEMM_STAGED(X)  \
-  MARLIN_KERNELS_REDUCE(X)       \
-  MARLIN_KERNELS_MLSTM_GATES(X)  \
-  MARLIN_KERNELS_MLSTM_STATES(X) \
-  MARLIN_KERNELS_MLSTM_OUTPUT(X) \
+#define MARLIN_KERNELS(X)             \
+  MARLIN_KERNELS_REPACK(X)            \
+  MARLIN_KERNELS_DEQUANTIZE(X)        \
+  MARLIN_KERNELS_GEMV(X)              \
+  MARLIN_TILES(MARLIN_STAGED_ROWS, X) \
+  MARLIN_KERNELS_GEMM_STRIPED(X)      \
+  MARLIN_KERNELS_REDUCE(X)            \
+  MARLIN_KERNELS_MLSTM_GATES(X)       \
+  MARLIN_KERNELS_MLSTM_STATES(X)      \
+  MARLIN_KERNELS_MLSTM_OUTPUT(X)      \
   MARLIN_KERNELS_MLSTM_STEP(X)
-
-#define MARLIN_LIBRARIES(X) \
-  X(repack) X(dequantize) X(gemv) X(gemm_staged) X(reduce) X(mlstm_gates) X(mlstm_states) X(mlstm_output) X(mlstm_step)
 
 #ifdef __METAL_VERSION__
 
@@ -135,6 +147,8 @@ enum class KernelNaming { plain, element, format_element };
 inline constexpr uint32_t kMaskRepack = MARLIN_SLOT(kSlotPacked) | MARLIN_SLOT(kSlotOut) | MARLIN_SLOT(kSlotParams);
 inline constexpr uint32_t kMaskWeight = MARLIN_SLOT(kSlotPacked) | MARLIN_SLOT(kSlotScales) | MARLIN_SLOT(kSlotZeros) |
                                         MARLIN_SLOT(kSlotGlobalScale) | MARLIN_SLOT(kSlotLut) | MARLIN_SLOT(kSlotPerm);
+inline constexpr uint32_t kMaskReduce =
+    MARLIN_SLOT(kSlotBias) | MARLIN_SLOT(kSlotOut) | MARLIN_SLOT(kSlotPartials) | MARLIN_SLOT(kSlotParams);
 inline constexpr uint32_t kMaskAll = (2U << kSlotParams) - 1;
 inline constexpr uint32_t kMaskGates = MARLIN_SLOT(kSlotGates) | MARLIN_SLOT(kSlotChunks);
 
@@ -157,6 +171,10 @@ enum class Kernel : int32_t {
 
 constexpr const KernelInfo& info(Kernel kernel) {
   return kKernels[static_cast<size_t>(kernel)];
+}
+
+constexpr bool operator==(const TileShape& a, const TileShape& b) {
+  return a.M == b.M && a.N == b.N && a.K == b.K;
 }
 
 constexpr std::string_view name(WeightFormat format) {

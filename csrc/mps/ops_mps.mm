@@ -1,6 +1,8 @@
 // The MPS backend's torch glue: checked tensors in, a plan, its encoding, tensors out.
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/add.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/mm.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
@@ -46,6 +48,12 @@ GpuDevice gpu_device(const Tensor& like) {
   return {cores, half_subnormals(like)};
 }
 
+// Rows that a perm with foreign indices leaves out are zero.
+Tensor empty_weight(const WeightProblem& weight, const at::TensorOptions& options) {
+  const std::array<int64_t, 2> sizes{weight.K, weight.N};
+  return weight.has_perm ? at::zeros(sizes, options) : at::empty(sizes, options);
+}
+
 Tensor held(const OptionalTensor& tensor) {
   return tensor ? tensor->contiguous() : Tensor();
 }
@@ -70,14 +78,13 @@ WeightProblem bind_weight(const char* op, const WeightTensors& weight, const Wei
           .vector_aligned = is_aligned(weight.b_packed, 4)};
 }
 
-void check_variant(c10::string_view variant) {
-  const auto known = gemm_variants();
-  if (variant == "auto" || std::find(known.begin(), known.end(), variant) != known.end()) return;
-  std::string names = "auto";
-  for (std::string_view name : known)
-    names.append(", ").append(name);
-  TORCH_CHECK_VALUE(false, "torch_marlin_metal::gemm: variant: expected one of ", names, " on mps, got '", variant,
-                    "'");
+// The weight in the activations' type, and torch's own product with it.
+void two_pass(const Plan& plan, const WeightProblem& weight, Bindings bindings) {
+  Tensor out = bindings[kSlotOut].view({-1, weight.N});
+  bindings[kSlotOut] = empty_weight(weight, out.options());
+  encode(plan, bindings);
+  at::mm_out(out, bindings[kSlotA], bindings[kSlotOut]);
+  if (bindings[kSlotBias].defined()) out.copy_(at::add(out.to(at::kFloat), bindings[kSlotBias]));
 }
 
 Tensor gemm_mps(const Tensor& a, const Tensor& b_packed, const Tensor& scales, c10::string_view weight_format,
@@ -86,7 +93,6 @@ Tensor gemm_mps(const Tensor& a, const Tensor& b_packed, const Tensor& scales, c
                 c10::string_view variant) {
   const WeightTensors tensors{b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm};
   const WeightShape shape = check_gemm(a, tensors, bias, variant);
-  check_variant(variant);
   Bindings bindings;
   GemmProblem problem{.weight = bind_weight("gemm", tensors, shape, bindings)};
 
@@ -107,7 +113,12 @@ Tensor gemm_mps(const Tensor& a, const Tensor& b_packed, const Tensor& scales, c
   problem.has_bias = bias.has_value();
   problem.vector_aligned_a = is_aligned(rows, 4);
   problem.variant = variant;
-  encode(plan_gemm(problem, gpu_device(a)), std::move(bindings));
+  const Plan plan = plan_gemm(problem, gpu_device(a));
+  if (plan.dense_product) {
+    two_pass(plan, problem.weight, std::move(bindings));
+  } else {
+    encode(plan, std::move(bindings));
+  }
   return out;
 }
 
@@ -118,10 +129,7 @@ Tensor dequantize_mps(const Tensor& b_packed, const Tensor& scales, c10::string_
   const WeightShape shape = check_dequantize(tensors, dtype);
   Bindings bindings;
   DequantizeProblem problem{.weight = bind_weight("dequantize", tensors, shape, bindings)};
-  // Rows that a perm with repeated or foreign indices leaves out are zero.
-  const std::array<int64_t, 2> sizes{problem.weight.K, problem.weight.N};
-  const auto options = scales.options().dtype(dtype);
-  Tensor out = perm ? at::zeros(sizes, options) : at::empty(sizes, options);
+  Tensor out = empty_weight(problem.weight, scales.options().dtype(dtype));
   bindings[kSlotOut] = out;
   problem.out = element_type(out);
   encode(plan_dequantize(problem), std::move(bindings));

@@ -1,4 +1,5 @@
 // The planner alone: expected choices, and what must hold for every plan. Prints "<checks> checks, <failures> failed".
+#include <algorithm>
 #include <cstdio>
 #include <random>
 #include <set>
@@ -67,60 +68,166 @@ void expect_tiling(uint64_t blocks, uint64_t length, uint64_t size, const std::s
   expect((blocks - 1) * length < size, what + ": no empty block");
 }
 
-void check_gemm(const GemmProblem& problem, const GpuDevice& device) {
-  const Plan plan = plan_gemm(problem, device);
-  subject = text(plan);
+void check_reduction(const GemmProblem& problem, const Plan& plan, bool shares) {
+  const Dispatch& product = plan.dispatches.front();
+  const Dispatch& last = plan.dispatches.back();
+  expect(product.constants[kConstantWritesPartials] == shares, "partials where K is split over threadgroups");
+  expect(plan.dispatches.size() == (shares ? 2 : 1), "a reduction where K is split over threadgroups");
+  expect((plan.partials.z != 0) == shares, "a workspace where K is split over threadgroups");
+  expect((last.constants[kConstantHasBias] != 0) == problem.has_bias, "the last kernel adds the bias");
+}
+
+// Slices of a grid's z, all of one length but the last.
+void check_slices(const GemmProblem& problem, const Plan& plan) {
+  const Dispatch& product = plan.dispatches.front();
+  const Dispatch& last = plan.dispatches.back();
+  const bool splits = product.grid.z > 1;
+  check_reduction(problem, plan, splits);
+  if (!splits) return;
+  expect(last.kernel == Kernel::reduce, "the second kernel reduces");
+  expect(product.constants[kConstantHasBias] == 0, "the bias is added once");
+  const auto& reduce = std::get<ReduceParams>(last.params);
+  expect(reduce.M == problem.M && reduce.N == problem.weight.N && reduce.slices == product.grid.z, "reduction's sizes");
+  expect(plan.partials.x == problem.weight.N && plan.partials.y == problem.M && plan.partials.z == reduce.slices,
+         "workspace's sizes");
+  expect_tiling(last.grid.x, last.threads.x, problem.weight.N, "reduced columns");
+  expect_tiling(last.grid.y, last.threads.y, problem.M, "reduced rows");
+}
+
+// Walks the stripes as the kernel does: every unit is taken once, every share has a place of its own, and the reduction
+// has a layer for each tile that is shared.
+void check_stripes(const GemmProblem& problem, const Plan& plan, TileShape tile, const GpuDevice& device) {
+  const Dispatch& product = plan.dispatches.front();
+  const auto& params = std::get<GemmParams>(product.params);
+  const uint32_t slices = stripe_slices(params.K, params.k_per_slice);
+  const uint32_t tiles = ceil_divide(problem.M, tile.M) * ceil_divide(problem.weight.N, tile.N);
+  const uint32_t units = tiles * slices;
+  const uint32_t stripes = product.grid.x;
+  expect(product.grid.y == 1 && product.grid.z == 1, "a line of threadgroups");
+  expect(stripes <= units, "no threadgroup without work");
+  expect(stripes <= device.cores * 4, "no more threadgroups than the GPU holds at once");
+  expect(params.k_per_slice % tile.K == 0, "slices of whole k-steps");
+  expect(uint64_t{slices - 1} * params.k_per_slice < params.K, "no empty slice");
+
+  std::vector<uint32_t> stripes_of_tile(tiles, 0);
+  uint32_t next = 0;
+  uint32_t shortest = units;
+  uint32_t longest = 0;
+  for (uint32_t stripe = 0; stripe < stripes; ++stripe) {
+    const uint32_t begin = stripe_begin(units, stripes, stripe);
+    const uint32_t end = stripe_begin(units, stripes, stripe + 1);
+    expect(begin == next && end > begin, "stripes follow each other and none is idle");
+    next = end;
+    shortest = std::min(shortest, end - begin);
+    longest = std::max(longest, end - begin);
+    uint32_t unfinished = 0;
+    for (uint32_t t = begin / slices; t <= (end - 1) / slices; ++t) {
+      ++stripes_of_tile[t];
+      const bool is_later_and_unfinished = t * slices > begin && (t + 1) * slices > end;
+      unfinished += is_later_and_unfinished ? 1 : 0;
+    }
+    expect(unfinished <= 1, "two places for a stripe's shares are enough");
+  }
+  expect(next == units, "every unit is taken");
+  expect(longest - shortest <= 1, "stripes differ by one unit at most");
+
+  const auto is_shared = [](uint32_t count) { return count > 1; };
+  const bool shares = std::ranges::any_of(stripes_of_tile, is_shared);
+  check_reduction(problem, plan, shares);
+  expect((product.constants[kConstantHasBias] != 0) == problem.has_bias, "whole tiles are stored with their bias");
+  if (!shares) return;
+  const Dispatch& last = plan.dispatches.back();
+  expect(last.kernel == Kernel::reduce_striped, "the second kernel reduces");
+  const auto& reduce = std::get<StripedReduceParams>(last.params);
+  expect(reduce.M == problem.M && reduce.N == problem.weight.N && reduce.tile_M == tile.M && reduce.tile_N == tile.N &&
+             reduce.slices == slices && reduce.stripes == stripes,
+         "reduction's sizes");
+  expect(plan.partials.x == tile.N && plan.partials.y == tile.M && plan.partials.z == 2 * stripes, "workspace's sizes");
+  expect(last.grid.z == stripes - 1, "a layer for each border");
+  expect_tiling(last.grid.x, last.threads.x, tile.N, "reduced columns");
+  expect_tiling(last.grid.y, last.threads.y, tile.M, "reduced rows");
+}
+
+void check_two_pass(const GemmProblem& problem, const Plan& plan) {
+  expect(plan.dense_product && plan.dispatches.size() == 1 && plan.partials.z == 0, "one kernel, then a dense product");
+  const Dispatch& dequantize = plan.dispatches.front();
+  const std::string function = host_name(Kernel::dequantize, problem.weight.format, problem.activations);
+  expect(dequantize.function == function, "the weight in the activations' type");
+  const auto& params = std::get<DequantizeParams>(dequantize.params);
+  expect(params.N == problem.weight.N && params.K == problem.weight.K, "the weight's sizes");
+}
+
+void check_gemv(const GemmProblem& problem, const Plan& plan, const GpuDevice& device) {
+  const Dispatch& product = plan.dispatches.front();
+  const auto& params = std::get<GemmParams>(product.params);
+  const auto rows = static_cast<uint32_t>(product.constants[kConstantRows]);
+  const uint32_t simdgroups = product.threads.x / kSimdWidth;
+  expect(rows >= 1 && rows <= kGemvMaxRows, "rows of a threadgroup");
+  expect(product.threads.x % kSimdWidth == 0 && simdgroups >= 1 && simdgroups <= kGemvMaxSimdgroups, "simdgroups");
+  expect(product.threadgroup_bytes == gemv_threadgroup_bytes(rows, simdgroups), "threadgroup memory");
+  expect(product.constants[kConstantSubnormalCodes] ==
+             (device.half_subnormals && problem.activations == ElementType::float16),
+         "probe's answer, for fp16");
+  expect(params.k_per_slice % kCodesPerWord == 0, "slices of whole words");
+  expect_tiling(product.grid.x, kGemvColumns, problem.weight.N, "columns");
+  expect_tiling(product.grid.y, rows, problem.M, "rows");
+  expect_tiling(product.grid.z, uint64_t{simdgroups} * params.k_per_slice, problem.weight.K, "k");
+  check_slices(problem, plan);
+}
+
+void check_tiles(const GemmProblem& problem, const Candidate& candidate, const GpuDevice& device) {
+  const Dispatch& product = candidate.plan.dispatches.front();
+  const auto& params = std::get<GemmParams>(product.params);
+  const TileShape tile = candidate.tile;
+  const uint32_t stages = candidate.variant == "single_stage" ? 1 : 2;
+  expect(product.threads.x == tile_threads(tile) && product.threads.y == 1, "threads");
+  expect(product.threadgroup_bytes == tile_threadgroup_bytes(tile, problem.activations, stages), "threadgroup memory");
+  if (candidate.variant == "striped") {
+    check_stripes(problem, candidate.plan, tile, device);
+    return;
+  }
+  expect(params.k_per_slice % tile.K == 0, "slices of whole k-steps");
+  expect_tiling(product.grid.x, tile.N, problem.weight.N, "columns");
+  expect_tiling(product.grid.y, tile.M, problem.M, "rows");
+  expect_tiling(product.grid.z, params.k_per_slice, problem.weight.K, "k");
+  check_slices(problem, candidate.plan);
+}
+
+void check_candidate(const GemmProblem& problem, const Candidate& candidate, const GpuDevice& device) {
+  const Plan& plan = candidate.plan;
+  subject = name(candidate) + ": " + text(plan);
   for (const Dispatch& dispatch : plan.dispatches)
     check_dispatch(dispatch);
   const Dispatch& product = plan.dispatches.front();
-  const auto& params = std::get<GemmParams>(product.params);
   const WeightProblem& weight = problem.weight;
+  if (weight.N % 4 != 0) expect(product.constants[kConstantVectorColumns] == 0, "no vector loads of odd rows");
+  if (candidate.variant == "two_pass") {
+    check_two_pass(problem, plan);
+    return;
+  }
+  if (weight.has_perm) expect(product.constants[kConstantVectorActivations] == 0, "no vector loads through perm");
+  const auto& params = std::get<GemmParams>(product.params);
   expect(params.M == problem.M && params.N == weight.N && params.K == weight.K, "sizes");
   expect(params.group_size == std::min(weight.group_size, weight.K), "group size");
   expect(params.a_row_stride == problem.a_row_stride, "row stride");
-
-  if (product.kernel == Kernel::gemv) {
-    const auto rows = static_cast<uint32_t>(product.constants[kConstantRows]);
-    const uint32_t simdgroups = product.threads.x / kSimdWidth;
-    expect(rows >= 1 && rows <= kGemvMaxRows, "rows of a threadgroup");
-    expect(product.threads.x % kSimdWidth == 0 && simdgroups >= 1 && simdgroups <= kGemvMaxSimdgroups, "simdgroups");
-    expect(product.threadgroup_bytes == gemv_threadgroup_bytes(rows, simdgroups), "threadgroup memory");
-    expect(product.constants[kConstantSubnormalCodes] ==
-               (device.half_subnormals && problem.activations == ElementType::float16),
-           "probe's answer, for fp16");
-    expect(params.k_per_slice % kCodesPerWord == 0, "slices of whole words");
-    expect_tiling(product.grid.x, kGemvColumns, weight.N, "columns");
-    expect_tiling(product.grid.y, rows, problem.M, "rows");
-    expect_tiling(product.grid.z, uint64_t{simdgroups} * params.k_per_slice, weight.K, "k");
+  if (candidate.variant == "gemv") {
+    check_gemv(problem, plan, device);
   } else {
-    const uint32_t stages = product.kernel == Kernel::gemm_double_buffered ? 2 : 1;
-    expect(product.threads.x == kTileThreads && product.threads.y == 1, "threads");
-    expect(product.threadgroup_bytes == tile_threadgroup_bytes(problem.activations, stages), "threadgroup memory");
-    expect(params.k_per_slice % kTileK == 0, "slices of whole k-steps");
-    expect_tiling(product.grid.x, kTileN, weight.N, "columns");
-    expect_tiling(product.grid.y, kTileM, problem.M, "rows");
-    expect_tiling(product.grid.z, params.k_per_slice, weight.K, "k");
+    check_tiles(problem, candidate, device);
   }
+}
 
-  const bool splits = product.grid.z > 1;
-  expect(product.constants[kConstantWritesPartials] == splits, "partials where K is split over threadgroups");
-  expect(plan.dispatches.size() == (splits ? 2 : 1), "a reduction where K is split over threadgroups");
-  expect((plan.partials.z != 0) == splits, "a workspace where K is split over threadgroups");
-  const Dispatch& last = plan.dispatches.back();
-  expect((last.constants[kConstantHasBias] != 0) == problem.has_bias, "the last kernel adds the bias");
-  if (splits) {
-    expect(last.kernel == Kernel::reduce, "the second kernel reduces");
-    expect(product.constants[kConstantHasBias] == 0, "the bias is added once");
-    const auto& reduce = std::get<ReduceParams>(last.params);
-    expect(reduce.M == problem.M && reduce.N == weight.N && reduce.slices == product.grid.z, "reduction's sizes");
-    expect(plan.partials.x == weight.N && plan.partials.y == problem.M && plan.partials.z == reduce.slices,
-           "workspace's sizes");
-    expect_tiling(last.grid.x, last.threads.x, weight.N, "reduced columns");
-    expect_tiling(last.grid.y, last.threads.y, problem.M, "reduced rows");
+// Every candidate, and that the plan is one of them.
+void check_gemm(const GemmProblem& problem, const GpuDevice& device) {
+  const std::string chosen = text(plan_gemm(problem, device));
+  bool is_candidate = false;
+  for (const Candidate& candidate : gemm_candidates(problem, device)) {
+    check_candidate(problem, candidate, device);
+    is_candidate |= text(candidate.plan) == chosen;
   }
-  if (weight.has_perm) expect(product.constants[kConstantVectorActivations] == 0, "no vector loads through perm");
-  if (weight.N % 4 != 0) expect(product.constants[kConstantVectorColumns] == 0, "no vector loads of odd rows");
-  expect(text(plan_gemm(problem, device)) == subject, "the same plan twice");
+  subject = chosen;
+  expect(is_candidate, "the plan is a candidate");
+  expect(text(plan_gemm(problem, device)) == chosen, "the same plan twice");
 }
 
 GemmProblem square(uint32_t M, uint32_t N, uint32_t K, uint32_t group_size, std::string_view variant = "auto") {
@@ -145,10 +252,78 @@ void check_random_problems() {
     problem.weight.vector_aligned = pick(0, 1);
     const GpuDevice device{pick(1, 80), pick(0, 1) == 1};
     check_gemm(problem, device);
-    for (std::string_view variant : gemm_variants()) {
-      problem.variant = variant;
-      check_gemm(problem, device);
-    }
+  }
+}
+
+// A name of a variant, or of one and a tile, gives that; so does a tuner's table, for auto.
+void check_names() {
+  GemmProblem problem = square(300, 500, 704, 64);
+  subject = "names";
+  const std::vector<Candidate> all = gemm_candidates(problem, {});
+  std::set<std::string> names;
+  std::set<std::string_view> variants;
+  for (const Candidate& candidate : all) {
+    variants.insert(candidate.variant);
+    const std::string wanted = name(candidate);
+    expect(names.insert(wanted).second, "one candidate of a name: " + wanted);
+    GemmProblem named = problem;
+    named.variant = wanted;
+    expect(text(plan_gemm(named, {})) == text(candidate.plan), "the candidate of its name: " + wanted);
+    GemmProblem tuned = problem;
+    tuned.tuned = wanted;
+    expect(text(plan_gemm(tuned, {})) == text(candidate.plan), "the candidate that a table names: " + wanted);
+  }
+  for (std::string_view variant : gemm_variants()) {
+    expect(variants.contains(variant), "candidates of each variant: " + std::string(variant));
+    problem.variant = variant;
+    for (const Candidate& candidate : gemm_candidates(problem, {}))
+      expect(candidate.variant == variant, "no other variant's candidates");
+  }
+  problem.variant = "double_buffered";
+  problem.tuned = "gemv";
+  expect(plan_gemm(problem, {}).dispatches[0].function == "gemm_double_buffered_64x64x32_uint4b8_float16",
+         "a table is for auto");
+  problem.variant = "auto";
+  problem.tuned = "";
+  expect(!plan_gemm(problem, {}).dense_product, "two_pass is for who asks");
+}
+
+void check_tile_refusals() {
+  subject = "refused tiles";
+  expect(tile_refusal({64, 64, 32}, ElementType::float32, 2).empty(), "64x64x32 fits");
+  expect(tile_refusal({128, 128, 32}, ElementType::float16, 1).empty(), "128x128x32 fits in one stage");
+  expect(tile_refusal({128, 128, 32}, ElementType::float32, 2) ==
+             "128x128x32 in 2 stages with float32 activations needs 53328 bytes of threadgroup memory, a threadgroup "
+             "has at most 32768",
+         "the reason: " + tile_refusal({128, 128, 32}, ElementType::float32, 2));
+}
+
+// What is striped on an M1 (8 cores, 3 threadgroups of 18,512 bytes each) and an M1 Max.
+void check_stripe_choices() {
+  const struct {
+    uint32_t M, N, K, cores, stripes, k_per_slice;
+    bool shares;
+    const char* why;
+  } rows[] = {
+      {64, 64, 512, 8, 2, 256, true, "one tile: no more stripes than slices"},
+      {64, 64, 200, 8, 1, 256, false, "one slice, which is shorter"},
+      {64, 64, 600, 8, 2, 256, true, "the second slice takes the remainder"},
+      {64, 1536, 4096, 8, 24, 4096, false, "as many tiles as stripes"},
+      {64, 1408, 4096, 8, 22, 4096, false, "an eighth idle at most"},
+      {64, 1280, 4096, 8, 24, 256, true, "a sixth would be idle"},
+      {64, 1600, 4096, 8, 24, 256, true, "a second round for one tile"},
+      {4096, 4096, 4096, 8, 24, 4096, false, "4096 tiles: 170.7 rounds"},
+      {64, 1536, 4096, 32, 96, 256, true, "a quarter of the stripes a larger chip has"},
+      {64, 384, 1024, 8, 24, 256, true, "stripes of a unit"},
+      {128, 128, 1536, 8, 24, 256, true, "six stripes a tile"},
+  };
+  for (const auto& row : rows) {
+    const Plan plan = plan_gemm(square(row.M, row.N, row.K, 128, "striped"), {.cores = row.cores});
+    subject = text(plan);
+    const Dispatch& product = plan.dispatches[0];
+    expect(product.grid.x == row.stripes, std::string("stripes: ") + row.why);
+    expect(std::get<GemmParams>(product.params).k_per_slice == row.k_per_slice, std::string("slices: ") + row.why);
+    expect((plan.dispatches.size() == 2) == row.shares, std::string("reduction: ") + row.why);
   }
 }
 
@@ -166,9 +341,9 @@ void check_choices() {
       {1, 151936, 896, 64, 8, "gemv_uint4b8_float16", {1187, 1, 1}, {32, 1, 1}, 896},
       {5, 4096, 4096, 128, 8, "gemv_uint4b8_float16", {32, 2, 1}, {96, 1, 1}, 1408},
       {24, 4096, 4096, 128, 8, "gemv_uint4b8_float16", {32, 6, 1}, {32, 1, 1}, 4096},
-      {25, 4096, 4096, 128, 8, "gemm_double_buffered_uint4b8_float16", {64, 1, 1}, {256, 1, 1}, 4096},
-      {33, 512, 4096, 128, 8, "gemm_double_buffered_uint4b8_float16", {8, 1, 2}, {256, 1, 1}, 2048},
-      {4096, 4096, 4096, 128, 8, "gemm_double_buffered_uint4b8_float16", {64, 64, 1}, {256, 1, 1}, 4096},
+      {25, 4096, 4096, 128, 8, "gemm_double_buffered_64x64x32_uint4b8_float16", {64, 1, 1}, {256, 1, 1}, 4096},
+      {33, 512, 4096, 128, 8, "gemm_double_buffered_64x64x32_uint4b8_float16", {8, 1, 3}, {256, 1, 1}, 1408},
+      {4096, 4096, 4096, 128, 8, "gemm_double_buffered_64x64x32_uint4b8_float16", {64, 64, 1}, {256, 1, 1}, 4096},
       {1, 1, 8, 8, 8, "gemv_uint4b8_float16", {1, 1, 1}, {32, 1, 1}, 8},
   };
   for (const auto& row : rows) {
@@ -210,6 +385,8 @@ void check_refusals() {
   expect_refused("K = 12", [] { plan_gemm(square(1, 8, 12, 8), {}); });
   expect_refused("group of 12", [] { plan_gemm(square(1, 8, 24, 12), {}); });
   expect_refused("unknown variant", [] { plan_gemm(square(1, 8, 8, 8, "fastest"), {}); });
+  expect_refused("unknown tile", [] { plan_gemm(square(1, 8, 8, 8, "double_buffered:96x64x32"), {}); });
+  expect_refused("no tile", [] { plan_gemm(square(1, 8, 8, 8, "double_buffered:"), {}); });
   expect_refused("no rows", [] { plan_repack({.rows = 0, .columns = 8}); });
   expect_refused("not a repack", [] { plan_repack({.kernel = Kernel::gemv, .rows = 1, .columns = 8}); });
 }
@@ -219,6 +396,9 @@ void check_refusals() {
 int main() {
   check_choices();
   check_random_problems();
+  check_names();
+  check_tile_refusals();
+  check_stripe_choices();
   check_elementwise();
   check_refusals();
   std::printf("%d checks, %d failed\n", checks, failures);

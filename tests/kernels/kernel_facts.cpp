@@ -9,6 +9,15 @@ using namespace marlin;
 #define NUMBER(name) std::printf("\"%s\": %lld, ", #name, static_cast<long long>(name));
 #define FIELD(type, name) std::printf("\"%s\": %zu, ", #name, offsetof(type, name));
 
+void tile(TileShape shape) {
+  std::printf("[%u, %u, %u, %u, {", shape.M, shape.N, shape.K, tile_threads(shape));
+  for (ElementType type : {ElementType::float16, ElementType::bfloat16, ElementType::float32}) {
+    std::printf("\"%s\": [0, %u, %u], ", std::string(name(type)).c_str(), tile_threadgroup_bytes(shape, type, 1),
+                tile_threadgroup_bytes(shape, type, 2));
+  }
+  std::printf("\"end\": []}], ");
+}
+
 int main() {
   std::printf("{\"numbers\": {");
   NUMBER(kSlotA)
@@ -35,10 +44,6 @@ int main() {
   NUMBER(kGemvColumns)
   NUMBER(kGemvMaxRows)
   NUMBER(kGemvMaxSimdgroups)
-  NUMBER(kTileM)
-  NUMBER(kTileN)
-  NUMBER(kTileK)
-  NUMBER(kTileThreads)
   std::printf("\"end\": 0}, \"structs\": {\"GemmParams\": {");
   FIELD(GemmParams, a_row_stride)
   FIELD(GemmParams, M)
@@ -54,7 +59,14 @@ int main() {
   FIELD(ReduceParams, M)
   FIELD(ReduceParams, N)
   FIELD(ReduceParams, slices)
-  std::printf("\"end\": %zu}, \"RepackParams\": {", sizeof(ReduceParams));
+  std::printf("\"end\": %zu}, \"StripedReduceParams\": {", sizeof(ReduceParams));
+  FIELD(StripedReduceParams, M)
+  FIELD(StripedReduceParams, N)
+  FIELD(StripedReduceParams, tile_M)
+  FIELD(StripedReduceParams, tile_N)
+  FIELD(StripedReduceParams, slices)
+  FIELD(StripedReduceParams, stripes)
+  std::printf("\"end\": %zu}, \"RepackParams\": {", sizeof(StripedReduceParams));
   FIELD(RepackParams, rows)
   FIELD(RepackParams, columns)
   FIELD(RepackParams, stored_zeros)
@@ -91,12 +103,10 @@ int main() {
     }
     std::printf("], ");
   }
-  std::printf("[]], \"tile_bytes\": {");
-  for (ElementType type : {ElementType::float16, ElementType::bfloat16, ElementType::float32}) {
-    std::printf("\"%s\": [0, %u, %u], ", std::string(name(type)).c_str(), tile_threadgroup_bytes(type, 1),
-                tile_threadgroup_bytes(type, 2));
-  }
-  std::printf("\"end\": []}, \"mlstm_output_bytes\": {");
+  std::printf("[]], \"tiles\": [");
+#define TILE(M, N, K, ...) tile({M, N, K});
+  MARLIN_TILES(TILE)
+  std::printf("[]], \"mlstm_output_bytes\": {");
   for (uint32_t size : {16U, 32U, 64U, 128U, 256U})
     std::printf("\"%u\": %u, ", size, mlstm_output_bytes(size));
   std::printf("\"end\": 0}, \"mlstm_step_bytes\": [0");

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 import struct as struct_module
 import subprocess
 import tempfile
@@ -111,12 +112,12 @@ def _specialise(
     name = kernel
     if naming:
         # The one instance under test: a library of all takes ten times as long to compile.
-        everything = f"MARLIN_KERNELS_{library.upper()}(MARLIN_INSTANTIATE)"
-        assert everything in source, f"{path.name}: expected {everything}"
+        everything = re.findall(r"^MARLIN_.*MARLIN_INSTANTIATE\)$", source, re.MULTILINE)
+        assert len(everything) == 1, f"{path.name}: expected one list of instances, found {everything}"
         weight = f"WeightFormat::{weight_format}, " if naming == 2 else ""
         name = "_".join([kernel, *([weight_format] if naming == 2 else []), element])
         one = f'MARLIN_INSTANTIATE_AS("{name}", {kernel}<{weight}{METAL_TYPES[element]}>)'
-        source = source.replace(everything, one)
+        source = source.replace(everything[0], one)
     compiled = compile(
         source, constants=dict(constants), checked=checked, file_name=str(path), include_paths=[str(KERNELS)]
     )
@@ -150,8 +151,8 @@ def launch(
 
 
 def launch_elementwise(
-    kernel: str, columns: int, rows: int, buffers: Mapping[str, Buffer | bytes], **options
+    kernel: str, columns: int, rows: int, buffers: Mapping[str, Buffer | bytes], *, layers: int = 1, **options
 ) -> Counters:
     width, height = number("kElementwiseWidth"), number("kElementwiseHeight")
-    groups = (-(-columns // width), -(-rows // height), 1)
+    groups = (-(-columns // width), -(-rows // height), layers)
     return launch(kernel, buffers, group=(width, height, 1), groups=groups, **options)

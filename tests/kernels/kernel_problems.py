@@ -1,4 +1,4 @@
-"""One product or dequantization: inputs, exact result and error bound, and its launch by each kernel."""
+"""One product or dequantization: inputs, exact result and error bound, and its launch by gemv and dequantize."""
 
 import functools
 from dataclasses import dataclass
@@ -110,16 +110,34 @@ def _product_buffers(problem: Problem, inputs: Inputs) -> tuple[dict, dict]:
     return buffers, constants
 
 
-def _run_product(
-    kernel: str, problem: Problem, slices: int, k_per_slice: int, constants: dict, options: dict
-) -> torch.Tensor:
-    """One dispatch, and the reduction of its slices where there are several."""
+@dataclass(frozen=True)
+class Shares:
+    """Partial sums between a product and its reduction."""
+
+    shape: tuple[int, ...]
+    kernel: str
+    struct: str
+    fields: dict[str, int]
+    grid: tuple[int, int, int]  # of the reduction: columns, rows, layers
+    are_some: bool = False  # the product has outputs without partial sums too
+
+
+def sliced(problem: Problem, slices: int) -> Shares | None:
+    if slices == 1:
+        return None
+    shape = (slices, problem.M, problem.N)
+    fields = {"M": problem.M, "N": problem.N, "slices": slices}
+    return Shares(shape, "reduce", "ReduceParams", fields, (problem.N, problem.M, 1))
+
+
+def run_product(
+    kernel: str, problem: Problem, k_per_slice: int, constants: dict, options: dict, shares: Shares | None
+) -> tuple[torch.Tensor, Counters]:
+    """One dispatch, and the reduction of the shares that it writes."""
     inputs = options.pop("inputs", None) or make_inputs(problem)
-    counted = options.pop("counted", True)
     buffers, tensor_constants = _product_buffers(problem, inputs)
     buffers["A"], row_stride = options.pop("activations", None) or (buffers["A"], problem.K + problem.a_gap)
     shape = (problem.M, problem.N)
-    element = ELEMENT_NAMES[problem.dtype]
     out = place_output(shape, problem.dtype)
     buffers["Params"] = parameters(
         "GemmParams",
@@ -130,20 +148,21 @@ def _run_product(
         group_size=problem.group_size,
         k_per_slice=k_per_slice,
     )
-    partials = place_output((slices, *shape), torch.float32) if slices > 1 else None
-    buffers["Partials" if partials else "Out"] = partials or out
-    constants = tensor_constants | constants | {"writes_partials": slices > 1}
-    options = {"weight_format": problem.weight_format, "element": element, "constants": constants} | options
+    if shares:
+        buffers["Partials"] = place_output(shares.shape, torch.float32)
+    if not shares or shares.are_some:
+        buffers["Out"] = out
+    constants = tensor_constants | constants | {"writes_partials": shares is not None}
+    names = {"weight_format": problem.weight_format, "element": ELEMENT_NAMES[problem.dtype]}
+    options = names | {"constants": constants} | options
     counters = launch(kernel, buffers, **options)
-    if partials:
-        _reduce(problem, buffers, partials, out, slices, options)
-    if not counted:
-        pass
-    elif kernel == "gemv":
-        check_gemv_work(problem, constants["rows_per_threadgroup"], counters)
-    else:
-        check_staged_work(kernel, problem, slices, k_per_slice, counters)
-    return out.read(shape, problem.dtype)
+    if shares:
+        used = {"Out": out, "Partials": buffers["Partials"], "Params": parameters(shares.struct, **shares.fields)}
+        used |= {name: buffers[name] for name in ["Bias"] if name in buffers}
+        reduction = {n: options[n] for n in ("element", "constants", "checked", "seed") if n in options}
+        columns, rows, layers = shares.grid
+        launch_elementwise(shares.kernel, columns, rows, used, layers=layers, **reduction)
+    return out.read(shape, problem.dtype), counters
 
 
 def check_gemv_work(problem: Problem, rows: int, counters: Counters) -> None:
@@ -155,25 +174,6 @@ def check_gemv_work(problem: Problem, rows: int, counters: Counters) -> None:
     words, activations = row_blocks * problem.K // 8 * problem.N, lanes * problem.M * problem.K
     assert read.get(number("kSlotPacked"), 0) == words * 4, "bytes of packed words read"
     assert read.get(number("kSlotA"), 0) == activations * problem.dtype.itemsize, "bytes of activations read"
-
-
-def check_staged_work(kernel: str, problem: Problem, slices: int, k_per_slice: int, counters: Counters) -> None:
-    """No step too many is multiplied, and each waits once (double_buffered) or twice."""
-    spans = [min(k_per_slice, problem.K - i * k_per_slice) for i in range(slices)]
-    steps = sum(-(-span // number("kTileK")) for span in spans)
-    steps *= -(-problem.M // number("kTileM")) * -(-problem.N // number("kTileN"))
-    assert counters.mmas == steps * number("kTileM") * number("kTileN") * number("kTileK") // 512, "8x8x8 products"
-    barriers = {"gemm_double_buffered": 1, "gemm_single_stage": 2}[kernel]
-    assert counters.threadgroup_barriers == steps * barriers, "threadgroup barriers"
-
-
-def _reduce(problem: Problem, buffers: dict, partials: Guarded, out: Guarded, slices: int, options: dict) -> None:
-    fields = {"M": problem.M, "N": problem.N, "slices": slices}
-    used = {"Partials": partials, "Out": out, "Params": parameters("ReduceParams", **fields)}
-    if "Bias" in buffers:
-        used["Bias"] = buffers["Bias"]
-    names = ("element", "constants", "checked", "seed")
-    launch_elementwise("reduce", problem.N, problem.M, used, **{n: options[n] for n in names if n in options})
 
 
 def run_gemv(
@@ -196,20 +196,12 @@ def run_gemv(
         "threadgroup_bytes": facts()["gemv_bytes"][rows][simdgroups],
     }
     constants = {"rows_per_threadgroup": rows, "subnormal_codes": subnormal_codes}
-    return _run_product("gemv", problem, splits, k_per_slice, constants, options)
-
-
-def run_staged(kernel: str, problem: Problem, *, slices: int = 1, **options: Any) -> torch.Tensor:
-    steps = -(-problem.K // number("kTileK"))
-    k_per_slice = -(-steps // slices) * number("kTileK")
-    slices = -(-problem.K // k_per_slice)
-    stages = {"gemm_single_stage": 1, "gemm_double_buffered": 2}[kernel]
-    options |= {
-        "group": (number("kTileThreads"), 1, 1),
-        "groups": (-(-problem.N // number("kTileN")), -(-problem.M // number("kTileM")), slices),
-        "threadgroup_bytes": facts()["tile_bytes"][ELEMENT_NAMES[problem.dtype]][stages],
-    }
-    return _run_product(kernel, problem, slices, k_per_slice, {}, options)
+    counted = options.pop("counted", True)
+    shares = sliced(problem, splits)
+    result, counters = run_product("gemv", problem, k_per_slice, constants, options, shares)
+    if counted:
+        check_gemv_work(problem, rows, counters)
+    return result
 
 
 def check(problem: Problem, result: torch.Tensor, *, raw_codes: bool) -> float:

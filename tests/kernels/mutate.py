@@ -53,7 +53,7 @@ class Mutant:
 BARRIER = re.compile(r"threadgroup_barrier\(mem_flags::(mem_threadgroup|mem_device)\);")
 COMPARISON = re.compile(r"(?<=[\w)\]]) (<=|>=|<|>) (?=[\w(])")
 # Limits that the compiler knows are no bounds: loops over them are unrolled and cannot run past a tensor.
-CONSTANT_LIMIT = re.compile(r"\s*(TileSums<|(k[A-Z]\w*|\d+\w*)( / k[A-Z]\w*)?\s*$)")
+CONSTANT_LIMIT = re.compile(r"\s*(Tile::|(k[A-Z]\w*|\d+\w*)( / k[A-Z]\w*)?\s*$)")
 MINIMUM = re.compile(r"\bmin\(")
 MOVED = {"<": "<=", "<=": "<", ">": ">=", ">=": ">"}
 

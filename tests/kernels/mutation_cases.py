@@ -9,7 +9,8 @@ import test_kernel_repack as repack
 import test_kernel_values as values
 import torch
 from kernel_cases import problem
-from kernel_problems import Problem, check, check_dequantize, run_gemv, run_staged
+from kernel_problems import Problem, check, check_dequantize, run_gemv
+from kernel_tiles import run_staged, run_striped
 
 HALF, BFLOAT, FLOAT = torch.float16, torch.bfloat16, torch.float32
 Case = tuple[str, Callable[[], object]]
@@ -22,6 +23,11 @@ def _gemv(p: Problem, **options: int) -> Case:
 def _staged(kernel: str, p: Problem, **options: int) -> Case:
     name = f"{kernel} {p.weight_format} {p.M}x{p.N}x{p.K}"
     return name, lambda: check(p, run_staged(f"gemm_{kernel}", p, **options), raw_codes=False)
+
+
+def _striped(tile: str, p: Problem, **options: int) -> Case:
+    name = f"striped {p.weight_format} {p.M}x{p.N}x{p.K}"
+    return name, lambda: check(p, run_striped(f"gemm_striped_{tile}", p, **options), raw_codes=False)
 
 
 def _dequantize(p: Problem) -> Case:
@@ -60,7 +66,7 @@ def _gemv_cases() -> Iterator[Case]:
 
 
 def _staged_cases() -> Iterator[Case]:
-    for kernel in ("double_buffered", "single_stage"):
+    for kernel in ("double_buffered_64x64x32", "single_stage_64x64x32"):
         yield _staged(kernel, problem(65, 65, 72, weight_format="uint4", dtype=HALF, group_size=16), slices=2)
         yield _staged(kernel, problem(64, 64, 96, weight_format="lut4", dtype=BFLOAT, group_size=64))
         yield _staged(
@@ -73,8 +79,26 @@ def _staged_cases() -> Iterator[Case]:
         yield _staged(kernel, problem(8, 8, 16384, **long_sums))
 
 
+    for kernel in ("double_buffered_32x128x32", "double_buffered_128x64x16", "single_stage_128x128x16"):
+        yield _staged(kernel, problem(129, 130, 72, weight_format="lut4", dtype=HALF, group_size=16), slices=2)
+        yield _staged(kernel, problem(32, 64, 64, weight_format="uint4_bias", dtype=FLOAT, group_size=16))
+
+
+def _striped_cases() -> Iterator[Case]:
+    shape = {"weight_format": "uint4", "dtype": HALF, "group_size": 32, "bias_dtype": FLOAT}
+    for stripes in (1, 2, 3, 5, 6, 13, 60):
+        yield _striped("64x64x32", problem(130, 130, 200, **shape), k_per_slice=64, stripes=stripes)
+    yield _striped("32x128x32", problem(33, 129, 136, **shape), k_per_slice=32, stripes=5)
+    yield _striped("32x128x32", problem(32, 256, 128, **shape), k_per_slice=64, stripes=4)
+
+
+def _reduce_cases() -> Iterator[Case]:
+    yield from _gemv_cases()
+    yield from _striped_cases()
+
+
 def _perm_cases() -> Iterator[Case]:
-    for kernel in ("gemv", "gemm_single_stage"):
+    for kernel in ("gemv", "single_stage"):
         yield f"{kernel} perm", partial(values.test_perm_beyond_range, kernel)
 
 
@@ -126,8 +150,9 @@ def cases_of(file: str) -> Iterator[Case]:
         "repack.metal": _repack,
         "dequantize.metal": _dequantize_cases,
         "gemv.metal": _gemv_cases,
-        "reduce.metal": _gemv_cases,
-        "gemm_staged.metal": _staged_cases,
+        "reduce.metal": _reduce_cases,
+        "gemm_striped.metal": _striped_cases,
+        "staged.h": _staged_cases,
         "tile.h": _staged_cases,
         "fragment.h": _staged_cases,
         "activations.h": _perm_cases,

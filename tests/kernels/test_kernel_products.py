@@ -1,15 +1,17 @@
-"""gemv and the staged GEMMs against fp64, within the design's error bound per element.
+"""gemv and the kernels that stage tiles against fp64, within the design's error bound per element.
 
 Small shapes run in checked mode: an access out of bounds, a read of memory that nobody wrote or a race fails the test.
 What lies beside the tensors is NaN.
 """
 
+import itertools
+
 import pytest
 import torch
 from kernel_cases import COMMON, FLOATS, FORMATS, pairwise, plain_problems, problem
-from kernel_problems import Problem, check, run_gemv, run_staged
+from kernel_problems import Problem, check, run_gemv
+from kernel_tiles import STAGED, STRIPED, run_striped, run_tiles
 
-STAGED = ["gemm_double_buffered", "gemm_single_stage"]
 # Columns: one, a lane's edge, a simdgroup's and a tile's on either side, more than one of each.
 COLUMNS = [1, 7, 8, 40, 63, 64, 65, 100, 128, 200]
 GEMV_AXES = COMMON | {
@@ -21,19 +23,19 @@ GEMV_AXES = COMMON | {
     "splits": [1, 2, 3],
     "subnormal_codes": [True, False],
 }
-STAGED_AXES = COMMON | {
-    "M": [1, 8, 9, 17, 33, 63, 64, 65, 130],
+TILE_AXES = COMMON | {
+    "M": [1, 8, 17, 33, 63, 64, 65, 129, 130],
     "N": COLUMNS,
     "K": [8, 24, 32, 64, 72, 136, 264, 520],
-    "kernel": STAGED,
-    "slices": [1, 2, 3],
+    "kernel": [*STAGED, *STRIPED],
+    "parts": [1, 2, 3, 5],
 }
 
 
 def run(kernel: str, p: Problem, **options) -> torch.Tensor:
     if kernel == "gemv":
         return run_gemv(p, **{"rows": 4, "simdgroups": 4} | options)
-    return run_staged(kernel, p, **options)
+    return run_tiles(kernel, p, **options)
 
 
 @pytest.mark.parametrize(("p", "options"), pairwise(GEMV_AXES, ["rows", "simdgroups", "splits", "subnormal_codes"]))
@@ -41,17 +43,38 @@ def test_gemv(p: Problem, options: dict) -> None:
     check(p, run_gemv(p, **options), raw_codes=True)
 
 
-@pytest.mark.parametrize(("p", "options"), pairwise(STAGED_AXES, ["kernel", "slices"]))
-def test_staged(p: Problem, options: dict) -> None:
-    check(p, run_staged(**options, problem=p), raw_codes=False)
+@pytest.mark.parametrize(("p", "options"), pairwise(TILE_AXES, ["kernel", "parts"]))
+def test_tiles(p: Problem, options: dict) -> None:
+    check(p, run_tiles(**options, problem=p), raw_codes=False)
 
 
-@pytest.mark.parametrize("kernel", ["gemv", *STAGED])
+def test_the_whole_matrix_of_shapes(everything: bool) -> None:
+    """Each kernel that stages tiles at each shape of the list; formats, dtypes and the rest take turns."""
+    rows, columns = [130], [65]  # test_tiles is the sample that counts
+    if everything:
+        rows, columns = [*range(1, 10), 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 128, 130], COLUMNS
+    turns = {name: itertools.cycle(values) for name, values in (TILE_AXES | {"K": [8, 40, 72, 136, 264]}).items()}
+    for M, N, kernel in itertools.product(rows, columns, [*STAGED, *STRIPED]):
+        fields = {name: next(turn) for name, turn in turns.items() if name not in ("M", "N", "kernel", "parts")}
+        p = problem(M, N, fields.pop("K"), **fields)
+        check(p, run_tiles(kernel, p, parts=next(turns["parts"])), raw_codes=False)
+
+
+@pytest.mark.parametrize("kernel", STRIPED)
+def test_stripes(kernel: str) -> None:
+    """From one stripe for all tiles to stripes without work; the last slice is longer; a border on a tile's edge."""
+    p = problem(130, 130, 200, weight_format="uint4", dtype=torch.float16, group_size=32, bias_dtype=torch.float16)
+    for stripes in (1, 3, 5, 6, 13, 60):
+        for k_per_slice in (64, 224):
+            check(p, run_striped(kernel, p, k_per_slice=k_per_slice, stripes=stripes), raw_codes=False)
+
+
+@pytest.mark.parametrize("kernel", ["gemv", STAGED[1], STRIPED[0]])
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("weight_format", FORMATS)
 def test_same_bits_in_any_order(kernel: str, weight_format: str, dtype: torch.dtype) -> None:
     p = problem(5, 72, 200, weight_format=weight_format, dtype=dtype, bias_dtype=torch.float32)
-    options = {"splits": 2} if kernel == "gemv" else {"slices": 2}
+    options = {"splits": 2} if kernel == "gemv" else {"parts": 3}
     first, second = (run(kernel, p, seed=seed, **options) for seed in (1, 2))
     assert torch.equal(first.view(torch.uint8), second.view(torch.uint8))
 
@@ -62,11 +85,11 @@ def test_gemv_long_sums(p: Problem) -> None:
 
 
 @pytest.mark.parametrize("p", plain_problems(66, 136, 16384, group_size=128, all_positive=True))
-def test_staged_long_sums(p: Problem) -> None:
-    check(p, run_staged("gemm_double_buffered", p, checked=False), raw_codes=False)
+def test_tiles_long_sums(p: Problem) -> None:
+    check(p, run_tiles("gemm_double_buffered_64x64x32", p, checked=False), raw_codes=False)
 
 
-@pytest.mark.parametrize("kernel", ["gemv", *STAGED])
+@pytest.mark.parametrize("kernel", ["gemv", STAGED[0], STAGED[-1], STRIPED[-1]])
 def test_all_weights_positive(kernel: str) -> None:
     """No cancellation at all: rounding errors of a chain have nothing to hide behind."""
     for K in (128, 1024, 4096):

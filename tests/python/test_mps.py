@@ -16,7 +16,7 @@ import torch_marlin_metal as tmm
 pytestmark = pytest.mark.usefixtures("mps")
 
 ROOT = Path(__file__).resolve().parents[2]
-VARIANTS = ("gemv", "double_buffered", "single_stage")
+VARIANTS = ("gemv", "double_buffered", "single_stage", "striped")
 software = pytest.mark.skipif(sys.platform == "darwin", reason="reads the software Metal device's counters")
 
 
@@ -75,7 +75,7 @@ def test_split_k_dispatches_the_product_and_then_the_reduction():
     weight = reference.make_weight("uint4", 4096, 40, 64).to("mps")
     a = activations((3, 4096)).to("mps")
     assert kernels_of(lambda: run(a, weight, variant="single_stage")) == [
-        "gemm_single_stage_uint4_float16",
+        "gemm_single_stage_64x64x32_uint4_float16",
         "reduce_float16",
     ]
 
@@ -85,7 +85,7 @@ def test_auto_takes_gemv_for_as_many_rows_as_the_reference_says():
     weight = reference.make_weight("uint4b8", 32, 24, 32).to("mps")
     a = activations((reference.GEMV_ROWS + 1, 32)).to("mps")
     assert kernels_of(lambda: run(a[:-1], weight))[-1] == "gemv_uint4b8_float16"
-    assert kernels_of(lambda: run(a, weight))[-1] == "gemm_double_buffered_uint4b8_float16"
+    assert kernels_of(lambda: run(a, weight))[-1] == "gemm_double_buffered_64x64x32_uint4b8_float16"
 
 
 @software

@@ -1,0 +1,8 @@
+// 128 x 64 outputs of a threadgroup, 16 k at a step.
+#include "staged.h"
+
+using namespace metal;
+using namespace marlin;
+
+MARLIN_STAGED_KERNELS(128, 64, 16)
+MARLIN_STAGED_ROWS(128, 64, 16, MARLIN_INSTANTIATE)

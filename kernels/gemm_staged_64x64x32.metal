@@ -1,0 +1,8 @@
+// 64 x 64 outputs of a threadgroup, 32 k at a step.
+#include "staged.h"
+
+using namespace metal;
+using namespace marlin;
+
+MARLIN_STAGED_KERNELS(64, 64, 32)
+MARLIN_STAGED_ROWS(64, 64, 32, MARLIN_INSTANTIATE)

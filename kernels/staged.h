@@ -1,0 +1,122 @@
+// Many activation rows: output tiles staged through threadgroup memory, see tile.h.
+//   single_stage:     fetch | barrier | store | barrier | multiply           half the threadgroup memory
+//   double_buffered:  barrier | fetch next | multiply this | store next      one barrier per step
+#pragma once
+
+#include "variants.h"
+
+#include "product.h"
+#include "tile.h"
+
+namespace marlin {
+
+// The sums of a tile over k_begin to k_end, and where they go.
+template <WeightFormat format, typename T, typename Tile, uint stages>
+struct TileProduct {
+  typedef TileSums<format, T, Tile> Sums;
+
+  threadgroup uchar* shared;
+  uint simdgroup;
+  uint lane;
+  Sums sums;
+
+  static MARLIN_INLINE uint stage_bytes() { return tile_stage_bytes({Tile::kM, Tile::kN, Tile::kK}, sizeof(T)); }
+  MARLIN_INLINE uint thread_index() const { return simdgroup * kSimdWidth + lane; }
+  MARLIN_INLINE threadgroup float* table() const {
+    return reinterpret_cast<threadgroup float*>(shared + stages * stage_bytes());
+  }
+  MARLIN_INLINE Stage<T, Tile> stage(uint index) const { return stage_at<T, Tile>(shared + index * stage_bytes()); }
+
+  // Visible after the first barrier of compute().
+  MARLIN_INLINE void load_table(thread const Product<T>& product) const {
+    if (format == WeightFormat::lut4 && thread_index() <= kLutSize) {
+      table()[thread_index()] = thread_index() < kLutSize ? product.lut[thread_index()] : 0.0f;
+    }
+  }
+
+  MARLIN_INLINE void compute(thread const Product<T>& product, constant GemmParams& params, uint m0, uint n0,
+                             uint k_begin, uint k_end) {
+    sums.clear();
+    Parcel<format, T, Tile> parcel;
+    if (stages == 1) {
+      for (uint k = k_begin; k < k_end; k += Tile::kK) {
+        parcel.fetch(product.weight, product.a, params, m0, n0, k, k_end, thread_index());
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+        parcel.store(stage(0), params, thread_index());
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+        sums.step(stage(0), params, table(), k, k + Tile::kK >= k_end, simdgroup, lane);
+      }
+    } else {
+      uint current = 0;
+      parcel.fetch(product.weight, product.a, params, m0, n0, k_begin, k_end, thread_index());
+      parcel.store(stage(0), params, thread_index());
+      for (uint k = k_begin;; k += Tile::kK) {
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+        const bool is_last = k + Tile::kK >= k_end;
+        if (!is_last) parcel.fetch(product.weight, product.a, params, m0, n0, k + Tile::kK, k_end, thread_index());
+        sums.step(stage(current), params, table(), k, is_last, simdgroup, lane);
+        if (is_last) break;
+        current ^= 1;
+        parcel.store(stage(current), params, thread_index());
+      }
+    }
+  }
+
+  // to.store(row, column, sum) of the tile for each of the lane's sums that lies within M and N.
+  template <typename Target>
+  MARLIN_INLINE void store(thread const Target& to, constant GemmParams& params, uint m0, uint n0) const {
+    const LanePlace place = lane_place(lane);
+    const uint m = Sums::first_row(simdgroup) + place.row;
+    const uint n = Sums::first_column(simdgroup) + place.column;
+    MARLIN_UNROLL for (uint i = 0; i < Tile::kBlocksM; ++i) {
+      MARLIN_UNROLL for (uint j = 0; j < Tile::kBlocksN; ++j) {
+        MARLIN_UNROLL for (uint e = 0; e < 2; ++e) {
+          const uint row = m + i * kBlock;
+          const uint column = n + j * kBlock + e;
+          if (m0 + row < params.M && n0 + column < params.N) to.store(row, column, sums.total[i][j][e]);
+        }
+      }
+    }
+  }
+};
+
+// The tile's place in the output, or in a slice of the partial sums.
+template <typename T>
+struct SliceOfTile {
+  Output<T> output;
+  uint slice;
+  uint m0;
+  uint n0;
+
+  MARLIN_INLINE void store(uint row, uint column, float sum) const {
+    output.store_slice(slice, m0 + row, n0 + column, sum);
+  }
+};
+
+template <WeightFormat format, typename T, typename Tile, uint stages>
+MARLIN_INLINE void staged_gemm(const Product<T> product, constant GemmParams& params, threadgroup uchar* shared,
+                               uint3 block, uint simdgroup, uint lane) {
+  const uint m0 = block.y * Tile::kM;
+  const uint n0 = block.x * Tile::kN;
+  const uint k_begin = block.z * params.k_per_slice;
+  const uint k_end = min(k_begin + params.k_per_slice, params.K);
+  TileProduct<format, T, Tile, stages> tile{shared, simdgroup, lane};
+  tile.load_table(product);
+  tile.compute(product, params, m0, n0, k_begin, k_end);
+  tile.store(SliceOfTile<T>{product.output, block.z, m0, n0}, params, m0, n0);
+}
+
+}  // namespace marlin
+
+#define MARLIN_STAGED_KERNEL(name, stages, M, N, K)                                                        \
+  template <WeightFormat format, typename T>                                                               \
+  [[kernel, max_total_threads_per_threadgroup(Tile<M, N, K>::kThreads)]] void name(                        \
+      MARLIN_PRODUCT_BUFFERS, threadgroup uchar* shared [[threadgroup(0)]],                                \
+      uint3 block [[threadgroup_position_in_grid]], uint simdgroup [[simdgroup_index_in_threadgroup]],     \
+      uint lane [[thread_index_in_simdgroup]]) {                                                           \
+    staged_gemm<format, T, Tile<M, N, K>, stages>(MARLIN_PRODUCT, params, shared, block, simdgroup, lane); \
+  }
+// The kernels of a library for one shape of tile.
+#define MARLIN_STAGED_KERNELS(M, N, K)                                   \
+  MARLIN_STAGED_KERNEL(gemm_double_buffered_##M##x##N##x##K, 2, M, N, K) \
+  MARLIN_STAGED_KERNEL(gemm_single_stage_##M##x##N##x##K, 1, M, N, K)

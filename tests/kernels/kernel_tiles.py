@@ -1,0 +1,110 @@
+"""Products by the kernels that stage tiles: launches, and counts of their steps and barriers."""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from kernel_launch import ELEMENT_NAMES, Counters, facts
+from kernel_problems import Problem, Shares, run_product, sliced
+
+_KERNEL = re.compile(r"gemm_(double_buffered|single_stage|striped)_(\d+)x(\d+)x(\d+)")
+STAGED = [name for name in facts()["kernels"] if _KERNEL.match(name) and "striped" not in name]
+STRIPED = [name for name in facts()["kernels"] if _KERNEL.match(name) and "striped" in name]
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What a kernel's name says, and what the host is told about it."""
+
+    kernel: str
+    M: int
+    N: int
+    K: int
+    stages: int
+    threads: int
+    bytes: dict[str, list[int]]  # of threadgroup memory, by element and stages
+
+    @classmethod
+    def of(cls, kernel: str) -> "Tile":
+        found = _KERNEL.fullmatch(kernel)
+        assert found, kernel
+        shape = [int(size) for size in found.groups()[1:]]
+        threads, sizes = next(row[3:] for row in facts()["tiles"] if row[:3] == shape)
+        return cls(kernel, *shape, 1 if found[1] == "single_stage" else 2, threads, sizes)
+
+    def steps(self, k: int) -> int:
+        return -(-k // self.K)
+
+    def options(self, problem: Problem, groups: tuple[int, int, int]) -> dict[str, Any]:
+        memory = self.bytes[ELEMENT_NAMES[problem.dtype]][self.stages]
+        return {"group": (self.threads, 1, 1), "groups": groups, "threadgroup_bytes": memory}
+
+    def check_work(self, spans: list[list[int]], counters: Counters) -> None:
+        """No step too many is multiplied, and each waits once or, with a single stage, twice.
+
+        Args:
+            spans: by threadgroup: how many k each tile that it works on, in turn, takes.
+        """
+        steps = sum(self.steps(k) for group in spans for k in group)
+        assert counters.mmas == steps * self.M * self.N * self.K // 512, "8x8x8 products"
+        between_tiles = sum(len(group) - 1 for group in spans if group)
+        barriers = steps * (1 if self.stages == 2 else 2) + between_tiles
+        assert counters.threadgroup_barriers == barriers, "threadgroup barriers"
+
+
+def run_staged(kernel: str, problem: Problem, *, slices: int = 1, **options: Any) -> torch.Tensor:
+    tile = Tile.of(kernel)
+    k_per_slice = -(-tile.steps(problem.K) // slices) * tile.K
+    slices = -(-problem.K // k_per_slice)
+    tiles = (-(-problem.N // tile.N), -(-problem.M // tile.M))
+    options |= tile.options(problem, (*tiles, slices))
+    counted = options.pop("counted", True)
+    result, counters = run_product(kernel, problem, k_per_slice, {}, options, sliced(problem, slices))
+    if counted:
+        spans = [[min(k_per_slice, problem.K - k)] for k in range(0, problem.K, k_per_slice)]
+        tile.check_work(spans * (tiles[0] * tiles[1]), counters)
+    return result
+
+
+def stripes_of(units: int, stripes: int) -> list[range]:
+    """Dealt out one by one: the first stripes are one longer where they cannot all be equal."""
+    sizes = [0] * stripes
+    for i in range(units):
+        sizes[i % stripes] += 1
+    starts = [sum(sizes[:s]) for s in range(stripes)]
+    return [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+
+
+def run_striped(kernel: str, problem: Problem, *, k_per_slice: int, stripes: int, **options: Any) -> torch.Tensor:
+    tile = Tile.of(kernel)
+    slices = max(problem.K // k_per_slice, 1)
+    tiles = -(-problem.M // tile.M) * -(-problem.N // tile.N)
+    lengths = [k_per_slice] * (slices - 1) + [problem.K - k_per_slice * (slices - 1)]
+    spans = []
+    for stripe in stripes_of(tiles * slices, stripes):
+        taken: dict[int, int] = {}
+        for unit in stripe:
+            taken[unit // slices] = taken.get(unit // slices, 0) + lengths[unit % slices]
+        spans.append(list(taken.values()))
+    whole = [k for group in spans for k in group if k == problem.K]
+    shared = len(whole) < tiles
+    fields = {"M": problem.M, "N": problem.N, "tile_M": tile.M, "tile_N": tile.N}
+    fields |= {"slices": slices, "stripes": stripes}
+    shares = Shares(
+        (2 * stripes, tile.M, tile.N), "reduce_striped", "StripedReduceParams", fields, (tile.N, tile.M, stripes - 1),
+        are_some=bool(whole),
+    )  # fmt: skip
+    options |= tile.options(problem, (stripes, 1, 1))
+    counted = options.pop("counted", True)
+    result, counters = run_product(kernel, problem, k_per_slice, {}, options, shares if shared else None)
+    if counted:
+        tile.check_work(spans, counters)
+    return result
+
+
+def run_tiles(kernel: str, problem: Problem, *, parts: int = 1, **options: Any) -> torch.Tensor:
+    """Any of these kernels; K of a tile, or the line of all tiles, in about so many parts."""
+    if kernel in STRIPED:
+        return run_striped(kernel, problem, k_per_slice=64, stripes=parts, **options)
+    return run_staged(kernel, problem, slices=parts, **options)
