@@ -1,6 +1,7 @@
 // Many activation rows: output tiles staged through threadgroup memory, see tile.h.
 //   single_stage:     fetch | barrier | store | barrier | multiply           half the threadgroup memory
 //   double_buffered:  barrier | fetch next | multiply this | store next      one barrier per step
+//   the same, tiles of more than 64 x 64:  barrier | fetch next | store next | multiply this
 #pragma once
 
 #include "variants.h"
@@ -36,7 +37,7 @@ struct TileProduct {
 
   MARLIN_INLINE void compute(thread const Product<T>& product, constant GemmParams& params, uint m0, uint n0,
                              uint k_begin, uint k_end) {
-    sums.clear();
+    sums.begin(params, k_begin, k_end);
     Parcel<format, T, Tile> parcel;
     if (stages == 1) {
       for (uint k = k_begin; k < k_end; k += Tile::kK) {
@@ -44,7 +45,7 @@ struct TileProduct {
         threadgroup_barrier(mem_flags::mem_threadgroup);
         parcel.store(stage(0), params, thread_index());
         threadgroup_barrier(mem_flags::mem_threadgroup);
-        sums.step(stage(0), params, table(), k, k + Tile::kK >= k_end, simdgroup, lane);
+        sums.step(stage(0), params, table(), k, k_end, simdgroup, lane);
       }
     } else {
       uint current = 0;
@@ -53,11 +54,14 @@ struct TileProduct {
       for (uint k = k_begin;; k += Tile::kK) {
         threadgroup_barrier(mem_flags::mem_threadgroup);
         const bool is_last = k + Tile::kK >= k_end;
-        if (!is_last) parcel.fetch(product.weight, product.a, params, m0, n0, k + Tile::kK, k_end, thread_index());
-        sums.step(stage(current), params, table(), k, is_last, simdgroup, lane);
+        if (!is_last) {
+          parcel.fetch(product.weight, product.a, params, m0, n0, k + Tile::kK, k_end, thread_index());
+          if (Tile::kStoresEarly) parcel.store(stage(current ^ 1), params, thread_index());
+        }
+        sums.step(stage(current), params, table(), k, k_end, simdgroup, lane);
         if (is_last) break;
         current ^= 1;
-        parcel.store(stage(current), params, thread_index());
+        if (!Tile::kStoresEarly) parcel.store(stage(current), params, thread_index());
       }
     }
   }

@@ -23,6 +23,9 @@ struct Tile {
     kBlocksM = kSimdgroupRows / kBlock,  // of a simdgroup's part
     kBlocksN = tile_simdgroup_columns({m, n, k}) / kBlock,
     kSimdgroupsN = n / (kBlocksN * kBlock),
+    // Beside two sets of 4 x 4 accumulators there is no room to carry the next step's data: 512 threads have 208
+    // half-registers each (M1, Mesa's table).
+    kStoresEarly = kBlocksN > 2,
   };
 };
 
@@ -141,7 +144,7 @@ struct TileSums {
   float total[kBlocksM][kBlocksN][2];
   simdgroup_matrix<float, kBlock, kBlock> sum[kBlocksM][kBlocksN];
   float x_sum[kBlocksM];  // of the lane's own elements
-  uint chain;             // terms in sum
+  uint chain_end;         // the k before which sum has to be scaled: a group's end, or the chain's
 
   static MARLIN_INLINE bool needs_x_sum() {
     return format == WeightFormat::uint4_bias || (format == WeightFormat::uint4 && !zero_is_in_code<format>());
@@ -151,11 +154,12 @@ struct TileSums {
     return simdgroup % Tile::kSimdgroupsN * (kBlocksN * kBlock);
   }
 
-  MARLIN_INLINE void clear() {
+  MARLIN_INLINE void begin(constant GemmParams& params, uint k_begin, uint k_end) {
     MARLIN_UNROLL for (uint i = 0; i < kBlocksM; ++i) {
       MARLIN_UNROLL for (uint j = 0; j < kBlocksN; ++j) total[i][j][0] = total[i][j][1] = 0.0f;
     }
     clear_chain();
+    begin_chain(params, k_begin, k_end);
   }
 
   // Eight k of the stage.
@@ -198,17 +202,22 @@ struct TileSums {
     clear_chain();
   }
 
-  // All k of the stage. is_last: the slice ends here.
+  // All k of the stage.
   MARLIN_INLINE void step(Stage<T, Tile> stage, constant GemmParams& params, const threadgroup float* table, uint k0,
-                          bool is_last, uint simdgroup, uint lane) {
+                          uint k_end, uint simdgroup, uint lane) {
     const bool short_groups = has_short_groups<Tile>(params);
     MARLIN_UNROLL for (uint k_block = 0; k_block < Tile::kOctetsPerRow; ++k_block) {
       multiply(stage, table, k_block, simdgroup, lane);
       if (short_groups && k_block % 2 == 1) finish_chain(stage, k_block / 2, simdgroup, lane);
     }
-    chain += Tile::kK;
-    const bool is_group_end = (k0 + Tile::kK) % params.group_size == 0;
-    if (!short_groups && (is_group_end || is_last || chain >= kChainLength)) finish_chain(stage, 0, simdgroup, lane);
+    if (!short_groups && k0 + Tile::kK >= chain_end) {
+      finish_chain(stage, 0, simdgroup, lane);
+      begin_chain(params, k0 + Tile::kK, k_end);
+    }
+  }
+
+  MARLIN_INLINE void begin_chain(constant GemmParams& params, uint k, uint k_end) {
+    chain_end = min(min((k / params.group_size + 1) * params.group_size, k + kChainLength), k_end);
   }
 
  private:
@@ -219,7 +228,6 @@ struct TileSums {
       }
       x_sum[i] = 0.0f;
     }
-    chain = 0;
   }
 };
 

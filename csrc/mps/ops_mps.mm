@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <stdexcept>
 
 #include "../check.h"
 #include "../plan.h"
@@ -78,6 +79,14 @@ WeightProblem bind_weight(const char* op, const WeightTensors& weight, const Wei
           .vector_aligned = is_aligned(weight.b_packed, 4)};
 }
 
+Plan planned(const GemmProblem& problem, const GpuDevice& device) {
+  try {
+    return plan_gemm(problem, device);
+  } catch (const std::invalid_argument& error) {
+    TORCH_CHECK_VALUE(false, "torch_marlin_metal::gemm: ", error.what());
+  }
+}
+
 // The weight in the activations' type, and torch's own product with it.
 void two_pass(const Plan& plan, const WeightProblem& weight, Bindings bindings) {
   Tensor out = bindings[kSlotOut].view({-1, weight.N});
@@ -113,7 +122,7 @@ Tensor gemm_mps(const Tensor& a, const Tensor& b_packed, const Tensor& scales, c
   problem.has_bias = bias.has_value();
   problem.vector_aligned_a = is_aligned(rows, 4);
   problem.variant = variant;
-  const Plan plan = plan_gemm(problem, gpu_device(a));
+  const Plan plan = planned(problem, gpu_device(a));
   if (plan.dense_product) {
     two_pass(plan, problem.weight, std::move(bindings));
   } else {

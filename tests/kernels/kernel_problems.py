@@ -10,7 +10,6 @@ import torch
 from kernel_launch import (
     ELEMENT_NAMES,
     Counters,
-    Guarded,
     element_type,
     facts,
     launch,

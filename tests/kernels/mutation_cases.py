@@ -78,7 +78,6 @@ def _staged_cases() -> Iterator[Case]:
         long_sums = {"weight_format": "uint4_bias", "dtype": FLOAT, "group_size": "K", "all_positive": True}
         yield _staged(kernel, problem(8, 8, 16384, **long_sums))
 
-
     for kernel in ("double_buffered_32x128x32", "double_buffered_128x64x16", "single_stage_128x128x16"):
         yield _staged(kernel, problem(129, 130, 72, weight_format="lut4", dtype=HALF, group_size=16), slices=2)
         yield _staged(kernel, problem(32, 64, 64, weight_format="uint4_bias", dtype=FLOAT, group_size=16))

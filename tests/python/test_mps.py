@@ -80,6 +80,61 @@ def test_split_k_dispatches_the_product_and_then_the_reduction():
     ]
 
 
+TILES = [
+    "double_buffered:64x64x32", "double_buffered:32x128x32", "double_buffered:128x64x16", "double_buffered:128x128x16",
+    "single_stage:128x128x16", "striped:64x64x32", "striped:32x128x32",
+]  # fmt: skip
+
+
+@software
+@pytest.mark.parametrize("variant", TILES)
+def test_a_variant_and_its_tile(variant):
+    K, N, M = 640, 140, 131
+    weight = reference.make_weight("uint4", K, N, 64)
+    a, bias = activations((M, K)), activations((N,), seed=1)
+    exact, bound = reference.gemm(a, weight, bias)
+    moved = weight.to("mps")
+    results = []
+    names = kernels_of(lambda: results.append(run(a.to("mps"), moved, bias=bias.to("mps"), variant=variant)))
+    name, tile = variant.split(":")
+    assert names == [
+        f"gemm_{name}_{tile}_uint4_float16",
+        "reduce_striped_float16" if name == "striped" else "reduce_float16",
+    ]
+    reference.check_gemm(results[0], exact, bound)
+
+
+@pytest.mark.parametrize(
+    ("weight_format", "dtype"),
+    [*((f, torch.float16) for f in reference.FORMATS), ("uint4", torch.bfloat16), ("uint4", torch.float32)],
+    ids=str,
+)
+def test_two_pass(weight_format, dtype):
+    """Weights are rounded to the activations' type, which its bound allows for; act-order and bias as elsewhere."""
+    K, N = 200, 70
+    group_size = tmm.WEIGHT_FORMATS[weight_format].fixed_group_size or 16
+    weight = reference.make_weight(weight_format, K, N, group_size)
+    perm = np.random.default_rng(0).permutation(K).astype(np.int32)
+    a, bias = activations((2, 33, K), dtype), activations((N,), torch.float32, seed=1)
+    moved = weight.to("mps")
+    for extra, order in (({}, None), ({"bias": bias}, None), ({"bias": bias, "perm": torch.from_numpy(perm)}, perm)):
+        exact, bound = reference.gemm(a, weight, extra.get("bias"), perm=order)
+        rows = np.abs(reference.to_numpy(a))
+        rows = rows if order is None else rows[..., order]
+        bound += reference.UNIT_ROUNDOFF[dtype] * (rows @ np.abs(weight.exact))
+        result = run(a.to("mps"), moved, variant="two_pass", **{k: v.to("mps") for k, v in extra.items()})
+        assert result.dtype == dtype
+        reference.check_gemm(result, exact, bound)
+
+
+@software
+def test_two_pass_dequantizes_and_is_taken_by_its_name_only():
+    weight = reference.make_weight("uint4b8", 64, 24, 32).to("mps")
+    a = activations((600, 64)).to("mps")
+    assert kernels_of(lambda: run(a, weight, variant="two_pass"))[0] == "dequantize_uint4b8_float16"
+    assert not any("dequantize" in name for name in kernels_of(lambda: run(a, weight)))
+
+
 @software
 def test_auto_takes_gemv_for_as_many_rows_as_the_reference_says():
     weight = reference.make_weight("uint4b8", 32, 24, 32).to("mps")
@@ -97,11 +152,10 @@ def test_empty_results_dispatch_nothing(shape):
     assert kernels_of(lambda: tmm.gptq_repack(torch.empty(0, 4, dtype=torch.int32, device="mps"))) == []
 
 
-@pytest.mark.parametrize("variant", ["striped", "fused", "two_pass"])
-def test_a_variant_without_a_metal_kernel_is_refused(variant):
+@pytest.mark.parametrize("variant", ["double_buffered:96x64x32", "gemv:64x64x32", "striped:"])
+def test_a_tile_that_no_kernel_has_is_refused(variant):
     weight = reference.make_weight("uint4b8", 32, 24, 32).to("mps")
-    message = f"gemm: variant: expected one of auto, gemv, double_buffered, single_stage on mps, got '{variant}'"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"torch_marlin_metal::gemm: plan: no kernel variant '{variant}'"):
         run(torch.ones(1, 32, device="mps"), weight, variant=variant)
 
 

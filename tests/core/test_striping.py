@@ -1,0 +1,49 @@
+"""The worked example of docs/striping.md, recomputed by dealing out units one at a time."""
+
+import re
+from pathlib import Path
+
+DOC = Path(__file__).resolve().parents[2] / "docs" / "striping.md"
+
+
+def spans(numbers: list[int]) -> str:
+    return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
+
+
+def test_worked_example() -> None:
+    text = DOC.read_text()
+    sizes = re.search(r"M = (\d+), N = (\d+), K = (\d+) with tiles of (\d+) x (\d+) and slices of (\d+)", text)
+    assert sizes
+    M, N, K, tile_m, tile_n, k_per_slice = map(int, sizes.groups())
+    stripes = int(re.search(r"On (\d+) stripes", text)[1])
+    rows, columns, slices = -(-M // tile_m), -(-N // tile_n), K // k_per_slice
+    last = K - (slices - 1) * k_per_slice
+    stated = f"{rows} x {columns} tiles, {slices} slices each (the last of {last} k), {rows * columns * slices} units"
+    assert stated in text
+
+    line = [((row, column), s) for column in range(columns) for row in range(rows) for s in range(slices)]
+    lengths = [len(line) // stripes + (s < len(line) % stripes) for s in range(stripes)]
+    expected, used, owners = [], [], {}
+    for stripe in range(stripes):
+        begin = sum(lengths[:stripe])
+        units = range(begin, begin + lengths[stripe])
+        tiles = list(dict.fromkeys(line[u][0] for u in units))
+        parts = [f"{tile}: {spans([line[u][1] for u in units if line[u][0] == tile])}" for tile in tiles]
+        expected.append(f"| {stripe} | {spans(list(units))} | {', '.join(parts)} |")
+        for tile in tiles:
+            owners.setdefault(tile, []).append((stripe, 2 * stripe + (tile != tiles[0])))
+    table = text.split("<!-- worked example")[1].split("\n\n")[1].splitlines()[2:]
+    assert table == expected
+
+    whole = sorted(tile for tile, shares in owners.items() if len(shares) == 1)
+    shared = [tile for tile, shares in owners.items() if len(shares) > 1]
+    assert f"Tiles {whole[0]}, {whole[1]} and {whole[2]} lie in one stripe" in text
+    assert len(whole) == 3
+    assert (
+        " ".join(text.split()).count(f"Tiles {shared[0]}, {shared[1]} and {shared[2]} are shared by two stripes") == 1
+    )
+    assert {len(owners[tile]) for tile in shared} == {2}
+    assert len(shared) == 3
+    used = [place for tile in shared for _, place in owners[tile]]
+    assert used == [1, 2, 3, 4, 5, 6]
+    assert "places 1 (stripe 0's share of (1, 0)), 2 (stripe 1's), 3, 4, 5 and 6 are used" in " ".join(text.split())
