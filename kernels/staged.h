@@ -39,6 +39,7 @@ struct TileProduct {
                              uint k_begin, uint k_end) {
     sums.begin(params, k_begin, k_end);
     Parcel<format, T, Tile> parcel;
+    parcel.begin();
     if (stages == 1) {
       for (uint k = k_begin; k < k_end; k += Tile::kK) {
         parcel.fetch(product.weight, product.a, params, m0, n0, k, k_end, thread_index());

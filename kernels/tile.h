@@ -58,6 +58,7 @@ struct Parcel {
   enum {
     kThreadOctets = ceil_divide(Tile::kOctets, Tile::kThreads),
     kThreadWords = ceil_divide(Tile::kWords, Tile::kThreads),
+    kReloadsScale = Tile::kStoresEarly,  // at every step, and not once a group: no register is held for it
   };
   static_assert(Tile::kScales <= Tile::kThreads, "a scale per thread");
 
@@ -66,6 +67,14 @@ struct Parcel {
   half zero_in_code[kThreadWords];
   float scale;
   float zero;
+  uint scale_group;
+
+  // Before the first fetch of a tile.
+  MARLIN_INLINE void begin() {
+    scale = 0.0f;
+    zero = 0.0f;
+    scale_group = ~0u;
+  }
 
   // Whatever lies beyond M, N or k_end is replaced by zeros: exact ones, whose products add nothing.
   MARLIN_INLINE void fetch(thread const Weight& weight, thread const Activations<T>& a, constant GemmParams& params,
@@ -92,11 +101,16 @@ struct Parcel {
     }
     const uint n = n0 + thread_index % Tile::kN;
     const uint k = k0 + thread_index / Tile::kN * params.group_size;
-    scale = 0.0f;
-    zero = 0.0f;
     if (owns_scale(params, thread_index) && n < params.N && k < k_end) {
-      scale = weight.scale<format>(k / params.group_size, n);
-      if (!zero_is_in_code<format>()) zero = weight.zero<format>(k / params.group_size, n);
+      const uint group = k / params.group_size;
+      if (kReloadsScale || group != scale_group) {
+        scale = weight.scale<format>(group, n);
+        if (!zero_is_in_code<format>()) zero = weight.zero<format>(group, n);
+        scale_group = group;
+      }
+    } else {
+      scale = 0.0f;
+      zero = 0.0f;
     }
   }
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from .build import Unavailable, build_device
+from .device import buffer_counts
 from .extension import use_test_build
 from .native import Library
 from .shader import ShaderLibrary
@@ -121,6 +122,7 @@ class Counters:
     distinct_bytes_written: int | None
     threadgroup_bytes_read: int | None
     threadgroup_bytes_written: int | None
+    buffers: dict[int, dict[str, int]] | None  # by slot: bytes_read, bytes_written, distinct_read, distinct_written
 
 
 def counters() -> list[Counters]:
@@ -133,7 +135,8 @@ def counters() -> list[Counters]:
         values: dict[str, Any] = {
             name: None if "bytes" in name and not fields.has_bytes else getattr(fields, name)
             for name in Counters.__dataclass_fields__
-            if name not in ("kernel", "seed")
+            if name not in ("kernel", "seed", "buffers")
         }
+        values["buffers"] = buffer_counts(fields)
         found.append(Counters(kernel=(kernel.value or b"").decode(), seed=number.value, **values))
     return found

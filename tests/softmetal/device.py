@@ -317,12 +317,17 @@ def _fault(f: Any) -> Fault:
     )
 
 
+def buffer_counts(counters: Any) -> dict[int, dict[str, int]] | None:
+    """Per slot of a launch's C counters what `Counters.buffers` holds."""
+    if not counters.has_bytes:
+        return None
+    names = ("bytes_read", "bytes_written", "distinct_read", "distinct_written")
+    slots = {s: {n: getattr(counters, f"buffer_{n}")[s] for n in names} for s in range(api.SLOTS)}
+    return {s: counts for s, counts in slots.items() if any(counts.values())}
+
+
 def _counters(counters: Any) -> Counters:
     plain = [name for name in Counters.__dataclass_fields__ if name != "buffers"]
-    has_bytes = bool(counters.has_bytes)
-    values = {n: getattr(counters, n) if has_bytes or "bytes" not in n else None for n in plain}
-    per_buffer = ("bytes_read", "bytes_written", "distinct_read", "distinct_written")
-    buffers = {s: {n: getattr(counters, f"buffer_{n}")[s] for n in per_buffer} for s in range(api.SLOTS)}
-    used = {s: v for s, v in buffers.items() if any(v.values())}
-    fields: dict[str, Any] = {**values, "buffers": used if has_bytes else None}
+    values = {n: getattr(counters, n) if counters.has_bytes or "bytes" not in n else None for n in plain}
+    fields: dict[str, Any] = {**values, "buffers": buffer_counts(counters)}
     return Counters(**fields)

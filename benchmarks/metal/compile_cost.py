@@ -1,0 +1,77 @@
+"""What compiling each Metal library costs: instantiated kernels, bytes of source before and after the preprocessor.
+
+A library is compiled when a kernel of it is first used; its pipelines one by one. Needs a C++ compiler (CXX, or c++)
+for its preprocessor, no Metal. Exit status 1 where a library has more instantiations than `--most`.
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from build_support.embed_kernels import inline_headers  # noqa: E402
+
+MOST = 60
+INSTANCE = re.compile(r'\[\[host_name\("')
+# A definition with its template header, if it has one.
+KERNEL = re.compile(r"(template\s*<[^>]*>\s*)?\[\[kernel\b[^\]]*\]\]\s*void\s+\w+\s*\(")
+
+
+@dataclass(frozen=True)
+class LibraryCost:
+    """One `.metal` file."""
+
+    library: str
+    templates: int
+    instantiations: int  # and kernels that are no templates
+    source_bytes: int
+    preprocessed_bytes: int
+
+
+def preprocessed(source: str) -> str:
+    """The source as a Metal compiler's parser sees it, without the standard library's headers."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "metal_stdlib").touch()
+        command = [*os.environ.get("CXX", "c++").split(), "-E", "-P", "-nostdinc", "-x", "c++", "-std=c++17"]
+        command += ["-D__METAL_VERSION__=310", f"-I{folder}", "-"]
+        return subprocess.run(command, input=source, capture_output=True, text=True, check=True).stdout
+
+
+def cost(path: Path) -> LibraryCost:
+    source = inline_headers(path, {path})
+    text = preprocessed(source)
+    kernels = KERNEL.findall(text)
+    plain = sum(not template for template in kernels)
+    instances = len(INSTANCE.findall(text))
+    return LibraryCost(path.stem, len(kernels) - plain, instances + plain, len(source), len(text))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--most", type=int, default=MOST, help="instantiations that a library may have")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    options = parser.parse_args()
+    costs = [cost(path) for path in sorted((ROOT / "kernels").glob("*.metal"))]
+    if options.json:
+        print(json.dumps([asdict(c) for c in costs], indent=1))
+    else:
+        names = list(asdict(costs[0]))
+        print(f"| {' | '.join(n.replace('_', ' ') for n in names)} |\n|{'---|' * len(names)}")
+        for c in costs:
+            print(f"| {' | '.join(str(v) for v in asdict(c).values())} |")
+    over = [c.library for c in costs if c.instantiations > options.most]
+    if over:
+        print(f"more than {options.most} instantiations: {', '.join(over)}", file=sys.stderr)
+    return 1 if over else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

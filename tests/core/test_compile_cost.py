@@ -1,0 +1,39 @@
+"""benchmarks/metal/compile_cost.py against the list of kernels that the C++ compiler reads."""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+LISTED = """
+#include <cstdio>
+#include "variants.h"
+int main() {
+  for (const marlin::KernelInfo& kernel : marlin::kKernels)
+    std::printf("%.*s %d\\n", int(kernel.library.size()), kernel.library.data(), int(kernel.naming));
+}
+"""
+INSTANCES = {"0": 1, "1": 3, "2": 21}  # of a plain kernel; one per element; one per format and element
+
+
+def test_instantiations(tmp_path: Path) -> None:
+    program = tmp_path / "listed"
+    (tmp_path / "listed.cpp").write_text(LISTED)
+    subprocess.run(
+        ["g++", "-std=c++20", "-I", ROOT / "kernels", tmp_path / "listed.cpp", "-o", program], check=True
+    )  # fmt: skip
+    expected: Counter[str] = Counter()
+    for line in subprocess.run([program], check=True, capture_output=True, text=True).stdout.splitlines():
+        library, naming = line.split()
+        expected[library] += INSTANCES[naming]
+    script = [sys.executable, str(ROOT / "benchmarks/metal/compile_cost.py"), "--json"]
+    done = subprocess.run(script, check=True, capture_output=True, text=True)
+    found = json.loads(done.stdout)
+    assert {row["library"]: row["instantiations"] for row in found} == dict(expected)
+    assert all(0 < row["preprocessed_bytes"] < row["source_bytes"] * 2 for row in found)
+    most = max(expected.values())
+    refused = subprocess.run([*script, "--most", str(most - 1)], check=False, capture_output=True, text=True)
+    assert refused.returncode == 1
+    assert f"more than {most - 1} instantiations: " in refused.stderr

@@ -1,0 +1,44 @@
+"""benchmarks/metal/traffic.py: its counts against what the shapes say."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "metal" / "traffic.py"
+M, N, K, GROUP = 9, 136, 192, 64
+
+
+def run(*arguments: str) -> str:
+    sizes = ["--rows", str(M), "--columns", str(N), "--k", str(K), "--group-size", str(GROUP), "--format", "uint4"]
+    done = subprocess.run([sys.executable, SCRIPT, *sizes, *arguments], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_counts() -> None:
+    found = {row["variant"]: row for row in json.loads(run("--json", "--variants", "gemv", "double_buffered"))}
+    gemv, staged = found["gemv"], found["double_buffered"]
+    words, scales, rows = K * N // 2, K // GROUP * N * 2, M * K * 2
+    for row in (gemv, staged):
+        assert row["distinct"] | {"partials": 0} == {
+            "activations": rows, "weights": words, "scales": scales, "zeros": scales // 2, "global_scale": 0, "lut": 0,
+            "out": M * N * 2, "partials": 0,
+        }  # fmt: skip
+    row_blocks = -(-M // 4)
+    assert gemv["total"]["weights"] == row_blocks * words
+    assert gemv["total"]["scales"] == row_blocks * scales
+    # Tiles of 64 x 64, one row of them: a byte of the weight once, a scale once a group, activations once a column of tiles.
+    columns = -(-N // 64)
+    assert staged["total"]["weights"] == words
+    assert staged["total"]["scales"] == scales
+    assert staged["total"]["activations"] == columns * rows
+    assert staged["mma"] == columns * (64 // 8) ** 2 * (K // 8)
+    assert staged["barriers"] == K // 32
+
+
+def test_tables() -> None:
+    plain, markdown = run("--variants", "single_stage"), run("--variants", "single_stage", "--markdown")
+    assert "single_stage (gemm_single_stage_64x64x32)" in plain
+    assert markdown.count("\n|---") == 1
+    assert f"| {M} x {N} x {K} |" in markdown
