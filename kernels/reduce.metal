@@ -34,8 +34,7 @@ template <typename T>
   const uint tile_begin = tile * params.slices;
   const uint n = tile / tiles_m * params.tile_N + position.x;
   const uint m = tile % tiles_m * params.tile_M + position.y;
-  const bool is_inside = position.x < params.tile_N && position.y < params.tile_M && n < params.N && m < params.M;
-  if (border == tile_begin || before > tile_begin || !is_inside) return;
+  if (border == tile_begin || before > tile_begin || n >= params.N || m >= params.M) return;
 
   const uint area = params.tile_M * params.tile_N;
   const uint element = position.y * params.tile_N + position.x;

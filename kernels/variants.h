@@ -50,8 +50,8 @@
 //   No slice or split may be empty: each z has at least one k.
 //   gemm_striped_*: the same threads and memory as gemm_double_buffered_*, grid (stripes, 1, 1); k_per_slice a multiple
 //     of the tile's K; partials [2 * stripes, tile M, tile N] where a tile has several slices.
-//   reduce_striped: threads as reduce, grid (ceil(tile N / width), ceil(tile M / height), stripes - 1): z is a border
-//     between stripes.
+//   reduce_striped: threads as reduce, grid (tile N / width, tile M / height, stripes - 1): z is a border between
+//     stripes; width and height divide the tiles' N and M.
 //   probe_half_subnormals: one thread. In: the word 1 in kSlotPacked. Out: uint32, 1 if subnormal halves survive.
 #define MARLIN_KERNELS_REPACK(X)                                      \
   X(repack, gptq_repack, plain, kMaskRepack | MARLIN_SLOT(kSlotPerm)) \
