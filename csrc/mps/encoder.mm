@@ -48,6 +48,8 @@ std::vector<at::Tensor> defined(const Bindings& bindings) {
 
 void encode(const Plan& plan, Bindings bindings) {
   print_plan_once(plan);
+  // PyTorch's allocator is the cache of workspaces: it keeps what is freed and hands it out again in microseconds, to
+  // work that the same stream encodes later, which this stream's GPU work therefore follows.
   const Extent& partials = plan.partials;
   if (partials.z != 0) {
     bindings[kSlotPartials] =

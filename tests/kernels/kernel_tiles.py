@@ -58,7 +58,7 @@ def run_staged(kernel: str, problem: Problem, *, slices: int = 1, **options: Any
     k_per_slice = -(-tile.steps(problem.K) // slices) * tile.K
     slices = -(-problem.K // k_per_slice)
     tiles = (-(-problem.N // tile.N), -(-problem.M // tile.M))
-    options |= tile.options(problem, (*tiles, slices))
+    options = tile.options(problem, (*tiles, slices)) | options
     counted = options.pop("counted", True)
     result, counters = run_product(kernel, problem, k_per_slice, {}, options, sliced(problem, slices))
     if counted:
@@ -95,7 +95,7 @@ def run_striped(kernel: str, problem: Problem, *, k_per_slice: int, stripes: int
         (2 * stripes, tile.M, tile.N), "reduce_striped", "StripedReduceParams", fields, (tile.N, tile.M, stripes - 1),
         are_some=bool(whole),
     )  # fmt: skip
-    options |= tile.options(problem, (stripes, 1, 1))
+    options = tile.options(problem, (stripes, 1, 1)) | options
     counted = options.pop("counted", True)
     result, counters = run_product(kernel, problem, k_per_slice, {}, options, shares if shared else None)
     if counted:

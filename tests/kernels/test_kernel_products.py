@@ -10,7 +10,8 @@ import pytest
 import torch
 from kernel_cases import COMMON, FLOATS, FORMATS, pairwise, plain_problems, problem
 from kernel_problems import Problem, check, run_gemv
-from kernel_tiles import STAGED, STRIPED, run_striped, run_tiles
+from kernel_tiles import STAGED, STRIPED, Tile, run_striped, run_tiles
+from softmetal.device import KernelFault
 
 # Columns: one, a lane's edge, a simdgroup's and a tile's on either side, more than one of each.
 COLUMNS = [1, 7, 8, 40, 63, 64, 65, 100, 128, 200]
@@ -41,6 +42,17 @@ def run(kernel: str, p: Problem, **options) -> torch.Tensor:
 @pytest.mark.parametrize(("p", "options"), pairwise(GEMV_AXES, ["rows", "simdgroups", "splits", "subnormal_codes"]))
 def test_gemv(p: Problem, options: dict) -> None:
     check(p, run_gemv(p, **options), raw_codes=True)
+
+
+@pytest.mark.parametrize("kernel", [*STAGED, *STRIPED])
+def test_threadgroup_memory_is_what_the_kernel_uses(kernel: str) -> None:
+    """The host's formula by brute force: with 16 bytes less, of which the table's padding is 12, an access is a fault."""
+    p = problem(40, 24, 40, weight_format="lut4", dtype=torch.bfloat16, group_size=16)
+    tile = Tile.of(kernel)
+    bytes_needed = tile.options(p, (1, 1, 1))["threadgroup_bytes"]
+    check(p, run_tiles(kernel, p, threadgroup_bytes=bytes_needed - 12), raw_codes=False)
+    with pytest.raises(KernelFault, match="threadgroup"):
+        run_tiles(kernel, p, threadgroup_bytes=bytes_needed - 16)
 
 
 @pytest.mark.parametrize(("p", "options"), pairwise(TILE_AXES, ["kernel", "parts"]))
