@@ -3,7 +3,9 @@
 from torch_marlin_metal import convert
 from torch_marlin_metal.extension import CpuCapability, cpu_capability
 from torch_marlin_metal.formats import GROUP_SIZES, WEIGHT_FORMATS, WeightFormat, weight_format
+from torch_marlin_metal.fuse import fuse_projections
 from torch_marlin_metal.linear import MarlinLinear
+from torch_marlin_metal.load import load_quantized
 from torch_marlin_metal.model import quantize_model, replace_linear_layers
 from torch_marlin_metal.ops import (
     awq_repack,
@@ -31,10 +33,12 @@ __all__ = [
     "convert",
     "cpu_capability",
     "dequantize",
+    "fuse_projections",
     "gemm",
     "gptq_perm",
     "gptq_repack",
     "gptq_unpack_zeros",
+    "load_quantized",
     "quantize_model",
     "quantize_weight",
     "replace_linear_layers",

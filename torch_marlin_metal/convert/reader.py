@@ -70,7 +70,7 @@ class Source(Protocol):
         ...
 
 
-class _DirectorySource:
+class DirectorySource:
     """A checkpoint directory in one of the catalogue's formats."""
 
     def __init__(self, checkpoint: Checkpoint, options: Options) -> None:
@@ -99,9 +99,11 @@ class _DirectorySource:
             raise self.checkpoint.error(name, f"{self.format.name}: {role} of a layer without {' or '.join(anchors)}")
 
     def names(self) -> list[str]:
+        """Returns the names of the layers in the order of the files."""
         return [layer.name for layer in self._layers]
 
     def convert(self, index: int) -> PackedWeight:
+        """Reads one layer and validates it."""
         layer = self._layers[index]
         if layer.refused:
             raise layer.unsupported(layer.refused, partial(fp8_weight, layer))
@@ -114,14 +116,17 @@ class _DirectorySource:
             raise layer.error(role if role in layer else next(iter(layer.roles)), str(error)) from error
 
     def bias(self, index: int) -> Tensor | None:
+        """Reads the bias of a layer."""
         layer = self._layers[index]
         return layer.read("bias") if "bias" in layer else None
 
     @property
     def config(self) -> dict[str, Any]:
+        """The model's own configuration, or {}."""
         return self.checkpoint.config
 
     def others(self) -> Iterator[tuple[str, Callable[[], Tensor], str]]:
+        """Yields (name, how to read it, dtype) of what belongs to no layer."""
         used = {name for layer in self._layers for name in layer.roles.values()}
         for name, info in self.checkpoint.tensors.items():
             if name not in used:
@@ -144,7 +149,7 @@ class CheckpointReader:
             raise CheckpointError(f"{self.path}: does not exist")
         self.source: Source
         if self.path.is_dir():
-            self.source = _DirectorySource(open_checkpoint(self.path, options.allow_pickle), options)
+            self.source = DirectorySource(open_checkpoint(self.path, options.allow_pickle), options)
         elif self.path.suffix == ".gguf" and self.path.is_file():
             self.source = GgufSource(self.path, options)
         else:

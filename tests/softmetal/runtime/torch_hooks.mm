@@ -47,11 +47,33 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void synchronizeStream(const c10::Stream&) const override { synchronize(); }
   void synchronizeDevice(c10::DeviceIndex) const override { synchronize(); }
+
+  // torch.Event: the events of torch.mps, whose number stands in the pointer.
+  void record(void** event, const c10::Stream&, c10::DeviceIndex, c10::EventFlag) const override {
+    if (*event == nullptr) *event = reinterpret_cast<void*>(std::uintptr_t{hooks().acquireEvent(true)});
+    hooks().recordEvent(number_of(*event));
+  }
+  void block(void* event, const c10::Stream&) const override { hooks().waitForEvent(number_of(event)); }
+  bool queryEvent(void* event) const override { return event == nullptr || hooks().queryEvent(number_of(event)); }
+  void synchronizeEvent(void* event) const override {
+    if (event != nullptr) hooks().synchronizeEvent(number_of(event));
+  }
+  void destroyEvent(void* event, c10::DeviceIndex) const noexcept override {
+    if (event != nullptr) hooks().releaseEvent(number_of(event));
+  }
+  double elapsedTime(void* first, void* last, c10::DeviceIndex) const override {
+    return hooks().elapsedTimeOfEvents(number_of(first), number_of(last));
+  }
+
   c10::DeviceCapability getDeviceCapability(c10::Device) const override {
     c10::DeviceCapability capability;
     capability.capability_data.capability_bits &= ~((1ULL << at::kIndex_Double) | (1ULL << at::kIndex_ComplexDouble));
     return capability;
   }
+
+ private:
+  static const at::MPSHooksInterface& hooks() { return at::detail::getMPSHooks(); }
+  static uint32_t number_of(void* event) { return static_cast<uint32_t>(reinterpret_cast<std::uintptr_t>(event)); }
 };
 
 // Completes when the work recorded before it has run.

@@ -289,6 +289,22 @@ def test_events() -> None:
     assert x[0].item() == 5000
 
 
+def test_events_of_any_device() -> None:
+    """torch.Event, by which transformers' generate waits for a copy."""
+    library = torch.mps.compile_shader(SLOW)
+    x, copied = torch.zeros(64, device="mps"), torch.zeros(64)
+    start, end = (torch.Event(device="mps", enable_timing=True) for _ in range(2))
+    start.record()
+    library.twice(x)
+    copied.copy_(x, non_blocking=True)
+    end.record()
+    end.synchronize()
+    assert copied[0] == 5000
+    assert end.query()
+    assert start.elapsed_time(end) > 0
+    end.wait()
+
+
 def test_host_alias_storage() -> None:
     x = torch.zeros(4, device="mps")
     alias = torch.mps._host_alias_storage(x.untyped_storage())

@@ -1,0 +1,26 @@
+"""Pairs of a tiny model of tests/models and a device."""
+
+from pathlib import Path
+
+import pytest
+
+MODELS = Path(__file__).parents[1] / "models"
+# All of them run on the CPU, and on mps with --everything.
+ON_MPS = ("awq-gemm-asym-g32", "compressed-tensors-int4-asym-g32", "gptq-sym-g32-actorder")
+
+
+def pytest_generate_tests(metafunc) -> None:
+    if "folder_and_device" in metafunc.fixturenames:
+        everything = metafunc.config.getoption("--everything")
+        folders = sorted(path.parent for path in MODELS.glob("*/model.safetensors"))
+        pairs = [(folder, "cpu") for folder in folders]
+        pairs += [(folder, "mps") for folder in folders if everything or folder.name in ON_MPS]
+        ids = [f"{folder.name}-{device}" for folder, device in pairs]
+        metafunc.parametrize("folder_and_device", pairs, ids=ids, indirect=True)
+
+
+@pytest.fixture
+def folder_and_device(request) -> tuple[Path, str]:
+    """A folder of tests/models and a device that is ready."""
+    folder, device = request.param
+    return folder, request.getfixturevalue("mps") if device == "mps" else device

@@ -1,0 +1,179 @@
+"""Projections of the same input computed by one call: q, k and v; gate and up.
+
+The model's own code stays as it is. The first projection that is called with an input computes all of them, the others
+take their part of the result. A projection that is called with another input computes again, so the result is right
+whatever the order of calls.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_marlin_metal.linear import MarlinLinear, WeightInfo
+from torch_marlin_metal.packed_weight import PackedWeight
+
+GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+CUT = ("b_packed", "scales", "zeros", "global_scale", "bias")  # fields whose last dimension is columns
+
+
+class _Group:
+    """What the projections of a group share: the layer with all columns, and the last input with its results."""
+
+    def __init__(self, layer: MarlinLinear, sizes: list[int], scaled: list[bool]) -> None:
+        self.layer = layer
+        self.sizes = sizes
+        self.scaled = scaled  # whether a projection's global scale had one value for each column
+        self.latest: tuple[Tensor, tuple[Tensor, ...]] | None = None
+
+
+class FusedLinear(nn.Module):
+    """One projection of a group; the first of the group holds the layer, as `fused`."""
+
+    def __init__(self, group: _Group, index: int) -> None:
+        super().__init__()
+        if index == 0:
+            self.fused = group.layer
+        self._shared = (group,)  # in a tuple: not a submodule of every projection
+        self._index = index
+        self.in_features, self.out_features = group.layer.in_features, group.sizes[index]
+
+    @property
+    def group(self) -> _Group:
+        """What this projection shares with the others."""
+        return self._shared[0]
+
+    @property
+    def weight(self) -> WeightInfo:
+        """As `MarlinLinear.weight`, of this projection's columns."""
+        whole = self.group.layer.weight
+        return WeightInfo(whole.dtype, whole.device, torch.Size((self.out_features, self.in_features)))
+
+    def forward(self, a: Tensor) -> Tensor:
+        """`a [..., in_features]` to this projection's `[..., out_features]`, a view of the group's result."""
+        group = self._shared[0]
+        latest = group.latest
+        parts = latest[1] if latest is not None and latest[0] is a else group.layer(a).split(group.sizes, -1)
+        group.latest = None if self._index == len(group.sizes) - 1 else (a, parts)
+        return parts[self._index]
+
+    def to_packed(self) -> PackedWeight:
+        """This projection's own weight and bias, as before it was fused."""
+        group = self.group
+        start = sum(group.sizes[: self._index])
+        columns = slice(start, start + self.out_features)
+        whole = group.layer.to_packed()
+        cut: dict[str, Any] = {
+            name: tensor[..., columns].contiguous() for name, tensor in whole.tensors().items() if name in CUT
+        }
+        if whole.global_scale is not None and not group.scaled[self._index]:
+            cut["global_scale"] = whole.global_scale[start : start + 1].clone()
+        return replace(whole, **cut)
+
+    def extra_repr(self) -> str:
+        """Sizes and place in the group, for `print(model)`."""
+        return f"in_features={self.in_features}, out_features={self.out_features}, part={self._index}"
+
+
+@dataclass(frozen=True)
+class FusedReport:
+    """What `fuse_projections` did.
+
+    Attributes:
+        fused: names of the projections that are computed together, one tuple for each group.
+        left: names of groups that were left, with the reason.
+    """
+
+    fused: list[tuple[str, ...]]
+    left: list[tuple[tuple[str, ...], str]]
+
+
+def fuse_projections(model: nn.Module, groups: Sequence[Sequence[str]] = GROUPS) -> FusedReport:
+    """Computes the `MarlinLinear` projections of the same input in one call, in place.
+
+    A group is fused where its weights agree in format, group size, dtypes and act-order. Each output is the same sum
+    of the same products; where the number of columns makes the planner split K in another way, the order of the sum
+    differs, and results agree within the operator's error bound instead of bit for bit. Either all groups are fused or,
+    after an error, none.
+
+    Args:
+        model: changed in place.
+        groups: names of sibling modules; projections that a model calls with different inputs (cross-attention) stay
+            correct but are computed more than once, so name only those that share their input.
+    """
+    report, ready = FusedReport([], []), []
+    for prefix, parent in model.named_modules():
+        for names in groups:
+            layers = [parent._modules.get(name) for name in names]
+            full = tuple(f"{prefix}.{name}" if prefix else name for name in names)
+            packed = [layer for layer in layers if isinstance(layer, MarlinLinear)]
+            if len(packed) != len(layers):
+                if packed:
+                    report.left.append((full, "not all of them are MarlinLinear"))
+                continue
+            if reason := _differences(packed):
+                report.left.append((full, reason))
+                continue
+            group = _fuse(packed)
+            ready.append(
+                (parent, names, [FusedLinear(group, i).train(layer.training) for i, layer in enumerate(packed)])
+            )
+            report.fused.append(full)
+    for parent, names, parts in ready:
+        for name, part in zip(names, parts, strict=True):
+            parent._modules[name] = part
+    return report
+
+
+def unfused(model: nn.Module) -> Iterator[tuple[str, PackedWeight]]:
+    """Yields every packed layer of a model by name, fused projections each with its own weight."""
+    inside = set()
+    for name, module in model.named_modules():
+        if isinstance(module, FusedLinear):
+            inside.add(f"{name}.fused")
+            yield name, module.to_packed()
+        elif isinstance(module, MarlinLinear) and name not in inside:
+            yield name, module.to_packed()
+
+
+def _differences(layers: list[MarlinLinear]) -> str:
+    """What keeps layers from being one."""
+    first = layers[0]
+    for layer in layers:
+        if (layer.in_features, layer.weight_format, layer.group_size) != (
+            first.in_features,
+            first.weight_format,
+            first.group_size,
+        ):
+            return "their sizes, weight formats or group sizes differ"
+        if (layer.bias is None) != (first.bias is None):
+            return "only some have a bias"
+        for name in ("scales", "zeros", "bias"):
+            mine, other = getattr(first, name), getattr(layer, name)
+            if (mine is None) != (other is None) or (mine is not None and mine.dtype != other.dtype):
+                return f"their {name} differ in dtype"
+        for name in ("perm", "lut"):
+            mine, other = getattr(first, name), getattr(layer, name)
+            if (mine is None) != (other is None) or (mine is not None and not torch.equal(mine, other)):
+                return "their act-orders differ" if name == "perm" else "their tables differ"
+        if layer.b_packed.device != first.b_packed.device:
+            return "they are on different devices"
+        if layer._forward_hooks or layer._forward_pre_hooks or "forward" in layer.__dict__:
+            return "one has hooks"
+    return ""
+
+
+def _fuse(layers: list[MarlinLinear]) -> _Group:
+    weights = [layer.to_packed() for layer in layers]
+    columns: dict[str, Any] = {}
+    for name in ("b_packed", "scales", "zeros", "bias"):
+        if getattr(weights[0], name) is not None:
+            columns[name] = torch.cat([getattr(weight, name).detach() for weight in weights], dim=-1)
+    scaled = [weight.global_scale is not None and weight.global_scale.numel() > 1 for weight in weights]
+    if weights[0].global_scale is not None:
+        scales = [weight.global_scale.expand(weight.N) for weight in weights if weight.global_scale is not None]
+        columns["global_scale"] = torch.cat(scales)
+    layer = MarlinLinear.from_packed(replace(weights[0], **columns), dtype=layers[0].dtype)
+    return _Group(layer.train(layers[0].training), [weight.N for weight in weights], scaled)

@@ -1,0 +1,1 @@
+"""What makes other packages use the operators; each integration is imported by name."""

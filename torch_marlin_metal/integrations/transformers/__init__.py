@@ -1,0 +1,39 @@
+"""`from_pretrained` of 4-bit checkpoints gives models of `MarlinLinear` layers: importing this module is enough.
+
+    import torch_marlin_metal.integrations.transformers
+    model = AutoModelForCausalLM.from_pretrained("a GPTQ, AWQ, compressed-tensors, ... directory")
+
+`take_over.py` is what the import does and how to undo it; `config.py` is `MarlinConfig`, `quantizer.py` loads and saves
+directories, `gguf.py` reads GGUF files.
+"""
+
+MIN_TRANSFORMERS = (5, 23)
+
+
+def _require_transformers() -> None:
+    needed = f"transformers >= {'.'.join(map(str, MIN_TRANSFORMERS))} (pip install 'torch_marlin_metal[transformers]')"
+    try:
+        import transformers
+    except ImportError as error:
+        raise ImportError(
+            f"torch_marlin_metal.integrations.transformers needs {needed}; it is not installed"
+        ) from error
+    found = transformers.__version__
+    if tuple(int(part) for part in found.split(".")[:2]) < MIN_TRANSFORMERS:
+        raise ImportError(f"torch_marlin_metal.integrations.transformers needs {needed}; found {found}")
+
+
+_require_transformers()
+
+from torch_marlin_metal.integrations.transformers.config import MarlinConfig  # noqa: E402
+from torch_marlin_metal.integrations.transformers.quantizer import MarlinQuantizer  # noqa: E402
+from torch_marlin_metal.integrations.transformers.take_over import (  # noqa: E402
+    restore,
+    restored,
+    take_over,
+    taken_over,
+)
+
+take_over()
+
+__all__ = ["MarlinConfig", "MarlinQuantizer", "restore", "restored", "take_over", "taken_over"]

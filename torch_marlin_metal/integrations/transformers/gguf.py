@@ -1,0 +1,62 @@
+"""transformers' `from_pretrained(dir, gguf_file=...)`: 4-bit tensors stay packed, the others are loaded as floats."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.utils.quantization_config import GgufConfig, QuantizationMethod
+
+from torch_marlin_metal.convert.errors import UnsupportedFormat
+from torch_marlin_metal.convert.native import METHOD
+from torch_marlin_metal.convert.reader import open_reader
+from torch_marlin_metal.integrations.transformers.config import MarlinConfig, loading_defaults
+from torch_marlin_metal.integrations.transformers.quantizer import MarlinQuantizer
+from torch_marlin_metal.skeleton import COMPUTED, fits_any
+
+
+class MarlinGgufQuantizer(MarlinQuantizer):
+    """`MarlinQuantizer` for one GGUF file of a llama-family model."""
+
+    def __init__(self, quantization_config: GgufConfig, **kwargs: Any) -> None:
+        config = MarlinConfig(**loading_defaults())
+        if quantization_config.dequantize:
+            config.modules_to_not_convert = [".*"]
+        config.quant_method = QuantizationMethod.GGUF  # transformers asks for it until the model is loaded
+        super().__init__(config, **kwargs | {"pre_quantized": True})
+
+    def read_header(self, gguf_file: str) -> None:
+        """Opens the file; transformers calls this once it has found it."""
+        self._reader = open_reader(
+            gguf_file,
+            self.quantization_config.on_unsupported,  # type: ignore[arg-type]
+            gguf_names="hf",
+        )
+
+    def update_dtype(self, dtype: torch.dtype | None) -> torch.dtype:
+        """Gives models without a stated dtype the default one."""
+        return torch.get_default_dtype() if dtype is None else dtype
+
+    def get_state_dict(self, checkpoint_file: str, model: Any) -> dict[str, Tensor]:
+        """What transformers loads itself: everything but the layers that stay packed."""
+        assert self._reader is not None
+        state = {name: tensor for name, tensor in self._reader.other_tensors() if not fits_any(COMPUTED, name)}
+        modules = dict(model.named_modules())
+        for index, name in enumerate(self._reader.layer_names):
+            if isinstance(modules.get(name), nn.Embedding):
+                if self.quantization_config.on_unsupported == "error":
+                    raise UnsupportedFormat(
+                        f"{checkpoint_file}: layer {name!r}: an embedding stored in blocks, which only Linear layers "
+                        "keep; take_over(on_unsupported='dequantize') decodes it to floats"
+                    )
+                weight = self._reader.read(index)
+                assert weight is not None
+                state[f"{name}.weight"] = weight.dequantize().T.contiguous()
+                self._decoded.add(name)
+        return state
+
+    def _open(self, checkpoint_files: list[str] | None) -> None:
+        """Is done by `read_header`."""
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        self.quantization_config.quant_method = METHOD
+        return super()._process_model_after_weight_loading(model, **kwargs)

@@ -1,0 +1,98 @@
+"""Places in a model of transformers that wait for a packed layer, and what goes there."""
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.accelerate import get_device
+
+from torch_marlin_metal.convert.reader import DenseWeight
+from torch_marlin_metal.packed_weight import PackedWeight
+from torch_marlin_metal.skeleton import LinearShape, ModelMismatchError, fit_bias, fit_layer
+from torch_marlin_metal.swap import HOOKS
+
+DEVICES = ("cpu", "mps")
+
+
+class PendingLinear(nn.Module):
+    """Stands where a packed layer will be while transformers loads everything else; it has no tensors."""
+
+    def __init__(self, shape: LinearShape) -> None:
+        super().__init__()
+        self.shape = shape
+
+    def forward(self, a: Tensor) -> NoReturn:
+        """Refuses: the model is not loaded yet."""
+        raise RuntimeError("a model was used before its 4-bit layers were loaded")
+
+
+def inherit(new: nn.Module, old: nn.Module) -> None:
+    """Moves mode and hooks, those of accelerate among them, to the module that takes a place."""
+    new.train(old.training)
+    for name in HOOKS:
+        setattr(new, name, getattr(old, name))
+    hook = getattr(old, "_hf_hook", None)
+    if hook is not None:
+        from accelerate.hooks import add_hook_to_module
+
+        add_hook_to_module(new, hook)
+
+
+def make_layer(
+    op: str,
+    name: str,
+    shape: LinearShape,
+    weight: PackedWeight | DenseWeight,
+    device: torch.device,
+    dense: bool,
+) -> nn.Module:
+    """Makes the layer for a place: packed, or an `nn.Linear` where the weight is not packed or `dense` asks for it."""
+    if isinstance(weight, PackedWeight) and not dense:
+        return fit_layer(op, name, shape, weight, device=device)
+    values = weight.dequantize(shape.dtype).T.contiguous()
+    if values.shape != (shape.N, shape.K):
+        raise ModelMismatchError(
+            f"{op}: layer {name!r}: expected a weight of [{shape.N}, {shape.K}] as in the model, the checkpoint's is "
+            f"{list(values.shape)}"
+        )
+    bias = fit_bias(op, name, shape.bias, weight.bias)
+    linear = nn.Linear(shape.K, shape.N, bias=bias is not None, device="meta")
+    linear.weight = nn.Parameter(values.to(device))
+    if bias is not None:
+        linear.bias = nn.Parameter(bias.to(device, shape.dtype))
+    return linear
+
+
+def check_devices(op: str, device_map: dict[str, Any]) -> None:
+    """Refuses devices that have no kernels, and the disk."""
+    for module, place in device_map.items():
+        kind = place if isinstance(place, str) and place == "disk" else torch.device(place).type
+        if kind not in DEVICES:
+            raise ValueError(
+                f"{op}: device_map: expected {' or '.join(DEVICES)}, got {place!r} for {module or 'the model'!r}"
+            )
+
+
+def device_of(device_map: dict[str, Any] | None, name: str) -> torch.device:
+    """Returns where a layer goes.
+
+    In a map with mps and cpu, accelerate runs the modules "on the CPU" on mps and brings their parameters there for
+    each call, while buffers stay there. A packed weight is a buffer: it goes to mps at once.
+    """
+    if device_map is None:
+        return torch.device("cpu")
+    main = [torch.device(place) for place in device_map.values() if torch.device(place).type != "cpu"]
+    return main[0] if main else torch.device(get_device(device_map, name, valid_torch_device=True))
+
+
+def ignored_patterns(names: Iterable[str]) -> set[str]:
+    """Regular expressions for the tensors of packed layers, which transformers must not report as unexpected."""
+    return {"^" + re.sub(r"\d+", r"\\d+", re.escape(name)) + "$" for name in names}
+
+
+def matcher(patterns: Iterable[str]) -> Callable[[str], bool]:
+    """Returns whether one of the regular expressions occurs in a name."""
+    expressions = [re.compile(pattern) for pattern in patterns]
+    return lambda name: any(expression.search(name) for expression in expressions)

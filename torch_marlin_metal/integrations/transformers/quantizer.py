@@ -1,0 +1,270 @@
+"""transformers' `HfQuantizer` for this package: loads packed checkpoints, quantizes others while they load, saves.
+
+A packed checkpoint is loaded in two parts. Before transformers loads, every Linear that the checkpoint holds in 4 bit
+becomes a `PendingLinear`, which has no tensors, so that transformers neither misses nor makes a weight for it. When
+transformers has loaded everything else, the reader's layers take these places, one at a time.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+from transformers.core_model_loading import (
+    ConversionOps,
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+    revert_weight_conversion,
+)
+from transformers.quantizers import HfQuantizer
+from transformers.quantizers.quantizers_utils import should_convert_module
+from transformers.utils import logging
+
+from torch_marlin_metal.convert.errors import CheckpointError, UnsupportedFormat
+from torch_marlin_metal.convert.native import NativeExporter
+from torch_marlin_metal.convert.reader import CheckpointReader, DirectorySource, open_reader
+from torch_marlin_metal.fuse import fuse_projections, unfused
+from torch_marlin_metal.integrations.transformers.config import MarlinConfig
+from torch_marlin_metal.integrations.transformers.pending import (
+    PendingLinear,
+    check_devices,
+    device_of,
+    ignored_patterns,
+    inherit,
+    make_layer,
+    matcher,
+)
+from torch_marlin_metal.linear import MarlinLinear
+from torch_marlin_metal.quantize import quantize_weight
+from torch_marlin_metal.skeleton import LinearShape, linear_shape, listing
+
+OP = "from_pretrained"
+logger = logging.get_logger(__name__)
+
+
+class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
+    """Puts `MarlinLinear` into models of transformers; `from_pretrained` makes and calls it."""
+
+    requires_calibration = False
+    quantization_config: MarlinConfig
+
+    def __init__(self, quantization_config: MarlinConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self._reader: CheckpointReader | None = None
+        self._pending: dict[str, tuple[int, PendingLinear]] = {}
+        self._device_map: dict[str, Any] | None = None
+        self._tensors: set[str] = set()
+        self._decoded: set[str] = set()
+        self._chosen: set[str] = set()
+        self._failure: Exception | None = None
+
+    def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
+        """Refuses devices that have no kernels."""
+        if isinstance(device_map, dict):
+            check_devices(OP, device_map)
+
+    def update_device_map(self, device_map: Any) -> Any:
+        """Gives "auto" and its like the one device that has kernels: mps where there is one, else the CPU."""
+        if isinstance(device_map, str):
+            return {"": torch.device("mps" if torch.backends.mps.is_available() else "cpu")}
+        return device_map
+
+    def _process_model_before_weight_loading(
+        self, model: Any, device_map: Any = None, checkpoint_files: list[str] | None = None, **kwargs: Any
+    ) -> None:
+        self._device_map = device_map
+        if self.pre_quantized:
+            self._open(checkpoint_files)
+        else:
+            self._choose(model)
+
+    def _open(self, checkpoint_files: list[str] | None) -> None:
+        """Opens the directory that transformers found."""
+        if not checkpoint_files:
+            raise CheckpointError(f"{OP}: a 4-bit checkpoint is read from files; got a state_dict")
+        directory = Path(checkpoint_files[0]).parent
+        self._reader = open_reader(directory, self.quantization_config.on_unsupported)  # type: ignore[arg-type]
+        assert isinstance(self._reader.source, DirectorySource)
+        self._tensors = set(self._reader.source.checkpoint.tensors)
+        files = {info.file.name for info in self._reader.source.checkpoint.tensors.values()}
+        asked = {Path(file).name for file in checkpoint_files}
+        if files != asked:
+            raise CheckpointError(
+                f"{directory}: transformers asks for {listing(asked)}, the checkpoint's tensors are in {listing(files)}"
+            )
+
+    def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
+        """Leaves transformers' conversions as they are; with their names the packed layers find their places."""
+        if self._reader is not None and not self._pending:
+            self._plan(model, self._reader, weight_conversions)
+        return weight_conversions
+
+    def _plan(self, model: Any, reader: CheckpointReader, conversions: list[Any]) -> None:
+        renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
+        converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
+        state = model.state_dict()
+        unused = matcher(model._keys_to_ignore_on_load_unexpected or ())
+        for index, source in enumerate(reader.layer_names):
+            key, merged = rename_source_key(f"{source}.weight", renamings, converters, model.base_model_prefix, state)
+            name = key.removesuffix(".weight")
+            if name in self._decoded or unused(key) or not hasattr(model, name.split(".")[0]):
+                continue  # a head that this class of model has not: transformers reports it
+            if merged is not None:
+                raise UnsupportedFormat(
+                    f"{reader.path}: layer {source!r}: transformers keeps it in {name!r}, which is no Linear layer"
+                )
+            try:
+                module = model.get_submodule(name)
+            except AttributeError as error:
+                raise UnsupportedFormat(
+                    f"{reader.path}: layer {source!r}: {type(model).__name__} has no layer {name!r}"
+                ) from error
+            shape = linear_shape(module)
+            if shape is None:
+                raise UnsupportedFormat(
+                    f"{reader.path}: layer {source!r}: expected nn.Linear in the model for a 4-bit layer, "
+                    f"got {type(module).__name__}"
+                )
+            pending = PendingLinear(shape)
+            inherit(pending, module)
+            model.set_submodule(name, pending)
+            self._pending[name] = index, pending
+            model.all_tied_weights_keys.pop(f"{name}.weight", None)
+        dense = {name for name, _, _ in reader.source.others()}
+        model._keys_to_ignore_on_load_unexpected |= ignored_patterns(self._tensors - dense)
+
+    def _choose(self, model: Any) -> None:
+        """Finds the layers to quantize while they load; refuses what cannot be before anything is read."""
+        config = self.quantization_config
+        skipped = self.get_modules_to_not_convert(model, config.modules_to_not_convert)
+        for name, module in model.named_modules():
+            if type(module) is nn.Linear and should_convert_module(name, skipped):
+                if module.in_features % 8:
+                    logger.warning(f"{name} stays in floats: K = {module.in_features} is not a multiple of 8")
+                    continue
+                # The arguments are checked by the constructor; on the meta device it takes no memory.
+                MarlinLinear(
+                    module.in_features,
+                    module.out_features,
+                    weight_format=config.weight_format,
+                    group_size=config.group_size,
+                    device="meta",
+                )
+                self._chosen.add(f"{name}.weight")
+
+    def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
+        """Whether a weight becomes a 4-bit layer while it is loaded."""
+        return not self.pre_quantized and param_name in self._chosen
+
+    def get_quantize_ops(self) -> "QuantizeWhileLoading":
+        """What transformers calls with each such weight."""
+        return QuantizeWhileLoading(self._quantize)
+
+    def _quantize(self, model: Any, name: str, weight: Tensor) -> bool:
+        """Puts a 4-bit layer in the place of a Linear; a failure is kept for the end, where it stops the load."""
+        config = self.quantization_config
+        if self._failure is not None:
+            return False
+        linear = model.get_submodule(name)
+        try:
+            packed = quantize_weight(
+                weight, config.weight_format, config.group_size, config.method, **config.quantize_options
+            )
+        except ValueError as error:
+            self._failure = ValueError(f"{OP}: layer {name!r}: {error}")
+            return False
+        layer = MarlinLinear.from_packed(replace(packed, bias=linear.bias), dtype=weight.dtype)
+        model.set_submodule(name, layer.train(linear.training))
+        return True
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        if self._failure is not None:
+            raise self._failure
+        if self._reader is not None:
+            self._fill(model, self._reader)
+            self._reader = None
+        if self.quantization_config.fuse:
+            fuse_projections(model)
+        exporter = NativeExporter()
+        for name, weight in unfused(model):
+            exporter.tensors(replace(weight, name=name))
+        self.quantization_config.layers = exporter.layers
+        return model
+
+    def _fill(self, model: Any, reader: CheckpointReader) -> None:
+        keep_dense = self.quantization_config.modules_to_not_convert
+        for name, (index, pending) in tqdm(self._pending.items(), desc="Loading 4-bit layers", unit="layer"):
+            weight = reader.read(index)
+            assert weight is not None  # on_unsupported is not "skip"
+            dense = keep_dense is not None and not should_convert_module(name, keep_dense)
+            layer = make_layer(OP, name, pending.shape, weight, device_of(self._device_map, name), dense)
+            inherit(layer, pending)
+            model.set_submodule(name, layer)
+        self._pending.clear()
+
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """The model's tensors as `save_pretrained` writes them, and the settings brought up to date.
+
+        Fused layers come apart, so a saved model does not depend on `fuse`.
+        """
+        packed, exporter = dict(unfused(model)), NativeExporter()
+        inside = tuple(f"{name}." for name in packed)
+        state = {name: value for name, value in model.state_dict().items() if not name.startswith(inside)}
+        for name, weight in packed.items():
+            (stored,) = revert_weight_conversion(model, {f"{name}.b_packed": weight.b_packed})
+            for key, value in exporter.tensors(replace(weight, name=stored.removesuffix(".b_packed"))).items():
+                # Layers may share a table or an act-order; safetensors stores no shared memory.
+                state[f"{name}.{key}"] = value.clone() if key in ("lut", "perm") else value
+        self.quantization_config.layers = exporter.layers
+        return state, {}
+
+    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+        for name, packed in list(unfused(model)):
+            bias = packed.bias
+            shape = LinearShape(packed.N, packed.K, dtype or torch.float32, packed.b_packed.device, bias)
+            layer = make_layer(OP, name, shape, packed, shape.device, True)
+            inherit(layer, model.get_submodule(name))
+            model.set_submodule(name, layer)
+        return model
+
+    def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
+        """`save_pretrained` writes this package's format (docs/format.md)."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """Weights are constants; adapters beside them can be trained, `gemm` is differentiable by activations."""
+        return False
+
+    @property
+    def is_compileable(self) -> bool:
+        """Lets `generate` compile its decoding step with a static cache."""
+        return True
+
+
+class QuantizeWhileLoading(ConversionOps):  # type: ignore[misc]
+    """transformers' conversion of one weight: it becomes a layer of the model instead of a parameter."""
+
+    def __init__(self, quantize: Callable[[Any, str, Tensor], bool]) -> None:
+        self._quantize = quantize
+
+    def convert(
+        self,
+        input_dict: dict[str, Any],
+        *,
+        full_layer_name: str,
+        model: Any,
+        missing_keys: set[str] | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Tensor]:
+        """Takes the weight; nothing is left for transformers to set."""
+        ((_, tensors),) = input_dict.items()
+        weight = tensors[0] if isinstance(tensors, list) else tensors
+        done = self._quantize(model, full_layer_name.removesuffix(".weight"), weight)
+        if done and missing_keys is not None:
+            missing_keys.discard(full_layer_name)
+        return {}

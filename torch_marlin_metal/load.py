@@ -1,0 +1,300 @@
+"""A checkpoint of 4-bit layers into any model: packed layers stay packed, the other tensors are loaded as they are."""
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from torch_marlin_metal.convert.reader import CheckpointReader, DenseWeight, open_reader
+from torch_marlin_metal.convert.registry import OnUnsupported, ZerosRule
+from torch_marlin_metal.fuse import fuse_projections
+from torch_marlin_metal.packed_weight import PackedWeight
+from torch_marlin_metal.report import LayerReport, Report, module_bytes
+from torch_marlin_metal.skeleton import (
+    COMPUTED,
+    ModelMismatchError,
+    Rename,
+    Slots,
+    fit_bias,
+    fit_layer,
+    fits_any,
+    linear_shape,
+    listing,
+    real_device,
+    renamer,
+)
+from torch_marlin_metal.swap import Target, swap
+
+OP = "load_quantized"
+FLOATS = ("F16", "BF16", "F32", "F64")
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What goes where: layers as (position in the reader, target), other tensors as (names in the model, reads)."""
+
+    layers: list[tuple[int, Target]]
+    others: list[tuple[list[str], Callable[[], Tensor]]]
+
+
+def load_quantized(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    rename: Rename | None = None,
+    exclude: Sequence[str] = (),
+    ignore: Sequence[str] = (),
+    keep: Sequence[str] = (),
+    on_unsupported: OnUnsupported = "error",
+    allow_pickle: bool = False,
+    gptq_zeros_rule: ZerosRule = "word",
+    gptq_version: int | None = None,
+    gguf_names: Literal["gguf", "hf"] = "hf",
+    fuse: bool = False,
+    progress: bool = True,
+) -> Report:
+    """Loads a checkpoint into a model: a `MarlinLinear` for every 4-bit layer, every other tensor under its name.
+
+    Layers are read one at a time and never decoded as a whole. The model may be on the meta device. Any error leaves it
+    as it was; what it held before is freed at the end.
+
+    Args:
+        model: a model whose Linear layers and other tensors have the checkpoint's names, changed in place.
+        path: a checkpoint directory or a .gguf file, see `convert.read_layers`.
+        device: where every loaded tensor goes; None is the device of what it replaces, the CPU for the meta device.
+        dtype: of the floating tensors that are not packed; None is the dtype of what they replace.
+        rename: from names in the checkpoint to names in the model: a function (None leaves a tensor out), or prefixes
+            and what stands in their place, such as `{"model.": ""}`.
+        exclude: layers to leave dense: their weight is decoded, in the dtype of what it replaces. Shell-style patterns
+            for names in the model, here and below.
+        ignore: tensors and layers of the checkpoint that the model may lack.
+        keep: tensors of the model that the checkpoint may lack; they keep their values.
+        on_unsupported: a layer that cannot be a `MarlinLinear` without loss, embeddings among them, is an error
+            ("error"), is decoded to floats ("dequantize") or stays as it is in the model ("skip").
+        allow_pickle: as in `convert.read_layers`, and so are the next two.
+        gptq_zeros_rule: see `convert.read_layers`.
+        gptq_version: see `convert.read_layers`.
+        gguf_names: as in `convert.read_layers`, but with transformers' names by default.
+        fuse: compute q, k, v projections in one call, and gate and up projections, see `fuse_projections`.
+        progress: show a progress bar.
+
+    Returns:
+        A report, which prints as a table.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged or, as UnsupportedFormat, holds what is not read.
+        ModelMismatchError: tensors are missing, unexpected or of another shape than the model's.
+    """
+    reader = open_reader(
+        path,
+        on_unsupported,
+        allow_pickle=allow_pickle,
+        gptq_zeros_rule=gptq_zeros_rule,
+        gptq_version=gptq_version,
+        gguf_names=gguf_names,
+    )
+    slots = Slots(model)
+    plan = _plan(model, reader, slots, renamer(rename), ignore, keep)
+    place = torch.device(device) if device is not None else None
+    positions = {id(target): index for index, target in plan.layers}
+
+    def convert(target: Target) -> tuple[nn.Module, LayerReport] | LayerReport:
+        weight = reader.read(positions[id(target)])
+        shape = linear_shape(target.module)
+        entry = LayerReport(
+            target.name,
+            type(target.module).__name__,
+            (shape.N, shape.K) if shape else None,
+            bytes_before=module_bytes(target.module),
+        )
+        if weight is None:
+            return replace(entry, reason="not read (on_unsupported='skip')")
+        reason = weight.reason if isinstance(weight, DenseWeight) else ""
+        if any(fits_any(exclude, name) for name in target.names):
+            reason = reason or "excluded: decoded to floats"
+        if isinstance(weight, PackedWeight) and shape is None and not reason:
+            reason = "an embedding: decoded to floats"
+        if reason:
+            _set_dense(slots, target, weight, place, dtype)
+            return replace(entry, reason=reason, bytes_after=module_bytes(target.module))
+        assert isinstance(weight, PackedWeight)
+        assert shape is not None
+        layer = fit_layer(OP, target.name, shape, weight, device=place, dtype=dtype)
+        converted = replace(entry, weight_format=layer.weight_format, group_size=layer.group_size)
+        return layer, replace(converted, bytes_after=module_bytes(layer))
+
+    try:
+        _fill_buffers(model, slots, plan, place)
+        for names, read in plan.others:
+            old = slots.get(names[0])
+            target_device = place or real_device(old.device)
+            slots.set(names, read().to(target_device, (dtype if old.is_floating_point() else None) or old.dtype))
+        targets = [target for _, target in plan.layers]
+        report = swap(model, targets, convert, "load 4-bit layers", atomic=True, progress=progress)
+        if fuse:
+            fuse_projections(model)
+        return report
+    except BaseException:
+        for _, target in plan.layers:
+            for name in target.names:
+                model.set_submodule(name, target.module)
+        slots.undo()
+        raise
+
+
+def _plan(
+    model: nn.Module,
+    reader: CheckpointReader,
+    slots: Slots,
+    name_of: Callable[[str], str | None],
+    ignore: Sequence[str],
+    keep: Sequence[str],
+) -> _Plan:
+    """Finds a place for everything, from names and headers alone."""
+    plan, unexpected = _Plan([], []), []
+    targets: dict[str, Target] = {}
+    by_module: dict[int, Target] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        targets[name] = by_module.setdefault(id(module), Target([], module))
+        targets[name].names.append(name)
+    taken: dict[int, str] = {}
+    for index, source in enumerate(reader.layer_names):
+        name = name_of(source)
+        if name is None or (name not in targets and fits_any(ignore, name)):
+            continue
+        if name not in targets:
+            unexpected.append(f"{name} (4-bit layer)")
+            continue
+        target = targets[name]
+        _check_kind(target, reader.options.on_unsupported)
+        if id(target) in taken:
+            raise ModelMismatchError(f"{OP}: {taken[id(target)]} and {name} are one module of the model")
+        taken[id(target)] = name
+        plan.layers.append((index, target))
+
+    replaced = {f"{name}." for _, target in plan.layers for name in target.names}
+    found: set[str] = set()
+    for source, read, kind in reader.source.others():
+        name = name_of(source)
+        if name is None or fits_any(COMPUTED, name):
+            continue
+        if name not in slots:
+            if not fits_any(ignore, name):
+                unexpected.append(name)
+        elif name not in found:
+            names = slots.names_of(name)
+            plan.others.append((names, _checked(name, slots.get(name), read, kind)))
+            found.update(names)
+    if unexpected:
+        raise ModelMismatchError(f"{OP}: {reader.path}: the model has no place for {listing(unexpected)}")
+    dense = {name for name in slots.persistent if name.rpartition(".")[0] + "." not in replaced}
+    tied = {other for _, target in plan.layers for name in _weights(target, slots) for other in slots.names_of(name)}
+    missing = {name for name in dense - found - tied if not fits_any(keep, name)}
+    if missing:
+        raise ModelMismatchError(f"{OP}: {reader.path}: the checkpoint lacks {listing(missing)}")
+    return plan
+
+
+def _check_kind(target: Target, on_unsupported: OnUnsupported) -> None:
+    module = target.module
+    if linear_shape(module) is not None:
+        return
+    if not isinstance(module, nn.Embedding):
+        raise ModelMismatchError(
+            f"{OP}: layer {target.name!r}: expected nn.Linear in the model for a 4-bit layer, "
+            f"got {type(module).__name__}"
+        )
+    if on_unsupported == "error":
+        raise ModelMismatchError(
+            f"{OP}: layer {target.name!r}: the checkpoint stores this embedding in 4 bit, which only Linear layers "
+            "keep; on_unsupported='dequantize' decodes it to floats"
+        )
+
+
+def _weights(target: Target, slots: Slots) -> list[str]:
+    """Names of the weight of an embedding or dense layer that a layer of the checkpoint fills."""
+    return [f"{name}.weight" for name in target.names if f"{name}.weight" in slots and not linear_shape(target.module)]
+
+
+def _checked(name: str, old: Tensor, read: Callable[[], Tensor], kind: str) -> Callable[[], Tensor]:
+    def read_checked() -> Tensor:
+        tensor = read()
+        if tensor.shape != old.shape:
+            raise ModelMismatchError(
+                f"{OP}: tensor {name!r}: expected shape {list(old.shape)} as in the model, got {list(tensor.shape)}"
+            )
+        if (kind not in FLOATS) if old.is_floating_point() else (tensor.dtype != old.dtype):
+            raise ModelMismatchError(f"{OP}: tensor {name!r}: expected {old.dtype} as in the model, got {kind}")
+        return tensor
+
+    return read_checked
+
+
+def _set_dense(
+    slots: Slots,
+    target: Target,
+    weight: PackedWeight | DenseWeight,
+    device: torch.device | None,
+    dtype: torch.dtype | None,
+) -> None:
+    """Decodes one weight into a Linear layer or an embedding."""
+    if f"{target.name}.weight" not in slots:
+        raise ModelMismatchError(
+            f"{OP}: layer {target.name!r}: expected a layer with a weight to decode into, got "
+            f"{type(target.module).__name__}"
+        )
+    old = slots.get(f"{target.name}.weight")
+    rows = weight.dequantize(dtype or old.dtype)
+    decoded = rows if type(target.module).__name__ == "Conv1D" else rows.T.contiguous()
+    if decoded.shape != old.shape:
+        raise ModelMismatchError(
+            f"{OP}: layer {target.name!r}: expected a weight of {list(old.shape)} as in the model, the checkpoint's is "
+            f"{list(decoded.shape)}"
+        )
+    place = device or real_device(old.device)
+    slots.set(slots.names_of(f"{target.name}.weight"), decoded.to(place))
+    held = target.module._parameters.get("bias")
+    bias = fit_bias(OP, target.name, held, weight.bias)
+    if bias is not None and held is not None:
+        slots.set(slots.names_of(f"{target.name}.bias"), bias.to(place, dtype or held.dtype))
+
+
+def _fill_buffers(model: nn.Module, slots: Slots, plan: _Plan, device: torch.device | None) -> None:
+    """Gives values to buffers that no checkpoint holds, where the skeleton has them on the meta device.
+
+    transformers computes them (rotary frequencies) in `_init_weights`, which it uses for its own meta skeletons.
+    """
+    replaced = {id(target.module) for _, target in plan.layers}
+    initialize = getattr(model, "_init_weights", None)
+    empty: list[str] = []
+    for prefix, module in model.named_modules():
+        keys = [key for key in module._non_persistent_buffers_set if _is_meta(module._buffers.get(key))]
+        names = [f"{prefix}.{key}" if prefix else key for key in keys]
+        if not names or id(module) in replaced:
+            continue
+        for name in names:
+            slots.set([name], _unset(slots.get(name), device or torch.device("cpu")))
+        if initialize is not None:
+            with torch.no_grad():
+                initialize(module)
+        empty += [name for name in names if torch.equal(value := slots.get(name), _unset(value, value.device))]
+    if empty:
+        raise ModelMismatchError(
+            f"{OP}: the model's buffers {listing(empty)} are on the meta device and in no checkpoint: build the "
+            "skeleton with real buffers (accelerate.init_empty_weights does)"
+        )
+
+
+def _unset(like: Tensor, device: torch.device) -> Tensor:
+    """A buffer of values that no model computes, by which one that was not filled is known."""
+    value = torch.finfo(like.dtype).max if like.is_floating_point() else 113
+    return torch.full_like(like, value, device=device)
+
+
+def _is_meta(tensor: Tensor | None) -> bool:
+    return tensor is not None and tensor.is_meta

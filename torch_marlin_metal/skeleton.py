@@ -1,0 +1,193 @@
+"""Where the tensors of a checkpoint belong in a model, and what a layer must have to take a packed weight."""
+
+import fnmatch
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from torch_marlin_metal.linear import MarlinLinear
+from torch_marlin_metal.packed_weight import FLOAT_DTYPES, PackedWeight
+
+# Tensors that models compute themselves: rotary frequencies, as old transformers and llama.cpp store them.
+COMPUTED = ("*rotary_emb.inv_freq", "rope_freqs.weight")
+
+Rename = Callable[[str], str | None] | Mapping[str, str]
+
+
+class ModelMismatchError(ValueError):
+    """A checkpoint and a model do not fit together; the message names the layer or the tensor."""
+
+
+@dataclass(frozen=True)
+class LinearShape:
+    """What a Linear layer of a model says about itself; `weight` is its parameter, perhaps on the meta device."""
+
+    N: int
+    K: int
+    dtype: torch.dtype
+    device: torch.device
+    bias: Tensor | None
+
+
+def linear_shape(module: nn.Module) -> LinearShape | None:
+    """Returns sizes, dtype, device and bias of a layer that computes `a @ w.T + bias`, or None for another kind.
+
+    Known are `nn.Linear`, `MarlinLinear` and transformers' `Conv1D` (by its name, `nf` and `nx`).
+    """
+    if isinstance(module, MarlinLinear):
+        return LinearShape(module.out_features, module.in_features, module.dtype, module.b_packed.device, module.bias)
+    weight = module._parameters.get("weight")
+    if weight is None or weight.dim() != 2:
+        return None
+    if type(module) is nn.Linear:
+        N, K = weight.shape
+    elif type(module).__name__ == "Conv1D" and hasattr(module, "nf"):
+        K, N = weight.shape
+    else:
+        return None
+    return LinearShape(N, K, weight.dtype, weight.device, module._parameters.get("bias"))
+
+
+def real_device(device: torch.device) -> torch.device:
+    """Returns where a tensor goes that stands on `device` in a skeleton: the CPU for the meta device."""
+    return torch.device("cpu") if device.type == "meta" else device
+
+
+def fit_layer(
+    op: str,
+    name: str,
+    shape: LinearShape,
+    weight: PackedWeight,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> MarlinLinear:
+    """Makes the layer that takes the place of a model's Linear layer.
+
+    Args:
+        op: the caller's name, for errors.
+        name: the layer's name in the model.
+        shape: what it replaces.
+        weight: as read from a checkpoint.
+        device: where it goes; None is the replaced layer's device, the CPU for the meta device.
+        dtype: of the bias, and what `.weight.dtype` says; None is the replaced layer's.
+
+    Raises:
+        ModelMismatchError: the sizes differ, or one has a bias (other than zeros) and the other has none.
+    """
+    if (weight.N, weight.K) != (shape.N, shape.K):
+        raise ModelMismatchError(
+            f"{op}: layer {name!r}: expected a weight of [{shape.N}, {shape.K}] as in the model, the checkpoint's is "
+            f"[{weight.N}, {weight.K}]"
+        )
+    bias = fit_bias(op, name, shape.bias, weight.bias)
+    device = real_device(shape.device) if device is None else device
+    dtype = dtype or (shape.dtype if shape.dtype in FLOAT_DTYPES else None)
+    if bias is not None and dtype is not None:
+        bias = bias.to(dtype)
+    return MarlinLinear.from_packed(replace(weight, bias=bias).to(device), dtype=dtype)
+
+
+def fit_bias(op: str, name: str, expected: Tensor | None, found: Tensor | None) -> Tensor | None:
+    """Returns the bias that a layer takes; zeros are dropped where the model has none (GPTQ packages write them)."""
+    if expected is not None and found is None:
+        raise ModelMismatchError(f"{op}: layer {name!r}: the model's layer has a bias, the checkpoint's has none")
+    if expected is None and found is not None:
+        if bool(found.any()):
+            raise ModelMismatchError(f"{op}: layer {name!r}: the checkpoint's layer has a bias, the model's has none")
+        return None
+    return found
+
+
+def renamer(rename: Rename | None) -> Callable[[str], str | None]:
+    """Returns the function from names in the checkpoint to names in the model.
+
+    Args:
+        rename: a function (None leaves the tensor out), or prefixes and what stands in their place; the longest prefix
+            that fits is taken.
+    """
+    if rename is None:
+        return lambda name: name
+    if callable(rename):
+        return rename
+    prefixes = sorted(rename.items(), key=lambda item: -len(item[0]))
+
+    def by_prefix(name: str) -> str | None:
+        for old, new in prefixes:
+            if name.startswith(old):
+                return new + name.removeprefix(old)
+        return name
+
+    return by_prefix
+
+
+def fits_any(patterns: Iterable[str], name: str) -> bool:
+    """Whether a shell-style pattern fits the name."""
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def listing(names: Iterable[str]) -> str:
+    """Names for an error message, the first few of many."""
+    names = sorted(names)
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return ", ".join(names[:8]) + more
+
+
+class Slots:
+    """The places of a model's parameters and buffers; a tensor with several names is one place.
+
+    Setting a place keeps what stood there, so that `undo` brings the model back.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._owners: dict[str, tuple[nn.Module, str]] = {}
+        self._names: dict[int, list[str]] = {}
+        self._undo: list[tuple[dict[str, Tensor | None], str, Tensor | None]] = []
+        self.persistent: set[str] = set()
+        for prefix, module in model.named_modules(remove_duplicate=False):
+            for held in (module._parameters, module._buffers):
+                for key, tensor in held.items():
+                    if tensor is not None:
+                        name = f"{prefix}.{key}" if prefix else key
+                        self._owners[name] = module, key
+                        self._names.setdefault(id(tensor), []).append(name)
+                        if key not in module._non_persistent_buffers_set:
+                            self.persistent.add(name)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._owners
+
+    def get(self, name: str) -> Tensor:
+        """Returns the tensor that stands there now."""
+        module, key = self._owners[name]
+        tensor = module._parameters.get(key)
+        found = module._buffers[key] if tensor is None else tensor
+        assert found is not None
+        return found
+
+    def names_of(self, name: str) -> list[str]:
+        """Returns every name of the tensor that stands there."""
+        return self._names[id(self.get(name))]
+
+    def set(self, names: Iterable[str], tensor: Tensor) -> None:
+        """Puts one tensor in all these places; parameters stay parameters and keep `requires_grad`."""
+        shared: nn.Parameter | None = None
+        for name in names:
+            module, key = self._owners[name]
+            old = self.get(name)
+            held = module._parameters if module._parameters.get(key) is not None else module._buffers
+            self._undo.append((held, key, old))  # type: ignore[arg-type]
+            if isinstance(old, nn.Parameter):
+                gradient = old.requires_grad and tensor.is_floating_point()
+                shared = nn.Parameter(tensor, requires_grad=gradient) if shared is None else shared
+                module._parameters[key] = shared
+            else:
+                module._buffers[key] = tensor
+
+    def undo(self) -> None:
+        """Brings back everything that `set` replaced."""
+        while self._undo:
+            held, key, old = self._undo.pop()
+            held[key] = old
