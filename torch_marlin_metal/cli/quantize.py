@@ -1,13 +1,14 @@
 """`torch-marlin-metal quantize`: floats in, a 4-bit checkpoint out."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from torch_marlin_metal.cli import arguments
+from torch_marlin_metal.cli import arguments, calibrated
 from torch_marlin_metal.cli.output import DONE, Json, human_bytes, show
 from torch_marlin_metal.cli.writing import directory_bytes, write
-from torch_marlin_metal.convert import FloatReader
+from torch_marlin_metal.convert import CheckpointReader, FloatReader, open_reader
 
 
 def quantize(
@@ -17,7 +18,16 @@ def quantize(
         str, typer.Option("--weight-format", help="uint4b8, uint4, nvfp4, mxfp4, nf4 ...")
     ] = "uint4b8",
     group_size: Annotated[int | None, typer.Option(help="Weights along k that share a scale; -1 is all.")] = None,
-    method: Annotated[str, typer.Option(help="rtn or mse.")] = "rtn",
+    method: Annotated[
+        str,
+        typer.Option(help="rtn or mse; or gptq, awq (by GPTQModel) or autoround, which need that package and a text."),
+    ] = "rtn",
+    calibration: Annotated[
+        Path | None, typer.Option(help="A text file that the calibrated methods run through the model.")
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Pieces of the calibration text.")] = 128,
+    length: Annotated[int, typer.Option(min=8, help="Tokens of a piece of the calibration text.")] = 512,
+    device: Annotated[str, typer.Option(help="Where the calibrated methods run.")] = "cpu",
     include: Annotated[list[str] | None, typer.Option(help="Pattern of layers to quantize; may be repeated.")] = None,
     exclude: Annotated[list[str] | None, typer.Option(help="Pattern of layers to leave; may be repeated.")] = None,
     allow_pickle: arguments.AllowPickle = False,
@@ -25,17 +35,38 @@ def quantize(
     sync: arguments.Sync = False,
     as_json: Json = False,
 ) -> int:
-    """Quantizes a checkpoint of floats to 4 bit, one layer at a time; the same call goes on after an interruption."""
-    reader = FloatReader(
-        source,
-        weight_format,
-        group_size,
-        method,
-        include=include or None,
-        exclude=exclude or (),
-        allow_pickle=allow_pickle,
-    )
-    write(reader, destination, as_json, max_shard_bytes=shard_mb * 10**6, sync=sync)
+    """Quantizes a checkpoint of floats to 4 bit, one layer at a time; the same call goes on after an interruption.
+
+    The calibrated methods hold the whole model, as the packages that they call do, and start anew.
+    """
+    options = {"max_shard_bytes": shard_mb * 10**6, "sync": sync}
+    reader: CheckpointReader
+    if method in calibrated.METHODS:
+        if include or exclude:
+            raise ValueError(
+                f"--include and --exclude are for rtn and mse; {method} takes the layers that its package takes"
+            )
+        if destination.exists():
+            raise FileExistsError(f"{destination}: exists already")
+        pieces = calibrated.Text(calibration, samples, length)
+        with calibrated.quantized(source, destination, method, weight_format, group_size, pieces, device) as made:
+            reader = open_reader(made)
+            write(reader, destination, as_json, **options)
+    else:
+        if calibration is not None:
+            raise ValueError(
+                f"--calibration is for {', '.join(calibrated.METHODS)}; {method} looks at the weights alone"
+            )
+        reader = FloatReader(
+            source,
+            weight_format,
+            group_size,
+            method,
+            include=include or None,
+            exclude=exclude or (),
+            allow_pickle=allow_pickle,
+        )
+        write(reader, destination, as_json, **options)
     size = directory_bytes(destination)
     value = {"source": str(source), "destination": str(destination), "weight_format": weight_format, "method": method}
     text = f"{destination}: {len(reader)} layers in {weight_format} by {method}, {human_bytes(size)}"

