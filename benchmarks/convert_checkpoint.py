@@ -85,31 +85,31 @@ def start(source: Path, destination: Path, shard_mb: int) -> "subprocess.Popen[b
     return subprocess.Popen([*command, "--shard-mb", str(shard_mb)], env=environment, stdout=subprocess.DEVNULL)
 
 
-def convert(source: Path, destination: Path, shard_mb: int) -> tuple[float, float, int]:
-    """Returns the seconds of the process, those of the conversion in it, and the peak resident size in bytes."""
+def convert(source: Path, destination: Path, shard_mb: int) -> tuple[float, float, float, int]:
+    """Returns seconds of the process, seconds and CPU seconds of the conversion in it, and the peak resident size."""
     began = time.perf_counter()
     command = [sys.executable, __file__, "--measure", str(source), str(destination), "--shard-mb", str(shard_mb)]
     done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
     seconds = time.perf_counter() - began
     if done.returncode:
         sys.exit(f"the conversion failed: {done.stderr}")
-    inside, peak = json.loads(done.stdout)
-    return seconds, inside, peak
+    inside, cpu, peak = json.loads(done.stdout)
+    return seconds, inside, cpu, peak
 
 
 def measure(source: Path, destination: Path, shard_mb: int) -> None:
     """What the child does: the conversion as the command line does it, without a progress bar."""
     from torch_marlin_metal.convert import open_reader, write_checkpoint
 
-    began = time.perf_counter()
+    began, cpu = time.perf_counter(), time.process_time()
     write_checkpoint(open_reader(source), destination, max_shard_bytes=shard_mb * 10**6)
-    seconds = time.perf_counter() - began
+    seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
     # Not ru_maxrss of a child seen from outside: that starts with the size of the process that forked it.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     if Path("/proc/self/status").exists():
         status = Path("/proc/self/status").read_text()
         peak = 1024 * int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM")))
-    print(json.dumps([seconds, peak]))
+    print(json.dumps([seconds, cpu, peak]))
 
 
 def digest(path: Path) -> dict[str, str]:
@@ -155,17 +155,21 @@ def kill_and_resume(source: Path, work: Path, shard_mb: int, kills: int, seconds
 
 def compare(source: Path, work: Path, shard_mb: int, rounds: int) -> tuple[dict[str, float], int]:
     """Returns the median seconds of interleaved rounds, and the peak resident size."""
-    runs: dict[str, list[float]] = {"cp": [], "process": [], "conversion": []}
+    runs: dict[str, list[float]] = {name: [] for name in ("cp", "cp CPU", "process", "conversion", "conversion CPU")}
     peak = 0
     for _ in range(rounds):
         began = time.perf_counter()
-        subprocess.run(["cp", "-r", source, work / "copy"], check=True)
+        _, status, usage = os.wait4(subprocess.Popen(["cp", "-r", source, work / "copy"]).pid, 0)
+        if status:
+            sys.exit(f"cp failed with status {status}")
         runs["cp"].append(time.perf_counter() - began)
+        runs["cp CPU"].append(usage.ru_utime + usage.ru_stime)
         shutil.rmtree(work / "copy")
         os.sync()
-        process, conversion, resident = convert(source, work / "converted", shard_mb)
+        process, conversion, cpu, resident = convert(source, work / "converted", shard_mb)
         runs["process"].append(process)
         runs["conversion"].append(conversion)
+        runs["conversion CPU"].append(cpu)
         peak = max(peak, resident)
         shutil.rmtree(work / "converted")
         os.sync()
@@ -187,8 +191,9 @@ def main() -> None:
     if options.measure:
         measure(*options.measure, options.shard_mb)
         return
-    headings = ("layout", "GB", "cp", "conversion", "throughput", "with start", "peak RSS", "kills, resumed, equal")
-    table = Table(*headings, caption="throughput: of the conversion, in cp's; with start: Python's and torch's too")
+    headings = ("layout", "GB", "cp", "conversion", "throughput", "by CPU time", "with start", "peak RSS", "kills")
+    caption = "throughput: in cp's, by medians of seconds and of CPU seconds; with start: Python's and torch's"
+    table = Table(*headings, caption=caption)
     with tempfile.TemporaryDirectory(dir=options.directory) as folder:
         for layout in options.layouts:
             work = Path(folder) / layout
@@ -196,13 +201,14 @@ def main() -> None:
             size = make_checkpoint(source, layout, int(options.gigabytes * 1e9), *options.kn)
             os.sync()
             seconds, peak = compare(source, work, options.shard_mb, options.rounds)
-            kills = "not tried"
+            kills = ""
             if options.kills:
                 limit = 1.2 * seconds["process"]
                 done, resumed = kill_and_resume(source, work, options.shard_mb, options.kills, limit, options.seed)
-                kills = f"{done}, {resumed}, yes"
+                kills = f"{done}, {resumed} resumed, equal"
             row = [layout, f"{size / 1e9:.2f}", f"{seconds['cp']:.2f} s", f"{seconds['conversion']:.2f} s"]
-            row += [f"{seconds['cp'] / seconds['conversion']:.2f}", f"{seconds['process']:.2f} s"]
+            ratios = [seconds["cp"] / seconds["conversion"], seconds["cp CPU"] / seconds["conversion CPU"]]
+            row += [*(f"{ratio:.2f}" for ratio in ratios), f"{seconds['process']:.2f} s"]
             table.add_row(*row, f"{peak / 1e6:.0f} MB", kills)
             shutil.rmtree(work)
     Console(width=120).print(table)

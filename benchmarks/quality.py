@@ -35,8 +35,8 @@ import torch_marlin_metal as tmm
 from torch_marlin_metal.repack import pack_codes
 
 CASES = (
-    ("uint4b8", 128), ("uint4b8", 64), ("uint4b8", 32), ("uint4", 128), ("uint4", 64), ("uint4", 32),
-    ("uint4_bias", 64), ("nf4", 64), ("mxfp4", 32), ("nvfp4", 16),
+    ("uint4b8", 128), ("uint4b8", 32), ("uint4", 128), ("uint4", 32), ("uint4_bias", 64), ("nf4", 64), ("mxfp4", 32),
+    ("nvfp4", 16),
 )  # fmt: skip
 CALIBRATED = ("uint4b8", "uint4")
 BATCH = 32
@@ -238,8 +238,8 @@ def draw(results: list[Result], file: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sentences", type=int, default=512)
-    parser.add_argument("--calibration", type=int, default=256)
+    parser.add_argument("--sentences", type=int, default=256)
+    parser.add_argument("--calibration", type=int, default=128)
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--write", type=Path, help="the page to write")
     options = parser.parse_args()

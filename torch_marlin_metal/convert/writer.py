@@ -141,7 +141,7 @@ def _complete(work: Path, journal: dict[str, Any]) -> bool:
 def _write_json(file: Path, value: Any) -> None:
     temporary = file.with_name(f".{file.name}.tmp")
     try:
-        temporary.write_text(json.dumps(value, indent=1))
+        temporary.write_text(json.dumps(value))  # with indent, json would not use its C encoder
         temporary.replace(file)
     except OSError as error:
         temporary.unlink(missing_ok=True)
