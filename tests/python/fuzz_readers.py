@@ -16,7 +16,6 @@ import traceback
 from collections import Counter
 from pathlib import Path
 
-
 from rich.console import Console
 from rich.table import Table
 from test_convert_fuzz import DATA, FOLDERS, NATIVE, prepare, try_damaged

@@ -1,10 +1,13 @@
-"""Writes tensors one after the other into safetensors shards, without holding more than one in memory.
+"""Writes tensors one after the other into safetensors shards, without holding more than a few in memory.
 
 A safetensors header stands before the data and may be padded with spaces, so room is left for it and it is written
-when the shard is full. A shard gets its name only then: a file under its final name is complete.
+when the shard is full. A shard gets its name only then: a file under its final name is complete. A thread writes while
+the caller reads and converts what comes next.
 """
 
 import json
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 from io import RawIOBase
 from pathlib import Path
 from typing import Any, cast
@@ -16,6 +19,7 @@ from torch_marlin_metal.convert.checkpoint import DTYPE_NAMES
 from torch_marlin_metal.convert.errors import CheckpointError
 
 HEADER_BYTES = 1 << 18
+MAX_PENDING_BYTES = 1 << 25  # waiting to be written while the next layer is converted
 FLOAT8_NAMES = {torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"}
 ENTRY_BYTES = 160  # of a header entry beside the name and the shape's digits
 
@@ -45,6 +49,8 @@ class ShardWriter:
         except OSError as error:
             raise CheckpointError(f"{self.path}: cannot be written ({error.strerror})") from error
         self._stream.seek(8 + HEADER_BYTES)
+        self._thread = ThreadPoolExecutor(1)
+        self._pending: deque[tuple[int, Future[None]]] = deque()
 
     @property
     def size(self) -> int:
@@ -59,7 +65,7 @@ class ShardWriter:
         """Appends a tensor; `dtype` is its name in the file where the bits mean another type than torch's.
 
         Raises:
-            CheckpointError: the disk is full, or another failure to write.
+            CheckpointError: the disk is full, or another failure to write, of this tensor or one before it.
             ValueError: a dtype that the format does not have.
         """
         held = tensor.detach().cpu().contiguous()
@@ -72,12 +78,10 @@ class ShardWriter:
             shape[-1] *= 2
         self._entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [self._size, self._size + nbytes]}
         self._header_size += _entry_bytes(name)
-        try:
-            if nbytes:
-                self._write(held.reshape(-1).view(torch.uint8).numpy().data)
-        except OSError as error:
-            self.discard()
-            raise CheckpointError(f"{self.path}: tensor {name!r}: cannot be written ({error.strerror})") from error
+        if nbytes:
+            self._pending.append((nbytes, self._thread.submit(self._write, held)))
+        while len(self._pending) > 1 and sum(count for count, _ in self._pending) > MAX_PENDING_BYTES:
+            self._wait()
         self._size += nbytes
         self.names.append(name)
 
@@ -89,20 +93,35 @@ class ShardWriter:
             raise CheckpointError(
                 f"{self.path}: the names of its tensors do not fit into a header: {self.names[0][:80]!r}"
             )
+        while self._pending:
+            self._wait()
+        self._thread.shutdown()
         try:
             self._stream.seek(0)
-            self._write(memoryview(HEADER_BYTES.to_bytes(8, "little") + text))
+            self._write_all(memoryview(HEADER_BYTES.to_bytes(8, "little") + text))
             self._stream.close()
             self._partial.replace(self.path)
         except OSError as error:
             self.discard()
             raise CheckpointError(f"{self.path}: cannot be written ({error.strerror})") from error
 
-    def _write(self, data: memoryview) -> None:
+    def _write(self, tensor: Tensor) -> None:
+        self._write_all(tensor.reshape(-1).view(torch.uint8).numpy().data)
+
+    def _write_all(self, data: memoryview) -> None:
         while data:
             data = data[self._stream.write(data) or 0 :]
 
+    def _wait(self) -> None:
+        """Waits until the oldest tensor is written."""
+        try:
+            self._pending.popleft()[1].result()
+        except OSError as error:
+            self.discard()
+            raise CheckpointError(f"{self.path}: cannot be written ({error.strerror})") from error
+
     def discard(self) -> None:
         """Removes what has been written."""
+        self._thread.shutdown(cancel_futures=True)
         self._stream.close()
         self._partial.unlink(missing_ok=True)
