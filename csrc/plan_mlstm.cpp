@@ -28,13 +28,16 @@ uint32_t output_simdgroups(uint32_t DV) {
   return ceil_divide(strips, ceil_divide(strips, kMlstmMaxSimdgroups));
 }
 
-// Clocks of one core for a token and head: larger chunks carry fewer states through memory, and score more keys.
+// Clocks of one core for a token and head, of mlstm_states and mlstm_output: larger chunks carry fewer states through
+// memory, and score more keys.
 double clocks(double DK, double DV, double column_groups, double chunk_size) {
   constexpr double kBlockTokens = kMlstmBlock;
   const double rows = std::max(1.0, kBlockTokens / chunk_size);  // of a block of queries, per row that exists
   const double keys = (std::max(chunk_size, kBlockTokens) + kBlockTokens) / 2;
-  const double products = DK * DV + rows * (DK * DV + keys * (DK * column_groups + DV));
-  return products / kProductsPerClock + 2 * DK * DV * sizeof(float) / chunk_size / kBytesPerClock;
+  const double states = DK * DV / kProductsPerClock;
+  const double output = rows * (DK * DV + keys * (DK * column_groups + DV)) / kProductsPerClock;
+  const double memory = DK * DV * sizeof(float) / chunk_size / kBytesPerClock;
+  return std::max(states, memory) + std::max(output, memory);
 }
 
 uint32_t choose_chunk_size(const MlstmProblem& sizes) {

@@ -20,7 +20,9 @@ struct GateScan {
   float peak;
 };
 
-constant constexpr GateScan kNoTokens = {0.0f, -INFINITY};
+MARLIN_INLINE GateScan no_tokens() {
+  return {0.0f, -INFINITY};
+}
 
 MARLIN_INLINE GateScan join(GateScan first, GateScan second) {
   return {first.decay + second.decay, max(first.peak + second.decay, second.peak)};
@@ -60,7 +62,7 @@ struct HeadGates {
     return {log_sigmoid(forget), load_element(i, ulong(i_first + int64_t(token) * i_stride), type)};
   }
 
-  MARLIN_INLINE GateScan load_lane(uint token, uint end) const { return token < end ? load(token) : kNoTokens; }
+  MARLIN_INLINE GateScan load_lane(uint token, uint end) const { return token < end ? load(token) : no_tokens(); }
 };
 
 MARLIN_INLINE HeadGates head_gates(const device uchar* i, const device uchar* f, constant MlstmParams& params,
@@ -80,7 +82,7 @@ MARLIN_INLINE HeadGates head_gates(const device uchar* i, const device uchar* f,
 MARLIN_INLINE void write_output_gates(HeadGates inputs, GateVectors<device float*> gates, device float* out_m,
                                       constant MlstmParams& params, uint head, uint start, uint end, float m,
                                       uint lane) {
-  GateScan chunk = kNoTokens;
+  GateScan chunk = no_tokens();
   for (uint first = start; first < end; first += kMlstmBlock) {
     const uint token = first + lane;
     const GateScan own = inputs.load_lane(token, end);
@@ -121,8 +123,8 @@ MARLIN_INLINE void scan_chunks(device float* decays, const device float* peaks, 
   for (uint first = 0; first < params.chunks; first += kSimdWidth) {
     const uint chunk = first + lane;
     const bool is_chunk = chunk < params.chunks;
-    const float decay = is_chunk ? decays[chunk] : kNoTokens.decay;
-    const float peak = is_chunk ? peaks[chunk] : kNoTokens.peak;
+    const float decay = is_chunk ? decays[chunk] : no_tokens().decay;
+    const float peak = is_chunk ? peaks[chunk] : no_tokens().peak;
     float m_before = m;
     float m_after = m;
     for (ushort l = 0; l < kSimdWidth; ++l) {
@@ -159,7 +161,7 @@ MARLIN_INLINE void scan_chunks(device float* decays, const device float* peaks, 
     for (uint chunk = simdgroup; chunk < params.chunks; chunk += simdgroups) {
       const uint start = chunk * params.chunk_size;
       const uint end = min(start + params.chunk_size, params.S);
-      GateScan scan = kNoTokens;
+      GateScan scan = no_tokens();
       for (uint first = start; first < end; first += kMlstmBlock) {
         scan = join(scan, inclusive_scan(inputs.load_lane(first + lane, end), lane));
         scan = {simd_broadcast(scan.decay, kMlstmBlock - 1), simd_broadcast(scan.peak, kMlstmBlock - 1)};

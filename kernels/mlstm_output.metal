@@ -150,63 +150,61 @@ struct ScorePair {
   }
 };
 
-// Numerators of 32 queries x 32 columns, and the lane's share of the denominators.
+// Numerators of 32 queries x 32 columns, and the lane's share of the sums of scores.
 template <typename T>
 struct OutputSums {
   Fragment numerator[kFragments][kFragments];
-  float denominator[kFragments];
+  float score_sum[kFragments];
 
   MARLIN_INLINE void clear() {
     MARLIN_UNROLL for (uint r = 0; r < kFragments; ++r) {
       MARLIN_UNROLL for (uint c = 0; c < kFragments; ++c) {
         numerator[r][c] = make_filled_simdgroup_matrix<float, kBlock, kBlock>(0.0f);
       }
-      denominator[r] = 0.0f;
+      score_sum[r] = 0.0f;
     }
   }
 
   // Sixteen k: a lane's four, of which 4 pair + 2 j + e is column 2 pair + e of fragment j.
   template <Tail tail>
   MARLIN_INLINE void add_state_step(const device T* q, thread const uint (&q_rows)[kFragments], const device float* C,
-                                    const device float* n, uint first, uint column, uint DK, uint DV, MlstmLane lane) {
-    const float4 norm = load4<tail>(n, 0, first + 4 * lane.pair, DK, vector_columns);
+                                    uint first, uint column, uint DK, uint DV, MlstmLane lane) {
     vec<T, 4> query[kFragments];
     MARLIN_UNROLL for (uint r = 0; r < kFragments; ++r) {
       query[r] = load4<tail>(q, q_rows[r], first + 4 * lane.pair, DK, vector_activations);
-      MARLIN_UNROLL for (uint i = 0; i < 4; ++i) denominator[r] = fma(float(query[r][i]), norm[i], denominator[r]);
     }
     MARLIN_UNROLL for (uint j = 0; j < 2; ++j) {
       const uint row = first + 4 * (lane.row / 2) + 2 * j + lane.row % 2;
       LaneColumns<float> columns;
       columns.template load<tail>(C, row * DV, column, DV, row < DK, vector_columns);
-      MARLIN_UNROLL for (uint c = 0; c < kFragments; ++c) {
-        const Fragment state = columns.fragment(c);
-        MARLIN_UNROLL for (uint r = 0; r < kFragments; ++r) {
-          Fragment a;
-          a.thread_elements()[0] = float(query[r][2 * j]);
-          a.thread_elements()[1] = float(query[r][2 * j + 1]);
-          simdgroup_multiply_accumulate(numerator[r][c], a, state, numerator[r][c]);
+      Fragment state[kFragments];
+      MARLIN_UNROLL for (uint c = 0; c < kFragments; ++c) state[c] = columns.fragment(c);
+      MARLIN_UNROLL for (uint r = 0; r < kFragments; ++r) {
+        Fragment a;
+        a.thread_elements()[0] = float(query[r][2 * j]);
+        a.thread_elements()[1] = float(query[r][2 * j + 1]);
+        MARLIN_UNROLL for (uint c = 0; c < kFragments; ++c) {
+          simdgroup_multiply_accumulate(numerator[r][c], a, state[c], numerator[r][c]);
         }
       }
     }
   }
 
   // What the state before the chunk contributes.
-  MARLIN_INLINE void add_state(const device T* q, uint q_stride, const device float* C, const device float* n, uint DK,
-                               uint DV, float scale, ChunkGates gates, Queries queries, uint column, MlstmLane lane) {
+  MARLIN_INLINE void add_state(const device T* q, uint q_stride, const device float* C, uint DK, uint DV, float scale,
+                               ChunkGates gates, Queries queries, uint column, MlstmLane lane) {
     uint q_rows[kFragments];
     MARLIN_UNROLL for (uint r = 0; r < kFragments; ++r) q_rows[r] = queries.token(r * kBlock + lane.row) * q_stride;
     uint first = 0;
     for (; first + 2 * kBlock <= DK; first += 2 * kBlock) {
-      add_state_step<Tail::clamp>(q, q_rows, C, n, first, column, DK, DV, lane);
+      add_state_step<Tail::clamp>(q, q_rows, C, first, column, DK, DV, lane);
     }
-    if (first < DK) add_state_step<Tail::zero>(q, q_rows, C, n, first, column, DK, DV, lane);
+    if (first < DK) add_state_step<Tail::zero>(q, q_rows, C, first, column, DK, DV, lane);
     MARLIN_UNROLL for (uint r = 0; r < kFragments; ++r) {
       const float factor = scale * gates.at(kGateCarry, queries.token(r * kBlock + lane.row));
       MARLIN_UNROLL for (uint c = 0; c < kFragments; ++c) {
         MARLIN_UNROLL for (uint e = 0; e < 2; ++e) numerator[r][c].thread_elements()[e] *= factor;
       }
-      denominator[r] *= factor;
     }
   }
 
@@ -228,7 +226,7 @@ struct OutputSums {
         Fragment a;
         a.thread_elements()[0] = score.x;
         a.thread_elements()[1] = score.y;
-        denominator[r] += score.x + score.y;
+        score_sum[r] += score.x + score.y;
         MARLIN_UNROLL for (uint c = 0; c < kFragments; ++c) {
           simdgroup_multiply_accumulate(numerator[r][c], a, value[c], numerator[r][c]);
         }
@@ -236,12 +234,14 @@ struct OutputSums {
     }
   }
 
-  MARLIN_INLINE void store(device T* h, device float* out_n, const device float* m, Queries queries, uint DV, float eps,
-                           uint column, bool stores_n, MlstmLane lane) const {
+  // state_sums: what the state before the chunk adds to each row's denominator.
+  MARLIN_INLINE void store(device T* h, device float* out_n, const device float* m, const threadgroup float* state_sums,
+                           Queries queries, uint DV, float eps, uint column, bool stores_n, MlstmLane lane) const {
     MARLIN_UNROLL for (uint r = 0; r < kFragments; ++r) {
       const uint row = r * kBlock + lane.row;
-      const float size = abs(row_sum(denominator[r]));
+      const float scores = row_sum(score_sum[r]);
       if (!queries.has(row)) continue;
+      const float size = abs(state_sums[row] + scores);
       const uint token = queries.first + row;
       const float floor_value = exp(-m[token]);
       const float bounded = size <= floor_value ? floor_value : size;  // NaN stays
@@ -288,6 +288,20 @@ template <typename T>
   const device float* m = out_m + sequence;
 
   const device T* chunk_k = first_token(k, params.k, params, head) + int64_t(start) * params.k.token;
+  const ulong slot = ulong(head) * params.state_slots + c;
+  // Above the diagonal of the own block is room that no score takes.
+  threadgroup float* state_sums =
+      reinterpret_cast<threadgroup float*>(shared + (query_block * kScorePairs + 1) * (2 * kSimdWidth));
+  const device float* n = states_n + slot * params.DK;
+  for (uint row = simdgroup; row < queries.count; row += simdgroups) {
+    const device T* query = chunk_q + queries.token(row) * q_stride;
+    float sum = 0.0f;
+    for (uint k_index = lane_index; k_index < params.DK; k_index += kSimdWidth)
+      sum = fma(float(query[k_index]), n[k_index], sum);
+    sum = simd_sum(sum);
+    if (lane_index == 0) state_sums[row] = params.scale * chunk_gates.at(kGateCarry, queries.token(row)) * sum;
+  }
+
   const float own_forget = chunk_gates.at(kGateForget, queries.token(lane_index));
   for (uint unit = simdgroup; unit < (query_block + 1) * kScorePairs; unit += simdgroups) {
     const uint key_block = unit / kScorePairs;
@@ -311,9 +325,8 @@ template <typename T>
 
   OutputSums<T> sums;
   sums.clear();
-  const ulong slot = ulong(head) * params.state_slots + c;
-  sums.add_state(chunk_q, q_stride, states_C + slot * params.DK * params.DV, states_n + slot * params.DK, params.DK,
-                 params.DV, params.scale, chunk_gates, queries, column, lane);
+  sums.add_state(chunk_q, q_stride, states_C + slot * params.DK * params.DV, params.DK, params.DV, params.scale,
+                 chunk_gates, queries, column, lane);
   const device T* chunk_v = first_token(v, params.v, params, head) + int64_t(start) * params.v.token;
   const uint v_stride = uint(params.v.token);
   for (uint key_block = 0; key_block < query_block; ++key_block) {
@@ -322,8 +335,8 @@ template <typename T>
   }
   sums.template add_block<true>(chunk_v, v_stride, shared + query_block * kBlockScores, query_block * kMlstmBlock,
                                 queries.count, column, params.DV, lane, lane_index);
-  sums.store(h + sequence * params.DV, out_n + sequence, m, queries, params.DV, params.eps, column, simd_column == 0,
-             lane);
+  sums.store(h + sequence * params.DV, out_n + sequence, m, state_sums, queries, params.DV, params.eps, column,
+             simd_column == 0, lane);
 }
 
 MARLIN_KERNELS_MLSTM_OUTPUT(MARLIN_INSTANTIATE)

@@ -1,0 +1,195 @@
+// The plans of the mLSTM operators: what they cover, and that Metal can run them.
+#include <cstdio>
+#include <random>
+#include <set>
+#include <sstream>
+#include <stdexcept>
+
+#include "../../csrc/plan_mlstm.h"
+
+using namespace marlin;
+
+namespace {
+
+int checks = 0;
+int failures = 0;
+std::string subject;
+
+void expect(bool condition, const std::string& what) {
+  ++checks;
+  if (condition) return;
+  ++failures;
+  std::printf("FAILED %s: %s\n", what.c_str(), subject.c_str());
+}
+
+template <typename Make>
+void expect_refused(const std::string& what, Make make) {
+  subject = what;
+  try {
+    make();
+    expect(false, "refused");
+  } catch (const std::invalid_argument&) {
+    expect(true, "refused");
+  }
+}
+
+std::string text(const Plan& plan) {
+  std::ostringstream stream;
+  stream << plan;
+  return stream.str();
+}
+
+MlstmStrides contiguous(int64_t H, int64_t S, int64_t D) {
+  return {H * S * D, S * D, D};
+}
+
+MlstmLaunch launch(int64_t B, int64_t H, int64_t S, int64_t DK, int64_t DV, int64_t chunk_size) {
+  return {.sizes = {B, H, S, DK, DV, chunk_size},
+          .q = contiguous(H, S, DK),
+          .k = contiguous(H, S, DK),
+          .v = contiguous(H, S, DV),
+          .i = contiguous(H, S, 1),
+          .f = contiguous(H, S, 1),
+          .vector_aligned = true,
+          .vector_aligned_states = true};
+}
+
+void check_tiling(uint64_t blocks, uint64_t length, uint64_t size, const std::string& what) {
+  expect(blocks * length >= size && (blocks - 1) * length < size, what + " covered, no block empty");
+}
+
+const MlstmParams& params(const Dispatch& dispatch) {
+  return std::get<MlstmParams>(dispatch.params);
+}
+
+void check_dispatch(const Dispatch& dispatch, const MlstmLaunch& from, uint32_t chunk_size) {
+  const MlstmParams& p = params(dispatch);
+  const uint32_t simdgroups = dispatch.threads.x / kSimdWidth;
+  expect(dispatch.threadgroup_bytes <= 32768, "Metal's threadgroup memory");
+  expect(dispatch.threads.x % kSimdWidth == 0 && dispatch.threads.x <= 1024 && simdgroups > 0, "threads");
+  expect(p.heads == from.sizes.B * from.sizes.H && p.S == from.sizes.S && p.chunk_size == chunk_size, "sizes");
+  switch (dispatch.kernel) {
+    case Kernel::mlstm_gates:
+      expect(dispatch.grid.y == p.heads && simdgroups <= kMlstmGateSimdgroups, "gates: heads and simdgroups");
+      expect(dispatch.grid.x == 1 || (p.flags & kMlstmGivenM) != 0, "gates: one threadgroup where chunks depend");
+      break;
+    case Kernel::mlstm_states:
+      expect(dispatch.threads.x == kMlstmStateThreads && dispatch.grid.z == p.heads, "states: threads and heads");
+      check_tiling(dispatch.grid.x, kMlstmStateTile, p.DV, "states: columns");
+      check_tiling(dispatch.grid.y, kMlstmStateTile, p.DK, "states: rows");
+      break;
+    case Kernel::mlstm_output:
+      expect(simdgroups <= kMlstmMaxSimdgroups && dispatch.grid.z == p.heads, "output: simdgroups and heads");
+      expect(dispatch.threadgroup_bytes == mlstm_output_bytes(chunk_size), "output: threadgroup memory");
+      expect(dispatch.grid.y == p.segment_chunks * ceil_divide(chunk_size, kMlstmBlock), "output: blocks of queries");
+      check_tiling(dispatch.grid.x, uint64_t{kMlstmSimdColumns} * simdgroups, p.DV, "output: columns");
+      break;
+    default:
+      expect(dispatch.kernel == Kernel::mlstm_step, "an mLSTM kernel");
+      expect(simdgroups <= kMlstmStepMaxSimdgroups && dispatch.grid.y == p.heads, "step: simdgroups and heads");
+      expect(dispatch.threadgroup_bytes == mlstm_step_bytes(simdgroups), "step: threadgroup memory");
+      check_tiling(dispatch.grid.x, kMlstmStepColumns, p.DV, "step: columns");
+  }
+  const bool vectors = p.DK % 4 == 0 && p.DV % 4 == 0;
+  expect(dispatch.constants[kConstantVectorColumns] == (vectors && from.vector_aligned_states), "vectors of states");
+  expect(dispatch.constants[kConstantVectorActivations] == 0 || (vectors && from.vector_aligned), "vectors of tokens");
+}
+
+// Gates once, then states and output of segments that make up the sequence.
+void check_sequence(const MlstmLaunch& from) {
+  const MlstmPlan planned = plan_mlstm(from);
+  const auto& dispatches = planned.plan.dispatches;
+  subject = text(planned.plan);
+  const std::set<uint32_t> sizes(kMlstmChunkSizes.begin(), kMlstmChunkSizes.end());
+  expect(sizes.contains(planned.chunk_size), "a known chunk size");
+  expect(from.sizes.chunk_size == 0 || from.sizes.chunk_size == planned.chunk_size, "the chunk size asked for");
+  check_tiling(planned.chunks, planned.chunk_size, static_cast<uint64_t>(from.sizes.S), "chunks");
+  for (const Dispatch& dispatch : dispatches)
+    check_dispatch(dispatch, from, planned.chunk_size);
+  expect(dispatches.size() % 2 == 1 && dispatches[0].kernel == Kernel::mlstm_gates, "gates first");
+  uint32_t next = 0;
+  for (size_t i = 1; i < dispatches.size(); ++i) {
+    const MlstmParams& p = params(dispatches[i]);
+    expect(dispatches[i].kernel == (i % 2 == 1 ? Kernel::mlstm_states : Kernel::mlstm_output), "states, then output");
+    expect(p.first_chunk == next && p.segment_chunks > 0, "segments in order");
+    expect(p.segment_chunks <= planned.workspace.state_slots && p.save_every == 1, "room for the segment's states");
+    expect(p.state_slots == planned.workspace.state_slots, "slots");
+    if (i % 2 == 0) next += p.segment_chunks;
+  }
+  expect(next == planned.chunks, "all chunks");
+  const uint64_t state = uint64_t{4} * params(dispatches[0]).heads * from.sizes.DK * from.sizes.DV;
+  expect(planned.workspace.state_slots == 1 || planned.workspace.state_slots * state <= (uint64_t{128} << 20),
+         "bounded workspace");
+  expect(text(plan_mlstm(from).plan) == subject, "the same plan twice");
+}
+
+void check_random() {
+  std::mt19937 random(0);
+  const auto pick = [&](int64_t from, int64_t to) { return std::uniform_int_distribution(from, to)(random); };
+  for (int i = 0; i < 3000; ++i) {
+    const int64_t chunk = i % 3 == 0 ? 0 : kMlstmChunkSizes[static_cast<size_t>(pick(0, 4))];
+    MlstmLaunch from = launch(pick(1, 4), pick(1, 16), pick(1, i % 4 == 0 ? 20000 : 300),
+                              pick(1, i % 2 == 0 ? 600 : 64), pick(1, i % 5 == 0 ? 1100 : 96), chunk);
+    from.vector_aligned = pick(0, 1) == 1;
+    from.vector_aligned_states = pick(0, 1) == 1;
+    from.element = static_cast<ElementType>(pick(0, 2));
+    check_sequence(from);
+    const Plan step = plan_mlstm_step(from);
+    subject = text(step);
+    check_dispatch(step.dispatches.at(0), from, params(step.dispatches[0]).chunk_size);
+    if (chunk == 0) continue;
+    const auto every = static_cast<uint32_t>(pick(1, 3));
+    from.sizes.S = chunk * every * pick(1, 9);
+    for (const MlstmPlan& planned : {plan_mlstm_states(from, every), plan_mlstm_output(from)}) {
+      subject = text(planned.plan);
+      expect(planned.plan.dispatches.size() == 2, "gates, and states or output");
+      for (const Dispatch& dispatch : planned.plan.dispatches)
+        check_dispatch(dispatch, from, planned.chunk_size);
+    }
+    const MlstmParams& states = params(plan_mlstm_states(from, every).plan.dispatches[1]);
+    expect(states.state_slots == states.chunks / every + 1 && states.save_every == every, "saved states");
+  }
+}
+
+// DK, DV of xLSTM-7B, and small heads.
+void check_choices() {
+  const struct {
+    int64_t S, DK, DV;
+    uint32_t chunk_size, segments;
+  } rows[] = {{2048, 256, 512, 64, 1},
+              {8192, 256, 512, 64, 4},
+              {20, 256, 512, 32, 1},
+              {512, 32, 32, 32, 1},
+              {1, 64, 64, 16, 1}};
+  for (const auto& row : rows) {
+    const MlstmPlan planned = plan_mlstm(launch(1, 8, row.S, row.DK, row.DV, 0));
+    subject = text(planned.plan);
+    expect(planned.chunk_size == row.chunk_size, "chunk size " + std::to_string(row.chunk_size));
+    expect(planned.plan.dispatches.size() == 1 + 2 * row.segments, std::to_string(row.segments) + " segments");
+  }
+}
+
+void check_refusals() {
+  expect_refused("S = 0", [] { plan_mlstm(launch(1, 1, 0, 8, 8, 0)); });
+  expect_refused("B = 0", [] { plan_mlstm(launch(0, 1, 8, 8, 8, 0)); });
+  expect_refused("offsets of gates", [] { plan_mlstm(launch(64, 64, 1 << 20, 8, 8, 0)); });
+  expect_refused("a state's size", [] { plan_mlstm(launch(1, 1, 8, 1 << 16, 1 << 16, 0)); });
+  expect_refused("S not divisible", [] { plan_mlstm_states(launch(1, 1, 48, 8, 8, 32), 1); });
+  expect_refused("S not divisible by saved", [] { plan_mlstm_states(launch(1, 1, 96, 8, 8, 32), 2); });
+  expect_refused("S not divisible for output", [] { plan_mlstm_output(launch(1, 1, 48, 8, 8, 32)); });
+  expect_refused("a stride beyond 32-bit offsets", [] {
+    MlstmLaunch from = launch(1, 1, 48, 8, 8, 32);
+    from.v.token = kMlstmMaxStride + 1;
+    plan_mlstm(from);
+  });
+}
+
+}  // namespace
+
+int main() {
+  check_choices();
+  check_random();
+  check_refusals();
+  std::printf("%d checks, %d failed\n", checks, failures);
+  return failures == 0 ? 0 : 1;
+}
