@@ -1,4 +1,4 @@
-"""The launch planner alone, without torch or Metal: compiles tests/core/plan_test.cpp and runs it."""
+"""The launch planner alone, without torch or Metal: compiles tests/core/plan*_test.cpp and runs them."""
 
 import os
 import re
@@ -6,14 +6,17 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_plans(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["plan_test", "plan_mlstm_test"])
+def test_plans(name: str, tmp_path: Path) -> None:
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
     assert compiler, "no C++ compiler: install g++"
-    program = tmp_path / "plan_test"
-    sources = [ROOT / "tests/core/plan_test.cpp", *sorted((ROOT / "csrc").glob("plan*.cpp"))]
+    program = tmp_path / name
+    sources = [ROOT / f"tests/core/{name}.cpp", *sorted((ROOT / "csrc").glob("plan*.cpp"))]
     command = [compiler, "-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", *map(str, sources), "-o", str(program)]
     built = subprocess.run(command, check=False, capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
