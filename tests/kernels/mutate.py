@@ -29,7 +29,18 @@ KERNELS = kernel_launch.KERNELS
 TIMEOUT_SECONDS = 120
 OUTCOMES = ("caught", "survived", "explained", "does not compile", "cannot be judged")
 # What survives, by its description, and why that is right.
-EXPLAINED: dict[str, str] = {}
+_NO_TOKENS = "a block without tokens, or of no chunks, is the scan's neutral element"
+_GUARDED = "the last whole step goes through the guarded one: the same loads, the same sums"
+_EQUAL = "equal values"
+EXPLAINED: dict[str, str] = {
+    "mlstm_gates.metal: 'first < end' -> 'first <= end'": _NO_TOKENS,
+    "mlstm_gates.metal: 'first < params.chunks' -> 'first <= params.chunks'": _NO_TOKENS,
+    "mlstm_states.metal: 'token + kBlock <= length' -> 'token + kBlock < length'": _GUARDED,
+    "mlstm_output.metal: 'first + kMlstmBlock <= DK' -> 'first + kMlstmBlock < DK'": _GUARDED,
+    "mlstm_output.metal: 'first + 2 * kBlock <= DK' -> 'first + 2 * kBlock < DK'": _GUARDED,
+    "mlstm_output.metal: 'size <= floor_value' -> 'size < floor_value'": _EQUAL,
+    "mlstm_step.metal: 'size <= floor_value' -> 'size < floor_value'": _EQUAL,
+}
 
 
 @dataclass(frozen=True)

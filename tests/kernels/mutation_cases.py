@@ -122,6 +122,7 @@ def _mlstm_cases() -> Iterator[Case]:
     yield _mlstm(mlstm.Sequence(S=84, DK=72, DV=96, chunk_size=32, m0=2.0), simdgroups=4, gate_simdgroups=3, segment=2)
     yield _mlstm(mlstm.Sequence(S=128, DK=32, DV=64, chunk_size=64, regime="strong"))
     yield _mlstm(mlstm.Sequence(S=128, DK=8, DV=8, chunk_size=128, regime="remembering"), simdgroups=1)
+    yield _mlstm(mlstm.Sequence(S=96, DK=8, DV=8, chunk_size=64), simdgroups=1)
     yield _mlstm(mlstm.Sequence(S=35, DK=8, DV=8, chunk_size=16, regime="kept"), simdgroups=1)
     yield "mlstm work", test_kernel_mlstm.test_work
     yield "mlstm values", partial(test_kernel_mlstm.test_value_that_is_not_finite, "v", float("nan"))
