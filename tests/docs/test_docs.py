@@ -1,15 +1,19 @@
 """The docs' snippets run, and their tables say what the code says."""
 
+import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import torch_marlin_metal as tmm
+from torch_marlin_metal.cli.app import app
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -25,11 +29,33 @@ def test_snippets_run(page, tmp_path):
     text = "\n".join(blocks(page, "python"))
     if "import softmetal" in text and not has_softmetal():
         pytest.skip("the software Metal device's Debian packages are missing")
-    program = tmp_path / "snippets.py"
+    run_program(text, tmp_path)
+
+
+def run_program(text: str, folder: Path) -> None:
+    program = folder / "snippets.py"
     program.write_text(text)
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
-    done = subprocess.run([sys.executable, program], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, program], cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("page", ["command-line.md", "gguf.md"])
+def test_commands_run(page, tmp_path, monkeypatch):
+    """After the page's first snippet, which makes what they work on, with the exit code that a line's comment states."""
+    page = ROOT / "docs" / page
+    run_program(blocks(page, "python")[0], tmp_path)
+    monkeypatch.chdir(tmp_path)
+    lines = [line for block in blocks(page, "sh") for line in block.splitlines()]
+    assert lines
+    for line in lines:
+        command, _, comment = line.partition("  # exit code ")
+        program, *arguments = shlex.split(command)
+        done = CliRunner().invoke(app, arguments)
+        assert program == "torch-marlin-metal"
+        assert done.exit_code == int(comment or 0), f"{line}: {done.output}"
+        if "--json" in arguments:
+            json.loads(done.stdout)
 
 
 def has_softmetal() -> bool:
