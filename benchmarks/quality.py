@@ -159,6 +159,7 @@ def pack(weight: Tensor, scale: Tensor, zero: Tensor, weight_format: str, group_
     )  # fmt: skip
 
 
+@torch.no_grad()
 def weight_error(model: nn.Module, quantized: nn.Module) -> float:
     difference = norm = 0.0
     for name, layer in linears(model).items():

@@ -202,6 +202,27 @@ def test_a_file_that_cannot_grow_further(tmp_path, limit):
     assert call("quantize", source, tmp_path / "out", *QUANTIZE)[0] == 0
 
 
+def test_small_files_that_cannot_be_written(tmp_path):
+    source = many_layers(tmp_path / "floats")
+    (source / "tokenizer.json").write_bytes(bytes(3_000_000))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20, before[1]))
+        first = call("quantize", source, tmp_path / "out", *QUANTIZE)
+        left = [file.name for file in tmp_path.iterdir()]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2_500_000, before[1]))
+        second = call("quantize", source, tmp_path / "out", *QUANTIZE)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert first[0] == second[0] == 3
+    assert "cannot be written (File too large)" in first[2]
+    assert left == ["floats"]
+    assert "tokenizer.json: cannot be copied from" in second[2]
+    assert not (tmp_path / "out").exists()
+    assert call("quantize", source, tmp_path / "out", *QUANTIZE)[0] == 0
+    assert (tmp_path / "out/tokenizer.json").stat().st_size == 3_000_000
+
+
 @pytest.mark.parametrize("shard_mb", [1, 100])
 def test_ctrl_c_leaves_nothing_half_written_and_the_same_call_goes_on(tmp_path, monkeypatch, shard_mb):
     source = many_layers(tmp_path / "floats")

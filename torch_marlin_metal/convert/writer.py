@@ -127,8 +127,12 @@ def _open_journal(work: Path, identity: dict[str, Any]) -> dict[str, Any]:
     staging = work.with_name(work.name + ".new")  # a partial directory without a journal must never be seen
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
-    _write_json(staging / JOURNAL, fresh)
-    staging.replace(work)
+    try:
+        _write_json(staging / JOURNAL, fresh)
+        staging.replace(work)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
     return fresh
 
 
@@ -146,6 +150,13 @@ def _write_json(file: Path, value: Any) -> None:
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise CheckpointError(f"{file}: cannot be written ({error.strerror})") from error
+
+
+def _copy(file: Path, destination: Path) -> None:
+    try:
+        shutil.copyfile(file, destination)
+    except OSError as error:
+        raise CheckpointError(f"{destination}: cannot be copied from {file} ({error.strerror})") from error
 
 
 def _items(reader: CheckpointReader, exporter: Exporter, start: int) -> Iterator[tuple[str, list[NamedTensor]]]:
@@ -221,7 +232,7 @@ def _write_rest(reader: CheckpointReader, exporter: Exporter, work: Path, journa
         for file in sorted(reader.path.iterdir()):
             skipped = file.name in NOT_COPIED or file.name.endswith(".index.json") or file.name.startswith(".")
             if file.is_file() and file.suffix in COPIED and not skipped:
-                shutil.copyfile(file, work / file.name)
+                _copy(file, work / file.name)
         config = dict(reader.source.config)
     for key in ("quantization", "compression_config"):
         config.pop(key, None)
