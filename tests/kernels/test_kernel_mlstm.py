@@ -169,6 +169,8 @@ def test_work() -> None:
     values = blocks * (10 + 16 // 2) * p.DV // 8
     assert output.mmas == blocks * 4 * p.DK // 8 * p.DV // 8 + scores + values
     assert output.threadgroup_barriers == blocks
+    # Floats of the pairs of fragments, six of an own block and eight of another, and a sum for each query.
+    assert output.threadgroup_bytes_written == blocks * 4 * (128 * (6 + 8 // 2) + 32)
     assert states.buffers is not None and output.buffers is not None
     state_bytes = p.heads * p.DK * p.DV * 4
     assert states.buffers[number("kSlotStatesC")]["bytes_written"] == 2 * state_bytes
