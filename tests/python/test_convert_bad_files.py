@@ -16,6 +16,7 @@ from checkpoint_writers import LAYER
 from safetensors.torch import load_file, save_file
 
 from torch_marlin_metal import convert
+from torch_marlin_metal.convert.safetensors_file import read_header, read_tensor
 
 K, N = 64, 16
 
@@ -235,3 +236,20 @@ def test_gguf(tmp_path, case) -> None:
     content, message, kind = GGUFS[case]
     (tmp_path / "m.gguf").write_bytes(content)
     fails(tmp_path / "m.gguf", rf"m\.gguf: .*({message})", kind)
+
+
+def test_memory_is_used_again_only_when_its_tensor_is_gone(tmp_path) -> None:
+    made = {name: torch.randint(0, 255, (3 << 20,), dtype=torch.uint8) for name in "abc"}
+    save_file(made, tmp_path / "model.safetensors")
+    infos, _ = read_header(tmp_path / "model.safetensors")
+    a = read_tensor(infos["a"]).view(torch.int32)
+    b = read_tensor(infos["b"])
+    part, place = a[5:7], a.data_ptr()
+    del a
+    c = read_tensor(infos["c"])  # `part` still needs a's memory
+    assert torch.equal(part, made["a"].view(torch.int32)[5:7])
+    del part
+    again = read_tensor(infos["a"])
+    assert again.data_ptr() == place
+    for tensor, name in ((again, "a"), (b, "b"), (c, "c")):
+        assert torch.equal(tensor, made[name])

@@ -87,7 +87,10 @@ def quantized(
                 run(package, source, work, method, size, SYMMETRIC[fmt], pieces, device)
         except Exception as error:  # whatever the package raises
             raise CheckpointError(f"{source}: {PACKAGES[method]} failed: {type(error).__name__}: {error}") from error
-        yield work
+        made = [file.parent for file in work.rglob("config.json")]  # AutoRound may choose a directory of its own below
+        if len(made) != 1:
+            raise CheckpointError(f"{source}: {PACKAGES[method]} wrote {len(made)} checkpoints, expected one")
+        yield made[0]
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
