@@ -196,8 +196,8 @@ def measure(count: int, calibration: int) -> list[Result]:
 def page(results: list[Result], count: int, calibration: int) -> str:
     lines = [
         "# What 4 bit costs\n",
-        "Written by `python benchmarks/quality.py --write docs/quality.md --picture docs/images/quality.png`. All 36 Linear",
-        f"layers of the encoder of all-MiniLM-L6-v2 in 4 bit, on the CPU; {count} sentences from docstrings of the",
+        "Written by `python benchmarks/quality.py --write docs/quality.md --picture docs/images/quality.png`. All 36",
+        f"Linear layers of the encoder of all-MiniLM-L6-v2 in 4 bit, on the CPU; {count} sentences from docstrings of the",
         f"standard library of Python {platform.python_version()}, against the same model in fp32. gptq is GPTQModel's,",
         f"called layer by layer and calibrated on {calibration} sentences of other modules. Lower is better, but for",
         "the neighbours.\n",
