@@ -196,11 +196,11 @@ def measure(count: int, calibration: int) -> list[Result]:
 def page(results: list[Result], count: int, calibration: int) -> str:
     lines = [
         "# What 4 bit costs\n",
-        "Written by `python benchmarks/quality.py --write docs/quality.md --picture docs/images/quality.png`. All 36",
-        f"Linear layers of the encoder of all-MiniLM-L6-v2 in 4 bit, on the CPU; {count} sentences from docstrings of the",
-        f"standard library of Python {platform.python_version()}, against the same model in fp32. gptq is GPTQModel's,",
-        f"called layer by layer and calibrated on {calibration} sentences of other modules. Lower is better, but for",
-        "the neighbours.\n",
+        "Written by `python benchmarks/quality.py --write docs/quality.md --picture docs/images/quality.png`.\n",
+        "All 36 Linear layers of the encoder of all-MiniLM-L6-v2 in 4 bit, on the CPU, against the same model in fp32:",
+        f"{count} sentences from docstrings of Python's standard library ({platform.python_version()}). gptq is",
+        f"GPTQModel's, called layer by layer and calibrated on {calibration} sentences of other modules. Lower is",
+        "better, but for the neighbours.\n",
         "- distance: 1 - mean cosine of the two embeddings of a sentence",
         "- similarity: root mean square error of the cosines between sentences",
         "- neighbour: share of the sentences whose nearest other sentence is the same",
