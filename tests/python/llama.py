@@ -177,7 +177,7 @@ def write_gguf(path: Path, folder: Path, kind: str, embedding: str = "F16") -> t
     return path, decoded
 
 
-def check_layers(model: LlamaForCausalLM, device: str) -> None:
+def check_layers(model: nn.Module, device: str, count: int = 14) -> None:
     """Every packed layer's output, in the model's own dtype and on its own input, is within the design's bound."""
     seen: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     handles = [
@@ -189,13 +189,11 @@ def check_layers(model: LlamaForCausalLM, device: str) -> None:
         model(IDS.to(device))
     for handle in handles:
         handle.remove()
-    assert len(seen) == len(handles) == 14
+    assert len(seen) == len(handles) == count
     for name, (a, y) in seen.items():
         weight = model.get_submodule(name).to_packed().to("cpu")
-        exact = a.double() @ weight.dequantize().double()
-        bound = (
-            UNIT_ROUNDOFF[y.dtype] * exact.abs()
-            + TINY[y.dtype]
-            + 16 * 2.0**-24 * (a.abs().double() @ magnitude(weight))
-        )
+        bias = torch.zeros(weight.N) if weight.bias is None else weight.bias.double()
+        exact = a.double() @ weight.dequantize().double() + bias
+        summed = a.abs().double() @ magnitude(weight) + bias.abs()
+        bound = UNIT_ROUNDOFF[y.dtype] * exact.abs() + TINY[y.dtype] + 16 * 2.0**-24 * summed
         check_gemm(y, exact.numpy(), bound.numpy())

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers.core_model_loading import (
     ConversionOps,
-    WeightConverter,
     WeightRenaming,
     rename_source_key,
     revert_weight_conversion,
@@ -29,6 +28,7 @@ from torch_marlin_metal.convert.native import NativeExporter
 from torch_marlin_metal.convert.reader import CheckpointReader, DirectorySource, open_reader
 from torch_marlin_metal.fuse import fuse_projections, unfused
 from torch_marlin_metal.integrations.transformers.config import MarlinConfig
+from torch_marlin_metal.integrations.transformers.experts import make_room
 from torch_marlin_metal.integrations.transformers.pending import (
     PendingLinear,
     check_devices,
@@ -105,24 +105,22 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def _plan(self, model: Any, reader: CheckpointReader, conversions: list[Any]) -> None:
         renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
-        converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
         state = model.state_dict()
         unused = matcher(model._keys_to_ignore_on_load_unexpected or ())
         for index, source in enumerate(reader.layer_names):
-            key, merged = rename_source_key(f"{source}.weight", renamings, converters, model.base_model_prefix, state)
-            name = key.removesuffix(".weight")
+            key, _ = rename_source_key(f"{source}.weight", renamings, [], model.base_model_prefix, state)
+            name = self._place(model, key.removesuffix(".weight"))
             if name in self._decoded or unused(key) or not hasattr(model, name.split(".")[0]):
                 continue  # a head that this class of model has not: transformers reports it
-            if merged is not None:
-                raise UnsupportedFormat(
-                    f"{reader.path}: layer {source!r}: transformers keeps it in {name!r}, which is no Linear layer"
-                )
             try:
                 module = model.get_submodule(name)
             except AttributeError as error:
                 raise UnsupportedFormat(
                     f"{reader.path}: layer {source!r}: {type(model).__name__} has no layer {name!r}"
                 ) from error
+            if isinstance(module, PendingLinear):  # an expert's
+                self._pending[name] = index, module
+                continue
             shape = linear_shape(module)
             if shape is None:
                 raise UnsupportedFormat(
@@ -136,6 +134,14 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
             model.all_tied_weights_keys.pop(f"{name}.weight", None)
         dense = {name for name, _, _ in reader.source.others()}
         model._keys_to_ignore_on_load_unexpected |= ignored_patterns(self._tensors - dense)
+
+    def _place(self, model: Any, name: str) -> str:
+        """Returns a layer's name in this class of model, after making room where it is an expert's."""
+        prefix = f"{model.base_model_prefix}."
+        for candidate in (name, name.removeprefix(prefix), prefix + name):
+            if make_room(model, candidate) or _has(model, candidate):
+                return candidate
+        return name
 
     def _choose(self, model: Any) -> None:
         """Finds the layers to quantize while they load; refuses what cannot be before anything is read."""
@@ -244,6 +250,14 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
     def is_compileable(self) -> bool:
         """Lets `generate` compile its decoding step with a static cache."""
         return True
+
+
+def _has(model: Any, name: str) -> bool:
+    try:
+        model.get_submodule(name)
+    except AttributeError:
+        return False
+    return True
 
 
 class QuantizeWhileLoading(ConversionOps):  # type: ignore[misc]

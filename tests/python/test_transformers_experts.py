@@ -1,0 +1,89 @@
+"""Mixtures of experts through from_pretrained: every expert's layers stay packed."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from llama import IDS, check_layers
+from models import same
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM, MixtralConfig, MixtralForCausalLM
+
+import torch_marlin_metal.integrations.transformers  # noqa: F401
+from torch_marlin_metal import MarlinLinear, PackedWeight, convert, quantize_weight
+
+SIZES = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 32}
+SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+
+
+def quantized(weight: torch.Tensor, name: str, weight_format: str) -> PackedWeight:
+    packed = quantize_weight(weight, weight_format, 32)
+    packed.name = name
+    return packed
+
+
+def split_experts(path: Path) -> MixtralForCausalLM:
+    """Mixtral with a Linear for each part of each expert, as GPTQ programs store it; returns it decoded."""
+    torch.manual_seed(0)
+    model, layers = MixtralForCausalLM(MixtralConfig(**SIZES)).eval(), []
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with torch.no_grad():
+        for index, layer in enumerate(model.model.layers):
+            experts = layer.mlp.experts
+            for expert in range(4):
+                both = experts.gate_up_proj[expert]
+                parts = {"w1": both[:96], "w3": both[96:], "w2": experts.down_proj[expert]}
+                for part, weight in parts.items():
+                    name = f"model.layers.{index}.block_sparse_moe.experts.{expert}.{part}"
+                    layers.append(quantized(weight, name, "uint4"))
+                    weight.copy_(layers[-1].dequantize().T)
+    others = [(k.replace(".mlp.", ".block_sparse_moe."), v) for k, v in state.items() if ".experts." not in k]
+    config = json.loads(model.config.to_json_string())
+    convert.export_checkpoint(layers, path, "gptq", other_tensors=others, config=config, version=2)
+    return model
+
+
+def stacked_experts(path: Path) -> GptOssForCausalLM:
+    """gpt-oss with `*_blocks` and `*_scales` for all experts; returns it decoded."""
+    torch.manual_seed(0)
+    model = GptOssForCausalLM(GptOssConfig(**SIZES, layer_types=["full_attention"] * 2)).eval()
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with torch.no_grad():
+        for name, stack in model.named_parameters():
+            if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+                packed = [quantized(weight.T, "", "mxfp4") for weight in stack]
+                stack.copy_(torch.stack([weight.dequantize() for weight in packed]))
+                words = torch.stack([weight.b_packed.T.contiguous() for weight in packed])
+                state[f"{name}_blocks"] = words.view(torch.uint8).reshape(4, stack.shape[2], -1, 16)
+                state[f"{name}_scales"] = torch.stack([weight.scales.T.contiguous() for weight in packed])
+                del state[name]
+            elif name.endswith("_proj_bias"):
+                stack.copy_(torch.randn_like(stack))
+                state[name] = stack.clone()
+    path.mkdir()
+    save_file(state, path / "model.safetensors", {"format": "pt"})
+    config = json.loads(model.config.to_json_string()) | {"quantization_config": {"quant_method": "mxfp4"}}
+    (path / "config.json").write_text(json.dumps(config))
+    return model
+
+
+@pytest.mark.parametrize("write", [split_experts, stacked_experts])
+def test_experts_stay_packed_and_compute_the_same(write, tmp_path) -> None:
+    expected = write(tmp_path / "source")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "source", dtype=torch.float32)
+    packed = [name for name, module in model.named_modules() if isinstance(module, MarlinLinear)]
+    assert len(packed) == (24 if write is split_experts else 16)
+    assert not [name for name, _ in model.named_parameters() if name.endswith(("gate_up_proj", "down_proj"))]
+    check_layers(model, "cpu", len(packed))
+    with torch.no_grad():
+        logits, dense = model(IDS).logits, expected(IDS).logits
+        expected.set_experts_implementation("eager")  # its grouped product takes no fp64
+        exact = expected.double()(IDS).logits
+    rounding = (dense - exact).abs().max()  # of the same model in fp32 by torch's own products
+    assert rounding > 0
+    assert (logits - exact).abs().max() <= 4 * rounding
+    model.save_pretrained(tmp_path / "saved")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert same(again.state_dict(), model.state_dict())
+    assert torch.equal(again(IDS).logits, model(IDS).logits)
