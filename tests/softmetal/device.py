@@ -15,6 +15,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,12 +23,17 @@ import numpy.typing as npt
 
 from .executor import bindings as api
 from .executor.bindings import executor
+from .msl.air.compiler import compile_metallib
 from .msl.compiler import DEFAULT_FILE_NAME, CompileError, compile_source
 
-__all__ = ["Buffer", "CompileError", "Counters", "Fault", "FaultKind", "Kernel", "KernelFault", "Library", "compile"]
+__all__ = [
+    *("Buffer", "CompileError", "Counters", "Fault", "FaultKind", "Kernel", "KernelFault", "Library", "compile"),
+    "load",
+]
 
 Array = npt.NDArray[Any]
 Size = int | Sequence[int]
+Constants = Mapping[str | int, bool | int | float | Sequence[int | float]]
 
 
 class FaultKind(enum.IntEnum):
@@ -222,7 +228,7 @@ class Library:
 def compile(
     source: str,
     *,
-    constants: Mapping[str | int, bool | int | float | Sequence[int | float]] | None = None,
+    constants: Constants | None = None,
     checked: bool = False,
     kernel: str | None = None,
     file_name: str = DEFAULT_FILE_NAME,
@@ -243,8 +249,38 @@ def compile(
     Raises:
         CompileError: the compiler's messages.
     """
-    values = tuple(sorted((str(k), _literal(v)) for k, v in (constants or {}).items()))
+    values = _values(constants)
     return _compile(source, values, checked, kernel, file_name, tuple(map(str, include_paths)), tuple(defines))
+
+
+def load(
+    path: str | Path,
+    kernel: str,
+    *,
+    constants: Constants | None = None,
+    checked: bool = False,
+) -> Library:
+    """Takes a kernel out of a metallib, as Apple's compiler made it.
+
+    Args:
+        path: of the metallib.
+        kernel: its name there.
+        constants: function constants by name or index; those that the kernel does not have are left aside.
+        checked: for checked mode.
+
+    Raises:
+        CompileError: the library cannot be read, or the kernel needs what this device does not have.
+    """
+    return _load(Path(path), kernel, _values(constants), checked)
+
+
+@lru_cache(maxsize=256)
+def _load(path: Path, kernel: str, values: tuple[tuple[str, str], ...], checked: bool) -> Library:
+    return Library(str(compile_metallib(path, kernel=kernel, constants=dict(values), checked=checked).path))
+
+
+def _values(constants: Constants | None) -> tuple[tuple[str, str], ...]:
+    return tuple(sorted((str(k), _literal(v)) for k, v in (constants or {}).items()))
 
 
 @lru_cache(maxsize=256)

@@ -50,7 +50,7 @@ _COMPILE = [
     # As Metal's compiler: a*b+c is contracted inside one expression, half and bfloat round after every operation.
     *("-ffp-contract=on", "-Xclang", "-ffloat16-excess-precision=none", "-Xclang", "-fbfloat16-excess-precision=none"),
 ]
-_FAST = ["-O2"]
+FAST = ["-O2"]
 # No vectoriser: accesses of more than 16 bytes would not be instrumented.
 _CHECKED = [
     *("-O2", "-fno-vectorize", "-fno-slp-vectorize"),
@@ -89,16 +89,16 @@ def library_files() -> list[Path]:
 
 
 @functools.cache
-def _toolchain_digest() -> str:
-    digest = hashlib.sha256(_run([_COMPILER, "--version"], "").encode())
-    digest.update(_run([_COMPILER, "-march=native", "-E", "-dM", "-x", "c", "-"], "").encode())
-    digest.update(repr([_PREPROCESS, _COMPILE, _FAST, _BEFORE_CHECKS, _AFTER_CHECKS, _LINK]).encode())
+def toolchain_digest() -> str:
+    digest = hashlib.sha256(run([_COMPILER, "--version"], "").encode())
+    digest.update(run([_COMPILER, "-march=native", "-E", "-dM", "-x", "c", "-"], "").encode())
+    digest.update(repr([_PREPROCESS, _COMPILE, FAST, _BEFORE_CHECKS, _AFTER_CHECKS, _LINK]).encode())
     for path in library_files():
         digest.update(str(path.relative_to(_HERE.parent)).encode() + path.read_bytes())
     return digest.hexdigest()
 
 
-def _run(command: Sequence[str], text: str) -> str:
+def run(command: Sequence[str], text: str) -> str:
     done = subprocess.run(command, input=text, capture_output=True, text=True)
     if done.returncode:
         raise CompileError(done.stderr.strip() or f"{command[0]} ended with status {done.returncode}")
@@ -117,41 +117,62 @@ def _stubs() -> Path:
     return folder
 
 
-def _install(path: Path, make: list[str], text: str) -> None:
+def install(path: Path, make: list[str], text: str) -> None:
     """Runs a command that writes its last argument, and puts the file in place in one step."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=path.suffix)
     os.close(handle)
     try:
-        _run([*make, temporary], text)
+        run([*make, temporary], text)
         os.replace(temporary, path)
     finally:
         Path(temporary).unlink(missing_ok=True)
 
 
-def _precompiled(checked: bool) -> Path:
-    path = cache_folder() / f"prelude-{'checked' if checked else 'fast'}-{_toolchain_digest()[:16]}.pch"
+def precompiled(checked: bool) -> Path:
+    path = cache_folder() / f"prelude-{'checked' if checked else 'fast'}-{toolchain_digest()[:16]}.pch"
     if not path.exists():
-        flags = [*_COMPILE, *(_BEFORE_CHECKS if checked else _FAST), "-I", str(_INCLUDE)]
+        flags = [*_COMPILE, *(_BEFORE_CHECKS if checked else FAST), "-I", str(_INCLUDE)]
         prelude = f'#include <metal_stdlib>\n#include "{_HERE / "thunk.h"}"\n'
-        _install(path, [_COMPILER, "-x", "c++-header", "-", *flags, "-Xclang", "-emit-pch", "-o"], prelude)
+        install(path, [_COMPILER, "-x", "c++-header", "-", *flags, "-Xclang", "-emit-pch", "-o"], prelude)
     return path
+
+
+def to_llvm(cpp: str, checked: bool) -> str:
+    """C++ text over our headers to optimised LLVM text, all functions inlined into their callers."""
+    text = f"#pragma clang attribute push(__attribute__((always_inline)), apply_to = function)\n{cpp}"
+    prelude = ["-include-pch", str(precompiled(checked)), "-Xclang", "-fno-validate-pch"]
+    flags = [*_COMPILE, *(_BEFORE_CHECKS if checked else FAST)]
+    return run([_COMPILER, "-x", "c++", "-", *prelude, *flags, "-S", "-emit-llvm", "-o", "-"], text)
+
+
+def optimised(llvm: str, checked: bool) -> str:
+    """LLVM text as the compiler would leave it after its passes, without the checks' calls."""
+    flags = [*_CODE, *(_BEFORE_CHECKS if checked else FAST), "-w", "-ffp-contract=on"]
+    return run([_COMPILER, "-x", "ir", "-", *flags, "-S", "-emit-llvm", "-o", "-"], llvm)
+
+
+def link_library(llvm: str, checked: bool, path: Path) -> None:
+    """Optimised LLVM text to a shared object at `path`; in checked mode the checks' calls are put in."""
+    with tempfile.TemporaryDirectory(dir=cache_folder()) as folder:
+        built = Path(folder) / "kernels.o"
+        flags = [*_CODE, *_AFTER_CHECKS] if checked else [*_CODE, *FAST]
+        text = add_alignment_checks(llvm) if checked else llvm
+        run([_COMPILER, "-x", "ir", "-", *flags, "-w", "-c", "-o", str(built)], text)
+        install(path, [_COMPILER, str(built), *_LINK, "-o"], "")
 
 
 def _build(translated: str, checked: bool, path: Path) -> None:
     """C++ text to a shared object at `path`."""
+    if checked:
+        link_library(to_llvm(translated, checked), checked, path)
+        return
     text = f"#pragma clang attribute push(__attribute__((always_inline)), apply_to = function)\n{translated}"
-    prelude = ["-include-pch", str(_precompiled(checked)), "-Xclang", "-fno-validate-pch"]
-    parse = [_COMPILER, "-x", "c++", "-", *prelude, *_COMPILE]
+    prelude = ["-include-pch", str(precompiled(checked)), "-Xclang", "-fno-validate-pch"]
     with tempfile.TemporaryDirectory(dir=cache_folder()) as folder:
         built = Path(folder) / "kernels.o"
-        if checked:
-            text = _run([*parse, *_BEFORE_CHECKS, "-S", "-emit-llvm", "-o", "-"], text)
-            flags = [*_CODE, *_AFTER_CHECKS]
-            _run([_COMPILER, "-x", "ir", "-", *flags, "-c", "-o", str(built)], add_alignment_checks(text))
-        else:
-            _run([*parse, *_FAST, "-c", "-o", str(built)], text)
-        _install(path, [_COMPILER, str(built), *_LINK, "-o"], "")
+        run([_COMPILER, "-x", "c++", "-", *prelude, *_COMPILE, *FAST, "-c", "-o", str(built)], text)
+        install(path, [_COMPILER, str(built), *_LINK, "-o"], "")
 
 
 def _locate(text: str, line: int) -> tuple[str, int]:
@@ -180,7 +201,7 @@ def preprocess(source: str, file_name: str, include_paths: Sequence[str], define
     """
     flags = [*(f"-D{d}" for d in defines), *(f for p in include_paths for f in ("-I", p))]
     text = f'#line 1 "{file_name}"\n{source}\n'
-    return _run([_COMPILER, *_PREPROCESS, "-isystem", str(_stubs()), *flags, "-"], text)
+    return run([_COMPILER, *_PREPROCESS, "-isystem", str(_stubs()), *flags, "-"], text)
 
 
 def compile_source(
@@ -213,7 +234,7 @@ def compile_source(
     if "function_constant" not in text:
         kernel = None
     key = hashlib.sha256()
-    for part in (_toolchain_digest(), repr(sorted(values.items())), repr((checked, kernel)), text):
+    for part in (toolchain_digest(), repr(sorted(values.items())), repr((checked, kernel)), text):
         key.update(part.encode() + b"\0")
     path = cache_folder() / f"{key.hexdigest()[:32]}.so"
     if not path.exists():

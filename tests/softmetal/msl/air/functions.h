@@ -1,0 +1,407 @@
+// The air.* functions that Apple's Metal compiler calls, on clang's own types. Written apart from msl/include, so that
+// comparing a kernel's two compiles compares the two: conversions, integer functions, what moves between lanes and the
+// folds are not shared. Functions without an exact result are (metal_math: their last bits are the back end's choice),
+// and so are the executor's rendezvous and matrix product. Included after metal_stdlib and thunk.h.
+#pragma once
+
+#define AIR_FUNCTION inline __attribute__((always_inline))
+#define AIR_UNCHECKED __attribute__((no_sanitize("thread")))  // reads the executor's own memory
+
+namespace air {
+
+template <class T, int N>
+using vector = T __attribute__((ext_vector_type(N)));
+typedef _Float16 f16;
+typedef __bf16 bf16;
+typedef float f32;
+typedef bool u1;
+typedef int8_t s8;
+typedef int16_t s16;
+typedef int32_t s32;
+typedef int64_t s64;
+typedef uint8_t u8;
+typedef uint16_t u16;
+typedef uint32_t u32;
+typedef uint64_t u64;
+
+template <class T>
+struct shape {
+  typedef T element;
+  static constexpr int size = 1;
+  static T& at(T& v, int) { return v; }
+};
+template <class T, int N>
+struct shape<vector<T, N>> {
+  typedef T element;
+  static constexpr int size = N;
+  static auto at(vector<T, N>& v, int i) { return v[i]; }
+};
+template <class T>
+constexpr bool is_real = __is_same(T, f16) || __is_same(T, bf16) || __is_same(T, f32);
+
+// ---- arithmetic ----------------------------------------------------------------------------------------------------
+
+template <class R, class A>
+AIR_FUNCTION R convert(A a) {
+  if constexpr (shape<A>::size > 1) {
+    return __builtin_convertvector(a, R);
+  } else if constexpr (__is_same(R, bool)) {
+    return a != A(0);
+  } else {
+    return static_cast<R>(a);  // float to integer saturates: -fno-strict-float-cast-overflow
+  }
+}
+
+// Element by element.
+#define AIR_EACH_1(name, value)                                                \
+  template <class T>                                                           \
+  AIR_FUNCTION T name(T x) {                                                   \
+    T r;                                                                       \
+    for (int i = 0; i < shape<T>::size; ++i) {                                 \
+      typename shape<T>::element a = element(x, i);                            \
+      place(r, i, static_cast<typename shape<T>::element>(value));             \
+    }                                                                          \
+    return r;                                                                  \
+  }
+#define AIR_EACH_2(name, value)                                                \
+  template <class T>                                                           \
+  AIR_FUNCTION T name(T x, T y) {                                              \
+    T r;                                                                       \
+    for (int i = 0; i < shape<T>::size; ++i) {                                 \
+      typename shape<T>::element a = element(x, i), b = element(y, i);         \
+      place(r, i, static_cast<typename shape<T>::element>(value));             \
+    }                                                                          \
+    return r;                                                                  \
+  }
+
+template <class T>
+AIR_FUNCTION typename shape<T>::element element(const T& x, int i) {
+  if constexpr (shape<T>::size > 1) return x[i];
+  else return x;
+}
+template <class T, class E>
+AIR_FUNCTION void place(T& x, int i, E value) {
+  if constexpr (shape<T>::size > 1) x[i] = value;
+  else x = value;
+}
+
+AIR_EACH_1(abs, a < 0 ? 0 - a : a)
+AIR_EACH_2(min, b < a ? b : a)
+AIR_EACH_2(max, a < b ? b : a)
+AIR_EACH_1(fabs, __builtin_fabsf(float(a)))
+AIR_EACH_1(floor, __builtin_floorf(float(a)))
+AIR_EACH_1(ceil, __builtin_ceilf(float(a)))
+AIR_EACH_1(rint, __builtin_nearbyintf(float(a)))
+AIR_EACH_1(round, __builtin_roundf(float(a)))
+AIR_EACH_1(trunc, __builtin_truncf(float(a)))
+AIR_EACH_1(fract, __builtin_fminf(float(a) - __builtin_floorf(float(a)), 0x1.fffffep-1f))
+AIR_EACH_2(fmod, __builtin_fmodf(float(a), float(b)))
+AIR_EACH_2(copysign, __builtin_copysignf(float(a), float(b)))
+// A NaN beside a number gives the number.
+AIR_EACH_2(fmin, b < a || a != a ? b : a)
+AIR_EACH_2(fmax, a < b || a != a ? b : a)
+
+template <class T>
+AIR_FUNCTION T clamp(T x, T low, T high) {
+  if constexpr (is_real<typename shape<T>::element>) return fmin(fmax(x, low), high);
+  else return min(max(x, low), high);
+}
+AIR_FUNCTION f32 fma(f32 a, f32 b, f32 c) { return __builtin_fmaf(a, b, c); }
+// The product of two halves is exact in double, and 53 bits leave the sum's rounding to the last conversion alone but
+// for ties that a bit beyond them would break.
+AIR_FUNCTION f16 fma(f16 a, f16 b, f16 c) { return static_cast<f16>(double(a) * double(b) + double(c)); }
+template <class T, int N>
+AIR_FUNCTION vector<T, N> fma(vector<T, N> a, vector<T, N> b, vector<T, N> c) {
+  for (int i = 0; i < N; ++i)
+    a[i] = fma(T(a[i]), T(b[i]), T(c[i]));
+  return a;
+}
+template <class T, int N>
+AIR_FUNCTION T dot(vector<T, N> a, vector<T, N> b) {
+  T sum = a[0] * b[0];
+  for (int i = 1; i < N; ++i)
+    sum = sum + a[i] * b[i];
+  return sum;
+}
+template <class T>
+AIR_FUNCTION T nextafter(T from, T to) {
+  return metal::nextafter(from, to);
+}
+AIR_FUNCTION f32 ldexp(f32 x, u32 exponent) { return __builtin_ldexpf(x, static_cast<int>(exponent)); }
+template <int N>
+AIR_FUNCTION bool any(vector<u8, N> v) {
+  bool found = false;
+  for (int i = 0; i < N; ++i)
+    found = found || v[i];
+  return found;
+}
+template <int N>
+AIR_FUNCTION bool all(vector<u8, N> v) {
+  bool every = true;
+  for (int i = 0; i < N; ++i)
+    every = every && v[i];
+  return every;
+}
+
+// ---- between the lanes of a simdgroup ------------------------------------------------------------------------------
+
+AIR_FUNCTION uint32_t lane() { return sm_self->thread_index_in_simdgroup; }
+
+template <class T>
+struct exchange {
+  const T* slots;
+  uint32_t active;
+  AIR_FUNCTION SM_CONVERGENT explicit exchange(const T& mine) {
+    const void* deposits;
+    active = sm_simd_exchange(&mine, sizeof(T), &deposits);
+    slots = static_cast<const T*>(deposits);
+  }
+  bool takes_part(uint32_t i) const { return i < 32 && (active & (1u << i)) != 0; }
+  AIR_UNCHECKED T from(uint32_t i) const {
+    if (!takes_part(i)) sm_report_inactive_lane(i);
+    return slots[i % 32];
+  }
+};
+
+// The order is the back end's: lanes half the width apart first (msl/include/metal_simdgroup states it).
+template <class T, class F>
+AIR_UNCHECKED T folded(const exchange<T>& all, uint32_t first, uint32_t width, F combine) {
+  T part[32];
+  bool filled[32];
+  for (uint32_t i = 0; i < width; ++i) {
+    part[i] = all.slots[first + i];
+    filled[i] = all.takes_part(first + i);
+  }
+  for (uint32_t half = width; half /= 2;) {
+    for (uint32_t i = 0; i < half; ++i) {
+      if (filled[i] && filled[i + half]) part[i] = combine(part[i], part[i + half]);
+      if (!filled[i] && filled[i + half]) part[i] = part[i + half];
+      filled[i] = filled[i] || filled[i + half];
+    }
+  }
+  return part[0];
+}
+template <class T, class F>
+AIR_UNCHECKED T scanned(const exchange<T>& all, uint32_t first, uint32_t count, T empty, F combine) {
+  T sum = empty;
+  bool begun = false;
+  for (uint32_t i = first; i < first + count; ++i) {
+    if (!all.takes_part(i)) continue;
+    sum = begun ? combine(sum, all.slots[i]) : all.slots[i];
+    begun = true;
+  }
+  return sum;
+}
+
+struct plus {
+  template <class T>
+  T operator()(T a, T b) const { return static_cast<T>(a + b); }
+};
+struct times {
+  template <class T>
+  T operator()(T a, T b) const { return static_cast<T>(a * b); }
+};
+struct least {
+  template <class T>
+  T operator()(T a, T b) const {
+    if constexpr (is_real<T>) return air::fmin(a, b);
+    else return air::min(a, b);
+  }
+};
+struct most {
+  template <class T>
+  T operator()(T a, T b) const {
+    if constexpr (is_real<T>) return air::fmax(a, b);
+    else return air::max(a, b);
+  }
+};
+struct bit_and {
+  template <class T>
+  T operator()(T a, T b) const { return a & b; }
+};
+struct bit_or {
+  template <class T>
+  T operator()(T a, T b) const { return a | b; }
+};
+struct bit_xor {
+  template <class T>
+  T operator()(T a, T b) const { return a ^ b; }
+};
+
+#define AIR_FOLD(name, F)                                                \
+  template <class T>                                                     \
+  AIR_FUNCTION SM_CONVERGENT T simd_##name(T x) {                        \
+    return folded(exchange<T>(x), 0, 32, F());                           \
+  }                                                                      \
+  template <class T>                                                     \
+  AIR_FUNCTION SM_CONVERGENT T quad_##name(T x) {                        \
+    return folded(exchange<T>(x), lane() / 4 * 4, 4, F());               \
+  }
+AIR_FOLD(sum, plus)
+AIR_FOLD(product, times)
+AIR_FOLD(min, least)
+AIR_FOLD(max, most)
+AIR_FOLD(and, bit_and)
+AIR_FOLD(or, bit_or)
+AIR_FOLD(xor, bit_xor)
+#undef AIR_FOLD
+
+#define AIR_SCAN(name, F, empty)                                                                 \
+  template <class T>                                                                             \
+  AIR_FUNCTION SM_CONVERGENT T simd_prefix_inclusive_##name(T x) {                               \
+    return scanned(exchange<T>(x), 0, lane() + 1, static_cast<T>(empty), F());                   \
+  }                                                                                              \
+  template <class T>                                                                             \
+  AIR_FUNCTION SM_CONVERGENT T simd_prefix_exclusive_##name(T x) {                               \
+    return scanned(exchange<T>(x), 0, lane(), static_cast<T>(empty), F());                       \
+  }
+AIR_SCAN(sum, plus, 0)
+AIR_SCAN(product, times, 1)
+#undef AIR_SCAN
+
+// `me` is the lane within its group of `width`.
+#define AIR_SHUFFLE(name, source)                                                    \
+  template <class T>                                                                 \
+  AIR_FUNCTION SM_CONVERGENT T simd_##name(T x, u16 by) {                            \
+    const int me = static_cast<int>(lane()), width = 32, n = by;                     \
+    (void)me, (void)width;                                                           \
+    return exchange<T>(x).from(static_cast<uint32_t>(source));                       \
+  }                                                                                  \
+  template <class T>                                                                 \
+  AIR_FUNCTION SM_CONVERGENT T quad_##name(T x, u16 by) {                            \
+    const int me = static_cast<int>(lane() % 4), width = 4, n = by;                  \
+    const uint32_t base = lane() / 4 * 4;                                            \
+    (void)me, (void)width;                                                           \
+    return exchange<T>(x).from(base + static_cast<uint32_t>((source) % 4));          \
+  }
+AIR_SHUFFLE(shuffle, n)
+AIR_SHUFFLE(broadcast, n)
+AIR_SHUFFLE(shuffle_xor, me ^ n)
+AIR_SHUFFLE(shuffle_up, me < n ? me : me - n)
+AIR_SHUFFLE(shuffle_down, me + n >= width ? me : me + n)
+AIR_SHUFFLE(shuffle_rotate_up, (me + width - n % width) % width)
+AIR_SHUFFLE(shuffle_rotate_down, (me + n) % width)
+#undef AIR_SHUFFLE
+
+template <class T>
+struct pair {
+  T data, fill;
+};
+// Lanes come in runs of `modulo`; one that is asked for beyond the caller's run gives its fill, a run further back.
+template <class T>
+AIR_FUNCTION SM_CONVERGENT T simd_shuffle_and_fill_up(T data, T fill, u16 delta, u16 modulo) {
+  const uint32_t me = lane(), place = me % modulo;
+  exchange<pair<T>> all(pair<T>{data, fill});
+  return place >= delta ? all.from(me - delta).data : all.from(me + modulo - delta).fill;
+}
+template <class T>
+AIR_FUNCTION SM_CONVERGENT T simd_shuffle_and_fill_down(T data, T fill, u16 delta, u16 modulo) {
+  const uint32_t me = lane(), place = me % modulo;
+  exchange<pair<T>> all(pair<T>{data, fill});
+  return place + delta < modulo ? all.from(me + delta).data : all.from(me + delta - modulo).fill;
+}
+AIR_FUNCTION SM_CONVERGENT bool simd_any(bool x) { return folded(exchange<u8>(x), 0, 32, bit_or()) != 0; }
+AIR_FUNCTION SM_CONVERGENT bool simd_all(bool x) { return folded(exchange<u8>(x), 0, 32, bit_and()) != 0; }
+
+// ---- matrices: lane l holds row 4*(l>>4) + ((l>>1)&3), columns 4*((l>>3)&1) + 2*(l&1) and the next ------------------
+
+AIR_FUNCTION uint64_t matrix_row() { return (lane() >> 4) * 4 + (lane() >> 1) % 4; }
+AIR_FUNCTION uint64_t matrix_column() { return (lane() >> 3) % 2 * 4 + lane() % 2 * 2; }
+
+AIR_FUNCTION void note_matrix_access() {
+#if __has_feature(thread_sanitizer)
+  sm_note_matrix_access();
+#endif
+}
+template <class E>
+AIR_FUNCTION E* matrix_element(void* start, uint64_t stride, vector<u64, 2> origin, bool transpose, uint64_t i) {
+  uint64_t row = matrix_row(), column = matrix_column() + i;
+  if (transpose) {
+    uint64_t other = row;
+    row = column;
+    column = other;
+  }
+  return static_cast<E*>(start) + (origin.y + row) * stride + origin.x + column;
+}
+template <class E>
+AIR_FUNCTION vector<E, 2> matrix_load(void* start, uint64_t stride, vector<u64, 2> origin, bool transpose) {
+  note_matrix_access();
+  return {*matrix_element<E>(start, stride, origin, transpose, 0), *matrix_element<E>(start, stride, origin, transpose, 1)};
+}
+template <class E>
+AIR_FUNCTION void matrix_store(vector<E, 2> m, void* start, uint64_t stride, vector<u64, 2> origin, bool transpose) {
+  note_matrix_access();
+  *matrix_element<E>(start, stride, origin, transpose, 0) = m.x;
+  *matrix_element<E>(start, stride, origin, transpose, 1) = m.y;
+}
+template <class E>
+AIR_FUNCTION vector<E, 2> matrix_diagonal(E value) {
+  vector<E, 2> m = {E(0), E(0)};
+  if (matrix_row() == matrix_column()) m.x = value;
+  if (matrix_row() == matrix_column() + 1) m.y = value;
+  return m;
+}
+template <class E>
+constexpr uint32_t matrix_type = __is_same(E, f16) ? 0 : __is_same(E, bf16) ? 1 : 2;
+template <class D, class A, class B, class C>
+AIR_FUNCTION SM_CONVERGENT vector<D, 2> matrix_product(vector<A, 2> a, vector<B, 2> b, vector<C, 2> c) {
+  vector<D, 2> d;
+  sm_mma(&d, matrix_type<D>, &a, matrix_type<A>, &b, matrix_type<B>, &c, matrix_type<C>);
+  sm_mma_sync_if(&d);
+  return d;
+}
+
+// ---- atomics: relaxed; orders and scopes are not looked at ---------------------------------------------------------
+
+template <class T>
+AIR_FUNCTION T atomic_load(void* p) {
+  T value;
+  sm_note_atomic(p, sizeof(T), 0);
+  __atomic_load(static_cast<T*>(p), &value, __ATOMIC_RELAXED);
+  return value;
+}
+template <class T>
+AIR_FUNCTION void atomic_store(void* p, T value) {
+  sm_note_atomic(p, sizeof(T), 1);
+  __atomic_store(static_cast<T*>(p), &value, __ATOMIC_RELAXED);
+}
+template <class T>
+AIR_FUNCTION T atomic_exchange(void* p, T value) {
+  T old;
+  sm_note_atomic(p, sizeof(T), 1);
+  __atomic_exchange(static_cast<T*>(p), &value, &old, __ATOMIC_RELAXED);
+  return old;
+}
+// `expected` points at what should be there and gets what is; so does the result.
+template <class T>
+AIR_FUNCTION T atomic_compare_exchange(void* p, void* expected, T value) {
+  sm_note_atomic(p, sizeof(T), 1);
+  T* seen = static_cast<T*>(expected);
+  __atomic_compare_exchange(static_cast<T*>(p), seen, &value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
+  return *seen;
+}
+template <class T, class F>
+AIR_FUNCTION T atomic_update(void* p, T operand, F combine) {
+  sm_note_atomic(p, sizeof(T), 1);
+  T* place = static_cast<T*>(p);
+  T old, fresh;
+  __atomic_load(place, &old, __ATOMIC_RELAXED);
+  do {
+    fresh = combine(old, operand);
+  } while (!__atomic_compare_exchange(place, &old, &fresh, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
+  return old;
+}
+struct minus {
+  template <class T>
+  T operator()(T a, T b) const { return static_cast<T>(a - b); }
+};
+
+template <class B>
+AIR_FUNCTION void builtin(uint32_t* place) {
+  const sm_uint3 value = B::read();
+  place[0] = value.x;
+  place[1] = value.y;
+  place[2] = value.z;
+}
+
+}  // namespace air

@@ -1,0 +1,398 @@
+"""A kernel's module as Metal's compiler left it -> the same code for this device, both in LLVM's text form.
+
+Address spaces go; simdgroup matrices become the two elements that a thread holds; threadgroup variables come from the
+executor; function constants get their values; an entry that fetches the arguments, and the library's tables, are added.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Mapping, Sequence
+
+from ..attributes import BUILTINS
+from .functions import Declaration, cpp_builtin, cpp_function, llvm_wrapper
+from .metadata import THREADGROUP_SPACE, Argument, Constant, MetadataError, read_metadata
+
+_LAYOUT = "e-m:e-p270:32:32-p271:32:32-p272:64:64-i64:64-i128:128-f80:128-n8:16:32:64-S128"
+_SYMBOL = r'@(?:"[^"]*"|[\w.$-]+)'
+_DECLARATION = re.compile(r"^declare (?P<result>[^@]+?) @air\.(?P<name>[\w.]+)\((?P<parameters>.*?)\)[^)]*$", re.MULTILINE)
+_THREADGROUP = re.compile(
+    rf"^(?P<name>{_SYMBOL}) = [^\n]*?addrspace\(3\) global (?P<type>[^\n]+?) (?:undef|zeroinitializer|poison)"
+    r"(?:, align (?P<align>\d+))?[^\n]*$",
+    re.MULTILINE,
+)
+_EXPRESSION = re.compile(r"(?:getelementptr|bitcast|addrspacecast|ptrtoint|inttoptr)(?: \w+)* \(")
+_SCALARS = {
+    **{"bool": "i8", "char": "i8", "uchar": "i8", "short": "i16", "ushort": "i16", "int": "i32", "uint": "i32"},
+    **{"long": "i64", "ulong": "i64", "half": "half", "float": "float"},
+}
+_NAMES_OF_INTEGERS = {"i8", "i16", "i32", "i64"}
+
+
+class TranslateError(ValueError):
+    """A module that cannot be brought onto this device; the text says what of it."""
+
+
+def string_constant(symbol: str, text: str) -> str:
+    """A zero-terminated text as a global."""
+    data = text.encode() + b"\0"
+    escaped = "".join(chr(b) if 32 <= b < 127 and b not in b'"\\' else f"\\{b:02X}" for b in data)
+    return f'{symbol} = private unnamed_addr constant [{len(data)} x i8] c"{escaped}"'
+
+
+def library_table(kernel_rows: Sequence[str], constants: Sequence[Constant], defined: set[str], checked: bool) -> str:
+    """What a library exports (`executor/abi.h`): `kernel_rows` are its `sm_kernel` values."""
+    lines = [
+        "%sm_kernel = type { ptr, ptr, ptr, i32, i32, i32 }",
+        "%sm_constant = type { ptr, ptr, i32, i32 }",
+    ]
+    rows = []
+    for i, c in enumerate(constants):
+        lines += [string_constant(f"@sm_cn{i}", c.name), string_constant(f"@sm_ct{i}", c.type)]
+        rows.append(f"%sm_constant {{ ptr @sm_cn{i}, ptr @sm_ct{i}, i32 {c.index}, i32 {int(c.name in defined)} }}")
+    kernels = ", ".join(f"%sm_kernel {row}" for row in kernel_rows)
+    lines += [
+        f"@sm_kernels = internal constant [{len(kernel_rows)} x %sm_kernel] [{kernels}]",
+        f"@sm_constants = internal constant [{len(rows)} x %sm_constant] [{', '.join(rows)}]",
+        "@sm_table = constant { i32, i32, ptr, i32, ptr, ptr, ptr } { "
+        f"i32 {int(checked)}, i32 {len(kernel_rows)}, ptr @sm_kernels, i32 {len(rows)}, ptr @sm_constants, "
+        "ptr @sm_sites, ptr getelementptr (%sm_site, ptr @sm_sites, i32 @SITES@) }",
+    ]
+    return "\n".join(lines)
+
+
+_SITE = "%sm_site = type { ptr, i32, i32, i32, i32 }"
+
+
+def names_only(names: Sequence[str], checked: bool) -> str:
+    """A library that names its kernels and has no code."""
+    lines = [_SITE, "@sm_sites = internal constant [0 x %sm_site] []"]
+    lines += [string_constant(f"@sm_kn{i}", name) for i, name in enumerate(names)]
+    rows = [f"{{ ptr @sm_kn{i}, ptr null, ptr null, i32 0, i32 0, i32 0 }}" for i in range(len(names))]
+    return "\n".join([*lines, library_table(rows, (), set(), checked).replace("@SITES@", "0"), ""])
+
+
+class Translation:
+    """One kernel.
+
+    Args:
+        text: the module, from llvm-dis.
+        name: the kernel's name in its library.
+        values: function constants, by name or by index as text, as C text.
+        checked: for checked mode.
+
+    Attributes:
+        llvm: the translated module.
+        cpp: the C++ that it calls.
+
+    Raises:
+        TranslateError: function constants without a value, or with one that is not of their type.
+        MetadataError, UnknownFunction: something that this device does not have.
+    """
+
+    def __init__(self, text: str, name: str, values: Mapping[str, str], checked: bool) -> None:
+        self._info = read_metadata(text)
+        self._checked = checked
+        body = text[: text.index("\n!", text.index("\nattributes #"))] if "\nattributes #" in text else text
+        defined = {c.name for c in self._info.constants if c.name in values or str(c.index) in values}
+        missing = [f"{c.name!r} ({c.index})" for c in self._info.constants if c.name not in defined]
+        if missing:
+            raise TranslateError(f"kernel {name!r}: function constants without a value: {', '.join(missing)}")
+        for constant in self._info.constants:
+            value = values.get(constant.name, values.get(str(constant.index), ""))
+            body = _with_value(body, constant, value)
+        body, sites = self._with_threadgroup_variables(_narrowed(body))
+        body = _plain(body)
+        self._functions = [
+            Declaration(m["name"], _bare(m["result"]), tuple(map(_bare, _commas(m["parameters"]))))
+            for m in _DECLARATION.finditer(body)
+        ]
+        body = _DECLARATION.sub("", body)
+        body, initialisers = _initialisers(body)
+        self.llvm = "\n".join(
+            [
+                f'target datalayout = "{_LAYOUT}"\ntarget triple = "x86_64-pc-linux-gnu"',
+                body,
+                *(llvm_wrapper(f, f"#{_OURS_INLINE}") for f in self._functions),
+                self._entry(body),
+                self._tables(name, sites, defined),
+                self._gates(initialisers),
+                self._attributes(),
+                "",
+            ]
+        )
+        builtins = sorted({a.builtin for a in self._info.arguments if a.builtin})
+        functions = [*map(cpp_function, self._functions), *map(cpp_builtin, builtins)]
+        self.cpp = "\n".join(["namespace air {", *functions, "}", "#pragma clang attribute pop", ""])
+
+    def _attributes(self) -> str:
+        sanitize = " sanitize_thread" if self._checked else ""
+        return (
+            f"attributes #{_OURS} = {{ nounwind convergent{sanitize} }}\n"
+            f"attributes #{_OURS_INLINE} = {{ nounwind convergent alwaysinline{sanitize} }}"
+        )
+
+    def _with_threadgroup_variables(self, body: str) -> tuple[str, list[tuple[str, int]]]:
+        """Puts the executor's memory in the place of the variables; gives type and alignment of each."""
+        found = list(_THREADGROUP.finditer(body))
+        body = _THREADGROUP.sub("", body)
+        sites = [(m["type"], int(m["align"] or 16)) for m in found]
+        head, brace = _find_kernel(body, self._info.symbol)
+        end = body.index("\n}", brace)
+        code = body[brace:end]
+        first = []
+        for i, (type_, align) in enumerate(sites):
+            size = f"ptrtoint (ptr getelementptr ({type_}, ptr null, i32 1) to i32)"
+            first.append(f"  %sm.t{i} = call ptr @sm_threadgroup_variable(i32 {i}, i32 {size}, i32 {align})")
+        code, hoisted = _hoisted(code, [m["name"] for m in found])
+        for i, match in enumerate(found):
+            code = re.sub(re.escape(match["name"]) + r"(?![\w.$-])", f"%sm.t{i}", code)
+            hoisted = [re.sub(re.escape(match["name"]) + r"(?![\w.$-])", f"%sm.t{i}", h) for h in hoisted]
+        rest = body[end:]
+        for match in found:
+            if re.search(re.escape(match["name"]) + r"(?![\w.$-])", body[:head] + rest):
+                raise TranslateError(f"threadgroup variable {match['name']} is used outside of its kernel")
+        return body[:brace] + "\n".join(["", *first, *hoisted]) + code + rest, sites
+
+    def _entry(self, body: str) -> str:
+        types = _parameter_types(body, self._info.symbol)
+        lines = [
+            "define internal void @sm_entry(ptr %b) " + f"#{_OURS} {{",
+            "  %buffers = load ptr, ptr %b\n  %tp = getelementptr i8, ptr %b, i64 8\n  %threadgroup = load ptr, ptr %tp",
+            "  %place = alloca [3 x i32], align 16",
+        ]
+        if len(types) != len(self._info.arguments):
+            raise MetadataError(f"{len(types)} parameters, but metadata of {len(self._info.arguments)}")
+        operands = []
+        for i, (argument, type_) in enumerate(zip(self._info.arguments, types, strict=True)):
+            if not argument.builtin:
+                table = "%threadgroup" if argument.address_space == THREADGROUP_SPACE else "%buffers"
+                lines.append(f"  %p{i} = getelementptr ptr, ptr {table}, i64 {argument.index}")
+                lines.append(f"  %x{i} = load ptr, ptr %p{i}")
+            else:
+                lines += _read_builtin(i, argument, type_)
+            operands.append(f"{type_} %x{i}")
+        lines.append(f"  call void {self._info.symbol}({', '.join(operands)})\n  ret void\n}}")
+        used = sorted({a.builtin for a in self._info.arguments if a.builtin})
+        lines += [f"declare void @sm_builtin_{b}(ptr)" for b in used]
+        lines.append("declare ptr @sm_threadgroup_variable(i32, i32, i32)")
+        return "\n".join(lines)
+
+    def _tables(self, name: str, sites: list[tuple[str, int]], defined: set[str]) -> str:
+        lines = [_SITE, "%sm_argument = type { ptr, i32, i32, i32, i32, i32, i32 }", string_constant("@sm_kn", name)]
+        rows = []
+        memory = self._memory_arguments()
+        for i, a in enumerate(memory):
+            lines.append(string_constant(f"@sm_an{i}", a.name))
+            kind = int(a.address_space == THREADGROUP_SPACE)
+            numbers = (kind, a.index, int(a.is_const), int(a.is_reference), a.element_bytes, a.element_align)
+            rows.append(f"%sm_argument {{ ptr @sm_an{i}, {', '.join(f'i32 {n}' for n in numbers)} }}")
+        lines.append(f"@sm_arguments = internal global [{len(rows)} x %sm_argument] [{', '.join(rows)}]")
+        entries = []
+        for i, (type_, align) in enumerate(sites):
+            size = f"ptrtoint (ptr getelementptr ({type_}, ptr null, i32 1) to i32)"
+            entries.append(f"%sm_site {{ ptr @sm_entry, i32 {i}, i32 {size}, i32 {align}, i32 0 }}")
+        lines.append(f"@sm_sites = internal constant [{len(entries)} x %sm_site] [{', '.join(entries)}]")
+        limit = self._info.max_total_threads
+        row = f"{{ ptr @sm_kn, ptr @sm_entry, ptr @sm_arguments, i32 {len(rows)}, i32 {limit}, i32 0 }}"
+        table = library_table([row], self._info.constants, defined, self._checked)
+        return "\n".join([*lines, table.replace("@SITES@", str(len(entries)))])
+
+    def _memory_arguments(self) -> list[Argument]:
+        return [a for a in self._info.arguments if not a.builtin]
+
+    def _gates(self, initialisers: list[str]) -> str:
+        """After the module's own initialisers: arguments whose function constant is false do not exist."""
+        lines = [f"define internal void @sm_gates() #{_OURS} {{"]
+        for i, a in enumerate(self._memory_arguments()):
+            if a.gate:
+                kind = int(a.address_space == THREADGROUP_SPACE)
+                lines += [
+                    f"  %g{i} = load i8, ptr {a.gate}",
+                    f"  %z{i} = icmp eq i8 %g{i}, 0",
+                    f"  %k{i} = select i1 %z{i}, i32 2, i32 {kind}",
+                    f"  %q{i} = getelementptr %sm_argument, ptr @sm_arguments, i64 {i}, i32 1",
+                    f"  store i32 %k{i}, ptr %q{i}",
+                ]
+        lines.append("  ret void\n}")
+        calls = [*initialisers, "@sm_gates"]
+        rows = ", ".join(f"{{ i32, ptr, ptr }} {{ i32 65535, ptr {c}, ptr null }}" for c in calls)
+        lines.append(f"@llvm.global_ctors = appending global [{len(calls)} x {{ i32, ptr, ptr }}] [{rows}]")
+        return "\n".join(lines)
+
+
+_OURS, _OURS_INLINE = 9000, 9001  # attribute groups, beyond the module's own
+
+
+def _narrowed(body: str) -> str:
+    """<64 x T> -> <2 x T>: a matrix of a simdgroup is, in a thread, its elements 0 and 1."""
+
+    def shuffle(match: re.Match[str]) -> str:
+        lanes = [x.strip().removeprefix("i32 ") for x in match[1].split(",")]
+        kept = [{"poison": "poison", "undef": "poison", "0": "0", "1": "1", "64": "2", "65": "3"}.get(x) for x in lanes]
+        if any(k is None for k in kept[:2]) or len(lanes) not in (2, 64):
+            raise TranslateError(f"a simdgroup matrix is used by more than its thread's two elements: {match[0]}")
+        return f"<2 x i32> <{', '.join(f'i32 {k}' if k != 'poison' else 'i32 poison' for k in kept[:2])}>"
+
+    lines = []
+    for line in body.split("\n"):
+        if "<64 x " in line:
+            if "shufflevector" in line:
+                line = re.sub(r"<\d+ x i32> <((?:i32 (?:\d+|poison|undef)(?:, )?)+)>", shuffle, line)
+                line = line.replace("<64 x i32> zeroinitializer", "<2 x i32> zeroinitializer")
+            line = line.replace("<64 x ", "<2 x ")
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def _plain(body: str) -> str:
+    """Drops what only Metal's targets have, and what its aliasing rules say of buffers."""
+    body = re.sub(r"^target (?:datalayout|triple) = .*$", "", body, flags=re.MULTILINE)
+    body = re.sub(r"^source_filename = .*$", "", body, flags=re.MULTILINE)
+    body = re.sub(r"^@llvm\.(?:compiler\.)?used = .*$", "", body, flags=re.MULTILINE)
+    body = re.sub(r", ![\w.]+ !\d+", "", body)
+    body = re.sub(r' "air-buffer-no-alias"| externally_initialized', "", body)
+    body = re.sub(r', section "air\.fc_initializer"', "", body)
+    body = re.sub(r'(define [^\n]*?) section "air\.static_init"', r"\1", body)
+    body = body.replace("addrspacecast", "bitcast")
+    body = re.sub(r" ?addrspace\(\d+\)", "", body)
+    body = re.sub(r"(@llvm\.\w+(?:\.\w+)*?)((?:\.p[123])+)(?=[.(])", lambda m: m[1] + ".p0" * (len(m[2]) // 3), body)
+    body = re.sub(r"^(define [^\n]*?)(?: #\d+)?((?: align \d+)?) \{$", rf"\1\2 #{_OURS} {{", body, flags=re.MULTILINE)
+    body = re.sub(r"^define weak_odr ", "define internal ", body, flags=re.MULTILINE)
+    seen: set[str] = set()
+    lines = []
+    for line in body.split("\n"):
+        if match := re.match(rf"declare [^@]*({_SYMBOL})\(", line):
+            if match[1] in seen:
+                continue
+            seen.add(match[1])
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def _find_kernel(body: str, symbol: str) -> tuple[int, int]:
+    """Where the kernel's definition begins, and the end of its first line."""
+    match = re.search(rf"^define [^\n]*?{re.escape(symbol)}\([^\n]*\{{$", body, re.MULTILINE)
+    if match is None:
+        raise MetadataError(f"the kernel {symbol} has no definition")
+    return match.start(), match.end()
+
+
+def _parameter_types(body: str, symbol: str) -> list[str]:
+    start, end = _find_kernel(body, symbol)
+    line = body[start:end]
+    opening = line.index("(", line.index(symbol))
+    return [_bare(p) for p in _commas(line[opening + 1 : line.rindex(")")])]
+
+
+def _commas(text: str) -> list[str]:
+    """Splits at commas outside of brackets."""
+    parts, depth, current = [], 0, ""
+    for char in text:
+        depth += (char in "<([{") - (char in ">)]}")
+        if char == "," and depth == 0:
+            parts.append(current.strip())
+            current = ""
+        else:
+            current += char
+    return [*parts, current.strip()] if current.strip() else parts
+
+
+def _bare(text: str) -> str:
+    """The type at the start of a parameter or after the attributes of a result."""
+    match = re.search(r"<\d+ x \w+>|\b(?:void|ptr|half|bfloat|float|i\d+)\b", text)
+    if match is None:
+        raise TranslateError(f"a value of type {text!r} is not known to the software device")
+    return match[0]
+
+
+def _hoisted(code: str, names: Sequence[str]) -> tuple[str, list[str]]:
+    """Constant expressions over threadgroup variables become instructions at the kernel's start."""
+    hoisted: list[str] = []
+    if not names:
+        return code, hoisted
+    pattern = re.compile("(?:" + "|".join(re.escape(n) for n in names) + r")(?![\w.$-])")
+    at = 0
+    while match := _EXPRESSION.search(code, at):
+        end, depth = match.end(), 1
+        while depth:
+            depth += {"(": 1, ")": -1}.get(code[end], 0)
+            end += 1
+        inside = code[match.end() : end - 1]
+        if _EXPRESSION.search(inside):
+            at = match.end()  # an inner expression first
+            continue
+        if not pattern.search(inside):
+            at = end
+            continue
+        name = f"%sm.c{len(hoisted)}"
+        whole = code[match.start() : end]
+        hoisted.append(f"  {name} = {match[0][:-2]} {inside}")
+        code = code.replace(whole, name)
+        at = 0
+    return code, hoisted
+
+
+def _initialisers(body: str) -> tuple[str, list[str]]:
+    match = re.search(r"^@llvm\.global_ctors = .*$", body, re.MULTILINE)
+    if match is None:
+        return body, []
+    return body.replace(match[0], ""), re.findall(rf"i32 65535, ptr ({_SYMBOL})", match[0])
+
+
+def _with_value(body: str, constant: Constant, value: str) -> str:
+    """Gives a function constant's global its value."""
+    pattern = re.compile(rf"^({re.escape(constant.symbol)} = [^\n]*? (?:constant|global) \S+?|{re.escape(constant.symbol)}"
+                         rf" = [^\n]*? (?:constant|global) <\d+ x \w+>) undef", re.MULTILINE)  # fmt: skip
+    text = _constant_value(constant, value)
+    changed, count = pattern.subn(lambda m: f"{m[1]} {text}", body)
+    if count != 1:
+        raise TranslateError(f"function constant {constant.name!r}: its global {constant.symbol} cannot be found")
+    return changed
+
+
+def _constant_value(constant: Constant, value: str) -> str:
+    match = re.fullmatch(r"([a-z]+)([234])?", constant.type)
+    kind = _SCALARS.get(match[1]) if match else None
+    if match is None or kind is None:
+        raise TranslateError(f"function constant {constant.name!r}: type {constant.type} is not known")
+    parts = value.strip("{}").split(",")
+    if len(parts) != int(match[2] or 1):
+        raise TranslateError(f"function constant {constant.name!r}: expected a {constant.type}, got {value!r}")
+    numbers = [_number(kind, p.strip()) for p in parts]
+    return numbers[0] if not match[2] else f"<{', '.join(f'{kind} {n}' for n in numbers)}>"
+
+
+def _number(kind: str, text: str) -> str:
+    if text in ("true", "false"):
+        text = str(int(text == "true"))
+    if kind in _NAMES_OF_INTEGERS:
+        return str(int(text.rstrip("uUlL"), 0))
+    number = float.fromhex(text) if "0x" in text.lower() else float(text.rstrip("f"))
+    if kind == "half":
+        return "0xH" + struct.pack(">e", number).hex().upper()
+    return "0x" + struct.pack(">d", struct.unpack("f", struct.pack("f", number))[0]).hex().upper()
+
+
+def _read_builtin(i: int, argument: Argument, type_: str) -> list[str]:
+    if argument.builtin not in BUILTINS:
+        raise MetadataError(f"argument {argument.name!r}: air.{argument.builtin} is not known to the software device")
+    lines = [f"  call void @sm_builtin_{argument.builtin}(ptr %place)"]
+    element, length = type_, 1
+    if match := re.fullmatch(r"<(\d) x (\w+)>", type_):
+        element, length = match[2], int(match[1])
+    value = "poison"
+    for j in range(length):
+        lines += [
+            f"  %f{i}.{j} = getelementptr i32, ptr %place, i64 {j}",
+            f"  %w{i}.{j} = load i32, ptr %f{i}.{j}",
+            f"  %n{i}.{j} = " + (f"trunc i32 %w{i}.{j} to {element}" if element != "i32" else f"add i32 %w{i}.{j}, 0"),
+        ]
+        if length == 1:
+            lines.append(f"  %x{i} = add {element} %n{i}.{j}, 0")
+        else:
+            name = f"%x{i}" if j + 1 == length else f"%v{i}.{j}"
+            lines.append(f"  {name} = insertelement {type_} {value}, {element} %n{i}.{j}, i32 {j}")
+            value = name
+    return lines
