@@ -77,6 +77,17 @@ class MachO:
         if filetype == MH_OBJECT:
             self._apply_relocations()
 
+    def section(self, name: str) -> bytes:
+        """The contents of a section.
+
+        Raises:
+            MachOError: there is none of that name.
+        """
+        for section in self._sections:
+            if section.name == name:
+                return self._data[section.offset : section.offset + section.size]
+        raise MachOError(f"{self.path}: no section {name}")
+
     def _read_load_commands(self) -> tuple[int, bool]:
         magic, _, _, filetype, count = struct.unpack_from("<5I", self._data)
         if magic != MACHO_MAGIC_64:

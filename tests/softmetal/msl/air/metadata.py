@@ -135,8 +135,8 @@ def _argument(operands: list[Operand], nodes: _Nodes) -> Argument:
             address_space=_integer(values["air.address_space"]),
             is_const="air.read" in rest,
             is_reference="air.buffer_size" in rest,
-            element_bytes=_integer(values["air.arg_type_size"]),
-            element_align=_integer(values["air.arg_type_align_size"]),
+            element_bytes=_integer(values.get("air.arg_type_size", 1)),  # absent: void
+            element_align=_integer(values.get("air.arg_type_align_size", 1)),
             gate=gate,
         )
     if not kind.startswith("air.") or gate:

@@ -241,7 +241,7 @@ def _narrowed(body: str) -> str:
             if "shufflevector" in line:
                 line = re.sub(r"<\d+ x i32> <((?:i32 (?:\d+|poison|undef)(?:, )?)+)>", shuffle, line)
                 line = line.replace("<64 x i32> zeroinitializer", "<2 x i32> zeroinitializer")
-            line = line.replace("<64 x ", "<2 x ")
+            line = re.sub(r"(<64 x \w+> <[^,<>]+, [^,<>]+), [^<>]*>", r"\1>", line).replace("<64 x ", "<2 x ")
         lines.append(line)
     return "\n".join(lines)
 

@@ -1,0 +1,200 @@
+"""A kernel in two forms: where they are, what they are run on, and whether they leave the same bits."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .. import device
+from . import libraries
+
+Array = npt.NDArray[Any]
+KERNELS = "mlx/backend/metal/kernels"
+_PREAMBLE = "#include <metal_stdlib>\nusing namespace metal;\n"
+_BATCH = 10  # instances of one source: more save parsing, and lose all of it when one is wanted again
+
+# Element types: MLX's name in a kernel's name, Metal's, NumPy's (bfloat travels as its bits).
+FLOATS = {"float32": "float", "float16": "half", "bfloat16": "bfloat16_t"}
+STORAGE: dict[str, type] = {
+    **{"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16, "bool_": np.bool_},
+    **{f"{u}int{n}": getattr(np, f"{u}int{n}") for u in ("", "u") for n in (8, 16, 32, 64)},
+}
+
+
+def to_bfloat(x: Array) -> Array:
+    """Bits of the bfloat nearest to each float (ties to even)."""
+    bits = x.astype(np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def stored(x: Array, name: str) -> Array:
+    """Numbers as an array of the named type."""
+    return to_bfloat(x) if name == "bfloat16" else x.astype(STORAGE[name])
+
+
+@dataclass
+class Launch:
+    """One run of a kernel. Arrays are copied before it; None is an argument that is not bound."""
+
+    label: str
+    buffers: list[Any]
+    group: int | tuple[int, ...]
+    groups: int | tuple[int, ...] | None = None
+    threads: int | tuple[int, ...] | None = None
+    threadgroup_memory: Mapping[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel of MLX: its name in the metallib, and the instance of a template that it is."""
+
+    family: str
+    kernel: str
+    headers: tuple[str, ...]
+    instance: str
+    launches: Callable[[np.random.Generator], list[Launch]]
+    constants: tuple[tuple[str, bool | int], ...] = ()
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first element in which two results differ."""
+
+    launch: str
+    buffer: int
+    element: int
+    ours: str
+    apples: str
+    count: int
+    total: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.launch}: buffer {self.buffer}[{self.element}]: ours {self.ours}, Apple's {self.apples}; "
+            f"{self.count} of {self.total} elements differ"
+        )
+
+
+@dataclass
+class Outcome:
+    """What comparing a case gave: no differences, some, or a failure before that."""
+
+    case: Case
+    runs: int = 0
+    elements: int = 0
+    differences: list[Difference] = field(default_factory=list)
+    error: str = ""
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether both forms ran and left the same bits in every run."""
+        return not self.error and not self.differences
+
+
+def numbered(value: Any) -> Any:
+    """A launch's argument: int is int32, float is float32, a NumPy scalar is itself, all as constant bytes."""
+    if isinstance(value, bool | int):
+        return np.int32(value).tobytes()
+    if isinstance(value, float):
+        return np.float32(value).tobytes()
+    return value.tobytes() if isinstance(value, np.generic) else value
+
+
+def run(library: device.Library, kernel: str, launch: Launch) -> list[Any]:
+    """Runs a kernel on copies of a launch's buffers, and gives the copies."""
+    bound = [b.copy() if isinstance(b, np.ndarray) else numbered(b) for b in launch.buffers]
+    library.kernel(kernel).launch(
+        group=launch.group,
+        groups=launch.groups,
+        threads=launch.threads,
+        buffers=bound,
+        threadgroup_memory=launch.threadgroup_memory,
+        seed=1,
+    )
+    return bound
+
+
+@functools.lru_cache(maxsize=64)
+def _compiled(
+    headers: tuple[str, ...], instances: tuple[str, ...], constants: tuple[tuple[str, bool | int], ...], checked: bool
+) -> device.Library:
+    lines = [f'#include "{KERNELS}/{h}"' for h in ("utils.h", *headers)]
+    lines += [f'template [[host_name("{i}")]] [[kernel]] decltype({i}) {i};' for i in instances]
+    return device.compile(
+        _PREAMBLE + "\n".join(lines),
+        constants=dict(constants),
+        include_paths=[str(libraries.mlx_include())],
+        checked=checked,
+    )
+
+
+def sources(cases: Iterable[Case]) -> dict[Case, tuple[str, ...]]:
+    """Which instances are compiled together with each case's own."""
+    groups: dict[tuple[object, ...], list[Case]] = {}
+    for case in cases:
+        groups.setdefault((case.headers, case.constants), []).append(case)
+    together = {}
+    for members in groups.values():
+        for start in range(0, len(members), _BATCH):
+            batch = members[start : start + _BATCH]
+            names = tuple(dict.fromkeys(c.instance for c in batch))
+            together |= dict.fromkeys(batch, names)
+    return together
+
+
+def compare(case: Case, instances: tuple[str, ...], *, seed: int = 0, checked: bool = False) -> Outcome:
+    """Runs both forms of a kernel on all its launches.
+
+    Args:
+        case: the kernel.
+        instances: what is compiled with it, its own among them.
+        seed: of the inputs.
+        checked: in checked mode, where each form must also break no rule.
+    """
+    outcome = Outcome(case)
+    try:
+        ours = _compiled(case.headers, instances, case.constants, checked)
+        apples = device.load(
+            libraries.mlx_library(), case.kernel, constants=dict(case.constants), checked=checked
+        )
+        for launch in case.launches(np.random.default_rng(seed)):
+            _compare_launch(outcome, launch, run(ours, case.instance, launch), run(apples, case.kernel, launch))
+    except (device.CompileError, device.KernelFault, KeyError) as error:
+        outcome.error = f"{type(error).__name__}: {error}"
+    return outcome
+
+
+def _compare_launch(outcome: Outcome, launch: Launch, ours: Sequence[Any], apples: Sequence[Any]) -> None:
+    outcome.runs += 1
+    changed = False
+    for slot, (before, a, b) in enumerate(zip(launch.buffers, ours, apples, strict=True)):
+        if not isinstance(before, np.ndarray):
+            continue
+        raw = [x.reshape(-1).view(f"u{x.itemsize}") for x in (before, a, b)]
+        changed |= bool((raw[2] != raw[0]).any())
+        outcome.elements += int((raw[2] != raw[0]).sum())
+        unequal = np.flatnonzero(raw[1] != raw[2])
+        if unequal.size:
+            at = int(unequal[0])
+            outcome.differences.append(
+                Difference(launch.label, slot, at, _shown(a, at), _shown(b, at), unequal.size, raw[1].size)
+            )
+    if not changed:
+        outcome.error = f"{launch.label}: the kernel wrote nothing: the launch tests nothing"
+
+
+def _shown(array: Array, at: int) -> str:
+    value = array.reshape(-1)[at]
+    return f"{value} ({value.tobytes()[::-1].hex()})"
+
+
+def outputs(shape: int | tuple[int, ...], name: str) -> Array:
+    """An output array, full of a value that no kernel writes by chance."""
+    array: Array = np.empty(shape, STORAGE[name])
+    array.view(np.uint8)[...] = 0x7B if name != "bool_" else 1
+    return array

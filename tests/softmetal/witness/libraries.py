@@ -1,0 +1,51 @@
+"""The Metal libraries in the macOS wheels of MLX and PyTorch. Nothing of them is kept outside of `.cache`."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import zipfile
+from pathlib import Path
+
+from ..macho import MachO
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+from build_support import wheels
+
+_DYLIB = "torch/lib/libtorch_cpu.dylib"
+TORCH_SECTION = "metal_basic"  # for macOS 14; metal_40 holds the same kernels for macOS 26
+
+
+@functools.cache
+def mlx_library() -> Path:
+    """The path of MLX's metallib.
+
+    Raises:
+        WheelUnavailable: the wheel is neither cached nor to be had.
+    """
+    return wheels.unpack("mlx-metal") / "mlx" / "lib" / "mlx.metallib"
+
+
+@functools.cache
+def mlx_include() -> Path:
+    """The folder of MLX's Metal source."""
+    return wheels.unpack("mlx-metal") / "mlx" / "include"
+
+
+@functools.cache
+def torch_library() -> Path:
+    """The path of a copy of PyTorch's metallib, which lies in a section of its dylib.
+
+    Raises:
+        WheelUnavailable: the wheel is neither cached nor to be had.
+    """
+    wheel = wheels.fetch("torch-macos")
+    path = wheel.with_name(f"{wheel.stem}.{TORCH_SECTION}.metallib")
+    if not path.exists():
+        dylib, partial = wheel.with_name(f"{wheel.stem}.dylib"), path.with_suffix(".partial")
+        with zipfile.ZipFile(wheel) as archive, archive.open(_DYLIB) as packed:
+            dylib.write_bytes(packed.read())
+        partial.write_bytes(MachO(dylib).section(TORCH_SECTION))
+        partial.rename(path)
+        dylib.unlink()
+    return path

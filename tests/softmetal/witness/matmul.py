@@ -1,0 +1,198 @@
+"""MLX's gemv, steel GEMM (fused and split over K) and attention kernels."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from .case import FLOATS, Case, Launch, outputs, stored
+
+Generator = np.random.Generator
+_NOTHING = np.zeros(4, np.int64)
+_GEMV_HEADERS = ("steel/utils.h", "gemv.h")
+_STEEL_HEADERS = ("steel/gemm/gemm.h", "steel/gemm/kernels/steel_gemm_fused.h")
+_SPLIT_HEADERS = ("steel/gemm/gemm.h", "steel/gemm/kernels/steel_gemm_splitk.h")
+_ATTENTION_HEADERS = ("steel/attn/kernels/steel_attention.h",)
+_TILES = ((64, 64, 16, 2, 2), (64, 64, 16, 1, 2), (64, 32, 32, 2, 2), (32, 64, 16, 1, 2), (32, 32, 16, 2, 2),
+          (64, 32, 8, 4, 1))  # fmt: skip
+
+
+def _flag(value: bool) -> str:
+    return str(value).lower()
+
+
+def _gemv_launches(name: str, tile: tuple[int, ...], axpby: bool, turned: bool,
+                   sizes: list[tuple[int, int]]) -> Callable[[Generator], list[Launch]]:  # fmt: skip
+    """sizes: outputs and inputs. A threadgroup makes BM SM TM (turned: BN SN TN) outputs."""
+    BM, BN, SM, SN, TM, TN = tile
+    made = BN * SN * TN if turned else BM * SM * TM
+
+    def launches(rng: Generator) -> list[Launch]:
+        found = []
+        for out, size in sizes:
+            matrix = stored(rng.normal(0, 1, (size, out) if turned else (out, size)), name)
+            x, bias = stored(rng.normal(0, 1, size), name), stored(rng.normal(0, 1, out), name)
+            scalars = [size, out, out if turned else size, 0.5 if axpby else 1.0, 2.0 if axpby else 0.0, 1]
+            rest = [np.array([1], np.int32), _NOTHING, _NOTHING, _NOTHING, 1]
+            buffers = [matrix, x, bias, outputs(out, name), *scalars, *rest]
+            found.append(Launch(f"{out} x {size}", buffers, (32, BN, BM), groups=(-(-out // made), 1, 1)))
+        return found
+
+    return launches
+
+
+def _gemv() -> Iterator[Case]:
+    straight = [(4, 1, 1, 32, 4, 4), (8, 1, 1, 32, 4, 4), (1, 8, 1, 32, 4, 4), (1, 1, 8, 4, 4, 4), (4, 1, 1, 32, 1, 4)]
+    turned = [(1, 2, 8, 4, 4, 1), (1, 2, 8, 4, 4, 4), (1, 4, 8, 4, 4, 4), (1, 16, 4, 8, 4, 4)]
+    for name, metal in FLOATS.items():
+        for base, tiles in (("gemv", straight), ("gemv_t", turned)):
+            for tile in tiles:
+                for axpby in (False, True):
+                    if axpby and tile != tiles[0]:
+                        continue
+                    short = "_".join(f"{k}{v}" for k, v in zip(("bm", "bn", "sm", "sn", "tm", "tn"), tile, strict=True))
+                    # gemv_t: whole tiles, as threads beyond the last column return before the barrier.
+                    whole = tile[1] * tile[3] * tile[5]
+                    sizes = [(50, 130), (33, 1041)] if base == "gemv" else [(2 * whole, 130), (whole, 67)]
+                    yield Case(
+                        "gemv",
+                        f"{base}_{name}_{short}_nc0_axpby{int(axpby)}",
+                        _GEMV_HEADERS,
+                        f"{base}<{metal}, {', '.join(map(str, tile))}, false, {_flag(axpby)}>",
+                        _gemv_launches(name, tile, axpby, base == "gemv_t", sizes),
+                    )
+
+
+def _operands(rng: Generator, name: str, M: int, N: int, K: int, turned: str) -> list[Any]:
+    shapes = ((K, M) if turned[0] == "t" else (M, K), (N, K) if turned[1] == "t" else (K, N))
+    return [stored(rng.normal(0, 1, shape), name) for shape in shapes]
+
+
+def _leading(M: int, N: int, K: int, turned: str) -> tuple[int, int]:
+    return (M if turned[0] == "t" else K, K if turned[1] == "t" else N)
+
+
+def _steel_launches(name: str, tile: tuple[int, ...], turned: str, shape: tuple[int, int, int],
+                    source: bool) -> Callable[[Generator], list[Launch]]:  # fmt: skip
+    def launches(rng: Generator) -> list[Launch]:
+        M, N, K = shape
+        BM, BN, BK, WM, WN = tile
+        a, b = _operands(rng, name, M, N, K, turned)
+        tiles = (-(-N // BN), -(-M // BM))
+        params = struct.pack("8iqqqiii4x", M, N, K, *_leading(M, N, K, turned), N, *tiles, 0, 0, 0, 0, K // BK, 1)
+        buffers: list[Any] = [a, b, None, outputs((M, N), name), params]
+        if source:
+            buffers[2] = stored(rng.normal(0, 1, (M, N)), name)
+            buffers.append(struct.pack("2iq2f", N, 1, 0, 0.5, 2.0))
+        return [Launch(f"M {M} N {N} K {K}", buffers, (32, WN, WM), groups=(*tiles, 1))]
+
+    return launches
+
+
+def _steel() -> Iterator[Case]:
+    # Ragged and whole; adding to a third matrix once a type.
+    shapes = {"nn": (100, 72, 50), "nt": (64, 128, 64), "tn": (45, 33, 40), "tt": (70, 40, 100)}
+    for name, metal in FLOATS.items():
+        for turned, shape in shapes.items():
+            for tile in _TILES if turned == "nt" else (_TILES[0], _TILES[2], _TILES[4]):
+                source = turned == "tn"
+                aligned = {f"align_{d}": s % t == 0 for d, s, t in zip("MNK", shape, tile[:3], strict=True)}
+                constants = {"has_batch": False, "use_out_source": source, "do_axpby": source, **aligned}
+                yield Case(
+                    "steel_gemm",
+                    f"steel_gemm_fused_{turned}_{name}_{name}_" + "bm{}_bn{}_bk{}_wm{}_wn{}".format(*tile),
+                    _STEEL_HEADERS,
+                    f"gemm<{metal}, {', '.join(map(str, tile))}, "
+                    f"{_flag(turned[0] == 't')}, {_flag(turned[1] == 't')}, float>",
+                    _steel_launches(name, tile, turned, shape, source),
+                    tuple(constants.items()),
+                )
+
+
+def _split_launches(name: str, turned: str, shape: tuple[int, int, int]) -> Callable[[Generator], list[Launch]]:
+    def launches(rng: Generator) -> list[Launch]:
+        M, N, K = shape
+        parts, size = 2, K // 32 * 16
+        a, b = _operands(rng, name, M, N, K, turned)
+        tiles = (-(-N // 16), -(-M // 16))
+        params = struct.pack("13i", M, N, K, *_leading(M, N, K, turned), N, *tiles, parts, M * N, size, 0, size // 16)
+        buffers = [a, b, outputs((parts, M, N), "float32"), params]
+        return [Launch(f"M {M} N {N} K {K} in {parts}", buffers, (32, 2, 2), groups=(*tiles, parts))]
+
+    return launches
+
+
+def _split() -> Iterator[Case]:
+    for name, metal in FLOATS.items():
+        for turned, shape, whole in (("nn", (32, 48, 64), True), ("nt", (19, 21, 75), False)):
+            word = "taligned" if whole else "naligned"
+            yield Case(
+                "steel_gemm",
+                f"steel_gemm_splitk_{turned}_{name}_float32_bm16_bn16_bk16_wm2_wn2_MN_{word}_K_{word}",
+                _SPLIT_HEADERS,
+                f"gemm_splitk<{metal}, float, 16, 16, 16, 2, 2, false, {_flag(turned[1] == 't')}, "
+                f"{_flag(whole)}, {_flag(whole)}>",
+                _split_launches(name, turned, shape),
+            )
+
+
+def _vector_launches(name: str, size: int, queries: int) -> Callable[[Generator], list[Launch]]:
+    def launches(rng: Generator) -> list[Launch]:
+        found = []
+        for n in (77, 130):
+            heads, kv_heads = 4, 2
+            shapes = ((heads, queries, size), (kv_heads, n, size), (kv_heads, n, size))
+            q, k, v = (stored(rng.normal(0, 1, shape), name) for shape in shapes)
+            stride = [np.uint64(n * size), np.uint64(size)]
+            buffers = [q, k, v, outputs(q.shape, name), heads // kv_heads, n, *stride, *stride, 0.125]
+            found.append(Launch(f"{queries} queries, {n} keys", buffers, (1024, 1, 1), groups=(heads, queries, 1)))
+        return found
+
+    return launches
+
+
+def _steel_attention_launches(name: str, tile: tuple[int, ...], q_length: int, k_length: int
+                              ) -> Callable[[Generator], list[Launch]]:  # fmt: skip
+    def launches(rng: Generator) -> list[Launch]:
+        BQ, BK, D, WM = tile
+        heads, kv_heads = 2, 1
+        q = stored(rng.normal(0, 1, (heads, q_length, D)), name)
+        k, v = (stored(rng.normal(0, 1, (kv_heads, k_length, D)), name) for _ in range(2))
+        blocks, whole = (-(-q_length // BQ), -(-k_length // BK)), (q_length // BQ, k_length // BK)
+        params = struct.pack("6if8i", 1, heads, D, q_length, k_length, heads // kv_heads, D**-0.5, *blocks, *whole,
+                             q_length % BQ, k_length % BK, k_length - q_length, 0)[:60]  # fmt: skip
+        params = params[:56] + b"\0" * (-56 % 8)
+        for length, count in ((q_length, heads), (k_length, kv_heads), (k_length, kv_heads), (q_length, heads)):
+            params += struct.pack("3q", count * length * D, length * D, D)
+        buffers = [q, k, v, outputs(q.shape, name), params]
+        return [Launch(f"{q_length} queries, {k_length} keys", buffers, (32, WM, 1), groups=(blocks[0], heads, 1))]
+
+    return launches
+
+
+def _attention() -> Iterator[Case]:
+    words = {"float32": "float", "float16": "float16_t", "bfloat16": "bfloat16_t"}
+    off = dict.fromkeys(("has_mask", "query_transposed", "bool_mask", "float_mask", "has_sinks"), False)
+    for name, word in words.items():
+        for size, queries, causal in ((64, 1, False), (128, 2, True)):
+            constants: dict[str, bool | int] = {**off, "do_causal": causal, "blocks": 1}
+            yield Case("attention", f"sdpa_vector_{word}_{size}_{size}", ("sdpa_vector.h",),
+                       f"sdpa_vector<{word}, {size}, {size}>", _vector_launches(name, size, queries),
+                       tuple(constants.items()))  # fmt: skip
+        for (BQ, BK, D, WM), lengths, causal in (((32, 32, 64, 4), (64, 64), False), ((32, 16, 128, 4), (45, 71), True)):
+            flags = {"align_Q": lengths[0] % BQ == 0, "align_K": lengths[1] % BK == 0, "has_mask": False,
+                     "do_causal": causal, "has_sinks": False, "save_lse": False}  # fmt: skip
+            yield Case("attention", f"steel_attention_{name}_bq{BQ}_bk{BK}_bd{D}_bv{D}_wm{WM}_wn1_maskbool_",
+                       _ATTENTION_HEADERS, f"attention<{word}, {BQ}, {BK}, {D}, {D}, {WM}, 1, bool, float>",
+                       _steel_attention_launches(name, (BQ, BK, D, WM), *lengths), tuple(flags.items()))  # fmt: skip
+
+
+def cases() -> Iterator[Case]:
+    """All cases of this file."""
+    yield from _gemv()
+    yield from _steel()
+    yield from _split()
+    yield from _attention()

@@ -1,0 +1,217 @@
+"""MLX's 1 to 8 bit kernels: affine (a scale and a bias a group) and floating (mxfp4, mxfp8, nvfp4)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .case import Case, Launch, outputs, stored
+
+_AFFINE_HEADERS = ("steel/gemm/gemm.h", "quantized_utils.h", "quantized.h")
+_FP_HEADERS = ("steel/gemm/gemm.h", "quantized_utils.h", "fp_quantized.h")
+_TYPES = {"float32": "float", "float16": "float16_t", "bfloat16": "bfloat16_t"}
+_NOTHING = np.zeros(4, np.int64)  # where a kernel names an argument that the case does not read
+Generator = np.random.Generator
+
+
+@dataclass(frozen=True)
+class _Format:
+    """How weights are stored."""
+
+    mode: str  # "affine", "mxfp4", ...
+    group: int
+    bits: int
+
+    @property
+    def is_affine(self) -> bool:
+        return self.mode == "affine"
+
+    def weights(self, rng: Generator, rows: int, columns: int, name: str) -> list[Any]:
+        """Words, scales, and biases or the global scale, of a matrix with groups along its rows."""
+        words = rng.integers(0, 1 << 32, (rows, columns * self.bits // 32), np.uint32)
+        groups = (rows, columns // self.group)
+        if self.is_affine:
+            scales = stored(rng.uniform(-0.1, 0.1, groups), name)
+            return [words, scales, stored(rng.uniform(-0.5, 0.5, groups), name)]
+        if self.mode == "mxfp8":
+            words = words & np.uint32(0x77777777)  # not the codes that are NaN
+        middle = 56 if self.group == 16 else 127  # 1.0 as e4m3, as e8m0
+        return [words, rng.integers(middle - 8, middle + 4, groups).astype(np.uint8), np.float32([0.75])]
+
+
+_BATCH: list[Any] = [1, _NOTHING, _NOTHING, 1, _NOTHING, _NOTHING, _NOTHING]
+
+
+def _batch(form: _Format) -> list[Any]:
+    """Numbers, shapes and strides of batches: of x, of w, and of the scales (and biases)."""
+    return [*_BATCH, _NOTHING] if form.is_affine else _BATCH
+
+
+def _vectors(form: _Format, name: str, shapes: list[tuple[int, int, int]], columns: int, *, has_global: bool = True,
+             turned: bool = False) -> Callable[[Generator], list[Launch]]:  # fmt: skip
+    """Launches of a product with few rows: shapes are M, N, K; a threadgroup makes `columns` outputs."""
+
+    def launches(rng: Generator) -> list[Launch]:
+        found = []
+        for M, N, K in shapes:
+            w = form.weights(rng, *((K, N) if turned else (N, K)), name)
+            x = stored(rng.normal(0, 1, (M, K)), name)
+            buffers = [*(w if form.is_affine or has_global else w[:2]), x, outputs((M, N), name), K, N, *_batch(form)]
+            found.append(Launch(f"M {M} N {N} K {K}", buffers, (32, 2, 1), groups=(M, -(-N // columns), 1)))
+        return found
+
+    return launches
+
+
+def _quads(form: _Format, name: str, K: int) -> Callable[[Generator], list[Launch]]:
+    def launches(rng: Generator) -> list[Launch]:
+        found = []
+        for M, N in ((1, 64), (3, 88)):
+            w = form.weights(rng, N, K, name)[: 3 if form.is_affine else 2]
+            x = stored(rng.normal(0, 1, (M, K)), name)
+            buffers = [*w, x, outputs((M, N), name), K, N, *_batch(form)]
+            found.append(Launch(f"M {M} N {N} K {K}", buffers, (32, 1, 1), groups=(M, -(-N // 64), 1)))
+        return found
+
+    return launches
+
+
+def _wide(form: _Format, name: str, vectors: int, lanes: int) -> Callable[[Generator], list[Launch]]:
+    def launches(rng: Generator) -> list[Launch]:
+        found = []
+        for M, N, K in ((vectors, 24, 512), (vectors + 1, 21, 256)):
+            w = form.weights(rng, N, K, name)[: 3 if form.is_affine else 2]
+            x = stored(rng.normal(0, 1, (M, K)), name)
+            buffers = [*w, x, outputs((M, N), name), K, N, M, *_batch(form)]
+            groups = (-(-M // vectors), -(-N // (64 // lanes)), 1)
+            found.append(Launch(f"M {M} N {N} K {K}", buffers, (32, 2, 1), groups=groups))
+        return found
+
+    return launches
+
+
+def _matrices(form: _Format, name: str, shapes: list[tuple[int, int, int]], *, turned: bool,
+              has_global: bool = True) -> Callable[[Generator], list[Launch]]:  # fmt: skip
+    """Launches of a product by tiles of 32 x 32; `turned`: the weight is N x K."""
+
+    def launches(rng: Generator) -> list[Launch]:
+        found = []
+        for M, N, K in shapes:
+            w = form.weights(rng, *((N, K) if turned else (K, N)), name)
+            x = stored(rng.normal(0, 1, (M, K)), name)
+            buffers = [*(w if form.is_affine or has_global else w[:2]), x, outputs((M, N), name)]
+            groups = (-(-N // 32), -(-M // 32), 1)
+            found.append(
+                Launch(f"M {M} N {N} K {K}", [*buffers, K, N, M, *_batch(form)], (32, 2, 2), groups=groups)
+            )
+        return found
+
+    return launches
+
+
+def _split(form: _Format, name: str) -> Callable[[Generator], list[Launch]]:
+    def launches(rng: Generator) -> list[Launch]:
+        found = []
+        for M, N, K, parts in ((7, 64, 256, 2), (40, 32, 384, 3)):
+            x = stored(rng.normal(0, 1, (M, K)), name)
+            buffers = [*form.weights(rng, N, K, name)[: 3 if form.is_affine else 2], x, outputs((parts, M, N), "float32")]
+            buffers += [K, N, M, K // parts, M * N]
+            groups = (-(-N // 32), -(-M // 32), parts)
+            found.append(Launch(f"M {M} N {N} K {K} in {parts}", buffers, (32, 2, 2), groups=groups))
+        return found
+
+    return launches
+
+
+def _conversions(form: _Format, name: str, rows: int, *, back: bool) -> Callable[[Generator], list[Launch]]:
+    """Quantize, or with `back` dequantize."""
+
+    def launches(rng: Generator) -> list[Launch]:
+        columns = 4 * form.group
+        w, scales, biases = form.weights(rng, rows, columns, name)
+        pack_bytes = {3: 3, 5: 5, 6: 3}.get(form.bits, 1)
+        pack = 8 * pack_bytes // form.bits
+        count = rows * columns // pack
+        label = f"{rows} x {columns}"
+        codes = w.view(np.uint8).reshape(-1)
+        if back:
+            buffers = [codes, scales, biases, outputs((rows, columns), name)]
+            return [Launch(label, buffers, (64, 1), threads=(count, 1))]
+        values = stored(rng.normal(0, 1, (rows, columns)), name)
+        out = outputs(codes.size, "uint8")
+        if form.is_affine:
+            buffers = [values, out, outputs(scales.shape, name), outputs(scales.shape, name)]
+            threads = rows * columns // (form.group // 32)
+            return [Launch(label, buffers, (64, 1), threads=(threads, 1))]
+        buffers = [values, out, outputs(scales.shape, "uint8"), biases]
+        return [Launch(label, buffers, (64, 1), threads=(rows * columns, 1))]
+
+    return launches
+
+
+_FORMATS = [_Format("affine", g, b) for g, b in ((64, 4), (32, 4), (128, 4), (64, 8), (32, 2), (64, 3), (128, 5), (64, 6))]
+_FP_FORMATS = [_Format("mxfp4", 32, 4), _Format("nvfp4", 16, 4), _Format("mxfp8", 32, 8)]
+
+
+def _case(form: _Format, name: str, base: str, suffix: str, arguments: str, launches: Any) -> Case:
+    typed = _TYPES[name]
+    prefix = "affine" if form.is_affine else "fp"
+    return Case(
+        family="affine" if form.is_affine else "fp_quantized",
+        kernel=f"{form.mode}_{base}_{typed}_gs_{form.group}_b_{form.bits}{suffix}",
+        headers=_AFFINE_HEADERS if form.is_affine else _FP_HEADERS,
+        instance=f"{prefix}_{base}<{typed}, {form.group}, {form.bits}{arguments}>",
+        launches=launches,
+    )
+
+
+def _products(form: _Format, name: str) -> Iterator[Case]:
+    wide = 512 if form.bits in (1, 2, 4, 8) else 256
+    many = [(1, 16, 2 * wide), (3, 24, wide)]
+    odd = [(1, 13, 3 * form.group), (2, 21, wide + 2 * form.group)]
+    rest, flags = "_batch_0_pr_0_hgs_0_r_4", ", false, false, false, 4"
+    yield _case(form, name, "qmv_fast", rest, flags, _vectors(form, name, many, 8))
+    yield _case(form, name, "qmv", rest, flags, _vectors(form, name, odd, 8))
+    tiles = [(7, 64, form.group * 2), (45, 96, form.group)]
+    ragged = [(33, 45, form.group * 2)]
+    yield _case(form, name, "qmm_t", "_alN_true_batch_0", ", true, false", _matrices(form, name, tiles, turned=True))
+    yield _case(form, name, "qmm_t", "_alN_false_batch_0", ", false, false", _matrices(form, name, ragged, turned=True))
+
+
+def _more_products(form: _Format, name: str) -> Iterator[Case]:
+    turned = [(1, 128, 2 * form.group), (2, 128, 96)]
+    yield _case(form, name, "qvm", "_batch_0", ", false", _vectors(form, name, turned, 64, turned=True))
+    blocks = [(7, 128, 64), (40, 128, 96)]
+    yield _case(form, name, "qmm_n", "_batch_0", ", false",
+                _matrices(form, name, blocks, turned=False, has_global=False))  # fmt: skip
+    lanes = 8 if form.is_affine else 16
+    for vectors in (2, 5):
+        yield _case(form, name, "qmv_wide", f"_nv_{vectors}_kl_{lanes}_batch_0", f", {vectors}, {lanes}, false",
+                    _wide(form, name, vectors, lanes))  # fmt: skip
+    yield _case(form, name, "qmv_quad", "_d_64_batch_0", ", 64, false", _quads(form, name, 64))
+    yield _case(form, name, "qmv_quad", "_d_128_batch_0", ", 128, false", _quads(form, name, 128))
+    yield _case(form, name, "qmm_t_splitk", "_alN_true", ", true", _split(form, name))
+
+
+def _converting(form: _Format, name: str) -> Iterator[Case]:
+    rest, flags = ("", "") if form.is_affine else ("_hgs_false", ", false")
+    yield _case(form, name, "quantize", rest, flags, _conversions(form, name, 6, back=False))
+    yield _case(form, name, "dequantize", rest, flags, _conversions(form, name, 6, back=True))
+    if form.mode == "nvfp4":
+        yield _case(form, name, "dequantize", "_hgs_true", ", true", _conversions(form, name, 5, back=True))
+
+
+def cases() -> Iterator[Case]:
+    """All cases of this file."""
+    for name in _TYPES:
+        for form in _FORMATS:
+            yield from _products(form, name)
+            yield from _converting(form, name)
+        for form in (_FORMATS[0], *_FP_FORMATS):
+            yield from _more_products(form, name)
+        for form in _FP_FORMATS:
+            yield from _products(form, name)
+            yield from _converting(form, name)
