@@ -34,7 +34,8 @@ def to_bfloat(x: Array) -> Array:
 
 def stored(x: Array, name: str) -> Array:
     """Numbers as an array of the named type."""
-    return to_bfloat(x) if name == "bfloat16" else x.astype(STORAGE[name])
+    with np.errstate(over="ignore"):
+        return to_bfloat(x) if name == "bfloat16" else x.astype(STORAGE[name])
 
 
 @dataclass

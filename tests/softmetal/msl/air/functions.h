@@ -47,6 +47,8 @@ AIR_FUNCTION R convert(A a) {
     return __builtin_convertvector(a, R);
   } else if constexpr (__is_same(R, bool)) {
     return a != A(0);
+  } else if constexpr (is_real<R> && is_real<A>) {
+    return static_cast<R>(static_cast<f32>(a));  // f32 holds every f16 and bf16
   } else {
     return static_cast<R>(a);  // float to integer saturates: -fno-strict-float-cast-overflow
   }

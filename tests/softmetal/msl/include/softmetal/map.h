@@ -144,6 +144,12 @@ struct floats {
   template <class T>
   using out = float_of<T>;
 };
+struct singles {
+  template <class T>
+  struct in { using type = float; };
+  template <class T>
+  struct out { using type = float; };
+};
 struct tests {  // bool of a floating-point argument
   template <class T>
   struct in { using type = conditional_t<metal::is_floating_point_v<T>, T, float>; };
