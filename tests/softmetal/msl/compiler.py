@@ -94,7 +94,7 @@ def toolchain_digest() -> str:
     digest.update(run([_COMPILER, "-march=native", "-E", "-dM", "-x", "c", "-"], "").encode())
     digest.update(repr([_PREPROCESS, _COMPILE, FAST, _BEFORE_CHECKS, _AFTER_CHECKS, _LINK]).encode())
     for path in library_files():
-        digest.update(str(path.relative_to(_HERE.parent)).encode() + path.read_bytes())
+        digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()
 
 

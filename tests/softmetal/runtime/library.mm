@@ -1,4 +1,4 @@
-// Libraries, functions and pipelines: Metal source text through the executor's compiler.
+// Libraries, functions and pipelines: Metal source text, and metallibs, through the executor's compiler.
 #include <cstring>
 #include <map>
 
@@ -18,6 +18,7 @@ const sm_library* Program::open(bool checked, const char* kernel) const {
     macros.push_back(define.c_str());
   sm_compile_request request{};
   request.source = source.c_str();
+  request.metallib = metallib.empty() ? nullptr : metallib.c_str();
   request.constants = values.data();
   request.constant_count = static_cast<uint32_t>(values.size());
   request.checked = checked;
@@ -289,8 +290,27 @@ using softmetal::settings;
 }
 @end
 
+namespace softmetal {
+namespace {
+
+id<MTLLibrary> open_library(Program program, NSError** error) {
+  try {
+    const sm_library* opened = program.open(Device::get().checked, "");
+    SoftMetalLibrary* library = [[SoftMetalLibrary alloc] init];
+    library->program = new Program(std::move(program));
+    library->library = opened;
+    return library;
+  } catch (const std::runtime_error& failure) {
+    set_error(error, MTLLibraryErrorCompileFailure, failure.what());
+    return nil;
+  }
+}
+
+}  // namespace
+}  // namespace softmetal
+
 id<MTLLibrary> softmetal_new_library(NSString* source, MTLCompileOptions* options, NSError** error) {
-  softmetal::Program program{[source UTF8String], {}, {}};
+  softmetal::Program program{[source UTF8String], {}, {}, {}};
   if (options != nil) {
     NSDictionary* macros = settings(options).macros;
     NSArray* names = [macros allKeys];
@@ -300,16 +320,27 @@ id<MTLLibrary> softmetal_new_library(NSString* source, MTLCompileOptions* option
                                 [[[macros objectForKey:name] description] UTF8String]);
     }
   }
-  try {
-    const sm_library* opened = program.open(softmetal::Device::get().checked, "");
-    SoftMetalLibrary* library = [[SoftMetalLibrary alloc] init];
-    library->program = new softmetal::Program(std::move(program));
-    library->library = opened;
-    return library;
-  } catch (const std::runtime_error& failure) {
-    softmetal::set_error(error, MTLLibraryErrorCompileFailure, failure.what());
+  return softmetal::open_library(std::move(program), error);
+}
+
+id<MTLLibrary> softmetal_library_of_url(NSURL* url, NSError** error) {
+  return softmetal::open_library({{}, [[url path] UTF8String], {}, {}}, error);
+}
+
+id<MTLLibrary> softmetal_library_of_data(dispatch_data_t data, NSError** error) {
+  const void* bytes = nullptr;
+  size_t length = 0;
+  dispatch_data_t map = dispatch_data_create_map(data, &bytes, &length);
+  char* text = nullptr;
+  const int failed = sm_keep(bytes, length, "metallib", &text);
+  [map release];
+  const std::string path_or_error = text;
+  sm_free_text(text);
+  if (failed != 0) {
+    softmetal::set_error(error, MTLLibraryErrorInternal, path_or_error);
     return nil;
   }
+  return softmetal::open_library({{}, path_or_error, {}, {}}, error);
 }
 
 id<MTLComputePipelineState> softmetal_new_pipeline(id<MTLFunction> function, NSError** error) {

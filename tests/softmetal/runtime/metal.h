@@ -53,7 +53,7 @@ struct Binding {
   uint64_t era = 0;  // when it was bound: see ComputeEncoder
 };
 
-// Metal source with what specialises it.
+// Metal source, or a metallib, with what specialises it.
 struct Program {
   struct Constant {
     std::string name;  // or empty: by index
@@ -61,6 +61,7 @@ struct Program {
     std::string value;
   };
   std::string source;
+  std::string metallib;              // the path of one, which then takes the source's place
   std::vector<std::string> defines;  // NAME=VALUE
   std::vector<Constant> constants;
 

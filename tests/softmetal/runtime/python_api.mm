@@ -1,4 +1,4 @@
-// The C functions behind `import softmetal`: settings, results, and torch.mps.compile_shader.
+// The C functions behind `import softmetal`: settings, results, torch.mps.compile_shader, load_metallib.
 #include <cstring>
 
 #include <ATen/mps/MPSStream.h>
@@ -27,6 +27,18 @@ char* guarded(const Body& body) {
   } catch (const std::exception& error) {
     return copy_text(error.what());
   }
+}
+
+// The library that `make` gives, or null and the error.
+template <typename Make>
+void* library_from(char** error, const Make& make) {
+  id<MTLLibrary> library = nil;
+  *error = guarded([&] {
+    NSError* failure = nil;
+    library = make(at::mps::MPSDevice::getInstance()->device(), &failure);
+    if (library == nil) throw std::runtime_error([[failure localizedDescription] UTF8String]);
+  });
+  return library;
 }
 
 std::string joined(const std::vector<std::string>& lines) {
@@ -75,14 +87,25 @@ const sm_result* softmetal_record(size_t i, const char** kernel, uint64_t* seed)
 }
 
 void* softmetal_new_shader_library(const char* source, char** error) {
-  id<MTLLibrary> library = nil;
-  *error = guarded([&] {
-    NSString* text = [NSString stringWithUTF8String:source];
-    NSError* failure = nil;
-    library = [at::mps::MPSDevice::getInstance()->device() newLibraryWithSource:text options:nil error:&failure];
-    if (library == nil) throw std::runtime_error([[failure localizedDescription] UTF8String]);
+  return library_from(error, [&](id<MTLDevice> device, NSError** failure) {
+    return [device newLibraryWithSource:[NSString stringWithUTF8String:source] options:nil error:failure];
   });
-  return library;
+}
+
+void* softmetal_load_metallib(const void* data, size_t length, char** error) {
+  return library_from(error, [&](id<MTLDevice> device, NSError** failure) {
+    dispatch_data_t bytes = dispatch_data_create(data, length, nil, DISPATCH_DATA_DESTRUCTOR_DEFAULT);
+    id<MTLLibrary> library = [device newLibraryWithData:bytes error:failure];
+    [bytes release];
+    return library;
+  });
+}
+
+void* softmetal_load_metallib_from_path(const char* path, char** error) {
+  return library_from(error, [&](id<MTLDevice> device, NSError** failure) {
+    NSString* text = [NSString stringWithUTF8String:path];
+    return [device newLibraryWithURL:[NSURL fileURLWithPath:text] error:failure];
+  });
 }
 
 char* softmetal_function_names(void* library) {

@@ -19,6 +19,8 @@ UNVERIFIED = {
         ("NSAutoreleasePool", "-", ["drain"]),
         ("NSError", "+", ["errorWithDomain:code:userInfo:"]),
         ("NSError", "-", ["code", "domain", "localizedDescription"]),
+        ("NSURL", "+", ["fileURLWithPath:"]),
+        ("NSURL", "-", ["path"]),
         ("NSMutableDictionary", "+", ["dictionary"]),
         ("NSMutableDictionary", "-", ["setObject:forKey:", "setObject:forKeyedSubscript:"]),
         ("NSDictionary", "-", ["allKeys", "objectForKey:", "objectForKeyedSubscript:"]),

@@ -1,4 +1,4 @@
-"""`python -m softmetal.witness [--family NAME] [--kernel TEXT] [--checked] [--seed N] [--limit N]`."""
+"""Runs kernels that Apple compiled beside our compile of their source: `python -m softmetal.witness --help`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from . import elementwise, matmul, quantized, rows
+from . import elementwise, matmul, quantized, references, rows
 from .case import Case, Outcome, compare, sources
+from .mistakes import MISTAKES, Mistake
 
 
 def all_cases() -> list[Case]:
@@ -25,31 +26,81 @@ def outcomes(cases: Iterable[Case], *, seed: int = 0, checked: bool = False) -> 
         yield compare(case, together[case], seed=seed, checked=checked)
 
 
-def _main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--family")
-    parser.add_argument("--kernel", help="only kernels whose name holds this")
-    parser.add_argument("--checked", action="store_true", help="in checked mode: neither form may break a rule")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--limit", type=int)
-    options = parser.parse_args()
-    chosen = [c for c in all_cases() if options.family in (None, c.family) and (options.kernel or "") in c.kernel]
-    started, cpu = time.monotonic(), time.process_time()
+def prove(mistake: Mistake) -> Outcome:
+    """Compares the kernel that a mistake should show in, compiled with it."""
+    case = next(c for c in all_cases() if c.kernel == mistake.kernel)
+    return compare(case, (case.instance,), mistake=mistake)
+
+
+def _say(*lines: str) -> None:
+    print(*lines, sep="\n    ", flush=True)
+
+
+def _compare_all(chosen: list[Case], seed: int, checked: bool) -> Counter[str]:
+    """Prints what is not equal, and counts by family."""
     counts: dict[str, Counter[str]] = {}
-    for outcome in outcomes(chosen[: options.limit], seed=options.seed, checked=options.checked):
+    elements = runs = 0
+    for outcome in outcomes(chosen, seed=seed, checked=checked):
         kind = "failed" if outcome.error else "equal" if outcome.is_equal else "different"
         counts.setdefault(outcome.case.family, Counter())[kind] += 1
-        if not outcome.is_equal:
-            print(f"{kind}: {outcome.case.kernel}", flush=True)
-            for line in (outcome.error.split("\n")[:6] if outcome.error else map(str, outcome.differences[:3])):
-                print(f"    {line}", flush=True)
+        elements, runs = elements + outcome.elements, runs + outcome.runs
+        if outcome.error:
+            _say(f"failed: {outcome.case.kernel}", *outcome.error.split("\n")[:6])
+        elif outcome.differences:
+            _say(f"different: {outcome.case.kernel}", *map(str, outcome.differences[:3]))
     for family, kinds in counts.items():
-        print(f"{family}: {', '.join(f'{n} {k}' for k, n in kinds.items())}")
+        _say(f"{family}: {', '.join(f'{n} {k}' for k, n in kinds.items())}")
     total = sum(counts.values(), Counter())
-    print(f"{sum(total.values())} kernels: {', '.join(f'{total[k]} {k}' for k in ('equal', 'different', 'failed'))}; "
-          f"{time.monotonic() - started:.0f} s")  # fmt: skip
-    del cpu
-    return int(total["equal"] != sum(total.values()))
+    _say(f"our compile and Apple's, {sum(total.values())} kernels, {runs} runs, {elements} elements written: "
+         f"{', '.join(f'{total[k]} {k}' for k in ('equal', 'different', 'failed'))}")  # fmt: skip
+    return total
+
+
+def _check_references(chosen: list[references.Reference], seed: int, checked: bool) -> int:
+    wrong: Counter[str] = Counter()
+    families = Counter(r.family for r in chosen)
+    for reference in chosen:
+        messages = references.check(reference, seed=seed, checked=checked)
+        wrong[reference.family] += bool(messages)
+        if messages:
+            _say(f"wrong: {reference.kernel}", *messages[:3])
+    for family, count in families.items():
+        _say(f"{family}: {count - wrong[family]} of {count} right")
+    _say(f"Apple's compile and torch's CPU results, {len(chosen)} kernels: {wrong.total()} wrong")
+    return wrong.total()
+
+
+def _prove_all() -> int:
+    missed = 0
+    for mistake in MISTAKES:
+        outcome = prove(mistake)
+        missed += outcome.is_equal or bool(outcome.error)
+        found = outcome.error or (str(outcome.differences[0]) if outcome.differences else "NOT CAUGHT")
+        _say(f"mistake: {mistake.name}", f"{mistake.kernel}: {found}")
+    _say(f"{len(MISTAKES) - missed} of {len(MISTAKES)} deliberate mistakes caught")
+    return missed
+
+
+def _main() -> int:
+    parser = argparse.ArgumentParser(prog="softmetal.witness", description=__doc__)
+    parser.add_argument("--family", help="only this family")
+    parser.add_argument("--kernel", default="", help="only kernels whose name holds this")
+    parser.add_argument("--checked", action="store_true", help="in checked mode: no kernel may break a rule")
+    parser.add_argument("--seed", type=int, default=0, help="of the inputs")
+    parser.add_argument("--prove", action="store_true", help="only: compile with deliberate mistakes, which must show")
+    options = parser.parse_args()
+    started = time.monotonic()
+    if options.prove:
+        failed = _prove_all()
+    else:
+        wanted = [c for c in all_cases() if options.family in (None, c.family) and options.kernel in c.kernel]
+        chosen = [
+            r for r in references.references() if options.family in (None, r.family) and options.kernel in r.kernel
+        ]
+        total = _compare_all(wanted, options.seed, options.checked)
+        failed = total["different"] + total["failed"] + _check_references(chosen, options.seed, options.checked)
+    _say(f"{time.monotonic() - started:.0f} s")
+    return int(failed > 0)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from .. import device
 from . import libraries
+from .mistakes import Mistake, mistaken
 
 Array = npt.NDArray[Any]
 KERNELS = "mlx/backend/metal/kernels"
@@ -122,12 +123,17 @@ def run(library: device.Library, kernel: str, launch: Launch) -> list[Any]:
 
 @functools.lru_cache(maxsize=64)
 def _compiled(
-    headers: tuple[str, ...], instances: tuple[str, ...], constants: tuple[tuple[str, bool | int], ...], checked: bool
+    headers: tuple[str, ...],
+    instances: tuple[str, ...],
+    constants: tuple[tuple[str, bool | int], ...],
+    checked: bool,
+    mistake: Mistake | None,
 ) -> device.Library:
     lines = [f'#include "{KERNELS}/{h}"' for h in ("utils.h", *headers)]
     lines += [f'template [[host_name("{i}")]] [[kernel]] decltype({i}) {i};' for i in instances]
     return device.compile(
-        _PREAMBLE + "\n".join(lines),
+        # What is compiled is told apart by its text: a mistake changes what the text means.
+        _PREAMBLE + "\n".join([*lines, f"// {mistake.name}" if mistake else ""]),
         constants=dict(constants),
         include_paths=[str(libraries.mlx_include())],
         checked=checked,
@@ -148,7 +154,9 @@ def sources(cases: Iterable[Case]) -> dict[Case, tuple[str, ...]]:
     return together
 
 
-def compare(case: Case, instances: tuple[str, ...], *, seed: int = 0, checked: bool = False) -> Outcome:
+def compare(
+    case: Case, instances: tuple[str, ...], *, seed: int = 0, checked: bool = False, mistake: Mistake | None = None
+) -> Outcome:
     """Runs both forms of a kernel on all its launches.
 
     Args:
@@ -156,13 +164,13 @@ def compare(case: Case, instances: tuple[str, ...], *, seed: int = 0, checked: b
         instances: what is compiled with it, its own among them.
         seed: of the inputs.
         checked: in checked mode, where each form must also break no rule.
+        mistake: one that our compile is made with.
     """
     outcome = Outcome(case)
     try:
-        ours = _compiled(case.headers, instances, case.constants, checked)
-        apples = device.load(
-            libraries.mlx_library(), case.kernel, constants=dict(case.constants), checked=checked
-        )
+        apples = device.load(libraries.mlx_library(), case.kernel, constants=dict(case.constants), checked=checked)
+        with mistaken(mistake):
+            ours = _compiled(case.headers, instances, case.constants, checked, mistake)
         for launch in case.launches(np.random.default_rng(seed)):
             _compare_launch(outcome, launch, run(ours, case.instance, launch), run(apples, case.kernel, launch))
     except (device.CompileError, device.KernelFault, KeyError) as error:

@@ -45,7 +45,8 @@ def _gemv_launches(name: str, tile: tuple[int, ...], axpby: bool, turned: bool,
 
 
 def _gemv() -> Iterator[Case]:
-    straight = [(4, 1, 1, 32, 4, 4), (8, 1, 1, 32, 4, 4), (1, 8, 1, 32, 4, 4), (1, 1, 8, 4, 4, 4), (4, 1, 1, 32, 1, 4)]
+    # Not with BN > 1: there MLX has a barrier in a branch that some lanes of a simdgroup do not take.
+    straight = [(4, 1, 1, 32, 4, 4), (8, 1, 1, 32, 4, 4), (1, 1, 8, 4, 4, 4), (4, 1, 1, 32, 1, 4)]
     turned = [(1, 2, 8, 4, 4, 1), (1, 2, 8, 4, 4, 4), (1, 4, 8, 4, 4, 4), (1, 16, 4, 8, 4, 4)]
     for name, metal in FLOATS.items():
         for base, tiles in (("gemv", straight), ("gemv_t", turned)):
@@ -182,7 +183,10 @@ def _attention() -> Iterator[Case]:
             yield Case("attention", f"sdpa_vector_{word}_{size}_{size}", ("sdpa_vector.h",),
                        f"sdpa_vector<{word}, {size}, {size}>", _vector_launches(name, size, queries),
                        tuple(constants.items()))  # fmt: skip
-        for (BQ, BK, D, WM), lengths, causal in (((32, 32, 64, 4), (64, 64), False), ((32, 16, 128, 4), (45, 71), True)):
+        for (BQ, BK, D, WM), lengths, causal in (
+            ((32, 32, 64, 4), (64, 64), False),
+            ((32, 16, 128, 4), (45, 71), True),
+        ):
             flags = {"align_Q": lengths[0] % BQ == 0, "align_K": lengths[1] % BK == 0, "has_mask": False,
                      "do_causal": causal, "has_sinks": False, "save_lse": False}  # fmt: skip
             yield Case("attention", f"steel_attention_{name}_bq{BQ}_bk{BK}_bd{D}_bv{D}_wm{WM}_wn1_maskbool_",

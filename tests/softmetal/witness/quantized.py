@@ -104,9 +104,7 @@ def _matrices(form: _Format, name: str, shapes: list[tuple[int, int, int]], *, t
             x = stored(rng.normal(0, 1, (M, K)), name)
             buffers = [*(w if form.is_affine or has_global else w[:2]), x, outputs((M, N), name)]
             groups = (-(-N // 32), -(-M // 32), 1)
-            found.append(
-                Launch(f"M {M} N {N} K {K}", [*buffers, K, N, M, *_batch(form)], (32, 2, 2), groups=groups)
-            )
+            found.append(Launch(f"M {M} N {N} K {K}", [*buffers, K, N, M, *_batch(form)], (32, 2, 2), groups=groups))
         return found
 
     return launches
@@ -117,7 +115,11 @@ def _split(form: _Format, name: str) -> Callable[[Generator], list[Launch]]:
         found = []
         for M, N, K, parts in ((7, 64, 256, 2), (40, 32, 384, 3)):
             x = stored(rng.normal(0, 1, (M, K)), name)
-            buffers = [*form.weights(rng, N, K, name)[: 3 if form.is_affine else 2], x, outputs((parts, M, N), "float32")]
+            buffers = [
+                *form.weights(rng, N, K, name)[: 3 if form.is_affine else 2],
+                x,
+                outputs((parts, M, N), "float32"),
+            ]
             buffers += [K, N, M, K // parts, M * N]
             groups = (-(-N // 32), -(-M // 32), parts)
             found.append(Launch(f"M {M} N {N} K {K} in {parts}", buffers, (32, 2, 2), groups=groups))
@@ -152,7 +154,9 @@ def _conversions(form: _Format, name: str, rows: int, *, back: bool) -> Callable
     return launches
 
 
-_FORMATS = [_Format("affine", g, b) for g, b in ((64, 4), (32, 4), (128, 4), (64, 8), (32, 2), (64, 3), (128, 5), (64, 6))]
+_FORMATS = [
+    _Format("affine", g, b) for g, b in ((64, 4), (32, 4), (128, 4), (64, 8), (32, 2), (64, 3), (128, 5), (64, 6))
+]
 _FP_FORMATS = [_Format("mxfp4", 32, 4), _Format("nvfp4", 16, 4), _Format("mxfp8", 32, 8)]
 
 

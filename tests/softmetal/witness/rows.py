@@ -132,7 +132,7 @@ def _sorts() -> Iterator[Case]:
                            _sort_launches(name, out, threads))  # fmt: skip
         if name in FLOATS:
             for side in ("left", "right"):
-                yield Case("sort", f"searchsorted_{name}_{side}", ("searchsorted.h",),
+                yield Case("sort", f"searchsorted_{name}_{side}", ("sort.h", "searchsorted.h"),
                            f"searchsorted<{metal}, {str(side == 'right').lower()}>", _search_launches(name))  # fmt: skip
 
 
@@ -181,7 +181,7 @@ def _column_reduce_launches(base: str, name: str, out: str, op: str) -> Launches
         buffers = [x, outputs(size, out), np.uint64(rows), wide(size), *rest]
         label = f"{rows} x {size}"
         if base == "col_reduce_small":
-            return [Launch(label, buffers, (16, 4), groups=(1, 1, 1))]
+            return [Launch(label, buffers, (-(-size // 4), 4), groups=(1, 1, 1))]
         if base == "col_reduce_longcolumn":
             return [Launch(label, [*buffers, np.uint64(size)], (size, 8), groups=(1, 1, 1))]
         return [Launch(label, [*buffers, np.int64(0)], 256, groups=(-(-size // 32), 1, 1))]
@@ -204,7 +204,11 @@ def _reductions() -> Iterator[Case]:
             for base in ("row_reduce_looped", "row_reduce_small"):
                 yield Case("reduce", f"{base}_1_reduce_{word}{name}", _REDUCE_HEADERS, f"{base}<{types}, int, 1>",
                            _row_reduce_launches(base, name, out, word))  # fmt: skip
-            for base, tile in (("col_reduce_small", ""), ("col_reduce_longcolumn", ""), ("col_reduce_looped", ", 32, 32")):
+            for base, tile in (
+                ("col_reduce_small", ""),
+                ("col_reduce_longcolumn", ""),
+                ("col_reduce_looped", ", 32, 32"),
+            ):
                 place = "_1_32_32" if tile else "_1"
                 yield Case("reduce", f"{base}{place}_reduce_{word}{name}", _REDUCE_HEADERS,
                            f"{base}<{types}, int, 1{tile}>", _column_reduce_launches(base, name, out, word))  # fmt: skip

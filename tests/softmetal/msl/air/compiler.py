@@ -14,12 +14,22 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from ..compiler import CompileError, Compiled, cache_folder, library_files, link_library, optimised, to_llvm
-from ..compiler import toolchain_digest
+from ..compiler import (
+    Compiled,
+    CompileError,
+    cache_folder,
+    library_files,
+    link_library,
+    optimised,
+    to_llvm,
+    toolchain_digest,
+)
 from .functions import UnknownFunction
 from .metadata import MetadataError
 from .metallib import KERNEL, Metallib, MetallibError, open_metallib
-from .translate import TranslateError, Translation, names_only
+from .tables import names_only
+from .translate import Translation
+from .values import TranslateError
 
 _HERE = Path(__file__).resolve().parent
 _DISASSEMBLE, _LINK = "llvm-dis-19", "llvm-link-19"
@@ -50,8 +60,8 @@ def _files() -> list[Path]:
 
 def _key(*parts: object) -> Path:
     key = hashlib.sha256(toolchain_digest().encode())
-    for part in [*_HERE.glob("*.py"), _HERE / "functions.h"]:
-        key.update(part.read_bytes())
+    for path in sorted([*_HERE.glob("*.py"), _HERE / "functions.h"]):
+        key.update(path.read_bytes())
     for part in parts:
         key.update(part if isinstance(part, bytes) else repr(part).encode() + b"\0")
     return cache_folder() / f"air-{key.hexdigest()[:32]}.so"

@@ -162,10 +162,7 @@ def cpp_function(declaration: Declaration) -> str:
     operands = ", ".join(f"a{i}" for i in range(len(declaration.parameters)))
     value = text.replace("@", operands)
     lines.append(f"*r = {value};" if has_result else f"{value};")
-    return (
-        f'extern "C" SM_CONVERGENT void {declaration.symbol}({", ".join(parameters)}) '
-        f"{{ {' '.join(lines)} }}"
-    )
+    return f'extern "C" SM_CONVERGENT void {declaration.symbol}({", ".join(parameters)}) {{ {" ".join(lines)} }}'
 
 
 def cpp_builtin(name: str) -> str:

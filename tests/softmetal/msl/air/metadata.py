@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -124,7 +125,7 @@ def _argument(operands: list[Operand], nodes: _Nodes) -> Argument:
         gate = str(nodes.node(str(rest[1])[1:])[0])
         rest = rest[2:]
     kind = str(rest[0])
-    values: dict[str, Operand] = {str(k): v for k, v in zip(rest, rest[1:], strict=False) if isinstance(k, str)}
+    values: dict[str, Operand] = {str(k): v for k, v in itertools.pairwise(rest) if isinstance(k, str)}
     name = str(values.get("air.arg_name", ""))
     if kind == "air.buffer":
         return Argument(

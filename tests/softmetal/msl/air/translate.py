@@ -7,70 +7,25 @@ executor; function constants get their values; an entry that fetches the argumen
 from __future__ import annotations
 
 import re
-import struct
 from collections.abc import Mapping, Sequence
 
 from ..attributes import BUILTINS
 from .functions import Declaration, cpp_builtin, cpp_function, llvm_wrapper
-from .metadata import THREADGROUP_SPACE, Argument, Constant, MetadataError, read_metadata
+from .metadata import THREADGROUP_SPACE, Argument, MetadataError, read_metadata
+from .tables import SITE, library_table, string_constant
+from .values import TranslateError, with_value
 
 _LAYOUT = "e-m:e-p270:32:32-p271:32:32-p272:64:64-i64:64-i128:128-f80:128-n8:16:32:64-S128"
 _SYMBOL = r'@(?:"[^"]*"|[\w.$-]+)'
-_DECLARATION = re.compile(r"^declare (?P<result>[^@]+?) @air\.(?P<name>[\w.]+)\((?P<parameters>.*?)\)[^)]*$", re.MULTILINE)
+_DECLARATION = re.compile(
+    r"^declare (?P<result>[^@]+?) @air\.(?P<name>[\w.]+)\((?P<parameters>.*?)\)[^)]*$", re.MULTILINE
+)
 _THREADGROUP = re.compile(
     rf"^(?P<name>{_SYMBOL}) = [^\n]*?addrspace\(3\) global (?P<type>[^\n]+?) (?:undef|zeroinitializer|poison)"
     r"(?:, align (?P<align>\d+))?[^\n]*$",
     re.MULTILINE,
 )
 _EXPRESSION = re.compile(r"(?:getelementptr|bitcast|addrspacecast|ptrtoint|inttoptr)(?: \w+)* \(")
-_SCALARS = {
-    **{"bool": "i8", "char": "i8", "uchar": "i8", "short": "i16", "ushort": "i16", "int": "i32", "uint": "i32"},
-    **{"long": "i64", "ulong": "i64", "half": "half", "float": "float"},
-}
-_NAMES_OF_INTEGERS = {"i8", "i16", "i32", "i64"}
-
-
-class TranslateError(ValueError):
-    """A module that cannot be brought onto this device; the text says what of it."""
-
-
-def string_constant(symbol: str, text: str) -> str:
-    """A zero-terminated text as a global."""
-    data = text.encode() + b"\0"
-    escaped = "".join(chr(b) if 32 <= b < 127 and b not in b'"\\' else f"\\{b:02X}" for b in data)
-    return f'{symbol} = private unnamed_addr constant [{len(data)} x i8] c"{escaped}"'
-
-
-def library_table(kernel_rows: Sequence[str], constants: Sequence[Constant], defined: set[str], checked: bool) -> str:
-    """What a library exports (`executor/abi.h`): `kernel_rows` are its `sm_kernel` values."""
-    lines = [
-        "%sm_kernel = type { ptr, ptr, ptr, i32, i32, i32 }",
-        "%sm_constant = type { ptr, ptr, i32, i32 }",
-    ]
-    rows = []
-    for i, c in enumerate(constants):
-        lines += [string_constant(f"@sm_cn{i}", c.name), string_constant(f"@sm_ct{i}", c.type)]
-        rows.append(f"%sm_constant {{ ptr @sm_cn{i}, ptr @sm_ct{i}, i32 {c.index}, i32 {int(c.name in defined)} }}")
-    kernels = ", ".join(f"%sm_kernel {row}" for row in kernel_rows)
-    lines += [
-        f"@sm_kernels = internal constant [{len(kernel_rows)} x %sm_kernel] [{kernels}]",
-        f"@sm_constants = internal constant [{len(rows)} x %sm_constant] [{', '.join(rows)}]",
-        "@sm_table = constant { i32, i32, ptr, i32, ptr, ptr, ptr } { "
-        f"i32 {int(checked)}, i32 {len(kernel_rows)}, ptr @sm_kernels, i32 {len(rows)}, ptr @sm_constants, "
-        "ptr @sm_sites, ptr getelementptr (%sm_site, ptr @sm_sites, i32 @SITES@) }",
-    ]
-    return "\n".join(lines)
-
-
-_SITE = "%sm_site = type { ptr, i32, i32, i32, i32 }"
-
-
-def names_only(names: Sequence[str], checked: bool) -> str:
-    """A library that names its kernels and has no code."""
-    lines = [_SITE, "@sm_sites = internal constant [0 x %sm_site] []"]
-    lines += [string_constant(f"@sm_kn{i}", name) for i, name in enumerate(names)]
-    rows = [f"{{ ptr @sm_kn{i}, ptr null, ptr null, i32 0, i32 0, i32 0 }}" for i in range(len(names))]
-    return "\n".join([*lines, library_table(rows, (), set(), checked).replace("@SITES@", "0"), ""])
 
 
 class Translation:
@@ -101,7 +56,7 @@ class Translation:
             raise TranslateError(f"kernel {name!r}: function constants without a value: {', '.join(missing)}")
         for constant in self._info.constants:
             value = values.get(constant.name, values.get(str(constant.index), ""))
-            body = _with_value(body, constant, value)
+            body = with_value(body, constant, value)
         body, sites = self._with_threadgroup_variables(_narrowed(body))
         body = _plain(body)
         self._functions = [
@@ -180,7 +135,7 @@ class Translation:
         return "\n".join(lines)
 
     def _tables(self, name: str, sites: list[tuple[str, int]], defined: set[str]) -> str:
-        lines = [_SITE, "%sm_argument = type { ptr, i32, i32, i32, i32, i32, i32 }", string_constant("@sm_kn", name)]
+        lines = [SITE, "%sm_argument = type { ptr, i32, i32, i32, i32, i32, i32 }", string_constant("@sm_kn", name)]
         rows = []
         memory = self._memory_arguments()
         for i, a in enumerate(memory):
@@ -236,8 +191,15 @@ def _narrowed(body: str) -> str:
         return f"<2 x i32> <{', '.join(f'i32 {k}' if k != 'poison' else 'i32 poison' for k in kept[:2])}>"
 
     lines = []
+    has_structs = re.search(r" = type \{[^\n]*<64 x ", body) is not None
+    if has_structs and "@llvm.memcpy" in body:
+        raise TranslateError("copies of structures that hold simdgroup matrices are not known to the software device")
     for line in body.split("\n"):
+        if has_structs and "@llvm.lifetime." in line:
+            continue  # its sizes are those of whole matrices
         if "<64 x " in line:
+            if re.match(r"\s+(?:%[\w.]+ = load|store) ", line):
+                line = re.sub(r", align \d+", "", line)
             if "shufflevector" in line:
                 line = re.sub(r"<\d+ x i32> <((?:i32 (?:\d+|poison|undef)(?:, )?)+)>", shuffle, line)
                 line = line.replace("<64 x i32> zeroinitializer", "<2 x i32> zeroinitializer")
@@ -339,40 +301,6 @@ def _initialisers(body: str) -> tuple[str, list[str]]:
     if match is None:
         return body, []
     return body.replace(match[0], ""), re.findall(rf"i32 65535, ptr ({_SYMBOL})", match[0])
-
-
-def _with_value(body: str, constant: Constant, value: str) -> str:
-    """Gives a function constant's global its value."""
-    pattern = re.compile(rf"^({re.escape(constant.symbol)} = [^\n]*? (?:constant|global) \S+?|{re.escape(constant.symbol)}"
-                         rf" = [^\n]*? (?:constant|global) <\d+ x \w+>) undef", re.MULTILINE)  # fmt: skip
-    text = _constant_value(constant, value)
-    changed, count = pattern.subn(lambda m: f"{m[1]} {text}", body)
-    if count != 1:
-        raise TranslateError(f"function constant {constant.name!r}: its global {constant.symbol} cannot be found")
-    return changed
-
-
-def _constant_value(constant: Constant, value: str) -> str:
-    match = re.fullmatch(r"([a-z]+)([234])?", constant.type)
-    kind = _SCALARS.get(match[1]) if match else None
-    if match is None or kind is None:
-        raise TranslateError(f"function constant {constant.name!r}: type {constant.type} is not known")
-    parts = value.strip("{}").split(",")
-    if len(parts) != int(match[2] or 1):
-        raise TranslateError(f"function constant {constant.name!r}: expected a {constant.type}, got {value!r}")
-    numbers = [_number(kind, p.strip()) for p in parts]
-    return numbers[0] if not match[2] else f"<{', '.join(f'{kind} {n}' for n in numbers)}>"
-
-
-def _number(kind: str, text: str) -> str:
-    if text in ("true", "false"):
-        text = str(int(text == "true"))
-    if kind in _NAMES_OF_INTEGERS:
-        return str(int(text.rstrip("uUlL"), 0))
-    number = float.fromhex(text) if "0x" in text.lower() else float(text.rstrip("f"))
-    if kind == "half":
-        return "0xH" + struct.pack(">e", number).hex().upper()
-    return "0x" + struct.pack(">d", struct.unpack("f", struct.pack("f", number))[0]).hex().upper()
 
 
 def _read_builtin(i: int, argument: Argument, type_: str) -> list[str]:

@@ -32,12 +32,14 @@ struct bfloat {
 
   constexpr float value() const { return __builtin_bit_cast(float, static_cast<uint32_t>(bits) << 16); }
 
-  // Templates take part only for exactly the type asked for: `c ? b : 0` then has one reading, bfloat.
-  template <class F, class = only_if_t<__is_same(F, float) || __is_same(F, bool)>>
+  // Templates take part only for exactly the type asked for; to integers the conversion is explicit, so that
+  // `c ? b : 0` has one reading, bfloat. uint is the exception that other projects' kernels need.
+  template <class F, class = only_if_t<__is_same(F, float) || __is_same(F, bool) || __is_same(F, unsigned)>>
   constexpr operator F() const {
     return static_cast<F>(value());
   }
-  template <class F, class = only_if_t<(is_integer_like<F> && !__is_same(F, bool)) || __is_same(F, _Float16)>, class = void>
+  template <class F, class = only_if_t<(is_integer_like<F> && !__is_same(F, bool) && !__is_same(F, unsigned)) ||
+                                       __is_same(F, _Float16)>, class = void>
   constexpr explicit operator F() const {
     return static_cast<F>(value());
   }
@@ -65,6 +67,10 @@ struct bfloat {
   template <class T>                                                                                               \
   constexpr bfloat& operator op##=(T b) {                                                                          \
     return *this = static_cast<bfloat>(*this op b);                                                                \
+  }                                                                                                                \
+  template <class T, class = only_if_t<__is_arithmetic(T)>>                                                        \
+  friend constexpr T& operator op##=(T& a, bfloat b) {                                                             \
+    return a = static_cast<T>(a op b);                                                                             \
   }
   SM_BFLOAT_OPERATOR(+)
   SM_BFLOAT_OPERATOR(-)

@@ -142,6 +142,11 @@ __attribute__((objc_root_class))
 @end
 FOUNDATION_EXPORT NSErrorUserInfoKey const NSLocalizedDescriptionKey;
 
+@interface NSURL : NSObject <NSCopying> STAND_IN_STATE
++ (NSURL*)fileURLWithPath:(NSString*)path;
+@property(readonly, copy) NSString* path;
+@end
+
 @interface NSAutoreleasePool : NSObject STAND_IN_STATE
 + (void)addObject:(id)anObject;
 - (void)drain;

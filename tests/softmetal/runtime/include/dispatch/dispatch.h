@@ -1,4 +1,5 @@
-// Stand-in for libdispatch: the serial queue that orders encoding. A queue is an Objective-C object, as on a Mac.
+// Stand-in for libdispatch: the serial queue that orders encoding, and data in memory. Both are Objective-C objects, as
+// on a Mac.
 #pragma once
 
 #if __has_include_next(<dispatch/dispatch.h>)
@@ -14,6 +15,9 @@
 @end
 @class NSObject;
 typedef NSObject<OS_dispatch_queue>* dispatch_queue_t;
+@protocol OS_dispatch_data
+@end
+typedef NSObject<OS_dispatch_data>* dispatch_data_t;
 #else
 typedef struct dispatch_queue_s* dispatch_queue_t;
 #endif
@@ -26,6 +30,14 @@ extern "C" {
 // Runs the block on the queue and returns when it has run. Calling it from a block of the same queue is a deadlock on
 // a Mac; here it is reported.
 void dispatch_sync(dispatch_queue_t queue, dispatch_block_t block);
+#ifdef __OBJC__
+// With the default destructor the bytes are copied.
+#define DISPATCH_DATA_DESTRUCTOR_DEFAULT NULL
+dispatch_data_t dispatch_data_create(const void* buffer, size_t size, dispatch_queue_t queue,
+                                     dispatch_block_t destructor);
+// The same data in one piece, and where it lies.
+dispatch_data_t dispatch_data_create_map(dispatch_data_t data, const void** buffer_ptr, size_t* size_ptr);
+#endif
 #ifdef __cplusplus
 }
 #endif

@@ -1,0 +1,81 @@
+"""Kernels that Apple compiled against our compile of their source: a sample; `make witness` runs all of them."""
+
+from __future__ import annotations
+
+import pytest
+from softmetal.witness import references
+from softmetal.witness.__main__ import all_cases, prove
+from softmetal.witness.case import Case, compare
+from softmetal.witness.libraries import wheels
+from softmetal.witness.mistakes import MISTAKES, Mistake
+
+# Some of every family and type.
+SHORT = (
+    "affine_qmv_fast_float_gs_64_b_4_batch_0_pr_0_hgs_0_r_4",
+    "affine_qmv_float16_t_gs_64_b_4_batch_0_pr_0_hgs_0_r_4",
+    "affine_qmm_t_bfloat16_t_gs_64_b_4_alN_false_batch_0",
+    "affine_quantize_float16_t_gs_64_b_3",
+    "nvfp4_qmv_fast_float16_t_gs_16_b_4_batch_0_pr_0_hgs_0_r_4",
+    "mxfp4_qmm_t_float_gs_32_b_4_alN_true_batch_0",
+    "steel_gemm_fused_tn_float16_float16_bm64_bn64_bk16_wm2_wn2",
+    "gemv_bfloat16_bm4_bn1_sm1_sn32_tm4_tn4_nc0_axpby0",
+    "sdpa_vector_float16_t_64_64",
+    "block_softmax_precise_float16",
+    "contig_scan_reverse_exclusive_logaddexp_float16_float16",
+    "carg_block_sort_bfloat16_uint32_bn32_tn4",
+    "all_reduce_sumbfloat16",
+    "col_reduce_looped_1_32_32_reduce_prodfloat16",
+    "vn_Sigmoidfloat16float16",
+    "vvn_LogAddExpbfloat16",
+    "vn_copyfloat32bfloat16",
+    "vn_copyfloat16uint8",
+)
+SHORT_REFERENCES = ("int4pack_mm_64_half", "naive_bmm_bfloat", "layer_norm_single_row_float")
+CASES = {c.kernel: c for c in all_cases()}
+
+
+def need_wheel(name: str) -> None:
+    """Skips, by name, where the wheel is not in the cache: it is large, and `make witness` fetches it."""
+    if not wheels.is_cached(name):
+        pytest.skip(f"{wheels.WHEELS[name].filename} is not in .cache/wheels; `make witness` fetches it")
+
+
+@pytest.mark.parametrize("kernel", SHORT)
+def test_both_compiles_leave_the_same_bits(kernel: str) -> None:
+    need_wheel("mlx-metal")
+    case: Case = CASES[kernel]
+    outcome = compare(case, (case.instance,))
+    assert outcome.error == ""
+    assert [str(d) for d in outcome.differences] == []
+    assert outcome.elements > 0
+
+
+@pytest.mark.parametrize("kernel", SHORT_REFERENCES)
+def test_pytorchs_kernels_are_right(kernel: str) -> None:
+    need_wheel("torch-macos")
+    (reference,) = (r for r in references.references() if r.kernel == kernel)
+    assert references.check(reference) == []
+
+
+@pytest.mark.parametrize("mistake", MISTAKES[:3], ids=lambda m: m.name)
+def test_a_mistake_shows(mistake: Mistake) -> None:
+    need_wheel("mlx-metal")
+    outcome = prove(mistake)
+    assert outcome.error == ""
+    assert outcome.differences
+
+
+def test_enough_kernels_of_every_family() -> None:
+    families = {c.family for c in CASES.values()}
+    assert len(CASES) >= 700
+    assert families >= {
+        "affine",
+        "fp_quantized",
+        "steel_gemm",
+        "gemv",
+        "softmax",
+        "scan",
+        "sort",
+        "reduce",
+        "attention",
+    }
