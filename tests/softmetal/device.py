@@ -24,10 +24,18 @@ import numpy.typing as npt
 from .executor import bindings as api
 from .executor.bindings import executor
 from .msl.air.compiler import compile_metallib
-from .msl.compiler import DEFAULT_FILE_NAME, compile_source
+from .msl.compiler import DEFAULT_FILE_NAME, CompileError, compile_source
 
 __all__ = [
-    *("Buffer", "CompileError", "Counters", "Fault", "FaultKind", "Kernel", "KernelFault", "Library", "compile"),
+    "Buffer",
+    "CompileError",
+    "Counters",
+    "Fault",
+    "FaultKind",
+    "Kernel",
+    "KernelFault",
+    "Library",
+    "compile",
     "load",
 ]
 

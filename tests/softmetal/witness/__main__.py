@@ -70,6 +70,18 @@ def _check_references(chosen: list[references.Reference], seed: int, checked: bo
     return wrong.total()
 
 
+def _check_racing() -> int:
+    """Kernels that must be reported in checked mode."""
+    missed = 0
+    for reference in references.racing():
+        messages = references.check(reference, checked=True)
+        is_seen = bool(messages) and "race" in messages[0]
+        missed += not is_seen
+        _say(f"{'race, as it should be' if is_seen else 'NO RACE SEEN'}: {reference.kernel}",
+             *(messages[0].split("\n")[:1] if messages else []))  # fmt: skip
+    return missed
+
+
 def _prove_all() -> int:
     missed = 0
     for mistake in MISTAKES:
@@ -99,6 +111,8 @@ def _main() -> int:
         ]
         total = _compare_all(wanted, options.seed, options.checked)
         failed = total["different"] + total["failed"] + _check_references(chosen, options.seed, options.checked)
+        if not options.family and not options.kernel:
+            failed += _check_racing()
     _say(f"{time.monotonic() - started:.0f} s")
     return int(failed > 0)
 
