@@ -7,10 +7,9 @@ import sys
 import zipfile
 from pathlib import Path
 
-from ..macho import MachO
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 from build_support import wheels
+from build_support.macho import MachO
 
 _DYLIB = "torch/lib/libtorch_cpu.dylib"
 TORCH_SECTION = "metal_basic"  # for macOS 14; metal_40 holds the same kernels for macOS 26
