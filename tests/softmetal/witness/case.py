@@ -109,8 +109,13 @@ def numbered(value: Any) -> Any:
 
 def run(library: device.Library, kernel: str, launch: Launch) -> list[Any]:
     """Runs a kernel on copies of a launch's buffers, and gives the copies."""
+    return counted(library, kernel, launch)[0]
+
+
+def counted(library: device.Library, kernel: str, launch: Launch) -> tuple[list[Any], device.Counters]:
+    """The same, and what the launch did."""
     bound = [b.copy() if isinstance(b, np.ndarray) else numbered(b) for b in launch.buffers]
-    library.kernel(kernel).launch(
+    counters = library.kernel(kernel).launch(
         group=launch.group,
         groups=launch.groups,
         threads=launch.threads,
@@ -118,7 +123,7 @@ def run(library: device.Library, kernel: str, launch: Launch) -> list[Any]:
         threadgroup_memory=launch.threadgroup_memory,
         seed=1,
     )
-    return bound
+    return bound, counters
 
 
 @functools.lru_cache(maxsize=64)

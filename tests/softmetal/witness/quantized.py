@@ -18,7 +18,7 @@ Generator = np.random.Generator
 
 
 @dataclass(frozen=True)
-class _Format:
+class Format:
     """How weights are stored."""
 
     mode: str  # "affine", "mxfp4", ...
@@ -45,12 +45,12 @@ class _Format:
 _BATCH: list[Any] = [1, _NOTHING, _NOTHING, 1, _NOTHING, _NOTHING, _NOTHING]
 
 
-def _batch(form: _Format) -> list[Any]:
+def _batch(form: Format) -> list[Any]:
     """Numbers, shapes and strides of batches: of x, of w, and of the scales (and biases)."""
     return [*_BATCH, _NOTHING] if form.is_affine else _BATCH
 
 
-def _vectors(form: _Format, name: str, shapes: list[tuple[int, int, int]], columns: int, *, has_global: bool = True,
+def vector_products(form: Format, name: str, shapes: list[tuple[int, int, int]], columns: int, *, has_global: bool = True,
              turned: bool = False) -> Callable[[Generator], list[Launch]]:  # fmt: skip
     """Launches of a product with few rows: shapes are M, N, K; a threadgroup makes `columns` outputs."""
 
@@ -66,7 +66,7 @@ def _vectors(form: _Format, name: str, shapes: list[tuple[int, int, int]], colum
     return launches
 
 
-def _quads(form: _Format, name: str, K: int) -> Callable[[Generator], list[Launch]]:
+def _quads(form: Format, name: str, K: int) -> Callable[[Generator], list[Launch]]:
     def launches(rng: Generator) -> list[Launch]:
         found = []
         for M, N in ((1, 64), (3, 88)):
@@ -79,10 +79,13 @@ def _quads(form: _Format, name: str, K: int) -> Callable[[Generator], list[Launc
     return launches
 
 
-def _wide(form: _Format, name: str, vectors: int, lanes: int) -> Callable[[Generator], list[Launch]]:
+def wide_products(form: Format, name: str, vectors: int, lanes: int, shapes: list[tuple[int, int, int]]
+                  ) -> Callable[[Generator], list[Launch]]:  # fmt: skip
+    """Launches of a product whose threadgroup makes `vectors` rows at once; shapes are M, N, K."""
+
     def launches(rng: Generator) -> list[Launch]:
         found = []
-        for M, N, K in ((vectors, 24, 512), (vectors + 1, 21, 256)):
+        for M, N, K in shapes:
             w = form.weights(rng, N, K, name)[: 3 if form.is_affine else 2]
             x = stored(rng.normal(0, 1, (M, K)), name)
             buffers = [*w, x, outputs((M, N), name), K, N, M, *_batch(form)]
@@ -93,7 +96,7 @@ def _wide(form: _Format, name: str, vectors: int, lanes: int) -> Callable[[Gener
     return launches
 
 
-def _matrices(form: _Format, name: str, shapes: list[tuple[int, int, int]], *, turned: bool,
+def matrix_products(form: Format, name: str, shapes: list[tuple[int, int, int]], *, turned: bool,
               has_global: bool = True) -> Callable[[Generator], list[Launch]]:  # fmt: skip
     """Launches of a product by tiles of 32 x 32; `turned`: the weight is N x K."""
 
@@ -110,7 +113,7 @@ def _matrices(form: _Format, name: str, shapes: list[tuple[int, int, int]], *, t
     return launches
 
 
-def _split(form: _Format, name: str) -> Callable[[Generator], list[Launch]]:
+def _split(form: Format, name: str) -> Callable[[Generator], list[Launch]]:
     def launches(rng: Generator) -> list[Launch]:
         found = []
         for M, N, K, parts in ((7, 64, 256, 2), (40, 32, 384, 3)):
@@ -128,7 +131,7 @@ def _split(form: _Format, name: str) -> Callable[[Generator], list[Launch]]:
     return launches
 
 
-def _conversions(form: _Format, name: str, rows: int, *, back: bool) -> Callable[[Generator], list[Launch]]:
+def _conversions(form: Format, name: str, rows: int, *, back: bool) -> Callable[[Generator], list[Launch]]:
     """Quantize, or with `back` dequantize."""
 
     def launches(rng: Generator) -> list[Launch]:
@@ -155,12 +158,12 @@ def _conversions(form: _Format, name: str, rows: int, *, back: bool) -> Callable
 
 
 _FORMATS = [
-    _Format("affine", g, b) for g, b in ((64, 4), (32, 4), (128, 4), (64, 8), (32, 2), (64, 3), (128, 5), (64, 6))
+    Format("affine", g, b) for g, b in ((64, 4), (32, 4), (128, 4), (64, 8), (32, 2), (64, 3), (128, 5), (64, 6))
 ]
-_FP_FORMATS = [_Format("mxfp4", 32, 4), _Format("nvfp4", 16, 4), _Format("mxfp8", 32, 8)]
+_FP_FORMATS = [Format("mxfp4", 32, 4), Format("nvfp4", 16, 4), Format("mxfp8", 32, 8)]
 
 
-def _case(form: _Format, name: str, base: str, suffix: str, arguments: str, launches: Any) -> Case:
+def _case(form: Format, name: str, base: str, suffix: str, arguments: str, launches: Any) -> Case:
     typed = _TYPES[name]
     prefix = "affine" if form.is_affine else "fp"
     return Case(
@@ -172,35 +175,39 @@ def _case(form: _Format, name: str, base: str, suffix: str, arguments: str, laun
     )
 
 
-def _products(form: _Format, name: str) -> Iterator[Case]:
+def _products(form: Format, name: str) -> Iterator[Case]:
     wide = 512 if form.bits in (1, 2, 4, 8) else 256
     many = [(1, 16, 2 * wide), (3, 24, wide)]
     odd = [(1, 13, 3 * form.group), (2, 21, wide + 2 * form.group)]
     rest, flags = "_batch_0_pr_0_hgs_0_r_4", ", false, false, false, 4"
-    yield _case(form, name, "qmv_fast", rest, flags, _vectors(form, name, many, 8))
-    yield _case(form, name, "qmv", rest, flags, _vectors(form, name, odd, 8))
+    yield _case(form, name, "qmv_fast", rest, flags, vector_products(form, name, many, 8))
+    yield _case(form, name, "qmv", rest, flags, vector_products(form, name, odd, 8))
     tiles = [(7, 64, form.group * 2), (45, 96, form.group)]
     ragged = [(33, 45, form.group * 2)]
-    yield _case(form, name, "qmm_t", "_alN_true_batch_0", ", true, false", _matrices(form, name, tiles, turned=True))
-    yield _case(form, name, "qmm_t", "_alN_false_batch_0", ", false, false", _matrices(form, name, ragged, turned=True))
+    yield _case(
+        form, name, "qmm_t", "_alN_true_batch_0", ", true, false", matrix_products(form, name, tiles, turned=True)
+    )
+    yield _case(
+        form, name, "qmm_t", "_alN_false_batch_0", ", false, false", matrix_products(form, name, ragged, turned=True)
+    )
 
 
-def _more_products(form: _Format, name: str) -> Iterator[Case]:
+def _more_products(form: Format, name: str) -> Iterator[Case]:
     turned = [(1, 128, 2 * form.group), (2, 128, 96)]
-    yield _case(form, name, "qvm", "_batch_0", ", false", _vectors(form, name, turned, 64, turned=True))
+    yield _case(form, name, "qvm", "_batch_0", ", false", vector_products(form, name, turned, 64, turned=True))
     blocks = [(7, 128, 64), (40, 128, 96)]
     yield _case(form, name, "qmm_n", "_batch_0", ", false",
-                _matrices(form, name, blocks, turned=False, has_global=False))  # fmt: skip
+                matrix_products(form, name, blocks, turned=False, has_global=False))  # fmt: skip
     lanes = 8 if form.is_affine else 16
     for vectors in (2, 5):
         yield _case(form, name, "qmv_wide", f"_nv_{vectors}_kl_{lanes}_batch_0", f", {vectors}, {lanes}, false",
-                    _wide(form, name, vectors, lanes))  # fmt: skip
+                    wide_products(form, name, vectors, lanes, [(vectors, 24, 512), (vectors + 1, 21, 256)]))  # fmt: skip
     yield _case(form, name, "qmv_quad", "_d_64_batch_0", ", 64, false", _quads(form, name, 64))
     yield _case(form, name, "qmv_quad", "_d_128_batch_0", ", 128, false", _quads(form, name, 128))
     yield _case(form, name, "qmm_t_splitk", "_alN_true", ", true", _split(form, name))
 
 
-def _converting(form: _Format, name: str) -> Iterator[Case]:
+def _converting(form: Format, name: str) -> Iterator[Case]:
     rest, flags = ("", "") if form.is_affine else ("_hgs_false", ", false")
     yield _case(form, name, "quantize", rest, flags, _conversions(form, name, 6, back=False))
     yield _case(form, name, "dequantize", rest, flags, _conversions(form, name, 6, back=True))

@@ -6,7 +6,7 @@ The reference is computed in double precision; each element has its own bound, f
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,10 +80,14 @@ def _product_bound(name: str, wanted: Array, x: Array, w: Array, extra: Array | 
     return UNIT[name] * np.abs(wanted) + 64 * EPS * (np.abs(x) @ np.abs(w)) + extra + 1e-7
 
 
-def _int4(name: str, group: int) -> Callable[[Generator], list[Expected]]:
+def int4_products(
+    name: str, group: int, shapes: Sequence[tuple[int, int, int]] = ((1, 64, 512), (3, 36, 256))
+) -> Callable[[Generator], list[Expected]]:
+    """PyTorch's 4-bit product; shapes are M, N, K."""
+
     def launches(rng: Generator) -> list[Expected]:
         found = []
-        for M, N, K in ((1, 64, 512), (3, 36, 256)):
+        for M, N, K in shapes:
             codes = rng.integers(0, 16, (N, K))
             scales = stored(rng.uniform(0.01, 0.1, (K // group, N)), name)
             zeros = stored(rng.uniform(-0.5, 0.5, (K // group, N)), name)
@@ -277,7 +281,7 @@ def references() -> Iterator[Reference]:
     yield Reference("torch int4", "weight_to_int4pack", torch_library, _int4_packing)
     for name, word in TORCH_NAMES.items():
         for group in (32, 64, 128, 256):
-            yield Reference("torch int4", f"int4pack_mm_{group}_{word}", torch_library, _int4(name, group))
+            yield Reference("torch int4", f"int4pack_mm_{group}_{word}", torch_library, int4_products(name, group))
         yield Reference("torch int8", f"int8pack_mv_{word}", torch_library, _int8(name, (1, 3), False))
         yield Reference("torch bmm", f"naive_bmm_{word}", torch_library, _bmm(name))
         for looped in (False, True):

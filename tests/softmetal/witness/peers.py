@@ -1,0 +1,140 @@
+"""What 4-bit kernels do per weight, as the software device counts it: MLX's and PyTorch's as Apple compiled them, ours.
+
+`PYTHONPATH=tests python -m softmetal.witness.peers` prints the table of `docs/software-metal-device.md`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from .. import device
+from . import libraries, quantized, references
+from .case import Launch, counted
+
+sys.path.extend(str(Path(__file__).resolve().parents[2] / folder) for folder in ("kernels", "python"))
+import kernel_problems
+from kernel_problems import Problem
+
+HALF = "float16"
+AFFINE, NVFP4, MXFP4 = (
+    quantized.Format("affine", 64, 4),
+    quantized.Format("nvfp4", 16, 4),
+    quantized.Format("mxfp4", 32, 4),
+)
+# M, N, K. Counts per weight do not depend on N where it is a multiple of all tiles.
+SHAPES = ((1, 1024, 4096), (4, 512, 4096), (64, 128, 4096))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table: a kernel on a shape, and its counts."""
+
+    shape: tuple[int, int, int]
+    owner: str
+    kernel: str
+    counters: list[device.Counters]
+
+    def __str__(self) -> str:
+        M, N, K = self.shape
+        weights = N * K
+
+        def total(field: str) -> float:
+            return sum(getattr(c, field) or 0 for c in self.counters)
+
+        numbers = [
+            f"{total('device_bytes_read') / weights:.2f}",
+            f"{total('distinct_bytes_read') / weights:.3f}",
+            f"{total('threadgroup_bytes_read') / weights:.2f}",
+            f"{1024 * total('threadgroup_barriers') / weights:.3f}",
+            f"{1024 * total('mmas') / weights:.1f}",
+            f"{1024 * total('simd_operations') / weights:.2f}",
+        ]
+        return "| " + " | ".join([f"{M} x {N} x {K}", self.owner, f"`{self.kernel}`", *numbers]) + " |"
+
+
+def _apples(path: Path, kernel: str, launch: Launch) -> device.Counters:
+    return counted(device.load(path, kernel, checked=True), kernel, launch)[1]
+
+
+def _mlx(form: quantized.Format, shape: tuple[int, int, int]) -> Row:
+    rng = np.random.default_rng(0)
+    tail = f"float16_t_gs_{form.group}_b_{form.bits}"
+    if 1 < shape[0] < 16:
+        lanes = 8 if form.is_affine else 16
+        kernel = f"{form.mode}_qmv_wide_{tail}_nv_{shape[0]}_kl_{lanes}_batch_0"
+        (launch,) = quantized.wide_products(form, HALF, shape[0], lanes, [shape])(rng)
+    elif shape[0] == 1:
+        kernel = f"{form.mode}_qmv_fast_{tail}_batch_0_pr_0_hgs_0_r_4"
+        (launch,) = quantized.vector_products(form, HALF, [shape], 8)(rng)
+    else:
+        kernel = f"{form.mode}_qmm_t_{tail}_alN_true_batch_0"
+        (launch,) = quantized.matrix_products(form, HALF, [shape], turned=True)(rng)
+    return Row(shape, "MLX", kernel, [_apples(libraries.mlx_library(), kernel, launch)])
+
+
+def _torch(shape: tuple[int, int, int]) -> Row:
+    (expected,) = references.int4_products(HALF, 64, [shape])(np.random.default_rng(0))
+    kernel = "int4pack_mm_64_half"
+    return Row(shape, "PyTorch", kernel, [_apples(libraries.torch_library(), kernel, expected.launch)])
+
+
+@contextlib.contextmanager
+def _recorded() -> Iterator[list[device.Counters]]:
+    """Collects the counters of the dispatches that a product makes."""
+    original, found = kernel_problems.launch, []
+
+    def recording(*arguments: Any, **options: Any) -> device.Counters:
+        counters: device.Counters = original(*arguments, **options)
+        found.append(counters)
+        return counters
+
+    kernel_problems.launch = recording
+    try:
+        yield found
+    finally:
+        kernel_problems.launch = original
+
+
+def _ours(weight_format: str, group: int, shape: tuple[int, int, int]) -> Row:
+    M, N, K = shape
+    problem = Problem(weight_format, M, N, K, group, torch.float16,
+                      zeros_dtype=torch.uint8 if weight_format == "uint4" else None)  # fmt: skip
+    with _recorded() as counters:
+        if M < 16:
+            kernel = "gemv"
+            kernel_problems.run_gemv(problem, rows=min(M, 4), simdgroups=4)
+        else:
+            kernel = "gemm_double_buffered"
+            kernel_problems.run_staged(kernel, problem)
+    return Row(shape, "ours", f"{kernel}, {weight_format}", counters)
+
+
+def rows() -> Iterator[Row]:
+    """All lines of the table."""
+    for shape in SHAPES:
+        yield _ours("uint4", 64, shape)
+        yield _mlx(AFFINE, shape)
+        yield _torch(shape)
+        yield _ours("nvfp4", 16, shape)
+        yield _mlx(NVFP4, shape)
+        yield _ours("mxfp4", 32, shape)
+        yield _mlx(MXFP4, shape)
+
+
+HEADER = """\
+| M x N x K | whose | kernel | device bytes read / weight | distinct bytes / weight | threadgroup bytes read / weight \
+| threadgroup barriers / 1024 weights | 8x8x8 products / 1024 weights | simd operations / 1024 weights |
+|---|---|---|---|---|---|---|---|---|"""
+
+if __name__ == "__main__":
+    print(HEADER)
+    for row in rows():
+        print(row, flush=True)
