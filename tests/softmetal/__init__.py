@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 
-from . import shader
+from . import device, shader
 from .build import Unavailable, build_device
-from .device import buffer_counts
 from .extension import use_test_build
 from .native import Library
 
@@ -106,25 +105,11 @@ def faults() -> list[str]:
 
 
 @dataclass(frozen=True)
-class Counters:
-    """What one dispatch did; names as in `executor/executor.h`. Byte counts are None outside checked mode."""
+class Counters(device.Counters):
+    """What one dispatch did: the counts of `device.Counters`, with its kernel and the seed of its interleaving."""
 
     kernel: str
     seed: int
-    threads: int
-    threadgroups: int
-    threadgroup_barriers: int
-    simdgroup_barriers: int
-    simd_operations: int
-    mmas: int
-    atomics: int
-    device_bytes_read: int | None
-    device_bytes_written: int | None
-    distinct_bytes_read: int | None
-    distinct_bytes_written: int | None
-    threadgroup_bytes_read: int | None
-    threadgroup_bytes_written: int | None
-    buffers: dict[int, dict[str, int]] | None  # by slot: bytes_read, bytes_written, distinct_read, distinct_written
 
 
 def counters() -> list[Counters]:
@@ -133,12 +118,7 @@ def counters() -> list[Counters]:
     found = []
     for i in range(_library.record_count()):
         kernel, number = ctypes.c_char_p(), ctypes.c_uint64()
-        fields = _library.record(i, ctypes.byref(kernel), ctypes.byref(number)).contents.counters
-        values: dict[str, Any] = {
-            name: None if "bytes" in name and not fields.has_bytes else getattr(fields, name)
-            for name in Counters.__dataclass_fields__
-            if name not in ("kernel", "seed", "buffers")
-        }
-        values["buffers"] = buffer_counts(fields)
-        found.append(Counters(kernel=(kernel.value or b"").decode(), seed=number.value, **values))
+        result = _library.record(i, ctypes.byref(kernel), ctypes.byref(number)).contents
+        counts = vars(device.read_counters(result.counters))
+        found.append(Counters(kernel=(kernel.value or b"").decode(), seed=number.value, **counts))
     return found

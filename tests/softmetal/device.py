@@ -192,7 +192,7 @@ class Kernel:
         del keep
         try:
             self.last_faults = [_fault(result.contents.faults[i]) for i in range(result.contents.fault_count)]
-            counters = _counters(result.contents.counters)
+            counters = read_counters(result.contents.counters)
         finally:
             executor().sm_free_result(result)
         if self.last_faults and raise_faults:
@@ -361,7 +361,7 @@ def _fault(f: Any) -> Fault:
     )
 
 
-def buffer_counts(counters: Any) -> dict[int, dict[str, int]] | None:
+def _buffer_counts(counters: Any) -> dict[int, dict[str, int]] | None:
     """Per slot of a launch's C counters what `Counters.buffers` holds."""
     if not counters.has_bytes:
         return None
@@ -370,8 +370,9 @@ def buffer_counts(counters: Any) -> dict[int, dict[str, int]] | None:
     return {s: counts for s, counts in slots.items() if any(counts.values())}
 
 
-def _counters(counters: Any) -> Counters:
+def read_counters(counters: Any) -> Counters:
+    """The counts of an `executor.h` sm_counters."""
     plain = [name for name in Counters.__dataclass_fields__ if name != "buffers"]
     values = {n: getattr(counters, n) if counters.has_bytes or "bytes" not in n else None for n in plain}
-    fields: dict[str, Any] = {**values, "buffers": buffer_counts(counters)}
+    fields: dict[str, Any] = {**values, "buffers": _buffer_counts(counters)}
     return Counters(**fields)
