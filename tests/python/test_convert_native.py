@@ -184,6 +184,36 @@ def test_a_run_goes_on_after_the_last_complete_shard(tmp_path) -> None:
     assert not (tmp_path / "b.partial").exists()
 
 
+@pytest.mark.parametrize(("target", "options"), [("gptq", {"version": 2}), ("compressed-tensors", {})])
+def test_an_export_goes_on_too(tmp_path, target, options) -> None:
+    source = large_checkpoint(tmp_path / "source")
+    reader = convert.open_reader(source)
+    options |= {"target": target, "max_shard_bytes": 30_000}
+    whole = contents(convert.write_checkpoint(reader, tmp_path / "a", **options))
+
+    def interrupt(name: str, done: int, count: int) -> None:
+        if done == 9:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert.write_checkpoint(reader, tmp_path / "b", progress=interrupt, **options)
+    positions = []
+    convert.write_checkpoint(reader, tmp_path / "b", progress=lambda n, d, c: positions.append(d), **options)
+    assert positions[0] > 1
+    assert contents(tmp_path / "b") == whole
+    for weight, other in zip(reader, convert.read_layers(tmp_path / "b"), strict=True):
+        assert torch.equal(weight.dequantize(), other.dequantize())
+
+
+def test_a_target_that_is_unknown_or_refuses_leaves_nothing(tmp_path) -> None:
+    reader = convert.open_reader(large_checkpoint(tmp_path / "source"))
+    with pytest.raises(ValueError, match="target: expected one of native, gptq, awq, compressed-tensors, got 'x'"):
+        convert.write_checkpoint(reader, tmp_path / "out", target="x")
+    with pytest.raises(convert.UnsupportedFormat, match="not exported to AWQ without loss: it has act-order"):
+        convert.write_checkpoint(reader, tmp_path / "out", target="awq", max_shard_bytes=30_000)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
 def test_another_source_starts_anew(tmp_path) -> None:
     source = large_checkpoint(tmp_path / "source")
 
