@@ -165,7 +165,30 @@ def test_layers_in_the_state_of_other_packages(folder, device):
     assert model["other"] is other
 
 
-def test_uint32_words(tmp_path):
+def test_bitsandbytes_layers_that_ran_on_a_cpu():
+    """There the package packs 32 rows together and keeps the scales, rounded to bf16, as [blocks, N]."""
+    torch.manual_seed(0)
+    N, K = 64, 128
+    codes, lut = torch.randint(0, 16, (N, K), dtype=torch.uint8), torch.linspace(-1, 1, 16)
+    absmax = torch.rand(N, K // 64).bfloat16()
+    packed = []
+    for block in range(N // 32):
+        for pair in range(K // 2):
+            values = codes[32 * block : 32 * block + 32, 2 * pair : 2 * pair + 2].reshape(-1)
+            packed.append(values[:32] | (values[32:] << 4))
+    layer = make("bitsandbytes/nf4")[0]
+    layer.in_features, layer.out_features, layer.bias = K, N, None
+    state = SimpleNamespace(**vars(layer.weight.quant_state) | {"shape": (N, K), "code": lut})
+    state.absmax, state.packing_format_for_cpu = absmax.t().contiguous(), True
+    layer.weight = nn.Parameter(torch.stack(packed).reshape(N, K // 2), requires_grad=False)
+    layer.weight.quant_state = state
+    model = nn.ModuleDict({"layer": layer})
+    assert not replace_linear_layers(model, progress=False).left
+    expected = lut[codes.long()] * absmax.float().repeat_interleave(64, 1)
+    assert torch.equal(model["layer"].dequantize(), expected)
+
+
+def test_uint32_words():
     """transformers keeps MLX's words in a dtype that safetensors gives us as int32."""
     layer, reference = make("mlx/affine-g64-bfloat16")
     layer.weight = layer.weight.view(torch.uint32)
