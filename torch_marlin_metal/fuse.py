@@ -51,6 +51,13 @@ class FusedLinear(nn.Module):
         whole = self.group.layer.weight
         return WeightInfo(whole.dtype, whole.device, torch.Size((self.out_features, self.in_features)))
 
+    @property
+    def bias(self) -> Tensor | None:
+        """This projection's part of the bias."""
+        whole = self.group.layer.bias
+        start = sum(self.group.sizes[: self._index])
+        return None if whole is None else whole[start : start + self.out_features]
+
     def forward(self, a: Tensor) -> Tensor:
         """`a [..., in_features]` to this projection's `[..., out_features]`, a view of the group's result."""
         group = self._shared[0]

@@ -54,6 +54,7 @@ def test_a_fused_group_computes_the_same_and_comes_apart_again(weight_format, wh
     assert torch.equal(copy.deepcopy(model)(a), expected)
     after = {name: weight.tensors() for name, weight in unfused(model)}
     assert before.keys() == after.keys()
+    assert torch.equal(model.attention.v_proj.bias, before["attention.v_proj"]["bias"])
     for name, tensors in before.items():
         assert tensors.keys() == after[name].keys()
         assert all(torch.equal(tensor, after[name][key]) for key, tensor in tensors.items())

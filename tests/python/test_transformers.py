@@ -21,13 +21,13 @@ from checkpoint_writers import (
 from llama import FOLDERS, IDS, MODELS, check_layers, check_logits, dense_model, write_gguf
 from models import same
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel, AutoModelForCausalLM, GPTQConfig, StaticCache
+from transformers import AutoModel, AutoModelForCausalLM, GPTQConfig, Qwen2Config, Qwen2ForCausalLM, StaticCache
 from transformers.quantizers import auto as tables
 from transformers.quantizers import register_quantization_config, register_quantizer
 
 import torch_marlin_metal.integrations.transformers as integration
 from torch_marlin_metal import MarlinLinear, quantize_model
-from torch_marlin_metal.convert import CheckpointError, UnsupportedFormat
+from torch_marlin_metal.convert import CheckpointError, UnsupportedFormat, export_checkpoint, open_reader
 from torch_marlin_metal.fuse import FusedLinear
 from torch_marlin_metal.integrations.transformers import MarlinConfig, restore, restored, take_over, taken_over
 from torch_marlin_metal.skeleton import ModelMismatchError
@@ -255,6 +255,29 @@ def test_an_unquantized_directory_is_quantized_while_it_loads(weight_format, tmp
     assert same(model.state_dict(), expected.state_dict())
     model.save_pretrained(tmp_path / "saved")
     assert same(load(tmp_path / "saved").state_dict(), model.state_dict())
+
+
+def test_biases_stay_with_their_layers(tmp_path) -> None:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    source = Qwen2ForCausalLM(Qwen2Config(**sizes, num_attention_heads=2, num_key_value_heads=1))
+    with torch.no_grad():
+        for name, parameter in source.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_()
+    source.save_pretrained(tmp_path / "floats")
+    expected = load(tmp_path / "floats")
+    quantize_model(expected, "uint4", 32, exclude="lm_head", progress=False)
+    config = MarlinConfig("uint4", 32, fuse=True)
+    load(tmp_path / "floats", quantization_config=config).save_pretrained(tmp_path / "saved")
+    reader = open_reader(tmp_path / "saved")
+    export_checkpoint(
+        reader, tmp_path / "gptq", "gptq", other_tensors=reader.other_tensors(), config=reader.source.config, version=2
+    )
+    for folder in ("saved", "gptq"):
+        model = load(tmp_path / folder)
+        assert torch.equal(model.model.layers[1].self_attn.k_proj.bias, source.model.layers[1].self_attn.k_proj.bias)
+        assert torch.equal(model(IDS).logits, expected(IDS).logits)
 
 
 def test_layers_to_leave_and_weights_that_cannot_be_quantized(tmp_path) -> None:
