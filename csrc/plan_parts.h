@@ -38,14 +38,14 @@ std::string name(TileShape tile);  // "64x64x32"
 // The workspace of `slices` partial sums and the kernel that adds them up, with bias and rounding; none for one slice.
 void add_reduction(Plan& plan, const GemmProblem& problem, uint32_t slices);
 
-// Metal's limit for a threadgroup, and what a core has for all of its threadgroups (metal-benchmarks: about 60 KB on
-// M1 Max; threads of at most 104 half-registers).
+// Metal's limit for a threadgroup, and what a core has for all of its threadgroups: about 60 KB, and 208 KB of
+// registers (M1 Max, metal-benchmarks).
 inline constexpr uint32_t kMostThreadgroupBytes = 32 * 1024;
 inline constexpr uint32_t kCoreThreadgroupBytes = 60 * 1024;
-inline constexpr uint32_t kCoreThreads = 1024;
+inline constexpr uint32_t kCoreHalfRegisters = 208 * 1024 / 2;
 
-// Threadgroups that a core holds at once, at least one.
-uint32_t resident_threadgroups(uint32_t threads, uint32_t threadgroup_bytes);
+// Threadgroups of a kernel that stages tiles that a core holds at once, at least one.
+uint32_t resident_threadgroups(TileShape tile, uint32_t threadgroup_bytes);
 
 // Each adds the ways in which its kernels can compute the problem, best-known first.
 using AddCandidates = void(std::vector<Candidate>& candidates, const GemmProblem& problem, const GpuDevice& device);

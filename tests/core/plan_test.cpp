@@ -298,7 +298,7 @@ void check_tile_refusals() {
          "the reason: " + tile_refusal({128, 128, 32}, ElementType::float32, 2));
 }
 
-// What is striped on an M1 (8 cores, 3 threadgroups of 18,512 bytes each) and an M1 Max.
+// What is striped on an M1 (8 cores, 2 threadgroups each by their registers) and an M1 Max.
 void check_stripe_choices() {
   const struct {
     uint32_t M, N, K, cores, stripes, k_per_slice;
@@ -308,14 +308,14 @@ void check_stripe_choices() {
       {64, 64, 512, 8, 2, 256, true, "one tile: no more stripes than slices"},
       {64, 64, 200, 8, 1, 256, false, "one slice, which is shorter"},
       {64, 64, 600, 8, 2, 256, true, "the second slice takes the remainder"},
-      {64, 1536, 4096, 8, 24, 4096, false, "as many tiles as stripes"},
-      {64, 1408, 4096, 8, 22, 4096, false, "an eighth idle at most"},
-      {64, 1280, 4096, 8, 24, 256, true, "a sixth would be idle"},
-      {64, 1600, 4096, 8, 24, 256, true, "a second round for one tile"},
-      {4096, 4096, 4096, 8, 24, 4096, false, "4096 tiles: 170.7 rounds"},
-      {64, 1536, 4096, 32, 96, 256, true, "a quarter of the stripes a larger chip has"},
-      {64, 384, 1024, 8, 24, 256, true, "stripes of a unit"},
-      {128, 128, 1536, 8, 24, 256, true, "six stripes a tile"},
+      {64, 1024, 4096, 8, 16, 4096, false, "as many tiles as stripes"},
+      {64, 896, 4096, 8, 14, 4096, false, "an eighth idle at most"},
+      {64, 832, 4096, 8, 16, 256, true, "three sixteenths would be idle"},
+      {64, 1088, 4096, 8, 16, 256, true, "a second round for one tile"},
+      {4096, 4096, 4096, 8, 16, 4096, false, "256 rounds of tiles"},
+      {64, 1024, 4096, 32, 64, 256, true, "a larger chip has four times the stripes"},
+      {64, 384, 1024, 8, 16, 256, true, "stripes of one unit and of two"},
+      {128, 128, 1536, 8, 16, 256, true, "four stripes a tile"},
   };
   for (const auto& row : rows) {
     const Plan plan = plan_gemm(square(row.M, row.N, row.K, 128, "striped"), {.cores = row.cores});
@@ -342,7 +342,7 @@ void check_choices() {
       {5, 4096, 4096, 128, 8, "gemv_uint4b8_float16", {32, 2, 1}, {96, 1, 1}, 1408},
       {24, 4096, 4096, 128, 8, "gemv_uint4b8_float16", {32, 6, 1}, {32, 1, 1}, 4096},
       {25, 4096, 4096, 128, 8, "gemm_double_buffered_64x64x32_uint4b8_float16", {64, 1, 1}, {256, 1, 1}, 4096},
-      {33, 512, 4096, 128, 8, "gemm_double_buffered_64x64x32_uint4b8_float16", {8, 1, 3}, {256, 1, 1}, 1408},
+      {33, 512, 4096, 128, 8, "gemm_double_buffered_64x64x32_uint4b8_float16", {8, 1, 2}, {256, 1, 1}, 2048},
       {4096, 4096, 4096, 128, 8, "gemm_double_buffered_64x64x32_uint4b8_float16", {64, 64, 1}, {256, 1, 1}, 4096},
       {1, 1, 8, 8, 8, "gemv_uint4b8_float16", {1, 1, 1}, {32, 1, 1}, 8},
   };
