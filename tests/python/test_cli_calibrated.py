@@ -43,8 +43,9 @@ def llama(tmp_path):
         ("autoround", "uint4b8", "auto_round"),
     ],
 )
-def test_calibrated_methods(llama, method, weight_format, package):
+def test_calibrated_methods(request, method, weight_format, package):
     pytest.importorskip(package, reason=f"{package} is not installed", exc_type=ImportError)
+    llama = request.getfixturevalue("llama")
     done = subprocess.run(  # GPTQModel takes over the terminal of its process
         [
             sys.executable, "-m", "torch_marlin_metal", "quantize", llama, llama.parent / "out", "--method", method,
