@@ -12,6 +12,7 @@ struct Variant {
 
 constexpr std::array kVariants{
     Variant{"gemv", add_gemv},
+    Variant{"fused", add_fused},
     Variant{"double_buffered", add_double_buffered},
     Variant{"single_stage", add_single_stage},
     Variant{"striped", add_striped},

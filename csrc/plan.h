@@ -30,7 +30,7 @@ struct WeightProblem {
   bool has_perm = false;
   bool has_global_scale = false;
   bool global_scale_per_column = false;
-  bool vector_aligned = false;  // the first packed word is 16-byte aligned
+  bool vector_aligned = false;  // the first packed word, scale and zero point are aligned for a load of four
 };
 
 struct GemmProblem {

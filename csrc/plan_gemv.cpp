@@ -25,7 +25,7 @@ void add_gemv(std::vector<Candidate>& candidates, const GemmProblem& problem, co
   const uint64_t wanted = (uint64_t{device.cores} * kSimdgroupsPerCore + resident - 1) / resident;
   const uint32_t longest_split = std::clamp<uint32_t>(K / kShortestSlice, 1, kMostSlices);
   const auto slices = static_cast<uint32_t>(std::clamp<uint64_t>(wanted, 1, longest_split));
-  const uint32_t k_per_slice = slice_length(problem, slices, kCodesPerWord);
+  const uint32_t k_per_slice = slice_length(problem, slices, kGemvK);
   const uint32_t filled = ceil_divide(K, k_per_slice);
 
   uint32_t simdgroups = std::min<uint32_t>(filled, kGemvMaxSimdgroups);
@@ -42,11 +42,13 @@ void add_gemv(std::vector<Candidate>& candidates, const GemmProblem& problem, co
                     .threadgroup_bytes = gemv_threadgroup_bytes(rows, simdgroups),
                     .params = gemm_params(problem, k_per_slice)};
   dispatch.constants[kConstantRows] = static_cast<int32_t>(rows);
+  dispatch.constants[kConstantRaggedK] = K % kGemvK != 0;
+  dispatch.constants[kConstantRaggedN] = N % kGemvColumns != 0;
   // A code scaled down by 2^24 takes small bf16 and fp32 activations below fp32's range; fp16 ones stay inside.
   dispatch.constants[kConstantSubnormalCodes] = device.half_subnormals && problem.activations == ElementType::float16;
   Plan plan{.dispatches = {std::move(dispatch)}};
   add_reduction(plan, problem, splits);
-  candidates.push_back({.variant = "gemv", .tile = {rows, kGemvColumns, kCodesPerWord}, .plan = std::move(plan)});
+  candidates.push_back({.variant = "gemv", .tile = {rows, kGemvColumns, kGemvK}, .plan = std::move(plan)});
 }
 
 }  // namespace marlin

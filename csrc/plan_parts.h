@@ -49,6 +49,6 @@ uint32_t resident_threadgroups(TileShape tile, uint32_t threadgroup_bytes);
 
 // Each adds the ways in which its kernels can compute the problem, best-known first.
 using AddCandidates = void(std::vector<Candidate>& candidates, const GemmProblem& problem, const GpuDevice& device);
-AddCandidates add_gemv, add_double_buffered, add_single_stage, add_striped, add_two_pass;
+AddCandidates add_gemv, add_fused, add_double_buffered, add_single_stage, add_striped, add_two_pass;
 
 }  // namespace marlin

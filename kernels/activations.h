@@ -1,4 +1,4 @@
-// Eight consecutive k of an activation row, widened to fp32 or as they are.
+// Four or eight consecutive k of an activation row.
 #pragma once
 
 #include "decode.h"
@@ -12,26 +12,36 @@ struct Activations {
   int64_t row_stride;
   uint columns;
 
-  template <typename R>
-  MARLIN_INLINE Octet<R> load(uint m, uint k) const {
-    const device T* row = data + int64_t(m) * row_stride;
-    Octet<R> x;
-    if (vector_activations) {
-      const device vec<T, 4>* source = reinterpret_cast<const device vec<T, 4>*>(row + k);
-      const vec<T, 4> low = source[0];
-      const vec<T, 4> high = source[1];
-      MARLIN_UNROLL for (uint i = 0; i < 4; ++i) {
-        x.k[i] = R(low[i]);
-        x.k[i + 4] = R(high[i]);
-      }
-    } else {
-      MARLIN_UNROLL for (uint i = 0; i < kCodesPerWord; ++i) {
-        // The host cannot look at perm: an index that is none reads nothing.
-        const uint column = has_perm ? uint(perm[k + i]) : k + i;
-        x.k[i] = column < columns ? R(row[column]) : R(0.0h);
-      }
+  MARLIN_INLINE const device T* row_at(uint m) const { return data + int64_t(m) * row_stride; }
+
+  // Four consecutive k, of which `first` is the first; through perm it is the row's own first and k the place in perm.
+  MARLIN_INLINE vec<T, 4> load_quad(const device T* first, uint k) const {
+    if (vector_activations) return *reinterpret_cast<const device vec<T, 4>*>(first);
+    vec<T, 4> x = vec<T, 4>(T(0.0f));
+    // The host cannot look at perm: an index that is none reads nothing.
+    MARLIN_UNROLL for (uint i = 0; i < 4; ++i) {
+      const uint column = has_perm ? uint(perm[k + i]) : i;
+      if (!has_perm || column < columns) x[i] = first[column];
     }
     return x;
+  }
+
+  // Eight, as R.
+  template <typename R>
+  MARLIN_INLINE Octet<R> load_octet(const device T* first, uint k) const {
+    const vec<T, 4> low = load_quad(first, k);
+    const vec<T, 4> high = load_quad(first + (has_perm ? 0 : 4), k + 4);
+    Octet<R> x;
+    MARLIN_UNROLL for (uint i = 0; i < 4; ++i) {
+      x.k[i] = R(low[i]);
+      x.k[i + 4] = R(high[i]);
+    }
+    return x;
+  }
+
+  template <typename R>
+  MARLIN_INLINE Octet<R> load(uint m, uint k) const {
+    return load_octet<R>(row_at(m) + (has_perm ? 0 : k), k);
   }
 };
 

@@ -17,6 +17,13 @@ struct Output {
     out[ulong(m) * N + n] = T(has_bias ? sum + load_element(bias, n, bias_type) : sum);
   }
 
+  // Four columns; out and partials are the allocator's own, aligned for vectors where N is a multiple of 4.
+  MARLIN_INLINE void store_columns(uint slice, uint m, uint n, float4 sums) const {
+    MARLIN_UNROLL for (uint c = 0; c < 4; ++c) {
+      if (vector_columns || n + c < N) store_slice(slice, m, n + c, sums[c]);
+    }
+  }
+
   MARLIN_INLINE void store_slice(uint slice, uint m, uint n, float sum) const {
     if (writes_partials) {
       partials[(ulong(slice) * M + m) * N + n] = sum;

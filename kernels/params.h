@@ -59,12 +59,15 @@ enum BufferSlot {
 
 // Function constants: X(index, Metal type, name in shaders, name here). Every pipeline is given all of them; a kernel
 // ignores those that it does not read. The types are ElementTypes.
-//   vector_columns          N is a multiple of 4 and the first packed word is 16-byte aligned
+//   vector_columns          N is a multiple of 4; the first packed word, scale and zero point are aligned to 4 elements
 //   vector_activations      no perm; the first activation is aligned to 4 elements, the row stride a multiple of 4
-//   rows_per_threadgroup    activation rows of a gemv threadgroup, 1 to kGemvMaxRows
-//   subnormal_codes         gemv reads codes as half subnormals: where probe_half_subnormals says that they live, and
-//                           activations are fp16 (a small bf16 or fp32 one times 2^-24 would be flushed)
+//   rows_per_threadgroup    activation rows of a threadgroup: gemv 1 to kGemvMaxRows, fused 8 to kFusedMaxRows by 8
+//   subnormal_codes         codes are read as half subnormals: where probe_half_subnormals says that they live, and for
+//                           gemv activations are fp16 (a small bf16 or fp32 one times 2^-24 would be flushed)
 //   writes_partials         the K slices of the grid go to kSlotPartials and wait for reduce
+//   short_group_size        fused: the group size where it is 16 or 32 and shorter than K, else 0
+//   ragged_k                K is no multiple of the step of gemv or fused, kGemvK or kFusedK
+//   ragged_n                N is no multiple of their strip, kGemvColumns or kFusedColumns
 #define MARLIN_FUNCTION_CONSTANTS(X)                        \
   X(0, bool, has_perm, HasPerm)                             \
   X(1, bool, has_bias, HasBias)                             \
@@ -77,16 +80,19 @@ enum BufferSlot {
   X(8, bool, vector_activations, VectorActivations)         \
   X(9, int, rows_per_threadgroup, Rows)                     \
   X(10, bool, subnormal_codes, SubnormalCodes)              \
-  X(11, bool, writes_partials, WritesPartials)
+  X(11, bool, writes_partials, WritesPartials)              \
+  X(12, int, short_group_size, ShortGroupSize)              \
+  X(13, bool, ragged_k, RaggedK)                            \
+  X(14, bool, ragged_n, RaggedN)
 
 enum FunctionConstant {
 #define MARLIN_CONSTANT_INDEX(index, type, shader_name, name) kConstant##name = index,
   MARLIN_FUNCTION_CONSTANTS(MARLIN_CONSTANT_INDEX)
 #undef MARLIN_CONSTANT_INDEX
-      kFunctionConstantCount = 12,
+      kFunctionConstantCount = 15,
 };
 
-// gemv and gemm. A slice is the part of K of one simdgroup (gemv) or of one threadgroup (gemm).
+// gemv and gemm. A slice is the part of K of one simdgroup (gemv, fused) or of one threadgroup (the staged gemm).
 struct GemmParams {
   int64_t a_row_stride;  // elements
   uint32_t M;
@@ -151,6 +157,7 @@ enum {
   kSimdWidth = 32,
   kGemvColumnsPerLane = 4,
   kGemvColumns = kSimdWidth * kGemvColumnsPerLane,
+  kGemvK = 16,
   kGemvMaxRows = 4,
   kGemvMaxSimdgroups = 16,
 };
@@ -159,6 +166,24 @@ constexpr uint32_t gemv_threadgroup_bytes(uint32_t rows, uint32_t simdgroups) {
   return simdgroups * rows * kGemvColumns * 4;
 }
 static_assert(gemv_threadgroup_bytes(kGemvMaxRows, kGemvMaxSimdgroups) <= 32768, "Metal's limit");
+
+// gemm_fused: a simdgroup owns 32 columns of up to 32 rows and takes 64 k at a step; its threadgroup splits a range of
+// K between its simdgroups.
+enum {
+  kFusedColumns = 32,
+  kFusedMaxRows = 32,
+  kFusedK = 64,
+  kFusedMaxSimdgroups = 8,
+  // Terms summed in the matrix unit's own accumulators before they join the total: a power of two that makes both
+  // chains short for the longest K of the error bound.
+  kFusedChainLength = 256,
+};
+
+constexpr uint32_t fused_threadgroup_bytes(WeightFormat format, uint32_t rows, uint32_t simdgroups) {
+  return simdgroups * rows * kFusedColumns * 4 + (format == WeightFormat::lut4 ? kLutSize * 4 : 0);
+}
+static_assert(fused_threadgroup_bytes(WeightFormat::uint4b8, kFusedMaxRows, kFusedMaxSimdgroups) <= 32768,
+              "Metal's limit");
 
 // gemm_double_buffered, gemm_single_stage, gemm_striped: M x N outputs of a threadgroup, K k at a step.
 struct TileShape {

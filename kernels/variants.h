@@ -35,8 +35,11 @@
 //       dequantize         columns N,   rows K/8     (a packed word per thread)
 //       reduce             columns N,   rows M
 //   gemv: threads (32 * simdgroups, 1, 1), grid (ceil(N / kGemvColumns), ceil(M / rows), splits);
-//     slice = z * simdgroups + simdgroup; k_per_slice a multiple of 8, splits * simdgroups * k_per_slice >= K;
+//     slice = z * simdgroups + simdgroup; k_per_slice a multiple of kGemvK, splits * simdgroups * k_per_slice >= K;
 //     threadgroup memory gemv_threadgroup_bytes(rows, simdgroups); partials [splits, M, N] where splits > 1.
+//   gemm_fused: threads (32 * simdgroups, 1, 1), grid (ceil(N / kFusedColumns), ceil(M / rows), splits);
+//     slices as for gemv, k_per_slice a multiple of kFusedK; threadgroup memory fused_threadgroup_bytes(format, rows,
+//     simdgroups); partials [splits, M, N] where splits > 1.
 //   gemm_double_buffered_*, gemm_single_stage_*: a tile MxNxK is in the name; threads (tile_threads(tile), 1, 1),
 //     grid (ceil(N / tile N), ceil(M / tile M), slices); k_per_slice a multiple of the tile's K,
 //     slices * k_per_slice >= K; threadgroup memory tile_threadgroup_bytes(tile, activations, stages);
@@ -65,6 +68,8 @@
 #define MARLIN_KERNELS_GEMV(X)                                                            \
   X(gemv, probe_half_subnormals, plain, MARLIN_SLOT(kSlotPacked) | MARLIN_SLOT(kSlotOut)) \
   X(gemv, gemv, format_element, kMaskAll)
+
+#define MARLIN_KERNELS_GEMM_FUSED(X) X(gemm_fused, gemm_fused, format_element, kMaskAll)
 
 // Tiles M x N x K of the staged kernels, those that gemm_striped has too first: X(M, N, K, ...).
 #define MARLIN_STRIPED_TILES(X, ...) X(64, 64, 32, __VA_ARGS__) X(32, 128, 32, __VA_ARGS__)
@@ -110,6 +115,7 @@
   MARLIN_KERNELS_REPACK(X)            \
   MARLIN_KERNELS_DEQUANTIZE(X)        \
   MARLIN_KERNELS_GEMV(X)              \
+  MARLIN_KERNELS_GEMM_FUSED(X)        \
   MARLIN_TILES(MARLIN_STAGED_ROWS, X) \
   MARLIN_KERNELS_GEMM_STRIPED(X)      \
   MARLIN_KERNELS_REDUCE(X)            \

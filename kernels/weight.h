@@ -22,6 +22,33 @@ MARLIN_INLINE bool zero_is_in_code() {
   return format == WeightFormat::uint4b8 || (format == WeightFormat::uint4 && zeros_type == int(ElementType::uint8));
 }
 
+// Four neighbouring columns, in one load where vector_columns allows it. Those from the owned-th on are not read.
+template <typename T>
+MARLIN_INLINE vec<T, 4> load_columns(const device T* first, uint owned) {
+  vec<T, 4> result = vec<T, 4>(T(0));
+  if (vector_columns) {
+    if (!ragged_n || owned != 0) result = *reinterpret_cast<const device vec<T, 4>*>(first);
+    return result;
+  }
+  MARLIN_UNROLL for (uint c = 0; c < 4; ++c) {
+    if (!ragged_n || c < owned) result[c] = first[c];
+  }
+  return result;
+}
+
+template <typename T>
+MARLIN_INLINE float4 load_columns_as_float(const device uchar* data, ulong index, uint owned) {
+  const vec<T, 4> values = load_columns(reinterpret_cast<const device T*>(data) + index, owned);
+  return float4(float(values[0]), float(values[1]), float(values[2]), float(values[3]));
+}
+
+MARLIN_INLINE float4 load_columns_of(int type, const device uchar* data, ulong index, uint owned) {
+  if (type == int(ElementType::float16)) return load_columns_as_float<half>(data, index, owned);
+  if (type == int(ElementType::bfloat16)) return load_columns_as_float<bfloat>(data, index, owned);
+  if (type == int(ElementType::float32)) return load_columns_as_float<float>(data, index, owned);
+  return load_columns_as_float<uchar>(data, index, owned);
+}
+
 struct Weight {
   const device uint* packed;
   const device uchar* scales;
@@ -41,6 +68,34 @@ struct Weight {
       return has_global_scale ? value * global_scale[global_scale_per_column ? n : 0] : value;
     }
     return load_element(scales, index, scales_type);
+  }
+
+  // Of four columns from n on, index = group * N + n. Columns beyond N have 0.
+  template <WeightFormat format>
+  MARLIN_INLINE float4 scales_of_columns(ulong index, uint n) const {
+    if (format != WeightFormat::mxfp4 && format != WeightFormat::nvfp4) {
+      return load_columns_of(scales_type, scales, index, N - n);
+    }
+    const uchar4 codes = load_columns(scales + index, N - n);
+    float4 result;
+    MARLIN_UNROLL for (uint c = 0; c < 4; ++c) {
+      if (format == WeightFormat::mxfp4) {
+        result[c] = e8m0_value(codes[c]);
+      } else {
+        result[c] = e4m3_value(codes[c]);
+        if (has_global_scale) result[c] *= global_scale[global_scale_per_column ? min(n + c, N - 1) : 0];
+      }
+    }
+    return result;
+  }
+
+  template <WeightFormat format>
+  MARLIN_INLINE float4 zeros_of_columns(ulong index, uint n) const {
+    if (format == WeightFormat::uint4b8) return float4(8.0f);
+    if (format == WeightFormat::uint4 || format == WeightFormat::uint4_bias) {
+      return load_columns_of(zeros_type, zeros, index, N - n);
+    }
+    return float4(0.0f);
   }
 
   // The zero point in units of the code (uint4_bias: the bias); 0 for formats that have none.

@@ -76,7 +76,8 @@ WeightProblem bind_weight(const char* op, const WeightTensors& weight, const Wei
           .has_perm = weight.perm.has_value(),
           .has_global_scale = weight.global_scale.has_value(),
           .global_scale_per_column = weight.global_scale && weight.global_scale->numel() > 1,
-          .vector_aligned = is_aligned(weight.b_packed, 4)};
+          .vector_aligned = is_aligned(weight.b_packed, 4) && is_aligned(bindings[kSlotScales], 4) &&
+                            (!weight.zeros || is_aligned(bindings[kSlotZeros], 4))};
 }
 
 Plan planned(const GemmProblem& problem, const GpuDevice& device) {

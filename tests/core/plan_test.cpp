@@ -168,10 +168,35 @@ void check_gemv(const GemmProblem& problem, const Plan& plan, const GpuDevice& d
   expect(product.constants[kConstantSubnormalCodes] ==
              (device.half_subnormals && problem.activations == ElementType::float16),
          "probe's answer, for fp16");
-  expect(params.k_per_slice % kCodesPerWord == 0, "slices of whole words");
+  expect((product.constants[kConstantRaggedK] != 0) == (problem.weight.K % kGemvK != 0), "whole steps");
+  expect((product.constants[kConstantRaggedN] != 0) == (problem.weight.N % kGemvColumns != 0), "whole strips");
+  expect(params.k_per_slice % kGemvK == 0, "slices of whole steps");
   expect_tiling(product.grid.x, kGemvColumns, problem.weight.N, "columns");
   expect_tiling(product.grid.y, rows, problem.M, "rows");
   expect_tiling(product.grid.z, uint64_t{simdgroups} * params.k_per_slice, problem.weight.K, "k");
+  check_slices(problem, plan);
+}
+
+void check_fused(const GemmProblem& problem, const Plan& plan, const GpuDevice& device) {
+  const Dispatch& product = plan.dispatches.front();
+  const auto& params = std::get<GemmParams>(product.params);
+  const WeightProblem& weight = problem.weight;
+  const auto rows = static_cast<uint32_t>(product.constants[kConstantRows]);
+  const uint32_t simdgroups = product.threads.x / kSimdWidth;
+  expect(rows % 8 == 0 && rows >= 8 && rows <= kFusedMaxRows, "rows of a threadgroup");
+  expect(product.threads.x % kSimdWidth == 0 && simdgroups >= 1 && simdgroups <= kFusedMaxSimdgroups, "simdgroups");
+  expect(product.threadgroup_bytes == fused_threadgroup_bytes(weight.format, rows, simdgroups), "threadgroup memory");
+  expect(product.threadgroup_bytes <= 20 * 1024, "three threadgroups a core");
+  expect((product.constants[kConstantSubnormalCodes] != 0) == device.half_subnormals, "probe's answer");
+  expect((product.constants[kConstantRaggedK] != 0) == (weight.K % kFusedK != 0), "whole steps");
+  expect((product.constants[kConstantRaggedN] != 0) == (weight.N % kFusedColumns != 0), "whole strips");
+  const uint32_t group = std::min(weight.group_size, weight.K);
+  const auto short_group = static_cast<uint32_t>(product.constants[kConstantShortGroupSize]);
+  expect(short_group == 0 ? group % kFusedK == 0 || group == weight.K : short_group == group, "groups of a step");
+  expect(params.k_per_slice % kFusedK == 0, "slices of whole steps");
+  expect_tiling(product.grid.x, kFusedColumns, weight.N, "columns");
+  expect_tiling(product.grid.y, rows, problem.M, "rows");
+  expect_tiling(product.grid.z, uint64_t{simdgroups} * params.k_per_slice, weight.K, "k");
   check_slices(problem, plan);
 }
 
@@ -212,6 +237,8 @@ void check_candidate(const GemmProblem& problem, const Candidate& candidate, con
   expect(params.a_row_stride == problem.a_row_stride, "row stride");
   if (candidate.variant == "gemv") {
     check_gemv(problem, plan, device);
+  } else if (candidate.variant == "fused") {
+    check_fused(problem, plan, device);
   } else {
     check_tiles(problem, candidate, device);
   }
@@ -334,6 +361,7 @@ void check_choices() {
     const char* function;
     Extent grid, threads;
     uint32_t k_per_slice;
+    std::string_view variant = "auto";
   } rows[] = {
       {1, 4096, 4096, 128, 8, "gemv_uint4b8_float16", {32, 1, 1}, {192, 1, 1}, 768},
       {1, 512, 4096, 128, 8, "gemv_uint4b8_float16", {4, 1, 2}, {512, 1, 1}, 128},
@@ -344,10 +372,14 @@ void check_choices() {
       {25, 4096, 4096, 128, 8, "gemm_double_buffered_64x64x32_uint4b8_float16", {64, 1, 1}, {256, 1, 1}, 4096},
       {33, 512, 4096, 128, 8, "gemm_double_buffered_64x64x32_uint4b8_float16", {8, 1, 2}, {256, 1, 1}, 2048},
       {4096, 4096, 4096, 128, 8, "gemm_double_buffered_64x64x32_uint4b8_float16", {64, 64, 1}, {256, 1, 1}, 4096},
-      {1, 1, 8, 8, 8, "gemv_uint4b8_float16", {1, 1, 1}, {32, 1, 1}, 8},
+      {1, 1, 8, 8, 8, "gemv_uint4b8_float16", {1, 1, 1}, {32, 1, 1}, 16},
+      {8, 4096, 4096, 128, 8, "gemm_fused_uint4b8_float16", {128, 1, 1}, {128, 1, 1}, 1024, "fused"},
+      {8, 512, 4096, 128, 32, "gemm_fused_uint4b8_float16", {16, 1, 4}, {256, 1, 1}, 128, "fused"},
+      {33, 4096, 4096, 128, 8, "gemm_fused_uint4b8_float16", {128, 2, 1}, {128, 1, 1}, 1024, "fused"},
+      {32, 64, 4096, 128, 8, "gemm_fused_uint4b8_float16", {2, 1, 7}, {160, 1, 1}, 128, "fused"},
   };
   for (const auto& row : rows) {
-    const Plan plan = plan_gemm(square(row.M, row.N, row.K, row.group_size), {.cores = row.cores});
+    const Plan plan = plan_gemm(square(row.M, row.N, row.K, row.group_size, row.variant), {.cores = row.cores});
     subject = text(plan);
     const Dispatch& first = plan.dispatches.front();
     const auto same = [](const Extent& a, const Extent& b) { return a.x == b.x && a.y == b.y && a.z == b.z; };

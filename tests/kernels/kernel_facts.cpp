@@ -42,8 +42,12 @@ int main() {
   NUMBER(kElementwiseWidth)
   NUMBER(kElementwiseHeight)
   NUMBER(kGemvColumns)
+  NUMBER(kGemvK)
   NUMBER(kGemvMaxRows)
   NUMBER(kGemvMaxSimdgroups)
+  NUMBER(kFusedColumns)
+  NUMBER(kFusedMaxRows)
+  NUMBER(kFusedK)
   std::printf("\"end\": 0}, \"structs\": {\"GemmParams\": {");
   FIELD(GemmParams, a_row_stride)
   FIELD(GemmParams, M)
@@ -103,7 +107,19 @@ int main() {
     }
     std::printf("], ");
   }
-  std::printf("[]], \"tiles\": [");
+  std::printf("[]], \"fused_bytes\": {");
+  for (int format = 0; format < kWeightFormatCount; ++format) {
+    std::printf("\"%s\": [", std::string(name(static_cast<WeightFormat>(format))).c_str());
+    for (uint32_t simdgroups = 0; simdgroups <= kFusedMaxSimdgroups; ++simdgroups) {
+      std::printf("[0");
+      for (uint32_t rows = 8; rows <= kFusedMaxRows; rows += 8) {
+        std::printf(", %u", fused_threadgroup_bytes(static_cast<WeightFormat>(format), rows, simdgroups));
+      }
+      std::printf("], ");
+    }
+    std::printf("[]], ");
+  }
+  std::printf("\"end\": []}, \"tiles\": [");
 #define TILE(M, N, K, ...) tile({M, N, K});
   MARLIN_TILES(TILE)
   std::printf("[]], \"mlstm_output_bytes\": {");

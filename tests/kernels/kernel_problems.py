@@ -165,12 +165,13 @@ def run_product(
 
 
 def check_gemv_work(problem: Problem, rows: int, counters: Counters) -> None:
-    """Each word is read once per block of rows; each lane that owns columns reads each activation once."""
+    """Per block of rows: each word is read once, each activation once by each lane and once more for a sum over k."""
     if counters.buffers is None:
         return
-    lanes, row_blocks = -(-problem.N // 4), -(-problem.M // rows)
+    row_blocks, strips = -(-problem.M // rows), -(-problem.N // number("kGemvColumns"))
+    sums = strips if problem.weight_format in ("uint4b8", "uint4", "uint4_bias") else 0
     read = {slot: counts["bytes_read"] for slot, counts in counters.buffers.items()}
-    words, activations = row_blocks * problem.K // 8 * problem.N, lanes * problem.M * problem.K
+    words, activations = row_blocks * problem.K // 8 * problem.N, row_blocks * rows * problem.K * (32 * strips + sums)
     assert read.get(number("kSlotPacked"), 0) == words * 4, "bytes of packed words read"
     assert read.get(number("kSlotA"), 0) == activations * problem.dtype.itemsize, "bytes of activations read"
 
@@ -186,15 +187,20 @@ def run_gemv(
 ) -> torch.Tensor:
     """`options` are those of `launch`; `inputs`, and `activations` (buffer, row stride), in place of the problem's;
     `counted=False` where less is read than K asks for."""
-    words = problem.K // 8
-    k_per_slice = -(-words // (simdgroups * splits)) * 8
+    step = number("kGemvK")
+    k_per_slice = -(-problem.K // (step * simdgroups * splits)) * step
     splits = -(-problem.K // (k_per_slice * simdgroups))  # none may be empty
     options |= {
         "group": (32 * simdgroups, 1, 1),
         "groups": (-(-problem.N // number("kGemvColumns")), -(-problem.M // rows), splits),
         "threadgroup_bytes": facts()["gemv_bytes"][rows][simdgroups],
     }
-    constants = {"rows_per_threadgroup": rows, "subnormal_codes": subnormal_codes}
+    constants = {
+        "rows_per_threadgroup": rows,
+        "subnormal_codes": subnormal_codes,
+        "ragged_k": problem.K % step != 0,
+        "ragged_n": problem.N % number("kGemvColumns") != 0,
+    }
     counted = options.pop("counted", True)
     shares = sliced(problem, splits)
     result, counters = run_product("gemv", problem, k_per_slice, constants, options, shares)

@@ -9,6 +9,7 @@ import test_kernel_repack as repack
 import test_kernel_values as values
 import torch
 from kernel_cases import problem
+from kernel_fused import run_fused
 from kernel_problems import Problem, check, check_dequantize, run_gemv
 from kernel_tiles import run_staged, run_striped
 
@@ -18,6 +19,10 @@ Case = tuple[str, Callable[[], object]]
 
 def _gemv(p: Problem, **options: int) -> Case:
     return f"gemv {p.weight_format} {p.M}x{p.N}x{p.K}", lambda: check(p, run_gemv(p, **options), raw_codes=True)
+
+
+def _fused(p: Problem, **options: int) -> Case:
+    return f"fused {p.weight_format} {p.M}x{p.N}x{p.K}", lambda: check(p, run_fused(p, **options), raw_codes=False)
 
 
 def _staged(kernel: str, p: Problem, **options: int) -> Case:
@@ -65,6 +70,22 @@ def _gemv_cases() -> Iterator[Case]:
     yield _gemv(problem(4, 8, 16384, **long_sums), rows=4, simdgroups=1)
 
 
+def _fused_cases() -> Iterator[Case]:
+    yield _fused(problem(9, 7, 72, weight_format="uint4", dtype=HALF, group_size=16), rows=16, simdgroups=2)
+    yield _fused(problem(8, 64, 192, weight_format="uint4b8", dtype=HALF, group_size=128), rows=8, simdgroups=2)
+    yield _fused(
+        problem(33, 68, 136, weight_format="lut4", dtype=BFLOAT, bias_dtype=HALF, has_perm=True, group_size=32),
+        rows=24, simdgroups=3, splits=2,
+    )  # fmt: skip
+    yield _fused(problem(5, 40, 24, weight_format="uint4_bias", dtype=FLOAT, a_offset=1), rows=8, simdgroups=1)
+    yield _fused(problem(20, 32, 520, weight_format="nvfp4", dtype=FLOAT), rows=32, simdgroups=2)
+    for zeros_dtype in (FLOAT, torch.uint8):
+        floats = {"dtype": FLOAT, "scales_dtype": FLOAT, "zeros_dtype": zeros_dtype, "group_size": 16}
+        yield _fused(problem(3, 32, 64, weight_format="uint4", **floats), rows=8, simdgroups=1)
+    long_sums = {"weight_format": "uint4_bias", "dtype": FLOAT, "group_size": "K", "all_positive": True}
+    yield _fused(problem(8, 32, 16384, **long_sums), rows=8, simdgroups=1)
+
+
 def _staged_cases() -> Iterator[Case]:
     for kernel in ("double_buffered_64x64x32", "single_stage_64x64x32"):
         yield _staged(kernel, problem(65, 65, 72, weight_format="uint4", dtype=HALF, group_size=16), slices=2)
@@ -97,7 +118,7 @@ def _reduce_cases() -> Iterator[Case]:
 
 
 def _perm_cases() -> Iterator[Case]:
-    for kernel in ("gemv", "single_stage"):
+    for kernel in ("gemv", "fused", "single_stage"):
         yield f"{kernel} perm", partial(values.test_perm_beyond_range, kernel)
 
 
@@ -150,6 +171,8 @@ def cases_of(file: str) -> Iterator[Case]:
         "repack.metal": _repack,
         "dequantize.metal": _dequantize_cases,
         "gemv.metal": _gemv_cases,
+        "gemm_fused.metal": _fused_cases,
+        "weight_fragment.h": _fused_cases,
         "reduce.metal": _reduce_cases,
         "gemm_striped.metal": _striped_cases,
         "staged.h": _staged_cases,

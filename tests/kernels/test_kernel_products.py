@@ -1,4 +1,4 @@
-"""gemv and the kernels that stage tiles against fp64, within the design's error bound per element.
+"""gemv, fused and the kernels that stage tiles against fp64, within the design's error bound per element.
 
 Small shapes run in checked mode: an access out of bounds, a read of memory that nobody wrote or a race fails the test.
 What lies beside the tensors is NaN.
@@ -9,6 +9,7 @@ import itertools
 import pytest
 import torch
 from kernel_cases import COMMON, FLOATS, FORMATS, pairwise, plain_problems, problem
+from kernel_fused import run_fused
 from kernel_problems import Problem, check, run_gemv
 from kernel_tiles import STAGED, STRIPED, Tile, run_striped, run_tiles
 from softmetal.device import KernelFault
@@ -24,6 +25,15 @@ GEMV_AXES = COMMON | {
     "splits": [1, 2, 3],
     "subnormal_codes": [True, False],
 }
+FUSED_AXES = COMMON | {
+    "M": [1, 5, 8, 9, 16, 17, 31, 33, 65],
+    "N": COLUMNS,
+    "K": [8, 24, 32, 64, 72, 136, 256, 520, 640],
+    "rows": [8, 16, 24, 32],
+    "simdgroups": [1, 2, 4, 7],
+    "splits": [1, 2, 3],
+    "subnormal_codes": [True, False],
+}
 TILE_AXES = COMMON | {
     "M": [1, 8, 17, 33, 63, 64, 65, 129, 130],
     "N": COLUMNS,
@@ -36,12 +46,19 @@ TILE_AXES = COMMON | {
 def run(kernel: str, p: Problem, **options) -> torch.Tensor:
     if kernel == "gemv":
         return run_gemv(p, **{"rows": 4, "simdgroups": 4} | options)
+    if kernel == "fused":
+        return run_fused(p, **{"rows": 16, "simdgroups": 3} | options)
     return run_tiles(kernel, p, **options)
 
 
 @pytest.mark.parametrize(("p", "options"), pairwise(GEMV_AXES, ["rows", "simdgroups", "splits", "subnormal_codes"]))
 def test_gemv(p: Problem, options: dict) -> None:
     check(p, run_gemv(p, **options), raw_codes=True)
+
+
+@pytest.mark.parametrize(("p", "options"), pairwise(FUSED_AXES, ["rows", "simdgroups", "splits", "subnormal_codes"]))
+def test_fused(p: Problem, options: dict) -> None:
+    check(p, run_fused(p, **options), raw_codes=False)
 
 
 @pytest.mark.parametrize("kernel", [*STAGED, *STRIPED])
@@ -60,16 +77,32 @@ def test_tiles(p: Problem, options: dict) -> None:
     check(p, run_tiles(**options, problem=p), raw_codes=False)
 
 
+EVERY_M = [*range(1, 10), 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 128, 130]
+
+
 def test_the_whole_matrix_of_shapes(everything: bool) -> None:
     """Each kernel that stages tiles at each shape of the list; formats, dtypes and the rest take turns."""
-    rows, columns = [130], [65]  # test_tiles is the sample that counts
-    if everything:
-        rows, columns = [*range(1, 10), 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 128, 130], COLUMNS
+    # test_tiles is the sample that counts
+    rows, columns = (EVERY_M, COLUMNS) if everything else ([130], [65])
     turns = {name: itertools.cycle(values) for name, values in (TILE_AXES | {"K": [8, 40, 72, 136, 264]}).items()}
     for M, N, kernel in itertools.product(rows, columns, [*STAGED, *STRIPED]):
         fields = {name: next(turn) for name, turn in turns.items() if name not in ("M", "N", "kernel", "parts")}
         p = problem(M, N, fields.pop("K"), **fields)
         check(p, run_tiles(kernel, p, parts=next(turns["parts"])), raw_codes=False)
+
+
+def test_fused_on_the_whole_matrix_of_shapes(everything: bool) -> None:
+    """The same for the fused kernel and gemv."""
+    rows, columns = (EVERY_M, COLUMNS) if everything else ([130], [65])
+    axes = FUSED_AXES | {"K": [8, 40, 72, 136, 264, 328]}
+    turns = {name: itertools.cycle(values) for name, values in axes.items()}
+    launches = ("rows", "simdgroups", "splits", "subnormal_codes")
+    for M, N, kernel in itertools.product(rows, columns, ["fused", "gemv"]):
+        fields = {name: next(turn) for name, turn in turns.items() if name not in ("M", "N")}
+        options = {name: fields.pop(name) for name in launches}
+        p = problem(M, N, fields.pop("K"), **fields)
+        options |= {"rows": options["rows"] // 8} if kernel == "gemv" else {}
+        check(p, run(kernel, p, **options), raw_codes=kernel == "gemv")
 
 
 @pytest.mark.parametrize("kernel", STRIPED)
@@ -81,12 +114,12 @@ def test_stripes(kernel: str) -> None:
             check(p, run_striped(kernel, p, k_per_slice=k_per_slice, stripes=stripes), raw_codes=False)
 
 
-@pytest.mark.parametrize("kernel", ["gemv", STAGED[1], STRIPED[0]])
+@pytest.mark.parametrize("kernel", ["gemv", "fused", STAGED[1], STRIPED[0]])
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("weight_format", FORMATS)
 def test_same_bits_in_any_order(kernel: str, weight_format: str, dtype: torch.dtype) -> None:
     p = problem(5, 72, 200, weight_format=weight_format, dtype=dtype, bias_dtype=torch.float32)
-    options = {"splits": 2} if kernel == "gemv" else {"parts": 3}
+    options = {"splits": 2} if kernel in ("gemv", "fused") else {"parts": 3}
     first, second = (run(kernel, p, seed=seed, **options) for seed in (1, 2))
     assert torch.equal(first.view(torch.uint8), second.view(torch.uint8))
 
@@ -96,12 +129,17 @@ def test_gemv_long_sums(p: Problem) -> None:
     check(p, run_gemv(p, rows=4, simdgroups=8, checked=False), raw_codes=True)
 
 
+@pytest.mark.parametrize("p", plain_problems(10, 40, 16384, group_size=128, all_positive=True))
+def test_fused_long_sums(p: Problem) -> None:
+    check(p, run_fused(p, rows=8, simdgroups=1, checked=False), raw_codes=False)
+
+
 @pytest.mark.parametrize("p", plain_problems(66, 136, 16384, group_size=128, all_positive=True))
 def test_tiles_long_sums(p: Problem) -> None:
     check(p, run_tiles("gemm_double_buffered_64x64x32", p, checked=False), raw_codes=False)
 
 
-@pytest.mark.parametrize("kernel", ["gemv", STAGED[0], STAGED[-1], STRIPED[-1]])
+@pytest.mark.parametrize("kernel", ["gemv", "fused", STAGED[0], STAGED[-1], STRIPED[-1]])
 def test_all_weights_positive(kernel: str) -> None:
     """No cancellation at all: rounding errors of a chain have nothing to hide behind."""
     for K in (128, 1024, 4096):

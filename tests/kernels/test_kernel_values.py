@@ -7,6 +7,7 @@ import pytest
 import reference
 import torch
 from kernel_cases import FLOATS, FORMATS, problem
+from kernel_fused import run_fused
 from kernel_launch import Buffer, launch, place, place_output
 from kernel_problems import Inputs, Problem, check_dequantize, make_inputs, run_dequantize, run_gemv
 from kernel_tiles import run_tiles
@@ -14,6 +15,8 @@ from kernel_tiles import run_tiles
 RUNS = {
     "gemv": lambda p, **o: run_gemv(p, rows=4, simdgroups=2, **o),
     "gemv_or_form": lambda p, **o: run_gemv(p, rows=4, simdgroups=2, subnormal_codes=False, **o),
+    "fused": lambda p, **o: run_fused(p, rows=16, simdgroups=2, **o),
+    "fused_or_form": lambda p, **o: run_fused(p, rows=8, simdgroups=1, subnormal_codes=False, **o),
     "double_buffered": lambda p, **o: run_tiles("gemm_double_buffered_64x64x32", p, **o),
     "single_stage": lambda p, **o: run_tiles("gemm_single_stage_128x128x16", p, **o),
     "striped": lambda p, **o: run_tiles("gemm_striped_32x128x32", p, **{"parts": 2} | o),

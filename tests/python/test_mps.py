@@ -16,7 +16,7 @@ import torch_marlin_metal as tmm
 pytestmark = pytest.mark.usefixtures("mps")
 
 ROOT = Path(__file__).resolve().parents[2]
-VARIANTS = ("gemv", "double_buffered", "single_stage", "striped")
+VARIANTS = ("gemv", "fused", "double_buffered", "single_stage", "striped")
 software = pytest.mark.skipif(sys.platform == "darwin", reason="reads the software Metal device's counters")
 
 

@@ -1,0 +1,265 @@
+"""Metal: what the hot loops of the matrix kernels cost on an M1 GPU, counted in code of Mesa's compiler by `agxstat`.
+
+Nothing is executed and no Mac is needed, but the tool: give its command by --agxstat or AGXSTAT (else it is looked for
+on PATH) and its compiler's folder by AGX_DIR. Counts are not times, and Apple's compiler may differ by 10 to 20 %.
+
+Figures are per 4-bit weight and lane in the innermost loop; "all" adds the ends of groups and of chains of sums.
+Exit status: 0 where every bar holds, 1 where one is missed, 2 without the tool.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+KERNELS = Path(__file__).resolve().parents[2] / "kernels"
+FORMATS = ("uint4b8", "uint4", "uint4_bias", "float4_e2m1", "nvfp4", "mxfp4", "lut4")
+INTEGER, E2M1 = FORMATS[:3], FORMATS[3:6]
+ELEMENT_TYPES = {"float16": 0, "bfloat16": 1, "float32": 2, "uint8": 3}
+FIXED_GROUPS = {"nvfp4": 16, "mxfp4": 32}
+# Weights of a lane in one iteration of the innermost loop.
+WEIGHTS = {"gemv": 64, "gemm_fused": 64}
+# Iterations of it between two ends of a chain of sums.
+FUSED_CHAIN = 4
+FUSED_K = 64
+
+
+@dataclass(frozen=True)
+class Case:
+    """One specialised kernel."""
+
+    kernel: str
+    library: str
+    weight_format: str
+    dtype: str = "float16"
+    group_size: int = 64
+    rows: int = 0  # of a threadgroup
+    threads: int = 128
+    weights: int = 64
+
+    def constants(self) -> dict[str, int]:
+        """The function constants of the fastest case: aligned tensors, whole tiles, no options."""
+        scales = "uint8" if self.weight_format in FIXED_GROUPS else "float16"
+        zeros = "uint8" if self.weight_format == "uint4" else "float16"
+        return {
+            "vector_columns": 1,
+            "vector_activations": 1,
+            "rows_per_threadgroup": self.rows,
+            "subnormal_codes": int(self.kernel != "gemv" or self.dtype == "float16"),
+            "scales_type": ELEMENT_TYPES[scales],
+            "zeros_type": ELEMENT_TYPES[zeros],
+            "has_global_scale": int(self.weight_format == "nvfp4"),
+            "short_group_size": self.group_size if self.group_size < FUSED_K else 0,
+        }
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What was counted; the middle part is per weight and lane."""
+
+    kernel: str
+    weight_format: str
+    dtype: str
+    group_size: int
+    rows: int
+    instructions: float
+    instructions_all: float
+    converts: float
+    complex_cycles: float
+    matrix_clocks: float
+    estimate: float
+    estimate_all: float
+    load_bytes: float
+    estimate_per_mma: float
+    estimate_over_matrix: float
+    half_registers: int
+    spills: int
+    loop_bytes: int
+    code_bytes: int
+    missed: tuple[str, ...] = ()
+
+
+def cases() -> Iterator[Case]:
+    """Every format with fp16 activations; other dtypes and groups for one integer and one E2M1 format."""
+    shapes = [("gemv", "gemv", rows, 256) for rows in (1, 2, 4)]
+    shapes += [("gemm_fused", "gemm_fused", rows, 128) for rows in (8, 16, 24, 32)]
+    for kernel, library, rows, threads in shapes:
+        for weight_format in FORMATS:
+            group = FIXED_GROUPS.get(weight_format, 64)
+            yield Case(kernel, library, weight_format, group_size=group, rows=rows, threads=threads)
+        for weight_format in ("uint4b8", "float4_e2m1"):
+            for group in (16, 32, 128):
+                yield Case(kernel, library, weight_format, group_size=group, rows=rows, threads=threads)
+            for dtype in ("bfloat16", "float32"):
+                yield Case(kernel, library, weight_format, dtype, rows=rows, threads=threads)
+    for path in sorted(KERNELS.glob("gemm_s*.metal")):
+        for kernel, (m, n, k), threads in staged_kernels(path):
+            for weight_format in FORMATS:
+                group = FIXED_GROUPS.get(weight_format, 64)
+                weights = n * k // threads
+                yield Case(kernel, path.stem, weight_format, group_size=group, rows=m, threads=threads, weights=weights)
+
+
+def staged_kernels(path: Path) -> Iterator[tuple[str, tuple[int, int, int], int]]:
+    """Name, tile and threads of a library's kernels, from the list that the shaders are instantiated from."""
+    params = (KERNELS / "params.h").read_text()
+    number = {name: int(value) for name, value in re.findall(r"\b(k\w+) = (\d+),", params)}
+    for kernel in re.findall(rf"X\({path.stem}, (\w+), format_element", (KERNELS / "variants.h").read_text()):
+        named = re.search(r"(\d+)x(\d+)x(\d+)", kernel + path.stem)
+        tile = tuple(map(int, named.groups())) if named else tuple(number[f"kTile{axis}"] for axis in "MNK")
+        yield kernel, (tile[0], tile[1], tile[2]), number["kTileThreads"]
+
+
+def readable_copy(folder: Path) -> None:
+    """The kernels as the tool's reader takes them: function constants spelt out, const references in private memory."""
+    shutil.copytree(KERNELS, folder, dirs_exist_ok=True)
+    rows = re.findall(r"X\((\d+), (\w+), (\w+), \w+\)", (folder / "params.h").read_text())
+    declarations = "\n".join(f"constant {kind} {name} [[function_constant({i})]];" for i, kind, name in rows)
+    for path in folder.iterdir():
+        text = path.read_text().replace("MARLIN_FUNCTION_CONSTANTS(MARLIN_DECLARE_CONSTANT)", declarations)
+        path.write_text(re.sub(r"\bthread const (?=[\w<>, ]+&)", "__private const ", text))
+
+
+def count(agxstat: str, folder: Path, case: Case) -> Figures | str:
+    """The tool's counts for one kernel; its complaint where it fails."""
+    entry = f"{case.kernel}_{case.weight_format}_{case.dtype}"
+    command = [agxstat, str(folder / f"{case.library}.metal"), "--entry", entry, "--threads", str(case.threads)]
+    command += [argument for name, value in case.constants().items() for argument in ("-D", f"{name}={value}")]
+    done = subprocess.run([*command, "--O1", "--json"], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        return f"{entry}: {(done.stderr or done.stdout).strip().splitlines()[-1]}"
+    return figures(case, json.loads(done.stdout))
+
+
+def figures(case: Case, counted: dict[str, Any]) -> Figures:
+    """The innermost loop with the largest estimate, and its share of the loop around it."""
+    loops = counted["loops"]
+    hot = loops[counted["hot_loop"]]
+    around = [o for o in loops if o["start"] <= hot["start"] and o["end"] >= hot["end"] and o is not hot]
+    outer = min(around, key=lambda o: o["end"] - o["start"]) if around else hot
+    # gemv's outer loop ends with each group, fused's with each chain.
+    weights_k = case.weights // 4
+    trips = FUSED_CHAIN if case.kernel == "gemm_fused" else max(min(case.group_size, 128) // weights_k, 1)
+
+    def whole(name: str) -> float:
+        return float(hot[name] + (outer[name] - hot[name]) / trips) / case.weights
+
+    matrix = hot["matrix_cycles"]
+    result = Figures(
+        kernel=case.kernel,
+        weight_format=case.weight_format,
+        dtype=case.dtype,
+        group_size=case.group_size,
+        rows=case.rows,
+        instructions=hot["instructions"] / case.weights,
+        instructions_all=whole("instructions"),
+        converts=hot["converts"] / case.weights,
+        complex_cycles=hot["ic_cycles"] / case.weights,
+        matrix_clocks=matrix / case.weights,
+        estimate=hot["est_cycles"] / case.weights,
+        estimate_all=whole("est_cycles"),
+        load_bytes=hot["device_load_bytes"] / case.weights,
+        estimate_per_mma=hot["est_cycles"] / hot["matrix_ops"] if matrix else 0.0,
+        estimate_over_matrix=hot["est_cycles"] / matrix if matrix else 0.0,
+        half_registers=counted["half_registers"],
+        spills=counted["spills"] + counted["fills"],
+        loop_bytes=hot["code_bytes"],
+        code_bytes=counted["code_bytes"],
+    )
+    return Figures(**asdict(result) | {"missed": tuple(missed_bars(case, result))})
+
+
+def missed_bars(case: Case, got: Figures) -> Iterator[str]:
+    """The bars of fp16 activations and groups of 64 (the formats that fix their group: theirs)."""
+    if case.dtype != "float16" or case.group_size != FIXED_GROUPS.get(case.weight_format, 64):
+        return
+    kind = "int4" if case.weight_format in INTEGER else "e2m1" if case.weight_format in E2M1 else "table"
+    bars: dict[str, tuple[float, Callable[[Figures], float]]] = {"spills": (0, lambda f: f.spills)}
+    if case.kernel == "gemv" and kind != "table":
+        bars["converts"] = (0, lambda f: f.converts)
+        if case.rows == 1:
+            bars["instructions"] = ({"int4": 2.4, "e2m1": 3.8}[kind], lambda f: f.instructions)
+            bars["complex-unit cycles"] = ({"int4": 1.0, "e2m1": 2.0}[kind], lambda f: f.complex_cycles)
+            bars["half-registers"] = (104, lambda f: f.half_registers)
+        if case.rows == 4 and kind == "int4":
+            bars["instructions"] = (6.0, lambda f: f.instructions)
+    if case.kernel == "gemm_fused":
+        bars["half-registers"] = (208, lambda f: f.half_registers)
+        bars["bytes of the loop"] = (12 * 1024, lambda f: f.loop_bytes)
+        ratio = {"int4": {8: 1.40, 16: 1.28, 32: 1.20}, "e2m1": {8: 1.60, 16: 1.40, 32: 1.25}}.get(kind, {})
+        if case.rows in ratio:
+            bars["estimate / matrix"] = (ratio[case.rows], lambda f: f.estimate_over_matrix)
+    for name, (limit, value) in bars.items():
+        if round(value(got), 3) > limit:
+            yield f"{name} {value(got):.2f} > {limit:g}"
+
+
+COLUMNS: dict[str, Callable[[Figures], str]] = {
+    "kernel": lambda f: f.kernel,
+    "format": lambda f: f.weight_format,
+    "activations": lambda f: f.dtype,
+    "group": lambda f: str(f.group_size),
+    "rows": lambda f: str(f.rows),
+    "instr.": lambda f: f"{f.instructions:.2f}",
+    "instr. all": lambda f: f"{f.instructions_all:.2f}",
+    "conv.": lambda f: f"{f.converts:.2f}",
+    "complex cycles": lambda f: f"{f.complex_cycles:.2f}",
+    "matrix clocks": lambda f: f"{f.matrix_clocks:.2f}",
+    "estimate": lambda f: f"{f.estimate:.2f}",
+    "estimate all": lambda f: f"{f.estimate_all:.2f}",
+    "load bytes": lambda f: f"{f.load_bytes:.2f}",
+    "est. per MMA": lambda f: f"{f.estimate_per_mma:.1f}",
+    "est. / matrix": lambda f: f"{f.estimate_over_matrix:.3f}",
+    "half-regs": lambda f: str(f.half_registers),
+    "spills": lambda f: str(f.spills),
+    "loop bytes": lambda f: str(f.loop_bytes),
+    "code bytes": lambda f: str(f.code_bytes),
+    "bars": lambda f: "; ".join(f.missed) or "held",
+}
+
+
+def print_table(rows: list[Figures], markdown: bool) -> None:
+    cells = [list(COLUMNS), *([show(row) for show in COLUMNS.values()] for row in rows)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(COLUMNS))]
+    if markdown:
+        cells.insert(1, ["-" * width for width in widths])
+    for line in cells:
+        padded = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
+        print("| " + " | ".join(padded) + " |" if markdown else "  ".join(padded).rstrip())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--agxstat", default=os.environ.get("AGXSTAT") or shutil.which("agxstat"), help="the tool")
+    parser.add_argument("--only", default="", help="kernels whose host name contains this")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--markdown", action="store_true")
+    options = parser.parse_args()
+    if not options.agxstat or not Path(options.agxstat).exists() or "AGX_DIR" not in os.environ:
+        print("instructions.py: agxstat is not here: give its command by --agxstat or AGXSTAT, and AGX_DIR, the folder "
+              "of its compiler", file=sys.stderr)  # fmt: skip
+        return 2
+    chosen = [c for c in cases() if options.only in f"{c.kernel}_{c.weight_format}_{c.dtype}"]
+    with tempfile.TemporaryDirectory(prefix="kernels-") as folder:
+        readable_copy(Path(folder))
+        counted = [count(options.agxstat, Path(folder), case) for case in chosen]
+    rows = [row for row in counted if isinstance(row, Figures)]
+    failures = [row for row in counted if isinstance(row, str)]
+    if options.json:
+        print(json.dumps({"kernels": [asdict(row) for row in rows], "failures": failures}, indent=1))
+    else:
+        print_table(rows, options.markdown)
+        print(*failures, sep="\n", end="\n" if failures else "")
+    return 1 if failures or any(row.missed for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,57 @@
+"""Products by the fused kernel: launches, and counts of what it reads and multiplies."""
+
+from typing import Any
+
+import torch
+from kernel_launch import Counters, facts, number
+from kernel_problems import Problem, run_product, sliced
+
+
+def run_fused(
+    problem: Problem,
+    *,
+    rows: int,
+    simdgroups: int,
+    splits: int = 1,
+    subnormal_codes: bool = True,
+    **options: Any,
+) -> torch.Tensor:
+    """`options` as for `run_gemv`."""
+    step, columns = number("kFusedK"), number("kFusedColumns")
+    k_per_slice = -(-problem.K // (step * simdgroups * splits)) * step
+    splits = -(-problem.K // (k_per_slice * simdgroups))  # none may be empty
+    options |= {
+        "group": (32 * simdgroups, 1, 1),
+        "groups": (-(-problem.N // columns), -(-problem.M // rows), splits),
+        "threadgroup_bytes": facts()["fused_bytes"][problem.weight_format][simdgroups][rows // 8],
+    }
+    short = problem.group_size < min(step, problem.K)
+    constants = {
+        "rows_per_threadgroup": rows,
+        "subnormal_codes": subnormal_codes,
+        "short_group_size": problem.group_size if short else 0,
+        "ragged_k": problem.K % step != 0,
+        "ragged_n": problem.N % columns != 0,
+    }
+    counted = options.pop("counted", True)
+    shares = sliced(problem, splits)
+    result, counters = run_product("gemm_fused", problem, k_per_slice, constants, options, shares)
+    if counted:
+        check_fused_work(problem, rows, k_per_slice, counters)
+    return result
+
+
+def check_fused_work(problem: Problem, rows: int, k_per_slice: int, counters: Counters) -> None:
+    """Per block of rows: each word is read once, each activation once per strip of columns, no product too many."""
+    columns, step = number("kFusedColumns"), number("kFusedK")
+    row_blocks, strips = -(-problem.M // rows), -(-problem.N // columns)
+    spans = [min(k_per_slice, problem.K - k) for k in range(0, problem.K, k_per_slice)]
+    steps = row_blocks * strips * sum(-(-span // step) for span in spans)
+    assert counters.mmas == steps * rows * columns * step // 512, "8x8x8 products"
+    if counters.buffers is None:
+        return
+    read = {slot: counts["bytes_read"] for slot, counts in counters.buffers.items()}
+    words = row_blocks * problem.K // 8 * problem.N
+    activations = row_blocks * strips * rows * problem.K
+    assert read.get(number("kSlotPacked"), 0) == words * 4, "bytes of packed words read"
+    assert read.get(number("kSlotA"), 0) == activations * problem.dtype.itemsize, "bytes of activations read"
