@@ -11,6 +11,19 @@ MARLIN_INLINE float e4m3_value(uint code) {
   return (code & 0x7Fu) == 0x7Fu ? NAN : float(value);
 }
 
+// Four at once, two in a word as halves, times global_scale: a power of two in a product moves no rounding.
+MARLIN_INLINE float4 e4m3_products(uchar4 codes, float4 global_scale) {
+  const uint bits = as_type<uint>(codes);
+  const half2 even = as_type<half2>(((bits & 0x00800080u) << 8) | ((bits & 0x007F007Fu) << 7));
+  const half2 odd = as_type<half2>((bits & 0x80008000u) | ((bits & 0x7F007F00u) >> 1));
+  const half4 values = half4(even.x, odd.x, even.y, odd.y);
+  float4 result;
+  MARLIN_UNROLL for (uint c = 0; c < 4; ++c) {
+    result[c] = abs(values[c]) == 1.875h ? NAN : float(values[c]) * (256.0f * global_scale[c]);
+  }
+  return result;
+}
+
 // 2^(code - 127). Codes outside 16..240 are outside the operators' promise, but for 255, which is NaN.
 MARLIN_INLINE float e8m0_value(uint code) {
   return code == 0xFFu ? NAN : as_type<float>(code << 23);
@@ -77,16 +90,17 @@ struct Weight {
       return load_columns_of(scales_type, scales, index, N - n);
     }
     const uchar4 codes = load_columns(scales + index, N - n);
-    float4 result;
-    MARLIN_UNROLL for (uint c = 0; c < 4; ++c) {
-      if (format == WeightFormat::mxfp4) {
-        result[c] = e8m0_value(codes[c]);
-      } else {
-        result[c] = e4m3_value(codes[c]);
-        if (has_global_scale) result[c] *= global_scale[global_scale_per_column ? min(n + c, N - 1) : 0];
+    float4 factors = float4(1.0f);
+    if (format == WeightFormat::mxfp4) {
+      MARLIN_UNROLL for (uint c = 0; c < 4; ++c) factors[c] = e8m0_value(codes[c]);
+      return factors;
+    }
+    if (has_global_scale) {
+      MARLIN_UNROLL for (uint c = 0; c < 4; ++c) {
+        factors[c] = global_scale[global_scale_per_column ? min(n + c, N - 1) : 0];
       }
     }
-    return result;
+    return e4m3_products(codes, factors);
   }
 
   template <WeightFormat format>

@@ -25,11 +25,20 @@ FORMATS = ("uint4b8", "uint4", "uint4_bias", "float4_e2m1", "nvfp4", "mxfp4", "l
 INTEGER, E2M1 = FORMATS[:3], FORMATS[3:6]
 ELEMENT_TYPES = {"float16": 0, "bfloat16": 1, "float32": 2, "uint8": 3}
 FIXED_GROUPS = {"nvfp4": 16, "mxfp4": 32}
-# Weights of a lane in one iteration of the innermost loop.
-WEIGHTS = {"gemv": 64, "gemm_fused": 64}
 # Iterations of it between two ends of a chain of sums.
 FUSED_CHAIN = 4
 FUSED_K = 64
+LIST_KERNELS = """
+#include <cstdio>
+#include "variants.h"
+#define TILE(M, N, K, ...) std::printf("tile %dx%dx%d %u\\n", M, N, K, marlin::tile_threads({M, N, K}));
+int main() {
+  for (const auto& kernel : marlin::kKernels) {
+    std::printf("%s %s\\n", std::string(kernel.library).c_str(), std::string(kernel.name).c_str());
+  }
+  MARLIN_TILES(TILE)
+}
+"""
 
 
 @dataclass(frozen=True)
@@ -43,7 +52,7 @@ class Case:
     group_size: int = 64
     rows: int = 0  # of a threadgroup
     threads: int = 128
-    weights: int = 64
+    weights: int = 64  # of a lane in one iteration of the innermost loop
 
     def constants(self) -> dict[str, int]:
         """The function constants of the fastest case: aligned tensors, whole tiles, no options."""
@@ -100,22 +109,36 @@ def cases() -> Iterator[Case]:
                 yield Case(kernel, library, weight_format, group_size=group, rows=rows, threads=threads)
             for dtype in ("bfloat16", "float32"):
                 yield Case(kernel, library, weight_format, dtype, rows=rows, threads=threads)
-    for path in sorted(KERNELS.glob("gemm_s*.metal")):
-        for kernel, (m, n, k), threads in staged_kernels(path):
-            for weight_format in FORMATS:
-                group = FIXED_GROUPS.get(weight_format, 64)
-                weights = n * k // threads
-                yield Case(kernel, path.stem, weight_format, group_size=group, rows=m, threads=threads, weights=weights)
+    for library, kernel, (m, n, k), threads in staged_kernels():
+        for weight_format in FORMATS:
+            group = FIXED_GROUPS.get(weight_format, 64)
+            weights = n * k // threads
+            yield Case(kernel, library, weight_format, group_size=group, rows=m, threads=threads, weights=weights)
 
 
-def staged_kernels(path: Path) -> Iterator[tuple[str, tuple[int, int, int], int]]:
-    """Name, tile and threads of a library's kernels, from the list that the shaders are instantiated from."""
-    params = (KERNELS / "params.h").read_text()
-    number = {name: int(value) for name, value in re.findall(r"\b(k\w+) = (\d+),", params)}
-    for kernel in re.findall(rf"X\({path.stem}, (\w+), format_element", (KERNELS / "variants.h").read_text()):
-        named = re.search(r"(\d+)x(\d+)x(\d+)", kernel + path.stem)
-        tile = tuple(map(int, named.groups())) if named else tuple(number[f"kTile{axis}"] for axis in "MNK")
-        yield kernel, (tile[0], tile[1], tile[2]), number["kTileThreads"]
+def staged_kernels() -> Iterator[tuple[str, str, tuple[int, int, int], int]]:
+    """Library, name, tile and threads of each kernel with a tile in its name, as the host's header says."""
+    with tempfile.TemporaryDirectory() as folder:
+        program = Path(folder) / "kernels"
+        compiler = [
+            os.environ.get("CXX", "c++"),
+            "-std=c++20",
+            "-I",
+            str(KERNELS),
+            "-x",
+            "c++",
+            "-",
+            "-o",
+            str(program),
+        ]
+        subprocess.run(compiler, input=LIST_KERNELS, text=True, check=True)
+        listed = subprocess.run([program], capture_output=True, text=True, check=True).stdout.split("\n")
+    threads = {line.split()[1]: int(line.split()[2]) for line in listed if line.startswith("tile ")}
+    for library, kernel in (line.split() for line in listed if line.count(" ") == 1):
+        tile = re.search(r"\d+x\d+x\d+$", kernel)
+        if tile:
+            m, n, k = map(int, tile[0].split("x"))
+            yield library, kernel, (m, n, k), threads[tile[0]]
 
 
 def readable_copy(folder: Path) -> None:
