@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import tempfile
 import zipfile
 from pathlib import Path
 
@@ -41,10 +42,10 @@ def torch_library() -> Path:
     wheel = wheels.fetch("torch-macos")
     path = wheel.with_name(f"{wheel.stem}.{TORCH_SECTION}.metallib")
     if not path.exists():
-        dylib, partial = wheel.with_name(f"{wheel.stem}.dylib"), path.with_suffix(".partial")
-        with zipfile.ZipFile(wheel) as archive, archive.open(_DYLIB) as packed:
-            dylib.write_bytes(packed.read())
-        partial.write_bytes(MachO(dylib).section(TORCH_SECTION))
-        partial.rename(path)
-        dylib.unlink()
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # several test processes may do this at once
+            dylib, section = Path(folder) / "torch.dylib", Path(folder) / path.name
+            with zipfile.ZipFile(wheel) as archive, archive.open(_DYLIB) as packed:
+                dylib.write_bytes(packed.read())
+            section.write_bytes(MachO(dylib).section(TORCH_SECTION))
+            section.replace(path)
     return path
