@@ -6,6 +6,8 @@ from torch_marlin_metal.formats import GROUP_SIZES, WEIGHT_FORMATS, WeightFormat
 from torch_marlin_metal.fuse import fuse_projections
 from torch_marlin_metal.linear import MarlinLinear
 from torch_marlin_metal.load import load_quantized
+from torch_marlin_metal.mlstm_layer import MLSTMCell, MLSTMLayer
+from torch_marlin_metal.mlstm_ops import MLSTMState, mlstm, mlstm_output, mlstm_states, mlstm_step
 from torch_marlin_metal.model import quantize_model, replace_linear_layers
 from torch_marlin_metal.ops import (
     awq_repack,
@@ -24,6 +26,9 @@ __all__ = [
     "GROUP_SIZES",
     "WEIGHT_FORMATS",
     "CpuCapability",
+    "MLSTMCell",
+    "MLSTMLayer",
+    "MLSTMState",
     "MarlinLinear",
     "PackedWeight",
     "WeightFormat",
@@ -39,6 +44,10 @@ __all__ = [
     "gptq_repack",
     "gptq_unpack_zeros",
     "load_quantized",
+    "mlstm",
+    "mlstm_output",
+    "mlstm_states",
+    "mlstm_step",
     "quantize_model",
     "quantize_weight",
     "replace_linear_layers",

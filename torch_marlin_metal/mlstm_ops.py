@@ -1,0 +1,164 @@
+"""The mLSTM operators `torch.ops.torch_marlin_metal.mlstm*` as Python functions.
+
+The mLSTM is the matrix memory of the xLSTM (Beck et al., "xLSTM: Extended Long Short-Term Memory", arXiv:2405.04517),
+computed by chunks as in Beck et al., "Tiled Flash Linear Attention", arXiv:2503.14376. Formulas: docs/mlstm.md.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_marlin_metal import extension  # noqa: F401  registers the operators
+
+_ops = torch.ops.torch_marlin_metal
+
+
+class MLSTMState(NamedTuple):
+    """What an mLSTM remembers, in stabilised units: the memory is `exp(m) * C`, its normaliser `exp(m) * n`.
+
+    float32 whatever the dtype of the inputs (float64 where they are float64).
+
+    Attributes:
+        C: `[B, H, DK, DV]`.
+        n: `[B, H, DK]`.
+        m: `[B, H]`, a logarithm.
+    """
+
+    C: Tensor
+    n: Tensor
+    m: Tensor
+
+
+def _initial(state: MLSTMState | None) -> dict[str, Tensor]:
+    return {} if state is None else {"C0": state[0], "n0": state[1], "m0": state[2]}
+
+
+def mlstm(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    state: MLSTMState | None = None,
+    *,
+    chunk_size: int = 0,
+    eps: float = 1e-6,
+) -> tuple[Tensor, MLSTMState]:
+    """Runs an mLSTM over a sequence of any length and carries its state.
+
+    Differentiable by every tensor, once. On the CPU and on mps; the CPU also takes float64, by the recurrence.
+
+    Args:
+        q: queries `[B, H, S, DK]`, float16, bfloat16 or float32, any strides. They are scaled by `DK ** -0.5` here.
+        k: keys `[B, H, S, DK]` in the dtype of `q`, not scaled.
+        v: values `[B, H, S, DV]` in the dtype of `q`.
+        i: input gates `[B, H, S]` before their exponential; float16, bfloat16 or float32.
+        f: forget gates `[B, H, S]` before their sigmoid, in the dtype of `i`.
+        state: the state before the first token; None is zero, `m` included.
+        chunk_size: tokens that are worked on together: 16, 32, 64, 128 or 256, or 0 for the planner's choice. Results
+            differ by rounding only.
+        eps: added to the denominator.
+
+    Returns:
+        `h [B, H, S, DV]` in the dtype of `q`, and the state after the last token.
+
+    Raises:
+        ValueError: an argument has the wrong dtype, shape, device or value; the message says what was expected.
+    """
+    h, *final = _ops.mlstm(q, k, v, i, f, **_initial(state), chunk_size=chunk_size, eps=eps)
+    return h, MLSTMState(*final)
+
+
+def mlstm_step(
+    q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, state: MLSTMState, *, eps: float = 1e-6
+) -> tuple[Tensor, MLSTMState]:
+    """Runs an mLSTM over one token, as in decoding.
+
+    Args:
+        q: query `[B, H, DK]`, as in `mlstm`.
+        k: key `[B, H, DK]`.
+        v: value `[B, H, DV]`.
+        i: input gate `[B, H]`.
+        f: forget gate `[B, H]`.
+        state: the state before the token; it is not changed.
+        eps: added to the denominator.
+
+    Returns:
+        `h [B, H, DV]` in the dtype of `q`, and the state after the token in new tensors.
+
+    Raises:
+        ValueError: an argument has the wrong dtype, shape, device or value.
+    """
+    h, *final = _ops.mlstm_step(q, k, v, i, f, *state, eps=eps)
+    return h, MLSTMState(*final)
+
+
+def mlstm_states(
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    state: MLSTMState | None = None,
+    *,
+    chunk_size: int,
+    save_states_every: int = 1,
+) -> MLSTMState:
+    """The first half of `mlstm`: the states between chunks. Not differentiable.
+
+    Args:
+        k: keys `[B, H, S, DK]`, S a multiple of `chunk_size * save_states_every`.
+        v: values `[B, H, S, DV]`.
+        i: input gates `[B, H, S]`.
+        f: forget gates `[B, H, S]`.
+        state: the state before the first token, or None.
+        chunk_size: 16, 32, 64, 128 or 256.
+        save_states_every: of the states, keep those before every so many chunks.
+
+    Returns:
+        A state with a dimension of slots after H, `S / (chunk_size * save_states_every) + 1` of them: slot j is the
+        state before chunk `j * save_states_every`, the last one the final state.
+
+    Raises:
+        ValueError: an argument has the wrong dtype, shape, device or value, or S is not such a multiple (`mlstm` takes
+            any length).
+    """
+    states = _ops.mlstm_states(
+        k, v, i, f, **_initial(state), chunk_size=chunk_size, save_states_every=save_states_every
+    )
+    return MLSTMState(*states)
+
+
+def mlstm_output(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    states: MLSTMState,
+    *,
+    chunk_size: int,
+    eps: float = 1e-6,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The second half of `mlstm`: the outputs inside chunks, all chunks at once. Not differentiable.
+
+    Args:
+        q: queries `[B, H, S, DK]`, S a multiple of `chunk_size`.
+        k: keys `[B, H, S, DK]`.
+        v: values `[B, H, S, DV]`.
+        i: input gates `[B, H, S]`.
+        f: forget gates `[B, H, S]`.
+        states: of `mlstm_states`, one slot per chunk of this size and the final one.
+        chunk_size: tokens between two of the slots: 16, 32, 64, 128 or 256.
+        eps: added to the denominator.
+
+    Returns:
+        `h [B, H, S, DV]` in the dtype of `q`; `N [B, H, S]`, the denominator without eps; `M [B, H, S]`, the stabiliser
+        of each token.
+
+    Raises:
+        ValueError: an argument has the wrong dtype, shape, device or value, or S is not a multiple of `chunk_size`
+            (`mlstm` takes any length).
+    """
+    h, N, M = _ops.mlstm_output(q, k, v, i, f, *states, chunk_size=chunk_size, eps=eps)
+    return h, N, M
