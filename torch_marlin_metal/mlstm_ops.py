@@ -30,8 +30,8 @@ class MLSTMState(NamedTuple):
     m: Tensor
 
 
-def _initial(state: MLSTMState | None) -> dict[str, Tensor]:
-    return {} if state is None else {"C0": state[0], "n0": state[1], "m0": state[2]}
+def _initial(state: MLSTMState | None) -> tuple[Tensor, Tensor, Tensor] | tuple[None, None, None]:
+    return (None, None, None) if state is None else (state[0], state[1], state[2])
 
 
 def mlstm(
@@ -66,8 +66,9 @@ def mlstm(
     Raises:
         ValueError: an argument has the wrong dtype, shape, device or value; the message says what was expected.
     """
-    h, *final = _ops.mlstm(q, k, v, i, f, **_initial(state), chunk_size=chunk_size, eps=eps)
-    return h, MLSTMState(*final)
+    C0, n0, m0 = _initial(state)
+    h, C, n, m = _ops.mlstm(q, k, v, i, f, C0=C0, n0=n0, m0=m0, chunk_size=chunk_size, eps=eps)
+    return h, MLSTMState(C, n, m)
 
 
 def mlstm_step(
@@ -90,8 +91,8 @@ def mlstm_step(
     Raises:
         ValueError: an argument has the wrong dtype, shape, device or value.
     """
-    h, *final = _ops.mlstm_step(q, k, v, i, f, *state, eps=eps)
-    return h, MLSTMState(*final)
+    h, C, n, m = _ops.mlstm_step(q, k, v, i, f, *state, eps=eps)
+    return h, MLSTMState(C, n, m)
 
 
 def mlstm_states(
@@ -123,10 +124,11 @@ def mlstm_states(
         ValueError: an argument has the wrong dtype, shape, device or value, or S is not such a multiple (`mlstm` takes
             any length).
     """
-    states = _ops.mlstm_states(
-        k, v, i, f, **_initial(state), chunk_size=chunk_size, save_states_every=save_states_every
+    C0, n0, m0 = _initial(state)
+    C, n, m = _ops.mlstm_states(
+        k, v, i, f, C0=C0, n0=n0, m0=m0, chunk_size=chunk_size, save_states_every=save_states_every
     )
-    return MLSTMState(*states)
+    return MLSTMState(C, n, m)
 
 
 def mlstm_output(
