@@ -77,7 +77,7 @@ static_assert(mlstm_output_bytes(256) <= 32768, "Metal's limit");
 
 // mlstm_step: sums of the columns, and of the denominator, of each simdgroup.
 constexpr uint32_t mlstm_step_bytes(uint32_t simdgroups) {
-  return simdgroups * (kMlstmStepColumns + 1) * 4;
+  return (simdgroups * (kMlstmStepColumns + 1) * 4 + 15) / 16 * 16;  // Metal takes multiples of 16 bytes
 }
 static_assert(mlstm_step_bytes(kMlstmStepMaxSimdgroups) <= 20 * 1024, "two threadgroups a core and more");
 
