@@ -11,7 +11,7 @@ CXX_FILES := $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp csrc/*/*.mm 
 # The tests' build adds the MPS backend on the software Metal device where its packages are present.
 BUILT := $(VENV)/.built-$(shell sh scripts/system_packages.sh has-softmetal && echo mps || echo cpu)
 
-.PHONY: help build test test-all lint format demo demo-mps bench macos macos-mistakes mutate witness clean
+.PHONY: help build test test-all lint format demo demo-mps demo-xlstm bench bench-mlstm macos macos-mistakes mutate witness clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -56,8 +56,14 @@ demo: build ## a real sentence-embedding model in 4 bit, a table and a picture
 demo-mps: build ## the demo on mps
 	$(if $(SOFTMETAL),PYTHONPATH=tests $(PY) -m softmetal,$(PY)) examples/demo.py --device mps --picture demo-output/demo-mps.png
 
+demo-xlstm: build ## train a small xLSTM for a minute and let it write, in fp32 and in 4 bit
+	$(PY) examples/xlstm.py
+
 bench: build ## CPU benchmark against PyTorch's own kernels
 	$(PY) benchmarks/cpu_gemm.py
+
+bench-mlstm: build ## mLSTM benchmark against PyTorch's operators
+	$(PY) benchmarks/mlstm.py
 
 macos: $(VENV)/.installed ## cross-build the macOS wheel and check its symbols and contents
 	$(PY) -m build_support.macos

@@ -49,7 +49,7 @@ struct MlstmArguments {
 };
 
 // The recurrence, token by token: the reference, and the fastest for a token or two.
-void mlstm_sequential(const MlstmArguments& arguments, int64_t chunk_size, const Parallel& parallel);
+void mlstm_sequential(const MlstmArguments& arguments, const MlstmPlan& plan, const Parallel& parallel);
 // Chunk by chunk in matrix products; fp32 only.
 void mlstm_chunkwise(const MlstmArguments& arguments, const MlstmPlan& plan, const Parallel& parallel);
 

@@ -64,7 +64,7 @@ class Task {
         strips_(ceil_div(columns, plan.strip)),
         L_(std::min(plan.chunk_size, a.S)),
         key_pitch_(round_up(a.DK, plan.strip)),
-        token_pitch_(round_up(L_, plan.strip)),
+        token_pitch_(round_up(L_, std::max(plan.strip, kMlstmPadding))),
         row_pitch_(a.DK + token_pitch_ + kMlstmPadding),
         scale_(1.F / std::sqrt(static_cast<float>(a.DK))) {
     const int64_t per_token = 9 * token_pitch_ + kMlstmPadding;
@@ -352,7 +352,7 @@ class Task {
 }  // namespace
 
 void mlstm_chunkwise(const MlstmArguments& a, const MlstmPlan& plan, const Parallel& parallel) {
-  const KernelSet& kernels = *kernels_of(capability().isa);
+  const KernelSet& kernels = *kernels_of(plan.isa);
   const int64_t heads = a.B * a.H;
   if (a.given_states) {
     const int64_t chunks = a.S / plan.chunk_size;

@@ -65,7 +65,7 @@ class Call {
     const Machine machine{capability().isa, false, at::get_num_threads()};
     const MlstmPlan plan = make_mlstm_plan(machine, problem_, a.wide);
     if (plan.form == MlstmForm::sequential) {
-      mlstm_sequential(a, plan.chunk_size, at_parallel());
+      mlstm_sequential(a, plan, at_parallel());
     } else {
       mlstm_chunkwise(a, plan, at_parallel());
     }

@@ -20,6 +20,7 @@ constexpr int64_t kLargeState = (1 << 20) / sizeof(float);
 MlstmPlan make_mlstm_plan(const Machine& machine, const MlstmProblem& problem, bool wide) {
   MlstmPlan plan{};
   const MlstmKernels& kernels = kernels_of(machine.isa)->mlstm;
+  plan.isa = machine.isa;
   plan.strip = kernels.strip;
   plan.max_rows = kernels.max_rows;
   plan.form = wide || problem.S < kChunkwiseTokens ? MlstmForm::sequential : MlstmForm::chunkwise;

@@ -11,6 +11,7 @@ namespace marlin::cpu {
 enum class MlstmForm : int { sequential, chunkwise };
 
 struct MlstmPlan {
+  Isa isa;
   MlstmForm form;
   int64_t chunk_size;
   int64_t strip;         // columns of a state that a kernel call works on

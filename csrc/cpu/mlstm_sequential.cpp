@@ -11,37 +11,36 @@ namespace marlin::cpu {
 namespace {
 
 template <class T>
-void read(const MlstmInput& input, int64_t offset, int64_t count, T* out) {
+void read(const KernelSet& kernels, const MlstmInput& input, int64_t offset, int64_t count, T* out) {
   if constexpr (std::is_same_v<T, double>) {
     const auto* from = static_cast<const double*>(input.data) + offset;
     std::copy(from, from + count, out);
   } else {
     const auto* from = static_cast<const char*>(input.data) + offset * element_size(input.type);
-    kernels_of(capability().isa)->to_float(from, input.type, count, out);
+    kernels.to_float(from, input.type, count, out);
   }
 }
 
 template <class T>
-void write(const T* values, int64_t offset, int64_t count, ElementType type, void* out) {
+void write(const KernelSet& kernels, const T* values, int64_t offset, int64_t count, ElementType type, void* out) {
   if constexpr (std::is_same_v<T, double>) {
     std::copy(values, values + count, static_cast<double*>(out) + offset);
   } else {
-    kernels_of(capability().isa)
-        ->from_float(values, type, count, static_cast<char*>(out) + offset * element_size(type));
+    kernels.from_float(values, type, count, static_cast<char*>(out) + offset * element_size(type));
   }
 }
 
-void step_row(const double* from, double* to, const double* v, double* numerator, double forget, double key,
-              double query, int64_t count) {
+void step_row(const KernelSet&, const double* from, double* to, const double* v, double* numerator, double forget,
+              double key, double query, int64_t count) {
   for (int64_t d = 0; d < count; ++d) {
     to[d] = forget * from[d] + key * v[d];
     numerator[d] += query * to[d];
   }
 }
 
-void step_row(const float* from, float* to, const float* v, float* numerator, float forget, float key, float query,
-              int64_t count) {
-  kernels_of(capability().isa)->mlstm.step_row(from, to, v, numerator, forget, key, query, count);
+void step_row(const KernelSet& kernels, const float* from, float* to, const float* v, float* numerator, float forget,
+              float key, float query, int64_t count) {
+  kernels.mlstm.step_row(from, to, v, numerator, forget, key, query, count);
 }
 
 // exp(-|f|) cannot overflow; log(sigmoid(f)) would be -inf below about -88.
@@ -54,8 +53,17 @@ T log_sigmoid(T f) {
 template <class T>
 class Head {
  public:
-  Head(const MlstmArguments& a, int64_t chunk_size, int64_t b, int64_t h)
-      : a_(a), chunk_size_(chunk_size), b_(b), h_(h), head_(b * a.H + h), q_(a.DK), k_(a.DK), v_(a.DV), y_(a.DV) {}
+  Head(const MlstmArguments& a, const MlstmPlan& plan, int64_t b, int64_t h)
+      : a_(a),
+        kernels_(*kernels_of(plan.isa)),
+        chunk_size_(plan.chunk_size),
+        b_(b),
+        h_(h),
+        head_(b * a.H + h),
+        q_(a.DK),
+        k_(a.DK),
+        v_(a.DV),
+        y_(a.DV) {}
 
   void run() {
     const bool final_only = a_.out.C != nullptr && a_.chunks_per_slot == 0;
@@ -119,11 +127,11 @@ class Head {
 
   void token(int64_t s) {
     T i, f;
-    read(a_.i, offset(a_.i, s), 1, &i);
-    read(a_.f, offset(a_.f, s), 1, &f);
-    read(a_.k, offset(a_.k, s), a_.DK, k_.data());
-    read(a_.v, offset(a_.v, s), a_.DV, v_.data());
-    if (a_.q.data != nullptr) read(a_.q, offset(a_.q, s), a_.DK, q_.data());
+    read(kernels_, a_.i, offset(a_.i, s), 1, &i);
+    read(kernels_, a_.f, offset(a_.f, s), 1, &f);
+    read(kernels_, a_.k, offset(a_.k, s), a_.DK, k_.data());
+    read(kernels_, a_.v, offset(a_.v, s), a_.DV, v_.data());
+    if (a_.q.data != nullptr) read(kernels_, a_.q, offset(a_.q, s), a_.DK, q_.data());
 
     const T decayed = log_sigmoid(f) + m_;
     const T m = std::max(decayed, i);
@@ -135,7 +143,7 @@ class Head {
     for (int64_t d = 0; d < a_.DK; ++d) {
       const T query = scale * q_[static_cast<size_t>(d)];
       const T key = input * k_[static_cast<size_t>(d)];
-      step_row(from_C_ + d * a_.DV, C_ + d * a_.DV, v_.data(), y_.data(), forget, key, query, a_.DV);
+      step_row(kernels_, from_C_ + d * a_.DV, C_ + d * a_.DV, v_.data(), y_.data(), forget, key, query, a_.DV);
       n_[d] = forget * from_n_[d] + key;
       denominator += query * n_[d];
     }
@@ -148,12 +156,13 @@ class Head {
     for (T& y : y_)
       y /= total;
     const int64_t row = head_ * a_.S + s;
-    write(y_.data(), row * a_.DV, a_.DV, a_.q.type, a_.h);
+    write(kernels_, y_.data(), row * a_.DV, a_.DV, a_.q.type, a_.h);
     if (a_.N != nullptr) static_cast<T*>(a_.N)[row] = norm;
     if (a_.M != nullptr) static_cast<T*>(a_.M)[row] = m;
   }
 
   const MlstmArguments& a_;
+  const KernelSet& kernels_;
   const int64_t chunk_size_;
   const int64_t b_, h_, head_;
   std::vector<T> q_, k_, v_, y_;
@@ -166,13 +175,13 @@ class Head {
 
 }  // namespace
 
-void mlstm_sequential(const MlstmArguments& a, int64_t chunk_size, const Parallel& parallel) {
+void mlstm_sequential(const MlstmArguments& a, const MlstmPlan& plan, const Parallel& parallel) {
   parallel.run(a.B * a.H, 1, [&](int64_t begin, int64_t end) {
     for (int64_t head = begin; head < end; ++head) {
       if (a.wide) {
-        Head<double>(a, chunk_size, head / a.H, head % a.H).run();
+        Head<double>(a, plan, head / a.H, head % a.H).run();
       } else {
-        Head<float>(a, chunk_size, head / a.H, head % a.H).run();
+        Head<float>(a, plan, head / a.H, head % a.H).run();
       }
     }
   });

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PROGRAMS = ("cpu_kernels_test", "cpu_weights_test", "cpu_plan_test")
+PROGRAMS = ("cpu_kernels_test", "cpu_weights_test", "cpu_plan_test", "cpu_mlstm_test")
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
 # Unrolled vector code takes minutes to compile with sanitizers. The portable family is the same templates; and test
 # data ends at unreadable pages, which catches a vector load beyond it in any build.
@@ -67,8 +67,8 @@ def test_every_family_against_fp64(program: Path) -> None:
         assert f"{isa} threads=2: gemm, " in done.stdout
 
 
-@pytest.mark.parametrize("test", ["cpu_weights_test", "cpu_plan_test"])
-def test_weights_and_plan(programs: dict[str, Path], test: str) -> None:
+@pytest.mark.parametrize("test", ["cpu_weights_test", "cpu_plan_test", "cpu_mlstm_test"])
+def test_weights_plan_and_mlstm(programs: dict[str, Path], test: str) -> None:
     passes(run(programs[test]))
 
 
@@ -76,6 +76,7 @@ def test_sanitizers(tmp_path: Path) -> None:
     programs = build(tmp_path, "-O1", sanitizers=SANITIZERS)
     passes(run(programs["cpu_kernels_test"], "3"))
     passes(run(programs["cpu_weights_test"], "3"))
+    passes(run(programs["cpu_mlstm_test"], "3"))
 
 
 def test_family_is_forced_by_the_environment(program: Path) -> None:
