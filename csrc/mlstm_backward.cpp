@@ -133,7 +133,7 @@ MlstmGradients mlstm_backward(const Tensor& q, const Tensor& k, const Tensor& v,
   const Tensor d_num = x.grad_h * column(inverse);
   const Tensor d_h = row_dot(x.grad_h, x.h) * inverse;
   const Tensor d_den = -(d_h * in.den.sign() * (in.den.abs() > in.floor));
-  Tensor d_m = (d_h * -eps).reshape({X, padded});
+  const Tensor d_m = (d_h * -eps).reshape({X, padded});
 
   // Of the states, from the last chunk to the first.
   const Tensor decayed_q = in.scale_q * column(in.from_state);
@@ -146,8 +146,8 @@ MlstmGradients mlstm_backward(const Tensor& q, const Tensor& k, const Tensor& v,
   d_n.select(1, chunks).copy_(grad_n.reshape({X, DK}));
   for (int64_t c = chunks - 1; c >= 0; --c) {
     const Tensor decay = column(whole.select(1, c));
-    d_C.select(1, c).addcmul_(d_C.select(1, c + 1), column(decay));
-    d_n.select(1, c).addcmul_(d_n.select(1, c + 1), decay);
+    d_C.select(1, c).copy_(d_C.select(1, c) + d_C.select(1, c + 1) * column(decay));
+    d_n.select(1, c).copy_(d_n.select(1, c) + d_n.select(1, c + 1) * decay);
   }
   const Tensor next_d_C = d_C.narrow(1, 1, chunks), next_d_n = d_n.narrow(1, 1, chunks);
 
@@ -173,10 +173,10 @@ MlstmGradients mlstm_backward(const Tensor& q, const Tensor& k, const Tensor& v,
   const Tensor d_decay = ends_after.tril(-1).sum(-1) + at::matmul(state_to_token, ones.tril()) +
                          at::matmul(token_to_state, ones.triu(1)) + column(state_to_state);
 
-  d_m.select(1, padded - 1)
-      .add_(grad_m.reshape({X}) - (grad_C.reshape({X, DK, DV}) * all_C.select(1, chunks)).sum({-1, -2}) -
-            row_dot(grad_n.reshape({X, DK}), all_n.select(1, chunks)));
-  const StabiliserGradient stabiliser = stabiliser_gradient(d_m, (in.m == x.i).reshape({X, padded}));
+  const Tensor final_m = grad_m.reshape({X}) - (grad_C.reshape({X, DK, DV}) * all_C.select(1, chunks)).sum({-1, -2}) -
+                         row_dot(grad_n.reshape({X, DK}), all_n.select(1, chunks));
+  const StabiliserGradient stabiliser = stabiliser_gradient(d_m + at::constant_pad_nd(column(final_m), {padded - 1, 0}),
+                                                            (in.m == x.i).reshape({X, padded}));
 
   auto tokens = [&](const Tensor& t) { return t.reshape({B, H, padded, t.size(-1)}).narrow(2, 0, S); };
   auto gate = [&](const Tensor& t) { return t.reshape({B, H, padded}).narrow(2, 0, S); };
