@@ -65,7 +65,7 @@ const MlstmParams& params(const Dispatch& dispatch) {
 void check_dispatch(const Dispatch& dispatch, const MlstmLaunch& from, uint32_t chunk_size) {
   const MlstmParams& p = params(dispatch);
   const uint32_t simdgroups = dispatch.threads.x / kSimdWidth;
-  expect(dispatch.threadgroup_bytes <= 32768, "Metal's threadgroup memory");
+  expect(dispatch.threadgroup_bytes <= 32768 && dispatch.threadgroup_bytes % 16 == 0, "Metal's threadgroup memory");
   expect(dispatch.threads.x % kSimdWidth == 0 && dispatch.threads.x <= 1024 && simdgroups > 0, "threads");
   expect(p.heads == from.sizes.B * from.sizes.H && p.S == from.sizes.S && p.chunk_size == chunk_size, "sizes");
   switch (dispatch.kernel) {
