@@ -12,13 +12,9 @@
 #include <vector>
 
 #include "../kernels/variants.h"
+#include "gpu_device.h"
 
 namespace marlin {
-
-struct GpuDevice {
-  uint32_t cores = 8;            // the smallest M1 and later chips have 7 or 8
-  bool half_subnormals = false;  // answered by probe_half_subnormals
-};
 
 struct WeightProblem {
   WeightFormat format = WeightFormat::uint4b8;
@@ -31,6 +27,8 @@ struct WeightProblem {
   bool has_global_scale = false;
   bool global_scale_per_column = false;
   bool vector_aligned = false;  // the first packed word, scale and zero point are aligned for a load of four
+
+  auto operator<=>(const WeightProblem&) const = default;
 };
 
 struct GemmProblem {
@@ -45,6 +43,8 @@ struct GemmProblem {
   std::string_view variant = "auto";
   // What a tuner measured to be best for auto, named in the same way; empty: it says nothing.
   std::string_view tuned{};
+
+  auto operator<=>(const GemmProblem&) const = default;
 };
 
 struct DequantizeProblem {

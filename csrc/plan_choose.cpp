@@ -1,33 +1,43 @@
-// Which of the candidates for a problem is taken. two_pass, which rounds the weights, is so on request only: by its
-// name, or by a tuner's table.
+// Which of the candidates for a problem is taken: the one that a tuner measured to be best, else the one that costs
+// least by the model. two_pass, which rounds the weights, is taken on request only: by its name, or by a tuner's table.
+#include "cost.h"
 #include "plan_parts.h"
 
 namespace marlin {
 
 namespace {
 
-// Instructions for a weight and lane by the count for the M1 (6.5 of gemv at 4 rows and as much again for reading the
-// weights another time; 83 of a 64-row tile): six row blocks of gemv cost what one row of tiles costs.
-constexpr uint32_t kGemvMostRowBlocks = 6;
-
-std::string_view preferred_variant(const GemmProblem& problem) {
-  return ceil_divide(problem.M, kGemvMaxRows) <= kGemvMostRowBlocks ? "gemv" : "double_buffered";
+// Of those that `eligible` admits; null where it admits none.
+template <typename Eligible>
+const Candidate* cheapest(std::span<const Candidate> candidates, const GemmProblem& problem, const GpuDevice& device,
+                          const Eligible& eligible) {
+  const Candidate* found = nullptr;
+  double least = 0;
+  for (const Candidate& candidate : candidates) {
+    if (!eligible(candidate)) continue;
+    const double seconds = cost(candidate, problem, device).seconds;
+    if (found != nullptr && seconds >= least) continue;
+    found = &candidate;
+    least = seconds;
+  }
+  return found;
 }
 
 }  // namespace
 
-const Candidate& choose(std::span<const Candidate> candidates, const GemmProblem& problem, const GpuDevice&) {
+const Candidate& choose(std::span<const Candidate> candidates, const GemmProblem& problem, const GpuDevice& device) {
   require(!candidates.empty(), "plan: no candidate to choose from");
+  const Candidate* found = nullptr;
   if (!problem.tuned.empty()) {
-    const auto tuned = std::ranges::find_if(candidates, [&](const Candidate& candidate) {
+    found = cheapest(candidates, problem, device, [&](const Candidate& candidate) {
       return candidate.variant == problem.tuned || name(candidate) == problem.tuned;
     });
-    if (tuned != candidates.end()) return *tuned;
   }
-  const std::string_view preferred = preferred_variant(problem);
-  const auto found =
-      std::ranges::find_if(candidates, [&](const Candidate& candidate) { return candidate.variant == preferred; });
-  return found == candidates.end() ? candidates.front() : *found;
+  if (found == nullptr) {
+    found =
+        cheapest(candidates, problem, device, [](const Candidate& candidate) { return !candidate.plan.dense_product; });
+  }
+  return found == nullptr ? candidates.front() : *found;
 }
 
 }  // namespace marlin

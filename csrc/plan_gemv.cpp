@@ -1,35 +1,22 @@
-// gemv: strips of 128 columns, K split over simdgroups first and over threadgroups where the strips are few.
+// gemv: strips of 128 columns, K split over simdgroups first and over threadgroups where those are not enough.
 #include "plan_parts.h"
+#include "plan_split.h"
 
 namespace marlin {
 
 namespace {
 
-// An Apple GPU core keeps its ALUs busy from 24 resident simdgroups on (metal-benchmarks, M1 Max).
-constexpr uint32_t kSimdgroupsPerCore = 24;
-// Slices shorter than this spend more on the reduction than they win.
+// Shorter slices spend more on their ends than they win.
 constexpr uint32_t kShortestSlice = 64;
-// 60 KB a core hold three groups of this size, of 8 simdgroups each at four rows.
-constexpr uint32_t kThreadgroupBytes = 20 * 1024;
 
-}  // namespace
-
-void add_gemv(std::vector<Candidate>& candidates, const GemmProblem& problem, const GpuDevice& device) {
-  const uint32_t M = problem.M;
+Candidate plan_gemv(const GemmProblem& problem, const GpuDevice& device, uint32_t rows, uint32_t slices) {
   const uint32_t N = problem.weight.N;
   const uint32_t K = problem.weight.K;
-  const uint32_t rows = std::min<uint32_t>(ceil_divide(M, ceil_divide(M, kGemvMaxRows)), kGemvMaxRows);
-  const Extent strips{ceil_divide(N, kGemvColumns), ceil_divide(M, rows), 1};
-
-  const uint64_t resident = uint64_t{strips.x} * strips.y;
-  const uint64_t wanted = (uint64_t{device.cores} * kSimdgroupsPerCore + resident - 1) / resident;
-  const uint32_t longest_split = std::clamp<uint32_t>(K / kShortestSlice, 1, kMostSlices);
-  const auto slices = static_cast<uint32_t>(std::clamp<uint64_t>(wanted, 1, longest_split));
   const uint32_t k_per_slice = slice_length(problem, slices, kGemvK);
   const uint32_t filled = ceil_divide(K, k_per_slice);
 
   uint32_t simdgroups = std::min<uint32_t>(filled, kGemvMaxSimdgroups);
-  while (gemv_threadgroup_bytes(rows, simdgroups) > kThreadgroupBytes)
+  while (gemv_threadgroup_bytes(rows, simdgroups) > kPreferredThreadgroupBytes)
     --simdgroups;
   const uint32_t splits = ceil_divide(filled, simdgroups);
   simdgroups = ceil_divide(filled, splits);
@@ -37,18 +24,32 @@ void add_gemv(std::vector<Candidate>& candidates, const GemmProblem& problem, co
   Dispatch dispatch{.kernel = Kernel::gemv,
                     .function = host_name(Kernel::gemv, problem.weight.format, problem.activations),
                     .constants = gemm_constants(problem, splits > 1),
-                    .grid = {strips.x, strips.y, splits},
+                    .grid = {ceil_divide(N, kGemvColumns), ceil_divide(problem.M, rows), splits},
                     .threads = {simdgroups * kSimdWidth, 1, 1},
                     .threadgroup_bytes = gemv_threadgroup_bytes(rows, simdgroups),
                     .params = gemm_params(problem, k_per_slice)};
   dispatch.constants[kConstantRows] = static_cast<int32_t>(rows);
-  dispatch.constants[kConstantRaggedK] = K % kGemvK != 0;
-  dispatch.constants[kConstantRaggedN] = N % kGemvColumns != 0;
   // A code scaled down by 2^24 takes small bf16 and fp32 activations below fp32's range; fp16 ones stay inside.
   dispatch.constants[kConstantSubnormalCodes] = device.half_subnormals && problem.activations == ElementType::float16;
+  dispatch.constants[kConstantRaggedK] = K % kGemvK != 0;
+  dispatch.constants[kConstantRaggedN] = N % kGemvColumns != 0;
   Plan plan{.dispatches = {std::move(dispatch)}};
   add_reduction(plan, problem, splits);
-  candidates.push_back({.variant = "gemv", .tile = {rows, kGemvColumns, kGemvK}, .plan = std::move(plan)});
+  return {.variant = "gemv", .tile = {rows, kGemvColumns, kGemvK}, .plan = std::move(plan)};
+}
+
+}  // namespace
+
+// One block of rows: several would read all weights again, and are planned only where gemv is asked for by name. Larger
+// blocks than the rows need are there too: a block may have more simdgroups than the next smaller one.
+void add_gemv(std::vector<Candidate>& candidates, const GemmProblem& problem, const GpuDevice& device) {
+  const uint32_t blocks = ceil_divide(problem.M, kGemvMaxRows);
+  if (blocks > 1 && problem.variant == "auto") return;
+  const uint32_t most = std::clamp<uint32_t>(problem.weight.K / kShortestSlice, 1, kMostSlices);
+  for (uint32_t rows = ceil_divide(problem.M, blocks); rows <= kGemvMaxRows; ++rows) {
+    candidates.push_back(cheapest_split(problem, device, 1, most,
+                                        [&](uint32_t slices) { return plan_gemv(problem, device, rows, slices); }));
+  }
 }
 
 }  // namespace marlin

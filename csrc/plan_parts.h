@@ -41,6 +41,8 @@ void add_reduction(Plan& plan, const GemmProblem& problem, uint32_t slices);
 // Metal's limit for a threadgroup, and what a core has for all of its threadgroups: about 60 KB, and 208 KB of
 // registers (M1 Max, metal-benchmarks).
 inline constexpr uint32_t kMostThreadgroupBytes = 32 * 1024;
+// Three threadgroups of this size share a core.
+inline constexpr uint32_t kPreferredThreadgroupBytes = 20 * 1024;
 inline constexpr uint32_t kCoreThreadgroupBytes = 60 * 1024;
 inline constexpr uint32_t kCoreHalfRegisters = 208 * 1024 / 2;
 

@@ -21,7 +21,8 @@ struct PrintParams {
   void operator()(std::monostate) const {}
   void operator()(const GemmParams& params) const {
     stream << ", M=" << params.M << " N=" << params.N << " K=" << params.K << " group_size=" << params.group_size
-           << " k_per_slice=" << params.k_per_slice << " a_row_stride=" << params.a_row_stride;
+           << " k_per_slice=" << params.k_per_slice << " m_begin=" << params.m_begin
+           << " a_row_stride=" << params.a_row_stride;
   }
   void operator()(const DequantizeParams& params) const {
     stream << ", N=" << params.N << " K=" << params.K << " group_size=" << params.group_size;

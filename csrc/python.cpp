@@ -1,8 +1,9 @@
-// What Python reads that is not an operator: the format table and the CPU capability.
+// What Python reads that is not an operator: the format table, the CPU capability, and the planner.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include "cpu/capability.h"
+#include "python_planner.h"
 #include "weight_format.h"
 
 namespace py = pybind11;
@@ -59,4 +60,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("group_sizes", [] { return marlin::kGroupSizes; });
   m.def("e2m1_values", [] { return marlin::kE2M1Values; });
   m.def("cpu_capability", &marlin::cpu_capability);
+  marlin::add_planner(m);
 }

@@ -149,7 +149,7 @@ template <WeightFormat format, typename T>
   }
 
   const LanePlace place = lane_place(lane);
-  const FusedRows rows{params.M, block.y * rows_per_threadgroup};
+  const FusedRows rows{params.M, params.m_begin + block.y * rows_per_threadgroup};
   const uint n = block.x * kFusedColumns + place.row * kFusedColumnBlocks;
   const uint slice = block.z * simdgroups + simdgroup;
   const uint k_begin = slice * params.k_per_slice;

@@ -100,7 +100,7 @@ struct GemmParams {
   uint32_t K;
   uint32_t group_size;  // a multiple of 8; at most K
   uint32_t k_per_slice;
-  uint32_t unused;
+  uint32_t m_begin;  // fused: row of the first row block
 };
 static_assert(sizeof(GemmParams) == 32, "shared with the shaders");
 
@@ -216,10 +216,16 @@ constexpr uint32_t tile_groups(TileShape tile) {
   return ceil_divide(tile.K, kShortestGroup);
 }
 
+constexpr uint32_t tile_code_bytes(TileShape tile) {
+  return tile.K * tile.N * 2;  // half
+}
+
+constexpr uint32_t tile_scale_bytes(TileShape tile) {
+  return 2 * tile_groups(tile) * tile.N * 4;  // scales and zero points, float
+}
+
 constexpr uint32_t tile_stage_bytes(TileShape tile, uint32_t activation_bytes) {
-  return tile.M * tile.K * activation_bytes     // activations
-         + tile.K * tile.N * 2                  // codes, half
-         + 2 * tile_groups(tile) * tile.N * 4;  // scales and zero points, float
+  return tile.M * tile.K * activation_bytes + tile_code_bytes(tile) + tile_scale_bytes(tile);
 }
 
 constexpr uint32_t tile_threadgroup_bytes(TileShape tile, ElementType activations, uint32_t stages) {

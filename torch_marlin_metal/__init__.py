@@ -1,6 +1,6 @@
 """4-bit weights multiplied with fp16, bf16 and fp32 activations, as PyTorch operators for Apple GPUs and CPUs."""
 
-from torch_marlin_metal import convert
+from torch_marlin_metal import convert, profiling
 from torch_marlin_metal.extension import CpuCapability, cpu_capability
 from torch_marlin_metal.formats import GROUP_SIZES, WEIGHT_FORMATS, WeightFormat, weight_format
 from torch_marlin_metal.fuse import fuse_projections
@@ -18,6 +18,7 @@ from torch_marlin_metal.ops import (
     gptq_unpack_zeros,
 )
 from torch_marlin_metal.packed_weight import PackedWeight
+from torch_marlin_metal.planning import plan
 from torch_marlin_metal.quantize import quantize_weight
 from torch_marlin_metal.repack import gptq_perm
 from torch_marlin_metal.version import __version__
@@ -48,6 +49,8 @@ __all__ = [
     "mlstm_output",
     "mlstm_states",
     "mlstm_step",
+    "plan",
+    "profiling",
     "quantize_model",
     "quantize_weight",
     "replace_linear_layers",

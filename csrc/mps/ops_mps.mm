@@ -12,7 +12,7 @@
 #include <stdexcept>
 
 #include "../check.h"
-#include "../plan.h"
+#include "../plan_cache.h"
 #include "encoder.h"
 #include "stream.h"
 
@@ -44,9 +44,13 @@ bool half_subnormals(const Tensor& like) {
   return answer;
 }
 
-GpuDevice gpu_device(const Tensor& like) {
-  static const uint32_t cores = std::max(gpu_core_count(), 1U);
-  return {cores, half_subnormals(like)};
+// The environment is asked at every call, so that tests can plan for other chips.
+GpuDevice current_gpu(const Tensor& like) {
+  static const std::string name = gpu_name();
+  static const uint32_t cores = gpu_core_count();
+  GpuDevice device = gpu_device(name, cores);
+  device.half_subnormals = half_subnormals(like);
+  return device;
 }
 
 // Rows that a perm with foreign indices leaves out are zero.
@@ -80,9 +84,9 @@ WeightProblem bind_weight(const char* op, const WeightTensors& weight, const Wei
                             (!weight.zeros || is_aligned(bindings[kSlotZeros], 4))};
 }
 
-Plan planned(const GemmProblem& problem, const GpuDevice& device) {
+std::shared_ptr<const Plan> planned(const GemmProblem& problem, const GpuDevice& device) {
   try {
-    return plan_gemm(problem, device);
+    return remembered_plan(problem, device);
   } catch (const std::invalid_argument& error) {
     TORCH_CHECK_VALUE(false, "torch_marlin_metal::gemm: ", error.what());
   }
@@ -123,11 +127,11 @@ Tensor gemm_mps(const Tensor& a, const Tensor& b_packed, const Tensor& scales, c
   problem.has_bias = bias.has_value();
   problem.vector_aligned_a = is_aligned(rows, 4);
   problem.variant = variant;
-  const Plan plan = planned(problem, gpu_device(a));
-  if (plan.dense_product) {
-    two_pass(plan, problem.weight, std::move(bindings));
+  const std::shared_ptr<const Plan> plan = planned(problem, current_gpu(a));
+  if (plan->dense_product) {
+    two_pass(*plan, problem.weight, std::move(bindings));
   } else {
-    encode(plan, std::move(bindings));
+    encode(*plan, std::move(bindings));
   }
   return out;
 }

@@ -12,6 +12,7 @@
 namespace marlin::mps {
 
 id<MTLDevice> device();
+std::string gpu_name();  // "Apple M1 Max"
 uint32_t gpu_core_count();
 
 // A tensor's buffer belongs to the tensor's storage: no reference is added. The offset is in bytes.

@@ -10,6 +10,10 @@ id<MTLDevice> device() {
   return at::mps::getCurrentMPSStream()->device();
 }
 
+std::string gpu_name() {
+  return at::mps::MPSDevice::getInstance()->getName();
+}
+
 uint32_t gpu_core_count() {
   return at::mps::MPSDevice::getInstance()->getCoreCount();
 }

@@ -7,14 +7,16 @@ import typer
 from torch_marlin_metal.cli.convert import convert
 from torch_marlin_metal.cli.inspect import inspect
 from torch_marlin_metal.cli.output import reported
+from torch_marlin_metal.cli.plan import plan
+from torch_marlin_metal.cli.profile import profile
 from torch_marlin_metal.cli.quantize import quantize
 from torch_marlin_metal.cli.verify import verify
 from torch_marlin_metal.version import __version__
 
-COMMANDS: tuple[Callable[..., int], ...] = (inspect, convert, verify, quantize)
+COMMANDS: tuple[Callable[..., int], ...] = (inspect, convert, verify, quantize, plan, profile)
 
 app = typer.Typer(
-    help="Looks into, converts, compares and makes 4-bit checkpoints.",
+    help="Looks into, converts, compares and makes 4-bit checkpoints, and explains plans.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,

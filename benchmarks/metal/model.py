@@ -1,0 +1,90 @@
+"""What the planner's model says of the ladder over M: issue time beside memory time, and what each more row costs.
+
+Nothing runs on a GPU. Times are of `torch_marlin_metal.plan`, cold weights of 4096 x 14336, group 64, fp16 activations.
+"""
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+import torch_marlin_metal as tmm
+from torch_marlin_metal.planning import PlanCandidate
+from torch_marlin_metal.profiling import AppleSiliconGPU
+
+N, K = 4096, 14336
+GROUP_SIZE = 64
+ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 24, 25, 32, 33, 40, 41, 64, 65, 128, 512, 4096)
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One requirement on the model's figures."""
+
+    what: str
+    value: float
+    limit: float
+
+    @property
+    def holds(self) -> bool:
+        """Whether the value is within the limit."""
+        return self.value <= self.limit
+
+
+def best(M: int, gpu: str, weight_format: str = "uint4b8") -> PlanCandidate:
+    return tmm.plan(M, N, K, weight_format=weight_format, group_size=GROUP_SIZE, gpu=gpu).chosen
+
+
+def issue_over_memory(M: int, gpu: str, weight_format: str, *, peak: bool) -> float:
+    """Issue and complex-unit time of gemv over memory time, at the rate that reading reaches or at the peak."""
+    plan = tmm.plan(M, N, K, weight_format=weight_format, group_size=GROUP_SIZE, gpu=gpu, variant="gemv").chosen
+    dispatch = plan.dispatches[0]
+    fraction = AppleSiliconGPU.from_name(gpu).figures["dram_fraction"].value if peak else 1.0
+    return max(dispatch.issue_seconds, dispatch.complex_seconds) / (dispatch.dram_seconds * fraction)
+
+
+def bars() -> Iterator[Bar]:
+    """The model's part of the requirements, each with its value."""
+    for gpu in ("M1", "M1 Max", "M2 Max", "M4 Max"):
+        for weight_format, most in (("uint4b8", 4), ("float4_e2m1", 2)):
+            for M in range(1, most + 1):
+                value = issue_over_memory(M, gpu, weight_format, peak=True)
+                yield Bar(f"{gpu}: gemv {weight_format}, {M} rows: issue over memory time at peak", value, 1.0)
+    for gpu in AppleSiliconGPU.names():
+        yield Bar(f"{gpu}: 4 rows over 1 row", best(4, gpu).seconds / best(1, gpu).seconds, 1.1)
+    for gpu, limit in (("M1", 1.5), ("M2", 1.5), ("M3", 1.5), ("M4", 1.5), ("M1 Pro", 1.7), ("M1 Max", 1.7)):
+        yield Bar(f"{gpu}: 8 rows over 1 row", best(8, gpu).seconds / best(1, gpu).seconds, limit)
+
+
+def ladder(weight_format: str) -> Table:
+    """Time over the time of one row, and what is taken, by M and GPU."""
+    names = AppleSiliconGPU.names()
+    table = Table(title=f"{weight_format}: time over the time of one row, and the variant", title_justify="left")
+    table.add_column("M", justify="right")
+    for name in names:
+        table.add_column(name, justify="right")
+    first = {name: best(1, name, weight_format).seconds for name in names}
+    for M in ROWS:
+        chosen = [best(M, name, weight_format) for name in names]
+        cells = [f"{c.seconds / first[n]:.2f} {c.variant[:2]}{c.tile[0]}" for n, c in zip(names, chosen, strict=True)]
+        table.add_row(str(M), *cells)
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--formats", nargs="*", default=["uint4b8", "float4_e2m1"], help="weight formats of the ladder")
+    arguments = parser.parse_args()
+    console = Console(width=240)
+    table = Table("requirement", "value", "at most", "holds")
+    for bar in bars():
+        table.add_row(bar.what, f"{bar.value:.3f}", f"{bar.limit:g}", "yes" if bar.holds else "NO")
+    console.print(table)
+    for weight_format in arguments.formats:
+        console.print(ladder(weight_format))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+// The one table of Apple's GPUs: what is known of each, and from where. Planner, profiling and docs read it here.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <string_view>
+
+namespace marlin {
+
+enum class Source : int32_t {
+  apple,
+  metal_benchmarks,
+  applegpuinfo,
+  as_en,
+  bandwidth_test,
+  a19_test,
+  derived,
+  assumed,
+};
+
+constexpr std::string_view citation(Source source) {
+  constexpr std::array<std::string_view, 8> texts{
+      "Apple's specification",
+      "the metal-benchmarks project, measured on M1 Max and A14",
+      "the applegpuinfo project, device database",
+      "the as-en project, measured on M1",
+      "rate that a published 4-bit matrix-vector product reached on this chip",
+      "published measurement of an A19 of five cores",
+      "derived from Apple's figures",
+      "assumed: taken over from the nearest GPU that has a figure",
+  };
+  return texts[static_cast<size_t>(source)];
+}
+
+struct Figure {
+  double value;
+  Source source;
+};
+
+namespace figures {
+constexpr Figure apple(double value) {
+  return {value, Source::apple};
+}
+constexpr Figure mb(double value) {
+  return {value, Source::metal_benchmarks};
+}
+constexpr Figure info(double value) {
+  return {value, Source::applegpuinfo};
+}
+constexpr Figure as_en(double value) {
+  return {value, Source::as_en};
+}
+constexpr Figure reached(double value) {
+  return {value, Source::bandwidth_test};
+}
+constexpr Figure a19(double value) {
+  return {value, Source::a19_test};
+}
+constexpr Figure derived(double value) {
+  return {value, Source::derived};
+}
+constexpr Figure assumed(double value) {
+  return {value, Source::assumed};
+}
+}  // namespace figures
+
+// Per core, but for the latency; clocks are the GPU's, flops count a fused multiply-add twice.
+//   most_threads                   resident
+//   matrix_clocks_fp16, _fp32      of one scheduler, for an 8x8x8 simdgroup_multiply_accumulate of such fragments
+#define MARLIN_FAMILY_FIGURES(X) \
+  X(schedulers)                  \
+  X(fp32_flop_per_clock)         \
+  X(fp16_flop_per_clock)         \
+  X(matrix_clocks_fp16)          \
+  X(matrix_clocks_fp32)          \
+  X(half_registers)              \
+  X(most_threads)                \
+  X(threadgroup_bytes)           \
+  X(l1_bytes)                    \
+  X(l1_bytes_per_clock)          \
+  X(l2_bytes_per_clock)          \
+  X(instruction_cache_bytes)     \
+  X(dram_latency_ns)
+
+struct GpuFamily {
+  uint32_t number;  // Apple<number> of the Metal feature tables
+  bool has_bfloat;  // arithmetic in hardware
+#define MARLIN_FIGURE_FIELD(field) Figure field;
+  MARLIN_FAMILY_FIGURES(MARLIN_FIGURE_FIELD)
+};
+
+// Apple8 is measured to be Apple7's core at another clock. From Apple9 on registers, threadgroup memory and L1 are one
+// store that is divided while kernels run; no sizes are published, so Apple7's stand in.
+inline constexpr auto kGpuFamilies = [] {
+  using namespace figures;
+  return std::array<GpuFamily, 4>{{
+      {7, false, mb(4), mb(256), mb(256), mb(17), mb(18), mb(106496), mb(3072), mb(61440), mb(8192), mb(64), mb(32),
+       mb(12288), as_en(311)},
+      {8, false, mb(4), mb(256), mb(256), assumed(17), assumed(18), assumed(106496), assumed(3072), assumed(61440),
+       assumed(8192), assumed(64), assumed(32), assumed(12288), assumed(311)},
+      {9, true, assumed(4), derived(256), derived(256), assumed(17), assumed(18), assumed(106496), assumed(3072),
+       assumed(61440), assumed(8192), assumed(64), assumed(32), assumed(12288), assumed(311)},
+      {10, true, assumed(4), a19(256), a19(436), assumed(17), assumed(18), assumed(106496), assumed(3072),
+       assumed(61440), assumed(8192), assumed(64), assumed(32), assumed(12288), assumed(311)},
+  }};
+}();
+
+// dram_gbs: the peak, of the whole chip and of its version with the fewest cores; a version in between has the
+// latter's. dram_fraction: the part of the peak that reading reaches. GB/s are 10^9 bytes per second.
+#define MARLIN_CHIP_FIGURES(X) \
+  X(clock_ghz)                 \
+  X(dram_gbs)                  \
+  X(dram_gbs_fewest_cores)     \
+  X(dram_fraction)             \
+  X(l2_kb)                     \
+  X(slc_mb)
+
+struct Chip {
+  std::string_view name;
+  uint32_t family;
+  uint32_t cores;  // of the whole chip
+  uint32_t fewest_cores;
+  MARLIN_CHIP_FIGURES(MARLIN_FIGURE_FIELD)
+#undef MARLIN_FIGURE_FIELD
+};
+
+inline constexpr auto kChips = [] {
+  using namespace figures;
+  return std::array<Chip, 18>{{
+      {"M1", 7, 8, 7, mb(1.278), info(68.25), info(68.25), reached(0.92), mb(768), mb(8)},
+      {"M1 Pro", 7, 16, 14, mb(1.296), info(204.8), info(204.8), assumed(0.86), mb(256), mb(24)},
+      {"M1 Max", 7, 32, 24, mb(1.296), info(409.6), info(409.6), reached(0.84), mb(512), mb(48)},
+      {"M1 Ultra", 7, 64, 48, mb(1.296), info(819.2), info(819.2), assumed(0.86), mb(1024), mb(96)},
+      {"M2", 8, 10, 8, mb(1.398), info(102.4), info(102.4), assumed(0.86), mb(1536), mb(8)},
+      {"M2 Pro", 8, 19, 16, mb(1.398), info(204.8), info(204.8), assumed(0.86), mb(512), mb(24)},
+      {"M2 Max", 8, 38, 30, mb(1.398), apple(400), apple(400), assumed(0.86), mb(1024), mb(48)},
+      {"M2 Ultra", 8, 76, 60, mb(1.398), apple(800), apple(800), assumed(0.86), assumed(2048), assumed(96)},
+      {"M3", 9, 10, 8, derived(1.38), apple(100), apple(100), assumed(0.86), assumed(1536), assumed(8)},
+      {"M3 Pro", 9, 18, 14, derived(1.38), apple(150), apple(150), assumed(0.86), assumed(512), assumed(24)},
+      {"M3 Max", 9, 40, 30, derived(1.38), apple(400), apple(300), reached(0.97), assumed(1024), assumed(48)},
+      {"M3 Ultra", 9, 80, 60, derived(1.38), apple(819), apple(819), assumed(0.86), assumed(2048), assumed(96)},
+      {"M4", 9, 10, 8, derived(1.58), apple(120), apple(120), reached(0.82), assumed(1536), assumed(8)},
+      {"M4 Pro", 9, 20, 16, derived(1.58), apple(273), apple(273), assumed(0.86), assumed(512), assumed(24)},
+      {"M4 Max", 9, 40, 32, derived(1.58), apple(546), apple(410), reached(0.71), assumed(1024), assumed(48)},
+      {"M5", 10, 10, 8, assumed(1.6), apple(153), apple(153), assumed(0.86), assumed(1536), assumed(8)},
+      {"M5 Pro", 10, 20, 16, assumed(1.6), apple(307), apple(307), assumed(0.86), assumed(512), assumed(24)},
+      {"M5 Max", 10, 40, 32, assumed(1.6), apple(614), apple(460), reached(0.87), assumed(1024), assumed(48)},
+  }};
+}();
+
+constexpr const GpuFamily& family_of(const Chip& chip) {
+  for (const GpuFamily& family : kGpuFamilies) {
+    if (family.number == chip.family) return family;
+  }
+  return kGpuFamilies.back();
+}
+
+// The chip of that name, with or without "Apple" in front; null for one that the table does not know.
+constexpr const Chip* find_chip(std::string_view name) {
+  constexpr std::string_view maker = "Apple ";
+  if (name.starts_with(maker)) name.remove_prefix(maker.size());
+  for (const Chip& chip : kChips) {
+    if (chip.name == name) return &chip;
+  }
+  return nullptr;
+}
+
+constexpr double dram_bytes_per_second(const Chip& chip, uint32_t cores) {
+  return 1e9 * (cores < chip.cores ? chip.dram_gbs_fewest_cores : chip.dram_gbs).value;
+}
+
+}  // namespace marlin

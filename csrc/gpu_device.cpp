@@ -1,0 +1,40 @@
+#include "gpu_device.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <stdexcept>
+#include <string>
+
+namespace marlin {
+
+namespace {
+
+constexpr const char* kOverride = "TORCH_MARLIN_METAL_GPU";
+
+uint32_t difference(const Chip& chip, uint32_t cores) {
+  return std::max(chip.cores, cores) - std::min(chip.cores, cores);
+}
+
+}  // namespace
+
+GpuDevice gpu_device(std::string_view name, uint32_t cores) {
+  const char* wanted = std::getenv(kOverride);
+  if (wanted != nullptr && *wanted != '\0') {
+    const Chip* chip = find_chip(wanted);
+    if (chip == nullptr) {
+      std::string known;
+      for (const Chip& row : kChips)
+        known.append(known.empty() ? "" : ", ").append(row.name);
+      throw std::invalid_argument(std::string(kOverride) + ": expected one of " + known + ", got '" + wanted + "'");
+    }
+    return {.cores = chip->cores, .chip = chip};
+  }
+  const Chip* chip = find_chip(name);
+  if (chip == nullptr) {
+    chip = std::ranges::min_element(
+        kChips, [&](const Chip& a, const Chip& b) { return difference(a, cores) < difference(b, cores); });
+  }
+  return {.cores = std::max(cores, 1U), .chip = chip};
+}
+
+}  // namespace marlin

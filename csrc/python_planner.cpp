@@ -1,0 +1,199 @@
+#include "python_planner.h"
+
+#include <pybind11/stl.h>
+
+#include <sstream>
+#include <stdexcept>
+#include <string>
+
+#include "cost.h"
+#include "plan_parts.h"
+#include "tile_budget.h"
+#include "weight_format.h"
+
+namespace py = pybind11;
+
+namespace marlin {
+namespace {
+
+py::tuple figure(const Figure& figure) {
+  return py::make_tuple(figure.value, citation(figure.source));
+}
+
+py::list chips() {
+  py::list rows;
+  for (const Chip& chip : kChips) {
+    py::dict figures;
+#define MARLIN_ADD_FIGURE(field) figures[#field] = figure(chip.field);
+    MARLIN_CHIP_FIGURES(MARLIN_ADD_FIGURE)
+#undef MARLIN_ADD_FIGURE
+    rows.append(py::make_tuple(chip.name, chip.family, chip.cores, chip.fewest_cores, figures));
+  }
+  return rows;
+}
+
+py::list gpu_families() {
+  py::list rows;
+  for (const GpuFamily& family : kGpuFamilies) {
+    py::dict figures;
+#define MARLIN_ADD_FIGURE(field) figures[#field] = figure(family.field);
+    MARLIN_FAMILY_FIGURES(MARLIN_ADD_FIGURE)
+#undef MARLIN_ADD_FIGURE
+    rows.append(py::make_tuple(family.number, family.has_bfloat, figures));
+  }
+  return rows;
+}
+
+py::tuple tile_tuple(const TileShape& tile) {
+  return py::make_tuple(tile.M, tile.N, tile.K);
+}
+
+py::list kernel_counts() {
+  py::list rows;
+  for (const KernelCounts& row : kKernelCounts) {
+    py::dict entry;
+    entry["kernel"] = row.kernel;
+    entry["weight_format"] = name(row.format);
+    entry["tile"] = tile_tuple(row.tile);
+    entry["issue"] = row.step.issue;
+    entry["complex"] = row.step.complex;
+    entry["matrix"] = row.step.matrix;
+    entry["outer_issue"] = row.outer_issue;
+    entry["fixed_issue"] = row.fixed_issue;
+    entry["half_registers"] = row.half_registers;
+    rows.append(entry);
+  }
+  return rows;
+}
+
+py::dict occupancy_dict(const Occupancy& occupancy) {
+  py::dict entry;
+  entry["threadgroups"] = occupancy.threadgroups;
+  entry["simdgroups"] = occupancy.simdgroups;
+  entry["limit"] = occupancy.limit;
+  return entry;
+}
+
+const Chip& chip_of(const std::string& name) {
+  const Chip* chip = find_chip(name);
+  if (chip == nullptr) throw std::invalid_argument("no chip '" + name + "'");
+  return *chip;
+}
+
+py::tuple extent(const Extent& extent) {
+  return py::make_tuple(extent.x, extent.y, extent.z);
+}
+
+// Without a dispatch: what PyTorch launches.
+py::dict dispatch_dict(const Dispatch* dispatch, const DispatchCost& cost) {
+  std::ostringstream text;
+  if (dispatch != nullptr) text << *dispatch;
+  py::dict entry;
+  entry["kernel"] = cost.kernel;
+  entry["function"] = dispatch != nullptr ? dispatch->function : std::string(cost.kernel);
+  entry["text"] = dispatch != nullptr ? text.str() : std::string(cost.kernel);
+  entry["grid"] = extent(dispatch != nullptr ? dispatch->grid : Extent{});
+  entry["threads"] = extent(dispatch != nullptr ? dispatch->threads : Extent{});
+  entry["threadgroup_bytes"] = dispatch != nullptr ? dispatch->threadgroup_bytes : 0;
+  entry["occupancy"] = occupancy_dict(cost.occupancy);
+  entry["bound"] = cost.bound;
+#define MARLIN_ADD_COST(field) entry[#field] = cost.field;
+  MARLIN_DISPATCH_COSTS(MARLIN_ADD_COST)
+#undef MARLIN_ADD_COST
+  return entry;
+}
+
+py::dict budget_dict(const TileBudget& budget) {
+  py::dict entry;
+  entry["variant"] = budget.variant;
+  entry["tile"] = tile_tuple(budget.tile);
+#define MARLIN_ADD_BUDGET(type, field) entry[#field] = budget.field;
+  MARLIN_TILE_BUDGET(MARLIN_ADD_BUDGET)
+#undef MARLIN_ADD_BUDGET
+  return entry;
+}
+
+template <typename Enum, size_t count>
+Enum named(const std::string& wanted, const char* what) {
+  for (size_t i = 0; i < count; ++i) {
+    if (name(static_cast<Enum>(i)) == wanted) return static_cast<Enum>(i);
+  }
+  throw std::invalid_argument(std::string(what) + ": no '" + wanted + "'");
+}
+
+ElementType element(const std::string& name) {
+  return named<ElementType, 4>(name, "dtype");
+}
+
+py::tuple gemm_plans(const std::string& chip, uint32_t cores, bool half_subnormals, uint32_t M, uint32_t N, uint32_t K,
+                     const std::string& weight_format, uint32_t group_size, const std::string& activations,
+                     const std::string& scales, const std::string& zeros, bool has_perm, bool has_global_scale,
+                     bool has_bias, const std::string& variant) {
+  GemmProblem problem{.M = M,
+                      .a_row_stride = K,
+                      .activations = element(activations),
+                      .bias = element(activations),
+                      .has_bias = has_bias,
+                      .vector_aligned_a = true,
+                      .variant = variant};
+  problem.weight = {.format = named<WeightFormat, kWeightFormatCount>(weight_format, "weight_format"),
+                    .K = K,
+                    .N = N,
+                    .group_size = group_size,
+                    .scales = element(scales),
+                    .zeros = element(zeros),
+                    .has_perm = has_perm,
+                    .has_global_scale = has_global_scale,
+                    .vector_aligned = true};
+  const GpuDevice device{cores, half_subnormals, &chip_of(chip)};
+  const std::vector<Candidate> candidates = gemm_candidates(problem, device);
+  const Candidate& chosen = choose(candidates, problem, device);
+  py::list rows;
+  for (const Candidate& candidate : candidates) {
+    const PlanCost total = cost(candidate, problem, device);
+    py::list dispatches;
+    const std::vector<Dispatch>& kernels = candidate.plan.dispatches;
+    for (size_t i = 0; i < total.dispatches.size(); ++i)
+      dispatches.append(dispatch_dict(i < kernels.size() ? &kernels[i] : nullptr, total.dispatches[i]));
+    rows.append(py::make_tuple(candidate.variant, tile_tuple(candidate.tile), total.seconds, dispatches));
+  }
+  return py::make_tuple(rows, &chosen - candidates.data());
+}
+
+}  // namespace
+
+void add_planner(py::module_& m) {
+  m.def("chips", &chips);
+  m.def("gpu_families", &gpu_families);
+  m.def("kernel_counts", &kernel_counts);
+  m.def("gemm_variants", [] {
+    const auto names = gemm_variants();
+    return std::vector<std::string>(names.begin(), names.end());
+  });
+  // (chip, cores) that the planner takes for a GPU of that name and number of cores
+  m.def("gpu_device", [](const std::string& name, uint32_t cores) {
+    const GpuDevice device = gpu_device(name, cores);
+    return py::make_tuple(device.chip->name, device.cores);
+  });
+  m.def("dram_bytes_per_second",
+        [](const std::string& chip, uint32_t cores) { return dram_bytes_per_second(chip_of(chip), cores); });
+  m.def("largest_threadgroup", &largest_threadgroup);
+  m.def("occupancy",
+        [](uint32_t threads, uint32_t half_registers, uint32_t threadgroup_bytes, const std::string& chip) {
+          return occupancy_dict(occupancy(threads, half_registers, threadgroup_bytes, family_of(chip_of(chip))));
+        });
+  m.def("tile_budgets", [](const std::string& activations) {
+    py::list rows;
+    for (const TileBudget& budget : tile_budgets(element(activations)))
+      rows.append(budget_dict(budget));
+    return rows;
+  });
+  m.def("threadgroup_limit", [] { return kMostThreadgroupBytes; });
+  m.def("simd_width", [] { return static_cast<int>(kSimdWidth); });
+  m.def("gemm_plans", &gemm_plans, py::arg("chip"), py::arg("cores"), py::arg("half_subnormals"), py::arg("M"),
+        py::arg("N"), py::arg("K"), py::arg("weight_format"), py::arg("group_size"), py::arg("activations"),
+        py::arg("scales"), py::arg("zeros"), py::arg("has_perm"), py::arg("has_global_scale"), py::arg("has_bias"),
+        py::arg("variant"));
+}
+
+}  // namespace marlin

@@ -1,0 +1,181 @@
+"""Plans, chips, tiles, rooflines and explanations: values by hand, errors, and counts of the software Metal device."""
+
+import itertools
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import torch_marlin_metal as tmm
+from torch_marlin_metal import profiling
+from torch_marlin_metal.profiling import AppleSiliconGPU
+
+
+def test_figures_have_sources():
+    assert AppleSiliconGPU.names()[:3] == ("M1", "M1 Pro", "M1 Max")
+    for name in AppleSiliconGPU.names():
+        gpu = AppleSiliconGPU.from_name(f"Apple {name}")
+        assert all(figure.source and figure.value > 0 for figure in gpu.figures.values())
+        assert gpu.name in str(gpu) and "assumed" not in gpu.figures["dram_gbs"].source
+    m1 = AppleSiliconGPU.from_name("M1")
+    assert m1.flop_per_second() == pytest.approx(2.617e12, rel=1e-3)
+    assert m1.matrix_flop_per_second == pytest.approx(2.617e12 * 16 / 18, rel=1e-3)
+    assert AppleSiliconGPU.from_name("M3 Max", 30).dram_bytes_per_second == 300e9
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: AppleSiliconGPU.from_name("M9"), r"from_name: name: expected one of M1, .*, got 'M9'"),
+        (lambda: AppleSiliconGPU.from_name("M1", 9), r"from_name: cores: expected 7 to 8 for M1, got 9"),
+        (lambda: tmm.plan(0, 8, 8, gpu="M1"), r"plan: M: expected 1 to \d+, got 0"),
+        (lambda: tmm.plan(1, 8, 12, gpu="M1"), r"plan: K: expected a multiple of 8, got 12"),
+        (lambda: tmm.plan(1, 8, 8, gpu="M1", group_size=5), r"plan: group_size: expected one of 16, .*, got 5"),
+        (lambda: tmm.plan(1, 8, 8, gpu="M1", variant="fast"), r"plan: variant: expected one of auto, .*, got 'fast'"),
+        (lambda: tmm.plan(1, 8, 8, gpu="M1", dtype=torch.int8), r"plan: dtype: expected float16, .*, got torch.int8"),
+        (lambda: tmm.plan(1, 8, 8, gpu="M1", weight_format="int3"), r"expected one of uint4b8, .*, got 'int3'"),
+        (lambda: profiling.tile_table("M1", torch.int8), r"tile_table: dtype: expected float16, .*, got torch.int8"),
+        (lambda: profiling.occupancy("fast", "M1"), r"occupancy: kernel: expected one of gemv, .*, got 'fast'"),
+    ],
+)
+def test_bad_input(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_plan_lists_every_candidate_cheapest_first():
+    plan = tmm.plan(33, 4096, 4096, group_size=64, gpu="M1")
+    assert plan.chosen in plan.candidates
+    assert [c.seconds for c in plan.candidates] == sorted(c.seconds for c in plan.candidates)
+    assert {c.variant for c in plan.candidates} == {
+        "fused", "double_buffered", "single_stage", "striped", "two_pass"
+    }  # fmt: skip
+    text = str(plan)
+    assert plan.chosen.dispatches[0].function in text and "on M1 (8 cores)" in text
+    for candidate in plan.candidates:
+        assert candidate.seconds == pytest.approx(sum(d.seconds for d in candidate.dispatches))
+    assert tmm.plan(3, 64, 64, gpu="M1", weight_format="nf4", group_size=-1).group_size == 64
+
+
+def test_two_pass_is_priced_and_not_taken():
+    two_pass = tmm.plan(4096, 4096, 4096, gpu="M1", variant="two_pass").chosen
+    assert [d.kernel for d in two_pass.dispatches] == ["dequantize", "torch.matmul"]
+    # 2 * 4096^3 at 88 % of 2.617 TFLOP/s
+    assert two_pass.dispatches[1].seconds == pytest.approx(2 * 4096**3 / (0.88 * 2.617e12), rel=0.1)
+    assert tmm.plan(4096, 4096, 4096, gpu="M1").chosen.variant != "two_pass"
+
+
+def test_explanation_names_bound_and_rivals():
+    few = profiling.explain(1, 4096, 14336, gpu="M1 Max")
+    assert few.bound == "dram" and "memory" in str(few)
+    assert few.rivals[0].seconds >= few.plan.chosen.seconds
+    many = profiling.explain(64, 4096, 4096, gpu="M1")
+    assert many.bound == "matrix"
+    assert all(assumption in str(many) for assumption in profiling.ASSUMPTIONS)
+
+
+def test_roofline(tmp_path):
+    roof = profiling.roofline("M1", [(1, 4096, 4096), (4096, 4096, 4096)])
+    few, many = roof.points
+    assert few.intensity < roof.gpu.balance < many.intensity
+    assert few.flop_per_second <= few.attainable and many.flop_per_second <= many.attainable
+    assert many.attainable == roof.gpu.matrix_flop_per_second
+    roof.plot(tmp_path / "roof.png")
+    assert (tmp_path / "roof.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_tile_memory_by_hand():
+    rows = {(row.variant, row.tile): row for row in profiling.tile_table("M1").rows}
+    row = rows["double_buffered", (64, 64, 32)]
+    assert (row.activation_bytes, row.code_bytes) == (2 * 64 * 32 * 2, 2 * 32 * 64 * 2)
+    assert row.threadgroup_bytes == row.activation_bytes + row.code_bytes + row.staging_bytes
+    assert row.matrix_operations == 64 * 64 * 32 / 512 / 8 and row.accumulators == 16
+    assert row.flop_per_byte == pytest.approx(2 * 64 * 64 * 32 / (64 * 32 * 2 + 64 * 32 / 2))
+    held = math.floor(min(61440 / row.threadgroup_bytes, 106496 / (256 * row.half_registers), 3072 / 256))
+    assert row.occupancy is not None and row.occupancy.threadgroups == held
+    assert row.waves(128, 128, 8) == 4 / (8 * held)
+    assert profiling.occupancy("double_buffered", "M1")[64, 64, 32] == row.occupancy
+    refused = [row for row in rows.values() if row.refused]
+    assert refused and all(row.threadgroup_bytes > 32768 and row.occupancy is None for row in refused)
+
+
+def test_selection_guide_covers_every_row():
+    guide = profiling.selection_guide("M1", 4096, 4096, rows=range(1, 41))
+    assert guide[0].first == 1 and guide[-1].last == 40
+    assert all(b.first == a.last + 1 for a, b in itertools.pairwise(guide))
+    assert guide[0].variant == "gemv" and guide[-1].variant == "fused"
+
+
+def test_without_a_mac():
+    program = (
+        "from torch_marlin_metal import plan, profiling\n"
+        "for call in (profiling.AppleSiliconGPU.current, profiling.trace().__enter__, lambda: plan(1, 8, 8)):\n"
+        "    try: call()\n"
+        "    except (RuntimeError, ValueError) as error: print(type(error).__name__, error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    first, second, third = done.stdout.splitlines()
+    assert first.startswith("RuntimeError AppleSiliconGPU.current: this machine has no GPU")
+    assert second.startswith("RuntimeError profiling.trace: needs a Mac")
+    assert third.startswith("ValueError plan: gpu: expected one of M1, ")
+
+
+def test_command_line(capsys):
+    from typer.testing import CliRunner
+
+    from torch_marlin_metal.cli.app import app
+
+    done = CliRunner().invoke(app, ["plan", "8", "4096", "4096", "--gpu", "M1", "--json"])
+    assert done.exit_code == 0
+    assert json.loads(done.stdout)["chosen"]["variant"] == "fused"
+    done = CliRunner().invoke(app, ["profile", "--gpu", "M2", "--shape", "512,512", "--rows", "1", "--json"])
+    value = json.loads(done.stdout)
+    assert value["gpu"]["name"] == "M2" and value["choices"]["512,512"][0]["first"] == 1
+    assert CliRunner().invoke(app, ["profile", "--gpu", "M2", "--shape", "512"]).exit_code == 2
+
+
+def weight(N: int, K: int) -> dict[str, torch.Tensor]:
+    return {
+        "b_packed": torch.randint(-(2**31), 2**31 - 1, (K // 8, N), dtype=torch.int32),
+        "scales": torch.rand(K // 64, N).half(),
+    }
+
+
+@pytest.mark.parametrize(("M", "variant"), [(3, "gemv"), (8, "fused"), (33, "fused"), (64, "double_buffered:64x64x32")])
+def test_counts_of_the_software_device(mps, monkeypatch, M, variant):
+    """Matrix products and bytes of memory as the model has them, for whole tiles."""
+    import softmetal
+
+    monkeypatch.setenv("TORCH_MARLIN_METAL_GPU", "M1")
+    N, K = 256, 512
+    tensors = {name: tensor.to(mps) for name, tensor in weight(N, K).items()}
+    a = torch.rand(M, K).half().to(mps)
+    softmetal.faults()
+    out = tmm.gemm(a, **tensors, weight_format="uint4b8", group_size=64, variant=variant)
+    assert torch.isfinite(out.cpu()).all()
+    counted = [c for c in softmetal.counters() if c.kernel.startswith(("gem", "reduce"))]
+    chosen = tmm.plan(M, N, K, group_size=64, gpu="M1", variant=variant.split(":")[0]).candidates
+    planned = next(c for c in chosen if variant in (c.variant, f"{c.variant}:{'x'.join(map(str, c.tile))}"))
+    assert [c.kernel for c in counted] == [d.function for d in planned.dispatches]
+    for count, dispatch in zip(counted, planned.dispatches, strict=True):
+        assert count.mmas == dispatch.matrix_operations
+        assert count.threadgroups == math.prod(dispatch.grid)
+        if dispatch.kernel != "reduce":
+            assert count.distinct_bytes_read is not None
+            rows = M if len(planned.dispatches) == 1 or planned.dispatches[1].kernel == "reduce" else None
+            if rows is not None:
+                distinct = K * N // 2 + K // 64 * N * 2 + rows * K * 2
+                assert distinct <= count.distinct_bytes_read <= distinct + 64
+
+
+def test_planned_gpu_follows_the_variable(mps, monkeypatch):
+    monkeypatch.delenv("TORCH_MARLIN_METAL_GPU", raising=False)
+    assert AppleSiliconGPU.planned().name == "M1"
+    monkeypatch.setenv("TORCH_MARLIN_METAL_GPU", "M4 Max")
+    assert tmm.plan(1, 64, 64).gpu == AppleSiliconGPU.from_name("M4 Max")
+    monkeypatch.setenv("TORCH_MARLIN_METAL_GPU", "M99")
+    with pytest.raises(ValueError, match=r"TORCH_MARLIN_METAL_GPU: expected one of M1, .*, got 'M99'"):
+        AppleSiliconGPU.planned()

@@ -1,0 +1,71 @@
+"""`torch-marlin-metal plan`: how a product would be computed on a GPU, and why."""
+
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from torch_marlin_metal.cli.output import DONE, Json, show
+from torch_marlin_metal.planning import PlanCandidate
+from torch_marlin_metal.profiling import explain
+
+Gpu = Annotated[str | None, typer.Option(help="A chip: M1, M3 Max ...; without it, this machine's.")]
+Format = Annotated[str, typer.Option("--weight-format", help="uint4b8, uint4, nvfp4, mxfp4, nf4 ...")]
+GroupSize = Annotated[int, typer.Option(help="Weights along k that share a scale; -1 is all.")]
+Dtype = Annotated[str, typer.Option(help="Of the activations: float16, bfloat16 or float32.")]
+
+
+def plan(
+    rows: Annotated[int, typer.Argument(metavar="M", help="Rows of the activations.", show_default=False)],
+    columns: Annotated[int, typer.Argument(metavar="N", help="Columns of the weight.", show_default=False)],
+    depth: Annotated[int, typer.Argument(metavar="K", help="Rows of the weight.", show_default=False)],
+    gpu: Gpu = None,
+    weight_format: Format = "uint4b8",
+    group_size: GroupSize = 128,
+    dtype: Dtype = "float16",
+    variant: Annotated[str, typer.Option(help="auto, or the only variant to look at.")] = "auto",
+    as_json: Json = False,
+) -> int:
+    """Shows how a product [M, K] x [K, N] would be computed, every alternative's cost by the model, and the reason."""
+    found = explain(
+        rows,
+        columns,
+        depth,
+        gpu=gpu,
+        weight_format=weight_format,
+        group_size=group_size,
+        dtype=floating(dtype),
+        variant=variant,
+    )
+    value = {
+        "gpu": found.plan.gpu.name,
+        "cores": found.plan.gpu.cores,
+        "bound": found.bound,
+        "chosen": _candidate(found.plan.chosen),
+        "candidates": [_candidate(candidate) for candidate in found.plan.candidates],
+        "assumptions": list(found.assumptions),
+    }
+    show(value, f"{found.plan}\n{found}", as_json)
+    return DONE
+
+
+def floating(name: str) -> torch.dtype:
+    """Returns a dtype by its name.
+
+    Raises:
+        ValueError: it is no name of an activation dtype.
+    """
+    dtypes = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+    if name not in dtypes:
+        raise ValueError(f"--dtype: expected one of {', '.join(dtypes)}, got {name!r}")
+    return dtypes[name]
+
+
+def _candidate(candidate: PlanCandidate) -> dict[str, Any]:
+    return {
+        "variant": candidate.variant,
+        "tile": list(candidate.tile),
+        "seconds": candidate.seconds,
+        "bound": candidate.bound,
+        "dispatches": [dispatch.text for dispatch in candidate.dispatches],
+    }

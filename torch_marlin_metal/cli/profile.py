@@ -1,0 +1,64 @@
+"""`torch-marlin-metal profile`: what a GPU is to the planner: figures, tiles, which variant is taken when, roofline."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Group
+
+from torch_marlin_metal.cli.output import DONE, Json, show, table
+from torch_marlin_metal.cli.plan import Dtype, Format, Gpu, GroupSize, floating
+from torch_marlin_metal.gpu import as_gpu
+from torch_marlin_metal.profiling import roofline, selection_guide, tile_table
+
+
+def profile(
+    gpu: Gpu = None,
+    shape: Annotated[list[str] | None, typer.Option(help="N,K of a weight; may be repeated.")] = None,
+    rows: Annotated[list[int] | None, typer.Option(help="M of the roofline; may be repeated.")] = None,
+    weight_format: Format = "uint4b8",
+    group_size: GroupSize = 128,
+    dtype: Dtype = "float16",
+    plot: Annotated[Path | None, typer.Option(help="Draw the roofline into this file.")] = None,
+    as_json: Json = False,
+) -> int:
+    """Shows a GPU's figures with their sources, its tiles, the choice by M, and products under its roofline.
+
+    Nothing runs: times are the planner's model's.
+    """
+    found = as_gpu("profile", gpu)
+    element = floating(dtype)
+    shapes = [_shape(text) for text in shape or ["4096,4096", "4096,14336"]]
+    products = [(M, N, K) for N, K in shapes for M in rows or [1, 4, 8, 16, 32, 128, 1024]]
+    tiles = tile_table(found, element)
+    roof = roofline(found, products, weight_format=weight_format, group_size=group_size, dtype=element)
+    guides = {
+        f"{N},{K}": selection_guide(found, N, K, weight_format=weight_format, group_size=group_size, dtype=element)
+        for N, K in shapes
+    }
+    if plot is not None:
+        roof.plot(plot)
+    shown = []
+    for name, guide in guides.items():
+        made = table(f"taken for N,K = {name}", "M", "variant", "tile", "us", "bound", right=("M", "us"))
+        for choice in guide:
+            tile = "x".join(map(str, choice.tile))
+            span = str(choice.first) if choice.first == choice.last else f"{choice.first} to {choice.last}"
+            made.add_row(span, choice.variant, tile, f"{choice.seconds * 1e6:.1f}", choice.bound)
+        shown.append(made)
+    value = {
+        "gpu": asdict(found),
+        "tiles": [asdict(row) for row in tiles.rows],
+        "choices": {name: [asdict(choice) for choice in guide] for name, guide in guides.items()},
+        "roofline": [asdict(point) for point in roof.points],
+    }
+    show(value, Group(found, tiles, *shown, roof), as_json)
+    return DONE
+
+
+def _shape(text: str) -> tuple[int, int]:
+    parts = text.split(",")
+    if len(parts) != 2 or not all(part.strip().isdigit() for part in parts):
+        raise ValueError(f"--shape: expected N,K, got {text!r}")
+    return int(parts[0]), int(parts[1])

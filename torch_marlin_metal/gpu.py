@@ -1,0 +1,175 @@
+"""Apple's GPUs as the planner knows them: every figure with its source, from the one table in `csrc/chips.h`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from rich.table import Table
+
+from torch_marlin_metal.extension import native
+from torch_marlin_metal.text import RichText
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A number and where it comes from."""
+
+    value: float
+    source: str
+
+
+@dataclass(frozen=True)
+class AppleSiliconGPU(RichText):
+    """One GPU: a chip of the table with its number of cores.
+
+    Attributes:
+        name: the chip, "M1 Max".
+        cores: GPU cores of this version.
+        family: Apple GPU family of Metal's feature tables, 7 for M1.
+        has_bfloat: bfloat arithmetic in hardware.
+        figures: everything else by name; see `csrc/chips.h` for what each means.
+    """
+
+    name: str
+    cores: int
+    family: int
+    has_bfloat: bool
+    figures: dict[str, Figure]
+
+    @staticmethod
+    def names() -> tuple[str, ...]:
+        """Names of all chips of the table, oldest first."""
+        return tuple(row[0] for row in native.chips())
+
+    @classmethod
+    def from_name(cls, name: str, cores: int | None = None) -> AppleSiliconGPU:
+        """Returns a chip of the table.
+
+        Args:
+            name: "M1", "M3 Max" and so on; "Apple" in front is allowed.
+            cores: GPU cores where it is not the whole chip (an M1 with 7, an M3 Max with 30).
+
+        Raises:
+            ValueError: the table has no such chip, or the chip no version with so many cores.
+        """
+        chips = {row[0]: row for row in native.chips()}
+        chip = chips.get(name.removeprefix("Apple "))
+        if chip is None:
+            raise ValueError(f"AppleSiliconGPU.from_name: name: expected one of {', '.join(chips)}, got {name!r}")
+        full_name, family, most, fewest, figures = chip
+        cores = most if cores is None else cores
+        if not fewest <= cores <= most:
+            raise ValueError(
+                f"AppleSiliconGPU.from_name: cores: expected {fewest} to {most} for {full_name}, got {cores}"
+            )
+        _, has_bfloat, of_family = next(row for row in native.gpu_families() if row[0] == family)
+        named = {key: Figure(*value) for key, value in {**figures, **of_family}.items()}
+        return cls(full_name, cores, family, has_bfloat, named)
+
+    @classmethod
+    def current(cls) -> AppleSiliconGPU:
+        """Returns the GPU of this Mac, as PyTorch reports it.
+
+        Raises:
+            RuntimeError: torch sees no GPU through MPS.
+            ValueError: the table does not know the GPU; the message has its name.
+        """
+        if not torch.backends.mps.is_available():
+            raise RuntimeError(
+                "AppleSiliconGPU.current: this machine has no GPU that torch can use through MPS: "
+                "name one by AppleSiliconGPU.from_name(...)"
+            )
+        name = torch.backends.mps.get_name()
+        if name.removeprefix("Apple ") not in cls.names():
+            raise ValueError(
+                f"AppleSiliconGPU.current: expected one of {', '.join(cls.names())}, this GPU calls itself {name!r}"
+            )
+        return cls.from_name(name, torch.backends.mps.get_core_count())
+
+    @classmethod
+    def planned(cls) -> AppleSiliconGPU:
+        """Returns the GPU that operators on mps are planned for here.
+
+        That is `current()`, but for a GPU that the table does not know it is the oldest chip with the nearest number of
+        cores. `TORCH_MARLIN_METAL_GPU`, a name of the table, takes the place of all that.
+
+        Raises:
+            RuntimeError: torch sees no GPU through MPS.
+            ValueError: `TORCH_MARLIN_METAL_GPU` names no chip.
+        """
+        if not torch.backends.mps.is_available():
+            raise RuntimeError("AppleSiliconGPU.planned: this machine has no GPU that torch can use through MPS")
+        name, cores = native.gpu_device(torch.backends.mps.get_name(), torch.backends.mps.get_core_count())
+        return cls._any(name, cores)
+
+    @classmethod
+    def _any(cls, name: str, cores: int) -> AppleSiliconGPU:
+        whole = cls.from_name(name)
+        return cls(whole.name, cores, whole.family, whole.has_bfloat, whole.figures)
+
+    @property
+    def clock_hz(self) -> float:
+        """GPU clock."""
+        return self.figures["clock_ghz"].value * 1e9
+
+    @property
+    def dram_bytes_per_second(self) -> float:
+        """Peak rate of memory for this number of cores."""
+        return float(native.dram_bytes_per_second(self.name, self.cores))
+
+    @property
+    def reachable_dram_bytes_per_second(self) -> float:
+        """The part of the peak that reading reaches."""
+        return self.dram_bytes_per_second * self.figures["dram_fraction"].value
+
+    def flop_per_second(self, dtype: torch.dtype = torch.float32) -> float:
+        """Peak of multiply-adds, each counted twice.
+
+        Raises:
+            ValueError: the dtype is none of float16, bfloat16 and float32.
+        """
+        names = {torch.float16: "fp16", torch.bfloat16: "fp32", torch.float32: "fp32"}
+        if dtype not in names:
+            raise ValueError(f"flop_per_second: dtype: expected float16, bfloat16 or float32, got {dtype}")
+        return self.figures[f"{names[dtype]}_flop_per_clock"].value * self.cores * self.clock_hz
+
+    @property
+    def matrix_flop_per_second(self) -> float:
+        """Peak of 8x8x8 matrix products on fp32 fragments."""
+        clocks = self.figures["matrix_clocks_fp32"].value
+        return 2 * 8**3 / clocks * self.figures["schedulers"].value * self.cores * self.clock_hz
+
+    @property
+    def balance(self) -> float:
+        """Floating-point operations (matrix products) for each byte that memory delivers."""
+        return self.matrix_flop_per_second / self.reachable_dram_bytes_per_second
+
+    def __rich__(self) -> Table:
+        table = Table(title=f"{self.name}, {self.cores} GPU cores, Apple{self.family}", title_justify="left")
+        for heading in ("figure", "value", "source"):
+            table.add_column(heading, justify="right" if heading == "value" else "left", overflow="fold")
+        for key, figure in self.figures.items():
+            table.add_row(key, f"{figure.value:g}", figure.source)
+        derived = "derived from the rows above"
+        table.add_row("fp32 TFLOP/s", f"{self.flop_per_second() / 1e12:.2f}", derived)
+        table.add_row("fp16 TFLOP/s", f"{self.flop_per_second(torch.float16) / 1e12:.2f}", derived)
+        table.add_row("matrix TFLOP/s", f"{self.matrix_flop_per_second / 1e12:.2f}", derived)
+        table.add_row("matrix flop per byte", f"{self.balance:.1f}", derived)
+        return table
+
+
+def as_gpu(function: str, gpu: AppleSiliconGPU | str | None) -> AppleSiliconGPU:
+    """Returns the GPU that an argument means: itself, a name, or with None the one that is planned for here.
+
+    Raises:
+        ValueError: the name is unknown, or there is no GPU here and none was named.
+    """
+    if isinstance(gpu, AppleSiliconGPU):
+        return gpu
+    if gpu is not None:
+        return AppleSiliconGPU.from_name(gpu)
+    if not torch.backends.mps.is_available():
+        known = ", ".join(AppleSiliconGPU.names())
+        raise ValueError(f"{function}: gpu: expected one of {known} (this machine has no GPU of its own), got None")
+    return AppleSiliconGPU.planned()

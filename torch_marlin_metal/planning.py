@@ -1,0 +1,287 @@
+"""How a product would be computed on a GPU, and what each way would cost by the planner's model (`csrc/cost.h`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from rich.console import Group
+from rich.table import Table
+
+from torch_marlin_metal.extension import native
+from torch_marlin_metal.formats import GROUP_SIZES, WeightFormat
+from torch_marlin_metal.formats import weight_format as format_of
+from torch_marlin_metal.gpu import AppleSiliconGPU, as_gpu
+from torch_marlin_metal.text import RichText
+
+_DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32", torch.uint8: "uint8"}
+
+
+@dataclass(frozen=True)
+class Occupancy:
+    """How much of a kernel a core holds at once.
+
+    Attributes:
+        threadgroups: resident on a core.
+        simdgroups: of these threadgroups together.
+        limit: what keeps it from holding more: "threads", "registers" or "threadgroup memory".
+    """
+
+    threadgroups: int
+    simdgroups: int
+    limit: str
+
+
+@dataclass(frozen=True)
+class PlannedDispatch:
+    """One kernel launch and its cost by the model; `csrc/cost.h` says what each figure means.
+
+    Attributes:
+        kernel: the kernel, "gemm_fused".
+        function: its instance, "gemm_fused_uint4b8_float16".
+        grid: threadgroups.
+        threads: threads of a threadgroup.
+        threadgroup_bytes: threadgroup memory.
+        text: all of it in one line, with sizes and function constants.
+        occupancy: how much of it a core holds.
+        waves: threadgroups over those that the GPU holds at once.
+        dram_bytes: traffic that no cache serves.
+        l2_bytes: what the simdgroups read and write.
+        matrix_operations: 8x8x8 products.
+        launch_seconds: for the launch itself.
+        dram_seconds: for `dram_bytes`.
+        l2_seconds: for `l2_bytes`.
+        issue_seconds: to issue the instructions, matrix products apart.
+        complex_seconds: of the integer and complex unit, which works beside the others.
+        matrix_seconds: of the matrix products.
+        compute_seconds: of the busiest core, with the latency that is not hidden.
+        seconds: the launch and the longest of memory, L2 and compute.
+        bound: what that longest is.
+    """
+
+    kernel: str
+    function: str
+    grid: tuple[int, int, int]
+    threads: tuple[int, int, int]
+    threadgroup_bytes: int
+    text: str
+    occupancy: Occupancy
+    waves: float
+    dram_bytes: float
+    l2_bytes: float
+    matrix_operations: float
+    launch_seconds: float
+    dram_seconds: float
+    l2_seconds: float
+    issue_seconds: float
+    complex_seconds: float
+    matrix_seconds: float
+    compute_seconds: float
+    seconds: float
+    bound: str
+
+
+@dataclass(frozen=True)
+class PlanCandidate:
+    """One way to compute the product.
+
+    Attributes:
+        variant: its name for `gemm(variant=...)`.
+        tile: M, N and K of a threadgroup's step.
+        seconds: predicted time.
+        dispatches: in order.
+    """
+
+    variant: str
+    tile: tuple[int, int, int]
+    seconds: float
+    dispatches: tuple[PlannedDispatch, ...]
+
+    @property
+    def bound(self) -> str:
+        """What bounds its longest dispatch."""
+        return max(self.dispatches, key=lambda dispatch: dispatch.seconds).bound
+
+
+@dataclass(frozen=True)
+class GemmPlan(RichText):
+    """All candidates for a product, and the one that is taken.
+
+    Attributes:
+        M: rows of the activations.
+        N: columns of the weight.
+        K: rows of the weight.
+        weight_format: format of the weight.
+        group_size: K where one group is all of it.
+        dtype: of the activations.
+        gpu: the GPU that is planned for.
+        chosen: the candidate that is taken.
+        candidates: all of them, cheapest first.
+    """
+
+    M: int
+    N: int
+    K: int
+    weight_format: str
+    group_size: int
+    dtype: torch.dtype
+    gpu: AppleSiliconGPU
+    chosen: PlanCandidate
+    candidates: tuple[PlanCandidate, ...]
+
+    @property
+    def title(self) -> str:
+        """The product in words."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return (
+            f"{dtype} [{self.M}, {self.K}] x {self.weight_format} g{self.group_size} [{self.K}, {self.N}] "
+            f"on {self.gpu.name} ({self.gpu.cores} cores)"
+        )
+
+    def __rich__(self) -> Group:
+        table = Table(title=self.title, title_justify="left", caption_justify="left")
+        right = ("us", "DRAM us", "L2 us", "compute us", "of it issue", "complex", "matrix", "SIMD/core")
+        for heading in ("", "variant", "tile", "grid", "threads", *right, "bound"):
+            table.add_column(heading, justify="right" if heading in right else "left", overflow="fold")
+        for candidate in self.candidates:
+            for index, dispatch in enumerate(candidate.dispatches):
+                first = index == 0
+                table.add_row(
+                    "->" if candidate is self.chosen and first else "",
+                    candidate.variant if first else f"  then {dispatch.kernel}",
+                    "x".join(map(str, candidate.tile)) if first else "",
+                    "x".join(map(str, dispatch.grid)),
+                    str(dispatch.threads[0] * dispatch.threads[1]),
+                    f"{dispatch.seconds * 1e6:.1f}",
+                    f"{dispatch.dram_seconds * 1e6:.1f}",
+                    f"{dispatch.l2_seconds * 1e6:.1f}",
+                    f"{dispatch.compute_seconds * 1e6:.1f}",
+                    f"{dispatch.issue_seconds * 1e6:.1f}",
+                    f"{dispatch.complex_seconds * 1e6:.1f}",
+                    f"{dispatch.matrix_seconds * 1e6:.1f}",
+                    str(dispatch.occupancy.simdgroups),
+                    dispatch.bound,
+                )
+        table.caption = f"{self.chosen.variant}: {self.chosen.seconds * 1e6:.1f} us by the model"
+        lines = "\n  then ".join(dispatch.text for dispatch in self.chosen.dispatches)
+        return Group(table, lines)
+
+
+def plan(
+    M: int,
+    N: int,
+    K: int,
+    *,
+    weight_format: str = "uint4b8",
+    group_size: int = 128,
+    dtype: torch.dtype = torch.float16,
+    scales_dtype: torch.dtype | None = None,
+    zeros_dtype: torch.dtype = torch.uint8,
+    has_perm: bool = False,
+    has_global_scale: bool = False,
+    has_bias: bool = False,
+    variant: str = "auto",
+    gpu: AppleSiliconGPU | str | None = None,
+    half_subnormals: bool = True,
+) -> GemmPlan:
+    """Returns how `gemm` would compute a product on a GPU, with the cost of all candidates by the planner's model.
+
+    The tensors are taken to be aligned and contiguous. Nothing runs.
+
+    Args:
+        M: rows of the activations `[M, K]`.
+        N: columns of the weight.
+        K: rows of the weight, a multiple of 8.
+        weight_format: a weight format or an alias of one.
+        group_size: of the weight; -1 is K; formats with a fixed size ignore it.
+        dtype: of the activations: float16, bfloat16 or float32.
+        scales_dtype: of floating scales; None is `dtype`.
+        zeros_dtype: of zero points, for formats that have them; uint4_bias has floating ones, of `scales_dtype`.
+        has_perm: act-order.
+        has_global_scale: for formats that take one.
+        has_bias: whether a bias is added.
+        variant: "auto", or the only variant to look at.
+        gpu: a GPU, its name, or None for this machine's.
+        half_subnormals: what the probe for subnormal halves answers on that GPU.
+
+    Raises:
+        ValueError: an argument is out of range or unknown; the message names it.
+    """
+    row = format_of(weight_format)
+    group_size = _group_size(row, group_size, K)
+    _check(M, N, K, dtype, scales_dtype, zeros_dtype)
+    variants = ("auto", *native.gemm_variants())
+    if variant not in variants:
+        raise ValueError(f"plan: variant: expected one of {', '.join(variants)}, got {variant!r}")
+    scales = torch.uint8 if row.scale_coding != "floating" else scales_dtype or dtype
+    zeros = scales if row.zeros_role == "bias" else zeros_dtype
+    found = as_gpu("plan", gpu)
+    rows, chosen = native.gemm_plans(
+        chip=found.name,
+        cores=found.cores,
+        half_subnormals=half_subnormals,
+        M=M,
+        N=N,
+        K=K,
+        weight_format=row.name,
+        group_size=group_size,
+        activations=_DTYPES[dtype],
+        scales=_DTYPES[scales],
+        zeros=_DTYPES[zeros],
+        has_perm=has_perm,
+        has_global_scale=has_global_scale,
+        has_bias=has_bias,
+        variant=variant,
+    )
+    candidates = [_candidate(*entry) for entry in rows]
+    ordered = sorted(candidates, key=lambda candidate: candidate.seconds)
+    return GemmPlan(M, N, K, row.name, group_size, dtype, found, candidates[chosen], tuple(ordered))
+
+
+def _group_size(row: WeightFormat, group_size: int, K: int) -> int:
+    if row.fixed_group_size is not None:
+        return row.fixed_group_size
+    if group_size == -1:
+        return K
+    if group_size not in GROUP_SIZES and group_size != K:
+        sizes = ", ".join(map(str, GROUP_SIZES))
+        raise ValueError(f"plan: group_size: expected one of {sizes}, K or -1, got {group_size}")
+    return group_size
+
+
+def element_name(function: str, dtype: torch.dtype) -> str:
+    """Returns the planner's name of an activation dtype.
+
+    Raises:
+        ValueError: it is none of float16, bfloat16 and float32; the message names the function.
+    """
+    if dtype == torch.uint8 or dtype not in _DTYPES:
+        raise ValueError(f"{function}: dtype: expected float16, bfloat16 or float32, got {dtype}")
+    return _DTYPES[dtype]
+
+
+def _check(
+    M: int, N: int, K: int, dtype: torch.dtype, scales_dtype: torch.dtype | None, zeros_dtype: torch.dtype
+) -> None:
+    largest = 2**31 - 1
+    for name, value in (("M", M), ("N", N), ("K", K)):
+        if not 1 <= value <= largest:
+            raise ValueError(f"plan: {name}: expected 1 to {largest}, got {value}")
+    if K % 8 != 0:
+        raise ValueError(f"plan: K: expected a multiple of 8, got {K}")
+    floating = (torch.float16, torch.bfloat16, torch.float32)
+    element_name("plan", dtype)
+    if scales_dtype is not None and scales_dtype not in floating:
+        raise ValueError(f"plan: scales_dtype: expected float16, bfloat16 or float32, got {scales_dtype}")
+    if zeros_dtype not in _DTYPES:
+        raise ValueError(f"plan: zeros_dtype: expected uint8, float16, bfloat16 or float32, got {zeros_dtype}")
+
+
+def _candidate(
+    variant: str, tile: tuple[int, int, int], seconds: float, dispatches: list[dict[str, object]]
+) -> PlanCandidate:
+    planned = tuple(
+        PlannedDispatch(**{**entry, "occupancy": Occupancy(**entry["occupancy"])})  # type: ignore[arg-type]
+        for entry in dispatches
+    )
+    return PlanCandidate(variant, tile, seconds, planned)

@@ -1,0 +1,107 @@
+"""Why a product is computed as it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch_marlin_metal.planning import GemmPlan, PlanCandidate, PlannedDispatch, plan
+
+# What the model takes for granted, beyond the figures of the GPU and the counts of the kernels.
+ASSUMPTIONS = (
+    "Instruction counts are another compiler's for the M1's GPU, for every GPU: Apple's may differ by 10 to 20 %.",
+    "Weights are cold, and nothing else runs on the GPU.",
+    "A kernel that does not fetch ahead waits for memory's latency at every step; other simdgroups of the core fill "
+    "that time as far as there are any.",
+    "A twentieth of the shorter of memory and compute time is not hidden by the longer.",
+    "Threadgroups start in order, x first, and are spread evenly over the cores.",
+    "Weights that several row blocks read come from memory each time, or at twice its rate where the weight fills at "
+    "most half of the system-level cache.",
+    "Bank conflicts, the register cache, barriers and the rate of threadgroup memory cost nothing.",
+    "A launch takes what the smallest one took on an M1 under Linux, an upper bound for Metal.",
+    "Where a GPU's figure is assumed, its nearest relative's stands in: the GPU's own table says which those are.",
+)
+
+_REASONS = {
+    "launch": "the launch itself: there is too little work for anything else to matter",
+    "dram": "memory: every weight is read at the rate that memory delivers",
+    "l2": "L2: simdgroups ask for the same activations again and again",
+    "issue": "instruction issue: decoding and addresses",
+    "complex": "the integer and complex unit",
+    "matrix": "the matrix products",
+    "occupancy": "waiting: too few simdgroups to hide latency, or cores with less to do than others",
+    "dense": "the dense product of torch.matmul",
+}
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `explain` found; prints as text.
+
+    Attributes:
+        plan: the product's plan with all candidates.
+        bound: what bounds the longest dispatch of the plan that is taken.
+        rivals: the cheapest candidate of every other variant, cheapest first.
+        assumptions: what the predicted time rests on.
+    """
+
+    plan: GemmPlan
+    bound: str
+    rivals: tuple[PlanCandidate, ...]
+    assumptions: tuple[str, ...]
+
+    def __str__(self) -> str:
+        chosen, cheapest = self.plan.chosen, self.plan.candidates[0]
+        lines = [
+            self.plan.title,
+            f"taken: {_named(chosen)}: {_us(chosen.seconds)} us predicted, bound by {_REASONS[self.bound]}",
+            *map(_spent, chosen.dispatches),
+        ]
+        for rival in self.rivals:
+            ratio = rival.seconds / chosen.seconds
+            reason = _REASONS[rival.bound]
+            lines.append(f"instead of {_named(rival)}: {_us(rival.seconds)} us, {ratio:.2f} x, bound by {reason}")
+        if cheapest is not chosen:
+            lines.append(f"{cheapest.variant} is cheapest by the model, but taken only where a tuner has measured it")
+        lines.append("assumed:")
+        lines += [f"  - {assumption}" for assumption in self.assumptions]
+        return "\n".join(lines)
+
+
+def _us(seconds: float) -> str:
+    return f"{seconds * 1e6:.1f}"
+
+
+def _named(candidate: PlanCandidate) -> str:
+    return f"{candidate.variant} {'x'.join(map(str, candidate.tile))}"
+
+
+def _spent(dispatch: PlannedDispatch) -> str:
+    memory = f"memory {_us(dispatch.dram_seconds)} ({dispatch.dram_bytes / 1e6:.2f} MB)"
+    alu = f"issue {_us(dispatch.issue_seconds)} + matrix {_us(dispatch.matrix_seconds)}"
+    compute = f"compute {_us(dispatch.compute_seconds)} ({alu}, beside complex {_us(dispatch.complex_seconds)})"
+    held = f"{dispatch.occupancy.simdgroups} simdgroups a core (limit: {dispatch.occupancy.limit})"
+    return (
+        f"  {dispatch.function}: {_us(dispatch.seconds)} us = launch {_us(dispatch.launch_seconds)} + the longest of "
+        f"{memory}, L2 {_us(dispatch.l2_seconds)}, {compute}; {held}, {dispatch.waves:.2f} waves"
+    )
+
+
+def explain(M: int, N: int, K: int, **problem: Any) -> Explanation:
+    """Says why a product is computed as it is: the plan, what bounds it, what else there was.
+
+    Args:
+        M: rows of the activations.
+        N: columns of the weight.
+        K: rows of the weight.
+        **problem: as for `torch_marlin_metal.plan`.
+
+    Raises:
+        ValueError: as `torch_marlin_metal.plan`.
+    """
+    found = plan(M, N, K, **problem)
+    rivals: dict[str, PlanCandidate] = {}
+    for candidate in found.candidates:
+        if candidate.variant != found.chosen.variant:
+            rivals.setdefault(candidate.variant, candidate)
+    return Explanation(found, found.chosen.bound, tuple(rivals.values()), ASSUMPTIONS)

@@ -1,0 +1,149 @@
+"""Where products lie under a GPU's roofline, by the planner's model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.table import Table
+
+from torch_marlin_metal.gpu import AppleSiliconGPU, as_gpu
+from torch_marlin_metal.planning import plan
+from torch_marlin_metal.text import RichText
+
+
+@dataclass(frozen=True)
+class RooflinePoint:
+    """One product.
+
+    Attributes:
+        M: rows of the activations.
+        N: columns of the weight.
+        K: rows of the weight.
+        variant: what the planner takes.
+        intensity: floating-point operations for each byte of memory traffic.
+        flop_per_second: by the model.
+        attainable: what memory and matrix unit would allow at this intensity.
+    """
+
+    M: int
+    N: int
+    K: int
+    variant: str
+    intensity: float
+    flop_per_second: float
+    attainable: float
+
+
+@dataclass(frozen=True)
+class Roofline(RichText):
+    """A GPU's two roofs and the products under them.
+
+    Attributes:
+        gpu: the GPU.
+        weight_format: of the products.
+        points: one for each shape.
+    """
+
+    gpu: AppleSiliconGPU
+    weight_format: str
+    points: tuple[RooflinePoint, ...]
+
+    def __rich__(self) -> Table:
+        roofs = (
+            f"{self.gpu.matrix_flop_per_second / 1e12:.2f} TFLOP/s of matrix products, "
+            f"{self.bandwidth / 1e9:.0f} GB/s, balance {self.gpu.balance:.1f} flop per byte"
+        )
+        title = f"{self.weight_format} on {self.gpu.name} ({self.gpu.cores} cores): {roofs}"
+        table = Table(title=title, title_justify="left")
+        for heading in ("M", "N", "K", "variant", "flop/byte", "TFLOP/s", "roof TFLOP/s", "of roof"):
+            table.add_column(heading, justify="left" if heading == "variant" else "right")
+        for point in self.points:
+            table.add_row(
+                str(point.M),
+                str(point.N),
+                str(point.K),
+                point.variant,
+                f"{point.intensity:.1f}",
+                f"{point.flop_per_second / 1e12:.3f}",
+                f"{point.attainable / 1e12:.3f}",
+                f"{point.flop_per_second / point.attainable:.0%}",
+            )
+        return table
+
+    def plot(self, path: str | Path) -> None:
+        """Draws it into a file; the file's ending says in which format.
+
+        Raises:
+            ImportError: matplotlib is not installed (`pip install torch_marlin_metal[plots]`).
+        """
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise ImportError("Roofline.plot: needs matplotlib: pip install torch_marlin_metal[plots]") from error
+        figure = Figure(figsize=(8, 5), layout="constrained")
+        axes = figure.subplots()
+        highest = max([2 * self.gpu.balance, *(point.intensity for point in self.points)])
+        lowest = min([self.gpu.balance / 2, *(point.intensity for point in self.points)])
+        roof = [lowest / 2, self.gpu.balance, highest * 2]
+        axes.plot(roof, [min(self.gpu.matrix_flop_per_second, x * self.bandwidth) / 1e12 for x in roof], color="black")
+        for variant in sorted({point.variant for point in self.points}):
+            points = [point for point in self.points if point.variant == variant]
+            axes.scatter(
+                [point.intensity for point in points], [point.flop_per_second / 1e12 for point in points], label=variant
+            )
+        for point in self.points:
+            axes.annotate(
+                f"{point.M}x{point.N}x{point.K}",
+                (point.intensity, point.flop_per_second / 1e12),
+                textcoords="offset points",
+                xytext=(4, -10),
+                fontsize=7,
+            )
+        axes.set(
+            xscale="log",
+            yscale="log",
+            xlabel="flop per byte of memory traffic",
+            ylabel="TFLOP/s",
+            title=f"{self.weight_format} on {self.gpu.name} ({self.gpu.cores} cores), predicted",
+        )
+        axes.legend()
+        figure.savefig(path)
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second that reading reaches."""
+        return self.gpu.reachable_dram_bytes_per_second
+
+
+def roofline(
+    gpu: AppleSiliconGPU | str | None,
+    shapes: Iterable[tuple[int, int, int]],
+    *,
+    weight_format: str = "uint4b8",
+    group_size: int = 128,
+    dtype: torch.dtype = torch.float16,
+) -> Roofline:
+    """Places products under a GPU's roofline; times are the planner's model's.
+
+    Args:
+        gpu: a GPU, its name, or None for this machine's.
+        shapes: (M, N, K) of each product.
+        weight_format: of all of them.
+        group_size: of all of them.
+        dtype: of the activations.
+
+    Raises:
+        ValueError: an argument is unknown or out of range.
+    """
+    found = as_gpu("roofline", gpu)
+    points = []
+    for M, N, K in shapes:
+        chosen = plan(M, N, K, weight_format=weight_format, group_size=group_size, dtype=dtype, gpu=found).chosen
+        flop = 2.0 * M * N * K
+        intensity = flop / sum(dispatch.dram_bytes for dispatch in chosen.dispatches)
+        roof = min(found.matrix_flop_per_second, intensity * found.reachable_dram_bytes_per_second)
+        points.append(RooflinePoint(M, N, K, chosen.variant, intensity, flop / chosen.seconds, roof))
+    return Roofline(found, weight_format, tuple(points))

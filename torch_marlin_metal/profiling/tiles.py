@@ -1,0 +1,224 @@
+"""Threadgroup-memory budgets: what each variant and tile shape holds, how much fits a core, and when it is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from rich.table import Table
+
+from torch_marlin_metal.extension import native
+from torch_marlin_metal.gpu import AppleSiliconGPU, as_gpu
+from torch_marlin_metal.planning import Occupancy, element_name, plan
+from torch_marlin_metal.text import RichText
+
+
+@dataclass(frozen=True)
+class TileRow:
+    """One variant with one tile shape.
+
+    Attributes:
+        variant: its name for `gemm(variant=...)`.
+        tile: M, N and K of a threadgroup's step (`gemv`, `fused`: of a simdgroup's).
+        simdgroups: of a threadgroup.
+        activation_bytes: of activations in threadgroup memory, all stages.
+        code_bytes: of decoded weights in threadgroup memory, all stages.
+        staging_bytes: of scales, zero points, tables and sums there.
+        threadgroup_bytes: all of it.
+        refused: why no plan can have this tile; "" where one can.
+        occupancy: what a core holds; None where refused or where nobody counted its registers.
+        accumulators: fp32 sums of outputs a lane.
+        half_registers: 16-bit registers a thread, counted for the M1; 0 where refused.
+        matrix_operations: 8x8x8 products of a simdgroup a step.
+        flop_per_byte: floating-point operations of a step for each byte that it loads from device memory.
+    """
+
+    variant: str
+    tile: tuple[int, int, int]
+    simdgroups: int
+    activation_bytes: int
+    code_bytes: int
+    staging_bytes: int
+    threadgroup_bytes: int
+    refused: str
+    occupancy: Occupancy | None
+    accumulators: int
+    half_registers: int
+    matrix_operations: int
+    flop_per_byte: float
+
+    @property
+    def share(self) -> float:
+        """Threadgroup memory over Metal's limit for a threadgroup."""
+        return self.threadgroup_bytes / int(native.threadgroup_limit())
+
+    def waves(self, M: int, N: int, cores: int) -> float:
+        """Output tiles over the threadgroups that a GPU holds at once, without split K.
+
+        Raises:
+            ValueError: the tile is refused.
+        """
+        if self.occupancy is None:
+            raise ValueError(f"TileRow.waves: {self.variant} {self.tile} cannot run: {self.refused}")
+        tiles = -(-M // self.tile[0]) * -(-N // self.tile[1])
+        return tiles / (cores * self.occupancy.threadgroups)
+
+
+@dataclass(frozen=True)
+class TileTable(RichText):
+    """Every variant and tile shape for activations of one type on one GPU; prints as a table.
+
+    Attributes:
+        gpu: the GPU.
+        dtype: of the activations.
+        rows: tiles that exist, then tiles that are refused.
+    """
+
+    gpu: AppleSiliconGPU
+    dtype: torch.dtype
+    rows: tuple[TileRow, ...]
+
+    HEADINGS = (
+        "variant", "tile", "simdgroups", "A bytes", "B bytes", "staging", "total", "of 32 KB", "threadgroups/core",
+        "threads/core", "accumulators", "half-registers", "MMA/step", "flop/byte",
+    )  # fmt: skip
+
+    def cells(self) -> list[tuple[str, ...]]:
+        """The table's rows as text; a refused tile's last cells are empty."""
+        return [_cells(row) for row in self.rows]
+
+    def __rich__(self) -> Table:
+        dtype = str(self.dtype).removeprefix("torch.")
+        table = Table(
+            title=f"{dtype} activations on {self.gpu.name}; balance {self.gpu.balance:.1f} flop per byte",
+            title_justify="left",
+            caption_justify="left",
+        )
+        for heading in self.HEADINGS:
+            table.add_column(heading, justify="left" if heading in ("variant", "tile") else "right", overflow="fold")
+        for cells in self.cells():
+            table.add_row(*cells)
+        table.caption = "\n".join(f"refused: {row.refused}" for row in self.rows if row.refused)
+        return table
+
+
+def _cells(row: TileRow) -> tuple[str, ...]:
+    memory = (row.activation_bytes, row.code_bytes, row.staging_bytes, row.threadgroup_bytes)
+    held = row.occupancy
+    return (
+        row.variant,
+        "x".join(map(str, row.tile)),
+        str(row.simdgroups),
+        *map(str, memory),
+        f"{row.share:.0%}",
+        str(held.threadgroups) if held else "refused",
+        str(held.simdgroups * native.simd_width()) if held else "",
+        str(row.accumulators),
+        str(row.half_registers) if held else "",
+        str(row.matrix_operations),
+        f"{row.flop_per_byte:.1f}",
+    )
+
+
+def tile_table(gpu: AppleSiliconGPU | str | None = None, dtype: torch.dtype = torch.float16) -> TileTable:
+    """Returns what every variant and tile shape holds and how much of it fits a core.
+
+    Refused shapes are those of the usual sizes that would not fit Metal's 32 KB of threadgroup memory.
+
+    Args:
+        gpu: a GPU, its name, or None for this machine's.
+        dtype: of the activations.
+
+    Raises:
+        ValueError: the GPU is unknown, or the dtype none of float16, bfloat16 and float32.
+    """
+    found = as_gpu("tile_table", gpu)
+    rows = [_row(entry, found) for entry in native.tile_budgets(element_name("tile_table", dtype))]
+    return TileTable(found, dtype, tuple(rows))
+
+
+def _row(entry: dict[str, object], gpu: AppleSiliconGPU) -> TileRow:
+    fields = dict(entry)
+    held = None
+    if not fields["refused"]:
+        threads = int(native.simd_width()) * int(fields["simdgroups"])  # type: ignore[call-overload]
+        found = native.occupancy(threads, fields["half_registers"], fields["threadgroup_bytes"], gpu.name)
+        held = Occupancy(**found)
+    return TileRow(occupancy=held, **fields)  # type: ignore[arg-type]
+
+
+def occupancy(
+    kernel: str, device: AppleSiliconGPU | str | None = None, dtype: torch.dtype = torch.float16
+) -> dict[tuple[int, int, int], Occupancy]:
+    """Returns how much of a kernel a core holds, for each of its tile shapes.
+
+    Args:
+        kernel: a variant: "gemv", "fused", "double_buffered", "single_stage" or "striped".
+        device: a GPU, its name, or None for this machine's.
+        dtype: of the activations.
+
+    Raises:
+        ValueError: an argument is unknown.
+    """
+    table = tile_table(device, dtype)
+    found = {row.tile: row.occupancy for row in table.rows if row.variant == kernel and row.occupancy is not None}
+    if not found:
+        known = ", ".join(dict.fromkeys(row.variant for row in table.rows))
+        raise ValueError(f"occupancy: kernel: expected one of {known}, got {kernel!r}")
+    return found
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is taken for a range of M.
+
+    Attributes:
+        first: the least M.
+        last: the largest M that was looked at.
+        variant: what is taken.
+        tile: its tile.
+        seconds: predicted for `last`.
+        bound: what bounds it there.
+    """
+
+    first: int
+    last: int
+    variant: str
+    tile: tuple[int, int, int]
+    seconds: float
+    bound: str
+
+
+def selection_guide(
+    gpu: AppleSiliconGPU | str | None,
+    N: int,
+    K: int,
+    rows: Iterable[int] = (*range(1, 65), 96, 128, 192, 256, 512, 1024, 2048, 4096),
+    *,
+    weight_format: str = "uint4b8",
+    group_size: int = 128,
+    dtype: torch.dtype = torch.float16,
+) -> list[Choice]:
+    """Returns which variant and tile the planner takes, by M.
+
+    Args:
+        gpu: a GPU, its name, or None for this machine's.
+        N: columns of the weight.
+        K: rows of the weight.
+        rows: values of M to look at, ascending.
+        weight_format: of the weight.
+        group_size: of the weight.
+        dtype: of the activations.
+
+    Raises:
+        ValueError: an argument is unknown or out of range.
+    """
+    found = as_gpu("selection_guide", gpu)
+    guide: list[Choice] = []
+    for M in rows:
+        best = plan(M, N, K, weight_format=weight_format, group_size=group_size, dtype=dtype, gpu=found).chosen
+        same = guide and (guide[-1].variant, guide[-1].tile) == (best.variant, best.tile)
+        first = guide.pop().first if same else M
+        guide.append(Choice(first, M, best.variant, best.tile, best.seconds, best.bound))
+    return guide

@@ -1,0 +1,45 @@
+"""Signposts and GPU captures of what runs on a Mac, through PyTorch's own profiler."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch
+from torch.mps import profiler
+
+
+@contextmanager
+def trace(*, capture: str | Path | None = None, wait_until_completed: bool = False) -> Iterator[None]:
+    """Marks every kernel that runs in the block with a signpost, and captures the GPU's work where asked.
+
+    The kernels of this package carry their own names ("gemv_uint4b8_float16"). Instruments shows the signposts, in its
+    Logging instrument under "PyTorchMPS"; Xcode opens the capture.
+
+    Args:
+        capture: a file to make, ending in .gputrace; the process must have been started with MTL_CAPTURE_ENABLED=1.
+        wait_until_completed: run one kernel at a time, so that intervals do not overlap.
+
+    Raises:
+        RuntimeError: there is no Mac GPU here, or captures are not enabled.
+        ValueError: the file does not end in .gputrace.
+        FileExistsError: it exists.
+    """
+    if not torch.backends.mps.is_available() or not torch.backends.mps.is_built():
+        raise RuntimeError("profiling.trace: needs a Mac whose GPU torch can use through MPS")
+    with ExitStack() as stack:
+        if capture is not None:
+            stack.enter_context(profiler.metal_capture(str(_checked(Path(capture)))))
+        stack.enter_context(profiler.profile("interval", wait_until_completed))
+        yield
+
+
+def _checked(path: Path) -> Path:
+    if path.suffix != ".gputrace":
+        raise ValueError(f"profiling.trace: capture: expected a name that ends in .gputrace, got {str(path)!r}")
+    if path.exists():
+        raise FileExistsError(f"profiling.trace: capture: {path} exists")
+    if not profiler.is_metal_capture_enabled():
+        raise RuntimeError("profiling.trace: capture: start Python with MTL_CAPTURE_ENABLED=1 in its environment")
+    return path
