@@ -132,7 +132,7 @@ def make_weight(
 
 
 # Most rows of a call that `auto` gives to gemv on mps.
-GEMV_ROWS = 24
+GEMV_ROWS = 4
 
 
 def sums_raw_codes(device: str, M: int) -> bool:

@@ -137,10 +137,10 @@ def test_two_pass_dequantizes_and_is_taken_by_its_name_only():
 
 @software
 def test_auto_takes_gemv_for_as_many_rows_as_the_reference_says():
-    weight = reference.make_weight("uint4b8", 32, 24, 32).to("mps")
-    a = activations((reference.GEMV_ROWS + 1, 32)).to("mps")
+    weight = reference.make_weight("uint4b8", 1024, 1024, 32).to("mps")
+    a = activations((reference.GEMV_ROWS + 1, 1024)).to("mps")
     assert kernels_of(lambda: run(a[:-1], weight))[-1] == "gemv_uint4b8_float16"
-    assert kernels_of(lambda: run(a, weight))[-1] == "gemm_double_buffered_64x64x32_uint4b8_float16"
+    assert kernels_of(lambda: run(a, weight))[-1] == "gemm_fused_uint4b8_float16"
 
 
 @software
@@ -255,7 +255,7 @@ def test_plans_are_printed_once_on_request():
     )
     done = run_process(script, TORCH_MARLIN_METAL_PRINT_PLAN="1")
     lines = [line for line in done.stderr.splitlines() if line.startswith("torch_marlin_metal plan: ")]
-    assert [line.split(": ")[1] for line in lines] == ["probe_half_subnormals", "gemv_uint4b8_float32"]
+    assert [line.split(": ")[1] for line in lines] == ["probe_half_subnormals", "gemm_fused_uint4b8_float32"]
     assert "M=1 N=24 K=64 group_size=16" in lines[1]
 
 
