@@ -5,12 +5,11 @@
 #include <algorithm>
 #include <sstream>
 
+#include "plan.h"
+
 namespace marlin {
 
 namespace {
-
-constexpr std::array<std::string_view, 7> kVariants{"auto", "double_buffered", "single_stage", "striped", "fused",
-                                                    "gemv", "two_pass"};
 
 bool is_activation_dtype(at::ScalarType dtype) {
   return dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kFloat;
@@ -229,11 +228,12 @@ WeightShape check_gemm(const Tensor& a, const WeightTensors& weight, const Optio
     }
     check.on_device("bias", *bias);
   }
-  if (std::find(kVariants.begin(), kVariants.end(), variant.substr(0, variant.find(':'))) == kVariants.end()) {
-    std::string known;
-    for (std::string_view name : kVariants)
-      known += (known.empty() ? "" : ", ") + std::string(name);
-    fail(op, "variant", "one of " + known, "'" + std::string(variant) + "'");
+  if (!is_gemm_variant(variant, element_type(a))) {
+    std::string known = "auto";
+    for (std::string_view name : gemm_variants())
+      known.append(", ").append(name);
+    fail(op, "variant", "one of " + known + ", or such a name and a tile that it has ('double_buffered:128x64x16')",
+         "'" + std::string(variant) + "'");
   }
   return shape;
 }

@@ -1,4 +1,7 @@
 // The planner's entry points. plan_<variant>.cpp say how each variant can compute a product, plan_choose.cpp takes one.
+#include <functional>
+#include <set>
+
 #include "plan_parts.h"
 
 namespace marlin {
@@ -39,6 +42,27 @@ std::span<const std::string_view> gemm_variants() {
 std::string name(const Candidate& candidate) {
   const std::string variant(candidate.variant);
   return candidate.tile == TileShape{} ? variant : variant + ":" + name(candidate.tile);
+}
+
+bool is_gemm_variant(std::string_view variant, ElementType activations) {
+  static const auto names = [] {
+    std::array<std::set<std::string, std::less<>>, 3> found;
+    for (size_t type = 0; type < found.size(); ++type) {
+      // The numbers of rows that bring every tile of the ladder.
+      for (uint32_t M : {1U, 2U, 3U, 4U, 8U, 16U, 24U, 32U}) {
+        const GemmProblem problem{.weight = {.K = 64, .N = 64, .group_size = 32},
+                                  .M = M,
+                                  .a_row_stride = 64,
+                                  .activations = static_cast<ElementType>(type)};
+        for (const Candidate& candidate : gemm_candidates(problem, {})) {
+          found[type].emplace(candidate.variant);
+          found[type].insert(name(candidate));
+        }
+      }
+    }
+    return found;
+  }();
+  return variant == "auto" || names.at(static_cast<size_t>(activations)).contains(variant);
 }
 
 std::vector<Candidate> gemm_candidates(const GemmProblem& problem, const GpuDevice& device) {

@@ -95,6 +95,10 @@ struct Candidate {
 // The named variants, best-known first; "auto" is not among them.
 std::span<const std::string_view> gemm_variants();
 
+// Whether GemmProblem::variant may be this for such activations. That fewer rows than a tile's leave it out of a
+// problem's candidates is for the problem to say.
+bool is_gemm_variant(std::string_view variant, ElementType activations);
+
 // "double_buffered:128x64x16": what GemmProblem::variant takes for this candidate's variant and tile.
 std::string name(const Candidate& candidate);
 

@@ -5,10 +5,13 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <tuple>
+#include <vector>
 
 #include "cost.h"
 #include "plan_parts.h"
 #include "tile_budget.h"
+#include "tuned.h"
 #include "weight_format.h"
 
 namespace py = pybind11;
@@ -121,14 +124,18 @@ Enum named(const std::string& wanted, const char* what) {
   throw std::invalid_argument(std::string(what) + ": no '" + wanted + "'");
 }
 
+WeightFormat weight_format(const std::string& name) {
+  return named<WeightFormat, kWeightFormatCount>(name, "weight_format");
+}
+
 ElementType element(const std::string& name) {
   return named<ElementType, 4>(name, "dtype");
 }
 
 py::tuple gemm_plans(const std::string& chip, uint32_t cores, bool half_subnormals, uint32_t M, uint32_t N, uint32_t K,
-                     const std::string& weight_format, uint32_t group_size, const std::string& activations,
+                     const std::string& format, uint32_t group_size, const std::string& activations,
                      const std::string& scales, const std::string& zeros, bool has_perm, bool has_global_scale,
-                     bool has_bias, const std::string& variant) {
+                     bool has_bias, const std::string& variant, bool tuned) {
   GemmProblem problem{.M = M,
                       .a_row_stride = K,
                       .activations = element(activations),
@@ -136,7 +143,7 @@ py::tuple gemm_plans(const std::string& chip, uint32_t cores, bool half_subnorma
                       .has_bias = has_bias,
                       .vector_aligned_a = true,
                       .variant = variant};
-  problem.weight = {.format = named<WeightFormat, kWeightFormatCount>(weight_format, "weight_format"),
+  problem.weight = {.format = weight_format(format),
                     .K = K,
                     .N = N,
                     .group_size = group_size,
@@ -145,6 +152,7 @@ py::tuple gemm_plans(const std::string& chip, uint32_t cores, bool half_subnorma
                     .has_perm = has_perm,
                     .has_global_scale = has_global_scale,
                     .vector_aligned = true};
+  if (tuned && variant == "auto") problem.tuned = tuned_variant(problem);
   const GpuDevice device{cores, half_subnormals, &chip_of(chip)};
   const std::vector<Candidate> candidates = gemm_candidates(problem, device);
   const Candidate& chosen = choose(candidates, problem, device);
@@ -155,10 +163,13 @@ py::tuple gemm_plans(const std::string& chip, uint32_t cores, bool half_subnorma
     const std::vector<Dispatch>& kernels = candidate.plan.dispatches;
     for (size_t i = 0; i < total.dispatches.size(); ++i)
       dispatches.append(dispatch_dict(i < kernels.size() ? &kernels[i] : nullptr, total.dispatches[i]));
-    rows.append(py::make_tuple(candidate.variant, tile_tuple(candidate.tile), total.seconds, dispatches));
+    rows.append(
+        py::make_tuple(name(candidate), candidate.variant, tile_tuple(candidate.tile), total.seconds, dispatches));
   }
   return py::make_tuple(rows, &chosen - candidates.data());
 }
+
+using TunedRow = std::tuple<std::string, std::string, uint32_t, uint32_t, uint32_t, uint32_t, uint32_t, std::string>;
 
 }  // namespace
 
@@ -193,7 +204,15 @@ void add_planner(py::module_& m) {
   m.def("gemm_plans", &gemm_plans, py::arg("chip"), py::arg("cores"), py::arg("half_subnormals"), py::arg("M"),
         py::arg("N"), py::arg("K"), py::arg("weight_format"), py::arg("group_size"), py::arg("activations"),
         py::arg("scales"), py::arg("zeros"), py::arg("has_perm"), py::arg("has_global_scale"), py::arg("has_bias"),
-        py::arg("variant"));
+        py::arg("variant"), py::arg("tuned"));
+  // rows of (weight_format, dtype, group_size, K, N, first M, last M, variant), in place of all earlier ones
+  m.def("set_tuned", [](const std::vector<TunedRow>& rows) {
+    std::vector<TunedRange> ranges;
+    for (const auto& [format, activations, group_size, K, N, first, last, variant] : rows) {
+      ranges.push_back({weight_format(format), element(activations), group_size, K, N, first, last, variant});
+    }
+    set_tuned(std::move(ranges));
+  });
 }
 
 }  // namespace marlin

@@ -1,6 +1,6 @@
 """4-bit weights multiplied with fp16, bf16 and fp32 activations, as PyTorch operators for Apple GPUs and CPUs."""
 
-from torch_marlin_metal import convert, profiling
+from torch_marlin_metal import convert, profiling, tuning
 from torch_marlin_metal.extension import CpuCapability, cpu_capability
 from torch_marlin_metal.formats import GROUP_SIZES, WEIGHT_FORMATS, WeightFormat, weight_format
 from torch_marlin_metal.fuse import fuse_projections
@@ -54,5 +54,8 @@ __all__ = [
     "quantize_model",
     "quantize_weight",
     "replace_linear_layers",
+    "tuning",
     "weight_format",
 ]
+
+tuning.use_saved()

@@ -9,7 +9,7 @@ from rich.console import Group
 from rich.table import Table
 
 from torch_marlin_metal.extension import native
-from torch_marlin_metal.formats import GROUP_SIZES, WeightFormat
+from torch_marlin_metal.formats import GROUP_SIZES
 from torch_marlin_metal.formats import weight_format as format_of
 from torch_marlin_metal.gpu import AppleSiliconGPU, as_gpu
 from torch_marlin_metal.text import RichText
@@ -86,12 +86,14 @@ class PlanCandidate:
     """One way to compute the product.
 
     Attributes:
-        variant: its name for `gemm(variant=...)`.
+        name: what `gemm(variant=...)` takes for exactly this way: "double_buffered:128x64x16".
+        variant: the kernel variant.
         tile: M, N and K of a threadgroup's step.
         seconds: predicted time.
         dispatches: in order.
     """
 
+    name: str
     variant: str
     tile: tuple[int, int, int]
     seconds: float
@@ -183,6 +185,7 @@ def plan(
     variant: str = "auto",
     gpu: AppleSiliconGPU | str | None = None,
     half_subnormals: bool = True,
+    tuned: bool = True,
 ) -> GemmPlan:
     """Returns how `gemm` would compute a product on a GPU, with the cost of all candidates by the planner's model.
 
@@ -203,12 +206,13 @@ def plan(
         variant: "auto", or the only variant to look at.
         gpu: a GPU, its name, or None for this machine's.
         half_subnormals: what the probe for subnormal halves answers on that GPU.
+        tuned: whether "auto" heeds what was measured on this machine's GPU (`tuning`); it never does for another GPU.
 
     Raises:
         ValueError: an argument is out of range or unknown; the message names it.
     """
     row = format_of(weight_format)
-    group_size = _group_size(row, group_size, K)
+    _, group_size = group_size_of(weight_format, group_size, K)
     _check(M, N, K, dtype, scales_dtype, zeros_dtype)
     variants = ("auto", *native.gemm_variants())
     if variant not in variants:
@@ -232,21 +236,28 @@ def plan(
         has_global_scale=has_global_scale,
         has_bias=has_bias,
         variant=variant,
+        tuned=tuned and gpu is None,
     )
     candidates = [_candidate(*entry) for entry in rows]
     ordered = sorted(candidates, key=lambda candidate: candidate.seconds)
     return GemmPlan(M, N, K, row.name, group_size, dtype, found, candidates[chosen], tuple(ordered))
 
 
-def _group_size(row: WeightFormat, group_size: int, K: int) -> int:
+def group_size_of(name: str, group_size: int, K: int) -> tuple[str, int]:
+    """Returns a weight format's own name, and a group size as the operators take it.
+
+    Raises:
+        ValueError: the format is unknown or has no such group size; the message names it.
+    """
+    row = format_of(name)
     if row.fixed_group_size is not None:
-        return row.fixed_group_size
+        return row.name, row.fixed_group_size
     if group_size == -1:
-        return K
+        return row.name, K
     if group_size not in GROUP_SIZES and group_size != K:
         sizes = ", ".join(map(str, GROUP_SIZES))
         raise ValueError(f"plan: group_size: expected one of {sizes}, K or -1, got {group_size}")
-    return group_size
+    return row.name, group_size
 
 
 def element_name(function: str, dtype: torch.dtype) -> str:
@@ -278,10 +289,10 @@ def _check(
 
 
 def _candidate(
-    variant: str, tile: tuple[int, int, int], seconds: float, dispatches: list[dict[str, object]]
+    name: str, variant: str, tile: tuple[int, int, int], seconds: float, dispatches: list[dict[str, object]]
 ) -> PlanCandidate:
     planned = tuple(
         PlannedDispatch(**{**entry, "occupancy": Occupancy(**entry["occupancy"])})  # type: ignore[arg-type]
         for entry in dispatches
     )
-    return PlanCandidate(variant, tile, seconds, planned)
+    return PlanCandidate(name, variant, tile, seconds, planned)

@@ -13,6 +13,7 @@
 
 #include "../check.h"
 #include "../plan_cache.h"
+#include "../tuned.h"
 #include "encoder.h"
 #include "stream.h"
 
@@ -127,6 +128,7 @@ Tensor gemm_mps(const Tensor& a, const Tensor& b_packed, const Tensor& scales, c
   problem.has_bias = bias.has_value();
   problem.vector_aligned_a = is_aligned(rows, 4);
   problem.variant = variant;
+  if (variant == "auto") problem.tuned = tuned_variant(problem);
   const std::shared_ptr<const Plan> plan = planned(problem, current_gpu(a));
   if (plan->dense_product) {
     two_pass(*plan, problem.weight, std::move(bindings));

@@ -317,12 +317,16 @@ void check_names() {
     expect(names.insert(wanted).second, "one candidate of a name: " + wanted);
     GemmProblem named = problem;
     named.variant = wanted;
+    expect(is_gemm_variant(wanted, problem.activations), "a call may name it: " + wanted);
     expect(text(plan_gemm(named, {})) == text(candidate.plan), "the candidate of its name: " + wanted);
     GemmProblem tuned = problem;
     tuned.tuned = wanted;
     expect(text(plan_gemm(tuned, {})) == text(candidate.plan), "the candidate that a table names: " + wanted);
   }
+  for (std::string_view wanted : {"", "fastest", "gemv:", "striped:128x128x16", "two_pass:64x64x32"})
+    expect(!is_gemm_variant(wanted, problem.activations), "no call may name it: " + std::string(wanted));
   for (std::string_view variant : gemm_variants()) {
+    expect(is_gemm_variant(variant, problem.activations), "a call may name it: " + std::string(variant));
     expect(variants.contains(variant), "candidates of each variant: " + std::string(variant));
     problem.variant = variant;
     for (const Candidate& candidate : gemm_candidates(problem, {}))

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from torch_marlin_metal.planning import GemmPlan, plan
+
 FORMATS = ("uint4b8", "uint4", "uint4_bias", "float4_e2m1", "nvfp4", "mxfp4", "lut4")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 GROUP_SIZES = (16, 32, 64, 128, 256)
@@ -131,13 +133,25 @@ def make_weight(
     return Weight(pack(codes), scales, arguments, exact, magnitude, raw_magnitude)
 
 
-# Most rows of a call that `auto` gives to gemv on mps.
-GEMV_ROWS = 4
+def planned(M: int, weight: Weight, dtype: torch.dtype) -> GemmPlan:
+    """The plan of a product of M rows on this machine's GPU."""
+    K, N = weight.exact.shape
+    zeros = weight.arguments.get("zeros")
+    return plan(
+        M,
+        N,
+        K,
+        weight_format=weight.arguments["weight_format"],
+        group_size=weight.arguments["group_size"],
+        dtype=dtype,
+        scales_dtype=weight.scales.dtype if weight.scales.dtype in DTYPES else None,
+        zeros_dtype=torch.uint8 if zeros is None else zeros.dtype,
+    )
 
 
-def sums_raw_codes(device: str, M: int) -> bool:
+def sums_raw_codes(device: str, M: int, weight: Weight, dtype: torch.dtype) -> bool:
     """Whether the kernel that `auto` takes for M rows is gemv, which sums the codes of uint4b8 as they are."""
-    return device == "mps" and M <= GEMV_ROWS
+    return device == "mps" and M > 0 and planned(M, weight, dtype).chosen.variant == "gemv"
 
 
 def gemm(

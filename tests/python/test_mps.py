@@ -136,11 +136,13 @@ def test_two_pass_dequantizes_and_is_taken_by_its_name_only():
 
 
 @software
-def test_auto_takes_gemv_for_as_many_rows_as_the_reference_says():
-    weight = reference.make_weight("uint4b8", 1024, 1024, 32).to("mps")
-    a = activations((reference.GEMV_ROWS + 1, 1024)).to("mps")
-    assert kernels_of(lambda: run(a[:-1], weight))[-1] == "gemv_uint4b8_float16"
-    assert kernels_of(lambda: run(a, weight))[-1] == "gemm_fused_uint4b8_float16"
+@pytest.mark.parametrize("M", [1, 7, 40, 300])
+def test_auto_dispatches_what_the_plan_says(M):
+    weight = reference.make_weight("uint4b8", 256, 96, 32)
+    a = activations((M, 256)).to("mps")
+    moved = weight.to("mps")
+    expected = [dispatch.function for dispatch in reference.planned(M, weight, a.dtype).chosen.dispatches]
+    assert kernels_of(lambda: run(a, moved)) == expected
 
 
 @software
@@ -152,11 +154,19 @@ def test_empty_results_dispatch_nothing(shape):
     assert kernels_of(lambda: tmm.gptq_repack(torch.empty(0, 4, dtype=torch.int32, device="mps"))) == []
 
 
-@pytest.mark.parametrize("variant", ["double_buffered:96x64x32", "gemv:64x64x32", "striped:"])
-def test_a_tile_that_no_kernel_has_is_refused(variant):
+@pytest.mark.parametrize("variant", ["fastest", "double_buffered:96x64x32", "gemv:64x64x32", "striped:"])
+@pytest.mark.parametrize("device", ["mps", "meta"])
+def test_a_variant_or_tile_that_no_kernel_has_is_refused(device, variant):
+    """By the fake kernel too, so that tracing and export meet the error and not the first call."""
+    weight = reference.make_weight("uint4b8", 32, 24, 32).to(device)
+    with pytest.raises(ValueError, match=f"torch_marlin_metal::gemm: variant: expected one of auto, .*got '{variant}'"):
+        run(torch.ones(1, 32, device=device), weight, variant=variant)
+
+
+def test_a_tile_of_more_rows_than_the_problem_has_is_refused():
     weight = reference.make_weight("uint4b8", 32, 24, 32).to("mps")
-    with pytest.raises(ValueError, match=f"torch_marlin_metal::gemm: plan: no kernel variant '{variant}'"):
-        run(torch.ones(1, 32, device="mps"), weight, variant=variant)
+    with pytest.raises(ValueError, match="torch_marlin_metal::gemm: plan: no kernel variant 'fused:32x32x64'"):
+        run(torch.ones(5, 32, device="mps"), weight, variant="fused:32x32x64")
 
 
 def test_optionals_of_an_earlier_call_are_not_read_by_a_later_one():

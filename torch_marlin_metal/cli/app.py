@@ -4,16 +4,18 @@ from collections.abc import Callable
 
 import typer
 
+from torch_marlin_metal.cli.bench import bench
 from torch_marlin_metal.cli.convert import convert
 from torch_marlin_metal.cli.inspect import inspect
 from torch_marlin_metal.cli.output import reported
 from torch_marlin_metal.cli.plan import plan
 from torch_marlin_metal.cli.profile import profile
 from torch_marlin_metal.cli.quantize import quantize
+from torch_marlin_metal.cli.tune import tune
 from torch_marlin_metal.cli.verify import verify
 from torch_marlin_metal.version import __version__
 
-COMMANDS: tuple[Callable[..., int], ...] = (inspect, convert, verify, quantize, plan, profile)
+COMMANDS: tuple[Callable[..., int], ...] = (inspect, convert, verify, quantize, plan, profile, tune, bench)
 
 app = typer.Typer(
     help="Looks into, converts, compares and makes 4-bit checkpoints, and explains plans.",

@@ -9,14 +9,15 @@ from rich.console import Group
 
 from torch_marlin_metal.cli.output import DONE, Json, show, table
 from torch_marlin_metal.cli.plan import Dtype, Format, Gpu, GroupSize, floating
+from torch_marlin_metal.cli.shapes import Rows, Shapes, shape_of
 from torch_marlin_metal.gpu import as_gpu
 from torch_marlin_metal.profiling import roofline, selection_guide, tile_table
 
 
 def profile(
     gpu: Gpu = None,
-    shape: Annotated[list[str] | None, typer.Option(help="N,K of a weight; may be repeated.")] = None,
-    rows: Annotated[list[int] | None, typer.Option(help="M of the roofline; may be repeated.")] = None,
+    shape: Shapes = None,
+    rows: Rows = None,
     weight_format: Format = "uint4b8",
     group_size: GroupSize = 128,
     dtype: Dtype = "float16",
@@ -29,7 +30,7 @@ def profile(
     """
     found = as_gpu("profile", gpu)
     element = floating(dtype)
-    shapes = [_shape(text) for text in shape or ["4096,4096", "4096,14336"]]
+    shapes = [shape_of(text) for text in shape or ["4096,4096", "4096,14336"]]
     products = [(M, N, K) for N, K in shapes for M in rows or [1, 4, 8, 16, 32, 128, 1024]]
     tiles = tile_table(found, element)
     roof = roofline(found, products, weight_format=weight_format, group_size=group_size, dtype=element)
@@ -55,10 +56,3 @@ def profile(
     }
     show(value, Group(found, tiles, *shown, roof), as_json)
     return DONE
-
-
-def _shape(text: str) -> tuple[int, int]:
-    parts = text.split(",")
-    if len(parts) != 2 or not all(part.strip().isdigit() for part in parts):
-        raise ValueError(f"--shape: expected N,K, got {text!r}")
-    return int(parts[0]), int(parts[1])

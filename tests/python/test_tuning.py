@@ -1,0 +1,280 @@
+"""The tuner: what it times, what it keeps, and that the operators then do it."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import reference
+import torch
+from typer.testing import CliRunner
+
+import torch_marlin_metal as tmm
+from torch_marlin_metal import tuning
+from torch_marlin_metal.cli.app import app
+from torch_marlin_metal.tuning.tuner import MOST_CANDIDATES, candidates
+
+PRODUCT = tuning.Product(N=64, K=128, weight_format="uint4b8", group_size=32)
+software = pytest.mark.skipif(sys.platform == "darwin", reason="reads the software Metal device's counters")
+uses_mps = pytest.mark.usefixtures("mps")
+
+
+@pytest.fixture(autouse=True)
+def models_choice():
+    yield
+    if torch.backends.mps.is_available():
+        tuning.use(None)
+
+
+def table_of(*ranges: tuple[int, int, str], machine: tuning.Machine | None = None) -> tuning.TuningTable:
+    entries = tuple(
+        tuning.TunedRange(PRODUCT, first, last, variant, 1e-6, "gemv", 1.5) for first, last, variant in ranges
+    )
+    return tuning.TuningTable(machine or tuning.Machine.current(), entries)
+
+
+def kernels_for(M: int, **changes) -> list[str]:
+    """Names of the kernels that a product with M rows dispatches."""
+    import softmetal
+
+    product = dataclasses.replace(PRODUCT, **changes)
+    weight = product.make_weight("mps")
+    a = torch.ones(M, product.K, dtype=product.torch_dtype, device="mps")
+
+    def call():
+        arguments = {"weight_format": weight.weight_format, "group_size": weight.group_size, **weight.tensors()}
+        return tmm.gemm(a, **arguments)
+
+    call()
+    torch.mps.synchronize()
+    softmetal.faults()
+    call()
+    return [record.kernel for record in softmetal.counters()]
+
+
+@software
+@uses_mps
+@pytest.mark.large
+def test_a_table_takes_the_place_of_the_models_choice():
+    before = {M: kernels_for(M) for M in (2, 9)}
+    tuning.use(table_of((1, 2, "single_stage"), (3, 8, "double_buffered:64x64x32")))
+    assert kernels_for(2)[0].startswith("gemm_single_stage")
+    assert kernels_for(3)[0].startswith("gemm_double_buffered_64x64x32_uint4b8_float16")
+    assert kernels_for(9) == before[9]
+    assert not kernels_for(2, dtype="float32")[0].startswith("gemm_single_stage")
+    assert not kernels_for(2, group_size=64)[0].startswith("gemm_single_stage")
+    tuning.use(None)
+    assert {M: kernels_for(M) for M in (2, 9)} == before
+
+
+@uses_mps
+def test_a_tuned_product_is_right_and_a_variant_that_is_asked_for_is_taken():
+    weight = reference.make_weight("uint4b8", PRODUCT.K, PRODUCT.N, PRODUCT.group_size)
+    a = torch.randn(3, PRODUCT.K, generator=torch.Generator().manual_seed(0)).to(torch.float16)
+    tuning.use(table_of((1, 64, "two_pass")))
+    moved = weight.to("mps")
+    dense = tmm.dequantize(moved.b_packed, moved.scales, **moved.arguments, dtype=torch.float16)
+    auto = tmm.gemm(a.to("mps"), moved.b_packed, moved.scales, **moved.arguments)
+    assert torch.equal(auto, a.to("mps") @ dense)
+    exact, bound = reference.gemm(a, weight, raw_codes=True)
+    named = tmm.gemm(a.to("mps"), moved.b_packed, moved.scales, **moved.arguments, variant="gemv")
+    reference.check_gemm(named, exact, bound)
+
+
+@uses_mps
+def test_an_unknown_variant_and_another_machine_are_refused():
+    tuning.use(table_of((1, 2, "single_stage")))
+    with pytest.raises(ValueError, match="no kernel variant 'fastest'"):
+        tuning.use(table_of((1, 2, "fastest")))
+    other = dataclasses.replace(tuning.Machine.current(), gpu="Apple M9")
+    with pytest.raises(ValueError, match=r"tuning\.use: table: expected one of .*, got one of .*Apple M9"):
+        tuning.use(table_of((1, 2, "gemv"), machine=other))
+    assert tmm.plan(2, PRODUCT.N, PRODUCT.K, group_size=PRODUCT.group_size).chosen.variant == "single_stage"
+
+
+def counted(chains):
+    """Costs of chains in counted work: matrix products, and threads, which have work of their own each."""
+    import softmetal
+
+    costs = {}
+    for name, chain in chains.items():
+        torch.mps.synchronize()
+        softmetal.faults()
+        chain.finish(chain.step(chain.first, 0))
+        records = softmetal.counters()
+        costs[name] = [float(sum(r.threads + 1000 * r.mmas for r in records))] * 3
+    return costs
+
+
+@software
+@uses_mps
+@pytest.mark.large
+def test_the_least_cost_wins_and_ranges_have_no_gap():
+    seen = []
+
+    def timer(chains):
+        seen.append(counted(chains))
+        return seen[-1]
+
+    found = tuning.tune([PRODUCT], rows=(1, 33), timer=timer, cold_bytes=1, progress=False)
+    assert found.machine == tuning.Machine.current()
+    assert [(entry.first_rows, entry.last_rows) for entry in found.ranges] == [(1, 1), (2, 33)]
+    for entry, costs in zip(found.ranges, seen, strict=True):
+        assert len(costs) > 1
+        least = min(values[0] for values in costs.values())
+        model = costs[entry.model_variant][0]
+        if model > 1.02 * least:
+            assert costs[entry.variant][0] == least
+            assert entry.speedup == pytest.approx(model / least)
+        else:
+            assert (entry.variant, entry.speedup) == (entry.model_variant, 1.0)
+    # Matrix products of a whole tile are dear for one row: the count knows.
+    assert found.ranges[0].variant.startswith("gemv")
+
+
+@uses_mps
+def test_the_models_choice_stays_unless_another_is_clearly_faster():
+    def timer(gain):
+        def times(chains):
+            model = next(iter(chains))
+            return {name: [1.0 if name == model else 1 / gain] * 3 for name in chains}
+
+        return times
+
+    same = tuning.tune([PRODUCT], rows=(40,), timer=timer(1.01), cold_bytes=1, progress=False).ranges[0]
+    assert (same.variant, same.speedup) == (same.model_variant, 1.0)
+    other = tuning.tune([PRODUCT], rows=(40,), timer=timer(1.5), cold_bytes=1, progress=False).ranges[0]
+    assert other.variant != other.model_variant
+    assert other.speedup == pytest.approx(1.5)
+
+
+@uses_mps
+def test_two_passes_are_tried_only_for_many_rows():
+    product = dataclasses.replace(PRODUCT, N=4096, K=4096)
+    few, chosen = candidates(product, 4)
+    many, _ = candidates(product, 512)
+    assert few[0] == chosen
+    assert "two_pass" not in few
+    assert many[-1] == "two_pass"
+    assert len(many) <= MOST_CANDIDATES + 1
+
+
+@uses_mps
+def test_rows_must_ascend():
+    with pytest.raises(ValueError, match=r"tune: rows: expected ascending positive numbers, got \[4, 2\]"):
+        tuning.tune([PRODUCT], rows=(4, 2), progress=False)
+
+
+@uses_mps
+def test_tables_are_kept_by_machine_and_product(tmp_path):
+    path = tmp_path / "tuned.json"
+    mine, other = tuning.Machine.current(), dataclasses.replace(tuning.Machine.current(), torch="1.0")
+    tuning.save(table_of((1, 2, "gemv"), machine=other), path)
+    tuning.save(table_of((1, 2, "single_stage")), path)
+    assert [table.machine for table in tuning.load(path)] == [other, mine]
+    tuning.save(table_of((1, 4, "double_buffered")), path)
+    tables = tuning.load(path)
+    assert [entry.variant for entry in tables[1].ranges] == ["double_buffered"]
+    assert tables[0] == table_of((1, 2, "gemv"), machine=other)
+    assert tuning.use_saved(path)
+    assert tmm.plan(4, PRODUCT.N, PRODUCT.K, group_size=PRODUCT.group_size).chosen.variant == "double_buffered"
+    tuning.use(None)
+    path.write_text(json.dumps({"version": 1, "tables": [dataclasses.asdict(tables[0])]}))
+    assert not tuning.use_saved(path)
+
+
+@uses_mps
+@pytest.mark.parametrize("text", ["{", '{"version": 2, "tables": []}', '{"version": 1, "tables": [{"machine": {}}]}'])
+def test_a_damaged_table_is_named_and_left_alone(tmp_path, text):
+    path = tmp_path / "tuned.json"
+    path.write_text(text)
+    with pytest.warns(UserWarning, match=r"tuned choices are not used: .*tuned\.json"):
+        assert not tuning.use_saved(path)
+    with pytest.raises(ValueError, match=r"tuned\.json"):
+        tuning.save(table_of((1, 2, "gemv")), path)
+    assert path.read_text() == text
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@software
+@uses_mps
+def test_import_uses_the_saved_table(tmp_path):
+    path = tuning.save(table_of((1, 2, "single_stage")), tmp_path / "tuned.json")
+    root = Path(__file__).parents[2]
+    script = f"import softmetal, torch_marlin_metal as t; print(t.plan(1, {PRODUCT.N}, {PRODUCT.K}, group_size=32).chosen.variant)"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": f"{root}:{root / 'tests'}", "TORCH_MARLIN_METAL_TUNED": str(path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == "single_stage"
+
+
+def test_products_of_a_checkpoint():
+    path = Path(__file__).parents[1] / "data/gptq/gptqmodel-sym-g32-actorder-v1"
+    assert tuning.products_of(path) == [tuning.Product(64, 256, "uint4b8", 32, "float16")]
+
+
+@uses_mps
+@pytest.mark.large
+def test_tune_command(tmp_path):
+    path = tmp_path / "tuned.json"
+    done = CliRunner().invoke(
+        app,
+        [
+            "tune",
+            "--shape",
+            "64,128",
+            "--group-size",
+            "32",
+            "--rows",
+            "1",
+            "--cold-mb",
+            "1",
+            "--output",
+            str(path),
+            "--json",
+        ],
+    )
+    assert done.exit_code == 0, done.output
+    value = json.loads(done.stdout)
+    assert value["path"] == str(path)
+    (entry,) = tuning.load(path)[0].ranges
+    assert (entry.product, entry.first_rows, entry.last_rows) == (PRODUCT, 1, 1)
+    assert value["ranges"][0]["variant"] == entry.variant
+    assert CliRunner().invoke(app, ["tune"]).exit_code == 2
+
+
+def test_bench_command_on_the_cpu():
+    done = CliRunner().invoke(
+        app,
+        [
+            "bench",
+            "--device",
+            "cpu",
+            "--shape",
+            "64,128",
+            "--rows",
+            "1",
+            "--rounds",
+            "3",
+            "--cold-mb",
+            "1",
+            "--dtype",
+            "bfloat16",
+            "--json",
+        ],
+    )
+    assert done.exit_code == 0, done.output
+    value = json.loads(done.stdout)
+    (row,) = value["results"]
+    assert set(row["seconds"]) == {"torch_marlin_metal", "torch dense", "torch int4"}
+    assert row["times_faster"]["torch_marlin_metal"] == 1.0
+    assert all(seconds > 0 for seconds in row["seconds"].values())
+    assert value["not_compared"] == {"two_pass": "a variant on mps only", "mlx": "compared on a Mac's GPU only"}
+    assert value["machine"]["device"] == "cpu"

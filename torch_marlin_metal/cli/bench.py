@@ -1,0 +1,112 @@
+"""`torch-marlin-metal bench`: this package beside everyone else who can compute the product on this machine."""
+
+import platform
+import statistics
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from torch_marlin_metal.cli.output import DONE, Json, progress_bar, show, table
+from torch_marlin_metal.cli.plan import Dtype, Format, GroupSize, floating
+from torch_marlin_metal.cli.shapes import Rows, Shapes, shape_of
+from torch_marlin_metal.extension import cpu_capability
+from torch_marlin_metal.planning import group_size_of
+from torch_marlin_metal.tuning import Product, interleave
+from torch_marlin_metal.tuning.chains import median_ratio
+from torch_marlin_metal.tuning.peers import OURS, rivals
+from torch_marlin_metal.version import __version__
+
+SHAPES = ("4096,4096", "14336,4096", "4096,14336")
+ROWS = (1, 2, 4, 8, 16, 32, 128, 512)
+
+
+def bench(
+    shape: Shapes = None,
+    rows: Rows = None,
+    weight_format: Format = "uint4b8",
+    group_size: GroupSize = 128,
+    dtype: Dtype = "float16",
+    device: Annotated[str | None, typer.Option(help="mps or cpu; by default mps where there is one.")] = None,
+    rounds: Annotated[int, typer.Option(min=3, help="Rounds of the rivals in turn; medians are shown.")] = 9,
+    cold_mb: Annotated[int, typer.Option(min=1, help="MB of weights that rotate, to keep caches cold.")] = 256,
+    as_json: Json = False,
+) -> int:
+    """Times this package, torch's dense product, two passes, torch's int4 operator and MLX where they are there.
+
+    Chains of dependent products on weights that rotate out of the caches, rivals in turn; medians of the rounds, and of
+    the rounds' ratios. Send the output of --json to report numbers.
+    """
+    chosen = device or ("mps" if torch.backends.mps.is_available() else "cpu")
+    if chosen not in ("mps", "cpu") or (chosen == "mps" and not torch.backends.mps.is_available()):
+        raise ValueError(f"--device: expected cpu, or mps where torch has it, got {chosen!r}")
+    element = floating(dtype)
+    products = []
+    for N, K in map(shape_of, shape or SHAPES):
+        name = str(element).removeprefix("torch.")
+        products.append(Product(N, K, *group_size_of(weight_format, group_size, K), name))
+    results: list[dict[str, Any]] = []
+    missing: dict[str, str] = {}
+    numbers = sorted(set(rows or ROWS))
+    with progress_bar(len(products) * len(numbers), "product", as_json) as bar:
+        for product in products:
+            weight = product.make_weight(chosen)
+            for M in numbers:
+                a = torch.randn(M, product.K, dtype=element, device=chosen)
+                chains, absent = rivals(weight, a, cold_mb * 10**6)
+                missing |= absent
+                times = interleave(chains, rounds)
+                results.append(
+                    {
+                        **vars(product),
+                        "M": M,
+                        "seconds": {name: statistics.median(values) for name, values in times.items()},
+                        "times_faster": {name: median_ratio(times[name], times[OURS]) for name in times},
+                    }
+                )
+                bar.update()
+    machine = describe_machine(chosen)
+    value = {"machine": machine, "rounds": rounds, "results": results, "not_compared": missing}
+    show(value, _table(machine, results, missing), as_json)
+    return DONE
+
+
+def describe_machine(device: str) -> dict[str, str]:
+    """Returns what has to be known of a machine to compare numbers."""
+    found = {
+        "device": device,
+        "system": f"{platform.system()} {platform.mac_ver()[0] or platform.release()}",
+        "processor": _processor(),
+        "torch": torch.__version__,
+        "torch_marlin_metal": __version__,
+    }
+    if device == "mps":
+        found["gpu"] = f"{torch.backends.mps.get_name()}, {torch.backends.mps.get_core_count()} cores"
+    else:
+        found["threads"] = str(torch.get_num_threads())
+        found["isa"] = cpu_capability().isa
+    return found
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _table(machine: dict[str, str], results: list[dict[str, Any]], missing: dict[str, str]) -> Any:
+    names = [name for name in results[0]["seconds"] if name != OURS]
+    heading = ("product", "M", "us", "TFLOP/s", *(f"x {name}" for name in names))
+    shown = table(", ".join(f"{key} {text}" for key, text in machine.items()), *heading, right=heading[1:])
+    for row in results:
+        seconds = row["seconds"][OURS]
+        product = f"{row['dtype']} x {row['weight_format']} g{row['group_size']} [{row['K']}, {row['N']}]"
+        flops = 2e-12 * row["M"] * row["N"] * row["K"] / seconds
+        ratios = [f"{row['times_faster'][name]:.2f}" if name in row["times_faster"] else "" for name in names]
+        shown.add_row(product, str(row["M"]), f"{seconds * 1e6:.0f}", f"{flops:.3f}", *ratios)
+    lines = ["x NAME: that rival's time by ours, above 1 this package is faster"]
+    lines += [f"{name} is not compared: {reason}" for name, reason in missing.items()]
+    shown.caption = "\n".join(lines)
+    return shown

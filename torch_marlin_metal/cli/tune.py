@@ -1,0 +1,68 @@
+"""`torch-marlin-metal tune`: measures on this GPU what the planner only estimates, and keeps the result."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from torch_marlin_metal import tuning
+from torch_marlin_metal.cli.output import DONE, FAILED, Json, show, table
+from torch_marlin_metal.cli.plan import Dtype, Format, GroupSize, floating
+from torch_marlin_metal.cli.shapes import Rows, Shapes, shape_of
+from torch_marlin_metal.planning import group_size_of
+
+
+def tune(
+    checkpoint: Annotated[
+        Path | None, typer.Argument(help="A checkpoint directory or a .gguf file: its products are tuned.")
+    ] = None,
+    shape: Shapes = None,
+    rows: Rows = None,
+    weight_format: Format = "uint4b8",
+    group_size: GroupSize = 128,
+    dtype: Dtype = "float16",
+    output: Annotated[Path | None, typer.Option(help="The file; by default the one that import reads.")] = None,
+    cold_mb: Annotated[int, typer.Option(min=1, help="MB of weights that rotate, to keep caches cold.")] = 256,
+    as_json: Json = False,
+) -> int:
+    """Times the planner's candidates on this machine's GPU, for a checkpoint's products or given shapes.
+
+    What beats the model's choice is written to a table that later imports use, for this GPU and these versions of torch
+    and the package. `TORCH_MARLIN_METAL_TUNED` names another file.
+    """
+    element = str(floating(dtype)).removeprefix("torch.")
+    products = [] if checkpoint is None else tuning.products_of(checkpoint, element)
+    for N, K in map(shape_of, shape or []):
+        products.append(tuning.Product(N, K, *group_size_of(weight_format, group_size, K), element))
+    if not products:
+        raise ValueError("tune: expected a checkpoint with layers of ours, or --shape N,K")
+    chosen_rows = sorted(set(rows)) if rows else tuning.ROWS
+    try:
+        found = tuning.tune(products, rows=chosen_rows, cold_bytes=cold_mb * 10**6, progress=not as_json)
+    except RuntimeError as error:
+        typer.echo(f"error: {error}", err=True)
+        return FAILED
+    path = tuning.save(found, output)
+    shown = table(
+        f"{found.machine.gpu}, {found.machine.cores} cores, torch {found.machine.torch}",
+        "product", "M", "fastest", "us", "model's choice", "times faster",
+        right=("M", "us", "times faster"),
+    )  # fmt: skip
+    changed = 0
+    for entry in found.ranges:
+        changed += entry.variant != entry.model_variant
+        model = entry.model_variant if entry.variant != entry.model_variant else "the same"
+        span = (
+            str(entry.last_rows) if entry.first_rows == entry.last_rows else f"{entry.first_rows} to {entry.last_rows}"
+        )
+        gain = f"{entry.speedup:.2f}" if entry.variant != entry.model_variant else ""
+        shown.add_row(str(entry.product), span, entry.variant, f"{entry.seconds * 1e6:.1f}", model, gain)
+    shown.caption = f"{changed} of {len(found.ranges)} choices differ from the model's; written to {path}"
+    value = {
+        "machine": vars(found.machine),
+        "path": str(path),
+        "changed": changed,
+        "ranges": [{**vars(entry), "product": vars(entry.product)} for entry in found.ranges],
+    }
+    show(value, shown, as_json)
+    return DONE

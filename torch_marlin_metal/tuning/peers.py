@@ -1,0 +1,120 @@
+"""Who else computes the product: PyTorch's dense one, its 4-bit operator, MLX; and this package in two passes."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_marlin_metal.ops import gemm
+from torch_marlin_metal.packed_weight import PackedWeight
+from torch_marlin_metal.tuning.chains import COLD_BYTES, Chain, cold_copies, product_chain, rotating
+
+OURS = "torch_marlin_metal"
+ATEN_GROUP_SIZES = (32, 64, 128, 256)
+MLX_GROUP_SIZES = (32, 64, 128)
+
+
+class NoPeer(Exception):
+    """A rival cannot compute this product here; the text is the reason."""
+
+
+def rivals(weight: PackedWeight, a: Tensor, cold_bytes: int = COLD_BYTES) -> tuple[dict[str, Chain], dict[str, str]]:
+    """Makes a chain of products for everyone who can compute `a` times the weight here, this package first.
+
+    Rivals get a weight of the same shape and group size in their own 4-bit format, or dense, with random values.
+
+    Args:
+        weight: on the device of `a`.
+        a: activations `[M, K]` on "mps" or "cpu".
+        cold_bytes: how many bytes of weights rotate.
+
+    Returns:
+        Chains by name; and the reason by name for those who cannot.
+    """
+    arguments = rotating(weight, cold_bytes)
+    chains = {OURS: product_chain(a, lambda state, index: gemm(state, **arguments(index)))}  # type: ignore[arg-type]
+    missing = {}
+    makers: dict[str, Callable[[PackedWeight, Tensor, int], Chain]] = {
+        "torch dense": _dense,
+        "two_pass": _two_pass,
+        "torch int4": _aten,
+        "mlx": _mlx,
+    }
+    for name, make in makers.items():
+        try:
+            chains[name] = make(weight, a, cold_bytes)
+        except NoPeer as error:
+            missing[name] = str(error)
+    return chains, missing
+
+
+def _dense(weight: PackedWeight, a: Tensor, cold_bytes: int) -> Chain:
+    copies = cold_copies([torch.randn(weight.N, weight.K, dtype=a.dtype, device=a.device)], cold_bytes)
+    return product_chain(a, lambda state, index: torch.nn.functional.linear(state, copies[index % len(copies)][0]))
+
+
+def _two_pass(weight: PackedWeight, a: Tensor, cold_bytes: int) -> Chain:
+    if a.device.type != "mps":
+        raise NoPeer("a variant on mps only")
+    arguments = rotating(weight, cold_bytes)
+    return product_chain(a, lambda state, index: gemm(state, **arguments(index), variant="two_pass"))  # type: ignore[arg-type]
+
+
+def _aten(weight: PackedWeight, a: Tensor, cold_bytes: int) -> Chain:
+    if weight.group_size not in ATEN_GROUP_SIZES:
+        raise NoPeer(f"group_size {weight.group_size} is none of {ATEN_GROUP_SIZES}")
+    aten: Any = torch.ops.aten
+    groups = weight.K // weight.group_size
+    scales_and_zeros = torch.rand(groups, weight.N, 2, dtype=a.dtype, device=a.device)
+    try:
+        if a.device.type == "cpu":
+            packed = aten._convert_weight_to_int4pack_for_cpu(_random((weight.N, weight.K), 16, torch.int32), 1)
+            product = aten._weight_int4pack_mm_for_cpu
+        else:
+            codes = _random((weight.N, weight.K // 2), 256, torch.uint8).to(a.device)
+            packed = aten._convert_weight_to_int4pack(codes, 2)
+            product = aten._weight_int4pack_mm
+        product(a, packed, weight.group_size, scales_and_zeros)
+    except (RuntimeError, NotImplementedError) as error:
+        raise NoPeer(str(error).splitlines()[0]) from error
+    copies = cold_copies([packed], cold_bytes)
+    return product_chain(
+        a,
+        lambda state, index: product(state, copies[index % len(copies)][0], weight.group_size, scales_and_zeros),
+    )
+
+
+def _mlx(weight: PackedWeight, a: Tensor, cold_bytes: int) -> Chain:
+    if a.device.type != "mps":
+        raise NoPeer("compared on a Mac's GPU only")
+    if weight.group_size not in MLX_GROUP_SIZES:
+        raise NoPeer(f"group_size {weight.group_size} is none of {MLX_GROUP_SIZES}")
+    if importlib.util.find_spec("mlx") is None:
+        raise NoPeer("not installed")
+    try:
+        mx: Any = importlib.import_module("mlx.core")
+    except ImportError as error:
+        raise NoPeer(f"does not load: {error}") from error
+    dtype = getattr(mx, str(a.dtype).removeprefix("torch."))
+    dense = mx.random.normal((weight.N, weight.K)).astype(dtype)
+    words, scales, biases = mx.quantize(dense, group_size=weight.group_size, bits=4)
+    copies = [[mx.array(part) for part in (words, scales, biases)] for _ in range(-(-cold_bytes // words.nbytes))]
+    first = mx.random.normal(tuple(a.shape)).astype(dtype)
+    mx.eval(first, copies)
+
+    def step(state: Any, index: int) -> Any:
+        product = mx.quantized_matmul(
+            state, *copies[index % len(copies)], transpose=True, group_size=weight.group_size, bits=4
+        )
+        return state + product[:, :1] * 0
+
+    return Chain(first, step, mx.eval)
+
+
+def _random(shape: tuple[int, int], end: int, dtype: torch.dtype) -> Tensor:
+    return torch.randint(0, end, shape, dtype=dtype)

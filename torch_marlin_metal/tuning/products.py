@@ -1,0 +1,71 @@
+"""What there is to tune: the distinct products of a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from torch_marlin_metal.convert import PackedWeight, UnsupportedFormat, open_reader
+from torch_marlin_metal.formats import NF4_VALUES, WEIGHT_FORMATS
+from torch_marlin_metal.quantize import quantize_weight
+
+
+@dataclass(frozen=True, order=True)
+class Product:
+    """Activations of any number of rows times one weight.
+
+    Attributes:
+        N: columns of the weight.
+        K: rows of the weight.
+        weight_format: format of the weight.
+        group_size: as the operators take it.
+        dtype: of the activations and of floating scales: "float16", "bfloat16" or "float32".
+    """
+
+    N: int
+    K: int
+    weight_format: str = "uint4b8"
+    group_size: int = 128
+    dtype: str = "float16"
+
+    def __str__(self) -> str:
+        return f"{self.dtype} x {self.weight_format} g{self.group_size} [{self.K}, {self.N}]"
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype of the activations."""
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
+
+    def make_weight(self, device: str) -> PackedWeight:
+        """Makes a weight of random codes on a device."""
+        generator = torch.Generator().manual_seed(0)
+        dense = torch.randn(self.N, self.K, generator=generator).to(self.torch_dtype) / self.K**0.5
+        row = WEIGHT_FORMATS[self.weight_format]
+        group_size = None if row.fixed_group_size else self.group_size
+        lut = torch.tensor(NF4_VALUES) if row.has_lut else None
+        return quantize_weight(dense, self.weight_format, group_size, scale_dtype=self.torch_dtype, lut=lut).to(device)
+
+
+def products_of(path: Path, dtype: str = "float16") -> list[Product]:
+    """Returns the distinct products of a checkpoint, largest weight first.
+
+    Args:
+        path: a checkpoint directory or a .gguf file, as `convert.read_layers` takes it.
+        dtype: of the activations that the model will have.
+
+    Raises:
+        CheckpointError: as `convert.read_layers`; layers that are refused are left out.
+    """
+    reader = open_reader(path)
+    found = set()
+    for index in range(len(reader)):
+        try:
+            weight = reader.read(index)
+        except UnsupportedFormat:
+            continue
+        assert isinstance(weight, PackedWeight)
+        found.add(Product(weight.N, weight.K, weight.weight_format, weight.group_size, dtype))
+    return sorted(found, key=lambda product: (-product.N * product.K, product))

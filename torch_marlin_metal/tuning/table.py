@@ -1,0 +1,186 @@
+"""The table of measured choices: a small JSON file, one part a machine, that the planner reads."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import tempfile
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+import torch
+
+from torch_marlin_metal.extension import native
+from torch_marlin_metal.tuning.products import Product
+from torch_marlin_metal.version import __version__
+
+FILE_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a measurement holds for; on any other machine, or with any other version, it is ignored.
+
+    Attributes:
+        gpu: the GPU's own name, "Apple M2 Max".
+        cores: GPU cores.
+        torch: PyTorch's version.
+        package: this package's version.
+    """
+
+    gpu: str
+    cores: int
+    torch: str
+    package: str
+
+    @classmethod
+    def current(cls) -> Machine:
+        """Returns this machine.
+
+        Raises:
+            RuntimeError: torch has no mps device here.
+        """
+        if not torch.backends.mps.is_available():
+            raise RuntimeError("tuning: torch has no mps device on this machine: there is no GPU to tune for")
+        name, cores = torch.backends.mps.get_name(), torch.backends.mps.get_core_count()
+        return cls(name, cores, torch.__version__, __version__)
+
+
+@dataclass(frozen=True)
+class TunedRange:
+    """What won for a product, for numbers of rows around the measured one.
+
+    Attributes:
+        product: the weight and the activations' dtype.
+        first_rows: least rows that it holds for.
+        last_rows: most rows; the number that was measured.
+        variant: what won, as `gemm(variant=...)` takes it.
+        seconds: its median time.
+        model_variant: what the planner's model would have taken.
+        speedup: the model's choice's time by the winner's, median over rounds.
+    """
+
+    product: Product
+    first_rows: int
+    last_rows: int
+    variant: str
+    seconds: float
+    model_variant: str
+    speedup: float
+
+
+@dataclass(frozen=True)
+class TuningTable:
+    """The choices for one machine."""
+
+    machine: Machine
+    ranges: tuple[TunedRange, ...]
+
+    def merged(self, other: TuningTable) -> TuningTable:
+        """Returns this table with another one's products in place of its own of the same kind."""
+        replaced = {entry.product for entry in other.ranges}
+        kept = tuple(entry for entry in self.ranges if entry.product not in replaced)
+        return TuningTable(self.machine, kept + other.ranges)
+
+
+def table_path() -> Path:
+    """Returns the file: `TORCH_MARLIN_METAL_TUNED`, else `tuned.json` in the user's cache folder of the package."""
+    named = os.environ.get("TORCH_MARLIN_METAL_TUNED")
+    return Path(named) if named else platformdirs.user_cache_path("torch_marlin_metal") / "tuned.json"
+
+
+def load(path: Path | None = None) -> list[TuningTable]:
+    """Returns the tables of a file, one a machine; none where there is no file.
+
+    Raises:
+        ValueError: the file is not such a table; the message names it.
+    """
+    path = path or table_path()
+    if not path.exists():
+        return []
+    try:
+        content = json.loads(path.read_text())
+        if content["version"] != FILE_VERSION:
+            raise ValueError(f"{path}: version: expected {FILE_VERSION}, got {content['version']}")
+        return [
+            TuningTable(Machine(**table["machine"]), tuple(_range(entry) for entry in table["ranges"]))
+            for table in content["tables"]
+        ]
+    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path}: not a table of tuned products: {type(error).__name__} {error}") from error
+
+
+def save(table: TuningTable, path: Path | None = None) -> Path:
+    """Adds a table to a file, in place of its machine's choices for the same products; returns the path.
+
+    Raises:
+        ValueError: there is such a file and it is damaged; it stays as it is.
+        OSError: it cannot be written; what was there stays.
+    """
+    path = path or table_path()
+    tables = load(path)
+    mine = [old for old in tables if old.machine == table.machine]
+    merged = mine[0].merged(table) if mine else table
+    others = [old for old in tables if old.machine != table.machine]
+    content = {"version": FILE_VERSION, "tables": [dataclasses.asdict(entry) for entry in (*others, merged)]}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    try:
+        with os.fdopen(handle, "w") as file:
+            json.dump(content, file, indent=1)
+        os.replace(temporary, path)
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+    return path
+
+
+def use(table: TuningTable | None) -> None:
+    """Makes `gemm(variant="auto")` on mps take a table's choices; None goes back to the model's.
+
+    Raises:
+        ValueError: the table is another machine's, or names an unknown variant.
+    """
+    if table is not None and table.machine != Machine.current():
+        raise ValueError(f"tuning.use: table: expected one of {Machine.current()}, got one of {table.machine}")
+    native.set_tuned([_row(entry) for entry in table.ranges] if table is not None else [])
+
+
+def use_saved(path: Path | None = None) -> bool:
+    """Uses this machine's table of a file, if there is one; returns whether there is. Import does so.
+
+    A damaged file is left alone, with a warning: the model chooses then.
+    """
+    path = path or table_path()
+    if not path.exists() or not torch.backends.mps.is_available():
+        return False
+    try:
+        machine = Machine.current()
+        for table in load(path):
+            if table.machine == machine:
+                use(table)
+                return True
+    except ValueError as error:
+        warnings.warn(f"torch_marlin_metal: tuned choices are not used: {error}", stacklevel=2)
+    return False
+
+
+def _row(entry: TunedRange) -> tuple[str, str, int, int, int, int, int, str]:
+    product = entry.product
+    return (
+        product.weight_format,
+        product.dtype,
+        min(product.group_size, product.K),
+        product.K,
+        product.N,
+        entry.first_rows,
+        entry.last_rows,
+        entry.variant,
+    )
+
+
+def _range(entry: dict[str, Any]) -> TunedRange:
+    return TunedRange(**{**entry, "product": Product(**entry["product"])})

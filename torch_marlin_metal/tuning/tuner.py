@@ -1,0 +1,116 @@
+"""Times the planner's candidates for products, and keeps those that beat the model's choice."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from tqdm import tqdm
+
+from torch_marlin_metal.ops import gemm
+from torch_marlin_metal.planning import PlanCandidate, plan
+from torch_marlin_metal.tuning.chains import COLD_BYTES, Chain, interleave, median_ratio, product_chain, rotating
+from torch_marlin_metal.tuning.products import Product
+from torch_marlin_metal.tuning.table import Machine, TunedRange, TuningTable
+
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+MOST_CANDIDATES = 6
+# A candidate that the model holds to be this much slower than the best is not tried.
+SLOWEST = 3.0
+# The model's choice stays unless another one is faster by more than the noise of a quiet Mac (assumed).
+MARGIN = 1.02
+# Decode stays with kernels of exact weights; from here on two_pass, which rounds them, may win.
+TWO_PASS_ROWS = 64
+
+Timer = Callable[[Mapping[str, Chain]], dict[str, list[float]]]
+
+
+def tune(
+    products: Sequence[Product],
+    *,
+    rows: Sequence[int] = ROWS,
+    timer: Timer = interleave,
+    cold_bytes: int = COLD_BYTES,
+    progress: bool = True,
+) -> TuningTable:
+    """Measures the candidates for products on this machine's GPU.
+
+    For each product and number of rows the model's best candidates are timed side by side: chains of dependent products
+    on weights that rotate out of the caches, rivals in turn, medians. A number of rows stands for all that lie between
+    it and the one below.
+
+    Args:
+        products: what to tune.
+        rows: the numbers of rows to measure, ascending.
+        timer: takes chains by candidate, gives their costs, one a round; `interleave` takes the time.
+        cold_bytes: how many bytes of weights rotate.
+        progress: whether to show a progress bar.
+
+    Returns:
+        A table for `save` and `use`.
+
+    Raises:
+        RuntimeError: torch has no mps device here.
+        ValueError: rows are not ascending positive numbers.
+    """
+    machine = Machine.current()
+    if not rows or list(rows) != sorted(set(rows)) or rows[0] < 1:
+        raise ValueError(f"tune: rows: expected ascending positive numbers, got {list(rows)}")
+    found = []
+    with tqdm(total=len(products) * len(rows), unit="product", disable=None if progress else True) as bar:
+        for product in products:
+            weight = product.make_weight("mps")
+            arguments = rotating(weight, cold_bytes)
+            first = 1
+            for M in rows:
+                bar.set_description(f"{product} M={M}")
+                tried, model = candidates(product, M)
+                a = torch.randn(M, product.K, dtype=product.torch_dtype, device="mps")
+                chains = {name: _chain(a, arguments, name) for name in tried}
+                found.append(_winner(product, first, M, model, timer(chains)))
+                first = M + 1
+                bar.update()
+    return TuningTable(machine, tuple(found))
+
+
+def candidates(product: Product, M: int) -> tuple[list[str], str]:
+    """Returns the names of the candidates to time, the model's choice first, and that choice."""
+    planned = plan(
+        M,
+        product.N,
+        product.K,
+        weight_format=product.weight_format,
+        group_size=product.group_size,
+        dtype=product.torch_dtype,
+        tuned=False,
+    )
+    chosen = planned.chosen
+    worth = [
+        candidate
+        for candidate in planned.candidates
+        if candidate is not chosen and candidate.seconds <= SLOWEST * chosen.seconds and not _is_two_pass(candidate)
+    ]
+    names = [chosen.name, *(candidate.name for candidate in worth[: MOST_CANDIDATES - 1])]
+    if M >= TWO_PASS_ROWS:
+        names += [candidate.name for candidate in planned.candidates if _is_two_pass(candidate)]
+    return names, chosen.name
+
+
+def _is_two_pass(candidate: PlanCandidate) -> bool:
+    return candidate.variant == "two_pass"
+
+
+def _chain(a: torch.Tensor, arguments: Callable[[int], dict[str, object]], variant: str) -> Chain:
+    def product(state: torch.Tensor, index: int) -> torch.Tensor:
+        return gemm(state, **arguments(index), variant=variant)  # type: ignore[arg-type]
+
+    return product_chain(a, product)
+
+
+def _winner(product: Product, first: int, M: int, model: str, costs: Mapping[str, list[float]]) -> TunedRange:
+    best = min(costs, key=lambda name: statistics.median(costs[name]))
+    speedup = median_ratio(costs[model], costs[best])
+    if speedup < MARGIN:
+        best, speedup = model, 1.0
+    return TunedRange(product, first, M, best, statistics.median(costs[best]), model, speedup)
