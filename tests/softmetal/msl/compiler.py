@@ -130,7 +130,9 @@ def install(path: Path, make: list[str], text: str) -> None:
 
 
 def precompiled(checked: bool) -> Path:
-    path = cache_folder() / f"prelude-{'checked' if checked else 'fast'}-{toolchain_digest()[:16]}.pch"
+    # A precompiled header names the files that it was made from: a checkout that was moved needs its own.
+    digest = hashlib.sha256(f"{_HERE} {toolchain_digest()}".encode()).hexdigest()
+    path = cache_folder() / f"prelude-{'checked' if checked else 'fast'}-{digest[:16]}.pch"
     if not path.exists():
         flags = [*_COMPILE, *(_BEFORE_CHECKS if checked else FAST), "-I", str(_INCLUDE)]
         prelude = f'#include <metal_stdlib>\n#include "{_HERE / "thunk.h"}"\n'

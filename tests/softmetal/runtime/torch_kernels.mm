@@ -115,7 +115,7 @@ at::Scalar local_scalar_dense(const Tensor& self) {
 
 const Tensor& resize_(const Tensor& self, IntArrayRef size, optional<at::MemoryFormat> format) {
   at::TensorImpl* impl = self.unsafeGetTensorImpl();
-  impl->set_sizes_contiguous(size);
+  if (self.sizes() != size) impl->set_sizes_contiguous(size);  // a view keeps its strides, as with torch's own resize_
   if (format.has_value() && *format != at::MemoryFormat::Preserve) impl->empty_tensor_restride(*format);
   const c10::Storage& storage = impl->unsafe_storage();
   const size_t needed =

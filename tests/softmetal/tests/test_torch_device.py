@@ -104,6 +104,23 @@ def test_views_share_memory() -> None:
         torch.empty(0, device="mps").set_(x.untyped_storage(), 20, (5,), (1,))
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x.select(1, 1).add_(3),
+        lambda x: x[:, :, 2].mul_(x[:, :, 1]),
+        lambda x: x.transpose(0, 1)[0].addcmul_(x[:, 1], x[:, 2]),
+        lambda x: x[:, 1].clamp_(max=5),
+    ],
+)
+def test_operators_in_place_change_what_a_view_shows_and_nothing_else(change: Callable[[Tensor], object]) -> None:
+    on_cpu = torch.arange(24.0).reshape(2, 3, 4)
+    on_mps = on_cpu.to("mps", copy=True)
+    change(on_cpu)
+    change(on_mps)
+    same(on_mps, on_cpu)
+
+
 def test_resize_keeps_values() -> None:
     x = torch.arange(6, dtype=torch.float32, device="mps")
     x.resize_(2, 3)
