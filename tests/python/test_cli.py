@@ -223,6 +223,15 @@ def test_small_files_that_cannot_be_written(tmp_path):
     assert (tmp_path / "out/tokenizer.json").stat().st_size == 3_000_000
 
 
+@pytest.fixture
+def ctrl_c():
+    """Ctrl-C does here what it does in a shell; the processes of pytest-xdist ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("shard_mb", [1, 100])
 def test_ctrl_c_leaves_nothing_half_written_and_the_same_call_goes_on(tmp_path, monkeypatch, shard_mb):
     source = many_layers(tmp_path / "floats")
@@ -250,6 +259,7 @@ def test_ctrl_c_leaves_nothing_half_written_and_the_same_call_goes_on(tmp_path, 
     assert not partial.exists()
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_a_shard_that_a_power_failure_cut_off_is_not_trusted(tmp_path, monkeypatch):
     source = many_layers(tmp_path / "floats")
     assert call("quantize", source, tmp_path / "whole", *QUANTIZE)[0] == 0

@@ -102,7 +102,7 @@ def test_config_file(gptq, text, message) -> None:
 
 def test_no_settings_at_all(gptq) -> None:
     (gptq / "config.json").write_text("{}")
-    fails(gptq, "no quantization settings: neither config.json")
+    fails(gptq, "no quantization settings: neither config.json", convert.NotQuantized)
 
 
 def zeros_like(rows: int, columns: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
