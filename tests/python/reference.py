@@ -5,8 +5,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from torch_marlin_metal.planning import GemmPlan, plan
-
 FORMATS = ("uint4b8", "uint4", "uint4_bias", "float4_e2m1", "nvfp4", "mxfp4", "lut4")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 GROUP_SIZES = (16, 32, 64, 128, 256)
@@ -133,8 +131,10 @@ def make_weight(
     return Weight(pack(codes), scales, arguments, exact, magnitude, raw_magnitude)
 
 
-def planned(M: int, weight: Weight, dtype: torch.dtype) -> GemmPlan:
+def planned(M: int, weight: Weight, dtype: torch.dtype):
     """The plan of a product of M rows on this machine's GPU."""
+    from torch_marlin_metal.planning import plan  # make mutate reads this file without the built package
+
     K, N = weight.exact.shape
     zeros = weight.arguments.get("zeros")
     return plan(
