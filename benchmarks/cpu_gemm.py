@@ -6,7 +6,6 @@ the per-round ratios. Weights are cold: each call takes the next of enough copie
 
 import argparse
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from pathlib import Path
 import torch
 
 import torch_marlin_metal as tmm
+from torch_marlin_metal.cli.bench import processor_name
 
 GROUP_SIZE = 128
 ROWS = (1, 2, 4, 8, 16, 64, 128, 512)
@@ -28,14 +28,6 @@ def cold_bytes() -> int:
     sizes = [path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
     largest = max((int(size[:-1]) * {"K": 2**10, "M": 2**20}[size[-1]] for size in sizes), default=32 * 2**20)
     return max(160 * 2**20, 5 * largest // 2)
-
-
-def cpu_name() -> str:
-    """The processor's name where the system tells it."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def seconds(call: Call, index: int) -> float:
@@ -131,7 +123,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     capability = tmm.cpu_capability()
-    print(f"{cpu_name()}, {arguments.threads} threads, torch {torch.__version__}, group {GROUP_SIZE}, uint4b8")
+    print(f"{processor_name()}, {arguments.threads} threads, torch {torch.__version__}, group {GROUP_SIZE}, uint4b8")
     print(f"{capability}")
     for K, N in SHAPES:
         weights = Weights(K, N)

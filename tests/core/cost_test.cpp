@@ -1,28 +1,17 @@
 // The table of chips and the cost model: figures against published ones, arithmetic done by hand, and what must hold
 // for every plan on every chip. Prints "<checks> checks, <failures> failed".
 #include <cmath>
-#include <cstdio>
 #include <cstdlib>
 #include <map>
 #include <stdexcept>
 #include <string>
 
 #include "../../csrc/cost.h"
+#include "plan_checks.h"
 
 using namespace marlin;
 
 namespace {
-
-int checks = 0;
-int failures = 0;
-std::string subject;
-
-void expect(bool condition, const std::string& what) {
-  ++checks;
-  if (condition) return;
-  ++failures;
-  std::printf("FAILED %s\n  in %s\n", what.c_str(), subject.c_str());
-}
 
 void expect_close(double value, double wanted, double tolerance, const std::string& what) {
   expect(std::abs(value - wanted) <= tolerance * wanted,
@@ -324,6 +313,5 @@ int main() {
   check_choices();
   check_splits();
   check_few_rows();
-  std::printf("%d checks, %d failed\n", checks, failures);
-  return failures == 0 ? 0 : 1;
+  return finish();
 }

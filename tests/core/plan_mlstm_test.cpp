@@ -1,26 +1,15 @@
 // The plans of the mLSTM operators: what they cover, and that Metal can run them.
-#include <cstdio>
 #include <random>
 #include <set>
 #include <sstream>
 #include <stdexcept>
 
 #include "../../csrc/plan_mlstm.h"
+#include "plan_checks.h"
 
 using namespace marlin;
 
 namespace {
-
-int checks = 0;
-int failures = 0;
-std::string subject;
-
-void expect(bool condition, const std::string& what) {
-  ++checks;
-  if (condition) return;
-  ++failures;
-  std::printf("FAILED %s: %s\n", what.c_str(), subject.c_str());
-}
 
 template <typename Make>
 void expect_refused(const std::string& what, Make make) {
@@ -190,6 +179,5 @@ int main() {
   check_choices();
   check_random();
   check_refusals();
-  std::printf("%d checks, %d failed\n", checks, failures);
-  return failures == 0 ? 0 : 1;
+  return finish();
 }

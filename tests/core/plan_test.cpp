@@ -1,27 +1,16 @@
 // The planner alone: expected choices, and what must hold for every plan. Prints "<checks> checks, <failures> failed".
 #include <algorithm>
-#include <cstdio>
 #include <random>
 #include <set>
 #include <sstream>
 #include <stdexcept>
 
 #include "../../csrc/plan.h"
+#include "plan_checks.h"
 
 using namespace marlin;
 
 namespace {
-
-int checks = 0;
-int failures = 0;
-std::string subject;
-
-void expect(bool condition, const std::string& what) {
-  ++checks;
-  if (condition) return;
-  ++failures;
-  std::printf("FAILED %s\n  in %s\n", what.c_str(), subject.c_str());
-}
 
 template <typename T>
 std::string text(const T& value) {
@@ -422,6 +411,5 @@ int main() {
   check_stripe_choices();
   check_elementwise();
   check_refusals();
-  std::printf("%d checks, %d failed\n", checks, failures);
-  return failures == 0 ? 0 : 1;
+  return finish();
 }

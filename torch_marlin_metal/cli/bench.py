@@ -77,7 +77,7 @@ def describe_machine(device: str) -> dict[str, str]:
     found = {
         "device": device,
         "system": f"{platform.system()} {platform.mac_ver()[0] or platform.release()}",
-        "processor": _processor(),
+        "processor": processor_name(),
         "torch": torch.__version__,
         "torch_marlin_metal": __version__,
     }
@@ -89,7 +89,8 @@ def describe_machine(device: str) -> dict[str, str]:
     return found
 
 
-def _processor() -> str:
+def processor_name() -> str:
+    """Returns the processor's name, as well as the system tells it."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
