@@ -93,6 +93,49 @@ void unpack_tiles(const Step& s, float* panel) {
   }
 }
 
+// The same with each code multiplied by the scale of its group. An E2M1 code has two significant bits and an E4M3 scale
+// four, an E8M0 scale one: the product is exact in bf16.
+void unpack_scaled_tiles(const Step& s, float* panel) {
+  const __m512i table = bf16_table(s.values);
+  const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xFFFF0000U));
+  auto* out = reinterpret_cast<__m512i*>(panel);
+  const int end = (s.k + 31) / 32 * 4;
+  for (int tile = 0; tile < end; tile += 4) {
+    for (int column = 0; column < kStrip; column += 16) {
+      for (int r = tile; r < tile + 4; ++r, out += 4) {
+        if (8 * r >= s.k) {
+          for (int j = 0; j < 4; ++j)
+            _mm512_storeu_si512(out + j, _mm512_setzero_si512());
+          continue;
+        }
+        const int64_t at = r * s.ld_words + column;
+        const __m512i word = Avx512::load_words(s.words + at);
+        __builtin_prefetch(s.ahead + at, 0, 2);
+        const __m512 scale = _mm512_loadu_ps(s.scales + 8 * r / s.segment * s.ld_scales + column);
+        for (int j = 0; j < 4; ++j) {
+          const __m512i codes = _mm512_permutexvar_epi16(_mm512_srli_epi32(word, 4 * static_cast<unsigned>(j)), table);
+          const __m512 low = _mm512_mul_ps(_mm512_castsi512_ps(_mm512_slli_epi32(codes, 16)), scale);
+          const __m512 high = _mm512_mul_ps(_mm512_castsi512_ps(_mm512_and_si512(codes, upper)), scale);
+          const __m512i low_bits = _mm512_srli_epi32(_mm512_castps_si512(low), 16);
+          _mm512_storeu_si512(out + j, _mm512_mask_blend_epi16(0xAAAAAAAA, low_bits, _mm512_castps_si512(high)));
+        }
+      }
+    }
+  }
+}
+
+// Whether products with activations of pack_tiles' range stay clear of subnormals, which tile products flush: 2^-100
+// times half of 2^-25 is the least normal number. NaN is representable.
+bool scales_representable(const float* scales, int64_t count) {
+  constexpr uint32_t kLeast = (127U - 25U) << 23;
+  uint32_t strange = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const uint32_t magnitude = std::bit_cast<uint32_t>(scales[i]) & 0x7FFFFFFFU;
+    strange |= static_cast<uint32_t>(magnitude != 0) & static_cast<uint32_t>(magnitude < kLeast);
+  }
+  return strange == 0;
+}
+
 // y [rows, 32] += scale * (tile sums - zero * sum of activations), or with a bias in place of the zero point.
 void add_tiles(const Step& s, int segment, int rows, const float* tiles, float* y) {
   const float* scales = s.scales + segment * s.ld_scales;
@@ -167,6 +210,11 @@ void tile_step(const Step& s) {
   }
 }
 
+// Eight bf16 in the order of unpack_tiles' pairs.
+__m128i paired(__m128i bits) {
+  return _mm_shuffle_epi8(bits, _mm_set_epi8(15, 14, 7, 6, 13, 12, 5, 4, 11, 10, 3, 2, 9, 8, 1, 0));
+}
+
 template <int parts>
 bool pack_tiles(const PackRow& p) {
   alignas(64) uint16_t bits[parts][kChunk];
@@ -180,11 +228,9 @@ bool pack_tiles(const PackRow& p) {
     for (int k = begin; k < end; k += tile) {
       for (int part = 0; part < parts; ++part, to += part_size) {
         for (int i = 0; i < tile; i += 8) {
-          for (int j = 0; j < 4; ++j) {
-            const bool inside = k + i < end;
-            to[i + 2 * j] = inside ? bits[part][k + i + j] : uint16_t{0};
-            to[i + 2 * j + 1] = inside ? bits[part][k + i + j + 4] : uint16_t{0};
-          }
+          const auto* from = reinterpret_cast<const __m128i*>(bits[part] + k + i);
+          const __m128i eight = k + i < end ? paired(_mm_load_si128(from)) : _mm_setzero_si128();
+          _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), eight);
         }
       }
     }
@@ -192,7 +238,7 @@ bool pack_tiles(const PackRow& p) {
   return good;
 }
 
-template <int parts>
+template <int parts, bool scaled>
 constexpr MatrixKernel tile_kernel() {
   MatrixKernel kernel{};
   kernel.strip = kStrip;
@@ -200,6 +246,8 @@ constexpr MatrixKernel tile_kernel() {
   kernel.max_rows = 2 * kTileRows;
   kernel.row_unit = kTileRows;
   kernel.from_panel = true;
+  kernel.scaled_panel = scaled;
+  kernel.representable = &scales_representable;
   kernel.row_bytes = 2 * parts * kChunk;
   kernel.pack = &pack_tiles<parts>;
   kernel.begin = &load_tiles;
@@ -210,16 +258,22 @@ constexpr MatrixKernel tile_kernel() {
     }
   }
   for (auto& unpack : kernel.unpack)
-    unpack = &unpack_tiles;
+    unpack = scaled ? &unpack_scaled_tiles : &unpack_tiles;
   return kernel;
 }
 
-constexpr std::array<MatrixKernel, 3> kTiles{tile_kernel<1>(), tile_kernel<2>(), tile_kernel<3>()};
+template <bool scaled>
+constexpr std::array<MatrixKernel, 3> kTiles{tile_kernel<1, scaled>(), tile_kernel<2, scaled>(),
+                                             tile_kernel<3, scaled>()};
 
 }  // namespace
 
 const MatrixKernel* amx_kernel(int parts) {
-  return &kTiles[static_cast<size_t>(parts - 1)];
+  return &kTiles<false>[static_cast<size_t>(parts - 1)];
+}
+
+const MatrixKernel* amx_scaled_kernel(int parts) {
+  return &kTiles<true>[static_cast<size_t>(parts - 1)];
 }
 
 }  // namespace marlin::cpu
@@ -232,6 +286,9 @@ const MatrixKernel* amx_kernel(int parts) {
 
 namespace marlin::cpu {
 const MatrixKernel* amx_kernel(int) {
+  return nullptr;
+}
+const MatrixKernel* amx_scaled_kernel(int) {
   return nullptr;
 }
 }  // namespace marlin::cpu

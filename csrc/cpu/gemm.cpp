@@ -63,6 +63,8 @@ const MatrixKernel& matrix_kernel(const Plan& plan, const KernelSet& kernels) {
       return bf16_dot_kernels()->many_rows;
     case Kernel::amx:
       return *amx_kernel(plan.parts);
+    case Kernel::amx_scaled:
+      return *amx_scaled_kernel(plan.parts);
     case Kernel::few_rows:
       return kernels.few_rows;
     default:
@@ -82,10 +84,12 @@ class Gemm {
         values_(code_values(w_.format, w_.lut)),
         chunks_(ceil_div(w_.K, kChunk)),
         strips_(ceil_div(w_.N, plan.strip)),
-        segment_(std::min<int64_t>(w_.group_size, kChunk)) {}
+        group_(std::min<int64_t>(w_.group_size, kChunk)),
+        segment_(matrix_.scaled_panel ? kChunk : group_) {}
 
-  // One of the plan's passes. False, and nothing written, where the kernel cannot represent an activation.
-  bool run_pass(int64_t pass, const Parallel& parallel) const {
+  // One of the plan's passes. False where the kernel cannot represent an activation or a scale: the rows are to be
+  // computed again.
+  bool run_pass(int64_t pass, const Parallel& parallel) {
     static thread_local Scratch values_scratch, sums_scratch, partial_scratch;
     Activations x{};
     const Range rows = part(a_.M, plan_.passes, pass);
@@ -98,15 +102,16 @@ class Gemm {
     x.row_bytes = matrix_.row_bytes;
     x.values = values_scratch.get<char>(chunks_ * x.row_blocks * x.pitch * x.row_bytes);
     x.sums = sums_scratch.get<float>(chunks_ * x.segments * x.rows);
-    std::atomic<bool> representable{true};
-    // Below some 16k elements the fork and join cost more than the packing.
-    const int64_t grain = std::max<int64_t>(1, (int64_t{1} << 14) / (kChunk * ceil_div(x.rows, x.row_blocks)));
+    representable_ = true;
+    // Below some 8k elements the fork and join cost more than the packing. Chunks are innermost: a thread reads its
+    // rows from front to back.
+    const int64_t grain = std::max<int64_t>(1, (int64_t{1} << 13) / (kChunk * ceil_div(x.rows, x.row_blocks)));
     parallel.run(chunks_ * x.row_blocks, grain, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
-        if (!pack(x, row, i / x.row_blocks, i % x.row_blocks)) representable.store(false, std::memory_order_relaxed);
+        if (!pack(x, row, i % chunks_, i / chunks_)) representable_.store(false, std::memory_order_relaxed);
       }
     });
-    if (!representable) return false;
+    if (!representable_) return false;
     const int64_t row_tasks = std::min(plan_.row_tasks, x.row_blocks);
     const int64_t tasks = row_tasks * plan_.column_tasks * plan_.k_slices;
     float* partial = plan_.k_slices > 1 ? partial_scratch.get<float>(plan_.k_slices * x.rows * w_.N) : nullptr;
@@ -127,7 +132,7 @@ class Gemm {
     }
     values_scratch.trim(kKeepBytes);
     partial_scratch.trim(kKeepBytes);
-    return true;
+    return representable_;
   }
 
  private:
@@ -167,13 +172,13 @@ class Gemm {
     return ((lanes[0] + lanes[4]) + (lanes[2] + lanes[6])) + ((lanes[1] + lanes[5]) + (lanes[3] + lanes[7]));
   }
 
-  void task(const Activations& x, int64_t row, Range blocks, Range strips, Range chunks, float* partial) const {
+  void task(const Activations& x, int64_t row, Range blocks, Range strips, Range chunks, float* partial) {
     static thread_local Scratch y_scratch, scale_scratch, panel_scratch;
     const int64_t block_strips = plan_.block_columns / plan_.strip;
     const int64_t block_step = std::max<int64_t>(1, plan_.block_rows / plan_.max_rows);
     const int64_t columns = block_strips * plan_.strip;
     float* y = y_scratch.get<float>(block_step * plan_.max_rows * columns);
-    float* scales = scale_scratch.get<float>(2 * x.segments * columns);
+    float* scales = scale_scratch.get<float>(2 * groups() * columns);
     // Words of a strip that the matrix does not fill, then the decoded panel.
     const int64_t tail = kChunk / 8 * plan_.strip;
     float* panel = panel_scratch.get<float>(tail + kChunk * plan_.strip);
@@ -188,7 +193,7 @@ class Gemm {
         std::memset(y, 0, sizeof(float) * static_cast<size_t>(some_strips.size() * rows.size() * plan_.strip));
         int64_t loaded = -1;
         for (int64_t chunk = chunks.begin; chunk < chunks.end; ++chunk) {
-          loaded = load_chunk_scales(chunk, some_strips, x.segments, loaded, scales);
+          loaded = load_chunk_scales(chunk, some_strips, loaded, scales);
           for (int64_t strip = some_strips.begin; strip < some_strips.end; ++strip) {
             run_strip(x, some_blocks, some_strips, chunks, chunk, strip, scales, tail_words, panel, y);
           }
@@ -203,24 +208,32 @@ class Gemm {
     return std::min(strips.end * plan_.strip, w_.N) - strips.begin * plan_.strip;
   }
 
-  // Scales, then zeros, of the segments of a chunk: two arrays [segment, columns of the strips]. Columns beyond N are
-  // 0. Returns the group of the first segment; nothing is loaded when that is `loaded` already.
-  int64_t load_chunk_scales(int64_t chunk, const Range& strips, int64_t segments, int64_t loaded, float* scales) const {
+  // Groups in a chunk.
+  int64_t groups() const { return ceil_div(kChunk, group_); }
+
+  // Scales, then zeros, of the groups of a chunk: two arrays [group, columns of the strips]. For a panel that has its
+  // scales inside, the second is the global scale, [columns of the strips]. Columns beyond N are 0. Returns the first
+  // group of the chunk; nothing is loaded when that is `loaded` already.
+  int64_t load_chunk_scales(int64_t chunk, const Range& strips, int64_t loaded, float* scales) {
     const int64_t k0 = chunk * kChunk;
     const int64_t first = k0 / w_.group_size;
     if (first == loaded) return loaded;
     const int64_t width = strips.size() * plan_.strip;
     const int64_t count = columns_of(strips);
     const int64_t begin = strips.begin * plan_.strip;
-    for (int64_t segment = 0; segment < segments && k0 + segment * segment_ < w_.K; ++segment) {
-      const int64_t group = (k0 + segment * segment_) / w_.group_size;
-      float* out = scales + segment * width;
-      load_scales(kernels_, w_, group, begin, count, out);
-      std::fill(out + count, out + width, 0.F);
-      if (role_ == ZerosRole::none) continue;
-      out += segments * width;
-      load_zeros(kernels_, w_, group, begin, count, out);
-      std::fill(out + count, out + width, 0.F);
+    float* zeros = scales + groups() * width;
+    for (int64_t i = 0; i < groups() && k0 + i * group_ < w_.K; ++i, scales += width, zeros += width) {
+      const int64_t group = (k0 + i * group_) / w_.group_size;
+      if (matrix_.scaled_panel) {
+        load_group_scales(kernels_, w_, group, begin, count, scales);
+        if (!matrix_.representable(scales, count)) representable_.store(false, std::memory_order_relaxed);
+        if (i == 0) load_global_scale(w_, begin, count, zeros);
+      } else {
+        load_scales(kernels_, w_, group, begin, count, scales);
+      }
+      std::fill(scales + count, scales + width, 0.F);
+      if (role_ != ZerosRole::none) load_zeros(kernels_, w_, group, begin, count, zeros);
+      std::fill(zeros + count, zeros + width, 0.F);
     }
     return first;
   }
@@ -233,7 +246,10 @@ class Gemm {
     Step step{};
     step.values = values_.data();
     step.k = static_cast<int>(std::min<int64_t>(kChunk, w_.K - k0));
-    step.segment = static_cast<int>(segment_);
+    step.segment = static_cast<int>(group_);
+    step.scales = scales + column;
+    step.zeros = step.scales + groups() * width;
+    step.ld_scales = width;
     step.words = w_.words + k0 / 8 * w_.N + strip * plan_.strip;
     step.ld_words = w_.N;
     step.ahead = words_ahead(strips, chunks, chunk, strip);
@@ -252,9 +268,8 @@ class Gemm {
       matrix_.unpack[codes](step, panel);
       step.panel = panel;
     }
-    step.scales = scales + column;
-    step.zeros = step.scales + x.segments * width;
-    step.ld_scales = width;
+    if (matrix_.scaled_panel) step.scales = step.zeros;  // the global scale
+    step.segment = static_cast<int>(segment_);
     step.role = role_;
     step.ld_sums = x.rows;
     const int64_t first_row = x.block(blocks.begin).begin;
@@ -324,7 +339,9 @@ class Gemm {
   const std::array<float, 16> values_;
   const int64_t chunks_;
   const int64_t strips_;
-  const int64_t segment_;
+  const int64_t group_;    // the part of a group inside a chunk
+  const int64_t segment_;  // of k that a kernel sums before it applies the scales it is given
+  std::atomic<bool> representable_{true};
 };
 
 }  // namespace
@@ -345,7 +362,7 @@ void gemm_on(const Machine& machine, const GemmArguments& arguments, const Paral
   const KernelSet& kernels = *kernels_of(machine.isa);
   const Plan plan = make_plan(machine, problem);
   const Plan fp32_plan = make_fp32_plan(machine, problem);
-  const Gemm planned(arguments, plan, kernels);
+  Gemm planned(arguments, plan, kernels);
   for (int64_t pass = 0; pass < plan.passes; ++pass) {
     if (!planned.run_pass(pass, parallel)) Gemm(arguments, fp32_plan, kernels).run_pass(pass, parallel);
   }

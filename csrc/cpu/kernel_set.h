@@ -55,11 +55,15 @@ struct MatrixKernel {
   int strip;
   int min_rows;
   int max_rows;
-  int row_unit;                  // a block starts at a multiple of this
-  bool from_panel;               // step reads Step::panel, which `unpack` has filled
-  int row_bytes;                 // of packed activations: one row of one chunk
-  bool (*pack)(const PackRow&);  // false where the kernel cannot represent a value
-  void (*begin)(int segment);    // state of the thread, around all steps of a task; or nullptr
+  int row_unit;     // a block starts at a multiple of this
+  bool from_panel;  // step reads Step::panel, which `unpack` has filled
+  // The panel's codes are multiplied by the scales of their groups; step is given the global scale, and a chunk as one
+  // segment.
+  bool scaled_panel;
+  bool (*representable)(const float* scales, int64_t count);  // of a scaled panel: false where a product may be inexact
+  int row_bytes;                                              // of packed activations: one row of one chunk
+  bool (*pack)(const PackRow&);                               // false where the kernel cannot represent a value
+  void (*begin)(int segment);  // state of the thread, around all steps of a task; or nullptr
   void (*end)();
   std::array<std::array<StepFunction, kMaxBlockRows + 1>, kCodesCount> step;
   std::array<void (*)(const Step&, float* panel), kCodesCount> unpack;
@@ -98,6 +102,7 @@ const KernelSet* avx512_kernels();
 const KernelSet* neon_kernels();
 const Bf16DotKernels* bf16_dot_kernels();
 const MatrixKernel* amx_kernel(int parts);
+const MatrixKernel* amx_scaled_kernel(int parts);
 const KernelSet* kernels_of(Isa isa);
 
 }  // namespace marlin::cpu

@@ -14,7 +14,11 @@ constexpr int64_t kBlockRows = 128;
 // Fewer rows leave a tile of 16 so empty that AVX-512 is as fast (measured on an Intel Xeon, 2 MB of L2, two threads).
 constexpr int64_t kAmxRows = 3;
 constexpr int64_t kAmxSplitRows = 5;  // with activations in several parts
-constexpr int64_t kSliceChunks = 4;   // a slice of K shorter than this costs more to add up than it saves
+// Groups of 16 leave half of each tile product empty and scale twice as often: the tiles pay from here, coded scales
+// inside the panel then at once. For groups of 32 multiplying them into it pays from the second value on.
+constexpr int64_t kAmxGroup16Rows = 9;
+constexpr int64_t kAmxScaledRows = 17;
+constexpr int64_t kSliceChunks = 4;  // a slice of K shorter than this costs more to add up than it saves
 
 int64_t ceil_div(int64_t a, int64_t b) {
   return (a + b - 1) / b;
@@ -23,7 +27,7 @@ int64_t ceil_div(int64_t a, int64_t b) {
 }  // namespace
 
 KernelShape kernel_shape(Isa isa, Kernel kernel) {
-  if (kernel == Kernel::amx) return {32, 32, 16};
+  if (kernel == Kernel::amx || kernel == Kernel::amx_scaled) return {32, 32, 16};
   const bool few = kernel == Kernel::few_rows || kernel == Kernel::bf16_dot_few_rows;
   switch (isa) {
     case Isa::avx512:
@@ -50,9 +54,12 @@ Kernel choose_kernel(const Machine& machine, const Problem& problem, int* parts)
     const int needed = problem.a_type == ElementType::bfloat16             ? 1
                        : problem.a_type == ElementType::float16 || reduced ? 2
                                                                            : 3;
-    if (problem.M >= (needed == 1 ? kAmxRows : kAmxSplitRows)) {
+    const bool coded_scales = info(problem.format).scale_coding != ScaleCoding::floating;
+    const bool group_16 = problem.group_size < 32;
+    if (problem.M >= (group_16 ? kAmxGroup16Rows : needed == 1 ? kAmxRows : kAmxSplitRows)) {
       *parts = needed;
-      return Kernel::amx;
+      return coded_scales && problem.M >= (group_16 ? kAmxGroup16Rows : kAmxScaledRows) ? Kernel::amx_scaled
+                                                                                        : Kernel::amx;
     }
   }
   if (machine.fast_bf16_dot && machine.isa >= Isa::avx512 && machine.isa <= Isa::amx && problem.bf16_codes) {
@@ -104,7 +111,8 @@ Plan make_fp32_plan(const Machine& machine, const Problem& problem) {
 }
 
 std::string to_string(const Plan& plan) {
-  static constexpr const char* kNames[] = {"few_rows", "many_rows", "bf16_dot_few_rows", "bf16_dot", "amx"};
+  static constexpr const char* kNames[] = {"few_rows", "many_rows", "bf16_dot_few_rows",
+                                           "bf16_dot", "amx",       "amx_scaled"};
   auto number = [](const char* name, int64_t value) { return std::string(" ") + name + "=" + std::to_string(value); };
   return kNames[static_cast<int>(plan.kernel)] + number("parts", plan.parts) + number("strip", plan.strip) +
          number("max_rows", plan.max_rows) + number("passes", plan.passes) + number("block_rows", plan.block_rows) +

@@ -26,7 +26,7 @@ struct Problem {
   Float32Precision precision;
 };
 
-enum class Kernel : int { few_rows, many_rows, bf16_dot_few_rows, bf16_dot, amx };
+enum class Kernel : int { few_rows, many_rows, bf16_dot_few_rows, bf16_dot, amx, amx_scaled };
 
 // What the planner must know of a kernel's shape; the kernels' own tables are checked against it.
 struct KernelShape {

@@ -6,6 +6,11 @@
 
 namespace marlin::cpu {
 
+// out[i] = scale of (group, begin + i) without the global scale.
+void load_group_scales(const KernelSet& kernels, const PackedWeight& weight, int64_t group, int64_t begin,
+                       int64_t count, float* out);
+// out[i] = global scale of column begin + i, 1 where there is none.
+void load_global_scale(const PackedWeight& weight, int64_t begin, int64_t count, float* out);
 // out[i] = scale of (group, begin + i); products with the global scale are rounded to fp32.
 void load_scales(const KernelSet& kernels, const PackedWeight& weight, int64_t group, int64_t begin, int64_t count,
                  float* out);

@@ -231,44 +231,55 @@ void test_non_finite(const Machine& machine) {
   std::printf("%s: NaN and inf\n", name(machine).c_str());
 }
 
-// Tiny and huge activations, where a narrower intermediate format would lose them.
+// Tiny and huge activations and tiny scales, where a narrower intermediate format would lose them.
+double check_range(const Machine& machine, ElementType a_type, WeightFormat format, int64_t M, double size) {
+  double worst = 0;
+  Case c;
+  c.format = format;
+  c.M = M;
+  c.N = 40;
+  c.K = 136;
+  c.group_size = format == WeightFormat::mxfp4 ? 32 : 64;
+  c.a_type = a_type;
+  c.scales_type = ElementType::float32;
+  const Tensors made = make(c);
+  Tensors t = make(c);
+  for (int64_t i = 0; i < t.a.count(); ++i)
+    t.a.set(i, i % 3 == 0 ? size * made.a.get(i) : 0);
+  if (format == WeightFormat::mxfp4) {
+    for (int64_t i = 0; i < t.scales.count(); ++i)
+      t.scales.set(i, 50 + static_cast<double>(i % 3));
+  }
+  const Array out = run(machine, t);
+  for (int64_t m = 0; m < c.M; ++m) {
+    for (int64_t n = 0; n < c.N; ++n) {
+      double y = 0, sum = 0;
+      for (int64_t k = 0; k < c.K; ++k) {
+        y += t.activation(m, k) * t.weight(k, n);
+        sum += std::fabs(t.activation(m, k) * t.weight(k, n));
+      }
+      // fp32 subnormals on the way are worth an ulp each.
+      const double slack = 16 * 0x1p-24 * sum + static_cast<double>(c.K) * 0x1p-149;
+      const double rounding = unit_roundoff(a_type) * std::fabs(y) + smallest(a_type);
+      const double got = out.get(m * c.N + n);
+      if (std::fabs(y) + slack > largest(a_type)) continue;
+      worst = std::max(worst, (std::fabs(got - y) - rounding) / slack);
+      expect(std::fabs(got - y) <= rounding + slack, [&] {
+        return name(machine) + " activations of size " + std::to_string(std::log10(size)) + ": " + describe(c);
+      });
+    }
+  }
+  return worst;
+}
+
 void test_range(const Machine& machine) {
   double worst = 0;
   for (const ElementType a_type : kFloats) {
     for (const double size : {1e-45, 1e-39, 1e-33, 1e-20, 1e-7, 1e4, 1e30}) {
       if (a_type == ElementType::float16 && (size > 1e5 || size < 1e-7)) continue;
-      for (const int64_t M : {1, 9}) {
-        Case c;
-        c.M = M;
-        c.N = 40;
-        c.K = 136;
-        c.group_size = 64;
-        c.a_type = a_type;
-        c.scales_type = ElementType::float32;
-        const Tensors made = make(c);
-        Tensors t = make(c);
-        for (int64_t i = 0; i < t.a.count(); ++i)
-          t.a.set(i, i % 3 == 0 ? size * made.a.get(i) : 0);
-        const Array out = run(machine, t);
-        for (int64_t m = 0; m < c.M; ++m) {
-          for (int64_t n = 0; n < c.N; ++n) {
-            double y = 0, sum = 0;
-            for (int64_t k = 0; k < c.K; ++k) {
-              y += t.activation(m, k) * t.weight(k, n);
-              sum += std::fabs(t.activation(m, k) * t.weight(k, n));
-            }
-            // fp32 subnormals on the way are worth an ulp each.
-            const double slack = 16 * 0x1p-24 * sum + static_cast<double>(c.K) * 0x1p-149;
-            const double bound = unit_roundoff(a_type) * std::fabs(y) + smallest(a_type) + slack;
-            const double got = out.get(m * c.N + n);
-            if (std::fabs(y) + slack > largest(a_type)) continue;
-            worst =
-                std::max(worst, (std::fabs(got - y) - unit_roundoff(a_type) * std::fabs(y) - smallest(a_type)) / slack);
-            expect(std::fabs(got - y) <= bound, [&] {
-              return name(machine) + " activations of size " + std::to_string(std::log10(size)) + ": " + describe(c);
-            });
-          }
-        }
+      for (const int64_t M : {1, 9, 17}) {
+        for (const WeightFormat format : {WeightFormat::uint4b8, WeightFormat::mxfp4})
+          worst = std::max(worst, check_range(machine, a_type, format, M, size));
       }
     }
   }

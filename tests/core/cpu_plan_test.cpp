@@ -35,6 +35,12 @@ void test_choices() {
   table_of_floats.bf16_codes = false;
   Problem reduced = problem(64, 4096, 4096, float32);
   reduced.precision = Float32Precision::reduced;
+  auto coded = [](int64_t M, WeightFormat format, int64_t group_size) {
+    Problem coded = problem(M, 4096, 4096, bfloat16);
+    coded.format = format;
+    coded.group_size = group_size;
+    return coded;
+  };
   const Row rows[] = {
       {{Isa::portable, false, 1}, problem(1, 64, 64, float32), "few_rows parts=1 strip=8 tasks=1x1x1"},
       {{Isa::avx2, false, 2}, problem(1, 4096, 4096, float32), "few_rows parts=1 strip=32 tasks=1x2x1"},
@@ -53,6 +59,10 @@ void test_choices() {
       {kXeon, problem(4, 4096, 4096, float16), "few_rows parts=1 strip=64 tasks=1x16x1"},
       {kXeon, problem(5, 4096, 4096, float16), "amx parts=2 strip=32 tasks=1x16x1"},
       {kXeon, problem(3, 4096, 4096, bfloat16), "amx parts=1 strip=32 tasks=1x16x1"},
+      {kXeon, coded(8, WeightFormat::nvfp4, 16), "many_rows parts=1 strip=32 tasks=1x16x1"},
+      {kXeon, coded(9, WeightFormat::nvfp4, 16), "amx_scaled parts=1 strip=32 tasks=1x16x1"},
+      {kXeon, coded(16, WeightFormat::mxfp4, 32), "amx parts=1 strip=32 tasks=1x16x1"},
+      {kXeon, coded(17, WeightFormat::mxfp4, 32), "amx_scaled parts=1 strip=32 tasks=1x16x1"},
       {kXeon, problem(64, 4096, 4096, float16), "amx parts=2 strip=32 tasks=1x16x1"},
       {kXeon, problem(64, 4096, 4096, float32), "amx parts=3 strip=32 tasks=1x16x1"},
       {kXeon, reduced, "amx parts=2 strip=32 tasks=1x16x1"},
@@ -131,6 +141,7 @@ void test_shapes() {
   for (int parts = 1; parts <= 3; ++parts) {
     if (const MatrixKernel* tiles = amx_kernel(parts)) {
       check_kernel(*tiles, kernel_shape(Isa::amx, Kernel::amx), "amx");
+      check_kernel(*amx_scaled_kernel(parts), kernel_shape(Isa::amx, Kernel::amx_scaled), "amx_scaled");
     }
   }
 }
