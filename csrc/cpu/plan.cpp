@@ -17,7 +17,7 @@ constexpr int64_t kAmxSplitRows = 5;  // with activations in several parts
 // Groups of 16 leave half of each tile product empty and scale twice as often: the tiles pay from here, coded scales
 // inside the panel then at once. For groups of 32 multiplying them into it pays from the second value on.
 constexpr int64_t kAmxGroup16Rows = 9;
-constexpr int64_t kAmxScaledRows = 17;
+constexpr int64_t kAmxScaledRows = 33;
 constexpr int64_t kSliceChunks = 4;  // a slice of K shorter than this costs more to add up than it saves
 
 int64_t ceil_div(int64_t a, int64_t b) {

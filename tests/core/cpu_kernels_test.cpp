@@ -277,7 +277,7 @@ void test_range(const Machine& machine) {
   for (const ElementType a_type : kFloats) {
     for (const double size : {1e-45, 1e-39, 1e-33, 1e-20, 1e-7, 1e4, 1e30}) {
       if (a_type == ElementType::float16 && (size > 1e5 || size < 1e-7)) continue;
-      for (const int64_t M : {1, 9, 17}) {
+      for (const int64_t M : {1, 9, 33}) {
         for (const WeightFormat format : {WeightFormat::uint4b8, WeightFormat::mxfp4})
           worst = std::max(worst, check_range(machine, a_type, format, M, size));
       }
