@@ -49,6 +49,17 @@ class Text:
         return list(ids[:, : whole * self.length].reshape(whole, 1, self.length)[: self.samples])
 
 
+@dataclass(frozen=True)
+class _Job:
+    source: Path
+    work: Path  # where the package writes
+    method: str
+    group_size: int
+    symmetric: bool
+    pieces: list[Tensor]
+    device: str
+
+
 @contextmanager
 def quantized(
     source: Path,
@@ -84,7 +95,7 @@ def quantized(
     try:
         try:
             with redirect_stdout(sys.stderr):
-                run(package, source, work, method, size, SYMMETRIC[fmt], pieces, device)
+                run(package, _Job(source, work, method, size, SYMMETRIC[fmt], pieces, device))
         except Exception as error:  # whatever the package raises
             raise CheckpointError(f"{source}: {PACKAGES[method]} failed: {type(error).__name__}: {error}") from error
         made = [file.parent for file in work.rglob("config.json")]  # AutoRound may choose a directory of its own below
@@ -95,43 +106,26 @@ def quantized(
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _gptqmodel(
-    package: Any,
-    source: Path,
-    work: Path,
-    method: str,
-    group_size: int,
-    symmetric: bool,
-    pieces: list[Tensor],
-    device: str,
-) -> None:
+def _gptqmodel(package: Any, job: _Job) -> None:
     kind: dict[str, Any] = (
-        {"quant_method": "awq", "format": "gemm"} if method == "awq" else {"format": "gptq_v2", "desc_act": False}
+        {"quant_method": "awq", "format": "gemm"} if job.method == "awq" else {"format": "gptq_v2", "desc_act": False}
     )
-    if group_size == -1:
+    if job.group_size == -1:
         kind["act_group_aware"] = False  # refused with one group
-    config = package.QuantizeConfig(bits=4, group_size=group_size, sym=symmetric, **kind)
-    model = package.GPTQModel.load(str(source), config, device=device)
-    samples = [{"input_ids": ids[0].tolist(), "attention_mask": [1] * ids.shape[1]} for ids in pieces]
+    config = package.QuantizeConfig(bits=4, group_size=job.group_size, sym=job.symmetric, **kind)
+    model = package.GPTQModel.load(str(job.source), config, device=job.device)
+    samples = [{"input_ids": ids[0].tolist(), "attention_mask": [1] * ids.shape[1]} for ids in job.pieces]
     model.quantize(samples, batch_size=1)
-    model.save(str(work))
+    model.save(str(job.work))
 
 
-def _auto_round(
-    package: Any,
-    source: Path,
-    work: Path,
-    method: str,
-    group_size: int,
-    symmetric: bool,
-    pieces: list[Tensor],
-    device: str,
-) -> None:
+def _auto_round(package: Any, job: _Job) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(source, local_files_only=True, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True)
-    options = {"dataset": pieces, "nsamples": len(pieces), "seqlen": pieces[0].shape[1], "device_map": device}
-    options["enable_torch_compile"] = device != "cpu"  # compiling for the CPU takes longer than it saves
-    rounder = package.AutoRound(model, tokenizer, bits=4, group_size=group_size, sym=symmetric, **options)
-    rounder.quantize_and_save(str(work), format="auto_round")
+    model = AutoModelForCausalLM.from_pretrained(job.source, local_files_only=True, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(job.source, local_files_only=True)
+    options = {"dataset": job.pieces, "nsamples": len(job.pieces), "seqlen": job.pieces[0].shape[1]}
+    options["device_map"] = job.device
+    options["enable_torch_compile"] = job.device != "cpu"  # compiling for the CPU takes longer than it saves
+    rounder = package.AutoRound(model, tokenizer, bits=4, group_size=job.group_size, sym=job.symmetric, **options)
+    rounder.quantize_and_save(str(job.work), format="auto_round")
