@@ -1,50 +1,138 @@
 #include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
 
 #include "gemm.h"
 #include "kernel_set.h"
 #include "scales.h"
 #include "scratch.h"
 
+#if defined(__x86_64__)
+#include <emmintrin.h>
+#endif
+
 namespace marlin::cpu {
 
 namespace {
 
-constexpr int64_t kBlockColumns = 2048;  // scales and zeros of a block as fp32: 16 KB
-constexpr int64_t kBlockRows = 8;        // packed rows of a task
+constexpr int64_t kBlockColumns = 8 * kDequantizeColumns;  // scales and zeros of a block as fp32: 16 KB
+constexpr int64_t kBlockRows = 8;                          // packed rows of a task
+constexpr int64_t kPadding = 32;                           // two of the widest vectors
+
+// Larger results leave no cache for what comes next: half the last level of a small machine.
+constexpr int64_t kStreamBytes = int64_t{4} << 20;
+
+void stream_fence() {
+#if defined(__x86_64__)
+  _mm_sfence();
+#endif
+}
+
+// Kernels round to bf16 without a look at the NaNs: these ones round to a NaN.
+void drop_payloads(float* values, int64_t count) {
+  for (int64_t i = 0; i < count; ++i)
+    values[i] = std::isnan(values[i]) ? std::numeric_limits<float>::quiet_NaN() : values[i];
+}
+
+// One task's working memory.
+struct Buffers {
+  float* scales;
+  float* zeros;
+  uint32_t* words;  // of a block that the matrix does not fill
+  char* rows;       // [8, kDequantizeColumns] of results
+
+  explicit Buffers(Scratch& scratch) {
+    scales = scratch.get<float>(2 * (kBlockColumns + kPadding) + (8 + 1) * kDequantizeColumns);
+    zeros = scales + kBlockColumns + kPadding;
+    rows = reinterpret_cast<char*>(zeros + kBlockColumns + kPadding);
+    words = reinterpret_cast<uint32_t*>(rows) + 8 * kDequantizeColumns;
+  }
+};
+
+class Dequantize {
+ public:
+  Dequantize(const DequantizeArguments& arguments, const KernelSet& kernels)
+      : a_(arguments),
+        w_(arguments.weight),
+        kernels_(kernels),
+        role_(info(w_.format).zeros_role),
+        values_(code_values(w_.format, w_.lut)),
+        kernel_(kernels.dequantize[static_cast<size_t>(codes_of(w_.format))]),
+        size_(element_size(a_.out_type)),
+        streamed_(w_.K * w_.N * size_ > kStreamBytes) {
+    drop_payloads(values_.data(), 16);
+  }
+
+  void rows(int64_t begin, int64_t end) const {
+    static thread_local Scratch scratch;
+    const Buffers buffers(scratch);
+    for (int64_t n = 0; n < w_.N; n += kBlockColumns) {
+      const int64_t count = std::min(kBlockColumns, w_.N - n);
+      int64_t loaded = -1;
+      for (int64_t r = begin; r < end; ++r) {
+        const int64_t group = r * 8 / w_.group_size;
+        if (group != loaded) load_group(group, n, count, buffers);
+        loaded = group;
+        for (int64_t i = 0; i < count; i += kDequantizeColumns) {
+          block(r, n, i, std::min<int64_t>(kDequantizeColumns, count - i), buffers);
+        }
+      }
+    }
+    if (streamed_) stream_fence();
+  }
+
+ private:
+  void load_group(int64_t group, int64_t n, int64_t count, const Buffers& buffers) const {
+    load_scales(kernels_, w_, group, n, count, buffers.scales);
+    drop_payloads(buffers.scales, count);
+    if (role_ == ZerosRole::none) return;
+    load_zeros(kernels_, w_, group, n, count, buffers.zeros);
+    drop_payloads(buffers.zeros, count);
+  }
+
+  // Row r of words, columns n + i to n + i + count.
+  void block(int64_t r, int64_t n, int64_t i, int64_t count, const Buffers& buffers) const {
+    const uint32_t* words = w_.words + r * w_.N + n + i;
+    if (r + 1 < w_.K / 8) {
+      for (int64_t ahead = 0; ahead < count; ahead += 16)
+        __builtin_prefetch(words + w_.N + ahead);
+    }
+    if (count < kDequantizeColumns) {
+      std::copy_n(words, count, buffers.words);
+      words = buffers.words;
+    }
+    kernel_({values_.data(), words, buffers.scales + i, buffers.zeros + i, role_, static_cast<int>(count), buffers.rows,
+             a_.out_type});
+    for (int64_t j = 0; j < 8; ++j) {
+      const int64_t k = a_.perm == nullptr ? 8 * r + j : a_.perm[8 * r + j];
+      char* to = static_cast<char*>(a_.out) + (k * w_.N + n + i) * size_;
+      const char* from = buffers.rows + j * kDequantizeColumns * size_;
+      if (streamed_) {
+        kernels_.stream(to, from, count * size_);
+      } else {
+        std::memcpy(to, from, static_cast<size_t>(count * size_));
+      }
+    }
+  }
+
+  const DequantizeArguments& a_;
+  const PackedWeight& w_;
+  const KernelSet& kernels_;
+  const ZerosRole role_;
+  std::array<float, 16> values_;
+  void (*const kernel_)(const DequantizeBlock&);
+  const int64_t size_;
+  const bool streamed_;
+};
 
 }  // namespace
 
 void dequantize_on(Isa isa, const DequantizeArguments& arguments, const Parallel& parallel) {
-  const PackedWeight& weight = arguments.weight;
-  const KernelSet& kernels = *kernels_of(isa);
-  const ZerosRole role = info(weight.format).zeros_role;
-  const auto values = code_values(weight.format, weight.lut);
-  const auto row = kernels.dequantize[static_cast<size_t>(codes_of(weight.format))];
-  const int64_t word_rows = weight.K / 8;
-  const int64_t size = element_size(arguments.out_type);
+  const Dequantize work(arguments, *kernels_of(isa));
+  const int64_t word_rows = arguments.weight.K / 8;
   parallel.run((word_rows + kBlockRows - 1) / kBlockRows, 1, [&](int64_t begin, int64_t end) {
-    static thread_local Scratch scratch;
-    float* scales = scratch.get<float>(2 * kBlockColumns);
-    float* zeros = scales + kBlockColumns;
-    for (int64_t n = 0; n < weight.N; n += kBlockColumns) {
-      const int64_t count = std::min(kBlockColumns, weight.N - n);
-      int64_t loaded = -1;
-      for (int64_t r = begin * kBlockRows; r < std::min(end * kBlockRows, word_rows); ++r) {
-        const int64_t group = r * 8 / weight.group_size;
-        if (group != loaded) {
-          load_scales(kernels, weight, group, n, count, scales);
-          if (role != ZerosRole::none) load_zeros(kernels, weight, group, n, count, zeros);
-          loaded = group;
-        }
-        DequantizeRow d{values.data(),     weight.words + r * weight.N + n, scales, zeros, role, count, {},
-                        arguments.out_type};
-        for (int64_t j = 0; j < 8; ++j) {
-          const int64_t k = arguments.perm == nullptr ? 8 * r + j : arguments.perm[8 * r + j];
-          d.out[static_cast<size_t>(j)] = static_cast<char*>(arguments.out) + (k * weight.N + n) * size;
-        }
-        row(d);
-      }
-    }
+    work.rows(begin * kBlockRows, std::min(end * kBlockRows, word_rows));
   });
 }
 

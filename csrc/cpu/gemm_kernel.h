@@ -205,46 +205,92 @@ void from_float(const float* __restrict source, ElementType type, int64_t count,
   }
 }
 
+template <class V, ElementType type>
+[[gnu::always_inline]] inline void store_pair(void* out, int64_t i, typename V::F a, typename V::F b) {
+  if constexpr (type == ElementType::float16) {
+    V::store_half(static_cast<uint16_t*>(out) + i, a);
+    V::store_half(static_cast<uint16_t*>(out) + i + V::width, b);
+  } else if constexpr (type == ElementType::bfloat16) {
+    V::store_bfloat16(static_cast<uint16_t*>(out) + i, a, b);
+  } else {
+    V::store(static_cast<float*>(out) + i, a);
+    V::store(static_cast<float*>(out) + i + V::width, b);
+  }
+}
+
 // Eight rows of the weight, in the order of operations of the format table; each product and sum is rounded to fp32.
-template <class V, Codes codes>
-void dequantize(const DequantizeRow& d) {
-  constexpr int kBlock = 64;
+template <class V, Codes codes, ElementType type, ZerosRole role>
+[[gnu::always_inline]] inline void dequantize_as(const DequantizeBlock& d) {
   using F = typename V::F;
   const typename V::template Decoder<codes> decoder(d.values);
-  const int64_t size = element_size(d.out_type);
-  alignas(64) uint32_t words[kBlock] = {};
-  alignas(64) float scales[kBlock] = {};
-  alignas(64) float zeros[kBlock] = {};
-  alignas(64) float rows[8][kBlock];
-  for (int64_t n = 0; n < d.count; n += kBlock) {
-    const int64_t count = d.count - n < kBlock ? d.count - n : kBlock;
-    const uint32_t* word_at = d.words + n;
-    const float* scale_at = d.scales + n;
-    const float* zero_at = d.zeros + n;
-    if (count < kBlock) {
-      for (int64_t i = 0; i < count; ++i) {
-        words[i] = word_at[i];
-        scales[i] = scale_at[i];
-        zeros[i] = d.role == ZerosRole::none ? 0.F : zero_at[i];
-      }
-      word_at = words;
-      scale_at = scales;
-      zero_at = zeros;
-    }
-    for (int i = 0; i < kBlock; i += V::width) {
-      const typename V::I word = V::load_words(word_at + i);
-      const F scale = V::load(scale_at + i);
-      const F zero = d.role == ZerosRole::none ? V::zero() : V::load(zero_at + i);
-      unroll<V, 8>([&](auto j) __attribute__((always_inline)) {
-        const F code = decoder.template decode<j>(word);
-        F w = V::mul(d.role == ZerosRole::zero_point ? V::sub(code, zero) : code, scale);
-        if (d.role == ZerosRole::bias) w = V::add(V::rounded(w), zero);
-        V::store(rows[j] + i, w);
+  for (int i = 0; i < d.count; i += 2 * V::width) {
+    typename V::I word[2];
+    F scale[2], zero[2], w[2];
+    unroll<V, 2>([&](auto c) __attribute__((always_inline)) {
+      word[c] = V::load_words(d.words + i + c * V::width);
+      scale[c] = V::load(d.scales + i + c * V::width);
+      if constexpr (role != ZerosRole::none) zero[c] = V::load(d.zeros + i + c * V::width);
+    });
+    unroll<V, 8>([&](auto j) __attribute__((always_inline)) {
+      unroll<V, 2>([&](auto c) __attribute__((always_inline)) {
+        w[c] = decoder.template decode<j>(word[c]);
+        if constexpr (role == ZerosRole::zero_point) w[c] = V::sub(w[c], zero[c]);
+        w[c] = V::mul(w[c], scale[c]);
+        if constexpr (role == ZerosRole::bias) w[c] = V::add(V::rounded(w[c]), zero[c]);
       });
+      store_pair<V, type>(d.out + j * kDequantizeColumns * element_size(type), i, w[0], w[1]);
+    });
+  }
+}
+
+template <class V, Codes codes>
+void dequantize(const DequantizeBlock& d) {
+  auto with_role = [&]<ElementType type>() {
+    switch (d.role) {
+      case ZerosRole::none:
+        return dequantize_as<V, codes, type, ZerosRole::none>(d);
+      case ZerosRole::zero_point:
+        return dequantize_as<V, codes, type, ZerosRole::zero_point>(d);
+      case ZerosRole::bias:
+        return dequantize_as<V, codes, type, ZerosRole::bias>(d);
     }
-    for (size_t j = 0; j < 8; ++j) {
-      from_float<V>(rows[j], d.out_type, count, static_cast<char*>(d.out[j]) + n * size);
-    }
+  };
+  switch (d.out_type) {
+    case ElementType::float16:
+      return with_role.template operator()<ElementType::float16>();
+    case ElementType::bfloat16:
+      return with_role.template operator()<ElementType::bfloat16>();
+    default:
+      return with_role.template operator()<ElementType::float32>();
+  }
+}
+
+template <class V>
+void stream(void* to, const void* from, int64_t bytes) {
+  auto* out = static_cast<char*>(to);
+  const auto* in = static_cast<const char*>(from);
+  int64_t i = std::min(bytes, static_cast<int64_t>(-reinterpret_cast<uintptr_t>(to) % 64));
+  std::memcpy(out, in, static_cast<size_t>(i));
+  for (; i + 64 <= bytes; i += 64)
+    V::stream_line(out + i, in + i);
+  std::memcpy(out + i, in + i, static_cast<size_t>(bytes - i));
+}
+
+template <class V>
+void gather_codes(const GatherCodes& g) {
+  int64_t n = 0;
+  for (; n + V::width <= g.count; n += V::width) {
+    typename V::I word{};
+    unroll<V, 8>([&](auto j) __attribute__((always_inline)) {
+      word = V::template insert_code<j>(word, V::load_words(g.from[j] + n), g.shift[j]);
+    });
+    V::store_words(g.out + n, word);
+  }
+  for (; n < g.count; ++n) {
+    uint32_t word = 0;
+    for (size_t j = 0; j < 8; ++j)
+      word |= ((g.from[j][n] >> g.shift[j]) & 15U) << (4 * j);
+    g.out[n] = word;
   }
 }
 
@@ -285,6 +331,8 @@ constexpr KernelSet kernel_set() {
           &from_float<V>,
           {&dequantize<V, V::template decoder_for<Codes::integer>>,
            &dequantize<V, V::template decoder_for<Codes::e2m1>>, &dequantize<V, Codes::table>},
+          &gather_codes<V>,
+          &stream<V>,
           mlstm_kernels<V>()};
 }
 

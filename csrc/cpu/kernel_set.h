@@ -69,15 +69,27 @@ struct MatrixKernel {
   std::array<void (*)(const Step&, float* panel), kCodesCount> unpack;
 };
 
-struct DequantizeRow {
+// Eight rows of a weight times up to kDequantizeColumns columns. All arrays have room for a
+// multiple of 32.
+inline constexpr int kDequantizeColumns = 256;
+
+struct DequantizeBlock {
   const float* values;    // [16]
   const uint32_t* words;  // [count]
-  const float* scales;    // [count]
+  const float* scales;    // [count]; a NaN here, in values or in zeros has no payload: it is what half a NaN rounds to
   const float* zeros;     // [count] or unused
   ZerosRole role;
-  int64_t count;
-  std::array<void*, 8> out;  // the eight rows of the result
+  int count;
+  char* out;  // [8, kDequantizeColumns]
   ElementType out_type;
+};
+
+// A row of words, code j of each from row from[j], bits shift[j] and up.
+struct GatherCodes {
+  std::array<const uint32_t*, 8> from;
+  std::array<int, 8> shift;
+  int64_t count;
+  uint32_t* out;
 };
 
 struct KernelSet {
@@ -86,7 +98,11 @@ struct KernelSet {
   void (*to_float)(const void* source, ElementType type, int64_t count, float* out);
   void (*decode_scales)(const uint8_t* source, ScaleCoding coding, int64_t count, float* out);
   void (*from_float)(const float* source, ElementType type, int64_t count, void* out);
-  std::array<void (*)(const DequantizeRow&), kCodesCount> dequantize;
+  std::array<void (*)(const DequantizeBlock&), kCodesCount> dequantize;
+  void (*gather_codes)(const GatherCodes&);
+  // A copy past the caches, for results that are too large to stay there: a plain store first reads the line that it
+  // replaces. Other threads see it after a stream_fence().
+  void (*stream)(void* to, const void* from, int64_t bytes);
   MlstmKernels mlstm;
 };
 

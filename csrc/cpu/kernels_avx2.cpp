@@ -1,5 +1,6 @@
 // AVX2 instances of the fp32 kernels. Everything after the pragma is compiled for the wider machine and is called only
 // after capability() has found it.
+#include <algorithm>
 #include <utility>
 
 #include "kernel_set.h"

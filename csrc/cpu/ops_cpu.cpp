@@ -5,7 +5,9 @@
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <array>
+#include <vector>
 
 #include "../check.h"
 #include "at_parallel.h"
@@ -45,6 +47,15 @@ struct HeldWeight {
     const int32_t* data = perm.const_data_ptr<int32_t>();
     check_perm_range(op, data, perm.numel());
     return data;
+  }
+
+  static bool repeats(const int32_t* perm, int64_t K) {
+    std::vector<bool> seen(perm == nullptr ? 0 : static_cast<size_t>(K));
+    return !std::all_of(perm, perm + seen.size(), [&](int32_t k) {
+      const bool first = !seen[static_cast<size_t>(k)];
+      seen[static_cast<size_t>(k)] = true;
+      return first;
+    });
   }
 
   // Only the range is checked here, since an index outside it would read foreign memory.
@@ -94,12 +105,12 @@ Tensor dequantize_cpu(const Tensor& b_packed, const Tensor& scales, c10::string_
                       const OptionalTensor& perm, at::ScalarType dtype) {
   const WeightTensors tensors{b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm};
   const HeldWeight weight(tensors, check_dequantize(tensors, dtype));
-  // Rows that a perm with repeated indices leaves out are zero.
+  const int32_t* order = weight.perm_data("dequantize");
   const std::array<int64_t, 2> sizes{weight.view.K, weight.view.N};
   const auto options = scales.options().dtype(dtype);
-  Tensor out = perm ? at::zeros(sizes, options) : at::empty(sizes, options);
-  cpu::dequantize({weight.view, weight.perm_data("dequantize"), out.mutable_data_ptr(), element_type(out)},
-                  at_parallel());
+  // Rows that a perm with repeated indices leaves out are zero.
+  Tensor out = HeldWeight::repeats(order, weight.view.K) ? at::zeros(sizes, options) : at::empty(sizes, options);
+  cpu::dequantize({weight.view, order, out.mutable_data_ptr(), element_type(out)}, at_parallel());
   return out;
 }
 

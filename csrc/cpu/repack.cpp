@@ -1,105 +1,203 @@
 // Lossless moves of 4-bit codes between checkpoint layouts and [K/8, N].
 #include <algorithm>
+#include <bit>
 #include <cstring>
 
-#include "kernels.h"
+#include "gemm.h"
+#include "kernel_set.h"
+#include "scratch.h"
 
 namespace marlin::cpu {
 
 namespace {
 
-constexpr int64_t kGrainWords = 1 << 13;  // words of work that are worth a thread
+constexpr int64_t kGrainWords = 1 << 13;          // words of work that are worth a thread
+constexpr int64_t kBlockWords = (640 << 10) / 4;  // of the source, in a second-level cache of 1 MB
+constexpr int64_t kLeastColumns = 64;
+constexpr int64_t kMostColumns = 512;
 
 int64_t grain_rows(int64_t words_per_row) {
   return std::max<int64_t>(1, kGrainWords / std::max<int64_t>(words_per_row, 1));
 }
 
-// Column 8c + j of a word of AWQ's "gemm" layout stands in nibble kAwqNibble[j] (AutoAWQ, awq/utils/packing_utils.py).
-constexpr int kAwqNibble[8] = {0, 4, 1, 5, 2, 6, 3, 7};
-
-}  // namespace
-
-void gptq_repack(const uint32_t* qweight, const int32_t* perm, int64_t K, int64_t N, uint32_t* out,
-                 const Parallel& parallel) {
-  parallel.run(K / 8, grain_rows(N), [&](int64_t begin, int64_t end) {
-    if (perm == nullptr) {
-      std::memcpy(out + begin * N, qweight + begin * N, static_cast<size_t>((end - begin) * N) * sizeof(uint32_t));
-      return;
+// Columns n to n + count of all rows. Each word of the source is read eight times, in no order: from a compact copy,
+// since rows that are a power of two apart share a few sets of the cache.
+void permute_columns(const KernelSet& kernels, const uint32_t* qweight, const int32_t* perm, int64_t K, int64_t N,
+                     int64_t n, int64_t count, uint32_t* out) {
+  static thread_local Scratch scratch;
+  uint32_t* block = scratch.get<uint32_t>(K / 8 * count);
+  for (int64_t r = 0; r < K / 8; ++r)
+    std::copy_n(qweight + r * N + n, count, block + r * count);
+  for (int64_t r = 0; r < K / 8; ++r) {
+    GatherCodes row{{}, {}, count, out + r * N + n};
+    for (size_t j = 0; j < 8; ++j) {
+      const int64_t k = perm[8 * r + static_cast<int64_t>(j)];
+      row.from[j] = block + k / 8 * count;
+      row.shift[j] = static_cast<int>(4 * (k % 8));
     }
-    for (int64_t r = begin; r < end; ++r) {
-      const uint32_t* from[8];
-      uint32_t shift[8];
-      for (int j = 0; j < 8; ++j) {
-        const int64_t k = perm[8 * r + j];
-        from[j] = qweight + k / 8 * N;
-        shift[j] = static_cast<uint32_t>(4 * (k % 8));
-      }
-      uint32_t* to = out + r * N;
-      for (int64_t n = 0; n < N; ++n) {
-        uint32_t word = 0;
-        for (int j = 0; j < 8; ++j)
-          word |= ((from[j][n] >> shift[j]) & 15U) << (4 * j);
-        to[n] = word;
+    kernels.gather_codes(row);
+  }
+}
+
+// Four words of AWQ's "gemm" layout, or one row of the transpose of theirs.
+using Words __attribute__((vector_size(16))) = uint32_t;
+using Halves __attribute__((vector_size(16))) = uint16_t;
+using Bytes __attribute__((vector_size(16))) = uint8_t;
+
+// Elements of a, then of b.
+template <int... index, class Vector>
+Vector shuffle(Vector a, Vector b) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, index...);
+#else
+  return __builtin_shuffle(a, b, Vector{index...});
+#endif
+}
+
+Words load(const uint32_t* p) {
+  Words words;
+  std::memcpy(&words, p, sizeof words);
+  return words;
+}
+
+// Out of AWQ's order: column 8c + j of a word stands in nibble 0, 4, 1, 5, 2, 6, 3, 7 (AutoAWQ,
+// awq/utils/packing_utils.py). `even` holds the words of nibbles 0, 2, 4, 6 and `odd` of 1, 3, 5, 7.
+void store_columns(uint32_t* to, Words even, Words odd) {
+  const Words columns[2] = {shuffle<0, 2, 4, 6>(even, odd), shuffle<1, 3, 5, 7>(even, odd)};
+  std::memcpy(to, columns, sizeof columns);
+}
+
+// rows[p] holds codes of rows 2p and 2p + 1 in each byte: result[c] is word c's four bytes, each gathered over p.
+struct FourWords {
+  Words of[4];
+};
+FourWords transpose_bytes(const Words (&rows)[4]) {
+  auto zip = [](Words a, Words b, bool upper) {
+    const auto x = std::bit_cast<Bytes>(a), y = std::bit_cast<Bytes>(b);
+    return std::bit_cast<Halves>(upper ? shuffle<8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31>(x, y)
+                                       : shuffle<0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23>(x, y));
+  };
+  FourWords result;
+  for (int upper = 0; upper < 2; ++upper) {
+    const Halves low = zip(rows[0], rows[1], upper != 0), high = zip(rows[2], rows[3], upper != 0);
+    result.of[2 * upper] = std::bit_cast<Words>(shuffle<0, 8, 1, 9, 2, 10, 3, 11>(low, high));
+    result.of[2 * upper + 1] = std::bit_cast<Words>(shuffle<4, 12, 5, 13, 6, 14, 7, 15>(low, high));
+  }
+  return result;
+}
+
+// Eight rows of four words, `stride` apart, to one row of 32 words.
+void awq_block(const uint32_t* from, int64_t stride, uint32_t* to) {
+  constexpr uint32_t kLow = 0x0F0F0F0FU, kHigh = 0xF0F0F0F0U;
+  Words even[4], odd[4];
+  for (int p = 0; p < 4; ++p) {
+    const Words first = load(from + 2 * p * stride), second = load(from + (2 * p + 1) * stride);
+    even[p] = (first & kLow) | ((second & kLow) << 4);
+    odd[p] = ((first >> 4) & kLow) | (second & kHigh);
+  }
+  const FourWords evens = transpose_bytes(even), odds = transpose_bytes(odd);
+  for (int c = 0; c < 4; ++c)
+    store_columns(to + 8 * c, evens.of[c], odds.of[c]);
+}
+
+Bytes low_nibbles(Words words) {
+  return std::bit_cast<Bytes>(words & 0x0F0F0F0FU);
+}
+
+// Four words to 32 codes, a byte each. GPTQ's order: the lowest nibble first.
+void spread_gptq(Words words, Bytes (&codes)[2]) {
+  const Bytes even = low_nibbles(words), odd = low_nibbles(words >> 4);
+  codes[0] = shuffle<0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23>(even, odd);
+  codes[1] = shuffle<8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31>(even, odd);
+}
+
+// AWQ's order: nibbles i and i + 4 stand side by side, so bytes 0 and 2, and 1 and 3, form pairs.
+void spread_awq(Words words, Bytes (&codes)[2]) {
+  words = (words & 0xFF0000FFU) | ((words & 0x0000FF00U) << 8) | ((words & 0x00FF0000U) >> 8);
+  const auto even = std::bit_cast<Halves>(low_nibbles(words)), odd = std::bit_cast<Halves>(low_nibbles(words >> 4));
+  codes[0] = std::bit_cast<Bytes>(shuffle<0, 8, 1, 9, 2, 10, 3, 11>(even, odd));
+  codes[1] = std::bit_cast<Bytes>(shuffle<4, 12, 5, 13, 6, 14, 7, 15>(even, odd));
+}
+
+// decode(four words, 32 codes)
+template <class Decode>
+void unpack_zeros(const uint32_t* words, int64_t G, int64_t N, uint8_t* out, const Parallel& parallel, Decode decode) {
+  parallel.run(G, grain_rows(N), [&](int64_t begin, int64_t end) {
+    const int64_t last = end * (N / 8);
+    for (int64_t i = begin * (N / 8); i < last; i += 4) {
+      const int64_t count = std::min<int64_t>(4, last - i);
+      uint32_t four[4] = {};
+      Bytes codes[2];
+      if (count == 4) {
+        decode(load(words + i), codes);
+        std::memcpy(out + 8 * i, codes, sizeof codes);
+      } else {
+        std::copy_n(words + i, count, four);
+        decode(load(four), codes);
+        std::memcpy(out + 8 * i, codes, static_cast<size_t>(8 * count));
       }
     }
   });
+}
+
+}  // namespace
+
+void gptq_repack_on(Isa isa, const uint32_t* qweight, const int32_t* perm, int64_t K, int64_t N, uint32_t* out,
+                    const Parallel& parallel) {
+  if (perm == nullptr) {
+    parallel.run(K / 8, grain_rows(N), [&](int64_t begin, int64_t end) {
+      std::memcpy(out + begin * N, qweight + begin * N, static_cast<size_t>((end - begin) * N) * sizeof(uint32_t));
+    });
+    return;
+  }
+  const KernelSet& kernels = *kernels_of(isa);
+  const int64_t fitting = kBlockWords / std::max<int64_t>(K / 8, 1) / kLeastColumns * kLeastColumns;
+  const int64_t columns = std::clamp(fitting, kLeastColumns, kMostColumns);
+  const int64_t grain = std::max<int64_t>(1, kGrainWords / (K / 8 * columns));
+  parallel.run((N + columns - 1) / columns, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t n = begin * columns; n < std::min(end * columns, N); n += columns)
+      permute_columns(kernels, qweight, perm, K, N, n, std::min(columns, N - n), out);
+  });
+}
+
+void gptq_repack(const uint32_t* qweight, const int32_t* perm, int64_t K, int64_t N, uint32_t* out,
+                 const Parallel& parallel) {
+  gptq_repack_on(capability().isa, qweight, perm, K, N, out, parallel);
 }
 
 void awq_repack(const uint32_t* qweight, int64_t K, int64_t N, uint32_t* out, const Parallel& parallel) {
   const int64_t words = N / 8;
   parallel.run(K / 8, grain_rows(N), [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
-      for (int64_t c = 0; c < words; ++c) {
-        uint32_t w[8];
-        for (int i = 0; i < 8; ++i)
-          w[i] = qweight[(8 * r + i) * words + c];
-        // Transpose of the 8 x 8 nibbles: swap off-diagonal blocks of 4, 2 and 1 nibbles.
-        for (int i = 0; i < 4; ++i) {
-          const uint32_t t = ((w[i] >> 16) ^ w[i + 4]) & 0x0000FFFFU;
-          w[i] ^= t << 16;
-          w[i + 4] ^= t;
-        }
-        for (const int i : {0, 1, 4, 5}) {
-          const uint32_t t = ((w[i] >> 8) ^ w[i + 2]) & 0x00FF00FFU;
-          w[i] ^= t << 8;
-          w[i + 2] ^= t;
-        }
-        for (int i = 0; i < 8; i += 2) {
-          const uint32_t t = ((w[i] >> 4) ^ w[i + 1]) & 0x0F0F0F0FU;
-          w[i] ^= t << 4;
-          w[i + 1] ^= t;
-        }
-        uint32_t* to = out + r * N + 8 * c;
-        for (int j = 0; j < 8; ++j)
-          to[j] = w[kAwqNibble[j]];
-      }
+      const uint32_t* from = qweight + 8 * r * words;
+      uint32_t* to = out + r * N;
+      int64_t c = 0;
+      for (; c + 4 <= words; c += 4)
+        awq_block(from + c, words, to + 8 * c);
+      if (c == words) continue;
+      uint32_t rest[8 * 4] = {}, columns[8 * 4];
+      for (int64_t i = 0; i < 8; ++i)
+        std::copy(from + i * words + c, from + (i + 1) * words, rest + 4 * i);
+      awq_block(rest, 4, columns);
+      std::copy_n(columns, 8 * (words - c), to + 8 * c);
     }
   });
 }
 
 void gptq_unpack_zeros(const uint32_t* qzeros, int64_t G, int64_t N, int checkpoint_version, ZerosRule rule,
                        uint8_t* out, const Parallel& parallel) {
-  const int64_t words = N / 8;
   const uint32_t add_to_word = checkpoint_version == 1 && rule == ZerosRule::word ? 0x11111111U : 0U;
-  const uint32_t add = checkpoint_version == 1 && rule != ZerosRule::word ? 1U : 0U;
-  const uint32_t mask = rule == ZerosRule::unmasked ? 31U : 15U;
-  parallel.run(G, grain_rows(N), [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin * words; i < end * words; ++i) {
-      const uint32_t word = qzeros[i] + add_to_word;
-      for (int j = 0; j < 8; ++j)
-        out[8 * i + j] = static_cast<uint8_t>((((word >> (4 * j)) & 15U) + add) & mask);
-    }
+  const uint8_t add = checkpoint_version == 1 && rule != ZerosRule::word ? 1 : 0;
+  const uint8_t mask = rule == ZerosRule::unmasked ? 31 : 15;
+  unpack_zeros(qzeros, G, N, out, parallel, [=](Words four, Bytes(&codes)[2]) {
+    spread_gptq(four + add_to_word, codes);
+    for (Bytes& some : codes)
+      some = (some + add) & mask;
   });
 }
 
 void awq_unpack_zeros(const uint32_t* qzeros, int64_t G, int64_t N, uint8_t* out, const Parallel& parallel) {
-  const int64_t words = N / 8;
-  parallel.run(G, grain_rows(N), [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin * words; i < end * words; ++i) {
-      for (int j = 0; j < 8; ++j)
-        out[8 * i + j] = static_cast<uint8_t>((qzeros[i] >> (4 * kAwqNibble[j])) & 15U);
-    }
-  });
+  unpack_zeros(qzeros, G, N, out, parallel, spread_awq);
 }
 
 }  // namespace marlin::cpu

@@ -45,11 +45,34 @@ struct Avx2 {
     return a;
   }
   static I load_words(const uint32_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+  static void store_words(uint32_t* p, I words) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), words); }
+  // word with the four bits of `from` from `shift` up as its code j, which was 0.
+  template <int j>
+  static I insert_code(I word, I from, int shift) {
+    const I code = _mm256_and_si256(_mm256_srl_epi32(from, _mm_cvtsi32_si128(shift)), _mm256_set1_epi32(15));
+    return _mm256_or_si256(word, _mm256_slli_epi32(code, 4 * j));
+  }
   static F load_half(const uint16_t* p) {
     return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   }
   static void store_half(uint16_t* p, F v) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  }
+  static I bfloat16_bits(F v) {
+    const I bits = _mm256_castps_si256(v);
+    const I odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    return _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7FFF)), odd), 16);
+  }
+  // A NaN must have no bits below those that are kept.
+  static void store_bfloat16(uint16_t* p, F a, F b) {
+    // The pack works on halves of 128 bits.
+    const I packed = _mm256_packus_epi32(bfloat16_bits(a), bfloat16_bits(b));
+    _mm256_storeu_si256(reinterpret_cast<I*>(p), _mm256_permute4x64_epi64(packed, _MM_SHUFFLE(3, 1, 2, 0)));
+  }
+  static void stream_line(void* to, const void* from) {
+    const auto* in = static_cast<const I*>(from);
+    _mm256_stream_si256(static_cast<I*>(to), _mm256_loadu_si256(in));
+    _mm256_stream_si256(static_cast<I*>(to) + 1, _mm256_loadu_si256(in + 1));
   }
 
   template <Codes codes>

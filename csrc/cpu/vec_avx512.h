@@ -44,12 +44,36 @@ struct Avx512 {
     return a;
   }
   static I load_words(const uint32_t* p) { return _mm512_loadu_si512(p); }
+  static void store_words(uint32_t* p, I words) { _mm512_storeu_si512(p, words); }
+  // word with the four bits of `from` from `shift` up as its code j, which was 0.
+  template <int j>
+  static I insert_code(I word, I from, int shift) {
+    const I rotated = _mm512_rolv_epi32(from, _mm512_set1_epi32((4 * j - shift) & 31));
+    constexpr int kAOrBAndC = 0xF8;
+    return _mm512_ternarylogic_epi32(word, rotated, _mm512_set1_epi32(static_cast<int>(15U << (4 * j))), kAOrBAndC);
+  }
   static F load_half(const uint16_t* p) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
   }
   static void store_half(uint16_t* p, F v) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
                         _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  }
+  // The upper 16 bits are v in bf16, rounded to nearest even.
+  static I round_high_half(F v) {
+    const I bits = _mm512_castps_si512(v);
+    const I sum = _mm512_add_epi32(bits, _mm512_set1_epi32(0x7FFF));
+    const __mmask16 odd = _mm512_test_epi32_mask(bits, _mm512_set1_epi32(0x10000));
+    return _mm512_mask_add_epi32(sum, odd, sum, _mm512_set1_epi32(1));
+  }
+  // A NaN must have no bits below those that are kept.
+  static void store_bfloat16(uint16_t* p, F a, F b) {
+    const I high_halves = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29, 27,
+                                           25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
+    _mm512_storeu_si512(p, _mm512_permutex2var_epi16(round_high_half(a), high_halves, round_high_half(b)));
+  }
+  static void stream_line(void* to, const void* from) {
+    _mm512_stream_si512(static_cast<I*>(to), _mm512_loadu_si512(from));
   }
 
   template <Codes>

@@ -3,6 +3,8 @@
 
 #include <arm_neon.h>
 
+#include <cstring>
+
 #include "formats.h"
 
 namespace marlin::cpu {
@@ -43,8 +45,22 @@ struct Neon {
     return a;
   }
   static I load_words(const uint32_t* p) { return vld1q_u32(p); }
+  static void store_words(uint32_t* p, I words) { vst1q_u32(p, words); }
+  // word with the four bits of `from` from `shift` up as its code j, which was 0.
+  template <int j>
+  static I insert_code(I word, I from, int shift) {
+    const I code = vandq_u32(vshlq_u32(from, vdupq_n_s32(-shift)), vdupq_n_u32(15));
+    return vsliq_n_u32(word, code, 4 * j);
+  }
   static F load_half(const uint16_t* p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
   static void store_half(uint16_t* p, F v) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(v))); }
+  static I rounding(I bits) { return vaddq_u32(vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1)), vdupq_n_u32(0x7FFF)); }
+  // A NaN must have no bits below those that are kept.
+  static void store_bfloat16(uint16_t* p, F a, F b) {
+    const I low = vreinterpretq_u32_f32(a), high = vreinterpretq_u32_f32(b);
+    vst1q_u16(p, vaddhn_high_u32(vaddhn_u32(low, rounding(low)), high, rounding(high)));
+  }
+  static void stream_line(void* to, const void* from) { std::memcpy(to, from, 64); }
 
   // A 64-byte table lookup: code q becomes the byte indices 4q .. 4q + 3.
   template <Codes>

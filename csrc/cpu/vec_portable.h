@@ -1,6 +1,8 @@
 // Plain C++: four columns at a time, left to the compiler.
 #pragma once
 
+#include <cstring>
+
 #include "formats.h"
 
 namespace marlin::cpu {
@@ -73,6 +75,14 @@ struct Portable {
     return map([&](int i) { return kept[i]; });
   }
   static I load_words(const uint32_t* p) { return {{p[0], p[1], p[2], p[3]}}; }
+  static void store_words(uint32_t* p, I words) { std::memcpy(p, words.v, sizeof words.v); }
+  // word with the four bits of `from` from `shift` up as its code j, which was 0.
+  template <int j>
+  static I insert_code(I word, I from, int shift) {
+    for (int i = 0; i < 4; ++i)
+      word.v[i] |= ((from.v[i] >> shift) & 15U) << (4 * j);
+    return word;
+  }
   static F load_half(const uint16_t* p) {
     return map([&](int i) { return half_to_float(p[i]); });
   }
@@ -80,6 +90,13 @@ struct Portable {
     for (int i = 0; i < 4; ++i)
       p[i] = float_to_half(a.v[i]);
   }
+  static void store_bfloat16(uint16_t* p, F a, F b) {
+    for (int i = 0; i < 4; ++i) {
+      p[i] = float_to_bfloat16(a.v[i]);
+      p[i + 4] = float_to_bfloat16(b.v[i]);
+    }
+  }
+  static void stream_line(void* to, const void* from) { std::memcpy(to, from, 64); }
 
   template <Codes>
   struct Decoder {

@@ -14,6 +14,35 @@ float as_float32(double v) {
 }
 
 // In fp32, in the order of the table, then one rounding: compared bit for bit.
+void check_dequantize(Isa isa, const Tensors& t) {
+  const Case& c = t.c;
+  Array out(c.a_type, c.K * c.N);
+  const cpu::DequantizeArguments arguments{t.packed(), t.perm.empty() ? nullptr : t.perm.data(), out.data(), c.a_type};
+  cpu::dequantize_on(isa, arguments, loop(3));
+  for (int64_t k = 0; k < c.K; ++k) {
+    for (int64_t n = 0; n < c.N; ++n) {
+      const int64_t at = k / c.group_size * c.N + n;
+      float w;
+      if (c.format == WeightFormat::uint4) {
+        w = as_float32(t.code(k, n) - t.zeros.get(at));
+        w = as_float32(static_cast<double>(w) * t.scales.get(at));
+      } else if (c.format == WeightFormat::uint4_bias) {
+        w = as_float32(t.code(k, n) * t.scales.get(at));
+        w = as_float32(static_cast<double>(w) + t.zeros.get(at));
+      } else {
+        w = as_float32(t.weight(k, n));
+      }
+      const int64_t row = t.perm.empty() ? k : t.perm[static_cast<size_t>(k)];
+      const double got = out.get(row * c.N + n), want = rounded(w, c.a_type);
+      const bool good = std::isnan(want) ? std::isnan(got) : got == want;
+      expect(good, [&] {
+        return std::string(cpu::isa_name(isa)) + " dequantize " + describe(c) + " at [" + std::to_string(k) + ", " +
+               std::to_string(n) + "]: got " + std::to_string(got) + ", expected " + std::to_string(want);
+      });
+    }
+  }
+}
+
 void test_dequantize(Isa isa, int rounds) {
   std::mt19937 random(11);
   for (const WeightFormatInfo& format : kWeightFormats) {
@@ -26,41 +55,44 @@ void test_dequantize(Isa isa, int rounds) {
           for (int64_t s = 0; s < t.scales.count(); ++s)
             t.scales.set(s, static_cast<double>(s % 256));
         }
-        Array out(out_type, c.K * c.N);
-        const cpu::DequantizeArguments arguments{t.packed(), t.perm.empty() ? nullptr : t.perm.data(), out.data(),
-                                                 out_type};
-        cpu::dequantize_on(isa, arguments, loop(3));
-        for (int64_t k = 0; k < c.K; ++k) {
-          for (int64_t n = 0; n < c.N; ++n) {
-            const int64_t at = k / c.group_size * c.N + n;
-            float w;
-            if (c.format == WeightFormat::uint4) {
-              w = as_float32(t.code(k, n) - t.zeros.get(at));
-              w = as_float32(static_cast<double>(w) * t.scales.get(at));
-            } else if (c.format == WeightFormat::uint4_bias) {
-              w = as_float32(t.code(k, n) * t.scales.get(at));
-              w = as_float32(static_cast<double>(w) + t.zeros.get(at));
-            } else {
-              w = as_float32(t.weight(k, n));
-            }
-            const int64_t row = t.perm.empty() ? k : t.perm[static_cast<size_t>(k)];
-            const double got = out.get(row * c.N + n), want = rounded(w, out_type);
-            const bool good = std::isnan(want) ? std::isnan(got) : got == want;
-            expect(good, [&] {
-              return std::string(cpu::isa_name(isa)) + " dequantize " + describe(c) + " at [" + std::to_string(k) +
-                     ", " + std::to_string(n) + "]: got " + std::to_string(got) + ", expected " + std::to_string(want);
-            });
-          }
-        }
+        check_dequantize(isa, t);
       }
     }
   }
   std::printf("%s: dequantize, %d cases, bit for bit\n", cpu::isa_name(isa), rounds * kWeightFormatCount * 3);
 }
 
-void test_repack() {
+// A result beyond the size from which it is streamed, its rows at every alignment.
+void test_large_dequantize(Isa isa) {
+  Case c;
+  c.N = 4099;
+  c.K = 264;
+  c.group_size = 128;
+  check_dequantize(isa, make(c));
+  std::printf("%s: dequantize of %lld x %lld\n", cpu::isa_name(isa), static_cast<long long>(c.K),
+              static_cast<long long>(c.N));
+}
+
+// NaNs whose bits beyond a bf16's are all set, which rounding must not carry into the sign.
+void test_nan_scales(Isa isa) {
+  for (const ElementType out_type : kFloats) {
+    Case c;
+    c.a_type = out_type;
+    c.K = 16;
+    c.N = 40;
+    c.group_size = 16;
+    c.scales_type = ElementType::float32;
+    const Tensors t = make(c);
+    const uint32_t nan = 0x7FFFFFFFU;
+    std::memcpy(t.scales.data() + 4 * 21, &nan, 4);
+    check_dequantize(isa, t);
+  }
+}
+
+void test_repack(Isa isa) {
   std::mt19937 random(3);
-  for (const auto& [K, N] : std::vector<std::pair<int64_t, int64_t>>{{8, 1}, {24, 7}, {136, 40}, {264, 129}, {64, 8}}) {
+  for (const auto& [K, N] :
+       std::vector<std::pair<int64_t, int64_t>>{{8, 1}, {24, 7}, {136, 40}, {264, 129}, {64, 8}, {32, 1000}}) {
     std::vector<uint32_t> words(static_cast<size_t>(K / 8 * N)), out(words.size());
     for (uint32_t& w : words)
       w = static_cast<uint32_t>(random());
@@ -72,9 +104,9 @@ void test_repack() {
       perm[i] = static_cast<int32_t>(i);
     for (size_t i = perm.size() - 1; i > 0; --i)
       std::swap(perm[i], perm[random() % (i + 1)]);
-    cpu::gptq_repack(words.data(), nullptr, K, N, out.data(), loop(3));
+    cpu::gptq_repack_on(isa, words.data(), nullptr, K, N, out.data(), loop(3));
     expect(words == out, [&] { return "gptq_repack without perm copies"; });
-    cpu::gptq_repack(words.data(), perm.data(), K, N, out.data(), loop(3));
+    cpu::gptq_repack_on(isa, words.data(), perm.data(), K, N, out.data(), loop(3));
     for (int64_t k = 0; k < K; ++k) {
       for (int64_t n = 0; n < N; ++n) {
         const int64_t p = perm[static_cast<size_t>(k)];
@@ -116,7 +148,7 @@ void test_repack() {
       }
     }
   }
-  std::printf("repack and unpack_zeros, bit for bit\n");
+  std::printf("%s: repack and unpack_zeros, bit for bit\n", cpu::isa_name(isa));
 }
 
 }  // namespace
@@ -125,7 +157,9 @@ void test_repack() {
 int main(int argc, char** argv) {
   for (const marlin::cpu::Isa isa : marlin::cpu::detected().available) {
     marlin::test::test_dequantize(isa, argc > 1 ? std::atoi(argv[1]) : 10);
+    marlin::test::test_large_dequantize(isa);
+    marlin::test::test_nan_scales(isa);
+    marlin::test::test_repack(isa);
   }
-  marlin::test::test_repack();
   return marlin::test::report();
 }

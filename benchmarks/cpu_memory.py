@@ -1,0 +1,183 @@
+"""CPU: `dequantize`, the repacks and the unpacks of zero points beside a copy, in one interleaved run.
+
+Every round runs a copy of 32 MiB (`Tensor.copy_`, and `memcpy` with its halves on two threads) and each operator once.
+What is printed is bytes moved (everything read once, everything written once) per second, as medians of the per-round
+ratios to the copy, which moves its bytes twice as well. Inputs are cold; the allocator keeps freed memory, so that no
+output pays for page faults, as the copies' do not.
+"""
+
+import argparse
+import ctypes
+import os
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import torch
+
+import torch_marlin_metal as tmm
+from torch_marlin_metal.cli.bench import processor_name
+
+K, N = 4096, 4096
+COPY_BYTES = 32 * 2**20
+COLD_BYTES = 192 * 2**20
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+FORMATS = {"uint4b8": 128, "uint4": 128, "uint4_bias": 64, "float4_e2m1": 128, "nvfp4": 16, "mxfp4": 32, "lut4": 64}
+ops = torch.ops.torch_marlin_metal
+Call = Callable[[int], object]
+
+
+def keep_freed_memory() -> None:
+    """glibc: no mmap for large blocks, no trimming of the heap."""
+    libc = ctypes.CDLL(None)
+    for parameter, value in ((-4, 0), (-1, 2**31 - 1)):  # M_MMAP_MAX, M_TRIM_THRESHOLD
+        if libc.mallopt(parameter, value) != 1:
+            raise OSError(f"mallopt({parameter}, {value}) failed")
+
+
+class Copies:
+    """The rivals: rotating sources and destinations of COPY_BYTES."""
+
+    def __init__(self) -> None:
+        count = COLD_BYTES // COPY_BYTES
+        self.sources = [torch.ones(COPY_BYTES // 4) for _ in range(count)]
+        self.destinations = [torch.ones(COPY_BYTES // 4) for _ in range(count)]
+        self.pool = ThreadPoolExecutor(1)
+
+    def copy(self, index: int) -> None:
+        """PyTorch's copy, on all its threads."""
+        self.destinations[index % len(self.destinations)].copy_(self.sources[index % len(self.sources)])
+
+    def memcpy(self, index: int) -> None:
+        """The C library's copy, a half on each of two threads."""
+        to = self.destinations[index % len(self.destinations)].data_ptr()
+        source = self.sources[index % len(self.sources)].data_ptr()
+        half = COPY_BYTES // torch.get_num_threads() // 4096 * 4096
+        others = [
+            self.pool.submit(ctypes.memmove, to + i * half, source + i * half, half)
+            for i in range(1, torch.get_num_threads())
+        ]
+        ctypes.memmove(to, source, half)
+        for other in others:
+            other.result()
+
+
+def packed_weights(weight_format: str, group_size: int) -> list[dict[str, object]]:
+    """Enough weights of one format to be cold."""
+    info = tmm.WEIGHT_FORMATS[weight_format]
+    groups = K // group_size
+    copies = COLD_BYTES // (K * N // 2)
+    coded = info.scale_coding != "floating"
+    scales = torch.randint(118, 127, (groups, N), dtype=torch.uint8) if coded else torch.rand(groups, N).half()
+    weights = []
+    for _ in range(copies):
+        words = torch.randint(-(2**31), 2**31 - 1, (K // 8, N), dtype=torch.int32)
+        weight: dict[str, object] = {"b_packed": words, "scales": scales.clone(), "weight_format": weight_format}
+        weight["group_size"] = group_size
+        if weight_format == "uint4":
+            weight["zeros"] = torch.randint(0, 16, (groups, N), dtype=torch.uint8)
+        if weight_format == "uint4_bias":
+            weight["zeros"] = torch.rand(groups, N).half()
+        if weight_format == "nvfp4":
+            weight["global_scale"] = torch.tensor(0.01)
+        if weight_format == "lut4":
+            weight["lut"] = torch.linspace(-1, 1, 16)
+        weights.append(weight)
+    return weights
+
+
+def moved(inputs: list[object], output: torch.Tensor) -> int:
+    """Bytes of all tensors."""
+    return sum(t.nbytes for t in [*inputs, output] if isinstance(t, torch.Tensor))
+
+
+def measure(calls: dict[str, tuple[Call, int]], copies: Copies, rounds: int) -> dict[str, tuple[float, float, float]]:
+    """For each call: microseconds, and its bytes per second relative to copy_ and to memcpy."""
+    everything = {"copy_": (copies.copy, 2 * COPY_BYTES), "memcpy": (copies.memcpy, 2 * COPY_BYTES), **calls}
+    rates: dict[str, list[float]] = {name: [] for name in everything}
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    for index in range(-2, rounds):
+        for name, (call, count) in everything.items():
+            begin = clock()
+            call(index)
+            rate = count / (clock() - begin)
+            if index >= 0:
+                rates[name].append(rate)
+
+    def relative(name: str, rival: str) -> float:
+        return statistics.median(ours / copy for ours, copy in zip(rates[name], rates[rival], strict=True))
+
+    return {
+        name: (count / statistics.median(rates[name]) * 1e6, relative(name, "copy_"), relative(name, "memcpy"))
+        for name, (_, count) in everything.items()
+    }
+
+
+def show(label: str, results: dict[str, tuple[float, float, float]]) -> None:
+    """One row: time and both ratios of every call."""
+    print(f"{label:14}", end="")
+    for microseconds, to_copy, to_memcpy in results.values():
+        print(f" |{microseconds:7.0f} {to_copy:5.2f} {to_memcpy:5.2f}", end="")
+    print(flush=True)
+
+
+def dequantize_calls(weights: list[dict[str, object]], **options: object) -> dict[str, tuple[Call, int]]:
+    """`dequantize` to every dtype."""
+
+    def call(dtype: torch.dtype, index: int) -> torch.Tensor:
+        result: torch.Tensor = ops.dequantize(**weights[index % len(weights)], **options, dtype=dtype)
+        return result
+
+    return {str(d): (partial(call, d), moved(list(weights[0].values()), call(d, 0))) for d in DTYPES}
+
+
+def repack_calls() -> dict[str, tuple[Call, int]]:
+    """The repacks, and the unpacks of zero points of groups of 32."""
+    copies = COLD_BYTES // (K * N // 2)
+    words = [torch.randint(-(2**31), 2**31 - 1, (K // 8, N), dtype=torch.int32) for _ in range(copies)]
+    awq = [w.reshape(K, N // 8) for w in words]
+    zeros = [w[: K // 256].reshape(K // 32, N // 8) for w in words]
+    perm = torch.randperm(K, dtype=torch.int32)
+    cases: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], list[torch.Tensor]]] = {
+        "gptq_repack": (ops.gptq_repack, words),
+        "with perm": (partial(ops.gptq_repack, perm=perm), words),
+        "awq_repack": (ops.awq_repack, awq),
+        "gptq_zeros": (partial(ops.gptq_unpack_zeros, checkpoint_version=1), zeros),
+        "awq_zeros": (ops.awq_unpack_zeros, zeros),
+    }
+
+    def call(function: Callable[[torch.Tensor], torch.Tensor], tensors: list[torch.Tensor], index: int) -> torch.Tensor:
+        return function(tensors[index % len(tensors)])
+
+    return {
+        name: (partial(call, function, tensors), moved([tensors[0]], function(tensors[0])))
+        for name, (function, tensors) in cases.items()
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--rounds", type=int, default=15)
+    arguments = parser.parse_args()
+    keep_freed_memory()
+    torch.set_num_threads(arguments.threads)
+    copies = Copies()
+    print(f"{processor_name()}, {arguments.threads} threads, torch {torch.__version__}, K x N = {K} x {N}")
+    print(f"{tmm.cpu_capability()}")
+    columns = "".join(f" | {name:>19}" for name in ("copy_", "memcpy", *map(str, DTYPES)))
+    print(f"us, rate by copy_'s, rate by memcpy's\n{'dequantize':14}{columns}")
+    for weight_format, group_size in FORMATS.items():
+        calls = dequantize_calls(packed_weights(weight_format, group_size))
+        show(f"{weight_format} {group_size}", measure(calls, copies, arguments.rounds))
+    permuted = dequantize_calls(packed_weights("uint4b8", 128), perm=torch.randperm(K, dtype=torch.int32))
+    show("uint4b8 perm", measure(permuted, copies, arguments.rounds))
+    calls = repack_calls()
+    print(f"{'repacks':14}" + "".join(f" | {name:>19}" for name in ("copy_", "memcpy", *calls)))
+    show("", measure(calls, copies, arguments.rounds))
+
+
+if __name__ == "__main__":
+    main()
