@@ -43,7 +43,7 @@ _CODE = [
 _COMPILE = [
     *(*_CODE, "-std=gnu++17", "-fdeclspec", "-fconvergent-functions"),
     # addr2line misses inlined frames in version 5.
-    *("-gline-tables-only", "-gdwarf-4", "-fdebug-compilation-dir=."),
+    *("-gdwarf-4", "-gline-tables-only", "-fdebug-compilation-dir=."),
     *("-w", "-ferror-limit=20", "-fno-exceptions", "-fno-rtti", "-fvisibility=hidden", "-fno-stack-protector"),
     *("-fno-math-errno", "-fno-strict-aliasing"),
     "-fno-strict-float-cast-overflow",  # float to integer saturates, NaN gives 0
@@ -62,7 +62,7 @@ _AFTER_CHECKS = [
     *(*_CHECKED, "-mllvm", "-tsan-instrument-read-before-write=1"),
     *("-mllvm", "-tsan-instrument-atomics=0"),  # sm_note_atomic does it
 ]
-_LINK = ["-shared", "-nostdlib", "-lm", "-lc", "-lgcc"]
+_LINK = ["-shared", "-nostdlib", "-fno-sanitize-link-runtime", "-lm", "-lc", "-lgcc"]
 
 
 class CompileError(Exception):
@@ -90,8 +90,8 @@ def library_files() -> list[Path]:
 
 @functools.cache
 def toolchain_digest() -> str:
-    digest = hashlib.sha256(run([_COMPILER, "--version"], "").encode())
-    digest.update(run([_COMPILER, "-march=native", "-E", "-dM", "-x", "c", "-"], "").encode())
+    # The compiler's version and the processor's instructions are among its macros.
+    digest = hashlib.sha256(run([_COMPILER, "-march=native", "-E", "-dM", "-x", "c", "-"], "").encode())
     digest.update(repr([_PREPROCESS, _COMPILE, FAST, _BEFORE_CHECKS, _AFTER_CHECKS, _LINK]).encode())
     for path in library_files():
         digest.update(path.name.encode() + path.read_bytes())
@@ -140,12 +140,18 @@ def precompiled(checked: bool) -> Path:
     return path
 
 
+def _from_cpp(checked: bool) -> list[str]:
+    prelude = ["-include-pch", str(precompiled(checked)), "-Xclang", "-fno-validate-pch"]
+    return [_COMPILER, "-x", "c++", "-", *prelude, *_COMPILE, *(_BEFORE_CHECKS if checked else FAST)]
+
+
+def _inlined(cpp: str) -> str:
+    return f"#pragma clang attribute push(__attribute__((always_inline)), apply_to = function)\n{cpp}"
+
+
 def to_llvm(cpp: str, checked: bool) -> str:
     """C++ text over our headers to optimised LLVM text, all functions inlined into their callers."""
-    text = f"#pragma clang attribute push(__attribute__((always_inline)), apply_to = function)\n{cpp}"
-    prelude = ["-include-pch", str(precompiled(checked)), "-Xclang", "-fno-validate-pch"]
-    flags = [*_COMPILE, *(_BEFORE_CHECKS if checked else FAST)]
-    return run([_COMPILER, "-x", "c++", "-", *prelude, *flags, "-S", "-emit-llvm", "-o", "-"], text)
+    return run([*_from_cpp(checked), "-S", "-emit-llvm", "-o", "-"], _inlined(cpp))
 
 
 def optimised(llvm: str, checked: bool) -> str:
@@ -156,25 +162,17 @@ def optimised(llvm: str, checked: bool) -> str:
 
 def link_library(llvm: str, checked: bool, path: Path) -> None:
     """Optimised LLVM text to a shared object at `path`; in checked mode the checks' calls are put in."""
-    with tempfile.TemporaryDirectory(dir=cache_folder()) as folder:
-        built = Path(folder) / "kernels.o"
-        flags = [*_CODE, *_AFTER_CHECKS] if checked else [*_CODE, *FAST]
-        text = add_alignment_checks(llvm) if checked else llvm
-        run([_COMPILER, "-x", "ir", "-", *flags, "-w", "-c", "-o", str(built)], text)
-        install(path, [_COMPILER, str(built), *_LINK, "-o"], "")
+    flags = [*_CODE, *_AFTER_CHECKS] if checked else [*_CODE, *FAST]
+    text = add_alignment_checks(llvm) if checked else llvm
+    install(path, [_COMPILER, "-x", "ir", "-", *flags, "-w", *_LINK, "-o"], text)
 
 
 def _build(translated: str, checked: bool, path: Path) -> None:
     """C++ text to a shared object at `path`."""
     if checked:
         link_library(to_llvm(translated, checked), checked, path)
-        return
-    text = f"#pragma clang attribute push(__attribute__((always_inline)), apply_to = function)\n{translated}"
-    prelude = ["-include-pch", str(precompiled(checked)), "-Xclang", "-fno-validate-pch"]
-    with tempfile.TemporaryDirectory(dir=cache_folder()) as folder:
-        built = Path(folder) / "kernels.o"
-        run([_COMPILER, "-x", "c++", "-", *prelude, *_COMPILE, *FAST, "-c", "-o", str(built)], text)
-        install(path, [_COMPILER, str(built), *_LINK, "-o"], "")
+    else:
+        install(path, [*_from_cpp(checked), *_LINK, "-o"], _inlined(translated))
 
 
 def _locate(text: str, line: int) -> tuple[str, int]:
@@ -241,8 +239,9 @@ def compile_source(
     path = cache_folder() / f"{key.hexdigest()[:32]}.so"
     if not path.exists():
         try:
-            refused = list(lint(significant(tokenize(text))))
-            translated = "" if refused else Translator(text, values, kernel).text
+            tokens = tokenize(text)
+            refused = list(lint(significant(tokens)))
+            translated = "" if refused else Translator(tokens, values, kernel).text
         except SourceError as error:
             refused = [error]
         if refused:

@@ -21,7 +21,6 @@ from .tokens import (
     match_closing,
     rewrite_literals,
     significant,
-    tokenize,
 )
 
 _ADDRESS_SPACES = {"device", "constant", "thread", "threadgroup"}
@@ -42,7 +41,7 @@ class Translator:
     """One translation; `text` and `constants` hold the result after construction.
 
     Args:
-        source: preprocessed text with line markers.
+        tokens: of preprocessed text with line markers; they are rewritten in place.
         values: function constants by name or by index (as text), as C text.
         wanted: host name of the kernel that gets code; None: all.
 
@@ -50,8 +49,8 @@ class Translator:
         SourceError: at the first construct that cannot be taken.
     """
 
-    def __init__(self, source: str, values: Mapping[str, str], wanted: str | None = None) -> None:
-        self.tokens = tokenize(source)
+    def __init__(self, tokens: list[Token], values: Mapping[str, str], wanted: str | None = None) -> None:
+        self.tokens = tokens
         self.values = values
         self.wanted = wanted
         self.constants: list[FunctionConstant] = []
