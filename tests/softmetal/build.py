@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import os
 import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 HERE = Path(__file__).resolve().parent
 RUNTIME = HERE / "runtime"
@@ -24,6 +26,8 @@ EXTENSION = OUTPUT / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"  # torch_marl
 COMPILER = "clang++-19"
 PACKAGES = "clang-19 libobjc-12-dev libblocksruntime-dev binutils"
 TORCH_SERIES = "2.13."  # hooks, allocator and stream glue follow this version's headers
+
+_T, _U = TypeVar("_T"), TypeVar("_U")
 
 
 class Unavailable(RuntimeError):
@@ -91,6 +95,12 @@ def _locked() -> Iterator[None]:
         yield
 
 
+def side_by_side(make: Callable[[_T], _U], parts: Iterable[_T]) -> list[_U]:
+    """The results of `make`, which waits for a compiler, for each part: as many at a time as there are cores."""
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        return list(pool.map(make, parts))
+
+
 def _digest(*parts: object) -> str:
     text = hashlib.sha256()
     for part in parts:
@@ -104,16 +114,18 @@ def _build_runtime() -> Path:
 
     headers = sorted(RUNTIME.rglob("*.h")) + sorted((HERE / "executor").glob("*.h"))
     common = _digest(torch.__version__, compile_flags(), *headers)
-    objects = []
-    for source in sorted(RUNTIME.glob("*.mm")):
+
+    def compiled(source: Path) -> Path:
         target = OUTPUT / f"{source.stem}-{_digest(common, source)}.o"
-        objects.append(target)
         if not target.exists():
             for old in OUTPUT.glob(f"{source.stem}-*.o"):
                 old.unlink()
             partial = target.with_suffix(".partial")
             _run([COMPILER, *compile_flags(), "-c", str(source), "-o", str(partial)])
             partial.rename(target)
+        return target
+
+    objects = side_by_side(compiled, sorted(RUNTIME.glob("*.mm")))
     library, stamp = OUTPUT / "libsoftmetal.so", OUTPUT / "libsoftmetal.stamp"
     wanted = _digest(_link_flags(), [path.name for path in objects])
     if not library.exists() or not stamp.exists() or stamp.read_text() != wanted:
@@ -164,11 +176,13 @@ def build_test_extension(command: Any, extension: Any, sources: list[str]) -> No
     flags = [f"-I{path}" for path in extension.include_dirs]
     flags += [f"-D{name}" if value is None else f"-D{name}={value}" for name, value in extension.define_macros]
     flags += ["-fvisibility=hidden", "-Werror"]  # an unknown selector is only a warning
-    objects = []
-    for source in sources:
+
+    def compiled(source: str) -> str:
         target = OUTPUT / "host" / f"{Path(source).name}.o"
         compile_host_source(Path(source).resolve(), target, flags)
-        objects.append(str(target))
+        return str(target)
+
+    objects = side_by_side(compiled, sources)
     ordinary = command.compiler.object_filenames(extension.sources, output_dir=command.build_temp)
     newest = max(Path(path).stat().st_mtime for path in [*objects, *ordinary])
     if not EXTENSION.exists() or EXTENSION.stat().st_mtime < newest:
