@@ -1,6 +1,7 @@
 """What only the Metal host does: variants, plans, lifetimes, sticky bindings, threads, misaligned and permuted inputs."""
 
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -284,6 +285,26 @@ def test_a_kernel_that_does_not_compile_is_named_with_metals_message(tmp_path):
     done = run_process(script)
     assert "torch_marlin_metal: repack.metal does not compile: " in done.stdout
     assert "the compiler is broken" in done.stdout
+
+
+@software
+def test_a_kernel_that_the_gpu_runs_with_fewer_threads_is_an_error_and_no_dispatch():
+    """A GPU gives a kernel that takes many registers smaller threadgroups than the plan has."""
+    import softmetal
+
+    weight = reference.make_weight("uint4b8", 64, 64, 32).to("mps")
+    a = activations((64, 64), torch.float32).to("mps")
+    expected = run(a, weight, variant="single_stage")
+    torch.mps.synchronize()
+    softmetal.faults()
+    with softmetal.thread_limit(64), pytest.raises(RuntimeError) as caught:
+        run(a, weight, variant="single_stage")
+    assert re.search(
+        r"torch_marlin_metal: kernel gemm_single_stage_\w+ needs \d+ threads a threadgroup, this GPU runs at most 64 of it",
+        str(caught.value),
+    )
+    assert softmetal.counters() == []
+    assert torch.equal(run(a, weight, variant="single_stage"), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

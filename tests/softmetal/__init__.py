@@ -21,7 +21,7 @@ from .build import Unavailable, build_device
 from .extension import use_test_build
 from .native import Library
 
-__all__ = ["Counters", "Unavailable", "checked", "counters", "faults", "is_checked", "seed"]
+__all__ = ["Counters", "Unavailable", "checked", "counters", "faults", "is_checked", "seed", "thread_limit"]
 
 
 def _host_alias(library: Library, storage: torch.UntypedStorage) -> torch.UntypedStorage:
@@ -93,6 +93,16 @@ def seed(value: int) -> None:
     """Seeds the interleaving: the next dispatch takes `value`, each later one the next number. Reports name it."""
     torch.mps.synchronize()
     _library.set_seed(value)
+
+
+@contextlib.contextmanager
+def thread_limit(most: int) -> Iterator[None]:
+    """In the block a threadgroup has at most so many threads, as for a kernel that takes a GPU's registers."""
+    before = _library.set_thread_limit(most)
+    try:
+        yield
+    finally:
+        _library.set_thread_limit(before)
 
 
 def faults() -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable
-from ctypes import POINTER, Structure, c_char_p, c_int, c_size_t, c_uint64, c_void_p
+from ctypes import POINTER, Structure, c_char_p, c_int, c_size_t, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ class Library:
             "set_checked": (None, [c_int]),
             "is_checked": (c_int, []),
             "set_seed": (None, [c_uint64]),
+            "set_thread_limit": (c_uint32, [c_uint32]),
             "faults": (c_void_p, []),
             "clear": (None, []),
             "record_count": (c_size_t, []),

@@ -1,4 +1,5 @@
 // Libraries, functions and pipelines: Metal source text, and metallibs, through the executor's compiler.
+#include <algorithm>
 #include <cstring>
 #include <map>
 
@@ -279,8 +280,9 @@ using softmetal::settings;
   return 0;
 }
 - (NSUInteger)maxTotalThreadsPerThreadgroup {
-  const uint32_t limit = kernel->kernel(softmetal::Device::get().checked)->max_total_threads;
-  return limit == 0 ? SM_MAX_THREADS : limit;
+  const softmetal::Device& device = softmetal::Device::get();
+  const uint32_t limit = kernel->kernel(device.checked)->max_total_threads, most = device.thread_limit;
+  return limit == 0 ? most : std::min(limit, most);
 }
 - (NSUInteger)threadExecutionWidth {
   return SM_SIMD_WIDTH;

@@ -116,6 +116,7 @@ class Device {
   static Device& get();
 
   std::atomic<bool> checked;
+  std::atomic<uint32_t> thread_limit = SM_MAX_THREADS;  // of every pipeline: less where a kernel needs many registers
   void set_seed(uint64_t seed);
   uint64_t next_seed();
   void add_record(Record record);

@@ -14,8 +14,9 @@ SOFTMETAL_EXPORT void softmetal_free(void* memory);
 SOFTMETAL_EXPORT void softmetal_set_checked(int checked);
 SOFTMETAL_EXPORT int softmetal_is_checked(void);
 SOFTMETAL_EXPORT void softmetal_set_seed(uint64_t seed);
-SOFTMETAL_EXPORT char* softmetal_faults(void);  // one a line
-SOFTMETAL_EXPORT void softmetal_clear(void);    // faults and records
+SOFTMETAL_EXPORT uint32_t softmetal_set_thread_limit(uint32_t limit);  // of every pipeline; gives the one before
+SOFTMETAL_EXPORT char* softmetal_faults(void);                         // one a line
+SOFTMETAL_EXPORT void softmetal_clear(void);                           // faults and records
 SOFTMETAL_EXPORT size_t softmetal_record_count(void);
 // The i-th of the latest dispatches; valid until the next dispatch.
 SOFTMETAL_EXPORT const sm_result* softmetal_record(size_t i, const char** kernel, uint64_t* seed);

@@ -64,6 +64,10 @@ void softmetal_set_seed(uint64_t seed) {
   Device::get().set_seed(seed);
 }
 
+uint32_t softmetal_set_thread_limit(uint32_t limit) {
+  return Device::get().thread_limit.exchange(limit);
+}
+
 char* softmetal_faults(void) {
   const std::lock_guard lock(Device::get().mutex);
   return copy_text(joined(Device::get().faults));

@@ -26,6 +26,12 @@ std::recursive_mutex queue_mutex;
 thread_local bool running_block = false;
 uint64_t block_count = 0;
 
+struct ProfiledKernel {
+  const void* handle = nullptr;
+  std::string label;
+};
+thread_local ProfiledKernel profiled;
+
 class BlockScope {
  public:
   BlockScope() : lock_(queue_mutex, std::defer_lock) {
@@ -37,19 +43,16 @@ class BlockScope {
     running_block = true;
     ++block_count;
   }
-  ~BlockScope() { running_block = false; }
+  ~BlockScope() {
+    running_block = false;
+    profiled = {};
+  }
   BlockScope(const BlockScope&) = delete;
   BlockScope& operator=(const BlockScope&) = delete;
 
  private:
   std::unique_lock<std::recursive_mutex> lock_;
 };
-
-struct ProfiledKernel {
-  const void* handle = nullptr;
-  std::string label;
-};
-thread_local ProfiledKernel profiled;
 
 }  // namespace
 
@@ -102,7 +105,6 @@ void dispatch_sync_with_rethrow(dispatch_queue_t queue, void (^block)()) {
   const softmetal::BlockScope scope;
   block();
   if (softmetal::profiled.handle != nullptr) {
-    softmetal::profiled = {};
     violation("profiler pairing", "beginProfileKernel without endProfileKernel in the block");
   }
 }

@@ -36,6 +36,12 @@ VIOLATIONS = {
     "misaligned float": r"\[buffer alignment\]: .*'x' \[\[buffer\(0\)\]\]: offset 2, expected a multiple of 4",
     "misaligned float4": r"\[buffer alignment\]: .*'y' \[\[buffer\(0\)\]\]: offset 4, expected a multiple of 16",
     "argument too small": r"\[argument size\]: .*'factor' \[\[buffer\(2\)\]\]: 2 bytes bound, its type has 4",
+    "threadgroup slot 31": r"\[31 threadgroup slots\]: setThreadgroupMemoryLength: index 31, expected 0 to 30",
+    "setBytes of null": r"\[setBytes pointer\]: setBytes at index 0: the pointer is null",
+    "moved offset of nothing": r"\[unbound argument\]: setBufferOffset at index 5: no buffer is bound there",
+    "nil pipeline": r"\[pipeline\]: setComputePipelineState: expected a pipeline, got nil",
+    "barrier of nothing": r"\[barrier scope\]: memoryBarrierWithScope: scope 0 names nothing",
+    "position beyond 32 bits": r"\[grid size\]: dispatchThreads: grid of \(4294967296, 1, 1\) threads",
     "encoding after endEncoding": r"\[encoding after endEncoding\]: setComputePipelineState",
     "commit with an open encoder": r"\[commit with an open encoder\]",
     "encoding after commit": r"\[committed command buffer\]: computeCommandEncoder after commit",
@@ -51,7 +57,20 @@ VIOLATIONS = {
     "exception over dispatch_sync": r"\[exception across dispatch_sync\]: .*from the block",
     "freed buffer": r"\[object lifetime\]: a freed MTLBuffer was used",
     "unpaired profiler": r"\[profiler pairing\]: beginProfileKernel without endProfileKernel",
+    "profiler without a handle": r"\[profiler pairing\]: beginProfileKernel 'scale': the handle is null",
+    "profiler twice": r"\[profiler pairing\]: beginProfileKernel 'narrow' before endProfileKernel of 'scale'",
+    "profiler of another kernel": r"\[profiler pairing\]: endProfileKernel with another handle",
+    "pipeline of nil": r"\[function\]: newComputePipelineStateWithFunction: expected a function, got nil",
+    "buffer of 0 bytes": r"\[buffer length\]: newBufferWithLength: expected at least 1 byte, got 0",
+    "constant of a vector type": r"\[function constant type\]: setConstantValue: type 6 is not supported here",
     "blit out of range": r"\[blit range\]: copyFromBuffer, destination: bytes 0 to 64 of a buffer of 32 bytes",
+    "blit from out of range": r"\[blit range\]: copyFromBuffer, source: bytes 8 to 40 of a buffer of 32 bytes",
+    "blit to nil": r"\[blit buffers\]: copyFromBuffer: a buffer is nil",
+    "blit of nothing": r"\[zero-size copy\]: copyFromBuffer: size 0",
+    "blit onto itself": r"\[blit overlap\]: copyFromBuffer: source and destination overlap",
+    "fill of nil": r"\[blit buffers\]: fillBuffer: the buffer is nil",
+    "fill of nothing": r"\[zero-size fill\]: fillBuffer: range of length 0",
+    "fill out of range": r"\[blit range\]: fillBuffer: bytes 32 to 96 of a buffer of 64 bytes",
 }
 CORRECT = [
     *("correct", "two dispatches, one binding", "absent optional", "constants and macros", "blit", "device"),
@@ -107,6 +126,21 @@ def test_a_violation_is_reported(host: Host, name: str) -> None:
 def test_every_scenario_is_used() -> None:
     names = {name for path in SOURCES for name in re.findall(r'^    \{"([^"]+)",', path.read_text(), re.M)}
     assert names == set(VIOLATIONS) | set(CORRECT) | {"missing function constant", "exception with rethrow"}
+
+
+def test_every_rule_that_the_device_enforces_has_a_scenario() -> None:
+    rules = {
+        rule
+        for path in build.RUNTIME.glob("*.mm")
+        for rule in re.findall(
+            r'(?:violation|require_range)\(\s*"([^"]+)"|Metal API violation \[([^\]"]+)\]', path.read_text()
+        )
+        for rule in rule
+        if rule
+    }
+    assert len(rules) > 30
+    shown = " ".join(VIOLATIONS.values())
+    assert {rule for rule in rules if f"[{rule}]".replace("[", r"\[").replace("]", r"\]") not in shown} == set()
 
 
 def test_a_function_constant_without_a_value_is_a_fault(host: Host) -> None:

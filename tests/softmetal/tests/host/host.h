@@ -97,6 +97,26 @@ inline void encode(const std::function<void(Encoder)>& body) {
   });
 }
 
+using Blit = id<MTLBlitCommandEncoder>;
+
+// The same with an encoder for copies, on a command buffer of its own.
+inline void blit(const std::function<void(Blit)>& body) {
+  @autoreleasepool {
+    Blit encoder = [[[[device() newCommandQueue] autorelease] commandBuffer] blitCommandEncoder];
+    try {
+      body(encoder);
+    } catch (...) {
+      [encoder endEncoding];
+      throw;
+    }
+    [encoder endEncoding];
+  }
+}
+
+inline void copy(Blit e, id<MTLBuffer> source, NSUInteger from, id<MTLBuffer> to, NSUInteger at, NSUInteger bytes) {
+  [e copyFromBuffer:source sourceOffset:from toBuffer:to destinationOffset:at size:bytes];
+}
+
 inline void wait() {
   at::mps::getCurrentMPSStream()->synchronize(at::mps::SyncType::COMMIT_AND_WAIT);
 }

@@ -1,4 +1,4 @@
-// Host code that breaks one rule of Metal a scenario.
+// Host code that breaks one rule of Metal a scenario: what is encoded.
 #include "host.h"
 
 namespace host {
@@ -161,78 +161,32 @@ const bool added = add({
          dispatch(e, 16, 16);
        });
      }},
-    {"encoding after endEncoding",
-     [] {
-       id<MTLCommandBuffer> commands = [[[device() newCommandQueue] autorelease] commandBuffer];
-       Encoder e = [commands computeCommandEncoder];
-       [e endEncoding];
-       [e setComputePipelineState:pipeline("scale")];
-     }},
-    {"commit with an open encoder",
-     [] {
-       id<MTLCommandBuffer> commands = [[[device() newCommandQueue] autorelease] commandBuffer];
-       Encoder e = [commands computeCommandEncoder];
-       try {
-         [commands commit];
-       } catch (...) {
-         [e endEncoding];
-         throw;
-       }
-     }},
-    {"encoding after commit",
-     [] {
-       id<MTLCommandBuffer> commands = [[[device() newCommandQueue] autorelease] commandBuffer];
-       [commands commit];
-       [commands computeCommandEncoder];
-     }},
-    {"wait before commit", [] { [[[[device() newCommandQueue] autorelease] commandBuffer] waitUntilCompleted]; }},
-    {"encoder released unended",
-     [] {
-       @autoreleasepool {
-         [[[[device() newCommandQueue] autorelease] commandBuffer] computeCommandEncoder];
-       }
-       wait();
-     }},
-    {"re-entrant dispatch_sync", [] { encode([](Encoder) { encode([](Encoder) {}); }); }},
-    {"operator in the block",
-     [] {
-       at::Tensor x = at::empty({4}, at::device(at::kMPS));
-       encode([&](Encoder) { x.fill_(1); });
-     }},
-    {"commit in the block", [] { encode([](Encoder) { torch::mps::commit(); }); }},
-    {"synchronize in the block", [] { encode([](Encoder) { wait(); }); }},
-    {"raw commit in the block",
+    {"threadgroup slot 31", [] { encode([](Encoder e) { [e setThreadgroupMemoryLength:64 atIndex:31]; }); }},
+    {"setBytes of null", [] { encode([](Encoder e) { [e setBytes:nullptr length:4 atIndex:0]; }); }},
+    {"moved offset of nothing", [] { encode([](Encoder e) { [e setBufferOffset:0 atIndex:5]; }); }},
+    {"nil pipeline", [] { encode([](Encoder e) { [e setComputePipelineState:nil]; }); }},
+    {"barrier of nothing", [] { encode([](Encoder e) { [e memoryBarrierWithScope:MTLBarrierScope(0)]; }); }},
+    {"position beyond 32 bits",
      [] {
        encode([](Encoder e) {
-         at::mps::getCurrentMPSStream()->endKernelCoalescing();
-         (void)e;
-         [torch::mps::get_command_buffer() commit];
+         bind_scale(e, zeros(64), buffer(64), 1);
+         dispatch(e, NSUInteger{1} << 32, 32);
        });
      }},
-    {"encoder outside the queue", [] { (void)at::mps::getCurrentMPSStream()->commandEncoder(); }},
-    {"kept encoder",
-     [] {
-       Encoder kept = nil;
-       encode([&](Encoder e) { kept = e; });
-       [kept setComputePipelineState:pipeline("scale")];
-     }},
-    {"exception over dispatch_sync",
-     [] {
-       dispatch_sync(at::mps::getCurrentMPSStream()->queue(), ^{
-         throw std::runtime_error("from the block");
-       });
-     }},
-    {"freed buffer",
-     [] {
-       id<MTLBuffer> freed = nil;
-       @autoreleasepool {
-         freed = buffer(64);
-       }
-       encode([&](Encoder e) { [e setBuffer:freed offset:0 atIndex:0]; });
-     }},
-    {"unpaired profiler",
-     [] { encode([](Encoder) { at::mps::getMPSProfiler().beginProfileKernel(pipeline("scale"), "scale", false); }); }},
     {"blit out of range", [] { at::mps::getCurrentMPSStream()->copy(buffer(64), buffer(32), 64, 0, 0, 0); }},
+    {"blit from out of range", [] { blit([](Blit e) { copy(e, buffer(32), 8, buffer(64), 0, 32); }); }},
+    {"blit to nil", [] { blit([](Blit e) { copy(e, buffer(32), 0, nil, 0, 32); }); }},
+    {"blit of nothing", [] { blit([](Blit e) { copy(e, buffer(32), 0, buffer(32), 0, 0); }); }},
+    {"blit onto itself",
+     [] {
+       blit([](Blit e) {
+         id<MTLBuffer> both = buffer(64);
+         copy(e, both, 0, both, 16, 32);
+       });
+     }},
+    {"fill of nil", [] { blit([](Blit e) { [e fillBuffer:nil range:NSMakeRange(0, 16) value:0]; }); }},
+    {"fill of nothing", [] { blit([](Blit e) { [e fillBuffer:buffer(64) range:NSMakeRange(0, 0) value:0]; }); }},
+    {"fill out of range", [] { blit([](Blit e) { [e fillBuffer:buffer(64) range:NSMakeRange(32, 64) value:0]; }); }},
 });
 
 }  // namespace
