@@ -53,6 +53,11 @@ def pairwise(axes: Mapping[str, Sequence[Any]], options: Sequence[str]) -> list[
     return cases
 
 
+def pairs(**axes: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """For `pytest.mark.parametrize`: every pair of values of any two axes in at least one of few cases."""
+    return [tuple(case) for case in AllPairs(list(axes.values()))]
+
+
 def _distinct(values: Sequence[Any]) -> list[tuple[int, Any]]:
     # A value that stands twice weighs twice.
     return list(enumerate(values))

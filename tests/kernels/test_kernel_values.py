@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import reference
 import torch
-from kernel_cases import FLOATS, FORMATS, problem
+from kernel_cases import FLOATS, FORMATS, pairs, problem
 from kernel_fused import run_fused
 from kernel_launch import Buffer, launch, place, place_output
 from kernel_problems import Inputs, Problem, check_dequantize, make_inputs, run_dequantize, run_gemv
@@ -57,10 +57,10 @@ def test_dequantize_every_code(weight_format: str, zeros_dtype: torch.dtype | No
     assert (np.abs(reference.to_numpy(got) - exact) <= bound).all()
 
 
-@pytest.mark.parametrize("scales_dtype", FLOATS)
-@pytest.mark.parametrize("N", [1, 63, 200])
-@pytest.mark.parametrize("has_perm", [False, True])
-@formats
+@pytest.mark.parametrize(
+    ("weight_format", "N", "has_perm", "scales_dtype"),
+    pairs(weight_format=FORMATS, N=[1, 63, 200], has_perm=[False, True], scales_dtype=FLOATS),
+)
 def test_dequantize_shapes(weight_format: str, N: int, has_perm: bool, scales_dtype: torch.dtype) -> None:
     p = problem(
         1, N, 72, weight_format=weight_format, dtype=torch.float32, group_size=32, has_perm=has_perm,
