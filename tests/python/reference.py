@@ -17,6 +17,11 @@ UNIT_ROUNDOFF = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32
 TINY = {torch.float16: 2.0**-24, torch.bfloat16: 2.0**-126, torch.float32: 2.0**-126}
 
 
+def dtypes_in_turn(turn: int, whole: bool) -> tuple[torch.dtype, ...]:
+    """All dtypes, or one: for a `turn` that is the sum of two axes' positions, each value of these meets each dtype."""
+    return DTYPES if whole else (DTYPES[turn % 3],)
+
+
 def e4m3(codes: np.ndarray) -> np.ndarray:
     codes = codes.astype(np.int64)
     exponent, mantissa = (codes >> 3) & 15, codes & 7

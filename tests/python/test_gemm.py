@@ -48,8 +48,7 @@ def pairs(Ns, groups, whole):
 
 def dtypes(weight_format, K, whole):
     """All of them, or one in turn: every pair of a format or a K with a dtype comes up."""
-    turn = reference.FORMATS.index(weight_format) + K_ALL.index(K)
-    return reference.DTYPES if whole else reference.DTYPES[turn % 3 :][:1]
+    return reference.dtypes_in_turn(reference.FORMATS.index(weight_format) + K_ALL.index(K), whole)
 
 
 @pytest.mark.parametrize("weight_format", reference.FORMATS)

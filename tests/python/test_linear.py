@@ -6,40 +6,14 @@ import pickle
 import re
 import warnings
 
-import numpy as np
 import pytest
 import torch
-from reference import DTYPES, FORMATS, check_gemm, gemm, make_weight
+from linear_layers import GROUP, K, N, activations, layer_of, packed_of
+from reference import FORMATS, check_gemm, dtypes_in_turn, gemm
 from torch import nn
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from torch_marlin_metal.linear import WEIGHT_BUFFERS, MarlinLinear
-from torch_marlin_metal.packed_weight import PackedWeight, PackedWeightError
-
-GROUP = {"nvfp4": 16, "mxfp4": 32}
-K, N = 136, 72
-
-
-def packed_of(
-    weight_format: str, *, perm: bool = False, bias: bool = True, device: str = "cpu", K: int = K, N: int = N, **kw
-):
-    """A random weight as the reference knows it and as a PackedWeight."""
-    if weight_format == "nvfp4":
-        kw.setdefault("global_scale_shape", (1,))
-    weight = make_weight(weight_format, K, N, GROUP.get(weight_format, 64), **kw)
-    rng = np.random.default_rng(7)
-    order = torch.from_numpy(rng.permutation(K).astype(np.int32)) if perm else None
-    offset = torch.from_numpy(rng.standard_normal(N)).float() if bias else None
-    packed = PackedWeight(b_packed=weight.b_packed, scales=weight.scales, perm=order, bias=offset, **weight.arguments)
-    return weight, packed.to(device)
-
-
-def layer_of(weight_format: str = "uint4", device: str = "cpu", **kw) -> MarlinLinear:
-    return MarlinLinear.from_packed(packed_of(weight_format, device=device, **kw)[1])
-
-
-def activations(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> torch.Tensor:
-    return torch.from_numpy(np.random.default_rng(1).standard_normal(shape)).to(dtype).to(device)
+from torch_marlin_metal.packed_weight import PackedWeightError
 
 
 def same_tensors(one: nn.Module, other: nn.Module) -> bool:
@@ -47,15 +21,15 @@ def same_tensors(one: nn.Module, other: nn.Module) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) and a[key].dtype == b[key].dtype for key in a)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("perm", [False, True])
 @pytest.mark.parametrize("weight_format", FORMATS)
-def test_forward_is_within_the_bound(weight_format, perm, dtype, device):
+def test_forward_is_within_the_bound(weight_format, perm, device, everything):
     weight, packed = packed_of(weight_format, perm=perm, device=device)
     layer = MarlinLinear.from_packed(packed)
-    a = activations(2, 3, K, dtype=dtype, device=device)
     order = packed.perm.cpu().numpy() if perm else None
-    check_gemm(layer(a), *gemm(a, weight, packed.bias, order, raw_codes=device == "mps"))
+    for dtype in dtypes_in_turn(FORMATS.index(weight_format) + perm, everything or device == "cpu"):
+        a = activations(2, 3, K, dtype=dtype, device=device)
+        check_gemm(layer(a), *gemm(a, weight, packed.bias, order, raw_codes=device == "mps"))
 
 
 @pytest.mark.parametrize("method", ["rtn", "mse"])
@@ -330,81 +304,6 @@ def test_weight_describes_and_refuses_to_compute(device):
     with pytest.raises(TypeError, match=r"linear: got MarlinLinear.weight.*dequantize"):
         nn.functional.linear(a, weight)
     assert "weight" not in dict(layer.named_parameters())
-
-
-def test_sequential_and_hooks(device):
-    layer = layer_of(device=device)
-    seen = []
-    model = nn.Sequential(nn.LayerNorm(K, device=device), layer, nn.GELU())
-    layer.register_forward_pre_hook(lambda module, args: seen.append(args[0].shape))
-    layer.register_forward_hook(lambda module, args, output: output + 1)
-    a = activations(4, K, device=device)
-    torch.testing.assert_close(model(a), nn.functional.gelu(layer.forward(model[0](a)) + 1))
-    assert seen == [torch.Size([4, K])]
-
-
-@pytest.mark.parametrize("weight_format", FORMATS)
-def test_compile_in_one_graph_without_recompiling(weight_format, device):
-    torch._dynamo.reset()
-    layer = layer_of(weight_format, device, perm=True)
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=counter)
-    for M in (2, 3, 5, 8):
-        a = activations(M, K, device=device)
-        with torch.inference_mode():
-            assert torch.equal(compiled(a), layer(a))
-    assert counter.frame_count == 1
-
-
-def test_compile_with_inductor(device):
-    torch._dynamo.reset()
-    model = nn.Sequential(layer_of(device=device), nn.GELU(), nn.LayerNorm(N, device=device)).eval()
-    a = activations(4, K, device=device)
-    with torch.no_grad():
-        torch.testing.assert_close(torch.compile(model, fullgraph=True)(a), model(a))
-
-
-def test_export(device):
-    layer = layer_of(device=device)
-    a = activations(4, K, device=device)
-    program = torch.export.export(layer, (a,), dynamic_shapes=({0: torch.export.Dim("M")},))
-    assert torch.equal(program.module()(a[:3]), layer(a[:3]))
-
-
-def test_inference_mode_and_autocast(device):
-    layer = layer_of(device=device)
-    a = activations(4, K, device=device)
-    with torch.inference_mode():
-        assert torch.equal(layer(a), layer(a.clone()))
-    dtype = torch.bfloat16 if device == "cpu" else torch.float16
-    with torch.autocast(device, dtype=dtype):
-        result = layer(a)
-    assert result.dtype == dtype
-    assert torch.equal(result, layer(a.to(dtype)))
-
-
-def test_gradients_of_activations_and_bias(device):
-    layer = MarlinLinear.from_linear(nn.Linear(K, N, device=device), "nvfp4")
-    a = activations(4, K, device=device).requires_grad_()
-    g = activations(4, N, device=device)
-    layer(a).backward(g)
-    torch.testing.assert_close(a.grad, g @ layer.dequantize(), rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(layer.bias.grad, g.sum(0))
-
-
-def test_a_fused_transformer_layer_leaves_its_fast_path(device):
-    encoder = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True, device=device).eval()
-    a = activations(2, 5, 64, device=device)
-    for name in ("linear1", "linear2"):
-        encoder.set_submodule(name, MarlinLinear.from_linear(encoder.get_submodule(name), "uint4", 32))
-    dense = copy.deepcopy(encoder)
-    for name in ("linear1", "linear2"):
-        layer = encoder.get_submodule(name)
-        linear = nn.Linear(layer.in_features, layer.out_features, device=device)
-        linear.weight, linear.bias = nn.Parameter(layer.dequantize()), layer.bias
-        dense.set_submodule(name, linear)
-    with torch.inference_mode():
-        torch.testing.assert_close(encoder(a), dense(a), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -40,21 +40,22 @@ def kernels_of(call) -> list[str]:
     return [record.kernel for record in softmetal.counters()]
 
 
-@pytest.mark.parametrize("dtype", reference.DTYPES, ids=str)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("weight_format", reference.FORMATS)
-def test_each_variant_on_the_same_inputs(weight_format, variant, dtype):
+def test_each_variant_on_the_same_inputs(weight_format, variant, everything):
     K, N, M = 200, 70, 67
     group_size = tmm.WEIGHT_FORMATS[weight_format].fixed_group_size or 16
     weight = reference.make_weight(weight_format, K, N, group_size)
-    a, bias = activations((M, K), dtype), activations((N,), dtype, seed=1)
-    exact, bound = reference.gemm(a, weight, bias, raw_codes=variant == "gemv")
     moved = weight.to("mps")
-    for rows in (1, 9, M):
-        result = run(a[:rows].to("mps"), moved, bias=bias.to("mps"), variant=variant)
-        reference.check_gemm(result, exact[:rows], bound[:rows])
-        again = run(a[:rows].to("mps"), moved, bias=bias.to("mps"), variant=variant)
-        assert torch.equal(result.cpu(), again.cpu())
+    turn = reference.FORMATS.index(weight_format) + VARIANTS.index(variant)
+    for dtype in reference.dtypes_in_turn(turn, everything):
+        a, bias = activations((M, K), dtype), activations((N,), dtype, seed=1)
+        exact, bound = reference.gemm(a, weight, bias, raw_codes=variant == "gemv")
+        for rows in (1, 9, M):
+            result = run(a[:rows].to("mps"), moved, bias=bias.to("mps"), variant=variant)
+            reference.check_gemm(result, exact[:rows], bound[:rows])
+            again = run(a[:rows].to("mps"), moved, bias=bias.to("mps"), variant=variant)
+            assert torch.equal(result.cpu(), again.cpu())
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

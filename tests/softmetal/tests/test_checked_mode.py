@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import re
 
+import access_faults
 import numpy as np
+import order_faults
 import pytest
-from fault_cases import CASES, FIRST_LINE, Case
+from fault_case import FIRST_LINE, Case
 from softmetal import device
 from softmetal.device import Buffer, FaultKind, KernelFault
+
+CASES = [*access_faults.CASES, *order_faults.CASES]
 
 
 def run(case: Case, good: bool, seed: int) -> list[device.Fault]:
