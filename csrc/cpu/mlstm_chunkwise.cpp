@@ -8,6 +8,7 @@
 
 #include "kernel_set.h"
 #include "mlstm.h"
+#include "mlstm_gates.h"
 #include "scratch.h"
 
 namespace marlin::cpu {
@@ -16,8 +17,6 @@ namespace {
 
 constexpr size_t kKeepBytes = size_t{8} << 20;  // of scratch, per thread
 constexpr int64_t kChain = 1024;                // products that are added to one number in a row
-// Gates this low are as good as -inf, and sums of them keep their precision in fp64.
-constexpr double kLowestGate = -1e8;
 
 int64_t ceil_div(int64_t a, int64_t b) {
   return (a + b - 1) / b;
@@ -37,18 +36,26 @@ void for_blocks(int64_t count, int64_t most, F&& f) {
   }
 }
 
-// What the gates of a chunk come to, everything in the stabilised units of its tokens or of the next state.
-struct Gates {
-  float* m;           // of each token
-  float* from_state;  // decay of the state before the chunk up to each token
-  float* row_high;    // the exponent of the weight of token l in the output of token j:
-  float* row_low;     //   (row_high[j] + key_high[l]) + (row_low[j] + key_low[l])
-  float* key_high;    // in two parts, since b_j - b_l + i_l - m_j is small where it matters and its terms need not be
-  float* key_low;
-  float* to_state;  // weight of each token in the state after the chunk
-  float* floor;     // exp(-m)
-  float whole;      // decay of the state through the whole chunk
-};
+// Rows and columns in fours.
+void transpose(const float* from, int64_t ld_from, int64_t rows, int64_t columns, float* to, int64_t ld_to) {
+  using Four [[gnu::vector_size(16)]] = float;
+  for (int64_t d = 0; d < columns; d += 4) {
+    for (int64_t j = 0; j < rows; j += 4) {
+      Four row[4];
+      for (int r = 0; r < 4; ++r)
+        std::memcpy(&row[r], from + (j + r) * ld_from + d, sizeof(Four));
+      const Four low01 = __builtin_shufflevector(row[0], row[1], 0, 4, 1, 5);
+      const Four low23 = __builtin_shufflevector(row[2], row[3], 0, 4, 1, 5);
+      const Four high01 = __builtin_shufflevector(row[0], row[1], 2, 6, 3, 7);
+      const Four high23 = __builtin_shufflevector(row[2], row[3], 2, 6, 3, 7);
+      const Four column[4] = {
+          __builtin_shufflevector(low01, low23, 0, 1, 4, 5), __builtin_shufflevector(low01, low23, 2, 3, 6, 7),
+          __builtin_shufflevector(high01, high23, 0, 1, 4, 5), __builtin_shufflevector(high01, high23, 2, 3, 6, 7)};
+      for (int c = 0; c < 4; ++c)
+        std::memcpy(to + (d + c) * ld_to + j, &column[c], sizeof(Four));
+    }
+  }
+}
 
 class Task {
  public:
@@ -59,16 +66,18 @@ class Task {
         kernels_(kernels),
         mlstm_(kernels.mlstm),
         head_(head),
+        b_(head / a.H),
+        h_(head % a.H),
         first_column_(first_column),
         columns_(columns),
         strips_(ceil_div(columns, plan.strip)),
         L_(std::min(plan.chunk_size, a.S)),
-        key_pitch_(round_up(a.DK, plan.strip)),
+        key_pitch_(round_up(a.DK, plan.strip) + kMlstmPadding),
         token_pitch_(round_up(L_, std::max(plan.strip, kMlstmPadding))),
         row_pitch_(a.DK + token_pitch_ + kMlstmPadding),
         scale_(1.F / std::sqrt(static_cast<float>(a.DK))) {
     const int64_t per_token = 9 * token_pitch_ + kMlstmPadding;
-    const int64_t keys = L_ * key_pitch_ + a.DK * token_pitch_ + key_pitch_;
+    const int64_t keys = round_up(L_, 4) * key_pitch_ + round_up(a.DK, 4) * token_pitch_ + key_pitch_;
     const int64_t rows = L_ * row_pitch_ + L_ * plan.strip;
     float* next = scratch().get<float>(per_token + keys + rows + strips_ * (a.DK + L_) * plan.strip);
     auto take = [&](int64_t count) {
@@ -76,18 +85,18 @@ class Task {
       next += count;
       return taken;
     };
-    for (float** array : {&gates_.m, &gates_.from_state, &gates_.row_high, &gates_.row_low, &gates_.key_high,
-                          &gates_.key_low, &gates_.to_state, &gates_.floor, &f_}) {
+    for (float** array : {&gates_.f, &gates_.m, &gates_.from_state, &gates_.row_high, &gates_.row_low, &gates_.key_high,
+                          &gates_.key_low, &gates_.to_state, &gates_.floor}) {
       *array = take(token_pitch_);
       std::fill(*array, *array + token_pitch_, 0.F);
     }
-    keys_ = take(L_ * key_pitch_);
-    keys_by_token_ = take(a.DK * token_pitch_);
+    keys_ = take(round_up(L_, 4) * key_pitch_);
+    keys_by_token_ = take(round_up(a.DK, 4) * token_pitch_);
     n_ = take(key_pitch_);
     rows_ = take(L_ * row_pitch_);
     numerators_ = take(L_ * plan.strip);
     state_ = take(strips_ * (a.DK + L_) * plan.strip);
-    std::fill(keys_, keys_ + L_ * key_pitch_, 0.F);
+    std::fill(keys_, keys_ + round_up(L_, 4) * key_pitch_, 0.F);
     std::fill(n_, n_ + key_pitch_, 0.F);
   }
 
@@ -117,11 +126,17 @@ class Task {
   }
 
   float* state_strip(int64_t strip) const { return state_ + strip * (a_.DK + L_) * plan_.strip; }
+  int64_t strip_begin(int64_t strip) const { return first_column_ + strip * plan_.strip; }
   int64_t strip_columns(int64_t strip) const { return std::min(plan_.strip, columns_ - strip * plan_.strip); }
 
   const char* at(const MlstmInput& input, int64_t s, int64_t column = 0) const {
-    const int64_t offset = head_ / a_.H * input.stride_b + head_ % a_.H * input.stride_h + s * input.stride_s + column;
+    const int64_t offset = b_ * input.stride_b + h_ * input.stride_h + s * input.stride_s + column;
     return static_cast<const char*>(input.data) + offset * element_size(input.type);
+  }
+
+  char* output_at(int64_t s, int64_t strip) const {
+    const int64_t offset = (head_ * a_.S + s) * a_.DV + strip_begin(strip);
+    return static_cast<char*>(a_.h) + offset * element_size(a_.q.type);
   }
 
   void read(const MlstmInput& input, int64_t s, int64_t column, int64_t count, float* out) const {
@@ -149,6 +164,7 @@ class Task {
     }
     m_ = given ? static_cast<const float*>(a_.in.m)[at] : 0.F;
     exact_m_ = m_;
+    is_zero_ = !given;
     if (given) {
       std::copy_n(static_cast<const float*>(a_.in.n) + at * a_.DK, a_.DK, n_);
     } else {
@@ -171,79 +187,61 @@ class Task {
   void chunk(int64_t c) {
     const int64_t begin = c * plan_.chunk_size;
     const int64_t count = std::min(plan_.chunk_size, a_.S - begin);
-    gates(begin, count);
+    read_gate(a_.f, begin, count, gates_.f);
+    read_gate(a_.i, begin, count, gates_.m);
+    gates_.compute(mlstm_, count, m_, &exact_m_);
     for (int64_t j = 0; j < count; ++j)
       read(a_.k, begin + j, 0, a_.DK, keys_ + j * key_pitch_);
+    transpose(keys_, key_pitch_, round_up(count, 4), round_up(a_.DK, 4), keys_by_token_, token_pitch_);
     if (a_.q.data != nullptr) weights(begin, count);
 
     const bool carry = a_.out.C != nullptr;
     if (carry) weigh_keys(count);
     for (int64_t p = 0; p < strips_; ++p) {
-      float* values = state_strip(p) + a_.DK * plan_.strip;
-      const int64_t columns = strip_columns(p);
-      for (int64_t j = 0; j < count; ++j) {
-        float* to = values + j * plan_.strip;
-        read(a_.v, begin + j, first_column_ + p * plan_.strip, columns, to);
-        std::fill(to + columns, to + plan_.strip, 0.F);
-      }
+      read_values(begin, count, p);
       if (a_.q.data != nullptr) output(begin, count, p);
-      if (carry) update(count, p);
+      if (carry) update(begin, count, p);
     }
-    if (carry) m_ = gates_.m[count - 1];
+    if (carry) {
+      update_n(count);
+      m_ = gates_.m[count - 1];
+    }
+    is_zero_ = false;
   }
 
-  // In fp64 but for the elementwise functions: a sum of many decays keeps its low bits.
-  void gates(int64_t begin, int64_t count) {
-    const Gates& g = gates_;
-    const int64_t padded = round_up(count, kMlstmPadding);
-    read_gate(a_.f, begin, count, f_);
-    read_gate(a_.i, begin, count, g.m);
-    mlstm_.softplus(f_, g.floor, padded);
-    double b = 0.0;
-    double m = exact_m_;
-    double sums[kMlstmChunkSizes.back()];
-    double inputs[kMlstmChunkSizes.back()];
-    for (int64_t j = 0; j < count; ++j) {
-      const double decay = std::max<double>(std::min(f_[j], 0.F) - double{g.floor[j]}, kLowestGate);
-      const double i = std::max<double>(g.m[j], kLowestGate);
-      b += decay;
-      m = std::max(decay + m, i);
-      sums[j] = b;
-      inputs[j] = i;
-      g.m[j] = static_cast<float>(m);
-      g.from_state[j] = static_cast<float>(b + m_ - g.m[j]);
-      split(b - g.m[j], &g.row_high[j], &g.row_low[j]);
-      split(i - b, &g.key_high[j], &g.key_low[j]);
-      g.floor[j] = std::min(-g.m[j], 88.F);
+  void read_values(int64_t begin, int64_t count, int64_t strip) const {
+    float* to = state_strip(strip) + a_.DK * plan_.strip;
+    const int64_t columns = strip_columns(strip);
+    for (int64_t j = 0; j < count; ++j, to += plan_.strip) {
+      read(a_.v, begin + j, strip_begin(strip), columns, to);
+      std::fill(to + columns, to + plan_.strip, 0.F);
     }
-    for (int64_t j = 0; j < count; ++j)
-      g.to_state[j] = static_cast<float>(b - sums[j] + inputs[j] - g.m[count - 1]);
-    mlstm_.exp(g.from_state, padded);
-    mlstm_.exp(g.to_state, padded);
-    mlstm_.exp(g.floor, padded);
-    for (int64_t j = 0; j < count; ++j) {
-      if (g.m[j] < -88.F) g.floor[j] = std::exp(-g.m[j]);
-    }
-    gates_.whole = g.from_state[count - 1];
-    exact_m_ = m;
   }
 
-  static void split(double value, float* high, float* low) {
-    *high = static_cast<float>(value);
-    *low = std::isfinite(*high) ? static_cast<float>(value - *high) : 0.F;
+  // Rows of v and h in a strip are too far apart for the hardware to see them coming: those of the tokens
+  // [first, end) in the strip after this one come nearer.
+  [[gnu::always_inline]] void prefetch_next(int64_t begin, int64_t count, int64_t strip, int64_t first,
+                                            int64_t end) const {
+    const bool is_last = strip + 1 == strips_;
+    const int64_t next = is_last ? begin + count : begin;
+    const int64_t next_strip = is_last ? 0 : strip + 1;
+    end = std::min(next + end, a_.S);
+    for (int64_t s = next + first; s < end; ++s) {
+      prefetch(at(a_.v, s, strip_begin(next_strip)), a_.v.type);
+      if (a_.q.data != nullptr) prefetch(output_at(s, next_strip), a_.q.type);
+    }
+  }
+
+  // Inlined, since GCC drops calls of functions that only prefetch.
+  [[gnu::always_inline]] void prefetch(const char* row, ElementType type) const {
+    for (int64_t byte = 0; byte < plan_.strip * element_size(type); byte += 64)
+      __builtin_prefetch(row + byte);
   }
 
   // rows_: [decayed queries | weights of the chunk's tokens]; then what each row is divided by.
   void weights(int64_t begin, int64_t count) {
-    for (int64_t d = 0; d < a_.DK; ++d) {
-      for (int64_t j = 0; j < count; ++j)
-        keys_by_token_[d * token_pitch_ + j] = keys_[j * key_pitch_ + d];
-    }
     for (int64_t j = 0; j < count; ++j) {
-      float* row = rows_ + j * row_pitch_;
-      read(a_.q, begin + j, 0, a_.DK, row);
-      for (int64_t d = 0; d < a_.DK; ++d)
-        row[d] *= scale_;
+      read(a_.q, begin + j, 0, a_.DK, rows_ + j * row_pitch_);
     }
     for_blocks(count, plan_.max_rows, [&](int64_t first, int64_t rows) {
       for (int64_t column = 0; column < first + rows; column += plan_.strip) {
@@ -255,12 +253,12 @@ class Task {
         });
       }
     });
-    const Gates& g = gates_;
+    const MlstmGates& g = gates_;
     const auto eps = static_cast<float>(a_.eps);
     for (int64_t j = 0; j < count; ++j) {
       float* row = rows_ + j * row_pitch_;
-      const float inside = mlstm_.weigh(row + a_.DK, g.key_high, g.key_low, g.row_high[j], g.row_low[j], j + 1);
-      const float before = mlstm_.scale_and_dot(row, g.from_state[j], n_, a_.DK);
+      const float inside = mlstm_.weigh(row + a_.DK, g.key_high, g.key_low, g.row_high[j], g.row_low[j], scale_, j + 1);
+      const float before = mlstm_.scale_and_dot(row, scale_ * g.from_state[j], n_, a_.DK);
       const float norm = std::max(std::abs(inside + before), g.floor[j]);
       const int64_t token = head_ * a_.S + begin + j;
       if (a_.N != nullptr && first_column_ == 0) static_cast<float*>(a_.N)[token] = norm;
@@ -276,20 +274,17 @@ class Task {
   }
 
   void weigh_keys(int64_t count) {
-    for (int64_t j = 0; j < count; ++j) {
-      float* key = keys_ + j * key_pitch_;
-      const float weight = gates_.to_state[j];
-      for (int64_t d = 0; d < a_.DK; ++d)
-        key[d] *= weight;
-    }
+    for (int64_t d = 0; d < a_.DK; ++d)
+      mlstm_.multiply(keys_by_token_ + d * token_pitch_, gates_.to_state, count);
   }
 
   void output(int64_t begin, int64_t count, int64_t strip) {
-    const float* operand = state_strip(strip);
+    const int64_t from_state = is_zero_ ? 0 : a_.DK;
+    const float* operand = state_strip(strip) + (a_.DK - from_state) * plan_.strip;
     for_blocks(count, plan_.max_rows, [&](int64_t first, int64_t rows) {
-      const float* a = rows_ + first * row_pitch_;
+      const float* a = rows_ + first * row_pitch_ + (a_.DK - from_state);
       float* out = numerators_ + first * plan_.strip;
-      const int64_t whole = a_.DK + first;
+      const int64_t whole = from_state + first;
       const int64_t before = whole / kChain * kChain;
       for_chain(before, [&](int64_t k, int64_t steps) {
         mlstm_.product[static_cast<size_t>(rows)]({a + k, row_pitch_, 1, operand + k * plan_.strip, plan_.strip, steps,
@@ -299,29 +294,36 @@ class Task {
                                                         plan_.strip, whole - before, before == 0 ? 0.F : 1.F, out,
                                                         plan_.strip});
     });
-    const int64_t column = first_column_ + strip * plan_.strip;
     for (int64_t j = 0; j < count; ++j) {
       float* row = numerators_ + j * plan_.strip;
-      for (int64_t d = 0; d < plan_.strip; ++d)
-        row[d] /= gates_.floor[j];
-      const int64_t to = (head_ * a_.S + begin + j) * a_.DV + column;
-      kernels_.from_float(row, a_.q.type, strip_columns(strip),
-                          static_cast<char*>(a_.h) + to * element_size(a_.q.type));
+      const float inverse = 1.F / gates_.floor[j];
+      if (std::isfinite(inverse)) {
+        mlstm_.scale(row, inverse, plan_.strip);
+      } else {  // of a subnormal
+        for (int64_t d = 0; d < plan_.strip; ++d)
+          row[d] /= gates_.floor[j];
+      }
+      kernels_.from_float(row, a_.q.type, strip_columns(strip), output_at(begin + j, strip));
     }
   }
 
-  void update(int64_t count, int64_t strip) {
+  void update(int64_t begin, int64_t count, int64_t strip) {
     float* state = state_strip(strip);
+    const int64_t tokens = ceil_div(count * plan_.max_rows, a_.DK);  // to prefetch beside each block of rows
+    int64_t prefetched = 0;
     for_blocks(a_.DK, plan_.max_rows, [&](int64_t first, int64_t rows) {
-      mlstm_.product[static_cast<size_t>(rows)]({keys_ + first, 1, key_pitch_, state + a_.DK * plan_.strip, plan_.strip,
-                                                 count, gates_.whole, state + first * plan_.strip, plan_.strip});
+      mlstm_.product[static_cast<size_t>(rows)](
+          {keys_by_token_ + first * token_pitch_, token_pitch_, 1, state + a_.DK * plan_.strip, plan_.strip, count,
+           is_zero_ ? 0.F : gates_.whole, state + first * plan_.strip, plan_.strip});
+      const int64_t end = std::min(prefetched + tokens, count);
+      prefetch_next(begin, count, strip, prefetched, end);
+      prefetched = end;
     });
-    if (strip != 0) return;
-    float* ones = gates_.from_state;  // not needed any more
-    std::fill_n(ones, count, 1.F);
-    for (int64_t d = 0; d < a_.DK; d += plan_.strip) {
-      mlstm_.product[1]({ones, 0, 1, keys_ + d, key_pitch_, count, gates_.whole, n_ + d, plan_.strip});
-    }
+  }
+
+  void update_n(int64_t count) {
+    for (int64_t d = 0; d < a_.DK; d += plan_.strip)
+      mlstm_.product[1]({gates_.to_state, 0, 1, keys_ + d, key_pitch_, count, gates_.whole, n_ + d, plan_.strip});
   }
 
   const MlstmArguments& a_;
@@ -329,6 +331,8 @@ class Task {
   const KernelSet& kernels_;
   const MlstmKernels& mlstm_;
   const int64_t head_;
+  const int64_t b_;
+  const int64_t h_;
   const int64_t first_column_;
   const int64_t columns_;
   const int64_t strips_;
@@ -337,14 +341,14 @@ class Task {
   const int64_t token_pitch_;
   const int64_t row_pitch_;
   const float scale_;
-  Gates gates_{};
-  float* f_ = nullptr;
+  MlstmGates gates_{};
   float* keys_ = nullptr;           // [L, DK], weighted for the state once the scores are there
   float* keys_by_token_ = nullptr;  // [DK, L]
   float* n_ = nullptr;              // [DK]
   float* rows_ = nullptr;           // [L, DK + L]
   float* numerators_ = nullptr;     // [L, strip]
   float* state_ = nullptr;          // [strips][DK + L, strip]: the state, and below it the chunk's v
+  bool is_zero_ = true;             // the state
   float m_ = 0.F;                   // what the state is relative to: exact_m_, rounded
   double exact_m_ = 0.0;            // over many chunks the roundings would add up
 };

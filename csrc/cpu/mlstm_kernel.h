@@ -41,10 +41,18 @@ template <class V>
 }
 
 template <class V, int R, int C, bool causal>
-void mlstm_product(const MlstmProduct& p) {
+void mlstm_product(const MlstmProduct& product) {
   using F = typename V::F;
+  const MlstmProduct p = product;  // which no store to floats can change
   F acc[R * C];
-  unroll<V, R * C>([&](auto i) __attribute__((always_inline)) { acc[i] = V::zero(); });
+  if (p.beta == 0.F) {
+    unroll<V, R * C>([&](auto i) __attribute__((always_inline)) { acc[i] = V::zero(); });
+  } else {
+    const F beta = V::set1(p.beta);
+    unroll<V, R * C>([&](auto i) __attribute__((always_inline)) {
+      acc[i] = V::mul(beta, V::load(p.out + i / C * p.ld_out + i % C * V::width));
+    });
+  }
   const float* a = p.a;
   const float* b = p.b;
   for (int64_t k = 0; k < p.k; ++k, a += p.a_k, b += p.ld_b) {
@@ -70,13 +78,8 @@ void mlstm_product(const MlstmProduct& p) {
       b += p.ld_b;
     });
   }
-  const F beta = V::set1(p.beta);
-  unroll<V, R>([&](auto i) __attribute__((always_inline)) {
-    unroll<V, C>([&](auto c) __attribute__((always_inline)) {
-      float* at = p.out + i * p.ld_out + c * V::width;
-      V::store(at, p.beta == 0.F ? acc[i * C + c] : V::fma(beta, V::load(at), acc[i * C + c]));
-    });
-  });
+  unroll<V, R * C>(
+      [&](auto i) __attribute__((always_inline)) { V::store(p.out + i / C * p.ld_out + i % C * V::width, acc[i]); });
 }
 
 template <class V>
@@ -90,14 +93,16 @@ float horizontal_sum(typename V::F values) {
 }
 
 template <class V>
-float mlstm_weigh(float* p, const float* high, const float* low, float row_high, float row_low, int64_t count) {
+float mlstm_weigh(float* p, const float* high, const float* low, float row_high, float row_low, float scale,
+                  int64_t count) {
   using F = typename V::F;
   F sum = V::zero();
   const F rh = V::set1(row_high);
   const F rl = V::set1(row_low);
+  const F factor = V::set1(scale);
   auto weighted = [&](int64_t l) __attribute__((always_inline)) {
     const F exponent = V::add(V::add(rh, V::load(high + l)), V::add(rl, V::load(low + l)));
-    const F value = V::mul(V::load(p + l), exp_vector<V>(exponent));
+    const F value = V::mul(V::mul(V::load(p + l), factor), exp_vector<V>(exponent));
     V::store(p + l, value);
     return value;
   };
@@ -130,6 +135,25 @@ float mlstm_scale_and_dot(float* x, float scale, const float* n, int64_t count) 
     total += x[d] * n[d];
   }
   return total;
+}
+
+template <class V>
+void mlstm_scale(float* x, float scale, int64_t count) {
+  const auto factor = V::set1(scale);
+  int64_t d = 0;
+  for (; d + V::width <= count; d += V::width)
+    V::store(x + d, V::mul(V::load(x + d), factor));
+  for (; d < count; ++d)
+    x[d] *= scale;
+}
+
+template <class V>
+void mlstm_multiply(float* x, const float* weights, int64_t count) {
+  int64_t l = 0;
+  for (; l + V::width <= count; l += V::width)
+    V::store(x + l, V::mul(V::load(x + l), V::load(weights + l)));
+  for (; l < count; ++l)
+    x[l] *= weights[l];
 }
 
 template <class V>
@@ -177,6 +201,8 @@ constexpr MlstmKernels mlstm_kernels() {
     ((kernels.causal_product[static_cast<size_t>(i + 1)] = &mlstm_product<V, i + 1, C, true>), ...);
   }(std::make_integer_sequence<int, V::many_rows>{});
   kernels.weigh = &mlstm_weigh<V>;
+  kernels.scale = &mlstm_scale<V>;
+  kernels.multiply = &mlstm_multiply<V>;
   kernels.scale_and_dot = &mlstm_scale_and_dot<V>;
   kernels.exp = &mlstm_exp<V>;
   kernels.softplus = &mlstm_softplus<V>;

@@ -29,8 +29,11 @@ struct MlstmKernels {
   std::array<void (*)(const MlstmProduct&), kMaxMlstmRows + 1> product;
   // `rows` more steps of k: row i takes the first i + 1 of them, since a token sees no later one.
   std::array<void (*)(const MlstmProduct&), kMaxMlstmRows + 1> causal_product;
-  // p[l] *= exp((row_high + high[l]) + (row_low + low[l])); returns the sum.
-  float (*weigh)(float* p, const float* high, const float* low, float row_high, float row_low, int64_t count);
+  // p[l] *= scale * exp((row_high + high[l]) + (row_low + low[l])); returns the sum.
+  float (*weigh)(float* p, const float* high, const float* low, float row_high, float row_low, float scale,
+                 int64_t count);
+  void (*scale)(float* x, float scale, int64_t count);              // in place
+  void (*multiply)(float* x, const float* weights, int64_t count);  // in place
   // x *= scale; returns the sum of scale * x * n.
   float (*scale_and_dot)(float* x, float scale, const float* n, int64_t count);
   void (*exp)(float* x, int64_t count);  // in place; x <= 88
