@@ -64,6 +64,11 @@ struct LaneColumns {
     }
   }
   MARLIN_INLINE float at(uint column) const { return float(x[column / 4][column % 4]); }
+  MARLIN_INLINE bool has_other_than_finite() const {
+    float zero = 0.0f;
+    MARLIN_UNROLL for (uint i = 0; i < 8; ++i) zero = fma(at(i), 0.0f, zero);
+    return zero != 0.0f;  // NaN is
+  }
   MARLIN_INLINE Fragment fragment(uint b) const {
     Fragment matrix;
     matrix.thread_elements()[0] = at(2 * b);
@@ -80,6 +85,11 @@ struct MlstmLane {
 MARLIN_INLINE MlstmLane mlstm_lane(uint lane) {
   const LanePlace place = lane_place(lane);
   return {place.row, place.column / 2};
+}
+
+// The lane that holds (row, 2 * pair): the inverse of lane_place.
+MARLIN_INLINE ushort mlstm_lane_at(uint row, uint pair) {
+  return ushort((row >> 2) << 4 | (pair >> 1) << 3 | (row & 3u) << 1 | (pair & 1u));
 }
 
 // The sum over the four lanes of a row.

@@ -208,6 +208,20 @@ struct OutputSums {
     }
   }
 
+  // The product of a fragment of scores on the diagonal with values that are not all finite: a matrix product would
+  // carry them, times the 0 of a key that comes later, into rows that do not see them.
+  MARLIN_INLINE void add_diagonal(uint r, float2 score, LaneColumns<T> values, MlstmLane lane) {
+    for (uint key = 0; key < kBlock; ++key) {
+      const float even = simd_shuffle(score.x, mlstm_lane_at(lane.row, key / 2));
+      const float odd = simd_shuffle(score.y, mlstm_lane_at(lane.row, key / 2));
+      const float weight = key % 2 == 0 ? even : odd;
+      MARLIN_UNROLL for (uint i = 0; i < 8; ++i) {
+        const float value = simd_shuffle(values.at(i), mlstm_lane_at(key, lane.pair));
+        if (key <= lane.row) numerator[r][i / 2].thread_elements()[i % 2] += weight * value;
+      }
+    }
+  }
+
   // One block of keys. is_own: the queries' own block, whose fragments above the diagonal were not computed, and whose
   // keys at key_count and beyond do not exist.
   template <bool is_own>
@@ -220,13 +234,18 @@ struct OutputSums {
                                                                key < key_count, vector_activations);
       Fragment value[kFragments];
       MARLIN_UNROLL for (uint c = 0; c < kFragments; ++c) value[c] = columns.fragment(c);
+      const bool is_finite = !is_own || !simd_any(columns.has_other_than_finite());
       MARLIN_UNROLL for (uint r = 0; r < kFragments; ++r) {
         if (is_own && r < b) continue;
         const float2 score = scores[(r * kFragments + b) * kSimdWidth + lane_index];
+        score_sum[r] += score.x + score.y;
+        if (is_own && r == b && !is_finite) {
+          add_diagonal(r, score, columns, lane);
+          continue;
+        }
         Fragment a;
         a.thread_elements()[0] = score.x;
         a.thread_elements()[1] = score.y;
-        score_sum[r] += score.x + score.y;
         MARLIN_UNROLL for (uint c = 0; c < kFragments; ++c) {
           simdgroup_multiply_accumulate(numerator[r][c], a, value[c], numerator[r][c]);
         }

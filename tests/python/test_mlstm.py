@@ -235,9 +235,10 @@ def test_a_token_never_sees_a_later_one(argument, bad, device):
     changed[argument][0, 1, 37] = bad
     h = OPS.mlstm(*changed, chunk_size=32)[0].cpu()
     assert torch.equal(h[0, 0], clean[0, 0])
-    # On mps the values of eight tokens are one operand, whose later ones have weight 0.
-    seen = 32 if device == "mps" and "qkvif"[argument] == "v" else 37
-    assert torch.equal(h[0, 1, :seen], clean[0, 1, :seen])
+    # On mps eight tokens that hold a v that is not finite are added in another order.
+    same = 32 if device == "mps" and "qkvif"[argument] == "v" else 37
+    assert torch.equal(h[0, 1, :same], clean[0, 1, :same])
+    torch.testing.assert_close(h[0, 1, :37], clean[0, 1, :37], rtol=1e-5, atol=1e-6)
     if argument == 4 and bad == float("inf"):  # nothing is forgotten: a gate like any other
         assert h.isfinite().all()
     else:
