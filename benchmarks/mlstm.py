@@ -1,15 +1,17 @@
 """The mLSTM against PyTorch's operators: time over the length of the sequence, in one interleaved run.
 
-    python benchmarks/mlstm.py [--threads 1] [--rounds 7] [--picture mlstm.png]
+    python benchmarks/mlstm.py [--threads 1] [--rounds 7] [--dtype bfloat16] [--picture mlstm.png] [--memory]
 
 Rivals: the recurrence token by token; a straightforward chunkwise form in PyTorch operators; the same compiled by
 torch.compile. Every method first has to agree with the recurrence in fp64. With one thread the clock is the
-process's own, so that other work on the machine counts less.
+process's own, so that other work on the machine counts less. 16-bit inputs become fp32 inside every method.
 """
 
 import argparse
 import math
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +29,17 @@ SHAPES = [(32, 32), (64, 64), (64, 128), (128, 128), (128, 256), (256, 512)]
 LENGTHS = [64, 128, 256, 512, 1024, 2048, 4096, 8192]
 LENGTH = 512  # of the comparison over shapes
 LONGEST_SEQUENTIAL = 2048
+MEMORY_LENGTHS = [4096, 8192, 16384, 32768, 65536]
+MEMORY_PROGRAM = """
+import resource, sys, torch, torch_marlin_metal as tmm
+S, DK, DV = map(int, sys.argv[1:])
+tmm.mlstm(*(torch.zeros(1, 2, 64, D) for D in (DK, DK, DV)), *torch.zeros(2, 1, 2, 64))
+q, k, v = (torch.zeros(1, 2, S, D) for D in (DK, DK, DV))
+i, f = torch.zeros(2, 1, 2, S)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+h, state = tmm.mlstm(q, k, v, i, f)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, h.nbytes + sum(x.nbytes for x in state))
+"""
 METHODS = ("mlstm", "compiled chunkwise", "chunkwise", "sequential")
 Method = Callable[..., Tensor]
 
@@ -101,22 +114,26 @@ def chunkwise(
     return parts[2](q, k, v, i, b, C, n, m, eps)
 
 
+def in_fp32(method: Method) -> Method:
+    return lambda q, k, v, i, f: method(q.float(), k.float(), v.float(), i, f).to(q.dtype)
+
+
 def compiled_chunkwise(S: int) -> Method:
     """In one graph; beyond 1024 tokens, where that takes minutes, in three, of which one runs once a chunk."""
     torch._dynamo.reset()
     if S <= 1024:
-        return torch.compile(chunkwise, dynamic=False)
+        return torch.compile(in_fp32(chunkwise), dynamic=False)
     parts = tuple(torch.compile(part, dynamic=False) for part in (contributions, advance, outputs))
-    return lambda *x: chunkwise(*x, parts=parts)
+    return in_fp32(lambda *x: chunkwise(*x, parts=parts))
 
 
 def mlstm(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor) -> Tensor:
     return tmm.mlstm(q, k, v, i, f)[0]
 
 
-def inputs(S: int, DK: int, DV: int, H: int = 2) -> tuple[Tensor, ...]:
+def inputs(S: int, DK: int, DV: int, H: int = 2, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, H, S, D, generator=generator) for D in (DK, DK, DV))
+    q, k, v = (torch.randn(1, H, S, D, generator=generator).to(dtype) for D in (DK, DK, DV))
     i, f = torch.randn(1, H, S, generator=generator), 3 + torch.randn(1, H, S, generator=generator)
     return q, k, v, i, f
 
@@ -139,12 +156,23 @@ def measure(
     exact = tmm.mlstm(*(tensor.double() for tensor in x))[0]
     for name, method in methods.items():
         error = (method(*x).double() - exact).abs().max() / exact.abs().max()
-        assert error < 1e-3, f"{name}: error {error:.1e}"
+        assert error < max(1e-3, torch.finfo(x[0].dtype).eps), f"{name}: error {error:.1e}"
     times: dict[str, list[float]] = {name: [] for name in methods}
     for _ in range(rounds):
         for name, method in methods.items():
             times[name].append(seconds(method, x, clock))
     return {name: statistics.median(values) for name, values in times.items()}
+
+
+def memory(DK: int, DV: int) -> Table:
+    """Of processes of their own: what a call adds to the largest resident set, beside what it returns."""
+    table = Table("", "peak MB", "of which h and state", title=f"mlstm's memory beyond its inputs, DK {DK}, DV {DV}")
+    unit = 1 if sys.platform == "darwin" else 1024
+    for S in MEMORY_LENGTHS:
+        command = [sys.executable, "-c", MEMORY_PROGRAM, str(S), str(DK), str(DV)]
+        peak, kept = map(int, subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
+        table.add_row(f"S {S}", f"{peak * unit / 1e6:.1f}", f"{kept / 1e6:.1f}")
+    return table
 
 
 def draw(times: dict[int, dict[str, float]], slope: float, title: str, picture: Path) -> None:
@@ -165,16 +193,23 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--lengths-of", type=int, nargs=2, default=(64, 128), metavar=("DK", "DV"))
+    parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="float32")
     parser.add_argument("--picture", type=Path)
+    parser.add_argument("--memory", action="store_true", help="peak memory over S, and nothing else")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
+    dtype = getattr(torch, arguments.dtype)
     clock = time.process_time if arguments.threads == 1 else time.perf_counter
 
     def methods(S: int) -> dict[str, Method]:
-        found = dict(zip(METHODS, (mlstm, compiled_chunkwise(S), chunkwise, sequential), strict=True))
+        rivals = (compiled_chunkwise(S), in_fp32(chunkwise), in_fp32(sequential))
+        found = dict(zip(METHODS, (mlstm, *rivals), strict=True))
         return {name: method for name, method in found.items() if name != "sequential" or S <= LONGEST_SEQUENTIAL}
 
     console = Console(width=110)
+    if arguments.memory:
+        console.print(memory(*arguments.lengths_of))
+        return
 
     def table(title: str, rows: dict[str, dict[str, float]]) -> None:
         out = Table("", *METHODS, "to sequential", "to compiled", title=title)
@@ -190,13 +225,16 @@ def main() -> None:
     with torch.no_grad():
         shapes = {}
         for DK, DV in SHAPES:
-            shapes[f"DK {DK} DV {DV}"] = measure(methods(LENGTH), inputs(LENGTH, DK, DV), arguments.rounds, clock)
-        table(f"B 1, H 2, S {LENGTH}, fp32, {arguments.threads} thread(s)", shapes)
+            shapes[f"DK {DK} DV {DV}"] = measure(
+                methods(LENGTH), inputs(LENGTH, DK, DV, dtype=dtype), arguments.rounds, clock
+            )
+        table(f"B 1, H 2, S {LENGTH}, {arguments.dtype}, {arguments.threads} thread(s)", shapes)
 
         DK, DV = arguments.lengths_of
         times = {}
         for S in LENGTHS:
-            times[S] = measure(methods(S), inputs(S, DK, DV), arguments.rounds, clock)
+            x = inputs(S, DK, DV, dtype=dtype)
+            times[S] = measure(methods(S), x, arguments.rounds, clock)
     table(f"B 1, H 2, DK {DK}, DV {DV}", {f"S {S}": row for S, row in times.items()})
     logs = [(math.log(S), math.log(row["mlstm"])) for S, row in times.items()]
     slope = statistics.linear_regression(*zip(*logs, strict=True)).slope

@@ -64,10 +64,15 @@ struct LaneColumns {
     }
   }
   MARLIN_INLINE float at(uint column) const { return float(x[column / 4][column % 4]); }
-  MARLIN_INLINE bool has_other_than_finite() const {
-    float zero = 0.0f;
-    MARLIN_UNROLL for (uint i = 0; i < 8; ++i) zero = fma(at(i), 0.0f, zero);
-    return zero != 0.0f;  // NaN is
+  // Makes what is not finite 0; whether there was nothing such.
+  MARLIN_INLINE bool clear_not_finite() {
+    bool was_finite = true;
+    MARLIN_UNROLL for (uint i = 0; i < 8; ++i) {
+      const bool is_finite = isfinite(at(i));
+      if (!is_finite) x[i / 4][i % 4] = T(0.0f);
+      was_finite = was_finite && is_finite;
+    }
+    return was_finite;
   }
   MARLIN_INLINE Fragment fragment(uint b) const {
     Fragment matrix;

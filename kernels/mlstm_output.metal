@@ -208,46 +208,51 @@ struct OutputSums {
     }
   }
 
-  // The product of a fragment of scores on the diagonal with values that are not all finite: a matrix product would
-  // carry them, times the 0 of a key that comes later, into rows that do not see them.
-  MARLIN_INLINE void add_diagonal(uint r, float2 score, LaneColumns<T> values, MlstmLane lane) {
-    for (uint key = 0; key < kBlock; ++key) {
-      const float even = simd_shuffle(score.x, mlstm_lane_at(lane.row, key / 2));
-      const float odd = simd_shuffle(score.y, mlstm_lane_at(lane.row, key / 2));
-      const float weight = key % 2 == 0 ? even : odd;
-      MARLIN_UNROLL for (uint i = 0; i < 8; ++i) {
-        const float value = simd_shuffle(values.at(i), mlstm_lane_at(key, lane.pair));
-        if (key <= lane.row) numerator[r][i / 2].thread_elements()[i % 2] += weight * value;
-      }
-    }
-  }
-
   // One block of keys. is_own: the queries' own block, whose fragments above the diagonal were not computed, and whose
-  // keys at key_count and beyond do not exist.
+  // keys at key_count and beyond do not exist. Their values that are not finite are left out, since times the 0 of a
+  // later key they would reach queries that do not see them; returns whether there were none.
   template <bool is_own>
-  MARLIN_INLINE void add_block(const device T* v, uint v_stride, const threadgroup float2* scores, uint first_key,
+  MARLIN_INLINE bool add_block(const device T* v, uint v_stride, const threadgroup float2* scores, uint first_key,
                                uint key_count, uint column, uint DV, MlstmLane lane, uint lane_index) {
+    bool was_finite = true;
     MARLIN_UNROLL for (uint b = 0; b < kFragments; ++b) {
       const uint key = b * kBlock + lane.row;
       LaneColumns<T> columns;
       columns.template load<is_own ? Tail::zero : Tail::clamp>(v, (first_key + key) * v_stride, column, DV,
                                                                key < key_count, vector_activations);
+      if (is_own) was_finite = columns.clear_not_finite() && was_finite;
       Fragment value[kFragments];
       MARLIN_UNROLL for (uint c = 0; c < kFragments; ++c) value[c] = columns.fragment(c);
-      const bool is_finite = !is_own || !simd_any(columns.has_other_than_finite());
       MARLIN_UNROLL for (uint r = 0; r < kFragments; ++r) {
         if (is_own && r < b) continue;
         const float2 score = scores[(r * kFragments + b) * kSimdWidth + lane_index];
-        score_sum[r] += score.x + score.y;
-        if (is_own && r == b && !is_finite) {
-          add_diagonal(r, score, columns, lane);
-          continue;
-        }
         Fragment a;
         a.thread_elements()[0] = score.x;
         a.thread_elements()[1] = score.y;
+        score_sum[r] += score.x + score.y;
         MARLIN_UNROLL for (uint c = 0; c < kFragments; ++c) {
           simdgroup_multiply_accumulate(numerator[r][c], a, value[c], numerator[r][c]);
+        }
+      }
+    }
+    return was_finite;
+  }
+
+  // What add_block left out.
+  MARLIN_INLINE void add_not_finite(const device T* v, uint v_stride, const threadgroup float2* scores, uint first_key,
+                                    uint key_count, uint column, uint DV, MlstmLane lane) {
+    for (uint key = 0; key < key_count; ++key) {
+      LaneColumns<T> values;
+      values.template load<Tail::clamp>(v, (first_key + key) * v_stride, column, DV, true, vector_activations);
+      const uint place = key / kBlock * kSimdWidth + mlstm_lane_at(lane.row, key % kBlock / 2);
+      MARLIN_UNROLL for (uint r = 0; r < kFragments; ++r) {
+        if (key > r * kBlock + lane.row) continue;
+        const float2 score = scores[r * kFragments * kSimdWidth + place];
+        MARLIN_UNROLL for (uint i = 0; i < 8; ++i) {
+          const float value = values.at(i);
+          if (!isfinite(value)) {
+            numerator[r][i / 2].thread_elements()[i % 2] += (key % 2 == 0 ? score.x : score.y) * value;
+          }
         }
       }
     }
@@ -352,8 +357,12 @@ template <typename T>
     sums.template add_block<false>(chunk_v, v_stride, shared + key_block * kBlockScores, key_block * kMlstmBlock,
                                    kMlstmBlock, column, params.DV, lane, lane_index);
   }
-  sums.template add_block<true>(chunk_v, v_stride, shared + query_block * kBlockScores, query_block * kMlstmBlock,
-                                queries.count, column, params.DV, lane, lane_index);
+  const threadgroup float2* own_scores = shared + query_block * kBlockScores;
+  const bool was_finite = sums.template add_block<true>(chunk_v, v_stride, own_scores, queries.first, queries.count,
+                                                        column, params.DV, lane, lane_index);
+  if (!simd_all(was_finite)) {
+    sums.add_not_finite(chunk_v, v_stride, own_scores, queries.first, queries.count, column, params.DV, lane);
+  }
   sums.store(h + sequence * params.DV, out_n + sequence, m, state_sums, queries, params.DV, params.eps, column,
              simd_column == 0, lane);
 }

@@ -29,7 +29,7 @@ def check_state(got, expected: mlstm_reference.Result, slots=np.s_[-1]) -> None:
 
 
 def hidden_bound(regime: Regime, m0: float | None) -> float:
-    # A large m0 is a tiny floor, whatever the gates are.
+    # A large m0 is a tiny floor, whatever the gates are: at m0 = 20 the recurrence itself, in fp32, is off by up to 3e-3.
     return ILL_CONDITIONED if regime.ill_conditioned or (m0 or 0) > 8 else HIDDEN
 
 
@@ -124,10 +124,7 @@ def test_half_precision(dtype, bound, gate_dtype, f, device):
     assert h.dtype == dtype
     assert all(x.dtype == torch.float32 for x in final)
     assert relative_to_max(h, expected.h) <= bound
-    if device == "cpu":  # sums and states are fp32 from inputs that are exact
-        check_state(final, expected)
-    else:
-        assert relative_to_max(final[0], expected.C[:, :, -1]) <= bound
+    check_state(final, expected)  # sums and states are fp32, from inputs that are exact
 
 
 def test_four_calls_are_one(device):
@@ -235,10 +232,7 @@ def test_a_token_never_sees_a_later_one(argument, bad, device):
     changed[argument][0, 1, 37] = bad
     h = OPS.mlstm(*changed, chunk_size=32)[0].cpu()
     assert torch.equal(h[0, 0], clean[0, 0])
-    # On mps eight tokens that hold a v that is not finite are added in another order.
-    same = 32 if device == "mps" and "qkvif"[argument] == "v" else 37
-    assert torch.equal(h[0, 1, :same], clean[0, 1, :same])
-    torch.testing.assert_close(h[0, 1, :37], clean[0, 1, :37], rtol=1e-5, atol=1e-6)
+    assert torch.equal(h[0, 1, :37], clean[0, 1, :37])
     if argument == 4 and bad == float("inf"):  # nothing is forgotten: a gate like any other
         assert h.isfinite().all()
     else:
@@ -286,7 +280,7 @@ def test_fp64_is_the_reference_on_the_cpu():
         found = (h, N, M, *states)
         exact = (expected.h, expected.N, expected.M, expected.C[at], expected.n[at], expected.m[at])
         by_chunks = (chunks.h, chunks.N, chunks.M, chunks.C, chunks.n, chunks.m)
-        bound = 1e-9 if regime.ill_conditioned else 1e-12
+        bound = 1e-11 if regime.ill_conditioned else 1e-12
         for got, value, other in zip(found, exact, by_chunks, strict=True):
             largest = np.abs(value).max()
             assert np.abs(array(got) - value).max() <= bound * largest
