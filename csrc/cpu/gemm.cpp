@@ -15,7 +15,7 @@ namespace marlin::cpu {
 namespace {
 
 constexpr size_t kKeepBytes = size_t{8} << 20;  // of packed activations, per calling thread
-constexpr int64_t kStripsAhead = 4;             // prefetch distance
+constexpr int64_t kColumnsAhead = 512;          // prefetch distance: 32 KB of a whole chunk's words
 
 int64_t ceil_div(int64_t a, int64_t b) {
   return (a + b - 1) / b;
@@ -42,17 +42,44 @@ struct Activations {
   char* values;
   float* sums;
 
-  int64_t row_unit;
-  int64_t pitch;  // rows that a block takes in memory
+  const int64_t* starts;  // [row_blocks + 1] first rows
+  int64_t pitch;          // rows that a block takes in memory
 
-  Range block(int64_t index) const {
-    const Range units = part(ceil_div(rows, row_unit), row_blocks, index);
-    return {units.begin * row_unit, std::min(units.end * row_unit, rows)};
-  }
+  Range block(int64_t index) const { return {starts[index], starts[index + 1]}; }
   char* block_values(int64_t chunk, int64_t index) const {
     return values + (chunk * row_blocks + index) * pitch * row_bytes;
   }
   float* segment_sums(int64_t chunk, int64_t segment) const { return sums + (chunk * segments + segment) * rows; }
+};
+
+// Walks over the strips of a block, chunk after chunk, ahead of the products.
+class WordsAhead {
+ public:
+  WordsAhead(const PackedWeight& w, const Range& strips, const Range& chunks, int64_t strip)
+      : row_(w.words + chunks.begin * (kChunk / 8) * w.N + strips.begin * strip),
+        chunk_stride_(kChunk / 8 * w.N),
+        chunks_left_(std::min(chunks.end, w.K / kChunk) - chunks.begin - 1),
+        strips_(strips.size()),
+        strip_(strip) {
+    for (int64_t columns = strip; columns < kColumnsAhead; columns += strip)
+      next();
+  }
+  // The words that follow; at the end of the task those of the last chunk again.
+  const uint32_t* next() {
+    if (++at_ == strips_) {
+      at_ = 0;
+      if (chunks_left_-- > 0) row_ += chunk_stride_;
+    }
+    return row_ + at_ * strip_;
+  }
+
+ private:
+  const uint32_t* row_;
+  int64_t chunk_stride_;
+  int64_t chunks_left_;
+  int64_t strips_;
+  int64_t strip_;
+  int64_t at_ = 0;
 };
 
 const MatrixKernel& matrix_kernel(const Plan& plan, const KernelSet& kernels) {
@@ -90,14 +117,18 @@ class Gemm {
   // One of the plan's passes. False where the kernel cannot represent an activation or a scale: the rows are to be
   // computed again.
   bool run_pass(int64_t pass, const Parallel& parallel) {
-    static thread_local Scratch values_scratch, sums_scratch, partial_scratch;
+    static thread_local Scratch values_scratch, sums_scratch, starts_scratch, partial_scratch;
     Activations x{};
     const Range rows = part(a_.M, plan_.passes, pass);
     const int64_t row = rows.begin;
     x.rows = rows.size();
     x.row_blocks = ceil_div(x.rows, plan_.max_rows);
-    x.row_unit = plan_.row_unit;
-    x.pitch = ceil_div(ceil_div(x.rows, x.row_unit), x.row_blocks) * x.row_unit;
+    const int64_t row_units = ceil_div(x.rows, plan_.row_unit);
+    auto* starts = starts_scratch.get<int64_t>(x.row_blocks + 1);
+    for (int64_t i = 0; i <= x.row_blocks; ++i)
+      starts[i] = std::min(row_units * i / x.row_blocks * plan_.row_unit, x.rows);
+    x.starts = starts;
+    x.pitch = ceil_div(row_units, x.row_blocks) * plan_.row_unit;
     x.segments = ceil_div(kChunk, segment_);
     x.row_bytes = matrix_.row_bytes;
     x.values = values_scratch.get<char>(chunks_ * x.row_blocks * x.pitch * x.row_bytes);
@@ -192,10 +223,27 @@ class Gemm {
         const Range rows{x.block(some_blocks.begin).begin, x.block(some_blocks.end - 1).end};
         std::memset(y, 0, sizeof(float) * static_cast<size_t>(some_strips.size() * rows.size() * plan_.strip));
         int64_t loaded = -1;
+        WordsAhead ahead(w_, some_strips, chunks, plan_.strip);
+        Step step{};
+        step.values = values_.data();
+        step.segment = static_cast<int>(group_);
+        step.ld_scales = some_strips.size() * plan_.strip;
+        step.role = role_;
+        step.ld_sums = x.rows;
         for (int64_t chunk = chunks.begin; chunk < chunks.end; ++chunk) {
           loaded = load_chunk_scales(chunk, some_strips, loaded, scales);
+          step.k = static_cast<int>(std::min<int64_t>(kChunk, w_.K - chunk * kChunk));
+          step.scales = scales;
+          step.zeros = scales + groups() * step.ld_scales;
+          float* y_strip = y;
           for (int64_t strip = some_strips.begin; strip < some_strips.end; ++strip) {
-            run_strip(x, some_blocks, some_strips, chunks, chunk, strip, scales, tail_words, panel, y);
+            step.ld_words = w_.N;
+            step.words = w_.words + chunk * (kChunk / 8) * w_.N + strip * plan_.strip;
+            step.ahead = ahead.next();
+            run_strip(x, some_blocks, chunk, strip, tail_words, panel, y_strip, step);
+            step.scales += plan_.strip;
+            step.zeros += plan_.strip;
+            y_strip += rows.size() * plan_.strip;
           }
         }
         finish(some_strips, rows, row, y, partial);
@@ -238,21 +286,9 @@ class Gemm {
     return first;
   }
 
-  void run_strip(const Activations& x, const Range& blocks, const Range& strips, const Range& chunks, int64_t chunk,
-                 int64_t strip, const float* scales, uint32_t* tail_words, float* panel, float* y) const {
-    const int64_t k0 = chunk * kChunk;
-    const int64_t width = strips.size() * plan_.strip;
-    const int64_t column = (strip - strips.begin) * plan_.strip;
-    Step step{};
-    step.values = values_.data();
-    step.k = static_cast<int>(std::min<int64_t>(kChunk, w_.K - k0));
-    step.segment = static_cast<int>(group_);
-    step.scales = scales + column;
-    step.zeros = step.scales + groups() * width;
-    step.ld_scales = width;
-    step.words = w_.words + k0 / 8 * w_.N + strip * plan_.strip;
-    step.ld_words = w_.N;
-    step.ahead = words_ahead(strips, chunks, chunk, strip);
+  // step comes with everything but the row block set, for a strip that is whole.
+  void run_strip(const Activations& x, const Range& blocks, int64_t chunk, int64_t strip, uint32_t* tail_words,
+                 float* panel, float* y, Step step) const {
     if ((strip + 1) * plan_.strip > w_.N) {
       const int64_t count = w_.N - strip * plan_.strip;
       for (int64_t r = 0; r < step.k / 8; ++r) {
@@ -270,30 +306,16 @@ class Gemm {
     }
     if (matrix_.scaled_panel) step.scales = step.zeros;  // the global scale
     step.segment = static_cast<int>(segment_);
-    step.role = role_;
-    step.ld_sums = x.rows;
-    const int64_t first_row = x.block(blocks.begin).begin;
-    const int64_t rows = x.block(blocks.end - 1).end - first_row;
+    const float* sums = x.segment_sums(chunk, 0);
     for (int64_t b = blocks.begin; b < blocks.end; ++b) {
       const Range block = x.block(b);
       step.x = x.block_values(chunk, b);
       step.rows = static_cast<int>(block.size());
-      step.sums = x.segment_sums(chunk, 0) + block.begin;
-      step.y = y + (column * rows) + (block.begin - first_row) * plan_.strip;
+      step.sums = sums + block.begin;
+      step.y = y;
       matrix_.step[codes][static_cast<size_t>(block.size())](step);
+      y += block.size() * plan_.strip;
     }
-  }
-
-  // The words kStripsAhead strips on, going over into the next chunk of the task.
-  const uint32_t* words_ahead(const Range& strips, const Range& chunks, int64_t chunk, int64_t strip) const {
-    int64_t ahead = strip + kStripsAhead;
-    if (ahead >= strips.end) {
-      if (chunk + 1 >= chunks.end || (chunk + 2) * kChunk > w_.K)
-        return w_.words + chunk * kChunk / 8 * w_.N + strip * plan_.strip;
-      ahead = std::min(ahead - strips.size(), strips.end - 1);
-      ++chunk;
-    }
-    return w_.words + chunk * kChunk / 8 * w_.N + std::max(ahead, strips.begin) * plan_.strip;
   }
 
   // y is [strip][row][columns of the strip].
