@@ -1,5 +1,5 @@
 // AVX512-BF16 dot products with exact codes: vdpbf16ps multiplies pairs of bf16 and adds in fp32. A code is exact in
-// bf16 (integers below 256, E2M1), a bf16 activation is one part, an fp16 activation is two (11 bits <= 8 + 8). The
+// bf16 (integers below 256, E2M1), a bf16 activation is one part, an fp32 activation three (24 bits = 3 * 8). The
 // instruction flushes subnormals, so activations outside 2^-100 .. 2^120 are left to the fp32 kernels.
 #include "kernel_set.h"
 
@@ -33,6 +33,8 @@ using V = Avx512Bf16;
 // x is [k/8, pair, part, R]: pair j holds the activations of k = j and j + 4 in one 32-bit number.
 template <int parts, int R, int C>
 void dot_step(const Step& s) {
+  // Every part has a sum of its own: one row alone would be a chain of dependent instructions.
+  constexpr int sums = parts * R * C;
   const __m512i table = bf16_table(s.values);
   const uint32_t* words = s.words;
   const uint32_t* ahead = s.ahead;
@@ -40,8 +42,8 @@ void dot_step(const Step& s) {
   ChunkSum<V, R, C> sum(s);
   for (int begin = 0, segment = 0; begin < s.k; begin += s.segment, ++segment) {
     const int end = begin + s.segment < s.k ? begin + s.segment : s.k;
-    __m512 acc[R * C];
-    unroll<V, R * C>([&](auto i) __attribute__((always_inline)) { acc[i] = _mm512_setzero_ps(); });
+    __m512 acc[sums];
+    unroll<V, sums>([&](auto i) __attribute__((always_inline)) { acc[i] = _mm512_setzero_ps(); });
     for (int k = begin; k < end; k += 8) {
       __m512i word[C];
       unroll<V, C>([&](auto c) __attribute__((always_inline)) {
@@ -56,7 +58,7 @@ void dot_step(const Step& s) {
         unroll<V, parts * R>([&](auto i) __attribute__((always_inline)) {
           const __m512i activation = _mm512_set1_epi32(x[j * parts * R + i]);
           unroll<V, C>([&](auto c) __attribute__((always_inline)) {
-            __m512& a = acc[i % R * C + c];
+            __m512& a = acc[i * C + c];
             a = _mm512_dpbf16_ps(a, (__m512bh)code[c], (__m512bh)activation);
           });
         });
@@ -65,7 +67,15 @@ void dot_step(const Step& s) {
       ahead += s.ld_words;
       x += 4 * parts * R;
     }
-    add_segment<V, R, C>(s, segment, acc, sum.target());
+    if constexpr (parts == 3) {
+      __m512 total[R * C];
+      unroll<V, R * C>([&](auto i) __attribute__((always_inline)) {
+        total[i] = _mm512_add_ps(acc[i], _mm512_add_ps(acc[R * C + i], acc[2 * R * C + i]));
+      });
+      add_segment<V, R, C>(s, segment, total, sum.target());
+    } else {
+      add_segment<V, R, C>(s, segment, acc, sum.target());
+    }
   }
   sum.finish();
 }
@@ -102,9 +112,9 @@ constexpr MatrixKernel dot_kernel() {
   return kernel;
 }
 
-constexpr Bf16DotKernels kDot{
-    {dot_kernel<1, 1, V::few_rows, V::few_rows_vectors>(), dot_kernel<2, 1, V::few_rows, V::few_rows_vectors>()},
-    dot_kernel<1, V::few_rows, V::many_rows, V::many_rows_vectors>()};
+constexpr Bf16DotKernels kDot{dot_kernel<3, 1, 1, V::few_rows_vectors>(),
+                              dot_kernel<1, 1, V::few_rows, V::few_rows_vectors>(),
+                              dot_kernel<1, V::few_rows, V::many_rows, V::many_rows_vectors>()};
 
 }  // namespace
 

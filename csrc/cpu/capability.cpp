@@ -64,6 +64,7 @@ Detected detect() {
   const bool bw = add(zmm && (seven.ebx & bit_AVX512BW) != 0, "avx512bw");
   const bool dq = add(zmm && (seven.ebx & bit_AVX512DQ) != 0, "avx512dq");
   const bool vl = add(zmm && (seven.ebx & bit_AVX512VL) != 0, "avx512vl");
+  found.vnni = add(zmm && (seven.ecx & (1U << 11)) != 0, "avx512_vnni");
   const bool bf16 = add(zmm && (seven_one.eax & (1U << 5)) != 0, "avx512_bf16");
   const bool amx =
       add(tiles && (seven.edx & (1U << 24)) != 0, "amx_tile") && add((seven.edx & (1U << 22)) != 0, "amx_bf16");

@@ -20,6 +20,7 @@ struct Detected {
   std::vector<std::string> features;
   std::vector<Isa> available{Isa::portable};  // the last is the best
   bool fast_bf16_dot = false;                 // AVX512-BF16 at more than the fp32 rate
+  bool vnni = false;                          // AVX512-VNNI
 };
 
 const Detected& detected();

@@ -84,10 +84,16 @@ class WordsAhead {
 
 const MatrixKernel& matrix_kernel(const Plan& plan, const KernelSet& kernels) {
   switch (plan.kernel) {
+    case Kernel::bf16_dot_fp32_row:
+      return bf16_dot_kernels()->one_fp32_row;
     case Kernel::bf16_dot_few_rows:
-      return bf16_dot_kernels()->few_rows[static_cast<size_t>(plan.parts - 1)];
+      return bf16_dot_kernels()->few_rows;
     case Kernel::bf16_dot:
       return bf16_dot_kernels()->many_rows;
+    case Kernel::planes_few_rows:
+      return planes_kernels()->few_rows;
+    case Kernel::planes:
+      return planes_kernels()->many_rows;
     case Kernel::amx:
       return *amx_kernel(plan.parts);
     case Kernel::amx_scaled:
@@ -391,7 +397,8 @@ void gemm_on(const Machine& machine, const GemmArguments& arguments, const Paral
 }
 
 void gemm(const GemmArguments& arguments, const Parallel& parallel, Float32Precision precision) {
-  gemm_on({capability().isa, detected().fast_bf16_dot, parallel.num_threads}, arguments, parallel, precision);
+  gemm_on({capability().isa, detected().fast_bf16_dot, detected().vnni, parallel.num_threads}, arguments, parallel,
+          precision);
 }
 
 }  // namespace marlin::cpu

@@ -107,8 +107,15 @@ struct KernelSet {
 };
 
 struct Bf16DotKernels {
-  std::array<MatrixKernel, 2> few_rows;  // for one part and for two
-  MatrixKernel many_rows;                // one part
+  MatrixKernel one_fp32_row;  // three parts
+  MatrixKernel few_rows;      // one part
+  MatrixKernel many_rows;     // one part
+};
+
+// Activations as three planes of bytes, for integer and E2M1 codes.
+struct PlanesKernels {
+  MatrixKernel few_rows;
+  MatrixKernel many_rows;
 };
 
 // nullptr where this build has no code for the family.
@@ -117,6 +124,7 @@ const KernelSet* avx2_kernels();
 const KernelSet* avx512_kernels();
 const KernelSet* neon_kernels();
 const Bf16DotKernels* bf16_dot_kernels();
+const PlanesKernels* planes_kernels();
 const MatrixKernel* amx_kernel(int parts);
 const MatrixKernel* amx_scaled_kernel(int parts);
 const KernelSet* kernels_of(Isa isa);

@@ -18,6 +18,7 @@ constexpr int64_t kAmxSplitRows = 5;  // with activations in several parts
 // inside the panel then at once. For groups of 32 multiplying them into it pays from the second value on.
 constexpr int64_t kAmxGroup16Rows = 9;
 constexpr int64_t kAmxScaledRows = 33;
+constexpr int kPlanesFewRows = 2;    // as many as leave the accumulators of four vectors in registers
 constexpr int64_t kSliceChunks = 4;  // a slice of K shorter than this costs more to add up than it saves
 
 int64_t ceil_div(int64_t a, int64_t b) {
@@ -28,6 +29,9 @@ int64_t ceil_div(int64_t a, int64_t b) {
 
 KernelShape kernel_shape(Isa isa, Kernel kernel) {
   if (kernel == Kernel::amx || kernel == Kernel::amx_scaled) return {32, 32, 16};
+  if (kernel == Kernel::bf16_dot_fp32_row) return {64, 1, 1};
+  if (kernel == Kernel::planes_few_rows) return {64, kPlanesFewRows, 1};
+  if (kernel == Kernel::planes) return {32, 4, 1};
   const bool few = kernel == Kernel::few_rows || kernel == Kernel::bf16_dot_few_rows;
   switch (isa) {
     case Isa::avx512:
@@ -44,10 +48,11 @@ KernelShape kernel_shape(Isa isa, Kernel kernel) {
 
 namespace {
 
-// Bf16 dot products do twice the work of an fp32 multiply-add. With two parts that gain is spent, and what is left is
-// the cheaper decoding, which counts while a decoded code is used for few rows only.
+// Bf16 dot products do twice the work of an fp32 multiply-add, planes of bytes 4/3 of it, and both decode for less:
+// planes for least, which decides at one row; fp32 activations in three parts gain by that only.
 Kernel choose_kernel(const Machine& machine, const Problem& problem, int* parts) {
   const bool few = problem.M <= kernel_shape(machine.isa, Kernel::few_rows).max_rows;
+  const Kernel fp32 = few ? Kernel::few_rows : Kernel::many_rows;
   *parts = 1;
   if (machine.isa == Isa::amx && problem.bf16_codes) {
     const bool reduced = problem.precision == Float32Precision::reduced;
@@ -62,14 +67,21 @@ Kernel choose_kernel(const Machine& machine, const Problem& problem, int* parts)
                                                                                         : Kernel::amx;
     }
   }
-  if (machine.fast_bf16_dot && machine.isa >= Isa::avx512 && machine.isa <= Isa::amx && problem.bf16_codes) {
-    if (problem.a_type == ElementType::bfloat16) return few ? Kernel::bf16_dot_few_rows : Kernel::bf16_dot;
-    if (problem.a_type == ElementType::float16 && few) {
-      *parts = 2;
-      return Kernel::bf16_dot_few_rows;
-    }
+  if (machine.isa != Isa::avx512 && machine.isa != Isa::amx) return fp32;
+  const bool half = problem.a_type != ElementType::float32;
+  const bool fast_dot = machine.fast_bf16_dot && problem.bf16_codes;
+  if (fast_dot && problem.a_type == ElementType::bfloat16 && problem.M > 1) {
+    return few ? Kernel::bf16_dot_few_rows : Kernel::bf16_dot;
   }
-  return few ? Kernel::few_rows : Kernel::many_rows;
+  if (half && machine.vnni && codes_of(problem.format) != Codes::table) {
+    return problem.M <= kPlanesFewRows ? Kernel::planes_few_rows : Kernel::planes;
+  }
+  if (fast_dot && problem.a_type == ElementType::bfloat16) return Kernel::bf16_dot_few_rows;
+  if (fast_dot && !half && problem.M == 1) {
+    *parts = 3;
+    return Kernel::bf16_dot_fp32_row;
+  }
+  return fp32;
 }
 
 Plan divide(const Machine& machine, const Problem& problem, Kernel kernel, int parts) {
@@ -111,8 +123,9 @@ Plan make_fp32_plan(const Machine& machine, const Problem& problem) {
 }
 
 std::string to_string(const Plan& plan) {
-  static constexpr const char* kNames[] = {"few_rows", "many_rows", "bf16_dot_few_rows",
-                                           "bf16_dot", "amx",       "amx_scaled"};
+  static constexpr const char* kNames[] = {
+      "few_rows", "many_rows", "bf16_dot_fp32_row", "bf16_dot_few_rows", "bf16_dot", "planes_few_rows",
+      "planes",   "amx",       "amx_scaled"};
   auto number = [](const char* name, int64_t value) { return std::string(" ") + name + "=" + std::to_string(value); };
   return kNames[static_cast<int>(plan.kernel)] + number("parts", plan.parts) + number("strip", plan.strip) +
          number("max_rows", plan.max_rows) + number("passes", plan.passes) + number("block_rows", plan.block_rows) +

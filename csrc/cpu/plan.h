@@ -12,6 +12,7 @@ namespace marlin::cpu {
 struct Machine {
   Isa isa;
   bool fast_bf16_dot;
+  bool vnni;
   int threads;
 };
 
@@ -26,7 +27,17 @@ struct Problem {
   Float32Precision precision;
 };
 
-enum class Kernel : int { few_rows, many_rows, bf16_dot_few_rows, bf16_dot, amx, amx_scaled };
+enum class Kernel : int {
+  few_rows,
+  many_rows,
+  bf16_dot_fp32_row,
+  bf16_dot_few_rows,
+  bf16_dot,
+  planes_few_rows,
+  planes,
+  amx,
+  amx_scaled
+};
 
 // What the planner must know of a kernel's shape; the kernels' own tables are checked against it.
 struct KernelShape {

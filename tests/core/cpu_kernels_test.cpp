@@ -16,7 +16,7 @@ using cpu::Machine;
 
 std::string name(const Machine& machine) {
   return std::string(cpu::isa_name(machine.isa)) + (machine.fast_bf16_dot ? "+bf16" : "") +
-         " threads=" + std::to_string(machine.threads);
+         (machine.vnni ? "+vnni" : "") + " threads=" + std::to_string(machine.threads);
 }
 
 Array run(const Machine& machine, const Tensors& t, Float32Precision precision = Float32Precision::highest) {
@@ -287,8 +287,55 @@ void test_range(const Machine& machine) {
               worst);
 }
 
+// One activation in 32 is 2^4 to 2^24 times its neighbours. Planes of bytes are relative to the largest of a group.
+void test_outliers(const Machine& machine) {
+  double worst = 0;
+  for (const ElementType a_type : kFloats) {
+    for (const WeightFormat format : {WeightFormat::uint4b8, WeightFormat::uint4, WeightFormat::mxfp4}) {
+      for (const int64_t M : {1, 5}) {
+        Case c;
+        c.format = format;
+        c.M = M;
+        c.N = 40;
+        c.K = 264;
+        c.group_size = 32;
+        c.a_type = a_type;
+        Tensors t = make(c);
+        for (int64_t i = 0; i < t.a.count(); ++i)
+          t.a.set(i, t.a.get(i) * (i % 32 == 7 ? 1 : std::ldexp(1.0, -4 - static_cast<int>(i / 32 % 21))));
+        const cpu::Kernel kernel =
+            cpu::make_plan(machine, cpu::problem_of(t.arguments(nullptr), Float32Precision::highest)).kernel;
+        const bool planes = kernel == cpu::Kernel::planes || kernel == cpu::Kernel::planes_few_rows;
+        const Array out = run(machine, t);
+        for (int64_t m = 0; m < c.M; ++m) {
+          for (int64_t n = 0; n < c.N; ++n) {
+            double y = 0, sum = 0, largest_of_group = 0;
+            for (int64_t k = 0; k < c.K; ++k) {
+              if (k % c.group_size == 0) {
+                largest_of_group = 0;
+                for (int64_t i = k; i < std::min(k + c.group_size, c.K); ++i)
+                  largest_of_group = std::max(largest_of_group, std::fabs(t.activation(m, i)));
+              }
+              double size = 0;
+              y += t.activation(m, k) * t.weight(k, n, &size);
+              sum += (planes ? largest_of_group : std::fabs(t.activation(m, k))) * size;
+            }
+            const double rounding = unit_roundoff(a_type) * std::fabs(y) + smallest(a_type);
+            const double slack = 16 * 0x1p-24 * sum;
+            const double got = out.get(m * c.N + n);
+            worst = std::max(worst, (std::fabs(got - y) - rounding) / slack);
+            expect(std::fabs(got - y) <= rounding + slack,
+                   [&] { return name(machine) + " outliers: " + describe(c) + " got " + std::to_string(got); });
+          }
+        }
+      }
+    }
+  }
+  std::printf("%s: outliers, largest error %.3f of the arithmetic bound\n", name(machine).c_str(), worst);
+}
+
 // Other ranges of rows or columns must not change a result unless K is split.
-void test_partition(const Isa isa, bool bf16) {
+void test_partition(Machine machine) {
   Case c;
   c.M = 40;
   c.N = 600;
@@ -296,11 +343,12 @@ void test_partition(const Isa isa, bool bf16) {
   c.group_size = 32;
   c.a_type = ElementType::bfloat16;
   const Tensors t = make(c);
-  const Array one = run({isa, bf16, 1}, t);
+  machine.threads = 1;
+  const Array one = run(machine, t);
   for (const int threads : {2, 3, 4}) {
-    expect(same_bits(one, run({isa, bf16, threads}, t)), [&] {
-      return std::string(cpu::isa_name(isa)) + ": the number of threads changed the bits without a split of K";
-    });
+    machine.threads = threads;
+    expect(same_bits(one, run(machine, t)),
+           [&] { return name(machine) + ": the number of threads changed the bits without a split of K"; });
   }
 }
 
@@ -314,12 +362,14 @@ void test_empty(const Machine& machine) {
 
 int run_all(int rounds) {
   for (const Isa isa : cpu::detected().available) {
-    for (const bool bf16 : {false, true}) {
-      if (bf16 && !(cpu::detected().fast_bf16_dot && isa >= Isa::avx512)) continue;
-      const Machine machine{isa, bf16, 2};
+    const bool wide = isa == Isa::avx512 || isa == Isa::amx;
+    const bool dot = wide && cpu::detected().fast_bf16_dot, vnni = wide && cpu::detected().vnni;
+    const std::set<std::pair<bool, bool>> features{{false, false}, {dot, false}, {false, vnni}, {dot, vnni}};
+    for (const auto& [bf16, bytes] : features) {
+      const Machine machine{isa, bf16, bytes, 2};
       test_empty(machine);
       test_gemm(machine, rounds, false);
-      test_gemm({isa, bf16, 16}, std::max(rounds / 4, 1), true);
+      test_gemm({isa, bf16, bytes, 16}, std::max(rounds / 4, 1), true);
       test_reduced(machine, std::max(rounds / 2, 1));
       test_every_m(machine);
       test_long_k(machine);
@@ -327,7 +377,8 @@ int run_all(int rounds) {
       test_overflow(machine);
       test_non_finite(machine);
       test_range(machine);
-      test_partition(isa, bf16);
+      test_outliers(machine);
+      test_partition(machine);
     }
   }
   return report();

@@ -17,8 +17,8 @@ void expect(bool condition, const std::string& what) {
   std::printf("FAILED %s\n", what.c_str());
 }
 
-constexpr Machine kZen4{Isa::avx512, true, 2};
-constexpr Machine kXeon{Isa::amx, false, 16};
+constexpr Machine kZen4{Isa::avx512, true, true, 2};
+constexpr Machine kXeon{Isa::amx, false, true, 16};
 
 Problem problem(int64_t M, int64_t N, int64_t K, ElementType a_type) {
   return {M, N, K, WeightFormat::uint4b8, 128, a_type, true, Float32Precision::highest};
@@ -32,6 +32,7 @@ void test_choices() {
     const char* expected;
   };
   Problem table_of_floats = problem(1, 4096, 4096, bfloat16);
+  table_of_floats.format = WeightFormat::lut4;
   table_of_floats.bf16_codes = false;
   Problem reduced = problem(64, 4096, 4096, float32);
   reduced.precision = Float32Precision::reduced;
@@ -42,24 +43,30 @@ void test_choices() {
     return coded;
   };
   const Row rows[] = {
-      {{Isa::portable, false, 1}, problem(1, 64, 64, float32), "few_rows parts=1 strip=8 tasks=1x1x1"},
-      {{Isa::avx2, false, 2}, problem(1, 4096, 4096, float32), "few_rows parts=1 strip=32 tasks=1x2x1"},
-      {{Isa::avx2, false, 2}, problem(3, 4096, 4096, bfloat16), "many_rows parts=1 strip=16 tasks=1x2x1"},
-      {{Isa::avx512, false, 2}, problem(4, 4096, 4096, bfloat16), "few_rows parts=1 strip=64 tasks=1x2x1"},
-      {{Isa::avx512, false, 2}, problem(5, 4096, 4096, bfloat16), "many_rows parts=1 strip=32 tasks=1x2x1"},
-      {{Isa::neon, false, 4}, problem(7, 4096, 4096, float16), "many_rows parts=1 strip=16 tasks=1x4x1"},
-      {kZen4, problem(1, 4096, 4096, bfloat16), "bf16_dot_few_rows parts=1 strip=64 tasks=1x2x1"},
-      {kZen4, problem(1, 4096, 4096, float16), "bf16_dot_few_rows parts=2 strip=64 tasks=1x2x1"},
-      {kZen4, problem(1, 4096, 4096, float32), "few_rows parts=1 strip=64 tasks=1x2x1"},
+      {{Isa::portable, false, false, 1}, problem(1, 64, 64, float32), "few_rows parts=1 strip=8 tasks=1x1x1"},
+      {{Isa::avx2, false, false, 2}, problem(1, 4096, 4096, float32), "few_rows parts=1 strip=32 tasks=1x2x1"},
+      {{Isa::avx2, false, false, 2}, problem(3, 4096, 4096, bfloat16), "many_rows parts=1 strip=16 tasks=1x2x1"},
+      {{Isa::avx512, false, false, 2}, problem(4, 4096, 4096, bfloat16), "few_rows parts=1 strip=64 tasks=1x2x1"},
+      {{Isa::avx512, false, false, 2}, problem(5, 4096, 4096, bfloat16), "many_rows parts=1 strip=32 tasks=1x2x1"},
+      {{Isa::neon, false, false, 4}, problem(7, 4096, 4096, float16), "many_rows parts=1 strip=16 tasks=1x4x1"},
+      {kZen4, problem(1, 4096, 4096, bfloat16), "planes_few_rows parts=1 strip=64 tasks=1x2x1"},
+      {kZen4, problem(1, 4096, 4096, float16), "planes_few_rows parts=1 strip=64 tasks=1x2x1"},
+      {kZen4, problem(1, 4096, 4096, float32), "bf16_dot_fp32_row parts=3 strip=64 tasks=1x2x1"},
+      {kZen4, problem(2, 4096, 4096, bfloat16), "bf16_dot_few_rows parts=1 strip=64 tasks=1x2x1"},
+      {kZen4, problem(2, 4096, 4096, float16), "planes_few_rows parts=1 strip=64 tasks=1x2x1"},
+      {kZen4, problem(2, 4096, 4096, float32), "few_rows parts=1 strip=64 tasks=1x2x1"},
       {kZen4, problem(16, 4096, 4096, bfloat16), "bf16_dot parts=1 strip=32 tasks=1x2x1"},
-      {kZen4, problem(16, 4096, 4096, float16), "many_rows parts=1 strip=32 tasks=1x2x1"},
+      {kZen4, problem(16, 4096, 4096, float16), "planes parts=1 strip=32 tasks=1x2x1"},
+      {kZen4, problem(16, 4096, 4096, float32), "many_rows parts=1 strip=32 tasks=1x2x1"},
+      {{Isa::avx2, true, true, 2}, problem(16, 4096, 4096, float16), "many_rows parts=1 strip=16 tasks=1x2x1"},
       {kZen4, table_of_floats, "few_rows parts=1 strip=64 tasks=1x2x1"},
-      {kXeon, problem(1, 4096, 4096, bfloat16), "few_rows parts=1 strip=64 tasks=1x16x1"},
-      {kXeon, problem(2, 4096, 4096, bfloat16), "few_rows parts=1 strip=64 tasks=1x16x1"},
-      {kXeon, problem(4, 4096, 4096, float16), "few_rows parts=1 strip=64 tasks=1x16x1"},
+      {kXeon, problem(1, 4096, 4096, float32), "few_rows parts=1 strip=64 tasks=1x16x1"},
+      {kXeon, problem(1, 4096, 4096, bfloat16), "planes_few_rows parts=1 strip=64 tasks=1x16x1"},
+      {kXeon, problem(2, 4096, 4096, bfloat16), "planes_few_rows parts=1 strip=64 tasks=1x16x1"},
+      {kXeon, problem(4, 4096, 4096, float16), "planes parts=1 strip=32 tasks=1x16x1"},
       {kXeon, problem(5, 4096, 4096, float16), "amx parts=2 strip=32 tasks=1x16x1"},
       {kXeon, problem(3, 4096, 4096, bfloat16), "amx parts=1 strip=32 tasks=1x16x1"},
-      {kXeon, coded(8, WeightFormat::nvfp4, 16), "many_rows parts=1 strip=32 tasks=1x16x1"},
+      {kXeon, coded(8, WeightFormat::nvfp4, 16), "planes parts=1 strip=32 tasks=1x16x1"},
       {kXeon, coded(9, WeightFormat::nvfp4, 16), "amx_scaled parts=1 strip=32 tasks=1x16x1"},
       {kXeon, coded(32, WeightFormat::mxfp4, 32), "amx parts=1 strip=32 tasks=1x16x1"},
       {kXeon, coded(33, WeightFormat::mxfp4, 32), "amx_scaled parts=1 strip=32 tasks=1x16x1"},
@@ -89,7 +96,7 @@ void test_invariants() {
           for (int64_t M = 1; M < 1200; M += M < 70 ? 1 : 37) {
             for (const int64_t N : {1, 7, 100, 512, 4096, 11008}) {
               for (const int64_t K : {8, 136, 4096}) {
-                const Machine machine{isa, fast_dot, threads};
+                const Machine machine{isa, fast_dot, fast_dot, threads};
                 const Problem p = problem(M, N, K, a_type);
                 const Plan plan = make_plan(machine, p);
                 const std::string at = std::string(isa_name(isa)) + " M=" + std::to_string(M) +
@@ -111,10 +118,13 @@ void test_invariants() {
   }
 }
 
-void check_kernel(const MatrixKernel& kernel, const KernelShape& shape, const std::string& name) {
+void check_kernel(const MatrixKernel& kernel, const KernelShape& shape, const std::string& name,
+                  bool with_tables = true) {
   expect(kernel.strip == shape.strip && kernel.max_rows == shape.max_rows && kernel.row_unit == shape.row_unit,
          name + ": the planner knows another shape than the kernel has");
-  for (const auto& steps : kernel.step) {
+  for (const Codes codes : {Codes::integer, Codes::e2m1, Codes::table}) {
+    if (codes == Codes::table && !with_tables) continue;
+    const auto& steps = kernel.step[static_cast<size_t>(codes)];
     for (int rows = kernel.min_rows; rows <= kernel.max_rows; ++rows) {
       expect(steps[static_cast<size_t>(rows)] != nullptr, name + ": no kernel for " + std::to_string(rows) + " rows");
     }
@@ -133,10 +143,13 @@ void test_shapes() {
     expect(kernels->many_rows.min_rows <= kernels->few_rows.max_rows + 1, std::string(isa_name(isa)) + ": gap in rows");
   }
   if (const Bf16DotKernels* dot = bf16_dot_kernels()) {
-    for (const MatrixKernel& kernel : dot->few_rows) {
-      check_kernel(kernel, kernel_shape(Isa::avx512, Kernel::bf16_dot_few_rows), "bf16_dot_few_rows");
-    }
+    check_kernel(dot->one_fp32_row, kernel_shape(Isa::avx512, Kernel::bf16_dot_fp32_row), "bf16_dot_fp32_row");
+    check_kernel(dot->few_rows, kernel_shape(Isa::avx512, Kernel::bf16_dot_few_rows), "bf16_dot_few_rows");
     check_kernel(dot->many_rows, kernel_shape(Isa::avx512, Kernel::bf16_dot), "bf16_dot");
+  }
+  if (const PlanesKernels* planes = planes_kernels()) {
+    check_kernel(planes->few_rows, kernel_shape(Isa::avx512, Kernel::planes_few_rows), "planes_few_rows", false);
+    check_kernel(planes->many_rows, kernel_shape(Isa::avx512, Kernel::planes), "planes", false);
   }
   for (int parts = 1; parts <= 3; ++parts) {
     if (const MatrixKernel* tiles = amx_kernel(parts)) {

@@ -1,0 +1,40 @@
+"""The ceilings of this machine's CPU, measured by a few lines of C++ that are compiled for it on first use."""
+
+import ctypes
+import functools
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        raise SystemExit("benchmarks/cpu_ceilings.py: expected a C++ compiler (CXX, c++, g++ or clang++), found none")
+    flags = ["-std=c++20", "-O3", "-march=native", "-ffp-contract=fast", "-fPIC", "-shared", "-pthread"]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "cpu_ceilings.so")
+        subprocess.run([compiler, *flags, str(SOURCE), "-o", str(path)], check=True)
+        library = ctypes.CDLL(str(path))
+    library.stream_read.restype = ctypes.c_double
+    library.stream_read.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    library.fp32_peak.restype = ctypes.c_double
+    library.fp32_peak.argtypes = [ctypes.c_int]
+    return library
+
+
+def stream_read(data: torch.Tensor, threads: int) -> float:
+    """Bytes per second at which `threads` threads read `data` (contiguous, larger than the caches) once."""
+    return data.nbytes / float(_library().stream_read(data.data_ptr(), data.nbytes, threads))
+
+
+def fp32_peak(threads: int) -> float:
+    """Fp32 operations per second of `threads` threads, of multiply-adds on registers alone."""
+    return float(_library().fp32_peak(threads))

@@ -1,0 +1,204 @@
+// AVX512-VNNI dot products of bytes: a 16-bit activation becomes a whole number of 23 bits, in units of a power of two
+// fixed by the largest of its segment, and that number three signed bytes (planes). Codes are small unsigned whole
+// numbers, sums are exact in 32 bits, and four products cost one instruction. What is rounded is an activation below
+// 2^-11 (fp16) or 2^-14 (bf16) of the largest, by at most 2^-22 of it. Activations that are not finite, and segments
+// whose largest lies outside 2^-100 .. 2^120, are left to the fp32 kernels.
+#include "kernel_set.h"
+
+#if defined(__x86_64__)
+
+#include <immintrin.h>
+
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni"))), \
+                             apply_to = function)
+#else
+// GCC 12 warns about the undefined operands inside its own intrinsics.
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")
+#endif
+
+#include "gemm_kernel.h"
+#include "vec_avx512.h"
+
+namespace marlin::cpu {
+
+namespace {
+
+// The same vectors under a name of their own: nothing here may share a symbol with code for plain AVX-512.
+struct Avx512Vnni : Avx512 {};
+
+using V = Avx512Vnni;
+
+constexpr int kPlanes = 3;
+constexpr int kHead = kPlanes + 1;         // numbers a row and segment: the unit, and the sum of each plane
+constexpr int kMaxSegments = kChunk / 16;  // the least group is 16, unless it is all of K
+constexpr int kDots = 2 * kPlanes;         // 32-bit operands a row and 8 k: even and odd k of each plane
+constexpr int kRowBytes = 4 * (kHead * kMaxSegments + kDots * kChunk / 8);
+
+// Even and odd codes of packed words as unsigned bytes. A byte stands for (byte - offset) * unit.
+template <Codes codes>
+class Bytes {
+ public:
+  explicit Bytes(const float* values) : offset_(codes == Codes::e2m1 ? 12 : -static_cast<int>(values[0])) {
+    if constexpr (codes == Codes::e2m1) {
+      alignas(16) uint8_t doubled[16];
+      for (int q = 0; q < 16; ++q)
+        doubled[q] = static_cast<uint8_t>(2 * values[q] + 12);
+      table_ = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(doubled)));
+    }
+  }
+  int offset() const { return offset_; }
+  static constexpr float unit = codes == Codes::e2m1 ? 0.5F : 1.F;
+  template <int odd>
+  [[gnu::always_inline]] __m512i decode(__m512i words) const {
+    const __m512i nibbles = _mm512_and_si512(odd ? _mm512_srli_epi32(words, 4) : words, _mm512_set1_epi8(15));
+    if constexpr (codes == Codes::e2m1) return _mm512_shuffle_epi8(table_, nibbles);
+    return nibbles;
+  }
+
+ private:
+  __m512i table_ = _mm512_setzero_si512();
+  int offset_;
+};
+
+// x: [segment][kHead, R], then [k/8][kDots, R].
+template <Codes codes, int R, int C>
+void planes_step(const Step& s) {
+  const Bytes<codes> bytes(s.values);
+  const uint32_t* words = s.words;
+  const uint32_t* ahead = s.ahead;
+  const auto* head = static_cast<const int32_t*>(s.x);
+  const int32_t* x = head + kMaxSegments * kHead * R;
+  ChunkSum<V, R, C> sum(s);
+  for (int begin = 0, segment = 0; begin < s.k; begin += s.segment, ++segment, head += kHead * R) {
+    const int end = begin + s.segment < s.k ? begin + s.segment : s.k;
+    __m512i acc[kPlanes * R * C];
+    unroll<V, kPlanes * R>([&](auto i) __attribute__((always_inline)) {
+      const __m512i start = _mm512_set1_epi32(-bytes.offset() * head[R + i]);
+      unroll<V, C>([&](auto c) __attribute__((always_inline)) { acc[i * C + c] = start; });
+    });
+    for (int k = begin; k < end; k += 8) {
+      unroll<V, 2>([&](auto odd) __attribute__((always_inline)) {
+        __m512i code[C];
+        unroll<V, C>([&](auto c) __attribute__((always_inline)) {
+          code[c] = bytes.template decode<odd>(V::load_words(words + c * V::width));
+          if constexpr (odd == 0) __builtin_prefetch(ahead + c * V::width, 0, 2);
+        });
+        unroll<V, kPlanes * R>([&](auto i) __attribute__((always_inline)) {
+          const __m512i activation = _mm512_set1_epi32(x[odd * kPlanes * R + i]);
+          unroll<V, C>([&](auto c) __attribute__((always_inline)) {
+            // GCC 12 spills half of 24 accumulators around the intrinsic, which made four rows 1.4 times slower.
+            asm("vpdpbusd %2, %1, %0" : "+v"(acc[i * C + c]) : "v"(code[c]), "v"(activation));
+          });
+        });
+      });
+      words += s.ld_words;
+      ahead += s.ld_words;
+      x += kDots * R;
+    }
+    __m512 total[R * C];
+    unroll<V, R>([&](auto i) __attribute__((always_inline)) {
+      const __m512 unit = V::set1(std::bit_cast<float>(head[i]) * Bytes<codes>::unit);
+      unroll<V, C>([&](auto c) __attribute__((always_inline)) {
+        auto plane = [&](int p) __attribute__((always_inline)) { return _mm512_cvtepi32_ps(acc[(p * R + i) * C + c]); };
+        const __m512 low = V::fma(plane(1), V::set1(0x1p8F), plane(2));
+        total[i * C + c] = V::mul(V::fma(plane(0), V::set1(0x1p16F), low), unit);
+      });
+    });
+    add_segment<V, R, C>(s, segment, total, sum.target());
+  }
+  sum.finish();
+}
+
+// The k of 16 bytes as the dot products want them: even and odd ones of 8.
+[[gnu::always_inline]] inline __m128i even_and_odd(__m512i values) {
+  return _mm_shuffle_epi8(_mm512_cvtepi32_epi8(values),
+                          _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15));
+}
+
+bool pack_planes(const PackRow& p) {
+  constexpr uint32_t kLeast = (127U - 100U) << 23, kBeyond = (127U + 120U) << 23;
+  auto* head = static_cast<int32_t*>(p.out) + p.row;
+  int32_t* to = static_cast<int32_t*>(p.out) + kMaxSegments * kHead * p.rows + p.row;
+  for (int begin = 0; begin < p.count; begin += p.segment, head += kHead * p.rows) {
+    const int end = begin + p.segment < p.count ? begin + p.segment : p.count;
+    const auto mask = [&](int k) { return static_cast<__mmask16>(end - k >= 16 ? 0xFFFF : 0xFF); };
+    __m512i largest = _mm512_setzero_si512();
+    for (int k = begin; k < end; k += 16) {
+      const __m512i bits = _mm512_castps_si512(_mm512_maskz_loadu_ps(mask(k), p.values + k));
+      largest = _mm512_max_epu32(largest, _mm512_and_si512(bits, _mm512_set1_epi32(0x7FFFFFFF)));
+    }
+    const uint32_t magnitude = _mm512_reduce_max_epu32(largest);
+    if (magnitude != 0 && (magnitude < kLeast || magnitude >= kBeyond)) return false;
+    // 2^21 units or more and fewer than 2^22 make the largest.
+    const uint32_t exponent = magnitude >> 23;
+    const float unit = magnitude == 0 ? 0.F : std::bit_cast<float>((exponent - 21) << 23);
+    const __m512 units = _mm512_set1_ps(magnitude == 0 ? 0.F : std::bit_cast<float>((2 * 127 + 21 - exponent) << 23));
+    __m512i sums[kPlanes] = {};
+    for (int k = begin; k < end; k += 16) {
+      __m512i rest = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_maskz_loadu_ps(mask(k), p.values + k), units));
+      alignas(16) int32_t dots[kPlanes][4];
+      for (int plane = kPlanes - 1; plane >= 0; --plane) {
+        const __m512i low = plane == 0 ? rest : _mm512_srai_epi32(_mm512_slli_epi32(rest, 24), 24);
+        rest = _mm512_srai_epi32(_mm512_sub_epi32(rest, low), 8);
+        sums[plane] = _mm512_add_epi32(sums[plane], low);
+        _mm_store_si128(reinterpret_cast<__m128i*>(dots[plane]), even_and_odd(low));
+      }
+      for (int eight = 0; eight < (end - k >= 16 ? 2 : 1); ++eight) {
+        for (int odd = 0; odd < 2; ++odd) {
+          for (int plane = 0; plane < kPlanes; ++plane, to += p.rows)
+            *to = dots[plane][2 * eight + odd];
+        }
+      }
+    }
+    head[0] = std::bit_cast<int32_t>(unit);
+    for (int plane = 0; plane < kPlanes; ++plane)
+      head[(1 + plane) * p.rows] = _mm512_reduce_add_epi32(sums[plane]);
+  }
+  return true;
+}
+
+template <int max_rows, int C>
+constexpr MatrixKernel planes_kernel() {
+  MatrixKernel kernel{};
+  kernel.strip = C * V::width;
+  kernel.min_rows = 1;
+  kernel.max_rows = max_rows;
+  kernel.row_unit = 1;
+  kernel.row_bytes = kRowBytes;
+  kernel.pack = &pack_planes;
+  auto fill = [&]<Codes codes>() {
+    [&]<int... i>(std::integer_sequence<int, i...>) {
+      ((kernel.step[static_cast<size_t>(codes)][static_cast<size_t>(1 + i)] = &planes_step<codes, 1 + i, C>), ...);
+    }(std::make_integer_sequence<int, max_rows>{});
+  };
+  fill.template operator()<Codes::integer>();
+  fill.template operator()<Codes::e2m1>();
+  return kernel;
+}
+
+constexpr PlanesKernels kPlanesKernels{planes_kernel<2, 4>(), planes_kernel<4, 2>()};
+
+}  // namespace
+
+const PlanesKernels* planes_kernels() {
+  return &kPlanesKernels;
+}
+
+}  // namespace marlin::cpu
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
+
+#else
+
+namespace marlin::cpu {
+const PlanesKernels* planes_kernels() {
+  return nullptr;
+}
+}  // namespace marlin::cpu
+
+#endif
