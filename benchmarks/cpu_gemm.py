@@ -1,7 +1,8 @@
-"""CPU: the package's `gemm` beside PyTorch's dense linear and PyTorch's own 4-bit kernel, in one interleaved run.
+"""CPU: the package's `gemm` beside PyTorch's dense linear, PyTorch's own 4-bit kernel and the machine's ceilings.
 
 Every round runs each rival once, so that drifting clocks and neighbours hit all of them; what is printed are medians of
-the per-round ratios. Weights are cold: each call takes the next of enough copies to exceed the last-level cache.
+the per-round ratios. Weights are cold: each call takes the next of enough copies to exceed the last-level cache. Beside
+one row a plain read of memory runs in each round. The ceilings and the formats are measured in the same run.
 """
 
 import argparse
@@ -13,21 +14,26 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from cpu_ceilings import fp32_peak, stream_read
 
 import torch_marlin_metal as tmm
 from torch_marlin_metal.cli.bench import processor_name
 
 GROUP_SIZE = 128
-ROWS = (1, 2, 4, 8, 16, 64, 128, 512)
-SHAPES = ((4096, 4096), (4096, 11008))
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512)
+FORMAT_ROWS = (1, 8, 64)
+SHAPES = ("4096x4096", "4096x11008", "11008x4096", "4096x512")
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+SCALAR_SECONDS = 4.0  # PyTorch's 4-bit kernel is scalar code in fp32: it is left out where it would take longer
 Call = Callable[[int], object]
+Times = dict[str, list[float]]
 
 
 def cold_bytes() -> int:
     """How many bytes of weights to rotate: more than twice the last-level cache where the system tells its size."""
     sizes = [path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
     largest = max((int(size[:-1]) * {"K": 2**10, "M": 2**20}[size[-1]] for size in sizes), default=32 * 2**20)
-    return max(160 * 2**20, 5 * largest // 2)
+    return max(96 * 2**20, 5 * largest // 2)
 
 
 def seconds(call: Call, index: int) -> float:
@@ -38,42 +44,73 @@ def seconds(call: Call, index: int) -> float:
     return clock() - begin
 
 
-def stream_bandwidth() -> float:
-    """Bytes per second of a plain read of 512 MiB by all threads; the best of five."""
-    data = torch.zeros(2**27, dtype=torch.float32)
-    data.sum()
-    return data.nbytes / min(seconds(lambda _: data.sum(), 0) for _ in range(5))
+def interleave(calls: dict[str, Call], budget: float, least: int = 5) -> Times:
+    """Seconds of each call, one entry a round; as many rounds as the budget in seconds allows."""
+    times: Times = {name: [] for name in calls}
+    for call in calls.values():
+        call(0)
+    begin = time.perf_counter()
+    index = 0
+    while index < least or (time.perf_counter() - begin < budget and index < 200):
+        index += 1
+        for name, call in calls.items():
+            times[name].append(seconds(call, index))
+    return times
 
 
-class Weights:
+def ratio(times: Times, rival: str, ours: str) -> float:
+    """The median over rounds of the rival's time by ours: above 1, ours is faster."""
+    return statistics.median(r / o for r, o in zip(times[rival], times[ours], strict=True))
+
+
+class Layer:
+    """Enough copies of one layer's weight in a format of this package."""
+
+    def __init__(
+        self, K: int, N: int, weight_format: str = "uint4b8", group_size: int = GROUP_SIZE, perm: bool = False
+    ):
+        self.K = K
+        copies = max(2, cold_bytes() // (K * N // 2))
+        groups = -(-K // group_size)
+        packed = torch.randint(-(2**31), 2**31 - 1, (K // 8, N), dtype=torch.int32)
+        self.arguments: dict[str, object] = {"weight_format": weight_format, "group_size": group_size}
+        scales = torch.rand(groups, N).to(torch.bfloat16)
+        if weight_format in ("nvfp4", "mxfp4"):
+            scales = torch.randint(100, 120, (groups, N), dtype=torch.uint8)
+        if weight_format == "uint4":
+            self.arguments["zeros"] = torch.randint(0, 16, (groups, N), dtype=torch.uint8)
+        if weight_format == "lut4":
+            self.arguments["lut"] = torch.randn(16)
+        if perm:
+            self.arguments["perm"] = torch.randperm(K, dtype=torch.int32)
+        self.packed = [(packed.clone(), scales.clone()) for _ in range(copies)]
+
+    def __call__(self, a: torch.Tensor, index: int) -> object:
+        """This package's operator."""
+        words, scales = self.packed[index % len(self.packed)]
+        return tmm.ops.gemm(a, words, scales, **self.arguments)
+
+
+class Peers:
     """Enough copies of one layer's weight in every rival's own format."""
 
     def __init__(self, K: int, N: int) -> None:
         copies = max(2, cold_bytes() // (K * N // 2))
         dense_copies = max(2, cold_bytes() // (K * N * 2))
-        groups = K // GROUP_SIZE
-        packed = torch.randint(-(2**31), 2**31 - 1, (K // 8, N), dtype=torch.int32)
-        scales = torch.rand(groups, N).to(torch.bfloat16)
-        self.packed = [(packed.clone(), scales.clone()) for _ in range(copies)]
         codes = torch.randint(0, 16, (N, K), dtype=torch.int32)
-        pack = torch.ops.aten._convert_weight_to_int4pack_for_cpu
-        self.aten = [pack(codes, 1) for _ in range(copies)]
-        scales_and_zeros = torch.rand(groups, N, 2)
-        self.aten_scales = {dtype: scales_and_zeros.to(dtype) for dtype in (torch.bfloat16, torch.float32)}
+        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
+        self.packed = [packed.clone() for _ in range(copies)]
+        scales_and_zeros = torch.rand(K // GROUP_SIZE, N, 2)
+        self.scales_and_zeros = {dtype: scales_and_zeros.to(dtype) for dtype in DTYPES.values()}
         dense = torch.randn(N, K)
         self.dense = {
             dtype: [dense.to(dtype) for _ in range(dense_copies)] for dtype in (torch.bfloat16, torch.float32)
         }
 
-    def ours(self, a: torch.Tensor, index: int) -> object:
-        """This package's operator."""
-        words, scales = self.packed[index % len(self.packed)]
-        return torch.ops.torch_marlin_metal.gemm(a, words, scales, weight_format="uint4b8", group_size=GROUP_SIZE)
-
     def int4pack(self, a: torch.Tensor, index: int) -> object:
         """PyTorch's 4-bit kernel, in its own layout."""
-        words = self.aten[index % len(self.aten)]
-        return torch.ops.aten._weight_int4pack_mm_for_cpu(a, words, GROUP_SIZE, self.aten_scales[a.dtype])
+        words = self.packed[index % len(self.packed)]
+        return torch.ops.aten._weight_int4pack_mm_for_cpu(a, words, GROUP_SIZE, self.scales_and_zeros[a.dtype])
 
     def linear(self, a: torch.Tensor, index: int) -> object:
         """PyTorch's dense linear."""
@@ -81,67 +118,129 @@ class Weights:
         return torch.nn.functional.linear(a, copies[index % len(copies)])
 
 
-def compare(weights: Weights, M: int, K: int, budget: float) -> dict[str, list[float]]:
-    """Seconds of each rival, one entry a round; as many rounds as the budget in seconds allows, at least three.
+class Stream:
+    """A read of memory that no cache holds, as fast as the threads can."""
 
-    PyTorch's 4-bit kernel is scalar code in fp32 and takes seconds: it runs in the first round only.
-    """
-    a = {dtype: torch.randn(M, K).to(dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32)}
-    calls: dict[str, Call] = {
-        "ours bf16": partial(weights.ours, a[torch.bfloat16]),
-        "ours fp16": partial(weights.ours, a[torch.float16]),
-        "ours fp32": partial(weights.ours, a[torch.float32]),
-        "int4pack bf16": partial(weights.int4pack, a[torch.bfloat16]),
-        "dense bf16": partial(weights.linear, a[torch.bfloat16]),
-        "dense fp32": partial(weights.linear, a[torch.float32]),
+    def __init__(self, threads: int) -> None:
+        self.data = torch.zeros(cold_bytes() // 4)
+        self.threads = threads
+
+    def bytes_per_second(self) -> float:
+        """One read of all of it."""
+        return stream_read(self.data, self.threads)
+
+
+def table(title: str, columns: list[str]) -> None:
+    """The head of a table in Markdown."""
+    print(f"\n{title}\n\n| " + " | ".join(columns) + " |\n|" + "---|" * len(columns), flush=True)
+
+
+def row(*cells: object) -> None:
+    """A line of the table."""
+    print(
+        "| " + " | ".join(f"{cell:.2f}" if isinstance(cell, float) else str(cell) for cell in cells) + " |", flush=True
+    )
+
+
+def compare(K: int, N: int, rows: list[int], budget: float, peak: float) -> None:
+    """Every M: this package in three dtypes beside PyTorch's kernels."""
+    layer, peers = Layer(K, N), Peers(K, N)
+    table(
+        f"K x N = {K} x {N}, group {GROUP_SIZE}, uint4b8. Ratios above 1: this package is faster.",
+        ["M", "us bf16", "us fp16", "us fp32", "GFLOP/s bf16", "fp16", "fp32", "fp32 of FMA peak", "bf16 / int4pack",
+         "bf16 / dense bf16", "fp32 / int4pack", "fp32 / dense fp32"],
+    )  # fmt: skip
+    scalar_row = 0.0
+    for M in rows:
+        a = {name: torch.randn(M, K).to(dtype) for name, dtype in DTYPES.items()}
+        calls: dict[str, Call] = {f"ours {name}": partial(layer, a[name]) for name in DTYPES}
+        calls["int4pack bf16"] = partial(peers.int4pack, a["bf16"])
+        calls["dense bf16"] = partial(peers.linear, a["bf16"])
+        calls["dense fp32"] = partial(peers.linear, a["fp32"])
+        times = interleave(calls, budget)
+        ours = {name: statistics.median(times[f"ours {name}"]) for name in DTYPES}
+        scalar = "-"
+        if scalar_row * M < SCALAR_SECONDS:
+            once = seconds(partial(peers.int4pack, a["fp32"]), 0)
+            scalar_row, scalar = once / M, f"{once / ours['fp32']:.0f}"
+        rate = {name: 2 * M * K * N / ours[name] for name in DTYPES}
+        row(
+            M, *(f"{ours[name] * 1e6:.0f}" for name in DTYPES), *(f"{rate[name] * 1e-9:.0f}" for name in DTYPES),
+            rate["fp32"] / peak, ratio(times, "int4pack bf16", "ours bf16"), ratio(times, "dense bf16", "ours bf16"),
+            scalar, ratio(times, "dense fp32", "ours fp32"),
+        )  # fmt: skip
+
+
+def few_rows(K: int, N: int, budget: float, stream: Stream) -> None:
+    """One row beside a read of memory, and eight rows beside one, all in the same rounds."""
+    layer = Layer(K, N)
+    calls: dict[str, Call] = {}
+    for M in (1, 8):
+        for name, dtype in DTYPES.items():
+            calls[f"{name} {M}"] = partial(layer, torch.randn(M, K).to(dtype))
+    bandwidth: list[float] = []
+    calls["stream"] = lambda _: bandwidth.append(stream.bytes_per_second())
+    times = interleave(calls, budget)
+    bandwidth = bandwidth[1:]
+    cells = [
+        statistics.median(K * N / 2 / t / b for t, b in zip(times[f"{name} 1"], bandwidth, strict=True))
+        for name in DTYPES
+    ]
+    growth = [ratio(times, f"{name} 8", f"{name} 1") for name in DTYPES]
+    row(f"{K} x {N}", f"{statistics.median(bandwidth) * 1e-9:.1f}", *cells, *growth)
+
+
+def formats(K: int, N: int, budget: float) -> None:
+    """Formats beside uint4b8 at the same group size: above 1, the format takes longer."""
+    table(
+        f"K x N = {K} x {N}: time by that of uint4b8 at the same group size",
+        ["M", "a", "lut4, group 128", "uint4 with zeros, group 128", "uint4b8 with perm, group 128", "mxfp4, group 32",
+         "nvfp4, group 16"],
+    )  # fmt: skip
+    layers = {
+        "lut4": (Layer(K, N, "lut4"), "plain 128"),
+        "uint4": (Layer(K, N, "uint4"), "plain 128"),
+        "perm": (Layer(K, N, perm=True), "plain 128"),
+        "mxfp4": (Layer(K, N, "mxfp4", 32), "plain 32"),
+        "nvfp4": (Layer(K, N, "nvfp4", 16), "plain 16"),
     }
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for call in calls.values():
-        call(0)
-    times["int4pack fp32"] = [seconds(partial(weights.int4pack, a[torch.float32]), 0)]
-    begin = time.perf_counter()
-    index = 0
-    while index < 3 or (time.perf_counter() - begin < budget and index < 200):
-        index += 1
-        for name, call in calls.items():
-            times[name].append(seconds(call, index))
-    return times
-
-
-def ratio(times: dict[str, list[float]], rival: str, ours: str) -> float:
-    """The median over rounds of the rival's time by ours: above 1, ours is faster."""
-    if len(times[rival]) == 1:
-        return times[rival][0] / statistics.median(times[ours])
-    return statistics.median(r / o for r, o in zip(times[rival], times[ours], strict=True))
+    plain = {f"plain {group}": Layer(K, N, group_size=group) for group in (128, 32, 16)}
+    for M in FORMAT_ROWS:
+        for name, dtype in DTYPES.items():
+            a = torch.randn(M, K).to(dtype)
+            calls: dict[str, Call] = {key: partial(layer, a) for key, layer in plain.items()}
+            calls |= {key: partial(layer, a) for key, (layer, _) in layers.items()}
+            times = interleave(calls, budget)
+            row(M, name, *(ratio(times, key, base) for key, (_, base) in layers.items()))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
-    parser.add_argument("--budget", type=float, default=2.0, help="seconds for each M and shape")
+    parser.add_argument("--rows", type=int, nargs="*", default=list(ROWS), help="numbers of rows beside the peers")
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), metavar="KxN")
+    parser.add_argument("--budget", type=float, default=2.0, help="seconds for each line")
+    parser.add_argument("--formats", action=argparse.BooleanOptionalAction, default=True)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
+    shapes = [tuple(int(size) for size in shape.split("x")) for shape in arguments.shapes]
     capability = tmm.cpu_capability()
-    print(f"{processor_name()}, {arguments.threads} threads, torch {torch.__version__}, group {GROUP_SIZE}, uint4b8")
-    print(f"{capability}")
-    for K, N in SHAPES:
-        weights = Weights(K, N)
-        bandwidth = stream_bandwidth()
-        print(f"\nK x N = {K} x {N}; stream read {bandwidth * 1e-9:.1f} GB/s")
-        print("    M | ours us: bf16    fp16    fp32 | bf16 GFLOP/s | bf16 times faster than int4pack  dense | "
-              "fp32 than int4pack   dense | of stream")  # fmt: skip
-        for M in arguments.rows:
-            times = compare(weights, M, K, arguments.budget)
-            ours = {dtype: statistics.median(times[f"ours {dtype}"]) for dtype in ("bf16", "fp16", "fp32")}
-            print(
-                f"{M:5d} | {ours['bf16'] * 1e6:13.0f} {ours['fp16'] * 1e6:7.0f} {ours['fp32'] * 1e6:7.0f} | "
-                f"{2e-9 * M * K * N / ours['bf16']:12.0f} | "
-                f"{ratio(times, 'int4pack bf16', 'ours bf16'):31.2f} {ratio(times, 'dense bf16', 'ours bf16'):6.2f} | "
-                f"{ratio(times, 'int4pack fp32', 'ours fp32'):18.1f} {ratio(times, 'dense fp32', 'ours fp32'):7.2f} | "
-                f"{K * N / 2 / ours['bf16'] / bandwidth:9.2f}",
-                flush=True,
-            )
+    peak = statistics.median(fp32_peak(arguments.threads) for _ in range(5))
+    stream = Stream(arguments.threads)
+    print(f"{processor_name()}, {arguments.threads} threads, torch {torch.__version__}")
+    print(f"{capability.isa}: {capability.reason}; {' '.join(capability.features)}")
+    print(f"fp32 multiply-adds on registers: {peak * 1e-9:.0f} GFLOP/s")
+    table(
+        f"One row: weight bytes a second by those of a plain read. Eight rows: time by one's. Group {GROUP_SIZE}.",
+        ["K x N", "read GB/s", "bf16", "fp16", "fp32", "8 rows bf16", "8 rows fp16", "8 rows fp32"],
+    )
+    for K, N in shapes:
+        few_rows(K, N, arguments.budget, stream)
+    if arguments.formats:
+        formats(*shapes[0], arguments.budget)
+    if arguments.rows:
+        for K, N in shapes:
+            compare(K, N, arguments.rows, arguments.budget, peak)
 
 
 if __name__ == "__main__":
