@@ -1,0 +1,227 @@
+"""CPU: the package's `gemm` beside ggml's matrix product of Q4_0 (symmetric, group 32), in one interleaved run.
+
+Needs ggml's shared libraries: those of an installed `llama-cpp-python`, or of any build through `--library FOLDER`.
+At group 32 both multiply the same weights; errors are relative root mean squares against fp64 with the exact weights.
+"""
+
+import argparse
+import ctypes
+import importlib.util
+import os
+import statistics
+import sys
+from collections.abc import Callable
+from ctypes import c_bool, c_char_p, c_int, c_int64, c_size_t, c_void_p
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from cpu_gemm import Call, cold_bytes, interleave, ratio, row, table
+
+import torch_marlin_metal as tmm
+from torch_marlin_metal.cli.bench import processor_name
+
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512)
+BLOCK = 32
+Q4_0 = np.dtype([("scale", np.float16), ("codes", np.uint8, (BLOCK // 2,))])
+GGML_TYPE_F32, GGML_TYPE_Q4_0 = 0, 2
+
+
+class InitParams(ctypes.Structure):
+    """ggml_init_params of ggml.h."""
+
+    _fields_ = (("mem_size", c_size_t), ("mem_buffer", c_void_p), ("no_alloc", c_bool))
+
+
+# Result, then arguments, from ggml.h, ggml-alloc.h, ggml-backend.h and ggml-cpu.h.
+SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "ggml_init": (c_void_p, InitParams),
+    "ggml_new_tensor_2d": (c_void_p, c_void_p, c_int, c_int64, c_int64),
+    "ggml_log_set": (None, c_void_p, c_void_p),
+    "ggml_mul_mat": (c_void_p, c_void_p, c_void_p, c_void_p),
+    "ggml_new_graph": (c_void_p, c_void_p),
+    "ggml_build_forward_expand": (None, c_void_p, c_void_p),
+    "ggml_quantize_chunk": (c_size_t, c_int, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p),
+    "ggml_backend_alloc_ctx_tensors_from_buft": (c_void_p, c_void_p, c_void_p),
+    "ggml_backend_tensor_set": (None, c_void_p, c_void_p, c_size_t, c_size_t),
+    "ggml_backend_tensor_get": (None, c_void_p, c_void_p, c_size_t, c_size_t),
+    "ggml_backend_graph_compute": (c_int, c_void_p, c_void_p),
+    "ggml_backend_reg_dev_get": (c_void_p, c_void_p, c_size_t),
+    "ggml_backend_reg_get_proc_address": (c_void_p, c_void_p, c_char_p),
+    "ggml_backend_buft_name": (c_char_p, c_void_p),
+    "ggml_backend_cpu_buffer_type": (c_void_p,),
+    "ggml_backend_cpu_init": (c_void_p,),
+    "ggml_backend_cpu_set_n_threads": (None, c_void_p, c_int),
+    "ggml_backend_cpu_reg": (c_void_p,),
+}
+LOG = ctypes.CFUNCTYPE(None, c_int, c_char_p, c_void_p)(lambda *_: None)
+
+
+def folder_of_libraries(given: Path | None) -> Path:
+    """Where ggml's shared libraries are; ends the program with a message where they are not."""
+    folders = [given] if given else []
+    spec = None if given else importlib.util.find_spec("llama_cpp")
+    if spec and spec.origin:
+        folders += [Path(spec.origin).parent / "lib", Path(spec.origin).parent]
+    for folder in folders:
+        if list(folder.glob("libggml-cpu.*")):
+            return folder
+    where = f"in {given}" if given else "and no installed llama-cpp-python"
+    sys.exit(f"benchmarks/cpu_ggml.py: expected libggml-base and libggml-cpu, found none {where}; "
+             "install llama-cpp-python or name a folder by --library")  # fmt: skip
+
+
+class Ggml:
+    """The few functions of ggml that a product needs."""
+
+    def __init__(self, folder: Path, threads: int) -> None:
+        libraries = [
+            ctypes.CDLL(str(next(iter(sorted(folder.glob(f"lib{name}.*"))))), mode=ctypes.RTLD_GLOBAL)
+            for name in ("ggml-base", "ggml-cpu")
+        ]
+        for name, (result, *arguments) in SIGNATURES.items():
+            function = next(getattr(library, name) for library in libraries if hasattr(library, name))
+            function.restype, function.argtypes = result, arguments
+            setattr(self, name.removeprefix("ggml_"), function)
+        self.call("log_set", LOG, None)
+        self.backend = self.call("backend_cpu_init")
+        self.call("backend_cpu_set_n_threads", self.backend, threads)
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """One of the functions, by its name without the prefix."""
+        return getattr(self, name)(*arguments)
+
+    def buffer_types(self) -> dict[str, int]:
+        """The plain layout, and those that the CPU backend packs weights into."""
+        reg = self.call("backend_cpu_reg")
+        address = self.call("backend_reg_get_proc_address", reg, b"ggml_backend_dev_get_extra_bufts")
+        extra = ctypes.CFUNCTYPE(ctypes.POINTER(c_void_p), c_void_p)(address)(self.call("backend_reg_dev_get", reg, 0))
+        found = [self.call("backend_cpu_buffer_type")]
+        while extra and (kind := extra[len(found) - 1]):
+            found.append(kind)
+        return {self.call("backend_buft_name", kind).decode(): kind for kind in found}
+
+    def context(self) -> int:
+        """A context for tensors whose data lies elsewhere."""
+        return int(self.call("init", InitParams(64 * 2**20, None, True)))
+
+
+class Product:
+    """Copies of one weight in one of ggml's layouts, and its products with M rows."""
+
+    def __init__(self, ggml: Ggml, kind: int, blocks: np.ndarray, K: int, N: int, copies: int) -> None:
+        self.ggml, self.K, self.N = ggml, K, N
+        context = ggml.context()
+        self.weights = [ggml.call("new_tensor_2d", context, GGML_TYPE_Q4_0, K, N) for _ in range(copies)]
+        if not ggml.call("backend_alloc_ctx_tensors_from_buft", context, kind):
+            raise MemoryError("ggml: no memory for the weights")
+        for weight in self.weights:
+            ggml.call("backend_tensor_set", weight, blocks.ctypes.data, 0, blocks.nbytes)
+
+    def of(self, a: np.ndarray) -> tuple[Call, Callable[[], np.ndarray]]:
+        """The timed call, and what reads its result."""
+        ggml, context = self.ggml, self.ggml.context()
+        x = ggml.call("new_tensor_2d", context, GGML_TYPE_F32, self.K, len(a))
+        results = [ggml.call("mul_mat", context, weight, x) for weight in self.weights]
+        graphs = []
+        for result in results:
+            graphs.append(ggml.call("new_graph", context))
+            ggml.call("build_forward_expand", graphs[-1], result)
+        ggml.call("backend_alloc_ctx_tensors_from_buft", context, ggml.call("backend_cpu_buffer_type"))
+        ggml.call("backend_tensor_set", x, a.ctypes.data, 0, a.nbytes)
+
+        def read() -> np.ndarray:
+            out = np.empty((len(a), self.N), np.float32)
+            ggml.call("backend_tensor_get", results[0], out.ctypes.data, 0, out.nbytes)
+            return out
+
+        return lambda index: ggml.call("backend_graph_compute", ggml.backend, graphs[index % len(graphs)]), read
+
+
+def quantize(ggml: Ggml, weight: np.ndarray) -> np.ndarray:
+    """fp32 [N, K] to Q4_0 blocks [N, K / 32], by ggml itself."""
+    N, K = weight.shape
+    blocks = np.empty((N, K // BLOCK), Q4_0)
+    ggml.call("quantize_chunk", GGML_TYPE_Q4_0, weight.ctypes.data, blocks.ctypes.data, 0, N, K, None)
+    return blocks
+
+
+def from_blocks(blocks: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same weight for this package: words [K/8, N] and fp16 scales [K / 32, N]. Low nibbles come first."""
+    codes = np.concatenate([blocks["codes"] & 15, blocks["codes"] >> 4], axis=2)
+    nibbles = codes.reshape(len(blocks), -1, 8).astype(np.uint32)
+    words = np.bitwise_or.reduce(nibbles << np.arange(0, 32, 4, dtype=np.uint32), axis=2)
+    return torch.from_numpy(words.T.copy().view(np.int32)), torch.from_numpy(blocks["scale"].T.copy())
+
+
+def ours(copies: list[tuple[torch.Tensor, torch.Tensor]], group_size: int, a: torch.Tensor, index: int) -> object:
+    """This package's operator."""
+    words, scales = copies[index % len(copies)]
+    return tmm.ops.gemm(a, words, scales, weight_format="uint4b8", group_size=group_size)
+
+
+def error(result: np.ndarray, a: np.ndarray, weight: np.ndarray) -> str:
+    """Relative root mean square against fp64, of at most eight rows."""
+    exact = a[:8].astype(np.float64) @ weight
+    return f"{np.linalg.norm(result[:8] - exact) / np.linalg.norm(exact):.1e}"
+
+
+def compare(ggml: Ggml, K: int, N: int, rows: list[int], budget: float) -> None:
+    """One shape: every layout of ggml that takes the weight beside this package."""
+    blocks = quantize(ggml, np.random.default_rng(0).standard_normal((N, K), np.float32))
+    number = max(2, cold_bytes() // blocks.nbytes)
+    layouts = {name: Product(ggml, kind, blocks, K, N, number) for name, kind in ggml.buffer_types().items()}
+    words, scales = from_blocks(blocks)
+    weights = {32: scales, 128: scales[::4].contiguous()}
+    copies = {group: [(words.clone(), scales.clone()) for _ in range(number)] for group, scales in weights.items()}
+    exact = {
+        group: tmm.ops.dequantize(words, scales, weight_format="uint4b8", group_size=group, dtype=torch.float32)
+        .numpy().astype(np.float64)
+        for group, scales in weights.items()
+    }  # fmt: skip
+    kinds = [(group, dtype) for group in (32, 128) for dtype in (torch.float32, torch.bfloat16)]
+    own = [f"group {group} {str(dtype).removeprefix('torch.')}" for group, dtype in kinds]
+    table(
+        f"K x N = {K} x {N}. Ratios above 1: this package is faster, at the group size and with the activations named.",
+        ["M", *(f"us {name}" for name in (*layouts, *own)), *(f"{name} / {key}" for name in layouts for key in own),
+         *(f"error {name}" for name in layouts), *(f"error {key}" for key in own if "float32" in key)],
+    )  # fmt: skip
+    for M in rows:
+        a = np.random.default_rng(M).standard_normal((M, K), np.float32)
+        x = torch.from_numpy(a)
+        products = {name: layout.of(a) for name, layout in layouts.items()}
+        calls: dict[str, Call] = {name: call for name, (call, _) in products.items()}
+        calls |= {
+            key: partial(ours, copies[group], group, x.to(dtype))
+            for key, (group, dtype) in zip(own, kinds, strict=True)
+        }
+        times = interleave(calls, budget)
+        results = {group: torch.as_tensor(ours(copies[group], group, x, 0)).numpy() for group in weights}
+        row(
+            M, *(f"{statistics.median(times[name]) * 1e6:.0f}" for name in (*layouts, *own)),
+            *(ratio(times, name, key) for name in layouts for key in own),
+            *(error(read(), a, exact[32]) for _, read in products.values()),
+            *(error(results[group], a, exact[group]) for group in weights),
+        )  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--library", type=Path, help="folder with libggml-base and libggml-cpu")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
+    parser.add_argument("--shapes", nargs="+", default=["4096x4096"], metavar="KxN")
+    parser.add_argument("--budget", type=float, default=2.0, help="seconds for each line")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    ggml = Ggml(folder_of_libraries(arguments.library), arguments.threads)
+    print(f"{processor_name()}, {arguments.threads} threads, torch {torch.__version__}; {tmm.cpu_capability().isa}")
+    for shape in arguments.shapes:
+        K, N = (int(size) for size in shape.split("x"))
+        compare(ggml, K, N, arguments.rows, arguments.budget)
+
+
+if __name__ == "__main__":
+    main()
