@@ -180,13 +180,16 @@ class Gemm {
     const int64_t count = std::min<int64_t>(kChunk, w_.K - k0);
     for (int64_t i = 0; i < block.size(); ++i) {
       float buffer[kChunk];
-      const int64_t offset = (row + block.begin + i) * a_.a_row_stride;
-      if (a_.perm != nullptr) {
-        for (int64_t k = 0; k < count; ++k)
-          buffer[k] = load_element(a_.a, a_.a_type, offset + a_.perm[k0 + k]);
+      const int64_t size = element_size(a_.a_type);
+      const char* from = static_cast<const char*>(a_.a) + (row + block.begin + i) * a_.a_row_stride * size;
+      if (a_.perm == nullptr) {
+        kernels_.to_float(from + k0 * size, a_.a_type, count, buffer);
+      } else if (size == sizeof(float)) {
+        gather(reinterpret_cast<const float*>(from), a_.perm + k0, count, buffer);
       } else {
-        const int64_t bytes = (offset + k0) * element_size(a_.a_type);
-        kernels_.to_float(static_cast<const char*>(a_.a) + bytes, a_.a_type, count, buffer);
+        uint16_t gathered[kChunk];
+        gather(reinterpret_cast<const uint16_t*>(from), a_.perm + k0, count, gathered);
+        kernels_.to_float(gathered, a_.a_type, count, buffer);
       }
       good &= matrix_.pack({buffer, static_cast<int>(count), static_cast<int>(segment_), static_cast<int>(block.size()),
                             static_cast<int>(i), x.block_values(chunk, block_index)});
@@ -197,6 +200,12 @@ class Gemm {
       }
     }
     return good;
+  }
+
+  template <class Element>
+  static void gather(const Element* from, const int32_t* perm, int64_t count, Element* out) {
+    for (int64_t k = 0; k < count; ++k)
+      out[k] = from[perm[k]];
   }
 
   // count is a multiple of 8.
