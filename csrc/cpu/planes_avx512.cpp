@@ -3,6 +3,9 @@
 // numbers, sums are exact in 32 bits, and four products cost one instruction. What is rounded is an activation below
 // 2^-11 (fp16) or 2^-14 (bf16) of the largest, by at most 2^-22 of it. Activations that are not finite, and segments
 // whose largest lies outside 2^-100 .. 2^120, are left to the fp32 kernels.
+#include <algorithm>
+#include <utility>
+
 #include "kernel_set.h"
 
 #if defined(__x86_64__)
