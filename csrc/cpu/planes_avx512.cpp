@@ -66,6 +66,11 @@ class Bytes {
   int offset_;
 };
 
+// GCC 12 spills half of 24 accumulators around the intrinsic, which made four rows 1.4 times slower.
+[[gnu::always_inline]] inline void add_dots(__m512i& sum, __m512i codes, __m512i activations) {
+  asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(activations));
+}
+
 // x: [segment][kHead, R], then [k/8][kDots, R].
 template <Codes codes, int R, int C>
 void planes_step(const Step& s) {
@@ -91,10 +96,7 @@ void planes_step(const Step& s) {
         });
         unroll<V, kPlanes * R>([&](auto i) __attribute__((always_inline)) {
           const __m512i activation = _mm512_set1_epi32(x[odd * kPlanes * R + i]);
-          unroll<V, C>([&](auto c) __attribute__((always_inline)) {
-            // GCC 12 spills half of 24 accumulators around the intrinsic, which made four rows 1.4 times slower.
-            asm("vpdpbusd %2, %1, %0" : "+v"(acc[i * C + c]) : "v"(code[c]), "v"(activation));
-          });
+          unroll<V, C>([&](auto c) __attribute__((always_inline)) { add_dots(acc[i * C + c], code[c], activation); });
         });
       });
       words += s.ld_words;
