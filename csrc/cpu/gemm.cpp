@@ -406,7 +406,7 @@ void gemm_on(const Machine& machine, const GemmArguments& arguments, const Paral
 }
 
 void gemm(const GemmArguments& arguments, const Parallel& parallel, Float32Precision precision) {
-  gemm_on({capability().isa, detected().fast_bf16_dot, detected().vnni, parallel.num_threads}, arguments, parallel,
+  gemm_on({capability().isa, detected().fast_bf16_dot, parallel.num_threads, detected().vnni}, arguments, parallel,
           precision);
 }
 

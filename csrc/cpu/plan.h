@@ -12,8 +12,8 @@ namespace marlin::cpu {
 struct Machine {
   Isa isa;
   bool fast_bf16_dot;
-  bool vnni;
   int threads;
+  bool vnni = false;
 };
 
 struct Problem {

@@ -366,10 +366,10 @@ int run_all(int rounds) {
     const bool dot = wide && cpu::detected().fast_bf16_dot, vnni = wide && cpu::detected().vnni;
     const std::set<std::pair<bool, bool>> features{{false, false}, {dot, false}, {false, vnni}, {dot, vnni}};
     for (const auto& [bf16, bytes] : features) {
-      const Machine machine{isa, bf16, bytes, 2};
+      const Machine machine{isa, bf16, 2, bytes};
       test_empty(machine);
       test_gemm(machine, rounds, false);
-      test_gemm({isa, bf16, bytes, 16}, std::max(rounds / 4, 1), true);
+      test_gemm({isa, bf16, 16, bytes}, std::max(rounds / 4, 1), true);
       test_reduced(machine, std::max(rounds / 2, 1));
       test_every_m(machine);
       test_long_k(machine);

@@ -17,8 +17,8 @@ void expect(bool condition, const std::string& what) {
   std::printf("FAILED %s\n", what.c_str());
 }
 
-constexpr Machine kZen4{Isa::avx512, true, true, 2};
-constexpr Machine kXeon{Isa::amx, false, true, 16};
+constexpr Machine kZen4{Isa::avx512, true, 2, true};
+constexpr Machine kXeon{Isa::amx, false, 16, true};
 
 Problem problem(int64_t M, int64_t N, int64_t K, ElementType a_type) {
   return {M, N, K, WeightFormat::uint4b8, 128, a_type, true, Float32Precision::highest};
@@ -43,12 +43,12 @@ void test_choices() {
     return coded;
   };
   const Row rows[] = {
-      {{Isa::portable, false, false, 1}, problem(1, 64, 64, float32), "few_rows parts=1 strip=8 tasks=1x1x1"},
-      {{Isa::avx2, false, false, 2}, problem(1, 4096, 4096, float32), "few_rows parts=1 strip=32 tasks=1x2x1"},
-      {{Isa::avx2, false, false, 2}, problem(3, 4096, 4096, bfloat16), "many_rows parts=1 strip=16 tasks=1x2x1"},
-      {{Isa::avx512, false, false, 2}, problem(4, 4096, 4096, bfloat16), "few_rows parts=1 strip=64 tasks=1x2x1"},
-      {{Isa::avx512, false, false, 2}, problem(5, 4096, 4096, bfloat16), "many_rows parts=1 strip=32 tasks=1x2x1"},
-      {{Isa::neon, false, false, 4}, problem(7, 4096, 4096, float16), "many_rows parts=1 strip=16 tasks=1x4x1"},
+      {{Isa::portable, false, 1}, problem(1, 64, 64, float32), "few_rows parts=1 strip=8 tasks=1x1x1"},
+      {{Isa::avx2, false, 2}, problem(1, 4096, 4096, float32), "few_rows parts=1 strip=32 tasks=1x2x1"},
+      {{Isa::avx2, false, 2}, problem(3, 4096, 4096, bfloat16), "many_rows parts=1 strip=16 tasks=1x2x1"},
+      {{Isa::avx512, false, 2}, problem(4, 4096, 4096, bfloat16), "few_rows parts=1 strip=64 tasks=1x2x1"},
+      {{Isa::avx512, false, 2}, problem(5, 4096, 4096, bfloat16), "many_rows parts=1 strip=32 tasks=1x2x1"},
+      {{Isa::neon, false, 4}, problem(7, 4096, 4096, float16), "many_rows parts=1 strip=16 tasks=1x4x1"},
       {kZen4, problem(1, 4096, 4096, bfloat16), "planes_few_rows parts=1 strip=64 tasks=1x2x1"},
       {kZen4, problem(1, 4096, 4096, float16), "planes_few_rows parts=1 strip=64 tasks=1x2x1"},
       {kZen4, problem(1, 4096, 4096, float32), "bf16_dot_fp32_row parts=3 strip=64 tasks=1x2x1"},
@@ -58,7 +58,7 @@ void test_choices() {
       {kZen4, problem(16, 4096, 4096, bfloat16), "bf16_dot parts=1 strip=32 tasks=1x2x1"},
       {kZen4, problem(16, 4096, 4096, float16), "planes parts=1 strip=32 tasks=1x2x1"},
       {kZen4, problem(16, 4096, 4096, float32), "many_rows parts=1 strip=32 tasks=1x2x1"},
-      {{Isa::avx2, true, true, 2}, problem(16, 4096, 4096, float16), "many_rows parts=1 strip=16 tasks=1x2x1"},
+      {{Isa::avx2, true, 2, true}, problem(16, 4096, 4096, float16), "many_rows parts=1 strip=16 tasks=1x2x1"},
       {kZen4, table_of_floats, "few_rows parts=1 strip=64 tasks=1x2x1"},
       {kXeon, problem(1, 4096, 4096, float32), "few_rows parts=1 strip=64 tasks=1x16x1"},
       {kXeon, problem(1, 4096, 4096, bfloat16), "planes_few_rows parts=1 strip=64 tasks=1x16x1"},
@@ -96,7 +96,7 @@ void test_invariants() {
           for (int64_t M = 1; M < 1200; M += M < 70 ? 1 : 37) {
             for (const int64_t N : {1, 7, 100, 512, 4096, 11008}) {
               for (const int64_t K : {8, 136, 4096}) {
-                const Machine machine{isa, fast_dot, fast_dot, threads};
+                const Machine machine{isa, fast_dot, threads, fast_dot};
                 const Problem p = problem(M, N, K, a_type);
                 const Plan plan = make_plan(machine, p);
                 const std::string at = std::string(isa_name(isa)) + " M=" + std::to_string(M) +
