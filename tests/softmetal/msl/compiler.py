@@ -14,7 +14,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -98,11 +98,25 @@ def toolchain_digest() -> str:
     return digest.hexdigest()
 
 
-def run(command: Sequence[str], text: str) -> str:
-    done = subprocess.run(command, input=text, capture_output=True, text=True)
+def run(command: Sequence[str], data: str | bytes) -> str:
+    """What a tool prints for `data`; raises CompileError with its messages."""
+    try:
+        done = subprocess.run(command, input=data.encode() if isinstance(data, str) else data, capture_output=True)
+    except FileNotFoundError as error:
+        package = "llvm-19" if command[0].startswith("llvm-") else "clang-19"
+        raise CompileError(f"{command[0]} not found; install with: apt-get install {package}") from error
     if done.returncode:
-        raise CompileError(done.stderr.strip() or f"{command[0]} ended with status {done.returncode}")
-    return done.stdout
+        message = done.stderr.decode(errors="replace").strip()
+        raise CompileError(message or f"{command[0]} ended with status {done.returncode}")
+    return done.stdout.decode()
+
+
+def cached(name: str, suffix: str, *parts: object) -> Path:
+    """Where what is made of `parts` by this toolchain lies."""
+    key = hashlib.sha256(toolchain_digest().encode())
+    for part in parts:
+        key.update((part if isinstance(part, bytes) else repr(part).encode()) + b"\0")
+    return cache_folder() / f"{name}{key.hexdigest()[:32]}{suffix}"
 
 
 @functools.cache
@@ -149,9 +163,9 @@ def _inlined(cpp: str) -> str:
     return f"#pragma clang attribute push(__attribute__((always_inline)), apply_to = function)\n{cpp}"
 
 
-def to_llvm(cpp: str, checked: bool) -> str:
-    """C++ text over our headers to optimised LLVM text, all functions inlined into their callers."""
-    return run([*_from_cpp(checked), "-S", "-emit-llvm", "-o", "-"], _inlined(cpp))
+def install_llvm(path: Path, cpp: str, checked: bool) -> None:
+    """C++ text over our headers to optimised LLVM text in a file, all functions inlined into their callers."""
+    install(path, [*_from_cpp(checked), "-S", "-emit-llvm", "-o"], _inlined(cpp))
 
 
 def optimised(llvm: str, checked: bool) -> str:
@@ -170,7 +184,8 @@ def link_library(llvm: str, checked: bool, path: Path) -> None:
 def _build(translated: str, checked: bool, path: Path) -> None:
     """C++ text to a shared object at `path`."""
     if checked:
-        link_library(to_llvm(translated, checked), checked, path)
+        llvm = run([*_from_cpp(checked), "-S", "-emit-llvm", "-o", "-"], _inlined(translated))
+        link_library(llvm, checked, path)
     else:
         install(path, [*_from_cpp(checked), *_LINK, "-o"], _inlined(translated))
 
@@ -233,10 +248,7 @@ def compile_source(
     values = dict(constants or {})
     if "function_constant" not in text:
         kernel = None
-    key = hashlib.sha256()
-    for part in (toolchain_digest(), repr(sorted(values.items())), repr((checked, kernel)), text):
-        key.update(part.encode() + b"\0")
-    path = cache_folder() / f"{key.hexdigest()[:32]}.so"
+    path = cached("", ".so", sorted(values.items()), checked, kernel, text)
     if not path.exists():
         try:
             tokens = tokenize(text)
@@ -252,31 +264,48 @@ def compile_source(
     return Compiled(path, tuple(f for f in files if f != file_name and not f.startswith(own) and Path(f).is_file()))
 
 
+def answer(
+    parser: argparse.ArgumentParser, compiled: Callable[[argparse.Namespace], Compiled], files: Sequence[Path]
+) -> int:
+    """Runs a compiler as the executor's sm_compile asks: prints the library's path and the files it was made from.
+
+    Args:
+        parser: with the options of its own; constants, mode and kernel are added.
+        compiled: of the options.
+        files: of the compiler itself.
+    """
+    parser.add_argument("--constant", action="append", default=[], metavar="NAME=VALUE")
+    parser.add_argument("--checked", action="store_true")
+    parser.add_argument("--kernel")
+    options = parser.parse_args()
+    options.constants = dict(c.split("=", 1) for c in options.constant)
+    try:
+        built = compiled(options)
+    except CompileError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(built.path, *built.dependencies, *files, sep="\n")
+    return 0
+
+
+def _compiled(options: argparse.Namespace) -> Compiled:
+    return compile_source(
+        sys.stdin.read(),
+        file_name=options.file_name,
+        constants=options.constants,
+        include_paths=options.include,
+        defines=options.define,
+        checked=options.checked,
+        kernel=options.kernel,
+    )
+
+
 def _main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--file-name", default=DEFAULT_FILE_NAME)
     parser.add_argument("--include", action="append", default=[])
     parser.add_argument("--define", action="append", default=[])
-    parser.add_argument("--constant", action="append", default=[], metavar="NAME=VALUE")
-    parser.add_argument("--checked", action="store_true")
-    parser.add_argument("--kernel")
-    options = parser.parse_args()
-    constants = dict(c.split("=", 1) for c in options.constant)
-    try:
-        built = compile_source(
-            sys.stdin.read(),
-            file_name=options.file_name,
-            constants=constants,
-            include_paths=options.include,
-            defines=options.define,
-            checked=options.checked,
-            kernel=options.kernel,
-        )
-    except CompileError as error:
-        print(error, file=sys.stderr)
-        return 1
-    print(built.path, *built.dependencies, *library_files(), sep="\n")
-    return 0
+    return answer(parser, _compiled, library_files())
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 from .attributes import attribute_end
 from .tokens import CLOSING, Token, match_angle, match_closing, split_commas
 
@@ -112,3 +114,17 @@ def function_name(tokens: list[Token]) -> int:
             i = after_type(tokens, i) - 1
         i += 1
     return -1
+
+
+def instance_target(tokens: list[Token], kernels: Container[str]) -> list[Token]:
+    """`f<T>` of an instantiation `template [[kernel]] decltype(f<T>) f<T>` or `template [[kernel]] void f<T>(...)`."""
+    code = [t for t in tokens if t.text and t.text not in ("template", "kernel")]
+    if code[0].text == "decltype":
+        return code[match_closing(code, 1) + 1 :]
+    open_round = max(i for i, t in enumerate(code) if t.text == "(" and match_closing(code, i) == len(code) - 1)
+    first = next(i for i, t in enumerate(code) if t.kind == "word" and t.text in kernels)
+    while code[first - 1].text == "::" or (code[first].text == "::" and code[first - 1].kind == "word"):
+        if code[first - 1].text == "void":
+            break
+        first -= 1
+    return code[first:open_round]

@@ -26,6 +26,13 @@ class FunctionConstant:
     index: int
     is_defined: bool
 
+    def definition(self, value: str | None) -> str:
+        """The C++ that takes the declaration's place; the value is C text, None where there is none."""
+        if value is None:
+            return f'static const sm::UndefinedConstant<{self.type}> {self.name}{{"{self.name}"}}'
+        arguments = value.strip("{}").replace("inf", "__builtin_inf()").replace("nan", '__builtin_nan("")')
+        return f"static const {self.type} {self.name} = sm::constant_value<{self.type}>({arguments})"
+
 
 @dataclass(slots=True)
 class Entry:

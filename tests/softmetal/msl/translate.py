@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from .attributes import Attribute, Parameter, attribute_end, read_parameters, take_attributes
+from .declarations import instance_target
 from .entries import Entry, FunctionConstant, KernelSignature, tables
 from .tokens import (
     CLOSING,
@@ -223,17 +224,7 @@ class Translator:
     def _instance(self, scopes: list[_Scope], tokens: list[Token], attributes: list[Attribute]) -> None:
         """`template [[host_name("x")]] [[kernel]] decltype(f<T>) f<T>;` or with the function's type written out."""
         host = next(_string(a.argument) for a in attributes if a.name == "host_name")
-        code = [t for t in tokens if t.text and t.text not in ("template", "kernel")]
-        if code[0].text == "decltype":
-            target = code[match_closing(code, 1) + 1 :]
-        else:
-            open_round = max(i for i, t in enumerate(code) if t.text == "(" and match_closing(code, i) == len(code) - 1)
-            first = next(i for i, t in enumerate(code) if t.kind == "word" and t.text in self._kernels)
-            while code[first - 1].text == "::" or (code[first].text == "::" and code[first - 1].kind == "word"):
-                if code[first - 1].text == "void":
-                    break
-                first -= 1
-            target = code[first:open_round]
+        target = instance_target(tokens, self._kernels)
         expression = join(target)
         angle = next((i for i, t in enumerate(target) if t.text == "<"), len(target))
         word = target[angle - 1].text
@@ -269,11 +260,7 @@ class Translator:
         self.constants.append(constant)
         for token in code:
             token.text = ""
-        if value is None:
-            code[0].text = f'static const sm::UndefinedConstant<{kind}> {constant.name}{{"{constant.name}"}}'
-        else:
-            arguments = value.strip("{}").replace("inf", "__builtin_inf()").replace("nan", '__builtin_nan("")')
-            code[0].text = f"static const {kind} {constant.name} = sm::constant_value<{kind}>({arguments})"
+        code[0].text = constant.definition(value)
 
     def _threadgroup_variable(self, start: int, keyword: int) -> int:
         """Rewrites `threadgroup T x[N], y;` at statement level; returns the index to go on from."""

@@ -7,8 +7,6 @@ it was made from, one a line; the executor's sm_compile runs it so.
 from __future__ import annotations
 
 import argparse
-import hashlib
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -17,12 +15,14 @@ from pathlib import Path
 from ..compiler import (
     Compiled,
     CompileError,
+    answer,
     cache_folder,
+    cached,
+    install_llvm,
     library_files,
     link_library,
     optimised,
-    to_llvm,
-    toolchain_digest,
+    run,
 )
 from .functions import UnknownFunction
 from .metadata import MetadataError
@@ -35,47 +35,28 @@ _HERE = Path(__file__).resolve().parent
 _DISASSEMBLE, _LINK = "llvm-dis-19", "llvm-link-19"
 
 
-def _run(command: list[str], data: bytes) -> str:
-    try:
-        done = subprocess.run(command, input=data, capture_output=True)
-    except FileNotFoundError as error:
-        raise CompileError(f"{command[0]} not found; install with: apt-get install llvm-19") from error
-    if done.returncode:
-        raise CompileError(f"{command[0]}: {done.stderr.decode(errors='replace').strip()}")
-    return done.stdout.decode()
-
-
 def disassemble(bitcode: bytes) -> str:
     """LLVM's text form of a module.
 
     Raises:
         CompileError: it is not bitcode that LLVM 19 reads.
     """
-    return _run([_DISASSEMBLE, "-o", "-"], bitcode)
+    return run([_DISASSEMBLE, "-o", "-"], bitcode)
 
 
 def _files() -> list[Path]:
-    return sorted([*library_files(), *_HERE.glob("*.py"), _HERE / "functions.h"])
+    return sorted([*_HERE.glob("*.py"), *_HERE.glob("*.h")])
 
 
-def _key(*parts: object) -> Path:
-    key = hashlib.sha256(toolchain_digest().encode())
-    for path in sorted([*_HERE.glob("*.py"), _HERE / "functions.h"]):
-        key.update(path.read_bytes())
-    for part in parts:
-        key.update(part if isinstance(part, bytes) else repr(part).encode() + b"\0")
-    return cache_folder() / f"air-{key.hexdigest()[:32]}.so"
+def _cached(suffix: str, *parts: object) -> Path:
+    return cached("air-", suffix, *(path.read_bytes() for path in _files()), *parts)
 
 
 def _functions(cpp: str, checked: bool) -> str:
     """The C++ of a module as LLVM text; many modules have the same."""
-    path = _key("functions", cpp, checked).with_suffix(".ll")
+    path = _cached(".ll", cpp, checked)
     if not path.exists():
-        text = to_llvm(f'#include "{_HERE / "functions.h"}"\n{cpp}', checked)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            file.write(text)
-        Path(file.name).replace(path)
+        install_llvm(path, f'#include "{_HERE / "functions.h"}"\n{cpp}', checked)
     return str(path)
 
 
@@ -84,7 +65,7 @@ def _assemble(translation: Translation, checked: bool, path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=cache_folder()) as folder:
         module = Path(folder) / "kernel.ll"
         module.write_text(translation.llvm)
-        linked = _run([_LINK, "-S", str(module), functions, "-o", "-"], b"")
+        linked = run([_LINK, "-S", str(module), functions, "-o", "-"], "")
     link_library(optimised(linked, checked) if checked else linked, checked, path)
 
 
@@ -112,14 +93,14 @@ def compile_metallib(
 def _compile(library: Metallib, kernel: str | None, values: dict[str, str], checked: bool) -> Path:
     if not kernel:
         names = [f.name for f in library.functions.values() if f.kind == KERNEL]
-        path = _key("names", names, checked)
+        path = _cached(".so", "names", names, checked)
         if not path.exists():
             link_library(names_only(names, checked), checked, path)
         return path
     if kernel not in library.functions:
         raise CompileError(f"kernel {kernel!r}: the library has {len(library.functions)} functions, none of that name")
     code = library.bitcode(kernel)
-    path = _key(code, kernel, sorted(values.items()), checked)
+    path = _cached(".so", code, kernel, sorted(values.items()), checked)
     if not path.exists():
         try:
             _assemble(Translation(disassemble(code), kernel, values, checked), checked, path)
@@ -128,23 +109,10 @@ def _compile(library: Metallib, kernel: str | None, values: dict[str, str], chec
     return path
 
 
-def _main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--constant", action="append", default=[], metavar="NAME=VALUE")
-    parser.add_argument("--checked", action="store_true")
-    parser.add_argument("--kernel")
-    options = parser.parse_args()
-    constants = dict(c.split("=", 1) for c in options.constant)
-    try:
-        built = compile_metallib(
-            Path(sys.stdin.read()), kernel=options.kernel, constants=constants, checked=options.checked
-        )
-    except CompileError as error:
-        print(error, file=sys.stderr)
-        return 1
-    print(built.path, *built.dependencies, *_files(), sep="\n")
-    return 0
+def _compiled(options: argparse.Namespace) -> Compiled:
+    path = Path(sys.stdin.read())
+    return compile_metallib(path, kernel=options.kernel, constants=options.constants, checked=options.checked)
 
 
 if __name__ == "__main__":
-    sys.exit(_main())
+    sys.exit(answer(argparse.ArgumentParser(description=__doc__), _compiled, [*library_files(), *_files()]))
