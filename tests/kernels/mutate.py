@@ -7,6 +7,7 @@ cases of `mutation_cases.py` for the broken file run in checked mode until one f
 """
 
 import argparse
+import collections
 import concurrent.futures
 import multiprocessing
 import re
@@ -52,6 +53,9 @@ class Mutant:
     end: int
     replacement: str
     original: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.kind}: {self.original!r} -> {self.replacement!r}"
 
     @property
     def description(self) -> str:
@@ -178,22 +182,44 @@ def main() -> int:
     files = sorted(p for p in KERNELS.iterdir() if p.suffix in (".h", ".metal") and p.name not in shared_with_host)
     chosen = [m for p in files if options.file in (None, p.name) for m in mutants(p.name, p.read_text())]
     if options.list:
-        print(*(f"{m.file}:{m.line}: {m.kind}: {m.original!r} -> {m.replacement!r}" for m in chosen), sep="\n")
+        print(*chosen, sep="\n")
         return 0
     if (verdict := judge(None, options.file or "")) != "survived":
         print(f"the kernels as they are: {verdict}")
         return 1
-    start, counts = time.time(), dict.fromkeys(OUTCOMES, 0)
+    start = time.time()
+    results = []
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
         for m, verdict in zip(chosen, pool.map(judge, chosen, [m.file for m in chosen]), strict=True):
             outcome = next(k for k in OUTCOMES if verdict.startswith(k))
             if outcome == "survived" and m.description in EXPLAINED:
                 outcome, verdict = "explained", f"survives: {EXPLAINED[m.description]}"
-            counts[outcome] += 1
-            print(f"{m.file}:{m.line}: {m.kind}: {m.original} -> {m.replacement}\n    {verdict}", flush=True)
-    summary = ", ".join(f"{n} {k}" for k, n in counts.items())
-    print(f"{len(chosen)} mutants in {time.time() - start:.0f} s: {summary}")
-    return 0 if counts["caught"] + counts["explained"] == len(chosen) else 1
+            results.append((m, outcome, verdict))
+            print(f"{m}\n    {verdict}", flush=True)
+    not_there = set(EXPLAINED) - {m.description for m in chosen} if options.file is None else set()
+    return summary(results, sorted(not_there), time.time() - start)
+
+
+def summary(results: list[tuple[Mutant, str, str]], not_there: list[str], seconds: float) -> int:
+    """Prints counts by file and all that was not caught; returns 0 if each of these has its reason.
+
+    Args:
+        results: mutant, outcome and verdict.
+        not_there: descriptions in EXPLAINED that no mutant has.
+        seconds: that the run took.
+    """
+    print()
+    for file in dict.fromkeys(m.file for m, _, _ in results):
+        counts = collections.Counter(outcome for m, outcome, _ in results if m.file == file)
+        print(f"{file:24} " + ", ".join(f"{counts[k]} {k}" for k in OUTCOMES if counts[k]))
+    for m, outcome, verdict in results:
+        if outcome != "caught":
+            print(f"{m}\n    {verdict}")
+    for description in not_there:
+        print(f"explained, but no such mutant: {description}")
+    good = sum(outcome in ("caught", "explained") for _, outcome, _ in results)
+    print(f"{len(results)} mutants in {seconds:.0f} s: {good} caught or explained, {len(results) - good} not")
+    return 0 if good == len(results) and not not_there else 1
 
 
 if __name__ == "__main__":

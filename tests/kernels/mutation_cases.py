@@ -66,6 +66,7 @@ def _gemv_cases() -> Iterator[Case]:
     )  # fmt: skip
     yield _gemv(problem(1, 40, 24, weight_format="uint4_bias", dtype=FLOAT, a_offset=1), rows=1, simdgroups=4)
     yield _gemv(problem(1, 8, 520, weight_format="mxfp4", dtype=FLOAT), rows=1, simdgroups=1)
+    yield _gemv(problem(2, 7, 32, weight_format="nvfp4", dtype=HALF, global_scale=(-1,)), rows=2, simdgroups=1)
     long_sums = {"weight_format": "uint4_bias", "dtype": FLOAT, "group_size": "K", "all_positive": True}
     yield _gemv(problem(4, 8, 16384, **long_sums), rows=4, simdgroups=1)
 
