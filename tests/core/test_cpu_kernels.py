@@ -16,9 +16,16 @@ VECTOR_SOURCES = ("kernels_avx2", "kernels_avx512", "bf16_dot_avx512", "planes_a
 
 
 def build(
-    directory: Path, *flags: str, sanitizers: tuple[str, ...] = (), compiler: str | None = None
+    directory: Path,
+    *flags: str,
+    sanitizers: tuple[str, ...] = (),
+    compiler: str | None = None,
+    vectors: Path | None = None,
 ) -> dict[str, Path]:
-    """Compiles the kernels and the test programs into `directory` and returns the programs by name."""
+    """Compiles the kernels and the test programs into `directory` and returns the programs by name.
+
+    Vector code comes from the folder `vectors` where an earlier build has left it.
+    """
     compiler = compiler or os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
     assert compiler, "no C++ compiler: install g++"
     common = [compiler, "-std=c++20", *flags, "-Wall", "-Wextra", "-Werror"]
@@ -28,11 +35,13 @@ def build(
         assert done.returncode == 0, done.stderr
 
     kernels = sorted(path for path in (ROOT / "csrc/cpu").glob("*.cpp") if not path.name.endswith("ops_cpu.cpp"))
-    call([*common, "-c", *(str(path) for path in kernels if path.stem in VECTOR_SOURCES)])
+    if vectors is None:
+        call([*common, "-c", *(str(path) for path in kernels if path.stem in VECTOR_SOURCES)])
     call([*common, *sanitizers, "-c", *(str(path) for path in kernels if path.stem not in VECTOR_SOURCES)])
+    folders = {path.stem: vectors if vectors and path.stem in VECTOR_SOURCES else directory for path in kernels}
     for test in PROGRAMS:
         source = ROOT / f"tests/core/{test}.cpp"
-        call([*common, *sanitizers, str(source), *(f"{path.stem}.o" for path in kernels), "-o", test])
+        call([*common, *sanitizers, str(source), *(str(folders[stem] / f"{stem}.o") for stem in folders), "-o", test])
     return {test: directory / test for test in PROGRAMS}
 
 
@@ -72,8 +81,8 @@ def test_weights_plan_and_mlstm(programs: dict[str, Path], test: str) -> None:
     passes(run(programs[test]))
 
 
-def test_sanitizers(tmp_path: Path) -> None:
-    programs = build(tmp_path, "-O1", sanitizers=SANITIZERS)
+def test_sanitizers(program: Path, tmp_path: Path) -> None:
+    programs = build(tmp_path, "-O1", sanitizers=SANITIZERS, vectors=program.parent)
     passes(run(programs["cpu_kernels_test"], "3"))
     passes(run(programs["cpu_weights_test"], "3"))
     passes(run(programs["cpu_mlstm_test"], "3"))
