@@ -6,18 +6,9 @@
 
 #if defined(__x86_64__) && defined(__linux__)
 
-#include <immintrin.h>
+#include "target.h"
 
-#if defined(__clang__)
-#pragma clang attribute push(                                                                      \
-    __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,amx-tile,amx-bf16"))), \
-    apply_to = function)
-#else
-// GCC 12 warns about the undefined operands inside its own intrinsics.
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#pragma GCC diagnostic ignored "-Wuninitialized"
-#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,amx-tile,amx-bf16")
-#endif
+MARLIN_TARGET(MARLIN_AVX512 ",amx-tile,amx-bf16")
 
 #include "bf16_parts.h"
 #include "vec_avx512.h"
@@ -278,9 +269,7 @@ const MatrixKernel* amx_scaled_kernel(int parts) {
 
 }  // namespace marlin::cpu
 
-#if defined(__clang__)
-#pragma clang attribute pop
-#endif
+MARLIN_TARGET_END
 
 #else
 

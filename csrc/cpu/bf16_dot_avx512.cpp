@@ -1,24 +1,13 @@
 // AVX512-BF16 dot products with exact codes: vdpbf16ps multiplies pairs of bf16 and adds in fp32. A code is exact in
 // bf16 (integers below 256, E2M1), a bf16 activation is one part, an fp32 activation three (24 bits = 3 * 8). The
 // instruction flushes subnormals, so activations outside 2^-100 .. 2^120 are left to the fp32 kernels.
-#include <algorithm>
-#include <utility>
-
 #include "kernel_set.h"
 
 #if defined(__x86_64__)
 
-#include <immintrin.h>
+#include "target.h"
 
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16"))), \
-                             apply_to = function)
-#else
-// GCC 12 warns about the undefined operands inside its own intrinsics.
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#pragma GCC diagnostic ignored "-Wuninitialized"
-#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")
-#endif
+MARLIN_TARGET(MARLIN_AVX512 ",avx512bf16")
 
 #include "bf16_parts.h"
 #include "gemm_kernel.h"
@@ -127,9 +116,7 @@ const Bf16DotKernels* bf16_dot_kernels() {
 
 }  // namespace marlin::cpu
 
-#if defined(__clang__)
-#pragma clang attribute pop
-#endif
+MARLIN_TARGET_END
 
 #else
 

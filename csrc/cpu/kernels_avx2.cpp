@@ -1,19 +1,11 @@
-// AVX2 instances of the fp32 kernels. Everything after the pragma is compiled for the wider machine and is called only
-// after capability() has found it.
-#include <algorithm>
-#include <utility>
-
+// AVX2 instances of the fp32 kernels.
 #include "kernel_set.h"
 
 #if defined(__x86_64__)
 
-#include <immintrin.h>
+#include "target.h"
 
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
-#else
-#pragma GCC target("avx2,fma,f16c")
-#endif
+MARLIN_TARGET(MARLIN_AVX2)
 
 #include "gemm_kernel.h"
 #include "vec_avx2.h"
@@ -30,9 +22,7 @@ const KernelSet* avx2_kernels() {
 
 }  // namespace marlin::cpu
 
-#if defined(__clang__)
-#pragma clang attribute pop
-#endif
+MARLIN_TARGET_END
 
 #else
 

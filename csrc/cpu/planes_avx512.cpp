@@ -3,24 +3,13 @@
 // numbers, sums are exact in 32 bits, and four products cost one instruction. What is rounded is an activation below
 // 2^-11 (fp16) or 2^-14 (bf16) of the largest, by at most 2^-22 of it. Activations that are not finite, and segments
 // whose largest lies outside 2^-100 .. 2^120, are left to the fp32 kernels.
-#include <algorithm>
-#include <utility>
-
 #include "kernel_set.h"
 
 #if defined(__x86_64__)
 
-#include <immintrin.h>
+#include "target.h"
 
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni"))), \
-                             apply_to = function)
-#else
-// GCC 12 warns about the undefined operands inside its own intrinsics.
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#pragma GCC diagnostic ignored "-Wuninitialized"
-#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")
-#endif
+MARLIN_TARGET(MARLIN_AVX512 ",avx512vnni")
 
 #include "gemm_kernel.h"
 #include "vec_avx512.h"
@@ -194,9 +183,7 @@ const PlanesKernels* planes_kernels() {
 
 }  // namespace marlin::cpu
 
-#if defined(__clang__)
-#pragma clang attribute pop
-#endif
+MARLIN_TARGET_END
 
 #else
 

@@ -1,0 +1,29 @@
+// What stands between MARLIN_TARGET(features) and MARLIN_TARGET_END is compiled for a wider x86 than the baseline. It
+// is called only after capability() has found the features, and must not share a symbol with code outside: headers that
+// define functions come before, and first of all those of the standard library.
+#pragma once
+
+#include <immintrin.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "kernel_set.h"
+
+#define MARLIN_PRAGMA(text) _Pragma(#text)
+
+#if defined(__clang__)
+#define MARLIN_TARGET(features) \
+  MARLIN_PRAGMA(clang attribute push(__attribute__((target(features))), apply_to = function))
+#define MARLIN_TARGET_END MARLIN_PRAGMA(clang attribute pop)
+#else
+// GCC 12 warns about the undefined operands inside its own intrinsics.
+#define MARLIN_TARGET(features)                                 \
+  MARLIN_PRAGMA(GCC diagnostic ignored "-Wmaybe-uninitialized") \
+  MARLIN_PRAGMA(GCC diagnostic ignored "-Wuninitialized")       \
+  MARLIN_PRAGMA(GCC target(features))
+#define MARLIN_TARGET_END
+#endif
+
+#define MARLIN_AVX2 "avx2,fma,f16c"
+#define MARLIN_AVX512 MARLIN_AVX2 ",avx512f,avx512bw,avx512dq,avx512vl"
