@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "gemm_blocks.h"
 #include "kernel_set.h"
 
 namespace marlin::cpu {
@@ -20,10 +21,6 @@ constexpr int64_t kAmxGroup16Rows = 9;
 constexpr int64_t kAmxScaledRows = 33;
 constexpr int kPlanesFewRows = 2;    // as many as leave the accumulators of four vectors in registers
 constexpr int64_t kSliceChunks = 4;  // a slice of K shorter than this costs more to add up than it saves
-
-int64_t ceil_div(int64_t a, int64_t b) {
-  return (a + b - 1) / b;
-}
 
 }  // namespace
 
