@@ -118,7 +118,7 @@ const Bf16DotKernels* bf16_dot_kernels() {
 
 MARLIN_TARGET_END
 
-#else
+#elif !defined(__aarch64__)
 
 namespace marlin::cpu {
 const Bf16DotKernels* bf16_dot_kernels() {

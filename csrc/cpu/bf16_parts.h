@@ -2,7 +2,9 @@
 // ISA pragma, by those files only; everything here has internal linkage.
 #pragma once
 
+#if defined(__x86_64__)
 #include <immintrin.h>
+#endif
 
 #include "kernel_set.h"
 
@@ -10,12 +12,14 @@ namespace marlin::cpu {
 
 namespace {
 
+#if defined(__x86_64__)
 // Nibbles j and j + 4 of a word stand at the bottom of the two halves of each 32-bit lane once the word is shifted by
 // 4j: vpermw, which reads five index bits, turns them into two bf16 through a table that is written twice.
 [[gnu::always_inline]] inline __m512i bf16_table(const float* values) {
   const __m256i half = _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_castps_si512(_mm512_loadu_ps(values)), 16));
   return _mm512_broadcast_i64x4(half);
 }
+#endif
 
 // values[k] = sum over parts of bits[part][k], exactly where 8 bits a part suffice. False where a part could be
 // subnormal or overflow: the bf16 instructions flush subnormals to zero.

@@ -13,6 +13,12 @@
 #include <unistd.h>
 #endif
 #endif
+#if defined(__aarch64__) && defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
+#endif
 
 namespace marlin::cpu {
 
@@ -64,7 +70,7 @@ Detected detect() {
   const bool bw = add(zmm && (seven.ebx & bit_AVX512BW) != 0, "avx512bw");
   const bool dq = add(zmm && (seven.ebx & bit_AVX512DQ) != 0, "avx512dq");
   const bool vl = add(zmm && (seven.ebx & bit_AVX512VL) != 0, "avx512vl");
-  found.vnni = add(zmm && (seven.ecx & (1U << 11)) != 0, "avx512_vnni");
+  found.byte_dot = add(zmm && (seven.ecx & (1U << 11)) != 0, "avx512_vnni");
   const bool bf16 = add(zmm && (seven_one.eax & (1U << 5)) != 0, "avx512_bf16");
   const bool amx =
       add(tiles && (seven.edx & (1U << 24)) != 0, "amx_tile") && add((seven.edx & (1U << 22)) != 0, "amx_bf16");
@@ -80,9 +86,34 @@ Detected detect() {
 
 #elif defined(__aarch64__)
 
+struct ArmFeatures {
+  bool dotprod = false, bf16 = false;
+  ArmFeatures() {
+#if defined(__linux__)
+    dotprod = (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0;
+    bf16 = (getauxval(AT_HWCAP2) & HWCAP2_BF16) != 0;
+#elif defined(__APPLE__)
+    auto has = [](const char* name) {
+      int value = 0;
+      size_t size = sizeof value;
+      return sysctlbyname(name, &value, &size, nullptr, 0) == 0 && value != 0;
+    };
+    dotprod = has("hw.optional.arm.FEAT_DotProd");
+    bf16 = has("hw.optional.arm.FEAT_BF16");
+#endif
+  }
+};
+
 Detected detect() {
   Detected found;
   found.features.emplace_back("asimd");
+  auto add = [&](bool present, const char* name) {
+    if (present) found.features.emplace_back(name);
+    return present;
+  };
+  const ArmFeatures arm;
+  found.byte_dot = add(arm.dotprod, "dotprod");
+  found.fast_bf16_dot = add(arm.bf16, "bf16");
   if (kernels_of(Isa::neon) != nullptr) found.available.push_back(Isa::neon);
   return found;
 }

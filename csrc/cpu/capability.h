@@ -19,8 +19,8 @@ struct Capability {
 struct Detected {
   std::vector<std::string> features;
   std::vector<Isa> available{Isa::portable};  // the last is the best
-  bool fast_bf16_dot = false;                 // AVX512-BF16 at more than the fp32 rate
-  bool vnni = false;                          // AVX512-VNNI
+  bool fast_bf16_dot = false;                 // bf16 dot products at more than the fp32 rate
+  bool byte_dot = false;                      // integer dot products of bytes
 };
 
 const Detected& detected();

@@ -341,7 +341,7 @@ void gemm_on(const Machine& machine, const GemmArguments& arguments, const Paral
 }
 
 void gemm(const GemmArguments& arguments, const Parallel& parallel, Float32Precision precision) {
-  gemm_on({capability().isa, detected().fast_bf16_dot, parallel.num_threads, detected().vnni}, arguments, parallel,
+  gemm_on({capability().isa, detected().fast_bf16_dot, parallel.num_threads, detected().byte_dot}, arguments, parallel,
           precision);
 }
 

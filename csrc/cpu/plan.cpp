@@ -26,9 +26,12 @@ constexpr int64_t kSliceChunks = 4;  // a slice of K shorter than this costs mor
 
 KernelShape kernel_shape(Isa isa, Kernel kernel) {
   if (kernel == Kernel::amx || kernel == Kernel::amx_scaled) return {32, 32, 16};
-  if (kernel == Kernel::bf16_dot_fp32_row) return {64, 1, 1};
-  if (kernel == Kernel::planes_few_rows) return {64, kPlanesFewRows, 1};
-  if (kernel == Kernel::planes) return {32, 4, 1};
+  const bool neon = isa == Isa::neon;
+  if (kernel == Kernel::bf16_dot_fp32_row) return {neon ? 16 : 64, 1, 1};
+  if (kernel == Kernel::planes_few_rows) return {neon ? 16 : 64, kPlanesFewRows, 1};
+  if (kernel == Kernel::planes) return {neon ? 8 : 32, 4, 1};
+  if (kernel == Kernel::bf16_dot_few_rows && neon) return {16, 1, 1};
+  if (kernel == Kernel::bf16_dot && neon) return {8, 8, 2};
   const bool few = kernel == Kernel::few_rows || kernel == Kernel::bf16_dot_few_rows;
   switch (isa) {
     case Isa::avx512:
@@ -64,13 +67,14 @@ Kernel choose_kernel(const Machine& machine, const Problem& problem, int* parts)
                                                                                         : Kernel::amx;
     }
   }
-  if (machine.isa != Isa::avx512 && machine.isa != Isa::amx) return fp32;
+  if (machine.isa != Isa::avx512 && machine.isa != Isa::amx && machine.isa != Isa::neon) return fp32;
   const bool half = problem.a_type != ElementType::float32;
   const bool fast_dot = machine.fast_bf16_dot && problem.bf16_codes;
   if (fast_dot && problem.a_type == ElementType::bfloat16 && problem.M > 1) {
-    return few ? Kernel::bf16_dot_few_rows : Kernel::bf16_dot;
+    const bool few_dots = problem.M <= kernel_shape(machine.isa, Kernel::bf16_dot_few_rows).max_rows;
+    return few_dots ? Kernel::bf16_dot_few_rows : Kernel::bf16_dot;
   }
-  if (half && machine.vnni && codes_of(problem.format) != Codes::table) {
+  if (half && machine.byte_dot && codes_of(problem.format) != Codes::table) {
     return problem.M <= kPlanesFewRows ? Kernel::planes_few_rows : Kernel::planes;
   }
   if (fast_dot && problem.a_type == ElementType::bfloat16) return Kernel::bf16_dot_few_rows;

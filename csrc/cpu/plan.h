@@ -13,7 +13,7 @@ struct Machine {
   Isa isa;
   bool fast_bf16_dot;
   int threads;
-  bool vnni = false;
+  bool byte_dot = false;
 };
 
 struct Problem {

@@ -185,7 +185,7 @@ const PlanesKernels* planes_kernels() {
 
 MARLIN_TARGET_END
 
-#else
+#elif !defined(__aarch64__)
 
 namespace marlin::cpu {
 const PlanesKernels* planes_kernels() {

@@ -16,7 +16,7 @@ using cpu::Machine;
 
 std::string name(const Machine& machine) {
   return std::string(cpu::isa_name(machine.isa)) + (machine.fast_bf16_dot ? "+bf16" : "") +
-         (machine.vnni ? "+vnni" : "") + " threads=" + std::to_string(machine.threads);
+         (machine.byte_dot ? "+bytes" : "") + " threads=" + std::to_string(machine.threads);
 }
 
 Array run(const Machine& machine, const Tensors& t, Float32Precision precision = Float32Precision::highest) {
@@ -362,9 +362,9 @@ void test_empty(const Machine& machine) {
 
 int run_all(int rounds) {
   for (const Isa isa : cpu::detected().available) {
-    const bool wide = isa == Isa::avx512 || isa == Isa::amx;
-    const bool dot = wide && cpu::detected().fast_bf16_dot, vnni = wide && cpu::detected().vnni;
-    const std::set<std::pair<bool, bool>> features{{false, false}, {dot, false}, {false, vnni}, {dot, vnni}};
+    const bool wide = isa == Isa::avx512 || isa == Isa::amx || isa == Isa::neon;
+    const bool dot = wide && cpu::detected().fast_bf16_dot, byte_dot = wide && cpu::detected().byte_dot;
+    const std::set<std::pair<bool, bool>> features{{false, false}, {dot, false}, {false, byte_dot}, {dot, byte_dot}};
     for (const auto& [bf16, bytes] : features) {
       const Machine machine{isa, bf16, 2, bytes};
       test_empty(machine);

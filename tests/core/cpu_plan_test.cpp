@@ -18,6 +18,8 @@ void expect(bool condition, const std::string& what) {
 }
 
 constexpr Machine kZen4{Isa::avx512, true, 2, true};
+constexpr Machine kAppleM1{Isa::neon, false, 4, true};
+constexpr Machine kAppleM2{Isa::neon, true, 4, true};
 constexpr Machine kXeon{Isa::amx, false, 16, true};
 
 Problem problem(int64_t M, int64_t N, int64_t K, ElementType a_type) {
@@ -49,6 +51,14 @@ void test_choices() {
       {{Isa::avx512, false, 2}, problem(4, 4096, 4096, bfloat16), "few_rows parts=1 strip=64 tasks=1x2x1"},
       {{Isa::avx512, false, 2}, problem(5, 4096, 4096, bfloat16), "many_rows parts=1 strip=32 tasks=1x2x1"},
       {{Isa::neon, false, 4}, problem(7, 4096, 4096, float16), "many_rows parts=1 strip=16 tasks=1x4x1"},
+      {kAppleM1, problem(1, 4096, 4096, bfloat16), "planes_few_rows parts=1 strip=16 tasks=1x4x1"},
+      {kAppleM1, problem(3, 4096, 4096, float16), "planes parts=1 strip=8 tasks=1x4x1"},
+      {kAppleM1, problem(1, 4096, 4096, float32), "few_rows parts=1 strip=16 tasks=1x4x1"},
+      {kAppleM2, problem(1, 4096, 4096, bfloat16), "planes_few_rows parts=1 strip=16 tasks=1x4x1"},
+      {kAppleM2, problem(2, 4096, 4096, bfloat16), "bf16_dot parts=1 strip=8 tasks=1x4x1"},
+      {kAppleM2, problem(16, 4096, 4096, float16), "planes parts=1 strip=8 tasks=1x4x1"},
+      {kAppleM2, problem(1, 4096, 4096, float32), "bf16_dot_fp32_row parts=3 strip=16 tasks=1x4x1"},
+      {kAppleM2, problem(2, 4096, 4096, float32), "few_rows parts=1 strip=16 tasks=1x4x1"},
       {kZen4, problem(1, 4096, 4096, bfloat16), "planes_few_rows parts=1 strip=64 tasks=1x2x1"},
       {kZen4, problem(1, 4096, 4096, float16), "planes_few_rows parts=1 strip=64 tasks=1x2x1"},
       {kZen4, problem(1, 4096, 4096, float32), "bf16_dot_fp32_row parts=3 strip=64 tasks=1x2x1"},
@@ -142,14 +152,15 @@ void test_shapes() {
     check_kernel(kernels->many_rows, kernel_shape(isa, Kernel::many_rows), std::string(isa_name(isa)) + " many_rows");
     expect(kernels->many_rows.min_rows <= kernels->few_rows.max_rows + 1, std::string(isa_name(isa)) + ": gap in rows");
   }
+  const Isa dotting = neon_kernels() == nullptr ? Isa::avx512 : Isa::neon;
   if (const Bf16DotKernels* dot = bf16_dot_kernels()) {
-    check_kernel(dot->one_fp32_row, kernel_shape(Isa::avx512, Kernel::bf16_dot_fp32_row), "bf16_dot_fp32_row");
-    check_kernel(dot->few_rows, kernel_shape(Isa::avx512, Kernel::bf16_dot_few_rows), "bf16_dot_few_rows");
-    check_kernel(dot->many_rows, kernel_shape(Isa::avx512, Kernel::bf16_dot), "bf16_dot");
+    check_kernel(dot->one_fp32_row, kernel_shape(dotting, Kernel::bf16_dot_fp32_row), "bf16_dot_fp32_row");
+    check_kernel(dot->few_rows, kernel_shape(dotting, Kernel::bf16_dot_few_rows), "bf16_dot_few_rows");
+    check_kernel(dot->many_rows, kernel_shape(dotting, Kernel::bf16_dot), "bf16_dot");
   }
   if (const PlanesKernels* planes = planes_kernels()) {
-    check_kernel(planes->few_rows, kernel_shape(Isa::avx512, Kernel::planes_few_rows), "planes_few_rows", false);
-    check_kernel(planes->many_rows, kernel_shape(Isa::avx512, Kernel::planes), "planes", false);
+    check_kernel(planes->few_rows, kernel_shape(dotting, Kernel::planes_few_rows), "planes_few_rows", false);
+    check_kernel(planes->many_rows, kernel_shape(dotting, Kernel::planes), "planes", false);
   }
   for (int parts = 1; parts <= 3; ++parts) {
     if (const MatrixKernel* tiles = amx_kernel(parts)) {

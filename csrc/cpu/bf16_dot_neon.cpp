@@ -1,0 +1,232 @@
+// Bf16 products with exact codes (FEAT_BF16): bfdot for one row, bfmmla, which does twice as much, for more. A code is
+// exact in bf16 where its table says so, an activation is a sum of bf16 parts: one for bf16, three for fp32. The
+// instructions flush subnormals and may round to odd, so activations outside 2^-100 .. 2^120 are left to the fp32
+// kernels.
+#include <algorithm>
+#include <utility>
+
+#include "kernel_set.h"
+
+#if defined(__aarch64__)
+
+#include <arm_neon.h>
+
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("bf16"))), apply_to = function)
+#else
+#pragma GCC target("arch=armv8.2-a+bf16")
+#endif
+
+#include "bf16_parts.h"
+#include "gemm_kernel.h"
+#include "vec_neon.h"
+
+namespace marlin::cpu {
+
+namespace {
+
+// The same vectors under a name of their own: nothing here may share a symbol with code for plain NEON.
+struct NeonBf16 : Neon {};
+
+using V = NeonBf16;
+
+// The four products' operands of a vector of words: [even k, odd k][columns 0 and 1, columns 2 and 3], each four k of
+// two columns.
+struct Operands {
+  bfloat16x8_t of[2][2];
+};
+
+// Bytes of words are two codes each: the upper and the lower bytes of their bf16 numbers come from two tables.
+class Table {
+ public:
+  explicit Table(const float* values) {
+    uint8_t upper[16], lower[16];
+    for (int q = 0; q < 16; ++q) {
+      const uint32_t bits = std::bit_cast<uint32_t>(values[q]);
+      upper[q] = static_cast<uint8_t>(bits >> 24);
+      lower[q] = static_cast<uint8_t>(bits >> 16);
+    }
+    upper_ = vld1q_u8(upper);
+    lower_ = vld1q_u8(lower);
+  }
+  [[gnu::always_inline]] Operands decode(uint32x4_t words) const {
+    const uint8x16_t bytes = vreinterpretq_u8_u32(words);
+    const uint8x16_t codes[2] = {vandq_u8(bytes, vdupq_n_u8(15)), vshrq_n_u8(bytes, 4)};
+    Operands operands;
+    unroll<V, 2>([&](auto odd) __attribute__((always_inline)) {
+      const uint8x16_t upper = vqtbl1q_u8(upper_, codes[odd]), lower = vqtbl1q_u8(lower_, codes[odd]);
+      operands.of[odd][0] = vreinterpretq_bf16_u8(vzip1q_u8(lower, upper));
+      operands.of[odd][1] = vreinterpretq_bf16_u8(vzip2q_u8(lower, upper));
+    });
+    return operands;
+  }
+
+ private:
+  uint8x16_t upper_;
+  uint8x16_t lower_;
+};
+
+template <int C>
+[[gnu::always_inline]] inline void load_words(const uint32_t* words, const uint32_t* ahead, uint32x4_t (&to)[C]) {
+  unroll<V, C>([&](auto c) __attribute__((always_inline)) { to[c] = V::load_words(words + c * V::width); });
+  for (int i = 0; i < C * V::width; i += 16)
+    __builtin_prefetch(ahead + i, 0, 2);
+}
+
+// One row. x is [k/8, even and odd, part]: four bf16.
+template <int parts, int C>
+void dot_step(const Step& s) {
+  const Table table(s.values);
+  const uint32_t* words = s.words;
+  const uint32_t* ahead = s.ahead;
+  const auto* x = static_cast<const uint64_t*>(s.x);
+  ChunkSum<V, 1, C> sum(s);
+  for (int begin = 0, segment = 0; begin < s.k; begin += s.segment, ++segment) {
+    const int end = begin + s.segment < s.k ? begin + s.segment : s.k;
+    float32x4_t acc[2 * C];  // a column's sum stands in two lanes
+    unroll<V, 2 * C>([&](auto i) __attribute__((always_inline)) { acc[i] = V::zero(); });
+    for (int k = begin; k < end; k += 8) {
+      uint32x4_t word[C];
+      load_words(words, ahead, word);
+      unroll<V, C>([&](auto c) __attribute__((always_inline)) {
+        const Operands code = table.decode(word[c]);
+        unroll<V, 2 * parts>([&](auto i) __attribute__((always_inline)) {
+          const bfloat16x8_t activation = vreinterpretq_bf16_u64(vdupq_n_u64(x[i]));
+          unroll<V, 2>([&](auto half) __attribute__((always_inline)) {
+            acc[2 * c + half] = vbfdotq_f32(acc[2 * c + half], code.of[i / parts][half], activation);
+          });
+        });
+      });
+      words += s.ld_words;
+      ahead += s.ld_words;
+      x += 2 * parts;
+    }
+    float32x4_t total[C];
+    unroll<V, C>([&](auto c) __attribute__((always_inline)) { total[c] = vpaddq_f32(acc[2 * c], acc[2 * c + 1]); });
+    add_segment<V, 1, C>(s, segment, total, sum.target());
+  }
+  sum.finish();
+}
+
+// x is [k/8, even and odd, pair of rows]: four bf16 of each row.
+template <int R, int C>
+void matrix_step(const Step& s) {
+  constexpr int kPairs = (R + 1) / 2;
+  const Table table(s.values);
+  const uint32_t* words = s.words;
+  const uint32_t* ahead = s.ahead;
+  const auto* x = static_cast<const uint16_t*>(s.x);
+  ChunkSum<V, R, C> sum(s);
+  for (int begin = 0, segment = 0; begin < s.k; begin += s.segment, ++segment) {
+    const int end = begin + s.segment < s.k ? begin + s.segment : s.k;
+    float32x4_t acc[2 * kPairs * C];  // two rows of two columns
+    unroll<V, 2 * kPairs * C>([&](auto i) __attribute__((always_inline)) { acc[i] = V::zero(); });
+    for (int k = begin; k < end; k += 8) {
+      uint32x4_t word[C];
+      load_words(words, ahead, word);
+      unroll<V, C>([&](auto c) __attribute__((always_inline)) {
+        const Operands code = table.decode(word[c]);
+        unroll<V, 2 * kPairs>([&](auto i) __attribute__((always_inline)) {
+          const bfloat16x8_t activation = vreinterpretq_bf16_u16(vld1q_u16(x + 8 * i));
+          unroll<V, 2>([&](auto half) __attribute__((always_inline)) {
+            float32x4_t& a = acc[2 * (i % kPairs * C + c) + half];
+            a = vbfmmlaq_f32(a, activation, code.of[i / kPairs][half]);
+          });
+        });
+      });
+      words += s.ld_words;
+      ahead += s.ld_words;
+      x += 16 * kPairs;
+    }
+    float32x4_t total[R * C];
+    unroll<V, R * C>([&](auto i) __attribute__((always_inline)) {
+      const float64x2_t low = vreinterpretq_f64_f32(acc[2 * (i / C / 2 * C + i % C)]);
+      const float64x2_t high = vreinterpretq_f64_f32(acc[2 * (i / C / 2 * C + i % C) + 1]);
+      total[i] = vreinterpretq_f32_f64(i / C % 2 == 0 ? vzip1q_f64(low, high) : vzip2q_f64(low, high));
+    });
+    add_segment<V, R, C>(s, segment, total, sum.target());
+  }
+  sum.finish();
+}
+
+// Where the four bf16 of `odd` of the eight at k stand.
+template <int parts>
+bool pack_row(const PackRow& p) {
+  uint16_t bits[parts][kChunk];
+  const bool good = split_bf16<parts>(p.values, p.count, bits);
+  auto* to = static_cast<uint16_t*>(p.out);
+  for (int k = 0; k < p.count; k += 8) {
+    for (int odd = 0; odd < 2; ++odd) {
+      for (int part = 0; part < parts; ++part) {
+        for (int i = 0; i < 4; ++i)
+          *to++ = bits[part][k + 2 * i + odd];
+      }
+    }
+  }
+  return good;
+}
+
+// A row without a neighbour stands beside zeros.
+bool pack_pairs(const PackRow& p) {
+  uint16_t bits[1][kChunk];
+  const bool good = split_bf16<1>(p.values, p.count, bits);
+  const int pairs = (p.rows + 1) / 2;
+  const bool alone = p.row % 2 == 0 && p.row + 1 == p.rows;
+  auto* to = static_cast<uint16_t*>(p.out) + p.row / 2 * 8 + p.row % 2 * 4;
+  for (int k = 0; k < p.count; k += 8) {
+    for (int odd = 0; odd < 2; ++odd, to += 8 * pairs) {
+      for (int i = 0; i < 4; ++i) {
+        to[i] = bits[0][k + 2 * i + odd];
+        if (alone) to[4 + i] = 0;
+      }
+    }
+  }
+  return good;
+}
+
+template <int parts, int C>
+constexpr MatrixKernel row_kernel() {
+  MatrixKernel kernel{};
+  kernel.strip = C * V::width;
+  kernel.min_rows = 1;
+  kernel.max_rows = 1;
+  kernel.row_unit = 1;
+  kernel.row_bytes = 2 * parts * kChunk;
+  kernel.pack = &pack_row<parts>;
+  for (auto& steps : kernel.step)
+    steps[1] = &dot_step<parts, C>;
+  return kernel;
+}
+
+template <int max_rows, int C>
+constexpr MatrixKernel pairs_kernel() {
+  MatrixKernel kernel{};
+  kernel.strip = C * V::width;
+  kernel.min_rows = 1;
+  kernel.max_rows = max_rows;
+  kernel.row_unit = 2;
+  kernel.row_bytes = 2 * kChunk;
+  kernel.pack = &pack_pairs;
+  for (auto& steps : kernel.step) {
+    [&]<int... i>(std::integer_sequence<int, i...>) {
+      ((steps[static_cast<size_t>(1 + i)] = &matrix_step<1 + i, C>), ...);
+    }(std::make_integer_sequence<int, max_rows>{});
+  }
+  return kernel;
+}
+
+constexpr Bf16DotKernels kDot{row_kernel<3, 4>(), row_kernel<1, 4>(), pairs_kernel<8, 2>()};
+
+}  // namespace
+
+const Bf16DotKernels* bf16_dot_kernels() {
+  return &kDot;
+}
+
+}  // namespace marlin::cpu
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
+
+#endif

@@ -1,0 +1,56 @@
+// Activations as planes of signed bytes: whole numbers of 23 bits in units of a power of two that the largest of a
+// segment fixes. What is rounded is an activation below 2^-11 (fp16) or 2^-14 (bf16) of the largest, by at most 2^-22
+// of it.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "kernel_set.h"
+
+namespace marlin::cpu {
+
+inline constexpr int kPlanes = 3;
+inline constexpr int kHead = kPlanes + 1;         // numbers a row and segment: the unit, and the sum of each plane
+inline constexpr int kMaxSegments = kChunk / 16;  // the least group is 16, unless it is all of K
+
+// value[k] = unit * (bytes[0][k] * 2^16 + bytes[1][k] * 2^8 + bytes[2][k])
+struct Planes {
+  float unit;
+  int32_t sums[kPlanes];
+  int8_t bytes[kPlanes][kChunk];
+};
+
+// False where an activation is not finite, or the largest lies outside 2^-100 .. 2^120. V keeps instances for different
+// instruction sets apart.
+template <class V>
+bool split_planes(const float* values, int count, Planes& planes) {
+  constexpr uint32_t kLeast = (127U - 100U) << 23, kBeyond = (127U + 120U) << 23;
+  uint32_t largest = 0;
+  for (int k = 0; k < count; ++k)
+    largest = std::max(largest, std::bit_cast<uint32_t>(values[k]) & 0x7FFFFFFFU);
+  if (largest != 0 && (largest < kLeast || largest >= kBeyond)) return false;
+  // 2^21 units or more and fewer than 2^22 make the largest.
+  const uint32_t exponent = largest >> 23;
+  planes.unit = largest == 0 ? 0.F : std::bit_cast<float>((exponent - 21) << 23);
+  const float units = largest == 0 ? 0.F : std::bit_cast<float>((2 * 127 + 21 - exponent) << 23);
+  int32_t sums[kPlanes] = {};
+  for (int k = 0; k < count; ++k) {
+    constexpr float kWhole = 0x1.8p23F;  // added, it leaves the nearest whole number in the lower bits
+    const int32_t whole = std::bit_cast<int32_t>(values[k] * units + kWhole) - std::bit_cast<int32_t>(kWhole);
+    const auto low = static_cast<int8_t>(whole);
+    const int32_t rest = (whole - low) >> 8;
+    const auto middle = static_cast<int8_t>(rest);
+    const auto high = static_cast<int8_t>((rest - middle) >> 8);
+    planes.bytes[0][k] = high;
+    planes.bytes[1][k] = middle;
+    planes.bytes[2][k] = low;
+    sums[0] += high;
+    sums[1] += middle;
+    sums[2] += low;
+  }
+  std::copy_n(sums, kPlanes, planes.sums);
+  return true;
+}
+
+}  // namespace marlin::cpu
