@@ -282,7 +282,7 @@ inline Tensors make(const Case& c) {
   if (c.format == WeightFormat::lut4) {
     t.lut = Array(ElementType::float32, 16);
     for (int64_t i = 0; i < 16; ++i)
-      t.lut.set(i, normal(random));
+      t.lut.set(i, c.seed % 2 == 0 ? normal(random) : rounded(normal(random), ElementType::bfloat16));
   }
   if (c.with_bias) {
     t.bias = Array(c.bias_type, c.N);

@@ -9,6 +9,8 @@ from test_cpu_kernels import build
 
 COMPILER = "aarch64-linux-gnu-g++"
 EMULATOR = "qemu-aarch64-static"
+# CPUs as qemu knows them, and the dot products that they have: none, as Apple's M1, as Apple's M2.
+CPUS = {"cortex-a72": "", "neoverse-n1": " dotprod", "max": " dotprod bf16"}
 
 pytestmark = pytest.mark.skipif(
     not (shutil.which(COMPILER) and shutil.which(EMULATOR)),
@@ -16,10 +18,19 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+def emulate(cpu: str, program: Path, *arguments: str) -> str:
+    done = subprocess.run([EMULATOR, "-cpu", cpu, str(program), *arguments], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 def test_neon_against_fp64(tmp_path: Path) -> None:
-    programs = build(tmp_path, "-O2", "-static", compiler=COMPILER)
-    for test, program in programs.items():
-        done = subprocess.run([EMULATOR, str(program), "1"], check=False, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert done.stdout.endswith(" 0 failed\n")
-        assert "neon" in done.stdout, test
+    programs = build(tmp_path, "-O1", "-static", compiler=COMPILER)
+    for cpu, features in CPUS.items():
+        kernels = programs["cpu_kernels_test"]
+        assert f"features: asimd{features}; available: portable neon" in emulate(cpu, kernels, "capability")
+        printed = emulate(cpu, kernels, "1", "best")
+        assert printed.startswith("neon") and printed.endswith(" 0 failed\n")
+    for test, arguments in (("cpu_weights_test", ["1"]), ("cpu_mlstm_test", ["1"]), ("cpu_plan_test", ["shapes"])):
+        printed = emulate("max", programs[test], *arguments)
+        assert "neon" in printed and printed.endswith(" 0 failed\n")
