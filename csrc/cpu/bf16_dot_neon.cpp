@@ -166,19 +166,16 @@ bool pack_row(const PackRow& p) {
   return good;
 }
 
-// A row without a neighbour stands beside zeros.
+// A row without a neighbour stands beside whatever is there: rows of a product do not mix.
 bool pack_pairs(const PackRow& p) {
   uint16_t bits[1][kChunk];
   const bool good = split_bf16<1>(p.values, p.count, bits);
   const int pairs = (p.rows + 1) / 2;
-  const bool alone = p.row % 2 == 0 && p.row + 1 == p.rows;
   auto* to = static_cast<uint16_t*>(p.out) + p.row / 2 * 8 + p.row % 2 * 4;
   for (int k = 0; k < p.count; k += 8) {
     for (int odd = 0; odd < 2; ++odd, to += 8 * pairs) {
-      for (int i = 0; i < 4; ++i) {
+      for (int i = 0; i < 4; ++i)
         to[i] = bits[0][k + 2 * i + odd];
-        if (alone) to[4 + i] = 0;
-      }
     }
   }
   return good;
