@@ -149,7 +149,6 @@ void matrix_step(const Step& s) {
   sum.finish();
 }
 
-// Where the four bf16 of `odd` of the eight at k stand.
 template <int parts>
 bool pack_row(const PackRow& p) {
   uint16_t bits[parts][kChunk];
