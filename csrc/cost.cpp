@@ -27,13 +27,6 @@ constexpr double kOverlapLoss = 0.05;
 // Above this ratio of the busiest core's time to that of evenly spread instructions, it is idling that bounds.
 constexpr double kWaiting = 1.25;
 
-const KernelCounts& counts_of(Kernel kernel, WeightFormat format, const TileShape& tile) {
-  const KernelCounts* counts = find_counts(info(kernel).name, format, tile);
-  if (counts != nullptr) return *counts;
-  throw std::logic_error("cost: no instruction counts of " + host_name(kernel, format, ElementType::float16) +
-                         " for a tile of " + name(tile));
-}
-
 // One product kernel of a plan.
 struct Product {
   const Dispatch& dispatch;
@@ -44,7 +37,7 @@ struct Product {
   Product(const Dispatch& dispatch, TileShape shape)
       : dispatch(dispatch), params(std::get<GemmParams>(dispatch.params)), tile(shape) {
     if (splits_k_between_simdgroups()) tile.M = static_cast<uint32_t>(dispatch.constants[kConstantRows]);
-    row_blocks = is("gemm_striped") ? ceil_divide(params.M, tile.M) : dispatch.grid.y;
+    row_blocks = is("gemm_striped") ? ceil_divide(params.M, tile.M) : is("gemv") ? dispatch.grid.x : dispatch.grid.y;
     column_blocks = ceil_divide(params.N, tile.N);
   }
 
@@ -128,15 +121,15 @@ double reads(double bytes, uint32_t times, const Chip& chip) {
   return bytes * (1 + (times - 1) * (stays(bytes, chip) ? kCacheCost : 1));
 }
 
-// Threadgroups run row block by row block, so that each reads all weights again; stripes go down the columns of tiles,
-// where it is the activations that come again.
+// Threadgroups run row block by row block, so that each reads all weights again; gemv's go down the rows first and find
+// them in L2; stripes go down the columns of tiles, where it is the activations that come again.
 void add_traffic(DispatchCost& cost, const Product& product, const Plan& plan, const GemmProblem& problem,
                  const Chip& chip) {
   const double weights = weight_bytes(problem.weight);
   const double activations = double(product.rows()) * problem.weight.K * element_bytes(problem.activations);
   const double written = plan.partials.z != 0 ? partial_bytes(plan) : output_bytes(problem, product.rows());
   const bool by_columns = product.is("gemm_striped");
-  cost.dram_bytes = reads(weights, by_columns ? 1 : product.row_blocks, chip) +
+  cost.dram_bytes = reads(weights, by_columns || product.is("gemv") ? 1 : product.row_blocks, chip) +
                     reads(activations, by_columns ? product.column_blocks : 1, chip) + written;
   cost.l2_bytes = product.row_blocks * weights + product.column_blocks * activations + written;
 }
@@ -242,6 +235,13 @@ DispatchCost dispatch_cost(const Dispatch& dispatch, const Candidate& candidate,
 }
 
 }  // namespace
+
+const KernelCounts& counts_of(Kernel kernel, WeightFormat format, const TileShape& tile) {
+  const KernelCounts* counts = find_counts(info(kernel).name, format, tile);
+  if (counts != nullptr) return *counts;
+  throw std::logic_error("cost: no instruction counts of " + host_name(kernel, format, ElementType::float16) +
+                         " for a tile of " + name(tile));
+}
 
 uint32_t largest_threadgroup(uint32_t half_registers) {
   // Mesa's table for the M1, by the most half-registers of each row.

@@ -8,6 +8,8 @@ namespace {
 
 // Shorter slices spend more on their ends than they win.
 constexpr uint32_t kShortestSlice = 64;
+// In two blocks. With more rows fused costs as little by the model, and gemv is planned where it is asked for by name.
+constexpr uint32_t kMostRows = 12;
 
 Candidate plan_gemv(const GemmProblem& problem, const GpuDevice& device, uint32_t rows, uint32_t slices) {
   const uint32_t N = problem.weight.N;
@@ -16,21 +18,21 @@ Candidate plan_gemv(const GemmProblem& problem, const GpuDevice& device, uint32_
   const uint32_t filled = ceil_divide(K, k_per_slice);
 
   uint32_t simdgroups = std::min<uint32_t>(filled, kGemvMaxSimdgroups);
-  while (gemv_threadgroup_bytes(rows, simdgroups) > kPreferredThreadgroupBytes)
+  const WeightFormat format = problem.weight.format;
+  while (gemv_threadgroup_bytes(format, rows, simdgroups) > kPreferredThreadgroupBytes)
     --simdgroups;
   const uint32_t splits = ceil_divide(filled, simdgroups);
   simdgroups = ceil_divide(filled, splits);
 
   Dispatch dispatch{.kernel = Kernel::gemv,
-                    .function = host_name(Kernel::gemv, problem.weight.format, problem.activations),
+                    .function = host_name(Kernel::gemv, format, problem.activations),
                     .constants = gemm_constants(problem, splits > 1),
-                    .grid = {ceil_divide(N, kGemvColumns), ceil_divide(problem.M, rows), splits},
+                    .grid = {ceil_divide(problem.M, rows), ceil_divide(N, kGemvColumns), splits},
                     .threads = {simdgroups * kSimdWidth, 1, 1},
-                    .threadgroup_bytes = gemv_threadgroup_bytes(rows, simdgroups),
+                    .threadgroup_bytes = gemv_threadgroup_bytes(format, rows, simdgroups),
                     .params = gemm_params(problem, k_per_slice)};
   dispatch.constants[kConstantRows] = static_cast<int32_t>(rows);
-  // A code scaled down by 2^24 takes small bf16 and fp32 activations below fp32's range; fp16 ones stay inside.
-  dispatch.constants[kConstantSubnormalCodes] = device.half_subnormals && problem.activations == ElementType::float16;
+  dispatch.constants[kConstantSubnormalCodes] = device.half_subnormals;
   dispatch.constants[kConstantRaggedK] = K % kGemvK != 0;
   dispatch.constants[kConstantRaggedN] = N % kGemvColumns != 0;
   Plan plan{.dispatches = {std::move(dispatch)}};
@@ -40,11 +42,10 @@ Candidate plan_gemv(const GemmProblem& problem, const GpuDevice& device, uint32_
 
 }  // namespace
 
-// One block of rows: several would read all weights again, and are planned only where gemv is asked for by name. Larger
-// blocks than the rows need are there too: a block may have more simdgroups than the next smaller one.
+// Larger blocks than the rows need are there too: a block may have more simdgroups than the next smaller one.
 void add_gemv(std::vector<Candidate>& candidates, const GemmProblem& problem, const GpuDevice& device) {
   const uint32_t blocks = ceil_divide(problem.M, kGemvMaxRows);
-  if (blocks > 1 && problem.variant == "auto") return;
+  if (problem.M > kMostRows && problem.variant == "auto") return;
   const uint32_t most = std::clamp<uint32_t>(problem.weight.K / kShortestSlice, 1, kMostSlices);
   for (uint32_t rows = ceil_divide(problem.M, blocks); rows <= kGemvMaxRows; ++rows) {
     candidates.push_back(cheapest_split(problem, device, 1, most,

@@ -1,17 +1,17 @@
 #include "plan_parts.h"
 
+#include "cost.h"
+
 namespace marlin {
 
 Extent elementwise_grid(uint32_t columns, uint32_t rows) {
   return {ceil_divide(columns, kElementwiseWidth), ceil_divide(rows, kElementwiseHeight), 1};
 }
 
-uint32_t resident_threadgroups(TileShape tile, uint32_t threadgroup_bytes) {
-  // Counted for the M1 by Mesa's compiler: 127 to 175 of the kernels whose simdgroups have 16 columns, 191 to 211 of
-  // the others.
-  const uint32_t half_registers = tile_simdgroup_columns(tile) == 16 ? 175 : 208;
-  const uint32_t by_registers = kCoreHalfRegisters / half_registers / tile_threads(tile);
-  return std::max(std::min(kCoreThreadgroupBytes / threadgroup_bytes, by_registers), 1U);
+uint32_t resident_threadgroups(Kernel kernel, WeightFormat format, TileShape tile, uint32_t threadgroup_bytes,
+                               const GpuDevice& device) {
+  const KernelCounts& counts = counts_of(kernel, format, tile);
+  return occupancy(tile_threads(tile), counts.half_registers, threadgroup_bytes, family_of(*device.chip)).threadgroups;
 }
 
 FunctionConstants weight_constants(const WeightProblem& weight) {

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "kernel_counts.h"
 #include "plan.h"
 
 namespace marlin {
@@ -38,16 +39,17 @@ std::string name(TileShape tile);  // "64x64x32"
 // The workspace of `slices` partial sums and the kernel that adds them up, with bias and rounding; none for one slice.
 void add_reduction(Plan& plan, const GemmProblem& problem, uint32_t slices);
 
-// Metal's limit for a threadgroup, and what a core has for all of its threadgroups: about 60 KB, and 208 KB of
-// registers (M1 Max, metal-benchmarks).
+// Metal's limit for a threadgroup.
 inline constexpr uint32_t kMostThreadgroupBytes = 32 * 1024;
 // Three threadgroups of this size share a core.
 inline constexpr uint32_t kPreferredThreadgroupBytes = 20 * 1024;
-inline constexpr uint32_t kCoreThreadgroupBytes = 60 * 1024;
-inline constexpr uint32_t kCoreHalfRegisters = 208 * 1024 / 2;
+
+// Throws std::logic_error for a kernel that kKernelCounts does not have.
+const KernelCounts& counts_of(Kernel kernel, WeightFormat format, const TileShape& tile);
 
 // Threadgroups of a kernel that stages tiles that a core holds at once, at least one.
-uint32_t resident_threadgroups(TileShape tile, uint32_t threadgroup_bytes);
+uint32_t resident_threadgroups(Kernel kernel, WeightFormat format, TileShape tile, uint32_t threadgroup_bytes,
+                               const GpuDevice& device);
 
 // Each adds the ways in which its kernels can compute the problem, best-known first.
 using AddCandidates = void(std::vector<Candidate>& candidates, const GemmProblem& problem, const GpuDevice& device);

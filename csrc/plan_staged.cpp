@@ -22,7 +22,8 @@ Plan plan_tiles(const GemmProblem& problem, const GpuDevice& device, Kernel kern
   const Extent tiles{ceil_divide(problem.weight.N, tile.N), ceil_divide(problem.M, tile.M), 1};
   const uint32_t threads = tile_threads(tile);
   const uint32_t bytes = tile_threadgroup_bytes(tile, problem.activations, stages);
-  const uint64_t resident = uint64_t{device.cores} * resident_threadgroups(tile, bytes);
+  const uint64_t resident =
+      uint64_t{device.cores} * resident_threadgroups(kernel, problem.weight.format, tile, bytes, device);
   const uint64_t count = uint64_t{tiles.x} * tiles.y;
   const uint64_t wanted = (resident + count - 1) / count;
   const uint32_t longest_split = std::clamp<uint32_t>(problem.weight.K / kShortestSlice, 1, kMostSlices);

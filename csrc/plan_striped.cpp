@@ -48,7 +48,8 @@ Plan plan_stripes(const GemmProblem& problem, const GpuDevice& device, Kernel ke
   const uint32_t K = problem.weight.K;
   const uint32_t threads = tile_threads(tile);
   const uint32_t bytes = tile_threadgroup_bytes(tile, problem.activations, 2);
-  const uint64_t resident = uint64_t{device.cores} * resident_threadgroups(tile, bytes);
+  const uint64_t resident =
+      uint64_t{device.cores} * resident_threadgroups(kernel, problem.weight.format, tile, bytes, device);
   const uint64_t tiles = uint64_t{ceil_divide(problem.M, tile.M)} * ceil_divide(problem.weight.N, tile.N);
   const uint32_t k_per_slice = whole_tiles_fill(tiles, resident) ? round_up(K, tile.K) : kSlice;
   const uint32_t slices = stripe_slices(K, k_per_slice);

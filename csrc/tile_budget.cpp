@@ -28,7 +28,7 @@ TileBudget splitting_budget(const KernelCounts& counts, ElementType activations)
   const TileShape& tile = counts.tile;
   const bool is_gemv = counts.kernel == "gemv";
   const auto bytes = [&](uint32_t simdgroups) {
-    return is_gemv ? gemv_threadgroup_bytes(tile.M, simdgroups)
+    return is_gemv ? gemv_threadgroup_bytes(counts.format, tile.M, simdgroups)
                    : fused_threadgroup_bytes(counts.format, tile.M, simdgroups);
   };
   uint32_t simdgroups = is_gemv ? uint32_t{kGemvMaxSimdgroups} : uint32_t{kFusedMaxSimdgroups};

@@ -96,8 +96,6 @@ struct FusedSums {
       x_row[1] += kFusedLoadK;
     }
 
-    Octet<float> codes[kFusedColumnBlocks];
-    MARLIN_UNROLL for (uint b = 0; b < kFusedColumnBlocks; ++b) codes[b] = Codes::decode(packed[b], table);
     MARLIN_UNROLL for (uint j = 0; j < 4; ++j) {
       Matrix activations[kFusedRowBlocks];
       MARLIN_UNROLL for (uint i = 0; i < kFusedRowBlocks; ++i) {
@@ -106,8 +104,9 @@ struct FusedSums {
         activations[i].thread_elements()[1] = float(x[i][1][j]);
       }
       MARLIN_UNROLL for (uint b = 0; b < kFusedColumnBlocks; ++b) {
-        const float low = decode[b].weight(codes[b].k[j], j);
-        const float high = decode[b].weight(codes[b].k[j + 4], j + 4);
+        const float2 codes = Codes::pair(packed[b], j, table, ColumnDecode<format>::form());
+        const float low = decode[b].weight(codes.x, j);
+        const float high = decode[b].weight(codes.y, j);
         Matrix weights;
         weights.thread_elements()[0] = has_word ? low : 0.0f;
         weights.thread_elements()[1] = has_word ? high : 0.0f;
@@ -140,13 +139,9 @@ template <WeightFormat format, typename T>
     uint simdgroups [[simdgroups_per_threadgroup]]) {
   const Product<T> product = MARLIN_PRODUCT;
   const uint parts = uint(rows_per_threadgroup) / 4;  // float4s of a lane: two a row block
-  threadgroup float4* totals = reinterpret_cast<threadgroup float4*>(shared) + lane;
+  threadgroup float* slices = load_table<format>(shared, lut, simdgroup * kSimdWidth + lane);
+  threadgroup float4* totals = reinterpret_cast<threadgroup float4*>(slices) + lane;
   threadgroup float4* own = totals + simdgroup * parts * kSimdWidth;
-  threadgroup float* table = shared + simdgroups * parts * kSimdWidth * 4;
-  if (format == WeightFormat::lut4) {
-    if (simdgroup == 0 && lane < kLutSize) table[lane] = lut[lane];
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-  }
 
   const LanePlace place = lane_place(lane);
   const FusedRows rows{params.M, params.m_begin + block.y * rows_per_threadgroup};
@@ -163,7 +158,7 @@ template <WeightFormat format, typename T>
   sums.word = place.column / 2;
   sums.quad = place.row * 4;
   sums.words = packed + ulong(k_begin / kCodesPerWord + sums.word) * params.N + sums.n;
-  sums.table = table;
+  sums.table = shared;
   MARLIN_UNROLL for (uint e = 0; e < 2; ++e) {
     const uint m = rows.first() + min(place.column + e, params.M - 1);
     sums.x_row[e] = product.a.row_at(m) + (has_perm ? 0 : k_begin + sums.quad);

@@ -17,6 +17,9 @@ using namespace marlin;
 
 namespace marlin {
 
+// Times a code of 2^-24 still far from fp32's subnormals.
+constant constexpr float kSmallActivation = 5.42101086e-20f;  // 2^-64
+
 // The sums of one lane over a slice of K: rows x its four columns.
 template <WeightFormat format, typename T>
 struct LaneSums {
@@ -30,56 +33,107 @@ struct LaneSums {
   ulong scale_index;                    // of the next group
   const device T* x_row[kGemvMaxRows];  // at the next k; through perm where the row begins
   const threadgroup float* table;
-  float total[kGemvMaxRows][kGemvColumnsPerLane];
+  threadgroup float4* totals;  // of the lane, a simdgroup's width between rows
   // Of the chain at hand.
   float even[kGemvMaxRows][kGemvColumnsPerLane];
   float odd[kGemvMaxRows][kGemvColumnsPerLane];
-  float x_sum[kGemvMaxRows];
 
+  // Twice the sums are more than shifts where there are many rows: 253 half-registers at 8 rows, and not 199 (M1).
+  static MARLIN_INLINE bool odd_apart() {
+    return code_kind(format) == CodeKind::integer && rows_per_threadgroup <= kGemvOddApartRows;
+  }
+  static MARLIN_INLINE CodeForm form(bool subnormal) { return {subnormal, odd_apart()}; }
   static MARLIN_INLINE bool has_row(uint r) { return r < uint(rows_per_threadgroup); }
 
-  // A chain of `length` k from k on: its activations are summed by the lanes together, four each.
-  MARLIN_INLINE void begin_chain(uint k, uint length) {
-    static_assert(kChainLength == 4 * kSimdWidth, "one load of four a lane");
-    const uint quad = 4 * lane;
+  MARLIN_INLINE void clear_totals() {
     MARLIN_UNROLL for (uint r = 0; r < kGemvMaxRows; ++r) {
-      MARLIN_UNROLL for (uint c = 0; c < kGemvColumnsPerLane; ++c) even[r][c] = odd[r][c] = 0.0f;
-      if (!has_row(r) || code_kind(format) != CodeKind::integer) continue;
-      vec<T, 4> x = vec<T, 4>(T(0.0f));
-      if (quad < length) x = a.load_quad(x_row[r] + (has_perm ? 0 : quad), k + quad);
-      x_sum[r] = simd_sum((float(x[0]) + float(x[1])) + (float(x[2]) + float(x[3])));
+      if (has_row(r)) totals[r * kSimdWidth] = float4(0.0f);
     }
   }
 
+  // A chain's activations, four of a row in each lane.
+  MARLIN_INLINE vec<T, 4> quad_of_chain(const device T* row, uint k, uint length) const {
+    static_assert(kChainLength == 4 * kSimdWidth, "one load of four a lane");
+    const uint quad = 4 * lane;
+    if (quad >= length) return vec<T, 4>(T(0.0f));
+    return a.load_quad(row + (has_perm ? 0 : quad), k + quad);
+  }
+
+  // fp16 activations are large enough, and a table's codes are as they are.
+  static constexpr bool looks_at_activations() { return !is_same_v<T, half> && code_kind(format) != CodeKind::table; }
+
+  // Products with codes that are scaled down by up to 2^24 would be flushed to zero, or their sums rounded more.
+  MARLIN_INLINE bool has_small_activations(uint k, uint length) const {
+    if (!looks_at_activations()) return false;
+    bool found = false;
+    MARLIN_UNROLL for (uint r = 0; r < kGemvMaxRows; ++r) {
+      if (!has_row(r)) continue;
+      const vec<T, 4> quad = quad_of_chain(x_row[r], k, length);
+      MARLIN_UNROLL for (uint i = 0; i < 4; ++i) {
+        const float size = abs(float(quad[i]));
+        found = found || (size < kSmallActivation && size != 0.0f);
+      }
+    }
+    return simd_any(found);
+  }
+
+  template <bool subnormal>
   MARLIN_INLINE void multiply(uint k) {
     const uint4 packed = load_columns(words, weight.N - n);
     words += weight.N;
     Octet<float> codes[kGemvColumnsPerLane];
-    MARLIN_UNROLL for (uint c = 0; c < kGemvColumnsPerLane; ++c) codes[c] = Codes::decode(packed[c], table);
+    MARLIN_UNROLL for (uint c = 0; c < kGemvColumnsPerLane; ++c) {
+      MARLIN_UNROLL for (uint j = 0; j < 4; ++j) {
+        const float2 pair = Codes::pair(packed[c], j, table, form(subnormal));
+        codes[c].k[j] = pair.x;
+        codes[c].k[j + 4] = pair.y;
+      }
+    }
     MARLIN_UNROLL for (uint r = 0; r < kGemvMaxRows; ++r) {
       if (!has_row(r)) continue;
-      const Octet<float> x = a.template load_octet<float>(x_row[r], k);
+      const Octet<float> octet = a.template load_octet<float>(x_row[r], k);
       if (!has_perm) x_row[r] += kCodesPerWord;
       MARLIN_UNROLL for (uint c = 0; c < kGemvColumnsPerLane; ++c) {
         MARLIN_UNROLL for (uint i = 0; i < kCodesPerWord; i += 2) {
-          even[r][c] = fma(codes[c].k[i], x.k[i], even[r][c]);
-          thread float& rest = Codes::odd_differs ? odd[r][c] : even[r][c];
-          rest = fma(codes[c].k[i + 1], x.k[i + 1], rest);
+          even[r][c] = fma(codes[c].k[i], octet.k[i], even[r][c]);
+          thread float& rest = odd_apart() ? odd[r][c] : even[r][c];
+          rest = fma(codes[c].k[i + 1], octet.k[i + 1], rest);
         }
       }
     }
   }
 
-  // The chain lies in one group.
-  MARLIN_INLINE void end_chain() {
+  // A chain of `length` k from k on, which lies in one group.
+  template <bool subnormal>
+  MARLIN_INLINE void multiply_chain(uint k, uint length) {
+    MARLIN_UNROLL for (uint r = 0; r < kGemvMaxRows; ++r) {
+      MARLIN_UNROLL for (uint c = 0; c < kGemvColumnsPerLane; ++c) even[r][c] = odd[r][c] = 0.0f;
+    }
+    for (uint i = k; i < k + length; i += kGemvK) {
+      multiply<subnormal>(i);
+      if (!ragged_k || i + kCodesPerWord < k + length) multiply<subnormal>(i + kCodesPerWord);
+    }
+  }
+
+  MARLIN_INLINE void end_chain(uint k, uint length, bool subnormal) {
+    const float even_unit = Codes::even_unit(form(subnormal));
+    const float odd_unit = Codes::odd_unit(form(subnormal));
     const float4 scales = weight.template scales_of_columns<format>(scale_index, n);
     const float4 zeros = weight.template zeros_of_columns<format>(scale_index, n);
     MARLIN_UNROLL for (uint r = 0; r < kGemvMaxRows; ++r) {
       if (!has_row(r)) continue;
-      MARLIN_UNROLL for (uint c = 0; c < kGemvColumnsPerLane; ++c) {
-        const float codes = fma(odd[r][c], Codes::odd_unit(), even[r][c] * Codes::even_unit());
-        total[r][c] += apply_group<format>(codes, x_sum[r], scales[c], zeros[c]);
+      float x_sum = 0.0f;
+      if (code_kind(format) == CodeKind::integer) {
+        const vec<T, 4> quad = quad_of_chain(x_row[r] - (has_perm ? 0 : length), k, length);
+        x_sum = simd_sum((float(quad[0]) + float(quad[1])) + (float(quad[2]) + float(quad[3])));
       }
+      float4 total = totals[r * kSimdWidth];
+      MARLIN_UNROLL for (uint c = 0; c < kGemvColumnsPerLane; ++c) {
+        float codes = even[r][c] * even_unit;
+        if (odd_apart()) codes = fma(odd[r][c], odd_unit, codes);
+        total[c] += apply_group<format>(codes, x_sum, scales[c], zeros[c]);
+      }
+      totals[r * kSimdWidth] = total;
     }
   }
 };
@@ -94,40 +148,39 @@ template <WeightFormat format, typename T>
   const Product<T> product = MARLIN_PRODUCT;
   const uint rows = rows_per_threadgroup;
   const uint thread_index = simdgroup * kSimdWidth + lane;
-  const uint m = block.y * rows;
-  const uint n = block.x * kGemvColumns + lane * kGemvColumnsPerLane;
+  const uint m = block.x * rows;
+  const uint n = block.y * kGemvColumns + lane * kGemvColumnsPerLane;
   const uint slice = block.z * simdgroups + simdgroup;
   const uint k_begin = slice * params.k_per_slice;
   const uint k_end = min(k_begin + params.k_per_slice, params.K);
+  const uint outputs = rows * kGemvColumns;
 
-  if (format == WeightFormat::lut4) {
-    if (thread_index < kLutSize) shared[thread_index] = lut[thread_index];
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-  }
+  threadgroup float* slices = load_table<format>(shared, lut, thread_index);
   LaneSums<format, T> sums{};
   sums.weight = product.weight;
   sums.a = product.a;
   sums.lane = lane;
   sums.n = min(n, params.N);
   sums.words = packed + ulong(k_begin / kCodesPerWord) * params.N + sums.n;
-  sums.table = shared;
   // Rows beyond M repeat the last and are not stored.
-  MARLIN_UNROLL for (uint r = 0; r < kGemvMaxRows; ++r) {
-    sums.x_row[r] = product.a.row_at(min(m + r, params.M - 1)) + (has_perm ? 0 : k_begin);
-  }
+  MARLIN_UNROLL for (uint r = 0; r < kGemvMaxRows; ++r) sums.x_row[r] =
+      product.a.row_at(min(m + r, params.M - 1)) + (has_perm ? 0 : k_begin);
+  sums.table = shared;
+  sums.totals = reinterpret_cast<threadgroup float4*>(slices + simdgroup * outputs) + lane;
+  sums.clear_totals();
   const uint first_group = k_begin / params.group_size;
   sums.scale_index = ulong(first_group) * params.N + sums.n;
   uint group_rest = (first_group + 1) * params.group_size - k_begin;
   for (uint k = k_begin; k < k_end;) {
     const uint length = min(min(group_rest, uint(kChainLength)), k_end - k);
-    const uint chain_end = k + length;
-    sums.begin_chain(k, length);
-    for (; k < chain_end; k += kGemvK) {
-      sums.multiply(k);
-      if (!ragged_k || k + kCodesPerWord < chain_end) sums.multiply(k + kCodesPerWord);
+    const bool subnormal = subnormal_codes && !sums.has_small_activations(k, length);
+    if (subnormal) {
+      sums.template multiply_chain<true>(k, length);
+    } else if (!subnormal_codes || sums.looks_at_activations()) {
+      sums.template multiply_chain<false>(k, length);
     }
-    k = chain_end;
-    sums.end_chain();
+    sums.end_chain(k, length, subnormal);
+    k += length;
     group_rest -= length;
     if (group_rest == 0) {
       group_rest = params.group_size;
@@ -135,24 +188,14 @@ template <WeightFormat format, typename T>
     }
   }
 
-  // The table lies where the sums go.
-  if (format == WeightFormat::lut4) threadgroup_barrier(mem_flags::mem_threadgroup);
-  MARLIN_UNROLL for (uint r = 0; r < kGemvMaxRows; ++r) {
-    if (!sums.has_row(r)) continue;
-    threadgroup float* row = shared + (simdgroup * rows + r) * kGemvColumns;
-    MARLIN_UNROLL for (uint c = 0; c < kGemvColumnsPerLane; ++c) {
-      row[lane * kGemvColumnsPerLane + c] = sums.total[r][c];
-    }
-  }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  const uint outputs = rows * kGemvColumns;
   for (uint i = thread_index; i < outputs; i += simdgroups * kSimdWidth) {
     const uint row = m + i / kGemvColumns;
-    const uint column = block.x * kGemvColumns + i % kGemvColumns;
+    const uint column = block.y * kGemvColumns + i % kGemvColumns;
     if (row >= params.M || column >= params.N) continue;
     float sum = 0.0f;
     for (uint s = 0; s < simdgroups; ++s)
-      sum += shared[s * outputs + i];
+      sum += slices[s * outputs + i];
     product.output.store_slice(block.z, row, column, sum);
   }
 }

@@ -62,8 +62,7 @@ enum BufferSlot {
 //   vector_columns          N is a multiple of 4; the first packed word, scale and zero point are aligned to 4 elements
 //   vector_activations      no perm; the first activation is aligned to 4 elements, the row stride a multiple of 4
 //   rows_per_threadgroup    activation rows of a threadgroup: gemv 1 to kGemvMaxRows, fused 8 to kFusedMaxRows by 8
-//   subnormal_codes         codes are read as half subnormals: where probe_half_subnormals says that they live, and for
-//                           gemv activations are fp16 (a small bf16 or fp32 one times 2^-24 would be flushed)
+//   subnormal_codes         codes are read as half subnormals: where probe_half_subnormals says that they live
 //   writes_partials         the K slices of the grid go to kSlotPartials and wait for reduce
 //   short_group_size        fused: the group size where it is 16 or 32 and shorter than K, else 0
 //   ragged_k                K is no multiple of the step of gemv or fused, kGemvK or kFusedK
@@ -158,14 +157,14 @@ enum {
   kGemvColumnsPerLane = 4,
   kGemvColumns = kSimdWidth * kGemvColumnsPerLane,
   kGemvK = 16,
-  kGemvMaxRows = 4,
+  kGemvMaxRows = 8,
+  kGemvOddApartRows = 4,  // up to which odd k have sums of their own
   kGemvMaxSimdgroups = 16,
 };
 
-constexpr uint32_t gemv_threadgroup_bytes(uint32_t rows, uint32_t simdgroups) {
-  return simdgroups * rows * kGemvColumns * 4;
+constexpr uint32_t gemv_threadgroup_bytes(WeightFormat format, uint32_t rows, uint32_t simdgroups) {
+  return simdgroups * rows * kGemvColumns * 4 + (format == WeightFormat::lut4 ? kLutSize * 4 : 0);
 }
-static_assert(gemv_threadgroup_bytes(kGemvMaxRows, kGemvMaxSimdgroups) <= 32768, "Metal's limit");
 
 // gemm_fused: a simdgroup owns 32 columns of up to 32 rows and takes 64 k at a step; its threadgroup splits a range of
 // K between its simdgroups.

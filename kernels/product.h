@@ -29,4 +29,13 @@ struct Product {
   const device float* lut;
 };
 
+// A threadgroup's table of lut4 lies at the front of its memory, where an index is an address; returns what follows it.
+template <WeightFormat format>
+MARLIN_INLINE threadgroup float* load_table(threadgroup float* memory, const device float* lut, uint thread_index) {
+  if (format != WeightFormat::lut4) return memory;
+  if (thread_index < kLutSize) memory[thread_index] = lut[thread_index];
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  return memory + kLutSize;
+}
+
 }  // namespace marlin

@@ -34,9 +34,11 @@
 //       *_unpack_zeros     columns N/8, rows G       (a word of the input per thread)
 //       dequantize         columns N,   rows K/8     (a packed word per thread)
 //       reduce             columns N,   rows M
-//   gemv: threads (32 * simdgroups, 1, 1), grid (ceil(N / kGemvColumns), ceil(M / rows), splits);
+//   gemv: threads (32 * simdgroups, 1, 1), grid (ceil(M / rows), ceil(N / kGemvColumns), splits): those that read the
+//     same weights start side by side;
 //     slice = z * simdgroups + simdgroup; k_per_slice a multiple of kGemvK, splits * simdgroups * k_per_slice >= K;
-//     threadgroup memory gemv_threadgroup_bytes(rows, simdgroups); partials [splits, M, N] where splits > 1.
+//     threadgroup memory gemv_threadgroup_bytes(format, rows, simdgroups); partials [splits, M, N] where
+//     splits > 1.
 //   gemm_fused: threads (32 * simdgroups, 1, 1), grid (ceil(N / kFusedColumns), ceil(M / rows), splits);
 //     slices as for gemv, k_per_slice a multiple of kFusedK; threadgroup memory fused_threadgroup_bytes(format, rows,
 //     simdgroups); partials [splits, M, N] where splits > 1.

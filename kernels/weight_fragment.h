@@ -17,6 +17,9 @@ struct ColumnDecode {
   float odd_scale;
   float offset;
 
+  // The scale of odd codes is a register a column, and 32 rows leave none (M1: 227 half-registers with it, 207
+  // without).
+  static MARLIN_INLINE CodeForm form() { return {subnormal_codes, rows_per_threadgroup < kFusedMaxRows}; }
   static constexpr bool has_zero() { return format == WeightFormat::uint4b8 || format == WeightFormat::uint4; }
   // zero * scale has at most 11 + 11 significant bits unless one of them is fp32: then zero is taken off first.
   static MARLIN_INLINE bool offset_is_exact() {
@@ -29,8 +32,8 @@ struct ColumnDecode {
       even_scale = odd_scale = scale;
       offset = -zero;
     } else {
-      even_scale = scale * Codes::even_unit();
-      odd_scale = scale * Codes::odd_unit();
+      even_scale = scale * Codes::even_unit(form());
+      odd_scale = scale * Codes::odd_unit(form());
       offset = format == WeightFormat::uint4_bias ? zero : -zero * scale;
     }
   }
@@ -40,7 +43,7 @@ struct ColumnDecode {
     const bool odd = k % 2 == 1;
     const float scale = odd ? odd_scale : even_scale;
     if (has_zero() && !offset_is_exact()) {
-      return fma(code, odd ? Codes::odd_unit() : Codes::even_unit(), offset) * scale;
+      return fma(code, odd ? Codes::odd_unit(form()) : Codes::even_unit(form()), offset) * scale;
     }
     if (has_zero() || format == WeightFormat::uint4_bias) return fma(code, scale, offset);
     return code * scale;

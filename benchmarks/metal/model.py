@@ -4,6 +4,7 @@ Nothing runs on a GPU. Times are of `torch_marlin_metal.plan`, cold weights of 4
 """
 
 import argparse
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -17,6 +18,8 @@ from torch_marlin_metal.profiling import AppleSiliconGPU
 N, K = 4096, 14336
 GROUP_SIZE = 64
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 24, 25, 32, 33, 40, 41, 64, 65, 128, 512, 4096)
+
+MOST_ROWS = 140
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,21 @@ def bars() -> Iterator[Bar]:
         yield Bar(f"{gpu}: 4 rows over 1 row", best(4, gpu).seconds / best(1, gpu).seconds, 1.1)
     for gpu, limit in (("M1", 1.5), ("M2", 1.5), ("M3", 1.5), ("M4", 1.5), ("M1 Pro", 1.7), ("M1 Max", 1.7)):
         yield Bar(f"{gpu}: 8 rows over 1 row", best(8, gpu).seconds / best(1, gpu).seconds, limit)
+    yield from steps("uint4b8")
+    yield from steps("float4_e2m1")
+
+
+def steps(weight_format: str) -> Iterator[Bar]:
+    """The most that one more row costs on any GPU: where the second and the third block of 8 begin, and elsewhere."""
+    largest = {1.9: 0.0, 1.5: 0.0, 1.35: 0.0}
+    for gpu in AppleSiliconGPU.names():
+        seconds = [best(M, gpu, weight_format).seconds for M in range(1, MOST_ROWS + 1)]
+        for M, (before, now) in enumerate(itertools.pairwise(seconds), start=1):
+            limit = {8: 1.9, 16: 1.5}.get(M, 1.35)
+            largest[limit] = max(largest[limit], now / before)
+    for limit, value in largest.items():
+        where = {1.9: "8 to 9", 1.5: "16 to 17", 1.35: f"any other of the first {MOST_ROWS}"}[limit]
+        yield Bar(f"{weight_format}: largest step of all GPUs, rows {where}", value, limit)
 
 
 def ladder(weight_format: str) -> Table:

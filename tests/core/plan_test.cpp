@@ -160,15 +160,14 @@ void check_gemv(const GemmProblem& problem, const Plan& plan, const GpuDevice& d
   const uint32_t simdgroups = product.threads.x / kSimdWidth;
   expect(rows >= 1 && rows <= kGemvMaxRows, "rows of a threadgroup");
   expect(product.threads.x % kSimdWidth == 0 && simdgroups >= 1 && simdgroups <= kGemvMaxSimdgroups, "simdgroups");
-  expect(product.threadgroup_bytes == gemv_threadgroup_bytes(rows, simdgroups), "threadgroup memory");
-  expect(product.constants[kConstantSubnormalCodes] ==
-             (device.half_subnormals && problem.activations == ElementType::float16),
-         "probe's answer, for fp16");
+  expect(product.threadgroup_bytes == gemv_threadgroup_bytes(problem.weight.format, rows, simdgroups),
+         "threadgroup memory");
+  expect(product.constants[kConstantSubnormalCodes] == device.half_subnormals, "probe's answer");
   expect((product.constants[kConstantRaggedK] != 0) == (problem.weight.K % kGemvK != 0), "whole steps");
   expect((product.constants[kConstantRaggedN] != 0) == (problem.weight.N % kGemvColumns != 0), "whole strips");
   expect(params.k_per_slice % kGemvK == 0, "slices of whole steps");
-  expect_tiling(product.grid.x, kGemvColumns, problem.weight.N, "columns");
-  expect_tiling(product.grid.y, rows, problem.M, "rows");
+  expect_tiling(product.grid.x, rows, problem.M, "rows");
+  expect_tiling(product.grid.y, kGemvColumns, problem.weight.N, "columns");
   expect_tiling(product.grid.z, uint64_t{simdgroups} * params.k_per_slice, problem.weight.K, "k");
   check_slices(problem, plan);
 }

@@ -99,15 +99,19 @@ int main() {
   for (int format = 0; format < kWeightFormatCount; ++format) {
     std::printf("\"%s\", ", std::string(name(static_cast<WeightFormat>(format))).c_str());
   }
-  std::printf("\"\"], \"gemv_bytes\": [");
-  for (uint32_t rows = 0; rows <= kGemvMaxRows; ++rows) {
-    std::printf("[0");
-    for (uint32_t simdgroups = 1; simdgroups <= kGemvMaxSimdgroups; ++simdgroups) {
-      std::printf(", %u", gemv_threadgroup_bytes(rows, simdgroups));
+  std::printf("\"\"], \"gemv_bytes\": {");
+  for (int format = 0; format < kWeightFormatCount; ++format) {
+    std::printf("\"%s\": [", std::string(name(static_cast<WeightFormat>(format))).c_str());
+    for (uint32_t rows = 0; rows <= kGemvMaxRows; ++rows) {
+      std::printf("[0");
+      for (uint32_t simdgroups = 1; simdgroups <= kGemvMaxSimdgroups; ++simdgroups) {
+        std::printf(", %u", gemv_threadgroup_bytes(static_cast<WeightFormat>(format), rows, simdgroups));
+      }
+      std::printf("], ");
     }
-    std::printf("], ");
+    std::printf("[]], ");
   }
-  std::printf("[]], \"fused_bytes\": {");
+  std::printf("\"end\": []}, \"fused_bytes\": {");
   for (int format = 0; format < kWeightFormatCount; ++format) {
     std::printf("\"%s\": [", std::string(name(static_cast<WeightFormat>(format))).c_str());
     for (uint32_t simdgroups = 0; simdgroups <= kFusedMaxSimdgroups; ++simdgroups) {

@@ -164,12 +164,14 @@ def run_product(
     return out.read(shape, problem.dtype), counters
 
 
-def check_gemv_work(problem: Problem, rows: int, counters: Counters) -> None:
-    """Per block of rows: each word is read once, each activation once by each lane and once more for a sum over k."""
+def check_gemv_work(problem: Problem, rows: int, subnormal_codes: bool, counters: Counters) -> None:
+    """Per block of rows: each word is read once, each activation once by each lane, once more for a sum over k, and
+    once more where activations may be too small for subnormal codes."""
     if counters.buffers is None:
         return
     row_blocks, strips = -(-problem.M // rows), -(-problem.N // number("kGemvColumns"))
-    sums = strips if problem.weight_format in ("uint4b8", "uint4", "uint4_bias") else 0
+    looks = subnormal_codes and problem.dtype is not torch.float16 and problem.weight_format != "lut4"
+    sums = strips * ((problem.weight_format in ("uint4b8", "uint4", "uint4_bias")) + looks)
     read = {slot: counts["bytes_read"] for slot, counts in counters.buffers.items()}
     words, activations = row_blocks * problem.K // 8 * problem.N, row_blocks * rows * problem.K * (32 * strips + sums)
     assert read.get(number("kSlotPacked"), 0) == words * 4, "bytes of packed words read"
@@ -192,8 +194,8 @@ def run_gemv(
     splits = -(-problem.K // (k_per_slice * simdgroups))  # none may be empty
     options |= {
         "group": (32 * simdgroups, 1, 1),
-        "groups": (-(-problem.N // number("kGemvColumns")), -(-problem.M // rows), splits),
-        "threadgroup_bytes": facts()["gemv_bytes"][rows][simdgroups],
+        "groups": (-(-problem.M // rows), -(-problem.N // number("kGemvColumns")), splits),
+        "threadgroup_bytes": facts()["gemv_bytes"][problem.weight_format][rows][simdgroups],
     }
     constants = {
         "rows_per_threadgroup": rows,
@@ -205,7 +207,7 @@ def run_gemv(
     shares = sliced(problem, splits)
     result, counters = run_product("gemv", problem, k_per_slice, constants, options, shares)
     if counted:
-        check_gemv_work(problem, rows, counters)
+        check_gemv_work(problem, rows, subnormal_codes, counters)
     return result
 
 

@@ -17,10 +17,10 @@ from softmetal.device import KernelFault
 # Columns: one, a lane's edge, a simdgroup's and a tile's on either side, more than one of each.
 COLUMNS = [1, 7, 8, 40, 63, 64, 65, 100, 128, 200]
 GEMV_AXES = COMMON | {
-    "M": [1, 2, 3, 4, 5, 9],
+    "M": [1, 2, 3, 4, 5, 6, 7, 8, 9, 17],
     "N": COLUMNS,
     "K": [8, 24, 64, 136, 264, 520],
-    "rows": [1, 2, 3, 4],
+    "rows": [1, 2, 3, 4, 5, 6, 7, 8],
     "simdgroups": [1, 2, 4, 8],
     "splits": [1, 2, 3],
     "subnormal_codes": [True, False],

@@ -83,6 +83,21 @@ def test_activation_that_is_not_finite(kernel: str, weight_format: str, value: f
     assert torch.equal(got[[0, 2]], clean[[0, 2]])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("weight_format", ["uint4b8", "float4_e2m1"])
+def test_very_small_activations(weight_format: str, dtype: torch.dtype) -> None:
+    """Times a code scaled down by 2^24 they would be flushed: in a whole row, or here and there in one chain of k."""
+    p = problem(5, 40, 328, weight_format=weight_format, dtype=dtype, group_size=64, bias_dtype=None)
+    inputs = make_inputs(p)
+    for m, columns in ((0, slice(None)), (4, slice(131, None, 2)), (2, slice(0, 1))):
+        a = torch.zeros_like(inputs.a)
+        a[m, columns] = inputs.a[m, columns] * 2.0**-110
+        small = replace(inputs, a=a)
+        exact, bound = reference.gemm(a, inputs.weight, None, None, raw_codes=True)
+        for rows in (2, 5):
+            reference.check_gemm(run_gemv(p, rows=rows, simdgroups=2, inputs=small), exact, bound)
+
+
 @kernels
 @formats
 def test_scale_that_is_nan(kernel: str, weight_format: str) -> None:

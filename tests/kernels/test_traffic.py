@@ -25,7 +25,7 @@ def test_counts() -> None:
             "activations": rows, "weights": words, "scales": scales, "zeros": scales // 2, "global_scale": 0, "lut": 0,
             "out": M * N * 2, "partials": 0,
         }  # fmt: skip
-    row_blocks = -(-M // 4)
+    row_blocks = -(-M // 8)
     assert gemv["total"]["weights"] == row_blocks * words
     assert gemv["total"]["scales"] == row_blocks * scales
     # Tiles of 64 x 64, one row of them: a byte of the weight once, a scale once a group, activations once a column of tiles.

@@ -1,10 +1,12 @@
 """Plans, chips, tiles, rooflines and explanations: values by hand, errors, and counts of the software Metal device."""
 
+import functools
 import itertools
 import json
 import math
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -123,12 +125,54 @@ def test_without_a_mac():
     assert third.startswith("ValueError plan: gpu: expected one of M1, ")
 
 
+def test_trace_calls(mps, monkeypatch, tmp_path):
+    """What PyTorch's profiler is asked for, in order, by one that writes it down: what Instruments and Xcode then show
+    needs a Mac."""
+    calls = []
+
+    @contextmanager
+    def recorded(name, *arguments):
+        calls.append((name, *arguments))
+        try:
+            yield
+        finally:
+            calls.append(("end of " + name,))
+
+    for name in ("profile", "metal_capture"):
+        monkeypatch.setattr(torch.mps.profiler, name, functools.partial(recorded, name))
+    enabled = [True]
+    monkeypatch.setattr(torch.mps.profiler, "is_metal_capture_enabled", lambda: enabled[0])
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.mps, "is_built", lambda: True)
+
+    with profiling.trace():
+        calls.append(("work",))
+    assert calls == [("profile", "interval", False), ("work",), ("end of profile",)]
+    calls.clear()
+    path = tmp_path / "a.gputrace"
+    with pytest.raises(KeyError), profiling.trace(capture=path, wait_until_completed=True):
+        raise KeyError
+    capture, marks = ("metal_capture", str(path)), ("profile", "interval", True)
+    assert calls == [capture, marks, ("end of profile",), ("end of metal_capture",)]
+    calls.clear()
+    enabled[0] = False
+    with pytest.raises(RuntimeError, match="MTL_CAPTURE_ENABLED=1"), profiling.trace(capture=path):
+        calls.append(("work",))
+    enabled[0] = True
+    with pytest.raises(ValueError, match=r"expected a name that ends in \.gputrace, got 'a\.trace'"):
+        profiling.trace(capture="a.trace").__enter__()
+    path.touch()
+    with pytest.raises(FileExistsError, match="exists"):
+        profiling.trace(capture=path).__enter__()
+    assert calls == []
+
+
 def test_command_line(capsys):
     from typer.testing import CliRunner
 
     from torch_marlin_metal.cli.app import app
 
-    done = CliRunner().invoke(app, ["plan", "8", "4096", "4096", "--gpu", "M1", "--json"])
+    done = CliRunner().invoke(app, ["plan", "16", "4096", "4096", "--gpu", "M1", "--json"])
     assert done.exit_code == 0
     assert json.loads(done.stdout)["chosen"]["variant"] == "fused"
     done = CliRunner().invoke(app, ["profile", "--gpu", "M2", "--shape", "512,512", "--rows", "1", "--json"])

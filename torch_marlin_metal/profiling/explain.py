@@ -16,7 +16,7 @@ ASSUMPTIONS = (
     "A twentieth of the shorter of memory and compute time is not hidden by the longer.",
     "Threadgroups start in order, x first, and are spread evenly over the cores.",
     "Weights that several row blocks read come from memory each time, or at twice its rate where the weight fills at "
-    "most half of the system-level cache.",
+    "most half of the system-level cache; gemv's row blocks start side by side, and all but one find them in L2.",
     "Bank conflicts, the register cache, barriers and the rate of threadgroup memory cost nothing.",
     "A launch takes what the smallest one took on an M1 under Linux, an upper bound for Metal.",
     "Where a GPU's figure is assumed, its nearest relative's stands in: the GPU's own table says which those are.",
