@@ -71,11 +71,10 @@ class Task {
         first_column_(first_column),
         columns_(columns),
         strips_(ceil_div(columns, plan.strip)),
-        L_(std::min(plan.chunk_size, a.S)),
+        L_(std::min(std::max(first_chunk(), plan.chunk_size), a.S)),
         key_pitch_(round_up(a.DK, plan.strip) + kMlstmPadding),
-        token_pitch_(round_up(L_, std::max(plan.strip, kMlstmPadding))),
-        row_pitch_(a.DK + token_pitch_ + kMlstmPadding),
         scale_(1.F / std::sqrt(static_cast<float>(a.DK))) {
+    set_pitches(L_);
     const int64_t per_token = 9 * token_pitch_ + kMlstmPadding;
     const int64_t keys = round_up(L_, 4) * key_pitch_ + round_up(a.DK, 4) * token_pitch_ + key_pitch_;
     const int64_t rows = L_ * row_pitch_ + L_ * plan.strip;
@@ -105,24 +104,35 @@ class Task {
   Task& operator=(const Task&) = delete;
 
   void all_chunks() {
-    const int64_t chunks = ceil_div(a_.S, plan_.chunk_size);
     load_state(0);
-    for (int64_t c = 0; c < chunks; ++c) {
+    int64_t begin = 0;
+    for (int64_t c = 0; begin < a_.S; ++c) {
       if (a_.chunks_per_slot != 0 && c % a_.chunks_per_slot == 0) store_state(c / a_.chunks_per_slot);
-      chunk(c);
+      const int64_t count = std::min(c == 0 ? first_chunk() : plan_.chunk_size, a_.S - begin);
+      chunk(begin, count);
+      begin += count;
     }
     store_state(a_.out.slots - 1);
   }
 
   void one_chunk(int64_t c) {
     load_state(c);
-    chunk(c);
+    chunk(c * plan_.chunk_size, plan_.chunk_size);
   }
 
  private:
   static Scratch& scratch() {
     thread_local Scratch memory;
     return memory;
+  }
+
+  int64_t first_chunk() const {
+    return a_.in.C == nullptr && a_.chunks_per_slot == 0 ? plan_.first_chunk : plan_.chunk_size;
+  }
+
+  void set_pitches(int64_t count) {
+    token_pitch_ = round_up(count, std::max(plan_.strip, kMlstmPadding));
+    row_pitch_ = a_.DK + token_pitch_ + kMlstmPadding;
   }
 
   float* state_strip(int64_t strip) const { return state_ + strip * (a_.DK + L_) * plan_.strip; }
@@ -184,9 +194,8 @@ class Task {
     static_cast<float*>(a_.out.m)[at] = m_;
   }
 
-  void chunk(int64_t c) {
-    const int64_t begin = c * plan_.chunk_size;
-    const int64_t count = std::min(plan_.chunk_size, a_.S - begin);
+  void chunk(int64_t begin, int64_t count) {
+    set_pitches(count);
     read_gate(a_.f, begin, count, gates_.f);
     read_gate(a_.i, begin, count, gates_.m);
     gates_.compute(mlstm_, count, m_, &exact_m_);
@@ -338,9 +347,9 @@ class Task {
   const int64_t strips_;
   const int64_t L_;
   const int64_t key_pitch_;
-  const int64_t token_pitch_;
-  const int64_t row_pitch_;
   const float scale_;
+  int64_t token_pitch_ = 0;  // of this chunk
+  int64_t row_pitch_ = 0;
   MlstmGates gates_{};
   float* keys_ = nullptr;           // [L, DK], weighted for the state once the scores are there
   float* keys_by_token_ = nullptr;  // [DK, L]

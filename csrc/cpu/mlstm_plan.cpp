@@ -15,6 +15,18 @@ constexpr int64_t kShortChunk = 32;
 constexpr int64_t kLongChunk = 64;
 constexpr int64_t kLargeState = (1 << 20) / sizeof(float);
 
+// A zero state needs no product with the queries, which would be 2 DK DV operations a token; tokens of a chunk of L
+// need (DK + DV) L among themselves. The size that saves most.
+int64_t best_first_chunk(const MlstmProblem& problem, int64_t chunk_size) {
+  const int64_t sum = problem.DK + problem.DV;
+  auto saved = [&](int64_t L) { return L * (2 * problem.DK * problem.DV - sum * (L - chunk_size)); };
+  int64_t best = chunk_size;
+  for (const int64_t L : kMlstmChunkSizes) {
+    if (L > chunk_size && saved(L) > saved(best)) best = L;
+  }
+  return best;
+}
+
 }  // namespace
 
 MlstmPlan make_mlstm_plan(const Machine& machine, const MlstmProblem& problem, bool wide) {
@@ -27,6 +39,7 @@ MlstmPlan make_mlstm_plan(const Machine& machine, const MlstmProblem& problem, b
   plan.chunk_size = problem.chunk_size != 0                 ? problem.chunk_size
                     : problem.DK * problem.DV > kLargeState ? kLongChunk
                                                             : kShortChunk;
+  plan.first_chunk = problem.chunk_size != 0 ? problem.chunk_size : best_first_chunk(problem, plan.chunk_size);
   const int64_t heads = std::max<int64_t>(problem.B * problem.H, 1);
   const int64_t strips = (problem.DV + plan.strip - 1) / plan.strip;
   plan.column_tasks = std::clamp<int64_t>(machine.threads / heads, 1, strips);
@@ -35,8 +48,8 @@ MlstmPlan make_mlstm_plan(const Machine& machine, const MlstmProblem& problem, b
 
 std::string to_string(const MlstmPlan& plan) {
   return std::string(plan.form == MlstmForm::sequential ? "sequential" : "chunkwise") +
-         " chunk_size=" + std::to_string(plan.chunk_size) + " strip=" + std::to_string(plan.strip) +
-         " column_tasks=" + std::to_string(plan.column_tasks);
+         " chunk_size=" + std::to_string(plan.chunk_size) + " first_chunk=" + std::to_string(plan.first_chunk) +
+         " strip=" + std::to_string(plan.strip) + " column_tasks=" + std::to_string(plan.column_tasks);
 }
 
 }  // namespace marlin::cpu

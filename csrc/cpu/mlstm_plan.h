@@ -14,8 +14,9 @@ struct MlstmPlan {
   Isa isa;
   MlstmForm form;
   int64_t chunk_size;
-  int64_t strip;         // columns of a state that a kernel call works on
-  int64_t max_rows;      // rows of one kernel call, at most
+  int64_t first_chunk;  // tokens of the first chunk where the state before it is zero and no chunk's state is asked for
+  int64_t strip;        // columns of a state that a kernel call works on
+  int64_t max_rows;     // rows of one kernel call, at most
   int64_t column_tasks;  // tasks that share the columns of one head
 };
 

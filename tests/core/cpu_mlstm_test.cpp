@@ -124,6 +124,7 @@ void test_forms(Isa isa, int rounds) {
     const SequenceTensors t = make_tensors(random, s);
     cpu::MlstmPlan plan =
         cpu::make_mlstm_plan({isa, false, 3}, {1, s.H, s.S, s.DK, s.DV, s.chunk_size}, /*wide=*/false);
+    if (round % 4 == 1) plan.first_chunk = 4 * plan.chunk_size;
     for (const MlstmForm form : {MlstmForm::sequential, MlstmForm::chunkwise}) {
       MlstmArguments a{};
       a.B = 1, a.H = s.H, a.S = s.S, a.DK = s.DK, a.DV = s.DV, a.eps = 1e-6;
@@ -159,11 +160,11 @@ void test_plans() {
   auto plan = [](int64_t H, int64_t S, int64_t DK, int64_t DV, int64_t chunk_size, bool wide) {
     return cpu::to_string(cpu::make_mlstm_plan({Isa::portable, false, 8}, {1, H, S, DK, DV, chunk_size}, wide));
   };
-  expect_plan(plan(2, 512, 64, 64, 0, false), "chunkwise chunk_size=32 strip=8 column_tasks=4");
-  expect_plan(plan(8, 512, 256, 2048, 0, false), "chunkwise chunk_size=64 strip=8 column_tasks=1");
-  expect_plan(plan(1, 512, 64, 16, 128, false), "chunkwise chunk_size=128 strip=8 column_tasks=2");
-  expect_plan(plan(2, 1, 64, 64, 0, false), "sequential chunk_size=32 strip=8 column_tasks=4");
-  expect_plan(plan(2, 512, 64, 64, 16, true), "sequential chunk_size=16 strip=8 column_tasks=4");
+  expect_plan(plan(2, 512, 64, 64, 0, false), "chunkwise chunk_size=32 first_chunk=32 strip=8 column_tasks=4");
+  expect_plan(plan(8, 512, 256, 2048, 0, false), "chunkwise chunk_size=64 first_chunk=256 strip=8 column_tasks=1");
+  expect_plan(plan(1, 512, 64, 16, 128, false), "chunkwise chunk_size=128 first_chunk=128 strip=8 column_tasks=2");
+  expect_plan(plan(2, 1, 64, 64, 0, false), "sequential chunk_size=32 first_chunk=32 strip=8 column_tasks=4");
+  expect_plan(plan(2, 512, 64, 64, 16, true), "sequential chunk_size=16 first_chunk=16 strip=8 column_tasks=4");
 }
 
 }  // namespace
