@@ -148,6 +148,7 @@ def _mlstm_cases() -> Iterator[Case]:
     yield _mlstm(mlstm.Sequence(S=35, DK=8, DV=8, chunk_size=16, regime="kept"), simdgroups=1)
     yield "mlstm work", test_kernel_mlstm.test_work
     yield "mlstm values", partial(test_kernel_mlstm.test_value_that_is_not_finite, "v", float("nan"))
+    yield "mlstm infinities", partial(test_kernel_mlstm.test_each_token_with_a_value_that_is_not_finite, FLOAT)
 
 
 def _mlstm_gates_cases() -> Iterator[Case]:
