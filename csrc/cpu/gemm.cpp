@@ -25,6 +25,8 @@ const MatrixKernel& matrix_kernel(const Plan& plan, const KernelSet& kernels) {
       return bf16_dot_kernels()->few_rows;
     case Kernel::bf16_dot:
       return bf16_dot_kernels()->many_rows;
+    case Kernel::planes_avx2:
+      return *avx2_planes_kernel();
     case Kernel::planes_few_rows:
       return planes_kernels()->few_rows;
     case Kernel::planes:

@@ -125,6 +125,7 @@ const KernelSet* avx512_kernels();
 const KernelSet* neon_kernels();
 const Bf16DotKernels* bf16_dot_kernels();
 const PlanesKernels* planes_kernels();
+const MatrixKernel* avx2_planes_kernel();
 const MatrixKernel* amx_kernel(int parts);
 const MatrixKernel* amx_scaled_kernel(int parts);
 const KernelSet* kernels_of(Isa isa);

@@ -28,6 +28,7 @@ KernelShape kernel_shape(Isa isa, Kernel kernel) {
   if (kernel == Kernel::amx || kernel == Kernel::amx_scaled) return {32, 32, 16};
   const bool neon = isa == Isa::neon;
   if (kernel == Kernel::bf16_dot_fp32_row) return {neon ? 16 : 64, 1, 1};
+  if (kernel == Kernel::planes_avx2) return {32, 1, 1};
   if (kernel == Kernel::planes_few_rows) return {neon ? 16 : 64, kPlanesFewRows, 1};
   if (kernel == Kernel::planes) return {neon ? 8 : 32, 4, 1};
   if (kernel == Kernel::bf16_dot_few_rows && neon) return {16, 1, 1};
@@ -67,8 +68,11 @@ Kernel choose_kernel(const Machine& machine, const Problem& problem, int* parts)
                                                                                         : Kernel::amx;
     }
   }
-  if (machine.isa != Isa::avx512 && machine.isa != Isa::amx && machine.isa != Isa::neon) return fp32;
   const bool half = problem.a_type != ElementType::float32;
+  if (machine.isa == Isa::avx2 && half && problem.M == 1 && codes_of(problem.format) != Codes::table) {
+    return Kernel::planes_avx2;
+  }
+  if (machine.isa != Isa::avx512 && machine.isa != Isa::amx && machine.isa != Isa::neon) return fp32;
   const bool fast_dot = machine.fast_bf16_dot && problem.bf16_codes;
   if (fast_dot && problem.a_type == ElementType::bfloat16 && problem.M > 1) {
     const bool few_dots = problem.M <= kernel_shape(machine.isa, Kernel::bf16_dot_few_rows).max_rows;
@@ -124,9 +128,9 @@ Plan make_fp32_plan(const Machine& machine, const Problem& problem) {
 }
 
 std::string to_string(const Plan& plan) {
-  static constexpr const char* kNames[] = {
-      "few_rows", "many_rows", "bf16_dot_fp32_row", "bf16_dot_few_rows", "bf16_dot", "planes_few_rows",
-      "planes",   "amx",       "amx_scaled"};
+  static constexpr const char* kNames[] = {"few_rows", "many_rows",   "bf16_dot_fp32_row", "bf16_dot_few_rows",
+                                           "bf16_dot", "planes_avx2", "planes_few_rows",   "planes",
+                                           "amx",      "amx_scaled"};
   auto number = [](const char* name, int64_t value) { return std::string(" ") + name + "=" + std::to_string(value); };
   return kNames[static_cast<int>(plan.kernel)] + number("parts", plan.parts) + number("strip", plan.strip) +
          number("max_rows", plan.max_rows) + number("passes", plan.passes) + number("block_rows", plan.block_rows) +

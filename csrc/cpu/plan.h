@@ -33,6 +33,7 @@ enum class Kernel : int {
   bf16_dot_fp32_row,
   bf16_dot_few_rows,
   bf16_dot,
+  planes_avx2,
   planes_few_rows,
   planes,
   amx,

@@ -3,8 +3,9 @@
 // of it.
 #pragma once
 
-#include <cmath>
+#include <algorithm>
 #include <cstdint>
+#include <cstring>
 
 #include "kernel_set.h"
 
@@ -50,6 +51,43 @@ bool split_planes(const float* values, int count, Planes& planes) {
     sums[2] += low;
   }
   std::copy_n(sums, kPlanes, planes.sums);
+  return true;
+}
+
+// 32-bit operands of `rows` rows and 8 k, even and odd k of each plane, in whole vectors.
+template <int vector>
+constexpr int dots_of(int rows) {
+  return (2 * kPlanes * rows + vector - 1) / vector * vector;
+}
+
+template <int vector>
+constexpr int planes_row_bytes() {
+  return 4 * (kHead * kMaxSegments + dots_of<vector>(1) * kChunk / 8);
+}
+
+// To [segment][kHead, rows], then [k/8][even and odd, plane, rows].
+template <class V, int vector>
+bool pack_planes(const PackRow& p) {
+  auto* head = static_cast<int32_t*>(p.out) + p.row;
+  auto* to = static_cast<int32_t*>(p.out) + kMaxSegments * kHead * p.rows + p.row;
+  for (int begin = 0; begin < p.count; begin += p.segment, head += kHead * p.rows) {
+    const int count = std::min(p.segment, p.count - begin);
+    Planes planes;
+    if (!split_planes<V>(p.values + begin, count, planes)) return false;
+    head[0] = std::bit_cast<int32_t>(planes.unit);
+    for (int plane = 0; plane < kPlanes; ++plane)
+      head[(1 + plane) * p.rows] = planes.sums[plane];
+    for (int k = 0; k < count; k += 8, to += dots_of<vector>(p.rows)) {
+      for (int odd = 0; odd < 2; ++odd) {
+        for (int plane = 0; plane < kPlanes; ++plane) {
+          int8_t four[4];
+          for (int i = 0; i < 4; ++i)
+            four[i] = planes.bytes[plane][k + 2 * i + odd];
+          std::memcpy(to + (odd * kPlanes + plane) * p.rows, four, sizeof four);
+        }
+      }
+    }
+  }
   return true;
 }
 

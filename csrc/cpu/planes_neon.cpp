@@ -56,12 +56,7 @@ class Bytes {
   int offset_;
 };
 
-constexpr int kDots = 2 * kPlanes;  // 32-bit operands a row and 8 k: even and odd k of each plane
-
-// Operands of 8 k are loaded as whole vectors of four.
-constexpr int dots_of(int rows) {
-  return (kDots * rows + 3) / 4 * 4;
-}
+constexpr int kVector = 4;  // operands of 8 k are loaded as whole vectors
 
 // x: [segment][kHead, R], then [k/8][even and odd, plane, R].
 template <Codes codes, int R, int C>
@@ -97,7 +92,7 @@ void planes_step(const Step& s) {
       });
       words += s.ld_words;
       ahead += s.ld_words;
-      x += dots_of(R);
+      x += dots_of<kVector>(R);
     }
     float32x4_t total[R * C];
     unroll<V, R * C>([&](auto i) __attribute__((always_inline)) {
@@ -111,30 +106,6 @@ void planes_step(const Step& s) {
   sum.finish();
 }
 
-bool pack_planes(const PackRow& p) {
-  auto* head = static_cast<int32_t*>(p.out) + p.row;
-  auto* to = static_cast<int32_t*>(p.out) + kMaxSegments * kHead * p.rows + p.row;
-  for (int begin = 0; begin < p.count; begin += p.segment, head += kHead * p.rows) {
-    const int count = std::min(p.segment, p.count - begin);
-    Planes planes;
-    if (!split_planes<V>(p.values + begin, count, planes)) return false;
-    head[0] = std::bit_cast<int32_t>(planes.unit);
-    for (int plane = 0; plane < kPlanes; ++plane)
-      head[(1 + plane) * p.rows] = planes.sums[plane];
-    for (int k = 0; k < count; k += 8, to += dots_of(p.rows)) {
-      for (int odd = 0; odd < 2; ++odd) {
-        for (int plane = 0; plane < kPlanes; ++plane) {
-          int8_t four[4];
-          for (int i = 0; i < 4; ++i)
-            four[i] = planes.bytes[plane][k + 2 * i + odd];
-          std::memcpy(to + (odd * kPlanes + plane) * p.rows, four, sizeof four);
-        }
-      }
-    }
-  }
-  return true;
-}
-
 template <int max_rows, int C>
 constexpr MatrixKernel planes_kernel() {
   MatrixKernel kernel{};
@@ -142,8 +113,8 @@ constexpr MatrixKernel planes_kernel() {
   kernel.min_rows = 1;
   kernel.max_rows = max_rows;
   kernel.row_unit = 1;
-  kernel.row_bytes = 4 * (kHead * kMaxSegments + dots_of(1) * kChunk / 8);
-  kernel.pack = &pack_planes;
+  kernel.row_bytes = planes_row_bytes<kVector>();
+  kernel.pack = &pack_planes<V, kVector>;
   auto fill = [&]<Codes codes>() {
     [&]<int... i>(std::integer_sequence<int, i...>) {
       ((kernel.step[static_cast<size_t>(codes)][static_cast<size_t>(1 + i)] = &planes_step<codes, 1 + i, C>), ...);

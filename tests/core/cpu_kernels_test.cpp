@@ -311,7 +311,8 @@ void test_outliers(const Machine& machine) {
           t.a.set(i, t.a.get(i) * (i % 32 == 7 ? 1 : std::ldexp(1.0, -4 - static_cast<int>(i / 32 % 21))));
         const cpu::Kernel kernel =
             cpu::make_plan(machine, cpu::problem_of(t.arguments(nullptr), Float32Precision::highest)).kernel;
-        const bool planes = kernel == cpu::Kernel::planes || kernel == cpu::Kernel::planes_few_rows;
+        const bool planes = kernel == cpu::Kernel::planes || kernel == cpu::Kernel::planes_few_rows ||
+                            kernel == cpu::Kernel::planes_avx2;
         const Array out = run(machine, t);
         for (int64_t m = 0; m < c.M; ++m) {
           for (int64_t n = 0; n < c.N; ++n) {
@@ -338,6 +339,29 @@ void test_outliers(const Machine& machine) {
     }
   }
   std::printf("%s: outliers, largest error %.3f of the arithmetic bound\n", name(machine).c_str(), worst);
+}
+
+// Every product of bytes at its largest: the middle plane of 1 + 2^-6 is -128, and codes are 15 or 6.
+void test_largest_bytes(const Machine& machine) {
+  for (const ElementType a_type : kFloats) {
+    for (const WeightFormat format : {WeightFormat::uint4, WeightFormat::float4_e2m1}) {
+      for (const int64_t M : {1, 2, 5}) {
+        Case c;
+        c.format = format;
+        c.M = M;
+        c.N = 33;
+        c.K = 256;
+        c.group_size = 128;
+        c.a_type = a_type;
+        Tensors t = make(c);
+        std::memset(t.words.data(), format == WeightFormat::uint4 ? 0xFF : 0x77,
+                    static_cast<size_t>(c.K / 8 * c.N * 4));
+        for (int64_t i = 0; i < t.a.count(); ++i)
+          t.a.set(i, 1 + 0x1p-6);
+        check_gemm(machine, t);
+      }
+    }
+  }
 }
 
 // Other ranges of rows or columns must not change a result unless K is split.
@@ -380,6 +404,7 @@ void run_tests(const Machine& machine, int rounds) {
   test_non_finite(machine);
   test_range(machine);
   test_outliers(machine);
+  test_largest_bytes(machine);
   test_partition(machine);
 }
 

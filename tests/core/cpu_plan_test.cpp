@@ -47,6 +47,8 @@ void test_choices() {
   const Row rows[] = {
       {{Isa::portable, false, 1}, problem(1, 64, 64, float32), "few_rows parts=1 strip=8 tasks=1x1x1"},
       {{Isa::avx2, false, 2}, problem(1, 4096, 4096, float32), "few_rows parts=1 strip=32 tasks=1x2x1"},
+      {{Isa::avx2, false, 2}, problem(1, 4096, 4096, float16), "planes_avx2 parts=1 strip=32 tasks=1x2x1"},
+      {{Isa::avx2, false, 2}, problem(2, 4096, 4096, bfloat16), "few_rows parts=1 strip=32 tasks=1x2x1"},
       {{Isa::avx2, false, 2}, problem(3, 4096, 4096, bfloat16), "many_rows parts=1 strip=16 tasks=1x2x1"},
       {{Isa::avx512, false, 2}, problem(4, 4096, 4096, bfloat16), "few_rows parts=1 strip=64 tasks=1x2x1"},
       {{Isa::avx512, false, 2}, problem(5, 4096, 4096, bfloat16), "many_rows parts=1 strip=32 tasks=1x2x1"},
@@ -157,6 +159,9 @@ void test_shapes() {
     check_kernel(dot->one_fp32_row, kernel_shape(dotting, Kernel::bf16_dot_fp32_row), "bf16_dot_fp32_row");
     check_kernel(dot->few_rows, kernel_shape(dotting, Kernel::bf16_dot_few_rows), "bf16_dot_few_rows");
     check_kernel(dot->many_rows, kernel_shape(dotting, Kernel::bf16_dot), "bf16_dot");
+  }
+  if (const MatrixKernel* planes = avx2_planes_kernel()) {
+    check_kernel(*planes, kernel_shape(Isa::avx2, Kernel::planes_avx2), "planes_avx2", false);
   }
   if (const PlanesKernels* planes = planes_kernels()) {
     check_kernel(planes->few_rows, kernel_shape(dotting, Kernel::planes_few_rows), "planes_few_rows", false);

@@ -12,7 +12,7 @@ PROGRAMS = ("cpu_kernels_test", "cpu_weights_test", "cpu_plan_test", "cpu_mlstm_
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
 # Unrolled vector code takes minutes to compile with sanitizers. The portable family is the same templates; and test
 # data ends at unreadable pages, which catches a vector load beyond it in any build.
-VECTOR_SOURCES = ("kernels_avx2", "kernels_avx512", "bf16_dot_avx512", "planes_avx512", "amx")
+VECTOR_SOURCES = ("kernels_avx2", "kernels_avx512", "bf16_dot_avx512", "planes_avx512", "planes_avx2", "amx")
 
 
 def build(
