@@ -19,7 +19,9 @@ pytestmark = pytest.mark.skipif(
 
 
 def emulate(cpu: str, program: Path, *arguments: str) -> str:
-    done = subprocess.run([EMULATOR, "-cpu", cpu, str(program), *arguments], check=False, capture_output=True, text=True)
+    done = subprocess.run(
+        [EMULATOR, "-cpu", cpu, str(program), *arguments], check=False, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
