@@ -1,16 +1,34 @@
-// The threads that the CPU glue gives to the kernels.
+// The threads that the CPU glue gives to the kernels: PyTorch's own.
 #pragma once
 
+#include <ATen/EmptyTensor.h>
 #include <ATen/Parallel.h>
+#include <ATen/TensorIterator.h>
 
 #include "kernels.h"
 
 namespace marlin::cpu {
 
+// at::parallel_for is a template that runs on one thread in code which is not itself compiled for PyTorch's OpenMP.
+// TensorIterator::for_each is that function compiled into PyTorch; it is given bytes whose addresses count.
+inline void torch_parallel_for(int64_t count, int64_t grain, const Body& body) {
+  if (count <= grain || at::get_num_threads() == 1 || at::in_parallel_region()) {
+    if (count > 0) body(0, count);
+    return;
+  }
+  const at::TensorBase bytes = at::detail::empty_cpu({count}, at::kByte);
+  const char* first = static_cast<const char*>(bytes.const_data_ptr());
+  auto loop = [&](char** data, const int64_t*, int64_t size) {
+    const int64_t begin = data[0] - first;
+    body(begin, begin + size);
+  };
+  at::TensorIteratorConfig config;
+  config.check_all_same_dtype(false).resize_outputs(false).add_output(bytes);
+  config.build().for_each(loop, grain);
+}
+
 inline Parallel at_parallel() {
-  return {at::get_num_threads(), [](int64_t count, int64_t grain, const Body& body) {
-            at::parallel_for(0, count, grain, [&](int64_t begin, int64_t end) { body(begin, end); });
-          }};
+  return {at::get_num_threads(), torch_parallel_for};
 }
 
 }  // namespace marlin::cpu
