@@ -274,6 +274,10 @@ void check_awq_unpack_zeros(const Tensor& qzeros) {
   Checker{"awq_unpack_zeros", qzeros.device()}.words("qzeros", qzeros, "[G, N/8]");
 }
 
+void check_transpose_words(const Tensor& words) {
+  Checker{"transpose_words", words.device()}.words("words", words, "[N, K/8]");
+}
+
 void check_no_grad(const char* op, const char* argument, const Tensor& tensor) {
   if (c10::GradMode::is_enabled() && tensor.requires_grad()) {
     fail(op, argument, "a tensor that does not require grad", describe(tensor) + " that requires grad");

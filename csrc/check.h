@@ -55,6 +55,7 @@ WeightShape check_dequantize(const WeightTensors& weight, at::ScalarType dtype);
 void check_gptq_repack(const Tensor& qweight, const OptionalTensor& perm);
 cpu::ZerosRule check_gptq_unpack_zeros(const Tensor& qzeros, int64_t checkpoint_version, std::string_view rule);
 void check_awq_repack(const Tensor& qweight);
+void check_transpose_words(const Tensor& words);
 void check_awq_unpack_zeros(const Tensor& qzeros);
 
 // gemm differentiates by a and bias only, the other operators by nothing.

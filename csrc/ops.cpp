@@ -18,6 +18,7 @@ TORCH_LIBRARY(torch_marlin_metal, m) {
   m.def("gptq_unpack_zeros(Tensor qzeros, *, int checkpoint_version, str rule=\"word\") -> Tensor");
   m.def("awq_repack(Tensor qweight) -> Tensor");
   m.def("awq_unpack_zeros(Tensor qzeros) -> Tensor");
+  m.def("transpose_words(Tensor words) -> Tensor");
 }
 
 namespace marlin {
@@ -63,7 +64,17 @@ Tensor awq_unpack_zeros_meta(const Tensor& qzeros) {
   return at::empty_symint({qzeros.sym_size(0), qzeros.sym_size(1) * kCodesPerWord}, qzeros.options().dtype(at::kByte));
 }
 
+// On every device but the CPU, which has a faster one.
+Tensor transpose_words(const Tensor& words) {
+  check_transpose_words(words);
+  return words.t().clone(at::MemoryFormat::Contiguous);
+}
+
 }  // namespace
+
+TORCH_LIBRARY_IMPL(torch_marlin_metal, CompositeExplicitAutograd, m) {
+  m.impl("transpose_words", transpose_words);
+}
 
 TORCH_LIBRARY_IMPL(torch_marlin_metal, Meta, m) {
   m.impl("gemm", gemm_meta);

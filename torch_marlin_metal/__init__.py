@@ -16,6 +16,7 @@ from torch_marlin_metal.ops import (
     gemm,
     gptq_repack,
     gptq_unpack_zeros,
+    transpose_words,
 )
 from torch_marlin_metal.packed_weight import PackedWeight
 from torch_marlin_metal.planning import plan
@@ -54,6 +55,7 @@ __all__ = [
     "quantize_model",
     "quantize_weight",
     "replace_linear_layers",
+    "transpose_words",
     "tuning",
     "weight_format",
 ]

@@ -178,6 +178,24 @@ def awq_repack(qweight: Tensor) -> Tensor:
     return result
 
 
+def transpose_words(words: Tensor) -> Tensor:
+    """Brings words that lie row by row of the weight into the packed layout.
+
+    compressed-tensors and AWQ's "gemv" version have them so.
+
+    Args:
+        words: int32 `[N, K/8]`, contiguous, lowest k in the lowest nibble.
+
+    Returns:
+        int32 `[K/8, N]`, a new tensor.
+
+    Raises:
+        ValueError: wrong dtype or shape.
+    """
+    result: Tensor = _ops.transpose_words(words)
+    return result
+
+
 def awq_unpack_zeros(qzeros: Tensor) -> Tensor:
     """Unpacks the `qzeros` of AWQ's "gemm" version into one byte a zero point, its interleave undone.
 

@@ -62,6 +62,8 @@ void dequantize(const DequantizeArguments& arguments, const Parallel& parallel);
 void gptq_repack(const uint32_t* qweight, const int32_t* perm, int64_t K, int64_t N, uint32_t* out,
                  const Parallel& parallel);
 void awq_repack(const uint32_t* qweight, int64_t K, int64_t N, uint32_t* out, const Parallel& parallel);
+// [rows, columns] to [columns, rows].
+void transpose_words(const uint32_t* words, int64_t rows, int64_t columns, uint32_t* out, const Parallel& parallel);
 
 // checkpoint_version 2 is the plain unpack; 1 adds one by the rule named.
 enum class ZerosRule : int32_t { word, masked, unmasked };

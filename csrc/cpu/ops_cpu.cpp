@@ -157,6 +157,15 @@ Tensor awq_unpack_zeros_cpu(const Tensor& qzeros) {
   return out;
 }
 
+Tensor transpose_words_cpu(const Tensor& words) {
+  check_transpose_words(words);
+  Tensor out = at::empty({words.size(1), words.size(0)}, words.options());
+  if (out.numel() == 0) return out;
+  cpu::transpose_words(static_cast<const uint32_t*>(words.const_data_ptr()), words.size(0), words.size(1),
+                       static_cast<uint32_t*>(out.mutable_data_ptr()), at_parallel());
+  return out;
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(torch_marlin_metal, CPU, m) {
@@ -166,6 +175,7 @@ TORCH_LIBRARY_IMPL(torch_marlin_metal, CPU, m) {
   m.impl("gptq_unpack_zeros", gptq_unpack_zeros_cpu);
   m.impl("awq_repack", awq_repack_cpu);
   m.impl("awq_unpack_zeros", awq_unpack_zeros_cpu);
+  m.impl("transpose_words", transpose_words_cpu);
 }
 
 }  // namespace marlin::cpu

@@ -140,6 +140,19 @@ void unpack_zeros(const uint32_t* words, int64_t G, int64_t N, uint8_t* out, con
   });
 }
 
+constexpr int kTile = 4;
+
+void transpose_tile(const uint32_t* from, int64_t ld_from, uint32_t* to, int64_t ld_to) {
+  const Words a = load(from), b = load(from + ld_from), c = load(from + 2 * ld_from), d = load(from + 3 * ld_from);
+  const Words ab[2] = {shuffle<0, 4, 1, 5>(a, b), shuffle<2, 6, 3, 7>(a, b)};
+  const Words cd[2] = {shuffle<0, 4, 1, 5>(c, d), shuffle<2, 6, 3, 7>(c, d)};
+  for (int half = 0; half < 2; ++half) {
+    const Words rows[2] = {shuffle<0, 1, 4, 5>(ab[half], cd[half]), shuffle<2, 3, 6, 7>(ab[half], cd[half])};
+    std::memcpy(to + 2 * half * ld_to, &rows[0], sizeof(Words));
+    std::memcpy(to + (2 * half + 1) * ld_to, &rows[1], sizeof(Words));
+  }
+}
+
 }  // namespace
 
 void gptq_repack_on(Isa isa, const uint32_t* qweight, const int32_t* perm, int64_t K, int64_t N, uint32_t* out,
@@ -180,6 +193,25 @@ void awq_repack(const uint32_t* qweight, int64_t K, int64_t N, uint32_t* out, co
         std::copy(from + i * words + c, from + (i + 1) * words, rest + 4 * i);
       awq_block(rest, 4, columns);
       std::copy_n(columns, 8 * (words - c), to + 8 * c);
+    }
+  });
+}
+
+void transpose_words(const uint32_t* words, int64_t rows, int64_t columns, uint32_t* out, const Parallel& parallel) {
+  constexpr int64_t kStrip = 64;  // rows of a task: four cache lines of each row of the result
+  const int64_t whole_columns = columns / kTile * kTile;
+  parallel.run((rows + kStrip - 1) / kStrip, grain_rows(kStrip * columns), [&](int64_t begin, int64_t end) {
+    for (int64_t first = begin * kStrip; first < std::min(end * kStrip, rows); first += kStrip) {
+      const int64_t last = std::min(first + kStrip, rows);
+      const int64_t whole = first + (last - first) / kTile * kTile;
+      for (int64_t c = 0; c < whole_columns; c += kTile) {
+        for (int64_t r = first; r < whole; r += kTile)
+          transpose_tile(words + r * columns + c, columns, out + c * rows + r, rows);
+      }
+      for (int64_t r = first; r < last; ++r) {
+        for (int64_t c = r < whole ? whole_columns : 0; c < columns; ++c)
+          out[c * rows + r] = words[r * columns + c];
+      }
     }
   });
 }

@@ -92,7 +92,11 @@ void test_nan_scales(Isa isa) {
 void test_repack(Isa isa) {
   std::mt19937 random(3);
   for (const auto& [K, N] :
+<<<<<<< HEAD
        std::vector<std::pair<int64_t, int64_t>>{{8, 1}, {24, 7}, {136, 40}, {264, 129}, {64, 8}, {32, 1000}}) {
+=======
+       std::vector<std::pair<int64_t, int64_t>>{{8, 1}, {24, 7}, {136, 40}, {264, 129}, {64, 8}, {1080, 70}}) {
+>>>>>>> 992816e (Conversion: writes in pieces of 128 KiB and moves words on one thread beside the one that writes; transpose_words and act-order's gather at memory speed; a wrong number of groups is said of the scales)
     std::vector<uint32_t> words(static_cast<size_t>(K / 8 * N)), out(words.size());
     for (uint32_t& w : words)
       w = static_cast<uint32_t>(random());
@@ -112,6 +116,13 @@ void test_repack(Isa isa) {
         const int64_t p = perm[static_cast<size_t>(k)];
         expect(nibble(out, k / 8, N, n, k % 8) == nibble(words, p / 8, N, n, p % 8),
                [&] { return "gptq_repack row by perm"; });
+      }
+    }
+    cpu::transpose_words(words.data(), K / 8, N, out.data(), loop(3));
+    for (int64_t r = 0; r < K / 8; ++r) {
+      for (int64_t n = 0; n < N; ++n) {
+        expect(out[static_cast<size_t>(n * (K / 8) + r)] == words[static_cast<size_t>(r * N + n)],
+               [&] { return "transpose_words"; });
       }
     }
     if (N % 8 != 0) continue;

@@ -176,6 +176,7 @@ def test_unknown_names_in_python_list_the_known_ones():
             "qweight: expected [K, N/8] with K a multiple of 8, got int32 [12, 3]"),
         ("awq_repack", {"qweight": ((16, 3), torch.float32)}, "qweight: expected int32 [K, N/8], got float32 [16, 3]"),
         ("awq_unpack_zeros", {"qzeros": ((2, 3), torch.uint8)}, "qzeros: expected int32 [G, N/8], got uint8 [2, 3]"),
+        ("transpose_words", {"words": ((2, 3), torch.uint8)}, "words: expected int32 [N, K/8], got uint8 [2, 3]"),
         ("gptq_unpack_zeros", {"qzeros": ((2,), torch.int32), "checkpoint_version": 1},
             "qzeros: expected int32 [G, N/8], got int32 [2]"),
         ("gptq_unpack_zeros", {"qzeros": ((2, 3), torch.int32), "checkpoint_version": 3},
@@ -195,6 +196,8 @@ def test_repacks_refuse(op, arguments, message, device):
 
 def test_repacks_refuse_strided_words(device):
     words = torch.zeros(24, 8, dtype=torch.int32, device=device).t()
-    for op in (tmm.gptq_repack, tmm.awq_repack):
-        with pytest.raises(ValueError, match=r"qweight: expected a contiguous tensor, got .* with strides \[1, 8\]"):
+    for op in (tmm.gptq_repack, tmm.awq_repack, tmm.transpose_words):
+        with pytest.raises(
+            ValueError, match=r"(qweight|words): expected a contiguous tensor, got .* with strides \[1, 8\]"
+        ):
             op(words)

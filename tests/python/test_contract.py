@@ -61,6 +61,7 @@ def test_opcheck_repacks(device):
     )
     torch.library.opcheck(OPS.awq_repack.default, (words((64, 3), device),), test_utils=utils(device))
     torch.library.opcheck(OPS.awq_unpack_zeros.default, (words((2, 3), device),), test_utils=utils(device))
+    torch.library.opcheck(OPS.transpose_words.default, (words((24, 8), device),), test_utils=utils(device))
 
 
 def test_compile_with_a_dynamic_number_of_rows_compiles_once(device):
@@ -190,6 +191,7 @@ def test_meta_tensors(weight_format):
     dense = tmm.dequantize(weight.b_packed, weight.scales, **weight.arguments)
     assert (dense.shape, dense.dtype) == ((64, 24), torch.float16)
     assert tmm.awq_repack(torch.empty(64, 3, dtype=torch.int32, device="meta")).shape == (8, 24)
+    assert tmm.transpose_words(torch.empty(24, 3, dtype=torch.int32, device="meta")).shape == (3, 24)
 
 
 @pytest.mark.parametrize("dtype", reference.DTYPES, ids=str)

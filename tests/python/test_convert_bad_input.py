@@ -123,6 +123,10 @@ LAYERS: dict[str, tuple[dict[str, torch.Tensor | None], str]] = {
     "qzeros of floats": ({"qzeros": zeros_like(2, 2, torch.float16)}, r"\.qzeros': expected dtype I32, got F16"),
     "scales of other columns": ({"scales": torch.ones(2, N + 8)}, rf"\.scales': expected shape \[any, {N}\]"),
     "scales of other groups": ({"scales": torch.ones(3, N)}, r"\.scales': expected 2 groups of 32 for K=64, got 3"),
+    "scales of fewer groups than g_idx names": (
+        {"scales": torch.ones(1, N), "qzeros": None, "g_idx": torch.arange(K, dtype=torch.int32) % 2},
+        r"\.scales': expected 2 groups of 32 for K=64, got 1",
+    ),
     "scales of integers": ({"scales": zeros_like(2, N)}, r"\.scales': expected dtype F16 or BF16 or F32, got I32"),
     "scales of three dimensions": ({"scales": torch.ones(2, N, 1)}, r"\.scales': expected shape"),
     "scales empty": ({"scales": torch.ones(0, N)}, r"\.scales': expected shape \[any, 16\], got \[0, 16\]"),

@@ -111,6 +111,24 @@ def test_shards_other_tensors_and_small_files(tmp_path) -> None:
         assert torch.equal(weight.dequantize(), before[name].dequantize())
 
 
+def test_torch_has_its_threads_again_after_a_conversion(tmp_path) -> None:
+    source, seen = large_checkpoint(tmp_path / "source"), []
+
+    def progress(*_: object) -> None:
+        seen.append(torch.get_num_threads())
+        if len(seen) > 2:
+            raise KeyboardInterrupt
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            convert.write_checkpoint(convert.open_reader(source), tmp_path / "out", progress=progress)
+        assert (seen, torch.get_num_threads()) == ([1, 1, 1], 3)
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_layers_that_cannot_be_packed_are_stored_as_floats_on_request(tmp_path) -> None:
     expected = writers.write_gptq(tmp_path / "source", np.random.default_rng(0), 64, 16, 8, version=2)
     with pytest.raises(convert.UnsupportedFormat):

@@ -91,6 +91,18 @@ def test_gptq_repack_moves_whole_rows(seed, rows, N, use_perm):
     assert torch.equal(got, pack(q[perm] if use_perm else q))
 
 
+@given(seed=st.integers(0, 2**32 - 1), rows=st.integers(1, 200), columns=st.integers(1, 20))
+@settings(max_examples=60, deadline=None)
+def test_transposed_words(seed, rows, columns):
+    words = pack(codes(seed, 8 * columns, rows))
+    assert torch.equal(tmm.transpose_words(words.t().contiguous()), words)
+
+
+def test_transposed_words_of_each_device(device):
+    words = pack(codes(0, 40, 67))
+    assert torch.equal(tmm.transpose_words(words.t().contiguous().to(device)).cpu(), words)
+
+
 @given(seed=st.integers(0, 2**32 - 1), rows=st.integers(1, 40), columns=st.integers(1, 20))
 @settings(max_examples=60, deadline=None)
 def test_awq_round_trip(seed, rows, columns):
@@ -127,3 +139,4 @@ def test_empty_inputs(device):
     assert tmm.awq_repack(empty).shape == (0, 32)
     assert tmm.gptq_unpack_zeros(empty, checkpoint_version=1).shape == (0, 32)
     assert tmm.awq_unpack_zeros(empty).shape == (0, 32)
+    assert tmm.transpose_words(empty).shape == (4, 0)

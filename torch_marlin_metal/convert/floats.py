@@ -46,6 +46,8 @@ class FloatReader(CheckpointReader):
         CheckpointError: the checkpoint is damaged, quantized already, or nothing in it is to be quantized.
     """
 
+    calculates = True
+
     def __init__(
         self,
         path: str | os.PathLike[str],

@@ -43,8 +43,8 @@ def read(layer: Layer, settings: Settings, options: Options) -> PackedWeight:
     bits = _bits(layer, settings, rows, N, G)
     K = rows * 32 // bits
     scales = layer.read("scales")
-    g_idx = read_g_idx(layer, "g_idx", K, G)
     group_size = _group_size(layer, settings, K, G)
+    g_idx = read_g_idx(layer, "g_idx", K, G)
     version = options.gptq_version or VERSIONS[settings.text("checkpoint_format", "format").lower()]
 
     row_group = torch.arange(K) // group_size if g_idx is None else g_idx

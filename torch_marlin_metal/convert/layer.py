@@ -165,7 +165,8 @@ def constant(tensor: Tensor, value: int) -> bool:
 
 def as_words(packed: Tensor) -> Tensor:
     """Bytes `[N, K/2]` or words `[N, K/8]` with k rising from the lowest nibble -> int32 `[K/8, N]`."""
-    return packed.contiguous().view(torch.int32).t().contiguous()
+    words: Tensor = torch.ops.torch_marlin_metal.transpose_words(packed.contiguous().view(torch.int32))
+    return words
 
 
 def words_of_codes(codes: Tensor) -> Tensor:

@@ -140,7 +140,10 @@ class CheckpointReader:
         path: what was opened.
         source: the opened container.
         options: the caller's choices.
+        calculates: reading a layer takes arithmetic, not just moves of words, so that more threads help.
     """
+
+    calculates = False
 
     def __init__(self, path: str | os.PathLike[str], options: Options) -> None:
         self.path = Path(path)
