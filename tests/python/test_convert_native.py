@@ -141,13 +141,14 @@ def test_layers_that_cannot_be_packed_are_stored_as_floats_on_request(tmp_path) 
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="fork without exec is unsafe with Apple's frameworks")
 def test_killed_at_random_points_and_resumed(tmp_path) -> None:
-    source, destination = large_checkpoint(tmp_path / "source", layers=40), tmp_path / "out"
+    source, destination = large_checkpoint(tmp_path / "source"), tmp_path / "out"
+    convert.write_checkpoint(convert.open_reader(source), tmp_path / "first")  # what is done once is not timed
     started = time.monotonic()
     whole = convert.write_checkpoint(convert.open_reader(source), tmp_path / "whole", max_shard_bytes=30_000)
     seconds, expected = time.monotonic() - started, contents(whole)
     rng = random.Random(0)
     kills = resumed = 0
-    for _ in range(5):
+    while kills < 5:
         while not destination.exists():
             child = os.fork()
             if child == 0:
@@ -170,7 +171,6 @@ def test_killed_at_random_points_and_resumed(tmp_path) -> None:
             convert.write_checkpoint(convert.open_reader(source), destination)
         assert contents(destination) == expected
         shutil.rmtree(destination)
-    assert kills >= 5
     assert resumed > 0
 
 

@@ -21,7 +21,16 @@ from checkpoint_writers import (
 from llama import FOLDERS, IDS, MODELS, check_layers, check_logits, dense_model, write_gguf
 from models import same
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel, AutoModelForCausalLM, GPTQConfig, Qwen2Config, Qwen2ForCausalLM, StaticCache
+from torch._dynamo.utils import counters
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    CompileConfig,
+    GPTQConfig,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    StaticCache,
+)
 from transformers.quantizers import auto as tables
 from transformers.quantizers import register_quantization_config, register_quantizer
 
@@ -121,12 +130,12 @@ def test_devices_without_kernels_are_refused(place) -> None:
         load(GPTQ, device_map={"": place})
 
 
-@pytest.mark.parametrize("fuse", [False, True])
-def test_a_compiled_step_with_a_static_cache(fuse) -> None:
+@pytest.mark.parametrize(("fuse", "backend"), [(False, "inductor"), (True, "eager")])
+def test_a_compiled_step_with_a_static_cache(fuse, backend) -> None:
     torch._dynamo.reset()
     model = load(GPTQ, dtype=torch.float32, quantization_config=MarlinConfig(fuse=fuse))
     expected = greedy(model, 4)
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
     cache = StaticCache(config=model.config, max_cache_len=32)
     ids = IDS
     with torch.no_grad():
@@ -137,8 +146,12 @@ def test_a_compiled_step_with_a_static_cache(fuse) -> None:
             token = step.logits[:, -1:].argmax(-1)
             ids = torch.cat((ids, token), dim=1)
     assert ids[0].tolist() == expected
-    static = model.generate(IDS, max_new_tokens=4, do_sample=False, cache_implementation="static")
+    how = CompileConfig(fullgraph=True, backend=backend, mode=None)
+    how._compile_all_devices = True  # generate compiles by itself on CUDA only
+    counters["stats"].clear()
+    static = model.generate(IDS, max_new_tokens=4, do_sample=False, cache_implementation="static", compile_config=how)
     assert static[0].tolist() == expected
+    assert counters["stats"]["unique_graphs"] >= 1
     assert model.hf_quantizer.is_compileable
 
 
