@@ -91,12 +91,8 @@ void test_nan_scales(Isa isa) {
 
 void test_repack(Isa isa) {
   std::mt19937 random(3);
-  for (const auto& [K, N] :
-<<<<<<< HEAD
-       std::vector<std::pair<int64_t, int64_t>>{{8, 1}, {24, 7}, {136, 40}, {264, 129}, {64, 8}, {32, 1000}}) {
-=======
-       std::vector<std::pair<int64_t, int64_t>>{{8, 1}, {24, 7}, {136, 40}, {264, 129}, {64, 8}, {1080, 70}}) {
->>>>>>> 992816e (Conversion: writes in pieces of 128 KiB and moves words on one thread beside the one that writes; transpose_words and act-order's gather at memory speed; a wrong number of groups is said of the scales)
+  for (const auto& [K, N] : std::vector<std::pair<int64_t, int64_t>>{
+           {8, 1}, {24, 7}, {136, 40}, {264, 129}, {64, 8}, {32, 1000}, {1080, 70}}) {
     std::vector<uint32_t> words(static_cast<size_t>(K / 8 * N)), out(words.size());
     for (uint32_t& w : words)
       w = static_cast<uint32_t>(random());
