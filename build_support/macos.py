@@ -58,6 +58,21 @@ def compiler() -> list[str]:
     return [str(zig), "c++", "-target", f"aarch64-macos.{MINIMUM_MACOS}", "-mcpu=apple_m1"]
 
 
+def python_headers() -> Path:
+    """The folder of Python's headers, with a pyconfig.h that knows a 64-bit machine whatever the target.
+
+    Debian's pyconfig.h asks the compiler for its target and refuses all but Linux: a copy gets the one it would choose.
+    """
+    headers = Path(sysconfig.get_path("include"))
+    own = headers.parent / str(sysconfig.get_config_var("MULTIARCH")) / headers.name / "pyconfig.h"
+    if not own.exists():
+        return headers
+    copy = OUT / headers.name
+    shutil.copytree(headers, copy, dirs_exist_ok=True)
+    shutil.copyfile(own, copy / "pyconfig.h")
+    return copy
+
+
 def compile_flags(
     csrc: Path = ROOT / "csrc", stand_ins: Path = STAND_INS, frameworks: Path = FRAMEWORK_LINKS
 ) -> list[str]:
@@ -80,7 +95,7 @@ def compile_flags(
     flags += [f"-ffile-prefix-map={ROOT}/=", "-fblocks", "-fobjc-exceptions", "-Wno-unknown-pragmas"]
     flags += ["-DTORCH_EXTENSION_NAME=_C", "-DTORCH_API_INCLUDE_EXTENSION_H"]
     flags += ['-DTORCH_MARLIN_METAL_TORCH_VERSION="2.13.0"', f"-I{frameworks}", f"-I{csrc}"]
-    includes = [torch, torch / "torch" / "csrc" / "api" / "include", Path(sysconfig.get_path("include"))]
+    includes = [torch, torch / "torch" / "csrc" / "api" / "include", python_headers()]
     return flags + [f"-isystem{path}" for path in includes]
 
 
