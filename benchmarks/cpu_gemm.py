@@ -6,7 +6,9 @@ one row a plain read of memory runs in each round. The ceilings and the formats 
 """
 
 import argparse
+import itertools
 import os
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -45,16 +47,25 @@ def seconds(call: Call, index: int) -> float:
 
 
 def interleave(calls: dict[str, Call], budget: float, least: int = 5) -> Times:
-    """Seconds of each call, one entry a round; as many rounds as the budget in seconds allows."""
+    """Seconds of each call, one entry a round; as many rounds as the budget in seconds allows.
+
+    Every call gets a number of its own, so that no two in a row read the same weights, and each round has an order of
+    its own, so that none always follows the same neighbour and finds the caches as that one left them.
+    """
     times: Times = {name: [] for name in calls}
     for call in calls.values():
         call(0)
+    wake = torch.zeros(2**17)
     begin = time.perf_counter()
-    index = 0
-    while index < least or (time.perf_counter() - begin < budget and index < 200):
-        index += 1
-        for name, call in calls.items():
-            times[name].append(seconds(call, index))
+    names, order = list(calls), random.Random(0)
+    rounds = 0
+    counter = itertools.count()
+    while rounds < least or (time.perf_counter() - begin < budget and rounds < 200):
+        rounds += 1
+        order.shuffle(names)
+        for name in names:
+            wake.add_(1)  # PyTorch's threads are awake, as they are between the layers of a model
+            times[name].append(seconds(calls[name], next(counter)))
     return times
 
 
@@ -142,7 +153,7 @@ def row(*cells: object) -> None:
     )
 
 
-def compare(K: int, N: int, rows: list[int], budget: float, peak: float) -> None:
+def compare(K: int, N: int, rows: list[int], budget: float, threads: int) -> None:
     """Every M: this package in three dtypes beside PyTorch's kernels."""
     layer, peers = Layer(K, N), Peers(K, N)
     table(
@@ -164,6 +175,7 @@ def compare(K: int, N: int, rows: list[int], budget: float, peak: float) -> None
             once = seconds(partial(peers.int4pack, a["fp32"]), 0)
             scalar_row, scalar = once / M, f"{once / ours['fp32']:.0f}"
         rate = {name: 2 * M * K * N / ours[name] for name in DTYPES}
+        peak = statistics.median(fp32_peak(threads) for _ in range(3))  # clocks drift: measured beside each line
         row(
             M, *(f"{ours[name] * 1e6:.0f}" for name in DTYPES), *(f"{rate[name] * 1e-9:.0f}" for name in DTYPES),
             rate["fp32"] / peak, ratio(times, "int4pack bf16", "ours bf16"), ratio(times, "dense bf16", "ours bf16"),
@@ -225,11 +237,10 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     shapes = [tuple(int(size) for size in shape.split("x")) for shape in arguments.shapes]
     capability = tmm.cpu_capability()
-    peak = statistics.median(fp32_peak(arguments.threads) for _ in range(5))
     stream = Stream(arguments.threads)
     print(f"{processor_name()}, {arguments.threads} threads, torch {torch.__version__}")
     print(f"{capability.isa}: {capability.reason}; {' '.join(capability.features)}")
-    print(f"fp32 multiply-adds on registers: {peak * 1e-9:.0f} GFLOP/s")
+    print(f"fp32 multiply-adds on registers: {fp32_peak(arguments.threads) * 1e-9:.0f} GFLOP/s")
     table(
         f"One row: weight bytes a second by those of a plain read. Eight rows: time by one's. Group {GROUP_SIZE}.",
         ["K x N", "read GB/s", "bf16", "fp16", "fp32", "8 rows bf16", "8 rows fp16", "8 rows fp32"],
@@ -240,7 +251,7 @@ def main() -> None:
         formats(*shapes[0], arguments.budget)
     if arguments.rows:
         for K, N in shapes:
-            compare(K, N, arguments.rows, arguments.budget, peak)
+            compare(K, N, arguments.rows, arguments.budget, arguments.threads)
 
 
 if __name__ == "__main__":
