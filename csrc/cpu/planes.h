@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #include "kernel_set.h"
 
@@ -22,19 +23,27 @@ struct Planes {
   int8_t bytes[kPlanes][kChunk];
 };
 
-// False where an activation is not finite, or the largest lies outside 2^-100 .. 2^120. V keeps instances for different
-// instruction sets apart.
+// The unit of a segment and the units in 1, from the bits of its largest magnitude. False where that is not finite or
+// lies outside 2^-100 .. 2^120. Here and below V keeps instances for different instruction sets apart.
 template <class V>
-bool split_planes(const float* values, int count, Planes& planes) {
+bool find_unit(uint32_t largest, float& unit, float& units) {
   constexpr uint32_t kLeast = (127U - 100U) << 23, kBeyond = (127U + 120U) << 23;
-  uint32_t largest = 0;
-  for (int k = 0; k < count; ++k)
-    largest = std::max(largest, std::bit_cast<uint32_t>(values[k]) & 0x7FFFFFFFU);
   if (largest != 0 && (largest < kLeast || largest >= kBeyond)) return false;
   // 2^21 units or more and fewer than 2^22 make the largest.
   const uint32_t exponent = largest >> 23;
-  planes.unit = largest == 0 ? 0.F : std::bit_cast<float>((exponent - 21) << 23);
-  const float units = largest == 0 ? 0.F : std::bit_cast<float>((2 * 127 + 21 - exponent) << 23);
+  unit = largest == 0 ? 0.F : std::bit_cast<float>((exponent - 21) << 23);
+  units = largest == 0 ? 0.F : std::bit_cast<float>((2 * 127 + 21 - exponent) << 23);
+  return true;
+}
+
+// False where find_unit is.
+template <class V>
+bool split_planes(const float* values, int count, Planes& planes) {
+  uint32_t largest = 0;
+  for (int k = 0; k < count; ++k)
+    largest = std::max(largest, std::bit_cast<uint32_t>(values[k]) & 0x7FFFFFFFU);
+  float units;
+  if (!find_unit<V>(largest, planes.unit, units)) return false;
   int32_t sums[kPlanes] = {};
   for (int k = 0; k < count; ++k) {
     constexpr float kWhole = 0x1.8p23F;  // added, it leaves the nearest whole number in the lower bits
@@ -89,6 +98,26 @@ bool pack_planes(const PackRow& p) {
     }
   }
   return true;
+}
+
+// step_of gives the step for the codes and the number of rows it is instantiated for.
+template <int max_rows, class StepOf>
+constexpr MatrixKernel planes_kernel(int strip, int row_bytes, bool (*pack)(const PackRow&), StepOf step_of) {
+  MatrixKernel kernel{};
+  kernel.strip = strip;
+  kernel.min_rows = 1;
+  kernel.max_rows = max_rows;
+  kernel.row_unit = 1;
+  kernel.row_bytes = row_bytes;
+  kernel.pack = pack;
+  auto fill = [&]<Codes codes, int... i>(std::integer_sequence<int, i...>) {
+    ((kernel.step[static_cast<size_t>(codes)][static_cast<size_t>(1 + i)] =
+          step_of.template operator()<codes, 1 + i>()),
+     ...);
+  };
+  fill.template operator()<Codes::integer>(std::make_integer_sequence<int, max_rows>{});
+  fill.template operator()<Codes::e2m1>(std::make_integer_sequence<int, max_rows>{});
+  return kernel;
 }
 
 }  // namespace marlin::cpu

@@ -100,30 +100,14 @@ void planes_step(const Step& s) {
 }
 
 template <int max_rows, int C>
-constexpr MatrixKernel planes_kernel() {
-  MatrixKernel kernel{};
-  kernel.strip = C * V::width;
-  kernel.min_rows = 1;
-  kernel.max_rows = max_rows;
-  kernel.row_unit = 1;
-  kernel.row_bytes = planes_row_bytes<1>();
-  kernel.pack = &pack_planes<V, 1>;
-  auto fill = [&]<Codes codes>() {
-    [&]<int... i>(std::integer_sequence<int, i...>) {
-      ((kernel.step[static_cast<size_t>(codes)][static_cast<size_t>(1 + i)] = &planes_step<codes, 1 + i, C>), ...);
-    }(std::make_integer_sequence<int, max_rows>{});
-  };
-  fill.template operator()<Codes::integer>();
-  fill.template operator()<Codes::e2m1>();
-  return kernel;
-}
-
-constexpr MatrixKernel kKernel = planes_kernel<1, 4>();
+constexpr MatrixKernel kKernel =
+    planes_kernel<max_rows>(C * V::width, planes_row_bytes<1>(), &pack_planes<V, 1>,
+                            []<Codes codes, int R>() { return &planes_step<codes, R, C>; });
 
 }  // namespace
 
 const MatrixKernel* avx2_planes_kernel() {
-  return &kKernel;
+  return &kKernel<1, 4>;
 }
 
 }  // namespace marlin::cpu

@@ -1,12 +1,11 @@
-// AVX512-VNNI dot products of bytes: a 16-bit activation becomes a whole number of 23 bits, in units of a power of two
-// fixed by the largest of its segment, and that number three signed bytes (planes). Codes are small unsigned whole
-// numbers, sums are exact in 32 bits, and four products cost one instruction. What is rounded is an activation below
-// 2^-11 (fp16) or 2^-14 (bf16) of the largest, by at most 2^-22 of it. Activations that are not finite, and segments
-// whose largest lies outside 2^-100 .. 2^120, are left to the fp32 kernels.
+// AVX512-VNNI dot products of bytes: 16-bit activations as three planes of signed bytes (planes.h), codes as small
+// unsigned whole numbers. Sums are exact in 32 bits, and four products cost one instruction. Activations that planes do
+// not hold are left to the fp32 kernels.
 #include "kernel_set.h"
 
 #if defined(__x86_64__)
 
+#include "planes.h"
 #include "target.h"
 
 MARLIN_TARGET(MARLIN_AVX512 ",avx512vnni")
@@ -22,12 +21,6 @@ namespace {
 struct Avx512Vnni : Avx512 {};
 
 using V = Avx512Vnni;
-
-constexpr int kPlanes = 3;
-constexpr int kHead = kPlanes + 1;         // numbers a row and segment: the unit, and the sum of each plane
-constexpr int kMaxSegments = kChunk / 16;  // the least group is 16, unless it is all of K
-constexpr int kDots = 2 * kPlanes;         // 32-bit operands a row and 8 k: even and odd k of each plane
-constexpr int kRowBytes = 4 * (kHead * kMaxSegments + kDots * kChunk / 8);
 
 // Even and odd codes of packed words as unsigned bytes. A byte stands for (byte - offset) * unit.
 template <Codes codes>
@@ -60,7 +53,7 @@ class Bytes {
   asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(activations));
 }
 
-// x: [segment][kHead, R], then [k/8][kDots, R].
+// x: [segment][kHead, R], then [k/8][even and odd, plane, R].
 template <Codes codes, int R, int C>
 void planes_step(const Step& s) {
   const Bytes<codes> bytes(s.values);
@@ -90,7 +83,7 @@ void planes_step(const Step& s) {
       });
       words += s.ld_words;
       ahead += s.ld_words;
-      x += kDots * R;
+      x += dots_of<1>(R);
     }
     __m512 total[R * C];
     unroll<V, R>([&](auto i) __attribute__((always_inline)) {
@@ -112,8 +105,8 @@ void planes_step(const Step& s) {
                           _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15));
 }
 
-bool pack_planes(const PackRow& p) {
-  constexpr uint32_t kLeast = (127U - 100U) << 23, kBeyond = (127U + 120U) << 23;
+// What pack_planes packs, 16 activations at a time.
+bool pack_rows(const PackRow& p) {
   auto* head = static_cast<int32_t*>(p.out) + p.row;
   int32_t* to = static_cast<int32_t*>(p.out) + kMaxSegments * kHead * p.rows + p.row;
   for (int begin = 0; begin < p.count; begin += p.segment, head += kHead * p.rows) {
@@ -124,12 +117,9 @@ bool pack_planes(const PackRow& p) {
       const __m512i bits = _mm512_castps_si512(_mm512_maskz_loadu_ps(mask(k), p.values + k));
       largest = _mm512_max_epu32(largest, _mm512_and_si512(bits, _mm512_set1_epi32(0x7FFFFFFF)));
     }
-    const uint32_t magnitude = _mm512_reduce_max_epu32(largest);
-    if (magnitude != 0 && (magnitude < kLeast || magnitude >= kBeyond)) return false;
-    // 2^21 units or more and fewer than 2^22 make the largest.
-    const uint32_t exponent = magnitude >> 23;
-    const float unit = magnitude == 0 ? 0.F : std::bit_cast<float>((exponent - 21) << 23);
-    const __m512 units = _mm512_set1_ps(magnitude == 0 ? 0.F : std::bit_cast<float>((2 * 127 + 21 - exponent) << 23));
+    float unit, scale;
+    if (!find_unit<V>(_mm512_reduce_max_epu32(largest), unit, scale)) return false;
+    const __m512 units = _mm512_set1_ps(scale);
     __m512i sums[kPlanes] = {};
     for (int k = begin; k < end; k += 16) {
       __m512i rest = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_maskz_loadu_ps(mask(k), p.values + k), units));
@@ -155,25 +145,10 @@ bool pack_planes(const PackRow& p) {
 }
 
 template <int max_rows, int C>
-constexpr MatrixKernel planes_kernel() {
-  MatrixKernel kernel{};
-  kernel.strip = C * V::width;
-  kernel.min_rows = 1;
-  kernel.max_rows = max_rows;
-  kernel.row_unit = 1;
-  kernel.row_bytes = kRowBytes;
-  kernel.pack = &pack_planes;
-  auto fill = [&]<Codes codes>() {
-    [&]<int... i>(std::integer_sequence<int, i...>) {
-      ((kernel.step[static_cast<size_t>(codes)][static_cast<size_t>(1 + i)] = &planes_step<codes, 1 + i, C>), ...);
-    }(std::make_integer_sequence<int, max_rows>{});
-  };
-  fill.template operator()<Codes::integer>();
-  fill.template operator()<Codes::e2m1>();
-  return kernel;
-}
+constexpr MatrixKernel kKernel = planes_kernel<max_rows>(
+    C * V::width, planes_row_bytes<1>(), &pack_rows, []<Codes codes, int R>() { return &planes_step<codes, R, C>; });
 
-constexpr PlanesKernels kPlanesKernels{planes_kernel<2, 4>(), planes_kernel<4, 2>()};
+constexpr PlanesKernels kPlanesKernels{kKernel<2, 4>, kKernel<4, 2>};
 
 }  // namespace
 

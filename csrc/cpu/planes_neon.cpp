@@ -107,25 +107,11 @@ void planes_step(const Step& s) {
 }
 
 template <int max_rows, int C>
-constexpr MatrixKernel planes_kernel() {
-  MatrixKernel kernel{};
-  kernel.strip = C * V::width;
-  kernel.min_rows = 1;
-  kernel.max_rows = max_rows;
-  kernel.row_unit = 1;
-  kernel.row_bytes = planes_row_bytes<kVector>();
-  kernel.pack = &pack_planes<V, kVector>;
-  auto fill = [&]<Codes codes>() {
-    [&]<int... i>(std::integer_sequence<int, i...>) {
-      ((kernel.step[static_cast<size_t>(codes)][static_cast<size_t>(1 + i)] = &planes_step<codes, 1 + i, C>), ...);
-    }(std::make_integer_sequence<int, max_rows>{});
-  };
-  fill.template operator()<Codes::integer>();
-  fill.template operator()<Codes::e2m1>();
-  return kernel;
-}
+constexpr MatrixKernel kKernel =
+    planes_kernel<max_rows>(C * V::width, planes_row_bytes<kVector>(), &pack_planes<V, kVector>,
+                            []<Codes codes, int R>() { return &planes_step<codes, R, C>; });
 
-constexpr PlanesKernels kPlanesKernels{planes_kernel<2, 4>(), planes_kernel<4, 2>()};
+constexpr PlanesKernels kPlanesKernels{kKernel<2, 4>, kKernel<4, 2>};
 
 }  // namespace
 
