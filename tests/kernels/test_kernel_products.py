@@ -4,7 +4,7 @@ Small shapes run in checked mode: an access out of bounds, a read of memory that
 What lies beside the tensors is NaN.
 """
 
-import itertools
+import random
 
 import pytest
 import torch
@@ -78,31 +78,32 @@ def test_tiles(p: Problem, options: dict) -> None:
 
 
 EVERY_M = [*range(1, 10), 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 128, 130]
+# Lengths of K that straddle tiles and groups.
+STRADDLING_K = {"K": [8, 40, 72, 136, 264, 328]}
 
 
-def test_the_whole_matrix_of_shapes(everything: bool) -> None:
-    """Each kernel that stages tiles at each shape of the list; formats, dtypes and the rest take turns."""
-    # test_tiles is the sample that counts
-    rows, columns, kernels = (EVERY_M, COLUMNS, [*STAGED, *STRIPED]) if everything else ([130], [65], STRIPED[:1])
-    turns = {name: itertools.cycle(values) for name, values in (TILE_AXES | {"K": [8, 40, 72, 136, 264]}).items()}
-    for M, N, kernel in itertools.product(rows, columns, kernels):
-        fields = {name: next(turn) for name, turn in turns.items() if name not in ("M", "N", "kernel", "parts")}
-        p = problem(M, N, fields.pop("K"), **fields)
-        check(p, run_tiles(kernel, p, parts=next(turns["parts"])), raw_codes=False)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "matrix_row" in metafunc.fixturenames:
+        # One shape of each kernel: test_gemv, test_fused and test_tiles are the samples that count.
+        whole = metafunc.config.getoption("--everything")
+        rows = [(M, COLUMNS) for M in EVERY_M] if whole else [(130, [65])]
+        metafunc.parametrize("matrix_row", rows, ids=[f"M={M}" for M, _ in rows])
 
 
-def test_fused_on_the_whole_matrix_of_shapes(everything: bool) -> None:
-    """The same for the fused kernel and gemv."""
-    rows, columns = (EVERY_M, COLUMNS) if everything else ([130], [65])
-    axes = FUSED_AXES | {"K": [8, 40, 72, 136, 264, 328]}
-    turns = {name: itertools.cycle(values) for name, values in axes.items()}
-    launches = ("rows", "simdgroups", "splits", "subnormal_codes")
-    for M, N, kernel in itertools.product(rows, columns, ["fused", "gemv"]):
-        fields = {name: next(turn) for name, turn in turns.items() if name not in ("M", "N")}
-        options = {name: fields.pop(name) for name in launches}
-        p = problem(M, N, fields.pop("K"), **fields)
-        options |= {"rows": options["rows"] // 8} if kernel == "gemv" else {}
-        check(p, run(kernel, p, **options), raw_codes=kernel == "gemv")
+@pytest.mark.parametrize("kernel", ["gemv", "fused", *STAGED, *STRIPED])
+def test_the_whole_matrix_of_shapes(kernel: str, matrix_row: tuple[int, list[int]]) -> None:
+    """Each kernel at each shape of the list; formats, dtypes and the rest are drawn for each shape, the same each time."""
+    axes, launch = {
+        "gemv": (GEMV_AXES, ["rows", "simdgroups", "splits", "subnormal_codes"]),
+        "fused": (FUSED_AXES, ["rows", "simdgroups", "splits", "subnormal_codes"]),
+    }.get(kernel, (TILE_AXES, ["parts"]))
+    M, columns = matrix_row
+    for N in columns:
+        draw = random.Random(f"{kernel} {M} {N}")
+        fields = {name: draw.choice(values) for name, values in (axes | STRADDLING_K).items()} | {"M": M, "N": N}
+        fields.pop("kernel", None)
+        options = {name: fields.pop(name) for name in launch}
+        check(p := problem(**fields), run(kernel, p, **options), raw_codes=kernel == "gemv")
 
 
 @pytest.mark.parametrize("kernel", STRIPED)
