@@ -2,8 +2,6 @@
 #include <algorithm>
 #include <random>
 #include <set>
-#include <sstream>
-#include <stdexcept>
 
 #include "../../csrc/plan.h"
 #include "plan_checks.h"
@@ -11,23 +9,6 @@
 using namespace marlin;
 
 namespace {
-
-template <typename T>
-std::string text(const T& value) {
-  std::ostringstream stream;
-  stream << value;
-  return stream.str();
-}
-
-template <typename Body>
-void expect_refused(const char* what, const Body& body) {
-  try {
-    body();
-    expect(false, std::string("no error: ") + what);
-  } catch (const std::invalid_argument&) {
-    expect(true, what);
-  }
-}
 
 std::set<std::string> all_functions() {
   std::set<std::string> names;
@@ -49,12 +30,6 @@ void check_dispatch(const Dispatch& dispatch) {
   const uint32_t threads = dispatch.threads.x * dispatch.threads.y * dispatch.threads.z;
   expect(threads > 0 && threads <= 1024, "1 to 1024 threads");
   expect(dispatch.threadgroup_bytes <= 32768, "at most 32 KB of threadgroup memory");
-}
-
-// `blocks` blocks of `length` tile [0, size): all of it, and none of them empty.
-void expect_tiling(uint64_t blocks, uint64_t length, uint64_t size, const std::string& what) {
-  expect(blocks * length >= size, what + " covered");
-  expect((blocks - 1) * length < size, what + ": no empty block");
 }
 
 std::vector<Dispatch> products_of(const Plan& plan) {
@@ -389,7 +364,6 @@ void check_elementwise() {
 }
 
 void check_refusals() {
-  subject = "refusals";
   expect_refused("M = 0", [] { plan_gemm(square(0, 8, 8, 8), {}); });
   expect_refused("N = 0", [] { plan_gemm(square(1, 0, 8, 8), {}); });
   expect_refused("K = 12", [] { plan_gemm(square(1, 8, 12, 8), {}); });
