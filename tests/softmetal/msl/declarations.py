@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container
 
 from .attributes import attribute_end
-from .tokens import CLOSING, Token, match_angle, match_closing, split_commas
+from .tokens import CLOSING, SourceError, Token, match_angle, match_closing, split_commas
 
 SPACES = frozenset({"device", "constant", "thread", "threadgroup", "threadgroup_imageblock", "ray_data", "object_data"})
 SPECIFIERS = {
@@ -73,15 +73,18 @@ def after_type(tokens: list[Token], i: int) -> int:
         ):
             i += 1
         elif token.text == "<" and tokens[i - 1].kind == "word":
-            depth = 0
-            while i < len(tokens):
-                depth += (tokens[i].text == "<") - (tokens[i].text == ">")
-                i += 1
-                if depth == 0:
-                    break
+            i = _after_arguments(tokens, i)
         else:
             return i
     return i
+
+
+def _after_arguments(tokens: list[Token], i: int) -> int:
+    """Index after the template arguments that open at `i`; the end where it was a comparison after all."""
+    try:
+        return match_angle(tokens, i) + 1
+    except SourceError:
+        return len(tokens)
 
 
 def declared_name(declarator: list[Token]) -> str:
@@ -111,7 +114,7 @@ def function_name(tokens: list[Token]) -> int:
         elif text == "[":
             i = match_closing(tokens, i)
         elif text == "<" and i and tokens[i - 1].kind == "word":
-            i = after_type(tokens, i) - 1
+            i = _after_arguments(tokens, i) - 1
         i += 1
     return -1
 

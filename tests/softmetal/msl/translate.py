@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from .attributes import Attribute, Parameter, attribute_end, read_parameters, take_attributes
-from .declarations import instance_target
+from .declarations import function_name, instance_target
 from .entries import Entry, FunctionConstant, KernelSignature, tables
 from .tokens import (
     CLOSING,
@@ -25,7 +25,6 @@ from .tokens import (
 )
 
 _ADDRESS_SPACES = {"device", "constant", "thread", "threadgroup"}
-_NOT_A_FUNCTION = {"decltype", "alignas", "noexcept", "__attribute__", "sizeof", "operator"}
 
 
 @dataclass(slots=True)
@@ -125,7 +124,7 @@ class Translator:
             return _Scope("namespace", "::".join(t for t in texts if t not in ("inline", "namespace", "::")))
         if texts[:1] == ["extern"]:
             return _Scope("namespace")
-        name = _function_name(header)
+        name = function_name(header)
         if name < 0:
             words = _outside_template(texts)
             if "=" in words or not {"struct", "class", "union", "enum"} & set(words):
@@ -173,7 +172,7 @@ class Translator:
         if not tokens:
             return
         if scope.kind == "type":
-            name = _function_name(tokens)
+            name = function_name(tokens)
             take_attributes(tokens)
             if name < 0:
                 return
@@ -193,7 +192,7 @@ class Translator:
                 self._instance(scopes, tokens, attributes)
         elif "kernel" in names or any(t.text == "kernel" for t in tokens):
             _make_static(tokens)  # declared ahead of its definition
-        elif "function_constant" in names and _function_name(tokens) < 0:
+        elif "function_constant" in names and function_name(tokens) < 0:
             self._function_constant(tokens, attributes)
 
     # ---- kernels ---------------------------------------------------------------------------------------------------
@@ -348,29 +347,6 @@ def _outside_template(texts: list[str]) -> list[str]:
         if i > 1 and depth == 0:
             return texts[i + 1 :]
     return texts
-
-
-def _function_name(tokens: list[Token]) -> int:
-    """Index of the name before a function's parameter list in a declaration, or -1."""
-    i = 0
-    while i < len(tokens):
-        text = tokens[i].text
-        if text == "=" and not (i and tokens[i - 1].text == "operator"):
-            return -1
-        if text == "(":
-            before = tokens[i - 1] if i else tokens[i]
-            is_operator = any(t.text == "operator" for t in tokens[max(0, i - 6) : i])
-            if is_operator and i + 1 < len(tokens) and before.text == "operator":
-                return i + 1  # operator()(...)
-            if (before.kind == "word" and before.text not in _NOT_A_FUNCTION) or is_operator or before.text == ">":
-                return i - 1
-            i = match_closing(tokens, i)
-        elif text == "[":
-            i = match_closing(tokens, i)
-        elif text == "<" and i and (tokens[i - 1].text == "template" or tokens[i - 1].kind == "word"):
-            i = match_angle(tokens, i) if not (i and tokens[i - 1].text == "operator") else i
-        i += 1
-    return -1
 
 
 def _make_static(declaration: list[Token]) -> None:
