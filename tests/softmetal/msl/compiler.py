@@ -34,9 +34,11 @@ _PREPROCESS = [
     *(f"-U{m}" for m in ("__linux__", "__linux", "linux", "__gnu_linux__", "__unix__", "__unix", "unix", "__x86_64__")),
     *("-D__METAL__=1", "-D__METAL_VERSION__=310", "-D__METAL_MACOS__=1", "-D__HAVE_BFLOAT__=1"),
 ]
+# LLVM 19 with AVX512-FP16 converts a half NaN to a short of -32768, where Metal (and LLVM without it) gives 0.
+_MACHINE = ("-march=native", "-mno-avx512fp16")
 # A call site stands for the lanes that meet at it: no pass may merge, copy or reorder such calls.
 _CODE = [
-    *("-fPIC", "-march=native", "-fno-optimize-sibling-calls", "-mllvm", "-enable-tail-merge=false"),
+    *(*_MACHINE, "-fPIC", "-fno-optimize-sibling-calls", "-mllvm", "-enable-tail-merge=false"),
     *("-mllvm", "-disable-branch-fold", "-mllvm", "-disable-tail-duplicate"),
     *("-mllvm", "-disable-early-taildup", "-mllvm", "-disable-block-placement"),
 ]
@@ -91,7 +93,7 @@ def library_files() -> list[Path]:
 @functools.cache
 def toolchain_digest() -> str:
     # The compiler's version and the processor's instructions are among its macros.
-    digest = hashlib.sha256(run([_COMPILER, "-march=native", "-E", "-dM", "-x", "c", "-"], "").encode())
+    digest = hashlib.sha256(run([_COMPILER, *_MACHINE, "-E", "-dM", "-x", "c", "-"], "").encode())
     digest.update(repr([_PREPROCESS, _COMPILE, FAST, _BEFORE_CHECKS, _AFTER_CHECKS, _LINK]).encode())
     for path in library_files():
         digest.update(path.name.encode() + path.read_bytes())
