@@ -100,7 +100,12 @@ def test_transposed_words(seed, rows, columns):
 
 def test_transposed_words_of_each_device(device):
     words = pack(codes(0, 40, 67))
-    assert torch.equal(tmm.transpose_words(words.t().contiguous().to(device)).cpu(), words)
+    by_rows = words.t().contiguous().to(device)
+    got = tmm.transpose_words(by_rows)
+    assert torch.equal(got.cpu(), words)
+    assert got.is_contiguous()  # gemm refuses others
+    got.zero_()
+    assert torch.equal(by_rows.cpu(), words.t())
 
 
 @given(seed=st.integers(0, 2**32 - 1), rows=st.integers(1, 40), columns=st.integers(1, 20))
