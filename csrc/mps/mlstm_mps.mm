@@ -112,7 +112,7 @@ ThreeTensors mlstm_states_mps(const Tensor& k, const Tensor& v, const Tensor& i,
   Tensor C = at::empty({B, H, slots, DK, DV}, floats);
   Tensor n = at::empty({B, H, slots, DK}, floats);
   Tensor m = at::empty({B, H, chunks + 1}, floats);
-  if (call.has_no_outputs()) return {C, n, m};
+  if (call.has_no_outputs()) return {C, n, at::empty({B, H, slots}, floats)};
   if (S == 0) {
     if (!C0) return {C.zero_(), n.zero_(), m.zero_()};
     C.select(2, 0).copy_(*C0);

@@ -111,6 +111,9 @@ def test_no_heads_and_no_batch(device):
     for B, H in ((0, 2), (1, 0)):
         inputs, state = make(B, H, 5, 8, 8, m0=0.0).on(device)
         assert OPS.mlstm(*inputs, **state)[0].shape == (B, H, 5, 8)
+        inputs, state = make(B, H, 64, 8, 8, m0=0.0).on(device)
+        kept = OPS.mlstm_states(*inputs[1:], **state, chunk_size=16, save_states_every=2)
+        assert [x.shape for x in kept] == [(B, H, 3, 8, 8), (B, H, 3, 8), (B, H, 3)]
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float16, 1e-3), (torch.bfloat16, 1e-2)], ids=str)
