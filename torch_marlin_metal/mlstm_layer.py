@@ -66,8 +66,17 @@ class MLSTMCell(nn.Module):
 
         Returns:
             h `[B, H, S, DV]`, or h and the state (C, n, m) with m of shape `[B, H, 1]`.
+
+        Raises:
+            ValueError: one or two of the initial tensors are missing; and as `mlstm`.
         """
         state = None
+        initial = {"c_initial": c_initial, "n_initial": n_initial, "m_initial": m_initial}
+        given = [name for name, tensor in initial.items() if tensor is not None]
+        if given and len(given) < len(initial):
+            raise ValueError(
+                f"MLSTMCell: {', '.join(initial)}: expected all three or none, got {', '.join(given)} only"
+            )
         if c_initial is not None and n_initial is not None and m_initial is not None:
             wide = torch.float64 if query.dtype == torch.float64 else torch.float32
             state = MLSTMState(c_initial.to(wide), n_initial.to(wide), m_initial.to(wide).reshape(m_initial.shape[:2]))
@@ -157,7 +166,7 @@ class MLSTMLayer(nn.Module):
             self.fgate_preact.bias.copy_(torch.linspace(3.0, 6.0, num_heads))
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.reshape(*x.shape[:-1], self.num_heads, -1).transpose(1, 2)
+        return x.reshape(*x.shape[:-1], self.num_heads, x.shape[-1] // self.num_heads).transpose(1, 2)
 
     def _gate(self, x: Tensor) -> Tensor:
         x = x.float()

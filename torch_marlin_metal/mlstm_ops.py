@@ -30,8 +30,15 @@ class MLSTMState(NamedTuple):
     m: Tensor
 
 
-def _initial(state: MLSTMState | None) -> tuple[Tensor, Tensor, Tensor] | tuple[None, None, None]:
-    return (None, None, None) if state is None else (state[0], state[1], state[2])
+def _tensors(op: str, state: MLSTMState, argument: str = "state") -> tuple[Tensor, Tensor, Tensor]:
+    if not isinstance(state, tuple | list) or len(state) != 3:
+        got = f"{len(state)} values" if isinstance(state, tuple | list) else type(state).__name__
+        raise ValueError(f"torch_marlin_metal::{op}: {argument}: expected the tensors C, n and m, got {got}")
+    return state[0], state[1], state[2]
+
+
+def _initial(op: str, state: MLSTMState | None) -> tuple[Tensor, Tensor, Tensor] | tuple[None, None, None]:
+    return (None, None, None) if state is None else _tensors(op, state)
 
 
 def mlstm(
@@ -66,7 +73,7 @@ def mlstm(
     Raises:
         ValueError: an argument has the wrong dtype, shape, device or value; the message says what was expected.
     """
-    C0, n0, m0 = _initial(state)
+    C0, n0, m0 = _initial("mlstm", state)
     h, C, n, m = _ops.mlstm(q, k, v, i, f, C0=C0, n0=n0, m0=m0, chunk_size=chunk_size, eps=eps)
     return h, MLSTMState(C, n, m)
 
@@ -91,7 +98,7 @@ def mlstm_step(
     Raises:
         ValueError: an argument has the wrong dtype, shape, device or value.
     """
-    h, C, n, m = _ops.mlstm_step(q, k, v, i, f, *state, eps=eps)
+    h, C, n, m = _ops.mlstm_step(q, k, v, i, f, *_tensors("mlstm_step", state), eps=eps)
     return h, MLSTMState(C, n, m)
 
 
@@ -124,7 +131,7 @@ def mlstm_states(
         ValueError: an argument has the wrong dtype, shape, device or value, or S is not such a multiple (`mlstm` takes
             any length).
     """
-    C0, n0, m0 = _initial(state)
+    C0, n0, m0 = _initial("mlstm_states", state)
     C, n, m = _ops.mlstm_states(
         k, v, i, f, C0=C0, n0=n0, m0=m0, chunk_size=chunk_size, save_states_every=save_states_every
     )
@@ -162,5 +169,7 @@ def mlstm_output(
         ValueError: an argument has the wrong dtype, shape, device or value, or S is not a multiple of `chunk_size`
             (`mlstm` takes any length).
     """
-    h, N, M = _ops.mlstm_output(q, k, v, i, f, *states, chunk_size=chunk_size, eps=eps)
+    h, N, M = _ops.mlstm_output(
+        q, k, v, i, f, *_tensors("mlstm_output", states, "states"), chunk_size=chunk_size, eps=eps
+    )
     return h, N, M

@@ -267,10 +267,10 @@ def resolve_group_size(op: str, fmt: WeightFormat, group_size: int | None, K: in
     if group_size == -1:
         group_size = K
     allowed = (*GROUP_SIZES, K) if fmt.fixed_group_size is None else (fmt.fixed_group_size,)
-    if group_size not in allowed:
+    if group_size not in allowed or isinstance(group_size, float):
         raise ValueError(
             f"{op}: group_size: expected one of {', '.join(map(str, allowed))}"
-            f"{'' if fmt.fixed_group_size else ' (K), or -1'} for {fmt.name}, got {group_size}"
+            f"{'' if fmt.fixed_group_size else ' (K), or -1'} for {fmt.name}, got {group_size!r}"
         )
     return group_size
 

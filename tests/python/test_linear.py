@@ -316,6 +316,7 @@ def test_weight_describes_and_refuses_to_compute(device):
         ({"out_features": 0}, r"got 136 and 0"),
         ({"weight_format": "int4"}, r"weight_format: expected one of .*got 'int4'"),
         ({"group_size": 48}, r"MarlinLinear: group_size: expected one of .*got 48"),
+        ({"group_size": 64.0}, r"MarlinLinear: group_size: expected one of .*got 64.0"),
         (
             {"weight_format": "nvfp4", "group_size": 32},
             r"MarlinLinear: group_size: expected one of 16 for nvfp4, got 32",

@@ -314,6 +314,24 @@ def test_bad_input(case, device):
     assert str(error.value).startswith(f"torch_marlin_metal::{op}: ")
 
 
+@pytest.mark.parametrize(("state", "got"), [((1, 2), "2 values"), (torch.zeros(3), "Tensor")], ids=["pair", "tensor"])
+@pytest.mark.parametrize("op", ["mlstm", "mlstm_step", "mlstm_states"])
+def test_a_state_has_three_tensors(op, state, got):
+    (q, *rest), _ = make(1, 2, 16, 8, 12).on("cpu")
+    arguments = {"mlstm": (q, *rest), "mlstm_step": (x[:, :, 0] for x in (q, *rest)), "mlstm_states": rest}[op]
+    options = {"chunk_size": 16} if op == "mlstm_states" else {}
+    message = f"torch_marlin_metal::{op}: state: expected the tensors C, n and m, got {got}"
+    with pytest.raises(ValueError, match=message):
+        getattr(tmm, op)(*arguments, state=state, **options)
+
+
+def test_states_are_three_tensors():
+    inputs, _ = make(1, 2, 16, 8, 12).on("cpu")
+    message = "torch_marlin_metal::mlstm_output: states: expected the tensors C, n and m, got 1 values"
+    with pytest.raises(ValueError, match=message):
+        tmm.mlstm_output(*inputs, (inputs[0],), chunk_size=16)
+
+
 def test_wide_queries_want_wide_states():
     problem = make(1, 2, 4, 8, 12, m0=0.5, dtype=torch.float64)
     with pytest.raises(ValueError, match=re.escape("C0: expected float64 [B, H, DK, DV]")):

@@ -107,6 +107,21 @@ def test_the_cell_takes_states_of_other_dtypes_and_gives_the_output_alone():
     assert torch.equal(tmm.MLSTMCell()(q, q, q, gate, gate, return_last_states=False), h)
 
 
+def test_the_cell_wants_the_whole_state():
+    q, gate = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5)
+    message = "MLSTMCell: c_initial, n_initial, m_initial: expected all three or none, got c_initial, m_initial only"
+    with pytest.raises(ValueError, match=message):
+        tmm.MLSTMCell()(q, q, q, gate, gate, c_initial=torch.ones(1, 2, 8, 8), m_initial=torch.ones(1, 2, 1))
+
+
+def test_no_tokens_leave_the_state_alone(device):
+    layer = tmm.MLSTMLayer(64, 2).to(device)
+    _, state = layer(torch.randn(2, 3, 64, device=device))
+    y, same = layer(torch.randn(2, 0, 64, device=device), state)
+    assert y.shape == (2, 0, 64)
+    assert all(torch.equal(a, b) for a, b in zip(state, same, strict=True))
+
+
 def test_the_example_learns_and_its_steps_agree_with_its_chunks(monkeypatch):
     spec = importlib.util.spec_from_file_location("xlstm", Path(__file__).parents[2] / "examples/xlstm.py")
     example = importlib.util.module_from_spec(spec)
