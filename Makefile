@@ -52,9 +52,10 @@ format: $(VENV)/.installed ## rewrite the sources as lint wants them
 demo: build ## a real sentence-embedding model in 4 bit, a table and a picture
 	$(PY) examples/demo.py
 
-# On Linux the software Metal device is mps.
+# On Linux the software Metal device is mps: minutes.
 demo-mps: build ## the demo on mps
-	$(if $(SOFTMETAL),PYTHONPATH=tests $(PY) -m softmetal,$(PY)) examples/demo.py --device mps --picture demo-output/demo-mps.png
+	PYTHONPATH=tests $(PY) $$(sh scripts/system_packages.sh has-softmetal && echo -m softmetal) \
+		examples/demo.py --device mps --picture demo-output/demo-mps.png
 
 demo-xlstm: build ## train a small xLSTM for a minute and let it write, in fp32 and in 4 bit
 	$(PY) examples/xlstm.py

@@ -7,6 +7,7 @@ import argparse
 import copy
 import os
 import statistics
+import sys
 import time
 import warnings
 from dataclasses import dataclass
@@ -118,6 +119,8 @@ def linear_bytes(model: nn.Module) -> int:
 def formats_table(results: list[Result]) -> Table:
     dense = results[0]
     table = Table(title="Linear layers in 4 bit, activations in fp32", title_justify="left")
+    if "softmetal" in sys.modules:
+        table.caption = "The times are the software Metal device's: they say nothing about a GPU."
     headings = ("weights", "Linear layers", "weight error", "cosine with fp32", "nearest neighbour", "all 40", "one")
     for heading in headings:
         table.add_column(heading, justify="left" if heading == "weights" else "right")
@@ -250,6 +253,8 @@ def main() -> None:
     parser.add_argument("--method", default="mse", choices=("rtn", "mse"), help="how scales are chosen")
     parser.add_argument("--picture", type=Path, default=ROOT / "demo-output/demo.png")
     arguments = parser.parse_args()
+    if arguments.device == "mps" and not torch.backends.mps.is_available():
+        raise SystemExit("--device mps: torch has no mps device here; on Linux `make demo-mps` runs the software one")
     matplotlib.use("Agg")
     logging.set_verbosity_error()
     logging.disable_progress_bar()
