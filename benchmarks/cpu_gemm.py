@@ -20,6 +20,7 @@ from cpu_ceilings import fp32_peak, stream_read
 
 import torch_marlin_metal as tmm
 from torch_marlin_metal.cli.bench import processor_name
+from torch_marlin_metal.tuning.chains import median_ratio
 
 GROUP_SIZE = 128
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512)
@@ -46,9 +47,10 @@ def seconds(call: Call, index: int) -> float:
     return clock() - begin
 
 
-def interleave(calls: dict[str, Call], budget: float, least: int = 5) -> Times:
+def time_calls(calls: dict[str, Call], budget: float, least: int = 5) -> Times:
     """Seconds of each call, one entry a round; as many rounds as the budget in seconds allows.
 
+    For calls that have done their work when they return; `tuning.interleave` times chains of those that have not.
     Every call gets a number of its own, so that no two in a row read the same weights, and each round has an order of
     its own, so that none always follows the same neighbour and finds the caches as that one left them.
     """
@@ -71,7 +73,7 @@ def interleave(calls: dict[str, Call], budget: float, least: int = 5) -> Times:
 
 def ratio(times: Times, rival: str, ours: str) -> float:
     """The median over rounds of the rival's time by ours: above 1, ours is faster."""
-    return statistics.median(r / o for r, o in zip(times[rival], times[ours], strict=True))
+    return median_ratio(times[rival], times[ours])
 
 
 class Layer:
@@ -168,7 +170,7 @@ def compare(K: int, N: int, rows: list[int], budget: float, threads: int) -> Non
         calls["int4pack bf16"] = partial(peers.int4pack, a["bf16"])
         calls["dense bf16"] = partial(peers.linear, a["bf16"])
         calls["dense fp32"] = partial(peers.linear, a["fp32"])
-        times = interleave(calls, budget)
+        times = time_calls(calls, budget)
         ours = {name: statistics.median(times[f"ours {name}"]) for name in DTYPES}
         scalar = "-"
         if scalar_row * M < SCALAR_SECONDS:
@@ -192,7 +194,7 @@ def few_rows(K: int, N: int, budget: float, stream: Stream) -> None:
             calls[f"{name} {M}"] = partial(layer, torch.randn(M, K).to(dtype))
     bandwidth: list[float] = []
     calls["stream"] = lambda _: bandwidth.append(stream.bytes_per_second())
-    times = interleave(calls, budget)
+    times = time_calls(calls, budget)
     bandwidth = bandwidth[1:]
     cells = [
         statistics.median(K * N / 2 / t / b for t, b in zip(times[f"{name} 1"], bandwidth, strict=True))
@@ -222,7 +224,7 @@ def formats(K: int, N: int, budget: float) -> None:
             a = torch.randn(M, K).to(dtype)
             calls: dict[str, Call] = {key: partial(layer, a) for key, layer in plain.items()}
             calls |= {key: partial(layer, a) for key, (layer, _) in layers.items()}
-            times = interleave(calls, budget)
+            times = time_calls(calls, budget)
             row(M, name, *(ratio(times, key, base) for key, (_, base) in layers.items()))
 
 

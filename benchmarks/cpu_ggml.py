@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from cpu_gemm import Call, cold_bytes, interleave, ratio, row, table
+from cpu_gemm import Call, cold_bytes, ratio, row, table, time_calls
 
 import torch_marlin_metal as tmm
 from torch_marlin_metal.cli.bench import processor_name
@@ -197,7 +197,7 @@ def compare(ggml: Ggml, K: int, N: int, rows: list[int], budget: float) -> None:
             key: partial(ours, copies[group], group, x.to(dtype))
             for key, (group, dtype) in zip(own, kinds, strict=True)
         }
-        times = interleave(calls, budget)
+        times = time_calls(calls, budget)
         results = {group: torch.as_tensor(ours(copies[group], group, x, 0)).numpy() for group in weights}
         row(
             M, *(f"{statistics.median(times[name]) * 1e6:.0f}" for name in (*layouts, *own)),
