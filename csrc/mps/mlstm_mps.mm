@@ -18,15 +18,20 @@ namespace {
 using ThreeTensors = std::tuple<Tensor, Tensor, Tensor>;
 using FourTensors = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
-// q, k and v as the kernels read them: copied where rows are not contiguous, or too far apart for 32-bit offsets.
-Tensor rows(const Tensor& tensor) {
-  const int64_t row_stride = tensor.dim() == 4 ? tensor.stride(2) : 0;
-  return tensor.stride(-1) == 1 && row_stride <= kMlstmMaxStride ? tensor : tensor.contiguous();
+// Of a tensor [B, H, S, ...]; the stride of a single token may be any number and means nothing.
+int64_t token_stride(const Tensor& tensor) {
+  return tensor.size(2) > 1 ? tensor.stride(2) : 0;
 }
 
-// Of a tensor with a token dimension or, for mlstm_step, without. `tokens`: the dimension's place.
+// q, k and v as the kernels read them: copied where rows are not contiguous, or too far apart for 32-bit offsets.
+Tensor rows(const Tensor& tensor) {
+  const bool is_near = tensor.dim() != 4 || token_stride(tensor) <= kMlstmMaxStride;
+  return tensor.stride(-1) == 1 && is_near ? tensor : tensor.contiguous();
+}
+
+// Of a tensor with a token dimension or, for mlstm_step, without.
 MlstmStrides strides(const Tensor& tensor, bool has_tokens) {
-  return {tensor.stride(0), tensor.stride(1), has_tokens ? tensor.stride(2) : 0};
+  return {tensor.stride(0), tensor.stride(1), has_tokens ? token_stride(tensor) : 0};
 }
 
 bool is_aligned(const Tensor& tensor) {

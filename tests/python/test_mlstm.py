@@ -181,6 +181,13 @@ def same_bits(got, expected) -> None:
 
 
 @bitwise
+def test_a_single_token_may_have_any_stride(device):
+    inputs, state = make(1, 2, 1, 8, 12, m0=0.5).on(device)
+    far = [x.as_strided(x.shape, (*x.stride()[:2], 2**40, *x.stride()[3:])) for x in inputs]
+    same_bits(OPS.mlstm(*far, **state), OPS.mlstm(*inputs, **state))
+
+
+@bitwise
 def test_views_and_offsets(device):
     """Layouts of models: heads inside tokens, gates beside each other, states and inputs inside larger storages."""
     inputs, state = make(2, 3, 37, 24, 40, m0=0.5).on(device)
