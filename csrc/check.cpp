@@ -15,54 +15,53 @@ bool is_activation_dtype(at::ScalarType dtype) {
   return dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kFloat;
 }
 
-const std::string kFloating = "float16, bfloat16 or float32";
+constexpr std::string_view kFloating = "float16, bfloat16 or float32";
+
+// Only for what has failed: a stream costs more than all checks of a call.
+template <class... Part>
+std::string text(const Part&... parts) {
+  std::ostringstream stream;
+  (stream << ... << parts);
+  return stream.str();
+}
 
 struct Checker {
   const char* op;
   at::Device device;
 
-  void rank(std::string_view argument, const Tensor& tensor, int64_t dim, const std::string& rule) const {
-    if (tensor.dim() != dim) fail(op, argument, rule, describe(tensor));
-  }
-
   void on_device(std::string_view argument, const Tensor& tensor) const {
     if (tensor.device() != device) {
-      fail(op, argument, "a tensor on " + device.str() + " like the first argument",
-           describe(tensor) + " on " + tensor.device().str());
+      fail(op, argument, text("a tensor on ", device, " like the first argument"),
+           text(describe(tensor), " on ", tensor.device()));
     }
   }
 
   void contiguous(std::string_view argument, const Tensor& tensor) const {
     if (!tensor.is_contiguous_or_false()) {
-      std::ostringstream strides;
-      strides << describe(tensor) << " with strides " << tensor.sym_strides();
-      fail(op, argument, "a contiguous tensor", strides.str());
+      fail(op, argument, "a contiguous tensor", text(describe(tensor), " with strides ", tensor.sym_strides()));
     }
   }
 
-  // A [rows, columns] tensor of one of some dtypes on the device.
-  void matrix(std::string_view argument, const Tensor& tensor, bool dtype_ok, const std::string& dtypes,
-              const c10::SymInt& rows, const c10::SymInt& columns, const std::string& shape) const {
-    std::ostringstream rule;
-    rule << dtypes << " " << shape << " = [" << rows << ", " << columns << "]";
-    if (!dtype_ok || tensor.dim() != 2 || tensor.sym_size(0) != rows || tensor.sym_size(1) != columns) {
-      fail(op, argument, rule.str(), describe(tensor));
+  // A [G, N] tensor of one of some dtypes on the device.
+  void groups(std::string_view argument, const Tensor& tensor, bool dtype_ok, std::string_view dtypes,
+              const c10::SymInt& G, const c10::SymInt& N) const {
+    if (!dtype_ok || tensor.dim() != 2 || tensor.sym_size(0) != G || tensor.sym_size(1) != N) {
+      fail(op, argument, text(dtypes, " [G, N] = [", G, ", ", N, "]"), describe(tensor));
     }
     on_device(argument, tensor);
   }
 
   // A word tensor of a checkpoint: int32, two dimensions, contiguous.
-  void words(std::string_view argument, const Tensor& tensor, const std::string& shape) const {
-    if (tensor.scalar_type() != at::kInt || tensor.dim() != 2) fail(op, argument, "int32 " + shape, describe(tensor));
+  void words(std::string_view argument, const Tensor& tensor, std::string_view shape) const {
+    if (tensor.scalar_type() != at::kInt || tensor.dim() != 2)
+      fail(op, argument, text("int32 ", shape), describe(tensor));
     contiguous(argument, tensor);
   }
 
   void perm(const OptionalTensor& perm, const c10::SymInt& K) const {
     if (!perm) return;
-    std::ostringstream rule;
-    rule << "int32 [K] = [" << K << "]";
     if (perm->scalar_type() != at::kInt || perm->dim() != 1 || perm->sym_size(0) != K) {
-      fail(op, "perm", rule.str(), describe(*perm));
+      fail(op, "perm", text("int32 [K] = [", K, "]"), describe(*perm));
     }
     on_device("perm", *perm);
   }
@@ -75,67 +74,62 @@ const WeightFormatInfo& find_format(const char* op, std::string_view name) {
     std::string known;
     for (const auto& row : kWeightFormats)
       known += (known.empty() ? "" : ", ") + std::string(row.name);
-    fail(op, "weight_format", "one of " + known, "'" + std::string(name) + "'");
+    fail(op, "weight_format", "one of " + known, text("'", name, "'"));
   }
   return *found;
 }
 
 void check_group_size(const char* op, const WeightFormatInfo& row, int64_t group_size, const c10::SymInt& K) {
-  std::ostringstream rule;
+  std::string rule;
   if (row.fixed_group_size != 0) {
     if (group_size == row.fixed_group_size) return;
-    rule << row.fixed_group_size;
+    rule = std::to_string(row.fixed_group_size);
   } else {
     if (std::find(kGroupSizes.begin(), kGroupSizes.end(), group_size) != kGroupSizes.end()) return;
     if (K == group_size) return;
-    rule << "one of ";
     for (int64_t size : kGroupSizes)
-      rule << size << ", ";
-    rule << "or K = " << K;
+      rule += std::to_string(size) + ", ";
+    rule = text("one of ", rule, "or K = ", K);
   }
-  fail(op, "group_size", rule.str() + " for " + std::string(row.name), std::to_string(group_size));
+  fail(op, "group_size", text(rule, " for ", row.name), std::to_string(group_size));
 }
 
 void check_scales_and_zeros(const Checker& check, const WeightFormatInfo& row, const WeightTensors& weight,
                             const c10::SymInt& G, const c10::SymInt& N) {
-  const std::string name(row.name);
   const at::ScalarType scales_dtype = weight.scales.scalar_type();
   if (row.scale_coding == ScaleCoding::floating) {
-    check.matrix("scales", weight.scales, is_activation_dtype(scales_dtype), kFloating, G, N, "[G, N]");
+    check.groups("scales", weight.scales, is_activation_dtype(scales_dtype), kFloating, G, N);
   } else {
-    const bool e4m3 = row.scale_coding == ScaleCoding::e4m3;
-    check.matrix("scales", weight.scales, scales_dtype == at::kByte,
-                 std::string("uint8 ") + (e4m3 ? "E4M3" : "E8M0") + " codes (view float8 tensors as uint8)", G, N,
-                 "[G, N]");
+    const std::string_view dtypes = row.scale_coding == ScaleCoding::e4m3
+                                        ? "uint8 E4M3 codes (view float8 tensors as uint8)"
+                                        : "uint8 E8M0 codes (view float8 tensors as uint8)";
+    check.groups("scales", weight.scales, scales_dtype == at::kByte, dtypes, G, N);
   }
   if (row.zeros_role == ZerosRole::none) {
-    if (weight.zeros) fail(check.op, "zeros", "none for " + name, describe(*weight.zeros));
+    if (weight.zeros) fail(check.op, "zeros", text("none for ", row.name), describe(*weight.zeros));
     return;
   }
   const bool bias = row.zeros_role == ZerosRole::bias;
-  const std::string dtypes = bias ? kFloating : "uint8 codes or " + kFloating + " zero points";
-  if (!weight.zeros) fail(check.op, "zeros", dtypes + " [G, N] for " + name, "None");
+  const std::string_view dtypes = bias ? kFloating : "uint8 codes or float16, bfloat16 or float32 zero points";
+  if (!weight.zeros) fail(check.op, "zeros", text(dtypes, " [G, N] for ", row.name), "None");
   const at::ScalarType zeros_dtype = weight.zeros->scalar_type();
-  check.matrix("zeros", *weight.zeros, is_activation_dtype(zeros_dtype) || (!bias && zeros_dtype == at::kByte), dtypes,
-               G, N, "[G, N]");
+  check.groups("zeros", *weight.zeros, is_activation_dtype(zeros_dtype) || (!bias && zeros_dtype == at::kByte), dtypes,
+               G, N);
 }
 
 void check_global_scale_and_lut(const Checker& check, const WeightFormatInfo& row, const WeightTensors& weight,
                                 const c10::SymInt& N) {
-  const std::string name(row.name);
   if (weight.global_scale) {
     const Tensor& scale = *weight.global_scale;
-    if (!row.has_global_scale) fail(check.op, "global_scale", "none for " + name, describe(scale));
+    if (!row.has_global_scale) fail(check.op, "global_scale", text("none for ", row.name), describe(scale));
     const bool shape_ok = scale.dim() == 0 || (scale.dim() == 1 && (scale.sym_size(0) == 1 || scale.sym_size(0) == N));
     if (scale.scalar_type() != at::kFloat || !shape_ok) {
-      std::ostringstream rule;
-      rule << "float32 [], [1] or [N] = [" << N << "]";
-      fail(check.op, "global_scale", rule.str(), describe(scale));
+      fail(check.op, "global_scale", text("float32 [], [1] or [N] = [", N, "]"), describe(scale));
     }
     check.on_device("global_scale", scale);
   }
   if (row.has_lut != weight.lut.has_value()) {
-    fail(check.op, "lut", (row.has_lut ? "float32 [16] for " : "none for ") + name,
+    fail(check.op, "lut", text(row.has_lut ? "float32 [16] for " : "none for ", row.name),
          weight.lut ? describe(*weight.lut) : "None");
   }
   if (weight.lut) {
@@ -175,9 +169,7 @@ std::string dtype_name(at::ScalarType dtype) {
 }
 
 std::string describe(const Tensor& tensor) {
-  std::ostringstream text;
-  text << dtype_name(tensor.scalar_type()) << " " << tensor.sym_sizes();
-  return text.str();
+  return text(dtype_name(tensor.scalar_type()), " ", tensor.sym_sizes());
 }
 
 ElementType element_type(const Tensor& tensor) {
@@ -212,35 +204,31 @@ WeightShape check_gemm(const Tensor& a, const WeightTensors& weight, const Optio
                        std::string_view variant) {
   const char* op = "gemm";
   const Checker check{op, a.device()};
-  if (!is_activation_dtype(a.scalar_type()) || a.dim() < 1) fail(op, "a", kFloating + " [..., K]", describe(a));
+  if (!is_activation_dtype(a.scalar_type()) || a.dim() < 1) fail(op, "a", text(kFloating, " [..., K]"), describe(a));
   WeightShape shape = check_weight(op, weight);
   check.on_device("b_packed", weight.b_packed);
   if (a.sym_size(-1) != shape.K) {
-    std::ostringstream rule;
-    rule << "[..., K] with K = " << shape.K << " (8 x the rows of b_packed)";
-    fail(op, "a", rule.str(), describe(a));
+    fail(op, "a", text("[..., K] with K = ", shape.K, " (8 x the rows of b_packed)"), describe(a));
   }
   if (bias) {
     if (!is_activation_dtype(bias->scalar_type()) || bias->dim() != 1 || bias->sym_size(0) != shape.N) {
-      std::ostringstream rule;
-      rule << kFloating << " [N] = [" << shape.N << "]";
-      fail(op, "bias", rule.str(), describe(*bias));
+      fail(op, "bias", text(kFloating, " [N] = [", shape.N, "]"), describe(*bias));
     }
     check.on_device("bias", *bias);
   }
-  if (!is_gemm_variant(variant, element_type(a))) {
+  if (variant != "auto" && !is_gemm_variant(variant, element_type(a))) {
     std::string known = "auto";
     for (std::string_view name : gemm_variants())
       known.append(", ").append(name);
     fail(op, "variant", "one of " + known + ", or such a name and a tile that it has ('double_buffered:128x64x16')",
-         "'" + std::string(variant) + "'");
+         text("'", variant, "'"));
   }
   return shape;
 }
 
 WeightShape check_dequantize(const WeightTensors& weight, at::ScalarType dtype) {
   WeightShape shape = check_weight("dequantize", weight);
-  if (!is_activation_dtype(dtype)) fail("dequantize", "dtype", kFloating, dtype_name(dtype));
+  if (!is_activation_dtype(dtype)) fail("dequantize", "dtype", std::string(kFloating), dtype_name(dtype));
   return shape;
 }
 
@@ -259,7 +247,7 @@ cpu::ZerosRule check_gptq_unpack_zeros(const Tensor& qzeros, int64_t checkpoint_
   if (rule == "word") return cpu::ZerosRule::word;
   if (rule == "masked") return cpu::ZerosRule::masked;
   if (rule == "unmasked") return cpu::ZerosRule::unmasked;
-  fail(op, "rule", "one of word, masked, unmasked", "'" + std::string(rule) + "'");
+  fail(op, "rule", "one of word, masked, unmasked", text("'", rule, "'"));
 }
 
 void check_awq_repack(const Tensor& qweight) {

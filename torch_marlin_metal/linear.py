@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch_marlin_metal import extension  # noqa: F401  registers the operators
 from torch_marlin_metal.formats import WEIGHT_FORMATS
 from torch_marlin_metal.formats import weight_format as find_format
+from torch_marlin_metal.ops import given
 from torch_marlin_metal.packed_weight import PackedWeight, PackedWeightError
 from torch_marlin_metal.quantize import quantize_weight, resolve_group_size
 
@@ -206,11 +207,7 @@ class MarlinLinear(nn.Module):
             buffers["scales"],
             weight_format=self.weight_format,
             group_size=self.group_size,
-            zeros=buffers["zeros"],
-            global_scale=buffers["global_scale"],
-            lut=buffers["lut"],
-            perm=buffers["perm"],
-            bias=self.bias,
+            **given(buffers["zeros"], buffers["global_scale"], buffers["lut"], buffers["perm"], self.bias),
         )
         return result
 

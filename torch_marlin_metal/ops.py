@@ -3,6 +3,8 @@
 Schemas, checks, fake kernels, autograd and autocast are registered by the C++ extension.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,7 @@ from torch_marlin_metal.formats import NF4_VALUES
 from torch_marlin_metal.formats import weight_format as find_format
 
 _ops = torch.ops.torch_marlin_metal
+_gemm = _ops.gemm.default
 
 
 def _resolve(name: str, group_size: int, b_packed: Tensor, lut: Tensor | None) -> tuple[str, int, Tensor | None]:
@@ -18,6 +21,28 @@ def _resolve(name: str, group_size: int, b_packed: Tensor, lut: Tensor | None) -
     if group_size == -1:
         group_size = 8 * b_packed.shape[0]
     return find_format(name).name, group_size, lut
+
+
+def given(
+    zeros: Tensor | None,
+    global_scale: Tensor | None,
+    lut: Tensor | None,
+    perm: Tensor | None,
+    bias: Tensor | None = None,
+) -> dict[str, Any]:
+    """Those that are not None, by name: the dispatcher takes 0.4 us to parse one more argument, None or not."""
+    named: dict[str, Any] = {}
+    if zeros is not None:
+        named["zeros"] = zeros
+    if global_scale is not None:
+        named["global_scale"] = global_scale
+    if lut is not None:
+        named["lut"] = lut
+    if perm is not None:
+        named["perm"] = perm
+    if bias is not None:
+        named["bias"] = bias
+    return named
 
 
 def gemm(
@@ -60,19 +85,10 @@ def gemm(
         ValueError: an argument has the wrong dtype, shape, device or value; the message says what was expected.
     """
     name, group_size, lut = _resolve(weight_format, group_size, b_packed, lut)
-    result: Tensor = _ops.gemm(
-        a,
-        b_packed,
-        scales,
-        weight_format=name,
-        group_size=group_size,
-        zeros=zeros,
-        global_scale=global_scale,
-        lut=lut,
-        perm=perm,
-        bias=bias,
-        variant=variant,
-    )
+    options = given(zeros, global_scale, lut, perm, bias)
+    if variant != "auto":
+        options["variant"] = variant
+    result: Tensor = _gemm(a, b_packed, scales, weight_format=name, group_size=group_size, **options)
     return result
 
 
@@ -107,16 +123,9 @@ def dequantize(
         ValueError: an argument has the wrong dtype, shape, device or value.
     """
     name, group_size, lut = _resolve(weight_format, group_size, b_packed, lut)
+    options = given(zeros, global_scale, lut, perm)
     result: Tensor = _ops.dequantize(
-        b_packed,
-        scales,
-        weight_format=name,
-        group_size=group_size,
-        zeros=zeros,
-        global_scale=global_scale,
-        lut=lut,
-        perm=perm,
-        dtype=dtype,
+        b_packed, scales, weight_format=name, group_size=group_size, dtype=dtype, **options
     )
     return result
 

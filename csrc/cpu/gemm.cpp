@@ -184,6 +184,7 @@ class Gemm {
         step.ld_sums = x.rows;
         for (int64_t chunk = chunks.begin; chunk < chunks.end; ++chunk) {
           loaded = load_chunk_scales(chunk, some_strips, loaded, scales);
+          if (!representable_.load(std::memory_order_relaxed)) break;
           step.k = static_cast<int>(std::min<int64_t>(kChunk, w_.K - chunk * kChunk));
           step.scales = scales;
           step.zeros = scales + groups() * step.ld_scales;
@@ -334,11 +335,11 @@ void gemm_on(const Machine& machine, const GemmArguments& arguments, const Paral
   if (arguments.M == 0 || arguments.weight.N == 0) return;
   const Problem problem = problem_of(arguments, precision);
   const KernelSet& kernels = *kernels_of(machine.isa);
-  const Plan plan = make_plan(machine, problem);
-  const Plan fp32_plan = make_fp32_plan(machine, problem);
-  Gemm planned(arguments, plan, kernels);
-  for (int64_t pass = 0; pass < plan.passes; ++pass) {
-    if (!planned.run_pass(pass, parallel)) Gemm(arguments, fp32_plan, kernels).run_pass(pass, parallel);
+  const Plan planned = make_plan(machine, problem);
+  for (int64_t pass = 0; pass < planned.passes; ++pass) {
+    Plan plan = planned;
+    while (!Gemm(arguments, plan, kernels).run_pass(pass, parallel))
+      plan = make_fallback_plan(machine, problem, plan);
   }
 }
 

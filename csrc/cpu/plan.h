@@ -63,8 +63,8 @@ struct Plan {
 
 KernelShape kernel_shape(Isa isa, Kernel kernel);
 Plan make_plan(const Machine& machine, const Problem& problem);
-// The plan in fp32, for activations that a narrower kernel cannot represent.
-Plan make_fp32_plan(const Machine& machine, const Problem& problem);
+// The plan for what `failed` cannot represent: the scales of a panel, then activations, for which fp32 is left.
+Plan make_fallback_plan(const Machine& machine, const Problem& problem, const Plan& failed);
 std::string to_string(const Plan& plan);
 
 }  // namespace marlin::cpu

@@ -72,8 +72,13 @@ void test_choices() {
       {kZen4, problem(16, 4096, 4096, float32), "many_rows parts=1 strip=32 tasks=1x2x1"},
       {{Isa::avx2, true, 2, true}, problem(16, 4096, 4096, float16), "many_rows parts=1 strip=16 tasks=1x2x1"},
       {kZen4, table_of_floats, "few_rows parts=1 strip=64 tasks=1x2x1"},
-      {kXeon, problem(1, 4096, 4096, float32), "few_rows parts=1 strip=64 tasks=1x16x1"},
-      {kXeon, problem(1, 4096, 4096, bfloat16), "planes_few_rows parts=1 strip=64 tasks=1x16x1"},
+      {kZen4, problem(1, 512, 4096, bfloat16), "planes_few_rows parts=1 strip=64 tasks=1x1x2"},
+      {kZen4, problem(16, 512, 4096, float16), "planes parts=1 strip=32 tasks=1x1x2"},
+      {kZen4, problem(17, 512, 4096, float16), "planes parts=1 strip=32 tasks=1x2x1"},
+      {kZen4, problem(1, 512, 512, bfloat16), "planes_few_rows parts=1 strip=64 tasks=1x2x1"},
+      {kXeon, problem(1, 4096, 4096, float32), "few_rows parts=1 strip=64 tasks=1x4x4"},
+      {kXeon, problem(1, 512, 4096, bfloat16), "planes_few_rows parts=1 strip=64 tasks=1x2x8"},
+      {kXeon, problem(1, 4096, 4096, bfloat16), "planes_few_rows parts=1 strip=64 tasks=1x4x4"},
       {kXeon, problem(2, 4096, 4096, bfloat16), "planes_few_rows parts=1 strip=64 tasks=1x16x1"},
       {kXeon, problem(4, 4096, 4096, float16), "planes parts=1 strip=32 tasks=1x16x1"},
       {kXeon, problem(5, 4096, 4096, float16), "amx parts=2 strip=32 tasks=1x16x1"},
@@ -96,6 +101,19 @@ void test_choices() {
                             "x" + std::to_string(plan.column_tasks) + "x" + std::to_string(plan.k_slices);
     expect(got == row.expected, std::string(isa_name(row.machine.isa)) + " M=" + std::to_string(row.problem.M) + " N=" +
                                     std::to_string(row.problem.N) + ": expected " + row.expected + ", got " + got);
+  }
+}
+
+// Scales that no panel holds cost the scaled panel, not the tiles; activations cost both.
+void test_fallbacks() {
+  Problem coded = problem(64, 4096, 4096, ElementType::bfloat16);
+  coded.format = WeightFormat::mxfp4;
+  coded.group_size = 32;
+  Plan plan = make_plan(kXeon, coded);
+  for (const Kernel kernel : {Kernel::amx_scaled, Kernel::amx, Kernel::many_rows}) {
+    expect(plan.kernel == kernel,
+           "fallback: expected " + std::to_string(static_cast<int>(kernel)) + ", got " + to_string(plan));
+    plan = make_fallback_plan(kXeon, coded, plan);
   }
 }
 
@@ -182,6 +200,7 @@ void test_shapes() {
 int main(int argc, char**) {
   if (argc == 1) {
     marlin::cpu::test_choices();
+    marlin::cpu::test_fallbacks();
     marlin::cpu::test_invariants();
   }
   marlin::cpu::test_shapes();
