@@ -18,7 +18,7 @@ _gemm = _ops.gemm.default
 def _resolve(name: str, group_size: int, b_packed: Tensor, lut: Tensor | None) -> tuple[str, int, Tensor | None]:
     if name == "nf4" and lut is None:
         lut = torch.tensor(NF4_VALUES, dtype=torch.float32, device=b_packed.device)
-    if group_size == -1:
+    if group_size == -1 and b_packed.dim() == 2:  # of another rank: the operator says so
         group_size = 8 * b_packed.shape[0]
     return find_format(name).name, group_size, lut
 

@@ -152,6 +152,17 @@ def test_perm_out_of_range_is_refused_on_the_cpu(index):
         tmm.gptq_repack(weight.b_packed, perm=perm)
 
 
+@pytest.mark.parametrize("shape", [(), (8,), (1, 8, N)])
+def test_words_of_another_rank_where_the_group_is_all_of_k(shape, device):
+    words = torch.zeros(shape, dtype=torch.int32, device=device)
+    scales = torch.ones(1, N, device=device)
+    message = re.escape(f"b_packed: expected int32 [K/8, N], got int32 {list(shape)}")
+    with pytest.raises(ValueError, match="gemm: " + message):
+        tmm.gemm(torch.zeros(3, K, device=device), words, scales, weight_format="uint4b8", group_size=-1)
+    with pytest.raises(ValueError, match="dequantize: " + message):
+        tmm.dequantize(words, scales, weight_format="uint4b8", group_size=-1)
+
+
 def test_dequantize_refuses_other_dtypes(device):
     weight = reference.make_weight("uint4b8", K, N, 32).to(device)
     with pytest.raises(ValueError, match="dequantize: dtype: expected float16, bfloat16 or float32, got int32"):
