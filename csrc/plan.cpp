@@ -31,6 +31,7 @@ constexpr auto kVariantNames = [] {
 void check(const WeightProblem& weight) {
   require(weight.N > 0 && weight.K > 0 && weight.K % kCodesPerWord == 0, "plan: N and K / 8 must be positive");
   require(weight.group_size > 0 && group_size(weight) % kCodesPerWord == 0, "plan: group_size must be a multiple of 8");
+  require(uint64_t{ceil_divide(weight.K, group_size(weight))} * weight.N <= UINT32_MAX, "plan: 2^32 scales or more");
 }
 
 }  // namespace

@@ -14,17 +14,21 @@ struct Activations {
 
   MARLIN_INLINE const device T* row_at(uint m) const { return data + int64_t(m) * row_stride; }
 
-  // Four consecutive k, of which `first` is the first; through perm it is the row's own first and k the place in perm.
-  MARLIN_INLINE vec<T, 4> load_quad(const device T* first, uint k) const {
-    if (vector_activations) return *reinterpret_cast<const device vec<T, 4>*>(first);
-    vec<T, 4> x = vec<T, 4>(T(0.0f));
+  // Consecutive k, of which `first` is the first; through perm it is the row's own first and k the place in perm.
+  template <uint kCount>
+  MARLIN_INLINE vec<T, kCount> load_run(const device T* first, uint k) const {
+    if (vector_activations) return *reinterpret_cast<const device vec<T, kCount>*>(first);
+    vec<T, kCount> x = vec<T, kCount>(T(0.0f));
     // The host cannot look at perm: an index that is none reads nothing.
-    MARLIN_UNROLL for (uint i = 0; i < 4; ++i) {
+    MARLIN_UNROLL for (uint i = 0; i < kCount; ++i) {
       const uint column = has_perm ? uint(perm[k + i]) : i;
       if (!has_perm || column < columns) x[i] = first[column];
     }
     return x;
   }
+
+  MARLIN_INLINE vec<T, 4> load_quad(const device T* first, uint k) const { return load_run<4>(first, k); }
+  MARLIN_INLINE vec<T, 2> load_pair(const device T* first, uint k) const { return load_run<2>(first, k); }
 
   // Eight, as R.
   template <typename R>

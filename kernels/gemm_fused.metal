@@ -45,15 +45,41 @@ struct FusedSums {
   uint word;                 // the lane's packed row among the four of a load
   uint quad;                 // the lane's four k among the 32 of a load
   const device uint* words;  // of the next load
-  ulong scale_index;         // of the next scales
+  uint scale_index;          // of the next scales: the planner refuses weights with 2^32 of them
   // The lane's two rows of block 0, at the next step's first k of its own; through perm where the rows begin.
   const device T* x_row[2];
+  vec<T, 4> x[kFusedRowBlocks][2];      // the lane's four k of both
   int64_t row_offset[kFusedRowBlocks];  // of the other blocks, the same for all lanes and threadgroups
+  uint pair;                            // the distance of two loads of two: 2
   const threadgroup float* table;
   ColumnDecode<format> decode[kFusedColumnBlocks];
   Matrix sum[kFusedRowBlocks][kFusedColumnBlocks];
 
   static MARLIN_INLINE bool has_block(uint i) { return i * kBlock < uint(rows_per_threadgroup); }
+
+  // Where one load of all rows takes 64 half-registers: 231 a thread (M1), and a core would hold two threadgroups of
+  // what the planner takes, five simdgroups. By pairs it is 207, and three.
+  static MARLIN_INLINE bool loads_pairs() { return sizeof(T) == 4 && rows_per_threadgroup == kFusedMaxRows; }
+
+  // What step j needs, and those after it up to the next load. The second pair's distance is no constant to the
+  // compiler, which would join two loads at constant distances into one.
+  MARLIN_INLINE void load_activations(uint j, uint k_quad, bool has_quad) {
+    MARLIN_UNROLL for (uint i = 0; i < kFusedRowBlocks; ++i) {
+      MARLIN_UNROLL for (uint e = 0; e < 2; ++e) {
+        const device T* first = x_row[e] + row_offset[i];
+        if (j == 0) x[i][e] = vec<T, 4>(T(0.0f));
+        if (!has_block(i) || !has_quad) continue;
+        if (!loads_pairs()) {
+          if (j == 0) x[i][e] = a.load_quad(first, k_quad);
+        } else if (j % 2 == 0) {
+          const uint skipped = j == 0 ? 0 : pair;
+          const vec<T, 2> loaded = a.load_pair(first + (has_perm ? 0 : skipped), k_quad + skipped);
+          x[i][e][j] = loaded[0];
+          x[i][e][j + 1] = loaded[1];
+        }
+      }
+    }
+  }
 
   MARLIN_INLINE void load_scales() {
     const float4 scales = weight.template scales_of_columns<format>(scale_index, n);
@@ -83,20 +109,8 @@ struct FusedSums {
     }
     words += ulong(weight.N) * kFusedWordRows;
     if (short_group_size != 0) scale_index += weight.N * (kFusedLoadK / short_group_size);
-    vec<T, 4> x[kFusedRowBlocks][2];
-    MARLIN_UNROLL for (uint i = 0; i < kFusedRowBlocks; ++i) {
-      MARLIN_UNROLL for (uint e = 0; e < 2; ++e) {
-        x[i][e] = vec<T, 4>(T(0.0f));
-        if (has_block(i) && has_quad) x[i][e] = a.load_quad(x_row[e] + row_offset[i], k_quad);
-      }
-    }
-
-    if (!has_perm) {
-      x_row[0] += kFusedLoadK;
-      x_row[1] += kFusedLoadK;
-    }
-
     MARLIN_UNROLL for (uint j = 0; j < 4; ++j) {
+      load_activations(j, k_quad, has_quad);
       Matrix activations[kFusedRowBlocks];
       MARLIN_UNROLL for (uint i = 0; i < kFusedRowBlocks; ++i) {
         if (!has_block(i)) continue;
@@ -114,6 +128,10 @@ struct FusedSums {
           if (has_block(i)) simdgroup_multiply_accumulate(sum[i][b], weights, activations[i], sum[i][b]);
         }
       }
+    }
+    if (!has_perm) {
+      x_row[0] += kFusedLoadK;
+      x_row[1] += kFusedLoadK;
     }
   }
 
@@ -158,6 +176,7 @@ template <WeightFormat format, typename T>
   sums.word = place.column / 2;
   sums.quad = place.row * 4;
   sums.words = packed + ulong(k_begin / kCodesPerWord + sums.word) * params.N + sums.n;
+  sums.pair = min(params.K, 2u);
   sums.table = shared;
   MARLIN_UNROLL for (uint e = 0; e < 2; ++e) {
     const uint m = rows.first() + min(place.column + e, params.M - 1);
@@ -170,7 +189,7 @@ template <WeightFormat format, typename T>
   for (uint part = 0; part < parts; ++part)
     own[part * kSimdWidth] = float4(0.0f);
   const uint first_group = (k_begin + (short_group_size != 0 ? sums.word * kCodesPerWord : 0)) / params.group_size;
-  sums.scale_index = ulong(first_group) * params.N + sums.n;
+  sums.scale_index = first_group * params.N + sums.n;
   uint group_rest = (first_group + 1) * params.group_size - k_begin;  // where groups are long
   for (uint k = k_begin; k < k_end;) {
     sums.clear();

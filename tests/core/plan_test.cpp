@@ -368,6 +368,7 @@ void check_refusals() {
   expect_refused("N = 0", [] { plan_gemm(square(1, 0, 8, 8), {}); });
   expect_refused("K = 12", [] { plan_gemm(square(1, 8, 12, 8), {}); });
   expect_refused("group of 12", [] { plan_gemm(square(1, 8, 24, 12), {}); });
+  expect_refused("2^32 scales", [] { plan_gemm(square(1, 1U << 28, 256, 16), {}); });
   expect_refused("unknown variant", [] { plan_gemm(square(1, 8, 8, 8, "fastest"), {}); });
   expect_refused("unknown tile", [] { plan_gemm(square(1, 8, 8, 8, "double_buffered:96x64x32"), {}); });
   expect_refused("no tile", [] { plan_gemm(square(1, 8, 8, 8, "double_buffered:"), {}); });
