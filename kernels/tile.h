@@ -197,19 +197,20 @@ struct TileSums {
   // The end of a group, or of a chain inside one: the sums of codes are scaled and join the totals.
   MARLIN_INLINE void finish_chain(Stage<T, Tile> stage, uint group_slot, uint simdgroup, uint lane) {
     const uint n = group_slot * Tile::kN + first_column(simdgroup) + lane_place(lane).column;
+    float x[kBlocksM] = {};
     MARLIN_UNROLL for (uint i = 0; i < kBlocksM; ++i) {
-      float x = 0.0f;
-      if (needs_x_sum()) {
-        // The four lanes of a row differ in bits 0 and 3.
-        x = x_sum[i] + simd_shuffle_xor(x_sum[i], 1);
-        x += simd_shuffle_xor(x, 8);
-      }
-      MARLIN_UNROLL for (uint j = 0; j < kBlocksN; ++j) {
-        MARLIN_UNROLL for (uint e = 0; e < 2; ++e) {
-          const uint column = n + j * kBlock + e;
-          const float codes = sum[i][j].thread_elements()[e];
-          const float zero = needs_x_sum() ? stage.zeros[column] : 0.0f;
-          total[i][j][e] += apply_group<format>(codes, x, stage.scales[column], zero);
+      if (!needs_x_sum()) continue;
+      // The four lanes of a row differ in bits 0 and 3.
+      x[i] = x_sum[i] + simd_shuffle_xor(x_sum[i], 1);
+      x[i] += simd_shuffle_xor(x[i], 8);
+    }
+    MARLIN_UNROLL for (uint j = 0; j < kBlocksN; ++j) {
+      MARLIN_UNROLL for (uint e = 0; e < 2; ++e) {
+        const uint column = n + j * kBlock + e;
+        const float scale = stage.scales[column];
+        const float zero = needs_x_sum() ? stage.zeros[column] : 0.0f;
+        MARLIN_UNROLL for (uint i = 0; i < kBlocksM; ++i) {
+          total[i][j][e] += apply_group<format>(sum[i][j].thread_elements()[e], x[i], scale, zero);
         }
       }
     }
