@@ -97,7 +97,7 @@ class Figures:
 
 
 def cases() -> Iterator[Case]:
-    """Every format with fp16 activations; other dtypes and groups for one integer and one E2M1 format."""
+    """Every format with fp16 activations, fused also with the others; else one of each kind."""
     shapes = [("gemv", "gemv", rows, 256) for rows in range(1, 9)]
     shapes += [("gemm_fused", "gemm_fused", rows, 128) for rows in (8, 16, 24, 32)]
     for kernel, library, rows, threads in shapes:
@@ -107,8 +107,10 @@ def cases() -> Iterator[Case]:
         for weight_format in ("uint4b8", "float4_e2m1"):
             for group in (16, 32, 128):
                 yield Case(kernel, library, weight_format, group_size=group, rows=rows, threads=threads)
+        for weight_format in FORMATS if kernel == "gemm_fused" else ("uint4b8", "float4_e2m1", "lut4"):
+            group = FIXED_GROUPS.get(weight_format, 64)
             for dtype in ("bfloat16", "float32"):
-                yield Case(kernel, library, weight_format, dtype, rows=rows, threads=threads)
+                yield Case(kernel, library, weight_format, dtype, group_size=group, rows=rows, threads=threads)
     for library, kernel, (m, n, k), threads in staged_kernels():
         for weight_format in FORMATS:
             group = FIXED_GROUPS.get(weight_format, 64)
@@ -212,12 +214,11 @@ def figures(case: Case, counted: dict[str, Any]) -> Figures:
 
 
 def missed_bars(case: Case, got: Figures) -> Iterator[str]:
-    """The bars of fp16 activations and groups of 64 (the formats that fix their group: theirs)."""
-    if case.dtype != "float16" or case.group_size != FIXED_GROUPS.get(case.weight_format, 64):
-        return
+    """Spills and fused's bars in every case, gemv's for fp16 activations and groups of 64 or the format's own."""
     kind = "int4" if case.weight_format in INTEGER else "e2m1" if case.weight_format in E2M1 else "table"
     bars: dict[str, tuple[float, Callable[[Figures], float]]] = {"spills": (0, lambda f: f.spills)}
-    if case.kernel == "gemv" and kind != "table":
+    is_usual = case.dtype == "float16" and case.group_size == FIXED_GROUPS.get(case.weight_format, 64)
+    if case.kernel == "gemv" and kind != "table" and is_usual:
         bars["converts"] = (0, lambda f: f.converts)
         if case.rows == 1:
             bars["instructions"] = ({"int4": 2.4, "e2m1": 3.8}[kind], lambda f: f.instructions)

@@ -1,6 +1,7 @@
 """What the planner's model says of the ladder over M: issue time beside memory time, and what each more row costs.
 
-Nothing runs on a GPU. Times are of `torch_marlin_metal.plan`, cold weights of 4096 x 14336, group 64, fp16 activations.
+Nothing runs on a GPU. Times are of `torch_marlin_metal.plan`, cold weights of 4096 x 14336, fp16 activations, group 64
+where the format does not fix it.
 """
 
 import argparse
@@ -37,7 +38,8 @@ class Bar:
 
 
 def best(M: int, gpu: str, weight_format: str = "uint4b8") -> PlanCandidate:
-    return tmm.plan(M, N, K, weight_format=weight_format, group_size=GROUP_SIZE, gpu=gpu).chosen
+    group_size = tmm.WEIGHT_FORMATS[weight_format].fixed_group_size or GROUP_SIZE
+    return tmm.plan(M, N, K, weight_format=weight_format, group_size=group_size, gpu=gpu).chosen
 
 
 def issue_over_memory(M: int, gpu: str, weight_format: str, *, peak: bool) -> float:
@@ -59,8 +61,8 @@ def bars() -> Iterator[Bar]:
         yield Bar(f"{gpu}: 4 rows over 1 row", best(4, gpu).seconds / best(1, gpu).seconds, 1.1)
     for gpu, limit in (("M1", 1.5), ("M2", 1.5), ("M3", 1.5), ("M4", 1.5), ("M1 Pro", 1.7), ("M1 Max", 1.7)):
         yield Bar(f"{gpu}: 8 rows over 1 row", best(8, gpu).seconds / best(1, gpu).seconds, limit)
-    yield from steps("uint4b8")
-    yield from steps("float4_e2m1")
+    for weight_format in tmm.WEIGHT_FORMATS:
+        yield from steps(weight_format)
 
 
 def steps(weight_format: str) -> Iterator[Bar]:
