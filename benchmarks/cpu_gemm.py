@@ -89,7 +89,7 @@ class Layer:
         self.arguments: dict[str, object] = {"weight_format": weight_format, "group_size": group_size}
         scales = torch.rand(groups, N).to(torch.bfloat16)
         if weight_format in ("nvfp4", "mxfp4"):
-            scales = torch.randint(100, 120, (groups, N), dtype=torch.uint8)
+            scales = torch.randint(112, 120, (groups, N), dtype=torch.uint8)  # as of weights about 0.01
         if weight_format == "uint4":
             self.arguments["zeros"] = torch.randint(0, 16, (groups, N), dtype=torch.uint8)
         if weight_format == "lut4":

@@ -21,11 +21,10 @@ constexpr int64_t kAmxGroup16Rows = 9;
 constexpr int64_t kAmxScaledRows = 33;
 constexpr int kPlanesFewRows = 2;    // as many as leave the accumulators of four vectors in registers
 constexpr int64_t kSliceChunks = 4;  // a slice of K shorter than this costs more to add up than it saves
-// Columns whose words fill a page of 4 KB. Threads that share pages read them slower than threads with pages of their
-// own: at N = 512 on two threads of an Intel Xeon they take 1.1 to 1.5 times as long for up to 16 rows. Slices of K
-// pay for it while their partial sums are few: with 128 KB on 16 threads they no longer did.
-constexpr int64_t kPageColumns = 1024;
-constexpr int64_t kPartialBytes = 64 << 10;
+// Partial sums that slices of K may cost before columns are divided. Threads that read whole rows of words read faster
+// than threads that share rows and pages: on two threads of an Intel Xeon 1.1 to 1.5 times as fast at N = 512 and up to
+// 16 rows, 1.1 times at one row and N = 11008. On 16 threads slices of 128 KB in all lost what they had gained.
+constexpr int64_t kPartialBytes = 88 << 10;
 
 }  // namespace
 
@@ -109,13 +108,13 @@ Plan divide(const Machine& machine, const Problem& problem, Kernel kernel, int p
   const int64_t strips = ceil_div(problem.N, plan.strip);
   const int64_t row_blocks = ceil_div(pass_rows, plan.max_rows);
   const int64_t most_slices = std::max<int64_t>(ceil_div(problem.K, kChunk) / kSliceChunks, 1);
-  plan.column_tasks = std::min(strips, threads);
-  const int64_t least_columns = std::min(ceil_div(threads, most_slices), plan.column_tasks);
-  const int64_t page_columns = std::clamp(problem.N / kPageColumns, least_columns, plan.column_tasks);
-  const int64_t page_slices = std::clamp<int64_t>(threads / page_columns, 1, most_slices);
-  const bool by_pages = int64_t{sizeof(float)} * page_slices * pass_rows * problem.N <= kPartialBytes;
-  if (by_pages) plan.column_tasks = page_columns;
-  plan.row_tasks = std::clamp<int64_t>(threads / (plan.column_tasks * (by_pages ? page_slices : 1)), 1, row_blocks);
+  int64_t slices = 1;
+  for (int64_t n = 2; n <= std::min(threads, most_slices); ++n) {
+    const int64_t partial_bytes = int64_t{sizeof(float)} * n * pass_rows * problem.N;
+    if (threads % n == 0 && partial_bytes <= kPartialBytes) slices = n;
+  }
+  plan.column_tasks = std::min(strips, threads / slices);
+  plan.row_tasks = std::clamp<int64_t>(threads / (plan.column_tasks * slices), 1, row_blocks);
   plan.k_slices = std::clamp<int64_t>(threads / (plan.column_tasks * plan.row_tasks), 1, most_slices);
 
   plan.block_rows = std::min(ceil_div(pass_rows, plan.row_tasks), kBlockRows);
