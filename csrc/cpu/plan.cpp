@@ -12,9 +12,9 @@ namespace {
 constexpr int64_t kPassRows = 512;          // bounds the packed activations: 8 MB of fp32 at K = 4096
 constexpr int64_t kBlockBytes = 256 << 10;  // of fp32 results a task keeps: a quarter of a 1 MB second-level cache
 constexpr int64_t kBlockRows = 128;
-// Fewer rows leave a tile of 16 so empty that AVX-512 is as fast (measured on an Intel Xeon, 2 MB of L2, two threads).
-constexpr int64_t kAmxRows = 3;
-constexpr int64_t kAmxSplitRows = 5;  // with activations in several parts
+// Fewer rows leave a tile of 16 so empty that planes of bytes are as fast: at four rows they took 0.85 to 1.07 of the
+// tiles' time (an Intel Xeon, 2 MB of L2, two threads).
+constexpr int64_t kAmxRows = 5;
 // Groups of 16 leave half of each tile product empty and scale twice as often: the tiles pay from here, coded scales
 // inside the panel then at once. For groups of 32 multiplying them into it pays from the second value on.
 constexpr int64_t kAmxGroup16Rows = 9;
@@ -66,7 +66,7 @@ Kernel choose_kernel(const Machine& machine, const Problem& problem, int* parts)
                                                                            : 3;
     const bool coded_scales = info(problem.format).scale_coding != ScaleCoding::floating;
     const bool group_16 = problem.group_size < 32;
-    if (problem.M >= (group_16 ? kAmxGroup16Rows : needed == 1 ? kAmxRows : kAmxSplitRows)) {
+    if (problem.M >= (group_16 ? kAmxGroup16Rows : kAmxRows)) {
       *parts = needed;
       return coded_scales && problem.M >= (group_16 ? kAmxGroup16Rows : kAmxScaledRows) ? Kernel::amx_scaled
                                                                                         : Kernel::amx;
