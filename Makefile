@@ -22,7 +22,7 @@ $(VENV)/.installed: pyproject.toml scripts/system_packages.sh
 	sh scripts/system_packages.sh install
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check $(TORCH) "setuptools>=77" wheel ninja numpy
-	$(PY) -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable ".[dev]"
+	WITHOUT_EXTENSION=1 $(PY) -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable ".[dev]"
 	@touch $@
 
 $(BUILT): $(VENV)/.installed $(SOURCES)

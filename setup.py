@@ -84,15 +84,12 @@ sources = relative("csrc/*.cpp") + relative("csrc/cpu/*.cpp")
 compile_flags = ["-std=c++20", "-O3", "-g0", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-fvisibility=hidden"]
 compile_flags += [f"-isystem{path}" for path in include_paths()]  # warnings are for our own code
 
-setup(
-    ext_modules=[
-        CppExtension(
-            "torch_marlin_metal._C",
-            sources,
-            include_dirs=["csrc"],
-            extra_compile_args={"cxx": compile_flags},
-            define_macros=[("TORCH_MARLIN_METAL_TORCH_VERSION", f'"{torch.__version__.split("+")[0]}"')],
-        )
-    ],
-    cmdclass={"build_ext": BuildMarlin},
+extension = CppExtension(
+    "torch_marlin_metal._C",
+    sources,
+    include_dirs=["csrc"],
+    extra_compile_args={"cxx": compile_flags},
+    define_macros=[("TORCH_MARLIN_METAL_TORCH_VERSION", f'"{torch.__version__.split("+")[0]}"')],
 )
+# With WITHOUT_EXTENSION set, an editable install of the Python alone: `make build` compiles in a folder that it keeps.
+setup(ext_modules=[] if os.environ.get("WITHOUT_EXTENSION") else [extension], cmdclass={"build_ext": BuildMarlin})
