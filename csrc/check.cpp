@@ -216,7 +216,7 @@ WeightShape check_gemm(const Tensor& a, const WeightTensors& weight, const Optio
     }
     check.on_device("bias", *bias);
   }
-  if (variant != "auto" && !is_gemm_variant(variant, element_type(a))) {
+  if (!is_gemm_variant(variant, element_type(a))) {
     std::string known = "auto";
     for (std::string_view name : gemm_variants())
       known.append(", ").append(name);

@@ -46,6 +46,7 @@ std::string name(const Candidate& candidate) {
 }
 
 bool is_gemm_variant(std::string_view variant, ElementType activations) {
+  if (variant == "auto") return true;
   static const auto names = [] {
     std::array<std::set<std::string, std::less<>>, 3> found;
     for (size_t type = 0; type < found.size(); ++type) {
@@ -63,7 +64,7 @@ bool is_gemm_variant(std::string_view variant, ElementType activations) {
     }
     return found;
   }();
-  return variant == "auto" || names.at(static_cast<size_t>(activations)).contains(variant);
+  return names.at(static_cast<size_t>(activations)).contains(variant);
 }
 
 std::vector<Candidate> gemm_candidates(const GemmProblem& problem, const GpuDevice& device) {

@@ -72,14 +72,13 @@ class MLSTMCell(nn.Module):
         """
         state = None
         initial = {"c_initial": c_initial, "n_initial": n_initial, "m_initial": m_initial}
-        given = [name for name, tensor in initial.items() if tensor is not None]
-        if given and len(given) < len(initial):
-            raise ValueError(
-                f"MLSTMCell: {', '.join(initial)}: expected all three or none, got {', '.join(given)} only"
-            )
         if c_initial is not None and n_initial is not None and m_initial is not None:
             wide = torch.float64 if query.dtype == torch.float64 else torch.float32
             state = MLSTMState(c_initial.to(wide), n_initial.to(wide), m_initial.to(wide).reshape(m_initial.shape[:2]))
+        elif given := [name for name, tensor in initial.items() if tensor is not None]:
+            raise ValueError(
+                f"MLSTMCell: {', '.join(initial)}: expected all three or none, got {', '.join(given)} only"
+            )
         h, final = _run(query, key, value, igate, fgate, state, self.chunk_size, self.eps)
         return (h, (final.C, final.n, final.m.unsqueeze(-1))) if return_last_states else h
 

@@ -41,22 +41,25 @@ TILE_AXES = COMMON | {
     "kernel": [*STAGED, *STRIPED],
     "parts": [1, 2, 3, 5],
 }
+# Axes of the launch; the others are the problem's.
+DIRECT_LAUNCH = ["rows", "simdgroups", "splits", "subnormal_codes"]
+TILE_LAUNCH = ["kernel", "parts"]
 
 
-def run(kernel: str, p: Problem, **options) -> torch.Tensor:
+def run(kernel: str, problem: Problem, **options) -> torch.Tensor:
     if kernel == "gemv":
-        return run_gemv(p, **{"rows": 4, "simdgroups": 4} | options)
+        return run_gemv(problem, **{"rows": 4, "simdgroups": 4} | options)
     if kernel == "fused":
-        return run_fused(p, **{"rows": 16, "simdgroups": 3} | options)
-    return run_tiles(kernel, p, **options)
+        return run_fused(problem, **{"rows": 16, "simdgroups": 3} | options)
+    return run_tiles(kernel, problem, **options)
 
 
-@pytest.mark.parametrize(("p", "options"), pairwise(GEMV_AXES, ["rows", "simdgroups", "splits", "subnormal_codes"]))
+@pytest.mark.parametrize(("p", "options"), pairwise(GEMV_AXES, DIRECT_LAUNCH))
 def test_gemv(p: Problem, options: dict) -> None:
     check(p, run_gemv(p, **options), raw_codes=True)
 
 
-@pytest.mark.parametrize(("p", "options"), pairwise(FUSED_AXES, ["rows", "simdgroups", "splits", "subnormal_codes"]))
+@pytest.mark.parametrize(("p", "options"), pairwise(FUSED_AXES, DIRECT_LAUNCH))
 def test_fused(p: Problem, options: dict) -> None:
     check(p, run_fused(p, **options), raw_codes=False)
 
@@ -72,7 +75,7 @@ def test_threadgroup_memory_is_what_the_kernel_uses(kernel: str) -> None:
         run_tiles(kernel, p, threadgroup_bytes=bytes_needed - 16)
 
 
-@pytest.mark.parametrize(("p", "options"), pairwise(TILE_AXES, ["kernel", "parts"]))
+@pytest.mark.parametrize(("p", "options"), pairwise(TILE_AXES, TILE_LAUNCH))
 def test_tiles(p: Problem, options: dict) -> None:
     check(p, run_tiles(**options, problem=p), raw_codes=False)
 
@@ -93,17 +96,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.mark.parametrize("kernel", ["gemv", "fused", *STAGED, *STRIPED])
 def test_the_whole_matrix_of_shapes(kernel: str, matrix_row: tuple[int, list[int]]) -> None:
     """Each kernel at each shape of the list; formats, dtypes and the rest are drawn for each shape, the same each time."""
-    axes, launch = {
-        "gemv": (GEMV_AXES, ["rows", "simdgroups", "splits", "subnormal_codes"]),
-        "fused": (FUSED_AXES, ["rows", "simdgroups", "splits", "subnormal_codes"]),
-    }.get(kernel, (TILE_AXES, ["parts"]))
+    axes, launch = {"gemv": (GEMV_AXES, DIRECT_LAUNCH), "fused": (FUSED_AXES, DIRECT_LAUNCH)}.get(
+        kernel, (TILE_AXES, TILE_LAUNCH)
+    )
     M, columns = matrix_row
     for N in columns:
         draw = random.Random(f"{kernel} {M} {N}")
         fields = {name: draw.choice(values) for name, values in (axes | STRADDLING_K).items()} | {"M": M, "N": N}
-        fields.pop("kernel", None)
-        options = {name: fields.pop(name) for name in launch}
-        check(p := problem(**fields), run(kernel, p, **options), raw_codes=kernel == "gemv")
+        options = {name: fields.pop(name) for name in launch} | {"kernel": kernel}
+        check(p := problem(**fields), run(problem=p, **options), raw_codes=kernel == "gemv")
 
 
 @pytest.mark.parametrize("kernel", STRIPED)
