@@ -68,6 +68,15 @@ struct HeldWeight {
   }
 };
 
+// at::Context::float32MatmulPrecision() raises where a program sets the precision of one backend. PyTorch's products on
+// the CPU are mkldnn's, and torch.set_float32_matmul_precision sets theirs too.
+Float32Precision precision_for(ElementType a_type) {
+  if (a_type != ElementType::float32) return Float32Precision::highest;
+  const auto asked = at::globalContext().float32Precision(at::Float32Backend::MKLDNN, at::Float32Op::MATMUL);
+  const bool reduced = asked == at::Float32Precision::TF32 || asked == at::Float32Precision::BF16;
+  return reduced ? Float32Precision::reduced : Float32Precision::highest;
+}
+
 Tensor gemm_cpu(const Tensor& a, const Tensor& b_packed, const Tensor& scales, c10::string_view weight_format,
                 int64_t group_size, const OptionalTensor& zeros, const OptionalTensor& global_scale,
                 const OptionalTensor& lut, const OptionalTensor& perm, const OptionalTensor& bias,
@@ -95,8 +104,7 @@ Tensor gemm_cpu(const Tensor& a, const Tensor& b_packed, const Tensor& scales, c
   arguments.bias = bias ? bias_held.const_data_ptr() : nullptr;
   arguments.bias_type = bias ? element_type(bias_held) : ElementType::float32;
   arguments.out = out.mutable_data_ptr();
-  const bool highest = at::globalContext().float32MatmulPrecision() == at::Float32MatmulPrecision::HIGHEST;
-  cpu::gemm(arguments, at_parallel(), highest ? Float32Precision::highest : Float32Precision::reduced);
+  cpu::gemm(arguments, at_parallel(), precision_for(arguments.a_type));
   return out;
 }
 
