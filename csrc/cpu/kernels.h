@@ -52,7 +52,8 @@ struct Parallel {
   std::function<void(int64_t count, int64_t grain, const Body& body)> run;
 };
 
-// fp32 matmul precision asked for by the caller: `highest` keeps every kernel within fp32-class error.
+// fp32 matmul precision asked for by the caller: `highest` keeps every kernel within fp32-class error, `reduced` lets
+// fp32 activations be two bf16 parts or planes of bytes. 16-bit activations are the same under both.
 enum class Float32Precision : int32_t { highest, reduced };
 
 void gemm(const GemmArguments& arguments, const Parallel& parallel, Float32Precision precision);

@@ -59,8 +59,8 @@ Kernel choose_kernel(const Machine& machine, const Problem& problem, int* parts)
   const bool few = problem.M <= kernel_shape(machine.isa, Kernel::few_rows).max_rows;
   const Kernel fp32 = few ? Kernel::few_rows : Kernel::many_rows;
   *parts = 1;
+  const bool reduced = problem.precision == Float32Precision::reduced;
   if (machine.isa == Isa::amx && problem.bf16_codes) {
-    const bool reduced = problem.precision == Float32Precision::reduced;
     const int needed = problem.a_type == ElementType::bfloat16             ? 1
                        : problem.a_type == ElementType::float16 || reduced ? 2
                                                                            : 3;
@@ -73,16 +73,16 @@ Kernel choose_kernel(const Machine& machine, const Problem& problem, int* parts)
     }
   }
   const bool half = problem.a_type != ElementType::float32;
-  if (machine.isa == Isa::avx2 && half && problem.M == 1 && codes_of(problem.format) != Codes::table) {
-    return Kernel::planes_avx2;
-  }
+  // 23 bits relative to the largest of a group: less than fp32 activations have beside a larger neighbour.
+  const bool planes = (half || reduced) && codes_of(problem.format) != Codes::table;
+  if (machine.isa == Isa::avx2 && planes && problem.M == 1) return Kernel::planes_avx2;
   if (machine.isa != Isa::avx512 && machine.isa != Isa::amx && machine.isa != Isa::neon) return fp32;
   const bool fast_dot = machine.fast_bf16_dot && problem.bf16_codes;
   if (fast_dot && problem.a_type == ElementType::bfloat16 && problem.M > 1) {
     const bool few_dots = problem.M <= kernel_shape(machine.isa, Kernel::bf16_dot_few_rows).max_rows;
     return few_dots ? Kernel::bf16_dot_few_rows : Kernel::bf16_dot;
   }
-  if (half && machine.byte_dot && codes_of(problem.format) != Codes::table) {
+  if (planes && machine.byte_dot) {
     return problem.M <= kPlanesFewRows ? Kernel::planes_few_rows : Kernel::planes;
   }
   if (fast_dot && problem.a_type == ElementType::bfloat16) return Kernel::bf16_dot_few_rows;

@@ -40,6 +40,10 @@ enum class Kernel : int {
   amx_scaled
 };
 
+inline bool in_planes(Kernel kernel) {
+  return kernel == Kernel::planes_avx2 || kernel == Kernel::planes_few_rows || kernel == Kernel::planes;
+}
+
 // What the planner must know of a kernel's shape; the kernels' own tables are checked against it.
 struct KernelShape {
   int strip;     // columns

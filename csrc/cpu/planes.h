@@ -1,6 +1,6 @@
 // Activations as planes of signed bytes: whole numbers of 23 bits in units of a power of two that the largest of a
-// segment fixes. What is rounded is an activation below 2^-11 (fp16) or 2^-14 (bf16) of the largest, by at most 2^-22
-// of it.
+// segment fixes. What is rounded, by at most 2^-22 of the largest, is an activation below 2^-11 (fp16) or 2^-14 (bf16)
+// of it, and the last bits of fp32 ones.
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// Byte products of AVX2: 16-bit activations as three planes of signed bytes, codes as unsigned bytes, two products
+// Byte products of AVX2: activations as three planes of signed bytes, codes as unsigned bytes, two products
 // summed in 16 bits by one instruction. Those sums are moved to 32 bits before they can overflow.
 #include "kernel_set.h"
 

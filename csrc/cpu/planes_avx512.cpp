@@ -1,4 +1,4 @@
-// AVX512-VNNI dot products of bytes: 16-bit activations as three planes of signed bytes (planes.h), codes as small
+// AVX512-VNNI dot products of bytes: activations as three planes of signed bytes (planes.h), codes as small
 // unsigned whole numbers. Sums are exact in 32 bits, and four products cost one instruction. Activations that planes do
 // not hold are left to the fp32 kernels.
 #include "kernel_set.h"

@@ -1,4 +1,4 @@
-// Integer dot products of bytes (FEAT_DotProd): a 16-bit activation becomes a whole number of 23 bits, in units of a
+// Integer dot products of bytes (FEAT_DotProd): an activation becomes a whole number of 23 bits, in units of a
 // power of two fixed by the largest of its segment, and that number three signed bytes (planes). Codes are small whole
 // numbers, sums are exact in 32 bits, and sixteen products cost one instruction.
 #include <algorithm>

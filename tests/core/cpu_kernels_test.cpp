@@ -27,33 +27,39 @@ void test_gemm(const Machine& machine, int rounds, bool small) {
 void test_reduced(const Machine& machine, int rounds) {
   std::mt19937 random(11);
   double worst = 0;
-  int cases = 0, lossy = 0;
+  int cases = 0, parts = 0, planes = 0;
   for (const WeightFormatInfo& format : kWeightFormats) {
     for (int i = 0; i < rounds; ++i) {
       const Tensors t = make(random_case(random, format.format, ElementType::float32, false));
       worst = std::max(worst, check_gemm(machine, t, Float32Precision::reduced));
-      lossy += loses_bits(machine, t, Float32Precision::reduced) ? 1 : 0;
+      const cpu::Plan plan = plan_of(machine, t, Float32Precision::reduced);
+      parts += plan.parts == 2 ? 1 : 0;
+      planes += cpu::in_planes(plan.kernel) ? 1 : 0;
       ++cases;
     }
   }
-  expect((lossy > 0) == (machine.isa == Isa::amx),
-         [&] { return name(machine) + ": fp32 in two bf16 parts in " + std::to_string(lossy) + " cases"; });
-  std::printf("%s: gemm, reduced fp32 precision, %d random cases, %d in two parts, largest error %.3f of the bound\n",
-              name(machine).c_str(), cases, lossy, worst);
+  const std::string taken = std::to_string(parts) + " in two bf16 parts, " + std::to_string(planes) + " in planes";
+  expect((parts > 0) == (machine.isa == Isa::amx), [&] { return name(machine) + ": reduced fp32: " + taken; });
+  // With tiles or AVX2 planes are for the fewest rows.
+  if (machine.isa != Isa::amx && machine.isa != Isa::avx2) {
+    expect((planes > 0) == machine.byte_dot, [&] { return name(machine) + ": reduced fp32: " + taken; });
+  }
+  std::printf("%s: gemm, reduced fp32 precision, %d random cases, %s, largest error %.3f of the bound\n",
+              name(machine).c_str(), cases, taken.c_str(), worst);
 }
 
 // Every division into row blocks of a kernel of up to 12 rows: one block, two, and the first of three.
 void test_every_m(const Machine& machine) {
   double worst = 0;
-  for (const ElementType a_type : kFloats) {
+  for (const Activations& activations : kActivations) {
     for (int64_t M = 1; M <= 25; ++M) {
       Case c;
       c.M = M;
       c.N = 33;
       c.K = 72;
       c.group_size = 32;
-      c.a_type = a_type;
-      worst = std::max(worst, check_gemm(machine, make(c)));
+      c.a_type = activations.type;
+      worst = std::max(worst, check_gemm(machine, make(c), activations.precision));
     }
   }
   std::printf("%s: gemm, M = 1 to 25, largest error %.3f of the arithmetic bound\n", name(machine).c_str(), worst);
@@ -62,7 +68,7 @@ void test_every_m(const Machine& machine) {
 // Nothing cancels: a long chain of additions would show.
 void test_long_k(const Machine& machine) {
   double worst = 0;
-  for (const ElementType a_type : kFloats) {
+  for (const Activations& activations : kActivations) {
     for (const int64_t group_size : {16, 128, 16384}) {
       for (const int64_t M : {1, 5}) {
         if ((group_size == 128) == (M == 1)) continue;
@@ -72,9 +78,9 @@ void test_long_k(const Machine& machine) {
         c.N = 17;
         c.K = 16384;
         c.group_size = group_size;
-        c.a_type = a_type;
+        c.a_type = activations.type;
         c.positive = true;
-        worst = std::max(worst, check_gemm(machine, make(c)));
+        worst = std::max(worst, check_gemm(machine, make(c), activations.precision));
       }
     }
   }
@@ -118,7 +124,7 @@ void test_overflow(const Machine& machine) {
 void test_non_finite(const Machine& machine) {
   const double nan = std::nan(""), inf = std::numeric_limits<double>::infinity();
   for (const WeightFormatInfo& format : kWeightFormats) {
-    for (const ElementType a_type : kFloats) {
+    for (const Activations& activations : kActivations) {
       for (const int64_t M : {2, 15}) {
         for (const double bad : {nan, inf, -inf}) {
           Case c;
@@ -127,11 +133,11 @@ void test_non_finite(const Machine& machine) {
           c.N = 45;
           c.K = 200;
           c.group_size = format.fixed_group_size != 0 ? format.fixed_group_size : 32;
-          c.a_type = a_type;
+          c.a_type = activations.type;
           c.zeros_type = ElementType::float16;
           Tensors t = make(c);
           t.a.set(1 * c.K + 77, bad);
-          const Array out = run(machine, t);
+          const Array out = run(machine, t, activations.precision);
           for (int64_t m = 0; m < M; ++m) {
             for (int64_t n = 0; n < c.N; ++n) {
               const double y = out.get(m * c.N + n);
@@ -147,7 +153,7 @@ void test_non_finite(const Machine& machine) {
           Tensors u = make(c);
           const double code = format.format == WeightFormat::nvfp4 ? (c.M == 2 ? 0x7F : 0xFF) : 0xFF;
           u.scales.set(2 * c.N + 9, coded ? code : bad);
-          const Array scaled = run(machine, u);
+          const Array scaled = run(machine, u, activations.precision);
           for (int64_t m = 0; m < M; ++m) {
             for (int64_t n = 0; n < c.N; ++n) {
               const double y = scaled.get(m * c.N + n);
@@ -166,7 +172,8 @@ void test_non_finite(const Machine& machine) {
 }
 
 // Tiny and huge activations and tiny scales, where a narrower intermediate format would lose them.
-double check_range(const Machine& machine, ElementType a_type, WeightFormat format, int64_t M, double size) {
+double check_range(const Machine& machine, const Activations& activations, WeightFormat format, int64_t M,
+                   double size) {
   double worst = 0;
   Case c;
   c.format = format;
@@ -174,7 +181,7 @@ double check_range(const Machine& machine, ElementType a_type, WeightFormat form
   c.N = 20;
   c.K = 136;
   c.group_size = format == WeightFormat::mxfp4 ? 32 : 64;
-  c.a_type = a_type;
+  c.a_type = activations.type;
   c.scales_type = ElementType::float32;
   const Tensors made = make(c);
   Tensors t = make(c);
@@ -184,8 +191,10 @@ double check_range(const Machine& machine, ElementType a_type, WeightFormat form
     for (int64_t i = 0; i < t.scales.count(); ++i)
       t.scales.set(i, 50 + static_cast<double>(i % 3));
   }
-  const Array out = run(machine, t);
+  const Array out = run(machine, t, activations.precision);
+  const cpu::Plan plan = plan_of(machine, t, activations.precision);
   const std::vector<double> x = t.activations();
+  const std::vector<double> x_size = sizes(t, c.a_type == ElementType::float32 && cpu::in_planes(plan.kernel));
   std::vector<double> weight(static_cast<size_t>(c.K));
   for (int64_t n = 0; n < c.N; ++n) {
     for (int64_t k = 0; k < c.K; ++k)
@@ -193,15 +202,15 @@ double check_range(const Machine& machine, ElementType a_type, WeightFormat form
     for (int64_t m = 0; m < c.M; ++m) {
       double y = 0, sum = 0;
       for (int64_t k = 0; k < c.K; ++k) {
-        const double product = x[static_cast<size_t>(m * c.K + k)] * weight[static_cast<size_t>(k)];
-        y += product;
-        sum += std::fabs(product);
+        const auto i = static_cast<size_t>(m * c.K + k);
+        y += x[i] * weight[static_cast<size_t>(k)];
+        sum += x_size[i] * std::fabs(weight[static_cast<size_t>(k)]);
       }
       // fp32 subnormals on the way are worth an ulp each.
-      const double slack = 16 * 0x1p-24 * sum + static_cast<double>(c.K) * 0x1p-149;
-      const double rounding = unit_roundoff(a_type) * std::fabs(y) + smallest(a_type);
+      const double slack = error_unit(plan, t) * sum + static_cast<double>(c.K) * 0x1p-149;
+      const double rounding = unit_roundoff(c.a_type) * std::fabs(y) + smallest(c.a_type);
       const double got = out.get(m * c.N + n);
-      if (std::fabs(y) + slack > largest(a_type)) continue;
+      if (std::fabs(y) + slack > largest(c.a_type)) continue;
       worst = std::max(worst, (std::fabs(got - y) - rounding) / slack);
       expect(std::fabs(got - y) <= rounding + slack, [&] {
         return name(machine) + " activations of size " + std::to_string(std::log10(size)) + ": " + describe(c);
@@ -213,12 +222,12 @@ double check_range(const Machine& machine, ElementType a_type, WeightFormat form
 
 void test_range(const Machine& machine) {
   double worst = 0;
-  for (const ElementType a_type : kFloats) {
+  for (const Activations& activations : kActivations) {
     for (const double size : {1e-45, 1e-39, 1e-33, 1e-20, 1e-7, 1e4, 1e30}) {
-      if (a_type == ElementType::float16 && (size > 1e5 || size < 1e-7)) continue;
+      if (activations.type == ElementType::float16 && (size > 1e5 || size < 1e-7)) continue;
       for (const int64_t M : {1, 9, 33}) {
         for (const WeightFormat format : {WeightFormat::uint4b8, WeightFormat::mxfp4})
-          worst = std::max(worst, check_range(machine, a_type, format, M, size));
+          worst = std::max(worst, check_range(machine, activations, format, M, size));
       }
     }
   }
@@ -229,7 +238,7 @@ void test_range(const Machine& machine) {
 // One activation in 32 is 2^4 to 2^24 times its neighbours. Planes of bytes are relative to the largest of a group.
 void test_outliers(const Machine& machine) {
   double worst = 0;
-  for (const ElementType a_type : kFloats) {
+  for (const Activations& activations : kActivations) {
     for (const WeightFormat format : {WeightFormat::uint4b8, WeightFormat::uint4, WeightFormat::mxfp4}) {
       for (const int64_t M : {1, 5}) {
         Case c;
@@ -238,30 +247,23 @@ void test_outliers(const Machine& machine) {
         c.N = 40;
         c.K = 264;
         c.group_size = 32;
-        c.a_type = a_type;
+        c.a_type = activations.type;
         Tensors t = make(c);
         for (int64_t i = 0; i < t.a.count(); ++i)
           t.a.set(i, t.a.get(i) * (i % 32 == 7 ? 1 : std::ldexp(1.0, -4 - static_cast<int>(i / 32 % 21))));
-        const cpu::Kernel kernel =
-            cpu::make_plan(machine, cpu::problem_of(t.arguments(nullptr), Float32Precision::highest)).kernel;
-        const bool planes = kernel == cpu::Kernel::planes || kernel == cpu::Kernel::planes_few_rows ||
-                            kernel == cpu::Kernel::planes_avx2;
-        const Array out = run(machine, t);
+        const cpu::Plan plan = plan_of(machine, t, activations.precision);
+        const std::vector<double> x_size = sizes(t, cpu::in_planes(plan.kernel));
+        const Array out = run(machine, t, activations.precision);
         for (int64_t m = 0; m < c.M; ++m) {
           for (int64_t n = 0; n < c.N; ++n) {
-            double y = 0, sum = 0, largest_of_group = 0;
+            double y = 0, sum = 0;
             for (int64_t k = 0; k < c.K; ++k) {
-              if (k % c.group_size == 0) {
-                largest_of_group = 0;
-                for (int64_t i = k; i < std::min(k + c.group_size, c.K); ++i)
-                  largest_of_group = std::max(largest_of_group, std::fabs(t.activation(m, i)));
-              }
               double size = 0;
               y += t.activation(m, k) * t.weight(k, n, &size);
-              sum += (planes ? largest_of_group : std::fabs(t.activation(m, k))) * size;
+              sum += x_size[static_cast<size_t>(m * c.K + k)] * size;
             }
-            const double rounding = unit_roundoff(a_type) * std::fabs(y) + smallest(a_type);
-            const double slack = 16 * 0x1p-24 * sum;
+            const double rounding = unit_roundoff(c.a_type) * std::fabs(y) + smallest(c.a_type);
+            const double slack = error_unit(plan, t) * sum;
             const double got = out.get(m * c.N + n);
             worst = std::max(worst, (std::fabs(got - y) - rounding) / slack);
             expect(std::fabs(got - y) <= rounding + slack,
@@ -275,8 +277,9 @@ void test_outliers(const Machine& machine) {
 }
 
 // Every product of bytes at its largest: the middle plane of 1 + 2^-6 is -128, and codes are 15 or 6.
+// An fp32 2 - 2^-23 rounds up to a high plane of 64.
 void test_largest_bytes(const Machine& machine) {
-  for (const ElementType a_type : kFloats) {
+  for (const Activations& activations : kActivations) {
     for (const WeightFormat format : {WeightFormat::uint4, WeightFormat::float4_e2m1}) {
       for (const int64_t M : {1, 2, 5}) {
         Case c;
@@ -285,13 +288,15 @@ void test_largest_bytes(const Machine& machine) {
         c.N = 33;
         c.K = 256;
         c.group_size = 128;
-        c.a_type = a_type;
+        c.a_type = activations.type;
         Tensors t = make(c);
         std::memset(t.words.data(), format == WeightFormat::uint4 ? 0xFF : 0x77,
                     static_cast<size_t>(c.K / 8 * c.N * 4));
-        for (int64_t i = 0; i < t.a.count(); ++i)
-          t.a.set(i, 1 + 0x1p-6);
-        check_gemm(machine, t);
+        for (const double value : {1 + 0x1p-6, 2 - 0x1p-23}) {
+          for (int64_t i = 0; i < t.a.count(); ++i)
+            t.a.set(i, value);
+          check_gemm(machine, t, activations.precision);
+        }
       }
     }
   }

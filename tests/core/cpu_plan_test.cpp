@@ -36,8 +36,13 @@ void test_choices() {
   Problem table_of_floats = problem(1, 4096, 4096, bfloat16);
   table_of_floats.format = WeightFormat::lut4;
   table_of_floats.bf16_codes = false;
-  Problem reduced = problem(64, 4096, 4096, float32);
-  reduced.precision = Float32Precision::reduced;
+  auto reduced = [](int64_t M, WeightFormat format = WeightFormat::uint4b8, int64_t group_size = 128) {
+    Problem reduced = problem(M, 4096, 4096, float32);
+    reduced.format = format;
+    reduced.group_size = group_size;
+    reduced.precision = Float32Precision::reduced;
+    return reduced;
+  };
   auto coded = [](int64_t M, WeightFormat format, int64_t group_size) {
     Problem coded = problem(M, 4096, 4096, bfloat16);
     coded.format = format;
@@ -90,7 +95,23 @@ void test_choices() {
       {kXeon, coded(33, WeightFormat::mxfp4, 32), "amx_scaled parts=1 strip=32 tasks=1x16x1"},
       {kXeon, problem(64, 4096, 4096, float16), "amx parts=2 strip=32 tasks=1x16x1"},
       {kXeon, problem(64, 4096, 4096, float32), "amx parts=3 strip=32 tasks=1x16x1"},
-      {kXeon, reduced, "amx parts=2 strip=32 tasks=1x16x1"},
+      {kXeon, reduced(64), "amx parts=2 strip=32 tasks=1x16x1"},
+      {kXeon, reduced(5), "amx parts=2 strip=32 tasks=1x16x1"},
+      {kXeon, reduced(4), "planes parts=1 strip=32 tasks=1x16x1"},
+      {kXeon, reduced(1), "planes_few_rows parts=1 strip=64 tasks=1x4x4"},
+      {kXeon, reduced(8, WeightFormat::nvfp4, 16), "planes parts=1 strip=32 tasks=1x16x1"},
+      {kZen4, reduced(1), "planes_few_rows parts=1 strip=64 tasks=1x1x2"},
+      {kZen4, reduced(16), "planes parts=1 strip=32 tasks=1x2x1"},
+      {kZen4, reduced(16, WeightFormat::lut4), "many_rows parts=1 strip=32 tasks=1x2x1"},
+      {{Isa::avx512, false, 2, true}, reduced(2), "planes_few_rows parts=1 strip=64 tasks=1x1x2"},
+      {{Isa::avx512, false, 2, true}, reduced(512), "planes parts=1 strip=32 tasks=1x2x1"},
+      {{Isa::avx512, false, 2}, reduced(16), "many_rows parts=1 strip=32 tasks=1x2x1"},
+      {{Isa::avx2, false, 2}, reduced(1), "planes_avx2 parts=1 strip=32 tasks=1x1x2"},
+      {{Isa::avx2, false, 2}, reduced(2), "few_rows parts=1 strip=32 tasks=1x1x2"},
+      {{Isa::portable, false, 1}, reduced(1), "few_rows parts=1 strip=8 tasks=1x1x1"},
+      {kAppleM1, reduced(1), "planes_few_rows parts=1 strip=16 tasks=1x1x4"},
+      {kAppleM2, reduced(3), "planes parts=1 strip=8 tasks=1x4x1"},
+      {{Isa::neon, false, 4}, reduced(1), "few_rows parts=1 strip=16 tasks=1x1x4"},
       {kXeon, problem(1, 128, 4096, float32), "few_rows parts=1 strip=64 tasks=1x2x8"},
       {kXeon, problem(256, 128, 4096, float32), "amx parts=3 strip=32 tasks=4x4x1"},
       {kXeon, problem(1, 128, 256, float32), "few_rows parts=1 strip=64 tasks=1x2x1"},
@@ -133,6 +154,14 @@ void test_invariants() {
                 const std::string at = std::string(isa_name(isa)) + " M=" + std::to_string(M) +
                                        " N=" + std::to_string(N) + " K=" + std::to_string(K) + ": " + to_string(plan);
                 expect(to_string(make_plan(machine, p)) == to_string(plan), at + ": not a function of its argument");
+                if (a_type == ElementType::float32) {
+                  expect(plan.parts != 2 && !in_planes(plan.kernel), at + ": less than the highest precision");
+                } else {
+                  Problem reduced = p;
+                  reduced.precision = Float32Precision::reduced;
+                  expect(to_string(make_plan(machine, reduced)) == to_string(plan),
+                         at + ": the fp32 precision changes what is done with 16-bit activations");
+                }
                 expect(plan.row_tasks * plan.column_tasks * plan.k_slices <= threads, at + ": more tasks than threads");
                 expect(plan.block_columns % plan.strip == 0 && plan.block_columns > 0,
                        at + ": block is not whole strips");

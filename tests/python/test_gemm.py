@@ -1,6 +1,7 @@
 """gemm and dequantize against fp64, within the design's error bound."""
 
 import itertools
+from functools import partial
 
 import numpy as np
 import pytest
@@ -235,6 +236,57 @@ def test_the_cpu_accepts_every_variant(variant):
     weight = reference.make_weight("uint4b8", 64, 24, 32)
     a = activations((3, 64), torch.float32)
     assert torch.equal(run(a, weight, variant=variant), run(a, weight))
+
+
+@pytest.fixture
+def default_precision():
+    """Puts back what a test has set."""
+    yield
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.mkldnn.matmul.fp32_precision = torch.backends.cuda.matmul.fp32_precision = "none"
+
+
+def set_backend(backend, precision):
+    backend.matmul.fp32_precision = precision
+
+
+PERMISSIONS = {
+    "high": partial(torch.set_float32_matmul_precision, "high"),
+    "medium": partial(torch.set_float32_matmul_precision, "medium"),
+    "mkldnn tf32": partial(set_backend, torch.backends.mkldnn, "tf32"),
+    "mkldnn bf16": partial(set_backend, torch.backends.mkldnn, "bf16"),
+}
+
+
+@pytest.mark.parametrize("M", [1, 9])
+@pytest.mark.parametrize("permit", PERMISSIONS.values(), ids=PERMISSIONS)
+def test_fewer_bits_of_float32_where_pytorch_is_told_that_they_will_do(permit, M, default_precision):
+    """And nothing else for 16-bit activations, or on a CPU that is not faster with fewer."""
+    K, group_size = 288, 32
+    weight = reference.make_weight("uint4b8", K, 40, group_size)
+    rows = {dtype: activations((M, K), dtype) for dtype in reference.DTYPES}
+    highest = {dtype: run(a, weight) for dtype, a in rows.items()}
+    permit()
+    capability = tmm.cpu_capability()
+    byte_dot = capability.isa in ("avx512", "amx", "neon") and {"avx512_vnni", "dotprod"} & set(capability.features)
+    fewer = bool(byte_dot) or (capability.isa == "avx2" and M == 1)
+    for dtype, a in rows.items():
+        assert torch.equal(run(a, weight), highest[dtype]) != (fewer and dtype == torch.float32)
+    a = reference.to_numpy(rows[torch.float32])
+    largest = np.abs(a).reshape(M, -1, group_size).max(2).repeat(group_size, 1)
+    exact = a @ weight.exact
+    planes = 16 * 2.0**-24 * largest @ weight.magnitude
+    parts = (2.0**-17 if capability.isa == "amx" and M > 1 else 0) * np.abs(a) @ weight.magnitude
+    result = run(rows[torch.float32], weight)
+    reference.check_gemm(result, exact, np.maximum(planes, parts) + 2.0**-24 * np.abs(exact))
+
+
+def test_the_precision_of_another_backend_changes_nothing(default_precision):
+    weight = reference.make_weight("uint4b8", 64, 24, 32)
+    a = activations((3, 64), torch.float32)
+    highest = run(a, weight)
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    assert torch.equal(run(a, weight), highest)
 
 
 @pytest.mark.parametrize("dtype", reference.DTYPES, ids=str)
