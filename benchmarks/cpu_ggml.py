@@ -1,7 +1,8 @@
 """CPU: the package's `gemm` beside ggml's matrix product of Q4_0 (symmetric, group 32), in one interleaved run.
 
 Needs ggml's shared libraries: those of an installed `llama-cpp-python`, or of any build through `--library FOLDER`.
-At group 32 both multiply the same weights; errors are relative root mean squares against fp64 with the exact weights.
+At group 32 both multiply the same weights; errors are relative root mean squares against fp64, of exact weights and
+fp32 activations. `high` is fp32 activations of fewer bits, as torch.set_float32_matmul_precision permits.
 """
 
 import argparse
@@ -14,7 +15,7 @@ from collections.abc import Callable
 from ctypes import c_bool, c_char_p, c_int, c_int64, c_size_t, c_void_p
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -156,10 +157,32 @@ def from_blocks(blocks: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.from_numpy(words.T.copy().view(np.int32)), torch.from_numpy(blocks["scale"].T.copy())
 
 
-def ours(copies: list[tuple[torch.Tensor, torch.Tensor]], group_size: int, a: torch.Tensor, index: int) -> object:
+class Kind(NamedTuple):
+    """One of this package's products: the group size, the activations, and the precision asked for where fp32."""
+
+    group_size: int
+    dtype: torch.dtype
+    precision: str = "highest"
+
+    def __str__(self) -> str:
+        name = str(self.dtype).removeprefix("torch.")
+        return f"group {self.group_size} {name}" + (f" {self.precision}" if self.dtype == torch.float32 else "")
+
+
+KINDS = tuple(
+    kind
+    for group_size in (32, 128)
+    for kind in (
+        Kind(group_size, torch.float32), Kind(group_size, torch.float32, "high"), Kind(group_size, torch.bfloat16)
+    )
+)  # fmt: skip
+
+
+def ours(copies: list[tuple[torch.Tensor, torch.Tensor]], kind: Kind, a: torch.Tensor, index: int) -> torch.Tensor:
     """This package's operator."""
     words, scales = copies[index % len(copies)]
-    return tmm.ops.gemm(a, words, scales, weight_format="uint4b8", group_size=group_size)
+    torch.set_float32_matmul_precision(kind.precision)  # 0.2 us
+    return tmm.ops.gemm(a, words, scales, weight_format="uint4b8", group_size=kind.group_size)
 
 
 def error(result: np.ndarray, a: np.ndarray, weight: np.ndarray) -> str:
@@ -181,29 +204,26 @@ def compare(ggml: Ggml, K: int, N: int, rows: list[int], budget: float) -> None:
         .numpy().astype(np.float64)
         for group, scales in weights.items()
     }  # fmt: skip
-    kinds = [(group, dtype) for group in (32, 128) for dtype in (torch.float32, torch.bfloat16)]
-    own = [f"group {group} {str(dtype).removeprefix('torch.')}" for group, dtype in kinds]
+    own = [str(kind) for kind in KINDS]
     table(
         f"K x N = {K} x {N}. Ratios above 1: this package is faster, at the group size and with the activations named.",
         ["M", *(f"us {name}" for name in (*layouts, *own)), *(f"{name} / {key}" for name in layouts for key in own),
-         *(f"error {name}" for name in layouts), *(f"error {key}" for key in own if "float32" in key)],
+         *(f"error {name}" for name in (*layouts, *own))],
     )  # fmt: skip
     for M in rows:
         a = np.random.default_rng(M).standard_normal((M, K), np.float32)
-        x = torch.from_numpy(a)
         products = {name: layout.of(a) for name, layout in layouts.items()}
-        calls: dict[str, Call] = {name: call for name, (call, _) in products.items()}
-        calls |= {
-            key: partial(ours, copies[group], group, x.to(dtype))
-            for key, (group, dtype) in zip(own, kinds, strict=True)
-        }
+        gemms = {
+            str(kind): partial(ours, copies[kind.group_size], kind, torch.from_numpy(a).to(kind.dtype))
+            for kind in KINDS
+        }  # fmt: skip
+        calls: dict[str, Call] = {name: call for name, (call, _) in products.items()} | gemms
         times = time_calls(calls, budget)
-        results = {group: torch.as_tensor(ours(copies[group], group, x, 0)).numpy() for group in weights}
         row(
             M, *(f"{statistics.median(times[name]) * 1e6:.0f}" for name in (*layouts, *own)),
             *(ratio(times, name, key) for name in layouts for key in own),
             *(error(read(), a, exact[32]) for _, read in products.values()),
-            *(error(results[group], a, exact[group]) for group in weights),
+            *(error(gemms[str(kind)](0).float().numpy(), a, exact[kind.group_size]) for kind in KINDS),
         )  # fmt: skip
 
 
