@@ -7,7 +7,10 @@ TESTS ?= tests
 # Spinning OpenMP threads of several workers on the same cores make the tests many times slower.
 PYTEST := OMP_WAIT_POLICY=passive $(PY) -m pytest -n $(shell nproc 2>/dev/null || sysctl -n hw.ncpu) --dist worksteal
 SOURCES := setup.py $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/*.h csrc/cpu/*.cpp csrc/mps/*.h csrc/mps/*.mm kernels/* build_support/*.py)
-CXX_FILES := $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp csrc/*/*.mm kernels/*.h kernels/*.metal tests/core/*.cpp)
+# All but the headers of Metal's dialect in tests/softmetal/msl, which are tables of macros.
+CXX_FILES := $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp csrc/*/*.mm kernels/*.h kernels/*.metal benchmarks/*.cpp \
+	$(foreach folder,core kernels softmetal/runtime softmetal/runtime/include/* softmetal/executor softmetal/msl softmetal/tests/host, \
+	$(addprefix tests/$(folder)/*,.h .cpp .mm)))
 # The tests' build adds the MPS backend on the software Metal device where its packages are present.
 BUILT := $(VENV)/.built-$(shell sh scripts/system_packages.sh has-softmetal && echo mps || echo cpu)
 

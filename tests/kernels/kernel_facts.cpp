@@ -32,12 +32,14 @@ int main() {
   NUMBER(kSlotPartials)
   NUMBER(kSlotParams)
   NUMBER(kSlotCount)
+  // clang-format off
 #define MLSTM_NUMBERS(X)                                                                                        \
   X(kSlotQ) X(kSlotK) X(kSlotV) X(kSlotI) X(kSlotF) X(kSlotC0) X(kSlotN0) X(kSlotM0) X(kSlotH) X(kSlotOutN)      \
   X(kSlotOutM) X(kSlotStatesC) X(kSlotStatesN) X(kSlotStatesM) X(kSlotFinalC) X(kSlotFinalN) X(kSlotFinalM)      \
   X(kSlotGates) X(kSlotChunks) X(kGateVectorCount) X(kChunkVectorCount) X(kMlstmInitialState) X(kMlstmGivenM)    \
   X(kMlstmForOutput) X(kMlstmBlock) X(kMlstmSimdColumns) X(kMlstmStateTile) X(kMlstmStateThreads)                \
   X(kMlstmMaxSimdgroups) X(kMlstmGateSimdgroups) X(kMlstmStepColumns) X(kMlstmStepMaxSimdgroups)
+  // clang-format on
   MLSTM_NUMBERS(NUMBER)
   NUMBER(kElementwiseWidth)
   NUMBER(kElementwiseHeight)
@@ -75,6 +77,7 @@ int main() {
   FIELD(RepackParams, columns)
   FIELD(RepackParams, stored_zeros)
   std::printf("\"end\": %zu}, \"MlstmParams\": {", sizeof(RepackParams));
+  // clang-format off
 #define MLSTM_FIELDS(X, type)                                                                                       \
   X(type, q.batch) X(type, q.head) X(type, q.token) X(type, k.batch) X(type, k.head) X(type, k.token)                \
   X(type, v.batch) X(type, v.head) X(type, v.token) X(type, i.batch) X(type, i.head) X(type, i.token)                \
@@ -82,6 +85,7 @@ int main() {
   X(type, DV) X(type, chunk_size) X(type, chunks) X(type, first_chunk) X(type, segment_chunks) X(type, save_every)   \
   X(type, state_slots) X(type, final_slots) X(type, gate_stride) X(type, gate_type) X(type, flags) X(type, scale)    \
   X(type, eps)
+  // clang-format on
   MLSTM_FIELDS(FIELD, MlstmParams)
   std::printf("\"end\": %zu}}, \"constants\": [", sizeof(MlstmParams));
 #define CONSTANT(index, type, shader_name, name) std::printf("\"%s\", ", #shader_name);

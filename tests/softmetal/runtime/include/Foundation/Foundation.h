@@ -31,7 +31,12 @@
 #endif
 
 #ifdef __GNU_LIBOBJC__
-#define STAND_IN_STATE {@public void* _state; }  // classes of the GNU runtime declare all their variables here
+// Classes of the GNU runtime declare all their variables here.
+#define STAND_IN_STATE \
+  {                    \
+   @public             \
+    void* _state;      \
+  }
 #else
 #define STAND_IN_STATE
 #endif
@@ -69,9 +74,8 @@ typedef NSString* NSErrorUserInfoKey;
 - (NSString*)description;
 @end
 
-
 __attribute__((objc_root_class))
-@interface NSObject <NSObject> {
+@interface NSObject<NSObject> {
   Class isa;
 }
 + (id)alloc;
@@ -95,7 +99,8 @@ __attribute__((objc_root_class))
 - (BOOL)isEqualToString:(NSString*)aString;
 @end
 
-@interface NSNumber : NSObject <NSCopying> STAND_IN_STATE
+@interface NSNumber : NSObject <NSCopying>
+STAND_IN_STATE
 + (NSNumber*)numberWithInt:(int)value;
 + (NSNumber*)numberWithUnsignedInt:(unsigned int)value;
 + (NSNumber*)numberWithLong:(long)value;
@@ -109,14 +114,16 @@ __attribute__((objc_root_class))
 - (double)doubleValue;
 @end
 
-@interface NSArray<ObjectType> : NSObject <NSCopying> STAND_IN_STATE
+@interface NSArray<ObjectType> : NSObject <NSCopying>
+STAND_IN_STATE
 + (instancetype)arrayWithObjects:(const ObjectType[])objects count:(NSUInteger)cnt;
 - (NSUInteger)count;
 - (ObjectType)objectAtIndex:(NSUInteger)index;
 - (ObjectType)objectAtIndexedSubscript:(NSUInteger)idx;
 @end
 
-@interface NSDictionary<KeyType, ObjectType> : NSObject <NSCopying> STAND_IN_STATE
+@interface NSDictionary<KeyType, ObjectType> : NSObject <NSCopying>
+STAND_IN_STATE
 + (instancetype)dictionaryWithObjects:(const ObjectType[])objects
                               forKeys:(const KeyType<NSCopying>[])keys
                                 count:(NSUInteger)cnt;
@@ -132,7 +139,8 @@ __attribute__((objc_root_class))
 - (void)setObject:(ObjectType)obj forKeyedSubscript:(KeyType<NSCopying>)key;
 @end
 
-@interface NSError : NSObject <NSCopying> STAND_IN_STATE
+@interface NSError : NSObject <NSCopying>
+STAND_IN_STATE
 + (instancetype)errorWithDomain:(NSErrorDomain)domain
                            code:(NSInteger)code
                        userInfo:(NSDictionary<NSErrorUserInfoKey, id>*)dict;
@@ -142,12 +150,14 @@ __attribute__((objc_root_class))
 @end
 FOUNDATION_EXPORT NSErrorUserInfoKey const NSLocalizedDescriptionKey;
 
-@interface NSURL : NSObject <NSCopying> STAND_IN_STATE
+@interface NSURL : NSObject <NSCopying>
+STAND_IN_STATE
 + (NSURL*)fileURLWithPath:(NSString*)path;
 @property(readonly, copy) NSString* path;
 @end
 
-@interface NSAutoreleasePool : NSObject STAND_IN_STATE
+@interface NSAutoreleasePool : NSObject
+STAND_IN_STATE
 + (void)addObject:(id)anObject;
 - (void)drain;
 @end

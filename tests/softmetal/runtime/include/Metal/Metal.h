@@ -96,13 +96,21 @@ typedef NS_ENUM(NSUInteger, MTLLibraryError) {
 };
 FOUNDATION_EXPORT NSErrorDomain const MTLCommandBufferErrorDomain;
 
-@protocol MTLDevice, MTLLibrary, MTLFunction, MTLComputePipelineState, MTLBuffer, MTLCommandQueue, MTLCommandBuffer;
-@protocol MTLComputeCommandEncoder, MTLBlitCommandEncoder;
+@protocol MTLDevice;
+@protocol MTLLibrary;
+@protocol MTLFunction;
+@protocol MTLComputePipelineState;
+@protocol MTLBuffer;
+@protocol MTLCommandQueue;
+@protocol MTLCommandBuffer;
+@protocol MTLComputeCommandEncoder;
+@protocol MTLBlitCommandEncoder;
 @class MTLSharedEventListener, MTLCaptureManager;
 
 typedef void (^MTLCommandBufferHandler)(id<MTLCommandBuffer>);
 
-@interface MTLCompileOptions : NSObject <NSCopying> STAND_IN_STATE
+@interface MTLCompileOptions : NSObject <NSCopying>
+STAND_IN_STATE
 @property(readwrite, copy, nonatomic) NSDictionary<NSString*, NSObject*>* preprocessorMacros;
 @property(readwrite, nonatomic) BOOL fastMathEnabled;
 @property(readwrite, nonatomic) MTLMathMode mathMode;
@@ -110,7 +118,8 @@ typedef void (^MTLCommandBufferHandler)(id<MTLCommandBuffer>);
 @property(readwrite, nonatomic) MTLLanguageVersion languageVersion;
 @end
 
-@interface MTLFunctionConstantValues : NSObject <NSCopying> STAND_IN_STATE
+@interface MTLFunctionConstantValues : NSObject <NSCopying>
+STAND_IN_STATE
 - (void)setConstantValue:(const void*)value type:(MTLDataType)type atIndex:(NSUInteger)index;
 - (void)setConstantValue:(const void*)value type:(MTLDataType)type withName:(NSString*)name;
 @end

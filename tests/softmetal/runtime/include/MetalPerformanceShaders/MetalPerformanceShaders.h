@@ -4,7 +4,8 @@
 
 #include <Metal/Metal.h>
 
-@interface MPSCommandBuffer : NSObject <MTLCommandBuffer> STAND_IN_STATE
+@interface MPSCommandBuffer : NSObject <MTLCommandBuffer>
+STAND_IN_STATE
 + (MPSCommandBuffer*)commandBufferFromCommandQueue:(id<MTLCommandQueue>)commandQueue;
 @property(readonly, nonatomic) id<MTLCommandBuffer> rootCommandBuffer;
 - (void)commitAndContinue;
