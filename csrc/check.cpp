@@ -15,7 +15,7 @@ bool is_activation_dtype(at::ScalarType dtype) {
   return dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kFloat;
 }
 
-constexpr std::string_view kFloating = "float16, bfloat16 or float32";
+const std::string kZeroPoints = "uint8 codes or " + std::string(kFloating) + " zero points";
 
 // Only for what has failed: a stream costs more than all checks of a call.
 template <class... Part>
@@ -110,7 +110,7 @@ void check_scales_and_zeros(const Checker& check, const WeightFormatInfo& row, c
     return;
   }
   const bool bias = row.zeros_role == ZerosRole::bias;
-  const std::string_view dtypes = bias ? kFloating : "uint8 codes or float16, bfloat16 or float32 zero points";
+  const std::string_view dtypes = bias ? kFloating : std::string_view(kZeroPoints);
   if (!weight.zeros) fail(check.op, "zeros", text(dtypes, " [G, N] for ", row.name), "None");
   const at::ScalarType zeros_dtype = weight.zeros->scalar_type();
   check.groups("zeros", *weight.zeros, is_activation_dtype(zeros_dtype) || (!bias && zeros_dtype == at::kByte), dtypes,

@@ -35,6 +35,9 @@ struct WeightShape {
   c10::SymInt N;
 };
 
+// The dtypes of activations, floating scales, biases and zero points, as messages name them.
+inline constexpr std::string_view kFloating = "float16, bfloat16 or float32";
+
 // "float16 [4096, 512]"
 std::string describe(const Tensor& tensor);
 

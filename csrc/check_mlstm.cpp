@@ -42,7 +42,7 @@ struct Checker {
   void gates(const Tensor& i, const Tensor& f, const std::string& names, const Sizes& sizes) const {
     const bool wide = first.scalar_type() == at::kDouble;
     const bool dtype_ok = is_input_dtype(i) && (i.scalar_type() == at::kDouble) == wide;
-    tensor("i", i, dtype_ok, wide ? "float64" : "float16, bfloat16 or float32", names, sizes);
+    tensor("i", i, dtype_ok, std::string(wide ? "float64" : kFloating), names, sizes);
     tensor("f", f, f.scalar_type() == i.scalar_type(), dtype_name(i.scalar_type()) + " (the dtype of i)", names, sizes);
   }
 
