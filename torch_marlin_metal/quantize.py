@@ -283,6 +283,8 @@ def _check(
     lut: Tensor | None,
     mx_rounding: str,
 ) -> None:
+    if not isinstance(w, Tensor):
+        raise ValueError(f"quantize_weight: w: expected a tensor, got {type(w).__name__}")
     if w.dtype not in FLOAT_DTYPES:
         raise ValueError(f"quantize_weight: w: expected float16, bfloat16 or float32, got {w.dtype}")
     if w.dim() != 2 or w.shape[0] < 1 or w.shape[1] < 8 or w.shape[1] % 8:
@@ -301,6 +303,8 @@ def _check(
         return
     if not fmt.has_lut:
         raise ValueError(f"quantize_weight: lut: expected None for {fmt.name}, got a tensor")
+    if not isinstance(lut, Tensor):
+        raise ValueError(f"quantize_weight: lut: expected float32 [16], got {type(lut).__name__}")
     if lut.dtype != torch.float32 or list(lut.shape) != [16]:
         raise ValueError(f"quantize_weight: lut: expected float32 [16], got {lut.dtype} {list(lut.shape)}")
     if not bool(lut.isfinite().all()) or not bool(lut.any()):

@@ -244,6 +244,8 @@ def test_non_contiguous_and_grad_requiring_weights(device):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ({"w": [[0.0] * 8]}, r"w: expected a tensor, got list"),
+        ({"w": None}, r"w: expected a tensor, got NoneType"),
         ({"w": torch.zeros(4, 12)}, r"w: expected \[N, K\] with K a multiple of 8, got shape \[4, 12\]"),
         ({"w": torch.zeros(8)}, r"w: expected \[N, K\].*, got shape \[8\]"),
         ({"w": torch.zeros(0, 8)}, r"w: expected \[N, K\].*, got shape \[0, 8\]"),
@@ -260,6 +262,7 @@ def test_non_contiguous_and_grad_requiring_weights(device):
         ({"weight_format": "nvfp4", "group_size": 32}, r"group_size: expected one of 16 for nvfp4, got 32"),
         ({"scale_dtype": torch.float64}, r"scale_dtype: expected float16, bfloat16 or float32, got torch.float64"),
         ({"lut": torch.zeros(16)}, r"lut: expected None for uint4b8"),
+        ({"weight_format": "lut4", "lut": [0.0] * 16}, r"lut: expected float32 \[16\], got list"),
         ({"weight_format": "lut4", "lut": torch.zeros(8)}, r"lut: expected float32 \[16\], got torch.float32 \[8\]"),
         ({"weight_format": "lut4", "lut": torch.zeros(16)}, r"lut: expected finite values, not all of them 0"),
         ({"mx_rounding": "up"}, r"mx_rounding: expected one of floor, even, rceil, got 'up'"),

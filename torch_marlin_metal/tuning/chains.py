@@ -74,7 +74,7 @@ def cold_copies(tensors: Sequence[Tensor], cold_bytes: int = COLD_BYTES) -> list
 
 def rotating(weight: PackedWeight, cold_bytes: int = COLD_BYTES) -> Callable[[int], dict[str, object]]:
     """Arguments of `gemm` for the weight, `a` apart: each number takes the next of its cold copies."""
-    tensors = {name: tensor for name, tensor in weight.tensors().items() if tensor is not None}
+    tensors = weight.tensors()
     copies = cold_copies(list(tensors.values()), cold_bytes)
     fixed = {"weight_format": weight.weight_format, "group_size": weight.group_size}
     arguments: list[dict[str, object]] = [{**fixed, **dict(zip(tensors, copy, strict=True))} for copy in copies]
