@@ -1,7 +1,7 @@
-// AMX bf16 tiles with exact codes: a tile product adds 32 k of bf16 pairs in fp32. Codes are exact in bf16; activations
-// are split into bf16 parts (bf16 one, fp16 two, fp32 three, or two where the caller accepts 2^-17) that add to the
-// same tile; scale and zero point follow in fp32 after each segment. Tile products flush subnormals, so activations
-// outside 2^-100 .. 2^120 are left to the fp32 kernels.
+// AMX bf16 tiles with exact codes: a tile product adds 32 k of bf16 pairs in fp32. Codes are exact in bf16, or three
+// bf16 parts of a table's numbers; activations are split into bf16 parts (bf16 one, fp16 two, fp32 three, or two where
+// the caller accepts 2^-17). The products of parts add to the same tile; scale and zero point follow in fp32 after each
+// segment. Tile products flush subnormals, so activations outside 2^-100 .. 2^120 are left to the fp32 kernels.
 #include "kernel_set.h"
 
 #if defined(__x86_64__) && defined(__linux__)
@@ -10,7 +10,7 @@
 
 MARLIN_TARGET(MARLIN_AVX512 ",amx-tile,amx-bf16")
 
-#include "bf16_parts.h"
+#include "amx_codes.h"
 #include "vec_avx512.h"
 
 namespace marlin::cpu {
@@ -18,21 +18,15 @@ namespace marlin::cpu {
 namespace {
 
 constexpr int kTileRows = 16;
-constexpr int kStrip = 32;  // two tiles of 16 columns
-
-// k of one tile product: a short segment gets a short tile, so that no work goes into padding.
-int tile_k(int segment) {
-  return segment < 32 ? segment : 32;
-}
 
 // GCC 12's _tile_loadconfig and _tile_loadd do not say that they read memory.
 void memory_is_read() {
   asm volatile("" ::: "memory");
 }
 
-// Tiles 0 and 1 hold activations, 2 and 3 codes, 4 to 7 sums. Tile configuration is state of the thread: loaded at the
-// start of a task, released at its end, because other libraries expect their own.
-void load_tiles(int segment) {
+// Tiles 0 and 1 hold activations, 2 and 3 codes, 4 to 7 sums: 4 and 5 of the first 16 rows. Tile configuration is state
+// of the thread: loaded at the start of a task, released at its end, because other libraries expect their own.
+void load_tiles(int segment, int rows) {
   struct alignas(64) {
     uint8_t palette = 1;
     uint8_t start_row = 0;
@@ -42,9 +36,10 @@ void load_tiles(int segment) {
   } config;
   const int k = tile_k(segment);
   for (int tile = 0; tile < 8; ++tile) {
-    const bool activations = tile < 2, codes = tile == 2 || tile == 3;
+    const bool activations = tile < 2, codes = tile == 2 || tile == 3, second = tile == 1 || tile > 5;
     config.bytes[tile] = static_cast<uint16_t>(activations ? 2 * k : 64);
-    config.rows[tile] = static_cast<uint8_t>(codes ? k / 2 : kTileRows);
+    config.rows[tile] =
+        static_cast<uint8_t>(codes ? k / 2 : std::clamp(second ? rows - kTileRows : rows, 1, kTileRows));
   }
   // GCC's _tile_loadconfig declares only 8 bytes as read: with the address in an asm the other stores must stay.
   asm volatile("" ::"r"(&config) : "memory");
@@ -55,63 +50,15 @@ void release_tiles() {
   _tile_release();
 }
 
-// panel: [tile product][2 column tiles][k/2][16 columns] pairs of bf16. Inside 8 k the pairs are (0, 4), (1, 5), (2,
-// 6), (3, 7), as one shifted word of packed codes gives them.
+template <class Codes>
 void unpack_tiles(const Step& s, float* panel) {
-  const __m512i table = bf16_table(s.values);
-  const int words_of_tile = tile_k(s.segment) / 8;
+  const Codes codes(s.values);
   auto* out = reinterpret_cast<__m512i*>(panel);
-  for (int begin = 0; begin < s.k; begin += s.segment) {
-    const int end = begin + s.segment < s.k ? begin + s.segment : s.k;
-    for (int k = begin; k < end; k += 8 * words_of_tile) {
-      for (int column = 0; column < kStrip; column += 16) {
-        for (int r = 0; r < words_of_tile; ++r, out += 4) {
-          if (k + 8 * r >= end) {
-            for (int j = 0; j < 4; ++j)
-              _mm512_storeu_si512(out + j, _mm512_setzero_si512());
-            continue;
-          }
-          const int64_t at = (k / 8 + r) * s.ld_words + column;
-          const __m512i word = Avx512::load_words(s.words + at);
-          __builtin_prefetch(s.ahead + at, 0, 2);
-          _mm512_storeu_si512(out, _mm512_permutexvar_epi16(word, table));
-          _mm512_storeu_si512(out + 1, _mm512_permutexvar_epi16(_mm512_srli_epi32(word, 4), table));
-          _mm512_storeu_si512(out + 2, _mm512_permutexvar_epi16(_mm512_srli_epi32(word, 8), table));
-          _mm512_storeu_si512(out + 3, _mm512_permutexvar_epi16(_mm512_srli_epi32(word, 12), table));
-        }
-      }
-    }
-  }
-}
-
-// The same with each code multiplied by the scale of its group. An E2M1 code has two significant bits and an E4M3 scale
-// four, an E8M0 scale one: the product is exact in bf16.
-void unpack_scaled_tiles(const Step& s, float* panel) {
-  const __m512i table = bf16_table(s.values);
-  const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xFFFF0000U));
-  auto* out = reinterpret_cast<__m512i*>(panel);
-  const int end = (s.k + 31) / 32 * 4;
-  for (int tile = 0; tile < end; tile += 4) {
-    for (int column = 0; column < kStrip; column += 16) {
-      for (int r = tile; r < tile + 4; ++r, out += 4) {
-        if (8 * r >= s.k) {
-          for (int j = 0; j < 4; ++j)
-            _mm512_storeu_si512(out + j, _mm512_setzero_si512());
-          continue;
-        }
-        const int64_t at = r * s.ld_words + column;
-        const __m512i word = Avx512::load_words(s.words + at);
-        __builtin_prefetch(s.ahead + at, 0, 2);
-        const __m512 scale = _mm512_loadu_ps(s.scales + 8 * r / s.segment * s.ld_scales + column);
-        for (int j = 0; j < 4; ++j) {
-          const __m512i codes = _mm512_permutexvar_epi16(_mm512_srli_epi32(word, 4 * static_cast<unsigned>(j)), table);
-          const __m512 low = _mm512_mul_ps(_mm512_castsi512_ps(_mm512_slli_epi32(codes, 16)), scale);
-          const __m512 high = _mm512_mul_ps(_mm512_castsi512_ps(_mm512_and_si512(codes, upper)), scale);
-          const __m512i low_bits = _mm512_srli_epi32(_mm512_castps_si512(low), 16);
-          _mm512_storeu_si512(out + j, _mm512_mask_blend_epi16(0xAAAAAAAA, low_bits, _mm512_castps_si512(high)));
-        }
-      }
-    }
+  const int segment = Codes::scaled ? kChunk : s.segment;
+  for (int begin = 0; begin < s.k; begin += segment) {
+    const int end = std::min(begin + segment, s.k);
+    for (int k = begin; k < end; k += tile_k(segment))
+      out = codes.unpack(s, k, end, out);
   }
 }
 
@@ -150,14 +97,22 @@ void add_tiles(const Step& s, int segment, int rows, const float* tiles, float* 
   }
 }
 
-// x: [tile product][part][row tile][16 rows][k] bf16.
-template <int parts, int row_tiles>
+// Products of an activation's and a code's parts are left out where both are small: they are below 2^-24 of the whole.
+constexpr bool counts(int part, int code_part) {
+  return part + code_part < 3;
+}
+
+// x: [tile product][part][row tile][16 rows][k] bf16. Tile products take their time whatever else the core does: the
+// next strip is decoded beside them.
+template <int parts, int row_tiles, class Codes>
 void tile_step(const Step& s) {
+  const Codes codes(s.values);
   const int k_bytes = 2 * tile_k(s.segment);
   const int a_tile = kTileRows * k_bytes;
   const int b_tile = k_bytes / 4 * 64;
   const char* a = static_cast<const char*>(s.x);
   const char* b = reinterpret_cast<const char*>(s.panel);
+  auto* next_panel = reinterpret_cast<__m512i*>(s.next_panel);
   alignas(64) float tiles[row_tiles * kTileRows * kStrip];
   // Several segments are added up on their own first: a long K in small groups would be one chain of roundings.
   alignas(64) float chunk[row_tiles * kTileRows * kStrip];
@@ -165,25 +120,32 @@ void tile_step(const Step& s) {
   if (!single) std::memset(chunk, 0, sizeof(chunk));
   memory_is_read();
   for (int begin = 0, segment = 0; begin < s.k; begin += s.segment, ++segment) {
-    const int end = begin + s.segment < s.k ? begin + s.segment : s.k;
+    const int end = std::min(begin + s.segment, s.k);
     _tile_zero(4);
     _tile_zero(5);
     if constexpr (row_tiles == 2) {
       _tile_zero(6);
       _tile_zero(7);
     }
-    for (int k = begin; k < end; k += tile_k(s.segment), b += 2 * b_tile) {
-      _tile_loadd(2, b, 64);
-      _tile_loadd(3, b + b_tile, 64);
-      for (int part = 0; part < parts; ++part, a += row_tiles * a_tile) {
-        _tile_loadd(0, a, k_bytes);
-        _tile_dpbf16ps(4, 0, 2);
-        _tile_dpbf16ps(5, 0, 3);
-        if constexpr (row_tiles == 2) {
-          _tile_loadd(1, a + a_tile, k_bytes);
-          _tile_dpbf16ps(6, 1, 2);
-          _tile_dpbf16ps(7, 1, 3);
+    for (int k = begin; k < end; k += tile_k(s.segment), a += parts * row_tiles * a_tile) {
+      for (int code_part = 0; code_part < Codes::parts; ++code_part, b += 2 * b_tile) {
+        _tile_loadd(2, b, 64);
+        _tile_loadd(3, b + b_tile, 64);
+        for (int part = 0; part < parts && counts(part, code_part); ++part) {
+          const char* of_part = a + part * row_tiles * a_tile;
+          _tile_loadd(0, of_part, k_bytes);
+          _tile_dpbf16ps(4, 0, 2);
+          _tile_dpbf16ps(5, 0, 3);
+          if constexpr (row_tiles == 2) {
+            _tile_loadd(1, of_part + a_tile, k_bytes);
+            _tile_dpbf16ps(6, 1, 2);
+            _tile_dpbf16ps(7, 1, 3);
+          }
         }
+      }
+      if constexpr (Codes::parts == 1) {
+        if (s.next != nullptr) next_panel = codes.unpack(*s.next, k, end, next_panel);
+        memory_is_read();  // keeps the decoding where it stands
       }
     }
     constexpr int kStride = kStrip * sizeof(float);
@@ -201,43 +163,61 @@ void tile_step(const Step& s) {
   }
 }
 
-// Eight bf16 in the order of unpack_tiles' pairs.
-__m128i paired(__m128i bits) {
-  return _mm_shuffle_epi8(bits, _mm_set_epi8(15, 14, 7, 6, 13, 12, 5, 4, 11, 10, 3, 2, 9, 8, 1, 0));
+// Lanes whose parts could be subnormal or overflow.
+__mmask16 strange(__m512 values) {
+  constexpr uint32_t kLeast = (127U - 100U) << 23, kBeyond = (127U + 120U) << 23;
+  const __m512i magnitude = _mm512_and_si512(_mm512_castps_si512(values), _mm512_set1_epi32(0x7FFFFFFF));
+  const __m512i above = _mm512_sub_epi32(magnitude, _mm512_set1_epi32(static_cast<int>(kLeast)));
+  const __mmask16 outside = _mm512_cmpge_epu32_mask(above, _mm512_set1_epi32(static_cast<int>(kBeyond - kLeast)));
+  return _mm512_mask_test_epi32_mask(outside, magnitude, magnitude);
 }
 
+// Takes the first bf16 part off values; it is in the upper half of each lane of what is returned.
+__m512i take_part(__m512& values) {
+  const __m512i rounded = Avx512::round_high_half(values);
+  const __m512i part = _mm512_and_si512(rounded, _mm512_set1_epi32(static_cast<int>(0xFFFF0000U)));
+  values = _mm512_sub_ps(values, _mm512_castsi512_ps(part));
+  return rounded;
+}
+
+// False where an activation's parts could be subnormal or overflow.
 template <int parts>
 bool pack_tiles(const PackRow& p) {
-  alignas(64) uint16_t bits[parts][kChunk];
-  const bool good = split_bf16<parts>(p.values, p.count, bits);
+  // The upper halves of 32 lanes, each 8 in the order of the codes' pairs.
+  const __m512i pairs = _mm512_set_epi16(63, 55, 61, 53, 59, 51, 57, 49, 47, 39, 45, 37, 43, 35, 41, 33,  //
+                                         31, 23, 29, 21, 27, 19, 25, 17, 15, 7, 13, 5, 11, 3, 9, 1);
   const int tile = tile_k(p.segment);
+  const auto whole_tile = static_cast<__mmask32>((uint64_t{1} << tile) - 1);
   const int row_tiles = (p.rows + kTileRows - 1) / kTileRows;
   const int part_size = row_tiles * kTileRows * tile;
   auto* to = static_cast<uint16_t*>(p.out) + p.row / kTileRows * kTileRows * tile + p.row % kTileRows * tile;
+  __mmask16 bad = 0;
   for (int begin = 0; begin < p.count; begin += p.segment) {
-    const int end = begin + p.segment < p.count ? begin + p.segment : p.count;
+    const int end = std::min(begin + p.segment, p.count);
     for (int k = begin; k < end; k += tile) {
+      const auto present = static_cast<uint32_t>((uint64_t{1} << std::min(tile, end - k)) - 1);
+      __m512 low = _mm512_maskz_loadu_ps(static_cast<__mmask16>(present), p.values + k);
+      __m512 high = _mm512_maskz_loadu_ps(static_cast<__mmask16>(present >> 16), p.values + k + 16);
+      bad |= strange(low) | strange(high);
       for (int part = 0; part < parts; ++part, to += part_size) {
-        for (int i = 0; i < tile; i += 8) {
-          const auto* from = reinterpret_cast<const __m128i*>(bits[part] + k + i);
-          const __m128i eight = k + i < end ? paired(_mm_load_si128(from)) : _mm_setzero_si128();
-          _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), eight);
-        }
+        const __m512i first = take_part(low);
+        _mm512_mask_storeu_epi16(to, whole_tile, _mm512_permutex2var_epi16(first, pairs, take_part(high)));
       }
     }
   }
-  return good;
+  return bad == 0;
 }
 
-template <int parts, bool scaled>
+template <int parts, class Codes>
 constexpr MatrixKernel tile_kernel() {
   MatrixKernel kernel{};
   kernel.strip = kStrip;
   kernel.min_rows = 1;
   kernel.max_rows = 2 * kTileRows;
   kernel.row_unit = kTileRows;
-  kernel.from_panel = true;
-  kernel.scaled_panel = scaled;
+  kernel.panel_bytes = 2 * Codes::parts * kStrip * kChunk;
+  kernel.decodes_ahead = Codes::parts == 1;  // two panels of three parts would fill the first-level cache
+  kernel.scaled_panel = Codes::scaled;
   kernel.representable = &scales_representable;
   kernel.row_bytes = 2 * parts * kChunk;
   kernel.pack = &pack_tiles<parts>;
@@ -245,26 +225,29 @@ constexpr MatrixKernel tile_kernel() {
   kernel.end = &release_tiles;
   for (auto& steps : kernel.step) {
     for (int rows = 1; rows <= 2 * kTileRows; ++rows) {
-      steps[static_cast<size_t>(rows)] = rows <= kTileRows ? &tile_step<parts, 1> : &tile_step<parts, 2>;
+      steps[static_cast<size_t>(rows)] = rows <= kTileRows ? &tile_step<parts, 1, Codes> : &tile_step<parts, 2, Codes>;
     }
   }
   for (auto& unpack : kernel.unpack)
-    unpack = scaled ? &unpack_scaled_tiles : &unpack_tiles;
+    unpack = &unpack_tiles<Codes>;
   return kernel;
 }
 
-template <bool scaled>
-constexpr std::array<MatrixKernel, 3> kTiles{tile_kernel<1, scaled>(), tile_kernel<2, scaled>(),
-                                             tile_kernel<3, scaled>()};
+template <class Codes>
+constexpr std::array<MatrixKernel, 3> kTiles{tile_kernel<1, Codes>(), tile_kernel<2, Codes>(), tile_kernel<3, Codes>()};
 
 }  // namespace
 
 const MatrixKernel* amx_kernel(int parts) {
-  return &kTiles<false>[static_cast<size_t>(parts - 1)];
+  return &kTiles<ExactCodes>[static_cast<size_t>(parts - 1)];
 }
 
 const MatrixKernel* amx_scaled_kernel(int parts) {
-  return &kTiles<true>[static_cast<size_t>(parts - 1)];
+  return &kTiles<ScaledCodes>[static_cast<size_t>(parts - 1)];
+}
+
+const MatrixKernel* amx_table_kernel(int parts) {
+  return &kTiles<TableCodes>[static_cast<size_t>(parts - 1)];
 }
 
 }  // namespace marlin::cpu
@@ -278,6 +261,9 @@ const MatrixKernel* amx_kernel(int) {
   return nullptr;
 }
 const MatrixKernel* amx_scaled_kernel(int) {
+  return nullptr;
+}
+const MatrixKernel* amx_table_kernel(int) {
   return nullptr;
 }
 }  // namespace marlin::cpu

@@ -2,6 +2,7 @@
 // inlined into (and vectorised for) whatever calls them, so that no wider instruction can leak through a shared symbol.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <bit>
 #include <cstdint>
@@ -117,6 +118,22 @@ inline std::array<float, 16> code_values(WeightFormat format, const float* lut) 
     }
   }
   return values;
+}
+
+// bf16 instructions flush subnormals and take activations from 2^-100 on: a number in one part must be 2^-26 at least.
+// One in three parts keeps products of its first two normal from 2^-9 on; what is flushed of the third is below the
+// error of a sum.
+inline int bf16_parts_of_codes(const std::array<float, 16>& values) {
+  bool exact = true;
+  float least = std::numeric_limits<float>::infinity(), largest = 0;
+  for (const float value : values) {
+    exact = exact && (std::bit_cast<uint32_t>(value) & 0xFFFFU) == 0;
+    const float magnitude = std::bit_cast<float>(std::bit_cast<uint32_t>(value) & 0x7FFFFFFFU);
+    if (value != 0) least = std::min(least, magnitude);
+    largest = magnitude <= largest ? largest : magnitude;  // NaN stays
+  }
+  if (!(largest < 0x1p100F)) return 0;
+  return exact ? least >= 0x1p-26F ? 1 : 0 : least >= 0x1p-6F ? 3 : 0;
 }
 
 }  // namespace marlin::cpu

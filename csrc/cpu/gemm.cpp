@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <utility>
 
 #include "gemm_blocks.h"
 #include "kernel_set.h"
@@ -35,6 +36,8 @@ const MatrixKernel& matrix_kernel(const Plan& plan, const KernelSet& kernels) {
       return *amx_kernel(plan.parts);
     case Kernel::amx_scaled:
       return *amx_scaled_kernel(plan.parts);
+    case Kernel::amx_table:
+      return *amx_table_kernel(plan.parts);
     case Kernel::few_rows:
       return kernels.few_rows;
     default:
@@ -162,12 +165,16 @@ class Gemm {
     const int64_t columns = block_strips * plan_.strip;
     float* y = y_scratch.get<float>(block_step * plan_.max_rows * columns);
     float* scales = scale_scratch.get<float>(2 * groups() * columns);
-    // Words of a strip that the matrix does not fill, then the decoded panel.
-    const int64_t tail = kChunk / 8 * plan_.strip;
-    float* panel = panel_scratch.get<float>(tail + kChunk * plan_.strip);
-    auto* tail_words = reinterpret_cast<uint32_t*>(panel);
-    panel += tail;
-    if (matrix_.begin != nullptr) matrix_.begin(static_cast<int>(segment_));
+    // Words of a strip that the matrix does not fill, then two decoded panels.
+    const int64_t tail = kChunk / 8 * plan_.strip * int64_t{sizeof(uint32_t)};
+    char* scratch = panel_scratch.get<char>(tail + 2 * matrix_.panel_bytes);
+    auto* tail_words = reinterpret_cast<uint32_t*>(scratch);
+    Panels panels{reinterpret_cast<float*>(scratch + tail),
+                  reinterpret_cast<float*>(scratch + tail + matrix_.panel_bytes)};
+    if (matrix_.begin != nullptr) {
+      const int64_t rows = blocks.size() == 1 ? x.block(blocks.begin).size() : plan_.max_rows;
+      matrix_.begin(static_cast<int>(segment_), static_cast<int>(rows));
+    }
     for (int64_t s = strips.begin; s < strips.end; s += block_strips) {
       const Range some_strips{s, std::min(s + block_strips, strips.end)};
       for (int64_t b = blocks.begin; b < blocks.end; b += block_step) {
@@ -188,14 +195,14 @@ class Gemm {
           step.k = static_cast<int>(std::min<int64_t>(kChunk, w_.K - chunk * kChunk));
           step.scales = scales;
           step.zeros = scales + groups() * step.ld_scales;
+          step.ld_words = w_.N;
           float* y_strip = y;
+          Step strip_step = of_strip(step, some_strips.begin, chunk, some_strips, ahead.next(), tail_words);
           for (int64_t strip = some_strips.begin; strip < some_strips.end; ++strip) {
-            step.ld_words = w_.N;
-            step.words = w_.words + chunk * (kChunk / 8) * w_.N + strip * plan_.strip;
-            step.ahead = ahead.next();
-            run_strip(x, some_blocks, chunk, strip, tail_words, panel, y_strip, step);
-            step.scales += plan_.strip;
-            step.zeros += plan_.strip;
+            const bool last = strip + 1 == some_strips.end;
+            const Step next = last ? Step{} : of_strip(step, strip + 1, chunk, some_strips, ahead.next(), tail_words);
+            run_strip(x, some_blocks, chunk, strip_step, last ? nullptr : &next, panels, y_strip);
+            strip_step = next;
             y_strip += rows.size() * plan_.strip;
           }
         }
@@ -239,9 +246,13 @@ class Gemm {
     return first;
   }
 
-  // step comes with everything but the row block set, for a strip that is whole.
-  void run_strip(const Activations& x, const Range& blocks, int64_t chunk, int64_t strip, uint32_t* tail_words,
-                 float* panel, float* y, Step step) const {
+  // The step of a chunk with what one of its strips sets: everything but the row block.
+  Step of_strip(Step step, int64_t strip, int64_t chunk, const Range& strips, const uint32_t* ahead,
+                uint32_t* tail_words) const {
+    step.words = w_.words + chunk * (kChunk / 8) * w_.N + strip * plan_.strip;
+    step.ahead = ahead;
+    step.scales += (strip - strips.begin) * plan_.strip;
+    step.zeros += (strip - strips.begin) * plan_.strip;
     if ((strip + 1) * plan_.strip > w_.N) {
       const int64_t count = w_.N - strip * plan_.strip;
       for (int64_t r = 0; r < step.k / 8; ++r) {
@@ -252,10 +263,27 @@ class Gemm {
       step.ahead = tail_words;
       step.ld_words = plan_.strip;
     }
+    return step;
+  }
+
+  struct Panels {
+    float* of_this;
+    float* of_next;
+    bool decoded = false;  // of_this is
+  };
+
+  void run_strip(const Activations& x, const Range& blocks, int64_t chunk, Step step, const Step* next, Panels& panels,
+                 float* y) const {
     const auto codes = static_cast<size_t>(codes_of(w_.format));
-    if (matrix_.from_panel) {
-      matrix_.unpack[codes](step, panel);
-      step.panel = panel;
+    if (matrix_.panel_bytes != 0) {
+      if (!panels.decoded) matrix_.unpack[codes](step, panels.of_this);
+      step.panel = panels.of_this;
+      panels.decoded = matrix_.decodes_ahead && next != nullptr;
+      if (panels.decoded) {
+        step.next = next;
+        step.next_panel = panels.of_next;
+        std::swap(panels.of_this, panels.of_next);
+      }
     }
     if (matrix_.scaled_panel) step.scales = step.zeros;  // the global scale
     step.segment = static_cast<int>(segment_);
@@ -267,6 +295,7 @@ class Gemm {
       step.sums = sums + block.begin;
       step.y = y;
       matrix_.step[codes][static_cast<size_t>(block.size())](step);
+      step.next = nullptr;
       y += block.size() * plan_.strip;
     }
   }
@@ -323,11 +352,14 @@ class Gemm {
 
 Problem problem_of(const GemmArguments& arguments, Float32Precision precision) {
   const PackedWeight& weight = arguments.weight;
-  bool bf16_codes = true;
-  for (const float value : code_values(weight.format, weight.lut)) {
-    bf16_codes = bf16_codes && (std::bit_cast<uint32_t>(value) & 0xFFFFU) == 0;
-  }
-  return {arguments.M, weight.N, weight.K, weight.format, weight.group_size, arguments.a_type, bf16_codes, precision};
+  return {arguments.M,
+          weight.N,
+          weight.K,
+          weight.format,
+          weight.group_size,
+          arguments.a_type,
+          bf16_parts_of_codes(code_values(weight.format, weight.lut)),
+          precision};
 }
 
 void gemm_on(const Machine& machine, const GemmArguments& arguments, const Parallel& parallel,

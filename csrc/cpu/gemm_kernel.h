@@ -301,7 +301,7 @@ constexpr MatrixKernel matrix_kernel() {
   kernel.min_rows = min_rows;
   kernel.max_rows = max_rows;
   kernel.row_unit = 1;
-  kernel.from_panel = from_panel;
+  kernel.panel_bytes = from_panel ? static_cast<int>(sizeof(float)) * C * V::width * kChunk : 0;
   kernel.row_bytes = kChunk * int{sizeof(float)};
   kernel.pack = &pack_fp32<V>;
   auto fill = [&]<Codes codes>() {

@@ -24,8 +24,11 @@ struct Step {
   // rows of a chunk share a few sets of the first.
   const uint32_t* ahead;
   const float* panel;  // [k, strip] decoded codes, where the kernel reads them instead of words
-  const void* x;       // packed activations of the row block
-  const float* sums;   // [segments, rows] sums of activations, row stride ld_sums
+  // The following strip of the same chunk and the panel that the step decodes it into beside its products; or nullptr.
+  const Step* next;
+  float* next_panel;
+  const void* x;      // packed activations of the row block
+  const float* sums;  // [segments, rows] sums of activations, row stride ld_sums
   int64_t ld_sums;
   const float* scales;  // [segments, strip], row stride ld_scales
   const float* zeros;   // the same, or unused
@@ -55,15 +58,17 @@ struct MatrixKernel {
   int strip;
   int min_rows;
   int max_rows;
-  int row_unit;     // a block starts at a multiple of this
-  bool from_panel;  // step reads Step::panel, which `unpack` has filled
+  int row_unit;        // a block starts at a multiple of this
+  int panel_bytes;     // of Step::panel, which `unpack` fills and step reads in place of words; 0 where it reads words
+  bool decodes_ahead;  // the step of a strip's first row block heeds Step::next
   // The panel's codes are multiplied by the scales of their groups; step is given the global scale, and a chunk as one
   // segment.
   bool scaled_panel;
   bool (*representable)(const float* scales, int64_t count);  // of a scaled panel: false where a product may be inexact
   int row_bytes;                                              // of packed activations: one row of one chunk
   bool (*pack)(const PackRow&);                               // false where the kernel cannot represent a value
-  void (*begin)(int segment);  // state of the thread, around all steps of a task; or nullptr
+  // State of the thread, around all steps of a task; or nullptr. No row block of the task has more rows.
+  void (*begin)(int segment, int rows);
   void (*end)();
   std::array<std::array<StepFunction, kMaxBlockRows + 1>, kCodesCount> step;
   std::array<void (*)(const Step&, float* panel), kCodesCount> unpack;
@@ -128,6 +133,7 @@ const PlanesKernels* planes_kernels();
 const MatrixKernel* avx2_planes_kernel();
 const MatrixKernel* amx_kernel(int parts);
 const MatrixKernel* amx_scaled_kernel(int parts);
+const MatrixKernel* amx_table_kernel(int parts);
 const KernelSet* kernels_of(Isa isa);
 
 }  // namespace marlin::cpu

@@ -19,6 +19,9 @@ constexpr int64_t kAmxRows = 5;
 // inside the panel then at once. For groups of 32 multiplying them into it pays from the second value on.
 constexpr int64_t kAmxGroup16Rows = 9;
 constexpr int64_t kAmxScaledRows = 33;
+// Codes in three parts cost three decodings and three to six products: against fp32 multiply-adds 0.65 to 0.84 of the
+// speed at eight rows, 1.0 (fp32) to 1.4 at 16, 1.5 to 2.5 at 64 (an Intel Xeon, two threads).
+constexpr int64_t kAmxTableRows = 16;
 constexpr int kPlanesFewRows = 2;    // as many as leave the accumulators of four vectors in registers
 constexpr int64_t kSliceChunks = 4;  // a slice of K shorter than this costs more to add up than it saves
 // Partial sums that slices of K may cost before columns are divided. Threads that read whole rows of words read faster
@@ -29,7 +32,7 @@ constexpr int64_t kPartialBytes = 88 << 10;
 }  // namespace
 
 KernelShape kernel_shape(Isa isa, Kernel kernel) {
-  if (kernel == Kernel::amx || kernel == Kernel::amx_scaled) return {32, 32, 16};
+  if (kernel == Kernel::amx || kernel == Kernel::amx_scaled || kernel == Kernel::amx_table) return {32, 32, 16};
   const bool neon = isa == Isa::neon;
   if (kernel == Kernel::bf16_dot_fp32_row) return {neon ? 16 : 64, 1, 1};
   if (kernel == Kernel::planes_avx2) return {32, 1, 1};
@@ -60,14 +63,16 @@ Kernel choose_kernel(const Machine& machine, const Problem& problem, int* parts)
   const Kernel fp32 = few ? Kernel::few_rows : Kernel::many_rows;
   *parts = 1;
   const bool reduced = problem.precision == Float32Precision::reduced;
-  if (machine.isa == Isa::amx && problem.bf16_codes) {
+  const bool table = problem.code_parts > 1;
+  if (machine.isa == Isa::amx && problem.code_parts != 0) {
     const int needed = problem.a_type == ElementType::bfloat16             ? 1
                        : problem.a_type == ElementType::float16 || reduced ? 2
                                                                            : 3;
     const bool coded_scales = info(problem.format).scale_coding != ScaleCoding::floating;
     const bool group_16 = problem.group_size < 32;
-    if (problem.M >= (group_16 ? kAmxGroup16Rows : kAmxRows)) {
+    if (problem.M >= (table ? kAmxTableRows : group_16 ? kAmxGroup16Rows : kAmxRows)) {
       *parts = needed;
+      if (table) return Kernel::amx_table;
       return coded_scales && problem.M >= (group_16 ? kAmxGroup16Rows : kAmxScaledRows) ? Kernel::amx_scaled
                                                                                         : Kernel::amx;
     }
@@ -77,7 +82,7 @@ Kernel choose_kernel(const Machine& machine, const Problem& problem, int* parts)
   const bool planes = (half || reduced) && codes_of(problem.format) != Codes::table;
   if (machine.isa == Isa::avx2 && planes && problem.M == 1) return Kernel::planes_avx2;
   if (machine.isa != Isa::avx512 && machine.isa != Isa::amx && machine.isa != Isa::neon) return fp32;
-  const bool fast_dot = machine.fast_bf16_dot && problem.bf16_codes;
+  const bool fast_dot = machine.fast_bf16_dot && problem.code_parts == 1;
   if (fast_dot && problem.a_type == ElementType::bfloat16 && problem.M > 1) {
     const bool few_dots = problem.M <= kernel_shape(machine.isa, Kernel::bf16_dot_few_rows).max_rows;
     return few_dots ? Kernel::bf16_dot_few_rows : Kernel::bf16_dot;
@@ -140,7 +145,7 @@ Plan make_fallback_plan(const Machine& machine, const Problem& problem, const Pl
 std::string to_string(const Plan& plan) {
   static constexpr const char* kNames[] = {"few_rows", "many_rows",   "bf16_dot_fp32_row", "bf16_dot_few_rows",
                                            "bf16_dot", "planes_avx2", "planes_few_rows",   "planes",
-                                           "amx",      "amx_scaled"};
+                                           "amx",      "amx_scaled",  "amx_table"};
   auto number = [](const char* name, int64_t value) { return std::string(" ") + name + "=" + std::to_string(value); };
   return kNames[static_cast<int>(plan.kernel)] + number("parts", plan.parts) + number("strip", plan.strip) +
          number("max_rows", plan.max_rows) + number("passes", plan.passes) + number("block_rows", plan.block_rows) +

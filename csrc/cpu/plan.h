@@ -23,7 +23,7 @@ struct Problem {
   WeightFormat format;
   int64_t group_size;
   ElementType a_type;
-  bool bf16_codes;  // every code's number is exact in bf16: always but for most lookup tables
+  int code_parts;  // bf16 parts whose sums are the codes' numbers: one but for most lookup tables; 0 where none are
   Float32Precision precision;
 };
 
@@ -37,7 +37,8 @@ enum class Kernel : int {
   planes_few_rows,
   planes,
   amx,
-  amx_scaled
+  amx_scaled,
+  amx_table
 };
 
 inline bool in_planes(Kernel kernel) {

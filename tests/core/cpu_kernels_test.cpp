@@ -6,6 +6,7 @@
 #include <stdexcept>
 
 #include "cpu_gemm_checks.h"
+#include "cpu_range_checks.h"
 
 namespace marlin::test {
 namespace {
@@ -171,70 +172,6 @@ void test_non_finite(const Machine& machine) {
   std::printf("%s: NaN and inf\n", name(machine).c_str());
 }
 
-// Tiny and huge activations and tiny scales, where a narrower intermediate format would lose them.
-double check_range(const Machine& machine, const Activations& activations, WeightFormat format, int64_t M,
-                   double size) {
-  double worst = 0;
-  Case c;
-  c.format = format;
-  c.M = M;
-  c.N = 20;
-  c.K = 136;
-  c.group_size = format == WeightFormat::mxfp4 ? 32 : 64;
-  c.a_type = activations.type;
-  c.scales_type = ElementType::float32;
-  const Tensors made = make(c);
-  Tensors t = make(c);
-  for (int64_t i = 0; i < t.a.count(); ++i)
-    t.a.set(i, i % 3 == 0 ? size * made.a.get(i) : 0);
-  if (format == WeightFormat::mxfp4) {
-    for (int64_t i = 0; i < t.scales.count(); ++i)
-      t.scales.set(i, 50 + static_cast<double>(i % 3));
-  }
-  const Array out = run(machine, t, activations.precision);
-  const cpu::Plan plan = plan_of(machine, t, activations.precision);
-  const std::vector<double> x = t.activations();
-  const std::vector<double> x_size = sizes(t, c.a_type == ElementType::float32 && cpu::in_planes(plan.kernel));
-  std::vector<double> weight(static_cast<size_t>(c.K));
-  for (int64_t n = 0; n < c.N; ++n) {
-    for (int64_t k = 0; k < c.K; ++k)
-      weight[static_cast<size_t>(k)] = t.weight(k, n);
-    for (int64_t m = 0; m < c.M; ++m) {
-      double y = 0, sum = 0;
-      for (int64_t k = 0; k < c.K; ++k) {
-        const auto i = static_cast<size_t>(m * c.K + k);
-        y += x[i] * weight[static_cast<size_t>(k)];
-        sum += x_size[i] * std::fabs(weight[static_cast<size_t>(k)]);
-      }
-      // fp32 subnormals on the way are worth an ulp each.
-      const double slack = error_unit(plan, t) * sum + static_cast<double>(c.K) * 0x1p-149;
-      const double rounding = unit_roundoff(c.a_type) * std::fabs(y) + smallest(c.a_type);
-      const double got = out.get(m * c.N + n);
-      if (std::fabs(y) + slack > largest(c.a_type)) continue;
-      worst = std::max(worst, (std::fabs(got - y) - rounding) / slack);
-      expect(std::fabs(got - y) <= rounding + slack, [&] {
-        return name(machine) + " activations of size " + std::to_string(std::log10(size)) + ": " + describe(c);
-      });
-    }
-  }
-  return worst;
-}
-
-void test_range(const Machine& machine) {
-  double worst = 0;
-  for (const Activations& activations : kActivations) {
-    for (const double size : {1e-45, 1e-39, 1e-33, 1e-20, 1e-7, 1e4, 1e30}) {
-      if (activations.type == ElementType::float16 && (size > 1e5 || size < 1e-7)) continue;
-      for (const int64_t M : {1, 9, 33}) {
-        for (const WeightFormat format : {WeightFormat::uint4b8, WeightFormat::mxfp4})
-          worst = std::max(worst, check_range(machine, activations, format, M, size));
-      }
-    }
-  }
-  std::printf("%s: activations of 1e-45 to 1e30, largest error %.3f of the arithmetic bound\n", name(machine).c_str(),
-              worst);
-}
-
 // One activation in 32 is 2^4 to 2^24 times its neighbours. Planes of bytes are relative to the largest of a group.
 void test_outliers(const Machine& machine) {
   double worst = 0;
@@ -341,6 +278,7 @@ void run_tests(const Machine& machine, int rounds) {
   test_overflow(machine);
   test_non_finite(machine);
   test_range(machine);
+  test_small_codes(machine);
   test_outliers(machine);
   test_largest_bytes(machine);
   test_partition(machine);
@@ -365,6 +303,12 @@ int run_best(int rounds) {
   return report();
 }
 
+// Tiles, whatever the CPU has: for a program whose tiles are emulated.
+int run_tiles(int rounds) {
+  run_tests({Isa::amx, false, 2, cpu::detected().byte_dot}, rounds);
+  return report();
+}
+
 }  // namespace
 }  // namespace marlin::test
 
@@ -382,6 +326,7 @@ int main(int argc, char** argv) {
       return 0;
     }
     if (argc > 2 && std::strcmp(argv[2], "best") == 0) return marlin::test::run_best(std::atoi(argv[1]));
+    if (argc > 2 && std::strcmp(argv[2], "tiles") == 0) return marlin::test::run_tiles(std::atoi(argv[1]));
     return marlin::test::run_all(argc > 1 ? std::atoi(argv[1]) : 40);
   } catch (const std::exception& error) {
     std::printf("FAILED %s\n", error.what());

@@ -23,7 +23,7 @@ constexpr Machine kAppleM2{Isa::neon, true, 4, true};
 constexpr Machine kXeon{Isa::amx, false, 16, true};
 
 Problem problem(int64_t M, int64_t N, int64_t K, ElementType a_type) {
-  return {M, N, K, WeightFormat::uint4b8, 128, a_type, true, Float32Precision::highest};
+  return {M, N, K, WeightFormat::uint4b8, 128, a_type, 1, Float32Precision::highest};
 }
 
 void test_choices() {
@@ -35,7 +35,13 @@ void test_choices() {
   };
   Problem table_of_floats = problem(1, 4096, 4096, bfloat16);
   table_of_floats.format = WeightFormat::lut4;
-  table_of_floats.bf16_codes = false;
+  table_of_floats.code_parts = 3;
+  Problem many_rows_of_table = table_of_floats;
+  many_rows_of_table.M = 16;
+  Problem some_rows_of_table = table_of_floats;
+  some_rows_of_table.M = 15;
+  Problem subnormal_parts = many_rows_of_table;
+  subnormal_parts.code_parts = 0;
   auto reduced = [](int64_t M, WeightFormat format = WeightFormat::uint4b8, int64_t group_size = 128) {
     Problem reduced = problem(M, 4096, 4096, float32);
     reduced.format = format;
@@ -112,6 +118,9 @@ void test_choices() {
       {kAppleM1, reduced(1), "planes_few_rows parts=1 strip=16 tasks=1x1x4"},
       {kAppleM2, reduced(3), "planes parts=1 strip=8 tasks=1x4x1"},
       {{Isa::neon, false, 4}, reduced(1), "few_rows parts=1 strip=16 tasks=1x1x4"},
+      {kXeon, some_rows_of_table, "many_rows parts=1 strip=32 tasks=1x16x1"},
+      {kXeon, many_rows_of_table, "amx_table parts=1 strip=32 tasks=1x16x1"},
+      {kXeon, subnormal_parts, "many_rows parts=1 strip=32 tasks=1x16x1"},
       {kXeon, problem(1, 128, 4096, float32), "few_rows parts=1 strip=64 tasks=1x2x8"},
       {kXeon, problem(256, 128, 4096, float32), "amx parts=3 strip=32 tasks=4x4x1"},
       {kXeon, problem(1, 128, 256, float32), "few_rows parts=1 strip=64 tasks=1x2x1"},
@@ -219,6 +228,7 @@ void test_shapes() {
     if (const MatrixKernel* tiles = amx_kernel(parts)) {
       check_kernel(*tiles, kernel_shape(Isa::amx, Kernel::amx), "amx");
       check_kernel(*amx_scaled_kernel(parts), kernel_shape(Isa::amx, Kernel::amx_scaled), "amx_scaled");
+      check_kernel(*amx_table_kernel(parts), kernel_shape(Isa::amx, Kernel::amx_table), "amx_table");
     }
   }
 }

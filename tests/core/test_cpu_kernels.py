@@ -107,3 +107,19 @@ def test_absent_family_is_an_error(program: Path) -> None:
         done = run(program, "capability", isa=isa)
         assert done.returncode == 1
         assert f"got '{isa}', which this machine does not have" in done.stdout
+
+
+def test_tiles_emulated(program: Path, tmp_path: Path) -> None:
+    """AMX kernels with tiles of plain C++, on CPUs without them too."""
+    if "avx512" not in run(program, "capability").stdout.split("available:")[1].split():
+        pytest.skip("needs AVX-512: tiles are emulated, the code around them is not")
+    compiler = [os.environ.get("CXX") or shutil.which("g++") or "c++", "-std=c++20", "-O2", "-Wall", "-Wextra"]
+    objects = [path for path in program.parent.glob("*.o") if path.stem != "amx"]
+    emulated, test = ROOT / "tests/core/amx_emulated.h", ROOT / "tests/core/cpu_kernels_test.cpp"
+    for command in (
+        [*compiler, "-include", emulated, "-c", ROOT / "csrc/cpu/amx.cpp", "-o", tmp_path / "amx.o"],
+        [*compiler, test, tmp_path / "amx.o", *objects, "-o", tmp_path / "test"],
+    ):
+        done = subprocess.run([str(word) for word in command], check=False, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    passes(run(tmp_path / "test", "10", "tiles"))

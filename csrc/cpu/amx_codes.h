@@ -1,0 +1,126 @@
+// From packed words to tiles of bf16 codes, for amx.cpp, which includes this after its ISA pragma; everything here has
+// internal linkage. The panel of a strip is [tile product][code part][2 column tiles][k/2][16 columns] pairs of bf16.
+// Inside 8 k the pairs are (0, 4), (1, 5), (2, 6), (3, 7), as one shifted word of packed codes gives them.
+#pragma once
+
+#include "bf16_parts.h"
+#include "vec_avx512.h"
+
+namespace marlin::cpu {
+
+namespace {
+
+constexpr int kStrip = 32;  // two tiles of 16 columns
+
+// k of one tile product: a short segment gets a short tile, so that no work goes into padding.
+constexpr int tile_k(int segment) {
+  return segment < 32 ? segment : 32;
+}
+
+// Of the tile product that begins at k, in a segment that ends at `end`: calls write(row of words, column, out) for
+// each 16 words, which take four vectors, and puts zeros where no words are left. Returns the end of what it wrote.
+template <class Write>
+[[gnu::always_inline]] inline __m512i* each_word(int k, int end, int tile, __m512i* out, Write write) {
+  for (int column = 0; column < kStrip; column += 16) {
+    for (int row = k / 8; row < (k + tile) / 8; ++row, out += 4) {
+      if (8 * row < end) {
+        write(row, column, out);
+      } else {
+        for (int j = 0; j < 4; ++j)
+          _mm512_storeu_si512(out + j, _mm512_setzero_si512());
+      }
+    }
+  }
+  return out;
+}
+
+[[gnu::always_inline]] inline __m512i load_words(const Step& s, int row, int column) {
+  const int64_t at = row * s.ld_words + column;
+  __builtin_prefetch(s.ahead + at, 0, 2);
+  return Avx512::load_words(s.words + at);
+}
+
+[[gnu::always_inline]] inline __m512i code_pairs(__m512i word, int j, __m512i table) {
+  return _mm512_permutexvar_epi16(_mm512_srli_epi32(word, 4 * static_cast<unsigned>(j)), table);
+}
+
+// Numbers that bf16 holds.
+class ExactCodes {
+ public:
+  static constexpr int parts = 1;
+  static constexpr bool scaled = false;
+
+  explicit ExactCodes(const float* values) : table_(bf16_table(values)) {}
+
+  [[gnu::always_inline]] __m512i* unpack(const Step& s, int k, int end, __m512i* to) const {
+    return each_word(k, end, tile_k(s.segment), to, [&](int row, int column, __m512i* out) {
+      const __m512i word = load_words(s, row, column);
+      for (int j = 0; j < 4; ++j)
+        _mm512_storeu_si512(out + j, code_pairs(word, j, table_));
+    });
+  }
+
+ private:
+  __m512i table_;
+};
+
+// The same with each code multiplied by the scale of its group. An E2M1 code has two significant bits and an E4M3 scale
+// four, an E8M0 scale one: the product is exact in bf16. Segments of the products are whole chunks.
+class ScaledCodes {
+ public:
+  static constexpr int parts = 1;
+  static constexpr bool scaled = true;
+
+  explicit ScaledCodes(const float* values) : table_(bf16_table(values)) {}
+
+  [[gnu::always_inline]] __m512i* unpack(const Step& s, int k, int end, __m512i* to) const {
+    const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xFFFF0000U));
+    return each_word(k, end, tile_k(kChunk), to, [&](int row, int column, __m512i* out) {
+      const __m512i word = load_words(s, row, column);
+      const __m512 scale = _mm512_loadu_ps(s.scales + 8 * row / s.segment * s.ld_scales + column);
+      for (int j = 0; j < 4; ++j) {
+        const __m512i codes = code_pairs(word, j, table_);
+        const __m512 low = _mm512_mul_ps(_mm512_castsi512_ps(_mm512_slli_epi32(codes, 16)), scale);
+        const __m512 high = _mm512_mul_ps(_mm512_castsi512_ps(_mm512_and_si512(codes, upper)), scale);
+        const __m512i low_bits = _mm512_srli_epi32(_mm512_castps_si512(low), 16);
+        _mm512_storeu_si512(out + j, _mm512_mask_blend_epi16(0xAAAAAAAA, low_bits, _mm512_castps_si512(high)));
+      }
+    });
+  }
+
+ private:
+  __m512i table_;
+};
+
+// A table of 24-bit numbers as three bf16 parts.
+class TableCodes {
+ public:
+  static constexpr int parts = 3;
+  static constexpr bool scaled = false;
+
+  explicit TableCodes(const float* values) {
+    alignas(64) uint16_t bits[parts][kChunk];
+    split_bf16<parts>(values, 16, bits);
+    for (int part = 0; part < parts; ++part)
+      tables_[part] = _mm512_broadcast_i64x4(_mm256_load_si256(reinterpret_cast<const __m256i*>(bits[part])));
+  }
+
+  [[gnu::always_inline]] __m512i* unpack(const Step& s, int k, int end, __m512i* to) const {
+    const int tile = tile_k(s.segment);
+    for (const __m512i table : tables_) {
+      to = each_word(k, end, tile, to, [&](int row, int column, __m512i* out) {
+        const __m512i word = load_words(s, row, column);
+        for (int j = 0; j < 4; ++j)
+          _mm512_storeu_si512(out + j, code_pairs(word, j, table));
+      });
+    }
+    return to;
+  }
+
+ private:
+  __m512i tables_[parts];
+};
+
+}  // namespace
+
+}  // namespace marlin::cpu

@@ -1,0 +1,111 @@
+// Products near the ends of the range of fp32: activations, scales and codes that a narrower format on the way would
+// lose.
+#pragma once
+
+#include <algorithm>
+#include <utility>
+
+#include "cpu_gemm_checks.h"
+
+namespace marlin::test {
+
+// Against fp64, where fp32 subnormals on the way are worth an ulp each.
+inline double check_size(const Machine& machine, const Tensors& t, Float32Precision precision,
+                         const std::string& what) {
+  const Case& c = t.c;
+  double worst = 0;
+  const Array out = run(machine, t, precision);
+  const cpu::Plan plan = plan_of(machine, t, precision);
+  const std::vector<double> x = t.activations();
+  const std::vector<double> x_size = sizes(t, c.a_type == ElementType::float32 && cpu::in_planes(plan.kernel));
+  std::vector<double> weight(static_cast<size_t>(c.K));
+  for (int64_t n = 0; n < c.N; ++n) {
+    for (int64_t k = 0; k < c.K; ++k)
+      weight[static_cast<size_t>(k)] = t.weight(k, n);
+    for (int64_t m = 0; m < c.M; ++m) {
+      double y = 0, sum = 0;
+      for (int64_t k = 0; k < c.K; ++k) {
+        const auto i = static_cast<size_t>(m * c.K + k);
+        y += x[i] * weight[static_cast<size_t>(k)];
+        sum += x_size[i] * std::fabs(weight[static_cast<size_t>(k)]);
+      }
+      const double slack = error_unit(plan, t) * sum + static_cast<double>(c.K) * 0x1p-149;
+      const double rounding = unit_roundoff(c.a_type) * std::fabs(y) + smallest(c.a_type);
+      const double got = out.get(m * c.N + n);
+      if (std::fabs(y) + slack > largest(c.a_type)) continue;
+      worst = std::max(worst, (std::fabs(got - y) - rounding) / slack);
+      expect(std::fabs(got - y) <= rounding + slack, [&] { return name(machine) + " " + what + ": " + describe(c); });
+    }
+  }
+  return worst;
+}
+
+// Tiny and huge activations and tiny scales, where a narrower intermediate format would lose them. Activations other
+// than those with k % every == first are 0.
+inline double check_range(const Machine& machine, const Activations& activations, WeightFormat format, int64_t M,
+                          double size, int every, int first) {
+  Case c;
+  c.format = format;
+  c.M = M;
+  c.N = 20;
+  c.K = 136;
+  c.group_size = format == WeightFormat::mxfp4 ? 32 : 64;
+  c.a_type = activations.type;
+  c.scales_type = ElementType::float32;
+  const Tensors made = make(c);
+  Tensors t = make(c);
+  for (int64_t i = 0; i < t.a.count(); ++i)
+    t.a.set(i, i % c.K % every == first ? size * made.a.get(i) : 0);
+  if (format == WeightFormat::mxfp4) {
+    for (int64_t i = 0; i < t.scales.count(); ++i)
+      t.scales.set(i, 50 + static_cast<double>(i % 3));
+  }
+  return check_size(machine, t, activations.precision, "activations of size " + std::to_string(std::log10(size)));
+}
+
+// Numbers of a table that are exact in bf16 or not, and so small that their products with the activations, or the
+// products' parts, are subnormal.
+inline void test_small_codes(const Machine& machine) {
+  for (const double size : {0x1p-30, 0x1p-20, 1.0}) {
+    for (const bool exact : {false, true}) {
+      for (const Activations& activations : kActivations) {
+        if (activations.type == ElementType::float16) continue;  // does not reach that far
+        for (const int64_t M : {3, 17}) {
+          Case c;
+          c.format = WeightFormat::lut4;
+          c.M = M;
+          c.N = 20;
+          c.K = 136;
+          c.group_size = 64;
+          c.a_type = activations.type;
+          c.scales_type = ElementType::float32;
+          Tensors t = make(c);
+          for (int64_t i = 0; i < t.a.count(); ++i)
+            t.a.set(i, 0x1p-99 * (i % 2 == 0 ? 1.5 : -1.25));
+          for (int i = 0; i < 16; ++i)
+            t.lut.set(i, size * (exact ? i + 1 : (i + 1) / 3.0));
+          check_size(machine, t, activations.precision, "table of size " + std::to_string(std::log10(size)));
+        }
+      }
+    }
+  }
+}
+
+inline void test_range(const Machine& machine) {
+  double worst = 0;
+  for (const Activations& activations : kActivations) {
+    for (const double size : {1e-45, 1e-39, 1e-33, 1e-20, 1e-7, 1e4, 1e30}) {
+      if (activations.type == ElementType::float16 && (size > 1e5 || size < 1e-7)) continue;
+      for (const int64_t M : {1, 9, 33}) {
+        for (const WeightFormat format : {WeightFormat::uint4b8, WeightFormat::mxfp4}) {
+          for (const auto& [every, first] : {std::pair{3, 0}, std::pair{32, 5}, std::pair{32, 20}})
+            worst = std::max(worst, check_range(machine, activations, format, M, size, every, first));
+        }
+      }
+    }
+  }
+  std::printf("%s: activations of 1e-45 to 1e30, largest error %.3f of the arithmetic bound\n", name(machine).c_str(),
+              worst);
+}
+
+}  // namespace marlin::test
