@@ -88,7 +88,8 @@ def _run(command: list[str]) -> None:
 
 
 @contextmanager
-def _locked() -> Iterator[None]:
+def locked() -> Iterator[None]:
+    """One process at a time builds into `OUTPUT`."""
     OUTPUT.mkdir(parents=True, exist_ok=True)
     with (OUTPUT / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -144,7 +145,7 @@ def build_device() -> Path:
         RuntimeError: a compile failed; the message holds the compiler's.
     """
     require_tools()
-    with _locked():
+    with locked():
         return _build_runtime()
 
 

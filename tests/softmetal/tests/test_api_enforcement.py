@@ -86,10 +86,13 @@ def host() -> Host:
     """Compiles `host/` as setup.py compiles the project's `.mm`, and gives its `run_scenario`."""
     folder = build.OUTPUT / "tests"
     objects = [folder / f"{source.stem}.o" for source in SOURCES]
-    for source, target in zip(SOURCES, objects, strict=True):
-        build.compile_host_source(source, target, [])
     library = folder / "host.so"
-    subprocess.run([build.COMPILER, "-shared", *map(str, objects), "-o", str(library)], check=True)
+    with build.locked():  # workers of pytest-xdist share the result
+        build.side_by_side(lambda pair: build.compile_host_source(*pair, []), zip(SOURCES, objects, strict=True))
+        if not library.exists() or library.stat().st_mtime < max(path.stat().st_mtime for path in objects):
+            partial = library.with_suffix(".partial")
+            subprocess.run([build.COMPILER, "-shared", *map(str, objects), "-o", str(partial)], check=True)
+            partial.rename(library)
     run = ctypes.CDLL(str(library)).run_scenario
     run.restype, run.argtypes = ctypes.c_char_p, [ctypes.c_char_p]
 
