@@ -61,6 +61,15 @@ def everything(request) -> bool:
     return request.config.getoption("--everything")
 
 
+@pytest.fixture(scope="session")
+def run_folder(request, tmp_path_factory) -> Path:
+    """A folder for what is made once per run: the workers of pytest-xdist share it."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if hasattr(request.config, "workerinput") else base) / "run"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
 @pytest.fixture
 def mps(request):
     """The device, ready. On the software Metal device in checked mode, where a fault of any kernel fails the test."""

@@ -1,53 +1,45 @@
 """The CPU kernels alone, without torch: compiles tests/core/cpu_kernels_test.cpp with one command and runs it."""
 
 import os
-import shutil
 import subprocess
 from pathlib import Path
 
+import cxx
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ("cpu_kernels_test", "cpu_weights_test", "cpu_plan_test", "cpu_mlstm_test")
-SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
+PLAIN = ("-O2",)
+SANITIZERS = ("-Og", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
 # Unrolled vector code takes minutes to compile with sanitizers. The portable family is the same templates; and test
 # data ends at unreadable pages, which catches a vector load beyond it in any build.
 VECTOR_SOURCES = ("kernels_avx2", "kernels_avx512", "bf16_dot_avx512", "planes_avx512", "planes_avx2", "amx")
 
 
 def build(
-    directory: Path,
-    *flags: str,
-    sanitizers: tuple[str, ...] = (),
-    compiler: str | None = None,
-    vectors: Path | None = None,
+    folder: Path, *flags: str, compiler: str | None = None, vector_flags: tuple[str, ...] | None = None
 ) -> dict[str, Path]:
-    """Compiles the kernels and the test programs into `directory` and returns the programs by name.
+    """Compiles the kernels and the test programs, and returns the programs by name.
 
-    Vector code comes from the folder `vectors` where an earlier build has left it.
+    Args:
+        folder: `run_folder`.
+        flags: of the compiler.
+        compiler: another one than this machine's own.
+        vector_flags: other flags for vector code.
     """
-    compiler = compiler or os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
-    assert compiler, "no C++ compiler: install g++"
-    common = [compiler, "-std=c++20", *flags, "-Wall", "-Wextra", "-Werror"]
-
-    def call(command: list[str]) -> None:
-        done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=directory)
-        assert done.returncode == 0, done.stderr
-
-    kernels = sorted(path for path in (ROOT / "csrc/cpu").glob("*.cpp") if not path.name.endswith("ops_cpu.cpp"))
-    if vectors is None:
-        call([*common, "-c", *(str(path) for path in kernels if path.stem in VECTOR_SOURCES)])
-    call([*common, *sanitizers, "-c", *(str(path) for path in kernels if path.stem not in VECTOR_SOURCES)])
-    folders = {path.stem: vectors if vectors and path.stem in VECTOR_SOURCES else directory for path in kernels}
-    for test in PROGRAMS:
-        source = ROOT / f"tests/core/{test}.cpp"
-        call([*common, *sanitizers, str(source), *(str(folders[stem] / f"{stem}.o") for stem in folders), "-o", test])
-    return {test: directory / test for test in PROGRAMS}
+    command = [compiler or cxx.compiler(), "-std=c++20", "-Wall", "-Wextra", "-Werror"]
+    kernels = {path.stem: path for path in (ROOT / "csrc/cpu").glob("*.cpp") if not path.stem.endswith("ops_cpu")}
+    tests = [ROOT / f"tests/core/{test}.cpp" for test in PROGRAMS]
+    vectors = [kernels.pop(stem) for stem in VECTOR_SOURCES]
+    parts = cxx.objects(folder, vectors, [*command, *(flags if vector_flags is None else vector_flags)])
+    parts |= cxx.objects(folder, [*kernels.values(), *tests], [*command, *flags])
+    mains = {test: parts.pop(test) for test in PROGRAMS}
+    return {test: cxx.link(folder, [main, *parts.values()], [*command, *flags]) for test, main in mains.items()}
 
 
 @pytest.fixture(scope="module")
-def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return build(tmp_path_factory.mktemp("cpu_kernels"), "-O2")
+def programs(run_folder: Path) -> dict[str, Path]:
+    return build(run_folder, *PLAIN)
 
 
 @pytest.fixture(scope="module")
@@ -81,8 +73,8 @@ def test_weights_plan_and_mlstm(programs: dict[str, Path], test: str) -> None:
     passes(run(programs[test]))
 
 
-def test_sanitizers(program: Path, tmp_path: Path) -> None:
-    programs = build(tmp_path, "-O1", sanitizers=SANITIZERS, vectors=program.parent)
+def test_sanitizers(run_folder: Path) -> None:
+    programs = build(run_folder, *SANITIZERS, vector_flags=PLAIN)
     passes(run(programs["cpu_kernels_test"], "3"))
     passes(run(programs["cpu_weights_test"], "3"))
     passes(run(programs["cpu_mlstm_test"], "3"))

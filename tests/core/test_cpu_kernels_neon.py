@@ -26,8 +26,8 @@ def emulate(cpu: str, program: Path, *arguments: str) -> str:
     return done.stdout
 
 
-def test_neon_against_fp64(tmp_path: Path) -> None:
-    programs = build(tmp_path, "-O1", "-static", compiler=COMPILER)
+def test_neon_against_fp64(run_folder: Path) -> None:
+    programs = build(run_folder, "-O1", "-static", compiler=COMPILER)
     for cpu, features in CPUS.items():
         kernels = programs["cpu_kernels_test"]
         assert f"features: asimd{features}; available: portable neon" in emulate(cpu, kernels, "capability")

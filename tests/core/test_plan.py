@@ -1,11 +1,10 @@
 """The launch planner and its model alone, without torch or Metal: compiles tests/core/*_test.cpp and runs them."""
 
-import os
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
+import cxx
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -14,15 +13,11 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.parametrize(
     ("name", "fewest"), [("plan_test", 100_000), ("plan_mlstm_test", 100_000), ("cost_test", 500_000)]
 )
-def test_plans(name: str, fewest: int, tmp_path: Path) -> None:
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
-    assert compiler, "no C++ compiler: install g++"
-    program = tmp_path / name
+def test_plans(name: str, fewest: int, run_folder: Path) -> None:
+    command = [cxx.compiler(), "-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror"]
     sources = [ROOT / f"tests/core/{name}.cpp", *sorted((ROOT / "csrc").glob("plan*.cpp"))]
     sources += [ROOT / "csrc" / file for file in ("cost.cpp", "gpu_device.cpp", "tile_budget.cpp")]
-    command = [compiler, "-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", *map(str, sources), "-o", str(program)]
-    built = subprocess.run(command, check=False, capture_output=True, text=True)
-    assert built.returncode == 0, built.stderr
+    program = cxx.link(run_folder, cxx.objects(run_folder, sources, command).values(), command)
     done = subprocess.run([str(program)], check=False, capture_output=True, text=True)
     print(done.stdout)
     assert done.returncode == 0, done.stdout

@@ -1,0 +1,60 @@
+"""C++ for tests, each file compiled once per run: the workers of pytest-xdist share the objects and the work."""
+
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+
+def compiler() -> str:
+    """The C++ compiler of this machine."""
+    found = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
+    assert found, "no C++ compiler: install g++"
+    return found
+
+
+def objects(folder: Path, sources: Iterable[Path], command: Sequence[str]) -> dict[str, Path]:
+    """Compiles sources with one command into a folder of this run and returns the objects by their sources' stems."""
+    into = folder / _digest(command)
+    into.mkdir(exist_ok=True)
+    targets = {source: into / f"{source.stem}.o" for source in sources}
+    for wait in (False, True):  # first what no other worker is at
+        for source, target in targets.items():
+            _once(target, [*command, "-c", str(source)], wait=wait)
+    return {source.stem: target for source, target in targets.items()}
+
+
+def link(folder: Path, parts: Iterable[Path], command: Sequence[str]) -> Path:
+    """Links objects to a program in a folder of this run and returns where it is."""
+    whole = [*command, *map(str, parts)]
+    target = folder / f"program-{_digest(whole)}"
+    _once(target, whole, wait=True)
+    return target
+
+
+def _digest(command: Sequence[str]) -> str:
+    return hashlib.sha256(repr(command).encode()).hexdigest()[:16]
+
+
+def _once(target: Path, command: Sequence[str], *, wait: bool) -> None:
+    """Runs a command with `-o target`, unless a worker has; if one is at it, waits for it or returns.
+
+    The message of a command that fails, fails whoever asks for its target.
+    """
+    failure = target.with_name(f"{target.name}.failed")
+    with target.with_name(f"{target.name}.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return
+        if not target.exists() and not failure.exists():
+            partial = target.with_name(f"{target.name}.partial")
+            done = subprocess.run([*command, "-o", str(partial)], check=False, capture_output=True, text=True)
+            if done.returncode == 0:
+                partial.rename(target)
+            else:
+                failure.write_text(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
+        assert not failure.exists(), failure.read_text()
