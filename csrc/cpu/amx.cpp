@@ -102,8 +102,7 @@ constexpr bool counts(int part, int code_part) {
   return part + code_part < 3;
 }
 
-// x: [tile product][part][row tile][16 rows][k] bf16. Tile products take their time whatever else the core does: the
-// next strip is decoded beside them.
+// x: [tile product][part][row tile][16 rows][k] bf16.
 template <int parts, int row_tiles, class Codes>
 void tile_step(const Step& s) {
   const Codes codes(s.values);
@@ -143,7 +142,7 @@ void tile_step(const Step& s) {
           }
         }
       }
-      if constexpr (Codes::parts == 1) {
+      if constexpr (Codes::ahead_rows != 0) {
         if (s.next != nullptr) next_panel = codes.unpack(*s.next, k, end, next_panel);
         memory_is_read();  // keeps the decoding where it stands
       }
@@ -216,7 +215,7 @@ constexpr MatrixKernel tile_kernel() {
   kernel.max_rows = 2 * kTileRows;
   kernel.row_unit = kTileRows;
   kernel.panel_bytes = 2 * Codes::parts * kStrip * kChunk;
-  kernel.decodes_ahead = Codes::parts == 1;  // two panels of three parts would fill the first-level cache
+  kernel.ahead_rows = Codes::ahead_rows;
   kernel.scaled_panel = Codes::scaled;
   kernel.representable = &scales_representable;
   kernel.row_bytes = 2 * parts * kChunk;

@@ -44,9 +44,11 @@ template <class Write>
   return _mm512_permutexvar_epi16(_mm512_srli_epi32(word, 4 * static_cast<unsigned>(j)), table);
 }
 
-// Numbers that bf16 holds.
+// Numbers that bf16 holds. Decoding beside tile products made up to eight rows 1.08 to 1.10 times as fast on two and
+// four threads, 1.03 on 16, where 16 rows lost a fifth: products of full tiles leave the core less (an Intel Xeon).
 class ExactCodes {
  public:
+  static constexpr int ahead_rows = 8;
   static constexpr int parts = 1;
   static constexpr bool scaled = false;
 
@@ -65,9 +67,11 @@ class ExactCodes {
 };
 
 // The same with each code multiplied by the scale of its group. An E2M1 code has two significant bits and an E4M3 scale
-// four, an E8M0 scale one: the product is exact in bf16. Segments of the products are whole chunks.
+// four, an E8M0 scale one: the product is exact in bf16. Segments of the products are whole chunks. More work to
+// decode, so it gains beside products of any size: 1.04 to 1.25 times (the same machine).
 class ScaledCodes {
  public:
+  static constexpr int ahead_rows = 32;
   static constexpr int parts = 1;
   static constexpr bool scaled = true;
 
@@ -92,9 +96,10 @@ class ScaledCodes {
   __m512i table_;
 };
 
-// A table of 24-bit numbers as three bf16 parts.
+// A table of 24-bit numbers as three bf16 parts. Two panels of them would fill the first-level cache.
 class TableCodes {
  public:
+  static constexpr int ahead_rows = 0;
   static constexpr int parts = 3;
   static constexpr bool scaled = false;
 

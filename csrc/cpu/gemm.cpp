@@ -278,7 +278,7 @@ class Gemm {
     if (matrix_.panel_bytes != 0) {
       if (!panels.decoded) matrix_.unpack[codes](step, panels.of_this);
       step.panel = panels.of_this;
-      panels.decoded = matrix_.decodes_ahead && next != nullptr;
+      panels.decoded = next != nullptr && segment_ == kChunk && x.block(blocks.begin).size() <= matrix_.ahead_rows;
       if (panels.decoded) {
         step.next = next;
         step.next_panel = panels.of_next;

@@ -58,9 +58,9 @@ struct MatrixKernel {
   int strip;
   int min_rows;
   int max_rows;
-  int row_unit;        // a block starts at a multiple of this
-  int panel_bytes;     // of Step::panel, which `unpack` fills and step reads in place of words; 0 where it reads words
-  bool decodes_ahead;  // the step of a strip's first row block heeds Step::next
+  int row_unit;     // a block starts at a multiple of this
+  int panel_bytes;  // of Step::panel, which `unpack` fills and step reads in place of words; 0 where it reads words
+  int ahead_rows;   // a step of up to so many rows in one segment heeds Step::next
   // The panel's codes are multiplied by the scales of their groups; step is given the global scale, and a chunk as one
   // segment.
   bool scaled_panel;
