@@ -13,11 +13,15 @@ PLAIN = ("-O2",)
 SANITIZERS = ("-Og", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
 # Unrolled vector code takes minutes to compile with sanitizers. The portable family is the same templates; and test
 # data ends at unreadable pages, which catches a vector load beyond it in any build.
-VECTOR_SOURCES = ("kernels_avx2", "kernels_avx512", "bf16_dot_avx512", "planes_avx512", "planes_avx2", "amx")
+VECTOR_SOURCES = ("kernels_avx2", "kernels_avx512", "bf16_dot_avx512", "planes_avx512", "planes_avx2")
 
 
 def build(
-    folder: Path, *flags: str, compiler: str | None = None, vector_flags: tuple[str, ...] | None = None
+    folder: Path,
+    *flags: str,
+    compiler: str | None = None,
+    vector_flags: tuple[str, ...] | None = None,
+    tile_flags: tuple[str, ...] = (),
 ) -> dict[str, Path]:
     """Compiles the kernels and the test programs, and returns the programs by name.
 
@@ -26,12 +30,14 @@ def build(
         flags: of the compiler.
         compiler: another one than this machine's own.
         vector_flags: other flags for vector code.
+        tile_flags: more flags for AMX tiles.
     """
     command = [compiler or cxx.compiler(), "-std=c++20", "-Wall", "-Wextra", "-Werror"]
     kernels = {path.stem: path for path in (ROOT / "csrc/cpu").glob("*.cpp") if not path.stem.endswith("ops_cpu")}
     tests = [ROOT / f"tests/core/{test}.cpp" for test in PROGRAMS]
-    vectors = [kernels.pop(stem) for stem in VECTOR_SOURCES]
-    parts = cxx.objects(folder, vectors, [*command, *(flags if vector_flags is None else vector_flags)])
+    tiles, *vectors = [kernels.pop(stem) for stem in ("amx", *VECTOR_SOURCES)]
+    for_vectors = [*command, *(flags if vector_flags is None else vector_flags)]
+    parts = cxx.objects(folder, vectors, for_vectors) | cxx.objects(folder, [tiles], [*for_vectors, *tile_flags])
     parts |= cxx.objects(folder, [*kernels.values(), *tests], [*command, *flags])
     mains = {test: parts.pop(test) for test in PROGRAMS}
     return {test: cxx.link(folder, [main, *parts.values()], [*command, *flags]) for test, main in mains.items()}
@@ -101,17 +107,9 @@ def test_absent_family_is_an_error(program: Path) -> None:
         assert f"got '{isa}', which this machine does not have" in done.stdout
 
 
-def test_tiles_emulated(program: Path, tmp_path: Path) -> None:
+def test_tiles_emulated(program: Path, run_folder: Path) -> None:
     """AMX kernels with tiles of plain C++, on CPUs without them too."""
     if "avx512" not in run(program, "capability").stdout.split("available:")[1].split():
         pytest.skip("needs AVX-512: tiles are emulated, the code around them is not")
-    compiler = [os.environ.get("CXX") or shutil.which("g++") or "c++", "-std=c++20", "-O2", "-Wall", "-Wextra"]
-    objects = [path for path in program.parent.glob("*.o") if path.stem != "amx"]
-    emulated, test = ROOT / "tests/core/amx_emulated.h", ROOT / "tests/core/cpu_kernels_test.cpp"
-    for command in (
-        [*compiler, "-include", emulated, "-c", ROOT / "csrc/cpu/amx.cpp", "-o", tmp_path / "amx.o"],
-        [*compiler, test, tmp_path / "amx.o", *objects, "-o", tmp_path / "test"],
-    ):
-        done = subprocess.run([str(word) for word in command], check=False, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-    passes(run(tmp_path / "test", "10", "tiles"))
+    programs = build(run_folder, *PLAIN, tile_flags=("-include", str(ROOT / "tests/core/amx_emulated.h")))
+    passes(run(programs["cpu_kernels_test"], "10", "tiles"))
