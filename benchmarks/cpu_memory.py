@@ -134,7 +134,7 @@ def dequantize_calls(weights: list[dict[str, object]], **options: object) -> dic
 
 
 def repack_calls() -> dict[str, tuple[Call, int]]:
-    """The repacks, and the unpacks of zero points of groups of 32."""
+    """The repacks, and the unpacks of zero points of groups of 32; in one round each reads another copy."""
     copies = COLD_BYTES // (K * N // 2)
     words = [torch.randint(-(2**31), 2**31 - 1, (K // 8, N), dtype=torch.int32) for _ in range(copies)]
     awq = [w.reshape(K, N // 8) for w in words]
@@ -148,12 +148,15 @@ def repack_calls() -> dict[str, tuple[Call, int]]:
         "awq_zeros": (ops.awq_unpack_zeros, zeros),
     }
 
-    def call(function: Callable[[torch.Tensor], torch.Tensor], tensors: list[torch.Tensor], index: int) -> torch.Tensor:
-        return function(tensors[index % len(tensors)])
+    def call(
+        function: Callable[[torch.Tensor], torch.Tensor], tensors: list[torch.Tensor], first: int, index: int
+    ) -> torch.Tensor:
+        return function(tensors[(first + index) % len(tensors)])
 
+    apart = copies // len(cases)
     return {
-        name: (partial(call, function, tensors), moved([tensors[0]], function(tensors[0])))
-        for name, (function, tensors) in cases.items()
+        name: (partial(call, function, tensors, position * apart), moved([tensors[0]], function(tensors[0])))
+        for position, (name, (function, tensors)) in enumerate(cases.items())
     }
 
 
