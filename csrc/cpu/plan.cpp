@@ -15,10 +15,13 @@ constexpr int64_t kBlockRows = 128;
 // Fewer rows leave a tile of 16 so empty that planes of bytes are as fast: at four rows they took 0.85 to 1.07 of the
 // tiles' time (an Intel Xeon, 2 MB of L2, two threads).
 constexpr int64_t kAmxRows = 5;
-// Groups of 16 leave half of each tile product empty and scale twice as often: the tiles pay from here, coded scales
-// inside the panel then at once. For groups of 32 multiplying them into it pays from the second value on.
-constexpr int64_t kAmxGroup16Rows = 9;
-constexpr int64_t kAmxScaledRows = 33;
+// Groups of 16 leave half of each tile product empty and scale twice as often, which three products for each fp32
+// activation do not pay for before.
+constexpr int64_t kAmxGroup16Float32Rows = 7;
+// Coded scales of groups of 32 are multiplied into the panel from the second row tile on (1.14 to 1.33 times as fast at
+// 24 and 32 rows, 0.85 to 1.25 below, the same machine, two and 16 threads); those of groups of 16 wherever tiles are
+// used.
+constexpr int64_t kAmxScaledRows = 17;
 // Codes in three parts cost three decodings and three to six products: against fp32 multiply-adds 0.65 to 0.84 of the
 // speed at eight rows, 1.0 (fp32) to 1.4 at 16, 1.5 to 2.5 at 64 (an Intel Xeon, two threads).
 constexpr int64_t kAmxTableRows = 16;
@@ -70,11 +73,13 @@ Kernel choose_kernel(const Machine& machine, const Problem& problem, int* parts)
                                                                            : 3;
     const bool coded_scales = info(problem.format).scale_coding != ScaleCoding::floating;
     const bool group_16 = problem.group_size < 32;
-    if (problem.M >= (table ? kAmxTableRows : group_16 ? kAmxGroup16Rows : kAmxRows)) {
+    const int64_t least = table                                                ? kAmxTableRows
+                          : group_16 && problem.a_type == ElementType::float32 ? kAmxGroup16Float32Rows
+                                                                               : kAmxRows;
+    if (problem.M >= least) {
       *parts = needed;
       if (table) return Kernel::amx_table;
-      return coded_scales && problem.M >= (group_16 ? kAmxGroup16Rows : kAmxScaledRows) ? Kernel::amx_scaled
-                                                                                        : Kernel::amx;
+      return coded_scales && (group_16 || problem.M >= kAmxScaledRows) ? Kernel::amx_scaled : Kernel::amx;
     }
   }
   const bool half = problem.a_type != ElementType::float32;
