@@ -1,7 +1,7 @@
 // AMX bf16 tiles with exact codes: a tile product adds 32 k of bf16 pairs in fp32. Codes are exact in bf16, or three
 // bf16 parts of a table's numbers; activations are split into bf16 parts (bf16 one, fp16 two, fp32 three, or two where
 // the caller accepts 2^-17). The products of parts add to the same tile; scale and zero point follow in fp32 after each
-// segment. Tile products flush subnormals, so activations outside 2^-100 .. 2^120 are left to the fp32 kernels.
+// segment. Tile products flush subnormals, so activations outside 2^-96 .. 2^120 are left to the fp32 kernels.
 #include "kernel_set.h"
 
 #if defined(__x86_64__) && defined(__linux__)
@@ -62,14 +62,18 @@ void unpack_tiles(const Step& s, float* panel) {
   }
 }
 
-// Whether products with activations of pack_tiles' range stay clear of subnormals, which tile products flush: 2^-100
-// times half of 2^-25 is the least normal number. NaN is representable.
+// Of a scaled panel: least activations and scales. What is flushed, less than 2^-126, is 2^-24 of their product with
+// the least code, a half.
+constexpr uint32_t kLeastScaledActivation = (127U - 76U) << 23, kLeastScale = (127U - 25U) << 23;
+
+// Whether codes times scales are finite, and large enough for the tiles. NaN is representable.
 bool scales_representable(const float* scales, int64_t count) {
-  constexpr uint32_t kLeast = (127U - 25U) << 23;
+  constexpr uint32_t kBeyond = (127U + 126U) << 23, kInfinity = 255U << 23;
   uint32_t strange = 0;
   for (int64_t i = 0; i < count; ++i) {
     const uint32_t magnitude = std::bit_cast<uint32_t>(scales[i]) & 0x7FFFFFFFU;
-    strange |= static_cast<uint32_t>(magnitude != 0) & static_cast<uint32_t>(magnitude < kLeast);
+    const bool outside = magnitude < kLeastScale || (magnitude >= kBeyond && magnitude <= kInfinity);
+    strange |= static_cast<uint32_t>(magnitude != 0 && outside);
   }
   return strange == 0;
 }
@@ -162,13 +166,14 @@ void tile_step(const Step& s) {
   }
 }
 
-// Lanes whose parts could be subnormal or overflow.
-__mmask16 strange(__m512 values) {
-  constexpr uint32_t kLeast = (127U - 100U) << 23, kBeyond = (127U + 120U) << 23;
+// Lanes that are too small for the tiles, or have parts that could overflow.
+template <uint32_t least>
+__mmask16 outside(__m512 values) {
   const __m512i magnitude = _mm512_and_si512(_mm512_castps_si512(values), _mm512_set1_epi32(0x7FFFFFFF));
-  const __m512i above = _mm512_sub_epi32(magnitude, _mm512_set1_epi32(static_cast<int>(kLeast)));
-  const __mmask16 outside = _mm512_cmpge_epu32_mask(above, _mm512_set1_epi32(static_cast<int>(kBeyond - kLeast)));
-  return _mm512_mask_test_epi32_mask(outside, magnitude, magnitude);
+  const __m512i above = _mm512_sub_epi32(magnitude, _mm512_set1_epi32(static_cast<int>(least)));
+  const __mmask16 beyond =
+      _mm512_cmpge_epu32_mask(above, _mm512_set1_epi32(static_cast<int>(kBeyondActivations - least)));
+  return _mm512_mask_test_epi32_mask(beyond, magnitude, magnitude);
 }
 
 // Takes the first bf16 part off values; it is in the upper half of each lane of what is returned.
@@ -179,8 +184,8 @@ __m512i take_part(__m512& values) {
   return rounded;
 }
 
-// False where an activation's parts could be subnormal or overflow.
-template <int parts>
+// False where an activation is too small or too large.
+template <int parts, uint32_t least>
 bool pack_tiles(const PackRow& p) {
   // The upper halves of 32 lanes, each 8 in the order of the codes' pairs.
   const __m512i pairs = _mm512_set_epi16(63, 55, 61, 53, 59, 51, 57, 49, 47, 39, 45, 37, 43, 35, 41, 33,  //
@@ -197,7 +202,7 @@ bool pack_tiles(const PackRow& p) {
       const auto present = static_cast<uint32_t>((uint64_t{1} << std::min(tile, end - k)) - 1);
       __m512 low = _mm512_maskz_loadu_ps(static_cast<__mmask16>(present), p.values + k);
       __m512 high = _mm512_maskz_loadu_ps(static_cast<__mmask16>(present >> 16), p.values + k + 16);
-      bad |= strange(low) | strange(high);
+      bad |= outside<least>(low) | outside<least>(high);
       for (int part = 0; part < parts; ++part, to += part_size) {
         const __m512i first = take_part(low);
         _mm512_mask_storeu_epi16(to, whole_tile, _mm512_permutex2var_epi16(first, pairs, take_part(high)));
@@ -219,7 +224,8 @@ constexpr MatrixKernel tile_kernel() {
   kernel.scaled_panel = Codes::scaled;
   kernel.representable = &scales_representable;
   kernel.row_bytes = 2 * parts * kChunk;
-  kernel.pack = &pack_tiles<parts>;
+  constexpr uint32_t least = Codes::scaled ? kLeastScaledActivation : kLeastActivation;
+  kernel.pack = &pack_tiles<parts, least>;
   kernel.begin = &load_tiles;
   kernel.end = &release_tiles;
   for (auto& steps : kernel.step) {

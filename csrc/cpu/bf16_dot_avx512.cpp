@@ -1,6 +1,6 @@
 // AVX512-BF16 dot products with exact codes: vdpbf16ps multiplies pairs of bf16 and adds in fp32. A code is exact in
 // bf16 (integers below 256, E2M1), a bf16 activation is one part, an fp32 activation three (24 bits = 3 * 8). The
-// instruction flushes subnormals, so activations outside 2^-100 .. 2^120 are left to the fp32 kernels.
+// instruction flushes subnormals, so activations outside 2^-96 .. 2^120 are left to the fp32 kernels.
 #include "kernel_set.h"
 
 #if defined(__x86_64__)

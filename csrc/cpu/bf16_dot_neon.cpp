@@ -1,6 +1,6 @@
 // Bf16 products with exact codes (FEAT_BF16): bfdot for one row, bfmmla, which does twice as much, for more. A code is
 // exact in bf16 where its table says so, an activation is a sum of bf16 parts: one for bf16, three for fp32. The
-// instructions flush subnormals and may round to odd, so activations outside 2^-100 .. 2^120 are left to the fp32
+// instructions flush subnormals and may round to odd, so activations outside 2^-96 .. 2^120 are left to the fp32
 // kernels.
 #include <algorithm>
 #include <utility>

@@ -21,15 +21,20 @@ namespace {
 }
 #endif
 
-// values[k] = sum over parts of bits[part][k], exactly where 8 bits a part suffice. False where a part could be
-// subnormal or overflow: the bf16 instructions flush subnormals to zero.
+// The bf16 instructions flush subnormal products and sums. Beside codes from 2^-6 on that is 2^-24 of the least
+// product.
+constexpr uint32_t kLeastActivation = (127U - 96U) << 23;
+constexpr uint32_t kBeyondActivations = (127U + 120U) << 23;
+
+// values[k] = sum over parts of bits[part][k], exactly where 8 bits a part suffice. False where one is too
+// small for the instructions, or a part could overflow.
 template <int parts>
 bool split_bf16(const float* values, int count, uint16_t (&bits)[parts][kChunk]) {
-  constexpr uint32_t kLeast = (127U - 100U) << 23, kBeyond = (127U + 120U) << 23;
   uint32_t strange = 0;
   for (int k = 0; k < count; ++k) {
     const uint32_t magnitude = std::bit_cast<uint32_t>(values[k]) & 0x7FFFFFFFU;
-    strange |= static_cast<uint32_t>(magnitude != 0) & static_cast<uint32_t>(magnitude - kLeast >= kBeyond - kLeast);
+    strange |= static_cast<uint32_t>(magnitude != 0) &
+               static_cast<uint32_t>(magnitude - kLeastActivation >= kBeyondActivations - kLeastActivation);
     float rest = values[k];
     for (int part = 0; part < parts; ++part) {
       bits[part][k] = float_to_bfloat16(rest);

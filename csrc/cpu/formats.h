@@ -6,7 +6,6 @@
 #include <array>
 #include <bit>
 #include <cstdint>
-#include <limits>
 
 #include "../weight_format.h"
 
@@ -120,20 +119,19 @@ inline std::array<float, 16> code_values(WeightFormat format, const float* lut) 
   return values;
 }
 
-// bf16 instructions flush subnormals and take activations from 2^-100 on: a number in one part must be 2^-26 at least.
-// One in three parts keeps products of its first two normal from 2^-9 on; what is flushed of the third is below the
-// error of a sum.
+// 0 where a number is not finite, or nearly so, or so small that the bf16 instructions, which flush subnormals, would
+// lose bits beside the activations that they take (bf16_parts.h).
 inline int bf16_parts_of_codes(const std::array<float, 16>& values) {
   bool exact = true;
-  float least = std::numeric_limits<float>::infinity(), largest = 0;
+  uint32_t least = ~0U, largest = 0;  // as bits, so that NaN is the largest
   for (const float value : values) {
-    exact = exact && (std::bit_cast<uint32_t>(value) & 0xFFFFU) == 0;
-    const float magnitude = std::bit_cast<float>(std::bit_cast<uint32_t>(value) & 0x7FFFFFFFU);
-    if (value != 0) least = std::min(least, magnitude);
-    largest = magnitude <= largest ? largest : magnitude;  // NaN stays
+    const uint32_t magnitude = std::bit_cast<uint32_t>(value) & 0x7FFFFFFFU;
+    exact = exact && (magnitude & 0xFFFFU) == 0;
+    if (magnitude != 0) least = std::min(least, magnitude);
+    largest = std::max(largest, magnitude);
   }
-  if (!(largest < 0x1p100F)) return 0;
-  return exact ? least >= 0x1p-26F ? 1 : 0 : least >= 0x1p-6F ? 3 : 0;
+  if (least < std::bit_cast<uint32_t>(0x1p-6F) || largest >= std::bit_cast<uint32_t>(0x1p100F)) return 0;
+  return exact ? 1 : 3;
 }
 
 }  // namespace marlin::cpu

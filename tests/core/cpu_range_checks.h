@@ -63,29 +63,91 @@ inline double check_range(const Machine& machine, const Activations& activations
   return check_size(machine, t, activations.precision, "activations of size " + std::to_string(std::log10(size)));
 }
 
-// Numbers of a table that are exact in bf16 or not, and so small that their products with the activations, or the
-// products' parts, are subnormal.
+// Numbers of a table that are exact in bf16 or not, beside activations that are, or not, so small that products of
+// their parts are subnormal. One activation in 32, or one alone, is not 0: no larger product hides what is flushed.
 inline void test_small_codes(const Machine& machine) {
-  for (const double size : {0x1p-30, 0x1p-20, 1.0}) {
-    for (const bool exact : {false, true}) {
+  constexpr double kSmallParts = 1 + 0x1.cp-21;
+  for (const double size : {0x1p-30, 0x1p-20, 0x1p-6, 0x1p-4, 1.0}) {
+    for (const double code : {1.0, 1 / 3.0, kSmallParts}) {
       for (const Activations& activations : kActivations) {
         if (activations.type == ElementType::float16) continue;  // does not reach that far
-        for (const int64_t M : {3, 17}) {
-          Case c;
-          c.format = WeightFormat::lut4;
-          c.M = M;
-          c.N = 20;
-          c.K = 136;
-          c.group_size = 64;
-          c.a_type = activations.type;
-          c.scales_type = ElementType::float32;
-          Tensors t = make(c);
-          for (int64_t i = 0; i < t.a.count(); ++i)
-            t.a.set(i, 0x1p-99 * (i % 2 == 0 ? 1.5 : -1.25));
-          for (int i = 0; i < 16; ++i)
-            t.lut.set(i, size * (exact ? i + 1 : (i + 1) / 3.0));
-          check_size(machine, t, activations.precision, "table of size " + std::to_string(std::log10(size)));
+        for (const auto& [M, least] : {std::pair{3, 0x1p-100}, std::pair{17, 0x1p-100}, std::pair{17, 0x1p-96}}) {
+          for (const int every : {32, 136}) {
+            Case c;
+            c.format = WeightFormat::lut4;
+            c.M = M;
+            c.N = 20;
+            c.K = 136;
+            c.group_size = 64;
+            c.a_type = activations.type;
+            c.scales_type = ElementType::float32;
+            Tensors t = make(c);
+            const double values[] = {kSmallParts, 1 + 0x1.01p-10, -1.25 - 0x1.01p-12};
+            for (int64_t i = 0; i < t.a.count(); ++i)
+              t.a.set(i, i % c.K % every == 7 ? least * values[i % 3] : 0);
+            for (int i = 0; i < 16; ++i)
+              t.lut.set(i, size * code * (i + 1));
+            check_size(machine, t, activations.precision, "table of size " + std::to_string(std::log10(size)));
+          }
         }
+      }
+    }
+  }
+}
+
+// An infinite number of a table makes infinite the columns that have its code, NaN makes them NaN, wherever it stands.
+inline void test_non_finite_codes(const Machine& machine) {
+  for (const Activations& activations : kActivations) {
+    for (const int64_t M : {1, 17}) {
+      for (const int infinite : {0, 1, 15}) {
+        const int nan = (infinite + 1) % 16, finite = 5;
+        Case c;
+        c.format = WeightFormat::lut4;
+        c.M = M;
+        c.N = 3;
+        c.K = 136;
+        c.group_size = 64;
+        c.a_type = activations.type;
+        c.positive = true;
+        Tensors t = make(c);
+        for (int i = 0; i < 16; ++i)
+          t.lut.set(i, 1 / 3.0);
+        t.lut.set(infinite, std::numeric_limits<double>::infinity());
+        t.lut.set(nan, std::nan(""));
+        for (int64_t i = 0; i < t.words.count(); ++i) {
+          const int codes[] = {finite, infinite, nan};
+          const uint32_t word = 0x11111111U * (i < c.N ? static_cast<uint32_t>(codes[i % c.N]) : uint32_t{finite});
+          std::memcpy(t.words.data() + 4 * i, &word, 4);
+        }
+        const Array out = run(machine, t, activations.precision);
+        for (int64_t m = 0; m < M; ++m) {
+          expect(std::isfinite(out.get(3 * m)) && std::isinf(out.get(3 * m + 1)) && std::isnan(out.get(3 * m + 2)),
+                 [&] { return name(machine) + " " + describe(c) + ": infinite and NaN numbers of a table"; });
+        }
+      }
+    }
+  }
+}
+
+// Scales of mxfp4 from the least to the largest, beside activations that are, or not, too small for tiles.
+inline void test_every_coded_scale(const Machine& machine) {
+  for (const Activations& activations : kActivations) {
+    for (int code = 0; code < 255; code += code < 240 ? 6 : 1) {
+      for (const int exponent : {-99, std::clamp(26 - code, -76, 90)}) {
+        Case c;
+        c.format = WeightFormat::mxfp4;
+        c.M = 33;
+        c.N = 20;
+        c.K = 72;
+        c.group_size = 32;
+        c.a_type = activations.type;
+        Tensors t = make(c);
+        const double size = c.a_type == ElementType::float16 ? 0x1p-12 : std::ldexp(1.0, exponent);
+        for (int64_t i = 0; i < t.a.count(); ++i)
+          t.a.set(i, i % 24 == 5 ? size * (1 + 0x1.01p-10) : 0);
+        for (int64_t i = 0; i < t.scales.count(); ++i)
+          t.scales.set(i, code);
+        check_size(machine, t, activations.precision, "scale code " + std::to_string(code));
       }
     }
   }
