@@ -18,9 +18,7 @@ def compiler() -> str:
 
 def objects(folder: Path, sources: Iterable[Path], command: Sequence[str]) -> dict[str, Path]:
     """Compiles sources with one command into a folder of this run and returns the objects by their sources' stems."""
-    into = folder / _digest(command)
-    into.mkdir(exist_ok=True)
-    targets = {source: into / f"{source.stem}.o" for source in sources}
+    targets = {source: folder / f"{source.stem}-{_digest([*command, str(source)])}.o" for source in sources}
     for wait in (False, True):  # first what no other worker is at
         for source, target in targets.items():
             _once(target, [*command, "-c", str(source)], wait=wait)
@@ -51,7 +49,8 @@ def _once(target: Path, command: Sequence[str], *, wait: bool) -> None:
         except BlockingIOError:
             return
         if not target.exists() and not failure.exists():
-            partial = target.with_name(f"{target.name}.partial")
+            # A name of its own: the compiler of a worker that was killed may still be at the same target.
+            partial = target.with_name(f"{target.name}.{os.getpid()}")
             done = subprocess.run([*command, "-o", str(partial)], check=False, capture_output=True, text=True)
             if done.returncode == 0:
                 partial.rename(target)

@@ -1,0 +1,26 @@
+"""What tests/cxx.py promises to workers that share a folder."""
+
+from pathlib import Path
+
+import cxx
+import pytest
+
+
+def test_sources_of_one_name_have_objects_of_their_own(tmp_path: Path) -> None:
+    found = []
+    for folder in (tmp_path / "first", tmp_path / "second"):
+        folder.mkdir()
+        source = folder / "same.cpp"
+        source.write_text("int global;\n")
+        found.append(cxx.objects(tmp_path, [source], [cxx.compiler()])["same"])
+    assert found[0] != found[1]
+
+
+def test_a_failure_reaches_everyone_who_asks(tmp_path: Path) -> None:
+    source = tmp_path / "wrong.cpp"
+    source.write_text("#error as expected\n")
+    for _ in range(2):
+        with pytest.raises(AssertionError, match="as expected"):
+            cxx.objects(tmp_path, [source], [cxx.compiler()])
+        source.write_text("")  # nobody tries again in the same run
+    assert not list(tmp_path.rglob("*.o"))
