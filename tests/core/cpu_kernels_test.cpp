@@ -126,7 +126,7 @@ void test_non_finite(const Machine& machine) {
   const double nan = std::nan(""), inf = std::numeric_limits<double>::infinity();
   for (const WeightFormatInfo& format : kWeightFormats) {
     for (const Activations& activations : kActivations) {
-      for (const int64_t M : {2, 15}) {
+      for (const int64_t M : {2, 15, 33}) {
         for (const double bad : {nan, inf, -inf}) {
           Case c;
           c.format = format.format;
