@@ -176,14 +176,6 @@ __mmask16 outside(__m512 values) {
   return _mm512_mask_test_epi32_mask(beyond, magnitude, magnitude);
 }
 
-// Takes the first bf16 part off values; it is in the upper half of each lane of what is returned.
-__m512i take_part(__m512& values) {
-  const __m512i rounded = Avx512::round_high_half(values);
-  const __m512i part = _mm512_and_si512(rounded, _mm512_set1_epi32(static_cast<int>(0xFFFF0000U)));
-  values = _mm512_sub_ps(values, _mm512_castsi512_ps(part));
-  return rounded;
-}
-
 // False where an activation is too small or too large.
 template <int parts, uint32_t least>
 bool pack_tiles(const PackRow& p) {
@@ -238,21 +230,14 @@ constexpr MatrixKernel tile_kernel() {
   return kernel;
 }
 
-template <class Codes>
-constexpr std::array<MatrixKernel, 3> kTiles{tile_kernel<1, Codes>(), tile_kernel<2, Codes>(), tile_kernel<3, Codes>()};
+template <int parts>
+constexpr AmxKernels kTiles{tile_kernel<parts, CodesInParts<1>>(), tile_kernel<parts, ScaledCodes>(),
+                            tile_kernel<parts, CodesInParts<3>>()};
 
 }  // namespace
 
-const MatrixKernel* amx_kernel(int parts) {
-  return &kTiles<ExactCodes>[static_cast<size_t>(parts - 1)];
-}
-
-const MatrixKernel* amx_scaled_kernel(int parts) {
-  return &kTiles<ScaledCodes>[static_cast<size_t>(parts - 1)];
-}
-
-const MatrixKernel* amx_table_kernel(int parts) {
-  return &kTiles<TableCodes>[static_cast<size_t>(parts - 1)];
+const AmxKernels* amx_kernels(int parts) {
+  return parts == 1 ? &kTiles<1> : parts == 2 ? &kTiles<2> : &kTiles<3>;
 }
 
 }  // namespace marlin::cpu
@@ -262,13 +247,7 @@ MARLIN_TARGET_END
 #else
 
 namespace marlin::cpu {
-const MatrixKernel* amx_kernel(int) {
-  return nullptr;
-}
-const MatrixKernel* amx_scaled_kernel(int) {
-  return nullptr;
-}
-const MatrixKernel* amx_table_kernel(int) {
+const AmxKernels* amx_kernels(int) {
   return nullptr;
 }
 }  // namespace marlin::cpu

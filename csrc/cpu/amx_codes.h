@@ -44,30 +44,47 @@ template <class Write>
   return _mm512_permutexvar_epi16(_mm512_srli_epi32(word, 4 * static_cast<unsigned>(j)), table);
 }
 
-// Numbers that bf16 holds. Decoding beside tile products made up to eight rows 1.08 to 1.10 times as fast on two and
-// four threads, 1.03 on 16, where 16 rows lost a fifth: products of full tiles leave the core less (an Intel Xeon).
-class ExactCodes {
+// Takes the first bf16 part off values; it is in the upper half of each lane of what is returned.
+[[gnu::always_inline]] inline __m512i take_part(__m512& values) {
+  const __m512i rounded = Avx512::round_high_half(values);
+  const __m512i part = _mm512_and_si512(rounded, _mm512_set1_epi32(static_cast<int>(0xFFFF0000U)));
+  values = _mm512_sub_ps(values, _mm512_castsi512_ps(part));
+  return rounded;
+}
+
+// Numbers that are sums of so many bf16 parts. Decoding one part beside tile products made up to eight rows 1.08
+// to 1.10 times as fast on two and four threads, 1.03 on 16, where 16 rows lost a fifth: products of full tiles leave
+// the core less (an Intel Xeon). Two panels of three parts would fill the first-level cache.
+template <int code_parts>
+class CodesInParts {
  public:
-  static constexpr int ahead_rows = 8;
-  static constexpr int parts = 1;
+  static constexpr int ahead_rows = code_parts == 1 ? 8 : 0;
+  static constexpr int parts = code_parts;
   static constexpr bool scaled = false;
 
-  explicit ExactCodes(const float* values) : table_(bf16_table(values)) {}
+  explicit CodesInParts(const float* values) {
+    __m512 rest = _mm512_loadu_ps(values);
+    for (__m512i& table : tables_)
+      table = bf16_table(take_part(rest));
+  }
 
   [[gnu::always_inline]] __m512i* unpack(const Step& s, int k, int end, __m512i* to) const {
-    return each_word(k, end, tile_k(s.segment), to, [&](int row, int column, __m512i* out) {
-      const __m512i word = load_words(s, row, column);
-      for (int j = 0; j < 4; ++j)
-        _mm512_storeu_si512(out + j, code_pairs(word, j, table_));
-    });
+    for (const __m512i table : tables_) {
+      to = each_word(k, end, tile_k(s.segment), to, [&](int row, int column, __m512i* out) {
+        const __m512i word = load_words(s, row, column);
+        for (int j = 0; j < 4; ++j)
+          _mm512_storeu_si512(out + j, code_pairs(word, j, table));
+      });
+    }
+    return to;
   }
 
  private:
-  __m512i table_;
+  __m512i tables_[parts];
 };
 
-// The same with each code multiplied by the scale of its group. An E2M1 code has two significant bits and an E4M3 scale
-// four, an E8M0 scale one: the product is exact in bf16. Segments of the products are whole chunks. More work to
+// Numbers that bf16 holds, each multiplied by the scale of its group. An E2M1 code has two significant bits and an E4M3
+// scale four, an E8M0 scale one: the product is exact in bf16. Segments of the products are whole chunks. More work to
 // decode, so it gains beside products of any size: 1.04 to 1.25 times (the same machine).
 class ScaledCodes {
  public:
@@ -75,7 +92,7 @@ class ScaledCodes {
   static constexpr int parts = 1;
   static constexpr bool scaled = true;
 
-  explicit ScaledCodes(const float* values) : table_(bf16_table(values)) {}
+  explicit ScaledCodes(const float* values) : table_(bf16_table(_mm512_loadu_si512(values))) {}
 
   [[gnu::always_inline]] __m512i* unpack(const Step& s, int k, int end, __m512i* to) const {
     const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xFFFF0000U));
@@ -94,36 +111,6 @@ class ScaledCodes {
 
  private:
   __m512i table_;
-};
-
-// A table of 24-bit numbers as three bf16 parts. Two panels of them would fill the first-level cache.
-class TableCodes {
- public:
-  static constexpr int ahead_rows = 0;
-  static constexpr int parts = 3;
-  static constexpr bool scaled = false;
-
-  explicit TableCodes(const float* values) {
-    alignas(64) uint16_t bits[parts][kChunk];
-    split_bf16<parts>(values, 16, bits);
-    for (int part = 0; part < parts; ++part)
-      tables_[part] = _mm512_broadcast_i64x4(_mm256_load_si256(reinterpret_cast<const __m256i*>(bits[part])));
-  }
-
-  [[gnu::always_inline]] __m512i* unpack(const Step& s, int k, int end, __m512i* to) const {
-    const int tile = tile_k(s.segment);
-    for (const __m512i table : tables_) {
-      to = each_word(k, end, tile, to, [&](int row, int column, __m512i* out) {
-        const __m512i word = load_words(s, row, column);
-        for (int j = 0; j < 4; ++j)
-          _mm512_storeu_si512(out + j, code_pairs(word, j, table));
-      });
-    }
-    return to;
-  }
-
- private:
-  __m512i tables_[parts];
 };
 
 }  // namespace

@@ -27,7 +27,7 @@ template <int parts, int R, int C>
 void dot_step(const Step& s) {
   // Every part has a sum of its own: one row alone would be a chain of dependent instructions.
   constexpr int sums = parts * R * C;
-  const __m512i table = bf16_table(s.values);
+  const __m512i table = bf16_table(_mm512_loadu_si512(s.values));
   const uint32_t* words = s.words;
   const uint32_t* ahead = s.ahead;
   const auto* x = static_cast<const int32_t*>(s.x);

@@ -15,9 +15,8 @@ namespace {
 #if defined(__x86_64__)
 // Nibbles j and j + 4 of a word stand at the bottom of the two halves of each 32-bit lane once the word is shifted by
 // 4j: vpermw, which reads five index bits, turns them into two bf16 through a table that is written twice.
-[[gnu::always_inline]] inline __m512i bf16_table(const float* values) {
-  const __m256i half = _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_castps_si512(_mm512_loadu_ps(values)), 16));
-  return _mm512_broadcast_i64x4(half);
+[[gnu::always_inline]] inline __m512i bf16_table(__m512i upper_halves) {
+  return _mm512_broadcast_i64x4(_mm512_cvtepi32_epi16(_mm512_srli_epi32(upper_halves, 16)));
 }
 #endif
 

@@ -76,7 +76,7 @@ Detected detect() {
       add(tiles && (seven.edx & (1U << 24)) != 0, "amx_tile") && add((seven.edx & (1U << 22)) != 0, "amx_bf16");
   if (avx2 && fma && f16c) found.available.push_back(Isa::avx2);
   if (found.available.size() == 2 && f && bw && dq && vl) found.available.push_back(Isa::avx512);
-  if (found.available.size() == 3 && amx && bf16 && amx_kernel(1) != nullptr && request_tiles()) {
+  if (found.available.size() == 3 && amx && bf16 && amx_kernels(1) != nullptr && request_tiles()) {
     found.available.push_back(Isa::amx);
   }
   // "AuthenticAMD": two bf16 dot products a cycle. Intel's cores run them at half their fp32 rate.

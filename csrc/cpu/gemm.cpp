@@ -33,11 +33,11 @@ const MatrixKernel& matrix_kernel(const Plan& plan, const KernelSet& kernels) {
     case Kernel::planes:
       return planes_kernels()->many_rows;
     case Kernel::amx:
-      return *amx_kernel(plan.parts);
+      return amx_kernels(plan.parts)->exact;
     case Kernel::amx_scaled:
-      return *amx_scaled_kernel(plan.parts);
+      return amx_kernels(plan.parts)->scaled;
     case Kernel::amx_table:
-      return *amx_table_kernel(plan.parts);
+      return amx_kernels(plan.parts)->table;
     case Kernel::few_rows:
       return kernels.few_rows;
     default:

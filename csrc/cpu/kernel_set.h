@@ -123,6 +123,12 @@ struct PlanesKernels {
   MatrixKernel many_rows;
 };
 
+struct AmxKernels {
+  MatrixKernel exact;   // codes that bf16 holds
+  MatrixKernel scaled;  // the same, with their scales inside the panel
+  MatrixKernel table;   // codes in three parts
+};
+
 // nullptr where this build has no code for the family.
 const KernelSet* portable_kernels();
 const KernelSet* avx2_kernels();
@@ -131,9 +137,7 @@ const KernelSet* neon_kernels();
 const Bf16DotKernels* bf16_dot_kernels();
 const PlanesKernels* planes_kernels();
 const MatrixKernel* avx2_planes_kernel();
-const MatrixKernel* amx_kernel(int parts);
-const MatrixKernel* amx_scaled_kernel(int parts);
-const MatrixKernel* amx_table_kernel(int parts);
+const AmxKernels* amx_kernels(int parts);  // of an activation
 const KernelSet* kernels_of(Isa isa);
 
 }  // namespace marlin::cpu

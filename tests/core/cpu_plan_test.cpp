@@ -227,10 +227,10 @@ void test_shapes() {
     check_kernel(planes->many_rows, kernel_shape(dotting, Kernel::planes), "planes", false);
   }
   for (int parts = 1; parts <= 3; ++parts) {
-    if (const MatrixKernel* tiles = amx_kernel(parts)) {
-      check_kernel(*tiles, kernel_shape(Isa::amx, Kernel::amx), "amx");
-      check_kernel(*amx_scaled_kernel(parts), kernel_shape(Isa::amx, Kernel::amx_scaled), "amx_scaled");
-      check_kernel(*amx_table_kernel(parts), kernel_shape(Isa::amx, Kernel::amx_table), "amx_table");
+    if (const AmxKernels* tiles = amx_kernels(parts)) {
+      check_kernel(tiles->exact, kernel_shape(Isa::amx, Kernel::amx), "amx");
+      check_kernel(tiles->scaled, kernel_shape(Isa::amx, Kernel::amx_scaled), "amx_scaled");
+      check_kernel(tiles->table, kernel_shape(Isa::amx, Kernel::amx_table), "amx_table");
     }
   }
 }
