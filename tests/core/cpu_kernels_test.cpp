@@ -188,25 +188,8 @@ void test_outliers(const Machine& machine) {
         Tensors t = make(c);
         for (int64_t i = 0; i < t.a.count(); ++i)
           t.a.set(i, t.a.get(i) * (i % 32 == 7 ? 1 : std::ldexp(1.0, -4 - static_cast<int>(i / 32 % 21))));
-        const cpu::Plan plan = plan_of(machine, t, activations.precision);
-        const std::vector<double> x_size = sizes(t, cpu::in_planes(plan.kernel));
-        const Array out = run(machine, t, activations.precision);
-        for (int64_t m = 0; m < c.M; ++m) {
-          for (int64_t n = 0; n < c.N; ++n) {
-            double y = 0, sum = 0;
-            for (int64_t k = 0; k < c.K; ++k) {
-              double size = 0;
-              y += t.activation(m, k) * t.weight(k, n, &size);
-              sum += x_size[static_cast<size_t>(m * c.K + k)] * size;
-            }
-            const double rounding = unit_roundoff(c.a_type) * std::fabs(y) + smallest(c.a_type);
-            const double slack = error_unit(plan, t) * sum;
-            const double got = out.get(m * c.N + n);
-            worst = std::max(worst, (std::fabs(got - y) - rounding) / slack);
-            expect(std::fabs(got - y) <= rounding + slack,
-                   [&] { return name(machine) + " outliers: " + describe(c) + " got " + std::to_string(got); });
-          }
-        }
+        const Allowance allowance{.largest_of_group = true, .what = "outliers"};
+        worst = std::max(worst, check_gemm(machine, t, activations.precision, allowance));
       }
     }
   }

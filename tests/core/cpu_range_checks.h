@@ -9,49 +9,29 @@
 
 namespace marlin::test {
 
-// Against fp64, where fp32 subnormals on the way are worth an ulp each.
-inline double check_size(const Machine& machine, const Tensors& t, Float32Precision precision,
-                         const std::string& what) {
-  const Case& c = t.c;
-  double worst = 0;
-  const Array out = run(machine, t, precision);
-  const cpu::Plan plan = plan_of(machine, t, precision);
-  const std::vector<double> x = t.activations();
-  const std::vector<double> x_size = sizes(t, c.a_type == ElementType::float32 && cpu::in_planes(plan.kernel));
-  std::vector<double> weight(static_cast<size_t>(c.K));
-  for (int64_t n = 0; n < c.N; ++n) {
-    for (int64_t k = 0; k < c.K; ++k)
-      weight[static_cast<size_t>(k)] = t.weight(k, n);
-    for (int64_t m = 0; m < c.M; ++m) {
-      double y = 0, sum = 0;
-      for (int64_t k = 0; k < c.K; ++k) {
-        const auto i = static_cast<size_t>(m * c.K + k);
-        y += x[i] * weight[static_cast<size_t>(k)];
-        sum += x_size[i] * std::fabs(weight[static_cast<size_t>(k)]);
-      }
-      const double slack = error_unit(plan, t) * sum + static_cast<double>(c.K) * 0x1p-149;
-      const double rounding = unit_roundoff(c.a_type) * std::fabs(y) + smallest(c.a_type);
-      const double got = out.get(m * c.N + n);
-      if (std::fabs(y) + slack > largest(c.a_type)) continue;
-      worst = std::max(worst, (std::fabs(got - y) - rounding) / slack);
-      expect(std::fabs(got - y) <= rounding + slack, [&] { return name(machine) + " " + what + ": " + describe(c); });
-    }
-  }
-  return worst;
-}
-
-// Tiny and huge activations and tiny scales, where a narrower intermediate format would lose them. Activations other
-// than those with k % every == first are 0.
-inline double check_range(const Machine& machine, const Activations& activations, WeightFormat format, int64_t M,
-                          double size, int every, int first) {
+inline Case case_of(WeightFormat format, int64_t M, ElementType a_type) {
   Case c;
   c.format = format;
   c.M = M;
   c.N = 20;
   c.K = 136;
   c.group_size = format == WeightFormat::mxfp4 ? 32 : 64;
-  c.a_type = activations.type;
+  c.a_type = a_type;
   c.scales_type = ElementType::float32;
+  return c;
+}
+
+// fp32 subnormals on the way are worth an ulp each.
+inline double check_size(const Machine& machine, const Tensors& t, Float32Precision precision,
+                         const std::string& what) {
+  return check_gemm(machine, t, precision, {.absolute = static_cast<double>(t.c.K) * 0x1p-149, .what = what});
+}
+
+// Tiny and huge activations and tiny scales, where a narrower intermediate format would lose them. Activations other
+// than those with k % every == first are 0.
+inline double check_range(const Machine& machine, const Activations& activations, WeightFormat format, int64_t M,
+                          double size, int every, int first) {
+  const Case c = case_of(format, M, activations.type);
   const Tensors made = make(c);
   Tensors t = make(c);
   for (int64_t i = 0; i < t.a.count(); ++i)
@@ -73,14 +53,7 @@ inline void test_small_codes(const Machine& machine) {
         if (activations.type == ElementType::float16) continue;  // does not reach that far
         for (const auto& [M, least] : {std::pair{3, 0x1p-100}, std::pair{17, 0x1p-100}, std::pair{17, 0x1p-96}}) {
           for (const int every : {32, 136}) {
-            Case c;
-            c.format = WeightFormat::lut4;
-            c.M = M;
-            c.N = 20;
-            c.K = 136;
-            c.group_size = 64;
-            c.a_type = activations.type;
-            c.scales_type = ElementType::float32;
+            const Case c = case_of(WeightFormat::lut4, M, activations.type);
             Tensors t = make(c);
             const double values[] = {kSmallParts, 1 + 0x1.01p-10, -1.25 - 0x1.01p-12};
             for (int64_t i = 0; i < t.a.count(); ++i)
@@ -101,13 +74,8 @@ inline void test_non_finite_codes(const Machine& machine) {
     for (const int64_t M : {1, 17}) {
       for (const int infinite : {0, 1, 15}) {
         const int nan = (infinite + 1) % 16, finite = 5;
-        Case c;
-        c.format = WeightFormat::lut4;
-        c.M = M;
+        Case c = case_of(WeightFormat::lut4, M, activations.type);
         c.N = 3;
-        c.K = 136;
-        c.group_size = 64;
-        c.a_type = activations.type;
         c.positive = true;
         Tensors t = make(c);
         for (int i = 0; i < 16; ++i)
@@ -134,13 +102,8 @@ inline void test_every_coded_scale(const Machine& machine) {
   for (const Activations& activations : kActivations) {
     for (int code = 0; code < 255; code += code < 240 ? 6 : 1) {
       for (const int exponent : {-99, std::clamp(26 - code, -76, 90)}) {
-        Case c;
-        c.format = WeightFormat::mxfp4;
-        c.M = 33;
-        c.N = 20;
+        Case c = case_of(WeightFormat::mxfp4, 33, activations.type);
         c.K = 72;
-        c.group_size = 32;
-        c.a_type = activations.type;
         Tensors t = make(c);
         const double size = c.a_type == ElementType::float16 ? 0x1p-12 : std::ldexp(1.0, exponent);
         for (int64_t i = 0; i < t.a.count(); ++i)
