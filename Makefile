@@ -3,18 +3,18 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 TORCH := torch==2.13.0
-TESTS ?= tests
+TESTS ?= tests softmetal/tests
 # Spinning OpenMP threads of several workers on the same cores make the tests many times slower.
 PYTEST := OMP_WAIT_POLICY=passive $(PY) -m pytest -n $(shell nproc 2>/dev/null || sysctl -n hw.ncpu) --dist worksteal
-SOURCES := setup.py $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/*.h csrc/cpu/*.cpp csrc/mps/*.h csrc/mps/*.mm kernels/* build_support/*.py)
-# All but the headers of Metal's dialect in tests/softmetal/msl, which are tables of macros.
-CXX_FILES := $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp csrc/*/*.mm kernels/*.h kernels/*.metal benchmarks/*.cpp \
-	$(foreach folder,core kernels softmetal/runtime softmetal/runtime/include/* softmetal/executor softmetal/msl softmetal/tests/host, \
-	$(addprefix tests/$(folder)/*,.h .cpp .mm)))
+SOURCES := setup.py $(shell find csrc kernels -type f) $(wildcard build_support/*.py)
+# All but the headers of Metal's dialect in softmetal/msl, which are tables of macros.
+CXX_FILES := $(shell find csrc kernels -type f) $(wildcard benchmarks/*.cpp \
+	$(foreach folder,tests/core tests/support/kernels $(addprefix softmetal/,runtime runtime/include/* executor executor/* msl examples/* tests/host), \
+	$(addprefix $(folder)/*,.h .cpp .mm)))
 # The tests' build adds the MPS backend on the software Metal device where its packages are present.
 BUILT := $(VENV)/.built-$(shell sh scripts/system_packages.sh has-softmetal && echo mps || echo cpu)
 
-.PHONY: help build test test-all lint format demo demo-mps demo-xlstm bench bench-mlstm macos macos-mistakes mutate witness clean
+.PHONY: help build compiled test test-all lint format docs demo demo-mps demo-xlstm bench bench-mlstm macos macos-mistakes mutate witness clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -33,7 +33,11 @@ $(BUILT): $(VENV)/.installed $(SOURCES)
 	SOFTMETAL=$$(sh scripts/system_packages.sh has-softmetal && echo 1) $(PY) setup.py --quiet build_ext --inplace
 	@touch $@
 
-build: $(BUILT) ## set up .venv and build the extension in place
+# A make of its own: only after the set-up is it known whether this machine has the software device's packages.
+build: $(VENV)/.installed ## set up .venv and build the extension in place
+	@$(MAKE) --no-print-directory compiled
+
+compiled: $(BUILT)
 
 test: build ## all tests
 	$(PYTEST) $(TESTS)
@@ -52,12 +56,15 @@ format: $(VENV)/.installed ## rewrite the sources as lint wants them
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/clang-format -i $(CXX_FILES)
 
+docs: $(VENV)/.installed ## the documentation's site, in build/site
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
+
 demo: build ## a real sentence-embedding model in 4 bit, a table and a picture
 	$(PY) examples/demo.py
 
 # On Linux the software Metal device is mps: minutes.
 demo-mps: build ## the demo on mps
-	PYTHONPATH=tests $(PY) $$(sh scripts/system_packages.sh has-softmetal && echo -m softmetal) \
+	$(PY) $$(sh scripts/system_packages.sh has-softmetal && echo -m softmetal) \
 		examples/demo.py --device mps --picture demo-output/demo-mps.png
 
 demo-xlstm: build ## train a small xLSTM for a minute and let it write, in fp32 and in 4 bit
@@ -79,8 +86,8 @@ mutate: $(VENV)/.installed ## break kernels/ in one place at a time: a test must
 	$(PY) tests/kernels/mutate.py --jobs $(or $(JOBS),2)
 
 witness: build ## kernels as Apple's compiler made them beside our compile of their source
-	PYTHONPATH=tests $(PY) -m softmetal.witness
-	PYTHONPATH=tests $(PY) -m softmetal.witness --prove
+	$(PY) -m softmetal.witness
+	$(PY) -m softmetal.witness --prove
 
 clean: ## remove what was built (not .venv)
 	rm -rf build dist demo-output torch_marlin_metal/*.so $(VENV)/.built-*

@@ -1,17 +1,16 @@
 """Builds torch_marlin_metal._C: the CPU backend everywhere, the MPS backend on Macs (and, for tests, on Linux)."""
 
-import importlib.util
 import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 from setuptools import setup
 
 ROOT = Path(__file__).parent.resolve()
 sys.path.insert(0, str(ROOT))  # a build front end does not put the source tree there
 
+from build_support import softmetal  # noqa: E402
 from build_support.embed_kernels import write_kernel_sources  # noqa: E402
 
 TORCH_MINIMUM = (2, 13)
@@ -54,40 +53,32 @@ def relative(pattern: str) -> list[str]:
     return sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(pattern))
 
 
-def softmetal_build() -> ModuleType:
-    """tests/softmetal/build.py by itself: importing its package would load the device."""
-    spec = importlib.util.spec_from_file_location("softmetal_build", ROOT / "tests" / "softmetal" / "build.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 class BuildMarlin(BuildExtension):
     """On Macs adds the MPS backend with its kernels' sources; with SOFTMETAL set, builds a test library that has it."""
 
     def build_extension(self, ext):
         kernel_sources = Path(self.build_temp, "kernel_sources.cpp")
         write_kernel_sources(ROOT / "kernels", kernel_sources)
-        mps_sources = [*relative("csrc/mps/*.mm"), str(kernel_sources)]
+        mps_sources = [*relative("csrc/**/*.mm"), str(kernel_sources)]
         if sys.platform == "darwin":
             ext.sources += mps_sources
             ext.extra_link_args += ["-framework", "Metal", "-framework", "Foundation"]
         super().build_extension(ext)
         if os.environ.get("SOFTMETAL"):
-            softmetal_build().build_test_extension(self, ext, mps_sources)
+            softmetal.link_with_mps_sources(self, ext, mps_sources)
 
 
 check_torch()
 check_compiler()
 
-sources = relative("csrc/*.cpp") + relative("csrc/cpu/*.cpp")
+sources = relative("csrc/**/*.cpp")
 compile_flags = ["-std=c++20", "-O3", "-g0", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-fvisibility=hidden"]
 compile_flags += [f"-isystem{path}" for path in include_paths()]  # warnings are for our own code
 
 extension = CppExtension(
     "torch_marlin_metal._C",
     sources,
-    include_dirs=["csrc"],
+    include_dirs=[str(ROOT)],
     extra_compile_args={"cxx": compile_flags},
     define_macros=[("TORCH_MARLIN_METAL_TORCH_VERSION", f'"{torch.__version__.split("+")[0]}"')],
 )

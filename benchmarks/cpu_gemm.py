@@ -20,7 +20,7 @@ from cpu_ceilings import fp32_peak, stream_read
 
 import torch_marlin_metal as tmm
 from torch_marlin_metal.cli.bench import processor_name
-from torch_marlin_metal.tuning.chains import median_ratio
+from torch_marlin_metal.gpu.tuning.chains import median_ratio
 
 GROUP_SIZE = 128
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512)

@@ -11,16 +11,18 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-SOURCES = Path(__file__).resolve().parents[1] / "csrc" / "cpu"
+ROOT = Path(__file__).resolve().parents[1]
 CODES = ("integer", "e2m1", "table")
-FP32 = r"step<marlin::cpu::Neon, \(marlin::cpu::Codes\)(?P<codes>\d), (?P<panel>true|false), (?P<R>\d+), (?P<C>\d+)>"
+FP32 = r"step<marlin::cpu::Neon, \(marlin::CodeKind\)(?P<codes>\d), (?P<panel>true|false), (?P<R>\d+), (?P<C>\d+)>"
 # Source, and its functions by kind.
 KERNELS = {
     "kernels_neon": {
         "fp32": FP32,
-        "decode to a panel": r"unpack<marlin::cpu::Neon, \(marlin::cpu::Codes\)(?P<codes>\d), (?P<C>\d+)>",
+        "decode to a panel": r"unpack<marlin::cpu::Neon, \(marlin::CodeKind\)(?P<codes>\d), (?P<C>\d+)>",
     },
-    "planes_neon": {"byte planes": r"planes_step<\(marlin::cpu::Codes\)(?P<codes>\d), (?P<R>\d+), (?P<C>\d+)>"},
+    "byte_split_neon": {
+        "split bytes": r"split_step<.*NeonDot, \(marlin::CodeKind\)(?P<codes>\d), (?P<R>\d+), (?P<C>\d+)>"
+    },
     "bf16_dot_neon": {
         "bfdot": r"dot_step<(?P<parts>\d), (?P<C>\d+)>",
         "bfmmla": r"matrix_step<(?P<R>\d+), (?P<C>\d+)>",
@@ -31,7 +33,7 @@ KERNELS = {
 def functions(source: str, directory: Path, compiler: str) -> Iterator[tuple[str, list[tuple[int, str]]]]:
     """Each function's name and instructions with their addresses."""
     target = directory / f"{source}.o"
-    flags = ["-std=c++20", "-O3", "-c", str(SOURCES / f"{source}.cpp"), "-o", str(target)]
+    flags = ["-std=c++20", "-O3", f"-I{ROOT}", "-c", str(ROOT / f"csrc/cpu/arm/{source}.cpp"), "-o", str(target)]
     subprocess.run([compiler, *flags], check=True)
     objdump = compiler.removesuffix("g++") + "objdump"
     listing = subprocess.run(
@@ -83,7 +85,7 @@ def main() -> None:
                     label = kind + (" from a panel" if fields.get("panel") == "true" else "")
                     label += f", {fields['parts']} parts" if "parts" in fields else ""
                     codes = CODES[int(fields["codes"])] if "codes" in fields else "any"
-                    least = {"fp32": 8 * R * C, "byte planes": 6 * R * C, "bfmmla": 4 * ((R + 1) // 2) * C}
+                    least = {"fp32": 8 * R * C, "split bytes": 6 * R * C, "bfmmla": 4 * ((R + 1) // 2) * C}
                     multiplies = 4 * C * int(fields["parts"]) if "parts" in fields else least.get(kind, 0)
                     rows[label, codes, R, C] = count(instructions, multiplies) / (32 * R * C)
     print("| kernel | codes | rows | columns | instructions a weight and row |\n|---|---|---|---|---|")

@@ -8,20 +8,20 @@ PRAGMA_ONCE = re.compile(r"^\s*#\s*pragma\s+once\s*$")
 DELIMITER = "METAL"
 
 
-def inline_headers(path: Path, seen: set[Path]) -> str:
+def inline_headers(path: Path, root: Path, seen: set[Path]) -> str:
     """Returns the file's text with each of our headers put in the place of its first #include.
 
-    `#line` keeps the compiler's messages in terms of the files in `kernels/`.
+    Includes are relative to `root`, the repository. `#line` keeps the compiler's messages in terms of its files.
     """
-    name = f"{path.parent.name}/{path.name}"
+    seen.add(path)
+    name = path.relative_to(root).as_posix()
     lines = [f'#line 1 "{name}"']
     for number, line in enumerate(path.read_text(encoding="ascii").splitlines(), start=1):
         found = INCLUDE.match(line)
         if found:
-            header = (path.parent / found[1]).resolve()
+            header = root / found[1]
             if header not in seen:
-                seen.add(header)
-                lines.append(inline_headers(header, seen))
+                lines.append(inline_headers(header, root, seen))
             lines.append(f'#line {number + 1} "{name}"')
         else:
             lines.append("" if PRAGMA_ONCE.match(line) else line)
@@ -31,15 +31,17 @@ def inline_headers(path: Path, seen: set[Path]) -> str:
 def kernel_sources(kernels: Path) -> str:
     """Returns the C++ file that defines `marlin::mps::kKernelSources` (csrc/mps/kernel_sources.h)."""
     entries = []
-    if not any(kernels.glob("*.metal")):
+    libraries = sorted(kernels.rglob("*.metal"))
+    if not libraries:
         raise FileNotFoundError(f"{kernels}: expected the Metal sources, *.metal, found none")
-    for path in sorted(kernels.glob("*.metal")):
-        source = inline_headers(path.resolve(), {path.resolve()})
+    for path in libraries:
+        library = path.relative_to(kernels).with_suffix("").as_posix()
+        source = inline_headers(path, kernels.parent, set())
         if f"){DELIMITER}" in source:
             raise ValueError(f"{path}: contains the literal's delimiter")
-        entries.append(f'    {{"{path.stem}", R"{DELIMITER}({source}\n){DELIMITER}"}},\n')
+        entries.append(f'    {{"{library}", R"{DELIMITER}({source}\n){DELIMITER}"}},\n')
     return (
-        '#include "mps/kernel_sources.h"\n\n'
+        '#include "csrc/mps/kernel_sources.h"\n\n'
         "namespace marlin::mps {\n\n"
         "namespace {\n"
         f"constexpr KernelSource kSources[] = {{\n{''.join(entries)}}};\n"

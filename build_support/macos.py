@@ -18,13 +18,12 @@ import sysconfig
 import zipfile
 from pathlib import Path
 
-from build_support import wheels
+from build_support import softmetal, wheels
 from build_support.embed_kernels import write_kernel_sources
 from build_support.macos_symbols import MINIMUM_MACOS, SYSTEM_LIBRARIES, selector_problems, system_symbols
 
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "build" / "macos"
-STAND_INS = ROOT / "tests" / "softmetal" / "runtime" / "include"
 FRAMEWORK_LINKS = OUT / "frameworks"
 FRAMEWORKS = ("Foundation", "Metal", "MetalPerformanceShaders", "MetalPerformanceShadersGraph", "os")
 TAG = "cp311-cp311-macosx_14_0_arm64"
@@ -48,7 +47,7 @@ def sources() -> list[Path]:
     """Every C++ and Objective-C++ source of the extension, as a Mac compiles them."""
     kernel_sources = OUT / "kernel_sources.cpp"
     write_kernel_sources(ROOT / "kernels", kernel_sources)
-    return sorted([kernel_sources, *ROOT.glob("csrc/*.cpp"), *ROOT.glob("csrc/cpu/*.cpp"), *ROOT.glob("csrc/mps/*.mm")])
+    return sorted([kernel_sources, *ROOT.glob("csrc/**/*.cpp"), *ROOT.glob("csrc/**/*.mm")])
 
 
 def compiler() -> list[str]:
@@ -74,12 +73,12 @@ def python_headers() -> Path:
 
 
 def compile_flags(
-    csrc: Path = ROOT / "csrc", stand_ins: Path = STAND_INS, frameworks: Path = FRAMEWORK_LINKS
+    root: Path = ROOT, stand_ins: Path = softmetal.STAND_INS, frameworks: Path = FRAMEWORK_LINKS
 ) -> list[str]:
     """Flags of every source: the Mac torch wheel's headers, our stand-ins for Apple's framework headers.
 
     Args:
-        csrc: the folder of our own headers.
+        root: the folder that our own includes are relative to.
         stand_ins: the folder with a folder of headers for each framework.
         frameworks: where links to those that a Mac compile needs are made.
     """
@@ -94,7 +93,7 @@ def compile_flags(
     flags += ["-U_LIBCPP_HAS_VENDOR_AVAILABILITY_ANNOTATIONS", "-D_LIBCPP_HAS_VENDOR_AVAILABILITY_ANNOTATIONS=1"]
     flags += [f"-ffile-prefix-map={ROOT}/=", "-fblocks", "-fobjc-exceptions", "-Wno-unknown-pragmas"]
     flags += ["-DTORCH_EXTENSION_NAME=_C", "-DTORCH_API_INCLUDE_EXTENSION_H"]
-    flags += ['-DTORCH_MARLIN_METAL_TORCH_VERSION="2.13.0"', f"-I{frameworks}", f"-I{csrc}"]
+    flags += ['-DTORCH_MARLIN_METAL_TORCH_VERSION="2.13.0"', f"-I{frameworks}", f"-I{root}"]
     includes = [torch, torch / "torch" / "csrc" / "api" / "include", python_headers()]
     return flags + [f"-isystem{path}" for path in includes]
 
@@ -173,16 +172,15 @@ def link(objects: list[Path], product: Path = OUT / MODULE) -> Path:
     return product
 
 
-def check_api(objects: list[Path], csrc: Path = ROOT / "csrc", stand_ins: Path = STAND_INS) -> str:
+def check_api(objects: list[Path], root: Path = ROOT, stand_ins: Path = softmetal.STAND_INS) -> str:
     """Compares the stand-in headers and what the MPS objects send with Apple's metadata; returns the summary.
 
     Raises:
         MacBuildError: a selector, encoding, class or enum value is not Apple's, or is too new for the minimum macOS.
     """
     host = [path for path in objects if path.name.endswith(".mm.o")]
-    command = [sys.executable, "-m", "softmetal.api_check", "--include", str(stand_ins), *map(str, host)]
-    summary = run(command, PYTHONPATH=str(ROOT / "tests")).strip()
-    if problems := selector_problems(host, sorted(csrc.glob("mps/*.mm")), torch_dylibs()):
+    summary = run(softmetal.api_check_command(stand_ins, host), PYTHONPATH=str(ROOT)).strip()
+    if problems := selector_problems(host, sorted(root.glob("csrc/**/*.mm")), torch_dylibs()):
         raise MacBuildError("\n".join(problems))
     return f"{summary}; none newer than macOS {MINIMUM_MACOS} without a guard"
 
@@ -223,13 +221,15 @@ def check_wheel(wheel: Path, module: Path) -> list[str]:
     for name, data in texts.items():
         if str(ROOT).encode() in data:
             raise MacBuildError(f"{wheel.name}: {name} names a folder of the building machine")
+    if others := [name for name in names if not name.startswith(("torch_marlin_metal/", "torch_marlin_metal-"))]:
+        raise MacBuildError(f"{wheel.name}: expected only torch_marlin_metal/ and its metadata, got {others}")
     if "Name: torch_marlin_metal" not in metadata or "Requires-Dist: torch" not in metadata:
         raise MacBuildError(f"{wheel.name}: METADATA lacks the name or the torch requirement")
     headers = run(["llvm-objdump-19", "--macho", "--private-headers", str(module)])
     if "@loader_path/../torch/lib" not in headers or "ARM64" not in headers:
         raise MacBuildError(f"{module.name}: not an arm64 library with an rpath to torch's libraries")
-    for source in sorted(ROOT.glob("kernels/*.metal")):
-        marker = f"kernels/{source.name}".encode()
+    for source in sorted(ROOT.glob("kernels/**/*.metal")):
+        marker = source.relative_to(ROOT).as_posix().encode()
         if marker not in texts[f"torch_marlin_metal/{MODULE}"]:
             raise MacBuildError(f"{wheel.name}: kernel source {source.name} is not embedded")
     return names

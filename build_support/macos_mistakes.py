@@ -12,7 +12,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from build_support import macos
+from build_support import macos, softmetal
 
 
 @dataclass(frozen=True)
@@ -83,15 +83,15 @@ def report_of(mistake: Mistake, objects: list[Path]) -> str:
         root = Path(name)
         shutil.copytree(macos.ROOT / "csrc", root / "csrc")
         shutil.copytree(macos.ROOT / "kernels", root / "kernels")
-        stand_ins = Path(shutil.copytree(macos.STAND_INS, root / "include"))
+        stand_ins = Path(shutil.copytree(softmetal.STAND_INS, root / "include"))
         if not spoil(root, mistake):
             return f"{mistake.before!r} is nowhere: this mistake needs a new row"
         product = root / f"csrc_mps_{mistake.source}.o"
-        command = [*macos.compiler(), *macos.compile_flags(root / "csrc", stand_ins, root / "frameworks")]
+        command = [*macos.compiler(), *macos.compile_flags(root, stand_ins, root / "frameworks")]
         try:
             macos.compile_object(command, root / "csrc" / "mps" / mistake.source, product)
             others = [path for path in objects if path.name != product.name]
-            macos.check_api([*others, product], root / "csrc", stand_ins)
+            macos.check_api([*others, product], root, stand_ins)
             macos.link([*others, product], root / macos.MODULE)
         except macos.MacBuildError as error:
             return str(error)

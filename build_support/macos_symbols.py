@@ -41,10 +41,11 @@ EXTRA_SELECTORS = {
     "memoryBarrierWithScope:": "10.14",
     "newFunctionWithName:constantValues:error:": "10.12",
     "respondsToSelector:": "10.0",
+    "setFastMathEnabled:": "10.11",
     "setConstantValue:type:atIndex:": "10.12",
 }
 # Selectors that a newer macOS brought, used only where the object says that it has them.
-NEWER_SELECTORS = {"setMathMode:": "15.0"}
+NEWER_SELECTORS = {"setMathFloatingPointFunctions:": "15.0", "setMathMode:": "15.0"}
 
 
 def selector_problems(objects: list[Path], sources: list[Path], dylibs: list[Path]) -> list[str]:

@@ -30,8 +30,8 @@ from transformers import AutoModel, AutoTokenizer, logging
 
 import torch_marlin_metal as tmm
 from torch_marlin_metal import convert
+from torch_marlin_metal.models.report import Report, module_bytes
 from torch_marlin_metal.repack import pack_gptq, pack_gptq_zeros
-from torch_marlin_metal.report import Report, module_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
 FORMATS = (("uint4b8", 128), ("nvfp4", 16), ("uint4", 64))
@@ -182,11 +182,11 @@ def check_gptq(folder: Path, device: str) -> tuple[convert.PackedWeight, dict[st
 
 
 def gptq_table(device: str) -> tuple[Table, bool]:
-    table = Table(title="GPTQ layers that other programs wrote (tests/data)", title_justify="left")
+    table = Table(title="GPTQ layers that other programs wrote (tests/data/layers)", title_justify="left")
     for heading in ("file", "N x K", "read as", "weight = producer's", "repacked = file", "output error"):
         table.add_column(heading)
     good = True
-    for folder in sorted((ROOT / "tests/data/gptq").iterdir()):
+    for folder in sorted((ROOT / "tests/data/layers/gptq").iterdir()):
         packed, checks = check_gptq(folder, device)
         read_as = f"{packed.weight_format} g{packed.group_size}" + (", act-order" if packed.perm is not None else "")
         answers = ["bit for bit" if checks[key] else "NO" for key in ("weight", "repacked")]

@@ -1,9 +1,10 @@
 """The software Metal device: `device="mps"` on Linux, for tests.
 
-`import softmetal`, before anything asks torch whether MPS is available and before `import torch_marlin_metal`, builds
-the device if a source changed, loads it and registers it with torch. `Unavailable` says what to install.
+`import softmetal` builds the device if a source changed, loads it and registers it with torch. It must come before
+anything asks torch whether MPS is available, and before extensions with an MPS backend are imported. It raises
+`Unavailable`, which names what to install, if the device cannot be built.
 
-Environment: `SOFTMETAL_CHECKED=1` starts in checked mode, `SOFTMETAL_SEED=n` sets the first seed.
+`SOFTMETAL_CHECKED=1` starts in checked mode and `SOFTMETAL_SEED=n` sets the first seed.
 """
 
 from __future__ import annotations
@@ -18,14 +19,25 @@ import torch
 
 from . import device, shader
 from .build import Unavailable, build_device
-from .extension import use_test_build
+from .extension import build_extension, extension_path, find_extensions
 from .native import Library
 
-__all__ = ["Counters", "Unavailable", "checked", "counters", "faults", "is_checked", "seed", "thread_limit"]
+__all__ = [
+    "Counters",
+    "Unavailable",
+    "build_extension",
+    "checked",
+    "counters",
+    "extension_path",
+    "faults",
+    "is_checked",
+    "seed",
+    "thread_limit",
+]
 
 
 def _host_alias(library: Library, storage: torch.UntypedStorage) -> torch.UntypedStorage:
-    """A CPU storage over the bytes of an mps storage, which it keeps alive."""
+    """Returns a CPU storage over the bytes of an mps storage. It keeps the mps storage alive."""
     if storage.device.type != "mps" or not storage.nbytes():
         raise RuntimeError(f"_host_alias_storage: expected a non-empty storage on mps, got one on {storage.device}")
     memory = (ctypes.c_uint8 * storage.nbytes()).from_address(library.contents(storage.data_ptr()))
@@ -34,7 +46,7 @@ def _host_alias(library: Library, storage: torch.UntypedStorage) -> torch.Untype
 
 
 def _storage_to_mps(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-    """`UntypedStorage.mps`, which torch.load calls: a build of torch without Metal makes no mps storages itself."""
+    """Copies a storage to mps: `UntypedStorage.mps`, which torch.load calls and a torch without Metal lacks."""
     if storage.device.type == "mps":
         return storage
     return torch.empty(0, dtype=torch.uint8).set_(storage).to("mps").untyped_storage()  # type: ignore[call-overload]
@@ -42,17 +54,17 @@ def _storage_to_mps(storage: torch.UntypedStorage) -> torch.UntypedStorage:
 
 def _load() -> Library:
     if hasattr(ctypes.CDLL(None), "softmetal_is_checked"):
-        raise RuntimeError("softmetal: another copy of the device is loaded already; a process can have one")
+        raise RuntimeError("softmetal: another copy of the device is loaded already; a process can have only one")
     if torch.backends.mps.is_built():
         raise Unavailable("softmetal: this torch has a Metal backend of its own")
     library = Library(build_device())
     if not torch._C._mps_is_available():
         raise RuntimeError(
-            "softmetal: torch was asked about MPS before `import softmetal`, which fixes the answer for the process: "
+            "softmetal: torch was asked about MPS before `import softmetal` and keeps its answer for the whole process: "
             "import softmetal first"
         )
     torch.backends.mps.is_available.cache_clear()
-    native: Any = torch._C  # what a CPU build lacks
+    native: Any = torch._C  # gets the attributes that a CPU build lacks
     native._has_mps = True
     native._mps_compileShader = lambda source: shader.compile_shader(library, source)
     native._mps_loadMetalllib = lambda data: shader.load_metallib(library, data)
@@ -65,19 +77,22 @@ def _load() -> Library:
 
 
 _library = _load()
-use_test_build()
+find_extensions()
 
 
 def is_checked() -> bool:
-    """Whether kernels that are encoded now run in checked mode."""
+    """Returns True if kernels that are encoded now will run in checked mode."""
     return bool(_library.is_checked())
 
 
 @contextlib.contextmanager
 def checked(enabled: bool = True) -> Iterator[None]:
-    """Runs the kernels encoded in the block in checked mode (or, with False, in fast mode).
+    """Runs the kernels that are encoded in the block in checked mode, or in fast mode if `enabled` is False.
 
-    Leaving the block waits for them; a fault raises RuntimeError with its report.
+    The end of the block waits for these kernels.
+
+    Raises:
+        RuntimeError: a kernel broke a rule of Metal. The message is the report.
     """
     before = is_checked()
     torch.mps.synchronize()
@@ -90,14 +105,17 @@ def checked(enabled: bool = True) -> Iterator[None]:
 
 
 def seed(value: int) -> None:
-    """Seeds the interleaving: the next dispatch takes `value`, each later one the next number. Reports name it."""
+    """Sets the seed of the order in which threads run.
+
+    The next dispatch uses `value`, and each later dispatch the next number. Reports name the seed.
+    """
     torch.mps.synchronize()
     _library.set_seed(value)
 
 
 @contextlib.contextmanager
 def thread_limit(most: int) -> Iterator[None]:
-    """In the block a threadgroup has at most so many threads, as for a kernel that takes a GPU's registers."""
+    """Limits the threads of a threadgroup in the block, as a GPU does for a kernel that needs many registers."""
     before = _library.set_thread_limit(most)
     try:
         yield
@@ -106,7 +124,7 @@ def thread_limit(most: int) -> Iterator[None]:
 
 
 def faults() -> list[str]:
-    """Reports of the faults since the last call, each one line; then forgets them, and the counters."""
+    """Returns the reports of all faults since the last call, one line each, and clears them and the counters."""
     with contextlib.suppress(RuntimeError):
         torch.mps.synchronize()
     text = _library.take_text(_library.faults())
@@ -116,14 +134,14 @@ def faults() -> list[str]:
 
 @dataclass(frozen=True)
 class Counters(device.Counters):
-    """What one dispatch did: the counts of `device.Counters`, with its kernel and the seed of its interleaving."""
+    """The counts of one dispatch, with its kernel and its seed."""
 
     kernel: str
     seed: int
 
 
 def counters() -> list[Counters]:
-    """Counters of the latest dispatches (at most 256), oldest first, once all encoded work has run."""
+    """Waits for all encoded work; returns the counters of the latest dispatches (at most 256), oldest first."""
     torch.mps.synchronize()
     found = []
     for i in range(_library.record_count()):

@@ -1,4 +1,4 @@
-"""Runs a script with the software Metal device loaded: `PYTHONPATH=tests python -m softmetal script.py [arguments]`."""
+"""Loads the software Metal device and runs a script: `python -m softmetal script.py [arguments]`."""
 
 import runpy
 import sys

@@ -1,7 +1,7 @@
-"""Compares Metal API as we declare and call it with Apple's SDK metadata (`api_metadata`).
+"""Compares the Metal API as we declare and call it with Apple's SDK metadata (`api_metadata`).
 
-Our headers are compiled for arm64 macOS, so that the compiler itself gives selectors, encodings and enum values; the
-result is read by the same Mach-O reader as Apple's binary.
+Our headers are compiled for arm64 macOS, so that the compiler itself produces selectors, encodings and enum values.
+The same Mach-O reader reads the result and Apple's binary.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from .build import COMPILER, RUNTIME
 
 INCLUDE = RUNTIME / "include"
 HEADERS = ("Foundation/Foundation.h", "Metal/Metal.h")
-INTERFACE_PREFIX = "Interface_"  # an @interface is compiled as a protocol of this name: that emits its methods
+INTERFACE_PREFIX = "Interface_"  # an @interface is compiled as a protocol of this name, which emits its methods
 
-# What Apple's <objc/objc.h> declares, for a compile without an SDK.
+# The declarations of Apple's <objc/objc.h>, for a compile without an SDK.
 _OBJC_H = """#pragma once
 #include <stdbool.h>
 typedef bool BOOL;
@@ -36,20 +36,20 @@ typedef bool BOOL;
 
 @dataclass
 class Declarations:
-    """What headers declare: protocols, classes as protocols, enum values, exported constants."""
+    """The declarations of headers: protocols, classes (as protocols), enum values and exported constants."""
 
     protocols: dict[str, Protocol] = field(default_factory=dict)
     enums: dict[str, int] = field(default_factory=dict)
     constants: set[str] = field(default_factory=set)
 
     def selectors(self) -> set[str]:
-        """Every selector declared anywhere."""
+        """All selectors that any protocol or class declares."""
         return {selector for protocol in self.protocols.values() for selector, _ in protocol.methods}
 
 
 @dataclass
 class Report:
-    """Result of a comparison: contradictions, and declarations that the metadata says nothing about."""
+    """The result of a comparison: contradictions, and declarations that the metadata does not cover."""
 
     problems: list[str] = field(default_factory=list)
     unverified: set[str] = field(default_factory=set)
@@ -70,7 +70,7 @@ def declarations(include: Path = INCLUDE, headers: Sequence[str] = HEADERS) -> D
         for name in re.findall(r"^\s*(\w+)\s*=", body[0] or body[1].replace(",", "\n"), re.M)
     ]
     if len(names) + len(interfaces) != len(re.findall("^@end", text, re.M)):
-        raise RuntimeError("the stand-in headers hold a declaration that this reader of theirs does not see")
+        raise RuntimeError("softmetal.api_check: cannot read all declarations of the stand-in headers")
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         (root / "objc").mkdir()
@@ -110,7 +110,7 @@ def compile_for_mac(source: Path, target: Path, flags: Sequence[str]) -> Path:
 
 
 def check_declarations(declared: Declarations, apple: Metadata) -> Report:
-    """Every protocol method, class method, enum value and constant that is declared, against Apple's."""
+    """Compares every declared protocol method, class method, enum value and constant with Apple's."""
     report = Report()
     for protocol in declared.protocols.values():
         for method in protocol.methods.values():
@@ -125,7 +125,7 @@ def check_declarations(declared: Declarations, apple: Metadata) -> Report:
 
 
 def check_sent(objects: Sequence[Path], declared: Declarations) -> Report:
-    """Selectors that compiled macOS objects send, against declarations that `check_declarations` has passed."""
+    """Compares the selectors that compiled macOS objects send with declarations that `check_declarations` accepted."""
     report = Report()
     known = declared.selectors()
     classes = {name.removeprefix(INTERFACE_PREFIX) for name in declared.protocols if name.startswith(INTERFACE_PREFIX)}
@@ -153,7 +153,7 @@ def _check_method(owner: str, method: Method, apple: Metadata, report: Report) -
     mismatches = [list(_mismatches(method, candidate)) for candidate in candidates]
     if any(not found for found in mismatches):
         return
-    # A selector is recorded once, though protocols may give it different types: the record may be another's.
+    # Protocols may declare one selector with different types, but it is recorded once, perhaps for another protocol.
     others = [p.methods.get((method.selector, method.is_class_method)) for p in apple.protocols.values()]
     is_theirs = any(not list(_mismatches(m, r)) for m in others if m is not None for r in candidates)
     if not candidates or is_theirs:
@@ -202,14 +202,17 @@ def _type_end(text: str, i: int) -> int:
 
 
 def _bare(kind: str) -> str:
-    """A type without qualifiers and struct names, with PyObjC's own letters (Z: BOOL, z: byte, t: text) as Apple's."""
+    """Drops qualifiers and struct names from a type, and replaces PyObjC's letters (Z: BOOL, z: byte, t: text)."""
     kind = re.sub(r"\{\w*\??=", "{=", re.sub(rf"^[{_QUALIFIERS}]+", "", kind))
     kind = re.sub(rf"\^[{_QUALIFIERS}]+", "^", kind)
     return {"Z": "B", "z": "C", "^t": "*"}.get(kind, kind)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """`python -m softmetal.api_check OBJECT...`: our headers and what arm64 macOS objects send; 1 if a check fails."""
+    """Checks our headers and the calls of arm64 macOS objects; returns 1 if a check fails.
+
+    The command is `python -m softmetal.api_check OBJECT...`.
+    """
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("objects", nargs="*", type=Path, help="arm64 macOS objects")
     parser.add_argument("--include", type=Path, default=INCLUDE, help="the folder of the stand-in headers")

@@ -1,8 +1,8 @@
-"""Apple's SDK as data: what PyObjC's macOS wheels record of Metal and Foundation.
+"""Reads Apple's SDK metadata for Metal and Foundation from PyObjC's macOS wheels.
 
-Two records are read, without running any of their code: the protocols compiled into `_Metal.cpython-311-darwin.so`
-(selectors with full type encodings), and the calls in `_metadata.py` (argument types by selector, enum values, names
-of constants).
+Two records are read, without running any of their code. The protocols compiled into `_Metal.cpython-311-darwin.so`
+hold selectors with full type encodings. The calls in `_metadata.py` hold argument types by selector, enum values and
+names of constants.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from typing import Any
 from build_support import wheels
 from build_support.macho import MachO, Protocol
 
-FRAMEWORKS = {"Metal": "pyobjc-metal", "Foundation": "pyobjc-cocoa"}  # the wheel that describes each
+FRAMEWORKS = {"Metal": "pyobjc-metal", "Foundation": "pyobjc-cocoa"}  # framework: the wheel that describes it
 
 
 @dataclass
 class Registration:
-    """One `registerMetaDataForSelector` call: types by position (`None` key: the result), None where not recorded."""
+    """One `registerMetaDataForSelector` call. Types are by position (None: the result); unrecorded ones are None."""
 
     owner: str  # a class, or NSObject for methods of protocols
     selector: str
     types: dict[int | None, str]
-    is_complete: bool  # a method of a protocol: every type is recorded
+    is_complete: bool  # every type is recorded, because the method belongs to a protocol
 
 
 @dataclass
 class Metadata:
-    """Everything that the wheels say, by name."""
+    """The metadata of all wheels, by name."""
 
     protocols: dict[str, Protocol] = field(default_factory=dict)
     registrations: dict[str, list[Registration]] = field(default_factory=dict)
@@ -38,10 +38,10 @@ class Metadata:
 
 
 def load() -> Metadata:
-    """Metadata of all frameworks.
+    """Loads the metadata of all frameworks.
 
     Raises:
-        WheelUnavailable: a wheel is not in the cache and cannot be fetched, or is not the pinned one.
+        WheelUnavailable: a wheel is not in the cache and cannot be fetched, or it is not the pinned one.
     """
     metadata = Metadata()
     for framework, wheel in FRAMEWORKS.items():
@@ -75,7 +75,7 @@ def _read_table(name: str, text: str, metadata: Metadata) -> None:
 
 
 def _literal(node: ast.expr) -> Any:
-    """A literal in which `sel32or64(a, b)` is b and `selAorI(a, b)` is a, as on a 64-bit Apple-silicon Mac."""
+    """Evaluates a literal. `sel32or64(a, b)` is b and `selAorI(a, b)` is a, as on a 64-bit Apple-silicon Mac."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
         return _literal(node.args[1 if node.func.id == "sel32or64" else 0])
     if isinstance(node, ast.Dict):

@@ -1,7 +1,7 @@
-"""Builds the software Metal device and, for the project's setup.py, the Objective-C++ host against it.
+"""Builds the software Metal device.
 
-Needs clang-19, GNU libobjc and BlocksRuntime; nothing of it is shipped. Outputs go to `build/softmetal/` of the
-repository and are rebuilt when a source, header, flag or the torch version changes.
+It needs clang-19, GNU libobjc and BlocksRuntime. Outputs go to `build/softmetal/` of the repository and are built again
+when a source, a header, a flag or the torch version changes.
 """
 
 from __future__ import annotations
@@ -12,26 +12,24 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 HERE = Path(__file__).resolve().parent
 RUNTIME = HERE / "runtime"
-OUTPUT = HERE.parents[1] / "build" / "softmetal"
-EXTENSION = OUTPUT / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"  # torch_marlin_metal._C with its MPS backend
+OUTPUT = HERE.parent / "build" / "softmetal"
 COMPILER = "clang++-19"
 PACKAGES = "clang-19 libobjc-12-dev libblocksruntime-dev binutils"
-TORCH_SERIES = "2.13."  # hooks, allocator and stream glue follow this version's headers
+TORCH_SERIES = "2.13."  # the hooks, the allocator and the stream implement this version's headers
 
 _T, _U = TypeVar("_T"), TypeVar("_U")
 
 
 class Unavailable(RuntimeError):
-    """The software Metal device cannot be built or used on this machine; the message says what is missing."""
+    """Raised if the software Metal device cannot be built or used on this machine. The message names the reason."""
 
 
 def require_tools() -> None:
@@ -56,7 +54,7 @@ def _library_directory(name: str) -> str | None:
 
 
 def compile_flags() -> list[str]:
-    """Flags for Objective-C++ that includes torch's and the stand-in headers."""
+    """Returns the flags for Objective-C++ that includes torch's headers and the stand-in headers."""
     import torch
 
     torch_include = Path(torch.__file__).parent / "include"
@@ -65,23 +63,25 @@ def compile_flags() -> list[str]:
         *("-x", "objective-c++", "-fobjc-runtime=gcc", "-fconstant-string-class=NSConstantString"),
         f"-I{RUNTIME / 'include'}",
         *("-isystem", str(torch_include), "-isystem", str(torch_include / "torch/csrc/api/include")),
-        # After clang's own directories: GCC's holds <objc/...>, and intrinsics that clang cannot read.
+        # GCC's directory holds <objc/...>, but also intrinsics that clang cannot read, so it comes after clang's own.
         *("-idirafter", f"{_library_directory('libobjc.so')}/include"),
     ]
 
 
-def _link_flags() -> list[str]:
+def link_flags() -> list[str]:
+    """Returns the flags that link Objective-C++ with torch."""
     import torch
 
     torch_lib = Path(torch.__file__).parent / "lib"
-    # The executor's sm_* functions stay undefined: it is loaded before this library.
+    # The executor's sm_* functions stay undefined, because the executor is loaded before this library.
     return [
         *("-shared", f"-L{torch_lib}", f"-Wl,-rpath,{torch_lib}", "-ltorch_cpu", "-lc10"),
         *(f"-L{_library_directory('libobjc.so')}", "-lobjc", "-lBlocksRuntime", "-ldl"),
     ]
 
 
-def _run(command: list[str]) -> None:
+def run_tool(command: list[str]) -> None:
+    """Runs a compiler or linker. Raises RuntimeError with its messages if it fails."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise RuntimeError(f"softmetal: build failed: {' '.join(command)}\n{done.stdout}{done.stderr}")
@@ -89,7 +89,7 @@ def _run(command: list[str]) -> None:
 
 @contextmanager
 def locked() -> Iterator[None]:
-    """One process at a time builds into `OUTPUT`."""
+    """Holds a lock in the block, so that only one process at a time builds into `OUTPUT`."""
     OUTPUT.mkdir(parents=True, exist_ok=True)
     with (OUTPUT / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -97,7 +97,7 @@ def locked() -> Iterator[None]:
 
 
 def side_by_side(make: Callable[[_T], _U], parts: Iterable[_T]) -> list[_U]:
-    """The results of `make`, which waits for a compiler, for each part: as many at a time as there are cores."""
+    """Calls `make`, which waits for a compiler, for all parts in parallel; returns the results in order."""
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         return list(pool.map(make, parts))
 
@@ -122,76 +122,28 @@ def _build_runtime() -> Path:
             for old in OUTPUT.glob(f"{source.stem}-*.o"):
                 old.unlink()
             partial = target.with_suffix(".partial")
-            _run([COMPILER, *compile_flags(), "-c", str(source), "-o", str(partial)])
+            run_tool([COMPILER, *compile_flags(), "-c", str(source), "-o", str(partial)])
             partial.rename(target)
         return target
 
     objects = side_by_side(compiled, sorted(RUNTIME.glob("*.mm")))
     library, stamp = OUTPUT / "libsoftmetal.so", OUTPUT / "libsoftmetal.stamp"
-    wanted = _digest(_link_flags(), [path.name for path in objects])
+    wanted = _digest(link_flags(), [path.name for path in objects])
     if not library.exists() or not stamp.exists() or stamp.read_text() != wanted:
         partial = library.with_suffix(".partial")
-        _run([COMPILER, *map(str, objects), *_link_flags(), "-o", str(partial)])
+        run_tool([COMPILER, *map(str, objects), *link_flags(), "-o", str(partial)])
         partial.rename(library)
         stamp.write_text(wanted)
     return library
 
 
 def build_device() -> Path:
-    """Builds what is stale of the device library, which leaves the executor's functions undefined.
+    """Builds the stale parts of the device library and returns its path. Load the executor before it.
 
     Raises:
         Unavailable: a tool or package is missing.
-        RuntimeError: a compile failed; the message holds the compiler's.
+        RuntimeError: a source does not compile. The compiler's messages follow.
     """
     require_tools()
     with locked():
         return _build_runtime()
-
-
-def compile_host_source(source: Path, target: Path, extra_flags: list[str]) -> None:
-    """Compiles one `.mm` of the project to an object, unless the object is newer than all that it was made of."""
-    dependencies, command = target.with_suffix(".d"), target.with_suffix(".command")
-    line = [COMPILER, *compile_flags(), *extra_flags, "-c", str(source), "-o", str(target)]
-    if target.exists() and dependencies.exists() and command.exists() and command.read_text() == repr(line):
-        made_of = dependencies.read_text().split(":", 1)[1].replace("\\\n", " ").split()
-        newest = max((Path(p).stat().st_mtime for p in made_of if Path(p).exists()), default=0.0)
-        if all(Path(p).exists() for p in made_of) and target.stat().st_mtime > newest:
-            return
-    target.parent.mkdir(parents=True, exist_ok=True)
-    _run([*line, "-MMD", "-MF", str(dependencies)])
-    command.write_text(repr(line))
-
-
-def build_test_extension(command: Any, extension: Any, sources: list[str]) -> None:
-    """Links the test library of an extension that setuptools has just built: its objects, and the host's on top.
-
-    The ordinary library stays as it is, for whoever imports the package without this device.
-
-    Args:
-        command: the running build_ext.
-        extension: the extension, built.
-        sources: what the ordinary Linux build leaves out: `.mm`, and the generated `.cpp` of kernel sources.
-    """
-    require_tools()
-    flags = [f"-I{path}" for path in extension.include_dirs]
-    flags += [f"-D{name}" if value is None else f"-D{name}={value}" for name, value in extension.define_macros]
-    flags += ["-fvisibility=hidden", "-Werror"]  # an unknown selector is only a warning
-
-    def compiled(source: str) -> str:
-        target = OUTPUT / "host" / f"{Path(source).name}.o"
-        compile_host_source(Path(source).resolve(), target, flags)
-        return str(target)
-
-    objects = side_by_side(compiled, sources)
-    ordinary = command.compiler.object_filenames(extension.sources, output_dir=command.build_temp)
-    newest = max(Path(path).stat().st_mtime for path in [*objects, *ordinary])
-    if not EXTENSION.exists() or EXTENSION.stat().st_mtime < newest:
-        command.compiler.link_shared_object(
-            [*ordinary, *objects],
-            str(EXTENSION),
-            libraries=command.get_libraries(extension),
-            library_dirs=extension.library_dirs,
-            extra_postargs=extension.extra_link_args,
-            target_lang="c++",
-        )

@@ -64,7 +64,7 @@ class FaultKind(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Fault:
-    """One report. `message` says it all in one line; the rest are its parts."""
+    """One report. `message` is the whole report in one line; the other attributes are its parts."""
 
     kind: FaultKind
     message: str
@@ -78,7 +78,7 @@ class Fault:
 
 
 class KernelFault(Exception):
-    """A launch that broke a rule of Metal."""
+    """Raised for a launch that broke a rule of Metal."""
 
     def __init__(self, faults: Sequence[Fault]) -> None:
         super().__init__("\n".join(f.message for f in faults))
@@ -87,7 +87,7 @@ class KernelFault(Exception):
 
 @dataclass(frozen=True)
 class Counters:
-    """What a launch did. Byte counts are None in fast mode; `buffers` maps a slot to its four counts."""
+    """The counts of one launch. Byte counts are None in fast mode; `buffers` maps a slot to its four counts."""
 
     threads: int
     threadgroups: int
@@ -109,21 +109,21 @@ class Buffer:
     """An array bound at a byte offset, with a record of what has been written to it.
 
     Args:
-        array: C-contiguous; written in place.
-        offset: the kernel's pointer, in bytes from the start of the array.
-        initialised: False for memory as it comes from the allocator: reading it before a write is a fault.
+        array: C-contiguous. Kernels write it in place.
+        offset: of the kernel's pointer, in bytes from the start of the array.
+        initialised: False for memory as it comes from the allocator. To read it before a write is a fault.
     """
 
     def __init__(self, array: Array, offset: int = 0, *, initialised: bool = True) -> None:
         if not array.flags.c_contiguous:
-            raise ValueError("buffer: expected a C-contiguous array")
+            raise ValueError("Buffer: array: expected a C-contiguous array")
         self.array = array
         self.offset = offset
         self.written = None if initialised else np.zeros(max(array.nbytes, 1), np.uint8)
 
     @classmethod
     def empty(cls, shape: int | tuple[int, ...], dtype: npt.DTypeLike) -> Buffer:
-        """Uninitialised device memory."""
+        """Allocates uninitialised device memory."""
         array: Array = np.empty(shape, dtype)
         array.view(np.uint8).fill(0xFF)
         return cls(array, initialised=False)
@@ -156,24 +156,27 @@ class Kernel:
         os_threads: int = 0,
         raise_faults: bool = True,
     ) -> Counters:
-        """Runs the kernel to its end.
+        """Runs the kernel and waits for it.
 
         Args:
             group: threads per threadgroup.
-            groups: threadgroups per grid; or
-            threads: threads per grid (the last threadgroups may then be smaller).
-            buffers: by slot: an array, (array, byte offset), bytes (constant data, read-only), a Buffer, or None.
+            groups: threadgroups per grid. Give either this or `threads`.
+            threads: threads per grid. The last threadgroups may then be smaller.
+            buffers: one for each slot: an array, (array, byte offset), bytes (read-only data), a Buffer, or None.
             threadgroup_memory: bytes of each [[threadgroup(n)]] argument.
-            seed: of the interleaving in checked mode; None takes SOFTMETAL_SEED or a random one (messages name it).
-            perturb_seed: moves inexact functions within Metal's ulps; 0: not at all.
-            os_threads: 0 takes SOFTMETAL_THREADS or all cores; only in fast mode.
-            raise_faults: False returns them in `last_faults` instead.
+            seed: of the order of threads in checked mode. None: SOFTMETAL_SEED, or a random seed. Messages name it.
+            perturb_seed: of the perturbation of inexact functions within Metal's ulps. 0: no perturbation.
+            os_threads: of fast mode. 0: SOFTMETAL_THREADS, or one for each core.
+            raise_faults: False stores the faults in `last_faults` and does not raise.
+
+        Returns:
+            The counts of the launch.
 
         Raises:
-            KernelFault: something that Metal does not allow was seen.
+            KernelFault: the kernel broke a rule of Metal.
         """
         if (groups is None) == (threads is None):
-            raise ValueError("launch: expected either groups or threads")
+            raise ValueError("launch: groups, threads: expected exactly one of them")
         size = _three(group)
         grid = _three(threads if threads is not None else groups or 0)
         if threads is None:
@@ -201,7 +204,7 @@ class Kernel:
 
 
 class Library:
-    """A compiled library; `kernel(name)` gives its kernels."""
+    """A compiled library."""
 
     def __init__(self, path: str) -> None:
         error = c.c_void_p()
@@ -216,20 +219,20 @@ class Library:
 
     @property
     def names(self) -> list[str]:
-        """Host names of the kernels."""
+        """The host names of the kernels."""
         return list(self._kernels)
 
     @property
     def constants(self) -> dict[str, tuple[int, str, bool]]:
-        """Function constants: name -> (index, type, whether this specialisation has a value)."""
+        """The function constants: name -> (index, type, True if this specialisation has a value)."""
         count = executor().sm_library_constant_count(self.handle)
         found = [executor().sm_library_constant(self.handle, i).contents for i in range(count)]
         return {f.name.decode(): (f.index, f.type.decode(), bool(f.is_defined)) for f in found}
 
     def kernel(self, name: str) -> Kernel:
-        """The kernel of that host name."""
+        """Returns the kernel with that host name. Raises KeyError if there is none."""
         if name not in self._kernels:
-            raise KeyError(f"kernel {name!r}: the library has {', '.join(self._kernels)}")
+            raise KeyError(f"kernel: expected one of {', '.join(self._kernels)}, got {name!r}")
         return Kernel(self, self._kernels[name])
 
 
@@ -243,19 +246,19 @@ def compile(
     include_paths: Sequence[str] = (),
     defines: Sequence[str] = (),
 ) -> Library:
-    """Compiles Metal source for the device; the same request twice gives the same library.
+    """Compiles Metal source for the device. The same request twice returns the same library.
 
     Args:
         source: Metal Shading Language text.
         constants: function constants by name or index.
-        checked: for checked mode (slower, every access is looked at) instead of fast mode.
-        kernel: the only one that is wanted (saves time where a library has function constants and many kernels).
+        checked: compiles for checked mode, which is slower and examines every access, instead of fast mode.
+        kernel: the only kernel to compile. This saves time if a library has function constants and many kernels.
         file_name: the source's name in messages.
-        include_paths: folders for its own includes.
+        include_paths: folders for the source's own includes.
         defines: macros, "NAME" or "NAME=VALUE".
 
     Raises:
-        CompileError: the compiler's messages.
+        CompileError: the source does not compile. The text is the compiler's messages.
     """
     values = _values(constants)
     return _compile(source, values, checked, kernel, file_name, tuple(map(str, include_paths)), tuple(defines))
@@ -268,16 +271,16 @@ def load(
     constants: Constants | None = None,
     checked: bool = False,
 ) -> Library:
-    """Takes a kernel out of a metallib, as Apple's compiler made it.
+    """Loads one kernel of a metallib, which holds the output of Apple's compiler.
 
     Args:
         path: of the metallib.
-        kernel: its name there.
-        constants: function constants by name or index; those that the kernel does not have are left aside.
-        checked: for checked mode.
+        kernel: its name in the metallib.
+        constants: function constants by name or index. Those that the kernel does not have are ignored.
+        checked: compiles for checked mode.
 
     Raises:
-        CompileError: the library cannot be read, or the kernel needs what this device does not have.
+        CompileError: the library cannot be read, or the kernel needs a function that this device lacks.
     """
     return _load(Path(path), kernel, _values(constants), checked)
 
@@ -333,7 +336,7 @@ def _text(pointer: c.c_void_p) -> str:
 
 
 def _bind(slot: api.Buffer, bound: Bound) -> object:
-    """Fills the slot; the returned object keeps the memory alive."""
+    """Fills the slot. Returns an object that keeps the memory alive."""
     if bound is None:
         return None
     if isinstance(bound, bytes):
@@ -362,7 +365,7 @@ def _fault(f: Any) -> Fault:
 
 
 def _buffer_counts(counters: Any) -> dict[int, dict[str, int]] | None:
-    """Per slot of a launch's C counters what `Counters.buffers` holds."""
+    """Converts the counts by slot to the form of `Counters.buffers`."""
     if not counters.has_bytes:
         return None
     names = ("bytes_read", "bytes_written", "distinct_read", "distinct_written")
@@ -371,7 +374,7 @@ def _buffer_counts(counters: Any) -> dict[int, dict[str, int]] | None:
 
 
 def read_counters(counters: Any) -> Counters:
-    """The counts of an `executor.h` sm_counters."""
+    """Converts a sm_counters of `executor.h`."""
     plain = [name for name in Counters.__dataclass_fields__ if name != "buffers"]
     values = {n: getattr(counters, n) if counters.has_bytes or "bytes" not in n else None for n in plain}
     fields: dict[str, Any] = {**values, "buffers": _buffer_counts(counters)}

@@ -1,4 +1,4 @@
-"""ctypes view of the device library's C functions (`runtime/python_api.h`)."""
+"""The device library's C functions (`runtime/python_api.h`) for ctypes."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from .executor.bindings import Result, executor
 
 
 class Argument(Structure):
-    """`softmetal_argument`: a buffer with an offset, or bytes."""
+    """`softmetal_argument`, which is a buffer with an offset, or bytes."""
 
     _fields_ = [("handle", c_void_p), ("offset", c_uint64), ("bytes", c_void_p), ("length", c_uint64)]
 
 
 class Library:
-    """The loaded device library; its C functions are attributes without their `softmetal_`.
+    """The loaded device library. Its C functions are attributes, named without `softmetal_`.
 
     Args:
-        path: of the device library. The executor is loaded before it.
+        path: of the device library. The constructor loads the executor first.
     """
 
     def __init__(self, path: Path) -> None:
         executor()
-        library = ctypes.CDLL(str(path), os.RTLD_GLOBAL | os.RTLD_LAZY)  # the host extension finds its symbols here
+        library = ctypes.CDLL(str(path), os.RTLD_GLOBAL | os.RTLD_LAZY)  # extensions find their symbols here
         self._functions: dict[str, Callable[..., Any]] = {}
         signatures: dict[str, tuple[object, list[object]]] = {
             "free": (None, [c_void_p]),
@@ -64,7 +64,7 @@ class Library:
         return function
 
     def take_text(self, pointer: int | None) -> str | None:
-        """The text at an owned pointer, which is freed; None for a null pointer."""
+        """Returns the text at an owned pointer and frees it; returns None for a null pointer."""
         if not pointer:
             return None
         text = ctypes.string_at(pointer).decode(errors="replace")

@@ -1,5 +1,7 @@
-"""`torch.mps.compile_shader` and `load_metallib` on the software device: what `torch._C._mps_compileShader`,
-`_mps_loadMetalllib` and `_mps_loadMetallibFromPath` return on a Mac.
+"""`torch.mps.compile_shader` and `torch.mps.load_metallib` on the software device.
+
+The classes match those that `torch._C._mps_compileShader`, `_mps_loadMetalllib` and `_mps_loadMetallibFromPath` return
+on a Mac.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ _CASTS = {
 
 
 class ShaderKernel:
-    """One kernel of a library; calling it encodes a dispatch on the current stream."""
+    """One kernel of a library. A call encodes a dispatch on the current stream."""
 
     def __init__(self, native: Library, library: ShaderLibrary, name: str) -> None:
         self._native, self._owner = native, library
@@ -55,23 +57,25 @@ class ShaderKernel:
         """Encodes one dispatch.
 
         Args:
-            args: mps tensors, numbers (int64, float32 unless cast), lists of numbers, lists of mps tensors.
-            threads: threads of the grid, 1 to 3 numbers; by default the number of elements of the first tensor.
+            args: mps tensors, numbers (int64 or float32 unless cast), lists of numbers, or lists of mps tensors.
+            threads: of the grid, 1 to 3 numbers. The default is the number of elements of the first tensor.
             group_size: threads of a threadgroup, as many numbers as `threads`.
-            arg_casts: element type of numbers, for all or by argument index.
-            error_buf_idx: slot that the stream's error buffer is bound to; what a kernel reports there is raised as
+            arg_casts: element type of numbers, for all arguments or by argument index.
+            error_buf_idx: slot of the stream's error buffer. An error that a kernel reports there is raised as
                 torch.AcceleratorError at the next wait.
 
         Raises:
-            TypeError: an argument of another kind.
-            ValueError: more threads in a group than the kernel allows.
-            RuntimeError: a rule of Metal is broken.
+            TypeError: an argument has another type.
+            ValueError: a threadgroup has more threads than the kernel allows.
+            RuntimeError: the dispatch breaks a rule of Metal.
         """
         grid = _dimensions("threads", threads)
         if grid is None:
             first = next((a for a in args if isinstance(a, torch.Tensor)), None)
             if first is None:
-                raise RuntimeError("compile_shader: threads is needed where the first argument is no tensor")
+                raise RuntimeError(
+                    "compile_shader: threads: expected a number, because no argument is a tensor, got None"
+                )
             grid = [first.numel()]
         most: int = self.max_threads_per_threadgroup
         group = _dimensions("group_size", group_size) or [min(most, grid[0]) if len(grid) == 1 else most]
@@ -137,15 +141,15 @@ def _dimensions(name: str, value: int | Sequence[int] | None) -> list[int] | Non
 
 
 class ShaderLibrary:
-    """Kernels compiled from Metal source, or those of a metallib; each is an attribute.
+    """Kernels compiled from Metal source, or those of a metallib. Each kernel is an attribute.
 
     Args:
         native: the device library.
-        make: the function of it that makes the object.
-        arguments: of that function, but the last, which takes the error.
+        make: the name of its function that makes the object.
+        arguments: all arguments of that function except the last, which receives the error.
 
     Raises:
-        RuntimeError: there is no such library; the message is the device's.
+        RuntimeError: the device cannot make the library. The message is the device's.
     """
 
     def __init__(self, native: Library, make: str, *arguments: object) -> None:
@@ -174,10 +178,10 @@ class ShaderLibrary:
 
 
 def compile_shader(native: Library, source: str) -> ShaderLibrary:
-    """Kernels of Metal source.
+    """Compiles the kernels of Metal source.
 
     Raises:
-        SyntaxError: it does not compile; the message is the compiler's.
+        SyntaxError: the source does not compile. The compiler's messages follow.
     """
     try:
         return ShaderLibrary(native, "new_shader_library", source.encode())
@@ -186,18 +190,18 @@ def compile_shader(native: Library, source: str) -> ShaderLibrary:
 
 
 def load_metallib(native: Library, data: bytes) -> ShaderLibrary:
-    """Kernels of a metallib in memory.
+    """Loads the kernels of a metallib in memory.
 
     Raises:
-        RuntimeError: it cannot be read.
+        RuntimeError: the metallib cannot be read.
     """
     return ShaderLibrary(native, "load_metallib", data, len(data))
 
 
 def load_metallib_from_path(native: Library, path: str) -> ShaderLibrary:
-    """Kernels of a metallib's file.
+    """Loads the kernels of a metallib from a file.
 
     Raises:
-        RuntimeError: it cannot be read.
+        RuntimeError: the file cannot be read.
     """
     return ShaderLibrary(native, "load_metallib_from_path", path.encode())

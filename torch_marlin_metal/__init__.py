@@ -1,14 +1,16 @@
 """4-bit weights multiplied with fp16, bf16 and fp32 activations, as PyTorch operators for Apple GPUs and CPUs."""
 
-from torch_marlin_metal import convert, profiling, tuning
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from torch_marlin_metal import convert
 from torch_marlin_metal.extension import CpuCapability, cpu_capability
 from torch_marlin_metal.formats import GROUP_SIZES, WEIGHT_FORMATS, WeightFormat, weight_format
-from torch_marlin_metal.fuse import fuse_projections
-from torch_marlin_metal.linear import MarlinLinear
-from torch_marlin_metal.load import load_quantized
-from torch_marlin_metal.mlstm_layer import MLSTMCell, MLSTMLayer
-from torch_marlin_metal.mlstm_ops import MLSTMState, mlstm, mlstm_output, mlstm_states, mlstm_step
-from torch_marlin_metal.model import quantize_model, replace_linear_layers
+from torch_marlin_metal.gpu.planning import plan
+from torch_marlin_metal.layers.fuse import fuse_projections
+from torch_marlin_metal.layers.linear import MarlinLinear
+from torch_marlin_metal.models.load import load_quantized
+from torch_marlin_metal.models.quantize import quantize_model, replace_linear_layers
 from torch_marlin_metal.ops import (
     awq_repack,
     awq_unpack_zeros,
@@ -19,10 +21,11 @@ from torch_marlin_metal.ops import (
     transpose_words,
 )
 from torch_marlin_metal.packed_weight import PackedWeight
-from torch_marlin_metal.planning import plan
-from torch_marlin_metal.quantize import quantize_weight
+from torch_marlin_metal.quantize.weight import quantize_weight
 from torch_marlin_metal.repack import gptq_perm
 from torch_marlin_metal.version import __version__
+from torch_marlin_metal.xlstm.layer import MLSTMCell, MLSTMLayer
+from torch_marlin_metal.xlstm.ops import MLSTMState, mlstm, mlstm_output, mlstm_states, mlstm_step
 
 __all__ = [
     "GROUP_SIZES",
@@ -60,4 +63,17 @@ __all__ = [
     "weight_format",
 ]
 
-tuning.use_saved()
+if TYPE_CHECKING:
+    from torch_marlin_metal import profiling, tuning
+
+LAZY = ("profiling", "tuning")  # few programs need these modules, and none at import
+
+
+def __getattr__(name: str) -> Any:
+    if name in LAZY:
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -6,13 +6,14 @@
 `read_layers` -> `reader.py` -> `catalogue.py` chooses the format -> one file a format converts one layer.
 """
 
-from torch_marlin_metal.convert.catalogue import FORMATS
-from torch_marlin_metal.convert.errors import CheckpointError, NotQuantized, UnsupportedFormat
-from torch_marlin_metal.convert.export import EXPORTERS, export_checkpoint
-from torch_marlin_metal.convert.floats import FloatReader
-from torch_marlin_metal.convert.reader import CheckpointReader, DenseWeight, open_reader, read_layers
-from torch_marlin_metal.convert.summary import formats_page
-from torch_marlin_metal.convert.writer import write_checkpoint
+from torch_marlin_metal.checkpoints.catalogue import FORMATS
+from torch_marlin_metal.checkpoints.errors import CheckpointError, NotQuantized, UnsupportedFormat
+from torch_marlin_metal.checkpoints.exporters import EXPORTERS
+from torch_marlin_metal.checkpoints.floats import FloatReader
+from torch_marlin_metal.checkpoints.options import ReadOptions
+from torch_marlin_metal.checkpoints.reader import CheckpointReader, DenseWeight, open_reader, read_layers
+from torch_marlin_metal.checkpoints.summary import formats_page
+from torch_marlin_metal.checkpoints.writer import export_checkpoint, write_checkpoint
 from torch_marlin_metal.packed_weight import PackedWeight
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "FloatReader",
     "NotQuantized",
     "PackedWeight",
+    "ReadOptions",
     "UnsupportedFormat",
     "export_checkpoint",
     "formats_page",

@@ -1,5 +1,6 @@
 """Loads the compiled extension, which registers `torch.ops.torch_marlin_metal.*`."""
 
+import importlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,27 +9,36 @@ import torch
 
 def _load() -> Any:
     try:
-        from torch_marlin_metal import _C  # type: ignore[attr-defined]
+        compiled: Any = importlib.import_module("torch_marlin_metal._C")
     except ImportError as error:
         raise ImportError(
             f"torch_marlin_metal: the compiled extension does not load with torch {torch.__version__} ({error}). "
             "Build it for this torch: `pip install --no-build-isolation .` in the source tree."
         ) from error
     running = torch.__version__.split("+")[0]
-    if _C.torch_version != running:
+    if compiled.torch_version != running:
         raise ImportError(
-            f"torch_marlin_metal: the extension was built for torch {_C.torch_version}, but this is torch {running}. "
-            "Build it again: `pip install --no-build-isolation .` in the source tree."
+            f"torch_marlin_metal: the extension was built for torch {compiled.torch_version}, but this is torch "
+            f"{running}. Build it again: `pip install --no-build-isolation .` in the source tree."
         )
-    return _C
+    return compiled
+
+
+def _read_saved_choices() -> None:
+    from torch_marlin_metal.gpu.tuning.table import use_saved_once
+
+    use_saved_once()
 
 
 native = _load()
+# The table of measured choices is a file of the user's: it is read when the planner first chooses a kernel for this
+# machine's GPU, never at import.
+native.set_tuned_loader(_read_saved_choices)
 
 
 @dataclass(frozen=True)
 class CpuCapability:
-    """What the CPU kernels use on this machine.
+    """The instruction sets that the CPU kernels use on this machine.
 
     Attributes:
         isa: instruction-set family in use: "portable", "avx2", "avx512", "amx" or "neon".
@@ -44,7 +54,7 @@ class CpuCapability:
 
 
 def cpu_capability() -> CpuCapability:
-    """Says which instruction-set family the CPU kernels use, and why.
+    """Returns the instruction-set family that the CPU kernels use, and why.
 
     Raises:
         RuntimeError: `TORCH_MARLIN_METAL_CPU_ISA` names a family that is unknown or absent on this machine.

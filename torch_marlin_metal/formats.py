@@ -1,4 +1,4 @@
-"""The weight formats, read from the one table in `csrc/weight_format.h`."""
+"""The weight formats, read from the one table in `csrc/core/weight_format.h`."""
 
 from dataclasses import dataclass
 
@@ -12,6 +12,7 @@ class WeightFormat:
     Attributes:
         name: the name that the operators take.
         formula: the exact weight.
+        code_kind: "integer", "e2m1" or "table": how a code becomes a number.
         scale_coding: "floating" (fp16, bf16 or fp32), "e4m3" or "e8m0" (uint8 codes).
         zeros_role: "none", "zero_point" (uint8 codes or floating values) or "bias" (floating values).
         has_global_scale: takes an optional fp32 `global_scale`.
@@ -21,6 +22,7 @@ class WeightFormat:
 
     name: str
     formula: str
+    code_kind: str
     scale_coding: str
     zeros_role: str
     has_global_scale: bool
@@ -30,6 +32,7 @@ class WeightFormat:
 
 WEIGHT_FORMATS: dict[str, WeightFormat] = {row[0]: WeightFormat(*row) for row in native.weight_formats()}
 GROUP_SIZES: tuple[int, ...] = tuple(native.group_sizes())
+DEFAULT_GROUP_SIZE = 128
 E2M1_VALUES: tuple[float, ...] = tuple(native.e2m1_values())
 
 # bitsandbytes' NF4 table (QLoRA, arXiv:2305.14314, appendix E), as float32.
@@ -77,3 +80,40 @@ def weight_format(name: str) -> WeightFormat:
             f"weight_format: expected one of {', '.join(WEIGHT_FORMATS)} (or {', '.join(ALIASES)}), got {name!r}"
         )
     return found
+
+
+def resolve_group_size(op: str, fmt: WeightFormat, group_size: int | None, K: int) -> int:
+    """Returns the group size as the operators take it: None becomes the format's own size or 128, and -1 becomes K.
+
+    Args:
+        op: the caller's name, for the error.
+        fmt: the weight format.
+        group_size: what the caller was given.
+        K: rows of the weight.
+
+    Raises:
+        ValueError: the format has no such group size.
+    """
+    if group_size is None:
+        group_size = fmt.fixed_group_size or DEFAULT_GROUP_SIZE
+    elif group_size == -1:
+        group_size = K
+    if not is_group_size(fmt, group_size, K):
+        raise ValueError(f"{op}: group_size: {expected_group_sizes(fmt, K)}, got {group_size!r}")
+    return group_size
+
+
+def is_group_size(fmt: WeightFormat, group_size: int, K: int) -> bool:
+    """Returns whether the operators take a group size for a weight with K rows."""
+    if isinstance(group_size, float):
+        return False
+    if fmt.fixed_group_size is not None:
+        return group_size == fmt.fixed_group_size
+    return group_size in GROUP_SIZES or group_size == K
+
+
+def expected_group_sizes(fmt: WeightFormat, K: int) -> str:
+    """Returns the part of an error message that lists the group sizes, worded as the operators word it."""
+    if fmt.fixed_group_size is not None:
+        return f"expected {fmt.fixed_group_size} for {fmt.name}"
+    return f"expected one of {', '.join(map(str, GROUP_SIZES))}, or K = {K} for {fmt.name}"

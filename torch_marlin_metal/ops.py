@@ -8,19 +8,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_marlin_metal.formats import NF4_VALUES
+from torch_marlin_metal.formats import NF4_VALUES, resolve_group_size
 from torch_marlin_metal.formats import weight_format as find_format
+from torch_marlin_metal.repack import ZerosRule
 
 _ops = torch.ops.torch_marlin_metal
 _gemm = _ops.gemm.default
 
 
-def _resolve(name: str, group_size: int, b_packed: Tensor, lut: Tensor | None) -> tuple[str, int, Tensor | None]:
+def _resolve(
+    op: str, name: str, group_size: int, b_packed: Tensor, lut: Tensor | None
+) -> tuple[str, int, Tensor | None]:
+    """Replaces an alias by the format's name and -1 by K; the operator checks everything else."""
+    fmt = find_format(name)
     if name == "nf4" and lut is None:
         lut = torch.tensor(NF4_VALUES, dtype=torch.float32, device=b_packed.device)
-    if group_size == -1 and b_packed.dim() == 2:  # of another rank: the operator says so
-        group_size = 8 * b_packed.shape[0]
-    return find_format(name).name, group_size, lut
+    if group_size == -1 and b_packed.dim() == 2:  # the operator refuses another rank
+        group_size = resolve_group_size(op, fmt, group_size, 8 * b_packed.shape[0])
+    return fmt.name, group_size, lut
 
 
 def given(
@@ -30,7 +35,7 @@ def given(
     perm: Tensor | None,
     bias: Tensor | None = None,
 ) -> dict[str, Any]:
-    """Those that are not None, by name: the dispatcher takes 0.4 us to parse one more argument, None or not."""
+    """Returns the arguments that are not None, by name: each argument costs the dispatcher 0.4 us, None or not."""
     named: dict[str, Any] = {}
     if zeros is not None:
         named["zeros"] = zeros
@@ -84,7 +89,7 @@ def gemm(
     Raises:
         ValueError: an argument has the wrong dtype, shape, device or value; the message says what was expected.
     """
-    name, group_size, lut = _resolve(weight_format, group_size, b_packed, lut)
+    name, group_size, lut = _resolve("gemm", weight_format, group_size, b_packed, lut)
     options = given(zeros, global_scale, lut, perm, bias)
     if variant != "auto":
         options["variant"] = variant
@@ -104,9 +109,9 @@ def dequantize(
     perm: Tensor | None = None,
     dtype: torch.dtype = torch.float16,
 ) -> Tensor:
-    """Gives the weight of `gemm` as floats, `[K, N]`, in the original order of k: `out[perm[j], :]` is packed row j.
+    """Returns the weight of `gemm` as floats, `[K, N]`, in the original order of k: `out[perm[j], :]` is packed row j.
 
-    Computed in fp32 and rounded once.
+    It is computed in fp32 and rounded once.
 
     Args:
         b_packed: int32 `[K/8, N]`, as in `gemm`; so are `scales` to `perm`.
@@ -116,13 +121,13 @@ def dequantize(
         zeros: `[G, N]` or None.
         global_scale: float32 `[]`, `[1]`, `[N]` or None.
         lut: float32 `[16]` or None.
-        perm: int32 `[K]`, a permutation (of rows that share an index one is kept, which one is not said), or None.
+        perm: int32 `[K]`, a permutation, or None. If rows share an index, one of them is kept; which is unspecified.
         dtype: float16, bfloat16 or float32.
 
     Raises:
         ValueError: an argument has the wrong dtype, shape, device or value.
     """
-    name, group_size, lut = _resolve(weight_format, group_size, b_packed, lut)
+    name, group_size, lut = _resolve("dequantize", weight_format, group_size, b_packed, lut)
     options = given(zeros, global_scale, lut, perm)
     result: Tensor = _ops.dequantize(
         b_packed, scales, weight_format=name, group_size=group_size, dtype=dtype, **options
@@ -149,12 +154,13 @@ def gptq_repack(qweight: Tensor, *, perm: Tensor | None = None) -> Tensor:
     return result
 
 
-def gptq_unpack_zeros(qzeros: Tensor, *, checkpoint_version: int, rule: str = "word") -> Tensor:
+def gptq_unpack_zeros(qzeros: Tensor, *, checkpoint_version: int, rule: ZerosRule = "word") -> Tensor:
     """Unpacks GPTQ's `qzeros` into one byte a zero point.
 
-    Version 1 files store z - 1. The rules differ only where a stored nibble is 15: "word" adds 0x11111111 to the word
+    Version 1 files store z - 1. The rules differ only if a stored nibble is 15: "word" adds 0x11111111 to the word
     (exact for GPTQModel and AutoRound, which borrow across nibbles to store z = 0), "masked" gives (raw + 1) & 15,
-    "unmasked" gives raw + 1, up to 16.
+    "unmasked" gives raw + 1, up to 16. Functions that read whole layers or checkpoints call these two arguments
+    `gptq_version` and `gptq_zeros_rule`.
 
     Args:
         qzeros: int32 `[G, N/8]`, contiguous, lowest n in the lowest nibble.
@@ -190,7 +196,7 @@ def awq_repack(qweight: Tensor) -> Tensor:
 def transpose_words(words: Tensor) -> Tensor:
     """Brings words that lie row by row of the weight into the packed layout.
 
-    compressed-tensors and AWQ's "gemv" version have them so.
+    compressed-tensors and AWQ's "gemv" version store them like this.
 
     Args:
         words: int32 `[N, K/8]`, contiguous, lowest k in the lowest nibble.

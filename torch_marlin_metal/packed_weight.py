@@ -1,4 +1,4 @@
-"""One 4-bit weight in the layout of the operators: what readers yield, layers take and exporters write."""
+"""One 4-bit weight in the layout of the operators: readers yield it, layers take it and exporters write it."""
 
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_marlin_metal.formats import GROUP_SIZES, weight_format
+from torch_marlin_metal.formats import expected_group_sizes, is_group_size, weight_format
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -57,12 +57,12 @@ class PackedWeight:
 
     @property
     def K(self) -> int:
-        """Rows of the unpacked weight: input features."""
+        """Returns the rows of the unpacked weight: input features."""
         return 8 * self.b_packed.shape[0]
 
     @property
     def N(self) -> int:
-        """Columns: output features."""
+        """Returns the columns of the unpacked weight: output features."""
         return self.b_packed.shape[1]
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -94,7 +94,7 @@ class PackedWeight:
         """Checks every shape, dtype and value rule of the format, and returns self.
 
         Raises:
-            PackedWeightError: names the field, what was expected and what came. Values count too: scales that are not
+            PackedWeightError: names the field, the expected and the actual value. Values count too: scales that are not
                 finite or larger than 2^100, E8M0 codes outside 16..240, E4M3 NaN codes, a perm that is no permutation.
         """
         fmt = weight_format(self.weight_format)
@@ -105,9 +105,8 @@ class PackedWeight:
         K, N = self.K, self.N
         if K < 8 or N < 1:
             raise PackedWeightError("b_packed", f"expected K >= 8 and N >= 1, got K={K}, N={N}")
-        allowed = (fmt.fixed_group_size,) if fmt.fixed_group_size else (*GROUP_SIZES, K)
-        if self.group_size not in allowed:
-            raise PackedWeightError("group_size", f"expected one of {allowed} for {fmt.name}, got {self.group_size}")
+        if not is_group_size(fmt, self.group_size, K):
+            raise PackedWeightError("group_size", f"{expected_group_sizes(fmt, K)}, got {self.group_size!r}")
         grouped = (-(-K // self.group_size), N)
         coded = fmt.scale_coding != "floating"
         _require("scales", self.scales, (torch.uint8,) if coded else FLOAT_DTYPES, grouped)
@@ -116,7 +115,7 @@ class PackedWeight:
         if fmt.zeros_role == "none":
             _require_absent("zeros", self.zeros, fmt.name)
         elif self.zeros is None:
-            raise PackedWeightError("zeros", f"{fmt.name} needs them, got None")
+            raise PackedWeightError("zeros", f"expected a tensor for {fmt.name}, got None")
         else:
             dtypes = (torch.uint8, *FLOAT_DTYPES) if fmt.zeros_role == "zero_point" else FLOAT_DTYPES
             _require("zeros", self.zeros, dtypes, grouped)
@@ -135,7 +134,7 @@ class PackedWeight:
         if not fmt.has_lut:
             _require_absent("lut", self.lut, fmt.name)
         elif self.lut is None:
-            raise PackedWeightError("lut", f"{fmt.name} needs it, got None")
+            raise PackedWeightError("lut", f"expected a tensor for {fmt.name}, got None")
         else:
             _require("lut", self.lut, (torch.float32,), (16,))
             _check_size("lut", self.lut)
@@ -162,7 +161,7 @@ def _require(field: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], shape:
 
 def _require_absent(field: str, tensor: Tensor | None, format_name: str) -> None:
     if tensor is not None:
-        raise PackedWeightError(field, f"{format_name} takes none, got a tensor of shape {list(tensor.shape)}")
+        raise PackedWeightError(field, f"expected None for {format_name}, got a tensor of shape {list(tensor.shape)}")
 
 
 def _check_size(field: str, values: Tensor) -> None:

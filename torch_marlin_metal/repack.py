@@ -5,11 +5,14 @@ operators (`gptq_repack`, `awq_repack`, `gptq_unpack_zeros`, `awq_unpack_zeros`)
 """
 
 import warnings
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 CODES_PER_WORD = 8
+# How GPTQ version 1 zero points are read and written if a stored nibble is 15; see `ops.gptq_unpack_zeros`.
+ZerosRule = Literal["word", "masked", "unmasked"]
 # AWQ's interleave: nibble i (lowest first) of a word holds column AWQ_ORDER[i] of eight (AutoAWQ, packing_utils.py).
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 SEQUENTIAL_ORDER = tuple(range(CODES_PER_WORD))
@@ -69,7 +72,7 @@ def pack_gptq(b_packed: Tensor, *, perm: Tensor | None = None) -> Tensor:
     return pack_codes(unpack_codes(b_packed).index_select(0, _inverse_permutation("pack_gptq", perm, K)))
 
 
-def pack_gptq_zeros(zeros: Tensor, checkpoint_version: int, *, rule: str = "word") -> Tensor:
+def pack_gptq_zeros(zeros: Tensor, checkpoint_version: int, *, rule: ZerosRule = "word") -> Tensor:
     """Makes a GPTQ checkpoint's `qzeros`: the inverse of `gptq_unpack_zeros`.
 
     Args:
@@ -87,7 +90,7 @@ def pack_gptq_zeros(zeros: Tensor, checkpoint_version: int, *, rule: str = "word
     """
     if checkpoint_version not in (1, 2):
         raise ValueError(f"pack_gptq_zeros: checkpoint_version: expected 1 or 2, got {checkpoint_version}")
-    if rule not in ("word", "masked", "unmasked"):
+    if rule not in get_args(ZerosRule):
         raise ValueError(f"pack_gptq_zeros: rule: expected 'word', 'masked' or 'unmasked', got {rule!r}")
     if checkpoint_version == 1 and rule == "unmasked":
         if zeros.numel() and int(zeros.min()) == 0:
@@ -141,8 +144,8 @@ def gptq_perm(g_idx: Tensor, group_size: int) -> Tensor | None:
         group_size: rows per group; -1 or anything from K up is one group. Only the last group may be shorter.
 
     Returns:
-        int32 `[K]` on g_idx's device; None where nothing is to be permuted: g_idx is k // group_size, or all zero
-        (writers leave it so when they do not use act-order; a warning says when that hides more than one group).
+        int32 `[K]` on g_idx's device; None if there is nothing to permute: g_idx is k // group_size, or all zero.
+        Writers that do not use act-order leave it all zero; a warning says if that hides more than one group.
 
     Raises:
         ValueError: g_idx is not int32 or int64, wrong rank, a group out of range, or groups of the wrong size.
@@ -187,7 +190,7 @@ def _pack_awq(op: str, argument: str, codes: Tensor) -> Tensor:
 
 
 def _pack(codes: Tensor, order: tuple[int, ...]) -> Tensor:
-    """[..., 8] codes to int32 [...]: nibble i holds code order[i]."""
+    """Packs [..., 8] codes into int32 [...]: nibble i holds code order[i]."""
     words = torch.zeros(codes.shape[:-1], dtype=torch.int32, device=codes.device)
     for nibble, code in enumerate(order):
         words |= codes[..., code].to(torch.int32) << (4 * nibble)
@@ -195,7 +198,7 @@ def _pack(codes: Tensor, order: tuple[int, ...]) -> Tensor:
 
 
 def _unpack(words: Tensor, order: tuple[int, ...]) -> Tensor:
-    """int32 [...] to uint8 [..., 8]: code order[i] comes from nibble i."""
+    """Unpacks int32 [...] into uint8 [..., 8]: code order[i] comes from nibble i."""
     codes = torch.empty(*words.shape, CODES_PER_WORD, dtype=torch.uint8, device=words.device)
     for nibble, code in enumerate(order):
         codes[..., code] = (words >> (4 * nibble)) & 15

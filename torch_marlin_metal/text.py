@@ -1,4 +1,4 @@
-"""Things that print as a table, by `print` as by rich."""
+"""The base of results that print as a table, by `print` as by rich."""
 
 from abc import abstractmethod
 
@@ -6,11 +6,11 @@ from rich.console import Console, RenderableType
 
 
 class RichText:
-    """What `__rich__` shows is also the text of `str`."""
+    """Prints the same table by `print` as by rich."""
 
     @abstractmethod
     def __rich__(self) -> RenderableType:
-        """Returns what rich prints."""
+        """Returns the table that rich prints."""
 
     def __str__(self) -> str:
         console = Console(width=160, force_terminal=False)

@@ -1,12 +1,13 @@
-"""Measured choices in place of the planner's model: measure on this GPU, keep in a table, use.
+"""Measured choices in place of the planner's model.
 
-`tune` times the planner's candidates for the products of a model, `save` keeps what won, and each later import of the
-package uses it for the same GPU, torch and package version. `torch-marlin-metal tune` is all of that in one command.
+`tune` times the planner's candidates for the products of a model, and `save` keeps what won. Later processes use the
+saved choices for the same GPU, torch and package version, from their first product on the GPU on; importing the
+package reads no file. The command `torch-marlin-metal tune` does all of that.
 """
 
-from torch_marlin_metal.tuning.chains import Chain, interleave
-from torch_marlin_metal.tuning.products import Product, products_of
-from torch_marlin_metal.tuning.table import (
+from torch_marlin_metal.gpu.tuning.chains import Chain, interleave
+from torch_marlin_metal.gpu.tuning.products import Product, products_of
+from torch_marlin_metal.gpu.tuning.table import (
     Machine,
     TunedRange,
     TuningTable,
@@ -16,7 +17,7 @@ from torch_marlin_metal.tuning.table import (
     use,
     use_saved,
 )
-from torch_marlin_metal.tuning.tuner import ROWS, tune
+from torch_marlin_metal.gpu.tuning.tuner import ROWS, tune
 
 __all__ = [
     "ROWS",

@@ -46,12 +46,18 @@ def preprocessed(source: str) -> str:
 
 
 def cost(path: Path) -> LibraryCost:
-    source = inline_headers(path, {path})
+    source = inline_headers(path, ROOT, set())
     text = preprocessed(source)
     kernels = KERNEL.findall(text)
     plain = sum(not template for template in kernels)
     instances = len(INSTANCE.findall(text))
-    return LibraryCost(path.stem, len(kernels) - plain, instances + plain, len(source), len(text))
+    return LibraryCost(
+        path.relative_to(ROOT / "kernels").with_suffix("").as_posix(),
+        len(kernels) - plain,
+        instances + plain,
+        len(source),
+        len(text),
+    )
 
 
 def main() -> int:
@@ -59,7 +65,7 @@ def main() -> int:
     parser.add_argument("--most", type=int, default=MOST, help="instantiations that a library may have")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args()
-    costs = [cost(path) for path in sorted((ROOT / "kernels").glob("*.metal"))]
+    costs = [cost(path) for path in sorted((ROOT / "kernels").rglob("*.metal"))]
     if options.json:
         print(json.dumps([asdict(c) for c in costs], indent=1))
     else:

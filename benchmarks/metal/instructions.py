@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-KERNELS = Path(__file__).resolve().parents[2] / "kernels"
+ROOT = Path(__file__).resolve().parents[2]
 FORMATS = ("uint4b8", "uint4", "uint4_bias", "float4_e2m1", "nvfp4", "mxfp4", "lut4")
 INTEGER, E2M1 = FORMATS[:3], FORMATS[3:6]
 ELEMENT_TYPES = {"float16": 0, "bfloat16": 1, "float32": 2, "uint8": 3}
@@ -30,7 +30,7 @@ FUSED_CHAIN = 4
 FUSED_K = 64
 LIST_KERNELS = """
 #include <cstdio>
-#include "variants.h"
+#include "kernels/shared/variants.h"
 #define TILE(M, N, K, ...) std::printf("tile %dx%dx%d %u\\n", M, N, K, marlin::tile_threads({M, N, K}));
 int main() {
   for (const auto& kernel : marlin::kKernels) {
@@ -98,8 +98,8 @@ class Figures:
 
 def cases() -> Iterator[Case]:
     """Every format with fp16 activations, fused also with the others; else one of each kind."""
-    shapes = [("gemv", "gemv", rows, 256) for rows in range(1, 9)]
-    shapes += [("gemm_fused", "gemm_fused", rows, 128) for rows in (8, 16, 24, 32)]
+    shapes = [("gemv", "gemm/gemv", rows, 256) for rows in range(1, 9)]
+    shapes += [("gemm_fused", "gemm/fused", rows, 128) for rows in (8, 16, 24, 32)]
     for kernel, library, rows, threads in shapes:
         for weight_format in FORMATS:
             group = FIXED_GROUPS.get(weight_format, 64)
@@ -126,7 +126,7 @@ def staged_kernels() -> Iterator[tuple[str, str, tuple[int, int, int], int]]:
             os.environ.get("CXX", "c++"),
             "-std=c++20",
             "-I",
-            str(KERNELS),
+            str(ROOT),
             "-x",
             "c++",
             "-",
@@ -145,10 +145,10 @@ def staged_kernels() -> Iterator[tuple[str, str, tuple[int, int, int], int]]:
 
 def readable_copy(folder: Path) -> None:
     """The kernels as the tool's reader takes them: function constants spelt out, const references in private memory."""
-    shutil.copytree(KERNELS, folder, dirs_exist_ok=True)
-    rows = re.findall(r"X\((\d+), (\w+), (\w+), \w+\)", (folder / "params.h").read_text())
+    shutil.copytree(ROOT / "kernels", folder / "kernels")
+    rows = re.findall(r"X\((\d+), (\w+), (\w+), \w+\)", (folder / "kernels/shared/slots.h").read_text())
     declarations = "\n".join(f"constant {kind} {name} [[function_constant({i})]];" for i, kind, name in rows)
-    for path in folder.iterdir():
+    for path in filter(Path.is_file, folder.rglob("*")):
         text = path.read_text().replace("MARLIN_FUNCTION_CONSTANTS(MARLIN_DECLARE_CONSTANT)", declarations)
         path.write_text(re.sub(r"\bthread const (?=[\w<>, ]+&)", "__private const ", text))
 
@@ -156,7 +156,16 @@ def readable_copy(folder: Path) -> None:
 def measure(agxstat: str, folder: Path, case: Case) -> dict[str, Any] | str:
     """What the tool counts for one kernel; its complaint where it fails."""
     entry = f"{case.kernel}_{case.weight_format}_{case.dtype}"
-    command = [agxstat, str(folder / f"{case.library}.metal"), "--entry", entry, "--threads", str(case.threads)]
+    command = [
+        agxstat,
+        str(folder / f"kernels/{case.library}.metal"),
+        "-I",
+        str(folder),
+        "--entry",
+        entry,
+        "--threads",
+        str(case.threads),
+    ]
     command += [argument for name, value in case.constants().items() for argument in ("-D", f"{name}={value}")]
     done = subprocess.run([*command, "--O1", "--json"], capture_output=True, text=True, check=False)
     if done.returncode != 0:

@@ -1,4 +1,4 @@
-"""The table of csrc/kernel_counts.h, counted anew by the tool behind instructions.py; --write puts it into the header.
+"""Counts the table of csrc/planner/instruction_counts.h anew by the tool of instructions.py; --write stores it.
 
 One format stands for those with the same decode: fp16 activations, groups of 64, aligned tensors, no options. A kernel
 that the tool cannot compile takes the counts of its variant with one stage.
@@ -17,7 +17,7 @@ from typing import Any
 
 from instructions import FUSED_K, Case, cases, measure, readable_copy
 
-HEADER = Path(__file__).resolve().parents[2] / "csrc" / "kernel_counts.h"
+HEADER = Path(__file__).resolve().parents[2] / "csrc" / "planner" / "instruction_counts.h"
 TABLE = re.compile(r"(inline constexpr std::array kKernelCounts\{\n)(.*?)(^\};\n)", re.DOTALL | re.MULTILINE)
 FORMATS = ("uint4b8", "float4_e2m1", "lut4")
 GEMV_TILE = "{{{rows}, 128, 16}}"
@@ -55,8 +55,8 @@ def row(case: Case, counted: dict[str, Any]) -> str:
     outer_k = FUSED_CHAIN_K if case.kernel == "gemm_fused" else 0
     around_steps = slots(outer) - slots(hot)
     once = slots(counted["total"]) - slots(outer)
-    return (f'KernelCounts{{"{case.kernel}", WeightFormat::{case.weight_format}, {tile(case)}, {step}, {around_steps}, '
-            f'{outer_k}, {once}, {counted["half_registers"]}}},')  # fmt: skip
+    return (f'KernelCounts{{Kernel::{case.kernel}, WeightFormat::{case.weight_format}, {tile(case)}, {step}, '
+            f'{around_steps}, {outer_k}, {once}, {counted["half_registers"]}}},')  # fmt: skip
 
 
 def rows(agxstat: str) -> Iterator[str]:
@@ -72,14 +72,14 @@ def rows(agxstat: str) -> Iterator[str]:
             counted = measure(agxstat, Path(folder), stand_in)
             if isinstance(counted, str) or other == case.kernel:
                 raise RuntimeError(f"kernel_counts.py: {case.kernel}: {counted}")
-            yield "// The tool cannot compile this one: single_stage stands in."
+            yield "// The offline compiler fails on this kernel; single_stage's counts are used."
             yield row(case, counted)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--agxstat", default=os.environ.get("AGXSTAT") or shutil.which("agxstat"), help="the tool")
-    parser.add_argument("--write", action="store_true", help="write the table into csrc/kernel_counts.h")
+    parser.add_argument("--write", action="store_true", help="write the table into csrc/planner/instruction_counts.h")
     options = parser.parse_args()
     if not options.agxstat or "AGX_DIR" not in os.environ:
         print("kernel_counts.py: agxstat is not here: see instructions.py", file=sys.stderr)

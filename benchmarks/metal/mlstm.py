@@ -1,7 +1,7 @@
 """What the mLSTM kernels cost on an M1: instruction counts, traffic counters, and times predicted from both.
 
 Nothing runs on a GPU. Counts come from a compiler for the M1's GPU (Mesa's, behind a command given by --agxstat or
-AGXSTAT that prints JSON), traffic from the software Metal device in checked mode, rates from csrc/chips.h.
+AGXSTAT that prints JSON), traffic from the software Metal device in checked mode, rates from csrc/planner/chips.h.
 
     python benchmarks/metal/mlstm.py --agxstat COMMAND --chunk-size 64 --tokens 2048
 """
@@ -31,7 +31,7 @@ LAUNCH_SECONDS = 2.6e-6
 BLOCK, OUTPUT_SIMDGROUPS, TILE, STEP_COLUMNS, STEP_SIMDGROUPS = 32, 8, 64, 128, 16
 CHIPS_PROGRAM = """
 #include <cstdio>
-#include "chips.h"
+#include "csrc/planner/chips.h"
 int main() {
   for (const marlin::Chip& chip : marlin::kChips)
     std::printf("%s,%u,%g,%g,%g\\n", chip.name.data(), chip.cores, chip.clock_ghz.value,
@@ -78,7 +78,7 @@ def chips() -> list[Chip]:
     with tempfile.TemporaryDirectory() as folder:
         source, program = Path(folder) / "chips.cpp", Path(folder) / "chips"
         source.write_text(CHIPS_PROGRAM)
-        subprocess.run(["c++", "-std=c++20", "-I", ROOT / "csrc", source, "-o", program], check=True)
+        subprocess.run(["c++", "-std=c++20", "-I", ROOT, source, "-o", program], check=True)
         lines = subprocess.run([program], check=True, capture_output=True, text=True).stdout.splitlines()
     rows = [line.split(",") for line in lines]
     return [Chip(n, int(c), float(ghz) * 1e9, float(gbs) * 1e9, float(s)) for n, c, ghz, gbs, s in rows]
@@ -90,12 +90,20 @@ def count(agxstat: Sequence[str], kernel: str, element: str, threads: int, share
         kernels = Path(folder) / "kernels"
         shutil.copytree(ROOT / "kernels", kernels)
         # The command finds function constants by their declarations, which a macro writes here.
-        rows = re.findall(r"X\((\d+), (\w+), (\w+), \w+\)", (kernels / "params.h").read_text())
+        rows = re.findall(r"X\((\d+), (\w+), (\w+), \w+\)", (kernels / "shared/slots.h").read_text())
         declared = "\n".join(f"constant {t} {name} [[function_constant({i})]];" for i, t, name in rows)
-        options = (kernels / "options.h").read_text()
+        options = (kernels / "gemm/options.h").read_text()
         macro = re.compile(r"#define MARLIN_DECLARE_CONSTANT.*?#undef MARLIN_DECLARE_CONSTANT", re.DOTALL)
-        (kernels / "options.h").write_text(macro.sub(declared, options))
-        command = [*agxstat, str(kernels / f"{kernel}.metal"), "-I", str(kernels), "--json", "--threads", str(threads)]
+        (kernels / "gemm/options.h").write_text(macro.sub(declared, options))
+        command = [
+            *agxstat,
+            str(kernels / f"mlstm/{kernel.removeprefix('mlstm_')}.metal"),
+            "-I",
+            folder,
+            "--json",
+            "--threads",
+            str(threads),
+        ]
         command += ["-D", "vector_activations=1", "-D", "vector_columns=1"]
         command += ["--entry", kernel if kernel == "mlstm_gates" else f"{kernel}_{element}"]
         command += ["--tg", f"0={shared}"] if shared else []
@@ -176,10 +184,11 @@ def step_work(counts: dict[str, Any], DK: int, DV: int) -> Work:
 
 def traffic(chunk: int) -> Table:
     """What the software device counts for a small head, in checked mode, per distinct byte."""
-    sys.path[:0] = [str(ROOT / "tests" / name) for name in ("", "python", "kernels")]
-    import mlstm_problems
+    sys.path.insert(0, str(ROOT))
     import torch
-    from kernel_launch import number
+
+    from tests.support.kernels import mlstm_problems
+    from tests.support.kernels.launch import number
 
     p = mlstm_problems.Sequence(S=2 * chunk, DK=64, DV=128, chunk_size=chunk, H=1, dtype=torch.float16)
     run = mlstm_problems.run(p, simdgroups=4)

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 import torch_marlin_metal as tmm
-from torch_marlin_metal.planning import PlanCandidate
+from torch_marlin_metal.gpu.planning import PlanCandidate
 from torch_marlin_metal.profiling import AppleSiliconGPU
 
 N, K = 4096, 14336

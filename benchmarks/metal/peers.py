@@ -1,6 +1,6 @@
-"""What 4-bit kernels do per weight, as the software device counts it: MLX's and PyTorch's as Apple compiled them, ours.
+"""Counts the work of 4-bit kernels per weight: ours, and those of MLX and PyTorch as Apple compiled them.
 
-`PYTHONPATH=tests python -m softmetal.witness.peers` prints the table of `docs/software-metal-device.md`.
+python benchmarks/metal/peers.py        # prints the table; downloads the wheels if they are not cached
 """
 
 from __future__ import annotations
@@ -15,13 +15,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from .. import device
-from . import libraries, quantized, references
-from .case import Launch, counted
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
 
-sys.path.extend(str(Path(__file__).resolve().parents[2] / folder) for folder in ("kernels", "python"))
-import kernel_problems
-from kernel_problems import Problem
+
+from softmetal import device  # noqa: E402
+from softmetal.witness import libraries, quantized, references  # noqa: E402
+from softmetal.witness.case import Launch, counted  # noqa: E402
+from tests.support.kernels import problems as kernel_problems  # noqa: E402
+from tests.support.kernels import tiles as kernel_tiles  # noqa: E402
+from tests.support.kernels.problems import Problem  # noqa: E402
 
 HALF = "float16"
 AFFINE, NVFP4, MXFP4 = (
@@ -29,13 +32,13 @@ AFFINE, NVFP4, MXFP4 = (
     quantized.Format("nvfp4", 16, 4),
     quantized.Format("mxfp4", 32, 4),
 )
-# M, N, K. Counts per weight do not depend on N where it is a multiple of all tiles.
+# M, N, K. Counts per weight do not depend on N if it is a multiple of all tiles.
 SHAPES = ((1, 1024, 4096), (4, 512, 4096), (64, 128, 4096))
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table: a kernel on a shape, and its counts."""
+    """One line of the table: a kernel, a shape and the counts."""
 
     shape: tuple[int, int, int]
     owner: str
@@ -88,7 +91,7 @@ def _torch(shape: tuple[int, int, int]) -> Row:
 
 @contextlib.contextmanager
 def _recorded() -> Iterator[list[device.Counters]]:
-    """Collects the counters of the dispatches that a product makes."""
+    """Collects the counters of the dispatches in the block."""
     original, found = kernel_problems.launch, []
 
     def recording(*arguments: Any, **options: Any) -> device.Counters:
@@ -112,13 +115,13 @@ def _ours(weight_format: str, group: int, shape: tuple[int, int, int]) -> Row:
             kernel = "gemv"
             kernel_problems.run_gemv(problem, rows=min(M, 4), simdgroups=4)
         else:
-            kernel = "gemm_double_buffered"
-            kernel_problems.run_staged(kernel, problem)
+            kernel = "gemm_double_buffered_64x64x32"
+            kernel_tiles.run_staged(kernel, problem)
     return Row(shape, "ours", f"{kernel}, {weight_format}", counters)
 
 
 def rows() -> Iterator[Row]:
-    """All lines of the table."""
+    """Yields all lines of the table."""
     for shape in SHAPES:
         yield _ours("uint4", 64, shape)
         yield _mlx(AFFINE, shape)

@@ -16,18 +16,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "python")]
+sys.path.insert(0, str(ROOT))
 
 import softmetal  # noqa: E402
 
-import reference  # noqa: E402  # isort: skip
+from tests.support import reference  # noqa: E402  # isort: skip
 import torch  # noqa: E402
 
 import torch_marlin_metal as tmm  # noqa: E402
 
 VARIANTS = ("auto", "gemv", "double_buffered", "single_stage", "striped")
 ROWS = (1, 4, 16, 64)
-# BufferSlots of kernels/params.h, but for the parameters and what is never bound here.
+# BufferSlots of kernels/shared/slots.h, but for the parameters and what is never bound here.
 SLOTS = {0: "activations", 2: "scales", 3: "zeros", 4: "global_scale", 5: "lut", 8: "out", 9: "partials"}
 PARAMETERS = 10
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}

@@ -1,12 +1,12 @@
-// The one table of weight formats: what a 4-bit code means, how its scales are coded, which tensors it takes.
-// Python, the checks and the docs read it from here.
+// The table of weight formats: what a 4-bit code means, how scales are coded, which tensors a format takes.
+// The checks, Python and the docs read it.
 #pragma once
 
 #include <array>
 #include <cstdint>
 #include <string_view>
 
-#include "../kernels/params.h"
+#include "kernels/shared/types.h"
 
 namespace marlin {
 

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <functional>
 
-#include "../weight_format.h"
+#include "csrc/core/weight_format.h"
 
 namespace marlin::cpu {
 
@@ -14,7 +14,7 @@ struct PackedWeight {
   WeightFormat format;
   int64_t K;
   int64_t N;
-  int64_t group_size;       // a multiple of 8, at most K rounded up: K itself stands for one group
+  int64_t group_size;       // a multiple of 8, at most K; K itself is one group
   const uint32_t* words;    // [K/8, N]
   const void* scales;       // [G, N]
   ElementType scales_type;  // uint8 for the coded scales of nvfp4 and mxfp4
@@ -30,7 +30,7 @@ struct GemmArguments {
   int64_t M;
   const void* a;         // [M, K], unit stride in k
   ElementType a_type;    // also the output's
-  int64_t a_row_stride;  // in elements, may be 0
+  int64_t a_row_stride;  // in elements; may be 0
   const int32_t* perm;   // nullptr, or [K]: packed row j multiplies a[m, perm[j]]
   const void* bias;      // nullptr or [N]
   ElementType bias_type;
@@ -44,32 +44,31 @@ struct DequantizeArguments {
   ElementType out_type;
 };
 
-// Runs body(begin, end) over disjoint ranges that cover [0, count), possibly on several threads.
-// The glue passes at::parallel_for; a plain C++ test passes a loop.
+// Runs body(begin, end) over disjoint ranges that cover [0, count), possibly on several threads. The torch glue passes
+// PyTorch's threads, a plain C++ test a loop.
 using Body = std::function<void(int64_t begin, int64_t end)>;
 struct Parallel {
   int num_threads;
   std::function<void(int64_t count, int64_t grain, const Body& body)> run;
 };
 
-// fp32 matmul precision asked for by the caller: `highest` keeps every kernel within fp32-class error, `reduced` lets
-// fp32 activations be two bf16 parts or planes of bytes. 16-bit activations are the same under both.
+// The caller's choice for fp32 matrix products: `highest` keeps the error of every kernel in the class of fp32,
+// `reduced` allows fp32 activations to be split into two bf16 parts or three bytes. It does not affect 16-bit
+// activations.
 enum class Float32Precision : int32_t { highest, reduced };
 
 void gemm(const GemmArguments& arguments, const Parallel& parallel, Float32Precision precision);
 void dequantize(const DequantizeArguments& arguments, const Parallel& parallel);
 
-// perm may be nullptr; row j of the result is row perm[j] of the source.
+// Row j of the result is row perm[j] of the source; without perm the result is a copy.
 void gptq_repack(const uint32_t* qweight, const int32_t* perm, int64_t K, int64_t N, uint32_t* out,
                  const Parallel& parallel);
 void awq_repack(const uint32_t* qweight, int64_t K, int64_t N, uint32_t* out, const Parallel& parallel);
-// [rows, columns] to [columns, rows].
+// Transposes [rows, columns] to [columns, rows].
 void transpose_words(const uint32_t* words, int64_t rows, int64_t columns, uint32_t* out, const Parallel& parallel);
 
-// checkpoint_version 2 is the plain unpack; 1 adds one by the rule named.
-enum class ZerosRule : int32_t { word, masked, unmasked };
-void gptq_unpack_zeros(const uint32_t* qzeros, int64_t G, int64_t N, int checkpoint_version, ZerosRule rule,
-                       uint8_t* out, const Parallel& parallel);
+void gptq_unpack_zeros(const uint32_t* qzeros, int64_t G, int64_t N, StoredZeros stored, uint8_t* out,
+                       const Parallel& parallel);
 void awq_unpack_zeros(const uint32_t* qzeros, int64_t G, int64_t N, uint8_t* out, const Parallel& parallel);
 
 }  // namespace marlin::cpu

@@ -1,10 +1,10 @@
-#include "capability.h"
+#include "csrc/cpu/capability.h"
 
 #include <cstdint>
 #include <cstdlib>
 #include <stdexcept>
 
-#include "kernel_set.h"
+#include "csrc/cpu/gemm/kernel_table.h"
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -33,7 +33,8 @@ struct Cpuid {
   explicit Cpuid(uint32_t leaf, uint32_t subleaf = 0) { __get_cpuid_count(leaf, subleaf, &eax, &ebx, &ecx, &edx); }
 };
 
-// Register state that the operating system saves on a context switch (XCR0); without it the instructions fault.
+// Returns XCR0: the register state that the operating system saves on a context switch. Instructions on registers that
+// it does not save fault.
 uint64_t enabled_state() {
   if ((Cpuid(1).ecx & bit_OSXSAVE) == 0) return 0;
   uint32_t low = 0, high = 0;
@@ -41,7 +42,7 @@ uint64_t enabled_state() {
   return (uint64_t{high} << 32) | low;
 }
 
-// Linux hands out the 8 KB of tile registers only to processes that ask (Documentation/arch/x86/xstate.rst).
+// Linux grants the 8 KB of tile registers only to processes that ask for them (Documentation/arch/x86/xstate.rst).
 bool request_tiles() {
 #if defined(__linux__)
   constexpr long kRequestPermission = 0x1023;
@@ -79,7 +80,7 @@ Detected detect() {
   if (found.available.size() == 3 && amx && bf16 && amx_kernels(1) != nullptr && request_tiles()) {
     found.available.push_back(Isa::amx);
   }
-  // "AuthenticAMD": two bf16 dot products a cycle. Intel's cores run them at half their fp32 rate.
+  // AMD's cores start two bf16 dot products a cycle. Intel's run them at half the rate of fp32 multiply-adds.
   found.fast_bf16_dot = bf16 && vendor.ebx == signature_AMD_ebx;
   return found;
 }
@@ -179,20 +180,6 @@ const Detected& detected() {
 const Capability& capability() {
   static const Capability chosen = choose();
   return chosen;
-}
-
-const KernelSet* kernels_of(Isa isa) {
-  switch (isa) {
-    case Isa::avx2:
-      return avx2_kernels();
-    case Isa::avx512:
-    case Isa::amx:  // tiles come on top of AVX-512
-      return avx512_kernels();
-    case Isa::neon:
-      return neon_kernels();
-    default:
-      return portable_kernels();
-  }
 }
 
 }  // namespace marlin::cpu

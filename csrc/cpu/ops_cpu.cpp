@@ -9,19 +9,19 @@
 #include <array>
 #include <vector>
 
-#include "../check.h"
-#include "at_parallel.h"
-#include "kernels.h"
+#include "csrc/cpu/api.h"
+#include "csrc/cpu/parallel.h"
+#include "csrc/ops/check.h"
 
 namespace marlin::cpu {
 namespace {
 
-// Contiguous views (copies only where a caller passed strided scales) that outlive the kernel call.
-struct HeldWeight {
+// Contiguous tensors that outlive the kernel call. Only strided inputs are copied.
+struct StoredWeight {
   Tensor b_packed, scales, zeros, global_scale, lut, perm;
   PackedWeight view;
 
-  HeldWeight(const WeightTensors& weight, const WeightShape& shape)
+  StoredWeight(const WeightTensors& weight, const WeightShape& shape)
       : b_packed(weight.b_packed),
         scales(weight.scales.contiguous()),
         zeros(weight.zeros ? weight.zeros->contiguous() : Tensor()),
@@ -58,7 +58,7 @@ struct HeldWeight {
     });
   }
 
-  // Only the range is checked here, since an index outside it would read foreign memory.
+  // Only the range is checked, because an index outside it would read memory that is not the tensor's.
   static void check_perm_range(const char* op, const int32_t* perm, int64_t K) {
     uint32_t largest = 0;
     for (int64_t k = 0; k < K; ++k)
@@ -68,8 +68,8 @@ struct HeldWeight {
   }
 };
 
-// at::Context::float32MatmulPrecision() raises where a program sets the precision of one backend. PyTorch's products on
-// the CPU are mkldnn's, and torch.set_float32_matmul_precision sets theirs too.
+// at::Context::float32MatmulPrecision() throws if a program has set the precision of a single backend. Asking for
+// mkldnn, PyTorch's backend for products on the CPU, is safe, and torch.set_float32_matmul_precision sets it too.
 Float32Precision precision_for(ElementType a_type) {
   if (a_type != ElementType::float32) return Float32Precision::highest;
   const auto asked = at::globalContext().float32Precision(at::Float32Backend::MKLDNN, at::Float32Op::MATMUL);
@@ -83,7 +83,7 @@ Tensor gemm_cpu(const Tensor& a, const Tensor& b_packed, const Tensor& scales, c
                 c10::string_view variant) {
   const WeightTensors tensors{b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm};
   const WeightShape shape = check_gemm(a, tensors, bias, variant);
-  const HeldWeight weight(tensors, shape);
+  const StoredWeight weight(tensors, shape);
 
   at::DimVector sizes(a.sizes());
   sizes.back() = weight.view.N;
@@ -92,7 +92,7 @@ Tensor gemm_cpu(const Tensor& a, const Tensor& b_packed, const Tensor& scales, c
 
   Tensor rows = a.dim() == 2 ? a : a.reshape({-1, weight.view.K});
   if (rows.stride(1) != 1) rows = rows.contiguous();
-  const Tensor bias_held = bias ? bias->contiguous() : Tensor();
+  const Tensor stored_bias = bias ? bias->contiguous() : Tensor();
 
   GemmArguments arguments{};
   arguments.weight = weight.view;
@@ -101,8 +101,8 @@ Tensor gemm_cpu(const Tensor& a, const Tensor& b_packed, const Tensor& scales, c
   arguments.a_type = element_type(rows);
   arguments.a_row_stride = rows.stride(0);
   arguments.perm = weight.perm_data("gemm");
-  arguments.bias = bias ? bias_held.const_data_ptr() : nullptr;
-  arguments.bias_type = bias ? element_type(bias_held) : ElementType::float32;
+  arguments.bias = bias ? stored_bias.const_data_ptr() : nullptr;
+  arguments.bias_type = bias ? element_type(stored_bias) : ElementType::float32;
   arguments.out = out.mutable_data_ptr();
   cpu::gemm(arguments, at_parallel(), precision_for(arguments.a_type));
   return out;
@@ -112,22 +112,22 @@ Tensor dequantize_cpu(const Tensor& b_packed, const Tensor& scales, c10::string_
                       const OptionalTensor& zeros, const OptionalTensor& global_scale, const OptionalTensor& lut,
                       const OptionalTensor& perm, at::ScalarType dtype) {
   const WeightTensors tensors{b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm};
-  const HeldWeight weight(tensors, check_dequantize(tensors, dtype));
+  const StoredWeight weight(tensors, check_dequantize(tensors, dtype));
   const int32_t* order = weight.perm_data("dequantize");
   const std::array<int64_t, 2> sizes{weight.view.K, weight.view.N};
   const auto options = scales.options().dtype(dtype);
-  // Rows that a perm with repeated indices leaves out are zero.
-  Tensor out = HeldWeight::repeats(order, weight.view.K) ? at::zeros(sizes, options) : at::empty(sizes, options);
+  // A perm with repeated indices leaves rows out; those are zero.
+  Tensor out = StoredWeight::repeats(order, weight.view.K) ? at::zeros(sizes, options) : at::empty(sizes, options);
   cpu::dequantize({weight.view, order, out.mutable_data_ptr(), element_type(out)}, at_parallel());
   return out;
 }
 
 Tensor gptq_repack_cpu(const Tensor& qweight, const OptionalTensor& perm) {
   check_gptq_repack(qweight, perm);
-  const Tensor held = perm ? perm->contiguous() : Tensor();
-  const int32_t* indices = perm ? held.const_data_ptr<int32_t>() : nullptr;
+  const Tensor stored = perm ? perm->contiguous() : Tensor();
+  const int32_t* indices = perm ? stored.const_data_ptr<int32_t>() : nullptr;
   const int64_t K = qweight.size(0) * kCodesPerWord;
-  if (indices) HeldWeight::check_perm_range("gptq_repack", indices, K);
+  if (indices) StoredWeight::check_perm_range("gptq_repack", indices, K);
   Tensor out = at::empty(qweight.sizes(), qweight.options());
   if (out.numel() == 0) return out;
   cpu::gptq_repack(static_cast<const uint32_t*>(qweight.const_data_ptr()), indices, K, qweight.size(1),
@@ -136,12 +136,11 @@ Tensor gptq_repack_cpu(const Tensor& qweight, const OptionalTensor& perm) {
 }
 
 Tensor gptq_unpack_zeros_cpu(const Tensor& qzeros, int64_t checkpoint_version, c10::string_view rule) {
-  const ZerosRule zeros_rule = check_gptq_unpack_zeros(qzeros, checkpoint_version, rule);
+  const StoredZeros stored = check_gptq_unpack_zeros(qzeros, checkpoint_version, rule);
   Tensor out = at::empty({qzeros.size(0), qzeros.size(1) * kCodesPerWord}, qzeros.options().dtype(at::kByte));
   if (out.numel() == 0) return out;
-  cpu::gptq_unpack_zeros(static_cast<const uint32_t*>(qzeros.const_data_ptr()), out.size(0), out.size(1),
-                         static_cast<int>(checkpoint_version), zeros_rule, out.mutable_data_ptr<uint8_t>(),
-                         at_parallel());
+  cpu::gptq_unpack_zeros(static_cast<const uint32_t*>(qzeros.const_data_ptr()), out.size(0), out.size(1), stored,
+                         out.mutable_data_ptr<uint8_t>(), at_parallel());
   return out;
 }
 

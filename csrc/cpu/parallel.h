@@ -5,12 +5,13 @@
 #include <ATen/Parallel.h>
 #include <ATen/TensorIterator.h>
 
-#include "kernels.h"
+#include "csrc/cpu/api.h"
 
 namespace marlin::cpu {
 
-// at::parallel_for is a template that runs on one thread in code which is not itself compiled for PyTorch's OpenMP.
-// TensorIterator::for_each is that function compiled into PyTorch; it is given bytes whose addresses count.
+// at::parallel_for is a header template: compiled without PyTorch's OpenMP flags, it runs on one thread.
+// TensorIterator::for_each reaches the copy that is compiled into PyTorch. It iterates over a tensor of bytes, and the
+// address of a byte gives the index.
 inline void torch_parallel_for(int64_t count, int64_t grain, const Body& body) {
   if (count <= grain || at::get_num_threads() == 1 || at::in_parallel_region()) {
     if (count > 0) body(0, count);

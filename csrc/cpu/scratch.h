@@ -1,4 +1,4 @@
-// Working memory that a thread keeps between calls, so that a call of some 100 us does not pay for page faults.
+// Working memory that a thread keeps between calls: page faults would cost a call of some 100 us too much.
 #pragma once
 
 #include <cstddef>
@@ -10,19 +10,19 @@ namespace marlin::cpu {
 
 class Scratch {
  public:
-  // At least `count` elements, 64-byte aligned, contents undefined; valid until the next call.
+  // Returns at least `count` elements, 64-byte aligned, contents undefined. They are valid until the next call.
   template <class T>
   T* get(int64_t count) {
     const size_t bytes = static_cast<size_t>(count) * sizeof(T);
     if (bytes > size_) {
-      data_.reset();
+      trim(0);  // if the allocation fails, no later call takes an empty block for one of the old size
       data_.reset(static_cast<std::byte*>(::operator new(bytes, kAlignment)));
       size_ = bytes;
     }
     return reinterpret_cast<T*>(data_.get());
   }
 
-  // Gives back what is larger than a thread should hold on to.
+  // Frees the memory if it is larger than a thread should keep.
   void trim(size_t bytes) {
     if (size_ > bytes) {
       data_.reset();

@@ -1,18 +1,10 @@
-// The derivative of mlstm and mlstm_step, and mlstm's autocast. The operators that they are made of refuse tensors that
+// The derivatives of mlstm and mlstm_step, and autocast for mlstm. mlstm_states and mlstm_output refuse tensors that
 // require grad.
 #include <ATen/autocast_mode.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
-#include "mlstm_backward.h"
-
-TORCH_LIBRARY_FRAGMENT(torch_marlin_metal, m) {
-  // The backward pass as an operator of its own, so that its loop over chunks is not traced.
-  m.def(
-      "_mlstm_backward(Tensor q, Tensor k, Tensor v, Tensor i, Tensor f, Tensor? C0, Tensor? n0, Tensor? m0, Tensor h, "
-      "Tensor grad_h, Tensor grad_C, Tensor grad_n, Tensor grad_m, int chunk_size, float eps) "
-      "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
-}
+#include "csrc/mlstm/backward.h"
 
 namespace marlin {
 namespace {
@@ -59,7 +51,7 @@ const auto& backward_op() {
   return op;
 }
 
-// In the order of the schemas; nullptr for an absent one.
+// An argument of an operator, in the order of its schema. tensor is nullptr if it was not given.
 struct Argument {
   const char* name;
   const Tensor* tensor;
@@ -143,7 +135,7 @@ FourTensors mlstm_autograd(const Tensor& q, const Tensor& k, const Tensor& v, co
   return mlstm_op().call(q, k, v, i, f, C0, n0, m0, chunk_size, eps);
 }
 
-// One token is a sequence of one.
+// The derivative of one token is that of a sequence of one.
 FourTensors step_autograd(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& i, const Tensor& f,
                           const Tensor& C, const Tensor& n, const Tensor& m, double eps) {
   const std::initializer_list<Argument> arguments{{"q", &q}, {"k", &k}, {"v", &v}, {"i", &i},
@@ -198,15 +190,7 @@ MlstmGradients backward_autograd(const Tensor& q, const Tensor& k, const Tensor&
   return backward_op().call(q, k, v, i, f, C0, n0, m0, h, grad_h, grad_C, grad_n, grad_m, chunk_size, eps);
 }
 
-MlstmGradients backward_meta(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& i, const Tensor& f,
-                             const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const Tensor&,
-                             const Tensor&, const Tensor& grad_C, const Tensor& grad_n, const Tensor& grad_m, int64_t,
-                             double) {
-  auto like = [](const Tensor& tensor) { return at::empty_symint(tensor.sym_sizes(), tensor.options()); };
-  return {like(q), like(k), like(v), like(i), like(f), like(grad_C), like(grad_n), like(grad_m)};
-}
-
-// Queries, keys and values as autocast does for linear; gates and states keep their precision.
+// Casts q, k and v as autocast does for linear. Gates and states keep their precision.
 template <c10::DispatchKey kAutocastKey, c10::DeviceType kDevice>
 FourTensors mlstm_autocast(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& i, const Tensor& f,
                            const OptionalTensor& C0, const OptionalTensor& n0, const OptionalTensor& m0,
@@ -230,10 +214,6 @@ TORCH_LIBRARY_IMPL(torch_marlin_metal, Autograd, m) {
 
 TORCH_LIBRARY_IMPL(torch_marlin_metal, CompositeExplicitAutograd, m) {
   m.impl("_mlstm_backward", mlstm_backward);
-}
-
-TORCH_LIBRARY_IMPL(torch_marlin_metal, Meta, m) {
-  m.impl("_mlstm_backward", backward_meta);
 }
 
 TORCH_LIBRARY_IMPL(torch_marlin_metal, AutocastCPU, m) {

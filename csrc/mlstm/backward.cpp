@@ -1,5 +1,5 @@
-// The mLSTM's backward pass by chunks, in ATen operators, on every device (docs/mlstm.md, "Gradients"). The weights
-// inside chunks are computed again; what is kept is one state and one state's gradient per chunk.
+// The mLSTM's backward pass by chunks, in ATen operators, on every device (docs/mlstm.md, "Gradients"). It recomputes
+// the weights inside chunks and keeps one state and one gradient of a state per chunk.
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
@@ -13,20 +13,21 @@
 #include <cmath>
 #include <limits>
 
-#include "mlstm_backward.h"
+#include "csrc/mlstm/backward.h"
 
 namespace marlin {
 namespace {
 
-// Long chunks mean few steps of the state's gradient, and their matrices are still small against it.
+// Long chunks need few steps of the state's gradient, and their matrices are still small beside it.
 constexpr int64_t kBackwardChunk = 64;
-constexpr double kNeutralGate = 1e30;  // added tokens: i = -this and f = this change nothing
+constexpr double kNeutralGate =
+    1e30;  // tokens added as padding get i = -kNeutralGate and f = kNeutralGate, which change nothing
 
 struct Sequence {
   Tensor q, k, v, i, f, h, grad_h;
 };
 
-// [B, H, S, ...] -> [B * H, chunks, L, ...] in the states' dtype, with neutral tokens at the end.
+// Reshapes [B, H, S, ...] to [B * H, chunks, L, ...] in the dtype of the states, padded with neutral tokens.
 Tensor by_chunk(const Tensor& x, int64_t L, double neutral) {
   const int64_t S = x.size(2);
   const int64_t added = S == 0 ? L : (L - S % L) % L;
@@ -48,10 +49,10 @@ Tensor row_dot(const Tensor& a, const Tensor& b) {
   return (a * b).sum(-1);
 }
 
-// What the forward pass computed inside the chunks, but for the outputs. X = B * H; all [X, chunks, ...].
+// The intermediate values of the forward pass inside the chunks. X = B * H; all are [X, chunks, ...].
 struct Inside {
   Tensor scale_q;     // [L, DK]
-  Tensor b;           // [L] decay from the chunk's start
+  Tensor b;           // [L] decay since the start of the chunk
   Tensor m;           // [L]
   Tensor weight;      // [L, L] exp(D - m), zero above the diagonal
   Tensor score;       // [L, L]
@@ -78,8 +79,9 @@ Inside inside(const Sequence& x, const Tensor& n, const Tensor& m) {
   return r;
 }
 
-// The derivative by the stabilisers m, which h has through eps and the final state through its unit: m_t is a gate i_s
-// plus the decays after it, back to the last token s where the gate was the larger term, or to m0.
+// The derivative through the stabilisers m: h depends on them through eps, the final state through its unit. m_t is a
+// gate i_s plus the decays after it, where s is the last token whose gate was the larger term; if there is none, it is
+// m0 plus the decays.
 struct StabiliserGradient {
   Tensor i;      // [X, S]
   Tensor decay;  // [X, S]
@@ -127,7 +129,7 @@ MlstmGradients mlstm_backward(const Tensor& q, const Tensor& k, const Tensor& v,
   const Tensor C = all_C.narrow(1, 0, chunks), n = all_n.narrow(1, 0, chunks), m = all_m.narrow(1, 0, chunks);
   const Tensor next_m = all_m.narrow(1, 1, chunks);
 
-  // Of the outputs: numerator, denominator, stabiliser.
+  // Gradients of the outputs: numerator, denominator, stabiliser.
   const Inside in = inside(x, n, m);
   const Tensor inverse = (at::maximum(in.den.abs(), in.floor) + eps).reciprocal();
   const Tensor d_num = x.grad_h * column(inverse);
@@ -135,7 +137,7 @@ MlstmGradients mlstm_backward(const Tensor& q, const Tensor& k, const Tensor& v,
   const Tensor d_den = -(d_h * in.den.sign() * (in.den.abs() > in.floor));
   const Tensor d_m = (d_h * -eps).reshape({X, padded});
 
-  // Of the states, from the last chunk to the first.
+  // Gradients of the states, from the last chunk to the first.
   const Tensor decayed_q = in.scale_q * column(in.from_state);
   const Tensor whole = (in.b.select(-1, L - 1) + m - next_m).exp();
   const Tensor d_C = at::empty({X, chunks + 1, DK, DV}, all_C.options());
@@ -151,7 +153,7 @@ MlstmGradients mlstm_backward(const Tensor& q, const Tensor& k, const Tensor& v,
   }
   const Tensor next_d_C = d_C.narrow(1, 1, chunks), next_d_n = d_n.narrow(1, 1, chunks);
 
-  // Of the inputs.
+  // Gradients of the inputs.
   const Tensor d_weighted = (at::matmul(d_num, x.v.transpose(-1, -2)) + column(d_den)) * in.weight;
   const Tensor d_from_state = at::matmul(d_num, C.transpose(-1, -2)) + column(d_den) * n.unsqueeze(-2);
   const Tensor to_state = ((in.b.narrow(-1, L - 1, 1) - in.b) + x.i - column(next_m)).exp();
@@ -162,8 +164,8 @@ MlstmGradients mlstm_backward(const Tensor& q, const Tensor& k, const Tensor& v,
   const Tensor d_v =
       at::matmul((in.score * in.weight).transpose(-1, -2), d_num) + column(to_state) * at::matmul(x.k, next_d_C);
 
-  // Of the exponents. A decay is in every path that begins before its token and does not end before it: sums of what
-  // crosses it, without a difference of large sums.
+  // Gradients of the exponents. A decay is part of every path that crosses its token, so its gradient is the sum over
+  // those paths. Summing them directly avoids the difference of two large sums.
   const Tensor pairs = d_weighted * in.score;
   const Tensor token_to_state = to_state * row_dot(x.k, d_to_state);
   const Tensor state_to_token = row_dot(decayed_q, d_from_state);

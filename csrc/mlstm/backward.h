@@ -1,11 +1,11 @@
-// The mLSTM's backward pass, and the operators that it and the derivative's registration call.
+// The mLSTM's backward pass, and the operators that it and csrc/mlstm/autograd.cpp call.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
 
 #include <tuple>
 
-#include "check_mlstm.h"
+#include "csrc/mlstm/check.h"
 
 namespace marlin {
 
@@ -21,7 +21,7 @@ inline const auto& mlstm_states_op() {
   return op;
 }
 
-// Of q, k, v, i, f, C0, n0 and m0, in their dtypes.
+// The gradients of q, k, v, i, f, C0, n0 and m0, in their dtypes.
 using MlstmGradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 MlstmGradients mlstm_backward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& i, const Tensor& f,

@@ -1,7 +1,8 @@
-#include "check_mlstm.h"
+#include "csrc/mlstm/check.h"
 
 #include <algorithm>
-#include <sstream>
+
+#include "csrc/ops/checker.h"
 
 namespace marlin {
 
@@ -16,22 +17,18 @@ bool is_input_dtype(const Tensor& tensor) {
 
 const std::string kInputs = "float16, bfloat16, float32 or float64";
 
-struct Checker {
-  const char* op;
-  const Tensor& first;  // of the arguments that every token has
+struct TokenChecker : Checker {
+  const Tensor& first;  // the first argument: its dtype and device are those of the others
+
+  TokenChecker(const char* op, const Tensor& first) : Checker{op, first.device()}, first(first) {}
 
   void tensor(const char* argument, const Tensor& tensor, bool dtype_ok, const std::string& dtypes,
               const std::string& names, const Sizes& sizes) const {
     const auto found = tensor.sym_sizes();
     if (!dtype_ok || !std::equal(found.begin(), found.end(), sizes.begin(), sizes.end())) {
-      std::ostringstream rule;
-      rule << dtypes << " " << names << " = " << c10::SymIntArrayRef(sizes);
-      fail(op, argument, rule.str(), describe(tensor));
+      fail(op, argument, text(dtypes, " ", names, " = ", c10::SymIntArrayRef(sizes)), describe(tensor));
     }
-    if (tensor.device() != first.device()) {
-      fail(op, argument, "a tensor on " + first.device().str() + " like the first argument",
-           describe(tensor) + " on " + tensor.device().str());
-    }
+    on_device(argument, tensor);
   }
 
   void like_first(const char* argument, const Tensor& tensor, const std::string& names, const Sizes& sizes) const {
@@ -67,7 +64,7 @@ struct Checker {
     state("m0", *initial.m0, "[B, H]", {s.B, s.H});
   }
 
-  // k, v, i and f of a sequence, and what they say of the sizes. `first` is q or k.
+  // Checks k, v, i and f of a sequence and returns its sizes. `first` is q or k.
   MlstmShape sequence(const Tensor& k, const Tensor& v, const Tensor& i, const Tensor& f) const {
     const char* name = &first == &k ? "k" : "q";
     if (!is_input_dtype(first) || first.dim() != 4 || first.sym_size(3) < 1) {
@@ -91,9 +88,12 @@ struct Checker {
          std::to_string(chunk_size));
   }
 
-  void divisible(const Tensor& k, const c10::SymInt& S, int64_t span, const std::string& what) const {
-    if (S % span != 0)
-      fail(op, "k", "[B, H, S, DK] with S a multiple of " + what + " (use mlstm for other lengths)", describe(k));
+  [[noreturn]] void wrong_length(const Tensor& k, const std::string& span) const {
+    fail(op, "k", "[B, H, S, DK] with S a multiple of " + span + " (use mlstm for other lengths)", describe(k));
+  }
+
+  void whole_chunks(const Tensor& k, const c10::SymInt& S, int64_t chunk_size) const {
+    if (S % chunk_size != 0) wrong_length(k, "chunk_size = " + std::to_string(chunk_size));
   }
 
   void eps(double eps) const {
@@ -114,7 +114,7 @@ MlstmProblem mlstm_problem(const MlstmShape& shape, int64_t chunk_size) {
 
 MlstmShape check_mlstm(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& i, const Tensor& f,
                        const MlstmInitial& initial, int64_t chunk_size, double eps) {
-  const Checker check{"mlstm", q};
+  const TokenChecker check{"mlstm", q};
   MlstmShape shape = check.sequence(k, v, i, f);
   check.initial(initial, shape);
   check.chunk_size(chunk_size, true);
@@ -124,24 +124,26 @@ MlstmShape check_mlstm(const Tensor& q, const Tensor& k, const Tensor& v, const 
 
 MlstmShape check_mlstm_states(const Tensor& k, const Tensor& v, const Tensor& i, const Tensor& f,
                               const MlstmInitial& initial, int64_t chunk_size, int64_t save_states_every) {
-  const Checker check{"mlstm_states", k};
+  const TokenChecker check{"mlstm_states", k};
   MlstmShape shape = check.sequence(k, v, i, f);
   check.initial(initial, shape);
   check.chunk_size(chunk_size, false);
   if (save_states_every < 1) fail(check.op, "save_states_every", "at least 1", std::to_string(save_states_every));
-  check.divisible(k, shape.S, chunk_size * save_states_every,
-                  save_states_every == 1 ? "chunk_size = " + std::to_string(chunk_size)
-                                         : "chunk_size * save_states_every = " + std::to_string(chunk_size) + " * " +
-                                               std::to_string(save_states_every));
+  check.whole_chunks(k, shape.S, chunk_size);
+  // The product of the two may not fit into an integer: chunks are counted instead.
+  if (save_states_every != 1 && shape.S / chunk_size % save_states_every != 0) {
+    check.wrong_length(k, "chunk_size * save_states_every = " + std::to_string(chunk_size) + " * " +
+                              std::to_string(save_states_every));
+  }
   return shape;
 }
 
 MlstmShape check_mlstm_output(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& i, const Tensor& f,
                               const Tensor& C, const Tensor& n, const Tensor& m, int64_t chunk_size, double eps) {
-  const Checker check{"mlstm_output", q};
+  const TokenChecker check{"mlstm_output", q};
   MlstmShape s = check.sequence(k, v, i, f);
   check.chunk_size(chunk_size, false);
-  check.divisible(k, s.S, chunk_size, "chunk_size = " + std::to_string(chunk_size));
+  check.whole_chunks(k, s.S, chunk_size);
   const c10::SymInt slots = s.S / chunk_size + 1;
   check.state("C", C, "[B, H, S / chunk_size + 1, DK, DV]", {s.B, s.H, slots, s.DK, s.DV});
   check.state("n", n, "[B, H, S / chunk_size + 1, DK]", {s.B, s.H, slots, s.DK});
@@ -152,7 +154,7 @@ MlstmShape check_mlstm_output(const Tensor& q, const Tensor& k, const Tensor& v,
 
 MlstmShape check_mlstm_step(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& i, const Tensor& f,
                             const Tensor& C, const Tensor& n, const Tensor& m, double eps) {
-  const Checker check{"mlstm_step", q};
+  const TokenChecker check{"mlstm_step", q};
   if (!is_input_dtype(q) || q.dim() != 3 || q.sym_size(2) < 1) {
     fail(check.op, "q", kInputs + " [B, H, DK] with DK >= 1", describe(q));
   }

@@ -1,13 +1,13 @@
-// Shape and dtype rules of the mLSTM operators, shared by all backends and by the fake kernels. Errors have the form
-// of check.h.
+// The shape and dtype rules of the mLSTM operators, shared by all backends and the fake kernels. Errors have the form
+// of csrc/ops/check.h.
 #pragma once
 
-#include "check.h"
-#include "mlstm_plan.h"
+#include "csrc/mlstm/problem.h"
+#include "csrc/ops/check.h"
 
 namespace marlin {
 
-// Of mlstm_step S is 1.
+// S is 1 for mlstm_step.
 struct MlstmShape {
   c10::SymInt B;
   c10::SymInt H;
@@ -16,21 +16,21 @@ struct MlstmShape {
   c10::SymInt DV;
 };
 
-// All three or none; absent ones are zero.
+// The initial state: all three tensors or none. Without them the state starts at zero.
 struct MlstmInitial {
   const OptionalTensor& C0;
   const OptionalTensor& n0;
   const OptionalTensor& m0;
 };
 
-// Of C, n and m: float32 whatever the inputs, float64 (on the CPU) where they are.
+// The dtype of C, n and m: float32, or float64 if the inputs are float64 (on the CPU only).
 at::ScalarType mlstm_state_dtype(const Tensor& k);
 
 MlstmProblem mlstm_problem(const MlstmShape& shape, int64_t chunk_size);
 
 MlstmShape check_mlstm(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& i, const Tensor& f,
                        const MlstmInitial& initial, int64_t chunk_size, double eps);
-// The slots of the result are shape.S / (chunk_size * save_states_every) + 1.
+// The result has shape.S / chunk_size / save_states_every + 1 states per head.
 MlstmShape check_mlstm_states(const Tensor& k, const Tensor& v, const Tensor& i, const Tensor& f,
                               const MlstmInitial& initial, int64_t chunk_size, int64_t save_states_every);
 MlstmShape check_mlstm_output(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& i, const Tensor& f,

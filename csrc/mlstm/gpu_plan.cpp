@@ -1,26 +1,30 @@
-#include "plan_mlstm.h"
+#include "csrc/mlstm/gpu_plan.h"
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
+#include <stdexcept>
 
-#include "plan_parts.h"
+#include "csrc/core/math.h"
 
 namespace marlin {
 
 namespace {
 
-// What a core does at a clock: multiply-adds of fp32 fragments inside a GEMM, and bytes of its share of DRAM
-// (metal-benchmarks, M1 to M2 Max: 101.7; 6.7 to 9.9).
+// Per core and clock: multiply-adds of fp32 fragments inside a GEMM, and bytes of the core's share of DRAM bandwidth
+// (metal-benchmarks: 101.7, and 6.7 to 9.9 from M1 to M2 Max).
 constexpr double kProductsPerClock = 101.7;
 constexpr double kBytesPerClock = 8.0;
-// States that a plan holds between mlstm_states and mlstm_output.
+// The most bytes of states that a plan holds between mlstm_states and mlstm_output.
 constexpr uint64_t kStateWorkspaceBytes = uint64_t{128} << 20;
-// Simdgroups of mlstm_gates where chunks are independent, and rows of C that a simdgroup of mlstm_step is worth.
+// Chunks per threadgroup of mlstm_gates if chunks are independent, and the fewest rows of C that pay for a simdgroup of
+// mlstm_step.
 constexpr uint32_t kGateChunksPerGroup = 4;
-constexpr uint32_t kShortestStepRows = 8;
+constexpr uint32_t kMinStepRows = 8;
 
-uint64_t round_up64(uint64_t value, uint64_t multiple) {
-  return (value + multiple - 1) / multiple * multiple;
+// The operators have checked their arguments: what is left to refuse are sizes beyond 32-bit offsets.
+void require(bool condition, const char* rule) {
+  if (!condition) throw std::invalid_argument(rule);
 }
 
 uint32_t output_simdgroups(uint32_t DV) {
@@ -28,11 +32,11 @@ uint32_t output_simdgroups(uint32_t DV) {
   return ceil_divide(strips, ceil_divide(strips, kMlstmMaxSimdgroups));
 }
 
-// Clocks of one core for a token and head, of mlstm_states and mlstm_output: larger chunks carry fewer states through
-// memory, and score more keys.
+// Returns the clocks of one core per token and head in mlstm_states and mlstm_output. Larger chunks move fewer states
+// through memory, and score more keys.
 double clocks(double DK, double DV, double column_groups, double chunk_size) {
   constexpr double kBlockTokens = kMlstmBlock;
-  const double rows = std::max(1.0, kBlockTokens / chunk_size);  // of a block of queries, per row that exists
+  const double rows = std::max(1.0, kBlockTokens / chunk_size);  // computed rows of a block of queries per existing row
   const double keys = (std::max(chunk_size, kBlockTokens) + kBlockTokens) / 2;
   const double states = DK * DV / kProductsPerClock;
   const double output = rows * (DK * DV + keys * (DK * column_groups + DV)) / kProductsPerClock;
@@ -49,8 +53,8 @@ uint32_t choose_chunk_size(const MlstmProblem& sizes) {
   for (int64_t size : kMlstmChunkSizes) {
     if (best != 0 && size >= 2 * sizes.S) break;
     const double cost =
-        clocks(static_cast<double>(round_up64(sizes.DK, kMlstmSimdColumns)),
-               static_cast<double>(round_up64(DV, kMlstmSimdColumns)), groups, static_cast<double>(size));
+        clocks(static_cast<double>(round_up(uint64_t(sizes.DK), kMlstmSimdColumns)),
+               static_cast<double>(round_up(uint64_t{DV}, kMlstmSimdColumns)), groups, static_cast<double>(size));
     if (cost < least) {
       least = cost;
       best = size;
@@ -67,16 +71,17 @@ struct Planner {
 
   explicit Planner(const MlstmLaunch& launch) : launch(launch) {
     const MlstmProblem& sizes = launch.sizes;
-    require(sizes.B > 0 && sizes.H > 0 && sizes.S > 0 && sizes.DK > 0 && sizes.DV > 0, "plan: empty mLSTM problem");
+    require(sizes.B > 0 && sizes.H > 0 && sizes.S > 0 && sizes.DK > 0 && sizes.DV > 0, "the problem is empty");
     constexpr int64_t kLargest = std::numeric_limits<int32_t>::max();
     const auto fits = [](int64_t a, int64_t b) { return a <= kLargest / b; };
-    require(fits(sizes.B, sizes.H) && fits(sizes.DK, sizes.DV), "plan: B * H and DK * DV must have 31 bits");
-    const int64_t stride = static_cast<int64_t>(round_up64(sizes.S, 4));
+    require(fits(sizes.B, sizes.H) && fits(sizes.DK, sizes.DV), "B * H and DK * DV must have 31 bits");
+    const int64_t stride = static_cast<int64_t>(round_up(uint64_t(sizes.S), 4));
     require(
         fits(stride, sizes.DV) && fits(stride, sizes.B * sizes.H) && fits(stride * sizes.B * sizes.H, kGateVectorCount),
-        "plan: B * H * S * 6 and S * DV must have 31 bits");
+        "B * H * S * 6 and S * DV must have 31 bits");
     for (const MlstmStrides* strides : {&launch.q, &launch.k, &launch.v}) {
-      require(strides->token >= 0 && strides->token <= kMlstmMaxStride, "plan: token stride beyond kMlstmMaxStride");
+      require(strides->token >= 0 && strides->token <= kMlstmMaxStride,
+              "the token stride must be at most kMlstmMaxStride");
     }
 
     result.chunk_size = choose_chunk_size(sizes);
@@ -121,7 +126,7 @@ struct Planner {
                                       .params = own_params});
   }
 
-  // m_slots: values of the final stabiliser's tensor, of each head.
+  // m_slots: elements per head in the tensor of the final stabiliser.
   void add_gates(uint32_t flags, uint32_t m_slots) {
     MlstmParams own = params;
     own.flags |= flags;
@@ -171,7 +176,7 @@ MlstmPlan plan_mlstm_states(const MlstmLaunch& launch, uint32_t save_every) {
   Planner planner(launch);
   MlstmParams& params = planner.params;
   require(save_every > 0 && params.S % (uint64_t{params.chunk_size} * save_every) == 0,
-          "plan: S must be a multiple of chunk_size * save_states_every");
+          "S must be a multiple of chunk_size * save_states_every");
   params.save_every = save_every;
   params.state_slots = params.final_slots = params.chunks / save_every + 1;
   planner.add_gates(0, params.chunks + 1);
@@ -181,7 +186,7 @@ MlstmPlan plan_mlstm_states(const MlstmLaunch& launch, uint32_t save_every) {
 
 MlstmPlan plan_mlstm_output(const MlstmLaunch& launch) {
   Planner planner(launch);
-  require(planner.params.S % planner.params.chunk_size == 0, "plan: S must be a multiple of chunk_size");
+  require(planner.params.S % planner.params.chunk_size == 0, "S must be a multiple of chunk_size");
   planner.add_gates(kMlstmForOutput | kMlstmGivenM, 1);
   planner.add_output();
   return planner.result;
@@ -190,8 +195,7 @@ MlstmPlan plan_mlstm_output(const MlstmLaunch& launch) {
 Plan plan_mlstm_step(const MlstmLaunch& launch) {
   Planner planner(launch);
   const MlstmParams& params = planner.params;
-  const uint32_t simdgroups =
-      std::clamp<uint32_t>(ceil_divide(params.DK, kShortestStepRows), 1, kMlstmStepMaxSimdgroups);
+  const uint32_t simdgroups = std::clamp<uint32_t>(ceil_divide(params.DK, kMinStepRows), 1, kMlstmStepMaxSimdgroups);
   planner.add(Kernel::mlstm_step, {ceil_divide(params.DV, kMlstmStepColumns), params.heads, 1}, simdgroups * kSimdWidth,
               mlstm_step_bytes(simdgroups), params);
   return planner.result.plan;

@@ -8,9 +8,9 @@
 #include <stdexcept>
 #include <tuple>
 
-#include "../check_mlstm.h"
-#include "../plan_mlstm.h"
-#include "encoder.h"
+#include "csrc/mlstm/check.h"
+#include "csrc/mlstm/gpu_plan.h"
+#include "csrc/mps/encoder.h"
 
 namespace marlin::mps {
 namespace {
@@ -18,18 +18,18 @@ namespace {
 using ThreeTensors = std::tuple<Tensor, Tensor, Tensor>;
 using FourTensors = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
-// Of a tensor [B, H, S, ...]; the stride of a single token may be any number and means nothing.
+// Returns the token stride of a tensor [B, H, S, ...]. With a single token the stride is arbitrary and unused.
 int64_t token_stride(const Tensor& tensor) {
   return tensor.size(2) > 1 ? tensor.stride(2) : 0;
 }
 
-// q, k and v as the kernels read them: copied where rows are not contiguous, or too far apart for 32-bit offsets.
+// Returns q, k or v as the kernels read them: a copy if rows are not contiguous or too far apart for 32-bit offsets.
 Tensor rows(const Tensor& tensor) {
   const bool is_near = tensor.dim() != 4 || token_stride(tensor) <= kMlstmMaxStride;
   return tensor.stride(-1) == 1 && is_near ? tensor : tensor.contiguous();
 }
 
-// Of a tensor with a token dimension or, for mlstm_step, without.
+// The strides of a tensor with a token dimension or, for mlstm_step, without one.
 MlstmStrides strides(const Tensor& tensor, bool has_tokens) {
   return {tensor.stride(0), tensor.stride(1), has_tokens ? token_stride(tensor) : 0};
 }
@@ -38,7 +38,7 @@ bool is_aligned(const Tensor& tensor) {
   return tensor.storage_offset() % 4 == 0;
 }
 
-// One call: what is bound, and what the planner is told.
+// One call of an operator: the tensors to bind and the problem to plan.
 struct Call {
   const char* op;
   MlstmLaunch launch;
@@ -69,7 +69,7 @@ struct Call {
     bindings[kSlotF] = f;
   }
 
-  // C, n, m: read only.
+  // Binds C, n and m as inputs.
   void bind_states(std::array<int, 3> slots, const Tensor& C, const Tensor& n, const Tensor& m) {
     const Tensor held_C = C.contiguous();
     const Tensor held_n = n.contiguous();
@@ -85,7 +85,7 @@ struct Call {
     bind_states({kSlotC0, kSlotN0, kSlotM0}, *initial.C0, *initial.n0, *initial.m0);
   }
 
-  // What the planner refuses is a size beyond its offsets: the arguments have been checked.
+  // The arguments have been checked, so the planner only refuses sizes beyond 32-bit offsets.
   template <typename MakePlan>
   auto plan(MakePlan make_plan) const {
     try {
@@ -97,7 +97,7 @@ struct Call {
     }
   }
 
-  // The gates' and the chunks' vectors.
+  // Allocates the vectors of the gates and of the chunks.
   void bind_workspace(const MlstmPlan& plan, const at::TensorOptions& floats) {
     bindings[kSlotGates] = at::empty({static_cast<int64_t>(plan.workspace.gates)}, floats);
     bindings[kSlotChunks] = at::empty({static_cast<int64_t>(plan.workspace.chunks)}, floats);
@@ -138,7 +138,7 @@ ThreeTensors mlstm_states_mps(const Tensor& k, const Tensor& v, const Tensor& i,
   call.bindings[kSlotFinalC] = C.select(2, slots - 1);
   call.bindings[kSlotFinalN] = n.select(2, slots - 1);
   call.bindings[kSlotFinalM] = m.select(2, chunks);
-  encode(plan.plan, std::move(call.bindings));
+  encode(compile(plan.plan), std::move(call.bindings));
   if (save_states_every != 1) m = m.slice(2, 0, chunks + 1, save_states_every).contiguous();
   return {C, n, m};
 }
@@ -162,7 +162,7 @@ ThreeTensors mlstm_output_mps(const Tensor& q, const Tensor& k, const Tensor& v,
   call.bindings[kSlotH] = h;
   call.bindings[kSlotOutN] = N;
   call.bindings[kSlotOutM] = M;
-  encode(plan.plan, std::move(call.bindings));
+  encode(compile(plan.plan), std::move(call.bindings));
   return {h, N, M};
 }
 
@@ -200,7 +200,7 @@ FourTensors mlstm_mps(const Tensor& q, const Tensor& k, const Tensor& v, const T
   call.bindings[kSlotFinalC] = C;
   call.bindings[kSlotFinalN] = n;
   call.bindings[kSlotFinalM] = m;
-  encode(plan.plan, std::move(call.bindings));
+  encode(compile(plan.plan), std::move(call.bindings));
   return {h, C, n, m};
 }
 
@@ -222,7 +222,7 @@ FourTensors mlstm_step_mps(const Tensor& q, const Tensor& k, const Tensor& v, co
   call.bindings[kSlotFinalC] = next_C;
   call.bindings[kSlotFinalN] = next_n;
   call.bindings[kSlotFinalM] = next_m;
-  encode(call.plan([&] { return plan_mlstm_step(call.launch); }), std::move(call.bindings));
+  encode(compile(call.plan([&] { return plan_mlstm_step(call.launch); })), std::move(call.bindings));
   return {h, next_C, next_n, next_m};
 }
 

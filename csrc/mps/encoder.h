@@ -5,7 +5,7 @@
 
 #include <array>
 
-#include "../plan.h"
+#include "csrc/mps/library.h"
 
 namespace marlin::mps {
 
@@ -13,6 +13,6 @@ namespace marlin::mps {
 using Bindings = std::array<at::Tensor, kSlotCount>;
 
 // Asynchronous, as every operator on MPS. The workspace of the plan is allocated here.
-void encode(const Plan& plan, Bindings bindings);
+void encode(const CompiledPlan& compiled, Bindings bindings);
 
 }  // namespace marlin::mps

@@ -1,12 +1,11 @@
-#include "encoder.h"
+#include "csrc/mps/encoder.h"
 
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
 #include <iterator>
 
-#include "library.h"
-#include "stream.h"
+#include "csrc/mps/stream.h"
 
 namespace marlin::mps {
 
@@ -46,30 +45,27 @@ std::vector<at::Tensor> defined(const Bindings& bindings) {
 
 }  // namespace
 
-void encode(const Plan& plan, Bindings bindings) {
-  print_plan_once(plan);
+void encode(const CompiledPlan& compiled, Bindings bindings) {
   // PyTorch's allocator is the cache of workspaces: it keeps what is freed and hands it out again in microseconds, to
   // work that the same stream encodes later, which this stream's GPU work therefore follows.
-  const Extent& partials = plan.partials;
+  const Extent& partials = compiled.plan.partials;
   if (partials.z != 0) {
     bindings[kSlotPartials] =
         at::empty({partials.z, partials.y, partials.x}, bindings[kSlotOut].options().dtype(at::kFloat));
   }
-  std::vector<id<MTLComputePipelineState>> pipelines;
-  for (const Dispatch& dispatch : plan.dispatches)
-    pipelines.push_back(pipeline_for(dispatch));
 
   // A block captures by const copy; pointers keep the capture cheap and outlive it, for the call waits for the block.
-  const Plan* planned = &plan;
+  const CompiledPlan* launched = &compiled;
   const Bindings* bound = &bindings;
-  const auto* compiled = &pipelines;
-  encode_on_stream(^(id<MTLComputeCommandEncoder> encoder) {
-    const std::vector<at::Tensor> tensors = defined(*bound);
-    for (size_t i = 0; i < planned->dispatches.size(); ++i) {
-      const Dispatch& dispatch = planned->dispatches[i];
-      const ProfiledKernel profiled((*compiled)[i], dispatch.function, tensors);
+  run_on_queue(^{
+    const std::vector<at::Tensor> tensors = is_profiling() ? defined(*bound) : std::vector<at::Tensor>();
+    for (size_t i = 0; i < launched->plan.dispatches.size(); ++i) {
+      const Dispatch& dispatch = launched->plan.dispatches[i];
+      id<MTLComputePipelineState> pipeline = launched->pipelines[i];
+      const ProfiledKernel profiled(pipeline, dispatch.function, tensors);
+      id<MTLComputeCommandEncoder> encoder = marlin::mps::encoder();
       if (i != 0) [encoder memoryBarrierWithScope:MTLBarrierScopeBuffers];
-      [encoder setComputePipelineState:(*compiled)[i]];
+      [encoder setComputePipelineState:pipeline];
       bind(encoder, dispatch, *bound);
       if (dispatch.threadgroup_bytes != 0) {
         [encoder setThreadgroupMemoryLength:dispatch.threadgroup_bytes atIndex:0];

@@ -4,12 +4,20 @@
 
 #import <Metal/Metal.h>
 
-#include "../plan.h"
+#include <vector>
+
+#include "csrc/planner/plan.h"
 
 namespace marlin::mps {
 
-// Raises with the function's name and Metal's message when it does not compile, and when the pipeline cannot run as
+// A plan and the pipeline of each of its dispatches.
+struct CompiledPlan {
+  Plan plan;
+  std::vector<id<MTLComputePipelineState>> pipelines;
+};
+
+// Raises with the function's name and Metal's message if a function does not compile, and if its pipeline cannot run as
 // many threads as the dispatch asks for.
-id<MTLComputePipelineState> pipeline_for(const Dispatch& dispatch);
+CompiledPlan compile(Plan plan);
 
 }  // namespace marlin::mps

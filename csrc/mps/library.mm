@@ -1,4 +1,4 @@
-#include "library.h"
+#include "csrc/mps/library.h"
 
 #include <c10/util/Exception.h>
 
@@ -6,9 +6,10 @@
 #include <map>
 #include <mutex>
 #include <tuple>
+#include <utility>
 
-#include "kernel_sources.h"
-#include "stream.h"
+#include "csrc/mps/kernel_sources.h"
+#include "csrc/mps/stream.h"
 
 namespace marlin::mps {
 
@@ -32,11 +33,13 @@ std::string message(NSError* error) {
 MTLCompileOptions* compile_options() {
   MTLCompileOptions* options = [[[MTLCompileOptions alloc] init] autorelease];
   [options setLanguageVersion:MTLLanguageVersion3_1];
-  // The FP4 and INT4 decode needs subnormals and NaN kept. mathMode is macOS 15's name for it, in its SDK and at run
-  // time.
+  // The FP4 and INT4 decode needs subnormals and NaN kept, and the mLSTM precise exp and log. macOS 15 has a property
+  // for each; on macOS 14 fastMathEnabled decides both.
 #if !defined(__MAC_OS_X_VERSION_MAX_ALLOWED) || __MAC_OS_X_VERSION_MAX_ALLOWED >= 150000
-  if ([options respondsToSelector:@selector(setMathMode:)]) {
+  if ([options respondsToSelector:@selector(setMathMode:)] &&
+      [options respondsToSelector:@selector(setMathFloatingPointFunctions:)]) {
     [options setMathMode:MTLMathModeSafe];
+    [options setMathFloatingPointFunctions:MTLMathFloatingPointFunctionsPrecise];
     return options;
   }
 #endif
@@ -95,18 +98,26 @@ id<MTLComputePipelineState> new_pipeline(const Dispatch& dispatch) {
   return pipeline;
 }
 
+id<MTLComputePipelineState> pipeline_for(const Dispatch& dispatch) {
+  const std::lock_guard lock(cache().mutex);
+  id<MTLComputePipelineState>& entry = cache().pipelines[{dispatch.function, dispatch.constants}];
+  if (entry == nil) entry = new_pipeline(dispatch);
+  const NSUInteger threads = NSUInteger{dispatch.threads.x} * dispatch.threads.y * dispatch.threads.z;
+  TORCH_CHECK(threads <= [entry maxTotalThreadsPerThreadgroup], "torch_marlin_metal: kernel ", dispatch.function,
+              " needs ", threads, " threads a threadgroup, this GPU runs at most ",
+              static_cast<uint64_t>([entry maxTotalThreadsPerThreadgroup]), " of it");
+  return entry;
+}
+
 }  // namespace
 
-id<MTLComputePipelineState> pipeline_for(const Dispatch& dispatch) {
+CompiledPlan compile(Plan plan) {
   @autoreleasepool {
-    const std::lock_guard lock(cache().mutex);
-    id<MTLComputePipelineState>& entry = cache().pipelines[{dispatch.function, dispatch.constants}];
-    if (entry == nil) entry = new_pipeline(dispatch);
-    const NSUInteger threads = NSUInteger{dispatch.threads.x} * dispatch.threads.y * dispatch.threads.z;
-    TORCH_CHECK(threads <= [entry maxTotalThreadsPerThreadgroup], "torch_marlin_metal: kernel ", dispatch.function,
-                " needs ", threads, " threads a threadgroup, this GPU runs at most ",
-                static_cast<uint64_t>([entry maxTotalThreadsPerThreadgroup]), " of it");
-    return entry;
+    print_plan_once(plan);
+    CompiledPlan compiled{std::move(plan), {}};
+    for (const Dispatch& dispatch : compiled.plan.dispatches)
+      compiled.pipelines.push_back(pipeline_for(dispatch));
+    return compiled;
   }
 }
 

@@ -11,11 +11,10 @@
 #include <limits>
 #include <stdexcept>
 
-#include "../check.h"
-#include "../plan_cache.h"
-#include "../tuned.h"
-#include "encoder.h"
-#include "stream.h"
+#include "csrc/mps/encoder.h"
+#include "csrc/mps/stream.h"
+#include "csrc/ops/check.h"
+#include "csrc/planner/find.h"
 
 namespace marlin::mps {
 namespace {
@@ -39,17 +38,14 @@ bool half_subnormals(const Tensor& like) {
     Bindings bindings;
     bindings[kSlotPacked] = at::ones({1}, like.options().dtype(at::kInt));
     bindings[kSlotOut] = at::empty({1}, like.options().dtype(at::kInt));
-    encode(plan_probe(), bindings);
+    encode(compile(plan_probe()), bindings);
     return bindings[kSlotOut].item<int32_t>() == 1;
   }();
   return answer;
 }
 
-// The environment is asked at every call, so that tests can plan for other chips.
-GpuDevice current_gpu(const Tensor& like) {
-  static const std::string name = gpu_name();
-  static const uint32_t cores = gpu_core_count();
-  GpuDevice device = gpu_device(name, cores);
+GpuDevice this_gpu(const Tensor& like) {
+  GpuDevice device = gpu_device(gpu_name(), gpu_core_count());
   device.half_subnormals = half_subnormals(like);
   return device;
 }
@@ -85,19 +81,20 @@ WeightProblem bind_weight(const char* op, const WeightTensors& weight, const Wei
                             (!weight.zeros || is_aligned(bindings[kSlotZeros], 4))};
 }
 
-std::shared_ptr<const Plan> planned(const GemmProblem& problem, const GpuDevice& device) {
+std::shared_ptr<const CompiledPlan> find_plan(const GemmProblem& problem, const Tensor& like) {
   try {
-    return remembered_plan(problem, device);
+    static auto* plans = new PlanCache<CompiledPlan>(this_gpu(like), compile);
+    return plans->find_plan(problem);
   } catch (const std::invalid_argument& error) {
-    TORCH_CHECK_VALUE(false, "torch_marlin_metal::gemm: ", error.what());
+    TORCH_CHECK_VALUE(false, error.what());
   }
 }
 
 // The weight in the activations' type, and torch's own product with it.
-void two_pass(const Plan& plan, const WeightProblem& weight, Bindings bindings) {
+void two_pass(const CompiledPlan& compiled, const WeightProblem& weight, Bindings bindings) {
   Tensor out = bindings[kSlotOut].view({-1, weight.N});
   bindings[kSlotOut] = empty_weight(weight, out.options());
-  encode(plan, bindings);
+  encode(compiled, bindings);
   at::mm_out(out, bindings[kSlotA], bindings[kSlotOut]);
   if (bindings[kSlotBias].defined()) out.copy_(at::add(out.to(at::kFloat), bindings[kSlotBias]));
 }
@@ -128,12 +125,11 @@ Tensor gemm_mps(const Tensor& a, const Tensor& b_packed, const Tensor& scales, c
   problem.has_bias = bias.has_value();
   problem.vector_aligned_a = is_aligned(rows, 4);
   problem.variant = variant;
-  if (variant == "auto") problem.tuned = tuned_variant(problem);
-  const std::shared_ptr<const Plan> plan = planned(problem, current_gpu(a));
-  if (plan->dense_product) {
-    two_pass(*plan, problem.weight, std::move(bindings));
+  const std::shared_ptr<const CompiledPlan> compiled = find_plan(problem, a);
+  if (compiled->plan.dense_product) {
+    two_pass(*compiled, problem.weight, std::move(bindings));
   } else {
-    encode(*plan, std::move(bindings));
+    encode(*compiled, std::move(bindings));
   }
   return out;
 }
@@ -148,7 +144,7 @@ Tensor dequantize_mps(const Tensor& b_packed, const Tensor& scales, c10::string_
   Tensor out = empty_weight(problem.weight, scales.options().dtype(dtype));
   bindings[kSlotOut] = out;
   problem.out = element_type(out);
-  encode(plan_dequantize(problem), std::move(bindings));
+  encode(compile(plan_dequantize(problem)), std::move(bindings));
   return out;
 }
 
@@ -163,7 +159,7 @@ Tensor repack(const char* op, RepackProblem problem, const Tensor& words, Tensor
   problem.columns = grid_size(op, "columns", words.size(1));
   if (problem.kernel == Kernel::awq_repack) problem.rows /= kCodesPerWord;
   problem.has_perm = perm.defined();
-  encode(plan_repack(problem), std::move(bindings));
+  encode(compile(plan_repack(problem)), std::move(bindings));
   return out;
 }
 
@@ -183,23 +179,10 @@ Tensor empty_zeros(const Tensor& qzeros) {
   return at::empty({qzeros.size(0), qzeros.size(1) * kCodesPerWord}, qzeros.options().dtype(at::kByte));
 }
 
-StoredZeros stored_zeros(int64_t checkpoint_version, cpu::ZerosRule rule) {
-  if (checkpoint_version == 2) return StoredZeros::plain;
-  switch (rule) {
-    case cpu::ZerosRule::masked:
-      return StoredZeros::masked;
-    case cpu::ZerosRule::unmasked:
-      return StoredZeros::unmasked;
-    default:
-      return StoredZeros::word;
-  }
-}
-
 Tensor gptq_unpack_zeros_mps(const Tensor& qzeros, int64_t checkpoint_version, c10::string_view rule) {
-  const cpu::ZerosRule zeros_rule = check_gptq_unpack_zeros(qzeros, checkpoint_version, rule);
-  return repack("gptq_unpack_zeros",
-                {.kernel = Kernel::gptq_unpack_zeros, .stored_zeros = stored_zeros(checkpoint_version, zeros_rule)},
-                qzeros, empty_zeros(qzeros));
+  const StoredZeros stored = check_gptq_unpack_zeros(qzeros, checkpoint_version, rule);
+  return repack("gptq_unpack_zeros", {.kernel = Kernel::gptq_unpack_zeros, .stored_zeros = stored}, qzeros,
+                empty_zeros(qzeros));
 }
 
 Tensor awq_unpack_zeros_mps(const Tensor& qzeros) {

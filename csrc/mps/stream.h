@@ -19,13 +19,23 @@ uint32_t gpu_core_count();
 id<MTLBuffer> buffer_of(const at::Tensor& tensor);
 NSUInteger offset_of(const at::Tensor& tensor);
 
-// Runs the block on the stream's queue with the encoder that PyTorch's own kernels are encoded on; what it throws is
-// thrown here. The block must not allocate or copy tensors (dispatch_sync is not re-entrant), commit or wait.
-void encode_on_stream(void (^block)(id<MTLComputeCommandEncoder> encoder));
+// Runs the block on the stream's queue and rethrows what it throws. The block must not allocate or copy tensors
+// (dispatch_sync is not re-entrant), commit or wait.
+void run_on_queue(void (^block)());
 
-// Inside such a block: what is encoded between construction and destruction is one kernel to torch.mps.profiler.
+// Inside such a block: the encoder that PyTorch's own kernels are encoded on. It may be another object after each
+// ProfiledKernel.
+id<MTLComputeCommandEncoder> encoder();
+
+// Whether torch.mps.profiler records kernels.
+bool is_profiling();
+
+// Inside such a block: everything encoded between construction and destruction is one kernel to torch.mps.profiler.
+// A profiler that records adds handlers to the command buffer and ends PyTorch's encoder when the kernel ends.
+// macOS 26.4 aborts if a handler is added while an encoder is open, so the encoder is ended before that on both sides.
 class ProfiledKernel {
  public:
+  // `tensors` are only read by a profiler that records.
   ProfiledKernel(id<MTLComputePipelineState> pipeline, const std::string& name, at::TensorList tensors);
   ~ProfiledKernel();
   ProfiledKernel(const ProfiledKernel&) = delete;

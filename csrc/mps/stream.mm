@@ -1,4 +1,4 @@
-#include "stream.h"
+#include "csrc/mps/stream.h"
 
 #include <ATen/mps/MPSDevice.h>
 #include <ATen/mps/MPSProfiler.h>
@@ -26,21 +26,30 @@ NSUInteger offset_of(const at::Tensor& tensor) {
   return static_cast<NSUInteger>(tensor.storage_offset()) * tensor.element_size();
 }
 
-void encode_on_stream(void (^block)(id<MTLComputeCommandEncoder> encoder)) {
-  at::mps::MPSStream* stream = at::mps::getCurrentMPSStream();
-  at::mps::dispatch_sync_with_rethrow(stream->queue(), ^{
+void run_on_queue(void (^block)()) {
+  at::mps::dispatch_sync_with_rethrow(at::mps::getCurrentMPSStream()->queue(), ^{
     @autoreleasepool {
-      block(stream->commandEncoder());
+      block();
     }
   });
 }
 
+id<MTLComputeCommandEncoder> encoder() {
+  return at::mps::getCurrentMPSStream()->commandEncoder();
+}
+
+bool is_profiling() {
+  return at::mps::getMPSProfiler().isOperationProfilingEnabled();
+}
+
 ProfiledKernel::ProfiledKernel(id<MTLComputePipelineState> pipeline, const std::string& name, at::TensorList tensors)
     : pipeline_(pipeline) {
+  if (is_profiling()) at::mps::getCurrentMPSStream()->endKernelCoalescing();
   at::mps::getMPSProfiler().beginProfileKernel(pipeline_, name, tensors);
 }
 
 ProfiledKernel::~ProfiledKernel() {
+  if (is_profiling()) at::mps::getCurrentMPSStream()->endKernelCoalescing();
   at::mps::getMPSProfiler().endProfileKernel(pipeline_);
 }
 

@@ -1,11 +1,11 @@
-#include "check.h"
+#include "csrc/ops/check.h"
 
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
-#include <sstream>
 
-#include "plan.h"
+#include "csrc/core/gemm_variants.h"
+#include "csrc/ops/checker.h"
 
 namespace marlin {
 
@@ -17,32 +17,8 @@ bool is_activation_dtype(at::ScalarType dtype) {
 
 const std::string kZeroPoints = "uint8 codes or " + std::string(kFloating) + " zero points";
 
-// Only for what has failed: a stream costs more than all checks of a call.
-template <class... Part>
-std::string text(const Part&... parts) {
-  std::ostringstream stream;
-  (stream << ... << parts);
-  return stream.str();
-}
-
-struct Checker {
-  const char* op;
-  at::Device device;
-
-  void on_device(std::string_view argument, const Tensor& tensor) const {
-    if (tensor.device() != device) {
-      fail(op, argument, text("a tensor on ", device, " like the first argument"),
-           text(describe(tensor), " on ", tensor.device()));
-    }
-  }
-
-  void contiguous(std::string_view argument, const Tensor& tensor) const {
-    if (!tensor.is_contiguous_or_false()) {
-      fail(op, argument, "a contiguous tensor", text(describe(tensor), " with strides ", tensor.sym_strides()));
-    }
-  }
-
-  // A [G, N] tensor of one of some dtypes on the device.
+struct WeightChecker : Checker {
+  // Requires a [G, N] tensor of one of `dtypes` on the device.
   void groups(std::string_view argument, const Tensor& tensor, bool dtype_ok, std::string_view dtypes,
               const c10::SymInt& G, const c10::SymInt& N) const {
     if (!dtype_ok || tensor.dim() != 2 || tensor.sym_size(0) != G || tensor.sym_size(1) != N) {
@@ -51,7 +27,7 @@ struct Checker {
     on_device(argument, tensor);
   }
 
-  // A word tensor of a checkpoint: int32, two dimensions, contiguous.
+  // Requires packed words: int32, two dimensions, contiguous.
   void words(std::string_view argument, const Tensor& tensor, std::string_view shape) const {
     if (tensor.scalar_type() != at::kInt || tensor.dim() != 2)
       fail(op, argument, text("int32 ", shape), describe(tensor));
@@ -94,7 +70,7 @@ void check_group_size(const char* op, const WeightFormatInfo& row, int64_t group
   fail(op, "group_size", text(rule, " for ", row.name), std::to_string(group_size));
 }
 
-void check_scales_and_zeros(const Checker& check, const WeightFormatInfo& row, const WeightTensors& weight,
+void check_scales_and_zeros(const WeightChecker& check, const WeightFormatInfo& row, const WeightTensors& weight,
                             const c10::SymInt& G, const c10::SymInt& N) {
   const at::ScalarType scales_dtype = weight.scales.scalar_type();
   if (row.scale_coding == ScaleCoding::floating) {
@@ -117,7 +93,7 @@ void check_scales_and_zeros(const Checker& check, const WeightFormatInfo& row, c
                G, N);
 }
 
-void check_global_scale_and_lut(const Checker& check, const WeightFormatInfo& row, const WeightTensors& weight,
+void check_global_scale_and_lut(const WeightChecker& check, const WeightFormatInfo& row, const WeightTensors& weight,
                                 const c10::SymInt& N) {
   if (weight.global_scale) {
     const Tensor& scale = *weight.global_scale;
@@ -186,7 +162,7 @@ ElementType element_type(const Tensor& tensor) {
 }
 
 WeightShape check_weight(const char* op, const WeightTensors& weight) {
-  const Checker check{op, weight.b_packed.device()};
+  const WeightChecker check{{op, weight.b_packed.device()}};
   const WeightFormatInfo& row = find_format(op, weight.weight_format);
   check.words("b_packed", weight.b_packed, "[K/8, N]");
   const c10::SymInt K = weight.b_packed.sym_size(0) * kCodesPerWord;
@@ -218,9 +194,9 @@ WeightShape check_gemm(const Tensor& a, const WeightTensors& weight, const Optio
   }
   if (!is_gemm_variant(variant, element_type(a))) {
     std::string known = "auto";
-    for (std::string_view name : gemm_variants())
+    for (std::string_view name : kGemmVariants)
       known.append(", ").append(name);
-    fail(op, "variant", "one of " + known + ", or such a name and a tile that it has ('double_buffered:128x64x16')",
+    fail(op, "variant", "one of " + known + ", or a variant with one of its tiles ('double_buffered:128x64x16')",
          text("'", variant, "'"));
   }
   return shape;
@@ -233,25 +209,26 @@ WeightShape check_dequantize(const WeightTensors& weight, at::ScalarType dtype) 
 }
 
 void check_gptq_repack(const Tensor& qweight, const OptionalTensor& perm) {
-  const Checker check{"gptq_repack", qweight.device()};
+  const WeightChecker check{{"gptq_repack", qweight.device()}};
   check.words("qweight", qweight, "[K/8, N]");
   check.perm(perm, qweight.sym_size(0) * kCodesPerWord);
 }
 
-cpu::ZerosRule check_gptq_unpack_zeros(const Tensor& qzeros, int64_t checkpoint_version, std::string_view rule) {
+StoredZeros check_gptq_unpack_zeros(const Tensor& qzeros, int64_t checkpoint_version, std::string_view rule) {
   const char* op = "gptq_unpack_zeros";
-  Checker{op, qzeros.device()}.words("qzeros", qzeros, "[G, N/8]");
+  WeightChecker{{op, qzeros.device()}}.words("qzeros", qzeros, "[G, N/8]");
   if (checkpoint_version != 1 && checkpoint_version != 2) {
     fail(op, "checkpoint_version", "1 or 2", std::to_string(checkpoint_version));
   }
-  if (rule == "word") return cpu::ZerosRule::word;
-  if (rule == "masked") return cpu::ZerosRule::masked;
-  if (rule == "unmasked") return cpu::ZerosRule::unmasked;
+  const bool adds_one = checkpoint_version == 1;
+  if (rule == "word") return adds_one ? StoredZeros::word : StoredZeros::plain;
+  if (rule == "masked") return adds_one ? StoredZeros::masked : StoredZeros::plain;
+  if (rule == "unmasked") return adds_one ? StoredZeros::unmasked : StoredZeros::plain;
   fail(op, "rule", "one of word, masked, unmasked", text("'", rule, "'"));
 }
 
 void check_awq_repack(const Tensor& qweight) {
-  const Checker check{"awq_repack", qweight.device()};
+  const WeightChecker check{{"awq_repack", qweight.device()}};
   check.words("qweight", qweight, "[K, N/8]");
   if (qweight.sym_size(0) % kCodesPerWord != 0) {
     fail(check.op, "qweight", "[K, N/8] with K a multiple of 8", describe(qweight));
@@ -259,11 +236,11 @@ void check_awq_repack(const Tensor& qweight) {
 }
 
 void check_awq_unpack_zeros(const Tensor& qzeros) {
-  Checker{"awq_unpack_zeros", qzeros.device()}.words("qzeros", qzeros, "[G, N/8]");
+  WeightChecker{{"awq_unpack_zeros", qzeros.device()}}.words("qzeros", qzeros, "[G, N/8]");
 }
 
 void check_transpose_words(const Tensor& words) {
-  Checker{"transpose_words", words.device()}.words("words", words, "[N, K/8]");
+  WeightChecker{{"transpose_words", words.device()}}.words("words", words, "[N, K/8]");
 }
 
 void check_no_grad(const char* op, const char* argument, const Tensor& tensor) {

@@ -1,5 +1,5 @@
-// Every shape and dtype rule of the operators and its message, shared by all backends and by the fake kernels.
-// Sizes are symbolic integers so that tracing with a dynamic number of rows adds no guard on it.
+// Every shape and dtype rule of the GEMM operators with its error message, shared by all backends and the fake kernels.
+// Sizes are symbolic integers so that tracing with a dynamic number of rows adds no guard.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,15 +9,14 @@
 #include <string>
 #include <string_view>
 
-#include "cpu/kernels.h"
-#include "weight_format.h"
+#include "csrc/core/weight_format.h"
 
 namespace marlin {
 
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-// The packed weight's own tensors and how to read them.
+// The tensors of a packed weight and how to read them.
 struct WeightTensors {
   const Tensor& b_packed;
   const Tensor& scales;
@@ -35,13 +34,13 @@ struct WeightShape {
   c10::SymInt N;
 };
 
-// The dtypes of activations, floating scales, biases and zero points, as messages name them.
+// The dtypes of activations, floating scales, biases and zero points, as error messages name them.
 inline constexpr std::string_view kFloating = "float16, bfloat16 or float32";
 
-// "float16 [4096, 512]"
+// Returns dtype and shape: "float16 [4096, 512]".
 std::string describe(const Tensor& tensor);
 
-// "float16"
+// Returns the name of a dtype: "float16".
 std::string dtype_name(at::ScalarType dtype);
 
 // Raises c10::ValueError: "torch_marlin_metal::<op>: <argument>: expected <rule>, got <what came>".
@@ -50,21 +49,21 @@ std::string dtype_name(at::ScalarType dtype);
 // The element type of a checked tensor.
 ElementType element_type(const Tensor& tensor);
 
-// Each raises that error.
+// Each checks the arguments of an operator and raises the error of fail().
 WeightShape check_weight(const char* op, const WeightTensors& weight);
 WeightShape check_gemm(const Tensor& a, const WeightTensors& weight, const OptionalTensor& bias,
                        std::string_view variant);
 WeightShape check_dequantize(const WeightTensors& weight, at::ScalarType dtype);
 void check_gptq_repack(const Tensor& qweight, const OptionalTensor& perm);
-cpu::ZerosRule check_gptq_unpack_zeros(const Tensor& qzeros, int64_t checkpoint_version, std::string_view rule);
+StoredZeros check_gptq_unpack_zeros(const Tensor& qzeros, int64_t checkpoint_version, std::string_view rule);
 void check_awq_repack(const Tensor& qweight);
 void check_transpose_words(const Tensor& words);
 void check_awq_unpack_zeros(const Tensor& qzeros);
 
-// gemm differentiates by a and bias only, the other operators by nothing.
+// Raises if the tensor requires grad. Only a and bias of gemm are differentiated.
 void check_no_grad(const char* op, const char* argument, const Tensor& tensor);
 
-// Forward mode: without a rule the tangent would be dropped, which is a derivative of zero.
+// Raises if the tensor has a forward-mode tangent, which would silently be dropped.
 void check_no_tangent(const char* op, const char* argument, const Tensor& tensor);
 
 }  // namespace marlin

@@ -1,9 +1,9 @@
-// Every operator's schema, once, and its fake (Meta) kernel.
+// The schemas of the GEMM operators and their fake (Meta) kernels.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
-#include "check.h"
+#include "csrc/ops/check.h"
 
 // Shapes and dtypes: docs/operators.md. Outputs are always new tensors. ScalarType 5 is float16.
 TORCH_LIBRARY(torch_marlin_metal, m) {
@@ -64,7 +64,7 @@ Tensor awq_unpack_zeros_meta(const Tensor& qzeros) {
   return at::empty_symint({qzeros.sym_size(0), qzeros.sym_size(1) * kCodesPerWord}, qzeros.options().dtype(at::kByte));
 }
 
-// On every device but the CPU, which has a faster one.
+// For every device but the CPU, which has a faster kernel.
 Tensor transpose_words(const Tensor& words) {
   check_transpose_words(words);
   return words.t().clone(at::MemoryFormat::Contiguous);

@@ -1,17 +1,43 @@
-#include "plan_parts.h"
+#include "csrc/planner/builder.h"
 
-#include "cost.h"
+#include <stdexcept>
+
+#include "csrc/planner/cost.h"
 
 namespace marlin {
 
-Extent elementwise_grid(uint32_t columns, uint32_t rows) {
-  return {ceil_divide(columns, kElementwiseWidth), ceil_divide(rows, kElementwiseHeight), 1};
+namespace {
+
+FunctionConstants gemm_constants(const Tiling& tiling, const GemmProblem& problem) {
+  FunctionConstants constants = weight_constants(problem.weight);
+  // The kernel that reduces slices of K adds the bias; tiles that no other stripe shares get it from the product.
+  if (tiling.splits == 1) {
+    const FunctionConstants bias = bias_constants(problem);
+    for (FunctionConstant index : {kConstantHasBias, kConstantBiasType})
+      constants[index] = bias[index];
+  }
+  constants[kConstantVectorActivations] =
+      !problem.weight.has_perm && problem.vector_aligned_a && problem.a_row_stride % 4 == 0;
+  constants[kConstantWritesPartials] = writes_partials(tiling);
+  return constants;
 }
 
-uint32_t resident_threadgroups(Kernel kernel, WeightFormat format, TileShape tile, uint32_t threadgroup_bytes,
-                               const GpuDevice& device) {
-  const KernelCounts& counts = counts_of(kernel, format, tile);
-  return occupancy(tile_threads(tile), counts.half_registers, threadgroup_bytes, family_of(*device.chip)).threadgroups;
+}  // namespace
+
+void refuse(std::string_view op, std::string_view argument, std::string_view expected, const std::string& got) {
+  std::string text("torch_marlin_metal::");
+  text.append(op).append(": ").append(argument).append(": expected ").append(expected).append(", got ").append(got);
+  throw std::invalid_argument(text);
+}
+
+void check_weight(std::string_view op, const WeightProblem& weight) {
+  if (weight.N == 0) refuse(op, "N", "at least 1", "0");
+  if (weight.K == 0 || weight.K % kCodesPerWord != 0) refuse(op, "K", "a multiple of 8", std::to_string(weight.K));
+  if (weight.group_size == 0 || group_size(weight) % kCodesPerWord != 0) {
+    refuse(op, "group_size", "a multiple of 8", std::to_string(weight.group_size));
+  }
+  const uint64_t scales = uint64_t{ceil_divide(weight.K, group_size(weight))} * weight.N;
+  if (scales > UINT32_MAX) refuse(op, "scales", "fewer than 2^32", std::to_string(scales));
 }
 
 FunctionConstants weight_constants(const WeightProblem& weight) {
@@ -32,51 +58,34 @@ FunctionConstants bias_constants(const GemmProblem& problem) {
   return constants;
 }
 
-FunctionConstants gemm_constants(const GemmProblem& problem, bool writes_partials) {
-  FunctionConstants constants = weight_constants(problem.weight);
-  if (!writes_partials) {
-    for (FunctionConstant index : {kConstantHasBias, kConstantBiasType})
-      constants[index] = bias_constants(problem)[index];
-  }
-  constants[kConstantVectorActivations] =
-      !problem.weight.has_perm && problem.vector_aligned_a && problem.a_row_stride % 4 == 0;
-  constants[kConstantWritesPartials] = writes_partials;
-  return constants;
+Dispatch product_dispatch(const Tiling& tiling, const GemmProblem& problem, const RowBlocks& blocks, Extent grid) {
+  const WeightProblem& weight = problem.weight;
+  return {.kernel = tiling.kernel,
+          .function = host_name(tiling.kernel, weight.format, problem.activations),
+          .constants = gemm_constants(tiling, problem),
+          .grid = grid,
+          .threads = {tiling.simdgroups * kSimdWidth, 1, 1},
+          .threadgroup_bytes = threadgroup_bytes(tiling, problem, blocks.rows),
+          .params = GemmParams{problem.a_row_stride, problem.M, weight.N, weight.K, group_size(weight),
+                               tiling.k_per_slice, blocks.m_begin}};
 }
 
-GemmParams gemm_params(const GemmProblem& problem, uint32_t k_per_slice) {
-  return {problem.a_row_stride, problem.M, problem.weight.N, problem.weight.K, group_size(problem.weight),
-          k_per_slice,          0};
-}
-
-std::string name(TileShape tile) {
-  return std::to_string(tile.M) + "x" + std::to_string(tile.N) + "x" + std::to_string(tile.K);
-}
-
-std::string tile_refusal(TileShape tile, ElementType activations, uint32_t stages) {
-  const uint32_t bytes = tile_threadgroup_bytes(tile, activations, stages);
-  if (bytes <= kMostThreadgroupBytes) return "";
-  return name(tile) + " in " + std::to_string(stages) + (stages == 1 ? " stage" : " stages") + " with " +
-         std::string(name(activations)) + " activations needs " + std::to_string(bytes) +
-         " bytes of threadgroup memory, a threadgroup has at most " + std::to_string(kMostThreadgroupBytes);
-}
-
-uint32_t slice_length(const GemmProblem& problem, uint32_t wanted, uint32_t unit) {
-  const uint32_t group = group_size(problem.weight);
-  const uint32_t even = round_up(ceil_divide(problem.weight.K, wanted), unit);
-  if (even < group) return round_up(group / (group / even), unit);
-  return group % unit == 0 ? round_up(even, group) : even;
-}
-
-void add_reduction(Plan& plan, const GemmProblem& problem, uint32_t slices) {
-  if (slices == 1) return;
-  plan.partials = {problem.weight.N, problem.M, slices};
+void add_reduction(Plan& plan, const Tiling& tiling, const GemmProblem& problem) {
+  if (tiling.splits == 1) return;
+  plan.partials = partials(tiling, problem);
   plan.dispatches.push_back({.kernel = Kernel::reduce,
                              .function = host_name(Kernel::reduce, problem.weight.format, problem.activations),
                              .constants = bias_constants(problem),
-                             .grid = elementwise_grid(problem.weight.N, problem.M),
+                             .grid = reduction_grid(tiling, problem),
                              .threads = kElementwiseThreads,
-                             .params = ReduceParams{problem.M, problem.weight.N, slices, 0}});
+                             .params = ReduceParams{problem.M, problem.weight.N, tiling.splits, 0}});
+}
+
+uint64_t resident_threadgroups(const GemmTile& row, const GemmProblem& problem, const GpuDevice& device) {
+  const KernelCounts& counts = counts_of(row.kernel, problem.weight.format, row.tile);
+  const uint32_t bytes = tile_threadgroup_bytes(row.tile, problem.activations, row.stages);
+  const Occupancy held = occupancy(tile_threads(row.tile), counts.half_registers, bytes, family_of(*device.chip));
+  return uint64_t{device.cores} * held.threadgroups;
 }
 
 }  // namespace marlin

@@ -1,23 +1,55 @@
-// Which of the candidates for a problem is taken: the one that a tuner measured to be best, else the one that costs
-// least by the model. two_pass, which rounds the weights, is taken on request only: by its name, or by a tuner's table.
-#include "cost.h"
-#include "plan_parts.h"
+// From a problem to its plan: a tiling for each tile that can compute it, the cheapest of them, and one plan for that.
+#include "csrc/planner/builder.h"
+#include "csrc/planner/cost.h"
 
 namespace marlin {
 
 namespace {
 
-// Of those that `eligible` admits; null where it admits none.
+std::optional<Tiling> two_pass_tiling(const GemmTile& row, const GemmProblem&, const GpuDevice&) {
+  return Tiling{row};
+}
+
+Plan build_two_pass(const Tiling&, const GemmProblem& problem, const GpuDevice&) {
+  Plan plan = plan_dequantize({problem.weight, problem.activations});
+  plan.dense_product = true;
+  return plan;
+}
+
+struct VariantFunctions {
+  MakeTiling* tiling;
+  BuildPlan* build;
+};
+
+const VariantFunctions& functions_of(GemmVariant variant) {
+  static constexpr std::array<VariantFunctions, kGemmVariants.size()> table{{
+      {gemv_tiling, build_gemv},
+      {fused_tiling, build_fused},
+      {staged_tiling, build_staged},
+      {staged_tiling, build_staged},
+      {striped_tiling, build_striped},
+      {two_pass_tiling, build_two_pass},
+  }};
+  return table[static_cast<size_t>(variant)];
+}
+
+// Whether the text names the row: by its variant, or by its variant and tile.
+bool names(std::string_view text, const GemmTile& row) {
+  const std::string_view variant = name(row.variant);
+  return text.starts_with(variant) && (text.size() == variant.size() || text == name(row));
+}
+
+// Returns the cheapest of the tilings that `eligible` admits, or null if it admits none.
 template <typename Eligible>
-const Candidate* cheapest(std::span<const Candidate> candidates, const GemmProblem& problem, const GpuDevice& device,
-                          const Eligible& eligible) {
-  const Candidate* found = nullptr;
+const Tiling* cheapest(const std::vector<Tiling>& tilings, const GemmProblem& problem, const GpuDevice& device,
+                       const Eligible& eligible) {
+  const Tiling* found = nullptr;
   double least = 0;
-  for (const Candidate& candidate : candidates) {
-    if (!eligible(candidate)) continue;
-    const double seconds = cost(candidate, problem, device).seconds;
+  for (const Tiling& tiling : tilings) {
+    if (!eligible(tiling)) continue;
+    const double seconds = cost(tiling, problem, device).seconds;
     if (found != nullptr && seconds >= least) continue;
-    found = &candidate;
+    found = &tiling;
     least = seconds;
   }
   return found;
@@ -25,19 +57,43 @@ const Candidate* cheapest(std::span<const Candidate> candidates, const GemmProbl
 
 }  // namespace
 
-const Candidate& choose(std::span<const Candidate> candidates, const GemmProblem& problem, const GpuDevice& device) {
-  require(!candidates.empty(), "plan: no candidate to choose from");
-  const Candidate* found = nullptr;
+std::vector<Tiling> gemm_tilings(const GemmProblem& problem, const GpuDevice& device) {
+  const WeightProblem& weight = problem.weight;
+  if (problem.M == 0) refuse("gemm", "M", "at least 1", "0");
+  check_weight("gemm", weight);
+  std::vector<Tiling> tilings;
+  for (const GemmTile& row : kGemmTiles) {
+    if (!fits(row, problem.activations) || (problem.variant != "auto" && !names(problem.variant, row))) continue;
+    if (const auto tiling = functions_of(row.variant).tiling(row, problem, device)) tilings.push_back(*tiling);
+  }
+  if (tilings.empty()) {
+    refuse("gemm", "variant",
+           "one that has a kernel for M=" + std::to_string(problem.M) + " N=" + std::to_string(weight.N) +
+               " K=" + std::to_string(weight.K) + " and " + std::string(name(problem.activations)) + " activations",
+           "'" + std::string(problem.variant) + "'");
+  }
+  return tilings;
+}
+
+const Tiling& choose(const std::vector<Tiling>& tilings, const GemmProblem& problem, const GpuDevice& device) {
+  const Tiling* found = nullptr;
   if (!problem.tuned.empty()) {
-    found = cheapest(candidates, problem, device, [&](const Candidate& candidate) {
-      return candidate.variant == problem.tuned || name(candidate) == problem.tuned;
-    });
+    found = cheapest(tilings, problem, device, [&](const Tiling& tiling) { return names(problem.tuned, tiling); });
   }
   if (found == nullptr) {
-    found =
-        cheapest(candidates, problem, device, [](const Candidate& candidate) { return !candidate.plan.dense_product; });
+    found = cheapest(tilings, problem, device,
+                     [](const Tiling& tiling) { return tiling.variant != GemmVariant::two_pass; });
   }
-  return found == nullptr ? candidates.front() : *found;
+  return found == nullptr ? tilings.front() : *found;
+}
+
+Plan build_plan(const Tiling& tiling, const GemmProblem& problem, const GpuDevice& device) {
+  return functions_of(tiling.variant).build(tiling, problem, device);
+}
+
+Plan plan_gemm(const GemmProblem& problem, const GpuDevice& device) {
+  const std::vector<Tiling> tilings = gemm_tilings(problem, device);
+  return build_plan(choose(tilings, problem, device), problem, device);
 }
 
 }  // namespace marlin

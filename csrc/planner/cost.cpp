@@ -1,11 +1,11 @@
-#include "cost.h"
+#include "csrc/planner/cost.h"
 
 #include <algorithm>
 #include <cmath>
 #include <stdexcept>
 
-#include "plan_parts.h"
-#include "weight_format.h"
+#include "csrc/core/math.h"
+#include "csrc/core/weight_format.h"
 
 namespace marlin {
 
@@ -27,23 +27,26 @@ constexpr double kOverlapLoss = 0.05;
 // Above this ratio of the busiest core's time to that of evenly spread instructions, it is idling that bounds.
 constexpr double kWaiting = 1.25;
 
-// One product kernel of a plan.
+// One launch of a tiling's product kernel.
 struct Product {
-  const Dispatch& dispatch;
-  const GemmParams& params;
-  TileShape tile;
-  uint32_t row_blocks, column_blocks;
+  const Tiling& tiling;
+  const GemmProblem& problem;
+  TileShape tile;  // with the rows of this launch
+  uint32_t m_begin, row_blocks, column_blocks;
 
-  Product(const Dispatch& dispatch, TileShape shape)
-      : dispatch(dispatch), params(std::get<GemmParams>(dispatch.params)), tile(shape) {
-    if (splits_k_between_simdgroups()) tile.M = static_cast<uint32_t>(dispatch.constants[kConstantRows]);
-    row_blocks = is("gemm_striped") ? ceil_divide(params.M, tile.M) : is("gemv") ? dispatch.grid.x : dispatch.grid.y;
-    column_blocks = ceil_divide(params.N, tile.N);
+  Product(const Tiling& tiling, const GemmProblem& problem, const RowBlocks& blocks)
+      : tiling(tiling),
+        problem(problem),
+        tile{blocks.rows, tiling.tile.N, tiling.tile.K},
+        m_begin(blocks.m_begin),
+        row_blocks(blocks.count),
+        column_blocks(ceil_divide(problem.weight.N, tile.N)) {}
+
+  bool is(GemmVariant variant) const { return tiling.variant == variant; }
+  uint32_t rows() const { return std::min(row_blocks * tile.M, problem.M - m_begin); }
+  uint64_t threadgroups() const {
+    return is(GemmVariant::striped) ? tiling.stripes : uint64_t{row_blocks} * column_blocks * tiling.splits;
   }
-
-  bool is(std::string_view family) const { return info(dispatch.kernel).name.starts_with(family); }
-  bool splits_k_between_simdgroups() const { return is("gemv") || is("gemm_fused"); }
-  uint32_t rows() const { return std::min(row_blocks * tile.M, params.M - params.m_begin); }
 };
 
 // What a simdgroup of a product does.
@@ -54,23 +57,23 @@ struct Work {
 };
 
 Work work_of(const Product& product, const KernelCounts& counts) {
-  const GemmParams& params = product.params;
-  const uint32_t k = std::min(params.k_per_slice, params.K);
+  const uint32_t K = product.problem.weight.K;
+  const uint32_t k = std::min(product.tiling.k_per_slice, K);
   const uint32_t steps = ceil_divide(k, product.tile.K);
-  if (product.splits_k_between_simdgroups()) {
-    const uint32_t chain = std::min<uint32_t>(params.group_size, kChainLength);
+  if (product.is(GemmVariant::gemv) || product.is(GemmVariant::fused)) {
+    const uint32_t chain = std::min<uint32_t>(group_size(product.problem.weight), kChainLength);
     return {steps, ceil_divide(k, counts.outer_k != 0 ? counts.outer_k : chain), true};
   }
-  if (product.is("gemm_striped")) {
-    const uint32_t slices = stripe_slices(params.K, params.k_per_slice);
-    const uint32_t units = ceil_divide(product.row_blocks * product.column_blocks * slices, product.dispatch.grid.x);
-    return {units * ceil_divide(ceil_divide(params.K, slices), product.tile.K), units, false};
+  if (product.is(GemmVariant::striped)) {
+    const uint32_t slices = stripe_slices(K, product.tiling.k_per_slice);
+    const uint32_t units = ceil_divide(product.row_blocks * product.column_blocks * slices, product.tiling.stripes);
+    return {units * ceil_divide(ceil_divide(K, slices), product.tile.K), units, false};
   }
-  return {steps, 0, !product.is("gemm_double_buffered")};
+  return {steps, 0, product.is(GemmVariant::single_stage)};
 }
 
-double matrix_clocks(const Product& product, const GemmProblem& problem, const GpuFamily& family) {
-  const bool halves = !product.is("gemm_fused") && problem.activations == ElementType::float16;
+double matrix_clocks(const Product& product, const GpuFamily& family) {
+  const bool halves = !product.is(GemmVariant::fused) && product.problem.activations == ElementType::float16;
   return (halves ? family.matrix_clocks_fp16 : family.matrix_clocks_fp32).value;
 }
 
@@ -82,8 +85,9 @@ double weight_bytes(const WeightProblem& weight) {
   return 0.5 * weight.K * weight.N + groups * weight.N * per_group + (weight.has_perm ? 4.0 * weight.K : 0);
 }
 
-double partial_bytes(const Plan& plan) {
-  return 4.0 * plan.partials.x * plan.partials.y * plan.partials.z;
+double partial_bytes(const Tiling& tiling, const GemmProblem& problem) {
+  const Extent floats = partials(tiling, problem);
+  return 4.0 * floats.x * floats.y * floats.z;
 }
 
 double output_bytes(const GemmProblem& problem, uint32_t rows) {
@@ -123,40 +127,42 @@ double reads(double bytes, uint32_t times, const Chip& chip) {
 
 // Threadgroups run row block by row block, so that each reads all weights again; gemv's go down the rows first and find
 // them in L2; stripes go down the columns of tiles, where it is the activations that come again.
-void add_traffic(DispatchCost& cost, const Product& product, const Plan& plan, const GemmProblem& problem,
-                 const Chip& chip) {
+void add_traffic(DispatchCost& cost, const Product& product, const Chip& chip) {
+  const GemmProblem& problem = product.problem;
   const double weights = weight_bytes(problem.weight);
   const double activations = double(product.rows()) * problem.weight.K * element_bytes(problem.activations);
-  const double written = plan.partials.z != 0 ? partial_bytes(plan) : output_bytes(problem, product.rows());
-  const bool by_columns = product.is("gemm_striped");
-  cost.dram_bytes = reads(weights, by_columns || product.is("gemv") ? 1 : product.row_blocks, chip) +
+  const double written =
+      writes_partials(product.tiling) ? partial_bytes(product.tiling, problem) : output_bytes(problem, product.rows());
+  const bool by_columns = product.is(GemmVariant::striped);
+  const bool reads_weights_once = by_columns || product.is(GemmVariant::gemv);
+  cost.dram_bytes = reads(weights, reads_weights_once ? 1 : product.row_blocks, chip) +
                     reads(activations, by_columns ? product.column_blocks : 1, chip) + written;
   cost.l2_bytes = product.row_blocks * weights + product.column_blocks * activations + written;
 }
 
-DispatchCost product_cost(const Product& product, const Plan& plan, const GemmProblem& problem,
-                          const GpuDevice& device) {
-  const Dispatch& dispatch = product.dispatch;
-  const KernelCounts& counts = counts_of(dispatch.kernel, problem.weight.format, product.tile);
+DispatchCost product_cost(const Product& product, const GpuDevice& device) {
+  const Tiling& tiling = product.tiling;
+  const KernelCounts& counts = counts_of(tiling.kernel, product.problem.weight.format, product.tile);
   const Chip& chip = *device.chip;
   const GpuFamily& family = family_of(chip);
-  const uint32_t simdgroups = dispatch.threads.x / kSimdWidth;
-  const uint64_t threadgroups = uint64_t{dispatch.grid.x} * dispatch.grid.y * dispatch.grid.z;
+  const uint32_t simdgroups = tiling.simdgroups;
+  const uint64_t threadgroups = product.threadgroups();
 
-  DispatchCost cost{.kernel = info(dispatch.kernel).name};
-  cost.occupancy = occupancy(dispatch.threads.x, counts.half_registers, dispatch.threadgroup_bytes, family);
+  DispatchCost cost{.kernel = info(tiling.kernel).name};
+  cost.occupancy = occupancy(simdgroups * kSimdWidth, counts.half_registers,
+                             threadgroup_bytes(tiling, product.problem, product.tile.M), family);
   cost.launch_seconds = kLaunchSeconds;
   const double resident = uint64_t{device.cores} * cost.occupancy.threadgroups;
   cost.waves = threadgroups / resident;
-  add_traffic(cost, product, plan, problem, chip);
+  add_traffic(cost, product, chip);
 
-  // One simdgroup's clocks, then those of all of them on all schedulers.
+  // Clocks of one simdgroup; below, the time of all simdgroups on all schedulers.
   const Work work = work_of(product, counts);
   const double steps = work.steps;
   const double issue = steps * counts.step.issue + double(work.outer) * counts.outer_issue + counts.fixed_issue;
   const double complex = steps * counts.step.complex;
   const double products = steps * counts.step.matrix;
-  const double matrix = products * matrix_clocks(product, problem, family);
+  const double matrix = products * matrix_clocks(product, family);
   const double all = double(threadgroups) * simdgroups;
   const double hertz = chip.clock_ghz.value * 1e9;
   const double rate = family.schedulers.value * device.cores * hertz;
@@ -171,35 +177,41 @@ DispatchCost product_cost(const Product& product, const Plan& plan, const GemmPr
   const auto wave = [&](uint64_t held) {
     return held == 0 ? 0.0 : std::max(held * simdgroups / family.schedulers.value * busy, alone);
   };
-  const uint64_t on_a_core = (threadgroups + device.cores - 1) / device.cores;
+  const uint64_t on_a_core = ceil_divide(threadgroups, uint64_t{device.cores});
   const uint64_t most = cost.occupancy.threadgroups;
   cost.compute_seconds = (on_a_core / most * wave(most) + wave(on_a_core % most)) / hertz;
   finish(cost, device);
   return cost;
 }
 
-// Kernels of a thread per element: memory and launch are all that counts.
-DispatchCost elementwise_cost(const Dispatch& dispatch, double read, double written, const GpuDevice& device) {
-  DispatchCost cost{.kernel = info(dispatch.kernel).name};
-  const uint32_t threads = dispatch.threads.x * dispatch.threads.y;
-  cost.occupancy = occupancy(threads, 1, 0, family_of(*device.chip));
+// Kernels of one thread per element: only memory and the launch count.
+DispatchCost elementwise_cost(Kernel kernel, Extent grid, double read, double written, const GpuDevice& device) {
+  DispatchCost cost{.kernel = info(kernel).name};
+  cost.occupancy = occupancy(kElementwiseWidth * kElementwiseHeight, 1, 0, family_of(*device.chip));
   cost.launch_seconds = kLaunchSeconds;
-  cost.waves = double(dispatch.grid.x) * dispatch.grid.y * dispatch.grid.z /
-               (uint64_t{device.cores} * cost.occupancy.threadgroups);
+  cost.waves = double(grid.x) * grid.y * grid.z / (uint64_t{device.cores} * cost.occupancy.threadgroups);
   cost.dram_bytes = read + written;
   cost.l2_bytes = read + written;
   finish(cost, device);
   return cost;
 }
 
-DispatchCost reduce_cost(const Dispatch& dispatch, const Plan& plan, const GemmProblem& problem,
-                         const GpuDevice& device) {
-  const double read = partial_bytes(plan);
-  DispatchCost cost = elementwise_cost(dispatch, read, output_bytes(problem, problem.M), device);
+DispatchCost reduce_cost(const Tiling& tiling, const GemmProblem& problem, const GpuDevice& device) {
+  const Kernel kernel = tiling.stripes_share_tiles ? Kernel::reduce_striped : Kernel::reduce;
+  const double read = partial_bytes(tiling, problem);
+  const double written = output_bytes(problem, problem.M);
+  DispatchCost cost = elementwise_cost(kernel, reduction_grid(tiling, problem), read, written, device);
   if (!stays(read, *device.chip)) return cost;
   cost.dram_bytes -= read;
   finish(cost, device);
   return cost;
+}
+
+DispatchCost dequantize_cost(const GemmProblem& problem, const GpuDevice& device) {
+  const WeightProblem& weight = problem.weight;
+  const double written = double(weight.K) * weight.N * element_bytes(problem.activations);
+  return elementwise_cost(Kernel::dequantize, elementwise_grid(weight.N, weight.K / kCodesPerWord),
+                          weight_bytes(weight), written, device);
 }
 
 DispatchCost dense_cost(const GemmProblem& problem, const GpuDevice& device) {
@@ -221,23 +233,10 @@ DispatchCost dense_cost(const GemmProblem& problem, const GpuDevice& device) {
   return cost;
 }
 
-DispatchCost dispatch_cost(const Dispatch& dispatch, const Candidate& candidate, const GemmProblem& problem,
-                           const GpuDevice& device) {
-  if (std::holds_alternative<GemmParams>(dispatch.params)) {
-    return product_cost(Product(dispatch, candidate.tile), candidate.plan, problem, device);
-  }
-  if (std::holds_alternative<DequantizeParams>(dispatch.params)) {
-    const WeightProblem& weight = problem.weight;
-    const double written = double(weight.K) * weight.N * element_bytes(problem.activations);
-    return elementwise_cost(dispatch, weight_bytes(weight), written, device);
-  }
-  return reduce_cost(dispatch, candidate.plan, problem, device);
-}
-
 }  // namespace
 
 const KernelCounts& counts_of(Kernel kernel, WeightFormat format, const TileShape& tile) {
-  const KernelCounts* counts = find_counts(info(kernel).name, format, tile);
+  const KernelCounts* counts = find_counts(kernel, format, tile);
   if (counts != nullptr) return *counts;
   throw std::logic_error("cost: no instruction counts of " + host_name(kernel, format, ElementType::float16) +
                          " for a tile of " + name(tile));
@@ -272,17 +271,26 @@ Occupancy occupancy(uint32_t threads, uint32_t half_registers, uint32_t threadgr
                                            : "threadgroup memory"};
 }
 
-PlanCost cost(const Candidate& candidate, const GemmProblem& problem, const GpuDevice& device) {
+PlanCost cost(const Tiling& tiling, const GemmProblem& problem, const GpuDevice& device) {
   PlanCost total;
-  for (const Dispatch& dispatch : candidate.plan.dispatches) {
-    DispatchCost& part = total.dispatches.emplace_back(dispatch_cost(dispatch, candidate, problem, device));
-    if (total.dispatches.size() == 1) continue;
-    part.launch_seconds += kBarrierSeconds;
-    part.seconds += kBarrierSeconds;
+  total.dispatches.reserve(3);
+  const auto add = [&](DispatchCost part, double barrier_seconds) {
+    if (!total.dispatches.empty()) {
+      part.launch_seconds += barrier_seconds;
+      part.seconds += barrier_seconds;
+    }
+    total.dispatches.push_back(part);
+  };
+  if (tiling.variant == GemmVariant::two_pass) {
+    add(dequantize_cost(problem, device), 0);
+    add(dense_cost(problem, device), 0);
+  } else {
+    for (uint32_t launch = 0; launch < launches(tiling); ++launch)
+      add(product_cost(Product(tiling, problem, row_blocks(tiling, problem.M, launch)), device), kBarrierSeconds);
+    if (writes_partials(tiling)) add(reduce_cost(tiling, problem, device), kBarrierSeconds);
   }
-  if (candidate.plan.dense_product) total.dispatches.push_back(dense_cost(problem, device));
-  for (const DispatchCost& dispatch : total.dispatches)
-    total.seconds += dispatch.seconds;
+  for (const DispatchCost& part : total.dispatches)
+    total.seconds += part.seconds;
   return total;
 }
 

@@ -1,17 +1,17 @@
-// An analytic model of what a plan costs on a GPU: counted instructions and bytes against the chip's rates. It ranks
-// plans and says what bounds them; it measures nothing. docs/tile-sizing.md lists what it assumes.
+// An analytic model of what a tiling costs on a GPU: counted instructions and bytes against the chip's rates. It ranks
+// tilings and says what bounds them; it measures nothing. docs/tile-sizing.md lists what it assumes.
 #pragma once
 
 #include <cstdint>
 #include <string_view>
 #include <vector>
 
-#include "kernel_counts.h"
-#include "plan.h"
+#include "csrc/planner/instruction_counts.h"
+#include "csrc/planner/tiling.h"
 
 namespace marlin {
 
-// The largest threadgroup that a kernel with so many half-registers a thread can have, on Apple7 and Apple8.
+// Returns the most threads that a threadgroup can have on Apple7 and Apple8 if its kernel uses so many half-registers.
 uint32_t largest_threadgroup(uint32_t half_registers);
 
 // How much of a kernel a core holds at once.
@@ -23,12 +23,14 @@ struct Occupancy {
 
 Occupancy occupancy(uint32_t threads, uint32_t half_registers, uint32_t threadgroup_bytes, const GpuFamily& family);
 
-// Of one dispatch.
-//   waves              threadgroups over those that the GPU holds at once
-//   dram_bytes         what no cache serves; weights that several row blocks read, if they outlive the caches
-//   l2_bytes           what simdgroups read and write
-//   issue, complex, matrix_seconds   of the instructions, spread evenly over all schedulers; complex runs beside the
-//   rest compute_seconds    of the core with most threadgroups, with the load latency that its simdgroups do not hide
+// The figures of one dispatch.
+//   waves             threadgroups divided by those that the GPU holds at once
+//   dram_bytes        traffic that no cache serves, such as weights that outlive the caches between two row blocks
+//   l2_bytes          what simdgroups read and write
+//   issue_seconds     to issue the instructions but matrix products, spread evenly over all schedulers
+//   complex_seconds   of the unit for slow integer and complex instructions, which runs beside the schedulers
+//   matrix_seconds    of the matrix products, spread evenly over all schedulers
+//   compute_seconds   of the core with most threadgroups, with the load latency that its simdgroups do not hide
 #define MARLIN_DISPATCH_COSTS(X) \
   X(waves)                       \
   X(dram_bytes)                  \
@@ -44,8 +46,8 @@ Occupancy occupancy(uint32_t threads, uint32_t half_registers, uint32_t threadgr
   X(seconds)
 
 // seconds = launch + max(dram, l2, compute) + a twentieth of min(dram, compute). bound: "launch", "dram", "l2",
-// "issue", "complex", "matrix", "dense" for a dense product, or "occupancy" where simdgroups wait or cores idle for
-// more than a fifth of the time.
+// "issue", "complex", "matrix", "dense" for a dense product, or "occupancy" if simdgroups wait or cores idle for more
+// than a fifth of the time.
 struct DispatchCost {
   std::string_view kernel{};  // of variants.h, or "torch.matmul"
   Occupancy occupancy{};
@@ -60,7 +62,8 @@ struct PlanCost {
   double seconds = 0;
 };
 
-// Throws std::logic_error for a kernel that kKernelCounts does not have.
-PlanCost cost(const Candidate& candidate, const GemmProblem& problem, const GpuDevice& device);
+// Each throws std::logic_error for a kernel that kKernelCounts does not have.
+const KernelCounts& counts_of(Kernel kernel, WeightFormat format, const TileShape& tile);
+PlanCost cost(const Tiling& tiling, const GemmProblem& problem, const GpuDevice& device);
 
 }  // namespace marlin

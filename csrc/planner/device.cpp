@@ -1,4 +1,4 @@
-#include "gpu_device.h"
+#include "csrc/planner/device.h"
 
 #include <algorithm>
 #include <cstdlib>

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <string_view>
 
-#include "chips.h"
+#include "csrc/planner/chips.h"
 
 namespace marlin {
 

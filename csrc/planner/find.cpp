@@ -1,14 +1,11 @@
-#include "tuned.h"
+#include "csrc/planner/find.h"
 
 #include <algorithm>
 #include <atomic>
 #include <map>
-#include <mutex>
 #include <set>
 #include <stdexcept>
 #include <tuple>
-
-#include "plan_parts.h"
 
 namespace marlin {
 
@@ -25,10 +22,12 @@ struct Rows {
 using Table = std::map<Product, std::vector<Rows>>;
 
 struct Tuned {
-  std::atomic<bool> any{false};  // products of machines without a table ask nothing more
+  std::atomic<bool> unread{false};  // the loader has not run yet
+  std::function<void()> loader;
+  std::atomic<uint64_t> generation{0};
   std::mutex mutex;
   Table table;
-  std::set<std::string> names;  // of this and all earlier tables: remembered plans keep views of them
+  std::set<std::string> names;  // of this and all earlier tables: a problem that is being planned holds a view
 };
 
 Tuned& tuned() {
@@ -37,8 +36,16 @@ Tuned& tuned() {
 }
 
 bool is_variant(std::string_view text) {
-  const auto names = gemm_variants();
-  return std::ranges::find(names, text.substr(0, text.find(':'))) != names.end();
+  return std::ranges::find(kGemmVariants, text.substr(0, text.find(':'))) != kGemmVariants.end();
+}
+
+// "auto", the variants, then the variants with a tile: the place of the text in that list, or its end.
+uint64_t variant_index(std::string_view text) {
+  if (text == "auto") return 0;
+  const auto variant = std::ranges::find(kGemmVariants, text);
+  if (variant != kGemmVariants.end()) return 1 + static_cast<uint64_t>(variant - kGemmVariants.begin());
+  const auto row = std::ranges::find_if(kGemmTiles, [&](const GemmTile& tile) { return name(tile) == text; });
+  return 1 + kGemmVariants.size() + static_cast<uint64_t>(row - kGemmTiles.begin());
 }
 
 }  // namespace
@@ -54,12 +61,21 @@ void set_tuned(std::vector<TunedRange> ranges) {
     table[{range.format, range.activations, range.group_size, range.K, range.N}].push_back(
         {range.first_M, range.last_M, name});
   }
-  tuned().any = !table.empty();
   tuned().table = std::move(table);
+  tuned().unread = false;
+  ++tuned().generation;
+}
+
+void set_tuned_loader(std::function<void()> loader) {
+  tuned().loader = std::move(loader);
+  tuned().unread = true;
 }
 
 std::string_view tuned_variant(const GemmProblem& problem) {
-  if (!tuned().any) return {};
+  if (tuned().unread) {
+    tuned().loader();
+    tuned().unread = false;
+  }
   const std::lock_guard lock(tuned().mutex);
   const WeightProblem& weight = problem.weight;
   const auto found = tuned().table.find({weight.format, problem.activations, group_size(weight), weight.K, weight.N});
@@ -68,6 +84,29 @@ std::string_view tuned_variant(const GemmProblem& problem) {
     if (rows.first <= problem.M && problem.M <= rows.last) return rows.variant;
   }
   return {};
+}
+
+uint64_t tuned_generation() {
+  return tuned().generation;
+}
+
+PlanKey plan_key(const GemmProblem& problem) {
+  const WeightProblem& weight = problem.weight;
+  uint64_t options = 0;
+  const auto append = [&](uint64_t value, uint32_t bits) { options = options << bits | value; };
+  append(variant_index(problem.variant), 8);
+  append(static_cast<uint64_t>(weight.format), 4);
+  for (ElementType type : {problem.activations, weight.scales, weight.zeros, problem.bias})
+    append(static_cast<uint64_t>(type), 2);
+  for (bool flag : {weight.has_perm, weight.has_global_scale, weight.global_scale_per_column, weight.vector_aligned,
+                    problem.has_bias, problem.vector_aligned_a})
+    append(flag, 1);
+  return {problem.a_row_stride, problem.M, weight.N, weight.K, group_size(weight), options};
+}
+
+size_t PlanKeyHash::operator()(const PlanKey& key) const {
+  static_assert(std::has_unique_object_representations_v<PlanKey>);
+  return std::hash<std::string_view>{}({reinterpret_cast<const char*>(&key), sizeof(key)});
 }
 
 }  // namespace marlin

@@ -1,13 +1,46 @@
-// Plans in words, for people and for TORCH_MARLIN_METAL_PRINT_PLAN=1.
+// The plans of kernels with one thread per element, and plans as text.
+#include "csrc/planner/plan.h"
+
 #include <cstdlib>
 #include <iostream>
 #include <mutex>
 #include <set>
 #include <sstream>
 
-#include "plan.h"
+#include "csrc/planner/builder.h"
 
 namespace marlin {
+
+Plan plan_dequantize(const DequantizeProblem& problem) {
+  const WeightProblem& weight = problem.weight;
+  check_weight("dequantize", weight);
+  return {.dispatches = {{.kernel = Kernel::dequantize,
+                          .function = host_name(Kernel::dequantize, weight.format, problem.out),
+                          .constants = weight_constants(weight),
+                          .grid = elementwise_grid(weight.N, weight.K / kCodesPerWord),
+                          .threads = kElementwiseThreads,
+                          .params = DequantizeParams{weight.N, weight.K, group_size(weight), 0}}}};
+}
+
+Plan plan_repack(const RepackProblem& problem) {
+  const std::string_view op = info(problem.kernel).name;
+  if (info(problem.kernel).library != "gemm/repack") refuse("repack", "kernel", "one of gemm/repack", std::string(op));
+  if (problem.rows == 0) refuse(op, "rows", "at least 1", "0");
+  if (problem.columns == 0) refuse(op, "columns", "at least 1", "0");
+  Dispatch dispatch{
+      .kernel = problem.kernel,
+      .function = host_name(problem.kernel, WeightFormat::uint4b8, ElementType::float16),
+      .grid = elementwise_grid(problem.columns, problem.rows),
+      .threads = kElementwiseThreads,
+      .params = RepackParams{problem.rows, problem.columns, static_cast<int32_t>(problem.stored_zeros), 0}};
+  dispatch.constants[kConstantHasPerm] = problem.has_perm;
+  return {.dispatches = {std::move(dispatch)}};
+}
+
+Plan plan_probe() {
+  return {.dispatches = {{.kernel = Kernel::probe_half_subnormals,
+                          .function = std::string(info(Kernel::probe_half_subnormals).name)}}};
+}
 
 namespace {
 

@@ -1,10 +1,10 @@
-// What Python reads that is not an operator: the format table, the CPU capability, and the planner.
+// The Python module: the table of weight formats, the CPU capability and the planner. Operators are torch.ops.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include "cpu/capability.h"
-#include "python_planner.h"
-#include "weight_format.h"
+#include "csrc/core/weight_format.h"
+#include "csrc/cpu/capability.h"
+#include "csrc/python/planner_bindings.h"
 
 namespace py = pybind11;
 
@@ -22,6 +22,17 @@ const char* scale_coding_name(ScaleCoding coding) {
   }
 }
 
+const char* code_kind_name(CodeKind kind) {
+  switch (kind) {
+    case CodeKind::integer:
+      return "integer";
+    case CodeKind::e2m1:
+      return "e2m1";
+    default:
+      return "table";
+  }
+}
+
 const char* zeros_role_name(ZerosRole role) {
   switch (role) {
     case ZerosRole::zero_point:
@@ -36,8 +47,9 @@ const char* zeros_role_name(ZerosRole role) {
 py::list weight_formats() {
   py::list rows;
   for (const WeightFormatInfo& row : kWeightFormats) {
-    rows.append(py::make_tuple(row.name, row.formula, scale_coding_name(row.scale_coding),
-                               zeros_role_name(row.zeros_role), row.has_global_scale, row.has_lut,
+    rows.append(py::make_tuple(row.name, row.formula, code_kind_name(code_kind(row.format)),
+                               scale_coding_name(row.scale_coding), zeros_role_name(row.zeros_role),
+                               row.has_global_scale, row.has_lut,
                                row.fixed_group_size == 0 ? py::object(py::none()) : py::int_(row.fixed_group_size)));
   }
   return rows;

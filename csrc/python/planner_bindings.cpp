@@ -1,4 +1,4 @@
-#include "python_planner.h"
+#include "csrc/python/planner_bindings.h"
 
 #include <pybind11/stl.h>
 
@@ -8,11 +8,10 @@
 #include <tuple>
 #include <vector>
 
-#include "cost.h"
-#include "plan_parts.h"
-#include "tile_budget.h"
-#include "tuned.h"
-#include "weight_format.h"
+#include "csrc/core/weight_format.h"
+#include "csrc/planner/cost.h"
+#include "csrc/planner/find.h"
+#include "csrc/python/tile_budgets.h"
 
 namespace py = pybind11;
 
@@ -55,7 +54,7 @@ py::list kernel_counts() {
   py::list rows;
   for (const KernelCounts& row : kKernelCounts) {
     py::dict entry;
-    entry["kernel"] = row.kernel;
+    entry["kernel"] = info(row.kernel).name;
     entry["weight_format"] = name(row.format);
     entry["tile"] = tile_tuple(row.tile);
     entry["issue"] = row.step.issue;
@@ -106,16 +105,6 @@ py::dict dispatch_dict(const Dispatch* dispatch, const DispatchCost& cost) {
   return entry;
 }
 
-py::dict budget_dict(const TileBudget& budget) {
-  py::dict entry;
-  entry["variant"] = budget.variant;
-  entry["tile"] = tile_tuple(budget.tile);
-#define MARLIN_ADD_BUDGET(type, field) entry[#field] = budget.field;
-  MARLIN_TILE_BUDGET(MARLIN_ADD_BUDGET)
-#undef MARLIN_ADD_BUDGET
-  return entry;
-}
-
 template <typename Enum, size_t count>
 Enum named(const std::string& wanted, const char* what) {
   for (size_t i = 0; i < count; ++i) {
@@ -154,19 +143,18 @@ py::tuple gemm_plans(const std::string& chip, uint32_t cores, bool half_subnorma
                     .vector_aligned = true};
   if (tuned && variant == "auto") problem.tuned = tuned_variant(problem);
   const GpuDevice device{cores, half_subnormals, &chip_of(chip)};
-  const std::vector<Candidate> candidates = gemm_candidates(problem, device);
-  const Candidate& chosen = choose(candidates, problem, device);
+  const std::vector<Tiling> tilings = gemm_tilings(problem, device);
+  const Tiling& chosen = choose(tilings, problem, device);
   py::list rows;
-  for (const Candidate& candidate : candidates) {
-    const PlanCost total = cost(candidate, problem, device);
+  for (const Tiling& tiling : tilings) {
+    const PlanCost total = cost(tiling, problem, device);
+    const std::vector<Dispatch> kernels = build_plan(tiling, problem, device).dispatches;
     py::list dispatches;
-    const std::vector<Dispatch>& kernels = candidate.plan.dispatches;
     for (size_t i = 0; i < total.dispatches.size(); ++i)
       dispatches.append(dispatch_dict(i < kernels.size() ? &kernels[i] : nullptr, total.dispatches[i]));
-    rows.append(
-        py::make_tuple(name(candidate), candidate.variant, tile_tuple(candidate.tile), total.seconds, dispatches));
+    rows.append(py::make_tuple(name(tiling), name(tiling.variant), tile_tuple(tiling.tile), total.seconds, dispatches));
   }
-  return py::make_tuple(rows, &chosen - candidates.data());
+  return py::make_tuple(rows, &chosen - tilings.data());
 }
 
 using TunedRow = std::tuple<std::string, std::string, uint32_t, uint32_t, uint32_t, uint32_t, uint32_t, std::string>;
@@ -177,10 +165,7 @@ void add_planner(py::module_& m) {
   m.def("chips", &chips);
   m.def("gpu_families", &gpu_families);
   m.def("kernel_counts", &kernel_counts);
-  m.def("gemm_variants", [] {
-    const auto names = gemm_variants();
-    return std::vector<std::string>(names.begin(), names.end());
-  });
+  m.def("gemm_variants", [] { return std::vector<std::string>(kGemmVariants.begin(), kGemmVariants.end()); });
   // (chip, cores) that the planner takes for a GPU of that name and number of cores
   m.def("gpu_device", [](const std::string& name, uint32_t cores) {
     const GpuDevice device = gpu_device(name, cores);
@@ -193,13 +178,8 @@ void add_planner(py::module_& m) {
         [](uint32_t threads, uint32_t half_registers, uint32_t threadgroup_bytes, const std::string& chip) {
           return occupancy_dict(occupancy(threads, half_registers, threadgroup_bytes, family_of(chip_of(chip))));
         });
-  m.def("tile_budgets", [](const std::string& activations) {
-    py::list rows;
-    for (const TileBudget& budget : tile_budgets(element(activations)))
-      rows.append(budget_dict(budget));
-    return rows;
-  });
-  m.def("threadgroup_limit", [] { return kMostThreadgroupBytes; });
+  m.def("tile_budgets", [](const std::string& activations) { return tile_budgets(element(activations)); });
+  m.def("threadgroup_limit", [] { return kMaxThreadgroupBytes; });
   m.def("simd_width", [] { return static_cast<int>(kSimdWidth); });
   m.def("gemm_plans", &gemm_plans, py::arg("chip"), py::arg("cores"), py::arg("half_subnormals"), py::arg("M"),
         py::arg("N"), py::arg("K"), py::arg("weight_format"), py::arg("group_size"), py::arg("activations"),
@@ -212,6 +192,17 @@ void add_planner(py::module_& m) {
       ranges.push_back({weight_format(format), element(activations), group_size, K, N, first, last, variant});
     }
     set_tuned(std::move(ranges));
+  });
+  m.def("set_tuned_loader", [](py::function loader) {
+    // Never freed: a product may be planned while the interpreter shuts down.
+    set_tuned_loader([kept = new py::function(std::move(loader))] {
+      const py::gil_scoped_acquire gil;
+      try {
+        (*kept)();
+      } catch (const py::error_already_set& error) {
+        throw std::runtime_error(error.what());
+      }
+    });
   });
 }
 

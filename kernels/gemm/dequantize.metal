@@ -1,7 +1,7 @@
-// The weight itself, [K, N] in the original order of k: computed in fp32, rounded once. A thread owns a packed word.
-#include "variants.h"
+// Writes the weight, [K, N] in the original order of k: computed in fp32, rounded once. Each thread owns a packed word.
+#include "kernels/shared/variants.h"
 
-#include "weight.h"
+#include "kernels/gemm/weight.h"
 
 using namespace metal;
 using namespace marlin;
@@ -23,17 +23,17 @@ template <WeightFormat format, typename T>
   const float scale = weight.scale<format>(group, n);
   const float zero = weight.zero<format>(group, n);
   const half zero_in_code = zero_is_in_code<format>() ? half(zero) : 0.0h;
-  const Octet<half> codes = exact_codes<code_kind(format)>(weight.word(k, n), zero_in_code);
+  const Vec8<half> codes = exact_codes<code_kind(format)>(weight.word(k, n), zero_in_code);
   for (uint i = 0; i < kCodesPerWord; ++i) {
+#pragma clang fp contract(off)  // the formula of uint4_bias rounds the product before the sum
     const float code = float(codes.k[i]);
-    // Two statements for uint4_bias: one expression would be contracted, and is to be rounded as the formula says.
     const float product = code * scale;
     const float value = format == WeightFormat::lut4         ? lut[uint(code)] * scale
                         : format == WeightFormat::uint4_bias ? product + zero
                         : zero_is_in_code<format>()          ? product
                                                              : (code - zero) * scale;
     const uint row = has_perm ? uint(perm[k + i]) : k + i;
-    if (row < params.K) out[ulong(row) * params.N + n] = T(value);  // the host cannot look at perm
+    if (row < params.K) out[ulong(row) * params.N + n] = T(value);  // the host cannot read perm
   }
 }
 

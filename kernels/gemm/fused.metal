@@ -1,14 +1,15 @@
-// Five activation rows and more: y^T = W^T a^T in 8x8x8 products whose operands are built in registers from device
-// loads, without threadgroup memory, barrier or shuffle. K is split between the simdgroups of a threadgroup, whose
-// totals meet in threadgroup memory, and between threadgroups, whose sums meet in reduce.metal; both in a fixed order.
+// Five activation rows and more: y^T = W^T a^T in 8x8x8 products. Both operands are built in registers straight from
+// device loads: the K loop needs no threadgroup memory, no barrier and no shuffle. K is split between the simdgroups of
+// a threadgroup, which add their totals in threadgroup memory, and between threadgroups, whose partial sums
+// reduce.metal adds. Both sums have a fixed order, so that the same inputs give the same bits.
 //
-// Fragment row v of column block b stands for column 4 v + b of the strip, so that a lane's words of four blocks are
-// one 16-byte load and a simdgroup reads 128 contiguous bytes of a packed row. Fragment columns stand for k as in
-// weight_fragment.h, so that a lane's activations over the four steps of a word are one load of four from each row.
-#include "variants.h"
+// Row v of weight fragment b is column 4 v + b of the strip. A lane then needs one 16-byte load for its words of all
+// four fragments, and a simdgroup reads 128 contiguous bytes of a packed row. Columns of a fragment are k in the order
+// of weight_fragment.h: a lane then needs one load of four activations per row for the four steps of a word.
+#include "kernels/shared/variants.h"
 
-#include "product.h"
-#include "weight_fragment.h"
+#include "kernels/gemm/product.h"
+#include "kernels/gemm/weight_fragment.h"
 
 using namespace metal;
 using namespace marlin;
@@ -22,20 +23,22 @@ enum {
   kFusedLoadK = kFusedWordRows * kCodesPerWord,
 };
 
-// A threadgroup's rows begin at `begin`; where fewer are left than it takes, it and its row blocks move up to end with
-// the last row, over rows that others own too: no load is conditional, and addresses differ by the same strides for
-// all.
+// The rows of a threadgroup, from `begin` on. If fewer than rows_per_threadgroup are left, the threadgroup and its row
+// blocks move up until they end at row M - 1. They then recompute rows that others store, but no load is conditional
+// and every block has the same address strides.
 struct FusedRows {
   uint M;
   uint begin;
 
-  MARLIN_INLINE uint first() const { return min(begin, max(M, uint(rows_per_threadgroup)) - rows_per_threadgroup); }
-  MARLIN_INLINE uint block(uint i) const { return min(i * kBlock, max(M, uint(kBlock)) - kBlock); }
+  MARLIN_INLINE uint first() const thread {
+    return min(begin, max(M, uint(rows_per_threadgroup)) - rows_per_threadgroup);
+  }
+  MARLIN_INLINE uint block(uint i) const thread { return min(i * kBlock, max(M, uint(kBlock)) - kBlock); }
 };
 
-// The sums of one simdgroup over its slice of K.
+// The accumulators of one simdgroup over its slice of K, and where it reads next.
 template <WeightFormat format, typename T>
-struct FusedSums {
+struct FusedAccumulators {
   typedef simdgroup_matrix<float, kBlock, kBlock> Matrix;
   typedef FastCodes<code_kind(format)> Codes;
 
@@ -45,25 +48,25 @@ struct FusedSums {
   uint word;                 // the lane's packed row among the four of a load
   uint quad;                 // the lane's four k among the 32 of a load
   const device uint* words;  // of the next load
-  uint scale_index;          // of the next scales: the planner refuses weights with 2^32 of them
-  // The lane's two rows of block 0, at the next step's first k of its own; through perm where the rows begin.
+  uint scale_index;          // of the next scales; 32 bits do, the planner refuses weights with 2^32 of them
+  // The lane's two rows of block 0, at its own first k of the next step. With a permutation, the start of the rows.
   const device T* x_row[2];
-  vec<T, 4> x[kFusedRowBlocks][2];      // the lane's four k of both
+  vec<T, 4> x[kFusedRowBlocks][2];      // four k of each of the two rows
   int64_t row_offset[kFusedRowBlocks];  // of the other blocks, the same for all lanes and threadgroups
-  uint pair;                            // the distance of two loads of two: 2
+  uint pair;                            // 2, the distance between two loads of two
   const threadgroup float* table;
   ColumnDecode<format> decode[kFusedColumnBlocks];
   Matrix sum[kFusedRowBlocks][kFusedColumnBlocks];
 
   static MARLIN_INLINE bool has_block(uint i) { return i * kBlock < uint(rows_per_threadgroup); }
 
-  // Where one load of all rows takes 64 half-registers: 231 a thread (M1), and a core would hold two threadgroups of
-  // what the planner takes, five simdgroups. By pairs it is 207, and three.
+  // Loading all rows at once needs 231 half-registers per thread (M1), and only two of the planner's five-simdgroup
+  // threadgroups fit on a core. Loading in pairs needs 207, and three fit.
   static MARLIN_INLINE bool loads_pairs() { return sizeof(T) == 4 && rows_per_threadgroup == kFusedMaxRows; }
 
-  // What step j needs, and those after it up to the next load. The second pair's distance is no constant to the
-  // compiler, which would join two loads at constant distances into one.
-  MARLIN_INLINE void load_activations(uint j, uint k_quad, bool has_quad) {
+  // Loads what step j needs, and the steps after it up to the next load. The second pair's offset is deliberately
+  // opaque to the compiler, which would otherwise merge the two loads.
+  MARLIN_INLINE void load_activations(uint j, uint k_quad, bool has_quad) thread {
     MARLIN_UNROLL for (uint i = 0; i < kFusedRowBlocks; ++i) {
       MARLIN_UNROLL for (uint e = 0; e < 2; ++e) {
         const device T* first = x_row[e] + row_offset[i];
@@ -81,13 +84,13 @@ struct FusedSums {
     }
   }
 
-  MARLIN_INLINE void load_scales() {
+  MARLIN_INLINE void load_scales() thread {
     const float4 scales = weight.template scales_of_columns<format>(scale_index, n);
     const float4 zeros = weight.template zeros_of_columns<format>(scale_index, n);
     MARLIN_UNROLL for (uint b = 0; b < kFusedColumnBlocks; ++b) decode[b].set(scales[b], zeros[b]);
   }
 
-  MARLIN_INLINE void clear() {
+  MARLIN_INLINE void clear() thread {
     MARLIN_UNROLL for (uint i = 0; i < kFusedRowBlocks; ++i) {
       MARLIN_UNROLL for (uint b = 0; b < kFusedColumnBlocks; ++b) {
         if (has_block(i)) sum[i][b] = make_filled_simdgroup_matrix<float, kBlock, kBlock>(0.0f);
@@ -95,8 +98,8 @@ struct FusedSums {
     }
   }
 
-  // 32 k from k0 on. What lies beyond k_end is selected away from both operands.
-  MARLIN_INLINE void multiply(uint k0, uint k_end) {
+  // Multiplies 32 k from k0 on. Both operands are zero at k_end and beyond.
+  MARLIN_INLINE void multiply(uint k0, uint k_end) thread {
     const uint k_word = k0 + word * kCodesPerWord;
     const uint k_quad = k0 + quad;
     const bool has_word = !ragged_k || k_word < k_end;
@@ -135,9 +138,9 @@ struct FusedSums {
     }
   }
 
-  // The sums join the simdgroup's totals, of which each lane touches its own: [row block, element][lane], four columns
-  // each.
-  MARLIN_INLINE void add_to(threadgroup float4* totals) {
+  // Adds the accumulators to the simdgroup's totals, [row block, element][lane] of four columns. Each lane touches only
+  // its own.
+  MARLIN_INLINE void add_to(threadgroup float4* totals) thread {
     MARLIN_UNROLL for (uint i = 0; i < kFusedRowBlocks; ++i) {
       MARLIN_UNROLL for (uint e = 0; e < 2; ++e) {
         if (!has_block(i)) continue;
@@ -156,7 +159,7 @@ template <WeightFormat format, typename T>
     uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]],
     uint simdgroups [[simdgroups_per_threadgroup]]) {
   const Product<T> product = MARLIN_PRODUCT;
-  const uint parts = uint(rows_per_threadgroup) / 4;  // float4s of a lane: two a row block
+  const uint parts = uint(rows_per_threadgroup) / 4;  // float4s per lane: two for each row block
   threadgroup float* slices = load_table<format>(shared, lut, simdgroup * kSimdWidth + lane);
   threadgroup float4* totals = reinterpret_cast<threadgroup float4*>(slices) + lane;
   threadgroup float4* own = totals + simdgroup * parts * kSimdWidth;
@@ -168,10 +171,10 @@ template <WeightFormat format, typename T>
   const uint k_begin = slice * params.k_per_slice;
   const uint k_end = min(k_begin + params.k_per_slice, params.K);
 
-  FusedSums<format, T> sums;
+  FusedAccumulators<format, T> sums;
   sums.weight = product.weight;
   sums.a = product.a;
-  // Columns beyond N are zero: they fill rows of the product that are not stored.
+  // Columns beyond N load zero. They fill rows of the product that are not stored.
   sums.n = min(n, params.N);
   sums.word = place.column / 2;
   sums.quad = place.row * 4;
@@ -190,7 +193,7 @@ template <WeightFormat format, typename T>
     own[part * kSimdWidth] = float4(0.0f);
   const uint first_group = (k_begin + (short_group_size != 0 ? sums.word * kCodesPerWord : 0)) / params.group_size;
   sums.scale_index = first_group * params.N + sums.n;
-  uint group_rest = (first_group + 1) * params.group_size - k_begin;  // where groups are long
+  uint group_rest = (first_group + 1) * params.group_size - k_begin;  // used if groups are longer than a step
   for (uint k = k_begin; k < k_end;) {
     sums.clear();
     const uint chain_end = min(k + kFusedChainLength, k_end);
@@ -215,7 +218,7 @@ template <WeightFormat format, typename T>
     const uint i = part / 2;
     const uint row = rows.block(i) + place.column + part % 2;
     const uint m = rows.first() + row;
-    // Rows that an earlier block or threadgroup has are its to store.
+    // An earlier block or threadgroup stores the rows that this one repeats.
     if (row < i * kBlock || m < rows.begin || m >= params.M || n >= params.N) continue;
     float4 total = float4(0.0f);
     for (uint s = 0; s < simdgroups; ++s)

@@ -1,14 +1,14 @@
-// A few activation rows. A lane owns four columns: one 16-byte load holds 8 k of each, and no sum crosses lanes. K is
-// split between the simdgroups of a threadgroup, whose sums meet in threadgroup memory, and between threadgroups, whose
-// sums meet in reduce.metal; both in a fixed order.
-#include "variants.h"
+// Up to kGemvMaxRows activation rows. A lane owns four columns: one 16-byte load holds 8 k of each, and the products of
+// a column never leave its lane. K is split between the simdgroups of a threadgroup, which add their totals in
+// threadgroup memory, and between threadgroups, whose partial sums reduce.metal adds. Both sums have a fixed order.
+#include "kernels/shared/variants.h"
 
-#include "product.h"
+#include "kernels/gemm/product.h"
 
 using namespace metal;
 using namespace marlin;
 
-// Whether the fp32 unit reads a subnormal half as it is: 2^-24 times 2^24.
+// Stores 1 if the fp32 unit reads a subnormal half exactly: 2^-24 times 2^24 must be 1.
 [[kernel]] void probe_half_subnormals(const device uint* in [[buffer(kSlotPacked)]],
                                       device uint* out [[buffer(kSlotOut)]]) {
   const half2 smallest = as_type<half2>(in[0] & 0x000F000Fu);
@@ -17,12 +17,12 @@ using namespace marlin;
 
 namespace marlin {
 
-// Times a code of 2^-24 still far from fp32's subnormals.
+// Its product with a code of 2^-24 is 2^-88, well above fp32's subnormals.
 constant constexpr float kSmallActivation = 5.42101086e-20f;  // 2^-64
 
-// The sums of one lane over a slice of K: rows x its four columns.
+// The accumulators of one lane over a slice of K, rows x its four columns, and where it reads next.
 template <WeightFormat format, typename T>
-struct LaneSums {
+struct GemvAccumulators {
   typedef FastCodes<code_kind(format)> Codes;
 
   Weight weight;
@@ -31,44 +31,46 @@ struct LaneSums {
   uint n;                               // the lane's first column, or N
   const device uint* words;             // of the next 8 k
   ulong scale_index;                    // of the next group
-  const device T* x_row[kGemvMaxRows];  // at the next k; through perm where the row begins
+  const device T* x_row[kGemvMaxRows];  // at the next k; with a permutation, the start of the row
   const threadgroup float* table;
-  threadgroup float4* totals;  // of the lane, a simdgroup's width between rows
-  // Of the chain at hand.
+  threadgroup float4* totals;  // the lane's own; rows are kSimdWidth apart
+  // Accumulators of the current chain.
   float even[kGemvMaxRows][kGemvColumnsPerLane];
   float odd[kGemvMaxRows][kGemvColumnsPerLane];
 
-  // Twice the sums are more than shifts where there are many rows: 253 half-registers at 8 rows, and not 199 (M1).
-  static MARLIN_INLINE bool odd_apart() {
-    return code_kind(format) == CodeKind::integer && rows_per_threadgroup <= kGemvOddApartRows;
+  // Separate accumulators for odd nibbles save shifts but double the registers. With many rows that does not pay: 253
+  // half-registers at 8 rows instead of 199 (M1).
+  static MARLIN_INLINE bool separate_odd() {
+    return code_kind(format) == CodeKind::integer && rows_per_threadgroup <= kGemvMaxSeparateOddRows;
   }
-  static MARLIN_INLINE CodeForm form(bool subnormal) { return {subnormal, odd_apart()}; }
+  static MARLIN_INLINE DecodeOptions form(bool subnormal) { return {subnormal, separate_odd()}; }
   static MARLIN_INLINE bool has_row(uint r) { return r < uint(rows_per_threadgroup); }
 
-  MARLIN_INLINE void clear_totals() {
+  MARLIN_INLINE void clear_totals() thread {
     MARLIN_UNROLL for (uint r = 0; r < kGemvMaxRows; ++r) {
       if (has_row(r)) totals[r * kSimdWidth] = float4(0.0f);
     }
   }
 
-  // A chain's activations, four of a row in each lane.
-  MARLIN_INLINE vec<T, 4> quad_of_chain(const device T* row, uint k, uint length) const {
+  // Loads a chain's activations of one row, four in each lane.
+  MARLIN_INLINE vec<T, 4> load_chain(const device T* row, uint k, uint length) const thread {
     static_assert(kChainLength == 4 * kSimdWidth, "one load of four a lane");
     const uint quad = 4 * lane;
     if (quad >= length) return vec<T, 4>(T(0.0f));
     return a.load_quad(row + (has_perm ? 0 : quad), k + quad);
   }
 
-  // fp16 activations are large enough, and a table's codes are as they are.
-  static constexpr bool looks_at_activations() { return !is_same_v<T, half> && code_kind(format) != CodeKind::table; }
+  // fp16 activations are never small enough to matter, and codes of a table are not scaled down.
+  static constexpr bool checks_activations() { return !is_same_v<T, half> && code_kind(format) != CodeKind::table; }
 
-  // Products with codes that are scaled down by up to 2^24 would be flushed to zero, or their sums rounded more.
-  MARLIN_INLINE bool has_small_activations(uint k, uint length) const {
-    if (!looks_at_activations()) return false;
+  // Returns true if an activation is so small that its product with a code scaled down by 2^24 would be flushed to zero
+  // or lose bits.
+  MARLIN_INLINE bool has_small_activations(uint k, uint length) const thread {
+    if (!checks_activations()) return false;
     bool found = false;
     MARLIN_UNROLL for (uint r = 0; r < kGemvMaxRows; ++r) {
       if (!has_row(r)) continue;
-      const vec<T, 4> quad = quad_of_chain(x_row[r], k, length);
+      const vec<T, 4> quad = load_chain(x_row[r], k, length);
       MARLIN_UNROLL for (uint i = 0; i < 4; ++i) {
         const float size = abs(float(quad[i]));
         found = found || (size < kSmallActivation && size != 0.0f);
@@ -78,10 +80,10 @@ struct LaneSums {
   }
 
   template <bool subnormal>
-  MARLIN_INLINE void multiply(uint k) {
+  MARLIN_INLINE void multiply(uint k) thread {
     const uint4 packed = load_columns(words, weight.N - n);
     words += weight.N;
-    Octet<float> codes[kGemvColumnsPerLane];
+    Vec8<float> codes[kGemvColumnsPerLane];
     MARLIN_UNROLL for (uint c = 0; c < kGemvColumnsPerLane; ++c) {
       MARLIN_UNROLL for (uint j = 0; j < 4; ++j) {
         const float2 pair = Codes::pair(packed[c], j, table, form(subnormal));
@@ -91,21 +93,24 @@ struct LaneSums {
     }
     MARLIN_UNROLL for (uint r = 0; r < kGemvMaxRows; ++r) {
       if (!has_row(r)) continue;
-      const Octet<float> octet = a.template load_octet<float>(x_row[r], k);
+      const Vec8<float> vec8 = a.template load_vec8<float>(x_row[r], k);
       if (!has_perm) x_row[r] += kCodesPerWord;
       MARLIN_UNROLL for (uint c = 0; c < kGemvColumnsPerLane; ++c) {
         MARLIN_UNROLL for (uint i = 0; i < kCodesPerWord; i += 2) {
-          even[r][c] = fma(codes[c].k[i], octet.k[i], even[r][c]);
-          thread float& rest = odd_apart() ? odd[r][c] : even[r][c];
-          rest = fma(codes[c].k[i + 1], octet.k[i + 1], rest);
+          even[r][c] = fma(codes[c].k[i], vec8.k[i], even[r][c]);
+          if (separate_odd()) {
+            odd[r][c] = fma(codes[c].k[i + 1], vec8.k[i + 1], odd[r][c]);
+          } else {
+            even[r][c] = fma(codes[c].k[i + 1], vec8.k[i + 1], even[r][c]);
+          }
         }
       }
     }
   }
 
-  // A chain of `length` k from k on, which lies in one group.
+  // Multiplies a chain of `length` k from k on, all in one group.
   template <bool subnormal>
-  MARLIN_INLINE void multiply_chain(uint k, uint length) {
+  MARLIN_INLINE void multiply_chain(uint k, uint length) thread {
     MARLIN_UNROLL for (uint r = 0; r < kGemvMaxRows; ++r) {
       MARLIN_UNROLL for (uint c = 0; c < kGemvColumnsPerLane; ++c) even[r][c] = odd[r][c] = 0.0f;
     }
@@ -115,7 +120,7 @@ struct LaneSums {
     }
   }
 
-  MARLIN_INLINE void end_chain(uint k, uint length, bool subnormal) {
+  MARLIN_INLINE void end_chain(uint k, uint length, bool subnormal) thread {
     const float even_unit = Codes::even_unit(form(subnormal));
     const float odd_unit = Codes::odd_unit(form(subnormal));
     const float4 scales = weight.template scales_of_columns<format>(scale_index, n);
@@ -124,13 +129,13 @@ struct LaneSums {
       if (!has_row(r)) continue;
       float x_sum = 0.0f;
       if (code_kind(format) == CodeKind::integer) {
-        const vec<T, 4> quad = quad_of_chain(x_row[r] - (has_perm ? 0 : length), k, length);
+        const vec<T, 4> quad = load_chain(x_row[r] - (has_perm ? 0 : length), k, length);
         x_sum = simd_sum((float(quad[0]) + float(quad[1])) + (float(quad[2]) + float(quad[3])));
       }
       float4 total = totals[r * kSimdWidth];
       MARLIN_UNROLL for (uint c = 0; c < kGemvColumnsPerLane; ++c) {
         float codes = even[r][c] * even_unit;
-        if (odd_apart()) codes = fma(odd[r][c], odd_unit, codes);
+        if (separate_odd()) codes = fma(odd[r][c], odd_unit, codes);
         total[c] += apply_group<format>(codes, x_sum, scales[c], zeros[c]);
       }
       totals[r * kSimdWidth] = total;
@@ -156,13 +161,13 @@ template <WeightFormat format, typename T>
   const uint outputs = rows * kGemvColumns;
 
   threadgroup float* slices = load_table<format>(shared, lut, thread_index);
-  LaneSums<format, T> sums{};
+  GemvAccumulators<format, T> sums{};
   sums.weight = product.weight;
   sums.a = product.a;
   sums.lane = lane;
   sums.n = min(n, params.N);
   sums.words = packed + ulong(k_begin / kCodesPerWord) * params.N + sums.n;
-  // Rows beyond M repeat the last and are not stored.
+  // Rows beyond M repeat the last one and are not stored.
   MARLIN_UNROLL for (uint r = 0; r < kGemvMaxRows; ++r) sums.x_row[r] =
       product.a.row_at(min(m + r, params.M - 1)) + (has_perm ? 0 : k_begin);
   sums.table = shared;
@@ -176,7 +181,7 @@ template <WeightFormat format, typename T>
     const bool subnormal = subnormal_codes && !sums.has_small_activations(k, length);
     if (subnormal) {
       sums.template multiply_chain<true>(k, length);
-    } else if (!subnormal_codes || sums.looks_at_activations()) {
+    } else if (!subnormal_codes || sums.checks_activations()) {
       sums.template multiply_chain<false>(k, length);
     }
     sums.end_chain(k, length, subnormal);

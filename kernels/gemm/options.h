@@ -1,10 +1,10 @@
-// Function constants: what a pipeline is specialised for. And loads of elements whose type one of them names.
+// Function constants, which specialise a pipeline, and loads of elements whose type is one of them.
 #pragma once
 
-#include "params.h"
+#include "kernels/gemm/geometry.h"
 
 #define MARLIN_INLINE inline __attribute__((always_inline))
-// Arrays live in registers only where every index is known.
+// Arrays stay in registers only if the compiler knows every index.
 #define MARLIN_UNROLL _Pragma("clang loop unroll(full)")
 
 #define MARLIN_DECLARE_CONSTANT(index, type, shader_name, name) constant type shader_name [[function_constant(index)]];

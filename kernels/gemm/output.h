@@ -1,7 +1,7 @@
-// Where a kernel's sum goes: the output, with bias and one rounding, or a slice of the partial sums.
+// Stores a kernel's sum: to the output, with bias and one rounding, or to a slice of the partial sums.
 #pragma once
 
-#include "options.h"
+#include "kernels/gemm/options.h"
 
 namespace marlin {
 
@@ -13,18 +13,19 @@ struct Output {
   uint M;
   uint N;
 
-  MARLIN_INLINE void store(uint m, uint n, float sum) const {
+  MARLIN_INLINE void store(uint m, uint n, float sum) const thread {
     out[ulong(m) * N + n] = T(has_bias ? sum + load_element(bias, n, bias_type) : sum);
   }
 
-  // Four columns; out and partials are the allocator's own, aligned for vectors where N is a multiple of 4.
-  MARLIN_INLINE void store_columns(uint slice, uint m, uint n, float4 sums) const {
+  // Stores four columns. out and partials come from the allocator: they are aligned for vectors if N is a multiple
+  // of 4.
+  MARLIN_INLINE void store_columns(uint slice, uint m, uint n, float4 sums) const thread {
     MARLIN_UNROLL for (uint c = 0; c < 4; ++c) {
       if (vector_columns || n + c < N) store_slice(slice, m, n + c, sums[c]);
     }
   }
 
-  MARLIN_INLINE void store_slice(uint slice, uint m, uint n, float sum) const {
+  MARLIN_INLINE void store_slice(uint slice, uint m, uint n, float sum) const thread {
     if (writes_partials) {
       partials[(ulong(slice) * M + m) * N + n] = sum;
     } else {

@@ -1,9 +1,9 @@
-// What every kernel that multiplies is given: buffers bound by slot, and the three views that it works with.
+// The arguments of every kernel that multiplies: its buffers by slot, and the views that it reads and writes through.
 #pragma once
 
-#include "activations.h"
-#include "output.h"
-#include "weight.h"
+#include "kernels/gemm/activations.h"
+#include "kernels/gemm/output.h"
+#include "kernels/gemm/weight.h"
 
 #define MARLIN_PRODUCT_BUFFERS                                                                                     \
   const device T *a [[buffer(kSlotA)]], const device uint *packed [[buffer(kSlotPacked)]],                         \
@@ -29,7 +29,7 @@ struct Product {
   const device float* lut;
 };
 
-// A threadgroup's table of lut4 lies at the front of its memory, where an index is an address; returns what follows it.
+// Copies lut4's table to the front of threadgroup memory, where an index is an address. Returns the memory after it.
 template <WeightFormat format>
 MARLIN_INLINE threadgroup float* load_table(threadgroup float* memory, const device float* lut, uint thread_index) {
   if (format != WeightFormat::lut4) return memory;

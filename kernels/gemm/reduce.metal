@@ -1,7 +1,7 @@
-// Partial sums of slices of K, added in the order of k, then bias and the one rounding.
-#include "variants.h"
+// Adds the partial sums of slices of K in the order of k, then the bias, and rounds once.
+#include "kernels/shared/variants.h"
 
-#include "output.h"
+#include "kernels/gemm/output.h"
 
 using namespace metal;
 using namespace marlin;
@@ -20,7 +20,7 @@ template <typename T>
   Output<T>{bias, out, nullptr, params.M, params.N}.store(m, n, sum);
 }
 
-// Each border between stripes is a grid of its own; the first border inside a tile has the tile to add up.
+// The grid has a layer for each border between stripes. The first border inside a tile adds that tile up.
 template <typename T>
 [[kernel]] void reduce_striped(const device uchar* bias [[buffer(kSlotBias)]], device T* out [[buffer(kSlotOut)]],
                                const device float* partials [[buffer(kSlotPartials)]],
@@ -38,7 +38,7 @@ template <typename T>
 
   const uint area = params.tile_M * params.tile_N;
   const uint element = position.y * params.tile_N + position.x;
-  // A tile that begins a stripe is its first one; another is the last of the stripe in which it begins.
+  // If a stripe begins with the tile, the tile is its first; otherwise the tile is the last of the stripe it begins in.
   float sum = partials[ulong(2 * position.z + (before == tile_begin ? 0 : 1)) * area + element];
   for (uint stripe = position.z + 1;; ++stripe) {
     const uint begin = stripe_begin(units, params.stripes, stripe);

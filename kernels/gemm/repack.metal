@@ -1,7 +1,7 @@
-// Checkpoint layouts to [K/8, N] words and [G, N] zero points: integers in, integers out, bit for bit.
-#include "variants.h"
+// Repacks checkpoint layouts to [K/8, N] words and [G, N] zero points: integers in, integers out, bit for bit.
+#include "kernels/shared/variants.h"
 
-#include "options.h"
+#include "kernels/gemm/options.h"
 
 using namespace metal;
 using namespace marlin;
@@ -23,7 +23,7 @@ MARLIN_INLINE uint awq_shift(uint column) {
   if (has_perm) {
     for (uint i = 0; i < kCodesPerWord; ++i) {
       const uint k = uint(perm[row * kCodesPerWord + i]);
-      if (k >= params.rows * kCodesPerWord) continue;  // the host cannot look at perm
+      if (k >= params.rows * kCodesPerWord) continue;  // the host cannot read perm
       const uint source = in[ulong(k / kCodesPerWord) * params.columns + n];
       word |= ((source >> (4 * (k % kCodesPerWord))) & 15u) << (4 * i);
     }
@@ -33,7 +33,7 @@ MARLIN_INLINE uint awq_shift(uint column) {
   out[ulong(row) * params.columns + n] = word;
 }
 
-// An 8 x 8 block of codes per thread: words along N, interleaved, become words along K.
+// Each thread turns an 8 x 8 block of codes from interleaved words along N into words along K.
 [[kernel]] void awq_repack(const device uint* in [[buffer(kSlotPacked)]], device uint* out [[buffer(kSlotOut)]],
                            constant RepackParams& params [[buffer(kSlotParams)]],
                            uint2 position [[thread_position_in_grid]]) {

@@ -1,20 +1,20 @@
-// Many activation rows: output tiles staged through threadgroup memory, see tile.h.
+// Many activation rows: output tiles, staged through threadgroup memory (tile.h).
 //   single_stage:     fetch | barrier | store | barrier | multiply           half the threadgroup memory
 //   double_buffered:  barrier | fetch next | multiply this | store next      one barrier per step
 //   the same, tiles of more than 64 x 64:  barrier | fetch next | store next | multiply this
 #pragma once
 
-#include "variants.h"
+#include "kernels/shared/variants.h"
 
-#include "product.h"
-#include "tile.h"
+#include "kernels/gemm/product.h"
+#include "kernels/gemm/tile.h"
 
 namespace marlin {
 
-// The sums of a tile over k_begin to k_end, and where they go.
+// Computes a tile over k_begin to k_end and stores it.
 template <WeightFormat format, typename T, typename Tile, uint stages>
 struct TileProduct {
-  typedef TileSums<format, T, Tile> Sums;
+  typedef TileAccumulators<format, T, Tile> Sums;
 
   threadgroup uchar* shared;
   uint simdgroup;
@@ -22,54 +22,56 @@ struct TileProduct {
   Sums sums;
 
   static MARLIN_INLINE uint stage_bytes() { return tile_stage_bytes({Tile::kM, Tile::kN, Tile::kK}, sizeof(T)); }
-  MARLIN_INLINE uint thread_index() const { return simdgroup * kSimdWidth + lane; }
-  MARLIN_INLINE threadgroup float* table() const {
+  MARLIN_INLINE uint thread_index() const thread { return simdgroup * kSimdWidth + lane; }
+  MARLIN_INLINE threadgroup float* table() const thread {
     return reinterpret_cast<threadgroup float*>(shared + stages * stage_bytes());
   }
-  MARLIN_INLINE Stage<T, Tile> stage(uint index) const { return stage_at<T, Tile>(shared + index * stage_bytes()); }
+  MARLIN_INLINE Stage<T, Tile> stage(uint index) const thread {
+    return stage_at<T, Tile>(shared + index * stage_bytes());
+  }
 
-  // Visible after the first barrier of compute().
-  MARLIN_INLINE void load_table(thread const Product<T>& product) const {
+  // Copies lut4's table to threadgroup memory. The first barrier of compute() makes it visible.
+  MARLIN_INLINE void load_table(thread const Product<T>& product) const thread {
     if (format == WeightFormat::lut4 && thread_index() <= kLutSize) {
       table()[thread_index()] = thread_index() < kLutSize ? product.lut[thread_index()] : 0.0f;
     }
   }
 
   MARLIN_INLINE void compute(thread const Product<T>& product, constant GemmParams& params, uint m0, uint n0,
-                             uint k_begin, uint k_end) {
+                             uint k_begin, uint k_end) thread {
     sums.begin(params, k_begin, k_end);
-    Parcel<format, T, Tile> parcel;
-    parcel.begin();
+    TileLoader<format, T, Tile> loader;
+    loader.begin();
     if (stages == 1) {
       for (uint k = k_begin; k < k_end; k += Tile::kK) {
-        parcel.fetch(product.weight, product.a, params, m0, n0, k, k_end, thread_index());
+        loader.fetch(product.weight, product.a, params, m0, n0, k, k_end, thread_index());
         threadgroup_barrier(mem_flags::mem_threadgroup);
-        parcel.store(stage(0), params, thread_index());
+        loader.store(stage(0), params, thread_index());
         threadgroup_barrier(mem_flags::mem_threadgroup);
         sums.step(stage(0), params, table(), k, k_end, simdgroup, lane);
       }
     } else {
       uint current = 0;
-      parcel.fetch(product.weight, product.a, params, m0, n0, k_begin, k_end, thread_index());
-      parcel.store(stage(0), params, thread_index());
+      loader.fetch(product.weight, product.a, params, m0, n0, k_begin, k_end, thread_index());
+      loader.store(stage(0), params, thread_index());
       for (uint k = k_begin;; k += Tile::kK) {
         threadgroup_barrier(mem_flags::mem_threadgroup);
         const bool is_last = k + Tile::kK >= k_end;
         if (!is_last) {
-          parcel.fetch(product.weight, product.a, params, m0, n0, k + Tile::kK, k_end, thread_index());
-          if (Tile::kStoresEarly) parcel.store(stage(current ^ 1), params, thread_index());
+          loader.fetch(product.weight, product.a, params, m0, n0, k + Tile::kK, k_end, thread_index());
+          if (Tile::kStoresEarly) loader.store(stage(current ^ 1), params, thread_index());
         }
         sums.step(stage(current), params, table(), k, k_end, simdgroup, lane);
         if (is_last) break;
         current ^= 1;
-        if (!Tile::kStoresEarly) parcel.store(stage(current), params, thread_index());
+        if (!Tile::kStoresEarly) loader.store(stage(current), params, thread_index());
       }
     }
   }
 
-  // to.store(row, column, sum) of the tile for each of the lane's sums that lies within M and N.
+  // Calls target.store(row, column, sum) for each of the lane's sums that lies inside the M x N output.
   template <typename Target>
-  MARLIN_INLINE void store(thread const Target& to, constant GemmParams& params, uint m0, uint n0) const {
+  MARLIN_INLINE void store(thread const Target& target, constant GemmParams& params, uint m0, uint n0) const thread {
     const LanePlace place = lane_place(lane);
     const uint m = Sums::first_row(simdgroup) + place.row;
     const uint n = Sums::first_column(simdgroup) + place.column;
@@ -78,14 +80,14 @@ struct TileProduct {
         MARLIN_UNROLL for (uint e = 0; e < 2; ++e) {
           const uint row = m + i * kBlock;
           const uint column = n + j * kBlock + e;
-          if (m0 + row < params.M && n0 + column < params.N) to.store(row, column, sums.total[i][j][e]);
+          if (m0 + row < params.M && n0 + column < params.N) target.store(row, column, sums.total[i][j][e]);
         }
       }
     }
   }
 };
 
-// The tile's place in the output, or in a slice of the partial sums.
+// Stores a tile to the output, or to a slice of the partial sums.
 template <typename T>
 struct SliceOfTile {
   Output<T> output;
@@ -93,7 +95,7 @@ struct SliceOfTile {
   uint m0;
   uint n0;
 
-  MARLIN_INLINE void store(uint row, uint column, float sum) const {
+  MARLIN_INLINE void store(uint row, uint column, float sum) const thread {
     output.store_slice(slice, m0 + row, n0 + column, sum);
   }
 };
@@ -121,7 +123,7 @@ MARLIN_INLINE void staged_gemm(const Product<T> product, constant GemmParams& pa
       uint lane [[thread_index_in_simdgroup]]) {                                                           \
     staged_gemm<format, T, Tile<M, N, K>, stages>(MARLIN_PRODUCT, params, shared, block, simdgroup, lane); \
   }
-// The kernels of a library for one shape of tile.
+// The kernels for one tile shape.
 #define MARLIN_STAGED_KERNELS(M, N, K)                                   \
   MARLIN_STAGED_KERNEL(gemm_double_buffered_##M##x##N##x##K, 2, M, N, K) \
   MARLIN_STAGED_KERNEL(gemm_single_stage_##M##x##N##x##K, 1, M, N, K)

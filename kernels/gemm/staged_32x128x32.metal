@@ -1,5 +1,5 @@
 // 32 x 128 outputs of a threadgroup, 32 k at a step.
-#include "staged.h"
+#include "kernels/gemm/staged.h"
 
 using namespace metal;
 using namespace marlin;

@@ -1,5 +1,5 @@
 // 64 x 64 outputs of a threadgroup, 32 k at a step.
-#include "staged.h"
+#include "kernels/gemm/staged.h"
 
 using namespace metal;
 using namespace marlin;

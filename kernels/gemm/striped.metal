@@ -1,6 +1,7 @@
-// The staged kernels' tiles on a fixed number of threadgroups: each takes one contiguous stripe of the line of all
-// (tile, slice of K) units, so that all end within a unit of each other. docs/striping.md draws it.
-#include "staged.h"
+// The tiles of the staged kernels on a fixed number of threadgroups. Each threadgroup takes one contiguous stripe of
+// the line of all (tile, slice of K) units, so that all finish within one unit of each other. docs/striping.md draws
+// it.
+#include "kernels/gemm/staged.h"
 
 using namespace metal;
 using namespace marlin;
@@ -13,15 +14,15 @@ struct WholeTile {
   uint m0;
   uint n0;
 
-  MARLIN_INLINE void store(uint row, uint column, float sum) const { output.store(m0 + row, n0 + column, sum); }
+  MARLIN_INLINE void store(uint row, uint column, float sum) const thread { output.store(m0 + row, n0 + column, sum); }
 };
 
-// The stripe's share of a tile that other stripes have shares of too.
+// Stores the stripe's share of a tile that several stripes share.
 struct SharedTile {
   device float* partials;  // [tile M, tile N]
   uint columns;
 
-  MARLIN_INLINE void store(uint row, uint column, float sum) const { partials[row * columns + column] = sum; }
+  MARLIN_INLINE void store(uint row, uint column, float sum) const thread { partials[row * columns + column] = sum; }
 };
 
 template <WeightFormat format, typename T, typename Tile>
@@ -44,7 +45,7 @@ MARLIN_INLINE void striped_gemm(const Product<T> product, constant GemmParams& p
     const uint n0 = index / tiles_m * Tile::kN;
     const uint k_begin = (unit - tile_begin) * params.k_per_slice;
     const uint k_end = unit_end == tile_end ? params.K : (unit_end - tile_begin) * params.k_per_slice;
-    // The stage that is filled first may be in use for the tile before.
+    // The previous tile may still be reading the stage that is filled first.
     if (unit != begin) threadgroup_barrier(mem_flags::mem_threadgroup);
     tile.compute(product, params, m0, n0, k_begin, k_end);
     if (!writes_partials || (unit == tile_begin && unit_end == tile_end)) {

@@ -1,10 +1,10 @@
-// A tile of outputs, some k at a step: activations and exact half codes are staged in threadgroup memory, the scales of
-// the groups that the step touches beside them. Sums of codes become sums of weights at the end of a group, in fp32.
+// A tile of outputs, BK of k per step. A step stages activations, exact half codes and the scales of the groups that it
+// touches in threadgroup memory. Sums over codes are scaled at the end of each group, in fp32.
 #pragma once
 
-#include "activations.h"
-#include "fragment.h"
-#include "weight.h"
+#include "kernels/gemm/activations.h"
+#include "kernels/gemm/fragment.h"
+#include "kernels/gemm/weight.h"
 
 namespace marlin {
 
@@ -16,15 +16,15 @@ struct Tile {
     kK = k,
     kThreads = tile_threads({m, n, k}),
     kGroups = tile_groups({m, n, k}),
-    kOctetsPerRow = k / kCodesPerWord,
-    kOctets = m * kOctetsPerRow,  // of activations
-    kWords = n * kOctetsPerRow,
+    kVec8PerRow = k / kCodesPerWord,
+    kVec8 = m * kVec8PerRow,  // of activations
+    kWords = n * kVec8PerRow,
     kScales = n * kGroups,
     kBlocksM = kSimdgroupRows / kBlock,  // of a simdgroup's part
     kBlocksN = tile_simdgroup_columns({m, n, k}) / kBlock,
     kSimdgroupsN = n / (kBlocksN * kBlock),
-    // Beside two sets of 4 x 4 accumulators there is no room to carry the next step's data: 512 threads have 208
-    // half-registers each (M1, Mesa's table).
+    // Two sets of 4 x 4 accumulators leave no registers for the next step's data: 512 threads have 208 half-registers
+    // each (M1, Mesa's table).
     kStoresEarly = kBlocksN > 2,
   };
 };
@@ -46,23 +46,25 @@ MARLIN_INLINE Stage<T, Tile> stage_at(threadgroup uchar* memory) {
   return {activations, codes, scales, scales + Tile::kScales};
 }
 
-// Groups of 16 where a step is longer: the only ones that end inside a step.
+// Returns true if groups end inside a step, which then needs several scales per column. Of the supported group sizes
+// only 16 does so, in tiles whose kK is 32.
 template <typename Tile>
 MARLIN_INLINE bool has_short_groups(constant GemmParams& params) {
   return Tile::kGroups > 1 && params.group_size < Tile::kK && params.group_size < params.K;
 }
 
-// What one thread carries from device memory to a stage: octets of activations, words, and one scale.
+// Loads one thread's share of a step from device memory and stores it to a stage: activations, words and one scale.
 template <WeightFormat format, typename T, typename Tile>
-struct Parcel {
+struct TileLoader {
   enum {
-    kThreadOctets = ceil_divide(Tile::kOctets, Tile::kThreads),
+    kThreadVec8 = ceil_divide(Tile::kVec8, Tile::kThreads),
     kThreadWords = ceil_divide(Tile::kWords, Tile::kThreads),
-    kReloadsScale = Tile::kStoresEarly,  // at every step, and not once a group: no register is held for it
+    kReloadsScale = Tile::kStoresEarly,  // loads the scale at every step, which frees the register that would hold it
+                                         // through the group
   };
   static_assert(Tile::kScales <= Tile::kThreads, "a scale per thread");
 
-  Octet<T> x[kThreadOctets];
+  Vec8<T> x[kThreadVec8];
   uint words[kThreadWords];
   half zero_in_code[kThreadWords];
   float scale;
@@ -70,28 +72,28 @@ struct Parcel {
   uint scale_group;
 
   // Before the first fetch of a tile.
-  MARLIN_INLINE void begin() {
+  MARLIN_INLINE void begin() thread {
     scale = 0.0f;
     zero = 0.0f;
     scale_group = ~0u;
   }
 
-  // Whatever lies beyond M, N or k_end is replaced by zeros: exact ones, whose products add nothing.
+  // Everything beyond M, N or k_end becomes an exact zero, whose products add nothing.
   MARLIN_INLINE void fetch(thread const Weight& weight, thread const Activations<T>& a, constant GemmParams& params,
-                           uint m0, uint n0, uint k0, uint k_end, uint thread_index) {
-    MARLIN_UNROLL for (uint i = 0; i < kThreadOctets; ++i) {
-      const uint octet = thread_index + i * Tile::kThreads;
-      const uint m = m0 + octet / Tile::kOctetsPerRow;
-      const uint k = k0 + octet % Tile::kOctetsPerRow * kCodesPerWord;
-      x[i] = Octet<T>{};
-      if (has_octet(octet) && m < params.M && k < k_end) x[i] = a.template load<T>(m, k);
+                           uint m0, uint n0, uint k0, uint k_end, uint thread_index) thread {
+    MARLIN_UNROLL for (uint i = 0; i < kThreadVec8; ++i) {
+      const uint vec8 = thread_index + i * Tile::kThreads;
+      const uint m = m0 + vec8 / Tile::kVec8PerRow;
+      const uint k = k0 + vec8 % Tile::kVec8PerRow * kCodesPerWord;
+      x[i] = Vec8<T>{};
+      if (has_vec8(vec8) && m < params.M && k < k_end) x[i] = a.template load<T>(m, k);
     }
     MARLIN_UNROLL for (uint i = 0; i < kThreadWords; ++i) {
       const uint index = thread_index + i * Tile::kThreads;
       const uint n = n0 + index % Tile::kN;
       const uint k = k0 + index / Tile::kN * kCodesPerWord;
       words[i] = 0;
-      // A table may hold NaN: the code of what lies beyond is one past its end, where there is a zero.
+      // A table may hold NaN. Codes beyond the weight point one past its end, at a zero.
       zero_in_code[i] = format == WeightFormat::lut4 ? half(-kLutSize) : 0.0h;
       if (has_word(index) && n < params.N && k < k_end) {
         words[i] = weight.word(k, n);
@@ -114,12 +116,12 @@ struct Parcel {
     }
   }
 
-  MARLIN_INLINE void store(Stage<T, Tile> stage, constant GemmParams& params, uint thread_index) const {
-    MARLIN_UNROLL for (uint i = 0; i < kThreadOctets; ++i) {
-      const uint octet = thread_index + i * Tile::kThreads;
-      if (!has_octet(octet)) continue;
-      const uint m = octet / Tile::kOctetsPerRow;
-      const uint block = m / kBlock * Tile::kOctetsPerRow + octet % Tile::kOctetsPerRow;
+  MARLIN_INLINE void store(Stage<T, Tile> stage, constant GemmParams& params, uint thread_index) const thread {
+    MARLIN_UNROLL for (uint i = 0; i < kThreadVec8; ++i) {
+      const uint vec8 = thread_index + i * Tile::kThreads;
+      if (!has_vec8(vec8)) continue;
+      const uint m = vec8 / Tile::kVec8PerRow;
+      const uint block = m / kBlock * Tile::kVec8PerRow + vec8 % Tile::kVec8PerRow;
       threadgroup T* row = stage.activations + block * kBlockElements + m % kBlock * kBlock;
       MARLIN_UNROLL for (uint j = 0; j < kCodesPerWord; ++j) row[j] = x[i].k[j];
     }
@@ -127,7 +129,7 @@ struct Parcel {
       const uint index = thread_index + i * Tile::kThreads;
       if (!has_word(index)) continue;
       const uint n = index % Tile::kN;
-      const Octet<half> codes = exact_codes<code_kind(format)>(words[i], zero_in_code[i]);
+      const Vec8<half> codes = exact_codes<code_kind(format)>(words[i], zero_in_code[i]);
       const uint block = index / Tile::kN * (Tile::kN / kBlock) + n / kBlock;
       threadgroup half* column = stage.codes + block * kBlockElements + n % kBlock;
       MARLIN_UNROLL for (uint j = 0; j < kCodesPerWord; ++j) column[j * kBlock] = codes.k[j];
@@ -139,18 +141,16 @@ struct Parcel {
   }
 
  private:
-  static MARLIN_INLINE bool has_octet(uint octet) {
-    return Tile::kOctets % Tile::kThreads == 0 || octet < Tile::kOctets;
-  }
+  static MARLIN_INLINE bool has_vec8(uint vec8) { return Tile::kVec8 % Tile::kThreads == 0 || vec8 < Tile::kVec8; }
   static MARLIN_INLINE bool has_word(uint index) { return Tile::kWords % Tile::kThreads == 0 || index < Tile::kWords; }
   static MARLIN_INLINE bool owns_scale(constant GemmParams& params, uint thread_index) {
     return thread_index < (has_short_groups<Tile>(params) ? uint(Tile::kScales) : uint(Tile::kN));
   }
 };
 
-// A simdgroup's part of the tile.
+// The accumulators of a simdgroup's part of the tile.
 template <WeightFormat format, typename T, typename Tile>
-struct TileSums {
+struct TileAccumulators {
   enum { kBlocksM = Tile::kBlocksM, kBlocksN = Tile::kBlocksN };
   typedef ActivationFragment<T> AFragment;
   typedef CodeFragment<code_kind(format)> WFragment;
@@ -158,7 +158,7 @@ struct TileSums {
   float total[kBlocksM][kBlocksN][2];
   simdgroup_matrix<float, kBlock, kBlock> sum[kBlocksM][kBlocksN];
   float x_sum[kBlocksM];  // of the lane's own elements
-  uint chain_end;         // the k before which sum has to be scaled: a group's end, or the chain's
+  uint chain_end;         // sum is scaled before this k: the end of the group or of the chain
 
   static MARLIN_INLINE bool needs_x_sum() {
     return format == WeightFormat::uint4_bias || (format == WeightFormat::uint4 && !zero_is_in_code<format>());
@@ -168,7 +168,7 @@ struct TileSums {
     return simdgroup % Tile::kSimdgroupsN * (kBlocksN * kBlock);
   }
 
-  MARLIN_INLINE void begin(constant GemmParams& params, uint k_begin, uint k_end) {
+  MARLIN_INLINE void begin(constant GemmParams& params, uint k_begin, uint k_end) thread {
     MARLIN_UNROLL for (uint i = 0; i < kBlocksM; ++i) {
       MARLIN_UNROLL for (uint j = 0; j < kBlocksN; ++j) total[i][j][0] = total[i][j][1] = 0.0f;
     }
@@ -176,9 +176,9 @@ struct TileSums {
     begin_chain(params, k_begin, k_end);
   }
 
-  // Eight k of the stage.
+  // Multiplies eight k of the stage.
   MARLIN_INLINE void multiply(Stage<T, Tile> stage, const threadgroup float* table, uint k_block, uint simdgroup,
-                              uint lane) {
+                              uint lane) thread {
     const uint row_block = first_row(simdgroup) / kBlock;
     const uint column_block = first_column(simdgroup) / kBlock;
     typename WFragment::Matrix w[kBlocksN];
@@ -187,20 +187,20 @@ struct TileSums {
       w[j] = WFragment::load(stage.codes + block * kBlockElements, lane, table);
     }
     MARLIN_UNROLL for (uint i = 0; i < kBlocksM; ++i) {
-      const uint block = (row_block + i) * Tile::kOctetsPerRow + k_block;
+      const uint block = (row_block + i) * Tile::kVec8PerRow + k_block;
       typename AFragment::Matrix x = AFragment::load(stage.activations + block * kBlockElements, lane);
       if (needs_x_sum()) x_sum[i] += float(x.thread_elements()[0]) + float(x.thread_elements()[1]);
       MARLIN_UNROLL for (uint j = 0; j < kBlocksN; ++j) simdgroup_multiply_accumulate(sum[i][j], x, w[j], sum[i][j]);
     }
   }
 
-  // The end of a group, or of a chain inside one: the sums of codes are scaled and join the totals.
-  MARLIN_INLINE void finish_chain(Stage<T, Tile> stage, uint group_slot, uint simdgroup, uint lane) {
+  // Ends a group, or a chain inside one: scales the sums over codes and adds them to the totals.
+  MARLIN_INLINE void finish_chain(Stage<T, Tile> stage, uint group_slot, uint simdgroup, uint lane) thread {
     const uint n = group_slot * Tile::kN + first_column(simdgroup) + lane_place(lane).column;
     float x[kBlocksM] = {};
     MARLIN_UNROLL for (uint i = 0; i < kBlocksM; ++i) {
       if (!needs_x_sum()) continue;
-      // The four lanes of a row differ in bits 0 and 3.
+      // The four lanes that share a row differ in bits 0 and 3.
       x[i] = x_sum[i] + simd_shuffle_xor(x_sum[i], 1);
       x[i] += simd_shuffle_xor(x[i], 8);
     }
@@ -217,11 +217,11 @@ struct TileSums {
     clear_chain();
   }
 
-  // All k of the stage.
+  // Multiplies all k of the stage.
   MARLIN_INLINE void step(Stage<T, Tile> stage, constant GemmParams& params, const threadgroup float* table, uint k0,
-                          uint k_end, uint simdgroup, uint lane) {
+                          uint k_end, uint simdgroup, uint lane) thread {
     const bool short_groups = has_short_groups<Tile>(params);
-    MARLIN_UNROLL for (uint k_block = 0; k_block < Tile::kOctetsPerRow; ++k_block) {
+    MARLIN_UNROLL for (uint k_block = 0; k_block < Tile::kVec8PerRow; ++k_block) {
       multiply(stage, table, k_block, simdgroup, lane);
       if (short_groups && k_block % 2 == 1) finish_chain(stage, k_block / 2, simdgroup, lane);
     }
@@ -231,12 +231,12 @@ struct TileSums {
     }
   }
 
-  MARLIN_INLINE void begin_chain(constant GemmParams& params, uint k, uint k_end) {
+  MARLIN_INLINE void begin_chain(constant GemmParams& params, uint k, uint k_end) thread {
     chain_end = min(min((k / params.group_size + 1) * params.group_size, k + kChainLength), k_end);
   }
 
  private:
-  MARLIN_INLINE void clear_chain() {
+  MARLIN_INLINE void clear_chain() thread {
     MARLIN_UNROLL for (uint i = 0; i < kBlocksM; ++i) {
       MARLIN_UNROLL for (uint j = 0; j < kBlocksN; ++j) {
         sum[i][j] = make_filled_simdgroup_matrix<float, kBlock, kBlock>(0.0f);

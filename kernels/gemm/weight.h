@@ -1,17 +1,18 @@
-// The packed weight's tensors as a kernel gets them, and the scales and zero points of a group.
+// The packed weight's tensors, and the decoding of a group's scales and zero points.
 #pragma once
 
-#include "decode.h"
+#include "kernels/gemm/decode.h"
 
 namespace marlin {
 
-// E4M3 through half: exponent and mantissa land in the low exponent bits of a half, which reads as the value * 2^-8.
+// Decodes E4M3 through half: shifted into a half's low exponent bits and mantissa, the code reads as value * 2^-8.
 MARLIN_INLINE float e4m3_value(uint code) {
   const half value = as_type<half>(ushort(((code & 0x80u) << 8) | ((code & 0x7Fu) << 7))) * 256.0h;
   return (code & 0x7Fu) == 0x7Fu ? NAN : float(value);
 }
 
-// Four at once, two in a word as halves, times global_scale: a power of two in a product moves no rounding.
+// Decodes four E4M3 scales as two half2 and multiplies them by global_scale. The missing 2^8 goes into that product,
+// where a power of two cannot change the rounding.
 MARLIN_INLINE float4 e4m3_products(uchar4 codes, float4 global_scale) {
   const uint bits = as_type<uint>(codes);
   const half2 even = as_type<half2>(((bits & 0x00800080u) << 8) | ((bits & 0x007F007Fu) << 7));
@@ -24,18 +25,18 @@ MARLIN_INLINE float4 e4m3_products(uchar4 codes, float4 global_scale) {
   return result;
 }
 
-// 2^(code - 127). Codes outside 16..240 are outside the operators' promise, but for 255, which is NaN.
+// 2^(code - 127); code 255 is NaN. Other codes outside 16..240 are outside the operators' promise (docs/numerics.md).
 MARLIN_INLINE float e8m0_value(uint code) {
   return code == 0xFFu ? NAN : as_type<float>(code << 23);
 }
 
-// uint4 with whole-number zero points, and uint4b8, have codes that are exact in half without their zero point.
+// Returns true if half holds q - zero exactly: for uint4b8, and for uint4 with whole-number zero points.
 template <WeightFormat format>
 MARLIN_INLINE bool zero_is_in_code() {
   return format == WeightFormat::uint4b8 || (format == WeightFormat::uint4 && zeros_type == int(ElementType::uint8));
 }
 
-// Four neighbouring columns, in one load where vector_columns allows it. Those from the owned-th on are not read.
+// Loads four neighbouring columns, in one load if vector_columns allows it. Reads only the first `owned` of them.
 template <typename T>
 MARLIN_INLINE vec<T, 4> load_columns(const device T* first, uint owned) {
   vec<T, 4> result = vec<T, 4>(T(0));
@@ -70,10 +71,10 @@ struct Weight {
   uint N;
   uint group_size;
 
-  MARLIN_INLINE uint word(uint k, uint n) const { return packed[ulong(k / kCodesPerWord) * N + n]; }
+  MARLIN_INLINE uint word(uint k, uint n) const thread { return packed[ulong(k / kCodesPerWord) * N + n]; }
 
   template <WeightFormat format>
-  MARLIN_INLINE float scale(uint group, uint n) const {
+  MARLIN_INLINE float scale(uint group, uint n) const thread {
     const ulong index = ulong(group) * N + n;
     if (format == WeightFormat::mxfp4) return e8m0_value(scales[index]);
     if (format == WeightFormat::nvfp4) {
@@ -83,9 +84,9 @@ struct Weight {
     return load_element(scales, index, scales_type);
   }
 
-  // Of four columns from n on, index = group * N + n. Columns beyond N have 0.
+  // The scales of four columns from n on; index = group * N + n. Columns beyond N get 0.
   template <WeightFormat format>
-  MARLIN_INLINE float4 scales_of_columns(ulong index, uint n) const {
+  MARLIN_INLINE float4 scales_of_columns(ulong index, uint n) const thread {
     if (format != WeightFormat::mxfp4 && format != WeightFormat::nvfp4) {
       return load_columns_of(scales_type, scales, index, N - n);
     }
@@ -104,7 +105,7 @@ struct Weight {
   }
 
   template <WeightFormat format>
-  MARLIN_INLINE float4 zeros_of_columns(ulong index, uint n) const {
+  MARLIN_INLINE float4 zeros_of_columns(ulong index, uint n) const thread {
     if (format == WeightFormat::uint4b8) return float4(8.0f);
     if (format == WeightFormat::uint4 || format == WeightFormat::uint4_bias) {
       return load_columns_of(zeros_type, zeros, index, N - n);
@@ -112,9 +113,9 @@ struct Weight {
     return float4(0.0f);
   }
 
-  // The zero point in units of the code (uint4_bias: the bias); 0 for formats that have none.
+  // The zero point in units of the code, or the bias for uint4_bias. 0 for formats without one.
   template <WeightFormat format>
-  MARLIN_INLINE float zero(uint group, uint n) const {
+  MARLIN_INLINE float zero(uint group, uint n) const thread {
     if (format == WeightFormat::uint4b8) return 8.0f;
     if (format == WeightFormat::uint4 || format == WeightFormat::uint4_bias) {
       return load_element(zeros, ulong(group) * N + n, zeros_type);
@@ -123,7 +124,7 @@ struct Weight {
   }
 };
 
-// A group's share of an output: codes = sum of code * x, x = sum of x, over the same k.
+// Returns a group's contribution to an output, from the sum of code * x and the sum of x over the same k.
 template <WeightFormat format>
 MARLIN_INLINE float apply_group(float codes, float x, float scale, float zero) {
   if (format == WeightFormat::uint4_bias) return fma(codes, scale, zero * x);

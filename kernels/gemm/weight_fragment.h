@@ -1,14 +1,14 @@
-// Weights for the matrix unit, decoded in registers from packed words to fp32 with scale and zero point in them: one
-// instruction a weight. The operand is the transposed weight, rows n and columns k: in step j of four, columns 2p and
-// 2p + 1 stand for k = j and j + 4 of word p, so that both elements of a lane come from one word, out of one mask.
+// Decodes packed words to fp32 operands of the matrix unit in registers, with scale and zero point applied: one
+// instruction per weight. The operand is the transposed weight: rows are n, columns are k. In step j of four, columns
+// 2p and 2p + 1 are k = j and j + 4 of word p: both elements of a lane come out of one word through one mask.
 #pragma once
 
-#include "fragment.h"
-#include "weight.h"
+#include "kernels/gemm/fragment.h"
+#include "kernels/gemm/weight.h"
 
 namespace marlin {
 
-// One column's decode within a group.
+// Decodes the codes of one column within a group.
 template <WeightFormat format>
 struct ColumnDecode {
   typedef FastCodes<code_kind(format)> Codes;
@@ -17,17 +17,19 @@ struct ColumnDecode {
   float odd_scale;
   float offset;
 
-  // The scale of odd codes is a register a column, and 32 rows leave none (M1: 227 half-registers with it, 207
-  // without).
-  static MARLIN_INLINE CodeForm form() { return {subnormal_codes, rows_per_threadgroup < kFusedMaxRows}; }
+  // A scale for odd codes costs a register per column, and 32 rows leave none free: 227 half-registers with it, 207
+  // without (M1).
+  static MARLIN_INLINE DecodeOptions form() { return {subnormal_codes, rows_per_threadgroup < kFusedMaxRows}; }
   static constexpr bool has_zero() { return format == WeightFormat::uint4b8 || format == WeightFormat::uint4; }
-  // zero * scale has at most 11 + 11 significant bits unless one of them is fp32: then zero is taken off first.
+  // Returns true if zero * scale is exact in fp32: always for uint4b8, whose zero is 8, and otherwise if both have at
+  // most 11 significant bits. If one of them is fp32 the product may round, so set() keeps zero apart and weight()
+  // subtracts it before it scales.
   static MARLIN_INLINE bool offset_is_exact() {
     return format == WeightFormat::uint4b8 ||
            (scales_type != int(ElementType::float32) && zeros_type != int(ElementType::float32));
   }
 
-  MARLIN_INLINE void set(float scale, float zero) {
+  MARLIN_INLINE void set(float scale, float zero) thread {
     if (has_zero() && !offset_is_exact()) {
       even_scale = odd_scale = scale;
       offset = -zero;
@@ -38,8 +40,8 @@ struct ColumnDecode {
     }
   }
 
-  // k is of the word.
-  MARLIN_INLINE float weight(float code, uint k) const {
+  // k counts within the word.
+  MARLIN_INLINE float weight(float code, uint k) const thread {
     const bool odd = k % 2 == 1;
     const float scale = odd ? odd_scale : even_scale;
     if (has_zero() && !offset_is_exact()) {

@@ -1,14 +1,16 @@
-// Everything that depends on the gates alone, so that the other kernels hold no maximum and no logarithm.
+// Computes everything that depends on the gates alone, so that the other kernels need no maximum and no logarithm.
 //
 // With lf = log sigmoid(f), the stabiliser of a token is m' = max(lf + m, i). Tokens combine associatively as
-// (decay, peak): the sum of lf, and the stabiliser that a sequence has by itself. One simdgroup scans a block of 32
-// tokens; a threadgroup owns a head and deals its chunks to its simdgroups. The stabilisers between chunks are one
-// chain in order, with the very sums that the exponents use: whatever state is carried on alone keeps the factor 1.
+// (decay, peak): the sum of lf, and the stabiliser of the sequence by itself. One simdgroup scans a block of 32 tokens.
+// A threadgroup owns a head, and its simdgroups share the head's chunks. The stabilisers between chunks are computed
+// one after the other, with the same sums that the exponents use: a state that is only carried keeps the factor 1
+// exactly.
 //
-// No decay is a difference: decays of any size lose nothing, and a forget gate of minus infinity resets.
-#include "variants.h"
+// No decay is a difference of sums: decays of any size keep their precision, and a forget gate of minus infinity
+// resets.
+#include "kernels/shared/variants.h"
 
-#include "mlstm.h"
+#include "kernels/mlstm/mlstm.h"
 
 using namespace metal;
 using namespace marlin;
@@ -36,7 +38,7 @@ MARLIN_INLINE GateScan inclusive_scan(GateScan x, uint lane) {
   return x;
 }
 
-// Of the lanes after this one.
+// Combines the lanes after this one.
 MARLIN_INLINE float exclusive_suffix_sum(float x, uint lane) {
   float sum = simd_shuffle_down(x, ushort(1));
   if (lane + 1 >= kMlstmBlock) sum = 0.0f;
@@ -57,12 +59,14 @@ struct HeadGates {
   int type;
 
   // A token's own scan: its log decay and its input gate.
-  MARLIN_INLINE GateScan load(uint token) const {
+  MARLIN_INLINE GateScan load(uint token) const thread {
     const float forget = load_element(f, ulong(f_first + int64_t(token) * f_stride), type);
     return {log_sigmoid(forget), load_element(i, ulong(i_first + int64_t(token) * i_stride), type)};
   }
 
-  MARLIN_INLINE GateScan load_lane(uint token, uint end) const { return token < end ? load(token) : no_tokens(); }
+  MARLIN_INLINE GateScan load_lane(uint token, uint end) const thread {
+    return token < end ? load(token) : no_tokens();
+  }
 };
 
 MARLIN_INLINE HeadGates head_gates(const device uchar* i, const device uchar* f, constant MlstmParams& params,
@@ -78,7 +82,7 @@ MARLIN_INLINE HeadGates head_gates(const device uchar* i, const device uchar* f,
           params.gate_type};
 }
 
-// One chunk's vectors for mlstm_output: m is the stabiliser before the chunk.
+// Writes a chunk's vectors for mlstm_output; m is the stabiliser before the chunk.
 MARLIN_INLINE void write_output_gates(HeadGates inputs, GateVectors<device float*> gates, device float* out_m,
                                       constant MlstmParams& params, uint head, uint start, uint end, float m,
                                       uint lane) {
@@ -96,11 +100,11 @@ MARLIN_INLINE void write_output_gates(HeadGates inputs, GateVectors<device float
       gates.data[gates.index(kGateCarry, token)] = exp(whole.decay + m - m_token);
       out_m[ulong(head) * params.S + token] = m_token;
     }
-    chunk = {simd_broadcast(whole.decay, kMlstmBlock - 1), simd_broadcast(whole.peak, kMlstmBlock - 1)};
+    chunk = GateScan{simd_broadcast(whole.decay, kMlstmBlock - 1), simd_broadcast(whole.peak, kMlstmBlock - 1)};
   }
 }
 
-// One chunk's vectors that look ahead: m is the stabiliser after the chunk.
+// Writes a chunk's vectors for the state after it; m is the stabiliser after the chunk.
 MARLIN_INLINE void write_suffix_gates(HeadGates inputs, GateVectors<device float*> gates, uint start, uint end, float m,
                                       uint lane) {
   float later = 0.0f;
@@ -116,7 +120,7 @@ MARLIN_INLINE void write_suffix_gates(HeadGates inputs, GateVectors<device float
   }
 }
 
-// Stabilisers before all chunks, and what is left of the state at the end of each.
+// Writes the stabiliser before each chunk, and the factor of the state before a chunk in the state after it.
 MARLIN_INLINE void scan_chunks(device float* decays, const device float* peaks, device float* states_m,
                                device float* final_m, constant MlstmParams& params, uint head, float m, uint lane) {
   device float* before = states_m + ulong(head) * (params.chunks + 1);
@@ -164,7 +168,7 @@ MARLIN_INLINE void scan_chunks(device float* decays, const device float* peaks, 
       GateScan scan = no_tokens();
       for (uint first = start; first < end; first += kMlstmBlock) {
         scan = join(scan, inclusive_scan(inputs.load_lane(first + lane, end), lane));
-        scan = {simd_broadcast(scan.decay, kMlstmBlock - 1), simd_broadcast(scan.peak, kMlstmBlock - 1)};
+        scan = GateScan{simd_broadcast(scan.decay, kMlstmBlock - 1), simd_broadcast(scan.peak, kMlstmBlock - 1)};
       }
       if (lane == 0) {
         decays[chunk] = scan.decay;

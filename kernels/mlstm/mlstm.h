@@ -1,13 +1,13 @@
-// What the mLSTM kernels share: loads with tails selected away, fragments, gates.
+// Shared by the mLSTM kernels: loads that select tails away, fragments, gates.
 //
-// Matrices are multiplied in fp32 fragments built in registers straight from device memory. Rows and columns of
-// fragments may stand for any rows and columns as long as both operands agree, so they are dealt out such that a lane's
-// elements are neighbours in memory: of 32 rows, row r of fragment b is row 4 r + b; of 32 columns, column 2 p + e of
-// fragment b is column 8 p + 2 b + e.
+// Matrices are multiplied in fp32 fragments built in registers straight from device memory. A fragment's rows and
+// columns may be any rows and columns if both operands agree. They are chosen so that a lane's elements are neighbours
+// in memory: of 32 rows, row r of fragment b is row 4 r + b; of 32 columns, column 2 p + e of fragment b is column
+// 8 p + 2 b + e.
 #pragma once
 
-#include "fragment.h"
-#include "mlstm_params.h"
+#include "kernels/gemm/fragment.h"
+#include "kernels/mlstm/params.h"
 
 namespace marlin {
 
@@ -15,11 +15,11 @@ typedef simdgroup_matrix<float, kBlock, kBlock> Fragment;
 
 enum { kFragments = 4 };  // of 32 rows or columns
 
-// Loads of four and eight neighbours. Offsets are 32-bit, from a base that is the same for all lanes: one instruction a
-// load. is_vector: the address is aligned to four elements, and `limit` a multiple of four.
+// Loads of four and eight neighbours. Offsets have 32 bits and the base is the same for all lanes, so that a load is
+// one instruction. is_vector: the address is aligned to four elements and `limit` is a multiple of four.
 //
-// Of elements at `limit` and beyond, Tail::clamp gives some that are below it, for rows and columns whose results are
-// not kept; Tail::zero gives zeros.
+// At `limit` and beyond, Tail::clamp loads some element below it, for rows and columns whose results are not kept;
+// Tail::zero loads zero.
 enum class Tail { clamp, zero };
 
 template <Tail tail, typename T>
@@ -50,22 +50,22 @@ MARLIN_INLINE void store4(device T* data, uint row, uint first, uint limit, bool
   }
 }
 
-// A lane's part of 32 columns: eight neighbours.
+// A lane's share of 32 columns: eight neighbours.
 template <typename T>
 struct LaneColumns {
   vec<T, 4> x[2];
 
-  // Columns at `limit` and beyond are clamped. exists: or else the row is zero.
+  // Columns are clamped to `limit`. The row is zero if `exists` is false.
   template <Tail tail>
-  MARLIN_INLINE void load(const device T* data, uint row, uint first, uint limit, bool exists, bool is_vector) {
+  MARLIN_INLINE void load(const device T* data, uint row, uint first, uint limit, bool exists, bool is_vector) thread {
     MARLIN_UNROLL for (uint i = 0; i < 2; ++i) {
       x[i] = vec<T, 4>(T(0.0f));
       if (tail == Tail::clamp || exists) x[i] = load4<Tail::clamp>(data, row, first + 4 * i, limit, is_vector);
     }
   }
-  MARLIN_INLINE float at(uint column) const { return float(x[column / 4][column % 4]); }
-  // Makes what is not finite 0; whether there was nothing such.
-  MARLIN_INLINE bool clear_not_finite() {
+  MARLIN_INLINE float at(uint column) const thread { return float(x[column / 4][column % 4]); }
+  // Replaces non-finite values with 0. Returns true if all were finite.
+  MARLIN_INLINE bool clear_not_finite() thread {
     bool was_finite = true;
     MARLIN_UNROLL for (uint i = 0; i < 8; ++i) {
       const bool is_finite = isfinite(at(i));
@@ -74,7 +74,7 @@ struct LaneColumns {
     }
     return was_finite;
   }
-  MARLIN_INLINE Fragment fragment(uint b) const {
+  MARLIN_INLINE Fragment operand(uint b) const thread {
     Fragment matrix;
     matrix.thread_elements()[0] = at(2 * b);
     matrix.thread_elements()[1] = at(2 * b + 1);
@@ -110,18 +110,18 @@ MARLIN_INLINE const device T* first_token(const device T* data, constant MlstmSt
          int64_t(head % params.heads_per_batch) * strides.head;
 }
 
-// One head's vectors of kSlotGates; the host keeps the whole of it within 32 bits.
+// One head's vectors of kSlotGates. The host keeps the buffer within 32-bit offsets.
 template <typename Pointer>
 struct GateVectors {
   Pointer data;
   uint stride;  // between vectors
   uint first;
 
-  MARLIN_INLINE uint index(GateVector vector, uint token) const { return vector * stride + first + token; }
-  MARLIN_INLINE float at(GateVector vector, uint token) const { return data[index(vector, token)]; }
+  MARLIN_INLINE uint index(GateVector vector, uint token) const thread { return vector * stride + first + token; }
+  MARLIN_INLINE float at(GateVector vector, uint token) const thread { return data[index(vector, token)]; }
 };
 
-// Counted from token `start` on.
+// The vectors of a head, counted from token `start`.
 template <typename Pointer>
 MARLIN_INLINE GateVectors<Pointer> gate_vectors(Pointer gates, constant MlstmParams& params, uint head, uint start) {
   return {gates, params.heads * params.gate_stride, head * params.gate_stride + start};

@@ -1,12 +1,12 @@
-// h inside chunks: a threadgroup computes 32 queries of a chunk times up to 256 columns, a simdgroup 32 of them.
+// Computes h inside chunks: a threadgroup 32 queries of a chunk times up to 256 columns, a simdgroup 32 columns.
 //   num_j = s E_j (q_j C) + sum over l <= j of S_jl v_l,   S_jl = s (q_j . k_l) exp(D_jl - m_j)
 //   den_j = s E_j (q_j . n) + sum of S_jl                  h_j = num_j / (max(|den_j|, exp(-m_j)) + eps)
-// Scores are computed once per threadgroup, a part by each simdgroup, before all sums, and pass through threadgroup
-// memory in the fragments' own order: what a lane stores is what a lane loads. The stabilisers m_j are known
-// beforehand, so that all products go to the same sums.
-#include "variants.h"
+// The simdgroups of a threadgroup share the scores and compute them once, before any sum. Scores pass through
+// threadgroup memory in the order of the fragments: a lane loads exactly what a lane stored. The stabilisers m_j are
+// known beforehand, so that all products go to the same accumulators.
+#include "kernels/shared/variants.h"
 
-#include "mlstm.h"
+#include "kernels/mlstm/mlstm.h"
 
 using namespace metal;
 using namespace marlin;
@@ -14,21 +14,20 @@ using namespace marlin;
 namespace marlin {
 
 enum {
-  kScorePairs = kFragments * kFragments / 2,     // of neighbouring fragments; a simdgroup's unit of scores
-  kBlockScores = kMlstmBlock * kMlstmBlock / 2,  // float2 of a block of keys
+  kScorePairs = kFragments * kFragments / 2,     // pairs of neighbouring fragments, the unit of scores of a simdgroup
+  kBlockScores = kMlstmBlock * kMlstmBlock / 2,  // float2s of a block of keys
 };
 
-// A lane's eight k of 32: k = 8 pair + 4 e + j is column 2 pair + e of fragment j, as row v of fragment j is
-// k = 4 v + j.
+// A lane's eight of 32 k: k = 8 pair + 4 e + j is column 2 pair + e of fragment j. Row v of fragment j is k = 4 v + j.
 template <typename T>
 struct QueryRow {
   vec<T, 4> x[2];
 
   template <Tail tail>
-  MARLIN_INLINE void load(const device T* q, uint row, uint k, uint DK) {
+  MARLIN_INLINE void load(const device T* q, uint row, uint k, uint DK) thread {
     MARLIN_UNROLL for (uint e = 0; e < 2; ++e) x[e] = load4<tail>(q, row, k + 4 * e, DK, vector_activations);
   }
-  MARLIN_INLINE Fragment fragment(uint j) const {
+  MARLIN_INLINE Fragment operand(uint j) const thread {
     Fragment matrix;
     matrix.thread_elements()[0] = float(x[0][j]);
     matrix.thread_elements()[1] = float(x[1][j]);
@@ -38,33 +37,33 @@ struct QueryRow {
 
 typedef GateVectors<const device float*> ChunkGates;
 
-// The 32 queries of a threadgroup, `count` of which exist; tokens are counted from the chunk's start.
+// The 32 queries of a threadgroup. The first `count` exist. Tokens are counted from the chunk's start.
 struct Queries {
   uint first;
   uint count;
 
-  MARLIN_INLINE bool has(uint row) const { return row < count; }
-  // One that exists: what is computed in its place for a row that does not is not kept.
-  MARLIN_INLINE uint token(uint row) const { return first + min(row, count - 1); }
+  MARLIN_INLINE bool has(uint row) const thread { return row < count; }
+  // A token that exists. A row that does not exist repeats the last, and its result is not kept.
+  MARLIN_INLINE uint token(uint row) const thread { return first + min(row, count - 1); }
 };
 
-// Where a pair of score fragments lies in a block: rows from query_row's fragment on, columns from first_column on.
+// The place of a pair of score fragments in a block: rows of query_row's fragment, columns from first_column on.
 struct PairPlace {
   uint query_row;  // the lane's
   uint first_column;
   MlstmLane lane;
 
-  MARLIN_INLINE uint column(uint b, uint e) const { return first_column + b * kBlock + 2 * lane.pair + e; }
+  MARLIN_INLINE uint column(uint b, uint e) const thread { return first_column + b * kBlock + 2 * lane.pair + e; }
 };
 
-// Scores of eight queries and sixteen keys.
+// The scores of eight queries and sixteen keys.
 template <typename T>
 struct ScorePair {
   Fragment sum[2];
 
   template <Tail tail>
   MARLIN_INLINE void add_step(const device T* q, uint q_row, const device T* k, thread const uint (&k_rows)[2][2],
-                              uint first, uint DK, MlstmLane lane) {
+                              uint first, uint DK, MlstmLane lane) thread {
     QueryRow<T> query;
     query.template load<tail>(q, q_row, first + 8 * lane.pair, DK);
     vec<T, 4> keys[2][2];
@@ -74,7 +73,7 @@ struct ScorePair {
       }
     }
     MARLIN_UNROLL for (uint j = 0; j < 4; ++j) {
-      const Fragment a = query.fragment(j);
+      const Fragment a = query.operand(j);
       MARLIN_UNROLL for (uint b = 0; b < 2; ++b) {
         Fragment key;
         key.thread_elements()[0] = float(keys[b][0][j]);
@@ -84,9 +83,9 @@ struct ScorePair {
     }
   }
 
-  // Keys at key_count and beyond are replaced by others: their scores are selected away.
+  // Keys at key_count and beyond are replaced by existing ones; their scores are selected away.
   MARLIN_INLINE void multiply(const device T* q, uint q_stride, const device T* k, uint k_stride, uint DK,
-                              Queries queries, PairPlace place, uint first_key, uint key_count) {
+                              Queries queries, PairPlace place, uint first_key, uint key_count) thread {
     uint k_rows[2][2];
     MARLIN_UNROLL for (uint b = 0; b < 2; ++b) {
       sum[b] = make_filled_simdgroup_matrix<float, kBlock, kBlock>(0.0f);
@@ -102,9 +101,9 @@ struct ScorePair {
     if (first < DK) add_step<Tail::zero>(q, q_row, k, k_rows, first, DK, place.lane);
   }
 
-  // Keys of the queries' own block: decays are added up token by token. own_forget: log decay of the lane's token.
+  // For keys in the block of the queries: adds the decays up token by token. own_forget: log decay of the lane's token.
   MARLIN_INLINE void weigh_own_block(ChunkGates gates, const device float* m, Queries queries, PairPlace place,
-                                     float own_forget, float scale) {
+                                     float own_forget, float scale) thread {
     float decay[2][2] = {};
     const uint end = place.query_row - place.lane.row + kBlock;
     for (uint token = place.first_column + 1; token < end; ++token) {
@@ -125,9 +124,10 @@ struct ScorePair {
     }
   }
 
-  // Keys of an earlier block: from the key to its block's end, whole blocks between, from the query's block's start.
+  // For keys in an earlier block: the decay from the key to the end of its block, of the whole blocks between, and from
+  // the start of the query's block.
   MARLIN_INLINE void weigh_earlier_block(ChunkGates gates, const device float* m, Queries queries, PairPlace place,
-                                         uint first_key, float scale) {
+                                         uint first_key, float scale) thread {
     const uint query = queries.token(place.query_row);
     const float m_query = m[query];
     float between = 0.0f;
@@ -142,7 +142,7 @@ struct ScorePair {
     }
   }
 
-  MARLIN_INLINE void store(threadgroup float2* scores, uint lane_index) const {
+  MARLIN_INLINE void store(threadgroup float2* scores, uint lane_index) const thread {
     MARLIN_UNROLL for (uint b = 0; b < 2; ++b) {
       Fragment whole = sum[b];
       scores[b * kSimdWidth + lane_index] = float2(whole.thread_elements()[0], whole.thread_elements()[1]);
@@ -150,13 +150,13 @@ struct ScorePair {
   }
 };
 
-// Numerators of 32 queries x 32 columns, and the lane's share of the sums of scores.
+// The numerators of 32 queries x 32 columns, and the lane's share of the sums of scores.
 template <typename T>
 struct OutputSums {
   Fragment numerator[kFragments][kFragments];
   float score_sum[kFragments];
 
-  MARLIN_INLINE void clear() {
+  MARLIN_INLINE void clear() thread {
     MARLIN_UNROLL for (uint r = 0; r < kFragments; ++r) {
       MARLIN_UNROLL for (uint c = 0; c < kFragments; ++c) {
         numerator[r][c] = make_filled_simdgroup_matrix<float, kBlock, kBlock>(0.0f);
@@ -165,10 +165,10 @@ struct OutputSums {
     }
   }
 
-  // Sixteen k: a lane's four, of which 4 pair + 2 j + e is column 2 pair + e of fragment j.
+  // Adds sixteen k. A lane holds four: k = 4 pair + 2 j + e is column 2 pair + e of fragment j.
   template <Tail tail>
   MARLIN_INLINE void add_state_step(const device T* q, thread const uint (&q_rows)[kFragments], const device float* C,
-                                    uint first, uint column, uint DK, uint DV, MlstmLane lane) {
+                                    uint first, uint column, uint DK, uint DV, MlstmLane lane) thread {
     vec<T, 4> query[kFragments];
     MARLIN_UNROLL for (uint r = 0; r < kFragments; ++r) {
       query[r] = load4<tail>(q, q_rows[r], first + 4 * lane.pair, DK, vector_activations);
@@ -178,7 +178,7 @@ struct OutputSums {
       LaneColumns<float> columns;
       columns.template load<tail>(C, row * DV, column, DV, row < DK, vector_columns);
       Fragment state[kFragments];
-      MARLIN_UNROLL for (uint c = 0; c < kFragments; ++c) state[c] = columns.fragment(c);
+      MARLIN_UNROLL for (uint c = 0; c < kFragments; ++c) state[c] = columns.operand(c);
       MARLIN_UNROLL for (uint r = 0; r < kFragments; ++r) {
         Fragment a;
         a.thread_elements()[0] = float(query[r][2 * j]);
@@ -190,9 +190,9 @@ struct OutputSums {
     }
   }
 
-  // What the state before the chunk contributes.
+  // Adds the contribution of the state before the chunk.
   MARLIN_INLINE void add_state(const device T* q, uint q_stride, const device float* C, uint DK, uint DV, float scale,
-                               ChunkGates gates, Queries queries, uint column, MlstmLane lane) {
+                               ChunkGates gates, Queries queries, uint column, MlstmLane lane) thread {
     uint q_rows[kFragments];
     MARLIN_UNROLL for (uint r = 0; r < kFragments; ++r) q_rows[r] = queries.token(r * kBlock + lane.row) * q_stride;
     uint first = 0;
@@ -208,12 +208,12 @@ struct OutputSums {
     }
   }
 
-  // One block of keys. is_own: the queries' own block, whose fragments above the diagonal were not computed, and whose
-  // keys at key_count and beyond do not exist. Their values that are not finite are left out, since times the 0 of a
-  // later key they would reach queries that do not see them; returns whether there were none.
+  // Adds one block of keys. is_own: the block of the queries themselves. Its fragments above the diagonal were not
+  // computed, and its keys at key_count and beyond do not exist. Non-finite values of its keys are left out: times the
+  // score 0 of a query that does not see the key they would give NaN. Returns true if there were none.
   template <bool is_own>
   MARLIN_INLINE bool add_block(const device T* v, uint v_stride, const threadgroup float2* scores, uint first_key,
-                               uint key_count, uint column, uint DV, MlstmLane lane, uint lane_index) {
+                               uint key_count, uint column, uint DV, MlstmLane lane, uint lane_index) thread {
     bool was_finite = true;
     MARLIN_UNROLL for (uint b = 0; b < kFragments; ++b) {
       const uint key = b * kBlock + lane.row;
@@ -222,7 +222,7 @@ struct OutputSums {
                                                                key < key_count, vector_activations);
       if (is_own) was_finite = columns.clear_not_finite() && was_finite;
       Fragment value[kFragments];
-      MARLIN_UNROLL for (uint c = 0; c < kFragments; ++c) value[c] = columns.fragment(c);
+      MARLIN_UNROLL for (uint c = 0; c < kFragments; ++c) value[c] = columns.operand(c);
       MARLIN_UNROLL for (uint r = 0; r < kFragments; ++r) {
         if (is_own && r < b) continue;
         const float2 score = scores[(r * kFragments + b) * kSimdWidth + lane_index];
@@ -238,9 +238,9 @@ struct OutputSums {
     return was_finite;
   }
 
-  // What add_block left out.
+  // Adds the non-finite values that add_block left out.
   MARLIN_INLINE void add_not_finite(const device T* v, uint v_stride, const threadgroup float2* scores, uint first_key,
-                                    uint key_count, uint column, uint DV, MlstmLane lane) {
+                                    uint key_count, uint column, uint DV, MlstmLane lane) thread {
     for (uint key = 0; key < key_count; ++key) {
       LaneColumns<T> values;
       values.template load<Tail::clamp>(v, (first_key + key) * v_stride, column, DV, true, vector_activations);
@@ -258,9 +258,10 @@ struct OutputSums {
     }
   }
 
-  // state_sums: what the state before the chunk adds to each row's denominator.
+  // state_sums: the contribution of the state before the chunk to each row's denominator.
   MARLIN_INLINE void store(device T* h, device float* out_n, const device float* m, const threadgroup float* state_sums,
-                           Queries queries, uint DV, float eps, uint column, bool stores_n, MlstmLane lane) const {
+                           Queries queries, uint DV, float eps, uint column, bool stores_n,
+                           MlstmLane lane) const thread {
     MARLIN_UNROLL for (uint r = 0; r < kFragments; ++r) {
       const uint row = r * kBlock + lane.row;
       const float scores = row_sum(score_sum[r]);
@@ -273,7 +274,8 @@ struct OutputSums {
       MARLIN_UNROLL for (uint part = 0; part < 2; ++part) {
         float4 x;
         MARLIN_UNROLL for (uint i = 0; i < 4; ++i) {
-          x[i] = Fragment(numerator[r][2 * part + i / 2]).thread_elements()[i % 2] / (bounded + eps);
+          Fragment whole = numerator[r][2 * part + i / 2];
+          x[i] = whole.thread_elements()[i % 2] / (bounded + eps);
         }
         store4(h, token * DV, column + 4 * part, DV, vector_activations, x);
       }
@@ -313,7 +315,7 @@ template <typename T>
 
   const device T* chunk_k = first_token(k, params.k, params, head) + int64_t(start) * params.k.token;
   const ulong slot = ulong(head) * params.state_slots + c;
-  // Above the diagonal of the own block is room that no score takes.
+  // No score lies above the diagonal of the own block.
   threadgroup float* state_sums =
       reinterpret_cast<threadgroup float*>(shared + (query_block * kScorePairs + 1) * (2 * kSimdWidth));
   const device float* n = states_n + slot * params.DK;

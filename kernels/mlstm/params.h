@@ -1,16 +1,16 @@
-// The mLSTM kernels' slots, workspaces and parameters, shared by shaders and host. Plain C subset, see params.h.
+// The mLSTM kernels' slots, workspaces and parameters, shared by shaders and host. Plain C subset, see shared/types.h.
 //
-//   mlstm_gates    all that the others need of the gates: log decays, exponents' parts, stabilisers
+//   mlstm_gates    what the others need from the gates: log decays, parts of exponents, stabilisers
 //   mlstm_states   the state before each chunk, and after the last one
 //   mlstm_output   h inside chunks
 //   mlstm_step     one token
 #pragma once
 
-#include "params.h"
+#include "kernels/shared/slots.h"
 
 namespace marlin {
 
-// Beside kSlotParams. Strided inputs have their strides in MlstmParams, all others are contiguous. `heads` is B * H.
+// All but kSlotParams. MlstmParams has the strides of q, k, v, i and f; all others are contiguous. heads = B * H.
 enum MlstmSlot {
   kSlotQ = 0,         // [B, H, S, DK], unit stride in DK, as k and v
   kSlotK = 1,         // [B, H, S, DK]
@@ -34,7 +34,7 @@ enum MlstmSlot {
 };
 static_assert(int(kSlotChunks) < int(kSlotCount), "room in the numbering");
 
-// Decays are logarithms. Blocks are the kMlstmBlock tokens that a simdgroup scans at once; chunks begin with one.
+// Decays are logarithms. A block is the kMlstmBlock tokens that a simdgroup scans at once. A chunk begins with a block.
 enum GateVector {
   kGateForget = 0,  // log sigmoid(f)
   kGateInput = 1,   // i
@@ -54,11 +54,11 @@ enum ChunkVector {
 enum MlstmFlag {
   kMlstmInitialState = 1,  // C0, n0, m0 are given
   kMlstmGivenM = 2,        // kSlotStatesM is an input
-  kMlstmForOutput = 4,     // what mlstm_output reads is wanted of the gates
+  kMlstmForOutput = 4,     // mlstm_gates writes what mlstm_output reads
 };
 
 enum {
-  kMlstmBlock = 32,        // tokens of a block, which are a threadgroup's queries in mlstm_output
+  kMlstmBlock = 32,        // tokens of a block; the queries of a threadgroup of mlstm_output
   kMlstmSimdColumns = 32,  // rows and columns of C of a simdgroup
   kMlstmStateTile = 64,    // rows and columns of C of a threadgroup of mlstm_states
   kMlstmStateThreads = 128,
@@ -68,21 +68,21 @@ enum {
   kMlstmStepMaxSimdgroups = 16,
 };
 
-// mlstm_output: scores of a block of queries and all keys of its chunk up to it.
+// mlstm_output: the scores of a block of queries with all keys of its chunk up to it.
 constexpr uint32_t mlstm_output_bytes(uint32_t chunk_size) {
   return ceil_divide(chunk_size, kMlstmBlock) * kMlstmBlock * kMlstmBlock * 4;
 }
 static_assert(mlstm_output_bytes(128) <= 20 * 1024, "two threadgroups a core and more");
 static_assert(mlstm_output_bytes(256) <= 32768, "Metal's limit");
 
-// mlstm_step: sums of the columns, and of the denominator, of each simdgroup.
+// mlstm_step: each simdgroup's sums of its columns and of the denominator.
 constexpr uint32_t mlstm_step_bytes(uint32_t simdgroups) {
   return (simdgroups * (kMlstmStepColumns + 1) * 4 + 15) / 16 * 16;  // Metal takes multiples of 16 bytes
 }
 static_assert(mlstm_step_bytes(kMlstmStepMaxSimdgroups) <= 20 * 1024, "two threadgroups a core and more");
 
-// Elements between neighbours. Of q, k and v the host keeps token strides below kMlstmMaxStride, so that an offset
-// within a chunk of 256 tokens has 32 bits.
+// Distances in elements. The host keeps the token strides of q, k and v below kMlstmMaxStride, so that an offset within
+// a chunk of 256 tokens fits in 32 bits.
 struct MlstmStrides {
   int64_t batch;
   int64_t head;
@@ -90,7 +90,7 @@ struct MlstmStrides {
 };
 enum { kMlstmMaxStride = 1 << 23 };
 
-// Of all four kernels. The chunks from first_chunk on, segment_chunks of them, are those of this dispatch.
+// The parameters of all four kernels. A dispatch computes segment_chunks chunks from first_chunk on.
 struct MlstmParams {
   MlstmStrides q;
   MlstmStrides k;

@@ -1,15 +1,15 @@
 // The state between chunks: C' = G C + sum over tokens of A_j k_j v_j^T, n' = G n + sum of A_j k_j.
 // A simdgroup keeps 32 x 32 of C in registers through all chunks; no threadgroup memory, no barrier.
-#include "variants.h"
+#include "kernels/shared/variants.h"
 
-#include "mlstm.h"
+#include "kernels/mlstm/mlstm.h"
 
 using namespace metal;
 using namespace marlin;
 
 namespace marlin {
 
-// Where a simdgroup's and a lane's part of C lies.
+// The part of C that a simdgroup and a lane own.
 struct StatePlace {
   uint row;     // the lane's first of four
   uint column;  // the lane's first of eight
@@ -21,9 +21,9 @@ struct StatePlace {
 template <typename T>
 struct LaneState {
   Fragment C[kFragments][kFragments];
-  float n[kFragments];  // the lane's share within a chunk; between chunks all of it is the first lane's of a row
+  float n[kFragments];  // the lane's share within a chunk; between chunks the first lane of a row holds the whole
 
-  MARLIN_INLINE void clear() {
+  MARLIN_INLINE void clear() thread {
     MARLIN_UNROLL for (uint r = 0; r < kFragments; ++r) {
       MARLIN_UNROLL for (uint c = 0; c < kFragments; ++c) {
         C[r][c] = make_filled_simdgroup_matrix<float, kBlock, kBlock>(0.0f);
@@ -32,8 +32,8 @@ struct LaneState {
     }
   }
 
-  // What does not exist is zero: another lane may be writing what a clamped place would read.
-  MARLIN_INLINE void load(const device float* C_source, const device float* n_source, StatePlace place) {
+  // Rows at DK and beyond are zero. Clamping the row instead would read an element that another lane may be writing.
+  MARLIN_INLINE void load(const device float* C_source, const device float* n_source, StatePlace place) thread {
     MARLIN_UNROLL for (uint r = 0; r < kFragments; ++r) {
       const uint row = place.row + r;
       const bool exists = row < place.DK;
@@ -46,7 +46,7 @@ struct LaneState {
     }
   }
 
-  MARLIN_INLINE void store(device float* C_target, device float* n_target, StatePlace place) const {
+  MARLIN_INLINE void store(device float* C_target, device float* n_target, StatePlace place) const thread {
     MARLIN_UNROLL for (uint r = 0; r < kFragments; ++r) {
       const uint row = place.row + r;
       if (row >= place.DK) continue;
@@ -54,21 +54,22 @@ struct LaneState {
       MARLIN_UNROLL for (uint part = 0; part < 2; ++part) {
         float4 x;
         MARLIN_UNROLL for (uint i = 0; i < 4; ++i) {
-          x[i] = Fragment(C[r][2 * part + i / 2]).thread_elements()[i % 2];
+          Fragment whole = C[r][2 * part + i / 2];
+          x[i] = whole.thread_elements()[i % 2];
         }
         store4(C_target, row * place.DV, place.column + 4 * part, place.DV, vector_columns, x);
       }
     }
   }
 
-  MARLIN_INLINE void gather_n(bool owns_n) {
+  MARLIN_INLINE void gather_n(bool owns_n) thread {
     MARLIN_UNROLL for (uint r = 0; r < kFragments; ++r) {
       const float whole = row_sum(n[r]);
       n[r] = owns_n ? whole : 0.0f;
     }
   }
 
-  MARLIN_INLINE void scale(float factor) {
+  MARLIN_INLINE void scale(float factor) thread {
     MARLIN_UNROLL for (uint r = 0; r < kFragments; ++r) {
       MARLIN_UNROLL for (uint c = 0; c < kFragments; ++c) {
         MARLIN_UNROLL for (uint e = 0; e < 2; ++e) C[r][c].thread_elements()[e] *= factor;
@@ -77,11 +78,11 @@ struct LaneState {
     }
   }
 
-  // Eight tokens from `token` on. With Tail::zero those at `end` and beyond count as zero.
+  // Adds eight tokens from `token` on. With Tail::zero, tokens at `end` and beyond count as zero.
   template <Tail tail>
   MARLIN_INLINE void add(const device T* k, uint k_stride, const device T* v, uint v_stride,
                          GateVectors<const device float*> gates, uint token, uint end, StatePlace place,
-                         MlstmLane lane) {
+                         MlstmLane lane) thread {
     float keys[kFragments][2];
     MARLIN_UNROLL for (uint e = 0; e < 2; ++e) {
       const uint own = token + 2 * lane.pair + e;
@@ -101,7 +102,7 @@ struct LaneState {
     LaneColumns<T> values;
     values.template load<tail>(v, own * v_stride, place.column, place.DV, own < end, vector_activations);
     Fragment value[kFragments];
-    MARLIN_UNROLL for (uint c = 0; c < kFragments; ++c) value[c] = values.fragment(c);
+    MARLIN_UNROLL for (uint c = 0; c < kFragments; ++c) value[c] = values.operand(c);
     MARLIN_UNROLL for (uint r = 0; r < kFragments; ++r) {
       Fragment key;
       key.thread_elements()[0] = keys[r][0];

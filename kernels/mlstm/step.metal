@@ -1,8 +1,8 @@
-// One token: C' = f C + i k v^T is read and written once. A lane owns four columns; the rows are dealt to the
-// simdgroups of a threadgroup, whose sums meet in threadgroup memory in a fixed order.
-#include "variants.h"
+// One token: reads and writes C' = f C + i k v^T once. A lane owns four columns. The simdgroups of a threadgroup share
+// the rows and add their sums in threadgroup memory, in a fixed order.
+#include "kernels/shared/variants.h"
 
-#include "mlstm.h"
+#include "kernels/mlstm/mlstm.h"
 
 using namespace metal;
 using namespace marlin;

@@ -1,8 +1,8 @@
-// The one list of kernels that exist: the shaders instantiate from it, the planner and the tests read it.
+// The list of all kernels. The shaders instantiate from it; the planner and the tests read it.
 #pragma once
 
-#include "mlstm_params.h"
-#include "params.h"
+#include "kernels/gemm/geometry.h"
+#include "kernels/mlstm/params.h"
 
 #define MARLIN_FOR_EACH_WEIGHT_FORMAT(X, ...) \
   X(uint4b8, __VA_ARGS__)                     \
@@ -13,7 +13,7 @@
   X(mxfp4, __VA_ARGS__)                       \
   X(lut4, __VA_ARGS__)
 
-// ElementType and its Metal type, of activations and outputs.
+// The element types of activations and outputs with their Metal types.
 #define MARLIN_FOR_EACH_ACTIVATION(X, ...) \
   X(float16, half, __VA_ARGS__)            \
   X(bfloat16, bfloat, __VA_ARGS__)         \
@@ -21,10 +21,10 @@
 
 // Lists by library (one .metal file each): X(library, kernel, naming, slots).
 //
-// The host name is  kernel                                  where naming is plain,
-//                   kernel_<activation or output>           where it is element,
-//                   kernel_<format>_<activation or output>  where it is format_element,
-// e.g. gemv_uint4b8_float16; host_name() below builds it. slots: the BufferSlots that the kernel declares.
+// The host name is  kernel                                  if naming is plain,
+//                   kernel_<activation or output>           if it is element,
+//                   kernel_<format>_<activation or output>  if it is format_element,
+// e.g. gemv_uint4b8_float16; host_name() below builds it. slots are the BufferSlots that the kernel declares.
 //
 // Grids are counted in threadgroups:
 //   repack.metal, dequantize.metal, reduce.metal: threads (kElementwiseWidth, kElementwiseHeight, 1), grid
@@ -34,18 +34,18 @@
 //       *_unpack_zeros     columns N/8, rows G       (a word of the input per thread)
 //       dequantize         columns N,   rows K/8     (a packed word per thread)
 //       reduce             columns N,   rows M
-//   gemv: threads (32 * simdgroups, 1, 1), grid (ceil(M / rows), ceil(N / kGemvColumns), splits): those that read the
-//     same weights start side by side;
+//   gemv: threads (32 * simdgroups, 1, 1), grid (ceil(M / rows), ceil(N / kGemvColumns), splits): threadgroups that
+//   read
+//     the same weights start side by side;
 //     slice = z * simdgroups + simdgroup; k_per_slice a multiple of kGemvK, splits * simdgroups * k_per_slice >= K;
-//     threadgroup memory gemv_threadgroup_bytes(format, rows, simdgroups); partials [splits, M, N] where
-//     splits > 1.
+//     threadgroup memory gemv_threadgroup_bytes(format, rows, simdgroups); partials [splits, M, N] if splits > 1.
 //   gemm_fused: threads (32 * simdgroups, 1, 1), grid (ceil(N / kFusedColumns), ceil(M / rows), splits);
 //     slices as for gemv, k_per_slice a multiple of kFusedK; threadgroup memory fused_threadgroup_bytes(format, rows,
-//     simdgroups); partials [splits, M, N] where splits > 1.
+//     simdgroups); partials [splits, M, N] if splits > 1.
 //   gemm_double_buffered_*, gemm_single_stage_*: a tile MxNxK is in the name; threads (tile_threads(tile), 1, 1),
 //     grid (ceil(N / tile N), ceil(M / tile M), slices); k_per_slice a multiple of the tile's K,
 //     slices * k_per_slice >= K; threadgroup memory tile_threadgroup_bytes(tile, activations, stages);
-//     partials [slices, M, N] where slices > 1.
+//     partials [slices, M, N] if slices > 1.
 //   mlstm_gates: threads (32 * simdgroups, 1, 1), grid (blocks of chunks, heads); one block unless kMlstmGivenM.
 //   mlstm_states: threads (kMlstmStateThreads, 1, 1), grid (ceil(DV / kMlstmStateTile), ceil(DK / kMlstmStateTile),
 //   heads). mlstm_output: threads (32 * simdgroups, 1, 1), threadgroup memory mlstm_output_bytes(chunk_size),
@@ -53,25 +53,26 @@
 //   mlstm_step: threads (32 * simdgroups, 1, 1), threadgroup memory mlstm_step_bytes(simdgroups),
 //     grid (ceil(DV / kMlstmStepColumns), heads).
 //   No slice or split may be empty: each z has at least one k.
-//   gemm_striped_*: the same threads and memory as gemm_double_buffered_*, grid (stripes, 1, 1); k_per_slice a multiple
-//     of the tile's K; partials [2 * stripes, tile M, tile N] where a tile has several slices.
+//   gemm_striped_*: the threads and threadgroup memory of gemm_double_buffered_*, grid (stripes, 1, 1); k_per_slice a
+//   multiple
+//     of the tile's K; partials [2 * stripes, tile M, tile N] if a tile has several slices.
 //   reduce_striped: threads as reduce, grid (tile N / width, tile M / height, stripes - 1): z is a border between
 //     stripes; width and height divide the tiles' N and M.
 //   probe_half_subnormals: one thread. In: the word 1 in kSlotPacked. Out: uint32, 1 if subnormal halves survive.
-#define MARLIN_KERNELS_REPACK(X)                                      \
-  X(repack, gptq_repack, plain, kMaskRepack | MARLIN_SLOT(kSlotPerm)) \
-  X(repack, awq_repack, plain, kMaskRepack)                           \
-  X(repack, gptq_unpack_zeros, plain, kMaskRepack)                    \
-  X(repack, awq_unpack_zeros, plain, kMaskRepack)
+#define MARLIN_KERNELS_REPACK(X)                                             \
+  X("gemm/repack", gptq_repack, plain, kMaskRepack | MARLIN_SLOT(kSlotPerm)) \
+  X("gemm/repack", awq_repack, plain, kMaskRepack)                           \
+  X("gemm/repack", gptq_unpack_zeros, plain, kMaskRepack)                    \
+  X("gemm/repack", awq_unpack_zeros, plain, kMaskRepack)
 
 #define MARLIN_KERNELS_DEQUANTIZE(X) \
-  X(dequantize, dequantize, format_element, kMaskWeight | MARLIN_SLOT(kSlotOut) | MARLIN_SLOT(kSlotParams))
+  X("gemm/dequantize", dequantize, format_element, kMaskWeight | MARLIN_SLOT(kSlotOut) | MARLIN_SLOT(kSlotParams))
 
-#define MARLIN_KERNELS_GEMV(X)                                                            \
-  X(gemv, probe_half_subnormals, plain, MARLIN_SLOT(kSlotPacked) | MARLIN_SLOT(kSlotOut)) \
-  X(gemv, gemv, format_element, kMaskAll)
+#define MARLIN_KERNELS_GEMV(X)                                                                   \
+  X("gemm/gemv", probe_half_subnormals, plain, MARLIN_SLOT(kSlotPacked) | MARLIN_SLOT(kSlotOut)) \
+  X("gemm/gemv", gemv, format_element, kMaskAll)
 
-#define MARLIN_KERNELS_GEMM_FUSED(X) X(gemm_fused, gemm_fused, format_element, kMaskAll)
+#define MARLIN_KERNELS_GEMM_FUSED(X) X("gemm/fused", gemm_fused, format_element, kMaskAll)
 
 // Tiles M x N x K of the staged kernels, those that gemm_striped has too first: X(M, N, K, ...).
 #define MARLIN_STRIPED_TILES(X, ...) X(64, 64, 32, __VA_ARGS__) X(32, 128, 32, __VA_ARGS__)
@@ -79,36 +80,36 @@
   MARLIN_STRIPED_TILES(X, __VA_ARGS__) \
   X(128, 64, 16, __VA_ARGS__) X(128, 128, 16, __VA_ARGS__)
 
-#define MARLIN_STAGED_ROWS(M, N, K, X)                                                           \
-  X(gemm_staged_##M##x##N##x##K, gemm_double_buffered_##M##x##N##x##K, format_element, kMaskAll) \
-  X(gemm_staged_##M##x##N##x##K, gemm_single_stage_##M##x##N##x##K, format_element, kMaskAll)
-#define MARLIN_STRIPED_ROWS(M, N, K, X) X(gemm_striped, gemm_striped_##M##x##N##x##K, format_element, kMaskAll)
+#define MARLIN_STAGED_ROWS(M, N, K, X)                                                               \
+  X("gemm/staged_" #M "x" #N "x" #K, gemm_double_buffered_##M##x##N##x##K, format_element, kMaskAll) \
+  X("gemm/staged_" #M "x" #N "x" #K, gemm_single_stage_##M##x##N##x##K, format_element, kMaskAll)
+#define MARLIN_STRIPED_ROWS(M, N, K, X) X("gemm/striped", gemm_striped_##M##x##N##x##K, format_element, kMaskAll)
 
 #define MARLIN_KERNELS_GEMM_STRIPED(X) MARLIN_STRIPED_TILES(MARLIN_STRIPED_ROWS, X)
 
-#define MARLIN_KERNELS_REDUCE(X)          \
-  X(reduce, reduce, element, kMaskReduce) \
-  X(reduce, reduce_striped, element, kMaskReduce)
+#define MARLIN_KERNELS_REDUCE(X)                 \
+  X("gemm/reduce", reduce, element, kMaskReduce) \
+  X("gemm/reduce", reduce_striped, element, kMaskReduce)
 
 #define MARLIN_KERNELS_MLSTM_GATES(X)                                                           \
-  X(mlstm_gates, mlstm_gates, plain,                                                            \
+  X("mlstm/gates", mlstm_gates, plain,                                                          \
     MARLIN_SLOT(kSlotI) | MARLIN_SLOT(kSlotF) | MARLIN_SLOT(kSlotM0) | MARLIN_SLOT(kSlotOutM) | \
         MARLIN_SLOT(kSlotStatesM) | MARLIN_SLOT(kSlotFinalM) | kMaskGates | MARLIN_SLOT(kSlotParams))
 
 #define MARLIN_KERNELS_MLSTM_STATES(X)                                                                                \
-  X(mlstm_states, mlstm_states, element,                                                                              \
+  X("mlstm/states", mlstm_states, element,                                                                            \
     MARLIN_SLOT(kSlotK) | MARLIN_SLOT(kSlotV) | MARLIN_SLOT(kSlotC0) | MARLIN_SLOT(kSlotN0) |                         \
         MARLIN_SLOT(kSlotStatesC) | MARLIN_SLOT(kSlotStatesN) | MARLIN_SLOT(kSlotFinalC) | MARLIN_SLOT(kSlotFinalN) | \
         kMaskGates | MARLIN_SLOT(kSlotParams))
 
 #define MARLIN_KERNELS_MLSTM_OUTPUT(X)                                                                               \
-  X(mlstm_output, mlstm_output, element,                                                                             \
+  X("mlstm/output", mlstm_output, element,                                                                           \
     MARLIN_SLOT(kSlotQ) | MARLIN_SLOT(kSlotK) | MARLIN_SLOT(kSlotV) | MARLIN_SLOT(kSlotH) | MARLIN_SLOT(kSlotOutN) | \
         MARLIN_SLOT(kSlotOutM) | MARLIN_SLOT(kSlotStatesC) | MARLIN_SLOT(kSlotStatesN) | MARLIN_SLOT(kSlotGates) |   \
         MARLIN_SLOT(kSlotParams))
 
 #define MARLIN_KERNELS_MLSTM_STEP(X)                                                                              \
-  X(mlstm_step, mlstm_step, element,                                                                              \
+  X("mlstm/step", mlstm_step, element,                                                                            \
     MARLIN_SLOT(kSlotQ) | MARLIN_SLOT(kSlotK) | MARLIN_SLOT(kSlotV) | MARLIN_SLOT(kSlotI) | MARLIN_SLOT(kSlotF) | \
         MARLIN_SLOT(kSlotC0) | MARLIN_SLOT(kSlotN0) | MARLIN_SLOT(kSlotM0) | MARLIN_SLOT(kSlotH) |                \
         MARLIN_SLOT(kSlotFinalC) | MARLIN_SLOT(kSlotFinalN) | MARLIN_SLOT(kSlotFinalM) | MARLIN_SLOT(kSlotParams))
@@ -138,7 +139,7 @@
 #define MARLIN_INSTANTIATE_plain(kernel)
 #define MARLIN_INSTANTIATE_element(kernel) MARLIN_FOR_EACH_ACTIVATION(MARLIN_INSTANTIATE_ELEMENT, kernel)
 #define MARLIN_INSTANTIATE_format_element(kernel) MARLIN_FOR_EACH_WEIGHT_FORMAT(MARLIN_INSTANTIATE_FORMAT, kernel)
-// For a library's list: kernels named plainly are no templates and need nothing.
+// Instantiates one row of a library's list. Kernels with plain names are not templates and need nothing.
 #define MARLIN_INSTANTIATE(library, kernel, naming, slots) MARLIN_INSTANTIATE_##naming(kernel)
 
 #else
@@ -167,7 +168,7 @@ struct KernelInfo {
   uint32_t slots;  // bit i: BufferSlot i is declared
 };
 
-#define MARLIN_KERNEL_ROW(library, kernel, naming, slots) KernelInfo{#library, #kernel, KernelNaming::naming, slots},
+#define MARLIN_KERNEL_ROW(library, kernel, naming, slots) KernelInfo{library, #kernel, KernelNaming::naming, slots},
 inline constexpr std::array kKernels{MARLIN_KERNELS(MARLIN_KERNEL_ROW)};
 #undef MARLIN_KERNEL_ROW
 
@@ -197,7 +198,7 @@ constexpr std::string_view name(ElementType type) {
   return names[static_cast<size_t>(type)];
 }
 
-// Format and element are ignored where the kernel's name has none.
+// Ignores format and element if the kernel's name has none.
 inline std::string host_name(Kernel kernel, WeightFormat format, ElementType element) {
   const KernelInfo& row = info(kernel);
   std::string result(row.name);

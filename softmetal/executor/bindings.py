@@ -1,4 +1,4 @@
-"""executor.h for ctypes."""
+"""The structures and functions of executor.h for ctypes."""
 
 from __future__ import annotations
 
@@ -127,12 +127,12 @@ class Result(c.Structure):
 
 @functools.cache
 def executor() -> c.CDLL:
-    """The executor's library, built when stale, with the types of its functions.
+    """Builds the executor's library if it is stale, loads it and declares the types of its functions.
 
     Raises:
-        RuntimeError: it does not build, or its structures are not those of this file.
+        RuntimeError: the library does not build, or its structures differ from those of this file.
     """
-    library = c.CDLL(str(build_executor(Path(__file__).resolve().parents[3] / "build" / "softmetal")), c.RTLD_GLOBAL)
+    library = c.CDLL(str(build_executor(Path(__file__).resolve().parents[2] / "build" / "softmetal")), c.RTLD_GLOBAL)
     sizes = (c.c_uint32 * 6)()
     library.sm_struct_sizes(sizes)
     mirrored = [c.sizeof(t) for t in (CompileRequest, Buffer, Dispatch, Fault, Counters, Result)]

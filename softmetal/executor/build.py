@@ -1,4 +1,4 @@
-"""Builds the executor: `build_executor(folder)` gives the path of libsoftmetal_executor.so, made again when stale."""
+"""Builds the executor, libsoftmetal_executor.so."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ _COMPILER = os.environ.get("SOFTMETAL_CXX", "clang++-19")
 _FLAGS = [
     *("-std=c++20", "-O2", "-g1", "-fPIC", "-march=native", "-ffp-contract=off", "-Wall", "-Wextra"),
     "-Wl,-Bsymbolic-functions",
-    f'-DSOFTMETAL_HOME="{_HERE.parent}"',
+    *(f"-I{_HERE}", f'-DSOFTMETAL_HOME="{_HERE.parent}"'),
 ]
 
 
 def build_executor(folder: Path) -> Path:
-    """Compiles the executor into `folder` unless a library of the same sources is there.
+    """Compiles the executor into `folder`, unless it holds a library of the same sources. Returns the library's path.
 
     Raises:
-        RuntimeError: the compiler's messages.
+        RuntimeError: the executor does not compile. The compiler's messages follow.
     """
-    sources = sorted(_HERE.glob("*.cpp"))
+    sources = sorted(_HERE.rglob("*.cpp"))
     digest = hashlib.sha256(repr([_COMPILER, _FLAGS, str(_HERE)]).encode())
-    for path in [*sources, *sorted(_HERE.glob("*.h"))]:
+    for path in [*sources, *sorted(_HERE.rglob("*.h"))]:
         digest.update(path.name.encode() + path.read_bytes())
     library = folder / "libsoftmetal_executor.so"
     stamp = folder / "libsoftmetal_executor.sha256"

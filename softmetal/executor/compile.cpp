@@ -1,4 +1,4 @@
-// sm_compile: runs the Python compiler as a process, and remembers what it made so that a second request runs nothing.
+// sm_compile: runs the Python compiler as a process. It remembers the result, so that a second request starts none.
 #include <fcntl.h>
 #include <spawn.h>
 #include <sys/stat.h>
@@ -32,7 +32,7 @@ void append(std::string& text, const char* part) {
   text.push_back('\0');
 }
 
-// Everything that the result depends on but the files of the compiler and of the includes.
+// Everything the result depends on, except the files of the compiler and of the includes.
 std::string identity(const std::string& input, const std::vector<std::string>& arguments) {
   std::string text;
   for (const std::string& argument : arguments)
@@ -41,7 +41,8 @@ std::string identity(const std::string& input, const std::vector<std::string>& a
   return text;
 }
 
-// 128 bits; not cryptographic: the memo is the user's own.
+// Returns a 128-bit hash of the text. It need not be cryptographic: the memos are the user's own files, so nobody else
+// can plant a collision.
 std::string fingerprint(const std::string& text) {
   uint64_t a = 1, b = 2;
   for (size_t i = 0; i < text.size(); i += 8) {
@@ -56,7 +57,7 @@ std::string fingerprint(const std::string& text) {
   return hex;
 }
 
-// tests/softmetal, told by the build; the compiler is the package msl in it.
+// The folder softmetal/, which the build defines. It contains the compiler, the package msl.
 std::string home() {
   const char* set = std::getenv("SOFTMETAL_HOME");
   return set != nullptr ? set : SOFTMETAL_HOME;
@@ -64,7 +65,7 @@ std::string home() {
 
 std::string cache_folder() {
   const char* set = std::getenv("SOFTMETAL_CACHE");
-  return set != nullptr ? set : home() + "/../../build/softmetal/cache";
+  return set != nullptr ? set : home() + "/../build/softmetal/cache";
 }
 
 std::string stamp_of(const std::string& path) {
@@ -93,7 +94,8 @@ std::vector<std::string> lines_of(const std::string& text) {
   return lines;
 }
 
-// A memo is the library's path, then "stamp path" of every file that it was made from.
+// Reads a memo. Its first line is the path of the compiled library. Each further line is the stamp and the path of a
+// file that the library was built from; the memo holds if no stamp has changed.
 bool recall(const std::string& memo, std::string* path) {
   std::string text;
   if (!read_file(memo, &text)) return false;
@@ -119,7 +121,7 @@ void remember(const std::string& memo, const std::vector<std::string>& answer) {
   std::rename(temporary.c_str(), memo.c_str());
 }
 
-// Input and outputs go through files: no pipe can fill up.
+// Input and outputs are files, because a pipe could fill up.
 Answer run_compiler(const std::vector<std::string>& arguments, const std::string& source) {
   Answer answer;
   char folder[] = "/tmp/softmetal-XXXXXX";

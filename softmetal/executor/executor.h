@@ -1,5 +1,6 @@
-// What the device library and the Python module call: compile Metal source, open the result, launch its kernels.
-// Plain C, so that ctypes reads it too. Nothing here throws; every returned text or result is freed by its sm_free_*.
+// The public interface for the device library and the Python module: compile Metal source, open the result, launch its
+// kernels. Plain C, so that ctypes can call it. Nothing throws. The caller frees each returned text or result with
+// sm_free_*.
 #pragma once
 
 #include <stddef.h>
@@ -15,7 +16,7 @@ enum { SM_BUFFER_SLOTS = 31, SM_MAX_THREADS = 1024, SM_MAX_THREADGROUP_BYTES = 3
 
 // ---- compile -------------------------------------------------------------------------------------------------------
 
-// A function constant by name, or by index where name is NULL. value is C text: "true", "-3", "0x1.8p+1", "{1,2,3}".
+// A function constant by name, or by index if name is NULL. value is C text: "true", "-3", "0x1.8p+1", "{1,2,3}".
 typedef struct {
   const char* name;
   uint32_t index;
@@ -24,35 +25,35 @@ typedef struct {
 
 typedef struct {
   const char* source;                // Metal Shading Language text
-  const char* metallib;              // the path of a metallib; then no source, includes or defines. Else NULL
-  const char* file_name;             // named in errors and reports; NULL: "program_source.metal"
+  const char* metallib;              // or the path of a metallib, without source, includes and defines
+  const char* file_name;             // for errors and reports; NULL: "program_source.metal"
   const char* const* include_paths;  // for #include "..."
   uint32_t include_path_count;
   const sm_constant_value* constants;
   uint32_t constant_count;
-  uint32_t checked;            // instrumented for checked mode
+  uint32_t checked;            // instruments the code for checked mode
   const char* const* defines;  // "NAME" or "NAME=VALUE"
   uint32_t define_count;
-  const char* kernel;  // host name of the one that is wanted, "" for the names and arguments only, NULL for all
+  const char* kernel;  // host name of the kernel to compile; "": only names and arguments; NULL: all kernels
 } sm_compile_request;
 
-// 0 and the path of the shared object, or 1 and the compiler's messages. A request seen before starts no process.
-// The compiler runs under SOFTMETAL_PYTHON, else python3.
+// Returns 0 and the path of the shared object, or 1 and the compiler's messages. A repeated request starts no process.
+// SOFTMETAL_PYTHON names the interpreter that runs the compiler; the default is python3.
 int sm_compile(const sm_compile_request* request, char** path_or_error);
 void sm_free_text(char* text);
 
-// Keeps data as a file of the cache that is named by its content and suffix. 0 and the path, or 1 and what went wrong.
+// Stores data in the cache, in a file named by its content and suffix. Returns 0 and the path, or 1 and an error.
 int sm_keep(const void* data, size_t length, const char* suffix, char** path_or_error);
 
 // ---- libraries -----------------------------------------------------------------------------------------------------
 
 typedef struct sm_library sm_library;
 
-// NULL and a message on failure. Opening the same path twice gives the same library.
+// Returns NULL and a message on failure. Opening the same path twice returns the same library.
 const sm_library* sm_library_open(const char* path, char** error);
 uint32_t sm_library_is_checked(const sm_library* library);
 uint32_t sm_library_kernel_count(const sm_library* library);
-const sm_kernel* sm_library_kernel(const sm_library* library, uint32_t i);  // static_threadgroup_bytes filled in
+const sm_kernel* sm_library_kernel(const sm_library* library, uint32_t i);  // with its static_threadgroup_bytes
 const sm_kernel* sm_library_find(const sm_library* library, const char* host_name);
 uint32_t sm_library_constant_count(const sm_library* library);
 const sm_function_constant* sm_library_constant(const sm_library* library, uint32_t i);
@@ -62,23 +63,23 @@ const sm_function_constant* sm_library_constant(const sm_library* library, uint3
 typedef struct {
   void* base;            // NULL: slot not bound
   uint64_t length;       // of the whole buffer, from base
-  uint64_t offset;       // the kernel's pointer is base + offset; what lies before it is out of bounds
-  uint32_t read_only;    // setBytes and such: any store is a fault
-  const char* label;     // for reports, may be NULL
-  uint8_t* initialised;  // one byte per byte of the buffer, non-zero = written before; NULL: all of it. Updated.
+  uint64_t offset;       // the kernel's pointer is base + offset; memory before it is out of bounds
+  uint32_t read_only;    // any store is a fault, as with setBytes
+  const char* label;     // for reports; may be NULL
+  uint8_t* initialised;  // one byte per byte of the buffer: non-zero if written. NULL: all are. The launch updates it.
 } sm_buffer;
 
 typedef struct {
   const sm_library* library;
   const sm_kernel* kernel;
-  sm_uint3 threads_per_grid;  // threadgroups x threads per group, or less at a non-uniform edge
+  sm_uint3 threads_per_grid;  // threadgroups x threads per threadgroup, or less at a non-uniform edge
   sm_uint3 threads_per_threadgroup;
   sm_buffer buffers[SM_BUFFER_SLOTS];
   uint32_t threadgroup_bytes[SM_BUFFER_SLOTS];
   uint64_t seed;          // of the interleaving in checked mode
-  uint64_t perturb_seed;  // of sm_perturb; 0: functions as exact as the host's
-  uint32_t os_threads;    // fast mode; 0: SOFTMETAL_THREADS or the number of cores
-  uint32_t max_faults;    // 0: 16. The same fault at the same line is reported once
+  uint64_t perturb_seed;  // of sm_perturb; 0: no perturbation
+  uint32_t os_threads;    // in fast mode; 0: SOFTMETAL_THREADS or the number of cores
+  uint32_t max_faults;    // 0: 16. A fault is reported once for each source line.
 } sm_dispatch;
 
 typedef enum {
@@ -87,28 +88,28 @@ typedef enum {
   SM_FAULT_UNINITIALISED,
   SM_FAULT_RACE,            // between threads of one threadgroup
   SM_FAULT_RACE_GROUPS,     // between threadgroups
-  SM_FAULT_WRONG_FLAG,      // a barrier lies between, without this memory's flag
-  SM_FAULT_WEAK_BARRIER,    // a simdgroup_barrier lies between, but the threads are in different simdgroups
-  SM_FAULT_BARRIER,         // a barrier not reached by all
-  SM_FAULT_SIMD,            // a simdgroup operation not reached by all, or alone at the end of a simdgroup
-  SM_FAULT_INACTIVE_LANE,   // value of a lane that takes no part
-  SM_FAULT_CONST_STORE,     // store into const device or constant memory
-  SM_FAULT_CONSTANT_VALUE,  // function constant without a value
-  SM_FAULT_RESOURCE         // threadgroup memory, arguments: the launch itself was wrong
+  SM_FAULT_WRONG_FLAG,      // race: the barrier between the accesses lacks the flag of this memory
+  SM_FAULT_WEAK_BARRIER,    // race between simdgroups: only a simdgroup_barrier separates the accesses
+  SM_FAULT_BARRIER,         // some threads do not reach a barrier
+  SM_FAULT_SIMD,            // some lanes do not reach a simdgroup operation
+  SM_FAULT_INACTIVE_LANE,   // a value is read from a lane that does not take part
+  SM_FAULT_CONST_STORE,     // a store to const device or constant memory
+  SM_FAULT_CONSTANT_VALUE,  // a function constant has no value
+  SM_FAULT_RESOURCE         // the launch is wrong: its threadgroup memory or arguments
 } sm_fault_kind;
 
 typedef struct {
   uint32_t kind;
-  uint32_t is_fatal;    // the dispatch was given up at this point
-  const char* message;  // one line: everything below in words, with the seed
+  uint32_t is_fatal;    // the dispatch ended here
+  const char* message;  // one line that states all the fields below and the seed
   const char* kernel;
   const char* file;  // of the user's source
-  uint32_t line;     // 0: not known
+  uint32_t line;     // 0: unknown
   sm_uint3 thread;   // position in the threadgroup
   sm_uint3 threadgroup;
   uint32_t simdgroup;
   int32_t buffer;  // slot, or -1
-  int64_t offset;  // bytes from the start of that buffer (its `offset` included) or threadgroup array
+  int64_t offset;  // bytes from the start of the buffer (including its `offset`) or of the threadgroup array
 } sm_fault;
 
 typedef struct {
@@ -117,7 +118,7 @@ typedef struct {
   uint64_t simd_operations;                           // exchanges, per simdgroup
   uint64_t mmas;                                      // 8x8x8 products, per simdgroup
   uint64_t atomics;                                   // per thread
-  // Below: checked mode only, has_bytes tells. As compiled: what the compiler removed is not counted.
+  // The rest is for checked mode only (has_bytes). Accesses that the compiler removed are not counted.
   uint64_t has_bytes;
   uint64_t device_bytes_read, device_bytes_written;
   uint64_t distinct_bytes_read, distinct_bytes_written;
@@ -132,12 +133,12 @@ typedef struct {
   sm_counters counters;
 } sm_result;
 
-// Runs the whole dispatch before it returns. Checked if the library is. Thread-safe (launches take turns).
+// Runs the whole dispatch, in checked mode if the library was compiled for it. Thread-safe: launches take turns.
 sm_result* sm_launch(const sm_dispatch* dispatch);
 void sm_free_result(sm_result* result);
 
-// Sizes of sm_compile_request, sm_buffer, sm_dispatch, sm_fault, sm_counters and sm_result, for callers that mirror
-// them.
+// Writes the sizes of sm_compile_request, sm_buffer, sm_dispatch, sm_fault, sm_counters and sm_result, so that callers
+// with their own declarations can compare.
 void sm_struct_sizes(uint32_t sizes[6]);
 
 #ifdef __cplusplus

@@ -45,7 +45,7 @@ extern "C" void sm_fibre_start();
 namespace softmetal {
 namespace {
 
-constexpr size_t kColours = 64;  // tops of stacks spread over the sets of the first-level cache
+constexpr size_t kColours = 64;  // spreads the tops of stacks over the sets of the first-level cache
 constexpr size_t kColourBytes = 576;
 constexpr size_t kGuard = 4096;
 
@@ -70,7 +70,7 @@ void* FibrePool::start(size_t index) {
   for (; guarded_ <= index; ++guarded_)
     mprotect(stacks_ + guarded_ * kStackBytes, kGuard, PROT_NONE);
   char* top = stacks_ + (index + 1) * kStackBytes - (index % kColours) * kColourBytes;
-  auto* frame = reinterpret_cast<void**>(top) - 7;  // r15 r14 r13 r12 rbx rbp, return address: then aligned to 16
+  auto* frame = reinterpret_cast<void**>(top) - 7;  // r15 r14 r13 r12 rbx rbp and the return address, aligned to 16
   frame[2] = reinterpret_cast<void*>(main_);
   frame[3] = argument_;
   frame[6] = reinterpret_cast<void*>(&sm_fibre_start);

@@ -1,4 +1,4 @@
-// Stacks that GPU threads run on, and the switch between them (x86-64 System V).
+// The stacks of GPU threads, and the switch between them (x86-64 System V).
 #pragma once
 
 #include <cstddef>
@@ -8,10 +8,10 @@ namespace softmetal {
 
 static_assert(sizeof(void*) == 8, "the executor's switch is written for x86-64");
 
-// Saves the callee-saved registers and the stack pointer to *save, goes on at `to`.
+// Saves the callee-saved registers and the stack pointer to *save and continues at `to`.
 extern "C" void sm_switch(void** save, void* to);
 
-// Stacks for the fibres of one machine; taken and given back in any order.
+// Stacks for the fibres of one machine. They can be taken and returned in any order.
 class FibrePool {
  public:
   // A fibre that has not started calls main(argument), which never returns.
@@ -20,11 +20,11 @@ class FibrePool {
   FibrePool(const FibrePool&) = delete;
   FibrePool& operator=(const FibrePool&) = delete;
 
-  // A stack pointer to switch to: of an idle fibre, or of a new one.
+  // Returns the stack pointer of an idle or new fibre, to switch to.
   void* take();
-  // A fibre whose work is done; *context will be saved by the switch that leaves it.
+  // Returns a finished fibre to the pool. The switch that leaves it saves *context.
   void put_back(void** context) { idle_.push_back(context); }
-  // Forgets what all fibres were doing: they start again from main.
+  // Resets all fibres: each starts again from main.
   void restart();
   bool contains(const void* address) const { return address >= stacks_ && address < stacks_ + capacity_ * kStackBytes; }
 
@@ -36,7 +36,7 @@ class FibrePool {
   void* argument_;
   char* stacks_;
   size_t capacity_;
-  size_t guarded_ = 0;  // stacks that have their guard page
+  size_t guarded_ = 0;  // stacks that have a guard page
   size_t started_ = 0;
   std::vector<void**> idle_;
 };

@@ -1,10 +1,10 @@
-// sm_launch: validates a dispatch, runs its threadgroups on the machines, hands back faults and counters.
+// sm_launch: validates a dispatch, runs its threadgroups on machines, and returns faults and counters.
 #include <condition_variable>
 #include <cstdlib>
 #include <functional>
 #include <thread>
 
-#include "checker.h"
+#include "checker/checker.h"
 #include "library.h"
 #include "machine.h"
 #include "report.h"
@@ -12,14 +12,14 @@
 namespace softmetal {
 namespace {
 
-constexpr uint64_t kThreadsWorthAnother = 2048;  // OS thread in fast mode
+constexpr uint64_t kThreadsWorthAnother = 2048;  // GPU threads for each OS thread in fast mode
 
 struct Result : sm_result {
   std::deque<std::string> texts;
   std::vector<sm_fault> list;
 };
 
-// OS threads that wait for launches; the launching thread works too.
+// OS threads that wait for launches. The launching thread works too.
 class Workers {
  public:
   ~Workers() {

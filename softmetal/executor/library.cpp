@@ -17,7 +17,7 @@ namespace {
 std::mutex mutex;
 std::map<std::string, std::unique_ptr<sm_library>> libraries;
 
-// Compiled libraries find the sm_* functions in the global scope, however this one was loaded.
+// Puts the sm_* functions into the global scope for compiled libraries, however this library was loaded.
 void become_global() {
   static bool done = false;
   Dl_info info;
@@ -38,7 +38,7 @@ int find_range(dl_phdr_info* info, size_t, void* data) {
   return 1;
 }
 
-// A declaration belongs to the kernel whose entry lies closest before it: everything is inlined into the entries.
+// A declaration belongs to the kernel whose entry is closest before it, because all code is inlined into the entries.
 void place_sites(sm_library& library) {
   library.sites.resize(library.kernels.size());
   for (const sm_threadgroup_site* site = library.table->sites_begin; site != library.table->sites_end; ++site) {

@@ -1,4 +1,4 @@
-// A compiled Metal library that is loaded, and where its code came from.
+// A loaded Metal library, and the source lines of its code.
 #pragma once
 
 #include <map>
@@ -21,10 +21,10 @@ namespace softmetal {
 
 struct SourceLine {
   std::string file;
-  uint32_t line = 0;  // 0: not known
+  uint32_t line = 0;  // 0: unknown
 };
 
-// The user's source line of a return address: the innermost inlined frame outside the Metal library's own headers.
+// Returns the user's source line of a return address: the innermost inlined frame outside our own headers.
 SourceLine source_line(const sm_library& library, const void* return_address);
 
 }  // namespace softmetal

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "checker.h"
+#include "checker/checker.h"
 #include "report.h"
 
 __thread const sm_thread* sm_self __attribute__((tls_model("initial-exec"))) = nullptr;
@@ -13,7 +13,7 @@ __thread const sm_thread* sm_self __attribute__((tls_model("initial-exec"))) = n
 namespace softmetal {
 namespace {
 
-constexpr unsigned kFlushSubnormals = 0x8040;  // FTZ and DAZ: fp32 as on the GPU; half is converted without them
+constexpr unsigned kFlushSubnormals = 0x8040;  // FTZ and DAZ, for fp32 as on the GPU; they do not affect half
 constexpr int kUnwritten = 0xFF;               // NaN in every floating type
 
 }  // namespace
@@ -158,7 +158,7 @@ void Machine::fibre_main(void* machine) {
     --simdgroup.group->alive;
     if (self.checked_ && simdgroup.alive == 0) report_missed_matrix_accesses(simdgroup);
     lane = self.pick(&simdgroup);
-    if (lane != nullptr && lane->context == nullptr) continue;  // a fresh thread runs on this stack
+    if (lane != nullptr && lane->context == nullptr) continue;  // a new thread can run on this stack
     self.fibres_.put_back(&context);
     if (lane != nullptr) {
       self.go_to(*lane, &context);
@@ -262,8 +262,8 @@ void Machine::wake_matrix_lanes(Simdgroup& simdgroup) {
   release(simdgroup, lanes);
 }
 
-// No lane of the simdgroup can run: lets those go on that have met. Where lanes wait at several calls, the one that
-// comes first in the code goes first, so that the others are joined as after a branch on the GPU.
+// Called when no lane of the simdgroup can run: releases lanes that have met. If lanes wait at several calls, the call
+// that comes first in the code goes first. The other lanes then join later, as after a branch on the GPU.
 bool Machine::release_simdgroup(Simdgroup& simdgroup) {
   const void* first = nullptr;
   uint32_t at_first = 0;
@@ -299,7 +299,7 @@ bool Machine::release_simdgroup(Simdgroup& simdgroup) {
   }
   if (at_barrier == 0) return false;
   uint32_t everyone = simdgroup.size == 32 ? ~0u : (1u << simdgroup.size) - 1;
-  if (at_barrier != everyone) return false;  // stuck: reported when nothing else can run
+  if (at_barrier != everyone) return false;  // stuck; reported when nothing else can run
   uint32_t flags = simdgroup.lanes[0].mem_flags;
   ++simdgroup.barriers;
   if (flags & 1) simdgroup.ordered[0] = simdgroup.barriers;
@@ -321,7 +321,7 @@ void Machine::release_exchange(Simdgroup& simdgroup, uint32_t lanes) {
   release(simdgroup, lanes);
 }
 
-// Every thread that is left waits: true if it is at one and the same threadgroup barrier, which then opens.
+// Called when all remaining threads wait. If all wait at the same threadgroup barrier, opens it and returns true.
 bool Machine::release_barrier(Group& group) {
   if (group.alive != group.thread_count) return false;
   const Lane& first = group.lanes[0];

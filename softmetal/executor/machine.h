@@ -1,4 +1,4 @@
-// One OS thread's GPU: the threads of one or more threadgroups as fibres, the simdgroups and barriers they meet at.
+// Runs the GPU threads of one or more threadgroups as fibres on one OS thread, with their simdgroups and barriers.
 #pragma once
 
 #include <atomic>
@@ -22,23 +22,23 @@ struct Group;
 
 constexpr uint32_t kMaxSimdgroups = SM_MAX_THREADS / SM_SIMD_WIDTH;
 
-constexpr uint32_t kMaxConcurrentGroups = 4;  // in checked mode, interleaved with each other
+constexpr uint32_t kMaxConcurrentGroups = 4;  // interleaved with each other in checked mode
 
 enum class State : uint8_t {
   kRunnable,     // fresh, released or preempted
-  kExchange,     // at a simd operation that any set of lanes may take part in
+  kExchange,     // at a simd operation in which any set of lanes may take part
   kSimdBarrier,  // at an operation that the whole simdgroup must reach
-  kMatrix,       // waits for the other lanes' operands of a matrix product
+  kMatrix,       // waits for other lanes' operands of a matrix product
   kBarrier,      // at a threadgroup barrier
   kDone,
 };
 
 // One GPU thread.
 struct Lane {
-  sm_thread self;  // first: sm_self points at it
+  sm_thread self;  // must be first, because sm_self points to it
   Simdgroup* simdgroup;
-  void* context;              // where to go on; null: not started
-  const void* site;           // return address of the call that it waits in
+  void* context;              // where to continue; null: not started
+  const void* site;           // return address of the call in which it waits
   uint64_t pending_matrices;  // Bloom filter of the destinations of deferred products
   uint64_t products;          // deposited so far
   uint32_t matrix_accesses;   // in checked mode
@@ -52,28 +52,28 @@ struct Simdgroup {
   Group* group;
   Lane* lanes;
   uint32_t size;
-  uint32_t runnable;                   // lanes that can go on, the running one excluded
+  uint32_t runnable;                   // lanes that can continue, without the running one
   uint32_t alive;                      // lanes that have not returned
-  uint32_t active;                     // lanes of the exchange that was released last
+  uint32_t active;                     // lanes of the latest exchange
   uint32_t barriers;                   // simdgroup barriers passed
-  uint32_t ordered[2];                 // barriers passed at the latest one with the flag of device / threadgroup memory
+  uint32_t ordered[2];                 // number of the latest barrier with the flag of device / threadgroup memory
   uint32_t barriers_at_group_barrier;  // barriers passed at the latest threadgroup barrier
-  uint32_t matrix_accesses;            // of the lane with the most, in checked mode
-  const void* matrix_sites[64];        // where the latest of them are
+  uint32_t matrix_accesses;            // the largest count of any lane, in checked mode
+  const void* matrix_sites[64];        // call sites of the latest ones
   alignas(64) unsigned char slots[SM_SIMD_WIDTH * 64];
   MatrixQueue matrices;
 };
 
 struct Group {
   Machine* machine;
-  uint64_t index;  // in the grid, linear
+  uint64_t index;  // linear, in the grid
   uint32_t thread_count;
   uint32_t simdgroup_count;
   uint32_t alive;
   uint32_t at_barrier;
-  uint32_t busy;        // simdgroups that may have something to run
+  uint32_t busy;        // simdgroups that may have runnable lanes
   uint32_t barriers;    // threadgroup barriers passed
-  uint32_t ordered[2];  // barriers passed at the latest one with the flag of device / threadgroup memory
+  uint32_t ordered[2];  // number of the latest barrier with the flag of device / threadgroup memory
   std::unique_ptr<Lane[]> lanes;
   std::unique_ptr<Simdgroup[]> simdgroups;
   sm_bindings bindings;
@@ -81,7 +81,7 @@ struct Group {
   std::vector<void*> variables;  // by site
 };
 
-// What all machines of one dispatch share.
+// State that all machines of one dispatch share.
 struct Launch {
   const sm_dispatch* dispatch;
   const sm_kernel* kernel;
@@ -90,10 +90,10 @@ struct Launch {
   void* buffers[SM_BUFFER_SLOTS];
   const std::vector<sm_threadgroup_site>* sites;  // of this kernel
   Checker* checker;                               // null in fast mode
-  std::vector<uint32_t> order;                    // of threadgroups; empty: as they come
+  std::vector<uint32_t> order;                    // of threadgroups; empty: ascending
   std::atomic<uint64_t> next_group{0};
   std::atomic<bool> stopped{false};
-  std::mutex mutex;  // of what follows
+  std::mutex mutex;  // guards the members below
   std::deque<std::string> texts;
   std::vector<sm_fault> faults;
   sm_counters counters{};
@@ -104,15 +104,15 @@ class Machine {
   explicit Machine(bool checked);
   ~Machine();
 
-  // Runs threadgroups of the launch until none is left or it is stopped. `concurrent` of them are under way at a time.
+  // Runs threadgroups of the launch, `concurrent` at a time, until none is left or the launch is stopped.
   void run(Launch& launch, uint32_t concurrent);
 
   static Lane& current() { return *reinterpret_cast<Lane*>(const_cast<sm_thread*>(sm_self)); }
 
-  // Called on a fibre by the thread that it runs.
+  // These are called on a fibre, by the GPU thread that runs there.
   void wait(Lane& lane, State state, const void* site);
   void preempt(Lane& lane);
-  [[noreturn]] void give_up();  // the launch is stopped: back to run()
+  [[noreturn]] void give_up();  // returns to run() because the launch was stopped
   void wake_matrix_lanes(Simdgroup& simdgroup);
 
   void prepare(uint32_t concurrent);
@@ -127,7 +127,7 @@ class Machine {
   bool next_group(Group& group);
   void set_up(Group& group, uint64_t index);
   void place_threadgroup_memory(Group& group);
-  // The next thread to run, null when the machine has nothing left. Stops the launch when threads wait for ever.
+  // Returns the next thread to run, or null if none is left. Stops the launch if threads wait for ever.
   Lane* pick(Simdgroup* last);
   Lane* pick_in(Group& group, Simdgroup* last);
   void go_to(Lane& lane, void** save);
@@ -140,10 +140,10 @@ class Machine {
   Launch* launch_ = nullptr;
   FibrePool fibres_;
   void* main_context_ = nullptr;
-  Lane* starting_ = nullptr;  // what the fibre that is switched to runs first
+  Lane* starting_ = nullptr;  // the first lane to run on the next fibre
   Random random_;
   std::vector<std::unique_ptr<Group>> groups_;
-  std::vector<Group*> running_;  // under way
+  std::vector<Group*> running_;
   std::unique_ptr<char[]> threadgroup_memory_;
 };
 

@@ -27,7 +27,7 @@ void widen(MatrixOperand operand, float* out) {
   }
 }
 
-// To nearest, ties to even; NaN stays NaN.
+// Rounds to nearest, ties to even. NaN stays NaN.
 uint16_t to_bfloat(float value) {
   uint32_t bits;
   std::memcpy(&bits, &value, 4);
@@ -97,7 +97,7 @@ const void* MatrixQueue::deposit(Lane& lane, const void* site, void* d, uint32_t
   uint32_t place = matrix_place(index);
   Product& product = products_[lane.products % kCapacity];
   int32_t pending;
-  if (lane.products == deposited_) {  // the first lane at this product says which results it concerns
+  if (lane.products == deposited_) {  // the first lane at this product determines its results
     ++deposited_;
     product.site = site;
     product.arrived = 0;

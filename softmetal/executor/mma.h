@@ -1,4 +1,4 @@
-// Matrix products of a simdgroup, queued until somebody looks at a result: the lanes then meet once for many products.
+// Queues the matrix products of a simdgroup until a result is read, so that the lanes meet once for many products.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@ namespace softmetal {
 
 struct Lane;
 
-// Row-major place of a lane's two elements in an 8x8 matrix.
+// Returns the row-major index of the first of a lane's two elements in an 8x8 matrix.
 constexpr uint32_t matrix_place(uint32_t lane) {
   uint32_t row = 4 * (lane >> 4) + ((lane >> 1) & 3);
   uint32_t pair = 2 * ((lane >> 3) & 1) + (lane & 1);
@@ -15,26 +15,27 @@ constexpr uint32_t matrix_place(uint32_t lane) {
 }
 
 struct MatrixOperand {
-  const void* elements;  // the lane's two
+  const void* elements;  // the lane's two elements
   uint32_t type;         // 0 half, 1 bfloat, 2 float
 };
 
-// Products are numbered from 0 for the life of the simdgroup. A destination that has products pending keeps its value
-// in `results`; it is written to the lanes' memory when all products deposited so far are complete and computed.
+// Products are numbered from 0 for the life of the simdgroup. The value of a destination with pending products is kept
+// in `results`. It is written to the lanes' memory when all products deposited so far have been computed.
 class MatrixQueue {
  public:
   static constexpr uint32_t kCapacity = 64;
 
   void reset() { first_ = complete_ = deposited_ = result_count_ = 0; }
 
-  // Whether the lane may deposit another product now; if not, it must wait until done() reaches its count.
+  // Returns true if the lane may deposit another product now. If not, it must wait until done() reaches its count.
   bool has_room(const Lane& lane) const;
-  // Gives a lane's operands; the product is complete when all 32 have. Returns the call site of the first of them.
+  // Stores a lane's operands. The product is complete when all 32 lanes have done so. Returns the first lane's call
+  // site.
   const void* deposit(Lane& lane, const void* site, void* d, uint32_t d_type, MatrixOperand a, MatrixOperand b,
                       MatrixOperand c);
-  // Whether d is the destination of a product that is not done.
+  // Returns true if d is the destination of a product that has not been computed.
   bool is_pending(const Lane& lane, const void* d) const;
-  // Computes all complete products and writes their results to all lanes' memory.
+  // Computes all complete products and writes the results to the memory of all lanes.
   uint64_t compute(Lane* lanes);
 
   uint64_t complete() const { return complete_; }
@@ -45,7 +46,7 @@ class MatrixQueue {
     const void* site;
     uint32_t arrived;
     uint32_t result;
-    int32_t addend;  // index of the result that is c, or -1: c was put into the result by the lanes
+    int32_t addend;  // index of the result that is c; -1: the lanes have copied c into the result
     alignas(32) float a[64], b[64];
   };
   struct Result {

@@ -1,14 +1,14 @@
 // The sm_* functions that compiled kernels call.
 #include <cstring>
 
-#include "checker.h"
+#include "checker/checker.h"
 #include "machine.h"
 #include "report.h"
 
 namespace softmetal {
 namespace {
 
-// Waits until all products deposited by this lane are done.
+// Waits until all products that this lane deposited have been computed.
 void finish_products(Lane& lane, const void* site) {
   Simdgroup& simdgroup = *lane.simdgroup;
   while (simdgroup.matrices.done() < lane.products) {
@@ -57,7 +57,7 @@ uint32_t sm_simd_exchange(const void* value, uint32_t bytes, const void** slots)
 void sm_report_inactive_lane(uint32_t other) {
   Lane& lane = Machine::current();
   if (machine_of(lane).launch().checker == nullptr) return;
-  softmetal::Fault fault{SM_FAULT_INACTIVE_LANE, false, lane.site, ""};  // the exchange that came before
+  softmetal::Fault fault{SM_FAULT_INACTIVE_LANE, false, lane.site, ""};  // the site of the preceding exchange
   fault.text = "value of lane " + std::to_string(other) + ", which takes no part in this simd operation";
   softmetal::report(lane, fault);
 }
@@ -103,7 +103,7 @@ float sm_perturb(float x, float ulps) {
   uint32_t bits;
   std::memcpy(&bits, &x, 4);
   uint32_t magnitude = bits & 0x7FFFFFFF;
-  // Zero, subnormals, infinities and NaN stay; so do results within reach of them.
+  // Zero, subnormals, infinities, NaN and results close to them stay as they are.
   if (seed == 0 || ulps < 1.0f || magnitude < 0x00800100 || magnitude > 0x7F7FFF00) return x;
   auto reach = static_cast<int32_t>(ulps);
   uint64_t hash = softmetal::mix(seed ^ (static_cast<uint64_t>(bits) << 8) ^ static_cast<uint64_t>(reach));

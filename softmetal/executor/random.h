@@ -1,4 +1,4 @@
-// A small generator for schedules: the same seed gives the same run.
+// The random numbers of schedules. The same seed gives the same run.
 #pragma once
 
 #include <cstdint>
@@ -17,14 +17,14 @@ class Random {
  public:
   explicit Random(uint64_t seed = 0) : state_(seed) {}
   uint32_t next() { return static_cast<uint32_t>(mix(state_ += 0x9E3779B97F4A7C15u) >> 32); }
-  // Uniform below n (to within 2^-32 n).
+  // Returns a number below n, uniform to within 2^-32 n.
   uint32_t below(uint32_t n) { return static_cast<uint32_t>((static_cast<uint64_t>(next()) * n) >> 32); }
 
  private:
   uint64_t state_;
 };
 
-// A random set bit of a non-zero mask.
+// Returns the index of a random set bit. The mask must not be zero.
 inline uint32_t random_bit(Random& random, uint32_t mask) {
   uint32_t n = random.below(static_cast<uint32_t>(__builtin_popcount(mask)));
   while (n--)

@@ -91,7 +91,7 @@ void report_missed_matrix_accesses(Simdgroup& simdgroup) {
 }
 
 void report_stuck(Launch& launch, Group& group) {
-  // The fault is told by a thread in the innermost wait: a simd operation if there is one.
+  // The report names a thread in the innermost wait, which is a simd operation if there is one.
   const Lane* lane = nullptr;
   for (uint32_t i = 0; i < group.thread_count; ++i) {
     const Lane& candidate = group.lanes[i];

@@ -1,4 +1,4 @@
-// Faults: collected once per source line and kind, worded for the reader.
+// Collects faults, once for each source line and kind, and writes their messages.
 #pragma once
 
 #include <string>
@@ -10,23 +10,23 @@ namespace softmetal {
 struct Fault {
   uint32_t kind;
   bool is_fatal;
-  const void* code;  // where: a return address in the library
-  std::string text;  // what happened, without the place
+  const void* code;  // a return address in the library
+  std::string text;  // what happened, without its place
   const void* other_code = nullptr;
   int32_t buffer = -1;
   int64_t offset = 0;
 };
 
-// Records the fault for the thread `lane`. A fatal one stops the launch and does not return (on a fibre).
+// Records a fault of the thread `lane`. On a fibre, a fatal fault stops the launch and does not return.
 void report(Lane& lane, const Fault& fault);
 
-// A fault of the launch itself, before any thread runs.
+// Records a fault of the launch itself, before any thread runs.
 void report_launch(Launch& launch, const std::string& text);
 
-// All lanes have returned: a matrix load or store that some of them did not reach is a fault.
+// Called when all lanes have returned: reports matrix loads and stores that some of them did not reach.
 void report_missed_matrix_accesses(Simdgroup& simdgroup);
 
-// No thread of the group can go on: says which barrier or simd operation was not reached, and by whom.
+// Called when no thread of the group can continue: reports which threads did not reach which barrier or simd operation.
 void report_stuck(Launch& launch, Group& group);
 
 }  // namespace softmetal

@@ -1,7 +1,8 @@
-"""Alignment checks for checked mode, put into LLVM's text form of a compiled library.
+"""Adds alignment checks for checked mode to LLVM's text form of a compiled library.
 
-A vector's copy becomes loads of its elements: the first still carries the vector's alignment, and nothing that the
-thread-sanitizer instrumentation passes on. Loads and stores that promise more than their own size get a call.
+The compiler turns the copy of a vector into loads of its elements. Only the first load still has the vector's alignment,
+and the thread-sanitizer instrumentation does not pass it on. So loads and stores whose alignment exceeds their size get
+a call of their own.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def add_alignment_checks(text: str) -> str:
     """Adds a call of sm_check_alignment before each access that is aligned beyond its size.
 
     Raises:
-        ValueError: an access of a size that the instrumentation would pass over.
+        ValueError: the instrumentation would skip an access of this size.
     """
     lines = []
     for line in text.split("\n"):

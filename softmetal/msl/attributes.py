@@ -1,4 +1,4 @@
-"""The `[[...]]` attributes of Metal: where they stand, and what they mean on a kernel's parameters."""
+"""Reads Metal's `[[...]]` attributes, and the parameters of kernels."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from .tokens import SourceError, Token, join, match_closing, split_commas
 
-# Attribute of a kernel parameter -> what sm::Builtin reads it from (msl/thunk.h).
+# Attribute of a kernel parameter -> its source for sm::Builtin (msl/thunk.h).
 BUILTINS = {
     "thread_position_in_grid",
     "thread_position_in_threadgroup",
@@ -42,7 +42,7 @@ class Attribute:
 
 
 def attribute_end(tokens: list[Token], start: int) -> int:
-    """Index of the last `]` of an attribute list that begins at `start`, or -1 where none does."""
+    """Returns the index of the last `]` of the attribute list that begins at `start`, or -1 if none begins there."""
     if start + 2 >= len(tokens) or tokens[start].text != "[" or tokens[start + 1].text != "[":
         return -1
     if tokens[start + 2].kind != "word" or (start and tokens[start - 1].text == "operator"):
@@ -52,7 +52,7 @@ def attribute_end(tokens: list[Token], start: int) -> int:
 
 
 def take_attributes(tokens: list[Token]) -> list[Attribute]:
-    """Reads all attribute lists among `tokens` and empties those that C++ does not know."""
+    """Reads all attribute lists among `tokens` and removes those that C++ does not know."""
     found = []
     i = 0
     while i < len(tokens):
@@ -79,7 +79,7 @@ def take_attributes(tokens: list[Token]) -> list[Attribute]:
 
 @dataclass(slots=True)
 class Parameter:
-    """A kernel parameter: where its value comes from."""
+    """A kernel parameter and the source of its value."""
 
     name: str
     source: str  # "buffer", "threadgroup" or one of BUILTINS
@@ -89,15 +89,15 @@ class Parameter:
 
 
 def placed_indices(parameters: list[Parameter], source: str) -> list[str]:
-    """The indices that the source text gives to arguments of one kind."""
+    """Returns the explicit indices of the arguments of one kind."""
     return [p.index for p in parameters if p.source == source and p.index and not p.index.startswith("sm::")]
 
 
 def read_parameters(tokens: list[Token]) -> list[Parameter]:
-    """Reads a kernel's parameter list (tokens between its brackets) and takes the attributes out of it.
+    """Reads a kernel's parameters from the tokens between its brackets, and removes their attributes.
 
     Raises:
-        SourceError: a parameter has no source, or one that this device does not have.
+        SourceError: a parameter has no source, or one that this device does not support.
     """
     parameters = []
     unplaced: list[Parameter] = []

@@ -1,7 +1,7 @@
-"""Metal Shading Language text -> shared object for the executor: clang -E, translate.py, clang, cached by content.
+"""Compiles Metal Shading Language text to a shared object for the executor: clang -E, translate.py, clang.
 
-As a script (`python -m msl.compiler`, source on stdin) it prints the library's path and the files that it was made
-from, one a line; the executor's sm_compile runs it so.
+Results are cached by content. The executor's sm_compile runs this file as a script (`python -m msl.compiler`, source on
+stdin). The script prints the library's path and the files that it was made from, one per line.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _INCLUDE = _HERE / "include"
 _COMPILER = os.environ.get("SOFTMETAL_CXX", "clang++-19")
 DEFAULT_FILE_NAME = "program_source.metal"
 
-# The host's own macros are hidden from Metal source; Metal's are those of MSL 3.1.
+# Metal source sees the macros of MSL 3.1 and none of the host's.
 _PREPROCESS = [
     *("-x", "c++", "-std=c++17", "-E", "-nostdinc", "-ffreestanding", "-w"),
     *(f"-U{m}" for m in ("__linux__", "__linux", "linux", "__gnu_linux__", "__unix__", "__unix", "unix", "__x86_64__")),
@@ -36,7 +36,7 @@ _PREPROCESS = [
 ]
 # LLVM 19 with AVX512-FP16 converts a half NaN to a short of -32768, where Metal (and LLVM without it) gives 0.
 _MACHINE = ("-march=native", "-mno-avx512fp16")
-# A call site stands for the lanes that meet at it: no pass may merge, copy or reorder such calls.
+# A call site identifies the lanes that meet there, so no pass may merge, copy or reorder these calls.
 _CODE = [
     *(*_MACHINE, "-fPIC", "-fno-optimize-sibling-calls", "-mllvm", "-enable-tail-merge=false"),
     *("-mllvm", "-disable-branch-fold", "-mllvm", "-disable-tail-duplicate"),
@@ -48,12 +48,12 @@ _COMPILE = [
     *("-gdwarf-4", "-gline-tables-only", "-fdebug-compilation-dir=."),
     *("-w", "-ferror-limit=20", "-fno-exceptions", "-fno-rtti", "-fvisibility=hidden", "-fno-stack-protector"),
     *("-fno-math-errno", "-fno-strict-aliasing"),
-    "-fno-strict-float-cast-overflow",  # float to integer saturates, NaN gives 0
-    # As Metal's compiler: a*b+c is contracted inside one expression, half and bfloat round after every operation.
+    "-fno-strict-float-cast-overflow",  # float to integer saturates, NaN becomes 0
+    # As in Metal's compiler: a*b+c is contracted inside one expression; half and bfloat round after each operation.
     *("-ffp-contract=on", "-Xclang", "-ffloat16-excess-precision=none", "-Xclang", "-fbfloat16-excess-precision=none"),
 ]
 FAST = ["-O2"]
-# No vectoriser: accesses of more than 16 bytes would not be instrumented.
+# No vectoriser, because accesses of more than 16 bytes would not be instrumented.
 _CHECKED = [
     *("-O2", "-fno-vectorize", "-fno-slp-vectorize"),
     *("-fsanitize=thread", "-mllvm", "-tsan-instrument-func-entry-exit=0"),
@@ -68,7 +68,7 @@ _LINK = ["-shared", "-nostdlib", "-fno-sanitize-link-runtime", "-lm", "-lc", "-l
 
 
 class CompileError(Exception):
-    """Metal source that does not compile; the text is the compiler's messages."""
+    """Raised for Metal source that does not compile. The text is the compiler's messages."""
 
 
 @dataclass(frozen=True)
@@ -80,12 +80,12 @@ class Compiled:
 
 
 def cache_folder() -> Path:
-    """Where shared objects lie: SOFTMETAL_CACHE, else build/softmetal/cache of the repository."""
-    return Path(os.environ.get("SOFTMETAL_CACHE", _HERE.parents[2] / "build" / "softmetal" / "cache"))
+    """Returns the folder of shared objects: SOFTMETAL_CACHE, or build/softmetal/cache of the repository."""
+    return Path(os.environ.get("SOFTMETAL_CACHE", _HERE.parents[1] / "build" / "softmetal" / "cache"))
 
 
 def library_files() -> list[Path]:
-    """The files of this folder and the executor's seam that a compiled library depends on."""
+    """Returns the files of this folder, and of the executor, that a compiled library depends on."""
     headers = [p for p in _INCLUDE.rglob("*") if p.is_file()]
     return sorted([*headers, *_HERE.glob("*.py"), _HERE / "thunk.h", _HERE.parent / "executor" / "abi.h"])
 
@@ -101,7 +101,7 @@ def toolchain_digest() -> str:
 
 
 def run(command: Sequence[str], data: str | bytes) -> str:
-    """What a tool prints for `data`; raises CompileError with its messages."""
+    """Runs a tool on `data` and returns its output. Raises CompileError with its messages if it fails."""
     try:
         done = subprocess.run(command, input=data.encode() if isinstance(data, str) else data, capture_output=True)
     except FileNotFoundError as error:
@@ -114,7 +114,7 @@ def run(command: Sequence[str], data: str | bytes) -> str:
 
 
 def cached(name: str, suffix: str, *parts: object) -> Path:
-    """Where what is made of `parts` by this toolchain lies."""
+    """Returns the cache path of the result of `parts` with this toolchain."""
     key = hashlib.sha256(toolchain_digest().encode())
     for part in parts:
         key.update((part if isinstance(part, bytes) else repr(part).encode()) + b"\0")
@@ -123,7 +123,7 @@ def cached(name: str, suffix: str, *parts: object) -> Path:
 
 @functools.cache
 def _stubs() -> Path:
-    """A folder with an empty file for every header of the library: Metal source is preprocessed without them."""
+    """Makes a folder with an empty file for each header of the library, for preprocessing Metal source without them."""
     names = sorted(str(p.relative_to(_INCLUDE)) for p in _INCLUDE.rglob("*") if p.is_file() and p.suffix != ".md")
     folder = cache_folder() / ("stubs-" + hashlib.sha256("\n".join(names).encode()).hexdigest()[:16])
     for name in names:
@@ -134,7 +134,7 @@ def _stubs() -> Path:
 
 
 def install(path: Path, make: list[str], text: str) -> None:
-    """Runs a command that writes its last argument, and puts the file in place in one step."""
+    """Runs a command that writes to its last argument, and moves the finished file into place."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=path.suffix)
     os.close(handle)
@@ -146,7 +146,7 @@ def install(path: Path, make: list[str], text: str) -> None:
 
 
 def precompiled(checked: bool) -> Path:
-    # A precompiled header names the files that it was made from: a checkout that was moved needs its own.
+    # A precompiled header names the files that it was made from, so each checkout needs its own.
     digest = hashlib.sha256(f"{_HERE} {toolchain_digest()}".encode()).hexdigest()
     path = cache_folder() / f"prelude-{'checked' if checked else 'fast'}-{digest[:16]}.pch"
     if not path.exists():
@@ -166,25 +166,25 @@ def _inlined(cpp: str) -> str:
 
 
 def install_llvm(path: Path, cpp: str, checked: bool) -> None:
-    """C++ text over our headers to optimised LLVM text in a file, all functions inlined into their callers."""
+    """Compiles C++ over our headers to optimised LLVM text in a file, with all functions inlined into their callers."""
     install(path, [*_from_cpp(checked), "-S", "-emit-llvm", "-o"], _inlined(cpp))
 
 
 def optimised(llvm: str, checked: bool) -> str:
-    """LLVM text as the compiler would leave it after its passes, without the checks' calls."""
+    """Runs the compiler's passes on LLVM text. The calls of checked mode are not yet in it."""
     flags = [*_CODE, *(_BEFORE_CHECKS if checked else FAST), "-w", "-ffp-contract=on"]
     return run([_COMPILER, "-x", "ir", "-", *flags, "-S", "-emit-llvm", "-o", "-"], llvm)
 
 
 def link_library(llvm: str, checked: bool, path: Path) -> None:
-    """Optimised LLVM text to a shared object at `path`; in checked mode the checks' calls are put in."""
+    """Compiles optimised LLVM text to a shared object at `path`. In checked mode, adds the calls of the checker."""
     flags = [*_CODE, *_AFTER_CHECKS] if checked else [*_CODE, *FAST]
     text = add_alignment_checks(llvm) if checked else llvm
     install(path, [_COMPILER, "-x", "ir", "-", *flags, "-w", *_LINK, "-o"], text)
 
 
 def _build(translated: str, checked: bool, path: Path) -> None:
-    """C++ text to a shared object at `path`."""
+    """Compiles C++ text to a shared object at `path`."""
     if checked:
         llvm = run([*_from_cpp(checked), "-S", "-emit-llvm", "-o", "-"], _inlined(translated))
         link_library(llvm, checked, path)
@@ -193,7 +193,7 @@ def _build(translated: str, checked: bool, path: Path) -> None:
 
 
 def _locate(text: str, line: int) -> tuple[str, int]:
-    """File and line of the user's source for a line of preprocessed text."""
+    """Returns the file and line of the user's source for a line of preprocessed text."""
     file, number = DEFAULT_FILE_NAME, 0
     for current, content in enumerate(text.split("\n"), 1):
         if marker := re.match(r'#(?:line)? (\d+) "((?:\\.|[^"])*)"', content):
@@ -211,7 +211,7 @@ def _message(text: str, error: SourceError) -> str:
 
 
 def preprocess(source: str, file_name: str, include_paths: Sequence[str], defines: Sequence[str]) -> str:
-    """Expands the user's macros and includes; the library's own headers count as empty.
+    """Expands the user's macros and includes. The library's own headers count as empty.
 
     Raises:
         CompileError: a missing header, an #error, a malformed macro.
@@ -235,16 +235,16 @@ def compile_source(
 
     Args:
         source: Metal Shading Language text.
-        file_name: its name in messages and reports.
-        constants: function constants by name, or by index as text; values as C text ("true", "-3", "0x1p+1", "{1,2}").
+        file_name: the source's name in messages and reports.
+        constants: function constants by name, or by index as text. Values are C text ("true", "-3", "0x1p+1", "{1,2}").
         include_paths: folders for the source's own includes.
         defines: macros, "NAME" or "NAME=VALUE".
         checked: instruments the code for checked mode.
-        kernel: the one that code is wanted of, "" for none. Without function constants there is but one version of
-            each kernel, and all are compiled.
+        kernel: the only kernel to compile, "" for none. It has an effect only if the source has function constants.
+            Otherwise there is one version of each kernel, and all are compiled.
 
     Raises:
-        CompileError: with the messages, line numbers being those of the source.
+        CompileError: the source does not compile. Line numbers in the messages are those of the source.
     """
     text = preprocess(source, file_name, include_paths, defines)
     values = dict(constants or {})
@@ -269,12 +269,12 @@ def compile_source(
 def answer(
     parser: argparse.ArgumentParser, compiled: Callable[[argparse.Namespace], Compiled], files: Sequence[Path]
 ) -> int:
-    """Runs a compiler as the executor's sm_compile asks: prints the library's path and the files it was made from.
+    """Runs a compiler for the executor's sm_compile; prints the library's path and the files that it was made from.
 
     Args:
-        parser: with the options of its own; constants, mode and kernel are added.
-        compiled: of the options.
-        files: of the compiler itself.
+        parser: a parser with the compiler's own options. This function adds constants, mode and kernel.
+        compiled: compiles for the parsed options.
+        files: the files of the compiler itself.
     """
     parser.add_argument("--constant", action="append", default=[], metavar="NAME=VALUE")
     parser.add_argument("--checked", action="store_true")

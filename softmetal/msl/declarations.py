@@ -1,4 +1,4 @@
-"""Reading declarations off tokens: where a type ends, what is declared, which words are template parameters."""
+"""Reads declarations from tokens: the end of a type, the declared names, the template parameters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def index(texts: list[str], wanted: str) -> int:
 
 
 def top(tokens: list[Token]) -> list[str]:
-    """The texts outside all brackets, template brackets included."""
+    """Returns the texts outside all brackets, including template brackets."""
     texts: list[str] = []
     depth = angle = 0
     for i, token in enumerate(tokens):
@@ -50,7 +50,7 @@ def without_attributes(tokens: list[Token]) -> list[Token]:
 
 
 def take_templates(tokens: list[Token]) -> tuple[list[Token], frozenset[str]]:
-    """A declaration without its `template <...>` parts, and the names of their parameters."""
+    """Returns a declaration without its `template <...>` parts, and the names of their parameters."""
     names: set[str] = set()
     while len(tokens) > 1 and tokens[0].text == "template" and tokens[1].text == "<":
         end = match_angle(tokens, 1)
@@ -63,7 +63,7 @@ def take_templates(tokens: list[Token]) -> tuple[list[Token], frozenset[str]]:
 
 
 def after_type(tokens: list[Token], i: int) -> int:
-    """Index after the type name that begins at `i`: words joined by `::`, template arguments, further specifiers."""
+    """Returns the index after the type that begins at `i`: words joined by `::`, template arguments, specifiers."""
     leading = SPECIFIERS | SPACES
     while i < len(tokens):
         token = tokens[i]
@@ -80,7 +80,7 @@ def after_type(tokens: list[Token], i: int) -> int:
 
 
 def _after_arguments(tokens: list[Token], i: int) -> int:
-    """Index after the template arguments that open at `i`; the end where it was a comparison after all."""
+    """Returns the index after the template arguments that open at `i`, or the end if the `<` is a comparison."""
     try:
         return match_angle(tokens, i) + 1
     except SourceError:
@@ -93,7 +93,7 @@ def declared_name(declarator: list[Token]) -> str:
 
 
 def function_name(tokens: list[Token]) -> int:
-    """Index of the name before a function's parameter list in a declaration, or -1."""
+    """Returns the index of the name before a function's parameter list in a declaration, or -1."""
     i = 0
     while i < len(tokens):
         text = tokens[i].text
@@ -120,7 +120,7 @@ def function_name(tokens: list[Token]) -> int:
 
 
 def instance_target(tokens: list[Token], kernels: Container[str]) -> list[Token]:
-    """`f<T>` of an instantiation `template [[kernel]] decltype(f<T>) f<T>` or `template [[kernel]] void f<T>(...)`."""
+    """Returns `f<T>` of `template [[kernel]] decltype(f<T>) f<T>` or `template [[kernel]] void f<T>(...)`."""
     code = [t for t in tokens if t.text and t.text not in ("template", "kernel")]
     if code[0].text == "decltype":
         return code[match_closing(code, 1) + 1 :]

@@ -1,4 +1,4 @@
-"""What the translation adds for the executor: an entry per kernel, and the tables that name them."""
+"""The text that the translation adds for the executor: an entry for each kernel, and the tables that name them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class FunctionConstant:
     is_defined: bool
 
     def definition(self, value: str | None) -> str:
-        """The C++ that takes the declaration's place; the value is C text, None where there is none."""
+        """Returns the C++ that replaces the declaration. The value is C text, or None if the constant has no value."""
         if value is None:
             return f'static const sm::UndefinedConstant<{self.type}> {self.name}{{"{self.name}"}}'
         arguments = value.strip("{}").replace("inf", "__builtin_inf()").replace("nan", '__builtin_nan("")')
@@ -36,7 +36,7 @@ class FunctionConstant:
 
 @dataclass(slots=True)
 class Entry:
-    """A kernel that can be launched: a function, or an instance of a template."""
+    """A kernel that can be launched, which is a function or an instance of a template."""
 
     number: int
     host_name: str
@@ -47,7 +47,7 @@ class Entry:
     has_code: bool
 
     def text(self) -> str:
-        """The C function that calls the kernel, and the table of its arguments."""
+        """Returns the C function that calls the kernel, and the table of its arguments."""
         n, function = self.number, self.function
         parts = []
         if self.has_code:
@@ -63,7 +63,7 @@ class Entry:
         return " " + " ".join(parts)
 
     def row(self) -> str:
-        """The kernel's line in the table of the library."""
+        """Returns the kernel's line in the table of the library."""
         n, count = self.number, len(self._arguments())
         entry = f"{self.path}sm_entry_{n}" if self.has_code else "nullptr"
         arguments = f"{self.path}sm_arguments_{n}" if count else "nullptr"
@@ -89,7 +89,7 @@ def _source(parameter: Parameter) -> str:
 
 
 def tables(entries: Sequence[Entry], constants: Sequence[FunctionConstant]) -> str:
-    """The end of the file: what the library exports."""
+    """Returns the end of the file, which holds the tables that the library exports."""
     rows = [f'{{"{c.name}", "{c.type}", {c.index}, {int(c.is_defined)}}}' for c in constants]
     return (
         "\n#pragma clang attribute pop\n"

@@ -1,7 +1,7 @@
-"""What Apple's Metal compiler refuses and C++ would take once the address-space words are dropped.
+"""Finds code that Apple's Metal compiler refuses, but C++ accepts once address spaces are removed.
 
-Works on the tokens of preprocessed text, before anything is rewritten. A rule speaks only where the text alone decides:
-what depends on a template argument is left alone, since the argument may carry the address space.
+It works on the tokens of preprocessed text before they are rewritten. A rule applies only if the text alone decides.
+Types that depend on a template argument are skipped, because the argument may carry the address space.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from .declarations import (
     top,
     without_attributes,
 )
+from .names import taken_names
 from .tokens import SourceError, Token, match_closing, split_commas
 
 _UNSUPPORTED = dict.fromkeys(
@@ -72,7 +73,7 @@ class _Linter:
         self._words()
         self._scope(0, _Scope("namespace", frozenset()))
         self._recursion()
-        return sorted(self.found, key=lambda e: e.line)
+        return self.found
 
     def _refuse(self, token: Token, message: str) -> None:
         self.found.append(SourceError(token.line, message))
@@ -97,7 +98,7 @@ class _Linter:
                 self._cast(i + 1, ")")
 
     def _cast(self, start: int, closing: str) -> None:
-        """`(T*)` and `x_cast<T*>` of a type that is known to have no address space."""
+        """Checks `(T*)` and `x_cast<T*>` if the type is known to have no address space."""
         i = start
         while i < len(self.code) and (self.code[i].text in ("const", "volatile") or self.code[i].text in _BUILTIN):
             i += 1
@@ -148,7 +149,7 @@ class _Linter:
         return first in ("case", "default") and scope.kind in ("function", "block")
 
     def _open(self, header: list[Token], scope: _Scope) -> _Scope | None:
-        """What a `{` opens after `header`; None: an initialiser, a part of the statement."""
+        """Returns the scope that a `{` opens after `header`, or None for an initialiser."""
         is_kernel = _is_kernel(header)
         header = without_attributes(header)
         texts = [t.text for t in header]
@@ -236,7 +237,7 @@ class _Linter:
                 self._refuse(part[0], f"{message} without an address space")
 
     def _lacks_space(self, tokens: list[Token], open_names: frozenset[str]) -> bool:
-        """Whether the declaration has `*` or `&` on a type that is known, and no address space."""
+        """Returns True if the declaration has `*` or `&` on a known type and no address space."""
         texts = top(tokens)
         if not any(t in _MARKS for t in texts):
             return False
@@ -247,7 +248,7 @@ class _Linter:
         return not outside & (open_names | self.open_names)
 
     def _local(self, statement: list[Token], scope: _Scope) -> None:
-        """A statement inside a function: calls, local variables."""
+        """Checks a statement inside a function: its calls and local variables."""
         if scope.function is not None:
             for i, token in enumerate(statement[:-1]):
                 if token.kind == "word" and statement[i + 1].text == "(":
@@ -281,7 +282,7 @@ class _Linter:
             self._threadgroup_variable(statement, scope)
 
     def _variable(self, statement: list[Token], open_names: frozenset[str], what: str) -> None:
-        """`T* x`, `T& x`: only what cannot be an expression."""
+        """Checks `T* x` and `T& x` if they cannot be expressions."""
         i = 0
         while i < len(statement) and statement[i].text in SPECIFIERS | SPACES:
             i += 1
@@ -318,7 +319,7 @@ class _Linter:
     # ---- recursion -------------------------------------------------------------------------------------------------
 
     def _recursion(self) -> None:
-        """Cycles among functions whose name alone says which function is meant."""
+        """Finds cycles among functions whose names are not overloaded."""
         counts: dict[str, int] = {}
         for function in self.functions:
             counts[function.name] = counts.get(function.name, 0) + 1
@@ -331,7 +332,7 @@ class _Linter:
 
 
 def _cycle(name: str, known: dict[str, _Function]) -> list[str]:
-    """The shortest chain of calls from `name` back to it, or []."""
+    """Returns the shortest chain of calls from `name` back to `name`, or []."""
     paths = [[name]]
     seen: set[str] = set()
     for path in paths:
@@ -350,12 +351,12 @@ def _is_kernel(header: list[Token]) -> bool:
 
 
 def lint(code: list[Token]) -> Iterator[SourceError]:
-    """Finds what Metal refuses.
+    """Finds code that Metal refuses.
 
     Args:
         code: the significant tokens of preprocessed text, as `tokens.significant(tokens.tokenize(text))` gives them.
 
     Yields:
-        One error per finding, in the order of the lines of that text.
+        One error for each finding, in the order of the lines of that text.
     """
-    yield from _Linter(code).run()
+    yield from sorted([*_Linter(code).run(), *taken_names(code)], key=lambda e: e.line)

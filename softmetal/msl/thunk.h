@@ -1,5 +1,5 @@
-// What the translated source of every Metal library is compiled with: calls of a kernel with its arguments, the types
-// taken from the kernel itself by deduction. Included after metal_stdlib.
+// Compiled with the translated source of every Metal library. Calls a kernel with its arguments, whose types come from
+// the kernel itself by deduction. Included after metal_stdlib.
 #pragma once
 
 #include "../executor/abi.h"
@@ -7,7 +7,7 @@
 namespace sm {
 
 template <class T>
-struct Target {  // what a pointer or reference refers to
+struct Target {  // the type to which a pointer or reference refers
   static constexpr bool is_buffer = false, is_reference = false;
   using type = char;
 };
@@ -58,7 +58,7 @@ inline T place(void* address) {
   }
 }
 
-// The index of the n-th argument without one: the indices that others have are passed over.
+// The index of the n-th argument without an explicit one. Indices that other arguments have are skipped.
 template <unsigned N, auto... Used>
 constexpr unsigned free_index() {
   unsigned left = N;
@@ -171,12 +171,12 @@ template <auto F, class... S>
 struct Call;
 template <class... A, void (*F)(A...), class... S>
 struct Call<F, S...> {
-  // In the entry, so that a threadgroup variable lies in the code of its kernel.
+  // Inlined into the entry, so that a threadgroup variable belongs to the code of its kernel.
   __attribute__((always_inline)) static void run(const sm_bindings* bindings) { F(S::template get<A>(bindings)...); }
 };
 
-// The section lists every threadgroup variable with the code that declares it: the executor adds up a kernel's static
-// threadgroup memory from it before the first run.
+// The section lists each threadgroup variable with the code that declares it. The executor adds up a kernel's static
+// threadgroup memory from the list before the first run.
 template <class T, unsigned Site, unsigned Align>
 __attribute__((always_inline)) inline T& threadgroup_variable() {
   constexpr uint32_t align = Align > alignof(T) ? Align : alignof(T);
@@ -191,8 +191,8 @@ inline T constant_value(V... values) {
   return T(values...);
 }
 
-// A function constant without a value: a fault when it is used. Of a vector the members can be named, which no code
-// sees: they are poison.
+// A function constant without a value. Its use is a fault. The use of a vector's member cannot be seen, so members are
+// poison.
 template <class T, bool IsVector = __is_class(T)>
 struct UndefinedConstant {
   const char* name;

@@ -24,7 +24,7 @@ CLOSING = {"(": ")", "[": "]", "{": "}"}
 
 @dataclass(slots=True)
 class Token:
-    """One token; `text` may be rewritten in place, `kind` is that of the source."""
+    """One token. `text` may be rewritten in place; `kind` stays that of the source."""
 
     kind: str
     text: str
@@ -33,7 +33,7 @@ class Token:
 
 
 class SourceError(Exception):
-    """The text is not what Metal's compiler would accept, or uses what this device does not have."""
+    """Raised for text that Metal's compiler would refuse, or that uses a feature this device does not support."""
 
     def __init__(self, line: int, message: str) -> None:
         super().__init__(message)
@@ -55,12 +55,12 @@ def tokenize(text: str) -> list[Token]:
 
 
 def significant(tokens: list[Token]) -> list[Token]:
-    """The tokens without spaces, preprocessor lines and what a rewrite has emptied."""
+    """Returns the tokens without spaces, preprocessor lines and tokens that a rewrite has emptied."""
     return [t for t in tokens if t.kind not in ("space", "directive") and t.text]
 
 
 def join(tokens: list[Token]) -> str:
-    """Tokens of one construct as text on one line."""
+    """Joins the tokens of one construct to text on one line."""
     return "".join((" " if t.spaced else "") + t.text for t in significant(tokens)).strip()
 
 
@@ -81,7 +81,7 @@ def rewrite_literals(tokens: list[Token]) -> None:
 
 
 def match_closing(tokens: list[Token], start: int) -> int:
-    """Index of the bracket that closes the one at `start`, all three kinds nested."""
+    """Returns the index of the bracket that closes the one at `start`. All three kinds may be nested."""
     depth = 0
     for i in range(start, len(tokens)):
         if tokens[i].text in CLOSING:
@@ -94,8 +94,10 @@ def match_closing(tokens: list[Token], start: int) -> int:
 
 
 def match_angle(tokens: list[Token], start: int) -> int:
-    """Index of the `>` that closes the template bracket `<` at `start`; `>` inside other brackets does not count, and
-    `<` after anything but a name is a comparison."""
+    """Returns the index of the `>` that closes the template bracket `<` at `start`.
+
+    A `>` inside other brackets does not count. A `<` that does not follow a name is a comparison.
+    """
     depth = 0
     i = start
     while i < len(tokens):

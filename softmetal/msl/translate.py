@@ -1,7 +1,7 @@
-"""Metal Shading Language -> C++: what C++ cannot parse is dropped or rewritten, kernels get a C entry each.
+"""Translates Metal Shading Language to C++: drops or rewrites text that C++ cannot parse, and adds an entry per kernel.
 
-Works on preprocessed text and on tokens alone: parameter *types* are left to C++ deduction (thunk.h). Every line stays
-where it was, so that the compiler's and the reports' line numbers are those of the user's source.
+It works on the tokens of preprocessed text. Parameter *types* are left to C++ deduction (thunk.h). Each line keeps its
+number, so that messages and reports name the lines of the user's source.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ class _Scope:
     start: int = 0  # index of the first token of the running statement
     after: str = ""  # text that follows the closing brace
     seen: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    drop_from: int = -1  # the whole definition, from this token on, is dropped at the closing brace
+    drop_from: int = -1  # the definition is dropped from this token on, at the closing brace
 
 
 class Translator:
-    """One translation; `text` and `constants` hold the result after construction.
+    """One translation. `text` and `constants` hold the result after construction.
 
     Args:
-        tokens: of preprocessed text with line markers; they are rewritten in place.
-        values: function constants by name or by index (as text), as C text.
-        wanted: host name of the kernel that gets code; None: all.
+        tokens: of preprocessed text with line markers. They are rewritten in place.
+        values: function constants as C text, by name or by index (as text).
+        wanted: host name of the kernel to compile; None: all.
 
     Raises:
-        SourceError: at the first construct that cannot be taken.
+        SourceError: a construct cannot be translated. The error names the first one.
     """
 
     def __init__(self, tokens: list[Token], values: Mapping[str, str], wanted: str | None = None) -> None:
@@ -78,7 +78,7 @@ class Translator:
                 continue
             if text == "{":
                 inner = self._open(scopes, i)
-                if inner is None:  # an initialiser: part of the statement
+                if inner is None:  # an initialiser, which is part of the statement
                     i = match_closing(code, i) + 1
                     continue
                 scopes.append(inner)
@@ -113,7 +113,7 @@ class Translator:
             token.text = ""
 
     def _open(self, scopes: list[_Scope], brace: int) -> _Scope | None:
-        """Says what the `{` at `brace` opens; None for an initialiser outside of functions."""
+        """Returns the scope that the `{` at `brace` opens, or None for an initialiser outside of functions."""
         scope = scopes[-1]
         header = self._code[scope.start : brace]
         texts = [t.text for t in header]
@@ -156,7 +156,7 @@ class Translator:
         return inner
 
     def _is_repeated(self, scopes: list[_Scope], header: list[Token], kind: str) -> bool:
-        """Whether the same declaration (of this kind) stands above for another address space: C++ has one."""
+        """Returns True if an earlier declaration differs only in its address space, and so is the same in C++."""
         words = [t.text for t in header if t.text]
         spaces = tuple(t for t in words if t in _ADDRESS_SPACES)
         path = "::".join(s.name for s in scopes[:-1]) if scopes[-1].kind == "namespace" else ""
@@ -191,7 +191,7 @@ class Translator:
             if "host_name" in names:
                 self._instance(scopes, tokens, attributes)
         elif "kernel" in names or any(t.text == "kernel" for t in tokens):
-            _make_static(tokens)  # declared ahead of its definition
+            _make_static(tokens)  # a declaration before its definition
         elif "function_constant" in names and function_name(tokens) < 0:
             self._function_constant(tokens, attributes)
 
@@ -221,7 +221,7 @@ class Translator:
             inner.after = self._entry(scopes, host, word, kernel, limit)
 
     def _instance(self, scopes: list[_Scope], tokens: list[Token], attributes: list[Attribute]) -> None:
-        """`template [[host_name("x")]] [[kernel]] decltype(f<T>) f<T>;` or with the function's type written out."""
+        """Handles `template [[host_name("x")]] [[kernel]] decltype(f<T>) f<T>;`, or the same with the type spelt out."""
         host = next(_string(a.argument) for a in attributes if a.name == "host_name")
         target = instance_target(tokens, self._kernels)
         expression = join(target)
@@ -262,7 +262,7 @@ class Translator:
         code[0].text = constant.definition(value)
 
     def _threadgroup_variable(self, start: int, keyword: int) -> int:
-        """Rewrites `threadgroup T x[N], y;` at statement level; returns the index to go on from."""
+        """Rewrites `threadgroup T x[N], y;` at statement level; returns the index at which to continue."""
         code = self._code
         before = {t.text for t in code[start:keyword]}
         if before & {*CLOSING, ")", "*", "&", "="} and "alignas" not in before:
@@ -272,7 +272,7 @@ class Translator:
         while code[i].text != ";":
             text = code[i].text
             if text in ("*", "&", "&&", "(", "{", ")") and not (text == "(" and code[i - 1].text == "alignas"):
-                return keyword + 1  # a pointer, reference, cast or parameter: the keyword is dropped later
+                return keyword + 1  # a pointer, reference, cast or parameter, whose keyword is dropped later
             if text == "=":
                 raise SourceError(code[i].line, "a threadgroup variable cannot be initialised")
             if text == "<":
@@ -332,13 +332,13 @@ class Translator:
 
 
 def _signature(header: list[Token], closing: int) -> list[Token]:
-    """What tells a function from others: all up to its parameters' end, qualifiers, but no initialisers."""
+    """Returns the tokens that identify a function: up to the end of its parameters, and qualifiers."""
     end = next((i for i in range(closing, len(header)) if header[i].text in (":", "=")), len(header))
     return header[:end]
 
 
 def _outside_template(texts: list[str]) -> list[str]:
-    """A declaration's words after its `template <...>`."""
+    """Returns a declaration's words after its `template <...>`."""
     depth = 0
     for i, text in enumerate(texts):
         if i == 0 and text != "template":
@@ -350,13 +350,13 @@ def _outside_template(texts: list[str]) -> list[str]:
 
 
 def _make_static(declaration: list[Token]) -> None:
-    """Internal linkage: no copy of a kernel exists beside the one in its entry (whose threadgroup variables count)."""
+    """Gives a kernel internal linkage, so that its only copy is the one in its entry, whose threadgroup variables count."""
     if declaration[0].text != "template" and all(t.text != "static" for t in declaration):
         declaration[0].text = f"static {declaration[0].text}"
 
 
 def _string(argument: str) -> str:
-    """The value of adjacent string literals."""
+    """Returns the value of adjacent string literals."""
     return "".join(re.findall(r'"((?:\\.|[^"])*)"', argument))
 
 
@@ -373,5 +373,5 @@ def _declarators(tokens: list[Token]) -> list[list[Token]]:
 
 
 def _starts(code: list[Token], i: int) -> bool:
-    """Whether the word at `i` can be a declaration specifier: something of a type follows."""
+    """Returns True if the word at `i` can be a declaration specifier, because part of a type follows."""
     return i + 1 < len(code) and (code[i + 1].kind == "word" or code[i + 1].text in ("[", "::"))

@@ -10,14 +10,14 @@
 namespace softmetal {
 namespace {
 
-constexpr size_t kCanaryBytes = 64;  // behind every buffer: shows stores past its end in fast mode too
+constexpr size_t kCanaryBytes = 64;  // behind every buffer, to show stores past its end in fast mode too
 constexpr uint8_t kCanary = 0xA5;
 constexpr size_t kQuarantineBytes = 64u << 20;
 constexpr size_t kQuarantineObjects = 4096;
 
 std::atomic<size_t> live_bytes{0};
 
-// Freed memory keeps its poison for a while before its addresses come back.
+// Freed memory stays poisoned for a while before its addresses are used again.
 class Quarantine {
  public:
   void add(uint8_t* bytes, size_t length) {
@@ -143,7 +143,7 @@ void Device::clear() {
 
 }  // namespace softmetal
 
-// What is left of a buffer that was freed: any message to it is a use after free.
+// The class of a freed buffer. Any message to it is a use after free.
 @interface SoftMetalFreedObject : NSObject
 @end
 @implementation SoftMetalFreedObject
@@ -158,7 +158,7 @@ void Device::clear() {
 }
 @end
 
-// A dead buffer keeps its object for a while, under another class: no [super dealloc].
+// There is no [super dealloc], because a freed buffer keeps its object for a while, under another class.
 #pragma clang diagnostic push
 #pragma clang diagnostic ignored "-Wobjc-missing-super-calls"
 @implementation SoftMetalBuffer
@@ -184,7 +184,7 @@ void Device::clear() {
   return reinterpret_cast<uint64_t>(memory->bytes());
 }
 - (void*)contents {
-  memory->mark_all_written();  // the host can write through the pointer unseen
+  memory->mark_all_written();  // writes of the host through the pointer are not seen
   return memory->bytes();
 }
 - (NSUInteger)allocatedSize {
@@ -237,7 +237,7 @@ id<MTLDevice> MTLCreateSystemDefaultDevice(void) {
   return softmetal::allocated_bytes();
 }
 - (BOOL)supportsFamily:(MTLGPUFamily)family {
-  // An M1: what runs here may not lean on newer families.
+  // The device is an M1, so that code that runs here does not depend on newer families.
   return family == MTLGPUFamilyApple7 || family == MTLGPUFamilyMac2 || family == MTLGPUFamilyCommon3 ||
          family == MTLGPUFamilyMetal3;
 }

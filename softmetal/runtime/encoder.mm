@@ -1,4 +1,4 @@
-// Encoders: what they record, and Metal's rules about it.
+// Encoders: they record commands and enforce Metal's rules.
 #include <algorithm>
 #include <cstring>
 
@@ -91,8 +91,9 @@ sm_uint3 narrow(MTLSize size) {
   [super dealloc];
 }
 
-// An era is the work of one operator with one pipeline. A new one starts when a pipeline is set after a dispatch, and
-// with each block of the queue: what was bound in an earlier era is somebody else's.
+// An era is the work of one operator with one pipeline. A new era starts with each block of the queue, and when a
+// pipeline is set after a dispatch. Bindings of an earlier era are stale, because another operator or pipeline made
+// them.
 - (uint64_t)currentEra {
   return softmetal::queue_block() << 32 | era;
 }
@@ -184,7 +185,7 @@ sm_uint3 narrow(MTLSize size) {
   if (binding.kind == Binding::Kind::absent) return;
   if (binding.kind == Binding::Kind::bytes) {
     const std::vector<uint8_t>& copy = command.bytes.emplace_back(binding.bytes);
-    slot.base = const_cast<uint8_t*>(copy.data());  // read_only: the executor reports any store
+    slot.base = const_cast<uint8_t*>(copy.data());  // the executor reports any store, because the slot is read_only
     slot.length = copy.size();
     slot.read_only = 1;
   } else {

@@ -1,4 +1,4 @@
-// Strings, numbers, collections and errors: the part of Foundation that Metal host code uses.
+// The part of Foundation that Metal host code uses: strings, numbers, collections and errors.
 #include <Foundation/Foundation.h>
 #include <objc/runtime.h>
 
@@ -24,7 +24,7 @@ using Objects = std::vector<id>;
 Objects& objects_of(NSArray* array) {
   return *static_cast<Objects*>(array->_state);
 }
-using Entries = std::map<std::string, std::pair<id, id>>;  // by the key's text: keys are strings here
+using Entries = std::map<std::string, std::pair<id, id>>;  // by the key's text, because all keys here are strings
 Entries& entries_of(NSDictionary* dictionary) {
   return *static_cast<Entries*>(dictionary->_state);
 }

@@ -1,4 +1,4 @@
-// Libraries, functions and pipelines: Metal source text, and metallibs, through the executor's compiler.
+// Libraries, functions and pipelines. The executor's compiler makes them from Metal source text or a metallib.
 #include <algorithm>
 #include <cstring>
 #include <map>

@@ -1,4 +1,4 @@
-// What stands behind the Metal objects: buffers with a record of written bytes, encoded commands, the queue.
+// The C++ behind the Metal objects: buffers with a record of written bytes, encoded commands and the queue.
 #pragma once
 
 #include <Metal/Metal.h>
@@ -20,9 +20,9 @@ namespace softmetal {
 inline constexpr NSUInteger kSetBytesLimit = 4096;
 inline constexpr NSUInteger kThreadgroupLengthMultiple = 16;
 inline constexpr uint8_t kFreshPoison = 0xFF;  // NaN as half, bfloat and float, -1 as an integer
-inline constexpr uint8_t kFreedPoison = 0xFB;  // half and bfloat: NaN or huge; differs from fresh memory
+inline constexpr uint8_t kFreedPoison = 0xFB;  // NaN or huge as half and bfloat; differs from kFreshPoison
 
-// Memory of one MTLBuffer. `initialised` holds a byte per byte, non-zero where something was written; null: all of it.
+// Memory of one MTLBuffer. `initialised` has one byte per byte, non-zero if it was written. Null: all bytes were.
 class Memory {
  public:
   explicit Memory(size_t length);
@@ -47,30 +47,30 @@ size_t allocated_bytes();
 
 struct Binding {
   enum class Kind { none, absent, buffer, bytes } kind = Kind::none;
-  id<MTLBuffer> buffer = nil;  // retained by the command, not by the table
+  id<MTLBuffer> buffer = nil;  // the command retains it, the table does not
   NSUInteger offset = 0;
   std::vector<uint8_t> bytes;
   uint64_t era = 0;  // when it was bound: see ComputeEncoder
 };
 
-// Metal source, or a metallib, with what specialises it.
+// Metal source or a metallib, with macros and function constants.
 struct Program {
   struct Constant {
-    std::string name;  // or empty: by index
+    std::string name;  // empty: found by its index
     uint32_t index;
     std::string value;
   };
   std::string source;
-  std::string metallib;              // the path of one, which then takes the source's place
+  std::string metallib;              // the path of a metallib, instead of source
   std::vector<std::string> defines;  // NAME=VALUE
   std::vector<Constant> constants;
 
-  // Compiles and opens; throws std::runtime_error with the compiler's messages. With function constants in the source
-  // only `kernel` gets code ("": none, for names and arguments).
+  // Compiles and opens the library. Throws std::runtime_error with the compiler's messages. If the source has function
+  // constants, only `kernel` gets code. "" compiles none, for names and arguments.
   const sm_library* open(bool checked, const char* kernel) const;
 };
 
-// A specialised kernel, compiled for fast and for checked mode when first asked for.
+// A specialised kernel. It is compiled for fast or checked mode on first use.
 class Kernel {
  public:
   Kernel(Program program, std::string name) : program_(std::move(program)), name_(std::move(name)) {}
@@ -86,7 +86,7 @@ class Kernel {
   std::mutex mutex_;
 };
 
-// One piece of encoded work. It holds references to all that it will touch, as a Mac's command buffer does.
+// One encoded command. It holds references to all objects that it uses, as a Mac's command buffer does.
 struct Command {
   enum class Kind { dispatch, copy, fill } kind;
   sm_dispatch dispatch{};
@@ -105,7 +105,7 @@ struct Command {
   void run();
 };
 
-// Settings and results of the device, shared with Python.
+// Settings and results of the device, for Python.
 struct Record {
   std::string kernel;
   uint64_t seed;
@@ -116,7 +116,7 @@ class Device {
   static Device& get();
 
   std::atomic<bool> checked;
-  std::atomic<uint32_t> thread_limit = SM_MAX_THREADS;  // of every pipeline: less where a kernel needs many registers
+  std::atomic<uint32_t> thread_limit = SM_MAX_THREADS;  // of every pipeline; tests lower it
   void set_seed(uint64_t seed);
   uint64_t next_seed();
   void add_record(Record record);
@@ -133,11 +133,11 @@ class Device {
   size_t raised_ = 0;
 };
 
-// The serial queue: true while a block of dispatch_sync runs on this thread.
+// Returns true while a block of dispatch_sync runs on this thread.
 bool on_queue();
-// Number of the block that runs, or last ran: tells a binding of this operator from one of an earlier operator.
+// Returns the number of the current or latest block, which separates the bindings of this operator from earlier ones.
 uint64_t queue_block();
-// Label of the operator that encodes, from MPSProfiler.
+// Returns the label of the operator that is encoding, from MPSProfiler.
 std::string& operator_label();
 
 }  // namespace softmetal
@@ -176,7 +176,7 @@ std::string& operator_label();
   MTLCommandBufferStatus state;
   NSError* failure;
   NSString* bufferLabel;
-  BOOL needsQueue;  // belongs to PyTorch's stream: encoding happens on its serial queue
+  BOOL needsQueue;  // it belongs to PyTorch's stream, so encoding must be on the stream's serial queue
   double start, end;
 }
 - (void)run;

@@ -1,4 +1,4 @@
-// MPSCommandBuffer: the command buffer of PyTorch's stream, which goes on in a fresh one after commitAndContinue.
+// MPSCommandBuffer: the command buffer of PyTorch's stream. After commitAndContinue it wraps a new command buffer.
 #include <MetalPerformanceShaders/MetalPerformanceShaders.h>
 
 #include "metal.h"

@@ -1,4 +1,4 @@
-// Objects below Objective-C: their memory, and how a broken Metal rule is raised.
+// The memory of Objective-C objects, and the error for a broken rule of Metal.
 #pragma once
 
 #include <Foundation/Foundation.h>
@@ -9,16 +9,16 @@
 
 namespace softmetal {
 
-// A zeroed object of the class with one reference. The count lies in front of the object.
+// Allocates a zeroed object with one reference. The reference count precedes the object.
 id create_instance(Class cls);
 void free_instance(id object);
 
-// What Metal's API validation aborts a Mac's process for. Arrives in Python as RuntimeError.
+// An error for which Metal's API validation aborts the process on a Mac. Python sees it as RuntimeError.
 struct Violation : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// Raises a Violation: `rule` names what Metal asks for, the rest says what came.
+// Throws a Violation. `rule` names Metal's rule; the other arguments form the message.
 template <typename... Parts>
 [[noreturn]] void violation(const char* rule, const Parts&... parts) {
   std::ostringstream text;

@@ -1,4 +1,4 @@
-// The root class on GNU libobjc: memory, reference counts, autorelease pools.
+// The root class for GNU libobjc: memory, reference counts and autorelease pools.
 #include <Foundation/Foundation.h>
 #include <objc/runtime.h>
 
@@ -12,8 +12,8 @@
 
 extern "C" _Unwind_Reason_Code __gxx_personality_v0(int, _Unwind_Action, _Unwind_Exception_Class, _Unwind_Exception*,
                                                     _Unwind_Context*);
-// Objective-C++ frames of host code let C++ exceptions through only with the C++ personality; this library is loaded
-// globally before libobjc is looked at, so its definition is the one that binds.
+// C++ exceptions pass through Objective-C++ frames of host code only with the C++ personality. This definition binds,
+// because this library is loaded globally before libobjc.
 extern "C" __attribute__((visibility("default"))) _Unwind_Reason_Code
 __gnu_objc_personality_v0(int version, _Unwind_Action actions, _Unwind_Exception_Class kind,
                           _Unwind_Exception* exception, _Unwind_Context* context) {
@@ -22,7 +22,7 @@ __gnu_objc_personality_v0(int version, _Unwind_Action actions, _Unwind_Exception
 
 namespace {
 
-// Lies in front of every object: GNU libobjc has no place for a count.
+// Precedes every object, because GNU libobjc has no place for a reference count.
 struct Header {
   std::atomic<NSUInteger> references;
   NSUInteger padding;
@@ -124,7 +124,7 @@ void free_instance(id object) {
   return self;
 }
 - (void)drain {
-  // An exception skips the drain of inner pools: the outer one takes them along.
+  // An exception skips the drain of inner pools, so the outer pool drains them too.
   while (pools.stack.size() >= reinterpret_cast<size_t>(_state)) {
     const std::vector<id> objects = std::move(pools.stack.back());
     pools.stack.back().clear();

@@ -1,5 +1,5 @@
-// The C functions behind `import softmetal`. Returned texts are freed by softmetal_free; a returned error is null for
-// success.
+// The C functions behind `import softmetal`. The caller frees returned texts with softmetal_free. A returned error is
+// null if the call succeeded.
 #pragma once
 
 #include <stddef.h>
@@ -14,11 +14,11 @@ SOFTMETAL_EXPORT void softmetal_free(void* memory);
 SOFTMETAL_EXPORT void softmetal_set_checked(int checked);
 SOFTMETAL_EXPORT int softmetal_is_checked(void);
 SOFTMETAL_EXPORT void softmetal_set_seed(uint64_t seed);
-SOFTMETAL_EXPORT uint32_t softmetal_set_thread_limit(uint32_t limit);  // of every pipeline; gives the one before
+SOFTMETAL_EXPORT uint32_t softmetal_set_thread_limit(uint32_t limit);  // of every pipeline; returns the previous one
 SOFTMETAL_EXPORT char* softmetal_faults(void);                         // one a line
 SOFTMETAL_EXPORT void softmetal_clear(void);                           // faults and records
 SOFTMETAL_EXPORT size_t softmetal_record_count(void);
-// The i-th of the latest dispatches; valid until the next dispatch.
+// Returns the i-th of the latest dispatches. It is valid until the next dispatch.
 SOFTMETAL_EXPORT const sm_result* softmetal_record(size_t i, const char** kernel, uint64_t* seed);
 
 // torch.mps.compile_shader and torch.mps.load_metallib. Objects are released with softmetal_release.
@@ -28,7 +28,8 @@ SOFTMETAL_EXPORT void* softmetal_load_metallib_from_path(const char* path, char*
 SOFTMETAL_EXPORT char* softmetal_function_names(void* library);  // one a line
 SOFTMETAL_EXPORT void* softmetal_new_pipeline_named(void* library, const char* name, char** error);
 SOFTMETAL_EXPORT void softmetal_release(void* object);
-// Most threads per threadgroup, threads per simdgroup, bytes of threadgroup memory declared in the kernel.
+// Returns the maximum threads per threadgroup, the threads per simdgroup, and the bytes of threadgroup memory that the
+// kernel declares.
 SOFTMETAL_EXPORT void softmetal_pipeline_limits(void* pipeline, uint64_t* limits);
 
 typedef struct {

@@ -14,7 +14,7 @@ char* copy_text(const std::string& text) {
   return strdup(text.c_str());
 }
 
-// Runs `body` and turns an exception into its text.
+// Runs `body`. Returns the text of an exception, or null.
 template <typename Body>
 char* guarded(const Body& body) {
   try {
@@ -29,7 +29,7 @@ char* guarded(const Body& body) {
   }
 }
 
-// The library that `make` gives, or null and the error.
+// Returns the library that `make` returns, or null and the error.
 template <typename Make>
 void* library_from(char** error, const Make& make) {
   id<MTLLibrary> library = nil;

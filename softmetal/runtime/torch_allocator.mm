@@ -1,4 +1,4 @@
-// The mps allocator: a storage's data pointer is an MTLBuffer object, as on a Mac.
+// The mps allocator. A storage's data pointer is an MTLBuffer object, as on a Mac.
 #include <ATen/mps/MPSAllocatorInterface.h>
 #include <ATen/mps/MPSDevice.h>
 
@@ -100,7 +100,7 @@ class Allocator final : public at::mps::IMPSAllocator {
   c10::Storage getHostAliasStorage(const c10::Storage& storage) const override {
     TORCH_CHECK(storage.device_type() == c10::DeviceType::MPS && storage.data() != nullptr,
                 "_host_alias_storage: expected a non-empty storage on mps, got one on ", storage.device());
-    memory(storage.data()).mark_all_written();  // the host can write through the alias unseen
+    memory(storage.data()).mark_all_written();  // writes of the host through the alias are not seen
     auto* owner = new c10::Storage(storage);
     c10::DataPtr pointer(
         memory(storage.data()).bytes(), owner, [](void* p) { delete static_cast<c10::Storage*>(p); },
@@ -116,7 +116,7 @@ class Allocator final : public at::mps::IMPSAllocator {
     return *static_cast<SoftMetalBuffer*>(static_cast<id>(const_cast<void*>(handle)))->memory;
   }
 
-  mutable double high_ratio_ = 1.7;  // PyTorch's default of the high watermark
+  mutable double high_ratio_ = 1.7;  // PyTorch's default high watermark
   std::atomic<size_t> peak_{0};
   std::atomic<int64_t> allocations_{0};
 };

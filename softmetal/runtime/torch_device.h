@@ -1,4 +1,4 @@
-// What the parts of the torch device share.
+// Declarations that the parts of the torch device share.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,15 +12,15 @@ namespace softmetal {
 
 inline constexpr unsigned kCoreCount = 8;  // GPU cores of an M1
 
-// Takes the stream from outside its queue; a violation from inside a block.
+// Locks the stream. Called inside a dispatch_sync block it is a violation.
 std::unique_lock<std::recursive_mutex> lock_stream(const char* what);
-// Commits, runs everything and raises what checked mode found.
+// Commits, runs all work and raises the faults that checked mode found.
 void synchronize();
-// Raises the faults found since the last call, as one error.
+// Throws one error with the faults found since the last call, if any.
 void raise_new_faults();
 
 c10::Allocator& allocator();
-// The object behind an mps tensor's storage; nil for an empty one.
+// Returns the object behind an mps tensor's storage; nil if it is empty.
 SoftMetalBuffer* buffer_of(const at::Tensor& tensor);
 
 }  // namespace softmetal

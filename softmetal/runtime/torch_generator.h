@@ -1,4 +1,4 @@
-// The mps random generator: the CPU's engine under mps's name.
+// The mps random generator. It uses the CPU's engine.
 #pragma once
 
 #include <ATen/CPUGeneratorImpl.h>

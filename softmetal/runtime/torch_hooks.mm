@@ -1,7 +1,8 @@
-// Device guard, hooks, events and generator: what torch.mps and torch.accelerator ask for.
+// Device guard, hooks, events and generator, for torch.mps and torch.accelerator.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/MPSHooksInterface.h>
 #include <ATen/mps/MPSAllocatorInterface.h>
+#include <ATen/mps/MPSProfiler.h>
 #include <ATen/mps/MPSStream.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
@@ -48,7 +49,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void synchronizeStream(const c10::Stream&) const override { synchronize(); }
   void synchronizeDevice(c10::DeviceIndex) const override { synchronize(); }
 
-  // torch.Event: the events of torch.mps, whose number stands in the pointer.
+  // torch.Event uses the events of torch.mps. The pointer holds the event's number.
   void record(void** event, const c10::Stream&, c10::DeviceIndex, c10::EventFlag) const override {
     if (*event == nullptr) *event = reinterpret_cast<void*>(std::uintptr_t{hooks().acquireEvent(true)});
     hooks().recordEvent(number_of(*event));
@@ -76,7 +77,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   static uint32_t number_of(void* event) { return static_cast<uint32_t>(reinterpret_cast<std::uintptr_t>(event)); }
 };
 
-// Completes when the work recorded before it has run.
+// An event, which completes when the work recorded before it has run.
 struct Event {
   bool recorded = false, done = false;
   double time = 0;  // seconds
@@ -148,8 +149,10 @@ struct MPSHooks final : at::MPSHooksInterface {
   size_t getRecommendedMaxMemory() const override { return at::mps::getIMPSAllocator()->getRecommendedMaxMemory(); }
   size_t getMaxBufferLength() const override { return [at::mps::MPSDevice::getInstance()->device() maxBufferLength]; }
   void setMemoryFraction(double ratio) const override { at::mps::getIMPSAllocator()->setHighWatermarkRatio(ratio); }
-  void profilerStartTrace(const std::string&, bool) const override {}
-  void profilerStopTrace() const override {}
+  void profilerStartTrace(const std::string& mode, bool wait) const override {
+    at::mps::getMPSProfiler().StartTrace(mode, wait);
+  }
+  void profilerStopTrace() const override { at::mps::getMPSProfiler().StopTrace(); }
   uint32_t acquireEvent(bool) const override { return events().acquire(); }
   void releaseEvent(uint32_t number) const override { events().release(number); }
   void recordEvent(uint32_t number) const override {
@@ -169,14 +172,14 @@ struct MPSHooks final : at::MPSHooksInterface {
   }
   void waitForEvent(uint32_t number) const override {
     (void)events().get(number);
-  }  // one stream: it is ordered already
+  }  // nothing to do, because there is one stream, which is ordered
   void synchronizeEvent(uint32_t number) const override {
     if (events().get(number)->recorded) synchronize();
   }
   bool queryEvent(uint32_t number) const override {
     const std::shared_ptr<Event> event = events().get(number);
     const bool done = event->done || !event->recorded;
-    if (!done) synchronize();  // nothing runs by itself here: asking makes progress
+    if (!done) synchronize();  // a query must make progress, because no work runs by itself here
     return done;
   }
   double elapsedTimeOfEvents(uint32_t first, uint32_t last) const override {

@@ -1,4 +1,4 @@
-// The few operators that must know the device; all others run on the CPU through one boxed fallback.
+// The few operators that need the device. All others run on the CPU through one boxed fallback.
 #include <ATen/EmptyTensor.h>
 #include <ATen/Functions.h>
 #include <ATen/native/CPUFallback.h>
@@ -51,7 +51,7 @@ Tensor empty_strided(IntArrayRef size, IntArrayRef stride, optional<at::ScalarTy
   return at::detail::empty_strided_generic(size, stride, &allocator(), kKeys, dtype);
 }
 
-// A CPU tensor over the same bytes. The stream must be idle while it is used.
+// Returns a CPU tensor over the same bytes. The stream must be idle while it is used.
 Tensor host_view(const Tensor& tensor) {
   if (!tensor.is_mps()) return tensor;
   Tensor view;
@@ -77,7 +77,7 @@ void mark_written(const Tensor& tensor) {
     memory.mark_written(start, static_cast<size_t>(tensor.numel()) * item);
     return;
   }
-  // The record of written bytes, seen as a tensor of the same shape with one byte-group per element.
+  // The record of written bytes, as a tensor of the same shape whose elements are groups of bytes.
   const auto bytes = static_cast<int64_t>(item);
   std::vector<int64_t> sizes(tensor.sizes().vec()), strides;
   for (const int64_t stride : tensor.strides())
@@ -187,7 +187,7 @@ std::tuple<Tensor, Tensor, Tensor> convolution_backward(const Tensor& gradient, 
   return {back(std::get<0>(host)), back(std::get<1>(host)), back(std::get<2>(host))};
 }
 
-// The CPU fallback would move any tensor; a Mac does so only for scalars and for indices.
+// A Mac moves only scalars and indices between devices. The CPU fallback alone would move any tensor.
 void require_one_device(const std::string& name, at::ArrayRef<c10::IValue> values) {
   if (name.find("index") != std::string::npos) return;
   const auto require = [&name](const Tensor& tensor) {
@@ -209,8 +209,8 @@ bool takes_generator(const c10::Type& type) {
   return type.kind() == c10::TypeKind::GeneratorType;
 }
 
-// CPU operators want a CPU generator: an mps one, or none at all where the operator could take one, is lent to them
-// under the CPU's name and its state taken back afterwards.
+// CPU operators need a CPU generator. They get a copy of the mps generator, the default one if none was passed, and its
+// state is copied back afterwards.
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   synchronize();
   const auto& arguments = op.schema().arguments();

@@ -1,4 +1,4 @@
-// PyTorch's Metal stream, against the installed ATen/mps headers: layout and mangled names agree by construction.
+// PyTorch's Metal stream. It implements the installed ATen/mps headers, so that layout and mangled names agree.
 #include <ATen/mps/MPSDevice.h>
 #include <ATen/mps/MPSProfiler.h>
 #include <ATen/mps/MPSStream.h>
@@ -144,7 +144,7 @@ id<MTLComputeCommandEncoder> MPSStream::commandEncoder() {
 void MPSStream::endKernelCoalescing() {
   if (_commandEncoder == nil) return;
   static_cast<SoftMetalCommandBuffer*>([_commandBuffer rootCommandBuffer])->needsQueue =
-      NO;  // the device ends it itself
+      NO;  // the device itself ends this encoder
   [_commandEncoder endEncoding];
   static_cast<SoftMetalCommandBuffer*>([_commandBuffer rootCommandBuffer])->needsQueue = YES;
   [_commandEncoder release];
@@ -183,7 +183,7 @@ void MPSStream::synchronize(SyncType syncType) {
   switch (syncType) {
     case SyncType::NONE:
     case SyncType::COMMIT_ADAPTIVE:
-      break;  // commits only under memory pressure
+      break;  // PyTorch commits here only under memory pressure
     case SyncType::COMMIT:
     case SyncType::COMMIT_AND_CONTINUE:
       commit();
@@ -298,8 +298,32 @@ namespace Profiler {
 MPSProfiler::MPSProfiler() : m_os_log_events(nullptr), m_os_log_intervals(nullptr) {}
 MPSProfiler::~MPSProfiler() = default;
 
+namespace {
+
+// A profiler that records adds handlers to the command buffer. macOS 26.4 aborts if an encoder is open then.
+void add_handler(const char* caller) {
+  const auto* buffer = static_cast<SoftMetalCommandBuffer*>([getCurrentMPSStream()->commandBuffer() rootCommandBuffer]);
+  if (buffer->openEncoder != nil) {
+    violation("handler beside an open encoder", caller,
+              " with a compute encoder open: end it first (MPSStream::endKernelCoalescing)");
+  }
+}
+
+}  // namespace
+
+void MPSProfiler::StartTrace(const std::string& mode, bool waitUntilCompleted) {
+  (void)mode;
+  (void)waitUntilCompleted;
+  m_signpost_types = SignpostTypes::RUN_OPERATION;
+}
+
+void MPSProfiler::StopTrace() {
+  m_signpost_types = SignpostTypes::SIGNPOST_NONE;
+}
+
 uint64_t MPSProfiler::beginProfileKernel(const void* handle, const std::string& name, bool isGraph) {
   (void)isGraph;
+  if (isOperationProfilingEnabled()) add_handler("beginProfileKernel");
   if (handle == nullptr) violation("profiler pairing", "beginProfileKernel '", name, "': the handle is null");
   if (softmetal::profiled.handle != nullptr) {
     violation("profiler pairing", "beginProfileKernel '", name, "' before endProfileKernel of '",
@@ -320,6 +344,11 @@ void MPSProfiler::endProfileKernel(const void* handle, SyncType syncType) {
     violation("profiler pairing", "endProfileKernel with another handle than beginProfileKernel's");
   }
   softmetal::profiled = {};
+  if (!isOperationProfilingEnabled()) return;
+  add_handler("endProfileKernel");
+  // As in PyTorch's dylibs: the completed handler is followed by synchronize(), which ends the encoder whatever its
+  // type.
+  getCurrentMPSStream()->endKernelCoalescing();
 }
 
 }  // namespace Profiler

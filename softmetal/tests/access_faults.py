@@ -1,8 +1,9 @@
-"""The fault table, first part: where memory is read and written, how aligned, and whether anything is there."""
+"""The fault table, part one: out-of-bounds, misaligned and uninitialised accesses, and stores to constant memory."""
 
 from __future__ import annotations
 
 from fault_case import ARGUMENTS, INDEX, Case, floats
+
 from softmetal.device import FaultKind
 
 CASES = [

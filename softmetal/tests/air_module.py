@@ -1,4 +1,4 @@
-"""Metallibs made of LLVM text written here: the loader without Apple's files."""
+"""Makes metallibs from LLVM text, to test the loader without Apple's files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _WRAPPER = struct.Struct("<5I")
 
 
 def bitcode(text: str) -> bytes:
-    """A module in the wrapper that metallibs use."""
+    """Assembles a module and adds the wrapper that metallibs use."""
     code = subprocess.run(["llvm-as-19", "-o", "-"], input=text.encode(), capture_output=True, check=True).stdout
     return _WRAPPER.pack(0x0B17C0DE, 0, _WRAPPER.size, len(code), 0xFFFFFFFF) + code
 
@@ -22,7 +22,7 @@ def _tag(name: str, data: bytes) -> bytes:
 
 
 def metallib(modules: Mapping[str, str]) -> bytes:
-    """A library of kernels: LLVM text by name."""
+    """Makes a library from LLVM text by kernel name."""
     entries, codes = b"", b""
     for name, text in modules.items():
         code = bitcode(text)
@@ -39,7 +39,7 @@ def metallib(modules: Mapping[str, str]) -> bytes:
 
 
 def buffer(position: int, name: str, index: int, *, space: int = 1, access: str = "read_write", gate: str = "") -> str:
-    """The metadata of a float buffer; `gate` is the node of its function constant."""
+    """Returns the metadata of a float buffer. `gate` is the node of its function constant."""
     gated = f'!"air.function_constant", {gate}, ' if gate else ""
     return (
         f'!{{i32 {position}, {gated}!"air.buffer", !"air.location_index", i32 {index}, i32 1, !"air.{access}", '
@@ -49,12 +49,12 @@ def buffer(position: int, name: str, index: int, *, space: int = 1, access: str 
 
 
 def builtin(position: int, name: str) -> str:
-    """The metadata of a position."""
+    """Returns the metadata of a position."""
     return f'!{{i32 {position}, !"air.{name}", !"air.arg_type_name", !"uint", !"air.arg_name", !"i"}}'
 
 
 def save(folder: Path, modules: Mapping[str, str]) -> Path:
-    """A library as a file."""
+    """Writes a library to a file."""
     path = folder / "kernels.metallib"
     path.write_bytes(metallib(modules))
     return path

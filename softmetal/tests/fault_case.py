@@ -1,4 +1,4 @@
-"""One row of the fault table: a small kernel with a fault, the report that it must give, and a correct twin."""
+"""One row of the fault table: a small kernel with a fault, its report, and the corrected kernel."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+
 from softmetal.device import FaultKind
 
 HEAD = "#include <metal_stdlib>\nusing namespace metal;\n"
@@ -15,7 +16,7 @@ FIRST_LINE = HEAD.count("\n") + 1
 
 @dataclass
 class Case:
-    """A kernel with a fault, in which /*bad|good*/ marks what the correct twin has instead."""
+    """A kernel with a fault. /*bad|good*/ marks the text that differs in the corrected kernel."""
 
     name: str
     kind: FaultKind

@@ -1,4 +1,4 @@
-"""MLX's own Metal kernels, unmodified, from the pinned wheel `mlx-metal`: instantiate, launch, compare."""
+"""Instantiates, launches and compares MLX's own Metal kernels, unmodified, from the pinned wheel `mlx-metal`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pytest
 from msl_kernels import HEADER, Library
-from softmetal import device
 
 from build_support import wheels
+from softmetal import device
 
 KERNELS = "mlx/backend/metal/kernels"
-UNUSED = np.zeros(4, np.int64)  # bound where a kernel names an argument that this case does not read
+UNUSED = np.zeros(4, np.int64)  # for an argument that the kernel does not read in this case
 
 
 @functools.cache
@@ -34,12 +34,12 @@ def _compiled(
 
 
 def mlx(headers: Sequence[str], instances: Sequence[str], constants: Mapping[str, object] | None = None) -> Library:
-    """Compiles MLX headers; every instance like "arange<float>" is a kernel of that name."""
+    """Compiles MLX headers. Each instance, for example "arange<float>", is a kernel of that name."""
     return _compiled(tuple(headers), tuple(instances), tuple((constants or {}).items()))
 
 
 def launch(library: Library, kernel: str, *buffers: object, **launch: object) -> None:
-    """Launches a kernel; a number is a constant: int is int32, float is float32."""
+    """Launches a kernel. A number is a constant: an int is an int32, a float a float32."""
     kinds = {int: np.int32, float: np.float32}
     bound = [kinds[type(b)](b).tobytes() if type(b) in kinds else b for b in buffers]
     bound = [b.tobytes() if isinstance(b, np.generic) else b for b in bound]
@@ -47,7 +47,7 @@ def launch(library: Library, kernel: str, *buffers: object, **launch: object) ->
 
 
 def to_bfloat(x: np.ndarray) -> np.ndarray:
-    """Bits of the bfloat nearest to each float (ties to even)."""
+    """Returns the bits of the bfloat nearest to each float (ties to even)."""
     bits = x.astype(np.float32).view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
@@ -57,7 +57,7 @@ def from_bfloat(bits: np.ndarray) -> np.ndarray:
 
 
 def assert_within(got: np.ndarray, wanted: np.ndarray, bound: np.ndarray | float) -> None:
-    """Every element inside its own absolute error bound."""
+    """Asserts that each element is within its own absolute error bound."""
     error = np.abs(got.astype(np.float64) - wanted)
     worst = np.max(error - bound)
     assert np.isfinite(got.astype(np.float64)).all()

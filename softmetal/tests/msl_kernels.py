@@ -1,4 +1,4 @@
-"""What the tests of the MSL library share: NumPy types in Metal's words, and kernels made from expressions."""
+"""Helpers for the tests of the MSL library: Metal's names of NumPy types, and kernels made from expressions."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ template <typename T, int N> void give(device T* p, vec<T, N> v, uint i, uint n)
 
 
 def type_name(dtype: np.typing.DTypeLike) -> str:
-    """Metal's name of a NumPy type."""
+    """Returns Metal's name of a NumPy type."""
     return METAL_TYPES[np.dtype(dtype)]
 
 
@@ -60,19 +60,19 @@ def _compiled(source: str, checked: bool) -> Library:
 
 
 def compile_metal(source: str, checked: bool = False) -> Library:
-    """Compiles source that follows HEADER."""
+    """Compiles HEADER and the source."""
     return _compiled(HEADER + source, checked)
 
 
 def refuse(source: str) -> str:
-    """Compiles what must not compile; returns the messages."""
+    """Asserts that the source does not compile; returns the messages."""
     with pytest.raises(CompileError) as error:
         compile_metal(source)
     return str(error.value)
 
 
 def run(source: str, *buffers: np.ndarray, threads: int = 1, group: int = 32, kernel: str = "k") -> None:
-    """Runs a kernel of a source that follows HEADER."""
+    """Compiles HEADER and the source, and runs a kernel."""
     compile_metal(source).kernel(kernel).launch(threads=threads, group=min(group, threads), buffers=buffers)
 
 
@@ -112,15 +112,15 @@ def evaluate(
 
     Args:
         expressions: by kernel name.
-        inputs: arrays of one length n.
-        out: Metal's type of a result's elements ("bfloat" comes back as its bits).
-        types: Metal's types of the inputs where they are not those of the arrays.
+        inputs: arrays of the same length n.
+        out: Metal's type of a result's elements. A "bfloat" is returned as its bits.
+        types: Metal's types of the inputs that differ from those of the arrays.
         widths: of the vectors; 1 is the scalar.
-        only: names to run; the others are compiled along, so that many tests share one library.
+        only: names to run. The others are compiled too, so that many tests share one library.
         perturb_seed: as for `Kernel.launch`.
 
     Returns:
-        By name, for each width and element: the inputs that element i was computed from, and the results.
+        By name, for each width and element: the inputs of element i, and the results.
     """
     types = types or [type_name(x.dtype) for x in inputs]
     names = {name: f"k_{name}" for name in expressions}

@@ -1,9 +1,10 @@
-"""The fault table, second part: races, barriers, simd operations and what else threads owe each other."""
+"""The fault table, part two: races, barriers and simd operations."""
 
 from __future__ import annotations
 
 import numpy as np
 from fault_case import ARGUMENTS, INDEX, LANE, Case, floats
+
 from softmetal.device import FaultKind
 
 CASES = [

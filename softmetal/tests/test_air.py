@@ -1,4 +1,4 @@
-"""The loader of metallibs on modules written here: arguments, threadgroup memory, constants, faults, refusals."""
+"""The loader of metallibs, on modules written here: arguments, threadgroup memory, constants, faults, refusals."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from air_module import bitcode, buffer, builtin, metallib, save
+
 from softmetal import device
 from softmetal.msl.air.functions import Declaration, Type, UnknownFunction, cpp_function, parse_name
 from softmetal.msl.air.metallib import Metallib, MetallibError
 
-# Turns 64 numbers round through threadgroup memory; one load's address is a constant expression.
+# Reverses 64 numbers through threadgroup memory. The address of one load is a constant expression.
 REVERSE = """
 @tile = internal unnamed_addr addrspace(3) global [64 x float] undef, align 4
 define void @reverse(ptr addrspace(1) noundef "air-buffer-no-alias" %x, i32 noundef %i) #0 {

@@ -1,16 +1,16 @@
-"""What Metal aborts a Mac's process for is an error that names the rule; correct host code runs."""
+"""Host code that breaks a rule of Metal gets an error that names the rule. Correct host code runs."""
 
 from __future__ import annotations
 
 import ctypes
 import re
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import softmetal
 import torch
+
+import softmetal
 from softmetal import build
 
 VIOLATIONS = {
@@ -60,6 +60,7 @@ VIOLATIONS = {
     "profiler without a handle": r"\[profiler pairing\]: beginProfileKernel 'scale': the handle is null",
     "profiler twice": r"\[profiler pairing\]: beginProfileKernel 'narrow' before endProfileKernel of 'scale'",
     "profiler of another kernel": r"\[profiler pairing\]: endProfileKernel with another handle",
+    "profiler beside an encoder": r"\[handler beside an open encoder\]: beginProfileKernel with a compute encoder open",
     "pipeline of nil": r"\[function\]: newComputePipelineStateWithFunction: expected a function, got nil",
     "buffer of 0 bytes": r"\[buffer length\]: newBufferWithLength: expected at least 1 byte, got 0",
     "constant of a vector type": r"\[function constant type\]: setConstantValue: type 6 is not supported here",
@@ -83,16 +84,8 @@ Host = Callable[[str], str]
 
 @pytest.fixture(scope="session")
 def host() -> Host:
-    """Compiles `host/` as setup.py compiles the project's `.mm`, and gives its `run_scenario`."""
-    folder = build.OUTPUT / "tests"
-    objects = [folder / f"{source.stem}.o" for source in SOURCES]
-    library = folder / "host.so"
-    with build.locked():  # workers of pytest-xdist share the result
-        build.side_by_side(lambda pair: build.compile_host_source(*pair, []), zip(SOURCES, objects, strict=True))
-        if not library.exists() or library.stat().st_mtime < max(path.stat().st_mtime for path in objects):
-            partial = library.with_suffix(".partial")
-            subprocess.run([build.COMPILER, "-shared", *map(str, objects), "-o", str(partial)], check=True)
-            partial.rename(library)
+    """Returns `run_scenario` of `host/`, built as an extension is."""
+    library = softmetal.build_extension("softmetal_test_host", SOURCES)
     run = ctypes.CDLL(str(library)).run_scenario
     run.restype, run.argtypes = ctypes.c_char_p, [ctypes.c_char_p]
 
@@ -120,7 +113,7 @@ def test_a_violation_is_reported(host: Host, name: str) -> None:
     message = host(name)
     assert re.search(VIOLATIONS[name], message), message
     assert message.startswith("Metal API violation [")
-    # The device is usable afterwards.
+    # The device must still be usable.
     torch.mps.synchronize()
     assert (torch.ones(3, device="mps") + 1).tolist() == [2, 2, 2]
     assert host("correct") == ""
@@ -134,7 +127,7 @@ def test_every_scenario_is_used() -> None:
 def test_every_rule_that_the_device_enforces_has_a_scenario() -> None:
     text = "".join(path.read_text() for path in sorted(build.RUNTIME.glob("*.[hm]*")))
     named = re.findall(r"\b(?:violation|require_range)\(\s*([^,]+),", text)
-    passed_on = {"const char* rule", "rule"}  # their definitions, and the one call that passes its argument on
+    passed_on = {"const char* rule", "rule"}  # the definitions, and the one call that passes its argument on
     assert {name for name in named if not re.fullmatch('"[^"]+"', name)} == passed_on
     rules = {name.strip('"') for name in named if name not in passed_on}
     rules |= set(re.findall(r'Metal API violation \[([^\]"]+)\]', text))
@@ -144,7 +137,7 @@ def test_every_rule_that_the_device_enforces_has_a_scenario() -> None:
 
 
 def test_a_function_constant_without_a_value_is_a_fault(host: Host) -> None:
-    """On a Mac the pipeline is refused; here the kernel that uses the constant is, when it runs."""
+    """A Mac refuses the pipeline. Here the kernel that uses the constant is reported when it runs."""
     assert re.search(r"function constant.*(width|negate)", host("missing function constant"))
 
 

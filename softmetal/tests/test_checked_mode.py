@@ -1,4 +1,4 @@
-"""Every fault of the table is reported, with its place; the correct twins are silent."""
+"""Each fault of the table is reported with its place. The corrected kernels give no report."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 import order_faults
 import pytest
 from fault_case import FIRST_LINE, Case
+
 from softmetal import device
 from softmetal.device import Buffer, FaultKind, KernelFault
 

@@ -6,8 +6,9 @@ import re
 
 import numpy as np
 import pytest
-import softmetal
 import torch
+
+import softmetal
 
 SOURCE = """
 #include <metal_stdlib>

@@ -1,4 +1,4 @@
-"""The compiler: the language that kernels are written in, function constants, and what is refused."""
+"""The compiler: the language of kernels, function constants, and refused source."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from softmetal import device
 from softmetal.device import KernelFault
 

@@ -1,4 +1,4 @@
-"""The executor through the NumPy module: what kernels compute, in fast and in checked mode."""
+"""The executor through the NumPy module: results of kernels in fast and in checked mode."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from softmetal import device
 from softmetal.device import Buffer, FaultKind, KernelFault
 from softmetal.executor import bindings

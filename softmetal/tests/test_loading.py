@@ -1,4 +1,4 @@
-"""What `import softmetal` asks for, refuses and leaves behind, each in a process of its own."""
+"""The requirements, errors and side effects of `import softmetal`, each in its own process."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-TESTS = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    path = {"PYTHONPATH": str(TESTS)}
+    path = {"PYTHONPATH": str(ROOT)}
     return subprocess.run(
         [sys.executable, "-c", code], env=os.environ | path | environment, capture_output=True, text=True, check=False
     )
@@ -38,7 +38,7 @@ def test_asking_torch_first_is_an_error() -> None:
 def test_a_second_copy_is_refused() -> None:
     code = f"""
 import softmetal, importlib.util, sys
-root = {str(TESTS / "softmetal")!r}
+root = {str(ROOT / "softmetal")!r}
 spec = importlib.util.spec_from_file_location("copy", root + "/__init__.py", submodule_search_locations=[root])
 sys.modules["copy"] = module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
@@ -47,7 +47,7 @@ spec.loader.exec_module(module)
 
 
 def test_work_leaves_nothing_behind() -> None:
-    """Neither mps memory nor, past the quarantine of freed objects, the process grows with the number of dispatches."""
+    """The number of dispatches does not affect mps memory, nor, once the quarantine is full, the process."""
     code = """
 import resource, softmetal, torch
 library = torch.mps.compile_shader("kernel void f(device float* y, uint i [[thread_position_in_grid]]) { y[i] = 1; }")

@@ -1,7 +1,8 @@
-"""What Apple's compiler refuses is refused with a line and a reason; what only looks like it is not."""
+"""Source that Apple's compiler refuses is refused with a line and a reason. Similar correct source is accepted."""
 
 import pytest
 from msl_kernels import CompileError, compile_metal
+
 from softmetal.msl.compiler import compile_source
 
 KERNEL = "kernel void k(device float* a [[buffer(0)]], uint i [[thread_position_in_grid]]) {{ {} }}"

@@ -1,4 +1,4 @@
-"""Math functions against NumPy in double precision: errors inside Metal's promise, and not always zero."""
+"""Math functions against NumPy in double precision: errors are within Metal's promise, and not always zero."""
 
 import numpy as np
 import pytest
@@ -43,7 +43,7 @@ EXACT = {"sqrt": np.sqrt, "rsqrt": lambda x: 1 / np.sqrt(x)}
 
 
 def _ulps(got: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """Distance in units in the last place of the correctly rounded result."""
+    """Returns the error in units in the last place of the correctly rounded result."""
     unit = np.spacing(np.abs(wanted).astype(got.dtype)).astype(np.float64)
     return np.abs(got.astype(np.float64) - wanted) / unit
 
@@ -167,7 +167,7 @@ def test_fast_division_is_off_by_its_promise_at_most() -> None:
     assert 1 < max(errors) <= 2.5
 
 
-# C99's special cases, which hold whatever the perturbation.
+# C99's special cases, which hold with every perturbation.
 SPECIAL = [
     ("exp(a)", 0.0, 1.0),
     ("exp(a)", -np.inf, 0.0),

@@ -14,7 +14,7 @@ LANE = "uint lane [[thread_index_in_simdgroup]]"
 
 
 def _in_lanes(matrix: np.ndarray) -> np.ndarray:
-    """The two elements of every lane."""
+    """Returns the two elements of each lane."""
     return np.stack([matrix[ROW, COLUMN], matrix[ROW, COLUMN + 1]], -1)
 
 

@@ -1,4 +1,4 @@
-"""MLX's elementwise, reduction, scan, sort and softmax kernels run right as they are."""
+"""MLX's elementwise, reduction, scan, sort and softmax kernels give correct results, unmodified."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""MLX's matrix kernels (gemv, steel GEMM, affine and floating 4-bit, attention) run right as they are."""
+"""MLX's matrix kernels give correct results, unmodified: gemv, steel GEMM, affine and floating 4-bit, attention."""
 
 import struct
 
@@ -27,7 +27,7 @@ def _load(x: np.ndarray, metal: str) -> np.ndarray:
 
 
 def _bound(metal: str, wanted: np.ndarray, a: np.ndarray, w: np.ndarray) -> np.ndarray:
-    """One rounding to the output, and single-precision sums of |a| |w|."""
+    """The bound for one rounding to the output, and single-precision sums of |a| |w|."""
     return UNIT[metal] * np.abs(wanted) + 32 * EPS * (np.abs(a) @ np.abs(w)) + 1e-7
 
 
@@ -86,7 +86,7 @@ def test_steel_gemm(metal: str, tile: tuple, turned_a: bool, turned_b: bool, sha
 
 
 def _affine(rows: int, columns: int, group: int, metal: str) -> tuple[np.ndarray, ...]:
-    """Codes packed low nibble first along the last axis, scales, biases; and the weight that they mean."""
+    """Returns codes (packed low nibble first along the last axis), scales, biases, and the weight they represent."""
     codes = RNG(5).integers(0, 16, (rows, columns))
     scales = _store(RNG(6).uniform(0.01, 0.1, (rows, columns // group)), metal)
     biases = _store(RNG(7).uniform(-0.5, 0.5, (rows, columns // group)), metal)

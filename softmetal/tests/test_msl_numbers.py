@@ -11,7 +11,7 @@ ALL_HALF = ALL_16.view(np.float16)
 
 
 def _same(got: np.ndarray, wanted: np.ndarray) -> None:
-    """Equal bits, any NaN for a NaN."""
+    """Asserts equal bits. A NaN may be any NaN."""
     np.testing.assert_array_equal(np.isnan(got), np.isnan(wanted))
     number = ~np.isnan(wanted)
     bits = {2: np.uint16, 4: np.uint32}[got.itemsize]
@@ -19,7 +19,7 @@ def _same(got: np.ndarray, wanted: np.ndarray) -> None:
 
 
 def _floats() -> np.ndarray:
-    """Random bits of every exponent, ties and neighbours of ties of half and bfloat, specials."""
+    """Returns random bits of every exponent, ties of half and bfloat with their neighbours, and special values."""
     bits = RNG(1).integers(0, 1 << 32, 20000, np.uint64).astype(np.uint32)
     upper = RNG(2).integers(0, 1 << 16, 4000).astype(np.uint32) << 16
     ties = np.concatenate([upper + d for d in (0x8000, 0x7FFF, 0x8001)])
@@ -249,7 +249,7 @@ def test_exact_functions_of_float() -> None:
 
 
 def _nearest_half(exact: np.ndarray) -> np.ndarray:
-    """Rounds a sum that is exact in long double once; NumPy's own conversion goes through single precision."""
+    """Rounds a sum that is exact in long double once. NumPy's own conversion goes through single precision."""
     near = exact.astype(np.float16)
     choices = np.stack([near, np.nextafter(near, np.float16(-np.inf)), np.nextafter(near, np.float16(np.inf))])
     distance = np.where(np.isfinite(choices), np.abs(choices.astype(np.longdouble) - exact), np.inf)

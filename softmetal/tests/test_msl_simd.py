@@ -1,4 +1,4 @@
-"""Operations across a simdgroup and a quadgroup, with all lanes and with some: every lane's result against NumPy."""
+"""Operations across a simdgroup and a quadgroup, with all lanes and with some. Each lane is compared with NumPy."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ MASKS = [0xFFFFFFFF, 0x00000001, 0x80000000, 0x0F0F00FF, 0x5A5A1234, 0xFFFF0000]
 
 
 def _fold(op: np.ufunc, values: np.ndarray, active: np.ndarray) -> np.ndarray:
-    """The documented order: lanes half the width apart, then a quarter, ...; inactive lanes contribute nothing."""
+    """Folds in the documented order: lanes half the width apart, then a quarter, and so on. Skips inactive lanes."""
     values, active = values.copy(), active.copy()
     width = len(values)
     while width > 1:
@@ -43,7 +43,7 @@ def _lanes(mask: int, simdgroups: int) -> np.ndarray:
 
 
 def _some_lanes(functions: list[str], metal: str) -> str:
-    """One kernel for each function, named after it, that the lanes of a mask take part in."""
+    """Returns one kernel for each function, named after it. The lanes of a mask take part."""
     return "".join(
         f"""
 kernel void k_{f}(device const {metal}* a [[buffer(0)]], device {metal}* out [[buffer(1)]],

@@ -1,4 +1,4 @@
-"""The Metal headers that the installed PyTorch ships (c10/metal), unmodified, with the kernels that its users write."""
+"""The Metal headers of the installed PyTorch (c10/metal), unmodified, in kernels as users write them."""
 
 from pathlib import Path
 
@@ -104,7 +104,7 @@ REGISTER_UNARY_OP(neg, half, half); REGISTER_UNARY_OP(neg, bfloat, bfloat); REGI
         np.testing.assert_array_equal(out, turned ^ 0x8000 if metal == "bfloat" else -turned)
 
 
-# As Inductor writes reductions: one threadgroup, values in threadgroup memory, c10::metal does the rest.
+# Reductions as Inductor writes them: one threadgroup with values in threadgroup memory, which calls c10::metal.
 REDUCTION = """
 kernel void k_{name}(device {out}* out, constant {metal}* in, uint2 i [[thread_position_in_grid]],
     uint2 l [[thread_position_in_threadgroup]]) {{
@@ -116,7 +116,7 @@ kernel void k_{name}(device {out}* out, constant {metal}* in, uint2 i [[thread_p
 """
 
 
-# 64-bit reductions shuffle from lanes that may be inactive (the header says so): right only where all 32 are there.
+# 64-bit reductions shuffle from lanes that may be inactive, as the header says. They are correct only with all 32 lanes.
 @pytest.mark.parametrize("size", [1, 31, 32, 256, 1000, 1024])
 def test_reductions_over_a_threadgroup(size: int) -> None:
     cases = [

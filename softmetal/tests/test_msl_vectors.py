@@ -1,4 +1,4 @@
-"""Vectors: layout, constructors, every swizzle as r-value and l-value, operators, packed vectors, what is refused."""
+"""Vectors: layout, constructors, every swizzle as r-value and l-value, operators, packed vectors, refused source."""
 
 import itertools
 

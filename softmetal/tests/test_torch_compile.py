@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import softmetal
 import torch
 from torch import Tensor, nn
+
+import softmetal
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +58,7 @@ def test_compile(twice_op, backend: str) -> None:
 
 
 def test_inductor_runs_its_own_metal_kernels() -> None:
-    """Reductions and pointwise work on mps become MSL that goes through compile_shader."""
+    """Inductor turns reductions and pointwise operators on mps into MSL, which compile_shader compiles."""
     torch._dynamo.reset()
     softmetal.faults()
 

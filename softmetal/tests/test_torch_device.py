@@ -1,4 +1,4 @@
-"""`device="mps"` on Linux: what PyTorch's own interface promises, against the same work on the CPU."""
+"""`device="mps"` on Linux: PyTorch's own interface, compared with the same work on the CPU."""
 
 from __future__ import annotations
 
@@ -307,7 +307,7 @@ def test_events() -> None:
 
 
 def test_events_of_any_device() -> None:
-    """torch.Event, by which transformers' generate waits for a copy."""
+    """torch.Event, which transformers' generate uses to wait for a copy."""
     library = torch.mps.compile_shader(SLOW)
     x, copied = torch.zeros(64, device="mps"), torch.zeros(64)
     start, end = (torch.Event(device="mps", enable_timing=True) for _ in range(2))

@@ -1,8 +1,9 @@
-"""Kernels that Apple compiled against our compile of their source: a sample; `make witness` runs all of them."""
+"""Compares a sample of the kernels that Apple compiled with our compile. `make witness` compares all of them."""
 
 from __future__ import annotations
 
 import pytest
+
 from softmetal.witness import references
 from softmetal.witness.__main__ import all_cases, prove
 from softmetal.witness.case import Case, compare
@@ -35,7 +36,7 @@ CASES = {c.kernel: c for c in all_cases()}
 
 
 def need_wheel(name: str) -> None:
-    """Skips, by name, where the wheel is not in the cache: it is large, and `make witness` fetches it."""
+    """Skips the test if the wheel is not in the cache. It is large; `make witness` downloads it."""
     if not wheels.is_cached(name):
         pytest.skip(f"{wheels.WHEELS[name].filename} is not in .cache/wheels; `make witness` fetches it")
 

@@ -1,4 +1,4 @@
-"""Apple's own compiler as a witness: kernels that it compiled, from public wheels, beside our compile of their source.
+"""Compares our compiler with Apple's: kernels from public wheels as Apple compiled them, and our compile of their source.
 
-`python -m softmetal.witness` (`make witness`) runs both forms of each kernel on the same inputs and compares bits.
+`python -m softmetal.witness` (`make witness`) runs both forms of each kernel on the same inputs and compares the bits.
 """

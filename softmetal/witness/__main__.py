@@ -1,4 +1,4 @@
-"""Runs kernels that Apple compiled beside our compile of their source: `python -m softmetal.witness --help`."""
+"""Runs kernels as Apple compiled them and as we do, and compares the results: `python -m softmetal.witness --help`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .mistakes import MISTAKES, Mistake
 
 
 def all_cases() -> list[Case]:
-    """Every case, of all families."""
+    """Returns the cases of all families."""
     return [*quantized.cases(), *matmul.cases(), *rows.cases(), *elementwise.cases()]
 
 
 def outcomes(cases: Iterable[Case], *, seed: int = 0, checked: bool = False) -> Iterator[Outcome]:
-    """Compares cases one after another."""
+    """Compares both forms of each case and yields the outcomes."""
     chosen = list(cases)
     together = sources(chosen)
     for case in chosen:
@@ -27,7 +27,7 @@ def outcomes(cases: Iterable[Case], *, seed: int = 0, checked: bool = False) -> 
 
 
 def prove(mistake: Mistake) -> Outcome:
-    """Compares the kernel that a mistake should show in, compiled with it."""
+    """Compiles the kernel that should show a mistake with that mistake, and compares it."""
     case = next(c for c in all_cases() if c.kernel == mistake.kernel)
     return compare(case, (case.instance,), mistake=mistake)
 
@@ -37,7 +37,7 @@ def _say(*lines: str) -> None:
 
 
 def _compare_all(chosen: list[Case], seed: int, checked: bool) -> Counter[str]:
-    """Prints what is not equal, and counts by family."""
+    """Prints the cases that are not equal, and the counts of each family."""
     counts: dict[str, Counter[str]] = {}
     elements = runs = 0
     for outcome in outcomes(chosen, seed=seed, checked=checked):
@@ -71,7 +71,7 @@ def _check_references(chosen: list[references.Reference], seed: int, checked: bo
 
 
 def _check_racing() -> int:
-    """Kernels that must be reported in checked mode."""
+    """Runs the kernels that checked mode must report; returns how many it does not."""
     missed = 0
     for reference in references.racing():
         messages = references.check(reference, checked=True)

@@ -1,4 +1,4 @@
-"""A kernel in two forms: where they are, what they are run on, and whether they leave the same bits."""
+"""A kernel in two forms, its launches, and the comparison of the bits that both forms write."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .mistakes import Mistake, mistaken
 Array = npt.NDArray[Any]
 KERNELS = "mlx/backend/metal/kernels"
 _PREAMBLE = "#include <metal_stdlib>\nusing namespace metal;\n"
-_BATCH = 10  # instances of one source: more save parsing, and lose all of it when one is wanted again
+_BATCH = 10  # instances compiled together: more save parsing, but all are compiled again if one is needed alone
 
-# Element types: MLX's name in a kernel's name, Metal's, NumPy's (bfloat travels as its bits).
+# Element types: MLX's name in a kernel's name, Metal's name, NumPy's type (the bits of a bfloat).
 FLOATS = {"float32": "float", "float16": "half", "bfloat16": "bfloat16_t"}
 STORAGE: dict[str, type] = {
     **{"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16, "bool_": np.bool_},
@@ -28,20 +28,20 @@ STORAGE: dict[str, type] = {
 
 
 def to_bfloat(x: Array) -> Array:
-    """Bits of the bfloat nearest to each float (ties to even)."""
+    """Returns the bits of the bfloat nearest to each float (ties to even)."""
     bits = x.astype(np.float32).view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
 def stored(x: Array, name: str) -> Array:
-    """Numbers as an array of the named type."""
+    """Converts numbers to an array of the named type."""
     with np.errstate(over="ignore"):
         return to_bfloat(x) if name == "bfloat16" else x.astype(STORAGE[name])
 
 
 @dataclass
 class Launch:
-    """One run of a kernel. Arrays are copied before it; None is an argument that is not bound."""
+    """One run of a kernel. Each run copies the arrays. None is an argument that is not bound."""
 
     label: str
     buffers: list[Any]
@@ -53,7 +53,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Case:
-    """A kernel of MLX: its name in the metallib, and the instance of a template that it is."""
+    """A kernel of MLX: its name in the metallib, and the template instance in the source."""
 
     family: str
     kernel: str
@@ -65,7 +65,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Difference:
-    """The first element in which two results differ."""
+    """The first element that differs between two results."""
 
     launch: str
     buffer: int
@@ -84,7 +84,7 @@ class Difference:
 
 @dataclass
 class Outcome:
-    """What comparing a case gave: no differences, some, or a failure before that."""
+    """The outcome of a comparison: equal, different, or a failure before the comparison."""
 
     case: Case
     runs: int = 0
@@ -94,12 +94,12 @@ class Outcome:
 
     @property
     def is_equal(self) -> bool:
-        """Whether both forms ran and left the same bits in every run."""
+        """True if both forms ran and wrote the same bits in every run."""
         return not self.error and not self.differences
 
 
 def numbered(value: Any) -> Any:
-    """A launch's argument: int is int32, float is float32, a NumPy scalar is itself, all as constant bytes."""
+    """Converts a number to constant bytes: an int is an int32, a float a float32, a NumPy scalar keeps its type."""
     if isinstance(value, bool | int):
         return np.int32(value).tobytes()
     if isinstance(value, float):
@@ -108,12 +108,12 @@ def numbered(value: Any) -> Any:
 
 
 def run(library: device.Library, kernel: str, launch: Launch) -> list[Any]:
-    """Runs a kernel on copies of a launch's buffers, and gives the copies."""
+    """Runs a kernel on copies of a launch's buffers; returns the copies."""
     return counted(library, kernel, launch)[0]
 
 
 def counted(library: device.Library, kernel: str, launch: Launch) -> tuple[list[Any], device.Counters]:
-    """The same, and what the launch did."""
+    """Runs a kernel on copies of a launch's buffers; returns the copies and the counters."""
     bound = [b.copy() if isinstance(b, np.ndarray) else numbered(b) for b in launch.buffers]
     counters = library.kernel(kernel).launch(
         group=launch.group,
@@ -137,7 +137,7 @@ def _compiled(
     lines = [f'#include "{KERNELS}/{h}"' for h in ("utils.h", *headers)]
     lines += [f'template [[host_name("{i}")]] [[kernel]] decltype({i}) {i};' for i in instances]
     return device.compile(
-        # What is compiled is told apart by its text: a mistake changes what the text means.
+        # Compiled libraries are cached by their text, but a mistake changes what a text means.
         _PREAMBLE + "\n".join([*lines, f"// {mistake.name}" if mistake else ""]),
         constants=dict(constants),
         include_paths=[str(libraries.mlx_include())],
@@ -146,7 +146,7 @@ def _compiled(
 
 
 def sources(cases: Iterable[Case]) -> dict[Case, tuple[str, ...]]:
-    """Which instances are compiled together with each case's own."""
+    """Returns for each case the instances that are compiled together, its own included."""
     groups: dict[tuple[object, ...], list[Case]] = {}
     for case in cases:
         groups.setdefault((case.headers, case.constants), []).append(case)
@@ -166,10 +166,10 @@ def compare(
 
     Args:
         case: the kernel.
-        instances: what is compiled with it, its own among them.
+        instances: the template instances that are compiled together, its own included.
         seed: of the inputs.
-        checked: in checked mode, where each form must also break no rule.
-        mistake: one that our compile is made with.
+        checked: runs in checked mode, so that each form must also break no rule.
+        mistake: the mistake to make in our compile.
     """
     outcome = Outcome(case)
     try:
@@ -208,7 +208,7 @@ def _shown(array: Array, at: int) -> str:
 
 
 def outputs(shape: int | tuple[int, ...], name: str) -> Array:
-    """An output array, full of a value that no kernel writes by chance."""
+    """Returns an output array, filled with a value that no kernel writes by chance."""
     array: Array = np.empty(shape, STORAGE[name])
     array.view(np.uint8)[...] = 0x7B if name != "bool_" else 1
     return array

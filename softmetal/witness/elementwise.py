@@ -1,4 +1,4 @@
-"""MLX's kernels of one element at a time: conversions, functions of one, two and three arguments."""
+"""MLX's elementwise kernels: conversions and functions of one, two and three arguments."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _per_thread(name: str) -> int:
 
 
 def _word(base: str, name: str) -> str:
-    """MLX's name for the form that handles several elements a thread, where a type has it."""
+    """Returns MLX's name for the form with several elements per thread, or the plain name if the type has none."""
     return base + "n" if _per_thread(name) > 1 else base
 
 
@@ -35,7 +35,7 @@ def _threads(name: str) -> int:
 
 
 def _mixed(rng: Generator, name: str) -> Array:
-    """Ordinary values and edges: ties, zeros, the largest and smallest, infinities, NaN."""
+    """Returns ordinary values and edge cases: ties, zeros, the largest and smallest values, infinities, NaN."""
     if name == "bool_":
         return rng.integers(0, 2, _COUNT).astype(np.bool_)
     if name not in FLOATS:
@@ -94,7 +94,7 @@ def _binary() -> Iterator[Case]:
 
 
 def cases() -> Iterator[Case]:
-    """All cases of this file."""
+    """Yields all cases of this file."""
     yield from _copies()
     yield from _unary()
     yield from _binary()

@@ -1,4 +1,4 @@
-"""The Metal libraries in the macOS wheels of MLX and PyTorch. Nothing of them is kept outside of `.cache`."""
+"""Finds the Metal libraries in the macOS wheels of MLX and PyTorch. They are kept only in `.cache`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from build_support import wheels
 from build_support.macho import MachO
 
@@ -18,31 +18,31 @@ TORCH_SECTION = "metal_basic"  # for macOS 14; metal_40 holds the same kernels f
 
 @functools.cache
 def mlx_library() -> Path:
-    """The path of MLX's metallib.
+    """Returns the path of MLX's metallib.
 
     Raises:
-        WheelUnavailable: the wheel is neither cached nor to be had.
+        WheelUnavailable: the wheel is not cached and cannot be downloaded.
     """
     return wheels.unpack("mlx-metal") / "mlx" / "lib" / "mlx.metallib"
 
 
 @functools.cache
 def mlx_include() -> Path:
-    """The folder of MLX's Metal source."""
+    """Returns the folder of MLX's Metal source."""
     return wheels.unpack("mlx-metal") / "mlx" / "include"
 
 
 @functools.cache
 def torch_library() -> Path:
-    """The path of a copy of PyTorch's metallib, which lies in a section of its dylib.
+    """Copies PyTorch's metallib out of a section of its dylib; returns the path of the copy.
 
     Raises:
-        WheelUnavailable: the wheel is neither cached nor to be had.
+        WheelUnavailable: the wheel is not cached and cannot be downloaded.
     """
     wheel = wheels.fetch("torch-macos")
     path = wheel.with_name(f"{wheel.stem}.{TORCH_SECTION}.metallib")
     if not path.exists():
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # several test processes may do this at once
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # several test processes may copy at once
             dylib, section = Path(folder) / "torch.dylib", Path(folder) / path.name
             with zipfile.ZipFile(wheel) as archive, archive.open(_DYLIB) as packed:
                 dylib.write_bytes(packed.read())

@@ -26,7 +26,7 @@ def _flag(value: bool) -> str:
 
 def _gemv_launches(name: str, tile: tuple[int, ...], axpby: bool, turned: bool,
                    sizes: list[tuple[int, int]]) -> Callable[[Generator], list[Launch]]:  # fmt: skip
-    """sizes: outputs and inputs. A threadgroup makes BM SM TM (turned: BN SN TN) outputs."""
+    """`sizes` are outputs and inputs. A threadgroup computes BM SM TM outputs, or BN SN TN if `turned`."""
     BM, BN, SM, SN, TM, TN = tile
     made = BN * SN * TN if turned else BM * SM * TM
 
@@ -45,7 +45,7 @@ def _gemv_launches(name: str, tile: tuple[int, ...], axpby: bool, turned: bool,
 
 
 def _gemv() -> Iterator[Case]:
-    # Not with BN > 1: there MLX has a barrier in a branch that some lanes of a simdgroup do not take.
+    # BN > 1 is left out, because MLX then has a barrier in a branch that some lanes of a simdgroup do not take.
     straight = [(4, 1, 1, 32, 4, 4), (8, 1, 1, 32, 4, 4), (1, 1, 8, 4, 4, 4), (4, 1, 1, 32, 1, 4)]
     turned = [(1, 2, 8, 4, 4, 1), (1, 2, 8, 4, 4, 4), (1, 4, 8, 4, 4, 4), (1, 16, 4, 8, 4, 4)]
     for name, metal in FLOATS.items():
@@ -55,7 +55,7 @@ def _gemv() -> Iterator[Case]:
                     if axpby and tile != tiles[0]:
                         continue
                     short = "_".join(f"{k}{v}" for k, v in zip(("bm", "bn", "sm", "sn", "tm", "tn"), tile, strict=True))
-                    # gemv_t: whole tiles, as threads beyond the last column return before the barrier.
+                    # gemv_t gets whole tiles, because threads beyond the last column return before the barrier.
                     whole = tile[1] * tile[3] * tile[5]
                     sizes = [(50, 130), (33, 1041)] if base == "gemv" else [(2 * whole, 130), (whole, 67)]
                     yield Case(
@@ -94,7 +94,7 @@ def _steel_launches(name: str, tile: tuple[int, ...], turned: str, shape: tuple[
 
 
 def _steel() -> Iterator[Case]:
-    # Ragged and whole; adding to a third matrix once a type.
+    # Ragged and whole sizes. One case of each type adds a third matrix.
     shapes = {"nn": (100, 72, 50), "nt": (64, 128, 64), "tn": (45, 33, 40), "tt": (70, 40, 100)}
     for name, metal in FLOATS.items():
         for turned, shape in shapes.items():
@@ -195,7 +195,7 @@ def _attention() -> Iterator[Case]:
 
 
 def cases() -> Iterator[Case]:
-    """All cases of this file."""
+    """Yields all cases of this file."""
     yield from _gemv()
     yield from _steel()
     yield from _split()

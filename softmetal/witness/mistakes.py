@@ -1,4 +1,4 @@
-"""Deliberate mistakes in the MSL library and its flags: each must make some kernel differ from Apple's compile of it."""
+"""Deliberate mistakes in the MSL library and its flags. Each must make a kernel differ from Apple's compile."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..msl import compiler
 
 @dataclass(frozen=True)
 class Mistake:
-    """One change of a header, or of the compiler's flags, and a kernel that must show it."""
+    """One change of a header or of the compiler's flags, and a kernel that must show it."""
 
     name: str
     kernel: str
@@ -41,10 +41,10 @@ MISTAKES = (
 
 @contextlib.contextmanager
 def mistaken(mistake: Mistake | None) -> Iterator[None]:
-    """In the block Metal source is compiled with the mistake; with None as it should be.
+    """Compiles Metal source with the mistake in the block. None makes no mistake.
 
     Raises:
-        ValueError: what the mistake replaces is not there.
+        ValueError: the text that the mistake replaces does not exist.
     """
     if mistake is None:
         yield

@@ -1,4 +1,4 @@
-"""MLX's 1 to 8 bit kernels: affine (a scale and a bias a group) and floating (mxfp4, mxfp8, nvfp4)."""
+"""MLX's 1 to 8 bit kernels: affine (a scale and a bias for each group) and floating (mxfp4, mxfp8, nvfp4)."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .case import Case, Launch, outputs, stored
 _AFFINE_HEADERS = ("steel/gemm/gemm.h", "quantized_utils.h", "quantized.h")
 _FP_HEADERS = ("steel/gemm/gemm.h", "quantized_utils.h", "fp_quantized.h")
 _TYPES = {"float32": "float", "float16": "float16_t", "bfloat16": "bfloat16_t"}
-_NOTHING = np.zeros(4, np.int64)  # where a kernel names an argument that the case does not read
+_NOTHING = np.zeros(4, np.int64)  # for an argument that the kernel does not read in this case
 Generator = np.random.Generator
 
 
 @dataclass(frozen=True)
 class Format:
-    """How weights are stored."""
+    """A storage format of weights."""
 
     mode: str  # "affine", "mxfp4", ...
     group: int
@@ -30,14 +30,14 @@ class Format:
         return self.mode == "affine"
 
     def weights(self, rng: Generator, rows: int, columns: int, name: str) -> list[Any]:
-        """Words, scales, and biases or the global scale, of a matrix with groups along its rows."""
+        """Returns words, scales, and biases or the global scale, of a matrix with groups along its rows."""
         words = rng.integers(0, 1 << 32, (rows, columns * self.bits // 32), np.uint32)
         groups = (rows, columns // self.group)
         if self.is_affine:
             scales = stored(rng.uniform(-0.1, 0.1, groups), name)
             return [words, scales, stored(rng.uniform(-0.5, 0.5, groups), name)]
         if self.mode == "mxfp8":
-            words = words & np.uint32(0x77777777)  # not the codes that are NaN
+            words = words & np.uint32(0x77777777)  # leaves out the codes that are NaN
         middle = 56 if self.group == 16 else 127  # 1.0 as e4m3, as e8m0
         return [words, rng.integers(middle - 8, middle + 4, groups).astype(np.uint8), np.float32([0.75])]
 
@@ -46,13 +46,13 @@ _BATCH: list[Any] = [1, _NOTHING, _NOTHING, 1, _NOTHING, _NOTHING, _NOTHING]
 
 
 def _batch(form: Format) -> list[Any]:
-    """Numbers, shapes and strides of batches: of x, of w, and of the scales (and biases)."""
+    """Returns the batch counts, shapes and strides of x, of w, and of the scales and biases."""
     return [*_BATCH, _NOTHING] if form.is_affine else _BATCH
 
 
 def vector_products(form: Format, name: str, shapes: list[tuple[int, int, int]], columns: int, *, has_global: bool = True,
              turned: bool = False) -> Callable[[Generator], list[Launch]]:  # fmt: skip
-    """Launches of a product with few rows: shapes are M, N, K; a threadgroup makes `columns` outputs."""
+    """Returns launches of a product with few rows. Shapes are M, N, K. A threadgroup computes `columns` outputs."""
 
     def launches(rng: Generator) -> list[Launch]:
         found = []
@@ -81,7 +81,7 @@ def _quads(form: Format, name: str, K: int) -> Callable[[Generator], list[Launch
 
 def wide_products(form: Format, name: str, vectors: int, lanes: int, shapes: list[tuple[int, int, int]]
                   ) -> Callable[[Generator], list[Launch]]:  # fmt: skip
-    """Launches of a product whose threadgroup makes `vectors` rows at once; shapes are M, N, K."""
+    """Returns launches of a product whose threadgroups compute `vectors` rows. Shapes are M, N, K."""
 
     def launches(rng: Generator) -> list[Launch]:
         found = []
@@ -98,7 +98,7 @@ def wide_products(form: Format, name: str, vectors: int, lanes: int, shapes: lis
 
 def matrix_products(form: Format, name: str, shapes: list[tuple[int, int, int]], *, turned: bool,
               has_global: bool = True) -> Callable[[Generator], list[Launch]]:  # fmt: skip
-    """Launches of a product by tiles of 32 x 32; `turned`: the weight is N x K."""
+    """Returns launches of a product by tiles of 32 x 32. The weight is N x K if `turned`."""
 
     def launches(rng: Generator) -> list[Launch]:
         found = []
@@ -132,7 +132,7 @@ def _split(form: Format, name: str) -> Callable[[Generator], list[Launch]]:
 
 
 def _conversions(form: Format, name: str, rows: int, *, back: bool) -> Callable[[Generator], list[Launch]]:
-    """Quantize, or with `back` dequantize."""
+    """Returns launches that quantize, or dequantize if `back`."""
 
     def launches(rng: Generator) -> list[Launch]:
         columns = 4 * form.group
@@ -216,7 +216,7 @@ def _converting(form: Format, name: str) -> Iterator[Case]:
 
 
 def cases() -> Iterator[Case]:
-    """All cases of this file."""
+    """Yields all cases of this file."""
     for name in _TYPES:
         for form in _FORMATS:
             yield from _products(form, name)

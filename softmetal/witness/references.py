@@ -1,6 +1,6 @@
-"""Apple-compiled kernels whose source is in no wheel, against torch's CPU results: PyTorch's, and MLX's norms and rope.
+"""Compares Apple-compiled kernels without public source with torch's CPU results: PyTorch's, and MLX's norms and rope.
 
-The reference is computed in double precision; each element has its own bound, from the roundings that the kernel makes.
+The reference is computed in double precision. Each element has its own bound, from the roundings of the kernel.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from .case import Array, Launch, outputs, run, stored
 
 Generator = np.random.Generator
 EPS = 2.0**-23
-UNIT = {"float32": EPS, "float16": 2.0**-10, "bfloat16": 2.0**-7}  # of the spacing of a type's numbers
+UNIT = {"float32": EPS, "float16": 2.0**-10, "bfloat16": 2.0**-7}  # relative spacing of a type's numbers
 TORCH_NAMES = {"float32": "float", "float16": "half", "bfloat16": "bfloat"}
 _NO_BIAS = np.zeros(4, np.float32)
 
 
 @dataclass(frozen=True)
 class Expected:
-    """One launch, the slot of its result, and what is right."""
+    """One launch, the slot of its result, and the expected values with their bounds."""
 
     launch: Launch
     slot: int
@@ -48,14 +48,14 @@ class Reference:
 
 
 def numbers(array: Array, name: str) -> Array:
-    """What an array of the named type holds, in double precision."""
+    """Converts an array of the named type to double precision."""
     if name == "bfloat16":
         array = (array.astype(np.uint32) << 16).view(np.float32)
     return array.astype(np.float64)
 
 
 def check(reference: Reference, *, seed: int = 0, checked: bool = False) -> list[str]:
-    """Runs a kernel; the messages say where it is off by more than the bound. None: it is right."""
+    """Runs a kernel; returns a message for each launch whose error exceeds the bound."""
     found = []
     try:
         library = device.load(
@@ -76,14 +76,14 @@ def check(reference: Reference, *, seed: int = 0, checked: bool = False) -> list
 
 
 def _product_bound(name: str, wanted: Array, x: Array, w: Array, extra: Array | float = 0.0) -> Array:
-    """One rounding of the result, and sums of |x| |w| in single precision."""
+    """The bound for one rounding of the result, and sums of |x| |w| in single precision."""
     return UNIT[name] * np.abs(wanted) + 64 * EPS * (np.abs(x) @ np.abs(w)) + extra + 1e-7
 
 
 def int4_products(
     name: str, group: int, shapes: Sequence[tuple[int, int, int]] = ((1, 64, 512), (3, 36, 256))
 ) -> Callable[[Generator], list[Expected]]:
-    """PyTorch's 4-bit product; shapes are M, N, K."""
+    """Returns launches of PyTorch's 4-bit product. Shapes are M, N, K."""
 
     def launches(rng: Generator) -> list[Expected]:
         found = []
@@ -96,7 +96,7 @@ def int4_products(
             x = stored(rng.normal(0, 1, (M, K)), name)
             s, z, a = (numbers(v, name) for v in (scales, zeros, x))
             weight = (codes - 8) * np.repeat(s.T, group, 1) + np.repeat(z.T, group, 1)
-            # The kernel rounds z - 8 s to its type, and the product in it.
+            # The kernel rounds 8 s, and z - 8 s, to its type.
             off = UNIT[name] * np.repeat((np.abs(z) + 16 * np.abs(s)).T, group, 1)
             wanted = _torch_product(a, weight)
             spread = np.abs(weight).T + 16 * np.repeat(s, group, 0) + np.repeat(np.abs(z), group, 0)
@@ -116,7 +116,7 @@ def _torch_product(a: Array, weight: Array) -> Array:
 
 
 def _int4_packing(rng: Generator) -> list[Expected]:
-    """PyTorch's packed int32 words to the kernel's bytes: the nibbles of each byte change places, bytes reverse."""
+    """Packs PyTorch's int32 words into the kernel's bytes: swaps the nibbles of each byte and reverses the bytes."""
     N, words = 24, 16
     w = rng.integers(-(1 << 31), 1 << 31, (N, words)).astype(np.int32)
     parts = w.view(np.uint8).reshape(N, words, 4)
@@ -164,13 +164,13 @@ def _bmm(name: str) -> Callable[[Generator], list[Expected]]:
 
 
 def _norm_bound(name: str, wanted: Array, x: Array, weight: Array) -> Array:
-    """One rounding of the result; mean, square and root in single precision, of values up to the row's largest."""
+    """The bound for one rounding of the result, and mean, square and root in single precision of the row's values."""
     largest = np.abs(x).max(-1, keepdims=True) / x.std(-1, keepdims=True)
     return UNIT[name] * np.abs(wanted) + 256 * EPS * (largest**3 + 1) * (np.abs(weight) + 1)
 
 
 def _norm(kind: str, name: str, looped: bool, is_torch: bool) -> Callable[[Generator], list[Expected]]:
-    """kind: "layer" or "rms"."""
+    """Returns launches of a norm. `kind` is "layer" or "rms"."""
 
     def launches(rng: Generator) -> list[Expected]:
         found = []
@@ -258,7 +258,7 @@ def _rope(name: str, traditional: bool) -> Callable[[Generator], list[Expected]]
         wanted = np.stack(pairs, -1).reshape(heads, size) if traditional else np.concatenate(pairs, 1)
         buffers: list[Any] = [x, outputs(x.shape, name), offset, 1.0, np.int64(size), *[None] * 5, base]
         launch = Launch(f"{heads} x {size}", buffers, (half, 1), threads=(half, heads))
-        # The angle is off by some 8 eps of itself; it is at most `offset`.
+        # The error of the angle is about 8 eps of its value, and that is at most `offset`.
         bound = UNIT[name] * np.abs(wanted) + 16 * EPS * (offset + 1) * 2 * np.abs(X).max()
         return [Expected(launch, 1, name, wanted, bound)]
 
@@ -266,17 +266,17 @@ def _rope(name: str, traditional: bool) -> Callable[[Generator], list[Expected]]
 
 
 def racing() -> Iterator[Reference]:
-    """Kernels that break a rule of Metal, which checked mode reports: results depend on the order of threads.
+    """Yields kernels that break a rule of Metal, so that results depend on the order of threads. Checked mode reports it.
 
-    PyTorch's int8 product of many rows has no threadgroup barrier between its last read of the weights' tile and the
-    scales written over it, nor before the result is copied out.
+    PyTorch's int8 product of many rows overwrites the tile of weights with scales without a threadgroup barrier after
+    the last read. There is also no barrier before the result is copied out.
     """
     for name, word in TORCH_NAMES.items():
         yield Reference("torch int8", f"large_m_int8pack_mm_{word}", libraries.torch_library, _int8(name, (45,), True))
 
 
 def references() -> Iterator[Reference]:
-    """All references."""
+    """Yields all references."""
     torch_library, mlx = libraries.torch_library, libraries.mlx_library
     yield Reference("torch int4", "weight_to_int4pack", torch_library, _int4_packing)
     for name, word in TORCH_NAMES.items():

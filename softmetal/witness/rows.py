@@ -25,7 +25,7 @@ def _values(rng: Generator, shape: int | tuple[int, ...], name: str) -> Array:
 
 
 def _row_launches(name: str, out: str, sizes: tuple[int, ...], looped: bool, width: int) -> Launches:
-    """One threadgroup a row; `width` outputs a row (0: one for each element)."""
+    """Returns launches of one threadgroup per row with `width` outputs per row (0: one for each element)."""
 
     def launches(rng: Generator) -> list[Launch]:
         found = []
@@ -137,7 +137,7 @@ def _sorts() -> Iterator[Case]:
 
 
 def _spread(rng: Generator, shape: tuple[int, ...], name: str, op: str) -> Array:
-    """Values whose product stays in range."""
+    """Returns values whose product stays in range."""
     if op == "prod" and name in FLOATS:
         return stored(rng.uniform(0.9, 1.1, shape), name)
     return _values(rng, shape, name)
@@ -215,7 +215,7 @@ def _reductions() -> Iterator[Case]:
 
 
 def cases() -> Iterator[Case]:
-    """All cases of this file."""
+    """Yields all cases of this file."""
     yield from _softmax()
     yield from _scans()
     yield from _sorts()

@@ -1,8 +1,8 @@
 """Fuzzes every reader for some minutes and counts: what test_convert_fuzz.py does briefly.
 
-    python tests/python/fuzz_readers.py --minutes 10
+    python tests/checkpoints/fuzz_readers.py --minutes 10
 
-Every real checkpoint of tests/data and one in the package's own format are damaged in turn. Each damaged copy must be read or refused with CheckpointError, within seconds; anything else ends the run with
+Every real checkpoint of tests/data/layers and one in the package's own format are damaged in turn. Each damaged copy must be read or refused with CheckpointError, within seconds; anything else ends the run with
 the seed that repeats it.
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
-from test_convert_fuzz import DATA, FOLDERS, NATIVE, prepare, try_damaged
+from test_damaged_checkpoints import DATA, FOLDERS, NATIVE, prepare, try_damaged
 
 
 def main() -> None:

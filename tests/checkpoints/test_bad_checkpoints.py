@@ -3,14 +3,14 @@
 from pathlib import Path
 from typing import Any
 
-import checkpoint_writers as writers
 import numpy as np
 import pytest
 import torch
-from checkpoint_damage import GPTQ, change, configure, fails
-from checkpoint_writers import LAYER
 from safetensors.torch import load_file, save_file
 
+from tests.support import checkpoint_writers as writers
+from tests.support.checkpoint_damage import GPTQ, change, configure, fails
+from tests.support.checkpoint_writers import LAYER
 from torch_marlin_metal import convert
 
 K, N = 64, 16
@@ -244,7 +244,7 @@ def test_fp8_layers_beside_4_bit_ones_are_decoded_on_request(tmp_path, scale) ->
     codes = torch.randn(4, 16, generator=torch.Generator().manual_seed(0)).to(torch.float8_e4m3fn)
     eight_bit = {"head.weight": codes, "head.weight_scale": scale.to(torch.bfloat16), "head.bias": torch.ones(4)}
     save_file(tensors | eight_bit, tmp_path / "model.safetensors")
-    weights = {weight.name: weight for weight in convert.read_layers(tmp_path, "dequantize")}
+    weights = {weight.name: weight for weight in convert.read_layers(tmp_path, on_unsupported="dequantize")}
     assert torch.equal(weights["head"].weight, codes.float() * scale.to(torch.bfloat16).float())
     assert torch.equal(weights["head"].bias, torch.ones(4))
     assert isinstance(weights[LAYER], convert.PackedWeight)

@@ -7,16 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import checkpoint_writers as writers
 import numpy as np
 import pytest
 import torch
-from checkpoint_damage import GPTQ, configure, fails
-from checkpoint_writers import LAYER
 from safetensors.torch import load_file, save_file
 
+from tests.support import checkpoint_writers as writers
+from tests.support.checkpoint_damage import GPTQ, configure, fails
+from tests.support.checkpoint_writers import LAYER
 from torch_marlin_metal import convert
-from torch_marlin_metal.convert.safetensors_file import read_header, read_tensor
+from torch_marlin_metal.checkpoints.files.safetensors import read_header, read_tensor
 
 K, N = 64, 16
 

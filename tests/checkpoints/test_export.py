@@ -5,18 +5,18 @@ import json
 import os
 from pathlib import Path
 
-import checkpoint_writers as writers
 import numpy as np
 import pytest
 import torch
-from checkpoint_writers import LAYER
 from safetensors.torch import load_file
 
+from tests.support import checkpoint_writers as writers
+from tests.support.checkpoint_writers import LAYER
 from torch_marlin_metal import convert, quantize_weight
-from torch_marlin_metal.convert import shard_writer
+from torch_marlin_metal.checkpoints.files import shard_writer
 
 K, N = 256, 24
-DATA = Path(__file__).parents[1] / "data"
+DATA = Path(__file__).parents[1] / "data/layers"
 
 
 @pytest.fixture

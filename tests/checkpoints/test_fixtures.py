@@ -1,4 +1,4 @@
-"""Every layer in tests/data, written by its producer, decodes to the producer's own weight."""
+"""Every layer in tests/data/layers, written by its producer, decodes to the producer's own weight."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from torch_marlin_metal import WEIGHT_FORMATS, convert
 
-DATA = Path(__file__).parents[1] / "data"
+DATA = Path(__file__).parents[1] / "data/layers"
 FOLDERS = sorted(path.parent for path in DATA.glob("*/*/reference.safetensors"))
 # What each folder must be read as: the exact form, never a float approximation of it.
 EXPECTED = {
@@ -109,7 +109,7 @@ def test_zero_points_of_15_follow_the_rule_that_the_caller_names() -> None:
 
 def test_the_documentation_says_what_the_registry_says() -> None:
     """Write it anew with: python -c "from torch_marlin_metal import convert as c; print(c.formats_page(), end='')"."""
-    assert (DATA.parents[1] / "docs/checkpoints.md").read_text() == convert.formats_page()
+    assert (DATA.parents[2] / "docs/checkpoints.md").read_text() == convert.formats_page()
 
 
 def test_every_read_format_names_known_weight_formats() -> None:

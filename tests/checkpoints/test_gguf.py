@@ -203,7 +203,7 @@ def test_a_scale_that_is_not_finite_is_named(tmp_path) -> None:
 
 @pytest.mark.parametrize("type_name", ["Q4_0", "NVFP4"])
 def test_truncated_at_every_length(tmp_path, type_name) -> None:
-    whole = (Path(__file__).parents[1] / "data/gguf" / type_name / "model.gguf").read_bytes()
+    whole = (Path(__file__).parents[1] / "data/layers/gguf" / type_name / "model.gguf").read_bytes()
     damaged = tmp_path / "model.gguf"
     for length in (*range(0, 700), *range(700, len(whole), 499)):
         damaged.write_bytes(whole[:length])

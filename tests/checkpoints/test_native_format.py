@@ -10,18 +10,18 @@ import sys
 import time
 from pathlib import Path
 
-import checkpoint_writers as writers
 import numpy as np
 import pytest
 import torch
-from checkpoint_writers import LAYER
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from tests.support import checkpoint_writers as writers
+from tests.support.checkpoint_writers import LAYER
 from torch_marlin_metal import MarlinLinear, convert
-from torch_marlin_metal.convert import shard_writer
+from torch_marlin_metal.checkpoints.files import shard_writer
 
-DATA = Path(__file__).parents[1] / "data"
+DATA = Path(__file__).parents[1] / "data/layers"
 FOLDERS = sorted(path.parent for path in DATA.glob("*/*/reference.safetensors"))
 JOURNAL = ".torch_marlin_metal.json"
 
@@ -134,7 +134,7 @@ def test_layers_that_cannot_be_packed_are_stored_as_floats_on_request(tmp_path) 
     with pytest.raises(convert.UnsupportedFormat):
         convert.write_checkpoint(convert.open_reader(tmp_path / "source"), tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    reader = convert.open_reader(tmp_path / "source", "dequantize")
+    reader = convert.open_reader(tmp_path / "source", on_unsupported="dequantize")
     path = convert.write_checkpoint(reader, tmp_path / "out")
     np.testing.assert_array_equal(load_file(path / "model-00001.safetensors")[f"{LAYER}.weight"].numpy(), expected)
 
@@ -336,7 +336,7 @@ def test_settings_that_do_not_fit(tmp_path, change, message) -> None:
         ("scales", torch.ones(8, 63), r"\.scales': scales: expected shape \[8, 64\]"),
         ("scales", torch.full((8, 64), torch.nan), r"\.scales': scales: expected finite"),
         ("perm", torch.zeros(256, dtype=torch.int32), r"\.perm': perm: expected a permutation"),
-        ("zeros", torch.zeros(8, 64, dtype=torch.uint8), r"\.zeros': zeros: uint4b8 takes none"),
+        ("zeros", torch.zeros(8, 64, dtype=torch.uint8), r"\.zeros': zeros: expected None for uint4b8"),
     ],
 )
 def test_damaged_layers(tmp_path, role, tensor, message) -> None:

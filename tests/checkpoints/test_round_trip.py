@@ -2,14 +2,14 @@
 
 from pathlib import Path
 
-import checkpoint_writers as writers
 import numpy as np
 import pytest
 import torch
-from checkpoint_writers import LAYER
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.support import checkpoint_writers as writers
+from tests.support.checkpoint_writers import LAYER
 from torch_marlin_metal import convert
 
 EXAMPLES = settings(

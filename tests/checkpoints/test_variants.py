@@ -6,13 +6,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import checkpoint_writers as writers
 import numpy as np
 import pytest
 import torch
-from checkpoint_writers import LAYER
 from safetensors.torch import load_file, save_file
 
+from tests.support import checkpoint_writers as writers
+from tests.support.checkpoint_writers import LAYER
 from torch_marlin_metal import convert
 from torch_marlin_metal.repack import unpack_codes
 
@@ -352,7 +352,7 @@ def test_only_one_layer_is_in_memory_at_a_time(tmp_path, rng, monkeypatch) -> No
     tensors = load_file(tmp_path / "model.safetensors")
     copies = {f"{copy}.{name}": tensor.clone() for copy in "abc" for name, tensor in tensors.items()}
     save_file(copies, tmp_path / "model.safetensors")
-    from torch_marlin_metal.convert import checkpoint
+    from torch_marlin_metal.checkpoints import checkpoint
 
     read: list[str] = []
     original = checkpoint.read_tensor

@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from torch_marlin_metal import convert, quantize_weight
+from torch_marlin_metal.checkpoints import writer
+from torch_marlin_metal.checkpoints.files.shard_writer import ShardWriter
 from torch_marlin_metal.cli.app import app
-from torch_marlin_metal.convert import writer
-from torch_marlin_metal.convert.shard_writer import ShardWriter
 
-DATA = Path(__file__).parents[1] / "data"
+DATA = Path(__file__).parents[1] / "data/layers"
 GPTQ = DATA / "gptq/gptqmodel-asym-g64-v1"
 ACT_ORDER = DATA / "gptq/gptqmodel-sym-g32-actorder-v1"
 
@@ -125,7 +125,7 @@ FAILURES = [
     (3, ["convert", DATA / "gguf/Q4_0", "out"], "no quantization settings"),
     (3, ["quantize", GPTQ, "out", "--include", "*"], "expected a checkpoint of floats, got one with"),
     (3, ["quantize", "floats", "out"], "transformers knows no model None: name the layers to quantize"),
-    (3, ["quantize", "floats", "out", "--include", "nothing"], "none of its 7 matrices is to be quantized"),
+    (2, ["quantize", "floats", "out", "--include", "nothing"], "include: 'nothing' matches none of the 7 layers"),
     (2, ["convert", GPTQ, "floats"], "floats: exists already"),
     (2, ["convert", GPTQ, "out", "--gptq-version", "3"], "gptq_version: expected None, 1 or 2, got 3"),
     (2, ["quantize", "floats", "out", "--include", "*", "--weight-format", "int3"], "weight_format: expected one of"),
@@ -150,8 +150,9 @@ def test_failures_are_one_line_and_a_code(tmp_path, monkeypatch, case):
 
 
 def test_inspect_names_what_would_be_refused(tmp_path):
-    import checkpoint_writers as writers
     import numpy as np
+
+    from tests.support import checkpoint_writers as writers
 
     writers.write_gptq(tmp_path / "small-groups", np.random.default_rng(0), 64, 16, 8)
     code, found = answer("inspect", tmp_path / "small-groups")

@@ -1,4 +1,4 @@
-// AMX tiles in plain C++, so that csrc/cpu/amx.cpp is tested on machines without them: included before it by the
+// AMX tiles in plain C++, so that csrc/cpu/x86/amx.cpp is tested on machines without them: included before it by the
 // compiler's -include. After the pseudocode of TILELOADD, TILESTORED and TDPBF16PS in Intel's instruction set reference
 // (volume 2): two running sums of even and odd products, subnormals flushed on the way in and out, rounded to nearest.
 // What the processor would refuse, or what amx.cpp must not rely on, stops the program.

@@ -64,11 +64,11 @@ inline std::vector<double> sizes(const Tensors& t, bool of_group) {
 // What a test adds to check_gemm's bound, and says of its case.
 struct Allowance {
   double absolute = 0;
-  bool largest_of_group = false;  // for 16-bit activations in planes too
+  bool largest_of_group = false;  // for split 16-bit activations too
   std::string what;
 };
 
-// The design's bound; for 16-bit activations in planes a narrower one, since random ones of a group are close enough
+// The design's bound; for split 16-bit activations a narrower one, because random ones of a group are close enough
 // in size to be exact. Returns the largest share of its arithmetic term that was used, output rounding taken off.
 inline double check_gemm(const Machine& machine, const Tensors& t,
                          Float32Precision precision = Float32Precision::highest, const Allowance& allowance = {}) {
@@ -78,7 +78,7 @@ inline double check_gemm(const Machine& machine, const Tensors& t,
   const double unit = error_unit(plan, t);
   const std::vector<double> x = t.activations();
   const std::vector<double> x_size =
-      sizes(t, cpu::in_planes(plan.kernel) && (c.a_type == ElementType::float32 || allowance.largest_of_group));
+      sizes(t, cpu::is_byte_split(plan.kernel) && (c.a_type == ElementType::float32 || allowance.largest_of_group));
   std::vector<double> weight(static_cast<size_t>(c.K)), size(static_cast<size_t>(c.K));
   double worst = 0;
   for (int64_t n = 0; n < c.N; ++n) {

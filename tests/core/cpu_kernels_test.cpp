@@ -28,22 +28,22 @@ void test_gemm(const Machine& machine, int rounds, bool small) {
 void test_reduced(const Machine& machine, int rounds) {
   std::mt19937 random(11);
   double worst = 0;
-  int cases = 0, parts = 0, planes = 0;
+  int cases = 0, parts = 0, bytes = 0;
   for (const WeightFormatInfo& format : kWeightFormats) {
     for (int i = 0; i < rounds; ++i) {
       const Tensors t = make(random_case(random, format.format, ElementType::float32, false));
       worst = std::max(worst, check_gemm(machine, t, Float32Precision::reduced));
       const cpu::Plan plan = plan_of(machine, t, Float32Precision::reduced);
       parts += plan.parts == 2 ? 1 : 0;
-      planes += cpu::in_planes(plan.kernel) ? 1 : 0;
+      bytes += cpu::is_byte_split(plan.kernel) ? 1 : 0;
       ++cases;
     }
   }
-  const std::string taken = std::to_string(parts) + " in two bf16 parts, " + std::to_string(planes) + " in planes";
+  const std::string taken = std::to_string(parts) + " in two bf16 parts, " + std::to_string(bytes) + " in three bytes";
   expect((parts > 0) == (machine.isa == Isa::amx), [&] { return name(machine) + ": reduced fp32: " + taken; });
-  // With tiles or AVX2 planes are for the fewest rows.
+  // With tiles, and on AVX2, bytes are for the fewest rows.
   if (machine.isa != Isa::amx && machine.isa != Isa::avx2) {
-    expect((planes > 0) == machine.byte_dot, [&] { return name(machine) + ": reduced fp32: " + taken; });
+    expect((bytes > 0) == machine.byte_dot, [&] { return name(machine) + ": reduced fp32: " + taken; });
   }
   std::printf("%s: gemm, reduced fp32 precision, %d random cases, %s, largest error %.3f of the bound\n",
               name(machine).c_str(), cases, taken.c_str(), worst);
@@ -90,7 +90,7 @@ void test_long_k(const Machine& machine) {
 }
 
 // More rows than are packed at once, and more than a block of results; 513 would leave a pass of one row.
-void test_many_rows(const Machine& machine) {
+void test_large_m(const Machine& machine) {
   double worst = 0;
   for (const int64_t M : {513, 1030}) {
     Case c;
@@ -172,7 +172,7 @@ void test_non_finite(const Machine& machine) {
   std::printf("%s: NaN and inf\n", name(machine).c_str());
 }
 
-// One activation in 32 is 2^4 to 2^24 times its neighbours. Planes of bytes are relative to the largest of a group.
+// One activation in 32 is 2^4 to 2^24 times its neighbours. Split bytes are relative to the largest of a group.
 void test_outliers(const Machine& machine) {
   double worst = 0;
   for (const Activations& activations : kActivations) {
@@ -196,8 +196,8 @@ void test_outliers(const Machine& machine) {
   std::printf("%s: outliers, largest error %.3f of the arithmetic bound\n", name(machine).c_str(), worst);
 }
 
-// Every product of bytes at its largest: the middle plane of 1 + 2^-6 is -128, and codes are 15 or 6.
-// An fp32 2 - 2^-23 rounds up to a high plane of 64.
+// Every product of bytes at its largest: the middle byte of 1 + 2^-6 is -128, and codes are 15 or 6.
+// An fp32 2 - 2^-23 rounds up to a high byte of 64.
 void test_largest_bytes(const Machine& machine) {
   for (const Activations& activations : kActivations) {
     for (const WeightFormat format : {WeightFormat::uint4, WeightFormat::float4_e2m1}) {
@@ -257,7 +257,7 @@ void run_tests(const Machine& machine, int rounds) {
   test_reduced(machine, std::max(rounds / 2, 1));
   test_every_m(machine);
   test_long_k(machine);
-  test_many_rows(machine);
+  test_large_m(machine);
   test_overflow(machine);
   test_non_finite(machine);
   test_range(machine);

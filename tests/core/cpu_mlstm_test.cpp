@@ -2,8 +2,8 @@
 // unreadable pages. No torch.
 #include <cstdlib>
 
-#include "../../csrc/cpu/mlstm.h"
 #include "cpu_test_support.h"
+#include "csrc/mlstm/cpu/api.h"
 
 namespace marlin::test {
 namespace {

@@ -1,21 +1,14 @@
 // The CPU planner: a table of expected choices, and what must hold for every plan. No torch, no kernels run.
-#include <cstdio>
 #include <string>
 
-#include "../../csrc/cpu/kernel_set.h"
-#include "../../csrc/cpu/plan.h"
+#include "csrc/cpu/gemm/kernel_table.h"
+#include "csrc/cpu/gemm/plan.h"
+#include "expect.h"
 
 namespace marlin::cpu {
 namespace {
 
-int checks = 0, failures = 0;
-
-void expect(bool condition, const std::string& what) {
-  ++checks;
-  if (condition) return;
-  ++failures;
-  std::printf("FAILED %s\n", what.c_str());
-}
+using test::expect;
 
 constexpr Machine kZen4{Isa::avx512, true, 2, true};
 constexpr Machine kAppleM1{Isa::neon, false, 4, true};
@@ -36,11 +29,11 @@ void test_choices() {
   Problem table_of_floats = problem(1, 4096, 4096, bfloat16);
   table_of_floats.format = WeightFormat::lut4;
   table_of_floats.code_parts = 3;
-  Problem many_rows_of_table = table_of_floats;
-  many_rows_of_table.M = 16;
+  Problem large_m_of_table = table_of_floats;
+  large_m_of_table.M = 16;
   Problem some_rows_of_table = table_of_floats;
   some_rows_of_table.M = 15;
-  Problem subnormal_parts = many_rows_of_table;
+  Problem subnormal_parts = large_m_of_table;
   subnormal_parts.code_parts = 0;
   auto reduced = [](int64_t M, WeightFormat format = WeightFormat::uint4b8, int64_t group_size = 128) {
     Problem reduced = problem(M, 4096, 4096, float32);
@@ -56,46 +49,46 @@ void test_choices() {
     return coded;
   };
   const Row rows[] = {
-      {{Isa::portable, false, 1}, problem(1, 64, 64, float32), "few_rows parts=1 strip=8 tasks=1x1x1"},
-      {{Isa::avx2, false, 2}, problem(1, 4096, 4096, float32), "few_rows parts=1 strip=32 tasks=1x1x2"},
-      {{Isa::avx2, false, 2}, problem(1, 4096, 4096, float16), "planes_avx2 parts=1 strip=32 tasks=1x1x2"},
-      {{Isa::avx2, false, 2}, problem(2, 4096, 4096, bfloat16), "few_rows parts=1 strip=32 tasks=1x1x2"},
-      {{Isa::avx2, false, 2}, problem(3, 4096, 4096, bfloat16), "many_rows parts=1 strip=16 tasks=1x2x1"},
-      {{Isa::avx512, false, 2}, problem(4, 4096, 4096, bfloat16), "few_rows parts=1 strip=64 tasks=1x2x1"},
-      {{Isa::avx512, false, 2}, problem(5, 4096, 4096, bfloat16), "many_rows parts=1 strip=32 tasks=1x2x1"},
-      {{Isa::neon, false, 4}, problem(7, 4096, 4096, float16), "many_rows parts=1 strip=16 tasks=1x4x1"},
-      {kAppleM1, problem(1, 4096, 4096, bfloat16), "planes_few_rows parts=1 strip=16 tasks=1x1x4"},
-      {kAppleM1, problem(3, 4096, 4096, float16), "planes parts=1 strip=8 tasks=1x4x1"},
-      {kAppleM1, problem(1, 4096, 4096, float32), "few_rows parts=1 strip=16 tasks=1x1x4"},
-      {kAppleM2, problem(1, 4096, 4096, bfloat16), "planes_few_rows parts=1 strip=16 tasks=1x1x4"},
+      {{Isa::portable, false, 1}, problem(1, 64, 64, float32), "small_m parts=1 strip=8 tasks=1x1x1"},
+      {{Isa::avx2, false, 2}, problem(1, 4096, 4096, float32), "small_m parts=1 strip=32 tasks=1x1x2"},
+      {{Isa::avx2, false, 2}, problem(1, 4096, 4096, float16), "byte_split_avx2 parts=1 strip=32 tasks=1x1x2"},
+      {{Isa::avx2, false, 2}, problem(2, 4096, 4096, bfloat16), "small_m parts=1 strip=32 tasks=1x1x2"},
+      {{Isa::avx2, false, 2}, problem(3, 4096, 4096, bfloat16), "large_m parts=1 strip=16 tasks=1x2x1"},
+      {{Isa::avx512, false, 2}, problem(4, 4096, 4096, bfloat16), "small_m parts=1 strip=64 tasks=1x2x1"},
+      {{Isa::avx512, false, 2}, problem(5, 4096, 4096, bfloat16), "large_m parts=1 strip=32 tasks=1x2x1"},
+      {{Isa::neon, false, 4}, problem(7, 4096, 4096, float16), "large_m parts=1 strip=16 tasks=1x4x1"},
+      {kAppleM1, problem(1, 4096, 4096, bfloat16), "byte_split_small_m parts=1 strip=16 tasks=1x1x4"},
+      {kAppleM1, problem(3, 4096, 4096, float16), "byte_split parts=1 strip=8 tasks=1x4x1"},
+      {kAppleM1, problem(1, 4096, 4096, float32), "small_m parts=1 strip=16 tasks=1x1x4"},
+      {kAppleM2, problem(1, 4096, 4096, bfloat16), "byte_split_small_m parts=1 strip=16 tasks=1x1x4"},
       {kAppleM2, problem(2, 4096, 4096, bfloat16), "bf16_dot parts=1 strip=8 tasks=1x2x2"},
-      {kAppleM2, problem(16, 4096, 4096, float16), "planes parts=1 strip=8 tasks=1x4x1"},
+      {kAppleM2, problem(16, 4096, 4096, float16), "byte_split parts=1 strip=8 tasks=1x4x1"},
       {kAppleM2, problem(1, 4096, 4096, float32), "bf16_dot_fp32_row parts=3 strip=16 tasks=1x1x4"},
-      {kAppleM2, problem(2, 4096, 4096, float32), "few_rows parts=1 strip=16 tasks=1x2x2"},
-      {kZen4, problem(1, 4096, 4096, bfloat16), "planes_few_rows parts=1 strip=64 tasks=1x1x2"},
-      {kZen4, problem(1, 4096, 4096, float16), "planes_few_rows parts=1 strip=64 tasks=1x1x2"},
+      {kAppleM2, problem(2, 4096, 4096, float32), "small_m parts=1 strip=16 tasks=1x2x2"},
+      {kZen4, problem(1, 4096, 4096, bfloat16), "byte_split_small_m parts=1 strip=64 tasks=1x1x2"},
+      {kZen4, problem(1, 4096, 4096, float16), "byte_split_small_m parts=1 strip=64 tasks=1x1x2"},
       {kZen4, problem(1, 4096, 4096, float32), "bf16_dot_fp32_row parts=3 strip=64 tasks=1x1x2"},
-      {kZen4, problem(2, 4096, 4096, bfloat16), "bf16_dot_few_rows parts=1 strip=64 tasks=1x1x2"},
-      {kZen4, problem(2, 4096, 4096, float16), "planes_few_rows parts=1 strip=64 tasks=1x1x2"},
-      {kZen4, problem(2, 4096, 4096, float32), "few_rows parts=1 strip=64 tasks=1x1x2"},
+      {kZen4, problem(2, 4096, 4096, bfloat16), "bf16_dot_small_m parts=1 strip=64 tasks=1x1x2"},
+      {kZen4, problem(2, 4096, 4096, float16), "byte_split_small_m parts=1 strip=64 tasks=1x1x2"},
+      {kZen4, problem(2, 4096, 4096, float32), "small_m parts=1 strip=64 tasks=1x1x2"},
       {kZen4, problem(16, 4096, 4096, bfloat16), "bf16_dot parts=1 strip=32 tasks=1x2x1"},
-      {kZen4, problem(16, 4096, 4096, float16), "planes parts=1 strip=32 tasks=1x2x1"},
-      {kZen4, problem(16, 4096, 4096, float32), "many_rows parts=1 strip=32 tasks=1x2x1"},
-      {{Isa::avx2, true, 2, true}, problem(16, 4096, 4096, float16), "many_rows parts=1 strip=16 tasks=1x2x1"},
-      {kZen4, table_of_floats, "few_rows parts=1 strip=64 tasks=1x1x2"},
-      {kZen4, problem(1, 512, 4096, bfloat16), "planes_few_rows parts=1 strip=64 tasks=1x1x2"},
-      {kZen4, problem(16, 512, 4096, float16), "planes parts=1 strip=32 tasks=1x1x2"},
-      {kZen4, problem(23, 512, 4096, float16), "planes parts=1 strip=32 tasks=1x2x1"},
-      {kZen4, problem(1, 512, 512, bfloat16), "planes_few_rows parts=1 strip=64 tasks=1x2x1"},
-      {kXeon, problem(1, 4096, 4096, float32), "few_rows parts=1 strip=64 tasks=1x4x4"},
-      {kXeon, problem(1, 512, 4096, bfloat16), "planes_few_rows parts=1 strip=64 tasks=1x2x8"},
-      {kXeon, problem(1, 4096, 4096, bfloat16), "planes_few_rows parts=1 strip=64 tasks=1x4x4"},
-      {kXeon, problem(2, 4096, 4096, bfloat16), "planes_few_rows parts=1 strip=64 tasks=1x8x2"},
-      {kXeon, problem(4, 4096, 4096, float16), "planes parts=1 strip=32 tasks=1x16x1"},
+      {kZen4, problem(16, 4096, 4096, float16), "byte_split parts=1 strip=32 tasks=1x2x1"},
+      {kZen4, problem(16, 4096, 4096, float32), "large_m parts=1 strip=32 tasks=1x2x1"},
+      {{Isa::avx2, true, 2, true}, problem(16, 4096, 4096, float16), "large_m parts=1 strip=16 tasks=1x2x1"},
+      {kZen4, table_of_floats, "small_m parts=1 strip=64 tasks=1x1x2"},
+      {kZen4, problem(1, 512, 4096, bfloat16), "byte_split_small_m parts=1 strip=64 tasks=1x1x2"},
+      {kZen4, problem(16, 512, 4096, float16), "byte_split parts=1 strip=32 tasks=1x1x2"},
+      {kZen4, problem(23, 512, 4096, float16), "byte_split parts=1 strip=32 tasks=1x2x1"},
+      {kZen4, problem(1, 512, 512, bfloat16), "byte_split_small_m parts=1 strip=64 tasks=1x2x1"},
+      {kXeon, problem(1, 4096, 4096, float32), "small_m parts=1 strip=64 tasks=1x4x4"},
+      {kXeon, problem(1, 512, 4096, bfloat16), "byte_split_small_m parts=1 strip=64 tasks=1x2x8"},
+      {kXeon, problem(1, 4096, 4096, bfloat16), "byte_split_small_m parts=1 strip=64 tasks=1x4x4"},
+      {kXeon, problem(2, 4096, 4096, bfloat16), "byte_split_small_m parts=1 strip=64 tasks=1x8x2"},
+      {kXeon, problem(4, 4096, 4096, float16), "byte_split parts=1 strip=32 tasks=1x16x1"},
       {kXeon, problem(5, 4096, 4096, float16), "amx parts=2 strip=32 tasks=1x16x1"},
-      {kXeon, problem(4, 4096, 4096, bfloat16), "planes parts=1 strip=32 tasks=1x16x1"},
+      {kXeon, problem(4, 4096, 4096, bfloat16), "byte_split parts=1 strip=32 tasks=1x16x1"},
       {kXeon, problem(5, 4096, 4096, bfloat16), "amx parts=1 strip=32 tasks=1x16x1"},
-      {kXeon, coded(4, WeightFormat::nvfp4, 16), "planes parts=1 strip=32 tasks=1x16x1"},
+      {kXeon, coded(4, WeightFormat::nvfp4, 16), "byte_split parts=1 strip=32 tasks=1x16x1"},
       {kXeon, coded(5, WeightFormat::nvfp4, 16), "amx_scaled parts=1 strip=32 tasks=1x16x1"},
       {kXeon, coded(5, WeightFormat::uint4b8, 16), "amx parts=1 strip=32 tasks=1x16x1"},
       {kXeon, coded(16, WeightFormat::mxfp4, 32), "amx parts=1 strip=32 tasks=1x16x1"},
@@ -104,28 +97,28 @@ void test_choices() {
       {kXeon, problem(64, 4096, 4096, float32), "amx parts=3 strip=32 tasks=1x16x1"},
       {kXeon, reduced(64), "amx parts=2 strip=32 tasks=1x16x1"},
       {kXeon, reduced(5), "amx parts=2 strip=32 tasks=1x16x1"},
-      {kXeon, reduced(4), "planes parts=1 strip=32 tasks=1x16x1"},
-      {kXeon, reduced(1), "planes_few_rows parts=1 strip=64 tasks=1x4x4"},
-      {kXeon, reduced(6, WeightFormat::nvfp4, 16), "planes parts=1 strip=32 tasks=1x16x1"},
+      {kXeon, reduced(4), "byte_split parts=1 strip=32 tasks=1x16x1"},
+      {kXeon, reduced(1), "byte_split_small_m parts=1 strip=64 tasks=1x4x4"},
+      {kXeon, reduced(6, WeightFormat::nvfp4, 16), "byte_split parts=1 strip=32 tasks=1x16x1"},
       {kXeon, reduced(7, WeightFormat::nvfp4, 16), "amx_scaled parts=2 strip=32 tasks=1x16x1"},
-      {kZen4, reduced(1), "planes_few_rows parts=1 strip=64 tasks=1x1x2"},
-      {kZen4, reduced(16), "planes parts=1 strip=32 tasks=1x2x1"},
-      {kZen4, reduced(16, WeightFormat::lut4), "many_rows parts=1 strip=32 tasks=1x2x1"},
-      {{Isa::avx512, false, 2, true}, reduced(2), "planes_few_rows parts=1 strip=64 tasks=1x1x2"},
-      {{Isa::avx512, false, 2, true}, reduced(512), "planes parts=1 strip=32 tasks=1x2x1"},
-      {{Isa::avx512, false, 2}, reduced(16), "many_rows parts=1 strip=32 tasks=1x2x1"},
-      {{Isa::avx2, false, 2}, reduced(1), "planes_avx2 parts=1 strip=32 tasks=1x1x2"},
-      {{Isa::avx2, false, 2}, reduced(2), "few_rows parts=1 strip=32 tasks=1x1x2"},
-      {{Isa::portable, false, 1}, reduced(1), "few_rows parts=1 strip=8 tasks=1x1x1"},
-      {kAppleM1, reduced(1), "planes_few_rows parts=1 strip=16 tasks=1x1x4"},
-      {kAppleM2, reduced(3), "planes parts=1 strip=8 tasks=1x4x1"},
-      {{Isa::neon, false, 4}, reduced(1), "few_rows parts=1 strip=16 tasks=1x1x4"},
-      {kXeon, some_rows_of_table, "many_rows parts=1 strip=32 tasks=1x16x1"},
-      {kXeon, many_rows_of_table, "amx_table parts=1 strip=32 tasks=1x16x1"},
-      {kXeon, subnormal_parts, "many_rows parts=1 strip=32 tasks=1x16x1"},
-      {kXeon, problem(1, 128, 4096, float32), "few_rows parts=1 strip=64 tasks=1x2x8"},
+      {kZen4, reduced(1), "byte_split_small_m parts=1 strip=64 tasks=1x1x2"},
+      {kZen4, reduced(16), "byte_split parts=1 strip=32 tasks=1x2x1"},
+      {kZen4, reduced(16, WeightFormat::lut4), "large_m parts=1 strip=32 tasks=1x2x1"},
+      {{Isa::avx512, false, 2, true}, reduced(2), "byte_split_small_m parts=1 strip=64 tasks=1x1x2"},
+      {{Isa::avx512, false, 2, true}, reduced(512), "byte_split parts=1 strip=32 tasks=1x2x1"},
+      {{Isa::avx512, false, 2}, reduced(16), "large_m parts=1 strip=32 tasks=1x2x1"},
+      {{Isa::avx2, false, 2}, reduced(1), "byte_split_avx2 parts=1 strip=32 tasks=1x1x2"},
+      {{Isa::avx2, false, 2}, reduced(2), "small_m parts=1 strip=32 tasks=1x1x2"},
+      {{Isa::portable, false, 1}, reduced(1), "small_m parts=1 strip=8 tasks=1x1x1"},
+      {kAppleM1, reduced(1), "byte_split_small_m parts=1 strip=16 tasks=1x1x4"},
+      {kAppleM2, reduced(3), "byte_split parts=1 strip=8 tasks=1x4x1"},
+      {{Isa::neon, false, 4}, reduced(1), "small_m parts=1 strip=16 tasks=1x1x4"},
+      {kXeon, some_rows_of_table, "large_m parts=1 strip=32 tasks=1x16x1"},
+      {kXeon, large_m_of_table, "amx_table parts=1 strip=32 tasks=1x16x1"},
+      {kXeon, subnormal_parts, "large_m parts=1 strip=32 tasks=1x16x1"},
+      {kXeon, problem(1, 128, 4096, float32), "small_m parts=1 strip=64 tasks=1x2x8"},
       {kXeon, problem(256, 128, 4096, float32), "amx parts=3 strip=32 tasks=4x4x1"},
-      {kXeon, problem(1, 128, 256, float32), "few_rows parts=1 strip=64 tasks=1x2x1"},
+      {kXeon, problem(1, 128, 256, float32), "small_m parts=1 strip=64 tasks=1x2x1"},
   };
   for (const Row& row : rows) {
     const Plan plan = make_plan(row.machine, row.problem);
@@ -143,7 +136,7 @@ void test_fallbacks() {
   coded.format = WeightFormat::mxfp4;
   coded.group_size = 32;
   Plan plan = make_plan(kXeon, coded);
-  for (const Kernel kernel : {Kernel::amx_scaled, Kernel::amx, Kernel::many_rows}) {
+  for (const Kernel kernel : {Kernel::amx_scaled, Kernel::amx, Kernel::large_m}) {
     expect(plan.kernel == kernel,
            "fallback: expected " + std::to_string(static_cast<int>(kernel)) + ", got " + to_string(plan));
     plan = make_fallback_plan(kXeon, coded, plan);
@@ -166,7 +159,7 @@ void test_invariants() {
                                        " N=" + std::to_string(N) + " K=" + std::to_string(K) + ": " + to_string(plan);
                 expect(to_string(make_plan(machine, p)) == to_string(plan), at + ": not a function of its argument");
                 if (a_type == ElementType::float32) {
-                  expect(plan.parts != 2 && !in_planes(plan.kernel), at + ": less than the highest precision");
+                  expect(plan.parts != 2 && !is_byte_split(plan.kernel), at + ": less than the highest precision");
                 } else {
                   Problem reduced = p;
                   reduced.precision = Float32Precision::reduced;
@@ -193,8 +186,8 @@ void check_kernel(const MatrixKernel& kernel, const KernelShape& shape, const st
                   bool with_tables = true) {
   expect(kernel.strip == shape.strip && kernel.max_rows == shape.max_rows && kernel.row_unit == shape.row_unit,
          name + ": the planner knows another shape than the kernel has");
-  for (const Codes codes : {Codes::integer, Codes::e2m1, Codes::table}) {
-    if (codes == Codes::table && !with_tables) continue;
+  for (const CodeKind codes : {CodeKind::integer, CodeKind::e2m1, CodeKind::table}) {
+    if (codes == CodeKind::table && !with_tables) continue;
     const auto& steps = kernel.step[static_cast<size_t>(codes)];
     for (int rows = kernel.min_rows; rows <= kernel.max_rows; ++rows) {
       expect(steps[static_cast<size_t>(rows)] != nullptr, name + ": no kernel for " + std::to_string(rows) + " rows");
@@ -209,22 +202,22 @@ void test_shapes() {
     const KernelSet* kernels = kernels_of(isa);
     if (kernels == nullptr) continue;
     std::printf("%s: shapes\n", isa_name(isa));
-    check_kernel(kernels->few_rows, kernel_shape(isa, Kernel::few_rows), std::string(isa_name(isa)) + " few_rows");
-    check_kernel(kernels->many_rows, kernel_shape(isa, Kernel::many_rows), std::string(isa_name(isa)) + " many_rows");
-    expect(kernels->many_rows.min_rows <= kernels->few_rows.max_rows + 1, std::string(isa_name(isa)) + ": gap in rows");
+    check_kernel(kernels->small_m, kernel_shape(isa, Kernel::small_m), std::string(isa_name(isa)) + " small_m");
+    check_kernel(kernels->large_m, kernel_shape(isa, Kernel::large_m), std::string(isa_name(isa)) + " large_m");
+    expect(kernels->large_m.min_rows <= kernels->small_m.max_rows + 1, std::string(isa_name(isa)) + ": gap in rows");
   }
   const Isa dotting = neon_kernels() == nullptr ? Isa::avx512 : Isa::neon;
   if (const Bf16DotKernels* dot = bf16_dot_kernels()) {
-    check_kernel(dot->one_fp32_row, kernel_shape(dotting, Kernel::bf16_dot_fp32_row), "bf16_dot_fp32_row");
-    check_kernel(dot->few_rows, kernel_shape(dotting, Kernel::bf16_dot_few_rows), "bf16_dot_few_rows");
-    check_kernel(dot->many_rows, kernel_shape(dotting, Kernel::bf16_dot), "bf16_dot");
+    check_kernel(dot->fp32_row, kernel_shape(dotting, Kernel::bf16_dot_fp32_row), "bf16_dot_fp32_row");
+    check_kernel(dot->small_m, kernel_shape(dotting, Kernel::bf16_dot_small_m), "bf16_dot_small_m");
+    check_kernel(dot->large_m, kernel_shape(dotting, Kernel::bf16_dot), "bf16_dot");
   }
-  if (const MatrixKernel* planes = avx2_planes_kernel()) {
-    check_kernel(*planes, kernel_shape(Isa::avx2, Kernel::planes_avx2), "planes_avx2", false);
+  if (const MatrixKernel* kernel = avx2_byte_split_kernel()) {
+    check_kernel(*kernel, kernel_shape(Isa::avx2, Kernel::byte_split_avx2), "byte_split_avx2", false);
   }
-  if (const PlanesKernels* planes = planes_kernels()) {
-    check_kernel(planes->few_rows, kernel_shape(dotting, Kernel::planes_few_rows), "planes_few_rows", false);
-    check_kernel(planes->many_rows, kernel_shape(dotting, Kernel::planes), "planes", false);
+  if (const ByteSplitKernels* split = byte_split_kernels()) {
+    check_kernel(split->small_m, kernel_shape(dotting, Kernel::byte_split_small_m), "byte_split_small_m", false);
+    check_kernel(split->large_m, kernel_shape(dotting, Kernel::byte_split), "byte_split", false);
   }
   for (int parts = 1; parts <= 3; ++parts) {
     if (const AmxKernels* tiles = amx_kernels(parts)) {
@@ -238,14 +231,11 @@ void test_shapes() {
 }  // namespace
 }  // namespace marlin::cpu
 
-// With an argument: what depends on the CPU only.
-int main(int argc, char**) {
-  if (argc == 1) {
-    marlin::cpu::test_choices();
-    marlin::cpu::test_fallbacks();
-    marlin::cpu::test_invariants();
-  }
-  marlin::cpu::test_shapes();
-  std::printf("%d checks, %d failed\n", marlin::cpu::checks, marlin::cpu::failures);
-  return marlin::cpu::failures == 0 ? 0 : 1;
+int main(int argc, char** argv) {
+  using namespace marlin;
+  return test::run_cases({{"choices", cpu::test_choices},
+                          {"fallbacks", cpu::test_fallbacks},
+                          {"invariants", cpu::test_invariants},
+                          {"shapes", cpu::test_shapes}},
+                         argc, argv);
 }

@@ -15,7 +15,8 @@
 #include <string>
 #include <vector>
 
-#include "../../csrc/cpu/gemm.h"
+#include "csrc/cpu/gemm/gemm.h"
+#include "expect.h"
 
 namespace marlin::test {
 
@@ -318,22 +319,6 @@ inline std::string describe(const Case& c) {
          " scales=" + name(c.scales_type) + " zeros=" + name(c.zeros_type) + (c.with_bias ? " bias" : "") +
          (c.with_perm ? " perm" : "") + " global=" + std::to_string(c.global_scale) +
          " row_stride=" + std::to_string(c.row_stride) + " seed=" + std::to_string(c.seed);
-}
-
-inline int failures = 0;
-inline int64_t checks = 0;
-
-// what() is called on failure only: there are millions of checks.
-template <class What>
-void expect(bool condition, What&& what) {
-  ++checks;
-  if (condition) return;
-  if (++failures <= 20) std::printf("FAILED %s\n", std::string(what()).c_str());
-}
-
-inline int report() {
-  std::printf("%lld checks, %d failed\n", static_cast<long long>(checks), failures);
-  return failures == 0 ? 0 : 1;
 }
 
 inline constexpr ElementType kFloats[] = {ElementType::float16, ElementType::bfloat16, ElementType::float32};

@@ -140,18 +140,17 @@ void test_repack(Isa isa) {
                  ((words[static_cast<size_t>(i / 8)] >> (4 * (i % 8))) & 15U),
              [&] { return "awq_unpack_zeros"; });
     }
-    for (const cpu::ZerosRule rule : {cpu::ZerosRule::word, cpu::ZerosRule::masked, cpu::ZerosRule::unmasked}) {
-      for (const int version : {1, 2}) {
-        cpu::gptq_unpack_zeros(words.data(), G, N, version, rule, zeros.data(), loop(2));
-        for (int64_t i = 0; i < G * N; ++i) {
-          const uint32_t word = words[static_cast<size_t>(i / 8)];
-          const uint32_t raw = (word >> (4 * (i % 8))) & 15U;
-          uint32_t expected = raw;
-          if (version == 1 && rule == cpu::ZerosRule::word) expected = ((word + 0x11111111U) >> (4 * (i % 8))) & 15U;
-          if (version == 1 && rule == cpu::ZerosRule::masked) expected = (raw + 1) & 15U;
-          if (version == 1 && rule == cpu::ZerosRule::unmasked) expected = raw + 1;
-          expect(zeros[static_cast<size_t>(i)] == expected, [&] { return "gptq_unpack_zeros"; });
-        }
+    for (const StoredZeros stored :
+         {StoredZeros::plain, StoredZeros::word, StoredZeros::masked, StoredZeros::unmasked}) {
+      cpu::gptq_unpack_zeros(words.data(), G, N, stored, zeros.data(), loop(2));
+      for (int64_t i = 0; i < G * N; ++i) {
+        const uint32_t word = words[static_cast<size_t>(i / 8)];
+        const uint32_t raw = (word >> (4 * (i % 8))) & 15U;
+        uint32_t expected = raw;
+        if (stored == StoredZeros::word) expected = ((word + 0x11111111U) >> (4 * (i % 8))) & 15U;
+        if (stored == StoredZeros::masked) expected = (raw + 1) & 15U;
+        if (stored == StoredZeros::unmasked) expected = raw + 1;
+        expect(zeros[static_cast<size_t>(i)] == expected, [&] { return "gptq_unpack_zeros"; });
       }
     }
   }

@@ -1,22 +1,15 @@
-// What the planner's tests count with: checks, failures, and what is being looked at.
+// Checks that the planners' tests share.
 #pragma once
 
 #include <cstdint>
-#include <cstdio>
 #include <sstream>
 #include <stdexcept>
 #include <string>
 
-inline int checks = 0;
-inline int failures = 0;
-inline std::string subject;
+#include "expect.h"
 
-inline void expect(bool condition, const std::string& what) {
-  ++checks;
-  if (condition) return;
-  ++failures;
-  std::printf("FAILED %s\n  in %s\n", what.c_str(), subject.c_str());
-}
+using marlin::test::expect;
+using marlin::test::subject;
 
 // The planner refuses what the body asks for.
 template <typename Body>
@@ -41,10 +34,4 @@ std::string text(const T& value) {
   std::ostringstream stream;
   stream << value;
   return stream.str();
-}
-
-// Prints "<checks> checks, <failures> failed"; returns main's result.
-inline int finish() {
-  std::printf("%d checks, %d failed\n", checks, failures);
-  return failures == 0 ? 0 : 1;
 }

@@ -2,7 +2,7 @@
 #include <random>
 #include <set>
 
-#include "../../csrc/plan_mlstm.h"
+#include "csrc/mlstm/gpu_plan.h"
 #include "plan_checks.h"
 
 using namespace marlin;
@@ -152,9 +152,7 @@ void check_refusals() {
 
 }  // namespace
 
-int main() {
-  check_choices();
-  check_random();
-  check_refusals();
-  return finish();
+int main(int argc, char** argv) {
+  return test::run_cases({{"choices", check_choices}, {"random", check_random}, {"refusals", check_refusals}}, argc,
+                         argv);
 }

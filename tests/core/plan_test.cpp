@@ -1,9 +1,9 @@
-// The planner alone: expected choices, and what must hold for every plan. Prints "<checks> checks, <failures> failed".
+// The planner alone: expected choices, and what must hold for every plan.
 #include <algorithm>
 #include <random>
 #include <set>
 
-#include "../../csrc/plan.h"
+#include "csrc/planner/find.h"
 #include "plan_checks.h"
 
 using namespace marlin;
@@ -185,33 +185,32 @@ void check_fused(const GemmProblem& problem, const Plan& plan, const GpuDevice& 
   check_slices(problem, plan);
 }
 
-void check_tiles(const GemmProblem& problem, const Candidate& candidate, const GpuDevice& device) {
-  const Dispatch& product = candidate.plan.dispatches.front();
+void check_tiles(const GemmProblem& problem, const Tiling& tiling, const Plan& plan, const GpuDevice& device) {
+  const Dispatch& product = plan.dispatches.front();
   const auto& params = std::get<GemmParams>(product.params);
-  const TileShape tile = candidate.tile;
-  const uint32_t stages = candidate.variant == "single_stage" ? 1 : 2;
+  const TileShape tile = tiling.tile;
+  const uint32_t stages = tiling.variant == GemmVariant::single_stage ? 1 : 2;
   expect(product.threads.x == tile_threads(tile) && product.threads.y == 1, "threads");
   expect(product.threadgroup_bytes == tile_threadgroup_bytes(tile, problem.activations, stages), "threadgroup memory");
-  if (candidate.variant == "striped") {
-    check_stripes(problem, candidate.plan, tile, device);
+  if (tiling.variant == GemmVariant::striped) {
+    check_stripes(problem, plan, tile, device);
     return;
   }
   expect(params.k_per_slice % tile.K == 0, "slices of whole k-steps");
   expect_tiling(product.grid.x, tile.N, problem.weight.N, "columns");
   expect_tiling(product.grid.y, tile.M, problem.M, "rows");
   expect_tiling(product.grid.z, params.k_per_slice, problem.weight.K, "k");
-  check_slices(problem, candidate.plan);
+  check_slices(problem, plan);
 }
 
-void check_candidate(const GemmProblem& problem, const Candidate& candidate, const GpuDevice& device) {
-  const Plan& plan = candidate.plan;
-  subject = name(candidate) + ": " + text(plan);
+void check_tiling(const GemmProblem& problem, const Tiling& tiling, const Plan& plan, const GpuDevice& device) {
+  subject = name(tiling) + ": " + text(plan);
   for (const Dispatch& dispatch : plan.dispatches)
     check_dispatch(dispatch);
   const Dispatch& product = plan.dispatches.front();
   const WeightProblem& weight = problem.weight;
   if (weight.N % 4 != 0) expect(product.constants[kConstantVectorColumns] == 0, "no vector loads of odd rows");
-  if (candidate.variant == "two_pass") {
+  if (tiling.variant == GemmVariant::two_pass) {
     check_two_pass(problem, plan);
     return;
   }
@@ -220,25 +219,26 @@ void check_candidate(const GemmProblem& problem, const Candidate& candidate, con
   expect(params.M == problem.M && params.N == weight.N && params.K == weight.K, "sizes");
   expect(params.group_size == std::min(weight.group_size, weight.K), "group size");
   expect(params.a_row_stride == problem.a_row_stride, "row stride");
-  if (candidate.variant == "gemv") {
+  if (tiling.variant == GemmVariant::gemv) {
     check_gemv(problem, plan, device);
-  } else if (candidate.variant == "fused") {
+  } else if (tiling.variant == GemmVariant::fused) {
     check_fused(problem, plan, device);
   } else {
-    check_tiles(problem, candidate, device);
+    check_tiles(problem, tiling, plan, device);
   }
 }
 
-// Every candidate, and that the plan is one of them.
+// Every tiling, and that the plan is that of one of them.
 void check_gemm(const GemmProblem& problem, const GpuDevice& device) {
   const std::string chosen = text(plan_gemm(problem, device));
-  bool is_candidate = false;
-  for (const Candidate& candidate : gemm_candidates(problem, device)) {
-    check_candidate(problem, candidate, device);
-    is_candidate |= text(candidate.plan) == chosen;
+  bool is_of_a_tiling = false;
+  for (const Tiling& tiling : gemm_tilings(problem, device)) {
+    const Plan plan = build_plan(tiling, problem, device);
+    check_tiling(problem, tiling, plan, device);
+    is_of_a_tiling |= text(plan) == chosen;
   }
   subject = chosen;
-  expect(is_candidate, "the plan is a candidate");
+  expect(is_of_a_tiling, "the plan is that of a tiling");
   expect(text(plan_gemm(problem, device)) == chosen, "the same plan twice");
 }
 
@@ -271,29 +271,30 @@ void check_random_problems() {
 void check_names() {
   GemmProblem problem = square(3, 500, 704, 64);
   subject = "names";
-  const std::vector<Candidate> all = gemm_candidates(problem, {});
+  const std::vector<Tiling> all = gemm_tilings(problem, {});
   std::set<std::string> names;
   std::set<std::string_view> variants;
-  for (const Candidate& candidate : all) {
-    variants.insert(candidate.variant);
-    const std::string wanted = name(candidate);
-    expect(names.insert(wanted).second, "one candidate of a name: " + wanted);
+  for (const Tiling& tiling : all) {
+    variants.insert(name(tiling.variant));
+    const std::string wanted = name(tiling);
+    const std::string plan = text(build_plan(tiling, problem, {}));
+    expect(names.insert(wanted).second, "one tiling of a name: " + wanted);
     GemmProblem named = problem;
     named.variant = wanted;
     expect(is_gemm_variant(wanted, problem.activations), "a call may name it: " + wanted);
-    expect(text(plan_gemm(named, {})) == text(candidate.plan), "the candidate of its name: " + wanted);
+    expect(text(plan_gemm(named, {})) == plan, "the tiling of its name: " + wanted);
     GemmProblem tuned = problem;
     tuned.tuned = wanted;
-    expect(text(plan_gemm(tuned, {})) == text(candidate.plan), "the candidate that a table names: " + wanted);
+    expect(text(plan_gemm(tuned, {})) == plan, "the tiling that a table names: " + wanted);
   }
   for (std::string_view wanted : {"", "fastest", "gemv:", "striped:128x128x16", "two_pass:64x64x32"})
     expect(!is_gemm_variant(wanted, problem.activations), "no call may name it: " + std::string(wanted));
-  for (std::string_view variant : gemm_variants()) {
+  for (std::string_view variant : kGemmVariants) {
     expect(is_gemm_variant(variant, problem.activations), "a call may name it: " + std::string(variant));
-    expect(variants.contains(variant), "candidates of each variant: " + std::string(variant));
+    expect(variants.contains(variant), "tilings of each variant: " + std::string(variant));
     problem.variant = variant;
-    for (const Candidate& candidate : gemm_candidates(problem, {}))
-      expect(candidate.variant == variant, "no other variant's candidates");
+    for (const Tiling& tiling : gemm_tilings(problem, {}))
+      expect(name(tiling.variant) == variant, "no other variant's tilings");
   }
   problem.variant = "double_buffered";
   problem.tuned = "gemv";
@@ -342,6 +343,73 @@ void check_stripe_choices() {
   }
 }
 
+uint32_t plans_prepared = 0;
+
+std::string prepare(Plan plan) {
+  ++plans_prepared;
+  return text(plan);
+}
+
+// A new M builds one plan, a known one none; what was used least recently is forgotten; a tuner's table replaces plans.
+void check_cache() {
+  subject = "plan cache";
+  set_tuned({});
+  PlanCache<std::string> cache({}, prepare, 3);
+  const auto find = [&](uint32_t M, std::string_view variant = "auto") {
+    return *cache.find_plan(square(M, 512, 704, 64, variant));
+  };
+  const auto prepared_by = [&](uint32_t M) {
+    const uint32_t before = plans_prepared;
+    expect(find(M) == text(plan_gemm(square(M, 512, 704, 64), {})), "the plan of the product");
+    return plans_prepared - before;
+  };
+  for (uint32_t M : {1U, 2U, 3U})
+    expect(prepared_by(M) == 1, "one plan is built for a new M");
+  for (uint32_t M : {2U, 3U, 1U})
+    expect(prepared_by(M) == 0, "none for a known M");
+  expect(prepared_by(4) == 1 && prepared_by(2) == 1, "the plan used least recently is forgotten");
+  expect(prepared_by(1) == 0 && prepared_by(4) == 0, "and no other");
+  set_tuned({{WeightFormat::uint4b8, ElementType::float16, 64, 704, 512, 1, 4, "single_stage"}});
+  expect(find(4).starts_with("gemm_single_stage_"), "a table replaces known plans");
+  expect(find(4, "gemv").starts_with("gemv_"), "but is for auto only");
+  set_tuned({});
+  expect(prepared_by(4) == 1, "and so does its end");
+}
+
+// Each field of a problem that a plan can depend on makes another key.
+void check_keys() {
+  subject = "plan keys";
+  const auto problem = [] { return square(3, 512, 704, 64); };
+  std::vector<GemmProblem> problems{problem()};
+  const auto vary = [&](auto&& change) { change(problems.emplace_back(problem())); };
+  vary([](GemmProblem& p) { p.M = 4; });
+  vary([](GemmProblem& p) { p.a_row_stride = 708; });
+  vary([](GemmProblem& p) { p.activations = ElementType::bfloat16; });
+  vary([](GemmProblem& p) { p.bias = ElementType::bfloat16; });
+  vary([](GemmProblem& p) { p.has_bias = true; });
+  vary([](GemmProblem& p) { p.vector_aligned_a = false; });
+  vary([](GemmProblem& p) { p.weight.format = WeightFormat::lut4; });
+  vary([](GemmProblem& p) { p.weight.K = 768; });
+  vary([](GemmProblem& p) { p.weight.N = 516; });
+  vary([](GemmProblem& p) { p.weight.group_size = 32; });
+  vary([](GemmProblem& p) { p.weight.scales = ElementType::float32; });
+  vary([](GemmProblem& p) { p.weight.zeros = ElementType::uint8; });
+  vary([](GemmProblem& p) { p.weight.has_perm = true; });
+  vary([](GemmProblem& p) { p.weight.has_global_scale = true; });
+  vary([](GemmProblem& p) { p.weight.global_scale_per_column = true; });
+  vary([](GemmProblem& p) { p.weight.vector_aligned = false; });
+  std::vector<std::string> names(kGemmVariants.begin(), kGemmVariants.end());
+  for (const GemmTile& row : kGemmTiles) {
+    if (row.variant != GemmVariant::two_pass) names.push_back(name(row));
+  }
+  for (const std::string& variant : names)
+    vary([&](GemmProblem& p) { p.variant = variant; });
+  for (size_t i = 0; i < problems.size(); ++i) {
+    for (size_t j = 0; j < problems.size(); ++j)
+      expect((plan_key(problems[i]) == plan_key(problems[j])) == (i == j), "one key for each problem");
+  }
+}
+
 void check_elementwise() {
   for (uint32_t K : {8U, 24U, 4096U}) {
     for (uint32_t N : {1U, 64U, 65U, 4096U}) {
@@ -364,11 +432,20 @@ void check_elementwise() {
 }
 
 void check_refusals() {
+  subject = "refusals";
+  expect(!plan_gemm(square(1U << 31, 1U << 16, 4096, 64), {}).dispatches.empty(), "auto plans what cannot be striped");
+  try {
+    plan_gemm(square(0, 8, 8, 8), {});
+  } catch (const std::invalid_argument& error) {
+    expect(std::string(error.what()) == "torch_marlin_metal::gemm: M: expected at least 1, got 0", error.what());
+  }
   expect_refused("M = 0", [] { plan_gemm(square(0, 8, 8, 8), {}); });
   expect_refused("N = 0", [] { plan_gemm(square(1, 0, 8, 8), {}); });
   expect_refused("K = 12", [] { plan_gemm(square(1, 8, 12, 8), {}); });
   expect_refused("group of 12", [] { plan_gemm(square(1, 8, 24, 12), {}); });
   expect_refused("2^32 scales", [] { plan_gemm(square(1, 1U << 28, 256, 16), {}); });
+  expect_refused("more rows than M", [] { plan_gemm(square(5, 8, 8, 8, "fused:32x32x64"), {}); });
+  expect_refused("too many tiles to stripe", [] { plan_gemm(square(1U << 31, 1U << 16, 4096, 64, "striped"), {}); });
   expect_refused("unknown variant", [] { plan_gemm(square(1, 8, 8, 8, "fastest"), {}); });
   expect_refused("unknown tile", [] { plan_gemm(square(1, 8, 8, 8, "double_buffered:96x64x32"), {}); });
   expect_refused("no tile", [] { plan_gemm(square(1, 8, 8, 8, "double_buffered:"), {}); });
@@ -378,12 +455,14 @@ void check_refusals() {
 
 }  // namespace
 
-int main() {
-  check_random_problems();
-  check_names();
-  check_tile_refusals();
-  check_stripe_choices();
-  check_elementwise();
-  check_refusals();
-  return finish();
+int main(int argc, char** argv) {
+  return test::run_cases({{"random problems", check_random_problems},
+                          {"names", check_names},
+                          {"tile refusals", check_tile_refusals},
+                          {"stripe choices", check_stripe_choices},
+                          {"cache", check_cache},
+                          {"keys", check_keys},
+                          {"elementwise", check_elementwise},
+                          {"refusals", check_refusals}},
+                         argc, argv);
 }

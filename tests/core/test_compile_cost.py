@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 LISTED = """
 #include <cstdio>
-#include "variants.h"
+#include "kernels/shared/variants.h"
 int main() {
   for (const marlin::KernelInfo& kernel : marlin::kKernels)
     std::printf("%.*s %d\\n", int(kernel.library.size()), kernel.library.data(), int(kernel.naming));
@@ -22,7 +22,7 @@ def test_instantiations(tmp_path: Path) -> None:
     program = tmp_path / "listed"
     (tmp_path / "listed.cpp").write_text(LISTED)
     subprocess.run(
-        ["g++", "-std=c++20", "-I", ROOT / "kernels", tmp_path / "listed.cpp", "-o", program], check=True
+        ["g++", "-std=c++20", "-I", ROOT, tmp_path / "listed.cpp", "-o", program], check=True
     )  # fmt: skip
     expected: Counter[str] = Counter()
     for line in subprocess.run([program], check=True, capture_output=True, text=True).stdout.splitlines():

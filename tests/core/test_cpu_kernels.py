@@ -1,19 +1,34 @@
 """The CPU kernels alone, without torch: compiles tests/core/cpu_kernels_test.cpp with one command and runs it."""
 
 import os
+import platform
+import re
 import subprocess
 from pathlib import Path
 
-import cxx
 import pytest
 
+from tests.support import cxx
+
 ROOT = Path(__file__).resolve().parents[2]
-PROGRAMS = ("cpu_kernels_test", "cpu_weights_test", "cpu_plan_test", "cpu_mlstm_test")
+PROGRAMS = ("cpu_kernels_test", "cpu_weights_test", "cpu_plan_test", "cpu_mlstm_test", "cpu_memory_test")
 PLAIN = ("-O2",)
 SANITIZERS = ("-Og", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
 # Unrolled vector code takes minutes to compile with sanitizers. The portable family is the same templates; and test
 # data ends at unreadable pages, which catches a vector load beyond it in any build.
-VECTOR_SOURCES = ("kernels_avx2", "kernels_avx512", "bf16_dot_avx512", "planes_avx512", "planes_avx2")
+VECTOR_STEMS = ("kernels_avx2", "kernels_avx512", "bf16_dot_avx512", "byte_split_avx512", "byte_split_avx2")
+SOURCES = [
+    path
+    for folder in ("csrc/cpu", "csrc/mlstm/cpu")
+    for path in sorted((ROOT / folder).rglob("*.cpp"))
+    if path.stem != "ops_cpu"
+]
+TILES = ROOT / "csrc/cpu/x86/amx.cpp"
+VECTORS = [path for path in SOURCES if path.stem in VECTOR_STEMS]
+
+
+def command(*flags: str, compiler: str | None = None) -> list[str]:
+    return [compiler or cxx.compiler(), "-std=c++20", "-Wall", "-Wextra", "-Werror", f"-I{ROOT}", *flags]
 
 
 def build(
@@ -32,15 +47,14 @@ def build(
         vector_flags: other flags for vector code.
         tile_flags: more flags for AMX tiles.
     """
-    command = [compiler or cxx.compiler(), "-std=c++20", "-Wall", "-Wextra", "-Werror"]
-    kernels = {path.stem: path for path in (ROOT / "csrc/cpu").glob("*.cpp") if not path.stem.endswith("ops_cpu")}
-    tests = [ROOT / f"tests/core/{test}.cpp" for test in PROGRAMS]
-    tiles, *vectors = [kernels.pop(stem) for stem in ("amx", *VECTOR_SOURCES)]
-    for_vectors = [*command, *(flags if vector_flags is None else vector_flags)]
-    parts = cxx.objects(folder, vectors, for_vectors) | cxx.objects(folder, [tiles], [*for_vectors, *tile_flags])
-    parts |= cxx.objects(folder, [*kernels.values(), *tests], [*command, *flags])
-    mains = {test: parts.pop(test) for test in PROGRAMS}
-    return {test: cxx.link(folder, [main, *parts.values()], [*command, *flags]) for test, main in mains.items()}
+    whole = command(*flags, compiler=compiler)
+    for_vectors = whole if vector_flags is None else command(*vector_flags, compiler=compiler)
+    others = [path for path in SOURCES if path != TILES and path not in VECTORS]
+    tests = {test: ROOT / f"tests/core/{test}.cpp" for test in PROGRAMS}
+    parts = cxx.objects(folder, VECTORS, for_vectors) | cxx.objects(folder, [TILES], [*for_vectors, *tile_flags])
+    parts |= cxx.objects(folder, [*others, *tests.values()], whole)
+    mains = {test: parts.pop(source) for test, source in tests.items()}
+    return {test: cxx.link(folder, [main, *parts.values()], whole) for test, main in mains.items()}
 
 
 @pytest.fixture(scope="module")
@@ -74,8 +88,8 @@ def test_every_family_against_fp64(program: Path) -> None:
         assert f"{isa} threads=2: gemm, " in done.stdout
 
 
-@pytest.mark.parametrize("test", ["cpu_weights_test", "cpu_plan_test", "cpu_mlstm_test"])
-def test_weights_plan_and_mlstm(programs: dict[str, Path], test: str) -> None:
+@pytest.mark.parametrize("test", ["cpu_weights_test", "cpu_plan_test", "cpu_mlstm_test", "cpu_memory_test"])
+def test_weights_plan_mlstm_and_memory(programs: dict[str, Path], test: str) -> None:
     passes(run(programs[test]))
 
 
@@ -113,3 +127,17 @@ def test_tiles_emulated(program: Path, run_folder: Path) -> None:
         pytest.skip("needs AVX-512: tiles are emulated, the code around them is not")
     programs = build(run_folder, *PLAIN, tile_flags=("-include", str(ROOT / "tests/core/amx_emulated.h")))
     passes(run(programs["cpu_kernels_test"], "10", "tiles"))
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="reads the targets of the x86 sources")
+def test_no_symbol_is_shared_between_instruction_sets(run_folder: Path) -> None:
+    """The linker keeps one copy of an inline function, perhaps the one with instructions that the CPU does not have."""
+    targets: dict[str, set[str]] = {}
+    for source, compiled in cxx.objects(run_folder, SOURCES, command(*PLAIN)).items():
+        found = re.search(r"^MARLIN_TARGET\((.*)\)$", source.read_text(), re.MULTILINE)
+        target = found[1] if found else "baseline"
+        listing = subprocess.run(["nm", "--defined-only", str(compiled)], check=True, capture_output=True, text=True)
+        for symbol in re.findall(r" [uVvWw] (\S+)$", listing.stdout, re.MULTILINE):
+            targets.setdefault(symbol, set()).add(target)
+    assert {"baseline", "MARLIN_AVX2", "MARLIN_AVX512"} <= set().union(*targets.values())
+    assert {symbol: sets for symbol, sets in targets.items() if len(sets) > 1} == {}

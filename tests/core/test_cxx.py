@@ -1,9 +1,10 @@
-"""What tests/cxx.py promises to workers that share a folder."""
+"""What tests/support/cxx.py promises to workers that share a folder."""
 
 from pathlib import Path
 
-import cxx
 import pytest
+
+from tests.support import cxx
 
 
 def test_sources_of_one_name_have_objects_of_their_own(tmp_path: Path) -> None:
@@ -12,7 +13,7 @@ def test_sources_of_one_name_have_objects_of_their_own(tmp_path: Path) -> None:
         folder.mkdir()
         source = folder / "same.cpp"
         source.write_text("int global;\n")
-        found.append(cxx.objects(tmp_path, [source], [cxx.compiler()])["same"])
+        found.append(cxx.objects(tmp_path, [source], [cxx.compiler()])[source])
     assert found[0] != found[1]
 
 

@@ -4,19 +4,26 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 import torch_marlin_metal as tmm
 from torch_marlin_metal.cli.app import app
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+README_MODEL = "Qwen/Qwen2.5-0.5B-Instruct-GPTQ-Int4"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+RECORDS = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "benchmarks/cpu_peers.md"]
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -27,15 +34,26 @@ def blocks(page: Path, language: str) -> list[str]:
 def test_snippets_run(page, tmp_path):
     """All snippets of a page in order, as one program."""
     text = "\n".join(blocks(page, "python"))
+    if page.name == "README.md":
+        text = "import softmetal\n" + text.replace(README_MODEL, save_with_tokenizer(tmp_path / "model"))
     if "import softmetal" in text and not has_softmetal():
         pytest.skip("the software Metal device's Debian packages are missing")
     run_program(text, tmp_path)
 
 
+def save_with_tokenizer(folder: Path) -> str:
+    """A GPTQ model that another program wrote, with a tokenizer of single bytes beside it."""
+    shutil.copytree(ROOT / "tests/data/models/gptq-sym-g32-actorder", folder)
+    words = Tokenizer(models.WordLevel({chr(i): i for i in range(128)}, unk_token=chr(0)))
+    words.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
+    return str(folder)
+
+
 def run_program(text: str, folder: Path) -> None:
     program = folder / "snippets.py"
     program.write_text(text)
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, program], cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
@@ -88,8 +106,64 @@ def test_schemas_are_the_code_s():
     assert documented == registered
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@pytest.mark.parametrize("page", RECORDS, ids=lambda p: p.name)
 def test_links_point_to_files(page):
     for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text()):
         if "://" not in target:
             assert (page.parent / target).exists(), target
+
+
+def test_api_reference_names_every_public_name():
+    pages = "\n".join(page.read_text() for page in (ROOT / "docs/api").glob("*.md"))
+    named = set(re.findall(r"^::: torch_marlin_metal\.([\w.]+)$", pages, flags=re.MULTILINE))
+    modules = {"convert", "profiling", "tuning"}  # pages of their own, by what is in them
+    assert set(tmm.__all__) - modules - {"__version__"} <= named
+    assert modules <= {name.split(".")[0] for name in named}
+
+
+def test_assumptions_are_the_model_s():
+    listed = (ROOT / "docs/tile-sizing.md").read_text().split("## What the model assumes")[1].split("\n- ")[1:]
+    assert tuple(" ".join(text.split()) for text in listed) == tmm.profiling.ASSUMPTIONS
+
+
+def test_table_of_tiles_is_the_planner_s():
+    page = (ROOT / "docs/tile-sizing.md").read_text()
+    known = {(row.variant, "x".join(map(str, row.tile))): row for row in tmm.profiling.tile_table("M1").rows}
+    rows = re.findall(r"^\| `(\w+)` \| (\d+x\d+x\d+) \| (.+) \|$", page, flags=re.MULTILINE)
+    assert rows
+    for variant, tile, cells in rows:
+        row = known[variant, tile]
+        memory = (row.activation_bytes, row.code_bytes, row.threadgroup_bytes)
+        assert row.occupancy is not None
+        found = [*map(str, memory), str(row.occupancy.threadgroups), f"{row.flop_per_byte:.1f}"]
+        assert cells.split(" | ") == found, (variant, tile)
+
+
+TRACKED = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+FOLDERS = {f"{folder}/" for path in TRACKED for folder in map(str, Path(path).parents)}
+SOURCE = r"[\w.*/-]+\.(?:py|cpp|h|mm|metal|sh|yml|toml)"
+
+
+def named_paths(page: Path) -> list[str]:
+    """Paths of this repository in backticks: source files, and folders, which end with a slash."""
+    prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    spans = re.findall(r"`([^`]+)`", prose)
+    files = [path for span in spans for path in re.findall(rf"(?<![\w/.<>*-]){SOURCE}(?![\w(])", span)]
+    return files + [span for span in spans if re.fullmatch(r"[\w./-]+/", span)]
+
+
+@pytest.mark.parametrize("page", RECORDS, ids=lambda p: p.name)
+def test_named_paths_exist(page):
+    """A name without its folder must fit the end of some path, `csrc/mps/*.mm` at least one file."""
+    for name in named_paths(page):
+        if name.endswith("/"):
+            assert any(folder == name or folder.endswith(f"/{name}") for folder in FOLDERS), name
+        else:
+            assert any(fnmatch(path, name) or fnmatch(path, f"*/{name}") for path in TRACKED), name
+
+
+@pytest.mark.parametrize("page", RECORDS, ids=lambda p: p.name)
+def test_lines_are_short(page):
+    """At most 120 characters, but for what Markdown cannot wrap: rows of tables and lines of code."""
+    prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    assert [line for line in prose.splitlines() if len(line) > 120 and not line.startswith(("|", "  |"))] == []

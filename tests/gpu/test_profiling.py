@@ -35,7 +35,10 @@ def test_figures_have_sources():
         (lambda: AppleSiliconGPU.from_name("M1", 9), r"from_name: cores: expected 7 to 8 for M1, got 9"),
         (lambda: tmm.plan(0, 8, 8, gpu="M1"), r"plan: M: expected 1 to \d+, got 0"),
         (lambda: tmm.plan(1, 8, 12, gpu="M1"), r"plan: K: expected a multiple of 8, got 12"),
-        (lambda: tmm.plan(1, 8, 8, gpu="M1", group_size=5), r"plan: group_size: expected one of 16, .*, got 5"),
+        (
+            lambda: tmm.plan(1, 8, 8, gpu="M1", group_size=5),
+            r"plan: group_size: expected one of 16, .*, or K = 8 for uint4b8, got 5",
+        ),
         (lambda: tmm.plan(1, 8, 8, gpu="M1", variant="fast"), r"plan: variant: expected one of auto, .*, got 'fast'"),
         (lambda: tmm.plan(1, 8, 8, gpu="M1", dtype=torch.int8), r"plan: dtype: expected float16, .*, got torch.int8"),
         (lambda: tmm.plan(1, 8, 8, gpu="M1", weight_format="int3"), r"expected one of uint4b8, .*, got 'int3'"),

@@ -8,14 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
-import reference
 import torch
 from typer.testing import CliRunner
 
 import torch_marlin_metal as tmm
+from tests.support import reference
 from torch_marlin_metal import tuning
 from torch_marlin_metal.cli.app import app
-from torch_marlin_metal.tuning.tuner import MOST_CANDIDATES, candidates
+from torch_marlin_metal.gpu.tuning.tuner import MOST_CANDIDATES, candidates
 
 PRODUCT = tuning.Product(N=64, K=128, weight_format="uint4b8", group_size=32)
 software = pytest.mark.skipif(sys.platform == "darwin", reason="reads the software Metal device's counters")
@@ -199,15 +199,64 @@ def test_a_damaged_table_is_named_and_left_alone(tmp_path, text):
     assert list(tmp_path.iterdir()) == [path]
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("first_rows", "1"),
+        ("first_rows", -1),
+        ("last_rows", 1.5),
+        ("last_rows", None),
+        ("first_rows", 2**32),
+        ("K", "64"),
+        ("N", 2**40),
+        ("group_size", -1),
+        ("variant", None),
+        ("weight_format", 3),
+    ],
+    ids=str,
+)
+def test_a_table_of_wrong_values_is_named(tmp_path, field, value):
+    path = tmp_path / "tuned.json"
+    product = {"N": 64, "K": 64, "weight_format": "uint4b8", "group_size": 32, "dtype": "float16"}
+    entry = {
+        "first_rows": 1,
+        "last_rows": 2,
+        "variant": "fused",
+        "seconds": 1.0,
+        "model_variant": "gemv",
+        "speedup": 2.0,
+    }
+    machine = {"gpu": "Apple M1", "cores": 8, "torch": "2", "package": "1"}
+
+    def write(entry: dict, product: dict) -> None:
+        table = {"machine": machine, "ranges": [{**entry, "product": product}]}
+        path.write_text(json.dumps({"version": 1, "tables": [table]}))
+
+    write(entry, product)
+    assert len(tuning.load(path)) == 1
+    write(*({**part, field: value} if field in part else part for part in (entry, product)))
+    with pytest.raises(ValueError, match=r"tuned\.json: not a table of tuned products: TypeError"):
+        tuning.load(path)
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", "3", '{"version": 1, "tables": [3]}', "[" * 100_000], ids=["list", "number", "row", "deep"]
+)
+def test_a_table_that_is_something_else_is_named(tmp_path, text):
+    (tmp_path / "tuned.json").write_text(text)
+    with pytest.raises(ValueError, match=r"tuned\.json: not a table of tuned products"):
+        tuning.load(tmp_path / "tuned.json")
+
+
 @software
 @uses_mps
-def test_import_uses_the_saved_table(tmp_path):
+def test_a_later_process_uses_the_saved_table(tmp_path):
     path = tuning.save(table_of((1, 2, "single_stage")), tmp_path / "tuned.json")
     root = Path(__file__).parents[2]
     script = f"import softmetal, torch_marlin_metal as t; print(t.plan(1, {PRODUCT.N}, {PRODUCT.K}, group_size=32).chosen.variant)"
     done = subprocess.run(
         [sys.executable, "-c", script],
-        env={**os.environ, "PYTHONPATH": f"{root}:{root / 'tests'}", "TORCH_MARLIN_METAL_TUNED": str(path)},
+        env={**os.environ, "PYTHONPATH": str(root), "TORCH_MARLIN_METAL_TUNED": str(path)},
         capture_output=True,
         text=True,
         check=True,
@@ -216,7 +265,7 @@ def test_import_uses_the_saved_table(tmp_path):
 
 
 def test_products_of_a_checkpoint():
-    path = Path(__file__).parents[1] / "data/gptq/gptqmodel-sym-g32-actorder-v1"
+    path = Path(__file__).parents[1] / "data/layers/gptq/gptqmodel-sym-g32-actorder-v1"
     assert tuning.products_of(path) == [tuning.Product(64, 256, "uint4b8", 32, "float16")]
 
 

@@ -8,18 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from checkpoint_writers import (
-    LAYER,
-    write_awq,
-    write_compressed_tensors,
-    write_gptq,
-    write_hqq,
-    write_intx,
-    write_mxfp4,
-    write_nvfp4,
-)
-from llama import FOLDERS, IDS, MODELS, check_layers, check_logits, dense_model, write_gguf
-from models import same
 from safetensors.torch import load_file, save_file
 from torch._dynamo.utils import counters
 from transformers import (
@@ -35,11 +23,23 @@ from transformers.quantizers import auto as tables
 from transformers.quantizers import register_quantization_config, register_quantizer
 
 import torch_marlin_metal.integrations.transformers as integration
+from tests.support.checkpoint_writers import (
+    LAYER,
+    write_awq,
+    write_compressed_tensors,
+    write_gptq,
+    write_hqq,
+    write_intx,
+    write_mxfp4,
+    write_nvfp4,
+)
+from tests.support.llama import FOLDERS, IDS, MODELS, check_layers, check_logits, dense_model, write_gguf
+from tests.support.models import same
 from torch_marlin_metal import MarlinLinear, quantize_model
 from torch_marlin_metal.convert import CheckpointError, UnsupportedFormat, export_checkpoint, open_reader
-from torch_marlin_metal.fuse import FusedLinear
 from torch_marlin_metal.integrations.transformers import MarlinConfig, restore, restored, take_over, taken_over
-from torch_marlin_metal.skeleton import ModelMismatchError
+from torch_marlin_metal.layers.fuse import FusedLinear
+from torch_marlin_metal.models.empty_model import ModelMismatchError
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 GPTQ = MODELS / "gptq-sym-g32-actorder"
@@ -396,5 +396,5 @@ def test_an_old_transformers_is_named(version, monkeypatch) -> None:
 
 def test_a_missing_transformers_is_named(monkeypatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "transformers", None)
-    with pytest.raises(ImportError, match=r"pip install 'torch_marlin_metal\[transformers\]'.*not installed"):
+    with pytest.raises(ImportError, match=r"pip install 'transformers>=5.23' accelerate.*not installed"):
         integration._require_transformers()

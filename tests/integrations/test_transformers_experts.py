@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from llama import IDS, check_layers
-from models import same
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import torch_marlin_metal.integrations.transformers  # noqa: F401
+from tests.support.llama import IDS, check_layers
+from tests.support.models import same
 from torch_marlin_metal import MarlinLinear, PackedWeight, convert, quantize_weight
 
 SIZES = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 32}

@@ -1,6 +1,6 @@
-"""How fast the software Metal device runs, as its README states it: CPU time of one core, in both modes.
+"""How fast the software Metal device runs, in CPU time of one core, in both modes.
 
-PYTHONPATH=tests python tests/kernels/device_speed.py
+python tests/kernels/device_speed.py
 """
 
 import os
@@ -11,15 +11,16 @@ from pathlib import Path
 from typing import Any
 
 os.environ["SOFTMETAL_THREADS"] = "1"
-_TESTS = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(Path(__file__).parent), str(_TESTS), str(_TESTS / "python")]
+_HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(_HERE), str(_HERE.parents[1])]
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
-from kernel_cases import problem  # noqa: E402
-from kernel_problems import run_gemv  # noqa: E402
-from kernel_tiles import run_staged  # noqa: E402
+
 from softmetal import device  # noqa: E402
+from tests.support.kernels.cases import problem  # noqa: E402
+from tests.support.kernels.problems import run_gemv  # noqa: E402
+from tests.support.kernels.tiles import run_staged  # noqa: E402
 
 ROUNDS = 3
 SOURCE = """

@@ -10,6 +10,7 @@ import argparse
 import collections
 import concurrent.futures
 import multiprocessing
+import os
 import re
 import shutil
 import sys
@@ -19,12 +20,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-_TESTS = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(Path(__file__).parent), str(_TESTS), str(_TESTS / "python")]
+_HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(_HERE), str(_HERE.parents[1])]
 
-import kernel_launch  # noqa: E402
 import mutation_cases  # noqa: E402
+
 from softmetal.device import CompileError, KernelFault  # noqa: E402
+from tests.support.kernels import launch as kernel_launch  # noqa: E402
 
 KERNELS = kernel_launch.KERNELS
 TIMEOUT_SECONDS = 120
@@ -34,13 +36,13 @@ _NO_TOKENS = "a block without tokens, or of no chunks, is the scan's neutral ele
 _GUARDED = "the last whole step goes through the guarded one: the same loads, the same sums"
 _EQUAL = "equal values"
 EXPLAINED: dict[str, str] = {
-    "mlstm_gates.metal: 'first < end' -> 'first <= end'": _NO_TOKENS,
-    "mlstm_gates.metal: 'first < params.chunks' -> 'first <= params.chunks'": _NO_TOKENS,
-    "mlstm_states.metal: 'token + kBlock <= length' -> 'token + kBlock < length'": _GUARDED,
-    "mlstm_output.metal: 'first + kMlstmBlock <= DK' -> 'first + kMlstmBlock < DK'": _GUARDED,
-    "mlstm_output.metal: 'first + 2 * kBlock <= DK' -> 'first + 2 * kBlock < DK'": _GUARDED,
-    "mlstm_output.metal: 'size <= floor_value' -> 'size < floor_value'": _EQUAL,
-    "mlstm_step.metal: 'size <= floor_value' -> 'size < floor_value'": _EQUAL,
+    "mlstm/gates.metal: 'first < end' -> 'first <= end'": _NO_TOKENS,
+    "mlstm/gates.metal: 'first < params.chunks' -> 'first <= params.chunks'": _NO_TOKENS,
+    "mlstm/states.metal: 'token + kBlock <= length' -> 'token + kBlock < length'": _GUARDED,
+    "mlstm/output.metal: 'first + kMlstmBlock <= DK' -> 'first + kMlstmBlock < DK'": _GUARDED,
+    "mlstm/output.metal: 'first + 2 * kBlock <= DK' -> 'first + 2 * kBlock < DK'": _GUARDED,
+    "mlstm/output.metal: 'size <= floor_value' -> 'size < floor_value'": _EQUAL,
+    "mlstm/step.metal: 'size <= floor_value' -> 'size < floor_value'": _EQUAL,
 }
 
 
@@ -134,7 +136,8 @@ def mutants(file: str, text: str) -> Iterator[Mutant]:
 
 def _run(folder: str, file: str) -> str:
     """In a process of its own: what the cases of a file say to the kernels in `folder`."""
-    kernel_launch.KERNELS = Path(folder)
+    kernel_launch.KERNELS = Path(folder) / "kernels"
+    os.chdir(folder)  # the compiler looks for the kernels' headers in the working directory first
     for name, case in mutation_cases.cases_of(file):
         try:
             case()
@@ -155,9 +158,9 @@ def judge(mutant: Mutant | None, file: str) -> str:
     """The verdict of a file's cases on one mutant; on the kernels as they are for None."""
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
-        shutil.copytree(KERNELS, folder, dirs_exist_ok=True)
+        kernels = shutil.copytree(KERNELS, Path(folder) / "kernels")
         if mutant:
-            path = Path(folder) / mutant.file
+            path = kernels / mutant.file
             path.write_text(mutant.apply(path.read_text()))
         receiver, sender = context.Pipe(duplex=False)
         child = context.Process(target=_child, args=(folder, file, sender))
@@ -175,12 +178,19 @@ def judge(mutant: Mutant | None, file: str) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--jobs", type=int, default=1, help="mutants tested at once")
-    parser.add_argument("--file", help="only this file of kernels/")
+    parser.add_argument("--file", help="only this file of kernels/, for example gemm/gemv.metal")
     parser.add_argument("--list", action="store_true", help="print the mutants and stop")
     options = parser.parse_args()
-    shared_with_host = ("params.h", "mlstm_params.h", "variants.h")  # no code that runs on the GPU
-    files = sorted(p for p in KERNELS.iterdir() if p.suffix in (".h", ".metal") and p.name not in shared_with_host)
-    chosen = [m for p in files if options.file in (None, p.name) for m in mutants(p.name, p.read_text())]
+    shared_with_host = {
+        "shared/types.h",
+        "shared/slots.h",
+        "shared/variants.h",
+        "gemm/geometry.h",
+        "mlstm/params.h",
+    }  # no code that runs on the GPU
+    files = {p.relative_to(KERNELS).as_posix(): p for p in sorted(KERNELS.rglob("*.*"))}
+    files = {name: path for name, path in files.items() if name not in shared_with_host}
+    chosen = [m for name, p in files.items() if options.file in (None, name) for m in mutants(name, p.read_text())]
     if options.list:
         print(*chosen, sep="\n")
         return 0

@@ -3,15 +3,16 @@
 from collections.abc import Callable, Iterator
 from functools import partial
 
-import mlstm_problems as mlstm
 import test_kernel_mlstm
 import test_kernel_repack as repack
 import test_kernel_values as values
 import torch
-from kernel_cases import problem
-from kernel_fused import run_fused
-from kernel_problems import Problem, check, check_dequantize, run_gemv
-from kernel_tiles import run_staged, run_striped
+
+from tests.support.kernels import mlstm_problems as mlstm
+from tests.support.kernels.cases import problem
+from tests.support.kernels.fused import run_fused
+from tests.support.kernels.problems import Problem, check, check_dequantize, run_gemv
+from tests.support.kernels.tiles import run_staged, run_striped
 
 HALF, BFLOAT, FLOAT = torch.float16, torch.bfloat16, torch.float32
 Case = tuple[str, Callable[[], object]]
@@ -170,22 +171,22 @@ def _mlstm_all() -> Iterator[Case]:
 def cases_of(file: str) -> Iterator[Case]:
     """The cases for one file; all of them where the file is part of several kernels, or for ''."""
     own = {
-        "repack.metal": _repack,
-        "dequantize.metal": _dequantize_cases,
-        "gemv.metal": _gemv_cases,
-        "gemm_fused.metal": _fused_cases,
-        "weight_fragment.h": _fused_cases,
-        "reduce.metal": _reduce_cases,
-        "gemm_striped.metal": _striped_cases,
-        "staged.h": _staged_cases,
-        "tile.h": _staged_cases,
-        "fragment.h": _staged_cases,
-        "activations.h": _perm_cases,
-        "mlstm.h": _mlstm_all,
-        "mlstm_gates.metal": _mlstm_gates_cases,
-        "mlstm_states.metal": _mlstm_cases,
-        "mlstm_output.metal": _mlstm_cases,
-        "mlstm_step.metal": _mlstm_step_cases,
+        "gemm/repack.metal": _repack,
+        "gemm/dequantize.metal": _dequantize_cases,
+        "gemm/gemv.metal": _gemv_cases,
+        "gemm/fused.metal": _fused_cases,
+        "gemm/weight_fragment.h": _fused_cases,
+        "gemm/reduce.metal": _reduce_cases,
+        "gemm/striped.metal": _striped_cases,
+        "gemm/staged.h": _staged_cases,
+        "gemm/tile.h": _staged_cases,
+        "gemm/fragment.h": _staged_cases,
+        "gemm/activations.h": _perm_cases,
+        "mlstm/mlstm.h": _mlstm_all,
+        "mlstm/gates.metal": _mlstm_gates_cases,
+        "mlstm/states.metal": _mlstm_cases,
+        "mlstm/output.metal": _mlstm_cases,
+        "mlstm/step.metal": _mlstm_step_cases,
     }
     for make in [own[file]] if file in own else dict.fromkeys(own.values()):
         yield from make()

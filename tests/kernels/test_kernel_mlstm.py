@@ -7,8 +7,18 @@ import numpy as np
 import pytest
 import torch
 from allpairspy import AllPairs
-from kernel_launch import number
-from mlstm_problems import REGIMES, Run, Sequence, check_close, check_states, make_inputs, reference, run
+
+from tests.support.kernels.launch import number
+from tests.support.kernels.mlstm_problems import (
+    REGIMES,
+    Run,
+    Sequence,
+    check_close,
+    check_states,
+    make_inputs,
+    reference,
+    run,
+)
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
 AXES: dict[str, list[Any]] = {

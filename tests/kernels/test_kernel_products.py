@@ -8,11 +8,12 @@ import random
 
 import pytest
 import torch
-from kernel_cases import COMMON, FLOATS, FORMATS, pairs, pairwise, plain_problems, problem
-from kernel_fused import run_fused
-from kernel_problems import Problem, check, run_gemv
-from kernel_tiles import STAGED, STRIPED, Tile, run_striped, run_tiles
+
 from softmetal.device import KernelFault
+from tests.support.kernels.cases import COMMON, FLOATS, FORMATS, pairs, pairwise, plain_problems, problem
+from tests.support.kernels.fused import run_fused
+from tests.support.kernels.problems import Problem, check, run_gemv
+from tests.support.kernels.tiles import STAGED, STRIPED, Tile, run_striped, run_tiles
 
 # Columns: one, a lane's edge, a simdgroup's and a tile's on either side, more than one of each.
 COLUMNS = [1, 7, 8, 40, 63, 64, 65, 100, 128, 200]

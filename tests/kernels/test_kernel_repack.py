@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from kernel_launch import launch_elementwise, parameters, place, place_output
-from reference import pack
+
+from tests.support.kernels.launch import launch_elementwise, parameters, place, place_output
+from tests.support.reference import pack
 
 # One word; a threadgroup's edge on either side, in columns and rows.
 SHAPES = [(8, 1), (8, 64), (40, 63), (32, 65), (72, 130)]

@@ -4,13 +4,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import reference
 import torch
-from kernel_cases import FLOATS, FORMATS, pairs, problem
-from kernel_fused import run_fused
-from kernel_launch import Buffer, launch, place, place_output
-from kernel_problems import Inputs, Problem, check_dequantize, make_inputs, run_dequantize, run_gemv
-from kernel_tiles import run_tiles
+
+from tests.support import reference
+from tests.support.kernels.cases import FLOATS, FORMATS, pairs, problem
+from tests.support.kernels.fused import run_fused
+from tests.support.kernels.launch import Buffer, launch, place, place_output
+from tests.support.kernels.problems import Inputs, Problem, check_dequantize, make_inputs, run_dequantize, run_gemv
+from tests.support.kernels.tiles import run_tiles
 
 RUNS = {
     "gemv": lambda p, **o: run_gemv(p, rows=4, simdgroups=2, **o),

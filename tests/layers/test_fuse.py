@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from torch_marlin_metal import WEIGHT_FORMATS, MarlinLinear, fuse_projections, quantize_weight
-from torch_marlin_metal.fuse import FusedLinear, unfused
+from torch_marlin_metal.layers.fuse import FusedLinear, unfused
 
 
 class Attention(nn.Module):

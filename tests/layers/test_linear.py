@@ -8,11 +8,11 @@ import warnings
 
 import pytest
 import torch
-from linear_layers import GROUP, K, N, activations, layer_of, packed_of
-from reference import FORMATS, check_gemm, dtypes_in_turn, gemm
 from torch import nn
 
-from torch_marlin_metal.linear import WEIGHT_BUFFERS, MarlinLinear
+from tests.support.linear_layers import GROUP, K, N, activations, layer_of, packed_of
+from tests.support.reference import FORMATS, check_gemm, dtypes_in_turn, gemm
+from torch_marlin_metal.layers.linear import WEIGHT_BUFFERS, MarlinLinear
 from torch_marlin_metal.packed_weight import PackedWeightError
 
 
@@ -319,7 +319,7 @@ def test_weight_describes_and_refuses_to_compute(device):
         ({"group_size": 64.0}, r"MarlinLinear: group_size: expected one of .*got 64.0"),
         (
             {"weight_format": "nvfp4", "group_size": 32},
-            r"MarlinLinear: group_size: expected one of 16 for nvfp4, got 32",
+            r"MarlinLinear: group_size: expected 16 for nvfp4, got 32",
         ),
     ],
 )

@@ -4,12 +4,12 @@ import copy
 
 import pytest
 import torch
-from linear_layers import K, N, activations, layer_of
-from reference import FORMATS
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from torch_marlin_metal.linear import MarlinLinear
+from tests.support.linear_layers import K, N, activations, layer_of
+from tests.support.reference import FORMATS
+from torch_marlin_metal.layers.linear import MarlinLinear
 
 
 def test_sequential_and_hooks(device):

@@ -6,17 +6,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from checkpoint_writers import LAYER, write_gptq
-from llama import FOLDERS, IDS, MODELS, write_gguf
-from models import same, tensors, tree
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, LlamaForCausalLM
 
+from tests.support.checkpoint_writers import LAYER, write_gptq
+from tests.support.llama import FOLDERS, IDS, MODELS, write_gguf
+from tests.support.models import same, tensors, tree
 from torch_marlin_metal import MarlinLinear, PackedWeight, load_quantized
 from torch_marlin_metal.convert import CheckpointError, UnsupportedFormat
-from torch_marlin_metal.fuse import FusedLinear
-from torch_marlin_metal.skeleton import ModelMismatchError
+from torch_marlin_metal.layers.fuse import FusedLinear
+from torch_marlin_metal.models.empty_model import ModelMismatchError
 
 GPTQ = MODELS / "gptq-sym-g32-actorder"
 
@@ -228,7 +228,7 @@ def test_damage_in_the_last_layer_leaves_the_model(tmp_path) -> None:
 def test_a_failed_fusion_leaves_the_model(monkeypatch) -> None:
     model = skeleton(GPTQ, "cpu")
     before, values = tree(model), tensors(model)
-    monkeypatch.setattr("torch_marlin_metal.fuse._fuse", lambda layers: 1 / 0)
+    monkeypatch.setattr("torch_marlin_metal.layers.fuse._fuse", lambda layers: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         load_quantized(model, GPTQ, fuse=True, progress=False)
     assert (tree(model), same(tensors(model), values)) == (before, True)

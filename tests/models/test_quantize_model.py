@@ -6,15 +6,15 @@ import weakref
 
 import pytest
 import torch
-from models import fail_at, make_model, same, tensors, tree
-from reference import FORMATS
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from torch_marlin_metal import model as model_module
-from torch_marlin_metal.linear import MarlinLinear
-from torch_marlin_metal.model import quantize_model
-from torch_marlin_metal.report import LayerReport, Report
+from tests.support.models import fail_at, make_model, same, tensors, tree
+from tests.support.reference import FORMATS
+from torch_marlin_metal.layers.linear import MarlinLinear
+from torch_marlin_metal.models import quantize as model_module
+from torch_marlin_metal.models.quantize import quantize_model
+from torch_marlin_metal.models.report import LayerReport, Report
 
 
 @pytest.mark.parametrize("atomic", [True, False])
@@ -68,9 +68,9 @@ def test_include_and_exclude(include, exclude, expected, device):
 
 def test_a_pattern_that_fits_nothing_is_named(device):
     model = make_model(device)
-    with pytest.raises(ValueError, match=r"quantize_model: include: 'encoder.\*' fits none of the 6 layers"):
+    with pytest.raises(ValueError, match=r"quantize_model: include: 'encoder.\*' matches none of the 6 layers"):
         quantize_model(model, include=["*.up", "encoder.*"], progress=False)
-    with pytest.warns(UserWarning, match=r"quantize_model: exclude: 'lm_head' fits none of the 6 layers"):
+    with pytest.warns(UserWarning, match=r"quantize_model: exclude: 'lm_head' matches none of the 6 layers"):
         quantize_model(model, exclude="lm_head", progress=False)
 
 

@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-import reference
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import torch_marlin_metal as tmm
+from tests.support import reference
 
 OPS = torch.ops.torch_marlin_metal
 

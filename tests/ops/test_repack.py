@@ -5,9 +5,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import pack
 
 import torch_marlin_metal as tmm
+from tests.support.reference import pack
 
 AWQ_NIBBLE = (0, 4, 1, 5, 2, 6, 3, 7)  # column 8c + j lies in this nibble of word c
 

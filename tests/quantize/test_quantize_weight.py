@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 import torch
-from reference import DTYPES, E2M1, FORMATS, e4m3, e8m0, to_numpy
 
-from torch_marlin_metal import quantize
+from tests.support.reference import DTYPES, E2M1, FORMATS, e4m3, e8m0, to_numpy
 from torch_marlin_metal.formats import NF4_VALUES
 from torch_marlin_metal.packed_weight import PackedWeight
-from torch_marlin_metal.quantize import quantize_weight
+from torch_marlin_metal.quantize import weight as quantize
+from torch_marlin_metal.quantize.weight import quantize_weight
 from torch_marlin_metal.repack import unpack_codes
 
 FIXED_GROUP = {"nvfp4": 16, "mxfp4": 32}
@@ -258,8 +258,8 @@ def test_non_contiguous_and_grad_requiring_weights(device):
             r"w: expected finite weights, got values from -inf to 0.0",
         ),
         ({"method": "gptq"}, r"method: expected 'rtn' or 'mse', got 'gptq'"),
-        ({"group_size": 24}, r"group_size: expected one of 16, 32, 64, 128, 256, 64 \(K\), or -1 for uint4b8, got 24"),
-        ({"weight_format": "nvfp4", "group_size": 32}, r"group_size: expected one of 16 for nvfp4, got 32"),
+        ({"group_size": 24}, r"group_size: expected one of 16, 32, 64, 128, 256, or K = 64 for uint4b8, got 24"),
+        ({"weight_format": "nvfp4", "group_size": 32}, r"group_size: expected 16 for nvfp4, got 32"),
         ({"scale_dtype": torch.float64}, r"scale_dtype: expected float16, bfloat16 or float32, got torch.float64"),
         ({"lut": torch.zeros(16)}, r"lut: expected None for uint4b8"),
         ({"weight_format": "lut4", "lut": [0.0] * 16}, r"lut: expected float32 \[16\], got list"),

@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import fail_at, same, tensors, tree
 from safetensors.torch import load_file
 from torch import nn
 
-from torch_marlin_metal.linear import MarlinLinear
-from torch_marlin_metal.model import replace_linear_layers
+from tests.support.models import fail_at, same, tensors, tree
+from torch_marlin_metal.layers.linear import MarlinLinear
+from torch_marlin_metal.models.quantize import replace_linear_layers
 from torch_marlin_metal.repack import pack_awq, pack_codes, pack_gptq_zeros
 
-DATA = Path(__file__).parents[1] / "data"
+DATA = Path(__file__).parents[1] / "data/layers"
 
 
 class PackedLinear(nn.Module):
@@ -92,9 +92,9 @@ def test_zero_points_that_contradict_the_version_stay(device):
     (entry,) = replace_linear_layers(model, progress=False).left
     assert entry.reason == (
         "read as version 2, every zero point would be 7; as version 1, 8, which is a symmetric weight: "
-        "pass checkpoint_version"
+        "pass gptq_version"
     )
-    replace_linear_layers(model, checkpoint_version=1, progress=False)
+    replace_linear_layers(model, gptq_version=1, progress=False)
     assert model["layer"].weight_format == "uint4b8"
 
 
@@ -220,10 +220,23 @@ def test_taking_over_is_all_or_nothing(monkeypatch, device):
 
 def test_replace_arguments(device):
     model = nn.ModuleDict({"a": made_up("gptq", device=device), "b": made_up("gptq", device=device)})
-    with pytest.raises(ValueError, match="replace_linear_layers: checkpoint_version: expected None, 1 or 2, got 3"):
-        replace_linear_layers(model, checkpoint_version=3, progress=False)
-    with pytest.raises(ValueError, match="replace_linear_layers: include: 'c' fits none of the 2 layers"):
+    with pytest.raises(ValueError, match="replace_linear_layers: gptq_version: expected None, 1 or 2, got 3"):
+        replace_linear_layers(model, gptq_version=3, progress=False)
+    with pytest.raises(ValueError, match="replace_linear_layers: include: 'c' matches none of the 2 layers"):
         replace_linear_layers(model, include="c", progress=False)
     report = replace_linear_layers(model, include="b", progress=False)
     assert [layer.name for layer in report.layers] == ["b"]
     assert not isinstance(model["a"], MarlinLinear)
+
+
+@pytest.mark.parametrize("names", [("gptq_version", "gptq_zeros_rule"), ("checkpoint_version", "rule")])
+def test_both_names_of_the_gptq_arguments_are_heeded(names) -> None:
+    folder = "gptq/gptqmodel-asym-g64-v1-zero0"
+    model, reference = load_fixture(folder, "cpu", PackedLinearV2)  # the class says 2, the words are those of 1
+    replace_linear_layers(model, **dict(zip(names, (1, "word"), strict=True)), progress=False)
+    assert torch.equal(model["layer"].dequantize().half(), reference)
+    masked, _ = load_fixture(folder, "cpu", PackedLinearV2)
+    replace_linear_layers(masked, **dict(zip(names, (1, "masked"), strict=True)), progress=False)
+    assert not torch.equal(masked["layer"].dequantize().half(), reference)
+    with pytest.raises(ValueError, match="gptq_zeros_rule: expected 'word', 'masked' or 'unmasked', got 'minus'"):
+        replace_linear_layers(model, **{names[1]: "minus"}, progress=False)

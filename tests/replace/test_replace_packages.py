@@ -12,13 +12,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from models import tree
 from safetensors.torch import load_file
 from torch import nn
 
+from tests.support.models import tree
 from torch_marlin_metal import MarlinLinear, replace_linear_layers
 
-DATA = Path(__file__).parents[1] / "data"
+DATA = Path(__file__).parents[1] / "data/layers"
 
 
 def stored(folder: str) -> tuple[dict[str, torch.Tensor], dict, torch.Tensor]:

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_writers import LAYER
 from safetensors.torch import load_file, save_file
 
+from tests.support.checkpoint_writers import LAYER
 from torch_marlin_metal import convert
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "checkpoint_format": "gptq_v2"}

@@ -16,13 +16,13 @@ def compiler() -> str:
     return found
 
 
-def objects(folder: Path, sources: Iterable[Path], command: Sequence[str]) -> dict[str, Path]:
-    """Compiles sources with one command into a folder of this run and returns the objects by their sources' stems."""
+def objects(folder: Path, sources: Iterable[Path], command: Sequence[str]) -> dict[Path, Path]:
+    """Compiles sources with one command into a folder of this run and returns the objects by their sources."""
     targets = {source: folder / f"{source.stem}-{_digest([*command, str(source)])}.o" for source in sources}
     for wait in (False, True):  # first what no other worker is at
         for source, target in targets.items():
             _once(target, [*command, "-c", str(source)], wait=wait)
-    return {source.stem: target for source, target in targets.items()}
+    return targets
 
 
 def link(folder: Path, parts: Iterable[Path], command: Sequence[str]) -> Path:

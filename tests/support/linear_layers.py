@@ -2,9 +2,9 @@
 
 import numpy as np
 import torch
-from reference import make_weight
 
-from torch_marlin_metal.linear import MarlinLinear
+from tests.support.reference import make_weight
+from torch_marlin_metal.layers.linear import MarlinLinear
 from torch_marlin_metal.packed_weight import PackedWeight
 
 GROUP = {"nvfp4": 16, "mxfp4": 32}

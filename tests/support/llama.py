@@ -1,4 +1,4 @@
-"""The tiny Llama of tests/models: its references, a GGUF file of it, and the error that its logits may have."""
+"""The tiny Llama of tests/data/models: its references, a GGUF file of it, and the error that its logits may have."""
 
 import copy
 import json
@@ -8,14 +8,14 @@ import numpy as np
 import torch
 from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
 from gguf.quants import dequantize, quantize
-from reference import TINY, UNIT_ROUNDOFF, check_gemm
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig, LlamaForCausalLM
 
+from tests.support.reference import TINY, UNIT_ROUNDOFF, check_gemm
 from torch_marlin_metal import MarlinLinear, PackedWeight
 
-MODELS = Path(__file__).parents[1] / "models"
+MODELS = Path(__file__).parents[1] / "data/models"
 FOLDERS = sorted(path.parent for path in MODELS.glob("*/model.safetensors"))
 IDS = torch.tensor([[5, 17, 99, 42, 7, 63, 110, 23, 8, 77, 31, 56]])
 

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from torch_marlin_metal import model as model_module
+from torch_marlin_metal.models import quantize as model_module
 
 
 class Block(nn.Module):

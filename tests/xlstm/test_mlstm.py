@@ -3,13 +3,13 @@
 import subprocess
 import sys
 
-import mlstm_reference
 import numpy as np
 import pytest
 import torch
-from mlstm_cases import REGIMES, Problem, Regime, array, make, relative_to_max
 
 import torch_marlin_metal  # noqa: F401  registers the operators
+from tests.support import mlstm_reference
+from tests.support.mlstm_cases import REGIMES, Problem, Regime, array, make, relative_to_max
 
 OPS = torch.ops.torch_marlin_metal
 CHUNKS = (16, 32, 64, 128, 256)

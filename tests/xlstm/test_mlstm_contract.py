@@ -5,10 +5,10 @@ import re
 import numpy as np
 import pytest
 import torch
-from mlstm_cases import REGIMES, Regime, array, make
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import torch_marlin_metal as tmm
+from tests.support.mlstm_cases import REGIMES, Regime, array, make
 
 OPS = torch.ops.torch_marlin_metal
 # Checked mode moves inexact functions within Metal's error, otherwise in every run: what compares two runs runs in fast mode.
@@ -285,6 +285,10 @@ ERRORS = {
         "got float32 [1, 2, 32, 8]"),
     "length of kept states": ("mlstm_states", {"save_states_every": 3},
         "S a multiple of chunk_size * save_states_every = 16 * 3 (use mlstm for other lengths)"),
+    "more chunks between kept states than an integer counts tokens": ("mlstm_states", {"save_states_every": 2**60},
+        f"S a multiple of chunk_size * save_states_every = 16 * {2**60} (use mlstm for other lengths)"),
+    "a product of 0 by overflow": ("mlstm_states", {"save_states_every": 2**62},
+        f"S a multiple of chunk_size * save_states_every = 16 * {2**62} (use mlstm for other lengths)"),
     "no states kept": ("mlstm_states", {"save_states_every": 0}, "save_states_every: expected at least 1, got 0"),
     "chunk size of output": ("mlstm_output", {"chunk_size": 8},
         "chunk_size: expected one of 16, 32, 64, 128, 256, got 8"),

@@ -4,12 +4,12 @@ import warnings
 
 from torch import Tensor
 
-from torch_marlin_metal.convert.layer import Layer
+from torch_marlin_metal.checkpoints.layer import Layer
 from torch_marlin_metal.repack import gptq_perm
 
 
 def read_g_idx(layer: Layer, role: str, K: int, G: int) -> Tensor | None:
-    """Returns the group of every row, or None where the tensor is absent or was never filled in.
+    """Returns the group of every row, or None if the tensor is absent or was never filled in.
 
     Old compressed-tensors files leave -1; GPTQ files without act-order may leave 0 for every row, which exllama's and
     text-generation-inference's readers take for rows in order.
@@ -36,7 +36,7 @@ def read_g_idx(layer: Layer, role: str, K: int, G: int) -> Tensor | None:
 
 
 def permutation(layer: Layer, role: str, g_idx: Tensor | None, group_size: int) -> Tensor | None:
-    """Returns int32 `[K]`, position j of the packed rows holds row perm[j]; None where the rows are in order.
+    """Returns int32 `[K]`: position j of the packed rows holds row perm[j]; None if the rows are in order.
 
     Raises:
         CheckpointError: a group has too many or too few rows; only the last may be short.

@@ -1,6 +1,8 @@
 """The one list of checkpoint formats, and the choice among them by a checkpoint's settings."""
 
-from torch_marlin_metal.convert import (
+from torch_marlin_metal.checkpoints.checkpoint import Checkpoint
+from torch_marlin_metal.checkpoints.errors import CheckpointError, UnsupportedFormat
+from torch_marlin_metal.checkpoints.formats import (
     auto_round,
     awq,
     bitsandbytes,
@@ -14,9 +16,7 @@ from torch_marlin_metal.convert import (
     native,
     torchao,
 )
-from torch_marlin_metal.convert.checkpoint import Checkpoint
-from torch_marlin_metal.convert.errors import CheckpointError, UnsupportedFormat
-from torch_marlin_metal.convert.registry import DirectoryFormat, Format
+from torch_marlin_metal.checkpoints.registry import DirectoryFormat, Format
 
 DIRECTORY_FORMATS: tuple[DirectoryFormat, ...] = (
     native.FORMAT,
@@ -38,7 +38,7 @@ def find_format(checkpoint: Checkpoint) -> DirectoryFormat:
     """Returns the format that a checkpoint's quantization settings announce, after it has checked them.
 
     Raises:
-        CheckpointError: the settings do not say what they are.
+        CheckpointError: the settings name no method and fit no format.
         UnsupportedFormat: the method, or its variant, is not read.
     """
     settings = checkpoint.settings

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_marlin_metal.convert.errors import CheckpointError, NotQuantized, UnsupportedFormat
-from torch_marlin_metal.convert.safetensors_file import DTYPES, TensorInfo, parse_json, read_header, read_tensor
+from torch_marlin_metal.checkpoints.errors import CheckpointError, NotQuantized, UnsupportedFormat
+from torch_marlin_metal.checkpoints.files.safetensors import DTYPES, TensorInfo, parse_json, read_header, read_tensor
 
 MAX_CONFIG = 64 << 20
+MAX_NAME = 255  # of a file, in messages
 # Where producers leave the quantization settings; the keys are looked up in this order.
 CONFIG_KEYS = ("quantization_config", "compression_config", "quantization")
 CONFIG_FILES = ("quantize_config.json", "quant_config.json", "quantization_config.json", "hf_quant_config.json")
@@ -23,7 +24,7 @@ DTYPE_NAMES = {dtype: name for name, (_, dtype) in reversed(DTYPES.items())}
 
 
 class Settings(Mapping[str, Any]):
-    """The quantization settings of a checkpoint with typed look-up; `file` is where they stand."""
+    """The quantization settings of a checkpoint with typed look-up; `file` holds them."""
 
     def __init__(self, file: Path, values: Mapping[str, Any]) -> None:
         self.file = file
@@ -49,7 +50,7 @@ class Settings(Mapping[str, Any]):
         return default if value is None else str(value)
 
     def flag(self, *keys: str) -> bool | None:
-        """Returns the first true or false among `keys`, or None where there is none."""
+        """Returns the first true or false among `keys`, or None if there is none."""
         value = self._first(keys, bool, "true or false")
         return None if value is None else bool(value)
 
@@ -84,7 +85,8 @@ class Checkpoint:
         """Reads a tensor, or its part `[index]` along the first dimension."""
         if name in self.loaded:
             tensor = self.loaded[name]
-            return tensor if index is None else tensor[index].clone()
+            # Tensors of a pickle may share memory: copies of all at once could be many times the file.
+            return tensor.contiguous() if index is None else tensor[index].clone(memory_format=torch.contiguous_format)
         return read_tensor(self.tensors[name], index)
 
     def error(self, name: str, message: str) -> CheckpointError:
@@ -159,7 +161,7 @@ def _find_settings(path: Path, config_file: Path, config: dict[str, Any]) -> Set
 
 
 def _tensor_files(path: Path, allow_pickle: bool) -> tuple[list[Path], dict[str, Path]]:
-    """Returns the files that hold the tensors, and where an index says that each tensor is."""
+    """Returns the files that hold the tensors, and the file of each tensor by the index."""
     for base in SAFETENSORS_NAMES:
         if (path / f"{base}.safetensors").exists():
             return [regular_file(path / f"{base}.safetensors")], {}
@@ -198,14 +200,21 @@ def _read_index(path: Path, index: Path, allow_pickle: bool) -> dict[str, Path]:
                 f"index, got {shard!r}"
             )
         if shard not in files:
-            if not (path / shard).exists():
-                raise CheckpointError(f"{index}: tensor {name!r}: its shard {shard} is missing")
+            if not _exists(path / shard):
+                raise CheckpointError(f"{index}: tensor {name!r}: its shard {shard[:MAX_NAME]} is missing")
             files[shard] = regular_file(path / shard)
     return {name: files[shard] for name, shard in weight_map.items()}
 
 
+def _exists(file: Path) -> bool:
+    try:
+        return file.exists()
+    except OSError:  # a name that no file system takes
+        return False
+
+
 def regular_file(file: Path) -> Path:
-    """Returns the path if it is a regular file that lies where it seems to lie.
+    """Returns the path if it is a regular file inside its own directory.
 
     A symbolic link may point inside its own directory, or from below `snapshots/` to the `blobs/` beside it, which is
     how huggingface_hub stores downloads.
@@ -238,9 +247,15 @@ def _load_pickle(file: Path, loaded: dict[str, Tensor]) -> dict[str, TensorInfo]
     infos = {}
     for name, tensor in state.items():
         plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
-        if not plain or tensor.dtype not in DTYPE_NAMES:
-            raise CheckpointError(f"{file}: {name!r}: expected a plain tensor, got {type(tensor).__name__}")
-        loaded[name] = tensor.detach().contiguous()
+        if not plain or tensor.dtype not in DTYPE_NAMES or tensor.device.type != "cpu":
+            kind = f"{type(tensor).__name__} of {getattr(tensor, 'layout', '')} on {getattr(tensor, 'device', '')}"
+            raise CheckpointError(f"{file}: {name!r}: expected a plain tensor, got {kind}")
         nbytes = tensor.numel() * tensor.element_size()
+        if nbytes > tensor.untyped_storage().nbytes():
+            raise CheckpointError(
+                f"{file}: {name!r}: expected {nbytes} bytes for {list(tensor.shape)}, the file holds "
+                f"{tensor.untyped_storage().nbytes()}"
+            )
+        loaded[name] = tensor.detach()
         infos[name] = TensorInfo(name, file, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), 0, nbytes)
     return infos

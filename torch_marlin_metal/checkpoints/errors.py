@@ -1,4 +1,4 @@
-"""The exceptions that reading a checkpoint can raise: `CheckpointError` and what is a kind of it."""
+"""The exceptions that reading a checkpoint can raise: `CheckpointError` and its subclasses."""
 
 from collections.abc import Callable
 
@@ -17,7 +17,7 @@ class UnsupportedFormat(CheckpointError):
     """A checkpoint, or one layer of it, cannot be represented by the operators without loss.
 
     Attributes:
-        dequantize: gives the layer's weight as fp32 `[N, K]` where it can be decoded, else None.
+        dequantize: gives the layer's weight as fp32 `[N, K]` if it can be decoded, else None.
     """
 
     def __init__(self, message: str, dequantize: Callable[[], Tensor] | None = None) -> None:

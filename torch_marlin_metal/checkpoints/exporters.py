@@ -1,26 +1,21 @@
-"""Writes packed layers in the formats of other programs, where that loses nothing."""
+"""Packed layers in the formats of other programs; a layer that a format cannot hold without loss is refused."""
 
 import json
-import os
 import re
-import shutil
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from torch_marlin_metal.convert.errors import UnsupportedFormat
-from torch_marlin_metal.convert.shard_writer import ShardWriter
+from torch_marlin_metal.checkpoints.errors import UnsupportedFormat
+from torch_marlin_metal.checkpoints.options import check_choice
 from torch_marlin_metal.formats import GROUP_SIZES
 from torch_marlin_metal.packed_weight import PackedWeight
 from torch_marlin_metal.repack import pack_awq, pack_awq_zeros, pack_gptq, pack_gptq_zeros
 
 SYMMETRIC_ZERO = 8
-MAX_SHARD_BYTES = 1 << 29
 
 
 def _refuse(weight: PackedWeight, target: str, reason: str) -> UnsupportedFormat:
@@ -51,7 +46,7 @@ def _stated_group_size(weight: PackedWeight) -> int:
 
 
 class Exporter(Protocol):
-    """One target format; sees every layer once, then says what the settings are."""
+    """One target format: it sees every layer once, then returns the settings."""
 
     def tensors(self, weight: PackedWeight) -> dict[str, Tensor]:
         """Returns a layer's tensors by their names within the layer, or refuses the layer."""
@@ -74,6 +69,9 @@ class GptqExporter:
     group_sizes: dict[str, int] = field(default_factory=dict)
     symmetric: bool = True
     act_order: bool = False
+
+    def __post_init__(self) -> None:
+        check_choice("version", self.version, (1, 2))
 
     def tensors(self, weight: PackedWeight) -> dict[str, Tensor]:
         """Returns qweight, qzeros, scales and g_idx."""
@@ -138,10 +136,10 @@ class AwqExporter:
 class CompressedTensorsExporter:
     """compressed-tensors: pack-quantized, nvfp4-pack-quantized and mxfp4-pack-quantized, mixed as they come."""
 
-    groups: dict[str, dict[str, None]] = field(default_factory=dict)  # JSON of (format, scheme) -> names of layers
+    layers: dict[str, str] = field(default_factory=dict)  # name of a layer -> JSON of its (format, scheme)
 
     def tensors(self, weight: PackedWeight) -> dict[str, Tensor]:
-        """Returns weight_packed, weight_scale and what else the layer's kind has."""
+        """Returns weight_packed, weight_scale and the other tensors of the layer's kind."""
         if weight.weight_format in ("nvfp4", "mxfp4"):
             return self._fp4(weight)
         zeros = _integer_zeros(weight, "compressed-tensors")
@@ -181,11 +179,14 @@ class CompressedTensorsExporter:
         return tensors | {"weight_scale": scales, "weight_global_scale": divisor}
 
     def _register(self, weight: PackedWeight, format_name: str, scheme: dict[str, Any]) -> None:
-        self.groups.setdefault(json.dumps([format_name, scheme]), {})[weight.name] = None
+        self.layers[weight.name] = json.dumps([format_name, scheme])
 
     def settings(self) -> dict[str, Any]:
         """Returns compressed-tensors' keys, with the layers of a scheme as its targets."""
-        groups = [(*json.loads(key), list(names)) for key, names in self.groups.items()]
+        names_of: dict[str, list[str]] = {}
+        for name, key in self.layers.items():
+            names_of.setdefault(key, []).append(name)
+        groups = [(*json.loads(key), names) for key, names in names_of.items()]
         formats = {format_name for format_name, _, _ in groups}
         return {
             "quant_method": "compressed-tensors",
@@ -204,95 +205,3 @@ EXPORTERS: dict[str, type[GptqExporter] | type[AwqExporter] | type[CompressedTen
     "awq": AwqExporter,
     "compressed-tensors": CompressedTensorsExporter,
 }
-
-
-def export_checkpoint(
-    weights: Iterable[PackedWeight],
-    destination: str | os.PathLike[str],
-    target: str,
-    *,
-    other_tensors: Iterable[tuple[str, Tensor]] = (),
-    config: dict[str, Any] | None = None,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
-    **options: Any,
-) -> Path:
-    """Writes layers as another program's checkpoint; what that format cannot hold without loss is refused.
-
-    Args:
-        weights: the layers, each with its `name`; taken one at a time.
-        destination: the directory to make; it must not exist.
-        target: "gptq", "awq" (gemm) or "compressed-tensors".
-        other_tensors: (name, tensor) of everything else that the model needs.
-        config: the model's configuration; its `quantization_config` is replaced.
-        max_shard_bytes: a shard is closed when the next layer would make it larger.
-        **options: the exporter's: `version` (1 or 2) for "gptq".
-
-    Returns:
-        The destination.
-
-    Raises:
-        ValueError: an unknown target, or no layer.
-        FileExistsError: the destination exists.
-        UnsupportedFormat: names the layer and what would be lost; nothing is left behind.
-        CheckpointError: a file cannot be written; nothing is left behind.
-    """
-    if target not in EXPORTERS:
-        raise ValueError(f"target: expected one of {', '.join(EXPORTERS)}, got {target!r}")
-    destination = Path(destination)
-    if destination.exists():
-        raise FileExistsError(f"{destination}: exists already")
-    exporter: Exporter = EXPORTERS[target](**options)
-    work = destination.with_name(f".{destination.name}.exporting")
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True)
-    try:
-        _write(work, exporter, weights, other_tensors, dict(config or {}), max_shard_bytes)
-        work.replace(destination)
-    except BaseException:
-        shutil.rmtree(work, ignore_errors=True)
-        raise
-    return destination
-
-
-def _write(
-    work: Path,
-    exporter: Exporter,
-    weights: Iterable[PackedWeight],
-    other_tensors: Iterable[tuple[str, Tensor]],
-    config: dict[str, Any],
-    max_bytes: int,
-) -> None:
-    places: dict[str, str] = {}
-    shard = ShardWriter(work, "model-00001.safetensors")
-    number = 1
-
-    def add(tensors: dict[str, Tensor]) -> None:
-        nonlocal shard, number
-        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-        if shard.size and (shard.size + size > max_bytes or not shard.has_room(list(tensors))):
-            shard.finish()
-            number += 1
-            shard = ShardWriter(work, f"model-{number:05d}.safetensors")
-        for name, tensor in tensors.items():
-            shard.add(name, tensor)
-            places[name] = shard.path.name
-
-    try:
-        count = 0
-        for weight in weights:
-            count += 1
-            held = exporter.tensors(weight.validate())
-            if weight.bias is not None:
-                held["bias"] = weight.bias
-            add({f"{weight.name}.{role}": tensor for role, tensor in held.items()})
-        if not count:
-            raise ValueError("weights: expected at least one layer, got none")
-        for name, tensor in other_tensors:
-            add({name: tensor})
-        shard.finish()
-    except BaseException:
-        shard.discard()
-        raise
-    (work / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
-    settings = {"quantization_config": exporter.settings()}
-    (work / "config.json").write_text(json.dumps(config | settings, indent=1))

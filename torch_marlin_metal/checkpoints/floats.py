@@ -1,8 +1,7 @@
 """An unquantized checkpoint whose Linear weights are quantized as they are read, one at a time."""
 
-import fnmatch
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,14 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_marlin_metal.convert.checkpoint import Checkpoint, open_checkpoint
-from torch_marlin_metal.convert.errors import CheckpointError
-from torch_marlin_metal.convert.layer import FLOATS
-from torch_marlin_metal.convert.reader import CheckpointReader
-from torch_marlin_metal.convert.registry import Format, Options
+from torch_marlin_metal.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from torch_marlin_metal.checkpoints.errors import CheckpointError
+from torch_marlin_metal.checkpoints.layer import FLOATS
+from torch_marlin_metal.checkpoints.options import ReadOptions
+from torch_marlin_metal.checkpoints.reader import CheckpointReader
+from torch_marlin_metal.checkpoints.registry import Format
 from torch_marlin_metal.formats import weight_format as find_format
 from torch_marlin_metal.packed_weight import PackedWeight
-from torch_marlin_metal.quantize import METHODS, quantize_weight
+from torch_marlin_metal.patterns import NameFilter, check_patterns, selects
+from torch_marlin_metal.quantize.weight import METHODS, quantize_weight
 
 FORMAT = Format(
     name="floats",
@@ -36,13 +37,14 @@ class FloatReader(CheckpointReader):
         weight_format: as in `quantize_weight`, and so are the next two and **options.
         group_size: see `quantize_weight`.
         method: "rtn" or "mse".
-        include: shell-style patterns of layer names; then every matrix `<layer>.weight` that fits one is taken. None
-            takes the `nn.Linear` modules of the model that config.json names, without its output embedding; that asks
-            transformers, and runs no code of the checkpoint.
-        exclude: patterns of layers to leave as they are.
+        include: patterns of layer names as in `quantize_model`, or a function of the name; every matrix
+            `<layer>.weight` that it selects is taken. None takes the `nn.Linear` modules of the model that config.json
+            names, without its output embedding; that asks transformers, and runs no code of the checkpoint.
+        exclude: layers to leave as they are, chosen like `include`.
+        allow_pickle: as in `ReadOptions`.
 
     Raises:
-        ValueError: an unknown format or method.
+        ValueError: an unknown format or method, or a pattern of `include` that matches no layer.
         CheckpointError: the checkpoint is damaged, quantized already, or nothing in it is to be quantized.
     """
 
@@ -55,8 +57,8 @@ class FloatReader(CheckpointReader):
         group_size: int | None = None,
         method: str = "rtn",
         *,
-        include: Sequence[str] | None = None,
-        exclude: Sequence[str] = (),
+        include: NameFilter | None = None,
+        exclude: NameFilter = (),
         allow_pickle: bool = False,
         **options: Any,
     ) -> None:
@@ -64,7 +66,7 @@ class FloatReader(CheckpointReader):
         if method not in METHODS:
             raise ValueError(f"method: expected one of {', '.join(METHODS)}, got {method!r}")
         self.path = Path(path)
-        self.options = Options(allow_pickle=allow_pickle)
+        self.options = ReadOptions(allow_pickle=allow_pickle)
         if not self.path.is_dir():
             raise CheckpointError(f"{self.path}: expected a checkpoint directory")
         checkpoint = open_checkpoint(self.path, allow_pickle, quantized=False)
@@ -73,8 +75,9 @@ class FloatReader(CheckpointReader):
             linear = linear_names(checkpoint)
             names = [name for name in wanted if name in linear]
         else:
-            names = [name for name in wanted if _fits(include, name)]
-        names = [name for name in names if not _fits(exclude, name)]
+            names = [name for name in wanted if selects(include, name)]
+        check_patterns(str(self.path), wanted, include=include, exclude=exclude)
+        names = [name for name in names if not selects(exclude, name)]
         if not names:
             raise CheckpointError(f"{self.path}: none of its {len(wanted)} matrices is to be quantized")
         self._quantize = partial(
@@ -85,7 +88,7 @@ class FloatReader(CheckpointReader):
         self.source = _FloatSource(checkpoint, names, self._quantize)
 
     def settings(self) -> dict[str, Any]:
-        """Returns what decides about the result."""
+        """Returns the settings that decide about the result."""
         return self._settings
 
 
@@ -161,7 +164,3 @@ def linear_names(checkpoint: Checkpoint) -> set[str]:
         raise CheckpointError(f"{checkpoint.path}: {architecture} cannot be made of it ({error}): {advice}") from error
     head = model.get_output_embeddings()
     return {name for name, module in model.named_modules() if type(module) is nn.Linear and module is not head}
-
-
-def _fits(patterns: Sequence[str], name: str) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)

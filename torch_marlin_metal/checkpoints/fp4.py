@@ -29,11 +29,11 @@ def mxfp4(b_packed: Tensor, scales: Tensor, bias: Tensor | None, source: str) ->
     """Puts an MXFP4 weight together; `scales` are E8M0 codes `[K/32, N]`.
 
     A block whose codes are all zero has value zero under any scale, and writers leave arbitrary exponents there (ggml:
-    0, which is 2^-127): such a block gets the scale 1, and its neighbours keep theirs.
+    0, which is 2^-127). That block gets the scale 1, and its neighbours keep theirs.
     """
     outside = (scales < 16) | (scales > 240)
     if bool(outside.any()):
-        magnitudes = b_packed & 0x77777777  # E2M1 is zero where its three magnitude bits are
+        magnitudes = b_packed & 0x77777777  # E2M1 is zero if its three magnitude bits are
         blocks = torch.nn.functional.pad(magnitudes, (0, 0, 0, -magnitudes.shape[0] % 4)).reshape(
             -1, 4, magnitudes.shape[1]
         )

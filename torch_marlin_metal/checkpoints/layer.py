@@ -7,20 +7,20 @@ from math import isfinite
 import torch
 from torch import Tensor
 
-from torch_marlin_metal.convert.checkpoint import Checkpoint
-from torch_marlin_metal.convert.errors import CheckpointError, UnsupportedFormat
-from torch_marlin_metal.convert.safetensors_file import TensorInfo
+from torch_marlin_metal.checkpoints.checkpoint import Checkpoint
+from torch_marlin_metal.checkpoints.errors import CheckpointError, UnsupportedFormat
+from torch_marlin_metal.checkpoints.files.safetensors import TensorInfo
 from torch_marlin_metal.formats import GROUP_SIZES
 
 FLOATS = ("F16", "BF16", "F32")
 
 
-@dataclass
+@dataclass(slots=True)
 class Layer:
     """The tensors of one layer.
 
     Attributes:
-        checkpoint: where they are.
+        checkpoint: the checkpoint that holds them.
         name: the module's name, without ".weight".
         roles: role ("scales") -> name of the tensor in the checkpoint.
         expert: position along the first dimension of every tensor, for layers stored as a stack of experts.
@@ -94,7 +94,7 @@ class Layer:
 
     @property
     def file(self) -> str:
-        """Path of the file that holds the layer's first tensor."""
+        """Returns the path of the file that holds the layer's first tensor."""
         return str(self.checkpoint.tensors[next(iter(self.roles.values()))].file)
 
     def error(self, role: str, message: str) -> CheckpointError:
@@ -117,7 +117,7 @@ def fit_groups(K: int, group_size: int, *grouped: Tensor) -> tuple[int, list[Ten
         grouped: tensors `[ceil(K / group_size), N]`.
 
     Returns:
-        The operators' group size and the tensors at that size; None where no allowed size divides the group.
+        The operators' group size and the tensors at that size; None if no allowed size divides the group.
     """
     if group_size >= K:
         return K, list(grouped)
@@ -159,18 +159,18 @@ def fp8_weight(layer: Layer) -> Tensor:
 
 
 def constant(tensor: Tensor, value: int) -> bool:
-    """Says whether every element is `value`."""
+    """Returns whether every element is `value`."""
     return bool((tensor == value).all())
 
 
 def as_words(packed: Tensor) -> Tensor:
-    """Bytes `[N, K/2]` or words `[N, K/8]` with k rising from the lowest nibble -> int32 `[K/8, N]`."""
+    """Converts bytes `[N, K/2]` or words `[N, K/8]`, lowest k in the lowest nibble, to int32 `[K/8, N]`."""
     words: Tensor = torch.ops.torch_marlin_metal.transpose_words(packed.contiguous().view(torch.int32))
     return words
 
 
 def words_of_codes(codes: Tensor) -> Tensor:
-    """uint8 codes `[N, K]` -> int32 `[K/8, N]`."""
+    """Packs uint8 codes `[N, K]` into int32 `[K/8, N]`."""
     return as_words(codes[:, 0::2] | (codes[:, 1::2] << 4))
 
 

@@ -3,19 +3,20 @@
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from torch_marlin_metal.convert.catalogue import find_format
-from torch_marlin_metal.convert.checkpoint import Checkpoint, open_checkpoint
-from torch_marlin_metal.convert.errors import CheckpointError, UnsupportedFormat
-from torch_marlin_metal.convert.gguf import GgufSource
-from torch_marlin_metal.convert.layer import fp8_weight
-from torch_marlin_metal.convert.registry import Format, OnUnsupported, Options, ZerosRule
+from torch_marlin_metal.checkpoints.catalogue import find_format
+from torch_marlin_metal.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from torch_marlin_metal.checkpoints.errors import CheckpointError, UnsupportedFormat
+from torch_marlin_metal.checkpoints.formats.gguf import GgufSource
+from torch_marlin_metal.checkpoints.layer import fp8_weight
+from torch_marlin_metal.checkpoints.options import ReadOptions
+from torch_marlin_metal.checkpoints.registry import Format
 from torch_marlin_metal.packed_weight import PackedWeight, PackedWeightError
 
 
@@ -45,7 +46,7 @@ class Source(Protocol):
 
     @property
     def format(self) -> Format:
-        """The registry's entry."""
+        """Returns the entry of the catalogue."""
         ...
 
     def names(self) -> list[str]:
@@ -61,19 +62,19 @@ class Source(Protocol):
         ...
 
     def others(self) -> Iterator[tuple[str, Callable[[], Tensor], str]]:
-        """Yields (name, how to read it, dtype as the file names it) of what belongs to no layer."""
+        """Yields (name, function that reads it, dtype as the file names it) of each tensor that belongs to no layer."""
         ...
 
     @property
     def config(self) -> dict[str, Any]:
-        """The model's own configuration, or {}."""
+        """Returns the model's own configuration, or {}."""
         ...
 
 
 class DirectorySource:
     """A checkpoint directory in one of the catalogue's formats."""
 
-    def __init__(self, checkpoint: Checkpoint, options: Options) -> None:
+    def __init__(self, checkpoint: Checkpoint, options: ReadOptions) -> None:
         self.checkpoint = checkpoint
         self.options = options
         self.format = find_format(checkpoint)
@@ -81,7 +82,7 @@ class DirectorySource:
         self._check_complete()
 
     def _check_complete(self) -> None:
-        self._foreign = {layer.name for layer in self._layers if layer.refused}
+        self._refused = {layer.name for layer in self._layers if layer.refused}
         if not self._layers:
             anchors = " or ".join(self.format.anchors)
             raise CheckpointError(f"{self.checkpoint.path}: {self.format.name}: no tensor's name ends in {anchors}")
@@ -93,9 +94,9 @@ class DirectorySource:
                         self._check_anchored(name, role, name.removesuffix(ending))
 
     def _check_anchored(self, name: str, role: str, base: str) -> None:
-        """A part of a layer whose codes are missing is damage, unless the layer is quantized in another way."""
+        """Refuses a part of a layer without its codes, unless the layer is quantized in another way."""
         anchors = [base + ending for ending in self.format.anchors]
-        if base not in self._foreign and not any(anchor in self.checkpoint.tensors for anchor in anchors):
+        if base not in self._refused and not any(anchor in self.checkpoint.tensors for anchor in anchors):
             raise self.checkpoint.error(name, f"{self.format.name}: {role} of a layer without {' or '.join(anchors)}")
 
     def names(self) -> list[str]:
@@ -122,11 +123,11 @@ class DirectorySource:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The model's own configuration, or {}."""
+        """Returns the model's own configuration, or {}."""
         return self.checkpoint.config
 
     def others(self) -> Iterator[tuple[str, Callable[[], Tensor], str]]:
-        """Yields (name, how to read it, dtype) of what belongs to no layer."""
+        """Yields (name, function that reads it, dtype) of each tensor that belongs to no layer."""
         used = {name for layer in self._layers for name in layer.roles.values()}
         for name, info in self.checkpoint.tensors.items():
             if name not in used:
@@ -134,10 +135,10 @@ class DirectorySource:
 
 
 class CheckpointReader:
-    """An opened checkpoint: iterate over its layers, then over what is not a 4-bit layer.
+    """An opened checkpoint: iterate over its layers, then over its other tensors.
 
     Attributes:
-        path: what was opened.
+        path: the directory or file.
         source: the opened container.
         options: the caller's choices.
         calculates: reading a layer takes arithmetic, not just moves of words, so that more threads help.
@@ -145,7 +146,7 @@ class CheckpointReader:
 
     calculates = False
 
-    def __init__(self, path: str | os.PathLike[str], options: Options) -> None:
+    def __init__(self, path: str | os.PathLike[str], options: ReadOptions) -> None:
         self.path = Path(path)
         self.options = options
         if not self.path.exists():
@@ -160,16 +161,16 @@ class CheckpointReader:
 
     @property
     def format(self) -> Format:
-        """The registry's entry for what was found."""
+        """Returns the entry of the catalogue for what was found."""
         return self.source.format
 
     def settings(self) -> dict[str, Any]:
-        """Returns what decides how layers are read, in types of JSON: a resumed conversion compares it."""
+        """Returns the settings that decide how layers are read, in JSON types; a resumed conversion compares them."""
         return asdict(self.options)
 
-    @property
+    @cached_property
     def layer_names(self) -> list[str]:
-        """Names of the layers, in the order of iteration."""
+        """Returns the names of the layers, in the order of iteration."""
         return self.source.names()
 
     def __len__(self) -> int:
@@ -198,60 +199,27 @@ class CheckpointReader:
             yield name, read()
 
 
-def open_reader(
-    path: str | os.PathLike[str],
-    on_unsupported: OnUnsupported = "error",
-    *,
-    allow_pickle: bool = False,
-    gptq_zeros_rule: ZerosRule = "word",
-    gptq_version: int | None = None,
-    gguf_names: Literal["gguf", "hf"] = "gguf",
-) -> CheckpointReader:
+def open_reader(path: str | os.PathLike[str], options: ReadOptions | None = None, **fields: Any) -> CheckpointReader:
     """Opens a checkpoint and reads its headers, but no tensor yet; the arguments are those of `read_layers`."""
-    if on_unsupported not in ("error", "dequantize", "skip"):
-        raise ValueError(f"on_unsupported: expected 'error', 'dequantize' or 'skip', got {on_unsupported!r}")
-    if gptq_zeros_rule not in ("word", "masked", "unmasked"):
-        raise ValueError(f"gptq_zeros_rule: expected 'word', 'masked' or 'unmasked', got {gptq_zeros_rule!r}")
-    if gptq_version not in (None, 1, 2):
-        raise ValueError(f"gptq_version: expected None, 1 or 2, got {gptq_version!r}")
-    if gguf_names not in ("gguf", "hf"):
-        raise ValueError(f"gguf_names: expected 'gguf' or 'hf', got {gguf_names!r}")
-    return CheckpointReader(path, Options(on_unsupported, allow_pickle, gptq_zeros_rule, gptq_version, gguf_names))
+    return CheckpointReader(path, ReadOptions.of(options, fields))
 
 
 def read_layers(
-    path: str | os.PathLike[str],
-    on_unsupported: OnUnsupported = "error",
-    *,
-    allow_pickle: bool = False,
-    gptq_zeros_rule: ZerosRule = "word",
-    gptq_version: int | None = None,
-    gguf_names: Literal["gguf", "hf"] = "gguf",
+    path: str | os.PathLike[str], options: ReadOptions | None = None, **fields: Any
 ) -> Iterator[PackedWeight | DenseWeight]:
     """Reads the 4-bit layers of a checkpoint, one at a time.
 
     Args:
         path: a checkpoint directory or a .gguf file.
-        on_unsupported: a layer that the operators cannot represent without loss raises ("error"), is left out ("skip")
-            or comes as a `DenseWeight` ("dequantize"), which is the only case where one is yielded.
-        allow_pickle: read PyTorch pickles too, by `torch.load(weights_only=True)`.
-        gptq_zeros_rule: how GPTQ version 1 zero points are read where a raw nibble is 15; as `gptq_unpack_zeros`.
-        gptq_version: 1 or 2, for a GPTQ checkpoint whose settings are wrong about it.
-        gguf_names: "gguf" for the file's tensor names as they are, "hf" for transformers' names; then the rows of
-            llama-family q and k projections are put back into transformers' order.
+        options: how to read; None is the defaults.
+        **fields: fields of `ReadOptions`, in place of those of `options`.
 
     Yields:
-        `PackedWeight`, in the order of the files.
+        `PackedWeight`, in the order of the files; with `on_unsupported="dequantize"` also `DenseWeight`.
 
     Raises:
         CheckpointError: the checkpoint is damaged or contradicts itself.
         UnsupportedFormat: it is a format, or holds a layer, that is not read; a `CheckpointError` too.
+        ValueError: an option has an unknown value.
     """
-    yield from open_reader(
-        path,
-        on_unsupported,
-        allow_pickle=allow_pickle,
-        gptq_zeros_rule=gptq_zeros_rule,
-        gptq_version=gptq_version,
-        gguf_names=gguf_names,
-    )
+    yield from open_reader(path, options, **fields)

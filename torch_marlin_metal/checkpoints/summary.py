@@ -1,32 +1,38 @@
-"""What is read and what is refused, as a page of the documentation."""
+"""The formats that are read and the variants that are refused, as a page of the documentation."""
 
 from collections.abc import Sequence
 
-from torch_marlin_metal.convert.catalogue import FORMATS
-from torch_marlin_metal.convert.export import EXPORTERS
+from torch_marlin_metal.checkpoints.catalogue import FORMATS
+from torch_marlin_metal.checkpoints.exporters import EXPORTERS
 
 
 def formats_page() -> str:
     """Returns docs/checkpoints.md, made from the registry."""
     parts = [
-        """# Which checkpoints work
+        """# Which checkpoints can be read
 
-Made from the registry of readers by `torch_marlin_metal.convert.formats_page()`; a test compares it.
+`torch_marlin_metal.convert.formats_page()` makes this page from the registry of readers, and a test compares the
+two.
 
-Every reader gives the codes, scales and zero points that the producer stored, so the weight is the producer's own. What
-cannot be represented so is refused by name: `read_layers(..., on_unsupported=...)` raises ("error"), leaves it out
-("skip"), or decodes it to floats where the table says so ("dequantize").
+Every reader gives the codes, scales and zero points that the producer stored, so the weight is the producer's own.
+A layer that cannot be represented so is refused. `read_layers(..., on_unsupported=...)` decides what happens then:
+"error" raises an error that names the layer, "skip" leaves it out, and "dequantize" decodes it to floats if the
+table says that it can.
 
-One exception, of rounding: the global scale of compressed-tensors' NVFP4 divides, and its inverse is rounded to fp32. A
-weight is then within 3 * 2^-24 of itself of the exact quotient; the producer's own fp32 arithmetic is within 2 * 2^-24.
+There is one exception, of rounding. The global scale of compressed-tensors' NVFP4 divides, and its inverse is
+rounded to fp32. A weight then differs from the exact quotient by at most 3 * 2^-24 of itself; the producer's own
+fp32 arithmetic, by at most 2 * 2^-24.
 """
     ]
     for fmt in FORMATS:
-        parts.append(f"## {fmt.title}\n\nComes as: {'; '.join(fmt.containers)}.\n")
+        parts.append(f"## {fmt.title}\n\nRead from: {'; '.join(fmt.containers)}.\n")
         parts.append(_table(("read", "weight format"), fmt.variants))
         if fmt.refused:
             parts.append(_table(("refused", "because"), fmt.refused))
-    parts.append(f"## Exports\n\n`convert.export_checkpoint` writes {', '.join(EXPORTERS)}; see [format](format.md).\n")
+    targets = ", ".join(EXPORTERS)
+    parts.append(
+        f"## Exports\n\n`convert.export_checkpoint` writes {targets}. [Format on disk](format.md) has its limits.\n"
+    )
     return "\n".join(parts)
 
 

@@ -1,30 +1,32 @@
-"""Converts a whole checkpoint, one layer at a time; a run that was killed can go on.
+"""Writes a whole checkpoint, one layer at a time; a conversion that was killed can be resumed.
 
-Everything is written into `<destination>.partial`, which takes the destination's name when it is complete. A journal
-there lists the shards that are: a later run with the same source and options goes on after the last of them, and the
-result has the same bytes as that of a run in one piece.
+Everything is written into `<destination>.partial`, which takes the destination's name when it is complete. A journal in
+it lists the finished shards. A later conversion with the same source and options resumes after the last of them, and
+the result has the same bytes as that of an uninterrupted run. Only one process at a time writes a destination.
 """
 
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
+from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from torch_marlin_metal.convert.errors import CheckpointError, UnsupportedFormat
-from torch_marlin_metal.convert.export import EXPORTERS, Exporter
-from torch_marlin_metal.convert.native import NativeExporter
-from torch_marlin_metal.convert.reader import CheckpointReader, DenseWeight
-from torch_marlin_metal.convert.shard_writer import ShardWriter
+from torch_marlin_metal.checkpoints.checkpoint import regular_file
+from torch_marlin_metal.checkpoints.errors import CheckpointError, UnsupportedFormat
+from torch_marlin_metal.checkpoints.exporters import EXPORTERS, Exporter
+from torch_marlin_metal.checkpoints.files.shard_writer import ShardWriter
+from torch_marlin_metal.checkpoints.formats.native import NativeExporter
+from torch_marlin_metal.checkpoints.journal import JOURNAL, Journal, open_journal, sync_files
+from torch_marlin_metal.checkpoints.reader import CheckpointReader, DenseWeight
 from torch_marlin_metal.packed_weight import PackedWeight
 
-JOURNAL = ".torch_marlin_metal.json"
 DEFAULT_SHARD_BYTES = 1 << 29
 INDEX = "model.safetensors.index.json"
 # Files beside the weights that a model needs; weights, settings and code of any kind stay behind.
@@ -41,6 +43,7 @@ TARGETS: dict[str, Callable[..., Exporter]] = {"native": NativeExporter, **EXPOR
 
 Progress = Callable[[str, int, int], None]
 NamedTensor = tuple[str, Tensor, str | None]
+_Item = tuple[str, list[NamedTensor]]
 
 
 def write_checkpoint(
@@ -61,8 +64,8 @@ def write_checkpoint(
         destination: the directory to make; it must not exist.
         target: "native", or one of `EXPORTERS`.
         max_shard_bytes: a shard is closed when the next layer would make it larger.
-        sync: wait until every file is on the disk before the destination gets its name; otherwise, as with `cp`, a
-            power failure shortly afterwards may damage it.
+        sync: wait until every shard is on the disk before the journal names it, and every file before the destination
+            gets its name; otherwise, as with `cp`, a power failure may damage what was written shortly before.
         progress: called with (name, position, count) after each layer and each other tensor.
         **options: the exporter's: `version` (1 or 2) for "gptq".
 
@@ -71,31 +74,137 @@ def write_checkpoint(
 
     Raises:
         ValueError: an unknown target.
-        FileExistsError: the destination exists, or `<destination>.partial` does and is not a conversion's.
+        FileExistsError: the destination exists, another process writes it, or `<destination>.partial` exists and is
+            not a conversion's.
         UnsupportedFormat: the target cannot hold a layer without loss.
-        CheckpointError: the source is damaged, or a file cannot be written; what is complete is kept for a later run.
+        CheckpointError: the source is damaged or has changed, or a file cannot be written; complete shards are kept
+            for a later run unless the source has changed.
     """
-    destination = Path(destination)
-    work = destination.with_name(destination.name + ".partial")
-    if (destination / JOURNAL).exists():  # killed between the last two steps
-        (destination / JOURNAL).unlink()
-        return destination
-    if destination.exists():
-        raise FileExistsError(f"{destination}: exists already")
-    if target not in TARGETS:
-        raise ValueError(f"target: expected one of {', '.join(TARGETS)}, got {target!r}")
-    identity = _identity(reader, max_shard_bytes) | {"target": target, "target_options": options}
-    journal = _open_journal(work, identity)
-    exporter = TARGETS[target](**(options | journal["exporter"]))
+    exporter_class = _exporter_class(target, TARGETS)
+    files = _stats(reader.path)
+    identity: dict[str, Any] = {"files": {name: [size, changed] for name, (size, changed, _) in files.items()}}
+    identity |= {"options": reader.settings(), "max_shard_bytes": max_shard_bytes}
+    identity |= {"target": target, "target_options": options}
+
+    def unchanged() -> bool:
+        return _stats(reader.path) == files
+
+    def items(exporter: Exporter, start: int) -> Iterator[_Item]:
+        return _layers_and_others(reader, exporter, start)
+
+    def total() -> int:
+        return len(reader) + sum(1 for _ in reader.source.others())
+
+    config = dict(reader.source.config) if reader.path.is_dir() else {}
+    source = _Source(str(reader.path), items, total, config, _small_files(reader.path), unchanged)
     with nullcontext() if reader.calculates else _one_thread():
-        _write_shards(reader, exporter, work, journal, max_shard_bytes, progress)
-    _write_rest(reader, exporter, work, journal)
-    if sync:
-        for path in (*work.iterdir(), work):
-            _sync(path)
-    work.replace(destination)
-    (destination / JOURNAL).unlink()
+        return _write(source, destination, identity, exporter_class, options, max_shard_bytes, sync, progress)
+
+
+def export_checkpoint(
+    weights: Iterable[PackedWeight],
+    destination: str | os.PathLike[str],
+    target: str,
+    *,
+    other_tensors: Iterable[tuple[str, Tensor]] = (),
+    config: dict[str, Any] | None = None,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    **options: Any,
+) -> Path:
+    """Writes layers from memory as another program's checkpoint; a layer that it cannot hold without loss is refused.
+
+    Args:
+        weights: the layers, each with its `name`; taken one at a time.
+        destination: the directory to make; it must not exist.
+        target: "gptq", "awq" (gemm) or "compressed-tensors".
+        other_tensors: (name, tensor) of everything else that the model needs.
+        config: the model's configuration; its `quantization_config` is replaced.
+        max_shard_bytes: a shard is closed when the next layer would make it larger.
+        **options: the exporter's: `version` (1 or 2) for "gptq".
+
+    Returns:
+        The destination.
+
+    Raises:
+        ValueError: an unknown target, or no layer.
+        FileExistsError: the destination exists.
+        UnsupportedFormat: names the layer and what would be lost; nothing is left behind.
+        CheckpointError: a file cannot be written; nothing is left behind.
+    """
+    exporter_class = _exporter_class(target, EXPORTERS)
+
+    def items(exporter: Exporter, start: int) -> Iterator[_Item]:
+        written = 0
+        for weight in weights:
+            written += 1
+            yield weight.name, _named(weight.name, _held(weight.validate(), exporter))
+        if not written:
+            raise ValueError("weights: expected at least one layer, got none")
+        for name, tensor in other_tensors:
+            yield name, [(name, tensor, None)]
+
+    source = _Source("weights", items, lambda: 0, dict(config or {}), [], lambda: True)
+    return _write(source, destination, None, exporter_class, options, max_shard_bytes, False, None)
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A checkpoint to write: its tensors from a position on, their number, and the files beside them."""
+
+    name: str
+    items: Callable[[Exporter, int], Iterator[_Item]]
+    total: Callable[[], int]
+    config: dict[str, Any]
+    copied: list[Path]
+    unchanged: Callable[[], bool]
+
+
+def _exporter_class(target: str, known: Mapping[str, Callable[..., Exporter]]) -> Callable[..., Exporter]:
+    if target not in known:
+        raise ValueError(f"target: expected one of {', '.join(known)}, got {target!r}")
+    return known[target]
+
+
+def _write(
+    source: _Source,
+    destination: str | os.PathLike[str],
+    identity: dict[str, Any] | None,
+    exporter_class: Callable[..., Exporter],
+    options: dict[str, Any],
+    max_shard_bytes: int,
+    sync: bool,
+    progress: Progress | None,
+) -> Path:
+    """Writes a checkpoint. An identity of None cannot be resumed: it keeps nothing after an error."""
+    destination = Path(destination)
+    if identity is not None and (destination / JOURNAL).exists():  # killed between the last two steps
+        (destination / JOURNAL).unlink(missing_ok=True)
+        return destination
+    exporter = exporter_class(**options)
+    journal = open_journal(destination, identity)
+    try:
+        for name, value in journal.exporter.items():
+            setattr(exporter, name, deepcopy(value))
+        _write_shards(source, exporter, journal, max_shard_bytes, sync, progress)
+        _write_rest(source, exporter, journal)
+        if not source.unchanged():
+            raise _Changed(f"{source.name}: a file was changed while it was converted")
+        if sync:
+            sync_files([*journal.work.iterdir(), journal.work])
+        journal.finish(destination)
+        if sync:
+            sync_files([destination.parent])
+    except BaseException as error:
+        # Complete shards are kept for the next run, unless it would fail at the same layer.
+        if identity is None or not journal.shards or isinstance(error, UnsupportedFormat | _Changed):
+            journal.discard()
+        journal.close()
+        raise
     return destination
+
+
+class _Changed(CheckpointError):
+    """The shards are of a mixture of two sources."""
 
 
 @contextmanager
@@ -113,51 +222,11 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be written ({error.strerror})") from error
-    finally:
-        os.close(descriptor)
-
-
-def _identity(reader: CheckpointReader, max_shard_bytes: int) -> dict[str, Any]:
-    """Says what a conversion converts and how; another identity starts anew."""
-    files = sorted(reader.path.iterdir()) if reader.path.is_dir() else [reader.path]
-    stats = {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files if file.is_file()}
-    return {"files": stats, "options": reader.settings(), "max_shard_bytes": max_shard_bytes}
-
-
-def _open_journal(work: Path, identity: dict[str, Any]) -> dict[str, Any]:
-    fresh: dict[str, Any] = {"identity": identity, "items": 0, "shards": [], "exporter": {}}
-    if work.exists():
-        if not (work / JOURNAL).exists():
-            raise FileExistsError(f"{work}: exists, and is not an unfinished conversion")
-        try:
-            journal = json.loads((work / JOURNAL).read_text())
-        except ValueError:
-            journal = {}
-        if journal.get("identity") == json.loads(json.dumps(identity)) and _complete(work, journal):
-            return dict(journal)
-        shutil.rmtree(work)
-    staging = work.with_name(work.name + ".new")  # a partial directory without a journal must never be seen
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
-    try:
-        _write_json(staging / JOURNAL, fresh)
-        staging.replace(work)
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
-    return fresh
-
-
-def _complete(work: Path, journal: dict[str, Any]) -> bool:
-    """Whether the shards are as long as they were: after a power failure files may be shorter than what was written."""
-    files = [(work / shard["file"], shard["bytes"]) for shard in journal["shards"]]
-    return all(file.exists() and file.stat().st_size == size for file, size in files)
+def _stats(path: Path) -> dict[str, tuple[int, int, int]]:
+    """Returns the size, the time of the last change and the inode of each file of a source by its name."""
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    stats = {file.name: file.stat() for file in files if file.is_file()}
+    return {name: (stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in stats.items()}
 
 
 def _write_json(file: Path, value: Any) -> None:
@@ -177,81 +246,93 @@ def _copy(file: Path, destination: Path) -> None:
         raise CheckpointError(f"{destination}: cannot be copied from {file} ({error.strerror})") from error
 
 
-def _items(reader: CheckpointReader, exporter: Exporter, start: int) -> Iterator[tuple[str, list[NamedTensor]]]:
+def _layers_and_others(reader: CheckpointReader, exporter: Exporter, start: int) -> Iterator[_Item]:
     """Yields the layers and then the other tensors from position `start`, each with its name and tensors."""
     count = len(reader)
     for index in range(start, count):
-        converted = reader.read(index)
-        held: dict[str, Tensor | None] = {}
-        if isinstance(converted, PackedWeight):
-            held = {**exporter.tensors(converted), "bias": converted.bias}
-        elif isinstance(converted, DenseWeight):
-            held = {"weight": converted.weight, "bias": converted.bias}
         name = reader.layer_names[index]
-        yield name, [(f"{name}.{role}", tensor, None) for role, tensor in held.items() if tensor is not None]
+        yield name, _named(name, _held(reader.read(index), exporter))
     for position, (name, read, dtype) in enumerate(reader.source.others(), start=count):
         if position >= start:
             yield name, [(name, read(), dtype)]
 
 
+def _held(weight: PackedWeight | DenseWeight | None, exporter: Exporter) -> dict[str, Tensor | None]:
+    """Returns a layer's tensors by their names within the layer; a layer that was left out has none."""
+    if isinstance(weight, PackedWeight):
+        return {**exporter.tensors(weight), "bias": weight.bias}
+    return {} if weight is None else {"weight": weight.weight, "bias": weight.bias}
+
+
+def _named(layer: str, held: dict[str, Tensor | None]) -> list[NamedTensor]:
+    return [(f"{layer}.{role}", tensor, None) for role, tensor in held.items() if tensor is not None]
+
+
 def _write_shards(
-    reader: CheckpointReader,
+    source: _Source,
     exporter: Exporter,
-    work: Path,
-    journal: dict[str, Any],
+    journal: Journal,
     max_bytes: int,
+    sync: bool,
     progress: Progress | None,
 ) -> None:
-    for leftover in work.glob(".*.tmp"):
+    for leftover in journal.work.glob(".*.tmp"):
         leftover.unlink()
     shard: ShardWriter | None = None
-    done = int(journal["items"])
-    total = len(reader) + sum(1 for _ in reader.source.others())
+    done = journal.items
+    total = source.total()
 
     def close() -> None:
         if shard is not None:
             shard.finish()
-            entry = {"file": shard.path.name, "bytes": shard.path.stat().st_size, "tensors": shard.names}
-            journal["shards"].append(entry)
-            # The exporter may have seen one layer more than is written; it will see that one again.
-            journal["exporter"], journal["items"] = asdict(cast(Any, exporter)), done
-            _write_json(work / JOURNAL, journal)
+            if sync:
+                sync_files([shard.path, journal.work])
+            journal.add(shard.path.name, shard.names, done, exporter, sync)
 
     try:
-        for name, tensors in _items(reader, exporter, done):
+        for name, tensors in source.items(exporter, done):
             size = sum(tensor.numel() * tensor.element_size() for _, tensor, _ in tensors)
             names = [tensor_name for tensor_name, _, _ in tensors]
             if shard is not None and shard.size and (shard.size + size > max_bytes or not shard.has_room(names)):
                 close()
                 shard = None
-            shard = shard or ShardWriter(work, f"model-{len(journal['shards']) + 1:05d}.safetensors")
+            shard = shard or ShardWriter(journal.work, f"model-{len(journal.shards) + 1:05d}.safetensors")
             for tensor_name, tensor, dtype in tensors:
+                if tensor_name in journal.places or tensor_name in shard:
+                    raise UnsupportedFormat(f"{source.name}: two tensors would have the name {tensor_name!r}")
                 shard.add(tensor_name, tensor, dtype)
             done += 1
             if progress is not None:
                 progress(name, done, total)
         close()
-    except BaseException as error:
+    except BaseException:
         if shard is not None:
             shard.discard()
-        # Complete shards are kept for the next run, unless it would fail at the same layer.
-        if not journal["shards"] or isinstance(error, UnsupportedFormat):
-            shutil.rmtree(work, ignore_errors=True)
         raise
 
 
-def _write_rest(reader: CheckpointReader, exporter: Exporter, work: Path, journal: dict[str, Any]) -> None:
-    """Writes what makes the directory a checkpoint: the index, the settings, and copies of the small files."""
-    places = {name: shard["file"] for shard in journal["shards"] for name in shard["tensors"]}
-    total = sum((work / shard["file"]).stat().st_size for shard in journal["shards"])
-    _write_json(work / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
-    config: dict[str, Any] = {}
-    if reader.path.is_dir():
-        for file in sorted(reader.path.iterdir()):
-            skipped = file.name in NOT_COPIED or file.name.endswith(".index.json") or file.name.startswith(".")
-            if file.is_file() and file.suffix in COPIED and not skipped:
-                _copy(file, work / file.name)
-        config = dict(reader.source.config)
-    for key in ("quantization", "compression_config"):
-        config.pop(key, None)
+def _write_rest(source: _Source, exporter: Exporter, journal: Journal) -> None:
+    """Writes the index and the settings, and copies the small files."""
+    work = journal.work
+    total = sum((work / shard).stat().st_size for shard in journal.shards)
+    _write_json(work / INDEX, {"metadata": {"total_size": total}, "weight_map": journal.places})
+    for file in source.copied:
+        _copy(file, work / file.name)
+    config = {key: value for key, value in source.config.items() if key not in ("quantization", "compression_config")}
     _write_json(work / "config.json", config | {"quantization_config": exporter.settings()})
+
+
+def _small_files(path: Path) -> list[Path]:
+    """Returns the files beside the weights that a model needs; a GGUF file has none.
+
+    Raises:
+        CheckpointError: one is a link that leads out of the checkpoint: its copy would publish a file from elsewhere.
+    """
+    if not path.is_dir():
+        return []
+    return [
+        regular_file(file)
+        for file in sorted(path.iterdir())
+        if file.is_file() and file.suffix in COPIED and file.name not in NOT_COPIED
+        if not file.name.endswith(".index.json") and not file.name.startswith(".")
+    ]

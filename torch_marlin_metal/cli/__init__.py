@@ -7,6 +7,9 @@ def main() -> None:
     """Runs the command line; the entry point of `torch-marlin-metal`."""
     try:
         from torch_marlin_metal.cli.app import app
+    except KeyboardInterrupt:  # loading torch takes seconds
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
     except ModuleNotFoundError as error:
         if error.name not in ("typer", "click", "rich", "shellingham"):
             raise

@@ -7,7 +7,7 @@ import typer
 from torch_marlin_metal.cli.bench import bench
 from torch_marlin_metal.cli.convert import convert
 from torch_marlin_metal.cli.inspect import inspect
-from torch_marlin_metal.cli.output import reported
+from torch_marlin_metal.cli.output import Commands, reported
 from torch_marlin_metal.cli.plan import plan
 from torch_marlin_metal.cli.profile import profile
 from torch_marlin_metal.cli.quantize import quantize
@@ -18,7 +18,8 @@ from torch_marlin_metal.version import __version__
 COMMANDS: tuple[Callable[..., int], ...] = (inspect, convert, verify, quantize, plan, profile, tune, bench)
 
 app = typer.Typer(
-    help="Looks into, converts, compares and makes 4-bit checkpoints, and explains plans.",
+    cls=Commands,
+    help="Inspects, converts, compares and makes 4-bit checkpoints, and explains plans.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -38,4 +39,4 @@ def _print_version(wanted: bool) -> None:
 def options(
     version: bool = typer.Option(False, "--version", callback=_print_version, is_eager=True, help="Print the version."),
 ) -> None:
-    """Looks into, converts, compares and makes 4-bit checkpoints."""
+    """Inspects, converts, compares and makes 4-bit checkpoints."""

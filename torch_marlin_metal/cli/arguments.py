@@ -1,40 +1,38 @@
 """Arguments that several commands take."""
 
-from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 
-
-class OnUnsupported(str, Enum):
-    """What happens to a layer that the operators cannot represent without loss."""
-
-    error = "error"
-    dequantize = "dequantize"
-    skip = "skip"
-
-
-class GgufNames(str, Enum):
-    """Names for the tensors of a GGUF file."""
-
-    gguf = "gguf"
-    hf = "hf"
-
-
-class ZerosRule(str, Enum):
-    """How GPTQ version 1 zero points are read where writers differ."""
-
-    word = "word"
-    masked = "masked"
-    unmasked = "unmasked"
-
+from torch_marlin_metal.checkpoints.options import GgufNames
+from torch_marlin_metal.repack import ZerosRule
 
 Checkpoint = Annotated[Path, typer.Argument(help="A checkpoint directory or a .gguf file.", show_default=False)]
 Destination = Annotated[Path, typer.Argument(help="The directory to make; it must not exist.", show_default=False)]
 AllowPickle = Annotated[bool, typer.Option(help="Read PyTorch pickles too, by torch.load(weights_only=True).")]
 Names = Annotated[GgufNames, typer.Option(help="Names of a GGUF file's tensors: its own, or transformers'.")]
-GptqVersion = Annotated[int | None, typer.Option(help="1 or 2, where a GPTQ checkpoint's settings are wrong about it.")]
+GptqVersion = Annotated[int | None, typer.Option(help="1 or 2, if a GPTQ checkpoint's settings are wrong about it.")]
 GptqZerosRule = Annotated[ZerosRule, typer.Option(help="How GPTQ version 1 zero points of raw value 15 are read.")]
 ShardSize = Annotated[int, typer.Option(min=1, help="Size in MB at which a file is closed and the next begun.")]
 Sync = Annotated[bool, typer.Option(help="Wait until all is on the disk before the destination gets its name.")]
+Gpu = Annotated[str | None, typer.Option(help="A chip: M1, M3 Max ...; without it, this machine's.")]
+Format = Annotated[str, typer.Option("--weight-format", help="uint4b8, uint4, nvfp4, mxfp4, nf4 ...")]
+GroupSize = Annotated[
+    int | None,
+    typer.Option(help="Weights along k that share a scale; -1 is all. By default the format's own size, else 128."),
+]
+Dtype = Annotated[str, typer.Option(help="Of the activations: float16, bfloat16 or float32.")]
+
+
+def floating(name: str) -> torch.dtype:
+    """Returns a dtype by its name.
+
+    Raises:
+        ValueError: it is no name of an activation dtype.
+    """
+    dtypes = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+    if name not in dtypes:
+        raise ValueError(f"--dtype: expected one of {', '.join(dtypes)}, got {name!r}")
+    return dtypes[name]

@@ -1,4 +1,4 @@
-"""`torch-marlin-metal bench`: this package beside everyone else who can compute the product on this machine."""
+"""`torch-marlin-metal bench`: times this package beside its alternatives on this machine."""
 
 import platform
 import statistics
@@ -8,14 +8,12 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from torch_marlin_metal.cli.arguments import Dtype, Format, GroupSize, floating
 from torch_marlin_metal.cli.output import DONE, Json, progress_bar, show, table
-from torch_marlin_metal.cli.plan import Dtype, Format, GroupSize, floating
-from torch_marlin_metal.cli.shapes import Rows, Shapes, shape_of
+from torch_marlin_metal.cli.shapes import Rows, Shapes, product_of
 from torch_marlin_metal.extension import cpu_capability
-from torch_marlin_metal.planning import group_size_of
-from torch_marlin_metal.tuning import Product, interleave
-from torch_marlin_metal.tuning.chains import median_ratio
-from torch_marlin_metal.tuning.peers import OURS, rivals
+from torch_marlin_metal.gpu.tuning.chains import interleave, median_ratio
+from torch_marlin_metal.gpu.tuning.peers import OURS, rivals
 from torch_marlin_metal.version import __version__
 
 SHAPES = ("4096,4096", "14336,4096", "4096,14336")
@@ -26,26 +24,23 @@ def bench(
     shape: Shapes = None,
     rows: Rows = None,
     weight_format: Format = "uint4b8",
-    group_size: GroupSize = 128,
+    group_size: GroupSize = None,
     dtype: Dtype = "float16",
-    device: Annotated[str | None, typer.Option(help="mps or cpu; by default mps where there is one.")] = None,
+    device: Annotated[str | None, typer.Option(help="mps or cpu; by default mps if there is one.")] = None,
     rounds: Annotated[int, typer.Option(min=3, help="Rounds of the rivals in turn; medians are shown.")] = 9,
     cold_mb: Annotated[int, typer.Option(min=1, help="MB of weights that rotate, to keep caches cold.")] = 256,
     as_json: Json = False,
 ) -> int:
-    """Times this package, torch's dense product, two passes, torch's int4 operator and MLX where they are there.
+    """Times this package beside torch's dense product, two passes, torch's int4 operator and MLX, if installed.
 
     Chains of dependent products on weights that rotate out of the caches, rivals in turn; medians of the rounds, and of
     the rounds' ratios. Send the output of --json to report numbers.
     """
     chosen = device or ("mps" if torch.backends.mps.is_available() else "cpu")
     if chosen not in ("mps", "cpu") or (chosen == "mps" and not torch.backends.mps.is_available()):
-        raise ValueError(f"--device: expected cpu, or mps where torch has it, got {chosen!r}")
+        raise ValueError(f"--device: expected cpu, or mps if torch has it, got {chosen!r}")
     element = floating(dtype)
-    products = []
-    for N, K in map(shape_of, shape or SHAPES):
-        name = str(element).removeprefix("torch.")
-        products.append(Product(N, K, *group_size_of(weight_format, group_size, K), name))
+    products = [product_of("bench", text, weight_format, group_size, dtype) for text in shape or SHAPES]
     results: list[dict[str, Any]] = []
     missing: dict[str, str] = {}
     numbers = sorted(set(rows or ROWS))
@@ -73,7 +68,7 @@ def bench(
 
 
 def describe_machine(device: str) -> dict[str, str]:
-    """Returns what has to be known of a machine to compare numbers."""
+    """Returns the facts of a machine that are needed to compare numbers."""
     found = {
         "device": device,
         "system": f"{platform.system()} {platform.mac_ver()[0] or platform.release()}",
@@ -90,7 +85,7 @@ def describe_machine(device: str) -> dict[str, str]:
 
 
 def processor_name() -> str:
-    """Returns the processor's name, as well as the system tells it."""
+    """Returns the processor's name, as far as the system tells it."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]

@@ -3,6 +3,7 @@
 import importlib
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
@@ -13,12 +14,12 @@ import torch
 from torch import Tensor
 
 from torch_marlin_metal.convert import CheckpointError
+from torch_marlin_metal.formats import DEFAULT_GROUP_SIZE
 from torch_marlin_metal.formats import weight_format as find_format
 
 PACKAGES = {"gptq": "gptqmodel", "awq": "gptqmodel", "autoround": "auto_round"}
 METHODS = tuple(PACKAGES)
 SYMMETRIC = {"uint4b8": True, "uint4": False}
-DEFAULT_GROUP_SIZE = 128
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Text:
 @dataclass(frozen=True)
 class _Job:
     source: Path
-    work: Path  # where the package writes
+    work: Path  # the package writes here
     method: str
     group_size: int
     symmetric: bool
@@ -89,8 +90,7 @@ def quantized(
         ) from error
     pieces = text.pieces(source, method)
     size = DEFAULT_GROUP_SIZE if group_size is None else group_size
-    work = destination.with_name(f".{destination.name}.calibrated")
-    shutil.rmtree(work, ignore_errors=True)
+    work = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", dir=destination.parent))
     run = _auto_round if method == "autoround" else _gptqmodel
     try:
         try:

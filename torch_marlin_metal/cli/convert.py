@@ -5,11 +5,12 @@ from typing import Annotated
 
 import typer
 
+from torch_marlin_metal.checkpoints.options import OnUnsupported
+from torch_marlin_metal.checkpoints.writer import TARGETS
 from torch_marlin_metal.cli import arguments
 from torch_marlin_metal.cli.output import DONE, Json, human_bytes, show
 from torch_marlin_metal.cli.writing import directory_bytes, write
 from torch_marlin_metal.convert import open_reader
-from torch_marlin_metal.convert.writer import TARGETS
 
 Target = Enum("Target", {name: name for name in TARGETS}, type=str)  # type: ignore[misc]
 NATIVE = Target("native")
@@ -20,14 +21,14 @@ def convert(
     destination: arguments.Destination,
     to: Annotated[Target, typer.Option("--format", help="What to write.")] = NATIVE,
     on_unsupported: Annotated[
-        arguments.OnUnsupported, typer.Option(help="What happens to a layer that cannot be packed without loss.")
-    ] = arguments.OnUnsupported.error,
+        OnUnsupported, typer.Option(help="What to do with a layer that cannot be packed without loss.")
+    ] = "error",
     allow_pickle: arguments.AllowPickle = False,
-    gguf_names: arguments.Names = arguments.GgufNames.gguf,
+    gguf_names: arguments.Names = "gguf",
     gptq_version: arguments.GptqVersion = None,
-    gptq_zeros_rule: arguments.GptqZerosRule = arguments.ZerosRule.word,
+    gptq_zeros_rule: arguments.GptqZerosRule = "word",
     write_gptq_version: Annotated[
-        int | None, typer.Option(help="1 or 2, for --format gptq: 2 can store a zero point of 0.")
+        int | None, typer.Option(min=1, max=2, help="For --format gptq: version 2 can store a zero point of 0.")
     ] = None,
     shard_mb: arguments.ShardSize = 512,
     sync: arguments.Sync = False,
@@ -38,13 +39,15 @@ def convert(
     Everything is written beside the destination, as DESTINATION.partial, which takes the destination's name when it is
     complete.
     """
+    if write_gptq_version is not None and to.value != "gptq":
+        raise ValueError(f"--write-gptq-version is for --format gptq, got --format {to.value}")
     reader = open_reader(
         source,
-        on_unsupported.value,
+        on_unsupported=on_unsupported,
         allow_pickle=allow_pickle,
         gptq_version=gptq_version,
-        gptq_zeros_rule=gptq_zeros_rule.value,
-        gguf_names=gguf_names.value,
+        gptq_zeros_rule=gptq_zeros_rule,
+        gguf_names=gguf_names,
     )
     options = {} if write_gptq_version is None else {"version": write_gptq_version}
     write(reader, destination, as_json, target=to.value, max_shard_bytes=shard_mb * 10**6, sync=sync, **options)

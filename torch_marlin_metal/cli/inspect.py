@@ -1,4 +1,4 @@
-"""`torch-marlin-metal inspect`: what a checkpoint is, layer by layer, and what would be refused."""
+"""`torch-marlin-metal inspect`: describes a checkpoint layer by layer, and lists the layers that would be refused."""
 
 from collections import Counter
 from pathlib import Path
@@ -6,33 +6,33 @@ from typing import Annotated, Any
 
 import typer
 
+from torch_marlin_metal.checkpoints.checkpoint import open_checkpoint
+from torch_marlin_metal.checkpoints.floats import matrices
 from torch_marlin_metal.cli import arguments
 from torch_marlin_metal.cli.output import ANSWER_IS_NO, DONE, Json, human_bytes, progress_bar, show, table
 from torch_marlin_metal.convert import CheckpointReader, NotQuantized, PackedWeight, UnsupportedFormat, open_reader
-from torch_marlin_metal.convert.checkpoint import open_checkpoint
-from torch_marlin_metal.convert.floats import matrices
 
 
 def inspect(
     checkpoint: arguments.Checkpoint,
     layers: Annotated[bool, typer.Option(help="List every layer, not only the kinds of layers.")] = True,
     allow_pickle: arguments.AllowPickle = False,
-    gguf_names: arguments.Names = arguments.GgufNames.gguf,
+    gguf_names: arguments.Names = "gguf",
     gptq_version: arguments.GptqVersion = None,
-    gptq_zeros_rule: arguments.GptqZerosRule = arguments.ZerosRule.word,
+    gptq_zeros_rule: arguments.GptqZerosRule = "word",
     as_json: Json = False,
 ) -> int:
-    """Says what a checkpoint is: its format, layers and sizes, and what would be refused and why.
+    """Describes a checkpoint: its format, layers and sizes, and the layers that would be refused, with the reason.
 
-    Every layer is read and checked, one at a time. The exit code is 1 where a layer would be refused.
+    Every layer is read and checked, one at a time. The exit code is 1 if a layer would be refused.
     """
     try:
         reader = open_reader(
             checkpoint,
             allow_pickle=allow_pickle,
             gptq_version=gptq_version,
-            gptq_zeros_rule=gptq_zeros_rule.value,
-            gguf_names=gguf_names.value,
+            gptq_zeros_rule=gptq_zeros_rule,
+            gguf_names=gguf_names,
         )
     except NotQuantized:
         return _inspect_floats(checkpoint, allow_pickle, as_json)

@@ -1,16 +1,23 @@
-"""What all commands share: exit codes, tables for people, one JSON object for programs, one line for an error."""
+"""The parts that all commands share: exit codes, tables for people, JSON for programs, one line for an error.
+
+Names and messages come from files that somebody else made. They are printed as text: no part of them is markup, and a
+character that does not print (an escape sequence's, a line break) is escaped.
+"""
 
 import functools
 import json
+import math
+import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console, RenderableType
 from rich.table import Table
 from tqdm import tqdm
+from typer.core import TyperGroup
 
 from torch_marlin_metal.convert import CheckpointError
 
@@ -19,12 +26,13 @@ ANSWER_IS_NO = 1  # inspect: layers would be refused; verify: the checkpoints di
 WRONG_USE = 2  # click's own code for a wrong command line
 FAILED = 3  # the input is damaged or refused, or the output cannot be written
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+BROKEN_PIPE = 141  # 128 + SIGPIPE
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout instead of text.")]
 
 
 def reported(command: Callable[..., int]) -> Callable[..., None]:
-    """Makes a function that returns an exit code into a command: every foreseen failure becomes one line."""
+    """Turns a function that returns an exit code into a command: every expected failure becomes one line."""
 
     @functools.wraps(command)
     def run(**arguments: Any) -> None:
@@ -35,9 +43,11 @@ def reported(command: Callable[..., int]) -> Callable[..., None]:
                 code = command(**arguments)
         except CheckpointError as error:
             code = _fail(error, FAILED, as_json)
+        except BrokenPipeError:
+            code = BROKEN_PIPE
         except (ValueError, FileExistsError) as error:
             code = _fail(error, WRONG_USE, as_json)
-        except OSError as error:
+        except (OSError, RuntimeError, MemoryError) as error:  # torch raises RuntimeError where memory is not there
             code = _fail(error, FAILED, as_json)
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
@@ -47,25 +57,96 @@ def reported(command: Callable[..., int]) -> Callable[..., None]:
     return run
 
 
+class Commands(TyperGroup):
+    """The group of all commands: a wrong command line is a JSON object too where the line asks for one."""
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **extra: Any,
+    ) -> Any:
+        """Runs the command line; the arguments are click's."""
+        run = functools.partial(super().main, args, prog_name, complete_var, windows_expand_args=windows_expand_args)
+        if not standalone_mode or "--json" not in (sys.argv if args is None else args):
+            return run(standalone_mode=standalone_mode, **extra)
+        try:
+            code = run(standalone_mode=False, **extra)
+        except Exception as error:
+            if not hasattr(error, "format_message"):  # of click's errors, whichever click typer brings
+                raise
+            code = _fail(ValueError(error.format_message()), WRONG_USE, as_json=True)
+        sys.exit(code)
+
+
+def printable(text: str, keep: str = "") -> str:
+    """Returns text whose characters all print: others are escaped as in a Python string, except those to keep."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
+
+
 def show(value: dict[str, Any], text: RenderableType, as_json: bool) -> None:
     """Prints the result of a command, as JSON or as text."""
     if as_json:
-        print(json.dumps(value, indent=1))
+        _print(json.dumps(_finite(value), indent=1))
         return
-    # A pipe has no width: lines stay whole for the program that reads them.
-    Console(width=None if sys.stdout.isatty() else 200).print(text, soft_wrap=isinstance(text, str))
+    if isinstance(text, str):
+        _print(printable(text, keep="\n"))
+        return
+    if isinstance(text, _Table):
+        text.title, text.caption = (
+            printable(str(part), keep="\n") if part else None for part in (text.title, text.caption)
+        )
+    width = None if sys.stdout is not None and sys.stdout.isatty() else 200  # a pipe has no width: lines stay whole
+    console = Console(width=width, markup=False, emoji=False, highlight=False)
+    with console.capture() as captured:  # rich ends the program itself when a pipe is closed
+        console.print(text)
+    _print(captured.get().removesuffix("\n"))
+
+
+def _print(text: str) -> None:
+    """Prints to stdout and waits until it is out; a failure is the command's, not that of the program's end."""
+    try:
+        if sys.stdout is None:
+            raise OSError("stdout is closed")
+        print(text, flush=True)
+    except OSError:
+        # What is still in the buffer must not fail again when the program ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.stdout = None
+        raise
+
+
+def _finite(value: Any) -> Any:
+    """Returns a value of JSON: a number that is not finite is null."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class _Table(Table):
+    """A table whose cells are printed as they are."""
+
+    def add_row(self, *cells: Any, **options: Any) -> None:
+        super().add_row(*(printable(cell) if isinstance(cell, str) else cell for cell in cells), **options)
 
 
 def table(title: str, *headings: str, right: tuple[str, ...] = ()) -> Table:
     """Makes an empty table; the columns named in `right` are aligned there."""
-    made = Table(title=title, title_justify="left", caption_justify="left")
+    made = _Table(title=printable(title), title_justify="left", caption_justify="left")
     for heading in headings:
         made.add_column(heading, justify="right" if heading in right else "left", overflow="fold")
     return made
 
 
 def progress_bar(total: int, unit: str, as_json: bool) -> "tqdm[Any]":
-    """Makes a progress bar on stderr; there is none where stderr is no terminal."""
+    """Makes a progress bar on stderr; there is none if stderr is no terminal."""
     return tqdm(total=total, unit=unit, unit_scale=unit == "B", disable=True if as_json else None, file=sys.stderr)
 
 
@@ -79,12 +160,16 @@ def human_bytes(count: float) -> str:
 
 
 def _fail(error: Exception, code: int, as_json: bool) -> int:
+    message = str(error) or type(error).__name__
     if as_json:
-        print(json.dumps({"error": str(error), "type": type(error).__name__}))
-    else:
-        print(f"error: {error}", file=sys.stderr)
+        try:
+            _print(json.dumps({"error": message, "type": type(error).__name__}))
+            return code
+        except OSError:
+            pass  # stdout is what failed: stderr says so
+    print(f"error: {printable(message)}", file=sys.stderr)
     return code
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    print(f"warning: {message}", file=sys.stderr)
+    print(f"warning: {printable(str(message))}", file=sys.stderr)

@@ -2,17 +2,12 @@
 
 from typing import Annotated, Any
 
-import torch
 import typer
 
+from torch_marlin_metal.cli.arguments import Dtype, Format, Gpu, GroupSize, floating
 from torch_marlin_metal.cli.output import DONE, Json, show
-from torch_marlin_metal.planning import PlanCandidate
+from torch_marlin_metal.gpu.planning import PlanCandidate
 from torch_marlin_metal.profiling import explain
-
-Gpu = Annotated[str | None, typer.Option(help="A chip: M1, M3 Max ...; without it, this machine's.")]
-Format = Annotated[str, typer.Option("--weight-format", help="uint4b8, uint4, nvfp4, mxfp4, nf4 ...")]
-GroupSize = Annotated[int, typer.Option(help="Weights along k that share a scale; -1 is all.")]
-Dtype = Annotated[str, typer.Option(help="Of the activations: float16, bfloat16 or float32.")]
 
 
 def plan(
@@ -21,7 +16,7 @@ def plan(
     depth: Annotated[int, typer.Argument(metavar="K", help="Rows of the weight.", show_default=False)],
     gpu: Gpu = None,
     weight_format: Format = "uint4b8",
-    group_size: GroupSize = 128,
+    group_size: GroupSize = None,
     dtype: Dtype = "float16",
     variant: Annotated[str, typer.Option(help="auto, or the only variant to look at.")] = "auto",
     as_json: Json = False,
@@ -47,18 +42,6 @@ def plan(
     }
     show(value, f"{found.plan}\n{found}", as_json)
     return DONE
-
-
-def floating(name: str) -> torch.dtype:
-    """Returns a dtype by its name.
-
-    Raises:
-        ValueError: it is no name of an activation dtype.
-    """
-    dtypes = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
-    if name not in dtypes:
-        raise ValueError(f"--dtype: expected one of {', '.join(dtypes)}, got {name!r}")
-    return dtypes[name]
 
 
 def _candidate(candidate: PlanCandidate) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`torch-marlin-metal profile`: what a GPU is to the planner: figures, tiles, which variant is taken when, roofline."""
+"""`torch-marlin-metal profile`: shows a GPU as the planner sees it: figures, tiles, choice by M, roofline."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -7,10 +7,10 @@ from typing import Annotated
 import typer
 from rich.console import Group
 
+from torch_marlin_metal.cli.arguments import Dtype, Format, Gpu, GroupSize, floating
 from torch_marlin_metal.cli.output import DONE, Json, show, table
-from torch_marlin_metal.cli.plan import Dtype, Format, Gpu, GroupSize, floating
 from torch_marlin_metal.cli.shapes import Rows, Shapes, shape_of
-from torch_marlin_metal.gpu import as_gpu
+from torch_marlin_metal.gpu.device import as_gpu
 from torch_marlin_metal.profiling import roofline, selection_guide, tile_table
 
 
@@ -19,14 +19,14 @@ def profile(
     shape: Shapes = None,
     rows: Rows = None,
     weight_format: Format = "uint4b8",
-    group_size: GroupSize = 128,
+    group_size: GroupSize = None,
     dtype: Dtype = "float16",
     plot: Annotated[Path | None, typer.Option(help="Draw the roofline into this file.")] = None,
     as_json: Json = False,
 ) -> int:
     """Shows a GPU's figures with their sources, its tiles, the choice by M, and products under its roofline.
 
-    Nothing runs: times are the planner's model's.
+    Nothing runs: the planner's model predicts the times.
     """
     found = as_gpu("profile", gpu)
     element = floating(dtype)

@@ -10,14 +10,15 @@ from torch_marlin_metal.cli.output import DONE, Json, human_bytes, show
 from torch_marlin_metal.cli.writing import directory_bytes, write
 from torch_marlin_metal.convert import CheckpointReader, FloatReader, open_reader
 
+Include = Annotated[list[str] | None, typer.Option(help="Pattern of layers to quantize, or re:REGEX; may be repeated.")]
+Exclude = Annotated[list[str] | None, typer.Option(help="Pattern of layers to leave, or re:REGEX; may be repeated.")]
+
 
 def quantize(
     source: arguments.Checkpoint,
     destination: arguments.Destination,
-    weight_format: Annotated[
-        str, typer.Option("--weight-format", help="uint4b8, uint4, nvfp4, mxfp4, nf4 ...")
-    ] = "uint4b8",
-    group_size: Annotated[int | None, typer.Option(help="Weights along k that share a scale; -1 is all.")] = None,
+    weight_format: arguments.Format = "uint4b8",
+    group_size: arguments.GroupSize = None,
     method: Annotated[
         str,
         typer.Option(help="rtn or mse; or gptq, awq (by GPTQModel) or autoround, which need that package and a text."),
@@ -28,8 +29,8 @@ def quantize(
     samples: Annotated[int, typer.Option(min=1, help="Pieces of the calibration text.")] = 128,
     length: Annotated[int, typer.Option(min=8, help="Tokens of a piece of the calibration text.")] = 512,
     device: Annotated[str, typer.Option(help="Where the calibrated methods run.")] = "cpu",
-    include: Annotated[list[str] | None, typer.Option(help="Pattern of layers to quantize; may be repeated.")] = None,
-    exclude: Annotated[list[str] | None, typer.Option(help="Pattern of layers to leave; may be repeated.")] = None,
+    include: Include = None,
+    exclude: Exclude = None,
     allow_pickle: arguments.AllowPickle = False,
     shard_mb: arguments.ShardSize = 512,
     sync: arguments.Sync = False,

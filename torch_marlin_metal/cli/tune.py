@@ -1,4 +1,4 @@
-"""`torch-marlin-metal tune`: measures on this GPU what the planner only estimates, and keeps the result."""
+"""`torch-marlin-metal tune`: measures the planner's candidates on this GPU and keeps the fastest."""
 
 from pathlib import Path
 from typing import Annotated
@@ -6,10 +6,9 @@ from typing import Annotated
 import typer
 
 from torch_marlin_metal import tuning
-from torch_marlin_metal.cli.output import DONE, FAILED, Json, show, table
-from torch_marlin_metal.cli.plan import Dtype, Format, GroupSize, floating
-from torch_marlin_metal.cli.shapes import Rows, Shapes, shape_of
-from torch_marlin_metal.planning import group_size_of
+from torch_marlin_metal.cli.arguments import Dtype, Format, GroupSize, floating
+from torch_marlin_metal.cli.output import DONE, Json, show, table
+from torch_marlin_metal.cli.shapes import Rows, Shapes, product_of
 
 
 def tune(
@@ -19,29 +18,24 @@ def tune(
     shape: Shapes = None,
     rows: Rows = None,
     weight_format: Format = "uint4b8",
-    group_size: GroupSize = 128,
+    group_size: GroupSize = None,
     dtype: Dtype = "float16",
-    output: Annotated[Path | None, typer.Option(help="The file; by default the one that import reads.")] = None,
+    output: Annotated[Path | None, typer.Option(help="The file; by default the one that later processes read.")] = None,
     cold_mb: Annotated[int, typer.Option(min=1, help="MB of weights that rotate, to keep caches cold.")] = 256,
     as_json: Json = False,
 ) -> int:
     """Times the planner's candidates on this machine's GPU, for a checkpoint's products or given shapes.
 
-    What beats the model's choice is written to a table that later imports use, for this GPU and these versions of torch
-    and the package. `TORCH_MARLIN_METAL_TUNED` names another file.
+    Choices that beat the model's are written to a table that later processes use, for this GPU and these versions of
+    torch and the package. `TORCH_MARLIN_METAL_TUNED` names another file.
     """
-    element = str(floating(dtype)).removeprefix("torch.")
-    products = [] if checkpoint is None else tuning.products_of(checkpoint, element)
-    for N, K in map(shape_of, shape or []):
-        products.append(tuning.Product(N, K, *group_size_of(weight_format, group_size, K), element))
+    floating(dtype)
+    products = [] if checkpoint is None else tuning.products_of(checkpoint, dtype)
+    products += [product_of("tune", text, weight_format, group_size, dtype) for text in shape or []]
     if not products:
         raise ValueError("tune: expected a checkpoint with layers of ours, or --shape N,K")
     chosen_rows = sorted(set(rows)) if rows else tuning.ROWS
-    try:
-        found = tuning.tune(products, rows=chosen_rows, cold_bytes=cold_mb * 10**6, progress=not as_json)
-    except RuntimeError as error:
-        typer.echo(f"error: {error}", err=True)
-        return FAILED
+    found = tuning.tune(products, rows=chosen_rows, cold_bytes=cold_mb * 10**6, progress=not as_json)
     path = tuning.save(found, output)
     shown = table(
         f"{found.machine.gpu}, {found.machine.cores} cores, torch {found.machine.torch}",

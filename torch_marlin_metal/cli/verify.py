@@ -1,6 +1,7 @@
 """`torch-marlin-metal verify`: two checkpoints compared, layer by layer and tensor by tensor."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -8,10 +9,17 @@ import torch
 import typer
 from torch import Tensor
 
+from torch_marlin_metal.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from torch_marlin_metal.cli import arguments
 from torch_marlin_metal.cli.output import ANSWER_IS_NO, DONE, Json, progress_bar, show, table
-from torch_marlin_metal.convert import CheckpointError, CheckpointReader, NotQuantized, PackedWeight, open_reader
-from torch_marlin_metal.convert.checkpoint import Checkpoint, open_checkpoint
+from torch_marlin_metal.convert import (
+    CheckpointError,
+    CheckpointReader,
+    NotQuantized,
+    PackedWeight,
+    ReadOptions,
+    open_reader,
+)
 from torch_marlin_metal.repack import unpack_codes
 
 
@@ -23,12 +31,18 @@ class _Side:
     reader: CheckpointReader | None
     floats: Checkpoint | None
 
+    @cached_property
+    def positions(self) -> dict[str, int]:
+        """Position of each layer of the reader by its name."""
+        assert self.reader is not None
+        return {name: position for position, name in enumerate(self.reader.layer_names)}
+
     @classmethod
-    def open(cls, path: Path, allow_pickle: bool, gguf_names: Any) -> "_Side":
+    def open(cls, path: Path, options: ReadOptions) -> "_Side":
         try:
-            return cls(path, open_reader(path, "dequantize", allow_pickle=allow_pickle, gguf_names=gguf_names), None)
+            return cls(path, open_reader(path, options), None)
         except NotQuantized:
-            return cls(path, None, open_checkpoint(path, allow_pickle, quantized=False))
+            return cls(path, None, open_checkpoint(path, options.allow_pickle, quantized=False))
 
     def names(self) -> list[str]:
         if self.reader is not None:
@@ -37,11 +51,11 @@ class _Side:
         return [name.removesuffix(".weight") for name in self.floats.tensors if name.endswith(".weight")]
 
     def layer(self, name: str) -> tuple[PackedWeight | None, Tensor]:
-        """Returns the packed weight, where it is one, and the floats `[N, K]`."""
+        """Returns the packed weight, if it is one, and the floats `[N, K]`."""
         if self.reader is None:
             assert self.floats is not None
             return None, self.floats.read(f"{name}.weight").float()
-        weight = self.reader.read(self.reader.layer_names.index(name))
+        weight = self.reader.read(self.positions[name])
         assert weight is not None
         return weight if isinstance(weight, PackedWeight) else None, weight.dequantize().t()
 
@@ -56,14 +70,15 @@ def verify(
     b: arguments.Checkpoint,
     tolerance: Annotated[float, typer.Option(min=0, help="Largest difference of a weight that counts as equal.")] = 0.0,
     allow_pickle: arguments.AllowPickle = False,
-    gguf_names: arguments.Names = arguments.GgufNames.gguf,
+    gguf_names: arguments.Names = "gguf",
     as_json: Json = False,
 ) -> int:
-    """Compares two checkpoints: are the codes of each layer equal, and how far are its weights apart.
+    """Compares two checkpoints: whether the codes of each layer are equal, and how far its weights are apart.
 
-    Either may be unquantized. Layers are matched by name; the exit code is 1 where one is missing or differs.
+    Either may be unquantized. Layers are matched by name; the exit code is 1 if one is missing or differs.
     """
-    sides = [_Side.open(path, allow_pickle, gguf_names.value) for path in (a, b)]
+    options = ReadOptions("dequantize", allow_pickle, gguf_names=gguf_names)
+    sides = [_Side.open(path, options) for path in (a, b)]
     first, second = sides if sides[0].reader is not None else sides[::-1]
     names, others = first.names(), set(second.names())
     if first.reader is None:

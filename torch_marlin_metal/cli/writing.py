@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from torch_marlin_metal.cli.output import progress_bar
+from torch_marlin_metal.cli.output import printable, progress_bar
 from torch_marlin_metal.convert import CheckpointReader, write_checkpoint
 
 
@@ -13,7 +13,7 @@ def write(reader: CheckpointReader, destination: Path, as_json: bool, **options:
 
         def advance(name: str, done: int, total: int) -> None:
             bar.total = total
-            bar.set_postfix_str(name, refresh=False)
+            bar.set_postfix_str(printable(name), refresh=False)
             bar.update(done - bar.n)
 
         write_checkpoint(reader, destination, progress=advance, **options)

@@ -1,4 +1,4 @@
-"""Apple's GPUs as the planner knows them: every figure with its source, from the one table in `csrc/chips.h`."""
+"""Apple's GPUs as the planner knows them: every figure with its source, from `csrc/planner/chips.h`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch_marlin_metal.text import RichText
 
 @dataclass(frozen=True)
 class Figure:
-    """A number and where it comes from."""
+    """A number and its source."""
 
     value: float
     source: str
@@ -28,7 +28,7 @@ class AppleSiliconGPU(RichText):
         cores: GPU cores of this version.
         family: Apple GPU family of Metal's feature tables, 7 for M1.
         has_bfloat: bfloat arithmetic in hardware.
-        figures: everything else by name; see `csrc/chips.h` for what each means.
+        figures: everything else by name; see `csrc/planner/chips.h` for what each means.
     """
 
     name: str
@@ -39,7 +39,7 @@ class AppleSiliconGPU(RichText):
 
     @staticmethod
     def names() -> tuple[str, ...]:
-        """Names of all chips of the table, oldest first."""
+        """Returns the names of all chips of the table, oldest first."""
         return tuple(row[0] for row in native.chips())
 
     @classmethod
@@ -48,10 +48,10 @@ class AppleSiliconGPU(RichText):
 
         Args:
             name: "M1", "M3 Max" and so on; "Apple" in front is allowed.
-            cores: GPU cores where it is not the whole chip (an M1 with 7, an M3 Max with 30).
+            cores: GPU cores if it is not the whole chip (an M1 with 7, an M3 Max with 30).
 
         Raises:
-            ValueError: the table has no such chip, or the chip no version with so many cores.
+            ValueError: the table does not have the chip, or the chip has no version with that many cores.
         """
         chips = {row[0]: row for row in native.chips()}
         chip = chips.get(name.removeprefix("Apple "))
@@ -91,8 +91,8 @@ class AppleSiliconGPU(RichText):
     def planned(cls) -> AppleSiliconGPU:
         """Returns the GPU that operators on mps are planned for here.
 
-        That is `current()`, but for a GPU that the table does not know it is the oldest chip with the nearest number of
-        cores. `TORCH_MARLIN_METAL_GPU`, a name of the table, takes the place of all that.
+        That is `current()`. A GPU that the table does not know is planned for as the oldest chip with the nearest
+        number of cores. `TORCH_MARLIN_METAL_GPU`, a name of the table, overrides both.
 
         Raises:
             RuntimeError: torch sees no GPU through MPS.
@@ -110,21 +110,21 @@ class AppleSiliconGPU(RichText):
 
     @property
     def clock_hz(self) -> float:
-        """GPU clock."""
+        """Returns the GPU clock."""
         return self.figures["clock_ghz"].value * 1e9
 
     @property
     def dram_bytes_per_second(self) -> float:
-        """Peak rate of memory for this number of cores."""
+        """Returns the peak rate of memory for this number of cores."""
         return float(native.dram_bytes_per_second(self.name, self.cores))
 
     @property
     def reachable_dram_bytes_per_second(self) -> float:
-        """The part of the peak that reading reaches."""
+        """Returns the part of the peak that reading reaches."""
         return self.dram_bytes_per_second * self.figures["dram_fraction"].value
 
     def flop_per_second(self, dtype: torch.dtype = torch.float32) -> float:
-        """Peak of multiply-adds, each counted twice.
+        """Returns the peak of multiply-adds, each counted twice.
 
         Raises:
             ValueError: the dtype is none of float16, bfloat16 and float32.
@@ -136,13 +136,13 @@ class AppleSiliconGPU(RichText):
 
     @property
     def matrix_flop_per_second(self) -> float:
-        """Peak of 8x8x8 matrix products on fp32 fragments."""
+        """Returns the peak of 8x8x8 matrix products on fp32 fragments."""
         clocks = self.figures["matrix_clocks_fp32"].value
         return 2 * 8**3 / clocks * self.figures["schedulers"].value * self.cores * self.clock_hz
 
     @property
     def balance(self) -> float:
-        """Floating-point operations (matrix products) for each byte that memory delivers."""
+        """Returns the floating-point operations (matrix products) for each byte that memory delivers."""
         return self.matrix_flop_per_second / self.reachable_dram_bytes_per_second
 
     def __rich__(self) -> Table:

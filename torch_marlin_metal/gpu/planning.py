@@ -1,4 +1,4 @@
-"""How a product would be computed on a GPU, and what each way would cost by the planner's model (`csrc/cost.h`)."""
+"""How a product would be computed on a GPU, and the cost of each way by the planner's model (`csrc/planner/cost.h`)."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from rich.console import Group
 from rich.table import Table
 
 from torch_marlin_metal.extension import native
-from torch_marlin_metal.formats import GROUP_SIZES
+from torch_marlin_metal.formats import resolve_group_size
 from torch_marlin_metal.formats import weight_format as format_of
-from torch_marlin_metal.gpu import AppleSiliconGPU, as_gpu
+from torch_marlin_metal.gpu.device import AppleSiliconGPU, as_gpu
 from torch_marlin_metal.text import RichText
 
 _DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32", torch.uint8: "uint8"}
@@ -24,7 +24,7 @@ class Occupancy:
     Attributes:
         threadgroups: resident on a core.
         simdgroups: of these threadgroups together.
-        limit: what keeps it from holding more: "threads", "registers" or "threadgroup memory".
+        limit: the resource that runs out first: "threads", "registers" or "threadgroup memory".
     """
 
     threadgroups: int
@@ -34,7 +34,7 @@ class Occupancy:
 
 @dataclass(frozen=True)
 class PlannedDispatch:
-    """One kernel launch and its cost by the model; `csrc/cost.h` says what each figure means.
+    """One kernel launch and its cost by the model; `csrc/planner/cost.h` says what each figure means.
 
     Attributes:
         kernel: the kernel, "gemm_fused".
@@ -46,7 +46,7 @@ class PlannedDispatch:
         occupancy: how much of it a core holds.
         waves: threadgroups over those that the GPU holds at once.
         dram_bytes: traffic that no cache serves.
-        l2_bytes: what the simdgroups read and write.
+        l2_bytes: bytes that the simdgroups read and write.
         matrix_operations: 8x8x8 products.
         launch_seconds: for the launch itself.
         dram_seconds: for `dram_bytes`.
@@ -56,7 +56,7 @@ class PlannedDispatch:
         matrix_seconds: of the matrix products.
         compute_seconds: of the busiest core, with the latency that is not hidden.
         seconds: the launch and the longest of memory, L2 and compute.
-        bound: what that longest is.
+        bound: the longest of these three, by name.
     """
 
     kernel: str
@@ -86,7 +86,7 @@ class PlanCandidate:
     """One way to compute the product.
 
     Attributes:
-        name: what `gemm(variant=...)` takes for exactly this way: "double_buffered:128x64x16".
+        name: the name by which `gemm(variant=...)` takes exactly this way: "double_buffered:128x64x16".
         variant: the kernel variant.
         tile: M, N and K of a threadgroup's step.
         seconds: predicted time.
@@ -101,7 +101,7 @@ class PlanCandidate:
 
     @property
     def bound(self) -> str:
-        """What bounds its longest dispatch."""
+        """Returns what limits its longest dispatch."""
         return max(self.dispatches, key=lambda dispatch: dispatch.seconds).bound
 
 
@@ -114,7 +114,7 @@ class GemmPlan(RichText):
         N: columns of the weight.
         K: rows of the weight.
         weight_format: format of the weight.
-        group_size: K where one group is all of it.
+        group_size: K if there is one group.
         dtype: of the activations.
         gpu: the GPU that is planned for.
         chosen: the candidate that is taken.
@@ -133,7 +133,7 @@ class GemmPlan(RichText):
 
     @property
     def title(self) -> str:
-        """The product in words."""
+        """Returns the product in words."""
         dtype = str(self.dtype).removeprefix("torch.")
         return (
             f"{dtype} [{self.M}, {self.K}] x {self.weight_format} g{self.group_size} [{self.K}, {self.N}] "
@@ -175,7 +175,7 @@ def plan(
     K: int,
     *,
     weight_format: str = "uint4b8",
-    group_size: int = 128,
+    group_size: int | None = None,
     dtype: torch.dtype = torch.float16,
     scales_dtype: torch.dtype | None = None,
     zeros_dtype: torch.dtype = torch.uint8,
@@ -196,7 +196,7 @@ def plan(
         N: columns of the weight.
         K: rows of the weight, a multiple of 8.
         weight_format: a weight format or an alias of one.
-        group_size: of the weight; -1 is K; formats with a fixed size ignore it.
+        group_size: of the weight, as in `quantize_weight`.
         dtype: of the activations: float16, bfloat16 or float32.
         scales_dtype: of floating scales; None is `dtype`.
         zeros_dtype: of zero points, for formats that have them; uint4_bias has floating ones, of `scales_dtype`.
@@ -205,15 +205,16 @@ def plan(
         has_bias: whether a bias is added.
         variant: "auto", or the only variant to look at.
         gpu: a GPU, its name, or None for this machine's.
-        half_subnormals: what the probe for subnormal halves answers on that GPU.
-        tuned: whether "auto" heeds what was measured on this machine's GPU (`tuning`); it never does for another GPU.
+        half_subnormals: whether that GPU keeps subnormal halves.
+        tuned: whether "auto" takes the choices that were measured on this machine's GPU (`tuning`); for another GPU it
+            never does.
 
     Raises:
         ValueError: an argument is out of range or unknown; the message names it.
     """
     row = format_of(weight_format)
-    _, group_size = group_size_of(weight_format, group_size, K)
     _check(M, N, K, dtype, scales_dtype, zeros_dtype)
+    group_size = resolve_group_size("plan", row, group_size, K)
     variants = ("auto", *native.gemm_variants())
     if variant not in variants:
         raise ValueError(f"plan: variant: expected one of {', '.join(variants)}, got {variant!r}")
@@ -241,23 +242,6 @@ def plan(
     candidates = [_candidate(*entry) for entry in rows]
     ordered = sorted(candidates, key=lambda candidate: candidate.seconds)
     return GemmPlan(M, N, K, row.name, group_size, dtype, found, candidates[chosen], tuple(ordered))
-
-
-def group_size_of(name: str, group_size: int, K: int) -> tuple[str, int]:
-    """Returns a weight format's own name, and a group size as the operators take it.
-
-    Raises:
-        ValueError: the format is unknown or has no such group size; the message names it.
-    """
-    row = format_of(name)
-    if row.fixed_group_size is not None:
-        return row.name, row.fixed_group_size
-    if group_size == -1:
-        return row.name, K
-    if group_size not in GROUP_SIZES and group_size != K:
-        sizes = ", ".join(map(str, GROUP_SIZES))
-        raise ValueError(f"plan: group_size: expected one of {sizes}, K or -1, got {group_size}")
-    return row.name, group_size
 
 
 def element_name(function: str, dtype: torch.dtype) -> str:

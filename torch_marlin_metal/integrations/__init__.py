@@ -1,1 +1,1 @@
-"""What makes other packages use the operators; each integration is imported by name."""
+"""Integrations that make other packages use the operators; each is imported by name."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_marlin_metal.linear import MarlinLinear, WeightInfo
+from torch_marlin_metal.layers.linear import MarlinLinear, WeightInfo
 from torch_marlin_metal.packed_weight import PackedWeight
 
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -20,7 +20,7 @@ CUT = ("b_packed", "scales", "zeros", "global_scale", "bias")  # fields whose la
 
 
 class _Group:
-    """What the projections of a group share: the layer with all columns, and the last input with its results."""
+    """The shared part of a group: the layer with all columns, and the last input with its results."""
 
     def __init__(self, layer: MarlinLinear, sizes: list[int], scaled: list[bool]) -> None:
         self.layer = layer
@@ -42,24 +42,24 @@ class FusedLinear(nn.Module):
 
     @property
     def group(self) -> _Group:
-        """What this projection shares with the others."""
+        """Returns the part that this projection shares with the others."""
         return self._shared[0]
 
     @property
     def weight(self) -> WeightInfo:
-        """As `MarlinLinear.weight`, of this projection's columns."""
+        """Describes this projection's columns, as `MarlinLinear.weight` does."""
         whole = self.group.layer.weight
         return WeightInfo(whole.dtype, whole.device, torch.Size((self.out_features, self.in_features)))
 
     @property
     def bias(self) -> Tensor | None:
-        """This projection's part of the bias."""
+        """Returns this projection's part of the bias."""
         whole = self.group.layer.bias
         start = sum(self.group.sizes[: self._index])
         return None if whole is None else whole[start : start + self.out_features]
 
     def forward(self, a: Tensor) -> Tensor:
-        """`a [..., in_features]` to this projection's `[..., out_features]`, a view of the group's result."""
+        """Returns this projection's `[..., out_features]` for `a [..., in_features]`, a view of the group's result."""
         group = self._shared[0]
         latest = group.latest
         parts = latest[1] if latest is not None and latest[0] is a else group.layer(a).split(group.sizes, -1)
@@ -67,7 +67,7 @@ class FusedLinear(nn.Module):
         return parts[self._index]
 
     def to_packed(self) -> PackedWeight:
-        """This projection's own weight and bias, as before it was fused."""
+        """Returns this projection's own weight and bias, as before it was fused."""
         group = self.group
         start = sum(group.sizes[: self._index])
         columns = slice(start, start + self.out_features)
@@ -80,16 +80,16 @@ class FusedLinear(nn.Module):
         return replace(whole, **cut)
 
     def extra_repr(self) -> str:
-        """Sizes and place in the group, for `print(model)`."""
+        """Returns sizes and place in the group, for `print(model)`."""
         return f"in_features={self.in_features}, out_features={self.out_features}, part={self._index}"
 
 
 @dataclass(frozen=True)
 class FusedReport:
-    """What `fuse_projections` did.
+    """The result of `fuse_projections`.
 
     Attributes:
-        fused: names of the projections that are computed together, one tuple for each group.
+        fused: names of the projections that are computed together, one tuple per group.
         left: names of groups that were left, with the reason.
     """
 
@@ -100,10 +100,12 @@ class FusedReport:
 def fuse_projections(model: nn.Module, groups: Sequence[Sequence[str]] = GROUPS) -> FusedReport:
     """Computes the `MarlinLinear` projections of the same input in one call, in place.
 
-    A group is fused where its weights agree in format, group size, dtypes and act-order. Each output is the same sum
-    of the same products; where the number of columns makes the planner split K in another way, the order of the sum
-    differs, and results agree within the operator's error bound instead of bit for bit. Either all groups are fused or,
-    after an error, none.
+    A group is fused if its weights agree in format, group size, dtypes and act-order. Each output is the same sum of
+    the same products. If the number of columns makes the planner split K in another way, the order of the sum differs,
+    and results agree within the operator's error bound instead of bit for bit. After an error no group is fused.
+
+    A group keeps its last input and the results until its last projection is called. A model that never calls that
+    projection keeps these tensors alive.
 
     Args:
         model: changed in place.
@@ -146,7 +148,7 @@ def unfused(model: nn.Module) -> Iterator[tuple[str, PackedWeight]]:
 
 
 def _differences(layers: list[MarlinLinear]) -> str:
-    """What keeps layers from being one."""
+    """Returns why these layers cannot be fused, or an empty text."""
     first = layers[0]
     for layer in layers:
         if (layer.in_features, layer.weight_format, layer.group_size) != (

@@ -7,21 +7,21 @@ import torch
 from torch import Tensor, nn
 
 from torch_marlin_metal import extension  # noqa: F401  registers the operators
-from torch_marlin_metal.formats import WEIGHT_FORMATS
+from torch_marlin_metal.formats import WEIGHT_FORMATS, resolve_group_size
 from torch_marlin_metal.formats import weight_format as find_format
 from torch_marlin_metal.ops import given
 from torch_marlin_metal.packed_weight import PackedWeight, PackedWeightError
-from torch_marlin_metal.quantize import quantize_weight, resolve_group_size
+from torch_marlin_metal.quantize.weight import quantize_weight
 
 FORMAT_VERSION = 1
-# What defines the weight: moved between devices, never converted.
+# The tensors that define the weight: they move between devices and are never converted.
 WEIGHT_BUFFERS = ("b_packed", "scales", "zeros", "global_scale", "lut", "perm")
 
 _gemm = torch.ops.torch_marlin_metal.gemm.default
 
 
 class WeightInfo:
-    """Answers what models ask of `layer.weight` (dtype, device, shape); it is no tensor and holds no values."""
+    """Answers questions of models to `layer.weight` (dtype, device, shape); it is no tensor and holds no values."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device, shape: torch.Size) -> None:
         self.dtype = dtype
@@ -31,15 +31,15 @@ class WeightInfo:
         self.requires_grad = False
 
     def size(self, dim: int | None = None) -> torch.Size | int:
-        """As `Tensor.size`."""
+        """Returns the same as `Tensor.size`."""
         return self.shape if dim is None else self.shape[dim]
 
     def dim(self) -> int:
-        """As `Tensor.dim`."""
+        """Returns the same as `Tensor.dim`."""
         return self.ndim
 
     def numel(self) -> int:
-        """As `Tensor.numel`."""
+        """Returns the same as `Tensor.numel`."""
         return self.shape.numel()
 
     def __repr__(self) -> str:
@@ -58,7 +58,7 @@ class MarlinLinear(nn.Module):
     """`nn.Linear` with a packed 4-bit weight: `y = a @ w.T + bias`, computed by `torch.ops.torch_marlin_metal.gemm`.
 
     The constructor makes an empty layer for loaders, on `device="meta"` without memory; `from_linear` and `from_packed`
-    make filled ones. The state_dict holds `b_packed`, `scales`, `packed_format` and, where the weight has them,
+    make filled ones. The state_dict holds `b_packed`, `scales`, `packed_format` and, if the weight has them,
     `zeros`, `global_scale`, `lut`, `perm` and `bias`. `.half()`, `.bfloat16()` and `.to(dtype)` change the bias only;
     the output has the dtype of the activations.
 
@@ -68,12 +68,12 @@ class MarlinLinear(nn.Module):
         bias: whether there is a bias.
         weight_format: a name of `WEIGHT_FORMATS` or an alias.
         group_size: 16, 32, 64, 128, 256 or K; -1 for K; None is the format's own, else 128.
-        scale_dtype: dtype of the scales, where they are floating.
+        scale_dtype: dtype of floating scales.
         zeros_dtype: dtype of the zeros; None is uint8 for zero points and `scale_dtype` for biases of uint4_bias.
         global_scale_per_column: nvfp4's `global_scale` has one value for each column instead of one in all.
         perm: whether there is an act-order permutation.
-        device: where the tensors are made.
-        dtype: dtype of the bias, and what `.weight.dtype` says; None is the default dtype.
+        device: device of the tensors.
+        dtype: dtype of the bias, and the answer of `.weight.dtype`; None is the default dtype.
     """
 
     b_packed: Tensor
@@ -134,7 +134,7 @@ class MarlinLinear(nn.Module):
 
         Args:
             packed: the weight, with its bias if it has one.
-            dtype: what `.weight.dtype` says; None is the dtype of the bias, else of floating scales, else the default.
+            dtype: the answer of `.weight.dtype`; None is that of the bias, else of floating scales, else the default.
 
         Raises:
             PackedWeightError: a field of `packed` breaks a rule of its format; scales beyond 2^100 and E8M0 codes
@@ -180,7 +180,7 @@ class MarlinLinear(nn.Module):
         method: str = "rtn",
         **options: Any,
     ) -> "MarlinLinear":
-        """Quantizes a Linear layer, on its device; the bias is taken over, shared with `linear`.
+        """Quantizes a Linear layer on its device; the new layer shares the bias with `linear`.
 
         Args:
             linear: the layer; its weight is float16, bfloat16 or float32 with K a multiple of 8.
@@ -198,7 +198,7 @@ class MarlinLinear(nn.Module):
         return layer.train(linear.training)
 
     def forward(self, a: Tensor) -> Tensor:
-        """`a [..., in_features]`, fp16, bf16 or fp32, to `[..., out_features]` in a's dtype."""
+        """Returns `[..., out_features]` in a's dtype for `a [..., in_features]` in fp16, bf16 or fp32."""
         # One dictionary in place of nn.Module.__getattr__ for each buffer: about 2 us less on a call.
         buffers = self._buffers
         result: Tensor = _gemm(
@@ -212,12 +212,12 @@ class MarlinLinear(nn.Module):
         return result
 
     def to_packed(self) -> PackedWeight:
-        """The weight and bias as a PackedWeight that shares this layer's tensors."""
+        """Returns the weight and bias as a PackedWeight that shares this layer's tensors."""
         tensors: dict[str, Any] = {name: self._buffers[name] for name in WEIGHT_BUFFERS}
         return PackedWeight(weight_format=self.weight_format, group_size=self.group_size, bias=self.bias, **tensors)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The weight in `nn.Linear`'s layout `[out_features, in_features]`."""
+        """Returns the weight in `nn.Linear`'s layout `[out_features, in_features]`."""
         return self.to_packed().dequantize(dtype).T
 
     @property
@@ -226,7 +226,7 @@ class MarlinLinear(nn.Module):
         return WeightInfo(self.dtype, self.b_packed.device, torch.Size((self.out_features, self.in_features)))
 
     def extra_repr(self) -> str:
-        """Sizes, format and dtypes, for `print(model)`."""
+        """Returns sizes, format and dtypes, for `print(model)`."""
         text = (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
             f"weight_format={self.weight_format}, group_size={self.group_size}"
@@ -277,7 +277,7 @@ class MarlinLinear(nn.Module):
         )
 
     def _differences(self, state_dict: dict[str, Any], prefix: str) -> list[str]:
-        """What keeps the tensors of a state_dict from being this layer's."""
+        """Returns the reasons why a state_dict cannot be loaded into this layer."""
         described = state_dict.get(prefix + "packed_format")
         if described is not None and not described.is_meta:
             got, mine = described.flatten().tolist(), self._describe("cpu").tolist()

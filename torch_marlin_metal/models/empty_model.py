@@ -1,13 +1,12 @@
-"""Where the tensors of a checkpoint belong in a model, and what a layer must have to take a packed weight."""
+"""The places of a model that is filled from a checkpoint, and the rules for a layer that takes a packed weight."""
 
-import fnmatch
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
-from torch_marlin_metal.linear import MarlinLinear
+from torch_marlin_metal.layers.linear import MarlinLinear
 from torch_marlin_metal.packed_weight import FLOAT_DTYPES, PackedWeight
 
 # Tensors that models compute themselves: rotary frequencies, as old transformers and llama.cpp store them.
@@ -22,7 +21,7 @@ class ModelMismatchError(ValueError):
 
 @dataclass(frozen=True)
 class LinearShape:
-    """What a Linear layer of a model says about itself; `weight` is its parameter, perhaps on the meta device."""
+    """Sizes, dtype, device and bias of a Linear layer of a model, which may be on the meta device."""
 
     N: int
     K: int
@@ -51,7 +50,7 @@ def linear_shape(module: nn.Module) -> LinearShape | None:
 
 
 def real_device(device: torch.device) -> torch.device:
-    """Returns where a tensor goes that stands on `device` in a skeleton: the CPU for the meta device."""
+    """Returns the device of a loaded tensor whose place in the model is on `device`: the CPU for the meta device."""
     return torch.device("cpu") if device.type == "meta" else device
 
 
@@ -69,10 +68,10 @@ def fit_layer(
     Args:
         op: the caller's name, for errors.
         name: the layer's name in the model.
-        shape: what it replaces.
+        shape: the layer that it replaces.
         weight: as read from a checkpoint.
-        device: where it goes; None is the replaced layer's device, the CPU for the meta device.
-        dtype: of the bias, and what `.weight.dtype` says; None is the replaced layer's.
+        device: its device; None is the replaced layer's, the CPU for the meta device.
+        dtype: of the bias, and the answer of `.weight.dtype`; None is the replaced layer's.
 
     Raises:
         ModelMismatchError: the sizes differ, or one has a bias (other than zeros) and the other has none.
@@ -91,7 +90,7 @@ def fit_layer(
 
 
 def fit_bias(op: str, name: str, expected: Tensor | None, found: Tensor | None) -> Tensor | None:
-    """Returns the bias that a layer takes; zeros are dropped where the model has none (GPTQ packages write them)."""
+    """Returns the bias that a layer takes; zeros are dropped if the model has none (GPTQ packages write them)."""
     if expected is not None and found is None:
         raise ModelMismatchError(f"{op}: layer {name!r}: the model's layer has a bias, the checkpoint's has none")
     if expected is None and found is not None:
@@ -105,8 +104,8 @@ def renamer(rename: Rename | None) -> Callable[[str], str | None]:
     """Returns the function from names in the checkpoint to names in the model.
 
     Args:
-        rename: a function (None leaves the tensor out), or prefixes and what stands in their place; the longest prefix
-            that fits is taken.
+        rename: a function (None leaves the tensor out), or prefixes and their replacements; the longest prefix that
+            matches counts.
     """
     if rename is None:
         return lambda name: name
@@ -123,13 +122,8 @@ def renamer(rename: Rename | None) -> Callable[[str], str | None]:
     return by_prefix
 
 
-def fits_any(patterns: Iterable[str], name: str) -> bool:
-    """Whether a shell-style pattern fits the name."""
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
-
-
 def listing(names: Iterable[str]) -> str:
-    """Names for an error message, the first few of many."""
+    """Returns names for an error message, at most eight of them."""
     names = sorted(names)
     more = f" and {len(names) - 8} more" if len(names) > 8 else ""
     return ", ".join(names[:8]) + more
@@ -138,7 +132,7 @@ def listing(names: Iterable[str]) -> str:
 class Slots:
     """The places of a model's parameters and buffers; a tensor with several names is one place.
 
-    Setting a place keeps what stood there, so that `undo` brings the model back.
+    Setting a place keeps its former tensor, so that `undo` restores the model.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -160,7 +154,7 @@ class Slots:
         return name in self._owners
 
     def get(self, name: str) -> Tensor:
-        """Returns the tensor that stands there now."""
+        """Returns the tensor that is there now."""
         module, key = self._owners[name]
         tensor = module._parameters.get(key)
         found = module._buffers[key] if tensor is None else tensor
@@ -168,7 +162,7 @@ class Slots:
         return found
 
     def names_of(self, name: str) -> list[str]:
-        """Returns every name of the tensor that stands there."""
+        """Returns every name of the tensor that is there."""
         return self._names[id(self.get(name))]
 
     def set(self, names: Iterable[str], tensor: Tensor) -> None:
@@ -187,7 +181,7 @@ class Slots:
                 module._buffers[key] = tensor
 
     def undo(self) -> None:
-        """Brings back everything that `set` replaced."""
+        """Restores everything that `set` replaced."""
         while self._undo:
             held, key, old = self._undo.pop()
             held[key] = old

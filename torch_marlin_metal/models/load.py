@@ -1,32 +1,32 @@
 """A checkpoint of 4-bit layers into any model: packed layers stay packed, the other tensors are loaded as they are."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torch_marlin_metal.convert.reader import CheckpointReader, DenseWeight, open_reader
-from torch_marlin_metal.convert.registry import OnUnsupported, ZerosRule
-from torch_marlin_metal.fuse import fuse_projections
-from torch_marlin_metal.packed_weight import PackedWeight
-from torch_marlin_metal.report import LayerReport, Report, module_bytes
-from torch_marlin_metal.skeleton import (
+from torch_marlin_metal.checkpoints.options import OnUnsupported, ReadOptions
+from torch_marlin_metal.checkpoints.reader import CheckpointReader, DenseWeight, open_reader
+from torch_marlin_metal.layers.fuse import fuse_projections
+from torch_marlin_metal.models.empty_model import (
     COMPUTED,
     ModelMismatchError,
     Rename,
     Slots,
     fit_bias,
     fit_layer,
-    fits_any,
     linear_shape,
     listing,
     real_device,
     renamer,
 )
-from torch_marlin_metal.swap import Target, swap
+from torch_marlin_metal.models.report import LayerReport, Report, module_bytes
+from torch_marlin_metal.models.swap import Target, swap
+from torch_marlin_metal.packed_weight import PackedWeight
+from torch_marlin_metal.patterns import Filter, NameFilter, check_patterns, selects
 
 OP = "load_quantized"
 FLOATS = ("F16", "BF16", "F32", "F64")
@@ -34,7 +34,7 @@ FLOATS = ("F16", "BF16", "F32", "F64")
 
 @dataclass(frozen=True)
 class _Plan:
-    """What goes where: layers as (position in the reader, target), other tensors as (names in the model, reads)."""
+    """Layers as (position in the reader, target), and other tensors as (names in the model, function that reads)."""
 
     layers: list[tuple[int, Target]]
     others: list[tuple[list[str], Callable[[], Tensor]]]
@@ -43,63 +43,53 @@ class _Plan:
 def load_quantized(
     model: nn.Module,
     path: str | os.PathLike[str],
+    options: ReadOptions | None = None,
     *,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     rename: Rename | None = None,
-    exclude: Sequence[str] = (),
-    ignore: Sequence[str] = (),
-    keep: Sequence[str] = (),
-    on_unsupported: OnUnsupported = "error",
-    allow_pickle: bool = False,
-    gptq_zeros_rule: ZerosRule = "word",
-    gptq_version: int | None = None,
-    gguf_names: Literal["gguf", "hf"] = "hf",
+    exclude: Filter = (),
+    ignore: NameFilter = (),
+    keep: NameFilter = (),
     fuse: bool = False,
     progress: bool = True,
+    **fields: Any,
 ) -> Report:
     """Loads a checkpoint into a model: a `MarlinLinear` for every 4-bit layer, every other tensor under its name.
 
     Layers are read one at a time and never decoded as a whole. The model may be on the meta device. Any error leaves it
-    as it was; what it held before is freed at the end.
+    as it was; its former tensors are freed at the end.
 
     Args:
         model: a model whose Linear layers and other tensors have the checkpoint's names, changed in place.
         path: a checkpoint directory or a .gguf file, see `convert.read_layers`.
-        device: where every loaded tensor goes; None is the device of what it replaces, the CPU for the meta device.
-        dtype: of the floating tensors that are not packed; None is the dtype of what they replace.
+        options: how to read, see `convert.ReadOptions`; None is the defaults, with `gguf_names="hf"`. A layer that
+            cannot be a `MarlinLinear` without loss, embeddings among them, raises an error (`on_unsupported="error"`),
+            is decoded to floats ("dequantize") or stays as it is in the model ("skip").
+        device: device of every loaded tensor; None is that of the tensor it replaces, the CPU for the meta device.
+        dtype: of the floating tensors that are not packed; None is that of the tensor they replace.
         rename: from names in the checkpoint to names in the model: a function (None leaves a tensor out), or prefixes
-            and what stands in their place, such as `{"model.": ""}`.
-        exclude: layers to leave dense: their weight is decoded, in the dtype of what it replaces. Shell-style patterns
-            for names in the model, here and below.
-        ignore: tensors and layers of the checkpoint that the model may lack.
-        keep: tensors of the model that the checkpoint may lack; they keep their values.
-        on_unsupported: a layer that cannot be a `MarlinLinear` without loss, embeddings among them, is an error
-            ("error"), is decoded to floats ("dequantize") or stays as it is in the model ("skip").
-        allow_pickle: as in `convert.read_layers`, and so are the next two.
-        gptq_zeros_rule: see `convert.read_layers`.
-        gptq_version: see `convert.read_layers`.
-        gguf_names: as in `convert.read_layers`, but with transformers' names by default.
+            and their replacements, for example `{"model.": ""}`.
+        exclude: layers to leave dense: their weight is decoded to the dtype of the one it replaces. Chosen by the names
+            in the model as in `quantize_model`; a pattern that matches no layer is a warning.
+        ignore: tensors and layers of the checkpoint that the model may lack: patterns, or a function of the name in the
+            model.
+        keep: tensors of the model that the checkpoint may lack; they keep their values. Chosen like `ignore`.
         fuse: compute q, k, v projections in one call, and gate and up projections, see `fuse_projections`.
         progress: show a progress bar.
+        **fields: fields of `ReadOptions`, in place of those of `options`.
 
     Returns:
         A report, which prints as a table.
 
     Raises:
-        CheckpointError: the checkpoint is damaged or, as UnsupportedFormat, holds what is not read.
+        CheckpointError: the checkpoint is damaged or, as UnsupportedFormat, holds a layer that is not read.
         ModelMismatchError: tensors are missing, unexpected or of another shape than the model's.
     """
-    reader = open_reader(
-        path,
-        on_unsupported,
-        allow_pickle=allow_pickle,
-        gptq_zeros_rule=gptq_zeros_rule,
-        gptq_version=gptq_version,
-        gguf_names=gguf_names,
-    )
+    reader = open_reader(path, options or ReadOptions(gguf_names="hf"), **fields)
     slots = Slots(model)
     plan = _plan(model, reader, slots, renamer(rename), ignore, keep)
+    check_patterns(OP, (name for _, target in plan.layers for name in target.names), exclude=exclude)
     place = torch.device(device) if device is not None else None
     positions = {id(target): index for index, target in plan.layers}
 
@@ -115,7 +105,7 @@ def load_quantized(
         if weight is None:
             return replace(entry, reason="not read (on_unsupported='skip')")
         reason = weight.reason if isinstance(weight, DenseWeight) else ""
-        if any(fits_any(exclude, name) for name in target.names):
+        if any(selects(exclude, name, target.module) for name in target.names):
             reason = reason or "excluded: decoded to floats"
         if isinstance(weight, PackedWeight) and shape is None and not reason:
             reason = "an embedding: decoded to floats"
@@ -152,8 +142,8 @@ def _plan(
     reader: CheckpointReader,
     slots: Slots,
     name_of: Callable[[str], str | None],
-    ignore: Sequence[str],
-    keep: Sequence[str],
+    ignore: NameFilter,
+    keep: NameFilter,
 ) -> _Plan:
     """Finds a place for everything, from names and headers alone."""
     plan, unexpected = _Plan([], []), []
@@ -165,7 +155,7 @@ def _plan(
     taken: dict[int, str] = {}
     for index, source in enumerate(reader.layer_names):
         name = name_of(source)
-        if name is None or (name not in targets and fits_any(ignore, name)):
+        if name is None or (name not in targets and selects(ignore, name)):
             continue
         if name not in targets:
             unexpected.append(f"{name} (4-bit layer)")
@@ -181,10 +171,10 @@ def _plan(
     found: set[str] = set()
     for source, read, kind in reader.source.others():
         name = name_of(source)
-        if name is None or fits_any(COMPUTED, name):
+        if name is None or selects(COMPUTED, name):
             continue
         if name not in slots:
-            if not fits_any(ignore, name):
+            if not selects(ignore, name):
                 unexpected.append(name)
         elif name not in found:
             names = slots.names_of(name)
@@ -194,7 +184,7 @@ def _plan(
         raise ModelMismatchError(f"{OP}: {reader.path}: the model has no place for {listing(unexpected)}")
     dense = {name for name in slots.persistent if name.rpartition(".")[0] + "." not in replaced}
     tied = {other for _, target in plan.layers for name in _weights(target, slots) for other in slots.names_of(name)}
-    missing = {name for name in dense - found - tied if not fits_any(keep, name)}
+    missing = {name for name in dense - found - tied if not selects(keep, name)}
     if missing:
         raise ModelMismatchError(f"{OP}: {reader.path}: the checkpoint lacks {listing(missing)}")
     return plan
@@ -265,9 +255,9 @@ def _set_dense(
 
 
 def _fill_buffers(model: nn.Module, slots: Slots, plan: _Plan, device: torch.device | None) -> None:
-    """Gives values to buffers that no checkpoint holds, where the skeleton has them on the meta device.
+    """Gives values to buffers that no checkpoint holds and that the empty model has on the meta device.
 
-    transformers computes them (rotary frequencies) in `_init_weights`, which it uses for its own meta skeletons.
+    transformers computes them (rotary frequencies) in `_init_weights`, which it uses for its own empty models.
     """
     replaced = {id(target.module) for _, target in plan.layers}
     initialize = getattr(model, "_init_weights", None)
@@ -286,12 +276,12 @@ def _fill_buffers(model: nn.Module, slots: Slots, plan: _Plan, device: torch.dev
     if empty:
         raise ModelMismatchError(
             f"{OP}: the model's buffers {listing(empty)} are on the meta device and in no checkpoint: build the "
-            "skeleton with real buffers (accelerate.init_empty_weights does)"
+            "model with real buffers (accelerate.init_empty_weights does)"
         )
 
 
 def _unset(like: Tensor, device: torch.device) -> Tensor:
-    """A buffer of values that no model computes, by which one that was not filled is known."""
+    """Returns a buffer of values that no model computes: a buffer that still holds them was not filled."""
     value = torch.finfo(like.dtype).max if like.is_floating_point() else 113
     return torch.full_like(like, value, device=device)
 

@@ -1,21 +1,24 @@
-"""Whole models: floats to 4 bit in one call, and 4-bit layers of other packages taken over."""
+"""Whole models: quantizes their Linear layers, or replaces the 4-bit layers of other packages."""
 
 from collections import defaultdict
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from torch_marlin_metal.foreign import dtype_of, is_packed_linear, read_packed_linear, shape_of, tensors_of
-from torch_marlin_metal.foreign_words import UnreadableError
+from torch_marlin_metal.checkpoints.options import check_choice
 from torch_marlin_metal.formats import weight_format as find_format
-from torch_marlin_metal.linear import MarlinLinear
+from torch_marlin_metal.layers.linear import MarlinLinear
+from torch_marlin_metal.models.report import LayerReport, Report, module_bytes
+from torch_marlin_metal.models.swap import Target, find_targets, swap
 from torch_marlin_metal.packed_weight import FLOAT_DTYPES, PackedWeight, PackedWeightError
-from torch_marlin_metal.quantize import quantize_weight
-from torch_marlin_metal.report import LayerReport, Report, module_bytes
-from torch_marlin_metal.swap import Filter, Target, find_targets, swap
+from torch_marlin_metal.patterns import Filter
+from torch_marlin_metal.quantize.weight import quantize_weight
+from torch_marlin_metal.repack import ZerosRule
+from torch_marlin_metal.replace.detect import dtype_of, is_packed_linear, read_packed_linear, shape_of, tensors_of
+from torch_marlin_metal.replace.words import UnreadableError
 
 # Columns at a time when an error is measured.
 ERROR_COLUMNS = 1024
@@ -46,10 +49,10 @@ def quantize_model(
         weight_format: as in `quantize_weight`, and so are the next two.
         group_size: see `quantize_weight`.
         method: "rtn" or "mse".
-        include: layers to take, None is all. A pattern or a list of patterns for the layer's full name, or a function
+        include: layers to take; None is all. A pattern or a list of patterns for the layer's full name, or a function
             of (name, module). Patterns are shell-style (`fnmatch`: "encoder.*.query"); with the prefix "re:" they are
-            regular expressions that must match the full name. One that fits no layer is an error.
-        exclude: layers to leave, by the same rules; they are not in the report. A pattern that fits no layer is a
+            regular expressions that must match the full name. A pattern that matches no layer is an error.
+        exclude: layers to leave, by the same rules; they are not in the report. A pattern that matches no layer is a
             warning.
         progress: show a progress bar.
         atomic: an exception in the middle leaves the model exactly as it was; both weights of every layer exist until
@@ -96,28 +99,32 @@ def replace_linear_layers(
     *,
     include: Filter | None = None,
     exclude: Filter | None = None,
-    checkpoint_version: int | None = None,
-    rule: str = "word",
+    gptq_version: int | None = None,
+    gptq_zeros_rule: ZerosRule = "word",
     progress: bool = True,
     atomic: bool = True,
+    checkpoint_version: int | None = None,
+    rule: ZerosRule | None = None,
 ) -> Report:
-    """Takes over the 4-bit layers that another package left in a loaded model, in place and without loss.
+    """Replaces the 4-bit layers that another package left in a loaded model, in place and without loss.
 
-    Layers are known by their tensors, shapes and class names: GPTQ (GPTQModel, AutoGPTQ, optimum), AWQ gemm, gemv and
-    gemv_fast (AutoAWQ, GPTQModel), compressed-tensors (int4, NVFP4, MXFP4), bitsandbytes Linear4bit, HQQLinear, and
-    transformers' MetalLinear. Where every zero point is 8 the new layer is uint4b8, else uint4. Layers that cannot be
+    Layers are recognised by their tensors, shapes and class names: GPTQ (GPTQModel, AutoGPTQ, optimum), AWQ gemm, gemv
+    and gemv_fast (AutoAWQ, GPTQModel), compressed-tensors (int4, NVFP4, MXFP4), bitsandbytes Linear4bit, HQQLinear,
+    and transformers' MetalLinear. If every zero point is 8 the new layer is uint4b8, else uint4. Layers that cannot be
     read, or whose tensors another module uses too, stay and are in the report with the reason.
 
     Args:
         model: changed in place.
         include: as in `quantize_model`.
         exclude: as in `quantize_model`.
-        checkpoint_version: how the modules hold GPTQ's zero points now: 1 (minus one) or 2 (as they are). None finds
-            out, by the class (GPTQModel's REQUIRES_FORMAT_V2), the module's `qzero_format()` and the model's
-            quantization_config; a layer whose zero points contradict the finding is left with the reason.
-        rule: for version 1, see `gptq_unpack_zeros`.
+        gptq_version: how the modules hold GPTQ's zero points now: 1 (minus one) or 2 (as they are). None finds out, by
+            the class (GPTQModel's REQUIRES_FORMAT_V2), the module's `qzero_format()` and the model's
+            quantization_config. A layer whose zero points contradict the finding is left with the reason.
+        gptq_zeros_rule: for version 1, the `rule` of `gptq_unpack_zeros`.
         progress: show a progress bar.
         atomic: as in `quantize_model`. GPTQ words without act-order are not copied in either case.
+        checkpoint_version: the former name of `gptq_version`.
+        rule: the former name of `gptq_zeros_rule`.
 
     Returns:
         A report, which prints as a table.
@@ -125,8 +132,10 @@ def replace_linear_layers(
     Raises:
         ValueError: an argument is wrong.
     """
-    if checkpoint_version not in (None, 1, 2):
-        raise ValueError(f"replace_linear_layers: checkpoint_version: expected None, 1 or 2, got {checkpoint_version}")
+    gptq_version = gptq_version if checkpoint_version is None else checkpoint_version
+    gptq_zeros_rule = gptq_zeros_rule if rule is None else rule
+    check_choice("replace_linear_layers: gptq_version", gptq_version, (None, 1, 2))
+    check_choice("replace_linear_layers: gptq_zeros_rule", gptq_zeros_rule, get_args(ZerosRule))
     targets = find_targets("replace_linear_layers", model, is_packed_linear, include, exclude)
     config = _quantization_config(model)
     reasons = _shared_with_others(model, targets)
@@ -136,14 +145,16 @@ def replace_linear_layers(
         if reason := reasons.get(id(target.module)):
             return replace(entry, reason=reason)
         try:
-            packed = read_packed_linear(target.module, checkpoint_version=checkpoint_version, rule=rule, config=config)
+            packed = read_packed_linear(
+                target.module, gptq_version=gptq_version, gptq_zeros_rule=gptq_zeros_rule, config=config
+            )
             bias = getattr(target.module, "bias", None)
             layer = MarlinLinear.from_packed(replace(packed, bias=bias), dtype=dtype_of(target.module, packed))
         except (UnreadableError, PackedWeightError) as problem:
             return replace(entry, reason=str(problem))
         return layer, _converted(replace(entry, shape=(packed.N, packed.K)), layer, None)
 
-    return swap(model, targets, convert, "take over 4-bit layers", atomic=atomic, progress=progress)
+    return swap(model, targets, convert, "replace 4-bit layers", atomic=atomic, progress=progress)
 
 
 def _entry(target: Target, shape: tuple[int, int] | None) -> LayerReport:
@@ -161,7 +172,7 @@ def _converted(entry: LayerReport, layer: MarlinLinear, error: float | None) -> 
 
 
 def _reasons(model: nn.Module, targets: list[Target]) -> dict[int, str]:
-    """Why modules cannot be quantized, by id."""
+    """Returns why modules cannot be quantized, by id."""
     reasons = {id(target.module): reason for target in targets if (reason := _why_not(target.module))}
     users: dict[int, list[tuple[str, nn.Module]]] = defaultdict(list)
     for name, module in model.named_modules():
@@ -203,7 +214,7 @@ def _why_not(linear: nn.Module) -> str:
 
 
 def _shared_with_others(model: nn.Module, targets: list[Target]) -> dict[int, str]:
-    """Why modules are left because others that stay use their tensors, by id."""
+    """Returns why modules are left because others that stay use their tensors, by id."""
     taken = {id(target.module) for target in targets}
     users = {
         id(tensor): f"{name} ({type(module).__name__})"

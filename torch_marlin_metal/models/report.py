@@ -1,10 +1,11 @@
-"""What a conversion of a model did, layer by layer."""
+"""The result of a conversion of a model, layer by layer."""
 
 from dataclasses import dataclass, field
 
-from rich.console import Console
 from rich.table import Table
 from torch import nn
+
+from torch_marlin_metal.text import RichText
 
 
 @dataclass(frozen=True)
@@ -12,14 +13,14 @@ class LayerReport:
     """One layer of a model.
 
     Attributes:
-        name: the layer's name in the model; where one module has several names, the first.
+        name: the layer's name in the model; the first one if the module has several names.
         kind: class of the original module.
-        shape: `(N, K)`, or None where it is not known.
+        shape: `(N, K)`, or None if it is not known.
         weight_format: of the new layer, "" if the layer was left.
         group_size: of the new layer, 0 if the layer was left.
         bytes_before: parameters and buffers of the original.
         bytes_after: the same of the new layer.
-        error: ||w - w4|| / ||w|| by Frobenius norms; None where the weight had 4 bits before and is the same after.
+        error: ||w - w4|| / ||w|| by Frobenius norms; None if the weight had 4 bits before and is the same after.
         reason: why the layer was left as it was; "" if it was converted.
     """
 
@@ -35,7 +36,7 @@ class LayerReport:
 
 
 @dataclass
-class Report:
+class Report(RichText):
     """Prints as a table, by `print` or by rich.
 
     Attributes:
@@ -52,12 +53,12 @@ class Report:
 
     @property
     def converted(self) -> list[LayerReport]:
-        """Layers that have a new module now."""
+        """Returns the layers that have a new module now."""
         return [layer for layer in self.layers if not layer.reason]
 
     @property
     def left(self) -> list[LayerReport]:
-        """Layers that stay as they were, each with its reason."""
+        """Returns the layers that stay as they were, each with its reason."""
         return [layer for layer in self.layers if layer.reason]
 
     def __rich__(self) -> Table:
@@ -78,14 +79,8 @@ class Report:
             )
         return table
 
-    def __str__(self) -> str:
-        console = Console(width=140, force_terminal=False)
-        with console.capture() as capture:
-            console.print(self)
-        return capture.get()
-
     def summary(self) -> str:
-        """One line: counts and sizes."""
+        """Returns one line of counts and sizes."""
         errors = [layer.error for layer in self.converted if layer.error is not None]
         text = (
             f"{len(self.converted)} layers converted, {len(self.left)} left; "
@@ -95,7 +90,7 @@ class Report:
 
 
 def module_bytes(module: nn.Module) -> int:
-    """Bytes of the parameters and buffers of a module and its children, shared tensors once."""
+    """Returns the bytes of the parameters and buffers of a module and its children, shared tensors once."""
     return sum(tensor.nbytes for tensors in (module.parameters(), module.buffers()) for tensor in tensors)
 
 

@@ -1,17 +1,13 @@
 """Finds modules in a model by name and puts others in their places, all of them or none."""
 
-import fnmatch
-import re
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import nn
 from tqdm.auto import tqdm
 
-from torch_marlin_metal.report import LayerReport, Report, module_bytes
-
-Filter = str | Sequence[str] | Callable[[str, nn.Module], bool]
+from torch_marlin_metal.models.report import LayerReport, Report, module_bytes
+from torch_marlin_metal.patterns import Filter, check_patterns, selects
 
 # Dictionaries that hold the hooks of a module; sharing them keeps the handles that remove hooks alive.
 HOOKS = (
@@ -34,7 +30,7 @@ class Target:
 
     @property
     def name(self) -> str:
-        """The first name."""
+        """Returns the first name."""
         return self.names[0]
 
 
@@ -48,7 +44,7 @@ def find_targets(
     """Lists the wanted modules that the filters let through, each once whatever the number of its names.
 
     Raises:
-        ValueError: the model itself is such a module, or a pattern of `include` fits the name of none.
+        ValueError: the model itself is such a module, or a pattern of `include` matches no name.
     """
     if wanted(model):
         raise ValueError(
@@ -59,16 +55,9 @@ def find_targets(
         if wanted(module):
             targets.setdefault(id(module), Target([], module)).names.append(name)
     found = list(targets.values())
-    for pattern in _patterns(include):
-        if not any(_fits(pattern, name) for target in found for name in target.names):
-            raise ValueError(f"{op}: include: {pattern!r} fits none of the {len(found)} layers")
-    for pattern in _patterns(exclude):
-        if not any(_fits(pattern, name) for target in found for name in target.names):
-            warnings.warn(f"{op}: exclude: {pattern!r} fits none of the {len(found)} layers", stacklevel=3)
+    check_patterns(op, [name for target in found for name in target.names], include=include, exclude=exclude)
     return [
-        target
-        for target in found
-        if (include is None or _selects(include, target)) and not (exclude is not None and _selects(exclude, target))
+        target for target in found if (include is None or _selected(include, target)) and not _selected(exclude, target)
     ]
 
 
@@ -81,7 +70,7 @@ def swap(
     atomic: bool,
     progress: bool,
 ) -> Report:
-    """Puts `convert`'s module in the place of each target, or leaves it where `convert` gives only a report.
+    """Puts `convert`'s module in the place of each target, or leaves it if `convert` returns only a report.
 
     Args:
         model: changed in place.
@@ -139,19 +128,5 @@ def _inherit(new: nn.Module, old: nn.Module) -> None:
         setattr(new, name, getattr(old, name))
 
 
-def _patterns(choice: Filter | None) -> list[str]:
-    if choice is None or callable(choice):
-        return []
-    return [choice] if isinstance(choice, str) else list(choice)
-
-
-def _selects(choice: Filter, target: Target) -> bool:
-    if callable(choice):
-        return any(choice(name, target.module) for name in target.names)
-    return any(_fits(pattern, name) for pattern in _patterns(choice) for name in target.names)
-
-
-def _fits(pattern: str, name: str) -> bool:
-    if pattern.startswith("re:"):
-        return re.fullmatch(pattern[3:], name) is not None
-    return fnmatch.fnmatchcase(name, pattern)
+def _selected(choice: Filter | None, target: Target) -> bool:
+    return any(selects(choice, name, target.module) for name in target.names)

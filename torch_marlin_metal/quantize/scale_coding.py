@@ -1,4 +1,4 @@
-"""Rounding to stored scales (floating, E4M3, E8M0) and to the nearest 4-bit code of a table of values."""
+"""Rounds to stored scales (floating, E4M3, E8M0) and to the nearest 4-bit code of a table of values."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,20 +15,20 @@ E8M0_ONE = 127
 
 
 class ScaleCoding(Protocol):
-    """Stores the scales of groups and says what the stored ones are worth."""
+    """Stores the scales of groups and returns the values of stored ones."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of stored scales."""
+        """Returns the dtype of stored scales."""
 
     def from_amax(self, amax: Tensor, reach: float) -> Tensor:
-        """The stored scale that lets a code of value `reach` stand for a group's largest magnitude (fp32)."""
+        """Returns the stored scale at which a code of value `reach` represents a group's largest magnitude (fp32)."""
 
     def effective(self, stored: Tensor) -> Tensor:
-        """What the operators multiply with, in fp32."""
+        """Returns the factor that the operators multiply with, in fp32."""
 
     def neighbours(self, stored: Tensor) -> Iterator[Tensor]:
-        """Other stored scales worth trying; none where scales are floating and searched by value."""
+        """Yields other stored scales worth trying; none if scales are floating, which are searched by value."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,11 @@ class FloatScale:
         return (amax / reach).to(self.dtype)
 
     def effective(self, stored: Tensor) -> Tensor:
-        """The value itself."""
+        """Returns the value itself."""
         return stored.float()
 
     def neighbours(self, stored: Tensor) -> Iterator[Tensor]:
-        """None."""
+        """Yields none."""
         return iter(())
 
 
@@ -68,11 +68,11 @@ class E4M3Scale:
         return torch.bucketize(amax / reach / self.global_scale, self._boundaries).to(torch.uint8)
 
     def effective(self, stored: Tensor) -> Tensor:
-        """E4M3 value times the tensor's scale."""
+        """Returns the E4M3 value times the tensor's scale."""
         return self._values[stored.int()] * self.global_scale
 
     def neighbours(self, stored: Tensor) -> Iterator[Tensor]:
-        """An octave down, three eighths of one up."""
+        """Yields codes down to half the scale and up to 11/8 of it."""
         for step in (-1, 1, -2, 2, -3, 3, -4, -5, -6, -7, -8):
             yield (stored.int() + step).clamp_(0, E4M3_LARGEST_CODE).to(torch.uint8)
 
@@ -108,11 +108,11 @@ class E8M0Scale:
         return code.clamp(min=low).to(torch.uint8)
 
     def effective(self, stored: Tensor) -> Tensor:
-        """The power of two, exact for the codes that `from_amax` makes."""
+        """Returns the power of two, exact for the codes that `from_amax` makes."""
         return (stored.int() << 23).view(torch.float32)
 
     def neighbours(self, stored: Tensor) -> Iterator[Tensor]:
-        """One octave down and up."""
+        """Yields half the scale and twice the scale."""
         for step in (-1, 1):
             yield (stored.int() + step).clamp_(*E8M0_CODES).to(torch.uint8)
 
@@ -134,7 +134,7 @@ class CodeTable:
         self._boundaries: list[float] = nearest_boundaries(ascending).tolist()
 
     def encode(self, v: Tensor) -> Tensor:
-        """The codes, uint8, of the nearest values."""
+        """Returns the uint8 codes of the nearest values."""
         magnitude = v.abs() if self.by_magnitude else v
         # A comparison for each boundary is several times faster on a CPU than torch.bucketize's search.
         place = torch.zeros(v.shape, dtype=torch.uint8, device=v.device)
@@ -145,17 +145,17 @@ class CodeTable:
         return self._order[place.int()]
 
     def decode(self, codes: Tensor) -> Tensor:
-        """The values, fp32, of codes."""
+        """Returns the fp32 values of codes."""
         return self.values[codes.int()]
 
 
 def e4m3_values() -> Tensor:
-    """The 256 values of E4M3 (OCP, finite only), fp32; codes 0x7F and 0xFF are NaN."""
+    """Returns the 256 values of E4M3 (OCP, finite only), fp32; codes 0x7F and 0xFF are NaN."""
     return torch.arange(256, dtype=torch.int32).to(torch.uint8).view(torch.float8_e4m3fn).float()
 
 
 def nearest_boundaries(ascending: Tensor) -> Tensor:
-    """Where the nearest code changes: v > boundaries[i] means a code above i; ties go to the even code."""
+    """Returns where the nearest code changes: v > boundaries[i] means a code above i; ties go to the even code."""
     middle = (ascending[:-1] + ascending[1:]) / 2
     odd = torch.arange(len(middle)) % 2 == 1
     return torch.where(odd, torch.nextafter(middle, torch.full_like(middle, -torch.inf)), middle)

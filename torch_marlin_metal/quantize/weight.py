@@ -1,4 +1,4 @@
-"""Float weights to 4 bit: round to nearest, or a search in each group for the scale and zero point of least error."""
+"""Quantizes float weights to 4 bit: rounds to nearest, or searches each group's best scale and zero point."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -6,14 +6,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torch_marlin_metal.formats import E2M1_VALUES, GROUP_SIZES, NF4_VALUES, WeightFormat
+from torch_marlin_metal.formats import E2M1_VALUES, NF4_VALUES, WeightFormat, resolve_group_size
 from torch_marlin_metal.formats import weight_format as find_format
 from torch_marlin_metal.packed_weight import FLOAT_DTYPES, MAX_SCALE, PackedWeight
+from torch_marlin_metal.quantize.scale_coding import CodeTable, E4M3Scale, E8M0Scale, FloatScale, ScaleCoding
 from torch_marlin_metal.repack import pack_codes
-from torch_marlin_metal.scale_coding import CodeTable, E4M3Scale, E8M0Scale, FloatScale, ScaleCoding
 
 METHODS = ("rtn", "mse")
-DEFAULT_GROUP_SIZE = 128
 # Elements of a chunk of rows: bounds the memory of the search to some ten fp32 tensors of this size.
 CHUNK_ELEMENTS = 1 << 20
 # A candidate must be better by more than the rounding of the two fp32 sums that are compared.
@@ -36,8 +35,8 @@ def quantize_weight(
     "rtn" takes the scale from the extreme values of a group: amax/7.5 for uint4b8 (GPTQ's and compressed-tensors'
     convention), (max - min)/15 for uint4 (0 inside the range) and uint4_bias, amax/6 for E2M1, amax/max|lut| for lut4.
     For nvfp4 `global_scale` is amax(w)/(448 * 6); for mxfp4 see `mx_rounding`. Groups whose scale rounds to 0 become 0.
-    "mse" starts there, tries other scales and zero points for every group, and keeps what lowers the squared error of
-    that group; it is never worse than "rtn".
+    "mse" starts there, tries other scales and zero points for every group, and keeps those that lower the squared error
+    of that group; it is never worse than "rtn".
 
     Args:
         w: `[N, K]`, as in `nn.Linear.weight`; float16, bfloat16 or float32; K a multiple of 8.
@@ -126,7 +125,7 @@ class _Search:
     method: str
 
     def encode(self, x: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
-        """Nearest codes, uint8 [R, g]; a scale of 0 gives the code nearest to 0."""
+        """Returns the nearest codes, uint8 [R, g]; a scale of 0 gives the code nearest to 0."""
         scale = torch.where(scale == 0, torch.inf, scale).unsqueeze(1)
         if self.fmt.zeros_role == "bias" and zero is not None:
             return torch.round((x - zero.unsqueeze(1)) / scale).clamp_(0, 15).to(torch.uint8)
@@ -135,13 +134,13 @@ class _Search:
         return (torch.round(x / scale) + self._offset(zero)).clamp_(0, 15).to(torch.uint8)
 
     def decode(self, codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
-        """The weights, fp32, by the same products in the same order as the operators."""
+        """Returns the fp32 weights, by the same products in the same order as the operators."""
         if self.fmt.zeros_role == "bias" and zero is not None:
             return codes * scale.unsqueeze(1) + zero.unsqueeze(1)
         return self._levels(codes, zero) * scale.unsqueeze(1)
 
     def best(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The stored scale [R] and zero [R] of each group."""
+        """Returns the stored scale [R] and zero [R] of each group."""
         best_scale, best_zero = self._from_extremes(x)
         if self.method == "rtn":
             return best_scale, best_zero
@@ -174,19 +173,19 @@ class _Search:
         return (self.decode(self.encode(x, effective, zero), effective, zero) - x).square_().sum(1)
 
     def _span(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Ends of the range that the codes shall cover; 0 is inside where a code must stand for it."""
+        """Returns the ends of the range that the codes cover; 0 is inside unless the format has a bias."""
         low, high = x.amin(1), x.amax(1)
         return (low, high) if self.fmt.zeros_role == "bias" else (low.clamp(max=0), high.clamp(min=0))
 
     @property
     def _reach(self) -> float:
-        """What the outermost codes of opposite signs (of one range: their distance) are worth in scales."""
+        """Returns the largest code value in scales; for formats with zeros, the distance of the outermost codes."""
         if self.fmt.zeros_role != "none":
             return 15.0
         return 7.5 if self.table is None else self.table.reach
 
     def _extent(self, x: Tensor) -> Tensor:
-        """What the reach must cover: the group's range, or its largest magnitude."""
+        """Returns the extent that the reach must cover: the group's range, or its largest magnitude."""
         low, high = self._span(x)
         return high - low if self.fmt.zeros_role != "none" else torch.maximum(high, -low)
 
@@ -222,7 +221,7 @@ class _Search:
                     yield -shrunk, None  # the codes reach further, or are denser, on one side of 0
 
     def _least_squares(self, x: Tensor, scale: Tensor, zero: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Best scale (and bias) for the codes that the given ones choose."""
+        """Returns the least-squares scale (and bias) for the codes that the given ones choose."""
         codes = self.encode(x, self.coding.effective(scale), zero)
         if self.fmt.zeros_role == "bias":
             q = codes.float()
@@ -242,7 +241,7 @@ def _code_table(fmt: WeightFormat, lut: Tensor | None, device: torch.device) -> 
     if fmt.has_lut:
         values = torch.tensor(NF4_VALUES) if lut is None else lut.detach()
         return CodeTable(values.to(device), by_magnitude=False)
-    if "e2m1" in fmt.formula:
+    if fmt.code_kind == "e2m1":
         return CodeTable(torch.tensor(E2M1_VALUES, device=device), by_magnitude=True)
     return None
 
@@ -254,25 +253,6 @@ def _check_range(role: str, stored: Tensor) -> None:
             f"quantize_weight: scale_dtype: the largest {role} of this weight became {largest:.3g} in {stored.dtype}; "
             f"expected at most 2^100: use a wider scale_dtype or smaller weights"
         )
-
-
-def resolve_group_size(op: str, fmt: WeightFormat, group_size: int | None, K: int) -> int:
-    """The group size as the operators take it: None is the format's own or 128, -1 is K.
-
-    Raises:
-        ValueError: the format does not take it.
-    """
-    if group_size is None:
-        group_size = fmt.fixed_group_size or DEFAULT_GROUP_SIZE
-    if group_size == -1:
-        group_size = K
-    allowed = (*GROUP_SIZES, K) if fmt.fixed_group_size is None else (fmt.fixed_group_size,)
-    if group_size not in allowed or isinstance(group_size, float):
-        raise ValueError(
-            f"{op}: group_size: expected one of {', '.join(map(str, allowed))}"
-            f"{'' if fmt.fixed_group_size else ' (K), or -1'} for {fmt.name}, got {group_size!r}"
-        )
-    return group_size
 
 
 def _check(

@@ -8,35 +8,35 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_marlin_metal.foreign_state import gemv_kind, kind_of, read_state
-from torch_marlin_metal.foreign_words import UnreadableError, attribute, read_words, tensor_of
-from torch_marlin_metal.foreign_words import shape_of as _stated_shape
 from torch_marlin_metal.packed_weight import PackedWeight
+from torch_marlin_metal.replace.state import gemv_kind, kind_of, read_state
+from torch_marlin_metal.replace.words import UnreadableError, attribute, read_words, tensor_of
+from torch_marlin_metal.replace.words import shape_of as _stated_shape
 
 
 def is_packed_linear(module: nn.Module) -> bool:
-    """Whether a module is a Linear of a package whose 4-bit layers are known, packed with `qweight` or otherwise."""
+    """Returns whether a module is a 4-bit Linear of a known package."""
     if next(module.children(), None) is not None:
         return False  # a wrapper, such as an adapter, may show the tensors of the layer inside
     return _has_words(module) or kind_of(module) is not None
 
 
 def shape_of(module: nn.Module) -> tuple[int, int] | None:
-    """`(N, K)` as the module states them."""
+    """Returns `(N, K)` as the module states them."""
     meta = attribute(module, "meta")  # HQQ
     shape = meta.get("shape") if isinstance(meta, dict) else None
     return (shape[0], shape[1]) if shape is not None and len(shape) == 2 else _stated_shape(module)
 
 
 def read_packed_linear(
-    module: nn.Module, *, checkpoint_version: int | None, rule: str, config: dict[str, Any]
+    module: nn.Module, *, gptq_version: int | None, gptq_zeros_rule: str, config: dict[str, Any]
 ) -> PackedWeight:
     """Reads a module's weight without loss, without its bias; the module is not touched.
 
     Args:
         module: see `is_packed_linear`.
-        checkpoint_version: how GPTQ zero points are stored (1: minus one, 2: as they are); None finds out.
-        rule: for version 1, see `gptq_unpack_zeros`.
+        gptq_version: how GPTQ zero points are stored (1: minus one, 2: as they are); None finds out.
+        gptq_zeros_rule: for version 1, see `gptq_unpack_zeros`.
         config: the model's quantization_config, or {}.
 
     Raises:
@@ -57,12 +57,12 @@ def read_packed_linear(
         kind = kind_of(module)
         assert kind is not None
         return read_state(module, kind)
-    packed = read_words(module, checkpoint_version=checkpoint_version, rule=rule, config=config)
+    packed = read_words(module, gptq_version=gptq_version, gptq_zeros_rule=gptq_zeros_rule, config=config)
     return packed if packed is not None else read_state(module, gemv_kind(module))
 
 
 def dtype_of(module: nn.Module, packed: PackedWeight) -> torch.dtype | None:
-    """The dtype that the module computes in, for models that ask `layer.weight.dtype`; None where nothing says it."""
+    """Returns the dtype that the module computes in, for `layer.weight.dtype`; None if nothing states it."""
     stated = attribute(module, "compute_dtype") or attribute(
         attribute(tensor_of(module, "weight"), "quant_state"), "dtype"
     )
@@ -75,7 +75,7 @@ def dtype_of(module: nn.Module, packed: PackedWeight) -> torch.dtype | None:
 
 
 def tensors_of(module: nn.Module) -> list[Tensor]:
-    """The tensors that make the module's weight."""
+    """Returns the tensors that make up the module's weight."""
     held = [*module._parameters.items(), *module._buffers.items()]
     return [tensor for name, tensor in held if tensor is not None and name != "bias"]
 

@@ -1,4 +1,4 @@
-"""Reads modules through their state_dict, by the readers of checkpoints: what a package stores is what they know."""
+"""Reads modules through their state_dict, with the checkpoint reader of the package that made them."""
 
 import json
 from dataclasses import dataclass
@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_marlin_metal.convert import awq, bitsandbytes, compressed_tensors, hqq, mlx
-from torch_marlin_metal.convert.checkpoint import DTYPE_NAMES, Checkpoint, Settings
-from torch_marlin_metal.convert.errors import CheckpointError
-from torch_marlin_metal.convert.registry import DirectoryFormat, Options
-from torch_marlin_metal.convert.safetensors_file import DTYPES, TensorInfo
-from torch_marlin_metal.foreign_words import UnreadableError, attribute, tensor_of
+from torch_marlin_metal.checkpoints.checkpoint import DTYPE_NAMES, Checkpoint, Settings
+from torch_marlin_metal.checkpoints.errors import CheckpointError
+from torch_marlin_metal.checkpoints.files.safetensors import DTYPES, TensorInfo
+from torch_marlin_metal.checkpoints.formats import awq, bitsandbytes, compressed_tensors, hqq, mlx
+from torch_marlin_metal.checkpoints.options import ReadOptions
+from torch_marlin_metal.checkpoints.registry import DirectoryFormat
 from torch_marlin_metal.packed_weight import PackedWeight
+from torch_marlin_metal.replace.words import UnreadableError, attribute, tensor_of
 
 # dtypes that checkpoints keep under a dtype of the same width, by the names that files give them.
 CODED_DTYPES = {
@@ -37,7 +38,7 @@ class Kind:
 
 
 def kind_of(module: nn.Module) -> Kind | None:
-    """Finds out what a module is, by the names of its classes and its tensors; None for other modules."""
+    """Recognises a module by the names of its classes and its tensors; returns None for other modules."""
     classes = {cls.__name__ for cls in type(module).__mro__}
     own = {
         name for held in (module._parameters, module._buffers) for name, tensor in held.items() if tensor is not None
@@ -55,7 +56,7 @@ def kind_of(module: nn.Module) -> Kind | None:
 
 
 def gemv_kind(module: nn.Module) -> Kind:
-    """Says which of AWQ's layouts of `[N, ...]` words a module has."""
+    """Returns which of AWQ's layouts of `[N, ...]` words a module has."""
     qweight, K = tensor_of(module, "qweight"), attribute(module, "in_features", "infeatures")
     assert qweight is not None
     stated = attribute(module, "group_size", "q_group_size")
@@ -73,7 +74,7 @@ def read_state(module: nn.Module, kind: Kind) -> PackedWeight:
         raise UnreadableError("it is not initialized")
     if kind.format is bitsandbytes.FORMAT and attribute(module.weight, "quant_state") is None:
         raise UnreadableError("its weight is not quantized yet: bitsandbytes does that when the layer is moved")
-    # Both of these keep most of what a layer is outside its parameters and buffers.
+    # Both of these keep most of a layer outside its parameters and buffers.
     own = {hqq.FORMAT.name: _hqq_state, bitsandbytes.FORMAT.name: _bitsandbytes_state}.get(kind.format.name)
     state = module.state_dict() if own is None else own(module)
     checkpoint = _as_checkpoint(state, kind)
@@ -81,7 +82,7 @@ def read_state(module: nn.Module, kind: Kind) -> PackedWeight:
     if len(layers) != 1:
         raise UnreadableError(f"its state_dict holds {', '.join(state)}, which is no layer of {kind.format.title}")
     try:
-        weight = kind.format.read(layers[0], checkpoint.settings, Options())
+        weight = kind.format.read(layers[0], checkpoint.settings, ReadOptions())
     except CheckpointError as error:
         raise UnreadableError(
             str(error).replace(f"{LAYER}.", "").replace(f"state_dict: layer {LAYER!r}: ", "")
@@ -107,7 +108,7 @@ def _as_checkpoint(state: dict[str, Tensor], kind: Kind) -> Checkpoint:
 
 
 def _compressed_tensors_settings(module: nn.Module) -> dict[str, Any]:
-    """What the reader needs of the module's scheme; without one it is derived from the shapes."""
+    """Returns the part of the module's scheme that the reader needs; without a scheme the shapes give it."""
     weights = attribute(attribute(module, "quantization_scheme"), "weights")
     if weights is not None:
         scheme = {"num_bits": weights.num_bits, "group_size": weights.group_size}
@@ -119,7 +120,7 @@ def _compressed_tensors_settings(module: nn.Module) -> dict[str, Any]:
 
 
 def _bitsandbytes_state(module: nn.Module) -> dict[str, Tensor]:
-    """The tensors of a checkpoint. `Linear4bit.state_dict()` would change a layer that has been rearranged."""
+    """Returns the tensors of a checkpoint. `Linear4bit.state_dict()` would change a layer that has been rearranged."""
     weight: Any = module.weight
     state = weight.quant_state
     described = {"shape": list(state.shape), "blocksize": state.blocksize, "quant_type": state.quant_type}

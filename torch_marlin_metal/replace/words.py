@@ -1,4 +1,4 @@
-"""Reads GPTQ and AWQ (gemm) modules on their device, without a copy where the words stay the same."""
+"""Reads GPTQ and AWQ (gemm) modules on their device, without a copy if the words stay the same."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_marlin_metal.convert.gptq import SYMMETRIC_WORDS
-from torch_marlin_metal.convert.layer import fit_groups
+from torch_marlin_metal.checkpoints.formats.gptq import SYMMETRIC_WORDS
+from torch_marlin_metal.checkpoints.layer import fit_groups
 from torch_marlin_metal.packed_weight import FLOAT_DTYPES, PackedWeight
 from torch_marlin_metal.repack import gptq_perm
 
@@ -30,20 +30,20 @@ class _Tensors:
 
 
 def shape_of(module: nn.Module) -> tuple[int, int] | None:
-    """`(N, K)` as the module states them."""
+    """Returns `(N, K)` as the module states them."""
     K, N = attribute(module, "in_features", "infeatures"), attribute(module, "out_features", "outfeatures")
     return (N, K) if isinstance(N, int) and isinstance(K, int) else None
 
 
 def read_words(
-    module: nn.Module, *, checkpoint_version: int | None, rule: str, config: dict[str, Any]
+    module: nn.Module, *, gptq_version: int | None, gptq_zeros_rule: str, config: dict[str, Any]
 ) -> PackedWeight | None:
-    """Reads a module that holds `qweight` and `scales`; None where they are in one of AWQ's gemv layouts.
+    """Reads a module that holds `qweight` and `scales`; returns None if they are in one of AWQ's gemv layouts.
 
     Args:
         module: not touched.
-        checkpoint_version: how GPTQ zero points are stored (1: minus one, 2: as they are); None finds out.
-        rule: for version 1, see `gptq_unpack_zeros`.
+        gptq_version: how GPTQ zero points are stored (1: minus one, 2: as they are); None finds out.
+        gptq_zeros_rule: for version 1, see `gptq_unpack_zeros`.
         config: the model's quantization_config, or {}.
 
     Raises:
@@ -63,7 +63,7 @@ def read_words(
     # By shape and not by class name: GPTQ packs along K, AWQ along N.
     if (N, 8 * rows) == stated and columns == N:
         tensors = _gather(module, *stated)
-        return _read_gptq(tensors, checkpoint_version or _find_version(module, config, tensors.qzeros), rule)
+        return _read_gptq(tensors, gptq_version or _find_version(module, config, tensors.qzeros), gptq_zeros_rule)
     if (N, rows) == stated and 8 * columns == N:
         return _read_awq(_gather(module, *stated))
     if (rows, 8 * columns) == stated:
@@ -135,15 +135,17 @@ def _find_version(module: nn.Module, config: dict[str, Any], qzeros: Tensor) -> 
     if bool((qzeros == SYMMETRIC_WORDS[other]).all()):
         raise UnreadableError(
             f"read as version {version}, every zero point would be {8 + other - version}; as version {other}, 8, "
-            "which is a symmetric weight: pass checkpoint_version"
+            "which is a symmetric weight: pass gptq_version"
         )
     return version
 
 
 def _stated_version(module: nn.Module, config: dict[str, Any]) -> int:
-    """GPTQModel converts zero points to version 2 when it loads for a class that needs it, whatever the file said.
+    """Returns the version that the module's class, the module or the config states; without any, 1.
 
-    Its `qzero_format()` starts at 1 and becomes 2 only where a conversion ran, so a 1 from it says nothing.
+    GPTQModel converts zero points to version 2 when it loads for a class that needs it, whatever the file said.
+
+    Its `qzero_format()` starts at 1 and becomes 2 only if a conversion ran, so a 1 from it says nothing.
     """
     if getattr(type(module), "REQUIRES_FORMAT_V2", False):
         return 2
@@ -154,11 +156,11 @@ def _stated_version(module: nn.Module, config: dict[str, Any]) -> int:
 
 
 def tensor_of(module: nn.Module, name: str) -> Tensor | None:
-    """The module's attribute if it is a tensor."""
+    """Returns the module's attribute if it is a tensor."""
     value = getattr(module, name, None)
     return value if isinstance(value, Tensor) else None
 
 
 def attribute(owner: Any, *names: str) -> Any:
-    """The first attribute that is there and not None; None also where the owner is None."""
+    """Returns the first attribute that is present and not None; None also if the owner is None."""
     return next((value for name in names if (value := getattr(owner, name, None)) is not None), None)

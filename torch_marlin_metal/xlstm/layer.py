@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from torch_marlin_metal.mlstm_ops import MLSTMState, mlstm, mlstm_step
+from torch_marlin_metal.xlstm.ops import MLSTMState, mlstm, mlstm_step
 
 
 def _run(
@@ -83,7 +83,7 @@ class MLSTMCell(nn.Module):
         return (h, (final.C, final.n, final.m.unsqueeze(-1))) if return_last_states else h
 
     def extra_repr(self) -> str:
-        """As every module's."""
+        """Returns sizes, for `print(model)`."""
         return f"chunk_size={self.chunk_size}, eps={self.eps}"
 
 

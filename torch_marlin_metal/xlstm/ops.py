@@ -15,9 +15,9 @@ _ops = torch.ops.torch_marlin_metal
 
 
 class MLSTMState(NamedTuple):
-    """What an mLSTM remembers, in stabilised units: the memory is `exp(m) * C`, its normaliser `exp(m) * n`.
+    """The state of an mLSTM, in stabilised units: the memory is `exp(m) * C`, its normaliser `exp(m) * n`.
 
-    float32 whatever the dtype of the inputs (float64 where they are float64).
+    float32 whatever the dtype of the inputs (float64 if they are float64).
 
     Attributes:
         C: `[B, H, DK, DV]`.
@@ -112,7 +112,7 @@ def mlstm_states(
     chunk_size: int,
     save_states_every: int = 1,
 ) -> MLSTMState:
-    """The first half of `mlstm`: the states between chunks. Not differentiable.
+    """Computes the first half of `mlstm`: the states between chunks. Not differentiable.
 
     Args:
         k: keys `[B, H, S, DK]`, S a multiple of `chunk_size * save_states_every`.
@@ -149,7 +149,7 @@ def mlstm_output(
     chunk_size: int,
     eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The second half of `mlstm`: the outputs inside chunks, all chunks at once. Not differentiable.
+    """Computes the second half of `mlstm`: the outputs inside chunks, all chunks at once. Not differentiable.
 
     Args:
         q: queries `[B, H, S, DK]`, S a multiple of `chunk_size`.

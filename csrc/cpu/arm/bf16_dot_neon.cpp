@@ -1,11 +1,10 @@
-// Bf16 products with exact codes (FEAT_BF16): bfdot for one row, bfmmla, which does twice as much, for more. A code is
-// exact in bf16 where its table says so, an activation is a sum of bf16 parts: one for bf16, three for fp32. The
-// instructions flush subnormals and may round to odd, so activations outside 2^-96 .. 2^120 are left to the fp32
-// kernels.
+// Bf16 products with FEAT_BF16: bfdot for one row, and for more rows bfmmla, which does twice as much. Codes are exact
+// in bf16. An activation is a sum of bf16 parts: one for bf16, three for fp32. The instructions flush subnormals and
+// may round to odd, so activations outside 2^-96 .. 2^120 are left to the fp32 kernels.
 #include <algorithm>
 #include <utility>
 
-#include "kernel_set.h"
+#include "csrc/cpu/gemm/kernel_table.h"
 
 #if defined(__aarch64__)
 
@@ -17,9 +16,9 @@
 #pragma GCC target("arch=armv8.2-a+bf16")
 #endif
 
-#include "bf16_parts.h"
-#include "gemm_kernel.h"
-#include "vec_neon.h"
+#include "csrc/cpu/arm/vec_neon.h"
+#include "csrc/cpu/gemm/bf16_parts.h"
+#include "csrc/cpu/gemm/segments.h"
 
 namespace marlin::cpu {
 
@@ -30,13 +29,13 @@ struct NeonBf16 : Neon {};
 
 using V = NeonBf16;
 
-// The four products' operands of a vector of words: [even k, odd k][columns 0 and 1, columns 2 and 3], each four k of
-// two columns.
+// A vector of words as operands of four products: [even k, odd k][columns 0 and 1, columns 2 and 3], each with four k
+// of two columns.
 struct Operands {
   bfloat16x8_t of[2][2];
 };
 
-// Bytes of words are two codes each: the upper and the lower bytes of their bf16 numbers come from two tables.
+// Looks codes up: the upper and the lower bytes of their bf16 numbers are in two tables.
 class Table {
  public:
   explicit Table(const float* values) {
@@ -80,10 +79,8 @@ void dot_step(const Step& s) {
   const uint32_t* words = s.words;
   const uint32_t* ahead = s.ahead;
   const auto* x = static_cast<const uint64_t*>(s.x);
-  ChunkSum<V, 1, C> sum(s);
-  for (int begin = 0, segment = 0; begin < s.k; begin += s.segment, ++segment) {
-    const int end = begin + s.segment < s.k ? begin + s.segment : s.k;
-    float32x4_t acc[2 * C];  // a column's sum stands in two lanes
+  add_chunk<V, 1, C>(s, [&](int begin, int end, Accumulators<V, 1, C>& total) __attribute__((always_inline)) {
+    float32x4_t acc[2 * C];  // the sum of a column is in two lanes
     unroll<V, 2 * C>([&](auto i) __attribute__((always_inline)) { acc[i] = V::zero(); });
     for (int k = begin; k < end; k += 8) {
       uint32x4_t word[C];
@@ -101,11 +98,8 @@ void dot_step(const Step& s) {
       ahead += s.ld_words;
       x += 2 * parts;
     }
-    float32x4_t total[C];
     unroll<V, C>([&](auto c) __attribute__((always_inline)) { total[c] = vpaddq_f32(acc[2 * c], acc[2 * c + 1]); });
-    add_segment<V, 1, C>(s, segment, total, sum.target());
-  }
-  sum.finish();
+  });
 }
 
 // x is [k/8, even and odd, pair of rows]: four bf16 of each row.
@@ -116,9 +110,7 @@ void matrix_step(const Step& s) {
   const uint32_t* words = s.words;
   const uint32_t* ahead = s.ahead;
   const auto* x = static_cast<const uint16_t*>(s.x);
-  ChunkSum<V, R, C> sum(s);
-  for (int begin = 0, segment = 0; begin < s.k; begin += s.segment, ++segment) {
-    const int end = begin + s.segment < s.k ? begin + s.segment : s.k;
+  add_chunk<V, R, C>(s, [&](int begin, int end, Accumulators<V, R, C>& total) __attribute__((always_inline)) {
     float32x4_t acc[2 * kPairs * C];  // two rows of two columns
     unroll<V, 2 * kPairs * C>([&](auto i) __attribute__((always_inline)) { acc[i] = V::zero(); });
     for (int k = begin; k < end; k += 8) {
@@ -138,15 +130,12 @@ void matrix_step(const Step& s) {
       ahead += s.ld_words;
       x += 16 * kPairs;
     }
-    float32x4_t total[R * C];
     unroll<V, R * C>([&](auto i) __attribute__((always_inline)) {
       const float64x2_t low = vreinterpretq_f64_f32(acc[2 * (i / C / 2 * C + i % C)]);
       const float64x2_t high = vreinterpretq_f64_f32(acc[2 * (i / C / 2 * C + i % C) + 1]);
       total[i] = vreinterpretq_f32_f64(i / C % 2 == 0 ? vzip1q_f64(low, high) : vzip2q_f64(low, high));
     });
-    add_segment<V, R, C>(s, segment, total, sum.target());
-  }
-  sum.finish();
+  });
 }
 
 template <int parts>
@@ -165,7 +154,7 @@ bool pack_row(const PackRow& p) {
   return good;
 }
 
-// A row without a neighbour stands beside whatever is there: rows of a product do not mix.
+// An odd last row is paired with undefined values, which is harmless: the rows of a product do not mix.
 bool pack_pairs(const PackRow& p) {
   uint16_t bits[1][kChunk];
   const bool good = split_bf16<1>(p.values, p.count, bits);

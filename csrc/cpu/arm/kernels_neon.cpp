@@ -1,26 +1,11 @@
 // NEON instances of the fp32 kernels.
-#include "kernel_set.h"
+#include "csrc/cpu/gemm/kernel_table.h"
 
 #if defined(__aarch64__)
 
-#include "gemm_kernel.h"
-#include "vec_neon.h"
+#include "csrc/cpu/arm/vec_neon.h"
+#include "csrc/cpu/gemm/vector_kernel.h"
 
-namespace marlin::cpu {
-
-const KernelSet* neon_kernels() {
-  static constexpr KernelSet kSet = kernel_set<Neon>();
-  return &kSet;
-}
-
-}  // namespace marlin::cpu
-
-#else
-
-namespace marlin::cpu {
-const KernelSet* neon_kernels() {
-  return nullptr;
-}
-}  // namespace marlin::cpu
+MARLIN_KERNEL_SET(neon_kernels, Neon)
 
 #endif

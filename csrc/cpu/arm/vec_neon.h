@@ -1,11 +1,11 @@
-// NEON (Armv8-A): 4 columns a vector.
+// NEON (Armv8-A): vectors of 4 columns.
 #pragma once
 
 #include <arm_neon.h>
 
 #include <cstring>
 
-#include "formats.h"
+#include "csrc/cpu/gemm/formats.h"
 
 namespace marlin::cpu {
 
@@ -13,13 +13,13 @@ struct Neon {
   using F = float32x4_t;
   using I = uint32x4_t;
   static constexpr int width = 4;
-  static constexpr int few_rows = 4;
-  static constexpr int few_rows_vectors = 4;
-  static constexpr int many_rows = 6;
-  static constexpr int many_rows_vectors = 4;
-  static constexpr bool many_rows_from_panel = true;
-  template <Codes codes>
-  static constexpr Codes decoder_for = codes == Codes::integer ? Codes::integer : Codes::table;
+  static constexpr int small_m_rows = 4;
+  static constexpr int small_m_vectors = 4;
+  static constexpr int large_m_rows = 6;
+  static constexpr int large_m_vectors = 4;
+  static constexpr bool large_m_from_panel = true;
+  template <CodeKind codes>
+  static constexpr CodeKind decoder_for = codes == CodeKind::integer ? CodeKind::integer : CodeKind::table;
 
   static F zero() { return vdupq_n_f32(0.F); }
   static F set1(float v) { return vdupq_n_f32(v); }
@@ -31,22 +31,22 @@ struct Neon {
   static F fma(F a, F b, F c) { return vfmaq_f32(c, a, b); }
   static F fnma(F a, F b, F c) { return vfmsq_f32(c, a, b); }
   static F div(F a, F b) { return vdivq_f32(a, b); }
-  // NaN where b is NaN.
+  // Returns NaN if b is NaN.
   static F max(F a, F b) { return vmaxq_f32(a, b); }
-  // 2^n for whole n in [-126, 127].
+  // Returns 2^n for whole n in [-126, 127].
   static F pow2(F n) { return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(vcvtq_s32_f32(n), vdupq_n_s32(127)), 23)); }
-  // value, but 0 where x < limit.
+  // Returns value, or 0 if x < limit.
   static F zero_below(F x, float limit, F value) {
     return vreinterpretq_f32_u32(vbicq_u32(vreinterpretq_u32_f32(value), vcltq_f32(x, vdupq_n_f32(limit))));
   }
-  // Compilers may fuse a product into the sum that follows; this keeps its rounding.
+  // Keeps the rounding of a product, which compilers may fuse into the sum that follows.
   static F rounded(F a) {
     asm("" : "+w"(a));
     return a;
   }
   static I load_words(const uint32_t* p) { return vld1q_u32(p); }
   static void store_words(uint32_t* p, I words) { vst1q_u32(p, words); }
-  // word with the four bits of `from` from `shift` up as its code j, which was 0.
+  // Returns word with bits shift to shift + 3 of `from` as its code j, which must be 0.
   template <int j>
   static I insert_code(I word, I from, int shift) {
     const I code = vandq_u32(vshlq_u32(from, vdupq_n_s32(-shift)), vdupq_n_u32(15));
@@ -55,15 +55,15 @@ struct Neon {
   static F load_half(const uint16_t* p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
   static void store_half(uint16_t* p, F v) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(v))); }
   static I rounding(I bits) { return vaddq_u32(vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1)), vdupq_n_u32(0x7FFF)); }
-  // A NaN must have no bits below those that are kept.
+  // NaNs must have no bits set below the upper 16: rounding would carry.
   static void store_bfloat16(uint16_t* p, F a, F b) {
     const I low = vreinterpretq_u32_f32(a), high = vreinterpretq_u32_f32(b);
     vst1q_u16(p, vaddhn_high_u32(vaddhn_u32(low, rounding(low)), high, rounding(high)));
   }
   static void stream_line(void* to, const void* from) { std::memcpy(to, from, 64); }
 
-  // A 64-byte table lookup: code q becomes the byte indices 4q .. 4q + 3.
-  template <Codes>
+  // Looks up 64 bytes: code q becomes the byte indices 4q .. 4q + 3.
+  template <CodeKind>
   struct Decoder {
     uint8x16x4_t table;
     explicit Decoder(const float* values) {
@@ -91,7 +91,7 @@ struct Neon {
 };
 
 template <>
-struct Neon::Decoder<Codes::integer> {
+struct Neon::Decoder<CodeKind::integer> {
   float32x4_t first;
   explicit Decoder(const float* values) : first(vdupq_n_f32(values[0])) {}
   template <int j>

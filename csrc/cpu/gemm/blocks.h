@@ -1,17 +1,14 @@
-// How a product is cut: ranges of rows, columns and K, packed activations, and the walk of the prefetches.
+// How a product is divided: ranges of rows, columns and K, packed activations, and the order of the prefetches.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 
-#include "kernel_set.h"
-#include "kernels.h"
+#include "csrc/core/math.h"
+#include "csrc/cpu/api.h"
+#include "csrc/cpu/gemm/kernel_table.h"
 
 namespace marlin::cpu {
-
-inline int64_t ceil_div(int64_t a, int64_t b) {
-  return (a + b - 1) / b;
-}
 
 struct Range {
   int64_t begin;
@@ -19,23 +16,23 @@ struct Range {
   int64_t size() const { return end - begin; }
 };
 
-// Part `index` of `parts` nearly equal parts of [0, count).
+// Returns part `index` of `parts` nearly equal parts of [0, count).
 inline Range part(int64_t count, int64_t parts, int64_t index) {
   return {count * index / parts, count * (index + 1) / parts};
 }
 
-// Packed activations of up to pass_rows rows: values [chunk][row block][kChunk, rows of the block], and the sums of
-// each segment [chunk][segment][row].
+// The packed activations of a pass: values [chunk][row block][kChunk, rows of the block], and the sums of each segment
+// [chunk][segment][row].
 struct Activations {
   int64_t rows;
   int64_t row_blocks;
-  int64_t segments;   // in a chunk
-  int64_t row_bytes;  // of one row in one chunk
+  int64_t segments;   // of a chunk
+  int64_t row_bytes;  // one row of one chunk
   char* values;
   float* sums;
 
-  const int64_t* starts;  // [row_blocks + 1] first rows
-  int64_t pitch;          // rows that a block takes in memory
+  const int64_t* starts;  // [row_blocks + 1]: the first row of each block, then the number of rows
+  int64_t pitch;          // rows between the blocks in memory
 
   Range block(int64_t index) const { return {starts[index], starts[index + 1]}; }
   char* block_values(int64_t chunk, int64_t index) const {
@@ -46,7 +43,7 @@ struct Activations {
 
 inline constexpr int64_t kColumnsAhead = 512;  // prefetch distance: 32 KB of a whole chunk's words
 
-// Walks over the strips of a block, chunk after chunk, ahead of the products.
+// The strips of a block, chunk after chunk, ahead of the products.
 class WordsAhead {
  public:
   WordsAhead(const PackedWeight& w, const Range& strips, const Range& chunks, int64_t strip)
@@ -58,7 +55,7 @@ class WordsAhead {
     for (int64_t columns = strip; columns < kColumnsAhead; columns += strip)
       next();
   }
-  // The words that follow; at the end of the task those of the last chunk again.
+  // Returns the words of the next strip; at the end of the task, those of the last chunk again.
   const uint32_t* next() {
     if (++at_ == strips_) {
       at_ = 0;

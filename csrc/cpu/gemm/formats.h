@@ -1,5 +1,5 @@
-// Scalar conversions and code tables. Included before any ISA pragma: these functions are compiled for the baseline and
-// inlined into (and vectorised for) whatever calls them, so that no wider instruction can leak through a shared symbol.
+// Scalar conversions and code tables. Included before any ISA pragma, so that the functions are compiled for the
+// baseline and no wider instruction can leak through a shared symbol. Inlined, they are vectorised for their caller.
 #pragma once
 
 #include <algorithm>
@@ -7,7 +7,7 @@
 #include <bit>
 #include <cstdint>
 
-#include "../weight_format.h"
+#include "csrc/core/weight_format.h"
 
 namespace marlin::cpu {
 
@@ -22,14 +22,14 @@ inline float half_to_float(uint16_t h) {
   return std::bit_cast<float>(sign | magnitude);
 }
 
-// Round to nearest even; above the range inf; NaN stays NaN (quiet).
+// Rounds to nearest even. Values beyond the range become inf, NaNs quiet NaNs.
 inline uint16_t float_to_half(float f) {
   const uint32_t bits = std::bit_cast<uint32_t>(f);
   const uint32_t sign = (bits >> 16) & 0x8000U;
   const uint32_t magnitude = bits & 0x7FFFFFFFU;
   if (magnitude > 0x7F800000U) return static_cast<uint16_t>(sign | 0x7E00U);
   if (magnitude >= 0x477FF000U) return static_cast<uint16_t>(sign | 0x7C00U);
-  if (magnitude < 0x38800000U) {  // below 2^-14: the sum's last mantissa bit is worth 2^-24, so the FPU rounds
+  if (magnitude < 0x38800000U) {  // below 2^-14: the last bit of the sum is 2^-24, so the FPU does the rounding
     const float sum = std::bit_cast<float>(magnitude) + 0.5F;
     return static_cast<uint16_t>(sign | (std::bit_cast<uint32_t>(sum) - 0x3F000000U));
   }
@@ -65,10 +65,6 @@ inline float e8m0_to_float(uint8_t code) {
   return std::bit_cast<float>(code == 0xFFU ? 0x7FC00000U : finite);
 }
 
-constexpr int64_t element_size(ElementType type) {
-  return type == ElementType::float32 ? 4 : type == ElementType::uint8 ? 1 : 2;
-}
-
 inline float load_element(const void* data, ElementType type, int64_t index) {
   switch (type) {
     case ElementType::float16:
@@ -82,36 +78,19 @@ inline float load_element(const void* data, ElementType type, int64_t index) {
   }
 }
 
-// How the vector units turn a code into a number.
-enum class Codes : int { integer, e2m1, table };
-inline constexpr int kCodesCount = 3;
-
-constexpr Codes codes_of(WeightFormat format) {
-  switch (format) {
-    case WeightFormat::uint4b8:
-    case WeightFormat::uint4:
-    case WeightFormat::uint4_bias:
-      return Codes::integer;
-    case WeightFormat::lut4:
-      return Codes::table;
-    default:
-      return Codes::e2m1;
-  }
-}
-
-// The number that each code stands for, before scale and zero point.
+// Returns the number of each code, before scale and zero point.
 inline std::array<float, 16> code_values(WeightFormat format, const float* lut) {
   std::array<float, 16> values{};
   for (int q = 0; q < 16; ++q) {
     const size_t i = static_cast<size_t>(q);
-    switch (codes_of(format)) {
-      case Codes::integer:
+    switch (code_kind(format)) {
+      case CodeKind::integer:
         values[i] = static_cast<float>(format == WeightFormat::uint4b8 ? q - 8 : q);
         break;
-      case Codes::e2m1:
+      case CodeKind::e2m1:
         values[i] = kE2M1Values[i];
         break;
-      case Codes::table:
+      case CodeKind::table:
         values[i] = lut[q];
         break;
     }
@@ -119,18 +98,18 @@ inline std::array<float, 16> code_values(WeightFormat format, const float* lut) 
   return values;
 }
 
-// 0 where a number is not finite, or nearly so, or so small that the bf16 instructions, which flush subnormals, would
-// lose bits beside the activations that they take (bf16_parts.h).
+// Returns the number of bf16 terms that represent every code: 1, or 3 for tables. Returns 0 if the bf16 instructions,
+// which flush subnormals, would lose bits of a code (bf16_parts.h), or if a code is not finite or close to overflow.
 inline int bf16_parts_of_codes(const std::array<float, 16>& values) {
   bool exact = true;
-  uint32_t least = ~0U, largest = 0;  // as bits, so that NaN is the largest
+  uint32_t smallest = ~0U, largest = 0;  // bits, in which NaN is the largest
   for (const float value : values) {
     const uint32_t magnitude = std::bit_cast<uint32_t>(value) & 0x7FFFFFFFU;
     exact = exact && (magnitude & 0xFFFFU) == 0;
-    if (magnitude != 0) least = std::min(least, magnitude);
+    if (magnitude != 0) smallest = std::min(smallest, magnitude);
     largest = std::max(largest, magnitude);
   }
-  if (least < std::bit_cast<uint32_t>(0x1p-6F) || largest >= std::bit_cast<uint32_t>(0x1p100F)) return 0;
+  if (smallest < std::bit_cast<uint32_t>(0x1p-6F) || largest >= std::bit_cast<uint32_t>(0x1p100F)) return 0;
   return exact ? 1 : 3;
 }
 

@@ -1,47 +1,47 @@
-// The matrix product: packs activations, sweeps chunks of K outermost and strips of columns inside them, and lets a
-// MatrixKernel do the arithmetic.
-#include "gemm.h"
+// The matrix product: packs the activations, loops over chunks of K and inside each over strips of columns, and calls a
+// MatrixKernel for the arithmetic.
+#include "csrc/cpu/gemm/gemm.h"
 
 #include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <utility>
 
-#include "gemm_blocks.h"
-#include "kernel_set.h"
-#include "scales.h"
-#include "scratch.h"
+#include "csrc/cpu/gemm/blocks.h"
+#include "csrc/cpu/gemm/kernel_table.h"
+#include "csrc/cpu/gemm/scales.h"
+#include "csrc/cpu/scratch.h"
 
 namespace marlin::cpu {
 
 namespace {
 
-constexpr size_t kKeepBytes = size_t{8} << 20;  // of packed activations, per calling thread
+constexpr size_t kKeepBytes = size_t{8} << 20;  // packed activations that a calling thread keeps
 
 const MatrixKernel& matrix_kernel(const Plan& plan, const KernelSet& kernels) {
   switch (plan.kernel) {
     case Kernel::bf16_dot_fp32_row:
-      return bf16_dot_kernels()->one_fp32_row;
-    case Kernel::bf16_dot_few_rows:
-      return bf16_dot_kernels()->few_rows;
+      return bf16_dot_kernels()->fp32_row;
+    case Kernel::bf16_dot_small_m:
+      return bf16_dot_kernels()->small_m;
     case Kernel::bf16_dot:
-      return bf16_dot_kernels()->many_rows;
-    case Kernel::planes_avx2:
-      return *avx2_planes_kernel();
-    case Kernel::planes_few_rows:
-      return planes_kernels()->few_rows;
-    case Kernel::planes:
-      return planes_kernels()->many_rows;
+      return bf16_dot_kernels()->large_m;
+    case Kernel::byte_split_avx2:
+      return *avx2_byte_split_kernel();
+    case Kernel::byte_split_small_m:
+      return byte_split_kernels()->small_m;
+    case Kernel::byte_split:
+      return byte_split_kernels()->large_m;
     case Kernel::amx:
       return amx_kernels(plan.parts)->exact;
     case Kernel::amx_scaled:
       return amx_kernels(plan.parts)->scaled;
     case Kernel::amx_table:
       return amx_kernels(plan.parts)->table;
-    case Kernel::few_rows:
-      return kernels.few_rows;
+    case Kernel::small_m:
+      return kernels.small_m;
     default:
-      return kernels.many_rows;
+      return kernels.large_m;
   }
 }
 
@@ -55,34 +55,34 @@ class Gemm {
         matrix_(matrix_kernel(plan, kernels)),
         role_(info(w_.format).zeros_role),
         values_(code_values(w_.format, w_.lut)),
-        chunks_(ceil_div(w_.K, kChunk)),
-        strips_(ceil_div(w_.N, plan.strip)),
+        chunks_(ceil_divide(w_.K, kChunk)),
+        strips_(ceil_divide(w_.N, plan.strip)),
         group_(std::min<int64_t>(w_.group_size, kChunk)),
         segment_(matrix_.scaled_panel ? kChunk : group_) {}
 
-  // One of the plan's passes. False where the kernel cannot represent an activation or a scale: the rows are to be
-  // computed again.
+  // Runs one of the plan's passes. Returns false if the kernel cannot represent an activation or a scale; the rows then
+  // need another plan.
   bool run_pass(int64_t pass, const Parallel& parallel) {
     static thread_local Scratch values_scratch, sums_scratch, starts_scratch, partial_scratch;
     Activations x{};
     const Range rows = part(a_.M, plan_.passes, pass);
     const int64_t row = rows.begin;
     x.rows = rows.size();
-    x.row_blocks = ceil_div(x.rows, plan_.max_rows);
-    const int64_t row_units = ceil_div(x.rows, plan_.row_unit);
+    x.row_blocks = ceil_divide(x.rows, plan_.max_rows);
+    const int64_t row_units = ceil_divide(x.rows, plan_.row_unit);
     auto* starts = starts_scratch.get<int64_t>(x.row_blocks + 1);
     for (int64_t i = 0; i <= x.row_blocks; ++i)
       starts[i] = std::min(row_units * i / x.row_blocks * plan_.row_unit, x.rows);
     x.starts = starts;
-    x.pitch = ceil_div(row_units, x.row_blocks) * plan_.row_unit;
-    x.segments = ceil_div(kChunk, segment_);
+    x.pitch = ceil_divide(row_units, x.row_blocks) * plan_.row_unit;
+    x.segments = ceil_divide(int64_t{kChunk}, segment_);
     x.row_bytes = matrix_.row_bytes;
     x.values = values_scratch.get<char>(chunks_ * x.row_blocks * x.pitch * x.row_bytes);
     x.sums = sums_scratch.get<float>(chunks_ * x.segments * x.rows);
     representable_ = true;
-    // Below some 8k elements the fork and join cost more than the packing. Chunks are innermost: a thread reads its
-    // rows from front to back.
-    const int64_t grain = std::max<int64_t>(1, (int64_t{1} << 13) / (kChunk * ceil_div(x.rows, x.row_blocks)));
+    // Below some 8k elements the fork and join cost more than the packing. Chunks are innermost, so that a thread reads
+    // its rows from front to back.
+    const int64_t grain = std::max<int64_t>(1, (int64_t{1} << 13) / (kChunk * ceil_divide(x.rows, x.row_blocks)));
     parallel.run(chunks_ * x.row_blocks, grain, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
         if (!pack(x, row, i % chunks_, i / chunks_)) representable_.store(false, std::memory_order_relaxed);
@@ -120,7 +120,7 @@ class Gemm {
     const int64_t count = std::min<int64_t>(kChunk, w_.K - k0);
     for (int64_t i = 0; i < block.size(); ++i) {
       float buffer[kChunk];
-      const int64_t size = element_size(a_.a_type);
+      const int64_t size = element_bytes(a_.a_type);
       const char* from = static_cast<const char*>(a_.a) + (row + block.begin + i) * a_.a_row_stride * size;
       if (a_.perm == nullptr) {
         kernels_.to_float(from + k0 * size, a_.a_type, count, buffer);
@@ -165,7 +165,7 @@ class Gemm {
     const int64_t columns = block_strips * plan_.strip;
     float* y = y_scratch.get<float>(block_step * plan_.max_rows * columns);
     float* scales = scale_scratch.get<float>(2 * groups() * columns);
-    // Words of a strip that the matrix does not fill, then two decoded panels.
+    // The words of a strip that reaches beyond N, then two decoded panels.
     const int64_t tail = kChunk / 8 * plan_.strip * int64_t{sizeof(uint32_t)};
     char* scratch = panel_scratch.get<char>(tail + 2 * matrix_.panel_bytes);
     auto* tail_words = reinterpret_cast<uint32_t*>(scratch);
@@ -216,12 +216,12 @@ class Gemm {
     return std::min(strips.end * plan_.strip, w_.N) - strips.begin * plan_.strip;
   }
 
-  // Groups in a chunk.
-  int64_t groups() const { return ceil_div(kChunk, group_); }
+  // Returns the number of groups in a chunk.
+  int64_t groups() const { return ceil_divide(int64_t{kChunk}, group_); }
 
-  // Scales, then zeros, of the groups of a chunk: two arrays [group, columns of the strips]. For a panel that has its
-  // scales inside, the second is the global scale, [columns of the strips]. Columns beyond N are 0. Returns the first
-  // group of the chunk; nothing is loaded when that is `loaded` already.
+  // Loads the scales, then the zeros, of the groups of a chunk: two arrays [group, columns of the strips], 0 beyond N.
+  // For a scaled panel the second is the global scale, [columns of the strips]. Returns the first group of the chunk;
+  // loads nothing if that is already `loaded`.
   int64_t load_chunk_scales(int64_t chunk, const Range& strips, int64_t loaded, float* scales) {
     const int64_t k0 = chunk * kChunk;
     const int64_t first = k0 / w_.group_size;
@@ -246,7 +246,7 @@ class Gemm {
     return first;
   }
 
-  // The step of a chunk with what one of its strips sets: everything but the row block.
+  // Returns the step of a chunk for one strip, complete but for the row block.
   Step of_strip(Step step, int64_t strip, int64_t chunk, const Range& strips, const uint32_t* ahead,
                 uint32_t* tail_words) const {
     step.words = w_.words + chunk * (kChunk / 8) * w_.N + strip * plan_.strip;
@@ -269,12 +269,12 @@ class Gemm {
   struct Panels {
     float* of_this;
     float* of_next;
-    bool decoded = false;  // of_this is
+    bool decoded = false;  // of_this has been filled beside the step before
   };
 
   void run_strip(const Activations& x, const Range& blocks, int64_t chunk, Step step, const Step* next, Panels& panels,
                  float* y) const {
-    const auto codes = static_cast<size_t>(codes_of(w_.format));
+    const auto codes = static_cast<size_t>(code_kind(w_.format));
     if (matrix_.panel_bytes != 0) {
       if (!panels.decoded) matrix_.unpack[codes](step, panels.of_this);
       step.panel = panels.of_this;
@@ -331,7 +331,7 @@ class Gemm {
       for (int64_t i = 0; i < count; ++i)
         from[i] += load_element(a_.bias, a_.bias_type, n + i);
     }
-    kernels_.from_float(from, a_.a_type, count, static_cast<char*>(a_.out) + (m * w_.N + n) * element_size(a_.a_type));
+    kernels_.from_float(from, a_.a_type, count, static_cast<char*>(a_.out) + (m * w_.N + n) * element_bytes(a_.a_type));
   }
 
   const GemmArguments& a_;
@@ -343,8 +343,8 @@ class Gemm {
   const std::array<float, 16> values_;
   const int64_t chunks_;
   const int64_t strips_;
-  const int64_t group_;    // the part of a group inside a chunk
-  const int64_t segment_;  // of k that a kernel sums before it applies the scales it is given
+  const int64_t group_;    // k of the part of a group inside a chunk
+  const int64_t segment_;  // k that a kernel sums before it applies scales
   std::atomic<bool> representable_{true};
 };
 

@@ -1,12 +1,12 @@
-// The kernels for a machine that the caller names: tests and benchmarks run every family that this CPU has.
+// The operators on a machine that the caller names, so that tests and benchmarks can run every family of this CPU.
 #pragma once
 
-#include "kernels.h"
-#include "plan.h"
+#include "csrc/cpu/api.h"
+#include "csrc/cpu/gemm/plan.h"
 
 namespace marlin::cpu {
 
-// What the planner is asked for these arguments.
+// Returns the problem that the planner solves for these arguments.
 Problem problem_of(const GemmArguments& arguments, Float32Precision precision);
 void gemm_on(const Machine& machine, const GemmArguments& arguments, const Parallel& parallel,
              Float32Precision precision);

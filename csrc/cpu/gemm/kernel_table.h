@@ -1,30 +1,29 @@
-// What an instruction-set family offers to the drivers in gemm.cpp and dequantize.cpp: a table of functions.
+// The functions of an instruction-set family, as tables for the drivers in gemm.cpp, dequantize.cpp and repack.cpp.
 #pragma once
 
 #include <array>
 #include <cstdint>
 #include <cstring>
 
-#include "capability.h"
-#include "formats.h"
-#include "mlstm_kernels.h"
+#include "csrc/cpu/capability.h"
+#include "csrc/cpu/gemm/formats.h"
 
 namespace marlin::cpu {
 
-// K is worked through in chunks of kChunk: 16 packed rows swept along N together, enough sequential streams for one
-// core. A segment is the part of a group inside a chunk: its products are summed first and scaled once.
+// K is divided into chunks of kChunk, whose 16 packed rows are read along N together: enough sequential streams for one
+// core. A segment is the part of a group inside a chunk: its products are summed first, then scaled once.
 inline constexpr int kChunk = 128;
 
-// One chunk times one strip of columns, for one block of rows. Strips are always whole: the driver pads.
+// One chunk times one strip of columns, for one block of rows. Strips are always whole, because the driver pads.
 struct Step {
   const float* values;    // [16] numbers of the codes
   const uint32_t* words;  // [k/8, strip], row stride ld_words
   int64_t ld_words;
-  // The words that are needed soon, same strides. Prefetched into the second-level cache: where N is a power of two the
-  // rows of a chunk share a few sets of the first.
+  // Words that are needed soon, with the same strides. They are prefetched into the second-level cache only: if N is a
+  // power of two, the rows of a chunk share a few sets of the first.
   const uint32_t* ahead;
-  const float* panel;  // [k, strip] decoded codes, where the kernel reads them instead of words
-  // The following strip of the same chunk and the panel that the step decodes it into beside its products; or nullptr.
+  const float* panel;  // [k, strip] decoded codes, if the kernel reads them instead of words
+  // The next strip of the same chunk and the panel for it, which the step decodes between its products; or nullptr.
   const Step* next;
   float* next_panel;
   const void* x;      // packed activations of the row block
@@ -37,13 +36,13 @@ struct Step {
   int rows;     // of the row block
   int k;        // a multiple of 8, at most kChunk
   int segment;  // a multiple of 8
-  float* y;     // [rows, strip] fp32, added to
+  float* y;     // [rows, strip] fp32; the products are added to it
 };
 using StepFunction = void (*)(const Step&);
 
 inline constexpr int kMaxBlockRows = 32;
 
-// Row `row` of a block of `rows`: `count` activations of one chunk.
+// Row `row` of a block of `rows` rows: `count` activations of one chunk.
 struct PackRow {
   const float* values;
   int count;
@@ -59,29 +58,28 @@ struct MatrixKernel {
   int min_rows;
   int max_rows;
   int row_unit;     // a block starts at a multiple of this
-  int panel_bytes;  // of Step::panel, which `unpack` fills and step reads in place of words; 0 where it reads words
-  int ahead_rows;   // a step of up to so many rows in one segment heeds Step::next
-  // The panel's codes are multiplied by the scales of their groups; step is given the global scale, and a chunk as one
-  // segment.
+  int panel_bytes;  // size of Step::panel, which `unpack` fills; 0 if the steps read words
+  int ahead_rows;   // steps of up to so many rows, with one segment, decode Step::next
+  // The codes of the panel are multiplied by the scales of their groups. The steps are then given the global scale as
+  // scales, and a whole chunk as one segment.
   bool scaled_panel;
-  bool (*representable)(const float* scales, int64_t count);  // of a scaled panel: false where a product may be inexact
-  int row_bytes;                                              // of packed activations: one row of one chunk
-  bool (*pack)(const PackRow&);                               // false where the kernel cannot represent a value
-  // State of the thread, around all steps of a task; or nullptr. No row block of the task has more rows.
+  bool (*representable)(const float* scales, int64_t count);  // false if a scaled code may be inexact
+  int row_bytes;                                              // packed activations: one row of one chunk
+  bool (*pack)(const PackRow&);                               // false if the kernel cannot represent a value
+  // Set and release state of the thread around all steps of a task; or nullptr. `rows` is the largest row block.
   void (*begin)(int segment, int rows);
   void (*end)();
-  std::array<std::array<StepFunction, kMaxBlockRows + 1>, kCodesCount> step;
-  std::array<void (*)(const Step&, float* panel), kCodesCount> unpack;
+  std::array<std::array<StepFunction, kMaxBlockRows + 1>, kCodeKindCount> step;
+  std::array<void (*)(const Step&, float* panel), kCodeKindCount> unpack;
 };
 
-// Eight rows of a weight times up to kDequantizeColumns columns. All arrays have room for a
-// multiple of 32.
+// Eight rows of a weight, up to kDequantizeColumns columns. All arrays have room for a multiple of 32 columns.
 inline constexpr int kDequantizeColumns = 256;
 
 struct DequantizeBlock {
   const float* values;    // [16]
   const uint32_t* words;  // [count]
-  const float* scales;    // [count]; a NaN here, in values or in zeros has no payload: it is what half a NaN rounds to
+  const float* scales;    // [count]; NaNs here, in values and in zeros are the canonical quiet NaN
   const float* zeros;     // [count] or unused
   ZerosRole role;
   int count;
@@ -89,7 +87,7 @@ struct DequantizeBlock {
   ElementType out_type;
 };
 
-// A row of words, code j of each from row from[j], bits shift[j] and up.
+// A row of words: code j of each comes from row from[j], bits shift[j] to shift[j] + 3.
 struct GatherCodes {
   std::array<const uint32_t*, 8> from;
   std::array<int, 8> shift;
@@ -98,46 +96,45 @@ struct GatherCodes {
 };
 
 struct KernelSet {
-  MatrixKernel few_rows;
-  MatrixKernel many_rows;
+  MatrixKernel small_m;
+  MatrixKernel large_m;
   void (*to_float)(const void* source, ElementType type, int64_t count, float* out);
   void (*decode_scales)(const uint8_t* source, ScaleCoding coding, int64_t count, float* out);
   void (*from_float)(const float* source, ElementType type, int64_t count, void* out);
-  std::array<void (*)(const DequantizeBlock&), kCodesCount> dequantize;
+  std::array<void (*)(const DequantizeBlock&), kCodeKindCount> dequantize;
   void (*gather_codes)(const GatherCodes&);
-  // A copy past the caches, for results that are too large to stay there: a plain store first reads the line that it
-  // replaces. Other threads see it after a stream_fence().
+  // Copies past the caches, for results that do not fit there: a plain store would first read the line that it
+  // replaces. Other threads see the copy after a stream_fence().
   void (*stream)(void* to, const void* from, int64_t bytes);
-  MlstmKernels mlstm;
 };
 
 struct Bf16DotKernels {
-  MatrixKernel one_fp32_row;  // three parts
-  MatrixKernel few_rows;      // one part
-  MatrixKernel many_rows;     // one part
+  MatrixKernel fp32_row;  // one row in three parts
+  MatrixKernel small_m;   // one part
+  MatrixKernel large_m;   // one part
 };
 
-// Activations as three planes of bytes, for integer and E2M1 codes.
-struct PlanesKernels {
-  MatrixKernel few_rows;
-  MatrixKernel many_rows;
+// Activations as three bytes each, for integer and E2M1 codes.
+struct ByteSplitKernels {
+  MatrixKernel small_m;
+  MatrixKernel large_m;
 };
 
 struct AmxKernels {
-  MatrixKernel exact;   // codes that bf16 holds
+  MatrixKernel exact;   // codes that bf16 represents
   MatrixKernel scaled;  // the same, with their scales inside the panel
   MatrixKernel table;   // codes in three parts
 };
 
-// nullptr where this build has no code for the family.
+// nullptr if this build has no code for the family.
+const KernelSet* kernels_of(Isa isa);
 const KernelSet* portable_kernels();
 const KernelSet* avx2_kernels();
 const KernelSet* avx512_kernels();
 const KernelSet* neon_kernels();
 const Bf16DotKernels* bf16_dot_kernels();
-const PlanesKernels* planes_kernels();
-const MatrixKernel* avx2_planes_kernel();
-const AmxKernels* amx_kernels(int parts);  // of an activation
-const KernelSet* kernels_of(Isa isa);
+const ByteSplitKernels* byte_split_kernels();
+const MatrixKernel* avx2_byte_split_kernel();
+const AmxKernels* amx_kernels(int activation_parts);
 
 }  // namespace marlin::cpu

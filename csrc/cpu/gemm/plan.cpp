@@ -1,36 +1,37 @@
-#include "plan.h"
+#include "csrc/cpu/gemm/plan.h"
 
 #include <algorithm>
 
-#include "gemm_blocks.h"
-#include "kernel_set.h"
+#include "csrc/cpu/gemm/blocks.h"
+#include "csrc/cpu/gemm/kernel_table.h"
 
 namespace marlin::cpu {
 
 namespace {
 
 constexpr int64_t kPassRows = 512;          // bounds the packed activations: 8 MB of fp32 at K = 4096
-constexpr int64_t kBlockBytes = 256 << 10;  // of fp32 results a task keeps: a quarter of a 1 MB second-level cache
+constexpr int64_t kBlockBytes = 256 << 10;  // fp32 results of a task: a quarter of a 1 MB second-level cache
 constexpr int64_t kBlockRows = 128;
-// Fewer rows leave a tile of 16 so empty that planes of bytes are as fast: at four rows they took 0.85 to 1.07 of the
-// tiles' time (an Intel Xeon, 2 MB of L2, two threads).
-constexpr int64_t kAmxRows = 5;
-// Groups of 16 leave half of each tile product empty and scale twice as often, which three products for each fp32
-// activation do not pay for before.
-constexpr int64_t kAmxGroup16Float32Rows = 7;
-// Coded scales of groups of 32 are multiplied into the panel from the second row tile on (1.14 to 1.33 times as fast at
-// 24 and 32 rows, 0.85 to 1.25 below, the same machine, two and 16 threads); those of groups of 16 wherever tiles are
-// used.
-constexpr int64_t kAmxScaledRows = 17;
-// Codes in three parts cost three decodings and three to six products: against fp32 multiply-adds 0.65 to 0.84 of the
-// speed at eight rows, 1.0 (fp32) to 1.4 at 16, 1.5 to 2.5 at 64 (an Intel Xeon, two threads).
-constexpr int64_t kAmxTableRows = 16;
-constexpr int kPlanesFewRows = 2;    // as many as leave the accumulators of four vectors in registers
-constexpr int64_t kSliceChunks = 4;  // a slice of K shorter than this costs more to add up than it saves
-// Partial sums that slices of K may cost before columns are divided. Threads that read whole rows of words read faster
-// than threads that share rows and pages: on two threads of an Intel Xeon 1.1 to 1.5 times as fast at N = 512 and up to
-// 16 rows, 1.1 times at one row and N = 11008. On 16 threads slices of 128 KB in all lost what they had gained.
-constexpr int64_t kPartialBytes = 88 << 10;
+// A tile has 16 rows. With fewer than five of them in use, split bytes are as fast: at four rows they took 0.85 to 1.07
+// of the tiles' time (Intel Xeon, 2 MB of L2, two threads).
+constexpr int64_t kAmxMinRows = 5;
+// Groups of 16 leave half of each tile product empty and are scaled twice as often. With three products for each fp32
+// activation, tiles pay only from seven rows on.
+constexpr int64_t kAmxMinRowsGroup16Float32 = 7;
+// Multiplying coded scales into the panel pays once a second row tile shares the panel: for groups of 32 it was 1.14 to
+// 1.33 times as fast at 24 and 32 rows, 0.85 to 1.25 times below (same Xeon, two and 16 threads). For groups of 16 it
+// always pays.
+constexpr int64_t kAmxScaledMinRows = 17;
+// Codes in three parts cost three decodings and three to six products. Compared with fp32 multiply-adds the speed was
+// 0.65 to 0.84 at eight rows, 1.0 (fp32) to 1.4 at 16, and 1.5 to 2.5 at 64 (Intel Xeon, two threads).
+constexpr int64_t kAmxTableMinRows = 16;
+constexpr int kByteSplitSmallMRows = 2;  // more rows would spill the accumulators of four vectors
+constexpr int64_t kSliceMinChunks = 4;   // adding up a shorter slice of K costs more than the slice saves
+// K is split before columns are, as long as the partial sums are smaller than this: threads that read whole rows of
+// words read faster than threads that share rows and pages. On two threads of an Intel Xeon that was 1.1 to 1.5 times
+// as fast at N = 512 and up to 16 rows, and 1.1 times at one row and N = 11008. On 16 threads, partial sums of 128 KB
+// lost the gain.
+constexpr int64_t kMaxPartialBytes = 88 << 10;
 
 }  // namespace
 
@@ -38,32 +39,32 @@ KernelShape kernel_shape(Isa isa, Kernel kernel) {
   if (kernel == Kernel::amx || kernel == Kernel::amx_scaled || kernel == Kernel::amx_table) return {32, 32, 16};
   const bool neon = isa == Isa::neon;
   if (kernel == Kernel::bf16_dot_fp32_row) return {neon ? 16 : 64, 1, 1};
-  if (kernel == Kernel::planes_avx2) return {32, 1, 1};
-  if (kernel == Kernel::planes_few_rows) return {neon ? 16 : 64, kPlanesFewRows, 1};
-  if (kernel == Kernel::planes) return {neon ? 8 : 32, 4, 1};
-  if (kernel == Kernel::bf16_dot_few_rows && neon) return {16, 1, 1};
+  if (kernel == Kernel::byte_split_avx2) return {32, 1, 1};
+  if (kernel == Kernel::byte_split_small_m) return {neon ? 16 : 64, kByteSplitSmallMRows, 1};
+  if (kernel == Kernel::byte_split) return {neon ? 8 : 32, 4, 1};
+  if (kernel == Kernel::bf16_dot_small_m && neon) return {16, 1, 1};
   if (kernel == Kernel::bf16_dot && neon) return {8, 8, 2};
-  const bool few = kernel == Kernel::few_rows || kernel == Kernel::bf16_dot_few_rows;
+  const bool small_m = kernel == Kernel::small_m || kernel == Kernel::bf16_dot_small_m;
   switch (isa) {
     case Isa::avx512:
     case Isa::amx:
-      return few ? KernelShape{64, 4, 1} : KernelShape{32, 12, 1};
+      return small_m ? KernelShape{64, 4, 1} : KernelShape{32, 12, 1};
     case Isa::avx2:
-      return few ? KernelShape{32, 2, 1} : KernelShape{16, 6, 1};
+      return small_m ? KernelShape{32, 2, 1} : KernelShape{16, 6, 1};
     case Isa::neon:
-      return few ? KernelShape{16, 4, 1} : KernelShape{16, 6, 1};
+      return small_m ? KernelShape{16, 4, 1} : KernelShape{16, 6, 1};
     default:
-      return few ? KernelShape{8, 2, 1} : KernelShape{8, 4, 1};
+      return small_m ? KernelShape{8, 2, 1} : KernelShape{8, 4, 1};
   }
 }
 
 namespace {
 
-// Bf16 dot products do twice the work of an fp32 multiply-add, planes of bytes 4/3 of it, and both decode for less:
-// planes for least, which decides at one row; fp32 activations in three parts gain by that only.
+// Per instruction, bf16 dot products do 2x the work of an fp32 multiply-add and split bytes 4/3x. Both decode faster,
+// split bytes fastest. Decoding is what counts at M = 1, and all that three-part fp32 activations gain.
 Kernel choose_kernel(const Machine& machine, const Problem& problem, int* parts) {
-  const bool few = problem.M <= kernel_shape(machine.isa, Kernel::few_rows).max_rows;
-  const Kernel fp32 = few ? Kernel::few_rows : Kernel::many_rows;
+  const bool small_m = problem.M <= kernel_shape(machine.isa, Kernel::small_m).max_rows;
+  const Kernel fp32 = small_m ? Kernel::small_m : Kernel::large_m;
   *parts = 1;
   const bool reduced = problem.precision == Float32Precision::reduced;
   const bool table = problem.code_parts > 1;
@@ -73,29 +74,29 @@ Kernel choose_kernel(const Machine& machine, const Problem& problem, int* parts)
                                                                            : 3;
     const bool coded_scales = info(problem.format).scale_coding != ScaleCoding::floating;
     const bool group_16 = problem.group_size < 32;
-    const int64_t least = table                                                ? kAmxTableRows
-                          : group_16 && problem.a_type == ElementType::float32 ? kAmxGroup16Float32Rows
-                                                                               : kAmxRows;
-    if (problem.M >= least) {
+    const int64_t min_rows = table                                                ? kAmxTableMinRows
+                             : group_16 && problem.a_type == ElementType::float32 ? kAmxMinRowsGroup16Float32
+                                                                                  : kAmxMinRows;
+    if (problem.M >= min_rows) {
       *parts = needed;
       if (table) return Kernel::amx_table;
-      return coded_scales && (group_16 || problem.M >= kAmxScaledRows) ? Kernel::amx_scaled : Kernel::amx;
+      return coded_scales && (group_16 || problem.M >= kAmxScaledMinRows) ? Kernel::amx_scaled : Kernel::amx;
     }
   }
   const bool half = problem.a_type != ElementType::float32;
-  // 23 bits relative to the largest of a group: less than fp32 activations have beside a larger neighbour.
-  const bool planes = (half || reduced) && codes_of(problem.format) != Codes::table;
-  if (machine.isa == Isa::avx2 && planes && problem.M == 1) return Kernel::planes_avx2;
+  // Split bytes keep 23 bits relative to the largest activation of a group, so a smaller fp32 activation loses bits.
+  const bool byte_split = (half || reduced) && code_kind(problem.format) != CodeKind::table;
+  if (machine.isa == Isa::avx2 && byte_split && problem.M == 1) return Kernel::byte_split_avx2;
   if (machine.isa != Isa::avx512 && machine.isa != Isa::amx && machine.isa != Isa::neon) return fp32;
   const bool fast_dot = machine.fast_bf16_dot && problem.code_parts == 1;
   if (fast_dot && problem.a_type == ElementType::bfloat16 && problem.M > 1) {
-    const bool few_dots = problem.M <= kernel_shape(machine.isa, Kernel::bf16_dot_few_rows).max_rows;
-    return few_dots ? Kernel::bf16_dot_few_rows : Kernel::bf16_dot;
+    const int dot_rows = kernel_shape(machine.isa, Kernel::bf16_dot_small_m).max_rows;
+    return problem.M <= dot_rows ? Kernel::bf16_dot_small_m : Kernel::bf16_dot;
   }
-  if (planes && machine.byte_dot) {
-    return problem.M <= kPlanesFewRows ? Kernel::planes_few_rows : Kernel::planes;
+  if (byte_split && machine.byte_dot) {
+    return problem.M <= kByteSplitSmallMRows ? Kernel::byte_split_small_m : Kernel::byte_split;
   }
-  if (fast_dot && problem.a_type == ElementType::bfloat16) return Kernel::bf16_dot_few_rows;
+  if (fast_dot && problem.a_type == ElementType::bfloat16) return Kernel::bf16_dot_small_m;
   if (fast_dot && !half && problem.M == 1) {
     *parts = 3;
     return Kernel::bf16_dot_fp32_row;
@@ -111,25 +112,25 @@ Plan divide(const Machine& machine, const Problem& problem, Kernel kernel, int p
   plan.strip = shape.strip;
   plan.max_rows = shape.max_rows;
   plan.row_unit = shape.row_unit;
-  plan.passes = std::max<int64_t>(ceil_div(problem.M, kPassRows), 1);
-  const int64_t pass_rows = std::max<int64_t>(ceil_div(problem.M, plan.passes), 1);
+  plan.passes = std::max<int64_t>(ceil_divide(problem.M, kPassRows), 1);
+  const int64_t pass_rows = std::max<int64_t>(ceil_divide(problem.M, plan.passes), 1);
 
   const int64_t threads = std::max(machine.threads, 1);
-  const int64_t strips = ceil_div(problem.N, plan.strip);
-  const int64_t row_blocks = ceil_div(pass_rows, plan.max_rows);
-  const int64_t most_slices = std::max<int64_t>(ceil_div(problem.K, kChunk) / kSliceChunks, 1);
+  const int64_t strips = ceil_divide(problem.N, plan.strip);
+  const int64_t row_blocks = ceil_divide(pass_rows, plan.max_rows);
+  const int64_t max_slices = std::max<int64_t>(ceil_divide(problem.K, kChunk) / kSliceMinChunks, 1);
   int64_t slices = 1;
-  for (int64_t n = 2; n <= std::min(threads, most_slices); ++n) {
+  for (int64_t n = 2; n <= std::min(threads, max_slices); ++n) {
     const int64_t partial_bytes = int64_t{sizeof(float)} * n * pass_rows * problem.N;
-    if (threads % n == 0 && partial_bytes <= kPartialBytes) slices = n;
+    if (threads % n == 0 && partial_bytes <= kMaxPartialBytes) slices = n;
   }
   plan.column_tasks = std::min(strips, threads / slices);
   plan.row_tasks = std::clamp<int64_t>(threads / (plan.column_tasks * slices), 1, row_blocks);
-  plan.k_slices = std::clamp<int64_t>(threads / (plan.column_tasks * plan.row_tasks), 1, most_slices);
+  plan.k_slices = std::clamp<int64_t>(threads / (plan.column_tasks * plan.row_tasks), 1, max_slices);
 
-  plan.block_rows = std::min(ceil_div(pass_rows, plan.row_tasks), kBlockRows);
+  plan.block_rows = std::min(ceil_divide(pass_rows, plan.row_tasks), kBlockRows);
   const int64_t block_strips = kBlockBytes / (int64_t{sizeof(float)} * plan.block_rows * plan.strip);
-  plan.block_columns = plan.strip * std::clamp<int64_t>(block_strips, 1, ceil_div(strips, plan.column_tasks));
+  plan.block_columns = plan.strip * std::clamp<int64_t>(block_strips, 1, ceil_divide(strips, plan.column_tasks));
   return plan;
 }
 
@@ -143,14 +144,14 @@ Plan make_plan(const Machine& machine, const Problem& problem) {
 
 Plan make_fallback_plan(const Machine& machine, const Problem& problem, const Plan& failed) {
   if (failed.kernel == Kernel::amx_scaled) return divide(machine, problem, Kernel::amx, failed.parts);
-  const bool few = problem.M <= kernel_shape(machine.isa, Kernel::few_rows).max_rows;
-  return divide(machine, problem, few ? Kernel::few_rows : Kernel::many_rows, 1);
+  const bool small_m = problem.M <= kernel_shape(machine.isa, Kernel::small_m).max_rows;
+  return divide(machine, problem, small_m ? Kernel::small_m : Kernel::large_m, 1);
 }
 
 std::string to_string(const Plan& plan) {
-  static constexpr const char* kNames[] = {"few_rows", "many_rows",   "bf16_dot_fp32_row", "bf16_dot_few_rows",
-                                           "bf16_dot", "planes_avx2", "planes_few_rows",   "planes",
-                                           "amx",      "amx_scaled",  "amx_table"};
+  static constexpr const char* kNames[] = {"small_m",  "large_m",         "bf16_dot_fp32_row",  "bf16_dot_small_m",
+                                           "bf16_dot", "byte_split_avx2", "byte_split_small_m", "byte_split",
+                                           "amx",      "amx_scaled",      "amx_table"};
   auto number = [](const char* name, int64_t value) { return std::string(" ") + name + "=" + std::to_string(value); };
   return kNames[static_cast<int>(plan.kernel)] + number("parts", plan.parts) + number("strip", plan.strip) +
          number("max_rows", plan.max_rows) + number("passes", plan.passes) + number("block_rows", plan.block_rows) +

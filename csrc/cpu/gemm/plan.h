@@ -1,11 +1,11 @@
-// The CPU half of the planner: which kernel, which blocks, how the work is split. A pure function of its argument.
+// The CPU planner: which kernel, which blocks, how the work is split. Pure functions of their arguments.
 #pragma once
 
 #include <cstdint>
 #include <string>
 
-#include "capability.h"
-#include "kernels.h"
+#include "csrc/cpu/api.h"
+#include "csrc/cpu/capability.h"
 
 namespace marlin::cpu {
 
@@ -23,29 +23,29 @@ struct Problem {
   WeightFormat format;
   int64_t group_size;
   ElementType a_type;
-  int code_parts;  // bf16 parts whose sums are the codes' numbers: one but for most lookup tables; 0 where none are
+  int code_parts;  // bf16 terms that represent every code exactly: 1 except for most lookup tables; 0 if impossible
   Float32Precision precision;
 };
 
 enum class Kernel : int {
-  few_rows,
-  many_rows,
+  small_m,
+  large_m,
   bf16_dot_fp32_row,
-  bf16_dot_few_rows,
+  bf16_dot_small_m,
   bf16_dot,
-  planes_avx2,
-  planes_few_rows,
-  planes,
+  byte_split_avx2,
+  byte_split_small_m,
+  byte_split,
   amx,
   amx_scaled,
   amx_table
 };
 
-inline bool in_planes(Kernel kernel) {
-  return kernel == Kernel::planes_avx2 || kernel == Kernel::planes_few_rows || kernel == Kernel::planes;
+inline bool is_byte_split(Kernel kernel) {
+  return kernel == Kernel::byte_split_avx2 || kernel == Kernel::byte_split_small_m || kernel == Kernel::byte_split;
 }
 
-// What the planner must know of a kernel's shape; the kernels' own tables are checked against it.
+// The shape of a kernel as the planner knows it; a test compares it with the kernels' own tables.
 struct KernelShape {
   int strip;     // columns
   int max_rows;  // rows of one block
@@ -54,21 +54,21 @@ struct KernelShape {
 
 struct Plan {
   Kernel kernel;
-  int parts;           // bf16 parts of an activation, 1 where the kernel computes in fp32
-  int64_t strip;       // columns that a kernel call works on
-  int64_t max_rows;    // rows of one kernel call, at most
+  int parts;           // bf16 parts of an activation; 1 if the kernel computes in fp32
+  int64_t strip;       // columns of one kernel call
+  int64_t max_rows;    // at most so many rows of one kernel call
   int64_t row_unit;    // a row block starts at a multiple of this
   int64_t passes;      // the rows are packed and multiplied in this many nearly equal parts
-  int64_t block_rows;  // rows and columns whose fp32 results stay in the cache
+  int64_t block_rows;  // the fp32 results of block_rows x block_columns stay in the cache
   int64_t block_columns;
-  int64_t row_tasks;  // row_tasks * column_tasks * k_slices tasks, one a thread or fewer
+  int64_t row_tasks;  // row_tasks * column_tasks * k_slices is at most the number of threads
   int64_t column_tasks;
-  int64_t k_slices;  // more than one: partial sums in fp32, added in the order of k
+  int64_t k_slices;  // if more than one, partial sums in fp32 are added in the order of k
 };
 
 KernelShape kernel_shape(Isa isa, Kernel kernel);
 Plan make_plan(const Machine& machine, const Problem& problem);
-// The plan for what `failed` cannot represent: the scales of a panel, then activations, for which fp32 is left.
+// The plan for values that `failed` cannot represent: scaled panels fall back to unscaled ones, then to fp32 kernels.
 Plan make_fallback_plan(const Machine& machine, const Problem& problem, const Plan& failed);
 std::string to_string(const Plan& plan);
 

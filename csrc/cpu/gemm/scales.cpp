@@ -1,11 +1,11 @@
-#include "scales.h"
+#include "csrc/cpu/gemm/scales.h"
 
 namespace marlin::cpu {
 
 namespace {
 
 const void* element_at(const void* data, ElementType type, int64_t index) {
-  return static_cast<const char*>(data) + index * element_size(type);
+  return static_cast<const char*>(data) + index * element_bytes(type);
 }
 
 }  // namespace

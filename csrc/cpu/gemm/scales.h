@@ -1,17 +1,17 @@
-// Scales and zeros of one group row as fp32, whatever their type in memory.
+// Loads the scales and zeros of one group as fp32, whatever their type in memory.
 #pragma once
 
-#include "kernel_set.h"
-#include "kernels.h"
+#include "csrc/cpu/api.h"
+#include "csrc/cpu/gemm/kernel_table.h"
 
 namespace marlin::cpu {
 
-// out[i] = scale of (group, begin + i) without the global scale.
+// out[i] = scale of (group, begin + i), without the global scale.
 void load_group_scales(const KernelSet& kernels, const PackedWeight& weight, int64_t group, int64_t begin,
                        int64_t count, float* out);
-// out[i] = global scale of column begin + i, 1 where there is none.
+// out[i] = global scale of column begin + i; 1 if there is none.
 void load_global_scale(const PackedWeight& weight, int64_t begin, int64_t count, float* out);
-// out[i] = scale of (group, begin + i); products with the global scale are rounded to fp32.
+// out[i] = scale of (group, begin + i), times the global scale, rounded to fp32.
 void load_scales(const KernelSet& kernels, const PackedWeight& weight, int64_t group, int64_t begin, int64_t count,
                  float* out);
 void load_zeros(const KernelSet& kernels, const PackedWeight& weight, int64_t group, int64_t begin, int64_t count,

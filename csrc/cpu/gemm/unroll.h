@@ -1,4 +1,4 @@
-// A loop whose index is a constant in every turn.
+// A loop whose index is a compile-time constant.
 #pragma once
 
 #include <type_traits>
@@ -6,8 +6,8 @@
 
 namespace marlin::cpu {
 
-// GCC 12 keeps an array of vectors in registers only when every index is a constant. V keeps instances for different
-// instruction sets apart.
+// Unrolling by the compiler is not enough: GCC 12 keeps an array of vectors in registers only if every index is a
+// constant. V keeps instances for different instruction sets apart.
 template <class V, int count, class F>
 [[gnu::always_inline]] inline void unroll(F&& f) {
   [&]<int... i>(std::integer_sequence<int, i...>) __attribute__((always_inline)) {

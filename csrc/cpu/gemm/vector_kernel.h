@@ -1,74 +1,18 @@
-// The fp32 kernels, written once over a vector policy V (vec_*.h). Every function is a template of V, so that code
-// compiled for different instruction sets never shares a symbol.
+// The fp32 kernels, written once over a vector policy V (vec_*.h). Every function is a template of V, so that instances
+// for different instruction sets never share a symbol.
 #pragma once
 
 #include <algorithm>
 #include <utility>
 
-#include "kernel_set.h"
-#include "mlstm_kernel.h"
-#include "unroll.h"
+#include "csrc/cpu/gemm/kernel_table.h"
+#include "csrc/cpu/gemm/segments.h"
+#include "csrc/cpu/gemm/unroll.h"
 
 namespace marlin::cpu {
 
-// y [R, C vectors] += scale * sum(code * x), corrected by the zero point, at the end of a segment.
-template <class V, int R, int C>
-[[gnu::always_inline]] inline void add_segment(const Step& s, int segment, const typename V::F (&acc)[R * C],
-                                               float* y) {
-  using F = typename V::F;
-  const float* scales = s.scales + segment * s.ld_scales;
-  const float* zeros = s.role == ZerosRole::none ? nullptr : s.zeros + segment * s.ld_scales;
-  const float* sums = s.role == ZerosRole::none ? nullptr : s.sums + segment * s.ld_sums;
-  auto each = [&](auto role) __attribute__((always_inline)) {
-    unroll<V, C>([&](auto c) __attribute__((always_inline)) {
-      const F scale = V::load(scales + c * V::width);
-      F zero = V::zero();
-      if constexpr (role != ZerosRole::none) zero = V::load(zeros + c * V::width);
-      unroll<V, R>([&](auto i) __attribute__((always_inline)) {
-        float* at = y + (i * C + c) * V::width;
-        F a = acc[i * C + c];
-        if constexpr (role == ZerosRole::zero_point) a = V::fnma(zero, V::set1(sums[i]), a);
-        F sum = V::fma(a, scale, V::load(at));
-        if constexpr (role == ZerosRole::bias) sum = V::fma(zero, V::set1(sums[i]), sum);
-        V::store(at, sum);
-      });
-    });
-  };
-  switch (s.role) {
-    case ZerosRole::none:
-      return each(std::integral_constant<ZerosRole, ZerosRole::none>{});
-    case ZerosRole::zero_point:
-      return each(std::integral_constant<ZerosRole, ZerosRole::zero_point>{});
-    case ZerosRole::bias:
-      return each(std::integral_constant<ZerosRole, ZerosRole::bias>{});
-  }
-}
-
-// Where the segments of a chunk are added up. Several of them go into a sum of their own first: a long K in small
-// groups would otherwise be one chain of thousands of roundings.
-template <class V, int R, int C>
-class ChunkSum {
- public:
-  [[gnu::always_inline]] explicit ChunkSum(const Step& s) : y_(s.y), single_(s.segment >= s.k) {
-    if (single_) return;
-    unroll<V, R * C>([&](auto i) __attribute__((always_inline)) { V::store(sum_ + i * V::width, V::zero()); });
-  }
-  [[gnu::always_inline]] float* target() { return single_ ? y_ : sum_; }
-  [[gnu::always_inline]] void finish() {
-    if (single_) return;
-    unroll<V, R * C>([&](auto i) __attribute__((always_inline)) {
-      V::store(y_ + i * V::width, V::add(V::load(y_ + i * V::width), V::load(sum_ + i * V::width)));
-    });
-  }
-
- private:
-  float* y_;
-  bool single_;
-  alignas(64) float sum_[R * C * V::width];
-};
-
-// x is [k, R]: the R activations of one k stand together.
-template <class V, Codes codes, bool from_panel, int R, int C>
+// x is [k, R]: the R activations of one k are adjacent.
+template <class V, CodeKind codes, bool from_panel, int R, int C>
 void step(const Step& s) {
   using F = typename V::F;
   const typename V::template Decoder<codes> decoder(s.values);
@@ -76,10 +20,7 @@ void step(const Step& s) {
   const uint32_t* ahead = s.ahead;
   const float* panel = s.panel;
   const float* x = static_cast<const float*>(s.x);
-  ChunkSum<V, R, C> sum(s);
-  for (int begin = 0, segment = 0; begin < s.k; begin += s.segment, ++segment) {
-    const int end = begin + s.segment < s.k ? begin + s.segment : s.k;
-    F acc[R * C];
+  add_chunk<V, R, C>(s, [&](int begin, int end, Accumulators<V, R, C>& acc) __attribute__((always_inline)) {
     unroll<V, R * C>([&](auto i) __attribute__((always_inline)) { acc[i] = V::zero(); });
     for (int k = begin; k < end; k += 8) {
       typename V::I word[C];
@@ -109,12 +50,10 @@ void step(const Step& s) {
       panel += 8 * C * V::width;
       x += 8 * R;
     }
-    add_segment<V, R, C>(s, segment, acc, sum.target());
-  }
-  sum.finish();
+  });
 }
 
-template <class V, Codes codes, int C>
+template <class V, CodeKind codes, int C>
 void unpack(const Step& s, float* panel) {
   const typename V::template Decoder<codes> decoder(s.values);
   const uint32_t* words = s.words;
@@ -160,7 +99,8 @@ void to_float(const void* source, ElementType type, int64_t count, float* out) {
   }
 }
 
-// E4M3 through fp16: the same fields one bit up are the number times 2^-8, subnormals included.
+// E4M3 is converted through fp16: its fields shifted into those of fp16 give the number times 2^-8, subnormals
+// included.
 template <class V>
 void decode_scales(const uint8_t* source, ScaleCoding coding, int64_t count, float* out) {
   int64_t i = 0;
@@ -218,8 +158,8 @@ template <class V, ElementType type>
   }
 }
 
-// Eight rows of the weight, in the order of operations of the format table; each product and sum is rounded to fp32.
-template <class V, Codes codes, ElementType type, ZerosRole role>
+// Decodes eight rows of the weight in the order of the format table's formula. Each product and sum is rounded to fp32.
+template <class V, CodeKind codes, ElementType type, ZerosRole role>
 [[gnu::always_inline]] inline void dequantize_as(const DequantizeBlock& d) {
   using F = typename V::F;
   const typename V::template Decoder<codes> decoder(d.values);
@@ -238,12 +178,12 @@ template <class V, Codes codes, ElementType type, ZerosRole role>
         w[c] = V::mul(w[c], scale[c]);
         if constexpr (role == ZerosRole::bias) w[c] = V::add(V::rounded(w[c]), zero[c]);
       });
-      store_pair<V, type>(d.out + j * kDequantizeColumns * element_size(type), i, w[0], w[1]);
+      store_pair<V, type>(d.out + j * kDequantizeColumns * element_bytes(type), i, w[0], w[1]);
     });
   }
 }
 
-template <class V, Codes codes>
+template <class V, CodeKind codes>
 void dequantize(const DequantizeBlock& d) {
   auto with_role = [&]<ElementType type>() {
     switch (d.role) {
@@ -304,36 +244,44 @@ constexpr MatrixKernel matrix_kernel() {
   kernel.panel_bytes = from_panel ? static_cast<int>(sizeof(float)) * C * V::width * kChunk : 0;
   kernel.row_bytes = kChunk * int{sizeof(float)};
   kernel.pack = &pack_fp32<V>;
-  auto fill = [&]<Codes codes>() {
+  auto fill = [&]<CodeKind codes>() {
     auto& steps = kernel.step[static_cast<size_t>(codes)];
-    // A vector unit with 16-entry tables needs one decoder only, a panel none.
-    constexpr Codes used = from_panel ? Codes::table : V::template decoder_for<codes>;
+    // Vectors with 16-entry look-ups have one decoder for all codes. Steps that read a panel do not decode.
+    constexpr CodeKind used = from_panel ? CodeKind::table : V::template decoder_for<codes>;
     [&]<int... i>(std::integer_sequence<int, i...>) {
       ((steps[static_cast<size_t>(min_rows + i)] = &step<V, used, from_panel, min_rows + i, C>), ...);
     }(std::make_integer_sequence<int, max_rows - min_rows + 1>{});
     kernel.unpack[static_cast<size_t>(codes)] = &unpack<V, V::template decoder_for<codes>, C>;
   };
-  fill.template operator()<Codes::integer>();
-  fill.template operator()<Codes::e2m1>();
-  fill.template operator()<Codes::table>();
+  fill.template operator()<CodeKind::integer>();
+  fill.template operator()<CodeKind::e2m1>();
+  fill.template operator()<CodeKind::table>();
   return kernel;
 }
 
 template <class V>
 constexpr KernelSet kernel_set() {
-  // Rows come in nearly equal blocks. The least block is the smaller half of many_rows + 1 rows, or one of more than
-  // few_rows rows by itself.
-  constexpr int least_rows = std::min(V::few_rows, (V::many_rows + 1) / 2);
-  return {matrix_kernel<V, false, 1, V::few_rows, V::few_rows_vectors>(),
-          matrix_kernel<V, V::many_rows_from_panel, least_rows, V::many_rows, V::many_rows_vectors>(),
+  // Rows come in nearly equal blocks. The smallest is one half of large_m_rows + 1 rows, or a single block of more than
+  // small_m_rows rows.
+  constexpr int min_rows = std::min(V::small_m_rows, (V::large_m_rows + 1) / 2);
+  return {matrix_kernel<V, false, 1, V::small_m_rows, V::small_m_vectors>(),
+          matrix_kernel<V, V::large_m_from_panel, min_rows, V::large_m_rows, V::large_m_vectors>(),
           &to_float<V>,
           &decode_scales<V>,
           &from_float<V>,
-          {&dequantize<V, V::template decoder_for<Codes::integer>>,
-           &dequantize<V, V::template decoder_for<Codes::e2m1>>, &dequantize<V, Codes::table>},
+          {&dequantize<V, V::template decoder_for<CodeKind::integer>>,
+           &dequantize<V, V::template decoder_for<CodeKind::e2m1>>, &dequantize<V, CodeKind::table>},
           &gather_codes<V>,
-          &stream<V>,
-          mlstm_kernels<V>()};
+          &stream<V>};
 }
 
 }  // namespace marlin::cpu
+
+// Defines the function that returns the kernels of a family of vectors.
+#define MARLIN_KERNEL_SET(function, V)                     \
+  namespace marlin::cpu {                                  \
+  const KernelSet* function() {                            \
+    static constexpr KernelSet kKernels = kernel_set<V>(); \
+    return &kKernels;                                      \
+  }                                                        \
+  }

@@ -1,11 +1,5 @@
-#include "gemm_kernel.h"
-#include "vec_portable.h"
+// Plain C++ instances of the fp32 kernels.
+#include "csrc/cpu/gemm/vector_kernel.h"
+#include "csrc/cpu/portable/vec_portable.h"
 
-namespace marlin::cpu {
-
-const KernelSet* portable_kernels() {
-  static constexpr KernelSet kSet = kernel_set<Portable>();
-  return &kSet;
-}
-
-}  // namespace marlin::cpu
+MARLIN_KERNEL_SET(portable_kernels, Portable)

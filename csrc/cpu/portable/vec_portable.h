@@ -1,9 +1,9 @@
-// Plain C++: four columns at a time, left to the compiler.
+// Plain C++: vectors of 4 columns, which the compiler may map to its own.
 #pragma once
 
 #include <cstring>
 
-#include "formats.h"
+#include "csrc/cpu/gemm/formats.h"
 
 namespace marlin::cpu {
 
@@ -15,13 +15,13 @@ struct Portable {
     uint32_t v[4];
   };
   static constexpr int width = 4;
-  static constexpr int few_rows = 2;
-  static constexpr int few_rows_vectors = 2;
-  static constexpr int many_rows = 4;
-  static constexpr int many_rows_vectors = 2;
-  static constexpr bool many_rows_from_panel = true;
-  template <Codes>
-  static constexpr Codes decoder_for = Codes::table;
+  static constexpr int small_m_rows = 2;
+  static constexpr int small_m_vectors = 2;
+  static constexpr int large_m_rows = 4;
+  static constexpr int large_m_vectors = 2;
+  static constexpr bool large_m_from_panel = true;
+  template <CodeKind>
+  static constexpr CodeKind decoder_for = CodeKind::table;
 
   template <class Function>
   static F map(Function f) {
@@ -52,22 +52,22 @@ struct Portable {
   static F div(F a, F b) {
     return map([&](int i) { return a.v[i] / b.v[i]; });
   }
-  // NaN where b is NaN.
+  // Returns NaN if b is NaN.
   static F max(F a, F b) {
     return map([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; });
   }
-  // 2^n for whole n in [-126, 127].
+  // Returns 2^n for whole n in [-126, 127].
   static F pow2(F n) {
     return map([&](int i) {
       const bool in_range = n.v[i] >= -126.F;
       return std::bit_cast<float>(static_cast<uint32_t>(in_range ? static_cast<int32_t>(n.v[i]) + 127 : 0) << 23);
     });
   }
-  // value, but 0 where x < limit.
+  // Returns value, or 0 if x < limit.
   static F zero_below(F x, float limit, F value) {
     return map([&](int i) { return x.v[i] < limit ? 0.F : value.v[i]; });
   }
-  // Compilers may fuse a product into the sum that follows; this keeps its rounding.
+  // Keeps the rounding of a product, which compilers may fuse into the sum that follows.
   static F rounded(F a) {
     volatile float kept[4];
     for (int i = 0; i < 4; ++i)
@@ -76,7 +76,7 @@ struct Portable {
   }
   static I load_words(const uint32_t* p) { return {{p[0], p[1], p[2], p[3]}}; }
   static void store_words(uint32_t* p, I words) { std::memcpy(p, words.v, sizeof words.v); }
-  // word with the four bits of `from` from `shift` up as its code j, which was 0.
+  // Returns word with bits shift to shift + 3 of `from` as its code j, which must be 0.
   template <int j>
   static I insert_code(I word, I from, int shift) {
     for (int i = 0; i < 4; ++i)
@@ -98,7 +98,7 @@ struct Portable {
   }
   static void stream_line(void* to, const void* from) { std::memcpy(to, from, 64); }
 
-  template <Codes>
+  template <CodeKind>
   struct Decoder {
     const float* values;
     explicit Decoder(const float* v) : values(v) {}

@@ -3,10 +3,11 @@
 #include <cstring>
 #include <limits>
 
-#include "gemm.h"
-#include "kernel_set.h"
-#include "scales.h"
-#include "scratch.h"
+#include "csrc/core/math.h"
+#include "csrc/cpu/gemm/gemm.h"
+#include "csrc/cpu/gemm/kernel_table.h"
+#include "csrc/cpu/gemm/scales.h"
+#include "csrc/cpu/scratch.h"
 
 #if defined(__x86_64__)
 #include <emmintrin.h>
@@ -16,11 +17,11 @@ namespace marlin::cpu {
 
 namespace {
 
-constexpr int64_t kBlockColumns = 8 * kDequantizeColumns;  // scales and zeros of a block as fp32: 16 KB
+constexpr int64_t kBlockColumns = 8 * kDequantizeColumns;  // the fp32 scales and zeros of a block take 16 KB
 constexpr int64_t kBlockRows = 8;                          // packed rows of a task
 constexpr int64_t kPadding = 32;                           // two of the widest vectors
 
-// Larger results leave no cache for what comes next: half the last level of a small machine.
+// Larger results are stored past the caches: they would fill half of the last level of a small machine.
 constexpr int64_t kStreamBytes = int64_t{4} << 20;
 
 void stream_fence() {
@@ -29,7 +30,8 @@ void stream_fence() {
 #endif
 }
 
-// Kernels round to bf16 without a look at the NaNs: these ones round to a NaN.
+// Replaces NaNs by the canonical quiet NaN. Kernels round to bf16 without checking for NaNs, and only this one
+// survives.
 void drop_payloads(float* values, int64_t count) {
   for (int64_t i = 0; i < count; ++i)
     values[i] = std::isnan(values[i]) ? std::numeric_limits<float>::quiet_NaN() : values[i];
@@ -39,8 +41,8 @@ void drop_payloads(float* values, int64_t count) {
 struct Buffers {
   float* scales;
   float* zeros;
-  uint32_t* words;  // of a block that the matrix does not fill
-  char* rows;       // [8, kDequantizeColumns] of results
+  uint32_t* words;  // a copy, for a block that reaches beyond the matrix
+  char* rows;       // [8, kDequantizeColumns] results
 
   explicit Buffers(Scratch& scratch) {
     scales = scratch.get<float>(2 * (kBlockColumns + kPadding) + (8 + 1) * kDequantizeColumns);
@@ -58,8 +60,8 @@ class Dequantize {
         kernels_(kernels),
         role_(info(w_.format).zeros_role),
         values_(code_values(w_.format, w_.lut)),
-        kernel_(kernels.dequantize[static_cast<size_t>(codes_of(w_.format))]),
-        size_(element_size(a_.out_type)),
+        kernel_(kernels.dequantize[static_cast<size_t>(code_kind(w_.format))]),
+        size_(element_bytes(a_.out_type)),
         streamed_(w_.K * w_.N * size_ > kStreamBytes) {
     drop_payloads(values_.data(), 16);
   }
@@ -131,7 +133,7 @@ class Dequantize {
 void dequantize_on(Isa isa, const DequantizeArguments& arguments, const Parallel& parallel) {
   const Dequantize work(arguments, *kernels_of(isa));
   const int64_t word_rows = arguments.weight.K / 8;
-  parallel.run((word_rows + kBlockRows - 1) / kBlockRows, 1, [&](int64_t begin, int64_t end) {
+  parallel.run(ceil_divide(word_rows, kBlockRows), 1, [&](int64_t begin, int64_t end) {
     work.rows(begin * kBlockRows, std::min(end * kBlockRows, word_rows));
   });
 }

@@ -1,27 +1,29 @@
-// Lossless moves of 4-bit codes between checkpoint layouts and [K/8, N].
+// Moves 4-bit codes between checkpoint layouts and [K/8, N], without loss.
 #include <algorithm>
 #include <bit>
 #include <cstring>
 
-#include "gemm.h"
-#include "kernel_set.h"
-#include "scratch.h"
+#include "csrc/core/math.h"
+#include "csrc/cpu/gemm/gemm.h"
+#include "csrc/cpu/gemm/kernel_table.h"
+#include "csrc/cpu/scratch.h"
+#include "csrc/cpu/shuffle.h"
 
 namespace marlin::cpu {
 
 namespace {
 
-constexpr int64_t kGrainWords = 1 << 13;          // words of work that are worth a thread
-constexpr int64_t kBlockWords = (640 << 10) / 4;  // of the source, in a second-level cache of 1 MB
-constexpr int64_t kLeastColumns = 64;
-constexpr int64_t kMostColumns = 512;
+constexpr int64_t kGrainWords = 1 << 13;          // fewer words are not worth a thread
+constexpr int64_t kBlockWords = (640 << 10) / 4;  // of the source: most of a 1 MB second-level cache
+constexpr int64_t kMinColumns = 64;
+constexpr int64_t kMaxColumns = 512;
 
 int64_t grain_rows(int64_t words_per_row) {
   return std::max<int64_t>(1, kGrainWords / std::max<int64_t>(words_per_row, 1));
 }
 
-// Columns n to n + count of all rows. Each word of the source is read eight times, in no order: from a compact copy,
-// since rows that are a power of two apart share a few sets of the cache.
+// Permutes columns n to n + count - 1. Each word of the source is read eight times, in random order. The words are
+// copied to a compact block first, because rows that are a power of two apart share a few sets of the cache.
 void permute_columns(const KernelSet& kernels, const uint32_t* qweight, const int32_t* perm, int64_t K, int64_t N,
                      int64_t n, int64_t count, uint32_t* out) {
   static thread_local Scratch scratch;
@@ -39,20 +41,8 @@ void permute_columns(const KernelSet& kernels, const uint32_t* qweight, const in
   }
 }
 
-// Four words of AWQ's "gemm" layout, or one row of the transpose of theirs.
-using Words __attribute__((vector_size(16))) = uint32_t;
 using Halves __attribute__((vector_size(16))) = uint16_t;
 using Bytes __attribute__((vector_size(16))) = uint8_t;
-
-// Elements of a, then of b.
-template <int... index, class Vector>
-Vector shuffle(Vector a, Vector b) {
-#if defined(__clang__)
-  return __builtin_shufflevector(a, b, index...);
-#else
-  return __builtin_shuffle(a, b, Vector{index...});
-#endif
-}
 
 Words load(const uint32_t* p) {
   Words words;
@@ -60,14 +50,15 @@ Words load(const uint32_t* p) {
   return words;
 }
 
-// Out of AWQ's order: column 8c + j of a word stands in nibble 0, 4, 1, 5, 2, 6, 3, 7 (AutoAWQ,
-// awq/utils/packing_utils.py). `even` holds the words of nibbles 0, 2, 4, 6 and `odd` of 1, 3, 5, 7.
+// Undoes AWQ's order: columns 8c to 8c + 7 of a word are in nibbles 0, 4, 1, 5, 2, 6, 3, 7 (AutoAWQ,
+// awq/utils/packing_utils.py). `even` has the words of nibbles 0, 2, 4, 6 and `odd` those of 1, 3, 5, 7.
 void store_columns(uint32_t* to, Words even, Words odd) {
   const Words columns[2] = {shuffle<0, 2, 4, 6>(even, odd), shuffle<1, 3, 5, 7>(even, odd)};
   std::memcpy(to, columns, sizeof columns);
 }
 
-// rows[p] holds codes of rows 2p and 2p + 1 in each byte: result[c] is word c's four bytes, each gathered over p.
+// Each byte of rows[p] has the codes of rows 2p and 2p + 1. Transposes the bytes: result.of[c] gathers those of word c
+// over p.
 struct FourWords {
   Words of[4];
 };
@@ -86,7 +77,7 @@ FourWords transpose_bytes(const Words (&rows)[4]) {
   return result;
 }
 
-// Eight rows of four words, `stride` apart, to one row of 32 words.
+// Repacks eight rows of four words, `stride` apart, to one row of 32 words.
 void awq_block(const uint32_t* from, int64_t stride, uint32_t* to) {
   constexpr uint32_t kLow = 0x0F0F0F0FU, kHigh = 0xF0F0F0F0U;
   Words even[4], odd[4];
@@ -104,14 +95,14 @@ Bytes low_nibbles(Words words) {
   return std::bit_cast<Bytes>(words & 0x0F0F0F0FU);
 }
 
-// Four words to 32 codes, a byte each. GPTQ's order: the lowest nibble first.
+// Spreads four words to 32 codes of a byte. GPTQ has the first column in the lowest nibble.
 void spread_gptq(Words words, Bytes (&codes)[2]) {
   const Bytes even = low_nibbles(words), odd = low_nibbles(words >> 4);
   codes[0] = shuffle<0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23>(even, odd);
   codes[1] = shuffle<8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31>(even, odd);
 }
 
-// AWQ's order: nibbles i and i + 4 stand side by side, so bytes 0 and 2, and 1 and 3, form pairs.
+// AWQ has neighbouring columns in nibbles i and i + 4, so bytes 0 and 2, and bytes 1 and 3, form pairs.
 void spread_awq(Words words, Bytes (&codes)[2]) {
   words = (words & 0xFF0000FFU) | ((words & 0x0000FF00U) << 8) | ((words & 0x00FF0000U) >> 8);
   const auto even = std::bit_cast<Halves>(low_nibbles(words)), odd = std::bit_cast<Halves>(low_nibbles(words >> 4));
@@ -140,19 +131,6 @@ void unpack_zeros(const uint32_t* words, int64_t G, int64_t N, uint8_t* out, con
   });
 }
 
-constexpr int kTile = 4;
-
-void transpose_tile(const uint32_t* from, int64_t ld_from, uint32_t* to, int64_t ld_to) {
-  const Words a = load(from), b = load(from + ld_from), c = load(from + 2 * ld_from), d = load(from + 3 * ld_from);
-  const Words ab[2] = {shuffle<0, 4, 1, 5>(a, b), shuffle<2, 6, 3, 7>(a, b)};
-  const Words cd[2] = {shuffle<0, 4, 1, 5>(c, d), shuffle<2, 6, 3, 7>(c, d)};
-  for (int half = 0; half < 2; ++half) {
-    const Words rows[2] = {shuffle<0, 1, 4, 5>(ab[half], cd[half]), shuffle<2, 3, 6, 7>(ab[half], cd[half])};
-    std::memcpy(to + 2 * half * ld_to, &rows[0], sizeof(Words));
-    std::memcpy(to + (2 * half + 1) * ld_to, &rows[1], sizeof(Words));
-  }
-}
-
 }  // namespace
 
 void gptq_repack_on(Isa isa, const uint32_t* qweight, const int32_t* perm, int64_t K, int64_t N, uint32_t* out,
@@ -164,10 +142,10 @@ void gptq_repack_on(Isa isa, const uint32_t* qweight, const int32_t* perm, int64
     return;
   }
   const KernelSet& kernels = *kernels_of(isa);
-  const int64_t fitting = kBlockWords / std::max<int64_t>(K / 8, 1) / kLeastColumns * kLeastColumns;
-  const int64_t columns = std::clamp(fitting, kLeastColumns, kMostColumns);
+  const int64_t fitting = kBlockWords / std::max<int64_t>(K / 8, 1) / kMinColumns * kMinColumns;
+  const int64_t columns = std::clamp(fitting, kMinColumns, kMaxColumns);
   const int64_t grain = std::max<int64_t>(1, kGrainWords / (K / 8 * columns));
-  parallel.run((N + columns - 1) / columns, grain, [&](int64_t begin, int64_t end) {
+  parallel.run(ceil_divide(N, columns), grain, [&](int64_t begin, int64_t end) {
     for (int64_t n = begin * columns; n < std::min(end * columns, N); n += columns)
       permute_columns(kernels, qweight, perm, K, N, n, std::min(columns, N - n), out);
   });
@@ -199,14 +177,14 @@ void awq_repack(const uint32_t* qweight, int64_t K, int64_t N, uint32_t* out, co
 
 void transpose_words(const uint32_t* words, int64_t rows, int64_t columns, uint32_t* out, const Parallel& parallel) {
   constexpr int64_t kStrip = 64;  // rows of a task: four cache lines of each row of the result
-  const int64_t whole_columns = columns / kTile * kTile;
-  parallel.run((rows + kStrip - 1) / kStrip, grain_rows(kStrip * columns), [&](int64_t begin, int64_t end) {
+  const int64_t whole_columns = columns / 4 * 4;
+  parallel.run(ceil_divide(rows, kStrip), grain_rows(kStrip * columns), [&](int64_t begin, int64_t end) {
     for (int64_t first = begin * kStrip; first < std::min(end * kStrip, rows); first += kStrip) {
       const int64_t last = std::min(first + kStrip, rows);
-      const int64_t whole = first + (last - first) / kTile * kTile;
-      for (int64_t c = 0; c < whole_columns; c += kTile) {
-        for (int64_t r = first; r < whole; r += kTile)
-          transpose_tile(words + r * columns + c, columns, out + c * rows + r, rows);
+      const int64_t whole = first + (last - first) / 4 * 4;
+      for (int64_t c = 0; c < whole_columns; c += 4) {
+        for (int64_t r = first; r < whole; r += 4)
+          transpose_4x4(words + r * columns + c, columns, out + c * rows + r, rows);
       }
       for (int64_t r = first; r < last; ++r) {
         for (int64_t c = r < whole ? whole_columns : 0; c < columns; ++c)
@@ -216,11 +194,11 @@ void transpose_words(const uint32_t* words, int64_t rows, int64_t columns, uint3
   });
 }
 
-void gptq_unpack_zeros(const uint32_t* qzeros, int64_t G, int64_t N, int checkpoint_version, ZerosRule rule,
-                       uint8_t* out, const Parallel& parallel) {
-  const uint32_t add_to_word = checkpoint_version == 1 && rule == ZerosRule::word ? 0x11111111U : 0U;
-  const uint8_t add = checkpoint_version == 1 && rule != ZerosRule::word ? 1 : 0;
-  const uint8_t mask = rule == ZerosRule::unmasked ? 31 : 15;
+void gptq_unpack_zeros(const uint32_t* qzeros, int64_t G, int64_t N, StoredZeros stored, uint8_t* out,
+                       const Parallel& parallel) {
+  const uint32_t add_to_word = stored == StoredZeros::word ? 0x11111111U : 0U;
+  const uint8_t add = stored == StoredZeros::masked || stored == StoredZeros::unmasked ? 1 : 0;
+  const uint8_t mask = stored == StoredZeros::unmasked ? 31 : 15;
   unpack_zeros(qzeros, G, N, out, parallel, [=](Words four, Bytes(&codes)[2]) {
     spread_gptq(four + add_to_word, codes);
     for (Bytes& some : codes)

@@ -1,17 +1,19 @@
-// AMX bf16 tiles with exact codes: a tile product adds 32 k of bf16 pairs in fp32. Codes are exact in bf16, or three
-// bf16 parts of a table's numbers; activations are split into bf16 parts (bf16 one, fp16 two, fp32 three, or two where
-// the caller accepts 2^-17). The products of parts add to the same tile; scale and zero point follow in fp32 after each
-// segment. Tile products flush subnormals, so activations outside 2^-96 .. 2^120 are left to the fp32 kernels.
-#include "kernel_set.h"
+// AMX bf16 tiles: a tile product adds the products of 32 k in fp32. Codes are exact in bf16, or three bf16 parts of the
+// numbers of a table. Activations are split into bf16 parts: bf16 into one, fp16 into two, fp32 into three, or two if
+// the caller accepts errors of 2^-17. The products of all parts add to the same tile; scale and zero point follow in
+// fp32 after each segment. Tile products flush subnormals, so activations outside 2^-96 .. 2^120 are left to the fp32
+// kernels.
+#include "csrc/cpu/gemm/kernel_table.h"
 
 #if defined(__x86_64__) && defined(__linux__)
 
-#include "target.h"
+#include "csrc/cpu/x86/target.h"
 
 MARLIN_TARGET(MARLIN_AVX512 ",amx-tile,amx-bf16")
 
-#include "amx_codes.h"
-#include "vec_avx512.h"
+#include "csrc/cpu/gemm/segments.h"
+#include "csrc/cpu/x86/amx_codes.h"
+#include "csrc/cpu/x86/vec_avx512.h"
 
 namespace marlin::cpu {
 
@@ -19,13 +21,14 @@ namespace {
 
 constexpr int kTileRows = 16;
 
-// GCC 12's _tile_loadconfig and _tile_loadd do not say that they read memory.
+// GCC 12 does not know that _tile_loadconfig and _tile_loadd read memory, and would move or drop stores before them.
 void memory_is_read() {
   asm volatile("" ::: "memory");
 }
 
-// Tiles 0 and 1 hold activations, 2 and 3 codes, 4 to 7 sums: 4 and 5 of the first 16 rows. Tile configuration is state
-// of the thread: loaded at the start of a task, released at its end, because other libraries expect their own.
+// Tiles 0 and 1 hold activations, 2 and 3 codes, 4 to 7 sums: 4 and 5 those of the first 16 rows. The configuration is
+// state of the thread. It is loaded at the start of a task and released at its end, because other libraries load their
+// own.
 void load_tiles(int segment, int rows) {
   struct alignas(64) {
     uint8_t palette = 1;
@@ -41,7 +44,7 @@ void load_tiles(int segment, int rows) {
     config.rows[tile] =
         static_cast<uint8_t>(codes ? k / 2 : std::clamp(second ? rows - kTileRows : rows, 1, kTileRows));
   }
-  // GCC's _tile_loadconfig declares only 8 bytes as read: with the address in an asm the other stores must stay.
+  // GCC's _tile_loadconfig says that it reads 8 bytes; the asm takes the address, so that all stores stay.
   asm volatile("" ::"r"(&config) : "memory");
   _tile_loadconfig(&config);
 }
@@ -62,20 +65,20 @@ void unpack_tiles(const Step& s, float* panel) {
   }
 }
 
-// Of a scaled panel: least activations and scales. What is flushed, less than 2^-126, is 2^-24 of their product with
-// the least code, a half.
-constexpr uint32_t kLeastScaledActivation = (127U - 76U) << 23, kLeastScale = (127U - 25U) << 23;
+// The smallest activation and scale for a scaled panel. Their product with the smallest code, 1/2, is 2^-102: what the
+// tiles flush, less than 2^-126, is 2^-24 of that.
+constexpr uint32_t kMinScaledActivation = (127U - 76U) << 23, kMinScale = (127U - 25U) << 23;
 
-// Whether codes times scales are finite, and large enough for the tiles. NaN is representable.
+// Returns true if codes times scales are finite and large enough for the tiles. NaN is allowed.
 bool scales_representable(const float* scales, int64_t count) {
-  constexpr uint32_t kBeyond = (127U + 126U) << 23, kInfinity = 255U << 23;
-  uint32_t strange = 0;
+  constexpr uint32_t kScaleEnd = (127U + 126U) << 23, kInfinity = 255U << 23;
+  uint32_t out_of_range = 0;
   for (int64_t i = 0; i < count; ++i) {
     const uint32_t magnitude = std::bit_cast<uint32_t>(scales[i]) & 0x7FFFFFFFU;
-    const bool outside = magnitude < kLeastScale || (magnitude >= kBeyond && magnitude <= kInfinity);
-    strange |= static_cast<uint32_t>(magnitude != 0 && outside);
+    const bool outside = magnitude < kMinScale || (magnitude >= kScaleEnd && magnitude <= kInfinity);
+    out_of_range |= static_cast<uint32_t>(magnitude != 0 && outside);
   }
-  return strange == 0;
+  return out_of_range == 0;
 }
 
 // y [rows, 32] += scale * (tile sums - zero * sum of activations), or with a bias in place of the zero point.
@@ -101,7 +104,7 @@ void add_tiles(const Step& s, int segment, int rows, const float* tiles, float* 
   }
 }
 
-// Products of an activation's and a code's parts are left out where both are small: they are below 2^-24 of the whole.
+// Products of two small parts are left out: they are less than 2^-24 of the product of the numbers.
 constexpr bool counts(int part, int code_part) {
   return part + code_part < 3;
 }
@@ -117,13 +120,13 @@ void tile_step(const Step& s) {
   const char* b = reinterpret_cast<const char*>(s.panel);
   auto* next_panel = reinterpret_cast<__m512i*>(s.next_panel);
   alignas(64) float tiles[row_tiles * kTileRows * kStrip];
-  // Several segments are added up on their own first: a long K in small groups would be one chain of roundings.
+  // Several segments go into a sum of their own first, because a long K in small groups would be one chain of
+  // roundings.
   alignas(64) float chunk[row_tiles * kTileRows * kStrip];
   const bool single = s.segment >= s.k;
   if (!single) std::memset(chunk, 0, sizeof(chunk));
   memory_is_read();
-  for (int begin = 0, segment = 0; begin < s.k; begin += s.segment, ++segment) {
-    const int end = std::min(begin + s.segment, s.k);
+  for_each_segment(s, [&](int segment, int begin, int end) __attribute__((always_inline)) {
     _tile_zero(4);
     _tile_zero(5);
     if constexpr (row_tiles == 2) {
@@ -148,7 +151,7 @@ void tile_step(const Step& s) {
       }
       if constexpr (Codes::ahead_rows != 0) {
         if (s.next != nullptr) next_panel = codes.unpack(*s.next, k, end, next_panel);
-        memory_is_read();  // keeps the decoding where it stands
+        memory_is_read();  // keeps the compiler from moving the decoding
       }
     }
     constexpr int kStride = kStrip * sizeof(float);
@@ -159,32 +162,31 @@ void tile_step(const Step& s) {
       _tile_stored(7, tiles + kTileRows * kStrip + 16, kStride);
     }
     add_tiles(s, segment, s.rows, tiles, single ? s.y : chunk);
-  }
+  });
   if (single) return;
   for (int i = 0; i < s.rows * kStrip; i += 16) {
     _mm512_storeu_ps(s.y + i, _mm512_add_ps(_mm512_loadu_ps(s.y + i), _mm512_loadu_ps(chunk + i)));
   }
 }
 
-// Lanes that are too small for the tiles, or have parts that could overflow.
-template <uint32_t least>
+// Returns the lanes that are too small for the tiles, or so large that a part could overflow.
+template <uint32_t min>
 __mmask16 outside(__m512 values) {
   const __m512i magnitude = _mm512_and_si512(_mm512_castps_si512(values), _mm512_set1_epi32(0x7FFFFFFF));
-  const __m512i above = _mm512_sub_epi32(magnitude, _mm512_set1_epi32(static_cast<int>(least)));
-  const __mmask16 beyond =
-      _mm512_cmpge_epu32_mask(above, _mm512_set1_epi32(static_cast<int>(kBeyondActivations - least)));
+  const __m512i above = _mm512_sub_epi32(magnitude, _mm512_set1_epi32(static_cast<int>(min)));
+  const __mmask16 beyond = _mm512_cmpge_epu32_mask(above, _mm512_set1_epi32(static_cast<int>(kActivationEnd - min)));
   return _mm512_mask_test_epi32_mask(beyond, magnitude, magnitude);
 }
 
-// False where an activation is too small or too large.
-template <int parts, uint32_t least>
+// Returns false if an activation is too small or too large.
+template <int parts, uint32_t min>
 bool pack_tiles(const PackRow& p) {
-  // The upper halves of 32 lanes, each 8 in the order of the codes' pairs.
+  // Takes the upper halves of 32 lanes, each eight in the order of the pairs of codes.
   const __m512i pairs = _mm512_set_epi16(63, 55, 61, 53, 59, 51, 57, 49, 47, 39, 45, 37, 43, 35, 41, 33,  //
                                          31, 23, 29, 21, 27, 19, 25, 17, 15, 7, 13, 5, 11, 3, 9, 1);
   const int tile = tile_k(p.segment);
   const auto whole_tile = static_cast<__mmask32>((uint64_t{1} << tile) - 1);
-  const int row_tiles = (p.rows + kTileRows - 1) / kTileRows;
+  const auto row_tiles = static_cast<int>(ceil_divide(p.rows, kTileRows));
   const int part_size = row_tiles * kTileRows * tile;
   auto* to = static_cast<uint16_t*>(p.out) + p.row / kTileRows * kTileRows * tile + p.row % kTileRows * tile;
   __mmask16 bad = 0;
@@ -194,7 +196,7 @@ bool pack_tiles(const PackRow& p) {
       const auto present = static_cast<uint32_t>((uint64_t{1} << std::min(tile, end - k)) - 1);
       __m512 low = _mm512_maskz_loadu_ps(static_cast<__mmask16>(present), p.values + k);
       __m512 high = _mm512_maskz_loadu_ps(static_cast<__mmask16>(present >> 16), p.values + k + 16);
-      bad |= outside<least>(low) | outside<least>(high);
+      bad |= outside<min>(low) | outside<min>(high);
       for (int part = 0; part < parts; ++part, to += part_size) {
         const __m512i first = take_part(low);
         _mm512_mask_storeu_epi16(to, whole_tile, _mm512_permutex2var_epi16(first, pairs, take_part(high)));
@@ -216,8 +218,8 @@ constexpr MatrixKernel tile_kernel() {
   kernel.scaled_panel = Codes::scaled;
   kernel.representable = &scales_representable;
   kernel.row_bytes = 2 * parts * kChunk;
-  constexpr uint32_t least = Codes::scaled ? kLeastScaledActivation : kLeastActivation;
-  kernel.pack = &pack_tiles<parts, least>;
+  constexpr uint32_t min = Codes::scaled ? kMinScaledActivation : kMinActivation;
+  kernel.pack = &pack_tiles<parts, min>;
   kernel.begin = &load_tiles;
   kernel.end = &release_tiles;
   for (auto& steps : kernel.step) {
@@ -243,13 +245,5 @@ const AmxKernels* amx_kernels(int parts) {
 }  // namespace marlin::cpu
 
 MARLIN_TARGET_END
-
-#else
-
-namespace marlin::cpu {
-const AmxKernels* amx_kernels(int) {
-  return nullptr;
-}
-}  // namespace marlin::cpu
 
 #endif

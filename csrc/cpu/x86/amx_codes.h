@@ -1,10 +1,11 @@
-// From packed words to tiles of bf16 codes, for amx.cpp, which includes this after its ISA pragma; everything here has
-// internal linkage. The panel of a strip is [tile product][code part][2 column tiles][k/2][16 columns] pairs of bf16.
-// Inside 8 k the pairs are (0, 4), (1, 5), (2, 6), (3, 7), as one shifted word of packed codes gives them.
+// Decodes packed words to tiles of bf16 codes, for amx.cpp, which includes this after its ISA pragma; everything here
+// has internal linkage. The panel of a strip is [tile product][code part][2 column tiles][k/2][16 columns] pairs of
+// bf16. Inside 8 k the pairs are (0, 4), (1, 5), (2, 6), (3, 7), because a shifted word gives two codes that are 4 k
+// apart.
 #pragma once
 
-#include "bf16_parts.h"
-#include "vec_avx512.h"
+#include "csrc/cpu/gemm/bf16_parts.h"
+#include "csrc/cpu/x86/vec_avx512.h"
 
 namespace marlin::cpu {
 
@@ -12,13 +13,13 @@ namespace {
 
 constexpr int kStrip = 32;  // two tiles of 16 columns
 
-// k of one tile product: a short segment gets a short tile, so that no work goes into padding.
+// Returns the k of one tile product. A short segment gets a short tile, which saves the work on padding.
 constexpr int tile_k(int segment) {
   return segment < 32 ? segment : 32;
 }
 
-// Of the tile product that begins at k, in a segment that ends at `end`: calls write(row of words, column, out) for
-// each 16 words, which take four vectors, and puts zeros where no words are left. Returns the end of what it wrote.
+// Calls write(row of words, column, out) for each 16 words of the tile product that begins at k; they decode to four
+// vectors. Beyond the end of the segment it writes zeros. Returns the end of the output.
 template <class Write>
 [[gnu::always_inline]] inline __m512i* each_word(int k, int end, int tile, __m512i* out, Write write) {
   for (int column = 0; column < kStrip; column += 16) {
@@ -44,7 +45,7 @@ template <class Write>
   return _mm512_permutexvar_epi16(_mm512_srli_epi32(word, 4 * static_cast<unsigned>(j)), table);
 }
 
-// Takes the first bf16 part off values; it is in the upper half of each lane of what is returned.
+// Subtracts the first bf16 part from values and returns it in the upper half of each lane.
 [[gnu::always_inline]] inline __m512i take_part(__m512& values) {
   const __m512i rounded = Avx512::round_high_half(values);
   const __m512i part = _mm512_and_si512(rounded, _mm512_set1_epi32(static_cast<int>(0xFFFF0000U)));
@@ -52,9 +53,10 @@ template <class Write>
   return rounded;
 }
 
-// Numbers that are sums of so many bf16 parts. Decoding one part beside tile products made up to eight rows 1.08
-// to 1.10 times as fast on two and four threads, 1.03 on 16, where 16 rows lost a fifth: products of full tiles leave
-// the core less (an Intel Xeon). Two panels of three parts would fill the first-level cache.
+// Codes as sums of bf16 parts. One part is decoded between the tile products of up to eight rows, which was 1.08
+// to 1.10 times as fast on two and four threads and 1.03 times on 16 (Intel Xeon). With 16 rows it lost a fifth,
+// because products of full tiles leave the core less to spare. Three parts are decoded before: two panels of them would
+// fill the first-level cache.
 template <int code_parts>
 class CodesInParts {
  public:
@@ -83,9 +85,9 @@ class CodesInParts {
   __m512i tables_[parts];
 };
 
-// Numbers that bf16 holds, each multiplied by the scale of its group. An E2M1 code has two significant bits and an E4M3
-// scale four, an E8M0 scale one: the product is exact in bf16. Segments of the products are whole chunks. More work to
-// decode, so it gains beside products of any size: 1.04 to 1.25 times (the same machine).
+// Codes times the scale of their group. The product is exact in bf16: an E2M1 code has two significant bits, an E4M3
+// scale four and an E8M0 scale one. A whole chunk is one segment. There is more to decode, so decoding between the
+// products pays for any number of rows: it was 1.04 to 1.25 times as fast (same Xeon).
 class ScaledCodes {
  public:
   static constexpr int ahead_rows = 32;

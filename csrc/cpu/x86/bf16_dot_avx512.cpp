@@ -1,17 +1,17 @@
-// AVX512-BF16 dot products with exact codes: vdpbf16ps multiplies pairs of bf16 and adds in fp32. A code is exact in
-// bf16 (integers below 256, E2M1), a bf16 activation is one part, an fp32 activation three (24 bits = 3 * 8). The
-// instruction flushes subnormals, so activations outside 2^-96 .. 2^120 are left to the fp32 kernels.
-#include "kernel_set.h"
+// AVX512-BF16 dot products: vdpbf16ps multiplies pairs of bf16 and adds in fp32. Codes are exact in bf16 (integers
+// below 256, E2M1). A bf16 activation is one part, an fp32 activation three parts of 8 bits. The instruction flushes
+// subnormals, so activations outside 2^-96 .. 2^120 are left to the fp32 kernels.
+#include "csrc/cpu/gemm/kernel_table.h"
 
 #if defined(__x86_64__)
 
-#include "target.h"
+#include "csrc/cpu/x86/target.h"
 
 MARLIN_TARGET(MARLIN_AVX512 ",avx512bf16")
 
-#include "bf16_parts.h"
-#include "gemm_kernel.h"
-#include "vec_avx512.h"
+#include "csrc/cpu/gemm/bf16_parts.h"
+#include "csrc/cpu/gemm/segments.h"
+#include "csrc/cpu/x86/vec_avx512.h"
 
 namespace marlin::cpu {
 
@@ -22,18 +22,16 @@ struct Avx512Bf16 : Avx512 {};
 
 using V = Avx512Bf16;
 
-// x is [k/8, pair, part, R]: pair j holds the activations of k = j and j + 4 in one 32-bit number.
+// x is [k/8, pair, part, R]: pair j is the activations of k = j and j + 4 in 32 bits.
 template <int parts, int R, int C>
 void dot_step(const Step& s) {
-  // Every part has a sum of its own: one row alone would be a chain of dependent instructions.
+  // Every part has a sum of its own, because a single row would otherwise be a chain of dependent instructions.
   constexpr int sums = parts * R * C;
   const __m512i table = bf16_table(_mm512_loadu_si512(s.values));
   const uint32_t* words = s.words;
   const uint32_t* ahead = s.ahead;
   const auto* x = static_cast<const int32_t*>(s.x);
-  ChunkSum<V, R, C> sum(s);
-  for (int begin = 0, segment = 0; begin < s.k; begin += s.segment, ++segment) {
-    const int end = begin + s.segment < s.k ? begin + s.segment : s.k;
+  add_chunk<V, R, C>(s, [&](int begin, int end, Accumulators<V, R, C>& total) __attribute__((always_inline)) {
     __m512 acc[sums];
     unroll<V, sums>([&](auto i) __attribute__((always_inline)) { acc[i] = _mm512_setzero_ps(); });
     for (int k = begin; k < end; k += 8) {
@@ -59,17 +57,13 @@ void dot_step(const Step& s) {
       ahead += s.ld_words;
       x += 4 * parts * R;
     }
-    if constexpr (parts == 3) {
-      __m512 total[R * C];
-      unroll<V, R * C>([&](auto i) __attribute__((always_inline)) {
+    unroll<V, R * C>([&](auto i) __attribute__((always_inline)) {
+      total[i] = acc[i];
+      if constexpr (parts == 3) {
         total[i] = _mm512_add_ps(acc[i], _mm512_add_ps(acc[R * C + i], acc[2 * R * C + i]));
-      });
-      add_segment<V, R, C>(s, segment, total, sum.target());
-    } else {
-      add_segment<V, R, C>(s, segment, acc, sum.target());
-    }
-  }
-  sum.finish();
+      }
+    });
+  });
 }
 
 template <int parts>
@@ -104,9 +98,9 @@ constexpr MatrixKernel dot_kernel() {
   return kernel;
 }
 
-constexpr Bf16DotKernels kDot{dot_kernel<3, 1, 1, V::few_rows_vectors>(),
-                              dot_kernel<1, 1, V::few_rows, V::few_rows_vectors>(),
-                              dot_kernel<1, V::few_rows, V::many_rows, V::many_rows_vectors>()};
+constexpr Bf16DotKernels kDot{dot_kernel<3, 1, 1, V::small_m_vectors>(),
+                              dot_kernel<1, 1, V::small_m_rows, V::small_m_vectors>(),
+                              dot_kernel<1, V::small_m_rows, V::large_m_rows, V::large_m_vectors>()};
 
 }  // namespace
 
@@ -117,13 +111,5 @@ const Bf16DotKernels* bf16_dot_kernels() {
 }  // namespace marlin::cpu
 
 MARLIN_TARGET_END
-
-#elif !defined(__aarch64__)
-
-namespace marlin::cpu {
-const Bf16DotKernels* bf16_dot_kernels() {
-  return nullptr;
-}
-}  // namespace marlin::cpu
 
 #endif

@@ -1,35 +1,17 @@
 // AVX2 instances of the fp32 kernels.
-#include "kernel_set.h"
+#include "csrc/cpu/gemm/kernel_table.h"
 
 #if defined(__x86_64__)
 
-#include "target.h"
+#include "csrc/cpu/x86/target.h"
 
 MARLIN_TARGET(MARLIN_AVX2)
 
-#include "gemm_kernel.h"
-#include "vec_avx2.h"
+#include "csrc/cpu/gemm/vector_kernel.h"
+#include "csrc/cpu/x86/vec_avx2.h"
 
-namespace marlin::cpu {
-
-namespace {
-constexpr KernelSet kSet = kernel_set<Avx2>();
-}
-
-const KernelSet* avx2_kernels() {
-  return &kSet;
-}
-
-}  // namespace marlin::cpu
+MARLIN_KERNEL_SET(avx2_kernels, Avx2)
 
 MARLIN_TARGET_END
-
-#else
-
-namespace marlin::cpu {
-const KernelSet* avx2_kernels() {
-  return nullptr;
-}
-}  // namespace marlin::cpu
 
 #endif

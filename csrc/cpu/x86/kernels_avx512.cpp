@@ -1,35 +1,17 @@
 // AVX-512 instances of the fp32 kernels.
-#include "kernel_set.h"
+#include "csrc/cpu/gemm/kernel_table.h"
 
 #if defined(__x86_64__)
 
-#include "target.h"
+#include "csrc/cpu/x86/target.h"
 
 MARLIN_TARGET(MARLIN_AVX512)
 
-#include "gemm_kernel.h"
-#include "vec_avx512.h"
+#include "csrc/cpu/gemm/vector_kernel.h"
+#include "csrc/cpu/x86/vec_avx512.h"
 
-namespace marlin::cpu {
-
-namespace {
-constexpr KernelSet kSet = kernel_set<Avx512>();
-}
-
-const KernelSet* avx512_kernels() {
-  return &kSet;
-}
-
-}  // namespace marlin::cpu
+MARLIN_KERNEL_SET(avx512_kernels, Avx512)
 
 MARLIN_TARGET_END
-
-#else
-
-namespace marlin::cpu {
-const KernelSet* avx512_kernels() {
-  return nullptr;
-}
-}  // namespace marlin::cpu
 
 #endif

@@ -1,6 +1,7 @@
-// What stands between MARLIN_TARGET(features) and MARLIN_TARGET_END is compiled for a wider x86 than the baseline. It
-// is called only after capability() has found the features, and must not share a symbol with code outside: headers that
-// define functions come before, and first of all those of the standard library.
+// Code between MARLIN_TARGET(features) and MARLIN_TARGET_END is compiled for a wider x86 than the baseline. It runs
+// only after capability() has found the features, and it must not share a symbol with code outside, because the linker
+// could keep the wide copy for all. Headers that define functions therefore come before it, those of the standard
+// library first.
 #pragma once
 
 #include <immintrin.h>
@@ -8,7 +9,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "kernel_set.h"
+#include "csrc/cpu/gemm/kernel_table.h"
 
 #define MARLIN_PRAGMA(text) _Pragma(#text)
 
@@ -17,7 +18,7 @@
   MARLIN_PRAGMA(clang attribute push(__attribute__((target(features))), apply_to = function))
 #define MARLIN_TARGET_END MARLIN_PRAGMA(clang attribute pop)
 #else
-// GCC 12 warns about the undefined operands inside its own intrinsics.
+// GCC 12 warns about undefined operands inside its own intrinsics.
 #define MARLIN_TARGET(features)                                 \
   MARLIN_PRAGMA(GCC diagnostic ignored "-Wmaybe-uninitialized") \
   MARLIN_PRAGMA(GCC diagnostic ignored "-Wuninitialized")       \

@@ -1,9 +1,9 @@
-// AVX2 with FMA and F16C: 8 columns a vector. vpermps reads three index bits, so a full table takes two of them.
+// AVX2 with FMA and F16C: vectors of 8 columns. vpermps reads three index bits, so a full table takes two vpermps.
 #pragma once
 
 #include <immintrin.h>
 
-#include "formats.h"
+#include "csrc/cpu/gemm/formats.h"
 
 namespace marlin::cpu {
 
@@ -11,13 +11,13 @@ struct Avx2 {
   using F = __m256;
   using I = __m256i;
   static constexpr int width = 8;
-  static constexpr int few_rows = 2;
-  static constexpr int few_rows_vectors = 4;
-  static constexpr int many_rows = 6;
-  static constexpr int many_rows_vectors = 2;
-  static constexpr bool many_rows_from_panel = true;
-  template <Codes codes>
-  static constexpr Codes decoder_for = codes;
+  static constexpr int small_m_rows = 2;
+  static constexpr int small_m_vectors = 4;
+  static constexpr int large_m_rows = 6;
+  static constexpr int large_m_vectors = 2;
+  static constexpr bool large_m_from_panel = true;
+  template <CodeKind codes>
+  static constexpr CodeKind decoder_for = codes;
 
   static F zero() { return _mm256_setzero_ps(); }
   static F set1(float v) { return _mm256_set1_ps(v); }
@@ -29,24 +29,24 @@ struct Avx2 {
   static F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
   static F fnma(F a, F b, F c) { return _mm256_fnmadd_ps(a, b, c); }
   static F div(F a, F b) { return _mm256_div_ps(a, b); }
-  // NaN where b is NaN.
+  // Returns NaN if b is NaN.
   static F max(F a, F b) { return _mm256_max_ps(a, b); }
-  // 2^n for whole n in [-126, 127].
+  // Returns 2^n for whole n in [-126, 127].
   static F pow2(F n) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
   }
-  // value, but 0 where x < limit.
+  // Returns value, or 0 if x < limit.
   static F zero_below(F x, float limit, F value) {
     return _mm256_and_ps(value, _mm256_cmp_ps(x, _mm256_set1_ps(limit), _CMP_NLT_UQ));
   }
-  // Compilers may fuse a product into the sum that follows; this keeps its rounding.
+  // Keeps the rounding of a product, which compilers may fuse into the sum that follows.
   static F rounded(F a) {
     asm("" : "+x"(a));
     return a;
   }
   static I load_words(const uint32_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
   static void store_words(uint32_t* p, I words) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), words); }
-  // word with the four bits of `from` from `shift` up as its code j, which was 0.
+  // Returns word with bits shift to shift + 3 of `from` as its code j, which must be 0.
   template <int j>
   static I insert_code(I word, I from, int shift) {
     const I code = _mm256_and_si256(_mm256_srl_epi32(from, _mm_cvtsi32_si128(shift)), _mm256_set1_epi32(15));
@@ -63,9 +63,9 @@ struct Avx2 {
     const I odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
     return _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7FFF)), odd), 16);
   }
-  // A NaN must have no bits below those that are kept.
+  // NaNs must have no bits set below the upper 16: rounding would carry.
   static void store_bfloat16(uint16_t* p, F a, F b) {
-    // The pack works on halves of 128 bits.
+    // vpackusdw works on 128-bit halves.
     const I packed = _mm256_packus_epi32(bfloat16_bits(a), bfloat16_bits(b));
     _mm256_storeu_si256(reinterpret_cast<I*>(p), _mm256_permute4x64_epi64(packed, _MM_SHUFFLE(3, 1, 2, 0)));
   }
@@ -75,7 +75,7 @@ struct Avx2 {
     _mm256_stream_si256(static_cast<I*>(to) + 1, _mm256_loadu_si256(in + 1));
   }
 
-  template <Codes codes>
+  template <CodeKind codes>
   struct Decoder {
     __m256 low;
     __m256 high;
@@ -85,7 +85,7 @@ struct Avx2 {
       const I shifted = j == 0 ? words : _mm256_srli_epi32(words, 4 * j);
       const I sign_first = j == 7 ? words : _mm256_slli_epi32(words, 28 - 4 * j);  // bit 3 of the code on top
       const F below = _mm256_permutevar8x32_ps(low, shifted);
-      if constexpr (codes == Codes::e2m1) {
+      if constexpr (codes == CodeKind::e2m1) {
         return _mm256_xor_ps(below, _mm256_and_ps(_mm256_castsi256_ps(sign_first), _mm256_set1_ps(-0.F)));
       }
       return _mm256_blendv_ps(below, _mm256_permutevar8x32_ps(high, shifted), _mm256_castsi256_ps(sign_first));
@@ -94,7 +94,7 @@ struct Avx2 {
 };
 
 template <>
-struct Avx2::Decoder<Codes::integer> {
+struct Avx2::Decoder<CodeKind::integer> {
   __m256 first;
   explicit Decoder(const float* values) : first(_mm256_set1_ps(values[0])) {}
   template <int j>

@@ -1,10 +1,10 @@
-// AVX-512 (F, BW, DQ, VL): 16 columns a vector; vpermps reads the low four bits of each lane, so one 16-entry table
-// serves every format and needs no mask.
+// AVX-512 (F, BW, DQ, VL): vectors of 16 columns. vpermps reads the low four bits of each lane, so one 16-entry table
+// serves every format and codes need no mask.
 #pragma once
 
 #include <immintrin.h>
 
-#include "formats.h"
+#include "csrc/cpu/gemm/formats.h"
 
 namespace marlin::cpu {
 
@@ -12,13 +12,13 @@ struct Avx512 {
   using F = __m512;
   using I = __m512i;
   static constexpr int width = 16;
-  static constexpr int few_rows = 4;
-  static constexpr int few_rows_vectors = 4;
-  static constexpr int many_rows = 12;
-  static constexpr int many_rows_vectors = 2;
-  static constexpr bool many_rows_from_panel = false;
-  template <Codes>
-  static constexpr Codes decoder_for = Codes::table;
+  static constexpr int small_m_rows = 4;
+  static constexpr int small_m_vectors = 4;
+  static constexpr int large_m_rows = 12;
+  static constexpr int large_m_vectors = 2;
+  static constexpr bool large_m_from_panel = false;
+  template <CodeKind>
+  static constexpr CodeKind decoder_for = CodeKind::table;
 
   static F zero() { return _mm512_setzero_ps(); }
   static F set1(float v) { return _mm512_set1_ps(v); }
@@ -30,22 +30,22 @@ struct Avx512 {
   static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
   static F fnma(F a, F b, F c) { return _mm512_fnmadd_ps(a, b, c); }
   static F div(F a, F b) { return _mm512_div_ps(a, b); }
-  // NaN where b is NaN.
+  // Returns NaN if b is NaN.
   static F max(F a, F b) { return _mm512_max_ps(a, b); }
-  // 2^n for whole n in [-126, 127].
+  // Returns 2^n for whole n in [-126, 127].
   static F pow2(F n) { return _mm512_scalef_ps(_mm512_set1_ps(1.F), n); }
-  // value, but 0 where x < limit.
+  // Returns value, or 0 if x < limit.
   static F zero_below(F x, float limit, F value) {
     return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(limit), _CMP_NLT_UQ), value);
   }
-  // Compilers may fuse a product into the sum that follows; this keeps its rounding.
+  // Keeps the rounding of a product, which compilers may fuse into the sum that follows.
   static F rounded(F a) {
     asm("" : "+v"(a));
     return a;
   }
   static I load_words(const uint32_t* p) { return _mm512_loadu_si512(p); }
   static void store_words(uint32_t* p, I words) { _mm512_storeu_si512(p, words); }
-  // word with the four bits of `from` from `shift` up as its code j, which was 0.
+  // Returns word with bits shift to shift + 3 of `from` as its code j, which must be 0.
   template <int j>
   static I insert_code(I word, I from, int shift) {
     const I rotated = _mm512_rolv_epi32(from, _mm512_set1_epi32((4 * j - shift) & 31));
@@ -59,14 +59,14 @@ struct Avx512 {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
                         _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
   }
-  // The upper 16 bits are v in bf16, rounded to nearest even.
+  // Returns v as bf16, rounded to nearest even, in the upper 16 bits of each lane.
   static I round_high_half(F v) {
     const I bits = _mm512_castps_si512(v);
     const I sum = _mm512_add_epi32(bits, _mm512_set1_epi32(0x7FFF));
     const __mmask16 odd = _mm512_test_epi32_mask(bits, _mm512_set1_epi32(0x10000));
     return _mm512_mask_add_epi32(sum, odd, sum, _mm512_set1_epi32(1));
   }
-  // A NaN must have no bits below those that are kept.
+  // NaNs must have no bits set below the upper 16: rounding would carry.
   static void store_bfloat16(uint16_t* p, F a, F b) {
     const I high_halves = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29, 27,
                                            25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
@@ -76,7 +76,7 @@ struct Avx512 {
     _mm512_stream_si512(static_cast<I*>(to), _mm512_loadu_si512(from));
   }
 
-  template <Codes>
+  template <CodeKind>
   struct Decoder {
     __m512 table;
     explicit Decoder(const float* values) : table(_mm512_loadu_ps(values)) {}

@@ -1,21 +1,21 @@
-// The mLSTM on the CPU: plain pointers, no torch. The torch glue is in mlstm_ops_cpu.cpp.
+// The mLSTM on the CPU: plain pointers, no torch. The torch glue is in ops_cpu.cpp.
 #pragma once
 
-#include "kernels.h"
-#include "mlstm_plan.h"
+#include "csrc/cpu/api.h"
+#include "csrc/mlstm/cpu/plan.h"
 
 namespace marlin::cpu {
 
 // One of q, k, v (unit stride in the last dimension), i and f. Strides in elements.
 struct MlstmInput {
   const void* data;
-  ElementType type;  // meaningless where MlstmArguments::wide
+  ElementType type;  // meaningless if MlstmArguments::wide
   int64_t stride_b;
   int64_t stride_h;
   int64_t stride_s;
 };
 
-// States [B, H, slots, ...], contiguous: C [DK, DV], n [DK], m []; fp32, or fp64 where MlstmArguments::wide.
+// States [B, H, slots, ...], contiguous: C [DK, DV], n [DK], m []; fp32, or fp64 if MlstmArguments::wide.
 template <class Pointer>
 struct MlstmStates {
   Pointer C;
@@ -30,27 +30,28 @@ struct MlstmArguments {
   int64_t S;
   int64_t DK;
   int64_t DV;
-  bool wide;     // inputs, states, h, N and M in fp64
-  MlstmInput q;  // data is nullptr where only states are asked for
+  bool wide;     // inputs, states, h, N and M are fp64
+  MlstmInput q;  // data is nullptr if only states are needed
   MlstmInput k;
   MlstmInput v;
   MlstmInput i;
   MlstmInput f;
   double eps;
-  // The states before the first token; with given_states slot c is the state before chunk c.
-  MlstmStates<const void*> in;  // nullptr: zero
+  // The state before the first token; with given_states, slot c is the state before chunk c. nullptr is a zero state.
+  MlstmStates<const void*> in;
   bool given_states;
-  // The final state, the only slot; or slot c is the state before chunk c * chunks_per_slot.
-  MlstmStates<void*> out;  // nullptr: not asked for
+  // The final state in the only slot; if chunks_per_slot is not 0, slot c is the state before chunk c *
+  // chunks_per_slot. nullptr if no state is needed.
+  MlstmStates<void*> out;
   int64_t chunks_per_slot;
   void* h;  // [B, H, S, DV] in the type of q
   void* N;  // [B, H, S] or nullptr
   void* M;
 };
 
-// The recurrence, token by token: the reference, and the fastest for a token or two.
+// The recurrence, token by token: the reference, and the fastest form for a token or two.
 void mlstm_sequential(const MlstmArguments& arguments, const MlstmPlan& plan, const Parallel& parallel);
-// Chunk by chunk in matrix products; fp32 only.
+// Matrix products, chunk by chunk; fp32 only.
 void mlstm_chunkwise(const MlstmArguments& arguments, const MlstmPlan& plan, const Parallel& parallel);
 
 }  // namespace marlin::cpu

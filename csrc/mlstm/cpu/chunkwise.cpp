@@ -1,76 +1,56 @@
-// The mLSTM by chunks (docs/mlstm.md): inside a chunk as masked products, between chunks as a state. A task holds some
-// columns of one head's state in strips, so that both products of a chunk read and write them in cache:
+// The mLSTM by chunks (docs/mlstm.md): masked products inside a chunk, a state between chunks. A task has some columns
+// of one head's state in strips, so that both products of a chunk read and write them in cache:
 //     numerator [L, strip] = [decayed queries | weights] [L, DK + L] @ [state; v] [DK + L, strip]
 //     state [DK, strip] = decay * state + (weighted keys)^T [DK, L] @ v [L, strip]
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 
-#include "kernel_set.h"
-#include "mlstm.h"
-#include "mlstm_gates.h"
-#include "scratch.h"
+#include "csrc/core/math.h"
+#include "csrc/cpu/gemm/kernel_table.h"
+#include "csrc/cpu/scratch.h"
+#include "csrc/cpu/shuffle.h"
+#include "csrc/mlstm/cpu/api.h"
+#include "csrc/mlstm/cpu/gates.h"
+#include "csrc/mlstm/cpu/kernel_table.h"
 
 namespace marlin::cpu {
 
 namespace {
 
-constexpr size_t kKeepBytes = size_t{8} << 20;  // of scratch, per thread
-constexpr int64_t kChain = 1024;                // products that are added to one number in a row
+constexpr size_t kKeepBytes = size_t{8} << 20;  // scratch that a thread keeps
+constexpr int64_t kMaxChain = 1024;             // products that are added one after the other
 
-int64_t ceil_div(int64_t a, int64_t b) {
-  return (a + b - 1) / b;
-}
-
-int64_t round_up(int64_t a, int64_t b) {
-  return ceil_div(a, b) * b;
-}
-
-// [0, count) in nearly equal blocks of at most `most`.
+// Calls f(first, size) for nearly equal blocks of [0, count), at most max_size each.
 template <class F>
-void for_blocks(int64_t count, int64_t most, F&& f) {
-  const int64_t blocks = ceil_div(count, most);
+void for_blocks(int64_t count, int64_t max_size, F&& f) {
+  const int64_t blocks = ceil_divide(count, max_size);
   for (int64_t block = 0; block < blocks; ++block) {
     const int64_t begin = count * block / blocks;
     f(begin, count * (block + 1) / blocks - begin);
   }
 }
 
-// Rows and columns in fours.
+// Both arrays have room for multiples of four rows and columns.
 void transpose(const float* from, int64_t ld_from, int64_t rows, int64_t columns, float* to, int64_t ld_to) {
-  using Four [[gnu::vector_size(16)]] = float;
   for (int64_t d = 0; d < columns; d += 4) {
-    for (int64_t j = 0; j < rows; j += 4) {
-      Four row[4];
-      for (int r = 0; r < 4; ++r)
-        std::memcpy(&row[r], from + (j + r) * ld_from + d, sizeof(Four));
-      const Four low01 = __builtin_shufflevector(row[0], row[1], 0, 4, 1, 5);
-      const Four low23 = __builtin_shufflevector(row[2], row[3], 0, 4, 1, 5);
-      const Four high01 = __builtin_shufflevector(row[0], row[1], 2, 6, 3, 7);
-      const Four high23 = __builtin_shufflevector(row[2], row[3], 2, 6, 3, 7);
-      const Four column[4] = {
-          __builtin_shufflevector(low01, low23, 0, 1, 4, 5), __builtin_shufflevector(low01, low23, 2, 3, 6, 7),
-          __builtin_shufflevector(high01, high23, 0, 1, 4, 5), __builtin_shufflevector(high01, high23, 2, 3, 6, 7)};
-      for (int c = 0; c < 4; ++c)
-        std::memcpy(to + (d + c) * ld_to + j, &column[c], sizeof(Four));
-    }
+    for (int64_t j = 0; j < rows; j += 4)
+      transpose_4x4(from + j * ld_from + d, ld_from, to + d * ld_to + j, ld_to);
   }
 }
 
 class Task {
  public:
-  Task(const MlstmArguments& a, const MlstmPlan& plan, const KernelSet& kernels, int64_t head, int64_t first_column,
-       int64_t columns)
+  Task(const MlstmArguments& a, const MlstmPlan& plan, int64_t head, int64_t first_column, int64_t columns)
       : a_(a),
         plan_(plan),
-        kernels_(kernels),
-        mlstm_(kernels.mlstm),
+        kernels_(*kernels_of(plan.isa)),
+        mlstm_(*mlstm_kernels_of(plan.isa)),
         head_(head),
         b_(head / a.H),
         h_(head % a.H),
         first_column_(first_column),
         columns_(columns),
-        strips_(ceil_div(columns, plan.strip)),
+        strips_(ceil_divide(columns, plan.strip)),
         L_(std::min(std::max(first_chunk(), plan.chunk_size), a.S)),
         key_pitch_(round_up(a.DK, plan.strip) + kMlstmPadding),
         scale_(1.F / std::sqrt(static_cast<float>(a.DK))) {
@@ -141,12 +121,12 @@ class Task {
 
   const char* at(const MlstmInput& input, int64_t s, int64_t column = 0) const {
     const int64_t offset = b_ * input.stride_b + h_ * input.stride_h + s * input.stride_s + column;
-    return static_cast<const char*>(input.data) + offset * element_size(input.type);
+    return static_cast<const char*>(input.data) + offset * element_bytes(input.type);
   }
 
   char* output_at(int64_t s, int64_t strip) const {
     const int64_t offset = (head_ * a_.S + s) * a_.DV + strip_begin(strip);
-    return static_cast<char*>(a_.h) + offset * element_size(a_.q.type);
+    return static_cast<char*>(a_.h) + offset * element_bytes(a_.q.type);
   }
 
   void read(const MlstmInput& input, int64_t s, int64_t column, int64_t count, float* out) const {
@@ -227,8 +207,8 @@ class Task {
     }
   }
 
-  // Rows of v and h in a strip are too far apart for the hardware to see them coming: those of the tokens
-  // [first, end) in the strip after this one come nearer.
+  // Prefetches the rows of v and h of the tokens [first, end) in the next strip. They are too far apart for the
+  // hardware's prefetcher.
   [[gnu::always_inline]] void prefetch_next(int64_t begin, int64_t count, int64_t strip, int64_t first,
                                             int64_t end) const {
     const bool is_last = strip + 1 == strips_;
@@ -241,13 +221,13 @@ class Task {
     }
   }
 
-  // Inlined, since GCC drops calls of functions that only prefetch.
+  // Inlined, because GCC drops calls of functions that only prefetch.
   [[gnu::always_inline]] void prefetch(const char* row, ElementType type) const {
-    for (int64_t byte = 0; byte < plan_.strip * element_size(type); byte += 64)
+    for (int64_t byte = 0; byte < plan_.strip * element_bytes(type); byte += 64)
       __builtin_prefetch(row + byte);
   }
 
-  // rows_: [decayed queries | weights of the chunk's tokens]; then what each row is divided by.
+  // Computes rows_: [decayed queries | weights of the chunk's tokens], then the divisor of each row in gates_.floor.
   void weights(int64_t begin, int64_t count) {
     for (int64_t j = 0; j < count; ++j) {
       read(a_.q, begin + j, 0, a_.DK, rows_ + j * row_pitch_);
@@ -278,8 +258,8 @@ class Task {
 
   template <class F>
   static void for_chain(int64_t count, F&& f) {
-    for (int64_t k = 0; k < count; k += kChain)
-      f(k, std::min(kChain, count - k));
+    for (int64_t k = 0; k < count; k += kMaxChain)
+      f(k, std::min(kMaxChain, count - k));
   }
 
   void weigh_keys(int64_t count) {
@@ -294,7 +274,7 @@ class Task {
       const float* a = rows_ + first * row_pitch_ + (a_.DK - from_state);
       float* out = numerators_ + first * plan_.strip;
       const int64_t whole = from_state + first;
-      const int64_t before = whole / kChain * kChain;
+      const int64_t before = whole / kMaxChain * kMaxChain;
       for_chain(before, [&](int64_t k, int64_t steps) {
         mlstm_.product[static_cast<size_t>(rows)]({a + k, row_pitch_, 1, operand + k * plan_.strip, plan_.strip, steps,
                                                    k == 0 ? 0.F : 1.F, out, plan_.strip});
@@ -308,7 +288,7 @@ class Task {
       const float inverse = 1.F / gates_.floor[j];
       if (std::isfinite(inverse)) {
         mlstm_.scale(row, inverse, plan_.strip);
-      } else {  // of a subnormal
+      } else {  // the divisor is subnormal
         for (int64_t d = 0; d < plan_.strip; ++d)
           row[d] /= gates_.floor[j];
       }
@@ -318,7 +298,7 @@ class Task {
 
   void update(int64_t begin, int64_t count, int64_t strip) {
     float* state = state_strip(strip);
-    const int64_t tokens = ceil_div(count * plan_.max_rows, a_.DK);  // to prefetch beside each block of rows
+    const int64_t tokens = ceil_divide(count * plan_.max_rows, a_.DK);  // to prefetch beside each block of rows
     int64_t prefetched = 0;
     for_blocks(a_.DK, plan_.max_rows, [&](int64_t first, int64_t rows) {
       mlstm_.product[static_cast<size_t>(rows)](
@@ -351,38 +331,37 @@ class Task {
   int64_t token_pitch_ = 0;  // of this chunk
   int64_t row_pitch_ = 0;
   MlstmGates gates_{};
-  float* keys_ = nullptr;           // [L, DK], weighted for the state once the scores are there
-  float* keys_by_token_ = nullptr;  // [DK, L]
+  float* keys_ = nullptr;           // [L, DK]
+  float* keys_by_token_ = nullptr;  // [DK, L]; weighted for the state after `weights` has used them
   float* n_ = nullptr;              // [DK]
   float* rows_ = nullptr;           // [L, DK + L]
   float* numerators_ = nullptr;     // [L, strip]
   float* state_ = nullptr;          // [strips][DK + L, strip]: the state, and below it the chunk's v
-  bool is_zero_ = true;             // the state
-  float m_ = 0.F;                   // what the state is relative to: exact_m_, rounded
-  double exact_m_ = 0.0;            // over many chunks the roundings would add up
+  bool is_zero_ = true;             // the state is
+  float m_ = 0.F;                   // stabiliser of the state: exact_m_, rounded
+  double exact_m_ = 0.0;            // fp64, because roundings would add up over many chunks
 };
 
 }  // namespace
 
 void mlstm_chunkwise(const MlstmArguments& a, const MlstmPlan& plan, const Parallel& parallel) {
-  const KernelSet& kernels = *kernels_of(plan.isa);
   const int64_t heads = a.B * a.H;
   if (a.given_states) {
     const int64_t chunks = a.S / plan.chunk_size;
     parallel.run(heads * chunks, 1, [&](int64_t begin, int64_t end) {
       for (int64_t task = begin; task < end; ++task)
-        Task(a, plan, kernels, task / chunks, 0, a.DV).one_chunk(task % chunks);
+        Task(a, plan, task / chunks, 0, a.DV).one_chunk(task % chunks);
     });
     return;
   }
-  const int64_t strips = ceil_div(a.DV, plan.strip);
+  const int64_t strips = ceil_divide(a.DV, plan.strip);
   const int64_t parts = plan.column_tasks;
   parallel.run(heads * parts, 1, [&](int64_t begin, int64_t end) {
     for (int64_t task = begin; task < end; ++task) {
       const int64_t part = task % parts;
       const int64_t first = strips * part / parts * plan.strip;
       const int64_t last = std::min(strips * (part + 1) / parts * plan.strip, a.DV);
-      Task(a, plan, kernels, task / parts, first, last - first).all_chunks();
+      Task(a, plan, task / parts, first, last - first).all_chunks();
     }
   });
 }

@@ -1,15 +1,16 @@
-#include "mlstm_gates.h"
+#include "csrc/mlstm/cpu/gates.h"
 
 #include <algorithm>
 #include <cmath>
 
-#include "../mlstm_plan.h"
+#include "csrc/core/math.h"
+#include "csrc/mlstm/problem.h"
 
 namespace marlin::cpu {
 
 namespace {
 
-// Gates this low are as good as -inf, and sums of them keep their precision in fp64.
+// A gate this low has the effect of -inf, but sums with it keep their precision in fp64.
 constexpr double kLowestGate = -1e8;
 
 void split(double value, float* high, float* low) {
@@ -19,9 +20,9 @@ void split(double value, float* high, float* low) {
 
 }  // namespace
 
-// In fp64 but for the elementwise functions: a sum of many decays keeps its low bits.
+// Sums are fp64, because a sum of many decays would lose its low bits in fp32.
 void MlstmGates::compute(const MlstmKernels& kernels, int64_t count, float state_m, double* exact_m) {
-  const int64_t padded = (count + kMlstmPadding - 1) / kMlstmPadding * kMlstmPadding;
+  const int64_t padded = round_up(count, kMlstmPadding);
   kernels.softplus(f, floor, padded);
   double b = 0.0;
   double sums[kMlstmChunkSizes.back()];

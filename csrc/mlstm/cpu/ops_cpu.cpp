@@ -9,9 +9,9 @@
 #include <tuple>
 #include <vector>
 
-#include "../check_mlstm.h"
-#include "at_parallel.h"
-#include "mlstm.h"
+#include "csrc/cpu/parallel.h"
+#include "csrc/mlstm/check.h"
+#include "csrc/mlstm/cpu/api.h"
 
 namespace marlin::cpu {
 namespace {
@@ -19,7 +19,7 @@ namespace {
 using ThreeTensors = std::tuple<Tensor, Tensor, Tensor>;
 using FourTensors = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
-// Tensors of one call. Copies are made only where the last dimension is strided.
+// The tensors of one call. A tensor is copied only if its last dimension is strided.
 class Call {
  public:
   Call(const MlstmShape& shape, const Tensor& k, const Tensor& v, const Tensor& i, const Tensor& f, int64_t chunk_size)
@@ -45,8 +45,8 @@ class Call {
 
   void state_in(const OptionalTensor& C, const OptionalTensor& n, const OptionalTensor& m, int64_t slots) {
     if (!C) return;
-    a.in = {hold(C->contiguous()).const_data_ptr(), hold(n->contiguous()).const_data_ptr(),
-            hold(m->contiguous()).const_data_ptr(), slots};
+    a.in = {store(C->contiguous()).const_data_ptr(), store(n->contiguous()).const_data_ptr(),
+            store(m->contiguous()).const_data_ptr(), slots};
   }
 
   void state_out(at::IntArrayRef leading, int64_t slots) {
@@ -75,31 +75,31 @@ class Call {
   Tensor h, C, n, m;
 
  private:
-  const Tensor& hold(const Tensor& tensor) { return held_.emplace_back(tensor); }
+  const Tensor& store(const Tensor& tensor) { return stored_.emplace_back(tensor); }
 
   // [B, H, S] or, for one token, [B, H]
   MlstmInput input(const Tensor& tensor) {
-    const Tensor& t = hold(tensor);
+    const Tensor& t = store(tensor);
     return {t.const_data_ptr(), element_type(t), t.stride(0), t.stride(1), t.dim() == 2 ? 0 : t.stride(2)};
   }
 
   // [B, H, S, D] or [B, H, D]
   MlstmInput rows(const Tensor& tensor) {
     const bool unit = tensor.stride(-1) == 1 || tensor.size(-1) == 1;
-    const Tensor& t = hold(unit ? tensor : tensor.contiguous());
+    const Tensor& t = store(unit ? tensor : tensor.contiguous());
     return {t.const_data_ptr(), element_type(t), t.stride(0), t.stride(1), t.dim() == 3 ? 0 : t.stride(2)};
   }
 
   MlstmProblem problem_;
   at::TensorOptions options_;
-  std::list<Tensor> held_;
+  std::list<Tensor> stored_;
 };
 
 ThreeTensors mlstm_states_cpu(const Tensor& k, const Tensor& v, const Tensor& i, const Tensor& f,
                               const OptionalTensor& C0, const OptionalTensor& n0, const OptionalTensor& m0,
                               int64_t chunk_size, int64_t save_states_every) {
   Call call(check_mlstm_states(k, v, i, f, {C0, n0, m0}, chunk_size, save_states_every), k, v, i, f, chunk_size);
-  const int64_t slots = call.a.S / (chunk_size * save_states_every) + 1;
+  const int64_t slots = call.a.S / chunk_size / save_states_every + 1;
   call.state_in(C0, n0, m0, 1);
   call.state_out({call.a.B, call.a.H, slots}, slots);
   call.a.chunks_per_slot = save_states_every;

@@ -1,22 +1,23 @@
-#include "mlstm_plan.h"
+#include "csrc/mlstm/cpu/plan.h"
 
 #include <algorithm>
 
-#include "kernel_set.h"
+#include "csrc/core/math.h"
+#include "csrc/mlstm/cpu/kernel_table.h"
 
 namespace marlin::cpu {
 
 namespace {
 
-constexpr int64_t kChunkwiseTokens = 4;  // fewer pay more for the state's change of layout than they save
-// Short chunks do the least work. A state beyond the second-level cache is read and written once a chunk, so that
-// longer chunks pay (AMD EPYC, Zen 4, 1 MB: 32 is within 4 % of the best from DK 32, DV 32 to DK 256, DV 512).
+constexpr int64_t kChunkwiseMinTokens = 4;  // for fewer, rearranging the state costs more than chunks save
+// Short chunks do the least work: 32 is within 4 % of the best from DK 32, DV 32 to DK 256, DV 512 (AMD EPYC, Zen 4, 1
+// MB of L2). A state that exceeds the second-level cache is read and written once for each chunk, so longer chunks pay.
 constexpr int64_t kShortChunk = 32;
 constexpr int64_t kLongChunk = 64;
 constexpr int64_t kLargeState = (1 << 20) / sizeof(float);
 
-// A zero state needs no product with the queries, which would be 2 DK DV operations a token; tokens of a chunk of L
-// need (DK + DV) L among themselves. The size that saves most.
+// Returns the first chunk's size that saves most. A zero state needs no product with the queries, which saves 2 DK DV
+// operations for each token of the chunk. A longer chunk costs more inside: (DK + DV) L operations for each token.
 int64_t best_first_chunk(const MlstmProblem& problem, int64_t chunk_size) {
   const int64_t sum = problem.DK + problem.DV;
   auto saved = [&](int64_t L) { return L * (2 * problem.DK * problem.DV - sum * (L - chunk_size)); };
@@ -31,17 +32,17 @@ int64_t best_first_chunk(const MlstmProblem& problem, int64_t chunk_size) {
 
 MlstmPlan make_mlstm_plan(const Machine& machine, const MlstmProblem& problem, bool wide) {
   MlstmPlan plan{};
-  const MlstmKernels& kernels = kernels_of(machine.isa)->mlstm;
+  const MlstmKernels& kernels = *mlstm_kernels_of(machine.isa);
   plan.isa = machine.isa;
   plan.strip = kernels.strip;
   plan.max_rows = kernels.max_rows;
-  plan.form = wide || problem.S < kChunkwiseTokens ? MlstmForm::sequential : MlstmForm::chunkwise;
+  plan.form = wide || problem.S < kChunkwiseMinTokens ? MlstmForm::sequential : MlstmForm::chunkwise;
   plan.chunk_size = problem.chunk_size != 0                 ? problem.chunk_size
                     : problem.DK * problem.DV > kLargeState ? kLongChunk
                                                             : kShortChunk;
   plan.first_chunk = problem.chunk_size != 0 ? problem.chunk_size : best_first_chunk(problem, plan.chunk_size);
   const int64_t heads = std::max<int64_t>(problem.B * problem.H, 1);
-  const int64_t strips = (problem.DV + plan.strip - 1) / plan.strip;
+  const int64_t strips = ceil_divide(problem.DV, plan.strip);
   plan.column_tasks = std::clamp<int64_t>(machine.threads / heads, 1, strips);
   return plan;
 }

@@ -1,10 +1,10 @@
-// The CPU half of the mLSTM's planner: which form, which chunks, how the work is split.
+// The CPU planner of the mLSTM: which form, which chunks, how the work is split.
 #pragma once
 
 #include <string>
 
-#include "../mlstm_plan.h"
-#include "plan.h"
+#include "csrc/cpu/gemm/plan.h"
+#include "csrc/mlstm/problem.h"
 
 namespace marlin::cpu {
 
@@ -14,13 +14,13 @@ struct MlstmPlan {
   Isa isa;
   MlstmForm form;
   int64_t chunk_size;
-  int64_t first_chunk;  // tokens of the first chunk where the state before it is zero and no chunk's state is asked for
-  int64_t strip;        // columns of a state that a kernel call works on
-  int64_t max_rows;     // rows of one kernel call, at most
+  int64_t first_chunk;   // tokens of the first chunk, if it starts from a zero state and no chunk's state is stored
+  int64_t strip;         // columns of a state in one kernel call
+  int64_t max_rows;      // at most so many rows in one kernel call
   int64_t column_tasks;  // tasks that share the columns of one head
 };
 
-// wide: inputs in fp64, which have the recurrence alone.
+// wide: the inputs are fp64, for which there is only the recurrence.
 MlstmPlan make_mlstm_plan(const Machine& machine, const MlstmProblem& problem, bool wide);
 std::string to_string(const MlstmPlan& plan);
 

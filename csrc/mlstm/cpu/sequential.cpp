@@ -1,10 +1,11 @@
-// The mLSTM as its recurrence, token by token (docs/mlstm.md): what the chunkwise form is tested against.
+// The mLSTM in recurrent form, token by token (docs/mlstm.md). Tests compare the chunkwise form with it.
 #include <algorithm>
 #include <cmath>
 #include <vector>
 
-#include "kernel_set.h"
-#include "mlstm.h"
+#include "csrc/cpu/gemm/kernel_table.h"
+#include "csrc/mlstm/cpu/api.h"
+#include "csrc/mlstm/cpu/kernel_table.h"
 
 namespace marlin::cpu {
 
@@ -16,7 +17,7 @@ void read(const KernelSet& kernels, const MlstmInput& input, int64_t offset, int
     const auto* from = static_cast<const double*>(input.data) + offset;
     std::copy(from, from + count, out);
   } else {
-    const auto* from = static_cast<const char*>(input.data) + offset * element_size(input.type);
+    const auto* from = static_cast<const char*>(input.data) + offset * element_bytes(input.type);
     kernels.to_float(from, input.type, count, out);
   }
 }
@@ -26,11 +27,11 @@ void write(const KernelSet& kernels, const T* values, int64_t offset, int64_t co
   if constexpr (std::is_same_v<T, double>) {
     std::copy(values, values + count, static_cast<double*>(out) + offset);
   } else {
-    kernels.from_float(values, type, count, static_cast<char*>(out) + offset * element_size(type));
+    kernels.from_float(values, type, count, static_cast<char*>(out) + offset * element_bytes(type));
   }
 }
 
-void step_row(const KernelSet&, const double* from, double* to, const double* v, double* numerator, double forget,
+void step_row(const MlstmKernels&, const double* from, double* to, const double* v, double* numerator, double forget,
               double key, double query, int64_t count) {
   for (int64_t d = 0; d < count; ++d) {
     to[d] = forget * from[d] + key * v[d];
@@ -38,12 +39,12 @@ void step_row(const KernelSet&, const double* from, double* to, const double* v,
   }
 }
 
-void step_row(const KernelSet& kernels, const float* from, float* to, const float* v, float* numerator, float forget,
+void step_row(const MlstmKernels& kernels, const float* from, float* to, const float* v, float* numerator, float forget,
               float key, float query, int64_t count) {
-  kernels.mlstm.step_row(from, to, v, numerator, forget, key, query, count);
+  kernels.step_row(from, to, v, numerator, forget, key, query, count);
 }
 
-// exp(-|f|) cannot overflow; log(sigmoid(f)) would be -inf below about -88.
+// log(sigmoid(f)) by its definition would be -inf below about -88. exp(-|f|) cannot overflow.
 template <class T>
 T log_sigmoid(T f) {
   return std::min(f, T{0}) - std::log1p(std::exp(-std::abs(f)));
@@ -56,6 +57,7 @@ class Head {
   Head(const MlstmArguments& a, const MlstmPlan& plan, int64_t b, int64_t h)
       : a_(a),
         kernels_(*kernels_of(plan.isa)),
+        mlstm_(*mlstm_kernels_of(plan.isa)),
         chunk_size_(plan.chunk_size),
         b_(b),
         h_(h),
@@ -90,7 +92,7 @@ class Head {
     return static_cast<const T*>(data) + (head_ * a_.in.slots + slot) * size;
   }
 
-  // The next token reads the state from where it is given.
+  // Makes the next token read the state of this slot.
   void start(int64_t slot) {
     if (a_.in.C == nullptr) {
       std::fill(C_, C_ + a_.DK * a_.DV, T{0});
@@ -111,7 +113,7 @@ class Head {
     std::copy(from_n_, from_n_ + a_.DK, n_);
   }
 
-  // At a boundary of chunks.
+  // Called before the first token of each chunk, and after the last chunk.
   void chunk(int64_t index) {
     if (a_.given_states) start(index);
     if (a_.chunks_per_slot == 0 || index % a_.chunks_per_slot != 0) return;
@@ -143,7 +145,7 @@ class Head {
     for (int64_t d = 0; d < a_.DK; ++d) {
       const T query = scale * q_[static_cast<size_t>(d)];
       const T key = input * k_[static_cast<size_t>(d)];
-      step_row(kernels_, from_C_ + d * a_.DV, C_ + d * a_.DV, v_.data(), y_.data(), forget, key, query, a_.DV);
+      step_row(mlstm_, from_C_ + d * a_.DV, C_ + d * a_.DV, v_.data(), y_.data(), forget, key, query, a_.DV);
       n_[d] = forget * from_n_[d] + key;
       denominator += query * n_[d];
     }
@@ -163,6 +165,7 @@ class Head {
 
   const MlstmArguments& a_;
   const KernelSet& kernels_;
+  const MlstmKernels& mlstm_;
   const int64_t chunk_size_;
   const int64_t b_, h_, head_;
   std::vector<T> q_, k_, v_, y_;

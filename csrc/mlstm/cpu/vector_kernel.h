@@ -1,11 +1,11 @@
-// The mLSTM's fp32 kernels, written once over a vector policy V (vec_*.h). Every function is a template of V, as in
-// gemm_kernel.h.
+// The mLSTM's fp32 kernels, written once over a vector policy V (vec_*.h). Every function is a template of V, so that
+// instances for different instruction sets never share a symbol.
 #pragma once
 
 #include <algorithm>
 
-#include "mlstm_kernels.h"
-#include "unroll.h"
+#include "csrc/cpu/gemm/unroll.h"
+#include "csrc/mlstm/cpu/kernel_table.h"
 
 namespace marlin::cpu {
 
@@ -17,7 +17,8 @@ template <class V, class... Rest>
   return sum;
 }
 
-// Relative error 2e-7 for x <= 88; 0 below -87, where fp32 would be subnormal soon; NaN stays NaN.
+// exp(x) with a relative error of 2e-7 for x <= 88. It is 0 below -87, close to where fp32 becomes subnormal. NaN stays
+// NaN.
 template <class V>
 [[gnu::always_inline]] inline typename V::F exp_vector(typename V::F x) {
   using F = typename V::F;
@@ -25,13 +26,13 @@ template <class V>
   constexpr float kRound = 0x1.8p23F;  // adding and subtracting it rounds to an integer
   const F bounded = V::max(V::set1(kLowest), x);
   const F n = V::sub(V::rounded(V::fma(bounded, V::set1(0x1.715476p0F), V::set1(kRound))), V::set1(kRound));
-  // log 2 in two parts, the first with bits to spare for a product with n.
+  // log 2 is the sum of two parts, because one fp32 number would lose low bits of the remainder.
   const F r = V::fnma(n, V::set1(-0x1.05c611p-29F), V::fnma(n, V::set1(0x1.62e430p-1F), bounded));
   const F sum = polynomial<V>(r, 1.F / 5040, 1.F / 720, 1.F / 120, 1.F / 24, 1.F / 6, 1.F / 2, 1.F, 1.F);
   return V::zero_below(x, kLowest, V::mul(sum, V::pow2(n)));
 }
 
-// log(1 + y) = 2 artanh(y / (2 + y)), a series in at most 1/3, for y in [0, 1].
+// log(1 + y) = 2 artanh(y / (2 + y)) for y in [0, 1], as a series in a number of at most 1/3.
 template <class V>
 [[gnu::always_inline]] inline typename V::F log1p_vector(typename V::F y) {
   using F = typename V::F;
@@ -43,7 +44,7 @@ template <class V>
 template <class V, int R, int C, bool causal>
 void mlstm_product(const MlstmProduct& product) {
   using F = typename V::F;
-  const MlstmProduct p = product;  // which no store to floats can change
+  const MlstmProduct p = product;  // a local copy: stores to floats cannot change it
   F acc[R * C];
   if (p.beta == 0.F) {
     unroll<V, R * C>([&](auto i) __attribute__((always_inline)) { acc[i] = V::zero(); });
@@ -191,15 +192,15 @@ void mlstm_step_row(const float* from, float* to, const float* v, float* numerat
 
 template <class V>
 constexpr MlstmKernels mlstm_kernels() {
-  constexpr int C = V::many_rows_vectors;
-  static_assert(V::many_rows <= kMaxMlstmRows && kMlstmPadding % V::width == 0);
+  constexpr int C = V::large_m_vectors;
+  static_assert(V::large_m_rows <= kMaxMlstmRows && kMlstmPadding % V::width == 0);
   MlstmKernels kernels{};
   kernels.strip = C * V::width;
-  kernels.max_rows = V::many_rows;
+  kernels.max_rows = V::large_m_rows;
   [&]<int... i>(std::integer_sequence<int, i...>) {
     ((kernels.product[static_cast<size_t>(i + 1)] = &mlstm_product<V, i + 1, C, false>), ...);
     ((kernels.causal_product[static_cast<size_t>(i + 1)] = &mlstm_product<V, i + 1, C, true>), ...);
-  }(std::make_integer_sequence<int, V::many_rows>{});
+  }(std::make_integer_sequence<int, V::large_m_rows>{});
   kernels.weigh = &mlstm_weigh<V>;
   kernels.scale = &mlstm_scale<V>;
   kernels.multiply = &mlstm_multiply<V>;
@@ -211,3 +212,12 @@ constexpr MlstmKernels mlstm_kernels() {
 }
 
 }  // namespace marlin::cpu
+
+// Defines the function that returns the kernels of a family of vectors.
+#define MARLIN_MLSTM_KERNELS(function, V)                        \
+  namespace marlin::cpu {                                        \
+  const MlstmKernels* function() {                               \
+    static constexpr MlstmKernels kKernels = mlstm_kernels<V>(); \
+    return &kKernels;                                            \
+  }                                                              \
+  }

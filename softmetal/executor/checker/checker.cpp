@@ -1,4 +1,4 @@
-#include "checker.h"
+#include "checker/checker.h"
 
 #include <sys/mman.h>
 
@@ -13,8 +13,8 @@
 namespace softmetal {
 namespace {
 
-// Address space is reserved once: a place of 2^38 bytes for each buffer, of 2^33 for each threadgroup array. What is
-// bound lies in the middle of its place.
+// Address space is reserved once: a place of 2^38 bytes for each buffer and of 2^33 for each threadgroup array. Memory
+// that is bound lies in the middle of its place.
 constexpr uint32_t kDeviceShift = 38, kThreadgroupShift = 33;
 constexpr uint32_t kVariables = 64;  // declarations in one source file
 constexpr uint32_t kArraysPerGroup = SM_BUFFER_SLOTS + kVariables;
@@ -40,7 +40,7 @@ uintptr_t middle(uintptr_t base, uint32_t shift, uint32_t place) {
   return base + (static_cast<uintptr_t>(place) << shift) + (static_cast<uintptr_t>(1) << (shift - 1));
 }
 
-// Whole pages around [start, start + bytes): usable, or given back.
+// Makes the whole pages around [start, start + bytes) usable, or returns them to the system.
 void set_usable(const char* start, uint64_t bytes, bool usable) {
   uintptr_t low = reinterpret_cast<uintptr_t>(start) & ~(kPage - 1);
   uintptr_t high = (reinterpret_cast<uintptr_t>(start) + bytes + kPage) & ~(kPage - 1);

@@ -1,17 +1,17 @@
-// Checked mode: every load and store of a kernel is looked at before it happens (instrument.cpp calls).
+// Checked mode: examines every load and store of a kernel before it happens. instrument.cpp calls it.
 #pragma once
 
 #include <cstdint>
 #include <memory>
 #include <vector>
 
+#include "checker/region.h"
 #include "machine.h"
-#include "region.h"
 
 namespace softmetal {
 
-// Buffers are copied to addresses far from each other, so that an address tells which buffer it was meant for, however
-// far out of bounds; so is every array of threadgroup memory.
+// Copies each buffer, and each array of threadgroup memory, to an address range far from all others. An address then
+// tells which buffer was meant, however far out of bounds it is.
 class Checker {
  public:
   Checker(Launch& launch, Machine& machine, uint32_t concurrent);
@@ -19,16 +19,16 @@ class Checker {
   Checker(const Checker&) = delete;
   Checker& operator=(const Checker&) = delete;
 
-  // The checker of the launch under way, null outside.
+  // Returns the checker of the current launch, or null if there is none.
   static Checker* active();
 
-  enum class Kind { kPlain, kAtomic, kCopy };  // kCopy: a whole struct, padding included
+  enum class Kind { kPlain, kAtomic, kCopy };  // kCopy: a whole struct with its padding
 
   void place_threadgroup_memory(Group& group, uint32_t slot);
   void access(const void* address, uint64_t bytes, bool is_write, Kind kind, const void* code);
   void misaligned(const void* address, uint32_t alignment, const void* code);
 
-  // After the launch: contents and what was initialised go back to the host's buffers.
+  // Called after the launch: copies contents and initialised bytes back to the host's buffers.
   void write_back();
   void count(sm_counters& counters) const;
 
@@ -51,8 +51,8 @@ class Checker {
 
   Launch& launch_;
   Machine& machine_;
-  std::vector<std::unique_ptr<Region>> device_;       // by slot; null where nothing is bound
-  std::vector<std::unique_ptr<Region>> threadgroup_;  // by place (see checker.cpp)
+  std::vector<std::unique_ptr<Region>> device_;       // by slot; null if nothing is bound
+  std::vector<std::unique_ptr<Region>> threadgroup_;  // by place (checker.cpp)
   std::vector<Range> executor_memory_;
   uint32_t until_preemption_ = 1;
   uint64_t threadgroup_read_ = 0, threadgroup_written_ = 0;

@@ -1,8 +1,8 @@
-// What code compiled with clang's -fsanitize=thread calls (and msl/alignment.py's addition), answered by the checker.
-// Nothing of the sanitizer's own run time is there.
+// The functions that code compiled with clang's -fsanitize=thread calls, and those that msl/alignment.py adds. They
+// call the checker. The sanitizer's own run time is not linked.
 #include <cstring>
 
-#include "checker.h"
+#include "checker/checker.h"
 
 using softmetal::Checker;
 

@@ -1,4 +1,4 @@
-#include "region.h"
+#include "checker/region.h"
 
 #include <sys/mman.h>
 

@@ -1,4 +1,4 @@
-// A piece of GPU memory in checked mode and what is known of every byte of it.
+// A range of GPU memory in checked mode, with the history of each byte.
 #pragma once
 
 #include <cstdint>
@@ -6,9 +6,9 @@
 
 namespace softmetal {
 
-// Who touched a piece of memory last. `barriers` counts those passed before, of the threadgroup and of the simdgroup.
+// The thread that accessed a granule last, and how many barriers its threadgroup and its simdgroup had passed by then.
 struct Access {
-  uint32_t group = 0;  // linear index + 1; 0: nobody
+  uint32_t group = 0;  // linear index + 1; 0: no access yet
   uint32_t thread : 10 = 0;
   uint32_t is_atomic : 1 = 0;
   uint32_t code : 21 = 0;  // offset in the library
@@ -19,8 +19,8 @@ struct Access {
 };
 static_assert(sizeof(Access) == 16);
 
-// The last write and enough reads to find any that a write conflicts with: the last one, and the last ones by another
-// thread, simdgroup and threadgroup than it.
+// The last write, and enough reads to find any conflict with a later write: the last read, and the last reads by a
+// different thread, a different simdgroup and a different threadgroup.
 struct Cell {
   Access write;
   Access read[4];
@@ -28,9 +28,10 @@ struct Cell {
   void add_read(const Access& access);
 };
 
-enum : uint8_t { kWritten = 1, kReadHere = 2, kWrittenHere = 4 };  // kWritten: at any time; the others: in this launch
+// kWritten: at any time before. The other two: in this launch.
+enum : uint8_t { kWritten = 1, kReadHere = 2, kWrittenHere = 4 };
 
-// Anonymous memory that is zero where it was not touched.
+// Anonymous memory, which reads as zero until it is written.
 class Pages {
  public:
   explicit Pages(uint64_t bytes);
@@ -52,23 +53,23 @@ struct Binding {
 struct Region {
   Region(char* start, uint64_t bytes, bool is_threadgroup, bool is_tracked, uint32_t first_granule);
 
-  // Cells of the granules that [offset, offset + bytes) covers; makes granules smaller where the access is.
+  // Returns the cells of the granules that [offset, offset + bytes) covers. A small access makes the granules smaller.
   Cell* cells(uint64_t offset, uint32_t bytes, uint32_t* count);
-  void forget();  // a new threadgroup: nothing is written
-  // Sets bits in the flags of some bytes; says whether all of them were written before.
+  void forget();  // marks all bytes as unwritten, for a new threadgroup
+  // Sets bits in the flags of a range of bytes. Returns true if all bytes were written before.
   bool mark(uint64_t offset, uint64_t bytes, uint8_t bits);
-  const Binding& binding_at(uint64_t offset) const;  // the last that begins at or before it
+  const Binding& binding_at(uint64_t offset) const;  // the last one that begins at or before the offset
 
   char* start;
   uint64_t bytes;
   bool is_threadgroup;
-  bool is_const = false;          // the kernel may not store
-  bool is_tracked;                // several threads may conflict here
+  bool is_const = false;          // the kernel must not store here
+  bool is_tracked;                // accesses of several threads may conflict here
   bool is_written = false;        // in this launch
   uint32_t granule;               // bytes per cell
   std::vector<Binding> bindings;  // of device memory
-  char* host = nullptr;           // where its contents come from
-  int32_t argument = -1;          // of threadgroup memory: the index, or -1 for a variable
+  char* host = nullptr;           // the host's copy
+  int32_t argument = -1;          // index of a threadgroup argument, or -1 for a variable
   uint32_t variable = 0;
   Pages flags;  // one byte per byte
 

@@ -1,7 +1,7 @@
-// What the checker's reports say.
+// The texts of the checker's reports.
 #include <algorithm>
 
-#include "checker.h"
+#include "checker/checker.h"
 #include "library.h"
 #include "report.h"
 

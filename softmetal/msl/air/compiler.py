@@ -1,7 +1,7 @@
-"""A kernel of a metallib -> shared object for the executor: llvm-dis, translate.py, llvm-link, clang, cached by content.
+"""Compiles a kernel of a metallib to a shared object for the executor: llvm-dis, translate.py, llvm-link, clang.
 
-As a script (`python -m msl.air.compiler`, the metallib's path on stdin) it prints the library's path and the files that
-it was made from, one a line; the executor's sm_compile runs it so.
+Results are cached by content. The executor's sm_compile runs this file as a script (`python -m msl.air.compiler`, the
+metallib's path on stdin). The script prints the library's path and the files that it was made from, one per line.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _DISASSEMBLE, _LINK = "llvm-dis-19", "llvm-link-19"
 
 
 def disassemble(bitcode: bytes) -> str:
-    """LLVM's text form of a module.
+    """Returns LLVM's text form of a module.
 
     Raises:
-        CompileError: it is not bitcode that LLVM 19 reads.
+        CompileError: LLVM 19 cannot read the bitcode.
     """
     return run([_DISASSEMBLE, "-o", "-"], bitcode)
 
@@ -53,7 +53,7 @@ def _cached(suffix: str, *parts: object) -> Path:
 
 
 def _functions(cpp: str, checked: bool) -> str:
-    """The C++ of a module as LLVM text; many modules have the same."""
+    """Compiles the C++ of a module to LLVM text. The result is cached, because many modules have the same C++."""
     path = _cached(".ll", cpp, checked)
     if not path.exists():
         install_llvm(path, f'#include "{_HERE / "functions.h"}"\n{cpp}', checked)
@@ -72,16 +72,16 @@ def _assemble(translation: Translation, checked: bool, path: Path) -> None:
 def compile_metallib(
     path: Path, *, kernel: str | None, constants: Mapping[str, str] | None = None, checked: bool = False
 ) -> Compiled:
-    """Compiles one kernel of a library, or with `kernel` "" (or None) makes a library that has names only.
+    """Compiles one kernel of a library. If `kernel` is "" or None, makes a library that has only names.
 
     Args:
         path: of the metallib.
-        kernel: its name in the library.
-        constants: function constants by name, or by index as text; values as C text ("true", "-3", "0x1p+1").
+        kernel: the kernel's name in the library.
+        constants: function constants by name, or by index as text. Values are C text ("true", "-3", "0x1p+1").
         checked: instruments the code for checked mode.
 
     Raises:
-        CompileError: what the library, the kernel or a value of `constants` lacks; the text names the kernel.
+        CompileError: the library cannot be read, has no such kernel, or the kernel cannot be translated.
     """
     try:
         library = open_metallib(path)

@@ -1,7 +1,7 @@
-// The air.* functions that Apple's Metal compiler calls, on clang's own types. Written apart from msl/include, so that
-// comparing a kernel's two compiles compares the two: conversions, integer functions, what moves between lanes and the
-// folds are not shared. Functions without an exact result are (metal_math: their last bits are the back end's choice),
-// and so are the executor's rendezvous and matrix product. Included after metal_stdlib and thunk.h.
+// The air.* functions that Apple's Metal compiler calls, on clang's own types. They are written independently of
+// msl/include, so that a comparison of a kernel's two compiles also compares these two. Conversions, integer functions,
+// shuffles and folds are not shared. Functions without an exact result are shared (metal_math), because their last bits
+// are the back end's choice. So are the executor's rendezvous and matrix product. Included after metal_stdlib and thunk.h.
 #pragma once
 
 #define AIR_FUNCTION inline __attribute__((always_inline))
@@ -99,7 +99,7 @@ AIR_EACH_1(trunc, __builtin_truncf(float(a)))
 AIR_EACH_1(fract, __builtin_fminf(float(a) - __builtin_floorf(float(a)), 0x1.fffffep-1f))
 AIR_EACH_2(fmod, __builtin_fmodf(float(a), float(b)))
 AIR_EACH_2(copysign, __builtin_copysignf(float(a), float(b)))
-// A NaN beside a number gives the number.
+// The result of a NaN and a number is the number.
 AIR_EACH_2(fmin, b < a || a != a ? b : a)
 AIR_EACH_2(fmax, a < b || a != a ? b : a)
 
@@ -109,8 +109,8 @@ AIR_FUNCTION T clamp(T x, T low, T high) {
   else return min(max(x, low), high);
 }
 AIR_FUNCTION f32 fma(f32 a, f32 b, f32 c) { return __builtin_fmaf(a, b, c); }
-// The product of two halves is exact in double, and 53 bits leave the sum's rounding to the last conversion alone but
-// for ties that a bit beyond them would break.
+// The product of two halves is exact in double. The 53 bits of the sum leave the rounding to the last conversion, except
+// for ties that a bit beyond the 53 would break.
 AIR_FUNCTION f16 fma(f16 a, f16 b, f16 c) { return static_cast<f16>(double(a) * double(b) + double(c)); }
 template <class T, int N>
 AIR_FUNCTION vector<T, N> fma(vector<T, N> a, vector<T, N> b, vector<T, N> c) {
@@ -145,7 +145,7 @@ AIR_FUNCTION bool all(vector<u8, N> v) {
   return every;
 }
 
-// ---- atomics: relaxed; orders and scopes are not looked at ---------------------------------------------------------
+// ---- atomics: relaxed; orders and scopes are ignored ---------------------------------------------------------------
 
 template <class T>
 AIR_FUNCTION T atomic_load(void* p) {
@@ -166,7 +166,7 @@ AIR_FUNCTION T atomic_exchange(void* p, T value) {
   __atomic_exchange(static_cast<T*>(p), &value, &old, __ATOMIC_RELAXED);
   return old;
 }
-// `expected` points at what should be there and gets what is; so does the result.
+// `expected` points to the expected value and receives the actual one, which is also the result.
 template <class T>
 AIR_FUNCTION T atomic_compare_exchange(void* p, void* expected, T value) {
   sm_note_atomic(p, sizeof(T), 1);

@@ -1,9 +1,9 @@
-"""The `air.*` functions of Metal's bitcode: C++ for each on top of functions.h, and LLVM's view of its call.
+"""The `air.*` functions of Metal's bitcode: the C++ of each on top of functions.h, and its call in LLVM's text form.
 
-A name ends in the operand types, e.g. `air.simd_sum.f32`, `air.convert.f.f32.s.i32`, `air.max.u.v2i32`: integers have
-their sign in the name only. What is not known here is refused by name.
+A name ends in the operand types, for example `air.simd_sum.f32`, `air.convert.f.f32.s.i32`, `air.max.u.v2i32`. Only the
+name tells the sign of integers. An unknown function is an error that names it.
 
-Values pass between the two by address: the C ABI passes short vectors in other registers than LLVM's types say.
+Values pass between the two by address, because the C ABI passes short vectors in other registers than LLVM's types.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from dataclasses import dataclass
 
 
 class UnknownFunction(ValueError):
-    """An `air.*` function that this device does not have."""
+    """Raised for an `air.*` function that this device does not have."""
 
 
 @dataclass(frozen=True)
 class Type:
-    """An operand type of a name: "f32", "u.v2i16"."""
+    """An operand type in a name, for example "f32" or "u.v2i16"."""
 
     element: str  # as in functions.h: "f32", "bf16", "s32", "u1"
     length: int  # 0: a scalar
 
     @property
     def cpp(self) -> str:
-        """The type in functions.h; the elements of a vector of booleans are bytes."""
+        """The type in functions.h. The elements of a vector of booleans are bytes."""
         element = "u8" if self.length and self.element == "u1" else self.element
         return f"vector<{element}, {self.length}>" if self.length else element
 
 
 @dataclass(frozen=True)
 class Declaration:
-    """A declaration in the module: the name without its `air.`, result and parameters as LLVM types."""
+    """A declaration in the module: the name without `air.`, and the result and parameters as LLVM types."""
 
     name: str
     result: str
@@ -47,7 +47,7 @@ class Declaration:
 
 _TYPE = re.compile(r"(?:v(\d+))?(bf|f|i)(\d+)")
 
-# What a function computes: of its operands "@", the result's type R, and of the types T0, T1, ... of its name.
+# C++ of each function in terms of its operands "@", the result's type R, and the types T0, T1, ... of its name.
 _MODAL = (
     *("acos", "acosh", "asin", "asinh", "atan", "atanh", "atan2", "cos", "cosh", "cospi", "exp", "exp2", "exp10"),
     *("log", "log2", "log10", "sin", "sinh", "sinpi", "sqrt", "rsqrt", "tan", "tanh", "tanpi", "pow", "powr", "divide"),
@@ -63,7 +63,7 @@ _PLAIN = (
 _VALUES = {
     "convert": "air::convert<R>(@)",
     "get_simdgroup_size": "32",
-    # A hint that feeds llvm.assume: anything but true would be undefined behaviour.
+    # Its result only feeds llvm.assume: returning anything but true would be undefined behaviour.
     "is_uniform": "true",
     "normalize_function_constant_predicate": "a0 != 0",
     "simdgroup_matrix_8x8_init_filled": "R(a0)",
@@ -93,7 +93,7 @@ for _name, _operation in _UPDATES.items():
 
 
 def parse_name(name: str) -> tuple[str, list[Type]]:
-    """Splits "convert.f.f32.s.i32" into its function and its operand types; a pointer's type is left out."""
+    """Splits "convert.f.f32.s.i32" into its function and its operand types. Types of pointers are left out."""
     base: list[str] = []
     types: list[Type] = []
     sign = "u"
@@ -109,13 +109,13 @@ def parse_name(name: str) -> tuple[str, list[Type]]:
 
 
 def _split(llvm: str) -> tuple[str, int]:
-    """Element type and length (0: a scalar) of an LLVM type."""
+    """Returns the element type and the length (0: a scalar) of an LLVM type."""
     match = re.fullmatch(r"<(\d+) x (\w+)>", llvm)
     return (match[2], int(match[1])) if match else (llvm, 0)
 
 
 def _cpp(llvm: str, types: Sequence[Type]) -> str:
-    """C++ type of a value: an integer has the sign of the name's type of that width, if any."""
+    """Returns the C++ type of a value. An integer has the sign of the name's type with that width, if there is one."""
     element, length = _split(llvm)
     if element == "ptr":
         return "void*"
@@ -128,7 +128,7 @@ def _cpp(llvm: str, types: Sequence[Type]) -> str:
 
 
 def _memory(llvm: str) -> str:
-    """How a value lies in memory: booleans take a byte each."""
+    """Returns the type of a value in memory, where each boolean takes a byte."""
     element, length = _split(llvm)
     if element != "i1":
         return llvm
@@ -136,17 +136,17 @@ def _memory(llvm: str) -> str:
 
 
 def cpp_function(declaration: Declaration) -> str:
-    """The C++ of a function, under the name that `llvm_wrapper` calls.
+    """Returns the C++ of a function, under the name that `llvm_wrapper` calls.
 
     Raises:
-        UnknownFunction: there is no such function here.
+        UnknownFunction: the device does not have this function.
     """
     base, types = parse_name(declaration.name)
     has_result = declaration.result != "void"
     text = (_VALUES if has_result else _EFFECTS).get(base)
     if text is None:
         raise UnknownFunction(f"air.{declaration.name} is not known to the software device")
-    # A conversion's types are the result and the operand, both of one width perhaps: each value has its own.
+    # The types of a conversion are those of the result and the operand. Both may have the same width.
     own = [[types[0]], [types[1]]] if base == "convert" else [types, types]
     parameters, lines = [], []
     if has_result:
@@ -166,12 +166,15 @@ def cpp_function(declaration: Declaration) -> str:
 
 
 def cpp_builtin(name: str) -> str:
-    """The C++ of a position built-in: writes its three numbers."""
+    """Returns the C++ that writes the three numbers of a position."""
     return f'extern "C" void sm_builtin_{name}(uint32_t* place) {{ air::builtin<sm::{name}>(place); }}'
 
 
 def llvm_wrapper(declaration: Declaration, attributes: str) -> str:
-    """The definition of `@air.<name>` in LLVM's text form: stores the operands, calls the C++ function, loads."""
+    """Returns the definition of `@air.<name>` in LLVM's text form.
+
+    It stores the operands, calls the C++ function and loads the result.
+    """
     names = [f"%a{i}" for i in range(len(declaration.parameters))]
     signature = ", ".join(f"{t} {n}" for t, n in zip(declaration.parameters, names, strict=True))
     lines = [f"define internal {declaration.result} @air.{declaration.name}({signature}) {attributes} {{"]

@@ -1,4 +1,4 @@
-// What moves between the lanes of a simdgroup: folds, scans, shuffles, and matrices. Part of functions.h.
+// Operations between the lanes of a simdgroup: folds, scans, shuffles and matrices. Part of functions.h.
 #pragma once
 
 namespace air {
@@ -21,7 +21,7 @@ struct exchange {
   }
 };
 
-// The order is the back end's: lanes half the width apart first (msl/include/metal_simdgroup states it).
+// The order is the back end's choice. Ours adds lanes half the width apart first, as msl/include/metal_simdgroup states.
 template <class T, class F>
 AIR_UNCHECKED T folded(const exchange<T>& all, uint32_t first, uint32_t width, F combine) {
   T part[32];
@@ -145,7 +145,7 @@ template <class T>
 struct pair {
   T data, fill;
 };
-// Lanes come in runs of `modulo`; one that is asked for beyond the caller's run gives its fill, a run further back.
+// Lanes form runs of `modulo`. A lane beyond the caller's run supplies its fill value, one run further back.
 template <class T>
 AIR_FUNCTION SM_CONVERGENT T simd_shuffle_and_fill_up(T data, T fill, u16 delta, u16 modulo) {
   const uint32_t me = lane(), place = me % modulo;

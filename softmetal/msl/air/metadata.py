@@ -1,4 +1,4 @@
-"""What a module's metadata say of its kernel: arguments, thread limit, function constants."""
+"""Reads a module's metadata: the kernel's arguments, thread limit and function constants."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ THREADGROUP_SPACE = 3
 
 
 class MetadataError(ValueError):
-    """Metadata of a form that this device does not know."""
+    """Raised for metadata in a form that this device does not know."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,12 @@ class Argument:
     is_reference: bool = False
     element_bytes: int = 1
     element_align: int = 1
-    gate: str = ""  # the global that tells whether the argument exists, or ""
+    gate: str = ""  # the global that is true if the argument exists, or ""
 
 
 @dataclass(frozen=True)
 class Constant:
-    """A function constant: the global that holds its value."""
+    """A function constant, and the global that holds its value."""
 
     symbol: str
     type: str
@@ -88,7 +88,7 @@ def read_metadata(text: str) -> KernelInfo:
     """Reads the metadata of a module in LLVM's text form.
 
     Raises:
-        MetadataError: it has not exactly one kernel, or an argument of a kind that is not known.
+        MetadataError: the module does not have exactly one kernel, or the kind of an argument is unknown.
     """
     nodes = _Nodes(text)
     kernels = nodes.named("air.kernel")

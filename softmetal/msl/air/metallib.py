@@ -1,6 +1,6 @@
-"""Metal libraries as files: the functions that a metallib holds, each a module of LLVM bitcode.
+"""Reads Metal libraries. A metallib holds functions, each a module of LLVM bitcode.
 
-The layout is not documented; it was read from the libraries of public wheels (MLX 0.32.4, PyTorch 2.13.0).
+The layout is not documented. It follows the libraries of public wheels (MLX 0.32.4, PyTorch 2.13.0).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _HEADER = struct.Struct("<4s3H2B2HQ8Q")
 
 
 class MetallibError(ValueError):
-    """The data are no metallib, or of a form that this reader does not know."""
+    """Raised for data that are not a metallib, or have a form that this reader does not know."""
 
 
 @dataclass(frozen=True)
 class Function:
-    """A function of the library: where its bitcode lies and what it hashes to."""
+    """A function of the library, with the place and the hash of its bitcode."""
 
     name: str
     kind: int
@@ -40,13 +40,13 @@ class Metallib:
 
     Args:
         data: the whole file.
-        where: named in errors.
+        where: the library's name in errors.
 
     Attributes:
         functions: by name.
 
     Raises:
-        MetallibError: `data` is no metallib, or is cut off.
+        MetallibError: `data` is not a metallib, or it is incomplete.
     """
 
     def __init__(self, data: bytes | memoryview, where: str = "metallib") -> None:
@@ -66,11 +66,11 @@ class Metallib:
         self.functions = {f.name: f for f in functions}
 
     def bitcode(self, name: str) -> bytes:
-        """The bitcode module of one function.
+        """Returns the bitcode module of one function.
 
         Raises:
             KeyError: there is no such function.
-            MetallibError: the bytes are not those that the list describes.
+            MetallibError: the bytes do not match their hash, or are not LLVM bitcode.
         """
         if name not in self.functions:
             raise KeyError(f"{self._where}: no function {name!r} among {len(self.functions)}")
@@ -84,7 +84,7 @@ class Metallib:
 
     def _read(self, start: int, size: int) -> Iterator[Function]:
         (count,) = struct.unpack_from("<I", self._data, start)
-        at, end = start + 4, start + 4 + size  # the size leaves the count out
+        at, end = start + 4, start + 4 + size  # the size does not include the count
         for _ in range(count):
             (entry,) = struct.unpack_from("<I", self._data, at)
             yield self._function(dict(self._tags(at + 4, min(at + entry, end))))
@@ -115,11 +115,11 @@ def _open(path: Path, stamp: tuple[int, int]) -> Metallib:
 
 
 def open_metallib(path: str | Path) -> Metallib:
-    """The library in a file; the same unchanged file is read once.
+    """Reads the library in a file. An unchanged file is read only once.
 
     Raises:
-        OSError: it cannot be read.
-        MetallibError: it is no metallib.
+        OSError: the file cannot be read.
+        MetallibError: the file is not a metallib.
     """
     status = Path(path).stat()
     return _open(Path(path).resolve(), (status.st_mtime_ns, status.st_size))

@@ -8,14 +8,14 @@ from .metadata import Constant
 
 
 def string_constant(symbol: str, text: str) -> str:
-    """A zero-terminated text as a global."""
+    """Returns a global that holds a zero-terminated text."""
     data = text.encode() + b"\0"
     escaped = "".join(chr(b) if 32 <= b < 127 and b not in b'"\\' else f"\\{b:02X}" for b in data)
     return f'{symbol} = private unnamed_addr constant [{len(data)} x i8] c"{escaped}"'
 
 
 def library_table(kernel_rows: Sequence[str], constants: Sequence[Constant], defined: set[str], checked: bool) -> str:
-    """What a library exports (`executor/abi.h`): `kernel_rows` are its `sm_kernel` values."""
+    """Returns the tables of a library (`executor/abi.h`). `kernel_rows` are its `sm_kernel` values."""
     lines = [
         "%sm_kernel = type { ptr, ptr, ptr, i32, i32, i32 }",
         "%sm_constant = type { ptr, ptr, i32, i32 }",
@@ -39,7 +39,7 @@ SITE = "%sm_site = type { ptr, i32, i32, i32, i32 }"
 
 
 def names_only(names: Sequence[str], checked: bool) -> str:
-    """A library that names its kernels and has no code."""
+    """Returns a library that names its kernels and has no code."""
     lines = [SITE, "@sm_sites = internal constant [0 x %sm_site] []"]
     lines += [string_constant(f"@sm_kn{i}", name) for i, name in enumerate(names)]
     rows = [f"{{ ptr @sm_kn{i}, ptr null, ptr null, i32 0, i32 0, i32 0 }}" for i in range(len(names))]

@@ -1,7 +1,8 @@
-"""A kernel's module as Metal's compiler left it -> the same code for this device, both in LLVM's text form.
+"""Translates a kernel's module from Metal's compiler to code for this device, both in LLVM's text form.
 
-Address spaces go; simdgroup matrices become the two elements that a thread holds; threadgroup variables come from the
-executor; function constants get their values; an entry that fetches the arguments, and the library's tables, are added.
+Address spaces are removed. Simdgroup matrices become the two elements that a thread holds. Threadgroup variables come
+from the executor. Function constants get their values. The translation adds an entry that fetches the arguments, and
+the library's tables.
 """
 
 from __future__ import annotations
@@ -34,16 +35,17 @@ class Translation:
     Args:
         text: the module, from llvm-dis.
         name: the kernel's name in its library.
-        values: function constants, by name or by index as text, as C text.
-        checked: for checked mode.
+        values: function constants as C text, by name, or by index as text.
+        checked: translates for checked mode.
 
     Attributes:
         llvm: the translated module.
         cpp: the C++ that it calls.
 
     Raises:
-        TranslateError: function constants without a value, or with one that is not of their type.
-        MetadataError, UnknownFunction: something that this device does not have.
+        TranslateError: a function constant has no value, or a value of another type.
+        MetadataError: the metadata have an unknown form.
+        UnknownFunction: the kernel calls a function that this device does not have.
     """
 
     def __init__(self, text: str, name: str, values: Mapping[str, str], checked: bool) -> None:
@@ -89,7 +91,7 @@ class Translation:
         )
 
     def _with_threadgroup_variables(self, body: str) -> tuple[str, list[tuple[str, int]]]:
-        """Puts the executor's memory in the place of the variables; gives type and alignment of each."""
+        """Replaces the variables by the executor's memory; returns the type and alignment of each."""
         found = list(_THREADGROUP.finditer(body))
         body = _THREADGROUP.sub("", body)
         sites = [(m["type"], int(m["align"] or 16)) for m in found]
@@ -158,7 +160,7 @@ class Translation:
         return [a for a in self._info.arguments if not a.builtin]
 
     def _gates(self, initialisers: list[str]) -> str:
-        """After the module's own initialisers: arguments whose function constant is false do not exist."""
+        """Adds code after the module's initialisers that drops the arguments whose function constant is false."""
         lines = [f"define internal void @sm_gates() #{_OURS} {{"]
         for i, a in enumerate(self._memory_arguments()):
             if a.gate:
@@ -177,11 +179,11 @@ class Translation:
         return "\n".join(lines)
 
 
-_OURS, _OURS_INLINE = 9000, 9001  # attribute groups, beyond the module's own
+_OURS, _OURS_INLINE = 9000, 9001  # numbers of attribute groups, beyond the module's own
 
 
 def _narrowed(body: str) -> str:
-    """<64 x T> -> <2 x T>: a matrix of a simdgroup is, in a thread, its elements 0 and 1."""
+    """Replaces <64 x T> by <2 x T>, because a thread holds two elements of a simdgroup's matrix."""
 
     def shuffle(match: re.Match[str]) -> str:
         lanes = [x.strip().removeprefix("i32 ") for x in match[1].split(",")]
@@ -196,7 +198,7 @@ def _narrowed(body: str) -> str:
         raise TranslateError("copies of structures that hold simdgroup matrices are not known to the software device")
     for line in body.split("\n"):
         if has_structs and "@llvm.lifetime." in line:
-            continue  # its sizes are those of whole matrices
+            continue  # its sizes are those of complete matrices
         if "<64 x " in line:
             if re.match(r"\s+(?:%[\w.]+ = load|store) ", line):
                 line = re.sub(r", align \d+", "", line)
@@ -209,7 +211,7 @@ def _narrowed(body: str) -> str:
 
 
 def _plain(body: str) -> str:
-    """Drops what only Metal's targets have, and what its aliasing rules say of buffers."""
+    """Removes features of Metal's targets, and Metal's aliasing rules for buffers."""
     body = re.sub(r"^target (?:datalayout|triple) = .*$", "", body, flags=re.MULTILINE)
     body = re.sub(r"^source_filename = .*$", "", body, flags=re.MULTILINE)
     body = re.sub(r"^@llvm\.(?:compiler\.)?used = .*$", "", body, flags=re.MULTILINE)
@@ -234,7 +236,7 @@ def _plain(body: str) -> str:
 
 
 def _find_kernel(body: str, symbol: str) -> tuple[int, int]:
-    """Where the kernel's definition begins, and the end of its first line."""
+    """Returns the start of the kernel's definition, and the end of its first line."""
     match = re.search(rf"^define [^\n]*?{re.escape(symbol)}\([^\n]*\{{$", body, re.MULTILINE)
     if match is None:
         raise MetadataError(f"the kernel {symbol} has no definition")
@@ -262,7 +264,7 @@ def _commas(text: str) -> list[str]:
 
 
 def _bare(text: str) -> str:
-    """The type at the start of a parameter or after the attributes of a result."""
+    """Returns the type at the start of a parameter, or after the attributes of a result."""
     match = re.search(r"<\d+ x \w+>|\b(?:void|ptr|half|bfloat|float|i\d+)\b", text)
     if match is None:
         raise TranslateError(f"a value of type {text!r} is not known to the software device")
@@ -270,7 +272,7 @@ def _bare(text: str) -> str:
 
 
 def _hoisted(code: str, names: Sequence[str]) -> tuple[str, list[str]]:
-    """Constant expressions over threadgroup variables become instructions at the kernel's start."""
+    """Moves constant expressions over threadgroup variables to instructions at the kernel's start."""
     hoisted: list[str] = []
     if not names:
         return code, hoisted

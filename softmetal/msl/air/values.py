@@ -1,4 +1,4 @@
-"""Values of function constants: given as C text, put into the module as LLVM's."""
+"""Puts the values of function constants, which are C text, into a module in LLVM's form."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NAMES_OF_INTEGERS = {"i8", "i16", "i32", "i64"}
 
 
 class TranslateError(ValueError):
-    """A module that cannot be brought onto this device; the text says what of it."""
+    """Raised for a module that cannot be translated for this device. The text names the part."""
 
 
 def with_value(body: str, constant: Constant, value: str) -> str:

@@ -1,4 +1,4 @@
-// Host code as an extension writes it. `run_scenario(name)` gives the error's text, empty where all went well.
+// Host code as an extension writes it. `run_scenario(name)` returns the text of the error, or "" if there is none.
 #include "host.h"
 
 namespace host {

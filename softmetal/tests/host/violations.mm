@@ -1,4 +1,4 @@
-// Host code that breaks one rule of Metal a scenario: what is encoded.
+// Each scenario breaks one rule of Metal in what it encodes.
 #include "host.h"
 
 namespace host {

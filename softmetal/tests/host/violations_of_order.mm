@@ -1,4 +1,4 @@
-// Host code that breaks one rule of Metal a scenario: when and with what encoders, queues and objects are used.
+// Each scenario breaks one rule of Metal in the order of its calls, or in its use of encoders, queues and objects.
 #include "host.h"
 
 namespace host {
@@ -91,6 +91,14 @@ const bool added = add({
          at::mps::getMPSProfiler().beginProfileKernel(pipeline("scale"), "scale", false);
          at::mps::getMPSProfiler().endProfileKernel(pipeline("narrow"));
        });
+     }},
+    {"profiler beside an encoder",
+     [] {
+       at::mps::getMPSProfiler().StartTrace("interval", false);
+       struct Stop {
+         ~Stop() { at::mps::getMPSProfiler().StopTrace(); }
+       } stop;
+       encode([](Encoder) { at::mps::getMPSProfiler().beginProfileKernel(pipeline("scale"), "scale", false); });
      }},
     {"pipeline of nil",
      [] {

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 from allpairspy import AllPairs
-from kernel_launch import facts
-from kernel_problems import Problem
+
+from tests.support.kernels.launch import facts
+from tests.support.kernels.problems import Problem
 
 FORMATS = facts()["formats"][:-1]
 FLOATS = [torch.float16, torch.bfloat16, torch.float32]

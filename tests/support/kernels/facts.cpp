@@ -1,8 +1,8 @@
-// Prints what the tests need of kernels/variants.h as JSON, so that nothing is written down twice.
+// Prints what the tests need of kernels/shared/variants.h as JSON, so that nothing is written down twice.
 #include <cstddef>
 #include <cstdio>
 
-#include "variants.h"
+#include "kernels/shared/variants.h"
 
 using namespace marlin;
 

@@ -3,8 +3,9 @@
 from typing import Any
 
 import torch
-from kernel_launch import Counters, facts, number
-from kernel_problems import Problem, run_product, sliced
+
+from tests.support.kernels.launch import Counters, facts, number
+from tests.support.kernels.problems import Problem, run_product, sliced
 
 
 def run_fused(

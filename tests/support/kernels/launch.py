@@ -11,9 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
+
 from softmetal.device import Buffer, Counters, Kernel, compile
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 KERNELS = ROOT / "kernels"
 # Filled with 0xFF: a NaN in every floating type and in both codings of scales.
 GUARD_BYTES = 256
@@ -29,11 +30,11 @@ ELEMENT_NAMES = {
 
 @functools.cache
 def facts() -> dict:
-    """The constants, structs and kernels of kernels/variants.h."""
+    """The constants, structs and kernels of kernels/shared/variants.h."""
     with tempfile.TemporaryDirectory() as folder:
         program = Path(folder) / "facts"
-        source = Path(__file__).with_name("kernel_facts.cpp")
-        subprocess.run(["g++", "-std=c++20", "-I", KERNELS, source, "-o", program], check=True)
+        source = Path(__file__).with_name("facts.cpp")
+        subprocess.run(["g++", "-std=c++20", "-I", ROOT, source, "-o", program], check=True)
         return json.loads(subprocess.run([program], check=True, capture_output=True).stdout)
 
 
@@ -119,7 +120,7 @@ def _specialise(
         one = f'MARLIN_INSTANTIATE_AS("{name}", {kernel}<{weight}{METAL_TYPES[element]}>)'
         source = source.replace(everything[0], one)
     compiled = compile(
-        source, constants=dict(constants), checked=checked, file_name=str(path), include_paths=[str(KERNELS)]
+        source, constants=dict(constants), checked=checked, file_name=str(path), include_paths=[str(KERNELS.parent)]
     )
     return compiled.kernel(name)
 

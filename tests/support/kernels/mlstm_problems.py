@@ -5,10 +5,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import mlstm_reference
 import numpy as np
 import torch
-from kernel_launch import (
+
+from tests.support import mlstm_reference
+from tests.support.kernels.launch import (
     ELEMENT_NAMES,
     Counters,
     Guarded,

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import reference
 import torch
-from kernel_launch import (
+
+from tests.support import reference
+from tests.support.kernels.launch import (
     ELEMENT_NAMES,
     Counters,
     element_type,

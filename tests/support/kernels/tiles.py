@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from kernel_launch import ELEMENT_NAMES, Counters, facts
-from kernel_problems import Problem, Shares, run_product, sliced
+
+from tests.support.kernels.launch import ELEMENT_NAMES, Counters, facts
+from tests.support.kernels.problems import Problem, Shares, run_product, sliced
 
 _KERNEL = re.compile(r"gemm_(double_buffered|single_stage|striped)_(\d+)x(\d+)x(\d+)")
 STAGED = [name for name in facts()["kernels"] if _KERNEL.match(name) and "striped" not in name]

@@ -9,13 +9,13 @@ import struct
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 from torch import Tensor
 
-from torch_marlin_metal.convert.checkpoint import regular_file
-from torch_marlin_metal.convert.errors import CheckpointError, UnsupportedFormat
-from torch_marlin_metal.convert.safetensors_file import TensorInfo, read_tensor
+from torch_marlin_metal.checkpoints.checkpoint import regular_file
+from torch_marlin_metal.checkpoints.errors import CheckpointError, UnsupportedFormat
+from torch_marlin_metal.checkpoints.files.safetensors import TensorInfo, read_tensor
 
 # type number -> (name, elements in a block, bytes of a block); ggml.h and gguf.constants 0.19.
 GGML_TYPES: dict[int, tuple[str, int, int]] = {
@@ -57,8 +57,8 @@ GGML_TYPES: dict[int, tuple[str, int, int]] = {
 SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 STRING, ARRAY = 8, 9
 MAX_NESTING = 4
-MAX_STRING = 1 << 20  # names and settings are short; longer texts (chat templates, vocabularies) are skipped
-MAX_ARRAY = 1 << 16
+MAX_ARRAY = 1 << 16  # settings of single layers are short
+MAX_STRING = 1 << 20  # names and settings are short; longer texts (chat templates) are skipped
 MAX_RANK = 4  # GGML_MAX_DIMS
 DEFAULT_ALIGNMENT = 32
 SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
@@ -77,7 +77,7 @@ class GgufTensor:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it holds plain numbers, not blocks of codes."""
+        """Returns whether it holds plain numbers and not blocks of codes."""
         return self.type_name in ("F32", "F16", "BF16", "F64", "I8", "I16", "I32", "I64")
 
     def read(self, expert: int | None = None) -> Tensor:
@@ -89,27 +89,34 @@ class GgufTensor:
         return read_tensor(info, expert)
 
 
+@dataclass(frozen=True)
+class SkippedArray:
+    """An array of the metadata that no reader asks for: of strings, of arrays, or longer than settings of layers."""
+
+    count: int
+
+
 class _Header:
     """Reads the front of a file and never past its end."""
 
     def __init__(self, file: Path, stream: BinaryIO, size: int) -> None:
         self.file, self.stream, self.size = file, stream, size
-
-    @property
-    def position(self) -> int:
-        return self.stream.tell()
+        self.position = 0  # asking the stream would take a call of the system
 
     def fail(self, message: str) -> CheckpointError:
         return CheckpointError(f"{self.file}: {message}")
 
-    def take(self, count: int) -> bytes:
+    def _advance(self, count: int) -> None:
         if count > self.size - self.position:
             raise self.fail(f"truncated: {count} bytes wanted at {self.position}, the file has {self.size}")
+        self.position += count
+
+    def take(self, count: int) -> bytes:
+        self._advance(count)
         return self.stream.read(count)
 
     def skip(self, count: int) -> None:
-        if count > self.size - self.position:
-            raise self.fail(f"truncated: {count} bytes wanted at {self.position}, the file has {self.size}")
+        self._advance(count)
         self.stream.seek(count, 1)
 
     def scalar(self, code: str) -> Any:
@@ -126,7 +133,7 @@ class _Header:
             raise self.fail(f"a string before byte {self.position} is not UTF-8") from error
 
     def value(self, kind: int, nesting: int = 0) -> Any:
-        """Returns a metadata value; arrays too long to be settings are skipped and give None."""
+        """Returns a metadata value; short arrays of numbers stay bytes until an element is asked for."""
         if kind in SCALARS:
             return self.scalar(SCALARS[kind])
         if kind == STRING:
@@ -135,17 +142,17 @@ class _Header:
             raise self.fail(f"unknown metadata type {kind} before byte {self.position}")
         element, count = self.scalar("<I"), self.scalar("<Q")
         if element in SCALARS:
-            width = struct.calcsize(SCALARS[element])
-            if count > MAX_ARRAY:
-                self.skip(count * width)
-                return None
-            return [self.scalar(SCALARS[element]) for _ in range(count)]
-        values = []
-        for index in range(count):  # every element takes at least 8 bytes of the file
-            value = self.value(element, nesting + 1)
-            if index < MAX_ARRAY:
-                values.append(value)
-        return values if count <= MAX_ARRAY else None
+            code = SCALARS[element][1]
+            if count <= MAX_ARRAY:
+                return memoryview(self.take(count * struct.calcsize(code))).cast(cast(Any, code))
+            self.skip(count * struct.calcsize(code))
+        elif element == STRING:
+            for _ in range(count):  # every element takes at least 8 bytes of the file
+                self.skip(int.from_bytes(self.take(8), "little"))
+        else:
+            for _ in range(count):
+                self.value(element, nesting + 1)
+        return SkippedArray(count)
 
 
 def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:

@@ -7,6 +7,7 @@ Format: https://github.com/huggingface/safetensors#format.
 
 import json
 import weakref
+from collections import Counter
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from torch_marlin_metal.convert.errors import CheckpointError
+from torch_marlin_metal.checkpoints.errors import CheckpointError
 
 # Bits of one element and the torch dtype that holds it. Coded and unsigned types keep their bits in a dtype that every
 # backend has: float8 as uint8, U16/U32/U64 as the signed type of the same width. F4 packs two elements in a byte. The
@@ -42,6 +43,7 @@ DTYPES: dict[str, tuple[int, torch.dtype]] = {
 }
 MAX_HEADER = 100_000_000  # the reference implementation's limit
 MAX_RANK = 16
+MAX_ELEMENTS = 1 << 59  # strides, in bits too, are integers of 64 bits
 POOLED_BYTES, MAX_POOL_BYTES = 1 << 20, 1 << 26
 
 
@@ -66,12 +68,11 @@ def parse_json(file: Path, text: bytes) -> Any:
     """Parses JSON that may be hostile: every failure, nesting beyond the stack and repeated keys included, is named."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        seen: dict[str, Any] = {}
-        for key, value in pairs:
-            if key in seen:
-                raise CheckpointError(f"{file}: the key {key!r} occurs twice")
-            seen[key] = value
-        return seen
+        values = dict(pairs)
+        if len(values) != len(pairs):
+            key = Counter(key for key, _ in pairs).most_common(1)[0][0]
+            raise CheckpointError(f"{file}: the key {key!r} occurs twice")
+        return values
 
     try:
         return json.loads(text.decode("utf-8"), object_pairs_hook=unique)
@@ -139,6 +140,8 @@ def _entry(file: Path, name: str, entry: Any, start: int, size: int) -> TensorIn
     bits = prod(shape) * DTYPES[dtype][0]
     if bits != 8 * (offsets[1] - offsets[0]) or (dtype == "F4" and (not shape or shape[-1] % 2)):
         raise fail(f"shape {shape} of {dtype} needs {bits} bits, data_offsets give {offsets[1] - offsets[0]} bytes")
+    if prod(max(size, 1) for size in shape) > MAX_ELEMENTS:  # without elements, no bytes bind the other sizes
+        raise fail(f"expected sizes that span at most {MAX_ELEMENTS} elements, got {str(shape)[:80]}")
     return TensorInfo(name, file, dtype, tuple(shape), start + offsets[0], offsets[1] - offsets[0])
 
 
@@ -176,14 +179,18 @@ def read_tensor(info: TensorInfo, index: int | None = None) -> Tensor:
     """Reads one tensor, or `tensor[index]` along its first dimension, into memory of its own.
 
     Raises:
-        CheckpointError: the file has become unreadable or shorter since its header was read.
+        CheckpointError: the file has become unreadable or shorter since its header was read, or there is no memory for
+            the tensor.
     """
     shape, offset, nbytes = info.torch_shape, info.offset, info.nbytes
     if index is not None:
         nbytes //= shape[0]
         offset += index * nbytes
         shape = shape[1:]
-    raw = _blocks.take(nbytes) if nbytes >= POOLED_BYTES else torch.empty(nbytes, dtype=torch.uint8)
+    try:
+        raw = _blocks.take(nbytes) if nbytes >= POOLED_BYTES else torch.empty(nbytes, dtype=torch.uint8)
+    except (MemoryError, RuntimeError) as error:  # the latter is torch's allocator
+        raise CheckpointError(f"{info.file}: tensor {info.name!r}: no memory for its {nbytes} bytes") from error
     try:
         with info.file.open("rb", buffering=0) as stream:
             stream.seek(offset)

@@ -2,7 +2,7 @@
 
 A safetensors header stands before the data and may be padded with spaces, so room is left for it and it is written
 when the shard is full. A shard gets its name only then: a file under its final name is complete. A thread writes while
-the caller reads and converts what comes next.
+the caller reads and converts the next tensors.
 """
 
 import json
@@ -15,8 +15,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from torch_marlin_metal.convert.checkpoint import DTYPE_NAMES
-from torch_marlin_metal.convert.errors import CheckpointError
+from torch_marlin_metal.checkpoints.checkpoint import DTYPE_NAMES
+from torch_marlin_metal.checkpoints.errors import CheckpointError
 
 HEADER_BYTES = 1 << 18
 # Of one call: for larger ones Linux fills its cache by huge pages, which a virtual machine may have to ask its host for
@@ -35,7 +35,7 @@ class ShardWriter:
     """The shard under construction in a directory.
 
     Args:
-        directory: where the shards go.
+        directory: the directory of the shards.
         name: the shard's final name.
     """
 
@@ -60,12 +60,15 @@ class ShardWriter:
         """Bytes of tensors written so far."""
         return self._size
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
+
     def has_room(self, names: list[str]) -> bool:
         """Says whether the header has room for these tensors too."""
         return self._header_size + sum(map(_entry_bytes, names)) < HEADER_BYTES
 
     def add(self, name: str, tensor: Tensor, dtype: str | None = None) -> None:
-        """Appends a tensor; `dtype` is its name in the file where the bits mean another type than torch's.
+        """Appends a tensor; `dtype` is its name in the file if the bits mean another type than torch's.
 
         Raises:
             CheckpointError: the disk is full, or another failure to write, of this tensor or one before it.
@@ -124,7 +127,7 @@ class ShardWriter:
             raise CheckpointError(f"{self.path}: cannot be written ({error.strerror})") from error
 
     def discard(self) -> None:
-        """Removes what has been written."""
+        """Removes the unfinished file."""
         self._thread.shutdown(cancel_futures=True)
         self._stream.close()
         self._partial.unlink(missing_ok=True)

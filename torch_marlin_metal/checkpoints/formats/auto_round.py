@@ -6,11 +6,12 @@ as they are; "auto_round:auto_gptq" has them minus one.
 
 from dataclasses import replace
 
-from torch_marlin_metal.convert import awq, compressed_tensors, gptq, mlx
-from torch_marlin_metal.convert.checkpoint import Checkpoint, Settings
-from torch_marlin_metal.convert.errors import UnsupportedFormat
-from torch_marlin_metal.convert.layer import Layer
-from torch_marlin_metal.convert.registry import DirectoryFormat, Options
+from torch_marlin_metal.checkpoints.checkpoint import Checkpoint, Settings
+from torch_marlin_metal.checkpoints.errors import UnsupportedFormat
+from torch_marlin_metal.checkpoints.formats import awq, compressed_tensors, gptq, mlx
+from torch_marlin_metal.checkpoints.layer import Layer
+from torch_marlin_metal.checkpoints.options import ReadOptions
+from torch_marlin_metal.checkpoints.registry import DirectoryFormat
 from torch_marlin_metal.packed_weight import PackedWeight
 
 GPTQ_VERSION = {"auto_round:auto_gptq": 1, "auto_round:gptq": 1, "auto_round": 2, "auto_round:gptqmodel": 2}
@@ -25,7 +26,7 @@ def _delegate(settings: Settings) -> DirectoryFormat:
     packing = settings.text("packing_format", default="auto_round:auto_gptq")
     if packing in GPTQ_VERSION:
 
-        def read_gptq(layer: Layer, settings: Settings, options: Options) -> PackedWeight:
+        def read_gptq(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeight:
             version = options.gptq_version or GPTQ_VERSION[packing]
             return gptq.read(layer, settings, replace(options, gptq_version=version))
 

@@ -7,10 +7,11 @@ codes along K in tiles, and stores its zero points multiplied out as fp16 -(s * 
 import torch
 from torch import Tensor
 
-from torch_marlin_metal.convert.checkpoint import Checkpoint, Settings
-from torch_marlin_metal.convert.errors import UnsupportedFormat
-from torch_marlin_metal.convert.layer import FLOATS, Layer, as_words, constant, fit_groups, spread, words_of_codes
-from torch_marlin_metal.convert.registry import DirectoryFormat, Options, endings
+from torch_marlin_metal.checkpoints.checkpoint import Checkpoint, Settings
+from torch_marlin_metal.checkpoints.errors import UnsupportedFormat
+from torch_marlin_metal.checkpoints.layer import FLOATS, Layer, as_words, constant, fit_groups, spread, words_of_codes
+from torch_marlin_metal.checkpoints.options import ReadOptions
+from torch_marlin_metal.checkpoints.registry import DirectoryFormat, endings
 from torch_marlin_metal.packed_weight import PackedWeight
 
 # version -> the layout that it is a name for
@@ -35,7 +36,7 @@ def _layout_of(settings: Settings) -> str:
 
 
 def _implied(checkpoint: Checkpoint) -> bool:
-    """Old AutoAWQ wrote quant_config.json without naming a method."""
+    """Recognises old AutoAWQ files: quant_config.json names no method."""
     return "w_bit" in checkpoint.settings and "q_group_size" in checkpoint.settings
 
 
@@ -46,7 +47,7 @@ def _check(checkpoint: Checkpoint, settings: Settings) -> None:
         raise UnsupportedFormat(f"{settings.file}: {bits}-bit AWQ weights are not 4 bit wide")
 
 
-def _read(layer: Layer, settings: Settings, options: Options) -> PackedWeight:
+def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeight:
     layout = _layout_of(settings)
     return {"gemm": _read_gemm, "gemv": _read_gemv, "gemv_fast": _read_gemv_fast}[layout](layer, settings)
 
@@ -148,7 +149,7 @@ def _read_gemv_fast(layer: Layer, settings: Settings) -> PackedWeight:
 
 
 def _unpack_gemv_fast(qweight: Tensor) -> Tensor:
-    """int16 `[N/4, K]` -> int32 `[K/8, N]`.
+    """Converts int16 `[N/4, K]` to int32 `[K/8, N]`.
 
     In a tile of 4 rows x 64 k, each run of 32 k is stored as 0, 8, 16, 24, 1, 9, ..., 31, four codes to a word, and the
     64 words of the tile are the four rows one after the other.
@@ -174,7 +175,7 @@ FORMAT = DirectoryFormat(
     variants=(
         ("gemm (also called exllama, ipex)", "uint4; uint4b8 without zero points"),
         ("gemv", "uint4; uint4b8 without zero points"),
-        ("gemv_fast, llm-awq", "uint4; uint4_bias where the stored fp16 products are not those of integer zero points"),
+        ("gemv_fast, llm-awq", "uint4; uint4_bias if the stored fp16 products are not those of integer zero points"),
     ),
     refused=(
         ("marlin", "layout made for one GPU kernel; export the original AWQ checkpoint"),

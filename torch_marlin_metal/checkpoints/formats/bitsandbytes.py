@@ -10,11 +10,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torch_marlin_metal.convert.checkpoint import Checkpoint, Settings
-from torch_marlin_metal.convert.errors import UnsupportedFormat
-from torch_marlin_metal.convert.layer import FLOATS, Layer, as_words, fit_groups, swap_nibbles
-from torch_marlin_metal.convert.registry import DirectoryFormat, Options
-from torch_marlin_metal.convert.safetensors_file import parse_json
+from torch_marlin_metal.checkpoints.checkpoint import Checkpoint, Settings
+from torch_marlin_metal.checkpoints.errors import UnsupportedFormat
+from torch_marlin_metal.checkpoints.files.safetensors import parse_json
+from torch_marlin_metal.checkpoints.layer import FLOATS, Layer, as_words, fit_groups, swap_nibbles
+from torch_marlin_metal.checkpoints.options import ReadOptions
+from torch_marlin_metal.checkpoints.registry import DirectoryFormat
 from torch_marlin_metal.packed_weight import PackedWeight
 
 STORAGE = ("U8", "I8", "F16", "BF16", "F32")
@@ -38,7 +39,7 @@ def _state(layer: Layer) -> Settings:
     return Settings(where, state)
 
 
-def _read(layer: Layer, settings: Settings, options: Options) -> PackedWeight:
+def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeight:
     state = _state(layer)
     shape, blocksize = state.get("shape"), state.integer("blocksize", default=64) or 0
     if not isinstance(shape, list) or len(shape) != 2 or not all(type(n) is int and 0 < n < 2**31 for n in shape):
@@ -79,7 +80,7 @@ def _read(layer: Layer, settings: Settings, options: Options) -> PackedWeight:
 
 
 def _absmax(layer: Layer, state: Settings, blocks: int) -> Tensor:
-    """Returns the block scales in fp32, decoded where they are themselves quantized."""
+    """Returns the block scales in fp32, decoded if they are quantized themselves."""
     if "nested_absmax" not in layer:
         layer.expect("absmax", FLOATS, blocks)  # bf16 from a layer that ran on a CPU with AVX-512 BF16
         return layer.read("absmax").float()
@@ -114,5 +115,5 @@ FORMAT = DirectoryFormat(
     fields={"b_packed": "weight", "scales": "absmax", "lut": "quant_map", "bias": "bias"},
     check=_check,
     read=_read,
-    foreign={".SCB": "an 8-bit layer (LLM.int8), not 4 bit wide"},
+    unread={".SCB": "an 8-bit layer (LLM.int8), not 4 bit wide"},
 )

@@ -7,12 +7,13 @@ offset of 8. FP4: `weight_packed` uint8 `[N, K/2]`, even k in the low nibble; NV
 import torch
 from torch import Tensor
 
-from torch_marlin_metal.convert import fp4
-from torch_marlin_metal.convert.act_order import permutation, read_g_idx
-from torch_marlin_metal.convert.checkpoint import Checkpoint, Settings
-from torch_marlin_metal.convert.errors import CheckpointError, UnsupportedFormat
-from torch_marlin_metal.convert.layer import FLOATS, Layer, as_words, constant, fit_groups, unpack
-from torch_marlin_metal.convert.registry import DirectoryFormat, Options, endings
+from torch_marlin_metal.checkpoints import fp4
+from torch_marlin_metal.checkpoints.act_order import permutation, read_g_idx
+from torch_marlin_metal.checkpoints.checkpoint import Checkpoint, Settings
+from torch_marlin_metal.checkpoints.errors import CheckpointError, UnsupportedFormat
+from torch_marlin_metal.checkpoints.layer import FLOATS, Layer, as_words, constant, fit_groups, unpack
+from torch_marlin_metal.checkpoints.options import ReadOptions
+from torch_marlin_metal.checkpoints.registry import DirectoryFormat, endings
 from torch_marlin_metal.packed_weight import PackedWeight
 
 READ_FORMATS = ("pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mixed-precision")
@@ -39,7 +40,7 @@ def _schemes(settings: Settings) -> list[Settings]:
     return [scheme for name in groups if (scheme := groups.section(name).section("weights"))]
 
 
-def _read(layer: Layer, settings: Settings, options: Options) -> PackedWeight:
+def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeight:
     if layer.dtype("weight_packed") == "U8":
         return read_fp4(layer, settings, options)
     N, words = layer.expect("weight_packed", ("I32",), None, None)
@@ -110,7 +111,7 @@ def _scales(layer: Layer, settings: Settings, N: int, K: int) -> tuple[int, Tens
 
 
 def _zeros(layer: Layer, N: int, G: int, bits: int) -> Tensor | None:
-    """Returns uint8 zero points `[G, N]`, or None where every one is the symmetric one."""
+    """Returns uint8 zero points `[G, N]`, or None if all are the symmetric one."""
     if "weight_zero_point" not in layer:
         return None
     offset = 1 << (bits - 1)
@@ -127,7 +128,7 @@ def _zeros(layer: Layer, N: int, G: int, bits: int) -> Tensor | None:
     return None if constant(zeros, offset) else zeros.to(torch.uint8).contiguous()
 
 
-def read_fp4(layer: Layer, settings: Settings, options: Options) -> PackedWeight:
+def read_fp4(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeight:
     """Converts an NVFP4 or MXFP4 layer; the dtype of its scales and its global scale say which it is."""
     N, half = layer.expect("weight_packed", ("U8",), None, None)
     K = 2 * half
@@ -184,5 +185,5 @@ FORMAT = DirectoryFormat(
     check=_check,
     read=_read,
     extras=(".input_scale", ".input_global_scale", ".input_zero_point"),
-    foreign={".weight_scale": "its weight is not packed (weight_scale without weight_packed): not 4 bit wide"},
+    unread={".weight_scale": "its weight is not packed (weight_scale without weight_packed): not 4 bit wide"},
 )

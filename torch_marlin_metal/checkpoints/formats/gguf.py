@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_marlin_metal.convert import fp4
-from torch_marlin_metal.convert.errors import CheckpointError, UnsupportedFormat
-from torch_marlin_metal.convert.gguf_file import GgufTensor, read_gguf
-from torch_marlin_metal.convert.gguf_names import ARCHITECTURES, heads_to_restore, hf_name, row_order
-from torch_marlin_metal.convert.layer import as_words
-from torch_marlin_metal.convert.registry import Format, Options
+from torch_marlin_metal.checkpoints import fp4
+from torch_marlin_metal.checkpoints.errors import CheckpointError, UnsupportedFormat
+from torch_marlin_metal.checkpoints.files.gguf import GgufTensor, read_gguf
+from torch_marlin_metal.checkpoints.formats.gguf_names import ARCHITECTURES, heads_to_restore, hf_name, row_order
+from torch_marlin_metal.checkpoints.layer import as_words
+from torch_marlin_metal.checkpoints.options import ReadOptions
+from torch_marlin_metal.checkpoints.registry import Format
 from torch_marlin_metal.packed_weight import PackedWeight, PackedWeightError
 
 # Values of the codes of IQ4_NL and IQ4_XS (kvalues_iq4nl in ggml-common.h).
@@ -56,7 +57,7 @@ def _q4_k(blocks: Tensor) -> PackedWeight:
 
 
 def _per_sub_block(d: Tensor, factors: Tensor) -> Tensor:
-    """fp32 `[B, N]` times small integers `[N, B, S]` -> fp32 `[B * S, N]`."""
+    """Multiplies fp32 `[B, N]` by small integers `[N, B, S]` and returns fp32 `[B * S, N]`."""
     return (d.unsqueeze(1) * factors.permute(1, 2, 0).float()).reshape(-1, d.shape[1])
 
 
@@ -79,7 +80,7 @@ def _mxfp4(blocks: Tensor) -> PackedWeight:
 
 
 def _nvfp4(blocks: Tensor) -> PackedWeight:
-    """Scales are unsigned E4M3, where ggml reads 0x7F as 0."""
+    """Reads scales as unsigned E4M3 and 0x7F as 0, as ggml does."""
     scales = blocks[..., :4].flatten(1).t()
     if bool((scales > 0x7F).any()):
         raise PackedWeightError("scales", "expected unsigned E4M3 codes of at most 0x7F")
@@ -100,7 +101,7 @@ DECODERS: dict[str, tuple[int, Callable[[Tensor], PackedWeight]]] = {
 class GgufSource:
     """An opened GGUF file; every matrix of coded blocks is a layer, every expert of a stack one of its own."""
 
-    def __init__(self, path: Path, options: Options) -> None:
+    def __init__(self, path: Path, options: ReadOptions) -> None:
         self.format = FORMAT
         self.path = path
         self.metadata, self.tensors = read_gguf(path)
@@ -216,7 +217,7 @@ class GgufSource:
 
     @property
     def config(self) -> dict[str, Any]:
-        """A GGUF file holds no transformers configuration."""
+        """Returns {}: a GGUF file holds no transformers configuration."""
         return {}
 
     def others(self) -> Iterator[tuple[str, Callable[[], Tensor], str]]:

@@ -32,7 +32,7 @@ HEADS = {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}
 
 
 def hf_name(name: str) -> str | None:
-    """Returns transformers' name of a tensor of a llama-family model, or None where it has none."""
+    """Returns transformers' name of a tensor of a llama-family model, or None if there is none."""
     block = BLOCK_NAME.fullmatch(name)
     if block is not None:
         module = IN_BLOCK.get(block[2])
@@ -47,7 +47,7 @@ def heads_to_restore(name: str, architecture: str, metadata: dict[str, Any]) -> 
     if block is None or block[2] not in HEADS or not ARCHITECTURES.get(architecture, False):
         return None
     stated = metadata.get(f"{architecture}.{HEADS[block[2]]}", metadata.get(f"{architecture}.attention.head_count"))
-    if isinstance(stated, list):
+    if isinstance(stated, memoryview):
         return stated[int(block[1])] if int(block[1]) < len(stated) else 0
     return stated
 

@@ -3,18 +3,19 @@
 Every expert is a layer of its own, `<layer>.<expert>`; rows of gate_up_proj alternate gate and up, as in the model.
 """
 
-from torch_marlin_metal.convert import fp4
-from torch_marlin_metal.convert.checkpoint import Checkpoint, Settings
-from torch_marlin_metal.convert.layer import Layer, as_words
-from torch_marlin_metal.convert.registry import DirectoryFormat, Options
+from torch_marlin_metal.checkpoints import fp4
+from torch_marlin_metal.checkpoints.checkpoint import Checkpoint, Settings
+from torch_marlin_metal.checkpoints.layer import Layer, as_words
+from torch_marlin_metal.checkpoints.options import ReadOptions
+from torch_marlin_metal.checkpoints.registry import DirectoryFormat
 from torch_marlin_metal.packed_weight import PackedWeight
 
 
 def _check(checkpoint: Checkpoint, settings: Settings) -> None:
-    """The settings hold nothing but the method's name."""
+    """Accepts every checkpoint: its settings hold only the method's name."""
 
 
-def _read(layer: Layer, settings: Settings, options: Options) -> PackedWeight:
+def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeight:
     if layer.expert is None:
         raise layer.error("blocks", f"expected four dimensions, got {list(layer.shape('blocks'))}")
     N, blocks, _ = layer.expect("blocks", ("U8",), None, None, fp4.MXFP4_BLOCK // 2)

@@ -9,11 +9,12 @@ import warnings
 import torch
 from torch import Tensor
 
-from torch_marlin_metal.convert.act_order import permutation, read_g_idx
-from torch_marlin_metal.convert.checkpoint import Checkpoint, Settings
-from torch_marlin_metal.convert.errors import UnsupportedFormat
-from torch_marlin_metal.convert.layer import FLOATS, Layer, constant, fit_groups, unpack
-from torch_marlin_metal.convert.registry import DirectoryFormat, Options, endings
+from torch_marlin_metal.checkpoints.act_order import permutation, read_g_idx
+from torch_marlin_metal.checkpoints.checkpoint import Checkpoint, Settings
+from torch_marlin_metal.checkpoints.errors import UnsupportedFormat
+from torch_marlin_metal.checkpoints.layer import FLOATS, Layer, constant, fit_groups, unpack
+from torch_marlin_metal.checkpoints.options import ReadOptions
+from torch_marlin_metal.checkpoints.registry import DirectoryFormat, endings
 from torch_marlin_metal.packed_weight import PackedWeight
 
 VERSIONS = {"": 1, "gptq": 1, "gptq_v2": 2}
@@ -23,7 +24,7 @@ SYMMETRIC_WORDS = {1: 0x77777777, 2: 0x88888888 - (1 << 32)}
 
 
 def _implied(checkpoint: Checkpoint) -> bool:
-    """Old AutoGPTQ wrote quantize_config.json without naming a method."""
+    """Recognises old AutoGPTQ files: quantize_config.json names no method."""
     return checkpoint.settings.file.name == "quantize_config.json" and "bits" in checkpoint.settings
 
 
@@ -36,7 +37,7 @@ def _check(checkpoint: Checkpoint, settings: Settings) -> None:
         raise UnsupportedFormat(f"{settings.file}: GPTQ pack_dtype {pack_dtype!r} is not read; known: int32")
 
 
-def read(layer: Layer, settings: Settings, options: Options) -> PackedWeight:
+def read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeight:
     """Converts one layer; its width and group size are derived from the shapes and compared with the settings."""
     rows, N = layer.expect("qweight", ("I32",), None, None)
     G, _ = layer.expect("scales", FLOATS, None, N)
@@ -108,8 +109,8 @@ def _has_overrides(settings: Settings) -> bool:
     return bool(settings.section("dynamic") or settings.section("extra_config"))
 
 
-def _read_zeros(layer: Layer, settings: Settings, options: Options, version: int, G: int, N: int) -> Tensor | None:
-    """Returns uint8 zero points `[G, N]`, or None where all are 8."""
+def _read_zeros(layer: Layer, settings: Settings, options: ReadOptions, version: int, G: int, N: int) -> Tensor | None:
+    """Returns uint8 zero points `[G, N]`, or None if all are 8."""
     if "qzeros" not in layer:
         if settings.flag("sym") is False:
             raise layer.error("qweight", "the settings say sym=false, but there are no qzeros")
@@ -135,7 +136,7 @@ def _read_zeros(layer: Layer, settings: Settings, options: Options, version: int
 
 
 def _check_version(layer: Layer, raw: Tensor, version: int) -> None:
-    """A symmetric file holds one raw value, 7 in version 1 and 8 in version 2: the other one is a wrong label."""
+    """Refuses a wrong label: a symmetric file holds one raw value, 7 in version 1 and 8 in version 2."""
     other = 3 - version
     if constant(raw, SYMMETRIC_ZERO - (other == 1)):
         raise layer.error(

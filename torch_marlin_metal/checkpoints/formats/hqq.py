@@ -6,9 +6,10 @@ The weight is a matrix of groups `[N * K / g, g]`; `W_q` packs row r in the high
 import torch
 from torch import Tensor
 
-from torch_marlin_metal.convert.checkpoint import Checkpoint, Settings
-from torch_marlin_metal.convert.layer import FLOATS, Layer, fit_groups, words_of_codes
-from torch_marlin_metal.convert.registry import DirectoryFormat, Options, endings
+from torch_marlin_metal.checkpoints.checkpoint import Checkpoint, Settings
+from torch_marlin_metal.checkpoints.layer import FLOATS, Layer, fit_groups, words_of_codes
+from torch_marlin_metal.checkpoints.options import ReadOptions
+from torch_marlin_metal.checkpoints.registry import DirectoryFormat, endings
 from torch_marlin_metal.packed_weight import PackedWeight
 
 PACKING = "4bit_u8"
@@ -18,7 +19,7 @@ def _check(checkpoint: Checkpoint, settings: Settings) -> None:
     settings.section("quant_config").section("weight_quant_params").integer("nbits")
 
 
-def _read(layer: Layer, settings: Settings, options: Options) -> PackedWeight:
+def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeight:
     stated = settings.section("quant_config").section("weight_quant_params")
     bits, axis = _number(layer, "nbits", stated.integer("nbits")), _number(layer, "axis", stated.integer("axis"))
     if bits != 4:
@@ -73,7 +74,7 @@ def _read(layer: Layer, settings: Settings, options: Options) -> PackedWeight:
 
 
 def _number(layer: Layer, role: str, stated: int | None) -> int:
-    """Returns the layer's own value where it stores one; HQQ's defaults are 4 bit and axis 1."""
+    """Returns the layer's own value if it stores one; HQQ's defaults are 4 bit and axis 1."""
     if role in layer:
         return int(layer.scalar(role))
     return stated if stated is not None else {"nbits": 4, "axis": 1}[role]

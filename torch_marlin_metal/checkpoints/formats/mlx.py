@@ -6,10 +6,11 @@ stand in the same object under the module's name.
 
 from torch import Tensor
 
-from torch_marlin_metal.convert import fp4
-from torch_marlin_metal.convert.checkpoint import Checkpoint, Settings
-from torch_marlin_metal.convert.layer import FLOATS, Layer, as_words, fit_groups, spread, unpack
-from torch_marlin_metal.convert.registry import DirectoryFormat, Options
+from torch_marlin_metal.checkpoints import fp4
+from torch_marlin_metal.checkpoints.checkpoint import Checkpoint, Settings
+from torch_marlin_metal.checkpoints.layer import FLOATS, Layer, as_words, fit_groups, spread, unpack
+from torch_marlin_metal.checkpoints.options import ReadOptions
+from torch_marlin_metal.checkpoints.registry import DirectoryFormat
 from torch_marlin_metal.packed_weight import PackedWeight
 
 # mode -> widths whose layout is known; of these only 4 bit is packed, the others can be decoded
@@ -17,7 +18,7 @@ BITS = {"affine": (2, 3, 4, 5, 6, 8), "mxfp4": (4,), "nvfp4": (4,)}
 
 
 def _check(checkpoint: Checkpoint, settings: Settings) -> None:
-    """Every module may have settings of its own, so nothing is decided for all of them."""
+    """Accepts every checkpoint: each module may have settings of its own."""
 
 
 def _implied(checkpoint: Checkpoint) -> bool:
@@ -26,7 +27,7 @@ def _implied(checkpoint: Checkpoint) -> bool:
 
 
 def _own_settings(layer: Layer, settings: Settings) -> Settings:
-    """Returns the module's own settings where it has some; AutoRound leaves them under "quantization" alone."""
+    """Returns the module's own settings if it has any; AutoRound leaves them under "quantization" alone."""
     module = layer.name if layer.expert is None else layer.name.rpartition(".")[0]
     table = layer.checkpoint.config.get("quantization")
     for values in (settings, table if isinstance(table, dict) else {}):
@@ -35,7 +36,7 @@ def _own_settings(layer: Layer, settings: Settings) -> Settings:
     return settings
 
 
-def _read(layer: Layer, settings: Settings, options: Options) -> PackedWeight:
+def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeight:
     own = _own_settings(layer, settings)
     mode, bits = own.text("mode", default="affine"), own.integer("bits", default=4)
     group_size = own.integer("group_size", default=64) or 0

@@ -1,10 +1,11 @@
 """NVFP4 layers of NVIDIA ModelOpt: `weight` uint8 `[N, K/2]`, `weight_scale` E4M3, `weight_scale_2` multiplies."""
 
-from torch_marlin_metal.convert import fp4
-from torch_marlin_metal.convert.checkpoint import Checkpoint, Settings
-from torch_marlin_metal.convert.errors import UnsupportedFormat
-from torch_marlin_metal.convert.layer import Layer, as_words
-from torch_marlin_metal.convert.registry import DirectoryFormat, Options, endings
+from torch_marlin_metal.checkpoints import fp4
+from torch_marlin_metal.checkpoints.checkpoint import Checkpoint, Settings
+from torch_marlin_metal.checkpoints.errors import UnsupportedFormat
+from torch_marlin_metal.checkpoints.layer import Layer, as_words
+from torch_marlin_metal.checkpoints.options import ReadOptions
+from torch_marlin_metal.checkpoints.registry import DirectoryFormat, endings
 from torch_marlin_metal.packed_weight import PackedWeight
 
 
@@ -21,7 +22,7 @@ def _implied(checkpoint: Checkpoint) -> bool:
     return checkpoint.settings.section("producer").text("name") == "modelopt"
 
 
-def _read(layer: Layer, settings: Settings, options: Options) -> PackedWeight:
+def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeight:
     N, half = layer.expect("weight", ("U8",), None, None)
     K = 2 * half
     layer.expect("weight_scale", ("F8_E4M3",), N, -(-K // fp4.NVFP4_BLOCK))
@@ -53,5 +54,5 @@ FORMAT = DirectoryFormat(
     read=_read,
     implied=_implied,
     extras=(".input_scale",),
-    foreign={".weight_scale": "it has weight_scale without weight_scale_2: an 8-bit layer"},
+    unread={".weight_scale": "it has weight_scale without weight_scale_2: an 8-bit layer"},
 )

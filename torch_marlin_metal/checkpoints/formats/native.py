@@ -8,12 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
-from torch_marlin_metal.convert.checkpoint import Checkpoint, Settings
-from torch_marlin_metal.convert.errors import UnsupportedFormat
-from torch_marlin_metal.convert.layer import Layer
-from torch_marlin_metal.convert.registry import DirectoryFormat, Options, endings
+from torch_marlin_metal.checkpoints.checkpoint import Checkpoint, Settings
+from torch_marlin_metal.checkpoints.errors import UnsupportedFormat
+from torch_marlin_metal.checkpoints.layer import Layer
+from torch_marlin_metal.checkpoints.options import ReadOptions
+from torch_marlin_metal.checkpoints.registry import DirectoryFormat, endings
 from torch_marlin_metal.formats import WEIGHT_FORMATS
-from torch_marlin_metal.linear import FORMAT_VERSION, WEIGHT_BUFFERS, MarlinLinear
+from torch_marlin_metal.layers.linear import FORMAT_VERSION, WEIGHT_BUFFERS, MarlinLinear
 from torch_marlin_metal.packed_weight import PackedWeight
 
 METHOD = "torch_marlin_metal"
@@ -22,7 +23,7 @@ FORMAT_NAMES = tuple(WEIGHT_FORMATS)
 
 @dataclass
 class NativeExporter:
-    """The format as `export.Exporter`; `layers` is each layer's entry in the settings."""
+    """The format as an `exporters.Exporter`; `layers` is each layer's entry in the settings."""
 
     layers: dict[str, dict[str, Any]] = field(default_factory=dict)
 
@@ -64,7 +65,7 @@ def _check(checkpoint: Checkpoint, settings: Settings) -> None:
         raise UnsupportedFormat(f"{settings.file}: format_version {version} is not read; known: {FORMAT_VERSION}")
 
 
-def _read(layer: Layer, settings: Settings, options: Options) -> PackedWeight:
+def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeight:
     layer.expect("packed_format", ("I32",), 3)
     version, format_id, group_size = (int(value) for value in layer.read("packed_format"))
     if version != FORMAT_VERSION or not 0 <= format_id < len(FORMAT_NAMES):

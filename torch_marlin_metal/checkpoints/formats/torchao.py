@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_marlin_metal.convert import fp4
-from torch_marlin_metal.convert.checkpoint import Checkpoint, Settings
-from torch_marlin_metal.convert.errors import CheckpointError
-from torch_marlin_metal.convert.layer import FLOATS, Layer, as_words, constant, fit_groups, spread, words_of_codes
-from torch_marlin_metal.convert.registry import DirectoryFormat, Options
-from torch_marlin_metal.convert.safetensors_file import parse_json
+from torch_marlin_metal.checkpoints import fp4
+from torch_marlin_metal.checkpoints.checkpoint import Checkpoint, Settings
+from torch_marlin_metal.checkpoints.errors import CheckpointError
+from torch_marlin_metal.checkpoints.files.safetensors import parse_json
+from torch_marlin_metal.checkpoints.layer import FLOATS, Layer, as_words, constant, fit_groups, spread, words_of_codes
+from torch_marlin_metal.checkpoints.options import ReadOptions
+from torch_marlin_metal.checkpoints.registry import DirectoryFormat
 from torch_marlin_metal.packed_weight import PackedWeight
 
 OFFSET = 8
@@ -48,13 +49,13 @@ def _attributes(layer: Layer) -> dict[str, str]:
 
 
 def _plain(value: Any) -> str:
-    """Torchao writes dtypes and enumerations as {"_type": ..., "_data": ...}."""
+    """Unwraps dtypes and enumerations, which torchao writes as {"_type": ..., "_data": ...}."""
     if isinstance(value, dict) and "_data" in value:
         return f"{value.get('_type')}:{value['_data']}"
     return str(value) if isinstance(value, (bool, int, str)) or value is None else json.dumps(value)
 
 
-def _read(layer: Layer, settings: Settings, options: Options) -> PackedWeight:
+def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeight:
     attributes = _attributes(layer)
     kind = attributes.get("class", "")
     readers = {"NVFP4Tensor": _read_nvfp4, "MXTensor": _read_mx, "IntxUnpackedToInt8Tensor": _read_intx}
@@ -143,7 +144,7 @@ def _read_intx(layer: Layer, attributes: dict[str, str]) -> PackedWeight:
 
 
 def _zero_points(points: Tensor) -> Tensor | None:
-    """Shifts zero points of signed codes to unsigned ones: uint8 where they are codes, else floating; None for 8."""
+    """Shifts zero points of signed codes to unsigned ones: uint8 for codes, else floating; None if all are 8."""
     shifted = points.float() + OFFSET
     if constant(shifted, OFFSET):
         return None

@@ -5,21 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torch_marlin_metal.planning import GemmPlan, PlanCandidate, PlannedDispatch, plan
+from torch_marlin_metal.gpu.planning import GemmPlan, PlanCandidate, PlannedDispatch, plan
 
-# What the model takes for granted, beyond the figures of the GPU and the counts of the kernels.
+# Assumptions of the model beyond the figures of the GPU and the counts of the kernels.
 ASSUMPTIONS = (
-    "Instruction counts are another compiler's for the M1's GPU, for every GPU: Apple's may differ by 10 to 20 %.",
-    "Weights are cold, and nothing else runs on the GPU.",
-    "A kernel that does not fetch ahead waits for memory's latency at every step; other simdgroups of the core fill "
-    "that time as far as there are any.",
-    "A twentieth of the shorter of memory and compute time is not hidden by the longer.",
-    "Threadgroups start in order, x first, and are spread evenly over the cores.",
-    "Weights that several row blocks read come from memory each time, or at twice its rate where the weight fills at "
-    "most half of the system-level cache; gemv's row blocks start side by side, and all but one find them in L2.",
+    "Instruction counts are those of Mesa's compiler for the M1's GPU, on every GPU; Apple's compiler may differ by 10 "
+    "to 20 %.",
+    "Weights are not in any cache, and nothing else runs on the GPU.",
+    "A kernel that does not load ahead waits for memory at every step. Other simdgroups of the core fill that time if "
+    "there are any.",
+    "A twentieth of the shorter of memory time and compute time is not hidden by the longer.",
+    "Threadgroups start in order, x first, and spread evenly over the cores.",
+    "Weights that several row blocks read come from memory each time, or at twice its rate if the weight fills at most "
+    "half of the system-level cache. Row blocks of gemv start side by side, and all but one find the weights in L2.",
     "Bank conflicts, the register cache, barriers and the rate of threadgroup memory cost nothing.",
-    "A launch takes what the smallest one took on an M1 under Linux, an upper bound for Metal.",
-    "Where a GPU's figure is assumed, its nearest relative's stands in: the GPU's own table says which those are.",
+    "A launch takes as long as the smallest one on an M1 under Linux, an upper bound for Metal.",
+    "If a figure of a GPU is unknown, that of its nearest relative stands in; the GPU's own table says so.",
 )
 
 _REASONS = {
@@ -36,13 +37,13 @@ _REASONS = {
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `explain` found; prints as text.
+    """The result of `explain`, which prints as text.
 
     Attributes:
         plan: the product's plan with all candidates.
-        bound: what bounds the longest dispatch of the plan that is taken.
+        bound: the resource that limits the longest dispatch of the chosen plan.
         rivals: the cheapest candidate of every other variant, cheapest first.
-        assumptions: what the predicted time rests on.
+        assumptions: assumptions behind the predicted time.
     """
 
     plan: GemmPlan
@@ -88,7 +89,7 @@ def _spent(dispatch: PlannedDispatch) -> str:
 
 
 def explain(M: int, N: int, K: int, **problem: Any) -> Explanation:
-    """Says why a product is computed as it is: the plan, what bounds it, what else there was.
+    """Explains how a product is computed: the plan, its limit, and the alternatives.
 
     Args:
         M: rows of the activations.

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from rich.table import Table
 
-from torch_marlin_metal.gpu import AppleSiliconGPU, as_gpu
-from torch_marlin_metal.planning import plan
+from torch_marlin_metal.gpu.device import AppleSiliconGPU, as_gpu
+from torch_marlin_metal.gpu.planning import plan
 from torch_marlin_metal.text import RichText
 
 
@@ -22,10 +22,10 @@ class RooflinePoint:
         M: rows of the activations.
         N: columns of the weight.
         K: rows of the weight.
-        variant: what the planner takes.
+        variant: the planner's choice.
         intensity: floating-point operations for each byte of memory traffic.
         flop_per_second: by the model.
-        attainable: what memory and matrix unit would allow at this intensity.
+        attainable: the rate that memory and the matrix unit allow at this intensity.
     """
 
     M: int
@@ -77,12 +77,12 @@ class Roofline(RichText):
         """Draws it into a file; the file's ending says in which format.
 
         Raises:
-            ImportError: matplotlib is not installed (`pip install torch_marlin_metal[plots]`).
+            ImportError: matplotlib is not installed (`pip install matplotlib`).
         """
         try:
             from matplotlib.figure import Figure
         except ImportError as error:
-            raise ImportError("Roofline.plot: needs matplotlib: pip install torch_marlin_metal[plots]") from error
+            raise ImportError("Roofline.plot: needs matplotlib: pip install matplotlib") from error
         figure = Figure(figsize=(8, 5), layout="constrained")
         axes = figure.subplots()
         highest = max([2 * self.gpu.balance, *(point.intensity for point in self.points)])
@@ -123,7 +123,7 @@ def roofline(
     shapes: Iterable[tuple[int, int, int]],
     *,
     weight_format: str = "uint4b8",
-    group_size: int = 128,
+    group_size: int | None = None,
     dtype: torch.dtype = torch.float16,
 ) -> Roofline:
     """Places products under a GPU's roofline; times are the planner's model's.
@@ -132,7 +132,7 @@ def roofline(
         gpu: a GPU, its name, or None for this machine's.
         shapes: (M, N, K) of each product.
         weight_format: of all of them.
-        group_size: of all of them.
+        group_size: of all of them, as in `quantize_weight`.
         dtype: of the activations.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Threadgroup-memory budgets: what each variant and tile shape holds, how much fits a core, and when it is taken."""
+"""Threadgroup-memory budgets: the size of each variant and tile shape, how many fit on a core, and when it is taken."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from rich.table import Table
 
 from torch_marlin_metal.extension import native
-from torch_marlin_metal.gpu import AppleSiliconGPU, as_gpu
-from torch_marlin_metal.planning import Occupancy, element_name, plan
+from torch_marlin_metal.gpu.device import AppleSiliconGPU, as_gpu
+from torch_marlin_metal.gpu.planning import Occupancy, element_name, plan
 from torch_marlin_metal.text import RichText
 
 
@@ -26,10 +26,10 @@ class TileRow:
         code_bytes: of decoded weights in threadgroup memory, all stages.
         staging_bytes: of scales, zero points, tables and sums there.
         threadgroup_bytes: all of it.
-        refused: why no plan can have this tile; "" where one can.
-        occupancy: what a core holds; None where refused or where nobody counted its registers.
+        refused: why no plan can have this tile; "" if one can.
+        occupancy: how much of it a core holds; None if it is refused or its registers were not counted.
         accumulators: fp32 sums of outputs a lane.
-        half_registers: 16-bit registers a thread, counted for the M1; 0 where refused.
+        half_registers: 16-bit registers a thread, counted for the M1; 0 if it is refused.
         matrix_operations: 8x8x8 products of a simdgroup a step.
         flop_per_byte: floating-point operations of a step for each byte that it loads from device memory.
     """
@@ -50,11 +50,11 @@ class TileRow:
 
     @property
     def share(self) -> float:
-        """Threadgroup memory over Metal's limit for a threadgroup."""
+        """Returns threadgroup memory as a share of Metal's limit for a threadgroup."""
         return self.threadgroup_bytes / int(native.threadgroup_limit())
 
     def waves(self, M: int, N: int, cores: int) -> float:
-        """Output tiles over the threadgroups that a GPU holds at once, without split K.
+        """Returns the number of output tiles divided by the threadgroups that a GPU holds at once, without split K.
 
         Raises:
             ValueError: the tile is refused.
@@ -85,7 +85,7 @@ class TileTable(RichText):
     )  # fmt: skip
 
     def cells(self) -> list[tuple[str, ...]]:
-        """The table's rows as text; a refused tile's last cells are empty."""
+        """Returns the table's rows as text; a refused tile's last cells are empty."""
         return [_cells(row) for row in self.rows]
 
     def __rich__(self) -> Table:
@@ -122,7 +122,7 @@ def _cells(row: TileRow) -> tuple[str, ...]:
 
 
 def tile_table(gpu: AppleSiliconGPU | str | None = None, dtype: torch.dtype = torch.float16) -> TileTable:
-    """Returns what every variant and tile shape holds and how much of it fits a core.
+    """Returns the size of every variant and tile shape, and how many fit on a core.
 
     Refused shapes are those of the usual sizes that would not fit Metal's 32 KB of threadgroup memory.
 
@@ -171,15 +171,15 @@ def occupancy(
 
 @dataclass(frozen=True)
 class Choice:
-    """What is taken for a range of M.
+    """The choice for a range of M.
 
     Attributes:
         first: the least M.
         last: the largest M that was looked at.
-        variant: what is taken.
+        variant: the chosen variant.
         tile: its tile.
         seconds: predicted for `last`.
-        bound: what bounds it there.
+        bound: the resource that limits it there.
     """
 
     first: int
@@ -197,7 +197,7 @@ def selection_guide(
     rows: Iterable[int] = (*range(1, 65), 96, 128, 192, 256, 512, 1024, 2048, 4096),
     *,
     weight_format: str = "uint4b8",
-    group_size: int = 128,
+    group_size: int | None = None,
     dtype: torch.dtype = torch.float16,
 ) -> list[Choice]:
     """Returns which variant and tile the planner takes, by M.
@@ -208,7 +208,7 @@ def selection_guide(
         K: rows of the weight.
         rows: values of M to look at, ascending.
         weight_format: of the weight.
-        group_size: of the weight.
+        group_size: of the weight, as in `quantize_weight`.
         dtype: of the activations.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Signposts and GPU captures of what runs on a Mac, through PyTorch's own profiler."""
+"""Signposts and GPU captures of kernels that run on a Mac, through PyTorch's own profiler."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.mps import profiler
 
 @contextmanager
 def trace(*, capture: str | Path | None = None, wait_until_completed: bool = False) -> Iterator[None]:
-    """Marks every kernel that runs in the block with a signpost, and captures the GPU's work where asked.
+    """Marks every kernel that runs in the block with a signpost, and captures the GPU's work on request.
 
     The kernels of this package carry their own names ("gemv_uint4b8_float16"). Instruments shows the signposts, in its
     Logging instrument under "PyTorchMPS"; Xcode opens the capture.

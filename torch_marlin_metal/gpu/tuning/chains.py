@@ -20,12 +20,12 @@ MOST_CALLS = 256
 
 @dataclass(frozen=True)
 class Chain:
-    """Something that can be called again and again, each call on what the one before gave.
+    """Repeated calls, each of which takes the result of the one before.
 
     Attributes:
-        first: what the first call takes.
+        first: the argument of the first call.
         step: one call: the state and the number of the call to the next state.
-        finish: waits until the last state is there.
+        finish: waits until the last state is ready.
     """
 
     first: object
@@ -33,7 +33,7 @@ class Chain:
     finish: Callable[[object], None]
 
     def seconds(self, calls: int) -> float:
-        """Wall time of a chain of so many calls, by call."""
+        """Returns the wall time of a chain, divided by its number of calls."""
         state = self.first
         self.finish(state)
         begin = time.perf_counter()
@@ -44,7 +44,7 @@ class Chain:
 
 
 def product_chain(a: Tensor, product: Callable[[Tensor, int], Tensor]) -> Chain:
-    """A chain of products: the activations of each hang on the result of the one before.
+    """Makes a chain of products: the activations of each depend on the result of the one before.
 
     Args:
         a: activations of the first product, `[M, K]`.
@@ -66,14 +66,14 @@ def synchronize(device: torch.device) -> None:
 
 
 def cold_copies(tensors: Sequence[Tensor], cold_bytes: int = COLD_BYTES) -> list[list[Tensor]]:
-    """Copies of a weight's tensors, as many as it takes for each to be out of the caches when its turn comes again."""
+    """Returns enough copies of a weight's tensors that each has left the caches when its turn comes again."""
     size = sum(tensor.nbytes for tensor in tensors)
     copies = max(2, -(-cold_bytes // max(size, 1)))
     return [[tensor.clone() for tensor in tensors] for _ in range(copies)]
 
 
 def rotating(weight: PackedWeight, cold_bytes: int = COLD_BYTES) -> Callable[[int], dict[str, object]]:
-    """Arguments of `gemm` for the weight, `a` apart: each number takes the next of its cold copies."""
+    """Returns a function from a call's number to `gemm`'s arguments for the weight; each call takes a cold copy."""
     tensors = weight.tensors()
     copies = cold_copies(list(tensors.values()), cold_bytes)
     fixed = {"weight_format": weight.weight_format, "group_size": weight.group_size}
@@ -82,9 +82,9 @@ def rotating(weight: PackedWeight, cold_bytes: int = COLD_BYTES) -> Callable[[in
 
 
 def interleave(chains: Mapping[str, Chain], rounds: int = 9) -> dict[str, list[float]]:
-    """Times all chains once a round, beginning with another one each round; returns seconds a call, one entry a round.
+    """Times all chains once per round, starting with another one each round; returns seconds per call, by round.
 
-    What disturbs the machine then disturbs all of them alike: compare by the medians of the rounds' ratios.
+    A disturbance of the machine then hits all of them alike: compare by the medians of the rounds' ratios.
     """
     calls = {name: _calls(chain) for name, chain in chains.items()}
     names = list(chains)
@@ -97,10 +97,10 @@ def interleave(chains: Mapping[str, Chain], rounds: int = 9) -> dict[str, list[f
 
 
 def median_ratio(times: Iterable[float], others: Iterable[float]) -> float:
-    """The median over rounds of one's time by the other's."""
+    """Returns the median over rounds of the ratio of two times."""
     return statistics.median(time / other for time, other in zip(times, others, strict=True))
 
 
 def _calls(chain: Chain) -> int:
-    chain.seconds(1)  # compiles what has to be compiled
+    chain.seconds(1)  # compiles the kernels
     return max(2, min(MOST_CALLS, round(CHAIN_SECONDS / max(chain.seconds(2), 1e-7))))

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_marlin_metal.gpu.tuning.chains import COLD_BYTES, Chain, cold_copies, product_chain, rotating
 from torch_marlin_metal.ops import gemm
 from torch_marlin_metal.packed_weight import PackedWeight
-from torch_marlin_metal.tuning.chains import COLD_BYTES, Chain, cold_copies, product_chain, rotating
 
 OURS = "torch_marlin_metal"
 ATEN_GROUP_SIZES = (32, 64, 128, 256)

@@ -1,4 +1,4 @@
-"""What there is to tune: the distinct products of a model."""
+"""The distinct products of a model, which is what a tuner measures."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from pathlib import Path
 
 import torch
 
-from torch_marlin_metal.convert import PackedWeight, UnsupportedFormat, open_reader
+from torch_marlin_metal.checkpoints.errors import UnsupportedFormat
+from torch_marlin_metal.checkpoints.reader import open_reader
 from torch_marlin_metal.formats import NF4_VALUES, WEIGHT_FORMATS
-from torch_marlin_metal.quantize import quantize_weight
+from torch_marlin_metal.packed_weight import PackedWeight
+from torch_marlin_metal.quantize.weight import quantize_weight
 
 
 @dataclass(frozen=True, order=True)
@@ -35,7 +37,7 @@ class Product:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype of the activations."""
+        """Returns the dtype of the activations."""
         dtype: torch.dtype = getattr(torch, self.dtype)
         return dtype
 
@@ -44,9 +46,9 @@ class Product:
         generator = torch.Generator().manual_seed(0)
         dense = torch.randn(self.N, self.K, generator=generator).to(self.torch_dtype) / self.K**0.5
         row = WEIGHT_FORMATS[self.weight_format]
-        group_size = None if row.fixed_group_size else self.group_size
         lut = torch.tensor(NF4_VALUES) if row.has_lut else None
-        return quantize_weight(dense, self.weight_format, group_size, scale_dtype=self.torch_dtype, lut=lut).to(device)
+        weight = quantize_weight(dense, self.weight_format, self.group_size, scale_dtype=self.torch_dtype, lut=lut)
+        return weight.to(device)
 
 
 def products_of(path: Path, dtype: str = "float16") -> list[Product]:

@@ -1,4 +1,4 @@
-"""The table of measured choices: a small JSON file, one part a machine, that the planner reads."""
+"""The table of measured choices: a small JSON file with one part per machine."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import tempfile
+import threading
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,15 +16,18 @@ import platformdirs
 import torch
 
 from torch_marlin_metal.extension import native
-from torch_marlin_metal.tuning.products import Product
+from torch_marlin_metal.gpu.tuning.products import Product
 from torch_marlin_metal.version import __version__
 
 FILE_VERSION = 1
 
+_reading = threading.Lock()
+_was_read = False
+
 
 @dataclass(frozen=True)
 class Machine:
-    """What a measurement holds for; on any other machine, or with any other version, it is ignored.
+    """The machine and versions of a measurement; on any other one it is ignored.
 
     Attributes:
         gpu: the GPU's own name, "Apple M2 Max".
@@ -52,16 +56,16 @@ class Machine:
 
 @dataclass(frozen=True)
 class TunedRange:
-    """What won for a product, for numbers of rows around the measured one.
+    """The fastest variant of a product, for numbers of rows around the measured one.
 
     Attributes:
         product: the weight and the activations' dtype.
-        first_rows: least rows that it holds for.
-        last_rows: most rows; the number that was measured.
-        variant: what won, as `gemm(variant=...)` takes it.
+        first_rows: smallest number of rows that it holds for.
+        last_rows: largest number of rows, the one that was measured.
+        variant: the winner, as `gemm(variant=...)` takes it.
         seconds: its median time.
-        model_variant: what the planner's model would have taken.
-        speedup: the model's choice's time by the winner's, median over rounds.
+        model_variant: the choice of the planner's model.
+        speedup: time of the model's choice divided by the winner's, median over rounds.
     """
 
     product: Product
@@ -94,10 +98,10 @@ def table_path() -> Path:
 
 
 def load(path: Path | None = None) -> list[TuningTable]:
-    """Returns the tables of a file, one a machine; none where there is no file.
+    """Returns the tables of a file, one per machine; none if there is no file.
 
     Raises:
-        ValueError: the file is not such a table; the message names it.
+        ValueError: the file is not a table of choices; the message names it.
     """
     path = path or table_path()
     if not path.exists():
@@ -110,7 +114,7 @@ def load(path: Path | None = None) -> list[TuningTable]:
             TuningTable(Machine(**table["machine"]), tuple(_range(entry) for entry in table["ranges"]))
             for table in content["tables"]
         ]
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
+    except (LookupError, TypeError, AttributeError, RecursionError, json.JSONDecodeError) as error:
         raise ValueError(f"{path}: not a table of tuned products: {type(error).__name__} {error}") from error
 
 
@@ -118,8 +122,8 @@ def save(table: TuningTable, path: Path | None = None) -> Path:
     """Adds a table to a file, in place of its machine's choices for the same products; returns the path.
 
     Raises:
-        ValueError: there is such a file and it is damaged; it stays as it is.
-        OSError: it cannot be written; what was there stays.
+        ValueError: the file exists and is damaged; it stays as it is.
+        OSError: the file cannot be written; its content stays.
     """
     path = path or table_path()
     tables = load(path)
@@ -150,12 +154,12 @@ def use(table: TuningTable | None) -> None:
 
 
 def use_saved(path: Path | None = None) -> bool:
-    """Uses this machine's table of a file, if there is one; returns whether there is. Import does so.
+    """Uses this machine's table of a file, if there is one, and returns whether there is.
 
-    A damaged file is left alone, with a warning: the model chooses then.
+    A file that is damaged or cannot be read is left alone, with a warning: the model chooses then.
     """
     path = path or table_path()
-    if not path.exists() or not torch.backends.mps.is_available():
+    if not torch.backends.mps.is_available():
         return False
     try:
         machine = Machine.current()
@@ -163,9 +167,18 @@ def use_saved(path: Path | None = None) -> bool:
             if table.machine == machine:
                 use(table)
                 return True
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         warnings.warn(f"torch_marlin_metal: tuned choices are not used: {error}", stacklevel=2)
     return False
+
+
+def use_saved_once() -> None:
+    """Uses the saved table unless an earlier call did; the planner calls this before its first choice for this GPU."""
+    global _was_read
+    with _reading:  # a thread that waits for it lets go of the interpreter's lock
+        if not _was_read:
+            use_saved()
+            _was_read = True
 
 
 def _row(entry: TunedRange) -> tuple[str, str, int, int, int, int, int, str]:
@@ -183,4 +196,12 @@ def _row(entry: TunedRange) -> tuple[str, str, int, int, int, int, int, str]:
 
 
 def _range(entry: dict[str, Any]) -> TunedRange:
-    return TunedRange(**{**entry, "product": Product(**entry["product"])})
+    found = TunedRange(**{**entry, "product": Product(**entry["product"])})
+    product = found.product
+    numbers = (product.N, product.K, product.group_size, found.first_rows, found.last_rows)
+    texts = (product.weight_format, product.dtype, found.variant)
+    if not all(type(number) is int and 0 < number < 1 << 31 for number in numbers) or not all(
+        type(text) is str for text in texts
+    ):
+        raise TypeError(f"expected sizes of 31 bits and names, got {[*numbers, *texts]}")
+    return found

@@ -8,15 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from tqdm import tqdm
 
+from torch_marlin_metal.gpu.planning import PlanCandidate, plan
+from torch_marlin_metal.gpu.tuning.chains import COLD_BYTES, Chain, interleave, median_ratio, product_chain, rotating
+from torch_marlin_metal.gpu.tuning.products import Product
+from torch_marlin_metal.gpu.tuning.table import Machine, TunedRange, TuningTable
 from torch_marlin_metal.ops import gemm
-from torch_marlin_metal.planning import PlanCandidate, plan
-from torch_marlin_metal.tuning.chains import COLD_BYTES, Chain, interleave, median_ratio, product_chain, rotating
-from torch_marlin_metal.tuning.products import Product
-from torch_marlin_metal.tuning.table import Machine, TunedRange, TuningTable
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 MOST_CANDIDATES = 6
-# A candidate that the model holds to be this much slower than the best is not tried.
+# A candidate that is slower than the best by this factor in the model is not tried.
 SLOWEST = 3.0
 # The model's choice stays unless another one is faster by more than the noise of a quiet Mac (assumed).
 MARGIN = 1.02
@@ -37,11 +37,11 @@ def tune(
     """Measures the candidates for products on this machine's GPU.
 
     For each product and number of rows the model's best candidates are timed side by side: chains of dependent products
-    on weights that rotate out of the caches, rivals in turn, medians. A number of rows stands for all that lie between
-    it and the one below.
+    on weights that rotate out of the caches, candidates in turn, medians. The result for a number of rows holds for all
+    numbers down to the next smaller one that was measured.
 
     Args:
-        products: what to tune.
+        products: the products to measure.
         rows: the numbers of rows to measure, ascending.
         timer: takes chains by candidate, gives their costs, one a round; `interleave` takes the time.
         cold_bytes: how many bytes of weights rotate.

@@ -3,15 +3,16 @@
     import torch_marlin_metal.integrations.transformers
     model = AutoModelForCausalLM.from_pretrained("a GPTQ, AWQ, compressed-tensors, ... directory")
 
-`take_over.py` is what the import does and how to undo it; `config.py` is `MarlinConfig`, `quantizer.py` loads and saves
-directories, `gguf.py` reads GGUF files.
+`take_over.py` does the work of the import and can undo it; `config.py` is `MarlinConfig`, `quantizer.py` loads and
+saves directories, `gguf.py` reads GGUF files.
 """
 
 MIN_TRANSFORMERS = (5, 23)
 
 
 def _require_transformers() -> None:
-    needed = f"transformers >= {'.'.join(map(str, MIN_TRANSFORMERS))} (pip install 'torch_marlin_metal[transformers]')"
+    oldest = ".".join(map(str, MIN_TRANSFORMERS))
+    needed = f"transformers >= {oldest} (pip install 'transformers>={oldest}' accelerate)"
     try:
         import transformers
     except ImportError as error:

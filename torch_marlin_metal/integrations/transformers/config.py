@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from torch_marlin_metal.convert.native import METHOD, NativeExporter
+from torch_marlin_metal.checkpoints.formats.native import METHOD, NativeExporter
 from torch_marlin_metal.formats import weight_format as find_format
 
 # Arguments that a caller may change for a checkpoint that has settings of its own.
@@ -64,17 +64,17 @@ class MarlinConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
-        """Takes the settings of a checkpoint, whatever its method: its reader knows what they mean."""
+        """Takes the settings of a checkpoint, whatever its method: its reader interprets them."""
         config = cls(**loading_defaults())
         config.source = copy.deepcopy(dict(config_dict))
         return (config, kwargs) if return_unused_kwargs else config
 
     def get_loading_attributes(self) -> dict[str, Any]:
-        """What transformers takes from a config that is passed for a checkpoint with settings of its own."""
+        """Returns the arguments that a config may change for a checkpoint with settings of its own."""
         return {name: copy.deepcopy(getattr(self, name)) for name in LOADING}
 
     def to_dict(self) -> dict[str, Any]:
-        """The settings as a checkpoint stores them: docs/format.md once layers are known, else the checkpoint's own."""
+        """Returns the settings for a checkpoint: docs/format.md once layers are known, else the checkpoint's own."""
         if self.layers is not None:
             return NativeExporter(copy.deepcopy(self.layers)).settings()
         if self.source:
@@ -87,12 +87,12 @@ _defaults: dict[str, Any] = {}
 
 
 def loading_defaults() -> dict[str, Any]:
-    """Loading arguments for checkpoints that are opened without a `MarlinConfig`; see `take_over`."""
+    """Returns the loading arguments for checkpoints that are opened without a `MarlinConfig`; see `take_over`."""
     return copy.deepcopy(_defaults)
 
 
 def set_loading_defaults(values: dict[str, Any]) -> None:
-    """Replaces them."""
+    """Replaces the loading arguments."""
     MarlinConfig(**values)
     _defaults.clear()
     _defaults.update(values)

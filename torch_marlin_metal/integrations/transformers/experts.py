@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_marlin_metal.integrations.transformers.pending import PendingLinear
-from torch_marlin_metal.skeleton import LinearShape
+from torch_marlin_metal.models.empty_model import LinearShape
 
 STACKED = re.compile(r"(.+)\.(gate_up_proj|down_proj)\.(\d+)")
 SPLIT = re.compile(r"(.+)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)")
@@ -24,7 +24,7 @@ class MarlinExperts(nn.Module):
 
     Args:
         experts: the module it replaces, which loses its stacked parameters; its activation stays in use.
-        parts: names of gate, up and down layers, or () where gate and up are one layer.
+        parts: names of gate, up and down layers, or () if gate and up are one layer.
     """
 
     def __init__(self, experts: Any, parts: tuple[str, ...]) -> None:
@@ -64,14 +64,14 @@ class MarlinExperts(nn.Module):
 
 
 def shapes_of(experts: Any, name: str) -> LinearShape:
-    """What one expert's layer of a stacked parameter `[E, N, K]`, or `[E, K, N]` if transposed, is."""
+    """Returns the shape of one expert's layer of a stacked parameter `[E, N, K]`, or `[E, K, N]` if transposed."""
     weight, bias = experts._parameters[name], experts._parameters.get(f"{name}_bias")
     _, N, K = weight.mT.shape if experts.is_transposed else weight.shape
     return LinearShape(N, K, weight.dtype, weight.device, None if bias is None else bias[0])
 
 
 def make_room(model: Any, name: str) -> bool:
-    """Makes places for packed experts where a layer's name asks for them; returns whether it does."""
+    """Makes places for packed experts if a layer's name asks for them; returns whether it does."""
     stacked, split = STACKED.fullmatch(name), SPLIT.fullmatch(name)
     found = stacked or split
     try:

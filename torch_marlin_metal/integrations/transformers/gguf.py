@@ -6,12 +6,13 @@ import torch
 from torch import Tensor, nn
 from transformers.utils.quantization_config import GgufConfig, QuantizationMethod
 
-from torch_marlin_metal.convert.errors import UnsupportedFormat
-from torch_marlin_metal.convert.native import METHOD
-from torch_marlin_metal.convert.reader import open_reader
+from torch_marlin_metal.checkpoints.errors import UnsupportedFormat
+from torch_marlin_metal.checkpoints.formats.native import METHOD
+from torch_marlin_metal.checkpoints.reader import open_reader
 from torch_marlin_metal.integrations.transformers.config import MarlinConfig, loading_defaults
 from torch_marlin_metal.integrations.transformers.quantizer import MarlinQuantizer
-from torch_marlin_metal.skeleton import COMPUTED, fits_any
+from torch_marlin_metal.models.empty_model import COMPUTED
+from torch_marlin_metal.patterns import selects
 
 
 class MarlinGgufQuantizer(MarlinQuantizer):
@@ -26,20 +27,16 @@ class MarlinGgufQuantizer(MarlinQuantizer):
 
     def read_header(self, gguf_file: str) -> None:
         """Opens the file; transformers calls this once it has found it."""
-        self._reader = open_reader(
-            gguf_file,
-            self.quantization_config.on_unsupported,  # type: ignore[arg-type]
-            gguf_names="hf",
-        )
+        self._reader = open_reader(gguf_file, on_unsupported=self.quantization_config.on_unsupported, gguf_names="hf")
 
     def update_dtype(self, dtype: torch.dtype | None) -> torch.dtype:
         """Gives models without a stated dtype the default one."""
         return torch.get_default_dtype() if dtype is None else dtype
 
     def get_state_dict(self, checkpoint_file: str, model: Any) -> dict[str, Tensor]:
-        """What transformers loads itself: everything but the layers that stay packed."""
+        """Returns the tensors that transformers loads itself: all except those of layers that stay packed."""
         assert self._reader is not None
-        state = {name: tensor for name, tensor in self._reader.other_tensors() if not fits_any(COMPUTED, name)}
+        state = {name: tensor for name, tensor in self._reader.other_tensors() if not selects(COMPUTED, name)}
         modules = dict(model.named_modules())
         for index, name in enumerate(self._reader.layer_names):
             if isinstance(modules.get(name), nn.Embedding):
@@ -55,7 +52,7 @@ class MarlinGgufQuantizer(MarlinQuantizer):
         return state
 
     def _open(self, checkpoint_files: list[str] | None) -> None:
-        """Is done by `read_header`."""
+        """Does nothing: `read_header` has opened the file."""
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         self.quantization_config.quant_method = METHOD

@@ -1,4 +1,4 @@
-"""Places in a model of transformers that wait for a packed layer, and what goes there."""
+"""Places in a model of transformers that wait for a packed layer, and the layers that fill them."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -8,23 +8,23 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.accelerate import get_device
 
-from torch_marlin_metal.convert.reader import DenseWeight
+from torch_marlin_metal.checkpoints.reader import DenseWeight
+from torch_marlin_metal.models.empty_model import LinearShape, ModelMismatchError, fit_bias, fit_layer
+from torch_marlin_metal.models.swap import HOOKS
 from torch_marlin_metal.packed_weight import PackedWeight
-from torch_marlin_metal.skeleton import LinearShape, ModelMismatchError, fit_bias, fit_layer
-from torch_marlin_metal.swap import HOOKS
 
 DEVICES = ("cpu", "mps")
 
 
 class PendingLinear(nn.Module):
-    """Stands where a packed layer will be while transformers loads everything else; it has no tensors."""
+    """Holds the place of a packed layer while transformers loads everything else; it has no tensors."""
 
     def __init__(self, shape: LinearShape) -> None:
         super().__init__()
         self.shape = shape
 
     def forward(self, a: Tensor) -> NoReturn:
-        """Refuses: the model is not loaded yet."""
+        """Raises an error: the model is not loaded yet."""
         raise RuntimeError("a model was used before its 4-bit layers were loaded")
 
 
@@ -48,7 +48,7 @@ def make_layer(
     device: torch.device,
     dense: bool,
 ) -> nn.Module:
-    """Makes the layer for a place: packed, or an `nn.Linear` where the weight is not packed or `dense` asks for it."""
+    """Makes the layer for a place: packed, or an `nn.Linear` if the weight is not packed or `dense` asks for it."""
     if isinstance(weight, PackedWeight) and not dense:
         return fit_layer(op, name, shape, weight, device=device)
     values = weight.dequantize(shape.dtype).T.contiguous()
@@ -76,7 +76,7 @@ def check_devices(op: str, device_map: dict[str, Any]) -> None:
 
 
 def device_of(device_map: dict[str, Any] | None, name: str) -> torch.device:
-    """Returns where a layer goes.
+    """Returns the place of a layer.
 
     In a map with mps and cpu, accelerate runs the modules "on the CPU" on mps and brings their parameters there for
     each call, while buffers stay there. A packed weight is a buffer: it goes to mps at once.
@@ -88,7 +88,7 @@ def device_of(device_map: dict[str, Any] | None, name: str) -> torch.device:
 
 
 def ignored_patterns(names: Iterable[str]) -> set[str]:
-    """Regular expressions for the tensors of packed layers, which transformers must not report as unexpected."""
+    """Returns regular expressions for tensors of packed layers, which transformers must not call unexpected."""
     return {"^" + re.sub(r"\d+", r"\\d+", re.escape(name)) + "$" for name in names}
 
 

@@ -23,10 +23,9 @@ from transformers.quantizers import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils import logging
 
-from torch_marlin_metal.convert.errors import CheckpointError, UnsupportedFormat
-from torch_marlin_metal.convert.native import NativeExporter
-from torch_marlin_metal.convert.reader import CheckpointReader, DirectorySource, open_reader
-from torch_marlin_metal.fuse import fuse_projections, unfused
+from torch_marlin_metal.checkpoints.errors import CheckpointError, UnsupportedFormat
+from torch_marlin_metal.checkpoints.formats.native import NativeExporter
+from torch_marlin_metal.checkpoints.reader import CheckpointReader, DirectorySource, open_reader
 from torch_marlin_metal.integrations.transformers.config import MarlinConfig
 from torch_marlin_metal.integrations.transformers.experts import make_room
 from torch_marlin_metal.integrations.transformers.pending import (
@@ -38,9 +37,10 @@ from torch_marlin_metal.integrations.transformers.pending import (
     make_layer,
     matcher,
 )
-from torch_marlin_metal.linear import MarlinLinear
-from torch_marlin_metal.quantize import quantize_weight
-from torch_marlin_metal.skeleton import LinearShape, linear_shape, listing
+from torch_marlin_metal.layers.fuse import fuse_projections, unfused
+from torch_marlin_metal.layers.linear import MarlinLinear
+from torch_marlin_metal.models.empty_model import LinearShape, linear_shape, listing
+from torch_marlin_metal.quantize.weight import quantize_weight
 
 OP = "from_pretrained"
 logger = logging.get_logger(__name__)
@@ -68,7 +68,7 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
             check_devices(OP, device_map)
 
     def update_device_map(self, device_map: Any) -> Any:
-        """Gives "auto" and its like the one device that has kernels: mps where there is one, else the CPU."""
+        """Replaces "auto" and its variants by the one device that has kernels: mps if there is one, else the CPU."""
         if isinstance(device_map, str):
             return {"": torch.device("mps" if torch.backends.mps.is_available() else "cpu")}
         return device_map
@@ -87,7 +87,7 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
         if not checkpoint_files:
             raise CheckpointError(f"{OP}: a 4-bit checkpoint is read from files; got a state_dict")
         directory = Path(checkpoint_files[0]).parent
-        self._reader = open_reader(directory, self.quantization_config.on_unsupported)  # type: ignore[arg-type]
+        self._reader = open_reader(directory, on_unsupported=self.quantization_config.on_unsupported)
         assert isinstance(self._reader.source, DirectorySource)
         self._tensors = set(self._reader.source.checkpoint.tensors)
         files = {info.file.name for info in self._reader.source.checkpoint.tensors.values()}
@@ -136,7 +136,7 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
         model._keys_to_ignore_on_load_unexpected |= ignored_patterns(self._tensors - dense)
 
     def _place(self, model: Any, name: str) -> str:
-        """Returns a layer's name in this class of model, after making room where it is an expert's."""
+        """Returns a layer's name in this class of model, after making room if it is an expert's."""
         prefix = f"{model.base_model_prefix}."
         for candidate in (name, name.removeprefix(prefix), prefix + name):
             if make_room(model, candidate) or _has(model, candidate):
@@ -144,7 +144,7 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
         return name
 
     def _choose(self, model: Any) -> None:
-        """Finds the layers to quantize while they load; refuses what cannot be before anything is read."""
+        """Finds the layers to quantize while they load, and refuses the others before anything is read."""
         config = self.quantization_config
         skipped = self.get_modules_to_not_convert(model, config.modules_to_not_convert)
         for name, module in model.named_modules():
@@ -163,15 +163,15 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
                 self._chosen.add(f"{name}.weight")
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
-        """Whether a weight becomes a 4-bit layer while it is loaded."""
+        """Returns whether a weight becomes a 4-bit layer while it is loaded."""
         return not self.pre_quantized and param_name in self._chosen
 
     def get_quantize_ops(self) -> "QuantizeWhileLoading":
-        """What transformers calls with each such weight."""
+        """Returns the operation that transformers applies to each of these weights."""
         return QuantizeWhileLoading(self._quantize)
 
     def _quantize(self, model: Any, name: str, weight: Tensor) -> bool:
-        """Puts a 4-bit layer in the place of a Linear; a failure is kept for the end, where it stops the load."""
+        """Puts a 4-bit layer in the place of a Linear; a failure is kept for the end, when it stops the load."""
         config = self.quantization_config
         if self._failure is not None:
             return False
@@ -213,7 +213,7 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
         self._pending.clear()
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """The model's tensors as `save_pretrained` writes them, and the settings brought up to date.
+        """Returns the model's tensors as `save_pretrained` writes them, and updates the settings.
 
         Fused layers come apart, so a saved model does not depend on `fuse`.
         """
@@ -238,7 +238,7 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
         return model
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
-        """`save_pretrained` writes this package's format (docs/format.md)."""
+        """Returns True: `save_pretrained` writes this package's format (docs/format.md)."""
         return True
 
     @property

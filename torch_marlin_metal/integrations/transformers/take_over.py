@@ -1,7 +1,7 @@
 """Which entries of transformers' tables this package replaces, and how they come back.
 
 `AutoQuantizationConfig.from_dict` makes a config from the settings in a checkpoint's config.json, and the config's
-`quant_method` chooses the quantizer. So one table is enough: entries for methods that the registry reads give
+`quant_method` chooses the quantizer. So one table is enough: entries for methods that the catalogue reads give
 `MarlinConfig`, whose method is this package's own. Models that are quantized on the fly by a config of transformers
 (`BitsAndBytesConfig(load_in_4bit=True)` for a directory of floats) still get transformers' quantizer.
 """
@@ -13,27 +13,27 @@ from typing import Any
 import transformers.quantizers.auto as tables
 from transformers.quantizers import register_quantization_config, register_quantizer
 
-from torch_marlin_metal.convert.catalogue import DIRECTORY_FORMATS
-from torch_marlin_metal.convert.native import METHOD
+from torch_marlin_metal.checkpoints.catalogue import DIRECTORY_FORMATS
+from torch_marlin_metal.checkpoints.formats.native import METHOD
 from torch_marlin_metal.integrations.transformers.config import MarlinConfig, loading_defaults, set_loading_defaults
 from torch_marlin_metal.integrations.transformers.gguf import MarlinGgufQuantizer
 from torch_marlin_metal.integrations.transformers.quantizer import MarlinQuantizer
 
 _Table = dict[str, Any]
-# Entries that stood in the tables before, None for those that were not there; the table of loading attributes.
+# The former entries of the tables, None for those that were absent; and the former table of loading attributes.
 _replaced: list[tuple[_Table, str, Any]] = []
 _loading_types: list[tuple[type, ...]] = []
 
 
 def taken_over() -> list[str]:
-    """Methods whose checkpoints are loaded by this package now, as config.json names them; "gguf" is `gguf_file=`."""
+    """Returns the methods of checkpoints that this package loads now, as config.json names them, and "gguf"."""
     return sorted(name for table, name, _ in _replaced if table is tables.AUTO_QUANTIZATION_CONFIG_MAPPING) + [
         name for table, name, _ in _replaced if table is tables.AUTO_QUANTIZER_MAPPING
     ]
 
 
 def take_over(**defaults: Any) -> None:
-    """Lets this package load the checkpoints of every method that its registry reads; importing the package does this.
+    """Lets this package load the checkpoints of every method that its catalogue reads; importing the package does this.
 
     Calling it again only changes the defaults.
 
@@ -70,7 +70,7 @@ def restore() -> None:
 
 @contextmanager
 def restored() -> Iterator[None]:
-    """Within the block transformers loads every checkpoint itself."""
+    """Lets transformers load every checkpoint itself within the block."""
     defaults, active = loading_defaults(), bool(_replaced)
     restore()
     try:

@@ -1,5 +1,5 @@
-// bfloat: a class, because Metal's rules for it are not C++'s: it widens to float by itself, while float and half become
-// bfloat by a cast only (MSL 2.1). Every operation is done in single precision and rounded to nearest even; subnormal
+// bfloat is a class, because Metal's rules for it differ from C++'s. It widens to float implicitly, but float and half
+// become bfloat only by a cast (MSL 2.1). Operations are done in single precision and rounded to nearest even. Subnormal
 // results become zero, as in single precision on the GPU.
 #pragma once
 
@@ -32,8 +32,8 @@ struct bfloat {
 
   constexpr float value() const { return __builtin_bit_cast(float, static_cast<uint32_t>(bits) << 16); }
 
-  // Templates take part only for exactly the type asked for; to integers the conversion is explicit, so that
-  // `c ? b : 0` has one reading, bfloat. uint is the exception that other projects' kernels need.
+  // The templates match only the exact type. The conversion to integers is explicit, so that `c ? b : 0` can only be a
+  // bfloat. uint is an exception, because kernels of other projects need it.
   template <class F, class = only_if_t<__is_same(F, float) || __is_same(F, bool) || __is_same(F, unsigned)>>
   constexpr operator F() const {
     return static_cast<F>(value());

@@ -1,4 +1,4 @@
-// Names from the inside of Apple's library that other projects call: __metal_<function>(arguments..., math mode) and
+// Internal names of Apple's library that other projects call: __metal_<function>(arguments..., math mode) and
 // __metal_<simd function>(arguments...).
 #pragma once
 
@@ -110,7 +110,7 @@ SM_INTERNAL_SIMD(simd_prefix_exclusive_sum)
 SM_INTERNAL_SIMD(simd_prefix_inclusive_product)
 SM_INTERNAL_SIMD(simd_prefix_exclusive_product)
 #undef SM_INTERNAL_SIMD
-// The bitwise ones have integer forms only; a float argument converts to one.
+// The bitwise functions have only integer forms. A float argument is converted.
 METAL_FUNC SM_CONVERGENT int __metal_simd_xor(float a) { return metal::simd_xor(static_cast<int>(a)); }
 METAL_FUNC SM_CONVERGENT int __metal_simd_and(float a) { return metal::simd_and(static_cast<int>(a)); }
 METAL_FUNC SM_CONVERGENT int __metal_simd_or(float a) { return metal::simd_or(static_cast<int>(a)); }

@@ -1,5 +1,5 @@
-// Applies a scalar function to scalars, vectors and packed vectors in any mix that Metal accepts: all vectors have one
-// element type and size, and a scalar beside a vector is converted to its element type and repeated.
+// Applies a scalar function to scalars, vectors and packed vectors, in any combination that Metal accepts. All vectors
+// must have the same element type and size. A scalar beside a vector is converted to its element type and repeated.
 #pragma once
 
 #include <metal_type_traits>
@@ -8,7 +8,7 @@ namespace sm {
 
 using metal::conditional_t;
 
-// Scalar operand types: unscoped enumerations count as their integer.
+// Scalar operand types. An unscoped enumeration counts as its integer type.
 template <class T, bool is_enum = __is_enum(T)>
 struct plain {
   using type = T;
@@ -28,7 +28,7 @@ struct common_scalar<A, A> {
 };
 struct mismatch {};  // no common type
 
-// Operand<element, size>: what a list of arguments becomes.
+// Operand<element, size> is the common type of a list of arguments.
 template <class T, int N>
 struct operand {
   using element = T;
@@ -83,7 +83,7 @@ struct joined_if<true, A, B...> {
 template <class... A>
 using joined = typename joined_if<all_numeric<metal::remove_cvref_t<A>...>(), A...>::type;
 
-// float_of: the type in which a floating-point function of T works. Metal's library has no bfloat math: bfloat widens.
+// float_of is the type in which a floating-point function of T computes. bfloat widens, because Metal has no bfloat math.
 template <class T>
 struct float_of {
   using type = float;
@@ -131,7 +131,7 @@ struct mapper<F, S, R, 0> {
   }
 };
 
-// How element types map: to the function's own type, to a floating-point type, to bool.
+// The rules that map element types to the function's operand and result types.
 struct keeps {
   template <class T>
   struct in { using type = T; };
@@ -184,7 +184,7 @@ METAL_FUNC constexpr result_t<Rule, A...> apply(const A&... a) {
 
 }  // namespace sm
 
-// A library function of 1, 2 or 3 arguments that are mapped by `Rule` over functor F.
+// Defines a library function of 1, 2 or 3 arguments, which applies functor F by `Rule`.
 #define SM_FUNCTION_1(name, F, Rule)                                     \
   template <class A>                                                     \
   METAL_FUNC constexpr ::sm::result_t<::sm::Rule, A> name(A a) {         \

@@ -1,5 +1,5 @@
-// Scalar floating-point functions. Correctly rounded functions are exact here; the others are off by a seeded error
-// that stays inside what Metal promises, so that no caller can lean on more: MSL specification, section 8, the tables
+// Scalar floating-point functions. Functions that Metal rounds correctly are exact here. All others get a seeded error
+// within Metal's promise, so that no caller can rely on more accuracy. Source: MSL specification, section 8, the tables
 // of accuracy for single precision with and without fast math, and for half precision (1 ulp).
 #pragma once
 
@@ -7,7 +7,7 @@
 
 namespace sm {
 
-// 3000 ulps of single precision are 0.37 ulp of half: with the rounding itself the error stays below 1 ulp.
+// 3000 ulps of single precision are 0.37 ulp of half, so that the error with the final rounding stays below 1 ulp.
 METAL_FUNC half inexact_half(float x) {
   float size = __builtin_fabsf(x);
   return static_cast<half>(size < 65472.0f ? sm_perturb(x, 3000.0f) : x);
@@ -33,7 +33,7 @@ inline double tan_pi(float x) {
 }
 
 // value: to within half an ulp of single precision or little more, which the ulps passed to sm_perturb leave room for.
-// At 0 (where exp, cos, ... are exact by C99's special cases) and at results that are not finite nothing is added.
+// Nothing is added at 0, because exp, cos and others are exact there (C99's special cases), nor to non-finite results.
 #define SM_REAL_1(name, value, precise_result, fast_result, half_result)             \
   template <class Mode>                                                              \
   struct name##_f {                                                                  \
@@ -124,7 +124,7 @@ struct divide_f {
   METAL_FUNC static half of(half x, half y) { return x / y; }
 };
 
-// Exact functions: one definition for float, through float for half (all results are representable there).
+// Exact functions, defined for float. half goes through float, which can represent all results.
 #define SM_EXACT_1(name, builtin)                                                                     \
   struct name##_f {                                                                                   \
     METAL_FUNC static float of(float x) { return builtin(x); }                                        \
@@ -148,7 +148,7 @@ SM_EXACT_2(fmod, __builtin_fmodf)
 SM_EXACT_2(fdim, __builtin_fdimf)
 #undef SM_EXACT_2
 
-struct fabs_f {  // on the bits: a subnormal stays what it is
+struct fabs_f {  // works on the bits, so that a subnormal is kept
   METAL_FUNC static float of(float x) { return __builtin_bit_cast(float, __builtin_bit_cast(uint32_t, x) & 0x7fffffffu); }
   METAL_FUNC static half of(half x) {
     return __builtin_bit_cast(half, static_cast<uint16_t>(__builtin_bit_cast(uint16_t, x) & 0x7fffu));

@@ -1,5 +1,5 @@
-// vec<T, N>: Metal's vectors as classes. They have a namespace of their own, so that argument-dependent lookup finds
-// their operators and no library function: in Metal they are built-in types, for which there is no such lookup.
+// vec<T, N>: Metal's vectors as classes. In Metal they are built-in types without argument-dependent lookup. Here they
+// have their own namespace, so that the lookup finds their operators and no library function.
 #pragma once
 
 #include <softmetal/bfloat.h>
@@ -124,8 +124,8 @@ namespace types {
     return before;                                                                                 \
   }
 
-// Splat from a scalar is implicit; conversion from a vector of another type is explicit; parts of any shape that add
-// up to N elements make a vector.
+// The conversion from a scalar is implicit and repeats it. The conversion from a vector of another type is explicit.
+// Parts of any shape with N elements in total make a vector.
 #define SM_CONSTRUCTORS                                                                              \
   vec() = default;                                                                                   \
   template <class U, class = enable_t<shape<U>::scalar && !__is_same(U, T)>>                         \
@@ -158,8 +158,8 @@ namespace types {
     return 0;                                                                                        \
   }
 
-// Elements are named members; a constant expression may not index from one member into the next, so there the element
-// is chosen by name.
+// Elements are named members. A constant expression must not index from one member into the next, so it selects the
+// element by name.
 template <class T>
 struct alignas(2 * sizeof(T)) vec<T, 2> {
   static constexpr int size = 2;

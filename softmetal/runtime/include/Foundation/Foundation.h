@@ -1,4 +1,4 @@
-// Stand-in for the part of Apple's Foundation that Metal host code uses: same classes, selectors and types.
+// Stand-in for the part of Apple's Foundation that Metal host code uses, with the same classes, selectors and types.
 #pragma once
 
 #include <dispatch/dispatch.h>
@@ -8,7 +8,7 @@
 #include <stdint.h>
 
 #ifdef __GNU_LIBOBJC__
-// GNU libobjc writes nil as (id)0, which is no null pointer constant in C++: `nil` for an NSError** would be refused.
+// GNU libobjc defines nil as (id)0, which is not a null pointer constant in C++: `nil` could not be an NSError**.
 #undef nil
 #undef Nil
 #define nil nullptr
@@ -31,7 +31,7 @@
 #endif
 
 #ifdef __GNU_LIBOBJC__
-// Classes of the GNU runtime declare all their variables here.
+// With the GNU runtime, classes must declare all their instance variables here.
 #define STAND_IN_STATE \
   {                    \
    @public             \

@@ -1,5 +1,5 @@
-// Stand-in for the part of Apple's Metal that compute host code uses: same protocols, selectors, types and values
-// (tests/test_api_fidelity.py compares every one with the SDK's metadata).
+// Stand-in for the part of Apple's Metal that compute host code uses, with the same protocols, selectors, types and
+// values. tests/test_api_fidelity.py compares each one with the SDK's metadata.
 #pragma once
 
 #include <Foundation/Foundation.h>

@@ -1,5 +1,5 @@
-// Stand-in header: the one class that ATen/mps/MPSStream.h names. On a Mac MPSCommandBuffer wraps a command buffer and
-// conforms to its protocol.
+// Stand-in header with the one class that ATen/mps/MPSStream.h names. On a Mac, MPSCommandBuffer wraps a command buffer
+// and conforms to its protocol.
 #pragma once
 
 #include <Metal/Metal.h>

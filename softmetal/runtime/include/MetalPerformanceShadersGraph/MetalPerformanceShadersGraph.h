@@ -1,4 +1,4 @@
-// Stand-in header: the classes that ATen/mps/MPSStream.h names. There is no graph compiler here.
+// Stand-in header with the classes that ATen/mps/MPSStream.h names. There is no graph compiler here.
 #pragma once
 
 #include <MetalPerformanceShaders/MetalPerformanceShaders.h>

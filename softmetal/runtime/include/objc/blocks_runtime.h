@@ -1,3 +1,3 @@
-// Stand-in header: declares only what exists in Apple's SDK. clang includes it by this name for GNU runtimes.
+// Stand-in header that declares only functions of Apple's SDK. clang includes it by this name for GNU runtimes.
 #pragma once
 #include <Block.h>

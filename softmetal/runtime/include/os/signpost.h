@@ -1,4 +1,4 @@
-// Stand-in header: the types and the clock that ATen/mps/MPSProfiler.h names.
+// Stand-in header with the types and the clock that ATen/mps/MPSProfiler.h names.
 #pragma once
 
 #include <stdint.h>

@@ -1,0 +1,39 @@
+"""Hooks of mkdocs: pages that live outside of docs/ join the site, README.md as its first page.
+
+On GitHub a page's links are relative to its own folder. In the site all these pages lie under docs/, so links that lead
+out of a page's folder are shortened here, and the same Markdown serves both.
+"""
+
+import re
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parents[1]
+OUTSIDE = {
+    "index.md": "README.md",
+    "changelog.md": "CHANGELOG.md",
+    "benchmarks/cpu_peers.md": "benchmarks/cpu_peers.md",
+    "softmetal/README.md": "softmetal/README.md",
+}
+
+
+def on_files(files: Files, *, config: MkDocsConfig) -> Files:
+    """Adds the pages that live outside of docs/."""
+    for name, source in OUTSIDE.items():
+        files.append(File.generated(config, name, content=(ROOT / source).read_text()))
+    return files
+
+
+def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Turns links between the repository's folders into links between the site's pages."""
+    if page.file.src_uri == "index.md":
+        page.meta["hide"] = ["navigation"]
+    if page.file.src_uri in ("index.md", "changelog.md"):
+        return re.sub(r"\]\(docs/", "](", markdown)
+    if page.file.src_uri.startswith(("benchmarks/", "softmetal/")):
+        return re.sub(r"\]\(\.\./docs/", "](../", markdown)
+    markdown = markdown.replace("](../README.md", "](index.md")
+    return re.sub(r"\]\(\.\./((?:benchmarks|softmetal)/\w+\.md)", r"](\1", markdown)

@@ -1,0 +1,95 @@
+"""Makes `device="mps"` ready before any test module asks torch about it: on Linux, by the software Metal device.
+
+It stands at the root because it serves both `tests/` and `softmetal/tests/`.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))  # for `tests.support`, `softmetal` and `build_support`
+
+
+def load_mps() -> str:
+    """Loads the device; returns why there is none, or an empty string."""
+    if sys.platform == "darwin":
+        return "" if torch.backends.mps.is_available() else "this Mac has no MPS device"
+    try:
+        import softmetal  # noqa: F401
+    except RuntimeError as error:
+        if type(error).__name__ != "Unavailable":  # a class of the package that was not imported
+            raise
+        return str(error)
+    return ""
+
+
+MPS_MISSING = load_mps()
+
+
+class SkippedModule(pytest.Module):
+    """A file whose imports would fail: one skip with the reason, which is counted."""
+
+    def collect(self):
+        pytest.skip(MPS_MISSING or "needs the software Metal device, which Macs do not use", allow_module_level=True)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--everything", action="store_true", help="whole matrices of shapes instead of samples")
+
+
+def pytest_configure(config):
+    config.addinivalue_line(
+        "markers",
+        "large: on the software Metal device in fast mode; all other tests that use mps run in its checked mode",
+    )
+    if MPS_MISSING and os.environ.get("TORCH_MARLIN_METAL_REQUIRE_MPS"):
+        raise pytest.UsageError(f"the mps tests cannot run: {MPS_MISSING}")
+
+
+def pytest_pycollect_makemodule(module_path, parent):
+    """Skips by name the files that need the software Metal device itself, where it is missing or not used."""
+    needs_device = {"softmetal", "kernels"} & set(module_path.relative_to(HERE).parts)
+    if needs_device and (MPS_MISSING or sys.platform == "darwin"):
+        return SkippedModule.from_parent(parent, path=module_path)
+    return None
+
+
+@pytest.fixture(scope="session")
+def everything(request) -> bool:
+    """Whether whole matrices of shapes are asked for (make test-all)."""
+    return request.config.getoption("--everything")
+
+
+@pytest.fixture(scope="session")
+def run_folder(request, tmp_path_factory) -> Path:
+    """A folder for what is made once per run: the workers of pytest-xdist share it."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if hasattr(request.config, "workerinput") else base) / "run"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+@pytest.fixture
+def mps(request):
+    """The device, ready. On the software Metal device in checked mode, where a fault of any kernel fails the test."""
+    if MPS_MISSING:
+        pytest.skip(MPS_MISSING)
+    if sys.platform == "darwin":
+        yield "mps"
+        return
+    import softmetal
+
+    if not softmetal.extension_path("torch_marlin_metal._C").exists():
+        pytest.fail("torch_marlin_metal is not built for the software Metal device: run `make build`", pytrace=False)
+    with softmetal.checked(request.node.get_closest_marker("large") is None):
+        yield "mps"
+
+
+@pytest.fixture(params=["cpu", "mps"])
+def device(request) -> str:
+    """Tests that take it run on each device; those of `mps` are skipped by name where there is none."""
+    return request.getfixturevalue("mps") if request.param == "mps" else request.param

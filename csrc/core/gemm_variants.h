@@ -1,0 +1,87 @@
+// The one list of ways to compute a product on a GPU: the kernel variants and the tiles of each.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+#include "kernels/shared/variants.h"
+
+namespace marlin {
+
+// The planner tries them in this order, and of two that cost the same it takes the first.
+enum class GemmVariant : uint8_t { gemv, fused, double_buffered, single_stage, striped, two_pass };
+
+inline constexpr std::array<std::string_view, 6> kGemmVariants{"gemv",         "fused",   "double_buffered",
+                                                               "single_stage", "striped", "two_pass"};
+
+constexpr std::string_view name(GemmVariant variant) {
+  return kGemmVariants[static_cast<size_t>(variant)];
+}
+
+// A variant with one of its tiles.
+struct GemmTile {
+  GemmVariant variant;
+  Kernel kernel;
+  TileShape tile;   // outputs of a threadgroup and k of a step; {0, 0, 0} for two_pass
+  uint32_t stages;  // copies of the tile's operands in threadgroup memory
+};
+
+#define MARLIN_GEMV_TILE(rows) GemmTile{GemmVariant::gemv, Kernel::gemv, {rows, kGemvColumns, kGemvK}, 0}
+#define MARLIN_FUSED_TILE(rows) GemmTile{GemmVariant::fused, Kernel::gemm_fused, {rows, kFusedColumns, kFusedK}, 0}
+#define MARLIN_STAGED_TILE(M, N, K, variant, stages) \
+  GemmTile{GemmVariant::variant, Kernel::gemm_##variant##_##M##x##N##x##K, {M, N, K}, stages},
+// clang-format off
+inline constexpr std::array kGemmTiles{
+    MARLIN_GEMV_TILE(1), MARLIN_GEMV_TILE(2), MARLIN_GEMV_TILE(3), MARLIN_GEMV_TILE(4),
+    MARLIN_GEMV_TILE(5), MARLIN_GEMV_TILE(6), MARLIN_GEMV_TILE(7), MARLIN_GEMV_TILE(8),
+    MARLIN_FUSED_TILE(32), MARLIN_FUSED_TILE(24), MARLIN_FUSED_TILE(16), MARLIN_FUSED_TILE(8),
+    MARLIN_TILES(MARLIN_STAGED_TILE, double_buffered, 2)
+    MARLIN_TILES(MARLIN_STAGED_TILE, single_stage, 1)
+    MARLIN_STRIPED_TILES(MARLIN_STAGED_TILE, striped, 2)
+    GemmTile{GemmVariant::two_pass, Kernel::dequantize, {0, 0, 0}, 0},
+};
+// clang-format on
+#undef MARLIN_GEMV_TILE
+#undef MARLIN_FUSED_TILE
+#undef MARLIN_STAGED_TILE
+static_assert(kGemvMaxRows == 8 && kFusedMaxRows == 32, "the table has a row for each");
+
+inline std::string name(const TileShape& tile) {
+  return std::to_string(tile.M) + "x" + std::to_string(tile.N) + "x" + std::to_string(tile.K);
+}
+
+// "double_buffered:128x64x16", or "two_pass": what gemm(variant=) takes for this row.
+inline std::string name(const GemmTile& row) {
+  std::string text(name(row.variant));
+  return row.tile == TileShape{} ? text : text + ":" + name(row.tile);
+}
+
+// Metal's limit for a threadgroup.
+inline constexpr uint32_t kMaxThreadgroupBytes = 32 * 1024;
+
+// Says why no kernel can hold `stages` copies of this tile's operands; returns an empty text if one can.
+inline std::string tile_refusal(const TileShape& tile, ElementType activations, uint32_t stages) {
+  const uint32_t bytes = tile_threadgroup_bytes(tile, activations, stages);
+  if (bytes <= kMaxThreadgroupBytes) return "";
+  return name(tile) + " in " + std::to_string(stages) + (stages == 1 ? " stage" : " stages") + " with " +
+         std::string(name(activations)) + " activations needs " + std::to_string(bytes) +
+         " bytes of threadgroup memory, a threadgroup has at most " + std::to_string(kMaxThreadgroupBytes);
+}
+
+// Whether the tile fits threadgroup memory with such activations.
+constexpr bool fits(const GemmTile& row, ElementType activations) {
+  return row.stages == 0 || tile_threadgroup_bytes(row.tile, activations, row.stages) <= kMaxThreadgroupBytes;
+}
+
+// Whether gemm(variant=) takes this text for such activations: "auto", a variant, or a variant with one of its tiles.
+// A name that is valid here can still be refused for a problem, for example if the tile has more rows than M.
+inline bool is_gemm_variant(std::string_view text, ElementType activations) {
+  if (text == "auto" || std::ranges::find(kGemmVariants, text) != kGemmVariants.end()) return true;
+  return std::ranges::any_of(kGemmTiles,
+                             [&](const GemmTile& row) { return fits(row, activations) && name(row) == text; });
+}
+
+}  // namespace marlin

@@ -1,0 +1,23 @@
+// The host's 64-bit forms of ceil_divide and round_up; kernels/shared/types.h has those for 32 bits.
+#pragma once
+
+#include <concepts>
+#include <type_traits>
+
+#include "kernels/shared/types.h"
+
+namespace marlin {
+
+template <std::integral T>
+  requires(sizeof(T) == 8)
+constexpr T ceil_divide(T a, std::type_identity_t<T> b) {
+  return a / b + (a % b != 0 ? 1 : 0);
+}
+
+template <std::integral T>
+  requires(sizeof(T) == 8)
+constexpr T round_up(T value, std::type_identity_t<T> multiple) {
+  return ceil_divide(value, multiple) * multiple;
+}
+
+}  // namespace marlin

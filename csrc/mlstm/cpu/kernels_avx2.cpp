@@ -1,0 +1,17 @@
+// AVX2 instances of the mLSTM's fp32 kernels.
+#include "csrc/mlstm/cpu/kernel_table.h"
+
+#if defined(__x86_64__)
+
+#include "csrc/cpu/x86/target.h"
+
+MARLIN_TARGET(MARLIN_AVX2)
+
+#include "csrc/cpu/x86/vec_avx2.h"
+#include "csrc/mlstm/cpu/vector_kernel.h"
+
+MARLIN_MLSTM_KERNELS(avx2_mlstm_kernels, Avx2)
+
+MARLIN_TARGET_END
+
+#endif

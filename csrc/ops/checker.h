@@ -1,0 +1,37 @@
+// What every operator checks of a tensor argument, for the checks of both products.
+#pragma once
+
+#include <sstream>
+
+#include "csrc/ops/check.h"
+
+namespace marlin {
+
+// Only for what has failed: a stream costs more than all checks of a call.
+template <class... Part>
+std::string text(const Part&... parts) {
+  std::ostringstream stream;
+  (stream << ... << parts);
+  return stream.str();
+}
+
+// The argument checks of one call. Each raises the error of fail().
+struct Checker {
+  const char* op;
+  at::Device device;  // the first argument's
+
+  void on_device(std::string_view argument, const Tensor& tensor) const {
+    if (tensor.device() != device) {
+      fail(op, argument, text("a tensor on ", device, " like the first argument"),
+           text(describe(tensor), " on ", tensor.device()));
+    }
+  }
+
+  void contiguous(std::string_view argument, const Tensor& tensor) const {
+    if (!tensor.is_contiguous_or_false()) {
+      fail(op, argument, "a contiguous tensor", text(describe(tensor), " with strides ", tensor.sym_strides()));
+    }
+  }
+};
+
+}  // namespace marlin

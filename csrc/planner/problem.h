@@ -1,0 +1,57 @@
+// What to compute.
+#pragma once
+
+#include <algorithm>
+#include <compare>
+#include <cstdint>
+#include <string_view>
+
+#include "kernels/shared/variants.h"
+
+namespace marlin {
+
+struct WeightProblem {
+  WeightFormat format = WeightFormat::uint4b8;
+  uint32_t K = 0;
+  uint32_t N = 0;
+  uint32_t group_size = 0;  // one that is larger than K counts as K
+  ElementType scales = ElementType::float16;
+  ElementType zeros = ElementType::float16;  // ignored if the format has none
+  bool has_perm = false;
+  bool has_global_scale = false;
+  bool global_scale_per_column = false;
+  bool vector_aligned = false;  // the first packed word, scale and zero point are aligned for a load of four
+};
+
+inline uint32_t group_size(const WeightProblem& weight) {
+  return std::min(weight.group_size, weight.K);
+}
+
+struct GemmProblem {
+  WeightProblem weight{};
+  uint32_t M = 0;
+  int64_t a_row_stride = 0;  // elements
+  ElementType activations = ElementType::float16;
+  ElementType bias = ElementType::float16;
+  bool has_bias = false;
+  bool vector_aligned_a = false;  // the first activation is aligned for a load of four
+  // "auto", a variant of core/gemm_variants.h, or a variant and a tile: "double_buffered:128x64x16".
+  std::string_view variant = "auto";
+  // The variant that a tuner measured to be best, which "auto" then takes; empty if nothing was measured.
+  std::string_view tuned{};
+};
+
+struct DequantizeProblem {
+  WeightProblem weight{};
+  ElementType out = ElementType::float16;
+};
+
+struct RepackProblem {
+  Kernel kernel = Kernel::gptq_repack;  // of the library gemm/repack
+  uint32_t rows = 0;                    // of its grid, see variants.h
+  uint32_t columns = 0;
+  bool has_perm = false;
+  StoredZeros stored_zeros = StoredZeros::plain;
+};
+
+}  // namespace marlin

@@ -1,0 +1,86 @@
+// One way of computing a product, as the small value that the planner ranks. Only the winner becomes a Plan.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+#include <vector>
+
+#include "csrc/core/gemm_variants.h"
+#include "csrc/planner/device.h"
+#include "csrc/planner/problem.h"
+
+namespace marlin {
+
+struct Extent {
+  uint32_t x = 1, y = 1, z = 1;
+};
+
+// A row of the table of tiles, and how K and the rows are divided for one problem.
+struct Tiling : GemmTile {
+  uint32_t simdgroups = 0;   // of a threadgroup
+  uint32_t k_per_slice = 0;  // k of a simdgroup (gemv, fused), of a threadgroup or of a unit of a stripe
+  uint32_t splits = 1;       // threadgroups that share a tile's K; each writes partial sums if there are several
+  uint32_t rest_rows = 0;    // fused: rows of the smaller block for the last M % tile.M rows; 0: those are padded
+  uint32_t stripes = 0;      // striped: threadgroups
+  bool stripes_share_tiles = false;  // striped: some tile's K is divided between stripes, which write partial sums
+};
+static_assert(std::is_trivially_copyable_v<Tiling> && sizeof(Tiling) <= 64, "ranking copies tilings freely");
+
+// The row blocks that one launch of the product kernel computes.
+struct RowBlocks {
+  uint32_t m_begin, rows, count;
+};
+
+constexpr uint32_t launches(const Tiling& tiling) {
+  return tiling.rest_rows == 0 ? 1 : 2;
+}
+
+constexpr RowBlocks row_blocks(const Tiling& tiling, uint32_t M, uint32_t launch) {
+  const uint32_t rows = tiling.tile.M;
+  if (tiling.rest_rows == 0) return {0, rows, ceil_divide(M, rows)};
+  return launch == 0 ? RowBlocks{0, rows, M / rows} : RowBlocks{M - M % rows, tiling.rest_rows, 1};
+}
+
+// Bytes of a threadgroup that computes `rows` rows.
+constexpr uint32_t threadgroup_bytes(const Tiling& tiling, const GemmProblem& problem, uint32_t rows) {
+  if (tiling.variant == GemmVariant::gemv) {
+    return gemv_threadgroup_bytes(problem.weight.format, rows, tiling.simdgroups);
+  }
+  if (tiling.variant == GemmVariant::fused) {
+    return fused_threadgroup_bytes(problem.weight.format, rows, tiling.simdgroups);
+  }
+  return tile_threadgroup_bytes(tiling.tile, problem.activations, tiling.stages);
+}
+
+constexpr bool writes_partials(const Tiling& tiling) {
+  return tiling.splits > 1 || tiling.stripes_share_tiles;
+}
+
+// [z, y, x] floats of partial sums; all zero if there are none.
+constexpr Extent partials(const Tiling& tiling, const GemmProblem& problem) {
+  if (!writes_partials(tiling)) return {0, 0, 0};
+  if (tiling.stripes_share_tiles) return {tiling.tile.N, tiling.tile.M, 2 * tiling.stripes};
+  return {problem.weight.N, problem.M, tiling.splits};
+}
+
+constexpr Extent elementwise_grid(uint32_t columns, uint32_t rows) {
+  return {ceil_divide(columns, kElementwiseWidth), ceil_divide(rows, kElementwiseHeight), 1};
+}
+
+// The grid of the kernel that adds up the partial sums.
+constexpr Extent reduction_grid(const Tiling& tiling, const GemmProblem& problem) {
+  if (!tiling.stripes_share_tiles) return elementwise_grid(problem.weight.N, problem.M);
+  const Extent tile = elementwise_grid(tiling.tile.N, tiling.tile.M);
+  return {tile.x, tile.y, tiling.stripes - 1};
+}
+
+// Returns a tiling for each tile that can compute the problem, with K split as the model finds cheapest: tiles of all
+// variants for "auto", else those of the variant that the problem names, or the one tile.
+// Throws std::invalid_argument, in the operators' form, for an empty problem and for a variant that cannot compute it.
+std::vector<Tiling> gemm_tilings(const GemmProblem& problem, const GpuDevice& device);
+
+// Returns the tiling that is taken: the one that a tuner measured to be best, else the one that costs least. two_pass,
+// which rounds the weights, is taken only if the problem or the tuner names it.
+const Tiling& choose(const std::vector<Tiling>& tilings, const GemmProblem& problem, const GpuDevice& device);
+
+}  // namespace marlin

@@ -1,0 +1,60 @@
+// Buffer slots and function constants, shared by shaders and host. Plain C subset, see types.h.
+#pragma once
+
+#include "kernels/shared/types.h"
+
+namespace marlin {
+
+// One numbering of buffers for all kernels; variants.h says which slots each kernel declares. The host binds every
+// declared slot. An absent optional gets any live buffer, which the kernel does not read.
+enum BufferSlot {
+  kSlotA = 0,            // [M, K], row stride in GemmParams, unit stride in k
+  kSlotPacked = 1,       // int32 [K/8, N]; the input words of the repack and unpack kernels
+  kSlotScales = 2,       // [G, N]
+  kSlotZeros = 3,        // [G, N]
+  kSlotGlobalScale = 4,  // float [1] or [N]
+  kSlotLut = 5,          // float [16]
+  kSlotPerm = 6,         // int32 [K]
+  kSlotBias = 7,         // [N]
+  kSlotOut = 8,
+  kSlotPartials = 9,  // float [slices, M, N]; of stripes: [2 * stripes, tile M, tile N]
+  kSlotParams = 10,
+  // kernels/mlstm/params.h numbers the slots of the mLSTM kernels, up to the same count.
+  kSlotCount = 20,
+};
+
+// Function constants: X(index, Metal type, name in shaders, name on the host). The host sets all of them for every
+// pipeline; a kernel ignores those that it does not read. *_type is an ElementType.
+//   vector_columns          N is a multiple of 4; the first packed word, scale and zero point are aligned to 4 elements
+//   vector_activations      no perm; the first activation is aligned to 4 elements, the row stride a multiple of 4
+//   rows_per_threadgroup    activation rows of a threadgroup: gemv 1 to kGemvMaxRows, fused 8 to kFusedMaxRows by 8
+//   subnormal_codes         codes are read as half subnormals; set if probe_half_subnormals stored 1 on this GPU
+//   writes_partials         the slices of K are stored to kSlotPartials for reduce to add
+//   short_group_size        fused: the group size if it is 16 or 32 and shorter than K, else 0
+//   ragged_k                K is not a multiple of the step of gemv or fused, kGemvK or kFusedK
+//   ragged_n                N is not a multiple of their strip, kGemvColumns or kFusedColumns
+#define MARLIN_FUNCTION_CONSTANTS(X)                        \
+  X(0, bool, has_perm, HasPerm)                             \
+  X(1, bool, has_bias, HasBias)                             \
+  X(2, bool, has_global_scale, HasGlobalScale)              \
+  X(3, bool, global_scale_per_column, GlobalScalePerColumn) \
+  X(4, int, scales_type, ScalesType)                        \
+  X(5, int, zeros_type, ZerosType)                          \
+  X(6, int, bias_type, BiasType)                            \
+  X(7, bool, vector_columns, VectorColumns)                 \
+  X(8, bool, vector_activations, VectorActivations)         \
+  X(9, int, rows_per_threadgroup, Rows)                     \
+  X(10, bool, subnormal_codes, SubnormalCodes)              \
+  X(11, bool, writes_partials, WritesPartials)              \
+  X(12, int, short_group_size, ShortGroupSize)              \
+  X(13, bool, ragged_k, RaggedK)                            \
+  X(14, bool, ragged_n, RaggedN)
+
+enum FunctionConstant {
+#define MARLIN_CONSTANT_INDEX(index, type, shader_name, name) kConstant##name = index,
+  MARLIN_FUNCTION_CONSTANTS(MARLIN_CONSTANT_INDEX)
+#undef MARLIN_CONSTANT_INDEX
+      kFunctionConstantCount = 15,
+};
+
+}  // namespace marlin

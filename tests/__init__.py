@@ -1,0 +1,1 @@
+"""The tests, by the rooms of the package; what they share is in `support`."""

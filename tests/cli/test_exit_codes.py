@@ -1,0 +1,193 @@
+"""The contract with programs: exit codes, one JSON object whatever happens, and nothing from a file that acts on a terminal."""
+
+import builtins
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+
+from torch_marlin_metal import cli, tuning
+from torch_marlin_metal.cli import output
+from torch_marlin_metal.cli.app import COMMANDS, app
+
+GPTQ = Path(__file__).parents[1] / "data/layers/gptq/gptqmodel-asym-g64-v1"
+LAYER = "model.layers.0.self_attn.k_proj"
+ESCAPES = "a\x1b[31m\x1b]0;title\x07[red][/b]\ud800\n:smile:"
+SHOWN = r"a\x1b[31m\x1b]0;title\x07[red][/b]\ud800\n:smile:"
+
+
+def call(*arguments: object) -> tuple[int, str, str]:
+    done = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert done.exception is None or isinstance(done.exception, SystemExit), repr(done.exception)
+    return done.exit_code, done.stdout, done.stderr
+
+
+WRONG = {
+    "inspect": ["x", "--gguf-names", "y"],
+    "convert": ["x", "y", "--shard-mb", "0"],
+    "verify": ["x", "y", "--tolerance", "-1"],
+    "quantize": ["x", "y", "--samples", "none"],
+    "plan": ["8", "64"],
+    "profile": ["--no-such-option"],
+    "tune": ["--rows", "0"],
+    "bench": ["--rows", "-1"],
+}
+
+
+@pytest.mark.parametrize("command", [command.__name__ for command in COMMANDS])
+def test_a_wrong_command_line_is_2_and_json_where_asked_for(command):
+    code, out, err = call(command, *WRONG[command])
+    assert (code, out) == (2, "")
+    assert "Usage" in err
+    code, out, err = call(command, *WRONG[command], "--json")
+    assert (code, err) == (2, "")
+    assert set(json.loads(out)) == {"error", "type"}
+
+
+FAILURES = [
+    (2, ["convert", GPTQ, "out", "--write-gptq-version", "2"], "--write-gptq-version is for --format gptq"),
+    (2, ["convert", GPTQ, "out", "--format", "awq", "--write-gptq-version", "1"], "got --format awq"),
+    (2, ["bench", "--device", "abacus"], "--device: expected cpu"),
+    (3, ["inspect", "missing"], "missing: does not exist"),
+    (3, ["verify", GPTQ, "missing"], "missing: does not exist"),
+]
+
+
+@pytest.mark.parametrize("case", FAILURES, ids=lambda case: " ".join(map(str, case[1][:1] + case[1][2:])))
+def test_a_failure_is_one_line_or_one_object(tmp_path, monkeypatch, case):
+    code, arguments, message = case
+    monkeypatch.chdir(tmp_path)
+    got, out, err = call(*arguments)
+    assert (got, out, err.count("\n")) == (code, "", 1)
+    assert message in err
+    got, out, err = call(*arguments, "--json")
+    assert (got, err) == (code, "")
+    assert message in json.loads(out)["error"]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no GPU to tune for"), MemoryError()], ids=repr)
+def test_what_a_machine_does_not_have_is_3(monkeypatch, error):
+    def tune(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(tuning, "tune", tune)
+    code, out, err = call("tune", "--shape", "64,64")
+    assert (code, out, err) == (3, "", f"error: {str(error) or 'MemoryError'}\n")
+    code, out, _ = call("tune", "--shape", "64,64", "--json")
+    assert (code, json.loads(out)["type"]) == (3, type(error).__name__)
+
+
+def test_numbers_that_json_does_not_have_are_null(tmp_path):
+    save_file({f"{LAYER}.weight": torch.zeros(8, 8)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    code, out, _ = call("verify", GPTQ, tmp_path, "--json")
+    assert code == 1
+    (layer,) = json.loads(out, parse_constant=pytest.fail)["layers"]
+    assert layer["max_error"] is None
+
+
+def renamed(path: Path, name: str) -> Path:
+    """A checkpoint whose layer has a name that the safetensors library does not write."""
+    path.mkdir()
+    raw = (GPTQ / "model.safetensors").read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header = {key.replace(LAYER, name): value for key, value in json.loads(raw[8 : 8 + length]).items()}
+    content = json.dumps(header).encode()
+    (path / "model.safetensors").write_bytes(len(content).to_bytes(8, "little") + content + raw[8 + length :])
+    (path / "config.json").write_text((GPTQ / "config.json").read_text())
+    return path
+
+
+def test_names_from_files_are_neither_markup_nor_escape_sequences(tmp_path):
+    source = renamed(tmp_path / "m[red]x", ESCAPES)
+    code, out, _ = call("inspect", source)
+    assert code == 0
+    assert SHOWN in out.replace("\n", "")
+    assert "m[red]x" in out
+    assert "\x1b" not in out
+    code, out, _ = call("convert", source, tmp_path / "out[/x]")
+    assert code == 0
+    assert "out[/x]: 1 layers" in out
+    code, out, _ = call("verify", source, tmp_path / "out[/x]")
+    assert code == 0
+    assert SHOWN in out
+
+
+def test_an_error_shows_names_as_they_are(tmp_path):
+    source = renamed(tmp_path / "m", ESCAPES)
+    with (source / "model.safetensors").open("r+b") as file:
+        file.truncate(os.path.getsize(source / "model.safetensors") - 1)
+    code, out, err = call("inspect", source)
+    assert (code, out) == (3, "")
+    assert SHOWN in err
+    assert err.count("\n") == 1
+
+
+def test_brackets_of_a_table_are_text(capsys):
+    shown = output.table("title [a]", "heading")
+    shown.add_row("expected shape [any, 8], got [3, 4]")
+    shown.caption = "[b] of \x1b[0m"
+    output.show({}, shown, as_json=False)
+    out = capsys.readouterr().out
+    assert "title [a]" in out
+    assert "expected shape [any, 8], got [3, 4]" in out
+    assert r"[b] of \x1b[0m" in out
+
+
+def test_ctrl_c_while_torch_is_loaded(monkeypatch, capsys):
+    load = builtins.__import__
+
+    def interrupted(name, *rest):
+        if name == "torch_marlin_metal.cli.app":
+            raise KeyboardInterrupt
+        return load(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def run(*arguments: str, stdout: int | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch_marlin_metal", *arguments]
+    done = subprocess.run(
+        command, check=False, stdout=stdout, stderr=subprocess.PIPE, text=True, env=os.environ | environment
+    )
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+    return done
+
+
+@pytest.mark.parametrize("as_json", [[], ["--json"]], ids=["text", "json"])
+def test_a_full_disk_behind_stdout(as_json):
+    with open("/dev/full", "w") as full:
+        done = run("inspect", str(GPTQ), *as_json, stdout=full.fileno())
+    assert (done.returncode, done.stderr.count("\n")) == (3, 1)
+    assert "No space left on device" in done.stderr
+
+
+def test_a_reader_that_is_gone():
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = run("inspect", str(GPTQ), stdout=writing)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_a_closed_stdout():
+    command = f'exec "{sys.executable}" -m torch_marlin_metal inspect "{GPTQ}" >&-'
+    done = subprocess.run(["sh", "-c", command], check=False, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (3, "error: stdout is closed\n")
+
+
+def test_a_cpu_family_that_is_none():
+    done = run("verify", str(GPTQ), str(GPTQ), TORCH_MARLIN_METAL_CPU_ISA="abacus")
+    assert done.returncode == 3
+    assert done.stderr.startswith("error: TORCH_MARLIN_METAL_CPU_ISA: expected one of ")

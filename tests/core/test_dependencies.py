@@ -1,0 +1,97 @@
+"""The arrows between the rooms of csrc/ and kernels/: includes run one way, by this table."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+SUFFIXES = {".h", ".cpp", ".mm", ".metal"}
+INCLUDE = re.compile(r'^\s*#\s*(?:include|import)\s+["<]([^">]+)[">]', re.MULTILINE)
+
+# A room, and the rooms or files that it may include besides itself. A file belongs to the longest name that fits.
+ALLOWED = {
+    "kernels/shared": [],
+    "kernels/gemm": ["kernels/shared"],
+    "kernels/mlstm": ["kernels/shared", "kernels/gemm"],
+    "csrc/core": ["kernels/shared"],
+    "csrc/ops": ["csrc/core"],
+    "csrc/cpu": ["csrc/core", "csrc/ops"],
+    "csrc/planner": ["csrc/core", "kernels/shared"],
+    "csrc/mps": ["csrc/ops", "csrc/planner"],
+    # The second product uses the first one's parts; nothing but the Python bindings may use it.
+    "csrc/mlstm": ["csrc/core", "csrc/ops", "csrc/planner/plan.h", "csrc/mps/encoder.h", "csrc/cpu"],
+    "csrc/python": ["csrc/core", "csrc/cpu/capability.h", "csrc/planner", "kernels/shared"],
+}
+EXCEPTIONS = {
+    # The one list of the kernels of all products, and with it their parameters.
+    ("kernels/shared/variants.h", "kernels/gemm/geometry.h"),
+    ("kernels/shared/variants.h", "kernels/mlstm/params.h"),
+}
+# Libraries that only some rooms may include.
+LIBRARIES = {
+    "torch": (re.compile(r"(ATen|c10|torch)/"), {"csrc/ops", "csrc/cpu", "csrc/mps", "csrc/mlstm", "csrc/python"}),
+    "PyTorch's private MPS headers": (re.compile(r"ATen/(native/)?mps/"), {"csrc/mps/stream"}),
+    "Metal": (re.compile(r"Metal/"), {"csrc/mps"}),
+}
+
+
+def fits(path: str, name: str) -> bool:
+    return path == name or path.startswith((name + "/", name + "."))
+
+
+def room_of(path: str) -> str:
+    found = [room for room in ALLOWED if fits(path, room)]
+    assert found, f"{path} lies in no room of the table"
+    return max(found, key=len)
+
+
+def includes(root: Path) -> Iterator[tuple[str, str]]:
+    """Pairs of a file and what it includes, both relative to the repository."""
+    for folder in ("csrc", "kernels"):
+        for path in sorted((root / folder).rglob("*")):
+            if path.suffix in SUFFIXES:
+                name = path.relative_to(root).as_posix()
+                yield from ((name, target) for target in INCLUDE.findall(path.read_text()))
+
+
+def wrong_arrows(root: Path) -> list[str]:
+    wrong = []
+    for path, target in includes(root):
+        room = room_of(path)
+        if target.startswith(("csrc/", "kernels/")):
+            allowed = any(fits(target, name) for name in (room, *ALLOWED[room])) or (path, target) in EXCEPTIONS
+        else:
+            rooms = [rooms for pattern, rooms in LIBRARIES.values() if pattern.match(target)]
+            allowed = all(any(fits(path, name) for name in names) for names in rooms)
+        if not allowed:
+            wrong.append(f"{path} includes {target}")
+    return wrong
+
+
+def test_includes_follow_the_table() -> None:
+    assert wrong_arrows(ROOT) == []
+
+
+def test_the_table_names_no_arrow_that_nothing_needs() -> None:
+    found = list(includes(ROOT))
+    for room, names in ALLOWED.items():
+        for name in names:
+            assert any(room_of(path) == room and fits(target, name) for path, target in found), f"{room} <- {name}"
+    assert set(found) >= EXCEPTIONS
+
+
+def test_a_wrong_arrow_is_found(tmp_path: Path) -> None:
+    planted = {
+        "csrc/planner/cost.cpp": '#include "csrc/mps/encoder.h"',
+        "csrc/planner/plan.h": "#include <ATen/core/Tensor.h>",
+        "csrc/ops/check.h": '  #  include "csrc/cpu/api.h"',
+        "csrc/cpu/gemm/gemm.h": '#include "csrc/mlstm/problem.h"',
+        "csrc/mlstm/gpu_plan.h": '#include "csrc/planner/cost.h"',
+        "csrc/mps/ops_mps.mm": "#import <ATen/mps/MPSStream.h>",
+        "kernels/gemm/fused.metal": '#include "csrc/core/math.h"',
+    }
+    for name, line in planted.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"// A file.\n{line}\n#include <vector>\n")
+    assert [arrow.split(" ")[0] for arrow in wrong_arrows(tmp_path)] == sorted(planted)

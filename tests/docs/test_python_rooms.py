@@ -1,0 +1,64 @@
+"""The arrows between the rooms of the Python package: imports run one way, by this table."""
+
+import ast
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[2] / "torch_marlin_metal"
+# A room and the rooms that it may import; "base" is the files beside the folders.
+ALLOWED = {
+    "base": set(),
+    "quantize": {"base"},
+    "layers": {"base", "quantize"},
+    "checkpoints": {"base", "quantize", "layers"},
+    "replace": {"base", "checkpoints"},
+    "models": {"base", "quantize", "layers", "checkpoints", "replace"},
+    "gpu": {"base", "quantize", "checkpoints"},
+    "xlstm": {"base"},
+    "integrations": {"base", "quantize", "layers", "checkpoints", "models"},
+    "cli": {"base", "public", "checkpoints", "gpu"},
+    "public": {"base", "quantize", "layers", "checkpoints", "models", "gpu", "xlstm"},
+}
+# Modules of names only, which users import; no room but the command line does.
+PUBLIC = {"__init__", "convert", "profiling", "tuning"}
+
+
+def room_of(module: str) -> str:
+    first = module.split(".")[1] if "." in module else "__init__"
+    if first in PUBLIC:
+        return "public"
+    return first if (PACKAGE / first).is_dir() else "cli" if first == "__main__" else "base"
+
+
+def imports(path: Path) -> set[str]:
+    """Modules of the package that a file imports, inside functions too."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module == "torch_marlin_metal":
+            found |= {f"torch_marlin_metal.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+    return {name for name in found if name.split(".")[0] == "torch_marlin_metal"}
+
+
+def test_imports_follow_the_table() -> None:
+    arrows: dict[str, set[str]] = {}
+    wrong = []
+    for path in PACKAGE.rglob("*.py"):
+        module = ".".join(("torch_marlin_metal", *path.relative_to(PACKAGE).with_suffix("").parts))
+        room = room_of(module)
+        for other in imports(path):
+            target = room_of(other)
+            if target == room:
+                continue
+            arrows.setdefault(room, set()).add(target)
+            # The extension loads the saved choices when the planner first asks for them.
+            if target not in ALLOWED[room] and (path.name, other) != (
+                "extension.py",
+                "torch_marlin_metal.gpu.tuning.table",
+            ):
+                wrong.append(f"{path.relative_to(PACKAGE)} imports {other}")
+    assert not wrong, wrong
+    unused = {(room, other) for room, others in ALLOWED.items() for other in others - arrows.get(room, set())}
+    assert not unused, f"arrows that nothing needs: {unused}"

@@ -1,0 +1,91 @@
+"""What `import torch_marlin_metal` does not do: read a file of the user's, or import the tuner."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PRODUCT = "1, 64, 128, group_size=32"
+
+
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_import_opens_no_file_of_the_user_and_imports_no_tuner(tmp_path) -> None:
+    home = tmp_path / "home"
+    table = home / ".cache" / "torch_marlin_metal" / "tuned.json"
+    table.parent.mkdir(parents=True)
+    table.write_text("damaged")
+    code = """
+import os, sys, torch
+opened = []
+sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event == "open" else None)
+import torch_marlin_metal as tmm
+print([path for path in opened if path.startswith(os.environ["HOME"])])
+print([name for name in sys.modules if name.startswith(("torch_marlin_metal.gpu.tuning", "torch_marlin_metal.tuning"))])
+assert len(opened) > 10
+tmm.tuning.load
+print(tmm.profiling.tile_table.__name__, "tuning" in dir(tmm))
+"""
+    done = run_python(code, HOME=str(home), XDG_CACHE_HOME=str(home / ".cache"), TORCH_MARLIN_METAL_TUNED="")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["[]", "[]", "tile_table True"]
+    assert "UserWarning" not in done.stderr
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="loads the software Metal device in a process of its own")
+@pytest.mark.usefixtures("mps")
+@pytest.mark.parametrize("damage", ["{", '{"version": 2, "tables": []}', "a directory"])
+def test_a_table_that_cannot_be_read_is_a_warning_of_the_first_choice(tmp_path, damage) -> None:
+    table = tmp_path / "tuned.json"
+    if damage == "a directory":
+        table.mkdir()
+    else:
+        table.write_text(damage)
+    code = f"""
+import softmetal, warnings, torch, torch_marlin_metal as tmm
+with warnings.catch_warnings(record=True) as found:
+    warnings.simplefilter("always")
+    tmm.plan({PRODUCT}, gpu="M1")
+    print(len(found))
+    tmm.plan({PRODUCT})
+    tmm.plan({PRODUCT})
+    print([str(w.message).split(":")[1].strip() for w in found if "tuned" in str(w.message)])
+"""
+    done = run_python(code, TORCH_MARLIN_METAL_TUNED=str(table))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["0", "['tuned choices are not used']"]
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="loads the software Metal device in a process of its own")
+@pytest.mark.usefixtures("mps")
+def test_threads_that_multiply_first_all_use_the_saved_table(tmp_path) -> None:
+    code = """
+import softmetal, threading, torch, torch_marlin_metal as tmm
+product = tmm.tuning.Product(64, 128, "uint4b8", 32)
+entry = tmm.tuning.TunedRange(product, 1, 4, "single_stage", 1e-6, "gemv", 1.5)
+tmm.tuning.save(tmm.tuning.TuningTable(tmm.tuning.Machine.current(), (entry,)))
+weight = product.make_weight("mps")
+a = torch.ones(1, 128, dtype=torch.float16, device="mps")
+def multiply():
+    tmm.gemm(a, weight_format=weight.weight_format, group_size=weight.group_size, **weight.tensors())
+threads = [threading.Thread(target=multiply) for _ in range(4)]
+softmetal.faults()
+[t.start() for t in threads]; [t.join() for t in threads]
+torch.mps.synchronize()
+kernels = [record.kernel for record in softmetal.counters() if record.kernel.startswith("gem")]
+print(len(kernels), all(kernel.startswith("gemm_single_stage") for kernel in kernels))
+"""
+    done = run_python(code, TORCH_MARLIN_METAL_TUNED=str(tmp_path / "tuned.json"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "4 True"

@@ -1,0 +1,230 @@
+"""The journal of a conversion: what is complete in the directory that it writes, and the lock on that directory.
+
+The first line holds the source and the options, each other one a finished shard, so that the time to write it is linear
+in the number of tensors. The lock is on the journal itself: it ends with the process that holds it.
+"""
+
+import fcntl
+import json
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from torch_marlin_metal.checkpoints.errors import CheckpointError
+from torch_marlin_metal.checkpoints.files.safetensors import read_header
+
+JOURNAL = ".torch_marlin_metal.json"
+SHARD = re.compile(r"model-\d{5,}\.safetensors")
+
+
+@dataclass
+class Journal:
+    """An open journal, which no other process has.
+
+    Attributes:
+        work: the directory under construction.
+        stream: the journal's file; it holds the lock.
+        items: layers and other tensors that are in finished shards.
+        shards: names of the finished shards.
+        places: name of each tensor in them -> its shard.
+        exporter: the exporter's fields after the last of them.
+    """
+
+    work: Path
+    stream: BinaryIO
+    items: int = 0
+    shards: list[str] = field(default_factory=list)
+    places: dict[str, str] = field(default_factory=dict)
+    exporter: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, shard: str, tensors: list[str], items: int, exporter: Any, sync: bool) -> None:
+        """Adds a finished shard, and of the exporter's state what is new; `sync` waits until the line is on the disk.
+
+        Raises:
+            CheckpointError: the journal cannot be written.
+        """
+        # The exporter may have seen one layer more than is written; it will see that one again.
+        line = {"file": shard, "tensors": tensors, "items": items, "exporter": self._growth(exporter)}
+        try:
+            _append(self.stream, line)
+            if sync:
+                os.fsync(self.stream.fileno())
+        except OSError as error:
+            raise _unwritable(self.work / JOURNAL, error) from error
+        self._take(line)
+
+    def _take(self, line: dict[str, Any]) -> None:
+        self.shards.append(line["file"])
+        self.places.update(dict.fromkeys(line["tensors"], line["file"]))
+        self.items = line["items"]
+        for name, value in line["exporter"].items():
+            if isinstance(value, dict):
+                self.exporter.setdefault(name, {}).update(value)
+            else:
+                self.exporter[name] = value
+
+    def _growth(self, exporter: Any) -> dict[str, Any]:
+        """Returns the exporter's fields; of a dictionary, which only grows, the entries that are new."""
+        found: dict[str, Any] = {}
+        for name in (each.name for each in fields(exporter)):
+            value = getattr(exporter, name)
+            if isinstance(value, dict):
+                count = len(value) - len(self.exporter.get(name, ()))
+                newest = [item for _, item in zip(range(count), reversed(value.items()), strict=False)]
+                found[name] = dict(reversed(newest))
+            else:
+                found[name] = value
+        return found
+
+    def finish(self, destination: Path) -> None:
+        """Gives the directory the destination's name and ends the lock."""
+        try:
+            self.work.rename(destination)
+            (destination / JOURNAL).unlink(missing_ok=True)
+        except OSError as error:
+            raise _unwritable(destination, error) from error
+        self.close()
+
+    def discard(self) -> None:
+        """Removes the directory and ends the lock."""
+        _remove(self.work)
+        self.close()
+
+    def close(self) -> None:
+        """Ends the lock; what is in the directory stays."""
+        self.stream.close()
+
+
+def open_journal(destination: Path, identity: dict[str, Any] | None) -> Journal:
+    """Makes `<destination>.partial`, or takes over what another run left there if it had the same identity.
+
+    Args:
+        destination: the directory to make.
+        identity: the source and the options, of types that JSON has; None takes over nothing.
+
+    Raises:
+        FileExistsError: the destination exists, its conversion is running, or `<destination>.partial` is not ours.
+        CheckpointError: the directory cannot be made.
+    """
+    work = destination.with_name(destination.name + ".partial")
+    identity = json.loads(json.dumps(identity))
+    while True:  # another process may come first, or be done, at every step
+        if os.path.lexists(destination):
+            raise FileExistsError(f"{destination}: exists already")
+        try:
+            made = _take_over(work, identity) if os.path.lexists(work) else _create(work, identity)
+        except FileExistsError:
+            raise
+        except OSError as error:
+            raise _unwritable(work, error) from error
+        if made is not None:
+            return made
+
+
+def _create(work: Path, identity: Any) -> Journal | None:
+    staging = _other_name(work)  # a directory that has no locked journal must never have the name
+    staging.mkdir(parents=True)
+    stream = (staging / JOURNAL).open("xb", buffering=0)
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _append(stream, {"identity": identity})
+        if os.path.lexists(work):
+            raise FileExistsError
+        staging.rename(work)
+    except BaseException as error:
+        stream.close()
+        shutil.rmtree(staging, ignore_errors=True)
+        if isinstance(error, OSError) and os.path.lexists(work):
+            return None
+        raise
+    return Journal(work, stream)
+
+
+def _take_over(work: Path, identity: Any) -> Journal | None:
+    try:
+        stream = (work / JOURNAL).open("r+b", buffering=0)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        if not os.path.lexists(work):
+            return None
+        raise FileExistsError(f"{work}: exists, and is not an unfinished conversion") from error
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not os.path.samestat(os.fstat(stream.fileno()), (work / JOURNAL).stat()):
+            raise FileNotFoundError
+    except BlockingIOError as error:
+        stream.close()
+        raise FileExistsError(f"{work}: another conversion is writing it") from error
+    except FileNotFoundError:  # its conversion was done while this one opened the file
+        stream.close()
+        return None
+    found = Journal(work, stream)
+    if identity is None or not _read(found, identity):
+        found.discard()
+        return None
+    return found
+
+
+def _read(journal: Journal, identity: Any) -> bool:
+    """Reads the journal; returns whether it is of the same conversion and its shards are complete."""
+    content = journal.stream.read()
+    *lines, torn = content.split(b"\n")  # a process may be killed, or the disk be full, within a line
+    try:
+        if json.loads(lines[0]) != {"identity": identity}:
+            return False
+        for line in map(json.loads, lines[1:]):
+            if not SHARD.fullmatch(line["file"]) or type(line["items"]) is not int:
+                return False
+            # After a power failure a file of full length may have lost its header, which is written last.
+            if list(read_header(journal.work / line["file"])[0]) != line["tensors"]:
+                return False
+            journal._take(line)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):  # a CheckpointError is a ValueError
+        return False
+    journal.stream.seek(len(content) - len(torn))
+    journal.stream.truncate()
+    return True
+
+
+def _append(stream: BinaryIO, value: Any) -> None:
+    data = memoryview(json.dumps(value, separators=(",", ":")).encode() + b"\n")
+    while data:
+        data = data[stream.write(data) :]
+
+
+def _remove(work: Path) -> None:
+    """Removes a directory under another name, since nobody may see a part of it."""
+    trash = _other_name(work)
+    try:
+        work.rename(trash)
+    except OSError:
+        return
+    shutil.rmtree(trash, ignore_errors=True)
+
+
+def _other_name(work: Path) -> Path:
+    return work.with_name(f".{work.name}.{uuid.uuid4().hex}")
+
+
+def _unwritable(path: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(f"{path}: cannot be written ({error.strerror})")
+
+
+def sync_files(paths: Iterable[Path]) -> None:
+    """Waits until files and directories are on the disk.
+
+    Raises:
+        CheckpointError: the disk has failed.
+    """
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            raise _unwritable(path, error) from error
+        finally:
+            os.close(descriptor)

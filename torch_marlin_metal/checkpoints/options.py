@@ -1,0 +1,68 @@
+"""How a checkpoint is read: the caller's choices, in one value that every reader takes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, get_args
+
+from torch_marlin_metal.repack import ZerosRule
+
+OnUnsupported = Literal["error", "dequantize", "skip"]
+GgufNames = Literal["gguf", "hf"]
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """How `read_layers`, `open_reader` and `load_quantized` read a checkpoint.
+
+    Attributes:
+        on_unsupported: what happens to a layer that the operators cannot represent without loss: it raises ("error"),
+            is decoded to floats ("dequantize") or is left out ("skip").
+        allow_pickle: whether to read PyTorch pickles too, by `torch.load(weights_only=True)`.
+        gptq_zeros_rule: how GPTQ version 1 zero points are read if a stored nibble is 15: "word", "masked" or
+            "unmasked", as in `gptq_unpack_zeros`.
+        gptq_version: 1 or 2, for a GPTQ checkpoint whose settings are wrong about it; None takes the settings.
+        gguf_names: "gguf" for the tensor names of a GGUF file, "hf" for transformers' names. With "hf" the rows of
+            llama-family q and k projections are put back into transformers' order.
+
+    Raises:
+        ValueError: a value is unknown; the message names the field.
+    """
+
+    on_unsupported: OnUnsupported = "error"
+    allow_pickle: bool = False
+    gptq_zeros_rule: ZerosRule = "word"
+    gptq_version: int | None = None
+    gguf_names: GgufNames = "gguf"
+
+    def __post_init__(self) -> None:
+        check_choice("on_unsupported", self.on_unsupported, get_args(OnUnsupported))
+        check_choice("gptq_zeros_rule", self.gptq_zeros_rule, get_args(ZerosRule))
+        check_choice("gptq_version", self.gptq_version, (None, 1, 2))
+        check_choice("gguf_names", self.gguf_names, get_args(GgufNames))
+
+    @classmethod
+    def of(cls, options: "ReadOptions | None", changes: Mapping[str, Any]) -> "ReadOptions":
+        """Returns options with some fields changed; None is the defaults.
+
+        Raises:
+            TypeError: `options` is something else, or a field is unknown.
+            ValueError: a value is unknown.
+        """
+        if options is not None and not isinstance(options, cls):
+            raise TypeError(f"options: expected ReadOptions, got {options!r}")
+        known = [field.name for field in fields(cls)]
+        for name in changes:
+            if name not in known:
+                raise TypeError(f"expected an option of {', '.join(known)}, got {name!r}")
+        return replace(options or cls(), **changes)
+
+
+def check_choice(argument: str, value: object, allowed: tuple[object, ...]) -> None:
+    """Refuses a value that is not one of those allowed.
+
+    Raises:
+        ValueError: names the argument, the allowed values and the value.
+    """
+    if value not in allowed or isinstance(value, float):
+        shown = [str(item) if item is None else repr(item) for item in allowed]
+        raise ValueError(f"{argument}: expected {', '.join(shown[:-1])} or {shown[-1]}, got {value!r}")

@@ -1,0 +1,1 @@
+"""An Apple GPU as the planner sees it: its figures, its plans, profiles and tuning."""

@@ -1,0 +1,69 @@
+"""The one language that chooses layers and tensors by name: every `include`, `exclude`, `ignore` and `keep`.
+
+A choice is a pattern, a list of patterns or a function. A pattern is shell-style ("encoder.*.query", see `fnmatch`).
+With the prefix "re:" it is a regular expression that must match the whole name. A function takes the name and, if the
+argument chooses modules of a model, the module.
+"""
+
+import fnmatch
+import re
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch import nn
+
+Patterns = str | Sequence[str]
+NameFilter = Patterns | Callable[[str], bool]
+Filter = Patterns | Callable[[str, nn.Module], bool]
+
+
+def selects(choice: Patterns | Callable[..., bool] | None, name: str, *module: nn.Module) -> bool:
+    """Returns whether a choice takes a name. None takes no name.
+
+    Raises:
+        ValueError: a regular expression is malformed.
+    """
+    if choice is None:
+        return False
+    if callable(choice):
+        return bool(choice(name, *module))
+    return any(_matches(pattern, name) for pattern in _patterns(choice))
+
+
+def check_patterns(op: str, names: Iterable[str], *, include: Any = None, exclude: Any = None) -> None:
+    """Reports patterns that match none of the names; functions are not checked.
+
+    Args:
+        op: the caller's name, for the messages.
+        names: every name that could be chosen.
+        include: a pattern of it without a match is an error.
+        exclude: a pattern of it without a match is a warning.
+
+    Raises:
+        ValueError: a pattern of `include` matches nothing, or a regular expression is malformed.
+    """
+    known = list(names)
+    for argument, choice in (("include", include), ("exclude", exclude)):
+        for pattern in _patterns(choice):
+            if any(_matches(pattern, name) for name in known):
+                continue
+            message = f"{op}: {argument}: {pattern!r} matches none of the {len(known)} layers"
+            if argument == "include":
+                raise ValueError(message)
+            warnings.warn(message, stacklevel=3)
+
+
+def _patterns(choice: Any) -> list[str]:
+    if choice is None or callable(choice):
+        return []
+    return [choice] if isinstance(choice, str) else list(choice)
+
+
+def _matches(pattern: str, name: str) -> bool:
+    if not pattern.startswith("re:"):
+        return fnmatch.fnmatchcase(name, pattern)
+    try:
+        return re.fullmatch(pattern[3:], name) is not None
+    except re.error as error:
+        raise ValueError(f"pattern {pattern!r}: not a regular expression: {error}") from error

@@ -1,0 +1,1 @@
+"""Quantizes one floating weight to 4 bit."""
