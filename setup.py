@@ -12,6 +12,7 @@ sys.path.insert(0, str(ROOT))  # a build front end does not put the source tree 
 
 from build_support import softmetal  # noqa: E402
 from build_support.embed_kernels import write_kernel_sources  # noqa: E402
+from build_support.mac_environment import mac_environment  # noqa: E402
 
 TORCH_MINIMUM = (2, 13)
 GCC_MINIMUM = 11
@@ -70,6 +71,7 @@ class BuildMarlin(BuildExtension):
 
 check_torch()
 check_compiler()
+os.environ.update(mac_environment(sys.platform, os.environ))
 
 sources = relative("csrc/**/*.cpp")
 compile_flags = ["-std=c++20", "-O3", "-g0", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-fvisibility=hidden"]
