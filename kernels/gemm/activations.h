@@ -1,4 +1,4 @@
-// Four or eight consecutive k of an activation row.
+// Loads two, four or eight consecutive k of an activation row.
 #pragma once
 
 #include "kernels/gemm/decode.h"
@@ -20,7 +20,7 @@ struct Activations {
   MARLIN_INLINE vec<T, kCount> load_run(const device T* first, uint k) const thread {
     if (vector_activations) return *reinterpret_cast<const device vec<T, kCount>*>(first);
     vec<T, kCount> x = vec<T, kCount>(T(0.0f));
-    // The host cannot read perm: an index outside the row loads zero.
+    // The host cannot check the values of perm, so an index outside the row loads zero.
     MARLIN_UNROLL for (uint i = 0; i < kCount; ++i) {
       const uint column = has_perm ? uint(perm[k + i]) : i;
       if (!has_perm || column < columns) x[i] = first[column];

@@ -1,5 +1,5 @@
-// Decodes 4-bit codes. A word holds k = 0..7 of one column, lowest k in the lowest nibble. A mask takes two nibbles at
-// a time, k and k + 4, one from each half of the word: their bits read as a half2.
+// Decodes 4-bit codes. A word holds k = 0..7 of one column, lowest k in the lowest nibble. One mask extracts two
+// nibbles, k and k + 4, one from each 16-bit half of the word. The masked word is then read as a half2.
 #pragma once
 
 #include "kernels/gemm/options.h"
@@ -17,14 +17,14 @@ MARLIN_INLINE Vec8<half> make_vec8(half2 pair0, half2 pair1, half2 pair2, half2 
   return {{pair0.x, pair1.x, pair2.x, pair3.x, pair0.y, pair1.y, pair2.y, pair3.y}};
 }
 
-// Decodes E2M1 codes j and j + 4 of a word to their values times 2^-14. With a code at bits 12..9 of a half its three
-// low bits are in place; adding 0x7000 carries the sign to bit 15, and a mask drops the rest. Code 1 becomes a half
-// subnormal. A left shift of 1 to 4 is free inside an addition on Apple GPUs; any other shift takes four cycles of the
-// slow ALU (M1, metal-benchmarks).
+// Decodes E2M1 codes j and j + 4 of a word to their values times 2^-14. Each code is moved to bits 12..9 of a half. Its
+// three low bits are then in place; adding 0x7000 carries the sign to bit 15, and a mask drops the rest. Code 1 becomes
+// a half subnormal. A left shift by 1 to 4 is free inside an addition on Apple GPUs; any other shift takes four cycles
+// of the slow ALU (M1, metal-benchmarks).
 MARLIN_INLINE half2 e2m1_scaled(uint word, uint j) {
   const uint even = word & 0x0F0F0F0Fu;
   const uint odd = word & 0xF0F0F0F0u;
-  const uint raised = (odd << 4) + 0x38003800u;  // code and sum a bit too low
+  const uint raised = (odd << 4) + 0x38003800u;  // code and addend are both one bit too low
   const uint carried = j == 0   ? ((even << 8) << 1) + 0x70007000u
                        : j == 1 ? raised + raised
                        : j == 2 ? (even << 1) + 0x70007000u
@@ -41,17 +41,18 @@ MARLIN_INLINE Vec8<half> exact_e2m1(uint word) {
 
 // How FastCodes reads codes. A code is the returned value times even_unit(), or odd_unit() for odd k.
 struct DecodeOptions {
-  bool subnormal;     // reads codes as half subnormals; else through normal halves
-  bool separate_odd;  // odd k keep a unit of their own, which saves a shift, and need their own accumulators
+  bool subnormal;     // reads codes as half subnormals, otherwise as normal halves
+  bool separate_odd;  // leaves odd k at 16 times the scale of even k: saves a shift, needs separate accumulators
 };
 
-// Codes in units that are cheap to read. pair() returns those of k = j and j + 4 as float2; the widening is free, since
-// fp32 instructions read half operands.
+// Decodes codes at whatever scale is cheapest. pair() returns the codes of k = j and j + 4 as float2; the widening is
+// free, because fp32 instructions read half operands.
 template <CodeKind kind>
 struct FastCodes;
 
-// A nibble masked out of a word reads as the half q * 2^-24, or q * 2^-20 four bits higher: no shift, no convert. On a
-// GPU that flushes subnormal halves, 0x6400 (1024) is ORed in and subtracted, which gives q and 16 q.
+// A nibble masked out of a word reads as the half q * 2^-24, or as q * 2^-20 if it sits four bits higher. This needs no
+// shift and no conversion. On a GPU that flushes subnormal halves, 0x6400 (1024) is ORed in and subtracted, which gives
+// q or 16 q.
 template <>
 struct FastCodes<CodeKind::integer> {
   static MARLIN_INLINE float2 pair(uint word, uint j, const threadgroup float*, DecodeOptions form) {
@@ -83,12 +84,13 @@ struct FastCodes<CodeKind::table> {
   static MARLIN_INLINE float odd_unit(DecodeOptions) { return 1.0f; }
 };
 
-// Decodes a word to half, exactly: q - zero for integers (zero is a whole number up to 255), the value for E2M1, q for
-// a table.
+// Decodes a word to half, exactly: to q - zero for integers (zero is a whole number up to 255), to the value for E2M1,
+// and to the index q for a table.
 template <CodeKind kind>
 MARLIN_INLINE Vec8<half> exact_codes(uint word, half zero) {
   if (kind == CodeKind::e2m1) return exact_e2m1(word);
-  // The ORed halves are 1024 + q and 1024 + 16 q = 16 (64 + q). The differences are whole numbers below 2048: exact.
+  // The ORed halves are 1024 + q and 1024 + 16 q = 16 (64 + q). The results are whole numbers below 2048, so half holds
+  // them exactly.
   const uint high = word >> 8;
   const half2 even_offset = half2(1024.0h + zero);
   const half2 odd_offset = half2(-64.0h - zero);

@@ -1,4 +1,5 @@
-// Writes the weight, [K, N] in the original order of k: computed in fp32, rounded once. Each thread owns a packed word.
+// Writes the weight as [K, N] in the original order of k. Values are computed in fp32 and rounded once. Each thread
+// decodes one packed word.
 #include "kernels/shared/variants.h"
 
 #include "kernels/gemm/weight.h"
@@ -25,7 +26,7 @@ template <WeightFormat format, typename T>
   const half zero_in_code = zero_is_in_code<format>() ? half(zero) : 0.0h;
   const Vec8<half> codes = exact_codes<code_kind(format)>(weight.word(k, n), zero_in_code);
   for (uint i = 0; i < kCodesPerWord; ++i) {
-#pragma clang fp contract(off)  // the formula of uint4_bias rounds the product before the sum
+#pragma clang fp contract(off)  // uint4_bias is defined with a rounded product, so no fma
     const float code = float(codes.k[i]);
     const float product = code * scale;
     const float value = format == WeightFormat::lut4         ? lut[uint(code)] * scale
@@ -33,7 +34,8 @@ template <WeightFormat format, typename T>
                         : zero_is_in_code<format>()          ? product
                                                              : (code - zero) * scale;
     const uint row = has_perm ? uint(perm[k + i]) : k + i;
-    if (row < params.K) out[ulong(row) * params.N + n] = T(value);  // the host cannot read perm
+    // The host cannot check the values of perm.
+    if (row < params.K) out[ulong(row) * params.N + n] = T(value);
   }
 }
 

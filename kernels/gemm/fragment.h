@@ -1,5 +1,5 @@
-// 8x8 operands of the matrix unit, loaded from contiguous 8x8 blocks of threadgroup memory (no bank conflicts, no
-// padding), and the elements that each lane holds.
+// The 8x8 operands of the matrix unit, and which elements each lane holds. Operands are loaded from contiguous 8x8
+// blocks of threadgroup memory, which need no padding to avoid bank conflicts.
 #pragma once
 
 #include "kernels/gemm/decode.h"
@@ -8,8 +8,8 @@ namespace marlin {
 
 enum { kBlock = 8, kBlockElements = kBlock * kBlock };
 
-// A lane holds (row, column) and (row, column + 1). Apple documents how many elements a lane holds, not which. Mesa,
-// applegpu and the output of Apple's compiler agree on these for every GPU from M1 on.
+// A lane holds elements (row, column) and (row, column + 1). Apple documents how many elements a lane holds, but not
+// which. Mesa, applegpu and the output of Apple's compiler agree on these for every GPU from M1 on.
 struct LanePlace {
   uint row;
   uint column;
@@ -19,7 +19,7 @@ MARLIN_INLINE LanePlace lane_place(uint lane) {
   return {4 * (lane >> 4) + ((lane >> 1) & 3u), 4 * ((lane >> 3) & 1u) + 2 * (lane & 1u)};
 }
 
-// Operands keep the element type they have in memory. bfloat is widened to float: M1 and M2 have no bfloat unit.
+// Operands keep their element type, except that bfloat is widened to float: M1 and M2 have no bfloat unit.
 template <typename T>
 struct ActivationFragment {
   typedef simdgroup_matrix<T, kBlock, kBlock> Matrix;

@@ -1,11 +1,12 @@
-// Five activation rows and more: y^T = W^T a^T in 8x8x8 products. Both operands are built in registers straight from
-// device loads: the K loop needs no threadgroup memory, no barrier and no shuffle. K is split between the simdgroups of
-// a threadgroup, which add their totals in threadgroup memory, and between threadgroups, whose partial sums
-// reduce.metal adds. Both sums have a fixed order, so that the same inputs give the same bits.
+// For five and more activation rows. Computes y^T = W^T a^T in 8x8x8 products. Both operands are built in registers
+// straight from device loads, so the K loop needs no threadgroup memory, no barrier and no shuffle. K is split between
+// the simdgroups of a threadgroup, which add their totals in threadgroup memory, and between threadgroups, whose
+// partial sums reduce.metal adds. Both sums have a fixed order, so that the same inputs give the same bits.
 //
-// Row v of weight fragment b is column 4 v + b of the strip. A lane then needs one 16-byte load for its words of all
-// four fragments, and a simdgroup reads 128 contiguous bytes of a packed row. Columns of a fragment are k in the order
-// of weight_fragment.h: a lane then needs one load of four activations per row for the four steps of a word.
+// Row v of weight fragment b is column 4 v + b of the simdgroup's 32 columns. A lane then needs one 16-byte load for
+// its words of all four fragments, and a simdgroup reads 128 contiguous bytes of a packed row. The columns of a
+// fragment are k in the order of weight_fragment.h. A lane then needs one load of four activations per row for the four
+// steps of a word.
 #include "kernels/shared/variants.h"
 
 #include "kernels/gemm/product.h"
@@ -19,13 +20,13 @@ namespace marlin {
 enum {
   kFusedRowBlocks = kFusedMaxRows / kBlock,
   kFusedColumnBlocks = kFusedColumns / kBlock,
-  kFusedWordRows = 4,  // packed rows of one load
+  kFusedWordRows = 4,  // packed rows that a simdgroup loads at once
   kFusedLoadK = kFusedWordRows * kCodesPerWord,
 };
 
-// The rows of a threadgroup, from `begin` on. If fewer than rows_per_threadgroup are left, the threadgroup and its row
-// blocks move up until they end at row M - 1. They then recompute rows that others store, but no load is conditional
-// and every block has the same address strides.
+// The rows of a threadgroup, starting at `begin`. If fewer than rows_per_threadgroup are left, the threadgroup and its
+// row blocks move up until they end at row M - 1. They then recompute rows that others store, but no load is
+// conditional and all threadgroups use the same row offsets.
 struct FusedRows {
   uint M;
   uint begin;
@@ -36,7 +37,7 @@ struct FusedRows {
   MARLIN_INLINE uint block(uint i) const thread { return min(i * kBlock, max(M, uint(kBlock)) - kBlock); }
 };
 
-// The accumulators of one simdgroup over its slice of K, and where it reads next.
+// The accumulators of one simdgroup over its slice of K, and the addresses that it reads next.
 template <WeightFormat format, typename T>
 struct FusedAccumulators {
   typedef simdgroup_matrix<float, kBlock, kBlock> Matrix;
@@ -45,15 +46,15 @@ struct FusedAccumulators {
   Weight weight;
   Activations<T> a;
   uint n;                    // the lane's first column
-  uint word;                 // the lane's packed row among the four of a load
-  uint quad;                 // the lane's four k among the 32 of a load
-  const device uint* words;  // of the next load
-  uint scale_index;          // of the next scales; 32 bits do, the planner refuses weights with 2^32 of them
-  // The lane's two rows of block 0, at its own first k of the next step. With a permutation, the start of the rows.
+  uint word;                 // which of the four packed rows of a load is the lane's
+  uint quad;                 // the lane's first k among the 32 of a load
+  const device uint* words;  // the lane's next four words
+  uint scale_index;          // of the next scales; 32 bits suffice, the planner refuses weights with 2^32 scales
+  // The lane's two rows of block 0, at the lane's first k of the next step; with a permutation, at k = 0.
   const device T* x_row[2];
   vec<T, 4> x[kFusedRowBlocks][2];      // four k of each of the two rows
-  int64_t row_offset[kFusedRowBlocks];  // of the other blocks, the same for all lanes and threadgroups
-  uint pair;                            // 2, the distance between two loads of two
+  int64_t row_offset[kFusedRowBlocks];  // from block 0 to block i; the same for all lanes and threadgroups
+  uint pair;                            // 2, the offset of the second of two load_pair() calls
   const threadgroup float* table;
   ColumnDecode<format> decode[kFusedColumnBlocks];
   Matrix sum[kFusedRowBlocks][kFusedColumnBlocks];
@@ -64,8 +65,8 @@ struct FusedAccumulators {
   // threadgroups fit on a core. Loading in pairs needs 207, and three fit.
   static MARLIN_INLINE bool loads_pairs() { return sizeof(T) == 4 && rows_per_threadgroup == kFusedMaxRows; }
 
-  // Loads what step j needs, and the steps after it up to the next load. The second pair's offset is deliberately
-  // opaque to the compiler, which would otherwise merge the two loads.
+  // Loads the activations for step j: for all four steps at once if j = 0, or for steps j and j + 1 if loads_pairs().
+  // The second pair's offset is deliberately opaque to the compiler, which would otherwise merge the two loads.
   MARLIN_INLINE void load_activations(uint j, uint k_quad, bool has_quad) thread {
     MARLIN_UNROLL for (uint i = 0; i < kFusedRowBlocks; ++i) {
       MARLIN_UNROLL for (uint e = 0; e < 2; ++e) {
@@ -98,7 +99,7 @@ struct FusedAccumulators {
     }
   }
 
-  // Multiplies 32 k from k0 on. Both operands are zero at k_end and beyond.
+  // Multiplies 32 k starting at k0. Both operands are zero at k_end and beyond.
   MARLIN_INLINE void multiply(uint k0, uint k_end) thread {
     const uint k_word = k0 + word * kCodesPerWord;
     const uint k_quad = k0 + quad;
@@ -138,8 +139,8 @@ struct FusedAccumulators {
     }
   }
 
-  // Adds the accumulators to the simdgroup's totals, [row block, element][lane] of four columns. Each lane touches only
-  // its own.
+  // Adds the accumulators to the simdgroup's totals: a float4 of four columns for each [row block, element][lane]. Each
+  // lane touches only its own.
   MARLIN_INLINE void add_to(threadgroup float4* totals) thread {
     MARLIN_UNROLL for (uint i = 0; i < kFusedRowBlocks; ++i) {
       MARLIN_UNROLL for (uint e = 0; e < 2; ++e) {
@@ -174,7 +175,7 @@ template <WeightFormat format, typename T>
   FusedAccumulators<format, T> sums;
   sums.weight = product.weight;
   sums.a = product.a;
-  // Columns beyond N load zero. They fill rows of the product that are not stored.
+  // Columns at N and beyond load zero and are not stored.
   sums.n = min(n, params.N);
   sums.word = place.column / 2;
   sums.quad = place.row * 4;
@@ -193,7 +194,7 @@ template <WeightFormat format, typename T>
     own[part * kSimdWidth] = float4(0.0f);
   const uint first_group = (k_begin + (short_group_size != 0 ? sums.word * kCodesPerWord : 0)) / params.group_size;
   sums.scale_index = first_group * params.N + sums.n;
-  uint group_rest = (first_group + 1) * params.group_size - k_begin;  // used if groups are longer than a step
+  uint group_rest = (first_group + 1) * params.group_size - k_begin;  // only used if short_group_size is 0
   for (uint k = k_begin; k < k_end;) {
     sums.clear();
     const uint chain_end = min(k + kFusedChainLength, k_end);

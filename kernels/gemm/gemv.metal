@@ -1,6 +1,7 @@
-// Up to kGemvMaxRows activation rows. A lane owns four columns: one 16-byte load holds 8 k of each, and the products of
+// For up to kGemvMaxRows activation rows. A lane owns four columns: one 16-byte load holds 8 k of each, and the sums of
 // a column never leave its lane. K is split between the simdgroups of a threadgroup, which add their totals in
-// threadgroup memory, and between threadgroups, whose partial sums reduce.metal adds. Both sums have a fixed order.
+// threadgroup memory, and between threadgroups, whose partial sums reduce.metal adds. Both sums have a fixed order, so
+// that the same inputs give the same bits.
 #include "kernels/shared/variants.h"
 
 #include "kernels/gemm/product.h"
@@ -8,7 +9,7 @@
 using namespace metal;
 using namespace marlin;
 
-// Stores 1 if the fp32 unit reads a subnormal half exactly: 2^-24 times 2^24 must be 1.
+// Stores 1 if an fp32 instruction reads a subnormal half exactly: 2^-24 times 2^24 must be 1.
 [[kernel]] void probe_half_subnormals(const device uint* in [[buffer(kSlotPacked)]],
                                       device uint* out [[buffer(kSlotOut)]]) {
   const half2 smallest = as_type<half2>(in[0] & 0x000F000Fu);
@@ -17,10 +18,11 @@ using namespace marlin;
 
 namespace marlin {
 
-// Its product with a code of 2^-24 is 2^-88, well above fp32's subnormals.
+// The smallest activation that is multiplied with codes scaled down by 2^24. The product is at least 2^-88, well above
+// fp32's subnormals.
 constant constexpr float kSmallActivation = 5.42101086e-20f;  // 2^-64
 
-// The accumulators of one lane over a slice of K, rows x its four columns, and where it reads next.
+// The accumulators of one lane over a slice of K (all rows, its four columns), and the addresses that it reads next.
 template <WeightFormat format, typename T>
 struct GemvAccumulators {
   typedef FastCodes<code_kind(format)> Codes;
@@ -28,12 +30,12 @@ struct GemvAccumulators {
   Weight weight;
   Activations<T> a;
   uint lane;
-  uint n;                               // the lane's first column, or N
+  uint n;                               // the lane's first column, at most N
   const device uint* words;             // of the next 8 k
-  ulong scale_index;                    // of the next group
-  const device T* x_row[kGemvMaxRows];  // at the next k; with a permutation, the start of the row
+  ulong scale_index;                    // of the current group
+  const device T* x_row[kGemvMaxRows];  // at the next k; with a permutation, at the start of the row
   const threadgroup float* table;
-  threadgroup float4* totals;  // the lane's own; rows are kSimdWidth apart
+  threadgroup float4* totals;  // of the lane's four columns; the next row is kSimdWidth further
   // Accumulators of the current chain.
   float even[kGemvMaxRows][kGemvColumnsPerLane];
   float odd[kGemvMaxRows][kGemvColumnsPerLane];
@@ -52,15 +54,15 @@ struct GemvAccumulators {
     }
   }
 
-  // Loads a chain's activations of one row, four in each lane.
+  // Loads one row's activations for a chain, four per lane.
   MARLIN_INLINE vec<T, 4> load_chain(const device T* row, uint k, uint length) const thread {
-    static_assert(kChainLength == 4 * kSimdWidth, "one load of four a lane");
+    static_assert(kChainLength == 4 * kSimdWidth, "one load of four activations per lane covers a chain");
     const uint quad = 4 * lane;
     if (quad >= length) return vec<T, 4>(T(0.0f));
     return a.load_quad(row + (has_perm ? 0 : quad), k + quad);
   }
 
-  // fp16 activations are never small enough to matter, and codes of a table are not scaled down.
+  // fp16 activations are never too small for codes that are scaled down, and codes of a table are not scaled down.
   static constexpr bool checks_activations() { return !is_same_v<T, half> && code_kind(format) != CodeKind::table; }
 
   // Returns true if an activation is so small that its product with a code scaled down by 2^24 would be flushed to zero
@@ -108,7 +110,7 @@ struct GemvAccumulators {
     }
   }
 
-  // Multiplies a chain of `length` k from k on, all in one group.
+  // Multiplies a chain of `length` k starting at k. All of them are in one group.
   template <bool subnormal>
   MARLIN_INLINE void multiply_chain(uint k, uint length) thread {
     MARLIN_UNROLL for (uint r = 0; r < kGemvMaxRows; ++r) {
@@ -167,7 +169,7 @@ template <WeightFormat format, typename T>
   sums.lane = lane;
   sums.n = min(n, params.N);
   sums.words = packed + ulong(k_begin / kCodesPerWord) * params.N + sums.n;
-  // Rows beyond M repeat the last one and are not stored.
+  // Rows at M and beyond read the last row and are not stored.
   MARLIN_UNROLL for (uint r = 0; r < kGemvMaxRows; ++r) sums.x_row[r] =
       product.a.row_at(min(m + r, params.M - 1)) + (has_perm ? 0 : k_begin);
   sums.table = shared;

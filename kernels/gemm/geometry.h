@@ -1,13 +1,13 @@
-// Parameters of the GEMM kernels, and how much of a product a threadgroup and a simdgroup take. Shared by shaders and
-// host. Plain C subset, see shared/types.h.
+// Parameters of the GEMM kernels, and how many rows, columns and k a threadgroup and a simdgroup take. Shared by
+// shaders and host. Plain C subset, see shared/types.h.
 #pragma once
 
 #include "kernels/shared/slots.h"
 
 namespace marlin {
 
-// Parameters of gemv and of all gemm kernels. A slice is the part of K that one simdgroup (gemv, fused) or one
-// threadgroup (the staged kernels) takes.
+// Parameters of gemv and of all gemm kernels. A slice is the range of K that one simdgroup (gemv, fused) or one
+// threadgroup (the staged kernels) sums.
 struct GemmParams {
   int64_t a_row_stride;  // elements
   uint32_t M;
@@ -15,7 +15,7 @@ struct GemmParams {
   uint32_t K;
   uint32_t group_size;  // a multiple of 8; at most K
   uint32_t k_per_slice;
-  uint32_t m_begin;  // fused: row of the first row block
+  uint32_t m_begin;  // in fused, the first row that this dispatch computes
 };
 static_assert(sizeof(GemmParams) == 32, "shared with the shaders");
 
@@ -36,14 +36,15 @@ struct ReduceParams {
 };
 static_assert(sizeof(ReduceParams) == 16, "shared with the shaders");
 
-// The same for tiles that several stripes share. Stripe s stores its share of its first tile in partials[2 * s], and
-// its share of a later tile that it does not finish in partials[2 * s + 1].
+// The parameters for adding up tiles that several stripes share. Stripe s stores its partial sums of its first tile in
+// partials[2 * s]. If it does not finish its last tile, and that is not its first, it stores those of the last in
+// partials[2 * s + 1].
 struct StripedReduceParams {
   uint32_t M;
   uint32_t N;
   uint32_t tile_M;
   uint32_t tile_N;
-  uint32_t slices;  // of a tile
+  uint32_t slices;  // per tile
   uint32_t stripes;
 };
 static_assert(sizeof(StripedReduceParams) == 24, "shared with the shaders");
@@ -56,16 +57,17 @@ struct RepackParams {
 };
 static_assert(sizeof(RepackParams) == 16, "shared with the shaders");
 
-// repack, dequantize and reduce: one thread per element of a (columns, rows) grid, in threadgroups of this shape.
+// The threadgroup shape of repack, dequantize and reduce, which run one thread per element of a (columns, rows) grid.
 enum { kElementwiseWidth = 64, kElementwiseHeight = 4 };
 
-// gemv: a lane owns 4 columns, a simdgroup 128. The simdgroups of a threadgroup split a range of K between them.
+// gemv: each lane owns 4 columns, so a simdgroup owns 128. The simdgroups of a threadgroup split a range of K between
+// them.
 enum {
   kGemvColumnsPerLane = 4,
   kGemvColumns = kSimdWidth * kGemvColumnsPerLane,
   kGemvK = 16,
   kGemvMaxRows = 8,
-  kGemvMaxSeparateOddRows = 4,  // with more rows odd k share the accumulators of even k
+  kGemvMaxSeparateOddRows = 4,  // with more rows, odd k use the accumulators of even k
   kGemvMaxSimdgroups = 16,
 };
 
@@ -73,15 +75,15 @@ constexpr uint32_t gemv_threadgroup_bytes(WeightFormat format, uint32_t rows, ui
   return simdgroups * rows * kGemvColumns * 4 + (format == WeightFormat::lut4 ? kLutSize * 4 : 0);
 }
 
-// gemm_fused: a simdgroup owns 32 columns of up to 32 rows and takes 64 k per step. The simdgroups of a threadgroup
+// gemm_fused: a simdgroup computes up to 32 rows of 32 columns and takes 64 k per step. The simdgroups of a threadgroup
 // split a range of K between them.
 enum {
   kFusedColumns = 32,
   kFusedMaxRows = 32,
   kFusedK = 64,
   kFusedMaxSimdgroups = 8,
-  // Terms that the matrix unit's accumulators sum before they are added to the total. A power of two that keeps both
-  // chains short for K = 16384, the longest K of the error bound (docs/numerics.md).
+  // The matrix unit's accumulators sum this many terms; then they are added to the totals. At K = 16384, the longest K
+  // of the error bound (docs/numerics.md), neither sum is then longer than 256 terms.
   kFusedChainLength = 256,
 };
 
@@ -91,7 +93,7 @@ constexpr uint32_t fused_threadgroup_bytes(WeightFormat format, uint32_t rows, u
 static_assert(fused_threadgroup_bytes(WeightFormat::uint4b8, kFusedMaxRows, kFusedMaxSimdgroups) <= 32768,
               "Metal's limit");
 
-// gemm_double_buffered, gemm_single_stage, gemm_striped: a threadgroup computes M x N outputs, K of k per step.
+// gemm_double_buffered, gemm_single_stage, gemm_striped: a threadgroup computes M x N outputs and takes K k per step.
 struct TileShape {
   uint32_t M;
   uint32_t N;
@@ -99,16 +101,16 @@ struct TileShape {
 };
 
 enum {
-  kTileTableBytes = 80,              // the table of lut4 and a zero after it, rounded up to 16 bytes
-  kMinGroupSize = 16,                // of groups shorter than K
-  kSimdgroupRows = 32,               // a simdgroup computes these rows of 16 or 32 columns
-  kMaxOutputsOf16Columns = 64 * 64,  // the largest tile whose simdgroups have 16 columns
-  // Terms summed before the sum is scaled and added to the total: about the square root of K = 16384, the longest K of
-  // the error bound, which keeps both chains short.
+  kTileTableBytes = 80,              // lut4's table and a zero after it, rounded up to a multiple of 16 bytes
+  kMinGroupSize = 16,                // the smallest supported group size, unless K is smaller
+  kSimdgroupRows = 32,               // a simdgroup computes 32 rows of 16 or 32 columns
+  kMaxOutputsOf16Columns = 64 * 64,  // the largest tile (M * N) whose simdgroups have 16 columns
+  // This many terms are summed; then the sum is scaled and added to the total. It is the square root of K = 16384, the
+  // longest K of the error bound, so that neither sum is longer than 128 terms.
   kChainLength = 128,
 };
 
-// Twice the columns need fewer operand loads per product, and twice the accumulators.
+// 32 columns need fewer operand loads per product than 16, but twice the accumulators.
 constexpr uint32_t tile_simdgroup_columns(TileShape tile) {
   return tile.M * tile.N > kMaxOutputsOf16Columns ? 32 : 16;
 }
@@ -117,7 +119,7 @@ constexpr uint32_t tile_threads(TileShape tile) {
   return tile.M * tile.N / (kSimdgroupRows * tile_simdgroup_columns(tile)) * kSimdWidth;
 }
 
-// The number of groups that a step can touch.
+// The largest number of groups that a step can touch.
 constexpr uint32_t tile_groups(TileShape tile) {
   return ceil_divide(tile.K, kMinGroupSize);
 }
@@ -137,13 +139,15 @@ constexpr uint32_t tile_stage_bytes(TileShape tile, uint32_t activation_bytes) {
 constexpr uint32_t tile_threadgroup_bytes(TileShape tile, ElementType activations, uint32_t stages) {
   return stages * tile_stage_bytes(tile, element_bytes(activations)) + kTileTableBytes;
 }
-static_assert(tile_threadgroup_bytes({64, 64, 32}, ElementType::float16, 2) <= 20 * 1024, "three threadgroups a core");
-static_assert(tile_threadgroup_bytes({64, 64, 32}, ElementType::float32, 2) <= 28 * 1024, "two threadgroups a core");
+static_assert(tile_threadgroup_bytes({64, 64, 32}, ElementType::float16, 2) <= 20 * 1024,
+              "three threadgroups fit on a core");
+static_assert(tile_threadgroup_bytes({64, 64, 32}, ElementType::float32, 2) <= 28 * 1024,
+              "two threadgroups fit on a core");
 
-// gemm_striped: the K of a tile is cut into slices of k_per_slice; the last slice also takes the remainder. All slices
-// of all tiles form one line of units: the slices of the first tile, then those of the tile below it, column by column
-// of tiles. Stripe s of S takes the units from stripe_begin(s) to stripe_begin(s + 1). Stripes differ by at most one
-// unit. With fewer units than stripes the last stripes are idle.
+// gemm_striped: the K of a tile is cut into slices of k_per_slice; the last slice also takes the remainder. A unit is
+// one slice of one tile. Units are numbered tile by tile, down each column of tiles, and slice by slice within a tile.
+// Stripe s takes the units from stripe_begin(s) up to stripe_begin(s + 1). The lengths of two stripes differ by at most
+// one unit. If there are fewer units than stripes, the last stripes are idle.
 constexpr uint32_t stripe_slices(uint32_t K, uint32_t k_per_slice) {
   return K / k_per_slice > 1 ? K / k_per_slice : 1;
 }

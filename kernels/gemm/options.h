@@ -1,4 +1,4 @@
-// Function constants, which specialise a pipeline, and loads of elements whose type is one of them.
+// Declares the function constants, which specialise a pipeline, and loads elements whose type is a function constant.
 #pragma once
 
 #include "kernels/gemm/geometry.h"

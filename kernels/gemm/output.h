@@ -1,4 +1,4 @@
-// Stores a kernel's sum: to the output, with bias and one rounding, or to a slice of the partial sums.
+// Stores sums: to the output, after adding the bias and rounding once, or to one slice of the partial sums.
 #pragma once
 
 #include "kernels/gemm/options.h"
@@ -17,8 +17,8 @@ struct Output {
     out[ulong(m) * N + n] = T(has_bias ? sum + load_element(bias, n, bias_type) : sum);
   }
 
-  // Stores four columns. out and partials come from the allocator: they are aligned for vectors if N is a multiple
-  // of 4.
+  // Stores four columns. out and partials start where the allocator placed them, so vector stores are aligned if N is a
+  // multiple of 4.
   MARLIN_INLINE void store_columns(uint slice, uint m, uint n, float4 sums) const thread {
     MARLIN_UNROLL for (uint c = 0; c < 4; ++c) {
       if (vector_columns || n + c < N) store_slice(slice, m, n + c, sums[c]);

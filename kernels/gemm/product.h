@@ -1,4 +1,4 @@
-// The arguments of every kernel that multiplies: its buffers by slot, and the views that it reads and writes through.
+// The arguments of every kernel that multiplies: its buffers by slot, and the structs through which it accesses them.
 #pragma once
 
 #include "kernels/gemm/activations.h"
@@ -29,7 +29,7 @@ struct Product {
   const device float* lut;
 };
 
-// Copies lut4's table to the front of threadgroup memory, where an index is an address. Returns the memory after it.
+// Copies lut4's table to the front of threadgroup memory. Returns the address after it.
 template <WeightFormat format>
 MARLIN_INLINE threadgroup float* load_table(threadgroup float* memory, const device float* lut, uint thread_index) {
   if (format != WeightFormat::lut4) return memory;

@@ -1,4 +1,4 @@
-// Adds the partial sums of slices of K in the order of k, then the bias, and rounds once.
+// Adds the partial sums of all slices of K in the order of k, adds the bias, and rounds once.
 #include "kernels/shared/variants.h"
 
 #include "kernels/gemm/output.h"
@@ -20,7 +20,8 @@ template <typename T>
   Output<T>{bias, out, nullptr, params.M, params.N}.store(m, n, sum);
 }
 
-// The grid has a layer for each border between stripes. The first border inside a tile adds that tile up.
+// The grid has a layer for each border between stripes. If several borders lie inside a tile, the threads of the first
+// one add that tile up.
 template <typename T>
 [[kernel]] void reduce_striped(const device uchar* bias [[buffer(kSlotBias)]], device T* out [[buffer(kSlotOut)]],
                                const device float* partials [[buffer(kSlotPartials)]],
@@ -38,7 +39,8 @@ template <typename T>
 
   const uint area = params.tile_M * params.tile_N;
   const uint element = position.y * params.tile_N + position.x;
-  // If a stripe begins with the tile, the tile is its first; otherwise the tile is the last of the stripe it begins in.
+  // The stripe before the border computed the tile's first slices. It stored them in its even slot if this tile is its
+  // first, and otherwise in its odd slot.
   float sum = partials[ulong(2 * position.z + (before == tile_begin ? 0 : 1)) * area + element];
   for (uint stripe = position.z + 1;; ++stripe) {
     const uint begin = stripe_begin(units, params.stripes, stripe);

@@ -1,4 +1,5 @@
-// Repacks checkpoint layouts to [K/8, N] words and [G, N] zero points: integers in, integers out, bit for bit.
+// Repacks the words of GPTQ and AWQ checkpoints to [K/8, N], and unpacks their zero points to [G, N]. Only integers are
+// moved, so the results are exact.
 #include "kernels/shared/variants.h"
 
 #include "kernels/gemm/options.h"
@@ -23,7 +24,7 @@ MARLIN_INLINE uint awq_shift(uint column) {
   if (has_perm) {
     for (uint i = 0; i < kCodesPerWord; ++i) {
       const uint k = uint(perm[row * kCodesPerWord + i]);
-      if (k >= params.rows * kCodesPerWord) continue;  // the host cannot read perm
+      if (k >= params.rows * kCodesPerWord) continue;  // the host cannot check the values of perm
       const uint source = in[ulong(k / kCodesPerWord) * params.columns + n];
       word |= ((source >> (4 * (k % kCodesPerWord))) & 15u) << (4 * i);
     }
@@ -33,7 +34,8 @@ MARLIN_INLINE uint awq_shift(uint column) {
   out[ulong(row) * params.columns + n] = word;
 }
 
-// Each thread turns an 8 x 8 block of codes from interleaved words along N into words along K.
+// AWQ's words hold eight interleaved columns; the result's hold eight k. Each thread transposes an 8 x 8 block of
+// codes.
 [[kernel]] void awq_repack(const device uint* in [[buffer(kSlotPacked)]], device uint* out [[buffer(kSlotOut)]],
                            constant RepackParams& params [[buffer(kSlotParams)]],
                            uint2 position [[thread_position_in_grid]]) {

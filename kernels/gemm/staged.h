@@ -1,7 +1,8 @@
-// Many activation rows: output tiles, staged through threadgroup memory (tile.h).
+// For many activation rows: computes output tiles whose operands are staged through threadgroup memory (tile.h). The
+// order of a step:
 //   single_stage:     fetch | barrier | store | barrier | multiply           half the threadgroup memory
 //   double_buffered:  barrier | fetch next | multiply this | store next      one barrier per step
-//   the same, tiles of more than 64 x 64:  barrier | fetch next | store next | multiply this
+//   double_buffered, tiles larger than 64 x 64:  barrier | fetch next | store next | multiply this
 #pragma once
 
 #include "kernels/shared/variants.h"
@@ -11,7 +12,7 @@
 
 namespace marlin {
 
-// Computes a tile over k_begin to k_end and stores it.
+// Computes an output tile, summed over k_begin to k_end, and stores it.
 template <WeightFormat format, typename T, typename Tile, uint stages>
 struct TileProduct {
   typedef TileAccumulators<format, T, Tile> Sums;

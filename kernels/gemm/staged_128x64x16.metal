@@ -1,4 +1,4 @@
-// 128 x 64 outputs of a threadgroup, 16 k at a step.
+// The staged kernels whose threadgroups compute 128 x 64 outputs, in steps of 16 k.
 #include "kernels/gemm/staged.h"
 
 using namespace metal;

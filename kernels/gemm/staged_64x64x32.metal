@@ -1,4 +1,4 @@
-// 64 x 64 outputs of a threadgroup, 32 k at a step.
+// The staged kernels whose threadgroups compute 64 x 64 outputs, in steps of 32 k.
 #include "kernels/gemm/staged.h"
 
 using namespace metal;

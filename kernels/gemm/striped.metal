@@ -1,6 +1,6 @@
-// The tiles of the staged kernels on a fixed number of threadgroups. Each threadgroup takes one contiguous stripe of
-// the line of all (tile, slice of K) units, so that all finish within one unit of each other. docs/striping.md draws
-// it.
+// Computes the tiles of the staged kernels with a fixed number of threadgroups. Each threadgroup takes one contiguous
+// stripe of the sequence of all (tile, slice of K) units, so that no threadgroup has more than one unit more than
+// another. docs/striping.md draws it.
 #include "kernels/gemm/staged.h"
 
 using namespace metal;
@@ -17,7 +17,7 @@ struct WholeTile {
   MARLIN_INLINE void store(uint row, uint column, float sum) const thread { output.store(m0 + row, n0 + column, sum); }
 };
 
-// Stores the stripe's share of a tile that several stripes share.
+// Stores the partial sums that one stripe contributes to a tile shared by several stripes.
 struct SharedTile {
   device float* partials;  // [tile M, tile N]
   uint columns;
@@ -45,7 +45,7 @@ MARLIN_INLINE void striped_gemm(const Product<T> product, constant GemmParams& p
     const uint n0 = index / tiles_m * Tile::kN;
     const uint k_begin = (unit - tile_begin) * params.k_per_slice;
     const uint k_end = unit_end == tile_end ? params.K : (unit_end - tile_begin) * params.k_per_slice;
-    // The previous tile may still be reading the stage that is filled first.
+    // Other simdgroups may still be reading the stage of the previous tile that this tile fills first.
     if (unit != begin) threadgroup_barrier(mem_flags::mem_threadgroup);
     tile.compute(product, params, m0, n0, k_begin, k_end);
     if (!writes_partials || (unit == tile_begin && unit_end == tile_end)) {

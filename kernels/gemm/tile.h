@@ -1,5 +1,6 @@
-// A tile of outputs, BK of k per step. A step stages activations, exact half codes and the scales of the groups that it
-// touches in threadgroup memory. Sums over codes are scaled at the end of each group, in fp32.
+// Computes a tile of outputs in steps of Tile::kK k. Each step stages in threadgroup memory its activations, its codes
+// decoded exactly to half, and the scales of the groups that it touches. Sums over codes are scaled in fp32 at the end
+// of each group.
 #pragma once
 
 #include "kernels/gemm/activations.h"
@@ -17,19 +18,20 @@ struct Tile {
     kThreads = tile_threads({m, n, k}),
     kGroups = tile_groups({m, n, k}),
     kVec8PerRow = k / kCodesPerWord,
-    kVec8 = m * kVec8PerRow,  // of activations
+    kVec8 = m * kVec8PerRow,  // runs of eight activations in the tile
     kWords = n * kVec8PerRow,
     kScales = n * kGroups,
-    kBlocksM = kSimdgroupRows / kBlock,  // of a simdgroup's part
+    kBlocksM = kSimdgroupRows / kBlock,  // 8x8 blocks of one simdgroup's outputs, down and across
     kBlocksN = tile_simdgroup_columns({m, n, k}) / kBlock,
     kSimdgroupsN = n / (kBlocksN * kBlock),
-    // Two sets of 4 x 4 accumulators leave no registers for the next step's data: 512 threads have 208 half-registers
-    // each (M1, Mesa's table).
+    // Stores the next step's data before it multiplies. Two sets of 4 x 4 accumulators leave no registers to hold that
+    // data meanwhile: with 512 threads, each has 208 half-registers (M1, Mesa's table).
     kStoresEarly = kBlocksN > 2,
   };
 };
 
-// Threadgroup memory of one stage. Blocks of 8x8: activations [m / 8][k / 8], codes [k / 8][n / 8].
+// The threadgroup memory of one stage. Activations are stored as [m / 8][k / 8] blocks of 8x8, codes as
+// [k / 8][n / 8] blocks of 8x8.
 template <typename T, typename Tile>
 struct Stage {
   threadgroup T* activations;
@@ -46,23 +48,23 @@ MARLIN_INLINE Stage<T, Tile> stage_at(threadgroup uchar* memory) {
   return {activations, codes, scales, scales + Tile::kScales};
 }
 
-// Returns true if groups end inside a step, which then needs several scales per column. Of the supported group sizes
-// only 16 does so, in tiles whose kK is 32.
+// Returns true if groups end inside a step, which then needs several scales per column. This happens only with group
+// size 16 in tiles whose kK is 32.
 template <typename Tile>
 MARLIN_INLINE bool has_short_groups(constant GemmParams& params) {
   return Tile::kGroups > 1 && params.group_size < Tile::kK && params.group_size < params.K;
 }
 
-// Loads one thread's share of a step from device memory and stores it to a stage: activations, words and one scale.
+// Loads the activations, words and scale that one thread stages in a step, and stores them to a stage.
 template <WeightFormat format, typename T, typename Tile>
 struct TileLoader {
   enum {
     kThreadVec8 = ceil_divide(Tile::kVec8, Tile::kThreads),
     kThreadWords = ceil_divide(Tile::kWords, Tile::kThreads),
-    kReloadsScale = Tile::kStoresEarly,  // loads the scale at every step, which frees the register that would hold it
-                                         // through the group
+    kReloadsScale = Tile::kStoresEarly,  // loads the scale in every step, so that no register holds it through the
+                                         // group
   };
-  static_assert(Tile::kScales <= Tile::kThreads, "a scale per thread");
+  static_assert(Tile::kScales <= Tile::kThreads, "a thread stages at most one scale");
 
   Vec8<T> x[kThreadVec8];
   uint words[kThreadWords];
@@ -71,14 +73,14 @@ struct TileLoader {
   float zero;
   uint scale_group;
 
-  // Before the first fetch of a tile.
+  // Must be called before the first fetch of a tile.
   MARLIN_INLINE void begin() thread {
     scale = 0.0f;
     zero = 0.0f;
     scale_group = ~0u;
   }
 
-  // Everything beyond M, N or k_end becomes an exact zero, whose products add nothing.
+  // Everything at or beyond M, N or k_end becomes an exact zero, whose products add nothing.
   MARLIN_INLINE void fetch(thread const Weight& weight, thread const Activations<T>& a, constant GemmParams& params,
                            uint m0, uint n0, uint k0, uint k_end, uint thread_index) thread {
     MARLIN_UNROLL for (uint i = 0; i < kThreadVec8; ++i) {
@@ -93,7 +95,7 @@ struct TileLoader {
       const uint n = n0 + index % Tile::kN;
       const uint k = k0 + index / Tile::kN * kCodesPerWord;
       words[i] = 0;
-      // A table may hold NaN. Codes beyond the weight point one past its end, at a zero.
+      // lut4's table may hold NaN. Codes outside the weight get the index after its last entry, where a zero is stored.
       zero_in_code[i] = format == WeightFormat::lut4 ? half(-kLutSize) : 0.0h;
       if (has_word(index) && n < params.N && k < k_end) {
         words[i] = weight.word(k, n);
@@ -148,7 +150,7 @@ struct TileLoader {
   }
 };
 
-// The accumulators of a simdgroup's part of the tile.
+// The accumulators of the outputs that one simdgroup computes.
 template <WeightFormat format, typename T, typename Tile>
 struct TileAccumulators {
   enum { kBlocksM = Tile::kBlocksM, kBlocksN = Tile::kBlocksN };
@@ -158,7 +160,7 @@ struct TileAccumulators {
   float total[kBlocksM][kBlocksN][2];
   simdgroup_matrix<float, kBlock, kBlock> sum[kBlocksM][kBlocksN];
   float x_sum[kBlocksM];  // of the lane's own elements
-  uint chain_end;         // sum is scaled before this k: the end of the group or of the chain
+  uint chain_end;         // at this k sum is scaled and added to total: the end of the group or of the chain
 
   static MARLIN_INLINE bool needs_x_sum() {
     return format == WeightFormat::uint4_bias || (format == WeightFormat::uint4 && !zero_is_in_code<format>());
@@ -194,7 +196,7 @@ struct TileAccumulators {
     }
   }
 
-  // Ends a group, or a chain inside one: scales the sums over codes and adds them to the totals.
+  // Called at the end of a group or of a chain inside one: scales the sums over codes and adds them to the totals.
   MARLIN_INLINE void finish_chain(Stage<T, Tile> stage, uint group_slot, uint simdgroup, uint lane) thread {
     const uint n = group_slot * Tile::kN + first_column(simdgroup) + lane_place(lane).column;
     float x[kBlocksM] = {};

@@ -36,7 +36,8 @@ MARLIN_INLINE bool zero_is_in_code() {
   return format == WeightFormat::uint4b8 || (format == WeightFormat::uint4 && zeros_type == int(ElementType::uint8));
 }
 
-// Loads four neighbouring columns, in one load if vector_columns allows it. Reads only the first `owned` of them.
+// Loads four neighbouring columns, in one load if vector_columns allows it. Only the first `owned` of them exist and
+// are read; the others are zero.
 template <typename T>
 MARLIN_INLINE vec<T, 4> load_columns(const device T* first, uint owned) {
   vec<T, 4> result = vec<T, 4>(T(0));
@@ -84,7 +85,7 @@ struct Weight {
     return load_element(scales, index, scales_type);
   }
 
-  // The scales of four columns from n on; index = group * N + n. Columns beyond N get 0.
+  // Loads the scales of columns n to n + 3; index = group * N + n. Columns at N and beyond get 0.
   template <WeightFormat format>
   MARLIN_INLINE float4 scales_of_columns(ulong index, uint n) const thread {
     if (format != WeightFormat::mxfp4 && format != WeightFormat::nvfp4) {

@@ -1,6 +1,7 @@
-// Decodes packed words to fp32 operands of the matrix unit in registers, with scale and zero point applied: one
-// instruction per weight. The operand is the transposed weight: rows are n, columns are k. In step j of four, columns
-// 2p and 2p + 1 are k = j and j + 4 of word p: both elements of a lane come out of one word through one mask.
+// Decodes packed words in registers to fp32 operands of the matrix unit. Scale and zero point are applied in one
+// instruction per weight. The operand is the transposed weight: rows are n, columns are k. A packed word takes four
+// steps. In step j, columns 2p and 2p + 1 are k = j and j + 4 of word p, so that one mask on one word gives both
+// elements of a lane.
 #pragma once
 
 #include "kernels/gemm/fragment.h"
@@ -17,13 +18,13 @@ struct ColumnDecode {
   float odd_scale;
   float offset;
 
-  // A scale for odd codes costs a register per column, and 32 rows leave none free: 227 half-registers with it, 207
-  // without (M1).
+  // A separate scale for odd codes costs one more register per column. With 32 rows no register is free: 227
+  // half-registers with it, 207 without (M1).
   static MARLIN_INLINE DecodeOptions form() { return {subnormal_codes, rows_per_threadgroup < kFusedMaxRows}; }
   static constexpr bool has_zero() { return format == WeightFormat::uint4b8 || format == WeightFormat::uint4; }
-  // Returns true if zero * scale is exact in fp32: always for uint4b8, whose zero is 8, and otherwise if both have at
-  // most 11 significant bits. If one of them is fp32 the product may round, so set() keeps zero apart and weight()
-  // subtracts it before it scales.
+  // Returns true if zero * scale is exact in fp32. It always is for uint4b8, whose zero point is 8, and if neither
+  // factor is fp32, because each then has at most 11 significant bits. Otherwise the product may round; set() then
+  // stores the zero point itself, and weight() subtracts it before it scales.
   static MARLIN_INLINE bool offset_is_exact() {
     return format == WeightFormat::uint4b8 ||
            (scales_type != int(ElementType::float32) && zeros_type != int(ElementType::float32));
@@ -40,7 +41,7 @@ struct ColumnDecode {
     }
   }
 
-  // k counts within the word.
+  // k is the position within the word, 0..7.
   MARLIN_INLINE float weight(float code, uint k) const thread {
     const bool odd = k % 2 == 1;
     const float scale = odd ? odd_scale : even_scale;

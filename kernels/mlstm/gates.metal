@@ -1,13 +1,13 @@
 // Computes everything that depends on the gates alone, so that the other kernels need no maximum and no logarithm.
 //
-// With lf = log sigmoid(f), the stabiliser of a token is m' = max(lf + m, i). Tokens combine associatively as
-// (decay, peak): the sum of lf, and the stabiliser of the sequence by itself. One simdgroup scans a block of 32 tokens.
-// A threadgroup owns a head, and its simdgroups share the head's chunks. The stabilisers between chunks are computed
-// one after the other, with the same sums that the exponents use: a state that is only carried keeps the factor 1
-// exactly.
+// With lf = log sigmoid(f), the stabiliser after a token is m' = max(lf + m, i), where m is the one before it. A run of
+// tokens is summarised by (decay, peak): the sum of lf, and the stabiliser after the run if nothing came before it.
+// Such summaries combine associatively, so one simdgroup scans a block of 32 tokens. A threadgroup owns a head, and its
+// simdgroups share the head's chunks. The stabilisers between chunks are computed one after the other, with the same
+// sums that the exponents use. A state that is only carried over therefore keeps the factor 1 exactly.
 //
-// No decay is a difference of sums: decays of any size keep their precision, and a forget gate of minus infinity
-// resets.
+// No decay is computed as a difference of sums. Decays of any size therefore keep their precision, and a forget gate of
+// minus infinity resets the state.
 #include "kernels/shared/variants.h"
 
 #include "kernels/mlstm/mlstm.h"
@@ -38,7 +38,7 @@ MARLIN_INLINE GateScan inclusive_scan(GateScan x, uint lane) {
   return x;
 }
 
-// Combines the lanes after this one.
+// Returns the sum of x over the lanes after this one.
 MARLIN_INLINE float exclusive_suffix_sum(float x, uint lane) {
   float sum = simd_shuffle_down(x, ushort(1));
   if (lane + 1 >= kMlstmBlock) sum = 0.0f;
@@ -58,7 +58,7 @@ struct HeadGates {
   int64_t f_stride;
   int type;
 
-  // A token's own scan: its log decay and its input gate.
+  // Returns the summary of a single token: its log decay and its input gate.
   MARLIN_INLINE GateScan load(uint token) const thread {
     const float forget = load_element(f, ulong(f_first + int64_t(token) * f_stride), type);
     return {log_sigmoid(forget), load_element(i, ulong(i_first + int64_t(token) * i_stride), type)};

@@ -1,9 +1,9 @@
-// Shared by the mLSTM kernels: loads that select tails away, fragments, gates.
+// Shared by the mLSTM kernels: loads that handle tails, fragments, gates.
 //
-// Matrices are multiplied in fp32 fragments built in registers straight from device memory. A fragment's rows and
-// columns may be any rows and columns if both operands agree. They are chosen so that a lane's elements are neighbours
-// in memory: of 32 rows, row r of fragment b is row 4 r + b; of 32 columns, column 2 p + e of fragment b is column
-// 8 p + 2 b + e.
+// Matrices are multiplied in fp32 fragments built in registers straight from device memory. A fragment may take its
+// rows and columns of k in any order if both operands use the same. The order is chosen so that a lane's elements are
+// neighbours in memory: of 32 rows, row r of fragment b is row 4 r + b; of 32 columns, column 2 p + e of fragment b is
+// column 8 p + 2 b + e.
 #pragma once
 
 #include "kernels/gemm/fragment.h"
@@ -13,13 +13,13 @@ namespace marlin {
 
 typedef simdgroup_matrix<float, kBlock, kBlock> Fragment;
 
-enum { kFragments = 4 };  // of 32 rows or columns
+enum { kFragments = 4 };  // fragments that cover 32 rows or columns
 
 // Loads of four and eight neighbours. Offsets have 32 bits and the base is the same for all lanes, so that a load is
-// one instruction. is_vector: the address is aligned to four elements and `limit` is a multiple of four.
+// one instruction. is_vector means that the address is aligned to four elements and `limit` is a multiple of four.
 //
-// At `limit` and beyond, Tail::clamp loads some element below it, for rows and columns whose results are not kept;
-// Tail::zero loads zero.
+// A Tail says what happens at `limit` and beyond. Tail::zero loads zero. Tail::clamp loads some element below `limit`,
+// which is enough for rows and columns whose results are not kept.
 enum class Tail { clamp, zero };
 
 template <Tail tail, typename T>
@@ -50,7 +50,7 @@ MARLIN_INLINE void store4(device T* data, uint row, uint first, uint limit, bool
   }
 }
 
-// A lane's share of 32 columns: eight neighbours.
+// The eight neighbouring columns, of 32, that a lane holds.
 template <typename T>
 struct LaneColumns {
   vec<T, 4> x[2];
@@ -82,9 +82,10 @@ struct LaneColumns {
   }
 };
 
+// The elements of a fragment that a lane holds: columns 2 * pair and 2 * pair + 1 of a row.
 struct MlstmLane {
-  uint row;   // of a fragment
-  uint pair;  // of columns of a fragment
+  uint row;
+  uint pair;
 };
 
 MARLIN_INLINE MlstmLane mlstm_lane(uint lane) {
@@ -92,12 +93,12 @@ MARLIN_INLINE MlstmLane mlstm_lane(uint lane) {
   return {place.row, place.column / 2};
 }
 
-// The lane that holds (row, 2 * pair): the inverse of lane_place.
+// Returns the lane that holds (row, 2 * pair): the inverse of lane_place.
 MARLIN_INLINE ushort mlstm_lane_at(uint row, uint pair) {
   return ushort((row >> 2) << 4 | (pair >> 1) << 3 | (row & 3u) << 1 | (pair & 1u));
 }
 
-// The sum over the four lanes of a row.
+// Returns the sum over the four lanes that share a row.
 MARLIN_INLINE float row_sum(float x) {
   x += simd_shuffle_xor(x, 1);
   return x + simd_shuffle_xor(x, 8);
@@ -110,7 +111,7 @@ MARLIN_INLINE const device T* first_token(const device T* data, constant MlstmSt
          int64_t(head % params.heads_per_batch) * strides.head;
 }
 
-// One head's vectors of kSlotGates. The host keeps the buffer within 32-bit offsets.
+// One head's gate vectors in the buffer of kSlotGates. The host keeps that buffer small enough for 32-bit offsets.
 template <typename Pointer>
 struct GateVectors {
   Pointer data;
@@ -121,7 +122,7 @@ struct GateVectors {
   MARLIN_INLINE float at(GateVector vector, uint token) const thread { return data[index(vector, token)]; }
 };
 
-// The vectors of a head, counted from token `start`.
+// Returns a head's gate vectors; token 0 of the result is token `start` of the sequence.
 template <typename Pointer>
 MARLIN_INLINE GateVectors<Pointer> gate_vectors(Pointer gates, constant MlstmParams& params, uint head, uint start) {
   return {gates, params.heads * params.gate_stride, head * params.gate_stride + start};
@@ -131,7 +132,8 @@ MARLIN_INLINE uint chunk_index(constant MlstmParams& params, ChunkVector vector,
   return (vector * params.heads + head) * params.chunks;
 }
 
-// log(sigmoid(f)). log(1 + e) times e / ((1 + e) - 1) is log1p(e): the quotient undoes the rounding of 1 + e.
+// Returns log(sigmoid(f)) = min(f, 0) - log1p(e). Metal has no log1p, so log(1 + e) is multiplied by e / ((1 + e) - 1),
+// which undoes the rounding of 1 + e.
 MARLIN_INLINE float log_sigmoid(float f) {
   const float e = exp(-abs(f));
   const float u = 1.0f + e;

@@ -1,9 +1,10 @@
-// Computes h inside chunks: a threadgroup 32 queries of a chunk times up to 256 columns, a simdgroup 32 columns.
+// Computes h inside chunks. A threadgroup computes 32 queries of a chunk and up to 256 columns, 32 per simdgroup.
 //   num_j = s E_j (q_j C) + sum over l <= j of S_jl v_l,   S_jl = s (q_j . k_l) exp(D_jl - m_j)
-//   den_j = s E_j (q_j . n) + sum of S_jl                  h_j = num_j / (max(|den_j|, exp(-m_j)) + eps)
-// The simdgroups of a threadgroup share the scores and compute them once, before any sum. Scores pass through
-// threadgroup memory in the order of the fragments: a lane loads exactly what a lane stored. The stabilisers m_j are
-// known beforehand, so that all products go to the same accumulators.
+//   den_j = s E_j (q_j . n) + sum over l <= j of S_jl      h_j = num_j / (max(|den_j|, exp(-m_j)) + eps)
+// C, n: the state before the chunk; s: params.scale; E_j: kGateCarry; D_jl: the decay from token l to j, plus i_l.
+// The simdgroups of a threadgroup compute the scores S_jl together, before any of them sums. Scores pass through
+// threadgroup memory in the layout of the fragments, so that each lane loads the elements that its fragment needs. The
+// stabilisers m_j are known beforehand, so that all products go to the same accumulators.
 #include "kernels/shared/variants.h"
 
 #include "kernels/mlstm/mlstm.h"
@@ -14,11 +15,13 @@ using namespace marlin;
 namespace marlin {
 
 enum {
-  kScorePairs = kFragments * kFragments / 2,     // pairs of neighbouring fragments, the unit of scores of a simdgroup
+  kScorePairs = kFragments * kFragments / 2,     // pairs of neighbouring score fragments; a simdgroup computes one pair
+                                                 // at a time
   kBlockScores = kMlstmBlock * kMlstmBlock / 2,  // float2s of a block of keys
 };
 
-// A lane's eight of 32 k: k = 8 pair + 4 e + j is column 2 pair + e of fragment j. Row v of fragment j is k = 4 v + j.
+// The eight k, of 32, that a lane holds of its query: k = 8 pair + 4 e + j is column 2 pair + e of fragment j. In the
+// keys' fragment j, row v is k = 4 v + j.
 template <typename T>
 struct QueryRow {
   vec<T, 4> x[2];
@@ -43,13 +46,13 @@ struct Queries {
   uint count;
 
   MARLIN_INLINE bool has(uint row) const thread { return row < count; }
-  // A token that exists. A row that does not exist repeats the last, and its result is not kept.
+  // Returns the row's token. A row that does not exist gets the last token, and its result is not kept.
   MARLIN_INLINE uint token(uint row) const thread { return first + min(row, count - 1); }
 };
 
-// The place of a pair of score fragments in a block: rows of query_row's fragment, columns from first_column on.
+// Where a pair of score fragments lies in a block: in the rows of query_row's fragment, from first_column on.
 struct PairPlace {
-  uint query_row;  // the lane's
+  uint query_row;  // the lane's row in the block
   uint first_column;
   MlstmLane lane;
 
@@ -83,7 +86,7 @@ struct ScorePair {
     }
   }
 
-  // Keys at key_count and beyond are replaced by existing ones; their scores are selected away.
+  // Computes q . k. Keys at key_count and beyond are replaced by existing ones; nothing uses their scores.
   MARLIN_INLINE void multiply(const device T* q, uint q_stride, const device T* k, uint k_stride, uint DK,
                               Queries queries, PairPlace place, uint first_key, uint key_count) thread {
     uint k_rows[2][2];
@@ -101,7 +104,8 @@ struct ScorePair {
     if (first < DK) add_step<Tail::zero>(q, q_row, k, k_rows, first, DK, place.lane);
   }
 
-  // For keys in the block of the queries: adds the decays up token by token. own_forget: log decay of the lane's token.
+  // Weights the scores of keys in the queries' own block. The decay from key to query is added up token by token;
+  // own_forget is the log decay of the block's token number `lane`.
   MARLIN_INLINE void weigh_own_block(ChunkGates gates, const device float* m, Queries queries, PairPlace place,
                                      float own_forget, float scale) thread {
     float decay[2][2] = {};
@@ -124,8 +128,8 @@ struct ScorePair {
     }
   }
 
-  // For keys in an earlier block: the decay from the key to the end of its block, of the whole blocks between, and from
-  // the start of the query's block.
+  // Weights the scores of keys in an earlier block. The decay from key to query is the sum of three: to the end of the
+  // key's block, through the blocks between, and from the start of the query's block.
   MARLIN_INLINE void weigh_earlier_block(ChunkGates gates, const device float* m, Queries queries, PairPlace place,
                                          uint first_key, float scale) thread {
     const uint query = queries.token(place.query_row);
@@ -150,7 +154,7 @@ struct ScorePair {
   }
 };
 
-// The numerators of 32 queries x 32 columns, and the lane's share of the sums of scores.
+// The numerators of 32 queries x 32 columns, and the lane's partial sums of the scores.
 template <typename T>
 struct OutputSums {
   Fragment numerator[kFragments][kFragments];
@@ -208,9 +212,10 @@ struct OutputSums {
     }
   }
 
-  // Adds one block of keys. is_own: the block of the queries themselves. Its fragments above the diagonal were not
-  // computed, and its keys at key_count and beyond do not exist. Non-finite values of its keys are left out: times the
-  // score 0 of a query that does not see the key they would give NaN. Returns true if there were none.
+  // Adds one block of keys. is_own says that it is the queries' own block. That block's fragments above the diagonal
+  // were not computed, and its keys at key_count and beyond do not exist. Its non-finite values are left out, because a
+  // query that does not see the key has the score 0, and 0 times such a value is NaN. Returns false if any were left
+  // out.
   template <bool is_own>
   MARLIN_INLINE bool add_block(const device T* v, uint v_stride, const threadgroup float2* scores, uint first_key,
                                uint key_count, uint column, uint DV, MlstmLane lane, uint lane_index) thread {
@@ -258,7 +263,7 @@ struct OutputSums {
     }
   }
 
-  // state_sums: the contribution of the state before the chunk to each row's denominator.
+  // state_sums holds what the state before the chunk adds to each row's denominator.
   MARLIN_INLINE void store(device T* h, device float* out_n, const device float* m, const threadgroup float* state_sums,
                            Queries queries, uint DV, float eps, uint column, bool stores_n,
                            MlstmLane lane) const thread {
@@ -269,7 +274,7 @@ struct OutputSums {
       const float size = abs(state_sums[row] + scores);
       const uint token = queries.first + row;
       const float floor_value = exp(-m[token]);
-      const float bounded = size <= floor_value ? floor_value : size;  // NaN stays
+      const float bounded = size <= floor_value ? floor_value : size;  // unlike max(), keeps NaN
       if (stores_n && lane.pair == 0) out_n[token] = bounded;
       MARLIN_UNROLL for (uint part = 0; part < 2; ++part) {
         float4 x;
@@ -315,7 +320,7 @@ template <typename T>
 
   const device T* chunk_k = first_token(k, params.k, params, head) + int64_t(start) * params.k.token;
   const ulong slot = ulong(head) * params.state_slots + c;
-  // No score lies above the diagonal of the own block.
+  // state_sums uses the memory of a fragment pair above the diagonal of the queries' own block, which holds no scores.
   threadgroup float* state_sums =
       reinterpret_cast<threadgroup float*>(shared + (query_block * kScorePairs + 1) * (2 * kSimdWidth));
   const device float* n = states_n + slot * params.DK;

@@ -1,16 +1,17 @@
 // The mLSTM kernels' slots, workspaces and parameters, shared by shaders and host. Plain C subset, see shared/types.h.
 //
-//   mlstm_gates    what the others need from the gates: log decays, parts of exponents, stabilisers
-//   mlstm_states   the state before each chunk, and after the last one
-//   mlstm_output   h inside chunks
-//   mlstm_step     one token
+//   mlstm_gates    computes from the gates what the other kernels need: log decays, sums for exponents, stabilisers
+//   mlstm_states   computes the state before each chunk and after the last one
+//   mlstm_output   computes h from q, k, v, the gates and the states
+//   mlstm_step     computes one token and the state after it
 #pragma once
 
 #include "kernels/shared/slots.h"
 
 namespace marlin {
 
-// All but kSlotParams. MlstmParams has the strides of q, k, v, i and f; all others are contiguous. heads = B * H.
+// The slots of the mLSTM kernels, except kSlotParams, which is in slots.h. MlstmParams has the strides of q, k, v, i
+// and f; all other buffers are contiguous. heads = B * H.
 enum MlstmSlot {
   kSlotQ = 0,         // [B, H, S, DK], unit stride in DK, as k and v
   kSlotK = 1,         // [B, H, S, DK]
@@ -26,20 +27,22 @@ enum MlstmSlot {
   kSlotStatesC = 12,  // float [heads, state_slots, DK, DV]: the states before the chunks
   kSlotStatesN = 13,  // float [heads, state_slots, DK]
   kSlotStatesM = 14,  // float [heads, chunks + 1]
-  kSlotFinalC = 15,   // float [heads, DK, DV], final_slots apart: the state after the last chunk
-  kSlotFinalN = 16,   // float [heads, DK], final_slots apart
-  kSlotFinalM = 17,   // float [heads], final_slots apart
-  kSlotGates = 18,    // float [kGateVectorCount, heads, gate_stride]
-  kSlotChunks = 19,   // float [kChunkVectorCount, heads, chunks]
+  // The state after the last chunk. The next head's is final_slots states further.
+  kSlotFinalC = 15,  // float [heads, DK, DV]
+  kSlotFinalN = 16,  // float [heads, DK]
+  kSlotFinalM = 17,  // float [heads]
+  kSlotGates = 18,   // float [kGateVectorCount, heads, gate_stride]
+  kSlotChunks = 19,  // float [kChunkVectorCount, heads, chunks]
 };
-static_assert(int(kSlotChunks) < int(kSlotCount), "room in the numbering");
+static_assert(int(kSlotChunks) < int(kSlotCount), "slots.h counts all slots");
 
-// Decays are logarithms. A block is the kMlstmBlock tokens that a simdgroup scans at once. A chunk begins with a block.
+// The vectors in kSlotGates. Decays are logarithms. A block is the kMlstmBlock tokens that a simdgroup scans at once.
+// The first block of a chunk starts with the chunk.
 enum GateVector {
   kGateForget = 0,  // log sigmoid(f)
   kGateInput = 1,   // i
-  kGatePrefix = 2,  // decay from the block's start through the token
-  kGateSuffix = 3,  // decay from the token's end to the block's, plus i
+  kGatePrefix = 2,  // decay of the block's tokens up to and including this one
+  kGateSuffix = 3,  // decay of the block's tokens after this one, plus i
   kGateCarry = 4,   // factor of the chunk's first state in the token's output
   kGateWeight = 5,  // factor of k v^T in the state after the chunk
   kGateVectorCount = 6,
@@ -59,29 +62,29 @@ enum MlstmFlag {
 
 enum {
   kMlstmBlock = 32,        // tokens of a block; the queries of a threadgroup of mlstm_output
-  kMlstmSimdColumns = 32,  // rows and columns of C of a simdgroup
-  kMlstmStateTile = 64,    // rows and columns of C of a threadgroup of mlstm_states
+  kMlstmSimdColumns = 32,  // rows and columns of C per simdgroup
+  kMlstmStateTile = 64,    // rows and columns of C per threadgroup of mlstm_states
   kMlstmStateThreads = 128,
-  kMlstmMaxSimdgroups = 8,    // of mlstm_output
-  kMlstmGateSimdgroups = 16,  // at most
-  kMlstmStepColumns = 128,    // of a threadgroup of mlstm_step: four of a lane
+  kMlstmMaxSimdgroups = 8,    // per threadgroup of mlstm_output
+  kMlstmGateSimdgroups = 16,  // the most per threadgroup of mlstm_gates
+  kMlstmStepColumns = 128,    // per threadgroup of mlstm_step: four per lane
   kMlstmStepMaxSimdgroups = 16,
 };
 
-// mlstm_output: the scores of a block of queries with all keys of its chunk up to it.
+// The threadgroup memory of mlstm_output: the scores of a block of queries with the keys of its chunk up to that block.
 constexpr uint32_t mlstm_output_bytes(uint32_t chunk_size) {
   return ceil_divide(chunk_size, kMlstmBlock) * kMlstmBlock * kMlstmBlock * 4;
 }
-static_assert(mlstm_output_bytes(128) <= 20 * 1024, "two threadgroups a core and more");
+static_assert(mlstm_output_bytes(128) <= 20 * 1024, "two or more threadgroups fit on a core");
 static_assert(mlstm_output_bytes(256) <= 32768, "Metal's limit");
 
-// mlstm_step: each simdgroup's sums of its columns and of the denominator.
+// The threadgroup memory of mlstm_step: for each simdgroup the sums of all columns and of the denominator.
 constexpr uint32_t mlstm_step_bytes(uint32_t simdgroups) {
   return (simdgroups * (kMlstmStepColumns + 1) * 4 + 15) / 16 * 16;  // Metal takes multiples of 16 bytes
 }
-static_assert(mlstm_step_bytes(kMlstmStepMaxSimdgroups) <= 20 * 1024, "two threadgroups a core and more");
+static_assert(mlstm_step_bytes(kMlstmStepMaxSimdgroups) <= 20 * 1024, "two or more threadgroups fit on a core");
 
-// Distances in elements. The host keeps the token strides of q, k and v below kMlstmMaxStride, so that an offset within
+// Strides in elements. The host keeps the token strides of q, k and v below kMlstmMaxStride, so that an offset within
 // a chunk of 256 tokens fits in 32 bits.
 struct MlstmStrides {
   int64_t batch;
@@ -90,7 +93,7 @@ struct MlstmStrides {
 };
 enum { kMlstmMaxStride = 1 << 23 };
 
-// The parameters of all four kernels. A dispatch computes segment_chunks chunks from first_chunk on.
+// The parameters of all four kernels. A dispatch computes segment_chunks chunks, starting at first_chunk.
 struct MlstmParams {
   MlstmStrides q;
   MlstmStrides k;

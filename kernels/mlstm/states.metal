@@ -1,5 +1,6 @@
-// The state between chunks: C' = G C + sum over tokens of A_j k_j v_j^T, n' = G n + sum of A_j k_j.
-// A simdgroup keeps 32 x 32 of C in registers through all chunks; no threadgroup memory, no barrier.
+// Computes the state between chunks: C' = G C + sum_j A_j k_j v_j^T and n' = G n + sum_j A_j k_j over a chunk's tokens
+// j, where G is kChunkDecay and A_j is kGateWeight (params.h). A simdgroup keeps 32 x 32 elements of C in registers
+// through all chunks, so the kernel needs no threadgroup memory and no barrier.
 #include "kernels/shared/variants.h"
 
 #include "kernels/mlstm/mlstm.h"
@@ -9,10 +10,10 @@ using namespace marlin;
 
 namespace marlin {
 
-// The part of C that a simdgroup and a lane own.
+// Which elements of C and n a lane owns.
 struct StatePlace {
-  uint row;     // the lane's first of four
-  uint column;  // the lane's first of eight
+  uint row;     // the first of the lane's four rows
+  uint column;  // the first of the lane's eight columns
   uint DK;
   uint DV;
   bool owns_n;  // this lane stores n
@@ -21,7 +22,7 @@ struct StatePlace {
 template <typename T>
 struct LaneState {
   Fragment C[kFragments][kFragments];
-  float n[kFragments];  // the lane's share within a chunk; between chunks the first lane of a row holds the whole
+  float n[kFragments];  // within a chunk, the lane's partial sum; between chunks, the first lane of a row has the total
 
   MARLIN_INLINE void clear() thread {
     MARLIN_UNROLL for (uint r = 0; r < kFragments; ++r) {
@@ -78,7 +79,7 @@ struct LaneState {
     }
   }
 
-  // Adds eight tokens from `token` on. With Tail::zero, tokens at `end` and beyond count as zero.
+  // Adds eight tokens, starting at `token`. With Tail::zero, tokens at `end` and beyond count as zero.
   template <Tail tail>
   MARLIN_INLINE void add(const device T* k, uint k_stride, const device T* v, uint v_stride,
                          GateVectors<const device float*> gates, uint token, uint end, StatePlace place,

@@ -1,5 +1,5 @@
-// One token: reads and writes C' = f C + i k v^T once. A lane owns four columns. The simdgroups of a threadgroup share
-// the rows and add their sums in threadgroup memory, in a fixed order.
+// Computes one token. C is read once and C' = f C + i k v^T is written once. A lane owns four columns. The simdgroups
+// of a threadgroup divide the rows and add their sums in threadgroup memory, in a fixed order.
 #include "kernels/shared/variants.h"
 
 #include "kernels/mlstm/mlstm.h"
@@ -65,7 +65,7 @@ template <typename T>
     size += denominators[s];
   size = abs(size);
   const float floor_value = exp(-m);
-  const float bounded = size <= floor_value ? floor_value : size;  // NaN stays
+  const float bounded = size <= floor_value ? floor_value : size;  // unlike max(), keeps NaN
   for (uint c = simdgroup * kSimdWidth + lane; c < kMlstmStepColumns; c += simdgroups * kSimdWidth) {
     const uint output = block.x * kMlstmStepColumns + c;
     if (output >= params.DV) continue;

@@ -5,11 +5,11 @@
 
 namespace marlin {
 
-// One numbering of buffers for all kernels; variants.h says which slots each kernel declares. The host binds every
-// declared slot. An absent optional gets any live buffer, which the kernel does not read.
+// The GEMM kernels number their buffers alike; variants.h says which slots each kernel declares. The host binds every
+// declared slot. For an optional tensor that is absent it binds any live buffer, which the kernel does not read.
 enum BufferSlot {
   kSlotA = 0,            // [M, K], row stride in GemmParams, unit stride in k
-  kSlotPacked = 1,       // int32 [K/8, N]; the input words of the repack and unpack kernels
+  kSlotPacked = 1,       // int32 [K/8, N]; in the repack and unpack kernels, their input words
   kSlotScales = 2,       // [G, N]
   kSlotZeros = 3,        // [G, N]
   kSlotGlobalScale = 4,  // float [1] or [N]
@@ -17,22 +17,24 @@ enum BufferSlot {
   kSlotPerm = 6,         // int32 [K]
   kSlotBias = 7,         // [N]
   kSlotOut = 8,
-  kSlotPartials = 9,  // float [slices, M, N]; of stripes: [2 * stripes, tile M, tile N]
+  kSlotPartials = 9,  // float [slices, M, N]; for gemm_striped [2 * stripes, tile M, tile N]
   kSlotParams = 10,
-  // kernels/mlstm/params.h numbers the slots of the mLSTM kernels, up to the same count.
+  // The mLSTM kernels have their own numbering below the same count, in kernels/mlstm/params.h.
   kSlotCount = 20,
 };
 
 // Function constants: X(index, Metal type, name in shaders, name on the host). The host sets all of them for every
 // pipeline; a kernel ignores those that it does not read. *_type is an ElementType.
-//   vector_columns          N is a multiple of 4; the first packed word, scale and zero point are aligned to 4 elements
-//   vector_activations      no perm; the first activation is aligned to 4 elements, the row stride a multiple of 4
-//   rows_per_threadgroup    activation rows of a threadgroup: gemv 1 to kGemvMaxRows, fused 8 to kFusedMaxRows by 8
+//   vector_columns          N is a multiple of 4; packed words, scales and zero points start aligned to 4 elements
+//   vector_activations      there is no perm; activations start aligned to 4 elements; their row stride is a multiple
+//                           of 4
+//   rows_per_threadgroup    activation rows per threadgroup: 1 to kGemvMaxRows in gemv, and in fused a multiple of 8
+//                           up to kFusedMaxRows
 //   subnormal_codes         codes are read as half subnormals; set if probe_half_subnormals stored 1 on this GPU
-//   writes_partials         the slices of K are stored to kSlotPartials for reduce to add
-//   short_group_size        fused: the group size if it is 16 or 32 and shorter than K, else 0
-//   ragged_k                K is not a multiple of the step of gemv or fused, kGemvK or kFusedK
-//   ragged_n                N is not a multiple of their strip, kGemvColumns or kFusedColumns
+//   writes_partials         each slice of K stores its sums to kSlotPartials, and the reduce kernel adds them
+//   short_group_size        in fused, the group size if it is 16 or 32 and smaller than K; otherwise 0
+//   ragged_k                K is not a multiple of kGemvK (in gemv) or kFusedK (in fused)
+//   ragged_n                N is not a multiple of kGemvColumns (in gemv) or kFusedColumns (in fused)
 #define MARLIN_FUNCTION_CONSTANTS(X)                        \
   X(0, bool, has_perm, HasPerm)                             \
   X(1, bool, has_bias, HasBias)                             \

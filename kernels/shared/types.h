@@ -1,4 +1,5 @@
-// Types and arithmetic that shaders and host share. Plain C subset: no std, fixed-width integers, ASCII.
+// Types and arithmetic that shaders and host share. Only what both languages accept: no std, fixed-width integers,
+// ASCII.
 #pragma once
 
 #ifdef __METAL_VERSION__
@@ -25,7 +26,7 @@ enum class WeightFormat : int32_t {
 };
 enum { kWeightFormatCount = 7 };
 
-// How a 4-bit code becomes a number: a whole number, OCP E2M1, or an entry of a table.
+// How a 4-bit code is decoded: as an integer, as OCP E2M1, or by a table lookup.
 enum class CodeKind : int32_t { integer = 0, e2m1 = 1, table = 2 };
 enum { kCodeKindCount = 3 };
 
@@ -48,10 +49,10 @@ constexpr uint32_t element_bytes(ElementType type) {
   return type == ElementType::float32 ? 4 : type == ElementType::uint8 ? 1 : 2;
 }
 
-// How a GPTQ checkpoint's stored zero point becomes the zero point (gptq_unpack_zeros).
+// How gptq_unpack_zeros computes a zero point from the value that a GPTQ checkpoint stores.
 enum class StoredZeros : int32_t {
   plain = 0,     // checkpoint version 2: as stored
-  word = 1,      // version 1: 0x11111111 is added to the word
+  word = 1,      // version 1: 0x11111111 is added to the packed word
   masked = 2,    // version 1: (stored + 1) & 15
   unmasked = 3,  // version 1: stored + 1
 };

@@ -13,52 +13,51 @@
   X(mxfp4, __VA_ARGS__)                       \
   X(lut4, __VA_ARGS__)
 
-// The element types of activations and outputs with their Metal types.
+// The element types of activations and outputs, with their Metal types.
 #define MARLIN_FOR_EACH_ACTIVATION(X, ...) \
   X(float16, half, __VA_ARGS__)            \
   X(bfloat16, bfloat, __VA_ARGS__)         \
   X(float32, float, __VA_ARGS__)
 
-// Lists by library (one .metal file each): X(library, kernel, naming, slots).
+// One list per library; a library is one .metal file. Each row is X(library, kernel, naming, slots).
 //
-// The host name is  kernel                                  if naming is plain,
-//                   kernel_<activation or output>           if it is element,
-//                   kernel_<format>_<activation or output>  if it is format_element,
-// e.g. gemv_uint4b8_float16; host_name() below builds it. slots are the BufferSlots that the kernel declares.
+// host_name() below builds the name under which the host finds a kernel, e.g. gemv_uint4b8_float16:
+//   kernel                                  if naming is plain
+//   kernel_<activation or output>           if naming is element
+//   kernel_<format>_<activation or output>  if naming is format_element
+// slots are the BufferSlots that the kernel declares.
 //
-// Grids are counted in threadgroups:
+// Launch sizes. Grids are counted in threadgroups. Every slice or split must have at least one k.
 //   repack.metal, dequantize.metal, reduce.metal: threads (kElementwiseWidth, kElementwiseHeight, 1), grid
-//     (ceil(columns / width), ceil(rows / height), 1) over
-//       gptq_repack        columns N,   rows K/8     (a word of the result per thread)
-//       awq_repack         columns N/8, rows K/8     (8 words of the input per thread)
-//       *_unpack_zeros     columns N/8, rows G       (a word of the input per thread)
-//       dequantize         columns N,   rows K/8     (a packed word per thread)
-//       reduce             columns N,   rows M
-//   gemv: threads (32 * simdgroups, 1, 1), grid (ceil(M / rows), ceil(N / kGemvColumns), splits): threadgroups that
-//   read
-//     the same weights start side by side;
+//     (ceil(columns / width), ceil(rows / height), 1) over these columns and rows:
+//       gptq_repack        columns N,   rows K/8     (one thread per output word)
+//       awq_repack         columns N/8, rows K/8     (one thread per 8 input words)
+//       *_unpack_zeros     columns N/8, rows G       (one thread per input word)
+//       dequantize         columns N,   rows K/8     (one thread per packed word)
+//       reduce             columns N,   rows M       (one thread per output)
+//   gemv: threads (32 * simdgroups, 1, 1), grid (ceil(M / rows), ceil(N / kGemvColumns), splits), so that threadgroups
+//     that read the same weights start side by side;
 //     slice = z * simdgroups + simdgroup; k_per_slice a multiple of kGemvK, splits * simdgroups * k_per_slice >= K;
 //     threadgroup memory gemv_threadgroup_bytes(format, rows, simdgroups); partials [splits, M, N] if splits > 1.
 //   gemm_fused: threads (32 * simdgroups, 1, 1), grid (ceil(N / kFusedColumns), ceil(M / rows), splits);
-//     slices as for gemv, k_per_slice a multiple of kFusedK; threadgroup memory fused_threadgroup_bytes(format, rows,
+//     slices as in gemv, k_per_slice a multiple of kFusedK; threadgroup memory fused_threadgroup_bytes(format, rows,
 //     simdgroups); partials [splits, M, N] if splits > 1.
-//   gemm_double_buffered_*, gemm_single_stage_*: a tile MxNxK is in the name; threads (tile_threads(tile), 1, 1),
+//   gemm_double_buffered_*, gemm_single_stage_*: the name ends with the tile MxNxK; threads (tile_threads(tile), 1, 1),
 //     grid (ceil(N / tile N), ceil(M / tile M), slices); k_per_slice a multiple of the tile's K,
 //     slices * k_per_slice >= K; threadgroup memory tile_threadgroup_bytes(tile, activations, stages);
 //     partials [slices, M, N] if slices > 1.
+//   gemm_striped_*: threads and threadgroup memory as gemm_double_buffered_*; grid (stripes, 1, 1); k_per_slice a
+//     multiple of the tile's K; partials [2 * stripes, tile M, tile N] if a tile has several slices.
+//   reduce_striped: threads as reduce; grid (tile N / width, tile M / height, stripes - 1), where z numbers the borders
+//     between stripes; width and height divide the tile's N and M.
+//   probe_half_subnormals: one thread. In: the word 1 in kSlotPacked. Out: uint32, 1 if subnormal halves survive.
 //   mlstm_gates: threads (32 * simdgroups, 1, 1), grid (blocks of chunks, heads); one block unless kMlstmGivenM.
 //   mlstm_states: threads (kMlstmStateThreads, 1, 1), grid (ceil(DV / kMlstmStateTile), ceil(DK / kMlstmStateTile),
-//   heads). mlstm_output: threads (32 * simdgroups, 1, 1), threadgroup memory mlstm_output_bytes(chunk_size),
+//     heads).
+//   mlstm_output: threads (32 * simdgroups, 1, 1), threadgroup memory mlstm_output_bytes(chunk_size),
 //     grid (ceil(DV / (kMlstmSimdColumns * simdgroups)), segment_chunks * ceil(chunk_size / kMlstmBlock), heads).
 //   mlstm_step: threads (32 * simdgroups, 1, 1), threadgroup memory mlstm_step_bytes(simdgroups),
 //     grid (ceil(DV / kMlstmStepColumns), heads).
-//   No slice or split may be empty: each z has at least one k.
-//   gemm_striped_*: the threads and threadgroup memory of gemm_double_buffered_*, grid (stripes, 1, 1); k_per_slice a
-//   multiple
-//     of the tile's K; partials [2 * stripes, tile M, tile N] if a tile has several slices.
-//   reduce_striped: threads as reduce, grid (tile N / width, tile M / height, stripes - 1): z is a border between
-//     stripes; width and height divide the tiles' N and M.
-//   probe_half_subnormals: one thread. In: the word 1 in kSlotPacked. Out: uint32, 1 if subnormal halves survive.
 #define MARLIN_KERNELS_REPACK(X)                                             \
   X("gemm/repack", gptq_repack, plain, kMaskRepack | MARLIN_SLOT(kSlotPerm)) \
   X("gemm/repack", awq_repack, plain, kMaskRepack)                           \
@@ -74,7 +73,7 @@
 
 #define MARLIN_KERNELS_GEMM_FUSED(X) X("gemm/fused", gemm_fused, format_element, kMaskAll)
 
-// Tiles M x N x K of the staged kernels, those that gemm_striped has too first: X(M, N, K, ...).
+// The tiles M x N x K of the staged kernels, as X(M, N, K, ...). gemm_striped has only MARLIN_STRIPED_TILES.
 #define MARLIN_STRIPED_TILES(X, ...) X(64, 64, 32, __VA_ARGS__) X(32, 128, 32, __VA_ARGS__)
 #define MARLIN_TILES(X, ...)           \
   MARLIN_STRIPED_TILES(X, __VA_ARGS__) \
@@ -139,7 +138,7 @@
 #define MARLIN_INSTANTIATE_plain(kernel)
 #define MARLIN_INSTANTIATE_element(kernel) MARLIN_FOR_EACH_ACTIVATION(MARLIN_INSTANTIATE_ELEMENT, kernel)
 #define MARLIN_INSTANTIATE_format_element(kernel) MARLIN_FOR_EACH_WEIGHT_FORMAT(MARLIN_INSTANTIATE_FORMAT, kernel)
-// Instantiates one row of a library's list. Kernels with plain names are not templates and need nothing.
+// Instantiates one row of a library's list. Kernels with plain names are not templates, so nothing is instantiated.
 #define MARLIN_INSTANTIATE(library, kernel, naming, slots) MARLIN_INSTANTIATE_##naming(kernel)
 
 #else
@@ -198,7 +197,7 @@ constexpr std::string_view name(ElementType type) {
   return names[static_cast<size_t>(type)];
 }
 
-// Ignores format and element if the kernel's name has none.
+// Ignores format or element if the kernel's name does not contain it.
 inline std::string host_name(Kernel kernel, WeightFormat format, ElementType element) {
   const KernelInfo& row = info(kernel);
   std::string result(row.name);
