@@ -9,7 +9,7 @@ PYTEST := OMP_WAIT_POLICY=passive $(PY) -m pytest -n $(shell nproc 2>/dev/null |
 SOURCES := setup.py $(shell find csrc kernels -type f) $(wildcard build_support/*.py)
 # All but the headers of Metal's dialect in softmetal/msl, which are tables of macros.
 CXX_FILES := $(shell find csrc kernels -type f) $(wildcard benchmarks/*.cpp \
-	$(foreach folder,tests/core tests/support/kernels $(addprefix softmetal/,runtime runtime/include/* executor executor/* msl examples/* tests/host), \
+	$(foreach folder,tests/cpu tests/planner tests/support tests/support/kernels $(addprefix softmetal/,runtime runtime/include/* executor executor/* msl examples/* tests/host), \
 	$(addprefix $(folder)/*,.h .cpp .mm)))
 # The tests' build adds the MPS backend on the software Metal device where its packages are present.
 BUILT := $(VENV)/.built-$(shell sh scripts/system_packages.sh has-softmetal && echo mps || echo cpu)

@@ -3,13 +3,13 @@
     for weight in convert.read_layers("path/to/model"):
         ...
 
-`read_layers` -> `reader.py` -> `catalogue.py` chooses the format -> one file a format converts one layer.
+`read_layers` -> `reader.py` -> `known_formats.py` chooses the format -> one file a format converts one layer.
 """
 
-from torch_marlin_metal.checkpoints.catalogue import FORMATS
 from torch_marlin_metal.checkpoints.errors import CheckpointError, NotQuantized, UnsupportedFormat
 from torch_marlin_metal.checkpoints.exporters import EXPORTERS
 from torch_marlin_metal.checkpoints.floats import FloatReader
+from torch_marlin_metal.checkpoints.known_formats import FORMATS
 from torch_marlin_metal.checkpoints.options import ReadOptions
 from torch_marlin_metal.checkpoints.reader import CheckpointReader, DenseWeight, open_reader, read_layers
 from torch_marlin_metal.checkpoints.summary import formats_page

@@ -11,7 +11,7 @@
 
 #include "csrc/cpu/api.h"
 #include "csrc/cpu/parallel.h"
-#include "csrc/ops/check.h"
+#include "csrc/ops/argument_rules.h"
 
 namespace marlin::cpu {
 namespace {

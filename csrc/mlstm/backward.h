@@ -5,7 +5,7 @@
 
 #include <tuple>
 
-#include "csrc/mlstm/check.h"
+#include "csrc/mlstm/argument_rules.h"
 
 namespace marlin {
 

@@ -8,7 +8,7 @@
 #include <stdexcept>
 #include <tuple>
 
-#include "csrc/mlstm/check.h"
+#include "csrc/mlstm/argument_rules.h"
 #include "csrc/mlstm/gpu_plan.h"
 #include "csrc/mps/encoder.h"
 

@@ -13,8 +13,8 @@
 
 #include "csrc/mps/encoder.h"
 #include "csrc/mps/stream.h"
-#include "csrc/ops/check.h"
-#include "csrc/planner/find.h"
+#include "csrc/ops/argument_rules.h"
+#include "csrc/planner/plan_cache.h"
 
 namespace marlin::mps {
 namespace {

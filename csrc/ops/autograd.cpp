@@ -7,7 +7,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
-#include "csrc/ops/check.h"
+#include "csrc/ops/argument_rules.h"
 
 namespace marlin {
 namespace {

@@ -3,7 +3,7 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
-#include "csrc/ops/check.h"
+#include "csrc/ops/argument_rules.h"
 
 // Shapes and dtypes: docs/operators.md. Outputs are always new tensors. ScalarType 5 is float16.
 TORCH_LIBRARY(torch_marlin_metal, m) {

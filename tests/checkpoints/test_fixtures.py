@@ -107,7 +107,7 @@ def test_zero_points_of_15_follow_the_rule_that_the_caller_names() -> None:
     assert not torch.equal(decoded["unmasked"], decoded["masked"])
 
 
-def test_the_documentation_says_what_the_registry_says() -> None:
+def test_the_documentation_lists_the_known_formats() -> None:
     """Write it anew with: python -c "from torch_marlin_metal import convert as c; print(c.formats_page(), end='')"."""
     assert (DATA.parents[2] / "docs/checkpoints.md").read_text() == convert.formats_page()
 

@@ -234,7 +234,7 @@ def test_a_failed_fusion_leaves_the_model(monkeypatch) -> None:
     assert (tree(model), same(tensors(model), values)) == (before, True)
 
 
-def test_what_the_registry_refuses_is_refused_by_name(checkpoint) -> None:
+def test_a_format_that_is_listed_as_refused_is_refused_by_name(checkpoint) -> None:
     config = json.loads((checkpoint / "config.json").read_text())
     config["quantization_config"]["checkpoint_format"] = "marlin"
     (checkpoint / "config.json").write_text(json.dumps(config))

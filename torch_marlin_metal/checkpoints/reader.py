@@ -10,13 +10,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from torch_marlin_metal.checkpoints.catalogue import find_format
 from torch_marlin_metal.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from torch_marlin_metal.checkpoints.errors import CheckpointError, UnsupportedFormat
+from torch_marlin_metal.checkpoints.format_interface import Format
 from torch_marlin_metal.checkpoints.formats.gguf import GgufSource
+from torch_marlin_metal.checkpoints.known_formats import find_format
 from torch_marlin_metal.checkpoints.layer import fp8_weight
 from torch_marlin_metal.checkpoints.options import ReadOptions
-from torch_marlin_metal.checkpoints.registry import Format
 from torch_marlin_metal.packed_weight import PackedWeight, PackedWeightError
 
 
@@ -46,7 +46,7 @@ class Source(Protocol):
 
     @property
     def format(self) -> Format:
-        """Returns the entry of the catalogue."""
+        """Returns the description of the format."""
         ...
 
     def names(self) -> list[str]:
@@ -72,7 +72,7 @@ class Source(Protocol):
 
 
 class DirectorySource:
-    """A checkpoint directory in one of the catalogue's formats."""
+    """A checkpoint directory in one of the known formats."""
 
     def __init__(self, checkpoint: Checkpoint, options: ReadOptions) -> None:
         self.checkpoint = checkpoint
@@ -161,7 +161,7 @@ class CheckpointReader:
 
     @property
     def format(self) -> Format:
-        """Returns the entry of the catalogue for what was found."""
+        """Returns the description of the format that was found."""
         return self.source.format
 
     def settings(self) -> dict[str, Any]:

@@ -2,17 +2,17 @@
 
 from collections.abc import Sequence
 
-from torch_marlin_metal.checkpoints.catalogue import FORMATS
 from torch_marlin_metal.checkpoints.exporters import EXPORTERS
+from torch_marlin_metal.checkpoints.known_formats import FORMATS
 
 
 def formats_page() -> str:
-    """Returns docs/checkpoints.md, made from the registry."""
+    """Returns docs/checkpoints.md, made from the list of formats."""
     parts = [
         """# Which checkpoints can be read
 
-`torch_marlin_metal.convert.formats_page()` makes this page from the registry of readers, and a test compares the
-two.
+`torch_marlin_metal.convert.formats_page()` makes this page from the list of formats (`known_formats.py`).
+A test compares the two.
 
 Every reader gives the codes, scales and zero points that the producer stored, so the weight is the producer's own.
 A layer that cannot be represented so is refused. `read_layers(..., on_unsupported=...)` decides what happens then:
@@ -31,7 +31,8 @@ fp32 arithmetic, by at most 2 * 2^-24.
             parts.append(_table(("refused", "because"), fmt.refused))
     targets = ", ".join(EXPORTERS)
     parts.append(
-        f"## Exports\n\n`convert.export_checkpoint` writes {targets}. [Format on disk](format.md) has its limits.\n"
+        "## Exports\n\n"
+        f"`convert.export_checkpoint` writes {targets}. [Format on disk](on-disk-format.md) has its limits.\n"
     )
     return "\n".join(parts)
 

@@ -8,7 +8,7 @@ import torch
 from rich.table import Table
 
 from torch_marlin_metal.extension import native
-from torch_marlin_metal.text import RichText
+from torch_marlin_metal.printing import RichText
 
 
 @dataclass(frozen=True)

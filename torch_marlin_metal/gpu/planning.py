@@ -12,7 +12,7 @@ from torch_marlin_metal.extension import native
 from torch_marlin_metal.formats import resolve_group_size
 from torch_marlin_metal.formats import weight_format as format_of
 from torch_marlin_metal.gpu.device import AppleSiliconGPU, as_gpu
-from torch_marlin_metal.text import RichText
+from torch_marlin_metal.printing import RichText
 
 _DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32", torch.uint8: "uint8"}
 

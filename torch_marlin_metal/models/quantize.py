@@ -18,7 +18,7 @@ from torch_marlin_metal.patterns import Filter
 from torch_marlin_metal.quantize.weight import quantize_weight
 from torch_marlin_metal.repack import ZerosRule
 from torch_marlin_metal.replace.detect import dtype_of, is_packed_linear, read_packed_linear, shape_of, tensors_of
-from torch_marlin_metal.replace.words import UnreadableError
+from torch_marlin_metal.replace.gptq_awq import UnreadableError
 
 # Columns at a time when an error is measured.
 ERROR_COLUMNS = 1024

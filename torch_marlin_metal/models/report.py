@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from rich.table import Table
 from torch import nn
 
-from torch_marlin_metal.text import RichText
+from torch_marlin_metal.printing import RichText
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from torch_marlin_metal.packed_weight import PackedWeight
-from torch_marlin_metal.replace.state import gemv_kind, kind_of, read_state
-from torch_marlin_metal.replace.words import UnreadableError, attribute, read_words, tensor_of
-from torch_marlin_metal.replace.words import shape_of as _stated_shape
+from torch_marlin_metal.replace.from_state_dict import gemv_kind, kind_of, read_state
+from torch_marlin_metal.replace.gptq_awq import UnreadableError, attribute, read_words, tensor_of
+from torch_marlin_metal.replace.gptq_awq import shape_of as _stated_shape
 
 
 def is_packed_linear(module: nn.Module) -> bool:

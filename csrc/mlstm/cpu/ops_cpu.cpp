@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "csrc/cpu/parallel.h"
-#include "csrc/mlstm/check.h"
+#include "csrc/mlstm/argument_rules.h"
 #include "csrc/mlstm/cpu/api.h"
 
 namespace marlin::cpu {

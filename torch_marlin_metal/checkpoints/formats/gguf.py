@@ -14,10 +14,10 @@ from torch import Tensor
 from torch_marlin_metal.checkpoints import fp4
 from torch_marlin_metal.checkpoints.errors import CheckpointError, UnsupportedFormat
 from torch_marlin_metal.checkpoints.files.gguf import GgufTensor, read_gguf
+from torch_marlin_metal.checkpoints.format_interface import Format
 from torch_marlin_metal.checkpoints.formats.gguf_names import ARCHITECTURES, heads_to_restore, hf_name, row_order
 from torch_marlin_metal.checkpoints.layer import as_words
 from torch_marlin_metal.checkpoints.options import ReadOptions
-from torch_marlin_metal.checkpoints.registry import Format
 from torch_marlin_metal.packed_weight import PackedWeight, PackedWeightError
 
 # Values of the codes of IQ4_NL and IQ4_XS (kvalues_iq4nl in ggml-common.h).

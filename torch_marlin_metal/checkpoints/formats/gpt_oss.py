@@ -5,9 +5,9 @@ Every expert is a layer of its own, `<layer>.<expert>`; rows of gate_up_proj alt
 
 from torch_marlin_metal.checkpoints import fp4
 from torch_marlin_metal.checkpoints.checkpoint import Checkpoint, Settings
+from torch_marlin_metal.checkpoints.format_interface import DirectoryFormat
 from torch_marlin_metal.checkpoints.layer import Layer, as_words
 from torch_marlin_metal.checkpoints.options import ReadOptions
-from torch_marlin_metal.checkpoints.registry import DirectoryFormat
 from torch_marlin_metal.packed_weight import PackedWeight
 
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch_marlin_metal.checkpoints.act_order import permutation, read_g_idx
 from torch_marlin_metal.checkpoints.checkpoint import Checkpoint, Settings
 from torch_marlin_metal.checkpoints.errors import UnsupportedFormat
+from torch_marlin_metal.checkpoints.format_interface import DirectoryFormat, endings
 from torch_marlin_metal.checkpoints.layer import FLOATS, Layer, constant, fit_groups, unpack
 from torch_marlin_metal.checkpoints.options import ReadOptions
-from torch_marlin_metal.checkpoints.registry import DirectoryFormat, endings
 from torch_marlin_metal.packed_weight import PackedWeight
 
 VERSIONS = {"": 1, "gptq": 1, "gptq_v2": 2}

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from torch_marlin_metal.checkpoints import fp4
 from torch_marlin_metal.checkpoints.checkpoint import Checkpoint, Settings
+from torch_marlin_metal.checkpoints.format_interface import DirectoryFormat
 from torch_marlin_metal.checkpoints.layer import FLOATS, Layer, as_words, fit_groups, spread, unpack
 from torch_marlin_metal.checkpoints.options import ReadOptions
-from torch_marlin_metal.checkpoints.registry import DirectoryFormat
 from torch_marlin_metal.packed_weight import PackedWeight
 
 # mode -> widths whose layout is known; of these only 4 bit is packed, the others can be decoded

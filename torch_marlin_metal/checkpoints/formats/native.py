@@ -1,6 +1,6 @@
 """The package's own format: the state_dict of every `MarlinLinear`, and settings that describe each layer.
 
-docs/format.md is its specification.
+docs/on-disk-format.md is its specification.
 """
 
 from dataclasses import dataclass, field
@@ -10,9 +10,9 @@ from torch import Tensor
 
 from torch_marlin_metal.checkpoints.checkpoint import Checkpoint, Settings
 from torch_marlin_metal.checkpoints.errors import UnsupportedFormat
+from torch_marlin_metal.checkpoints.format_interface import DirectoryFormat, endings
 from torch_marlin_metal.checkpoints.layer import Layer
 from torch_marlin_metal.checkpoints.options import ReadOptions
-from torch_marlin_metal.checkpoints.registry import DirectoryFormat, endings
 from torch_marlin_metal.formats import WEIGHT_FORMATS
 from torch_marlin_metal.layers.linear import FORMAT_VERSION, WEIGHT_BUFFERS, MarlinLinear
 from torch_marlin_metal.packed_weight import PackedWeight
@@ -86,7 +86,7 @@ def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeigh
 
 FORMAT = DirectoryFormat(
     name="native",
-    title="This package's own format (docs/format.md)",
+    title="This package's own format (docs/on-disk-format.md)",
     methods=(METHOD,),
     variants=(("every weight format", ", ".join(FORMAT_NAMES)),),
     refused=(("format_version other than 1", "unknown"),),

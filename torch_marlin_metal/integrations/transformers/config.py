@@ -74,7 +74,7 @@ class MarlinConfig(QuantizationConfigMixin):  # type: ignore[misc]
         return {name: copy.deepcopy(getattr(self, name)) for name in LOADING}
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the settings for a checkpoint: docs/format.md once layers are known, else the checkpoint's own."""
+        """Returns the settings of docs/on-disk-format.md once layers are known, else the checkpoint's own."""
         if self.layers is not None:
             return NativeExporter(copy.deepcopy(self.layers)).settings()
         if self.source:

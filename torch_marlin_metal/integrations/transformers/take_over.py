@@ -1,7 +1,7 @@
 """Which entries of transformers' tables this package replaces, and how they come back.
 
 `AutoQuantizationConfig.from_dict` makes a config from the settings in a checkpoint's config.json, and the config's
-`quant_method` chooses the quantizer. So one table is enough: entries for methods that the catalogue reads give
+`quant_method` chooses the quantizer. So one table is enough: entries for methods that `known_formats.py` lists give
 `MarlinConfig`, whose method is this package's own. Models that are quantized on the fly by a config of transformers
 (`BitsAndBytesConfig(load_in_4bit=True)` for a directory of floats) still get transformers' quantizer.
 """
@@ -13,8 +13,8 @@ from typing import Any
 import transformers.quantizers.auto as tables
 from transformers.quantizers import register_quantization_config, register_quantizer
 
-from torch_marlin_metal.checkpoints.catalogue import DIRECTORY_FORMATS
 from torch_marlin_metal.checkpoints.formats.native import METHOD
+from torch_marlin_metal.checkpoints.known_formats import DIRECTORY_FORMATS
 from torch_marlin_metal.integrations.transformers.config import MarlinConfig, loading_defaults, set_loading_defaults
 from torch_marlin_metal.integrations.transformers.gguf import MarlinGgufQuantizer
 from torch_marlin_metal.integrations.transformers.quantizer import MarlinQuantizer
@@ -33,7 +33,7 @@ def taken_over() -> list[str]:
 
 
 def take_over(**defaults: Any) -> None:
-    """Lets this package load the checkpoints of every method that its catalogue reads; importing the package does this.
+    """Lets this package load the checkpoints of every method in `known_formats.py`. Importing the package does this.
 
     Calling it again only changes the defaults.
 

@@ -3,7 +3,7 @@
 
 #include <sstream>
 
-#include "csrc/ops/check.h"
+#include "csrc/ops/argument_rules.h"
 
 namespace marlin {
 

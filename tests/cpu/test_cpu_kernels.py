@@ -1,4 +1,4 @@
-"""The CPU kernels alone, without torch: compiles tests/core/cpu_kernels_test.cpp with one command and runs it."""
+"""The CPU kernels alone, without torch: compiles tests/cpu/cpu_kernels_test.cpp with one command and runs it."""
 
 import os
 import platform
@@ -50,7 +50,7 @@ def build(
     whole = command(*flags, compiler=compiler)
     for_vectors = whole if vector_flags is None else command(*vector_flags, compiler=compiler)
     others = [path for path in SOURCES if path != TILES and path not in VECTORS]
-    tests = {test: ROOT / f"tests/core/{test}.cpp" for test in PROGRAMS}
+    tests = {test: ROOT / f"tests/cpu/{test}.cpp" for test in PROGRAMS}
     parts = cxx.objects(folder, VECTORS, for_vectors) | cxx.objects(folder, [TILES], [*for_vectors, *tile_flags])
     parts |= cxx.objects(folder, [*others, *tests.values()], whole)
     mains = {test: parts.pop(source) for test, source in tests.items()}
@@ -125,7 +125,7 @@ def test_tiles_emulated(program: Path, run_folder: Path) -> None:
     """AMX kernels with tiles of plain C++, on CPUs without them too."""
     if "avx512" not in run(program, "capability").stdout.split("available:")[1].split():
         pytest.skip("needs AVX-512: tiles are emulated, the code around them is not")
-    programs = build(run_folder, *PLAIN, tile_flags=("-include", str(ROOT / "tests/core/amx_emulated.h")))
+    programs = build(run_folder, *PLAIN, tile_flags=("-include", str(ROOT / "tests/cpu/amx_emulated.h")))
     passes(run(programs["cpu_kernels_test"], "10", "tiles"))
 
 

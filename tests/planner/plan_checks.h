@@ -6,7 +6,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "expect.h"
+#include "tests/support/expect.h"
 
 using marlin::test::expect;
 using marlin::test::subject;

@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "csrc/cpu/gemm/gemm.h"
-#include "expect.h"
+#include "tests/support/expect.h"
 
 namespace marlin::test {
 

@@ -1,11 +1,11 @@
-#include "csrc/ops/check.h"
+#include "csrc/ops/argument_rules.h"
 
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
 
 #include "csrc/core/gemm_variants.h"
-#include "csrc/ops/checker.h"
+#include "csrc/ops/tensor_checks.h"
 
 namespace marlin {
 

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch_marlin_metal.checkpoints.checkpoint import DTYPE_NAMES, Checkpoint, Settings
 from torch_marlin_metal.checkpoints.errors import CheckpointError
 from torch_marlin_metal.checkpoints.files.safetensors import DTYPES, TensorInfo
+from torch_marlin_metal.checkpoints.format_interface import DirectoryFormat
 from torch_marlin_metal.checkpoints.formats import awq, bitsandbytes, compressed_tensors, hqq, mlx
 from torch_marlin_metal.checkpoints.options import ReadOptions
-from torch_marlin_metal.checkpoints.registry import DirectoryFormat
 from torch_marlin_metal.packed_weight import PackedWeight
-from torch_marlin_metal.replace.words import UnreadableError, attribute, tensor_of
+from torch_marlin_metal.replace.gptq_awq import UnreadableError, attribute, tensor_of
 
 # dtypes that checkpoints keep under a dtype of the same width, by the names that files give them.
 CODED_DTYPES = {

@@ -3,7 +3,7 @@
 
 #include "csrc/cpu/gemm/kernel_table.h"
 #include "csrc/cpu/gemm/plan.h"
-#include "expect.h"
+#include "tests/support/expect.h"
 
 namespace marlin::cpu {
 namespace {

@@ -1,4 +1,4 @@
-"""The launch planner and its model alone, without torch or Metal: compiles tests/core/*_test.cpp and runs them."""
+"""The launch planner and its model alone, without torch or Metal: compiles tests/planner/*_test.cpp and runs them."""
 
 import subprocess
 from pathlib import Path
@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.parametrize("name", ["plan_test", "plan_mlstm_test", "cost_test"])
 def test_plans(name: str, run_folder: Path) -> None:
     command = [cxx.compiler(), "-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", f"-I{ROOT}"]
-    sources = [ROOT / f"tests/core/{name}.cpp", *sorted((ROOT / "csrc/planner").glob("*.cpp"))]
+    sources = [ROOT / f"tests/planner/{name}.cpp", *sorted((ROOT / "csrc/planner").glob("*.cpp"))]
     sources.append(ROOT / "csrc/mlstm/gpu_plan.cpp")
     program = cxx.link(run_folder, cxx.objects(run_folder, sources, command).values(), command)
     done = subprocess.run([str(program)], check=False, capture_output=True, text=True)

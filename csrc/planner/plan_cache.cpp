@@ -1,4 +1,4 @@
-#include "csrc/planner/find.h"
+#include "csrc/planner/plan_cache.h"
 
 #include <algorithm>
 #include <atomic>

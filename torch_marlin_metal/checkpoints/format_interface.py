@@ -1,4 +1,4 @@
-"""The description of a checkpoint format. Each format is one file of `formats/`; `catalogue.py` lists them."""
+"""The description of a checkpoint format. Each format is one file of `formats/`; `known_formats.py` lists them."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field

@@ -1,9 +1,9 @@
 // The shape and dtype rules of the mLSTM operators, shared by all backends and the fake kernels. Errors have the form
-// of csrc/ops/check.h.
+// of csrc/ops/argument_rules.h.
 #pragma once
 
 #include "csrc/mlstm/problem.h"
-#include "csrc/ops/check.h"
+#include "csrc/ops/argument_rules.h"
 
 namespace marlin {
 

@@ -1,8 +1,8 @@
-#include "csrc/mlstm/check.h"
+#include "csrc/mlstm/argument_rules.h"
 
 #include <algorithm>
 
-#include "csrc/ops/checker.h"
+#include "csrc/ops/tensor_checks.h"
 
 namespace marlin {
 

@@ -84,7 +84,7 @@ def test_a_wrong_arrow_is_found(tmp_path: Path) -> None:
     planted = {
         "csrc/planner/cost.cpp": '#include "csrc/mps/encoder.h"',
         "csrc/planner/plan.h": "#include <ATen/core/Tensor.h>",
-        "csrc/ops/check.h": '  #  include "csrc/cpu/api.h"',
+        "csrc/ops/argument_rules.h": '  #  include "csrc/cpu/api.h"',
         "csrc/cpu/gemm/gemm.h": '#include "csrc/mlstm/problem.h"',
         "csrc/mlstm/gpu_plan.h": '#include "csrc/planner/cost.h"',
         "csrc/mps/ops_mps.mm": "#import <ATen/mps/MPSStream.h>",

@@ -2,6 +2,7 @@
 
 from torch_marlin_metal.checkpoints.checkpoint import Checkpoint
 from torch_marlin_metal.checkpoints.errors import CheckpointError, UnsupportedFormat
+from torch_marlin_metal.checkpoints.format_interface import DirectoryFormat, Format
 from torch_marlin_metal.checkpoints.formats import (
     auto_round,
     awq,
@@ -16,7 +17,6 @@ from torch_marlin_metal.checkpoints.formats import (
     native,
     torchao,
 )
-from torch_marlin_metal.checkpoints.registry import DirectoryFormat, Format
 
 DIRECTORY_FORMATS: tuple[DirectoryFormat, ...] = (
     native.FORMAT,

@@ -3,7 +3,7 @@
 #include <random>
 #include <set>
 
-#include "csrc/planner/find.h"
+#include "csrc/planner/plan_cache.h"
 #include "plan_checks.h"
 
 using namespace marlin;
