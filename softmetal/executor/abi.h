@@ -67,9 +67,11 @@ void* sm_threadgroup_variable(uint32_t site, uint32_t bytes, uint32_t align);
 // Moves the result of an inexact function by up to `ulps`, which is Metal's promise for fp32. 0 returns x unchanged.
 float sm_perturb(float x, float ulps);
 
+enum { SM_ATOMIC_LOAD = 0, SM_ATOMIC_STORE = 1, SM_ATOMIC_UPDATE = 2 };
+
 // Called before each __atomic builtin (relaxed, on device or threadgroup memory). This call counts, checks and
-// interleaves the operation. The builtin then does it without being instrumented.
-void sm_note_atomic(const volatile void* address, uint32_t bytes, int is_write);
+// interleaves the operation. The builtin then does it without being instrumented. `operation` is SM_ATOMIC_*.
+void sm_note_atomic(const volatile void* address, uint32_t bytes, int operation);
 
 // Called in checked mode before a simdgroup loads or stores a matrix. Every lane must reach it.
 void sm_note_matrix_access(void) SM_CONVERGENT;

@@ -112,13 +112,14 @@ float sm_perturb(float x, float ulps) {
   return x;
 }
 
-void sm_note_atomic(const volatile void* address, uint32_t bytes, int is_write) {
+void sm_note_atomic(const volatile void* address, uint32_t bytes, int operation) {
   Lane& lane = Machine::current();
   Machine& machine = machine_of(lane);
   ++machine.counters.atomics;
   if (softmetal::Checker* checker = machine.launch().checker) {
-    checker->access(const_cast<const void*>(address), bytes, is_write != 0, softmetal::Checker::Kind::kAtomic,
-                    __builtin_return_address(0));
+    using Kind = softmetal::Checker::Kind;
+    checker->access(const_cast<const void*>(address), bytes, operation != SM_ATOMIC_LOAD,
+                    operation == SM_ATOMIC_UPDATE ? Kind::kAtomicUpdate : Kind::kAtomic, __builtin_return_address(0));
   }
 }
 

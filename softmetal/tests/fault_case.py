@@ -25,6 +25,7 @@ class Case:
     report: str
     buffers: list[Any] = field(default_factory=lambda: [np.ones(64, np.float32), np.zeros(64, np.float32)])
     launch: dict[str, Any] = field(default_factory=lambda: {"groups": 1, "group": 64})
+    seeds: int = 3  # of the faulty kernel
 
     def text(self, good: bool) -> str:
         return HEAD + re.sub(r"/\*(.*?)\|(.*?)\*/", r"\2" if good else r"\1", self.source, flags=re.DOTALL)

@@ -121,6 +121,30 @@ CASES = [
         launch={"groups": 2, "group": 64},
     ),
     Case(
+        "plain initialisation beside the atomics of other threadgroups",
+        FaultKind.RACE_GROUPS,
+        f"kernel void f(device atomic_uint* n, uint g [[threadgroup_position_in_grid]], {INDEX}) {{\n"
+        "  if (/*g == 0 && i == 0|false*/) *((device uint*)n) = 0;\n  threadgroup_barrier(mem_flags::mem_device);\n"
+        "  if (i == 0) atomic_fetch_add_explicit(n, 1u, memory_order_relaxed);\n}",
+        1,
+        r"race: write .*, in another threadgroup: buffer 0",
+        buffers=[np.zeros(1, np.uint32)],
+        launch={"groups": 2, "group": 32},
+        seeds=40,
+    ),
+    Case(
+        "plain read of what another threadgroup counts, after an own atomic load",
+        FaultKind.RACE_GROUPS,
+        f"kernel void f(device atomic_uint* n, device uint* y, uint g [[threadgroup_position_in_grid]], {INDEX}) {{\n"
+        "  uint seen = /**(device uint*)n|0*/;\n  seen += atomic_load_explicit(n, memory_order_relaxed);\n"
+        "  if (g == 1) atomic_fetch_add_explicit(n, 1u, memory_order_relaxed);\n  y[g] = seen;\n}",
+        1,
+        r"race: .*, in another threadgroup: buffer 0",
+        buffers=[np.zeros(1, np.uint32), np.zeros(2, np.uint32)],
+        launch={"groups": 2, "group": 1},
+        seeds=40,
+    ),
+    Case(
         "plain addition beside atomics",
         FaultKind.RACE_GROUPS,
         "kernel void f(device atomic_uint* n, uint i [[thread_index_in_threadgroup]]) {\n"

@@ -232,10 +232,12 @@ void Checker::access(const void* pointer, uint64_t bytes, bool is_write, Kind ki
     (is_write ? written_ : read_)[region->binding_at(at).buffer] += bytes;
   }
   bool all_written = region->mark(at, bytes, is_write ? kWritten | kWrittenHere : kReadHere);
-  if (!all_written && (!is_write || kind == Kind::kAtomic)) report_unwritten(lane, *region, at, bytes, kind, code);
+  if (!all_written && (!is_write || kind == Kind::kAtomicUpdate))
+    report_unwritten(lane, *region, at, bytes, kind, code);
   region->is_written |= is_write;
   if (region->is_tracked) check_races(lane, *region, at, bytes, is_write, kind, code);
-  if (--until_preemption_ == 0 || (kind == Kind::kAtomic && machine_.random().below(2) == 0)) {
+  const bool is_atomic = kind == Kind::kAtomic || kind == Kind::kAtomicUpdate;
+  if (--until_preemption_ == 0 || (is_atomic && machine_.random().below(2) == 0)) {
     until_preemption_ = 1 + machine_.random().below(2 * kMeanAccessesBetweenPreemptions);
     machine_.preempt(lane);
   }
@@ -281,29 +283,44 @@ void Checker::check_races(Lane& lane, Region& region, uint64_t offset, uint64_t 
   Access now;
   now.group = static_cast<uint32_t>(group.index) + 1;
   now.thread = lane.self.thread_index_in_threadgroup & 0x3FF;
-  now.is_atomic = kind == Kind::kAtomic;
   now.barriers = group.barriers;
   now.simd_barriers = simdgroup.barriers;
-  now.code = static_cast<uint32_t>(static_cast<const char*>(code) - launch_.dispatch->library->base) & 0x1FFFFF;
+  now.code = static_cast<uint32_t>(static_cast<const char*>(code) - launch_.dispatch->library->base) & 0x3FFFFF;
   auto conflicts = [&](const Access& other) {
-    if (other.group == 0 || (other.is_atomic && now.is_atomic)) return false;
+    if (other.group == 0) return false;
     if (other.group != now.group) return !region.is_threadgroup;
     if (other.thread == now.thread || other.barriers < group.ordered[space]) return false;
     return other.simdgroup() != now.simdgroup() || other.simd_barriers >= simdgroup.ordered[space];
   };
+  const bool is_atomic = kind == Kind::kAtomic || kind == Kind::kAtomicUpdate;
   uint32_t count;
   Cell* cells = region.cells(offset, static_cast<uint32_t>(bytes), &count);
+  AtomicCell* atomic_cells = region.atomic_cells(offset, is_atomic);
   for (uint32_t i = 0; i < count; ++i) {
-    Cell& cell = cells[i];
     uint64_t at = offset + i * region.granule;
-    if (conflicts(cell.write)) report_race(lane, region, at, cell.write, true, is_write, code);
+    auto check = [&](const Access& other, bool other_wrote) {
+      if (conflicts(other)) report_race(lane, region, at, other, other_wrote, is_write, code);
+    };
+    auto check_all = [&](const History& others, bool other_wrote) {
+      for (const Access& other : others.last)
+        check(other, other_wrote);
+    };
+    Cell& cell = cells[i];
+    check(cell.write, true);
+    if (is_write) check_all(cell.reads, false);
+    if (is_atomic) {
+      AtomicCell& atomic = atomic_cells[i];
+      (is_write ? atomic.writes : atomic.reads).add(now);
+      continue;
+    }
+    if (atomic_cells != nullptr) {
+      check_all(atomic_cells[i].writes, true);
+      if (is_write) check_all(atomic_cells[i].reads, false);
+    }
     if (is_write) {
-      for (const Access& read : cell.read) {
-        if (conflicts(read)) report_race(lane, region, at, read, false, true, code);
-      }
       cell.write = now;
     } else {
-      cell.add_read(now);
+      cell.reads.add(now);
     }
   }
 }

@@ -22,7 +22,8 @@ class Checker {
   // Returns the checker of the current launch, or null if there is none.
   static Checker* active();
 
-  enum class Kind { kPlain, kAtomic, kCopy };  // kCopy: a whole struct with its padding
+  // kAtomic: an atomic load or store; kAtomicUpdate: both in one; kCopy: a whole struct with its padding.
+  enum class Kind { kPlain, kAtomic, kAtomicUpdate, kCopy };
 
   void place_threadgroup_memory(Group& group, uint32_t slot);
   void access(const void* address, uint64_t bytes, bool is_write, Kind kind, const void* code);

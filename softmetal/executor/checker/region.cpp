@@ -9,18 +9,18 @@
 
 namespace softmetal {
 
-void Cell::add_read(const Access& access) {
-  const Access& last = read[0];
-  if (last.group == access.group && last.thread == access.thread) {
-    read[0] = access;
+void History::add(const Access& access) {
+  const Access& latest = last[0];
+  if (latest.group == access.group && latest.thread == access.thread) {
+    last[0] = access;
     return;
   }
-  if (last.group != 0) {
-    if (last.group != access.group) read[3] = last;
-    if (last.group != access.group || last.simdgroup() != access.simdgroup()) read[2] = last;
-    read[1] = last;
+  if (latest.group != 0) {
+    if (latest.group != access.group) last[3] = latest;
+    if (latest.group != access.group || latest.simdgroup() != access.simdgroup()) last[2] = latest;
+    last[1] = latest;
   }
-  read[0] = access;
+  last[0] = access;
 }
 
 Pages::Pages(uint64_t bytes) : data_(nullptr), bytes_(bytes + 64) {
@@ -51,23 +51,48 @@ Region::Region(char* start, uint64_t bytes, bool is_threadgroup, bool is_tracked
       flags(bytes),
       cells_(is_tracked ? (bytes / first_granule + 1) * sizeof(Cell) : 0) {}
 
+namespace {
+
+bool is_used(const Cell& cell) {
+  return cell.write.group != 0 || cell.reads.last[0].group != 0;
+}
+bool is_used(const AtomicCell& cell) {
+  return cell.writes.last[0].group != 0 || cell.reads.last[0].group != 0;
+}
+
+}  // namespace
+
+template <class C>
+void Region::refine(Pages& cells, uint32_t wanted) {
+  Pages finer((bytes / wanted + 1) * sizeof(C));
+  const auto* from = static_cast<const C*>(cells.data());
+  auto* to = static_cast<C*>(finer.data());
+  for (uint64_t i = 0; i < bytes / wanted; ++i) {
+    const C& cell = from[i * wanted / granule];
+    if (is_used(cell)) to[i] = cell;
+  }
+  cells = std::move(finer);
+}
+
 Cell* Region::cells(uint64_t offset, uint32_t size, uint32_t* count) {
   uint32_t wanted = granule;
   while ((offset | size) & (wanted - 1))
     wanted /= 2;
   if (wanted != granule) {
-    Pages finer((bytes / wanted + 1) * sizeof(Cell));
-    auto* from = static_cast<Cell*>(cells_.data());
-    auto* to = static_cast<Cell*>(finer.data());
-    for (uint64_t i = 0; i < bytes / wanted; ++i) {
-      const Cell& cell = from[i * wanted / granule];
-      if (cell.write.group != 0 || cell.read[0].group != 0) to[i] = cell;
-    }
-    cells_ = std::move(finer);
+    refine<Cell>(cells_, wanted);
+    if (atomic_cells_) refine<AtomicCell>(*atomic_cells_, wanted);
     granule = wanted;
   }
   *count = size / granule;
   return static_cast<Cell*>(cells_.data()) + offset / granule;
+}
+
+AtomicCell* Region::atomic_cells(uint64_t offset, bool make) {
+  if (!atomic_cells_) {
+    if (!make) return nullptr;
+    atomic_cells_.emplace((bytes / granule + 1) * sizeof(AtomicCell));
+  }
+  return static_cast<AtomicCell*>(atomic_cells_->data()) + offset / granule;
 }
 
 namespace {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 namespace softmetal {
@@ -10,8 +11,7 @@ namespace softmetal {
 struct Access {
   uint32_t group = 0;  // linear index + 1; 0: no access yet
   uint32_t thread : 10 = 0;
-  uint32_t is_atomic : 1 = 0;
-  uint32_t code : 21 = 0;  // offset in the library
+  uint32_t code : 22 = 0;  // offset in the library
   uint32_t barriers = 0;
   uint32_t simd_barriers = 0;
 
@@ -19,13 +19,24 @@ struct Access {
 };
 static_assert(sizeof(Access) == 16);
 
-// The last write, and enough reads to find any conflict with a later write: the last read, and the last reads by a
-// different thread, a different simdgroup and a different threadgroup.
+// Enough accesses that do not conflict with each other to find any conflict with a later one: the last access, and the
+// last ones by a different thread, a different simdgroup and a different threadgroup.
+struct History {
+  Access last[4];
+
+  void add(const Access& access);
+};
+
+// The plain accesses of a granule. One write is enough, because an earlier one that conflicts with it was reported.
 struct Cell {
   Access write;
-  Access read[4];
+  History reads;
+};
 
-  void add_read(const Access& access);
+// Its atomic accesses. They are kept apart, because a thread's own atomic must not hide its plain store from the
+// atomics of other threads.
+struct AtomicCell {
+  History writes, reads;
 };
 
 // kWritten: at any time before. The other two: in this launch.
@@ -55,6 +66,8 @@ struct Region {
 
   // Returns the cells of the granules that [offset, offset + bytes) covers. A small access makes the granules smaller.
   Cell* cells(uint64_t offset, uint32_t bytes, uint32_t* count);
+  // Returns the atomic cells of the same granules. If there was no atomic access yet, returns null or makes them.
+  AtomicCell* atomic_cells(uint64_t offset, bool make);
   void forget();  // marks all bytes as unwritten, for a new threadgroup
   // Sets bits in the flags of a range of bytes. Returns true if all bytes were written before.
   bool mark(uint64_t offset, uint64_t bytes, uint8_t bits);
@@ -76,7 +89,11 @@ struct Region {
   uint8_t* flag(uint64_t offset) { return static_cast<uint8_t*>(flags.data()) + offset; }
 
  private:
+  template <class C>
+  void refine(Pages& cells, uint32_t wanted);
+
   Pages cells_;
+  std::optional<Pages> atomic_cells_;
 };
 
 }  // namespace softmetal

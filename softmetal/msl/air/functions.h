@@ -150,33 +150,33 @@ AIR_FUNCTION bool all(vector<u8, N> v) {
 template <class T>
 AIR_FUNCTION T atomic_load(void* p) {
   T value;
-  sm_note_atomic(p, sizeof(T), 0);
+  sm_note_atomic(p, sizeof(T), SM_ATOMIC_LOAD);
   __atomic_load(static_cast<T*>(p), &value, __ATOMIC_RELAXED);
   return value;
 }
 template <class T>
 AIR_FUNCTION void atomic_store(void* p, T value) {
-  sm_note_atomic(p, sizeof(T), 1);
+  sm_note_atomic(p, sizeof(T), SM_ATOMIC_STORE);
   __atomic_store(static_cast<T*>(p), &value, __ATOMIC_RELAXED);
 }
 template <class T>
 AIR_FUNCTION T atomic_exchange(void* p, T value) {
   T old;
-  sm_note_atomic(p, sizeof(T), 1);
+  sm_note_atomic(p, sizeof(T), SM_ATOMIC_UPDATE);
   __atomic_exchange(static_cast<T*>(p), &value, &old, __ATOMIC_RELAXED);
   return old;
 }
 // `expected` points to the expected value and receives the actual one, which is also the result.
 template <class T>
 AIR_FUNCTION T atomic_compare_exchange(void* p, void* expected, T value) {
-  sm_note_atomic(p, sizeof(T), 1);
+  sm_note_atomic(p, sizeof(T), SM_ATOMIC_UPDATE);
   T* seen = static_cast<T*>(expected);
   __atomic_compare_exchange(static_cast<T*>(p), seen, &value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
   return *seen;
 }
 template <class T, class F>
 AIR_FUNCTION T atomic_update(void* p, T operand, F combine) {
-  sm_note_atomic(p, sizeof(T), 1);
+  sm_note_atomic(p, sizeof(T), SM_ATOMIC_UPDATE);
   T* place = static_cast<T*>(p);
   T old, fresh;
   __atomic_load(place, &old, __ATOMIC_RELAXED);
