@@ -18,7 +18,7 @@ import sysconfig
 import zipfile
 from pathlib import Path
 
-from build_support import softmetal, wheels
+from build_support import pytorch_calls, softmetal, wheels
 from build_support.embed_kernels import write_kernel_sources
 from build_support.macos_symbols import MINIMUM_MACOS, SYSTEM_LIBRARIES, selector_problems, system_symbols
 
@@ -243,6 +243,7 @@ def main() -> None:
     print(f"== {check_api(objects)}", flush=True)
     print(f"== linking {len(objects)} objects against the dylibs of torch 2.13.0 for macOS", flush=True)
     module = link(objects)
+    print(f"== {pytorch_calls.check()}", flush=True)
     wheel = pack(module)
     for name in check_wheel(wheel, module):
         print(f"  {name}")

@@ -35,6 +35,19 @@ WHEELS = {
         "torch-2.13.0-cp311-cp311-macosx_14_0_arm64.whl",
         "e76f9bcecc52b8ff711239a2f7547d5353df95878ab232f0773c1d95928b92f8",
     ),
+    # The other versions that the mps backend supports, for build_support.pytorch_calls.
+    "torch-macos-2.14.1": Wheel(
+        "torch==2.14.1",
+        "macosx_14_0_arm64",
+        "torch-2.14.1-cp311-cp311-macosx_14_0_arm64.whl",
+        "b6074b130fd26bc50f5d171f07dfed70db22dd0c354ab34767729249f9e0f042",
+    ),
+    "torch-macos-2.15.0": Wheel(
+        "torch==2.15.0",
+        "macosx_14_0_arm64",
+        "torch-2.15.0-cp311-cp311-macosx_14_0_arm64.whl",
+        "e808b63d616a43b326e1a5677d45a2e5babe7a8ce27edb03ddb48e7dd9b6d663",
+    ),
     # Apple's Metal SDK as data: enum values, protocols with selectors and type encodings.
     "pyobjc-metal": Wheel(
         "pyobjc-framework-Metal==12.2.2",
