@@ -5,7 +5,9 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 
+#include "csrc/planner/plan.h"
 #include "tests/support/expect.h"
 
 using marlin::test::expect;
@@ -34,4 +36,11 @@ std::string text(const T& value) {
   std::ostringstream stream;
   stream << value;
   return stream.str();
+}
+
+inline marlin::GemmProblem square(uint32_t M, uint32_t N, uint32_t K, uint32_t group_size,
+                                  std::string_view variant = "auto") {
+  marlin::GemmProblem problem{.M = M, .a_row_stride = K, .vector_aligned_a = true, .variant = variant};
+  problem.weight = {.K = K, .N = N, .group_size = group_size, .vector_aligned = true};
+  return problem;
 }

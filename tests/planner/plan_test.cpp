@@ -3,7 +3,6 @@
 #include <random>
 #include <set>
 
-#include "csrc/planner/plan_cache.h"
 #include "plan_checks.h"
 
 using namespace marlin;
@@ -242,12 +241,6 @@ void check_gemm(const GemmProblem& problem, const GpuDevice& device) {
   expect(text(plan_gemm(problem, device)) == chosen, "the same plan twice");
 }
 
-GemmProblem square(uint32_t M, uint32_t N, uint32_t K, uint32_t group_size, std::string_view variant = "auto") {
-  GemmProblem problem{.M = M, .a_row_stride = K, .vector_aligned_a = true, .variant = variant};
-  problem.weight = {.K = K, .N = N, .group_size = group_size, .vector_aligned = true};
-  return problem;
-}
-
 void check_random_problems() {
   std::mt19937 random(0);
   const auto pick = [&](uint32_t from, uint32_t to) { return std::uniform_int_distribution(from, to)(random); };
@@ -343,73 +336,6 @@ void check_stripe_choices() {
   }
 }
 
-uint32_t plans_prepared = 0;
-
-std::string prepare(Plan plan) {
-  ++plans_prepared;
-  return text(plan);
-}
-
-// A new M builds one plan, a known one none; what was used least recently is forgotten; a tuner's table replaces plans.
-void check_cache() {
-  subject = "plan cache";
-  set_tuned({});
-  PlanCache<std::string> cache({}, prepare, 3);
-  const auto find = [&](uint32_t M, std::string_view variant = "auto") {
-    return *cache.find_plan(square(M, 512, 704, 64, variant));
-  };
-  const auto prepared_by = [&](uint32_t M) {
-    const uint32_t before = plans_prepared;
-    expect(find(M) == text(plan_gemm(square(M, 512, 704, 64), {})), "the plan of the product");
-    return plans_prepared - before;
-  };
-  for (uint32_t M : {1U, 2U, 3U})
-    expect(prepared_by(M) == 1, "one plan is built for a new M");
-  for (uint32_t M : {2U, 3U, 1U})
-    expect(prepared_by(M) == 0, "none for a known M");
-  expect(prepared_by(4) == 1 && prepared_by(2) == 1, "the plan used least recently is forgotten");
-  expect(prepared_by(1) == 0 && prepared_by(4) == 0, "and no other");
-  set_tuned({{WeightFormat::uint4b8, ElementType::float16, 64, 704, 512, 1, 4, "single_stage"}});
-  expect(find(4).starts_with("gemm_single_stage_"), "a table replaces known plans");
-  expect(find(4, "gemv").starts_with("gemv_"), "but is for auto only");
-  set_tuned({});
-  expect(prepared_by(4) == 1, "and so does its end");
-}
-
-// Each field of a problem that a plan can depend on makes another key.
-void check_keys() {
-  subject = "plan keys";
-  const auto problem = [] { return square(3, 512, 704, 64); };
-  std::vector<GemmProblem> problems{problem()};
-  const auto vary = [&](auto&& change) { change(problems.emplace_back(problem())); };
-  vary([](GemmProblem& p) { p.M = 4; });
-  vary([](GemmProblem& p) { p.a_row_stride = 708; });
-  vary([](GemmProblem& p) { p.activations = ElementType::bfloat16; });
-  vary([](GemmProblem& p) { p.bias = ElementType::bfloat16; });
-  vary([](GemmProblem& p) { p.has_bias = true; });
-  vary([](GemmProblem& p) { p.vector_aligned_a = false; });
-  vary([](GemmProblem& p) { p.weight.format = WeightFormat::lut4; });
-  vary([](GemmProblem& p) { p.weight.K = 768; });
-  vary([](GemmProblem& p) { p.weight.N = 516; });
-  vary([](GemmProblem& p) { p.weight.group_size = 32; });
-  vary([](GemmProblem& p) { p.weight.scales = ElementType::float32; });
-  vary([](GemmProblem& p) { p.weight.zeros = ElementType::uint8; });
-  vary([](GemmProblem& p) { p.weight.has_perm = true; });
-  vary([](GemmProblem& p) { p.weight.has_global_scale = true; });
-  vary([](GemmProblem& p) { p.weight.global_scale_per_column = true; });
-  vary([](GemmProblem& p) { p.weight.vector_aligned = false; });
-  std::vector<std::string> names(kGemmVariants.begin(), kGemmVariants.end());
-  for (const GemmTile& row : kGemmTiles) {
-    if (row.variant != GemmVariant::two_pass) names.push_back(name(row));
-  }
-  for (const std::string& variant : names)
-    vary([&](GemmProblem& p) { p.variant = variant; });
-  for (size_t i = 0; i < problems.size(); ++i) {
-    for (size_t j = 0; j < problems.size(); ++j)
-      expect((plan_key(problems[i]) == plan_key(problems[j])) == (i == j), "one key for each problem");
-  }
-}
-
 void check_elementwise() {
   for (uint32_t K : {8U, 24U, 4096U}) {
     for (uint32_t N : {1U, 64U, 65U, 4096U}) {
@@ -460,8 +386,6 @@ int main(int argc, char** argv) {
                           {"names", check_names},
                           {"tile refusals", check_tile_refusals},
                           {"stripe choices", check_stripe_choices},
-                          {"cache", check_cache},
-                          {"keys", check_keys},
                           {"elementwise", check_elementwise},
                           {"refusals", check_refusals}},
                          argc, argv);
