@@ -1,4 +1,4 @@
-// The one list of ways to compute a product on a GPU: the kernel variants and the tiles of each.
+// The list of all ways to compute a product on a GPU: the kernel variants, and the tiles of each.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 
 namespace marlin {
 
-// The planner tries them in this order, and of two that cost the same it takes the first.
+// In the order in which the planner tries them. Of two that cost the same it takes the first.
 enum class GemmVariant : uint8_t { gemv, fused, double_buffered, single_stage, striped, two_pass };
 
 inline constexpr std::array<std::string_view, 6> kGemmVariants{"gemv",         "fused",   "double_buffered",
@@ -25,7 +25,7 @@ constexpr std::string_view name(GemmVariant variant) {
 struct GemmTile {
   GemmVariant variant;
   Kernel kernel;
-  TileShape tile;   // outputs of a threadgroup and k of a step; {0, 0, 0} for two_pass
+  TileShape tile;   // M x N outputs per threadgroup, K k per step; {0, 0, 0} for two_pass
   uint32_t stages;  // copies of the tile's operands in threadgroup memory
 };
 
@@ -47,13 +47,13 @@ inline constexpr std::array kGemmTiles{
 #undef MARLIN_GEMV_TILE
 #undef MARLIN_FUSED_TILE
 #undef MARLIN_STAGED_TILE
-static_assert(kGemvMaxRows == 8 && kFusedMaxRows == 32, "the table has a row for each");
+static_assert(kGemvMaxRows == 8 && kFusedMaxRows == 32, "the table lists every number of rows that the kernels have");
 
 inline std::string name(const TileShape& tile) {
   return std::to_string(tile.M) + "x" + std::to_string(tile.N) + "x" + std::to_string(tile.K);
 }
 
-// "double_buffered:128x64x16", or "two_pass": what gemm(variant=) takes for this row.
+// Returns the text that names this row in gemm(variant=): "double_buffered:128x64x16", or "two_pass".
 inline std::string name(const GemmTile& row) {
   std::string text(name(row.variant));
   return row.tile == TileShape{} ? text : text + ":" + name(row.tile);
@@ -71,13 +71,13 @@ inline std::string tile_refusal(const TileShape& tile, ElementType activations, 
          " bytes of threadgroup memory, a threadgroup has at most " + std::to_string(kMaxThreadgroupBytes);
 }
 
-// Whether the tile fits threadgroup memory with such activations.
+// Returns true if the tile fits in threadgroup memory with activations of this type.
 constexpr bool fits(const GemmTile& row, ElementType activations) {
   return row.stages == 0 || tile_threadgroup_bytes(row.tile, activations, row.stages) <= kMaxThreadgroupBytes;
 }
 
-// Whether gemm(variant=) takes this text for such activations: "auto", a variant, or a variant with one of its tiles.
-// A name that is valid here can still be refused for a problem, for example if the tile has more rows than M.
+// Returns true if gemm(variant=) accepts this text for activations of this type: "auto", a variant, or a variant with
+// one of its tiles. A valid name can still be refused for a problem, for example if the tile has more rows than M.
 inline bool is_gemm_variant(std::string_view text, ElementType activations) {
   if (text == "auto" || std::ranges::find(kGemmVariants, text) != kGemmVariants.end()) return true;
   return std::ranges::any_of(kGemmTiles,

@@ -1,5 +1,5 @@
-// The table of weight formats: what a 4-bit code means, how scales are coded, which tensors a format takes.
-// The checks, Python and the docs read it.
+// The table of weight formats: what a 4-bit code means, how scales are coded, and which tensors a format takes. The
+// argument checks, the Python package and the docs all use it.
 #pragma once
 
 #include <array>
@@ -30,7 +30,7 @@ struct WeightFormatInfo {
   ZerosRole zeros_role;
   bool has_global_scale;
   bool has_lut;
-  int64_t fixed_group_size;  // 0: any of kGroupSizes, or K
+  int64_t fixed_group_size;  // 0 if any of kGroupSizes, or K, is allowed
 };
 
 inline constexpr std::array<WeightFormatInfo, kWeightFormatCount> kWeightFormats{{
@@ -50,7 +50,7 @@ constexpr const WeightFormatInfo& info(WeightFormat format) {
   return kWeightFormats[static_cast<size_t>(format)];
 }
 
-// E2M1 by code: sign, two exponent bits (bias 1), one mantissa bit (OCP MX v1.0, 5.3.3).
+// The E2M1 value of each code: sign, two exponent bits (bias 1), one mantissa bit (OCP MX v1.0, 5.3.3).
 inline constexpr std::array<float, 16> kE2M1Values{0.F,  0.5F,  1.F,  1.5F,  2.F,  3.F,  4.F,  6.F,
                                                    -0.F, -0.5F, -1.F, -1.5F, -2.F, -3.F, -4.F, -6.F};
 

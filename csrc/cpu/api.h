@@ -14,14 +14,14 @@ struct PackedWeight {
   WeightFormat format;
   int64_t K;
   int64_t N;
-  int64_t group_size;       // a multiple of 8, at most K; K itself is one group
+  int64_t group_size;       // a multiple of 8, at most K; if it is K, there is one group
   const uint32_t* words;    // [K/8, N]
   const void* scales;       // [G, N]
   ElementType scales_type;  // uint8 for the coded scales of nvfp4 and mxfp4
   const void* zeros;        // [G, N] or nullptr
   ElementType zeros_type;
   const float* global_scale;    // nullptr, or fp32 at [n * global_scale_stride]
-  int64_t global_scale_stride;  // 0: one value for all columns; 1: per column
+  int64_t global_scale_stride;  // 0 for one value, 1 for a value per column
   const float* lut;             // fp32 [16] or nullptr
 };
 
@@ -29,7 +29,7 @@ struct GemmArguments {
   PackedWeight weight;
   int64_t M;
   const void* a;         // [M, K], unit stride in k
-  ElementType a_type;    // also the output's
+  ElementType a_type;    // also the type of out
   int64_t a_row_stride;  // in elements; may be 0
   const int32_t* perm;   // nullptr, or [K]: packed row j multiplies a[m, perm[j]]
   const void* bias;      // nullptr or [N]
@@ -44,23 +44,22 @@ struct DequantizeArguments {
   ElementType out_type;
 };
 
-// Runs body(begin, end) over disjoint ranges that cover [0, count), possibly on several threads. The torch glue passes
-// PyTorch's threads, a plain C++ test a loop.
+// Runs body(begin, end) over disjoint ranges that cover [0, count), possibly on several threads. The operators pass
+// PyTorch's thread pool; C++ tests pass a plain loop.
 using Body = std::function<void(int64_t begin, int64_t end)>;
 struct Parallel {
   int num_threads;
   std::function<void(int64_t count, int64_t grain, const Body& body)> run;
 };
 
-// The caller's choice for fp32 matrix products: `highest` keeps the error of every kernel in the class of fp32,
-// `reduced` allows fp32 activations to be split into two bf16 parts or three bytes. It does not affect 16-bit
-// activations.
+// The precision that the caller wants for fp32 activations. With `highest` every kernel is as exact as fp32. `reduced`
+// allows activations to be split into two bf16 terms or three bytes. 16-bit activations are not affected.
 enum class Float32Precision : int32_t { highest, reduced };
 
 void gemm(const GemmArguments& arguments, const Parallel& parallel, Float32Precision precision);
 void dequantize(const DequantizeArguments& arguments, const Parallel& parallel);
 
-// Row j of the result is row perm[j] of the source; without perm the result is a copy.
+// Row j of the result is row perm[j] of the source. If perm is nullptr, the result is a copy.
 void gptq_repack(const uint32_t* qweight, const int32_t* perm, int64_t K, int64_t N, uint32_t* out,
                  const Parallel& parallel);
 void awq_repack(const uint32_t* qweight, int64_t K, int64_t N, uint32_t* out, const Parallel& parallel);

@@ -33,8 +33,8 @@ struct Cpuid {
   explicit Cpuid(uint32_t leaf, uint32_t subleaf = 0) { __get_cpuid_count(leaf, subleaf, &eax, &ebx, &ecx, &edx); }
 };
 
-// Returns XCR0: the register state that the operating system saves on a context switch. Instructions on registers that
-// it does not save fault.
+// Returns XCR0, which says what register state the operating system saves on a context switch. An instruction that uses
+// a register outside that state faults.
 uint64_t enabled_state() {
   if ((Cpuid(1).ecx & bit_OSXSAVE) == 0) return 0;
   uint32_t low = 0, high = 0;
@@ -80,7 +80,7 @@ Detected detect() {
   if (found.available.size() == 3 && amx && bf16 && amx_kernels(1) != nullptr && request_tiles()) {
     found.available.push_back(Isa::amx);
   }
-  // AMD's cores start two bf16 dot products a cycle. Intel's run them at half the rate of fp32 multiply-adds.
+  // AMD's cores start two bf16 dot products per cycle. Intel's run them at half the rate of fp32 multiply-adds.
   found.fast_bf16_dot = bf16 && vendor.ebx == signature_AMD_ebx;
   return found;
 }

@@ -9,24 +9,24 @@ namespace marlin::cpu {
 enum class Isa : int { portable, avx2, avx512, amx, neon };
 
 struct Capability {
-  Isa isa;                            // what the kernels use
+  Isa isa;                            // the family that the kernels use
   std::string reason;                 // one sentence: detected, or forced by TORCH_MARLIN_METAL_CPU_ISA
-  std::vector<std::string> features;  // CPU features that matter to the kernels and that the OS has enabled
+  std::vector<std::string> features;  // the CPU features that kernels can use and that the OS has enabled
   std::vector<Isa> available;         // families that can be forced on this machine
 };
 
-// What the machine offers; the environment does not change it.
+// What the machine offers, whatever TORCH_MARLIN_METAL_CPU_ISA says.
 struct Detected {
   std::vector<std::string> features;
   std::vector<Isa> available{Isa::portable};  // from the slowest to the fastest
-  bool fast_bf16_dot = false;                 // bf16 dot products run faster than fp32 ones
+  bool fast_bf16_dot = false;                 // bf16 dot products are faster than fp32 multiply-adds
   bool byte_dot = false;                      // the CPU has integer dot products of bytes
 };
 
 const Detected& detected();
 
-// Decided once per process. Throws std::runtime_error if TORCH_MARLIN_METAL_CPU_ISA names a family that is unknown or
-// that this machine does not have.
+// Returns the capability, which is decided once per process. Throws std::runtime_error if TORCH_MARLIN_METAL_CPU_ISA
+// names a family that is unknown or that this machine does not have.
 const Capability& capability();
 
 const char* isa_name(Isa isa);

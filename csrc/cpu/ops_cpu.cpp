@@ -1,4 +1,4 @@
-// The CPU backend's torch glue: tensors in, plain pointers to the kernels, tensors out.
+// The GEMM operators for the CPU: checks tensors, passes plain pointers to the kernels, and returns tensors.
 #include <ATen/Context.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -16,7 +16,7 @@
 namespace marlin::cpu {
 namespace {
 
-// Contiguous tensors that outlive the kernel call. Only strided inputs are copied.
+// Keeps contiguous tensors alive during the kernel call. Only inputs that are not contiguous are copied.
 struct StoredWeight {
   Tensor b_packed, scales, zeros, global_scale, lut, perm;
   PackedWeight view;
@@ -58,7 +58,8 @@ struct StoredWeight {
     });
   }
 
-  // Only the range is checked, because an index outside it would read memory that is not the tensor's.
+  // Checks the range of the indices, because an index outside it would read memory outside the tensor. Repeated indices
+  // are harmless.
   static void check_perm_range(const char* op, const int32_t* perm, int64_t K) {
     uint32_t largest = 0;
     for (int64_t k = 0; k < K; ++k)
@@ -68,8 +69,9 @@ struct StoredWeight {
   }
 };
 
-// at::Context::float32MatmulPrecision() throws if a program has set the precision of a single backend. Asking for
-// mkldnn, PyTorch's backend for products on the CPU, is safe, and torch.set_float32_matmul_precision sets it too.
+// at::Context::float32MatmulPrecision() throws if a program has set the precision of a single backend. The precision of
+// mkldnn, PyTorch's backend for matrix products on the CPU, can always be read, and torch.set_float32_matmul_precision
+// sets it too.
 Float32Precision precision_for(ElementType a_type) {
   if (a_type != ElementType::float32) return Float32Precision::highest;
   const auto asked = at::globalContext().float32Precision(at::Float32Backend::MKLDNN, at::Float32Op::MATMUL);
@@ -116,7 +118,7 @@ Tensor dequantize_cpu(const Tensor& b_packed, const Tensor& scales, c10::string_
   const int32_t* order = weight.perm_data("dequantize");
   const std::array<int64_t, 2> sizes{weight.view.K, weight.view.N};
   const auto options = scales.options().dtype(dtype);
-  // A perm with repeated indices leaves rows out; those are zero.
+  // A perm with repeated indices leaves some rows unwritten, so they are zeroed first.
   Tensor out = StoredWeight::repeats(order, weight.view.K) ? at::zeros(sizes, options) : at::empty(sizes, options);
   cpu::dequantize({weight.view, order, out.mutable_data_ptr(), element_type(out)}, at_parallel());
   return out;

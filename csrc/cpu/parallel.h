@@ -1,4 +1,4 @@
-// The threads that the CPU glue gives to the kernels: PyTorch's own.
+// Runs the CPU kernels on PyTorch's own thread pool.
 #pragma once
 
 #include <ATen/EmptyTensor.h>
@@ -9,9 +9,9 @@
 
 namespace marlin::cpu {
 
-// at::parallel_for is a header template: compiled without PyTorch's OpenMP flags, it runs on one thread.
-// TensorIterator::for_each reaches the copy that is compiled into PyTorch. It iterates over a tensor of bytes, and the
-// address of a byte gives the index.
+// at::parallel_for is a header template. Compiled here, without PyTorch's OpenMP flags, it would use one thread.
+// TensorIterator::for_each is compiled into PyTorch and uses all of them. It iterates over a tensor of `count` bytes;
+// the address of a byte gives the index.
 inline void torch_parallel_for(int64_t count, int64_t grain, const Body& body) {
   if (count <= grain || at::get_num_threads() == 1 || at::in_parallel_region()) {
     if (count > 0) body(0, count);

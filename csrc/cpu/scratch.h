@@ -1,4 +1,5 @@
-// Working memory that a thread keeps between calls: page faults would cost a call of some 100 us too much.
+// Working memory that a thread keeps between calls. Allocating it in each call would cause page faults, which are too
+// slow for calls that take about 100 us.
 #pragma once
 
 #include <cstddef>
@@ -15,14 +16,14 @@ class Scratch {
   T* get(int64_t count) {
     const size_t bytes = static_cast<size_t>(count) * sizeof(T);
     if (bytes > size_) {
-      trim(0);  // if the allocation fails, no later call takes an empty block for one of the old size
+      trim(0);  // resets size_, so that it is right if the allocation throws
       data_.reset(static_cast<std::byte*>(::operator new(bytes, kAlignment)));
       size_ = bytes;
     }
     return reinterpret_cast<T*>(data_.get());
   }
 
-  // Frees the memory if it is larger than a thread should keep.
+  // Frees the memory if it is larger than `bytes`.
   void trim(size_t bytes) {
     if (size_ > bytes) {
       data_.reset();

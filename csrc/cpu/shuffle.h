@@ -1,5 +1,4 @@
-// Shuffles of 128-bit vectors in the compiler's own vector types, for code that is compiled for the baseline of every
-// CPU.
+// Shuffles 128-bit vectors with the compiler's built-in vector types, which work on every CPU without intrinsics.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +8,7 @@ namespace marlin::cpu {
 
 using Words __attribute__((vector_size(16))) = uint32_t;
 
-// Element i of the result is element index[i] of a, then b.
+// Element i of the result is element index[i] of the concatenation of a and b.
 template <int... index, class Vector>
 Vector shuffle(Vector a, Vector b) {
 #if defined(__clang__)
@@ -19,7 +18,7 @@ Vector shuffle(Vector a, Vector b) {
 #endif
 }
 
-// Transposes four rows of four 32-bit elements.
+// Transposes a 4 x 4 block of 32-bit elements.
 template <class Element>
 void transpose_4x4(const Element* from, int64_t ld_from, Element* to, int64_t ld_to) {
   static_assert(sizeof(Words) == 4 * sizeof(Element));

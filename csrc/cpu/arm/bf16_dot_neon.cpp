@@ -1,5 +1,5 @@
-// Bf16 products with FEAT_BF16: bfdot for one row, and for more rows bfmmla, which does twice as much. Codes are exact
-// in bf16. An activation is a sum of bf16 parts: one for bf16, three for fp32. The instructions flush subnormals and
+// Products with FEAT_BF16: bfdot for one row, and for more rows bfmmla, which does twice the work. Codes are exact in
+// bf16. An activation is a sum of bf16 terms ("parts"): bf16 has one, fp32 three. The instructions flush subnormals and
 // may round to odd, so activations outside 2^-96 .. 2^120 are left to the fp32 kernels.
 #include <algorithm>
 #include <utility>
@@ -24,18 +24,18 @@ namespace marlin::cpu {
 
 namespace {
 
-// The same vectors under a name of their own: nothing here may share a symbol with code for plain NEON.
+// Neon under another name, so that no template instance here shares a symbol with code for plain NEON.
 struct NeonBf16 : Neon {};
 
 using V = NeonBf16;
 
-// A vector of words as operands of four products: [even k, odd k][columns 0 and 1, columns 2 and 3], each with four k
-// of two columns.
+// The codes of a vector of four words, as operands of four instructions: [even k, odd k][columns 0 and 1, columns 2 and
+// 3]. Each operand holds four k of two columns.
 struct Operands {
   bfloat16x8_t of[2][2];
 };
 
-// Looks codes up: the upper and the lower bytes of their bf16 numbers are in two tables.
+// Looks up the bf16 values of codes, in one table for the upper bytes and one for the lower bytes.
 class Table {
  public:
   explicit Table(const float* values) {
@@ -72,7 +72,7 @@ template <int C>
     __builtin_prefetch(ahead + i, 0, 2);
 }
 
-// One row. x is [k/8, even and odd, part]: four bf16.
+// For one row. s.x is [k/8][even or odd k][part], each element four bf16.
 template <int parts, int C>
 void dot_step(const Step& s) {
   const Table table(s.values);
@@ -102,7 +102,7 @@ void dot_step(const Step& s) {
   });
 }
 
-// x is [k/8, even and odd, pair of rows]: four bf16 of each row.
+// For several rows. s.x is [k/8][even or odd k][pair of rows], each element four bf16 of each of the two rows.
 template <int R, int C>
 void matrix_step(const Step& s) {
   constexpr int kPairs = (R + 1) / 2;
@@ -154,7 +154,8 @@ bool pack_row(const PackRow& p) {
   return good;
 }
 
-// An odd last row is paired with undefined values, which is harmless: the rows of a product do not mix.
+// If the number of rows is odd, the last row is paired with undefined values. That is harmless, because the rows of a
+// product do not mix.
 bool pack_pairs(const PackRow& p) {
   uint16_t bits[1][kChunk];
   const bool good = split_bf16<1>(p.values, p.count, bits);

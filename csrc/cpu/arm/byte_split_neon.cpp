@@ -1,4 +1,4 @@
-// Products of split activations with FEAT_DotProd: codes as signed bytes, sixteen products by one instruction.
+// Products of split activations with FEAT_DotProd. Codes are signed bytes. One instruction computes sixteen products.
 #include <algorithm>
 #include <utility>
 
@@ -21,7 +21,7 @@ namespace marlin::cpu {
 
 namespace {
 
-// The same vectors under a name of their own: nothing here may share a symbol with code for plain NEON.
+// Neon under another name, so that no template instance here shares a symbol with code for plain NEON.
 struct NeonDot : Neon {
   using Bytes = int8x16_t;
   using Sums = int32x4_t;

@@ -1,5 +1,5 @@
-// Activations as sums of bf16 parts and codes as bf16 tables, for the kernels that multiply in bf16. They include this
-// after the ISA pragma; everything here has internal linkage.
+// For the kernels that multiply in bf16: splits activations into sums of bf16 terms ("parts"), and makes tables of
+// codes in bf16. Included after the ISA pragma, so everything here has internal linkage.
 #pragma once
 
 #if defined(__x86_64__)
@@ -14,20 +14,20 @@ namespace {
 
 #if defined(__x86_64__)
 // Makes the table for vpermw, which looks up each 16-bit half of a lane. A word shifted by 4j has nibbles j and j + 4
-// at the bottom of its halves, so one look-up gives the bf16 of two codes. vpermw reads five index bits, of which the
-// fifth belongs to the next nibble: the table is there twice.
+// at the bottom of its halves, so one look-up gives the bf16 values of two codes. vpermw reads five index bits; the
+// fifth belongs to the next nibble, so the table holds all 16 entries twice.
 [[gnu::always_inline]] inline __m512i bf16_table(__m512i upper_halves) {
   return _mm512_broadcast_i64x4(_mm512_cvtepi32_epi16(_mm512_srli_epi32(upper_halves, 16)));
 }
 #endif
 
-// The bf16 instructions flush subnormal products and sums. Codes are 2^-6 or more, so for activations from here on what
-// is flushed is less than 2^-24 of the smallest product.
+// The bf16 instructions flush subnormal products and sums. Non-zero codes are at least 2^-6. With activations of at
+// least kMinActivation, what is flushed is therefore less than 2^-24 of the smallest product.
 constexpr uint32_t kMinActivation = (127U - 96U) << 23;
 constexpr uint32_t kActivationEnd = (127U + 120U) << 23;
 
-// Splits values[k] into the sum of bits[part][k], which is exact if 8 bits for each part suffice. Returns false if a
-// value is too small for the instructions or so large that a part could overflow.
+// Splits values[k] into the sum over parts of bits[part][k]. The sum is exact if values[k] has at most 8 * parts
+// significant bits. Returns false if a value is too small for the instructions, or so large that a part could overflow.
 template <int parts>
 bool split_bf16(const float* values, int count, uint16_t (&bits)[parts][kChunk]) {
   uint32_t out_of_range = 0;

@@ -1,4 +1,5 @@
-// How a product is divided: ranges of rows, columns and K, packed activations, and the order of the prefetches.
+// How a product is divided into ranges of rows, columns and K; how packed activations are laid out; and in which order
+// words are prefetched.
 #pragma once
 
 #include <algorithm>
@@ -21,18 +22,18 @@ inline Range part(int64_t count, int64_t parts, int64_t index) {
   return {count * index / parts, count * (index + 1) / parts};
 }
 
-// The packed activations of a pass: values [chunk][row block][kChunk, rows of the block], and the sums of each segment
-// [chunk][segment][row].
+// The packed activations of a pass, [chunk][row block][kChunk, rows of the block], and their sums over each segment,
+// [chunk][segment][row]. kernel_table.h defines chunk and segment.
 struct Activations {
   int64_t rows;
   int64_t row_blocks;
-  int64_t segments;   // of a chunk
-  int64_t row_bytes;  // one row of one chunk
+  int64_t segments;   // per chunk
+  int64_t row_bytes;  // of one row of one chunk
   char* values;
   float* sums;
 
-  const int64_t* starts;  // [row_blocks + 1]: the first row of each block, then the number of rows
-  int64_t pitch;          // rows between the blocks in memory
+  const int64_t* starts;  // [row_blocks + 1]: the first row of each block, and at the end the number of rows
+  int64_t pitch;          // rows from the start of a block to the start of the next
 
   Range block(int64_t index) const { return {starts[index], starts[index + 1]}; }
   char* block_values(int64_t chunk, int64_t index) const {
@@ -41,9 +42,9 @@ struct Activations {
   float* segment_sums(int64_t chunk, int64_t segment) const { return sums + (chunk * segments + segment) * rows; }
 };
 
-inline constexpr int64_t kColumnsAhead = 512;  // prefetch distance: 32 KB of a whole chunk's words
+inline constexpr int64_t kColumnsAhead = 512;  // prefetch distance; a chunk's words of this many columns take 32 KB
 
-// The strips of a block, chunk after chunk, ahead of the products.
+// Walks through the words of a task's strips, chunk after chunk, kColumnsAhead columns ahead of the products.
 class WordsAhead {
  public:
   WordsAhead(const PackedWeight& w, const Range& strips, const Range& chunks, int64_t strip)
@@ -55,7 +56,7 @@ class WordsAhead {
     for (int64_t columns = strip; columns < kColumnsAhead; columns += strip)
       next();
   }
-  // Returns the words of the next strip; at the end of the task, those of the last chunk again.
+  // Returns the words of the next strip. After the task's last chunk, returns the words of that chunk again.
   const uint32_t* next() {
     if (++at_ == strips_) {
       at_ = 0;

@@ -1,6 +1,6 @@
-// Activations as three signed bytes each: a whole number of 23 bits, in units of a power of two that the largest
-// activation of a segment fixes. What is lost is at most 2^-22 of the largest: low bits of fp32 activations, and of
-// 16-bit ones that are below 2^-11 (fp16) or 2^-14 (bf16) of the largest.
+// Splits each activation into three signed bytes, which together hold an integer of 23 bits. Its unit is a power of two
+// that depends on the largest activation of the segment. The error is at most 2^-22 of that largest activation. So fp32
+// activations lose low bits, and 16-bit ones do if they are below 2^-11 (fp16) or 2^-14 (bf16) of the largest.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,8 @@
 namespace marlin::cpu {
 
 inline constexpr int kSplitBytes = 3;
-// Numbers for each row and segment before the bytes: the unit, and the sum over k of each of the three bytes.
+// Each row of a segment has a header of four numbers: the unit, and the sums over k of the first, second and third
+// byte.
 inline constexpr int kSegmentHeader = kSplitBytes + 1;
 inline constexpr int kMaxSegments = kChunk / 16;  // the smallest group is 16, unless K itself is smaller
 
@@ -23,13 +24,14 @@ struct SplitSegment {
   int8_t bytes[kSplitBytes][kChunk];
 };
 
-// Finds the unit of a segment and 1 / unit from the bits of its largest magnitude. Returns false if the largest is not
-// finite or lies outside 2^-100 .. 2^120. Here and below V keeps instances for different instruction sets apart.
+// Finds the unit of a segment, and units = 1 / unit, from the bits of the largest magnitude. Returns false if the
+// largest is not finite or lies outside 2^-100 .. 2^120. Here and below, V gives the instances for different
+// instruction sets different symbols.
 template <class V>
 bool find_unit(uint32_t largest, float& unit, float& units) {
   constexpr uint32_t kMin = (127U - 100U) << 23, kEnd = (127U + 120U) << 23;
   if (largest != 0 && (largest < kMin || largest >= kEnd)) return false;
-  // The largest is 2^21 units or more, and less than 2^22.
+  // The largest activation is at least 2^21 units and less than 2^22.
   const uint32_t exponent = largest >> 23;
   unit = largest == 0 ? 0.F : std::bit_cast<float>((exponent - 21) << 23);
   units = largest == 0 ? 0.F : std::bit_cast<float>((2 * 127 + 21 - exponent) << 23);
@@ -46,7 +48,7 @@ bool split_segment(const float* values, int count, SplitSegment& split) {
   if (!find_unit<V>(largest, split.unit, units)) return false;
   int32_t sums[kSplitBytes] = {};
   for (int k = 0; k < count; ++k) {
-    constexpr float kWhole = 0x1.8p23F;  // adding it leaves the nearest whole number in the low bits
+    constexpr float kWhole = 0x1.8p23F;  // adding this leaves the nearest integer in the low bits
     const int32_t whole = std::bit_cast<int32_t>(values[k] * units + kWhole) - std::bit_cast<int32_t>(kWhole);
     const auto low = static_cast<int8_t>(whole);
     const int32_t rest = (whole - low) >> 8;
@@ -63,8 +65,8 @@ bool split_segment(const float* values, int count, SplitSegment& split) {
   return true;
 }
 
-// 32-bit operands for `rows` rows and 8 k, each of four k: the even and the odd k of each of the three bytes. Rounded
-// up to whole loads of `operands_per_load`.
+// Returns the number of 32-bit operands for 8 k of `rows` rows. An operand holds one of the three bytes of four k, even
+// or odd. The number is rounded up to a multiple of `operands_per_load`.
 template <int operands_per_load>
 constexpr int operands_of(int rows) {
   return static_cast<int>(round_up(2 * kSplitBytes * rows, operands_per_load));
@@ -75,7 +77,8 @@ constexpr int split_row_bytes() {
   return 4 * (kSegmentHeader * kMaxSegments + operands_of<operands_per_load>(1) * kChunk / 8);
 }
 
-// Packs to [segment][kSegmentHeader, rows], then [k/8][even and odd, byte, rows].
+// Packs one row of a chunk. The headers come first, [segment][kSegmentHeader, rows]; the bytes follow,
+// [k/8][even or odd k][byte][rows].
 template <class V, int operands_per_load>
 bool pack_split(const PackRow& p) {
   auto* header = static_cast<int32_t*>(p.out) + p.row;

@@ -1,8 +1,8 @@
-// The products of split activations (byte_split.h) with codes as bytes, written once over a vector policy V. Sums of
-// products are exact in 32 bits. Included after the ISA pragma. Beside the vectors of vec_*.h, V has:
-//   Bytes, Sums        vectors of bytes and of 32-bit sums; set_sums and to_float
-//   kE2M1Offset        twice an E2M1 number plus this is a byte as the products take it
-//   kOperandsPerLoad   32-bit operands that one load takes
+// Multiplies split activations (byte_split.h) by codes as bytes, for any vector policy V. Sums of products are exact in
+// 32 bits. Included after the ISA pragma. Beside what vec_*.h defines, V has:
+//   Bytes, Sums        vectors of bytes and of 32-bit sums, with set_sums and to_float
+//   kE2M1Offset        is added to twice an E2M1 value, so that the byte has the sign that the instruction wants
+//   kOperandsPerLoad   the number of 32-bit operands per load
 //   nibbles, load_table, look_up
 //   add_products       adds the products of a range of k
 #pragma once
@@ -14,7 +14,7 @@
 
 namespace marlin::cpu {
 
-// Even and odd codes of packed words as bytes. A byte stands for (byte - offset) * unit.
+// Decodes the even or the odd codes of packed words to bytes. A byte stands for the value (byte - offset) * unit.
 template <class V, CodeKind codes>
 class CodeBytes {
  public:
@@ -42,12 +42,12 @@ class CodeBytes {
   int offset_;
 };
 
-// What the products of the next 8 k read.
+// The addresses that the products of the next 8 k read.
 template <class V, int R>
 struct SplitOperands {
   const uint32_t* words;
   const uint32_t* ahead;
-  const int32_t* x;  // [even and odd, byte, R]
+  const int32_t* x;  // [even or odd k, byte, R]
   int64_t ld_words;
 
   [[gnu::always_inline]] void advance() {

@@ -1,5 +1,5 @@
-// Scalar conversions and code tables. Included before any ISA pragma, so that the functions are compiled for the
-// baseline and no wider instruction can leak through a shared symbol. Inlined, they are vectorised for their caller.
+// Scalar conversions and code tables. They are included before any ISA pragma: compiled for the baseline, they cannot
+// leak wider instructions through a shared symbol. Where they are inlined, they use the caller's instructions.
 #pragma once
 
 #include <algorithm>
@@ -29,7 +29,7 @@ inline uint16_t float_to_half(float f) {
   const uint32_t magnitude = bits & 0x7FFFFFFFU;
   if (magnitude > 0x7F800000U) return static_cast<uint16_t>(sign | 0x7E00U);
   if (magnitude >= 0x477FF000U) return static_cast<uint16_t>(sign | 0x7C00U);
-  if (magnitude < 0x38800000U) {  // below 2^-14: the last bit of the sum is 2^-24, so the FPU does the rounding
+  if (magnitude < 0x38800000U) {  // below 2^-14; the sum's last bit is 2^-24, so the addition rounds as needed
     const float sum = std::bit_cast<float>(magnitude) + 0.5F;
     return static_cast<uint16_t>(sign | (std::bit_cast<uint32_t>(sum) - 0x3F000000U));
   }
@@ -78,7 +78,7 @@ inline float load_element(const void* data, ElementType type, int64_t index) {
   }
 }
 
-// Returns the number of each code, before scale and zero point.
+// Returns the value of each code, before scale and zero point.
 inline std::array<float, 16> code_values(WeightFormat format, const float* lut) {
   std::array<float, 16> values{};
   for (int q = 0; q < 16; ++q) {
@@ -102,7 +102,7 @@ inline std::array<float, 16> code_values(WeightFormat format, const float* lut) 
 // which flush subnormals, would lose bits of a code (bf16_parts.h), or if a code is not finite or close to overflow.
 inline int bf16_parts_of_codes(const std::array<float, 16>& values) {
   bool exact = true;
-  uint32_t smallest = ~0U, largest = 0;  // bits, in which NaN is the largest
+  uint32_t smallest = ~0U, largest = 0;  // compared as bits, so that NaN is the largest
   for (const float value : values) {
     const uint32_t magnitude = std::bit_cast<uint32_t>(value) & 0x7FFFFFFFU;
     exact = exact && (magnitude & 0xFFFFU) == 0;

@@ -1,5 +1,5 @@
-// The matrix product: packs the activations, loops over chunks of K and inside each over strips of columns, and calls a
-// MatrixKernel for the arithmetic.
+// The matrix product: packs the activations, loops over chunks of K and, in each chunk, over strips of columns, and
+// calls a MatrixKernel for the arithmetic. kernel_table.h defines chunk, strip and segment.
 #include "csrc/cpu/gemm/gemm.h"
 
 #include <algorithm>
@@ -16,7 +16,7 @@ namespace marlin::cpu {
 
 namespace {
 
-constexpr size_t kKeepBytes = size_t{8} << 20;  // packed activations that a calling thread keeps
+constexpr size_t kKeepBytes = size_t{8} << 20;  // a calling thread keeps at most this much scratch memory per buffer
 
 const MatrixKernel& matrix_kernel(const Plan& plan, const KernelSet& kernels) {
   switch (plan.kernel) {
@@ -60,8 +60,8 @@ class Gemm {
         group_(std::min<int64_t>(w_.group_size, kChunk)),
         segment_(matrix_.scaled_panel ? kChunk : group_) {}
 
-  // Runs one of the plan's passes. Returns false if the kernel cannot represent an activation or a scale; the rows then
-  // need another plan.
+  // Runs one of the plan's passes. Returns false if the kernel cannot represent an activation or a scale; the pass must
+  // then be repeated with another plan.
   bool run_pass(int64_t pass, const Parallel& parallel) {
     static thread_local Scratch values_scratch, sums_scratch, starts_scratch, partial_scratch;
     Activations x{};
@@ -80,8 +80,8 @@ class Gemm {
     x.values = values_scratch.get<char>(chunks_ * x.row_blocks * x.pitch * x.row_bytes);
     x.sums = sums_scratch.get<float>(chunks_ * x.segments * x.rows);
     representable_ = true;
-    // Below some 8k elements the fork and join cost more than the packing. Chunks are innermost, so that a thread reads
-    // its rows from front to back.
+    // For fewer than about 8192 elements, starting threads costs more than the packing. Chunks are innermost, so that a
+    // thread reads its rows from front to back.
     const int64_t grain = std::max<int64_t>(1, (int64_t{1} << 13) / (kChunk * ceil_divide(x.rows, x.row_blocks)));
     parallel.run(chunks_ * x.row_blocks, grain, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
@@ -165,7 +165,7 @@ class Gemm {
     const int64_t columns = block_strips * plan_.strip;
     float* y = y_scratch.get<float>(block_step * plan_.max_rows * columns);
     float* scales = scale_scratch.get<float>(2 * groups() * columns);
-    // The words of a strip that reaches beyond N, then two decoded panels.
+    // The scratch memory holds a padded copy of the words of the last strip, if that reaches beyond N, and two panels.
     const int64_t tail = kChunk / 8 * plan_.strip * int64_t{sizeof(uint32_t)};
     char* scratch = panel_scratch.get<char>(tail + 2 * matrix_.panel_bytes);
     auto* tail_words = reinterpret_cast<uint32_t*>(scratch);
@@ -219,9 +219,9 @@ class Gemm {
   // Returns the number of groups in a chunk.
   int64_t groups() const { return ceil_divide(int64_t{kChunk}, group_); }
 
-  // Loads the scales, then the zeros, of the groups of a chunk: two arrays [group, columns of the strips], 0 beyond N.
-  // For a scaled panel the second is the global scale, [columns of the strips]. Returns the first group of the chunk;
-  // loads nothing if that is already `loaded`.
+  // Loads the scales and the zeros of a chunk's groups, as two arrays [group, columns of the strips] with zeros beyond
+  // N. For a scaled panel the second array is the global scale, [columns of the strips]. Returns the first group of the
+  // chunk; loads nothing if `loaded` is that group.
   int64_t load_chunk_scales(int64_t chunk, const Range& strips, int64_t loaded, float* scales) {
     const int64_t k0 = chunk * kChunk;
     const int64_t first = k0 / w_.group_size;
@@ -246,7 +246,7 @@ class Gemm {
     return first;
   }
 
-  // Returns the step of a chunk for one strip, complete but for the row block.
+  // Returns the step for one strip of a chunk. The caller sets the row block.
   Step of_strip(Step step, int64_t strip, int64_t chunk, const Range& strips, const uint32_t* ahead,
                 uint32_t* tail_words) const {
     step.words = w_.words + chunk * (kChunk / 8) * w_.N + strip * plan_.strip;
@@ -269,7 +269,7 @@ class Gemm {
   struct Panels {
     float* of_this;
     float* of_next;
-    bool decoded = false;  // of_this has been filled beside the step before
+    bool decoded = false;  // the step before has already filled of_this
   };
 
   void run_strip(const Activations& x, const Range& blocks, int64_t chunk, Step step, const Step* next, Panels& panels,
@@ -343,7 +343,7 @@ class Gemm {
   const std::array<float, 16> values_;
   const int64_t chunks_;
   const int64_t strips_;
-  const int64_t group_;    // k of the part of a group inside a chunk
+  const int64_t group_;    // the group size, or kChunk if that is smaller
   const int64_t segment_;  // k that a kernel sums before it applies scales
   std::atomic<bool> representable_{true};
 };

@@ -1,4 +1,5 @@
-// The operators on a machine that the caller names, so that tests and benchmarks can run every family of this CPU.
+// Variants of the functions in api.h that take the instruction-set family as an argument, so that tests and benchmarks
+// can run every family that this CPU has.
 #pragma once
 
 #include "csrc/cpu/api.h"

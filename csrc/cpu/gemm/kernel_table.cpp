@@ -16,7 +16,7 @@ const KernelSet* kernels_of(Isa isa) {
   }
 }
 
-// The families that this build has no code for.
+// What this build has no code for.
 #if !defined(__x86_64__)
 const KernelSet* avx2_kernels() {
   return nullptr;

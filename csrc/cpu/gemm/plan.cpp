@@ -9,28 +9,29 @@ namespace marlin::cpu {
 
 namespace {
 
-constexpr int64_t kPassRows = 512;          // bounds the packed activations: 8 MB of fp32 at K = 4096
-constexpr int64_t kBlockBytes = 256 << 10;  // fp32 results of a task: a quarter of a 1 MB second-level cache
+constexpr int64_t kPassRows = 512;          // limits the packed activations to 8 MB of fp32 at K = 4096
+constexpr int64_t kBlockBytes = 256 << 10;  // of fp32 results per block: a quarter of a 1 MB second-level cache
 constexpr int64_t kBlockRows = 128;
-// A tile has 16 rows. With fewer than five of them in use, split bytes are as fast: at four rows they took 0.85 to 1.07
-// of the tiles' time (Intel Xeon, 2 MB of L2, two threads).
+// An AMX tile has 16 rows. If fewer than five are in use, the byte_split kernels are as fast: at four rows they took
+// 0.85 to 1.07 of the time of AMX (Intel Xeon, 2 MB of L2, two threads).
 constexpr int64_t kAmxMinRows = 5;
-// Groups of 16 leave half of each tile product empty and are scaled twice as often. With three products for each fp32
-// activation, tiles pay only from seven rows on.
+// Groups of 16 leave half of each tile product empty and are scaled twice as often. An fp32 activation needs three tile
+// products, so AMX pays only from seven rows on.
 constexpr int64_t kAmxMinRowsGroup16Float32 = 7;
-// Multiplying coded scales into the panel pays once a second row tile shares the panel: for groups of 32 it was 1.14 to
-// 1.33 times as fast at 24 and 32 rows, 0.85 to 1.25 times below (same Xeon, two and 16 threads). For groups of 16 it
-// always pays.
+// amx_scaled multiplies coded scales into the panel. That pays if more than 16 rows, which are two tiles, share the
+// panel: for groups of 32 it was 1.14 to 1.33 times as fast at 24 and 32 rows, and 0.85 to 1.25 times with fewer rows
+// (same Xeon, two and 16 threads). For groups of 16 it always pays.
 constexpr int64_t kAmxScaledMinRows = 17;
-// Codes in three parts cost three decodings and three to six products. Compared with fp32 multiply-adds the speed was
-// 0.65 to 0.84 at eight rows, 1.0 (fp32) to 1.4 at 16, and 1.5 to 2.5 at 64 (Intel Xeon, two threads).
+// A table's codes in three bf16 terms are decoded three times and need three to six tile products. Compared with the
+// fp32 kernels, the speed was 0.65 to 0.84 at eight rows, 1.0 (fp32 activations) to 1.4 at 16 rows, and 1.5 to 2.5 at
+// 64 rows (Intel Xeon, two threads).
 constexpr int64_t kAmxTableMinRows = 16;
-constexpr int kByteSplitSmallMRows = 2;  // more rows would spill the accumulators of four vectors
+constexpr int kByteSplitSmallMRows = 2;  // with more rows of four vectors, accumulators would spill
 constexpr int64_t kSliceMinChunks = 4;   // adding up a shorter slice of K costs more than the slice saves
-// K is split before columns are, as long as the partial sums are smaller than this: threads that read whole rows of
-// words read faster than threads that share rows and pages. On two threads of an Intel Xeon that was 1.1 to 1.5 times
-// as fast at N = 512 and up to 16 rows, and 1.1 times at one row and N = 11008. On 16 threads, partial sums of 128 KB
-// lost the gain.
+// K is split before columns are, if the partial sums take at most this much memory. Threads that read whole rows of
+// words are faster than threads that share rows and pages. On two threads of an Intel Xeon, splitting K was 1.1 to 1.5
+// times as fast at N = 512 and up to 16 rows, and 1.1 times at one row and N = 11008. On 16 threads, partial sums of
+// 128 KB cancelled the gain.
 constexpr int64_t kMaxPartialBytes = 88 << 10;
 
 }  // namespace
@@ -60,8 +61,9 @@ KernelShape kernel_shape(Isa isa, Kernel kernel) {
 
 namespace {
 
-// Per instruction, bf16 dot products do 2x the work of an fp32 multiply-add and split bytes 4/3x. Both decode faster,
-// split bytes fastest. Decoding is what counts at M = 1, and all that three-part fp32 activations gain.
+// Compared with an fp32 multiply-add, a bf16 dot product does twice the work per instruction and a byte dot product 4/3
+// of it. Both kinds of kernel also decode faster, byte_split fastest. At M = 1 only the decoding counts. It is also all
+// that fp32 activations gain from bf16, because they take three dot products.
 Kernel choose_kernel(const Machine& machine, const Problem& problem, int* parts) {
   const bool small_m = problem.M <= kernel_shape(machine.isa, Kernel::small_m).max_rows;
   const Kernel fp32 = small_m ? Kernel::small_m : Kernel::large_m;
@@ -84,7 +86,7 @@ Kernel choose_kernel(const Machine& machine, const Problem& problem, int* parts)
     }
   }
   const bool half = problem.a_type != ElementType::float32;
-  // Split bytes keep 23 bits relative to the largest activation of a group, so a smaller fp32 activation loses bits.
+  // byte_split keeps 23 bits relative to the largest activation of a group, so a smaller fp32 activation loses bits.
   const bool byte_split = (half || reduced) && code_kind(problem.format) != CodeKind::table;
   if (machine.isa == Isa::avx2 && byte_split && problem.M == 1) return Kernel::byte_split_avx2;
   if (machine.isa != Isa::avx512 && machine.isa != Isa::amx && machine.isa != Isa::neon) return fp32;

@@ -1,4 +1,4 @@
-// The CPU planner: which kernel, which blocks, how the work is split. Pure functions of their arguments.
+// The CPU planner: chooses the kernel and the block sizes, and divides the work between threads. Pure functions.
 #pragma once
 
 #include <cstdint>
@@ -45,30 +45,31 @@ inline bool is_byte_split(Kernel kernel) {
   return kernel == Kernel::byte_split_avx2 || kernel == Kernel::byte_split_small_m || kernel == Kernel::byte_split;
 }
 
-// The shape of a kernel as the planner knows it; a test compares it with the kernels' own tables.
+// The planner's copy of a kernel's shape; a test compares it with the kernels' own tables.
 struct KernelShape {
-  int strip;     // columns
-  int max_rows;  // rows of one block
-  int row_unit;  // a block starts at a multiple of this
+  int strip;     // columns per kernel call
+  int max_rows;  // rows per kernel call
+  int row_unit;  // every row block starts at a multiple of this
 };
 
 struct Plan {
   Kernel kernel;
-  int parts;           // bf16 parts of an activation; 1 if the kernel computes in fp32
-  int64_t strip;       // columns of one kernel call
-  int64_t max_rows;    // at most so many rows of one kernel call
-  int64_t row_unit;    // a row block starts at a multiple of this
-  int64_t passes;      // the rows are packed and multiplied in this many nearly equal parts
+  int parts;           // bf16 terms per activation; 1 if the kernel computes in fp32
+  int64_t strip;       // columns per kernel call
+  int64_t max_rows;    // rows per kernel call, at most
+  int64_t row_unit;    // every row block starts at a multiple of this
+  int64_t passes;      // the rows are divided into this many passes of nearly equal size
   int64_t block_rows;  // the fp32 results of block_rows x block_columns stay in the cache
   int64_t block_columns;
   int64_t row_tasks;  // row_tasks * column_tasks * k_slices is at most the number of threads
   int64_t column_tasks;
-  int64_t k_slices;  // if more than one, partial sums in fp32 are added in the order of k
+  int64_t k_slices;  // if there are several, their fp32 partial sums are added in the order of k
 };
 
 KernelShape kernel_shape(Isa isa, Kernel kernel);
 Plan make_plan(const Machine& machine, const Problem& problem);
-// The plan for values that `failed` cannot represent: scaled panels fall back to unscaled ones, then to fp32 kernels.
+// Returns the plan to use if the kernel of `failed` cannot represent a value: from amx_scaled to amx, and from any
+// other kernel to fp32.
 Plan make_fallback_plan(const Machine& machine, const Problem& problem, const Plan& failed);
 std::string to_string(const Plan& plan);
 

@@ -1,4 +1,4 @@
-// Loads the scales and zeros of one group as fp32, whatever their type in memory.
+// Loads the scales and zeros of one group and converts them to fp32.
 #pragma once
 
 #include "csrc/cpu/api.h"

@@ -1,5 +1,6 @@
-// The segments of a chunk, for every matrix kernel: the products of a segment are summed, then scaled once. Included
-// after the ISA pragma. V or the body, a lambda of a kernel, keeps instances for different instruction sets apart.
+// The loop over the segments of a chunk, shared by all matrix kernels: the products of a segment are summed, then
+// scaled once. Included after the ISA pragma. The template argument V, or the type of the body, gives the instances for
+// different instruction sets different symbols.
 #pragma once
 
 #include <type_traits>
@@ -9,7 +10,7 @@
 
 namespace marlin::cpu {
 
-// Calls body(segment, begin, end) for each segment of the step's chunk; the segment is k = begin to end - 1.
+// Calls body(segment, begin, end) for each segment of the step's chunk; the segment has k = begin to end - 1.
 template <class Body>
 [[gnu::always_inline]] inline void for_each_segment(const Step& s, Body&& body) {
   for (int begin = 0, segment = 0; begin < s.k; begin += s.segment, ++segment)
@@ -52,8 +53,8 @@ template <class V, int R, int C>
   }
 }
 
-// Where the segments of a chunk are added up. Several segments go into a sum of their own first, because a long K in
-// small groups would otherwise be one chain of thousands of roundings.
+// Adds up the segments of a chunk. If there are several, they are added to a separate sum first. With small groups and
+// a long K, adding each to y would be one chain of thousands of roundings.
 template <class V, int R, int C>
 class ChunkSum {
  public:
@@ -75,7 +76,8 @@ class ChunkSum {
   alignas(64) float sum_[R * C * V::width];
 };
 
-// Adds the products of a chunk to y. sum(begin, end, acc) puts those of k = begin to end - 1 in acc, without scales.
+// Adds the products of a chunk to y. sum(begin, end, acc) must sum the products of k = begin to end - 1 to acc, without
+// scales.
 template <class V, int R, int C, class Sum>
 [[gnu::always_inline]] inline void add_chunk(const Step& s, Sum&& sum) {
   ChunkSum<V, R, C> chunk(s);

@@ -1,5 +1,5 @@
-// The fp32 kernels, written once over a vector policy V (vec_*.h). Every function is a template of V, so that instances
-// for different instruction sets never share a symbol.
+// The fp32 kernels for any vector policy V (vec_*.h). Every function is a template of V, so that instances for
+// different instruction sets never share a symbol.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 
 namespace marlin::cpu {
 
-// x is [k, R]: the R activations of one k are adjacent.
+// s.x is [k, R]: the R activations of one k are adjacent.
 template <class V, CodeKind codes, bool from_panel, int R, int C>
 void step(const Step& s) {
   using F = typename V::F;
@@ -99,8 +99,8 @@ void to_float(const void* source, ElementType type, int64_t count, float* out) {
   }
 }
 
-// E4M3 is converted through fp16: its fields shifted into those of fp16 give the number times 2^-8, subnormals
-// included.
+// E4M3 is converted through fp16. Shifted into the fields of an fp16, a code reads as its value times 2^-8, and this
+// holds for subnormals too.
 template <class V>
 void decode_scales(const uint8_t* source, ScaleCoding coding, int64_t count, float* out) {
   int64_t i = 0;
@@ -246,7 +246,8 @@ constexpr MatrixKernel matrix_kernel() {
   kernel.pack = &pack_fp32<V>;
   auto fill = [&]<CodeKind codes>() {
     auto& steps = kernel.step[static_cast<size_t>(codes)];
-    // Vectors with 16-entry look-ups have one decoder for all codes. Steps that read a panel do not decode.
+    // Vectors with 16-entry look-ups have one decoder for all codes. Steps that read a panel do not decode, so one
+    // instance serves all codes.
     constexpr CodeKind used = from_panel ? CodeKind::table : V::template decoder_for<codes>;
     [&]<int... i>(std::integer_sequence<int, i...>) {
       ((steps[static_cast<size_t>(min_rows + i)] = &step<V, used, from_panel, min_rows + i, C>), ...);
@@ -261,8 +262,8 @@ constexpr MatrixKernel matrix_kernel() {
 
 template <class V>
 constexpr KernelSet kernel_set() {
-  // Rows come in nearly equal blocks. The smallest is one half of large_m_rows + 1 rows, or a single block of more than
-  // small_m_rows rows.
+  // Rows are divided into blocks of nearly equal size. The smallest block is half of large_m_rows + 1 rows, or a single
+  // block of small_m_rows + 1.
   constexpr int min_rows = std::min(V::small_m_rows, (V::large_m_rows + 1) / 2);
   return {matrix_kernel<V, false, 1, V::small_m_rows, V::small_m_vectors>(),
           matrix_kernel<V, V::large_m_from_panel, min_rows, V::large_m_rows, V::large_m_vectors>(),
@@ -277,7 +278,7 @@ constexpr KernelSet kernel_set() {
 
 }  // namespace marlin::cpu
 
-// Defines the function that returns the kernels of a family of vectors.
+// Defines the function that returns the kernels for the vector policy V.
 #define MARLIN_KERNEL_SET(function, V)                     \
   namespace marlin::cpu {                                  \
   const KernelSet* function() {                            \

@@ -18,10 +18,11 @@ namespace marlin::cpu {
 namespace {
 
 constexpr int64_t kBlockColumns = 8 * kDequantizeColumns;  // the fp32 scales and zeros of a block take 16 KB
-constexpr int64_t kBlockRows = 8;                          // packed rows of a task
-constexpr int64_t kPadding = 32;                           // two of the widest vectors
+constexpr int64_t kBlockRows = 8;                          // packed rows per task
+constexpr int64_t kPadding = 32;                           // columns: two of the widest vectors
 
-// Larger results are stored past the caches: they would fill half of the last level of a small machine.
+// Larger results are stored with stores that bypass the caches. They would fill half of a small machine's last-level
+// cache.
 constexpr int64_t kStreamBytes = int64_t{4} << 20;
 
 void stream_fence() {
@@ -30,18 +31,18 @@ void stream_fence() {
 #endif
 }
 
-// Replaces NaNs by the canonical quiet NaN. Kernels round to bf16 without checking for NaNs, and only this one
-// survives.
+// Replaces every NaN by the canonical quiet NaN, which is still a NaN after rounding to bf16. Other NaNs may become
+// numbers, because the kernels do not check for NaN when they round.
 void drop_payloads(float* values, int64_t count) {
   for (int64_t i = 0; i < count; ++i)
     values[i] = std::isnan(values[i]) ? std::numeric_limits<float>::quiet_NaN() : values[i];
 }
 
-// One task's working memory.
+// The working memory of one task.
 struct Buffers {
   float* scales;
   float* zeros;
-  uint32_t* words;  // a copy, for a block that reaches beyond the matrix
+  uint32_t* words;  // a padded copy, for a block with fewer than kDequantizeColumns columns
   char* rows;       // [8, kDequantizeColumns] results
 
   explicit Buffers(Scratch& scratch) {
@@ -93,7 +94,7 @@ class Dequantize {
     drop_payloads(buffers.zeros, count);
   }
 
-  // Row r of words, columns n + i to n + i + count.
+  // Decodes packed row r, columns n + i to n + i + count - 1.
   void block(int64_t r, int64_t n, int64_t i, int64_t count, const Buffers& buffers) const {
     const uint32_t* words = w_.words + r * w_.N + n + i;
     if (r + 1 < w_.K / 8) {

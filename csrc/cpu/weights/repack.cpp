@@ -1,4 +1,4 @@
-// Moves 4-bit codes between checkpoint layouts and [K/8, N], without loss.
+// Repacks 4-bit codes from checkpoint layouts to [K/8, N], without loss.
 #include <algorithm>
 #include <bit>
 #include <cstring>
@@ -13,8 +13,8 @@ namespace marlin::cpu {
 
 namespace {
 
-constexpr int64_t kGrainWords = 1 << 13;          // fewer words are not worth a thread
-constexpr int64_t kBlockWords = (640 << 10) / 4;  // of the source: most of a 1 MB second-level cache
+constexpr int64_t kGrainWords = 1 << 13;          // a thread gets at least this many words
+constexpr int64_t kBlockWords = (640 << 10) / 4;  // source words that are copied at once: most of a 1 MB L2 cache
 constexpr int64_t kMinColumns = 64;
 constexpr int64_t kMaxColumns = 512;
 
@@ -50,15 +50,15 @@ Words load(const uint32_t* p) {
   return words;
 }
 
-// Undoes AWQ's order: columns 8c to 8c + 7 of a word are in nibbles 0, 4, 1, 5, 2, 6, 3, 7 (AutoAWQ,
-// awq/utils/packing_utils.py). `even` has the words of nibbles 0, 2, 4, 6 and `odd` those of 1, 3, 5, 7.
+// Undoes AWQ's order: the eight columns of a word are in nibbles 0, 4, 1, 5, 2, 6, 3, 7 (AutoAWQ,
+// awq/utils/packing_utils.py). `even` holds the repacked words of nibbles 0, 2, 4, 6 and `odd` those of 1, 3, 5, 7.
 void store_columns(uint32_t* to, Words even, Words odd) {
   const Words columns[2] = {shuffle<0, 2, 4, 6>(even, odd), shuffle<1, 3, 5, 7>(even, odd)};
   std::memcpy(to, columns, sizeof columns);
 }
 
-// Each byte of rows[p] has the codes of rows 2p and 2p + 1. Transposes the bytes: result.of[c] gathers those of word c
-// over p.
+// Transposes bytes. Byte b of word c of rows[p] holds the codes of rows 2p and 2p + 1 for nibble b of that word. In the
+// result, of[c] has one word for each b, and byte p of that word comes from rows[p].
 struct FourWords {
   Words of[4];
 };
@@ -77,7 +77,7 @@ FourWords transpose_bytes(const Words (&rows)[4]) {
   return result;
 }
 
-// Repacks eight rows of four words, `stride` apart, to one row of 32 words.
+// Repacks eight rows of four words to one row of 32 words. `stride` is the distance between two source rows.
 void awq_block(const uint32_t* from, int64_t stride, uint32_t* to) {
   constexpr uint32_t kLow = 0x0F0F0F0FU, kHigh = 0xF0F0F0F0U;
   Words even[4], odd[4];
@@ -95,14 +95,14 @@ Bytes low_nibbles(Words words) {
   return std::bit_cast<Bytes>(words & 0x0F0F0F0FU);
 }
 
-// Spreads four words to 32 codes of a byte. GPTQ has the first column in the lowest nibble.
+// Unpacks four words to 32 bytes, one code each. GPTQ has the first column in the lowest nibble.
 void spread_gptq(Words words, Bytes (&codes)[2]) {
   const Bytes even = low_nibbles(words), odd = low_nibbles(words >> 4);
   codes[0] = shuffle<0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23>(even, odd);
   codes[1] = shuffle<8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31>(even, odd);
 }
 
-// AWQ has neighbouring columns in nibbles i and i + 4, so bytes 0 and 2, and bytes 1 and 3, form pairs.
+// The same for AWQ, which has neighbouring columns in nibbles i and i + 4, and so in bytes 0 and 2 or bytes 1 and 3.
 void spread_awq(Words words, Bytes (&codes)[2]) {
   words = (words & 0xFF0000FFU) | ((words & 0x0000FF00U) << 8) | ((words & 0x00FF0000U) >> 8);
   const auto even = std::bit_cast<Halves>(low_nibbles(words)), odd = std::bit_cast<Halves>(low_nibbles(words >> 4));
@@ -110,7 +110,7 @@ void spread_awq(Words words, Bytes (&codes)[2]) {
   codes[1] = std::bit_cast<Bytes>(shuffle<4, 12, 5, 13, 6, 14, 7, 15>(even, odd));
 }
 
-// decode(four words, 32 codes)
+// Unpacks zero points; decode(words, codes) unpacks four words to 32 codes.
 template <class Decode>
 void unpack_zeros(const uint32_t* words, int64_t G, int64_t N, uint8_t* out, const Parallel& parallel, Decode decode) {
   parallel.run(G, grain_rows(N), [&](int64_t begin, int64_t end) {
@@ -176,7 +176,7 @@ void awq_repack(const uint32_t* qweight, int64_t K, int64_t N, uint32_t* out, co
 }
 
 void transpose_words(const uint32_t* words, int64_t rows, int64_t columns, uint32_t* out, const Parallel& parallel) {
-  constexpr int64_t kStrip = 64;  // rows of a task: four cache lines of each row of the result
+  constexpr int64_t kStrip = 64;  // rows per task: these fill four cache lines of each row of the result
   const int64_t whole_columns = columns / 4 * 4;
   parallel.run(ceil_divide(rows, kStrip), grain_rows(kStrip * columns), [&](int64_t begin, int64_t end) {
     for (int64_t first = begin * kStrip; first < std::min(end * kStrip, rows); first += kStrip) {

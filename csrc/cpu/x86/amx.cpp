@@ -1,8 +1,8 @@
-// AMX bf16 tiles: a tile product adds the products of 32 k in fp32. Codes are exact in bf16, or three bf16 parts of the
-// numbers of a table. Activations are split into bf16 parts: bf16 into one, fp16 into two, fp32 into three, or two if
-// the caller accepts errors of 2^-17. The products of all parts add to the same tile; scale and zero point follow in
-// fp32 after each segment. Tile products flush subnormals, so activations outside 2^-96 .. 2^120 are left to the fp32
-// kernels.
+// Products in AMX bf16 tiles. One tile instruction adds the products of 32 k in fp32. Codes are exact in bf16; the
+// values of a table that are not become sums of three bf16 terms ("parts"). Activations are split into bf16 parts too:
+// bf16 has one, fp16 two, and fp32 three, or two if the caller accepts errors of 2^-17. The products of all parts are
+// added to the same tile. After each segment, scale and zero point are applied in fp32. Tile products flush subnormals,
+// so activations outside 2^-96 .. 2^120 are left to the fp32 kernels.
 #include "csrc/cpu/gemm/kernel_table.h"
 
 #if defined(__x86_64__) && defined(__linux__)
@@ -26,9 +26,9 @@ void memory_is_read() {
   asm volatile("" ::: "memory");
 }
 
-// Tiles 0 and 1 hold activations, 2 and 3 codes, 4 to 7 sums: 4 and 5 those of the first 16 rows. The configuration is
-// state of the thread. It is loaded at the start of a task and released at its end, because other libraries load their
-// own.
+// Tiles 0 and 1 hold activations, 2 and 3 codes, 4 and 5 the sums of the first 16 rows, 6 and 7 those of the other
+// rows. The tile configuration belongs to the thread. It is loaded at the start of a task and released at the end,
+// because other libraries load their own.
 void load_tiles(int segment, int rows) {
   struct alignas(64) {
     uint8_t palette = 1;
@@ -44,7 +44,7 @@ void load_tiles(int segment, int rows) {
     config.rows[tile] =
         static_cast<uint8_t>(codes ? k / 2 : std::clamp(second ? rows - kTileRows : rows, 1, kTileRows));
   }
-  // GCC's _tile_loadconfig says that it reads 8 bytes; the asm takes the address, so that all stores stay.
+  // GCC believes that _tile_loadconfig reads only 8 bytes and would drop the other stores. The asm keeps them.
   asm volatile("" ::"r"(&config) : "memory");
   _tile_loadconfig(&config);
 }
@@ -65,11 +65,11 @@ void unpack_tiles(const Step& s, float* panel) {
   }
 }
 
-// The smallest activation and scale for a scaled panel. Their product with the smallest code, 1/2, is 2^-102: what the
-// tiles flush, less than 2^-126, is 2^-24 of that.
+// The smallest activation and the smallest scale for a scaled panel. Times the smallest code, 1/2, their product is
+// 2^-102. What the tiles flush is below 2^-126, and so less than 2^-24 of that product.
 constexpr uint32_t kMinScaledActivation = (127U - 76U) << 23, kMinScale = (127U - 25U) << 23;
 
-// Returns true if codes times scales are finite and large enough for the tiles. NaN is allowed.
+// Returns true if every code times its scale is large enough for the tiles and cannot overflow. NaN is allowed.
 bool scales_representable(const float* scales, int64_t count) {
   constexpr uint32_t kScaleEnd = (127U + 126U) << 23, kInfinity = 255U << 23;
   uint32_t out_of_range = 0;
@@ -81,7 +81,8 @@ bool scales_representable(const float* scales, int64_t count) {
   return out_of_range == 0;
 }
 
-// y [rows, 32] += scale * (tile sums - zero * sum of activations), or with a bias in place of the zero point.
+// Adds scale * (tile sums - zero * sum of activations) to y [rows, 32]; formats with a bias add bias * sum of
+// activations instead.
 void add_tiles(const Step& s, int segment, int rows, const float* tiles, float* y) {
   const float* scales = s.scales + segment * s.ld_scales;
   const __m512 scale[2] = {_mm512_loadu_ps(scales), _mm512_loadu_ps(scales + 16)};
@@ -104,12 +105,13 @@ void add_tiles(const Step& s, int segment, int rows, const float* tiles, float* 
   }
 }
 
-// Products of two small parts are left out: they are less than 2^-24 of the product of the numbers.
+// Returns false for products of two small parts. They are left out, because they are less than 2^-24 of the product of
+// activation and code.
 constexpr bool counts(int part, int code_part) {
   return part + code_part < 3;
 }
 
-// x: [tile product][part][row tile][16 rows][k] bf16.
+// s.x is [tile product][part][row tile][16 rows][k], in bf16.
 template <int parts, int row_tiles, class Codes>
 void tile_step(const Step& s) {
   const Codes codes(s.values);
@@ -120,8 +122,8 @@ void tile_step(const Step& s) {
   const char* b = reinterpret_cast<const char*>(s.panel);
   auto* next_panel = reinterpret_cast<__m512i*>(s.next_panel);
   alignas(64) float tiles[row_tiles * kTileRows * kStrip];
-  // Several segments go into a sum of their own first, because a long K in small groups would be one chain of
-  // roundings.
+  // If there are several segments, they are added here first. With small groups and a long K, adding each to y would be
+  // one long chain of roundings.
   alignas(64) float chunk[row_tiles * kTileRows * kStrip];
   const bool single = s.segment >= s.k;
   if (!single) std::memset(chunk, 0, sizeof(chunk));
@@ -151,7 +153,7 @@ void tile_step(const Step& s) {
       }
       if constexpr (Codes::ahead_rows != 0) {
         if (s.next != nullptr) next_panel = codes.unpack(*s.next, k, end, next_panel);
-        memory_is_read();  // keeps the compiler from moving the decoding
+        memory_is_read();  // stops the compiler from moving the decoding away from here
       }
     }
     constexpr int kStride = kStrip * sizeof(float);
@@ -169,7 +171,7 @@ void tile_step(const Step& s) {
   }
 }
 
-// Returns the lanes that are too small for the tiles, or so large that a part could overflow.
+// Returns a mask of the values that are too small for the tiles, or so large that a part could overflow.
 template <uint32_t min>
 __mmask16 outside(__m512 values) {
   const __m512i magnitude = _mm512_and_si512(_mm512_castps_si512(values), _mm512_set1_epi32(0x7FFFFFFF));
@@ -178,10 +180,10 @@ __mmask16 outside(__m512 values) {
   return _mm512_mask_test_epi32_mask(beyond, magnitude, magnitude);
 }
 
-// Returns false if an activation is too small or too large.
+// Packs one row of a chunk. Returns false if an activation is too small or too large.
 template <int parts, uint32_t min>
 bool pack_tiles(const PackRow& p) {
-  // Takes the upper halves of 32 lanes, each eight in the order of the pairs of codes.
+  // Takes the upper halves of 32 lanes and orders each run of eight k like the pairs of codes (amx_codes.h).
   const __m512i pairs = _mm512_set_epi16(63, 55, 61, 53, 59, 51, 57, 49, 47, 39, 45, 37, 43, 35, 41, 33,  //
                                          31, 23, 29, 21, 27, 19, 25, 17, 15, 7, 13, 5, 11, 3, 9, 1);
   const int tile = tile_k(p.segment);

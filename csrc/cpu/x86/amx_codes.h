@@ -1,7 +1,7 @@
-// Decodes packed words to tiles of bf16 codes, for amx.cpp, which includes this after its ISA pragma; everything here
-// has internal linkage. The panel of a strip is [tile product][code part][2 column tiles][k/2][16 columns] pairs of
-// bf16. Inside 8 k the pairs are (0, 4), (1, 5), (2, 6), (3, 7), because a shifted word gives two codes that are 4 k
-// apart.
+// Decodes packed words to tiles of bf16 codes. amx.cpp includes this after its ISA pragma, so everything here has
+// internal linkage. The panel of a strip is [tile product][code part][2 column tiles][k/2][16 columns], each element a
+// pair of bf16. The pairs of 8 k are (0, 4), (1, 5), (2, 6), (3, 7), because shifting a word gives two codes that are
+// 4 k apart.
 #pragma once
 
 #include "csrc/cpu/gemm/bf16_parts.h"
@@ -11,15 +11,15 @@ namespace marlin::cpu {
 
 namespace {
 
-constexpr int kStrip = 32;  // two tiles of 16 columns
+constexpr int kStrip = 32;  // columns: two tiles of 16
 
-// Returns the k of one tile product. A short segment gets a short tile, which saves the work on padding.
+// Returns the number of k of one tile product. A segment of fewer than 32 k gets shorter tiles instead of padding.
 constexpr int tile_k(int segment) {
   return segment < 32 ? segment : 32;
 }
 
-// Calls write(row of words, column, out) for each 16 words of the tile product that begins at k; they decode to four
-// vectors. Beyond the end of the segment it writes zeros. Returns the end of the output.
+// Calls write(row of words, column, out) for every 16 words of the tile product that begins at k; 16 words decode to
+// four vectors. Writes zeros beyond the end of the segment. Returns the end of the output.
 template <class Write>
 [[gnu::always_inline]] inline __m512i* each_word(int k, int end, int tile, __m512i* out, Write write) {
   for (int column = 0; column < kStrip; column += 16) {
@@ -45,7 +45,7 @@ template <class Write>
   return _mm512_permutexvar_epi16(_mm512_srli_epi32(word, 4 * static_cast<unsigned>(j)), table);
 }
 
-// Subtracts the first bf16 part from values and returns it in the upper half of each lane.
+// Rounds values to bf16, returns the result in the upper half of each lane, and leaves the remainder in values.
 [[gnu::always_inline]] inline __m512i take_part(__m512& values) {
   const __m512i rounded = Avx512::round_high_half(values);
   const __m512i part = _mm512_and_si512(rounded, _mm512_set1_epi32(static_cast<int>(0xFFFF0000U)));
@@ -53,10 +53,10 @@ template <class Write>
   return rounded;
 }
 
-// Codes as sums of bf16 parts. One part is decoded between the tile products of up to eight rows, which was 1.08
-// to 1.10 times as fast on two and four threads and 1.03 times on 16 (Intel Xeon). With 16 rows it lost a fifth,
-// because products of full tiles leave the core less to spare. Three parts are decoded before: two panels of them would
-// fill the first-level cache.
+// Decodes codes to sums of bf16 parts. With one part and up to eight rows, the next panel is decoded between the tile
+// products. That was 1.08 to 1.10 times as fast on two and four threads and 1.03 times on 16 (Intel Xeon). With 16 rows
+// it was a fifth slower, because products of full tiles leave the core fewer free slots. With three parts the panel is
+// decoded beforehand, because two such panels would fill the first-level cache.
 template <int code_parts>
 class CodesInParts {
  public:
@@ -85,9 +85,10 @@ class CodesInParts {
   __m512i tables_[parts];
 };
 
-// Codes times the scale of their group. The product is exact in bf16: an E2M1 code has two significant bits, an E4M3
-// scale four and an E8M0 scale one. A whole chunk is one segment. There is more to decode, so decoding between the
-// products pays for any number of rows: it was 1.04 to 1.25 times as fast (same Xeon).
+// Decodes codes and multiplies them by the scale of their group. The product is exact in bf16: an E2M1 code has two
+// significant bits, an E4M3 scale four and an E8M0 scale one. A whole chunk is one segment. This takes more
+// instructions than decoding alone, so doing it between the products of the previous strip pays for any number of rows:
+// it was 1.04 to 1.25 times as fast (same Xeon).
 class ScaledCodes {
  public:
   static constexpr int ahead_rows = 32;

@@ -1,6 +1,6 @@
-// AVX512-BF16 dot products: vdpbf16ps multiplies pairs of bf16 and adds in fp32. Codes are exact in bf16 (integers
-// below 256, E2M1). A bf16 activation is one part, an fp32 activation three parts of 8 bits. The instruction flushes
-// subnormals, so activations outside 2^-96 .. 2^120 are left to the fp32 kernels.
+// Products with AVX512-BF16: vdpbf16ps multiplies pairs of bf16 and adds in fp32. Codes are exact in bf16 (integers
+// below 256, E2M1). An fp32 activation is the sum of three bf16 terms ("parts") of 8 bits; a bf16 activation is one
+// part. The instruction flushes subnormals, so activations outside 2^-96 .. 2^120 are left to the fp32 kernels.
 #include "csrc/cpu/gemm/kernel_table.h"
 
 #if defined(__x86_64__)
@@ -17,15 +17,15 @@ namespace marlin::cpu {
 
 namespace {
 
-// The same vectors under a name of their own: nothing here may share a symbol with code for plain AVX-512.
+// Avx512 under another name, so that no template instance here shares a symbol with code for plain AVX-512.
 struct Avx512Bf16 : Avx512 {};
 
 using V = Avx512Bf16;
 
-// x is [k/8, pair, part, R]: pair j is the activations of k = j and j + 4 in 32 bits.
+// s.x is [k/8, pair, part, R]. Pair j holds the activations of k = j and j + 4 in 32 bits.
 template <int parts, int R, int C>
 void dot_step(const Step& s) {
-  // Every part has a sum of its own, because a single row would otherwise be a chain of dependent instructions.
+  // Each part has its own accumulators. With one row and shared ones, each instruction would wait for the one before.
   constexpr int sums = parts * R * C;
   const __m512i table = bf16_table(_mm512_loadu_si512(s.values));
   const uint32_t* words = s.words;

@@ -1,5 +1,5 @@
-// Products of split activations with AVX2: codes as unsigned bytes, two products summed in 16 bits by one instruction.
-// Those sums are moved to 32 bits before they can overflow.
+// Products of split activations with AVX2. Codes are unsigned bytes. One instruction sums two products in 16 bits;
+// those sums are added to 32-bit sums before they can overflow.
 #include "csrc/cpu/gemm/kernel_table.h"
 
 #if defined(__x86_64__)
@@ -16,13 +16,14 @@ namespace marlin::cpu {
 
 namespace {
 
-// The same vectors under a name of their own: nothing here may share a symbol with the fp32 kernels.
+// Avx2 under another name, so that no template instance here shares a symbol with the fp32 kernels.
 struct Avx2Bytes : Avx2 {
   using Bytes = __m256i;
   using Sums = __m256i;
   static constexpr int kE2M1Offset = 12;
   static constexpr int kOperandsPerLoad = 1;
-  // Rows of words whose products 16 bits hold: 4 products of at most 15 * 128 or 24 * 128 each.
+  // The number of packed rows that can be summed in 16 bits. A row adds four products of at most 24 * 128 (E2M1) or
+  // 15 * 128.
   template <CodeKind codes>
   static constexpr int kRowsIn16Bits = codes == CodeKind::e2m1 ? 2 : 4;
 

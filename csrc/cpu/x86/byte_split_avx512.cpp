@@ -1,4 +1,4 @@
-// Products of split activations with AVX512-VNNI: codes as unsigned bytes, four products by one instruction.
+// Products of split activations with AVX512-VNNI. Codes are unsigned bytes. One instruction sums four products.
 #include "csrc/cpu/gemm/kernel_table.h"
 
 #if defined(__x86_64__)
@@ -15,7 +15,7 @@ namespace marlin::cpu {
 
 namespace {
 
-// The same vectors under a name of their own: nothing here may share a symbol with code for plain AVX-512.
+// Avx512 under another name, so that no template instance here shares a symbol with code for plain AVX-512.
 struct Avx512Vnni : Avx512 {
   using Bytes = __m512i;
   using Sums = __m512i;
@@ -32,7 +32,8 @@ struct Avx512Vnni : Avx512 {
   static Bytes nibbles(I words) {
     return _mm512_and_si512(odd ? _mm512_srli_epi32(words, 4) : words, _mm512_set1_epi8(15));
   }
-  // Assembly, because GCC 12 spills half of 24 accumulators around the intrinsic: four rows took 1.4 times as long.
+  // In assembly, because GCC 12 spills half of 24 accumulators if it uses the intrinsic. Four rows then took 1.4 times
+  // as long.
   [[gnu::always_inline]] static void add_dots(Sums& sum, Bytes codes, __m512i activations) {
     asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(activations));
   }
@@ -58,13 +59,13 @@ struct Avx512Vnni : Avx512 {
   }
 };
 
-// The k of 16 bytes as the dot products want them: even and odd ones of 8.
+// Converts 16 values to bytes and puts, within each run of 8 k, the even k before the odd ones, as operands need them.
 [[gnu::always_inline]] inline __m128i even_and_odd(__m512i values) {
   return _mm_shuffle_epi8(_mm512_cvtepi32_epi8(values),
                           _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15));
 }
 
-// What pack_split packs, 16 activations at a time.
+// Does the same as pack_split, 16 activations at a time.
 bool pack_rows(const PackRow& p) {
   auto* header = static_cast<int32_t*>(p.out) + p.row;
   int32_t* to = static_cast<int32_t*>(p.out) + kMaxSegments * kSegmentHeader * p.rows + p.row;

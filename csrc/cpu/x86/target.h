@@ -1,7 +1,7 @@
-// Code between MARLIN_TARGET(features) and MARLIN_TARGET_END is compiled for a wider x86 than the baseline. It runs
-// only after capability() has found the features, and it must not share a symbol with code outside, because the linker
-// could keep the wide copy for all. Headers that define functions therefore come before it, those of the standard
-// library first.
+// Code between MARLIN_TARGET(features) and MARLIN_TARGET_END may use instructions that the x86 baseline lacks. It runs
+// only after capability() has found the features. It must not share a symbol with code outside, because the linker
+// could keep the copy with the wider instructions for all callers. Headers that define functions, such as those of the
+// standard library, must therefore be included before it.
 #pragma once
 
 #include <immintrin.h>

@@ -1,4 +1,4 @@
-// AVX2 with FMA and F16C: vectors of 8 columns. vpermps reads three index bits, so a full table takes two vpermps.
+// AVX2 with FMA and F16C: vectors of 8 columns. vpermps reads three index bits, so a look-up in 16 entries takes two.
 #pragma once
 
 #include <immintrin.h>
@@ -39,7 +39,7 @@ struct Avx2 {
   static F zero_below(F x, float limit, F value) {
     return _mm256_and_ps(value, _mm256_cmp_ps(x, _mm256_set1_ps(limit), _CMP_NLT_UQ));
   }
-  // Keeps the rounding of a product, which compilers may fuse into the sum that follows.
+  // Keeps the rounding of a product: without this, compilers may fuse it with the addition that follows.
   static F rounded(F a) {
     asm("" : "+x"(a));
     return a;
@@ -63,9 +63,9 @@ struct Avx2 {
     const I odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
     return _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7FFF)), odd), 16);
   }
-  // NaNs must have no bits set below the upper 16: rounding would carry.
+  // In a NaN the lower 16 bits must be zero; otherwise the rounding would carry into the exponent and sign.
   static void store_bfloat16(uint16_t* p, F a, F b) {
-    // vpackusdw works on 128-bit halves.
+    // vpackusdw packs each 128-bit half separately, so the result must be reordered.
     const I packed = _mm256_packus_epi32(bfloat16_bits(a), bfloat16_bits(b));
     _mm256_storeu_si256(reinterpret_cast<I*>(p), _mm256_permute4x64_epi64(packed, _MM_SHUFFLE(3, 1, 2, 0)));
   }
@@ -83,7 +83,7 @@ struct Avx2 {
     template <int j>
     F decode(I words) const {
       const I shifted = j == 0 ? words : _mm256_srli_epi32(words, 4 * j);
-      const I sign_first = j == 7 ? words : _mm256_slli_epi32(words, 28 - 4 * j);  // bit 3 of the code on top
+      const I sign_first = j == 7 ? words : _mm256_slli_epi32(words, 28 - 4 * j);  // bit 31 is bit 3 of the code
       const F below = _mm256_permutevar8x32_ps(low, shifted);
       if constexpr (codes == CodeKind::e2m1) {
         return _mm256_xor_ps(below, _mm256_and_ps(_mm256_castsi256_ps(sign_first), _mm256_set1_ps(-0.F)));
