@@ -1,4 +1,4 @@
-"""The formats that are read and the variants that are refused, as a page of the documentation."""
+"""Generates the documentation page that lists the checkpoint formats: what is read and what is refused."""
 
 from collections.abc import Sequence
 
@@ -7,21 +7,21 @@ from torch_marlin_metal.checkpoints.known_formats import FORMATS
 
 
 def formats_page() -> str:
-    """Returns docs/checkpoints.md, made from the list of formats."""
+    """Returns the text of docs/checkpoints.md, generated from the list of formats."""
     parts = [
         """# Which checkpoints can be read
 
-`torch_marlin_metal.convert.formats_page()` makes this page from the list of formats (`known_formats.py`).
-A test compares the two.
+`torch_marlin_metal.convert.formats_page()` generates this page from the list of formats
+(`known_formats.py`), and a test compares the two.
 
-Every reader gives the codes, scales and zero points that the producer stored, so the weight is the producer's own.
-A layer that cannot be represented so is refused. `read_layers(..., on_unsupported=...)` decides what happens then:
+Readers do not quantize again: they keep the codes, scales and zero points that the producer stored. A layer that no
+weight format can represent exactly is refused. `read_layers(..., on_unsupported=...)` decides what happens then:
 "error" raises an error that names the layer, "skip" leaves it out, and "dequantize" decodes it to floats if the
-table says that it can.
+table says "dequantized on request".
 
-There is one exception, of rounding. The global scale of compressed-tensors' NVFP4 divides, and its inverse is
-rounded to fp32. A weight then differs from the exact quotient by at most 3 * 2^-24 of itself; the producer's own
-fp32 arithmetic, by at most 2 * 2^-24.
+One value is rounded. compressed-tensors divides NVFP4 weights by a global scale. This package multiplies by the
+inverse, which it rounds to fp32. A weight then has a relative error of at most 3 * 2^-24; division in fp32, as the
+producer does it, has at most 2 * 2^-24.
 """
     ]
     for fmt in FORMATS:
@@ -32,7 +32,7 @@ fp32 arithmetic, by at most 2 * 2^-24.
     targets = ", ".join(EXPORTERS)
     parts.append(
         "## Exports\n\n"
-        f"`convert.export_checkpoint` writes {targets}. [Format on disk](on-disk-format.md) has its limits.\n"
+        f"`convert.export_checkpoint` writes {targets}. [Format on disk](on-disk-format.md) lists its limits.\n"
     )
     return "\n".join(parts)
 

@@ -9,28 +9,29 @@ from torch_marlin_metal.gpu.planning import GemmPlan, PlanCandidate, PlannedDisp
 
 # Assumptions of the model beyond the figures of the GPU and the counts of the kernels.
 ASSUMPTIONS = (
-    "Instruction counts are those of Mesa's compiler for the M1's GPU, on every GPU; Apple's compiler may differ by 10 "
-    "to 20 %.",
+    "Every GPU executes as many instructions as Mesa's compiler generates for the M1; Apple's compiler may differ by "
+    "10 to 20 %.",
     "Weights are not in any cache, and nothing else runs on the GPU.",
-    "A kernel that does not load ahead waits for memory at every step. Other simdgroups of the core fill that time if "
+    "A kernel that does not load ahead waits for memory at every step. Other simdgroups on the core fill that time if "
     "there are any.",
-    "A twentieth of the shorter of memory time and compute time is not hidden by the longer.",
+    "Memory time and compute time overlap, except for a twentieth of the shorter one.",
     "Threadgroups start in order, x first, and spread evenly over the cores.",
-    "Weights that several row blocks read come from memory each time, or at twice its rate if the weight fills at most "
-    "half of the system-level cache. Row blocks of gemv start side by side, and all but one find the weights in L2.",
+    "If several row blocks read the same weights, each reads them from memory again, at twice the rate if the weight "
+    "fills at most half of the system-level cache. Row blocks of gemv start side by side, and all but one find the "
+    "weights in L2.",
     "Bank conflicts, the register cache, barriers and the rate of threadgroup memory cost nothing.",
-    "A launch takes as long as the smallest one on an M1 under Linux, an upper bound for Metal.",
-    "If a figure of a GPU is unknown, that of its nearest relative stands in; the GPU's own table says so.",
+    "A launch takes as long as the shortest one measured on an M1 under Linux, which is an upper bound for Metal.",
+    "If a figure of a GPU is unknown, the figure of the most similar GPU replaces it; the GPU's own table says so.",
 )
 
 _REASONS = {
-    "launch": "the launch itself: there is too little work for anything else to matter",
-    "dram": "memory: every weight is read at the rate that memory delivers",
-    "l2": "L2: simdgroups ask for the same activations again and again",
-    "issue": "instruction issue: decoding and addresses",
+    "launch": "the launch itself, because there is too little work for anything else to matter",
+    "dram": "memory, which delivers the weights at its rate",
+    "l2": "L2, because simdgroups load the same activations again and again",
+    "issue": "instruction issue, for decoding and addresses",
     "complex": "the integer and complex unit",
     "matrix": "the matrix products",
-    "occupancy": "waiting: too few simdgroups to hide latency, or cores with less to do than others",
+    "occupancy": "waiting, because too few simdgroups hide latency or some cores have less to do than others",
     "dense": "the dense product of torch.matmul",
 }
 
