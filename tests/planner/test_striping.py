@@ -37,13 +37,13 @@ def test_worked_example() -> None:
 
     whole = sorted(tile for tile, shares in owners.items() if len(shares) == 1)
     shared = [tile for tile, shares in owners.items() if len(shares) > 1]
-    assert f"Tiles {whole[0]}, {whole[1]} and {whole[2]} lie in one stripe" in " ".join(text.split())
+    assert f"Tiles {whole[0]}, {whole[1]} and {whole[2]} each lie in one stripe" in " ".join(text.split())
     assert len(whole) == 3
     assert (
         " ".join(text.split()).count(f"Tiles {shared[0]}, {shared[1]} and {shared[2]} are shared by two stripes") == 1
     )
     assert {len(owners[tile]) for tile in shared} == {2}
     assert len(shared) == 3
-    used = [place for tile in shared for _, place in owners[tile]]
-    assert used == [1, 2, 3, 4, 5, 6]
-    assert "places 1 (stripe 0's share of (1, 0)), 2 (stripe 1's), 3, 4, 5 and 6 are used" in " ".join(text.split())
+    (a, b), (c, d), (e, f) = ([place for _, place in owners[tile]] for tile in shared)
+    places = f"places {a} and {b} for tile {shared[0]}, {c} and {d} for {shared[1]}, and {e} and {f} for {shared[2]}"
+    assert places in " ".join(text.split())
