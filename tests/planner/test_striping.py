@@ -23,7 +23,7 @@ def test_worked_example() -> None:
 
     line = [((row, column), s) for column in range(columns) for row in range(rows) for s in range(slices)]
     lengths = [len(line) // stripes + (s < len(line) % stripes) for s in range(stripes)]
-    expected, used, owners = [], [], {}
+    expected, owners = [], {}
     for stripe in range(stripes):
         begin = sum(lengths[:stripe])
         units = range(begin, begin + lengths[stripe])
