@@ -18,7 +18,7 @@ bool is_input_dtype(const Tensor& tensor) {
 const std::string kInputs = "float16, bfloat16, float32 or float64";
 
 struct TokenChecker : Checker {
-  const Tensor& first;  // the first argument: its dtype and device are those of the others
+  const Tensor& first;  // the first argument; the others must have its dtype and device
 
   TokenChecker(const char* op, const Tensor& first) : Checker{op, first.device()}, first(first) {}
 
@@ -130,7 +130,7 @@ MlstmShape check_mlstm_states(const Tensor& k, const Tensor& v, const Tensor& i,
   check.chunk_size(chunk_size, false);
   if (save_states_every < 1) fail(check.op, "save_states_every", "at least 1", std::to_string(save_states_every));
   check.whole_chunks(k, shape.S, chunk_size);
-  // The product of the two may not fit into an integer: chunks are counted instead.
+  // chunk_size * save_states_every may overflow, so this divides the number of chunks instead.
   if (save_states_every != 1 && shape.S / chunk_size % save_states_every != 0) {
     check.wrong_length(k, "chunk_size * save_states_every = " + std::to_string(chunk_size) + " * " +
                               std::to_string(save_states_every));

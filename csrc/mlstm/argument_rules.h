@@ -7,7 +7,7 @@
 
 namespace marlin {
 
-// S is 1 for mlstm_step.
+// The sizes of a call. S is 1 for mlstm_step.
 struct MlstmShape {
   c10::SymInt B;
   c10::SymInt H;
@@ -16,21 +16,21 @@ struct MlstmShape {
   c10::SymInt DV;
 };
 
-// The initial state: all three tensors or none. Without them the state starts at zero.
+// The initial state: either all three tensors or none. Without them the state starts at zero.
 struct MlstmInitial {
   const OptionalTensor& C0;
   const OptionalTensor& n0;
   const OptionalTensor& m0;
 };
 
-// The dtype of C, n and m: float32, or float64 if the inputs are float64 (on the CPU only).
+// Returns the dtype of C, n and m: float32, or float64 if the inputs are float64 (on the CPU only).
 at::ScalarType mlstm_state_dtype(const Tensor& k);
 
 MlstmProblem mlstm_problem(const MlstmShape& shape, int64_t chunk_size);
 
 MlstmShape check_mlstm(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& i, const Tensor& f,
                        const MlstmInitial& initial, int64_t chunk_size, double eps);
-// The result has shape.S / chunk_size / save_states_every + 1 states per head.
+// mlstm_states returns S / chunk_size / save_states_every + 1 states per head.
 MlstmShape check_mlstm_states(const Tensor& k, const Tensor& v, const Tensor& i, const Tensor& f,
                               const MlstmInitial& initial, int64_t chunk_size, int64_t save_states_every);
 MlstmShape check_mlstm_output(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& i, const Tensor& f,

@@ -51,7 +51,7 @@ const auto& backward_op() {
   return op;
 }
 
-// An argument of an operator, in the order of its schema. tensor is nullptr if it was not given.
+// An argument of an operator; tensor is nullptr if it was not given.
 struct Argument {
   const char* name;
   const Tensor* tensor;
@@ -135,7 +135,7 @@ FourTensors mlstm_autograd(const Tensor& q, const Tensor& k, const Tensor& v, co
   return mlstm_op().call(q, k, v, i, f, C0, n0, m0, chunk_size, eps);
 }
 
-// The derivative of one token is that of a sequence of one.
+// Computes the derivative of one token as that of a sequence of length one.
 FourTensors step_autograd(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& i, const Tensor& f,
                           const Tensor& C, const Tensor& n, const Tensor& m, double eps) {
   const std::initializer_list<Argument> arguments{{"q", &q}, {"k", &k}, {"v", &v}, {"i", &i},

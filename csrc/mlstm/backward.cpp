@@ -1,5 +1,5 @@
-// The mLSTM's backward pass by chunks, in ATen operators, on every device (docs/mlstm.md, "Gradients"). It recomputes
-// the weights inside chunks and keeps one state and one gradient of a state per chunk.
+// The mLSTM's backward pass, chunk by chunk, in ATen operators, for every device (docs/mlstm.md, "Gradients"). It
+// recomputes the weights inside chunks, and keeps one state and one gradient of a state per chunk.
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
@@ -18,7 +18,7 @@
 namespace marlin {
 namespace {
 
-// Long chunks need few steps of the state's gradient, and their matrices are still small beside it.
+// With chunks this long the state's gradient takes few steps, and the [L, L] matrices are still small compared with it.
 constexpr int64_t kBackwardChunk = 64;
 constexpr double kNeutralGate =
     1e30;  // tokens added as padding get i = -kNeutralGate and f = kNeutralGate, which change nothing
@@ -79,9 +79,9 @@ Inside inside(const Sequence& x, const Tensor& n, const Tensor& m) {
   return r;
 }
 
-// The derivative through the stabilisers m: h depends on them through eps, the final state through its unit. m_t is a
-// gate i_s plus the decays after it, where s is the last token whose gate was the larger term; if there is none, it is
-// m0 plus the decays.
+// The derivative through the stabilisers m. h depends on them through eps, and the final state because it is scaled by
+// exp(-m). m_t = max(decay_t + m_(t-1), i_t) restarts at each token s whose input gate is the larger term, so m_t is
+// i_s of the last such token plus the decays after it. If there is no such token, m_t is m0 plus all decays.
 struct StabiliserGradient {
   Tensor i;      // [X, S]
   Tensor decay;  // [X, S]

@@ -1,4 +1,4 @@
-// The mLSTM's backward pass, and the operators that it and csrc/mlstm/autograd.cpp call.
+// The mLSTM's backward pass, and the mlstm_states operator, which it calls.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>

@@ -11,18 +11,17 @@ namespace marlin {
 
 namespace {
 
-// Per core and clock: multiply-adds of fp32 fragments inside a GEMM, and bytes of the core's share of DRAM bandwidth
-// (metal-benchmarks: 101.7, and 6.7 to 9.9 from M1 to M2 Max).
+// Rates per core and clock: fp32 multiply-adds of fragments inside a GEMM (metal-benchmarks measured 101.7), and bytes
+// of the core's share of DRAM bandwidth (6.7 to 9.9 from M1 to M2 Max).
 constexpr double kProductsPerClock = 101.7;
 constexpr double kBytesPerClock = 8.0;
-// The most bytes of states that a plan holds between mlstm_states and mlstm_output.
+// The states between mlstm_states and mlstm_output take at most this much memory, or one state per head.
 constexpr uint64_t kStateWorkspaceBytes = uint64_t{128} << 20;
-// Chunks per threadgroup of mlstm_gates if chunks are independent, and the fewest rows of C that pay for a simdgroup of
-// mlstm_step.
+// Chunks per threadgroup of mlstm_gates, if chunks are independent. Rows of C per simdgroup of mlstm_step, at least.
 constexpr uint32_t kGateChunksPerGroup = 4;
 constexpr uint32_t kMinStepRows = 8;
 
-// The operators have checked their arguments: what is left to refuse are sizes beyond 32-bit offsets.
+// The operators have checked their arguments, so only sizes that need offsets of more than 32 bits can be left.
 void require(bool condition, const char* rule) {
   if (!condition) throw std::invalid_argument(rule);
 }
@@ -32,11 +31,11 @@ uint32_t output_simdgroups(uint32_t DV) {
   return ceil_divide(strips, ceil_divide(strips, kMlstmMaxSimdgroups));
 }
 
-// Returns the clocks of one core per token and head in mlstm_states and mlstm_output. Larger chunks move fewer states
-// through memory, and score more keys.
+// Estimates the clocks of one core per token and head in mlstm_states and mlstm_output. With larger chunks fewer states
+// pass through memory, but each query scores more keys.
 double clocks(double DK, double DV, double column_groups, double chunk_size) {
   constexpr double kBlockTokens = kMlstmBlock;
-  const double rows = std::max(1.0, kBlockTokens / chunk_size);  // computed rows of a block of queries per existing row
+  const double rows = std::max(1.0, kBlockTokens / chunk_size);  // rows computed per query; short chunks pad the block
   const double keys = (std::max(chunk_size, kBlockTokens) + kBlockTokens) / 2;
   const double states = DK * DV / kProductsPerClock;
   const double output = rows * (DK * DV + keys * (DK * column_groups + DV)) / kProductsPerClock;
@@ -126,7 +125,7 @@ struct Planner {
                                       .params = own_params});
   }
 
-  // m_slots: elements per head in the tensor of the final stabiliser.
+  // m_slots is the number of elements per head in the tensor that holds the final stabiliser.
   void add_gates(uint32_t flags, uint32_t m_slots) {
     MlstmParams own = params;
     own.flags |= flags;

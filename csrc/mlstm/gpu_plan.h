@@ -1,4 +1,4 @@
-// Plans of the mLSTM operators on a GPU. Pure C++: no torch, no Metal.
+// Plans the mLSTM operators for a GPU. Pure C++: no torch, no Metal.
 #pragma once
 
 #include "csrc/mlstm/problem.h"
@@ -12,16 +12,16 @@ struct MlstmLaunch {
   ElementType element = ElementType::float16;  // dtype of q, k and v
   ElementType gates = ElementType::float16;    // dtype of i and f
   bool has_initial_state = false;
-  bool vector_aligned = false;         // the first elements of q, k and v are aligned for a load of four
-  bool vector_aligned_states = false;  // the same for C0 and n0, or for given states
+  bool vector_aligned = false;         // q, k and v start aligned for loads of four elements
+  bool vector_aligned_states = false;  // the same for C0 and n0, or for the states that mlstm_output is given
   float eps = 0.0F;
 };
 
-// Workspace that the caller allocates beside the results, in floats.
+// The sizes, in floats, of the workspace that the caller allocates.
 struct MlstmWorkspace {
   uint64_t gates = 0;
   uint64_t chunks = 0;
-  uint32_t state_slots = 0;  // states before chunks per head that the workspace holds at a time
+  uint32_t state_slots = 0;  // states per head that the workspace holds at a time
 };
 
 struct MlstmPlan {
@@ -31,9 +31,9 @@ struct MlstmPlan {
   MlstmWorkspace workspace;
 };
 
-// Plans the whole sequence in segments of as many chunks as the workspace holds states: the gates once, then the states
-// and the output of each segment. Each throws std::invalid_argument for an empty problem and for one beyond 32-bit
-// offsets.
+// All four functions throw std::invalid_argument if the problem is empty or needs offsets of more than 32 bits.
+// plan_mlstm divides the sequence into segments of as many chunks as the workspace holds states. It computes the gates
+// once, and then the states and the output of each segment.
 MlstmPlan plan_mlstm(const MlstmLaunch& launch);
 MlstmPlan plan_mlstm_states(const MlstmLaunch& launch, uint32_t save_every);
 MlstmPlan plan_mlstm_output(const MlstmLaunch& launch);

@@ -1,4 +1,4 @@
-// The MPS backend of the mLSTM operators.
+// The mLSTM operators for MPS.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
@@ -18,18 +18,19 @@ namespace {
 using ThreeTensors = std::tuple<Tensor, Tensor, Tensor>;
 using FourTensors = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
-// Returns the token stride of a tensor [B, H, S, ...]. With a single token the stride is arbitrary and unused.
+// Returns the token stride of a tensor [B, H, S, ...], or 0 if there is only one token, because it is arbitrary then.
 int64_t token_stride(const Tensor& tensor) {
   return tensor.size(2) > 1 ? tensor.stride(2) : 0;
 }
 
-// Returns q, k or v as the kernels read them: a copy if rows are not contiguous or too far apart for 32-bit offsets.
+// Returns q, k or v as the kernels need it: as it is, or a copy if rows are not contiguous or are too far apart for
+// 32-bit offsets.
 Tensor rows(const Tensor& tensor) {
   const bool is_near = tensor.dim() != 4 || token_stride(tensor) <= kMlstmMaxStride;
   return tensor.stride(-1) == 1 && is_near ? tensor : tensor.contiguous();
 }
 
-// The strides of a tensor with a token dimension or, for mlstm_step, without one.
+// Returns the strides of a tensor. Tensors of mlstm_step have no token dimension.
 MlstmStrides strides(const Tensor& tensor, bool has_tokens) {
   return {tensor.stride(0), tensor.stride(1), has_tokens ? token_stride(tensor) : 0};
 }
@@ -85,19 +86,20 @@ struct Call {
     bind_states({kSlotC0, kSlotN0, kSlotM0}, *initial.C0, *initial.n0, *initial.m0);
   }
 
-  // The arguments have been checked, so the planner only refuses sizes beyond 32-bit offsets.
+  // The arguments have been checked, so the planner refuses only sizes that need offsets of more than 32 bits.
   template <typename MakePlan>
   auto plan(MakePlan make_plan) const {
     try {
       return make_plan();
     } catch (const std::invalid_argument& error) {
-      TORCH_CHECK_VALUE(false, "torch_marlin_metal::", op, ": sizes: expected fewer on mps, got B=", launch.sizes.B,
+      TORCH_CHECK_VALUE(false, "torch_marlin_metal::", op,
+                        ": sizes: expected sizes that 32-bit offsets can address on mps, got B=", launch.sizes.B,
                         " H=", launch.sizes.H, " S=", launch.sizes.S, " DK=", launch.sizes.DK, " DV=", launch.sizes.DV,
                         " (", error.what(), ")");
     }
   }
 
-  // Allocates the vectors of the gates and of the chunks.
+  // Allocates the workspace for the gates and chunks.
   void bind_workspace(const MlstmPlan& plan, const at::TensorOptions& floats) {
     bindings[kSlotGates] = at::empty({static_cast<int64_t>(plan.workspace.gates)}, floats);
     bindings[kSlotChunks] = at::empty({static_cast<int64_t>(plan.workspace.chunks)}, floats);

@@ -1,4 +1,4 @@
-// The sizes of an mLSTM problem, the input of the planners of every backend. Pure C++: no torch, no Metal.
+// The sizes of an mLSTM problem, which the planners of all backends take. Pure C++: no torch, no Metal.
 #pragma once
 
 #include <array>
@@ -6,7 +6,7 @@
 
 namespace marlin {
 
-// The chunk sizes in tokens. 0 asks the planner to choose one of them.
+// The supported chunk sizes in tokens. A chunk size of 0 asks the planner to choose one of them.
 inline constexpr std::array<int64_t, 5> kMlstmChunkSizes{16, 32, 64, 128, 256};
 
 struct MlstmProblem {

@@ -1,4 +1,4 @@
-// Carries out a plan: binds tensors and parameters, dispatches on PyTorch's stream.
+// Runs a plan: binds tensors and parameters, and dispatches the kernels on PyTorch's stream.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,10 +9,10 @@
 
 namespace marlin::mps {
 
-// Tensors by BufferSlot; undefined where the problem has none.
+// Tensors by BufferSlot; undefined if the problem does not have the tensor.
 using Bindings = std::array<at::Tensor, kSlotCount>;
 
-// Asynchronous, as every operator on MPS. The workspace of the plan is allocated here.
+// Allocates the plan's workspace and encodes its dispatches. Asynchronous, like every operator on MPS.
 void encode(const CompiledPlan& compiled, Bindings bindings);
 
 }  // namespace marlin::mps

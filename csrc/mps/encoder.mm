@@ -25,8 +25,8 @@ struct SetParams {
   }
 };
 
-// The encoder's bindings are sticky and shared with PyTorch's kernels: every slot that the kernel declares is set, for
-// an absent optional to the packed weight, which the kernel does not touch through that slot.
+// Sets every slot that the kernel declares, because the encoder still has the bindings of earlier kernels, including
+// PyTorch's. The slot of an absent optional tensor gets the packed weight, which the kernel does not read through it.
 void bind(id<MTLComputeCommandEncoder> encoder, const Dispatch& dispatch, const Bindings& bindings) {
   for (uint32_t slot = 0; slot < kSlotCount; ++slot) {
     if ((info(dispatch.kernel).slots & MARLIN_SLOT(slot)) == 0 || slot == kSlotParams) continue;
@@ -46,15 +46,15 @@ std::vector<at::Tensor> defined(const Bindings& bindings) {
 }  // namespace
 
 void encode(const CompiledPlan& compiled, Bindings bindings) {
-  // PyTorch's allocator is the cache of workspaces: it keeps what is freed and hands it out again in microseconds, to
-  // work that the same stream encodes later, which this stream's GPU work therefore follows.
+  // Workspaces need no cache of their own, because PyTorch's allocator reuses freed memory within microseconds. The
+  // reuse is safe: later work is encoded on the same stream, so it runs after this plan.
   const Extent& partials = compiled.plan.partials;
   if (partials.z != 0) {
     bindings[kSlotPartials] =
         at::empty({partials.z, partials.y, partials.x}, bindings[kSlotOut].options().dtype(at::kFloat));
   }
 
-  // A block captures by const copy; pointers keep the capture cheap and outlive it, for the call waits for the block.
+  // A block captures const copies, so it gets pointers. They stay valid, because run_on_queue waits for the block.
   const CompiledPlan* launched = &compiled;
   const Bindings* bound = &bindings;
   run_on_queue(^{

@@ -1,4 +1,5 @@
-// The Metal libraries' source text. Defined in a file that the build writes from kernels/ (build_support).
+// The source text of the Metal libraries. The build generates the definition from kernels/
+// (build_support/embed_kernels.py).
 #pragma once
 
 #include <span>

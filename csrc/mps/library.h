@@ -1,5 +1,5 @@
-// Compiled kernels: one Metal library per .metal file, compiled at first use, and one pipeline per function and
-// constants. Both live as long as the process: nothing is freed at exit, when Metal may be gone already.
+// Compiles kernels at first use: one Metal library per .metal file, and one pipeline per function and set of constants.
+// Neither is ever freed, because Metal may be gone already when the process exits.
 #pragma once
 
 #import <Metal/Metal.h>
@@ -16,8 +16,8 @@ struct CompiledPlan {
   std::vector<id<MTLComputePipelineState>> pipelines;
 };
 
-// Raises with the function's name and Metal's message if a function does not compile, and if its pipeline cannot run as
-// many threads as the dispatch asks for.
+// Raises if a function does not compile, with its name and Metal's message, or if its pipeline cannot run as many
+// threads per threadgroup as the dispatch needs.
 CompiledPlan compile(Plan plan);
 
 }  // namespace marlin::mps

@@ -33,8 +33,8 @@ std::string message(NSError* error) {
 MTLCompileOptions* compile_options() {
   MTLCompileOptions* options = [[[MTLCompileOptions alloc] init] autorelease];
   [options setLanguageVersion:MTLLanguageVersion3_1];
-  // The FP4 and INT4 decode needs subnormals and NaN kept, and the mLSTM precise exp and log. macOS 15 has a property
-  // for each; on macOS 14 fastMathEnabled decides both.
+  // The FP4 and INT4 decode relies on subnormals and NaN, and the mLSTM on precise exp and log. macOS 15 has a property
+  // for each of the two; on macOS 14 fastMathEnabled controls both.
 #if !defined(__MAC_OS_X_VERSION_MAX_ALLOWED) || __MAC_OS_X_VERSION_MAX_ALLOWED >= 150000
   if ([options respondsToSelector:@selector(setMathMode:)] &&
       [options respondsToSelector:@selector(setMathFloatingPointFunctions:)]) {
@@ -65,7 +65,7 @@ id<MTLLibrary> library(std::string_view name) {
   return entry;
 }
 
-// The types are those of MARLIN_FUNCTION_CONSTANTS.
+// kMetal_<type> is the Metal type of each type in MARLIN_FUNCTION_CONSTANTS.
 constexpr MTLDataType kMetal_bool = MTLDataTypeBool;
 constexpr MTLDataType kMetal_int = MTLDataTypeInt;
 
@@ -104,8 +104,8 @@ id<MTLComputePipelineState> pipeline_for(const Dispatch& dispatch) {
   if (entry == nil) entry = new_pipeline(dispatch);
   const NSUInteger threads = NSUInteger{dispatch.threads.x} * dispatch.threads.y * dispatch.threads.z;
   TORCH_CHECK(threads <= [entry maxTotalThreadsPerThreadgroup], "torch_marlin_metal: kernel ", dispatch.function,
-              " needs ", threads, " threads a threadgroup, this GPU runs at most ",
-              static_cast<uint64_t>([entry maxTotalThreadsPerThreadgroup]), " of it");
+              " needs ", threads, " threads per threadgroup, but this GPU can run at most ",
+              static_cast<uint64_t>([entry maxTotalThreadsPerThreadgroup]));
   return entry;
 }
 

@@ -1,4 +1,4 @@
-// The MPS backend's torch glue: checked tensors in, a plan, its encoding, tensors out.
+// The GEMM operators for MPS: checks tensors, finds a plan, encodes it, and returns tensors.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/add.h>
 #include <ATen/ops/empty.h>
@@ -19,7 +19,7 @@
 namespace marlin::mps {
 namespace {
 
-// Positions in a Metal grid are 32-bit; the last threadgroup may reach past the size.
+// Checks that a size fits in a Metal grid. Positions are 32-bit, and the last threadgroup may extend past the size.
 uint32_t grid_size(const char* op, const char* name, int64_t size) {
   constexpr int64_t kLargest = std::numeric_limits<int32_t>::max();
   TORCH_CHECK_VALUE(size <= kLargest, "torch_marlin_metal::", op, ": ", name, ": expected at most ", kLargest,
@@ -31,8 +31,8 @@ bool is_aligned(const Tensor& tensor, int64_t elements) {
   return tensor.storage_offset() % elements == 0;
 }
 
-// Whether subnormal halves survive their widening to fp32 on this GPU, which the fastest integer decode needs: asked
-// once, at the first product.
+// Returns true if this GPU keeps subnormal halves when it widens them to fp32, which the fastest integer decode needs.
+// The first call runs the probe kernel.
 bool half_subnormals(const Tensor& like) {
   static const bool answer = [&] {
     Bindings bindings;
@@ -50,7 +50,7 @@ GpuDevice this_gpu(const Tensor& like) {
   return device;
 }
 
-// Rows that a perm with foreign indices leaves out are zero.
+// The rows start at zero if there is a perm, because one with repeated or out-of-range indices leaves rows unwritten.
 Tensor empty_weight(const WeightProblem& weight, const at::TensorOptions& options) {
   const std::array<int64_t, 2> sizes{weight.K, weight.N};
   return weight.has_perm ? at::zeros(sizes, options) : at::empty(sizes, options);
@@ -90,7 +90,7 @@ std::shared_ptr<const CompiledPlan> find_plan(const GemmProblem& problem, const 
   }
 }
 
-// The weight in the activations' type, and torch's own product with it.
+// Dequantizes the weight to the activations' type and multiplies with PyTorch's own matrix product.
 void two_pass(const CompiledPlan& compiled, const WeightProblem& weight, Bindings bindings) {
   Tensor out = bindings[kSlotOut].view({-1, weight.N});
   bindings[kSlotOut] = empty_weight(weight, out.options());
@@ -148,7 +148,7 @@ Tensor dequantize_mps(const Tensor& b_packed, const Tensor& scales, c10::string_
   return out;
 }
 
-// The four kernels that rearrange words: a grid of words in, a new tensor out.
+// Runs one of the four kernels in repack.metal: reads [rows, columns] words and writes `out`.
 Tensor repack(const char* op, RepackProblem problem, const Tensor& words, Tensor out, const Tensor& perm = {}) {
   if (out.numel() == 0) return out;
   Bindings bindings;

@@ -1,5 +1,5 @@
-// PyTorch's MPS stream, device, tensors and profiler. All use of PyTorch's private MPS headers is behind this file, so
-// that a new torch version is this file's work.
+// PyTorch's MPS stream, device, tensors and profiler. Only stream.mm includes PyTorch's private MPS headers, so a new
+// version of torch needs changes only there.
 #pragma once
 
 #import <Metal/Metal.h>
@@ -12,10 +12,10 @@
 namespace marlin::mps {
 
 id<MTLDevice> device();
-std::string gpu_name();  // "Apple M1 Max"
+std::string gpu_name();  // e.g. "Apple M1 Max"
 uint32_t gpu_core_count();
 
-// A tensor's buffer belongs to the tensor's storage: no reference is added. The offset is in bytes.
+// The buffer belongs to the tensor's storage, and no reference is added. The offset is in bytes.
 id<MTLBuffer> buffer_of(const at::Tensor& tensor);
 NSUInteger offset_of(const at::Tensor& tensor);
 
@@ -23,19 +23,19 @@ NSUInteger offset_of(const at::Tensor& tensor);
 // (dispatch_sync is not re-entrant), commit or wait.
 void run_on_queue(void (^block)());
 
-// Inside such a block: the encoder that PyTorch's own kernels are encoded on. It may be another object after each
-// ProfiledKernel.
+// Returns the encoder that PyTorch's own kernels use. Call it only inside a block of run_on_queue. A ProfiledKernel may
+// replace the encoder.
 id<MTLComputeCommandEncoder> encoder();
 
-// Whether torch.mps.profiler records kernels.
+// Returns true if torch.mps.profiler is recording kernels.
 bool is_profiling();
 
-// Inside such a block: everything encoded between construction and destruction is one kernel to torch.mps.profiler.
-// A profiler that records adds handlers to the command buffer and ends PyTorch's encoder when the kernel ends.
-// macOS 26.4 aborts if a handler is added while an encoder is open, so the encoder is ended before that on both sides.
+// Shows everything that is encoded during its lifetime to torch.mps.profiler as one kernel. Use it only inside a block
+// of run_on_queue. A recording profiler adds handlers to the command buffer, both when the kernel begins and when it
+// ends. macOS 26.4 aborts if a handler is added while an encoder is open, so the encoder is ended first both times.
 class ProfiledKernel {
  public:
-  // `tensors` are only read by a profiler that records.
+  // `tensors` are read only by a recording profiler.
   ProfiledKernel(id<MTLComputePipelineState> pipeline, const std::string& name, at::TensorList tensors);
   ~ProfiledKernel();
   ProfiledKernel(const ProfiledKernel&) = delete;

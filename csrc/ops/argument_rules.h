@@ -1,5 +1,5 @@
-// Every shape and dtype rule of the GEMM operators with its error message, shared by all backends and the fake kernels.
-// Sizes are symbolic integers so that tracing with a dynamic number of rows adds no guard.
+// All shape and dtype rules of the GEMM operators and their error messages, shared by all backends and the fake
+// kernels. Sizes are symbolic integers, so that tracing with a dynamic number of rows adds no guard.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -46,10 +46,10 @@ std::string dtype_name(at::ScalarType dtype);
 // Raises c10::ValueError: "torch_marlin_metal::<op>: <argument>: expected <rule>, got <what came>".
 [[noreturn]] void fail(const char* op, std::string_view argument, const std::string& expected, const std::string& got);
 
-// The element type of a checked tensor.
+// Returns the element type of a tensor whose dtype has been checked.
 ElementType element_type(const Tensor& tensor);
 
-// Each checks the arguments of an operator and raises the error of fail().
+// Each of these checks the arguments of an operator and raises the error of fail().
 WeightShape check_weight(const char* op, const WeightTensors& weight);
 WeightShape check_gemm(const Tensor& a, const WeightTensors& weight, const OptionalTensor& bias,
                        std::string_view variant);

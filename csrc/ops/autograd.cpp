@@ -1,5 +1,5 @@
-// The derivative of gemm by a and bias, and its autocast. All other arguments and operators refuse tensors that require
-// grad.
+// The derivative of gemm with respect to a and bias, and autocast for gemm. All other arguments, and dequantize, refuse
+// tensors that require grad.
 #include <ATen/autocast_mode.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -71,7 +71,7 @@ class GemmFunction : public torch::autograd::Function<GemmFunction> {
       const Tensor weight = dequantize_op().call(
           saved[0], saved[1], ctx->saved_data["weight_format"].toStringRef(), ctx->saved_data["group_size"].toInt(),
           optional(saved[2]), optional(saved[3]), optional(saved[4]), optional(saved[5]), at::kFloat);
-      // Computed in fp32, since fp32 scales can leave the range of fp16.
+      // Computed in fp32, because fp32 scales can make weights that exceed the range of fp16.
       result[0] = at::matmul(grad.to(at::kFloat), weight.t()).to(grad.scalar_type());
     }
     if (ctx->saved_data.count("bias_dtype") != 0) {
@@ -111,7 +111,8 @@ Tensor dequantize_autograd(const Tensor& b_packed, const Tensor& scales, c10::st
   return dequantize_op().call(b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm, dtype);
 }
 
-// Casts activations as autocast does for linear. Codes, scales and zeros keep their dtypes; the bias is added in fp32.
+// Casts activations as autocast does for linear. The packed weight, scales and zeros keep their dtypes; the bias is
+// added in fp32.
 template <c10::DispatchKey kAutocastKey, c10::DeviceType kDevice>
 Tensor gemm_autocast(const Tensor& a, const Tensor& b_packed, const Tensor& scales, c10::string_view weight_format,
                      int64_t group_size, const OptionalTensor& zeros, const OptionalTensor& global_scale,

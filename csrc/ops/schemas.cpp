@@ -5,7 +5,7 @@
 
 #include "csrc/ops/argument_rules.h"
 
-// Shapes and dtypes: docs/operators.md. Outputs are always new tensors. ScalarType 5 is float16.
+// docs/operators.md lists shapes and dtypes. Outputs are always new tensors. ScalarType 5 is float16.
 TORCH_LIBRARY(torch_marlin_metal, m) {
   m.def(
       "gemm(Tensor a, Tensor b_packed, Tensor scales, *, str weight_format, int group_size, Tensor? zeros=None, "
@@ -64,7 +64,7 @@ Tensor awq_unpack_zeros_meta(const Tensor& qzeros) {
   return at::empty_symint({qzeros.sym_size(0), qzeros.sym_size(1) * kCodesPerWord}, qzeros.options().dtype(at::kByte));
 }
 
-// For every device but the CPU, which has a faster kernel.
+// For every device except the CPU, which has a faster kernel.
 Tensor transpose_words(const Tensor& words) {
   check_transpose_words(words);
   return words.t().clone(at::MemoryFormat::Contiguous);

@@ -1,4 +1,4 @@
-// What every operator checks of a tensor argument, for the checks of both products.
+// Checks of tensor arguments that the GEMM and the mLSTM operators share.
 #pragma once
 
 #include <sstream>
@@ -7,7 +7,8 @@
 
 namespace marlin {
 
-// Only for what has failed: a stream costs more than all checks of a call.
+// Joins texts for an error message. Use it only after a check has failed: a stream costs more than all checks of a
+// call.
 template <class... Part>
 std::string text(const Part&... parts) {
   std::ostringstream stream;
@@ -18,7 +19,7 @@ std::string text(const Part&... parts) {
 // The argument checks of one call. Each raises the error of fail().
 struct Checker {
   const char* op;
-  at::Device device;  // the first argument's
+  at::Device device;  // of the first argument
 
   void on_device(std::string_view argument, const Tensor& tensor) const {
     if (tensor.device() != device) {

@@ -10,7 +10,8 @@ namespace {
 
 FunctionConstants gemm_constants(const Tiling& tiling, const GemmProblem& problem) {
   FunctionConstants constants = weight_constants(problem.weight);
-  // The kernel that reduces slices of K adds the bias; tiles that no other stripe shares get it from the product.
+  // If K is split, the reduce kernel adds the bias. Stripes have splits == 1, because the product kernel adds the bias
+  // to tiles that it finishes.
   if (tiling.splits == 1) {
     const FunctionConstants bias = bias_constants(problem);
     for (FunctionConstant index : {kConstantHasBias, kConstantBiasType})

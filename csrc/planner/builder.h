@@ -1,4 +1,4 @@
-// What the planner's own files share: the pieces of plans, and the functions of each variant.
+// What the planner's source files share: helpers that build plans, and the functions of each variant.
 #pragma once
 
 #include <optional>
@@ -9,11 +9,11 @@
 
 namespace marlin {
 
-// Throws std::invalid_argument with the operators' text: "torch_marlin_metal::gemm: M: expected at least 1, got 0".
+// Throws std::invalid_argument with a text like "torch_marlin_metal::gemm: M: expected at least 1, got 0".
 [[noreturn]] void refuse(std::string_view op, std::string_view argument, std::string_view expected,
                          const std::string& got);
 
-// Throws if no kernel can take the weight.
+// Throws std::invalid_argument if no kernel can compute with this weight.
 void check_weight(std::string_view op, const WeightProblem& weight);
 
 inline constexpr Extent kElementwiseThreads{kElementwiseWidth, kElementwiseHeight, 1};
@@ -21,20 +21,19 @@ inline constexpr Extent kElementwiseThreads{kElementwiseWidth, kElementwiseHeigh
 FunctionConstants weight_constants(const WeightProblem& weight);
 FunctionConstants bias_constants(const GemmProblem& problem);
 
-// Returns a launch of the product kernel. Its constants are complete but for those of one variant.
+// Returns a launch of the product kernel. The caller sets the function constants that only its own variant uses.
 Dispatch product_dispatch(const Tiling& tiling, const GemmProblem& problem, const RowBlocks& blocks, Extent grid);
 
-// Adds the kernel that sums the partial sums of the K slices, adds the bias and rounds, and its workspace. Does nothing
-// if K is not split.
+// If K is split, adds a launch of the reduce kernel, and the workspace for the partial sums.
 void add_reduction(Plan& plan, const Tiling& tiling, const GemmProblem& problem);
 
-// Three threadgroups of this size share a core.
+// Three threadgroups with this much threadgroup memory fit on a core.
 inline constexpr uint32_t kPreferredThreadgroupBytes = 20 * 1024;
 
-// Returns how many threadgroups of a kernel that stages tiles the whole GPU holds at once: at least one a core.
+// Returns how many threadgroups of a staged kernel the whole GPU holds at once: at least one per core.
 uint64_t resident_threadgroups(const GemmTile& row, const GemmProblem& problem, const GpuDevice& device);
 
-// Returns the best use of one row of kGemmTiles for the problem, or nothing if the row cannot compute it.
+// Returns the cheapest tiling with one row of kGemmTiles, or nothing if that row cannot compute the problem.
 using MakeTiling = std::optional<Tiling>(const GemmTile& row, const GemmProblem& problem, const GpuDevice& device);
 MakeTiling gemv_tiling, fused_tiling, staged_tiling, striped_tiling;
 

@@ -1,4 +1,5 @@
-// The one table of Apple's GPUs: what is known of each, and from where. Planner, profiling and docs read it here.
+// The table of Apple's GPUs: what is known of each, and the source of each figure. The planner, profiling and the docs
+// all use it.
 #pragma once
 
 #include <array>
@@ -64,9 +65,10 @@ constexpr Figure assumed(double value) {
 }
 }  // namespace figures
 
-// Per core, but for the latency; clocks are the GPU's, flops count a fused multiply-add twice.
-//   most_threads                   resident
-//   matrix_clocks_fp16, _fp32      of one scheduler, for an 8x8x8 simdgroup_multiply_accumulate of such fragments
+// The figures of a GPU family, per core (except dram_latency_ns). Clocks are clocks of the GPU. A fused multiply-add
+// counts as two flop.
+//   most_threads                   the most threads that are resident
+//   matrix_clocks_fp16, _fp32      clocks of one scheduler for an 8x8x8 simdgroup_multiply_accumulate of fp16 or fp32
 #define MARLIN_FAMILY_FIGURES(X) \
   X(schedulers)                  \
   X(fp32_flop_per_clock)         \
@@ -84,13 +86,13 @@ constexpr Figure assumed(double value) {
 
 struct GpuFamily {
   uint32_t number;  // Apple<number> of the Metal feature tables
-  bool has_bfloat;  // arithmetic in hardware
+  bool has_bfloat;  // bfloat arithmetic in hardware
 #define MARLIN_FIGURE_FIELD(field) Figure field;
   MARLIN_FAMILY_FIGURES(MARLIN_FIGURE_FIELD)
 };
 
-// Apple8 is measured to be Apple7's core at another clock. From Apple9 on registers, threadgroup memory and L1 are one
-// store that is divided while kernels run; no sizes are published, so Apple7's stand in.
+// Measurements show Apple8 to be Apple7's core at another clock. From Apple9 on, registers, threadgroup memory and L1
+// share one memory that is divided while kernels run. Its sizes are not published, so Apple7's are used.
 inline constexpr auto kGpuFamilies = [] {
   using namespace figures;
   return std::array<GpuFamily, 4>{{
@@ -105,8 +107,10 @@ inline constexpr auto kGpuFamilies = [] {
   }};
 }();
 
-// dram_gbs: the peak, of the whole chip and of its version with the fewest cores; a version in between has the
-// latter's. dram_fraction: the part of the peak that reading reaches. GB/s are 10^9 bytes per second.
+// The figures of a chip.
+//   dram_gbs                 peak bandwidth of the version with all cores, in 10^9 bytes per second
+//   dram_gbs_fewest_cores    the same for all versions with fewer cores
+//   dram_fraction            the fraction of the peak that reads reach
 #define MARLIN_CHIP_FIGURES(X) \
   X(clock_ghz)                 \
   X(dram_gbs)                  \
@@ -118,7 +122,7 @@ inline constexpr auto kGpuFamilies = [] {
 struct Chip {
   std::string_view name;
   uint32_t family;
-  uint32_t cores;  // of the whole chip
+  uint32_t cores;  // of the version with all cores
   uint32_t fewest_cores;
   MARLIN_CHIP_FIGURES(MARLIN_FIGURE_FIELD)
 #undef MARLIN_FIGURE_FIELD
@@ -155,7 +159,7 @@ constexpr const GpuFamily& family_of(const Chip& chip) {
   return kGpuFamilies.back();
 }
 
-// The chip of that name, with or without "Apple" in front; null for one that the table does not know.
+// Returns the chip with this name, with or without "Apple" in front, or null if the table does not have it.
 constexpr const Chip* find_chip(std::string_view name) {
   constexpr std::string_view maker = "Apple ";
   if (name.starts_with(maker)) name.remove_prefix(maker.size());

@@ -1,4 +1,4 @@
-// From a problem to its plan: a tiling for each tile that can compute it, the cheapest of them, and one plan for that.
+// Plans a problem: makes a tiling for each tile that can compute it, chooses the cheapest, and builds a plan for that.
 #include "csrc/planner/builder.h"
 #include "csrc/planner/cost.h"
 
@@ -33,7 +33,7 @@ const VariantFunctions& functions_of(GemmVariant variant) {
   return table[static_cast<size_t>(variant)];
 }
 
-// Whether the text names the row: by its variant, or by its variant and tile.
+// Returns true if the text is the row's variant, or its variant and tile.
 bool names(std::string_view text, const GemmTile& row) {
   const std::string_view variant = name(row.variant);
   return text.starts_with(variant) && (text.size() == variant.size() || text == name(row));

@@ -11,27 +11,30 @@ namespace marlin {
 
 namespace {
 
-// Smallest dispatch, and a barrier between two, as measured on an M1 under Linux: upper bounds for Metal.
+// The time of the smallest dispatch, and of a barrier between two. Measured on an M1 under Linux, so these are upper
+// bounds for Metal.
 constexpr double kLaunchSeconds = 2.5e-6;
 constexpr double kBarrierSeconds = 0.8e-6;
-// PyTorch's dense product goes through MPSGraph: its launch on an M1 Pro, its part of the peak on an M1 (4096^3, fp16).
+// PyTorch's dense product goes through MPSGraph. Its launch time was measured on an M1 Pro, and the fraction of the
+// peak that it reaches on an M1 (4096^3, fp16).
 constexpr double kDenseLaunchSeconds = 20e-6;
 constexpr double kDenseFraction = 0.88;
-// Part of the system-level cache that a tensor may fill and still be there when it is read again.
+// A tensor that fills at most this fraction of the system-level cache is still there when it is read again.
 constexpr double kCachedFraction = 0.5;
-// Bytes from that cache in bytes of memory.
+// Reading a byte from that cache costs this much of reading it from memory.
 constexpr double kCacheCost = 0.5;
-// Part of the shorter of memory and compute that the longer does not hide: an assumption, which makes plans with more
-// simdgroups win where memory bounds both.
+// Of memory time and compute time, this fraction of the shorter is not hidden by the longer. It is an assumption. It
+// makes the plan with more simdgroups win if memory bounds both.
 constexpr double kOverlapLoss = 0.05;
-// Above this ratio of the busiest core's time to that of evenly spread instructions, it is idling that bounds.
+// If the busiest core takes longer than this multiple of the time of evenly spread instructions, the bound is
+// "occupancy".
 constexpr double kWaiting = 1.25;
 
 // One launch of a tiling's product kernel.
 struct Product {
   const Tiling& tiling;
   const GemmProblem& problem;
-  TileShape tile;  // with the rows of this launch
+  TileShape tile;  // the tiling's tile, but with M = the rows per threadgroup of this launch
   uint32_t m_begin, row_blocks, column_blocks;
 
   Product(const Tiling& tiling, const GemmProblem& problem, const RowBlocks& blocks)
@@ -49,11 +52,11 @@ struct Product {
   }
 };
 
-// What a simdgroup of a product does.
+// The work of one simdgroup.
 struct Work {
   uint32_t steps;
-  uint32_t outer;  // rounds of the loop around the steps
-  bool waits;      // for its own loads, instead of fetching a step ahead
+  uint32_t outer;  // iterations of the loop around the steps
+  bool waits;      // waits for its loads in every step, instead of fetching a step ahead
 };
 
 Work work_of(const Product& product, const KernelCounts& counts) {
@@ -94,7 +97,7 @@ double output_bytes(const GemmProblem& problem, uint32_t rows) {
   return double(rows) * problem.weight.N * element_bytes(problem.activations);
 }
 
-// Whether what was written or read once is still in the system-level cache.
+// Returns true if `bytes` that were read or written once are still in the system-level cache.
 bool stays(double bytes, const Chip& chip) {
   return bytes <= kCachedFraction * chip.slc_mb.value * 0x1p20;
 }
@@ -120,13 +123,15 @@ void finish(DispatchCost& cost, const GpuDevice& device) {
   cost.bound = bound_of(cost);
 }
 
-// Traffic of a tensor that is read so many times over; what the system-level cache still holds comes at twice the rate.
+// Returns the cost, in bytes of memory, of reading a tensor `times` times. From the system-level cache it is read at
+// twice the rate of memory.
 double reads(double bytes, uint32_t times, const Chip& chip) {
   return bytes * (1 + (times - 1) * (stays(bytes, chip) ? kCacheCost : 1));
 }
 
-// Threadgroups run row block by row block, so that each reads all weights again; gemv's go down the rows first and find
-// them in L2; stripes go down the columns of tiles, where it is the activations that come again.
+// Threadgroups run row block by row block, so each row block reads all weights again. In gemv, threadgroups that share
+// weights run at the same time, so L2 serves all but the first. Stripes go down the columns of tiles, so each column
+// reads all activations again.
 void add_traffic(DispatchCost& cost, const Product& product, const Chip& chip) {
   const GemmProblem& problem = product.problem;
   const double weights = weight_bytes(problem.weight);
@@ -156,7 +161,7 @@ DispatchCost product_cost(const Product& product, const GpuDevice& device) {
   cost.waves = threadgroups / resident;
   add_traffic(cost, product, chip);
 
-  // Clocks of one simdgroup; below, the time of all simdgroups on all schedulers.
+  // First the clocks of one simdgroup, then the time of all simdgroups on all schedulers.
   const Work work = work_of(product, counts);
   const double steps = work.steps;
   const double issue = steps * counts.step.issue + double(work.outer) * counts.outer_issue + counts.fixed_issue;
@@ -184,7 +189,7 @@ DispatchCost product_cost(const Product& product, const GpuDevice& device) {
   return cost;
 }
 
-// Kernels of one thread per element: only memory and the launch count.
+// Returns the cost of a kernel with one thread per element, which depends on memory and launch time only.
 DispatchCost elementwise_cost(Kernel kernel, Extent grid, double read, double written, const GpuDevice& device) {
   DispatchCost cost{.kernel = info(kernel).name};
   cost.occupancy = occupancy(kElementwiseWidth * kElementwiseHeight, 1, 0, family_of(*device.chip));
@@ -243,7 +248,7 @@ const KernelCounts& counts_of(Kernel kernel, WeightFormat format, const TileShap
 }
 
 uint32_t largest_threadgroup(uint32_t half_registers) {
-  // Mesa's table for the M1, by the most half-registers of each row.
+  // Mesa's table for the M1: {half-registers per thread, at most; threads}.
   constexpr std::array<std::array<uint32_t, 2>, 10> rows{{{104, 1024},
                                                           {112, 896},
                                                           {128, 832},

@@ -1,5 +1,5 @@
-// An analytic model of what a tiling costs on a GPU: counted instructions and bytes against the chip's rates. It ranks
-// tilings and says what bounds them; it measures nothing. docs/tile-sizing.md lists what it assumes.
+// An analytic model of the time that a tiling takes on a GPU: counted instructions and bytes, divided by the chip's
+// rates. It ranks tilings and says what bounds them; it measures nothing. docs/tile-sizing.md lists its assumptions.
 #pragma once
 
 #include <cstdint>
@@ -11,10 +11,10 @@
 
 namespace marlin {
 
-// Returns the most threads that a threadgroup can have on Apple7 and Apple8 if its kernel uses so many half-registers.
+// Returns the most threads that a threadgroup can have on Apple7 and Apple8 if each thread uses `half_registers`.
 uint32_t largest_threadgroup(uint32_t half_registers);
 
-// How much of a kernel a core holds at once.
+// How many threadgroups and simdgroups of a kernel a core holds at once, and what limits them.
 struct Occupancy {
   uint32_t threadgroups;
   uint32_t simdgroups;
@@ -24,13 +24,13 @@ struct Occupancy {
 Occupancy occupancy(uint32_t threads, uint32_t half_registers, uint32_t threadgroup_bytes, const GpuFamily& family);
 
 // The figures of one dispatch.
-//   waves             threadgroups divided by those that the GPU holds at once
-//   dram_bytes        traffic that no cache serves, such as weights that outlive the caches between two row blocks
-//   l2_bytes          what simdgroups read and write
-//   issue_seconds     to issue the instructions but matrix products, spread evenly over all schedulers
-//   complex_seconds   of the unit for slow integer and complex instructions, which runs beside the schedulers
-//   matrix_seconds    of the matrix products, spread evenly over all schedulers
-//   compute_seconds   of the core with most threadgroups, with the load latency that its simdgroups do not hide
+//   waves             the number of threadgroups, divided by the number that the GPU holds at once
+//   dram_bytes        traffic that no cache serves, such as weights that are evicted between two row blocks
+//   l2_bytes          all bytes that simdgroups read and write
+//   issue_seconds     the time to issue all instructions except matrix products, spread evenly over all schedulers
+//   complex_seconds   the time of the unit for slow integer and complex instructions, which runs beside the schedulers
+//   matrix_seconds    the time of the matrix products, spread evenly over all schedulers
+//   compute_seconds   the time of the core with the most threadgroups, including load latency that is not hidden
 #define MARLIN_DISPATCH_COSTS(X) \
   X(waves)                       \
   X(dram_bytes)                  \
@@ -45,11 +45,11 @@ Occupancy occupancy(uint32_t threads, uint32_t half_registers, uint32_t threadgr
   X(compute_seconds)             \
   X(seconds)
 
-// seconds = launch + max(dram, l2, compute) + a twentieth of min(dram, compute). bound: "launch", "dram", "l2",
-// "issue", "complex", "matrix", "dense" for a dense product, or "occupancy" if simdgroups wait or cores idle for more
-// than a fifth of the time.
+// seconds = launch + max(dram, l2, compute) + a twentieth of min(dram, compute). `bound` says what takes longest:
+// "launch", "dram", "l2", "issue", "complex", "matrix", "dense" (a dense product), or "occupancy" if simdgroups wait or
+// cores idle for more than a fifth of the time.
 struct DispatchCost {
-  std::string_view kernel{};  // of variants.h, or "torch.matmul"
+  std::string_view kernel{};  // a name from variants.h, or "torch.matmul"
   Occupancy occupancy{};
 #define MARLIN_COST_FIELD(field) double field = 0;
   MARLIN_DISPATCH_COSTS(MARLIN_COST_FIELD)
@@ -62,7 +62,7 @@ struct PlanCost {
   double seconds = 0;
 };
 
-// Each throws std::logic_error for a kernel that kKernelCounts does not have.
+// Each throws std::logic_error if kKernelCounts does not have the kernel.
 const KernelCounts& counts_of(Kernel kernel, WeightFormat format, const TileShape& tile);
 PlanCost cost(const Tiling& tiling, const GemmProblem& problem, const GpuDevice& device);
 

@@ -16,9 +16,9 @@ struct GpuDevice {
   auto operator<=>(const GpuDevice&) const = default;
 };
 
-// The GPU of that name ("Apple M1 Max") and number of cores. One that the table does not know is planned for as the
-// oldest chip with the nearest number of cores. TORCH_MARLIN_METAL_GPU, a name of the table, takes the place of both.
-// Throws std::invalid_argument where that variable names no chip.
+// Returns the GPU with this name ("Apple M1 Max") and number of cores. If kChips does not have the name, the oldest
+// chip with the nearest number of cores is used. If TORCH_MARLIN_METAL_GPU is set to a name in kChips, that chip is
+// used instead. Throws std::invalid_argument if the variable names no chip.
 GpuDevice gpu_device(std::string_view name, uint32_t cores);
 
 }  // namespace marlin

@@ -1,16 +1,16 @@
-// fused: strips of 32 columns by 8 to 32 rows. K is split over simdgroups first, and over threadgroups if those are not
-// enough. Rows that do not fill a block are padded, or a second dispatch computes them in the smallest block that
-// holds them.
+// Tilings and plans of fused. A threadgroup computes 8 to 32 rows of 32 columns. K is split over simdgroups first, and
+// over threadgroups if those are not enough. If the last rows do not fill a block, they are padded, or a second
+// dispatch computes them in the smallest block that holds them.
 #include "csrc/planner/split_k.h"
 
 namespace marlin {
 
 namespace {
 
-// A threadgroup has a simdgroup per slice. With two simdgroups it was measured at two thirds of the matrix rate of
-// larger ones (M1).
+// A threadgroup has a simdgroup per slice. Threadgroups of two simdgroups were measured to reach two thirds of the
+// matrix rate of larger ones (M1).
 constexpr uint32_t kMinSlices = 4;
-// Shorter slices spend more on their ends than they win.
+// With shorter slices, adding up the slices costs more than splitting K gains.
 constexpr uint32_t kMinSlice = 2 * kFusedK;
 
 Tiling split(const GemmTile& row, const WeightProblem& weight, uint32_t rest_rows, uint32_t slices) {

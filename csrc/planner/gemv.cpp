@@ -1,13 +1,15 @@
-// gemv: strips of 128 columns. K is split over simdgroups first, and over threadgroups if those are not enough.
+// Tilings and plans of gemv. A threadgroup computes 128 columns. K is split over simdgroups first, and over
+// threadgroups if those are not enough.
 #include "csrc/planner/split_k.h"
 
 namespace marlin {
 
 namespace {
 
-// Shorter slices spend more on their ends than they win.
+// With shorter slices, adding up the slices costs more than splitting K gains.
 constexpr uint32_t kMinSlice = 64;
-// In two blocks. With more rows fused costs no more by the model, so gemv is planned only if it is asked for by name.
+// For more rows than this the model finds fused at least as cheap, so gemv is planned only if it is named. Twelve rows
+// are two blocks.
 constexpr uint32_t kMaxRows = 12;
 
 Tiling split(const GemmTile& row, const WeightProblem& weight, uint32_t slices) {
@@ -24,7 +26,7 @@ Tiling split(const GemmTile& row, const WeightProblem& weight, uint32_t slices) 
 
 }  // namespace
 
-// Blocks of more rows than are needed are tilings too: they may keep more simdgroups resident.
+// Blocks with more rows than are needed are allowed too, because they may keep more simdgroups resident.
 std::optional<Tiling> gemv_tiling(const GemmTile& row, const GemmProblem& problem, const GpuDevice& device) {
   if (problem.M > kMaxRows && problem.variant == "auto") return std::nullopt;
   const uint32_t blocks = ceil_divide(problem.M, kGemvMaxRows);

@@ -1,7 +1,7 @@
 // benchmarks/metal/kernel_counts.py --write makes the table in this file.
-// It holds what a simdgroup of each kernel executes: instructions that the tool behind instructions.py counted in code
-// for the M1's GPU (-O1; fp16 activations, aligned tensors, no options). Counts are static: what only some steps do,
-// such as the ends of groups in the staged kernels, is counted in every step.
+// It says how many instructions a simdgroup of each kernel executes, counted in code that was compiled for the M1's GPU
+// (-O1; fp16 activations, aligned tensors, no options). Counts are static: instructions that only some steps execute,
+// such as those at the ends of groups in the staged kernels, are counted in every step.
 #pragma once
 
 #include <array>
@@ -11,22 +11,22 @@
 
 namespace marlin {
 
-// issue: slots of a scheduler. complex: clocks of the unit for slow integer and complex instructions, which runs beside
-// it. matrix: 8x8x8 products.
+// issue: issue slots of a scheduler. complex: clocks of the unit for slow integer and complex instructions, which runs
+// beside the scheduler. matrix: 8x8x8 products.
 struct InstructionCounts {
   uint32_t issue, complex, matrix;
 };
 
-// A simdgroup executes `step` for every k step and `outer_issue` around the steps: every outer_k k or, if that is 0, at
-// the end of every group or chain, or of every slice of a stripe.
+// A simdgroup executes `step` for each step along K. It also executes `outer_issue` instructions after every outer_k k
+// or, if outer_k is 0, at the end of every group or chain (gemv) or of every slice (striped).
 struct KernelCounts {
   Kernel kernel;
-  WeightFormat format;  // stands for the formats with the same decode
+  WeightFormat format;  // the counts are valid for all formats with the same code kind
   TileShape tile;
   InstructionCounts step;
   uint32_t outer_issue;
   uint32_t outer_k;
-  uint32_t fixed_issue;  // outside all loops, once
+  uint32_t fixed_issue;  // executed once, outside all loops
   uint32_t half_registers;
 };
 

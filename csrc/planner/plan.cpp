@@ -1,4 +1,4 @@
-// The plans of kernels with one thread per element, and plans as text.
+// Plans for the kernels with one thread per element, and the printing of plans.
 #include "csrc/planner/plan.h"
 
 #include <cstdlib>

@@ -1,4 +1,4 @@
-// The launch planner: what to compute and on which GPU -> which kernels to dispatch, with what grid, constants and
+// The launch planner: for a problem and a GPU, decides which kernels to dispatch, with what grid, constants and
 // threadgroup memory. Pure C++: no torch, no Metal.
 #pragma once
 
@@ -22,25 +22,25 @@ using KernelParams = std::variant<std::monostate, GemmParams, DequantizeParams, 
 
 struct Dispatch {
   Kernel kernel;
-  std::string function;  // host name in its library
+  std::string function;  // the kernel's host name in its library
   FunctionConstants constants{};
-  Extent grid{};     // threadgroups
-  Extent threads{};  // of a threadgroup
+  Extent grid{};     // in threadgroups
+  Extent threads{};  // per threadgroup
   uint32_t threadgroup_bytes = 0;
   KernelParams params{};
 };
 
 struct Plan {
-  std::vector<Dispatch> dispatches;  // in order, each may read what the one before wrote
-  Extent partials{0, 0, 0};          // [z, y, x] floats of workspace, see kSlotPartials; all zero: none
-  // two_pass: the dispatches write the weight in the activations' type, [K, N], for a dense product after them.
+  std::vector<Dispatch> dispatches;  // in order; each may read what earlier ones wrote
+  Extent partials{0, 0, 0};          // [z, y, x] floats of workspace for kSlotPartials; all zero if there is none
+  // True for two_pass: the dispatches write the weight as [K, N] in the activations' type, and the caller multiplies.
   bool dense_product = false;
 };
 
 Plan build_plan(const Tiling& tiling, const GemmProblem& problem, const GpuDevice& device);
 
-// Each throws std::invalid_argument, in the operators' form, for a problem that no kernel can take.
-// Ranks the tilings and builds the plan of the chosen one only.
+// The functions below throw std::invalid_argument if no kernel can compute the problem; see refuse() in builder.h for
+// the text. plan_gemm ranks all tilings and builds a plan for the chosen one only.
 Plan plan_gemm(const GemmProblem& problem, const GpuDevice& device);
 Plan plan_dequantize(const DequantizeProblem& problem);
 Plan plan_repack(const RepackProblem& problem);
@@ -49,7 +49,7 @@ Plan plan_probe();
 std::ostream& operator<<(std::ostream& stream, const Dispatch& dispatch);
 std::ostream& operator<<(std::ostream& stream, const Plan& plan);
 
-// With TORCH_MARLIN_METAL_PRINT_PLAN=1: prints each distinct plan once, to stderr.
+// If TORCH_MARLIN_METAL_PRINT_PLAN is 1, prints each distinct plan once, to stderr.
 void print_plan_once(const Plan& plan);
 
 }  // namespace marlin

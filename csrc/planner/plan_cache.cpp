@@ -27,7 +27,7 @@ struct Tuned {
   std::atomic<uint64_t> generation{0};
   std::mutex mutex;
   Table table;
-  std::set<std::string> names;  // of this and all earlier tables: a problem that is being planned holds a view
+  std::set<std::string> names;  // of all tables ever set, because problems that are being planned hold views of them
 };
 
 Tuned& tuned() {
@@ -39,7 +39,7 @@ bool is_variant(std::string_view text) {
   return std::ranges::find(kGemmVariants, text.substr(0, text.find(':'))) != kGemmVariants.end();
 }
 
-// "auto", the variants, then the variants with a tile: the place of the text in that list, or its end.
+// Returns a number for the text: 0 for "auto", then the variants, then the variants with a tile.
 uint64_t variant_index(std::string_view text) {
   if (text == "auto") return 0;
   const auto variant = std::ranges::find(kGemmVariants, text);

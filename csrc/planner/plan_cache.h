@@ -1,5 +1,5 @@
-// Finds the plan of a product without planning it again: choosing one costs more CPU time than launching a small
-// product. Also keeps what a tuner measured, which new plans of "auto" follow instead of the model.
+// Caches plans, because choosing one takes more CPU time than launching a small product. Also keeps the measurements of
+// a tuner: plans of "auto" follow them instead of the cost model.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@
 
 namespace marlin {
 
-// A product with any number of rows from first_M to last_M, both included.
+// The variant that a tuner chose for a product with first_M to last_M rows, both included.
 struct TunedRange {
   WeightFormat format;
   ElementType activations;
@@ -26,24 +26,25 @@ struct TunedRange {
   uint32_t N;
   uint32_t first_M;
   uint32_t last_M;
-  std::string variant;  // "gemv", "double_buffered:128x64x16"
+  std::string variant;  // e.g. "gemv" or "double_buffered:128x64x16"
 };
 
-// Replaces all earlier ranges. If ranges overlap, the earlier one counts. Safe to call from any thread.
-// Throws std::invalid_argument for a name that does not begin with a variant's.
+// Replaces all ranges of earlier calls. If ranges overlap, the one earlier in the list counts. Safe to call from any
+// thread. Throws std::invalid_argument if a name does not begin with a variant.
 void set_tuned(std::vector<TunedRange> ranges);
 
-// Calls the loader before the first question about a product, so that it can set ranges. It is not called if ranges
-// were set before. Threads that ask while it runs call it too: no lock of this file is held.
+// Sets a function that the first call of tuned_variant() calls, so that it can load ranges with set_tuned(). It is not
+// called if ranges were set before. No lock is held meanwhile, so threads that call tuned_variant() at the same time
+// may call it too.
 void set_tuned_loader(std::function<void()> loader);
 
-// Returns the variant that was measured to be best for a product, or an empty text. It lives as long as the process.
+// Returns the variant that was measured to be best for a product, or an empty text. The text is never freed.
 std::string_view tuned_variant(const GemmProblem& problem);
 
-// Counts the calls of set_tuned: plans that were found before the last call may be out of date.
+// Returns the number of calls of set_tuned. Plans that were made before the last call may be out of date.
 uint64_t tuned_generation();
 
-// What of a GemmProblem decides about its plan on one GPU.
+// The fields of a GemmProblem that decide its plan on one GPU.
 struct PlanKey {
   int64_t a_row_stride;
   uint32_t M, N, K, group_size;
@@ -58,18 +59,18 @@ struct PlanKeyHash {
   size_t operator()(const PlanKey& key) const;
 };
 
-// Plans for one GPU, each with what a backend prepared to launch it: a Launch is made of a Plan once, when the product
-// is new. Forgets the plan that was used least recently when it is full. Safe to call from any thread.
+// A cache of Launches for one GPU, which drops the least recently used when it is full. A Launch is what a backend
+// needs to run a plan; `prepare` makes it when the product is new. Safe to use from any thread.
 template <typename Launch>
 class PlanCache {
  public:
-  // Sequence lengths differ from call to call, so the number of plans has no bound of its own.
+  // Every sequence length has a plan, so without a limit the number of plans would keep growing.
   static constexpr size_t kMaxPlans = 4096;
 
   PlanCache(const GpuDevice& device, Launch (*prepare)(Plan), size_t max_plans = kMaxPlans)
       : device_(device), prepare_(prepare), max_plans_(max_plans) {}
 
-  // Throws what plan_gemm and `prepare` throw.
+  // Returns the cached Launch, or plans and prepares one. Throws what plan_gemm and `prepare` throw.
   std::shared_ptr<const Launch> find_plan(GemmProblem problem) {
     const PlanKey key = plan_key(problem);
     const uint64_t generation = tuned_generation();

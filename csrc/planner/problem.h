@@ -1,4 +1,4 @@
-// What to compute.
+// The problems that the planner plans.
 #pragma once
 
 #include <algorithm>
@@ -14,13 +14,13 @@ struct WeightProblem {
   WeightFormat format = WeightFormat::uint4b8;
   uint32_t K = 0;
   uint32_t N = 0;
-  uint32_t group_size = 0;  // one that is larger than K counts as K
+  uint32_t group_size = 0;  // if larger than K, it counts as K
   ElementType scales = ElementType::float16;
   ElementType zeros = ElementType::float16;  // ignored if the format has none
   bool has_perm = false;
   bool has_global_scale = false;
   bool global_scale_per_column = false;
-  bool vector_aligned = false;  // the first packed word, scale and zero point are aligned for a load of four
+  bool vector_aligned = false;  // packed words, scales and zero points start aligned for loads of four elements
 };
 
 inline uint32_t group_size(const WeightProblem& weight) {
@@ -34,10 +34,10 @@ struct GemmProblem {
   ElementType activations = ElementType::float16;
   ElementType bias = ElementType::float16;
   bool has_bias = false;
-  bool vector_aligned_a = false;  // the first activation is aligned for a load of four
-  // "auto", a variant of core/gemm_variants.h, or a variant and a tile: "double_buffered:128x64x16".
+  bool vector_aligned_a = false;  // activations start aligned for loads of four elements
+  // "auto", a variant of core/gemm_variants.h, or a variant and a tile ("double_buffered:128x64x16").
   std::string_view variant = "auto";
-  // The variant that a tuner measured to be best, which "auto" then takes; empty if nothing was measured.
+  // The variant that a tuner measured to be best, which "auto" then uses; empty if nothing was measured.
   std::string_view tuned{};
 };
 
@@ -47,8 +47,8 @@ struct DequantizeProblem {
 };
 
 struct RepackProblem {
-  Kernel kernel = Kernel::gptq_repack;  // of the library gemm/repack
-  uint32_t rows = 0;                    // of its grid, see variants.h
+  Kernel kernel = Kernel::gptq_repack;  // one of the kernels in gemm/repack.metal
+  uint32_t rows = 0;                    // rows and columns of its grid, see variants.h
   uint32_t columns = 0;
   bool has_perm = false;
   StoredZeros stored_zeros = StoredZeros::plain;

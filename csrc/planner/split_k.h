@@ -1,4 +1,4 @@
-// How K is cut into slices: into as many as the model finds cheapest.
+// Splits K into the number of slices that the cost model finds cheapest.
 #pragma once
 
 #include <optional>
@@ -10,8 +10,8 @@ namespace marlin {
 
 inline constexpr uint32_t kMaxSlices = 64;
 
-// Returns the k of a slice, a multiple of `unit`, for about `slices` slices of K, none of them empty. Slices start
-// where a group starts, or an even part of one, if `unit` allows.
+// Returns the length of a slice, a multiple of `unit`, if K is split into about `slices` slices, none of them empty. If
+// `unit` allows, slices contain whole groups, or groups contain whole slices.
 inline uint32_t slice_length(const WeightProblem& weight, uint32_t slices, uint32_t unit) {
   const uint32_t group = group_size(weight);
   const uint32_t even = round_up(ceil_divide(weight.K, slices), unit);
@@ -19,8 +19,8 @@ inline uint32_t slice_length(const WeightProblem& weight, uint32_t slices, uint3
   return group % unit == 0 ? round_up(even, group) : even;
 }
 
-// Returns the cheapest of the tilings that make(slices) gives for min_slices, ... 1, 2, 3, 4, 6, 8, 12, 16 ... to
-// max_slices. The same numbers are tried for any M, so that more rows never become cheaper by another cut.
+// Calls make(slices) with 1, 2, 3, 4, 6, 8, 12, 16 ... from min_slices to max_slices and returns the cheapest tiling.
+// The same numbers are tried for any M. Otherwise a problem with more rows could get a better split and be cheaper.
 template <typename Make>
 Tiling cheapest_split(const GemmProblem& problem, const GpuDevice& device, uint32_t min_slices, uint32_t max_slices,
                       const Make& make) {

@@ -1,4 +1,5 @@
-// double_buffered, single_stage: a grid of output tiles. K is split if there are fewer tiles than the GPU holds.
+// Tilings and plans of double_buffered and single_stage: a grid of output tiles. K is split if there are fewer tiles
+// than threadgroups that the GPU holds at once.
 #include "csrc/core/math.h"
 #include "csrc/planner/split_k.h"
 
@@ -6,7 +7,7 @@ namespace marlin {
 
 namespace {
 
-// Shorter slices spend more on the reduction than they win.
+// With shorter slices, the reduction costs more than splitting K gains.
 constexpr uint32_t kMinSlice = 256;
 
 }  // namespace

@@ -1,4 +1,5 @@
-// striped: as many threadgroups as the GPU holds, each with an equal stripe of the work. docs/striping.md.
+// Tilings and plans of striped: as many threadgroups as the GPU holds at once, each with an equal stripe of the work
+// (docs/striping.md).
 #include "csrc/core/math.h"
 #include "csrc/planner/builder.h"
 
@@ -6,8 +7,8 @@ namespace marlin {
 
 namespace {
 
-// A multiple of every tile's K and of every group size: stripes end where groups do. Shorter slices would spend more on
-// partial sums than a more even end of the stripes wins.
+// A multiple of every tile's K and of every group size, so that stripes end where groups end. With shorter slices,
+// stripes would be more equal, but partial sums would cost more than that gains.
 constexpr uint32_t kSlice = 256;
 // K is split if stripes of whole tiles would leave more than an eighth of the threadgroups' time idle.
 constexpr uint32_t kIdleShare = 8;

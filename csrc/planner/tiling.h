@@ -1,4 +1,5 @@
-// One way of computing a product, as the small value that the planner ranks. Only the winner becomes a Plan.
+// A Tiling is one way of computing a product. The planner ranks these small values and builds a Plan for the winner
+// only.
 #pragma once
 
 #include <cstdint>
@@ -15,14 +16,14 @@ struct Extent {
   uint32_t x = 1, y = 1, z = 1;
 };
 
-// A row of the table of tiles, and how K and the rows are divided for one problem.
+// A row of kGemmTiles, and how K and the rows are divided for one problem.
 struct Tiling : GemmTile {
-  uint32_t simdgroups = 0;   // of a threadgroup
-  uint32_t k_per_slice = 0;  // k of a simdgroup (gemv, fused), of a threadgroup or of a unit of a stripe
+  uint32_t simdgroups = 0;   // per threadgroup
+  uint32_t k_per_slice = 0;  // per simdgroup (gemv, fused), threadgroup (staged) or unit of a stripe (striped)
   uint32_t splits = 1;       // threadgroups that share a tile's K; each writes partial sums if there are several
-  uint32_t rest_rows = 0;    // fused: rows of the smaller block for the last M % tile.M rows; 0: those are padded
-  uint32_t stripes = 0;      // striped: threadgroups
-  bool stripes_share_tiles = false;  // striped: some tile's K is divided between stripes, which write partial sums
+  uint32_t rest_rows = 0;    // in fused, the rows of a smaller last block for M % tile.M rows; 0 if they are padded
+  uint32_t stripes = 0;      // in striped, the number of threadgroups
+  bool stripes_share_tiles = false;  // in striped, true if stripes share the K of a tile and write partial sums
 };
 static_assert(std::is_trivially_copyable_v<Tiling> && sizeof(Tiling) <= 64, "ranking copies tilings freely");
 
@@ -41,7 +42,7 @@ constexpr RowBlocks row_blocks(const Tiling& tiling, uint32_t M, uint32_t launch
   return launch == 0 ? RowBlocks{0, rows, M / rows} : RowBlocks{M - M % rows, tiling.rest_rows, 1};
 }
 
-// Bytes of a threadgroup that computes `rows` rows.
+// Returns the bytes of threadgroup memory if a threadgroup computes `rows` rows.
 constexpr uint32_t threadgroup_bytes(const Tiling& tiling, const GemmProblem& problem, uint32_t rows) {
   if (tiling.variant == GemmVariant::gemv) {
     return gemv_threadgroup_bytes(problem.weight.format, rows, tiling.simdgroups);
@@ -56,7 +57,7 @@ constexpr bool writes_partials(const Tiling& tiling) {
   return tiling.splits > 1 || tiling.stripes_share_tiles;
 }
 
-// [z, y, x] floats of partial sums; all zero if there are none.
+// Returns the shape [z, y, x] of the partial sums, in floats; all zero if there are none.
 constexpr Extent partials(const Tiling& tiling, const GemmProblem& problem) {
   if (!writes_partials(tiling)) return {0, 0, 0};
   if (tiling.stripes_share_tiles) return {tiling.tile.N, tiling.tile.M, 2 * tiling.stripes};
@@ -67,20 +68,19 @@ constexpr Extent elementwise_grid(uint32_t columns, uint32_t rows) {
   return {ceil_divide(columns, kElementwiseWidth), ceil_divide(rows, kElementwiseHeight), 1};
 }
 
-// The grid of the kernel that adds up the partial sums.
+// Returns the grid of the kernel that adds up the partial sums.
 constexpr Extent reduction_grid(const Tiling& tiling, const GemmProblem& problem) {
   if (!tiling.stripes_share_tiles) return elementwise_grid(problem.weight.N, problem.M);
   const Extent tile = elementwise_grid(tiling.tile.N, tiling.tile.M);
   return {tile.x, tile.y, tiling.stripes - 1};
 }
 
-// Returns a tiling for each tile that can compute the problem, with K split as the model finds cheapest: tiles of all
-// variants for "auto", else those of the variant that the problem names, or the one tile.
-// Throws std::invalid_argument, in the operators' form, for an empty problem and for a variant that cannot compute it.
+// Returns a tiling for each tile that can compute the problem and that problem.variant allows. K is split as the cost
+// model finds cheapest. Throws std::invalid_argument if the problem is empty or the variant cannot compute it.
 std::vector<Tiling> gemm_tilings(const GemmProblem& problem, const GpuDevice& device);
 
-// Returns the tiling that is taken: the one that a tuner measured to be best, else the one that costs least. two_pass,
-// which rounds the weights, is taken only if the problem or the tuner names it.
+// Returns the tiling that a tuner measured to be best, or else the cheapest one. two_pass rounds the weights, so it is
+// used only if the problem or the tuner names it.
 const Tiling& choose(const std::vector<Tiling>& tilings, const GemmProblem& problem, const GpuDevice& device);
 
 }  // namespace marlin

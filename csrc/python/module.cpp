@@ -1,4 +1,5 @@
-// The Python module: the table of weight formats, the CPU capability and the planner. Operators are torch.ops.
+// The Python module: the table of weight formats, the CPU capability and the planner. The operators are not here; they
+// are registered with torch.ops.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

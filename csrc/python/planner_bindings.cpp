@@ -78,7 +78,7 @@ py::dict occupancy_dict(const Occupancy& occupancy) {
 
 const Chip& chip_of(const std::string& name) {
   const Chip* chip = find_chip(name);
-  if (chip == nullptr) throw std::invalid_argument("no chip '" + name + "'");
+  if (chip == nullptr) throw std::invalid_argument("chip: expected a name in chips(), got '" + name + "'");
   return *chip;
 }
 
@@ -86,7 +86,7 @@ py::tuple extent(const Extent& extent) {
   return py::make_tuple(extent.x, extent.y, extent.z);
 }
 
-// Without a dispatch: what PyTorch launches.
+// `dispatch` is null for the dense product, which PyTorch launches.
 py::dict dispatch_dict(const Dispatch* dispatch, const DispatchCost& cost) {
   std::ostringstream text;
   if (dispatch != nullptr) text << *dispatch;
@@ -110,7 +110,7 @@ Enum named(const std::string& wanted, const char* what) {
   for (size_t i = 0; i < count; ++i) {
     if (name(static_cast<Enum>(i)) == wanted) return static_cast<Enum>(i);
   }
-  throw std::invalid_argument(std::string(what) + ": no '" + wanted + "'");
+  throw std::invalid_argument(std::string(what) + ": expected a known name, got '" + wanted + "'");
 }
 
 WeightFormat weight_format(const std::string& name) {
@@ -166,7 +166,7 @@ void add_planner(py::module_& m) {
   m.def("gpu_families", &gpu_families);
   m.def("kernel_counts", &kernel_counts);
   m.def("gemm_variants", [] { return std::vector<std::string>(kGemmVariants.begin(), kGemmVariants.end()); });
-  // (chip, cores) that the planner takes for a GPU of that name and number of cores
+  // Returns the (chip, cores) that the planner uses for a GPU with this name and number of cores.
   m.def("gpu_device", [](const std::string& name, uint32_t cores) {
     const GpuDevice device = gpu_device(name, cores);
     return py::make_tuple(device.chip->name, device.cores);
@@ -185,7 +185,7 @@ void add_planner(py::module_& m) {
         py::arg("N"), py::arg("K"), py::arg("weight_format"), py::arg("group_size"), py::arg("activations"),
         py::arg("scales"), py::arg("zeros"), py::arg("has_perm"), py::arg("has_global_scale"), py::arg("has_bias"),
         py::arg("variant"), py::arg("tuned"));
-  // rows of (weight_format, dtype, group_size, K, N, first M, last M, variant), in place of all earlier ones
+  // Takes rows of (weight_format, dtype, group_size, K, N, first M, last M, variant), which replace all earlier rows.
   m.def("set_tuned", [](const std::vector<TunedRow>& rows) {
     std::vector<TunedRange> ranges;
     for (const auto& [format, activations, group_size, K, N, first, last, variant] : rows) {
@@ -194,7 +194,7 @@ void add_planner(py::module_& m) {
     set_tuned(std::move(ranges));
   });
   m.def("set_tuned_loader", [](py::function loader) {
-    // Never freed: a product may be planned while the interpreter shuts down.
+    // The loader is never freed, because a product may be planned while the interpreter shuts down.
     set_tuned_loader([kept = new py::function(std::move(loader))] {
       const py::gil_scoped_acquire gil;
       try {

@@ -1,4 +1,4 @@
-// The planner, its model and the tables behind them, as Python sees them.
+// Makes the planner, its cost model and their tables available in Python.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -26,7 +26,7 @@ py::dict row_of(const GemmTile& row, ElementType activations) {
   return entry;
 }
 
-// gemv and fused keep only the sums of their simdgroups in threadgroup memory.
+// For gemv and fused, which keep only the sums of their simdgroups in threadgroup memory.
 py::dict budget_without_staging(const GemmTile& row, const KernelCounts& counts, ElementType activations) {
   const bool is_gemv = row.variant == GemmVariant::gemv;
   Tiling tiling{row};
@@ -76,7 +76,8 @@ py::list tile_budgets(ElementType activations) {
     if (counts.format != WeightFormat::uint4b8) continue;
     const auto row = std::ranges::find_if(
         kGemmTiles, [&](const GemmTile& tile) { return tile.kernel == counts.kernel && tile.tile == counts.tile; });
-    if (row == kGemmTiles.end()) throw std::logic_error("tile_budgets: counts of a tile that no variant has");
+    if (row == kGemmTiles.end())
+      throw std::logic_error("tile_budgets: kKernelCounts has a tile that kGemmTiles does not have");
     listed.insert(name(*row));
     budgets.append(row->stages == 0 ? budget_without_staging(*row, counts, activations)
                                     : staged_budget(*row, activations, counts.half_registers));

@@ -1,4 +1,4 @@
-// What each variant and tile shape takes of a core's memory and registers, for torch_marlin_metal.profiling.
+// How much of a core's memory and registers each variant and tile shape uses, for torch_marlin_metal.profiling.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -7,7 +7,7 @@
 
 namespace marlin {
 
-// Returns a dict for each tile that exists, then for shapes of the usual sizes that do not fit threadgroup memory.
+// Returns a dict for each tile in kGemmTiles, then one for each common shape that does not fit in threadgroup memory.
 // profiling.TileRow says what the entries mean.
 pybind11::list tile_budgets(ElementType activations);
 

@@ -302,7 +302,7 @@ def test_a_kernel_that_the_gpu_runs_with_fewer_threads_is_an_error_and_no_dispat
     with softmetal.thread_limit(64), pytest.raises(RuntimeError) as caught:
         run(a, weight, variant="single_stage")
     assert re.search(
-        r"torch_marlin_metal: kernel gemm_single_stage_\w+ needs \d+ threads a threadgroup, this GPU runs at most 64 of it",
+        r"kernel gemm_single_stage_\w+ needs \d+ threads per threadgroup, but this GPU can run at most 64",
         str(caught.value),
     )
     assert softmetal.counters() == []

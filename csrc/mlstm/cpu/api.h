@@ -6,7 +6,7 @@
 
 namespace marlin::cpu {
 
-// One of q, k, v (unit stride in the last dimension), i and f. Strides in elements.
+// One of q, k, v, i and f. Strides are in elements; the last dimension of q, k and v has stride 1.
 struct MlstmInput {
   const void* data;
   ElementType type;  // meaningless if MlstmArguments::wide
@@ -15,7 +15,8 @@ struct MlstmInput {
   int64_t stride_s;
 };
 
-// States [B, H, slots, ...], contiguous: C [DK, DV], n [DK], m []; fp32, or fp64 if MlstmArguments::wide.
+// States, contiguous: C [B, H, slots, DK, DV], n [B, H, slots, DK], m [B, H, slots]; fp32, or fp64 if
+// MlstmArguments::wide.
 template <class Pointer>
 struct MlstmStates {
   Pointer C;
@@ -37,11 +38,12 @@ struct MlstmArguments {
   MlstmInput i;
   MlstmInput f;
   double eps;
-  // The state before the first token; with given_states, slot c is the state before chunk c. nullptr is a zero state.
+  // The state before the first token or, if given_states, the state before each chunk c in slot c. nullptr stands for a
+  // zero state.
   MlstmStates<const void*> in;
   bool given_states;
-  // The final state in the only slot; if chunks_per_slot is not 0, slot c is the state before chunk c *
-  // chunks_per_slot. nullptr if no state is needed.
+  // Receives the final state if chunks_per_slot is 0; otherwise slot c receives the state before chunk
+  // c * chunks_per_slot. nullptr if no state is needed.
   MlstmStates<void*> out;
   int64_t chunks_per_slot;
   void* h;  // [B, H, S, DV] in the type of q
@@ -49,9 +51,9 @@ struct MlstmArguments {
   void* M;
 };
 
-// The recurrence, token by token: the reference, and the fastest form for a token or two.
+// Computes the recurrence token by token. It is the reference, and the fastest form for one or two tokens.
 void mlstm_sequential(const MlstmArguments& arguments, const MlstmPlan& plan, const Parallel& parallel);
-// Matrix products, chunk by chunk; fp32 only.
+// Computes matrix products chunk by chunk. It supports fp32 only.
 void mlstm_chunkwise(const MlstmArguments& arguments, const MlstmPlan& plan, const Parallel& parallel);
 
 }  // namespace marlin::cpu

@@ -1,5 +1,6 @@
-// The mLSTM by chunks (docs/mlstm.md): masked products inside a chunk, a state between chunks. A task has some columns
-// of one head's state in strips, so that both products of a chunk read and write them in cache:
+// The chunkwise mLSTM (docs/mlstm.md): masked products inside a chunk, and a state between chunks. A task computes some
+// columns of one head's state. It divides them into strips of columns that stay in the cache for both products of a
+// chunk:
 //     numerator [L, strip] = [decayed queries | weights] [L, DK + L] @ [state; v] [DK + L, strip]
 //     state [DK, strip] = decay * state + (weighted keys)^T [DK, L] @ v [L, strip]
 #include <algorithm>
@@ -18,7 +19,7 @@ namespace marlin::cpu {
 namespace {
 
 constexpr size_t kKeepBytes = size_t{8} << 20;  // scratch that a thread keeps
-constexpr int64_t kMaxChain = 1024;             // products that are added one after the other
+constexpr int64_t kMaxChain = 1024;             // the most products that are added one after the other
 
 // Calls f(first, size) for nearly equal blocks of [0, count), at most max_size each.
 template <class F>
@@ -30,7 +31,7 @@ void for_blocks(int64_t count, int64_t max_size, F&& f) {
   }
 }
 
-// Both arrays have room for multiples of four rows and columns.
+// Transposes a matrix. Both arrays must be padded to multiples of four rows and columns.
 void transpose(const float* from, int64_t ld_from, int64_t rows, int64_t columns, float* to, int64_t ld_to) {
   for (int64_t d = 0; d < columns; d += 4) {
     for (int64_t j = 0; j < rows; j += 4)
@@ -207,8 +208,8 @@ class Task {
     }
   }
 
-  // Prefetches the rows of v and h of the tokens [first, end) in the next strip. They are too far apart for the
-  // hardware's prefetcher.
+  // Prefetches the next strip of v and h for the tokens first to end - 1. These rows are too far apart for the hardware
+  // prefetcher.
   [[gnu::always_inline]] void prefetch_next(int64_t begin, int64_t count, int64_t strip, int64_t first,
                                             int64_t end) const {
     const bool is_last = strip + 1 == strips_;
@@ -227,7 +228,8 @@ class Task {
       __builtin_prefetch(row + byte);
   }
 
-  // Computes rows_: [decayed queries | weights of the chunk's tokens], then the divisor of each row in gates_.floor.
+  // Computes rows_, which is [decayed queries | weights of the chunk's tokens], and the divisor of each row, in
+  // gates_.floor.
   void weights(int64_t begin, int64_t count) {
     for (int64_t j = 0; j < count; ++j) {
       read(a_.q, begin + j, 0, a_.DK, rows_ + j * row_pitch_);
@@ -298,7 +300,7 @@ class Task {
 
   void update(int64_t begin, int64_t count, int64_t strip) {
     float* state = state_strip(strip);
-    const int64_t tokens = ceil_divide(count * plan_.max_rows, a_.DK);  // to prefetch beside each block of rows
+    const int64_t tokens = ceil_divide(count * plan_.max_rows, a_.DK);  // to prefetch with each block of rows
     int64_t prefetched = 0;
     for_blocks(a_.DK, plan_.max_rows, [&](int64_t first, int64_t rows) {
       mlstm_.product[static_cast<size_t>(rows)](
@@ -337,9 +339,9 @@ class Task {
   float* rows_ = nullptr;           // [L, DK + L]
   float* numerators_ = nullptr;     // [L, strip]
   float* state_ = nullptr;          // [strips][DK + L, strip]: the state, and below it the chunk's v
-  bool is_zero_ = true;             // the state is
-  float m_ = 0.F;                   // stabiliser of the state: exact_m_, rounded
-  double exact_m_ = 0.0;            // fp64, because roundings would add up over many chunks
+  bool is_zero_ = true;             // true if the state is zero
+  float m_ = 0.F;                   // stabiliser of the state: exact_m_, rounded to fp32
+  double exact_m_ = 0.0;            // fp64, because rounding errors would add up over many chunks
 };
 
 }  // namespace

@@ -10,7 +10,7 @@ namespace marlin::cpu {
 
 namespace {
 
-// A gate this low has the effect of -inf, but sums with it keep their precision in fp64.
+// A gate this low has the same effect as -inf, but fp64 sums that contain it are still exact enough.
 constexpr double kLowestGate = -1e8;
 
 void split(double value, float* high, float* low) {
@@ -20,7 +20,7 @@ void split(double value, float* high, float* low) {
 
 }  // namespace
 
-// Sums are fp64, because a sum of many decays would lose its low bits in fp32.
+// Sums are computed in fp64, because a sum of many decays would lose its low bits in fp32.
 void MlstmGates::compute(const MlstmKernels& kernels, int64_t count, float state_m, double* exact_m) {
   const int64_t padded = round_up(count, kMlstmPadding);
   kernels.softplus(f, floor, padded);

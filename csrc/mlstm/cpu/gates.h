@@ -1,4 +1,4 @@
-// The decays and weights that the gates of a chunk give, for the mLSTM's chunkwise form.
+// Computes decays and weights from the gates of a chunk, for the chunkwise mLSTM.
 #pragma once
 
 #include <cstdint>
@@ -7,15 +7,14 @@
 
 namespace marlin::cpu {
 
-// One chunk's gates. Decays and weights are relative to a stabiliser: a token's own, or that of the state after the
-// chunk. Each array is padded to whole SIMD vectors.
+// The gates of one chunk. Decays and weights are scaled by exp(-m), where m is the stabiliser of the token or of the
+// state after the chunk. Each array is padded to whole SIMD vectors.
 struct MlstmGates {
-  float* f;           // forget gates as given
+  float* f;           // the forget gates of the input
   float* m;           // stabiliser of each token
   float* from_state;  // decay from the state before the chunk to each token
-  // The exponent of the weight of token l in the output of token j, b_j - b_l + i_l - m_j, is
-  // (row_high[j] + key_high[l]) + (row_low[j] + key_low[l]): in two parts, because its terms can be large where it is
-  // small.
+  // The weight of token l in the output of token j is exp(b_j - b_l + i_l - m_j). The exponent is computed as
+  // (row_high[j] + key_high[l]) + (row_low[j] + key_low[l]), because it can be small although its terms are large.
   float* row_high;
   float* row_low;
   float* key_high;
@@ -24,8 +23,8 @@ struct MlstmGates {
   float* floor;     // exp(-m)
   float whole;      // decay of the state over the whole chunk
 
-  // Computes the rest from f, and from the input gates, which are in m. The state before the chunk is relative to
-  // state_m. exact_m is the stabiliser before the chunk and becomes the one after it.
+  // Computes all other fields from f and from the input gates, which the caller puts in m. The state before the chunk
+  // is scaled by exp(-state_m). *exact_m is the stabiliser before the chunk and becomes the one after it.
   void compute(const MlstmKernels& kernels, int64_t count, float state_m, double* exact_m);
 };
 

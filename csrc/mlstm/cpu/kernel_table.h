@@ -1,4 +1,4 @@
-// The fp32 functions of an instruction-set family for the mLSTM, as a table.
+// The mLSTM's fp32 functions of each instruction-set family, as a table.
 #pragma once
 
 #include <array>
@@ -8,7 +8,7 @@
 
 namespace marlin::cpu {
 
-// A block of rows times a strip of columns: out = beta * out + a @ b. out is not read if beta is 0.
+// Computes out = beta * out + a @ b for a block of rows and a strip of columns. out is not read if beta is 0.
 struct MlstmProduct {
   const float* a;  // [rows, k] with any strides
   int64_t a_row;
@@ -22,14 +22,15 @@ struct MlstmProduct {
 };
 
 inline constexpr int kMaxMlstmRows = 12;
-// The arrays of the elementwise functions have room for a multiple of this, which is whole vectors.
+// The arrays of the elementwise functions are padded to a multiple of this, so that every vector is whole.
 inline constexpr int64_t kMlstmPadding = 16;
 
 struct MlstmKernels {
   int strip;
   int max_rows;
   std::array<void (*)(const MlstmProduct&), kMaxMlstmRows + 1> product;
-  // The same, and then `rows` more steps of k, of which row i takes the first i + 1: a token does not see later ones.
+  // Like product, but with `rows` more k at the end, of which row i uses the first i + 1: a token does not see later
+  // ones.
   std::array<void (*)(const MlstmProduct&), kMaxMlstmRows + 1> causal_product;
   // p[l] *= scale * exp((row_high + high[l]) + (row_low + low[l])); returns the sum.
   float (*weigh)(float* p, const float* high, const float* low, float row_high, float row_low, float scale,
@@ -39,14 +40,14 @@ struct MlstmKernels {
   // x *= scale; returns the sum of scale * x * n.
   float (*scale_and_dot)(float* x, float scale, const float* n, int64_t count);
   void (*exp)(float* x, int64_t count);  // in place; x <= 88
-  // log(1 + exp(-|f|)), which is min(f, 0) - log_sigmoid(f).
+  // out = log(1 + exp(-|f|)), which is min(f, 0) - log_sigmoid(f).
   void (*softplus)(const float* f, float* out, int64_t count);
-  // One row of a state through one token: to = forget * from + key * v; numerator += query * to.
+  // Updates one row of a state with one token: to = forget * from + key * v, then numerator += query * to.
   void (*step_row)(const float* from, float* to, const float* v, float* numerator, float forget, float key, float query,
                    int64_t count);
 };
 
-// The kernels of a family that this build has code for.
+// Returns the kernels of a family that this build has code for.
 const MlstmKernels* mlstm_kernels_of(Isa isa);
 const MlstmKernels* portable_mlstm_kernels();
 const MlstmKernels* avx2_mlstm_kernels();

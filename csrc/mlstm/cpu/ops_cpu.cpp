@@ -1,4 +1,4 @@
-// The mLSTM operators' CPU glue: tensors in, plain pointers to the kernels, tensors out.
+// The mLSTM operators for the CPU: checks tensors, passes plain pointers to the kernels, and returns tensors.
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -19,7 +19,7 @@ namespace {
 using ThreeTensors = std::tuple<Tensor, Tensor, Tensor>;
 using FourTensors = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
-// The tensors of one call. A tensor is copied only if its last dimension is strided.
+// Keeps the tensors of one call alive. A tensor is copied only if its last dimension is strided.
 class Call {
  public:
   Call(const MlstmShape& shape, const Tensor& k, const Tensor& v, const Tensor& i, const Tensor& f, int64_t chunk_size)
@@ -77,13 +77,13 @@ class Call {
  private:
   const Tensor& store(const Tensor& tensor) { return stored_.emplace_back(tensor); }
 
-  // [B, H, S] or, for one token, [B, H]
+  // Takes i or f: [B, H, S] or, for one token, [B, H].
   MlstmInput input(const Tensor& tensor) {
     const Tensor& t = store(tensor);
     return {t.const_data_ptr(), element_type(t), t.stride(0), t.stride(1), t.dim() == 2 ? 0 : t.stride(2)};
   }
 
-  // [B, H, S, D] or [B, H, D]
+  // Takes q, k or v: [B, H, S, D] or, for one token, [B, H, D].
   MlstmInput rows(const Tensor& tensor) {
     const bool unit = tensor.stride(-1) == 1 || tensor.size(-1) == 1;
     const Tensor& t = store(unit ? tensor : tensor.contiguous());

@@ -44,7 +44,7 @@ void step_row(const MlstmKernels& kernels, const float* from, float* to, const f
   kernels.step_row(from, to, v, numerator, forget, key, query, count);
 }
 
-// log(sigmoid(f)) by its definition would be -inf below about -88. exp(-|f|) cannot overflow.
+// Computing log(sigmoid(f)) directly would give -inf for f below about -88. Here exp(-|f|) cannot overflow.
 template <class T>
 T log_sigmoid(T f) {
   return std::min(f, T{0}) - std::log1p(std::exp(-std::abs(f)));
@@ -92,7 +92,7 @@ class Head {
     return static_cast<const T*>(data) + (head_ * a_.in.slots + slot) * size;
   }
 
-  // Makes the next token read the state of this slot.
+  // Loads the state of this slot, which the next token then uses.
   void start(int64_t slot) {
     if (a_.in.C == nullptr) {
       std::fill(C_, C_ + a_.DK * a_.DV, T{0});

@@ -1,5 +1,5 @@
-// The mLSTM's fp32 kernels, written once over a vector policy V (vec_*.h). Every function is a template of V, so that
-// instances for different instruction sets never share a symbol.
+// The mLSTM's fp32 kernels for any vector policy V (vec_*.h). Every function is a template of V, so that instances for
+// different instruction sets never share a symbol.
 #pragma once
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 
 namespace marlin::cpu {
 
-// Coefficients from the highest power to the lowest.
+// Evaluates a polynomial. Coefficients go from the highest power to the lowest.
 template <class V, class... Rest>
 [[gnu::always_inline]] inline typename V::F polynomial(typename V::F x, float highest, Rest... rest) {
   typename V::F sum = V::set1(highest);
@@ -17,8 +17,8 @@ template <class V, class... Rest>
   return sum;
 }
 
-// exp(x) with a relative error of 2e-7 for x <= 88. It is 0 below -87, close to where fp32 becomes subnormal. NaN stays
-// NaN.
+// Returns exp(x) with a relative error of 2e-7 for x <= 88. Returns 0 below -87, close to where fp32 becomes subnormal,
+// and NaN for NaN.
 template <class V>
 [[gnu::always_inline]] inline typename V::F exp_vector(typename V::F x) {
   using F = typename V::F;
@@ -26,13 +26,14 @@ template <class V>
   constexpr float kRound = 0x1.8p23F;  // adding and subtracting it rounds to an integer
   const F bounded = V::max(V::set1(kLowest), x);
   const F n = V::sub(V::rounded(V::fma(bounded, V::set1(0x1.715476p0F), V::set1(kRound))), V::set1(kRound));
-  // log 2 is the sum of two parts, because one fp32 number would lose low bits of the remainder.
+  // log 2 is given as the sum of two numbers, because a single fp32 number would lose low bits of the remainder.
   const F r = V::fnma(n, V::set1(-0x1.05c611p-29F), V::fnma(n, V::set1(0x1.62e430p-1F), bounded));
   const F sum = polynomial<V>(r, 1.F / 5040, 1.F / 720, 1.F / 120, 1.F / 24, 1.F / 6, 1.F / 2, 1.F, 1.F);
   return V::zero_below(x, kLowest, V::mul(sum, V::pow2(n)));
 }
 
-// log(1 + y) = 2 artanh(y / (2 + y)) for y in [0, 1], as a series in a number of at most 1/3.
+// Returns log(1 + y) = 2 artanh(y / (2 + y)) for y in [0, 1], by the power series of artanh; y / (2 + y) is at most
+// 1/3.
 template <class V>
 [[gnu::always_inline]] inline typename V::F log1p_vector(typename V::F y) {
   using F = typename V::F;
@@ -44,7 +45,7 @@ template <class V>
 template <class V, int R, int C, bool causal>
 void mlstm_product(const MlstmProduct& product) {
   using F = typename V::F;
-  const MlstmProduct p = product;  // a local copy: stores to floats cannot change it
+  const MlstmProduct p = product;  // a local copy, which the compiler knows that stores to floats do not change
   F acc[R * C];
   if (p.beta == 0.F) {
     unroll<V, R * C>([&](auto i) __attribute__((always_inline)) { acc[i] = V::zero(); });
@@ -213,7 +214,7 @@ constexpr MlstmKernels mlstm_kernels() {
 
 }  // namespace marlin::cpu
 
-// Defines the function that returns the kernels of a family of vectors.
+// Defines the function that returns the kernels for the vector policy V.
 #define MARLIN_MLSTM_KERNELS(function, V)                        \
   namespace marlin::cpu {                                        \
   const MlstmKernels* function() {                               \
