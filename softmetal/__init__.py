@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ from .native import Library
 
 __all__ = [
     "Counters",
+    "StreamCounts",
     "Unavailable",
     "build_extension",
     "checked",
@@ -32,6 +34,8 @@ __all__ = [
     "faults",
     "is_checked",
     "seed",
+    "stream",
+    "stream_counts",
     "thread_limit",
 ]
 
@@ -121,6 +125,53 @@ def thread_limit(most: int) -> Iterator[None]:
         yield
     finally:
         _library.set_thread_limit(before)
+
+
+@contextlib.contextmanager
+def stream(number: int) -> Iterator[None]:
+    """Makes this thread encode to another of PyTorch's streams in the block, as torch 2.14 and later can.
+
+    Work of two streams is not ordered. `torch.mps.synchronize()` waits for all of them.
+
+    Args:
+        number: 1 to 32, of PyTorch's pool; 0 is the default stream, which every thread starts with.
+    """
+    before = _library.stream()
+    error = _library.take_text(_library.set_stream(number))
+    if error is not None:
+        raise ValueError(error)
+    try:
+        yield
+    finally:
+        _library.set_stream(before)
+
+
+@dataclass(frozen=True)
+class StreamCounts:
+    """What was encoded and committed, of all streams, since the process started.
+
+    Attributes:
+        commits: of command buffers with commands.
+        empty_commits: of command buffers without any.
+        waits: commits that waited for the GPU.
+        encoders: compute encoders that kernels share.
+        most_in_a_commit: commands of the largest command buffer.
+        uncommitted: commands that are encoded now and that the GPU has not been given.
+    """
+
+    commits: int
+    empty_commits: int
+    waits: int
+    encoders: int
+    most_in_a_commit: int
+    uncommitted: int
+
+
+def stream_counts() -> StreamCounts:
+    """Returns the counts so far. It neither commits nor waits."""
+    counts = (ctypes.c_uint64 * len(dataclasses.fields(StreamCounts)))()
+    _library.stream_counts(counts)
+    return StreamCounts(*counts)
 
 
 def faults() -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable
-from ctypes import POINTER, Structure, c_char_p, c_int, c_size_t, c_uint32, c_uint64, c_void_p
+from ctypes import POINTER, Structure, c_char_p, c_int, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,9 @@ class Library:
             "is_checked": (c_int, []),
             "set_seed": (None, [c_uint64]),
             "set_thread_limit": (c_uint32, [c_uint32]),
+            "stream": (c_int64, []),
+            "set_stream": (c_void_p, [c_int64]),
+            "stream_counts": (None, [POINTER(c_uint64)]),
             "faults": (c_void_p, []),
             "clear": (None, []),
             "record_count": (c_size_t, []),

@@ -113,6 +113,7 @@ void Command::run() {
 - (id)init {
   commands = new std::vector<std::unique_ptr<softmetal::Command>>();
   handlers = new std::vector<MTLCommandBufferHandler>();
+  endedEncoders = new std::vector<id>();
   state = MTLCommandBufferStatusNotEnqueued;
   return self;
 }
@@ -121,6 +122,9 @@ void Command::run() {
   for (MTLCommandBufferHandler handler : *handlers)
     Block_release(handler);
   delete handlers;
+  for (id encoder : *endedEncoders)
+    [encoder release];
+  delete endedEncoders;
   [failure release];
   [queue release];
   [bufferLabel release];
@@ -157,6 +161,7 @@ void Command::run() {
 }
 - (void)addCompletedHandler:(MTLCommandBufferHandler)block {
   [self requireOpen:"addCompletedHandler"];
+  if (openEncoder != nil) violation("handler beside an open encoder", "addCompletedHandler with an encoder open");
   handlers->push_back(Block_copy(block));
 }
 - (void)requireNoEncoder:(const char*)what {

@@ -40,10 +40,10 @@ sm_uint3 narrow(MTLSize size) {
 - (void)dealloc {
   if (!ended) {
     commandBuffer->openEncoder = nil;
+    [commandBuffer release];
     softmetal::Device::get().add_fault(
         "Metal API violation [encoder lifetime]: a command encoder was released without endEncoding");
   }
-  [commandBuffer release];
   [encoderLabel release];
   [super dealloc];
 }
@@ -58,6 +58,9 @@ sm_uint3 narrow(MTLSize size) {
   [self requireEncoding:"endEncoding"];
   ended = YES;
   commandBuffer->openEncoder = nil;
+  commandBuffer->endedEncoders->push_back([self retain]);
+  [commandBuffer release];
+  commandBuffer = nil;
 }
 - (id<MTLDevice>)device {
   return [commandBuffer device];

@@ -172,7 +172,8 @@ std::string& operator_label();
   SoftMetalQueue* queue;
   std::vector<std::unique_ptr<softmetal::Command>>* commands;
   std::vector<MTLCommandBufferHandler>* handlers;
-  id openEncoder;  // not retained: an encoder retains its command buffer
+  id openEncoder;                  // not retained: an encoder that is open retains its command buffer
+  std::vector<id>* endedEncoders;  // kept, so that a message to one that PyTorch released is a report
   MTLCommandBufferStatus state;
   NSError* failure;
   NSString* bufferLabel;

@@ -25,6 +25,7 @@ SoftMetalCommandBuffer*& root(MPSCommandBuffer* buffer) {
 }
 - (void)commitAndContinue {
   id<MTLCommandQueue> queue = [root(self) commandQueue];
+  root(self)->needsQueue = NO;  // legal in a block: the wrapper goes on with another buffer
   [root(self) commit];
   [root(self) release];
   root(self) = [static_cast<SoftMetalCommandBuffer*>([queue commandBuffer]) retain];

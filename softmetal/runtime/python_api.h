@@ -15,8 +15,13 @@ SOFTMETAL_EXPORT void softmetal_set_checked(int checked);
 SOFTMETAL_EXPORT int softmetal_is_checked(void);
 SOFTMETAL_EXPORT void softmetal_set_seed(uint64_t seed);
 SOFTMETAL_EXPORT uint32_t softmetal_set_thread_limit(uint32_t limit);  // of every pipeline; returns the previous one
-SOFTMETAL_EXPORT char* softmetal_faults(void);                         // one a line
-SOFTMETAL_EXPORT void softmetal_clear(void);                           // faults and records
+// The stream that this thread encodes to: 0 is the default one, 1 to 32 are PyTorch's pool. Setting returns an error.
+SOFTMETAL_EXPORT int64_t softmetal_stream(void);
+SOFTMETAL_EXPORT char* softmetal_set_stream(int64_t number);
+// Fills the fields of softmetal::StreamCounts in their order.
+SOFTMETAL_EXPORT void softmetal_stream_counts(uint64_t* counts);
+SOFTMETAL_EXPORT char* softmetal_faults(void);  // one a line
+SOFTMETAL_EXPORT void softmetal_clear(void);    // faults and records
 SOFTMETAL_EXPORT size_t softmetal_record_count(void);
 // Returns the i-th of the latest dispatches. It is valid until the next dispatch.
 SOFTMETAL_EXPORT const sm_result* softmetal_record(size_t i, const char** kernel, uint64_t* seed);

@@ -68,6 +68,20 @@ uint32_t softmetal_set_thread_limit(uint32_t limit) {
   return Device::get().thread_limit.exchange(limit);
 }
 
+int64_t softmetal_stream(void) {
+  return softmetal::current_stream_number();
+}
+
+char* softmetal_set_stream(int64_t number) {
+  return guarded([&] { softmetal::set_current_stream(number); });
+}
+
+void softmetal_stream_counts(uint64_t* counts) {
+  const softmetal::StreamCounts found = softmetal::stream_counts();
+  static_assert(sizeof(found) == 6 * sizeof(uint64_t));
+  std::memcpy(counts, &found, sizeof(found));
+}
+
 char* softmetal_faults(void) {
   const std::lock_guard lock(Device::get().mutex);
   return copy_text(joined(Device::get().faults));

@@ -13,7 +13,11 @@
 namespace softmetal {
 
 void synchronize() {
-  at::mps::getDefaultMPSStream()->synchronize(at::mps::SyncType::COMMIT_AND_WAIT);
+  if (on_queue()) {
+    violation("re-entrant dispatch_sync", "a PyTorch operator or torch.mps.synchronize() in a dispatch_sync block: it "
+                                          "waits for the queue that runs the block");
+  }
+  for_each_stream([](at::mps::MPSStream& stream) { stream.synchronize(at::mps::SyncType::COMMIT_AND_WAIT); });
 }
 
 const at::Generator& default_generator() {
@@ -136,13 +140,13 @@ struct MPSHooks final : at::MPSHooksInterface {
   }
   c10::Allocator* getMPSDeviceAllocator() const override { return &allocator(); }
   void deviceSynchronize() const override { synchronize(); }
-  void commitStream() const override { at::mps::getDefaultMPSStream()->synchronize(SyncType::COMMIT); }
+  void commitStream() const override { at::mps::getCurrentMPSStream()->synchronize(SyncType::COMMIT); }
   void* getCommandBuffer() const override {
-    auto* stream = at::mps::getDefaultMPSStream();
+    auto* stream = at::mps::getCurrentMPSStream();
     stream->endKernelCoalescing();
     return stream->commandBuffer();
   }
-  void* getDispatchQueue() const override { return at::mps::getDefaultMPSStream()->queue(); }
+  void* getDispatchQueue() const override { return at::mps::getCurrentMPSStream()->queue(); }
   void emptyCache() const override {}
   size_t getCurrentAllocatedMemory() const override { return allocated_bytes(); }
   size_t getDriverAllocatedMemory() const override { return allocated_bytes(); }
@@ -159,9 +163,9 @@ struct MPSHooks final : at::MPSHooksInterface {
     const std::shared_ptr<Event> event = events().get(number);
     event->recorded = true;
     event->done = false;
-    auto* stream = at::mps::getDefaultMPSStream();
+    auto* stream = at::mps::getCurrentMPSStream();
     {
-      const auto lock = lock_stream("Event.record");
+      const auto lock = lock_queues();
       stream->endKernelCoalescing();
       stream->addCompletedHandler(^(id<MTLCommandBuffer> buffer) {
         event->done = true;

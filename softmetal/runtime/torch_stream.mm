@@ -1,77 +1,88 @@
-// PyTorch's Metal stream. It implements the installed ATen/mps headers, so that layout and mangled names agree.
+// PyTorch's Metal streams. They implement the installed ATen/mps headers, so that layout and mangled names agree, and
+// do what build_support/pytorch_calls.json says that PyTorch's functions for the Mac do.
 #include <ATen/mps/MPSDevice.h>
-#include <ATen/mps/MPSProfiler.h>
 #include <ATen/mps/MPSStream.h>
 #include <c10/metal/error.h>
 
+#include <algorithm>
 #include <cstring>
+#include <functional>
+#include <map>
 #include <mutex>
+#include <vector>
 
 #include "metal.h"
 #include "torch_device.h"
 
 using softmetal::violation;
 
-// ---- the serial queue ----------------------------------------------------------------------------------------------
-
-@interface SoftMetalDispatchQueue : NSObject <OS_dispatch_queue>
-@end
-@implementation SoftMetalDispatchQueue
-@end
-
 namespace softmetal {
 namespace {
 
-std::recursive_mutex queue_mutex;
-thread_local bool running_block = false;
-uint64_t block_count = 0;
-
-struct ProfiledKernel {
-  const void* handle = nullptr;
-  std::string label;
+struct Streams {
+  std::mutex mutex;
+  std::map<int64_t, at::mps::MPSStream*> pool;  // by number; 0 is not among them
 };
-thread_local ProfiledKernel profiled;
+Streams& streams() {
+  static auto* instance = new Streams();
+  return *instance;
+}
 
-class BlockScope {
- public:
-  BlockScope() : lock_(queue_mutex, std::defer_lock) {
-    if (running_block) {
-      violation("re-entrant dispatch_sync", "dispatch_sync was called from a block of the same queue: a deadlock on a "
-                                            "Mac. PyTorch operators on mps tensors do so");
-    }
-    lock_.lock();
-    running_block = true;
-    ++block_count;
-  }
-  ~BlockScope() {
-    running_block = false;
-    profiled = {};
-  }
-  BlockScope(const BlockScope&) = delete;
-  BlockScope& operator=(const BlockScope&) = delete;
+// As in torch 2.14 and later each thread has a current stream; null is the default one, the only one of torch 2.13.
+thread_local at::mps::MPSStream* current_stream = nullptr;
 
- private:
-  std::unique_lock<std::recursive_mutex> lock_;
-};
+StreamCounts counts;  // under the queues' lock
+
+SoftMetalCommandBuffer* root_of(MPSCommandBuffer* buffer) {
+  return static_cast<SoftMetalCommandBuffer*>([buffer rootCommandBuffer]);
+}
+
+// Before PyTorch commits its command buffer.
+void count_commit(MPSCommandBuffer* buffer) {
+  SoftMetalCommandBuffer* root = root_of(buffer);
+  root->needsQueue = NO;  // the stream itself may commit in a block and outside
+  const uint64_t commands = root->commands->size();
+  ++(commands == 0 ? counts.empty_commits : counts.commits);
+  counts.most_in_a_commit = std::max(counts.most_in_a_commit, commands);
+}
 
 }  // namespace
 
-bool on_queue() {
-  return running_block;
-}
-uint64_t queue_block() {
-  return block_count;
-}
-std::string& operator_label() {
-  return profiled.label;
+void set_current_stream(int64_t number) {
+  TORCH_CHECK(0 <= number && number <= kPoolStreams, "softmetal: stream: expected 0 to ", kPoolStreams, ", got ",
+              number);
+  if (number == 0) {
+    current_stream = nullptr;
+    return;
+  }
+  const std::lock_guard lock(streams().mutex);
+  at::mps::MPSStream*& stream = streams().pool[number];
+  const c10::Device device(c10::DeviceType::MPS, 0);
+  if (stream == nullptr) stream = new at::mps::MPSStream(c10::Stream(c10::Stream::UNSAFE, device, number));
+  current_stream = stream;
 }
 
-std::unique_lock<std::recursive_mutex> lock_stream(const char* what) {
-  if (running_block) {
-    violation("commit inside the block", what,
-              " inside a dispatch_sync block: it waits for the queue that runs the block");
+int64_t current_stream_number() {
+  return current_stream == nullptr ? 0 : current_stream->unwrap().id();
+}
+
+void for_each_stream(const std::function<void(at::mps::MPSStream&)>& visit) {
+  std::vector<at::mps::MPSStream*> all{at::mps::getDefaultMPSStream()};
+  {
+    const std::lock_guard lock(streams().mutex);
+    for (const auto& [number, stream] : streams().pool)
+      all.push_back(stream);
   }
-  return std::unique_lock(queue_mutex);
+  for (at::mps::MPSStream* stream : all)
+    visit(*stream);
+}
+
+StreamCounts stream_counts() {
+  const auto lock = lock_queues();
+  StreamCounts found = counts;
+  for_each_stream(
+      [&](at::mps::MPSStream& stream) { found.uncommitted += root_of(stream.commandBuffer())->commands->size(); });
+  return found;
 }
 
 void raise_new_faults() {
@@ -85,31 +96,7 @@ void raise_new_faults() {
 
 }  // namespace softmetal
 
-extern "C" __attribute__((visibility("default"))) void dispatch_sync(dispatch_queue_t queue, dispatch_block_t block) {
-  (void)queue;
-  const softmetal::BlockScope scope;
-  try {
-    block();
-  } catch (const std::exception& error) {
-    violation("exception across dispatch_sync",
-              "a C++ exception left the block of a plain dispatch_sync, which ends a "
-              "Mac's process; use dispatch_sync_with_rethrow. It said: ",
-              error.what());
-  }
-}
-
 namespace at::mps {
-
-void dispatch_sync_with_rethrow(dispatch_queue_t queue, void (^block)()) {
-  (void)queue;
-  const softmetal::BlockScope scope;
-  block();
-  if (softmetal::profiled.handle != nullptr) {
-    violation("profiler pairing", "beginProfileKernel without endProfileKernel in the block");
-  }
-}
-
-// ---- stream --------------------------------------------------------------------------------------------------------
 
 MPSStream::MPSStream(Stream stream)
     : _stream(stream),
@@ -129,7 +116,7 @@ MPSCommandBuffer* MPSStream::commandBuffer() {
 }
 
 id<MTLComputeCommandEncoder> MPSStream::commandEncoder() {
-  if (!softmetal::on_queue()) {
+  if (!softmetal::on_queue(_serialQueue)) {
     violation("encoder outside the queue",
               "commandEncoder() was called outside a dispatch_sync block of the stream's queue");
   }
@@ -137,35 +124,34 @@ id<MTLComputeCommandEncoder> MPSStream::commandEncoder() {
     @autoreleasepool {
       _commandEncoder = [[commandBuffer() computeCommandEncoder] retain];
     }
+    ++softmetal::counts.encoders;
   }
   return _commandEncoder;
 }
 
 void MPSStream::endKernelCoalescing() {
   if (_commandEncoder == nil) return;
-  static_cast<SoftMetalCommandBuffer*>([_commandBuffer rootCommandBuffer])->needsQueue =
-      NO;  // the device itself ends this encoder
+  SoftMetalCommandBuffer* root = softmetal::root_of(_commandBuffer);
+  root->needsQueue = NO;  // the device itself ends this encoder
   [_commandEncoder endEncoding];
-  static_cast<SoftMetalCommandBuffer*>([_commandBuffer rootCommandBuffer])->needsQueue = YES;
+  root->needsQueue = YES;
   [_commandEncoder release];
   _commandEncoder = nil;
 }
 
 void MPSStream::commit() {
-  endKernelCoalescing();
-  if (_commandBuffer == nil) return;
-  [_commandBuffer commit];
-  [_prevCommandBuffer release];
-  _prevCommandBuffer = _commandBuffer;
-  _commandBuffer = nil;
+  softmetal::count_commit(commandBuffer());
+  [_commandBuffer commitAndContinue];
 }
 
 void MPSStream::commitAndWait() {
-  commit();
-  if (_prevCommandBuffer != nil) {
-    [_prevCommandBuffer waitUntilCompleted];
-    [_prevCommandBuffer release];
-    _prevCommandBuffer = nil;
+  if (_commandBuffer != nil) {
+    softmetal::count_commit(_commandBuffer);
+    ++softmetal::counts.waits;
+    [_commandBuffer commit];
+    [_commandBuffer waitUntilCompleted];
+    [_commandBuffer release];
+    _commandBuffer = nil;
   }
   softmetal::raise_new_faults();
   checkLastError();
@@ -178,8 +164,11 @@ void MPSStream::flush() {
   commit();
 }
 
+// Every type ends and releases the encoder first, NONE too. It is called on the queue and off it: PyTorch's copy()
+// calls it in its block, torch.mps.synchronize() does not.
 void MPSStream::synchronize(SyncType syncType) {
-  const auto lock = softmetal::lock_stream("MPSStream::synchronize");
+  const auto lock = softmetal::lock_queues();
+  endKernelCoalescing();
   switch (syncType) {
     case SyncType::NONE:
     case SyncType::COMMIT_ADAPTIVE:
@@ -201,16 +190,17 @@ void MPSStream::copy(id<MTLBuffer> source, id<MTLBuffer> destination, size_t len
     @autoreleasepool {
       endKernelCoalescing();
       id<MTLBlitCommandEncoder> encoder = [commandBuffer() blitCommandEncoder];
-      const std::unique_ptr<id<MTLBlitCommandEncoder>, void (*)(id<MTLBlitCommandEncoder>*)> ended(
+      std::unique_ptr<id<MTLBlitCommandEncoder>, void (*)(id<MTLBlitCommandEncoder>*)> ended(
           &encoder, [](id<MTLBlitCommandEncoder>* e) { [*e endEncoding]; });
       [encoder copyFromBuffer:source
                  sourceOffset:sourceOffset
                      toBuffer:destination
             destinationOffset:destinationOffset
                          size:length];
+      ended.reset();
+      synchronize(syncType);
     }
   });
-  synchronize(syncType);
 }
 
 void MPSStream::copy_and_sync(id<MTLBuffer> source, id<MTLBuffer> destination, size_t length, size_t sourceOffset,
@@ -224,7 +214,9 @@ void MPSStream::executeMPSGraph(MPSGraph*, NSDictionary*, NSDictionary*, SyncTyp
 }
 
 void MPSStream::addCompletedHandler(MTLCommandBufferHandler block) {
-  [commandBuffer() addCompletedHandler:block];
+  dispatch_sync(_serialQueue, ^{
+    [commandBuffer() addCompletedHandler:block];
+  });
 }
 
 id<MTLDevice> MPSStream::device() const {
@@ -256,7 +248,7 @@ MPSStream* MPSStreamImpl::getInstance() {
   return _stream;
 }
 MPSStream* getCurrentMPSStream() {
-  return MPSStreamImpl::getInstance();
+  return softmetal::current_stream != nullptr ? softmetal::current_stream : MPSStreamImpl::getInstance();
 }
 MPSStream* getDefaultMPSStream() {
   return MPSStreamImpl::getInstance();
@@ -289,73 +281,6 @@ bool is_macos_13_or_newer(MacOSVersion version) {
 }
 bool is_apple_family_or_newer(AppleGPUFamily family) {
   return family == AppleGPUFamily::APPLE_7_PLUS;
-}
-
-// ---- profiler ------------------------------------------------------------------------------------------------------
-
-namespace Profiler {
-
-MPSProfiler::MPSProfiler() : m_os_log_events(nullptr), m_os_log_intervals(nullptr) {}
-MPSProfiler::~MPSProfiler() = default;
-
-namespace {
-
-// A profiler that records adds handlers to the command buffer. macOS 26.4 aborts if an encoder is open then.
-void add_handler(const char* caller) {
-  const auto* buffer = static_cast<SoftMetalCommandBuffer*>([getCurrentMPSStream()->commandBuffer() rootCommandBuffer]);
-  if (buffer->openEncoder != nil) {
-    violation("handler beside an open encoder", caller,
-              " with a compute encoder open: end it first (MPSStream::endKernelCoalescing)");
-  }
-}
-
-}  // namespace
-
-void MPSProfiler::StartTrace(const std::string& mode, bool waitUntilCompleted) {
-  (void)mode;
-  (void)waitUntilCompleted;
-  m_signpost_types = SignpostTypes::RUN_OPERATION;
-}
-
-void MPSProfiler::StopTrace() {
-  m_signpost_types = SignpostTypes::SIGNPOST_NONE;
-}
-
-uint64_t MPSProfiler::beginProfileKernel(const void* handle, const std::string& name, bool isGraph) {
-  (void)isGraph;
-  if (isOperationProfilingEnabled()) add_handler("beginProfileKernel");
-  if (handle == nullptr) violation("profiler pairing", "beginProfileKernel '", name, "': the handle is null");
-  if (softmetal::profiled.handle != nullptr) {
-    violation("profiler pairing", "beginProfileKernel '", name, "' before endProfileKernel of '",
-              softmetal::profiled.label, "'");
-  }
-  softmetal::profiled = {handle, name};
-  return ++m_kernel_counter;
-}
-
-uint64_t MPSProfiler::beginProfileKernel(const void* handle, const std::string& name, const TensorList& tensors) {
-  (void)tensors;
-  return beginProfileKernel(handle, name, false);
-}
-
-void MPSProfiler::endProfileKernel(const void* handle, SyncType syncType) {
-  (void)syncType;
-  if (handle == nullptr || handle != softmetal::profiled.handle) {
-    violation("profiler pairing", "endProfileKernel with another handle than beginProfileKernel's");
-  }
-  softmetal::profiled = {};
-  if (!isOperationProfilingEnabled()) return;
-  add_handler("endProfileKernel");
-  // As in PyTorch's dylibs: the completed handler is followed by synchronize(), which ends the encoder whatever its
-  // type.
-  getCurrentMPSStream()->endKernelCoalescing();
-}
-
-}  // namespace Profiler
-
-Profiler::MPSProfiler& getMPSProfiler() {
-  static auto* profiler = new Profiler::MPSProfiler();
-  return *profiler;
 }
 
 }  // namespace at::mps

@@ -48,9 +48,13 @@ VIOLATIONS = {
     "wait before commit": r"\[wait before commit\]",
     "encoder released unended": r"\[encoder lifetime\]: a command encoder was released without endEncoding",
     "re-entrant dispatch_sync": r"\[re-entrant dispatch_sync\]: .*deadlock",
-    "operator in the block": r"\[commit inside the block\]",
-    "commit in the block": r"\[commit inside the block\]",
-    "synchronize in the block": r"\[commit inside the block\]",
+    "operator in the block": r"\[re-entrant dispatch_sync\]: a PyTorch operator",
+    "wait in the block": r"\[re-entrant dispatch_sync\]: .* torch.mps.synchronize\(\) in a dispatch_sync block",
+    "encoder after NONE": r"\[encoding after endEncoding\]: setComputePipelineState",
+    "encoder after the profiler": r"\[encoding after endEncoding\]: setComputePipelineState",
+    "handler in the block": r"\[re-entrant dispatch_sync\]: dispatch_sync was called",
+    "handler beside an encoder": r"\[handler beside an open encoder\]: addCompletedHandler with an encoder open",
+    "encoder of another stream": r"\[encoder outside the queue\]: commandEncoder\(\)",
     "raw commit in the block": r"\[commit inside the block\]",
     "encoder outside the queue": r"\[encoder outside the queue\]: commandEncoder\(\)",
     "kept encoder": r"\[encoder outside the queue\]: setComputePipelineState",
@@ -76,7 +80,7 @@ VIOLATIONS = {
 CORRECT = [
     *("correct", "two dispatches, one binding", "absent optional", "constants and macros", "blit", "device"),
     *("own encoder on PyTorch's buffer", "buffers live until the work has run", "paired profiler"),
-    "freed memory is poison",
+    *("freed memory is poison", "commits in a block"),
 ]
 SOURCES = sorted((Path(__file__).parent / "host").glob("*.mm"))
 Host = Callable[[str], str]

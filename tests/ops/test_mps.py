@@ -364,3 +364,20 @@ def test_products_of_several_dispatches_while_pytorch_profiles(mps, wait):
     finally:
         torch.mps.profiler.stop()
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_products_on_a_stream_of_pytorchs_pool(mps):
+    """From torch 2.14 on a thread may have another current stream than the default one."""
+    if sys.platform == "darwin":
+        pytest.skip("torch 2.13 has one stream")
+    import softmetal
+
+    weight = tmm.quantize_weight(torch.randn(64, 512), "uint4b8", group_size=64).to("mps")
+    x = torch.randn(40, 512, dtype=torch.float16, device="mps")
+    options = {"weight_format": "uint4b8", "group_size": 64}
+    expected = tmm.gemm(x, weight.b_packed, weight.scales, **options).cpu()
+    before = softmetal.stream_counts()
+    with softmetal.stream(1):
+        found = tmm.gemm(x, weight.b_packed, weight.scales, **options)
+        assert softmetal.stream_counts().encoders == before.encoders + 1
+    assert torch.equal(found.cpu(), expected)

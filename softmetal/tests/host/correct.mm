@@ -128,6 +128,27 @@ const bool added = add({
        }
        expect(bytes[0] == 0xFB && bytes[63] == 0xFB, "poison where a buffer was freed");
      }},
+    {"commits in a block",
+     [] {
+       // As MPSStream::copy does: the work of one block in several command buffers, and a wait at its end.
+       auto* stream = at::mps::getCurrentMPSStream();
+       id<MTLBuffer> x = zeros(64), y = zeros(64);
+       static_cast<float*>([x contents])[15] = 2;
+       encode([&](Encoder e) {
+         bind_scale(e, x, y, 3);
+         dispatch(e, 16, 16);
+         stream->synchronize(at::mps::SyncType::COMMIT);
+         bind_scale(stream->commandEncoder(), y, x, 5);
+         dispatch(stream->commandEncoder(), 16, 16);
+         stream->synchronize(at::mps::SyncType::COMMIT_AND_WAIT);
+         expect(static_cast<float*>([x contents])[15] == 30, "both products before the end of the block");
+         bind_scale(stream->commandEncoder(), x, y, 1);
+         dispatch(stream->commandEncoder(), 16, 16);
+         torch::mps::commit();
+       });
+       wait();
+       expect(static_cast<float*>([y contents])[15] == 30, "the work after the wait");
+     }},
     {"paired profiler",
      [] {
        encode([](Encoder) {

@@ -1,8 +1,22 @@
 // Each scenario breaks one rule of Metal in the order of its calls, or in its use of encoders, queues and objects.
 #include "host.h"
 
+extern "C" char* softmetal_set_stream(int64_t number);
+
 namespace host {
 namespace {
+
+// PyTorch's profiler records while it lives.
+struct Profiling {
+  Profiling() { at::mps::getMPSProfiler().StartTrace("interval", false); }
+  ~Profiling() { at::mps::getMPSProfiler().StopTrace(); }
+};
+
+// While it lives, the thread's current stream is another one than the default.
+struct OtherStream {
+  OtherStream() { softmetal_set_stream(1); }
+  ~OtherStream() { softmetal_set_stream(0); }
+};
 
 const bool added = add({
     {"encoding after endEncoding",
@@ -43,8 +57,50 @@ const bool added = add({
        at::Tensor x = at::empty({4}, at::device(at::kMPS));
        encode([&](Encoder) { x.fill_(1); });
      }},
-    {"commit in the block", [] { encode([](Encoder) { torch::mps::commit(); }); }},
-    {"synchronize in the block", [] { encode([](Encoder) { wait(); }); }},
+    {"wait in the block", [] { encode([](Encoder) { torch::mps::synchronize(); }); }},
+    {"encoder after NONE",
+     [] {
+       encode([](Encoder e) {
+         at::mps::getCurrentMPSStream()->synchronize(at::mps::SyncType::NONE);
+         [e setComputePipelineState:pipeline("scale")];
+       });
+     }},
+    {"encoder after the profiler",
+     [] {
+       const Profiling profiling;
+       id<MTLComputePipelineState> state = pipeline("scale");
+       at::mps::dispatch_sync_with_rethrow(at::mps::getCurrentMPSStream()->queue(), ^{
+         at::mps::getMPSProfiler().beginProfileKernel(state, "scale", false);
+         at::mps::getMPSProfiler().endProfileKernel(state);
+         at::mps::getMPSProfiler().beginProfileKernel(state, "scale", false);
+         Encoder e = at::mps::getCurrentMPSStream()->commandEncoder();
+         at::mps::getCurrentMPSStream()->endKernelCoalescing();
+         at::mps::getMPSProfiler().endProfileKernel(state);
+         [e setComputePipelineState:state];
+       });
+     }},
+    {"handler in the block",
+     [] {
+       encode([](Encoder) {
+         at::mps::getCurrentMPSStream()->addCompletedHandler(^(id<MTLCommandBuffer>){
+         });
+       });
+     }},
+    {"handler beside an encoder",
+     [] {
+       encode([](Encoder) {
+         [at::mps::getCurrentMPSStream()->commandBuffer() addCompletedHandler:^(id<MTLCommandBuffer>){
+         }];
+       });
+     }},
+    {"encoder of another stream",
+     [] {
+       auto* mine = at::mps::getCurrentMPSStream();
+       at::mps::dispatch_sync_with_rethrow(mine->queue(), ^{
+         const OtherStream other;
+         (void)at::mps::getCurrentMPSStream()->commandEncoder();
+       });
+     }},
     {"raw commit in the block",
      [] {
        encode([](Encoder e) {
@@ -94,10 +150,7 @@ const bool added = add({
      }},
     {"profiler beside an encoder",
      [] {
-       at::mps::getMPSProfiler().StartTrace("interval", false);
-       struct Stop {
-         ~Stop() { at::mps::getMPSProfiler().StopTrace(); }
-       } stop;
+       const Profiling profiling;
        encode([](Encoder) { at::mps::getMPSProfiler().beginProfileKernel(pipeline("scale"), "scale", false); });
      }},
     {"pipeline of nil",
