@@ -1,4 +1,4 @@
-"""How fast the software Metal device runs, in CPU time of one core, in both modes.
+"""Measures how fast the software Metal device runs in fast and in checked mode, in CPU time of one core.
 
 python tests/kernels/device_speed.py
 """
@@ -40,7 +40,7 @@ kernel void sums(device float* y, uint i [[thread_index_in_threadgroup]]) {
 
 
 class Clock:
-    """CPU seconds within launches of kernels alone, without what prepares and checks their tensors."""
+    """Measures the CPU seconds spent in kernel launches, without preparing and checking tensors."""
 
     seconds = 0.0
 
@@ -62,7 +62,7 @@ class Clock:
 
 
 def seconds_of(work: Callable[[], object]) -> float:
-    """The least of some rounds; the first, which compiles, does not count."""
+    """Returns the shortest of several rounds. The first round is not counted, because it compiles."""
     work()
     taken = []
     for _ in range(ROUNDS):

@@ -31,7 +31,7 @@ from tests.support.kernels import launch as kernel_launch  # noqa: E402
 KERNELS = kernel_launch.KERNELS
 TIMEOUT_SECONDS = 120
 OUTCOMES = ("caught", "survived", "explained", "does not compile", "cannot be judged")
-# What survives, by its description, and why that is right.
+# The mutants that survive, by description, and why that is right.
 _NO_TOKENS = "a block without tokens, or of no chunks, is the scan's neutral element"
 _GUARDED = "the last whole step goes through the guarded one: the same loads, the same sums"
 _EQUAL = "equal values"
@@ -51,7 +51,7 @@ class Mutant:
     file: str
     line: int
     kind: str
-    start: int  # of the replaced text, in the file
+    start: int  # position of the replaced text in the file
     end: int
     replacement: str
     original: str
@@ -69,7 +69,7 @@ class Mutant:
 
 BARRIER = re.compile(r"threadgroup_barrier\(mem_flags::(mem_threadgroup|mem_device)\);")
 COMPARISON = re.compile(r"(?<=[\w)\]]) (<=|>=|<|>) (?=[\w(])")
-# Limits that the compiler knows are no bounds: loops over them are unrolled and cannot run past a tensor.
+# Comparisons with these limits are not mutated: the compiler knows them and unrolls the loops over them.
 CONSTANT_LIMIT = re.compile(r"\s*(Tile::|(k[A-Z]\w*|\d+\w*)( / k[A-Z]\w*)?\s*$)")
 MINIMUM = re.compile(r"\bmin\(")
 MOVED = {"<": "<=", "<=": "<", ">": ">=", ">=": ">"}
@@ -80,7 +80,7 @@ def without_comments(text: str) -> str:
 
 
 def _operand(code: str, position: int, step: int) -> int:
-    """Where the operand that begins at `position` ends, going in the direction of `step`."""
+    """Returns the end of the operand that begins at `position`, going in the direction of `step`."""
     opening, closing = ("(", ")") if step > 0 else (")", "(")
     depth = 0
     while 0 <= position < len(code):
@@ -135,7 +135,7 @@ def mutants(file: str, text: str) -> Iterator[Mutant]:
 
 
 def _run(folder: str, file: str) -> str:
-    """In a process of its own: what the cases of a file say to the kernels in `folder`."""
+    """Runs the cases of a file on the kernels in `folder`, in a process of its own, and returns the verdict."""
     kernel_launch.KERNELS = Path(folder) / "kernels"
     os.chdir(folder)  # the compiler looks for the kernels' headers in the working directory first
     for name, case in mutation_cases.cases_of(file):
@@ -155,7 +155,7 @@ def _child(folder: str, file: str, pipe: multiprocessing.connection.Connection) 
 
 
 def judge(mutant: Mutant | None, file: str) -> str:
-    """The verdict of a file's cases on one mutant; on the kernels as they are for None."""
+    """Returns the verdict of a file's cases on one mutant, or on the unchanged kernels if `mutant` is None."""
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         kernels = shutil.copytree(KERNELS, Path(folder) / "kernels")
@@ -187,7 +187,7 @@ def main() -> int:
         "shared/variants.h",
         "gemm/geometry.h",
         "mlstm/params.h",
-    }  # no code that runs on the GPU
+    }  # these contain no code that runs on the GPU
     files = {p.relative_to(KERNELS).as_posix(): p for p in sorted(KERNELS.rglob("*.*"))}
     files = {name: path for name, path in files.items() if name not in shared_with_host}
     chosen = [m for name, p in files.items() if options.file in (None, name) for m in mutants(name, p.read_text())]
@@ -211,12 +211,12 @@ def main() -> int:
 
 
 def summary(results: list[tuple[Mutant, str, str]], not_there: list[str], seconds: float) -> int:
-    """Prints counts by file and all that was not caught; returns 0 if each of these has its reason.
+    """Prints counts by file and the mutants that no test caught. Returns 0 if EXPLAINED has a reason for each.
 
     Args:
-        results: mutant, outcome and verdict.
-        not_there: descriptions in EXPLAINED that no mutant has.
-        seconds: that the run took.
+        results: mutants with outcome and verdict.
+        not_there: descriptions in EXPLAINED that match no mutant.
+        seconds: duration of the run.
     """
     print()
     for file in dict.fromkeys(m.file for m, _, _ in results):

@@ -1,4 +1,4 @@
-"""The few cases, by file of `kernels/`, that every mutant of it has to pass: edges on all sides, all of them small."""
+"""For each file of `kernels/`, a few small cases with tails on all sides, which are run on every mutant of the file."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -130,7 +130,7 @@ def _mlstm(p: mlstm.Sequence, **options: int) -> Case:
 
 
 def _many_chunks() -> None:
-    """More chunks than a simdgroup has lanes, and just as many: the gates alone."""
+    """Runs only the gates, with as many chunks as a simdgroup has lanes, and with more."""
     for S in (528, 512):
         p = mlstm.Sequence(S=S, DK=1, DV=1, chunk_size=16, H=1, m0=1.0)
         got, exact = mlstm.Run(p, mlstm.make_inputs(p), {}), mlstm.reference(mlstm.make_inputs(p))
@@ -140,7 +140,7 @@ def _many_chunks() -> None:
 
 
 def _mlstm_cases() -> Iterator[Case]:
-    # Tails on all sides with single elements; then with vectors; then none.
+    # Tails on all sides with scalar loads, then with vector loads, then no tails.
     yield _mlstm(mlstm.Sequence(S=77, DK=33, DV=38, chunk_size=64, offset=1), simdgroups=1, segment=1)
     yield _mlstm(mlstm.Sequence(S=84, DK=72, DV=96, chunk_size=32, m0=2.0), simdgroups=4, gate_simdgroups=3, segment=2)
     yield _mlstm(mlstm.Sequence(S=128, DK=32, DV=64, chunk_size=64, regime="strong"))
@@ -169,7 +169,7 @@ def _mlstm_all() -> Iterator[Case]:
 
 
 def cases_of(file: str) -> Iterator[Case]:
-    """The cases for one file; all of them where the file is part of several kernels, or for ''."""
+    """Returns the cases for one file, or all cases if `file` is '' or part of several kernels."""
     own = {
         "gemm/repack.metal": _repack,
         "gemm/dequantize.metal": _dequantize_cases,

@@ -1,4 +1,4 @@
-"""The mLSTM kernels against the recurrence in fp64, in checked mode: what lies beside the tensors is NaN."""
+"""The mLSTM kernels agree with the recurrence in fp64. Memory around the tensors is NaN; most cases use checked mode."""
 
 from dataclasses import replace
 from typing import Any
@@ -25,10 +25,10 @@ AXES: dict[str, list[Any]] = {
     "dtype": FLOATS,
     "gate_dtype": FLOATS,
     "sizes": [(1, 1), (1, 2), (2, 3)],
-    # One token, a block's and a chunk's edge on either side, tails of all kinds.
+    # One token, one less and one more than a block, whole chunks, and several tails.
     "S": [1, 16, 31, 32, 33, 64, 77, 100],
     "chunk_size": [16, 32, 64, 128],
-    # One, a lane's edge, a fragment's, a simdgroup's and a tile's on either side.
+    # One, the sizes of a lane, fragment, simdgroup and tile, and sizes beside them.
     "DK": [1, 8, 24, 33, 64, 72],
     "DV": [1, 7, 32, 48, 65, 96],
     "m0": [None, 0.0, 20.0, -20.0],
@@ -48,7 +48,7 @@ def cases() -> list[Any]:
         case = dict(zip(AXES, (v for _, v in values), strict=True))
         options = {name: case.pop(name) for name in ("gate_simdgroups", "simdgroups", "segment")}
         B, H = case.pop("sizes")
-        # Others than plain gates only where the result's rounding is small and its range large.
+        # Gates other than "plain" need a result type with small rounding errors and a large range.
         wide = case["dtype"] is torch.float32
         regime = list(REGIMES)[i % len(REGIMES)] if wide else "plain"
         case["m0"] = case["m0"] if wide else case["m0"] and case["m0"] / 10
@@ -67,7 +67,7 @@ def test_sequence(p: Sequence, options: dict[str, int], everything: bool) -> Non
 @pytest.mark.parametrize("regime", REGIMES)
 @pytest.mark.parametrize("chunk_size", [64, 256])
 def test_regimes(regime: str, chunk_size: int) -> None:
-    """Strong gates over long chunks, in fast mode."""
+    """Every regime of gates works over long chunks. Runs in fast mode."""
     for m0 in (None, 20.0, -20.0):
         p = Sequence(S=512, DK=32, DV=48, chunk_size=chunk_size, regime=regime, m0=m0)
         check_close(p, run(p, checked=False), reference(make_inputs(p)))
@@ -87,7 +87,7 @@ def test_reset() -> None:
 
 @pytest.mark.parametrize("save_every", [1, 2, 4])
 def test_saved_states(save_every: int) -> None:
-    """States before every chunk, or before some: the same bits. The stabilisers are those before all chunks."""
+    """Saved states have the same bits, whether all are saved or only some. The stabilisers of all chunks are saved."""
     p = Sequence(S=128, DK=40, DV=72, chunk_size=16, m0=3.0)
     every, some = (Run(p, make_inputs(p), {}, save_every=n) for n in (1, save_every))
     for states in (every, some):
@@ -105,7 +105,7 @@ def test_saved_states(save_every: int) -> None:
 
 @pytest.mark.parametrize("groups", [1, 3])
 def test_output_of_given_states(groups: int) -> None:
-    """Stabilisers of the states come from outside, and are not written."""
+    """If the caller gives the states, mlstm_gates reads their stabilisers and does not write them."""
     p = Sequence(S=64, DK=24, DV=40, chunk_size=16)
     whole = run(p)
     given = Run(p, make_inputs(p), {})
@@ -150,7 +150,7 @@ def test_segments_change_no_bit() -> None:
 @pytest.mark.parametrize("name", ["q", "k", "v", "i", "f"])
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_value_that_is_not_finite(name: str, value: float) -> None:
-    """In token 45 of head 1: earlier tokens and other heads keep their bits; of v, other columns too."""
+    """A NaN or inf in token 45 of head 1 leaves earlier tokens, other heads and, if it is in v, other columns unchanged."""
     p = Sequence(S=80, DK=24, DV=40, chunk_size=64, H=3)
     inputs = dict(make_inputs(p))
     inputs[name] = inputs[name].clone()
@@ -169,7 +169,7 @@ def test_value_that_is_not_finite(name: str, value: float) -> None:
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_each_token_with_a_value_that_is_not_finite(dtype: torch.dtype) -> None:
-    """Token t of v is infinite in column t: column by column, h is infinite from there on and unchanged before."""
+    """If token t of v is infinite in column t, column t of h is infinite from token t on and unchanged before."""
     p = Sequence(S=37, DK=8, DV=40, chunk_size=64, dtype=dtype)
     inputs = dict(make_inputs(p))
     clean = run(p, inputs=inputs).read("H")
@@ -183,20 +183,20 @@ def test_each_token_with_a_value_that_is_not_finite(dtype: torch.dtype) -> None:
 
 
 def test_work() -> None:
-    """Each state is written and read once by the simdgroups that need it; no product too many; one barrier."""
+    """Each simdgroup writes and reads its part of a state once, computes no extra products and needs one barrier."""
     p = Sequence(S=128, DK=32, DV=96, chunk_size=64)
     got = run(p, simdgroups=4)
     states, output = got.counters["mlstm_states"], got.counters["mlstm_output"]
     assert states.mmas == p.heads * p.DK // 8 * p.DV // 8 * p.S // 8
     assert states.threadgroup_barriers == 0
-    # Of the four blocks of queries two have one block of keys and two have two; own blocks have 12 score fragments
-    # computed and 10 multiplied with v, others 16.
+    # Of the four blocks of queries, two have one block of keys and two have two. In a query block's own key block 12
+    # score fragments are computed and 10 are multiplied with v; in another key block it is 16 and 16.
     blocks = p.heads * p.S // 32
     scores = blocks * (12 + 16 // 2) * p.DK // 8
     values = blocks * (10 + 16 // 2) * p.DV // 8
     assert output.mmas == blocks * 4 * p.DK // 8 * p.DV // 8 + scores + values
     assert output.threadgroup_barriers == blocks
-    # Floats of the pairs of fragments, six of an own block and eight of another, and a sum for each query.
+    # Scores are stored in pairs of fragments, six for an own block and eight for another, plus one sum per query.
     assert output.threadgroup_bytes_written == blocks * 4 * (128 * (6 + 8 // 2) + 32)
     assert states.buffers is not None and output.buffers is not None
     state_bytes = p.heads * p.DK * p.DV * 4

@@ -1,7 +1,7 @@
-"""gemv, fused and the kernels that stage tiles against fp64, within the design's error bound per element.
+"""gemv, fused and the staged kernels agree with fp64 within the error bound of docs/numerics.md.
 
 Small shapes run in checked mode: an access out of bounds, a read of memory that nobody wrote or a race fails the test.
-What lies beside the tensors is NaN.
+Memory around the tensors is NaN.
 """
 
 import random
@@ -15,7 +15,7 @@ from tests.support.kernels.fused import run_fused
 from tests.support.kernels.problems import Problem, check, run_gemv
 from tests.support.kernels.tiles import STAGED, STRIPED, Tile, run_striped, run_tiles
 
-# Columns: one, a lane's edge, a simdgroup's and a tile's on either side, more than one of each.
+# One column; numbers around the columns of a lane, simdgroup and tile; and several of each.
 COLUMNS = [1, 7, 8, 40, 63, 64, 65, 100, 128, 200]
 GEMV_AXES = COMMON | {
     "M": [1, 2, 3, 4, 5, 6, 7, 8, 9, 17],
@@ -42,7 +42,7 @@ TILE_AXES = COMMON | {
     "kernel": [*STAGED, *STRIPED],
     "parts": [1, 2, 3, 5],
 }
-# Axes of the launch; the others are the problem's.
+# The axes that are launch options; all other axes belong to the problem.
 DIRECT_LAUNCH = ["rows", "simdgroups", "splits", "subnormal_codes"]
 TILE_LAUNCH = ["kernel", "parts"]
 
@@ -67,7 +67,7 @@ def test_fused(p: Problem, options: dict) -> None:
 
 @pytest.mark.parametrize("kernel", [*STAGED, *STRIPED])
 def test_threadgroup_memory_is_what_the_kernel_uses(kernel: str) -> None:
-    """The host's formula by brute force: with 16 bytes less, of which the table's padding is 12, an access is a fault."""
+    """The host's formula is tight: with 16 bytes less (12 of them may be padding) some access is out of bounds."""
     p = problem(40, 24, 40, weight_format="lut4", dtype=torch.bfloat16, group_size=16)
     tile = Tile.of(kernel)
     bytes_needed = tile.options(p, (1, 1, 1))["threadgroup_bytes"]
@@ -82,13 +82,13 @@ def test_tiles(p: Problem, options: dict) -> None:
 
 
 EVERY_M = [*range(1, 10), 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 128, 130]
-# Lengths of K that straddle tiles and groups.
+# Values of K that end inside a tile or a group.
 STRADDLING_K = {"K": [8, 40, 72, 136, 264, 328]}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "matrix_row" in metafunc.fixturenames:
-        # One shape of each kernel: test_gemv, test_fused and test_tiles are the samples that count.
+        # Without --everything one shape per kernel is enough: test_gemv, test_fused and test_tiles sample the matrix.
         whole = metafunc.config.getoption("--everything")
         rows = [(M, COLUMNS) for M in EVERY_M] if whole else [(130, [65])]
         metafunc.parametrize("matrix_row", rows, ids=[f"M={M}" for M, _ in rows])
@@ -96,7 +96,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.mark.parametrize("kernel", ["gemv", "fused", *STAGED, *STRIPED])
 def test_the_whole_matrix_of_shapes(kernel: str, matrix_row: tuple[int, list[int]]) -> None:
-    """Each kernel at each shape of the list; formats, dtypes and the rest are drawn for each shape, the same each time."""
+    """Runs each kernel at each shape. Formats, dtypes and options are drawn at random with a fixed seed per shape."""
     axes, launch = {"gemv": (GEMV_AXES, DIRECT_LAUNCH), "fused": (FUSED_AXES, DIRECT_LAUNCH)}.get(
         kernel, (TILE_AXES, TILE_LAUNCH)
     )
@@ -110,7 +110,7 @@ def test_the_whole_matrix_of_shapes(kernel: str, matrix_row: tuple[int, list[int
 
 @pytest.mark.parametrize("kernel", STRIPED)
 def test_stripes(kernel: str) -> None:
-    """From one stripe for all tiles to stripes without work; the last slice is longer; a border on a tile's edge."""
+    """Covers one stripe for all tiles, idle stripes, a longer last slice, and a stripe border at a tile's edge."""
     p = problem(130, 130, 200, weight_format="uint4", dtype=torch.float16, group_size=32, bias_dtype=torch.float16)
     for stripes in (1, 3, 5, 6, 13, 60):
         for k_per_slice in (64, 224):
@@ -145,7 +145,7 @@ def test_tiles_long_sums(p: Problem) -> None:
 
 @pytest.mark.parametrize("kernel", ["gemv", "fused", STAGED[0], STAGED[-1], STRIPED[-1]])
 def test_all_weights_positive(kernel: str) -> None:
-    """No cancellation at all: rounding errors of a chain have nothing to hide behind."""
+    """Without cancellation the rounding errors of a long chain of additions would exceed the bound."""
     for K in (128, 1024, 4096):
         p = problem(4, 64, K, weight_format="uint4_bias", dtype=torch.float32, group_size=16, all_positive=True)
         check(p, run(kernel, p, checked=False), raw_codes=True)

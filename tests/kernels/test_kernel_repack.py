@@ -1,4 +1,4 @@
-"""Repacking on the software Metal device: every bit against NumPy."""
+"""The repack kernels, on the software Metal device, agree with NumPy bit for bit."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ import torch
 from tests.support.kernels.launch import launch_elementwise, parameters, place, place_output
 from tests.support.reference import pack
 
-# One word; a threadgroup's edge on either side, in columns and rows.
+# (K, N): one word, and sizes just below and above those of a threadgroup.
 SHAPES = [(8, 1), (8, 64), (40, 63), (32, 65), (72, 130)]
 STORED_ZEROS = {"plain": 0, "word": 1, "masked": 2, "unmasked": 3}
 # AutoAWQ, packing_utils.py: nibble i of a word holds column AWQ_ORDER[i].
@@ -44,7 +44,7 @@ def test_gptq_repack(K: int, N: int, has_perm: bool) -> None:
 
 
 def test_gptq_repack_perm_beyond_range() -> None:
-    """An index that is none reads nothing: its code is 0."""
+    """An index that is out of range reads nothing and gives code 0."""
     K, N = 32, 64
     q = codes(K, N)
     perm = np.arange(K, dtype=np.int32)

@@ -36,7 +36,7 @@ def every_code(p: Problem, **options: torch.dtype) -> Inputs:
 @kernels
 @formats
 def test_every_code(kernel: str, weight_format: str) -> None:
-    """The identity as activations gives the weight itself, rounded once from its exact value."""
+    """With the identity matrix as activations, the product is the weight, rounded once from its exact value."""
     p = problem(16, 64, 16, weight_format=weight_format, dtype=torch.float32, group_size=16)
     inputs = every_code(p)
     assert torch.equal(RUNS[kernel](p, inputs=inputs), torch.from_numpy(inputs.weight.exact).float())
@@ -51,7 +51,7 @@ def test_dequantize_every_code(weight_format: str, zeros_dtype: torch.dtype | No
     p = problem(1, 65, 40, weight_format=weight_format, dtype=dtype, group_size=16, zeros_dtype=zeros_dtype)
     inputs = every_code(p, zeros_dtype=p.zeros_dtype)
     got, exact = run_dequantize(p, inputs=inputs), inputs.weight.exact
-    # fp16 scales: one fp32 operation rounds, q - z or q s + b with zeros of 24 bits; else none does.
+    # With fp16 scales at most one fp32 operation rounds: q - z or q s + b, and only if zeros have 24 bits.
     rounded = 2.0**-24 * inputs.weight.magnitude if zeros_dtype is torch.float32 or weight_format == "lut4" else 0.0
     rounded = rounded + 2.0**-23 * np.abs(exact)
     bound = reference.UNIT_ROUNDOFF[dtype] * np.abs(exact) + reference.TINY[dtype] + rounded
@@ -87,7 +87,7 @@ def test_activation_that_is_not_finite(kernel: str, weight_format: str, value: f
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("weight_format", ["uint4b8", "float4_e2m1"])
 def test_very_small_activations(weight_format: str, dtype: torch.dtype) -> None:
-    """Times a code scaled down by 2^24 they would be flushed: in a whole row, or here and there in one chain of k."""
+    """Activations so small that their product with a subnormal code would be flushed: a whole row, or a few in a chain."""
     p = problem(5, 40, 328, weight_format=weight_format, dtype=dtype, group_size=64, bias_dtype=None)
     inputs = make_inputs(p)
     for m, columns in ((0, slice(None)), (4, slice(131, None, 2)), (2, slice(0, 1))):
@@ -102,7 +102,7 @@ def test_very_small_activations(weight_format: str, dtype: torch.dtype) -> None:
 @kernels
 @formats
 def test_scale_that_is_nan(kernel: str, weight_format: str) -> None:
-    """In the last, short group of column 5; the NaN codes of E4M3 and E8M0 for formats that have codes."""
+    """A NaN scale in the last, short group of column 5 makes that column NaN. Formats with coded scales use NaN codes."""
     p = problem(3, 72, 72, weight_format=weight_format, dtype=torch.float16, group_size=32)
     inputs = make_inputs(p)
     values = {"nvfp4": [0x7F, 0xFF], "mxfp4": [0xFF]}.get(weight_format, [np.nan])
@@ -134,7 +134,7 @@ def test_every_scale_code(kernel: str, weight_format: str) -> None:
 
 @pytest.mark.parametrize("word", [0, 1])
 def test_probe_of_half_subnormals(word: int) -> None:
-    """The device keeps them; from a zero word the probe must say no."""
+    """The software device keeps subnormals, so the probe stores 1; for an input word of zero it must store 0."""
     out = place_output((1,), torch.int32)
     buffers = {"Packed": place(torch.tensor([word], dtype=torch.int32)), "Out": out}
     launch("probe_half_subnormals", buffers, group=(1, 1, 1), groups=(1, 1, 1))
@@ -146,7 +146,7 @@ def test_row_stride_beyond_32_bits(kernel: str) -> None:
     """Two rows whose distance in elements does not fit in 32 bits."""
     p = problem(3, 64, 32, weight_format="uint4b8", dtype=torch.float16, group_size=32)
     stride = 2**31 + 8
-    memory = np.zeros(2 * stride + p.K, np.float16)  # not touched but for the rows
+    memory = np.zeros(2 * stride + p.K, np.float16)  # zero pages use no memory; only the rows are written
     for m, row in enumerate(make_inputs(p).a.numpy()):
         memory[m * stride : m * stride + p.K] = row
     result = RUNS[kernel](p, activations=(Buffer(memory), stride), checked=False)
@@ -155,7 +155,7 @@ def test_row_stride_beyond_32_bits(kernel: str) -> None:
 
 @kernels
 def test_perm_beyond_range(kernel: str) -> None:
-    """An index that is none reads nothing: its product is zero."""
+    """An index that is out of range reads nothing, so its products are zero."""
     p = problem(3, 64, 40, weight_format="uint4b8", dtype=torch.float32, group_size=32, has_perm=True)
     inputs = make_inputs(p)
     perm = inputs.perm.copy()
@@ -168,7 +168,7 @@ def test_perm_beyond_range(kernel: str) -> None:
 
 
 def test_dequantize_perm_beyond_range() -> None:
-    """An index that is none writes nothing."""
+    """An index that is out of range writes nothing."""
     p = problem(1, 64, 40, weight_format="uint4b8", dtype=torch.float32, group_size=32, has_perm=True)
     inputs = make_inputs(p)
     perm = inputs.perm.copy()
@@ -176,4 +176,4 @@ def test_dequantize_perm_beyond_range() -> None:
     rows = np.delete(inputs.perm, [3, 39])
     got = run_dequantize(p, inputs=replace(inputs, perm=perm))
     assert torch.equal(got[rows], run_dequantize(p)[rows])
-    assert got[inputs.perm[[3, 39]]].isnan().all()  # as it was
+    assert got[inputs.perm[[3, 39]]].isnan().all()  # still the initial NaN

@@ -1,4 +1,4 @@
-"""benchmarks/metal/traffic.py: its counts against what the shapes say."""
+"""benchmarks/metal/traffic.py reports the counts that follow from the shapes."""
 
 import json
 import subprocess
@@ -28,7 +28,7 @@ def test_counts() -> None:
     row_blocks = -(-M // 8)
     assert gemv["total"]["weights"] == row_blocks * words
     assert gemv["total"]["scales"] == row_blocks * scales
-    # Tiles of 64 x 64, one row of them: a byte of the weight once, a scale once a group, activations once a column of tiles.
+    # One row of 64 x 64 tiles reads each weight once, each scale once, and the activations once per column of tiles.
     columns = -(-N // 64)
     assert staged["total"]["weights"] == words
     assert staged["total"]["scales"] == scales

@@ -1,4 +1,4 @@
-"""Every bad input gives one error that names the op, the argument, what was expected and what came."""
+"""Every bad input raises one error that names the operator, the argument, what was expected and what was passed."""
 
 import re
 
@@ -52,9 +52,9 @@ CASES = {
     "wrong number of groups": ("uint4b8", {"scales": f32(3, N)},
         "scales: expected float16, bfloat16 or float32 [G, N] = [2, 24], got float32 [3, 24]"),
     "scales of another rank": ("uint4b8", {"scales": f32(N)}, "scales: expected float16"),
-    "integer scales where floats are meant": ("uint4b8", {"scales": f32(2, N, dtype=torch.uint8)},
+    "integer scales for a format with floating scales": ("uint4b8", {"scales": f32(2, N, dtype=torch.uint8)},
         "scales: expected float16, bfloat16 or float32 [G, N] = [2, 24], got uint8 [2, 24]"),
-    "float scales where codes are meant": ("nvfp4", {"scales": f32(4, N)},
+    "floating scales for a format with coded scales": ("nvfp4", {"scales": f32(4, N)},
         "scales: expected uint8 E4M3 codes (view float8 tensors as uint8) [G, N] = [4, 24], got float32 [4, 24]"),
     "float8 scales": ("nvfp4", {"scales": lambda x: x["scales"].view(torch.float8_e4m3fn)},
         "scales: expected uint8 E4M3 codes (view float8 tensors as uint8) [G, N] = [4, 24], got Float8_e4m3fn [4, 24]"),
@@ -82,7 +82,7 @@ CASES = {
     "global scale of another shape": ("nvfp4", {"global_scale": f32(2)},
         "global_scale: expected float32 [], [1] or [N] = [24], got float32 [2]"),
     "lut missing": ("lut4", {"lut": None}, "lut: expected float32 [16] for lut4, got None"),
-    "lut too many": ("uint4b8", {"lut": f32(16)}, "lut: expected none for uint4b8, got float32 [16]"),
+    "lut for a format without one": ("uint4b8", {"lut": f32(16)}, "lut: expected none for uint4b8, got float32 [16]"),
     "lut of another shape": ("lut4", {"lut": f32(15)}, "lut: expected float32 [16], got float32 [15]"),
     "perm of another dtype": ("uint4b8", {"perm": f32(K, dtype=torch.int64)},
         "perm: expected int32 [K] = [64], got int64 [64]"),
@@ -110,7 +110,7 @@ def test_gemm_refuses(case, device):
         call(device, base, **changes)
 
 
-def test_double_activations():
+def test_gemm_refuses_float64_activations():
     with pytest.raises(
         ValueError, match=re.escape("gemm: a: expected float16, bfloat16 or float32 [..., K], got float64")
     ):
@@ -125,7 +125,7 @@ def test_fake_kernels_refuse_the_same(case):
 
 
 @pytest.mark.parametrize("argument", ["b_packed", "scales", "zeros", "lut", "global_scale", "perm", "bias"])
-def test_tensors_on_another_device(argument):
+def test_tensors_on_another_device_are_refused(argument):
     weight_format = {"lut": "lut4", "global_scale": "nvfp4", "zeros": "uint4"}.get(argument, "uint4b8")
 
     def elsewhere(arguments):
@@ -153,7 +153,7 @@ def test_perm_out_of_range_is_refused_on_the_cpu(index):
 
 
 @pytest.mark.parametrize("shape", [(), (8,), (1, 8, N)])
-def test_words_of_another_rank_where_the_group_is_all_of_k(shape, device):
+def test_words_of_another_rank_are_refused_if_the_group_is_all_of_k(shape, device):
     words = torch.zeros(shape, dtype=torch.int32, device=device)
     scales = torch.ones(1, N, device=device)
     message = re.escape(f"b_packed: expected int32 [K/8, N], got int32 {list(shape)}")

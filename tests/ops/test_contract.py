@@ -1,4 +1,4 @@
-"""The operators as PyTorch sees them: opcheck, fake tensors, compile, export, autograd, vmap, autocast."""
+"""The operators work with PyTorch's machinery: opcheck, fake tensors, compile, export, autograd, vmap, autocast."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ def words(shape, device) -> torch.Tensor:
 
 
 def utils(device: str) -> tuple[str, ...]:
-    """torch 2.13 cannot run test_autograd_registration on mps tensors."""
+    """Returns opcheck's tests, without test_autograd_registration on mps, which torch 2.13 cannot run there."""
     names = ("test_schema", "test_faketensor", "test_aot_dispatch_static", "test_aot_dispatch_dynamic")
     return names if device == "mps" else ("test_autograd_registration", *names)
 
@@ -196,7 +196,7 @@ def test_meta_tensors(weight_format):
 
 @pytest.mark.parametrize("dtype", reference.DTYPES, ids=str)
 def test_gradients_of_each_dtype_are_rounded_once(dtype, device):
-    """Scales beyond fp16's range among them: the weight of the backward product is never rounded to the gradient."""
+    """Scales can exceed fp16's range, so backward must not round the weight to the gradient's dtype."""
     weight = reference.make_weight("uint4b8", 64, 24, 32, scales_dtype=torch.float32)
     weight.scales *= 2.0**17
     exact = weight.exact * 2.0**17
@@ -237,7 +237,7 @@ def test_copy_on_write_activations(device):
 
 
 def test_a_repeated_index_of_perm_leaves_the_other_rows_at_zero():
-    # On mps the rows that share an index race for it, which checked mode reports.
+    # Only on the CPU: on mps the rows that share an index write the same output, which checked mode reports as a race.
     weight = weight_of("uint4b8", "cpu")
     perm = torch.zeros(64, dtype=torch.int32)
     dense = tmm.dequantize(weight.b_packed, weight.scales, **weight.arguments, perm=perm)

@@ -1,4 +1,4 @@
-"""The numerics tests once more for every instruction-set family that this machine can be made to use."""
+"""Runs the numerics tests again for each instruction-set family that this machine has."""
 
 import os
 import subprocess

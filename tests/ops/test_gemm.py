@@ -1,4 +1,4 @@
-"""gemm and dequantize against fp64, within the design's error bound."""
+"""gemm and dequantize agree with fp64 within the error bound of docs/numerics.md."""
 
 import itertools
 from functools import partial
@@ -41,12 +41,12 @@ def check_shape(weight_format, dtype, K, N, group_size, rows, device, **options)
 
 
 def pairs(Ns, groups, whole):
-    """N x group size: all of them, or each N once with the sizes in turn."""
+    """Returns pairs (N, group size): all if `whole`, otherwise each N once, with the group sizes in rotation."""
     return itertools.product(Ns, groups) if whole else zip(Ns, itertools.cycle(groups), strict=False)
 
 
 def dtypes(weight_format, K, whole):
-    """All of them, or one in turn: every pair of a format or a K with a dtype comes up."""
+    """Returns all dtypes if `whole`, otherwise one, in rotation: each format and each K meets each dtype."""
     return reference.dtypes_in_turn(reference.FORMATS.index(weight_format) + K_ALL.index(K), whole)
 
 
@@ -93,7 +93,7 @@ def test_global_scale(dtype, shape, device):
 @pytest.mark.large
 @pytest.mark.parametrize("weight_format", reference.FORMATS)
 def test_all_positive_inputs_stay_within_the_bound(weight_format, device):
-    """Nothing cancels: a long chain of additions would show here."""
+    """Without cancellation the rounding errors of a long chain of additions would exceed the bound."""
     K, N = 16384, 24
     codes = np.random.default_rng(0).integers(9, 16, (K, N), dtype=np.uint8)
     if weight_format in ("float4_e2m1", "nvfp4", "mxfp4"):
@@ -144,7 +144,7 @@ def test_strides_offsets_and_leading_dimensions(view, dtype, device):
 
 @pytest.mark.parametrize("dtype", reference.DTYPES, ids=str)
 def test_tensors_at_odd_offsets(dtype, device):
-    """Slices of larger tensors: storage offsets that break any vector alignment."""
+    """Slices of larger tensors start at storage offsets that are not aligned for vector loads."""
     K, N = 72, 24
     weight = reference.make_weight("uint4", K, N, 16)
     a = activations((5, K), dtype)
@@ -238,7 +238,7 @@ def test_the_cpu_accepts_every_variant(variant):
 
 @pytest.fixture
 def default_precision():
-    """Puts back what a test has set."""
+    """Restores the float32 matmul precision after the test."""
     yield
     torch.set_float32_matmul_precision("highest")
     torch.backends.mkldnn.matmul.fp32_precision = torch.backends.cuda.matmul.fp32_precision = "none"
@@ -258,8 +258,8 @@ PERMISSIONS = {
 
 @pytest.mark.parametrize("M", [1, 9])
 @pytest.mark.parametrize("permit", PERMISSIONS.values(), ids=PERMISSIONS)
-def test_fewer_bits_of_float32_where_pytorch_is_told_that_they_will_do(permit, M, default_precision):
-    """And nothing else for 16-bit activations, or on a CPU that is not faster with fewer."""
+def test_reduced_float32_precision_changes_float32_activations_only(permit, M, default_precision):
+    """16-bit activations give the same bits, and so do CPUs whose kernels do not use the lower precision."""
     K, group_size = 288, 32
     weight = reference.make_weight("uint4b8", K, 40, group_size)
     rows = {dtype: activations((M, K), dtype) for dtype in reference.DTYPES}
@@ -301,7 +301,7 @@ def test_dequantize_rounds_the_exact_weight_once(weight_format, dtype, device):
             got = tmm.dequantize(
                 moved.b_packed, moved.scales, **moved.arguments, perm=torch.from_numpy(perm).to(device), dtype=dtype
             )
-            # In fp32 at most two roundings (product, sum) precede the one to the output.
+            # At most two fp32 operations round (product, sum); then the output is rounded.
             magnitude = np.empty((K, N))
             magnitude[perm] = weight.magnitude
             bound = 2.0**-23 * magnitude + reference.UNIT_ROUNDOFF[dtype] * np.abs(expected) + reference.TINY[dtype]
@@ -309,8 +309,8 @@ def test_dequantize_rounds_the_exact_weight_once(weight_format, dtype, device):
 
 
 @pytest.mark.parametrize("weight_format", ["uint4b8", "uint4", "float4_e2m1", "nvfp4", "mxfp4", "lut4"])
-def test_dequantize_to_float32_is_exact_where_the_product_is(weight_format, device):
-    """fp16 scales, integer or E2M1 codes: the product has at most 24 bits."""
+def test_dequantize_to_float32_is_exact_if_the_product_is(weight_format, device):
+    """fp16 scales times integer or E2M1 codes have at most 24 significant bits, so fp32 holds the product exactly."""
     weight = reference.make_weight(weight_format, 64, 24, 32 if weight_format != "nvfp4" else 16)
     if weight_format == "lut4":
         weight = reference.make_weight("lut4", 64, 24, 32)
@@ -326,7 +326,7 @@ def test_dequantize_to_float32_is_exact_where_the_product_is(weight_format, devi
 
 
 def test_a_weight_of_more_than_2_to_the_31_elements():
-    """K * N beyond 32 bits: the last rows of the last columns are addressed right."""
+    """The last rows and columns are addressed correctly although K * N exceeds 32 bits."""
     K, N = 65536 + 8, 32776
     b_packed = torch.zeros(K // 8, N, dtype=torch.int32)
     b_packed[-1, -3:] = torch.tensor([0x10000000, 0x20000000, 0x30000000], dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""The one rule of group sizes: every entry point resolves and refuses them alike, in the operators' own words."""
+"""Every entry point applies the same rule for group sizes and raises the operators' error."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What only the Metal host does: variants, plans, lifetimes, sticky bindings, threads, misaligned and permuted inputs."""
+"""Behaviour of the mps backend only: variants, plans, tensor lifetimes, bindings, threads, odd offsets and perm."""
 
 import os
 import re
@@ -30,10 +30,10 @@ def run(a, weight, **extra) -> torch.Tensor:
 
 
 def kernels_of(call) -> list[str]:
-    """Names of the kernels that the call dispatches."""
+    """Returns the names of the kernels that the call dispatches."""
     import softmetal
 
-    call()  # the first product of a process also asks the GPU by its probe kernel
+    call()  # the first product of a process also runs the probe kernel
     torch.mps.synchronize()
     softmetal.faults()
     call()
@@ -60,7 +60,7 @@ def test_each_variant_on_the_same_inputs(weight_format, variant, everything):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_split_k_matches_and_repeats_bit_for_bit(variant):
-    """Few columns and a long K: the slices go through the workspace and the reduction."""
+    """With few columns and a long K, the planner splits K, so results pass through the workspace and the reduction."""
     K, N, M = 4096, 40, 3
     weight = reference.make_weight("uint4", K, N, 64)
     a, bias = activations((M, K)), activations((N,), seed=1)
@@ -90,7 +90,7 @@ TILES = [
 
 @software
 @pytest.mark.parametrize("variant", TILES)
-def test_a_variant_and_its_tile(variant):
+def test_a_variant_can_be_named_with_its_tile(variant):
     K, N, M = 640, 140, 131
     weight = reference.make_weight("uint4", K, N, 64)
     a, bias = activations((M, K)), activations((N,), seed=1)
@@ -112,7 +112,7 @@ def test_a_variant_and_its_tile(variant):
     ids=str,
 )
 def test_two_pass(weight_format, dtype):
-    """Weights are rounded to the activations' type, which its bound allows for; act-order and bias as elsewhere."""
+    """two_pass rounds the weights to the activations' dtype, so its error bound is larger. Includes perm and bias."""
     K, N = 200, 70
     group_size = tmm.WEIGHT_FORMATS[weight_format].fixed_group_size or 16
     weight = reference.make_weight(weight_format, K, N, group_size)
@@ -130,7 +130,7 @@ def test_two_pass(weight_format, dtype):
 
 
 @software
-def test_two_pass_dequantizes_and_is_taken_by_its_name_only():
+def test_two_pass_dequantizes_and_is_never_chosen_by_auto():
     weight = reference.make_weight("uint4b8", 64, 24, 32).to("mps")
     a = activations((600, 64)).to("mps")
     assert kernels_of(lambda: run(a, weight, variant="two_pass"))[0] == "dequantize_uint4b8_float16"
@@ -159,7 +159,7 @@ def test_empty_results_dispatch_nothing(shape):
 @pytest.mark.parametrize("variant", ["fastest", "double_buffered:96x64x32", "gemv:64x64x32", "striped:"])
 @pytest.mark.parametrize("device", ["mps", "meta"])
 def test_a_variant_or_tile_that_no_kernel_has_is_refused(device, variant):
-    """By the fake kernel too, so that tracing and export meet the error and not the first call."""
+    """The fake kernel refuses it too, so that tracing and export fail and not only the first call."""
     weight = reference.make_weight("uint4b8", 32, 24, 32).to(device)
     with pytest.raises(ValueError, match=f"torch_marlin_metal::gemm: variant: expected one of auto, .*got '{variant}'"):
         run(torch.ones(1, 32, device=device), weight, variant=variant)
@@ -173,7 +173,7 @@ def test_a_tile_of_more_rows_than_the_problem_has_is_refused():
 
 
 def test_optionals_of_an_earlier_call_are_not_read_by_a_later_one():
-    """The encoder keeps its bindings from kernel to kernel."""
+    """The encoder keeps its bindings from one kernel to the next, so a stale tensor could be read."""
     K, N = 64, 24
     weight = reference.make_weight("nvfp4", K, N, 16, global_scale_shape=(-1,))
     a, bias = activations((3, K)), activations((N,), seed=1)
@@ -188,7 +188,7 @@ def test_optionals_of_an_earlier_call_are_not_read_by_a_later_one():
 
 
 def test_inputs_may_die_before_the_work_runs():
-    """Work is encoded at the call and runs later: what it uses must live until then."""
+    """A call only encodes the work, which runs later; its inputs must live until then."""
     K, N = 64, 24
     weight = reference.make_weight("uint4b8", K, N, 16)
     a = activations((3, K))
@@ -203,7 +203,7 @@ def test_inputs_may_die_before_the_work_runs():
         reference.check_gemm(result, exact, bound)
 
 
-def test_two_threads():
+def test_two_threads_can_multiply_at_the_same_time():
     K, N = 64, 24
     weight = reference.make_weight("uint4", K, N, 16)
     a = activations((5, K))
@@ -223,7 +223,7 @@ def test_two_threads():
 
 @pytest.mark.parametrize("value", [-1, 64, 2**31 - 1, -(2**31)])
 def test_a_perm_out_of_range_reads_and_writes_nothing(value):
-    """It cannot be seen by the host on MPS: kernels leave such a row out."""
+    """On mps the host cannot check the values of perm, so kernels skip rows whose index is out of range."""
     K, N, j = 64, 24, 5
     weight = reference.make_weight("uint4b8", K, N, 16)
     codes = np.random.default_rng(0).permutation(K).astype(np.int32)
@@ -248,7 +248,7 @@ def test_a_perm_out_of_range_reads_and_writes_nothing(value):
 
 
 def run_process(script: str, **environment: str) -> subprocess.CompletedProcess:
-    """Runs Python that finds the package, and the device, imported."""
+    """Runs a script in a new process in which torch, the package and the device are already imported."""
     prefix = "" if sys.platform == "darwin" else "import softmetal\n"
     return subprocess.run(
         [sys.executable, "-c", f"{prefix}import torch, torch_marlin_metal as tmm\n{script}"],
@@ -289,8 +289,8 @@ def test_a_kernel_that_does_not_compile_is_named_with_metals_message(tmp_path):
 
 
 @software
-def test_a_kernel_that_the_gpu_runs_with_fewer_threads_is_an_error_and_no_dispatch():
-    """A GPU gives a kernel that takes many registers smaller threadgroups than the plan has."""
+def test_a_pipeline_that_allows_too_few_threads_raises_and_dispatches_nothing():
+    """A GPU limits the threadgroup size of a kernel that uses many registers; the plan may need more."""
     import softmetal
 
     weight = reference.make_weight("uint4b8", 64, 64, 32).to("mps")
@@ -298,7 +298,7 @@ def test_a_kernel_that_the_gpu_runs_with_fewer_threads_is_an_error_and_no_dispat
     expected = run(a[:31], weight, variant="single_stage")
     torch.mps.synchronize()
     softmetal.faults()
-    # A real pipeline keeps its limit, so that it is compared once for each new plan: 59 rows are one.
+    # The limit is compared once per new plan, because a real pipeline's limit never changes. M = 59 needs a new plan.
     with softmetal.thread_limit(64), pytest.raises(RuntimeError) as caught:
         run(a, weight, variant="single_stage")
     assert re.search(
@@ -313,7 +313,7 @@ def test_a_kernel_that_the_gpu_runs_with_fewer_threads_is_an_error_and_no_dispat
 @pytest.mark.parametrize("magnitude", [1e-33, 1e30])
 @pytest.mark.parametrize("weight_format", reference.FORMATS)
 def test_activations_far_from_one(weight_format, magnitude, dtype):
-    """No decode may scale a product out of fp32's range on the way."""
+    """No decode may scale an intermediate product out of fp32's range."""
     group_size = tmm.WEIGHT_FORMATS[weight_format].fixed_group_size or 32
     weight = reference.make_weight(weight_format, 64, 40, group_size)
     for M in (1, 4, 33):
@@ -325,7 +325,7 @@ def test_activations_far_from_one(weight_format, magnitude, dtype):
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_table_entry_that_no_code_names_reaches_nothing(variant, value):
-    """K = 40 ends inside a tile: what is beside it must not be decoded through the table."""
+    """K = 40 ends inside a tile; the padding after it must not be decoded through the table."""
     codes = np.random.default_rng(0).integers(1, 16, (40, 40), dtype=np.uint8)
     weight = reference.make_weight("lut4", 40, 40, 32, codes=codes)
     a = activations((3, 40), torch.float32)
@@ -346,7 +346,7 @@ def test_dequantize_has_the_bits_of_the_cpu(weight_format, dtype):
 
 @pytest.mark.parametrize("wait", [False, True], ids=["marks", "waits"])
 def test_products_of_several_dispatches_while_pytorch_profiles(mps, wait):
-    """PyTorch's profiler ends its encoder after each kernel that it records."""
+    """PyTorch's profiler ends the encoder after each kernel that it records, so each dispatch needs a new one."""
     weight = tmm.quantize_weight(torch.randn(64, 4096), "uint4b8", group_size=64).to("mps")
     x = torch.randn(40, 4096, dtype=torch.float16, device="mps")
 

@@ -1,4 +1,4 @@
-"""Repacking: words worked out by hand, and round trips through an independent packer."""
+"""Repacking gives words that were worked out by hand, and round trips through an independent packer."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ def codes(seed: int, K: int, N: int) -> np.ndarray:
 
 
 def pack_columns(values: np.ndarray, nibbles=range(8)) -> torch.Tensor:
-    """uint8 [R, N] to int32 [R, N/8]."""
+    """Packs uint8 codes [R, N] to int32 words [R, N/8]."""
     grouped = values.reshape(values.shape[0], -1, 8).astype(np.uint64)
     words = sum(grouped[:, :, j] << np.uint64(4 * nibble) for j, nibble in enumerate(nibbles))
     return torch.from_numpy(words.astype(np.uint32).view(np.int32))
@@ -44,7 +44,7 @@ def test_gptq_repack_without_perm_is_a_copy(device):
 
 
 def test_gptq_repack_of_a_worked_act_order_example(device):
-    """g = 4, column q[k] = k, perm = stable argsort of [0,2,1,3,0,1,2,3,3,2,1,0,0,1,2,3]."""
+    """group_size is 4, column q[k] = k, and perm is the stable argsort of [0,2,1,3,0,1,2,3,3,2,1,0,0,1,2,3]."""
     perm = torch.tensor([0, 4, 11, 12, 2, 5, 10, 13, 1, 6, 9, 14, 3, 7, 8, 15], dtype=torch.int32, device=device)
     words = int32(0x76543210, 0xFEDCBA98)[:, None].to(device)
     assert torch.equal(tmm.gptq_repack(words, perm=perm).cpu(), int32(0xDA52CB40, 0xF873E961)[:, None])
@@ -61,7 +61,7 @@ def test_gptq_zeros_of_a_worked_example(device):
 @pytest.mark.parametrize(
     ("word", "rule", "zeros"),
     [
-        (0x77776F77, "word", [8, 8, 0, 8, 8, 8, 8, 8]),  # stored by subtracting 0x11111111, with a borrow
+        (0x77776F77, "word", [8, 8, 0, 8, 8, 8, 8, 8]),  # the writer subtracted 0x11111111, which borrowed
         (0x77777F77, "masked", [8, 8, 0, 8, 8, 8, 8, 8]),
         (0x77777F77, "unmasked", [8, 8, 16, 8, 8, 8, 8, 8]),
         (0xEEEEEEEF, "word", [0] * 8),  # 0 - 0x11111111
@@ -74,7 +74,7 @@ def test_gptq_zero_rules_differ_where_a_raw_nibble_is_15(word, rule, zeros, devi
 
 
 def test_awq_words_of_worked_examples(device):
-    """0x75316420 holds columns 0..7 = 0..7; the block has q[k][n] = (k + 2n) mod 16."""
+    """The word 0x75316420 holds 0..7 in columns 0..7. The block has q[k][n] = (k + 2n) mod 16."""
     rows = int32(0xEA62C840, 0xFB73D951, 0x0C84EA62, 0x1D95FB73, 0x2EA60C84, 0x3FB71D95, 0x40C82EA6, 0x51D93FB7)
     expected = int32(0x76543210, 0x98765432, 0xBA987654, 0xDCBA9876, 0xFEDCBA98, 0x10FEDCBA, 0x3210FEDC, 0x543210FE)
     assert torch.equal(tmm.awq_repack(rows[:, None].to(device)).cpu(), expected[None])
@@ -103,7 +103,7 @@ def test_transposed_words_of_each_device(device):
     by_rows = words.t().contiguous().to(device)
     got = tmm.transpose_words(by_rows)
     assert torch.equal(got.cpu(), words)
-    assert got.is_contiguous()  # gemm refuses others
+    assert got.is_contiguous()  # gemm refuses other tensors
     got.zero_()
     assert torch.equal(by_rows.cpu(), words.t())
 

@@ -1,4 +1,4 @@
-"""Inverse packs and gptq_perm: golden words, round trips through the operators, and every error."""
+"""The Python packers and gptq_perm: known words, round trips through the operators, and every error."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ from torch_marlin_metal.repack import (
 
 ops = torch.ops.torch_marlin_metal
 seeds = st.integers(0, 2**31 - 1)
-# The device fixture is a string: the same for every example.
+# The device fixture may be function-scoped: it is a string that is the same for every example.
 many = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
@@ -36,7 +36,7 @@ def column(*codes: int, device: str) -> torch.Tensor:
 
 
 def numpy_pack(codes: torch.Tensor) -> np.ndarray:
-    """The layout's definition in 64-bit integers."""
+    """Packs codes by the layout's definition, in 64-bit integers."""
     q = codes.cpu().numpy().astype(np.uint64).reshape(-1, 8, codes.shape[1])
     return sum(q[:, j] << np.uint64(4 * j) for j in range(8)).astype(np.uint32).view(np.int32)
 
@@ -147,7 +147,7 @@ def test_zero_points_round_trip(device, seed, G, columns, stored):
     zeros = random_codes(seed, G, 8 * columns, device=device)
     qzeros = pack_gptq_zeros(zeros, version, rule=rule)
     assert torch.equal(ops.gptq_unpack_zeros(qzeros, checkpoint_version=version, rule=rule), zeros)
-    # Any word whatsoever survives the other round trip.
+    # The other round trip, from words to zero points and back, keeps any word.
     assert torch.equal(
         pack_gptq_zeros(ops.gptq_unpack_zeros(qzeros, checkpoint_version=version, rule=rule), version, rule=rule),
         qzeros,

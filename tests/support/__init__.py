@@ -1,1 +1,1 @@
-"""What tests share: references in fp64, small models and layers, writers of checkpoints, launches of single kernels."""
+"""Helpers shared by tests: fp64 references, small models and layers, checkpoint writers, launches of single kernels."""

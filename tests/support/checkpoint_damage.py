@@ -1,4 +1,4 @@
-"""Damages a checkpoint's settings and tensors, and checks the one error that it must give."""
+"""Damages the settings and tensors of a checkpoint, and checks the error that reading it must raise."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ def fails(path: Path, match: str, kind: type = convert.CheckpointError, **option
 
 
 def change(path: Path, **tensors: torch.Tensor | None) -> None:
-    """Replaces or (None) removes tensors of the layer."""
+    """Replaces tensors of the layer, or removes them if the new value is None."""
     held = load_file(path / "model.safetensors")
     for role, tensor in tensors.items():
         held.pop(f"{LAYER}.{role}", None)

@@ -1,4 +1,4 @@
-"""Writes synthetic checkpoints in the layouts of other programs, by plain NumPy from the documented layouts.
+"""Writes synthetic checkpoints in the layouts of other programs, in plain NumPy from the documented layouts.
 
 Nothing here uses the package under test. Every writer fills a directory with one layer, `LAYER`, and returns the
 weight that the producer's own arithmetic gives, fp32 `[N, K]`.
@@ -33,7 +33,7 @@ def save(path: Path, tensors: Tensors, config: dict[str, Any], metadata: dict[st
 
 
 def random_codes(rng: np.random.Generator, rows: int, columns: int) -> np.ndarray:
-    """Codes 0..15 of which each occurs, whatever the size."""
+    """Returns random codes 0..15. Every code occurs, whatever the size."""
     codes = rng.integers(0, 16, (rows, columns))
     codes.reshape(-1)[: min(16, codes.size)] = np.arange(min(16, codes.size))
     return codes
@@ -45,7 +45,7 @@ def random_floats(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) 
 
 
 def words(codes: np.ndarray, axis: int, order: tuple[int, ...] = tuple(range(8))) -> np.ndarray:
-    """Packs groups of eight codes along `axis` into int32: nibble i of a word holds code order[i]; pads with zeros."""
+    """Packs each eight codes along `axis` into an int32 word, padded with zeros. Nibble i holds code order[i]."""
     codes = np.moveaxis(codes, axis, -1).astype(np.uint64)
     codes = np.pad(codes, [(0, 0)] * (codes.ndim - 1) + [(0, -codes.shape[-1] % 8)])
     packed = np.zeros((*codes.shape[:-1], codes.shape[-1] // 8), dtype=np.uint64)
@@ -64,7 +64,7 @@ def groups_of(K: int, group_size: int) -> np.ndarray:
 
 
 def affine(codes: np.ndarray, zeros: np.ndarray, scales: torch.Tensor, groups: np.ndarray) -> np.ndarray:
-    """codes `[K, N]`, zeros and scales `[G, N]` -> fp32 `[N, K]`: (q - z) * s."""
+    """Returns (q - z) * s as fp32 `[N, K]` for codes `[K, N]`, zeros and scales `[G, N]`."""
     return ((codes - zeros[groups]).astype(np.float32) * scales.float().numpy()[groups]).T
 
 
@@ -190,7 +190,7 @@ def _ct_config(format_name: str, scheme: dict[str, Any]) -> dict[str, Any]:
 
 
 def e4m3_codes(rng: np.random.Generator, shape: tuple[int, ...]) -> torch.Tensor:
-    """Positive finite E4M3 codes, subnormal ones among them."""
+    """Returns positive finite E4M3 codes, including subnormal ones."""
     return torch.from_numpy(rng.integers(0, 0x7F, shape).astype(np.uint8)).view(torch.float8_e4m3fn)
 
 
@@ -203,9 +203,9 @@ def e8m0_values(codes: np.ndarray) -> np.ndarray:
 
 
 def write_nvfp4(path: Path, rng: np.random.Generator, K: int, N: int, *, container: str) -> np.ndarray:
-    """An NVFP4 layer as "compressed-tensors", "modelopt", "torchao", "torchao-swizzled" or "mlx" stores it."""
+    """Writes NVFP4 as "compressed-tensors", "modelopt", "torchao", "torchao-swizzled" or "mlx" stores it."""
     codes, scales = random_codes(rng, N, K), e4m3_codes(rng, (N, -(-K // 16)))
-    divisor = np.float32(2.0 ** rng.integers(5, 9))  # a power of two: its inverse is exact
+    divisor = np.float32(2.0 ** rng.integers(5, 9))  # a power of two, so that its inverse is exact
     factor = np.float32(1) if container == "mlx" else np.float32(1) / divisor
     if container == "compressed-tensors":
         tensors: Tensors = {"weight_packed": byte_pairs(codes), "weight_scale": scales}
@@ -232,7 +232,7 @@ def write_nvfp4(path: Path, rng: np.random.Generator, K: int, N: int, *, contain
 
 
 def swizzled(scales: np.ndarray) -> np.ndarray:
-    """cuBLAS' layout of block scales: tiles of 128 x 4, row 32 a + b of a tile at line b, columns 4 a .. 4 a + 3."""
+    """Returns block scales in cuBLAS's layout: in each 128 x 4 tile, row 32 a + b moves to line b, columns 4 a .. 4 a + 3."""
     rows, columns = scales.shape
     tile_rows, tile_columns = -(-rows // 128), -(-columns // 4)
     flat = np.zeros((tile_rows, tile_columns, 32, 16), dtype=np.uint8)
@@ -248,7 +248,7 @@ def _torchao_config(attributes: dict[str, str]) -> dict[str, Any]:
 
 
 def write_mxfp4(path: Path, rng: np.random.Generator, K: int, N: int, *, container: str) -> np.ndarray:
-    """An MXFP4 layer as "compressed-tensors", "torchao", "torchao-swizzled" or "mlx" stores it."""
+    """Writes MXFP4 as "compressed-tensors", "torchao", "torchao-swizzled" or "mlx" stores it."""
     codes, scales = random_codes(rng, N, K), e8m0_codes(rng, (N, -(-K // 32)))
     if container == "compressed-tensors":
         tensors: Tensors = {"weight_packed": byte_pairs(codes), "weight_scale": scales}
@@ -312,7 +312,7 @@ def write_bitsandbytes(
 def write_hqq(
     path: Path, rng: np.random.Generator, K: int, N: int, group_size: int, *, axis: int = 1, dtype: str = "fp16"
 ) -> np.ndarray:
-    """The weight as a matrix of groups: rows of length g for axis 1, columns for axis 0; half its rows in a nibble."""
+    """HQQ reshapes the weight to a matrix whose rows (axis 1) or columns (axis 0) are groups, and packs two rows per byte."""
     count = N * K // group_size
     codes = random_codes(rng, N, K)
     matrix = codes.reshape(count, group_size) if axis == 1 else codes.reshape(group_size, count)
@@ -361,7 +361,7 @@ def write_mlx_affine(
 def write_intx(
     path: Path, rng: np.random.Generator, K: int, N: int, group_size: int, *, sym: bool, own_names: bool = False
 ) -> np.ndarray:
-    """torchao's IntxUnpackedToInt8Tensor; `own_names` as torchao's safetensors support writes it."""
+    """Writes torchao's IntxUnpackedToInt8Tensor; `own_names` uses the tensor names of torchao's safetensors support."""
     groups = groups_of(K, group_size)
     G = int(groups[-1]) + 1
     codes, scales = random_codes(rng, K, N) - 8, random_floats(rng, (G, N), "fp32")

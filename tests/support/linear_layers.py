@@ -1,4 +1,4 @@
-"""Layers with random weights, as the tests of MarlinLinear take them."""
+"""Layers with random weights for the tests of MarlinLinear."""
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ K, N = 136, 72
 def packed_of(
     weight_format: str, *, perm: bool = False, bias: bool = True, device: str = "cpu", K: int = K, N: int = N, **kw
 ):
-    """A random weight as the reference knows it and as a PackedWeight."""
+    """Returns a random weight, as a reference.Weight and as a PackedWeight."""
     if weight_format == "nvfp4":
         kw.setdefault("global_scale_shape", (1,))
     weight = make_weight(weight_format, K, N, GROUP.get(weight_format, 64), **kw)

@@ -1,4 +1,4 @@
-"""The tiny Llama of tests/data/models: its references, a GGUF file of it, and the error that its logits may have."""
+"""The tiny Llama of tests/data/models: fp64 references, a GGUF file, and a bound for the error of its logits."""
 
 import copy
 import json
@@ -21,7 +21,7 @@ IDS = torch.tensor([[5, 17, 99, 42, 7, 63, 110, 23, 8, 77, 31, 56]])
 
 
 def dense_model(folder: Path, weights: dict[str, torch.Tensor], dense: dict[str, torch.Tensor]) -> LlamaForCausalLM:
-    """The same model with decoded weights (`[N, K]` by layer name) and the checkpoint's other tensors, in fp64."""
+    """Returns the model in fp64, with decoded weights (`[N, K]` by layer name) and the checkpoint's other tensors."""
     config = AutoConfig.from_pretrained(folder)
     del config.quantization_config
     model = LlamaForCausalLM(config).double().eval()
@@ -36,21 +36,21 @@ def dense_model(folder: Path, weights: dict[str, torch.Tensor], dense: dict[str,
 
 
 def magnitude(weight: PackedWeight) -> torch.Tensor:
-    """What the design's bound counts for each weight, fp64 `[K, N]`: the codes and zero points where they are summed."""
+    """Returns the magnitude of each weight in the error bound, fp64 `[K, N]`. Raw codes count if the kernel sums them."""
     if weight.zeros is not None or weight.weight_format == "uint4b8":
         return _code_magnitude(weight)
     return weight.dequantize().double().abs()
 
 
 def layer_bound(weight: PackedWeight, a: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """The design's bound of one product in fp32, and what the rounding of its fp64 input to fp32 adds."""
+    """Returns the error bound of one fp32 product, including the rounding of its fp64 input to fp32."""
     u, size = UNIT_ROUNDOFF[torch.float32], a.abs().double()
     rounded = u * (size @ weight.dequantize().double().abs())
     return u * y.abs().double() + TINY[torch.float32] + 16 * 2.0**-24 * (size @ magnitude(weight)) + rounded
 
 
 def _code_magnitude(weight: PackedWeight) -> torch.Tensor:
-    """s (|q| + |z|), `[K, N]` in the original order of k."""
+    """Returns s (|q| + |z|) as `[K, N]` in the original order of k."""
     shifts = torch.arange(0, 32, 4, dtype=torch.int64)
     words = weight.b_packed.long() & 0xFFFFFFFF
     codes = ((words[:, None, :] >> shifts[None, :, None]) & 15).reshape(weight.K, weight.N).double()
@@ -91,7 +91,7 @@ class _InFp32(nn.Module):
 
 
 class _Recorded(nn.Module):
-    """A dense layer whose output can be differentiated by, and what went in."""
+    """A dense layer that keeps its input and its output, so that the logits can be differentiated by the output."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class _Recorded(nn.Module):
 
 
 def check_logits(model: LlamaForCausalLM, reference: LlamaForCausalLM, device: str) -> float:
-    """Compares the logits of a loaded model with the decoded fp64 reference; returns the largest share of the bound.
+    """Compares the logits of a loaded model with the decoded fp64 reference. Returns the largest error / bound.
 
     Packed layers compute in fp32 on `device`, everything else in fp64 on the CPU, so that the only errors are the
     operator's. Each layer's error is within the design's bound; to first order the logits' error is at most the sum of
@@ -141,7 +141,7 @@ def check_logits(model: LlamaForCausalLM, reference: LlamaForCausalLM, device: s
 
 
 def write_gguf(path: Path, folder: Path, kind: str, embedding: str = "F16") -> tuple[Path, dict[str, np.ndarray]]:
-    """The tiny Llama by the gguf package, from the weights in `folder`; returns the file and its decoded weights."""
+    """Writes the tiny Llama in `folder` as a GGUF file with the gguf package. Returns the file and its decoded weights."""
     config = json.loads((folder / "config.json").read_text())
     references, stored = load_file(folder / "reference.safetensors"), load_file(folder / "model.safetensors")
     writer, decoded = GGUFWriter(path, "llama"), {}
@@ -160,7 +160,7 @@ def write_gguf(path: Path, folder: Path, kind: str, embedding: str = "F16") -> t
     for name, tensor in (references | embed).items():
         module = name.removesuffix(".weight")
         values = tensor.float().numpy()
-        if module.endswith(("q_proj", "k_proj")):  # llama.cpp keeps the two halves of a rotary pair side by side
+        if module.endswith(("q_proj", "k_proj")):  # llama.cpp stores the two elements of a rotary pair side by side
             heads = config["num_attention_heads" if "q_proj" in module else "num_key_value_heads"]
             values = values.reshape(heads, 2, -1, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
         target = f"{names.get_name(module)}.weight"
@@ -178,7 +178,7 @@ def write_gguf(path: Path, folder: Path, kind: str, embedding: str = "F16") -> t
 
 
 def check_layers(model: nn.Module, device: str, count: int = 14) -> None:
-    """Every packed layer's output, in the model's own dtype and on its own input, is within the design's bound."""
+    """Checks that the output of every packed layer, in the model's dtype, is within the error bound."""
     seen: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     handles = [
         layer.register_forward_hook(lambda module, a, y, name=name: seen.update({name: (a[0].cpu(), y.cpu())}))

@@ -1,4 +1,4 @@
-"""Inputs of the mLSTM's tests: gates in regimes, with the error that each allows."""
+"""Inputs for the mLSTM tests: several regimes of gates, each with the error that it allows."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ import torch
 
 @dataclass(frozen=True)
 class Regime:
-    """Gates of mean f and i with this spread. Ill-conditioned: the denominator nearly cancels and has no floor."""
+    """Gates with means f and i and a spread. A regime is ill-conditioned if the denominator nearly cancels and has no floor."""
 
     f: float
     i: float
@@ -44,7 +44,7 @@ class Problem:
         return tuple(x.to(device) for x in self.inputs), {name: x.to(device) for name, x in self.state.items()}
 
     def arrays(self) -> tuple[tuple[np.ndarray, ...], dict[str, np.ndarray]]:
-        """The same values in fp64."""
+        """Returns the inputs and the state in fp64."""
         return tuple(x.double().numpy() for x in self.inputs), {n: x.double().numpy() for n, x in self.state.items()}
 
 
@@ -76,7 +76,7 @@ def array(tensor: torch.Tensor) -> np.ndarray:
 
 
 def relative_to_max(got: torch.Tensor, expected: np.ndarray) -> float:
-    """The largest error against the largest value; infinite for a NaN; absolute where everything expected is 0."""
+    """Returns the largest error / the largest expected value (the largest error if all are 0), or infinity for a NaN."""
     error = np.abs(array(got) - expected).max(initial=0.0)
     largest = np.abs(expected).max(initial=0.0)
     return float("inf") if np.isnan(error) else float(error / largest if largest else error)

@@ -1,4 +1,4 @@
-"""The mLSTM in NumPy and fp64, from docs/mlstm.md: the recurrence, and the form by chunks for its inner quantities."""
+"""The mLSTM in NumPy fp64, from docs/mlstm.md: the recurrence, and the chunkwise form for its intermediate values."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ Array = NDArray[np.float64]
 
 @dataclass
 class Result:
-    """Of every token: h, N, M and the state after it; `C[..., 0, :, :]` is the initial state."""
+    """For every token h, N, M and the state after it; `C[..., 0, :, :]` is the initial state."""
 
     h: Array  # [B, H, S, DV]
     N: Array  # [B, H, S]
@@ -25,7 +25,7 @@ def log_sigmoid(f: Array) -> Array:
 
 
 def recurrence(q, k, v, i, f, C0=None, n0=None, m0=None, eps=1e-6) -> Result:
-    """Token by token."""
+    """Computes the mLSTM token by token."""
     q, k, v, i, f = (np.asarray(x, dtype=np.float64) for x in (q, k, v, i, f))
     B, H, S, DK = q.shape
     DV = v.shape[-1]
@@ -52,7 +52,7 @@ def recurrence(q, k, v, i, f, C0=None, n0=None, m0=None, eps=1e-6) -> Result:
 
 
 def by_chunks(q, k, v, i, f, L, C0=None, n0=None, m0=None, eps=1e-6) -> Result:
-    """Chunk by chunk; C, n and m at the boundaries of chunks only."""
+    """Computes the mLSTM chunk by chunk. The result has C, n and m only at the boundaries of chunks."""
     q, k, v, i, f = (np.asarray(x, dtype=np.float64) for x in (q, k, v, i, f))
     B, H, S, DK = q.shape
     DV, NC = v.shape[-1], S // L

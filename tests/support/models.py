@@ -1,4 +1,4 @@
-"""A small model, and what tests of conversions compare before and after."""
+"""A small model, and functions that record what a conversion must not change."""
 
 import torch
 from torch import nn

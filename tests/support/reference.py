@@ -1,4 +1,4 @@
-"""The operators in NumPy fp64, written from the definitions of the formats and not from the package's code."""
+"""The operators in NumPy fp64, written from the definitions of the formats, independently of the package's code."""
 
 from dataclasses import dataclass
 
@@ -9,16 +9,19 @@ FORMATS = ("uint4b8", "uint4", "uint4_bias", "float4_e2m1", "nvfp4", "mxfp4", "l
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 GROUP_SIZES = (16, 32, 64, 128, 256)
 
-# OCP MX v1.0: sign, two exponent bits of bias 1, one mantissa bit.
+# OCP MX v1.0: sign, two exponent bits (bias 1), one mantissa bit.
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 UNIT_ROUNDOFF = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}
-# Half subnormals are kept on every device, fp32 and bf16 ones may be flushed.
+# The smallest positive results. Every device keeps fp16 subnormals; fp32 and bf16 subnormals may be flushed.
 TINY = {torch.float16: 2.0**-24, torch.bfloat16: 2.0**-126, torch.float32: 2.0**-126}
 
 
 def dtypes_in_turn(turn: int, whole: bool) -> tuple[torch.dtype, ...]:
-    """All dtypes, or one: for a `turn` that is the sum of two axes' positions, each value of these meets each dtype."""
+    """Returns all dtypes if `whole`, otherwise number `turn` in rotation.
+
+    If `turn` is the sum of the positions on two axes, each value on either axis meets each dtype.
+    """
     return DTYPES if whole else (DTYPES[turn % 3],)
 
 
@@ -39,7 +42,7 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray:
 
 
 def pack(codes: np.ndarray) -> torch.Tensor:
-    """uint8 [K, N] codes to int32 [K/8, N] words, lowest k in the lowest nibble."""
+    """Packs uint8 codes [K, N] to int32 words [K/8, N], lowest k in the lowest nibble."""
     K, N = codes.shape
     shifts = (4 * np.arange(8, dtype=np.uint64))[None, :, None]
     words = (codes.reshape(K // 8, 8, N).astype(np.uint64) << shifts).sum(axis=1)
@@ -48,11 +51,11 @@ def pack(codes: np.ndarray) -> torch.Tensor:
 
 @dataclass
 class Weight:
-    """A packed weight with its exact value and the magnitude that the error bound counts.
+    """A packed weight, its exact value, and its magnitude in the error bound.
 
-    `arguments` are gemm's and dequantize's; `exact` and `magnitude` are fp64 `[K, N]` in packed order of k. Where zero
-    points are applied at the end of a group the magnitude is s (|q| + |z|), else |w|; `raw_magnitude` is the former
-    for uint4b8 too, for kernels that sum raw codes.
+    `arguments` are those of gemm and dequantize. `exact` and `magnitude` are fp64 `[K, N]` in the packed order of k. The
+    magnitude is s (|q| + |z|) if zero points are applied at the end of a group, and |w| otherwise. `raw_magnitude` is
+    for kernels that sum raw codes: there uint4b8 counts s (|q| + |z|) too.
     """
 
     b_packed: torch.Tensor
@@ -81,7 +84,7 @@ def make_weight(
     seed: int = 0,
     codes: np.ndarray | None = None,
 ) -> Weight:
-    """A random weight of a format with its exact values."""
+    """Returns a random weight of a format with its exact values."""
     rng = np.random.default_rng([seed, K, N, group_size])
     if codes is None:
         codes = rng.integers(0, 16, (K, N), dtype=np.uint8)
@@ -137,7 +140,7 @@ def make_weight(
 
 
 def planned(M: int, weight: Weight, dtype: torch.dtype):
-    """The plan of a product of M rows on this machine's GPU."""
+    """Returns the plan of a product of M rows on this machine's GPU."""
     from torch_marlin_metal.gpu.planning import plan  # make mutate reads this file without the built package
 
     K, N = weight.exact.shape
@@ -155,7 +158,7 @@ def planned(M: int, weight: Weight, dtype: torch.dtype):
 
 
 def sums_raw_codes(device: str) -> bool:
-    """Returns whether a device has a kernel that sums the codes of uint4b8 before the offset of 8 is taken off.
+    """Returns true if a device has a kernel that sums the codes of uint4b8 before it subtracts the offset of 8.
 
     On mps gemv does. The bound of every product there allows for it, so that no test asks the planner which kernel it
     takes; tests of a kernel by name use the tighter bound.
@@ -170,9 +173,9 @@ def gemm(
     perm: np.ndarray | None = None,
     raw_codes: bool = False,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The exact product of the rounded inputs and, per element, the design's error bound for a's dtype.
+    """Returns the exact product of the rounded inputs and, per element, the error bound for a's dtype.
 
-    `raw_codes` is for kernels that sum the codes of uint4b8 before the offset is taken off.
+    `raw_codes` is for kernels that sum the codes of uint4b8 before they subtract the offset.
     """
     rows = to_numpy(a)
     if perm is not None:
@@ -186,9 +189,9 @@ def gemm(
 
 
 def check_gemm(result: torch.Tensor, exact: np.ndarray, bound: np.ndarray) -> float:
-    """Asserts every element within its bound; beyond the dtype's range it must be an infinity of the right sign.
+    """Asserts that every element is within its bound or, beyond the dtype's range, is an infinity of the right sign.
 
-    Returns the largest error as a share of its bound.
+    Returns the largest error / bound.
     """
     got = to_numpy(result)
     assert got.shape == exact.shape, (got.shape, exact.shape)

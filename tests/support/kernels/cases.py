@@ -1,4 +1,4 @@
-"""The matrix of products: every pair of values of any two axes in at least one case."""
+"""Pairwise test cases: any two values of any two axes occur together in at least one case."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ FORMATS = facts()["formats"][:-1]
 FLOATS = [torch.float16, torch.bfloat16, torch.float32]
 FIXED_GROUP_SIZES = {"nvfp4": 16, "mxfp4": 32}
 
-# What any product can meet; the kernels' tests add M, N, K and launch options.
+# The axes that all kernels have in common; the tests of a kernel add M, N, K and launch options.
 COMMON: dict[str, Sequence[Any]] = {
     "weight_format": FORMATS,
     "dtype": FLOATS,
@@ -42,7 +42,7 @@ def problem(M: int, N: int, K: int, **fields: Any) -> Problem:
 
 
 def pairwise(axes: Mapping[str, Sequence[Any]], options: Sequence[str]) -> list[Any]:
-    """Cases for `pytest.mark.parametrize(("problem", "options"), ...)`; `options` are axes of the launch."""
+    """Returns cases for `pytest.mark.parametrize(("problem", "options"), ...)`; `options` names the launch options."""
     names = list(axes)
     cases = []
     for i, values in enumerate(AllPairs([_distinct(axes[n]) for n in names])):
@@ -55,17 +55,17 @@ def pairwise(axes: Mapping[str, Sequence[Any]], options: Sequence[str]) -> list[
 
 
 def pairs(**axes: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """For `pytest.mark.parametrize`: every pair of values of any two axes in at least one of few cases."""
+    """Returns few cases for `pytest.mark.parametrize` that contain every pair of values of any two axes."""
     return [tuple(case) for case in AllPairs(list(axes.values()))]
 
 
 def _distinct(values: Sequence[Any]) -> list[tuple[int, Any]]:
-    # A value that stands twice weighs twice.
+    # Numbered, so that a value that is listed twice also occurs twice as often.
     return list(enumerate(values))
 
 
 def plain_problems(M: int, N: int, K: int, **fields: Any) -> list[Any]:
-    """Every format with every activation dtype."""
+    """Returns a problem for every format with every activation dtype."""
     return [
         pytest.param(
             problem(M, N, K, weight_format=weight_format, dtype=dtype, **fields),

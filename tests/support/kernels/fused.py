@@ -1,4 +1,4 @@
-"""Products by the fused kernel: launches, and counts of what it reads and multiplies."""
+"""Launches the fused kernel and checks how much it reads and multiplies."""
 
 from typing import Any
 
@@ -17,10 +17,10 @@ def run_fused(
     subnormal_codes: bool = True,
     **options: Any,
 ) -> torch.Tensor:
-    """`options` as for `run_gemv`."""
+    """Runs a product; `options` are those of `run_gemv`."""
     step, columns = number("kFusedK"), number("kFusedColumns")
     k_per_slice = -(-problem.K // (step * simdgroups * splits)) * step
-    splits = -(-problem.K // (k_per_slice * simdgroups))  # none may be empty
+    splits = -(-problem.K // (k_per_slice * simdgroups))  # no split may be empty
     options |= {
         "group": (32 * simdgroups, 1, 1),
         "groups": (-(-problem.N // columns), -(-problem.M // rows), splits),
@@ -43,7 +43,7 @@ def run_fused(
 
 
 def check_fused_work(problem: Problem, rows: int, k_per_slice: int, counters: Counters) -> None:
-    """Per block of rows: each word is read once, each activation once per strip of columns, no product too many."""
+    """Per row block, each word is read once and each activation once per 32 columns, without extra products."""
     columns, step = number("kFusedColumns"), number("kFusedK")
     row_blocks, strips = -(-problem.M // rows), -(-problem.N // columns)
     spans = [min(k_per_slice, problem.K - k) for k in range(0, problem.K, k_per_slice)]

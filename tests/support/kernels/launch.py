@@ -1,4 +1,4 @@
-"""Launches the kernels of `kernels/` on the software Metal device, each tensor in surroundings not to be touched."""
+"""Launches the kernels of `kernels/` on the software Metal device, with guard bytes around each tensor."""
 
 import functools
 import json
@@ -16,7 +16,7 @@ from softmetal.device import Buffer, Counters, Kernel, compile
 
 ROOT = Path(__file__).resolve().parents[3]
 KERNELS = ROOT / "kernels"
-# Filled with 0xFF: a NaN in every floating type and in both codings of scales.
+# Guards are filled with 0xFF, which is a NaN in every floating type and in both scale codings.
 GUARD_BYTES = 256
 CHECKED = True
 METAL_TYPES = {"float16": "half", "bfloat16": "bfloat", "float32": "float"}
@@ -30,7 +30,7 @@ ELEMENT_NAMES = {
 
 @functools.cache
 def facts() -> dict:
-    """The constants, structs and kernels of kernels/shared/variants.h."""
+    """Returns the constants, structs and kernels of kernels/shared/variants.h."""
     with tempfile.TemporaryDirectory() as folder:
         program = Path(folder) / "facts"
         source = Path(__file__).with_name("facts.cpp")
@@ -47,7 +47,7 @@ def element_type(dtype: torch.dtype | None) -> int:
 
 
 def parameters(struct: str, **fields: float) -> bytes:
-    """A parameter struct's bytes, by the offsets that the compiler gave its fields. Strides have 64 bits."""
+    """Returns the bytes of a parameter struct, with the field offsets of the C++ compiler. Strides have 64 bits."""
     layout = facts()["structs"][struct]
     data = bytearray(layout["end"])
     for name, value in fields.items():
@@ -57,7 +57,7 @@ def parameters(struct: str, **fields: float) -> bytes:
 
 
 class Guarded(Buffer):
-    """Uninitialised device memory between guards; checked mode ends it with its last byte."""
+    """Uninitialised device memory between guards. Checked mode faults on accesses after its last byte."""
 
     def __init__(self, length: int, *, lead: int = 0) -> None:
         allocation = np.full(length + lead + 2 * GUARD_BYTES + 256, 0xFF, np.uint8)
@@ -73,16 +73,16 @@ class Guarded(Buffer):
         self.written[first : first + data.nbytes] = 1
 
     def read(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """What has been written, after a look at the guards around it."""
+        """Returns what has been written, after checking that the guards are unchanged."""
         assert (self.memory[: self.offset] == 0xFF).all(), "written before the output"
         assert (self.memory[self.array.nbytes :] == 0xFF).all(), "written past the output"
         return torch.from_numpy(self.array[self.offset :].copy()).view(dtype).reshape(shape)
 
 
 def place(tensor: torch.Tensor, *, offset: int = 0, row_stride: int | None = None) -> Guarded:
-    """A tensor's rows, `offset` elements past an aligned address, `row_stride` elements apart.
+    """Copies a tensor to device memory, `offset` elements after an aligned address, with rows `row_stride` elements apart.
 
-    Guards and gaps are NaN to the kernel and uninitialised memory to checked mode.
+    Guards and gaps contain NaN, and checked mode treats them as uninitialised memory.
     """
     rows = tensor.contiguous().reshape(-1, tensor.shape[-1]) if tensor.dim() > 1 else tensor.contiguous().reshape(1, -1)
     step = (row_stride or rows.shape[1]) * rows.element_size()
@@ -94,12 +94,12 @@ def place(tensor: torch.Tensor, *, offset: int = 0, row_stride: int | None = Non
 
 
 def place_output(shape: tuple[int, ...], dtype: torch.dtype) -> Guarded:
-    """Memory for a kernel to fill."""
+    """Returns memory for a kernel to write."""
     return Guarded(int(np.prod(shape)) * dtype.itemsize)
 
 
 def absent() -> Buffer:
-    """What is bound for an absent tensor: reading it is a fault."""
+    """Returns the buffer to bind for an absent tensor; reading it is a fault."""
     return place_output((4,), torch.int32)
 
 
@@ -112,7 +112,7 @@ def _specialise(
     source = path.read_text()
     name = kernel
     if naming:
-        # The one instance under test: a library of all takes ten times as long to compile.
+        # Compiles only the instance under test, because a library of all instances takes ten times as long.
         everything = re.findall(r"^MARLIN_.*MARLIN_INSTANTIATE\)$", source, re.MULTILINE)
         assert len(everything) == 1, f"{path.name}: expected one list of instances, found {everything}"
         weight = f"WeightFormat::{weight_format}, " if naming == 2 else ""
@@ -138,7 +138,7 @@ def launch(
     checked: bool = CHECKED,
     seed: int = 1,
 ) -> Counters:
-    """Runs one kernel; `buffers` by slot name without its prefix, other slots that it declares are bound as absent."""
+    """Runs one kernel. `buffers` are keyed by slot name without `kSlot`; other declared slots are bound as absent."""
     values = dict.fromkeys(facts()["constants"][:-1], 0) | dict(constants or {})
     typed = tuple(sorted(values.items()))
     handle = _specialise(kernel, weight_format, element, typed, checked)

@@ -1,4 +1,4 @@
-"""One mLSTM sequence: inputs, exact result and tolerances, and its way through the kernels."""
+"""One mLSTM sequence: its inputs, exact result and tolerances, and the kernel launches that compute it."""
 
 import functools
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ EPS = 1e-6
 
 @dataclass(frozen=True)
 class Gates:
-    """Pre-activations: offset + spread * N(0, 1). well: whether the denominator is well conditioned."""
+    """Gate pre-activations are offset + spread * N(0, 1). `well` says that the denominator is well-conditioned."""
 
     f: float
     i: float
@@ -51,7 +51,7 @@ REGIMES = {
 
 @dataclass(frozen=True)
 class Sequence:
-    """What is computed, and how its tensors lie in memory."""
+    """A sequence to compute, and the layout of its tensors in memory."""
 
     S: int
     DK: int
@@ -62,12 +62,12 @@ class Sequence:
     dtype: torch.dtype = torch.float32
     gate_dtype: torch.dtype = torch.float32
     regime: str = "plain"
-    m0: float | None = None  # of the initial state; None: there is none
-    # Memory order [B, S, H, D] in place of [B, H, S, D]; elements off alignment, and added to each row.
+    m0: float | None = None  # stabiliser of the initial state; None if there is no initial state
+    # Memory order [B, S, H, D] instead of [B, H, S, D].
     tokens_first: bool = False
-    offset: int = 0
-    gap: int = 0
-    vectors: bool = True  # whether loads may be vectors where the tensors allow it
+    offset: int = 0  # elements from an aligned address to the start of a tensor
+    gap: int = 0  # elements between rows
+    vectors: bool = True  # allows vector loads if the tensors are aligned for them
     seed: int = 0
 
     @property
@@ -105,7 +105,7 @@ def reference(inputs: Mapping[str, torch.Tensor]) -> mlstm_reference.Result:
 
 
 def _place_tokens(p: Sequence, tensor: torch.Tensor) -> tuple[Guarded, dict[str, int]]:
-    """In the problem's memory order; with the strides of batch, head and token."""
+    """Places a tensor in the problem's memory order. Returns it with its strides of batch, head and token."""
     D = tensor.shape[3] if tensor.dim() == 4 else 1
     step = D + p.gap
     shaped = tensor.reshape(p.B, p.H, -1, D)
@@ -118,13 +118,13 @@ def _place_tokens(p: Sequence, tensor: torch.Tensor) -> tuple[Guarded, dict[str,
 
 @dataclass
 class Run:
-    """The kernels' buffers and parameters; each method is one dispatch and keeps its counters."""
+    """The kernels' buffers and parameters. Each method runs one dispatch and stores its counters."""
 
     p: Sequence
     inputs: Mapping[str, torch.Tensor]
-    options: dict[str, Any]  # of `launch`
+    options: dict[str, Any]  # passed to `launch`
     save_every: int = 1
-    segment: int = 0  # chunks of a segment; 0: all
+    segment: int = 0  # chunks per segment; 0 for all chunks
     counters: dict[str, Counters] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -237,7 +237,7 @@ def run(
     segment: int = 0,
     **options: Any,
 ) -> Run:
-    """The whole sequence, as the planner has it: gates once, then states and output of each segment."""
+    """Runs the whole sequence in the planner's order: the gates once, then states and output of each segment."""
     result = Run(p, inputs if inputs is not None else make_inputs(p), options, segment=segment)
     result.gates(gate_simdgroups)
     for first in range(0, p.chunks, result.segment):
@@ -252,12 +252,12 @@ def _relative(got: np.ndarray, exact: np.ndarray) -> float:
 
 
 def check_close(p: Sequence, got: Run, exact: mlstm_reference.Result) -> None:
-    """Tolerances: numerator, states, h, denominator and stabilisers of fp32 kernels; h of 16-bit ones."""
+    """Checks numerator, states, h, denominator and stabilisers of fp32 kernels, and h of 16-bit kernels."""
     h, N, M = (got.read(name) for name in ("H", "OutN", "OutM"))
-    # From m0 = 20 on the floor of the denominator is tiny too.
+    # If m0 is 20 or more, the floor of the denominator is tiny, so it does not help.
     well = REGIMES[p.regime].well and (p.m0 or 0.0) < 20
     if p.dtype is torch.float32:
-        finite = exact.N < 1e30  # beyond, h is subnormal
+        finite = exact.N < 1e30  # for larger N, h is subnormal
         assert np.isinf(N[exact.N > 3.5e38]).all(), "N beyond the range of fp32"
         numerator, exact_numerator = (x.h[finite] * (x.N[finite] + EPS)[:, None] for x in (_Output(h, N), exact))
         assert _relative(numerator, exact_numerator) < 5e-5, "numerator"
@@ -275,8 +275,8 @@ def check_states(p: Sequence, got: Run, exact: mlstm_reference.Result, last: Any
 
 
 def _stabilisers_close(got: np.ndarray, exact: np.ndarray) -> bool:
-    # From 256 on fp32 numbers are 3.1e-5 apart. A token's m is a sum with the m before its chunk, which is in memory as
-    # fp32: two roundings of at most half that distance, together more than 2e-5 but no more than the distance.
+    # From 256 on, fp32 numbers are 3.1e-5 apart. A token's m is a sum with the m before its chunk, which is stored as
+    # fp32. Each of these two roundings errs by up to half that distance, so their sum can exceed 2e-5.
     return bool((np.abs(got - exact) <= np.maximum(2e-5, np.spacing(np.abs(exact).astype(np.float32)))).all())
 
 

@@ -1,4 +1,4 @@
-"""One product or dequantization: inputs, exact result and error bound, and its launch by gemv and dequantize."""
+"""One product or dequantization: inputs, exact result and error bound, and the launches of gemv and dequantize."""
 
 import functools
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from tests.support.kernels.launch import (
 
 @dataclass(frozen=True)
 class Problem:
-    """What is computed, and how its tensors lie in memory."""
+    """A problem to compute, and the layout of its tensors in memory."""
 
     weight_format: str
     M: int
@@ -37,10 +37,10 @@ class Problem:
     global_scale: tuple[int, ...] | None = None
     bias_dtype: torch.dtype | None = None
     has_perm: bool = False
-    # Elements by which the activations are off alignment, and added to their row stride.
+    # The activations start this many elements after an aligned address, and their row stride is that much longer.
     a_offset: int = 0
     a_gap: int = 0
-    # Whether loads may be vectors where the tensors allow it.
+    # Allows vector loads if the tensors are aligned for them.
     vectors: bool = True
     all_positive: bool = False
     seed: int = 0
@@ -75,7 +75,7 @@ def make_inputs(problem: Problem) -> Inputs:
 
 
 def _weight_buffers(problem: Problem, inputs: Inputs) -> tuple[dict, dict]:
-    """Slots and function constants of the packed weight."""
+    """Returns the buffers (by slot) and function constants of the packed weight."""
     weight, arguments = inputs.weight, inputs.weight.arguments
     buffers = {"Packed": place(weight.b_packed), "Scales": place(weight.scales)}
     constants = {"scales_type": element_type(weight.scales.dtype)}
@@ -112,14 +112,14 @@ def _product_buffers(problem: Problem, inputs: Inputs) -> tuple[dict, dict]:
 
 @dataclass(frozen=True)
 class Shares:
-    """Partial sums between a product and its reduction."""
+    """The partial sums that a product writes and a reduction adds up."""
 
     shape: tuple[int, ...]
     kernel: str
     struct: str
     fields: dict[str, int]
-    grid: tuple[int, int, int]  # of the reduction: columns, rows, layers
-    are_some: bool = False  # the product has outputs without partial sums too
+    grid: tuple[int, int, int]  # columns, rows and layers of the reduction
+    are_some: bool = False  # True if the product also writes some outputs directly
 
 
 def sliced(problem: Problem, slices: int) -> Shares | None:
@@ -133,7 +133,7 @@ def sliced(problem: Problem, slices: int) -> Shares | None:
 def run_product(
     kernel: str, problem: Problem, k_per_slice: int, constants: dict, options: dict, shares: Shares | None
 ) -> tuple[torch.Tensor, Counters]:
-    """One dispatch, and the reduction of the shares that it writes."""
+    """Runs a product, and the reduction of its partial sums if it writes any."""
     inputs = options.pop("inputs", None) or make_inputs(problem)
     buffers, tensor_constants = _product_buffers(problem, inputs)
     buffers["A"], row_stride = options.pop("activations", None) or (buffers["A"], problem.K + problem.a_gap)
@@ -166,8 +166,8 @@ def run_product(
 
 
 def check_gemv_work(problem: Problem, rows: int, subnormal_codes: bool, counters: Counters) -> None:
-    """Per block of rows: each word is read once, each activation once by each lane, once more for a sum over k, and
-    once more where activations may be too small for subnormal codes."""
+    """Per row block, each word is read once, and each activation once by each lane, once more for the sum over k, and
+    once more if activations may be too small for subnormal codes."""
     if counters.buffers is None:
         return
     row_blocks, strips = -(-problem.M // rows), -(-problem.N // number("kGemvColumns"))
@@ -188,11 +188,11 @@ def run_gemv(
     subnormal_codes: bool = True,
     **options: Any,
 ) -> torch.Tensor:
-    """`options` are those of `launch`; `inputs`, and `activations` (buffer, row stride), in place of the problem's;
-    `counted=False` where less is read than K asks for."""
+    """Runs a product. `options` are those of `launch`, and `inputs` or `activations` (buffer, row stride) to replace the
+    problem's. Pass `counted=False` if the kernel reads less than K implies."""
     step = number("kGemvK")
     k_per_slice = -(-problem.K // (step * simdgroups * splits)) * step
-    splits = -(-problem.K // (k_per_slice * simdgroups))  # none may be empty
+    splits = -(-problem.K // (k_per_slice * simdgroups))  # no split may be empty
     options |= {
         "group": (32 * simdgroups, 1, 1),
         "groups": (-(-problem.M // rows), -(-problem.N // number("kGemvColumns")), splits),
@@ -230,7 +230,7 @@ def run_dequantize(problem: Problem, **options: Any) -> torch.Tensor:
 
 
 def check_dequantize(problem: Problem, **options: Any) -> None:
-    """In fp32, where at most two operations round; rows come back to the original order of k."""
+    """Checks dequantize in fp32, where at most two operations round. Rows must be in the original order of k."""
     inputs = make_inputs(problem)
     order = slice(None) if inputs.perm is None else np.argsort(inputs.perm)
     error = np.abs(reference.to_numpy(run_dequantize(problem, **options)) - inputs.weight.exact[order])

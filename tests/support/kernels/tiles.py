@@ -1,4 +1,4 @@
-"""Products by the kernels that stage tiles: launches, and counts of their steps and barriers."""
+"""Launches the staged kernels and checks their numbers of steps and barriers."""
 
 import re
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ STRIPED = [name for name in facts()["kernels"] if _KERNEL.match(name) and "strip
 
 @dataclass(frozen=True)
 class Tile:
-    """What a kernel's name says, and what the host is told about it."""
+    """A tile shape from a kernel's name, and what the host knows about it."""
 
     kernel: str
     M: int
@@ -24,7 +24,7 @@ class Tile:
     K: int
     stages: int
     threads: int
-    bytes: dict[str, list[int]]  # of threadgroup memory, by element and stages
+    bytes: dict[str, list[int]]  # threadgroup memory by element type and number of stages
 
     @classmethod
     def of(cls, kernel: str) -> "Tile":
@@ -42,10 +42,10 @@ class Tile:
         return {"group": (self.threads, 1, 1), "groups": groups, "threadgroup_bytes": memory}
 
     def check_work(self, spans: list[list[int]], counters: Counters) -> None:
-        """No step too many is multiplied, and each waits once or, with a single stage, twice.
+        """Checks that there is no extra step, and one barrier per step, or two with a single stage.
 
         Args:
-            spans: by threadgroup: how many k each tile that it works on, in turn, takes.
+            spans: for each threadgroup, the number of k of each tile that it works on.
         """
         steps = sum(self.steps(k) for group in spans for k in group)
         assert counters.mmas == steps * self.M * self.N * self.K // 512, "8x8x8 products"
@@ -69,7 +69,7 @@ def run_staged(kernel: str, problem: Problem, *, slices: int = 1, **options: Any
 
 
 def stripes_of(units: int, stripes: int) -> list[range]:
-    """Dealt out one by one: the first stripes are one longer where they cannot all be equal."""
+    """Returns the units of each stripe. If they cannot all be equal, the first stripes have one more."""
     sizes = [0] * stripes
     for i in range(units):
         sizes[i % stripes] += 1
@@ -105,7 +105,7 @@ def run_striped(kernel: str, problem: Problem, *, k_per_slice: int, stripes: int
 
 
 def run_tiles(kernel: str, problem: Problem, *, parts: int = 1, **options: Any) -> torch.Tensor:
-    """Any of these kernels; K of a tile, or the line of all tiles, in about so many parts."""
+    """Runs any staged kernel, with K of a tile, or all units of gemm_striped, divided into about `parts` ranges."""
     if kernel in STRIPED:
         return run_striped(kernel, problem, k_per_slice=64, stripes=parts, **options)
     return run_staged(kernel, problem, slices=parts, **options)
