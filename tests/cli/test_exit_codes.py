@@ -54,6 +54,19 @@ FAILURES = [
     (2, ["convert", GPTQ, "out", "--write-gptq-version", "2"], "--write-gptq-version is for --format gptq"),
     (2, ["convert", GPTQ, "out", "--format", "awq", "--write-gptq-version", "1"], "got --format awq"),
     (2, ["bench", "--device", "abacus"], "--device: expected cpu"),
+    (
+        2,
+        ["quantize", "floats", "out", "--include", "*", "--group-size", "48"],
+        "floats: b: group_size: expected one of",
+    ),
+    (
+        2,
+        ["quantize", "floats", "out", "--include", "*", "--weight-format", "nvfp4", "--group-size", "32"],
+        "expected 16 for nvfp4",
+    ),
+    (2, ["quantize", "floats", "out", "--include", "c*"], "include: 'c*' matches none of the 2 layers"),
+    (2, ["quantize", "floats", "out", "--include", "a", "--exclude", "*"], "they leave none of its 2 matrices"),
+    (2, ["quantize", "floats", "out", "--method", "gptq", "--group-size", "48"], "--group-size: expected -1 or one of"),
     (3, ["inspect", "missing"], "missing: does not exist"),
     (3, ["verify", GPTQ, "missing"], "missing: does not exist"),
 ]
@@ -63,6 +76,8 @@ FAILURES = [
 def test_a_failure_is_one_line_or_one_object(tmp_path, monkeypatch, case):
     code, arguments, message = case
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "floats").mkdir()
+    save_file({"a.weight": torch.ones(8, 48), "b.weight": torch.ones(8, 64)}, tmp_path / "floats/model.safetensors")
     got, out, err = call(*arguments)
     assert (got, out, err.count("\n")) == (code, "", 1)
     assert message in err

@@ -15,6 +15,7 @@ from torch_marlin_metal.checkpoints.format_interface import Format
 from torch_marlin_metal.checkpoints.layer import FLOATS
 from torch_marlin_metal.checkpoints.options import ReadOptions
 from torch_marlin_metal.checkpoints.reader import CheckpointReader
+from torch_marlin_metal.formats import resolve_group_size
 from torch_marlin_metal.formats import weight_format as find_format
 from torch_marlin_metal.packed_weight import PackedWeight
 from torch_marlin_metal.patterns import NameFilter, check_patterns, selects
@@ -44,8 +45,9 @@ class FloatReader(CheckpointReader):
         allow_pickle: as in `ReadOptions`.
 
     Raises:
-        ValueError: an unknown format or method, or a pattern of `include` that matches no layer.
-        CheckpointError: the checkpoint is damaged, quantized already, or nothing in it is to be quantized.
+        ValueError: an unknown format or method, a group size that one of the layers cannot have, or a choice of layers
+            that leaves none.
+        CheckpointError: the checkpoint is damaged, quantized already, or holds no layer to quantize.
     """
 
     calculates = True
@@ -62,7 +64,7 @@ class FloatReader(CheckpointReader):
         allow_pickle: bool = False,
         **options: Any,
     ) -> None:
-        find_format(weight_format)
+        fmt = find_format(weight_format)
         if method not in METHODS:
             raise ValueError(f"method: expected one of {', '.join(METHODS)}, got {method!r}")
         self.path = Path(path)
@@ -77,9 +79,13 @@ class FloatReader(CheckpointReader):
         else:
             names = [name for name in wanted if selects(include, name)]
         check_patterns(str(self.path), wanted, include=include, exclude=exclude)
+        if not names and include is None:
+            raise CheckpointError(f"{self.path}: none of its {len(wanted)} matrices is to be quantized")
         names = [name for name in names if not selects(exclude, name)]
         if not names:
-            raise CheckpointError(f"{self.path}: none of its {len(wanted)} matrices is to be quantized")
+            raise ValueError(f"{self.path}: include, exclude: they leave none of its {len(wanted)} matrices")
+        for name in names:
+            resolve_group_size(f"{self.path}: {name}", fmt, group_size, checkpoint.tensors[f"{name}.weight"].shape[1])
         self._quantize = partial(
             quantize_weight, weight_format=weight_format, group_size=group_size, method=method, **options
         )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torch_marlin_metal.convert import CheckpointError
-from torch_marlin_metal.formats import DEFAULT_GROUP_SIZE
+from torch_marlin_metal.formats import DEFAULT_GROUP_SIZE, GROUP_SIZES
 from torch_marlin_metal.formats import weight_format as find_format
 
 PACKAGES = {"gptq": "gptqmodel", "awq": "gptqmodel", "autoround": "auto_round"}
@@ -74,13 +74,16 @@ def quantized(
     """Quantizes into a directory beside the destination, which is removed at the end whatever happens.
 
     Raises:
-        ValueError: the package is missing, or the method does not make this format.
+        ValueError: the package is missing, or the method does not make this format or group size.
         CheckpointError: the package failed.
     """
     fmt = find_format(weight_format).name
     wanted = [name for name, symmetric in SYMMETRIC.items() if method != "awq" or not symmetric]
     if fmt not in wanted:
         raise ValueError(f"--weight-format: {method} makes {' or '.join(wanted)}, got {weight_format!r}")
+    size = DEFAULT_GROUP_SIZE if group_size is None else group_size
+    if size not in (-1, *GROUP_SIZES):
+        raise ValueError(f"--group-size: expected -1 or one of {', '.join(map(str, GROUP_SIZES))}, got {size}")
     try:
         with redirect_stdout(sys.stderr):  # they greet, and stdout may be one JSON object
             package = importlib.import_module(PACKAGES[method])
@@ -89,7 +92,6 @@ def quantized(
             f"--method {method} needs the package {PACKAGES[method]}, which is missing: {error}"
         ) from error
     pieces = text.pieces(source, method)
-    size = DEFAULT_GROUP_SIZE if group_size is None else group_size
     work = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", dir=destination.parent))
     run = _auto_round if method == "autoround" else _gptqmodel
     try:
