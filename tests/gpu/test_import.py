@@ -69,6 +69,28 @@ with warnings.catch_warnings(record=True) as found:
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="loads the software Metal device in a process of its own")
 @pytest.mark.usefixtures("mps")
+@pytest.mark.parametrize("reason", ["Permission denied", "File name too long"])
+def test_a_cache_folder_that_cannot_be_searched_is_a_warning(tmp_path, reason) -> None:
+    (tmp_path / ".cache").mkdir(mode=0)
+    code = f"""
+import os, softmetal, warnings, torch, torch_marlin_metal as tmm, torch_marlin_metal.tuning
+torch.ones(1, device="mps")
+if os.getuid() == 0:  # whom no permission stops
+    os.setuid(65534)
+with warnings.catch_warnings(record=True) as found:
+    warnings.simplefilter("always")
+    chosen = tmm.plan({PRODUCT}).chosen.variant
+print(chosen, [str(w.message) for w in found if "tuned choices are not used" in str(w.message)])
+"""
+    named = {} if reason == "Permission denied" else {"TORCH_MARLIN_METAL_TUNED": "/" + "x" * 5000}
+    done = run_python(code, HOME=str(tmp_path), **{"XDG_CACHE_HOME": "", "TORCH_MARLIN_METAL_TUNED": ""} | named)
+    assert done.returncode == 0, done.stderr
+    assert reason in done.stdout
+    assert "gemv" in done.stdout
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="loads the software Metal device in a process of its own")
+@pytest.mark.usefixtures("mps")
 def test_threads_that_multiply_first_all_use_the_saved_table(tmp_path) -> None:
     code = """
 import softmetal, threading, torch, torch_marlin_metal as tmm

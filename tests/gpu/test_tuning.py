@@ -2,10 +2,12 @@
 
 import dataclasses
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -184,6 +186,30 @@ def test_tables_are_kept_by_machine_and_product(tmp_path):
     tuning.use(None)
     path.write_text(json.dumps({"version": 1, "tables": [dataclasses.asdict(tables[0])]}))
     assert not tuning.use_saved(path)
+
+
+MACHINE = tuning.Machine("Apple M1", 8, "2.13.0", "0")
+
+
+def save_one(path: Path, N: int, ready: Any) -> None:
+    entry = tuning.TunedRange(dataclasses.replace(PRODUCT, N=N), 1, 4, "gemv", 1e-6, "gemv", 1.5)
+    ready.wait()
+    tuning.save(tuning.TuningTable(MACHINE, (entry,)), path)
+
+
+def test_processes_that_save_at_once_lose_no_choice(tmp_path):
+    context = multiprocessing.get_context("fork")
+    ready = context.Barrier(16)
+    path = tmp_path / "new" / "tuned.json"
+    savers = [context.Process(target=save_one, args=(path, 8 * (i + 1), ready)) for i in range(16)]
+    for saver in savers:
+        saver.start()
+    for saver in savers:
+        saver.join()
+    assert [saver.exitcode for saver in savers] == [0] * 16
+    (table,) = tuning.load(path)
+    assert sorted(entry.product.N for entry in table.ranges) == [8 * (i + 1) for i in range(16)]
+    assert [file.name for file in path.parent.iterdir()] == ["tuned.json"]
 
 
 @uses_mps

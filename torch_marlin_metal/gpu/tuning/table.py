@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import json
 import os
 import tempfile
 import threading
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -121,25 +124,39 @@ def load(path: Path | None = None) -> list[TuningTable]:
 def save(table: TuningTable, path: Path | None = None) -> Path:
     """Adds a table to a file, in place of its machine's choices for the same products; returns the path.
 
+    Processes that save at once wait for each other, so that no choice is lost.
+
     Raises:
         ValueError: the file exists and is damaged; it stays as it is.
         OSError: the file cannot be written; its content stays.
     """
     path = path or table_path()
-    tables = load(path)
-    mine = [old for old in tables if old.machine == table.machine]
-    merged = mine[0].merged(table) if mine else table
-    others = [old for old in tables if old.machine != table.machine]
-    content = {"version": FILE_VERSION, "tables": [dataclasses.asdict(entry) for entry in (*others, merged)]}
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    try:
-        with os.fdopen(handle, "w") as file:
-            json.dump(content, file, indent=1)
-        os.replace(temporary, path)
-    finally:
-        Path(temporary).unlink(missing_ok=True)
+    with _locked(path.parent):
+        tables = load(path)
+        mine = [old for old in tables if old.machine == table.machine]
+        merged = mine[0].merged(table) if mine else table
+        others = [old for old in tables if old.machine != table.machine]
+        content = {"version": FILE_VERSION, "tables": [dataclasses.asdict(entry) for entry in (*others, merged)]}
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+        try:
+            with os.fdopen(handle, "w") as file:
+                json.dump(content, file, indent=1)
+            os.replace(temporary, path)
+        finally:
+            Path(temporary).unlink(missing_ok=True)
     return path
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Waits for other processes and threads that save here; the lock ends with its process."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def use(table: TuningTable | None) -> None:
