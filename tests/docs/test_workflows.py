@@ -1,0 +1,15 @@
+"""Workflows run the code of other people's actions: each is named by its commit, which no one can move as a tag."""
+
+import re
+from pathlib import Path
+
+WORKFLOWS = Path(__file__).parents[2] / ".github" / "workflows"
+
+
+def test_actions_are_pinned_by_commit():
+    uses = [line for file in WORKFLOWS.glob("*.yml") for line in file.read_text().splitlines() if "uses:" in line]
+    assert len(uses) > 5
+    wrong = [
+        line for line in uses if not re.fullmatch(r"\s*(- )?uses: [\w-]+/[\w-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", line)
+    ]
+    assert not wrong
