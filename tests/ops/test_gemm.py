@@ -90,6 +90,20 @@ def test_global_scale(dtype, shape, device):
     check_shape("nvfp4", dtype, 200, 65, 16, (1, 5, 33), device, global_scale_shape=shape)
 
 
+@pytest.mark.parametrize("weight_format", reference.FORMATS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_activations_that_fp32_may_flush(weight_format, dtype, device):
+    """Activations, and products of theirs with codes, below 2^-126, times scales that bring them back into range."""
+    options = {"global_scale_shape": (1,)} if weight_format == "nvfp4" else {"scales_dtype": torch.float32}
+    group_size = tmm.WEIGHT_FORMATS[weight_format].fixed_group_size or 32
+    weight = reference.make_weight(weight_format, 136, 40, group_size, exponent=90, **options)
+    for size in (1e-38, 1e-40):
+        a = activations((5, 136), torch.float32).mul(size).to(dtype)
+        exact, bound = reference.gemm(a, weight, raw_codes=reference.sums_raw_codes(device))
+        for M in (1, 5):
+            reference.check_gemm(run(a[:M].to(device), weight.to(device)), exact[:M], bound[:M])
+
+
 @pytest.mark.large
 @pytest.mark.parametrize("weight_format", reference.FORMATS)
 def test_all_positive_inputs_stay_within_the_bound(weight_format, device):

@@ -1,6 +1,6 @@
 """The operators in NumPy fp64, written from the definitions of the formats, independently of the package's code."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -55,7 +55,8 @@ class Weight:
 
     `arguments` are those of gemm and dequantize. `exact` and `magnitude` are fp64 `[K, N]` in the packed order of k. The
     magnitude is s (|q| + |z|) if zero points are applied at the end of a group, and |w| otherwise. `raw_magnitude` is
-    for kernels that sum raw codes: there uint4b8 counts s (|q| + |z|) too.
+    for kernels that sum raw codes: there uint4b8 counts s (|q| + |z|) too. `steps` is |s| + magnitude: the weight of an
+    activation that fp32 flushes.
     """
 
     b_packed: torch.Tensor
@@ -64,12 +65,11 @@ class Weight:
     exact: np.ndarray
     magnitude: np.ndarray
     raw_magnitude: np.ndarray
+    steps: np.ndarray
 
     def to(self, device: str) -> "Weight":
         moved = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in self.arguments.items()}
-        return Weight(
-            self.b_packed.to(device), self.scales.to(device), moved, self.exact, self.magnitude, self.raw_magnitude
-        )
+        return replace(self, b_packed=self.b_packed.to(device), scales=self.scales.to(device), arguments=moved)
 
 
 def make_weight(
@@ -83,8 +83,9 @@ def make_weight(
     global_scale_shape: tuple[int, ...] | None = None,
     seed: int = 0,
     codes: np.ndarray | None = None,
+    exponent: int = 0,
 ) -> Weight:
-    """Returns a random weight of a format with its exact values."""
+    """Returns a random weight of a format with its exact values; all scales are multiplied by 2^exponent."""
     rng = np.random.default_rng([seed, K, N, group_size])
     if codes is None:
         codes = rng.integers(0, 16, (K, N), dtype=np.uint8)
@@ -101,14 +102,14 @@ def make_weight(
         if global_scale_shape is not None:
             size = [N if d == -1 else d for d in global_scale_shape]
             arguments["global_scale"] = torch.from_numpy(np.asarray(rng.uniform(0.01, 0.1, size), dtype=np.float32))
+            arguments["global_scale"] *= 2.0**exponent
             s = (s * arguments["global_scale"].numpy().astype(np.float64)).astype(np.float32).astype(np.float64)
     elif weight_format == "mxfp4":
-        scales = torch.from_numpy(rng.integers(115, 128, (G, N), dtype=np.uint8))
+        scales = torch.from_numpy(rng.integers(115 + exponent, 128 + exponent, (G, N), dtype=np.uint8))
         s = e8m0(scales.numpy())
     else:
-        scales = torch.from_numpy(rng.uniform(0.5, 1.5, (G, N)) / 16 * rng.choice([1.0, 1.0, 1.0, -1.0], (G, N))).to(
-            scales_dtype
-        )
+        sizes = rng.uniform(0.5, 1.5, (G, N)) / 16 * rng.choice([1.0, 1.0, 1.0, -1.0], (G, N))
+        scales = torch.from_numpy(sizes * 2.0**exponent).to(scales_dtype)
         s = to_numpy(scales)
     s = s[group]
 
@@ -124,7 +125,7 @@ def make_weight(
         exact, magnitude = (q - z) * s, (q + np.abs(z)) * np.abs(s)
         arguments["zeros"] = zeros
     elif weight_format == "uint4_bias":
-        zeros = torch.from_numpy(rng.uniform(-1, 1, (G, N))).to(zeros_dtype or scales_dtype)
+        zeros = torch.from_numpy(rng.uniform(-1, 1, (G, N)) * 2.0**exponent).to(zeros_dtype or scales_dtype)
         b = to_numpy(zeros)[group]
         exact, magnitude = q * s + b, q * np.abs(s) + np.abs(b)
         arguments["zeros"] = zeros
@@ -136,7 +137,7 @@ def make_weight(
         exact = E2M1[codes] * s
         magnitude = np.abs(exact)
     raw_magnitude = (q + 8) * np.abs(s) if weight_format == "uint4b8" else magnitude
-    return Weight(pack(codes), scales, arguments, exact, magnitude, raw_magnitude)
+    return Weight(pack(codes), scales, arguments, exact, magnitude, raw_magnitude, np.abs(s) + magnitude)
 
 
 def planned(M: int, weight: Weight, dtype: torch.dtype):
@@ -185,7 +186,8 @@ def gemm(
     if bias is not None:
         exact = exact + to_numpy(bias)
         weighted = weighted + np.abs(to_numpy(bias))
-    return exact, UNIT_ROUNDOFF[a.dtype] * np.abs(exact) + TINY[a.dtype] + 16 * 2.0**-24 * weighted
+    flushed = TINY[torch.float32] * weight.steps.sum(0)
+    return exact, UNIT_ROUNDOFF[a.dtype] * np.abs(exact) + TINY[a.dtype] + flushed + 16 * 2.0**-24 * weighted
 
 
 def check_gemm(result: torch.Tensor, exact: np.ndarray, bound: np.ndarray) -> float:
