@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from torch_marlin_metal.formats import NF4_VALUES, resolve_group_size
 from torch_marlin_metal.formats import weight_format as find_format
@@ -14,6 +15,12 @@ from torch_marlin_metal.repack import ZerosRule
 
 _ops = torch.ops.torch_marlin_metal
 _gemm = _ops.gemm.default
+
+
+@register_flop_formula(_ops.gemm)
+def _gemm_flops(a_shape: torch.Size, b_packed_shape: torch.Size, *_: Any, **__: Any) -> int:
+    """Counts a product as `FlopCounterMode` counts `nn.Linear`'s: a multiplication and an addition each."""
+    return 2 * a_shape.numel() * b_packed_shape[1]
 
 
 def _resolve(

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 from torch_marlin_metal.formats import expected_group_sizes, is_group_size, weight_format
 
@@ -96,6 +97,7 @@ class PackedWeight:
         Raises:
             PackedWeightError: names the field, the expected and the actual value. Values count too: scales that are not
                 finite or larger than 2^100, E8M0 codes outside 16..240, E4M3 NaN codes, a perm that is no permutation.
+                Tensors of `FakeTensorMode` have no values to check.
         """
         fmt = weight_format(self.weight_format)
         _require("b_packed", self.b_packed, (torch.int32,), (None, None))
@@ -120,7 +122,7 @@ class PackedWeight:
             dtypes = (torch.uint8, *FLOAT_DTYPES) if fmt.zeros_role == "zero_point" else FLOAT_DTYPES
             _require("zeros", self.zeros, dtypes, grouped)
             _check_size("zeros", self.zeros)
-            if self.zeros.dtype == torch.uint8 and int(self.zeros.max()) > MAX_ZERO_POINT:
+            if self.zeros.dtype == torch.uint8 and has_values(self.zeros) and int(self.zeros.max()) > MAX_ZERO_POINT:
                 raise PackedWeightError("zeros", f"expected zero points of at most 16, got {int(self.zeros.max())}")
         if not fmt.has_global_scale:
             _require_absent("global_scale", self.global_scale, fmt.name)
@@ -140,7 +142,8 @@ class PackedWeight:
             _check_size("lut", self.lut)
         if self.perm is not None:
             _require("perm", self.perm, (torch.int32,), (K,))
-            if not torch.equal(self.perm.sort().values.long(), torch.arange(K, device=self.perm.device)):
+            in_order = torch.arange(K, device=self.perm.device)
+            if has_values(self.perm) and not torch.equal(self.perm.sort().values.long(), in_order):
                 raise PackedWeightError("perm", f"expected a permutation of 0..{K - 1}")
         if self.bias is not None:
             _require("bias", self.bias, FLOAT_DTYPES, (N,))
@@ -164,8 +167,13 @@ def _require_absent(field: str, tensor: Tensor | None, format_name: str) -> None
         raise PackedWeightError(field, f"expected None for {format_name}, got a tensor of shape {list(tensor.shape)}")
 
 
+def has_values(tensor: Tensor) -> bool:
+    """Returns whether a tensor has values to look at: one of `FakeTensorMode` has none."""
+    return not isinstance(tensor, FakeTensor)
+
+
 def _check_size(field: str, values: Tensor) -> None:
-    if not values.is_floating_point():
+    if not values.is_floating_point() or not has_values(values):
         return
     low, high = (bound.item() for bound in values.aminmax())
     if not -MAX_SCALE <= low <= high <= MAX_SCALE:  # false for NaN too
@@ -175,6 +183,8 @@ def _check_size(field: str, values: Tensor) -> None:
 def _check_scales(scales: Tensor, coding: str) -> None:
     if coding == "floating":
         _check_size("scales", scales)
+    elif not has_values(scales):
+        return
     elif coding == "e4m3":
         for code in E4M3_NAN:
             if bool((scales == code).any()):

@@ -1,6 +1,6 @@
 """A Linear layer whose weight stays in 4 bit."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -59,8 +59,8 @@ class MarlinLinear(nn.Module):
 
     The constructor makes an empty layer for loaders, on `device="meta"` without memory; `from_linear` and `from_packed`
     make filled ones. The state_dict holds `b_packed`, `scales`, `packed_format` and, if the weight has them,
-    `zeros`, `global_scale`, `lut`, `perm` and `bias`. `.half()`, `.bfloat16()` and `.to(dtype)` change the bias only;
-    the output has the dtype of the activations.
+    `zeros`, `global_scale`, `lut`, `perm` and `bias`. `.half()`, `.bfloat16()` and `.to(dtype)` change the bias only,
+    and `.double()` makes it float32, since no kernel takes float64; the output has the dtype of the activations.
 
     Args:
         in_features: K, a multiple of 8.
@@ -199,8 +199,7 @@ class MarlinLinear(nn.Module):
 
     def forward(self, a: Tensor) -> Tensor:
         """Returns `[..., out_features]` in a's dtype for `a [..., in_features]` in fp16, bf16 or fp32."""
-        # One dictionary in place of nn.Module.__getattr__ for each buffer: about 2 us less on a call.
-        buffers = self._buffers
+        buffers = self._weight_buffers()
         result: Tensor = _gemm(
             a,
             buffers["b_packed"],
@@ -211,9 +210,17 @@ class MarlinLinear(nn.Module):
         )
         return result
 
+    def _weight_buffers(self) -> Mapping[str, Any]:
+        """Returns a mapping that holds the weight's tensors by name."""
+        if "parametrizations" in self._modules:  # a parametrized tensor is a property
+            return {name: getattr(self, name) for name in WEIGHT_BUFFERS}
+        # One dictionary in place of nn.Module.__getattr__ for each buffer: about 2 us less on a call.
+        return self._buffers
+
     def to_packed(self) -> PackedWeight:
         """Returns the weight and bias as a PackedWeight that shares this layer's tensors."""
-        tensors: dict[str, Any] = {name: self._buffers[name] for name in WEIGHT_BUFFERS}
+        buffers = self._weight_buffers()
+        tensors: dict[str, Any] = {name: buffers[name] for name in WEIGHT_BUFFERS}
         return PackedWeight(weight_format=self.weight_format, group_size=self.group_size, bias=self.bias, **tensors)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -232,7 +239,7 @@ class MarlinLinear(nn.Module):
             f"weight_format={self.weight_format}, group_size={self.group_size}"
         )
         for name in ("scales", "zeros"):
-            tensor = self._buffers[name]
+            tensor = getattr(self, name)
             if tensor is not None and tensor.dtype != torch.uint8:
                 text += f", {name}={str(tensor.dtype).removeprefix('torch.')}"
         return text + (", perm=True" if self.perm is not None else "")
@@ -242,10 +249,12 @@ class MarlinLinear(nn.Module):
         return torch.tensor([FORMAT_VERSION, format_id, self.group_size], dtype=torch.int32, device=device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "MarlinLinear":
-        before = {name: self._buffers[name] for name in WEIGHT_BUFFERS}
+        before = {name: self._buffers[name] for name in WEIGHT_BUFFERS if name in self._buffers}
         packed_format = self.packed_format
-        self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self.b_packed.device)).dtype
+        self.dtype = _activation_dtype(fn(torch.empty(0, dtype=self.dtype, device=self.b_packed.device)).dtype)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self.bias is not None and self.bias.dtype != _activation_dtype(self.bias.dtype):
+            self.bias.data = self.bias.data.to(_activation_dtype(self.bias.dtype))
         for name, old in before.items():
             new = self._buffers[name]
             if old is not None and new is not None and new.dtype != old.dtype:
@@ -293,13 +302,18 @@ class MarlinLinear(nn.Module):
             elif name != "bias" and mine.dtype != other.dtype:
                 found.append(f"{prefix}{name}: expected {mine.dtype}, got {other.dtype}")
         tensors: dict[str, Any] = {name: state_dict.get(prefix + name) for name in WEIGHT_BUFFERS}
-        complete = all((self._buffers[name] is None) == (tensors[name] is None) for name in WEIGHT_BUFFERS)
+        complete = all((getattr(self, name) is None) == (tensors[name] is None) for name in WEIGHT_BUFFERS)
         if complete and not found and not tensors["scales"].is_meta:
             try:
                 PackedWeight(weight_format=self.weight_format, group_size=self.group_size, **tensors).validate()
             except PackedWeightError as error:
                 found.append(f"{prefix}{error}")
         return found
+
+
+def _activation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Returns a dtype that the operators take: float64, which they do not, becomes float32."""
+    return torch.float32 if dtype == torch.float64 else dtype
 
 
 def _in_words(packed_format: list[int]) -> str:

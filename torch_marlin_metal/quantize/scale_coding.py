@@ -7,11 +7,12 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from torch_marlin_metal.packed_weight import E8M0_CODES
+from torch_marlin_metal.packed_weight import E8M0_CODES, MAX_SCALE
 
 E2M1_LARGEST = 6.0
 E4M3_LARGEST, E4M3_LARGEST_CODE = 448.0, 0x7E
 E8M0_ONE = 127
+SMALLEST_SCALE = 2.0**-126  # GPUs take a smaller one as 0
 
 
 class ScaleCoding(Protocol):
@@ -56,9 +57,15 @@ class E4M3Scale:
     dtype = torch.uint8
 
     def __init__(self, tensor_amax: float, device: torch.device) -> None:
-        ratio = torch.tensor([tensor_amax], dtype=torch.float32) / (E4M3_LARGEST * E2M1_LARGEST)
-        smallest = torch.finfo(torch.float32).tiny
-        self.global_scale = (ratio.clamp(min=smallest) if tensor_amax else torch.ones(1)).to(device)
+        reach = E4M3_LARGEST * E2M1_LARGEST
+        if tensor_amax and not SMALLEST_SCALE <= tensor_amax / reach <= MAX_SCALE:
+            raise ValueError(
+                f"quantize_weight: w: expected a largest value of {reach * SMALLEST_SCALE:.3g} to "
+                f"{reach * MAX_SCALE:.3g} for nvfp4, whose global scale the operators take from 2^-126 to 2^100, got "
+                f"{tensor_amax:.3g}"
+            )
+        ratio = torch.tensor([tensor_amax], dtype=torch.float32) / reach
+        self.global_scale = (ratio if tensor_amax else torch.ones(1)).to(device)
         values = e4m3_values()
         self._values = values.to(device)
         self._boundaries = nearest_boundaries(values[: E4M3_LARGEST_CODE + 1]).to(device)
@@ -90,22 +97,32 @@ class E8M0Scale:
     rounding: str
     dtype: ClassVar[torch.dtype] = torch.uint8
 
+    def check(self, tensor_amax: float) -> None:
+        """Refuses a weight whose largest scale is not one that the operators take.
+
+        Raises:
+            ValueError: names the range of the largest magnitude.
+        """
+        code = int(self._code(torch.tensor([tensor_amax]), E2M1_LARGEST))
+        low, high = (bound - E8M0_ONE for bound in E8M0_CODES)
+        if not low <= code - E8M0_ONE <= high:
+            raise ValueError(
+                f"quantize_weight: w: expected a largest value of 4 * 2^{low} to 6 * 2^{high} for mxfp4, whose scales "
+                f"the operators take from 2^{low} to 2^{high}, got {tensor_amax:.3g}"
+            )
+
     def from_amax(self, amax: Tensor, reach: float) -> Tensor:
         """Rounds the exponent; a group of zeros gets 1."""
+        return self._code(amax, reach).clamp(*E8M0_CODES).to(torch.uint8)
+
+    def _code(self, amax: Tensor, reach: float) -> Tensor:
         if self.rounding == "rceil":
             bits = (amax / reach).view(torch.int32)
             code = (bits >> 23) + (bits & 0x7FFFFF).ne(0)
         else:
             bits = amax.view(torch.int32) + (1 << 21 if self.rounding == "even" else 0)
             code = (bits >> 23) - 2
-        code = torch.where(amax == 0, E8M0_ONE, code)
-        low, high = E8M0_CODES
-        if int(code.max()) > high:
-            raise ValueError(
-                f"quantize_weight: w: expected values of at most 6 * 2^{high - E8M0_ONE} for mxfp4, whose scales the "
-                f"operators take up to 2^{high - E8M0_ONE}, got {float(amax.max()):.3g}"
-            )
-        return code.clamp(min=low).to(torch.uint8)
+        return torch.where(amax == 0, E8M0_ONE, code)
 
     def effective(self, stored: Tensor) -> Tensor:
         """Returns the power of two, exact for the codes that `from_amax` makes."""

@@ -8,8 +8,15 @@ from torch import Tensor
 
 from torch_marlin_metal.formats import E2M1_VALUES, NF4_VALUES, WeightFormat, resolve_group_size
 from torch_marlin_metal.formats import weight_format as find_format
-from torch_marlin_metal.packed_weight import FLOAT_DTYPES, MAX_SCALE, PackedWeight
-from torch_marlin_metal.quantize.scale_coding import CodeTable, E4M3Scale, E8M0Scale, FloatScale, ScaleCoding
+from torch_marlin_metal.packed_weight import FLOAT_DTYPES, MAX_SCALE, PackedWeight, has_values
+from torch_marlin_metal.quantize.scale_coding import (
+    SMALLEST_SCALE,
+    CodeTable,
+    E4M3Scale,
+    E8M0Scale,
+    FloatScale,
+    ScaleCoding,
+)
 from torch_marlin_metal.repack import pack_codes
 
 METHODS = ("rtn", "mse")
@@ -34,7 +41,8 @@ def quantize_weight(
 
     "rtn" takes the scale from the extreme values of a group: amax/7.5 for uint4b8 (GPTQ's and compressed-tensors'
     convention), (max - min)/15 for uint4 (0 inside the range) and uint4_bias, amax/6 for E2M1, amax/max|lut| for lut4.
-    For nvfp4 `global_scale` is amax(w)/(448 * 6); for mxfp4 see `mx_rounding`. Groups whose scale rounds to 0 become 0.
+    For nvfp4 `global_scale` is amax(w)/(448 * 6); for mxfp4 see `mx_rounding`. Groups whose scale rounds to 0 become 0,
+    if other groups are larger.
     "mse" starts there, tries other scales and zero points for every group, and keeps those that lower the squared error
     of that group; it is never worse than "rtn".
 
@@ -55,13 +63,15 @@ def quantize_weight(
 
     Raises:
         ValueError: wrong dtype, shape or argument; non-finite weights; a scale beyond what `scale_dtype` or the format
-            stores.
+            stores; weights so small that the largest scale keeps fewer than five bits.
     """
     fmt = find_format(weight_format)
     _check(w, fmt, method, scale_dtype, lut, mx_rounding)
     w = w.detach()
     N, K = w.shape
     group_size = resolve_group_size("quantize_weight", fmt, group_size, K)
+    if not has_values(w):
+        return _without_values(w, fmt, group_size, scale_dtype, name)
     low, high = (float(extreme) for extreme in torch.aminmax(w))
     if not -torch.inf < low <= high < torch.inf:
         raise ValueError(f"quantize_weight: w: expected finite weights, got values from {low} to {high}")
@@ -72,6 +82,7 @@ def quantize_weight(
         global_scale = coding.global_scale
     elif fmt.scale_coding == "e8m0":
         coding = E8M0Scale(mx_rounding)
+        coding.check(max(-low, high))
     table = _code_table(fmt, lut, w.device)
     search = _Search(fmt, coding, scale_dtype, table, method)
 
@@ -100,8 +111,11 @@ def quantize_weight(
         b_packed[:, n] = pack_codes(codes.T)
     if fmt.scale_coding == "floating":
         _check_range("scale", scales)
-        if fmt.zeros_role == "bias" and zeros is not None:
-            _check_range("bias", zeros)
+        bias = zeros if fmt.zeros_role == "bias" else None
+        if bias is not None:
+            _check_range("bias", bias)
+        if low or high:
+            _check_not_lost(scales, bias)
     return PackedWeight(
         b_packed=b_packed,
         scales=scales,
@@ -237,6 +251,25 @@ def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
     return torch.where(denominator == 0, 0.0, numerator / denominator)
 
 
+def _without_values(w: Tensor, fmt: WeightFormat, group_size: int, scale_dtype: torch.dtype, name: str) -> PackedWeight:
+    """Returns the result for a weight of `FakeTensorMode`: tensors of the right shapes and dtypes."""
+    N, K = w.shape
+    grouped = (-(-K // group_size), N)
+    coded = fmt.scale_coding != "floating"
+    kinds = {"none": None, "zero_point": torch.uint8, "bias": scale_dtype}
+    zeros_dtype = kinds[fmt.zeros_role]
+    return PackedWeight(
+        b_packed=w.new_empty((K // 8, N), dtype=torch.int32),
+        scales=w.new_empty(grouped, dtype=torch.uint8 if coded else scale_dtype),
+        weight_format=fmt.name,
+        group_size=group_size,
+        zeros=None if zeros_dtype is None else w.new_empty(grouped, dtype=zeros_dtype),
+        global_scale=w.new_empty(1, dtype=torch.float32) if fmt.has_global_scale else None,
+        lut=w.new_empty(16, dtype=torch.float32) if fmt.has_lut else None,
+        name=name,
+    )
+
+
 def _code_table(fmt: WeightFormat, lut: Tensor | None, device: torch.device) -> CodeTable | None:
     if fmt.has_lut:
         values = torch.tensor(NF4_VALUES) if lut is None else lut.detach()
@@ -252,6 +285,18 @@ def _check_range(role: str, stored: Tensor) -> None:
         raise ValueError(
             f"quantize_weight: scale_dtype: the largest {role} of this weight became {largest:.3g} in {stored.dtype}; "
             f"expected at most 2^100: use a wider scale_dtype or smaller weights"
+        )
+
+
+def _check_not_lost(scales: Tensor, bias: Tensor | None) -> None:
+    """Refuses scales that are all so small that few of their bits, or none, are left in their dtype."""
+    numbers = torch.finfo(scales.dtype)
+    expected = max(32 * numbers.tiny * numbers.eps, SMALLEST_SCALE)  # a scale then has an error of at most 1/64
+    largest = max(float(stored.abs().amax()) for stored in (scales, bias) if stored is not None)
+    if largest < expected:
+        raise ValueError(
+            f"quantize_weight: scale_dtype: the largest scale of this weight became {largest:.3g} in {scales.dtype}; "
+            f"expected at least {expected:.3g}: use a wider scale_dtype or larger weights"
         )
 
 
@@ -287,5 +332,5 @@ def _check(
         raise ValueError(f"quantize_weight: lut: expected float32 [16], got {type(lut).__name__}")
     if lut.dtype != torch.float32 or list(lut.shape) != [16]:
         raise ValueError(f"quantize_weight: lut: expected float32 [16], got {lut.dtype} {list(lut.shape)}")
-    if not bool(lut.isfinite().all()) or not bool(lut.any()):
+    if has_values(lut) and (not bool(lut.isfinite().all()) or not bool(lut.any())):
         raise ValueError("quantize_weight: lut: expected finite values, not all of them 0")

@@ -1,0 +1,43 @@
+"""quantize_weight at the ends of the float range: as good as in the middle, or refused by name."""
+
+import pytest
+import torch
+
+from tests.support.reference import FORMATS
+from torch_marlin_metal.quantize.weight import quantize_weight
+
+
+def relative_error(w: torch.Tensor, *arguments: object, **options: object) -> float:
+    made = quantize_weight(w, *arguments, **options).validate()
+    return float((made.dequantize().T.double() - w.double()).norm() / w.double().norm())
+
+
+@pytest.mark.parametrize("scale_dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("method", ["rtn", "mse"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_no_weight_is_lost_in_silence(name, method, scale_dtype) -> None:
+    w = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
+    expected = relative_error(w, name, None, method, scale_dtype=scale_dtype)
+    assert expected < 0.2
+    held, refusals = [], set()
+    for exponent in range(-140, 127):
+        try:
+            got = relative_error(w * 2.0**exponent, name, None, method, scale_dtype=scale_dtype)
+        except ValueError as error:
+            refusals.add(str(error).partition(" of ")[0].partition(" value")[0])
+        else:
+            assert got <= 1.2 * expected, exponent
+            held.append(exponent)
+    assert refusals <= {
+        f"quantize_weight: {rest}"
+        for rest in ("scale_dtype: the largest scale", "scale_dtype: the largest bias", "w: expected a largest")
+    }
+    assert held == list(range(held[0], held[-1] + 1))
+    wide = name in ("nvfp4", "mxfp4") or scale_dtype != torch.float16
+    assert held[0] < (-105 if wide else -15)
+    assert held[-1] > (95 if wide else 13)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_weight_of_zeros_stays_one(name) -> None:
+    assert not quantize_weight(torch.zeros(4, 64), name).validate().dequantize().any()
