@@ -1,16 +1,19 @@
 """Builds torch_marlin_metal._C: the CPU backend everywhere, the MPS backend on Macs (and, for tests, on Linux)."""
 
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent.resolve()
 sys.path.insert(0, str(ROOT))  # a build front end does not put the source tree there
 
 from build_support import softmetal  # noqa: E402
+from build_support.backend import TESTED_TORCH, torch_requirement, version_label  # noqa: E402
 from build_support.embed_kernels import write_kernel_sources  # noqa: E402
 from build_support.mac_environment import mac_environment  # noqa: E402
 
@@ -22,13 +25,16 @@ try:
     import torch
     from torch.utils.cpp_extension import BuildExtension, CppExtension, include_paths
 except ImportError:
-    sys.exit(
-        "torch_marlin_metal: torch is not installed in this environment. "
-        "Run `pip install torch==2.13.0` first, then `pip install --no-build-isolation .`"
-    )
+    torch = None
+    BuildExtension = build_ext
 
 
 def check_torch() -> None:
+    if torch is None:
+        sys.exit(
+            "torch_marlin_metal: torch is not installed in this environment. "
+            f"Run `pip install torch=={TESTED_TORCH}` first, then `pip install --no-build-isolation .`"
+        )
     found = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     if found < TORCH_MINIMUM:
         wanted = ".".join(map(str, TORCH_MINIMUM))
@@ -54,8 +60,27 @@ def relative(pattern: str) -> list[str]:
     return sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(pattern))
 
 
+def marlin_extension() -> Extension:
+    if torch is None:  # a source distribution is made without torch
+        return Extension("torch_marlin_metal._C", sources=[])
+    compile_flags = ["-std=c++20", "-O3", "-g0", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-fvisibility=hidden"]
+    compile_flags += [f"-isystem{path}" for path in include_paths()]  # warnings are for our own code
+    return CppExtension(
+        "torch_marlin_metal._C",
+        relative("csrc/**/*.cpp"),
+        include_dirs=[str(ROOT)],
+        extra_compile_args={"cxx": compile_flags},
+        define_macros=[("TORCH_MARLIN_METAL_TORCH_VERSION", f'"{torch.__version__.split("+")[0]}"')],
+    )
+
+
 class BuildMarlin(BuildExtension):
     """On Macs adds the MPS backend with its kernels' sources; with SOFTMETAL set, builds a test library that has it."""
+
+    def run(self):
+        check_torch()
+        check_compiler()
+        super().run()
 
     def build_extension(self, ext):
         kernel_sources = Path(self.build_temp, "kernel_sources.cpp")
@@ -69,20 +94,24 @@ class BuildMarlin(BuildExtension):
             softmetal.link_with_mps_sources(self, ext, mps_sources)
 
 
-check_torch()
-check_compiler()
 os.environ.update(mac_environment(sys.platform, os.environ))
 
-sources = relative("csrc/**/*.cpp")
-compile_flags = ["-std=c++20", "-O3", "-g0", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-fvisibility=hidden"]
-compile_flags += [f"-isystem{path}" for path in include_paths()]  # warnings are for our own code
-
-extension = CppExtension(
-    "torch_marlin_metal._C",
-    sources,
-    include_dirs=[str(ROOT)],
-    extra_compile_args={"cxx": compile_flags},
-    define_macros=[("TORCH_MARLIN_METAL_TORCH_VERSION", f'"{torch.__version__.split("+")[0]}"')],
-)
 # With WITHOUT_EXTENSION set, an editable install of the Python alone: `make build` compiles in a folder that it keeps.
-setup(ext_modules=[] if os.environ.get("WITHOUT_EXTENSION") else [extension], cmdclass={"build_ext": BuildMarlin})
+compiles = not os.environ.get("WITHOUT_EXTENSION")
+# A wheel holds an extension for one torch. A source distribution can be built for any.
+built_for = torch.__version__ if compiles and torch is not None and "sdist" not in sys.argv else None
+version = runpy.run_path(str(ROOT / "torch_marlin_metal" / "version.py"))["__version__"]
+setup(
+    version=version + version_label(built_for),
+    ext_modules=[marlin_extension()] if compiles else [],
+    cmdclass={"build_ext": BuildMarlin},
+    install_requires=[
+        torch_requirement(built_for),
+        "numpy",
+        "safetensors>=0.5",
+        "tqdm",
+        "rich",
+        "typer>=0.19",
+        "platformdirs>=4",
+    ],
+)

@@ -1,25 +1,34 @@
 """Loads the compiled extension, which registers `torch.ops.torch_marlin_metal.*`."""
 
 import importlib
+import platform
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 
+BUILD_COMMAND = "`pip install --no-build-isolation --force-reinstall --no-deps .` in the source tree"
+
+
 def _load() -> Any:
     try:
         compiled: Any = importlib.import_module("torch_marlin_metal._C")
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         raise ImportError(
-            f"torch_marlin_metal: the compiled extension does not load with torch {torch.__version__} ({error}). "
-            "Build it for this torch: `pip install --no-build-isolation .` in the source tree."
+            f"torch_marlin_metal: no compiled extension for Python {platform.python_version()} is installed. "
+            f"Build it: {BUILD_COMMAND}."
         ) from error
-    running = torch.__version__.split("+")[0]
-    if compiled.torch_version != running:
+    except ImportError as error:  # the symbol that is missing has hundreds of characters: the cause shows it
         raise ImportError(
-            f"torch_marlin_metal: the extension was built for torch {compiled.torch_version}, but this is torch "
-            f"{running}. Build it again: `pip install --no-build-isolation .` in the source tree."
+            f"torch_marlin_metal: the compiled extension does not load with torch {torch.__version__}, most likely "
+            f"because it was built for another torch. Build it for this one: {BUILD_COMMAND}."
+        ) from error
+    built_for = compiled.torch_version
+    if built_for.split(".")[:2] != torch.__version__.split(".")[:2]:
+        raise ImportError(
+            f"torch_marlin_metal: the extension was built for torch {built_for}, but this is torch "
+            f"{torch.__version__}. Build it again: {BUILD_COMMAND}, or `pip install torch=={built_for}`."
         )
     return compiled
 

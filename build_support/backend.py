@@ -1,0 +1,103 @@
+"""setuptools' build backend, and the PyTorch that an isolated build compiles against.
+
+pip builds in an environment of its own, where `torch>=2.13` would be the newest torch: gigabytes of CUDA libraries on
+Linux, and an extension that does not load with the torch that the user has. So the build takes the torch that is
+installed beside the interpreter, and only where there is none does it ask for one: the version that the tests use.
+
+Other front ends than pip (`build`, uv) make a virtual environment for the build, which hides the user's torch. There
+the wheel is for TESTED_TORCH, and says so in its metadata; `--no-build-isolation` builds for the installed one.
+"""
+
+import sys
+import sysconfig
+from collections.abc import Mapping
+from importlib.metadata import distributions
+from typing import Any
+
+from setuptools import build_meta
+from setuptools.build_meta import build_sdist
+
+__all__ = ["build_sdist"]  # the hooks that this file does not define itself
+
+TESTED_TORCH = "2.13.0"
+
+Settings = Mapping[str, Any] | None
+
+
+def site_packages_with_torch() -> list[str]:
+    """Returns the interpreter's own folders of packages that hold torch, hidden from an isolated build or not."""
+    folders = dict.fromkeys(sysconfig.get_path(kind) for kind in ("purelib", "platlib"))
+    return [folder for folder in folders if any(distributions(name="torch", path=[folder]))]
+
+
+def torch_requirement(torch_version: str | None) -> str:
+    """Returns the metadata's requirement of an extension built for a torch: releases with the same first two numbers.
+
+    Args:
+        torch_version: "2.13.0+cpu", or None for Python alone, which runs with any torch that the sources support.
+    """
+    if torch_version is None:
+        return "torch>=2.13"
+    major, minor = torch_version.split(".")[:2]
+    return f"torch=={major}.{minor}.*"
+
+
+def version_label(torch_version: str | None) -> str:
+    """Returns the local part of the version, "+torch2.13": pip then tells wheels for several torches apart.
+
+    pip takes the highest version whose requirements hold, so that `pip install "torch==2.13.*" torch_marlin_metal`
+    finds the wheel for 2.13 among those for 2.13 to 2.15.
+
+    Args:
+        torch_version: "2.13.0+cpu", or None for Python alone, which has no label.
+    """
+    return "" if torch_version is None else "+torch" + ".".join(torch_version.split(".")[:2])
+
+
+def _needs() -> list[str]:
+    return [] if site_packages_with_torch() else [f"torch=={TESTED_TORCH}"]
+
+
+def _show_torch() -> None:
+    sys.path.extend(folder for folder in site_packages_with_torch() if folder not in sys.path)
+
+
+def get_requires_for_build_sdist(config_settings: Settings = None) -> list[str]:
+    """Returns nothing: a source distribution is made without torch. Hook of PEP 517."""
+    return []
+
+
+def get_requires_for_build_wheel(config_settings: Settings = None) -> list[str]:
+    """Returns what the build needs beside setuptools: torch, unless it is installed. Hook of PEP 517."""
+    return _needs()
+
+
+def get_requires_for_build_editable(config_settings: Settings = None) -> list[str]:
+    """Returns what the build needs beside setuptools: torch, unless it is installed. Hook of PEP 660."""
+    return _needs()
+
+
+def prepare_metadata_for_build_wheel(metadata_directory: str, config_settings: Settings = None) -> str:
+    """Writes the wheel's metadata, which pins the torch that is installed, and returns its folder. Hook of PEP 517."""
+    _show_torch()
+    return build_meta.prepare_metadata_for_build_wheel(metadata_directory, config_settings)
+
+
+def prepare_metadata_for_build_editable(metadata_directory: str, config_settings: Settings = None) -> str:
+    """Writes the metadata of an editable install and returns its folder. Hook of PEP 660."""
+    _show_torch()
+    return build_meta.prepare_metadata_for_build_editable(metadata_directory, config_settings)
+
+
+def build_wheel(wheel_directory: str, config_settings: Settings = None, metadata_directory: str | None = None) -> str:
+    """Builds the wheel against the torch that is installed, and returns its name. Hook of PEP 517."""
+    _show_torch()
+    return build_meta.build_wheel(wheel_directory, config_settings, metadata_directory)
+
+
+def build_editable(
+    wheel_directory: str, config_settings: Settings = None, metadata_directory: str | None = None
+) -> str:
+    """Builds an editable install against the torch that is installed, and returns its name. Hook of PEP 660."""
+    _show_torch()
+    return build_meta.build_editable(wheel_directory, config_settings, metadata_directory)

@@ -1,0 +1,31 @@
+"""Multiplies with the installed package, on each device that this machine has: `python check_installed.py`.
+
+A release runs it on every wheel, in a folder that does not hold the sources.
+"""
+
+import torch
+
+import torch_marlin_metal as tmm
+
+
+def check(device: str) -> None:
+    """Compares a 4-bit layer with the product of its decoded weight.
+
+    Raises:
+        SystemExit: they differ by more than fp32 sums can.
+    """
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(256, 96)
+    layer = tmm.MarlinLinear.from_packed(tmm.quantize_weight(linear.weight, "uint4b8", 128)).to(device)
+    a = torch.randn(3, 256)
+    wanted = a.double() @ layer.dequantize().cpu().double().T
+    error = float((layer(a.to(device)).cpu().double() - wanted).abs().max())
+    print(f"torch {torch.__version__}, torch_marlin_metal {tmm.__version__}, {device}: largest error {error:.1e}")
+    if not error <= 1e-3:
+        raise SystemExit(f"the product on {device} is wrong")
+
+
+if __name__ == "__main__":
+    check("cpu")
+    if torch.backends.mps.is_available():
+        check("mps")

@@ -1,0 +1,55 @@
+"""What a user reads whose torch or Python is not that of the compiled extension."""
+
+import re
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+from torch_marlin_metal import extension
+
+
+def load_with(monkeypatch: pytest.MonkeyPatch, found: ModuleType | ImportError) -> str:
+    """Returns the refusal of an import that finds this module, or that ends so."""
+
+    def import_module(name: str) -> ModuleType:
+        assert name == "torch_marlin_metal._C"
+        if isinstance(found, ImportError):
+            raise found
+        return found
+
+    monkeypatch.setattr(extension.importlib, "import_module", import_module)
+    with pytest.raises(ImportError) as refusal:
+        extension._load()
+    return str(refusal.value)
+
+
+def built_for(version: str) -> ModuleType:
+    module = ModuleType("_C")
+    module.torch_version = version
+    return module
+
+
+def test_another_minor_release(monkeypatch) -> None:
+    message = load_with(monkeypatch, built_for("2.99.0"))
+    assert f"was built for torch 2.99.0, but this is torch {torch.__version__}" in message
+    assert "--no-build-isolation" in message and "pip install torch==2.99.0" in message
+
+
+def test_a_patch_release_is_taken(monkeypatch) -> None:
+    module = built_for(re.sub(r"\.\d+$", ".99", torch.__version__.split("+")[0]))
+    monkeypatch.setattr(extension.importlib, "import_module", lambda name: module)
+    assert extension._load() is module
+
+
+def test_a_missing_symbol_is_not_printed(monkeypatch) -> None:
+    symbol = "_ZN5torch8autograd" + "x" * 300
+    message = load_with(monkeypatch, ImportError(f"_C.so: undefined symbol: {symbol}"))
+    assert f"does not load with torch {torch.__version__}" in message and "--no-build-isolation" in message
+    assert symbol not in message
+
+
+def test_another_python(monkeypatch) -> None:
+    message = load_with(monkeypatch, ModuleNotFoundError("No module named 'torch_marlin_metal._C'"))
+    assert f"no compiled extension for Python {sys.version_info.major}.{sys.version_info.minor}." in message

@@ -1,0 +1,109 @@
+"""The source distribution can be built from, and a wheel says which torch it is for."""
+
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+import torch_marlin_metal
+from build_support import backend
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sdist")
+    sdist = ["sdist", "--dist-dir", str(folder)]
+    subprocess.run(
+        [sys.executable, "setup.py", "--quiet", "egg_info", "--egg-base", str(folder), *sdist], cwd=ROOT, check=True
+    )
+    (archive,) = folder.glob("*.tar.gz")
+    with tarfile.open(archive) as opened:
+        opened.extractall(folder / "unpacked", filter="data")
+    (root,) = (folder / "unpacked").iterdir()
+    return root
+
+
+def test_all_sources_find_their_headers(unpacked: Path) -> None:
+    sources = sorted(path.relative_to(ROOT) for path in ROOT.glob("csrc/**/*") if path.suffix in (".cpp", ".mm"))
+    assert len(sources) > 40
+    # Lists the included files without those of PyTorch and the system; -MG lets these be missing.
+    command = ["g++", "-std=c++20", "-MM", "-MG", "-x", "c++", "-I.", *map(str, sources)]
+    listed = subprocess.run(command, cwd=unpacked, check=True, capture_output=True, text=True).stdout
+    ours = {name for name in re.split(r"[\s\\]+", listed) if name.startswith(("csrc/", "kernels/"))}
+    assert len(ours) > len(sources)
+    assert [name for name in sorted(ours) if not (unpacked / name).exists()] == []
+
+
+def test_all_kernels_are_embedded(unpacked: Path) -> None:
+    script = "import sys; from build_support.embed_kernels import write_kernel_sources as w; from pathlib import Path"
+    for root, target in ((ROOT, "here.cpp"), (unpacked, "there.cpp")):
+        write = f"{script}; w(Path('kernels'), Path(sys.argv[1]))"
+        subprocess.run([sys.executable, "-c", write, str(unpacked / target)], cwd=root, check=True)
+    assert (unpacked / "here.cpp").read_bytes() == (unpacked / "there.cpp").read_bytes()
+
+
+def test_metadata(unpacked: Path) -> None:
+    """A source distribution takes any torch that the sources support; a wheel takes the one that it was built for."""
+    assert "Requires-Dist: torch>=2.13\n" in (unpacked / "PKG-INFO").read_text()
+    environment = {name: value for name, value in os.environ.items() if name != "WITHOUT_EXTENSION"}
+    (unpacked / "info").mkdir()
+    command = [sys.executable, "setup.py", "--quiet", "dist_info", "--output-dir", str(unpacked / "info")]
+    subprocess.run(command, cwd=unpacked, check=True, env=environment)
+    (metadata,) = unpacked.glob("info/*.dist-info/METADATA")
+    major, minor = torch.__version__.split(".")[:2]
+    assert f"Requires-Dist: torch=={major}.{minor}.*\n" in metadata.read_text()
+    assert f"Version: {torch_marlin_metal.__version__}+torch{major}.{minor}\n" in metadata.read_text()
+
+
+def empty_wheel(folder: Path, name: str, version: str, *requires: str) -> None:
+    """Writes a wheel that holds nothing but its metadata."""
+    info = f"{name}-{version}.dist-info"
+    head = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]
+    files = {
+        f"{info}/METADATA": "\n".join([*head, *(f"Requires-Dist: {one}" for one in requires), ""]),
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    files[f"{info}/RECORD"] = "".join(f"{path},,\n" for path in [*files, f"{info}/RECORD"])
+    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
+        for path, text in files.items():
+            wheel.writestr(path, text)
+
+
+@pytest.mark.parametrize("release", ["2.13", "2.14", "2.15"])
+def test_pip_takes_the_wheel_for_the_torch(release: str, tmp_path: Path) -> None:
+    for other in ("2.13", "2.14", "2.15"):
+        built_for = f"{other}.0+cpu"
+        requirement = backend.torch_requirement(built_for)
+        empty_wheel(tmp_path, "torch", f"{other}.1")
+        empty_wheel(tmp_path, "torch_marlin_metal", f"0.1.0{backend.version_label(built_for)}", requirement)
+    install = ["install", "--dry-run", "--ignore-installed", "--no-index", "--find-links", str(tmp_path)]
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *install]
+    done = subprocess.run([*command, f"torch=={release}.*", "torch_marlin_metal"], capture_output=True, text=True)
+    assert f"Would install torch-{release}.1 torch_marlin_metal-0.1.0+torch{release}" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("isolated", [False, True])
+def test_an_isolated_build_takes_the_installed_torch(isolated: bool, tmp_path: Path) -> None:
+    """As pip isolates: the interpreter is the user's, its folder of packages is hidden."""
+    show = "from build_support import backend as b; print(b.get_requires_for_build_wheel()); b._show_torch()"
+    show += "; import torch; print(torch.__version__)"
+    folders = (
+        "import setuptools, sys; sys.path = [p for p in sys.path if 'site-packages' not in p]; " if isolated else ""
+    )
+    done = subprocess.run([sys.executable, "-c", folders + show], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stdout == f"[]\n{torch.__version__}\n", done.stderr
+
+
+def test_without_torch_the_tested_one_is_asked_for(monkeypatch) -> None:
+    monkeypatch.setattr(backend, "site_packages_with_torch", list)
+    assert backend.get_requires_for_build_wheel() == [f"torch=={backend.TESTED_TORCH}"]
+    assert backend.get_requires_for_build_editable() == [f"torch=={backend.TESTED_TORCH}"]
+    assert f"TORCH := torch=={backend.TESTED_TORCH}\n" in (ROOT / "Makefile").read_text()
