@@ -66,7 +66,7 @@ __all__ = [
 if TYPE_CHECKING:
     from torch_marlin_metal import profiling, tuning
 
-LAZY = ("profiling", "tuning")  # few programs need these modules, and none at import
+LAZY = ("profiling", "tuning")  # imported on first use, because few programs need them
 
 
 def __getattr__(name: str) -> Any:

@@ -1,9 +1,9 @@
-"""Readers of 4-bit checkpoints: every format becomes `PackedWeight`, without loss or not at all.
+"""Reads 4-bit checkpoints of all formats as `PackedWeight`, and refuses layers that would lose information.
 
     for weight in convert.read_layers("path/to/model"):
         ...
 
-`read_layers` -> `reader.py` -> `known_formats.py` chooses the format -> one file a format converts one layer.
+`reader.py` reads the layers, `known_formats.py` chooses the format, and the format's file in `formats/` converts them.
 """
 
 from torch_marlin_metal.checkpoints.errors import CheckpointError, NotQuantized, UnsupportedFormat

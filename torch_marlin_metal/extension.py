@@ -40,8 +40,8 @@ def _read_saved_choices() -> None:
 
 
 native = _load()
-# The table of measured choices is a file of the user's: it is read when the planner first chooses a kernel for this
-# machine's GPU, never at import.
+# The tuner's table is a file in the user's home. It is read when the planner first chooses a kernel for this machine's
+# GPU, never at import.
 native.set_tuned_loader(_read_saved_choices)
 
 
@@ -50,10 +50,10 @@ class CpuCapability:
     """The instruction sets that the CPU kernels use on this machine.
 
     Attributes:
-        isa: instruction-set family in use: "portable", "avx2", "avx512", "amx" or "neon".
+        isa: the instruction set in use: "portable", "avx2", "avx512", "amx" or "neon".
         reason: one sentence that says why.
-        features: CPU features that the kernels look at, present and enabled by the operating system.
-        available: families that `TORCH_MARLIN_METAL_CPU_ISA` can force on this machine.
+        features: CPU features that the kernels check for and that the CPU and the operating system provide.
+        available: instruction sets that `TORCH_MARLIN_METAL_CPU_ISA` can select on this machine.
     """
 
     isa: str
@@ -63,10 +63,10 @@ class CpuCapability:
 
 
 def cpu_capability() -> CpuCapability:
-    """Returns the instruction-set family that the CPU kernels use, and why.
+    """Returns the instruction set that the CPU kernels use, and why.
 
     Raises:
-        RuntimeError: `TORCH_MARLIN_METAL_CPU_ISA` names a family that is unknown or absent on this machine.
+        RuntimeError: `TORCH_MARLIN_METAL_CPU_ISA` names an instruction set that is unknown or absent on this machine.
     """
     isa, reason, features, available = native.cpu_capability()
     return CpuCapability(isa, reason, tuple(features), tuple(available))

@@ -1,4 +1,4 @@
-"""The weight formats, read from the one table in `csrc/core/weight_format.h`."""
+"""The weight formats, as the extension reports them from the table in `csrc/core/weight_format.h`."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ class WeightFormat:
 
     Attributes:
         name: the name that the operators take.
-        formula: the exact weight.
+        formula: the exact value of a weight.
         code_kind: "integer", "e2m1" or "table": how a code becomes a number.
         scale_coding: "floating" (fp16, bf16 or fp32), "e4m3" or "e8m0" (uint8 codes).
         zeros_role: "none", "zero_point" (uint8 codes or floating values) or "bias" (floating values).
@@ -55,7 +55,7 @@ NF4_VALUES: tuple[float, ...] = (
     1.0,
 )
 
-# Names by which other projects know a format; vLLM's scalar types among them.
+# Names that other projects use for a format, such as vLLM's scalar types.
 ALIASES: dict[str, str] = {
     "u4b8": "uint4b8",
     "u4": "uint4",
@@ -66,7 +66,7 @@ ALIASES: dict[str, str] = {
 
 
 def weight_format(name: str) -> WeightFormat:
-    """Returns the format of a name or alias.
+    """Returns the format with a name or alias.
 
     Args:
         name: a name of `WEIGHT_FORMATS`, or "u4b8", "u4", "fp4", "float4_e2m1f", "nf4".
@@ -83,16 +83,16 @@ def weight_format(name: str) -> WeightFormat:
 
 
 def resolve_group_size(op: str, fmt: WeightFormat, group_size: int | None, K: int) -> int:
-    """Returns the group size as the operators take it: None becomes the format's own size or 128, and -1 becomes K.
+    """Replaces None by the format's fixed group size, else 128, and -1 by K.
 
     Args:
         op: the caller's name, for the error.
         fmt: the weight format.
-        group_size: what the caller was given.
+        group_size: the caller's argument.
         K: rows of the weight.
 
     Raises:
-        ValueError: the format has no such group size.
+        ValueError: the format does not allow the group size.
     """
     if group_size is None:
         group_size = fmt.fixed_group_size or DEFAULT_GROUP_SIZE
@@ -104,7 +104,7 @@ def resolve_group_size(op: str, fmt: WeightFormat, group_size: int | None, K: in
 
 
 def is_group_size(fmt: WeightFormat, group_size: int, K: int) -> bool:
-    """Returns whether the operators take a group size for a weight with K rows."""
+    """Returns whether the operators support a group size for a weight with K rows."""
     if isinstance(group_size, float):
         return False
     if fmt.fixed_group_size is not None:
@@ -113,7 +113,7 @@ def is_group_size(fmt: WeightFormat, group_size: int, K: int) -> bool:
 
 
 def expected_group_sizes(fmt: WeightFormat, K: int) -> str:
-    """Returns the part of an error message that lists the group sizes, worded as the operators word it."""
+    """Returns the part of an error message that lists the allowed group sizes, in the operators' words."""
     if fmt.fixed_group_size is not None:
         return f"expected {fmt.fixed_group_size} for {fmt.name}"
     return f"expected one of {', '.join(map(str, GROUP_SIZES))}, or K = {K} for {fmt.name}"

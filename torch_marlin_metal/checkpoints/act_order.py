@@ -1,4 +1,4 @@
-"""Act-order: `g_idx` `[K]` gives the group of every row, and a permutation brings each group's rows together."""
+"""Act-order: reads `g_idx` `[K]`, the group of every row, and makes the permutation that sorts rows by group."""
 
 import warnings
 
@@ -11,8 +11,8 @@ from torch_marlin_metal.repack import gptq_perm
 def read_g_idx(layer: Layer, role: str, K: int, G: int) -> Tensor | None:
     """Returns the group of every row, or None if the tensor is absent or was never filled in.
 
-    Old compressed-tensors files leave -1; GPTQ files without act-order may leave 0 for every row, which exllama's and
-    text-generation-inference's readers take for rows in order.
+    A tensor that was never filled in has -1 in every row (old compressed-tensors files) or 0 (some GPTQ files without
+    act-order; exllama and text-generation-inference also read it as rows in order).
 
     Raises:
         CheckpointError: wrong shape or dtype, or a group out of range.
@@ -36,7 +36,7 @@ def read_g_idx(layer: Layer, role: str, K: int, G: int) -> Tensor | None:
 
 
 def permutation(layer: Layer, role: str, g_idx: Tensor | None, group_size: int) -> Tensor | None:
-    """Returns int32 `[K]`: position j of the packed rows holds row perm[j]; None if the rows are in order.
+    """Returns int32 `[K]`: row j of the packed weight is row perm[j] of the file. None if the rows are in order.
 
     Raises:
         CheckpointError: a group has too many or too few rows; only the last may be short.

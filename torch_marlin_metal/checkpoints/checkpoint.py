@@ -14,8 +14,8 @@ from torch_marlin_metal.checkpoints.errors import CheckpointError, NotQuantized,
 from torch_marlin_metal.checkpoints.files.safetensors import DTYPES, TensorInfo, parse_json, read_header, read_tensor
 
 MAX_CONFIG = 64 << 20
-MAX_NAME = 255  # of a file, in messages
-# Where producers leave the quantization settings; the keys are looked up in this order.
+MAX_NAME = 255  # characters of a file's name that a message shows
+# The keys of config.json under which producers store the quantization settings, in the order of the look-up.
 CONFIG_KEYS = ("quantization_config", "compression_config", "quantization")
 CONFIG_FILES = ("quantize_config.json", "quant_config.json", "quantization_config.json", "hf_quant_config.json")
 SAFETENSORS_NAMES = ("model", "diffusion_pytorch_model", "adapter_model")
@@ -85,7 +85,7 @@ class Checkpoint:
         """Reads a tensor, or its part `[index]` along the first dimension."""
         if name in self.loaded:
             tensor = self.loaded[name]
-            # Tensors of a pickle may share memory: copies of all at once could be many times the file.
+            # Tensors of a pickle may share memory, so copies of all of them could be much larger than the file.
             return tensor.contiguous() if index is None else tensor[index].clone(memory_format=torch.contiguous_format)
         return read_tensor(self.tensors[name], index)
 
@@ -100,7 +100,7 @@ def open_checkpoint(path: Path, allow_pickle: bool = False, quantized: bool = Tr
     Args:
         path: a directory with config.json and safetensors files (or, if allowed, PyTorch pickles).
         allow_pickle: read `*.bin` and `*.pt` files, by `torch.load(weights_only=True)`.
-        quantized: there must be quantization settings; otherwise there must be none.
+        quantized: whether there must be quantization settings (True) or must not be any (False).
 
     Raises:
         CheckpointError: something is missing, damaged or points outside the directory.
@@ -147,7 +147,7 @@ def _read_config(file: Path) -> dict[str, Any]:
 
 
 def _find_settings(path: Path, config_file: Path, config: dict[str, Any]) -> Settings | None:
-    nested = config.get("text_config")  # vision-language models keep the language model's settings there
+    nested = config.get("text_config")  # vision-language models store the language model's settings there
     for owner in (config, nested if isinstance(nested, dict) else {}):
         for key in CONFIG_KEYS:
             if owner.get(key) is not None:
@@ -209,18 +209,18 @@ def _read_index(path: Path, index: Path, allow_pickle: bool) -> dict[str, Path]:
 def _exists(file: Path) -> bool:
     try:
         return file.exists()
-    except OSError:  # a name that no file system takes
+    except OSError:  # the file system cannot have such a name
         return False
 
 
 def regular_file(file: Path) -> Path:
     """Returns the path if it is a regular file inside its own directory.
 
-    A symbolic link may point inside its own directory, or from below `snapshots/` to the `blobs/` beside it, which is
-    how huggingface_hub stores downloads.
+    A symbolic link may point inside its own directory. It may also point from `snapshots/` to the neighbouring
+    directory `blobs/`, because huggingface_hub stores downloads that way.
 
     Raises:
-        CheckpointError: it is no regular file, or a link leads elsewhere.
+        CheckpointError: it is not a regular file, or a link leads elsewhere.
     """
     try:
         target, home = file.resolve(strict=True), file.parent.resolve(strict=True)
@@ -238,7 +238,7 @@ def regular_file(file: Path) -> Path:
 def _load_pickle(file: Path, loaded: dict[str, Tensor]) -> dict[str, TensorInfo]:
     try:
         state = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch.load raises whatever the bytes provoke
+    except Exception as error:  # on damaged bytes torch.load can raise any exception
         raise CheckpointError(f"{file}: not a PyTorch file of plain tensors ({type(error).__name__})") from error
     if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
         state = state["state_dict"]

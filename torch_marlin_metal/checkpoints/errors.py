@@ -10,14 +10,14 @@ class CheckpointError(ValueError):
 
 
 class NotQuantized(CheckpointError):
-    """A checkpoint directory holds no quantization settings: its weights are floats, or the settings are lost."""
+    """A checkpoint directory has no quantization settings: its weights are floats, or the settings were lost."""
 
 
 class UnsupportedFormat(CheckpointError):
     """A checkpoint, or one layer of it, cannot be represented by the operators without loss.
 
     Attributes:
-        dequantize: gives the layer's weight as fp32 `[N, K]` if it can be decoded, else None.
+        dequantize: a function that returns the layer's weight as fp32 `[N, K]`, or None if it cannot be decoded.
     """
 
     def __init__(self, message: str, dequantize: Callable[[], Tensor] | None = None) -> None:

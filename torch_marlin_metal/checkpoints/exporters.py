@@ -1,4 +1,4 @@
-"""Packed layers in the formats of other programs; a layer that a format cannot hold without loss is refused."""
+"""Converts packed layers to the formats of other programs. Refuses layers that a format cannot hold exactly."""
 
 import json
 import re
@@ -23,7 +23,7 @@ def _refuse(weight: PackedWeight, target: str, reason: str) -> UnsupportedFormat
 
 
 def _integer_zeros(weight: PackedWeight, target: str) -> Tensor:
-    """Returns uint8 zero points `[G, N]` of an int4 weight, or refuses it."""
+    """Returns the uint8 zero points `[G, N]` of an int4 weight; raises UnsupportedFormat for other weights."""
     if weight.weight_format == "uint4b8":
         return torch.full(weight.scales.shape, SYMMETRIC_ZERO, dtype=torch.uint8)
     if weight.weight_format != "uint4":
@@ -46,10 +46,10 @@ def _stated_group_size(weight: PackedWeight) -> int:
 
 
 class Exporter(Protocol):
-    """One target format: it sees every layer once, then returns the settings."""
+    """Writes one target format: call `tensors` once for every layer, then `settings`."""
 
     def tensors(self, weight: PackedWeight) -> dict[str, Tensor]:
-        """Returns a layer's tensors by their names within the layer, or refuses the layer."""
+        """Returns a layer's tensors by their names within the layer; raises UnsupportedFormat if it cannot."""
         ...
 
     def settings(self) -> dict[str, Any]:
@@ -91,7 +91,7 @@ class GptqExporter:
         }
 
     def settings(self) -> dict[str, Any]:
-        """Returns GPTQModel's keys; layers of another group size than most have an entry in `dynamic`."""
+        """Returns GPTQModel's keys. `dynamic` has an entry for each layer whose group size is not the common one."""
         common = Counter(self.group_sizes.values()).most_common(1)[0][0]
         settings: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": common, "pack_dtype": "int32"}
         settings |= {"desc_act": self.act_order, "sym": self.symmetric, "lm_head": False}
@@ -134,7 +134,7 @@ class AwqExporter:
 
 @dataclass
 class CompressedTensorsExporter:
-    """compressed-tensors: pack-quantized, nvfp4-pack-quantized and mxfp4-pack-quantized, mixed as they come."""
+    """compressed-tensors: pack-quantized, nvfp4-pack-quantized and mxfp4-pack-quantized, also mixed."""
 
     layers: dict[str, str] = field(default_factory=dict)  # name of a layer -> JSON of its (format, scheme)
 
@@ -182,7 +182,7 @@ class CompressedTensorsExporter:
         self.layers[weight.name] = json.dumps([format_name, scheme])
 
     def settings(self) -> dict[str, Any]:
-        """Returns compressed-tensors' keys, with the layers of a scheme as its targets."""
+        """Returns compressed-tensors' keys; the targets of each scheme are the names of its layers."""
         names_of: dict[str, list[str]] = {}
         for name, key in self.layers.items():
             names_of.setdefault(key, []).append(name)

@@ -1,4 +1,4 @@
-"""An unquantized checkpoint whose Linear weights are quantized as they are read, one at a time."""
+"""Reads an unquantized checkpoint and quantizes its Linear weights, one at a time."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -31,23 +31,22 @@ FORMAT = Format(
 
 
 class FloatReader(CheckpointReader):
-    """Reads an unquantized checkpoint as `open_reader` reads a quantized one: every layer comes as a `PackedWeight`.
+    """Reads an unquantized checkpoint like `open_reader` and quantizes it: yields every layer as a `PackedWeight`.
 
     Args:
         path: a directory with config.json and safetensors files.
-        weight_format: as in `quantize_weight`, and so are the next two and **options.
+        weight_format: see `quantize_weight`.
         group_size: see `quantize_weight`.
         method: "rtn" or "mse".
-        include: patterns of layer names as in `quantize_model`, or a function of the name; every matrix
-            `<layer>.weight` that it selects is taken. None takes the `nn.Linear` modules of the model that config.json
-            names, without its output embedding; that asks transformers, and runs no code of the checkpoint.
-        exclude: layers to leave as they are, chosen like `include`.
+        include: patterns of layer names as in `quantize_model`, or a function of the name. Quantizes every matrix
+            `<layer>.weight` that it selects. None selects the `nn.Linear` modules of the model that config.json names,
+            except its output embedding. transformers supplies those names; no code of the checkpoint runs.
+        exclude: layers to leave unquantized, chosen like `include`.
         allow_pickle: as in `ReadOptions`.
 
     Raises:
-        ValueError: an unknown format or method, a group size that one of the layers cannot have, or a choice of layers
-            that leaves none.
-        CheckpointError: the checkpoint is damaged, quantized already, or holds no layer to quantize.
+        ValueError: the format or method is unknown, a layer cannot have the group size, or the patterns select no layer.
+        CheckpointError: the checkpoint is damaged, is quantized already, or has no layer to quantize.
     """
 
     calculates = True
@@ -94,12 +93,12 @@ class FloatReader(CheckpointReader):
         self.source = _FloatSource(checkpoint, names, self._quantize)
 
     def settings(self) -> dict[str, Any]:
-        """Returns the settings that decide about the result."""
+        """Returns the settings that determine the result; a resumed conversion compares them."""
         return self._settings
 
 
 class _FloatSource:
-    """`reader.Source` for floats."""
+    """The `reader.Source` of a float checkpoint."""
 
     format = FORMAT
 
@@ -136,7 +135,7 @@ class _FloatSource:
 
 
 def matrices(checkpoint: Checkpoint) -> list[str]:
-    """Returns the layers whose `weight` is a matrix of floats that the operators can hold, as the files have them."""
+    """Returns the layers whose `weight` is a float matrix that the operators can hold, in the order of the files."""
     places = sorted(checkpoint.tensors.values(), key=lambda info: (info.file.name, info.offset))
     return [
         info.name.removesuffix(".weight")
@@ -147,7 +146,7 @@ def matrices(checkpoint: Checkpoint) -> list[str]:
 
 
 def linear_names(checkpoint: Checkpoint) -> set[str]:
-    """Returns the names of the `nn.Linear` modules of the model that config.json names, its output embedding left out.
+    """Returns the names of the `nn.Linear` modules of config.json's model, except its output embedding.
 
     Raises:
         CheckpointError: transformers is not installed, or does not know the model.
@@ -166,7 +165,7 @@ def linear_names(checkpoint: Checkpoint) -> set[str]:
         config = transformers.AutoConfig.from_pretrained(checkpoint.path, local_files_only=True)
         with torch.device("meta"):
             model = model_class(config)
-    except Exception as error:  # whatever the settings provoke in the model's own code
+    except Exception as error:  # wrong settings can raise any exception in the model's own code
         raise CheckpointError(f"{checkpoint.path}: {architecture} cannot be made of it ({error}): {advice}") from error
     head = model.get_output_embeddings()
     return {name for name, module in model.named_modules() if type(module) is nn.Linear and module is not head}

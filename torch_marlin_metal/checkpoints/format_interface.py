@@ -1,4 +1,4 @@
-"""The description of a checkpoint format. Each format is one file of `formats/`; `known_formats.py` lists them."""
+"""The classes that describe a checkpoint format. `formats/` has one file per format; `known_formats.py` lists them."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -12,12 +12,12 @@ from torch_marlin_metal.packed_weight import PackedWeight
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """A container of 4-bit layers, for reports and the documentation.
+    """A checkpoint format, as reports and the documentation describe it.
 
     Attributes:
         name: short name, for `PackedWeight.source` and reports.
-        title: its common name.
-        containers: kinds of file it comes in.
+        title: the format's common name.
+        containers: the kinds of file that hold it.
         variants: the variants that are read, as (variant, weight formats) pairs.
         refused: the variants that are refused, as (variant, reason) pairs.
     """
@@ -34,20 +34,22 @@ Read = Callable[[Layer, Settings, ReadOptions], PackedWeight]
 
 @dataclass(frozen=True, kw_only=True)
 class DirectoryFormat(Format):
-    """A format of checkpoint directories: how it is recognised, how its layers are found and converted.
+    """A format of checkpoint directories: how to recognise it, and how to find and convert its layers.
+
+    A tensor's *role* is its part in a layer, such as "scales". A layer's tensors are named `<layer>.<ending>`.
 
     Attributes:
-        methods: the `quant_method` values that announce it.
-        anchors: endings of tensor names that mark a layer, each with its role; the rest is the layer's name.
-        roles: role -> endings that name it, for the layer's other tensors.
+        methods: the `quant_method` values of this format.
+        anchors: ending -> role, for the tensor that every layer has; the name before the ending is the layer's.
+        roles: role -> possible endings, for the layer's other tensors.
         fields: field of `PackedWeight` -> role, so that an error names the tensor.
-        check: refuses a whole checkpoint by its settings.
+        check: raises UnsupportedFormat if the settings of a checkpoint cannot be read.
         read: converts one layer.
-        implied: recognises settings that name no method.
-        delegate: the format that holds the layers, for a method that only wraps others.
-        stacked_rank: rank of the anchor tensor at which its first dimension counts experts, each a layer of its own.
-        extras: endings of tensors that belong to a layer and are not needed, such as scales of activations.
-        unread: endings of tensors that mark a layer quantized in a way that is not read, each with the reason.
+        implied: recognises checkpoints of this format whose settings name no method.
+        delegate: for a format that only wraps others, returns the wrapped format.
+        stacked_rank: if the anchor tensor has this rank, its first dimension counts experts, and each is a layer.
+        extras: endings of tensors that belong to a layer but are not needed, such as scales of activations.
+        unread: ending -> reason, for tensors that mark a layer whose quantization is not supported.
     """
 
     containers: tuple[str, ...] = ("directory of safetensors files", "directory of PyTorch pickles, on request")
@@ -64,11 +66,11 @@ class DirectoryFormat(Format):
     unread: Mapping[str, str] = field(default_factory=dict)
 
     def resolve(self, settings: Settings) -> "DirectoryFormat":
-        """Returns the format that really holds the layers."""
+        """Returns the format of the layers: this one, or the one that it wraps."""
         return self if self.delegate is None else self.delegate(settings)
 
     def layers(self, checkpoint: Checkpoint) -> Iterator[Layer]:
-        """Yields the layers in the order in which they lie in the files."""
+        """Yields the layers in the order of the files."""
         places = sorted(checkpoint.tensors.values(), key=lambda info: (info.file.name, info.offset))
         for info in places:
             for ending, role in self.anchors.items():
@@ -85,7 +87,7 @@ class DirectoryFormat(Format):
             yield Layer(checkpoint, base, roles)
             return
         experts = info.shape[0]
-        if not 0 < experts <= info.nbytes:  # more objects than bytes: a file of no size would fill the memory
+        if not 0 < experts <= info.nbytes:  # otherwise a tiny file could claim enough experts to fill the memory
             raise checkpoint.error(
                 info.name, f"expected experts of at least one byte, got {list(info.shape)} in {info.nbytes} bytes"
             )
@@ -106,5 +108,5 @@ class DirectoryFormat(Format):
 
 
 def endings(*roles: str) -> dict[str, tuple[str, ...]]:
-    """Roles whose tensors are named `<layer>.<role>`."""
+    """Returns `DirectoryFormat.roles` for tensors that are named `<layer>.<role>`."""
     return {role: (f".{role}",) for role in roles}

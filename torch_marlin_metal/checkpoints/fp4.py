@@ -1,4 +1,4 @@
-"""E2M1 weights with coded block scales, shared by the formats that contain them."""
+"""Makes E2M1 weights with coded block scales, for all formats that contain them."""
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ E8M0_ONE = 127
 def nvfp4(
     b_packed: Tensor, scales: Tensor, global_scale: Tensor | None, bias: Tensor | None, source: str
 ) -> PackedWeight:
-    """Puts an NVFP4 weight together; `scales` are E4M3 codes `[K/16, N]`, `global_scale` multiplies."""
+    """Makes an NVFP4 weight from E4M3 codes `scales [K/16, N]` and a `global_scale` that multiplies them."""
     return PackedWeight(
         b_packed=b_packed,
         scales=scales.contiguous(),
@@ -26,14 +26,14 @@ def nvfp4(
 
 
 def mxfp4(b_packed: Tensor, scales: Tensor, bias: Tensor | None, source: str) -> PackedWeight:
-    """Puts an MXFP4 weight together; `scales` are E8M0 codes `[K/32, N]`.
+    """Makes an MXFP4 weight from E8M0 codes `scales [K/32, N]`.
 
-    A block whose codes are all zero has value zero under any scale, and writers leave arbitrary exponents there (ggml:
-    0, which is 2^-127). That block gets the scale 1, and its neighbours keep theirs.
+    If all codes of a block are zero, its scale does not matter and writers store arbitrary exponents (ggml: 0, which
+    is 2^-127). Such a block gets the scale 1, because the operators do not support so small a scale.
     """
     outside = (scales < 16) | (scales > 240)
     if bool(outside.any()):
-        magnitudes = b_packed & 0x77777777  # E2M1 is zero if its three magnitude bits are
+        magnitudes = b_packed & 0x77777777  # an E2M1 code is zero if its three magnitude bits are zero
         blocks = torch.nn.functional.pad(magnitudes, (0, 0, 0, -magnitudes.shape[0] % 4)).reshape(
             -1, 4, magnitudes.shape[1]
         )

@@ -1,7 +1,7 @@
-"""The journal of a conversion: what is complete in the directory that it writes, and the lock on that directory.
+"""The journal of a conversion: it lists the complete files of the directory, and locks the directory.
 
-The first line holds the source and the options, each other one a finished shard, so that the time to write it is linear
-in the number of tensors. The lock is on the journal itself: it ends with the process that holds it.
+The first line holds the source and the options, and each further line one finished shard. The time to write the journal
+is therefore linear in the number of tensors. The journal file itself is locked, so the lock ends with the process.
 """
 
 import fcntl
@@ -24,15 +24,15 @@ SHARD = re.compile(r"model-\d{5,}\.safetensors")
 
 @dataclass
 class Journal:
-    """An open journal, which no other process has.
+    """An open journal, locked by this process.
 
     Attributes:
         work: the directory under construction.
-        stream: the journal's file; it holds the lock.
-        items: layers and other tensors that are in finished shards.
+        stream: the journal's file, which holds the lock.
+        items: number of layers and other tensors in finished shards.
         shards: names of the finished shards.
-        places: name of each tensor in them -> its shard.
-        exporter: the exporter's fields after the last of them.
+        places: name of a tensor -> its finished shard.
+        exporter: the exporter's fields after the last finished shard.
     """
 
     work: Path
@@ -43,12 +43,12 @@ class Journal:
     exporter: dict[str, Any] = field(default_factory=dict)
 
     def add(self, shard: str, tensors: list[str], items: int, exporter: Any, sync: bool) -> None:
-        """Adds a finished shard, and of the exporter's state what is new; `sync` waits until the line is on the disk.
+        """Adds a finished shard and the new part of the exporter's state. `sync` waits until the line is on the disk.
 
         Raises:
             CheckpointError: the journal cannot be written.
         """
-        # The exporter may have seen one layer more than is written; it will see that one again.
+        # The exporter may have seen one more layer than was written. A resumed run gives it that layer again.
         line = {"file": shard, "tensors": tensors, "items": items, "exporter": self._growth(exporter)}
         try:
             _append(self.stream, line)
@@ -69,7 +69,7 @@ class Journal:
                 self.exporter[name] = value
 
     def _growth(self, exporter: Any) -> dict[str, Any]:
-        """Returns the exporter's fields; of a dictionary, which only grows, the entries that are new."""
+        """Returns the exporter's fields. Dictionaries only grow, so for them it returns only the new entries."""
         found: dict[str, Any] = {}
         for name in (each.name for each in fields(exporter)):
             value = getattr(exporter, name)
@@ -82,7 +82,7 @@ class Journal:
         return found
 
     def finish(self, destination: Path) -> None:
-        """Gives the directory the destination's name and ends the lock."""
+        """Renames the directory to the destination and releases the lock."""
         try:
             self.work.rename(destination)
             (destination / JOURNAL).unlink(missing_ok=True)
@@ -91,29 +91,30 @@ class Journal:
         self.close()
 
     def discard(self) -> None:
-        """Removes the directory and ends the lock."""
+        """Removes the directory and releases the lock."""
         _remove(self.work)
         self.close()
 
     def close(self) -> None:
-        """Ends the lock; what is in the directory stays."""
+        """Releases the lock and keeps the directory."""
         self.stream.close()
 
 
 def open_journal(destination: Path, identity: dict[str, Any] | None) -> Journal:
-    """Makes `<destination>.partial`, or takes over what another run left there if it had the same identity.
+    """Makes `<destination>.partial`, or resumes the one that another run with the same identity left.
 
     Args:
         destination: the directory to make.
-        identity: the source and the options, of types that JSON has; None takes over nothing.
+        identity: the source and the options, in JSON types; None never resumes.
 
     Raises:
-        FileExistsError: the destination exists, its conversion is running, or `<destination>.partial` is not ours.
+        FileExistsError: the destination exists, another process converts into it, or `<destination>.partial` is not
+            an unfinished conversion.
         CheckpointError: the directory cannot be made.
     """
     work = destination.with_name(destination.name + ".partial")
     identity = json.loads(json.dumps(identity))
-    while True:  # another process may come first, or be done, at every step
+    while True:  # retries, because another process may create, finish or remove the directory between two steps
         if os.path.lexists(destination):
             raise FileExistsError(f"{destination}: exists already")
         try:
@@ -127,7 +128,7 @@ def open_journal(destination: Path, identity: dict[str, Any] | None) -> Journal:
 
 
 def _create(work: Path, identity: Any) -> Journal | None:
-    staging = _other_name(work)  # a directory that has no locked journal must never have the name
+    staging = _other_name(work)  # so that a directory with the name `work` always has a locked journal
     staging.mkdir(parents=True)
     stream = (staging / JOURNAL).open("xb", buffering=0)
     try:
@@ -159,7 +160,7 @@ def _take_over(work: Path, identity: Any) -> Journal | None:
     except BlockingIOError as error:
         stream.close()
         raise FileExistsError(f"{work}: another conversion is writing it") from error
-    except FileNotFoundError:  # its conversion was done while this one opened the file
+    except FileNotFoundError:  # the other conversion finished while this one opened the file
         stream.close()
         return None
     found = Journal(work, stream)
@@ -170,9 +171,9 @@ def _take_over(work: Path, identity: Any) -> Journal | None:
 
 
 def _read(journal: Journal, identity: Any) -> bool:
-    """Reads the journal; returns whether it is of the same conversion and its shards are complete."""
+    """Reads the journal. Returns whether it belongs to the same conversion and all its shards are complete."""
     content = journal.stream.read()
-    *lines, torn = content.split(b"\n")  # a process may be killed, or the disk be full, within a line
+    *lines, torn = content.split(b"\n")  # a kill or a full disk can cut the last line short
     try:
         if json.loads(lines[0]) != {"identity": identity}:
             return False
@@ -197,7 +198,7 @@ def _append(stream: BinaryIO, value: Any) -> None:
 
 
 def _remove(work: Path) -> None:
-    """Removes a directory under another name, since nobody may see a part of it."""
+    """Renames a directory and then removes it, so that no other process sees a part of it under its name."""
     trash = _other_name(work)
     try:
         work.rename(trash)

@@ -1,4 +1,4 @@
-"""The one list of checkpoint formats, and the choice among them by a checkpoint's settings."""
+"""The list of checkpoint formats, and the choice of a format by a checkpoint's settings."""
 
 from torch_marlin_metal.checkpoints.checkpoint import Checkpoint
 from torch_marlin_metal.checkpoints.errors import CheckpointError, UnsupportedFormat
@@ -35,11 +35,11 @@ FORMATS: tuple[Format, ...] = (*DIRECTORY_FORMATS, gguf.FORMAT)
 
 
 def find_format(checkpoint: Checkpoint) -> DirectoryFormat:
-    """Returns the format that a checkpoint's quantization settings announce, after it has checked them.
+    """Returns the format that a checkpoint's quantization settings name, and checks the settings.
 
     Raises:
-        CheckpointError: the settings name no method and fit no format.
-        UnsupportedFormat: the method, or its variant, is not read.
+        CheckpointError: the settings name no method and match no format.
+        UnsupportedFormat: the method, or its variant, is not supported.
     """
     settings = checkpoint.settings
     method = settings.text("quant_method", "method").lower()

@@ -1,4 +1,4 @@
-"""One layer of a checkpoint: its tensors by role, and how a reader asks for them."""
+"""One layer of a checkpoint, which gives readers its tensors by role, and helpers to convert codes and scales."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,8 +23,8 @@ class Layer:
         checkpoint: the checkpoint that holds them.
         name: the module's name, without ".weight".
         roles: role ("scales") -> name of the tensor in the checkpoint.
-        expert: position along the first dimension of every tensor, for layers stored as a stack of experts.
-        refused: why it is not read, for a layer that its checkpoint quantizes in another way.
+        expert: for a stack of experts, this layer's index along the first dimension of every tensor.
+        refused: for a layer whose quantization is not supported, the reason.
     """
 
     checkpoint: Checkpoint
@@ -47,7 +47,7 @@ class Layer:
         return self._info(role).nbytes
 
     def shape(self, role: str) -> tuple[int, ...]:
-        """Returns the shape that `read` will give."""
+        """Returns the shape of the tensor that `read` returns."""
         shape = self._info(role).torch_shape
         return shape if self.expert is None else shape[1:]
 
@@ -56,7 +56,7 @@ class Layer:
         return self._info(role).dtype
 
     def expect(self, role: str, dtypes: Sequence[str], *sizes: int | None) -> tuple[int, ...]:
-        """Checks a tensor's header before it is read; a size of None takes any positive size.
+        """Checks dtype and shape in the header, before the tensor is read. None allows any positive size.
 
         Returns:
             The shape.
@@ -107,17 +107,17 @@ class Layer:
 
 
 def fit_groups(K: int, group_size: int, *grouped: Tensor) -> tuple[int, list[Tensor]] | None:
-    """Expresses groups along k in a size that the operators take, without loss.
+    """Converts tensors with one row per group to a group size that the operators support, without loss.
 
-    A group that is not of an allowed size is split into equal parts that repeat its values.
+    If the producer's group size is not supported, each group is split into equal parts that repeat its values.
 
     Args:
         K: rows of the weight.
-        group_size: the producer's; at least K means one group.
+        group_size: the producer's group size; K or more means one group.
         grouped: tensors `[ceil(K / group_size), N]`.
 
     Returns:
-        The operators' group size and the tensors at that size; None if no allowed size divides the group.
+        The new group size and the tensors at that size; None if no supported size divides the producer's.
     """
     if group_size >= K:
         return K, list(grouped)
@@ -140,15 +140,15 @@ def unpack(words: Tensor, bits: int, count: int) -> Tensor:
 
 
 def spread(grouped: Tensor, K: int, group_size: int) -> Tensor:
-    """Repeats `[G, N]` along k to `[K, N]`."""
+    """Repeats each row of `[G, N]` for the k of its group and returns `[K, N]`."""
     return grouped.repeat_interleave(group_size, 0)[:K]
 
 
 def fp8_weight(layer: Layer) -> Tensor:
-    """Decodes an E4M3 `weight` `[N, K]` with one `weight_scale` in all or for each row: fp32 `[N, K]`.
+    """Decodes an E4M3 `weight` `[N, K]` with one `weight_scale` per tensor or per row to fp32 `[N, K]`.
 
     Raises:
-        UnsupportedFormat: it is another kind of layer.
+        UnsupportedFormat: the layer is of another kind.
     """
     N = layer.shape("weight")[0] if "weight" in layer and len(layer.shape("weight")) == 2 else 0
     fits = "weight_scale" in layer and layer.shape("weight_scale") in ((), (1,), (1, 1), (N, 1))
@@ -175,5 +175,5 @@ def words_of_codes(codes: Tensor) -> Tensor:
 
 
 def swap_nibbles(packed: Tensor) -> Tensor:
-    """Exchanges the two codes of every byte: for producers that put the even k in the high nibble."""
+    """Swaps the two codes of every byte, for producers that store the even k in the high nibble."""
     return (packed << 4) | (packed >> 4)

@@ -1,4 +1,4 @@
-"""How a checkpoint is read: the caller's choices, in one value that every reader takes."""
+"""`ReadOptions`: the caller's choices for reading a checkpoint, which every reader takes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -20,7 +20,8 @@ class ReadOptions:
         allow_pickle: whether to read PyTorch pickles too, by `torch.load(weights_only=True)`.
         gptq_zeros_rule: how GPTQ version 1 zero points are read if a stored nibble is 15: "word", "masked" or
             "unmasked", as in `gptq_unpack_zeros`.
-        gptq_version: 1 or 2, for a GPTQ checkpoint whose settings are wrong about it; None takes the settings.
+        gptq_version: the version of a GPTQ checkpoint, 1 or 2, if its settings state the wrong one; None uses the
+            settings.
         gguf_names: "gguf" for the tensor names of a GGUF file, "hf" for transformers' names. With "hf" the rows of
             llama-family q and k projections are put back into transformers' order.
 
@@ -42,10 +43,10 @@ class ReadOptions:
 
     @classmethod
     def of(cls, options: "ReadOptions | None", changes: Mapping[str, Any]) -> "ReadOptions":
-        """Returns options with some fields changed; None is the defaults.
+        """Returns `options` (None means the defaults) with some fields changed.
 
         Raises:
-            TypeError: `options` is something else, or a field is unknown.
+            TypeError: `options` is not a `ReadOptions`, or a field is unknown.
             ValueError: a value is unknown.
         """
         if options is not None and not isinstance(options, cls):
@@ -58,10 +59,10 @@ class ReadOptions:
 
 
 def check_choice(argument: str, value: object, allowed: tuple[object, ...]) -> None:
-    """Refuses a value that is not one of those allowed.
+    """Checks that a value is one of the allowed ones.
 
     Raises:
-        ValueError: names the argument, the allowed values and the value.
+        ValueError: it is not; the message names the argument, the allowed values and the value.
     """
     if value not in allowed or isinstance(value, float):
         shown = [str(item) if item is None else repr(item) for item in allowed]

@@ -1,4 +1,4 @@
-"""Reads the layers of a checkpoint one at a time, whatever its format."""
+"""Reads the layers of a checkpoint of any format, one at a time."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -42,7 +42,7 @@ class DenseWeight:
 
 
 class Source(Protocol):
-    """An opened checkpoint: no tensor data is read before a layer is asked for, by its position."""
+    """An opened checkpoint. It reads tensor data only when a layer is requested, by its index."""
 
     @property
     def format(self) -> Format:
@@ -62,7 +62,7 @@ class Source(Protocol):
         ...
 
     def others(self) -> Iterator[tuple[str, Callable[[], Tensor], str]]:
-        """Yields (name, function that reads it, dtype as the file names it) of each tensor that belongs to no layer."""
+        """Yields (name, function that reads it, dtype's name in the file) for each tensor outside the layers."""
         ...
 
     @property
@@ -94,7 +94,7 @@ class DirectorySource:
                         self._check_anchored(name, role, name.removesuffix(ending))
 
     def _check_anchored(self, name: str, role: str, base: str) -> None:
-        """Refuses a part of a layer without its codes, unless the layer is quantized in another way."""
+        """Refuses a tensor whose layer has no codes, unless the layer's quantization is known but not supported."""
         anchors = [base + ending for ending in self.format.anchors]
         if base not in self._refused and not any(anchor in self.checkpoint.tensors for anchor in anchors):
             raise self.checkpoint.error(name, f"{self.format.name}: {role} of a layer without {' or '.join(anchors)}")
@@ -127,7 +127,7 @@ class DirectorySource:
         return self.checkpoint.config
 
     def others(self) -> Iterator[tuple[str, Callable[[], Tensor], str]]:
-        """Yields (name, function that reads it, dtype) of each tensor that belongs to no layer."""
+        """Yields (name, function that reads it, dtype) for each tensor outside the layers."""
         used = {name for layer in self._layers for name in layer.roles.values()}
         for name, info in self.checkpoint.tensors.items():
             if name not in used:
@@ -140,8 +140,8 @@ class CheckpointReader:
     Attributes:
         path: the directory or file.
         source: the opened container.
-        options: the caller's choices.
-        calculates: reading a layer takes arithmetic, not just moves of words, so that more threads help.
+        options: how the checkpoint is read.
+        calculates: whether reading a layer computes (instead of only moving words), so that more threads help.
     """
 
     calculates = False
@@ -165,7 +165,7 @@ class CheckpointReader:
         return self.source.format
 
     def settings(self) -> dict[str, Any]:
-        """Returns the settings that decide how layers are read, in JSON types; a resumed conversion compares them."""
+        """Returns the settings that affect how layers are read, in JSON types; a resumed conversion compares them."""
         return asdict(self.options)
 
     @cached_property
@@ -183,7 +183,7 @@ class CheckpointReader:
                 yield converted
 
     def read(self, index: int) -> PackedWeight | DenseWeight | None:
-        """Reads the layer at a position; None is a layer that is left out (`on_unsupported="skip"`)."""
+        """Reads the layer at an index; returns None if it is left out (`on_unsupported="skip"`)."""
         try:
             return self.source.convert(index)
         except UnsupportedFormat as error:
@@ -194,13 +194,13 @@ class CheckpointReader:
             return DenseWeight(self.layer_names[index], error.dequantize(), self.source.bias(index), str(error))
 
     def other_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields (name, tensor) for everything that belongs to no 4-bit layer: embeddings, norms, dense layers."""
+        """Yields (name, tensor) for everything outside the 4-bit layers: embeddings, norms, dense layers."""
         for name, read, _ in self.source.others():
             yield name, read()
 
 
 def open_reader(path: str | os.PathLike[str], options: ReadOptions | None = None, **fields: Any) -> CheckpointReader:
-    """Opens a checkpoint and reads its headers, but no tensor yet; the arguments are those of `read_layers`."""
+    """Opens a checkpoint and reads only its headers. Takes the arguments of `read_layers`, and raises its errors."""
     return CheckpointReader(path, ReadOptions.of(options, fields))
 
 
@@ -211,15 +211,15 @@ def read_layers(
 
     Args:
         path: a checkpoint directory or a .gguf file.
-        options: how to read; None is the defaults.
-        **fields: fields of `ReadOptions`, in place of those of `options`.
+        options: how to read; None means the defaults.
+        **fields: fields of `ReadOptions`, which override those of `options`.
 
     Yields:
         `PackedWeight`, in the order of the files; with `on_unsupported="dequantize"` also `DenseWeight`.
 
     Raises:
         CheckpointError: the checkpoint is damaged or contradicts itself.
-        UnsupportedFormat: it is a format, or holds a layer, that is not read; a `CheckpointError` too.
+        UnsupportedFormat: the format or a layer is not supported. This is a subclass of `CheckpointError`.
         ValueError: an option has an unknown value.
     """
     yield from open_reader(path, options, **fields)

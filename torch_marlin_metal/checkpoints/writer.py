@@ -1,6 +1,6 @@
 """Writes a whole checkpoint, one layer at a time; a conversion that was killed can be resumed.
 
-Everything is written into `<destination>.partial`, which takes the destination's name when it is complete. A journal in
+Files are written into `<destination>.partial`, which is renamed to the destination when it is complete. A journal in
 it lists the finished shards. A later conversion with the same source and options resumes after the last of them, and
 the result has the same bytes as that of an uninterrupted run. Only one process at a time writes a destination.
 """
@@ -29,7 +29,7 @@ from torch_marlin_metal.packed_weight import PackedWeight
 
 DEFAULT_SHARD_BYTES = 1 << 29
 INDEX = "model.safetensors.index.json"
-# Files beside the weights that a model needs; weights, settings and code of any kind stay behind.
+# Endings of the small files that a model needs. Other weights, settings and code are not copied.
 COPIED = (".json", ".txt", ".model", ".jinja", ".md", ".tiktoken")
 NOT_COPIED = (
     "config.json",
@@ -56,18 +56,18 @@ def write_checkpoint(
     progress: Progress | None = None,
     **options: Any,
 ) -> Path:
-    """Writes every layer and every other tensor of an opened checkpoint in the package's own format or another's.
+    """Writes every layer and every other tensor of an opened checkpoint, in this package's format or another one.
 
     Args:
-        reader: from `open_reader`; its `on_unsupported` decides about layers that cannot be packed (dequantized ones
-            are stored as fp32 `weight`).
+        reader: from `open_reader`. Its option `on_unsupported` decides what happens to layers that cannot be packed;
+            dequantized ones are stored as fp32 `weight`.
         destination: the directory to make; it must not exist.
         target: "native", or one of `EXPORTERS`.
         max_shard_bytes: a shard is closed when the next layer would make it larger.
-        sync: wait until every shard is on the disk before the journal names it, and every file before the destination
-            gets its name; otherwise, as with `cp`, a power failure may damage what was written shortly before.
-        progress: called with (name, position, count) after each layer and each other tensor.
-        **options: the exporter's: `version` (1 or 2) for "gptq".
+        sync: wait until every shard is on the disk before the journal lists it, and until every file is on the disk
+            before the directory is renamed. Otherwise, as with `cp`, a power failure may damage recently written files.
+        progress: called with (name, index, count) after each layer and each other tensor.
+        **options: options of the exporter: `version` (1 or 2) for "gptq".
 
     Returns:
         The destination.
@@ -75,9 +75,9 @@ def write_checkpoint(
     Raises:
         ValueError: an unknown target.
         FileExistsError: the destination exists, another process writes it, or `<destination>.partial` exists and is
-            not a conversion's.
+            not an unfinished conversion.
         UnsupportedFormat: the target cannot hold a layer without loss.
-        CheckpointError: the source is damaged or has changed, or a file cannot be written; complete shards are kept
+        CheckpointError: the source is damaged or has changed, or a file cannot be written. Complete shards are kept
             for a later run unless the source has changed.
     """
     exporter_class = _exporter_class(target, TARGETS)
@@ -111,24 +111,24 @@ def export_checkpoint(
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     **options: Any,
 ) -> Path:
-    """Writes layers from memory as another program's checkpoint; a layer that it cannot hold without loss is refused.
+    """Writes layers from memory as a checkpoint of another program.
 
     Args:
-        weights: the layers, each with its `name`; taken one at a time.
+        weights: the layers, each with its `name`; only one at a time is needed.
         destination: the directory to make; it must not exist.
         target: "gptq", "awq" (gemm) or "compressed-tensors".
         other_tensors: (name, tensor) of everything else that the model needs.
         config: the model's configuration; its `quantization_config` is replaced.
         max_shard_bytes: a shard is closed when the next layer would make it larger.
-        **options: the exporter's: `version` (1 or 2) for "gptq".
+        **options: options of the exporter: `version` (1 or 2) for "gptq".
 
     Returns:
         The destination.
 
     Raises:
-        ValueError: an unknown target, or no layer.
+        ValueError: the target is unknown, or there is no layer.
         FileExistsError: the destination exists.
-        UnsupportedFormat: names the layer and what would be lost; nothing is left behind.
+        UnsupportedFormat: the target cannot hold a layer without loss; nothing is left behind.
         CheckpointError: a file cannot be written; nothing is left behind.
     """
     exporter_class = _exporter_class(target, EXPORTERS)
@@ -149,7 +149,7 @@ def export_checkpoint(
 
 @dataclass(frozen=True)
 class _Source:
-    """A checkpoint to write: its tensors from a position on, their number, and the files beside them."""
+    """A checkpoint to write: a function that yields its tensors from an index on, their number, and its small files."""
 
     name: str
     items: Callable[[Exporter, int], Iterator[_Item]]
@@ -175,9 +175,9 @@ def _write(
     sync: bool,
     progress: Progress | None,
 ) -> Path:
-    """Writes a checkpoint. An identity of None cannot be resumed: it keeps nothing after an error."""
+    """Writes a checkpoint. If `identity` is None, the run cannot be resumed, so an error removes all files."""
     destination = Path(destination)
-    if identity is not None and (destination / JOURNAL).exists():  # killed between the last two steps
+    if identity is not None and (destination / JOURNAL).exists():  # a kill left the journal behind
         (destination / JOURNAL).unlink(missing_ok=True)
         return destination
     exporter = exporter_class(**options)
@@ -204,14 +204,14 @@ def _write(
 
 
 class _Changed(CheckpointError):
-    """The shards are of a mixture of two sources."""
+    """The source changed during the conversion, so the shards mix two versions of it."""
 
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Leaves the other cores to the thread that writes.
+    """Makes torch use one thread, which leaves the other cores to the thread that writes.
 
-    Moves of words wait for memory more than for a core, and between them torch's other threads would spin: with them a
+    Moving words is limited by memory, so more threads do not help, and between moves they would spin. With them a
     conversion took 1.4 times the CPU time and, on two cores, longer.
     """
     threads = torch.get_num_threads()
@@ -223,7 +223,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def _stats(path: Path) -> dict[str, tuple[int, int, int]]:
-    """Returns the size, the time of the last change and the inode of each file of a source by its name."""
+    """Returns the size, the time of the last change and the inode of each file of a source, by the file's name."""
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     stats = {file.name: file.stat() for file in files if file.is_file()}
     return {name: (stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in stats.items()}
@@ -247,7 +247,7 @@ def _copy(file: Path, destination: Path) -> None:
 
 
 def _layers_and_others(reader: CheckpointReader, exporter: Exporter, start: int) -> Iterator[_Item]:
-    """Yields the layers and then the other tensors from position `start`, each with its name and tensors."""
+    """Yields the layers and then the other tensors from index `start` on, each with its name and tensors."""
     count = len(reader)
     for index in range(start, count):
         name = reader.layer_names[index]
@@ -326,7 +326,7 @@ def _small_files(path: Path) -> list[Path]:
     """Returns the files beside the weights that a model needs; a GGUF file has none.
 
     Raises:
-        CheckpointError: one is a link that leads out of the checkpoint: its copy would publish a file from elsewhere.
+        CheckpointError: a file is a link out of the checkpoint; copying it would publish a file from elsewhere.
     """
     if not path.is_dir():
         return []

@@ -7,7 +7,7 @@ def main() -> None:
     """Runs the command line; the entry point of `torch-marlin-metal`."""
     try:
         from torch_marlin_metal.cli.app import app
-    except KeyboardInterrupt:  # loading torch takes seconds
+    except KeyboardInterrupt:  # Ctrl-C during the import of torch, which takes seconds
         print("interrupted", file=sys.stderr)
         sys.exit(130)
     except ModuleNotFoundError as error:

@@ -19,7 +19,7 @@ COMMANDS: tuple[Callable[..., int], ...] = (inspect, convert, verify, quantize, 
 
 app = typer.Typer(
     cls=Commands,
-    help="Inspects, converts, compares and makes 4-bit checkpoints, and explains plans.",
+    help="Inspects, converts, compares and quantizes checkpoints, and explains plans.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -39,4 +39,4 @@ def _print_version(wanted: bool) -> None:
 def options(
     version: bool = typer.Option(False, "--version", callback=_print_version, is_eager=True, help="Print the version."),
 ) -> None:
-    """Inspects, converts, compares and makes 4-bit checkpoints."""
+    """Inspects, converts, compares and quantizes checkpoints."""

@@ -16,21 +16,21 @@ Names = Annotated[GgufNames, typer.Option(help="Names of a GGUF file's tensors: 
 GptqVersion = Annotated[int | None, typer.Option(help="1 or 2, if a GPTQ checkpoint's settings are wrong about it.")]
 GptqZerosRule = Annotated[ZerosRule, typer.Option(help="How GPTQ version 1 zero points of raw value 15 are read.")]
 ShardSize = Annotated[int, typer.Option(min=1, help="Size in MB at which a file is closed and the next begun.")]
-Sync = Annotated[bool, typer.Option(help="Wait until all is on the disk before the destination gets its name.")]
+Sync = Annotated[bool, typer.Option(help="Wait until everything is on the disk.")]
 Gpu = Annotated[str | None, typer.Option(help="A chip: M1, M3 Max ...; without it, this machine's.")]
 Format = Annotated[str, typer.Option("--weight-format", help="uint4b8, uint4, nvfp4, mxfp4, nf4 ...")]
 GroupSize = Annotated[
     int | None,
-    typer.Option(help="Weights along k that share a scale; -1 is all. By default the format's own size, else 128."),
+    typer.Option(help="Weights along k that share a scale; -1 for all. Default: the format's fixed size, else 128."),
 ]
-Dtype = Annotated[str, typer.Option(help="Of the activations: float16, bfloat16 or float32.")]
+Dtype = Annotated[str, typer.Option(help="Dtype of the activations: float16, bfloat16 or float32.")]
 
 
 def floating(name: str) -> torch.dtype:
     """Returns a dtype by its name.
 
     Raises:
-        ValueError: it is no name of an activation dtype.
+        ValueError: it is not the name of an activation dtype.
     """
     dtypes = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
     if name not in dtypes:

@@ -1,4 +1,4 @@
-"""`torch-marlin-metal bench`: times this package beside its alternatives on this machine."""
+"""`torch-marlin-metal bench`: times this package and its alternatives on this machine."""
 
 import platform
 import statistics
@@ -27,14 +27,14 @@ def bench(
     group_size: GroupSize = None,
     dtype: Dtype = "float16",
     device: Annotated[str | None, typer.Option(help="mps or cpu; by default mps if there is one.")] = None,
-    rounds: Annotated[int, typer.Option(min=3, help="Rounds of the rivals in turn; medians are shown.")] = 9,
-    cold_mb: Annotated[int, typer.Option(min=1, help="MB of weights that rotate, to keep caches cold.")] = 256,
+    rounds: Annotated[int, typer.Option(min=3, help="Rounds in which each is timed once; medians are shown.")] = 9,
+    cold_mb: Annotated[int, typer.Option(min=1, help="MB of weight copies used in turn, so caches stay cold.")] = 256,
     as_json: Json = False,
 ) -> int:
-    """Times this package beside torch's dense product, two passes, torch's int4 operator and MLX, if installed.
+    """Compares this package with torch's dense product, two_pass, torch's int4 operator and, if installed, MLX.
 
-    Chains of dependent products on weights that rotate out of the caches, rivals in turn; medians of the rounds, and of
-    the rounds' ratios. Send the output of --json to report numbers.
+    Each is timed once per round, on chains of dependent products whose weights are not in the caches. The output shows
+    medians of the times and of the rounds' ratios. To report numbers, send the output of --json.
     """
     chosen = device or ("mps" if torch.backends.mps.is_available() else "cpu")
     if chosen not in ("mps", "cpu") or (chosen == "mps" and not torch.backends.mps.is_available()):
@@ -85,7 +85,7 @@ def describe_machine(device: str) -> dict[str, str]:
 
 
 def processor_name() -> str:
-    """Returns the processor's name, as far as the system tells it."""
+    """Returns the processor's name as the system reports it."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
@@ -102,7 +102,7 @@ def _table(machine: dict[str, str], results: list[dict[str, Any]], missing: dict
         flops = 2e-12 * row["M"] * row["N"] * row["K"] / seconds
         ratios = [f"{row['times_faster'][name]:.2f}" if name in row["times_faster"] else "" for name in names]
         shown.add_row(product, str(row["M"]), f"{seconds * 1e6:.0f}", f"{flops:.3f}", *ratios)
-    lines = ["x NAME: that rival's time by ours, above 1 this package is faster"]
+    lines = ["x NAME: time of NAME divided by ours; above 1, this package is faster"]
     lines += [f"{name} is not compared: {reason}" for name, reason in missing.items()]
     shown.caption = "\n".join(lines)
     return shown

@@ -1,4 +1,4 @@
-"""Calibrated quantization by the packages that have it: GPTQModel (GPTQ, AWQ) and AutoRound."""
+"""Calls the packages that quantize with calibration: GPTQModel (GPTQ, AWQ) and AutoRound."""
 
 import importlib
 import shutil
@@ -34,7 +34,7 @@ class Text:
         """Returns token ids, int64 `[1, length]` each.
 
         Raises:
-            ValueError: no file, or too short a one.
+            ValueError: there is no file, or its text is too short.
         """
         from transformers import AutoTokenizer
 
@@ -71,10 +71,10 @@ def quantized(
     text: Text,
     device: str,
 ) -> Iterator[Path]:
-    """Quantizes into a directory beside the destination, which is removed at the end whatever happens.
+    """Quantizes into a temporary directory beside the destination and removes that directory at the end.
 
     Raises:
-        ValueError: the package is missing, or the method does not make this format or group size.
+        ValueError: the package is missing, or the method does not support the format or group size.
         CheckpointError: the package failed.
     """
     fmt = find_format(weight_format).name
@@ -85,7 +85,7 @@ def quantized(
     if size not in (-1, *GROUP_SIZES):
         raise ValueError(f"--group-size: expected -1 or one of {', '.join(map(str, GROUP_SIZES))}, got {size}")
     try:
-        with redirect_stdout(sys.stderr):  # they greet, and stdout may be one JSON object
+        with redirect_stdout(sys.stderr):  # the packages print messages, but stdout may be one JSON object
             package = importlib.import_module(PACKAGES[method])
     except ImportError as error:
         raise ValueError(
@@ -98,9 +98,9 @@ def quantized(
         try:
             with redirect_stdout(sys.stderr):
                 run(package, _Job(source, work, method, size, SYMMETRIC[fmt], pieces, device))
-        except Exception as error:  # whatever the package raises
+        except Exception as error:  # the packages may raise anything
             raise CheckpointError(f"{source}: {PACKAGES[method]} failed: {type(error).__name__}: {error}") from error
-        made = [file.parent for file in work.rglob("config.json")]  # AutoRound may choose a directory of its own below
+        made = [file.parent for file in work.rglob("config.json")]  # AutoRound may create a subdirectory
         if len(made) != 1:
             raise CheckpointError(f"{source}: {PACKAGES[method]} wrote {len(made)} checkpoints, expected one")
         yield made[0]
@@ -113,7 +113,7 @@ def _gptqmodel(package: Any, job: _Job) -> None:
         {"quant_method": "awq", "format": "gemm"} if job.method == "awq" else {"format": "gptq_v2", "desc_act": False}
     )
     if job.group_size == -1:
-        kind["act_group_aware"] = False  # refused with one group
+        kind["act_group_aware"] = False  # GPTQModel refuses this option with one group
     config = package.QuantizeConfig(bits=4, group_size=job.group_size, sym=job.symmetric, **kind)
     model = package.GPTQModel.load(str(job.source), config, device=job.device)
     samples = [{"input_ids": ids[0].tolist(), "attention_mask": [1] * ids.shape[1]} for ids in job.pieces]

@@ -1,4 +1,4 @@
-"""`torch-marlin-metal convert`: a checkpoint in this package's format, or exported to another's."""
+"""`torch-marlin-metal convert`: writes a checkpoint in this package's format or another program's."""
 
 from enum import Enum
 from typing import Annotated
@@ -34,10 +34,9 @@ def convert(
     sync: arguments.Sync = False,
     as_json: Json = False,
 ) -> int:
-    """Converts a checkpoint without loss; the same call goes on after an interruption.
+    """Converts a checkpoint without loss. After an interruption, the same command resumes.
 
-    Everything is written beside the destination, as DESTINATION.partial, which takes the destination's name when it is
-    complete.
+    Files are written into DESTINATION.partial, which is renamed when it is complete.
     """
     if write_gptq_version is not None and to.value != "gptq":
         raise ValueError(f"--write-gptq-version is for --format gptq, got --format {to.value}")

@@ -1,7 +1,7 @@
-"""The parts that all commands share: exit codes, tables for people, JSON for programs, one line for an error.
+"""Exit codes and output of all commands: tables for people, JSON for programs, and one line for an error.
 
-Names and messages come from files that somebody else made. They are printed as text: no part of them is markup, and a
-character that does not print (an escape sequence's, a line break) is escaped.
+Names and messages may come from untrusted files. They are printed as plain text: no part of them is treated as markup,
+and characters that do not print (escape sequences, line breaks) are escaped.
 """
 
 import functools
@@ -47,7 +47,7 @@ def reported(command: Callable[..., int]) -> Callable[..., None]:
             code = BROKEN_PIPE
         except (ValueError, FileExistsError) as error:
             code = _fail(error, WRONG_USE, as_json)
-        except (OSError, RuntimeError, MemoryError) as error:  # torch raises RuntimeError where memory is not there
+        except (OSError, RuntimeError, MemoryError) as error:  # torch raises RuntimeError if memory is short
             code = _fail(error, FAILED, as_json)
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
@@ -58,7 +58,7 @@ def reported(command: Callable[..., int]) -> Callable[..., None]:
 
 
 class Commands(TyperGroup):
-    """The group of all commands: a wrong command line is a JSON object too where the line asks for one."""
+    """The group of all commands. With --json, it reports a wrong command line as a JSON object, too."""
 
     def main(
         self,
@@ -76,14 +76,14 @@ class Commands(TyperGroup):
         try:
             code = run(standalone_mode=False, **extra)
         except Exception as error:
-            if not hasattr(error, "format_message"):  # of click's errors, whichever click typer brings
+            if not hasattr(error, "format_message"):  # errors of click have it, in every version of click
                 raise
             code = _fail(ValueError(error.format_message()), WRONG_USE, as_json=True)
         sys.exit(code)
 
 
 def printable(text: str, keep: str = "") -> str:
-    """Returns text whose characters all print: others are escaped as in a Python string, except those to keep."""
+    """Escapes characters that do not print, as in a Python string, except those in `keep`."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
@@ -101,28 +101,28 @@ def show(value: dict[str, Any], text: RenderableType, as_json: bool) -> None:
         text.title, text.caption = (
             printable(str(part), keep="\n") if part else None for part in (text.title, text.caption)
         )
-    width = None if sys.stdout is not None and sys.stdout.isatty() else 200  # a pipe has no width: lines stay whole
+    width = None if sys.stdout is not None and sys.stdout.isatty() else 200  # a pipe has no width: keep lines whole
     console = Console(width=width, markup=False, emoji=False, highlight=False)
-    with console.capture() as captured:  # rich ends the program itself when a pipe is closed
+    with console.capture() as captured:  # rich ends the program if it writes to a closed pipe
         console.print(text)
     _print(captured.get().removesuffix("\n"))
 
 
 def _print(text: str) -> None:
-    """Prints to stdout and waits until it is out; a failure is the command's, not that of the program's end."""
+    """Prints to stdout and flushes, so that a failure occurs in the command and not at the program's end."""
     try:
         if sys.stdout is None:
             raise OSError("stdout is closed")
         print(text, flush=True)
     except OSError:
-        # What is still in the buffer must not fail again when the program ends.
+        # Otherwise flushing the buffer would fail again when the program ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.stdout = None
         raise
 
 
 def _finite(value: Any) -> Any:
-    """Returns a value of JSON: a number that is not finite is null."""
+    """Converts a value for JSON: numbers that are not finite become null."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -131,14 +131,14 @@ def _finite(value: Any) -> Any:
 
 
 class _Table(Table):
-    """A table whose cells are printed as they are."""
+    """A table that prints its cells without interpreting markup."""
 
     def add_row(self, *cells: Any, **options: Any) -> None:
         super().add_row(*(printable(cell) if isinstance(cell, str) else cell for cell in cells), **options)
 
 
 def table(title: str, *headings: str, right: tuple[str, ...] = ()) -> Table:
-    """Makes an empty table; the columns named in `right` are aligned there."""
+    """Makes an empty table; the columns named in `right` are aligned to the right."""
     made = _Table(title=printable(title), title_justify="left", caption_justify="left")
     for heading in headings:
         made.add_column(heading, justify="right" if heading in right else "left", overflow="fold")
@@ -146,7 +146,7 @@ def table(title: str, *headings: str, right: tuple[str, ...] = ()) -> Table:
 
 
 def progress_bar(total: int, unit: str, as_json: bool) -> "tqdm[Any]":
-    """Makes a progress bar on stderr; there is none if stderr is no terminal."""
+    """Makes a progress bar on stderr; it stays invisible unless stderr is a terminal."""
     return tqdm(total=total, unit=unit, unit_scale=unit == "B", disable=True if as_json else None, file=sys.stderr)
 
 
@@ -166,7 +166,7 @@ def _fail(error: Exception, code: int, as_json: bool) -> int:
             _print(json.dumps({"error": message, "type": type(error).__name__}))
             return code
         except OSError:
-            pass  # stdout is what failed: stderr says so
+            pass  # stdout itself failed; stderr reports it
     print(f"error: {printable(message)}", file=sys.stderr)
     return code
 

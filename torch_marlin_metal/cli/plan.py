@@ -1,4 +1,4 @@
-"""`torch-marlin-metal plan`: how a product would be computed on a GPU, and why."""
+"""`torch-marlin-metal plan`: shows how a GPU would compute a product, and why."""
 
 from typing import Annotated, Any
 
@@ -18,10 +18,10 @@ def plan(
     weight_format: Format = "uint4b8",
     group_size: GroupSize = None,
     dtype: Dtype = "float16",
-    variant: Annotated[str, typer.Option(help="auto, or the only variant to look at.")] = "auto",
+    variant: Annotated[str, typer.Option(help="auto, or the only variant to consider.")] = "auto",
     as_json: Json = False,
 ) -> int:
-    """Shows how a product [M, K] x [K, N] would be computed, every alternative's cost by the model, and the reason."""
+    """Shows how a GPU would compute a product [M, K] x [K, N], why, and the predicted cost of each alternative."""
     found = explain(
         rows,
         columns,

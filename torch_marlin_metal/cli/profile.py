@@ -1,4 +1,4 @@
-"""`torch-marlin-metal profile`: shows a GPU as the planner sees it: figures, tiles, choice by M, roofline."""
+"""`torch-marlin-metal profile`: shows what the planner knows of a GPU: figures, tiles, choice for each M, roofline."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -24,9 +24,9 @@ def profile(
     plot: Annotated[Path | None, typer.Option(help="Draw the roofline into this file.")] = None,
     as_json: Json = False,
 ) -> int:
-    """Shows a GPU's figures with their sources, its tiles, the choice by M, and products under its roofline.
+    """Shows a GPU's figures with their sources, its tiles, the choice for each M, and a roofline.
 
-    Nothing runs: the planner's model predicts the times.
+    No kernel runs; the planner's model predicts the times.
     """
     found = as_gpu("profile", gpu)
     element = floating(dtype)
@@ -42,7 +42,7 @@ def profile(
         roof.plot(plot)
     shown = []
     for name, guide in guides.items():
-        made = table(f"taken for N,K = {name}", "M", "variant", "tile", "us", "bound", right=("M", "us"))
+        made = table(f"choice for N,K = {name}", "M", "variant", "tile", "us", "bound", right=("M", "us"))
         for choice in guide:
             tile = "x".join(map(str, choice.tile))
             span = str(choice.first) if choice.first == choice.last else f"{choice.first} to {choice.last}"

@@ -1,4 +1,4 @@
-"""`torch-marlin-metal quantize`: floats in, a 4-bit checkpoint out."""
+"""`torch-marlin-metal quantize`: converts a float checkpoint to 4 bit."""
 
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +11,7 @@ from torch_marlin_metal.cli.writing import directory_bytes, write
 from torch_marlin_metal.convert import CheckpointReader, FloatReader, open_reader
 
 Include = Annotated[list[str] | None, typer.Option(help="Pattern of layers to quantize, or re:REGEX; may be repeated.")]
-Exclude = Annotated[list[str] | None, typer.Option(help="Pattern of layers to leave, or re:REGEX; may be repeated.")]
+Exclude = Annotated[list[str] | None, typer.Option(help="Pattern of layers to skip, or re:REGEX; may be repeated.")]
 
 
 def quantize(
@@ -21,7 +21,7 @@ def quantize(
     group_size: arguments.GroupSize = None,
     method: Annotated[
         str,
-        typer.Option(help="rtn or mse; or gptq, awq (by GPTQModel) or autoround, which need that package and a text."),
+        typer.Option(help="rtn or mse; or gptq, awq (GPTQModel) or autoround, which need that package and a text."),
     ] = "rtn",
     calibration: Annotated[
         Path | None, typer.Option(help="A text file that the calibrated methods run through the model.")
@@ -36,9 +36,9 @@ def quantize(
     sync: arguments.Sync = False,
     as_json: Json = False,
 ) -> int:
-    """Quantizes a checkpoint of floats to 4 bit, one layer at a time; the same call goes on after an interruption.
+    """Quantizes a float checkpoint to 4 bit, one layer at a time. After an interruption, the same command resumes.
 
-    The calibrated methods hold the whole model, as the packages that they call do, and start anew.
+    The calibrated methods load the whole model, and start again after an interruption.
     """
     options = {"max_shard_bytes": shard_mb * 10**6, "sync": sync}
     reader: CheckpointReader

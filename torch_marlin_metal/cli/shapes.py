@@ -1,4 +1,4 @@
-"""Arguments that name products, of the commands that plan and measure them."""
+"""Arguments that describe products, for the commands that plan and measure them."""
 
 from typing import Annotated
 

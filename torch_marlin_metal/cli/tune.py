@@ -21,12 +21,12 @@ def tune(
     group_size: GroupSize = None,
     dtype: Dtype = "float16",
     output: Annotated[Path | None, typer.Option(help="The file; by default the one that later processes read.")] = None,
-    cold_mb: Annotated[int, typer.Option(min=1, help="MB of weights that rotate, to keep caches cold.")] = 256,
+    cold_mb: Annotated[int, typer.Option(min=1, help="MB of weight copies used in turn, so caches stay cold.")] = 256,
     as_json: Json = False,
 ) -> int:
-    """Times the planner's candidates on this machine's GPU, for a checkpoint's products or given shapes.
+    """Times the planner's candidates on this machine's GPU, for the products of a checkpoint or for given shapes.
 
-    Choices that beat the model's are written to a table that later processes use, for this GPU and these versions of
+    Writes the choices that beat the model's to a file. Later processes use it on the same GPU with the same versions of
     torch and the package. `TORCH_MARLIN_METAL_TUNED` names another file.
     """
     floating(dtype)

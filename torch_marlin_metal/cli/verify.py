@@ -1,4 +1,4 @@
-"""`torch-marlin-metal verify`: two checkpoints compared, layer by layer and tensor by tensor."""
+"""`torch-marlin-metal verify`: compares two checkpoints, layer by layer and tensor by tensor."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,7 +25,7 @@ from torch_marlin_metal.repack import unpack_codes
 
 @dataclass
 class _Side:
-    """One of the two checkpoints: quantized, or floats."""
+    """One of the two checkpoints, quantized or in floats."""
 
     path: Path
     reader: CheckpointReader | None
@@ -33,7 +33,7 @@ class _Side:
 
     @cached_property
     def positions(self) -> dict[str, int]:
-        """Position of each layer of the reader by its name."""
+        """Maps the name of each layer to its index in the reader."""
         assert self.reader is not None
         return {name: position for position, name in enumerate(self.reader.layer_names)}
 
@@ -51,7 +51,7 @@ class _Side:
         return [name.removesuffix(".weight") for name in self.floats.tensors if name.endswith(".weight")]
 
     def layer(self, name: str) -> tuple[PackedWeight | None, Tensor]:
-        """Returns the packed weight, if it is one, and the floats `[N, K]`."""
+        """Returns a layer's packed weight (None if it is not packed) and its weight as floats `[N, K]`."""
         if self.reader is None:
             assert self.floats is not None
             return None, self.floats.read(f"{name}.weight").float()
@@ -73,7 +73,7 @@ def verify(
     gguf_names: arguments.Names = "gguf",
     as_json: Json = False,
 ) -> int:
-    """Compares two checkpoints: whether the codes of each layer are equal, and how far its weights are apart.
+    """Compares two checkpoints: whether the codes of each layer are equal, and how far its weights differ.
 
     Either may be unquantized. Layers are matched by name; the exit code is 1 if one is missing or differs.
     """
@@ -125,7 +125,7 @@ def _codes_in_order(weight: PackedWeight) -> Tensor:
 
 
 def _unequal_tensors(first: _Side, second: _Side) -> list[str]:
-    """Names the tensors beside the 4-bit layers (embeddings, norms) that differ or that one side lacks."""
+    """Returns the names of tensors outside the layers (embeddings, norms) that differ or that one side lacks."""
     if second.reader is None:
         return []
     one, other = first.others(), second.others()

@@ -1,4 +1,4 @@
-"""Writing a checkpoint under a progress bar, for the commands that make one."""
+"""Writes a checkpoint with a progress bar, for several commands."""
 
 from pathlib import Path
 from typing import Any

@@ -1,1 +1,1 @@
-"""An Apple GPU as the planner sees it: its figures, its plans, profiles and tuning."""
+"""The planner's view of Apple GPUs: their figures, plans, profiles and tuning."""

@@ -1,4 +1,4 @@
-"""Apple's GPUs as the planner knows them: every figure with its source, from `csrc/planner/chips.h`."""
+"""The figures of Apple's GPUs, each with its source, from the planner's table `csrc/planner/chips.h`."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class Figure:
 
 @dataclass(frozen=True)
 class AppleSiliconGPU(RichText):
-    """One GPU: a chip of the table with its number of cores.
+    """One GPU: a chip of the table and its number of cores.
 
     Attributes:
-        name: the chip, "M1 Max".
-        cores: GPU cores of this version.
-        family: Apple GPU family of Metal's feature tables, 7 for M1.
-        has_bfloat: bfloat arithmetic in hardware.
-        figures: everything else by name; see `csrc/planner/chips.h` for what each means.
+        name: the chip, for example "M1 Max".
+        cores: number of GPU cores.
+        family: Apple GPU family in Metal's feature tables, for example 7 for M1.
+        has_bfloat: whether the hardware has bfloat arithmetic.
+        figures: all other figures by name; `csrc/planner/chips.h` defines each.
     """
 
     name: str
@@ -39,7 +39,7 @@ class AppleSiliconGPU(RichText):
 
     @staticmethod
     def names() -> tuple[str, ...]:
-        """Returns the names of all chips of the table, oldest first."""
+        """Returns the names of all chips in the table, oldest first."""
         return tuple(row[0] for row in native.chips())
 
     @classmethod
@@ -48,7 +48,7 @@ class AppleSiliconGPU(RichText):
 
         Args:
             name: "M1", "M3 Max" and so on; "Apple" in front is allowed.
-            cores: GPU cores if it is not the whole chip (an M1 with 7, an M3 Max with 30).
+            cores: number of GPU cores, if the chip has versions with fewer (an M1 with 7, an M3 Max with 30).
 
         Raises:
             ValueError: the table does not have the chip, or the chip has no version with that many cores.
@@ -73,7 +73,7 @@ class AppleSiliconGPU(RichText):
 
         Raises:
             RuntimeError: torch sees no GPU through MPS.
-            ValueError: the table does not know the GPU; the message has its name.
+            ValueError: the table does not have the GPU; the message states its name.
         """
         if not torch.backends.mps.is_available():
             raise RuntimeError(
@@ -89,10 +89,10 @@ class AppleSiliconGPU(RichText):
 
     @classmethod
     def planned(cls) -> AppleSiliconGPU:
-        """Returns the GPU that operators on mps are planned for here.
+        """Returns the GPU for which this machine plans its mps operators.
 
-        That is `current()`. A GPU that the table does not know is planned for as the oldest chip with the nearest
-        number of cores. `TORCH_MARLIN_METAL_GPU`, a name of the table, overrides both.
+        This is normally `current()`. If the table does not have that GPU, it is the oldest chip with the nearest number
+        of cores. `TORCH_MARLIN_METAL_GPU`, a name from the table, overrides both.
 
         Raises:
             RuntimeError: torch sees no GPU through MPS.
@@ -110,24 +110,24 @@ class AppleSiliconGPU(RichText):
 
     @property
     def clock_hz(self) -> float:
-        """Returns the GPU clock."""
+        """Returns the GPU clock in Hz."""
         return self.figures["clock_ghz"].value * 1e9
 
     @property
     def dram_bytes_per_second(self) -> float:
-        """Returns the peak rate of memory for this number of cores."""
+        """Returns the peak memory bandwidth of the version with this number of cores."""
         return float(native.dram_bytes_per_second(self.name, self.cores))
 
     @property
     def reachable_dram_bytes_per_second(self) -> float:
-        """Returns the part of the peak that reading reaches."""
+        """Returns the memory bandwidth that kernels reach when they read."""
         return self.dram_bytes_per_second * self.figures["dram_fraction"].value
 
     def flop_per_second(self, dtype: torch.dtype = torch.float32) -> float:
-        """Returns the peak of multiply-adds, each counted twice.
+        """Returns the peak rate of multiply-adds in flop/s; each counts as two operations.
 
         Raises:
-            ValueError: the dtype is none of float16, bfloat16 and float32.
+            ValueError: the dtype is not float16, bfloat16 or float32.
         """
         names = {torch.float16: "fp16", torch.bfloat16: "fp32", torch.float32: "fp32"}
         if dtype not in names:
@@ -136,13 +136,13 @@ class AppleSiliconGPU(RichText):
 
     @property
     def matrix_flop_per_second(self) -> float:
-        """Returns the peak of 8x8x8 matrix products on fp32 fragments."""
+        """Returns the peak rate of 8x8x8 matrix products with fp32 fragments, in flop/s."""
         clocks = self.figures["matrix_clocks_fp32"].value
         return 2 * 8**3 / clocks * self.figures["schedulers"].value * self.cores * self.clock_hz
 
     @property
     def balance(self) -> float:
-        """Returns the floating-point operations (matrix products) for each byte that memory delivers."""
+        """Returns how many operations of matrix products the GPU can do while memory delivers one byte."""
         return self.matrix_flop_per_second / self.reachable_dram_bytes_per_second
 
     def __rich__(self) -> Table:
@@ -160,7 +160,7 @@ class AppleSiliconGPU(RichText):
 
 
 def as_gpu(function: str, gpu: AppleSiliconGPU | str | None) -> AppleSiliconGPU:
-    """Returns the GPU that an argument means: itself, a name, or with None the one that is planned for here.
+    """Returns the GPU that an argument stands for: a GPU, a name, or None for `AppleSiliconGPU.planned()`.
 
     Raises:
         ValueError: the name is unknown, or there is no GPU here and none was named.

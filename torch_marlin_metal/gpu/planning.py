@@ -1,4 +1,4 @@
-"""How a product would be computed on a GPU, and the cost of each way by the planner's model (`csrc/planner/cost.h`)."""
+"""Plans a product without running it: the candidates and their costs by the planner's model (`csrc/planner/cost.h`)."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: 
 
 @dataclass(frozen=True)
 class Occupancy:
-    """How much of a kernel a core holds at once.
+    """How many threadgroups of a kernel a core holds at once.
 
     Attributes:
-        threadgroups: resident on a core.
-        simdgroups: of these threadgroups together.
+        threadgroups: threadgroups that are resident on a core.
+        simdgroups: simdgroups of all these threadgroups.
         limit: the resource that runs out first: "threads", "registers" or "threadgroup memory".
     """
 
@@ -34,29 +34,29 @@ class Occupancy:
 
 @dataclass(frozen=True)
 class PlannedDispatch:
-    """One kernel launch and its cost by the model; `csrc/planner/cost.h` says what each figure means.
+    """One kernel launch and its predicted cost; `csrc/planner/cost.h` defines each figure.
 
     Attributes:
-        kernel: the kernel, "gemm_fused".
-        function: its instance, "gemm_fused_uint4b8_float16".
-        grid: threadgroups.
-        threads: threads of a threadgroup.
-        threadgroup_bytes: threadgroup memory.
-        text: all of it in one line, with sizes and function constants.
-        occupancy: how much of it a core holds.
-        waves: threadgroups over those that the GPU holds at once.
-        dram_bytes: traffic that no cache serves.
+        kernel: the kernel's name, for example "gemm_fused".
+        function: the name of its instance, for example "gemm_fused_uint4b8_float16".
+        grid: number of threadgroups in each dimension.
+        threads: threads per threadgroup.
+        threadgroup_bytes: bytes of threadgroup memory.
+        text: the whole launch in one line, with sizes and function constants.
+        occupancy: how many of its threadgroups a core holds at once.
+        waves: number of threadgroups divided by the number that the GPU holds at once.
+        dram_bytes: bytes of memory traffic that no cache serves.
         l2_bytes: bytes that the simdgroups read and write.
-        matrix_operations: 8x8x8 products.
-        launch_seconds: for the launch itself.
-        dram_seconds: for `dram_bytes`.
-        l2_seconds: for `l2_bytes`.
-        issue_seconds: to issue the instructions, matrix products apart.
-        complex_seconds: of the integer and complex unit, which works beside the others.
-        matrix_seconds: of the matrix products.
-        compute_seconds: of the busiest core, with the latency that is not hidden.
-        seconds: the launch and the longest of memory, L2 and compute.
-        bound: the longest of these three, by name.
+        matrix_operations: number of 8x8x8 products.
+        launch_seconds: time of the launch itself.
+        dram_seconds: time of `dram_bytes`.
+        l2_seconds: time of `l2_bytes`.
+        issue_seconds: time to issue the instructions, without matrix products.
+        complex_seconds: time of the integer and complex unit, which works in parallel to the others.
+        matrix_seconds: time of the matrix products.
+        compute_seconds: time of the busiest core, including latency that is not hidden.
+        seconds: the launch plus the longest of memory, L2 and compute time.
+        bound: what limits the dispatch, by name.
     """
 
     kernel: str
@@ -86,11 +86,11 @@ class PlanCandidate:
     """One way to compute the product.
 
     Attributes:
-        name: the name by which `gemm(variant=...)` takes exactly this way: "double_buffered:128x64x16".
+        name: the argument `variant` of `gemm` that selects this candidate, for example "double_buffered:128x64x16".
         variant: the kernel variant.
         tile: M, N and K of a threadgroup's step.
         seconds: predicted time.
-        dispatches: in order.
+        dispatches: its kernel launches, in order.
     """
 
     name: str
@@ -101,24 +101,24 @@ class PlanCandidate:
 
     @property
     def bound(self) -> str:
-        """Returns what limits its longest dispatch."""
+        """Returns the name of what limits its longest dispatch."""
         return max(self.dispatches, key=lambda dispatch: dispatch.seconds).bound
 
 
 @dataclass(frozen=True)
 class GemmPlan(RichText):
-    """All candidates for a product, and the one that is taken.
+    """All candidates for a product, and the chosen one.
 
     Attributes:
         M: rows of the activations.
         N: columns of the weight.
         K: rows of the weight.
         weight_format: format of the weight.
-        group_size: K if there is one group.
-        dtype: of the activations.
-        gpu: the GPU that is planned for.
-        chosen: the candidate that is taken.
-        candidates: all of them, cheapest first.
+        group_size: group size of the weight; K if there is one group.
+        dtype: dtype of the activations.
+        gpu: the GPU of the plan.
+        chosen: the candidate that `gemm` would use.
+        candidates: all candidates, cheapest first.
     """
 
     M: int
@@ -187,27 +187,27 @@ def plan(
     half_subnormals: bool = True,
     tuned: bool = True,
 ) -> GemmPlan:
-    """Returns how `gemm` would compute a product on a GPU, with the cost of all candidates by the planner's model.
+    """Returns how `gemm` would compute a product on a GPU, and the predicted cost of all candidates.
 
-    The tensors are taken to be aligned and contiguous. Nothing runs.
+    Nothing runs. The plan is for aligned, contiguous tensors.
 
     Args:
         M: rows of the activations `[M, K]`.
         N: columns of the weight.
         K: rows of the weight, a multiple of 8.
         weight_format: a weight format or an alias of one.
-        group_size: of the weight, as in `quantize_weight`.
-        dtype: of the activations: float16, bfloat16 or float32.
-        scales_dtype: of floating scales; None is `dtype`.
-        zeros_dtype: of zero points, for formats that have them; uint4_bias has floating ones, of `scales_dtype`.
-        has_perm: act-order.
-        has_global_scale: for formats that take one.
+        group_size: group size of the weight, as in `quantize_weight`.
+        dtype: dtype of the activations: float16, bfloat16 or float32.
+        scales_dtype: dtype of floating scales; None means `dtype`.
+        zeros_dtype: dtype of uint4's zero points. The biases of uint4_bias always have `scales_dtype`.
+        has_perm: whether the weight has an act-order permutation.
+        has_global_scale: whether the weight has a global scale (nvfp4).
         has_bias: whether a bias is added.
-        variant: "auto", or the only variant to look at.
-        gpu: a GPU, its name, or None for this machine's.
-        half_subnormals: whether that GPU keeps subnormal halves.
-        tuned: whether "auto" takes the choices that were measured on this machine's GPU (`tuning`); for another GPU it
-            never does.
+        variant: "auto", or the only variant to consider.
+        gpu: a GPU, its name, or None for this machine's GPU.
+        half_subnormals: whether the GPU keeps subnormal halves.
+        tuned: whether "auto" uses choices that were measured on this machine's GPU (see `tuning`). They are never used
+            for another GPU.
 
     Raises:
         ValueError: an argument is out of range or unknown; the message names it.
@@ -248,7 +248,7 @@ def element_name(function: str, dtype: torch.dtype) -> str:
     """Returns the planner's name of an activation dtype.
 
     Raises:
-        ValueError: it is none of float16, bfloat16 and float32; the message names the function.
+        ValueError: the dtype is not float16, bfloat16 or float32; the message names the function.
     """
     if dtype == torch.uint8 or dtype not in _DTYPES:
         raise ValueError(f"{function}: dtype: expected float16, bfloat16 or float32, got {dtype}")

@@ -1,1 +1,1 @@
-"""Integrations that make other packages use the operators; each is imported by name."""
+"""Modules that make other packages use the operators. Import the one you need by name."""

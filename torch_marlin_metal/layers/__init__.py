@@ -1,1 +1,1 @@
-"""Layers that hold a 4-bit weight: one layer, and several fused into one."""
+"""Layers with 4-bit weights: `MarlinLinear`, and projections that are fused into one layer."""

@@ -1,8 +1,8 @@
-"""Projections of the same input computed by one call: q, k and v; gate and up.
+"""Computes several projections of the same input in one call: q, k and v; gate and up.
 
-The model's own code stays as it is. The first projection that is called with an input computes all of them, the others
-take their part of the result. A projection that is called with another input computes again, so the result is right
-whatever the order of calls.
+The model's own code does not change. The first projection that is called with an input computes all projections of its
+group, and the others return their part of the result. If a projection is called with another input, it computes again,
+so the results are right for every order of calls.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,29 +20,29 @@ CUT = ("b_packed", "scales", "zeros", "global_scale", "bias")  # fields whose la
 
 
 class _Group:
-    """The shared part of a group: the layer with all columns, and the last input with its results."""
+    """What the projections of a group share: the layer with all columns, the last input and its results."""
 
     def __init__(self, layer: MarlinLinear, sizes: list[int], scaled: list[bool]) -> None:
         self.layer = layer
         self.sizes = sizes
-        self.scaled = scaled  # whether a projection's global scale had one value for each column
+        self.scaled = scaled  # for each projection, whether its global scale had one value per column
         self.latest: tuple[Tensor, tuple[Tensor, ...]] | None = None
 
 
 class FusedLinear(nn.Module):
-    """One projection of a group; the first of the group holds the layer, as `fused`."""
+    """One projection of a group. The first projection holds the common layer, as its submodule `fused`."""
 
     def __init__(self, group: _Group, index: int) -> None:
         super().__init__()
         if index == 0:
             self.fused = group.layer
-        self._shared = (group,)  # in a tuple: not a submodule of every projection
+        self._shared = (group,)  # in a tuple, so that it is not a submodule of every projection
         self._index = index
         self.in_features, self.out_features = group.layer.in_features, group.sizes[index]
 
     @property
     def group(self) -> _Group:
-        """Returns the part that this projection shares with the others."""
+        """Returns the data that this projection shares with the others."""
         return self._shared[0]
 
     @property
@@ -67,7 +67,7 @@ class FusedLinear(nn.Module):
         return parts[self._index]
 
     def to_packed(self) -> PackedWeight:
-        """Returns this projection's own weight and bias, as before it was fused."""
+        """Returns this projection's weight and bias, as they were before fusing."""
         group = self.group
         start = sum(group.sizes[: self._index])
         columns = slice(start, start + self.out_features)
@@ -80,7 +80,7 @@ class FusedLinear(nn.Module):
         return replace(whole, **cut)
 
     def extra_repr(self) -> str:
-        """Returns sizes and place in the group, for `print(model)`."""
+        """Returns sizes and the index in the group, for `print(model)`."""
         return f"in_features={self.in_features}, out_features={self.out_features}, part={self._index}"
 
 
@@ -90,7 +90,7 @@ class FusedReport:
 
     Attributes:
         fused: names of the projections that are computed together, one tuple per group.
-        left: names of groups that were left, with the reason.
+        left: the groups that were not fused, as (names, reason).
     """
 
     fused: list[tuple[str, ...]]
@@ -100,17 +100,17 @@ class FusedReport:
 def fuse_projections(model: nn.Module, groups: Sequence[Sequence[str]] = GROUPS) -> FusedReport:
     """Computes the `MarlinLinear` projections of the same input in one call, in place.
 
-    A group is fused if its weights agree in format, group size, dtypes and act-order. Each output is the same sum of
-    the same products. If the number of columns makes the planner split K in another way, the order of the sum differs,
-    and results agree within the operator's error bound instead of bit for bit. After an error no group is fused.
+    A group is fused if its weights agree in format, group size, dtypes and act-order. Results have the same bits unless
+    the planner splits K differently for the wider matrix; then they agree within the operator's error bound. If an
+    error occurs, no group is fused.
 
     A group keeps its last input and the results until its last projection is called. A model that never calls that
     projection keeps these tensors alive.
 
     Args:
         model: changed in place.
-        groups: names of sibling modules; projections that a model calls with different inputs (cross-attention) stay
-            correct but are computed more than once, so name only those that share their input.
+        groups: names of sibling modules that share their input. Projections with different inputs (cross-attention)
+            would still be correct, but computed more than once.
     """
     report, ready = FusedReport([], []), []
     for prefix, parent in model.named_modules():
@@ -137,7 +137,7 @@ def fuse_projections(model: nn.Module, groups: Sequence[Sequence[str]] = GROUPS)
 
 
 def unfused(model: nn.Module) -> Iterator[tuple[str, PackedWeight]]:
-    """Yields every packed layer of a model by name, fused projections each with its own weight."""
+    """Yields the name and weight of every packed layer of a model; fused projections are separate layers."""
     inside = set()
     for name, module in model.named_modules():
         if isinstance(module, FusedLinear):

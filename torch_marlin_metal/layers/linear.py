@@ -14,14 +14,14 @@ from torch_marlin_metal.packed_weight import PackedWeight, PackedWeightError
 from torch_marlin_metal.quantize.weight import quantize_weight
 
 FORMAT_VERSION = 1
-# The tensors that define the weight: they move between devices and are never converted.
+# The tensors that define the weight. They move between devices but are never converted to another dtype.
 WEIGHT_BUFFERS = ("b_packed", "scales", "zeros", "global_scale", "lut", "perm")
 
 _gemm = torch.ops.torch_marlin_metal.gemm.default
 
 
 class WeightInfo:
-    """Answers questions of models to `layer.weight` (dtype, device, shape); it is no tensor and holds no values."""
+    """Stands in for `layer.weight` in models that read its dtype, device or shape. It is not a tensor."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device, shape: torch.Size) -> None:
         self.dtype = dtype
@@ -47,7 +47,7 @@ class WeightInfo:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
-        """Refuses to take part in operations; its presence also keeps nn.TransformerEncoderLayer off its fused path."""
+        """Raises an error for every operation; nn.TransformerEncoderLayer also sees it and avoids its fused path."""
         raise TypeError(
             f"{getattr(func, '__name__', func)}: got MarlinLinear.weight, which only describes a packed 4-bit weight; "
             "call the layer, or layer.dequantize() for the values"
@@ -65,15 +65,15 @@ class MarlinLinear(nn.Module):
     Args:
         in_features: K, a multiple of 8.
         out_features: N.
-        bias: whether there is a bias.
+        bias: whether the layer has a bias.
         weight_format: a name of `WEIGHT_FORMATS` or an alias.
-        group_size: 16, 32, 64, 128, 256 or K; -1 for K; None is the format's own, else 128.
+        group_size: 16, 32, 64, 128, 256 or K; -1 means K; None means the format's fixed size, else 128.
         scale_dtype: dtype of floating scales.
-        zeros_dtype: dtype of the zeros; None is uint8 for zero points and `scale_dtype` for biases of uint4_bias.
-        global_scale_per_column: nvfp4's `global_scale` has one value for each column instead of one in all.
-        perm: whether there is an act-order permutation.
+        zeros_dtype: dtype of the zeros; None means uint8 for zero points and `scale_dtype` for biases of uint4_bias.
+        global_scale_per_column: whether nvfp4's `global_scale` has one value per column instead of a single value.
+        perm: whether the weight has an act-order permutation.
         device: device of the tensors.
-        dtype: dtype of the bias, and the answer of `.weight.dtype`; None is the default dtype.
+        dtype: dtype of the bias, which `.weight.dtype` also returns; None means the default dtype.
     """
 
     b_packed: Tensor
@@ -123,7 +123,7 @@ class MarlinLinear(nn.Module):
             "perm": (perm, (K,), torch.int32),
         }
         self.register_buffer("packed_format", self._describe(device))
-        # Absent ones last: torch.export (2.13) miscounts buffers that follow a None.
+        # Absent buffers come last, because torch.export (2.13) miscounts buffers that follow a None.
         for name, (present, shape, kind) in sorted(specs.items(), key=lambda item: not item[1][0]):
             self.register_buffer(name, torch.empty(shape, dtype=kind, device=device) if present else None)
         self.bias = nn.Parameter(torch.empty(N, dtype=self.dtype, device=device), requires_grad=False) if bias else None
@@ -134,11 +134,12 @@ class MarlinLinear(nn.Module):
 
         Args:
             packed: the weight, with its bias if it has one.
-            dtype: the answer of `.weight.dtype`; None is that of the bias, else of floating scales, else the default.
+            dtype: what `.weight.dtype` returns; None means the dtype of the bias, else of floating scales, else the
+                default dtype.
 
         Raises:
-            PackedWeightError: a field of `packed` breaks a rule of its format; scales beyond 2^100 and E8M0 codes
-                outside 16..240 are refused here, because the operators do not look at values.
+            PackedWeightError: a field of `packed` breaks a rule of its format. This includes scales beyond 2^100 and
+                E8M0 codes outside 16..240, because the operators do not check values.
         """
         packed.validate()
         global_scale = packed.global_scale
@@ -184,13 +185,13 @@ class MarlinLinear(nn.Module):
 
         Args:
             linear: the layer; its weight is float16, bfloat16 or float32 with K a multiple of 8.
-            weight_format: as in `quantize_weight`, and so are the others.
+            weight_format: see `quantize_weight`.
             group_size: see `quantize_weight`.
             method: "rtn" or "mse".
-            **options: `scale_dtype`, `lut`, `mx_rounding`.
+            **options: `scale_dtype`, `lut` and `mx_rounding` of `quantize_weight`.
 
         Raises:
-            ValueError: as `quantize_weight`.
+            ValueError: the weight or an argument is wrong; see `quantize_weight`.
         """
         packed = quantize_weight(linear.weight, weight_format, group_size, method, **options)
         packed.bias = linear.bias
@@ -214,7 +215,7 @@ class MarlinLinear(nn.Module):
         """Returns a mapping that holds the weight's tensors by name."""
         if "parametrizations" in self._modules:  # a parametrized tensor is a property
             return {name: getattr(self, name) for name in WEIGHT_BUFFERS}
-        # One dictionary in place of nn.Module.__getattr__ for each buffer: about 2 us less on a call.
+        # Reading the dictionary instead of calling nn.Module.__getattr__ for each buffer saves about 2 us per call.
         return self._buffers
 
     def to_packed(self) -> PackedWeight:
@@ -229,7 +230,7 @@ class MarlinLinear(nn.Module):
 
     @property
     def weight(self) -> WeightInfo:
-        """Describes the weight to models that read `.weight.dtype`, `.device` or `.shape`; it is no tensor."""
+        """Returns the weight's dtype, device and shape, for models that read them; the result is not a tensor."""
         return WeightInfo(self.dtype, self.b_packed.device, torch.Size((self.out_features, self.in_features)))
 
     def extra_repr(self) -> str:
@@ -259,7 +260,7 @@ class MarlinLinear(nn.Module):
             new = self._buffers[name]
             if old is not None and new is not None and new.dtype != old.dtype:
                 self._buffers[name] = old.to(new.device)
-        # to_empty() makes buffers without values; loaders fill the weight's, and this one is the layer's own to know.
+        # to_empty() leaves buffers uninitialised. Loaders fill those of the weight; the layer restores this one.
         if self.packed_format is not packed_format:
             self.packed_format = self._describe(self.packed_format.device)
         return self
@@ -275,7 +276,7 @@ class MarlinLinear(nn.Module):
         error_msgs: list[str],
     ) -> None:
         words = state_dict.get(prefix + "b_packed")
-        if words is not None and not words.is_contiguous():  # assign=True would keep the strides, which gemm refuses
+        if words is not None and not words.is_contiguous():  # gemm refuses strides, which assign=True would keep
             state_dict = {**state_dict, prefix + "b_packed": words.contiguous()}
         found = self._differences(state_dict, prefix)
         if found:

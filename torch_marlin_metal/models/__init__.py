@@ -1,1 +1,1 @@
-"""Whole models: layers are found, swapped for 4-bit ones, loaded and reported on."""
+"""Functions for whole models: quantize their layers, replace those of other packages, or load a checkpoint."""

@@ -1,4 +1,4 @@
-"""The places of a model that is filled from a checkpoint, and the rules for a layer that takes a packed weight."""
+"""Helpers to fill a model from a checkpoint: its tensors by name, and the layer that takes a packed weight."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch_marlin_metal.layers.linear import MarlinLinear
 from torch_marlin_metal.packed_weight import FLOAT_DTYPES, PackedWeight
 
-# Tensors that models compute themselves: rotary frequencies, as old transformers and llama.cpp store them.
+# Rotary frequencies. Models compute them, but old versions of transformers and llama.cpp store them.
 COMPUTED = ("*rotary_emb.inv_freq", "rope_freqs.weight")
 
 Rename = Callable[[str], str | None] | Mapping[str, str]
@@ -31,9 +31,9 @@ class LinearShape:
 
 
 def linear_shape(module: nn.Module) -> LinearShape | None:
-    """Returns sizes, dtype, device and bias of a layer that computes `a @ w.T + bias`, or None for another kind.
+    """Returns sizes, dtype, device and bias of a linear layer, or None for another kind of module.
 
-    Known are `nn.Linear`, `MarlinLinear` and transformers' `Conv1D` (by its name, `nf` and `nx`).
+    Linear layers are `nn.Linear`, `MarlinLinear` and transformers' `Conv1D` (recognised by its name, `nf` and `nx`).
     """
     if isinstance(module, MarlinLinear):
         return LinearShape(module.out_features, module.in_features, module.dtype, module.b_packed.device, module.bias)
@@ -50,7 +50,7 @@ def linear_shape(module: nn.Module) -> LinearShape | None:
 
 
 def real_device(device: torch.device) -> torch.device:
-    """Returns the device of a loaded tensor whose place in the model is on `device`: the CPU for the meta device."""
+    """Returns the device on which a loaded tensor replaces one on `device`: the CPU for the meta device."""
     return torch.device("cpu") if device.type == "meta" else device
 
 
@@ -63,15 +63,15 @@ def fit_layer(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> MarlinLinear:
-    """Makes the layer that takes the place of a model's Linear layer.
+    """Makes the packed layer that replaces a model's Linear layer.
 
     Args:
         op: the caller's name, for errors.
         name: the layer's name in the model.
-        shape: the layer that it replaces.
-        weight: as read from a checkpoint.
-        device: its device; None is the replaced layer's, the CPU for the meta device.
-        dtype: of the bias, and the answer of `.weight.dtype`; None is the replaced layer's.
+        shape: the replaced layer.
+        weight: a weight from a checkpoint.
+        device: device of the new layer; None means that of the replaced layer, or the CPU for the meta device.
+        dtype: dtype of the bias, which `.weight.dtype` also returns; None means that of the replaced layer.
 
     Raises:
         ModelMismatchError: the sizes differ, or one has a bias (other than zeros) and the other has none.
@@ -90,7 +90,7 @@ def fit_layer(
 
 
 def fit_bias(op: str, name: str, expected: Tensor | None, found: Tensor | None) -> Tensor | None:
-    """Returns the bias that a layer takes; zeros are dropped if the model has none (GPTQ packages write them)."""
+    """Returns a layer's bias. If the model's layer has none, a bias of zeros, as GPTQ packages write it, is dropped."""
     if expected is not None and found is None:
         raise ModelMismatchError(f"{op}: layer {name!r}: the model's layer has a bias, the checkpoint's has none")
     if expected is None and found is not None:
@@ -101,11 +101,11 @@ def fit_bias(op: str, name: str, expected: Tensor | None, found: Tensor | None) 
 
 
 def renamer(rename: Rename | None) -> Callable[[str], str | None]:
-    """Returns the function from names in the checkpoint to names in the model.
+    """Returns the function that maps names in the checkpoint to names in the model.
 
     Args:
-        rename: a function (None leaves the tensor out), or prefixes and their replacements; the longest prefix that
-            matches counts.
+        rename: a function, which returns None to leave a tensor out; or a dictionary of prefixes and replacements, of
+            which the longest matching prefix is used.
     """
     if rename is None:
         return lambda name: name
@@ -130,9 +130,9 @@ def listing(names: Iterable[str]) -> str:
 
 
 class Slots:
-    """The places of a model's parameters and buffers; a tensor with several names is one place.
+    """A model's parameters and buffers by name. A tensor with several names counts once.
 
-    Setting a place keeps its former tensor, so that `undo` restores the model.
+    `set` remembers the former tensors, so that `undo` can restore the model.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -154,7 +154,7 @@ class Slots:
         return name in self._owners
 
     def get(self, name: str) -> Tensor:
-        """Returns the tensor that is there now."""
+        """Returns the tensor that has the name now."""
         module, key = self._owners[name]
         tensor = module._parameters.get(key)
         found = module._buffers[key] if tensor is None else tensor
@@ -162,11 +162,11 @@ class Slots:
         return found
 
     def names_of(self, name: str) -> list[str]:
-        """Returns every name of the tensor that is there."""
+        """Returns every name of the tensor that has the name."""
         return self._names[id(self.get(name))]
 
     def set(self, names: Iterable[str], tensor: Tensor) -> None:
-        """Puts one tensor in all these places; parameters stay parameters and keep `requires_grad`."""
+        """Sets one tensor under all these names; parameters stay parameters and keep `requires_grad`."""
         shared: nn.Parameter | None = None
         for name in names:
             module, key = self._owners[name]

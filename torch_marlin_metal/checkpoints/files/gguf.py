@@ -1,7 +1,8 @@
-"""GGUF files: metadata and tensor directory, checked against the file's size before they are believed.
+"""GGUF files: metadata and tensor directory, both checked against the file's size before use.
 
-The parser of the `gguf` package trusts the counts in a file and can be made to loop without end; this one consumes
-bytes for everything that it counts. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
+The parser of the `gguf` package trusts the counts in a file, so a damaged file can make it loop for hours. This parser
+reads at least one byte for every element, so its work is bounded by the file's size.
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
 
 import re
@@ -57,7 +58,7 @@ GGML_TYPES: dict[int, tuple[str, int, int]] = {
 SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 STRING, ARRAY = 8, 9
 MAX_NESTING = 4
-MAX_ARRAY = 1 << 16  # settings of single layers are short
+MAX_ARRAY = 1 << 16  # longer arrays are skipped; arrays with one setting per layer are short
 MAX_STRING = 1 << 20  # names and settings are short; longer texts (chat templates) are skipped
 MAX_RANK = 4  # GGML_MAX_DIMS
 DEFAULT_ALIGNMENT = 32
@@ -77,11 +78,11 @@ class GgufTensor:
 
     @property
     def is_plain(self) -> bool:
-        """Returns whether it holds plain numbers and not blocks of codes."""
+        """Returns whether it holds plain numbers instead of blocks of codes."""
         return self.type_name in ("F32", "F16", "BF16", "F64", "I8", "I16", "I32", "I64")
 
     def read(self, expert: int | None = None) -> Tensor:
-        """Reads plain numbers in their dtype and shape, blocks as uint8 `[..., bytes of a row]`."""
+        """Reads the tensor: plain numbers in their dtype and shape, blocks as uint8 `[..., bytes of a row]`."""
         shape = self.shape if self.is_plain else (*self.shape[:-1], self.nbytes // prod(self.shape[:-1]))
         info = TensorInfo(
             self.name, self.file, self.type_name if self.is_plain else "U8", shape, self.offset, self.nbytes
@@ -91,17 +92,17 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class SkippedArray:
-    """An array of the metadata that no reader asks for: of strings, of arrays, or longer than settings of layers."""
+    """A metadata array that no reader needs: of strings, of arrays, or longer than `MAX_ARRAY`."""
 
     count: int
 
 
 class _Header:
-    """Reads the front of a file and never past its end."""
+    """Reads the start of a file; raises an error instead of reading past its end."""
 
     def __init__(self, file: Path, stream: BinaryIO, size: int) -> None:
         self.file, self.stream, self.size = file, stream, size
-        self.position = 0  # asking the stream would take a call of the system
+        self.position = 0  # stream.tell() would cost a system call for each value
 
     def fail(self, message: str) -> CheckpointError:
         return CheckpointError(f"{self.file}: {message}")
@@ -133,7 +134,7 @@ class _Header:
             raise self.fail(f"a string before byte {self.position} is not UTF-8") from error
 
     def value(self, kind: int, nesting: int = 0) -> Any:
-        """Returns a metadata value; short arrays of numbers stay bytes until an element is asked for."""
+        """Reads a metadata value. Short arrays of numbers stay bytes until an element is needed."""
         if kind in SCALARS:
             return self.scalar(SCALARS[kind])
         if kind == STRING:
@@ -156,11 +157,11 @@ class _Header:
 
 
 def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
-    """Reads the metadata and the tensor directory of a GGUF file, and of its siblings where it is split.
+    """Reads the metadata and the tensor directory of a GGUF file, and of all parts if the model is split.
 
     Raises:
         CheckpointError: a file is missing, truncated or contradicts itself.
-        UnsupportedFormat: a version or tensor type that is not known.
+        UnsupportedFormat: the version or a tensor type is unknown.
     """
     metadata, tensors = _read_one(path)
     count = metadata.get("split.count", 1)

@@ -1,7 +1,8 @@
-"""Safetensors files: a header that is believed only after it has been checked, and reads of single tensors.
+"""Safetensors files: checks the header before use, and reads single tensors.
 
-The safetensors library maps whole files, so the resident size of a process that walks a checkpoint grows with the
-file, and its errors do not name the tensor. Here the header is parsed once and a tensor is read with one `readinto`.
+The safetensors library maps whole files into memory, so the resident size of a process that reads a checkpoint grows
+with the file. Its errors also do not name the tensor. This module parses the header once and reads each tensor with one
+`readinto`.
 Format: https://github.com/huggingface/safetensors#format.
 """
 
@@ -18,9 +19,9 @@ from torch import Tensor
 
 from torch_marlin_metal.checkpoints.errors import CheckpointError
 
-# Bits of one element and the torch dtype that holds it. Coded and unsigned types keep their bits in a dtype that every
-# backend has: float8 as uint8, U16/U32/U64 as the signed type of the same width. F4 packs two elements in a byte. The
-# first entry of a dtype is its own name.
+# For each dtype name of the format: the bits of one element and the torch dtype that holds it. Coded and unsigned types
+# keep their bits in a dtype that every backend has: float8 as uint8, U16/U32/U64 as the signed type of the same width.
+# F4 packs two elements in a byte. If several names share a torch dtype, the first is the one that torch means by it.
 DTYPES: dict[str, tuple[int, torch.dtype]] = {
     "BOOL": (8, torch.bool),
     "U8": (8, torch.uint8),
@@ -43,13 +44,13 @@ DTYPES: dict[str, tuple[int, torch.dtype]] = {
 }
 MAX_HEADER = 100_000_000  # the reference implementation's limit
 MAX_RANK = 16
-MAX_ELEMENTS = 1 << 59  # strides, in bits too, are integers of 64 bits
+MAX_ELEMENTS = 1 << 59  # so that strides counted in bits still fit into 64-bit integers
 POOLED_BYTES, MAX_POOL_BYTES = 1 << 20, 1 << 26
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where one tensor lies: `nbytes` bytes from `offset` of `file`; `dtype` is a key of `DTYPES`."""
+    """The place of one tensor: `nbytes` bytes at `offset` of `file`; `dtype` is a key of `DTYPES`."""
 
     name: str
     file: Path
@@ -65,7 +66,7 @@ class TensorInfo:
 
 
 def parse_json(file: Path, text: bytes) -> Any:
-    """Parses JSON that may be hostile: every failure, nesting beyond the stack and repeated keys included, is named."""
+    """Parses untrusted JSON. Every failure is a CheckpointError, including too deep nesting and repeated keys."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         values = dict(pairs)
@@ -80,7 +81,7 @@ def parse_json(file: Path, text: bytes) -> Any:
         raise CheckpointError(f"{file}: not valid JSON ({error})") from error
     except CheckpointError:
         raise
-    except ValueError as error:  # an integer of more digits than Python converts
+    except ValueError as error:  # an integer with more digits than Python converts
         raise CheckpointError(f"{file}: not valid JSON ({error})") from error
 
 
@@ -140,7 +141,7 @@ def _entry(file: Path, name: str, entry: Any, start: int, size: int) -> TensorIn
     bits = prod(shape) * DTYPES[dtype][0]
     if bits != 8 * (offsets[1] - offsets[0]) or (dtype == "F4" and (not shape or shape[-1] % 2)):
         raise fail(f"shape {shape} of {dtype} needs {bits} bits, data_offsets give {offsets[1] - offsets[0]} bytes")
-    if prod(max(size, 1) for size in shape) > MAX_ELEMENTS:  # without elements, no bytes bind the other sizes
+    if prod(max(size, 1) for size in shape) > MAX_ELEMENTS:  # if one size is 0, the bytes do not limit the others
         raise fail(f"expected sizes that span at most {MAX_ELEMENTS} elements, got {str(shape)[:80]}")
     return TensorInfo(name, file, dtype, tuple(shape), start + offsets[0], offsets[1] - offsets[0])
 
@@ -150,7 +151,7 @@ def _natural_numbers(values: Any) -> TypeGuard[list[int]]:
 
 
 class _Blocks:
-    """Memory of large tensors that are gone, for the next ones of about the size.
+    """Keeps the memory of large tensors that were freed, for the next tensors of similar size.
 
     Fresh pages cost more than the read into them: without this, copying a checkpoint took twice the CPU time.
     """
@@ -159,7 +160,7 @@ class _Blocks:
         self._free: list[Any] = []
 
     def take(self, nbytes: int) -> Tensor:
-        """Makes a uint8 tensor of undefined values whose memory comes back when nothing refers to it any more."""
+        """Makes an uninitialised uint8 tensor; its memory returns to this pool when the last reference is gone."""
         fits = (i for i, block in enumerate(self._free) if nbytes <= block.nbytes <= 2 * nbytes)
         place = next(fits, None)
         block = torch.empty(nbytes, dtype=torch.uint8).numpy() if place is None else self._free.pop(place)
@@ -179,8 +180,8 @@ def read_tensor(info: TensorInfo, index: int | None = None) -> Tensor:
     """Reads one tensor, or `tensor[index]` along its first dimension, into memory of its own.
 
     Raises:
-        CheckpointError: the file has become unreadable or shorter since its header was read, or there is no memory for
-            the tensor.
+        CheckpointError: the file has become unreadable or shorter since its header was read, or memory for the tensor
+            cannot be allocated.
     """
     shape, offset, nbytes = info.torch_shape, info.offset, info.nbytes
     if index is not None:
@@ -189,7 +190,7 @@ def read_tensor(info: TensorInfo, index: int | None = None) -> Tensor:
         shape = shape[1:]
     try:
         raw = _blocks.take(nbytes) if nbytes >= POOLED_BYTES else torch.empty(nbytes, dtype=torch.uint8)
-    except (MemoryError, RuntimeError) as error:  # the latter is torch's allocator
+    except (MemoryError, RuntimeError) as error:  # torch's allocator raises RuntimeError
         raise CheckpointError(f"{info.file}: tensor {info.name!r}: no memory for its {nbytes} bytes") from error
     try:
         with info.file.open("rb", buffering=0) as stream:

@@ -1,8 +1,8 @@
-"""Writes tensors one after the other into safetensors shards, without holding more than a few in memory.
+"""Writes tensors one after the other into safetensors shards, with only a few in memory at a time.
 
-A safetensors header stands before the data and may be padded with spaces, so room is left for it and it is written
-when the shard is full. A shard gets its name only then: a file under its final name is complete. A thread writes while
-the caller reads and converts the next tensors.
+A safetensors header comes before the data and may be padded with spaces. The writer therefore leaves room for it and
+writes it when the shard is full. The shard gets its final name only then, so a file with its final name is complete. A
+thread writes while the caller reads and converts the next tensors.
 """
 
 import json
@@ -19,12 +19,13 @@ from torch_marlin_metal.checkpoints.checkpoint import DTYPE_NAMES
 from torch_marlin_metal.checkpoints.errors import CheckpointError
 
 HEADER_BYTES = 1 << 18
-# Of one call: for larger ones Linux fills its cache by huge pages, which a virtual machine may have to ask its host for
-# each time (2 GB took 4.4 s of CPU in calls of 8 MiB, 0.5 s in these, on a Firecracker guest with Linux 6.18 and ext4).
+# Bytes of one write call. For larger calls Linux fills its cache with huge pages, which a virtual machine may have to
+# request from its host each time. On a Firecracker guest with Linux 6.18 and ext4, 2 GB took 4.4 s of CPU in calls of
+# 8 MiB, and 0.5 s in calls of this size.
 WRITE_BYTES = 1 << 17
-MAX_PENDING_BYTES = 1 << 25  # waiting to be written while the next layer is converted
+MAX_PENDING_BYTES = 1 << 25  # bytes that may wait to be written while the next layer is converted
 FLOAT8_NAMES = {torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"}
-ENTRY_BYTES = 160  # of a header entry beside the name and the shape's digits
+ENTRY_BYTES = 160  # bytes of a header entry without the name and the shape's digits
 
 
 def _entry_bytes(name: str) -> int:
@@ -47,7 +48,7 @@ class ShardWriter:
         self._size = 0
         self._header_size = 64
         try:
-            # Unbuffered: a failure to write must not come back when the stream is closed.
+            # Unbuffered, so that a failed write is not repeated when the stream is closed.
             self._stream: RawIOBase = cast(RawIOBase, self._partial.open("wb", buffering=0))
         except OSError as error:
             raise CheckpointError(f"{self.path}: cannot be written ({error.strerror})") from error
@@ -64,15 +65,15 @@ class ShardWriter:
         return name in self._entries
 
     def has_room(self, names: list[str]) -> bool:
-        """Says whether the header has room for these tensors too."""
+        """Returns whether the header has room for these tensors too."""
         return self._header_size + sum(map(_entry_bytes, names)) < HEADER_BYTES
 
     def add(self, name: str, tensor: Tensor, dtype: str | None = None) -> None:
-        """Appends a tensor; `dtype` is its name in the file if the bits mean another type than torch's.
+        """Appends a tensor. `dtype` is the dtype's name in the file if torch's dtype only carries the bits.
 
         Raises:
-            CheckpointError: the disk is full, or another failure to write, of this tensor or one before it.
-            ValueError: a dtype that the format does not have.
+            CheckpointError: this tensor or an earlier one cannot be written, for example because the disk is full.
+            ValueError: the format does not have the dtype.
         """
         held = tensor.detach().cpu().contiguous()
         nbytes = held.numel() * held.element_size()
@@ -92,7 +93,7 @@ class ShardWriter:
         self.names.append(name)
 
     def finish(self) -> None:
-        """Writes the header, and gives the complete file its name."""
+        """Writes the header and renames the complete file to its final name."""
         text = json.dumps(self._entries, separators=(",", ":")).encode().ljust(HEADER_BYTES)
         if len(text) > HEADER_BYTES:
             self.discard()

@@ -1,7 +1,9 @@
-"""AWQ layers in the layouts of AutoAWQ: gemm (AutoRound and GPTQModel write it too), gemv and gemv_fast (llm-awq).
+"""AWQ layers in the three layouts of AutoAWQ: gemm, gemv and gemv_fast.
 
-gemm packs int32 words along N with an interleave; gemv packs along K, transposed; gemv_fast packs int16 words of four
-codes along K in tiles, and stores its zero points multiplied out as fp16 -(s * z).
+- gemm packs int32 words along N with an interleave. AutoRound and GPTQModel also write it.
+- gemv packs along K, transposed.
+- gemv_fast (llm-awq) packs int16 words of four codes along K in tiles, and stores fp16 -(s * z) instead of the zero
+  points z.
 """
 
 import torch
@@ -14,7 +16,7 @@ from torch_marlin_metal.checkpoints.layer import FLOATS, Layer, as_words, consta
 from torch_marlin_metal.checkpoints.options import ReadOptions
 from torch_marlin_metal.packed_weight import PackedWeight
 
-# version -> the layout that it is a name for
+# version in the settings -> layout
 LAYOUTS = {
     "": "gemm",
     "gemm": "gemm",
@@ -36,7 +38,7 @@ def _layout_of(settings: Settings) -> str:
 
 
 def _implied(checkpoint: Checkpoint) -> bool:
-    """Recognises old AutoAWQ files: quant_config.json names no method."""
+    """Recognises old AutoAWQ files, whose quant_config.json names no method."""
     return "w_bit" in checkpoint.settings and "q_group_size" in checkpoint.settings
 
 
@@ -60,7 +62,7 @@ def _group_size(settings: Settings, K: int) -> int:
 def _packed(
     layer: Layer, b_packed: Tensor, group_size: int, scales: Tensor, zeros: Tensor | None, weight_format: str = "uint4"
 ) -> PackedWeight:
-    """Puts the parts together; `scales` and `zeros` are `[G, N]` at the producer's group size."""
+    """Makes the weight from its parts; `scales` and `zeros` are `[G, N]` at the producer's group size."""
     K, N = 8 * b_packed.shape[0], b_packed.shape[1]
     if zeros is not None and weight_format == "uint4" and constant(zeros, SYMMETRIC_ZERO):
         zeros = None
@@ -151,8 +153,8 @@ def _read_gemv_fast(layer: Layer, settings: Settings) -> PackedWeight:
 def _unpack_gemv_fast(qweight: Tensor) -> Tensor:
     """Converts int16 `[N/4, K]` to int32 `[K/8, N]`.
 
-    In a tile of 4 rows x 64 k, each run of 32 k is stored as 0, 8, 16, 24, 1, 9, ..., 31, four codes to a word, and the
-    64 words of the tile are the four rows one after the other.
+    The layout has tiles of 4 rows x 64 k. A tile's 64 words are its four rows, one after the other. Within a row, each
+    run of 32 k is stored in the order 0, 8, 16, 24, 1, 9, ..., 31, four codes to a word.
     """
     quarter, K = qweight.shape
     codes = (qweight.unsqueeze(2) >> torch.arange(0, 16, 4)) & 15
@@ -162,7 +164,7 @@ def _unpack_gemv_fast(qweight: Tensor) -> Tensor:
 
 
 def _integer_zeros(scales: Tensor, biases: Tensor) -> Tensor | None:
-    """Recovers uint8 zero points from fp16 -(s * z), or returns None unless every stored value comes out again."""
+    """Recovers uint8 zero points from fp16 -(s * z). Returns None if they do not reproduce every stored value."""
     zeros = torch.where(scales == 0, 0, -biases.float() / scales.float()).round()
     exact = torch.equal(-(scales.float() * zeros).to(biases.dtype), biases)
     return zeros.to(torch.uint8) if exact and bool(((zeros >= 0) & (zeros <= 15)).all()) else None
@@ -175,7 +177,7 @@ FORMAT = DirectoryFormat(
     variants=(
         ("gemm (also called exllama, ipex)", "uint4; uint4b8 without zero points"),
         ("gemv", "uint4; uint4b8 without zero points"),
-        ("gemv_fast, llm-awq", "uint4; uint4_bias if the stored fp16 products are not those of integer zero points"),
+        ("gemv_fast, llm-awq", "uint4; uint4_bias if the stored fp16 products have no integer zero points"),
     ),
     refused=(
         ("marlin", "layout made for one GPU kernel; export the original AWQ checkpoint"),
@@ -184,7 +186,7 @@ FORMAT = DirectoryFormat(
         ("groups of 8 or less", "no group size of the operators divides them; dequantized on request"),
     ),
     anchors={".qweight": "qweight"},
-    roles=endings("scales", "bias") | {"qzeros": (".qzeros", ".scaled_zeros")},  # GPTQModel's name of llm-awq's
+    roles=endings("scales", "bias") | {"qzeros": (".qzeros", ".scaled_zeros")},  # GPTQModel says scaled_zeros
     fields={"b_packed": "qweight", "scales": "scales", "zeros": "qzeros", "bias": "bias"},
     check=_check,
     read=_read,

@@ -1,7 +1,7 @@
-"""bitsandbytes NF4 and FP4 layers: codes of a table of 16 values, scaled per block of the flattened weight.
+"""bitsandbytes NF4 and FP4 layers: codes into a table of 16 values, with one scale per block of the flattened weight.
 
-`weight` holds two codes a byte, the even one in the high nibble. Blocks run over the rows one after the other, so a
-block may lie across rows; with double quantization the block scales are themselves 8-bit codes of a table of 256.
+`weight` holds two codes per byte, the even one in the high nibble. Because the weight is flattened row by row, a block
+may extend over the end of a row. With double quantization, the block scales are 8-bit codes into a table of 256 values.
 """
 
 from math import gcd
@@ -61,7 +61,7 @@ def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeigh
 
     if K % 8:
         raise layer.unsupported(f"K={K} is not a multiple of 8", dequantize)
-    part = gcd(K, blocksize)  # the longest runs of k that never lie across a block's or a row's end
+    part = gcd(K, blocksize)  # the longest runs of k that never cross the end of a block or row
     scales = absmax[torch.arange(N * K // part) * part // blocksize].reshape(N, K // part).t()
     fitted = fit_groups(K, part, scales)
     if fitted is None:
@@ -104,7 +104,7 @@ FORMAT = DirectoryFormat(
     ),
     refused=(
         ("load_in_8bit", "codes are not 4 bit wide"),
-        ("blocks that do not end with a row, unless runs of 16 or more do", "dequantized on request"),
+        ("rows and blocks that no common group size divides", "dequantized on request"),
     ),
     anchors={
         ".weight.quant_state.bitsandbytes__nf4": "quant_state",

@@ -1,7 +1,8 @@
 """compressed-tensors layers: pack-quantized (int4), nvfp4-pack-quantized, mxfp4-pack-quantized.
 
-llm-compressor writes them. int4: `weight_packed` int32 `[N, K/8]`, `weight_zero_point` packed along N, both with an
-offset of 8. FP4: `weight_packed` uint8 `[N, K/2]`, even k in the low nibble; NVFP4's global scale divides.
+llm-compressor writes them. For int4, `weight_packed` is int32 `[N, K/8]` and `weight_zero_point` is packed along N.
+Both store signed values plus 8. For FP4, `weight_packed` is uint8 `[N, K/2]` with even k in the low nibble, and weights
+are divided by NVFP4's global scale.
 """
 
 import torch
@@ -78,7 +79,7 @@ def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeigh
 
 
 def _columns(layer: Layer, N: int, words: int) -> int:
-    """Returns K, which the packing pads."""
+    """Returns the true K; `weight_packed` may be padded beyond it."""
     if "weight_shape" not in layer:
         return 8 * words
     layer.expect("weight_shape", ("I64", "I32"), 2)
@@ -111,11 +112,11 @@ def _scales(layer: Layer, settings: Settings, N: int, K: int) -> tuple[int, Tens
 
 
 def _zeros(layer: Layer, N: int, G: int, bits: int) -> Tensor | None:
-    """Returns uint8 zero points `[G, N]`, or None if all are the symmetric one."""
+    """Returns uint8 zero points `[G, N]`, or None if all equal the symmetric zero point."""
     if "weight_zero_point" not in layer:
         return None
     offset = 1 << (bits - 1)
-    if layer.dtype("weight_zero_point") == "I8":  # not packed: one for the whole tensor, or an old version's
+    if layer.dtype("weight_zero_point") == "I8":  # not packed: one per tensor, or an old version
         sizes = (1,) if layer.shape("weight_zero_point") == (1,) else (N, G)
         layer.expect("weight_zero_point", ("I8",), *sizes)
         zeros = (layer.read("weight_zero_point").int() + offset).expand(N, G).t()
@@ -129,7 +130,7 @@ def _zeros(layer: Layer, N: int, G: int, bits: int) -> Tensor | None:
 
 
 def read_fp4(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeight:
-    """Converts an NVFP4 or MXFP4 layer; the dtype of its scales and its global scale say which it is."""
+    """Converts an NVFP4 or MXFP4 layer. The dtype of the scales and the global scale tell which of them it is."""
     N, half = layer.expect("weight_packed", ("U8",), None, None)
     K = 2 * half
     two_level = "weight_global_scale" in layer

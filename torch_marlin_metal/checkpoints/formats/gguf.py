@@ -1,7 +1,7 @@
-"""GGUF: blocks of 32, 64 or 256 weights along K, each with its codes and scales together.
+"""GGUF layers: blocks of 32, 64 or 256 weights along K, each of which holds its codes and scales.
 
-Block layouts: ggml-common.h and ggml-quants.c of ggml. In every type a run of bytes holds two runs of codes, the first
-in the low nibbles.
+ggml's files ggml-common.h and ggml-quants.c define the block layouts. In every type, a run of n bytes holds 2 n codes:
+the first n in the low nibbles, the next n in the high nibbles.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,12 +20,12 @@ from torch_marlin_metal.checkpoints.layer import as_words
 from torch_marlin_metal.checkpoints.options import ReadOptions
 from torch_marlin_metal.packed_weight import PackedWeight, PackedWeightError
 
-# Values of the codes of IQ4_NL and IQ4_XS (kvalues_iq4nl in ggml-common.h).
+# Values of the 16 codes of IQ4_NL and IQ4_XS (kvalues_iq4nl in ggml-common.h).
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
 def _codes(blocks: Tensor, run: int) -> Tensor:
-    """Bytes `[N, ..., run]`, first `run` codes in the low nibbles, next in the high -> int32 `[K/8, N]`."""
+    """Repacks bytes `[N, ..., run]` to int32 `[K/8, N]`; the low nibbles hold `run` codes, the high ones the next."""
     runs = blocks.reshape(blocks.shape[0], -1, run)
     even, odd = runs[..., 0::2], runs[..., 1::2]
     low, high = (even & 15) | (odd << 4), (even >> 4) | (odd & 0xF0)
@@ -33,7 +33,7 @@ def _codes(blocks: Tensor, run: int) -> Tensor:
 
 
 def _float16(blocks: Tensor) -> Tensor:
-    """Bytes `[N, B, 2]` -> fp16 `[B, N]`."""
+    """Converts bytes `[N, B, 2]` to fp16 `[B, N]`."""
     return blocks.contiguous().view(torch.float16).squeeze(-1).t()
 
 
@@ -47,7 +47,7 @@ def _q4_1(blocks: Tensor) -> PackedWeight:
 
 
 def _q4_k(blocks: Tensor) -> PackedWeight:
-    """Scales d * sc and minimums dmin * m of six bits each: the products need fp32."""
+    """Converts Q4_K. Its scales d * sc and minimums dmin * m have factors of 11 and 6 bits, so they need fp32."""
     d, dmin = _float16(blocks[..., :2]).float(), _float16(blocks[..., 2:4]).float()
     first, second, third = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
     sc = torch.cat((first & 63, (third & 15) | ((first >> 6) << 4)), dim=2)
@@ -80,7 +80,7 @@ def _mxfp4(blocks: Tensor) -> PackedWeight:
 
 
 def _nvfp4(blocks: Tensor) -> PackedWeight:
-    """Reads scales as unsigned E4M3 and 0x7F as 0, as ggml does."""
+    """Converts NVFP4. Like ggml, it reads scales as unsigned E4M3, with 0x7F as 0."""
     scales = blocks[..., :4].flatten(1).t()
     if bool((scales > 0x7F).any()):
         raise PackedWeightError("scales", "expected unsigned E4M3 codes of at most 0x7F")
@@ -99,7 +99,7 @@ DECODERS: dict[str, tuple[int, Callable[[Tensor], PackedWeight]]] = {
 
 
 class GgufSource:
-    """An opened GGUF file; every matrix of coded blocks is a layer, every expert of a stack one of its own."""
+    """An opened GGUF file. Every quantized matrix is a layer, and so is every expert of a stacked tensor."""
 
     def __init__(self, path: Path, options: ReadOptions) -> None:
         self.format = FORMAT
@@ -166,7 +166,7 @@ class GgufSource:
             raise CheckpointError(f"{where}: {error}") from error
 
     def _row_order(self, tensor: GgufTensor) -> Tensor | None:
-        """Returns the order that brings a tensor's first dimension back to transformers', or None."""
+        """Returns the row order that restores transformers' order of a tensor, or None if it is unchanged."""
         heads = heads_to_restore(tensor.name, self.architecture, self.metadata) if self.hf else None
         if heads is None:
             return None
@@ -176,7 +176,7 @@ class GgufSource:
         return row_order(rows, heads)
 
     def _scale(self, tensor: GgufTensor, expert: int | None) -> Tensor | None:
-        """Returns NVFP4's scale of the whole tensor, which llama.cpp stores beside it."""
+        """Returns NVFP4's scale for the whole tensor, which llama.cpp stores as a separate tensor."""
         base = tensor.name.removesuffix(".weight")
         for name in (f"{base}.scale", f"{base}.weight.scale"):
             if name in self.tensors:
@@ -221,14 +221,14 @@ class GgufSource:
         return {}
 
     def others(self) -> Iterator[tuple[str, Callable[[], Tensor], str]]:
-        """Yields (name, how to read it, dtype) for embeddings, norms and whatever else is no layer."""
+        """Yields (name, function that reads it, dtype) for tensors outside the layers, such as embeddings and norms."""
         for tensor in self.tensors.values():
             if tensor.name not in self._used:
                 yield (hf_name(tensor.name) if self.hf else None) or tensor.name, tensor.read, tensor.type_name
 
 
 def _dequantize(tensor: GgufTensor, expert: int | None) -> Tensor:
-    """Decodes any block type by the `gguf` package, which an optional dependency brings."""
+    """Decodes any block type with the optional package `gguf`."""
     where = f"{tensor.file}: tensor {tensor.name!r}"
     try:
         from gguf import GGMLQuantizationType

@@ -1,4 +1,4 @@
-"""transformers' names for the tensors of llama-family GGUF files, and their order of rows.
+"""Maps the tensors of llama-family GGUF files to transformers' names and transformers' order of rows.
 
 llama.cpp's converter renames tensors and, for the architecture "llama", reorders the rows of the q and k projections
 so that the two halves of a rotary pair lie side by side; transformers keeps the halves of a head apart.
@@ -24,7 +24,7 @@ IN_BLOCK = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-# Architectures whose tensors map one to one; whether q and k rows are reordered.
+# Architectures whose tensors map one to one -> whether llama.cpp reorders their q and k rows.
 ARCHITECTURES = {"llama": True, "qwen2": False, "qwen3": False}
 BLOCK_NAME = re.compile(r"blk\.(\d{1,6})\.(\w+)\.(weight|bias)")
 TOP_NAME = re.compile(r"(\w+)\.(weight|bias)")
@@ -42,7 +42,7 @@ def hf_name(name: str) -> str | None:
 
 
 def heads_to_restore(name: str, architecture: str, metadata: dict[str, Any]) -> Any:
-    """Returns the number of heads whose rows llama.cpp reordered in this tensor, as stated; None if none."""
+    """Returns the number of heads, from the metadata, if llama.cpp reordered the rows of this tensor; else None."""
     block = BLOCK_NAME.fullmatch(name)
     if block is None or block[2] not in HEADS or not ARCHITECTURES.get(architecture, False):
         return None

@@ -1,6 +1,7 @@
 """gpt-oss experts in MXFP4: `<layer>_blocks` uint8 `[E, N, K/32, 16]` and `<layer>_scales` E8M0 `[E, N, K/32]`.
 
-Every expert is a layer of its own, `<layer>.<expert>`; rows of gate_up_proj alternate gate and up, as in the model.
+Every expert becomes a separate layer, `<layer>.<expert>`. As in the model, rows of gate_up_proj alternate between gate
+and up.
 """
 
 from torch_marlin_metal.checkpoints import fp4
@@ -12,7 +13,7 @@ from torch_marlin_metal.packed_weight import PackedWeight
 
 
 def _check(checkpoint: Checkpoint, settings: Settings) -> None:
-    """Accepts every checkpoint: its settings hold only the method's name."""
+    """Accepts every checkpoint, because the settings hold only the method's name."""
 
 
 def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeight:

@@ -1,7 +1,8 @@
-"""GPTQ layers: AutoGPTQ, GPTQModel, optimum and AutoRound write them.
+"""GPTQ layers, as AutoGPTQ, GPTQModel, optimum and AutoRound write them.
 
-`qweight` int32 `[K/8, N]` is already the operators' layout. `qzeros` int32 `[G, N/8]` is packed along N, as z - 1 in
-version 1 and as z in version 2. `g_idx` `[K]` gives the group of every row, out of order after act-order.
+`qweight` int32 `[K/8, N]` already has the operators' layout. `qzeros` int32 `[G, N/8]` is packed along N; version 1
+stores z - 1 and version 2 stores z. `g_idx` `[K]` gives the group of every row. With act-order, the rows of a group are
+not contiguous.
 """
 
 import warnings
@@ -24,7 +25,7 @@ SYMMETRIC_WORDS = {1: 0x77777777, 2: 0x88888888 - (1 << 32)}
 
 
 def _implied(checkpoint: Checkpoint) -> bool:
-    """Recognises old AutoGPTQ files: quantize_config.json names no method."""
+    """Recognises old AutoGPTQ files, whose quantize_config.json names no method."""
     return checkpoint.settings.file.name == "quantize_config.json" and "bits" in checkpoint.settings
 
 
@@ -38,7 +39,7 @@ def _check(checkpoint: Checkpoint, settings: Settings) -> None:
 
 
 def read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeight:
-    """Converts one layer; its width and group size are derived from the shapes and compared with the settings."""
+    """Converts one layer. Derives the code width and group size from the shapes and compares them with the settings."""
     rows, N = layer.expect("qweight", ("I32",), None, None)
     G, _ = layer.expect("scales", FLOATS, None, N)
     bits = _bits(layer, settings, rows, N, G)
@@ -76,7 +77,7 @@ def read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeight
 
 
 def _bits(layer: Layer, settings: Settings, rows: int, N: int, G: int) -> int:
-    """Derives the width of a code from the tensors, which per-module settings cannot contradict."""
+    """Returns the bits of a code, from the shapes, because settings may differ from module to module."""
     if "g_idx" in layer:
         (K,) = layer.expect("g_idx", ("I32", "I64"), None)
         bits, rest = divmod(32 * rows, K)
@@ -105,7 +106,7 @@ def _group_size(layer: Layer, settings: Settings, K: int, G: int) -> int:
 
 
 def _has_overrides(settings: Settings) -> bool:
-    """Says whether single modules may have widths and group sizes of their own (GPTQModel, AutoRound)."""
+    """Returns whether single modules may have other widths and group sizes (GPTQModel, AutoRound)."""
     return bool(settings.section("dynamic") or settings.section("extra_config"))
 
 
@@ -136,7 +137,7 @@ def _read_zeros(layer: Layer, settings: Settings, options: ReadOptions, version:
 
 
 def _check_version(layer: Layer, raw: Tensor, version: int) -> None:
-    """Refuses a wrong label: a symmetric file holds one raw value, 7 in version 1 and 8 in version 2."""
+    """Refuses a wrong version: every raw zero point of a symmetric file is 7 in version 1 and 8 in version 2."""
     other = 3 - version
     if constant(raw, SYMMETRIC_ZERO - (other == 1)):
         raise layer.error(
@@ -149,7 +150,7 @@ def _check_version(layer: Layer, raw: Tensor, version: int) -> None:
 def _dequantize(
     layer: Layer, bits: int, version: int, scales: Tensor, row_group: Tensor, zeros: Tensor | None = None
 ) -> Tensor:
-    """Decodes any width in fp32, for layers that the operators do not take: `[N, K]`."""
+    """Returns the weight of a layer that the operators do not support, of any code width, as fp32 `[N, K]`."""
     codes = unpack(layer.read("qweight"), bits, row_group.numel())
     middle = 1 << (bits - 1)
     offset: Tensor | int = middle

@@ -1,6 +1,7 @@
 """HQQ layers of 4 bit with groups along K (axis 1): W = (q - zero) * scale with floating zero points.
 
-The weight is a matrix of groups `[N * K / g, g]`; `W_q` packs row r in the high nibble with row r + half in the low.
+The weight is stored as groups, `[N * K / g, g]`. A byte of `W_q` holds a code of row r in the high nibble and one of
+row r + half the number of rows in the low nibble.
 """
 
 import torch
@@ -37,7 +38,7 @@ def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeigh
     if N < 1 or K < 1 or 2 * nbytes != N * K:
         raise layer.error("W_q", f"{nbytes} bytes do not hold [{N}, {K}] codes of 4 bit")
     packed = layer.read("W_q").reshape(-1).view(torch.uint8)
-    codes = torch.cat((packed >> 4, packed & 15))  # half the rows, then the other half
+    codes = torch.cat((packed >> 4, packed & 15))  # the first half of the rows, then the second
     scales, zeros = _column(layer, "scale"), _column(layer, "zero")
     groups = scales.numel()
     if zeros.numel() != groups or N * K % groups:
@@ -74,7 +75,7 @@ def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeigh
 
 
 def _number(layer: Layer, role: str, stated: int | None) -> int:
-    """Returns the layer's own value if it stores one; HQQ's defaults are 4 bit and axis 1."""
+    """Returns the value that the layer stores, else the one that the settings state, else HQQ's default."""
     if role in layer:
         return int(layer.scalar(role))
     return stated if stated is not None else {"nbits": 4, "axis": 1}[role]

@@ -1,7 +1,7 @@
 """MLX layers: `weight` uint32 `[N, K/8]`, first k in the low nibble; affine scales and biases, or FP4 block scales.
 
-mlx-lm writes them, and transformers' Metal quantizer (which calls the biases `qbiases`). Settings of single modules
-stand in the same object under the module's name.
+mlx-lm writes them, and so does transformers' Metal quantizer, which calls the biases `qbiases`. The settings object
+also holds the settings of single modules, under the module's name.
 """
 
 from torch import Tensor
@@ -13,12 +13,12 @@ from torch_marlin_metal.checkpoints.layer import FLOATS, Layer, as_words, fit_gr
 from torch_marlin_metal.checkpoints.options import ReadOptions
 from torch_marlin_metal.packed_weight import PackedWeight
 
-# mode -> widths whose layout is known; of these only 4 bit is packed, the others can be decoded
+# mode -> bit widths whose layout is known; 4 bit stays packed, the others can only be decoded
 BITS = {"affine": (2, 3, 4, 5, 6, 8), "mxfp4": (4,), "nvfp4": (4,)}
 
 
 def _check(checkpoint: Checkpoint, settings: Settings) -> None:
-    """Accepts every checkpoint: each module may have settings of its own."""
+    """Accepts every checkpoint, because each module may have its own settings and is checked by itself."""
 
 
 def _implied(checkpoint: Checkpoint) -> bool:
@@ -27,7 +27,7 @@ def _implied(checkpoint: Checkpoint) -> bool:
 
 
 def _own_settings(layer: Layer, settings: Settings) -> Settings:
-    """Returns the module's own settings if it has any; AutoRound leaves them under "quantization" alone."""
+    """Returns the module's own settings, else the common ones. AutoRound stores them only under "quantization"."""
     module = layer.name if layer.expert is None else layer.name.rpartition(".")[0]
     table = layer.checkpoint.config.get("quantization")
     for values in (settings, table if isinstance(table, dict) else {}):

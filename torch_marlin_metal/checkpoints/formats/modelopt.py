@@ -1,4 +1,7 @@
-"""NVFP4 layers of NVIDIA ModelOpt: `weight` uint8 `[N, K/2]`, `weight_scale` E4M3, `weight_scale_2` multiplies."""
+"""NVFP4 layers of NVIDIA ModelOpt.
+
+`weight` is uint8 `[N, K/2]`, `weight_scale` holds E4M3 block scales, and `weight_scale_2` is a global factor.
+"""
 
 from torch_marlin_metal.checkpoints import fp4
 from torch_marlin_metal.checkpoints.checkpoint import Checkpoint, Settings

@@ -23,7 +23,7 @@ FORMAT_NAMES = tuple(WEIGHT_FORMATS)
 
 @dataclass
 class NativeExporter:
-    """The format as an `exporters.Exporter`; `layers` is each layer's entry in the settings."""
+    """The `exporters.Exporter` of this format; `layers` maps each layer's name to its entry in the settings."""
 
     layers: dict[str, dict[str, Any]] = field(default_factory=dict)
 
@@ -38,7 +38,7 @@ class NativeExporter:
 
 
 def _describe(weight: PackedWeight) -> dict[str, Any]:
-    """Returns the arguments of `MarlinLinear` that make an empty layer for a weight."""
+    """Returns the arguments from which `MarlinLinear` creates an empty layer for a weight."""
     entry: dict[str, Any] = {
         "in_features": weight.K,
         "out_features": weight.N,

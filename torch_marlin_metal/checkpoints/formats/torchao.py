@@ -1,7 +1,7 @@
 """torchao layers: NVFP4Tensor, MXTensor and IntxUnpackedToInt8Tensor (int4), by their inner tensors.
 
-The tensors stand under `<layer>.weight.<field>`, or under `<layer>._weight_<field>` as torchao's own safetensors
-support writes them; the attributes of the class in config.json under `tensor_attributes`, or in the file's metadata.
+The tensors are named `<layer>.weight.<field>`, or `<layer>._weight_<field>` if torchao's own safetensors support wrote
+them. The attributes of the class are in config.json under `tensor_attributes`, or in the file's metadata.
 """
 
 import json
@@ -68,7 +68,7 @@ def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeigh
 
 
 def _block_scales(layer: Layer, N: int, blocks: int, dtypes: tuple[str, ...]) -> Tensor:
-    """Returns the codes `[blocks, N]`; swizzled ones lie in padded tiles of 128 x 4, each stored as 32 x 4 x 4."""
+    """Returns the scale codes `[blocks, N]`. Undoes swizzling: padded tiles of 128 x 4, each stored as 32 x 4 x 4."""
     rows, columns = -(-N // 128) * 32, -(-blocks // 4) * 16
     if layer.shape("scale") != (rows, columns):
         layer.expect("scale", dtypes, N, blocks)
@@ -144,7 +144,10 @@ def _read_intx(layer: Layer, attributes: dict[str, str]) -> PackedWeight:
 
 
 def _zero_points(points: Tensor) -> Tensor | None:
-    """Shifts zero points of signed codes to unsigned ones: uint8 for codes, else floating; None if all are 8."""
+    """Converts zero points of signed codes to those of unsigned codes, or returns None if all become 8.
+
+    The result is uint8 if the zero points are whole codes, else floating.
+    """
     shifted = points.float() + OFFSET
     if constant(shifted, OFFSET):
         return None

@@ -1,4 +1,4 @@
-"""Why a product is computed as it is."""
+"""Explains why the planner chooses a candidate for a product."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from torch_marlin_metal.gpu.planning import GemmPlan, PlanCandidate, PlannedDispatch, plan
 
-# Assumptions of the model beyond the figures of the GPU and the counts of the kernels.
+# What the model assumes in addition to the figures of the GPU and the instruction counts of the kernels.
 ASSUMPTIONS = (
     "Every GPU executes as many instructions as Mesa's compiler generates for the M1; Apple's compiler may differ by "
     "10 to 20 %.",
@@ -44,7 +44,7 @@ class Explanation:
         plan: the product's plan with all candidates.
         bound: the resource that limits the longest dispatch of the chosen plan.
         rivals: the cheapest candidate of every other variant, cheapest first.
-        assumptions: assumptions behind the predicted time.
+        assumptions: what the predicted time assumes.
     """
 
     plan: GemmPlan
@@ -64,7 +64,7 @@ class Explanation:
             reason = _REASONS[rival.bound]
             lines.append(f"instead of {_named(rival)}: {_us(rival.seconds)} us, {ratio:.2f} x, bound by {reason}")
         if cheapest is not chosen:
-            lines.append(f"{cheapest.variant} is cheapest by the model, but taken only where a tuner has measured it")
+            lines.append(f"{cheapest.variant} is cheapest by the model, but used only if the tuner has measured it")
         lines.append("assumed:")
         lines += [f"  - {assumption}" for assumption in self.assumptions]
         return "\n".join(lines)
@@ -90,16 +90,16 @@ def _spent(dispatch: PlannedDispatch) -> str:
 
 
 def explain(M: int, N: int, K: int, **problem: Any) -> Explanation:
-    """Explains how a product is computed: the plan, its limit, and the alternatives.
+    """Explains the planner's choice for a product: the plan, what limits it, and the alternatives.
 
     Args:
         M: rows of the activations.
         N: columns of the weight.
         K: rows of the weight.
-        **problem: as for `torch_marlin_metal.plan`.
+        **problem: further arguments of `torch_marlin_metal.plan`.
 
     Raises:
-        ValueError: as `torch_marlin_metal.plan`.
+        ValueError: an argument is out of range or unknown; the message names it.
     """
     found = plan(M, N, K, **problem)
     rivals: dict[str, PlanCandidate] = {}

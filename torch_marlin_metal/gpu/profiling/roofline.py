@@ -1,4 +1,4 @@
-"""Where products lie under a GPU's roofline, by the planner's model."""
+"""Places products under a GPU's roofline, with times predicted by the planner's model."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class RooflinePoint:
         M: rows of the activations.
         N: columns of the weight.
         K: rows of the weight.
-        variant: the planner's choice.
-        intensity: floating-point operations for each byte of memory traffic.
-        flop_per_second: by the model.
-        attainable: the rate that memory and the matrix unit allow at this intensity.
+        variant: the variant that the planner chooses.
+        intensity: floating-point operations per byte of memory traffic.
+        flop_per_second: predicted rate.
+        attainable: the highest rate, in flop/s, that memory and matrix unit allow at this intensity.
     """
 
     M: int
@@ -43,8 +43,8 @@ class Roofline(RichText):
 
     Attributes:
         gpu: the GPU.
-        weight_format: of the products.
-        points: one for each shape.
+        weight_format: weight format of the products.
+        points: one point for each shape.
     """
 
     gpu: AppleSiliconGPU
@@ -74,7 +74,7 @@ class Roofline(RichText):
         return table
 
     def plot(self, path: str | Path) -> None:
-        """Draws it into a file; the file's ending says in which format.
+        """Draws the roofline into a file; the file's ending selects the image format.
 
         Raises:
             ImportError: matplotlib is not installed (`pip install matplotlib`).
@@ -114,7 +114,7 @@ class Roofline(RichText):
 
     @property
     def bandwidth(self) -> float:
-        """Bytes per second that reading reaches."""
+        """Returns the memory bandwidth that kernels reach when they read, in bytes per second."""
         return self.gpu.reachable_dram_bytes_per_second
 
 
@@ -126,14 +126,14 @@ def roofline(
     group_size: int | None = None,
     dtype: torch.dtype = torch.float16,
 ) -> Roofline:
-    """Places products under a GPU's roofline; times are the planner's model's.
+    """Places products under a GPU's roofline, with predicted times.
 
     Args:
-        gpu: a GPU, its name, or None for this machine's.
+        gpu: a GPU, its name, or None for this machine's GPU.
         shapes: (M, N, K) of each product.
-        weight_format: of all of them.
-        group_size: of all of them, as in `quantize_weight`.
-        dtype: of the activations.
+        weight_format: weight format of all products.
+        group_size: group size of all products, as in `quantize_weight`.
+        dtype: dtype of the activations.
 
     Raises:
         ValueError: an argument is unknown or out of range.

@@ -1,4 +1,4 @@
-"""Threadgroup-memory budgets: the size of each variant and tile shape, how many fit on a core, and when it is taken."""
+"""Tile budgets: memory and registers of each variant and tile, how many fit on a core, and the choice for each M."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from torch_marlin_metal.printing import RichText
 
 @dataclass(frozen=True)
 class TileRow:
-    """One variant with one tile shape.
+    """The budget of one variant with one tile shape.
 
     Attributes:
-        variant: its name for `gemm(variant=...)`.
-        tile: M, N and K of a threadgroup's step (`gemv`, `fused`: of a simdgroup's).
-        simdgroups: of a threadgroup.
-        activation_bytes: of activations in threadgroup memory, all stages.
-        code_bytes: of decoded weights in threadgroup memory, all stages.
-        staging_bytes: of scales, zero points, tables and sums there.
-        threadgroup_bytes: all of it.
+        variant: the name for `gemm(variant=...)`.
+        tile: M, N and K of a threadgroup's step (for `gemv` and `fused`, of a simdgroup's step).
+        simdgroups: simdgroups per threadgroup.
+        activation_bytes: bytes of activations in threadgroup memory, in all stages.
+        code_bytes: bytes of decoded weights in threadgroup memory, in all stages.
+        staging_bytes: bytes of scales, zero points, tables and sums in threadgroup memory.
+        threadgroup_bytes: all bytes of threadgroup memory.
         refused: why no plan can have this tile; "" if one can.
-        occupancy: how much of it a core holds; None if it is refused or its registers were not counted.
-        accumulators: fp32 sums of outputs a lane.
-        half_registers: 16-bit registers a thread, counted for the M1; 0 if it is refused.
-        matrix_operations: 8x8x8 products of a simdgroup a step.
+        occupancy: how many threadgroups a core holds; None if the tile is refused or its registers were not counted.
+        accumulators: fp32 accumulators per lane.
+        half_registers: 16-bit registers per thread, counted for the M1; 0 if the tile is refused.
+        matrix_operations: 8x8x8 products per simdgroup and step.
         flop_per_byte: floating-point operations of a step for each byte that it loads from device memory.
     """
 
@@ -50,7 +50,7 @@ class TileRow:
 
     @property
     def share(self) -> float:
-        """Returns threadgroup memory as a share of Metal's limit for a threadgroup."""
+        """Returns the tile's threadgroup memory as a fraction of Metal's limit."""
         return self.threadgroup_bytes / int(native.threadgroup_limit())
 
     def waves(self, M: int, N: int, cores: int) -> float:
@@ -67,11 +67,11 @@ class TileRow:
 
 @dataclass(frozen=True)
 class TileTable(RichText):
-    """Every variant and tile shape for activations of one type on one GPU; prints as a table.
+    """Every variant and tile shape for one GPU and one dtype of activations; prints as a table.
 
     Attributes:
         gpu: the GPU.
-        dtype: of the activations.
+        dtype: dtype of the activations.
         rows: tiles that exist, then tiles that are refused.
     """
 
@@ -85,7 +85,7 @@ class TileTable(RichText):
     )  # fmt: skip
 
     def cells(self) -> list[tuple[str, ...]]:
-        """Returns the table's rows as text; a refused tile's last cells are empty."""
+        """Returns the table's rows as text; the last cells of a refused tile are empty."""
         return [_cells(row) for row in self.rows]
 
     def __rich__(self) -> Table:
@@ -122,16 +122,16 @@ def _cells(row: TileRow) -> tuple[str, ...]:
 
 
 def tile_table(gpu: AppleSiliconGPU | str | None = None, dtype: torch.dtype = torch.float16) -> TileTable:
-    """Returns the size of every variant and tile shape, and how many fit on a core.
+    """Returns the memory and registers of every variant and tile shape, and how many fit on a core.
 
-    Refused shapes are those of the usual sizes that would not fit Metal's 32 KB of threadgroup memory.
+    The table also lists common tile shapes that are refused because they exceed Metal's 32 KB of threadgroup memory.
 
     Args:
-        gpu: a GPU, its name, or None for this machine's.
-        dtype: of the activations.
+        gpu: a GPU, its name, or None for this machine's GPU.
+        dtype: dtype of the activations.
 
     Raises:
-        ValueError: the GPU is unknown, or the dtype none of float16, bfloat16 and float32.
+        ValueError: the GPU is unknown, or the dtype is not float16, bfloat16 or float32.
     """
     found = as_gpu("tile_table", gpu)
     rows = [_row(entry, found) for entry in native.tile_budgets(element_name("tile_table", dtype))]
@@ -151,12 +151,12 @@ def _row(entry: dict[str, object], gpu: AppleSiliconGPU) -> TileRow:
 def occupancy(
     kernel: str, device: AppleSiliconGPU | str | None = None, dtype: torch.dtype = torch.float16
 ) -> dict[tuple[int, int, int], Occupancy]:
-    """Returns how much of a kernel a core holds, for each of its tile shapes.
+    """Returns how many threadgroups of a kernel a core holds at once, by tile shape.
 
     Args:
         kernel: a variant: "gemv", "fused", "double_buffered", "single_stage" or "striped".
-        device: a GPU, its name, or None for this machine's.
-        dtype: of the activations.
+        device: a GPU, its name, or None for this machine's GPU.
+        dtype: dtype of the activations.
 
     Raises:
         ValueError: an argument is unknown.
@@ -171,15 +171,15 @@ def occupancy(
 
 @dataclass(frozen=True)
 class Choice:
-    """The choice for a range of M.
+    """The planner's choice for a range of M.
 
     Attributes:
-        first: the least M.
-        last: the largest M that was looked at.
+        first: smallest M of the range.
+        last: largest M of the range among those that were planned.
         variant: the chosen variant.
         tile: its tile.
-        seconds: predicted for `last`.
-        bound: the resource that limits it there.
+        seconds: predicted time for `last`.
+        bound: the resource that limits it at `last`.
     """
 
     first: int
@@ -200,16 +200,16 @@ def selection_guide(
     group_size: int | None = None,
     dtype: torch.dtype = torch.float16,
 ) -> list[Choice]:
-    """Returns which variant and tile the planner takes, by M.
+    """Returns the variant and tile that the planner chooses, for ranges of M.
 
     Args:
-        gpu: a GPU, its name, or None for this machine's.
+        gpu: a GPU, its name, or None for this machine's GPU.
         N: columns of the weight.
         K: rows of the weight.
-        rows: values of M to look at, ascending.
-        weight_format: of the weight.
-        group_size: of the weight, as in `quantize_weight`.
-        dtype: of the activations.
+        rows: values of M to plan, ascending.
+        weight_format: format of the weight.
+        group_size: group size of the weight, as in `quantize_weight`.
+        dtype: dtype of the activations.
 
     Raises:
         ValueError: an argument is unknown or out of range.

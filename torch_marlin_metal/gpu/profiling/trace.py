@@ -12,19 +12,19 @@ from torch.mps import profiler
 
 @contextmanager
 def trace(*, capture: str | Path | None = None, wait_until_completed: bool = False) -> Iterator[None]:
-    """Marks every kernel that runs in the block with a signpost, and captures the GPU's work on request.
+    """Marks every kernel that runs in the `with` block with a signpost, and optionally captures the GPU's work.
 
-    The kernels of this package carry their own names ("gemv_uint4b8_float16"). Instruments shows the signposts, in its
-    Logging instrument under "PyTorchMPS"; Xcode opens the capture.
+    Kernels of this package appear under their own names, such as "gemv_uint4b8_float16". Apple's Instruments shows the
+    signposts in its Logging instrument under "PyTorchMPS"; Xcode opens the capture.
 
     Args:
-        capture: a file to make, ending in .gputrace; the process must have been started with MTL_CAPTURE_ENABLED=1.
+        capture: a file to make, ending in .gputrace. The process must have been started with MTL_CAPTURE_ENABLED=1.
         wait_until_completed: run one kernel at a time, so that intervals do not overlap.
 
     Raises:
-        RuntimeError: there is no Mac GPU here, or captures are not enabled.
-        ValueError: the file does not end in .gputrace.
-        FileExistsError: it exists.
+        RuntimeError: this machine has no Mac GPU, or captures are not enabled.
+        ValueError: the file's name does not end in .gputrace.
+        FileExistsError: the file exists.
     """
     if not torch.backends.mps.is_available() or not torch.backends.mps.is_built():
         raise RuntimeError("profiling.trace: needs a Mac whose GPU torch can use through MPS")

@@ -1,4 +1,4 @@
-"""Timing on a device that works behind the caller's back: dependent chains, rivals in turn, medians of ratios."""
+"""Timing on an asynchronous device: chains of dependent products, timed in turn and compared by medians of ratios."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from torch_marlin_metal.packed_weight import PackedWeight
 
 # More than twice the largest system-level cache of an Apple GPU (96 MB, M1 Ultra), so that weights come from memory.
 COLD_BYTES = 256 * 2**20
-CHAIN_SECONDS = 0.01  # of one chain, at least: a synchronisation costs tens of microseconds
+CHAIN_SECONDS = 0.01  # a chain takes at least this long, because a synchronisation costs tens of microseconds
 MOST_CALLS = 256
 
 
 @dataclass(frozen=True)
 class Chain:
-    """Repeated calls, each of which takes the result of the one before.
+    """Repeated calls, each of which depends on the result of the one before.
 
     Attributes:
         first: the argument of the first call.
-        step: one call: the state and the number of the call to the next state.
+        step: one call: takes the state and the number of the call, and returns the next state.
         finish: waits until the last state is ready.
     """
 
@@ -48,32 +48,32 @@ def product_chain(a: Tensor, product: Callable[[Tensor, int], Tensor]) -> Chain:
 
     Args:
         a: activations of the first product, `[M, K]`.
-        product: activations and the number of the call to `[M, N]`; it chooses its weight by the number.
+        product: takes activations and the number of the call, and returns `[M, N]`; the number selects the weight.
     """
 
     def step(state: object, index: int) -> object:
         assert isinstance(state, Tensor)
-        # Times zero: the values stay, but the GPU must have the result first.
+        # Adds zero times the result: the values do not change, but the GPU must wait for the result.
         return torch.add(state, product(state, index)[:, :1], alpha=0)
 
     return Chain(a, step, lambda state: synchronize(a.device))
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until a device has done all its work."""
+    """Waits until a device has finished all its work."""
     if device.type == "mps":
         torch.mps.synchronize()
 
 
 def cold_copies(tensors: Sequence[Tensor], cold_bytes: int = COLD_BYTES) -> list[list[Tensor]]:
-    """Returns enough copies of a weight's tensors that each has left the caches when its turn comes again."""
+    """Returns copies of a weight's tensors, enough that none is still in a cache when it is used again."""
     size = sum(tensor.nbytes for tensor in tensors)
     copies = max(2, -(-cold_bytes // max(size, 1)))
     return [[tensor.clone() for tensor in tensors] for _ in range(copies)]
 
 
 def rotating(weight: PackedWeight, cold_bytes: int = COLD_BYTES) -> Callable[[int], dict[str, object]]:
-    """Returns a function from a call's number to `gemm`'s arguments for the weight; each call takes a cold copy."""
+    """Returns a function that maps the number of a call to `gemm`'s arguments; each call gets another copy."""
     tensors = weight.tensors()
     copies = cold_copies(list(tensors.values()), cold_bytes)
     fixed = {"weight_format": weight.weight_format, "group_size": weight.group_size}
@@ -82,9 +82,9 @@ def rotating(weight: PackedWeight, cold_bytes: int = COLD_BYTES) -> Callable[[in
 
 
 def interleave(chains: Mapping[str, Chain], rounds: int = 9) -> dict[str, list[float]]:
-    """Times all chains once per round, starting with another one each round; returns seconds per call, by round.
+    """Times all chains once per round, in rotating order. Returns the seconds per call of each chain, by round.
 
-    A disturbance of the machine then hits all of them alike: compare by the medians of the rounds' ratios.
+    A disturbance of the machine then affects all chains alike. Compare them by the median of their ratios per round.
     """
     calls = {name: _calls(chain) for name, chain in chains.items()}
     names = list(chains)

@@ -1,4 +1,4 @@
-"""Who else computes the product: PyTorch's dense one, its 4-bit operator, MLX; and this package in two passes."""
+"""The alternatives that `bench` compares: PyTorch's dense product, its 4-bit operator, MLX, and `two_pass`."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ MLX_GROUP_SIZES = (32, 64, 128)
 
 
 class NoPeer(Exception):
-    """A rival cannot compute this product here; the text is the reason."""
+    """An alternative cannot compute this product on this machine; the text is the reason."""
 
 
 def rivals(weight: PackedWeight, a: Tensor, cold_bytes: int = COLD_BYTES) -> tuple[dict[str, Chain], dict[str, str]]:
-    """Makes a chain of products for everyone who can compute `a` times the weight here, this package first.
+    """Makes a chain of products for this package and for each alternative that supports `a` times the weight.
 
-    Rivals get a weight of the same shape and group size in their own 4-bit format, or dense, with random values.
+    Alternatives get random weights of the same shape and group size, in their own 4-bit format or dense.
 
     Args:
-        weight: on the device of `a`.
+        weight: a weight on the device of `a`.
         a: activations `[M, K]` on "mps" or "cpu".
-        cold_bytes: how many bytes of weights rotate.
+        cold_bytes: total bytes of the weight's copies, which are used in turn.
 
     Returns:
-        Chains by name; and the reason by name for those who cannot.
+        The chains by name, this package first; and the reasons, by name, why other alternatives are missing.
     """
     arguments = rotating(weight, cold_bytes)
     chains = {OURS: product_chain(a, lambda state, index: gemm(state, **arguments(index)))}  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The distinct products of a model, which is what a tuner measures."""
+"""The distinct products of a model, which the tuner measures."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from torch_marlin_metal.quantize.weight import quantize_weight
 
 @dataclass(frozen=True, order=True)
 class Product:
-    """Activations of any number of rows times one weight.
+    """The product of activations, with any number of rows, and a weight.
 
     Attributes:
         N: columns of the weight.
         K: rows of the weight.
         weight_format: format of the weight.
-        group_size: as the operators take it.
-        dtype: of the activations and of floating scales: "float16", "bfloat16" or "float32".
+        group_size: group size of the weight, as the operators take it.
+        dtype: dtype of the activations and of floating scales: "float16", "bfloat16" or "float32".
     """
 
     N: int
@@ -56,10 +56,10 @@ def products_of(path: Path, dtype: str = "float16") -> list[Product]:
 
     Args:
         path: a checkpoint directory or a .gguf file, as `convert.read_layers` takes it.
-        dtype: of the activations that the model will have.
+        dtype: dtype of the activations when the model runs.
 
     Raises:
-        CheckpointError: as `convert.read_layers`; layers that are refused are left out.
+        CheckpointError: the checkpoint is damaged. Layers that cannot be read are left out.
     """
     reader = open_reader(path)
     found = set()

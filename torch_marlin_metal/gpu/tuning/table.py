@@ -1,4 +1,4 @@
-"""The table of measured choices: a small JSON file with one part per machine."""
+"""The table of measured choices, a small JSON file with one section per machine."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _was_read = False
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine and versions of a measurement; on any other one it is ignored.
+    """The machine and versions of a measurement. Other machines and versions ignore the measurement.
 
     Attributes:
-        gpu: the GPU's own name, "Apple M2 Max".
-        cores: GPU cores.
+        gpu: the name that the GPU reports, for example "Apple M2 Max".
+        cores: number of GPU cores.
         torch: PyTorch's version.
         package: this package's version.
     """
@@ -59,16 +59,16 @@ class Machine:
 
 @dataclass(frozen=True)
 class TunedRange:
-    """The fastest variant of a product, for numbers of rows around the measured one.
+    """The fastest variant of a product for a range of row counts.
 
     Attributes:
-        product: the weight and the activations' dtype.
-        first_rows: smallest number of rows that it holds for.
-        last_rows: largest number of rows, the one that was measured.
-        variant: the winner, as `gemm(variant=...)` takes it.
+        product: the product.
+        first_rows: smallest row count of the range.
+        last_rows: largest row count of the range, at which the product was measured.
+        variant: the fastest variant, a name for `gemm(variant=...)`.
         seconds: its median time.
         model_variant: the choice of the planner's model.
-        speedup: time of the model's choice divided by the winner's, median over rounds.
+        speedup: time of the model's choice divided by that of the fastest, median over rounds.
     """
 
     product: Product
@@ -88,20 +88,20 @@ class TuningTable:
     ranges: tuple[TunedRange, ...]
 
     def merged(self, other: TuningTable) -> TuningTable:
-        """Returns this table with another one's products in place of its own of the same kind."""
+        """Returns this table with the products of `other`, which replace equal products of this table."""
         replaced = {entry.product for entry in other.ranges}
         kept = tuple(entry for entry in self.ranges if entry.product not in replaced)
         return TuningTable(self.machine, kept + other.ranges)
 
 
 def table_path() -> Path:
-    """Returns the file: `TORCH_MARLIN_METAL_TUNED`, else `tuned.json` in the user's cache folder of the package."""
+    """Returns the path of the table: `TORCH_MARLIN_METAL_TUNED`, else `tuned.json` in the user's cache folder."""
     named = os.environ.get("TORCH_MARLIN_METAL_TUNED")
     return Path(named) if named else platformdirs.user_cache_path("torch_marlin_metal") / "tuned.json"
 
 
 def load(path: Path | None = None) -> list[TuningTable]:
-    """Returns the tables of a file, one per machine; none if there is no file.
+    """Returns the tables in a file, one per machine, or an empty list if there is no file.
 
     Raises:
         ValueError: the file is not a table of choices; the message names it.
@@ -122,13 +122,13 @@ def load(path: Path | None = None) -> list[TuningTable]:
 
 
 def save(table: TuningTable, path: Path | None = None) -> Path:
-    """Adds a table to a file, in place of its machine's choices for the same products; returns the path.
+    """Adds a table to a file and returns the path. Replaces the machine's choices for the same products.
 
     Processes that save at once wait for each other, so that no choice is lost.
 
     Raises:
-        ValueError: the file exists and is damaged; it stays as it is.
-        OSError: the file cannot be written; its content stays.
+        ValueError: the file exists and is damaged; it is not changed.
+        OSError: the file cannot be written; it is not changed.
     """
     path = path or table_path()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -160,10 +160,10 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def use(table: TuningTable | None) -> None:
-    """Makes `gemm(variant="auto")` on mps take a table's choices; None goes back to the model's.
+    """Makes `gemm(variant="auto")` on mps use the choices of a table; None returns to those of the model.
 
     Raises:
-        ValueError: the table is another machine's, or names an unknown variant.
+        ValueError: the table belongs to another machine, or names an unknown variant.
     """
     if table is not None and table.machine != Machine.current():
         raise ValueError(f"tuning.use: table: expected one of {Machine.current()}, got one of {table.machine}")
@@ -171,9 +171,9 @@ def use(table: TuningTable | None) -> None:
 
 
 def use_saved(path: Path | None = None) -> bool:
-    """Uses this machine's table of a file, if there is one, and returns whether there is.
+    """Uses the table for this machine from a file. Returns whether the file has one.
 
-    A file that is damaged or cannot be read is left alone, with a warning: the model chooses then.
+    If the file is damaged or cannot be read, this function only warns, and the model chooses.
     """
     path = path or table_path()
     if not torch.backends.mps.is_available():
@@ -190,9 +190,9 @@ def use_saved(path: Path | None = None) -> bool:
 
 
 def use_saved_once() -> None:
-    """Uses the saved table unless an earlier call did; the planner calls this before its first choice for this GPU."""
+    """Calls `use_saved` once per process. The planner calls this before its first choice for this machine's GPU."""
     global _was_read
-    with _reading:  # a thread that waits for it lets go of the interpreter's lock
+    with _reading:  # waiting for this lock releases Python's GIL, so it cannot deadlock
         if not _was_read:
             use_saved()
             _was_read = True

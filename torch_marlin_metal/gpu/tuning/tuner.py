@@ -16,11 +16,11 @@ from torch_marlin_metal.ops import gemm
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 MOST_CANDIDATES = 6
-# A candidate that is slower than the best by this factor in the model is not tried.
+# The tuner omits candidates that the model predicts to be slower than the best one by this factor.
 SLOWEST = 3.0
-# The model's choice stays unless another one is faster by more than the noise of a quiet Mac (assumed).
+# A candidate replaces the model's choice if it is faster by this factor, the assumed noise of a quiet Mac.
 MARGIN = 1.02
-# Decode stays with kernels of exact weights; from here on two_pass, which rounds them, may win.
+# From this number of rows on, two_pass is a candidate. It rounds the weights, so decoding of tokens never uses it.
 TWO_PASS_ROWS = 64
 
 Timer = Callable[[Mapping[str, Chain]], dict[str, list[float]]]
@@ -36,15 +36,15 @@ def tune(
 ) -> TuningTable:
     """Measures the candidates for products on this machine's GPU.
 
-    For each product and number of rows the model's best candidates are timed side by side: chains of dependent products
-    on weights that rotate out of the caches, candidates in turn, medians. The result for a number of rows holds for all
-    numbers down to the next smaller one that was measured.
+    For each product and number of rows, the tuner times the model's best candidates in turn and compares medians. A
+    candidate runs as a chain of dependent products whose weights are not in the caches. The result for a number of rows
+    is used for all numbers down to the next smaller measured one.
 
     Args:
         products: the products to measure.
         rows: the numbers of rows to measure, ascending.
-        timer: takes chains by candidate, gives their costs, one a round; `interleave` takes the time.
-        cold_bytes: how many bytes of weights rotate.
+        timer: takes the chains by candidate and returns one cost per round for each; `interleave` measures times.
+        cold_bytes: total bytes of a weight's copies, which are used in turn.
         progress: whether to show a progress bar.
 
     Returns:
@@ -75,7 +75,7 @@ def tune(
 
 
 def candidates(product: Product, M: int) -> tuple[list[str], str]:
-    """Returns the names of the candidates to time, the model's choice first, and that choice."""
+    """Returns the names of the candidates to time, and the name of the model's choice."""
     planned = plan(
         M,
         product.N,

@@ -1,10 +1,10 @@
-"""`from_pretrained` of 4-bit checkpoints gives models of `MarlinLinear` layers: importing this module is enough.
+"""Importing this module makes transformers' `from_pretrained` load 4-bit checkpoints into `MarlinLinear` layers.
 
     import torch_marlin_metal.integrations.transformers
     model = AutoModelForCausalLM.from_pretrained("a GPTQ, AWQ, compressed-tensors, ... directory")
 
-`take_over.py` does the work of the import and can undo it; `config.py` is `MarlinConfig`, `quantizer.py` loads and
-saves directories, `gguf.py` reads GGUF files.
+`take_over.py` changes transformers' tables and can restore them, `config.py` defines `MarlinConfig`, `quantizer.py`
+loads and saves directories, and `gguf.py` reads GGUF files.
 """
 
 MIN_TRANSFORMERS = (5, 23)

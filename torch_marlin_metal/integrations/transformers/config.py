@@ -9,26 +9,26 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from torch_marlin_metal.checkpoints.formats.native import METHOD, NativeExporter
 from torch_marlin_metal.formats import weight_format as find_format
 
-# Arguments that a caller may change for a checkpoint that has settings of its own.
+# Arguments that a caller may set for a checkpoint that is already quantized.
 LOADING = ("modules_to_not_convert", "on_unsupported", "fuse")
 
 
 class MarlinConfig(QuantizationConfigMixin):  # type: ignore[misc]
-    """How `from_pretrained` loads 4-bit checkpoints, or quantizes others.
+    """Tells `from_pretrained` how to load 4-bit checkpoints, or how to quantize float checkpoints.
 
-    For a directory that is quantized already, by this package or another one, only the loading arguments count: the
-    weights are what the checkpoint says. Any other directory is quantized while it is loaded, one layer at a time.
+    If the checkpoint is already quantized, only `modules_to_not_convert`, `on_unsupported` and `fuse` have an effect.
+    Otherwise it is quantized while it is loaded, one layer at a time.
 
     Args:
-        weight_format: of layers quantized while loading, as in `quantize_weight`; so are the next two.
+        weight_format: the format to quantize to, as in `quantize_weight`.
         group_size: see `quantize_weight`.
         method: "rtn" or "mse".
         modules_to_not_convert: layers that stay or become floats: names, parts of names or regular expressions, by
-            transformers' own rule. None is the output layer for models quantized while loading, no layer for others.
-        on_unsupported: "error", or "dequantize" to decode layers that cannot be represented (a loading argument).
-        fuse: compute q, k, v projections in one call, and gate and up projections; see `fuse_projections` (a loading
-            argument).
-        layers: the layers of a saved model, by name; written by `save_pretrained`.
+            transformers' own rule. None means the output layer if the model is quantized while loading, else no layer.
+        on_unsupported: "error", or "dequantize" to decode layers that cannot be represented.
+        fuse: compute q, k and v projections in one call, and gate and up projections in another; see
+            `fuse_projections`.
+        layers: the layers of a saved model, by name; `save_pretrained` writes it.
         quantize_options: `scale_dtype`, `lut`, `mx_rounding` of `quantize_weight`.
 
     Raises:
@@ -64,17 +64,17 @@ class MarlinConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
-        """Takes the settings of a checkpoint, whatever its method: its reader interprets them."""
+        """Makes a config from the settings of a checkpoint of any method; the checkpoint's reader interprets them."""
         config = cls(**loading_defaults())
         config.source = copy.deepcopy(dict(config_dict))
         return (config, kwargs) if return_unused_kwargs else config
 
     def get_loading_attributes(self) -> dict[str, Any]:
-        """Returns the arguments that a config may change for a checkpoint with settings of its own."""
+        """Returns the arguments that have an effect on a checkpoint that is already quantized."""
         return {name: copy.deepcopy(getattr(self, name)) for name in LOADING}
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the settings of docs/on-disk-format.md once layers are known, else the checkpoint's own."""
+        """Returns the settings of docs/on-disk-format.md if the layers are known, else those of the checkpoint."""
         if self.layers is not None:
             return NativeExporter(copy.deepcopy(self.layers)).settings()
         if self.source:
@@ -87,12 +87,12 @@ _defaults: dict[str, Any] = {}
 
 
 def loading_defaults() -> dict[str, Any]:
-    """Returns the loading arguments for checkpoints that are opened without a `MarlinConfig`; see `take_over`."""
+    """Returns the arguments used for checkpoints that are loaded without a `MarlinConfig`; see `take_over`."""
     return copy.deepcopy(_defaults)
 
 
 def set_loading_defaults(values: dict[str, Any]) -> None:
-    """Replaces the loading arguments."""
+    """Replaces the arguments that `loading_defaults` returns."""
     MarlinConfig(**values)
     _defaults.clear()
     _defaults.update(values)

@@ -1,8 +1,8 @@
-"""Experts of a mixture, which transformers keeps as stacked parameters, as packed layers of their own.
+"""Runs the experts of a mixture as separate packed layers; transformers keeps them as stacked parameters.
 
-Two ways of storing them occur: stacked tensors for all experts (gpt-oss: a reader calls the layers
-`experts.gate_up_proj.3`), and one Linear for each part of each expert (`experts.3.gate_proj`, in Mixtral
-`experts.3.w1`).
+Checkpoints store experts in two ways. gpt-oss stacks all experts in one tensor, and its reader names the layers
+`experts.gate_up_proj.3`. Others have one Linear for each part of each expert: `experts.3.gate_proj`, or
+`experts.3.w1` in Mixtral.
 """
 
 import re
@@ -20,11 +20,11 @@ PARTS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 
 
 class MarlinExperts(nn.Module):
-    """Runs the tokens of each expert through its packed layers; takes the place of transformers' experts module.
+    """Replaces transformers' experts module and runs the tokens of each expert through its packed layers.
 
     Args:
-        experts: the module it replaces, which loses its stacked parameters; its activation stays in use.
-        parts: names of gate, up and down layers, or () if gate and up are one layer.
+        experts: the module to replace. It loses its stacked parameters; its activation function is still used.
+        parts: names of the gate, up and down layers, or () if gate and up are one layer.
     """
 
     def __init__(self, experts: Any, parts: tuple[str, ...]) -> None:
@@ -40,10 +40,10 @@ class MarlinExperts(nn.Module):
             self.gate_up_proj = nn.ModuleList([PendingLinear(gate_up) for _ in range(self.count)])
             self.down_proj = nn.ModuleList([PendingLinear(down) for _ in range(self.count)])
         experts._parameters.clear()
-        self._replaced = (experts,)  # in a tuple: transformers must not initialize it
+        self._replaced = (experts,)  # in a tuple, so that transformers does not find and initialize it
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """`hidden_states [T, H]`, the experts of each token and their weights `[T, top_k]`, to `[T, H]`."""
+        """Returns `[T, H]` for `hidden_states [T, H]` and each token's experts and their weights, both `[T, top_k]`."""
         out = torch.zeros_like(hidden_states)
         for expert in torch.unique(top_k_index).tolist():
             if expert >= self.count:
@@ -71,7 +71,7 @@ def shapes_of(experts: Any, name: str) -> LinearShape:
 
 
 def make_room(model: Any, name: str) -> bool:
-    """Makes places for packed experts if a layer's name asks for them; returns whether it does."""
+    """Puts `MarlinExperts` into the model if `name` is the layer of an expert. Returns whether it is."""
     stacked, split = STACKED.fullmatch(name), SPLIT.fullmatch(name)
     found = stacked or split
     try:

@@ -22,7 +22,7 @@ class MarlinGgufQuantizer(MarlinQuantizer):
         config = MarlinConfig(**loading_defaults())
         if quantization_config.dequantize:
             config.modules_to_not_convert = [".*"]
-        config.quant_method = QuantizationMethod.GGUF  # transformers asks for it until the model is loaded
+        config.quant_method = QuantizationMethod.GGUF  # transformers checks for it until the model is loaded
         super().__init__(config, **kwargs | {"pre_quantized": True})
 
     def read_header(self, gguf_file: str) -> None:
@@ -30,7 +30,7 @@ class MarlinGgufQuantizer(MarlinQuantizer):
         self._reader = open_reader(gguf_file, on_unsupported=self.quantization_config.on_unsupported, gguf_names="hf")
 
     def update_dtype(self, dtype: torch.dtype | None) -> torch.dtype:
-        """Gives models without a stated dtype the default one."""
+        """Returns `dtype`, or torch's default dtype if it is None."""
         return torch.get_default_dtype() if dtype is None else dtype
 
     def get_state_dict(self, checkpoint_file: str, model: Any) -> dict[str, Tensor]:
@@ -52,7 +52,7 @@ class MarlinGgufQuantizer(MarlinQuantizer):
         return state
 
     def _open(self, checkpoint_files: list[str] | None) -> None:
-        """Does nothing: `read_header` has opened the file."""
+        """Does nothing, because `read_header` has already opened the file."""
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         self.quantization_config.quant_method = METHOD

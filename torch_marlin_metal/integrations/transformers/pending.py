@@ -1,4 +1,4 @@
-"""Places in a model of transformers that wait for a packed layer, and the layers that fill them."""
+"""Placeholders for packed layers in a transformers model, and the layers that replace them."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -17,19 +17,19 @@ DEVICES = ("cpu", "mps")
 
 
 class PendingLinear(nn.Module):
-    """Holds the place of a packed layer while transformers loads everything else; it has no tensors."""
+    """A placeholder without tensors for a packed layer, while transformers loads everything else."""
 
     def __init__(self, shape: LinearShape) -> None:
         super().__init__()
         self.shape = shape
 
     def forward(self, a: Tensor) -> NoReturn:
-        """Raises an error: the model is not loaded yet."""
+        """Raises an error, because the model is not loaded yet."""
         raise RuntimeError("a model was used before its 4-bit layers were loaded")
 
 
 def inherit(new: nn.Module, old: nn.Module) -> None:
-    """Moves mode and hooks, those of accelerate among them, to the module that takes a place."""
+    """Copies the training mode and the hooks, including accelerate's, from a module to its replacement."""
     new.train(old.training)
     for name in HOOKS:
         setattr(new, name, getattr(old, name))
@@ -48,7 +48,7 @@ def make_layer(
     device: torch.device,
     dense: bool,
 ) -> nn.Module:
-    """Makes the layer for a place: packed, or an `nn.Linear` if the weight is not packed or `dense` asks for it."""
+    """Makes the layer that replaces a placeholder: packed, or an `nn.Linear` if `dense` or if the weight is floats."""
     if isinstance(weight, PackedWeight) and not dense:
         return fit_layer(op, name, shape, weight, device=device)
     values = weight.dequantize(shape.dtype).T.contiguous()
@@ -66,7 +66,7 @@ def make_layer(
 
 
 def check_devices(op: str, device_map: dict[str, Any]) -> None:
-    """Refuses devices that have no kernels, and the disk."""
+    """Refuses a device map with the disk or with devices that have no kernels."""
     for module, place in device_map.items():
         kind = place if isinstance(place, str) and place == "disk" else torch.device(place).type
         if kind not in DEVICES:
@@ -76,10 +76,10 @@ def check_devices(op: str, device_map: dict[str, Any]) -> None:
 
 
 def device_of(device_map: dict[str, Any] | None, name: str) -> torch.device:
-    """Returns the place of a layer.
+    """Returns the device for a layer.
 
-    In a map with mps and cpu, accelerate runs the modules "on the CPU" on mps and brings their parameters there for
-    each call, while buffers stay there. A packed weight is a buffer: it goes to mps at once.
+    If a map contains both mps and cpu, accelerate runs the modules "on the CPU" on mps: it copies their parameters
+    there for each call and keeps their buffers there. A packed weight is a buffer, so it is loaded to mps at once.
     """
     if device_map is None:
         return torch.device("cpu")
@@ -88,11 +88,11 @@ def device_of(device_map: dict[str, Any] | None, name: str) -> torch.device:
 
 
 def ignored_patterns(names: Iterable[str]) -> set[str]:
-    """Returns regular expressions for tensors of packed layers, which transformers must not call unexpected."""
+    """Returns regular expressions for tensors of packed layers, so that transformers does not report them."""
     return {"^" + re.sub(r"\d+", r"\\d+", re.escape(name)) + "$" for name in names}
 
 
 def matcher(patterns: Iterable[str]) -> Callable[[str], bool]:
-    """Returns whether one of the regular expressions occurs in a name."""
+    """Returns a function that tells whether one of the regular expressions occurs in a name."""
     expressions = [re.compile(pattern) for pattern in patterns]
     return lambda name: any(expression.search(name) for expression in expressions)

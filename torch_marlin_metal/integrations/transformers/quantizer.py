@@ -1,8 +1,8 @@
-"""transformers' `HfQuantizer` for this package: loads packed checkpoints, quantizes others while they load, saves.
+"""transformers' `HfQuantizer` for this package: loads packed checkpoints, quantizes float checkpoints, and saves.
 
-A packed checkpoint is loaded in two parts. Before transformers loads, every Linear that the checkpoint holds in 4 bit
-becomes a `PendingLinear`, which has no tensors, so that transformers neither misses nor makes a weight for it. When
-transformers has loaded everything else, the reader's layers take these places, one at a time.
+A packed checkpoint is loaded in two steps. Before transformers loads, every Linear that the checkpoint holds in 4 bit
+is replaced by a `PendingLinear`. It has no tensors, so transformers neither reports a missing weight nor makes one.
+When transformers has loaded everything else, the packed layers replace these placeholders, one at a time.
 """
 
 from collections.abc import Callable
@@ -47,7 +47,7 @@ logger = logging.get_logger(__name__)
 
 
 class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
-    """Puts `MarlinLinear` into models of transformers; `from_pretrained` makes and calls it."""
+    """Puts `MarlinLinear` layers into transformers models; `from_pretrained` creates and calls it."""
 
     requires_calibration = False
     quantization_config: MarlinConfig
@@ -68,7 +68,7 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
             check_devices(OP, device_map)
 
     def update_device_map(self, device_map: Any) -> Any:
-        """Replaces "auto" and its variants by the one device that has kernels: mps if there is one, else the CPU."""
+        """Replaces "auto" and its variants by mps if the machine has it, else by the CPU."""
         if isinstance(device_map, str):
             return {"": torch.device("mps" if torch.backends.mps.is_available() else "cpu")}
         return device_map
@@ -98,7 +98,7 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
             )
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
-        """Leaves transformers' conversions as they are; with their names the packed layers find their places."""
+        """Returns transformers' conversions unchanged, and uses their renaming to find each packed layer's module."""
         if self._reader is not None and not self._pending:
             self._plan(model, self._reader, weight_conversions)
         return weight_conversions
@@ -111,14 +111,14 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
             key, _ = rename_source_key(f"{source}.weight", renamings, [], model.base_model_prefix, state)
             name = self._place(model, key.removesuffix(".weight"))
             if name in self._decoded or unused(key) or not hasattr(model, name.split(".")[0]):
-                continue  # a head that this class of model has not: transformers reports it
+                continue  # this model class has no such head; transformers reports it
             try:
                 module = model.get_submodule(name)
             except AttributeError as error:
                 raise UnsupportedFormat(
                     f"{reader.path}: layer {source!r}: {type(model).__name__} has no layer {name!r}"
                 ) from error
-            if isinstance(module, PendingLinear):  # an expert's
+            if isinstance(module, PendingLinear):  # the placeholder of an expert
                 self._pending[name] = index, module
                 continue
             shape = linear_shape(module)
@@ -136,7 +136,7 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
         model._keys_to_ignore_on_load_unexpected |= ignored_patterns(self._tensors - dense)
 
     def _place(self, model: Any, name: str) -> str:
-        """Returns a layer's name in this class of model, after making room if it is an expert's."""
+        """Returns a layer's name in this model class. For an expert, it first adds the placeholders to the model."""
         prefix = f"{model.base_model_prefix}."
         for candidate in (name, name.removeprefix(prefix), prefix + name):
             if make_room(model, candidate) or _has(model, candidate):
@@ -144,7 +144,7 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
         return name
 
     def _choose(self, model: Any) -> None:
-        """Finds the layers to quantize while they load, and refuses the others before anything is read."""
+        """Finds the layers to quantize, and refuses wrong arguments before anything is read."""
         config = self.quantization_config
         skipped = self.get_modules_to_not_convert(model, config.modules_to_not_convert)
         for name, module in model.named_modules():
@@ -152,7 +152,7 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
                 if module.in_features % 8:
                     logger.warning(f"{name} stays in floats: K = {module.in_features} is not a multiple of 8")
                     continue
-                # The arguments are checked by the constructor; on the meta device it takes no memory.
+                # The constructor checks the arguments; on the meta device it allocates no memory.
                 MarlinLinear(
                     module.in_features,
                     module.out_features,
@@ -163,15 +163,15 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
                 self._chosen.add(f"{name}.weight")
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
-        """Returns whether a weight becomes a 4-bit layer while it is loaded."""
+        """Returns whether a weight is quantized while it is loaded."""
         return not self.pre_quantized and param_name in self._chosen
 
     def get_quantize_ops(self) -> "QuantizeWhileLoading":
-        """Returns the operation that transformers applies to each of these weights."""
+        """Returns the operation that transformers applies to each weight to quantize."""
         return QuantizeWhileLoading(self._quantize)
 
     def _quantize(self, model: Any, name: str, weight: Tensor) -> bool:
-        """Puts a 4-bit layer in the place of a Linear; a failure is kept for the end, when it stops the load."""
+        """Replaces a Linear by a 4-bit layer. An error is stored and raised at the end of loading."""
         config = self.quantization_config
         if self._failure is not None:
             return False
@@ -213,9 +213,9 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
         self._pending.clear()
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """Returns the model's tensors as `save_pretrained` writes them, and updates the settings.
+        """Returns the tensors for `save_pretrained`, and updates the settings.
 
-        Fused layers come apart, so a saved model does not depend on `fuse`.
+        Fused layers are split again, so a saved model does not depend on `fuse`.
         """
         packed, exporter = dict(unfused(model)), NativeExporter()
         inside = tuple(f"{name}." for name in packed)
@@ -223,7 +223,7 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
         for name, weight in packed.items():
             (stored,) = revert_weight_conversion(model, {f"{name}.b_packed": weight.b_packed})
             for key, value in exporter.tensors(replace(weight, name=stored.removesuffix(".b_packed"))).items():
-                # Layers may share a table or an act-order; safetensors stores no shared memory.
+                # Layers may share a table or a permutation, but safetensors refuses tensors that share memory.
                 state[f"{name}.{key}"] = value.clone() if key in ("lut", "perm") else value
         self.quantization_config.layers = exporter.layers
         return state, {}
@@ -243,12 +243,12 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
 
     @property
     def is_trainable(self) -> bool:
-        """Weights are constants; adapters beside them can be trained, `gemm` is differentiable by activations."""
+        """Returns True: weights are constant, but adapters can be trained, because `gemm` passes gradients through."""
         return False
 
     @property
     def is_compileable(self) -> bool:
-        """Lets `generate` compile its decoding step with a static cache."""
+        """Returns True, so that `generate` may compile its decoding step with a static cache."""
         return True
 
 
@@ -261,7 +261,7 @@ def _has(model: Any, name: str) -> bool:
 
 
 class QuantizeWhileLoading(ConversionOps):  # type: ignore[misc]
-    """transformers' conversion of one weight: it becomes a layer of the model instead of a parameter."""
+    """A transformers conversion that turns a weight into a 4-bit layer of the model instead of a parameter."""
 
     def __init__(self, quantize: Callable[[Any, str, Tensor], bool]) -> None:
         self._quantize = quantize
@@ -275,7 +275,7 @@ class QuantizeWhileLoading(ConversionOps):  # type: ignore[misc]
         missing_keys: set[str] | None = None,
         **kwargs: Any,
     ) -> dict[str, Tensor]:
-        """Takes the weight; nothing is left for transformers to set."""
+        """Quantizes the weight and returns an empty dictionary, so that transformers sets no parameter."""
         ((_, tensors),) = input_dict.items()
         weight = tensors[0] if isinstance(tensors, list) else tensors
         done = self._quantize(model, full_layer_name.removesuffix(".weight"), weight)

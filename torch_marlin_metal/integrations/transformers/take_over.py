@@ -1,9 +1,10 @@
-"""Which entries of transformers' tables this package replaces, and how they come back.
+"""Replaces entries of transformers' tables so that this package loads 4-bit checkpoints, and restores them.
 
 `AutoQuantizationConfig.from_dict` makes a config from the settings in a checkpoint's config.json, and the config's
-`quant_method` chooses the quantizer. So one table is enough: entries for methods that `known_formats.py` lists give
-`MarlinConfig`, whose method is this package's own. Models that are quantized on the fly by a config of transformers
-(`BitsAndBytesConfig(load_in_4bit=True)` for a directory of floats) still get transformers' quantizer.
+`quant_method` chooses the quantizer. It is therefore enough to replace one table: its entries for the methods in
+`known_formats.py` become `MarlinConfig`, whose `quant_method` is this package's own. A model that transformers itself
+quantizes while loading (`BitsAndBytesConfig(load_in_4bit=True)` for a float checkpoint) still uses transformers'
+quantizer.
 """
 
 from collections.abc import Iterator
@@ -20,22 +21,22 @@ from torch_marlin_metal.integrations.transformers.gguf import MarlinGgufQuantize
 from torch_marlin_metal.integrations.transformers.quantizer import MarlinQuantizer
 
 _Table = dict[str, Any]
-# The former entries of the tables, None for those that were absent; and the former table of loading attributes.
+# Replaced entries as (table, key, former value); None if the key was absent.
 _replaced: list[tuple[_Table, str, Any]] = []
 _loading_types: list[tuple[type, ...]] = []
 
 
 def taken_over() -> list[str]:
-    """Returns the methods of checkpoints that this package loads now, as config.json names them, and "gguf"."""
+    """Returns the `quant_method` values (and "gguf") of the checkpoints that this package loads at present."""
     return sorted(name for table, name, _ in _replaced if table is tables.AUTO_QUANTIZATION_CONFIG_MAPPING) + [
         name for table, name, _ in _replaced if table is tables.AUTO_QUANTIZER_MAPPING
     ]
 
 
 def take_over(**defaults: Any) -> None:
-    """Lets this package load the checkpoints of every method in `known_formats.py`. Importing the package does this.
+    """Makes this package load the checkpoints of every method in `known_formats.py`.
 
-    Calling it again only changes the defaults.
+    Importing the package calls this function. Calling it again only changes the defaults.
 
     Args:
         **defaults: `on_unsupported`, `fuse` and `modules_to_not_convert` of `MarlinConfig` for checkpoints that are
@@ -48,7 +49,7 @@ def take_over(**defaults: Any) -> None:
     if _replaced:
         return
     methods = {method for fmt in DIRECTORY_FORMATS for method in fmt.methods} - {METHOD}
-    # A config says "bitsandbytes" for 4 and 8 bit; transformers looks the two up under names of its own.
+    # config.json says "bitsandbytes" for both 4 and 8 bit; transformers has a separate entry for each.
     for method in sorted(methods - {"bitsandbytes"}):
         _replace(tables.AUTO_QUANTIZATION_CONFIG_MAPPING, method, MarlinConfig)
     _replace(tables.AUTO_QUANTIZER_MAPPING, "gguf", MarlinGgufQuantizer)
@@ -57,7 +58,7 @@ def take_over(**defaults: Any) -> None:
 
 
 def restore() -> None:
-    """Gives transformers its entries back; `MarlinConfig` and directories in this package's format still work."""
+    """Restores transformers' entries. `MarlinConfig` and directories in this package's format still work."""
     while _replaced:
         table, name, old = _replaced.pop()
         if old is None:
@@ -70,7 +71,7 @@ def restore() -> None:
 
 @contextmanager
 def restored() -> Iterator[None]:
-    """Lets transformers load every checkpoint itself within the block."""
+    """Restores transformers' entries within the `with` block."""
     defaults, active = loading_defaults(), bool(_replaced)
     restore()
     try:
