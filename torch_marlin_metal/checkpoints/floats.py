@@ -45,7 +45,7 @@ class FloatReader(CheckpointReader):
         allow_pickle: as in `ReadOptions`.
 
     Raises:
-        ValueError: the format or method is unknown, a layer cannot have the group size, or the patterns select no layer.
+        ValueError: the format or method is unknown, a layer cannot have the group size, or no layer is chosen.
         CheckpointError: the checkpoint is damaged, is quantized already, or has no layer to quantize.
     """
 
