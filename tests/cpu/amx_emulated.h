@@ -1,7 +1,8 @@
-// AMX tiles in plain C++, so that csrc/cpu/x86/amx.cpp is tested on machines without them: included before it by the
-// compiler's -include. After the pseudocode of TILELOADD, TILESTORED and TDPBF16PS in Intel's instruction set reference
-// (volume 2): two running sums of even and odd products, subnormals flushed on the way in and out, rounded to nearest.
-// What the processor would refuse, or what amx.cpp must not rely on, stops the program.
+// Emulates AMX tiles in plain C++, so that csrc/cpu/x86/amx.cpp can be tested on machines without AMX. The compiler's
+// -include option includes this file before amx.cpp. It follows the pseudocode of TILELOADD, TILESTORED and TDPBF16PS
+// in Intel's instruction set reference (volume 2): even and odd products have separate sums, subnormal inputs and
+// results are flushed, and sums are rounded to nearest. The program stops on anything that the processor would refuse
+// or that amx.cpp must not rely on.
 #pragma once
 
 #include <immintrin.h>

@@ -1,4 +1,4 @@
-// gemm on a machine that a test names, and its result against fp64.
+// Runs gemm on a machine that the test describes, and compares the result with fp64.
 #pragma once
 
 #include <algorithm>
@@ -27,7 +27,7 @@ inline bool same_bits(const Array& a, const Array& b) {
   return std::memcmp(a.data(), b.data(), static_cast<size_t>(a.count() * bytes_of(a.type()))) == 0;
 }
 
-// Activations and what is asked for them: the fp32 precision changes nothing for 16 bits.
+// The type of the activations, and the fp32 precision that the caller asks for. It matters for fp32 only.
 struct Activations {
   ElementType type;
   Float32Precision precision = Float32Precision::highest;
@@ -41,12 +41,13 @@ inline cpu::Plan plan_of(const Machine& machine, const Tensors& t, Float32Precis
   return cpu::make_plan(machine, cpu::problem_of(t.arguments(nullptr), precision));
 }
 
-// Of the arithmetic's error, in sum_k size(a_k) |w_k|. Fp32 activations in two bf16 parts keep 16 of their 24 bits.
+// Returns the arithmetic error that the bound allows, as a fraction of sum_k size(a_k) |w_k|. It is larger if fp32
+// activations are split into two bf16 parts, which keep 16 of their 24 bits.
 inline double error_unit(const cpu::Plan& plan, const Tensors& t) {
   return t.c.a_type == ElementType::float32 && plan.parts == 2 ? 0x1p-17 : 16 * 0x1p-24;
 }
 
-// size(a_k) [M, K]: the magnitude of an activation, or the largest of its group.
+// Returns size(a_k) as [M, K]: the magnitude of each activation, or the largest magnitude in its group.
 inline std::vector<double> sizes(const Tensors& t, bool of_group) {
   std::vector<double> size = t.activations();
   for (double& x : size)
@@ -61,15 +62,16 @@ inline std::vector<double> sizes(const Tensors& t, bool of_group) {
   return size;
 }
 
-// What a test adds to check_gemm's bound, and says of its case.
+// How a test changes the bound of check_gemm, and the name of its case.
 struct Allowance {
   double absolute = 0;
-  bool largest_of_group = false;  // for split 16-bit activations too
+  bool largest_of_group = false;  // uses the largest activation of a group for 16-bit activations too
   std::string what;
 };
 
-// The design's bound; for split 16-bit activations a narrower one, because random ones of a group are close enough
-// in size to be exact. Returns the largest share of its arithmetic term that was used, output rounding taken off.
+// Checks gemm against the bound of docs/numerics.md. For 16-bit activations the byte_split kernels get a tighter bound,
+// because the random activations of a group are similar enough in size to be exact. Subtracts the rounding of the
+// output from the largest error and returns what is left, as a fraction of the bound's arithmetic term.
 inline double check_gemm(const Machine& machine, const Tensors& t,
                          Float32Precision precision = Float32Precision::highest, const Allowance& allowance = {}) {
   const Case& c = t.c;

@@ -1,5 +1,5 @@
-// The CPU kernels against fp64, for every family of instructions that this machine has. No torch. Prints one line a
-// group of checks, "FAILED ..." for each failure, and exits with 1 if there was any.
+// Compares the CPU kernels with fp64, for every instruction-set family that this machine has. No torch. Prints a line
+// per group of checks, "FAILED ..." for each failure, and exits with 1 if there was any.
 #include <algorithm>
 #include <cstdlib>
 #include <set>
@@ -41,7 +41,7 @@ void test_reduced(const Machine& machine, int rounds) {
   }
   const std::string taken = std::to_string(parts) + " in two bf16 parts, " + std::to_string(bytes) + " in three bytes";
   expect((parts > 0) == (machine.isa == Isa::amx), [&] { return name(machine) + ": reduced fp32: " + taken; });
-  // With tiles, and on AVX2, bytes are for the fewest rows.
+  // On AMX and AVX2 the byte_split kernels are used only for the fewest rows.
   if (machine.isa != Isa::amx && machine.isa != Isa::avx2) {
     expect((bytes > 0) == machine.byte_dot, [&] { return name(machine) + ": reduced fp32: " + taken; });
   }
@@ -49,7 +49,7 @@ void test_reduced(const Machine& machine, int rounds) {
               name(machine).c_str(), cases, taken.c_str(), worst);
 }
 
-// Every division into row blocks of a kernel of up to 12 rows: one block, two, and the first of three.
+// Numbers of rows that a kernel of up to 12 rows divides into one block, into two, and into three.
 void test_every_m(const Machine& machine) {
   double worst = 0;
   for (const Activations& activations : kActivations) {
@@ -66,7 +66,7 @@ void test_every_m(const Machine& machine) {
   std::printf("%s: gemm, M = 1 to 25, largest error %.3f of the arithmetic bound\n", name(machine).c_str(), worst);
 }
 
-// Nothing cancels: a long chain of additions would show.
+// Without cancellation the rounding errors of a long chain of additions would exceed the bound.
 void test_long_k(const Machine& machine) {
   double worst = 0;
   for (const Activations& activations : kActivations) {
@@ -89,7 +89,8 @@ void test_long_k(const Machine& machine) {
               worst);
 }
 
-// More rows than are packed at once, and more than a block of results; 513 would leave a pass of one row.
+// More rows than are packed at once, and than a block of results has. If 513 rows were not divided evenly, one pass
+// would have a single row.
 void test_large_m(const Machine& machine) {
   double worst = 0;
   for (const int64_t M : {513, 1030}) {
@@ -172,7 +173,7 @@ void test_non_finite(const Machine& machine) {
   std::printf("%s: NaN and inf\n", name(machine).c_str());
 }
 
-// One activation in 32 is 2^4 to 2^24 times its neighbours. Split bytes are relative to the largest of a group.
+// One activation in 32 is 2^4 to 2^24 times its neighbours. byte_split rounds relative to the largest in a group.
 void test_outliers(const Machine& machine) {
   double worst = 0;
   for (const Activations& activations : kActivations) {
@@ -196,8 +197,8 @@ void test_outliers(const Machine& machine) {
   std::printf("%s: outliers, largest error %.3f of the arithmetic bound\n", name(machine).c_str(), worst);
 }
 
-// Every product of bytes at its largest: the middle byte of 1 + 2^-6 is -128, and codes are 15 or 6.
-// An fp32 2 - 2^-23 rounds up to a high byte of 64.
+// Makes every product of bytes as large as possible: the middle byte of 1 + 2^-6 is -128, and codes are 15 or 6.
+// The fp32 number 2 - 2^-23 rounds up, which gives the largest high byte, 64.
 void test_largest_bytes(const Machine& machine) {
   for (const Activations& activations : kActivations) {
     for (const WeightFormat format : {WeightFormat::uint4, WeightFormat::float4_e2m1}) {
@@ -222,7 +223,7 @@ void test_largest_bytes(const Machine& machine) {
   }
 }
 
-// Other ranges of rows or columns must not change a result unless K is split.
+// Dividing rows or columns differently must not change a result, unless K is split.
 void test_partition(Machine machine) {
   Case c;
   c.M = 40;
@@ -269,7 +270,7 @@ void run_tests(const Machine& machine, int rounds) {
   test_partition(machine);
 }
 
-// Every family, with and without each kind of dot product.
+// Returns a machine for every family, with and without each kind of dot product.
 int run_all(int rounds) {
   for (const Isa isa : cpu::detected().available) {
     const bool wide = isa == Isa::avx512 || isa == Isa::amx || isa == Isa::neon;
@@ -281,14 +282,14 @@ int run_all(int rounds) {
   return report();
 }
 
-// The family that the CPU would use, with all that it has.
+// Returns the machine that the operators would use on this CPU.
 int run_best(int rounds) {
   const cpu::Detected& found = cpu::detected();
   run_tests({found.available.back(), found.fast_bf16_dot, 2, found.byte_dot}, rounds);
   return report();
 }
 
-// Tiles, whatever the CPU has: for a program whose tiles are emulated.
+// Returns AMX machines whatever the CPU has, for the test program that emulates tiles.
 int run_tiles(int rounds) {
   run_tests({Isa::amx, false, 2, cpu::detected().byte_dot}, rounds);
   return report();

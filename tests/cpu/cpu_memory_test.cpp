@@ -1,4 +1,5 @@
-// Every allocation of a call fails in turn: the call throws std::bad_alloc, and the calls after it are right. No torch.
+// Lets each allocation of a call fail in turn: the call must throw std::bad_alloc, and later calls must be right. No
+// torch.
 // Prints and exits as cpu_kernels_test.cpp does.
 #include <algorithm>
 #include <cstddef>
@@ -12,7 +13,7 @@
 
 namespace {
 
-// Of this thread: how many allocations succeed until one fails. Negative: all do.
+// The number of allocations of this thread that succeed before one fails. If negative, none fails.
 thread_local int64_t allocations_left = -1;
 
 void* allocate(std::size_t size, std::size_t alignment) {
@@ -31,7 +32,7 @@ void* operator new(std::size_t size) {
 void* operator new(std::size_t size, std::align_val_t alignment) {
   return allocate(size, static_cast<std::size_t>(alignment));
 }
-// Not inlined: GCC 12 for aarch64 warns of a free() that meets a call of operator new.
+// Not inlined, because GCC 12 for aarch64 would warn about free() of memory from operator new.
 [[gnu::noinline]] void operator delete(void* block) noexcept {
   std::free(block);
 }
@@ -56,8 +57,8 @@ Bytes copied(const void* data, size_t size) {
   return {bytes, bytes + size};
 }
 
-// A smaller call, the larger one with its n-th allocation failing, then both again, for every n that fails something.
-// Each n has a thread of its own, since working memory belongs to the thread.
+// For each n, makes the smaller call, the larger call with its n-th allocation failing, and then both again.
+// Each n runs in a thread of its own, because each thread keeps its working memory.
 void fail_each_allocation(const std::string& what, const Call& smaller, const Call& larger) {
   const Bytes small_result = smaller(), large_result = larger();
   int64_t failed = 0;

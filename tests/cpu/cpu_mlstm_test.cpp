@@ -50,7 +50,7 @@ SequenceTensors make_tensors(std::mt19937& random, const Sequence& s) {
           Array(kWide, s.H)};
 }
 
-// Largest error of `got` against `want`, relative to the largest value.
+// Returns the largest error of `got`, relative to the largest value of `want`.
 struct Error {
   double error = 0;
   double largest = 0;
@@ -174,7 +174,7 @@ int main(int argc, char** argv) {
   using marlin::cpu::Isa;
   marlin::test::test_plans();
   for (const Isa isa : marlin::cpu::detected().available) {
-    // Tiles of AMX are not used: that family has AVX-512's kernels.
+    // The AMX family is not tested, because its mLSTM kernels are those of AVX-512.
     if (isa != Isa::amx) marlin::test::test_forms(isa, argc > 1 ? 12 * std::atoi(argv[1]) : 60);
   }
   return marlin::test::report();

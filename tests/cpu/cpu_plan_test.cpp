@@ -1,4 +1,4 @@
-// The CPU planner: a table of expected choices, and what must hold for every plan. No torch, no kernels run.
+// The CPU planner: a table of expected choices, and rules that hold for every plan. No torch; runs no kernels.
 #include <string>
 
 #include "csrc/cpu/gemm/kernel_table.h"
@@ -130,7 +130,7 @@ void test_choices() {
   }
 }
 
-// Scales that no panel holds cost the scaled panel, not the tiles; activations cost both.
+// If a scale is not representable, amx_scaled falls back to amx; if an activation is not, to fp32.
 void test_fallbacks() {
   Problem coded = problem(64, 4096, 4096, ElementType::bfloat16);
   coded.format = WeightFormat::mxfp4;
@@ -143,7 +143,7 @@ void test_fallbacks() {
   }
 }
 
-// What the drivers rely on, whatever the problem.
+// What gemm.cpp relies on in every plan.
 void test_invariants() {
   for (const Isa isa : {Isa::portable, Isa::avx2, Isa::avx512, Isa::amx, Isa::neon}) {
     for (const bool fast_dot : {false, true}) {
@@ -193,7 +193,7 @@ void check_kernel(const MatrixKernel& kernel, const KernelShape& shape, const st
       expect(steps[static_cast<size_t>(rows)] != nullptr, name + ": no kernel for " + std::to_string(rows) + " rows");
     }
   }
-  // Row blocks of nearly equal size are at least half as tall as the tallest.
+  // Row blocks have nearly equal size, so the smallest has at least half the rows of the largest.
   expect(kernel.min_rows == 1 || kernel.min_rows <= (kernel.max_rows + 1) / 2, name + ": gap in the row counts");
 }
 

@@ -1,5 +1,5 @@
-// Products near the ends of the range of fp32: activations, scales and codes that a narrower format on the way would
-// lose.
+// Tests products near the limits of fp32's range, with activations, scales and codes that would be lost if a kernel
+// used a narrower format for intermediate values.
 #pragma once
 
 #include <algorithm>
@@ -21,14 +21,13 @@ inline Case case_of(WeightFormat format, int64_t M, ElementType a_type) {
   return c;
 }
 
-// fp32 subnormals on the way are worth an ulp each.
+// Each fp32 subnormal that may be flushed on the way adds this error.
 inline double check_size(const Machine& machine, const Tensors& t, Float32Precision precision,
                          const std::string& what) {
   return check_gemm(machine, t, precision, {.absolute = static_cast<double>(t.c.K) * 0x1p-149, .what = what});
 }
 
-// Tiny and huge activations and tiny scales, where a narrower intermediate format would lose them. Activations other
-// than those with k % every == first are 0.
+// Tests tiny and huge activations with tiny scales. All activations are 0 except those with k % every == first.
 inline double check_range(const Machine& machine, const Activations& activations, WeightFormat format, int64_t M,
                           double size, int every, int first) {
   const Case c = case_of(format, M, activations.type);
@@ -43,14 +42,15 @@ inline double check_range(const Machine& machine, const Activations& activations
   return check_size(machine, t, activations.precision, "activations of size " + std::to_string(std::log10(size)));
 }
 
-// Numbers of a table that are exact in bf16 or not, beside activations that are, or not, so small that products of
-// their parts are subnormal. One activation in 32, or one alone, is not 0: no larger product hides what is flushed.
+// Tests table entries that bf16 represents exactly or not, with activations that are so small, or not, that products of
+// their parts are subnormal. Only one activation in 32, or a single one, is not 0, so that no larger product hides an
+// error from flushing.
 inline void test_small_codes(const Machine& machine) {
   constexpr double kSmallParts = 1 + 0x1.cp-21;
   for (const double size : {0x1p-30, 0x1p-20, 0x1p-6, 0x1p-4, 1.0}) {
     for (const double code : {1.0, 1 / 3.0, kSmallParts}) {
       for (const Activations& activations : kActivations) {
-        if (activations.type == ElementType::float16) continue;  // does not reach that far
+        if (activations.type == ElementType::float16) continue;  // fp16 cannot represent such numbers
         for (const auto& [M, least] : {std::pair{3, 0x1p-100}, std::pair{17, 0x1p-100}, std::pair{17, 0x1p-96}}) {
           for (const int every : {32, 136}) {
             const Case c = case_of(WeightFormat::lut4, M, activations.type);
@@ -68,7 +68,7 @@ inline void test_small_codes(const Machine& machine) {
   }
 }
 
-// An infinite number of a table makes infinite the columns that have its code, NaN makes them NaN, wherever it stands.
+// If a table entry is infinite, or NaN, every column that contains its code must become infinite, or NaN.
 inline void test_non_finite_codes(const Machine& machine) {
   for (const Activations& activations : kActivations) {
     for (const int64_t M : {1, 17}) {
@@ -97,7 +97,7 @@ inline void test_non_finite_codes(const Machine& machine) {
   }
 }
 
-// Scales of mxfp4 from the least to the largest, beside activations that are, or not, too small for tiles.
+// The smallest to the largest scales of mxfp4, with activations that are too small for AMX tiles, and with larger ones.
 inline void test_every_coded_scale(const Machine& machine) {
   for (const Activations& activations : kActivations) {
     for (int code = 0; code < 255; code += code < 240 ? 6 : 1) {

@@ -28,8 +28,8 @@ inline int bytes_of(ElementType type) {
 }
 
 struct FloatFormat {
-  int mantissa_bits;  // stored
-  int min_exponent;   // of normal numbers
+  int mantissa_bits;  // without the implicit one
+  int min_exponent;   // of the smallest normal number
   int max_exponent;
 };
 
@@ -50,7 +50,7 @@ inline double largest(ElementType type) {
   return std::ldexp(2.0 - std::ldexp(1.0, -f.mantissa_bits), f.max_exponent);
 }
 
-// The bits of v in a 16-bit type, rounded to nearest even.
+// Returns v rounded to nearest even, as the bits of a 16-bit type.
 inline uint16_t encode16(double v, ElementType type) {
   const FloatFormat f = format_of(type);
   const int exponent_bits = 15 - f.mantissa_bits;
@@ -157,8 +157,8 @@ struct Case {
   ElementType bias_type = ElementType::float32;
   bool with_bias = false;
   bool with_perm = false;
-  int global_scale = 0;     // 0 none, 1 scalar, 2 per column
-  int64_t row_stride = -1;  // -1: K
+  int global_scale = 0;     // 0 for none, 1 for a scalar, 2 for one per column
+  int64_t row_stride = -1;  // -1 stands for K
   bool positive = false;
   uint32_t seed = 0;
 };
@@ -183,7 +183,7 @@ struct Tensors {
       x[static_cast<size_t>(i)] = activation(i / c.K, i % c.K);
     return x;
   }
-  // The exact weight, and what bounds its rounding errors.
+  // The exact weight, and the magnitude that the bound of its rounding errors uses.
   double weight(int64_t k, int64_t n, double* magnitude = nullptr) const {
     const int64_t at = k / c.group_size * c.N + n;
     const int q = code(k, n);
@@ -300,7 +300,7 @@ inline Tensors make(const Case& c) {
   return t;
 }
 
-// Ranges as at::parallel_for makes them, one after the other.
+// Runs the ranges that at::parallel_for would make, one after the other.
 inline cpu::Parallel loop(int threads) {
   return {threads, [threads](int64_t count, int64_t grain, const cpu::Body& body) {
             const int64_t step = std::max(grain, (count + threads - 1) / threads);

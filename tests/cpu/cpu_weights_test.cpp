@@ -1,4 +1,4 @@
-// dequantize in every family that this machine has, and the repacks: all compared bit for bit. No torch.
+// Tests dequantize in every family that this machine has, and the repacks, bit for bit. No torch.
 #include <cstdlib>
 #include <utility>
 
@@ -13,7 +13,7 @@ float as_float32(double v) {
   return static_cast<float>(v);
 }
 
-// In fp32, in the order of the table, then one rounding: compared bit for bit.
+// Computes the reference in fp32, in the order of the format table's formula, and rounds once.
 void check_dequantize(Isa isa, const Tensors& t) {
   const Case& c = t.c;
   Array out(c.a_type, c.K * c.N);
@@ -62,7 +62,7 @@ void test_dequantize(Isa isa, int rounds) {
   std::printf("%s: dequantize, %d cases, bit for bit\n", cpu::isa_name(isa), rounds * kWeightFormatCount * 3);
 }
 
-// A result beyond the size from which it is streamed, its rows at every alignment.
+// A result large enough to be streamed, whose rows have every alignment.
 void test_large_dequantize(Isa isa) {
   Case c;
   c.N = 4099;
@@ -73,7 +73,7 @@ void test_large_dequantize(Isa isa) {
               static_cast<long long>(c.N));
 }
 
-// NaNs whose bits beyond a bf16's are all set, which rounding must not carry into the sign.
+// NaNs whose lower 16 bits are all set; rounding to bf16 must not carry into the sign.
 void test_nan_scales(Isa isa) {
   for (const ElementType out_type : kFloats) {
     Case c;

@@ -1,4 +1,4 @@
-"""The CPU kernels alone, without torch: compiles tests/cpu/cpu_kernels_test.cpp with one command and runs it."""
+"""The CPU kernels without torch: compiles the C++ test programs in tests/cpu with the kernels and runs them."""
 
 import os
 import platform
@@ -14,8 +14,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ("cpu_kernels_test", "cpu_weights_test", "cpu_plan_test", "cpu_mlstm_test", "cpu_memory_test")
 PLAIN = ("-O2",)
 SANITIZERS = ("-Og", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
-# Unrolled vector code takes minutes to compile with sanitizers. The portable family is the same templates; and test
-# data ends at unreadable pages, which catches a vector load beyond it in any build.
+# Unrolled vector code takes minutes to compile with sanitizers, so it is compiled without. The portable family uses the
+# same templates, and test data ends at unreadable pages, which catches vector loads beyond the end in any build.
 VECTOR_STEMS = ("kernels_avx2", "kernels_avx512", "bf16_dot_avx512", "byte_split_avx512", "byte_split_avx2")
 SOURCES = [
     path
@@ -41,11 +41,11 @@ def build(
     """Compiles the kernels and the test programs, and returns the programs by name.
 
     Args:
-        folder: `run_folder`.
-        flags: of the compiler.
-        compiler: another one than this machine's own.
-        vector_flags: other flags for vector code.
-        tile_flags: more flags for AMX tiles.
+        folder: the fixture `run_folder`.
+        flags: compiler flags.
+        compiler: the compiler; None for this machine's own.
+        vector_flags: flags for vector code instead of `flags`.
+        tile_flags: additional flags for the AMX kernels.
     """
     whole = command(*flags, compiler=compiler)
     for_vectors = whole if vector_flags is None else command(*vector_flags, compiler=compiler)
@@ -122,7 +122,7 @@ def test_absent_family_is_an_error(program: Path) -> None:
 
 
 def test_tiles_emulated(program: Path, run_folder: Path) -> None:
-    """AMX kernels with tiles of plain C++, on CPUs without them too."""
+    """Runs the AMX kernels with tiles emulated in plain C++, so that CPUs without AMX test them too."""
     if "avx512" not in run(program, "capability").stdout.split("available:")[1].split():
         pytest.skip("needs AVX-512: tiles are emulated, the code around them is not")
     programs = build(run_folder, *PLAIN, tile_flags=("-include", str(ROOT / "tests/cpu/amx_emulated.h")))
@@ -131,7 +131,7 @@ def test_tiles_emulated(program: Path, run_folder: Path) -> None:
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="reads the targets of the x86 sources")
 def test_no_symbol_is_shared_between_instruction_sets(run_folder: Path) -> None:
-    """The linker keeps one copy of an inline function, perhaps the one with instructions that the CPU does not have."""
+    """If they shared a symbol, the linker could keep the copy with instructions that the CPU does not have."""
     targets: dict[str, set[str]] = {}
     for source, compiled in cxx.objects(run_folder, SOURCES, command(*PLAIN)).items():
         found = re.search(r"^MARLIN_TARGET\((.*)\)$", source.read_text(), re.MULTILINE)

@@ -9,7 +9,7 @@ from test_cpu_kernels import build
 
 COMPILER = "aarch64-linux-gnu-g++"
 EMULATOR = "qemu-aarch64-static"
-# CPUs as qemu knows them, and the dot products that they have: none, as Apple's M1, as Apple's M2.
+# CPU models of qemu and their dot products: none, those of Apple's M1, and those of Apple's M2.
 CPUS = {"cortex-a72": "", "neoverse-n1": " dotprod", "max": " dotprod bf16"}
 
 pytestmark = pytest.mark.skipif(

@@ -1,4 +1,4 @@
-"""What tests/support/cxx.py promises to workers that share a folder."""
+"""tests/support/cxx.py: workers can compile in a shared folder."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import pytest
 from tests.support import cxx
 
 
-def test_sources_of_one_name_have_objects_of_their_own(tmp_path: Path) -> None:
+def test_sources_with_the_same_name_get_different_objects(tmp_path: Path) -> None:
     found = []
     for folder in (tmp_path / "first", tmp_path / "second"):
         folder.mkdir()
@@ -23,5 +23,5 @@ def test_a_failure_reaches_everyone_who_asks(tmp_path: Path) -> None:
     for _ in range(2):
         with pytest.raises(AssertionError, match="as expected"):
             cxx.objects(tmp_path, [source], [cxx.compiler()])
-        source.write_text("")  # nobody tries again in the same run
+        source.write_text("")  # correct now, but the result of the first attempt is kept for the whole run
     assert not list(tmp_path.rglob("*.o"))

@@ -1,4 +1,4 @@
-"""The mLSTM kernels agree with the recurrence in fp64. Memory around the tensors is NaN; most cases use checked mode."""
+"""The mLSTM kernels agree with the fp64 recurrence. Memory around the tensors is NaN; most cases use checked mode."""
 
 from dataclasses import replace
 from typing import Any
@@ -150,7 +150,7 @@ def test_segments_change_no_bit() -> None:
 @pytest.mark.parametrize("name", ["q", "k", "v", "i", "f"])
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_value_that_is_not_finite(name: str, value: float) -> None:
-    """A NaN or inf in token 45 of head 1 leaves earlier tokens, other heads and, if it is in v, other columns unchanged."""
+    """A NaN or inf in token 45 of head 1 does not change earlier tokens, other heads or, if in v, other columns."""
     p = Sequence(S=80, DK=24, DV=40, chunk_size=64, H=3)
     inputs = dict(make_inputs(p))
     inputs[name] = inputs[name].clone()

@@ -87,7 +87,7 @@ def test_activation_that_is_not_finite(kernel: str, weight_format: str, value: f
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("weight_format", ["uint4b8", "float4_e2m1"])
 def test_very_small_activations(weight_format: str, dtype: torch.dtype) -> None:
-    """Activations so small that their product with a subnormal code would be flushed: a whole row, or a few in a chain."""
+    """Times a subnormal code, these activations would be flushed: a whole row of them, or a few in a chain."""
     p = problem(5, 40, 328, weight_format=weight_format, dtype=dtype, group_size=64, bias_dtype=None)
     inputs = make_inputs(p)
     for m, columns in ((0, slice(None)), (4, slice(131, None, 2)), (2, slice(0, 1))):
@@ -102,7 +102,7 @@ def test_very_small_activations(weight_format: str, dtype: torch.dtype) -> None:
 @kernels
 @formats
 def test_scale_that_is_nan(kernel: str, weight_format: str) -> None:
-    """A NaN scale in the last, short group of column 5 makes that column NaN. Formats with coded scales use NaN codes."""
+    """A NaN scale, or a NaN scale code, in the last, short group of column 5 makes that column NaN."""
     p = problem(3, 72, 72, weight_format=weight_format, dtype=torch.float16, group_size=32)
     inputs = make_inputs(p)
     values = {"nvfp4": [0x7F, 0xFF], "mxfp4": [0xFF]}.get(weight_format, [np.nan])

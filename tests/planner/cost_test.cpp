@@ -1,5 +1,5 @@
-// The table of chips and the cost model: figures against published ones, arithmetic done by hand, and what must hold
-// for every plan on every chip.
+// The table of chips and the cost model: compares them with published figures and with results computed by hand, and
+// checks rules that hold for every plan on every chip.
 #include <cmath>
 #include <cstdlib>
 #include <map>
@@ -33,7 +33,7 @@ GpuDevice whole(const Chip& chip) {
 }
 
 void check_chips() {
-  // Published by applegpuinfo and Apple: TFLOP/s of fp32.
+  // fp32 TFLOP/s, as published by applegpuinfo and Apple.
   const std::map<std::string, double> tflops{
       {"M1", 2.617},    {"M1 Pro", 5.308}, {"M1 Max", 10.617}, {"M1 Ultra", 21.233}, {"M2", 3.579},
       {"M2 Pro", 6.8},  {"M2 Max", 13.6},  {"M2 Ultra", 27.2}, {"M3", 3.5},          {"M3 Pro", 6.4},
@@ -46,8 +46,9 @@ void check_chips() {
     expect(family.number == chip.family, "the chip's family is in the table");
     expect(find_chip(chip.name) == &chip && find_chip("Apple " + std::string(chip.name)) == &chip, "found by its name");
     expect(chip.fewest_cores <= chip.cores, "cores");
-    expect(chip.dram_fraction.value > 0.5 && chip.dram_fraction.value <= 1, "part of the peak");
-    expect(dram_bytes_per_second(chip, chip.fewest_cores) <= dram_bytes_per_second(chip, chip.cores), "memory of bins");
+    expect(chip.dram_fraction.value > 0.5 && chip.dram_fraction.value <= 1, "a plausible fraction of the peak");
+    expect(dram_bytes_per_second(chip, chip.fewest_cores) <= dram_bytes_per_second(chip, chip.cores),
+           "fewer cores do not get more bandwidth");
     expect_close(family.fp32_flop_per_clock.value * chip.cores * chip.clock_ghz.value / 1000,
                  tflops.at(std::string(chip.name)), 0.02, "TFLOP/s");
   }
@@ -63,7 +64,8 @@ void check_gpu_device() {
   const GpuDevice known = gpu_device("Apple M1 Max", 24);
   expect(known.chip->name == "M1 Max" && known.cores == 24, "a known name");
   const GpuDevice unknown = gpu_device("Apple M9 Max", 40);
-  expect(unknown.chip->name == "M3 Max" && unknown.cores == 40, "an unknown name: the oldest with as many cores");
+  expect(unknown.chip->name == "M3 Max" && unknown.cores == 40,
+         "an unknown name gives the oldest chip with as many cores");
   expect(gpu_device("softmetal", 8).chip->name == "M1", "the software Metal device");
   expect(gpu_device("", 0).cores == 1, "no cores reported");
   setenv("TORCH_MARLIN_METAL_GPU", "M2 Pro", 1);
@@ -93,7 +95,7 @@ void check_occupancy() {
   is(1024, 16, 0, 3, "threads");                    // 3072 / 1024
   is(256, 64, 20 * 1024, 3, "threadgroup memory");  // 60 KB / 20 KB
   is(128, 207, 4096, 4, "registers");               // 106496 / (128 * 207) = 4.02
-  is(512, 255, 32768, 1, "registers");              // 0.8: one threadgroup always runs
+  is(512, 255, 32768, 1, "registers");              // 0.8, but one threadgroup can always run
   expect(largest_threadgroup(104) == 1024 && largest_threadgroup(105) == 896, "Mesa's first rows");
   expect(largest_threadgroup(207) == 512 && largest_threadgroup(256) == 384 && largest_threadgroup(257) == 0,
          "its last");
@@ -109,7 +111,7 @@ double distinct_bytes(const GemmProblem& problem) {
          activation * problem.M * (double(weight.K) + weight.N);
 }
 
-// What must hold for the cost of any tiling.
+// Checks rules that hold for the cost of any tiling.
 void check_tiling(const Tiling& tiling, const GemmProblem& problem, const GpuDevice& device) {
   subject = std::string(device.chip->name) + ", " + std::to_string(problem.M) + "x" + std::to_string(problem.weight.N) +
             "x" + std::to_string(problem.weight.K) + " " + std::string(name(problem.weight.format)) + ": " +
@@ -162,13 +164,13 @@ double least_seconds(const GemmProblem& problem, const GpuDevice& device) {
   return cost(choose(tilings, problem, device), problem, device).seconds;
 }
 
-// The most that one more row may cost where the launch is a small part of it: where the second 8-row block begins, the
-// third, and elsewhere.
+// Returns the largest factor by which one more row may raise the cost if launches are a small part of it. Row M + 1 may
+// start the second block of 8 rows, the third, or neither.
 double largest_step(uint32_t M) {
   return M == 8 ? 1.9 : M == 16 ? 1.5 : 1.35;
 }
 
-// 25 rows are computed as 32, whose threadgroups need a second wave here where those of 24 do not.
+// 25 rows are computed as 32, and the threadgroups of 32 rows need a second wave here, unlike those of 24.
 constexpr double kStepOfM1Max = 1.364;
 bool is_step_of_m1_max(const Chip& chip, WeightFormat format, uint32_t N, uint32_t K, uint32_t M) {
   return chip.name == std::string_view("M1 Max") && format == WeightFormat::uint4b8 && N == 4096 && K == 4096 &&
@@ -234,7 +236,7 @@ void check_choices() {
   }
 }
 
-// How far K is split: on an M1, and with the cores of an M1 Max at the memory of an M1.
+// Into how many slices K is split on an M1, and on a GPU with the cores of an M1 Max and the memory of an M1.
 void check_splits() {
   const struct {
     uint32_t M, N, K, cores;
@@ -276,7 +278,7 @@ void check_splits() {
   }
 }
 
-// Bars of the model: a few rows cost what one costs.
+// Limits for the model: a few rows must cost about as much as one.
 void check_few_rows() {
   const auto gemv_busy = [](const Chip& chip, uint32_t M, WeightFormat format) {
     GemmProblem problem = product(M, 4096, 14336, 64, format);

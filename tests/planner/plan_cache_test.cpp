@@ -1,4 +1,4 @@
-// What the cache of plans finds again, and which products share a plan.
+// Tests which plans the cache keeps, and which products share a plan.
 #include "csrc/planner/plan_cache.h"
 
 #include "plan_checks.h"
@@ -14,7 +14,7 @@ std::string prepare(Plan plan) {
   return text(plan);
 }
 
-// A new M builds one plan, a known one none; what was used least recently is forgotten; a tuner's table replaces plans.
+// A new M builds one plan and a known M none; the least recently used plan is dropped; a tuner's table replaces plans.
 void check_cache() {
   subject = "plan cache";
   set_tuned({});
@@ -40,7 +40,7 @@ void check_cache() {
   expect(prepared_by(4) == 1, "and so does its end");
 }
 
-// Each field of a problem that a plan can depend on makes another key.
+// Changing any field of a problem that its plan can depend on changes the key.
 void check_keys() {
   subject = "plan keys";
   const auto problem = [] { return square(3, 512, 704, 64); };

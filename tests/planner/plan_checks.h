@@ -13,7 +13,7 @@
 using marlin::test::expect;
 using marlin::test::subject;
 
-// The planner refuses what the body asks for.
+// Checks that the planner refuses the call in the body.
 template <typename Body>
 void expect_refused(const std::string& what, const Body& body) {
   subject = "refusals";
@@ -25,7 +25,7 @@ void expect_refused(const std::string& what, const Body& body) {
   }
 }
 
-// `blocks` blocks of `length` tile [0, size): all of it, and none of them empty.
+// Checks that `blocks` blocks of `length` cover [0, size), and that none of them is empty.
 inline void expect_tiling(uint64_t blocks, uint64_t length, uint64_t size, const std::string& what) {
   expect(blocks * length >= size, what + " covered");
   expect((blocks - 1) * length < size, what + ": no empty block");

@@ -1,4 +1,4 @@
-// The plans of the mLSTM operators: what they cover, and that Metal can run them.
+// Plans of the mLSTM operators compute every chunk once and stay within Metal's limits.
 #include <random>
 #include <set>
 
@@ -37,7 +37,8 @@ void check_dispatch(const Dispatch& dispatch, const MlstmLaunch& from, uint32_t 
   switch (dispatch.kernel) {
     case Kernel::mlstm_gates:
       expect(dispatch.grid.y == p.heads && simdgroups <= kMlstmGateSimdgroups, "gates: heads and simdgroups");
-      expect(dispatch.grid.x == 1 || (p.flags & kMlstmGivenM) != 0, "gates: one threadgroup where chunks depend");
+      expect(dispatch.grid.x == 1 || (p.flags & kMlstmGivenM) != 0,
+             "gates: one threadgroup if chunks depend on each other");
       break;
     case Kernel::mlstm_states:
       expect(dispatch.threads.x == kMlstmStateThreads && dispatch.grid.z == p.heads, "states: threads and heads");
@@ -61,7 +62,7 @@ void check_dispatch(const Dispatch& dispatch, const MlstmLaunch& from, uint32_t 
   expect(dispatch.constants[kConstantVectorActivations] == 0 || (vectors && from.vector_aligned), "vectors of tokens");
 }
 
-// Gates once, then states and output of segments that make up the sequence.
+// The gates come once, then states and output of segments that cover the sequence.
 void check_sequence(const MlstmLaunch& from) {
   const MlstmPlan planned = plan_mlstm(from);
   const auto& dispatches = planned.plan.dispatches;
@@ -117,7 +118,7 @@ void check_random() {
   }
 }
 
-// DK, DV of xLSTM-7B, and small heads.
+// Cases with DK and DV of xLSTM-7B, and with small heads.
 void check_choices() {
   const struct {
     int64_t S, DK, DV;

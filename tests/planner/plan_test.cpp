@@ -1,4 +1,4 @@
-// The planner alone: expected choices, and what must hold for every plan.
+// The GPU planner: expected choices, and rules that hold for every plan.
 #include <algorithm>
 #include <random>
 #include <set>
@@ -41,13 +41,13 @@ std::vector<Dispatch> products_of(const Plan& plan) {
 void check_reduction(const GemmProblem& problem, const Plan& plan, bool shares) {
   const Dispatch& product = plan.dispatches.front();
   const Dispatch& last = plan.dispatches.back();
-  expect(product.constants[kConstantWritesPartials] == shares, "partials where K is split over threadgroups");
-  expect(plan.dispatches.size() == products_of(plan).size() + (shares ? 1 : 0), "a reduction where K is split");
-  expect((plan.partials.z != 0) == shares, "a workspace where K is split over threadgroups");
+  expect(product.constants[kConstantWritesPartials] == shares, "partials if K is split over threadgroups");
+  expect(plan.dispatches.size() == products_of(plan).size() + (shares ? 1 : 0), "a reduction if K is split");
+  expect((plan.partials.z != 0) == shares, "a workspace if K is split over threadgroups");
   expect((last.constants[kConstantHasBias] != 0) == problem.has_bias, "the last kernel adds the bias");
 }
 
-// Slices of a grid's z, all of one length but the last.
+// K is split over z of the grid, in slices of equal length except the last.
 void check_slices(const GemmProblem& problem, const Plan& plan) {
   const Dispatch& product = plan.dispatches.front();
   const Dispatch& last = plan.dispatches.back();
@@ -64,8 +64,8 @@ void check_slices(const GemmProblem& problem, const Plan& plan) {
   expect_tiling(last.grid.y, last.threads.y, problem.M, "reduced rows");
 }
 
-// Walks the stripes as the kernel does: every unit is taken once, every share has a place of its own, and the reduction
-// has a layer for each tile that is shared.
+// Walks the stripes as the kernel does. Every unit is taken once, all partial sums have their own slot, and the
+// reduction has a layer for each tile that is shared.
 void check_stripes(const GemmProblem& problem, const Plan& plan, TileShape tile, const GpuDevice& device) {
   const Dispatch& product = plan.dispatches.front();
   const auto& params = std::get<GemmParams>(product.params);
@@ -96,7 +96,7 @@ void check_stripes(const GemmProblem& problem, const Plan& plan, TileShape tile,
       const bool is_later_and_unfinished = t * slices > begin && (t + 1) * slices > end;
       unfinished += is_later_and_unfinished ? 1 : 0;
     }
-    expect(unfinished <= 1, "two places for a stripe's shares are enough");
+    expect(unfinished <= 1, "two slots for a stripe's partial sums are enough");
   }
   expect(next == units, "every unit is taken");
   expect(longest - shortest <= 1, "stripes differ by one unit at most");
@@ -154,7 +154,7 @@ void check_row_blocks(const GemmProblem& problem, const Dispatch& product, const
   expect(rows % 8 == 0 && rows >= 8 && rows <= kFusedMaxRows, "rows of a threadgroup");
   expect(product.threads.x % kSimdWidth == 0 && simdgroups >= 1 && simdgroups <= kFusedMaxSimdgroups, "simdgroups");
   expect(product.threadgroup_bytes == fused_threadgroup_bytes(weight.format, rows, simdgroups), "threadgroup memory");
-  expect(product.threadgroup_bytes <= 20 * 1024, "three threadgroups a core");
+  expect(product.threadgroup_bytes <= 20 * 1024, "three threadgroups fit on a core");
   expect((product.constants[kConstantSubnormalCodes] != 0) == device.half_subnormals, "probe's answer");
   expect((product.constants[kConstantRaggedK] != 0) == (weight.K % kFusedK != 0), "whole steps");
   expect((product.constants[kConstantRaggedN] != 0) == (weight.N % kFusedColumns != 0), "whole strips");
@@ -167,7 +167,7 @@ void check_row_blocks(const GemmProblem& problem, const Dispatch& product, const
   expect_tiling(product.grid.z, uint64_t{simdgroups} * params.k_per_slice, weight.K, "k");
 }
 
-// The row blocks of all dispatches follow each other, over the same slices of K.
+// The row blocks of all dispatches follow each other, and all dispatches have the same slices of K.
 void check_fused(const GemmProblem& problem, const Plan& plan, const GpuDevice& device) {
   uint32_t next = 0;
   for (const Dispatch& product : products_of(plan)) {
@@ -227,7 +227,7 @@ void check_tiling(const GemmProblem& problem, const Tiling& tiling, const Plan& 
   }
 }
 
-// Every tiling, and that the plan is that of one of them.
+// Checks every tiling, and that the plan belongs to one of them.
 void check_gemm(const GemmProblem& problem, const GpuDevice& device) {
   const std::string chosen = text(plan_gemm(problem, device));
   bool is_of_a_tiling = false;
@@ -260,7 +260,7 @@ void check_random_problems() {
   }
 }
 
-// A name of a variant, or of one and a tile, gives that; so does a tuner's table, for auto.
+// Naming a variant, or a variant and a tile, gives that; for auto a tuner's table does the same.
 void check_names() {
   GemmProblem problem = square(3, 500, 704, 64);
   subject = "names";
@@ -294,7 +294,7 @@ void check_names() {
   expect(plan_gemm(problem, {}).dispatches[0].function.starts_with("gemm_double_buffered_"), "a table is for auto");
   problem.variant = "auto";
   problem.tuned = "";
-  expect(!plan_gemm(problem, {}).dense_product, "two_pass is for who asks");
+  expect(!plan_gemm(problem, {}).dense_product, "auto never takes two_pass");
 }
 
 void check_tile_refusals() {
@@ -307,7 +307,7 @@ void check_tile_refusals() {
          "the reason: " + tile_refusal({128, 128, 32}, ElementType::float32, 2));
 }
 
-// What is striped on an M1 (8 cores, 2 threadgroups each by their registers) and an M1 Max.
+// Stripes on an M1 (8 cores, whose registers hold 2 threadgroups each) and on an M1 Max.
 void check_stripe_choices() {
   const struct {
     uint32_t M, N, K, cores, stripes, k_per_slice;
@@ -359,7 +359,8 @@ void check_elementwise() {
 
 void check_refusals() {
   subject = "refusals";
-  expect(!plan_gemm(square(1U << 31, 1U << 16, 4096, 64), {}).dispatches.empty(), "auto plans what cannot be striped");
+  expect(!plan_gemm(square(1U << 31, 1U << 16, 4096, 64), {}).dispatches.empty(),
+         "auto plans a problem that striped cannot compute");
   try {
     plan_gemm(square(0, 8, 8, 8), {});
   } catch (const std::invalid_argument& error) {

@@ -1,4 +1,4 @@
-"""benchmarks/metal/compile_cost.py against the list of kernels that the C++ compiler reads."""
+"""benchmarks/metal/compile_cost.py counts the same instances as the C++ compiler finds in variants.h."""
 
 import json
 import subprocess
@@ -15,7 +15,7 @@ int main() {
     std::printf("%.*s %d\\n", int(kernel.library.size()), kernel.library.data(), int(kernel.naming));
 }
 """
-INSTANCES = {"0": 1, "1": 3, "2": 21}  # of a plain kernel; one per element; one per format and element
+INSTANCES = {"0": 1, "1": 3, "2": 21}  # by KernelNaming: plain, one per element, one per format and element
 
 
 def test_instantiations(tmp_path: Path) -> None:

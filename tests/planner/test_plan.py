@@ -1,4 +1,4 @@
-"""The launch planner and its model alone, without torch or Metal: compiles tests/planner/*_test.cpp and runs them."""
+"""The launch planner and its cost model, without torch and Metal: compiles tests/planner/*_test.cpp and runs them."""
 
 import subprocess
 from pathlib import Path

@@ -232,7 +232,7 @@ def write_nvfp4(path: Path, rng: np.random.Generator, K: int, N: int, *, contain
 
 
 def swizzled(scales: np.ndarray) -> np.ndarray:
-    """Returns block scales in cuBLAS's layout: in each 128 x 4 tile, row 32 a + b moves to line b, columns 4 a .. 4 a + 3."""
+    """Returns block scales in cuBLAS's layout: row 32 a + b of a 128 x 4 tile is line b, columns 4 a .. 4 a + 3."""
     rows, columns = scales.shape
     tile_rows, tile_columns = -(-rows // 128), -(-columns // 4)
     flat = np.zeros((tile_rows, tile_columns, 32, 16), dtype=np.uint8)
@@ -312,7 +312,7 @@ def write_bitsandbytes(
 def write_hqq(
     path: Path, rng: np.random.Generator, K: int, N: int, group_size: int, *, axis: int = 1, dtype: str = "fp16"
 ) -> np.ndarray:
-    """HQQ reshapes the weight to a matrix whose rows (axis 1) or columns (axis 0) are groups, and packs two rows per byte."""
+    """HQQ reshapes the weight so that rows (axis 1) or columns (axis 0) are groups, and packs two rows per byte."""
     count = N * K // group_size
     codes = random_codes(rng, N, K)
     matrix = codes.reshape(count, group_size) if axis == 1 else codes.reshape(group_size, count)

@@ -1,4 +1,4 @@
-// The checks of the C++ tests: counted, and printed when they fail.
+// Checks for the C++ tests. They are counted, and printed if they fail.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@ namespace marlin::test {
 
 inline int64_t checks = 0;
 inline int64_t failures = 0;
-inline std::string subject;  // the input of the checks that follow, printed with each failure
+inline std::string subject;  // describes the input of the following checks; printed with each failure
 
 // `what` is a text or a function that returns it. The function is called on failure only: some tests make millions of
 // checks.
@@ -32,7 +32,7 @@ void expect(bool condition, What&& what) {
   if (!subject.empty()) std::printf("  in %s\n", subject.c_str());
 }
 
-// Prints "<checks> checks, <failures> failed"; returns main's result.
+// Prints "<checks> checks, <failures> failed". Returns the exit status for main.
 inline int report() {
   std::printf("%lld checks, %lld failed\n", static_cast<long long>(checks), static_cast<long long>(failures));
   return failures == 0 ? 0 : 1;
@@ -43,7 +43,7 @@ struct NamedCase {
   void (*run)();
 };
 
-// Runs the cases, or the one that the first argument names, prints a line for each and then the report.
+// Runs all cases, or only the one that the first argument names. Prints a line for each, and then the report.
 inline int run_cases(std::initializer_list<NamedCase> cases, int argc, char** argv) {
   bool found = false;
   for (const NamedCase& test : cases) {

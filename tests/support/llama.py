@@ -36,7 +36,7 @@ def dense_model(folder: Path, weights: dict[str, torch.Tensor], dense: dict[str,
 
 
 def magnitude(weight: PackedWeight) -> torch.Tensor:
-    """Returns the magnitude of each weight in the error bound, fp64 `[K, N]`. Raw codes count if the kernel sums them."""
+    """Returns each weight's magnitude in the error bound, fp64 `[K, N]`. Raw codes count if the kernel sums them."""
     if weight.zeros is not None or weight.weight_format == "uint4b8":
         return _code_magnitude(weight)
     return weight.dequantize().double().abs()
@@ -141,7 +141,7 @@ def check_logits(model: LlamaForCausalLM, reference: LlamaForCausalLM, device: s
 
 
 def write_gguf(path: Path, folder: Path, kind: str, embedding: str = "F16") -> tuple[Path, dict[str, np.ndarray]]:
-    """Writes the tiny Llama in `folder` as a GGUF file with the gguf package. Returns the file and its decoded weights."""
+    """Writes the tiny Llama in `folder` as GGUF with the gguf package. Returns the file and its decoded weights."""
     config = json.loads((folder / "config.json").read_text())
     references, stored = load_file(folder / "reference.safetensors"), load_file(folder / "model.safetensors")
     writer, decoded = GGUFWriter(path, "llama"), {}

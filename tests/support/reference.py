@@ -53,7 +53,7 @@ def pack(codes: np.ndarray) -> torch.Tensor:
 class Weight:
     """A packed weight, its exact value, and its magnitude in the error bound.
 
-    `arguments` are those of gemm and dequantize. `exact` and `magnitude` are fp64 `[K, N]` in the packed order of k. The
+    `arguments` are those of gemm and dequantize. `exact` and `magnitude` are fp64 `[K, N]` in packed order of k. The
     magnitude is s (|q| + |z|) if zero points are applied at the end of a group, and |w| otherwise. `raw_magnitude` is
     for kernels that sum raw codes: there uint4b8 counts s (|q| + |z|) too. `steps` is |s| + magnitude: the weight of an
     activation that fp32 flushes.

@@ -1,4 +1,4 @@
-"""The arrows between the rooms of csrc/ and kernels/: includes run one way, by this table."""
+"""Includes between the folders of csrc/ and kernels/ run one way, as the table below allows."""
 
 import re
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SUFFIXES = {".h", ".cpp", ".mm", ".metal"}
 INCLUDE = re.compile(r'^\s*#\s*(?:include|import)\s+["<]([^">]+)[">]', re.MULTILINE)
 
-# A room, and the rooms or files that it may include besides itself. A file belongs to the longest name that fits.
+# For each folder, the folders or files that it may include besides itself. A file belongs to the longest matching name.
 ALLOWED = {
     "kernels/shared": [],
     "kernels/gemm": ["kernels/shared"],
@@ -18,16 +18,16 @@ ALLOWED = {
     "csrc/cpu": ["csrc/core", "csrc/ops"],
     "csrc/planner": ["csrc/core", "kernels/shared"],
     "csrc/mps": ["csrc/ops", "csrc/planner"],
-    # The second product uses the first one's parts; nothing but the Python bindings may use it.
+    # The mLSTM may use parts of the GEMM; nothing may use the mLSTM.
     "csrc/mlstm": ["csrc/core", "csrc/ops", "csrc/planner/plan.h", "csrc/mps/encoder.h", "csrc/cpu"],
     "csrc/python": ["csrc/core", "csrc/cpu/capability.h", "csrc/planner", "kernels/shared"],
 }
 EXCEPTIONS = {
-    # The one list of the kernels of all products, and with it their parameters.
+    # variants.h lists the kernels of both products, so it needs their parameters.
     ("kernels/shared/variants.h", "kernels/gemm/geometry.h"),
     ("kernels/shared/variants.h", "kernels/mlstm/params.h"),
 }
-# Libraries that only some rooms may include.
+# Libraries that only some folders may include.
 LIBRARIES = {
     "torch": (re.compile(r"(ATen|c10|torch)/"), {"csrc/ops", "csrc/cpu", "csrc/mps", "csrc/mlstm", "csrc/python"}),
     "PyTorch's private MPS headers": (re.compile(r"ATen/(native/)?mps/"), {"csrc/mps/stream"}),
@@ -46,7 +46,7 @@ def room_of(path: str) -> str:
 
 
 def includes(root: Path) -> Iterator[tuple[str, str]]:
-    """Pairs of a file and what it includes, both relative to the repository."""
+    """Returns pairs of a file and a file that it includes, both relative to the repository."""
     for folder in ("csrc", "kernels"):
         for path in sorted((root / folder).rglob("*")):
             if path.suffix in SUFFIXES:
@@ -72,7 +72,7 @@ def test_includes_follow_the_table() -> None:
     assert wrong_arrows(ROOT) == []
 
 
-def test_the_table_names_no_arrow_that_nothing_needs() -> None:
+def test_every_entry_of_the_table_is_needed() -> None:
     found = list(includes(ROOT))
     for room, names in ALLOWED.items():
         for name in names:
@@ -80,7 +80,7 @@ def test_the_table_names_no_arrow_that_nothing_needs() -> None:
     assert set(found) >= EXCEPTIONS
 
 
-def test_a_wrong_arrow_is_found(tmp_path: Path) -> None:
+def test_a_wrong_include_is_found(tmp_path: Path) -> None:
     planted = {
         "csrc/planner/cost.cpp": '#include "csrc/mps/encoder.h"',
         "csrc/planner/plan.h": "#include <ATen/core/Tensor.h>",

@@ -1,10 +1,10 @@
-"""The arrows between the rooms of the Python package: imports run one way, by this table."""
+"""Imports between the folders of the Python package run one way, as the table below allows."""
 
 import ast
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "torch_marlin_metal"
-# A room and the rooms that it may import; "base" is the files beside the folders.
+# For each folder, the folders that it may import; "base" stands for the modules outside of folders.
 ALLOWED = {
     "base": set(),
     "quantize": {"base"},
@@ -18,7 +18,7 @@ ALLOWED = {
     "cli": {"base", "public", "checkpoints", "gpu"},
     "public": {"base", "quantize", "layers", "checkpoints", "models", "gpu", "xlstm"},
 }
-# Modules of names only, which users import; no room but the command line does.
+# Modules that only re-export names for users. Inside the package only the command line imports them.
 PUBLIC = {"__init__", "convert", "profiling", "tuning"}
 
 
@@ -30,7 +30,7 @@ def room_of(module: str) -> str:
 
 
 def imports(path: Path) -> set[str]:
-    """Modules of the package that a file imports, inside functions too."""
+    """Returns the modules of the package that a file imports, including imports inside functions."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):

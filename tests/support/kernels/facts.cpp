@@ -1,4 +1,4 @@
-// Prints what the tests need of kernels/shared/variants.h as JSON, so that nothing is written down twice.
+// Prints the constants and tables of kernels/shared/variants.h that tests need, as JSON, so that no test repeats them.
 #include <cstddef>
 #include <cstdio>
 

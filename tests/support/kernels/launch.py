@@ -80,7 +80,7 @@ class Guarded(Buffer):
 
 
 def place(tensor: torch.Tensor, *, offset: int = 0, row_stride: int | None = None) -> Guarded:
-    """Copies a tensor to device memory, `offset` elements after an aligned address, with rows `row_stride` elements apart.
+    """Copies a tensor to device memory, `offset` elements after an aligned address, rows `row_stride` elements apart.
 
     Guards and gaps contain NaN, and checked mode treats them as uninitialised memory.
     """

@@ -188,7 +188,7 @@ def run_gemv(
     subnormal_codes: bool = True,
     **options: Any,
 ) -> torch.Tensor:
-    """Runs a product. `options` are those of `launch`, and `inputs` or `activations` (buffer, row stride) to replace the
+    """Runs a product. `options` are those of `launch`; `inputs` or `activations` (buffer, row stride) replace the
     problem's. Pass `counted=False` if the kernel reads less than K implies."""
     step = number("kGemvK")
     k_per_slice = -(-problem.K // (step * simdgroups * splits)) * step
