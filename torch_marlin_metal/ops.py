@@ -30,7 +30,7 @@ def _resolve(
     fmt = find_format(name)
     if name == "nf4" and lut is None:
         lut = torch.tensor(NF4_VALUES, dtype=torch.float32, device=b_packed.device)
-    if group_size == -1 and b_packed.dim() == 2:  # the operator refuses another rank
+    if group_size == -1 and b_packed.dim() == 2:  # for other ranks the operator raises the error
         group_size = resolve_group_size(op, fmt, group_size, 8 * b_packed.shape[0])
     return fmt.name, group_size, lut
 
@@ -42,7 +42,7 @@ def given(
     perm: Tensor | None,
     bias: Tensor | None = None,
 ) -> dict[str, Any]:
-    """Returns the arguments that are not None, by name: each argument costs the dispatcher 0.4 us, None or not."""
+    """Returns the arguments that are not None, because each argument costs the dispatcher 0.4 us, even if None."""
     named: dict[str, Any] = {}
     if zeros is not None:
         named["zeros"] = zeros
@@ -73,8 +73,8 @@ def gemm(
 ) -> Tensor:
     """Multiplies activations with a packed 4-bit weight: `a @ w + bias`.
 
-    The weight is decoded inside the product and never stored. Sums are in fp32, the result is rounded once.
-    Differentiable by `a` and `bias`.
+    The weight is decoded inside the product and never stored. Sums are in fp32, and the result is rounded once. `gemm`
+    is differentiable by `a` and `bias`.
 
     Args:
         a: activations `[..., K]`, float16, bfloat16 or float32, any strides.
@@ -85,10 +85,10 @@ def gemm(
         group_size: 16, 32, 64, 128, 256 or K; -1 stands for K. The last group may be short.
         zeros: `[G, N]`; zero points of uint4 (uint8 codes or floating), biases of uint4_bias (floating).
         global_scale: float32 `[]`, `[1]` or `[N]`, multiplies the scales of nvfp4.
-        lut: float32 `[16]`, the table of lut4; given by the alias "nf4".
+        lut: float32 `[16]`, the table of lut4; the alias "nf4" supplies it.
         perm: int32 `[K]`, GPTQ's act-order: packed row j multiplies `a[..., perm[j]]`. See `gptq_perm`.
         bias: `[N]`, float16, bfloat16 or float32; added in fp32.
-        variant: "auto", or the name of a GPU kernel variant; the CPU has one kernel for all.
+        variant: "auto", or the name of a GPU kernel variant; the CPU ignores it.
 
     Returns:
         `[..., N]` in the dtype of `a`.
@@ -121,7 +121,7 @@ def dequantize(
     It is computed in fp32 and rounded once.
 
     Args:
-        b_packed: int32 `[K/8, N]`, as in `gemm`; so are `scales` to `perm`.
+        b_packed: int32 `[K/8, N]`, as in `gemm`.
         scales: `[G, N]`.
         weight_format: a format's name or alias.
         group_size: the group size, or -1 for K.
@@ -143,7 +143,7 @@ def dequantize(
 
 
 def gptq_repack(qweight: Tensor, *, perm: Tensor | None = None) -> Tensor:
-    """Brings GPTQ's `qweight` into the packed layout; row j of the result is row `perm[j]` of the source.
+    """Converts GPTQ's `qweight` to the packed layout; row j of the result is row `perm[j]` of `qweight`.
 
     Without `perm` the two layouts are the same and the result is a copy.
 
@@ -162,12 +162,12 @@ def gptq_repack(qweight: Tensor, *, perm: Tensor | None = None) -> Tensor:
 
 
 def gptq_unpack_zeros(qzeros: Tensor, *, checkpoint_version: int, rule: ZerosRule = "word") -> Tensor:
-    """Unpacks GPTQ's `qzeros` into one byte a zero point.
+    """Unpacks GPTQ's `qzeros` into one byte per zero point.
 
-    Version 1 files store z - 1. The rules differ only if a stored nibble is 15: "word" adds 0x11111111 to the word
-    (exact for GPTQModel and AutoRound, which borrow across nibbles to store z = 0), "masked" gives (raw + 1) & 15,
-    "unmasked" gives raw + 1, up to 16. Functions that read whole layers or checkpoints call these two arguments
-    `gptq_version` and `gptq_zeros_rule`.
+    Version 1 files store z - 1. The rules differ only if a stored nibble is 15. "word" adds 0x11111111 to the word,
+    which is exact for GPTQModel and AutoRound, because they borrow across nibbles to store z = 0. "masked" gives
+    (raw + 1) & 15. "unmasked" gives raw + 1, which may be 16. Functions that read whole layers or checkpoints call
+    these two arguments `gptq_version` and `gptq_zeros_rule`.
 
     Args:
         qzeros: int32 `[G, N/8]`, contiguous, lowest n in the lowest nibble.
@@ -185,7 +185,7 @@ def gptq_unpack_zeros(qzeros: Tensor, *, checkpoint_version: int, rule: ZerosRul
 
 
 def awq_repack(qweight: Tensor) -> Tensor:
-    """Brings the `qweight` of AWQ's "gemm" version into the packed layout, its interleave undone.
+    """Converts the `qweight` of AWQ's "gemm" version to the packed layout and undoes its interleave.
 
     Args:
         qweight: int32 `[K, N/8]`, contiguous; nibble i of a word holds column `[0, 2, 4, 6, 1, 3, 5, 7][i]` of its 8.
@@ -201,9 +201,9 @@ def awq_repack(qweight: Tensor) -> Tensor:
 
 
 def transpose_words(words: Tensor) -> Tensor:
-    """Brings words that lie row by row of the weight into the packed layout.
+    """Converts words in the transposed order `[N, K/8]` to the packed layout.
 
-    compressed-tensors and AWQ's "gemv" version store them like this.
+    compressed-tensors and AWQ's "gemv" version store words in that order.
 
     Args:
         words: int32 `[N, K/8]`, contiguous, lowest k in the lowest nibble.
@@ -219,7 +219,7 @@ def transpose_words(words: Tensor) -> Tensor:
 
 
 def awq_unpack_zeros(qzeros: Tensor) -> Tensor:
-    """Unpacks the `qzeros` of AWQ's "gemm" version into one byte a zero point, its interleave undone.
+    """Unpacks the `qzeros` of AWQ's "gemm" version into one byte per zero point and undoes its interleave.
 
     Args:
         qzeros: int32 `[G, N/8]`, contiguous.

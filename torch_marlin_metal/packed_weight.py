@@ -1,4 +1,4 @@
-"""One 4-bit weight in the layout of the operators: readers yield it, layers take it and exporters write it."""
+"""`PackedWeight`: a 4-bit weight in the layout of the operators. Readers yield it, layers and exporters take it."""
 
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -11,10 +11,10 @@ from torch_marlin_metal.formats import expected_group_sizes, is_group_size, weig
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
-# The operators promise their error bound for scales up to this size and for these E8M0 codes.
+# The error bound of the operators holds for scales up to this magnitude and for these E8M0 codes.
 MAX_SCALE = 2.0**100
 E8M0_CODES = (16, 240)
-MAX_ZERO_POINT = 16  # GPTQ version 1 read by the rule "unmasked" gives 15 + 1
+MAX_ZERO_POINT = 16  # 15 + 1, from GPTQ version 1 with the rule "unmasked"
 E4M3_NAN = (0x7F, 0xFF)
 
 
@@ -41,7 +41,7 @@ class PackedWeight:
         perm: int32 `[K]`; row j of the packed weight is row perm[j] of the original (GPTQ act-order).
         bias: `[N]`, the bias of the linear layer, or None.
         name: the layer's name in the model, without ".weight".
-        source: the container it came from, for reports.
+        source: the name of the checkpoint format that it came from, for reports.
     """
 
     b_packed: Tensor
@@ -95,8 +95,9 @@ class PackedWeight:
         """Checks every shape, dtype and value rule of the format, and returns self.
 
         Raises:
-            PackedWeightError: names the field, the expected and the actual value. Values count too: scales that are not
-                finite or larger than 2^100, E8M0 codes outside 16..240, E4M3 NaN codes, a perm that is no permutation.
+            PackedWeightError: a rule is broken; the message names the field, the expected and the actual value. Values
+                are checked too: scales that are not finite or exceed 2^100, E8M0 codes outside 16..240, E4M3 NaN codes,
+                and a perm that is not a permutation.
                 Tensors of `FakeTensorMode` have no values to check.
         """
         fmt = weight_format(self.weight_format)

@@ -1,4 +1,4 @@
-"""The one language that chooses layers and tensors by name: every `include`, `exclude`, `ignore` and `keep`.
+"""Chooses layers and tensors by name, for the arguments `include`, `exclude`, `ignore` and `keep`.
 
 A choice is a pattern, a list of patterns or a function. A pattern is shell-style ("encoder.*.query", see `fnmatch`).
 With the prefix "re:" it is a regular expression that must match the whole name. A function takes the name and, if the
@@ -19,7 +19,7 @@ Filter = Patterns | Callable[[str, nn.Module], bool]
 
 
 def selects(choice: Patterns | Callable[..., bool] | None, name: str, *module: nn.Module) -> bool:
-    """Returns whether a choice takes a name. None takes no name.
+    """Returns whether a choice selects a name. None selects no name.
 
     Raises:
         ValueError: a regular expression is malformed.
@@ -37,8 +37,8 @@ def check_patterns(op: str, names: Iterable[str], *, include: Any = None, exclud
     Args:
         op: the caller's name, for the messages.
         names: every name that could be chosen.
-        include: a pattern of it without a match is an error.
-        exclude: a pattern of it without a match is a warning.
+        include: patterns; one that matches nothing is an error.
+        exclude: patterns; one that matches nothing is a warning.
 
     Raises:
         ValueError: a pattern of `include` matches nothing, or a regular expression is malformed.

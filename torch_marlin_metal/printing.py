@@ -1,4 +1,4 @@
-"""The base of results that print as a table, by `print` as by rich."""
+"""The base class of results that `print` and rich print as a table."""
 
 from abc import abstractmethod
 
@@ -6,7 +6,7 @@ from rich.console import Console, RenderableType
 
 
 class RichText:
-    """Prints the same table by `print` as by rich."""
+    """Makes `print` show the same table as rich."""
 
     @abstractmethod
     def __rich__(self) -> RenderableType:

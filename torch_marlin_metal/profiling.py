@@ -1,4 +1,4 @@
-"""The cost of a product on an Apple GPU and its reasons: chips, occupancy, tiles, rooflines, explanations, traces.
+"""Explains the cost of a product on an Apple GPU: chips, occupancy, tiles, rooflines, explanations, traces.
 
 Every number comes from the planner's own tables and model: `chips.h`, `instruction_counts.h` and `cost.h` of
 `csrc/planner`.

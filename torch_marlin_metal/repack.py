@@ -1,7 +1,7 @@
-"""Codes to packed words and back: the inverse of every repacking operator, and GPTQ's act-order permutation.
+"""Packs and unpacks codes, inverts every repacking operator, and makes GPTQ's act-order permutation.
 
-Everything here is pure PyTorch and runs on any device. The forward directions, which models need when they load, are
-operators (`gptq_repack`, `awq_repack`, `gptq_unpack_zeros`, `awq_unpack_zeros`); exporters and tests use these.
+Exporters and tests use these functions, which are pure PyTorch and run on any device. Loading a model uses the
+operators (`gptq_repack`, `awq_repack`, `gptq_unpack_zeros`, `awq_unpack_zeros`).
 """
 
 import warnings
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 CODES_PER_WORD = 8
-# How GPTQ version 1 zero points are read and written if a stored nibble is 15; see `ops.gptq_unpack_zeros`.
+# How to read and write GPTQ version 1 zero points if a stored nibble is 15; see `ops.gptq_unpack_zeros`.
 ZerosRule = Literal["word", "masked", "unmasked"]
 # AWQ's interleave: nibble i (lowest first) of a word holds column AWQ_ORDER[i] of eight (AutoAWQ, packing_utils.py).
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -57,7 +57,7 @@ def pack_gptq(b_packed: Tensor, *, perm: Tensor | None = None) -> Tensor:
 
     Args:
         b_packed: int32 `[K/8, N]`.
-        perm: int32 `[K]`, row j of `b_packed` is row `perm[j]` of the checkpoint (see `gptq_perm`).
+        perm: int32 `[K]` (see `gptq_perm`); row j of `b_packed` is row `perm[j]` of the checkpoint.
 
     Returns:
         int32 `[K/8, N]`, always a new tensor.
@@ -141,11 +141,11 @@ def gptq_perm(g_idx: Tensor, group_size: int) -> Tensor | None:
 
     Args:
         g_idx: int32 or int64 `[K]`, the group of each row of the checkpoint.
-        group_size: rows per group; -1 or anything from K up is one group. Only the last group may be shorter.
+        group_size: rows per group; -1, or K or more, means one group. Only the last group may be shorter.
 
     Returns:
-        int32 `[K]` on g_idx's device; None if there is nothing to permute: g_idx is k // group_size, or all zero.
-        Writers that do not use act-order leave it all zero; a warning says if that hides more than one group.
+        int32 `[K]` on g_idx's device, or None if rows are in order: g_idx is k // group_size, or all zero. Writers that
+        do not use act-order leave it all zero; if there is more than one group, a warning says so.
 
     Raises:
         ValueError: g_idx is not int32 or int64, wrong rank, a group out of range, or groups of the wrong size.
@@ -159,7 +159,7 @@ def gptq_perm(g_idx: Tensor, group_size: int) -> Tensor | None:
         raise ValueError(f"gptq_perm: group_size: expected -1 or a positive number, got {group_size}")
     group_size = K if group_size == -1 else min(group_size, K)
     G = -(-K // group_size)
-    # On the CPU whatever the device: K numbers once per layer, and every branch below would wait for the device anyway.
+    # Computed on the CPU for every device: it is only K numbers per layer, and each branch below would wait anyway.
     groups = g_idx.detach().cpu().long()
     low, high = int(groups.min()), int(groups.max())
     if low < 0 or high >= G:

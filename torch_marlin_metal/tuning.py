@@ -1,8 +1,8 @@
-"""Measured choices in place of the planner's model.
+"""Chooses kernels by measured times instead of the planner's model.
 
-`tune` times the planner's candidates for the products of a model, and `save` keeps what won. Later processes use the
-saved choices for the same GPU, torch and package version, from their first product on the GPU on; importing the
-package reads no file. The command `torch-marlin-metal tune` does all of that.
+`tune` times the planner's candidates for the products of a model, and `save` stores the fastest. Later processes read
+the stored choices at their first product on the GPU, and use those for the same GPU, torch and package version. The
+command `torch-marlin-metal tune` does all of this.
 """
 
 from torch_marlin_metal.gpu.tuning.chains import Chain, interleave

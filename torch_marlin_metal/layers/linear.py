@@ -57,10 +57,11 @@ class WeightInfo:
 class MarlinLinear(nn.Module):
     """`nn.Linear` with a packed 4-bit weight: `y = a @ w.T + bias`, computed by `torch.ops.torch_marlin_metal.gemm`.
 
-    The constructor makes an empty layer for loaders, on `device="meta"` without memory; `from_linear` and `from_packed`
-    make filled ones. The state_dict holds `b_packed`, `scales`, `packed_format` and, if the weight has them,
-    `zeros`, `global_scale`, `lut`, `perm` and `bias`. `.half()`, `.bfloat16()` and `.to(dtype)` change the bias only,
-    and `.double()` makes it float32, since no kernel takes float64; the output has the dtype of the activations.
+    The constructor makes an empty layer for loaders; on `device="meta"` it needs no memory. `from_linear` and
+    `from_packed` make layers with weights. The state_dict holds `b_packed`, `scales`, `packed_format` and, if the
+    weight has them, `zeros`, `global_scale`, `lut`, `perm` and `bias`. `.half()`, `.bfloat16()` and `.to(dtype)`
+    convert only the bias. `.double()` makes it float32, because no kernel takes float64. The output has the dtype of
+    the activations.
 
     Args:
         in_features: K, a multiple of 8.

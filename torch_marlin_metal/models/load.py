@@ -1,4 +1,4 @@
-"""A checkpoint of 4-bit layers into any model: packed layers stay packed, the other tensors are loaded as they are."""
+"""Loads a checkpoint of 4-bit layers into any model. Packed layers stay packed; other tensors are loaded unchanged."""
 
 import os
 from collections.abc import Callable
@@ -34,7 +34,7 @@ FLOATS = ("F16", "BF16", "F32", "F64")
 
 @dataclass(frozen=True)
 class _Plan:
-    """Layers as (position in the reader, target), and other tensors as (names in the model, function that reads)."""
+    """What to load: layers as (index in the reader, target), other tensors as (names in the model, read function)."""
 
     layers: list[tuple[int, Target]]
     others: list[tuple[list[str], Callable[[], Tensor]]]
@@ -57,34 +57,35 @@ def load_quantized(
 ) -> Report:
     """Loads a checkpoint into a model: a `MarlinLinear` for every 4-bit layer, every other tensor under its name.
 
-    Layers are read one at a time and never decoded as a whole. The model may be on the meta device. Any error leaves it
-    as it was; its former tensors are freed at the end.
+    Layers are read one at a time, so the whole model never exists in floats. The model may be on the meta device. If an
+    error occurs, the model is not changed; its former tensors are therefore freed only at the end.
 
     Args:
         model: a model whose Linear layers and other tensors have the checkpoint's names, changed in place.
         path: a checkpoint directory or a .gguf file, see `convert.read_layers`.
-        options: how to read, see `convert.ReadOptions`; None is the defaults, with `gguf_names="hf"`. A layer that
-            cannot be a `MarlinLinear` without loss, embeddings among them, raises an error (`on_unsupported="error"`),
-            is decoded to floats ("dequantize") or stays as it is in the model ("skip").
-        device: device of every loaded tensor; None is that of the tensor it replaces, the CPU for the meta device.
-        dtype: of the floating tensors that are not packed; None is that of the tensor they replace.
-        rename: from names in the checkpoint to names in the model: a function (None leaves a tensor out), or prefixes
-            and their replacements, for example `{"model.": ""}`.
-        exclude: layers to leave dense: their weight is decoded to the dtype of the one it replaces. Chosen by the names
-            in the model as in `quantize_model`; a pattern that matches no layer is a warning.
+        options: how to read, see `convert.ReadOptions`; None means the defaults, with `gguf_names="hf"`.
+            `on_unsupported` decides about layers that cannot be a `MarlinLinear` without loss, including embeddings:
+            "error" raises an error, "dequantize" decodes them to floats, and "skip" leaves the model's layer unchanged.
+        device: device of every loaded tensor; None means that of the replaced tensor, or the CPU for the meta device.
+        dtype: dtype of floating tensors that are not packed; None means that of the tensor they replace.
+        rename: maps names in the checkpoint to names in the model: a function (None leaves a tensor out), or a
+            dictionary of prefixes and replacements, for example `{"model.": ""}`.
+        exclude: layers that stay dense; their weight is decoded to the dtype of the one it replaces. Chosen by name in
+            the model as in `quantize_model`. A pattern that matches no layer is a warning.
         ignore: tensors and layers of the checkpoint that the model may lack: patterns, or a function of the name in the
             model.
         keep: tensors of the model that the checkpoint may lack; they keep their values. Chosen like `ignore`.
-        fuse: compute q, k, v projections in one call, and gate and up projections, see `fuse_projections`.
+        fuse: compute q, k and v projections in one call, and gate and up projections in another; see
+            `fuse_projections`.
         progress: show a progress bar.
-        **fields: fields of `ReadOptions`, in place of those of `options`.
+        **fields: fields of `ReadOptions`, which override those of `options`.
 
     Returns:
         A report, which prints as a table.
 
     Raises:
-        CheckpointError: the checkpoint is damaged or, as UnsupportedFormat, holds a layer that is not read.
-        ModelMismatchError: tensors are missing, unexpected or of another shape than the model's.
+        CheckpointError: the checkpoint is damaged, or a layer is not supported (`UnsupportedFormat`).
+        ModelMismatchError: a tensor is missing, is unexpected, or has another shape than in the model.
     """
     reader = open_reader(path, options or ReadOptions(gguf_names="hf"), **fields)
     slots = Slots(model)
@@ -145,7 +146,7 @@ def _plan(
     ignore: NameFilter,
     keep: NameFilter,
 ) -> _Plan:
-    """Finds a place for everything, from names and headers alone."""
+    """Finds the target of every layer and tensor. Reads only names and headers."""
     plan, unexpected = _Plan([], []), []
     targets: dict[str, Target] = {}
     by_module: dict[int, Target] = {}
@@ -207,7 +208,7 @@ def _check_kind(target: Target, on_unsupported: OnUnsupported) -> None:
 
 
 def _weights(target: Target, slots: Slots) -> list[str]:
-    """Names of the weight of an embedding or dense layer that a layer of the checkpoint fills."""
+    """Returns all names of the weight of the embedding or dense layer that a layer of the checkpoint fills."""
     return [f"{name}.weight" for name in target.names if f"{name}.weight" in slots and not linear_shape(target.module)]
 
 
@@ -255,9 +256,9 @@ def _set_dense(
 
 
 def _fill_buffers(model: nn.Module, slots: Slots, plan: _Plan, device: torch.device | None) -> None:
-    """Gives values to buffers that no checkpoint holds and that the empty model has on the meta device.
+    """Computes buffers that no checkpoint holds, such as rotary frequencies, if they are on the meta device.
 
-    transformers computes them (rotary frequencies) in `_init_weights`, which it uses for its own empty models.
+    transformers computes them in `_init_weights`, which it also calls for its own empty models.
     """
     replaced = {id(target.module) for _, target in plan.layers}
     initialize = getattr(model, "_init_weights", None)
@@ -281,7 +282,7 @@ def _fill_buffers(model: nn.Module, slots: Slots, plan: _Plan, device: torch.dev
 
 
 def _unset(like: Tensor, device: torch.device) -> Tensor:
-    """Returns a buffer of values that no model computes: a buffer that still holds them was not filled."""
+    """Returns a buffer with values that no model computes; a buffer that still has them later was not filled."""
     value = torch.finfo(like.dtype).max if like.is_floating_point() else 113
     return torch.full_like(like, value, device=device)
 

@@ -1,4 +1,4 @@
-"""Whole models: quantizes their Linear layers, or replaces the 4-bit layers of other packages."""
+"""Quantizes the Linear layers of a model, or replaces the 4-bit layers of other packages."""
 
 from collections import defaultdict
 from dataclasses import replace
@@ -20,7 +20,7 @@ from torch_marlin_metal.repack import ZerosRule
 from torch_marlin_metal.replace.detect import dtype_of, is_packed_linear, read_packed_linear, shape_of, tensors_of
 from torch_marlin_metal.replace.gptq_awq import UnreadableError
 
-# Columns at a time when an error is measured.
+# The error of a weight is measured for this many columns at a time.
 ERROR_COLUMNS = 1024
 
 
@@ -38,7 +38,7 @@ def quantize_model(
 ) -> Report:
     """Replaces the Linear layers of a model by `MarlinLinear`, in place.
 
-    Layers that cannot be quantized stay and are in the report with the reason: K not a multiple of 8, a weight that is
+    Layers that cannot be quantized stay, and the report gives the reason: K not a multiple of 8, a weight that is
     not fp16/bf16/fp32 or not finite, a parametrized weight, a subclass of `nn.Linear` (its forward may differ, or it
     may never be called, as in `nn.MultiheadAttention`), a weight that is also used elsewhere (an embedding, an
     excluded layer). Linear layers that share one weight are quantized once and share the result. Hooks move to the new
@@ -46,18 +46,17 @@ def quantize_model(
 
     Args:
         model: changed in place.
-        weight_format: as in `quantize_weight`, and so are the next two.
+        weight_format: see `quantize_weight`.
         group_size: see `quantize_weight`.
         method: "rtn" or "mse".
-        include: layers to take; None is all. A pattern or a list of patterns for the layer's full name, or a function
-            of (name, module). Patterns are shell-style (`fnmatch`: "encoder.*.query"); with the prefix "re:" they are
-            regular expressions that must match the full name. A pattern that matches no layer is an error.
-        exclude: layers to leave, by the same rules; they are not in the report. A pattern that matches no layer is a
+        include: layers to quantize; None means all. A pattern or a list of patterns for the layer's full name, or a
+            function of (name, module). Patterns are shell-style (`fnmatch`: "encoder.*.query"); with the prefix "re:"
+            they are regular expressions that must match the full name. A pattern that matches no layer is an error.
+        exclude: layers to skip, chosen by the same rules; the report omits them. A pattern that matches no layer is a
             warning.
         progress: show a progress bar.
-        atomic: an exception in the middle leaves the model exactly as it was; both weights of every layer exist until
-            the end. False frees each old weight before the next layer; an exception then leaves the layers done so far
-            quantized.
+        atomic: whether an exception leaves the model unchanged; old and new weights then both exist until the end. With
+            False each old weight is freed before the next layer, and an exception leaves a partly quantized model.
         **options: `scale_dtype`, `lut`, `mx_rounding`, as in `quantize_weight`.
 
     Returns:
@@ -106,20 +105,20 @@ def replace_linear_layers(
     checkpoint_version: int | None = None,
     rule: ZerosRule | None = None,
 ) -> Report:
-    """Replaces the 4-bit layers that another package left in a loaded model, in place and without loss.
+    """Replaces the 4-bit layers of other packages in a loaded model, in place and without loss.
 
     Layers are recognised by their tensors, shapes and class names: GPTQ (GPTQModel, AutoGPTQ, optimum), AWQ gemm, gemv
     and gemv_fast (AutoAWQ, GPTQModel), compressed-tensors (int4, NVFP4, MXFP4), bitsandbytes Linear4bit, HQQLinear,
     and transformers' MetalLinear. If every zero point is 8 the new layer is uint4b8, else uint4. Layers that cannot be
-    read, or whose tensors another module uses too, stay and are in the report with the reason.
+    read, or whose tensors another module also uses, stay, and the report gives the reason.
 
     Args:
         model: changed in place.
         include: as in `quantize_model`.
         exclude: as in `quantize_model`.
-        gptq_version: how the modules hold GPTQ's zero points now: 1 (minus one) or 2 (as they are). None finds out, by
-            the class (GPTQModel's REQUIRES_FORMAT_V2), the module's `qzero_format()` and the model's
-            quantization_config. A layer whose zero points contradict the finding is left with the reason.
+        gptq_version: how the modules store GPTQ's zero points: 1 (minus one) or 2 (unchanged). None derives it from the
+            class (GPTQModel's REQUIRES_FORMAT_V2), the module's `qzero_format()` and the model's quantization_config.
+            A layer whose zero points contradict that version stays, and the report says so.
         gptq_zeros_rule: for version 1, the `rule` of `gptq_unpack_zeros`.
         progress: show a progress bar.
         atomic: as in `quantize_model`. GPTQ words without act-order are not copied in either case.
@@ -172,7 +171,7 @@ def _converted(entry: LayerReport, layer: MarlinLinear, error: float | None) -> 
 
 
 def _reasons(model: nn.Module, targets: list[Target]) -> dict[int, str]:
-    """Returns why modules cannot be quantized, by id."""
+    """Returns the reasons why modules cannot be quantized, by the module's id."""
     reasons = {id(target.module): reason for target in targets if (reason := _why_not(target.module))}
     users: dict[int, list[tuple[str, nn.Module]]] = defaultdict(list)
     for name, module in model.named_modules():
@@ -214,7 +213,7 @@ def _why_not(linear: nn.Module) -> str:
 
 
 def _shared_with_others(model: nn.Module, targets: list[Target]) -> dict[int, str]:
-    """Returns why modules are left because others that stay use their tensors, by id."""
+    """Returns reasons, by the module's id, for modules that stay because another module uses their tensors."""
     taken = {id(target.module) for target in targets}
     users = {
         id(tensor): f"{name} ({type(module).__name__})"
@@ -232,7 +231,7 @@ def _shared_with_others(model: nn.Module, targets: list[Target]) -> dict[int, st
 
 
 def _shared_weights(targets: list[Target]) -> set[int]:
-    """Ids of weights that more than one target has."""
+    """Returns the ids of weights that several targets share."""
     seen: set[int] = set()
     shared: set[int] = set()
     for target in targets:

@@ -16,12 +16,12 @@ class LayerReport:
         name: the layer's name in the model; the first one if the module has several names.
         kind: class of the original module.
         shape: `(N, K)`, or None if it is not known.
-        weight_format: of the new layer, "" if the layer was left.
-        group_size: of the new layer, 0 if the layer was left.
-        bytes_before: parameters and buffers of the original.
-        bytes_after: the same of the new layer.
-        error: ||w - w4|| / ||w|| by Frobenius norms; None if the weight had 4 bits before and is the same after.
-        reason: why the layer was left as it was; "" if it was converted.
+        weight_format: format of the new layer; "" if the layer was not converted.
+        group_size: group size of the new layer; 0 if the layer was not converted.
+        bytes_before: bytes of the original layer's parameters and buffers.
+        bytes_after: bytes of the new layer's parameters and buffers.
+        error: ||w - w4|| / ||w|| by Frobenius norms; None if the layer already had 4-bit weights, which are unchanged.
+        reason: why the layer was not converted; "" if it was.
     """
 
     name: str
@@ -37,13 +37,13 @@ class LayerReport:
 
 @dataclass
 class Report(RichText):
-    """Prints as a table, by `print` or by rich.
+    """The result for a whole model, which `print` and rich print as a table.
 
     Attributes:
         title: the table's title.
-        layers: every layer that was looked at, in the model's order.
-        bytes_before: parameters and buffers of the whole model.
-        bytes_after: the same afterwards.
+        layers: every layer that was considered, in the model's order.
+        bytes_before: bytes of the whole model's parameters and buffers before the conversion.
+        bytes_after: the same after the conversion.
     """
 
     title: str

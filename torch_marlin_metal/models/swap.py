@@ -9,7 +9,7 @@ from tqdm.auto import tqdm
 from torch_marlin_metal.models.report import LayerReport, Report, module_bytes
 from torch_marlin_metal.patterns import Filter, check_patterns, selects
 
-# Dictionaries that hold the hooks of a module; sharing them keeps the handles that remove hooks alive.
+# The dictionaries that hold a module's hooks. The new module shares them, so that existing handles can remove hooks.
 HOOKS = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
@@ -41,7 +41,7 @@ def find_targets(
     include: Filter | None,
     exclude: Filter | None,
 ) -> list[Target]:
-    """Lists the wanted modules that the filters let through, each once whatever the number of its names.
+    """Returns the wanted modules that the filters select. A module with several names is listed once.
 
     Raises:
         ValueError: the model itself is such a module, or a pattern of `include` matches no name.
@@ -70,15 +70,15 @@ def swap(
     atomic: bool,
     progress: bool,
 ) -> Report:
-    """Puts `convert`'s module in the place of each target, or leaves it if `convert` returns only a report.
+    """Replaces each target by the module that `convert` returns, or keeps it if `convert` returns only a report.
 
     Args:
         model: changed in place.
-        targets: emptied on the way.
-        convert: makes the new module without touching the old one.
-        title: of the report and the progress bar.
-        atomic: swap after the last conversion, so that an exception leaves the model as it was; otherwise swap at once
-            and free each old module before the next.
+        targets: the modules; the list is emptied, so that it keeps no old module alive.
+        convert: makes the new module without changing the old one.
+        title: title of the report and the progress bar.
+        atomic: replace all modules after the last conversion, so that an exception leaves the model unchanged.
+            Otherwise replace each module at once and free the old one before the next conversion.
         progress: show a progress bar.
     """
     report = Report(title, bytes_before=module_bytes(model))

@@ -16,20 +16,20 @@ SMALLEST_SCALE = 2.0**-126  # GPUs take a smaller one as 0
 
 
 class ScaleCoding(Protocol):
-    """Stores the scales of groups and returns the values of stored ones."""
+    """Converts the scales of groups to their stored form, and stored scales to values."""
 
     @property
     def dtype(self) -> torch.dtype:
         """Returns the dtype of stored scales."""
 
     def from_amax(self, amax: Tensor, reach: float) -> Tensor:
-        """Returns the stored scale at which a code of value `reach` represents a group's largest magnitude (fp32)."""
+        """Returns the stored scale with which a code of value `reach` represents the magnitude `amax` (fp32)."""
 
     def effective(self, stored: Tensor) -> Tensor:
         """Returns the factor that the operators multiply with, in fp32."""
 
     def neighbours(self, stored: Tensor) -> Iterator[Tensor]:
-        """Yields other stored scales worth trying; none if scales are floating, which are searched by value."""
+        """Yields other stored scales to try. Yields none for floating scales, which are searched by value."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class FloatScale:
         return (amax / reach).to(self.dtype)
 
     def effective(self, stored: Tensor) -> Tensor:
-        """Returns the value itself."""
+        """Returns the stored scale in fp32."""
         return stored.float()
 
     def neighbours(self, stored: Tensor) -> Iterator[Tensor]:
@@ -52,7 +52,7 @@ class FloatScale:
 
 
 class E4M3Scale:
-    """NVFP4's two levels: an E4M3 code for each group times one fp32 for the tensor."""
+    """NVFP4's scales: an E4M3 code for each group, times one fp32 number for the tensor."""
 
     dtype = torch.uint8
 
@@ -71,7 +71,7 @@ class E4M3Scale:
         self._boundaries = nearest_boundaries(values[: E4M3_LARGEST_CODE + 1]).to(device)
 
     def from_amax(self, amax: Tensor, reach: float) -> Tensor:
-        """Rounds to nearest even; codes stop at 448."""
+        """Rounds to nearest even; larger scales become 448."""
         return torch.bucketize(amax / reach / self.global_scale, self._boundaries).to(torch.uint8)
 
     def effective(self, stored: Tensor) -> Tensor:
@@ -86,10 +86,10 @@ class E4M3Scale:
 
 @dataclass(frozen=True)
 class E8M0Scale:
-    """MXFP4's powers of two, by one of three roundings of the exponent.
+    """MXFP4's powers of two, with one of three ways to round the exponent.
 
-    "floor": floor(log2(amax)) - 2 (OCP MX v1.0, 6.3). "even": the same after rounding amax to E2M1's one mantissa bit.
-    "rceil": ceil(log2(amax / 6)), with which nothing saturates.
+    "floor" is floor(log2(amax)) - 2 (OCP MX v1.0, 6.3). "even" does the same after rounding amax to the one mantissa
+    bit of E2M1. "rceil" is ceil(log2(amax / 6)), so that no weight saturates.
     """
 
     ROUNDINGS: ClassVar[tuple[str, ...]] = ("floor", "even", "rceil")
@@ -112,7 +112,7 @@ class E8M0Scale:
             )
 
     def from_amax(self, amax: Tensor, reach: float) -> Tensor:
-        """Rounds the exponent; a group of zeros gets 1."""
+        """Rounds the exponent; a group of zeros gets the scale 1."""
         return self._code(amax, reach).clamp(*E8M0_CODES).to(torch.uint8)
 
     def _code(self, amax: Tensor, reach: float) -> Tensor:
@@ -135,11 +135,12 @@ class E8M0Scale:
 
 
 class CodeTable:
-    """The 16 values of codes that are not integers, and rounding to the nearest of them.
+    """The 16 values of codes that are not integers. Rounds to the nearest of them.
 
     Args:
         values: fp32 `[16]`.
-        by_magnitude: the high bit of a code is its sign (E2M1): ties go to the even code, and -0 keeps its sign.
+        by_magnitude: whether the high bit of a code is its sign (E2M1). Ties then go to the even code, and -0 keeps its
+            sign.
     """
 
     def __init__(self, values: Tensor, *, by_magnitude: bool) -> None:
@@ -153,7 +154,7 @@ class CodeTable:
     def encode(self, v: Tensor) -> Tensor:
         """Returns the uint8 codes of the nearest values."""
         magnitude = v.abs() if self.by_magnitude else v
-        # A comparison for each boundary is several times faster on a CPU than torch.bucketize's search.
+        # On a CPU, one comparison per boundary is several times faster than the search of torch.bucketize.
         place = torch.zeros(v.shape, dtype=torch.uint8, device=v.device)
         for boundary in self._boundaries:
             place += magnitude > boundary
@@ -172,7 +173,7 @@ def e4m3_values() -> Tensor:
 
 
 def nearest_boundaries(ascending: Tensor) -> Tensor:
-    """Returns where the nearest code changes: v > boundaries[i] means a code above i; ties go to the even code."""
+    """Returns the boundaries between nearest codes: v > boundaries[i] has a code above i. Ties go to the even code."""
     middle = (ascending[:-1] + ascending[1:]) / 2
     odd = torch.arange(len(middle)) % 2 == 1
     return torch.where(odd, torch.nextafter(middle, torch.full_like(middle, -torch.inf)), middle)

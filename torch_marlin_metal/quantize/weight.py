@@ -20,9 +20,9 @@ from torch_marlin_metal.quantize.scale_coding import (
 from torch_marlin_metal.repack import pack_codes
 
 METHODS = ("rtn", "mse")
-# Elements of a chunk of rows: bounds the memory of the search to some ten fp32 tensors of this size.
+# Rows are searched in chunks of this many elements, so the search needs about ten fp32 tensors of this size.
 CHUNK_ELEMENTS = 1 << 20
-# A candidate must be better by more than the rounding of the two fp32 sums that are compared.
+# A candidate is better only if its error is smaller by more than the rounding of the two fp32 sums.
 WORTHWHILE = 1 - 2**-12
 
 
@@ -135,7 +135,7 @@ class _Search:
     fmt: WeightFormat
     coding: ScaleCoding
     bias_dtype: torch.dtype
-    table: CodeTable | None  # None: the codes are integers
+    table: CodeTable | None  # None if the codes are integers
     method: str
 
     def encode(self, x: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
@@ -187,19 +187,19 @@ class _Search:
         return (self.decode(self.encode(x, effective, zero), effective, zero) - x).square_().sum(1)
 
     def _span(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the ends of the range that the codes cover; 0 is inside unless the format has a bias."""
+        """Returns the ends of the range that the codes must cover; it contains 0 unless the format has a bias."""
         low, high = x.amin(1), x.amax(1)
         return (low, high) if self.fmt.zeros_role == "bias" else (low.clamp(max=0), high.clamp(min=0))
 
     @property
     def _reach(self) -> float:
-        """Returns the largest code value in scales; for formats with zeros, the distance of the outermost codes."""
+        """Returns the largest code value, or, for formats with zeros, the distance between the outermost codes."""
         if self.fmt.zeros_role != "none":
             return 15.0
         return 7.5 if self.table is None else self.table.reach
 
     def _extent(self, x: Tensor) -> Tensor:
-        """Returns the extent that the reach must cover: the group's range, or its largest magnitude."""
+        """Returns what the reach times the scale must cover: the group's range, or its largest magnitude."""
         low, high = self._span(x)
         return high - low if self.fmt.zeros_role != "none" else torch.maximum(high, -low)
 

@@ -1,6 +1,6 @@
 """Reads 4-bit Linear modules that another package left in a loaded model.
 
-They are known by their tensors, their shapes and the names of their classes; the packages themselves are not imported.
+They are recognised by their tensors, shapes and class names; the packages themselves are not imported.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ from torch_marlin_metal.replace.gptq_awq import shape_of as _stated_shape
 def is_packed_linear(module: nn.Module) -> bool:
     """Returns whether a module is a 4-bit Linear of a known package."""
     if next(module.children(), None) is not None:
-        return False  # a wrapper, such as an adapter, may show the tensors of the layer inside
+        return False  # a wrapper, such as an adapter, may expose the tensors of the layer that it wraps
     return _has_words(module) or kind_of(module) is not None
 
 
@@ -31,16 +31,16 @@ def shape_of(module: nn.Module) -> tuple[int, int] | None:
 def read_packed_linear(
     module: nn.Module, *, gptq_version: int | None, gptq_zeros_rule: str, config: dict[str, Any]
 ) -> PackedWeight:
-    """Reads a module's weight without loss, without its bias; the module is not touched.
+    """Reads a module's weight, without its bias, exactly. Does not change the module.
 
     Args:
-        module: see `is_packed_linear`.
-        gptq_version: how GPTQ zero points are stored (1: minus one, 2: as they are); None finds out.
+        module: a module for which `is_packed_linear` is true.
+        gptq_version: how GPTQ zero points are stored (1: minus one, 2: unchanged); None derives it from the module.
         gptq_zeros_rule: for version 1, see `gptq_unpack_zeros`.
         config: the model's quantization_config, or {}.
 
     Raises:
-        UnreadableError: another layout, another width than 4 bit, or tensors that contradict each other.
+        UnreadableError: the layout is unknown, codes do not have 4 bits, or tensors contradict each other.
     """
     if attribute(module, "adapter") is not None:
         raise UnreadableError("it has an adapter, which the new layer would lose")
@@ -62,7 +62,7 @@ def read_packed_linear(
 
 
 def dtype_of(module: nn.Module, packed: PackedWeight) -> torch.dtype | None:
-    """Returns the dtype that the module computes in, for `layer.weight.dtype`; None if nothing states it."""
+    """Returns the dtype in which the module computes, for `layer.weight.dtype`; None if it is unknown."""
     stated = attribute(module, "compute_dtype") or attribute(
         attribute(tensor_of(module, "weight"), "quant_state"), "dtype"
     )

@@ -17,7 +17,7 @@ from torch_marlin_metal.checkpoints.options import ReadOptions
 from torch_marlin_metal.packed_weight import PackedWeight
 from torch_marlin_metal.replace.gptq_awq import UnreadableError, attribute, tensor_of
 
-# dtypes that checkpoints keep under a dtype of the same width, by the names that files give them.
+# torch dtypes -> their names in files, for tensors whose bits a reader keeps in another dtype of the same width.
 CODED_DTYPES = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
@@ -26,12 +26,12 @@ CODED_DTYPES = {
     torch.uint32: "U32",
     torch.uint64: "U64",
 }
-LAYER = "layer"  # its name in the made-up checkpoint; readers' messages lose it again
+LAYER = "layer"  # the name of the layer in the temporary checkpoint; it is removed from error messages
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of module and the checkpoint format that its state_dict is in."""
+    """A kind of module, and the checkpoint format of its state_dict."""
 
     format: DirectoryFormat
     settings: dict[str, Any]
@@ -65,16 +65,16 @@ def gemv_kind(module: nn.Module) -> Kind:
 
 
 def read_state(module: nn.Module, kind: Kind) -> PackedWeight:
-    """Reads a module's weight, without its bias; the result is on the module's device.
+    """Reads a module's weight, without its bias, on the module's device.
 
     Raises:
-        UnreadableError: the reader's reason.
+        UnreadableError: the reader refuses the layer; the message gives its reason.
     """
     if kind.format is hqq.FORMAT and attribute(module, "W_q", "meta") is None:
         raise UnreadableError("it is not initialized")
     if kind.format is bitsandbytes.FORMAT and attribute(module.weight, "quant_state") is None:
         raise UnreadableError("its weight is not quantized yet: bitsandbytes does that when the layer is moved")
-    # Both of these keep most of a layer outside its parameters and buffers.
+    # HQQ and bitsandbytes keep most of a layer outside its parameters and buffers.
     own = {hqq.FORMAT.name: _hqq_state, bitsandbytes.FORMAT.name: _bitsandbytes_state}.get(kind.format.name)
     state = module.state_dict() if own is None else own(module)
     checkpoint = _as_checkpoint(state, kind)
@@ -99,7 +99,7 @@ def _as_checkpoint(state: dict[str, Tensor], kind: Kind) -> Checkpoint:
         if dtype is None or tensor.is_meta:
             raise UnreadableError(f"{name} is {tensor.dtype} on {tensor.device}")
         held = tensor.detach().cpu().contiguous()
-        # A subclass (bitsandbytes' Params4bit) would go on into every result.
+        # Results of a tensor subclass (bitsandbytes' Params4bit) would have that class, too.
         held = held.as_subclass(Tensor).view(DTYPES[dtype][1])
         full = f"{LAYER}.{name}"
         checkpoint.loaded[full] = held
@@ -108,7 +108,7 @@ def _as_checkpoint(state: dict[str, Tensor], kind: Kind) -> Checkpoint:
 
 
 def _compressed_tensors_settings(module: nn.Module) -> dict[str, Any]:
-    """Returns the part of the module's scheme that the reader needs; without a scheme the shapes give it."""
+    """Returns the settings that the reader needs, from the module's scheme or, without one, from the shapes."""
     weights = attribute(attribute(module, "quantization_scheme"), "weights")
     if weights is not None:
         scheme = {"num_bits": weights.num_bits, "group_size": weights.group_size}
@@ -120,7 +120,10 @@ def _compressed_tensors_settings(module: nn.Module) -> dict[str, Any]:
 
 
 def _bitsandbytes_state(module: nn.Module) -> dict[str, Tensor]:
-    """Returns the tensors of a checkpoint. `Linear4bit.state_dict()` would change a layer that has been rearranged."""
+    """Returns a layer's tensors as a checkpoint has them.
+
+    `Linear4bit.state_dict()` is not used, because it would change a layer whose words have been rearranged.
+    """
     weight: Any = module.weight
     state = weight.quant_state
     described = {"shape": list(state.shape), "blocksize": state.blocksize, "quant_type": state.quant_type}
@@ -138,7 +141,7 @@ def _bitsandbytes_state(module: nn.Module) -> dict[str, Tensor]:
 def _from_cpu_packing(words: Tensor) -> Tensor:
     """Undoes bitsandbytes' packing for CPUs with AVX-512 BF16, made at the first forward (0.50: functional.py).
 
-    There, bytes `[N/32, K/2, 32]` hold 32 rows of two neighbours along k: rows 0..15 in the low nibbles.
+    In that packing, bytes `[N/32, K/2, 32]` hold 32 rows of two neighbouring k, with rows 0..15 in the low nibbles.
     """
     N, half = words.shape
     blocks = words.reshape(N // 32, half, 16, 2)

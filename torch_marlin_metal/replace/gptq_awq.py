@@ -1,4 +1,4 @@
-"""Reads GPTQ and AWQ (gemm) modules on their device, without a copy if the words stay the same."""
+"""Reads GPTQ and AWQ (gemm) modules on their device. Words that do not change are not copied."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -38,16 +38,16 @@ def shape_of(module: nn.Module) -> tuple[int, int] | None:
 def read_words(
     module: nn.Module, *, gptq_version: int | None, gptq_zeros_rule: str, config: dict[str, Any]
 ) -> PackedWeight | None:
-    """Reads a module that holds `qweight` and `scales`; returns None if they are in one of AWQ's gemv layouts.
+    """Reads a module that has `qweight` and `scales`. Returns None if it has one of AWQ's gemv layouts.
 
     Args:
-        module: not touched.
-        gptq_version: how GPTQ zero points are stored (1: minus one, 2: as they are); None finds out.
+        module: the module, which is not changed.
+        gptq_version: how GPTQ zero points are stored (1: minus one, 2: unchanged); None derives it from the module.
         gptq_zeros_rule: for version 1, see `gptq_unpack_zeros`.
         config: the model's quantization_config, or {}.
 
     Raises:
-        UnreadableError: another layout, another width than 4 bit, or tensors that contradict each other.
+        UnreadableError: the layout is unknown, codes do not have 4 bits, or tensors contradict each other.
     """
     qweight, scales = module.qweight, module.scales
     assert isinstance(qweight, Tensor)
@@ -60,7 +60,7 @@ def read_words(
         raise UnreadableError(f"scales are {scales.dtype} {list(scales.shape)}; expected fp16, bf16 or fp32 [G, N]")
     rows, columns, N = qweight.shape[0], qweight.shape[1], scales.shape[1]
     stated = shape_of(module) or (N, 8 * rows if columns == N else rows)
-    # By shape and not by class name: GPTQ packs along K, AWQ along N.
+    # The shapes distinguish GPTQ, which packs along K, from AWQ, which packs along N.
     if (N, 8 * rows) == stated and columns == N:
         tensors = _gather(module, *stated)
         return _read_gptq(tensors, gptq_version or _find_version(module, config, tensors.qzeros), gptq_zeros_rule)
@@ -99,7 +99,7 @@ def _read_gptq(tensors: _Tensors, version: int, rule: str) -> PackedWeight:
         perm = None if tensors.g_idx is None else gptq_perm(tensors.g_idx, tensors.group_size)
     except ValueError as error:
         raise UnreadableError(str(error)) from error
-    # Without act-order the words are the same: keep them, copy nothing.
+    # Without act-order the words do not change, so the new layer uses them without a copy.
     b_packed = tensors.qweight.contiguous()
     if perm is not None:
         b_packed = _ops.gptq_repack(b_packed, perm=perm)
@@ -141,11 +141,10 @@ def _find_version(module: nn.Module, config: dict[str, Any], qzeros: Tensor) -> 
 
 
 def _stated_version(module: nn.Module, config: dict[str, Any]) -> int:
-    """Returns the version that the module's class, the module or the config states; without any, 1.
+    """Returns the version that the module's class, the module or the config states, else 1.
 
-    GPTQModel converts zero points to version 2 when it loads for a class that needs it, whatever the file said.
-
-    Its `qzero_format()` starts at 1 and becomes 2 only if a conversion ran, so a 1 from it says nothing.
+    For a class that needs version 2, GPTQModel converts zero points while loading, whatever the file's version. Its
+    `qzero_format()` starts at 1 and becomes 2 only if such a conversion ran, so the value 1 is not reliable.
     """
     if getattr(type(module), "REQUIRES_FORMAT_V2", False):
         return 2

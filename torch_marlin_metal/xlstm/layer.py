@@ -1,4 +1,4 @@
-"""The mLSTM as modules: the cell of an xLSTM block, and the layer around it."""
+"""The mLSTM as modules: the cell of an xLSTM block, and the layer that contains it."""
 
 import torch
 from torch import Tensor, nn
@@ -16,16 +16,16 @@ def _run(
 
 
 class MLSTMCell(nn.Module):
-    """The cell that xLSTM blocks of other packages call, without parameters.
+    """The mLSTM cell without parameters, with the interface that xLSTM blocks of other packages call.
 
-    It takes the place of `mlstm_backend` in the layers of `transformers`' xLSTM models
+    It can replace `mlstm_backend` in the layers of `transformers`' xLSTM models:
 
         for module in model.modules():
             if hasattr(module, "mlstm_backend"):
                 module.mlstm_backend = MLSTMCell()
 
-    Unlike those it takes any length, keeps the inputs' dtype and carries states in float32: a state of another dtype is
-    converted at the call.
+    Unlike the original it takes any length, keeps the inputs' dtype and holds states in float32. It converts a state of
+    another dtype.
 
     Args:
         chunk_size: as in `mlstm`.
@@ -50,7 +50,7 @@ class MLSTMCell(nn.Module):
         return_last_states: bool = True,
         mode: str | None = None,
     ) -> Tensor | tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-        """Runs the cell; one token with a state takes `mlstm_step`.
+        """Runs the cell. For one token with a state it calls `mlstm_step`.
 
         Args:
             query: `[B, H, S, DK]`, not scaled.
@@ -58,17 +58,17 @@ class MLSTMCell(nn.Module):
             value: `[B, H, S, DV]`.
             igate: `[B, H, S]`, before its exponential.
             fgate: `[B, H, S]`, before its sigmoid.
-            c_initial: `[B, H, DK, DV]` or None, as the other two.
+            c_initial: `[B, H, DK, DV]`. Give all three initial tensors, or None for all.
             n_initial: `[B, H, DK]`.
             m_initial: `[B, H, 1]` or `[B, H]`.
             return_last_states: whether to return the state too.
-            mode: not used: training and inference are the same here.
+            mode: not used, because training and inference are the same here.
 
         Returns:
             h `[B, H, S, DV]`, or h and the state (C, n, m) with m of shape `[B, H, 1]`.
 
         Raises:
-            ValueError: one or two of the initial tensors are missing; and as `mlstm`.
+            ValueError: one or two of the initial tensors are missing, or `mlstm` refuses an argument.
         """
         state = None
         initial = {"c_initial": c_initial, "n_initial": n_initial, "m_initial": m_initial}
@@ -88,7 +88,7 @@ class MLSTMCell(nn.Module):
 
 
 class MultiHeadLayerNorm(nn.Module):
-    """Layer norm over each head of `[..., H, D]`, in float32, with a weight for all: gives `[..., H * D]`."""
+    """Layer norm over each head of `[..., H, D]`, in float32, with one weight per element; returns `[..., H * D]`."""
 
     def __init__(self, num_heads: int, head_dim: int, eps: float, bias: bool) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class MultiHeadLayerNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalises `[..., H, D]`."""
+        """Normalises each head of `[..., H, D]` and returns `[..., H * D]`."""
         normal = nn.functional.layer_norm(x.float(), x.shape[-1:], eps=self.eps).to(x.dtype).flatten(-2)
         normal = normal * self.weight
         return normal if self.bias is None else normal + self.bias
@@ -108,17 +108,17 @@ class MLSTMLayer(nn.Module):
 
     Its state_dict has the names of that model's layers with separate weights (`q`, `k`, `v`, `ogate_preact`,
     `igate_preact`, `fgate_preact`, `multihead_norm`, `out_proj`). `quantize_model` turns its projections into
-    `MarlinLinear`; leave the gates' out (`exclude`): they are small and their error is exponentiated.
+    `MarlinLinear`. Exclude the gate projections, because they are small and their error is exponentiated.
 
     Args:
         d_model: size of the inputs and outputs.
         num_heads: H.
         qk_dim_factor: DK is `d_model * qk_dim_factor / num_heads`.
         v_dim_factor: DV is `d_model * v_dim_factor / num_heads`.
-        gate_soft_cap: gates are bounded smoothly to plus and minus this, None for not at all.
-        bias: whether the projections other than the gates' have a bias, and the norm too.
-        norm_eps: of the norm.
-        eps: of the cell.
+        gate_soft_cap: smooth bound on the magnitude of the gates; None means no bound.
+        bias: whether the norm and all projections except those of the gates have a bias. Gate projections always do.
+        norm_eps: added to the variance in the norm.
+        eps: added to the denominator in the cell.
         chunk_size: as in `mlstm`.
 
     Raises:
@@ -157,7 +157,7 @@ class MLSTMLayer(nn.Module):
         self.fgate_preact = nn.Linear(d_model, num_heads, bias=True)
         self.multihead_norm = MultiHeadLayerNorm(num_heads, v_dim // num_heads, norm_eps, bias)
         self.out_proj = nn.Linear(v_dim, d_model, bias=bias)
-        # At the start little is written and most is kept: i at -10, f from 3 to 6 over the heads.
+        # An untrained layer writes little and keeps most: i is -10, and f goes from 3 to 6 over the heads.
         with torch.no_grad():
             self.igate_preact.weight.zero_()
             self.igate_preact.bias.fill_(-10.0)
@@ -174,11 +174,11 @@ class MLSTMLayer(nn.Module):
         return x.transpose(1, 2)
 
     def forward(self, x: Tensor, state: MLSTMState | None = None) -> tuple[Tensor, MLSTMState]:
-        """Runs the layer over some tokens, one of them by `mlstm_step`.
+        """Runs the layer over S tokens. For a single token with a state it uses `mlstm_step`.
 
         Args:
             x: `[B, S, d_model]`.
-            state: of the tokens before, or None.
+            state: the state after the previous tokens, or None.
 
         Returns:
             `[B, S, d_model]`, and the state after the last token.

@@ -15,14 +15,14 @@ _ops = torch.ops.torch_marlin_metal
 
 
 class MLSTMState(NamedTuple):
-    """The state of an mLSTM, in stabilised units: the memory is `exp(m) * C`, its normaliser `exp(m) * n`.
+    """The state of an mLSTM, in stabilised units: the memory is `exp(m) * C`, and its normaliser `exp(m) * n`.
 
-    float32 whatever the dtype of the inputs (float64 if they are float64).
+    All tensors are float32, or float64 if the inputs are float64.
 
     Attributes:
-        C: `[B, H, DK, DV]`.
-        n: `[B, H, DK]`.
-        m: `[B, H]`, a logarithm.
+        C: scaled memory `[B, H, DK, DV]`.
+        n: scaled normaliser `[B, H, DK]`.
+        m: stabiliser `[B, H]`, the logarithm of the scale.
     """
 
     C: Tensor
@@ -52,9 +52,10 @@ def mlstm(
     chunk_size: int = 0,
     eps: float = 1e-6,
 ) -> tuple[Tensor, MLSTMState]:
-    """Runs an mLSTM over a sequence of any length and carries its state.
+    """Runs an mLSTM over a sequence of any length, and returns the outputs and the final state.
 
-    Differentiable by every tensor, once. On the CPU and on mps; the CPU also takes float64, by the recurrence.
+    It is differentiable once, by every tensor. It runs on the CPU and on mps. The CPU also takes float64, for which it
+    runs the recurrence.
 
     Args:
         q: queries `[B, H, S, DK]`, float16, bfloat16 or float32, any strides. They are scaled by `DK ** -0.5` here.
@@ -62,9 +63,9 @@ def mlstm(
         v: values `[B, H, S, DV]` in the dtype of `q`.
         i: input gates `[B, H, S]` before their exponential; float16, bfloat16 or float32.
         f: forget gates `[B, H, S]` before their sigmoid, in the dtype of `i`.
-        state: the state before the first token; None is zero, `m` included.
-        chunk_size: tokens that are worked on together: 16, 32, 64, 128 or 256, or 0 for the planner's choice. Results
-            differ by rounding only.
+        state: the state before the first token; None means zero for C, n and m.
+        chunk_size: tokens per chunk: 16, 32, 64, 128 or 256, or 0 for the planner's choice. It changes results only by
+            rounding.
         eps: added to the denominator.
 
     Returns:
@@ -121,15 +122,16 @@ def mlstm_states(
         f: forget gates `[B, H, S]`.
         state: the state before the first token, or None.
         chunk_size: 16, 32, 64, 128 or 256.
-        save_states_every: of the states, keep those before every so many chunks.
+        save_states_every: n keeps only the state before every n-th chunk.
 
     Returns:
-        A state with a dimension of slots after H, `S / (chunk_size * save_states_every) + 1` of them: slot j is the
-        state before chunk `j * save_states_every`, the last one the final state.
+        A state whose tensors have an additional dimension of slots after H. There are
+        `S / (chunk_size * save_states_every) + 1` slots: slot j is the state before chunk `j * save_states_every`, and
+        the last slot is the final state.
 
     Raises:
-        ValueError: an argument has the wrong dtype, shape, device or value, or S is not such a multiple (`mlstm` takes
-            any length).
+        ValueError: an argument has the wrong dtype, shape, device or value, or S is not a multiple of
+            `chunk_size * save_states_every` (`mlstm` takes any length).
     """
     C0, n0, m0 = _initial("mlstm_states", state)
     C, n, m = _ops.mlstm_states(
@@ -157,8 +159,8 @@ def mlstm_output(
         v: values `[B, H, S, DV]`.
         i: input gates `[B, H, S]`.
         f: forget gates `[B, H, S]`.
-        states: of `mlstm_states`, one slot per chunk of this size and the final one.
-        chunk_size: tokens between two of the slots: 16, 32, 64, 128 or 256.
+        states: result of `mlstm_states`: one slot per chunk, and the final state.
+        chunk_size: tokens between two slots: 16, 32, 64, 128 or 256.
         eps: added to the denominator.
 
     Returns:
