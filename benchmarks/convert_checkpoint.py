@@ -1,12 +1,12 @@
-"""Converts a large synthetic checkpoint: throughput against `cp`, peak memory, and kills at random points.
+"""Converts a large synthetic checkpoint and measures throughput against `cp`, peak memory, and resuming after kills.
 
     python benchmarks/convert_checkpoint.py --gigabytes 2 --kills 50
 
-Every conversion is a process of its own. `cp` copies the same files on the same disk in the same run, in turns with the
-conversions; both end when the data is with the operating system, not on the disk. The source is in the system's cache.
-Before each run as much memory as the result takes is written to and freed, since a virtual machine may have to ask its
-host for memory that was free for a while: that made `cp` of 2 GB take anything from 0.5 s to 3 s. Peak memory includes
-Python's and torch's own, some 220 MB.
+Every conversion runs in a process of its own. Conversions take turns with `cp`, which copies the same files on the same
+disk. Both end when the operating system has the data, which may not be on the disk yet. The source is in the page
+cache. Before each run, as much memory as the result needs is written and freed. Otherwise a virtual machine may have to
+ask its host for memory during the run, which made `cp` of 2 GB take anything from 0.5 s to 3 s. Peak memory includes
+about 220 MB for Python and torch.
 """
 
 import argparse
@@ -36,7 +36,7 @@ CODES_PER_WORD, GROUP = 8, 128
 
 
 def layer_tensors(layout: str, K: int, N: int, seed: int) -> dict[str, torch.Tensor]:
-    """Random 4-bit words; what they mean does not matter here, their sizes do."""
+    """Returns random 4-bit words. Only their sizes matter here."""
     generator = torch.Generator().manual_seed(seed)
 
     def words(*shape: int) -> torch.Tensor:
@@ -58,7 +58,7 @@ def layer_tensors(layout: str, K: int, N: int, seed: int) -> dict[str, torch.Ten
 
 
 def make_checkpoint(path: Path, layout: str, total: int, K: int, N: int) -> int:
-    """Writes shards until `total` bytes are there; returns the bytes."""
+    """Writes shards until there are `total` bytes. Returns the number of bytes."""
     path.mkdir(parents=True)
     settings = {"quant_method": layout.partition("-act")[0], "bits": 4, "group_size": GROUP}
     settings |= {"sym": True, "desc_act": "act-order" in layout} if "gptq" in layout else {}
@@ -92,7 +92,7 @@ def size_of(path: Path) -> int:
 
 
 def fetch_memory(nbytes: int) -> None:
-    """Has a process of its own write to memory, and so leaves that much free that the machine has at hand."""
+    """Writes to memory in another process, so that the machine then has this much free without asking its host."""
     subprocess.run([sys.executable, "-S", "-c", f"b'1' * {nbytes}"], check=True)
 
 
@@ -109,7 +109,7 @@ def convert(source: Path, destination: Path, shard_mb: int) -> tuple[float, floa
 
 
 def measure(source: Path, destination: Path, shard_mb: int) -> None:
-    """What the child does: the conversion as the command line does it, without a progress bar."""
+    """Runs in the child process: converts as the command line does, without a progress bar."""
     from torch_marlin_metal.convert import open_reader, write_checkpoint
 
     began = time.perf_counter()
@@ -118,7 +118,7 @@ def measure(source: Path, destination: Path, shard_mb: int) -> None:
     began, cpu = time.perf_counter(), time.process_time()
     write_checkpoint(open_reader(source), destination, max_shard_bytes=shard_mb * 10**6)
     seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
-    # Not ru_maxrss of a child seen from outside: that starts with the size of the process that forked it.
+    # Measured inside the process: seen from the parent, ru_maxrss of a child starts with the size of the parent.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     if Path("/proc/self/status").exists():
         status = Path("/proc/self/status").read_text()
@@ -127,7 +127,7 @@ def measure(source: Path, destination: Path, shard_mb: int) -> None:
 
 
 def digest(path: Path) -> dict[str, str]:
-    """SHA-256 of every file."""
+    """Returns the SHA-256 of every file."""
     found = {}
     for file in sorted(path.iterdir()):
         with file.open("rb") as stream:
@@ -136,7 +136,7 @@ def digest(path: Path) -> dict[str, str]:
 
 
 def kill_and_resume(source: Path, work: Path, shard_mb: int, kills: int, seconds: float, seed: int) -> tuple[int, int]:
-    """Kills conversions at random points until there were `kills`; returns kills and runs that found shards to keep."""
+    """Kills conversions at random points, `kills` times. Returns the kills, and the runs that kept finished shards."""
     convert(source, work / "whole", shard_mb)
     expected = digest(work / "whole")
     shutil.rmtree(work / "whole")

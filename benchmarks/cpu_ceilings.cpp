@@ -1,5 +1,5 @@
-// What this machine can do at best: bytes read a second and fp32 multiply-adds a second. Compiled for the machine by
-// cpu_ceilings.py. Threads are started before the clock is.
+// Measures the best rates of this machine: bytes read per second, and fp32 operations per second. Compiled for the
+// machine by cpu_ceilings.py. The clock starts after the threads.
 #include <atomic>
 #include <chrono>
 #include <cstddef>
@@ -20,7 +20,7 @@ constexpr int kBytes = 16;
 using Floats = float __attribute__((vector_size(kBytes)));
 using Words = uint64_t __attribute__((vector_size(kBytes), aligned(8)));
 
-// Seconds from the moment that all threads are ready until the last is done.
+// Returns the seconds from when all threads are ready until the last one is done.
 template <class Work>
 double seconds(int threads, Work work) {
   std::atomic<int> ready{0};
@@ -44,7 +44,7 @@ double seconds(int threads, Work work) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
 }
 
-// Eight streams side by side, which keep more requests of one core in flight than one stream does.
+// Reads eight streams at the same time, because one stream does not keep enough memory requests of a core in flight.
 uint64_t read(const char* data, size_t bytes) {
   constexpr size_t kStreams = 8, kStep = 4 * kBytes;
   const size_t part = bytes / kStreams / kStep * kStep;
@@ -63,7 +63,7 @@ uint64_t read(const char* data, size_t bytes) {
   return result;
 }
 
-constexpr int kChains = 16;  // of dependent instructions: more than the latency times the units of any core
+constexpr int kChains = 16;  // independent chains: more than latency times multiply-add units of any core
 constexpr int kTurns = 4096;
 
 template <int... i>
@@ -81,7 +81,7 @@ float multiply_add(const float* start, int64_t rounds, std::integer_sequence<int
   return result;
 }
 
-std::atomic<uint64_t> sink;  // results must be used
+std::atomic<uint64_t> sink;  // uses the results, so that the compiler keeps the work
 
 }  // namespace
 
@@ -94,10 +94,10 @@ double stream_read(const void* data, size_t bytes, int threads) {
   });
 }
 
-// Floating-point operations a second, a multiply-add counted as two.
+// Returns the floating-point operations per second; a multiply-add counts as two.
 double fp32_peak(int threads) {
   constexpr int64_t kRounds = 4096;
-  // Known at run time only: chains that start alike would be computed once.
+  // The chains start with different values that the compiler does not know; otherwise it would compute only one.
   volatile float seed = 1.F;
   float start[kChains];
   for (int i = 0; i < kChains; ++i)

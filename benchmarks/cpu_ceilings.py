@@ -1,4 +1,4 @@
-"""The ceilings of this machine's CPU, measured by a few lines of C++ that are compiled for it on first use."""
+"""Measures the peak memory and arithmetic rates of this machine's CPU, with C++ that is compiled on first use."""
 
 import ctypes
 import functools
@@ -31,10 +31,10 @@ def _library() -> ctypes.CDLL:
 
 
 def stream_read(data: torch.Tensor, threads: int) -> float:
-    """Bytes per second at which `threads` threads read `data` (contiguous, larger than the caches) once."""
+    """Returns the bytes per second at which `threads` threads read `data` (contiguous, larger than the caches) once."""
     return data.nbytes / float(_library().stream_read(data.data_ptr(), data.nbytes, threads))
 
 
 def fp32_peak(threads: int) -> float:
-    """Fp32 operations per second of `threads` threads, of multiply-adds on registers alone."""
+    """Returns the fp32 operations per second of `threads` threads that only execute multiply-adds on registers."""
     return float(_library().fp32_peak(threads))

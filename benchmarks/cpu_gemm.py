@@ -1,8 +1,9 @@
-"""CPU: the package's `gemm` beside PyTorch's dense linear, PyTorch's own 4-bit kernel and the machine's ceilings.
+"""Compares `gemm` on the CPU with PyTorch's dense linear, PyTorch's own 4-bit kernel and the machine's peak rates.
 
-Every round runs each rival once, so that drifting clocks and neighbours hit all of them; what is printed are medians of
-the per-round ratios. Weights are cold: each call takes the next of enough copies to exceed the last-level cache. Beside
-one row a plain read of memory runs in each round. The ceilings and the formats are measured in the same run.
+Every round runs each rival once, so that changing clocks and other work affect all of them alike. The tables show
+medians of the per-round ratios. Weights are cold: there are more copies of a weight than fit in the last-level cache,
+and each call uses the next copy. For one row, each round also reads memory without computing. One run measures all
+tables.
 """
 
 import argparse
@@ -27,20 +28,20 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512)
 FORMAT_ROWS = (1, 8, 64)
 SHAPES = ("4096x4096", "4096x11008", "11008x4096", "4096x512")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-SCALAR_SECONDS = 4.0  # PyTorch's 4-bit kernel is scalar code in fp32: it is left out where it would take longer
+SCALAR_SECONDS = 4.0  # PyTorch's 4-bit kernel is scalar code in fp32; it is left out if it would take longer than this
 Call = Callable[[int], object]
 Times = dict[str, list[float]]
 
 
 def cold_bytes() -> int:
-    """How many bytes of weights to rotate: more than twice the last-level cache where the system tells its size."""
+    """Returns the bytes of weights to rotate: more than twice the last-level cache, if the system tells its size."""
     sizes = [path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
     largest = max((int(size[:-1]) * {"K": 2**10, "M": 2**20}[size[-1]] for size in sizes), default=32 * 2**20)
     return max(96 * 2**20, 5 * largest // 2)
 
 
 def seconds(call: Call, index: int) -> float:
-    """One timed call: with one thread its CPU time, which other processes disturb less, else wall time."""
+    """Times one call, in wall time or, with one thread, in CPU time, which other processes disturb less."""
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     begin = clock()
     call(index)
@@ -48,11 +49,11 @@ def seconds(call: Call, index: int) -> float:
 
 
 def time_calls(calls: dict[str, Call], budget: float, least: int = 5) -> Times:
-    """Seconds of each call, one entry a round; as many rounds as the budget in seconds allows.
+    """Returns the seconds of each call in each round, for as many rounds as the budget in seconds allows.
 
-    For calls that have done their work when they return; `tuning.interleave` times chains of those that have not.
-    Every call gets a number of its own, so that no two in a row read the same weights, and each round has an order of
-    its own, so that none always follows the same neighbour and finds the caches as that one left them.
+    The calls must be finished when they return; `tuning.interleave` times asynchronous calls.
+    Every call gets a new number, so that consecutive calls read different weights. Each round has a random order, so
+    that no call always finds the caches as the same other call left them.
     """
     times: Times = {name: [] for name in calls}
     for call in calls.values():
@@ -66,13 +67,13 @@ def time_calls(calls: dict[str, Call], budget: float, least: int = 5) -> Times:
         rounds += 1
         order.shuffle(names)
         for name in names:
-            wake.add_(1)  # PyTorch's threads are awake, as they are between the layers of a model
+            wake.add_(1)  # wakes PyTorch's threads, which are also awake between the layers of a model
             times[name].append(seconds(calls[name], next(counter)))
     return times
 
 
 def ratio(times: Times, rival: str, ours: str) -> float:
-    """The median over rounds of the rival's time by ours: above 1, ours is faster."""
+    """Returns the median over rounds of the rival's time / our time. Above 1, ours is faster."""
     return median_ratio(times[rival], times[ours])
 
 
@@ -89,7 +90,7 @@ class Layer:
         self.arguments: dict[str, object] = {"weight_format": weight_format, "group_size": group_size}
         scales = torch.rand(groups, N).to(torch.bfloat16)
         if weight_format in ("nvfp4", "mxfp4"):
-            scales = torch.randint(112, 120, (groups, N), dtype=torch.uint8)  # as of weights about 0.01
+            scales = torch.randint(112, 120, (groups, N), dtype=torch.uint8)  # typical for weights of about 0.01
         if weight_format == "uint4":
             self.arguments["zeros"] = torch.randint(0, 16, (groups, N), dtype=torch.uint8)
         if weight_format == "lut4":
@@ -132,31 +133,31 @@ class Peers:
 
 
 class Stream:
-    """A read of memory that no cache holds, as fast as the threads can."""
+    """Reads uncached memory as fast as the threads can."""
 
     def __init__(self, threads: int) -> None:
         self.data = torch.zeros(cold_bytes() // 4)
         self.threads = threads
 
     def bytes_per_second(self) -> float:
-        """One read of all of it."""
+        """Reads all of it once."""
         return stream_read(self.data, self.threads)
 
 
 def table(title: str, columns: list[str]) -> None:
-    """The head of a table in Markdown."""
+    """Prints the head of a Markdown table."""
     print(f"\n{title}\n\n| " + " | ".join(columns) + " |\n|" + "---|" * len(columns), flush=True)
 
 
 def row(*cells: object) -> None:
-    """A line of the table."""
+    """Prints a line of the table."""
     print(
         "| " + " | ".join(f"{cell:.2f}" if isinstance(cell, float) else str(cell) for cell in cells) + " |", flush=True
     )
 
 
 def compare(K: int, N: int, rows: list[int], budget: float, threads: int) -> None:
-    """Every M: this package in three dtypes beside PyTorch's kernels."""
+    """Compares this package in three dtypes with PyTorch's kernels, for every M."""
     layer, peers = Layer(K, N), Peers(K, N)
     table(
         f"K x N = {K} x {N}, group {GROUP_SIZE}, uint4b8. Ratios above 1: this package is faster.",
@@ -177,7 +178,7 @@ def compare(K: int, N: int, rows: list[int], budget: float, threads: int) -> Non
             once = seconds(partial(peers.int4pack, a["fp32"]), 0)
             scalar_row, scalar = once / M, f"{once / ours['fp32']:.0f}"
         rate = {name: 2 * M * K * N / ours[name] for name in DTYPES}
-        peak = statistics.median(fp32_peak(threads) for _ in range(3))  # clocks drift: measured beside each line
+        peak = statistics.median(fp32_peak(threads) for _ in range(3))  # measured for each line, because clocks drift
         row(
             M, *(f"{ours[name] * 1e6:.0f}" for name in DTYPES), *(f"{rate[name] * 1e-9:.0f}" for name in DTYPES),
             rate["fp32"] / peak, ratio(times, "int4pack bf16", "ours bf16"), ratio(times, "dense bf16", "ours bf16"),
@@ -186,7 +187,7 @@ def compare(K: int, N: int, rows: list[int], budget: float, threads: int) -> Non
 
 
 def few_rows(K: int, N: int, budget: float, stream: Stream) -> None:
-    """One row beside a read of memory, and eight rows beside one, all in the same rounds."""
+    """Compares one row with a read of memory, and eight rows with one row, all in the same rounds."""
     layer = Layer(K, N)
     calls: dict[str, Call] = {}
     for M in (1, 8):
@@ -205,7 +206,7 @@ def few_rows(K: int, N: int, budget: float, stream: Stream) -> None:
 
 
 def formats(K: int, N: int, budget: float) -> None:
-    """Formats beside uint4b8 at the same group size: above 1, the format takes longer."""
+    """Compares formats with uint4b8 at the same group size. Above 1, the format takes longer."""
     table(
         f"K x N = {K} x {N}: time by that of uint4b8 at the same group size",
         ["M", "a", "lut4, group 128", "uint4 with zeros, group 128", "uint4b8 with perm, group 128", "mxfp4, group 32",

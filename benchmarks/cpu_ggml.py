@@ -1,8 +1,8 @@
-"""CPU: the package's `gemm` beside ggml's matrix product of Q4_0 (symmetric, group 32), in one interleaved run.
+"""Compares `gemm` on the CPU with ggml's matrix product for Q4_0 (symmetric, groups of 32), in one interleaved run.
 
-Needs ggml's shared libraries: those of an installed `llama-cpp-python`, or of any build through `--library FOLDER`.
-At group 32 both multiply the same weights; errors are relative root mean squares against fp64, of exact weights and
-fp32 activations. `high` is fp32 activations of fewer bits, as torch.set_float32_matmul_precision permits.
+Needs ggml's shared libraries, from an installed `llama-cpp-python` or from any build through `--library FOLDER`. In
+groups of 32 both multiply the same weights. Errors are relative root mean squares against fp64, with exact weights and
+fp32 activations. `high` means torch.set_float32_matmul_precision("high"), which lets kernels use fewer bits.
 """
 
 import argparse
@@ -61,7 +61,7 @@ LOG = ctypes.CFUNCTYPE(None, c_int, c_char_p, c_void_p)(lambda *_: None)
 
 
 def folder_of_libraries(given: Path | None) -> Path:
-    """Where ggml's shared libraries are; ends the program with a message where they are not."""
+    """Returns the folder of ggml's shared libraries. Ends the program with a message if there are none."""
     folders = [given] if given else []
     spec = None if given else importlib.util.find_spec("llama_cpp")
     if spec and spec.origin:
@@ -75,7 +75,7 @@ def folder_of_libraries(given: Path | None) -> Path:
 
 
 class Ggml:
-    """The few functions of ggml that a product needs."""
+    """The functions of ggml that a product needs."""
 
     def __init__(self, folder: Path, threads: int) -> None:
         libraries = [
@@ -91,11 +91,11 @@ class Ggml:
         self.call("backend_cpu_set_n_threads", self.backend, threads)
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """One of the functions, by its name without the prefix."""
+        """Calls a function, given its name without the prefix."""
         return getattr(self, name)(*arguments)
 
     def buffer_types(self) -> dict[str, int]:
-        """The plain layout, and those that the CPU backend packs weights into."""
+        """Returns the plain layout and the layouts into which the CPU backend repacks weights."""
         reg = self.call("backend_cpu_reg")
         address = self.call("backend_reg_get_proc_address", reg, b"ggml_backend_dev_get_extra_bufts")
         extra = ctypes.CFUNCTYPE(ctypes.POINTER(c_void_p), c_void_p)(address)(self.call("backend_reg_dev_get", reg, 0))
@@ -105,12 +105,12 @@ class Ggml:
         return {self.call("backend_buft_name", kind).decode(): kind for kind in found}
 
     def context(self) -> int:
-        """A context for tensors whose data lies elsewhere."""
+        """Returns a new context for tensors whose data is allocated separately."""
         return int(self.call("init", InitParams(64 * 2**20, None, True)))
 
 
 class Product:
-    """Copies of one weight in one of ggml's layouts, and its products with M rows."""
+    """Copies of one weight in one of ggml's layouts, and its products with activations."""
 
     def __init__(self, ggml: Ggml, kind: int, blocks: np.ndarray, K: int, N: int, copies: int) -> None:
         self.ggml, self.K, self.N = ggml, K, N
@@ -122,7 +122,7 @@ class Product:
             ggml.call("backend_tensor_set", weight, blocks.ctypes.data, 0, blocks.nbytes)
 
     def of(self, a: np.ndarray) -> tuple[Call, Callable[[], np.ndarray]]:
-        """The timed call, and what reads its result."""
+        """Returns the call to time, and a function that reads its result."""
         ggml, context = self.ggml, self.ggml.context()
         x = ggml.call("new_tensor_2d", context, GGML_TYPE_F32, self.K, len(a))
         results = [ggml.call("mul_mat", context, weight, x) for weight in self.weights]
@@ -142,7 +142,7 @@ class Product:
 
 
 def quantize(ggml: Ggml, weight: np.ndarray) -> np.ndarray:
-    """fp32 [N, K] to Q4_0 blocks [N, K / 32], by ggml itself."""
+    """Quantizes fp32 [N, K] to Q4_0 blocks [N, K / 32] with ggml's own function."""
     N, K = weight.shape
     blocks = np.empty((N, K // BLOCK), Q4_0)
     ggml.call("quantize_chunk", GGML_TYPE_Q4_0, weight.ctypes.data, blocks.ctypes.data, 0, N, K, None)
@@ -150,7 +150,7 @@ def quantize(ggml: Ggml, weight: np.ndarray) -> np.ndarray:
 
 
 def from_blocks(blocks: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same weight for this package: words [K/8, N] and fp16 scales [K / 32, N]. Low nibbles come first."""
+    """Converts Q4_0 blocks to this package's words [K/8, N] and fp16 scales [K / 32, N]. Low nibbles come first."""
     codes = np.concatenate([blocks["codes"] & 15, blocks["codes"] >> 4], axis=2)
     nibbles = codes.reshape(len(blocks), -1, 8).astype(np.uint32)
     words = np.bitwise_or.reduce(nibbles << np.arange(0, 32, 4, dtype=np.uint32), axis=2)
@@ -158,7 +158,7 @@ def from_blocks(blocks: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Kind(NamedTuple):
-    """One of this package's products: the group size, the activations, and the precision asked for where fp32."""
+    """One of this package's products: group size, dtype of the activations, and the precision asked for with fp32."""
 
     group_size: int
     dtype: torch.dtype
@@ -181,18 +181,18 @@ KINDS = tuple(
 def ours(copies: list[tuple[torch.Tensor, torch.Tensor]], kind: Kind, a: torch.Tensor, index: int) -> torch.Tensor:
     """This package's operator."""
     words, scales = copies[index % len(copies)]
-    torch.set_float32_matmul_precision(kind.precision)  # 0.2 us
+    torch.set_float32_matmul_precision(kind.precision)  # takes 0.2 us
     return tmm.ops.gemm(a, words, scales, weight_format="uint4b8", group_size=kind.group_size)
 
 
 def error(result: np.ndarray, a: np.ndarray, weight: np.ndarray) -> str:
-    """Relative root mean square against fp64, of at most eight rows."""
+    """Returns the relative root mean square error against fp64, over at most eight rows."""
     exact = a[:8].astype(np.float64) @ weight
     return f"{np.linalg.norm(result[:8] - exact) / np.linalg.norm(exact):.1e}"
 
 
 def compare(ggml: Ggml, K: int, N: int, rows: list[int], budget: float) -> None:
-    """One shape: every layout of ggml that takes the weight beside this package."""
+    """Compares this package, for one shape, with every layout of ggml that supports the weight."""
     blocks = quantize(ggml, np.random.default_rng(0).standard_normal((N, K), np.float32))
     number = max(2, cold_bytes() // blocks.nbytes)
     layouts = {name: Product(ggml, kind, blocks, K, N, number) for name, kind in ggml.buffer_types().items()}

@@ -1,9 +1,9 @@
-"""CPU: `dequantize`, the repacks and the unpacks of zero points beside a copy, in one interleaved run.
+"""Compares `dequantize`, the repacks and the unpacking of zero points on the CPU with a copy, in one interleaved run.
 
-Every round runs a copy of 32 MiB (`Tensor.copy_`, and `memcpy` with its halves on two threads) and each operator once.
-What is printed is bytes moved (everything read once, everything written once) per second, as medians of the per-round
-ratios to the copy, which moves its bytes twice as well. Inputs are cold; the allocator keeps freed memory, so that no
-output pays for page faults, as the copies' do not.
+Every round runs each operator once, and two copies of 32 MiB: `Tensor.copy_`, and `memcpy` of one half on each of two
+threads. The table shows bytes moved per second, counting each input and output once, as medians of the per-round ratios
+to a copy; a copy also reads and writes each byte once. Inputs are cold. The allocator keeps freed memory, so that
+outputs cause no page faults; neither do those of the copies.
 """
 
 import argparse
@@ -30,7 +30,7 @@ Call = Callable[[int], object]
 
 
 def keep_freed_memory() -> None:
-    """glibc: no mmap for large blocks, no trimming of the heap."""
+    """Tells glibc not to use mmap for large blocks and not to trim the heap."""
     libc = ctypes.CDLL(None)
     for parameter, value in ((-4, 0), (-1, 2**31 - 1)):  # M_MMAP_MAX, M_TRIM_THRESHOLD
         if libc.mallopt(parameter, value) != 1:
@@ -38,7 +38,7 @@ def keep_freed_memory() -> None:
 
 
 class Copies:
-    """The rivals: rotating sources and destinations of COPY_BYTES."""
+    """The copies to compare with, between rotating sources and destinations of COPY_BYTES."""
 
     def __init__(self) -> None:
         count = COLD_BYTES // COPY_BYTES
@@ -47,11 +47,11 @@ class Copies:
         self.pool = ThreadPoolExecutor(1)
 
     def copy(self, index: int) -> None:
-        """PyTorch's copy, on all its threads."""
+        """Copies with PyTorch, on all its threads."""
         self.destinations[index % len(self.destinations)].copy_(self.sources[index % len(self.sources)])
 
     def memcpy(self, index: int) -> None:
-        """The C library's copy, a half on each of two threads."""
+        """Copies with the C library, one half on each of two threads."""
         to = self.destinations[index % len(self.destinations)].data_ptr()
         source = self.sources[index % len(self.sources)].data_ptr()
         half = COPY_BYTES // torch.get_num_threads() // 4096 * 4096
@@ -65,7 +65,7 @@ class Copies:
 
 
 def packed_weights(weight_format: str, group_size: int) -> list[dict[str, object]]:
-    """Enough weights of one format to be cold."""
+    """Returns so many weights of one format that they do not fit in the caches."""
     info = tmm.WEIGHT_FORMATS[weight_format]
     groups = K // group_size
     copies = COLD_BYTES // (K * N // 2)
@@ -89,12 +89,12 @@ def packed_weights(weight_format: str, group_size: int) -> list[dict[str, object
 
 
 def moved(inputs: list[object], output: torch.Tensor) -> int:
-    """Bytes of all tensors."""
+    """Returns the bytes of all tensors."""
     return sum(t.nbytes for t in [*inputs, output] if isinstance(t, torch.Tensor))
 
 
 def measure(calls: dict[str, tuple[Call, int]], copies: Copies, rounds: int) -> dict[str, tuple[float, float, float]]:
-    """For each call: microseconds, and its bytes per second relative to copy_ and to memcpy."""
+    """Returns for each call the microseconds, and its bytes per second relative to copy_ and to memcpy."""
     everything = {"copy_": (copies.copy, 2 * COPY_BYTES), "memcpy": (copies.memcpy, 2 * COPY_BYTES), **calls}
     rates: dict[str, list[float]] = {name: [] for name in everything}
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
@@ -116,7 +116,7 @@ def measure(calls: dict[str, tuple[Call, int]], copies: Copies, rounds: int) -> 
 
 
 def show(label: str, results: dict[str, tuple[float, float, float]]) -> None:
-    """One row: time and both ratios of every call."""
+    """Prints one row: the time and both ratios of every call."""
     print(f"{label:14}", end="")
     for microseconds, to_copy, to_memcpy in results.values():
         print(f" |{microseconds:7.0f} {to_copy:5.2f} {to_memcpy:5.2f}", end="")
@@ -124,7 +124,7 @@ def show(label: str, results: dict[str, tuple[float, float, float]]) -> None:
 
 
 def dequantize_calls(weights: list[dict[str, object]], **options: object) -> dict[str, tuple[Call, int]]:
-    """`dequantize` to every dtype."""
+    """Returns calls of `dequantize` to every dtype."""
 
     def call(dtype: torch.dtype, index: int) -> torch.Tensor:
         result: torch.Tensor = ops.dequantize(**weights[index % len(weights)], **options, dtype=dtype)
@@ -134,7 +134,7 @@ def dequantize_calls(weights: list[dict[str, object]], **options: object) -> dic
 
 
 def repack_calls() -> dict[str, tuple[Call, int]]:
-    """The repacks, and the unpacks of zero points of groups of 32; in one round each reads another copy."""
+    """Returns calls of the repacks, and of the unpacking of zero points for groups of 32. Each reads another copy."""
     copies = COLD_BYTES // (K * N // 2)
     words = [torch.randint(-(2**31), 2**31 - 1, (K // 8, N), dtype=torch.int32) for _ in range(copies)]
     awq = [w.reshape(K, N // 8) for w in words]

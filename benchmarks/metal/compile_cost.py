@@ -1,7 +1,8 @@
-"""What compiling each Metal library costs: instantiated kernels, bytes of source before and after the preprocessor.
+"""Counts what compiling each Metal library costs: kernels, and bytes of source before and after the preprocessor.
 
-A library is compiled when a kernel of it is first used; its pipelines one by one. Needs a C++ compiler (CXX, or c++)
-for its preprocessor, no Metal. Exit status 1 where a library has more instantiations than `--most`.
+A library is compiled when one of its kernels is first used, and each pipeline when it is first used. Needs a C++
+compiler (CXX, or c++) for its preprocessor, but no Metal. Exits with 1 if a library has more instantiations than
+`--most`.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from build_support.embed_kernels import inline_headers  # noqa: E402
 
 MOST = 60
 INSTANCE = re.compile(r'\[\[host_name\("')
-# A definition with its template header, if it has one.
+# Matches the definition of a kernel, with its template header if it has one.
 KERNEL = re.compile(r"(template\s*<[^>]*>\s*)?\[\[kernel\b[^\]]*\]\]\s*void\s+\w+\s*\(")
 
 
@@ -31,13 +32,13 @@ class LibraryCost:
 
     library: str
     templates: int
-    instantiations: int  # and kernels that are no templates
+    instantiations: int  # includes kernels that are not templates
     source_bytes: int
     preprocessed_bytes: int
 
 
 def preprocessed(source: str) -> str:
-    """The source as a Metal compiler's parser sees it, without the standard library's headers."""
+    """Returns the source as a Metal compiler's parser sees it, without the standard library's headers."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "metal_stdlib").touch()
         command = [*os.environ.get("CXX", "c++").split(), "-E", "-P", "-nostdinc", "-x", "c++", "-std=c++17"]

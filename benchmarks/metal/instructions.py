@@ -1,10 +1,11 @@
-"""Metal: what the hot loops of the matrix kernels cost on an M1 GPU, counted in code of Mesa's compiler by `agxstat`.
+"""Counts instructions in the hot loops of the Metal matrix kernels for an M1 GPU, with `agxstat` and Mesa's compiler.
 
-Nothing is executed and no Mac is needed, but the tool: give its command by --agxstat or AGXSTAT (else it is looked for
-on PATH) and its compiler's folder by AGX_DIR. Counts are not times, and Apple's compiler may differ by 10 to 20 %.
+Nothing is executed and no Mac is needed. The tool is needed: give its command in --agxstat or AGXSTAT (by default it is
+searched on PATH), and the folder of its compiler in AGX_DIR. Counts are not times, and Apple's compiler may differ by
+10 to 20 %.
 
-Figures are per 4-bit weight and lane in the innermost loop; "all" adds the ends of groups and of chains of sums.
-Exit status: 0 where every bar holds, 1 where one is missed, 2 without the tool.
+Figures are per 4-bit weight and lane in the innermost loop; "all" adds the ends of groups and of chains of sums. Exits
+with 0 if every count is within its limit, 1 if one is not, and 2 if the tool is missing.
 """
 
 import argparse
@@ -25,7 +26,7 @@ FORMATS = ("uint4b8", "uint4", "uint4_bias", "float4_e2m1", "nvfp4", "mxfp4", "l
 INTEGER, E2M1 = FORMATS[:3], FORMATS[3:6]
 ELEMENT_TYPES = {"float16": 0, "bfloat16": 1, "float32": 2, "uint8": 3}
 FIXED_GROUPS = {"nvfp4": 16, "mxfp4": 32}
-# Iterations of it between two ends of a chain of sums.
+# Iterations of fused's innermost loop per chain of sums.
 FUSED_CHAIN = 4
 FUSED_K = 64
 LIST_KERNELS = """
@@ -50,12 +51,12 @@ class Case:
     weight_format: str
     dtype: str = "float16"
     group_size: int = 64
-    rows: int = 0  # of a threadgroup
+    rows: int = 0  # per threadgroup
     threads: int = 128
-    weights: int = 64  # of a lane in one iteration of the innermost loop
+    weights: int = 64  # per lane and iteration of the innermost loop
 
     def constants(self) -> dict[str, int]:
-        """The function constants of the fastest case: aligned tensors, whole tiles, no options."""
+        """Returns the function constants of the fastest case: aligned tensors, whole tiles, no options."""
         scales = "uint8" if self.weight_format in FIXED_GROUPS else "float16"
         zeros = "uint8" if self.weight_format == "uint4" else "float16"
         return {
@@ -72,7 +73,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Figures:
-    """What was counted; the middle part is per weight and lane."""
+    """The counts of a kernel."""
 
     kernel: str
     weight_format: str
@@ -97,7 +98,7 @@ class Figures:
 
 
 def cases() -> Iterator[Case]:
-    """Every format with fp16 activations, fused also with the others; else one of each kind."""
+    """Yields all formats with fp16 activations, for fused also with bf16 and fp32, and one case per other kernel."""
     shapes = [("gemv", "gemm/gemv", rows, 256) for rows in range(1, 9)]
     shapes += [("gemm_fused", "gemm/fused", rows, 128) for rows in (8, 16, 24, 32)]
     for kernel, library, rows, threads in shapes:
@@ -119,7 +120,7 @@ def cases() -> Iterator[Case]:
 
 
 def staged_kernels() -> Iterator[tuple[str, str, tuple[int, int, int], int]]:
-    """Library, name, tile and threads of each kernel with a tile in its name, as the host's header says."""
+    """Yields library, name, tile and threads of each kernel with a tile in its name, from the host's header."""
     with tempfile.TemporaryDirectory() as folder:
         program = Path(folder) / "kernels"
         compiler = [
@@ -144,7 +145,7 @@ def staged_kernels() -> Iterator[tuple[str, str, tuple[int, int, int], int]]:
 
 
 def readable_copy(folder: Path) -> None:
-    """The kernels as the tool's reader takes them: function constants spelt out, const references in private memory."""
+    """Copies the kernels in a form that the tool can read: function constants spelt out, const references by value."""
     shutil.copytree(ROOT / "kernels", folder / "kernels")
     rows = re.findall(r"X\((\d+), (\w+), (\w+), \w+\)", (folder / "kernels/shared/slots.h").read_text())
     declarations = "\n".join(f"constant {kind} {name} [[function_constant({i})]];" for i, kind, name in rows)
@@ -154,7 +155,7 @@ def readable_copy(folder: Path) -> None:
 
 
 def measure(agxstat: str, folder: Path, case: Case) -> dict[str, Any] | str:
-    """What the tool counts for one kernel; its complaint where it fails."""
+    """Returns the tool's counts for one kernel, or its error message if it fails."""
     entry = f"{case.kernel}_{case.weight_format}_{case.dtype}"
     command = [
         agxstat,
@@ -180,7 +181,7 @@ def count(agxstat: str, folder: Path, case: Case) -> Figures | str:
 
 
 def figures(case: Case, counted: dict[str, Any]) -> Figures:
-    """The innermost loop with the largest estimate, and its share of the loop around it.
+    """Returns the counts of the innermost loop with the largest estimate, and its share of the loop around it.
 
     gemv has two such loops for bf16 and fp32 activations; the slower one is for chains with very small activations.
     """
@@ -190,7 +191,7 @@ def figures(case: Case, counted: dict[str, Any]) -> Figures:
     hot = min(same, key=lambda o: o["est_cycles"])
     around = [o for o in loops if o["start"] <= hot["start"] and o["end"] >= hot["end"] and o is not hot]
     outer = min(around, key=lambda o: o["end"] - o["start"]) if around else hot
-    # gemv's outer loop ends with each group, fused's with each chain.
+    # An iteration of the outer loop is a group in gemv and a chain in fused.
     weights_k = case.weights // 4
     trips = FUSED_CHAIN if case.kernel == "gemm_fused" else max(min(case.group_size, 128) // weights_k, 1)
 
@@ -223,7 +224,7 @@ def figures(case: Case, counted: dict[str, Any]) -> Figures:
 
 
 def missed_bars(case: Case, got: Figures) -> Iterator[str]:
-    """Spills and fused's bars in every case, gemv's for fp16 activations and groups of 64 or the format's own."""
+    """Yields the limits that a case exceeds. gemv's apply to fp16 and groups of 64 or the format's own size only."""
     kind = "int4" if case.weight_format in INTEGER else "e2m1" if case.weight_format in E2M1 else "table"
     bars: dict[str, tuple[float, Callable[[Figures], float]]] = {"spills": (0, lambda f: f.spills)}
     is_usual = case.dtype == "float16" and case.group_size == FIXED_GROUPS.get(case.weight_format, 64)

@@ -1,7 +1,7 @@
-"""Counts the table of csrc/planner/instruction_counts.h anew by the tool of instructions.py; --write stores it.
+"""Counts the instructions for csrc/planner/instruction_counts.h with the tool of instructions.py; --write stores them.
 
-One format stands for those with the same decode: fp16 activations, groups of 64, aligned tensors, no options. A kernel
-that the tool cannot compile takes the counts of its variant with one stage.
+Counts one format of each code kind, with fp16 activations, groups of 64, aligned tensors and no options. A kernel that
+the tool cannot compile gets the counts of single_stage.
 """
 
 import argparse
@@ -25,7 +25,7 @@ FUSED_CHAIN_K = 256
 
 
 def counted_cases() -> Iterator[Case]:
-    """What the planner can ask for, in the order of the table."""
+    """Yields the cases that the planner can ask for, in the order of the table."""
     for case in cases():
         if case.weight_format in FORMATS and case.dtype == "float16" and case.group_size == 64:
             yield case
@@ -46,7 +46,7 @@ def slots(part: dict[str, Any]) -> int:
 
 
 def row(case: Case, counted: dict[str, Any]) -> str:
-    """The steps are the innermost loop, what is around them the loop that holds it; the rest is executed once."""
+    """Returns a row of the table. Steps are the innermost loop; the loop around it comes next; the rest runs once."""
     loops = counted["loops"]
     hot = loops[counted["hot_loop"]]
     around = [o for o in loops if o["start"] <= hot["start"] and o["end"] >= hot["end"] and o is not hot]

@@ -1,4 +1,4 @@
-"""What the mLSTM kernels cost on an M1: instruction counts, traffic counters, and times predicted from both.
+"""Estimates what the mLSTM kernels cost on an M1: instruction counts, memory traffic, and times predicted from both.
 
 Nothing runs on a GPU. Counts come from a compiler for the M1's GPU (Mesa's, behind a command given by --agxstat or
 AGXSTAT that prints JSON), traffic from the software Metal device in checked mode, rates from csrc/planner/chips.h.
@@ -24,9 +24,9 @@ from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[2]
 TYPES = ("float16", "bfloat16", "float32")
-# Clocks of a scheduler: one matrix product, as the counting command has it; instructions beside them are slots.
+# Clocks of a scheduler for one matrix product, as the counting command assumes. Other instructions count as one slot.
 MATRIX_CLOCKS = 17
-# A small dispatch, measured on an M1 under Linux: an upper bound.
+# The time of a small dispatch, measured on an M1 under Linux; an upper bound for Metal.
 LAUNCH_SECONDS = 2.6e-6
 BLOCK, OUTPUT_SIMDGROUPS, TILE, STEP_COLUMNS, STEP_SIMDGROUPS = 32, 8, 64, 128, 16
 CHIPS_PROGRAM = """
@@ -42,7 +42,7 @@ int main() {
 
 @dataclass(frozen=True)
 class Chip:
-    """A GPU: its rates, DRAM's as far as reading reaches it."""
+    """The rates of a GPU. The DRAM rate is the one that reads reach."""
 
     name: str
     cores: int
@@ -53,7 +53,7 @@ class Chip:
 
 @dataclass(frozen=True)
 class Work:
-    """Clocks of schedulers for a head, and how many of them are matrix products; bytes of DRAM; dispatches."""
+    """The work for one head: scheduler clocks, how many of them are matrix products, DRAM bytes, and dispatches."""
 
     clocks: float = 0.0
     matrix: float = 0.0
@@ -69,7 +69,7 @@ class Work:
         )
 
     def seconds(self, chip: Chip, heads: int) -> float:
-        """Of all heads: the longer of instructions, spread evenly, and memory; and the launches."""
+        """Returns the seconds for all heads: launches, plus the longer of instructions (spread evenly) and memory."""
         compute = heads * self.clocks / (chip.cores * chip.schedulers * chip.hertz)
         return max(compute, heads * self.dram_bytes / chip.bytes_per_second) + self.dispatches * LAUNCH_SECONDS
 
@@ -85,11 +85,11 @@ def chips() -> list[Chip]:
 
 
 def count(agxstat: Sequence[str], kernel: str, element: str, threads: int, shared: int = 0) -> dict[str, Any]:
-    """The counts of one kernel, all of its loads vectors."""
+    """Returns the counts of one kernel, specialised for vector loads."""
     with tempfile.TemporaryDirectory() as folder:
         kernels = Path(folder) / "kernels"
         shutil.copytree(ROOT / "kernels", kernels)
-        # The command finds function constants by their declarations, which a macro writes here.
+        # The command searches for declarations of function constants, so the macro that makes them is expanded here.
         rows = re.findall(r"X\((\d+), (\w+), (\w+), \w+\)", (kernels / "shared/slots.h").read_text())
         declared = "\n".join(f"constant {t} {name} [[function_constant({i})]];" for i, t, name in rows)
         options = (kernels / "gemm/options.h").read_text()
@@ -115,7 +115,7 @@ def count(agxstat: Sequence[str], kernel: str, element: str, threads: int, share
 
 
 def loop(counts: dict[str, Any], matrix_ops: int) -> dict[str, Any]:
-    """The innermost loop with so many matrix products."""
+    """Returns the innermost loop that has this many matrix products."""
     found = [x for x in counts["loops"] if x["innermost"] and x["matrix_ops"] == matrix_ops]
     if len(found) != 1:
         raise RuntimeError(f"expected one innermost loop with {matrix_ops} matrix products, found {len(found)}")
@@ -123,12 +123,12 @@ def loop(counts: dict[str, Any], matrix_ops: int) -> dict[str, Any]:
 
 
 def instructions(part: dict[str, Any]) -> float:
-    """Clocks of everything but matrix products."""
+    """Returns the clocks of all instructions except matrix products."""
     return float(max(part["issue"] + part["simd_cycles"], part["ic_cycles"] - part["matrix_cycles"]))
 
 
 def states_work(counts: dict[str, Any], S: int, DK: int, DV: int, chunk: int, element_bytes: int) -> Work:
-    """Of a head. The guarded tail of a chunk is counted as executed, but for its products."""
+    """Returns the work for a head. The tail code of a chunk counts as executed, except its matrix products."""
     step = loop(counts, 16)
     outer = next(x for x in counts["loops"] if not x["innermost"])["own"]
     simdgroups = -(-DK // BLOCK) * -(-DV // BLOCK)
@@ -139,21 +139,21 @@ def states_work(counts: dict[str, Any], S: int, DK: int, DV: int, chunk: int, el
 
 
 def output_work(counts: dict[str, Any], S: int, DK: int, DV: int, chunk: int, element_bytes: int) -> Work:
-    """Of a head. Straight code counts every line once, guarded tails included, but for the tails' products."""
+    """Returns the work for a head. Code outside loops counts once, including tails, except their matrix products."""
     scores, state, values = (loop(counts, n) for n in (8, 32, 64))
     unit = next(x for x in counts["loops"] if not x["innermost"] and x["matrix_ops"])["own"]
-    sums = next(x for x in counts["loops"] if not x["innermost"] and not x["matrix_ops"])  # of q n
+    sums = next(x for x in counts["loops"] if not x["innermost"] and not x["matrix_ops"])  # the sums q . n
     sums_step = next(x for x in counts["loops"] if sums["start"] < x["start"] < sums["end"])
     decay = next(x for x in counts["loops"] if x["innermost"] and not x["matrix_ops"] and x["shuffles"])
     outermost = [x for x in counts["loops"] if x["depth"] == 0]
     straight = instructions(counts["total"]) - sum(instructions(x) for x in outermost)
-    own_matrix = 40 * MATRIX_CLOCKS  # ten pairs of fragments on and below the diagonal, four columns
-    decay_tokens = 98  # of the six units of an own block together
+    own_matrix = 40 * MATRIX_CLOCKS  # ten fragments on and below the diagonal, times four columns of fragments
+    decay_tokens = 98  # tokens whose decays the six fragment pairs of an own block add up, in total
 
     strips = -(-DV // BLOCK)
     groups = -(-strips // OUTPUT_SIMDGROUPS)
     blocks_per_chunk = -(-chunk // BLOCK)
-    total = Work()  # of a chunk
+    total = Work()  # for one chunk
     for block in range(blocks_per_chunk):
         units = 8 * (block + 1) - 2
         per_unit = -(-DK // BLOCK) * scores["est_cycles"] + instructions(unit)
@@ -174,7 +174,7 @@ def gates_work(counts: dict[str, Any], S: int) -> Work:
 
 
 def step_work(counts: dict[str, Any], DK: int, DV: int) -> Work:
-    """Of a head and token: C is read and written."""
+    """Returns the work for a head and token, which reads and writes C once."""
     rows = max((x for x in counts["loops"] if x["innermost"]), key=lambda x: x["device_store_bytes"])
     groups = -(-DV // STEP_COLUMNS)
     straight = instructions(counts["total"]) - instructions(rows)
@@ -183,7 +183,7 @@ def step_work(counts: dict[str, Any], DK: int, DV: int) -> Work:
 
 
 def traffic(chunk: int) -> Table:
-    """What the software device counts for a small head, in checked mode, per distinct byte."""
+    """Returns the traffic that the software device counts in checked mode for a small head, per distinct byte."""
     sys.path.insert(0, str(ROOT))
     import torch
 

@@ -1,7 +1,7 @@
-"""What the planner's model says of the ladder over M: issue time beside memory time, and what each more row costs.
+"""Prints the planner's cost model by M: issue time compared with memory time, and what each additional row costs.
 
-Nothing runs on a GPU. Times are of `torch_marlin_metal.plan`, cold weights of 4096 x 14336, fp16 activations, group 64
-where the format does not fix it.
+Nothing runs on a GPU. Times come from `torch_marlin_metal.plan`, for cold weights of 4096 x 14336, fp16 activations and
+groups of 64 unless the format fixes the group size.
 """
 
 import argparse
@@ -33,7 +33,7 @@ class Bar:
 
     @property
     def holds(self) -> bool:
-        """Whether the value is within the limit."""
+        """Returns true if the value is within the limit."""
         return self.value <= self.limit
 
 
@@ -43,7 +43,7 @@ def best(M: int, gpu: str, weight_format: str = "uint4b8") -> PlanCandidate:
 
 
 def issue_over_memory(M: int, gpu: str, weight_format: str, *, peak: bool) -> float:
-    """Issue and complex-unit time of gemv over memory time, at the rate that reading reaches or at the peak."""
+    """Returns gemv's issue or complex-unit time / memory time, at the rate that reads reach or at the peak rate."""
     plan = tmm.plan(M, N, K, weight_format=weight_format, group_size=GROUP_SIZE, gpu=gpu, variant="gemv").chosen
     dispatch = plan.dispatches[0]
     fraction = AppleSiliconGPU.from_name(gpu).figures["dram_fraction"].value if peak else 1.0
@@ -51,7 +51,7 @@ def issue_over_memory(M: int, gpu: str, weight_format: str, *, peak: bool) -> fl
 
 
 def bars() -> Iterator[Bar]:
-    """The model's part of the requirements, each with its value."""
+    """Yields the requirements that the model can check, each with its value."""
     for gpu in ("M1", "M1 Max", "M2 Max", "M4 Max"):
         for weight_format, most in (("uint4b8", 4), ("float4_e2m1", 2)):
             for M in range(1, most + 1):
@@ -66,7 +66,7 @@ def bars() -> Iterator[Bar]:
 
 
 def steps(weight_format: str) -> Iterator[Bar]:
-    """The most that one more row costs on any GPU: where the second and the third block of 8 begin, and elsewhere."""
+    """Yields the most that one more row costs on any GPU, where the second and third block of 8 begin, and elsewhere."""
     largest = {1.9: 0.0, 1.5: 0.0, 1.35: 0.0}
     for gpu in AppleSiliconGPU.names():
         seconds = [best(M, gpu, weight_format).seconds for M in range(1, MOST_ROWS + 1)]
@@ -79,7 +79,7 @@ def steps(weight_format: str) -> Iterator[Bar]:
 
 
 def ladder(weight_format: str) -> Table:
-    """Time over the time of one row, and what is taken, by M and GPU."""
+    """Returns the time relative to one row, and the chosen variant, by M and GPU."""
     names = AppleSiliconGPU.names()
     table = Table(title=f"{weight_format}: time over the time of one row, and the variant", title_justify="left")
     table.add_column("M", justify="right")

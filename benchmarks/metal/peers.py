@@ -1,4 +1,4 @@
-"""Counts the work of 4-bit kernels per weight: ours, and those of MLX and PyTorch as Apple compiled them.
+"""Counts the work per weight of 4-bit kernels: ours, and those of MLX and PyTorch as compiled by Apple's compiler.
 
 python benchmarks/metal/peers.py        # prints the table; downloads the wheels if they are not cached
 """

@@ -1,8 +1,8 @@
-"""Memory traffic, barriers and matrix products of each variant, counted by the software Metal device.
+"""Counts memory traffic, barriers and matrix products of each variant with the software Metal device.
 
-The operator runs as it does on a Mac, by the plan of its variant, in the device's checked mode, which sees every load
-and store. "distinct" bytes are those of the addresses that were touched, "total" those of all loads and stores: their
-ratio is how often a byte is read. Linux only; counts, not times. Sizes are small because checked mode is slow.
+The operator runs the plan of each variant, in the device's checked mode, which sees every load and store. "distinct"
+counts each address that was accessed once, "total" counts every access; their ratio is how often a byte is read. Linux
+only; counts, not times. Sizes are small because checked mode is slow.
 
     python benchmarks/metal/traffic.py --rows 1 4 16 64 --columns 256 --k 512 --format uint4b8 --markdown
 """
@@ -27,7 +27,7 @@ import torch_marlin_metal as tmm  # noqa: E402
 
 VARIANTS = ("auto", "gemv", "double_buffered", "single_stage", "striped")
 ROWS = (1, 4, 16, 64)
-# BufferSlots of kernels/shared/slots.h, but for the parameters and what is never bound here.
+# BufferSlots of kernels/shared/slots.h, except the parameters and slots that are never bound here.
 SLOTS = {0: "activations", 2: "scales", 3: "zeros", 4: "global_scale", 5: "lut", 8: "out", 9: "partials"}
 PARAMETERS = 10
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -35,7 +35,7 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch
 
 @dataclass(frozen=True)
 class Traffic:
-    """One product: all of its dispatches together. Bytes by operand: read and written, of all accesses and distinct."""
+    """The counts of one product over all its dispatches. Bytes per operand: read and written, total and distinct."""
 
     variant: str
     weight_format: str
@@ -49,7 +49,7 @@ class Traffic:
     distinct: dict[str, int]
     threadgroup_memory: int
     barriers: int  # per threadgroup of the product
-    mma: int  # of 8x8x8
+    mma: int  # 8x8x8 matrix products
 
 
 def measure(variant: str, weight_format: str, dtype: str, M: int, N: int, K: int, group_size: int) -> Traffic:
@@ -57,7 +57,7 @@ def measure(variant: str, weight_format: str, dtype: str, M: int, N: int, K: int
     weight = reference.make_weight(weight_format, K, N, group_size).to("mps")
     a = torch.randn((M, K), generator=torch.Generator().manual_seed(0)).to(DTYPES[dtype]).to("mps")
     with softmetal.checked():
-        tmm.gemm(a[:1], weight.b_packed, weight.scales, **weight.arguments)  # the process's first asks the probe
+        tmm.gemm(a[:1], weight.b_packed, weight.scales, **weight.arguments)  # the first product also runs the probe
         torch.mps.synchronize()
         softmetal.faults()
         tmm.gemm(a, weight.b_packed, weight.scales, variant=variant, **weight.arguments)
@@ -71,7 +71,7 @@ def measure(variant: str, weight_format: str, dtype: str, M: int, N: int, K: int
         for slot, counts in record.buffers.items():
             if slot == PARAMETERS:
                 continue
-            # For an absent tensor the packed weight is bound, and is counted under the last of its slots.
+            # The packed weight is also bound for absent tensors, so any slot of an absent tensor counts as weights.
             name = SLOTS[slot] if SLOTS.get(slot) in given else "weights"
             total[name] += counts["bytes_read"] + counts["bytes_written"]
             distinct[name] += counts["distinct_read"] + counts["distinct_written"]
