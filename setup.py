@@ -1,4 +1,4 @@
-"""Builds torch_marlin_metal._C: the CPU backend everywhere, the MPS backend on Macs (and, for tests, on Linux)."""
+"""Builds torch_marlin_metal._C with the CPU backend and, on Macs, the MPS backend (on Linux only for tests)."""
 
 import os
 import runpy
@@ -10,7 +10,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent.resolve()
-sys.path.insert(0, str(ROOT))  # a build front end does not put the source tree there
+sys.path.insert(0, str(ROOT))  # PEP 517 front ends do not add the source tree
 
 from build_support import softmetal  # noqa: E402
 from build_support.backend import TESTED_TORCH, torch_requirement, version_label  # noqa: E402
@@ -64,7 +64,7 @@ def marlin_extension() -> Extension:
     if torch is None:  # a source distribution is made without torch
         return Extension("torch_marlin_metal._C", sources=[])
     compile_flags = ["-std=c++20", "-O3", "-g0", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-fvisibility=hidden"]
-    compile_flags += [f"-isystem{path}" for path in include_paths()]  # warnings are for our own code
+    compile_flags += [f"-isystem{path}" for path in include_paths()]  # no warnings about PyTorch's headers
     return CppExtension(
         "torch_marlin_metal._C",
         relative("csrc/**/*.cpp"),
@@ -75,7 +75,7 @@ def marlin_extension() -> Extension:
 
 
 class BuildMarlin(BuildExtension):
-    """On Macs adds the MPS backend with its kernels' sources; with SOFTMETAL set, builds a test library that has it."""
+    """Adds the MPS backend and its kernel sources on Macs. If SOFTMETAL is set, builds a test library with them."""
 
     def run(self):
         check_torch()
@@ -96,7 +96,7 @@ class BuildMarlin(BuildExtension):
 
 os.environ.update(mac_environment(sys.platform, os.environ))
 
-# With WITHOUT_EXTENSION set, an editable install of the Python alone: `make build` compiles in a folder that it keeps.
+# `make build` sets WITHOUT_EXTENSION: here it installs only the Python files; it compiles in a folder that it keeps.
 compiles = not os.environ.get("WITHOUT_EXTENSION")
 # A wheel holds an extension for one torch. A source distribution can be built for any.
 built_for = torch.__version__ if compiles and torch is not None and "sdist" not in sys.argv else None

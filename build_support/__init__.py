@@ -1,1 +1,1 @@
-"""What building needs beyond setuptools: pinned wheels, the macOS cross build."""
+"""Build code beyond setuptools: kernel embedding, pinned wheels, the macOS cross build and its checks."""

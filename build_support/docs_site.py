@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: pages that live outside of docs/ join the site, README.md as its first page.
+"""Hooks for mkdocs that add pages from outside of docs/ to the site, with README.md as the first page.
 
 On GitHub a page's links are relative to its own folder. In the site all these pages lie under docs/, so links that lead
 out of a page's folder are shortened here, and the same Markdown serves both.
@@ -28,7 +28,7 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Turns links between the repository's folders into links between the site's pages."""
+    """Replaces links between the repository's folders by links between the site's pages."""
     if page.file.src_uri == "index.md":
         page.meta["hide"] = ["navigation"]
     if page.file.src_uri in ("index.md", "changelog.md"):

@@ -1,4 +1,4 @@
-"""Writes the Metal libraries as C++ string literals, headers inlined, so that no file is needed at run time."""
+"""Writes the Metal libraries as C++ string literals with headers inlined, so that no file is needed at run time."""
 
 import re
 from pathlib import Path
@@ -9,9 +9,9 @@ DELIMITER = "METAL"
 
 
 def inline_headers(path: Path, root: Path, seen: set[Path]) -> str:
-    """Returns the file's text with each of our headers put in the place of its first #include.
+    """Returns the file's text with the first #include of each of our headers replaced by the header.
 
-    Includes are relative to `root`, the repository. `#line` keeps the compiler's messages in terms of its files.
+    Includes are relative to `root`, the repository. `#line` makes compiler messages refer to the repository's files.
     """
     seen.add(path)
     name = path.relative_to(root).as_posix()
@@ -52,7 +52,7 @@ def kernel_sources(kernels: Path) -> str:
 
 
 def write_kernel_sources(kernels: Path, out: Path) -> None:
-    """Writes `out` if its text would change, so that an unchanged kernel recompiles nothing."""
+    """Writes `out` only if its text changes, so that nothing is recompiled if no kernel has changed."""
     text = kernel_sources(kernels)
     if not out.exists() or out.read_text(encoding="ascii") != text:
         out.parent.mkdir(parents=True, exist_ok=True)

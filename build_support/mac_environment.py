@@ -1,4 +1,4 @@
-"""What a Mac's build needs in its environment, whatever Python it runs under."""
+"""The environment variables that a build on a Mac needs, whatever Python it runs under."""
 
 from collections.abc import Mapping
 
@@ -6,7 +6,7 @@ from build_support.macos_symbols import MINIMUM_MACOS
 
 
 def mac_environment(platform: str, given: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables that a build must add to its environment; none outside macOS, none that is set.
+    """Returns the variables that a build on macOS must add to its environment, except those that are already set.
 
     python.org's Python is a universal2 build for macOS 10.9 and 10.13, and setuptools compiles extensions as the
     interpreter was compiled. Its flags ask for x86-64 too, for which PyTorch has no libraries, and where ninja is

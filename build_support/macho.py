@@ -1,4 +1,4 @@
-"""A small reader of 64-bit Mach-O files: the Objective-C metadata of images and of relocatable objects.
+"""Reads the Objective-C metadata of 64-bit Mach-O files, both images and relocatable objects.
 
 Reads what `api_check` compares: protocols with their methods and type encodings, the selectors that a file sends and
 the classes that it refers to. Layouts: Apple's open-source objc4 (`objc-runtime-new.h`) and cctools (`mach-o/loader.h`,
@@ -17,16 +17,16 @@ CPU_TYPES = {"x86_64": 0x01000007, "arm64": 0x0100000C}
 LC_SYMTAB, LC_SEGMENT_64, LC_DYLD_CHAINED_FIXUPS = 0x2, 0x19, 0x80000034
 MH_OBJECT = 1
 N_EXT, N_TYPE, N_UNDF = 0x01, 0x0E, 0x00
-ABSOLUTE_METHODS_FLAG = 0x80000000  # set in a method list's entsize when its entries hold 32-bit relative offsets
+ABSOLUTE_METHODS_FLAG = 0x80000000  # set in the entsize of a method list whose entries are 32-bit relative offsets
 
 
 class MachOError(ValueError):
-    """The file is not a Mach-O file of the wanted architecture, or uses a form that this reader does not know."""
+    """The file is no Mach-O file of the requested architecture, or uses a feature that this reader does not support."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """One method of a protocol: its selector, and Objective-C's type encoding with offsets removed by the caller."""
+    """One method of a protocol: its selector and its Objective-C type encoding. The caller removes offsets."""
 
     selector: str
     types: str
@@ -70,18 +70,18 @@ class MachO:
         self._data = _thin(path.read_bytes(), CPU_TYPES[architecture], path)
         self._sections: list[_Section] = []
         self._segments: list[tuple[int, int, int]] = []  # address, size, file offset
-        self._pointers: dict[int, int] = {}  # address of a pointer -> value, where a relocation supplies it
-        self._external: dict[int, str] = {}  # address of a pointer -> name of the symbol that it will hold
+        self._pointers: dict[int, int] = {}  # address of a pointer -> its value, if a relocation gives it
+        self._external: dict[int, str] = {}  # address of a pointer -> name of the external symbol it will point to
         self._symbols: list[tuple[str, int, int]] = []  # name, type, value
         filetype, self._chained = self._read_load_commands()
         if filetype == MH_OBJECT:
             self._apply_relocations()
 
     def section(self, name: str) -> bytes:
-        """The contents of a section.
+        """Returns the contents of a section.
 
         Raises:
-            MachOError: there is none of that name.
+            MachOError: the file has no section with that name.
         """
         for section in self._sections:
             if section.name == name:
@@ -119,7 +119,7 @@ class MachO:
             self._symbols.append((self._data[strings + string : end].decode(), kind, value))
 
     def _apply_relocations(self) -> None:
-        """Pointer-sized absolute relocations of an object: type 0 on both architectures."""
+        """Applies the pointer-sized absolute relocations of an object, which have type 0 on both architectures."""
         for section in self._sections:
             for i in range(section.relocation_count):
                 where, word = struct.unpack_from("<iI", self._data, section.relocation_offset + 8 * i)
@@ -163,7 +163,7 @@ class MachO:
                 yield from range(section.address, section.address + section.size, 8)
 
     def protocols(self) -> dict[str, Protocol]:
-        """Every protocol that the file defines, by name."""
+        """Returns every protocol that the file defines, by name."""
         found = {}
         for at in self._pointers_of("__objc_protolist"):
             protocol = self._protocol(self._pointer(at))
@@ -197,11 +197,11 @@ class MachO:
                 yield self._string(self._pointer(at)), self._string(self._pointer(at + 8))
 
     def sent_selectors(self) -> set[str]:
-        """Every selector that the file's code sends or names with `@selector`."""
+        """Returns every selector that the file's code sends or names with `@selector`."""
         return {self._string(self._pointer(at)) for at in self._pointers_of("__objc_selrefs")}
 
     def integers(self, section_name: str) -> list[int]:
-        """The section's contents as signed 64-bit integers."""
+        """Returns the contents of a section as signed 64-bit integers."""
         found: list[int] = []
         for section in self._sections:
             if section.name == section_name:
@@ -209,12 +209,12 @@ class MachO:
         return found
 
     def class_references(self) -> set[str]:
-        """Names of the Objective-C classes that the file expects from elsewhere."""
+        """Returns the names of the Objective-C classes that the file uses but does not define."""
         prefix = "_OBJC_CLASS_$_"
         return {name.removeprefix(prefix) for name in self.undefined_symbols() if name.startswith(prefix)}
 
     def undefined_symbols(self) -> set[str]:
-        """Names of the symbols that the file expects from elsewhere."""
+        """Returns the names of the symbols that the file uses but does not define."""
         return {name for name, kind, _ in self._symbols if kind & N_EXT and kind & N_TYPE == N_UNDF}
 
 
@@ -223,7 +223,7 @@ def _name(raw: bytes) -> str:
 
 
 def _thin(data: bytes, cpu_type: int, path: Path) -> bytes:
-    """The slice of a fat file for one processor type; a thin file as it is."""
+    """Returns the slice of a fat file for one processor type, or a thin file unchanged."""
     if len(data) < 32:
         raise MachOError(f"{path}: expected a Mach-O file, got {len(data)} bytes")
     magic, count = struct.unpack_from(">2I", data)

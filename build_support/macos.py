@@ -1,9 +1,9 @@
-"""The macOS wheel, cross-built on Linux: clang of the `ziglang` wheel, lld, and the real PyTorch dylibs.
+"""Cross-builds the macOS wheel on Linux, with clang from the `ziglang` wheel, lld, and the real PyTorch dylibs.
 
     python -m build_support.macos            # builds and checks build/macos/torch_marlin_metal-*-macosx_14_0_arm64.whl
 
-Only Python's own symbols are left to load time: a torch symbol that the dylibs do not export, or a system symbol that
-`macos_symbols.py` does not know, is a link error here.
+The linker must resolve all symbols except Python's own. A torch symbol that the dylibs do not export, or a system
+symbol that `macos_symbols.py` does not allow, is therefore a link error.
 """
 
 import argparse
@@ -32,11 +32,11 @@ TORCH_DYLIBS = ("libtorch.dylib", "libtorch_cpu.dylib", "libtorch_python.dylib",
 
 
 class MacBuildError(RuntimeError):
-    """The macOS build failed; the message holds the tool's own words."""
+    """The macOS build failed. The message contains the output of the tool that failed."""
 
 
 def run(command: list[str], **options: str) -> str:
-    """Runs a tool and returns what it printed; raises MacBuildError with its errors."""
+    """Runs a tool and returns its output. Raises MacBuildError with its error output if it fails."""
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **options})
     if done.returncode != 0:
         raise MacBuildError(f"{Path(command[0]).name} failed:\n{done.stderr.strip() or done.stdout.strip()}")
@@ -44,23 +44,23 @@ def run(command: list[str], **options: str) -> str:
 
 
 def sources() -> list[Path]:
-    """Every C++ and Objective-C++ source of the extension, as a Mac compiles them."""
+    """Returns every C++ and Objective-C++ source of the extension on a Mac."""
     kernel_sources = OUT / "kernel_sources.cpp"
     write_kernel_sources(ROOT / "kernels", kernel_sources)
     return sorted([kernel_sources, *ROOT.glob("csrc/**/*.cpp"), *ROOT.glob("csrc/**/*.mm")])
 
 
 def compiler() -> list[str]:
-    """The command of clang for arm64 macOS with Apple's open-source headers."""
+    """Returns the command of clang for arm64 macOS with Apple's open-source headers."""
     zig = wheels.unpack("ziglang") / "ziglang" / "zig"
     zig.chmod(0o755)
     return [str(zig), "c++", "-target", f"aarch64-macos.{MINIMUM_MACOS}", "-mcpu=apple_m1"]
 
 
 def python_headers() -> Path:
-    """The folder of Python's headers, with a pyconfig.h that knows a 64-bit machine whatever the target.
+    """Returns a folder with Python's headers, and with a pyconfig.h for 64-bit machines that accepts any target.
 
-    Debian's pyconfig.h asks the compiler for its target and refuses all but Linux: a copy gets the one it would choose.
+    Debian's pyconfig.h refuses every target except Linux, so a copy includes the file that it would choose there.
     """
     headers = Path(sysconfig.get_path("include"))
     own = headers.parent / str(sysconfig.get_config_var("MULTIARCH")) / headers.name / "pyconfig.h"
@@ -75,12 +75,12 @@ def python_headers() -> Path:
 def compile_flags(
     root: Path = ROOT, stand_ins: Path = softmetal.STAND_INS, frameworks: Path = FRAMEWORK_LINKS
 ) -> list[str]:
-    """Flags of every source: the Mac torch wheel's headers, our stand-ins for Apple's framework headers.
+    """Returns the flags for every source: headers of the Mac torch wheel, and our stand-ins for Apple's frameworks.
 
     Args:
-        root: the folder that our own includes are relative to.
+        root: the folder to which our own includes are relative.
         stand_ins: the folder with a folder of headers for each framework.
-        frameworks: where links to those that a Mac compile needs are made.
+        frameworks: a folder in which to make links to the stand-ins that the sources need on a Mac.
     """
     torch = wheels.unpack("torch-macos") / "torch" / "include"
     frameworks.mkdir(parents=True, exist_ok=True)
@@ -89,7 +89,7 @@ def compile_flags(
         if not link.is_symlink():
             link.symlink_to(stand_ins / name)
     flags = ["-std=c++20", "-O3", "-g0", "-fvisibility=hidden", "-fno-sanitize=undefined", "-Wall", "-Wextra"]
-    # Without the annotations libc++'s headers use functions that the libc++ of macOS 14 does not export.
+    # Without availability annotations libc++'s headers use functions that the libc++ of macOS 14 does not export.
     flags += ["-U_LIBCPP_HAS_VENDOR_AVAILABILITY_ANNOTATIONS", "-D_LIBCPP_HAS_VENDOR_AVAILABILITY_ANNOTATIONS=1"]
     flags += [f"-ffile-prefix-map={ROOT}/=", "-fblocks", "-fobjc-exceptions", "-Wno-unknown-pragmas"]
     flags += ["-DTORCH_EXTENSION_NAME=_C", "-DTORCH_API_INCLUDE_EXTENSION_H"]
@@ -99,7 +99,7 @@ def compile_flags(
 
 
 def stale(product: Path, dependencies: Path) -> bool:
-    """Whether a product is older than anything its compiler read (a make-style dependency file)."""
+    """Returns true if a product is older than any file that its make-style dependency file lists."""
     if not product.exists() or not dependencies.exists():
         return True
     read = re.sub(r"\\\n", " ", dependencies.read_text()).split(":", 1)[1].split()
@@ -107,7 +107,7 @@ def stale(product: Path, dependencies: Path) -> bool:
 
 
 def compile_object(command: list[str], source: Path, product: Path) -> None:
-    """Compiles one source; what it read goes to a make-style dependency file beside the product."""
+    """Compiles one source, and writes a make-style dependency file beside the product."""
     dependencies = product.with_suffix(".d")
     run(
         [*command, "-MD", "-MF", str(dependencies), "-c", str(source), "-o", str(product)],
@@ -117,7 +117,7 @@ def compile_object(command: list[str], source: Path, product: Path) -> None:
 
 
 def compile_objects() -> list[Path]:
-    """Compiles each source that changed, as many at once as there are cores; returns all objects."""
+    """Compiles the sources that changed, on all cores, and returns all objects."""
     objects = OUT / "objects"
     objects.mkdir(parents=True, exist_ok=True)
     command = [*compiler(), *compile_flags()]
@@ -131,7 +131,7 @@ def compile_objects() -> list[Path]:
 
 
 def text_stubs(dylibs: list[Path]) -> list[Path]:
-    """Writes a text stub for each system library with just the symbols that are known to be there."""
+    """Writes a text stub for each system library, with only the symbols that are known to exist."""
     folder = OUT / "stubs"
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
@@ -148,18 +148,18 @@ def text_stubs(dylibs: list[Path]) -> list[Path]:
 
 
 def python_symbols(objects: list[Path]) -> list[str]:
-    """Symbols of CPython, which the running interpreter supplies to every extension module."""
+    """Returns the CPython symbols that the objects use, which the running interpreter supplies."""
     names = run(["llvm-nm-19", "--undefined-only", "--format=just-symbols", *map(str, objects)]).split()
     return sorted({name for name in names if re.match(r"__?Py", name)})
 
 
 def torch_dylibs() -> list[Path]:
-    """The real libraries of PyTorch for the Mac."""
+    """Returns PyTorch's real libraries for the Mac."""
     return [wheels.unpack("torch-macos") / "torch" / "lib" / name for name in TORCH_DYLIBS]
 
 
 def link(objects: list[Path], product: Path = OUT / MODULE) -> Path:
-    """Links the extension against the real torch dylibs; raises MacBuildError for a symbol that nobody exports."""
+    """Links the extension with the real torch dylibs. Raises MacBuildError if none of them exports a symbol."""
     dylibs = torch_dylibs()
     command = ["ld64.lld-19", "-dylib", "-arch", "arm64", "-platform_version", "macos", MINIMUM_MACOS, MINIMUM_MACOS]
     command += ["-rpath", "@loader_path/../torch/lib", "-install_name", f"@rpath/{MODULE}", "-dead_strip"]
@@ -173,10 +173,10 @@ def link(objects: list[Path], product: Path = OUT / MODULE) -> Path:
 
 
 def check_api(objects: list[Path], root: Path = ROOT, stand_ins: Path = softmetal.STAND_INS) -> str:
-    """Compares the stand-in headers and what the MPS objects send with Apple's metadata; returns the summary.
+    """Compares the stand-in headers and the selectors of the MPS objects with Apple's metadata. Returns a summary.
 
     Raises:
-        MacBuildError: a selector, encoding, class or enum value is not Apple's, or is too new for the minimum macOS.
+        MacBuildError: a selector, encoding, class or enum value differs from Apple's, or needs a newer macOS.
     """
     host = [path for path in objects if path.name.endswith(".mm.o")]
     summary = run(softmetal.api_check_command(stand_ins, host), PYTHONPATH=str(ROOT)).strip()
@@ -206,10 +206,10 @@ def pack(module: Path) -> Path:
 
 
 def check_wheel(wheel: Path, module: Path) -> list[str]:
-    """Checks the contents of the wheel; returns its listing.
+    """Checks the contents of the wheel and returns a list of its files.
 
     Raises:
-        MacBuildError: something is missing, too much, or names a path of the building machine.
+        MacBuildError: a file is missing or unexpected, or contains a path of the building machine.
     """
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()

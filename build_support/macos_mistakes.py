@@ -1,9 +1,9 @@
-"""Deliberate mistakes in the Mac build: each must be reported, in the words that its row expects.
+"""Makes deliberate mistakes in the Mac build; each must be reported with the message that its row expects.
 
     python -m build_support.macos_mistakes   # after `python -m build_support.macos`, whose objects it links
 
-Each mistake is made in a copy of `csrc/mps` and of the stand-in headers, so that both agree with each other and only
-Apple's metadata, or PyTorch's real libraries, can tell.
+Each mistake is made in a copy of `csrc/mps` and in a copy of the stand-in headers. These then agree with each other, so
+only Apple's metadata or PyTorch's real libraries can reveal the mistake.
 """
 
 import shutil
@@ -17,7 +17,7 @@ from build_support import macos, softmetal
 
 @dataclass(frozen=True)
 class Mistake:
-    """One replacement wherever it applies, the source to compile again, and a part of the report."""
+    """A text to replace wherever it occurs, the source to compile again, and a part of the expected report."""
 
     what: str
     before: str
@@ -67,7 +67,7 @@ MISTAKES = (
 
 
 def spoil(folder: Path, mistake: Mistake) -> int:
-    """Makes the mistake in every file below a folder; returns how many it changed."""
+    """Makes the mistake in every file below a folder. Returns the number of changed files."""
     changed = 0
     for path in filter(Path.is_file, folder.rglob("*")):
         text = path.read_text()
@@ -78,7 +78,7 @@ def spoil(folder: Path, mistake: Mistake) -> int:
 
 
 def report_of(mistake: Mistake, objects: list[Path]) -> str:
-    """Builds with the mistake; returns what the build says, or an empty string if it goes through."""
+    """Builds with the mistake. Returns the error message, or an empty string if the build succeeds."""
     with tempfile.TemporaryDirectory(dir=macos.OUT) as name:
         root = Path(name)
         shutil.copytree(macos.ROOT / "csrc", root / "csrc")
@@ -99,7 +99,7 @@ def report_of(mistake: Mistake, objects: list[Path]) -> str:
 
 
 def main() -> int:
-    """Makes every mistake; 1 if one of them is not reported."""
+    """Makes every mistake. Returns 1 if one of them is not reported."""
     objects = sorted((macos.OUT / "objects").glob("*.o"))
     missed = 0
     for mistake in MISTAKES:

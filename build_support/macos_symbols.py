@@ -1,7 +1,7 @@
-"""Which system symbols and selectors the macOS module may use.
+"""Decides which system symbols and selectors the macOS module may use.
 
-A symbol of a system library is known to exist on the oldest supported macOS when PyTorch's own dylibs, built for that
-system, import it from the same library; a selector when they send it. What they do not use and we need is on the short
+A symbol of a system library is known to exist on the oldest supported macOS if PyTorch's own dylibs, built for that
+system, import it from the same library. A selector is known if they send it. Others that we need are on the short
 lists below, each with its reason.
 """
 
@@ -13,7 +13,7 @@ from build_support.macho import MachO
 
 MINIMUM_MACOS = "14.0"
 
-# install name of each system library by the name that llvm-nm prints
+# The install name of each system library, by the name that llvm-nm prints.
 SYSTEM_LIBRARIES = {
     "libSystem": "/usr/lib/libSystem.B.dylib",
     "libc++": "/usr/lib/libc++.1.dylib",
@@ -36,7 +36,7 @@ EXTRA_SYMBOLS = {
     },
 }
 
-# Selectors that PyTorch's dylibs do not send: the macOS that first has each (Apple's documentation of the method).
+# Selectors that PyTorch's dylibs do not send, with the first macOS that has each (from Apple's documentation).
 EXTRA_SELECTORS = {
     "memoryBarrierWithScope:": "10.14",
     "newFunctionWithName:constantValues:error:": "10.12",
@@ -44,12 +44,12 @@ EXTRA_SELECTORS = {
     "setFastMathEnabled:": "10.11",
     "setConstantValue:type:atIndex:": "10.12",
 }
-# Selectors that a newer macOS brought, used only where the object says that it has them.
+# Selectors of newer versions of macOS. The code uses them only if the object responds to them.
 NEWER_SELECTORS = {"setMathFloatingPointFunctions:": "15.0", "setMathMode:": "15.0"}
 
 
 def selector_problems(objects: list[Path], sources: list[Path], dylibs: list[Path]) -> list[str]:
-    """Returns a line for each selector that the oldest supported macOS may lack and that no guard precedes.
+    """Returns a line for each selector that the oldest supported macOS may lack and that the sources do not guard.
 
     Args:
         objects: compiled Objective-C++ sources of the extension.
@@ -73,7 +73,7 @@ def selector_problems(objects: list[Path], sources: list[Path], dylibs: list[Pat
 
 
 def imported_symbols(dylibs: list[Path]) -> dict[str, set[str]]:
-    """Returns the symbols that some dylibs import, by system library."""
+    """Returns the symbols that the dylibs import, by system library."""
     found: dict[str, set[str]] = {name: set() for name in SYSTEM_LIBRARIES}
     for dylib in dylibs:
         printed = subprocess.run(["llvm-nm-19", "-m", "-u", str(dylib)], capture_output=True, text=True, check=True)
@@ -84,7 +84,7 @@ def imported_symbols(dylibs: list[Path]) -> dict[str, set[str]]:
 
 
 def system_symbols(dylibs: list[Path]) -> dict[str, set[str]]:
-    """Returns all symbols that may be used, by system library: what PyTorch's dylibs import and the short list."""
+    """Returns all allowed symbols by system library: those that PyTorch's dylibs import, and the short list."""
     allowed = imported_symbols(dylibs)
     for library, extra in EXTRA_SYMBOLS.items():
         allowed[library] |= set(extra)

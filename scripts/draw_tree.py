@@ -10,7 +10,7 @@ from html import escape
 from pathlib import Path, PurePosixPath
 
 ROOT = Path(__file__).resolve().parents[1]
-ROOMS = {"kernels": 2, "csrc": 3, "torch_marlin_metal": 3, "softmetal": 2, "tests": 3}  # to the depth that is shown
+ROOMS = {"kernels": 2, "csrc": 3, "torch_marlin_metal": 3, "softmetal": 2, "tests": 3}  # folder: depth to show
 HIDDEN = ("tests/data", "tests/models")  # models and checkpoints of other programs
 TEXT = (".py", ".cpp", ".h", ".mm", ".metal", ".inc", ".md", ".sh")
 ROW, WIDTH, TOP = 19, 470, 76
@@ -22,7 +22,7 @@ def git(*arguments: str) -> str:
 
 
 def rows(revision: str) -> list[tuple[str, int, int]]:
-    """Folders with the number of files right inside them, and the lines of all text below them."""
+    """Returns folders with the number of files directly inside and the number of lines in all text files below."""
     files, lines = Counter[str](), Counter[str]()
     for path in map(PurePosixPath, git("ls-tree", "-r", "--name-only", revision).split("\n")):
         if path.parts and path.parts[0] in ROOMS and not str(path).startswith(HIDDEN):
@@ -38,7 +38,7 @@ def rows(revision: str) -> list[tuple[str, int, int]]:
 
 
 def column(title: str, found: list[tuple[str, int, int]], x: int, largest: int) -> list[str]:
-    """Returns the elements of one revision; a bar is as long as a folder has lines, by those of the largest."""
+    """Returns the SVG elements of one revision. The length of a bar is a folder's lines / `largest`."""
     out = [
         f'<text x="{x}" y="34" font-size="15" font-weight="bold">{escape(title)}</text>',
         f'<g font-size="11" fill="#57606a" text-anchor="end"><text x="{x + 262}" y="56">files</text>'

@@ -1,7 +1,7 @@
 #!/bin/sh
-# Debian packages that the set-up needs. As root they are installed; otherwise one command is printed.
-#   install         what building needs, what the software Metal device, the NEON tests and the macOS build need
-#   has-softmetal   exit 0 when the software Metal device can be built here
+# Installs the Debian packages that the set-up needs or, without root, prints the command that installs them.
+#   install         packages for building, the software Metal device, the NEON tests and the macOS build
+#   has-softmetal   exits with 0 if the software Metal device can be built here
 set -eu
 
 gcc_major() { g++ -dumpversion 2>/dev/null | cut -d. -f1; }

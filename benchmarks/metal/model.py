@@ -66,7 +66,7 @@ def bars() -> Iterator[Bar]:
 
 
 def steps(weight_format: str) -> Iterator[Bar]:
-    """Yields the most that one more row costs on any GPU, where the second and third block of 8 begin, and elsewhere."""
+    """Yields the most that one more row costs on any GPU: where a second or third block of 8 begins, and elsewhere."""
     largest = {1.9: 0.0, 1.5: 0.0, 1.35: 0.0}
     for gpu in AppleSiliconGPU.names():
         seconds = [best(M, gpu, weight_format).seconds for M in range(1, MOST_ROWS + 1)]

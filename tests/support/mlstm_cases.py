@@ -8,7 +8,7 @@ import torch
 
 @dataclass(frozen=True)
 class Regime:
-    """Gates with means f and i and a spread. Ill-conditioned means that the denominator nearly cancels, without a floor."""
+    """Gates with means f and i and a spread. Ill-conditioned: the denominator nearly cancels, without a floor."""
 
     f: float
     i: float
