@@ -4,6 +4,7 @@ import os
 import runpy
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -56,6 +57,14 @@ def check_compiler() -> None:
         sys.exit(f"torch_marlin_metal: {name} {found} is too old for C++20: {name} {minimum} or newer is needed.")
 
 
+def check_python() -> None:
+    if sysconfig.get_config_var("Py_GIL_DISABLED"):
+        sys.exit(
+            "torch_marlin_metal: this is a free-threaded Python, with which the extension has not been tested. "
+            f"Use the default build of Python {sys.version_info.major}.{sys.version_info.minor}."
+        )
+
+
 def relative(pattern: str) -> list[str]:
     return sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(pattern))
 
@@ -78,6 +87,7 @@ class BuildMarlin(BuildExtension):
     """Adds the MPS backend and its kernel sources on Macs. If SOFTMETAL is set, builds a test library with them."""
 
     def run(self):
+        check_python()
         check_torch()
         check_compiler()
         super().run()

@@ -1,0 +1,43 @@
+"""What setup.py says on a machine where the extension cannot be built."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def build(tmp_path: Path, before: str, **environment: str) -> str:
+    """Builds the extension in a process that runs `before` first; returns the last line of its errors."""
+    outputs = ["--build-temp", str(tmp_path), "--build-lib", str(tmp_path)]
+    run = f"import runpy, sys; {before}; sys.argv = ['setup.py', '--quiet', 'build_ext', *{outputs!r}]"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{run}; runpy.run_path('setup.py', run_name='__main__')"],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode != 0
+    return done.stderr.strip().splitlines()[-1]
+
+
+def test_free_threaded_python(tmp_path: Path) -> None:
+    pretend = "import sysconfig; sysconfig.get_config_vars()['Py_GIL_DISABLED'] = 1"
+    assert "this is a free-threaded Python" in build(tmp_path, pretend)
+
+
+def test_no_torch(tmp_path: Path) -> None:
+    last = build(tmp_path, "sys.modules['torch'] = None")
+    assert "torch is not installed" in last and "pip install torch==2.13.0" in last
+
+
+def test_no_compiler(tmp_path: Path) -> None:
+    assert "the C++ compiler `no-such-compiler` does not run" in build(tmp_path, "pass", CXX="no-such-compiler")
+
+
+def test_an_old_torch(tmp_path: Path) -> None:
+    last = build(tmp_path, "import torch; torch.__version__ = '2.12.1'")
+    assert "torch 2.12.1 is too old: 2.13 or newer is needed" in last
