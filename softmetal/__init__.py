@@ -1,8 +1,8 @@
 """The software Metal device: `device="mps"` on Linux, for tests.
 
-`import softmetal` builds the device if a source changed, loads it and registers it with torch. It must come before
-anything asks torch whether MPS is available, and before extensions with an MPS backend are imported. It raises
-`Unavailable`, which names what to install, if the device cannot be built.
+`import softmetal` builds the device if a source changed, loads it and registers it with torch. Import it before any
+code asks torch whether MPS is available, and before extensions with an MPS backend. If the device cannot be built, it
+raises `Unavailable`, whose message names what to install.
 
 `SOFTMETAL_CHECKED=1` starts in checked mode and `SOFTMETAL_SEED=n` sets the first seed.
 """
@@ -50,7 +50,7 @@ def _host_alias(library: Library, storage: torch.UntypedStorage) -> torch.Untype
 
 
 def _storage_to_mps(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-    """Copies a storage to mps: `UntypedStorage.mps`, which torch.load calls and a torch without Metal lacks."""
+    """Copies a storage to mps. torch.load calls it as `UntypedStorage.mps`, which a torch without Metal lacks."""
     if storage.device.type == "mps":
         return storage
     return torch.empty(0, dtype=torch.uint8).set_(storage).to("mps").untyped_storage()  # type: ignore[call-overload]
@@ -68,7 +68,7 @@ def _load() -> Library:
             "import softmetal first"
         )
     torch.backends.mps.is_available.cache_clear()
-    native: Any = torch._C  # gets the attributes that a CPU build lacks
+    native: Any = torch._C  # a CPU build lacks the attributes that are set below
     native._has_mps = True
     native._mps_compileShader = lambda source: shader.compile_shader(library, source)
     native._mps_loadMetalllib = lambda data: shader.load_metallib(library, data)
@@ -85,13 +85,13 @@ find_extensions()
 
 
 def is_checked() -> bool:
-    """Returns True if kernels that are encoded now will run in checked mode."""
+    """Returns whether kernels that are encoded now will run in checked mode."""
     return bool(_library.is_checked())
 
 
 @contextlib.contextmanager
 def checked(enabled: bool = True) -> Iterator[None]:
-    """Runs the kernels that are encoded in the block in checked mode, or in fast mode if `enabled` is False.
+    """Runs the kernels of a `with` block in checked mode, or in fast mode if `enabled` is False.
 
     The end of the block waits for these kernels.
 
@@ -109,9 +109,9 @@ def checked(enabled: bool = True) -> Iterator[None]:
 
 
 def seed(value: int) -> None:
-    """Sets the seed of the order in which threads run.
+    """Seeds the order in which threads run.
 
-    The next dispatch uses `value`, and each later dispatch the next number. Reports name the seed.
+    The next dispatch uses `value`, and each later dispatch adds one. Reports name the seed.
     """
     torch.mps.synchronize()
     _library.set_seed(value)
@@ -119,7 +119,7 @@ def seed(value: int) -> None:
 
 @contextlib.contextmanager
 def thread_limit(most: int) -> Iterator[None]:
-    """Limits the threads of a threadgroup in the block, as a GPU does for a kernel that needs many registers."""
+    """Limits threads per threadgroup in a `with` block, as a GPU does for a kernel that needs many registers."""
     before = _library.set_thread_limit(most)
     try:
         yield
@@ -129,12 +129,12 @@ def thread_limit(most: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def stream(number: int) -> Iterator[None]:
-    """Makes this thread encode to another of PyTorch's streams in the block, as torch 2.14 and later can.
+    """Makes this thread encode to another of PyTorch's streams in a `with` block, as torch 2.14 and later can.
 
-    Work of two streams is not ordered. `torch.mps.synchronize()` waits for all of them.
+    Work on different streams is not ordered. `torch.mps.synchronize()` waits for all streams.
 
     Args:
-        number: 1 to 32, of PyTorch's pool; 0 is the default stream, which every thread starts with.
+        number: 1 to 32 for a stream of PyTorch's pool, or 0 for the default stream, with which every thread starts.
     """
     before = _library.stream()
     error = _library.take_text(_library.set_stream(number))
@@ -148,15 +148,15 @@ def stream(number: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class StreamCounts:
-    """What was encoded and committed, of all streams, since the process started.
+    """Counts over all streams since the process started.
 
     Attributes:
-        commits: of command buffers with commands.
-        empty_commits: of command buffers without any.
+        commits: commits of command buffers with commands.
+        empty_commits: commits of command buffers without commands.
         waits: commits that waited for the GPU.
-        encoders: compute encoders that kernels share.
-        most_in_a_commit: commands of the largest command buffer.
-        uncommitted: commands that are encoded now and that the GPU has not been given.
+        encoders: compute encoders, which several kernels may share.
+        most_in_a_commit: commands in the largest command buffer.
+        uncommitted: encoded commands that are not committed yet.
     """
 
     commits: int
@@ -168,14 +168,14 @@ class StreamCounts:
 
 
 def stream_counts() -> StreamCounts:
-    """Returns the counts so far. It neither commits nor waits."""
+    """Returns the counts so far, without a commit or a wait."""
     counts = (ctypes.c_uint64 * len(dataclasses.fields(StreamCounts)))()
     _library.stream_counts(counts)
     return StreamCounts(*counts)
 
 
 def faults() -> list[str]:
-    """Returns the reports of all faults since the last call, one line each, and clears them and the counters."""
+    """Returns one line for each fault since the last call, and clears the faults and the counters."""
     with contextlib.suppress(RuntimeError):
         torch.mps.synchronize()
     text = _library.take_text(_library.faults())
@@ -192,7 +192,7 @@ class Counters(device.Counters):
 
 
 def counters() -> list[Counters]:
-    """Waits for all encoded work; returns the counters of the latest dispatches (at most 256), oldest first."""
+    """Waits for all encoded work and returns the counters of the last 256 dispatches, oldest first."""
     torch.mps.synchronize()
     found = []
     for i in range(_library.record_count()):

@@ -1,7 +1,7 @@
-"""Compares the Metal API as we declare and call it with Apple's SDK metadata (`api_metadata`).
+"""Compares our declarations and calls of the Metal API with Apple's SDK metadata (`api_metadata`).
 
-Our headers are compiled for arm64 macOS, so that the compiler itself produces selectors, encodings and enum values.
-The same Mach-O reader reads the result and Apple's binary.
+Our headers are compiled for arm64 macOS, so that the compiler produces selectors, encodings and enum values. The same
+Mach-O reader then reads our object file and Apple's binary.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .build import COMPILER, RUNTIME
 
 INCLUDE = RUNTIME / "include"
 HEADERS = ("Foundation/Foundation.h", "Metal/Metal.h")
-INTERFACE_PREFIX = "Interface_"  # an @interface is compiled as a protocol of this name, which emits its methods
+INTERFACE_PREFIX = "Interface_"  # an @interface is compiled as a protocol, so that its methods are listed
 
 # The declarations of Apple's <objc/objc.h>, for a compile without an SDK.
 _OBJC_H = """#pragma once
@@ -43,7 +43,7 @@ class Declarations:
     constants: set[str] = field(default_factory=set)
 
     def selectors(self) -> set[str]:
-        """All selectors that any protocol or class declares."""
+        """Returns all selectors that any protocol or class declares."""
         return {selector for protocol in self.protocols.values() for selector, _ in protocol.methods}
 
 

@@ -1,8 +1,8 @@
 """Reads Apple's SDK metadata for Metal and Foundation from PyObjC's macOS wheels.
 
-Two records are read, without running any of their code. The protocols compiled into `_Metal.cpython-311-darwin.so`
-hold selectors with full type encodings. The calls in `_metadata.py` hold argument types by selector, enum values and
-names of constants.
+It reads two files of each wheel without running their code. `_Metal.cpython-311-darwin.so` contains protocols, which
+hold selectors with full type encodings. `_metadata.py` contains calls, which hold argument types by selector, enum
+values and names of constants.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FRAMEWORKS = {"Metal": "pyobjc-metal", "Foundation": "pyobjc-cocoa"}  # framewor
 
 @dataclass
 class Registration:
-    """One `registerMetaDataForSelector` call. Types are by position (None: the result); unrecorded ones are None."""
+    """One `registerMetaDataForSelector` call. `types` maps positions to known types; None is the result."""
 
     owner: str  # a class, or NSObject for methods of protocols
     selector: str

@@ -1,7 +1,7 @@
 """Builds the software Metal device.
 
-It needs clang-19, GNU libobjc and BlocksRuntime. Outputs go to `build/softmetal/` of the repository and are built again
-when a source, a header, a flag or the torch version changes.
+The build needs clang-19, GNU libobjc and BlocksRuntime. It writes to `build/softmetal/` in the repository, and builds
+again if a source, a header, a flag or the torch version changes.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def run_tool(command: list[str]) -> None:
 
 @contextmanager
 def locked() -> Iterator[None]:
-    """Holds a lock in the block, so that only one process at a time builds into `OUTPUT`."""
+    """Holds a lock in a `with` block, so that only one process at a time builds into `OUTPUT`."""
     OUTPUT.mkdir(parents=True, exist_ok=True)
     with (OUTPUT / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -97,7 +97,7 @@ def locked() -> Iterator[None]:
 
 
 def side_by_side(make: Callable[[_T], _U], parts: Iterable[_T]) -> list[_U]:
-    """Calls `make`, which waits for a compiler, for all parts in parallel; returns the results in order."""
+    """Calls `make`, which waits for a compiler, on all parts in parallel, and returns the results in order."""
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         return list(pool.map(make, parts))
 
@@ -138,7 +138,7 @@ def _build_runtime() -> Path:
 
 
 def build_device() -> Path:
-    """Builds the stale parts of the device library and returns its path. Load the executor before it.
+    """Builds the stale parts of the device library and returns its path. Load the executor before this library.
 
     Raises:
         Unavailable: a tool or package is missing.

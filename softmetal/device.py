@@ -87,7 +87,7 @@ class KernelFault(Exception):
 
 @dataclass(frozen=True)
 class Counters:
-    """The counts of one launch. Byte counts are None in fast mode; `buffers` maps a slot to its four counts."""
+    """The counts of one launch. In fast mode the byte counts are None. `buffers` maps a slot to its byte counts."""
 
     threads: int
     threadgroups: int
@@ -109,9 +109,9 @@ class Buffer:
     """An array bound at a byte offset, with a record of what has been written to it.
 
     Args:
-        array: C-contiguous. Kernels write it in place.
-        offset: of the kernel's pointer, in bytes from the start of the array.
-        initialised: False for memory as it comes from the allocator. To read it before a write is a fault.
+        array: a C-contiguous array, which kernels write in place.
+        offset: where the kernel's pointer points, in bytes from the start of the array.
+        initialised: False if the memory counts as never written, so that a read before a write is a fault.
     """
 
     def __init__(self, array: Array, offset: int = 0, *, initialised: bool = True) -> None:
@@ -164,10 +164,11 @@ class Kernel:
             threads: threads per grid. The last threadgroups may then be smaller.
             buffers: one for each slot: an array, (array, byte offset), bytes (read-only data), a Buffer, or None.
             threadgroup_memory: bytes of each [[threadgroup(n)]] argument.
-            seed: of the order of threads in checked mode. None: SOFTMETAL_SEED, or a random seed. Messages name it.
-            perturb_seed: of the perturbation of inexact functions within Metal's ulps. 0: no perturbation.
-            os_threads: of fast mode. 0: SOFTMETAL_THREADS, or one for each core.
-            raise_faults: False stores the faults in `last_faults` and does not raise.
+            seed: seed of the order of threads in checked mode; messages name it. None means SOFTMETAL_SEED, or a random
+                seed.
+            perturb_seed: seed of the perturbation of inexact functions, within Metal's limits; 0 means no perturbation.
+            os_threads: OS threads in fast mode; 0 means SOFTMETAL_THREADS, or one for each core.
+            raise_faults: whether a fault raises an error. With False, faults are stored in `last_faults`.
 
         Returns:
             The counts of the launch.
@@ -251,7 +252,7 @@ def compile(
     Args:
         source: Metal Shading Language text.
         constants: function constants by name or index.
-        checked: compiles for checked mode, which is slower and examines every access, instead of fast mode.
+        checked: whether to compile for checked mode, which examines every access and is slower than fast mode.
         kernel: the only kernel to compile. This saves time if a library has function constants and many kernels.
         file_name: the source's name in messages.
         include_paths: folders for the source's own includes.
@@ -274,9 +275,9 @@ def load(
     """Loads one kernel of a metallib, which holds the output of Apple's compiler.
 
     Args:
-        path: of the metallib.
-        kernel: its name in the metallib.
-        constants: function constants by name or index. Those that the kernel does not have are ignored.
+        path: path of the metallib.
+        kernel: the kernel's name in the metallib.
+        constants: function constants by name or index. Constants that the kernel does not have are ignored.
         checked: compiles for checked mode.
 
     Raises:

@@ -33,8 +33,8 @@ def build_extension(
 ) -> Path:
     """Compiles and links an extension whose sources use PyTorch's MPS stream and Metal.
 
-    `import` then finds this build in place of any other extension with that name. Load an extension that only
-    registers operators with `torch.ops.load_library(path)`.
+    `import` then finds this build instead of any other extension with that name. If an extension only registers
+    operators, load it with `torch.ops.load_library(path)`.
 
     Args:
         name: the full module name, for example "package._C".
@@ -124,7 +124,7 @@ def _compile_unless_current(source: Path, target: Path, command: Sequence[str]) 
 
 
 class ExtensionFinder(importlib.abc.MetaPathFinder):
-    """Finds an extension's build for the software device, if there is one, under the extension's own name."""
+    """Makes `import` find an extension's build for the software device, if there is one."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None

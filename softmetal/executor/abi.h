@@ -6,7 +6,7 @@
 #include <stdint.h>
 
 #ifdef __clang__
-// The compiler must not copy these calls into other control flow, because the call site tells which lanes meet.
+// The compiler must not duplicate these calls, because lanes meet at a call site.
 #define SM_CONVERGENT __attribute__((convergent))
 #else
 #define SM_CONVERGENT
@@ -26,7 +26,7 @@ typedef struct {
   sm_uint3 thread_position_in_threadgroup;
   sm_uint3 threadgroup_position_in_grid;
   sm_uint3 threads_per_grid;
-  sm_uint3 threads_per_threadgroup;  // of this threadgroup, which is smaller at a non-uniform edge
+  sm_uint3 threads_per_threadgroup;  // smaller for threadgroups at a non-uniform edge
   sm_uint3 dispatch_threads_per_threadgroup;
   sm_uint3 threadgroups_per_grid;
   uint32_t thread_index_in_threadgroup;
@@ -44,7 +44,7 @@ void sm_simdgroup_barrier(uint32_t mem_flags) SM_CONVERGENT;
 // Waits until all lanes of the simdgroup that take part have reached this call site (return address), and exchanges
 // values between them. Each lane deposits `bytes` bytes, at most 64. *slots then points to 32 deposits, `bytes` apart,
 // which stay valid until the lane's next call into the executor. Slots of inactive lanes hold poison. Returns the mask
-// of active lanes. Callers must be always_inline, because one call site would stand for several otherwise.
+// of active lanes. Callers must be always_inline; otherwise all of their own callers would share one call site.
 uint32_t sm_simd_exchange(const void* value, uint32_t bytes, const void** slots) SM_CONVERGENT;
 
 // Called if a shuffle reads an inactive lane. Checked mode reports it; fast mode returns a fixed poison value.
@@ -64,13 +64,14 @@ void sm_mma_sync_if(const void* d) SM_CONVERGENT;
 // of a threadgroup. `site` numbers the declarations of one kernel from 0.
 void* sm_threadgroup_variable(uint32_t site, uint32_t bytes, uint32_t align);
 
-// Moves the result of an inexact function by up to `ulps`, which is Metal's promise for fp32. 0 returns x unchanged.
+// Changes the result of an inexact function by up to `ulps`, the error that Metal allows for fp32. 0 returns x
+// unchanged.
 float sm_perturb(float x, float ulps);
 
 enum { SM_ATOMIC_LOAD = 0, SM_ATOMIC_STORE = 1, SM_ATOMIC_UPDATE = 2 };
 
 // Called before each __atomic builtin (relaxed, on device or threadgroup memory). This call counts, checks and
-// interleaves the operation. The builtin then does it without being instrumented. `operation` is SM_ATOMIC_*.
+// interleaves the operation; the builtin itself is not instrumented. `operation` is SM_ATOMIC_*.
 void sm_note_atomic(const volatile void* address, uint32_t bytes, int operation);
 
 // Called in checked mode before a simdgroup loads or stores a matrix. Every lane must reach it.
@@ -98,7 +99,7 @@ typedef struct {
 } sm_bindings;
 
 typedef struct {
-  const char* name;  // host name
+  const char* name;  // the kernel's host name
   void (*entry)(const sm_bindings* bindings);
   const sm_argument* arguments;
   uint32_t argument_count;

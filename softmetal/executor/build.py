@@ -18,7 +18,7 @@ _FLAGS = [
 
 
 def build_executor(folder: Path) -> Path:
-    """Compiles the executor into `folder`, unless it holds a library of the same sources. Returns the library's path.
+    """Compiles the executor into `folder`, unless the library there is up to date. Returns the library's path.
 
     Raises:
         RuntimeError: the executor does not compile. The compiler's messages follow.

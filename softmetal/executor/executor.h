@@ -1,6 +1,6 @@
 // The public interface for the device library and the Python module: compile Metal source, open the result, launch its
-// kernels. Plain C, so that ctypes can call it. Nothing throws. The caller frees each returned text or result with
-// sm_free_*.
+// kernels. It is plain C, so that ctypes can call it, and throws no exceptions. The caller frees each returned text or
+// result with sm_free_*.
 #pragma once
 
 #include <stddef.h>
@@ -62,11 +62,11 @@ const sm_function_constant* sm_library_constant(const sm_library* library, uint3
 
 typedef struct {
   void* base;            // NULL: slot not bound
-  uint64_t length;       // of the whole buffer, from base
+  uint64_t length;       // bytes of the whole buffer, from base
   uint64_t offset;       // the kernel's pointer is base + offset; memory before it is out of bounds
   uint32_t read_only;    // any store is a fault, as with setBytes
   const char* label;     // for reports; may be NULL
-  uint8_t* initialised;  // one byte per byte of the buffer: non-zero if written. NULL: all are. The launch updates it.
+  uint8_t* initialised;  // for each byte of the buffer, non-zero if written; the launch updates it. NULL: all written.
 } sm_buffer;
 
 typedef struct {
@@ -76,9 +76,9 @@ typedef struct {
   sm_uint3 threads_per_threadgroup;
   sm_buffer buffers[SM_BUFFER_SLOTS];
   uint32_t threadgroup_bytes[SM_BUFFER_SLOTS];
-  uint64_t seed;          // of the interleaving in checked mode
-  uint64_t perturb_seed;  // of sm_perturb; 0: no perturbation
-  uint32_t os_threads;    // in fast mode; 0: SOFTMETAL_THREADS or the number of cores
+  uint64_t seed;          // seed of the interleaving in checked mode
+  uint64_t perturb_seed;  // seed of sm_perturb; 0: no perturbation
+  uint32_t os_threads;    // OS threads in fast mode; 0: SOFTMETAL_THREADS or the number of cores
   uint32_t max_faults;    // 0: 16. A fault is reported once for each source line.
 } sm_dispatch;
 
@@ -101,9 +101,9 @@ typedef enum {
 typedef struct {
   uint32_t kind;
   uint32_t is_fatal;    // the dispatch ended here
-  const char* message;  // one line that states all the fields below and the seed
+  const char* message;  // the whole report in one line: the fields below and the seed
   const char* kernel;
-  const char* file;  // of the user's source
+  const char* file;  // file of the user's source
   uint32_t line;     // 0: unknown
   sm_uint3 thread;   // position in the threadgroup
   sm_uint3 threadgroup;
@@ -133,7 +133,7 @@ typedef struct {
   sm_counters counters;
 } sm_result;
 
-// Runs the whole dispatch, in checked mode if the library was compiled for it. Thread-safe: launches take turns.
+// Runs the whole dispatch, in checked mode if the library was compiled for it. Thread-safe: launches run one at a time.
 sm_result* sm_launch(const sm_dispatch* dispatch);
 void sm_free_result(sm_result* result);
 

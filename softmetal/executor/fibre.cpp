@@ -45,7 +45,8 @@ extern "C" void sm_fibre_start();
 namespace softmetal {
 namespace {
 
-constexpr size_t kColours = 64;  // spreads the tops of stacks over the sets of the first-level cache
+constexpr size_t kColours =
+    64;  // offsets between stacks, so that their tops use different sets of the first-level cache
 constexpr size_t kColourBytes = 576;
 constexpr size_t kGuard = 4096;
 

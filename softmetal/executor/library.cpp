@@ -17,7 +17,7 @@ namespace {
 std::mutex mutex;
 std::map<std::string, std::unique_ptr<sm_library>> libraries;
 
-// Puts the sm_* functions into the global scope for compiled libraries, however this library was loaded.
+// Makes the sm_* functions visible to compiled libraries, even if this library was loaded without RTLD_GLOBAL.
 void become_global() {
   static bool done = false;
   Dl_info info;

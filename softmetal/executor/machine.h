@@ -22,14 +22,14 @@ struct Group;
 
 constexpr uint32_t kMaxSimdgroups = SM_MAX_THREADS / SM_SIMD_WIDTH;
 
-constexpr uint32_t kMaxConcurrentGroups = 4;  // interleaved with each other in checked mode
+constexpr uint32_t kMaxConcurrentGroups = 4;  // threadgroups that checked mode interleaves
 
 enum class State : uint8_t {
   kRunnable,     // fresh, released or preempted
-  kExchange,     // at a simd operation in which any set of lanes may take part
-  kSimdBarrier,  // at an operation that the whole simdgroup must reach
+  kExchange,     // waits at a simd operation in which any set of lanes may take part
+  kSimdBarrier,  // waits at an operation that the whole simdgroup must reach
   kMatrix,       // waits for other lanes' operands of a matrix product
-  kBarrier,      // at a threadgroup barrier
+  kBarrier,      // waits at a threadgroup barrier
   kDone,
 };
 
@@ -40,8 +40,8 @@ struct Lane {
   void* context;              // where to continue; null: not started
   const void* site;           // return address of the call in which it waits
   uint64_t pending_matrices;  // Bloom filter of the destinations of deferred products
-  uint64_t products;          // deposited so far
-  uint32_t matrix_accesses;   // in checked mode
+  uint64_t products;          // products deposited so far
+  uint32_t matrix_accesses;   // matrix loads and stores, counted in checked mode
   State state;
   uint32_t deposit_bytes;
   uint32_t mem_flags;
@@ -59,14 +59,14 @@ struct Simdgroup {
   uint32_t ordered[2];                 // number of the latest barrier with the flag of device / threadgroup memory
   uint32_t barriers_at_group_barrier;  // barriers passed at the latest threadgroup barrier
   uint32_t matrix_accesses;            // the largest count of any lane, in checked mode
-  const void* matrix_sites[64];        // call sites of the latest ones
+  const void* matrix_sites[64];        // call sites of the latest matrix accesses
   alignas(64) unsigned char slots[SM_SIMD_WIDTH * 64];
   MatrixQueue matrices;
 };
 
 struct Group {
   Machine* machine;
-  uint64_t index;  // linear, in the grid
+  uint64_t index;  // linear index in the grid
   uint32_t thread_count;
   uint32_t simdgroup_count;
   uint32_t alive;
@@ -90,7 +90,7 @@ struct Launch {
   void* buffers[SM_BUFFER_SLOTS];
   const std::vector<sm_threadgroup_site>* sites;  // of this kernel
   Checker* checker;                               // null in fast mode
-  std::vector<uint32_t> order;                    // of threadgroups; empty: ascending
+  std::vector<uint32_t> order;                    // order of threadgroups; empty: ascending
   std::atomic<uint64_t> next_group{0};
   std::atomic<bool> stopped{false};
   std::mutex mutex;  // guards the members below

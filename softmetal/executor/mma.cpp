@@ -112,7 +112,7 @@ const void* MatrixQueue::deposit(Lane& lane, const void* site, void* d, uint32_t
     }
   } else if (product.addend >= 0 && results_[product.addend].destination[index] == c.elements &&
              (lane.pending_matrices & bloom_bit(c.elements)) != 0) {
-    pending = product.addend;  // as for the lane before
+    pending = product.addend;  // the same addend as in the first lane
   } else {
     pending = find(lane, c.elements);
   }

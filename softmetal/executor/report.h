@@ -11,7 +11,7 @@ struct Fault {
   uint32_t kind;
   bool is_fatal;
   const void* code;  // a return address in the library
-  std::string text;  // what happened, without its place
+  std::string text;  // what happened, without the source line
   const void* other_code = nullptr;
   int32_t buffer = -1;
   int64_t offset = 0;

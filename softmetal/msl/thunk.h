@@ -1,5 +1,5 @@
-// Compiled with the translated source of every Metal library. Calls a kernel with its arguments, whose types come from
-// the kernel itself by deduction. Included after metal_stdlib.
+// Calls a kernel with its arguments, whose types are deduced from the kernel itself. This file is compiled with the
+// translated source of every Metal library, after metal_stdlib.
 #pragma once
 
 #include "../executor/abi.h"
@@ -171,7 +171,7 @@ template <auto F, class... S>
 struct Call;
 template <class... A, void (*F)(A...), class... S>
 struct Call<F, S...> {
-  // Inlined into the entry, so that a threadgroup variable belongs to the code of its kernel.
+  // Inlined into the entry, so that the code of a threadgroup variable is part of its kernel's code.
   __attribute__((always_inline)) static void run(const sm_bindings* bindings) { F(S::template get<A>(bindings)...); }
 };
 
@@ -191,8 +191,8 @@ inline T constant_value(V... values) {
   return T(values...);
 }
 
-// A function constant without a value. Its use is a fault. The use of a vector's member cannot be seen, so members are
-// poison.
+// A function constant without a value. Using it is a fault. Uses of a vector's member cannot be detected, so members
+// have poison values instead.
 template <class T, bool IsVector = __is_class(T)>
 struct UndefinedConstant {
   const char* name;

@@ -1,4 +1,4 @@
-// Command queues and buffers. They record work, which runs when somebody waits for it.
+// Command queues and buffers. They record work, and run it when the host waits for it.
 #include <Block.h>
 
 #include <cstring>
@@ -66,7 +66,7 @@ void Command::run() {
   }
   Device::get().add_record({dispatch.kernel->name, dispatch.seed, result});
   if (checked) return;
-  // Fast mode does not see stores, so all memory that the kernel can write counts as written.
+  // Fast mode does not observe stores, so it counts all memory that the kernel can write as written.
   for (uint32_t i = 0; i < dispatch.kernel->argument_count; ++i) {
     const sm_argument& argument = dispatch.kernel->arguments[i];
     if (argument.kind != SM_ARGUMENT_BUFFER || argument.is_const) continue;

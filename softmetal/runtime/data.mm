@@ -1,4 +1,4 @@
-// NSURL of a file, and dispatch_data.
+// NSURL for files, and dispatch_data.
 #include <cstring>
 #include <vector>
 

@@ -10,14 +10,14 @@
 namespace softmetal {
 namespace {
 
-constexpr size_t kCanaryBytes = 64;  // behind every buffer, to show stores past its end in fast mode too
+constexpr size_t kCanaryBytes = 64;  // after every buffer, so that fast mode also detects stores past its end
 constexpr uint8_t kCanary = 0xA5;
 constexpr size_t kQuarantineBytes = 64u << 20;
 constexpr size_t kQuarantineObjects = 4096;
 
 std::atomic<size_t> live_bytes{0};
 
-// Freed memory stays poisoned for a while before its addresses are used again.
+// Keeps freed memory poisoned for a while before its addresses are used again.
 class Quarantine {
  public:
   void add(uint8_t* bytes, size_t length) {
@@ -184,7 +184,7 @@ void Device::clear() {
   return reinterpret_cast<uint64_t>(memory->bytes());
 }
 - (void*)contents {
-  memory->mark_all_written();  // writes of the host through the pointer are not seen
+  memory->mark_all_written();  // the host's writes through the pointer cannot be observed
   return memory->bytes();
 }
 - (NSUInteger)allocatedSize {
@@ -237,7 +237,7 @@ id<MTLDevice> MTLCreateSystemDefaultDevice(void) {
   return softmetal::allocated_bytes();
 }
 - (BOOL)supportsFamily:(MTLGPUFamily)family {
-  // The device is an M1, so that code that runs here does not depend on newer families.
+  // The device claims to be an M1, so that code that runs here does not depend on newer families.
   return family == MTLGPUFamilyApple7 || family == MTLGPUFamilyMac2 || family == MTLGPUFamilyCommon3 ||
          family == MTLGPUFamilyMetal3;
 }

@@ -1,4 +1,4 @@
-// Encoders: they record commands and enforce Metal's rules.
+// Encoders, which record commands and enforce Metal's rules.
 #include <algorithm>
 #include <cstring>
 

@@ -24,7 +24,8 @@ using Objects = std::vector<id>;
 Objects& objects_of(NSArray* array) {
   return *static_cast<Objects*>(array->_state);
 }
-using Entries = std::map<std::string, std::pair<id, id>>;  // by the key's text, because all keys here are strings
+using Entries =
+    std::map<std::string, std::pair<id, id>>;  // maps the key's text to (key, value); all keys here are strings
 Entries& entries_of(NSDictionary* dictionary) {
   return *static_cast<Entries*>(dictionary->_state);
 }

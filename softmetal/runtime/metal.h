@@ -22,7 +22,7 @@ inline constexpr NSUInteger kThreadgroupLengthMultiple = 16;
 inline constexpr uint8_t kFreshPoison = 0xFF;  // NaN as half, bfloat and float, -1 as an integer
 inline constexpr uint8_t kFreedPoison = 0xFB;  // NaN or huge as half and bfloat; differs from kFreshPoison
 
-// Memory of one MTLBuffer. `initialised` has one byte per byte, non-zero if it was written. Null: all bytes were.
+// Memory of one MTLBuffer. For each byte, `initialised` is non-zero if the byte was written. Null means that all were.
 class Memory {
  public:
   explicit Memory(size_t length);
@@ -50,13 +50,13 @@ struct Binding {
   id<MTLBuffer> buffer = nil;  // the command retains it, the table does not
   NSUInteger offset = 0;
   std::vector<uint8_t> bytes;
-  uint64_t era = 0;  // when it was bound: see ComputeEncoder
+  uint64_t era = 0;  // the era in which it was bound; see ComputeEncoder
 };
 
 // Metal source or a metallib, with macros and function constants.
 struct Program {
   struct Constant {
-    std::string name;  // empty: found by its index
+    std::string name;  // empty: the constant is identified by its index
     uint32_t index;
     std::string value;
   };
@@ -66,7 +66,7 @@ struct Program {
   std::vector<Constant> constants;
 
   // Compiles and opens the library. Throws std::runtime_error with the compiler's messages. If the source has function
-  // constants, only `kernel` gets code. "" compiles none, for names and arguments.
+  // constants, only `kernel` is compiled. "" compiles no kernel, and the library has only names and arguments.
   const sm_library* open(bool checked, const char* kernel) const;
 };
 
@@ -116,15 +116,15 @@ class Device {
   static Device& get();
 
   std::atomic<bool> checked;
-  std::atomic<uint32_t> thread_limit = SM_MAX_THREADS;  // of every pipeline; tests lower it
+  std::atomic<uint32_t> thread_limit = SM_MAX_THREADS;  // threads per threadgroup of every pipeline; tests lower it
   void set_seed(uint64_t seed);
   uint64_t next_seed();
   void add_record(Record record);
   void add_fault(std::string text);
-  std::vector<std::string> take_new_faults();  // those not yet raised
+  std::vector<std::string> take_new_faults();  // faults that were not raised before
   void clear();                                // faults and records
   std::deque<Record> records;                  // of the latest dispatches, oldest first
-  std::vector<std::string> faults;             // all since cleared
+  std::vector<std::string> faults;             // all faults since the last clear()
   std::mutex mutex;
 
  private:
@@ -173,7 +173,7 @@ std::string& operator_label();
   std::vector<std::unique_ptr<softmetal::Command>>* commands;
   std::vector<MTLCommandBufferHandler>* handlers;
   id openEncoder;                  // not retained: an encoder that is open retains its command buffer
-  std::vector<id>* endedEncoders;  // kept, so that a message to one that PyTorch released is a report
+  std::vector<id>* endedEncoders;  // kept, so that a message to a released encoder is reported
   MTLCommandBufferStatus state;
   NSError* failure;
   NSString* bufferLabel;

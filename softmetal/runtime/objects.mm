@@ -12,8 +12,8 @@
 
 extern "C" _Unwind_Reason_Code __gxx_personality_v0(int, _Unwind_Action, _Unwind_Exception_Class, _Unwind_Exception*,
                                                     _Unwind_Context*);
-// C++ exceptions pass through Objective-C++ frames of host code only with the C++ personality. This definition binds,
-// because this library is loaded globally before libobjc.
+// C++ exceptions can pass through Objective-C++ frames of host code only with the C++ personality function. This
+// definition overrides that of libobjc, because this library is loaded globally before it.
 extern "C" __attribute__((visibility("default"))) _Unwind_Reason_Code
 __gnu_objc_personality_v0(int version, _Unwind_Action actions, _Unwind_Exception_Class kind,
                           _Unwind_Exception* exception, _Unwind_Context* context) {

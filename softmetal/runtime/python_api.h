@@ -1,5 +1,5 @@
-// The C functions behind `import softmetal`. The caller frees returned texts with softmetal_free. A returned error is
-// null if the call succeeded.
+// The C functions that `import softmetal` calls. The caller frees returned texts with softmetal_free. A returned error
+// is null if the call succeeded.
 #pragma once
 
 #include <stddef.h>
@@ -14,7 +14,8 @@ SOFTMETAL_EXPORT void softmetal_free(void* memory);
 SOFTMETAL_EXPORT void softmetal_set_checked(int checked);
 SOFTMETAL_EXPORT int softmetal_is_checked(void);
 SOFTMETAL_EXPORT void softmetal_set_seed(uint64_t seed);
-SOFTMETAL_EXPORT uint32_t softmetal_set_thread_limit(uint32_t limit);  // of every pipeline; returns the previous one
+SOFTMETAL_EXPORT uint32_t
+softmetal_set_thread_limit(uint32_t limit);  // threads per threadgroup; returns the previous limit
 // The stream that this thread encodes to: 0 is the default one, 1 to 32 are PyTorch's pool. Setting returns an error.
 SOFTMETAL_EXPORT int64_t softmetal_stream(void);
 SOFTMETAL_EXPORT char* softmetal_set_stream(int64_t number);
@@ -47,4 +48,4 @@ SOFTMETAL_EXPORT char* softmetal_dispatch(void* pipeline, const softmetal_argume
                                           const uint64_t* threads, const uint64_t* group);
 SOFTMETAL_EXPORT uint64_t softmetal_gpu_address(void* buffer);
 SOFTMETAL_EXPORT void* softmetal_contents(void* buffer);  // for the host to read and write
-SOFTMETAL_EXPORT void* softmetal_error_buffer(void);      // the stream's, for kernels that report errors
+SOFTMETAL_EXPORT void* softmetal_error_buffer(void);      // the stream's buffer for kernels that report errors

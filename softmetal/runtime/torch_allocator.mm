@@ -100,7 +100,7 @@ class Allocator final : public at::mps::IMPSAllocator {
   c10::Storage getHostAliasStorage(const c10::Storage& storage) const override {
     TORCH_CHECK(storage.device_type() == c10::DeviceType::MPS && storage.data() != nullptr,
                 "_host_alias_storage: expected a non-empty storage on mps, got one on ", storage.device());
-    memory(storage.data()).mark_all_written();  // writes of the host through the alias are not seen
+    memory(storage.data()).mark_all_written();  // the host's writes through the alias cannot be observed
     auto* owner = new c10::Storage(storage);
     c10::DataPtr pointer(
         memory(storage.data()).bytes(), owner, [](void* p) { delete static_cast<c10::Storage*>(p); },

@@ -1,4 +1,4 @@
-// Declarations that the parts of the torch device share.
+// Declarations shared by the files that implement PyTorch's mps backend (torch_*.mm).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,12 +15,12 @@ namespace softmetal {
 
 inline constexpr unsigned kCoreCount = 8;  // GPU cores of an M1
 
-// Locks all queues. A block of one of them holds the lock already.
+// Locks all queues. While a block of a queue runs, its thread already holds the lock, which is recursive.
 std::unique_lock<std::recursive_mutex> lock_queues();
-// Whether a block of that queue runs on this thread.
+// Returns true while a block of that queue runs on this thread.
 bool on_queue(dispatch_queue_t queue);
-// Commits, runs all work of all streams and raises the faults that checked mode found. PyTorch's own operators do so by
-// way of the queue: inside a block it is a violation.
+// Commits and runs all work of all streams, and raises the faults that checked mode found. PyTorch's own operators wait
+// for the queue when they do this, so a call inside a block is a violation.
 void synchronize();
 
 // The stream of PyTorch's pool that this thread encodes to, 1 to 32; 0 is the default stream.
@@ -29,14 +29,14 @@ void set_current_stream(int64_t number);
 int64_t current_stream_number();
 void for_each_stream(const std::function<void(at::mps::MPSStream&)>& visit);
 
-// Of all streams since the process started.
+// Counts over all streams since the process started.
 struct StreamCounts {
-  uint64_t commits = 0;           // of command buffers with commands
-  uint64_t empty_commits = 0;     // and without
+  uint64_t commits = 0;           // commits of command buffers with commands
+  uint64_t empty_commits = 0;     // commits of command buffers without commands
   uint64_t waits = 0;             // commits that waited for the GPU
-  uint64_t encoders = 0;          // that kernels share
-  uint64_t most_in_a_commit = 0;  // commands
-  uint64_t uncommitted = 0;       // commands that are encoded and that the GPU has not been given
+  uint64_t encoders = 0;          // compute encoders, which several kernels may share
+  uint64_t most_in_a_commit = 0;  // commands in the largest command buffer
+  uint64_t uncommitted = 0;       // encoded commands that are not committed yet
 };
 StreamCounts stream_counts();
 

@@ -176,14 +176,14 @@ struct MPSHooks final : at::MPSHooksInterface {
   }
   void waitForEvent(uint32_t number) const override {
     (void)events().get(number);
-  }  // nothing to do, because there is one stream, which is ordered
+  }  // nothing to do, because the stream is ordered
   void synchronizeEvent(uint32_t number) const override {
     if (events().get(number)->recorded) synchronize();
   }
   bool queryEvent(uint32_t number) const override {
     const std::shared_ptr<Event> event = events().get(number);
     const bool done = event->done || !event->recorded;
-    if (!done) synchronize();  // a query must make progress, because no work runs by itself here
+    if (!done) synchronize();  // no work runs in the background here, so a query must run it
     return done;
   }
   double elapsedTimeOfEvents(uint32_t first, uint32_t last) const override {

@@ -1,4 +1,4 @@
-// An operator for PyTorch's mps device: out = a x + y. It is written as any package for Macs would write it.
+// An operator for PyTorch's mps device: out = a x + y. It is written like an operator of any package for Macs.
 #import <Metal/Metal.h>
 
 #include <ATen/ATen.h>

@@ -11,7 +11,7 @@
 namespace softmetal {
 
 // Copies each buffer, and each array of threadgroup memory, to an address range far from all others. An address then
-// tells which buffer was meant, however far out of bounds it is.
+// identifies its buffer, even if it is far out of bounds.
 class Checker {
  public:
   Checker(Launch& launch, Machine& machine, uint32_t concurrent);
@@ -22,7 +22,7 @@ class Checker {
   // Returns the checker of the current launch, or null if there is none.
   static Checker* active();
 
-  // kAtomic: an atomic load or store; kAtomicUpdate: both in one; kCopy: a whole struct with its padding.
+  // kAtomic is an atomic load or store, kAtomicUpdate a read-modify-write, kCopy a whole struct with its padding.
   enum class Kind { kPlain, kAtomic, kAtomicUpdate, kCopy };
 
   void place_threadgroup_memory(Group& group, uint32_t slot);

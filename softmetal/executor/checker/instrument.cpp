@@ -1,5 +1,5 @@
 // The functions that code compiled with clang's -fsanitize=thread calls, and those that msl/alignment.py adds. They
-// call the checker. The sanitizer's own run time is not linked.
+// call the checker. The sanitizer's own runtime is not linked.
 #include <cstring>
 
 #include "checker/checker.h"

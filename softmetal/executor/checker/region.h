@@ -33,13 +33,13 @@ struct Cell {
   History reads;
 };
 
-// Its atomic accesses. They are kept apart, because a thread's own atomic must not hide its plain store from the
-// atomics of other threads.
+// The atomic accesses of a granule. They are separate from plain ones, because a thread's own atomic must not hide its
+// plain store from the atomics of other threads.
 struct AtomicCell {
   History writes, reads;
 };
 
-// kWritten: at any time before. The other two: in this launch.
+// Flags of a byte: written at any time before, and read or written in this launch.
 enum : uint8_t { kWritten = 1, kReadHere = 2, kWrittenHere = 4 };
 
 // Anonymous memory, which reads as zero until it is written.
@@ -58,7 +58,7 @@ class Pages {
 
 struct Binding {
   int32_t buffer;   // slot
-  uint64_t offset;  // of the kernel's pointer in the region
+  uint64_t offset;  // where the kernel's pointer points in the region
 };
 
 struct Region {
@@ -66,7 +66,8 @@ struct Region {
 
   // Returns the cells of the granules that [offset, offset + bytes) covers. A small access makes the granules smaller.
   Cell* cells(uint64_t offset, uint32_t bytes, uint32_t* count);
-  // Returns the atomic cells of the same granules. If there was no atomic access yet, returns null or makes them.
+  // Returns the atomic cells of the same granules. Before the first atomic access it makes them if `make`, else it
+  // returns null.
   AtomicCell* atomic_cells(uint64_t offset, bool make);
   void forget();  // marks all bytes as unwritten, for a new threadgroup
   // Sets bits in the flags of a range of bytes. Returns true if all bytes were written before.
@@ -80,7 +81,7 @@ struct Region {
   bool is_tracked;                // accesses of several threads may conflict here
   bool is_written = false;        // in this launch
   uint32_t granule;               // bytes per cell
-  std::vector<Binding> bindings;  // of device memory
+  std::vector<Binding> bindings;  // buffer slots that are bound to this region of device memory
   char* host = nullptr;           // the host's copy
   int32_t argument = -1;          // index of a threadgroup argument, or -1 for a variable
   uint32_t variable = 0;

@@ -1,7 +1,8 @@
 // The air.* functions that Apple's Metal compiler calls, on clang's own types. They are written independently of
 // msl/include, so that a comparison of a kernel's two compiles also compares these two. Conversions, integer functions,
-// shuffles and folds are not shared. Functions without an exact result are shared (metal_math), because their last bits
-// are the back end's choice. So are the executor's rendezvous and matrix product. Included after metal_stdlib and thunk.h.
+// shuffles and folds are not shared. Functions without an exact result are shared (metal_math), because Apple's back
+// end chooses their last bits. The executor's rendezvous and matrix product are shared, too. Include this file after
+// metal_stdlib and thunk.h.
 #pragma once
 
 #define AIR_FUNCTION inline __attribute__((always_inline))
@@ -109,8 +110,8 @@ AIR_FUNCTION T clamp(T x, T low, T high) {
   else return min(max(x, low), high);
 }
 AIR_FUNCTION f32 fma(f32 a, f32 b, f32 c) { return __builtin_fmaf(a, b, c); }
-// The product of two halves is exact in double. The 53 bits of the sum leave the rounding to the last conversion, except
-// for ties that a bit beyond the 53 would break.
+// The product of two halves is exact in double, and the sum has 53 bits. The last conversion therefore rounds
+// correctly, except for ties that a bit beyond the 53 would break.
 AIR_FUNCTION f16 fma(f16 a, f16 b, f16 c) { return static_cast<f16>(double(a) * double(b) + double(c)); }
 template <class T, int N>
 AIR_FUNCTION vector<T, N> fma(vector<T, N> a, vector<T, N> b, vector<T, N> c) {

@@ -1,9 +1,9 @@
-"""The `air.*` functions of Metal's bitcode: the C++ of each on top of functions.h, and its call in LLVM's text form.
+"""Generates the `air.*` functions of Metal's bitcode: C++ that calls functions.h, and LLVM text that calls the C++.
 
 A name ends in the operand types, for example `air.simd_sum.f32`, `air.convert.f.f32.s.i32`, `air.max.u.v2i32`. Only the
-name tells the sign of integers. An unknown function is an error that names it.
+name tells the sign of integers. For an unknown function, the error names it.
 
-Values pass between the two by address, because the C ABI passes short vectors in other registers than LLVM's types.
+The LLVM text passes values to the C++ by address, because the C ABI passes short vectors in other registers.
 """
 
 from __future__ import annotations

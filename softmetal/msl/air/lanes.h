@@ -21,7 +21,7 @@ struct exchange {
   }
 };
 
-// The order is the back end's choice. Ours adds lanes half the width apart first, as msl/include/metal_simdgroup states.
+// Apple's back end chooses the order. Ours first adds lanes half the width apart, as in msl/include/metal_simdgroup.
 template <class T, class F>
 AIR_UNCHECKED T folded(const exchange<T>& all, uint32_t first, uint32_t width, F combine) {
   T part[32];
@@ -145,7 +145,8 @@ template <class T>
 struct pair {
   T data, fill;
 };
-// Lanes form runs of `modulo`. A lane beyond the caller's run supplies its fill value, one run further back.
+// Lanes form runs of `modulo`. If the source lane is beyond the caller's run, the result is the fill value of the lane
+// one run before it.
 template <class T>
 AIR_FUNCTION SM_CONVERGENT T simd_shuffle_and_fill_up(T data, T fill, u16 delta, u16 modulo) {
   const uint32_t me = lane(), place = me % modulo;

@@ -113,7 +113,7 @@ constexpr S at(const A& a, int i, index<N>) {
   return static_cast<S>(a[i]);
 }
 
-// S: the scalar type the function sees; R: the scalar type it returns; N: elements.
+// S is the scalar type that the function takes, R the scalar type that it returns, N the number of elements.
 template <class F, class S, class R, int N>
 struct mapper {
   template <class... A>

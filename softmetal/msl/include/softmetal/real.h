@@ -1,6 +1,6 @@
 // Scalar floating-point functions. Functions that Metal rounds correctly are exact here. All others get a seeded error
-// within Metal's promise, so that no caller can rely on more accuracy. Source: MSL specification, section 8, the tables
-// of accuracy for single precision with and without fast math, and for half precision (1 ulp).
+// within the limit that Metal allows, so that no caller can rely on more accuracy. Source: MSL specification,
+// section 8, the tables of accuracy for single precision with and without fast math, and for half precision (1 ulp).
 #pragma once
 
 #include <metal_relational>
@@ -32,8 +32,8 @@ inline double tan_pi(float x) {
   return __builtin_fabs(r) == 0.5 ? __builtin_copysign(__builtin_inf(), r) : __builtin_tan(3.14159265358979323846 * r);
 }
 
-// value: to within half an ulp of single precision or little more, which the ulps passed to sm_perturb leave room for.
-// Nothing is added at 0, because exp, cos and others are exact there (C99's special cases), nor to non-finite results.
+// `value` has an error of half an ulp of single precision or little more; the ulps passed to sm_perturb leave room for
+// it. No error is added at 0, where exp, cos and others are exact (C99's special cases), or to non-finite results.
 #define SM_REAL_1(name, value, precise_result, fast_result, half_result)             \
   template <class Mode>                                                              \
   struct name##_f {                                                                  \
@@ -148,7 +148,7 @@ SM_EXACT_2(fmod, __builtin_fmodf)
 SM_EXACT_2(fdim, __builtin_fdimf)
 #undef SM_EXACT_2
 
-struct fabs_f {  // works on the bits, so that a subnormal is kept
+struct fabs_f {  // changes only the sign bit, so that subnormals are not flushed
   METAL_FUNC static float of(float x) { return __builtin_bit_cast(float, __builtin_bit_cast(uint32_t, x) & 0x7fffffffu); }
   METAL_FUNC static half of(half x) {
     return __builtin_bit_cast(half, static_cast<uint16_t>(__builtin_bit_cast(uint16_t, x) & 0x7fffu));
@@ -177,8 +177,8 @@ struct fract_f {
 };
 struct fma_f {
   METAL_FUNC static float of(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
-  // The product is exact in single precision. The sum is rounded to odd there, so that rounding it to half is the only
-  // rounding.
+  // The product is exact in single precision. The sum is rounded to odd, so that the conversion to half rounds the
+  // exact sum correctly.
   METAL_FUNC static half of(half a, half b, half c) {
 #pragma clang fp contract(off)
     float p = static_cast<float>(a) * static_cast<float>(b), z = static_cast<float>(c);

@@ -158,8 +158,8 @@ namespace types {
     return 0;                                                                                        \
   }
 
-// Elements are named members. A constant expression must not index from one member into the next, so it selects the
-// element by name.
+// Elements are named members. C++ forbids indexing from one member into the next in a constant expression, so there the
+// element is selected by name.
 template <class T>
 struct alignas(2 * sizeof(T)) vec<T, 2> {
   static constexpr int size = 2;

@@ -27,8 +27,8 @@ typedef void (^dispatch_block_t)(void);
 #ifdef __cplusplus
 extern "C" {
 #endif
-// Runs the block on the queue and returns afterwards. A call from a block of the same queue is a deadlock on a Mac and
-// an error here.
+// Runs the block on the queue and waits for it. A call from a block of the same queue would deadlock on a Mac; here it
+// is an error.
 void dispatch_sync(dispatch_queue_t queue, dispatch_block_t block);
 #ifdef __OBJC__
 // The default destructor means that the bytes are copied.
