@@ -1,0 +1,169 @@
+"""Time and memory of checkpoints of many small layers, which must be linear in their number.
+
+    python benchmarks/many_layers.py --most 100000
+
+Each row is a process of its own: it opens a synthetic checkpoint, then converts it to the package's own format. Bytes
+hardly count (a layer has about 200), so the figures are what a layer or an entry costs besides them. Times are CPU
+seconds of the process, all threads together. Memory is the growth of the largest resident size over that after the
+imports.
+"""
+
+import argparse
+import json
+import resource
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).parents[1]
+MEASURE = """
+import json, resource, sys, time
+from torch_marlin_metal import convert
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+before, began = peak(), time.process_time()
+reader = convert.open_reader(sys.argv[1])
+found = len(reader) + sum(1 for _ in reader.source.others())
+opened, memory = time.process_time() - began, peak() - before
+began = time.process_time()
+if sys.argv[2] != "-":
+    convert.write_checkpoint(reader, sys.argv[2])
+print(json.dumps([found, opened, memory, time.process_time() - began, peak() - before]))
+"""
+
+
+def write_safetensors(path: Path, settings: dict[str, Any], tensors: list[tuple[str, str, list[int], bytes]]) -> Path:
+    """Writes a checkpoint of (name, dtype, shape, content)."""
+    path.mkdir()
+    entries, place = {}, 0
+    for name, dtype, shape, content in tensors:
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [place, place + len(content)]}
+        place += len(content)
+    header = json.dumps(entries).encode()
+    with (path / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(header)) + header)
+        file.writelines(content for _, _, _, content in tensors)
+    (path / "config.json").write_text(json.dumps({"quantization_config": settings}))
+    return path
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 16, "checkpoint_format": "gptq_v2", "desc_act": False}
+
+
+def gptq_layer(name: str) -> list[tuple[str, str, list[int], bytes]]:
+    return [
+        (f"{name}.qweight", "I32", [2, 8], bytes(range(64))),
+        (f"{name}.qzeros", "I32", [1, 1], bytes([0x88] * 4)),
+        (f"{name}.scales", "F16", [1, 8], bytes([0, 0x3C] * 8)),
+        (f"{name}.g_idx", "I32", [16], bytes(64)),
+    ]
+
+
+def entries(path: Path, count: int) -> Path:
+    """One layer and entries without bytes, the most that a small file can hold."""
+    empty = [(f"model.layers.{i}.norm.weight", "F16", [0], b"") for i in range(count)]
+    return write_safetensors(path, GPTQ, gptq_layer("a") + empty)
+
+
+def layers(path: Path, count: int) -> Path:
+    """GPTQ layers of 16 x 8 weights."""
+    return write_safetensors(path, GPTQ, [part for i in range(count) for part in gptq_layer(f"model.layers.{i}.up")])
+
+
+def stacked_experts(path: Path, count: int) -> Path:
+    """One gpt-oss stack of experts of 8 x 32 weights."""
+    tensors = [
+        ("a_blocks", "U8", [count, 8, 1, 16], bytes(128 * count)),
+        ("a_scales", "U8", [count, 8, 1], bytes([120] * 8 * count)),
+    ]
+    return write_safetensors(path, {"quant_method": "mxfp4"}, tensors)
+
+
+def gguf(path: Path, tensors: list[tuple[str, tuple[int, ...]]]) -> Path:
+    """Writes Q4_0 tensors of (name, sizes with K first)."""
+
+    def text(value: str) -> bytes:
+        return struct.pack("<Q", len(value)) + value.encode()
+
+    directory, place = [], 0
+    for name, sizes in tensors:
+        rest = struct.pack(f"<I{len(sizes)}QIQ", len(sizes), *sizes, 2, place)
+        directory.append(text(name) + rest)
+        blocks = 18
+        for size in sizes[1:]:
+            blocks *= size
+        place += -(-blocks * (sizes[0] // 32) // 32) * 32
+    head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), 0) + b"".join(directory)
+    file = path.with_suffix(".gguf")
+    file.write_bytes(head + bytes(-len(head) % 32) + bytes(place))
+    return file
+
+
+def gguf_layers(path: Path, count: int) -> Path:
+    """A GGUF file of Q4_0 matrices of 8 x 32 weights."""
+    return gguf(path, [(f"blk.{i}.attn_q.weight", (32, 8)) for i in range(count)])
+
+
+def gguf_experts(path: Path, count: int) -> Path:
+    """A GGUF file with one stack of experts of 8 x 32 weights."""
+    return gguf(path, [("blk.0.ffn_up_exps.weight", (32, 8, count))])
+
+
+KINDS: dict[str, tuple[Callable[[Path, int], Path], bool]] = {
+    "safetensors entries without bytes": (entries, False),
+    "GPTQ layers": (layers, True),
+    "gpt-oss, one stack of experts": (stacked_experts, True),
+    "GGUF layers": (gguf_layers, True),
+    "GGUF, one stack of experts": (gguf_experts, True),
+}
+
+
+def measure(kind: str, count: int) -> tuple[int, float, float, float, float]:
+    """Returns items found, CPU seconds and bytes of opening, CPU seconds of converting, bytes in all."""
+    make, converts = KINDS[kind]
+    work = Path(tempfile.mkdtemp())
+    try:
+        source = make(work / "source", count)
+        command = [sys.executable, "-c", MEASURE, str(source), str(work / "out") if converts else "-"]
+        done = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE)
+        found, *figures = json.loads(done.stdout)
+        return found, *figures
+    finally:
+        shutil.rmtree(work)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--most", type=int, default=100_000, help="largest number of layers or entries")
+    parser.add_argument("--only", choices=KINDS, action="append", help="may be repeated")
+    options = parser.parse_args()
+    table = Table("checkpoint", "count", "open s", "us each", "MB", "convert s", "us each", "MB in all", "kB each")
+    for kind in options.only or KINDS:
+        count = 100
+        while count <= options.most:
+            began = time.monotonic()
+            _, opened, memory, converted, whole = measure(kind, count)
+            print(f"{kind} {count}: {time.monotonic() - began:.0f} s", file=sys.stderr)
+            cells = [f"{opened:.3f}", f"{opened / count * 1e6:.1f}", f"{memory / 1e6:.0f}"]
+            if KINDS[kind][1]:
+                cells += [f"{converted:.2f}", f"{converted / count * 1e6:.0f}"]
+                cells += [f"{whole / 1e6:.0f}", f"{whole / count / 1e3:.2f}"]
+            table.add_row(kind, str(count), *cells)
+            count *= 10
+    Console(width=140).print(table)
+
+
+if __name__ == "__main__":
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    main()
