@@ -106,7 +106,7 @@ class BuildMarlin(BuildExtension):
 
 os.environ.update(mac_environment(sys.platform, os.environ))
 
-# `make build` sets WITHOUT_EXTENSION: here it installs only the Python files; it compiles in a folder that it keeps.
+# `make build` sets WITHOUT_EXTENSION to install only the Python files. It compiles the extension separately.
 compiles = not os.environ.get("WITHOUT_EXTENSION")
 # A wheel holds an extension for one torch. A source distribution can be built for any.
 built_for = torch.__version__ if compiles and torch is not None and "sdist" not in sys.argv else None

@@ -1,11 +1,12 @@
-"""setuptools' build backend, and the PyTorch that an isolated build compiles against.
+"""setuptools' build backend, extended so that an isolated build compiles against the right PyTorch.
 
-pip builds in an environment of its own, where `torch>=2.13` would be the newest torch: gigabytes of CUDA libraries on
-Linux, and an extension that does not load with the torch that the user has. So the build takes the torch that is
-installed beside the interpreter, and only where there is none does it ask for one: the version that the tests use.
+pip builds in an isolated environment. If the build required `torch>=2.13`, pip would install the newest torch there.
+That would download gigabytes of CUDA libraries on Linux, and the extension would not load with the user's torch. The
+build therefore uses the torch that is installed for the interpreter. Only if there is none does it require one: the
+version that the tests use.
 
-Other front ends than pip (`build`, uv) make a virtual environment for the build, which hides the user's torch. There
-the wheel is for TESTED_TORCH, and says so in its metadata; `--no-build-isolation` builds for the installed one.
+Other front ends (`build`, uv) use a virtual environment for the build, which hides the user's torch. The wheel is then
+built for TESTED_TORCH, and its metadata says so. `--no-build-isolation` builds for the installed torch.
 """
 
 import sys
@@ -17,7 +18,7 @@ from typing import Any
 from setuptools import build_meta
 from setuptools.build_meta import build_sdist
 
-__all__ = ["build_sdist"]  # the hooks that this file does not define itself
+__all__ = ["build_sdist"]  # the hook that setuptools provides unchanged
 
 TESTED_TORCH = "2.13.0"
 
@@ -25,13 +26,13 @@ Settings = Mapping[str, Any] | None
 
 
 def site_packages_with_torch() -> list[str]:
-    """Returns the interpreter's own folders of packages that hold torch, hidden from an isolated build or not."""
+    """Returns the interpreter's package folders that contain torch, including those hidden from an isolated build."""
     folders = dict.fromkeys(sysconfig.get_path(kind) for kind in ("purelib", "platlib"))
     return [folder for folder in folders if any(distributions(name="torch", path=[folder]))]
 
 
 def torch_requirement(torch_version: str | None) -> str:
-    """Returns the metadata's requirement of an extension built for a torch: releases with the same first two numbers.
+    """Returns the torch requirement for the metadata: releases whose first two numbers are those of the torch built for.
 
     Args:
         torch_version: "2.13.0+cpu", or None for Python alone, which runs with any torch that the sources support.
@@ -63,17 +64,17 @@ def _show_torch() -> None:
 
 
 def get_requires_for_build_sdist(config_settings: Settings = None) -> list[str]:
-    """Returns nothing: a source distribution is made without torch. Hook of PEP 517."""
+    """Returns nothing, because a source distribution needs no torch. Hook of PEP 517."""
     return []
 
 
 def get_requires_for_build_wheel(config_settings: Settings = None) -> list[str]:
-    """Returns what the build needs beside setuptools: torch, unless it is installed. Hook of PEP 517."""
+    """Returns the build requirements besides setuptools: torch, unless it is installed. Hook of PEP 517."""
     return _needs()
 
 
 def get_requires_for_build_editable(config_settings: Settings = None) -> list[str]:
-    """Returns what the build needs beside setuptools: torch, unless it is installed. Hook of PEP 660."""
+    """Returns the build requirements besides setuptools: torch, unless it is installed. Hook of PEP 660."""
     return _needs()
 
 

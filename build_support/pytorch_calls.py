@@ -1,12 +1,12 @@
-"""What the functions of PyTorch's Mac library that the host code relies on call: a witness for each supported torch.
+"""Checks, for each supported torch, that functions of PyTorch's Mac library still make the calls that we rely on.
 
     python -m build_support.pytorch_calls                  # the pinned torch, in a second; `make macos` does this
     python -m build_support.pytorch_calls --all            # every supported torch: fetches 130 MB for each
     python -m build_support.pytorch_calls --all --write    # store the lists after reading what changed
 
-The software device's torch side imitates these functions, and `csrc/mps` depends on what they do to the encoder and the
-command buffer. Their calls are read from the disassembly of `libtorch_cpu.dylib` and compared with
-`pytorch_calls.json`: a difference is an error, because somebody has to read it.
+The software device imitates these functions, and `csrc/mps` depends on what they do to the encoder and the command
+buffer. Their calls are read from the disassembly of `libtorch_cpu.dylib` and compared with `pytorch_calls.json`. Any
+difference is an error, so that somebody reads it.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from build_support import wheels
 STORED = Path(__file__).with_suffix(".json")
 PINNED = "2.13.0"
 WHEEL_OF = {"2.13.0": "torch-macos", "2.14.1": "torch-macos-2.14.1", "2.15.0": "torch-macos-2.15.0"}
-# Mangled names up to their parameters, which differ between versions: every overload and every block counts.
+# Mangled names without their parameters, which differ between versions, so that all overloads and blocks match.
 FREE_FUNCTIONS = (
     "14getMPSProfiler",
     "17getStreamFromPool",
@@ -58,7 +58,7 @@ MEMBERS = {
 }
 _NAMES = "|".join([*FREE_FUNCTIONS, *(f"{owner}(?:{'|'.join(names)})" for owner, names in MEMBERS.items())])
 MANGLED = re.compile(rf"_+ZNK?2at3mps(?:{_NAMES})E\w*")
-# C++'s own housekeeping: memory, strings, exceptions in flight. It follows the compiler, not what PyTorch does.
+# Calls for memory, strings and exceptions. They depend on the compiler and not on what PyTorch does.
 HOUSEKEEPING = re.compile(r"std::|operator (new|delete)|__Unwind_Resume|___cxa_(?!throw)|___clang_|fmt::|.*\(\.cold\.")
 STRING = re.compile(r"std::__1::basic_string<char, [^<>]*<char>, [^<>]*<char>\s?>")
 
@@ -66,7 +66,7 @@ CallLists = dict[str, list[str]]
 
 
 class CallsChanged(RuntimeError):
-    """A function calls something else than the stored list says; the message shows the difference."""
+    """The calls of a function differ from the stored list. The message shows the difference."""
 
 
 def _run(*command: str, text: str | None = None) -> str:
@@ -85,7 +85,7 @@ def _stubs(dylib: Path) -> dict[int, str]:
 
 
 def calls_in(disassembly: str, stubs: dict[int, str]) -> CallLists:
-    """Returns the calls of each function in the order of the code, from what `llvm-objdump -d` prints.
+    """Returns the calls of each function in the order of the code, from the output of `llvm-objdump -d`.
 
     A message is named by its selector, `-[commit]`; a jump that leaves the function is a call too, and a branch through
     a register is "(indirect)".
@@ -115,7 +115,7 @@ def calls_in(disassembly: str, stubs: dict[int, str]) -> CallLists:
 
 
 def call_lists(dylib: Path) -> CallLists:
-    """Returns the calls of the functions that we rely on, by demangled name, sorted.
+    """Returns the calls of the functions that we rely on, sorted by demangled name.
 
     Raises:
         CallsChanged: the library defines none of them.
@@ -167,11 +167,11 @@ def stored_lists() -> dict[str, CallLists]:
 
 
 def check(version: str = PINNED) -> str:
-    """Compares the calls of one torch's library with the stored ones; returns a line that says so.
+    """Compares the calls of one torch's library with the stored ones. Returns a line of text for success.
 
     Raises:
         CallsChanged: they differ, or nothing is stored for that torch.
-        wheels.WheelUnavailable: its wheel cannot be had.
+        wheels.WheelUnavailable: its wheel is not available.
     """
     stored = stored_lists()
     if version not in stored:
@@ -193,7 +193,7 @@ def write(versions: list[str]) -> None:
 
 
 def main() -> int:
-    """Compares, or stores; 1 if a list differs."""
+    """Compares or stores the lists. Returns 1 if a list differs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--all", action="store_true", help="every supported torch, not only the pinned one")
     parser.add_argument("--write", action="store_true", help="store the lists of every supported torch")

@@ -26,7 +26,7 @@ def link_with_mps_sources(command: Any, extension: Any, mps_sources: list[str]) 
 
 
 def api_check_command(stand_ins: Path, objects: Iterable[Path]) -> list[str]:
-    """Returns a command that compares headers, and the calls of objects, with Apple's metadata and prints a summary.
+    """Returns a command that compares headers and compiled objects with Apple's metadata and prints a summary.
 
     Args:
         stand_ins: the folder of framework headers.

@@ -36,8 +36,8 @@ struct ReduceParams {
 };
 static_assert(sizeof(ReduceParams) == 16, "shared with the shaders");
 
-// The parameters for adding up tiles that several stripes share. Stripe s stores its partial sums of its first tile in
-// partials[2 * s]. If it does not finish its last tile, and that is not its first, it stores those of the last in
+// The parameters of the kernel that adds up tiles which several stripes share. Stripe s stores its partial sums of its
+// first tile in partials[2 * s]. If its last tile is another one and it does not finish it, it stores those sums in
 // partials[2 * s + 1].
 struct StripedReduceParams {
   uint32_t M;

@@ -1,5 +1,5 @@
-// Types and arithmetic that shaders and host share. Only what both languages accept: no std, fixed-width integers,
-// ASCII.
+// Types and arithmetic that shaders and host share. The code uses only what both languages accept: no std, fixed-width
+// integers, ASCII.
 #pragma once
 
 #ifdef __METAL_VERSION__

@@ -1,9 +1,11 @@
 """Breaks `kernels/` on purpose, one place at a time, and shows that a test notices (`make mutate`).
 
-Mutations: every barrier is removed, weakened to a simdgroup's, and stripped of its memory flag; every comparison with
-a size that is known at run time only is moved by one, and, outside of loop headers, decided as if the limit were not
-there; every `min` with such a size is replaced by its other argument. Each mutant is a copy of `kernels/` in which the
-cases of `mutation_cases.py` for the broken file run in checked mode until one fails.
+Each mutant is a copy of `kernels/` with one change. The cases of `mutation_cases.py` for the changed file run on it in
+checked mode until one fails. These are the changes:
+- A barrier is removed, weakened to a simdgroup barrier, or stripped of its memory flag.
+- A comparison with a size that is known only at run time is moved by one or, outside of loop headers, decided as if
+  there were no limit.
+- A `min` with such a size is replaced by its other argument.
 """
 
 import argparse

@@ -367,7 +367,7 @@ def test_products_of_several_dispatches_while_pytorch_profiles(mps, wait):
 
 
 def test_products_on_a_stream_of_pytorchs_pool(mps):
-    """From torch 2.14 on a thread may have another current stream than the default one."""
+    """Since torch 2.14 the current stream of a thread need not be the default stream."""
     if sys.platform == "darwin":
         pytest.skip("torch 2.13 has one stream")
     import softmetal

@@ -16,7 +16,7 @@ const KernelSet* kernels_of(Isa isa) {
   }
 }
 
-// What this build has no code for.
+// This build has no code for the following families.
 #if !defined(__x86_64__)
 const KernelSet* avx2_kernels() {
   return nullptr;

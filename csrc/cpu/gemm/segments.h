@@ -17,7 +17,7 @@ template <class Body>
     body(segment, begin, begin + s.segment < s.k ? begin + s.segment : s.k);
 }
 
-// R rows of C vectors.
+// The sums of R rows and C vectors of columns.
 template <class V, int R, int C>
 using Accumulators = typename V::F[R * C];
 
