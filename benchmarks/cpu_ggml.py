@@ -36,7 +36,7 @@ class InitParams(ctypes.Structure):
     _fields_ = (("mem_size", c_size_t), ("mem_buffer", c_void_p), ("no_alloc", c_bool))
 
 
-# Result, then arguments, from ggml.h, ggml-alloc.h, ggml-backend.h and ggml-cpu.h.
+# For each function its result type and argument types, from ggml.h, ggml-alloc.h, ggml-backend.h and ggml-cpu.h.
 SIGNATURES: dict[str, tuple[Any, ...]] = {
     "ggml_init": (c_void_p, InitParams),
     "ggml_new_tensor_2d": (c_void_p, c_void_p, c_int, c_int64, c_int64),

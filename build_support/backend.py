@@ -32,7 +32,7 @@ def site_packages_with_torch() -> list[str]:
 
 
 def torch_requirement(torch_version: str | None) -> str:
-    """Returns the torch requirement for the metadata: releases whose first two numbers are those of the torch built for.
+    """Returns the torch requirement for the metadata: releases with the first two numbers of the torch built for.
 
     Args:
         torch_version: "2.13.0+cpu", or None for Python alone, which runs with any torch that the sources support.

@@ -21,7 +21,8 @@ constexpr uint64_t kStateWorkspaceBytes = uint64_t{128} << 20;
 constexpr uint32_t kGateChunksPerGroup = 4;
 constexpr uint32_t kMinStepRows = 8;
 
-// The operators have checked their arguments, so only sizes that need offsets of more than 32 bits can be left.
+// Throws if the condition is false. Operators check their arguments first, so for them only sizes can be at fault:
+// those that need offsets of more than 32 bits.
 void require(bool condition, const char* rule) {
   if (!condition) throw std::invalid_argument(rule);
 }

@@ -10,8 +10,8 @@ namespace {
 
 FunctionConstants gemm_constants(const Tiling& tiling, const GemmProblem& problem) {
   FunctionConstants constants = weight_constants(problem.weight);
-  // If K is split, the reduce kernel adds the bias. Stripes have splits == 1, because the product kernel adds the bias
-  // to tiles that it finishes.
+  // If K is split, the reduce kernel adds the bias. striped has splits == 1: its product kernel adds the bias to tiles
+  // that a single stripe computes, and reduce_striped to all others.
   if (tiling.splits == 1) {
     const FunctionConstants bias = bias_constants(problem);
     for (FunctionConstant index : {kConstantHasBias, kConstantBiasType})

@@ -16,8 +16,8 @@ enum MlstmSlot {
   kSlotQ = 0,         // [B, H, S, DK], unit stride in DK, as k and v
   kSlotK = 1,         // [B, H, S, DK]
   kSlotV = 2,         // [B, H, S, DV]
-  kSlotI = 3,         // [B, H, S]; input and forget gate before their activations
-  kSlotF = 4,         // [B, H, S]
+  kSlotI = 3,         // [B, H, S]; the input gate before its activation function
+  kSlotF = 4,         // [B, H, S]; the forget gate, likewise
   kSlotC0 = 5,        // float [heads, DK, DV]: the state to start from
   kSlotN0 = 6,        // float [heads, DK]
   kSlotM0 = 7,        // float [heads]
@@ -49,8 +49,8 @@ enum GateVector {
 };
 
 enum ChunkVector {
-  kChunkDecay = 0,  // decay of the whole chunk, then the factor of the state before it in the state after it
-  kChunkPeak = 1,   // stabiliser of the chunk by itself
+  kChunkDecay = 0,  // first the decay of the whole chunk; mlstm_gates replaces it by the factor of the old state
+  kChunkPeak = 1,   // the stabiliser after the chunk if nothing came before it
   kChunkVectorCount = 2,
 };
 

@@ -46,7 +46,7 @@ struct Neon {
   }
   static I load_words(const uint32_t* p) { return vld1q_u32(p); }
   static void store_words(uint32_t* p, I words) { vst1q_u32(p, words); }
-  // Returns word with bits shift to shift + 3 of `from` as its code j, which must be 0.
+  // Returns `word` with code j replaced by bits shift to shift + 3 of `from`. Code j must be 0 before.
   template <int j>
   static I insert_code(I word, I from, int shift) {
     const I code = vandq_u32(vshlq_u32(from, vdupq_n_s32(-shift)), vdupq_n_u32(15));

@@ -1,5 +1,5 @@
-// Scalar conversions and code tables. They are included before any ISA pragma: compiled for the baseline, they cannot
-// leak wider instructions through a shared symbol. Where they are inlined, they use the caller's instructions.
+// Scalar conversions and code tables. They must be included before any ISA pragma, so that their symbols are compiled
+// for the baseline and never contain wider instructions. A function that inlines them may still use wider instructions.
 #pragma once
 
 #include <algorithm>

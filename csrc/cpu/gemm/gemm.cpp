@@ -148,7 +148,7 @@ class Gemm {
       out[k] = from[perm[k]];
   }
 
-  // count is a multiple of 8.
+  // Returns the sum of `count` values; count is a multiple of 8.
   static float sum(const float* values, int64_t count) {
     float lanes[8] = {};
     for (int64_t i = 0; i < count; i += 8) {

@@ -62,8 +62,8 @@ KernelShape kernel_shape(Isa isa, Kernel kernel) {
 namespace {
 
 // Compared with an fp32 multiply-add, a bf16 dot product does twice the work per instruction and a byte dot product 4/3
-// of it. Both kinds of kernel also decode faster, byte_split fastest. At M = 1 only the decoding counts. It is also all
-// that fp32 activations gain from bf16, because they take three dot products.
+// of it. Both kinds of kernel also decode faster, byte_split fastest. At M = 1 only the speed of decoding counts. fp32
+// activations need three bf16 dot products, so for them only the decoding is faster.
 Kernel choose_kernel(const Machine& machine, const Problem& problem, int* parts) {
   const bool small_m = problem.M <= kernel_shape(machine.isa, Kernel::small_m).max_rows;
   const Kernel fp32 = small_m ? Kernel::small_m : Kernel::large_m;

@@ -21,7 +21,7 @@ template <class Body>
 template <class V, int R, int C>
 using Accumulators = typename V::F[R * C];
 
-// y [R, C vectors] += scale * sum(code * x), corrected by the zero point.
+// Adds scale * sum(code * x), corrected by the zero point, to y [R, C vectors].
 template <class V, int R, int C>
 [[gnu::always_inline]] inline void add_segment(const Step& s, int segment, const Accumulators<V, R, C>& acc, float* y) {
   using F = typename V::F;

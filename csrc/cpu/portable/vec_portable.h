@@ -76,7 +76,7 @@ struct Portable {
   }
   static I load_words(const uint32_t* p) { return {{p[0], p[1], p[2], p[3]}}; }
   static void store_words(uint32_t* p, I words) { std::memcpy(p, words.v, sizeof words.v); }
-  // Returns word with bits shift to shift + 3 of `from` as its code j, which must be 0.
+  // Returns `word` with code j replaced by bits shift to shift + 3 of `from`. Code j must be 0 before.
   template <int j>
   static I insert_code(I word, I from, int shift) {
     for (int i = 0; i < 4; ++i)

@@ -57,8 +57,8 @@ void store_columns(uint32_t* to, Words even, Words odd) {
   std::memcpy(to, columns, sizeof columns);
 }
 
-// Transposes bytes. Byte b of word c of rows[p] holds the codes of rows 2p and 2p + 1 for nibble b of that word. In the
-// result, of[c] has one word for each b, and byte p of that word comes from rows[p].
+// For each c, transposes the 4 x 4 bytes of word c of the four rows: byte p of word b of result.of[c] is byte b of word
+// c of rows[p].
 struct FourWords {
   Words of[4];
 };

@@ -46,7 +46,7 @@ struct Avx2 {
   }
   static I load_words(const uint32_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
   static void store_words(uint32_t* p, I words) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), words); }
-  // Returns word with bits shift to shift + 3 of `from` as its code j, which must be 0.
+  // Returns `word` with code j replaced by bits shift to shift + 3 of `from`. Code j must be 0 before.
   template <int j>
   static I insert_code(I word, I from, int shift) {
     const I code = _mm256_and_si256(_mm256_srl_epi32(from, _mm_cvtsi32_si128(shift)), _mm256_set1_epi32(15));
