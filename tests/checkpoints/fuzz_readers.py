@@ -1,4 +1,4 @@
-"""Fuzzes every reader for some minutes and counts: what test_convert_fuzz.py does briefly.
+"""Fuzzes every reader for some minutes and counts the results; test_convert_fuzz.py does the same briefly.
 
     python tests/checkpoints/fuzz_readers.py --minutes 10
 

@@ -1,4 +1,4 @@
-"""Settings and layers that contradict each other give one error that names the file and the tensor or key."""
+"""If settings and layers contradict each other, one error names the file and the tensor or key."""
 
 from pathlib import Path
 from typing import Any
@@ -203,7 +203,7 @@ def test_hqq_settings_that_are_no_numbers(tmp_path, value) -> None:
 
 
 def test_layers_that_do_more_than_multiply_are_refused(tmp_path) -> None:
-    """A factor for the input, a rotation, or scales that are codes themselves: without them the result is wrong."""
+    """A reader must not ignore a factor for the input, a rotation, or quantized scales, because results depend on it."""
     rng = np.random.default_rng(1)
     writers.write_nvfp4(tmp_path, rng, K, N, container="modelopt")
     change(tmp_path, pre_quant_scale=torch.ones(K))

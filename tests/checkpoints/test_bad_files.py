@@ -1,4 +1,4 @@
-"""Damaged safetensors and GGUF files, and indexes that lie, give one error that names the file and the tensor."""
+"""For damaged safetensors and GGUF files and for wrong indexes, one error names the file and the tensor."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Damaged copies of every real checkpoint: it is read or refused, with no other exception and in bounded time."""
+"""Damaged copies of real checkpoints are read or refused, without any other exception and in bounded time."""
 
 import json
 import random
@@ -14,15 +14,15 @@ from torch_marlin_metal import convert
 
 DATA = Path(__file__).parents[1] / "data/layers"
 FOLDERS = sorted({path.parent for path in DATA.glob("*/*/model.*")})
-NATIVE = DATA / "native"  # stands for a checkpoint in the package's own format, made by the test
-ROUNDS = 40  # of each checkpoint, 120 behind --everything; fuzz_readers.py goes on for minutes
+NATIVE = DATA / "native"  # no such folder: the test makes a checkpoint in the package's own format
+ROUNDS = 40  # damaged copies of each checkpoint, 120 with --everything; fuzz_readers.py runs for minutes
 SECONDS_FOR_ONE = 10
 VALUES: tuple[Any, ...] = (None, True, -1, 0, 1, 3, 7, 10**30, 1e999, "", "x", "mlx", [], {}, [1], {"bits": -4})
 BYTES = (0, 1, 0x22, 0x2C, 0x30, 0x39, 0x7D, 0x7F, 0x80, 0xFF)
 
 
 def damage_bytes(content: bytes, rng: random.Random) -> bytes:
-    """Changes, removes, repeats or cuts off a few bytes, more often near the front, where headers are."""
+    """Changes, removes, repeats or cuts off a few bytes, more often near the start, where headers are."""
     held = bytearray(content)
     for _ in range(rng.choice((1, 1, 2, 8))):
         where = rng.randrange(len(held)) if rng.random() < 0.4 else rng.randrange(min(len(held), 700))
@@ -44,7 +44,7 @@ def damage_bytes(content: bytes, rng: random.Random) -> bytes:
 
 
 def damage_json(content: bytes, rng: random.Random) -> bytes:
-    """Replaces or removes one value of a JSON text, wherever it stands."""
+    """Replaces or removes one value at a random place in a JSON text."""
     root = json.loads(content)
     places: list[tuple[Any, Any]] = []
 
@@ -63,7 +63,7 @@ def damage_json(content: bytes, rng: random.Random) -> bytes:
 
 
 def damage_header(content: bytes, rng: random.Random) -> bytes:
-    """Replaces one value in a safetensors header whose length still agrees."""
+    """Replaces one value in a safetensors header, and corrects the header's length."""
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])
     entry = header[rng.choice([name for name in header if name != "__metadata__"])]
@@ -82,7 +82,7 @@ def damage_header(content: bytes, rng: random.Random) -> bytes:
 
 
 def prepare(folder: Path, copy: Path) -> Path:
-    """Copies a checkpoint to where it will be damaged."""
+    """Copies a checkpoint to the folder in which the test damages it."""
     if folder == NATIVE:
         convert.write_checkpoint(convert.open_reader(DATA / "gptq/gptqmodel-sym-g32-actorder-v1"), copy)
     else:
@@ -91,7 +91,7 @@ def prepare(folder: Path, copy: Path) -> Path:
 
 
 def try_damaged(copy: Path, rng: random.Random) -> str:
-    """Damages one file, reads the checkpoint, and repairs the file: "read" or "refused"; it stays where that fails."""
+    """Damages one file, reads the checkpoint, and repairs the file. Returns "read" or "refused"."""
     names = sorted(file.name for file in copy.iterdir() if file.name.startswith(("model", "config")))
     file, gguf = copy / rng.choice(names), copy / "model.gguf"
     original = file.read_bytes()

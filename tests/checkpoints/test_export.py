@@ -1,4 +1,4 @@
-"""Exports to the formats of other programs: the tensors that those programs would have written, or a refusal."""
+"""Exports equal the tensors that other programs would have written, or are refused."""
 
 import errno
 import json

@@ -1,4 +1,4 @@
-"""Every layer in tests/data/layers, written by its producer, decodes to the producer's own weight."""
+"""Every layer in tests/data/layers was written by a producer's program and decodes to that program's own weight."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,7 @@ from torch_marlin_metal import WEIGHT_FORMATS, convert
 
 DATA = Path(__file__).parents[1] / "data/layers"
 FOLDERS = sorted(path.parent for path in DATA.glob("*/*/reference.safetensors"))
-# What each folder must be read as: the exact form, never a float approximation of it.
+# The weight format as which each folder must be read, exactly and not approximated.
 EXPECTED = {
     "gptq/autogptq-asym-g128": ("uint4", 128, torch.float32),
     "gptq/autoround-asym-g64-v1-zero0": ("uint4", 64, torch.float16),
@@ -108,7 +108,7 @@ def test_zero_points_of_15_follow_the_rule_that_the_caller_names() -> None:
 
 
 def test_the_documentation_lists_the_known_formats() -> None:
-    """Write it anew with: python -c "from torch_marlin_metal import convert as c; print(c.formats_page(), end='')"."""
+    """To update the page: python -c "from torch_marlin_metal import convert as c; print(c.formats_page(), end='')"."""
     assert (DATA.parents[2] / "docs/checkpoints.md").read_text() == convert.formats_page()
 
 

@@ -10,7 +10,7 @@ from gguf.quants import dequantize
 
 from torch_marlin_metal import convert
 
-# Where a block of each type holds fp16 numbers, which random bytes must not make infinite.
+# The bytes of a block that are fp16 numbers; random values there could be infinite.
 FP16_AT = {
     "Q4_0": [0],
     "Q4_1": [0, 2],
@@ -35,7 +35,7 @@ FORMATS = {
 
 
 def random_blocks(rng: np.random.Generator, type_name: str, *rows: int, K: int = 512) -> np.ndarray:
-    """Random codes and scales: uint8 `[*rows, bytes of a row]`."""
+    """Returns random codes and scales as uint8 `[*rows, bytes of a row]`."""
     block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[type_name]]
     blocks = rng.integers(0, 256, (*rows, K // block, block_bytes), dtype=np.uint8)
     for offset in FP16_AT[type_name]:
@@ -51,7 +51,7 @@ def random_blocks(rng: np.random.Generator, type_name: str, *rows: int, K: int =
 
 
 class Writer:
-    """A GGUF file under construction by the gguf package."""
+    """Writes a GGUF file with the gguf package."""
 
     def __init__(self, path: Path, architecture: str = "llama") -> None:
         self.path, self.gguf = path, GGUFWriter(path, architecture)
@@ -103,7 +103,7 @@ def test_the_scale_tensor_of_nvfp4_multiplies(tmp_path, suffix) -> None:
 
 
 def test_an_empty_mxfp4_block_gets_a_scale_in_range(tmp_path) -> None:
-    """ggml leaves the exponent 0 in a block of zeros; every other block keeps its code."""
+    """ggml stores the exponent 0 for a block of zeros, which becomes 1; other blocks keep their exponent."""
     data = random_blocks(np.random.default_rng(0), "MXFP4", 4).reshape(4, 16, 17)
     data[2, 5] = 0
     data[1, 7, 1:], data[1, 7, 0] = 0x88, 255 - 5
@@ -132,7 +132,7 @@ def test_other_types_are_refused_or_left_out_or_decoded(tmp_path, type_name) -> 
 
 
 def rope_interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
-    """llama.cpp's reordering of q and k rows, row by row: (head, half, i) goes to (head, i, half)."""
+    """Reorders q and k rows as llama.cpp does: row (head, half, i) becomes row (head, i, half)."""
     size = weight.shape[0] // heads
     out = np.empty_like(weight)
     for row in range(weight.shape[0]):

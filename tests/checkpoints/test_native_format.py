@@ -1,4 +1,4 @@
-"""The package's own format on disk: nothing changes on the way, and no failure leaves a file that looks finished."""
+"""The package's own format on disk: it keeps every bit, and no failure leaves a file that looks complete."""
 
 import errno
 import json
@@ -31,7 +31,7 @@ def source_of(folder: Path) -> Path:
 
 
 def large_checkpoint(path: Path, layers: int = 12) -> Path:
-    """GPTQ layers, a norm for each, and an embedding in a dtype that torch reads as another."""
+    """Makes GPTQ layers, a norm for each, and an embedding whose dtype torch reads as another one."""
     writers.write_gptq(path, np.random.default_rng(0), 256, 64, 32, sym=True, act_order=True)
     held = {name.removeprefix(LAYER): tensor for name, tensor in load_file(path / "model.safetensors").items()}
     tensors = {
@@ -142,7 +142,7 @@ def test_layers_that_cannot_be_packed_are_stored_as_floats_on_request(tmp_path) 
 @pytest.mark.skipif(sys.platform == "darwin", reason="fork without exec is unsafe with Apple's frameworks")
 def test_killed_at_random_points_and_resumed(tmp_path) -> None:
     source, destination = large_checkpoint(tmp_path / "source"), tmp_path / "out"
-    convert.write_checkpoint(convert.open_reader(source), tmp_path / "first")  # what is done once is not timed
+    convert.write_checkpoint(convert.open_reader(source), tmp_path / "first")  # warm-up, which is not timed
     started = time.monotonic()
     whole = convert.write_checkpoint(convert.open_reader(source), tmp_path / "whole", max_shard_bytes=30_000)
     seconds, expected = time.monotonic() - started, contents(whole)
@@ -153,7 +153,7 @@ def test_killed_at_random_points_and_resumed(tmp_path) -> None:
             child = os.fork()
             if child == 0:
                 try:
-                    torch.set_num_threads(1)  # the parent's thread pool does not live on in a forked child
+                    torch.set_num_threads(1)  # a forked child does not have the parent's threads
                     convert.write_checkpoint(convert.open_reader(source), destination, max_shard_bytes=30_000)
                     os._exit(0)
                 finally:
@@ -166,7 +166,7 @@ def test_killed_at_random_points_and_resumed(tmp_path) -> None:
             shards = list((tmp_path / "out.partial").glob("model-*.safetensors"))
             resumed += bool(shards)
             for shard in shards:
-                load_file(shard)  # complete, whatever has been killed
+                load_file(shard)  # complete, although the process was killed
         if (destination / JOURNAL).exists():
             convert.write_checkpoint(convert.open_reader(source), destination)
         assert contents(destination) == expected
@@ -252,7 +252,7 @@ def test_another_source_starts_anew(tmp_path) -> None:
 
 
 class FullDisk:
-    """A stream on a disk that is full after some writes."""
+    """A stream that fails after some writes, like one on a full disk."""
 
     def __init__(self, stream, writes: int) -> None:
         self._stream, self._left = stream, writes

@@ -1,4 +1,4 @@
-"""`ReadOptions`: one value of choices for readers, models and the command line."""
+"""`ReadOptions`, which readers, models and the command line share."""
 
 import dataclasses
 

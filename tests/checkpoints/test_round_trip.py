@@ -1,4 +1,4 @@
-"""Checkpoints of every format in other shapes, written by an independent packer, decode to the same fp32 bits."""
+"""Checkpoints that an independent packer wrote, in many shapes, decode to the expected fp32 bits."""
 
 from pathlib import Path
 
@@ -30,7 +30,7 @@ def read_one(path: Path, **options) -> convert.PackedWeight:
 
 
 def assert_equal(weight: convert.PackedWeight, expected: np.ndarray) -> None:
-    """The same fp32 bits, but for the sign of zeros."""
+    """Compares fp32 bits, except for the sign of zeros."""
     decoded = weight.dequantize().t().numpy()
     assert decoded.shape == expected.shape
     np.testing.assert_array_equal(decoded, expected.astype(np.float32))
@@ -71,7 +71,7 @@ def test_awq_gemm(tmp_path, seed, K, N, group, dtype) -> None:
 def test_awq_gemv(tmp_path, seed, K, N, group, version) -> None:
     expected = writers.write_awq(tmp_path, np.random.default_rng(seed), K, N, group, version=version)
     weight = read_one(tmp_path)
-    assert weight.weight_format == "uint4"  # integer zero points, from products too
+    assert weight.weight_format == "uint4"  # integer zero points, also if only products are stored
     assert_equal(weight, expected)
 
 
@@ -129,7 +129,7 @@ def test_gpt_oss_experts_are_layers_of_their_own(tmp_path) -> None:
     double_quant=st.booleans(),
 )
 def test_bitsandbytes(tmp_path, seed, shape, kind, double_quant) -> None:
-    """Block sizes that divide K, and blocks that lie across rows (96 and 64; 64 and 4096)."""
+    """Covers block sizes that divide K, and blocks that cross the end of a row (96 and 64; 64 and 4096)."""
     K, N, blocksize = shape
     rng = np.random.default_rng(seed)
     expected = writers.write_bitsandbytes(tmp_path, rng, K, N, blocksize, kind=kind, double_quant=double_quant)

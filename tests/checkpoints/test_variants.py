@@ -1,4 +1,4 @@
-"""Settings, containers and layouts beside the common case: versions, shards, pickles, wrappers, other widths."""
+"""Uncommon settings, containers and layouts: versions, shards, pickles, wrappers, other widths."""
 
 import json
 import os
@@ -30,7 +30,7 @@ def decode(path: Path, **options) -> np.ndarray:
 
 
 def change(path: Path, *, settings: dict[str, Any] | None = None, **tensors: torch.Tensor | None) -> None:
-    """Replaces settings, and replaces or (None) removes tensors of the layer."""
+    """Replaces settings and tensors of the layer; a tensor of None is removed."""
     config = json.loads((path / "config.json").read_text())
     config["quantization_config"] |= settings or {}
     (path / "config.json").write_text(json.dumps(config))
@@ -56,7 +56,7 @@ def test_gptq_words_from_the_format_description(tmp_path, words, codes) -> None:
 
 
 def test_compressed_tensors_words_from_the_format_description(tmp_path) -> None:
-    """Signed codes and zero points with an offset of 8; the zero points are packed along N."""
+    """Packs signed codes and zero points plus 8; the zero points are packed along N."""
     word, points = np.uint32(0x194BF870), np.uint32(0x988F0A78)
     codes, zeros = np.array([-8, -1, 0, 7, 3, -4, 1, -7]), np.array([0, -1, 2, -8, 7, 0, 0, 1])
     tensors = {
@@ -132,7 +132,7 @@ def test_awq_products_that_no_integer_zero_point_gives_stay_floating(tmp_path, r
 
 
 def gptq_of_width(path: Path, rng: np.random.Generator, bits: int) -> np.ndarray:
-    """A GPTQ version 1 layer of any width: its codes are one little-endian bit string a column."""
+    """Makes a GPTQ version 1 layer of any code width. The codes of a column are one little-endian bit string."""
     G, top = 4, 1 << bits
     codes, zeros = rng.integers(0, top, (K, 32)), rng.integers(1, top, (G, 32))
     scales = writers.random_floats(rng, (G, 32), "fp16")
@@ -237,7 +237,7 @@ def test_mlx_layers_under_other_methods(tmp_path, rng, method) -> None:
 
 
 def test_compressed_tensors_zero_points_that_are_not_packed(tmp_path, rng) -> None:
-    """Old versions left them as int8; so does the strategy "tensor", with one scale in all."""
+    """Zero points are int8 in old versions, and with the strategy "tensor", which has a single scale."""
     expected = writers.write_compressed_tensors(tmp_path, rng, K, N, -1, sym=False)
     packed = load_file(tmp_path / "model.safetensors")[f"{LAYER}.weight_zero_point"]
     points = unpack_codes(packed)[:N].to(torch.int8) - 8
@@ -264,7 +264,7 @@ def test_modelopt_settings_in_a_file_of_their_own(tmp_path, rng) -> None:
     old = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "group_size": 16}}
     (tmp_path / "hf_quant_config.json").write_text(json.dumps(old))
     np.testing.assert_array_equal(decode(tmp_path), expected)
-    assert list(convert.open_reader(tmp_path).other_tensors()) == []  # input_scale belongs to the layer
+    assert list(convert.open_reader(tmp_path).other_tensors()) == []  # input_scale counts as part of the layer
 
 
 def test_compressed_tensors_global_scale_divides(tmp_path, rng) -> None:
@@ -281,7 +281,7 @@ def test_compressed_tensors_global_scale_divides(tmp_path, rng) -> None:
 
 
 def sharded(path: Path, rng: np.random.Generator) -> np.ndarray:
-    """A layer whose tensors lie in two shards, and a norm."""
+    """Makes a layer whose tensors are in two shards, and a norm."""
     expected = writers.write_gptq(path, rng, K, N, 32, act_order=True, sym=True)
     tensors = load_file(path / "model.safetensors") | {"norm.weight": torch.ones(3)}
     (path / "model.safetensors").unlink()
@@ -329,7 +329,7 @@ def test_pickles_are_read_only_on_request(tmp_path, rng, zipped) -> None:
 
 
 class Explosive:
-    """Unpickling it would create a file."""
+    """An object whose unpickling would create a file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -347,7 +347,7 @@ def test_code_in_a_pickle_is_not_executed(tmp_path) -> None:
 
 
 def test_only_one_layer_is_in_memory_at_a_time(tmp_path, rng, monkeypatch) -> None:
-    """Nothing is read before its layer is asked for."""
+    """A tensor is read only when its layer is requested."""
     expected = writers.write_gptq(tmp_path, rng, K, N, 32, sym=True, with_g_idx=False)
     tensors = load_file(tmp_path / "model.safetensors")
     copies = {f"{copy}.{name}": tensor.clone() for copy in "abc" for name, tensor in tensors.items()}

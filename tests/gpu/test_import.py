@@ -1,4 +1,4 @@
-"""What `import torch_marlin_metal` does not do: read a file of the user's, or import the tuner."""
+"""`import torch_marlin_metal` neither reads the user's files nor imports the tuner."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Plans, chips, tiles, rooflines and explanations: values by hand, errors, and counts of the software Metal device."""
+"""Compares plans, chips, tiles and rooflines with values worked out by hand and counts of the software device."""
 
 import functools
 import itertools
@@ -193,7 +193,7 @@ def weight(N: int, K: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(("M", "variant"), [(3, "gemv"), (8, "fused"), (33, "fused"), (64, "double_buffered:64x64x32")])
 def test_counts_of_the_software_device(mps, monkeypatch, M, variant):
-    """Matrix products and bytes of memory as the model has them, for whole tiles."""
+    """The device counts as many matrix products and bytes as the model predicts, for whole tiles."""
     import softmetal
 
     monkeypatch.setenv("TORCH_MARLIN_METAL_GPU", "M1")

@@ -1,4 +1,4 @@
-"""The tuner: what it times, what it keeps, and that the operators then do it."""
+"""The tuner times the right candidates, keeps the fastest, and the operators then use them."""
 
 import dataclasses
 import json
@@ -39,7 +39,7 @@ def table_of(*ranges: tuple[int, int, str], machine: tuning.Machine | None = Non
 
 
 def kernels_for(M: int, **changes) -> list[str]:
-    """Names of the kernels that a product with M rows dispatches."""
+    """Returns the names of the kernels that a product with M rows dispatches."""
     import softmetal
 
     product = dataclasses.replace(PRODUCT, **changes)
@@ -133,7 +133,7 @@ def test_the_least_cost_wins_and_ranges_have_no_gap():
             assert entry.speedup == pytest.approx(model / least)
         else:
             assert (entry.variant, entry.speedup) == (entry.model_variant, 1.0)
-    # Matrix products of a whole tile are dear for one row: the count knows.
+    # For one row, the matrix products of a whole tile cost too much, and the count shows it.
     assert found.ranges[0].variant.startswith("gemv")
 
 

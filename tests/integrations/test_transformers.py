@@ -54,7 +54,7 @@ def packed_layers(model) -> dict[str, MarlinLinear]:
 
 
 def greedy(model, count: int) -> list[int]:
-    """Tokens by whole forward passes without a cache."""
+    """Generates tokens by whole forward passes without a cache."""
     ids = IDS.to(model.device)
     for _ in range(count):
         ids = torch.cat((ids, model(ids, use_cache=False).logits[:, -1:].argmax(-1)), dim=1)
@@ -147,7 +147,7 @@ def test_a_compiled_step_with_a_static_cache(fuse, backend) -> None:
             ids = torch.cat((ids, token), dim=1)
     assert ids[0].tolist() == expected
     how = CompileConfig(fullgraph=True, backend=backend, mode=None)
-    how._compile_all_devices = True  # generate compiles by itself on CUDA only
+    how._compile_all_devices = True  # by default generate compiles only on CUDA
     counters["stats"].clear()
     static = model.generate(IDS, max_new_tokens=4, do_sample=False, cache_implementation="static", compile_config=how)
     assert static[0].tolist() == expected
@@ -170,7 +170,7 @@ WRITERS = {
 
 
 def one_packed_layer(path: Path, writer) -> np.ndarray:
-    """The tiny Llama with one 4-bit layer in another program's layout, all others in fp16."""
+    """Makes the tiny Llama with one 4-bit layer in another program's layout and all others in fp16."""
     reference = writer(path, np.random.default_rng(0))
     packed, settings = load_file(path / "model.safetensors"), json.loads((path / "config.json").read_text())
     with open(path / "model.safetensors", "rb") as file:

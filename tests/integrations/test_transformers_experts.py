@@ -24,7 +24,7 @@ def quantized(weight: torch.Tensor, name: str, weight_format: str) -> PackedWeig
 
 
 def split_experts(path: Path) -> MixtralForCausalLM:
-    """Mixtral with a Linear for each part of each expert, as GPTQ programs store it; returns it decoded."""
+    """Saves Mixtral as GPTQ programs do, with a Linear for each part of each expert. Returns the decoded model."""
     torch.manual_seed(0)
     model, layers = MixtralForCausalLM(MixtralConfig(**SIZES)).eval(), []
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -45,7 +45,7 @@ def split_experts(path: Path) -> MixtralForCausalLM:
 
 
 def stacked_experts(path: Path) -> GptOssForCausalLM:
-    """gpt-oss with `*_blocks` and `*_scales` for all experts; returns it decoded."""
+    """Saves gpt-oss with `*_blocks` and `*_scales` for all experts. Returns the decoded model."""
     torch.manual_seed(0)
     model = GptOssForCausalLM(GptOssConfig(**SIZES, layer_types=["full_attention"] * 2)).eval()
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -78,9 +78,9 @@ def test_experts_stay_packed_and_compute_the_same(write, tmp_path) -> None:
     check_layers(model, "cpu", len(packed))
     with torch.no_grad():
         logits, dense = model(IDS).logits, expected(IDS).logits
-        expected.set_experts_implementation("eager")  # its grouped product takes no fp64
+        expected.set_experts_implementation("eager")  # the grouped product does not support fp64
         exact = expected.double()(IDS).logits
-    rounding = (dense - exact).abs().max()  # of the same model in fp32 by torch's own products
+    rounding = (dense - exact).abs().max()  # the rounding error of the fp32 model with torch's own products
     assert rounding > 0
     assert (logits - exact).abs().max() <= 4 * rounding
     model.save_pretrained(tmp_path / "saved")

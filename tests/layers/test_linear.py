@@ -112,7 +112,7 @@ def test_an_empty_layer_loads_a_state_dict(weight_format, perm, device):
 @pytest.mark.parametrize("start", ["meta", "cpu"])
 def test_a_layer_filled_after_to_empty_can_be_saved_and_loaded(start, device):
     layer = layer_of("nvfp4", device, perm=True)
-    torch.use_deterministic_algorithms(True)  # fills new memory with values that are no format
+    torch.use_deterministic_algorithms(True)  # fills new memory with invalid values
     try:
         filled = empty_like(layer, start).to_empty(device=device)
     finally:
@@ -132,7 +132,7 @@ def test_words_of_other_strides_load(assign, device):
     assert not state["b_packed"].is_contiguous()
     loaded = empty_like(layer, device)
     loaded.load_state_dict(state, assign=assign)
-    assert not state["b_packed"].is_contiguous()  # the caller's dictionary stays as it is
+    assert not state["b_packed"].is_contiguous()  # the caller's dictionary is not changed
     a = activations(3, K, device=device)
     assert torch.equal(loaded(a), layer(a))
     packed = packed_of("uint4", device=device)[1]
@@ -176,7 +176,7 @@ def test_load_state_dict_says_what_differs(target, message, device):
         other.load_state_dict(source.state_dict(), strict=True)
     if "key(s)" not in str(error.value):
         assert "proj." in str(error.value)
-        for key, tensor in other.state_dict().items():  # nothing was copied halfway
+        for key, tensor in other.state_dict().items():  # no tensor was copied before the error
             assert torch.equal(tensor.view(torch.uint8), before[key].view(torch.uint8)), key
 
 

@@ -1,4 +1,4 @@
-"""load_quantized: a checkpoint into any model, all of it or nothing."""
+"""load_quantized loads a whole checkpoint into any model, or changes nothing."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,7 @@ def skeleton(folder: Path, device: str = "meta", dtype: torch.dtype = torch.floa
 
 def test_a_meta_skeleton_gets_packed_layers_and_the_checkpoints_other_tensors(folder_and_device, monkeypatch) -> None:
     folder, device = folder_and_device
-    monkeypatch.setattr(PackedWeight, "dequantize", None)  # nothing is decoded on the way
+    monkeypatch.setattr(PackedWeight, "dequantize", None)  # no weight may be decoded
     model = skeleton(folder)
     report = load_quantized(model, folder, device=device, progress=False)
     monkeypatch.undo()
@@ -106,7 +106,7 @@ def test_an_embedding_in_blocks_is_refused_or_decoded(tmp_path) -> None:
 
 
 class Own(nn.Module):
-    """Somebody's model with one layer under a name of its own."""
+    """A model in which one layer has another name than in the checkpoint."""
 
     def __init__(self, K: int = 64, N: int = 32, bias: bool = False) -> None:
         super().__init__()

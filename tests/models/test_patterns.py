@@ -1,4 +1,4 @@
-"""The one language of name patterns: models, checkpoints in models and checkpoints of floats choose layers alike."""
+"""quantize_model, load_quantized and FloatReader understand the same name patterns."""
 
 import json
 import warnings

@@ -1,4 +1,4 @@
-"""quantize_model: what it changes, what it leaves and why, and that it never does half."""
+"""quantize_model converts the right layers, reports the others with a reason, and changes all or nothing."""
 
 import copy
 import gc

@@ -27,14 +27,14 @@ def weights(kind: str, N: int = 24, K: int = 200, dtype: torch.dtype = torch.flo
     elif kind == "sparse":
         w *= rng.random((N, K)) < 0.1
     elif kind == "tiny":
-        w[1:] *= 1e-6  # most groups' scales become 0
+        w[1:] *= 1e-6  # makes the scales of most groups 0
     elif kind == "constant":
         w[:] = 0.3
     return torch.from_numpy(w).to(dtype)
 
 
 def scales_of(packed: PackedWeight) -> np.ndarray:
-    """What multiplies each weight, fp64 [K, N]."""
+    """Returns the scale of each weight, fp64 [K, N]."""
     stored = to_numpy(packed.scales)
     if packed.weight_format == "nvfp4":
         exact = e4m3(stored) * to_numpy(packed.global_scale)
@@ -45,7 +45,7 @@ def scales_of(packed: PackedWeight) -> np.ndarray:
 
 
 def all_values(packed: PackedWeight) -> np.ndarray:
-    """What each of the 16 codes would stand for at each place, fp64 [16, K, N]."""
+    """Returns the value of each of the 16 codes at each place, fp64 [16, K, N]."""
     q = np.arange(16.0)[:, None, None]
     s = scales_of(packed)
     zeros = (
@@ -80,7 +80,7 @@ def test_every_code_is_the_nearest(weight_format, group_size, kind, method, devi
     exact = to_numpy(w).T
     error = np.abs(values(packed) - exact)
     least = np.abs(all_values(packed) - exact).min(0)
-    # Two codes may be equally near but for the fp32 rounding of x / s.
+    # The fp32 rounding of x / s can decide between two codes that are almost equally near.
     assert (error <= least + 2.0**-20 * (np.abs(scales_of(packed)) + np.abs(exact))).all()
 
 

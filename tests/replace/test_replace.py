@@ -1,4 +1,4 @@
-"""replace_linear_layers: layers of other programs, taken over bit for bit or left with a reason."""
+"""replace_linear_layers replaces layers of other programs bit for bit, or keeps them and reports the reason."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ DATA = Path(__file__).parents[1] / "data/layers"
 
 
 class PackedLinear(nn.Module):
-    """A layer as GPTQ and AWQ packages leave it: buffers, sizes, nothing that their forward needs."""
+    """Imitates a layer of GPTQ and AWQ packages: it has their buffers and sizes, but no forward."""
 
     def __init__(self, state: dict[str, torch.Tensor], K: int, N: int, group_size: int, **attributes) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class PackedLinear(nn.Module):
 
 
 class PackedLinearV2(PackedLinear):
-    """GPTQModel's classes that hold zero points of version 2 whatever the file said."""
+    """Imitates GPTQModel's classes that always store zero points of version 2, whatever the file's version."""
 
     REQUIRES_FORMAT_V2 = True
 
@@ -77,7 +77,7 @@ def test_layers_of_other_programs_are_taken_over_bit_for_bit(folder, device):
 
 @pytest.mark.parametrize("folder", GPTQ)
 def test_classes_that_hold_version_2_zero_points(folder, device):
-    """Such a class gets its zero points converted when it loads, and its config still says version 1."""
+    """For such a class, zero points are converted at loading, but the config still says version 1."""
     model, reference = load_fixture(folder, device, PackedLinearV2)
     version = 2 if folder.endswith("v2") else 1
     if version == 1:

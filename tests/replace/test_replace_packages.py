@@ -22,7 +22,7 @@ DATA = Path(__file__).parents[1] / "data/layers"
 
 
 def stored(folder: str) -> tuple[dict[str, torch.Tensor], dict, torch.Tensor]:
-    """A fixture's tensors by their names in the layer, its settings, and the producer's own weight `[N, K]`."""
+    """Returns a fixture's tensors by their names in the layer, its settings, and the producer's weight `[N, K]`."""
     state = load_file(DATA / folder / "model.safetensors")
     ((name, reference),) = load_file(DATA / folder / "reference.safetensors").items()
     prefix = name.removesuffix("weight")
@@ -31,7 +31,7 @@ def stored(folder: str) -> tuple[dict[str, torch.Tensor], dict, torch.Tensor]:
 
 
 class Holder(nn.Module):
-    """Buffers and sizes, nothing that a forward needs."""
+    """Imitates a layer: it has the buffers and sizes, but no forward."""
 
     def __init__(self, state: dict[str, torch.Tensor], shape: torch.Size, **attributes) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class MetalLinear(Holder):
 
 
 class Linear4bit(nn.Module):
-    """As bitsandbytes': one parameter, and everything else in its quant_state."""
+    """Imitates bitsandbytes' layer, which has one parameter and everything else in its quant_state."""
 
     def __init__(self, state: dict[str, torch.Tensor], shape: torch.Size) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Linear4bit(nn.Module):
 
 
 class HQQLinear(nn.Module):
-    """As hqq's: W_q, and everything else in a dictionary."""
+    """Imitates hqq's layer, which has W_q and everything else in a dictionary."""
 
     def __init__(self, state: dict[str, torch.Tensor], shape: torch.Size, settings: dict) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ def test_layers_in_the_state_of_other_packages(folder, device):
 
 
 def test_bitsandbytes_layers_that_ran_on_a_cpu():
-    """There the package packs 32 rows together and keeps the scales, rounded to bf16, as [blocks, N]."""
+    """On such CPUs the package packs 32 rows together and stores the scales, rounded to bf16, as [blocks, N]."""
     torch.manual_seed(0)
     N, K = 64, 128
     codes, lut = torch.randint(0, 16, (N, K), dtype=torch.uint8), torch.linspace(-1, 1, 16)
@@ -260,14 +260,14 @@ def test_old_tensors_are_freed_one_layer_at_a_time():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nn.Module, "set_submodule", counting)
         replace_linear_layers(model, include=look, progress=False, atomic=False)
-    assert alive[-1] <= 1  # the last one is still the loop's own
+    assert alive[-1] <= 1  # the loop variable still refers to the last one
     assert alive == sorted(alive, reverse=True)
     gc.collect()
     assert not [reference for reference in old if reference() is not None]
 
 
 def test_transformers_metal_linear():
-    """The package's own class, which needs a Mac only for its forward."""
+    """Uses the package's own class, which needs a Mac only for its forward."""
     metal = pytest.importorskip(
         "transformers.integrations.metal_quantization", reason="transformers is an optional extra"
     )

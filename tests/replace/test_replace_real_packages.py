@@ -1,4 +1,4 @@
-"""replace_linear_layers on layers that other packages make here and now; a package that is not installed is skipped.
+"""replace_linear_layers on layers that the installed packages create; tests of missing packages are skipped.
 
 To install them beside torch 2.13.0: pip install --no-deps bitsandbytes==0.50.2 hqq==0.2.8.post1 autoawq==0.2.9
 compressed-tensors==0.20.0, and gptqmodel==7.7.0 with BUILD_CUDA_EXT=0 and --no-build-isolation; then what each of them
@@ -18,7 +18,7 @@ os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")  # it refuses fewer, on mach
 
 
 def package(name: str):
-    """Imports a package, or skips with what is missing: its own dependencies count too."""
+    """Imports a package. If it or one of its dependencies is missing, skips the test and names it."""
     try:
         return pytest.importorskip(name, reason=f"{name} is not installed", exc_type=ImportError)
     except (RuntimeError, OSError) as error:
@@ -43,7 +43,7 @@ def replaced(layer: nn.Module) -> MarlinLinear:
 @pytest.mark.parametrize("double_quant", [False, True])
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
 def test_bitsandbytes(kind, double_quant, used):
-    """Also after a forward, for which bitsandbytes rearranges the weight on some CPUs."""
+    """Also tests a layer after its forward, because bitsandbytes then rearranges the weight on some CPUs."""
     bnb = package("bitsandbytes")
     source = linear(torch.bfloat16)
     layer = bnb.nn.Linear4bit(K, N, quant_type=kind, compress_statistics=double_quant, compute_dtype=torch.bfloat16)
@@ -57,14 +57,14 @@ def test_bitsandbytes(kind, double_quant, used):
     with torch.no_grad():
         y = layer(x) if used else None
         if getattr(layer.weight.quant_state, "packing_format_for_cpu", False):
-            absmax = absmax.bfloat16().float()  # what that packing loses, the layer has lost
+            absmax = absmax.bfloat16().float()  # the rearranged layer has only these digits
         exact = bnb.functional.QuantState(absmax, (N, K), state.code, 64, kind, torch.float32)
         packed = layer.weight.data.clone()
         new = replaced(layer)
         assert torch.equal(new.dequantize(), bnb.functional.dequantize_4bit(words, exact))
         assert torch.equal(layer.weight.data, packed)
         if y is not None:
-            assert float((new(x) - y).norm() / y.norm()) < 2**-7  # theirs rounds weights and sums to bf16
+            assert float((new(x) - y).norm() / y.norm()) < 2**-7  # bitsandbytes rounds weights and sums to bf16
 
 
 @pytest.mark.parametrize("group_size", [32, 64, 128])
@@ -79,7 +79,7 @@ def test_hqq(group_size):
 
 
 def awq_parts(group_size: int):
-    """The quantizer's own scales and zero points, `[N, G]`, and the weight that they give."""
+    """Returns the quantizer's scales and zero points, `[N, G]`, and the weight that they represent."""
     torch.manual_seed(0)
     source = nn.Linear(K, 64, bias=False).half()
     grouped = source.weight.float().reshape(-1, group_size)
@@ -129,7 +129,7 @@ def test_compressed_tensors(preset):
     compressor.compress_model(model)
     assert hasattr(model["layer"], "weight_packed")
     new = replaced(model["layer"])
-    # theirs divides by the global scale, ours multiplies with its inverse
+    # the package divides by the global scale; we multiply by its inverse
     torch.testing.assert_close(new.dequantize(), expected, rtol=2**-21 if preset == "NVFP4A16" else 0, atol=0)
 
 

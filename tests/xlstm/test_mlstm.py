@@ -1,4 +1,4 @@
-"""The mLSTM's values on each device against the recurrence in fp64 (mlstm_reference.py), from the same rounded inputs."""
+"""Compares the mLSTM on each device with the fp64 recurrence (mlstm_reference.py) on the same rounded inputs."""
 
 import subprocess
 import sys
@@ -29,12 +29,12 @@ def check_state(got, expected: mlstm_reference.Result, slots=np.s_[-1]) -> None:
 
 
 def hidden_bound(regime: Regime, m0: float | None) -> float:
-    # A large m0 is a tiny floor, whatever the gates are: at m0 = 20 the recurrence itself, in fp32, is off by up to 3e-3.
+    # A large m0 makes exp(-m) tiny for all gates. At m0 = 20 even the recurrence in fp32 is off by up to 3e-3.
     return ILL_CONDITIONED if regime.ill_conditioned or (m0 or 0) > 8 else HIDDEN
 
 
 def check_all(problem: Problem, device: str, chunk_size: int, bound: float) -> None:
-    """mlstm, and mlstm_states with mlstm_output."""
+    """Runs mlstm, and mlstm_states with mlstm_output."""
     inputs, state = problem.on(device)
     expected = reference(problem)
     h, *final = OPS.mlstm(*inputs, **state, chunk_size=chunk_size)
@@ -154,10 +154,10 @@ def test_steps_are_the_sequence(device):
         h, *carried = OPS.mlstm_step(*(x[:, :, t] for x in inputs), *carried)
         assert relative_to_max(h, expected.h[:, :, t]) <= HIDDEN
         check_state(carried, expected, np.s_[t + 1])
-        assert all(torch.equal(a, b) for a, b in zip(before, kept, strict=True))  # the state given is not changed
+        assert all(torch.equal(a, b) for a, b in zip(before, kept, strict=True))  # the given state is not changed
 
 
-# Checked mode moves inexact functions within Metal's error, otherwise in every run: bits are compared in fast mode.
+# Checked mode perturbs inexact functions, differently in every run, so tests compare bits in fast mode.
 bitwise = pytest.mark.large
 
 
@@ -171,7 +171,7 @@ def test_states_are_kept_bit_by_bit(every, device):
         assert torch.equal(each[:, :, ::every], some)
     final = OPS.mlstm(*inputs, **state, chunk_size=16)[1:]
     assert all(torch.equal(x[:, :, -1], y) for x, y in zip(kept, final, strict=True))
-    h, _, _ = OPS.mlstm_output(*inputs, *kept, chunk_size=16 * every)  # chunks of another size
+    h, _, _ = OPS.mlstm_output(*inputs, *kept, chunk_size=16 * every)  # other chunks than those of the states
     assert relative_to_max(h, array(OPS.mlstm(*inputs, **state)[0])) <= HIDDEN
 
 
@@ -189,7 +189,7 @@ def test_a_single_token_may_have_any_stride(device):
 
 @bitwise
 def test_views_and_offsets(device):
-    """Layouts of models: heads inside tokens, gates beside each other, states and inputs inside larger storages."""
+    """Makes inputs in layouts that models use: heads inside tokens, adjacent gates, and parts of larger storages."""
     inputs, state = make(2, 3, 37, 24, 40, m0=0.5).on(device)
     expected = OPS.mlstm(*inputs, **state)
 
@@ -197,7 +197,7 @@ def test_views_and_offsets(device):
         return x.transpose(1, 2).contiguous().transpose(1, 2)
 
     def inside_nan(x):
-        """In the middle of a storage of NaN, with NaN between the rows."""
+        """Places a tensor in a larger storage of NaN, with NaN between the rows."""
         storage = torch.full([s + 2 for s in x.shape], float("nan"), dtype=x.dtype, device=x.device)
         view = storage[tuple(slice(1, -1) for _ in x.shape)]
         return view.copy_(x)
@@ -220,7 +220,7 @@ def test_views_and_offsets(device):
 
 
 def test_every_output_is_written():
-    """On mps the software device's checked mode sees reads of what was never written."""
+    """On mps, the checked mode of the software device reports reads of memory that was never written."""
     torch.use_deterministic_algorithms(True)  # new tensors are filled with NaN
     try:
         inputs, state = make(1, 3, 48, 20, 37, m0=0.5).on("cpu")
@@ -243,7 +243,7 @@ def test_a_token_never_sees_a_later_one(argument, bad, device):
     h = OPS.mlstm(*changed, chunk_size=32)[0].cpu()
     assert torch.equal(h[0, 0], clean[0, 0])
     assert torch.equal(h[0, 1, :37], clean[0, 1, :37])
-    if argument == 4 and bad == float("inf"):  # nothing is forgotten: a gate like any other
+    if argument == 4 and bad == float("inf"):  # an infinite forget gate keeps everything, so the result is finite
         assert h.isfinite().all()
     else:
         assert not h[0, 1, 37].isfinite().any()
@@ -298,7 +298,7 @@ def test_fp64_is_the_reference_on_the_cpu():
 
 
 def test_memory_grows_with_the_sequence_only():
-    """65,536 tokens: their square would be 16 GB, a state for each 64 MB; the inputs and h are 17 MB."""
+    """For 65,536 tokens, a square matrix would take 16 GB and a state per token 64 MB; inputs and h take 17 MB."""
     program = """
 import resource, torch, torch_marlin_metal as tmm
 x = torch.zeros(1, 1, 65536, 16)

@@ -11,7 +11,7 @@ import torch_marlin_metal as tmm
 from tests.support.mlstm_cases import REGIMES, Regime, array, make
 
 OPS = torch.ops.torch_marlin_metal
-# Checked mode moves inexact functions within Metal's error, otherwise in every run: what compares two runs runs in fast mode.
+# Checked mode perturbs inexact functions, differently in every run, so tests compare two runs in fast mode.
 repeatable = pytest.mark.large
 NAMES = ("q", "k", "v", "i", "f", "C0", "n0", "m0")
 
@@ -121,7 +121,7 @@ def test_autocast_casts_all_but_gates_and_states(dtype, device):
 
 
 def weighted_sum(outputs, seed: int = 0) -> torch.Tensor:
-    """A scalar of h, C, n and m with fixed random weights."""
+    """Returns the sum of h, C, n and m with fixed random weights."""
     generator = torch.Generator().manual_seed(seed)
     total = 0
     for x in outputs:
@@ -142,7 +142,7 @@ GRADIENTS = [
 
 @pytest.mark.parametrize(("S", "regime", "m0", "eps", "chunk_size"), GRADIENTS, ids=str)
 def test_gradients_against_differences_of_the_recurrence_in_fp64(S, regime, m0, eps, chunk_size):
-    """fp64 runs the recurrence; its derivative is computed by chunks. Through every output, the stabiliser too."""
+    """Checks gradients through every output, including the stabiliser. fp64 runs the recurrence forward."""
     problem = make(1, 2, S, 3, 4, regime, m0, dtype=torch.float64)
     tensors = [x.requires_grad_() for x in (*problem.inputs, *problem.state.values())]
 
@@ -223,7 +223,7 @@ def test_inference_mode_and_no_grad(device):
 
 
 def call(device, op="mlstm", **changes):
-    """A good call, but for the changes."""
+    """Returns the arguments of a correct call with some of them changed."""
     inputs, state = make(1, 2, 32, 8, 12, m0=0.5).on(device)
     arguments = dict(zip(NAMES, (*inputs, *state.values()), strict=True))
     if op == "mlstm_step":

@@ -1,4 +1,4 @@
-"""The mLSTM as a module: inside transformers' xLSTM model, beside its layer, in 4 bit, and in the example."""
+"""Tests the mLSTM modules: in transformers' xLSTM model, against its layer, in 4 bit, and in the example."""
 
 import importlib.util
 import itertools
@@ -28,7 +28,7 @@ def transformers_model(config, device):
     model = xLSTMForCausalLM(config).to(device).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "gate_preact" in name:  # gates that differ from token to token
+            if "gate_preact" in name:  # makes the gates differ from token to token
                 parameter.add_(0.3 * torch.randn(parameter.shape).to(device))
     return model
 
@@ -41,7 +41,7 @@ def put_cells(model) -> int:
 
 
 def test_the_cell_inside_transformers_model(config, device):
-    """The same logits and gradients, prompt and tokens after it, as with that package's own cell."""
+    """Logits and gradients equal those with transformers' own cell, for a prompt and for later tokens."""
     model = transformers_model(config, device)
     letters = torch.randint(50, (2, 37), generator=torch.Generator().manual_seed(0)).to(device)
 
@@ -129,10 +129,10 @@ def test_the_example_learns_and_its_steps_agree_with_its_chunks(monkeypatch):
     example = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "xlstm", example)
     spec.loader.exec_module(example)
-    clock = itertools.count(0, 0.01)  # 150 steps, however loaded the machine is
+    clock = itertools.count(0, 0.01)  # a fake clock gives 150 steps on any machine
     monkeypatch.setattr(example, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     torch.manual_seed(0)
-    text = torch.arange(3000) % 7  # each letter says the next
+    text = torch.arange(3000) % 7  # each letter determines the next
     model = example.LanguageModel(7, width=32, heads=2, depth=1)
     before = example.loss_of(model, text[None, :129]).item()
     example.train(model, text, 1.5, "cpu", Console(quiet=True))
