@@ -1,11 +1,10 @@
-"""Time and memory of checkpoints of many small layers, which must be linear in their number.
+"""Measures time and memory for checkpoints of many small layers; both must be linear in the number of layers.
 
     python benchmarks/many_layers.py --most 100000
 
-Each row is a process of its own: it opens a synthetic checkpoint, then converts it to the package's own format. Bytes
-hardly count (a layer has about 200), so the figures are what a layer or an entry costs besides them. Times are CPU
-seconds of the process, all threads together. Memory is the growth of the largest resident size over that after the
-imports.
+Each row is measured in a new process, which opens a synthetic checkpoint and converts it to the package's own format. A
+layer has only about 200 bytes, so the figures show the fixed cost of a layer or an entry. Times are CPU seconds of the
+process, over all threads. Memory is the growth of the peak resident size since the imports.
 """
 
 import argparse

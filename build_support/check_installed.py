@@ -1,6 +1,6 @@
-"""Multiplies with the installed package, on each device that this machine has: `python check_installed.py`.
+"""Checks that the installed package multiplies on each device of this machine: `python check_installed.py`.
 
-A release runs it on every wheel, in a folder that does not hold the sources.
+Each release runs this on every wheel, in a folder without the sources.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Draws the folders of two revisions side by side, with files and lines: docs/images/tree.svg.
+"""Draws docs/images/tree.svg: the folders of two revisions side by side, with their numbers of files and lines.
 
 python scripts/draw_tree.py e8719fe HEAD
 """

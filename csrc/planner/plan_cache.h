@@ -33,9 +33,8 @@ struct TunedRange {
 // thread. Throws std::invalid_argument if a name does not begin with a variant.
 void set_tuned(std::vector<TunedRange> ranges);
 
-// Sets a function that the first call of tuned_variant() calls, so that it can load ranges with set_tuned(). It is not
-// called if ranges were set before. No lock is held meanwhile, so threads that call tuned_variant() at the same time
-// may call it too.
+// Sets a loader, which the first call of tuned_variant() runs so that it can call set_tuned(). If set_tuned() was
+// called before, the loader is not run. No lock is held while it runs, so several threads may run it at the same time.
 void set_tuned_loader(std::function<void()> loader);
 
 // Returns the variant that was measured to be best for a product, or an empty text. The text is never freed.

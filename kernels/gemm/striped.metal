@@ -1,6 +1,6 @@
 // Computes the tiles of the staged kernels with a fixed number of threadgroups. Each threadgroup takes one contiguous
-// stripe of the sequence of all (tile, slice of K) units, so that no threadgroup has more than one unit more than
-// another. docs/striping.md draws it.
+// stripe of the sequence of all (tile, slice of K) units. The numbers of units of two threadgroups differ by at most
+// one. docs/striping.md draws it.
 #include "kernels/gemm/staged.h"
 
 using namespace metal;

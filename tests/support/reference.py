@@ -161,8 +161,8 @@ def planned(M: int, weight: Weight, dtype: torch.dtype):
 def sums_raw_codes(device: str) -> bool:
     """Returns true if a device has a kernel that sums the codes of uint4b8 before it subtracts the offset of 8.
 
-    On mps gemv does. The bound of every product there allows for it, so that no test asks the planner which kernel it
-    takes; tests of a kernel by name use the tighter bound.
+    On mps gemv is one. Tests of products on mps therefore use the larger bound that gemv needs, so that they need not
+    ask the planner which kernel it takes. Tests that name a kernel use that kernel's bound.
     """
     return device == "mps"
 

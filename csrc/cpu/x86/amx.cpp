@@ -1,8 +1,8 @@
-// Products in AMX bf16 tiles. One tile instruction adds the products of 32 k in fp32. Codes are exact in bf16; the
-// values of a table that are not become sums of three bf16 terms ("parts"). Activations are split into bf16 parts too:
-// bf16 has one, fp16 two, and fp32 three, or two if the caller accepts errors of 2^-17. The products of all parts are
-// added to the same tile. After each segment, scale and zero point are applied in fp32. Tile products flush subnormals,
-// so activations outside 2^-96 .. 2^120 are left to the fp32 kernels.
+// Products in AMX bf16 tiles. One tile instruction adds the products of 32 k in fp32. Codes and activations are sums of
+// bf16 terms ("parts"). A code has one part, except in tables whose values bf16 cannot represent, where it has three. A
+// bf16 activation has one part, an fp16 activation two, and an fp32 activation three, or two if the caller accepts
+// errors of 2^-17. The products of all parts are added to the same tile. After each segment, scale and zero point are
+// applied in fp32. Tile products flush subnormals, so activations outside 2^-96 .. 2^120 are left to the fp32 kernels.
 #include "csrc/cpu/gemm/kernel_table.h"
 
 #if defined(__x86_64__) && defined(__linux__)
