@@ -13,7 +13,7 @@ from .executor.bindings import Result, executor
 
 
 class Argument(Structure):
-    """`softmetal_argument`, which is a buffer with an offset, or bytes."""
+    """The C struct `softmetal_argument`: either a buffer with an offset, or bytes."""
 
     _fields_ = [("handle", c_void_p), ("offset", c_uint64), ("bytes", c_void_p), ("length", c_uint64)]
 

@@ -1,4 +1,4 @@
-"""The programs of the README and the example run as they stand."""
+"""The programs of the README and the example run unchanged."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from test_cli import answer, call
 
 from torch_marlin_metal import convert
 
-os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")  # it refuses fewer, on machines with fewer cores
+os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")  # GPTQModel refuses fewer, even on one core
 
 
 @pytest.fixture

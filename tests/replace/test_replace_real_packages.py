@@ -14,7 +14,7 @@ from torch import nn
 from torch_marlin_metal import MarlinLinear, replace_linear_layers
 
 K, N = 256, 96
-os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")  # it refuses fewer, on machines with fewer cores
+os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")  # GPTQModel refuses fewer, even on one core
 
 
 def package(name: str):
