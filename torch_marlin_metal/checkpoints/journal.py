@@ -184,7 +184,7 @@ def _read(journal: Journal, identity: Any) -> bool:
             if list(read_header(journal.work / line["file"])[0]) != line["tensors"]:
                 return False
             journal._take(line)
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):  # includes CheckpointError, a ValueError
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):  # a CheckpointError, too
         return False
     journal.stream.seek(len(content) - len(torn))
     journal.stream.truncate()
