@@ -7,7 +7,6 @@ argument chooses modules of a model, the module.
 
 import fnmatch
 import re
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -31,27 +30,26 @@ def selects(choice: Patterns | Callable[..., bool] | None, name: str, *module: n
     return any(_matches(pattern, name) for pattern in _patterns(choice))
 
 
-def check_patterns(op: str, names: Iterable[str], *, include: Any = None, exclude: Any = None) -> None:
-    """Reports patterns that match none of the names; functions are not checked.
+def check_patterns(op: str, names: Iterable[str], **choices: Any) -> None:
+    """Refuses patterns that match none of the names; functions are not checked.
 
     Args:
         op: the caller's name, for the messages.
         names: every name that could be chosen.
-        include: patterns; one that matches nothing is an error.
-        exclude: patterns; one that matches nothing is a warning.
+        **choices: the caller's arguments, by their names.
 
     Raises:
-        ValueError: a pattern of `include` matches nothing, or a regular expression is malformed.
+        ValueError: a pattern matches nothing, or a regular expression is malformed.
     """
     known = list(names)
-    for argument, choice in (("include", include), ("exclude", exclude)):
+    for argument, choice in choices.items():
         for pattern in _patterns(choice):
             if any(_matches(pattern, name) for name in known):
                 continue
             message = f"{op}: {argument}: {pattern!r} matches none of the {len(known)} layers"
-            if argument == "include":
-                raise ValueError(message)
-            warnings.warn(message, stacklevel=3)
+            if wider := next((name for name in known if pattern in name), ""):
+                message += f"; a pattern is for the whole name: '*{pattern}*' takes {wider}"
+            raise ValueError(message)
 
 
 def _patterns(choice: Any) -> list[str]:

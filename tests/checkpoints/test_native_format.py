@@ -101,7 +101,7 @@ def test_shards_other_tensors_and_small_files(tmp_path) -> None:
     assert held["codes.weight"].dtype == torch.float8_e4m3fn
     assert torch.equal(held["norm.3.weight"], torch.full((64,), 3.0))
     assert sorted(file.name for file in path.iterdir()) == sorted(
-        ["config.json", "model.safetensors.index.json", "tokenizer.json", *shards]
+        ["README.md", "config.json", "model.safetensors.index.json", "tokenizer.json", *shards]
     )
     assert [(done, count) for _, done, count in calls] == [(i + 1, 25) for i in range(25)]
     before = {weight.name: weight for weight in convert.read_layers(source)}

@@ -295,10 +295,15 @@ def test_biases_stay_with_their_layers(tmp_path) -> None:
 
 def test_layers_to_leave_and_weights_that_cannot_be_quantized(tmp_path) -> None:
     path = floats(tmp_path / "floats")
-    model = load(path, quantization_config=MarlinConfig("uint4b8", 32, modules_to_not_convert=["lm_head", "o_proj"]))
-    assert len(packed_layers(model)) == 12
-    excluded = load(GPTQ, quantization_config=MarlinConfig(modules_to_not_convert=["o_proj"]))
+    model = load(path, quantization_config=MarlinConfig("uint4b8", 32, modules_to_not_convert="*.o_proj"))
+    assert len(packed_layers(model)) == 12  # and the output layer stays, too
+    excluded = load(GPTQ, quantization_config=MarlinConfig(modules_to_not_convert=["re:.*o_proj"]))
     assert len(packed_layers(excluded)) == 12
+    for folder in (path, GPTQ):
+        with pytest.raises(
+            ValueError, match=r"modules_to_not_convert: 'o_proj' matches none .*'\*o_proj\*' takes model"
+        ):
+            load(folder, quantization_config=MarlinConfig("uint4b8", 32, modules_to_not_convert=["o_proj"]))
     values = load_file(path / "model.safetensors")
     values["model.layers.0.mlp.up_proj.weight"][3, 5] = float("nan")
     save_file(values, path / "model.safetensors", {"format": "pt"})

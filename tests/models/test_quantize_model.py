@@ -70,8 +70,8 @@ def test_a_pattern_that_fits_nothing_is_named(device):
     model = make_model(device)
     with pytest.raises(ValueError, match=r"quantize_model: include: 'encoder.\*' matches none of the 6 layers"):
         quantize_model(model, include=["*.up", "encoder.*"], progress=False)
-    with pytest.warns(UserWarning, match=r"quantize_model: exclude: 'lm_head' matches none of the 6 layers"):
-        quantize_model(model, exclude="lm_head", progress=False)
+    with pytest.raises(ValueError, match=r"exclude: 'up' matches none of the 6 layers; .* '\*up\*' takes 0.up"):
+        quantize_model(model, exclude="up", progress=False)
 
 
 def test_layers_that_stay_are_listed_with_the_reason():
@@ -94,13 +94,15 @@ def test_layers_that_stay_are_listed_with_the_reason():
     model["patched"].forward = lambda x: x
     model["head"].weight = model["embedding"].weight
     before = tree(model)
-    report = quantize_model(model, "uint4b8", 32, progress=False)
+    with pytest.warns(UserWarning, match=r"only 2% of the matrix weights were quantized; .*; attention.out_proj \("):
+        report = quantize_model(model, "uint4b8", 32, progress=False)
     assert [layer.name for layer in report.converted] == ["fine"]
     reasons = {layer.name: layer.reason for layer in report.left}
     assert reasons == {
         "narrow": "K = 12 is not a positive multiple of 8",
         "wide": "its weight is torch.float64; expected float16, bfloat16 or float32",
-        "attention.out_proj": "NonDynamicallyQuantizableLinear is a subclass of nn.Linear",
+        "attention.out_proj": "NonDynamicallyQuantizableLinear is never called",
+        "attention.in_proj_weight": "a matrix inside MultiheadAttention; only Linear layers become 4 bit",
         "normed": "its parameters are bias, weight_g, weight_v (weight_norm, spectral_norm?)",
         "orthogonal": "it is parametrized",
         "infinite": "its weight is not finite",
@@ -110,7 +112,7 @@ def test_layers_that_stay_are_listed_with_the_reason():
     }
     assert [entry for entry in tree(model) if entry[0] != "fine"] == [entry for entry in before if entry[0] != "fine"]
     printed = str(report)
-    for text in ("narrow", "K = 12 is not a", "uint4b8 g32", "1 layers converted, 9 left"):
+    for text in ("narrow", "K = 12 is not a", "uint4b8 g32", "1 layers converted, 10 left"):
         assert text in printed
 
 
@@ -121,7 +123,10 @@ def test_report_adds_up():
         LayerReport("b", "Linear", (8, 8), "uint4", 32, 400_000, 20_000, 0.07),
         LayerReport("c", "Linear", None, bytes_before=999, reason="why"),
     ]
-    assert report.summary() == ("2 layers converted, 1 left; model 2.5 MB > 600 kB; error mean 6.00%, worst 7.00%")
+    assert report.summary() == (
+        "2 layers converted, 1 left; model 2.5 MB > 600 kB; 999 B of floats left (0% of what could be); error mean 6.00%, worst 7.00%"
+    )
+    assert (report.left_bytes, report.quantized_share) == (999, 2_400_000 / 2_400_999)
     lines = str(report).splitlines()
     assert lines[0].strip() == "title"
     assert [" ".join(line.replace("│", " ").split()) for line in lines[4:7]] == [

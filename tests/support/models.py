@@ -16,8 +16,8 @@ class Block(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(x)))
 
 
-def make_model(device: str, blocks: int = 3) -> nn.Sequential:
-    torch.manual_seed(0)
+def make_model(device: str, blocks: int = 3, seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
     return nn.Sequential(*(Block(device) for _ in range(blocks))).eval()
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_marlin_metal.checkpoints.card import write_card
 from torch_marlin_metal.checkpoints.checkpoint import regular_file
 from torch_marlin_metal.checkpoints.errors import CheckpointError, UnsupportedFormat
 from torch_marlin_metal.checkpoints.exporters import EXPORTERS, Exporter
@@ -318,6 +319,8 @@ def _write_rest(source: _Source, exporter: Exporter, journal: Journal) -> None:
     _write_json(work / INDEX, {"metadata": {"total_size": total}, "weight_map": journal.places})
     for file in source.copied:
         _copy(file, work / file.name)
+    if isinstance(exporter, NativeExporter):
+        write_card(work)
     config = {key: value for key, value in source.config.items() if key not in ("quantization", "compression_config")}
     _write_json(work / "config.json", config | {"quantization_config": exporter.settings()})
 

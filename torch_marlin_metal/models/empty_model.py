@@ -5,12 +5,15 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from torch_marlin_metal.layers.linear import MarlinLinear
 from torch_marlin_metal.packed_weight import FLOAT_DTYPES, PackedWeight
 
 # Rotary frequencies. Models compute them, but old versions of transformers and llama.cpp store them.
 COMPUTED = ("*rotary_emb.inv_freq", "rope_freqs.weight")
+# Subclasses of nn.Linear in transformers whose forward is a matrix product and a bias, only rounded in two steps.
+PLAIN_SUBCLASSES = ("FalconLinear",)
 
 Rename = Callable[[str], str | None] | Mapping[str, str]
 
@@ -21,32 +24,76 @@ class ModelMismatchError(ValueError):
 
 @dataclass(frozen=True)
 class LinearShape:
-    """Sizes, dtype, device and bias of a Linear layer of a model, which may be on the meta device."""
+    """Sizes, dtype, device and bias of a Linear layer of a model, which may be on the meta device.
+
+    `transposed` is whether the layer holds its weight as `[K, N]`.
+    """
 
     N: int
     K: int
     dtype: torch.dtype
     device: torch.device
     bias: Tensor | None
+    transposed: bool = False
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Returns whether a module is transformers' `Conv1D`, a Linear layer with a weight `[K, N]` (by its name)."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Returns whether a module computes `a @ w.T + bias` and nothing else.
+
+    These are `nn.Linear`, its subclasses that do not change `forward`, those that are known to be plain, and `Conv1D`.
+    The output projection of `nn.MultiheadAttention` is never called: that module takes its weight.
+    """
+    kind = type(module)
+    if not isinstance(module, nn.Linear):
+        return is_transposed(module)
+    known = kind.__name__ in PLAIN_SUBCLASSES and kind.__module__.startswith("transformers.")
+    return known or (kind.forward is nn.Linear.forward and kind is not NonDynamicallyQuantizableLinear)
+
+
+def is_candidate(module: nn.Module) -> bool:
+    """Returns whether a module looks like a Linear layer: `is_linear` decides, and a report says why it is none."""
+    return isinstance(module, nn.Linear) or is_transposed(module)
+
+
+def why_not_linear(module: nn.Module) -> str:
+    """Returns why a candidate cannot be a packed layer, by its class and the size of its weight, or an empty text."""
+    if not is_linear(module):
+        own = type(module).forward is not nn.Linear.forward
+        return f"{type(module).__name__} {'has a forward of its own' if own else 'is never called'}"
+    weight = module._parameters.get("weight")
+    if weight is None:
+        return f"its parameters are {', '.join(module._parameters)} (weight_norm, spectral_norm?)"
+    K = weight.shape[0 if is_transposed(module) else 1]
+    return f"K = {K} is not a positive multiple of 8" if K % 8 or not weight.numel() else ""
+
+
+def matrix_of(module: nn.Module) -> Tensor:
+    """Returns the weight of such a layer as `[N, K]`."""
+    weight = module._parameters["weight"]
+    assert weight is not None
+    return weight.detach().T if is_transposed(module) else weight
 
 
 def linear_shape(module: nn.Module) -> LinearShape | None:
     """Returns sizes, dtype, device and bias of a linear layer, or None for another kind of module.
 
-    Linear layers are `nn.Linear`, `MarlinLinear` and transformers' `Conv1D` (recognised by its name, `nf` and `nx`).
+    Linear layers are `MarlinLinear` and those that `is_linear` takes.
     """
     if isinstance(module, MarlinLinear):
         return LinearShape(module.out_features, module.in_features, module.dtype, module.b_packed.device, module.bias)
     weight = module._parameters.get("weight")
     if weight is None or weight.dim() != 2:
         return None
-    if type(module) is nn.Linear:
-        N, K = weight.shape
-    elif type(module).__name__ == "Conv1D" and hasattr(module, "nf"):
-        K, N = weight.shape
-    else:
+    if not is_linear(module):
         return None
-    return LinearShape(N, K, weight.dtype, weight.device, module._parameters.get("bias"))
+    transposed = is_transposed(module)
+    N, K = reversed(weight.shape) if transposed else weight.shape
+    return LinearShape(N, K, weight.dtype, weight.device, module._parameters.get("bias"), transposed)
 
 
 def real_device(device: torch.device) -> torch.device:

@@ -18,6 +18,7 @@ from torch_marlin_metal.models.empty_model import (
     Slots,
     fit_bias,
     fit_layer,
+    is_transposed,
     linear_shape,
     listing,
     real_device,
@@ -71,7 +72,7 @@ def load_quantized(
         rename: maps names in the checkpoint to names in the model: a function (None leaves a tensor out), or a
             dictionary of prefixes and replacements, for example `{"model.": ""}`.
         exclude: layers that stay dense; their weight is decoded to the dtype of the one it replaces. Chosen by name in
-            the model as in `quantize_model`. A pattern that matches no layer is a warning.
+            the model as in `quantize_model`.
         ignore: tensors and layers of the checkpoint that the model may lack: patterns, or a function of the name in the
             model.
         keep: tensors of the model that the checkpoint may lack; they keep their values. Chosen like `ignore`.
@@ -241,7 +242,7 @@ def _set_dense(
         )
     old = slots.get(f"{target.name}.weight")
     rows = weight.dequantize(dtype or old.dtype)
-    decoded = rows if type(target.module).__name__ == "Conv1D" else rows.T.contiguous()
+    decoded = rows if is_transposed(target.module) else rows.T.contiguous()
     if decoded.shape != old.shape:
         raise ModelMismatchError(
             f"{OP}: layer {target.name!r}: expected a weight of {list(old.shape)} as in the model, the checkpoint's is "

@@ -1,6 +1,7 @@
 """Quantizes the Linear layers of a model, or replaces the 4-bit layers of other packages."""
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -11,10 +12,20 @@ from torch.nn.utils import parametrize
 from torch_marlin_metal.checkpoints.options import check_choice
 from torch_marlin_metal.formats import weight_format as find_format
 from torch_marlin_metal.layers.linear import MarlinLinear
+from torch_marlin_metal.models.coverage import check_coverage, left_matrices
+from torch_marlin_metal.models.empty_model import (
+    is_candidate,
+    is_linear,
+    is_transposed,
+    linear_shape,
+    matrix_of,
+    why_not_linear,
+)
 from torch_marlin_metal.models.report import LayerReport, Report, module_bytes
+from torch_marlin_metal.models.savers import let_it_save
 from torch_marlin_metal.models.swap import Target, find_targets, swap
 from torch_marlin_metal.packed_weight import FLOAT_DTYPES, PackedWeight, PackedWeightError
-from torch_marlin_metal.patterns import Filter
+from torch_marlin_metal.patterns import Filter, selects
 from torch_marlin_metal.quantize.weight import quantize_weight
 from torch_marlin_metal.repack import ZerosRule
 from torch_marlin_metal.replace.detect import dtype_of, is_packed_linear, read_packed_linear, shape_of, tensors_of
@@ -38,11 +49,13 @@ def quantize_model(
 ) -> Report:
     """Replaces the Linear layers of a model by `MarlinLinear`, in place.
 
-    Layers that cannot be quantized stay, and the report gives the reason: K not a multiple of 8, a weight that is
-    not fp16/bf16/fp32 or not finite, a parametrized weight, a subclass of `nn.Linear` (its forward may differ, or it
-    may never be called, as in `nn.MultiheadAttention`), a weight that is also used elsewhere (an embedding, an
-    excluded layer). Linear layers that share one weight are quantized once and share the result. Hooks move to the new
-    layers.
+    Layers that cannot be quantized stay and are in the report with the reason: K not a multiple of 8, a weight that is
+    not fp16/bf16/fp32 or not finite, a parametrized weight, a subclass of `nn.Linear` with a forward of its own, the
+    output projection of `nn.MultiheadAttention` (it is never called), a weight that is also used elsewhere (an
+    embedding, an excluded layer). So are matrices that are no layer's, such as stacked experts. transformers' `Conv1D`
+    and `FalconLinear` are Linear layers. Layers that share one weight are quantized once and share the result. Hooks
+    move to the new layers. The `save_pretrained` of a model of transformers or diffusers then writes the packed
+    layers; for that the library's module of `torch_marlin_metal.integrations` is imported.
 
     Args:
         model: changed in place.
@@ -52,8 +65,7 @@ def quantize_model(
         include: layers to quantize; None means all. A pattern or a list of patterns for the layer's full name, or a
             function of (name, module). Patterns are shell-style (`fnmatch`: "encoder.*.query"); with the prefix "re:"
             they are regular expressions that must match the full name. A pattern that matches no layer is an error.
-        exclude: layers to skip, chosen by the same rules; the report omits them. A pattern that matches no layer is a
-            warning.
+        exclude: layers to skip, chosen by the same rules; the report omits them.
         progress: show a progress bar.
         atomic: whether an exception leaves the model unchanged; old and new weights then both exist until the end. With
             False each old weight is freed before the next layer, and an exception leaves a partly quantized model.
@@ -63,34 +75,46 @@ def quantize_model(
         A report with the error of each layer, which prints as a table.
 
     Raises:
-        ValueError: an argument is wrong, or a layer cannot be stored in the format (the message names the layer).
+        ValueError: an argument is wrong, a layer cannot be stored in the format (the message names the layer), or no
+            layer can be quantized.
+
+    Warns:
+        UserWarning: less than half of the bytes in the report was quantized; the message names the largest rest.
     """
     find_format(weight_format)
-    targets = find_targets("quantize_model", model, lambda module: isinstance(module, nn.Linear), include, exclude)
+    targets = find_targets("quantize_model", model, is_candidate, include, exclude)
+    left = left_matrices(model, _chosen(include, exclude), is_candidate)
     reasons = _reasons(model, targets)
     shared = _shared_weights(targets)
-    done: dict[int, tuple[PackedWeight, float]] = {}
+    done: dict[tuple[int, bool], tuple[PackedWeight, float]] = {}
 
     def convert(target: Target) -> tuple[nn.Module, LayerReport] | LayerReport:
         linear = target.module
-        assert isinstance(linear, nn.Linear)
-        entry = _entry(target, (linear.out_features, linear.in_features))
+        shape = linear_shape(linear)
+        entry = _entry(target, (shape.N, shape.K) if shape else tuple(linear.weight.shape))  # type: ignore[arg-type]
         if reason := reasons.get(id(linear)):
             return replace(entry, reason=reason)
-        weight = linear.weight
-        packed, error = done.get(id(weight), (None, 0.0))
+        weight = matrix_of(linear)
+        key = id(linear.weight), is_transposed(linear)
+        packed, error = done.get(key, (None, 0.0))
         if packed is None:
             try:
                 packed = quantize_weight(weight, weight_format, group_size, method, **options)
             except ValueError as problem:
                 raise ValueError(f"quantize_model: layer {target.name}: {problem}") from problem
             error = _relative_error(packed, weight)
-            if id(weight) in shared:
-                done[id(weight)] = packed, error
-        layer = MarlinLinear.from_packed(replace(packed, bias=linear.bias), dtype=weight.dtype)
+            if id(linear.weight) in shared:
+                done[key] = packed, error
+        layer = MarlinLinear.from_packed(replace(packed, bias=linear._parameters["bias"]), dtype=weight.dtype)
         return layer, _converted(entry, layer, error)
 
-    return swap(model, targets, convert, f"quantize to {weight_format}", atomic=atomic, progress=progress)
+    chosen = len(targets) + len(left)
+    report = swap(model, targets, convert, f"quantize to {weight_format}", atomic=atomic, progress=progress)
+    report.layers += left
+    if chosen or (include is None and exclude is None):
+        check_coverage("quantize_model", report)
+    let_it_save("quantize_model", model)
+    return report
 
 
 def replace_linear_layers(
@@ -153,7 +177,16 @@ def replace_linear_layers(
             return replace(entry, reason=str(problem))
         return layer, _converted(replace(entry, shape=(packed.N, packed.K)), layer, None)
 
-    return swap(model, targets, convert, "replace 4-bit layers", atomic=atomic, progress=progress)
+    report = swap(model, targets, convert, "replace 4-bit layers", atomic=atomic, progress=progress)
+    let_it_save("replace_linear_layers", model)
+    return report
+
+
+def _chosen(include: Filter | None, exclude: Filter | None) -> Callable[[str, nn.Module], bool]:
+    def chosen(name: str, module: nn.Module) -> bool:
+        return (include is None or selects(include, name, module)) and not selects(exclude, name, module)
+
+    return chosen
 
 
 def _entry(target: Target, shape: tuple[int, int] | None) -> LayerReport:
@@ -192,8 +225,8 @@ def _reasons(model: nn.Module, targets: list[Target]) -> dict[int, str]:
 def _why_not(linear: nn.Module) -> str:
     if parametrize.is_parametrized(linear):
         return "it is parametrized"
-    if type(linear) is not nn.Linear:
-        return f"{type(linear).__name__} is a subclass of nn.Linear"
+    if not is_linear(linear):
+        return why_not_linear(linear)
     if "forward" in linear.__dict__:
         return "its forward was replaced on the instance"
     if linear._parameters.keys() != {"weight", "bias"}:
@@ -205,8 +238,8 @@ def _why_not(linear: nn.Module) -> str:
         return "its weight is on the meta device"
     if weight.dtype not in FLOAT_DTYPES or (bias is not None and bias.dtype not in FLOAT_DTYPES):
         return f"its weight is {weight.dtype}; expected float16, bfloat16 or float32"
-    if weight.shape[1] % 8 or not weight.numel():
-        return f"K = {weight.shape[1]} is not a positive multiple of 8"
+    if reason := why_not_linear(linear):
+        return reason
     if not all(bool(extreme.isfinite()) for extreme in torch.aminmax(weight.detach())):
         return "its weight is not finite"
     return ""

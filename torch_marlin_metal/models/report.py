@@ -26,7 +26,7 @@ class LayerReport:
 
     name: str
     kind: str
-    shape: tuple[int, int] | None
+    shape: tuple[int, int] | None = None
     weight_format: str = ""
     group_size: int = 0
     bytes_before: int = 0
@@ -61,19 +61,30 @@ class Report(RichText):
         """Returns the layers that stay as they were, each with its reason."""
         return [layer for layer in self.layers if layer.reason]
 
+    @property
+    def left_bytes(self) -> int:
+        """Returns the bytes of the layers that stay as they were."""
+        return sum(layer.bytes_before for layer in self.left)
+
+    @property
+    def quantized_share(self) -> float:
+        """Returns the part of the looked-at bytes that was converted: 0 to 1."""
+        done = sum(layer.bytes_before for layer in self.converted)
+        return done / (done + self.left_bytes) if done else 0.0
+
     def __rich__(self) -> Table:
         table = Table(title=self.title, caption=self.summary(), title_justify="left", caption_justify="left")
         for heading in ("layer", "kind", "N x K", "format", "bytes", "error", "left because"):
             numeric = heading in ("N x K", "bytes", "error")
             table.add_column(heading, justify="right" if numeric else "left", overflow="fold")
         for layer in self.layers:
-            size = _size(layer.bytes_before)
+            size = human_size(layer.bytes_before)
             table.add_row(
                 layer.name,
                 layer.kind,
                 "x".join(map(str, layer.shape)) if layer.shape else "",
                 f"{layer.weight_format} g{layer.group_size}" if layer.weight_format else "",
-                size if layer.reason else f"{size} > {_size(layer.bytes_after)}",
+                size if layer.reason else f"{size} > {human_size(layer.bytes_after)}",
                 "" if layer.error is None else f"{layer.error:.2%}",
                 layer.reason,
             )
@@ -84,8 +95,10 @@ class Report(RichText):
         errors = [layer.error for layer in self.converted if layer.error is not None]
         text = (
             f"{len(self.converted)} layers converted, {len(self.left)} left; "
-            f"model {_size(self.bytes_before)} > {_size(self.bytes_after)}"
+            f"model {human_size(self.bytes_before)} > {human_size(self.bytes_after)}"
         )
+        if self.left:
+            text += f"; {human_size(self.left_bytes)} of floats left ({1 - self.quantized_share:.0%} of what could be)"
         return text + (f"; error mean {sum(errors) / len(errors):.2%}, worst {max(errors):.2%}" if errors else "")
 
 
@@ -94,7 +107,8 @@ def module_bytes(module: nn.Module) -> int:
     return sum(tensor.nbytes for tensors in (module.parameters(), module.buffers()) for tensor in tensors)
 
 
-def _size(count: int) -> str:
+def human_size(count: int) -> str:
+    """Returns a number of bytes with its unit."""
     value, units = float(count), ["B", "kB", "MB", "GB"]
     while value >= 1000 and len(units) > 1:
         value /= 1000

@@ -44,7 +44,7 @@ def find_targets(
     """Returns the wanted modules that the filters select. A module with several names is listed once.
 
     Raises:
-        ValueError: the model itself is such a module, or a pattern of `include` matches no name.
+        ValueError: the model itself is such a module, or a pattern matches no name.
     """
     if wanted(model):
         raise ValueError(

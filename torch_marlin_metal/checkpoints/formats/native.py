@@ -6,6 +6,7 @@ docs/on-disk-format.md is its specification.
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from torch_marlin_metal.checkpoints.checkpoint import Checkpoint, Settings
@@ -19,6 +20,14 @@ from torch_marlin_metal.packed_weight import PackedWeight
 
 METHOD = "torch_marlin_metal"
 FORMAT_NAMES = tuple(WEIGHT_FORMATS)
+# What a loader without this package says; see `NativeExporter.settings`.
+ADVICE = (
+    "This model has packed 4-bit weights: install the package torch_marlin_metal and write "
+    "'import torch_marlin_metal.integrations.transformers' (for diffusers '.diffusers') before from_pretrained"
+)
+# A tensor of one element under the name of the float weight: loaders that ignore unknown tensors, and would leave the
+# float layer as it was initialized, find that its weight has another size and stop.
+GUARD = "weight"
 
 
 @dataclass
@@ -28,13 +37,19 @@ class NativeExporter:
     layers: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def tensors(self, weight: PackedWeight) -> dict[str, Tensor]:
-        """Returns the state_dict of the layer."""
+        """Returns the state_dict of the layer, and the guard."""
         self.layers[weight.name] = _describe(weight)
-        return dict(MarlinLinear.from_packed(weight).state_dict())
+        return {**MarlinLinear.from_packed(weight).state_dict(), GUARD: torch.zeros(1, dtype=torch.uint8)}
 
     def settings(self) -> dict[str, Any]:
-        """Returns the `quantization_config` of a checkpoint with these layers."""
-        return {"quant_method": METHOD, "format_version": FORMAT_VERSION, "layers": self.layers}
+        """Returns the `quantization_config` of a checkpoint with these layers.
+
+        transformers only warns of a `quant_method` that it does not know, and goes on with random weights.
+        `load_in_4bit` sends it, and diffusers, to their bitsandbytes configuration, which looks the compute dtype up in
+        torch: the error shows the name that is not there, and that is the advice.
+        """
+        stops = {"load_in_4bit": True, "bnb_4bit_compute_dtype": ADVICE}
+        return {"quant_method": METHOD, "format_version": FORMAT_VERSION, **stops, "layers": self.layers}
 
 
 def _describe(weight: PackedWeight) -> dict[str, Any]:
@@ -91,7 +106,7 @@ FORMAT = DirectoryFormat(
     variants=(("every weight format", ", ".join(FORMAT_NAMES)),),
     refused=(("format_version other than 1", "unknown"),),
     anchors={".b_packed": "b_packed"},
-    roles=endings("scales", "zeros", "global_scale", "lut", "perm", "bias", "packed_format"),
+    roles=endings("scales", "zeros", "global_scale", "lut", "perm", "bias", "packed_format", GUARD),
     fields={name: name for name in (*WEIGHT_BUFFERS, "bias")},
     check=_check,
     read=_read,

@@ -23,8 +23,10 @@ class MarlinConfig(QuantizationConfigMixin):  # type: ignore[misc]
         weight_format: the format to quantize to, as in `quantize_weight`.
         group_size: see `quantize_weight`.
         method: "rtn" or "mse".
-        modules_to_not_convert: layers that stay or become floats: names, parts of names or regular expressions, by
-            transformers' own rule. None means the output layer if the model is quantized while loading, else no layer.
+        modules_to_not_convert: layers that stay or become floats: a pattern or a list of patterns for the layer's full
+            name, as `exclude` of `quantize_model` ("*.o_proj"). A pattern that matches no layer is an error.
+        quantize_head: quantize the output layer, too (for models quantized while loading; see `modules_to_not_convert`
+            for others).
         on_unsupported: "error", or "dequantize" to decode layers that cannot be represented.
         fuse: compute q, k and v projections in one call, and gate and up projections in another; see
             `fuse_projections`.
@@ -41,7 +43,8 @@ class MarlinConfig(QuantizationConfigMixin):  # type: ignore[misc]
         group_size: int | None = None,
         method: str = "rtn",
         *,
-        modules_to_not_convert: Sequence[str] | None = None,
+        modules_to_not_convert: str | Sequence[str] | None = None,
+        quantize_head: bool = False,
         on_unsupported: str = "error",
         fuse: bool = False,
         layers: dict[str, dict[str, Any]] | None = None,
@@ -55,7 +58,9 @@ class MarlinConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self.weight_format = find_format(weight_format).name
         self.group_size = group_size
         self.method = method
-        self.modules_to_not_convert = None if modules_to_not_convert is None else list(modules_to_not_convert)
+        names = modules_to_not_convert
+        self.modules_to_not_convert = None if names is None else [names] if isinstance(names, str) else list(names)
+        self.quantize_head = quantize_head
         self.on_unsupported = on_unsupported
         self.fuse = fuse
         self.layers = layers
@@ -79,7 +84,7 @@ class MarlinConfig(QuantizationConfigMixin):  # type: ignore[misc]
             return NativeExporter(copy.deepcopy(self.layers)).settings()
         if self.source:
             return copy.deepcopy(self.source)
-        shown = ("quant_method", "weight_format", "group_size", "method", *LOADING)
+        shown = ("quant_method", "weight_format", "group_size", "method", "quantize_head", *LOADING)
         return {name: copy.deepcopy(getattr(self, name)) for name in shown}
 
 

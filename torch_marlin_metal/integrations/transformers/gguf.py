@@ -21,7 +21,7 @@ class MarlinGgufQuantizer(MarlinQuantizer):
     def __init__(self, quantization_config: GgufConfig, **kwargs: Any) -> None:
         config = MarlinConfig(**loading_defaults())
         if quantization_config.dequantize:
-            config.modules_to_not_convert = [".*"]
+            config.modules_to_not_convert = ["*"]
         config.quant_method = QuantizationMethod.GGUF  # transformers checks for it until the model is loaded
         super().__init__(config, **kwargs | {"pre_quantized": True})
 

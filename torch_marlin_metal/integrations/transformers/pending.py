@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from transformers.integrations.accelerate import get_device
+from transformers.pytorch_utils import Conv1D
 
 from torch_marlin_metal.checkpoints.reader import DenseWeight
 from torch_marlin_metal.models.empty_model import LinearShape, ModelMismatchError, fit_bias, fit_layer
@@ -17,15 +18,36 @@ DEVICES = ("cpu", "mps")
 
 
 class PendingLinear(nn.Module):
-    """A placeholder without tensors for a packed layer, while transformers loads everything else."""
+    """Holds the place of a packed layer while transformers loads everything else; it has no parameters.
+
+    Models initialize what a checkpoint lacks, and some reach into their children for that (`module.q.weight.normal_`).
+    They find meta tensors here, which have nothing to initialize.
+    """
 
     def __init__(self, shape: LinearShape) -> None:
         super().__init__()
         self.shape = shape
 
+    @property
+    def weight(self) -> Tensor:
+        """Returns a tensor of the weight's shape without values."""
+        size = (self.shape.K, self.shape.N) if self.shape.transposed else (self.shape.N, self.shape.K)
+        return initialized(torch.empty(size, dtype=self.shape.dtype, device="meta"))
+
+    @property
+    def bias(self) -> Tensor | None:
+        """Returns a tensor of the bias' shape without values, or None."""
+        return None if self.shape.bias is None else initialized(torch.empty_like(self.shape.bias, device="meta"))
+
     def forward(self, a: Tensor) -> NoReturn:
         """Raises an error, because the model is not loaded yet."""
         raise RuntimeError("a model was used before its 4-bit layers were loaded")
+
+
+def initialized(tensor: Tensor) -> Tensor:
+    """Marks a tensor that transformers must not initialize."""
+    tensor._is_hf_initialized = True  # type: ignore[attr-defined]
+    return tensor
 
 
 def inherit(new: nn.Module, old: nn.Module) -> None:
@@ -48,7 +70,7 @@ def make_layer(
     device: torch.device,
     dense: bool,
 ) -> nn.Module:
-    """Makes the layer that replaces a placeholder: packed, or an `nn.Linear` if `dense` or if the weight is floats."""
+    """Makes the layer for a place: packed, or one of floats if the weight is not packed or `dense` asks for it."""
     if isinstance(weight, PackedWeight) and not dense:
         return fit_layer(op, name, shape, weight, device=device)
     values = weight.dequantize(shape.dtype).T.contiguous()
@@ -58,7 +80,15 @@ def make_layer(
             f"{list(values.shape)}"
         )
     bias = fit_bias(op, name, shape.bias, weight.bias)
-    linear = nn.Linear(shape.K, shape.N, bias=bias is not None, device="meta")
+    linear: nn.Module
+    if shape.transposed:
+        with torch.device("meta"):
+            linear = Conv1D(shape.N, shape.K)
+        if bias is None:
+            bias = torch.zeros(shape.N, dtype=shape.dtype)
+        values = values.T.contiguous()
+    else:
+        linear = nn.Linear(shape.K, shape.N, bias=bias is not None, device="meta")
     linear.weight = nn.Parameter(values.to(device))
     if bias is not None:
         linear.bias = nn.Parameter(bias.to(device, shape.dtype))

@@ -34,12 +34,24 @@ from torch_marlin_metal.integrations.transformers.pending import (
     device_of,
     ignored_patterns,
     inherit,
+    initialized,
     make_layer,
     matcher,
 )
 from torch_marlin_metal.layers.fuse import fuse_projections, unfused
 from torch_marlin_metal.layers.linear import MarlinLinear
-from torch_marlin_metal.models.empty_model import LinearShape, linear_shape, listing
+from torch_marlin_metal.models.coverage import check_coverage, left_matrices
+from torch_marlin_metal.models.empty_model import (
+    LinearShape,
+    is_candidate,
+    is_transposed,
+    linear_shape,
+    listing,
+    why_not_linear,
+)
+from torch_marlin_metal.models.report import LayerReport, Report
+from torch_marlin_metal.packed_weight import PackedWeight
+from torch_marlin_metal.patterns import check_patterns, selects
 from torch_marlin_metal.quantize.weight import quantize_weight
 
 OP = "from_pretrained"
@@ -60,6 +72,7 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
         self._tensors: set[str] = set()
         self._decoded: set[str] = set()
         self._chosen: set[str] = set()
+        self._made: dict[str, tuple[PackedWeight, torch.dtype]] = {}
         self._failure: Exception | None = None
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
@@ -146,21 +159,35 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
     def _choose(self, model: Any) -> None:
         """Finds the layers to quantize, and refuses wrong arguments before anything is read."""
         config = self.quantization_config
-        skipped = self.get_modules_to_not_convert(model, config.modules_to_not_convert)
-        for name, module in model.named_modules():
-            if type(module) is nn.Linear and should_convert_module(name, skipped):
-                if module.in_features % 8:
-                    logger.warning(f"{name} stays in floats: K = {module.in_features} is not a multiple of 8")
-                    continue
-                # The constructor checks the arguments; on the meta device it allocates no memory.
+        report = Report("quantize while loading")
+        linear = {name: module for name, module in model.named_modules() if is_candidate(module)}
+        check_patterns(OP, linear, modules_to_not_convert=config.modules_to_not_convert)
+        kept = [] if config.quantize_head else self.get_modules_to_not_convert(model)
+        for name, module in linear.items():
+            if selects(config.modules_to_not_convert, name):
+                continue
+            shape = linear_shape(module)
+            entry = LayerReport(name, type(module).__name__, bytes_before=module.weight.nbytes)
+            reason = "" if should_convert_module(name, kept) else "the output layer, unless quantize_head=True"
+            if not reason and (reason := why_not_linear(module)):
+                logger.warning(f"{name} stays in floats: {reason}")
+            if reason:
+                entry = replace(entry, reason=reason)
+            report.layers.append(entry)
+            if shape is not None and not reason:
+                # The arguments are checked by the constructor; on the meta device it takes no memory.
                 MarlinLinear(
-                    module.in_features,
-                    module.out_features,
+                    shape.K,
+                    shape.N,
                     weight_format=config.weight_format,
                     group_size=config.group_size,
                     device="meta",
                 )
                 self._chosen.add(f"{name}.weight")
+        report.layers += left_matrices(
+            model, lambda name, _: not selects(config.modules_to_not_convert, name), is_candidate
+        )
+        check_coverage(OP, report)
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         """Returns whether a weight is quantized while it is loaded."""
@@ -171,20 +198,26 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
         return QuantizeWhileLoading(self._quantize)
 
     def _quantize(self, model: Any, name: str, weight: Tensor) -> bool:
-        """Replaces a Linear by a 4-bit layer. An error is stored and raised at the end of loading."""
+        """Quantizes the weight of a Linear; a failure is kept for the end, when it stops the load.
+
+        The layer waits beside the model until all is loaded, and the Linear keeps an empty weight: models initialize
+        what they have not found, and some reach into their children for that.
+        """
         config = self.quantization_config
         if self._failure is not None:
             return False
         linear = model.get_submodule(name)
+        matrix = weight.T.contiguous() if is_transposed(linear) else weight
         try:
             packed = quantize_weight(
-                weight, config.weight_format, config.group_size, config.method, **config.quantize_options
+                matrix, config.weight_format, config.group_size, config.method, **config.quantize_options
             )
         except ValueError as error:
             self._failure = ValueError(f"{OP}: layer {name!r}: {error}")
             return False
-        layer = MarlinLinear.from_packed(replace(packed, bias=linear.bias), dtype=weight.dtype)
-        model.set_submodule(name, layer.train(linear.training))
+        self._made[name] = packed, weight.dtype
+        linear.weight = nn.Parameter(weight.new_empty(len(weight), 0), requires_grad=False)
+        initialized(linear.weight)
         return True
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
@@ -193,6 +226,12 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
         if self._reader is not None:
             self._fill(model, self._reader)
             self._reader = None
+        for name, (packed, dtype) in self._made.items():
+            linear = model.get_submodule(name)
+            layer = MarlinLinear.from_packed(replace(packed, bias=linear.bias), dtype=dtype)
+            inherit(layer, linear)
+            model.set_submodule(name, layer)
+        self._made.clear()
         if self.quantization_config.fuse:
             fuse_projections(model)
         exporter = NativeExporter()
@@ -203,10 +242,11 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def _fill(self, model: Any, reader: CheckpointReader) -> None:
         keep_dense = self.quantization_config.modules_to_not_convert
+        check_patterns(OP, self._pending, modules_to_not_convert=keep_dense)
         for name, (index, pending) in tqdm(self._pending.items(), desc="Loading 4-bit layers", unit="layer"):
             weight = reader.read(index)
             assert weight is not None  # on_unsupported is not "skip"
-            dense = keep_dense is not None and not should_convert_module(name, keep_dense)
+            dense = selects(keep_dense, name)
             layer = make_layer(OP, name, pending.shape, weight, device_of(self._device_map, name), dense)
             inherit(layer, pending)
             model.set_submodule(name, layer)
@@ -226,12 +266,16 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
                 # Layers may share a table or a permutation, but safetensors refuses tensors that share memory.
                 state[f"{name}.{key}"] = value.clone() if key in ("lut", "perm") else value
         self.quantization_config.layers = exporter.layers
+        model.config.quantization_config = self.quantization_config
         return state, {}
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+        with torch.device("meta"):
+            original = type(model)._from_config(model.config)  # knows which layers hold their weight transposed
         for name, packed in list(unfused(model)):
-            bias = packed.bias
-            shape = LinearShape(packed.N, packed.K, dtype or torch.float32, packed.b_packed.device, bias)
+            bias, transposed = packed.bias, _has(original, name) and is_transposed(original.get_submodule(name))
+            device = packed.b_packed.device
+            shape = LinearShape(packed.N, packed.K, dtype or torch.float32, device, bias, transposed)
             layer = make_layer(OP, name, shape, packed, shape.device, True)
             inherit(layer, model.get_submodule(name))
             model.set_submodule(name, layer)

@@ -20,10 +20,23 @@ from torch_marlin_metal.integrations.transformers.config import MarlinConfig, lo
 from torch_marlin_metal.integrations.transformers.gguf import MarlinGgufQuantizer
 from torch_marlin_metal.integrations.transformers.quantizer import MarlinQuantizer
 
+# Where directories in this package's format arrive: see `NativeExporter.settings`.
+STOPS = "bitsandbytes_4bit"
 _Table = dict[str, Any]
 # Replaced entries as (table, key, former value); None if the key was absent.
 _replaced: list[tuple[_Table, str, Any]] = []
 _loading_types: list[tuple[type, ...]] = []
+
+
+class _Own:
+    """Stands for transformers' entry of bitsandbytes: takes this package's own directories, passes the others on."""
+
+    theirs = tables.AUTO_QUANTIZATION_CONFIG_MAPPING[STOPS]
+
+    @classmethod
+    def from_dict(cls, settings: dict[str, Any]) -> Any:
+        """Makes the config of a directory."""
+        return (MarlinConfig if settings.get("quant_method") == METHOD else cls.theirs).from_dict(settings)
 
 
 def taken_over() -> list[str]:
@@ -46,6 +59,7 @@ def take_over(**defaults: Any) -> None:
     if METHOD not in tables.AUTO_QUANTIZER_MAPPING:
         register_quantizer(METHOD)(MarlinQuantizer)
         register_quantization_config(METHOD)(MarlinConfig)
+        tables.AUTO_QUANTIZATION_CONFIG_MAPPING[STOPS] = _Own
     if _replaced:
         return
     methods = {method for fmt in DIRECTORY_FORMATS for method in fmt.methods} - {METHOD}

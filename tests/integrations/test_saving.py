@@ -1,0 +1,181 @@
+"""Models that were quantized in memory and saved by their own save_pretrained; directories opened without us."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
+
+from tests.support.models import make_model, same
+from torch_marlin_metal import MarlinLinear, convert, load_quantized, quantize_model, quantize_weight
+from torch_marlin_metal.checkpoints.card import CARD
+from torch_marlin_metal.checkpoints.formats.native import ADVICE
+from torch_marlin_metal.integrations.transformers import MarlinConfig, restore, take_over
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+IDS = torch.arange(8)[None]
+SIZES = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+LLAMA = SIZES | {"intermediate_size": 128, "num_key_value_heads": 2}
+
+
+def made(name: str):
+    torch.manual_seed(0)
+    model = {
+        "llama": lambda: LlamaForCausalLM(LlamaConfig(**LLAMA)),
+        "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**LLAMA, num_local_experts=4)),
+        "gpt2": lambda: GPT2LMHeadModel(
+            GPT2Config(vocab_size=64, n_embd=64, n_layer=2, n_head=2, bos_token_id=1, eos_token_id=2)
+        ),
+        "falcon": lambda: FalconForCausalLM(FalconConfig(**SIZES)),
+    }[name]()
+    return model.eval()
+
+
+def packed(model) -> list[str]:
+    return [name for name, module in model.named_modules() if isinstance(module, MarlinLinear)]
+
+
+def alone(code: str) -> str:
+    """Runs a program that does not import this package, which must fail, and returns its standard error."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert "torch_marlin_metal" not in done.stdout
+    return done.stderr
+
+
+@pytest.mark.parametrize(("name", "layers"), [("llama", 15), ("gpt2", 8), ("falcon", 8), ("mixtral", 9)])
+@pytest.mark.filterwarnings("ignore:quantize_model. only 17%")
+def test_a_model_quantized_in_memory_is_saved_and_loaded(name, layers, tmp_path) -> None:
+    model = made(name)
+    quantize_model(model, "uint4", 32, progress=False)
+    assert len(packed(model)) == layers
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert same(again.state_dict(), model.state_dict())
+    assert torch.equal(again(IDS).logits, model(IDS).logits)
+    assert (tmp_path / "README.md").read_text() == CARD
+    # Floats again, in the layers that the model's class has: GPT-2's hold their weight transposed.
+    again.dequantize().save_pretrained(tmp_path / "floats")
+    floats = AutoModelForCausalLM.from_pretrained(tmp_path / "floats")
+    torch.testing.assert_close(floats(IDS).logits, model(IDS).logits)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "falcon"])
+def test_layers_of_other_classes_are_quantized_while_they_load(name, tmp_path) -> None:
+    made(name).save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=MarlinConfig("uint4", 32))
+    expected = made(name)
+    quantize_model(expected, "uint4", 32, progress=False)
+    assert same(model.state_dict(), expected.state_dict())
+
+
+def test_a_model_inside_another_saves_its_own_part(tmp_path) -> None:
+    model = made("llama")
+    quantize_model(model, "uint4", 32, progress=False)
+    model.model.save_pretrained(tmp_path / "base")
+    model.save_pretrained(tmp_path / "whole")
+    for folder in ("base", "whole"):
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / folder)
+        assert same(again.model.state_dict(), model.model.state_dict())
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    path = tmp_path_factory.mktemp("saved")
+    model = made("llama")
+    quantize_model(model, "uint4", 32, progress=False)
+    model.save_pretrained(path)
+    return path
+
+
+def test_without_this_package_transformers_says_what_to_import(saved) -> None:
+    load = f"from transformers import AutoModelForCausalLM as Auto\nAuto.from_pretrained({str(saved)!r})"
+    assert ADVICE in alone(load).strip().splitlines()[-1]
+    for word in ("install the package torch_marlin_metal", "'import torch_marlin_metal.integrations.transformers'"):
+        assert word in ADVICE
+
+
+def test_a_loader_that_does_not_read_the_settings_stops_at_the_sizes(saved) -> None:
+    model, tensors = made("llama"), load_file(saved / "model.safetensors")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(RuntimeError, match=r"size mismatch for lm_head.weight: .* torch.Size\(\[1\]\)"):
+        model.load_state_dict(tensors, strict=False)
+    config = model.config
+    assert getattr(config, "quantization_config", None) is None
+    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+        LlamaForCausalLM.from_pretrained(saved, config=config)
+    assert same(before, made("llama").state_dict())
+
+
+def test_undone_the_import_still_loads_own_directories(saved) -> None:
+    restore()
+    try:
+        assert len(packed(AutoModelForCausalLM.from_pretrained(saved))) == 15
+    finally:
+        take_over()
+
+
+def test_a_converted_directory_has_the_card_too(tmp_path) -> None:
+    layer = quantize_weight(torch.randn(64, 128), "uint4", 32)
+    layer.name = "down"
+    convert.export_checkpoint([layer], tmp_path / "gptq", "gptq", version=2)
+    (tmp_path / "gptq" / "README.md").write_text("# A model\n")
+    path = convert.write_checkpoint(convert.open_reader(tmp_path / "gptq"), tmp_path / "own")
+    assert (path / "README.md").read_text() == f"# A model\n\n{CARD}"
+    again = convert.write_checkpoint(convert.open_reader(path), tmp_path / "again")
+    assert (again / "README.md").read_text() == f"# A model\n\n{CARD}"
+    model = nn.ModuleDict({"down": nn.Linear(128, 64, bias=False)})
+    load_quantized(model, again, progress=False)
+    assert torch.equal(model["down"].dequantize().T, layer.dequantize())
+    assert json.loads((path / "config.json").read_text())["quantization_config"]["bnb_4bit_compute_dtype"] == ADVICE
+
+
+def test_layers_of_two_packages_are_not_saved_together(tmp_path) -> None:
+    model = made("llama")
+    quantize_model(model, "uint4", 32, include="*.o_proj", progress=False)
+    other = model.model.layers[0].mlp.up_proj
+    other.register_buffer("qweight", torch.zeros(8, 128, dtype=torch.int32))
+    other.register_buffer("scales", torch.ones(2, 128))
+    with pytest.raises(ValueError, match=r"'model.layers.0.mlp.up_proj' and 0 more layers are those of another 4-bit"):
+        model.save_pretrained(tmp_path / "mixed")
+    assert not (tmp_path / "mixed").exists()
+
+
+def test_a_plain_state_dict_loads_where_the_same_layers_are_and_nowhere_else(tmp_path) -> None:
+    model = make_model("cpu")
+    quantize_model(model, "uint4", 32, progress=False)
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    for tensors in (load_file(tmp_path / "model.safetensors"), torch.load(tmp_path / "model.pt")):
+        again = make_model("cpu", seed=1)
+        quantize_model(again, "uint4", 32, progress=False)
+        again.load_state_dict(tensors)
+        assert same(again.state_dict(), model.state_dict())
+        with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "0.up.weight"'):
+            make_model("cpu").load_state_dict(tensors)
+
+
+def test_little_or_nothing_quantized_is_said_when_loading(tmp_path) -> None:
+    made("mixtral").save_pretrained(tmp_path)
+    with pytest.warns(
+        UserWarning, match=r"only 14% of the matrix weights .*experts.gate_up_proj \(262 kB\): a stack of 4"
+    ):
+        AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=MarlinConfig("uint4", 32))
+    only = MarlinConfig("uint4", 32, modules_to_not_convert=["*_proj"])
+    with pytest.raises(ValueError, match=r"from_pretrained: no layer was quantized; .*lm_head .*quantize_head=True"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=only)

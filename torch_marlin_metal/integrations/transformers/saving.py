@@ -1,0 +1,55 @@
+"""`save_pretrained` of models that hold packed layers, however the layers came there.
+
+A model that `from_pretrained` loaded has a quantizer, which transformers asks for the tensors. One that was quantized
+in memory has none, and transformers would write tensors that no loader finds. So the models' own `save_pretrained` is
+wrapped: it gives such a model a quantizer first, and afterwards writes the directory's README.
+"""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from torch_marlin_metal.checkpoints.card import write_card
+from torch_marlin_metal.integrations.transformers.config import MarlinConfig
+from torch_marlin_metal.integrations.transformers.quantizer import MarlinQuantizer
+from torch_marlin_metal.layers.fuse import unfused
+from torch_marlin_metal.replace.detect import is_packed_linear
+
+
+def install() -> None:
+    """Wraps `PreTrainedModel.save_pretrained`; a second call does nothing."""
+    original = PreTrainedModel.save_pretrained
+    if getattr(original, "saves_packed_layers", False):
+        return
+
+    @functools.wraps(original)
+    def save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        attach(self)
+        result = original(self, save_directory, *args, **kwargs)
+        if isinstance(getattr(self, "hf_quantizer", None), MarlinQuantizer) and Path(save_directory).is_dir():
+            write_card(Path(save_directory))
+        return result
+
+    save_pretrained.saves_packed_layers = True  # type: ignore[attr-defined]
+    PreTrainedModel.save_pretrained = save_pretrained
+
+
+def attach(model: Any) -> None:
+    """Gives a model with packed layers the quantizer that saves them.
+
+    Raises:
+        ValueError: the model has 4-bit layers of another package beside them, which no format stores together.
+    """
+    quantizer = getattr(model, "hf_quantizer", None)
+    if isinstance(quantizer, MarlinQuantizer) or next(unfused(model), None) is None:
+        return
+    theirs = [name for name, module in model.named_modules() if is_packed_linear(module)]
+    if theirs:
+        raise ValueError(
+            f"save_pretrained: {theirs[0]!r} and {len(theirs) - 1} more layers are those of another 4-bit package, "
+            "others are MarlinLinear, and no checkpoint holds both. Replace them too (replace_linear_layers reports "
+            "why it left them), or load the checkpoint with torch_marlin_metal.integrations.transformers imported"
+        )
+    model.hf_quantizer = MarlinQuantizer(MarlinConfig(), pre_quantized=True)

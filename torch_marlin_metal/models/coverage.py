@@ -1,0 +1,79 @@
+"""How much of a model is in 4 bit: its matrices that stay floats, in bytes and with the reason."""
+
+import warnings
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from torch_marlin_metal.models.report import LayerReport, Report, human_size
+
+# Modules whose parameters are looked up or convolved, never the second operand of a matrix product.
+NOT_MATRICES = (nn.Embedding, nn.EmbeddingBag, nn.modules.conv._ConvNd)
+SMALLEST = 8  # rows and columns; smaller ones are tables and vectors of another rank
+NAMED = 8  # in a message
+
+
+def left_matrices(
+    model: nn.Module, chosen: Callable[[str, nn.Module], bool], is_listed: Callable[[nn.Module], bool]
+) -> list[LayerReport]:
+    """Lists the parameters of a model that are matrices, or stacks of them, and no layer's that can be quantized.
+
+    Args:
+        model: the model as it is now.
+        chosen: whether the caller wants a parameter's module, by its name or the parameter's.
+        is_listed: whether the report has a module already, and with it everything inside.
+    """
+    found, seen = [], set()
+    listed = tuple(f"{name}." for name, module in model.named_modules(remove_duplicate=False) if is_listed(module))
+    for prefix, module in model.named_modules():
+        if isinstance(module, NOT_MATRICES) or f"{prefix}.".startswith(listed):
+            continue
+        for key, tensor in module._parameters.items():
+            if tensor is None or id(tensor) in seen or not _is_matrix(tensor):
+                continue
+            seen.add(id(tensor))
+            name = f"{prefix}.{key}" if prefix else key
+            if chosen(name, module) or chosen(prefix, module):
+                found.append(_entry(name, module, tensor))
+    return found
+
+
+def _is_matrix(tensor: Tensor) -> bool:
+    stacked = tensor.dim() == 3 and tensor.shape[0] > 1
+    return tensor.is_floating_point() and (tensor.dim() == 2 or stacked) and min(tensor.shape[-2:]) >= SMALLEST
+
+
+def _entry(name: str, module: nn.Module, tensor: Tensor) -> LayerReport:
+    kind, shape = type(module).__name__, tuple(tensor.shape)
+    what = f"a stack of {shape[0]} matrices" if len(shape) == 3 else "a matrix"
+    return LayerReport(
+        name,
+        kind,
+        (shape[-2], shape[-1]),
+        bytes_before=tensor.nbytes,
+        reason=f"{what} inside {kind}; only Linear layers become 4 bit",
+    )
+
+
+def check_coverage(op: str, report: Report) -> None:
+    """Says that little was quantized, and what was left.
+
+    Raises:
+        ValueError: nothing was quantized.
+    """
+    left, share = report.left_bytes, report.quantized_share
+    if share >= 0.5:
+        return
+    worst = sorted(report.left, key=lambda layer: -layer.bytes_before)
+    names = [f"{layer.name} ({human_size(layer.bytes_before)}): {layer.reason}" for layer in worst[:NAMED]]
+    more = f"; and {len(worst) - NAMED} more" if len(worst) > NAMED else ""
+    listing = "; ".join(names) + more
+    if not report.converted:
+        raise ValueError(
+            f"{op}: no layer was quantized"
+            + (f"; {human_size(left)} of matrix weights stay in floats: {listing}" if worst else ": the model has none")
+        )
+    warnings.warn(
+        f"{op}: only {share:.0%} of the matrix weights were quantized; {human_size(left)} stay in floats: {listing}",
+        stacklevel=3,
+    )

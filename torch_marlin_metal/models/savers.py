@@ -1,0 +1,27 @@
+"""Libraries whose models save themselves: each has a module of `integrations` that lets them save packed layers.
+
+It is imported by name, and only for a model of that library: an arrow up, against the order of the rooms, because
+nothing else is called when such a model is quantized in memory.
+"""
+
+import importlib
+import warnings
+
+from torch import nn
+
+# The base class of a library's models -> the library, and what is imported for it.
+SAVERS = {
+    "PreTrainedModel": ("transformers", "torch_marlin_metal.integrations.transformers"),
+    "ModelMixin": ("diffusers", "torch_marlin_metal.integrations.diffusers"),
+}
+
+
+def let_it_save(op: str, model: nn.Module) -> None:
+    """Sees to it that the `save_pretrained` of a model, or of a model inside it, writes packed layers."""
+    bases = {base for module in model.modules() for base in type(module).__mro__}
+    for name, (library, integration) in SAVERS.items():
+        if any(base.__name__ == name and base.__module__.split(".")[0] == library for base in bases):
+            try:
+                importlib.import_module(integration)
+            except ImportError as error:
+                warnings.warn(f"{op}: what this model's save_pretrained writes cannot be loaded: {error}", stacklevel=3)
