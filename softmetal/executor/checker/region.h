@@ -11,7 +11,7 @@ namespace softmetal {
 struct Access {
   uint32_t group = 0;  // linear index + 1; 0: no access yet
   uint32_t thread : 10 = 0;
-  uint32_t code : 22 = 0;  // offset in the library
+  uint32_t code : 22 = 0;  // offset of the accessing code in the library
   uint32_t barriers = 0;
   uint32_t simd_barriers = 0;
 

@@ -13,7 +13,7 @@ METAL_FUNC half inexact_half(float x) {
   return static_cast<half>(size < 65472.0f ? sm_perturb(x, 3000.0f) : x);
 }
 METAL_FUNC float within_one(float x) { return __builtin_fminf(1.0f, __builtin_fmaxf(-1.0f, x)); }
-// Absolute error below 2^-13, for values of size at most 1.
+// Adds an absolute error below 2^-13, for values of magnitude at most 1.
 METAL_FUNC float inexact_absolute(float x) {
   float base = 1.0f + 0.5f * __builtin_fabsf(x);
   return within_one(x + (sm_perturb(base, 1000.0f) - base));
