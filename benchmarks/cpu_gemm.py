@@ -100,7 +100,7 @@ class Layer:
         self.packed = [(packed.clone(), scales.clone()) for _ in range(copies)]
 
     def __call__(self, a: torch.Tensor, index: int) -> object:
-        """This package's operator."""
+        """Multiplies with this package's operator."""
         words, scales = self.packed[index % len(self.packed)]
         return tmm.ops.gemm(a, words, scales, **self.arguments)
 
@@ -122,12 +122,12 @@ class Peers:
         }
 
     def int4pack(self, a: torch.Tensor, index: int) -> object:
-        """PyTorch's 4-bit kernel, in its own layout."""
+        """Multiplies with PyTorch's 4-bit kernel, in its own layout."""
         words = self.packed[index % len(self.packed)]
         return torch.ops.aten._weight_int4pack_mm_for_cpu(a, words, GROUP_SIZE, self.scales_and_zeros[a.dtype])
 
     def linear(self, a: torch.Tensor, index: int) -> object:
-        """PyTorch's dense linear."""
+        """Multiplies with PyTorch's dense linear."""
         copies = self.dense[a.dtype]
         return torch.nn.functional.linear(a, copies[index % len(copies)])
 

@@ -179,7 +179,7 @@ KINDS = tuple(
 
 
 def ours(copies: list[tuple[torch.Tensor, torch.Tensor]], kind: Kind, a: torch.Tensor, index: int) -> torch.Tensor:
-    """This package's operator."""
+    """Multiplies with this package's operator."""
     words, scales = copies[index % len(copies)]
     torch.set_float32_matmul_precision(kind.precision)  # takes 0.2 us
     return tmm.ops.gemm(a, words, scales, weight_format="uint4b8", group_size=kind.group_size)

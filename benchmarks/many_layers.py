@@ -70,18 +70,18 @@ def gptq_layer(name: str) -> list[tuple[str, str, list[int], bytes]]:
 
 
 def entries(path: Path, count: int) -> Path:
-    """One layer and entries without bytes, the most that a small file can hold."""
+    """Writes one layer, and `count` entries without bytes, which is how a small file can hold the most entries."""
     empty = [(f"model.layers.{i}.norm.weight", "F16", [0], b"") for i in range(count)]
     return write_safetensors(path, GPTQ, gptq_layer("a") + empty)
 
 
 def layers(path: Path, count: int) -> Path:
-    """GPTQ layers of 16 x 8 weights."""
+    """Writes GPTQ layers of 16 x 8 weights."""
     return write_safetensors(path, GPTQ, [part for i in range(count) for part in gptq_layer(f"model.layers.{i}.up")])
 
 
 def stacked_experts(path: Path, count: int) -> Path:
-    """One gpt-oss stack of experts of 8 x 32 weights."""
+    """Writes one gpt-oss stack of experts of 8 x 32 weights."""
     tensors = [
         ("a_blocks", "U8", [count, 8, 1, 16], bytes(128 * count)),
         ("a_scales", "U8", [count, 8, 1], bytes([120] * 8 * count)),
@@ -110,12 +110,12 @@ def gguf(path: Path, tensors: list[tuple[str, tuple[int, ...]]]) -> Path:
 
 
 def gguf_layers(path: Path, count: int) -> Path:
-    """A GGUF file of Q4_0 matrices of 8 x 32 weights."""
+    """Writes a GGUF file of Q4_0 matrices of 8 x 32 weights."""
     return gguf(path, [(f"blk.{i}.attn_q.weight", (32, 8)) for i in range(count)])
 
 
 def gguf_experts(path: Path, count: int) -> Path:
-    """A GGUF file with one stack of experts of 8 x 32 weights."""
+    """Writes a GGUF file with one stack of experts of 8 x 32 weights."""
     return gguf(path, [("blk.0.ffn_up_exps.weight", (32, 8, count))])
 
 

@@ -43,7 +43,10 @@ def best(M: int, gpu: str, weight_format: str = "uint4b8") -> PlanCandidate:
 
 
 def issue_over_memory(M: int, gpu: str, weight_format: str, *, peak: bool) -> float:
-    """Returns gemv's issue or complex-unit time / memory time, at the rate that reads reach or at the peak rate."""
+    """Returns the longer of gemv's issue time and complex-unit time, divided by its memory time.
+
+    Memory is read at its peak rate if `peak`, and otherwise at the rate that reads reach.
+    """
     plan = tmm.plan(M, N, K, weight_format=weight_format, group_size=GROUP_SIZE, gpu=gpu, variant="gemv").chosen
     dispatch = plan.dispatches[0]
     fraction = AppleSiliconGPU.from_name(gpu).figures["dram_fraction"].value if peak else 1.0

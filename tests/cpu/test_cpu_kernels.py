@@ -80,7 +80,7 @@ def passes(done: subprocess.CompletedProcess[str]) -> None:
     assert done.stdout.endswith(" 0 failed\n")
 
 
-def test_every_family_against_fp64(program: Path) -> None:
+def test_every_family_agrees_with_fp64(program: Path) -> None:
     done = run(program, "20")
     passes(done)
     available = run(program, "capability").stdout.split("available:")[1].split()
@@ -89,11 +89,11 @@ def test_every_family_against_fp64(program: Path) -> None:
 
 
 @pytest.mark.parametrize("test", ["cpu_weights_test", "cpu_plan_test", "cpu_mlstm_test", "cpu_memory_test"])
-def test_weights_plan_mlstm_and_memory(programs: dict[str, Path], test: str) -> None:
+def test_the_other_programs_pass(programs: dict[str, Path], test: str) -> None:
     passes(run(programs[test]))
 
 
-def test_sanitizers(run_folder: Path) -> None:
+def test_kernels_pass_under_sanitizers(run_folder: Path) -> None:
     programs = build(run_folder, *SANITIZERS, vector_flags=PLAIN)
     passes(run(programs["cpu_kernels_test"], "3"))
     passes(run(programs["cpu_weights_test"], "3"))
@@ -121,7 +121,7 @@ def test_absent_family_is_an_error(program: Path) -> None:
         assert f"got '{isa}', which this machine does not have" in done.stdout
 
 
-def test_tiles_emulated(program: Path, run_folder: Path) -> None:
+def test_amx_kernels_pass_with_emulated_tiles(program: Path, run_folder: Path) -> None:
     """Runs the AMX kernels with tiles emulated in plain C++, so that CPUs without AMX test them too."""
     if "avx512" not in run(program, "capability").stdout.split("available:")[1].split():
         pytest.skip("needs AVX-512: tiles are emulated, the code around them is not")

@@ -26,7 +26,7 @@ def emulate(cpu: str, program: Path, *arguments: str) -> str:
     return done.stdout
 
 
-def test_neon_against_fp64(run_folder: Path) -> None:
+def test_neon_kernels_agree_with_fp64(run_folder: Path) -> None:
     programs = build(run_folder, "-O1", "-static", compiler=COMPILER)
     for cpu, features in CPUS.items():
         kernels = programs["cpu_kernels_test"]

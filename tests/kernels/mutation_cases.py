@@ -147,8 +147,11 @@ def _mlstm_cases() -> Iterator[Case]:
     yield _mlstm(mlstm.Sequence(S=128, DK=8, DV=8, chunk_size=128, regime="remembering"), simdgroups=1)
     yield _mlstm(mlstm.Sequence(S=96, DK=8, DV=8, chunk_size=64), simdgroups=1)
     yield _mlstm(mlstm.Sequence(S=35, DK=8, DV=8, chunk_size=16, regime="kept"), simdgroups=1)
-    yield "mlstm work", test_kernel_mlstm.test_work
-    yield "mlstm values", partial(test_kernel_mlstm.test_value_that_is_not_finite, "v", float("nan"))
+    yield "mlstm work", test_kernel_mlstm.test_no_work_is_done_twice
+    yield (
+        "mlstm values",
+        partial(test_kernel_mlstm.test_a_value_that_is_not_finite_stays_in_its_tokens_and_columns, "v", float("nan")),
+    )
     yield "mlstm infinities", partial(test_kernel_mlstm.test_each_token_with_a_value_that_is_not_finite, FLOAT)
 
 
@@ -160,7 +163,7 @@ def _mlstm_gates_cases() -> Iterator[Case]:
 def _mlstm_step_cases() -> Iterator[Case]:
     for DK, DV, offset, simdgroups in ((33, 130, 1, 4), (32, 128, 0, 4), (8, 260, 0, 1)):
         name = f"mlstm step {DK}x{DV}"
-        yield name, partial(test_kernel_mlstm.test_step, FLOAT, DK, DV, offset, simdgroups)
+        yield name, partial(test_kernel_mlstm.test_a_step_agrees_with_the_recurrence, FLOAT, DK, DV, offset, simdgroups)
 
 
 def _mlstm_all() -> Iterator[Case]:

@@ -28,7 +28,7 @@ AXES: dict[str, list[Any]] = {
     # One token, one less and one more than a block, whole chunks, and several tails.
     "S": [1, 16, 31, 32, 33, 64, 77, 100],
     "chunk_size": [16, 32, 64, 128],
-    # One, the sizes of a lane, fragment, simdgroup and tile, and sizes beside them.
+    # One; the widths of a lane, fragment, simdgroup and tile; and widths between them.
     "DK": [1, 8, 24, 33, 64, 72],
     "DV": [1, 7, 32, 48, 65, 96],
     "m0": [None, 0.0, 20.0, -20.0],
@@ -58,7 +58,7 @@ def cases() -> list[Any]:
 
 
 @pytest.mark.parametrize(("p", "options"), cases())
-def test_sequence(p: Sequence, options: dict[str, int], everything: bool) -> None:
+def test_a_sequence_agrees_with_the_recurrence(p: Sequence, options: dict[str, int], everything: bool) -> None:
     if not everything and p.seed % 3 != 0 and p.S * p.DK * p.DV > 40000:
         p = replace(p, S=min(p.S, 33), DK=min(p.DK, 33), DV=min(p.DV, 48))
     check_close(p, run(p, **options), reference(make_inputs(p)))
@@ -66,14 +66,14 @@ def test_sequence(p: Sequence, options: dict[str, int], everything: bool) -> Non
 
 @pytest.mark.parametrize("regime", REGIMES)
 @pytest.mark.parametrize("chunk_size", [64, 256])
-def test_regimes(regime: str, chunk_size: int) -> None:
+def test_every_regime_of_gates_agrees_over_long_chunks(regime: str, chunk_size: int) -> None:
     """Every regime of gates works over long chunks. Runs in fast mode."""
     for m0 in (None, 20.0, -20.0):
         p = Sequence(S=512, DK=32, DV=48, chunk_size=chunk_size, regime=regime, m0=m0)
         check_close(p, run(p, checked=False), reference(make_inputs(p)))
 
 
-def test_reset() -> None:
+def test_a_forget_gate_of_minus_infinity_resets_the_state() -> None:
     """A forget gate of minus infinity forgets everything before it, exactly."""
     p = Sequence(S=96, DK=32, DV=32, chunk_size=64)
     inputs = dict(make_inputs(p))
@@ -86,7 +86,7 @@ def test_reset() -> None:
 
 
 @pytest.mark.parametrize("save_every", [1, 2, 4])
-def test_saved_states(save_every: int) -> None:
+def test_saved_states_do_not_depend_on_how_many_are_saved(save_every: int) -> None:
     """Saved states have the same bits, whether all are saved or only some. The stabilisers of all chunks are saved."""
     p = Sequence(S=128, DK=40, DV=72, chunk_size=16, m0=3.0)
     every, some = (Run(p, make_inputs(p), {}, save_every=n) for n in (1, save_every))
@@ -104,7 +104,7 @@ def test_saved_states(save_every: int) -> None:
 
 
 @pytest.mark.parametrize("groups", [1, 3])
-def test_output_of_given_states(groups: int) -> None:
+def test_output_uses_the_states_that_it_is_given(groups: int) -> None:
     """If the caller gives the states, mlstm_gates reads their stabilisers and does not write them."""
     p = Sequence(S=64, DK=24, DV=40, chunk_size=16)
     whole = run(p)
@@ -121,7 +121,7 @@ def test_output_of_given_states(groups: int) -> None:
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(("DK", "DV"), [(1, 1), (8, 128), (33, 130), (72, 260)])
 @pytest.mark.parametrize(("offset", "simdgroups"), [(0, 1), (1, 4), (4, 16)])
-def test_step(dtype: torch.dtype, DK: int, DV: int, offset: int, simdgroups: int) -> None:
+def test_a_step_agrees_with_the_recurrence(dtype: torch.dtype, DK: int, DV: int, offset: int, simdgroups: int) -> None:
     regimes = ["plain", "strong", "kept", "large"] if dtype is torch.float32 else ["plain"]
     for regime in regimes:
         p = Sequence(S=1, DK=DK, DV=DV, chunk_size=16, B=2, dtype=dtype, regime=regime, m0=-2.0, offset=offset)
@@ -133,7 +133,7 @@ def test_step(dtype: torch.dtype, DK: int, DV: int, offset: int, simdgroups: int
         check_states(p, got, exact, np.s_[:, :, 1])
 
 
-def test_same_bits_in_any_order() -> None:
+def test_the_order_of_threadgroups_changes_no_bit() -> None:
     p = Sequence(S=100, DK=72, DV=96, chunk_size=64, B=2, m0=1.0)
     first, second = (run(p, seed=seed, gate_simdgroups=3) for seed in (1, 2))
     for name in ("H", "OutN", "OutM", "FinalC", "FinalN", "FinalM"):
@@ -149,7 +149,7 @@ def test_segments_change_no_bit() -> None:
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "i", "f"])
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_value_that_is_not_finite(name: str, value: float) -> None:
+def test_a_value_that_is_not_finite_stays_in_its_tokens_and_columns(name: str, value: float) -> None:
     """A NaN or inf in token 45 of head 1 does not change earlier tokens, other heads or, if in v, other columns."""
     p = Sequence(S=80, DK=24, DV=40, chunk_size=64, H=3)
     inputs = dict(make_inputs(p))
@@ -182,7 +182,7 @@ def test_each_token_with_a_value_that_is_not_finite(dtype: torch.dtype) -> None:
     assert np.array_equal(got[..., ~seen], clean[..., ~seen])
 
 
-def test_work() -> None:
+def test_no_work_is_done_twice() -> None:
     """Each simdgroup writes and reads its part of a state once, computes no extra products and needs one barrier."""
     p = Sequence(S=128, DK=32, DV=96, chunk_size=64)
     got = run(p, simdgroups=4)

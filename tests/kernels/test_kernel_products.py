@@ -56,12 +56,12 @@ def run(kernel: str, problem: Problem, **options) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("p", "options"), pairwise(GEMV_AXES, DIRECT_LAUNCH))
-def test_gemv(p: Problem, options: dict) -> None:
+def test_gemv_agrees_with_fp64(p: Problem, options: dict) -> None:
     check(p, run_gemv(p, **options), raw_codes=True)
 
 
 @pytest.mark.parametrize(("p", "options"), pairwise(FUSED_AXES, DIRECT_LAUNCH))
-def test_fused(p: Problem, options: dict) -> None:
+def test_fused_agrees_with_fp64(p: Problem, options: dict) -> None:
     check(p, run_fused(p, **options), raw_codes=False)
 
 
@@ -77,7 +77,7 @@ def test_threadgroup_memory_is_what_the_kernel_uses(kernel: str) -> None:
 
 
 @pytest.mark.parametrize(("p", "options"), pairwise(TILE_AXES, TILE_LAUNCH))
-def test_tiles(p: Problem, options: dict) -> None:
+def test_staged_kernels_agree_with_fp64(p: Problem, options: dict) -> None:
     check(p, run_tiles(**options, problem=p), raw_codes=False)
 
 
@@ -88,14 +88,14 @@ STRADDLING_K = {"K": [8, 40, 72, 136, 264, 328]}
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "matrix_row" in metafunc.fixturenames:
-        # Without --everything one shape per kernel is enough: test_gemv, test_fused and test_tiles sample the matrix.
+        # Without --everything one shape per kernel is enough: test_gemv_agrees_with_fp64, test_fused_agrees_with_fp64 and test_staged_kernels_agree_with_fp64 sample the matrix.
         whole = metafunc.config.getoption("--everything")
         rows = [(M, COLUMNS) for M in EVERY_M] if whole else [(130, [65])]
         metafunc.parametrize("matrix_row", rows, ids=[f"M={M}" for M, _ in rows])
 
 
 @pytest.mark.parametrize("kernel", ["gemv", "fused", *STAGED, *STRIPED])
-def test_the_whole_matrix_of_shapes(kernel: str, matrix_row: tuple[int, list[int]]) -> None:
+def test_every_shape_agrees_with_fp64(kernel: str, matrix_row: tuple[int, list[int]]) -> None:
     """Runs each kernel at each shape. Formats, dtypes and options are drawn at random with a fixed seed per shape."""
     axes, launch = {"gemv": (GEMV_AXES, DIRECT_LAUNCH), "fused": (FUSED_AXES, DIRECT_LAUNCH)}.get(
         kernel, (TILE_AXES, TILE_LAUNCH)
@@ -109,7 +109,7 @@ def test_the_whole_matrix_of_shapes(kernel: str, matrix_row: tuple[int, list[int
 
 
 @pytest.mark.parametrize("kernel", STRIPED)
-def test_stripes(kernel: str) -> None:
+def test_any_number_of_stripes_agrees_with_fp64(kernel: str) -> None:
     """Covers one stripe for all tiles, idle stripes, a longer last slice, and a stripe border at a tile's edge."""
     p = problem(130, 130, 200, weight_format="uint4", dtype=torch.float16, group_size=32, bias_dtype=torch.float16)
     for stripes in (1, 3, 5, 6, 13, 60):
@@ -121,7 +121,7 @@ def test_stripes(kernel: str) -> None:
     ("kernel", "weight_format", "dtype"),
     pairs(kernel=["gemv", "fused", STAGED[1], STRIPED[0]], weight_format=FORMATS, dtype=FLOATS),
 )
-def test_same_bits_in_any_order(kernel: str, weight_format: str, dtype: torch.dtype) -> None:
+def test_the_order_of_threadgroups_changes_no_bit(kernel: str, weight_format: str, dtype: torch.dtype) -> None:
     p = problem(5, 72, 200, weight_format=weight_format, dtype=dtype, bias_dtype=torch.float32)
     options = {"splits": 2} if kernel in ("gemv", "fused") else {"parts": 3}
     first, second = (run(kernel, p, seed=seed, **options) for seed in (1, 2))
@@ -129,22 +129,22 @@ def test_same_bits_in_any_order(kernel: str, weight_format: str, dtype: torch.dt
 
 
 @pytest.mark.parametrize("p", plain_problems(4, 256, 16384, group_size=128, all_positive=True))
-def test_gemv_long_sums(p: Problem) -> None:
+def test_gemv_sums_a_long_k_within_the_bound(p: Problem) -> None:
     check(p, run_gemv(p, rows=4, simdgroups=8, checked=False), raw_codes=True)
 
 
 @pytest.mark.parametrize("p", plain_problems(10, 40, 16384, group_size=128, all_positive=True))
-def test_fused_long_sums(p: Problem) -> None:
+def test_fused_sums_a_long_k_within_the_bound(p: Problem) -> None:
     check(p, run_fused(p, rows=8, simdgroups=1, checked=False), raw_codes=False)
 
 
 @pytest.mark.parametrize("p", plain_problems(66, 136, 16384, group_size=128, all_positive=True))
-def test_tiles_long_sums(p: Problem) -> None:
+def test_staged_kernels_sum_a_long_k_within_the_bound(p: Problem) -> None:
     check(p, run_tiles("gemm_double_buffered_64x64x32", p, checked=False), raw_codes=False)
 
 
 @pytest.mark.parametrize("kernel", ["gemv", "fused", STAGED[0], STAGED[-1], STRIPED[-1]])
-def test_all_weights_positive(kernel: str) -> None:
+def test_positive_weights_stay_within_the_bound(kernel: str) -> None:
     """Without cancellation the rounding errors of a long chain of additions would exceed the bound."""
     for K in (128, 1024, 4096):
         p = problem(4, 64, K, weight_format="uint4_bias", dtype=torch.float32, group_size=16, all_positive=True)

@@ -16,7 +16,7 @@ def run(*arguments: str) -> str:
     return done.stdout
 
 
-def test_counts() -> None:
+def test_counts_follow_from_the_shapes() -> None:
     found = {row["variant"]: row for row in json.loads(run("--json", "--variants", "gemv", "double_buffered"))}
     gemv, staged = found["gemv"], found["double_buffered"]
     words, scales, rows = K * N // 2, K // GROUP * N * 2, M * K * 2
@@ -37,7 +37,7 @@ def test_counts() -> None:
     assert staged["barriers"] == K // 32
 
 
-def test_tables() -> None:
+def test_both_kinds_of_table_are_printed() -> None:
     plain, markdown = run("--variants", "single_stage"), run("--variants", "single_stage", "--markdown")
     assert "single_stage (gemm_single_stage_64x64x32)" in plain
     assert markdown.count("\n|---") == 1

@@ -18,7 +18,7 @@ int main() {
 INSTANCES = {"0": 1, "1": 3, "2": 21}  # by KernelNaming: plain, one per element, one per format and element
 
 
-def test_instantiations(tmp_path: Path) -> None:
+def test_every_instantiation_is_counted(tmp_path: Path) -> None:
     program = tmp_path / "listed"
     (tmp_path / "listed.cpp").write_text(LISTED)
     subprocess.run(

@@ -10,7 +10,7 @@ def spans(numbers: list[int]) -> str:
     return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
 
 
-def test_worked_example() -> None:
+def test_the_worked_example_of_the_page_is_right() -> None:
     text = DOC.read_text()
     sizes = re.search(r"M = (\d+), N = (\d+), K = (\d+) with tiles of (\d+) x (\d+) and slices of (\d+)", text)
     assert sizes
