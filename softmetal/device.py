@@ -24,7 +24,8 @@ import numpy.typing as npt
 from .executor import bindings as api
 from .executor.bindings import executor
 from .msl.air.compiler import compile_metallib
-from .msl.compiler import DEFAULT_FILE_NAME, CompileError, compile_source
+from .msl.compiler import DEFAULT_FILE_NAME, compile_source
+from .msl.tools import CompileError
 
 __all__ = [
     "Buffer",

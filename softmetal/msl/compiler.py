@@ -9,23 +9,20 @@ from __future__ import annotations
 import argparse
 import functools
 import hashlib
-import os
 import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from .alignment import add_alignment_checks
+from .dialect import check
 from .lint import lint
 from .tokens import SourceError, significant, tokenize
+from .tools import CLANG, HERE, CompileError, cache_folder, install, run
 from .translate import Translator
 
-_HERE = Path(__file__).resolve().parent
-_INCLUDE = _HERE / "include"
-_COMPILER = os.environ.get("SOFTMETAL_CXX", "clang++-19")
+_INCLUDE = HERE / "include"
 DEFAULT_FILE_NAME = "program_source.metal"
 
 # Metal source sees the macros of MSL 3.1 and none of the host's.
@@ -67,10 +64,6 @@ _AFTER_CHECKS = [
 _LINK = ["-shared", "-nostdlib", "-fno-sanitize-link-runtime", "-lm", "-lc", "-lgcc"]
 
 
-class CompileError(Exception):
-    """Raised for Metal source that does not compile. The text is the compiler's messages."""
-
-
 @dataclass(frozen=True)
 class Compiled:
     """A shared object and the user's files that it was made from."""
@@ -79,38 +72,20 @@ class Compiled:
     dependencies: tuple[str, ...]
 
 
-def cache_folder() -> Path:
-    """Returns the folder of shared objects: SOFTMETAL_CACHE, or build/softmetal/cache of the repository."""
-    return Path(os.environ.get("SOFTMETAL_CACHE", _HERE.parents[1] / "build" / "softmetal" / "cache"))
-
-
 def library_files() -> list[Path]:
     """Returns the files of this folder, and of the executor, that a compiled library depends on."""
     headers = [p for p in _INCLUDE.rglob("*") if p.is_file()]
-    return sorted([*headers, *_HERE.glob("*.py"), _HERE / "thunk.h", _HERE.parent / "executor" / "abi.h"])
+    return sorted([*headers, *HERE.glob("*.py"), HERE / "thunk.h", HERE.parent / "executor" / "abi.h"])
 
 
 @functools.cache
 def toolchain_digest() -> str:
     # The compiler's version and the processor's instructions are among its macros.
-    digest = hashlib.sha256(run([_COMPILER, *_MACHINE, "-E", "-dM", "-x", "c", "-"], "").encode())
+    digest = hashlib.sha256(run([CLANG, *_MACHINE, "-E", "-dM", "-x", "c", "-"], "").encode())
     digest.update(repr([_PREPROCESS, _COMPILE, FAST, _BEFORE_CHECKS, _AFTER_CHECKS, _LINK]).encode())
     for path in library_files():
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()
-
-
-def run(command: Sequence[str], data: str | bytes) -> str:
-    """Runs a tool on `data` and returns its output. Raises CompileError with its messages if it fails."""
-    try:
-        done = subprocess.run(command, input=data.encode() if isinstance(data, str) else data, capture_output=True)
-    except FileNotFoundError as error:
-        package = "llvm-19" if command[0].startswith("llvm-") else "clang-19"
-        raise CompileError(f"{command[0]} not found; install with: apt-get install {package}") from error
-    if done.returncode:
-        message = done.stderr.decode(errors="replace").strip()
-        raise CompileError(message or f"{command[0]} ended with status {done.returncode}")
-    return done.stdout.decode()
 
 
 def cached(name: str, suffix: str, *parts: object) -> Path:
@@ -133,32 +108,20 @@ def _stubs() -> Path:
     return folder
 
 
-def install(path: Path, make: list[str], text: str) -> None:
-    """Runs a command that writes to its last argument, and moves the finished file into place."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=path.suffix)
-    os.close(handle)
-    try:
-        run([*make, temporary], text)
-        os.replace(temporary, path)
-    finally:
-        Path(temporary).unlink(missing_ok=True)
-
-
 def precompiled(checked: bool) -> Path:
     # A precompiled header names the files that it was made from, so each checkout needs its own.
-    digest = hashlib.sha256(f"{_HERE} {toolchain_digest()}".encode()).hexdigest()
+    digest = hashlib.sha256(f"{HERE} {toolchain_digest()}".encode()).hexdigest()
     path = cache_folder() / f"prelude-{'checked' if checked else 'fast'}-{digest[:16]}.pch"
     if not path.exists():
         flags = [*_COMPILE, *(_BEFORE_CHECKS if checked else FAST), "-I", str(_INCLUDE)]
-        prelude = f'#include <metal_stdlib>\n#include "{_HERE / "thunk.h"}"\n'
-        install(path, [_COMPILER, "-x", "c++-header", "-", *flags, "-Xclang", "-emit-pch", "-o"], prelude)
+        prelude = f'#include <metal_stdlib>\n#include "{HERE / "thunk.h"}"\n'
+        install(path, [CLANG, "-x", "c++-header", "-", *flags, "-Xclang", "-emit-pch", "-o"], prelude)
     return path
 
 
 def _from_cpp(checked: bool) -> list[str]:
     prelude = ["-include-pch", str(precompiled(checked)), "-Xclang", "-fno-validate-pch"]
-    return [_COMPILER, "-x", "c++", "-", *prelude, *_COMPILE, *(_BEFORE_CHECKS if checked else FAST)]
+    return [CLANG, "-x", "c++", "-", *prelude, *_COMPILE, *(_BEFORE_CHECKS if checked else FAST)]
 
 
 def _inlined(cpp: str) -> str:
@@ -173,14 +136,14 @@ def install_llvm(path: Path, cpp: str, checked: bool) -> None:
 def optimised(llvm: str, checked: bool) -> str:
     """Runs the compiler's passes on LLVM text. The calls of checked mode are not yet in it."""
     flags = [*_CODE, *(_BEFORE_CHECKS if checked else FAST), "-w", "-ffp-contract=on"]
-    return run([_COMPILER, "-x", "ir", "-", *flags, "-S", "-emit-llvm", "-o", "-"], llvm)
+    return run([CLANG, "-x", "ir", "-", *flags, "-S", "-emit-llvm", "-o", "-"], llvm)
 
 
 def link_library(llvm: str, checked: bool, path: Path) -> None:
     """Compiles optimised LLVM text to a shared object at `path`. In checked mode, adds the calls of the checker."""
     flags = [*_CODE, *_AFTER_CHECKS] if checked else [*_CODE, *FAST]
     text = add_alignment_checks(llvm) if checked else llvm
-    install(path, [_COMPILER, "-x", "ir", "-", *flags, "-w", *_LINK, "-o"], text)
+    install(path, [CLANG, "-x", "ir", "-", *flags, "-w", *_LINK, "-o"], text)
 
 
 def _build(translated: str, checked: bool, path: Path) -> None:
@@ -218,7 +181,18 @@ def preprocess(source: str, file_name: str, include_paths: Sequence[str], define
     """
     flags = [*(f"-D{d}" for d in defines), *(f for p in include_paths for f in ("-I", p))]
     text = f'#line 1 "{file_name}"\n{source}\n'
-    return run([_COMPILER, *_PREPROCESS, "-isystem", str(_stubs()), *flags, "-"], text)
+    return run([CLANG, *_PREPROCESS, "-isystem", str(_stubs()), *flags, "-"], text)
+
+
+def _check_types(text: str) -> None:
+    """Refuses text that the check of address spaces, overloads and types refuses. Accepted text is remembered."""
+    accepted = cached("", ".accepted", check.digest(), text)
+    if accepted.exists():
+        return
+    if errors := check.findings(text, 310):
+        raise CompileError("\n".join(errors))
+    accepted.parent.mkdir(parents=True, exist_ok=True)
+    accepted.touch()
 
 
 def compile_source(
@@ -251,6 +225,7 @@ def compile_source(
     if "function_constant" not in text:
         kernel = None
     path = cached("", ".so", sorted(values.items()), checked, kernel, text)
+    translated = ""
     if not path.exists():
         try:
             tokens = tokenize(text)
@@ -260,7 +235,9 @@ def compile_source(
             refused = [error]
         if refused:
             raise CompileError("\n".join(_message(text, error) for error in refused))
+    if translated:
         _build(translated, checked, path)
+    _check_types(text)
     files = dict.fromkeys(re.findall(r'^# \d+ "((?:\\.|[^"<])*)"', text, re.MULTILINE))
     own = str(cache_folder())
     return Compiled(path, tuple(f for f in files if f != file_name and not f.startswith(own) and Path(f).is_file()))
@@ -307,7 +284,7 @@ def _main() -> int:
     parser.add_argument("--file-name", default=DEFAULT_FILE_NAME)
     parser.add_argument("--include", action="append", default=[])
     parser.add_argument("--define", action="append", default=[])
-    return answer(parser, _compiled, library_files())
+    return answer(parser, _compiled, [*library_files(), *check.files()])
 
 
 if __name__ == "__main__":

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Container
+from dataclasses import dataclass
 
 from .attributes import attribute_end
-from .tokens import CLOSING, SourceError, Token, match_angle, match_closing, split_commas
+from .tokens import CLOSING, SourceError, Token, join, match_angle, match_closing, split_commas
 
 SPACES = frozenset({"device", "constant", "thread", "threadgroup", "threadgroup_imageblock", "ray_data", "object_data"})
 SPECIFIERS = {
@@ -131,3 +132,70 @@ def instance_target(tokens: list[Token], kernels: Container[str]) -> list[Token]
             break
         first -= 1
     return code[first:open_round]
+
+
+@dataclass(slots=True)
+class ThreadgroupVariables:
+    """A declaration `alignas(A) threadgroup T x[N], y;`."""
+
+    end: int  # index of the `;`
+    align: str  # the argument of alignas, or ""
+    type: list[Token]
+    declarators: list[list[Token]]  # each begins with the variable's name
+
+
+def threadgroup_variables(code: list[Token], start: int, keyword: int) -> ThreadgroupVariables | None:
+    """Reads a declaration of threadgroup variables inside a function.
+
+    Args:
+        code: tokens of the text.
+        start: index of the statement's first token.
+        keyword: index of the word `threadgroup`.
+
+    Returns:
+        None if the statement declares a pointer or reference, or is no declaration.
+
+    Raises:
+        SourceError: a variable has a value, or its alignas comes late.
+    """
+    before = {t.text for t in code[start:keyword]}
+    if before & {*CLOSING, ")", "*", "&", "="} and "alignas" not in before:
+        return None
+    first = -1  # the first variable's name
+    i = keyword + 1
+    while first < 0 and code[i].text != ";":
+        text = code[i].text
+        if text in ("*", "&", "&&", "(", "{", ")") and not (text == "(" and code[i - 1].text == "alignas"):
+            return None
+        if text == "=":
+            raise SourceError(code[i].line, "a threadgroup variable cannot be initialised")
+        if text == "<":
+            i = match_angle(code, i)
+        elif text in CLOSING:
+            i = match_closing(code, i)
+        elif code[i].kind == "word" and code[i + 1].text in ("[", ",", ";"):
+            first = i
+        i += 1
+    if first < 0:
+        return None
+    end = next(j for j in range(first, len(code)) if code[j].text == ";")
+    kind = [t for t in code[start:first] if t.text not in ("threadgroup", "static")]
+    align = ""
+    if kind and kind[0].text == "alignas":
+        closing = match_closing(kind, 1)
+        align, kind = join(kind[2:closing]), kind[closing + 1 :]
+    elif any(t.text == "alignas" for t in kind):
+        raise SourceError(code[keyword].line, "alignas must come first in a threadgroup variable")
+    return ThreadgroupVariables(end, align, kind, _declarators(code[first:end]))
+
+
+def _declarators(tokens: list[Token]) -> list[list[Token]]:
+    parts: list[list[Token]] = [[]]
+    depth = 0
+    for token in tokens:
+        depth += (token.text in CLOSING) - (token.text in CLOSING.values())
+        if depth == 0 and token.text == ",":
+            parts.append([])
+        else:
+            parts[-1].append(token)
+    return parts

@@ -11,10 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from .attributes import Attribute, Parameter, attribute_end, read_parameters, take_attributes
-from .declarations import function_name, instance_target
+from .declarations import function_name, instance_target, threadgroup_variables
 from .entries import Entry, FunctionConstant, KernelSignature, tables
 from .tokens import (
-    CLOSING,
     SourceError,
     Token,
     join,
@@ -160,7 +159,9 @@ class Translator:
         words = [t.text for t in header if t.text]
         spaces = tuple(t for t in words if t in _ADDRESS_SPACES)
         path = "::".join(s.name for s in scopes[:-1]) if scopes[-1].kind == "namespace" else ""
-        key = " ".join([kind, path, *(t for t in words if t not in _ADDRESS_SPACES)])
+        # `constant float*` and `device const float*` both become `const float*`.
+        plain = ["const" if t == "constant" else t for t in words if t not in _ADDRESS_SPACES or t == "constant"]
+        key = " ".join([kind, path, *(t for i, t in enumerate(plain) if t != "const" or plain[i - 1 : i] != ["const"])])
         seen = self._seen if scopes[-1].kind == "namespace" else scopes[-1].seen
         others = seen.setdefault(key, spaces)
         return bool(spaces) and others != spaces
@@ -264,45 +265,19 @@ class Translator:
     def _threadgroup_variable(self, start: int, keyword: int) -> int:
         """Rewrites `threadgroup T x[N], y;` at statement level; returns the index at which to continue."""
         code = self._code
-        before = {t.text for t in code[start:keyword]}
-        if before & {*CLOSING, ")", "*", "&", "="} and "alignas" not in before:
-            return keyword + 1
-        declarator = -1  # the first variable's name
-        i = keyword + 1
-        while code[i].text != ";":
-            text = code[i].text
-            if text in ("*", "&", "&&", "(", "{", ")") and not (text == "(" and code[i - 1].text == "alignas"):
-                return keyword + 1  # a pointer, reference, cast or parameter, whose keyword is dropped later
-            if text == "=":
-                raise SourceError(code[i].line, "a threadgroup variable cannot be initialised")
-            if text == "<":
-                i = match_angle(code, i)
-            elif text in CLOSING:
-                i = match_closing(code, i)
-            elif code[i].kind == "word" and code[i + 1].text in ("[", ",", ";"):
-                declarator = i
-                break
-            i += 1
-        if declarator < 0:
-            return keyword + 1
-        end = next(j for j in range(declarator, len(code)) if code[j].text == ";")
-        skip = {"threadgroup", "static"}
-        align = "0"
-        kind = [t for t in code[start:declarator] if t.text not in skip]
-        if kind and kind[0].text == "alignas":
-            closing = match_closing(kind, 1)
-            align, kind = join(kind[2:closing]), kind[closing + 1 :]
-        elif any(t.text == "alignas" for t in kind):
-            raise SourceError(code[keyword].line, "alignas must come first in a threadgroup variable")
+        found = threadgroup_variables(code, start, keyword)
+        if found is None:
+            return keyword + 1  # a pointer, reference, cast or parameter, whose keyword is dropped later
+        kind = join(found.type)
         text = ""
-        for part in _declarators(code[declarator:end]):
+        for part in found.declarators:
             alias = f"sm_variable_{self._sites}"
-            text += f"typedef {join(kind)} {alias} {join(part[1:])}; {alias}& {part[0].text} = "
-            text += f"sm::threadgroup_variable<{alias}, {self._sites}, {align}>(); "
+            text += f"typedef {kind} {alias} {join(part[1:])}; {alias}& {part[0].text} = "
+            text += f"sm::threadgroup_variable<{alias}, {self._sites}, {found.align or 0}>(); "
             self._sites += 1
-        self._erase(start, end)
+        self._erase(start, found.end)
         code[start].text = text
-        return end + 1
+        return found.end + 1
 
     # ---- output ----------------------------------------------------------------------------------------------------
 
@@ -358,18 +333,6 @@ def _make_static(declaration: list[Token]) -> None:
 def _string(argument: str) -> str:
     """Returns the value of adjacent string literals."""
     return "".join(re.findall(r'"((?:\\.|[^"])*)"', argument))
-
-
-def _declarators(tokens: list[Token]) -> list[list[Token]]:
-    parts: list[list[Token]] = [[]]
-    depth = 0
-    for token in tokens:
-        depth += (token.text in CLOSING) - (token.text in CLOSING.values())
-        if depth == 0 and token.text == ",":
-            parts.append([])
-        else:
-            parts[-1].append(token)
-    return parts
 
 
 def _starts(code: list[Token], i: int) -> bool:

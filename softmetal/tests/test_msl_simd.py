@@ -62,7 +62,7 @@ def _values(dtype: type, shape: tuple[int, ...]) -> np.ndarray:
     return RNG(2).normal(0, 2, shape).astype(dtype)
 
 
-TYPES = [np.float32, np.float16, *INTEGERS]
+TYPES = [np.float32, np.float16, *(t for t in INTEGERS if np.dtype(t).itemsize < 8)]
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=type_name)
@@ -129,7 +129,7 @@ SHUFFLES = {
 }
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float16, np.uint8, np.int64, np.uint16], ids=type_name)
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, np.uint8, np.int32, np.uint16], ids=type_name)
 @pytest.mark.parametrize("scope", ["simd", "quad"])
 def test_shuffles(scope: str, dtype: type) -> None:
     width = 32 if scope == "simd" else 4

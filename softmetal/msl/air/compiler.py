@@ -14,16 +14,14 @@ from pathlib import Path
 
 from ..compiler import (
     Compiled,
-    CompileError,
     answer,
-    cache_folder,
     cached,
     install_llvm,
     library_files,
     link_library,
     optimised,
-    run,
 )
+from ..tools import CompileError, cache_folder, run
 from .functions import UnknownFunction
 from .metadata import MetadataError
 from .metallib import KERNEL, Metallib, MetallibError, open_metallib

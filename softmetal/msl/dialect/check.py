@@ -1,0 +1,75 @@
+"""Checks Metal source with clang's "C++ for OpenCL": address spaces, overloads, and types of the library.
+
+Only messages come out of it, no code. include/metal.h declares Metal's library in that dialect.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from pathlib import Path
+
+from ..tokens import tokenize
+from ..tools import CLANG, CompileError, cache_folder, install, output_of
+from .messages import read_messages
+from .rewrite import to_opencl
+
+_HERE = Path(__file__).resolve().parent
+_INCLUDE = _HERE / "include"
+# Without variables at program scope in __global, each must be constant, as in Metal. No double either. The generic
+# address space has to stay: without it clang finds no constructor that copies a struct.
+_LEFT_OUT = ("__opencl_c_program_scope_global_variables", "__opencl_c_device_enqueue", "__opencl_c_fp64", "cl_khr_fp64")
+_FLAGS = (
+    *("-x", "clcpp", "-cl-std=clc++2021", "-cl-no-stdinc", "-w", "-ferror-limit=0", "-fno-caret-diagnostics"),
+    *("-fno-color-diagnostics", "-ftemplate-backtrace-limit=0", "-ffreestanding", "-flax-vector-conversions=none"),
+    *("-Xclang", "-cl-ext=" + ",".join("-" + name for name in _LEFT_OUT)),
+)
+
+
+def files() -> list[Path]:
+    """Returns the files that the check depends on."""
+    return sorted([*_HERE.glob("*.py"), *_INCLUDE.glob("*.h")])
+
+
+@functools.cache
+def digest() -> str:
+    """Returns a digest of the check: of its files, and of its flags."""
+    result = hashlib.sha256(repr(_FLAGS).encode())
+    for path in files():
+        result.update(path.name.encode() + path.read_bytes())
+    return result.hexdigest()[:16]
+
+
+@functools.cache
+def _declarations(version: int) -> Path:
+    """Precompiles Metal's library as a language version has it."""
+    # The precompiled form names the files that it was made from, so each checkout needs its own.
+    key = hashlib.sha256(f"{_HERE} {digest()} {CLANG}".encode()).hexdigest()[:16]
+    path = cache_folder() / f"dialect-{version}-{key}.pch"
+    if not path.exists():
+        source = f'#include "{_INCLUDE / "metal.h"}"\n'
+        flags = [f"-DSM_METAL_VERSION={version}", "-c", "-Xclang", "-emit-pch", "-o"]
+        install(path, [CLANG, *_FLAGS, "-", *flags], source)
+    return path
+
+
+def findings(text: str, version: int) -> list[str]:
+    """Compiles preprocessed Metal source for its messages.
+
+    Args:
+        text: the source with line markers.
+        version: the language version as `__METAL_VERSION__` has it, 310 for MSL 3.1.
+
+    Returns:
+        One `file:line: error: message` for each error that Metal's compiler has too.
+
+    Raises:
+        SourceError: brackets do not match.
+        CompileError: clang failed for another reason than the source.
+    """
+    command = [CLANG, *_FLAGS, f"-DSM_METAL_VERSION={version}", "-include-pch", str(_declarations(version))]
+    status, _, output = output_of([*command, "-fsyntax-only", "-"], to_opencl(tokenize(text)))
+    found = read_messages(output)
+    if status and not found.all:
+        raise CompileError(f"the check of address spaces failed: {output.strip()[:2000]}")
+    return found.errors

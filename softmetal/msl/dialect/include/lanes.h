@@ -1,0 +1,43 @@
+// Operations across a simdgroup and a quadgroup: an overload for each type that they have. 64-bit integers are none of
+// these, and a bool would be promoted.
+#pragma once
+
+#define SM_ON_LANE_TYPES(M, name) SM_FLOATS(SM_WIDTHS, M, name) SM_INTEGERS_32(SM_WIDTHS, M, name)
+#define SM_LANE_1(T, name) T name(T);
+#define SM_LANE_2(T, name) T name(T, ushort);
+#define SM_LANE_FILL(T, name) \
+  T name(T, T, ushort);       \
+  T name(T, T, ushort, ushort);
+#define SM_REDUCES(name) SM_ON_LANE_TYPES(SM_LANE_1, name)
+#define SM_JOINS(name) SM_INTEGERS_32(SM_WIDTHS, SM_LANE_1, name)
+#define SM_SHUFFLES(name) SM_ON_LANE_TYPES(SM_LANE_2, name) void name(bool, ushort) = delete;
+
+namespace metal {
+
+#define SM_GROUP(group)                                                                                                \
+  SM_REDUCES(group##_sum)                                                                                              \
+  SM_REDUCES(group##_product) SM_REDUCES(group##_min) SM_REDUCES(group##_max) SM_REDUCES(group##_prefix_inclusive_sum) \
+      SM_REDUCES(group##_prefix_exclusive_sum) SM_REDUCES(group##_prefix_inclusive_product)                            \
+          SM_REDUCES(group##_prefix_exclusive_product) SM_REDUCES(group##_broadcast_first) SM_JOINS(group##_and)       \
+              SM_JOINS(group##_or) SM_JOINS(group##_xor) SM_SHUFFLES(group##_broadcast) SM_SHUFFLES(group##_shuffle)   \
+                  SM_SHUFFLES(group##_shuffle_xor) SM_SHUFFLES(group##_shuffle_up) SM_SHUFFLES(group##_shuffle_down)   \
+                      SM_SHUFFLES(group##_shuffle_rotate_up) SM_SHUFFLES(group##_shuffle_rotate_down)                  \
+                          SM_ON_LANE_TYPES(SM_LANE_FILL, group##_shuffle_and_fill_up)                                  \
+                              SM_ON_LANE_TYPES(SM_LANE_FILL, group##_shuffle_and_fill_down) bool group##_all(bool);    \
+  bool group##_any(bool);                                                                                              \
+  bool group##_is_first();                                                                                             \
+  bool group##_is_helper_thread();                                                                                     \
+  struct group##_vote {                                                                                                \
+    typedef ulong vote_t;                                                                                              \
+    explicit group##_vote(vote_t = 0);                                                                                 \
+    explicit operator vote_t() const;                                                                                  \
+    bool all() const;                                                                                                  \
+    bool any() const;                                                                                                  \
+  };                                                                                                                   \
+  group##_vote group##_ballot(bool);                                                                                   \
+  group##_vote group##_active_threads_mask();
+SM_GROUP(simd)
+SM_GROUP(quad)
+#undef SM_GROUP
+
+}  // namespace metal

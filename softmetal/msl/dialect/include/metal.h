@@ -1,0 +1,20 @@
+// Metal's standard library for clang's "C++ for OpenCL" dialect: declarations, for a check of the source's syntax and
+// types. Address spaces have the dialect's names here: __global is device, __local threadgroup, __private thread.
+// SM_METAL_VERSION is the language version, as __METAL_VERSION__ has it: 310 is MSL 3.1.
+#pragma once
+#pragma clang system_header
+#pragma OPENCL EXTENSION cl_khr_fp16 : enable
+#pragma OPENCL EXTENSION __cl_clang_function_pointers : enable
+
+// clang-format off: each file uses those before it.
+#include "types.h"
+#include "traits.h"
+#include "vectors.h"
+#include "math.h"
+#include "integers.h"
+#include "relational.h"
+#include "threads.h"
+#include "lanes.h"
+#include "atomics.h"
+#include "simdgroup_matrix.h"
+#include "internals.h"

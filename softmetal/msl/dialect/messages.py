@@ -1,0 +1,122 @@
+"""Reads clang's messages about the dialect, as messages about Metal source."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .rewrite import RENAMED
+
+_ERROR = re.compile(r"^(?P<place>.*?:\d+):\d+: (?:fatal )?error: (?P<text>.*)$")
+_NOTE = re.compile(r"^(?P<place>.*?:\d+):\d+: note: (?P<text>.*)$")
+_LIBRARY = str(Path(__file__).resolve().parent / "include")
+
+# What the dialect refuses and Metal does not: (the error, what a note must say).
+_OF_THE_DIALECT = (
+    # A struct is copied out of `constant`: the copy constructor takes the generic space, which `constant` is not in.
+    (r"no matching constructor|no viable conversion|no viable overloaded '='", r"__constant .*implicit|implicit copy"),
+    # The compile to code evaluates what is constant, with the right layout of types.
+    (r"^static assertion failed", ""),
+    (
+        r"not an? (integral )?constant expression|by a constant expression",
+        r"undefined function|non-constexpr|non-literal",
+    ),
+    (r"scalar operand type has greater rank than the type of the vector element", ""),
+    (r"excess elements in scalar initializer", ""),  # T(x, y) where T is a vector
+    (r"too few elements in vector initialization", ""),
+    (r" from vector .* to vector .* of different size", ""),
+    (r"cast from .*'half'.* to .*(bf16|bfloat)|cast from .*(bf16|bfloat).* to .*'half'", ""),
+    (r"cannot bind to a temporary object because of address space mismatch", ""),
+    (r"invalid vector element type 'bool'|'bool[234]'|'bool' \(vector", ""),
+)
+_SPACES = (
+    (r"const __constant\b|__constant\b", "constant"),
+    (r"__global\b", "device"),
+    (r"__local\b", "threadgroup"),
+    (r"__private\b", "thread"),
+    (r"__generic ", ""),
+    (r"(\w+) __attribute__\(\(ext_vector_type\((\d)\)\)\)", r"\1\2"),
+    (r"metal::sm_make<([^<>]*(?:<[^<>]*>)?)>", r"\1"),
+    (RENAMED, ""),
+    (r"\*thread'", "*'"),
+    (r"'thread ([^'*&]*)'", r"'\1'"),
+    (r"no matching function for call to 'of'", "no constructor of the vector takes these arguments"),
+    (
+        r"program scope variable must reside in constant address space",
+        "a variable outside of functions must be constant",
+    ),
+)
+_SPACE_ADVICE = "; a pointer or reference keeps its address space: declare one function or template for each space"
+_ADVICE = (
+    (r"call to '.*' is ambiguous", "; Metal has one overload for each type: cast the arguments to one type"),
+    (r"call to deleted function", "; Metal has it for numbers of at most 32 bits: cast the argument"),
+    (r"(undeclared identifier|unknown type name|no template named).*(memory_order|atomic_|bfloat|thread_scope)",
+     "; the language version may be too old for it"),
+)  # fmt: skip
+
+
+@dataclass(slots=True)
+class Messages:
+    """What clang said. `errors` are those that are the source's fault, `all` counts every one."""
+
+    errors: list[str] = field(default_factory=list)
+    all: int = 0
+    left_out: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Group:
+    place: str
+    text: str
+    notes: list[str] = field(default_factory=list)
+    is_ours: bool = False  # raised inside of the declarations, by what the source asks of them
+
+
+def _groups(output: str) -> list[_Group]:
+    groups: list[_Group] = []
+    for line in output.splitlines():
+        if found := _ERROR.match(line):
+            groups.append(_Group(found["place"], found["text"]))
+        elif groups and (note := _NOTE.match(line)):
+            groups[-1].notes.append(note["text"])
+            if groups[-1].place.startswith(_LIBRARY) and "requested here" in note["text"]:
+                groups[-1].place = note["place"]
+                groups[-1].is_ours = True
+    return groups
+
+
+def read_messages(output: str) -> Messages:
+    """Sorts clang's messages, and gives types and address spaces the names that they have in Metal."""
+    result = Messages()
+    for group in _groups(output):
+        result.all += 1
+        if _is_of_the_dialect(group):
+            result.left_out.append(f"{group.place}: {group.text}")
+            continue
+        message = f"{group.place}: error: {_in_metal(group)}"
+        if message not in result.errors:
+            result.errors.append(message)
+    return result
+
+
+def _is_of_the_dialect(group: _Group) -> bool:
+    if group.is_ours and group.text.startswith("static assertion failed"):
+        return False
+    notes = "\n".join(group.notes)
+    return any(re.search(error, group.text) and re.search(note, notes) for error, note in _OF_THE_DIALECT)
+
+
+def _in_metal(group: _Group) -> str:
+    text = group.text
+    reasons = [n for n in group.notes if re.search(r"not viable|cannot|ignored", n)]
+    if reasons and "no matching" in text:
+        text += f" ({reasons[0]})"
+    for pattern, name in _SPACES:
+        text = re.sub(pattern, name, text)
+    for error, advice in _ADVICE:
+        if re.search(error, text):
+            return text + advice
+    if len(set(re.findall(r"\b(device|threadgroup|thread|constant)\b", text))) > 1:
+        return text + _SPACE_ADVICE
+    return text

@@ -1,0 +1,88 @@
+"""Rewrites Metal Shading Language to clang's "C++ for OpenCL", whose address spaces are Metal's under other names.
+
+The text is not compiled to code: it serves to check types and address spaces. Each line keeps its number.
+"""
+
+from __future__ import annotations
+
+import re
+
+from ..attributes import attribute_end, take_attributes
+from ..tokens import Token, significant
+from .structure import Structure
+from .vectors import rewrite_vectors
+
+# Metal's constant makes a type const, the dialect's does not.
+_WORDS = {
+    "device": "__global",
+    "threadgroup": "__local",
+    "constant": "const __constant",
+    "thread": "__private",
+    "threadgroup_imageblock": "__local",
+    "object_data": "__local",
+    "ray_data": "__private",
+    **dict.fromkeys(("kernel", "vertex", "fragment"), ""),
+}
+# Words and types of the dialect that are names in Metal.
+_FOREIGN = {
+    *("global", "local", "private", "generic", "pipe", "read_only", "write_only", "read_write"),
+    *("event_t", "queue_t", "sampler_t", "clk_event_t", "reserve_id_t", "ndrange_t", "atomic_flag"),
+}
+_ACCESS = {"private"}  # also an access specifier
+RENAMED = "sm_word_"
+_FLOAT = re.compile(r"(?:0[xX][0-9a-fA-F.]*[pP][+-]?\d+|(?:\d+\.\d*|\.\d+)(?:[eE][+-]?\d+)?|\d+[eE][+-]?\d+)$")
+_BFLOAT = re.compile(r"(?P<value>[\d.](?:[eE][+-]|[\w.])*?)(?:bf|BF)$")
+_HALF = re.compile(r"(?P<value>\d+)[hH]$")
+
+
+def to_opencl(tokens: list[Token]) -> str:
+    """Returns the text in the dialect. The tokens, of preprocessed text, are rewritten in place."""
+    _literals(tokens)
+    code = significant(tokens)
+    structure = Structure(code)
+    rewrite_vectors(code, structure.in_function)
+    _strip_attributes(code)
+    for i, token in enumerate(code):
+        if token.kind == "word":
+            _word(code, i)
+    return "".join(t.text for t in tokens)
+
+
+def _literals(tokens: list[Token]) -> None:
+    """Gives literals their type: float without a suffix. clang's flag for that forgets it inside of templates."""
+    for token in tokens:
+        if token.kind != "number":
+            continue
+        if _FLOAT.match(token.text):
+            token.text += "f"
+        elif token.text[:2] not in ("0x", "0X"):
+            if found := _BFLOAT.match(token.text):
+                value = found["value"]
+                token.text = f"bfloat({value}f)" if _FLOAT.match(value) else f"bfloat({value})"
+            elif found := _HALF.match(token.text):
+                token.text = f"{found['value']}.0h"
+
+
+def _strip_attributes(code: list[Token]) -> None:
+    i = 0
+    while i < len(code):
+        end = attribute_end(code, i) if code[i].text == "[" else -1
+        if end > i:
+            take_attributes(code[i : end + 1])
+            i = end
+        i += 1
+
+
+def _word(code: list[Token], i: int) -> None:
+    token = code[i]
+    if token.text == "coherent" and i + 3 < len(code) and code[i + 1].text == "(":
+        for part in code[i : i + 4]:
+            part.text = ""
+    elif token.text in _WORDS:
+        token.text = _WORDS[token.text]
+    elif token.text in _FOREIGN:
+        is_access = token.text in _ACCESS and (
+            code[i + 1].text == ":" or (code[i + 1].kind == "word" and code[i - 1].text in (":", ","))
+        )
+        if not is_access:
+            token.text = RENAMED + token.text

@@ -1,0 +1,51 @@
+"""Runs the tools of the compiler, and keeps their results."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+CLANG = os.environ.get("SOFTMETAL_CXX", "clang++-19")
+
+
+class CompileError(Exception):
+    """Raised for Metal source that does not compile. The text is the compiler's messages."""
+
+
+def cache_folder() -> Path:
+    """Returns the folder of shared objects: SOFTMETAL_CACHE, or build/softmetal/cache of the repository."""
+    return Path(os.environ.get("SOFTMETAL_CACHE", HERE.parents[1] / "build" / "softmetal" / "cache"))
+
+
+def output_of(command: Sequence[str], data: str | bytes) -> tuple[int, str, str]:
+    """Runs a tool on `data`. Returns its status, its output and its messages."""
+    try:
+        done = subprocess.run(command, input=data.encode() if isinstance(data, str) else data, capture_output=True)
+    except FileNotFoundError as error:
+        package = "llvm-19" if command[0].startswith("llvm-") else "clang-19"
+        raise CompileError(f"{command[0]} not found; install with: apt-get install {package}") from error
+    return done.returncode, done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace")
+
+
+def run(command: Sequence[str], data: str | bytes) -> str:
+    """Runs a tool on `data` and returns its output. Raises CompileError with its messages if it fails."""
+    status, output, messages = output_of(command, data)
+    if status:
+        raise CompileError(messages.strip() or f"{command[0]} ended with status {status}")
+    return output
+
+
+def install(path: Path, make: list[str], text: str) -> None:
+    """Runs a command that writes to its last argument, and moves the finished file into place."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=path.suffix)
+    os.close(handle)
+    try:
+        run([*make, temporary], text)
+        os.replace(temporary, path)
+    finally:
+        Path(temporary).unlink(missing_ok=True)

@@ -1,0 +1,154 @@
+"""The check of address spaces, overloads and types refuses what Apple's compiler refuses, and C++ would take."""
+
+import pytest
+from msl_kernels import CompileError, compile_metal
+
+from softmetal.msl.compiler import compile_source
+
+HEAD = "#include <metal_stdlib>\nusing namespace metal;\n\n"
+KERNEL = (
+    "kernel void k(device float* a [[buffer(0)]], constant float* c [[buffer(1)]], uint i [[thread_index_in_threadgroup]])"
+    " {{ threadgroup float s[64]; float l[4] = {{}}; s[i] = l[i & 3]; {} }}"
+)
+
+# name: (source on line 4, the message)
+SPACES = {
+    "threadgroup array for a device pointer": (
+        "float total(device const float* p, uint n) { float x = 0; while (n--) x += p[n]; return x; } "
+        + KERNEL.format("a[i] = total(s, 64);"),
+        "no known conversion",
+    ),
+    "address of a device element for thread": (
+        "void split(float x, thread float& whole) { whole = floor(x); } " + KERNEL.format("split(s[i], a[i]);"),
+        "cannot bind reference",
+    ),
+    "method of an object in threadgroup memory": (
+        "struct Sum { float x; void add(float y) { x += y; } }; kernel void k(threadgroup Sum* t [[threadgroup(0)]]) "
+        "{ t[0].add(1); }",
+        "object",
+    ),
+    "pointer member": (
+        "struct View { device float* p; }; " + KERNEL.format("View v = {s}; v.p[i] = 1;"),
+        "'device float *'",
+    ),
+    "result in another space": (
+        "device float* row(device float* p, uint i) { return p + i; } "
+        + KERNEL.format("threadgroup float* r = row(a, i);"),
+        "'threadgroup float *'",
+    ),
+    "choice between two spaces": (KERNEL.format("a[i] = *(i ? &s[1] : &a[1]);"), "incompatible operand types"),
+    "swap of two spaces": (
+        "template <typename T> void exchange(T x, T y) { auto v = *x; *x = *y; *y = v; } "
+        + KERNEL.format("exchange(&s[i], &a[i]);"),
+        "conflicting types",
+    ),
+    "constant table for a device pointer": (
+        "constant float table[2] = {1, 2}; float first(device const float* p) { return *p; } "
+        + KERNEL.format("a[i] = first(table);"),
+        "no known conversion",
+    ),
+    "cast to another space": (KERNEL.format("a[i] = *reinterpret_cast<device float*>(&s[0]);"), "reinterpret_cast"),
+    "cast of a local array": (KERNEL.format("((device float*)l)[0] = a[i];"), "mismatching address spaces"),
+    "pointer into a loop": (KERNEL.format("for (device float* p = s; p != a; ++p) *p = 0;"), "'device float *'"),
+    "reference to a parameter": (
+        "struct P { uint n; }; uint count(thread const P& p) { return p.n; } "
+        "kernel void k(constant P& p [[buffer(0)]], device uint* o [[buffer(1)]]) { *o = count(p); }",
+        "cannot bind reference",
+    ),
+    "template for one space": (
+        "template <typename T> T sum4(threadgroup const T* p) { return p[0] + p[1] + p[2] + p[3]; } "
+        + KERNEL.format("a[i] = sum4(a);"),
+        "no matching function",
+    ),
+    "simdgroup matrix in threadgroup memory": (
+        KERNEL.format("threadgroup simdgroup_float8x8 m; simdgroup_load(m, a, 8);"),
+        "no matching function",
+    ),
+    "store to constant": (KERNEL.format("c[i] = 1;"), "const"),
+    "variable outside of functions": ("float scale = 2; " + KERNEL.format("a[i] = scale;"), "must be constant"),
+    "constexpr outside of functions": (
+        "constexpr float scale = 2; " + KERNEL.format("a[i] = scale;"),
+        "must be constant",
+    ),
+}
+OVERLOADS = {
+    "max(uint, int)": (KERNEL.format("a[i] = max(i, 1);"), "call to 'max' is ambiguous"),
+    "min(int, uint) of a difference": (KERNEL.format("int n = 3; a[i] = min(n - 1, i);"), "call to 'min' is ambiguous"),
+    "min(ushort, uint)": (KERNEL.format("ushort n = 3; a[i] = min(n, i);"), "call to 'min' is ambiguous"),
+    "max(float, half)": (KERNEL.format("a[i] = max(a[i], 1.0h);"), "call to 'max' is ambiguous"),
+    "max(float, int)": (KERNEL.format("a[i] = max(a[i], 0);"), "call to 'max' is ambiguous"),
+    "clamp(uint, int, int)": (KERNEL.format("a[i] = clamp(i, 0, 7);"), "call to 'clamp' is ambiguous"),
+    "mix(half, float, float)": (KERNEL.format("a[i] = mix(1.0h, a[i], 0.5f);"), "call to 'mix' is ambiguous"),
+    "pow(int, int)": (KERNEL.format("a[i] = pow(2, 3);"), "call to 'pow' is ambiguous"),
+    "sqrt(uint)": (KERNEL.format("a[i] = sqrt(i);"), "call to 'sqrt' is ambiguous"),
+    "fma(half, float, float)": (KERNEL.format("a[i] = fma(1.0h, a[i], a[0]);"), "call to 'fma' is ambiguous"),
+    "min(long, int)": (KERNEL.format("a[i] = min(long(i), 3);"), "call to 'min' is ambiguous"),
+    "select(half, float)": (KERNEL.format("a[i] = select(1.0h, a[i], i > 1);"), "call to 'select' is ambiguous"),
+    "metal::min(uint, int)": (KERNEL.format("a[i] = metal::min(i, 3);"), "call to 'min' is ambiguous"),
+    "precise::max(float, half)": (KERNEL.format("a[i] = precise::max(a[i], 1.0h);"), "call to 'max' is ambiguous"),
+    "simd_sum(ulong)": (KERNEL.format("a[i] = simd_sum(ulong(i));"), "call to 'simd_sum' is ambiguous"),
+    "simd_shuffle_down(long)": (KERNEL.format("a[i] = simd_shuffle_down(long(i), 1);"), "is ambiguous"),
+    "quad_broadcast(ulong)": (KERNEL.format("a[i] = quad_broadcast(ulong(i), 1);"), "is ambiguous"),
+    "matrix of integers": (KERNEL.format("simdgroup_matrix<uint, 8, 8> m; (void)m;"), "half, bfloat and float only"),
+    "threadgroup atomic_float": (
+        "kernel void k(threadgroup atomic_float* x [[threadgroup(0)]]) "
+        "{ atomic_fetch_add_explicit(x, 1, memory_order_relaxed); }",
+        "no matching function",
+    ),
+    "maximum of atomic_float": (
+        "kernel void k(device atomic_float* x [[buffer(0)]]) { atomic_fetch_max_explicit(x, 1.0f, memory_order_relaxed); }",
+        "no matching function",
+    ),
+}
+REFUSED = SPACES | OVERLOADS
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_at_its_line(name: str) -> None:
+    source, message = REFUSED[name]
+    with pytest.raises(CompileError) as error:
+        compile_source(f"{HEAD}{source}\n", file_name="bad.metal")
+    assert message in str(error.value)
+    assert str(error.value).startswith("bad.metal:4:")
+
+
+def test_the_message_names_the_header_and_says_what_to_do(tmp_path) -> None:
+    (tmp_path / "part.h").write_text("\ntemplate <typename T>\nvoid f(T x) { device float* y = x; (void)y; }\n")
+    source = HEAD + '#include "part.h"\n' + KERNEL.format("f(&s[i]);")
+    with pytest.raises(CompileError) as error:
+        compile_source(source, file_name="bad.metal", include_paths=[str(tmp_path)])
+    assert str(error.value).startswith(
+        f"{tmp_path}/part.h:3: error: cannot initialize a variable of type 'device float *'"
+    )
+    assert "declare one function or template for each space" in str(error.value)
+
+
+ACCEPTED = {
+    "functions for each space": (
+        "float sum(device const float* p) { return p[0]; } float sum(threadgroup const float* p) { return p[1]; } "
+        "float sum(thread const float* p) { return p[2]; } float sum(constant float* p) { return p[3]; } "
+        + KERNEL.format("a[i] = sum(a) + sum(s) + sum(l) + sum(c);")
+    ),
+    "methods for each space": (
+        "struct S { float x; float get() const { return x; } float get() const device { return x; } "
+        "float get() const threadgroup { return x; } }; kernel void k(device S* a [[buffer(0)]], "
+        "threadgroup S* t [[threadgroup(0)]]) { S s = a[0]; a[1].x = s.get() + a[0].get() + t[0].get(); }"
+    ),
+    "one template for all": (
+        "template <typename P> float first(P p) { return *p; } " + KERNEL.format("a[i] = first(a) + first(s) + first(l);")
+    ),
+    "one type in a call": KERNEL.format("a[i] = min(int(i), 3) + max(a[i], 0.0f) + float(clamp(i, 1u, 3u)) + pow(2.0f, a[i]);"),
+    "vectors with scalars": KERNEL.format("float3 v = float3(1); v = clamp(v, 0.0f, 1.0f) + max(v, 2.0f); a[i] = v.x + 0.5;"),
+    "copies of structs": (
+        "struct P { uint n; float x; }; kernel void k(constant P& p [[buffer(0)]], device P* o [[buffer(1)]]) "
+        "{ P q = p; q.n += 1; o[0] = q; threadgroup P t; t = q; }"
+    ),
+    "function constants": "constant int rows [[function_constant(0)]]; constant bool on = rows > 3; "
+    + KERNEL.format("if (on) a[i] = rows;"),
+    "words of the dialect": KERNEL.format("float local = 1, global = 2, generic = 3, pipe = 4; a[i] = local + global + generic + pipe;"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_similar_right_source_is_accepted(name: str) -> None:
+    compile_metal(ACCEPTED[name])
