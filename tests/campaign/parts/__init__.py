@@ -1,0 +1,59 @@
+"""The list of parts. Each is a module with `case(rng, work)`, which makes one case, tries it and returns the outcome.
+
+A case raises where the product breaks a promise. Everything random in it comes from `rng`; `work` is an empty folder.
+"""
+
+import importlib
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+Case = Callable[[random.Random, Path], str]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One kind of attack.
+
+    Attributes:
+        name: its module.
+        share: its part of the campaign's time, relative to the others.
+        limit: seconds after which a case hangs.
+        needs: the packages and devices that it needs.
+    """
+
+    name: str
+    share: float
+    limit: float = 60.0
+    needs: tuple[str, ...] = ()
+
+    def load(self) -> Case:
+        """Imports the module and returns its `case`."""
+        found: Case = importlib.import_module(f"tests.campaign.parts.{self.name}").case
+        return found
+
+    def missing(self) -> str:
+        """Returns why the part cannot run here, or an empty string."""
+        for need in self.needs:
+            try:
+                importlib.import_module(need)
+            except (ImportError, RuntimeError) as error:
+                return str(error)
+        return ""
+
+
+PARTS = {
+    part.name: part
+    for part in (
+        Part("files", 3),
+        Part("coverage", 2, needs=("atheris",)),
+        Part("operators", 3),
+        Part("arguments", 1),
+        Part("conversions", 3, limit=180),
+        Part("allocations", 2, limit=180),
+        Part("threads", 1),
+        Part("device", 2, limit=300, needs=("softmetal",)),
+        Part("sanitizers", 2, limit=1800),
+    )
+}

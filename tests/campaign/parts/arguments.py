@@ -1,0 +1,80 @@
+"""Wrong arguments to every operator: an error of Python, never the end of the process."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+
+OPS = torch.ops.torch_marlin_metal
+NAMES = (
+    "gemm", "dequantize", "gptq_repack", "gptq_unpack_zeros", "awq_repack", "awq_unpack_zeros", "transpose_words",
+    "mlstm_states", "mlstm_output", "mlstm", "mlstm_step",
+)  # fmt: skip
+SIZES = (0, 1, 2, 3, 8, 16, 24, 64)
+INTEGERS = (0, 1, -1, 2, 8, 16, 32, 64, 2**31 - 1, 2**31, -(2**31), 2**60, 2**62, 2**63 - 1, -(2**63))
+TEXTS = (
+    "",
+    "uint4b8",
+    "uint4",
+    "nvfp4",
+    "mxfp4",
+    "lut4",
+    "uint4_bias",
+    "float4_e2m1",
+    "auto",
+    "word",
+    "x" * 1000,
+    "\0",
+)
+DTYPES = (
+    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8, torch.bool,
+    torch.complex64,
+)  # fmt: skip
+
+
+def tensor(rng: random.Random) -> torch.Tensor:
+    shape = [rng.choice(SIZES) for _ in range(rng.randrange(6))]
+    dtype = rng.choice(DTYPES)
+    made = (
+        torch.zeros(shape, dtype=dtype) if rng.random() < 0.5 else torch.ones(shape).mul(rng.randrange(-9, 9)).to(dtype)
+    )
+    match rng.randrange(6):
+        case 0 if made.dim() > 1:
+            return made.transpose(0, 1)
+        case 1:
+            return made.expand(rng.choice((1, 3)), *made.shape)
+        case 2:
+            return made.to("meta")
+    return made
+
+
+def value(rng: random.Random, kind: str) -> Any:
+    if "Tensor" in kind:
+        return None if "?" in kind and rng.random() < 0.5 else tensor(rng)
+    if "int" in kind or "SymInt" in kind:
+        return rng.choice(INTEGERS)
+    if "float" in kind:
+        return rng.choice((0.0, 1e-6, -1.0, float("inf"), float("nan"), 1e308))
+    return rng.choice(TEXTS)
+
+
+def case(rng: random.Random, work: Path) -> str:
+    """Calls an operator with arguments of the right kinds and any values."""
+    del work
+    outcome = "taken"
+    op = getattr(OPS, rng.choice(NAMES)).default
+    for _ in range(20):
+        arguments = {}
+        for argument in op._schema.arguments:
+            if argument.name == "dtype":
+                arguments[argument.name] = rng.choice(DTYPES)
+            elif not argument.has_default_value() or rng.random() < 0.5:
+                arguments[argument.name] = value(rng, str(argument.type))
+        try:
+            op(**arguments)
+        except (ValueError, IndexError, TypeError, RuntimeError, NotImplementedError) as error:
+            if not str(error) or "INTERNAL ASSERT" in str(error):
+                raise AssertionError(f"{op}: an error that says nothing to a user: {error!r}") from error
+            outcome = "refused"
+    return outcome

@@ -1,0 +1,47 @@
+"""Products of random shapes, formats, layouts and magnitudes against fp64, within the bound of docs/numerics.md."""
+
+import random
+from pathlib import Path
+
+import torch
+
+import torch_marlin_metal as tmm
+from tests.support import reference
+
+
+def case(rng: random.Random, work: Path) -> str:
+    """Multiplies and dequantizes; the memory around the operands is NaN."""
+    del work
+    name = rng.choice(reference.FORMATS)
+    K, N = 8 * rng.choice((1, 2, 3, 5, 16, 17, 32, 65, 128, 256)), rng.choice((1, 2, 7, 8, 15, 33, 64, 100, 129, 300))
+    M = rng.choice((0, 1, 1, 2, 3, 4, 5, 8, 9, 16, 17, 31, 33, 64))
+    dtype = rng.choice(reference.DTYPES)
+    scales_dtype = rng.choice(reference.DTYPES)
+    group_size = tmm.WEIGHT_FORMATS[name].fixed_group_size or rng.choice((*reference.GROUP_SIZES, K))
+    wide = name in ("mxfp4",) or (name not in ("nvfp4",) and scales_dtype != torch.float16)
+    options = {"scales_dtype": scales_dtype, "seed": rng.randrange(1 << 30)}
+    if name == "nvfp4" and rng.random() < 0.5:
+        options["global_scale_shape"] = rng.choice(((), (1,), (-1,)))
+    if wide and rng.random() < 0.5:
+        options["exponent"] = rng.randrange(-90, 96)
+    if name == "mxfp4" and "exponent" in options:
+        options["exponent"] = max(-99, min(options["exponent"], 112))
+    weight = reference.make_weight(name, K, N, group_size, **options)
+    torch.set_num_threads(rng.choice((1, 2, 3)))
+    generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
+    padding = rng.choice((0, 1, 3))
+    around = torch.full((M + 2, K + 2 * padding + 1), torch.nan, dtype=dtype)
+    a = around[1 : M + 1, padding : padding + K]
+    size = 2.0 ** rng.choice((0, 0, 0, -10, 10, *((-130, -100, 60) if dtype != torch.float16 else ())))
+    a.copy_((torch.randn(M, K, generator=generator) * size).to(dtype))
+    bias = torch.randn(N, generator=generator).to(rng.choice(reference.DTYPES)) if rng.random() < 0.5 else None
+    exact, bound = reference.gemm(a, weight, bias)
+    # Byte planes count the largest activation of a group in place of each.
+    largest = float(a.float().abs().max()) if M else 0.0
+    bound = bound + 16 * 2.0**-24 * largest * weight.magnitude.sum(0)
+    result = tmm.gemm(a, weight.b_packed, weight.scales, **weight.arguments, bias=bias)
+    if float(abs(weight.exact).max()) * largest * K < 2.0**100:
+        reference.check_gemm(result, exact, bound)
+    dense = tmm.dequantize(weight.b_packed, weight.scales, **weight.arguments, dtype=torch.float32)
+    assert torch.isfinite(dense).all() or float(abs(weight.exact).max()) > 2.0**127
+    return name
