@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+import torch_marlin_metal  # noqa: F401  registers the operators
+
 OPS = torch.ops.torch_marlin_metal
 NAMES = (
     "gemm", "dequantize", "gptq_repack", "gptq_unpack_zeros", "awq_repack", "awq_unpack_zeros", "transpose_words",
