@@ -3,8 +3,11 @@
 `tune` times the planner's candidates for the products of a model, and `save` stores the fastest. Later processes read
 the stored choices at their first product on the GPU, and use those for the same GPU, torch and package version. The
 command `torch-marlin-metal tune` does all of this.
+
+`set_commit_interval` sets how often the operators give the GPU what they have encoded.
 """
 
+from torch_marlin_metal.gpu.commits import commit_interval, set_commit_interval
 from torch_marlin_metal.gpu.tuning.chains import Chain, interleave
 from torch_marlin_metal.gpu.tuning.products import Product, products_of
 from torch_marlin_metal.gpu.tuning.table import (
@@ -26,10 +29,12 @@ __all__ = [
     "Product",
     "TunedRange",
     "TuningTable",
+    "commit_interval",
     "interleave",
     "load",
     "products_of",
     "save",
+    "set_commit_interval",
     "table_path",
     "tune",
     "use",

@@ -72,6 +72,7 @@ void encode(const CompiledPlan& compiled, Bindings bindings) {
       }
       [encoder dispatchThreadgroups:size(dispatch.grid) threadsPerThreadgroup:size(dispatch.threads)];
     }
+    work_encoded(launched->plan.seconds);
   });
 }
 

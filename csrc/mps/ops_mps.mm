@@ -14,6 +14,7 @@
 #include "csrc/mps/encoder.h"
 #include "csrc/mps/stream.h"
 #include "csrc/ops/argument_rules.h"
+#include "csrc/planner/commit_policy.h"
 #include "csrc/planner/plan_cache.h"
 
 namespace marlin::mps {
@@ -45,6 +46,7 @@ bool half_subnormals(const Tensor& like) {
 }
 
 GpuDevice this_gpu(const Tensor& like) {
+  (void)commit_seconds();  // a wrong variable is an error here, before anything is encoded
   GpuDevice device = gpu_device(gpu_name(), gpu_core_count());
   device.half_subnormals = half_subnormals(like);
   return device;
@@ -92,11 +94,37 @@ std::shared_ptr<const CompiledPlan> find_plan(const GemmProblem& problem, const 
 
 // Dequantizes the weight to the activations' type and multiplies with PyTorch's own matrix product.
 void two_pass(const CompiledPlan& compiled, const WeightProblem& weight, Bindings bindings) {
-  Tensor out = bindings[kSlotOut].view({-1, weight.N});
+  Tensor out = bindings[kSlotOut];
   bindings[kSlotOut] = empty_weight(weight, out.options());
   encode(compiled, bindings);
   at::mm_out(out, bindings[kSlotA], bindings[kSlotOut]);
   if (bindings[kSlotBias].defined()) out.copy_(at::add(out.to(at::kFloat), bindings[kSlotBias]));
+}
+
+// Fewer rows than these are not divided: a dispatch of 64 rows uses the GPU well.
+constexpr int64_t kFewestRows = 64;
+
+// Finds a plan for the rows and encodes it. A product that would keep the GPU from all other work for too long is
+// divided by rows.
+void launch(GemmProblem problem, Bindings bindings, const Tensor& rows, const Tensor& out) {
+  const int64_t M = rows.size(0);
+  problem.M = static_cast<uint32_t>(M);
+  problem.a_row_stride = rows.stride(0);
+  problem.vector_aligned_a = is_aligned(rows, 4);
+  const std::shared_ptr<const CompiledPlan> compiled = find_plan(problem, rows);
+  if (compiled->plan.seconds > longest_plan_seconds() && M > kFewestRows) {
+    const int64_t first = (M / 2 + kFewestRows - 1) / kFewestRows * kFewestRows;
+    launch(problem, bindings, rows.narrow(0, 0, first), out.narrow(0, 0, first));
+    if (first < M) launch(problem, bindings, rows.narrow(0, first, M - first), out.narrow(0, first, M - first));
+    return;
+  }
+  bindings[kSlotA] = rows;
+  bindings[kSlotOut] = out;
+  if (compiled->plan.dense_product) {
+    two_pass(*compiled, problem.weight, std::move(bindings));
+  } else {
+    encode(*compiled, std::move(bindings));
+  }
 }
 
 Tensor gemm_mps(const Tensor& a, const Tensor& b_packed, const Tensor& scales, c10::string_view weight_format,
@@ -115,22 +143,13 @@ Tensor gemm_mps(const Tensor& a, const Tensor& b_packed, const Tensor& scales, c
 
   Tensor rows = a.dim() == 2 ? a : a.reshape({-1, int64_t{problem.weight.K}});
   if (rows.stride(1) != 1) rows = rows.contiguous();
-  bindings[kSlotA] = rows;
   bindings[kSlotBias] = held(bias);
-  bindings[kSlotOut] = out;
-  problem.M = grid_size("gemm", "rows of a", rows.size(0));
-  problem.a_row_stride = rows.stride(0);
+  grid_size("gemm", "rows of a", rows.size(0));
   problem.activations = element_type(rows);
   problem.bias = bias ? element_type(*bias) : ElementType::float16;
   problem.has_bias = bias.has_value();
-  problem.vector_aligned_a = is_aligned(rows, 4);
   problem.variant = variant;
-  const std::shared_ptr<const CompiledPlan> compiled = find_plan(problem, a);
-  if (compiled->plan.dense_product) {
-    two_pass(*compiled, problem.weight, std::move(bindings));
-  } else {
-    encode(*compiled, std::move(bindings));
-  }
+  launch(problem, std::move(bindings), rows, out.view({-1, int64_t{problem.weight.N}}));
   return out;
 }
 

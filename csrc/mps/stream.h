@@ -20,8 +20,23 @@ id<MTLBuffer> buffer_of(const at::Tensor& tensor);
 NSUInteger offset_of(const at::Tensor& tensor);
 
 // Runs the block on the stream's queue and rethrows what it throws. The block must not allocate or copy tensors
-// (dispatch_sync is not re-entrant), commit or wait.
+// (dispatch_sync is not re-entrant); it may commit and wait with the functions below.
 void run_on_queue(void (^block)());
+
+// Inside such a block: ends the encoder, gives the GPU what is encoded and, in the second case, waits for it. An
+// encoder or command buffer from before is not to be used any more.
+void commit();
+void commit_and_wait();
+
+// Inside such a block: ends the encoder and calls the handler when the GPU has completed what is encoded so far and
+// what is encoded until the next commit.
+void add_completed_handler(MTLCommandBufferHandler handler);
+
+// Inside such a block, after its last kernel: commits if enough work is waiting for that
+// (csrc/planner/commit_policy.h). Does nothing while a profiler or signposts record, because PyTorch then marks work by
+// command buffers of its own, and while this thread holds commits.
+void work_encoded(double predicted_seconds);
+void hold_commits(bool held);
 
 // Returns the encoder that PyTorch's own kernels use. Call it only inside a block of run_on_queue. A ProfiledKernel may
 // replace the encoder.

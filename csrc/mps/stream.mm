@@ -4,7 +4,32 @@
 #include <ATen/mps/MPSProfiler.h>
 #include <ATen/mps/MPSStream.h>
 
+#include "csrc/planner/commit_policy.h"
+
 namespace marlin::mps {
+
+namespace {
+
+// torch 2.15 adds the stream to both functions, and warns where it is missing.
+template <typename Profiler, typename... Arguments>
+void begin_kernel(Profiler& profiler, at::mps::MPSStream* stream, const Arguments&... arguments) {
+  if constexpr (requires { profiler.beginProfileKernel(arguments..., stream); }) {
+    profiler.beginProfileKernel(arguments..., stream);
+  } else {
+    profiler.beginProfileKernel(arguments...);
+  }
+}
+
+template <typename Profiler>
+void end_kernel(Profiler& profiler, at::mps::MPSStream* stream, const void* handle) {
+  if constexpr (requires { profiler.endProfileKernel(handle, stream); }) {
+    profiler.endProfileKernel(handle, stream);
+  } else {
+    profiler.endProfileKernel(handle);
+  }
+}
+
+}  // namespace
 
 id<MTLDevice> device() {
   return at::mps::getCurrentMPSStream()->device();
@@ -38,6 +63,34 @@ id<MTLComputeCommandEncoder> encoder() {
   return at::mps::getCurrentMPSStream()->commandEncoder();
 }
 
+void commit() {
+  at::mps::getCurrentMPSStream()->synchronize(at::mps::SyncType::COMMIT);
+}
+
+void commit_and_wait() {
+  at::mps::getCurrentMPSStream()->synchronize(at::mps::SyncType::COMMIT_AND_WAIT);
+}
+
+void add_completed_handler(MTLCommandBufferHandler handler) {
+  at::mps::MPSStream* stream = at::mps::getCurrentMPSStream();
+  stream->endKernelCoalescing();  // macOS 26.4 aborts if a handler is added while an encoder is open
+  [stream->commandBuffer() addCompletedHandler:handler];
+}
+
+namespace {
+thread_local bool commits_are_held = false;
+}
+
+void hold_commits(bool held) {
+  commits_are_held = held;
+}
+
+void work_encoded(double predicted_seconds) {
+  static auto* uncommitted = new UncommittedWork;
+  if (commits_are_held || is_profiling() || at::mps::getMPSProfiler().isSignpostTracingEnabled()) return;
+  if (uncommitted->add(at::mps::getCurrentMPSStream()->unwrap().id(), predicted_seconds)) commit();
+}
+
 bool is_profiling() {
   return at::mps::getMPSProfiler().isOperationProfilingEnabled();
 }
@@ -45,12 +98,13 @@ bool is_profiling() {
 ProfiledKernel::ProfiledKernel(id<MTLComputePipelineState> pipeline, const std::string& name, at::TensorList tensors)
     : pipeline_(pipeline) {
   if (is_profiling()) at::mps::getCurrentMPSStream()->endKernelCoalescing();
-  at::mps::getMPSProfiler().beginProfileKernel(pipeline_, name, tensors);
+  begin_kernel(at::mps::getMPSProfiler(), at::mps::getCurrentMPSStream(), static_cast<const void*>(pipeline_), name,
+               tensors);
 }
 
 ProfiledKernel::~ProfiledKernel() {
   if (is_profiling()) at::mps::getCurrentMPSStream()->endKernelCoalescing();
-  at::mps::getMPSProfiler().endProfileKernel(pipeline_);
+  end_kernel(at::mps::getMPSProfiler(), at::mps::getCurrentMPSStream(), pipeline_);
 }
 
 }  // namespace marlin::mps

@@ -88,7 +88,11 @@ const Tiling& choose(const std::vector<Tiling>& tilings, const GemmProblem& prob
 }
 
 Plan build_plan(const Tiling& tiling, const GemmProblem& problem, const GpuDevice& device) {
-  return functions_of(tiling.variant).build(tiling, problem, device);
+  Plan plan = functions_of(tiling.variant).build(tiling, problem, device);
+  const PlanCost predicted = cost(tiling, problem, device);
+  for (size_t i = 0; i < plan.dispatches.size(); ++i)
+    plan.seconds += predicted.dispatches.at(i).seconds;
+  return plan;
 }
 
 Plan plan_gemm(const GemmProblem& problem, const GpuDevice& device) {

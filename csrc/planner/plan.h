@@ -35,6 +35,8 @@ struct Plan {
   Extent partials{0, 0, 0};          // [z, y, x] floats of workspace for kSlotPartials; all zero if there is none
   // True for two_pass: the dispatches write the weight as [K, N] in the activations' type, and the caller multiplies.
   bool dense_product = false;
+  // Predicted time of the dispatches on the GPU; 0 if the cost model does not know their kernels.
+  double seconds = 0;
 };
 
 Plan build_plan(const Tiling& tiling, const GemmProblem& problem, const GpuDevice& device);

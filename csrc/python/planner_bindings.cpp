@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "csrc/core/weight_format.h"
+#include "csrc/planner/commit_policy.h"
 #include "csrc/planner/cost.h"
 #include "csrc/planner/plan_cache.h"
 #include "csrc/python/tile_budgets.h"
@@ -185,6 +186,10 @@ void add_planner(py::module_& m) {
         py::arg("N"), py::arg("K"), py::arg("weight_format"), py::arg("group_size"), py::arg("activations"),
         py::arg("scales"), py::arg("zeros"), py::arg("has_perm"), py::arg("has_global_scale"), py::arg("has_bias"),
         py::arg("variant"), py::arg("tuned"));
+  m.def("commit_seconds", &commit_seconds);
+  m.def("set_commit_seconds", &set_commit_seconds);
+  m.def("longest_plan_seconds", &longest_plan_seconds);
+  m.def("set_longest_plan_seconds", &set_longest_plan_seconds);
   // Takes rows of (weight_format, dtype, group_size, K, N, first M, last M, variant), which replace all earlier rows.
   m.def("set_tuned", [](const std::vector<TunedRow>& rows) {
     std::vector<TunedRange> ranges;

@@ -12,7 +12,7 @@ from torch_marlin_metal.cli.arguments import Dtype, Format, GroupSize, floating
 from torch_marlin_metal.cli.output import DONE, Json, progress_bar, show, table
 from torch_marlin_metal.cli.shapes import Rows, Shapes, product_of
 from torch_marlin_metal.extension import cpu_capability
-from torch_marlin_metal.gpu.tuning.chains import interleave, median_ratio
+from torch_marlin_metal.gpu.tuning.chains import measure, median_ratio
 from torch_marlin_metal.gpu.tuning.peers import OURS, rivals
 from torch_marlin_metal.version import __version__
 
@@ -33,8 +33,9 @@ def bench(
 ) -> int:
     """Compares this package with torch's dense product, two_pass, torch's int4 operator and, if installed, MLX.
 
-    Each is timed once per round, on chains of dependent products whose weights are not in the caches. The output shows
-    medians of the times and of the rounds' ratios. To report numbers, send the output of --json.
+    Each is timed once per round, on chains of dependent products whose weights are not in the caches. On mps the times
+    are the GPU's own, and the host's are shown apart. The output shows medians of the times and of the rounds' ratios.
+    To report numbers, send the output of --json.
     """
     chosen = device or ("mps" if torch.backends.mps.is_available() else "cpu")
     if chosen not in ("mps", "cpu") or (chosen == "mps" and not torch.backends.mps.is_available()):
@@ -51,12 +52,16 @@ def bench(
                 a = torch.randn(M, product.K, dtype=element, device=chosen)
                 chains, absent = rivals(weight, a, cold_mb * 10**6)
                 missing |= absent
-                times = interleave(chains, rounds)
+                measured = measure(chains, rounds)
+                times = {name: [found.seconds for found in values] for name, values in measured.items()}
+                host = {name: [found.host_seconds for found in values] for name, values in measured.items()}
                 results.append(
                     {
                         **vars(product),
                         "M": M,
                         "seconds": {name: statistics.median(values) for name, values in times.items()},
+                        "host_seconds": {name: statistics.median(values) for name, values in host.items()},
+                        "has_gaps": [name for name, values in measured.items() if any(v.has_gaps for v in values)],
                         "times_faster": {name: median_ratio(times[name], times[OURS]) for name in times},
                     }
                 )
@@ -94,15 +99,18 @@ def processor_name() -> str:
 
 def _table(machine: dict[str, str], results: list[dict[str, Any]], missing: dict[str, str]) -> Any:
     names = [name for name in results[0]["seconds"] if name != OURS]
-    heading = ("product", "M", "us", "TFLOP/s", *(f"x {name}" for name in names))
+    heading = ("product", "M", "us", "host us", "TFLOP/s", *(f"x {name}" for name in names))
     shown = table(", ".join(f"{key} {text}" for key, text in machine.items()), *heading, right=heading[1:])
     for row in results:
-        seconds = row["seconds"][OURS]
+        seconds, host = row["seconds"][OURS], row["host_seconds"][OURS]
         product = f"{row['dtype']} x {row['weight_format']} g{row['group_size']} [{row['K']}, {row['N']}]"
         flops = 2e-12 * row["M"] * row["N"] * row["K"] / seconds
         ratios = [f"{row['times_faster'][name]:.2f}" if name in row["times_faster"] else "" for name in names]
-        shown.add_row(product, str(row["M"]), f"{seconds * 1e6:.0f}", f"{flops:.3f}", *ratios)
-    lines = ["x NAME: time of NAME divided by ours; above 1, this package is faster"]
+        shown.add_row(product, str(row["M"]), f"{seconds * 1e6:.0f}", f"{host * 1e6:.0f}", f"{flops:.3f}", *ratios)
+    lines = ["us: on the device; host us: until a call returns, beside the GPU's work"]
+    if waiting := sorted({name for row in results for name in row["has_gaps"]}):
+        lines += [f"in several command buffers, so their times may hold waits for the host: {', '.join(waiting)}"]
+    lines += ["x NAME: time of NAME divided by ours; above 1, this package is faster"]
     lines += [f"{name} is not compared: {reason}" for name, reason in missing.items()]
     shown.caption = "\n".join(lines)
     return shown

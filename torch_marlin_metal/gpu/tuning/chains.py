@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,23 @@ from torch_marlin_metal.packed_weight import PackedWeight
 # More than twice the largest system-level cache of an Apple GPU (96 MB, M1 Ultra), so that weights come from memory.
 COLD_BYTES = 256 * 2**20
 CHAIN_SECONDS = 0.01  # a chain takes at least this long, because a synchronisation costs tens of microseconds
+WARM_SECONDS = 0.2  # of work before anything is measured: an idle GPU takes tens of milliseconds to its full clock
 MOST_CALLS = 256
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The time of one call of a chain.
+
+    Attributes:
+        seconds: on the device.
+        host_seconds: until the call returned, which on a GPU is before its work has begun.
+        has_gaps: whether the device's time may hold waits for the host.
+    """
+
+    seconds: float
+    host_seconds: float
+    has_gaps: bool = False
 
 
 @dataclass(frozen=True)
@@ -26,21 +43,73 @@ class Chain:
         first: the argument of the first call.
         step: one call: takes the state and the number of the call, and returns the next state.
         finish: waits until the last state is ready.
+        clock: measures a number of calls; `wall_clock`, `gpu_clock` or `lazy_clock`.
     """
 
     first: object
     step: Callable[[object, int], object]
     finish: Callable[[object], None]
+    clock: Callable[[Chain, int], Measured]
 
-    def seconds(self, calls: int) -> float:
-        """Returns the wall time of a chain, divided by its number of calls."""
-        state = self.first
-        self.finish(state)
-        begin = time.perf_counter()
+    def run(self, calls: int, state: object) -> object:
+        """Makes calls without waiting for them; returns the last state."""
         for index in range(calls):
             state = self.step(state, index)
-        self.finish(state)
-        return (time.perf_counter() - begin) / calls
+        return state
+
+    def measure(self, calls: int) -> Measured:
+        """Returns the time of one of so many calls."""
+        return self.clock(self, calls)
+
+
+def wall_clock(chain: Chain, calls: int) -> Measured:
+    """Measures calls that have done their work when the chain is finished, as on a CPU."""
+    chain.finish(chain.first)
+    begin = time.perf_counter()
+    state = chain.run(calls, chain.first)
+    returned = time.perf_counter()
+    chain.finish(state)
+    return Measured((time.perf_counter() - begin) / calls, (returned - begin) / calls)
+
+
+def gpu_clock(chain: Chain, calls: int) -> Measured:
+    """Measures calls of PyTorch on mps by the start and the end of their command buffer, as the GPU reports them.
+
+    PyTorch encodes a call in more time than a small product takes, so the time of a clock on the wall would be the
+    host's. A chain that is not measured runs first: the GPU works on it while the host encodes the measured one. If
+    PyTorch commits in between, as its graphs and copies may, the GPU may wait for the host: `has_gaps` then.
+    """
+    timer: Any = torch.ops.torch_marlin_metal
+    state = chain.run(calls, chain.first)
+    timer._begin_gpu_time()
+    try:
+        begin = time.perf_counter()
+        chain.run(calls, state)
+        returned = time.perf_counter()
+    finally:
+        seconds, is_whole = timer._end_gpu_time()
+    return Measured(seconds / calls, (returned - begin) / calls, has_gaps=not is_whole)
+
+
+def lazy_clock(chain: Chain, calls: int) -> Measured:
+    """Measures calls that only note what to compute, as MLX's do, and compute it when the chain is finished.
+
+    MLX shows no command buffers. The difference between a chain and one of twice the length is the time of its calls
+    while the GPU is busy, without what starting and waiting cost. As for `gpu_clock` the host's part is measured apart.
+    """
+
+    def evaluated(count: int) -> tuple[float, float]:
+        chain.finish(chain.first)
+        begin = time.perf_counter()
+        state = chain.run(count, chain.first)
+        noted = time.perf_counter()
+        chain.finish(state)
+        return time.perf_counter() - noted, noted - begin
+
+    short, _ = evaluated(calls)
+    long, noting = evaluated(2 * calls)
+    # A disturbance of the shorter chain can make the difference nothing.
+    return Measured(max(long - short, 1e-3 * long) / calls, noting / (2 * calls))
 
 
 def product_chain(a: Tensor, product: Callable[[Tensor, int], Tensor]) -> Chain:
@@ -56,7 +125,8 @@ def product_chain(a: Tensor, product: Callable[[Tensor, int], Tensor]) -> Chain:
         # Adds zero times the result: the values do not change, but the GPU must wait for the result.
         return torch.add(state, product(state, index)[:, :1], alpha=0)
 
-    return Chain(a, step, lambda state: synchronize(a.device))
+    clock = gpu_clock if a.device.type == "mps" else wall_clock
+    return Chain(a, step, lambda state: synchronize(a.device), clock)
 
 
 def synchronize(device: torch.device) -> None:
@@ -81,19 +151,24 @@ def rotating(weight: PackedWeight, cold_bytes: int = COLD_BYTES) -> Callable[[in
     return lambda index: arguments[index % len(arguments)]
 
 
-def interleave(chains: Mapping[str, Chain], rounds: int = 9) -> dict[str, list[float]]:
-    """Times all chains once per round, in rotating order. Returns the seconds per call of each chain, by round.
+def measure(chains: Mapping[str, Chain], rounds: int = 9) -> dict[str, list[Measured]]:
+    """Times all chains once per round, in rotating order. Returns the times of a call of each chain, by round.
 
     A disturbance of the machine then affects all chains alike. Compare them by the median of their ratios per round.
     """
     calls = {name: _calls(chain) for name, chain in chains.items()}
     names = list(chains)
-    times: dict[str, list[float]] = {name: [] for name in names}
+    times: dict[str, list[Measured]] = {name: [] for name in names}
     for index in range(rounds):
         first = index % len(names)
         for name in (*names[first:], *names[:first]):
-            times[name].append(chains[name].seconds(calls[name]))
+            times[name].append(chains[name].measure(calls[name]))
     return times
+
+
+def interleave(chains: Mapping[str, Chain], rounds: int = 9) -> dict[str, list[float]]:
+    """Returns the device's seconds per call of each chain, by round, as `measure` finds them."""
+    return {name: [found.seconds for found in times] for name, times in measure(chains, rounds).items()}
 
 
 def median_ratio(times: Iterable[float], others: Iterable[float]) -> float:
@@ -102,5 +177,8 @@ def median_ratio(times: Iterable[float], others: Iterable[float]) -> float:
 
 
 def _calls(chain: Chain) -> int:
-    chain.seconds(1)  # compiles the kernels
-    return max(2, min(MOST_CALLS, round(CHAIN_SECONDS / max(chain.seconds(2), 1e-7))))
+    chain.measure(1)  # compiles the kernels
+    begin = time.perf_counter()
+    while time.perf_counter() - begin < WARM_SECONDS:
+        seconds = chain.measure(2).seconds
+    return max(2, min(MOST_CALLS, round(CHAIN_SECONDS / max(seconds, 1e-7))))

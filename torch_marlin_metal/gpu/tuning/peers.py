@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_marlin_metal.gpu.tuning.chains import COLD_BYTES, Chain, cold_copies, product_chain, rotating
+from torch_marlin_metal.gpu.tuning.chains import COLD_BYTES, Chain, cold_copies, lazy_clock, product_chain, rotating
 from torch_marlin_metal.ops import gemm
 from torch_marlin_metal.packed_weight import PackedWeight
 
@@ -113,7 +113,7 @@ def _mlx(weight: PackedWeight, a: Tensor, cold_bytes: int) -> Chain:
         )
         return state + product[:, :1] * 0
 
-    return Chain(first, step, mx.eval)
+    return Chain(first, step, mx.eval, lazy_clock)
 
 
 def _random(shape: tuple[int, int], end: int, dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,77 @@
+"""What a decoded token costs the host and the GPU of each Apple chip, with commits and without: the planner's model.
+
+    python benchmarks/metal/decode_token.py [--interval-ms 3] [--host-us 7.5]
+
+Nothing is measured. The GPU's time of a product is the planner's; every other kernel is counted as a launch. The host
+takes the same time for each operation. The GPU starts a command buffer when it has been committed and the one before
+has ended, and a boundary costs it something.
+"""
+
+import argparse
+from collections.abc import Sequence
+
+from torch_marlin_metal import plan
+from torch_marlin_metal.profiling import AppleSiliconGPU
+
+# Llama 3 8B: layers; (N, K) of the products of a layer, q, k, v, o, gate, up, down; and of the last one.
+LAYERS = 32
+PRODUCTS = ((4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336))
+HEAD = (128256, 4096)
+# Kernels of PyTorch for each layer: norms, rotary embedding, cache, attention, activation, residuals. A decode step of
+# such a model was about 1300 operations in 10 ms of host time (executorch#17671).
+OTHER_KERNELS = 33
+KERNEL_SECONDS = 3e-6  # assumed of one of those on the GPU
+BOUNDARY_SECONDS = 20e-6  # mlx#4521
+WAIT_SECONDS = 100e-6  # assumed, from the last kernel's end until the host goes on
+
+
+def operations(gpu: str) -> list[tuple[float, float]]:
+    """Returns the operations of a token in order: seconds on the GPU, and those that the planner predicts of them."""
+    predicted = {(N, K): plan(1, N, K, gpu=gpu).chosen.seconds for N, K in {*PRODUCTS, HEAD}}
+    layer = []
+    for index, shape in enumerate(PRODUCTS):
+        others = OTHER_KERNELS * (index + 1) // len(PRODUCTS) - OTHER_KERNELS * index // len(PRODUCTS)
+        layer += [(KERNEL_SECONDS, 0.0)] * others + [(predicted[shape], predicted[shape])]
+    return layer * LAYERS + [(predicted[HEAD], predicted[HEAD])]
+
+
+def token_seconds(work: Sequence[tuple[float, float]], host: float, interval: float) -> tuple[float, int]:
+    """Returns the time of a token and the number of its command buffers.
+
+    Args:
+        work: of `operations`.
+        host: seconds that encoding one operation takes.
+        interval: predicted seconds between two commits; 0: one commit at the end.
+    """
+    now = free = buffer = pending = 0.0
+    buffers = 0
+    for index, (seconds, predicted) in enumerate(work):
+        now += host
+        buffer += seconds
+        pending += predicted
+        if index == len(work) - 1 or (interval > 0 and pending >= interval):
+            free = max(free, now) + BOUNDARY_SECONDS + buffer
+            buffer = pending = 0.0
+            buffers += 1
+    return free + WAIT_SECONDS, buffers
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--interval-ms", type=float, default=3.0, help="of predicted GPU time between commits")
+    parser.add_argument("--host-us", type=float, default=7.5, help="of encoding one operation")
+    arguments = parser.parse_args()
+    host = arguments.host_us * 1e-6
+    print(f"Llama 3 8B, one token, {arguments.host_us} us of host time an operation; a model, not a measurement")
+    print(f"{'chip':10}{'host ms':>9}{'GPU ms':>9}{'one commit':>12}{'with commits':>14}{'buffers':>9}{'times':>7}")
+    for name in AppleSiliconGPU.names():
+        work = operations(name)
+        whole, _ = token_seconds(work, host, 0)
+        split, buffers = token_seconds(work, host, arguments.interval_ms * 1e-3)
+        gpu = sum(seconds for seconds, _ in work)
+        row = f"{name:10}{1e3 * host * len(work):9.1f}{1e3 * gpu:9.1f}{1e3 * whole:12.1f}{1e3 * split:14.1f}"
+        print(f"{row}{buffers:9}{whole / split:7.2f}")
+
+
+if __name__ == "__main__":
+    main()

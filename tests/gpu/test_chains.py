@@ -1,0 +1,102 @@
+"""The clocks of tuner and benchmark: what is the device's time and what the host's, by a clock that the test moves."""
+
+import sys
+
+import pytest
+import torch
+
+import torch_marlin_metal as tmm
+from torch_marlin_metal import tuning
+from torch_marlin_metal.gpu.tuning import chains
+from torch_marlin_metal.gpu.tuning.chains import Chain, gpu_clock, lazy_clock, product_chain, wall_clock
+
+HOST, DEVICE, WAIT = 40.0, 28.0, 100.0
+
+
+@pytest.fixture
+def time_of(monkeypatch):
+    """A chain whose calls cost HOST when made, and DEVICE each, and WAIT once, when finished."""
+    now, waiting = [0.0], [0]
+    monkeypatch.setattr(chains.time, "perf_counter", lambda: now[0])
+
+    def step(state, index):
+        now[0] += HOST
+        waiting[0] += 1
+        return index
+
+    def finish(state):
+        now[0] += DEVICE * waiting[0] + (WAIT if waiting[0] else 0)
+        waiting[0] = 0
+
+    return lambda clock: Chain(0, step, finish, clock)
+
+
+def test_the_clock_of_a_lazy_library_has_neither_the_host_nor_the_wait(time_of) -> None:
+    measured = time_of(lazy_clock).measure(5)
+    assert (measured.seconds, measured.host_seconds) == (DEVICE, HOST)
+
+
+def test_the_clock_on_the_wall_has_all_of_them(time_of) -> None:
+    measured = time_of(wall_clock).measure(5)
+    assert (measured.seconds, measured.host_seconds) == (HOST + DEVICE + WAIT / 5, HOST)
+
+
+def test_each_device_has_its_clock() -> None:
+    assert product_chain(torch.ones(1, 8), lambda state, index: state).clock is wall_clock
+
+
+@pytest.fixture
+def gpu_chain(mps):
+    """A chain of products alone, for PyTorch's addition is the CPU's on the software device."""
+    weight = tmm.quantize_weight(torch.randn(64, 64) / 8, "uint4b8", group_size=64).to("mps")
+    a = torch.randn(2, 64, dtype=torch.float16, device="mps")
+
+    def step(state, index):
+        return tmm.gemm(state, weight.b_packed, weight.scales, weight_format="uint4b8", group_size=64)
+
+    return Chain(a, step, lambda state: torch.mps.synchronize(), gpu_clock)
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="reads the software Metal device's counts")
+def test_the_gpus_time_is_of_one_command_buffer(gpu_chain) -> None:
+    import softmetal
+
+    interval = tuning.commit_interval()
+    try:
+        tuning.set_commit_interval(1e-9)  # each product outside a measurement commits
+        gpu_chain.measure(1)  # asks the GPU what the planner must know
+        before = softmetal.stream_counts()
+        measured = gpu_chain.measure(3)
+        after = softmetal.stream_counts()
+    finally:
+        tuning.set_commit_interval(interval)
+    assert measured.seconds > 0
+    assert measured.host_seconds > 0
+    assert not measured.has_gaps
+    assert after.commits - before.commits == 4  # three of the chain before, and the measured one
+    assert after.waits - before.waits == 1
+
+
+def test_a_commit_in_between_is_told(gpu_chain) -> None:
+    def step(state, index):
+        product = gpu_chain.step(state, index)
+        torch.mps.synchronize()
+        return product
+
+    assert Chain(gpu_chain.first, step, gpu_chain.finish, gpu_clock).measure(2).has_gaps
+
+
+def test_a_failing_chain_ends_its_measurement(gpu_chain) -> None:
+    calls = []
+
+    def step(state, index):
+        calls.append(index)
+        if len(calls) > 2:
+            raise KeyError(index)
+        return gpu_chain.step(state, index)
+
+    with pytest.raises(KeyError):
+        Chain(gpu_chain.first, step, gpu_chain.finish, gpu_clock).measure(2)
+    assert gpu_chain.measure(2).seconds > 0
+    with pytest.raises(RuntimeError, match="_end_gpu_time: this thread has begun no measurement"):
+        torch.ops.torch_marlin_metal._end_gpu_time()

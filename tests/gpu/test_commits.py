@@ -1,0 +1,143 @@
+"""When the operators commit, counted on the software Metal device; and products that are divided by rows."""
+
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import torch_marlin_metal as tmm
+from torch_marlin_metal import tuning
+from torch_marlin_metal.extension import native
+
+pytestmark = pytest.mark.skipif(sys.platform == "darwin", reason="reads the software Metal device's counts")
+OPTIONS = {"weight_format": "uint4b8", "group_size": 64}
+
+
+@pytest.fixture(autouse=True)
+def settings():
+    interval, longest = tuning.commit_interval(), native.longest_plan_seconds()
+    yield
+    tuning.set_commit_interval(interval)
+    native.set_longest_plan_seconds(longest)
+
+
+@pytest.fixture
+def product(mps):
+    """One small product, warm, on an idle device, and its predicted seconds."""
+    weight = tmm.quantize_weight(torch.randn(64, 512), "uint4b8", group_size=64).to("mps")
+    x = torch.randn(2, 512, dtype=torch.float16, device="mps")
+
+    def run(**options):
+        return tmm.gemm(x, weight.b_packed, weight.scales, **OPTIONS, **options)
+
+    run()
+    tuning.set_commit_interval(1e-9)
+    run()  # commits: nothing is left over from other tests
+    torch.mps.synchronize()
+    chip = tmm.plan(2, 64, 512, group_size=64, gpu="M1").chosen
+    return run, chip.seconds
+
+
+def commits(run, times: int) -> int:
+    import softmetal
+
+    before = softmetal.stream_counts().commits
+    for _ in range(times):
+        run()
+    return softmetal.stream_counts().commits - before
+
+
+@pytest.mark.parametrize("products", [1, 3])
+def test_a_commit_follows_each_interval_of_predicted_work(product, products):
+    run, seconds = product
+    tuning.set_commit_interval((products - 0.5) * seconds)
+    assert commits(run, 6) == 6 // products
+
+
+def test_little_work_and_no_interval_commit_nothing(product):
+    import softmetal
+
+    run, seconds = product
+    tuning.set_commit_interval(3e-3)
+    assert math.ceil(3e-3 / seconds) > 12
+    assert commits(run, 12) == 0
+    assert softmetal.stream_counts().uncommitted >= 12
+    torch.mps.synchronize()
+    tuning.set_commit_interval(0)
+    assert commits(run, 12) == 0
+    tuning.set_commit_interval(1e-9)
+    assert commits(run, 2) == 2
+
+
+def test_results_do_not_depend_on_commits(product):
+    run, _ = product
+    variants = ("auto", "fused", "striped")
+    tuning.set_commit_interval(0)
+    expected = [run(variant=variant).cpu() for variant in variants]
+    tuning.set_commit_interval(1e-9)
+    assert all(torch.equal(run(variant=name).cpu(), y) for name, y in zip(variants, expected, strict=True))
+
+
+def test_no_commits_while_pytorch_profiles(product):
+    import softmetal
+
+    run, _ = product
+    tuning.set_commit_interval(1e-9)
+    torch.mps.profiler.start("interval", False)
+    try:
+        assert commits(run, 3) == 0
+        assert softmetal.stream_counts().uncommitted >= 3
+    finally:
+        torch.mps.profiler.stop()
+    assert commits(run, 1) == 1
+
+
+def test_each_stream_counts_its_own_work(product):
+    import softmetal
+
+    run, seconds = product
+    tuning.set_commit_interval(1.5 * seconds)
+    assert commits(run, 1) == 0
+    with softmetal.stream(1):
+        assert commits(run, 1) == 0
+    assert commits(run, 1) == 1
+
+
+@pytest.mark.parametrize("M", [65, 200])
+def test_a_long_product_is_divided_by_rows(mps, M):
+    import softmetal
+
+    weight = tmm.quantize_weight(torch.randn(32, 128), "uint4b8", group_size=64).to("mps")
+    bias = torch.randn(32, dtype=torch.float16, device="mps")
+    x = torch.randn(M, 128, dtype=torch.float16, device="mps")
+
+    def run():
+        softmetal.faults()
+        y = tmm.gemm(x, weight.b_packed, weight.scales, bias=bias, variant="fused", **OPTIONS).cpu()
+        return y, sum("reduce" not in record.kernel for record in softmetal.counters())
+
+    whole, few = run()
+    native.set_longest_plan_seconds(1e-9)
+    divided, many = run()
+    assert many >= math.ceil(M / 64) > few
+    torch.testing.assert_close(divided, whole, rtol=2e-3, atol=2e-3)
+
+
+def test_bad_intervals():
+    for seconds in (-1.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match="commit interval: expected seconds of at least 0"):
+            tuning.set_commit_interval(seconds)
+    program = "from torch_marlin_metal import tuning\nprint(tuning.commit_interval())"
+    for text, expected in (("0", "0.0"), ("2.5", "0.0025"), ("", "0.003")):
+        done = run_with(program, text)
+        assert done.stdout.strip() == expected, done.stderr
+    done = run_with(program, "fast")
+    assert "TORCH_MARLIN_METAL_COMMIT_MS: expected milliseconds, 0 for never, got 'fast'" in done.stderr
+
+
+def run_with(program: str, text: str) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "TORCH_MARLIN_METAL_COMMIT_MS": text}
+    return subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
