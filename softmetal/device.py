@@ -12,6 +12,7 @@ import ctypes as c
 import enum
 import os
 import random
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -25,6 +26,7 @@ from .executor import bindings as api
 from .executor.bindings import executor
 from .msl.air.compiler import compile_metallib
 from .msl.compiler import DEFAULT_FILE_NAME, compile_source
+from .msl.fast_math import SAFE
 from .msl.tools import CompileError
 
 __all__ = [
@@ -35,6 +37,7 @@ __all__ = [
     "FaultKind",
     "Kernel",
     "KernelFault",
+    "KernelWarning",
     "Library",
     "compile",
     "load",
@@ -61,6 +64,15 @@ class FaultKind(enum.IntEnum):
     CONST_STORE = 11
     CONSTANT_VALUE = 12
     RESOURCE = 13
+    SIGNAL = 14
+    ENDLESS = 15
+    DIVISION = 16
+    SHIFT = 17
+
+    @property
+    def is_warning(self) -> bool:
+        """True if Metal allows it, or does not say what happens."""
+        return self >= FaultKind.DIVISION
 
 
 @dataclass(frozen=True)
@@ -84,6 +96,10 @@ class KernelFault(Exception):
     def __init__(self, faults: Sequence[Fault]) -> None:
         super().__init__("\n".join(f.message for f in faults))
         self.faults = list(faults)
+
+
+class KernelWarning(UserWarning):
+    """Issued for what Metal allows, or leaves open, and is mostly a mistake, such as a division by zero."""
 
 
 @dataclass(frozen=True)
@@ -155,6 +171,7 @@ class Kernel:
         seed: int | None = None,
         perturb_seed: int = 0,
         os_threads: int = 0,
+        watchdog: float = 0,
         raise_faults: bool = True,
     ) -> Counters:
         """Runs the kernel and waits for it.
@@ -169,6 +186,8 @@ class Kernel:
                 seed.
             perturb_seed: seed of the perturbation of inexact functions, within Metal's limits; 0 means no perturbation.
             os_threads: OS threads in fast mode; 0 means SOFTMETAL_THREADS, or one for each core.
+            watchdog: seconds of processor time after which the launch ends with a report. 0 means SOFTMETAL_WATCHDOG, or
+                120; below 0 there is no limit.
             raise_faults: whether a fault raises an error. With False, faults are stored in `last_faults`.
 
         Returns:
@@ -176,6 +195,9 @@ class Kernel:
 
         Raises:
             KernelFault: the kernel broke a rule of Metal.
+
+        Warns:
+            KernelWarning: it did what Metal allows, or leaves open, and what is mostly a mistake.
         """
         if (groups is None) == (threads is None):
             raise ValueError("launch: groups, threads: expected exactly one of them")
@@ -193,6 +215,7 @@ class Kernel:
         if seed is None:
             seed = int(os.environ.get("SOFTMETAL_SEED", random.getrandbits(32)))
         dispatch.seed, dispatch.perturb_seed, dispatch.os_threads = seed, perturb_seed, os_threads
+        dispatch.watchdog = watchdog
         result = executor().sm_launch(dispatch)
         del keep
         try:
@@ -200,8 +223,12 @@ class Kernel:
             counters = read_counters(result.contents.counters)
         finally:
             executor().sm_free_result(result)
-        if self.last_faults and raise_faults:
-            raise KernelFault(self.last_faults)
+        if not raise_faults:
+            return counters
+        if faults := [f for f in self.last_faults if not f.kind.is_warning]:
+            raise KernelFault(faults)
+        for fault in self.last_faults:
+            warnings.warn(f"software Metal device: {fault.message}", KernelWarning, stacklevel=2)
         return counters
 
 
@@ -247,6 +274,7 @@ def compile(
     file_name: str = DEFAULT_FILE_NAME,
     include_paths: Sequence[str] = (),
     defines: Sequence[str] = (),
+    math: str = SAFE,
 ) -> Library:
     """Compiles Metal source for the device. The same request twice returns the same library.
 
@@ -258,12 +286,14 @@ def compile(
         file_name: the source's name in messages.
         include_paths: folders for the source's own includes.
         defines: macros, "NAME" or "NAME=VALUE".
+        math: the math mode: "safe", "relaxed" or "fast". A Mac takes "fast" if nothing is said.
 
     Raises:
         CompileError: the source does not compile. The text is the compiler's messages.
     """
     values = _values(constants)
-    return _compile(source, values, checked, kernel, file_name, tuple(map(str, include_paths)), tuple(defines))
+    paths = tuple(map(str, include_paths))
+    return _compile(source, values, checked, kernel, file_name, paths, tuple(defines), math)
 
 
 def load(
@@ -305,6 +335,7 @@ def _compile(
     file_name: str,
     include_paths: tuple[str, ...],
     defines: tuple[str, ...],
+    math: str,
 ) -> Library:
     built = compile_source(
         source,
@@ -314,6 +345,7 @@ def _compile(
         defines=defines,
         checked=checked,
         kernel=kernel,
+        math=math,
     )
     return Library(str(built.path))
 

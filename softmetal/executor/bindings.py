@@ -56,6 +56,7 @@ class CompileRequest(c.Structure):
         ("constants", c.POINTER(ConstantValue)),
         ("constant_count", c.c_uint32),
         ("checked", c.c_uint32),
+        ("math", c.c_uint32),
         ("defines", c.POINTER(c.c_char_p)),
         ("define_count", c.c_uint32),
         ("kernel", c.c_char_p),
@@ -85,6 +86,7 @@ class Dispatch(c.Structure):
         ("perturb_seed", c.c_uint64),
         ("os_threads", c.c_uint32),
         ("max_faults", c.c_uint32),
+        ("watchdog", c.c_double),
     ]
 
 

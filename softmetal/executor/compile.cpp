@@ -194,6 +194,9 @@ extern "C" int sm_compile(const sm_compile_request* request, char** path_or_erro
     arguments.insert(arguments.end(), {"--constant", name + "=" + constant.value});
   }
   if (request->kernel != nullptr) arguments.insert(arguments.end(), {"--kernel", request->kernel});
+  if (!is_metallib && request->math != SM_MATH_SAFE) {
+    arguments.insert(arguments.end(), {"--math", request->math == SM_MATH_FAST ? "fast" : "relaxed"});
+  }
   if (request->checked != 0) arguments.push_back("--checked");
   std::string memo = cache_folder() + "/" + fingerprint(identity(input, arguments)) + ".memo";
   std::string path;

@@ -23,6 +23,8 @@ typedef struct {
   const char* value;
 } sm_constant_value;
 
+enum { SM_MATH_SAFE = 0, SM_MATH_RELAXED = 1, SM_MATH_FAST = 2 };
+
 typedef struct {
   const char* source;                // Metal Shading Language text
   const char* metallib;              // or the path of a metallib, without source, includes and defines
@@ -32,6 +34,7 @@ typedef struct {
   const sm_constant_value* constants;
   uint32_t constant_count;
   uint32_t checked;            // instruments the code for checked mode
+  uint32_t math;               // SM_MATH_*; a metallib has its own
   const char* const* defines;  // "NAME" or "NAME=VALUE"
   uint32_t define_count;
   const char* kernel;  // host name of the kernel to compile; "": only names and arguments; NULL: all kernels
@@ -80,6 +83,7 @@ typedef struct {
   uint64_t perturb_seed;  // seed of sm_perturb; 0: no perturbation
   uint32_t os_threads;    // OS threads in fast mode; 0: SOFTMETAL_THREADS or the number of cores
   uint32_t max_faults;    // 0: 16. A fault is reported once for each source line.
+  double watchdog;        // seconds of processor time; 0: SOFTMETAL_WATCHDOG or 120; below 0: none
 } sm_dispatch;
 
 typedef enum {
@@ -95,8 +99,15 @@ typedef enum {
   SM_FAULT_INACTIVE_LANE,   // a value is read from a lane that does not take part
   SM_FAULT_CONST_STORE,     // a store to const device or constant memory
   SM_FAULT_CONSTANT_VALUE,  // a function constant has no value
-  SM_FAULT_RESOURCE         // the launch is wrong: its threadgroup memory or arguments
+  SM_FAULT_RESOURCE,        // the launch is wrong: its threadgroup memory or arguments
+  SM_FAULT_SIGNAL,          // the processor stopped the kernel
+  SM_FAULT_ENDLESS,         // the dispatch took longer than the watchdog allows
+  // From here on: warnings. Metal allows it, or does not say what happens, and it is mostly a mistake.
+  SM_WARNING_DIVISION,  // an integer division by zero
+  SM_WARNING_SHIFT      // a shift by the width or more
 } sm_fault_kind;
+
+enum { SM_FIRST_WARNING = SM_WARNING_DIVISION };
 
 typedef struct {
   uint32_t kind;

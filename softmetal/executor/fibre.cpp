@@ -87,6 +87,17 @@ void* FibrePool::take() {
   return start(started_++);
 }
 
+char* FibrePool::top_of(const void* address) const {
+  if (!contains(address)) return nullptr;
+  const auto index = static_cast<size_t>(static_cast<const char*>(address) - stacks_) / kStackBytes;
+  return stacks_ + (index + 1) * kStackBytes;
+}
+
+bool FibrePool::is_guard(const void* address) const {
+  return contains(address) &&
+         static_cast<size_t>(top_of(address) - static_cast<const char*>(address)) > kStackBytes - kGuard;
+}
+
 void FibrePool::restart() {
   idle_.clear();
   started_ = 0;

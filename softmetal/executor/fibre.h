@@ -26,6 +26,10 @@ class FibrePool {
   void put_back(void** context) { idle_.push_back(context); }
   // Resets all fibres: each starts again from main.
   void restart();
+  // Returns the top of the stack that contains an address, or null.
+  char* top_of(const void* address) const;
+  // Returns true if the address is in the guard page of a stack, which has then overflowed.
+  bool is_guard(const void* address) const;
   bool contains(const void* address) const { return address >= stacks_ && address < stacks_ + capacity_ * kStackBytes; }
 
  private:

@@ -165,6 +165,15 @@ void run_checked(Launch& launch) {
   checker.count(launch.counters);
 }
 
+double watchdog_seconds(const sm_dispatch& dispatch) {
+  constexpr double kDefault = 120;
+  double seconds = dispatch.watchdog;
+  if (const char* set = std::getenv("SOFTMETAL_WATCHDOG"); seconds == 0 && set != nullptr && *set != 0) {
+    return std::max(0.0, std::strtod(set, nullptr));
+  }
+  return seconds == 0 ? kDefault : std::max(0.0, seconds);
+}
+
 }  // namespace
 }  // namespace softmetal
 
@@ -177,6 +186,7 @@ sm_result* sm_launch(const sm_dispatch* dispatch) {
   Launch launch{};
   launch.dispatch = dispatch;
   launch.kernel = dispatch->kernel;
+  launch.watchdog = watchdog_seconds(*dispatch);
   sm_uint3 grid = dispatch->threads_per_grid, size = dispatch->threads_per_threadgroup;
   auto ceil_div = [](uint32_t n, uint32_t d) { return d == 0 ? 0 : (n + d - 1) / d; };
   launch.groups = {ceil_div(grid.x, size.x), ceil_div(grid.y, size.y), ceil_div(grid.z, size.z)};

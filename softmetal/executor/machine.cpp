@@ -38,6 +38,7 @@ void Machine::run(Launch& launch, uint32_t concurrent) {
   unsigned mxcsr = _mm_getcsr();
   _mm_setcsr(mxcsr | kFlushSubnormals);
   launch_ = &launch;
+  const TrapScope traps(*this, signal_stack_);
   counters = {};
   random_ = Random(mix(launch.dispatch->seed));
   prepare(concurrent);
@@ -101,6 +102,7 @@ void Machine::set_up(Group& group, uint64_t index) {
                  group.simdgroup_count};
     lane.simdgroup = &group.simdgroups[i / SM_SIMD_WIDTH];
     lane.context = nullptr;
+    lane.latest = nullptr;
     lane.state = State::kRunnable;
     lane.pending_matrices = lane.products = lane.matrix_accesses = 0;
     if (++thread.x == extent.x) {
@@ -181,7 +183,11 @@ void Machine::go_to(Lane& lane, void** save) {
 
 void Machine::wait(Lane& lane, State state, const void* site) {
   lane.state = state;
-  lane.site = site;
+  lane.site = lane.latest = site;
+  switch_from(lane);
+}
+
+void Machine::switch_from(Lane& lane) {
   Simdgroup& simdgroup = *lane.simdgroup;
   Lane* next;
   if (!checked_ && simdgroup.runnable != 0) {
@@ -196,10 +202,11 @@ void Machine::wait(Lane& lane, State state, const void* site) {
   lane.context = nullptr;
 }
 
-void Machine::preempt(Lane& lane) {
+void Machine::preempt(Lane& lane, const void* code) {
   lane.simdgroup->runnable |= 1u << lane.self.thread_index_in_simdgroup;
   lane.simdgroup->group->busy |= 1u << lane.self.simdgroup_index_in_threadgroup;
-  wait(lane, State::kRunnable, lane.site);
+  lane.latest = code;
+  switch_from(lane);
 }
 
 void Machine::give_up() {
@@ -212,6 +219,10 @@ void Machine::give_up() {
 
 Lane* Machine::pick(Simdgroup* last) {
   while (!running_.empty() && !launch_->stopped) {
+    if (launch_->expired) {
+      report_expired(*launch_, current(), current().latest);
+      return nullptr;
+    }
     uint32_t at = checked_ ? random_.below(static_cast<uint32_t>(running_.size())) : 0;
     Group& group = *running_[at];
     if (Lane* lane = pick_in(group, last != nullptr && last->group == &group ? last : nullptr)) return lane;

@@ -12,6 +12,7 @@
 #include "fibre.h"
 #include "mma.h"
 #include "random.h"
+#include "traps.h"
 
 namespace softmetal {
 
@@ -39,6 +40,7 @@ struct Lane {
   Simdgroup* simdgroup;
   void* context;              // where to continue; null: not started
   const void* site;           // return address of the call in which it waits
+  const void* latest;         // of its latest call into the executor
   uint64_t pending_matrices;  // Bloom filter of the destinations of deferred products
   uint64_t products;          // products deposited so far
   uint32_t matrix_accesses;   // matrix loads and stores, counted in checked mode
@@ -93,7 +95,9 @@ struct Launch {
   std::vector<uint32_t> order;                    // order of threadgroups; empty: ascending
   std::atomic<uint64_t> next_group{0};
   std::atomic<bool> stopped{false};
-  std::mutex mutex;  // guards the members below
+  double watchdog = 0;               // seconds; 0: none
+  std::atomic<bool> expired{false};  // the watchdog's time is over
+  std::mutex mutex;                  // guards the members below
   std::deque<std::string> texts;
   std::vector<sm_fault> faults;
   sm_counters counters{};
@@ -111,13 +115,14 @@ class Machine {
 
   // These are called on a fibre, by the GPU thread that runs there.
   void wait(Lane& lane, State state, const void* site);
-  void preempt(Lane& lane);
+  void preempt(Lane& lane, const void* code);
   [[noreturn]] void give_up();  // returns to run() because the launch was stopped
   void wake_matrix_lanes(Simdgroup& simdgroup);
 
   void prepare(uint32_t concurrent);
   const Group& group(uint32_t i) const { return *groups_[i]; }
   Launch& launch() { return *launch_; }
+  bool is_checked() const { return checked_; }
   const FibrePool& fibres() const { return fibres_; }
   Random& random() { return random_; }
   sm_counters counters{};
@@ -130,6 +135,7 @@ class Machine {
   // Returns the next thread to run, or null if none is left. Stops the launch if threads wait for ever.
   Lane* pick(Simdgroup* last);
   Lane* pick_in(Group& group, Simdgroup* last);
+  void switch_from(Lane& lane);
   void go_to(Lane& lane, void** save);
   bool release_simdgroup(Simdgroup& simdgroup);
   void release(Simdgroup& simdgroup, uint32_t lanes);
@@ -139,6 +145,7 @@ class Machine {
   bool checked_;
   Launch* launch_ = nullptr;
   FibrePool fibres_;
+  SignalStack signal_stack_;
   void* main_context_ = nullptr;
   Lane* starting_ = nullptr;  // the first lane to run on the next fibre
   Random random_;

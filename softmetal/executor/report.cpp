@@ -38,7 +38,7 @@ void record(Launch& launch, const Lane& lane, const Fault& fault) {
     if (same && known.buffer == fault.buffer) return;
   }
   if (launch.faults.size() >= limit(launch)) {
-    launch.stopped = true;
+    launch.stopped = launch.stopped || fault.kind < SM_FIRST_WARNING;
     return;
   }
   const char* message = keep(launch, text);
@@ -62,6 +62,18 @@ const char* waits_at(const Lane& lane) {
 }
 
 }  // namespace
+
+void report_expired(Launch& launch, Lane& lane, const void* code) {
+  if (source_line(*launch.dispatch->library, code).line == 0) code = lane.latest;
+  std::string seconds = std::to_string(launch.watchdog);
+  seconds.erase(std::min(seconds.find('.') + 2, seconds.size()));
+  record(launch, lane,
+         {SM_FAULT_ENDLESS, true, code,
+          "the dispatch has not ended after " + seconds +
+              " seconds of processor time (SOFTMETAL_WATCHDOG): an endless "
+              "loop? A thread that still runs"});
+  launch.stopped = true;
+}
 
 void report(Lane& lane, const Fault& fault) {
   Machine& machine = machine_of(lane);

@@ -23,6 +23,9 @@ void report(Lane& lane, const Fault& fault);
 // Records a fault of the launch itself, before any thread runs.
 void report_launch(Launch& launch, const std::string& text);
 
+// Records that the watchdog's time is over while `lane` runs, and stops the launch.
+void report_expired(Launch& launch, Lane& lane, const void* code);
+
 // Called when all lanes have returned: reports matrix loads and stores that some of them did not reach.
 void report_missed_matrix_accesses(Simdgroup& simdgroup);
 

@@ -16,11 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .alignment import add_alignment_checks
+from .arithmetic import add_metal_arithmetic
 from .dialect import check
+from .fast_math import FLAGS, MODES, SAFE, flush_half, replace_pragmas
 from .lint import lint
 from .tokens import SourceError, significant, tokenize
 from .tools import CLANG, HERE, CompileError, cache_folder, install, run
 from .translate import Translator
+from .uninitialised import add_value_checks, mark_integers
 
 _INCLUDE = HERE / "include"
 DEFAULT_FILE_NAME = "program_source.metal"
@@ -44,7 +47,7 @@ _COMPILE = [
     # addr2line misses inlined frames in version 5.
     *("-gdwarf-4", "-gline-tables-only", "-fdebug-compilation-dir=."),
     *("-w", "-ferror-limit=20", "-fno-exceptions", "-fno-rtti", "-fvisibility=hidden", "-fno-stack-protector"),
-    *("-fno-math-errno", "-fno-strict-aliasing"),
+    *("-fno-math-errno", "-fno-strict-aliasing", "-fno-finite-loops", "-fstack-clash-protection"),
     "-fno-strict-float-cast-overflow",  # float to integer saturates, NaN becomes 0
     # As in Metal's compiler: a*b+c is contracted inside one expression; half and bfloat round after each operation.
     *("-ffp-contract=on", "-Xclang", "-ffloat16-excess-precision=none", "-Xclang", "-fbfloat16-excess-precision=none"),
@@ -56,7 +59,13 @@ _CHECKED = [
     *("-fsanitize=thread", "-mllvm", "-tsan-instrument-func-entry-exit=0"),
 ]
 _NOT_YET = ("memory-accesses", "memintrinsics", "atomics")  # the instrumentation follows alignment.py
-_BEFORE_CHECKS = [*_CHECKED, *(f for x in _NOT_YET for f in ("-mllvm", f"-tsan-instrument-{x}=0"))]
+_BEFORE_CHECKS = [
+    *(*_CHECKED, *(f for x in _NOT_YET for f in ("-mllvm", f"-tsan-instrument-{x}=0"))),
+    # The executor has the functions that these checks call, but for local-bounds, which traps.
+    *("-fsanitize=integer-divide-by-zero,shift-exponent,array-bounds,local-bounds", "-fsanitize-recover=all"),
+    "-fstrict-flex-arrays=1",
+    "-ftrivial-auto-var-init=pattern",
+]
 _AFTER_CHECKS = [
     *(*_CHECKED, "-mllvm", "-tsan-instrument-read-before-write=1"),
     *("-mllvm", "-tsan-instrument-atomics=0"),  # sm_note_atomic does it
@@ -82,7 +91,7 @@ def library_files() -> list[Path]:
 def toolchain_digest() -> str:
     # The compiler's version and the processor's instructions are among its macros.
     digest = hashlib.sha256(run([CLANG, *_MACHINE, "-E", "-dM", "-x", "c", "-"], "").encode())
-    digest.update(repr([_PREPROCESS, _COMPILE, FAST, _BEFORE_CHECKS, _AFTER_CHECKS, _LINK]).encode())
+    digest.update(repr([FLAGS, _PREPROCESS, _COMPILE, FAST, _BEFORE_CHECKS, _AFTER_CHECKS, _LINK]).encode())
     for path in library_files():
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()
@@ -108,51 +117,60 @@ def _stubs() -> Path:
     return folder
 
 
-def precompiled(checked: bool) -> Path:
+def precompiled(checked: bool, math: str) -> Path:
     # A precompiled header names the files that it was made from, so each checkout needs its own.
     digest = hashlib.sha256(f"{HERE} {toolchain_digest()}".encode()).hexdigest()
-    path = cache_folder() / f"prelude-{'checked' if checked else 'fast'}-{digest[:16]}.pch"
+    path = cache_folder() / f"prelude-{'checked' if checked else 'fast'}-{math}-{digest[:16]}.pch"
     if not path.exists():
-        flags = [*_COMPILE, *(_BEFORE_CHECKS if checked else FAST), "-I", str(_INCLUDE)]
+        flags = [*_COMPILE, *FLAGS[math], *(_BEFORE_CHECKS if checked else FAST), "-I", str(_INCLUDE)]
         prelude = f'#include <metal_stdlib>\n#include "{HERE / "thunk.h"}"\n'
         install(path, [CLANG, "-x", "c++-header", "-", *flags, "-Xclang", "-emit-pch", "-o"], prelude)
     return path
 
 
-def _from_cpp(checked: bool) -> list[str]:
-    prelude = ["-include-pch", str(precompiled(checked)), "-Xclang", "-fno-validate-pch"]
-    return [CLANG, "-x", "c++", "-", *prelude, *_COMPILE, *(_BEFORE_CHECKS if checked else FAST)]
+def _from_cpp(checked: bool, math: str) -> list[str]:
+    prelude = ["-include-pch", str(precompiled(checked, math)), "-Xclang", "-fno-validate-pch"]
+    return [CLANG, "-x", "c++", "-", *prelude, *_COMPILE, *FLAGS[math], *(_BEFORE_CHECKS if checked else FAST)]
 
 
 def _inlined(cpp: str) -> str:
     return f"#pragma clang attribute push(__attribute__((always_inline)), apply_to = function)\n{cpp}"
 
 
+def _to_llvm(cpp: str, checked: bool, math: str) -> str:
+    """Compiles C++ over our headers to LLVM text that no pass has touched, with Metal's integer arithmetic."""
+    command = [*_from_cpp(checked, math), "-Xclang", "-disable-llvm-passes", "-S", "-emit-llvm", "-o", "-"]
+    text = add_metal_arithmetic(run(command, _inlined(cpp)))
+    text = text if math == SAFE else flush_half(text)
+    return mark_integers(text) if checked else text
+
+
+def _optimise(checked: bool) -> list[str]:
+    flags = [*_CODE, *(_BEFORE_CHECKS if checked else FAST), "-w", "-ffp-contract=on"]
+    return [CLANG, "-x", "ir", "-", *flags, "-S", "-emit-llvm", "-o"]
+
+
 def install_llvm(path: Path, cpp: str, checked: bool) -> None:
     """Compiles C++ over our headers to optimised LLVM text in a file, with all functions inlined into their callers."""
-    install(path, [*_from_cpp(checked), "-S", "-emit-llvm", "-o"], _inlined(cpp))
+    install(path, _optimise(checked), _to_llvm(cpp, checked, SAFE))
 
 
 def optimised(llvm: str, checked: bool) -> str:
     """Runs the compiler's passes on LLVM text. The calls of checked mode are not yet in it."""
-    flags = [*_CODE, *(_BEFORE_CHECKS if checked else FAST), "-w", "-ffp-contract=on"]
-    return run([CLANG, "-x", "ir", "-", *flags, "-S", "-emit-llvm", "-o", "-"], llvm)
+    return run([*_optimise(checked), "-"], llvm)
 
 
 def link_library(llvm: str, checked: bool, path: Path) -> None:
     """Compiles optimised LLVM text to a shared object at `path`. In checked mode, adds the calls of the checker."""
     flags = [*_CODE, *_AFTER_CHECKS] if checked else [*_CODE, *FAST]
-    text = add_alignment_checks(llvm) if checked else llvm
+    text = add_value_checks(add_alignment_checks(llvm)) if checked else llvm
     install(path, [CLANG, "-x", "ir", "-", *flags, "-w", *_LINK, "-o"], text)
 
 
-def _build(translated: str, checked: bool, path: Path) -> None:
+def _build(translated: str, checked: bool, math: str, path: Path) -> None:
     """Compiles C++ text to a shared object at `path`."""
-    if checked:
-        llvm = run([*_from_cpp(checked), "-S", "-emit-llvm", "-o", "-"], _inlined(translated))
-        link_library(llvm, checked, path)
-    else:
-        install(path, [*_from_cpp(checked), *_LINK, "-o"], _inlined(translated))
+    llvm = _to_llvm(translated, checked, math)
+    link_library(optimised(llvm, checked) if checked else llvm, checked, path)
 
 
 def _locate(text: str, line: int) -> tuple[str, int]:
@@ -204,6 +222,7 @@ def compile_source(
     defines: Sequence[str] = (),
     checked: bool = False,
     kernel: str | None = None,
+    math: str = SAFE,
 ) -> Compiled:
     """Compiles Metal source.
 
@@ -216,6 +235,7 @@ def compile_source(
         checked: instruments the code for checked mode.
         kernel: the only kernel to compile, "" for none. It has an effect only if the source has function constants.
             Otherwise there is one version of each kernel, and all are compiled.
+        math: the math mode: "safe", "relaxed" or "fast", which is Metal's default.
 
     Raises:
         CompileError: the source does not compile. Line numbers in the messages are those of the source.
@@ -224,11 +244,11 @@ def compile_source(
     values = dict(constants or {})
     if "function_constant" not in text:
         kernel = None
-    path = cached("", ".so", sorted(values.items()), checked, kernel, text)
+    path = cached("", ".so", sorted(values.items()), checked, kernel, math, text)
     translated = ""
     if not path.exists():
         try:
-            tokens = tokenize(text)
+            tokens = tokenize(replace_pragmas(text))
             refused = list(lint(significant(tokens)))
             translated = "" if refused else Translator(tokens, values, kernel).text
         except SourceError as error:
@@ -236,7 +256,7 @@ def compile_source(
         if refused:
             raise CompileError("\n".join(_message(text, error) for error in refused))
     if translated:
-        _build(translated, checked, path)
+        _build(translated, checked, math, path)
     _check_types(text)
     files = dict.fromkeys(re.findall(r'^# \d+ "((?:\\.|[^"<])*)"', text, re.MULTILINE))
     own = str(cache_folder())
@@ -276,6 +296,7 @@ def _compiled(options: argparse.Namespace) -> Compiled:
         defines=options.define,
         checked=options.checked,
         kernel=options.kernel,
+        math=options.math,
     )
 
 
@@ -284,6 +305,7 @@ def _main() -> int:
     parser.add_argument("--file-name", default=DEFAULT_FILE_NAME)
     parser.add_argument("--include", action="append", default=[])
     parser.add_argument("--define", action="append", default=[])
+    parser.add_argument("--math", choices=MODES, default=SAFE)
     return answer(parser, _compiled, [*library_files(), *check.files()])
 
 

@@ -62,7 +62,9 @@ void Command::run() {
   dispatch.perturb_seed = checked ? dispatch.seed + 1 : 0;
   sm_result* result = sm_launch(&dispatch);
   for (uint32_t i = 0; i < result->fault_count; ++i) {
-    Device::get().add_fault((label.empty() ? "" : label + ": ") + result->faults[i].message);
+    const sm_fault& fault = result->faults[i];
+    const std::string text = (label.empty() ? "" : label + ": ") + fault.message;
+    fault.kind < SM_FIRST_WARNING ? Device::get().add_fault(text) : Device::get().add_warning(text);
   }
   Device::get().add_record({dispatch.kernel->name, dispatch.seed, result});
   if (checked) return;

@@ -4,6 +4,7 @@
 #include <unistd.h>
 #include <cstdlib>
 #include <cstring>
+#include <utility>
 
 #include "metal.h"
 
@@ -122,6 +123,16 @@ void Device::add_record(Record record) {
 void Device::add_fault(std::string text) {
   const std::lock_guard lock(mutex);
   faults.push_back(std::move(text));
+}
+
+void Device::add_warning(std::string text) {
+  const std::lock_guard lock(mutex);
+  warnings.push_back(std::move(text));
+}
+
+std::vector<std::string> Device::take_warnings() {
+  const std::lock_guard lock(mutex);
+  return std::exchange(warnings, {});
 }
 
 std::vector<std::string> Device::take_new_faults() {

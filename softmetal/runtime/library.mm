@@ -23,6 +23,7 @@ const sm_library* Program::open(bool checked, const char* kernel) const {
   request.constants = values.data();
   request.constant_count = static_cast<uint32_t>(values.size());
   request.checked = checked;
+  request.math = math;
   request.kernel = kernel;
   request.defines = macros.data();
   request.define_count = static_cast<uint32_t>(macros.size());
@@ -145,12 +146,14 @@ using softmetal::settings;
 }
 - (void)setFastMathEnabled:(BOOL)enabled {
   settings(self).fast_math = enabled;
+  settings(self).math_mode = enabled ? MTLMathModeFast : MTLMathModeSafe;
 }
 - (MTLMathMode)mathMode {
   return settings(self).math_mode;
 }
 - (void)setMathMode:(MTLMathMode)mode {
   settings(self).math_mode = mode;
+  settings(self).fast_math = mode == MTLMathModeFast;
 }
 - (MTLMathFloatingPointFunctions)mathFloatingPointFunctions {
   return settings(self).functions;
@@ -314,6 +317,8 @@ id<MTLLibrary> open_library(Program program, NSError** error) {
 id<MTLLibrary> softmetal_new_library(NSString* source, MTLCompileOptions* options, NSError** error) {
   softmetal::Program program{[source UTF8String], {}, {}, {}};
   if (options != nil) {
+    const MTLMathMode mode = settings(options).math_mode;
+    program.math = mode == MTLMathModeSafe ? SM_MATH_SAFE : mode == MTLMathModeFast ? SM_MATH_FAST : SM_MATH_RELAXED;
     NSDictionary* macros = settings(options).macros;
     NSArray* names = [macros allKeys];
     for (NSUInteger i = 0; i < [names count]; ++i) {

@@ -64,6 +64,7 @@ struct Program {
   std::string metallib;              // the path of a metallib, instead of source
   std::vector<std::string> defines;  // NAME=VALUE
   std::vector<Constant> constants;
+  uint32_t math = SM_MATH_FAST;  // Metal's default
 
   // Compiles and opens the library. Throws std::runtime_error with the compiler's messages. If the source has function
   // constants, only `kernel` is compiled. "" compiles no kernel, and the library has only names and arguments.
@@ -121,10 +122,13 @@ class Device {
   uint64_t next_seed();
   void add_record(Record record);
   void add_fault(std::string text);
+  void add_warning(std::string text);
+  std::vector<std::string> take_warnings();
   std::vector<std::string> take_new_faults();  // faults that were not raised before
   void clear();                                // faults and records
   std::deque<Record> records;                  // of the latest dispatches, oldest first
   std::vector<std::string> faults;             // all faults since the last clear()
+  std::vector<std::string> warnings;           // not yet issued
   std::mutex mutex;
 
  private:

@@ -106,7 +106,10 @@ const sm_result* softmetal_record(size_t i, const char** kernel, uint64_t* seed)
 
 void* softmetal_new_shader_library(const char* source, char** error) {
   return library_from(error, [&](id<MTLDevice> device, NSError** failure) {
-    return [device newLibraryWithSource:[NSString stringWithUTF8String:source] options:nil error:failure];
+    // PyTorch's own options.
+    MTLCompileOptions* options = [[[MTLCompileOptions alloc] init] autorelease];
+    [options setMathMode:MTLMathModeSafe];
+    return [device newLibraryWithSource:[NSString stringWithUTF8String:source] options:options error:failure];
   });
 }
 

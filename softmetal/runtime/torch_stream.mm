@@ -86,6 +86,8 @@ StreamCounts stream_counts() {
 }
 
 void raise_new_faults() {
+  for (const std::string& warning : Device::get().take_warnings())
+    TORCH_WARN("software Metal device: ", warning);
   const std::vector<std::string> faults = Device::get().take_new_faults();
   if (faults.empty()) return;
   std::string text;

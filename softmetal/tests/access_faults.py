@@ -73,7 +73,7 @@ CASES = [
         "threadgroup variable, negative",
         FaultKind.OUT_OF_BOUNDS,
         f"kernel void f({ARGUMENTS}, {INDEX}) {{\n  threadgroup float before[64];\n  threadgroup float s[64];\n"
-        "  before[i] = 0;\n  s[int(i) - /*1|0*/] = x[i] + before[i];\n  y[i] = s[int(i) - /*1|0*/];\n}",
+        "  before[i] = 0;\n  (s + int(i))[/*-1|0*/] = x[i] + before[i];\n  y[i] = s[i];\n}",
         4,
         r"out-of-bounds write of 4 bytes: threadgroup variable 1 - 4 \(256 bytes\)",
     ),

@@ -239,7 +239,7 @@ void Checker::access(const void* pointer, uint64_t bytes, bool is_write, Kind ki
   const bool is_atomic = kind == Kind::kAtomic || kind == Kind::kAtomicUpdate;
   if (--until_preemption_ == 0 || (is_atomic && machine_.random().below(2) == 0)) {
     until_preemption_ = 1 + machine_.random().below(2 * kMeanAccessesBetweenPreemptions);
-    machine_.preempt(lane);
+    machine_.preempt(lane, code);
   }
 }
 

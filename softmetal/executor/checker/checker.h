@@ -27,6 +27,8 @@ class Checker {
 
   void place_threadgroup_memory(Group& group, uint32_t slot);
   void access(const void* address, uint64_t bytes, bool is_write, Kind kind, const void* code);
+  // Reports a store of a value that was computed from a variable that was never set.
+  void unset_value(const void* address, const void* code);
   void misaligned(const void* address, uint32_t alignment, const void* code);
 
   // Called after the launch: copies contents and initialised bytes back to the host's buffers.

@@ -12,6 +12,8 @@ inline void see(const void* address, uint64_t bytes, bool is_write, Checker::Kin
   if (Checker* checker = Checker::active()) checker->access(address, bytes, is_write, kind, code);
 }
 
+constexpr uint32_t kUnsetInteger = 0xBAD1DEA5;  // also in msl/uninitialised.py
+
 inline void align(const void* address, uint32_t alignment, const void* code) {
   if ((reinterpret_cast<uintptr_t>(address) & (alignment - 1)) == 0) return;
   if (Checker* checker = Checker::active()) checker->misaligned(address, alignment, code);
@@ -60,6 +62,21 @@ void* __tsan_memmove(void* to, const void* from, uint64_t bytes) {
 void* __tsan_memset(void* to, int value, uint64_t bytes) {
   see(to, bytes, true, Checker::Kind::kCopy, __builtin_return_address(0));
   return std::memset(to, value, bytes);
+}
+
+// `bits` of a store of numbers: floating ones of `element` bits, or a 32-bit integer if that is 0.
+void sm_check_value(const void* address, uint64_t value, uint32_t element, uint32_t bits) {
+  Checker* checker = Checker::active();
+  if (checker == nullptr) return;
+  bool unset = false;
+  if (element == 0) {
+    unset = static_cast<uint32_t>(value) == kUnsetInteger;
+  } else {
+    // The pattern of half and bfloat, as a float, has zeros in the lower half.
+    for (uint32_t high = element - 16; high < bits; high += element)
+      unset = unset || ((value >> high) & 0xFFFF) == 0xFFFF;
+  }
+  if (unset) checker->unset_value(address, __builtin_return_address(0));
 }
 
 void sm_check_alignment(const void* address, uint32_t alignment) {

@@ -39,6 +39,14 @@ void Checker::report_race(Lane& lane, Region& region, uint64_t offset, const Acc
   report(lane, fault);
 }
 
+void Checker::unset_value(const void* address, const void* code) {
+  Region* region = sm_self != nullptr ? find(reinterpret_cast<uintptr_t>(address)) : nullptr;
+  if (region == nullptr) return;  // the thread's own memory
+  Fault fault{SM_FAULT_UNINITIALISED, false, code, "store of the value of a variable that was never set: "};
+  fault.text += name(*region, static_cast<const char*>(address) - region->start, &fault.buffer, &fault.offset);
+  report(Machine::current(), fault);
+}
+
 void Checker::misaligned(const void* address, uint32_t alignment, const void* code) {
   if (sm_self == nullptr) return;
   Lane& lane = Machine::current();

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from ..arithmetic import add_metal_arithmetic
 from ..compiler import (
     Compiled,
     answer,
@@ -62,7 +63,7 @@ def _assemble(translation: Translation, checked: bool, path: Path) -> None:
     functions = _functions(translation.cpp, checked)
     with tempfile.TemporaryDirectory(dir=cache_folder()) as folder:
         module = Path(folder) / "kernel.ll"
-        module.write_text(translation.llvm)
+        module.write_text(add_metal_arithmetic(translation.llvm))
         linked = run([_LINK, "-S", str(module), functions, "-o", "-"], "")
     link_library(optimised(linked, checked) if checked else linked, checked, path)
 

@@ -1,0 +1,38 @@
+// Signals inside a kernel: accesses that the processor refuses, and the watchdog. They become reports.
+#pragma once
+
+#include <csignal>
+#include <ctime>
+#include <memory>
+
+namespace softmetal {
+
+class Machine;
+
+// The stack on which an OS thread runs signal handlers, because a fibre's own stack may have overflowed.
+class SignalStack {
+ public:
+  SignalStack();
+  void* data() const { return bytes_.get(); }
+  static constexpr size_t kBytes = 64 * 1024;
+
+ private:
+  std::unique_ptr<char[]> bytes_;
+};
+
+// While it lives, a signal on a fibre of this machine ends the launch with a report. Other signals go to the handlers
+// that were there before.
+class TrapScope {
+ public:
+  TrapScope(Machine& machine, const SignalStack& stack);
+  ~TrapScope();
+  TrapScope(const TrapScope&) = delete;
+  TrapScope& operator=(const TrapScope&) = delete;
+
+ private:
+  stack_t before_{};
+  timer_t timer_{};
+  bool has_timer_ = false;
+};
+
+}  // namespace softmetal

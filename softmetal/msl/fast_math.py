@@ -1,0 +1,98 @@
+"""Math modes other than safe: Metal's default is fast.
+
+The mode decides clang's flags, and in fast and relaxed mode half subnormals are flushed as on a GPU that treats them as
+zero. (The executor flushes fp32 subnormals in every mode.)
+"""
+
+from __future__ import annotations
+
+import re
+
+from .tokens import SourceError
+
+SAFE, RELAXED, FAST = MODES = ("safe", "relaxed", "fast")
+
+_RELAXED_FLAGS = ["-funsafe-math-optimizations", "-ffp-contract=fast"]
+FLAGS = {SAFE: [], RELAXED: _RELAXED_FLAGS, FAST: [*_RELAXED_FLAGS, "-ffinite-math-only"]}
+
+_ARITHMETIC = re.compile(
+    r"^(?P<start>  (?P<result>%[\w.]+) = (?:fadd|fsub|fmul|fdiv)(?: \w+)* half) (?P<left>[^,]+), (?P<right>[^,]+)"
+    r"(?P<rest>.*)$",
+    re.MULTILINE,
+)
+_TO_HALF = re.compile(
+    r"^(?P<start>  (?P<result>%[\w.]+) = fptrunc (?:\w+ )*(?:float|double) [^ ]+ to half)(?P<rest>.*)$", re.MULTILINE
+)
+_FROM_HALF = re.compile(r"^(?P<start>  %[\w.]+ = fpext (?:\w+ )*half) (?P<value>[^ ]+)(?P<rest> to .*)$", re.MULTILINE)
+_FLUSH = """
+define internal half @sm.flush(half %x) alwaysinline {
+  %bits = bitcast half %x to i16
+  %exponent = and i16 %bits, 31744
+  %small = icmp eq i16 %exponent, 0
+  %sign = and i16 %bits, -32768
+  %flushed = select i1 %small, i16 %sign, i16 %bits
+  %y = bitcast i16 %flushed to half
+  ret half %y
+}
+"""
+
+_PRAGMA = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+METAL[ \t]+fp\b[ \t]*(?P<what>.*?)[ \t]*$", re.MULTILINE)
+_PRAGMAS = {
+    "contract(off)": "clang fp contract(off)",
+    "contract(on)": "clang fp contract(on)",
+    "contract(fast)": "clang fp contract(fast)",
+    "math_mode(safe)": "float_control(precise, on)",
+    "math_mode(relaxed)": "float_control(precise, off)",
+    "math_mode(fast)": "float_control(precise, off)",
+}
+
+
+def replace_pragmas(text: str) -> str:
+    """Replaces `#pragma METAL fp ...` in preprocessed text by clang's pragmas.
+
+    Raises:
+        SourceError: an unknown setting.
+    """
+
+    def clang(match: re.Match[str]) -> str:
+        what = re.sub(r"\s", "", match["what"])
+        if what not in _PRAGMAS:
+            line = text.count("\n", 0, match.start()) + 1
+            raise SourceError(line, f"#pragma METAL fp: expected one of {', '.join(_PRAGMAS)}, got {what!r}")
+        return f"#pragma {_PRAGMAS[what]}"
+
+    return _PRAGMA.sub(clang, text)
+
+
+def flush_half(text: str) -> str:
+    """Returns LLVM text in which arithmetic on half reads and returns subnormals as zero."""
+
+    def debug(match: re.Match[str]) -> str:
+        found = re.search(r", !dbg !\d+", match["rest"])
+        return found.group() if found else ""
+
+    def flushed(name: str, value: str, location: str) -> str:
+        return f"  {name} = call half @sm.flush(half {value}){location}\n"
+
+    def arithmetic(match: re.Match[str]) -> str:
+        name, location = f"%sm.{match['result'][1:]}", debug(match)
+        lines = flushed(f"{name}.l", match["left"], location) + flushed(f"{name}.r", match["right"], location)
+        start = match["start"].replace(match["result"], f"{name}.half", 1)
+        result = flushed(match["result"], f"{name}.half", location)
+        return f"{lines}{start} {name}.l, {name}.r{match['rest']}\n{result}".rstrip("\n")
+
+    def to_half(match: re.Match[str]) -> str:
+        name = f"%sm.{match['result'][1:]}.half"
+        start = match["start"].replace(match["result"], name, 1)
+        return f"{start}{match['rest']}\n{flushed(match['result'], name, debug(match))}".rstrip("\n")
+
+    count = 0
+
+    def from_half(match: re.Match[str]) -> str:
+        nonlocal count
+        count += 1
+        line = flushed(f"%sm.half{count}", match["value"], debug(match))
+        return f"{line}{match['start']} %sm.half{count}{match['rest']}"
+
+    text = _ARITHMETIC.sub(arithmetic, text)
+    return _FROM_HALF.sub(from_half, _TO_HALF.sub(to_half, text)) + _FLUSH

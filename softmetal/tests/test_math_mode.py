@@ -1,0 +1,76 @@
+"""Math modes: a library that is not compiled in safe mode computes otherwise, and pragmas count."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from softmetal import device
+
+HEAD = "#include <metal_stdlib>\nusing namespace metal;\n"
+
+
+def run(body: str, math: str, *, x: np.ndarray, checked: bool = False, before: str = "") -> np.ndarray:
+    kind = {np.dtype(np.float32): "float", np.dtype(np.float16): "half"}[x.dtype]
+    source = f"""{HEAD}{before}
+    kernel void f(device const {kind}* x [[buffer(0)]], device {kind}* y [[buffer(1)]],
+                  uint i [[thread_position_in_grid]]) {{
+{body}
+}}"""
+    y = np.zeros_like(x)
+    kernel = device.compile(source, checked=checked, math=math, file_name="math.metal").kernel("f")
+    kernel.launch(threads=len(x), group=len(x), buffers=[x, y], seed=1)
+    return y
+
+
+@pytest.mark.parametrize("checked", [False, True])
+def test_half_subnormals_are_flushed_unless_safe(checked: bool) -> None:
+    x = np.array([2.0**-15, 2.0**-24, 2.0**-14, -(2.0**-20), 1.0], np.float16)
+    flushed = np.where(np.abs(x) < 2.0**-14, np.float16(0), x)
+    body = "y[i] = x[i] * 1024.0h;"
+    np.testing.assert_array_equal(run(body, "safe", x=x, checked=checked), x * np.float16(1024))
+    for math in ("relaxed", "fast"):
+        np.testing.assert_array_equal(run(body, math, x=x, checked=checked), flushed * np.float16(1024))
+    # Results, conversions to and from float, and copies, which stay.
+    body = "y[i] = i == 0 ? x[4] * x[2] * 0.5h : i == 1 ? half(float(x[1]) * 1024.0f) : i == 2 ? half(float(x[4]) * 2e-5f) : x[i];"
+    safe = [2.0**-15, 2.0**-14, np.float16(2e-5), -(2.0**-20), 1]
+    np.testing.assert_array_equal(run(body, "safe", x=x, checked=checked), np.array(safe, np.float16))
+    fast = np.array([0, 0, 0, -(2.0**-20), 1], np.float16)
+    np.testing.assert_array_equal(run(body, "fast", x=x, checked=checked), fast)
+
+
+def test_fast_mode_has_no_nan() -> None:
+    x = np.array([np.nan, 1, np.inf], np.float32)
+    body = "y[i] = isnan(x[i]) ? 1 : isinf(x[i]) ? 2 : 3;"
+    np.testing.assert_array_equal(run(body, "safe", x=x), [1, 3, 2])
+    np.testing.assert_array_equal(run(body, "relaxed", x=x), [1, 3, 2])
+    np.testing.assert_array_equal(run(body, "fast", x=x), [3, 3, 3])
+
+
+LARGE = np.full(4, 2.0**24, np.float32)
+REASSOCIATED = "y[i] = (x[i] + float(i + 1)) - x[i];"
+
+
+def test_fast_mode_reassociates() -> None:
+    np.testing.assert_array_equal(run(REASSOCIATED, "safe", x=LARGE), [0, 2, 4, 4])
+    for math in ("relaxed", "fast"):
+        np.testing.assert_array_equal(run(REASSOCIATED, math, x=LARGE), [1, 2, 3, 4])
+
+
+def test_math_mode_pragma() -> None:
+    safe, fast = ("#pragma METAL fp math_mode(safe)\n", "#pragma METAL fp math_mode(fast)\n")
+    np.testing.assert_array_equal(run(REASSOCIATED, "fast", x=LARGE, before=safe), [0, 2, 4, 4])
+    np.testing.assert_array_equal(run(REASSOCIATED, "safe", x=LARGE, before=fast), [1, 2, 3, 4])
+    np.testing.assert_array_equal(run(safe + REASSOCIATED, "fast", x=LARGE), [0, 2, 4, 4])
+
+
+def test_contract_pragma() -> None:
+    x = np.array([1 + 2.0**-12], np.float32)
+    body = "{ y[i] = x[i] * x[i] - 1.0f; }"
+    square = float(x[0]) ** 2
+    assert run(body, "safe", x=x)[0] == np.float32(square - 1)
+    off = "#pragma METAL fp contract(off)\n"
+    for rounded in (run(off + body[1:-1], "safe", x=x), run(body, "safe", x=x, before=off)):
+        assert rounded[0] == np.float32(np.float32(square) - np.float32(1)) != np.float32(square - 1)
+    with pytest.raises(device.CompileError, match=r"math\.metal:3: error: #pragma METAL fp: expected one of contract"):
+        run(body, "safe", x=x, before="#pragma METAL fp contracts(on)\n")
