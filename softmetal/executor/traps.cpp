@@ -29,7 +29,8 @@ struct Trap {
   int signal;
   const void* code;  // the instruction
   const void* address;
-  bool overflow;  // of the fibre's stack
+  bool overflow;       // of the fibre's stack
+  const void* caller;  // if the code is a stub that jumps to another library: who called it
 };
 thread_local Machine* machine_here = nullptr;
 thread_local Trap trap;
@@ -70,7 +71,10 @@ const char* name_of(int signal) {
 
 [[noreturn]] void report_end_of_time() {
   Lane& lane = Machine::current();
-  report_expired(machine_here->launch(), lane, static_cast<const char*>(trap.code) + 1);
+  const sm_library& library = *machine_here->launch().dispatch->library;
+  const void* code = static_cast<const char*>(trap.code) + 1;
+  if (source_line(library, code).line == 0) code = trap.caller;
+  report_expired(machine_here->launch(), lane, code);
   machine_here->give_up();
 }
 
@@ -95,7 +99,7 @@ void on_fault(int signal, siginfo_t* info, void* data) {
   const FibrePool& fibres = machine_here->fibres();
   auto* stack = reinterpret_cast<char*>(context->uc_mcontext.gregs[REG_RSP]);
   trap = {signal, reinterpret_cast<void*>(context->uc_mcontext.gregs[REG_RIP]), info->si_addr,
-          signal == SIGSEGV && fibres.is_guard(info->si_addr)};
+          signal == SIGSEGV && fibres.is_guard(info->si_addr), nullptr};
   continue_at(context, &report_trap, trap.overflow ? fibres.top_of(info->si_addr) : stack);
 }
 
@@ -108,8 +112,9 @@ void on_time(int, siginfo_t*, void* data) {
   const auto* code = reinterpret_cast<const char*>(context->uc_mcontext.gregs[REG_RIP]);
   const sm_library& library = *launch.dispatch->library;
   if (!is_on_fibre(context) || launch.stopped || code < library.low || code >= library.high) return;
-  trap = {0, code, nullptr, false};
-  continue_at(context, &report_end_of_time, reinterpret_cast<char*>(context->uc_mcontext.gregs[REG_RSP]));
+  auto* stack = reinterpret_cast<char*>(context->uc_mcontext.gregs[REG_RSP]);
+  trap = {0, code, nullptr, false, *reinterpret_cast<void**>(stack)};
+  continue_at(context, &report_end_of_time, stack);
 }
 
 void install() {
