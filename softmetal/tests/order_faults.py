@@ -262,7 +262,7 @@ CASES = [
         "store into constant memory through a cast",
         FaultKind.CONST_STORE,
         f"kernel void f({ARGUMENTS}, constant float* c [[buffer(2)]], {INDEX}) {{\n"
-        "  if (i == 0) /**(device float*)c|*y*/ = 1;\n}",
+        "  if (i == 0) /**(device float*)(ulong)c|*y*/ = 1;\n}",
         1,
         r"store into a const buffer: buffer 2 \+ 0 \(c, 16 bytes\)",
         buffers=[floats(64), floats(64), floats(4).tobytes()],
