@@ -31,7 +31,7 @@ MPS_MISSING = load_mps()
 
 
 class SkippedModule(pytest.Module):
-    """A file whose imports would fail: one skip with the reason, which is counted."""
+    """Stands for a test file whose imports would fail, and reports one skip with the reason."""
 
     def collect(self):
         pytest.skip(MPS_MISSING or "needs the software Metal device, which Macs do not use", allow_module_level=True)

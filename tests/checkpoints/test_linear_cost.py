@@ -12,7 +12,7 @@ KINDS = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "many_laye
 
 
 def calls(path: Path, kind: str, count: int) -> int:
-    """Functions that are called to open a checkpoint and, where it can be, to convert it."""
+    """Counts the functions called when a checkpoint is opened and, if its kind can be converted, converted."""
     make, converts = KINDS[kind]
     source = make(path / f"source{count}", count)
     found = 0

@@ -24,7 +24,10 @@ def quantized(weight: torch.Tensor, name: str, weight_format: str) -> PackedWeig
 
 
 def split_experts(path: Path) -> MixtralForCausalLM:
-    """Saves Mixtral as GPTQ programs do, with a Linear for each part of each expert. Returns the decoded model."""
+    """Saves Mixtral as GPTQ programs do, with a Linear for each part of each expert.
+
+    Returns the same model with the weights that the saved codes decode to.
+    """
     torch.manual_seed(0)
     model, layers = MixtralForCausalLM(MixtralConfig(**SIZES)).eval(), []
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
