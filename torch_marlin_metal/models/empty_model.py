@@ -63,7 +63,8 @@ def is_candidate(module: nn.Module) -> bool:
 def why_not_linear(module: nn.Module) -> str:
     """Returns the reason why a candidate cannot be a packed layer, or an empty string if it can be one.
 
-    Only its class and the size of its weight count."""
+    Only its class and the size of its weight count.
+    """
     if not is_linear(module):
         own = type(module).forward is not nn.Linear.forward
         return f"{type(module).__name__} {'has a forward of its own' if own else 'is never called'}"
