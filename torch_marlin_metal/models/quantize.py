@@ -24,6 +24,7 @@ from torch_marlin_metal.models.empty_model import (
 from torch_marlin_metal.models.report import LayerReport, Report, module_bytes
 from torch_marlin_metal.models.savers import let_it_save
 from torch_marlin_metal.models.swap import Target, find_targets, swap
+from torch_marlin_metal.models.taken import taken_weights
 from torch_marlin_metal.packed_weight import FLOAT_DTYPES, PackedWeight, PackedWeightError
 from torch_marlin_metal.patterns import Filter, selects
 from torch_marlin_metal.quantize.weight import quantize_weight
@@ -205,7 +206,9 @@ def _converted(entry: LayerReport, layer: MarlinLinear, error: float | None) -> 
 
 def _reasons(model: nn.Module, targets: list[Target]) -> dict[int, str]:
     """Returns the reasons why modules cannot be quantized, by the module's id."""
-    reasons = {id(target.module): reason for target in targets if (reason := _why_not(target.module))}
+    taken = taken_weights(model)
+    why = {id(target.module): taken.get(id(target.module)) or _why_not(target.module) for target in targets}
+    reasons = {module: reason for module, reason in why.items() if reason}
     users: dict[int, list[tuple[str, nn.Module]]] = defaultdict(list)
     for name, module in model.named_modules():
         for parameter in module._parameters.values():

@@ -27,6 +27,7 @@ class PendingLinear(nn.Module):
     def __init__(self, shape: LinearShape) -> None:
         super().__init__()
         self.shape = shape
+        self.in_features, self.out_features = shape.K, shape.N
 
     @property
     def weight(self) -> Tensor:

@@ -50,6 +50,7 @@ from torch_marlin_metal.models.empty_model import (
     why_not_linear,
 )
 from torch_marlin_metal.models.report import LayerReport, Report
+from torch_marlin_metal.models.taken import taken_weights
 from torch_marlin_metal.packed_weight import PackedWeight
 from torch_marlin_metal.patterns import check_patterns, selects
 from torch_marlin_metal.quantize.weight import quantize_weight
@@ -162,6 +163,7 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
         report = Report("quantize while loading")
         linear = {name: module for name, module in model.named_modules() if is_candidate(module)}
         check_patterns(OP, linear, modules_to_not_convert=config.modules_to_not_convert)
+        taken = taken_weights(model)
         kept = [] if config.quantize_head else self.get_modules_to_not_convert(model)
         for name, module in linear.items():
             if selects(config.modules_to_not_convert, name):
@@ -169,7 +171,7 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
             shape = linear_shape(module)
             entry = LayerReport(name, type(module).__name__, bytes_before=module.weight.nbytes)
             reason = "" if should_convert_module(name, kept) else "the output layer, unless quantize_head=True"
-            if not reason and (reason := why_not_linear(module)):
+            if not reason and (reason := taken.get(id(module)) or why_not_linear(module)):
                 logger.warning(f"{name} stays in floats: {reason}")
             if reason:
                 entry = replace(entry, reason=reason)
@@ -243,10 +245,13 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
     def _fill(self, model: Any, reader: CheckpointReader) -> None:
         keep_dense = self.quantization_config.modules_to_not_convert
         check_patterns(OP, self._pending, modules_to_not_convert=keep_dense)
+        taken = taken_weights(model)
         for name, (index, pending) in tqdm(self._pending.items(), desc="Loading 4-bit layers", unit="layer"):
             weight = reader.read(index)
             assert weight is not None  # on_unsupported is not "skip"
-            dense = selects(keep_dense, name)
+            dense = selects(keep_dense, name) or id(pending) in taken
+            if id(pending) in taken:
+                logger.warning(f"{name} is decoded to floats: {taken[id(pending)]}")
             layer = make_layer(OP, name, pending.shape, weight, device_of(self._device_map, name), dense)
             inherit(layer, pending)
             model.set_submodule(name, layer)

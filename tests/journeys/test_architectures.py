@@ -1,0 +1,20 @@
+"""A sample of the architectures that `architectures.py` tries; with --everything all of them."""
+
+import pytest
+
+from tests.journeys.architectures import FIRST, families, result_of
+
+SAMPLE = (*FIRST, "falcon_mamba", "gpt2", "falcon", "whisper", "vit")
+
+
+def pytest_generate_tests(metafunc) -> None:
+    everything = metafunc.config.getoption("--everything")
+    metafunc.parametrize("family", families() if everything else SAMPLE)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_family_is_loaded_run_saved_and_loaded(family) -> None:
+    result, note = result_of(family)
+    if family in SAMPLE:
+        assert result == "right", note
+    assert not result.isupper(), f"{result}: {note}"

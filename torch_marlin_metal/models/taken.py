@@ -1,0 +1,26 @@
+"""Linear layers of transformers (5.23) that are not only called: their parent computes with `layer.weight` itself."""
+
+from torch import nn
+
+# Class of the parent -> its children whose weight it multiplies or rearranges in its own forward.
+TAKEN = {
+    "DisentangledSelfAttention": ("in_proj",),
+    "FalconMambaMixer": ("dt_proj",),
+    "JambaMambaMixer": ("dt_proj",),
+    "LSHSelfAttention": ("query_key", "value"),
+    "LayoutLMv2Encoder": ("rel_pos_bias", "rel_pos_x_bias", "rel_pos_y_bias"),
+    "LayoutLMv3Encoder": ("rel_pos_bias", "rel_pos_x_bias", "rel_pos_y_bias"),
+    "LongcatFlashTopkRouter": ("classifier",),
+    "MambaMixer": ("dt_proj",),
+    "MobileBertLMPredictionHead": ("decoder", "dense"),
+}
+
+
+def taken_weights(model: nn.Module) -> dict[int, str]:
+    """Returns why such layers of a model cannot be packed, by the ids of the layers."""
+    return {
+        id(child): f"{type(parent).__name__} computes with its weight, instead of calling it"
+        for parent in model.modules()
+        for name in TAKEN.get(type(parent).__name__, ())
+        if (child := getattr(parent, name, None)) is not None
+    }
