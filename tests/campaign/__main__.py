@@ -90,12 +90,13 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--part", choices=PARTS, action="append", help="only this one; may be repeated")
+    parser.add_argument("--without", choices=PARTS, action="append", default=[], help="all but this one; may be repeated")
     parser.add_argument("--case", help="repeat one case of --part")
     options = parser.parse_args()
     if options.case:
         command = [sys.executable, "-m", "tests.campaign.worker", options.part[0], options.case]
         sys.exit(subprocess.run(command, cwd=ROOT, check=False).returncode)
-    chosen = [part for name, part in PARTS.items() if name in (options.part or PARTS)]
+    chosen = [part for name, part in PARTS.items() if name in (options.part or PARTS) and name not in options.without]
     records = {part.name: Record() for part in chosen}
     print(f"campaign of {options.minutes:g} minutes, seed {options.seed}", flush=True)
     weights = sum(part.share for part in chosen)
