@@ -37,6 +37,7 @@ WRONG = {
     "profile": ["--no-such-option"],
     "tune": ["--rows", "0"],
     "bench": ["--rows", "-1"],
+    "doctor": ["--shallow"],
 }
 
 

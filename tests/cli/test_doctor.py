@@ -1,0 +1,111 @@
+"""`torch-marlin-metal doctor`: the report, checks that fail or end their process, and the checks themselves."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from torch_marlin_metal import tuning
+from torch_marlin_metal.cli import doctor, doctor_steps
+from torch_marlin_metal.cli.app import app
+
+# A child process with one check for each way to end.
+CHILD = """
+import os, sys, time
+name = sys.argv[1]
+if name == "raises": raise RuntimeError("the product is wrong")
+if name == "dies": os.abort()
+if name == "hangs": time.sleep(60)
+print("something else")
+if name != "silent":
+    print('doctor: {"layer": "%s", "ms": 1.5}' % os.environ.get("MTL_DEBUG_LAYER"), flush=True)
+if name == "ends badly": sys.exit(3)
+"""
+
+
+@pytest.fixture
+def child(tmp_path, monkeypatch):
+    script = tmp_path / "child.py"
+    script.write_text(CHILD)
+    monkeypatch.setattr(doctor, "CHILD", (sys.executable, str(script)))
+    monkeypatch.delenv("MTL_DEBUG_LAYER", raising=False)
+
+
+def steps(*names: str) -> dict[str, doctor_steps.Step]:
+    return {name: doctor_steps.Step(dict, is_validated=name != "times") for name in names}
+
+
+def test_a_failing_check_is_reported_and_the_others_run(child, tmp_path, monkeypatch):
+    checks = steps("good", "raises", "dies", "silent", "ends badly", "times")
+    monkeypatch.setattr(doctor_steps, "STEPS", checks)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(doctor, "machine", lambda: {"torch": torch.__version__})
+    path = tmp_path / "report.json"
+    done = CliRunner().invoke(app, ["doctor", "--deep", "--report", str(path)])
+    assert done.exit_code == 1
+    report = json.loads(path.read_text())
+    assert report["machine"] == {"torch": torch.__version__}
+    found = {check["check"]: check for check in report["checks"]}
+    assert list(found) == list(checks)
+    results = {name: check["result"] for name, check in found.items()}
+    assert results == {**dict.fromkeys(checks, "failed"), "good": "passed", "times": "passed"}
+    assert found["raises"]["summary"] == "exit code 1: RuntimeError: the product is wrong"
+    assert "Traceback" in found["raises"]["output"]
+    assert found["dies"]["summary"].startswith("exit code -6")
+    assert found["silent"]["summary"] == "exit code 0: nothing was printed"
+    assert found["ends badly"]["summary"] == "exit code 3 after the check"
+    # Metal validates everything but times.
+    assert found["good"]["values"] == {"layer": "1", "ms": 1.5}
+    assert found["times"]["values"]["layer"] == "None"
+    assert all(name in done.stdout for name in checks)
+
+
+def test_a_check_that_hangs_fails(child, monkeypatch):
+    monkeypatch.setattr(doctor_steps, "STEPS", steps("hangs"))
+    assert doctor.run_step("hangs", seconds=0.5)["summary"] == "did not end within 0.5 s"
+
+
+def test_without_deep_it_names_the_versions():
+    done = CliRunner().invoke(app, ["doctor", "--json"])
+    assert done.exit_code == 0
+    report = json.loads(done.stdout)
+    assert report["checks"] == []
+    assert report["machine"]["torch"] == torch.__version__
+
+
+def test_deep_needs_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    done = CliRunner().invoke(app, ["doctor", "--deep"])
+    assert done.exit_code == 2
+    assert "--deep: expected a torch with an mps device" in done.stderr
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("name", [name for name in doctor_steps.STEPS if "again" not in name and "decode" not in name])
+def test_the_checks_pass_on_the_software_device(mps, name):
+    interval = tuning.commit_interval()
+    try:
+        assert doctor_steps.STEPS[name].run()
+    finally:
+        tuning.set_commit_interval(interval)
+
+
+@pytest.mark.large
+def test_a_check_sees_a_wrong_product(mps, monkeypatch):
+    problem = doctor_steps._problem()
+    monkeypatch.setattr(doctor_steps, "_problem", lambda: (problem[0], problem[1], problem[2] * 1.05))
+    with pytest.raises(RuntimeError, match=r"gemv: expected an error below 0\.002 of the largest result, got 0\.04"):
+        doctor_steps.every_variant()
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="starts the child on the software Metal device")
+def test_a_real_child(mps, monkeypatch):
+    program = "import runpy, softmetal; runpy.run_module('torch_marlin_metal.cli.doctor_steps', run_name='__main__')"
+    monkeypatch.setattr(doctor, "CHILD", (sys.executable, "-c", program))
+    monkeypatch.chdir(Path(__file__).parents[2])
+    check = doctor.run_step("first product")
+    assert check["result"] == "passed", check
+    assert set(check["values"]) == {"first_ms", "second_ms"}

@@ -1,0 +1,91 @@
+"""`torch-marlin-metal doctor`: what this installation has and, with --deep, whether it works on this machine's GPU."""
+
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from torch_marlin_metal.cli import doctor_steps
+from torch_marlin_metal.cli.bench import processor_name
+from torch_marlin_metal.cli.output import ANSWER_IS_NO, DONE, Json, show, table
+from torch_marlin_metal.extension import cpu_capability
+from torch_marlin_metal.version import __version__
+
+# Metal's own checks of the calls and of the kernels' memory accesses, for every check but those that take times.
+VALIDATION = {"MTL_DEBUG_LAYER": "1", "MTL_SHADER_VALIDATION": "1"}
+CHILD = (sys.executable, "-m", "torch_marlin_metal.cli.doctor_steps")
+STEP_SECONDS = 900  # the first compile of all kernels takes minutes under shader validation
+
+
+def doctor(
+    deep: Annotated[bool, typer.Option("--deep", help="Run the checks on the GPU; about an hour at most.")] = False,
+    report: Annotated[Path | None, typer.Option(help="Also write the report to this JSON file, to send.")] = None,
+    as_json: Json = False,
+) -> int:
+    """Reports this installation and, with --deep, checks the operators on the GPU under Metal's own validation.
+
+    Each check runs in a process of its own: one that fails or ends its process is reported, and the next one runs.
+    """
+    found: dict[str, Any] = {"machine": machine(), "checks": []}
+    if deep:
+        if not torch.backends.mps.is_available():
+            raise ValueError("--deep: expected a torch with an mps device, got one without")
+        found["checks"] = [run_step(name) for name in doctor_steps.STEPS]
+    if report is not None:
+        report.write_text(doctor_steps.as_text(found))
+    shown = table(
+        ", ".join(f"{key} {text}" for key, text in found["machine"].items()), "check", "result", "what it says"
+    )
+    for check in found["checks"]:
+        shown.add_row(check["check"], check["result"], check["summary"])
+    show(found, shown, as_json)
+    return DONE if all(check["result"] == "passed" for check in found["checks"]) else ANSWER_IS_NO
+
+
+def machine() -> dict[str, str]:
+    """Returns the versions and the hardware that a report is read with."""
+    found = {
+        "system": f"{platform.system()} {platform.mac_ver()[0] or platform.release()}",
+        "processor": processor_name(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torch_marlin_metal": __version__,
+        "isa": cpu_capability().isa,
+        "mps": "no",
+    }
+    if torch.backends.mps.is_available():
+        found["mps"] = f"{torch.backends.mps.get_name()}, {torch.backends.mps.get_core_count()} cores"
+    return found
+
+
+def run_step(name: str, seconds: float = STEP_SECONDS) -> dict[str, Any]:
+    """Runs one check in a child process; returns its name, its result, a summary, its values and what it printed.
+
+    Args:
+        name: of a check in `doctor_steps.STEPS`.
+        seconds: after which the check counts as failed.
+    """
+    validated = doctor_steps.STEPS[name].is_validated
+    environment = {**os.environ, **(VALIDATION if validated else {})}
+    command = [*CHILD, name]
+    check: dict[str, Any] = {"check": name, "validated": validated, "values": {}}
+    try:
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, errors="replace", timeout=seconds
+        )
+    except subprocess.TimeoutExpired:
+        return {**check, "result": "failed", "summary": f"did not end within {seconds:g} s", "output": ""}
+    check["output"] = done.stderr[-20000:]
+    try:
+        check["values"] = doctor_steps.values_in(done.stdout)
+    except ValueError:
+        last = (done.stderr.strip().splitlines() or ["nothing was printed"])[-1]
+        return {**check, "result": "failed", "summary": f"exit code {done.returncode}: {last}"}
+    if done.returncode != 0:  # it said its values, and failed when the process ended
+        return {**check, "result": "failed", "summary": f"exit code {done.returncode} after the check"}
+    return {**check, "result": "passed", "summary": ", ".join(f"{k} {v}" for k, v in check["values"].items())}

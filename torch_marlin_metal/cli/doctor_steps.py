@@ -1,0 +1,197 @@
+"""The checks of `torch-marlin-metal doctor --deep`, in the order of what is most likely to fail on a Mac.
+
+`python -m torch_marlin_metal.cli.doctor_steps NAME` runs one and prints its values as one line of JSON. A check that
+fails raises, or ends its process: the command that started it reports both.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MARKER = "doctor: "
+LARGEST_ERROR = 2e-3  # four roundings to fp16; two_pass rounds the weights too
+Values = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A check.
+
+    Attributes:
+        run: returns what it measured; raises if something is wrong.
+        is_validated: whether Metal's validation is on, which makes times meaningless.
+    """
+
+    run: Callable[[], Values]
+    is_validated: bool = True
+
+
+def _problem(K: int = 512, N: int = 256) -> tuple[Tensor, Callable[..., Tensor], Tensor]:
+    """Returns activations [40, K] on mps, the product with a weight [K, N], and its exact result on the CPU."""
+    from torch_marlin_metal import gemm, quantize_weight
+
+    generator = torch.Generator().manual_seed(0)
+    weight = quantize_weight(torch.randn(N, K, generator=generator), "uint4b8", group_size=64)
+    a = torch.randn(40, K, generator=generator).half()
+    dense = weight.dequantize().double()
+    moved = weight.to("mps")
+    options: Any = {"weight_format": weight.weight_format, "group_size": weight.group_size, **moved.tensors()}
+
+    def product(rows: Tensor, variant: str = "auto") -> Tensor:
+        return gemm(rows, **options, variant=variant)
+
+    return a.to("mps"), product, a.double() @ dense
+
+
+def _check(found: Tensor, expected: Tensor, what: str) -> None:
+    error = ((found.cpu().double() - expected).abs().max() / expected.abs().max()).item()
+    if not error < LARGEST_ERROR:
+        raise RuntimeError(f"{what}: expected an error below {LARGEST_ERROR} of the largest result, got {error:.4g}")
+
+
+def first_product() -> Values:
+    """The first product of a process compiles kernels; the second does not."""
+    a, product, expected = _problem()
+    seconds = []
+    for _ in range(2):
+        begin = time.perf_counter()
+        found = product(a[:1])
+        torch.mps.synchronize()
+        seconds.append(time.perf_counter() - begin)
+        _check(found, expected[:1], "the first product")
+    return {"first_ms": round(1e3 * seconds[0], 1), "second_ms": round(1e3 * seconds[1], 2)}
+
+
+def every_variant() -> Values:
+    """Every kernel that `gemm` can take, against fp64."""
+    a, product, expected = _problem()
+    variants = {"gemv": 1, "fused": 40, "double_buffered": 40, "single_stage": 40, "striped": 40, "two_pass": 40}
+    for variant, rows in variants.items():
+        _check(product(a[:rows], variant), expected[:rows], variant)
+    return {"variants": len(variants)}
+
+
+def profiled_products() -> Values:
+    """Products of several dispatches while PyTorch's profiler records, which ends its encoder after each kernel."""
+    a, product, expected = _problem(K=4096, N=64)
+    for wait in (False, True):
+        torch.mps.profiler.start("interval", wait)
+        try:
+            for variant, rows in (("gemv", 1), ("fused", 40), ("striped", 40)):
+                _check(product(a[:rows], variant), expected[:rows], f"{variant} in a profile")
+        finally:
+            torch.mps.profiler.stop()
+    return {"profiles": 2}
+
+
+def commits() -> Values:
+    """Products that each commit PyTorch's command buffer give the bits of products that never do."""
+    from torch_marlin_metal import tuning
+
+    a, product, _ = _problem()
+    results = []
+    for interval in (0.0, 1e-9):
+        tuning.set_commit_interval(interval)
+        state = a
+        for _ in range(20):
+            state = a + product(state)[:, :1] * 1e-3
+        results.append(state.cpu())
+    if not torch.equal(results[0], results[1]):
+        raise RuntimeError("products with commits in between: expected the same bits as without, got others")
+    return {"products": 40}
+
+
+def mlstm() -> Values:
+    """The mLSTM's `exp` and `log` are the precise ones: mps beside the CPU, and NaN stays NaN."""
+    operators = torch.ops.torch_marlin_metal
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 64, 32, generator=generator) for _ in range(3))
+    i, f = (8 * torch.randn(1, 2, 64, generator=generator) for _ in range(2))
+    inputs = (q, k, v, i, f)
+    expected = operators.mlstm(*inputs)[0]
+    found = operators.mlstm(*(tensor.to("mps") for tensor in inputs))[0].cpu()
+    error = ((found - expected).abs().max() / expected.abs().max()).item()
+    if not error < 1e-4:
+        raise RuntimeError(f"mlstm: expected the CPU's result within 0.0001 of its largest number, got {error}")
+    i[0, 0, 5] = torch.nan
+    if not operators.mlstm(*(tensor.to("mps") for tensor in inputs))[0][0, 0, 5:].isnan().all():
+        raise RuntimeError("mlstm: expected NaN after a NaN gate, got numbers")
+    return {"largest_difference": error}
+
+
+def gpu_time() -> Values:
+    """The GPU's time of a product beside the clock on the wall's, which holds the host's."""
+    from torch_marlin_metal.gpu.tuning.chains import gpu_clock, wall_clock
+    from torch_marlin_metal.gpu.tuning.peers import OURS, rivals
+    from torch_marlin_metal.gpu.tuning.products import Product
+
+    product = Product(1024, 1024)
+    chains, _ = rivals(product.make_weight("mps"), torch.randn(1, 1024, dtype=torch.float16, device="mps"), 10**6)
+    chain = chains[OURS]
+    chain.measure(2)
+    times = {clock.__name__: [clock(chain, 64) for _ in range(5)] for clock in (gpu_clock, wall_clock)}
+    values = {name: round(1e6 * statistics.median(one.seconds for one in found), 1) for name, found in times.items()}
+    if not values["gpu_clock"] > 0:
+        raise RuntimeError(f"gpu_time: expected a time above 0, got {values['gpu_clock']}")
+    host = round(1e6 * statistics.median(one.host_seconds for one in times["gpu_clock"]), 1)
+    return {"gpu_us": values["gpu_clock"], "wall_us": values["wall_clock"], "host_us": host}
+
+
+def decode_with_commits() -> Values:
+    """A loop like a decoder's, 200 products of 2048 x 2048, with commits at several intervals of predicted work."""
+    from torch_marlin_metal import tuning
+
+    a, product, _ = _problem(K=2048, N=2048)
+    values = {}
+    for milliseconds in (0.0, 1.0, 3.0, 10.0):
+        tuning.set_commit_interval(milliseconds * 1e-3)
+        seconds = []
+        for _ in range(5):
+            torch.mps.synchronize()
+            begin = time.perf_counter()
+            state = a[:1]
+            for _ in range(200):
+                state = product(state)
+            torch.mps.synchronize()
+            seconds.append(time.perf_counter() - begin)
+        values[f"every_{milliseconds:g}_ms"] = round(1e3 * statistics.median(seconds), 2)
+    return values
+
+
+STEPS = {
+    "first product": Step(first_product),
+    "first product again": Step(first_product, is_validated=False),
+    "every variant": Step(every_variant),
+    "products while profiling": Step(profiled_products),
+    "commits": Step(commits),
+    "mlstm": Step(mlstm),
+    "gpu time": Step(gpu_time, is_validated=False),
+    "decode with commits": Step(decode_with_commits, is_validated=False),
+}
+
+
+def values_in(printed: str) -> Values:
+    """Returns the values that a check printed. Raises ValueError if there are none."""
+    lines = [line.removeprefix(MARKER) for line in printed.splitlines() if line.startswith(MARKER)]
+    if not lines:
+        raise ValueError("doctor: the check printed no values")
+    values: Values = json.loads(lines[-1])
+    return values
+
+
+def as_text(report: Values) -> str:
+    """Returns a report as the text of its file."""
+    return json.dumps(report, indent=1) + "\n"
+
+
+if __name__ == "__main__":
+    print(MARKER + json.dumps(STEPS[sys.argv[1]].run()), flush=True)
