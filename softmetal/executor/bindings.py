@@ -60,6 +60,7 @@ class CompileRequest(c.Structure):
         ("defines", c.POINTER(c.c_char_p)),
         ("define_count", c.c_uint32),
         ("kernel", c.c_char_p),
+        ("language_version", c.c_uint32),
     ]
 
 

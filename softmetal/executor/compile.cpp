@@ -193,6 +193,9 @@ extern "C" int sm_compile(const sm_compile_request* request, char** path_or_erro
     std::string name = constant.name != nullptr ? constant.name : std::to_string(constant.index);
     arguments.insert(arguments.end(), {"--constant", name + "=" + constant.value});
   }
+  if (request->language_version != 0 && !is_metallib) {
+    arguments.insert(arguments.end(), {"--language-version", std::to_string(request->language_version)});
+  }
   if (request->kernel != nullptr) arguments.insert(arguments.end(), {"--kernel", request->kernel});
   if (!is_metallib && request->math != SM_MATH_SAFE) {
     arguments.insert(arguments.end(), {"--math", request->math == SM_MATH_FAST ? "fast" : "relaxed"});

@@ -37,7 +37,8 @@ typedef struct {
   uint32_t math;               // SM_MATH_*; a metallib has its own
   const char* const* defines;  // "NAME" or "NAME=VALUE"
   uint32_t define_count;
-  const char* kernel;  // host name of the kernel to compile; "": only names and arguments; NULL: all kernels
+  const char* kernel;         // host name of the kernel to compile; "": only names and arguments; NULL: all kernels
+  uint32_t language_version;  // as __METAL_VERSION__ has it: 310 is MSL 3.1, which is also what 0 means
 } sm_compile_request;
 
 // Returns 0 and the path of the shared object, or 1 and the compiler's messages. A repeated request starts no process.

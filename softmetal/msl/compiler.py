@@ -27,12 +27,13 @@ from .uninitialised import add_value_checks, mark_integers
 
 _INCLUDE = HERE / "include"
 DEFAULT_FILE_NAME = "program_source.metal"
+DEFAULT_VERSION = 310  # of the language, as __METAL_VERSION__ has it: MSL 3.1
 
-# Metal source sees the macros of MSL 3.1 and none of the host's.
+# Metal source sees the macros of its language version and none of the host's.
 _PREPROCESS = [
     *("-x", "c++", "-std=c++17", "-E", "-nostdinc", "-ffreestanding", "-w"),
     *(f"-U{m}" for m in ("__linux__", "__linux", "linux", "__gnu_linux__", "__unix__", "__unix", "unix", "__x86_64__")),
-    *("-D__METAL__=1", "-D__METAL_VERSION__=310", "-D__METAL_MACOS__=1", "-D__HAVE_BFLOAT__=1"),
+    *("-D__METAL__=1", "-D__METAL_MACOS__=1"),
 ]
 # LLVM 19 with AVX512-FP16 converts a half NaN to a short of -32768, where Metal (and LLVM without it) gives 0.
 _MACHINE = ("-march=native", "-mno-avx512fp16")
@@ -191,23 +192,26 @@ def _message(text: str, error: SourceError) -> str:
     return f"{file}:{line}: error: {error.message}"
 
 
-def preprocess(source: str, file_name: str, include_paths: Sequence[str], defines: Sequence[str]) -> str:
+def preprocess(
+    source: str, file_name: str, include_paths: Sequence[str], defines: Sequence[str], version: int = DEFAULT_VERSION
+) -> str:
     """Expands the user's macros and includes. The library's own headers count as empty.
 
     Raises:
         CompileError: a missing header, an #error, a malformed macro.
     """
-    flags = [*(f"-D{d}" for d in defines), *(f for p in include_paths for f in ("-I", p))]
+    macros = [f"__METAL_VERSION__={version}", *(["__HAVE_BFLOAT__=1"] if version >= 310 else []), *defines]
+    flags = [*(f"-D{d}" for d in macros), *(f for p in include_paths for f in ("-I", p))]
     text = f'#line 1 "{file_name}"\n{source}\n'
     return run([CLANG, *_PREPROCESS, "-isystem", str(_stubs()), *flags, "-"], text)
 
 
-def _check_types(text: str) -> None:
+def _check_types(text: str, version: int) -> None:
     """Refuses text that the check of address spaces, overloads and types refuses. Accepted text is remembered."""
-    accepted = cached("", ".accepted", check.digest(), text)
+    accepted = cached("", ".accepted", check.digest(), version, text)
     if accepted.exists():
         return
-    if errors := check.findings(text, 310):
+    if errors := check.findings(text, version):
         raise CompileError("\n".join(errors))
     accepted.parent.mkdir(parents=True, exist_ok=True)
     accepted.touch()
@@ -223,6 +227,7 @@ def compile_source(
     checked: bool = False,
     kernel: str | None = None,
     math: str = SAFE,
+    version: int = DEFAULT_VERSION,
 ) -> Compiled:
     """Compiles Metal source.
 
@@ -236,11 +241,12 @@ def compile_source(
         kernel: the only kernel to compile, "" for none. It has an effect only if the source has function constants.
             Otherwise there is one version of each kernel, and all are compiled.
         math: the math mode: "safe", "relaxed" or "fast", which is Metal's default.
+        version: of the language, as `__METAL_VERSION__` has it: 310 is MSL 3.1.
 
     Raises:
         CompileError: the source does not compile. Line numbers in the messages are those of the source.
     """
-    text = preprocess(source, file_name, include_paths, defines)
+    text = preprocess(source, file_name, include_paths, defines, version)
     values = dict(constants or {})
     if "function_constant" not in text:
         kernel = None
@@ -250,6 +256,7 @@ def compile_source(
         try:
             tokens = tokenize(replace_pragmas(text))
             refused = list(lint(significant(tokens)))
+            refused += check.refused(significant(tokens), version)
             translated = "" if refused else Translator(tokens, values, kernel).text
         except SourceError as error:
             refused = [error]
@@ -257,7 +264,7 @@ def compile_source(
             raise CompileError("\n".join(_message(text, error) for error in refused))
     if translated:
         _build(translated, checked, math, path)
-    _check_types(text)
+    _check_types(text, version)
     files = dict.fromkeys(re.findall(r'^# \d+ "((?:\\.|[^"<])*)"', text, re.MULTILINE))
     own = str(cache_folder())
     return Compiled(path, tuple(f for f in files if f != file_name and not f.startswith(own) and Path(f).is_file()))
@@ -297,6 +304,7 @@ def _compiled(options: argparse.Namespace) -> Compiled:
         checked=options.checked,
         kernel=options.kernel,
         math=options.math,
+        version=options.language_version,
     )
 
 
@@ -306,6 +314,7 @@ def _main() -> int:
     parser.add_argument("--include", action="append", default=[])
     parser.add_argument("--define", action="append", default=[])
     parser.add_argument("--math", choices=MODES, default=SAFE)
+    parser.add_argument("--language-version", type=int, default=DEFAULT_VERSION, metavar="310")
     return answer(parser, _compiled, [*library_files(), *check.files()])
 
 

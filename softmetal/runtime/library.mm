@@ -27,6 +27,7 @@ const sm_library* Program::open(bool checked, const char* kernel) const {
   request.kernel = kernel;
   request.defines = macros.data();
   request.define_count = static_cast<uint32_t>(macros.size());
+  request.language_version = language_version;
   char* text = nullptr;
   const auto take = [&text] {
     std::string taken = text;
@@ -319,6 +320,8 @@ id<MTLLibrary> softmetal_new_library(NSString* source, MTLCompileOptions* option
   if (options != nil) {
     const MTLMathMode mode = settings(options).math_mode;
     program.math = mode == MTLMathModeSafe ? SM_MATH_SAFE : mode == MTLMathModeFast ? SM_MATH_FAST : SM_MATH_RELAXED;
+    const auto version = static_cast<uint32_t>(settings(options).version);
+    program.language_version = (version >> 16) * 100 + (version & 0xffff) * 10;
     NSDictionary* macros = settings(options).macros;
     NSArray* names = [macros allKeys];
     for (NSUInteger i = 0; i < [names count]; ++i) {

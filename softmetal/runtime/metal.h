@@ -64,7 +64,8 @@ struct Program {
   std::string metallib;              // the path of a metallib, instead of source
   std::vector<std::string> defines;  // NAME=VALUE
   std::vector<Constant> constants;
-  uint32_t math = SM_MATH_FAST;  // Metal's default
+  uint32_t math = SM_MATH_FAST;   // Metal's default
+  uint32_t language_version = 0;  // as __METAL_VERSION__ has it, 0: the default
 
   // Compiles and opens the library. Throws std::runtime_error with the compiler's messages. If the source has function
   // constants, only `kernel` is compiled. "" compiles no kernel, and the library has only names and arguments.

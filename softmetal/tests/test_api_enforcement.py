@@ -78,7 +78,15 @@ VIOLATIONS = {
     "fill out of range": r"\[blit range\]: fillBuffer: bytes 32 to 96 of a buffer of 64 bytes",
 }
 CORRECT = [
-    *("correct", "two dispatches, one binding", "absent optional", "constants and macros", "blit", "device"),
+    *(
+        "correct",
+        "two dispatches, one binding",
+        "absent optional",
+        "constants and macros",
+        "language version",
+        "blit",
+        "device",
+    ),
     *("own encoder on PyTorch's buffer", "buffers live until the work has run", "paired profiler"),
     *("freed memory is poison", "commits in a block"),
 ]

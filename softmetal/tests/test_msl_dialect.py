@@ -101,6 +101,39 @@ OVERLOADS = {
     ),
 }
 REFUSED = SPACES | OVERLOADS
+# name: (source, the first language version that has it, the message of versions before)
+VERSIONS = {
+    "bfloat": (KERNEL.format("bfloat x = bfloat(a[i]); a[i] = float(x);"), 310, "'bfloat'"),
+    "vector of bfloat": (KERNEL.format("bfloat4 x = bfloat4(a[i]); a[i] = float(x.y);"), 310, "'bfloat4'"),
+    "atomic_float": (
+        "kernel void k(device atomic_float* x [[buffer(0)]]) { atomic_store_explicit(x, 1, memory_order_relaxed); }",
+        300,
+        "atomic_float",
+    ),
+    "memory order of an atomic": (
+        "kernel void k(device atomic_uint* x [[buffer(0)]]) { atomic_fetch_add_explicit(x, 1, memory_order_acq_rel); }",
+        320,
+        "memory_order_acq_rel",
+    ),
+    "memory order of a load": (
+        "kernel void k(device atomic_uint* x [[buffer(0)]], device uint* y [[buffer(1)]]) "
+        "{ *y = atomic_load_explicit(x, memory_order_acquire); }",
+        320,
+        "memory_order_acquire",
+    ),
+    "fence": (
+        KERNEL.format("atomic_thread_fence(mem_flags::mem_device, memory_order_seq_cst); a[i] = 1;"),
+        320,
+        "memory_order_seq_cst",
+    ),
+    "fence of one scope": (
+        KERNEL.format(
+            "atomic_thread_fence(mem_flags::mem_device, memory_order_release, thread_scope_device); a[i] = 1;"
+        ),
+        320,
+        "memory_order_release",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -110,6 +143,23 @@ def test_refused_at_its_line(name: str) -> None:
         compile_source(f"{HEAD}{source}\n", file_name="bad.metal")
     assert message in str(error.value)
     assert str(error.value).startswith("bad.metal:4:")
+
+
+@pytest.mark.parametrize("name", VERSIONS)
+def test_what_a_language_version_has(name: str) -> None:
+    source, version, message = VERSIONS[name]
+    compile_source(HEAD + source, version=version)
+    before = {310: 240, 300: 240, 320: 310}[version]
+    with pytest.raises(CompileError) as error:
+        compile_source(HEAD + source, file_name="bad.metal", version=before)
+    assert message in str(error.value)
+    assert "bad.metal:4:" in str(error.value)
+    assert "the language version may be too old" in str(error.value)
+
+
+def test_the_version_is_a_macro() -> None:
+    for version in (240, 320):
+        compile_source(f"#if __METAL_VERSION__ != {version}\n#error wrong\n#endif\n", version=version)
 
 
 def test_the_message_names_the_header_and_says_what_to_do(tmp_path) -> None:

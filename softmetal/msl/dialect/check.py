@@ -9,10 +9,12 @@ import functools
 import hashlib
 from pathlib import Path
 
-from ..tokens import tokenize
+from ..tokens import SourceError, Token, tokenize
 from ..tools import CLANG, CompileError, cache_folder, install, output_of
+from .constructs import check_constructs
 from .messages import read_messages
 from .rewrite import to_opencl
+from .signatures import check_signatures
 
 _HERE = Path(__file__).resolve().parent
 _INCLUDE = _HERE / "include"
@@ -51,6 +53,11 @@ def _declarations(version: int) -> Path:
         flags = [f"-DSM_METAL_VERSION={version}", "-c", "-Xclang", "-emit-pch", "-o"]
         install(path, [CLANG, *_FLAGS, "-", *flags], source)
     return path
+
+
+def refused(code: list[Token], version: int) -> list[SourceError]:
+    """Returns what the text alone shows: kernels' arguments and places, and constructs that Metal does not have."""
+    return sorted([*check_signatures(code), *check_constructs(code, version)], key=lambda error: error.line)
 
 
 def findings(text: str, version: int) -> list[str]:

@@ -180,6 +180,7 @@ class Structure:
                     for token in part[i : i + 4]:
                         token.text = ""
                     part[0].text = f"metal::sm_function<{part[0].text}"
+                    part[i + 4].text = "( "  # no bracket any more, as its closing one has other text
                     part[closing].text = f")>& {name}"
                     break
         return end + 1

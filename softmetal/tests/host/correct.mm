@@ -71,6 +71,18 @@ const bool added = add({
        expect(static_cast<float*>([results[0] contents])[3] == 5.5F, "5.5 with width 5");
        expect(static_cast<float*>([results[1] contents])[3] == -8.5F, "-8.5 with width 9, negated");
      }},
+    {"language version",
+     [] {
+       NSError* error = nil;
+       NSString* source =
+           @"#include <metal_stdlib>\nkernel void f(device bfloat* x [[buffer(0)]]) { x[0] = bfloat(1.0f); }";
+       MTLCompileOptions* options = [[MTLCompileOptions new] autorelease];
+       [options setLanguageVersion:MTLLanguageVersion2_4];
+       expect([device() newLibraryWithSource:source options:options error:&error] == nil, "2.4 has no bfloat");
+       expect(text_of(error).find("'bfloat'") != std::string::npos, text_of(error).c_str());
+       [options setLanguageVersion:MTLLanguageVersion3_1];
+       expect([device() newLibraryWithSource:source options:options error:&error] != nil, text_of(error).c_str());
+     }},
     {"missing function constant",
      [] {
        NSError* error = nil;

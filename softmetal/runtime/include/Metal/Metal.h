@@ -23,6 +23,7 @@ typedef NS_ENUM(NSInteger, MTLGPUFamily) {
 };
 
 typedef NS_ENUM(NSUInteger, MTLLanguageVersion) {
+  MTLLanguageVersion2_4 = (2 << 16) + 4,
   MTLLanguageVersion3_0 = (3 << 16),
   MTLLanguageVersion3_1 = (3 << 16) + 1,
   MTLLanguageVersion3_2 = (3 << 16) + 2,

@@ -1,0 +1,119 @@
+"""Kernels whose arguments Apple's compiler refuses are refused, and constructs of C++ that Metal does not have."""
+
+import pytest
+from msl_kernels import CompileError, compile_metal
+
+from softmetal.msl.compiler import compile_source
+
+HEAD = "#include <metal_stdlib>\nusing namespace metal;\n\n"
+
+
+def _kernel(parameters: str, body: str = "a[0] = 1;", attributes: str = "") -> str:
+    return f"{attributes} kernel void k(device float* a [[buffer(0)]], {parameters}) {{ {body} }}"
+
+
+KERNELS = {
+    "position in float": (_kernel("float i [[thread_position_in_grid]]"), "not float"),
+    "position in ulong": (_kernel("ulong i [[thread_position_in_grid]]"), "not ulong"),
+    "position in half2": (_kernel("half2 i [[thread_position_in_grid]]"), "not half2"),
+    "position of four numbers": (_kernel("uint4 i [[threadgroup_position_in_grid]]"), "not uint4"),
+    "size in float3": (_kernel("float3 n [[threads_per_threadgroup]]"), "not float3"),
+    "lane in two numbers": (_kernel("uint2 lane [[thread_index_in_simdgroup]]"), "is uint or ushort, not uint2"),
+    "simdgroup in three numbers": (_kernel("ushort3 s [[simdgroup_index_in_threadgroup]]"), "is uint or ushort"),
+    "index in float": (_kernel("float i [[thread_index_in_threadgroup]]"), "is uint or ushort, not float"),
+    "width of a simdgroup in ulong": (_kernel("ulong w [[threads_per_simdgroup]]"), "is uint or ushort, not ulong"),
+    "positions of two and three": (
+        _kernel("uint2 i [[thread_position_in_grid]], uint3 g [[threadgroup_position_in_grid]]"),
+        "one number of components",
+    ),
+    "position and size of three and two": (
+        _kernel("ushort3 i [[thread_position_in_threadgroup]], uint2 n [[threads_per_grid]]"),
+        "one number of components",
+    ),
+    "one builtin twice": (
+        _kernel("uint i [[thread_position_in_grid]], uint j [[thread_position_in_grid]]"),
+        "[[thread_position_in_grid]] is already 'i'",
+    ),
+    "lane twice": (
+        _kernel("uint i [[thread_index_in_simdgroup]], ushort j [[thread_index_in_simdgroup]]"),
+        "is already 'i'",
+    ),
+    "threadgroup memory in a buffer": (_kernel("threadgroup float* t [[buffer(1)]]"), "bound with [[threadgroup(n)]]"),
+    "buffer in threadgroup memory": (_kernel("device float* t [[threadgroup(0)]]"), "bound with [[buffer(n)]]"),
+    "constant in threadgroup memory": (_kernel("constant float& t [[threadgroup(1)]]"), "bound with [[buffer(n)]]"),
+    "buffer 31": (_kernel("device float* t [[buffer(31)]]"), "the last index is 30"),
+    "2048 threads": (
+        _kernel("uint i [[thread_position_in_grid]]", attributes="[[max_total_threads_per_threadgroup(2048)]]"),
+        "at most 1024",
+    ),
+    "function constants of one index": (
+        "constant bool p [[function_constant(4)]]; constant int q [[function_constant(4)]];",
+        "function constant 4 is already 'p'",
+    ),
+    "call of a kernel": (
+        "kernel void one(device float* a [[buffer(0)]]) { a[0] = 1; } "
+        "kernel void two(device float* a [[buffer(0)]]) { one(a); }",
+        "'one' is a kernel, and cannot be called",
+    ),
+}
+CONSTRUCTS = {
+    "lambda": (
+        _kernel("uint i [[thread_position_in_grid]]", "auto f = [](float x) { return x; }; a[i] = f(1);"),
+        "lambda",
+    ),
+    "lambda as an argument": (
+        "template <typename F> float twice(F f) { return f() + f(); } "
+        + _kernel("uint i [[thread_position_in_grid]]", "a[i] = twice([=]() { return float(i); });"),
+        "lambda",
+    ),
+    "function pointer": (
+        "static float one(float x) { return x; } "
+        + _kernel("uint i [[thread_position_in_grid]]", "float (*f)(float) = one; a[i] = f(1);"),
+        "'f': pointers to functions",
+    ),
+    "function pointer as a parameter": (
+        "static float apply(float (*g)(float), float x) { return g(x); }",
+        "'g': pointers to functions",
+    ),
+    "array of a variable length": (
+        _kernel("constant uint& n [[buffer(1)]]", "float x[n]; x[0] = 1; a[0] = x[0];"),
+        "array size is not a constant expression",
+    ),
+}
+REFUSED = KERNELS | CONSTRUCTS
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_at_its_line(name: str) -> None:
+    source, message = REFUSED[name]
+    with pytest.raises(CompileError) as error:
+        compile_source(f"{HEAD}{source}\n", file_name="bad.metal", kernel="")
+    assert message in str(error.value)
+    assert str(error.value).startswith("bad.metal:4:")
+
+
+ACCEPTED = {
+    "numbers of all widths": _kernel(
+        "ushort3 p [[thread_position_in_threadgroup]], uint3 g [[threadgroup_position_in_grid]], "
+        "ushort lane [[thread_index_in_simdgroup]], uint s [[simdgroup_index_in_threadgroup]]"
+    ),
+    "a number beside vectors": _kernel(
+        "uint i [[thread_index_in_threadgroup]], uint2 g [[threadgroup_position_in_grid]]"
+    ),
+    "type of a template": (
+        "template <typename T> kernel void k(device float* a [[buffer(0)]], T i [[thread_position_in_grid]]) { a[0] = 1; }"
+    ),
+    "a function and a kernel": (
+        "static void fill(device float* a, float x) { a[0] = x; } "
+        "kernel void k(device float* a [[buffer(0)]]) { fill(a, 1); }"
+    ),
+    "function as a template argument": (
+        "static float one(float x) { return x + 1; } template <float (*f)(float)> float twice(float x) { return f(f(x)); } "
+        + _kernel("uint i [[thread_position_in_grid]]", "a[i] = twice<one>(2);")
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_similar_right_source_is_accepted(name: str) -> None:
+    compile_metal(ACCEPTED[name])
