@@ -18,6 +18,7 @@ from torch_marlin_metal.ops import (
     gemm,
     gptq_repack,
     gptq_unpack_zeros,
+    linear,
     transpose_words,
 )
 from torch_marlin_metal.packed_weight import PackedWeight
@@ -48,6 +49,7 @@ __all__ = [
     "gptq_perm",
     "gptq_repack",
     "gptq_unpack_zeros",
+    "linear",
     "load_quantized",
     "mlstm",
     "mlstm_output",

@@ -11,6 +11,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from torch_marlin_metal.formats import NF4_VALUES, resolve_group_size
 from torch_marlin_metal.formats import weight_format as find_format
+from torch_marlin_metal.packed_weight import PackedWeight
 from torch_marlin_metal.repack import ZerosRule
 
 _ops = torch.ops.torch_marlin_metal
@@ -102,6 +103,25 @@ def gemm(
         options["variant"] = variant
     result: Tensor = _gemm(a, b_packed, scales, weight_format=name, group_size=group_size, **options)
     return result
+
+
+def linear(a: Tensor, weight: PackedWeight) -> Tensor:
+    """Multiplies activations with a packed weight and adds its bias, as `torch.nn.functional.linear` does.
+
+    Args:
+        a: `[..., K]`, float16, bfloat16 or float32.
+        weight: from `quantize_weight`, `convert.read_layers` or `MarlinLinear.to_packed`.
+
+    Returns:
+        `[..., N]` in a's dtype.
+
+    Raises:
+        TypeError: `weight` is not a `PackedWeight`.
+        RuntimeError: as `gemm`, which computes it.
+    """
+    if not isinstance(weight, PackedWeight):
+        raise TypeError(f"linear: weight: expected a PackedWeight, got {type(weight).__name__}")
+    return weight(a)
 
 
 def dequantize(

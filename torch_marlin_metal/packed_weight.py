@@ -26,7 +26,7 @@ class PackedWeightError(ValueError):
         self.field = field
 
 
-@dataclass
+@dataclass(repr=False)
 class PackedWeight:
     """A weight of shape `[K, N]` with 4-bit codes; the fields are named as `gemm`'s arguments.
 
@@ -80,6 +80,25 @@ class PackedWeight:
             dtype=dtype,
         )
         return out
+
+    def __call__(self, a: Tensor) -> Tensor:
+        """Returns `a [..., K]` times this weight, plus the bias if there is one: `[..., N]` in a's dtype."""
+        fields = {"zeros", "global_scale", "lut", "perm", "bias"}
+        given = {name: tensor for name, tensor in self.tensors().items() if name in fields}
+        out: Tensor = torch.ops.torch_marlin_metal.gemm(
+            a, self.b_packed, self.scales, weight_format=self.weight_format, group_size=self.group_size, **given
+        )
+        return out
+
+    def __repr__(self) -> str:
+        held = [name for name in self.tensors() if name not in ("b_packed", "scales")]
+        extra = "".join(f", {name}" for name in held)
+        scales = str(self.scales.dtype).removeprefix("torch.")
+        name = f"{self.name!r}, " if self.name else ""
+        return (
+            f"PackedWeight({name}K={self.K}, N={self.N}, {self.weight_format}, group_size={self.group_size}, "
+            f"scales={scales}{extra}, device={self.b_packed.device})"
+        )
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns the fields that hold a tensor, by name."""

@@ -20,11 +20,13 @@ from transformers import (
     MixtralConfig,
     MixtralForCausalLM,
 )
+from typer.testing import CliRunner
 
 from tests.support.models import make_model, same
 from torch_marlin_metal import MarlinLinear, convert, load_quantized, quantize_model, quantize_weight
 from torch_marlin_metal.checkpoints.card import CARD
 from torch_marlin_metal.checkpoints.formats.native import ADVICE
+from torch_marlin_metal.cli.app import app
 from torch_marlin_metal.integrations.transformers import MarlinConfig, restore, take_over
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -168,6 +170,34 @@ def test_a_plain_state_dict_loads_where_the_same_layers_are_and_nowhere_else(tmp
         assert same(again.state_dict(), model.state_dict())
         with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "0.up.weight"'):
             make_model("cpu").load_state_dict(tensors)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_loaded_model_changes_its_dtype_and_keeps_its_packed_weights(saved, dtype) -> None:
+    model = AutoModelForCausalLM.from_pretrained(saved)
+    scales = model.lm_head.scales.clone()
+    model = model.half() if dtype == torch.float16 else model.to(dtype)
+    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+    assert torch.equal(model.lm_head.scales, scales)
+    assert model(IDS).logits.dtype == dtype
+
+
+def test_the_command_line_says_what_stays_in_floats(tmp_path) -> None:
+    made("mixtral").save_pretrained(tmp_path / "floats")
+    done = CliRunner().invoke(
+        app, ["quantize", str(tmp_path / "floats"), str(tmp_path / "packed"), "--group-size", "32"]
+    )
+    assert done.exit_code == 0, done.output
+    said = " ".join(done.stdout.split())
+    assert "8 layers in uint4b8 by rtn" in said
+    assert "; 803 kB of matrices stay in floats (86%): model.layers." in said
+    done = CliRunner().invoke(
+        app, ["quantize", str(tmp_path / "floats"), str(tmp_path / "p2"), "--group-size", "32", "--json"]
+    )
+    left = json.loads(done.stdout)["left_in_floats"]
+    assert left["lm_head"] == 64 * 64 * 4
+    assert "model.embed_tokens" not in left
+    assert sum(left.values()) == 802_816
 
 
 def test_little_or_nothing_quantized_is_said_when_loading(tmp_path) -> None:

@@ -21,6 +21,8 @@ from torch_marlin_metal.packed_weight import PackedWeight
 from torch_marlin_metal.patterns import NameFilter, check_patterns, selects
 from torch_marlin_metal.quantize.weight import METHODS, quantize_weight
 
+SMALLEST = 8  # rows and columns of what counts as a matrix
+
 FORMAT = Format(
     name="floats",
     title="Unquantized weights",
@@ -73,10 +75,10 @@ class FloatReader(CheckpointReader):
         checkpoint = open_checkpoint(self.path, allow_pickle, quantized=False)
         wanted = matrices(checkpoint)
         if include is None:
-            linear = linear_names(checkpoint)
+            linear, looked_up = linear_names(checkpoint)
             names = [name for name in wanted if name in linear]
         else:
-            names = [name for name in wanted if selects(include, name)]
+            names, looked_up = [name for name in wanted if selects(include, name)], set()
         check_patterns(str(self.path), wanted, include=include, exclude=exclude)
         if not names and include is None:
             raise CheckpointError(f"{self.path}: none of its {len(wanted)} matrices is to be quantized")
@@ -88,6 +90,13 @@ class FloatReader(CheckpointReader):
         self._quantize = partial(
             quantize_weight, weight_format=weight_format, group_size=group_size, method=method, **options
         )
+        self.left = {
+            name: size
+            for name, size in _matrix_bytes(checkpoint).items()
+            if name not in {*names, *looked_up} and not selects(exclude, name)
+            if include is None or selects(include, name)
+        }
+        self.taken_bytes = sum(checkpoint.tensors[f"{name}.weight"].nbytes for name in names)
         self._settings = {"layers": names, "weight_format": weight_format, "group_size": group_size, "method": method}
         self._settings |= {key: str(value) for key, value in options.items()}
         self.source = _FloatSource(checkpoint, names, self._quantize)
@@ -145,8 +154,20 @@ def matrices(checkpoint: Checkpoint) -> list[str]:
     ]
 
 
-def linear_names(checkpoint: Checkpoint) -> set[str]:
+def _matrix_bytes(checkpoint: Checkpoint) -> dict[str, int]:
+    """Returns the bytes of every matrix of floats, and of every stack of them, without ".weight" in its name."""
+    return {
+        name.removesuffix(".weight"): info.nbytes
+        for name, info in checkpoint.tensors.items()
+        if info.dtype in FLOATS and len(info.shape) in (2, 3) and min(info.shape[-2:]) >= SMALLEST
+        if len(info.shape) == 2 or info.shape[0] > 1
+    }
+
+
+def linear_names(checkpoint: Checkpoint) -> tuple[set[str], set[str]]:
     """Returns the names of the `nn.Linear` modules of config.json's model, except its output embedding.
+
+    The second set is the modules whose weights are looked up or convolved, never multiplied as matrices.
 
     Raises:
         CheckpointError: transformers is not installed, or does not know the model.
@@ -168,4 +189,7 @@ def linear_names(checkpoint: Checkpoint) -> set[str]:
     except Exception as error:  # wrong settings can raise any exception in the model's own code
         raise CheckpointError(f"{checkpoint.path}: {architecture} cannot be made of it ({error}): {advice}") from error
     head = model.get_output_embeddings()
-    return {name for name, module in model.named_modules() if type(module) is nn.Linear and module is not head}
+    modules = dict(model.named_modules())
+    linear = {name for name, module in modules.items() if type(module) is nn.Linear and module is not head}
+    lookups = (nn.Embedding, nn.modules.conv._ConvNd)
+    return linear, {name for name, module in modules.items() if isinstance(module, lookups)}

@@ -1,7 +1,7 @@
 """`torch-marlin-metal quantize`: converts a float checkpoint to 4 bit."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -42,6 +42,8 @@ def quantize(
     """
     options = {"max_shard_bytes": shard_mb * 10**6, "sync": sync}
     reader: CheckpointReader
+    left: dict[str, int] = {}
+    floats = ""
     if method in calibrated.METHODS:
         if include or exclude:
             raise ValueError(
@@ -68,8 +70,20 @@ def quantize(
             allow_pickle=allow_pickle,
         )
         write(reader, destination, as_json, **options)
+        left = reader.left
+        rest, whole = sum(left.values()), sum(left.values()) + reader.taken_bytes
+        if left:
+            largest = ", ".join(sorted(left, key=lambda name: -left[name])[:4])
+            floats = f"; {human_bytes(rest)} of matrices stay in floats ({rest / whole:.0%}): {largest}"
+            floats += ", ..." if len(left) > 4 else ""
     size = directory_bytes(destination)
-    value = {"source": str(source), "destination": str(destination), "weight_format": weight_format, "method": method}
+    value: dict[str, Any] = {
+        "source": str(source),
+        "destination": str(destination),
+        "weight_format": weight_format,
+        "method": method,
+    }
     text = f"{destination}: {len(reader)} layers in {weight_format} by {method}, {human_bytes(size)}"
-    show(value | {"layers": len(reader), "bytes": size}, text, as_json)
+    value |= {"layers": len(reader), "bytes": size, "left_in_floats": left}
+    show(value, text + floats, as_json)
     return DONE

@@ -225,6 +225,8 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         if self._failure is not None:
             raise self._failure
+        # transformers refuses .half() and .float() for models so marked; packed layers convert their bias alone.
+        model.is_quantized = False
         if self._reader is not None:
             self._fill(model, self._reader)
             self._reader = None
