@@ -156,10 +156,13 @@ void run_checked(Launch& launch) {
     launch.order[i] = launch.order[j];
     launch.order[j] = i;
   }
+  // Metal promises neither that two threadgroups run at the same time, nor that the lanes of a simdgroup take turns.
+  const uint32_t concurrent = 1 + random.below(kMaxConcurrentGroups);
+  launch.preempts = random.below(4) != 0;
   machine.prepare(kMaxConcurrentGroups);
   Checker checker(launch, machine, kMaxConcurrentGroups);
   launch.checker = &checker;
-  machine.run(launch, kMaxConcurrentGroups);
+  machine.run(launch, concurrent);
   checker.write_back();
   add(launch.counters, machine.counters);
   checker.count(launch.counters);

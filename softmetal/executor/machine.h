@@ -94,6 +94,7 @@ struct Launch {
   Checker* checker;                               // null in fast mode
   std::vector<uint32_t> order;                    // order of threadgroups; empty: ascending
   std::atomic<uint64_t> next_group{0};
+  bool preempts = true;  // threads change between their accesses too
   std::atomic<bool> stopped{false};
   double watchdog = 0;               // seconds; 0: none
   std::atomic<bool> expired{false};  // the watchdog's time is over

@@ -195,14 +195,15 @@ void Device::clear() {
   return reinterpret_cast<uint64_t>(memory->bytes());
 }
 - (void*)contents {
-  memory->mark_all_written();  // the host's writes through the pointer cannot be observed
+  if (storage == MTLStorageModePrivate) return nullptr;  // only the GPU can reach it
+  memory->mark_all_written();                            // the host's writes through the pointer cannot be observed
   return memory->bytes();
 }
 - (NSUInteger)allocatedSize {
   return memory->length();
 }
 - (MTLStorageMode)storageMode {
-  return MTLStorageModeShared;
+  return storage;
 }
 - (id<MTLDevice>)device {
   return MTLCreateSystemDefaultDevice();
@@ -256,15 +257,18 @@ id<MTLDevice> MTLCreateSystemDefaultDevice(void) {
   return [[SoftMetalQueue alloc] init];
 }
 - (id<MTLBuffer>)newBufferWithLength:(NSUInteger)length options:(MTLResourceOptions)options {
-  (void)options;
   if (length == 0) softmetal::violation("buffer length", "newBufferWithLength: expected at least 1 byte, got 0");
   if (length > [self maxBufferLength]) return nil;
   SoftMetalBuffer* buffer = [[SoftMetalBuffer alloc] init];
   buffer->memory = new softmetal::Memory(length);
+  buffer->storage = (options & MTLResourceStorageModePrivate) != 0 ? MTLStorageModePrivate : MTLStorageModeShared;
   return buffer;
 }
 - (id<MTLBuffer>)newBufferWithBytes:(const void*)pointer length:(NSUInteger)length options:(MTLResourceOptions)options {
   id<MTLBuffer> buffer = [self newBufferWithLength:length options:options];
+  if (buffer != nil && [buffer contents] == nullptr) {
+    softmetal::violation("private buffer", "newBufferWithBytes: a private buffer has no contents for the host");
+  }
   if (buffer != nil) std::memcpy([buffer contents], pointer, length);
   return buffer;
 }

@@ -109,6 +109,64 @@ std::string constant_text(const void* value, MTLDataType type) {
             " is not supported here");
 }
 
+const char* type_name(MTLDataType type) {
+  switch (type) {
+    case MTLDataTypeBool:
+      return "bool";
+    case MTLDataTypeChar:
+      return "char";
+    case MTLDataTypeUChar:
+      return "uchar";
+    case MTLDataTypeShort:
+      return "short";
+    case MTLDataTypeUShort:
+      return "ushort";
+    case MTLDataTypeInt:
+      return "int";
+    case MTLDataTypeUInt:
+      return "uint";
+    case MTLDataTypeLong:
+      return "long";
+    case MTLDataTypeULong:
+      return "ulong";
+    case MTLDataTypeFloat:
+      return "float";
+    case MTLDataTypeHalf:
+      return "half";
+  }
+  return "";
+}
+
+// The other ways to write a scalar type.
+std::string short_type(std::string type) {
+  static const std::map<std::string, std::string> names = {
+      {"unsigned", "uint"},       {"unsigned int", "uint"}, {"uint32_t", "uint"}, {"int32_t", "int"},
+      {"unsigned char", "uchar"}, {"uint8_t", "uchar"},     {"int8_t", "char"},   {"unsigned short", "ushort"},
+      {"uint16_t", "ushort"},     {"int16_t", "short"},     {"size_t", "ulong"},  {"uint64_t", "ulong"},
+      {"unsigned long", "ulong"}, {"int64_t", "long"}};
+  const auto found = names.find(type);
+  return found == names.end() ? type : found->second;
+}
+
+// Returns what is wrong with the types of the values, or an empty text.
+std::string wrong_type(const sm_library* library, const std::vector<Program::Constant>& values) {
+  const std::array<std::string, 11> scalars = {"bool", "char", "uchar", "short", "ushort", "int",
+                                               "uint", "long", "ulong", "float", "half"};
+  for (uint32_t i = 0; i < sm_library_constant_count(library); ++i) {
+    const sm_function_constant& declared = *sm_library_constant(library, i);
+    const std::string type = short_type(declared.type);
+    if (std::find(scalars.begin(), scalars.end(), type) == scalars.end()) continue;  // an enum, or a vector
+    for (const Program::Constant& value : values) {
+      const bool same = value.name.empty() ? value.index == declared.index : value.name == declared.name;
+      if (same && value.type != type) {
+        return std::string("function constant '") + declared.name + "' [[function_constant(" +
+               std::to_string(declared.index) + ")]] has the type " + type + ", its value was set as " + value.type;
+      }
+    }
+  }
+  return "";
+}
+
 void set_error(NSError** error, MTLLibraryError code, const std::string& message) {
   if (error == nullptr) return;
   NSString* text = [NSString stringWithUTF8String:message.c_str()];
@@ -180,10 +238,12 @@ using softmetal::settings;
   [super dealloc];
 }
 - (void)setConstantValue:(const void*)value type:(MTLDataType)type atIndex:(NSUInteger)index {
-  static_cast<Constants*>(_state)->push_back({"", static_cast<uint32_t>(index), softmetal::constant_text(value, type)});
+  static_cast<Constants*>(_state)->push_back(
+      {"", static_cast<uint32_t>(index), softmetal::constant_text(value, type), softmetal::type_name(type)});
 }
 - (void)setConstantValue:(const void*)value type:(MTLDataType)type withName:(NSString*)name {
-  static_cast<Constants*>(_state)->push_back({[name UTF8String], 0, softmetal::constant_text(value, type)});
+  static_cast<Constants*>(_state)->push_back(
+      {[name UTF8String], 0, softmetal::constant_text(value, type), softmetal::type_name(type)});
 }
 @end
 
@@ -260,6 +320,13 @@ using softmetal::settings;
     softmetal::set_error(error, MTLLibraryErrorFunctionNotFound,
                          std::string("no function '") + [name UTF8String] + "' in the library");
     return nil;
+  }
+  if (values != nil) {
+    const std::string wrong = softmetal::wrong_type(library, *static_cast<Constants*>(values->_state));
+    if (!wrong.empty()) {
+      softmetal::set_error(error, MTLLibraryErrorCompileFailure, wrong);
+      return nil;
+    }
   }
   SoftMetalFunction* function = [[SoftMetalFunction alloc] init];
   function->program = new softmetal::Program(*program);
@@ -359,7 +426,11 @@ id<MTLComputePipelineState> softmetal_new_pipeline(id<MTLFunction> function, NSE
   auto* made = static_cast<SoftMetalFunction*>(function);
   auto kernel = std::make_unique<softmetal::Kernel>(*made->program, *made->functionName);
   try {
-    kernel->kernel(softmetal::Device::get().checked);
+    const uint32_t bytes = kernel->kernel(softmetal::Device::get().checked)->static_threadgroup_bytes;
+    if (bytes > SM_MAX_THREADGROUP_BYTES) {
+      throw std::runtime_error("kernel '" + *made->functionName + "' declares " + std::to_string(bytes) +
+                               " bytes of threadgroup memory, at most " + std::to_string(SM_MAX_THREADGROUP_BYTES));
+    }
   } catch (const std::runtime_error& failure) {
     softmetal::set_error(error, MTLLibraryErrorCompileFailure, failure.what());
     return nil;

@@ -59,6 +59,7 @@ struct Program {
     std::string name;  // empty: the constant is identified by its index
     uint32_t index;
     std::string value;
+    std::string type;  // as in MSL
   };
   std::string source;
   std::string metallib;              // the path of a metallib, instead of source
@@ -154,6 +155,7 @@ std::string& operator_label();
  @public
   softmetal::Memory* memory;
   NSString* bufferLabel;
+  MTLStorageMode storage;
 }
 @end
 

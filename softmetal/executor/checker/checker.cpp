@@ -237,6 +237,11 @@ void Checker::access(const void* pointer, uint64_t bytes, bool is_write, Kind ki
   region->is_written |= is_write;
   if (region->is_tracked) check_races(lane, *region, at, bytes, is_write, kind, code);
   const bool is_atomic = kind == Kind::kAtomic || kind == Kind::kAtomicUpdate;
+  if (launch_.expired) {
+    report_expired(launch_, lane, code);
+    machine_.give_up();
+  }
+  if (!launch_.preempts) return;
   if (--until_preemption_ == 0 || (is_atomic && machine_.random().below(2) == 0)) {
     until_preemption_ = 1 + machine_.random().below(2 * kMeanAccessesBetweenPreemptions);
     machine_.preempt(lane, code);

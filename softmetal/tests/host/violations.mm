@@ -8,6 +8,42 @@ const bool added = add({
     {"second encoder",
      [] { encode([](Encoder) { [at::mps::getCurrentMPSStream()->commandBuffer() computeCommandEncoder]; }); }},
     {"slot 31", [] { encode([](Encoder e) { [e setBuffer:buffer(16) offset:0 atIndex:31]; }); }},
+    {"constant of another type",
+     [] {
+       NSError* error = nil;
+       id<MTLLibrary> library = [device() newLibraryWithSource:@"constant bool negate [[function_constant(1)]];\n"
+                                                               @"kernel void f(device int* y) { y[0] = negate; }"
+                                                       options:nil
+                                                         error:&error];
+       const int one = 1;
+       MTLFunctionConstantValues* values = [[MTLFunctionConstantValues new] autorelease];
+       [values setConstantValue:&one type:MTLDataTypeInt atIndex:1];
+       if ([library newFunctionWithName:@"f" constantValues:values error:&error] == nil) {
+         throw std::runtime_error(text_of(error));
+       }
+     }},
+    {"36 KB declared",
+     [] {
+       NSError* error = nil;
+       id<MTLLibrary> library = [device() newLibraryWithSource:@"kernel void f(device int* y) {\n"
+                                                               @"threadgroup int x[9216]; x[1] = 2; y[0] = x[1]; }"
+                                                       options:nil
+                                                         error:&error];
+       id<MTLFunction> function = [library newFunctionWithName:@"f"];
+       if ([device() newComputePipelineStateWithFunction:function error:&error] == nil) {
+         throw std::runtime_error(text_of(error));
+       }
+     }},
+    {"contents of a private buffer",
+     [] {
+       id<MTLBuffer> made = [device() newBufferWithLength:16 options:MTLResourceStorageModePrivate];
+       if ([made contents] == nullptr) throw std::runtime_error("contents is null");
+     }},
+    {"bytes for a private buffer",
+     [] {
+       const char byte = 0;
+       [device() newBufferWithBytes:&byte length:1 options:MTLResourceStorageModePrivate];
+     }},
     {"setBytes of 4097",
      [] {
        encode([](Encoder e) {
