@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ __all__ = [
     "Unavailable",
     "build_extension",
     "checked",
+    "compiles",
     "counters",
     "extension_path",
     "faults",
@@ -172,6 +173,41 @@ def stream_counts() -> StreamCounts:
     counts = (ctypes.c_uint64 * len(dataclasses.fields(StreamCounts)))()
     _library.stream_counts(counts)
     return StreamCounts(*counts)
+@dataclass(frozen=True)
+class Compile:
+    """A library, by its text, or a pipeline, by its function's name."""
+
+    kind: str
+    text: str
+
+
+_compile_hook = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_size_t)
+
+
+@contextlib.contextmanager
+def compiles(answer: Callable[[Compile], str | None] | None = None) -> Iterator[list[Compile]]:
+    """Yields a list of what is compiled in the block. It grows as each compile begins.
+
+    Args:
+        answer: called on the thread of each compile, which waits for it. A text that it returns is the message that the
+            compile fails with.
+    """
+    seen: list[Compile] = []
+
+    def hook(is_pipeline: int, text: bytes, error: int, capacity: int) -> None:
+        compile = Compile("pipeline" if is_pipeline else "library", text.decode())
+        seen.append(compile)
+        message = answer(compile) if answer else None
+        if message:
+            data = message.encode()[: capacity - 1] + b"\0"
+            ctypes.memmove(error, data, len(data))
+
+    kept = _compile_hook(hook)
+    _library.set_compile_hook(kept)
+    try:
+        yield seen
+    finally:
+        _library.set_compile_hook(None)
 
 
 def faults() -> list[str]:

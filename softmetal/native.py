@@ -38,6 +38,7 @@ class Library:
             "stream": (c_int64, []),
             "set_stream": (c_void_p, [c_int64]),
             "stream_counts": (None, [POINTER(c_uint64)]),
+            "set_compile_hook": (None, [c_void_p]),
             "faults": (c_void_p, []),
             "clear": (None, []),
             "record_count": (c_size_t, []),

@@ -3,11 +3,9 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
-#include <map>
-#include <mutex>
-#include <tuple>
 #include <utility>
 
+#include "csrc/mps/compile_once.h"
 #include "csrc/mps/kernel_sources.h"
 #include "csrc/mps/stream.h"
 
@@ -15,10 +13,19 @@ namespace marlin::mps {
 
 namespace {
 
+// What a compile gave: an object, kept as long as the process, or why there is none.
+template <typename Object>
+struct Compiled {
+  Object object = nil;
+  std::string error;
+  bool is_final = true;  // a failure is not if another attempt may succeed
+};
+using Library = Compiled<id<MTLLibrary>>;
+using Pipeline = Compiled<id<MTLComputePipelineState>>;
+
 struct Cache {
-  std::mutex mutex;
-  std::map<std::string_view, id<MTLLibrary>> libraries;
-  std::map<std::tuple<std::string, FunctionConstants>, id<MTLComputePipelineState>> pipelines;
+  CompileOnce<std::string, Library> libraries;
+  CompileOnce<std::pair<std::string, FunctionConstants>, Pipeline> pipelines;
 };
 
 Cache& cache() {
@@ -28,6 +35,33 @@ Cache& cache() {
 
 std::string message(NSError* error) {
   return error == nil ? "no reason given" : [[error localizedDescription] UTF8String];
+}
+
+// Metal compiles in a process of its own. The system may end that process, for want of memory or when the sandbox of
+// this one does not reach it; the next request starts it again. Metal's message then has one of these parts
+// (ggml-org/llama.cpp issue 12232, flutter/flutter issue 68649), and an own crash of the compiler has the second.
+bool is_interruption(const std::string& error) {
+  return error.find("XPC_ERROR_CONNECTION") != std::string::npos;
+}
+bool may_succeed_again(const std::string& error) {
+  return is_interruption(error) || error.find("internal error") != std::string::npos;
+}
+
+// Calls compile(NSError**), and once more after a failure that another attempt may not have. Objective-C objects of the
+// attempts are released before the caller can throw.
+template <typename Object, typename Compile>
+Compiled<Object> compiled(const Compile& compile) {
+  constexpr int kAttempts = 2;
+  std::string error;
+  for (int attempt = 0; attempt < kAttempts; ++attempt) {
+    @autoreleasepool {
+      NSError* failure = nil;
+      if (Object object = compile(&failure); object != nil) return {object, {}, true};
+      error = message(failure);
+    }
+    if (!may_succeed_again(error)) break;
+  }
+  return {nil, error, !is_interruption(error)};
 }
 
 MTLCompileOptions* compile_options() {
@@ -55,70 +89,96 @@ const char* source_text(std::string_view library) {
   return found->text;
 }
 
-id<MTLLibrary> library(std::string_view name) {
-  id<MTLLibrary>& entry = cache().libraries[name];
-  if (entry != nil) return entry;
-  NSError* error = nil;
-  NSString* source = [NSString stringWithUTF8String:source_text(name)];
-  entry = [device() newLibraryWithSource:source options:compile_options() error:&error];
-  TORCH_CHECK(entry != nil, "torch_marlin_metal: ", name, ".metal does not compile: ", message(error));
-  return entry;
+// The instance of a kernel's template that has the dispatch's host name; empty for a kernel that is no template.
+std::string instance(const Dispatch& dispatch) {
+  const KernelInfo& kernel = info(dispatch.kernel);
+  if (kernel.naming == KernelNaming::plain) return {};
+  for (int32_t format = 0; format < kWeightFormatCount; ++format) {
+    const auto weight_format = static_cast<WeightFormat>(format);
+    const std::string weight = kernel.naming == KernelNaming::element
+                                   ? ""
+                                   : "WeightFormat::" + std::string(name(weight_format)) + ", ";
+#define MARLIN_RETURN_INSTANCE(element, type, ...)                                            \
+  if (host_name(dispatch.kernel, weight_format, ElementType::element) == dispatch.function) { \
+    return std::string(kernel.name) + "<" + weight + #type + ">";                             \
+  }
+    MARLIN_FOR_EACH_ACTIVATION(MARLIN_RETURN_INSTANCE, )
+#undef MARLIN_RETURN_INSTANCE
+  }
+  TORCH_CHECK(false, "torch_marlin_metal: no instance of kernel ", kernel.name, " is called ", dispatch.function);
+}
+
+// Metal's text for one function: a file, and before it which of its functions to compile (variants.h).
+std::string library_text(const Dispatch& dispatch) {
+  const char* file = source_text(info(dispatch.kernel).library);
+  const std::string only = instance(dispatch);
+  if (only.empty()) return file;
+  return "#define MARLIN_ONLY " + only + "\n#define MARLIN_ONLY_NAME \"" + dispatch.function + "\"\n" + file;
+}
+
+Library library(const Dispatch& dispatch) {
+  const KernelInfo& kernel = info(dispatch.kernel);
+  const bool is_whole_file = kernel.naming == KernelNaming::plain;
+  return cache().libraries.get(is_whole_file ? std::string(kernel.library) : dispatch.function, [&] {
+    const std::string text = library_text(dispatch);
+    return compiled<id<MTLLibrary>>([&](NSError** error) {
+      NSString* source = [NSString stringWithUTF8String:text.c_str()];
+      return [device() newLibraryWithSource:source options:compile_options() error:error];
+    });
+  });
 }
 
 // kMetal_<type> is the Metal type of each type in MARLIN_FUNCTION_CONSTANTS.
 constexpr MTLDataType kMetal_bool = MTLDataTypeBool;
 constexpr MTLDataType kMetal_int = MTLDataTypeInt;
 
-id<MTLFunction> new_function(const Dispatch& dispatch) {
+MTLFunctionConstantValues* constant_values(const FunctionConstants& constants) {
   MTLFunctionConstantValues* values = [[[MTLFunctionConstantValues alloc] init] autorelease];
 #define MARLIN_SET_CONSTANT(index, metal_type, shader_name, name)            \
   {                                                                          \
-    const auto value = static_cast<metal_type>(dispatch.constants[index]);   \
+    const auto value = static_cast<metal_type>(constants[index]);            \
     [values setConstantValue:&value type:kMetal_##metal_type atIndex:index]; \
   }
   MARLIN_FUNCTION_CONSTANTS(MARLIN_SET_CONSTANT)
 #undef MARLIN_SET_CONSTANT
-  NSError* error = nil;
-  id<MTLFunction> function = [library(info(dispatch.kernel).library)
-      newFunctionWithName:[NSString stringWithUTF8String:dispatch.function.c_str()]
-           constantValues:values
-                    error:&error];
-  TORCH_CHECK(function != nil, "torch_marlin_metal: kernel ", dispatch.function, " (", info(dispatch.kernel).library,
-              ".metal) is not available: ", message(error));
-  return function;
+  return values;
 }
 
-id<MTLComputePipelineState> new_pipeline(const Dispatch& dispatch) {
-  id<MTLFunction> function = new_function(dispatch);
-  NSError* error = nil;
-  id<MTLComputePipelineState> pipeline = [device() newComputePipelineStateWithFunction:function error:&error];
-  [function release];
-  TORCH_CHECK(pipeline != nil, "torch_marlin_metal: kernel ", dispatch.function, " (", info(dispatch.kernel).library,
-              ".metal) does not compile: ", message(error));
-  return pipeline;
+Pipeline new_pipeline(const Dispatch& dispatch) {
+  const Library made = library(dispatch);
+  if (made.object == nil) return {nil, made.error, made.is_final};
+  return compiled<id<MTLComputePipelineState>>([&](NSError** error) -> id<MTLComputePipelineState> {
+    id<MTLFunction> function =
+        [made.object newFunctionWithName:[NSString stringWithUTF8String:dispatch.function.c_str()]
+                          constantValues:constant_values(dispatch.constants)
+                                   error:error];
+    if (function == nil) return nil;
+    id<MTLComputePipelineState> pipeline = [device() newComputePipelineStateWithFunction:function error:error];
+    [function release];
+    return pipeline;
+  });
 }
 
 id<MTLComputePipelineState> pipeline_for(const Dispatch& dispatch) {
-  const std::lock_guard lock(cache().mutex);
-  id<MTLComputePipelineState>& entry = cache().pipelines[{dispatch.function, dispatch.constants}];
-  if (entry == nil) entry = new_pipeline(dispatch);
-  const NSUInteger threads = NSUInteger{dispatch.threads.x} * dispatch.threads.y * dispatch.threads.z;
-  TORCH_CHECK(threads <= [entry maxTotalThreadsPerThreadgroup], "torch_marlin_metal: kernel ", dispatch.function,
-              " needs ", threads, " threads per threadgroup, but this GPU can run at most ",
-              static_cast<uint64_t>([entry maxTotalThreadsPerThreadgroup]));
-  return entry;
+  const Pipeline pipeline =
+      cache().pipelines.get({dispatch.function, dispatch.constants}, [&] { return new_pipeline(dispatch); });
+  TORCH_CHECK(pipeline.object != nil, "torch_marlin_metal: kernel ", dispatch.function, " (",
+              info(dispatch.kernel).library, ".metal) does not compile: ", pipeline.error);
+  const uint64_t most = [pipeline.object maxTotalThreadsPerThreadgroup];
+  const uint64_t threads = uint64_t{dispatch.threads.x} * dispatch.threads.y * dispatch.threads.z;
+  TORCH_CHECK(threads <= most, "torch_marlin_metal: kernel ", dispatch.function, " needs ", threads,
+              " threads per threadgroup, but this GPU can run at most ", most);
+  return pipeline.object;
 }
 
 }  // namespace
 
 CompiledPlan compile(Plan plan) {
-  @autoreleasepool {
-    print_plan_once(plan);
-    CompiledPlan compiled{std::move(plan), {}};
-    for (const Dispatch& dispatch : compiled.plan.dispatches)
-      compiled.pipelines.push_back(pipeline_for(dispatch));
-    return compiled;
-  }
+  print_plan_once(plan);
+  CompiledPlan compiled{std::move(plan), {}};
+  for (const Dispatch& dispatch : compiled.plan.dispatches)
+    compiled.pipelines.push_back(pipeline_for(dispatch));
+  return compiled;
 }
 
 }  // namespace marlin::mps

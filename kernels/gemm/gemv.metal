@@ -9,13 +9,6 @@
 using namespace metal;
 using namespace marlin;
 
-// Stores 1 if an fp32 instruction reads a subnormal half exactly: 2^-24 times 2^24 must be 1.
-[[kernel]] void probe_half_subnormals(const device uint* in [[buffer(kSlotPacked)]],
-                                      device uint* out [[buffer(kSlotOut)]]) {
-  const half2 smallest = as_type<half2>(in[0] & 0x000F000Fu);
-  out[0] = fma(float(smallest.x), 16777216.0f, 0.0f) == 1.0f ? 1u : 0u;
-}
-
 namespace marlin {
 
 // The smallest activation that is multiplied with codes scaled down by 2^24. The product is at least 2^-88, well above
@@ -207,4 +200,4 @@ template <WeightFormat format, typename T>
   }
 }
 
-MARLIN_KERNELS_GEMV(MARLIN_INSTANTIATE)
+MARLIN_FUNCTIONS(MARLIN_KERNELS_GEMV(MARLIN_INSTANTIATE))

@@ -50,4 +50,4 @@ template <typename T>
   Output<T>{bias, out, nullptr, params.M, params.N}.store(m, n, sum);
 }
 
-MARLIN_KERNELS_REDUCE(MARLIN_INSTANTIATE)
+MARLIN_FUNCTIONS(MARLIN_KERNELS_REDUCE(MARLIN_INSTANTIATE))

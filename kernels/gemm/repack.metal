@@ -85,5 +85,3 @@ MARLIN_INLINE uint awq_shift(uint column) {
     out[index * kCodesPerWord + j] = uchar((word >> awq_shift(j)) & 15u);
   }
 }
-
-MARLIN_KERNELS_REPACK(MARLIN_INSTANTIATE)

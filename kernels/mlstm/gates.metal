@@ -194,5 +194,3 @@ MARLIN_INLINE void scan_chunks(device float* decays, const device float* peaks, 
     write_suffix_gates(inputs, vectors, start, end, m[chunk + 1], lane);
   }
 }
-
-MARLIN_KERNELS_MLSTM_GATES(MARLIN_INSTANTIATE)

@@ -67,9 +67,10 @@
 #define MARLIN_KERNELS_DEQUANTIZE(X) \
   X("gemm/dequantize", dequantize, format_element, kMaskWeight | MARLIN_SLOT(kSlotOut) | MARLIN_SLOT(kSlotParams))
 
-#define MARLIN_KERNELS_GEMV(X)                                                                   \
-  X("gemm/gemv", probe_half_subnormals, plain, MARLIN_SLOT(kSlotPacked) | MARLIN_SLOT(kSlotOut)) \
-  X("gemm/gemv", gemv, format_element, kMaskAll)
+#define MARLIN_KERNELS_PROBE(X) \
+  X("gemm/probe", probe_half_subnormals, plain, MARLIN_SLOT(kSlotPacked) | MARLIN_SLOT(kSlotOut))
+
+#define MARLIN_KERNELS_GEMV(X) X("gemm/gemv", gemv, format_element, kMaskAll)
 
 #define MARLIN_KERNELS_GEMM_FUSED(X) X("gemm/fused", gemm_fused, format_element, kMaskAll)
 
@@ -116,6 +117,7 @@
 #define MARLIN_KERNELS(X)             \
   MARLIN_KERNELS_REPACK(X)            \
   MARLIN_KERNELS_DEQUANTIZE(X)        \
+  MARLIN_KERNELS_PROBE(X)             \
   MARLIN_KERNELS_GEMV(X)              \
   MARLIN_KERNELS_GEMM_FUSED(X)        \
   MARLIN_TILES(MARLIN_STAGED_ROWS, X) \
@@ -140,6 +142,15 @@
 #define MARLIN_INSTANTIATE_format_element(kernel) MARLIN_FOR_EACH_WEIGHT_FORMAT(MARLIN_INSTANTIATE_FORMAT, kernel)
 // Instantiates one row of a library's list. Kernels with plain names are not templates, so nothing is instantiated.
 #define MARLIN_INSTANTIATE(library, kernel, naming, slots) MARLIN_INSTANTIATE_##naming(kernel)
+
+// The functions of a file. Compiling all of them takes 14 times as long as one (gemv; benchmarks/metal/compile_cost.py),
+// and a product needs one or two. The host therefore compiles them one at a time: MARLIN_ONLY is the instance of a
+// template, gemv<WeightFormat::uint4b8, half>, and MARLIN_ONLY_NAME its host name.
+#ifdef MARLIN_ONLY
+#define MARLIN_FUNCTIONS(...) MARLIN_INSTANTIATE_AS(MARLIN_ONLY_NAME, MARLIN_ONLY)
+#else
+#define MARLIN_FUNCTIONS(...) __VA_ARGS__
+#endif
 
 #else
 

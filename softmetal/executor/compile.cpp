@@ -5,10 +5,10 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <mutex>
 #include <string>
 #include <vector>
 
@@ -113,7 +113,8 @@ void remember(const std::string& memo, const std::vector<std::string>& answer) {
   std::string text = answer[0] + "\n";
   for (size_t i = 1; i < answer.size(); ++i)
     text += stamp_of(answer[i]) + " " + answer[i] + "\n";
-  std::string temporary = memo + "." + std::to_string(getpid());
+  static std::atomic<uint64_t> written{0};  // threads may write the same memo
+  std::string temporary = memo + "." + std::to_string(getpid()) + "." + std::to_string(++written);
   FILE* file = std::fopen(temporary.c_str(), "wb");
   if (file == nullptr) return;
   std::fwrite(text.data(), 1, text.size(), file);
@@ -174,8 +175,6 @@ Answer run_compiler(const std::vector<std::string>& arguments, const std::string
 
 extern "C" int sm_compile(const sm_compile_request* request, char** path_or_error) {
   using namespace softmetal;
-  static std::mutex mutex;
-  std::lock_guard<std::mutex> lock(mutex);
   const char* python = std::getenv("SOFTMETAL_PYTHON");
   const bool is_metallib = request->metallib != nullptr;
   const std::string input = is_metallib ? request->metallib : request->source;

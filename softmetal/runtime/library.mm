@@ -176,6 +176,17 @@ void set_error(NSError** error, MTLLibraryError code, const std::string& message
   *error = [NSError errorWithDomain:MTLLibraryErrorDomain code:static_cast<NSInteger>(code) userInfo:info];
 }
 
+// Asks the hook about a compile. Returns false, with the hook's error, if it is to fail.
+bool may_compile(bool is_pipeline, const std::string& text, NSError** error) {
+  const auto hook = Device::get().compile_hook.load();
+  if (hook == nullptr) return true;
+  std::array<char, 1024> message{};
+  hook(is_pipeline, text.c_str(), message.data(), message.size());
+  if (message[0] == '\0') return true;
+  set_error(error, MTLLibraryErrorInternal, message.data());
+  return false;
+}
+
 }  // namespace
 }  // namespace softmetal
 
@@ -384,6 +395,7 @@ id<MTLLibrary> open_library(Program program, NSError** error) {
 
 id<MTLLibrary> softmetal_new_library(NSString* source, MTLCompileOptions* options, NSError** error) {
   softmetal::Program program{[source UTF8String], {}, {}, {}};
+  if (!softmetal::may_compile(false, program.source, error)) return nil;
   if (options != nil) {
     const MTLMathMode mode = settings(options).math_mode;
     program.math = mode == MTLMathModeSafe ? SM_MATH_SAFE : mode == MTLMathModeFast ? SM_MATH_FAST : SM_MATH_RELAXED;
@@ -424,6 +436,7 @@ id<MTLComputePipelineState> softmetal_new_pipeline(id<MTLFunction> function, NSE
   if (function == nil)
     softmetal::violation("function", "newComputePipelineStateWithFunction: expected a function, got nil");
   auto* made = static_cast<SoftMetalFunction*>(function);
+  if (!softmetal::may_compile(true, *made->functionName, error)) return nil;
   auto kernel = std::make_unique<softmetal::Kernel>(*made->program, *made->functionName);
   try {
     const uint32_t bytes = kernel->kernel(softmetal::Device::get().checked)->static_threadgroup_bytes;

@@ -119,6 +119,8 @@ class Device {
   static Device& get();
 
   std::atomic<bool> checked;
+  // Tests see every compile and may fail it: softmetal_compile_hook.
+  std::atomic<void (*)(int, const char*, char*, size_t)> compile_hook = nullptr;
   std::atomic<uint32_t> thread_limit = SM_MAX_THREADS;  // threads per threadgroup of every pipeline; tests lower it
   void set_seed(uint64_t seed);
   uint64_t next_seed();
