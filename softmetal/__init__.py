@@ -173,6 +173,8 @@ def stream_counts() -> StreamCounts:
     counts = (ctypes.c_uint64 * len(dataclasses.fields(StreamCounts)))()
     _library.stream_counts(counts)
     return StreamCounts(*counts)
+
+
 @dataclass(frozen=True)
 class Compile:
     """A library, by its text, or a pipeline, by its function's name."""

@@ -10,6 +10,7 @@ from torch_marlin_metal.gpu.planning import plan
 from torch_marlin_metal.layers.fuse import fuse_projections
 from torch_marlin_metal.layers.linear import MarlinLinear
 from torch_marlin_metal.models.load import load_quantized
+from torch_marlin_metal.models.prepare import prepare
 from torch_marlin_metal.models.quantize import quantize_model, replace_linear_layers
 from torch_marlin_metal.ops import (
     awq_repack,
@@ -56,6 +57,7 @@ __all__ = [
     "mlstm_states",
     "mlstm_step",
     "plan",
+    "prepare",
     "profiling",
     "quantize_model",
     "quantize_weight",

@@ -1,8 +1,7 @@
-"""Counts what compiling each Metal library costs: kernels, and bytes of source before and after the preprocessor.
+"""What each Metal file holds: instantiated kernels, bytes of source before and after the preprocessor.
 
-A library is compiled when one of its kernels is first used, and each pipeline when it is first used. Needs a C++
-compiler (CXX, or c++) for its preprocessor, but no Metal. Exits with 1 if a library has more instantiations than
-`--most`.
+The host compiles one function of a file at a time (first_product.py); tools and tests compile whole files. Needs a C++
+compiler (CXX, or c++) for its preprocessor, no Metal. Exit status 1 if a file has more instantiations than `--most`.
 """
 
 import argparse

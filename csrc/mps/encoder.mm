@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
+#include <bit>
 #include <iterator>
 
 #include "csrc/mps/stream.h"
@@ -26,12 +27,14 @@ struct SetParams {
 };
 
 // Sets every slot that the kernel declares, because the encoder still has the bindings of earlier kernels, including
-// PyTorch's. The slot of an absent optional tensor gets the packed weight, which the kernel does not read through it.
+// PyTorch's. The slot of an absent optional tensor gets nil: bound to any tensor of the product instead, it would count
+// as a use of that tensor, through slots that the kernel may write as well.
 void bind(id<MTLComputeCommandEncoder> encoder, const Dispatch& dispatch, const Bindings& bindings) {
-  for (uint32_t slot = 0; slot < kSlotCount; ++slot) {
-    if ((info(dispatch.kernel).slots & MARLIN_SLOT(slot)) == 0 || slot == kSlotParams) continue;
-    const at::Tensor& tensor = bindings[slot].defined() ? bindings[slot] : bindings[kSlotPacked];
-    [encoder setBuffer:buffer_of(tensor) offset:offset_of(tensor) atIndex:slot];
+  for (uint32_t rest = info(dispatch.kernel).slots & ~MARLIN_SLOT(kSlotParams); rest != 0; rest &= rest - 1) {
+    const int slot = std::countr_zero(rest);
+    const at::Tensor& tensor = bindings[slot];
+    id<MTLBuffer> buffer = tensor.defined() ? buffer_of(tensor) : nil;
+    [encoder setBuffer:buffer offset:buffer == nil ? 0 : offset_of(tensor) atIndex:slot];
   }
   std::visit(SetParams{encoder}, dispatch.params);
 }

@@ -95,9 +95,8 @@ std::string instance(const Dispatch& dispatch) {
   if (kernel.naming == KernelNaming::plain) return {};
   for (int32_t format = 0; format < kWeightFormatCount; ++format) {
     const auto weight_format = static_cast<WeightFormat>(format);
-    const std::string weight = kernel.naming == KernelNaming::element
-                                   ? ""
-                                   : "WeightFormat::" + std::string(name(weight_format)) + ", ";
+    const std::string weight =
+        kernel.naming == KernelNaming::element ? "" : "WeightFormat::" + std::string(name(weight_format)) + ", ";
 #define MARLIN_RETURN_INSTANCE(element, type, ...)                                            \
   if (host_name(dispatch.kernel, weight_format, ElementType::element) == dispatch.function) { \
     return std::string(kernel.name) + "<" + weight + #type + ">";                             \

@@ -47,7 +47,7 @@ bool half_subnormals(const Tensor& like) {
 
 GpuDevice this_gpu(const Tensor& like) {
   (void)commit_seconds();  // a wrong variable is an error here, before anything is encoded
-  GpuDevice device = gpu_device(gpu_name(), gpu_core_count());
+  GpuDevice device = gpu_device(gpu_name(), gpu_core_count(), gpu_family());
   device.half_subnormals = half_subnormals(like);
   return device;
 }
@@ -104,18 +104,23 @@ void two_pass(const CompiledPlan& compiled, const WeightProblem& weight, Binding
 // Fewer rows than these are not divided: a dispatch of 64 rows uses the GPU well.
 constexpr int64_t kFewestRows = 64;
 
-// Finds a plan for the rows and encodes it. A product that would keep the GPU from all other work for too long is
-// divided by rows.
+// Returns the rows of the first part of a product that would keep the GPU from all other work for too long and is
+// divided by rows; all rows of any other product.
+int64_t first_part(const Plan& plan, int64_t M) {
+  if (plan.seconds <= longest_plan_seconds() || M <= kFewestRows) return M;
+  return (M / 2 + kFewestRows - 1) / kFewestRows * kFewestRows;
+}
+
+// Finds a plan for the rows and encodes it.
 void launch(GemmProblem problem, Bindings bindings, const Tensor& rows, const Tensor& out) {
   const int64_t M = rows.size(0);
   problem.M = static_cast<uint32_t>(M);
   problem.a_row_stride = rows.stride(0);
   problem.vector_aligned_a = is_aligned(rows, 4);
   const std::shared_ptr<const CompiledPlan> compiled = find_plan(problem, rows);
-  if (compiled->plan.seconds > longest_plan_seconds() && M > kFewestRows) {
-    const int64_t first = (M / 2 + kFewestRows - 1) / kFewestRows * kFewestRows;
+  if (const int64_t first = first_part(compiled->plan, M); first < M) {
     launch(problem, bindings, rows.narrow(0, 0, first), out.narrow(0, 0, first));
-    if (first < M) launch(problem, bindings, rows.narrow(0, first, M - first), out.narrow(0, first, M - first));
+    launch(problem, bindings, rows.narrow(0, first, M - first), out.narrow(0, first, M - first));
     return;
   }
   bindings[kSlotA] = rows;
@@ -151,6 +156,35 @@ Tensor gemm_mps(const Tensor& a, const Tensor& b_packed, const Tensor& scales, c
   problem.variant = variant;
   launch(problem, std::move(bindings), rows, out.view({-1, int64_t{problem.weight.N}}));
   return out;
+}
+
+// Compiles what launch() needs for M contiguous rows.
+void compile_rows(GemmProblem problem, int64_t M, const Tensor& like) {
+  problem.M = static_cast<uint32_t>(M);
+  const int64_t first = first_part(find_plan(problem, like)->plan, M);
+  if (first == M) return;
+  compile_rows(problem, first, like);
+  compile_rows(problem, M - first, like);
+}
+
+void compile_gemm_mps(const Tensor& b_packed, const Tensor& scales, c10::string_view weight_format, int64_t group_size,
+                      const OptionalTensor& zeros, const OptionalTensor& global_scale, const OptionalTensor& lut,
+                      const OptionalTensor& perm, const OptionalTensor& bias, int64_t M, at::ScalarType dtype) {
+  TORCH_CHECK_VALUE(M >= 1, "torch_marlin_metal::compile_gemm: M: expected at least 1, got ", M);
+  grid_size("compile_gemm", "M", M);
+  const WeightTensors tensors{b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm};
+  const int64_t K = check_dequantize(tensors, dtype).K.expect_int();
+  const Tensor row = at::empty({1, K}, b_packed.options().dtype(dtype));
+  const WeightShape shape = check_gemm(row, tensors, bias, "auto");
+  Bindings bindings;
+  GemmProblem problem{.weight = bind_weight("compile_gemm", tensors, shape, bindings),
+                      .a_row_stride = K,
+                      .activations = element_type(row),
+                      .bias = bias ? element_type(*bias) : ElementType::float16,
+                      .has_bias = bias.has_value(),
+                      .vector_aligned_a = true,
+                      .variant = "auto"};
+  compile_rows(problem, M, row);
 }
 
 Tensor dequantize_mps(const Tensor& b_packed, const Tensor& scales, c10::string_view weight_format, int64_t group_size,
@@ -211,7 +245,15 @@ Tensor awq_unpack_zeros_mps(const Tensor& qzeros) {
 
 }  // namespace
 
+// No other backend compiles at run time, so the schema is this one's own.
+TORCH_LIBRARY_FRAGMENT(torch_marlin_metal, m) {
+  m.def("compile_gemm(Tensor b_packed, Tensor scales, *, str weight_format, int group_size, Tensor? zeros=None, "
+        "Tensor? global_scale=None, Tensor? lut=None, Tensor? perm=None, Tensor? bias=None, int M, ScalarType dtype) "
+        "-> ()");
+}
+
 TORCH_LIBRARY_IMPL(torch_marlin_metal, MPS, m) {
+  m.impl("compile_gemm", compile_gemm_mps);
   m.impl("gemm", gemm_mps);
   m.impl("dequantize", dequantize_mps);
   m.impl("gptq_repack", gptq_repack_mps);

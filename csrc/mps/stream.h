@@ -14,6 +14,7 @@ namespace marlin::mps {
 id<MTLDevice> device();
 std::string gpu_name();  // e.g. "Apple M1 Max"
 uint32_t gpu_core_count();
+uint32_t gpu_family();  // n of the newest Apple<n> that Metal reports, of those that this package knows; 0 for none
 
 // The buffer belongs to the tensor's storage, and no reference is added. The offset is in bytes.
 id<MTLBuffer> buffer_of(const at::Tensor& tensor);

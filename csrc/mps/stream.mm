@@ -4,6 +4,9 @@
 #include <ATen/mps/MPSProfiler.h>
 #include <ATen/mps/MPSStream.h>
 
+#include <exception>
+
+#include "csrc/planner/chips.h"
 #include "csrc/planner/commit_policy.h"
 
 namespace marlin::mps {
@@ -43,6 +46,14 @@ uint32_t gpu_core_count() {
   return at::mps::MPSDevice::getInstance()->getCoreCount();
 }
 
+uint32_t gpu_family() {
+  for (uint32_t family = kGpuFamilies.back().number; family >= kGpuFamilies.front().number; --family) {
+    // MTLGPUFamilyApple7 is 1007, and so on.
+    if ([device() supportsFamily:static_cast<MTLGPUFamily>(1000 + family)]) return family;
+  }
+  return 0;
+}
+
 id<MTLBuffer> buffer_of(const at::Tensor& tensor) {
   return __builtin_bit_cast(id<MTLBuffer>, const_cast<void*>(tensor.storage().data()));
 }
@@ -53,9 +64,16 @@ NSUInteger offset_of(const at::Tensor& tensor) {
 
 void run_on_queue(void (^block)()) {
   at::mps::dispatch_sync_with_rethrow(at::mps::getCurrentMPSStream()->queue(), ^{
+    // An exception that leaves a pool does not empty it.
+    std::exception_ptr failure;
     @autoreleasepool {
-      block();
+      try {
+        block();
+      } catch (...) {
+        failure = std::current_exception();
+      }
     }
+    if (failure) std::rethrow_exception(failure);
   });
 }
 

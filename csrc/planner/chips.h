@@ -130,7 +130,7 @@ struct Chip {
 
 inline constexpr auto kChips = [] {
   using namespace figures;
-  return std::array<Chip, 18>{{
+  return std::array<Chip, 19>{{
       {"M1", 7, 8, 7, mb(1.278), info(68.25), info(68.25), reached(0.92), mb(768), mb(8)},
       {"M1 Pro", 7, 16, 14, mb(1.296), info(204.8), info(204.8), assumed(0.86), mb(256), mb(24)},
       {"M1 Max", 7, 32, 24, mb(1.296), info(409.6), info(409.6), reached(0.84), mb(512), mb(48)},
@@ -146,6 +146,8 @@ inline constexpr auto kChips = [] {
       {"M4", 9, 10, 8, derived(1.58), apple(120), apple(120), reached(0.82), assumed(1536), assumed(8)},
       {"M4 Pro", 9, 20, 16, derived(1.58), apple(273), apple(273), assumed(0.86), assumed(512), assumed(24)},
       {"M4 Max", 9, 40, 32, derived(1.58), apple(546), apple(410), reached(0.71), assumed(1024), assumed(48)},
+      // The MacBook of 2026. Apple publishes its memory's rate and its five cores; no clock is known.
+      {"A18 Pro", 9, 5, 5, assumed(1.58), apple(60), apple(60), assumed(0.86), assumed(1536), assumed(8)},
       {"M5", 10, 10, 8, assumed(1.6), apple(153), apple(153), assumed(0.86), assumed(1536), assumed(8)},
       {"M5 Pro", 10, 20, 16, assumed(1.6), apple(307), apple(307), assumed(0.86), assumed(512), assumed(24)},
       {"M5 Max", 10, 40, 32, assumed(1.6), apple(614), apple(460), reached(0.87), assumed(1024), assumed(48)},

@@ -17,7 +17,7 @@ uint32_t difference(const Chip& chip, uint32_t cores) {
 
 }  // namespace
 
-GpuDevice gpu_device(std::string_view name, uint32_t cores) {
+GpuDevice gpu_device(std::string_view name, uint32_t cores, uint32_t family) {
   const char* wanted = std::getenv(kOverride);
   if (wanted != nullptr && *wanted != '\0') {
     const Chip* chip = find_chip(wanted);
@@ -31,8 +31,14 @@ GpuDevice gpu_device(std::string_view name, uint32_t cores) {
   }
   const Chip* chip = find_chip(name);
   if (chip == nullptr) {
-    chip = std::ranges::min_element(
-        kChips, [&](const Chip& a, const Chip& b) { return difference(a, cores) < difference(b, cores); });
+    uint32_t newest = 0;
+    for (const Chip& row : kChips) {
+      if (row.family <= family) newest = std::max(newest, row.family);
+    }
+    for (const Chip& row : kChips) {
+      if (newest != 0 && row.family != newest) continue;
+      if (chip == nullptr || difference(row, cores) < difference(*chip, cores)) chip = &row;
+    }
   }
   return {.cores = std::max(cores, 1U), .chip = chip};
 }

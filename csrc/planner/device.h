@@ -17,8 +17,9 @@ struct GpuDevice {
 };
 
 // Returns the GPU with this name ("Apple M1 Max") and number of cores. If kChips does not have the name, the oldest
-// chip with the nearest number of cores is used. If TORCH_MARLIN_METAL_GPU is set to a name in kChips, that chip is
+// chip with the nearest number of cores is used, of the newest family up to `family` that kChips has; 0 allows every
+// family. If TORCH_MARLIN_METAL_GPU is set to a name in kChips, that chip is
 // used instead. Throws std::invalid_argument if the variable names no chip.
-GpuDevice gpu_device(std::string_view name, uint32_t cores);
+GpuDevice gpu_device(std::string_view name, uint32_t cores, uint32_t family = 0);
 
 }  // namespace marlin

@@ -27,8 +27,6 @@ SOFTMETAL_EXPORT void softmetal_clear(void);    // faults and records
 // If it writes a message of less than `capacity` bytes to `error`, the compile fails with that.
 typedef void (*softmetal_compile_hook)(int is_pipeline, const char* text, char* error, size_t capacity);
 SOFTMETAL_EXPORT void softmetal_set_compile_hook(softmetal_compile_hook hook);  // null: none
-SOFTMETAL_EXPORT char* softmetal_faults(void);                         // one a line
-SOFTMETAL_EXPORT void softmetal_clear(void);                           // faults and records
 SOFTMETAL_EXPORT size_t softmetal_record_count(void);
 // Returns the i-th of the latest dispatches. It is valid until the next dispatch.
 SOFTMETAL_EXPORT const sm_result* softmetal_record(size_t i, const char** kernel, uint64_t* seed);

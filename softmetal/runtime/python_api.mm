@@ -80,6 +80,8 @@ void softmetal_stream_counts(uint64_t* counts) {
   const softmetal::StreamCounts found = softmetal::stream_counts();
   static_assert(sizeof(found) == 6 * sizeof(uint64_t));
   std::memcpy(counts, &found, sizeof(found));
+}
+
 void softmetal_set_compile_hook(softmetal_compile_hook hook) {
   Device::get().compile_hook = hook;
 }

@@ -10,14 +10,14 @@ from torch_marlin_metal.checkpoints.formats.native import METHOD, NativeExporter
 from torch_marlin_metal.formats import weight_format as find_format
 
 # Arguments that a caller may set for a checkpoint that is already quantized.
-LOADING = ("modules_to_not_convert", "on_unsupported", "fuse")
+LOADING = ("modules_to_not_convert", "on_unsupported", "fuse", "prepare")
 
 
 class MarlinConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """Tells `from_pretrained` how to load 4-bit checkpoints, or how to quantize float checkpoints.
 
-    If the checkpoint is already quantized, only `modules_to_not_convert`, `on_unsupported` and `fuse` have an effect.
-    Otherwise it is quantized while it is loaded, one layer at a time.
+    If the checkpoint is already quantized, only `modules_to_not_convert`, `on_unsupported`, `fuse` and `prepare`
+    have an effect. Otherwise it is quantized while it is loaded, one layer at a time.
 
     Args:
         weight_format: the format to quantize to, as in `quantize_weight`.
@@ -30,6 +30,7 @@ class MarlinConfig(QuantizationConfigMixin):  # type: ignore[misc]
         on_unsupported: "error", or "dequantize" to decode layers that cannot be represented.
         fuse: compute q, k and v projections in one call, and gate and up projections in another; see
             `fuse_projections`.
+        prepare: compile the Metal kernels of layers that are loaded to mps; see `prepare`.
         layers: the layers of a saved model, by name; `save_pretrained` writes it.
         quantize_options: `scale_dtype`, `lut`, `mx_rounding` of `quantize_weight`.
 
@@ -47,6 +48,7 @@ class MarlinConfig(QuantizationConfigMixin):  # type: ignore[misc]
         quantize_head: bool = False,
         on_unsupported: str = "error",
         fuse: bool = False,
+        prepare: bool = False,
         layers: dict[str, dict[str, Any]] | None = None,
         quantize_options: dict[str, Any] | None = None,
     ) -> None:
@@ -63,6 +65,7 @@ class MarlinConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self.quantize_head = quantize_head
         self.on_unsupported = on_unsupported
         self.fuse = fuse
+        self.prepare = prepare
         self.layers = layers
         self.quantize_options = dict(quantize_options or {})
         self.source: dict[str, Any] = {}

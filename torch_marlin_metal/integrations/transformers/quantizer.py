@@ -49,6 +49,7 @@ from torch_marlin_metal.models.empty_model import (
     listing,
     why_not_linear,
 )
+from torch_marlin_metal.models.prepare import prepare
 from torch_marlin_metal.models.report import LayerReport, Report
 from torch_marlin_metal.models.taken import taken_weights
 from torch_marlin_metal.packed_weight import PackedWeight
@@ -242,6 +243,8 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
         for name, weight in unfused(model):
             exporter.tensors(replace(weight, name=name))
         self.quantization_config.layers = exporter.layers
+        if self.quantization_config.prepare:
+            prepare(model)
         return model
 
     def _fill(self, model: Any, reader: CheckpointReader) -> None:

@@ -1,0 +1,90 @@
+"""What the first product of a process compiles: text, kernels, and a compiler's front-end time, by family of models.
+
+"One library per file" is how the host compiled before it asked for single functions; the probe was in gemv's file. The
+front end is clang 19 with -O2 and the software Metal device's Metal headers. Function constants are left open, as in
+Metal's first stage. CPU seconds of this machine; Apple's compiler has not been measured. Nothing runs on a GPU.
+"""
+
+import argparse
+import re
+import resource
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "softmetal")]
+
+from msl import compiler  # noqa: E402
+from msl.tokens import tokenize  # noqa: E402
+from msl.translate import Translator  # noqa: E402
+
+from build_support.embed_kernels import inline_headers  # noqa: E402
+
+METAL_TYPES = {"float16": "half", "bfloat16": "bfloat", "float32": "float"}
+FAMILIES = {
+    "Llama, GPTQ": ("uint4b8", "float16"),
+    "Qwen, AWQ": ("uint4", "float16"),
+    "gpt-oss, MXFP4": ("mxfp4", "bfloat16"),
+    "Llama, NVFP4": ("nvfp4", "bfloat16"),
+    "Llama, bitsandbytes NF4": ("lut4", "bfloat16"),
+}
+CONSTANT = re.compile(r"constant (bool|int) (\w+) \[\[\s*function_constant\(\d+\)\s*\]\]")
+
+
+@dataclass
+class Cost:
+    """The sum of some compiles."""
+
+    libraries: int = 0
+    kernels: int = 0
+    text: int = 0  # bytes given to Metal
+    code: int = 0  # bytes of LLVM text that the front end makes of it
+    seconds: float = 0.0
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
+
+
+def children_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def compile_cost(library: str, only: str = "") -> Cost:
+    """The cost of a file of kernels/, or of one instance of its template."""
+    defines = [f"MARLIN_ONLY={only}", 'MARLIN_ONLY_NAME="only"'] if only else []
+    source = inline_headers(ROOT / f"kernels/{library}.metal", ROOT, set())
+    text = compiler.preprocess(source, library, [], defines)
+    open_constants = CONSTANT.sub(r'extern "C" const \1 \2', text)
+    translated = Translator(tokenize(open_constants), {}, None).text
+    command = [*compiler._from_cpp(False), "-S", "-emit-llvm", "-o", "-"]
+    before = children_seconds()
+    code = compiler.run(command, compiler._inlined(translated))
+    seconds = children_seconds() - before
+    kernels = len(re.findall(r"host_name\(|^\[\[kernel\]\] void", text, re.MULTILINE))
+    return Cost(1, kernels, len(source), len(code), seconds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--files", default="gemm/gemv=gemv,gemm/fused=gemm_fused", help="FILE=KERNEL, by commas")
+    options = parser.parse_args()
+    compiler.precompiled(False)
+    probe = compile_cost("gemm/probe")
+    print("| first product | compiled | libraries | kernels | KB of text | KB of LLVM text | front end, s |")
+    print("|---|---|---|---|---|---|---|")
+    for file, kernel in (pair.split("=") for pair in options.files.split(",")):
+        # fused was compiled beside gemv's file, which had the probe.
+        whole = compile_cost(file) + (compile_cost("gemm/gemv") if file != "gemm/gemv" else Cost())
+        rows = {f"{kernel}, any model": ("one library per file", whole)}
+        for family, (weight_format, element) in FAMILIES.items():
+            one = compile_cost(file, f"{kernel}<WeightFormat::{weight_format}, {METAL_TYPES[element]}>")
+            rows[f"{kernel}, {family}"] = ("one per function", one + probe)
+        for name, (how, cost) in rows.items():
+            figures = f"{cost.libraries} | {cost.kernels} | {cost.text / 1e3:.0f} | {cost.code / 1e3:.0f}"
+            print(f"| {name} | {how} | {figures} | {cost.seconds:.2f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

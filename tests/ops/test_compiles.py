@@ -1,0 +1,245 @@
+"""What the Metal host compiles, when, and what it does when a compile fails: scenarios in a process of their own.
+
+They run one after another in a new process, because what a process has compiled it never compiles again.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+import torch_marlin_metal as tmm
+
+ROOT = Path(__file__).resolve().parents[2]
+WAIT = 120  # seconds until a thread that should have come counts as missing
+pytestmark = pytest.mark.skipif(sys.platform == "darwin", reason="watches the software Metal device compile")
+
+
+def instances(compiles) -> list[str]:
+    """The functions that each compiled library holds, or the file of a library without templates."""
+    texts = [c.text for c in compiles if c.kind == "library"]
+    return [
+        found[1] if (found := re.match(r'#define MARLIN_ONLY .*\n#define MARLIN_ONLY_NAME "(\w+)"\n', text)) else
+        re.match(r'#line 1 "kernels/(.*)\.metal"', text)[1]
+        for text in texts
+    ]  # fmt: skip
+
+
+def pipelines(compiles) -> list[str]:
+    return [c.text for c in compiles if c.kind == "pipeline"]
+
+
+def weight_of(weight_format: str, N: int = 64) -> tmm.PackedWeight:
+    generator = torch.Generator().manual_seed(0)
+    return tmm.quantize_weight(torch.randn(N, 256, generator=generator), weight_format).to("mps")
+
+
+def dequantize(weight_format: str, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+    """One small kernel, of its own for each format and dtype."""
+    return weight_of(weight_format).dequantize(dtype).cpu()
+
+
+def first_product() -> None:
+    """The probe's library and that of the one function; nothing the second time."""
+    import softmetal
+
+    weight = weight_of("uint4b8")
+    a = torch.randn(1, 256, dtype=torch.float16).to("mps")
+    with softmetal.compiles() as seen:
+        first = tmm.gemm(a, weight.b_packed, weight.scales, weight_format="uint4b8", group_size=128, variant="gemv")
+    assert instances(seen) == ["gemm/probe", "gemv_uint4b8_float16"], instances(seen)
+    assert pipelines(seen) == ["probe_half_subnormals", "gemv_uint4b8_float16"], pipelines(seen)
+    for compiled in seen:
+        if compiled.kind == "library":
+            names = re.findall(r"^\[\[kernel.*?\bvoid (\w+)\(", compiled.text, re.MULTILINE)
+            assert len(names) == 1, f"text with the kernels {names}"
+    with softmetal.compiles() as seen:
+        again = tmm.gemm(a, weight.b_packed, weight.scales, weight_format="uint4b8", group_size=128, variant="gemv")
+    assert seen == [] and torch.equal(first.cpu(), again.cpu())
+
+
+def failure_is_remembered_and_alone() -> None:
+    import softmetal
+
+    with softmetal.compiles(lambda c: "no such type" if "dequantize_uint4_float16" in c.text else None) as seen:
+        messages = []
+        for _ in range(3):
+            with pytest.raises(RuntimeError) as raised:
+                dequantize("uint4")
+            messages.append(str(raised.value).splitlines()[0])
+        assert len(seen) == 1, [c.kind for c in seen]
+        expected = (
+            "torch_marlin_metal: kernel dequantize_uint4_float16 (gemm/dequantize.metal) does not compile: no such type"
+        )
+        assert messages == [expected] * 3, messages
+        assert dequantize("uint4", torch.bfloat16).isfinite().all(), "the next function of the file"
+    with pytest.raises(RuntimeError, match="no such type"):  # remembered when nothing would fail any more
+        dequantize("uint4")
+
+
+def failing_pipeline_is_remembered() -> None:
+    import softmetal
+
+    def answer(compile) -> str | None:
+        return "too many registers" if compile.kind == "pipeline" else None
+
+    with softmetal.compiles(answer) as seen:
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"dequantize_uint4_bias_float32 .* too many registers"):
+                dequantize("uint4_bias", torch.float32)
+    assert [c.kind for c in seen] == ["library", "pipeline"]
+
+
+def interruptions() -> None:
+    """An interrupted compile is asked for twice; two interruptions are an error that the next call does not meet."""
+    import softmetal
+
+    interrupted = "Compiler encountered XPC_ERROR_CONNECTION_INTERRUPTED (is the OS shutting down?)"
+    for kind in ("library", "pipeline"):
+        dtype = torch.float16 if kind == "library" else torch.bfloat16
+        left = [interrupted]
+        with softmetal.compiles(lambda c, k=kind, left=left: left.pop() if c.kind == k and left else None) as seen:
+            dequantize("mxfp4", dtype)
+        assert [c.kind for c in seen].count(kind) == 2, f"{kind}: {[c.kind for c in seen]}"
+        dtype = torch.float32 if kind == "library" else torch.float16
+        weight_format = "mxfp4" if kind == "library" else "float4_e2m1"
+        with (
+            softmetal.compiles(lambda c, k=kind: interrupted if c.kind == k else None) as seen,
+            pytest.raises(RuntimeError, match="XPC_ERROR_CONNECTION_INTERRUPTED"),
+        ):
+            dequantize(weight_format, dtype)
+        assert [c.kind for c in seen].count(kind) == 2
+        assert dequantize(weight_format, dtype).isfinite().all()
+
+
+def crash_of_the_compiler() -> None:
+    """Asked for twice like an interruption, but then kept: the same text may end the compiler each time."""
+    import softmetal
+
+    with softmetal.compiles(lambda c: "Compiler encountered an internal error") as seen:
+        for _ in range(3):
+            with pytest.raises(RuntimeError, match="internal error"):
+                dequantize("float4_e2m1", torch.float32)
+    assert len(seen) == 2
+
+
+def threads_compile_side_by_side() -> None:
+    """Four threads, two of them for the same function: three compiles meet, and no function is compiled twice."""
+    import softmetal
+
+    weights = [weight_of(name) for name in ("nvfp4", "nf4", "nvfp4", "nf4")]
+    dtypes = [torch.float16, torch.float16, torch.bfloat16, torch.float16]
+    together = threading.Barrier(3)
+
+    def answer(compile) -> None:
+        if compile.kind == "library":
+            together.wait(WAIT)
+
+    with softmetal.compiles(answer) as seen, ThreadPoolExecutor(4) as threads:
+        results = [threads.submit(w.dequantize, dtype) for w, dtype in zip(weights, dtypes, strict=True)]
+        values = [result.result() for result in results]
+    functions = ["dequantize_lut4_float16", "dequantize_nvfp4_bfloat16", "dequantize_nvfp4_float16"]
+    assert sorted(instances(seen)) == functions and sorted(pipelines(seen)) == functions, seen
+    assert torch.equal(values[1].cpu(), values[3].cpu())
+
+
+def others_go_on_while_one_compiles() -> None:
+    """What is compiled already, and what is new, while another thread's compile hangs."""
+    import softmetal
+
+    entered, released = threading.Event(), threading.Event()
+    slow = weight_of("uint4b8")
+
+    def answer(compile) -> None:
+        if "dequantize_uint4b8_float32" in compile.text and compile.kind == "library":
+            entered.set()
+            assert released.wait(WAIT), "nobody went on"
+
+    with softmetal.compiles(answer), ThreadPoolExecutor(1) as threads:
+        hanging = threads.submit(slow.dequantize, torch.float32)
+        assert entered.wait(WAIT)
+        dequantize("nvfp4")
+        dequantize("uint4b8")
+        assert not hanging.done()
+        released.set()
+        assert hanging.result(WAIT).isfinite().all()
+
+
+def prepare_leaves_nothing_to_compile() -> None:
+    import softmetal
+
+    def layer(N: int, K: int, **options) -> tmm.MarlinLinear:
+        linear = torch.nn.Linear(K, N, bias=bool(options.pop("bias", False)))
+        return tmm.MarlinLinear.from_linear(linear.half(), **options)
+
+    layers = [layer(64, 128), layer(64, 128), layer(64, 128, bias=True), layer(48, 256, weight_format="nvfp4")]
+    model = torch.nn.Sequential(*layers).to("mps")
+    with softmetal.compiles() as seen:
+        assert tmm.prepare(model, [1, 9, 9, 40], progress=False) == 9  # two layers are alike
+    assert len(set(instances(seen))) == len(instances(seen)) > 2
+    with softmetal.compiles() as seen:
+        for linear in model:
+            for M in (1, 9, 40):
+                linear(torch.randn(M, linear.in_features, dtype=torch.float16).to("mps"))
+        assert seen == [], [c.text[:100] for c in seen]
+    assert tmm.prepare(torch.nn.Sequential(layer(64, 128)), progress=False) == 0, "a layer on the CPU"
+    with pytest.raises(ValueError, match="prepare: rows: expected numbers of at least 1, got"):
+        tmm.prepare(model, [0, 1])
+    with softmetal.compiles(lambda c: "broken" if "_nvfp4_" in c.text and c.kind == "library" else None):
+        other = torch.nn.Sequential(layer(48, 256, weight_format="nvfp4"), layer(48, 256)).bfloat16().to("mps")
+        with pytest.raises(RuntimeError, match=r"_nvfp4_bfloat16 .* does not compile: broken"):
+            tmm.prepare(other, [1], progress=False)
+    with softmetal.compiles() as seen:
+        other[1](torch.randn(1, 256, dtype=torch.bfloat16).to("mps"))
+        assert seen == [], "the layer after the failure is prepared"
+
+
+SCENARIOS: tuple[Callable[[], None], ...] = (
+    first_product,
+    failure_is_remembered_and_alone,
+    failing_pipeline_is_remembered,
+    interruptions,
+    crash_of_the_compiler,
+    threads_compile_side_by_side,
+    others_go_on_while_one_compiles,
+    prepare_leaves_nothing_to_compile,
+)
+
+
+def run_all() -> None:
+    failures = {}
+    for scenario in SCENARIOS:
+        try:
+            scenario()
+        except BaseException:
+            failures[scenario.__name__] = traceback.format_exc()
+    print(json.dumps(failures))
+
+
+@pytest.fixture(scope="module")
+def failures() -> dict[str, str]:
+    """The tracebacks of the scenarios that failed, by name."""
+    done = subprocess.run(
+        [sys.executable, "-c", "import softmetal\nfrom tests.ops import test_compiles\ntest_compiles.run_all()"],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "SOFTMETAL_CHECKED": "0"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("name", [scenario.__name__ for scenario in SCENARIOS])
+def test_scenario(mps, failures, name):
+    assert name not in failures, failures[name]

@@ -1,0 +1,82 @@
+"""Compiles the Metal kernels of a model before its first call."""
+
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import nn
+from tqdm.auto import tqdm
+
+from torch_marlin_metal.layers.linear import WEIGHT_BUFFERS, MarlinLinear
+from torch_marlin_metal.ops import given
+
+ROWS = (1, 16, 128, 512)  # a token, and prompts from short to long: they differ in kernel, tile or split of K
+MOST_THREADS = 8  # Metal's compiler runs in processes of its own; a thread only waits for them
+
+
+def prepare(
+    model: nn.Module,
+    rows: Iterable[int] = ROWS,
+    *,
+    dtype: torch.dtype | None = None,
+    progress: bool = True,
+) -> int:
+    """Compiles the Metal kernels that a model's `MarlinLinear` layers need, so that its first calls do not wait.
+
+    Metal compiles a kernel when it is first used. macOS keeps the result for later processes, until macOS, PyTorch or
+    this package is updated. What the process has compiled already takes no time, and layers that are not on mps need
+    nothing.
+
+    Args:
+        model: a model, or a layer, on its device.
+        rows: rows M of the products to come: sequences times tokens of a prompt, and 1 for a generated token.
+        dtype: of the activations; None takes each layer's own, that of its `.weight.dtype`.
+        progress: shows a progress bar.
+
+    Returns:
+        The number of different products, each for one number of rows, that are now compiled.
+
+    Raises:
+        ValueError: a number of rows below 1.
+        RuntimeError: a kernel does not compile; the message names it. All others are compiled.
+    """
+    rows = sorted(set(rows))
+    if not rows or rows[0] < 1:
+        raise ValueError(f"prepare: rows: expected numbers of at least 1, got {rows}")
+    products = {}
+    for layer in model.modules():
+        if isinstance(layer, MarlinLinear) and layer.b_packed.device.type == "mps":
+            for M in rows:
+                products[_kind(layer, M, dtype or layer.dtype)] = (layer, M, dtype or layer.dtype)
+    with (
+        ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as threads,
+        tqdm(total=len(products), desc="Compiling Metal kernels", unit="product", disable=not progress) as bar,
+    ):
+        futures = [threads.submit(_compile, *product) for product in products.values()]
+        for future in futures:
+            future.add_done_callback(lambda _: bar.update())
+    for future in futures:
+        future.result()
+    return len(products)
+
+
+def _kind(layer: MarlinLinear, M: int, dtype: torch.dtype) -> tuple[Any, ...]:
+    """Returns what tells the layer's product with M rows from those that have the same kernels."""
+    tensors = [*(layer._buffers[name] for name in WEIGHT_BUFFERS), layer.bias]
+    kinds = [None if t is None else (t.shape, t.dtype, t.storage_offset() % 4) for t in tensors]
+    return (M, dtype, layer.weight_format, layer.group_size, *kinds)
+
+
+def _compile(layer: MarlinLinear, M: int, dtype: torch.dtype) -> None:
+    packed = layer.to_packed()
+    torch.ops.torch_marlin_metal.compile_gemm(
+        packed.b_packed,
+        packed.scales,
+        weight_format=packed.weight_format,
+        group_size=packed.group_size,
+        **given(packed.zeros, packed.global_scale, packed.lut, packed.perm, packed.bias),
+        M=M,
+        dtype=dtype,
+    )
