@@ -85,7 +85,7 @@ def advance(
 def outputs(
     q: Tensor, k: Tensor, v: Tensor, i: Tensor, b: Tensor, C: Tensor, n: Tensor, m: Tensor, eps: float
 ) -> Tensor:
-    """Returns the outputs of all chunks from the states before them."""
+    """Computes the output of every chunk, given the state at the start of each chunk."""
     causal = torch.ones(q.shape[3], q.shape[3], dtype=torch.bool, device=q.device).tril()
     D = (b[..., :, None] - b[..., None, :] + i[..., None, :]).masked_fill(~causal, -math.inf)
     stabiliser = torch.maximum(D.amax(-1), b + m[..., None])

@@ -90,7 +90,8 @@ def library_files() -> list[Path]:
 
 @functools.cache
 def toolchain_digest() -> str:
-    # The compiler's version and the processor's instructions are among its macros.
+    # The predefined macros identify the compiler's version and the instruction sets that the compiler targets, so the
+    # digest changes with either.
     digest = hashlib.sha256(run([CLANG, *_MACHINE, "-E", "-dM", "-x", "c", "-"], "").encode())
     digest.update(repr([FLAGS, _PREPROCESS, _COMPILE, FAST, _BEFORE_CHECKS, _AFTER_CHECKS, _LINK]).encode())
     for path in library_files():

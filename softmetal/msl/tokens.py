@@ -42,7 +42,7 @@ class SourceError(Exception):
 
 
 def tokenize(text: str) -> list[Token]:
-    """Splits preprocessed text. `line` counts the lines of `text` itself, from 1."""
+    """Splits preprocessed text into tokens. The `line` of a token is its line number in `text`, from 1."""
     tokens = []
     line = 1
     spaced = False

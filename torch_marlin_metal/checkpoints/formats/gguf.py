@@ -57,7 +57,15 @@ def _q4_k(blocks: Tensor) -> PackedWeight:
 
 
 def _per_sub_block(d: Tensor, factors: Tensor) -> Tensor:
-    """Multiplies fp32 `[B, N]` by small integers `[N, B, S]` and returns fp32 `[B * S, N]`."""
+    """Multiplies the scale of each super-block by the integer factors of its sub-blocks.
+
+    Args:
+        d: fp32 `[B, N]`, the scales of B super-blocks in each of N output features.
+        factors: integers `[N, B, S]`, one for each of the S sub-blocks of a super-block.
+
+    Returns:
+        The products in fp32 `[B * S, N]`: all sub-blocks of an output feature in the order of k.
+    """
     return (d.unsqueeze(1) * factors.permute(1, 2, 0).float()).reshape(-1, d.shape[1])
 
 
