@@ -204,7 +204,9 @@ def preprocess(
     macros = [f"__METAL_VERSION__={version}", *(["__HAVE_BFLOAT__=1"] if version >= 310 else []), *defines]
     flags = [*(f"-D{d}" for d in macros), *(f for p in include_paths for f in ("-I", p))]
     text = f'#line 1 "{file_name}"\n{source}\n'
-    return run([CLANG, *_PREPROCESS, "-isystem", str(_stubs()), *flags, "-"], text)
+    expanded = run([CLANG, *_PREPROCESS, "-isystem", str(_stubs()), *flags, "-"], text)
+    # A macro in a pragma stays there, and is gone. Without a count the loop is unrolled in full.
+    return re.sub(r"^([ \t]*#pragma unroll)[ \t]*\([^\n]*[A-Za-z_][^\n]*\)", r"\1", expanded, flags=re.MULTILINE)
 
 
 def _check_types(text: str, version: int) -> None:

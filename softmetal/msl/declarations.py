@@ -125,7 +125,10 @@ def instance_target(tokens: list[Token], kernels: Container[str]) -> list[Token]
     code = [t for t in tokens if t.text and t.text not in ("template", "kernel")]
     if code[0].text == "decltype":
         return code[match_closing(code, 1) + 1 :]
-    open_round = max(i for i, t in enumerate(code) if t.text == "(" and match_closing(code, i) == len(code) - 1)
+    rounds = (i for i, t in enumerate(code) if t.text == "(" and match_closing(code, i) == len(code) - 1)
+    open_round = max(rounds, default=len(code))  # none where a typedef gives the type
+    if not any(t.kind == "word" and t.text in kernels for t in code):
+        return code[:open_round]
     first = next(i for i, t in enumerate(code) if t.kind == "word" and t.text in kernels)
     while code[first - 1].text == "::" or (code[first].text == "::" and code[first - 1].kind == "word"):
         if code[first - 1].text == "void":

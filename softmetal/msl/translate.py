@@ -210,6 +210,8 @@ class Translator:
         template = ""
         if header[0].text == "template":
             template = join(header[: match_angle(header, 1) + 1])
+            # A parameter may be a function that has pointers among its own.
+            template = re.sub(r"\b(device|threadgroup|thread) ?", "", template).replace("constant ", "const ")
         limit = next((a.argument for a in attributes if a.name == "max_total_threads_per_threadgroup"), "0")
         word = header[name].text
         kernel = KernelSignature(parameters, template, limit)
@@ -252,6 +254,8 @@ class Translator:
         code = [t for t in tokens if t.text]
         name = code[-1]
         kind = join([t for t in code[:-1] if t.text not in ("constant", "const", "static", "constexpr")])
+        if re.fullmatch(r"\(?\d+(\s*\+\s*\d+)*\)?", index):  # an enumeration's start and an offset, as macros
+            index = str(sum(int(part) for part in index.strip("()").split("+")))
         if not index.isdigit() or "=" in [t.text for t in code]:
             message = f"function constant '{name.text}': expected [[function_constant(n)]] and no value"
             raise SourceError(name.line, message)

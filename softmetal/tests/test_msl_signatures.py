@@ -114,6 +114,34 @@ ACCEPTED = {
 }
 
 
+# Constructs of public kernels: ggml's, candle's, gpt-oss's.
+PUBLIC = {
+    "index of a function constant as a sum": (
+        "constant int n [[function_constant(600 + 2)]]; constant bool m [[function_constant(600 + 3)]]; "
+        "kernel void k(device int* a [[buffer(0)]]) { a[0] = n + int(m); }"
+    ),
+    "host_name through a typedef": (
+        "template <typename T> kernel void k(device T* a [[buffer(0)]]) { a[0] = T(1); } "
+        'typedef decltype(k<float>) kernel_t; template [[host_name("kf")]] kernel kernel_t k<float>;'
+    ),
+    "function with pointers as a template argument": (
+        "static void d(device const int* p, thread float& x) { x = p[0]; } "
+        "template <typename T, void (*f)(device const int*, thread T&)> [[max_total_threads_per_threadgroup(32)]] "
+        "kernel void k(device int* a [[buffer(0)]]) { T x; f(a, x); a[0] = int(x); } "
+        'template [[host_name("q")]] kernel void k<float, d>(device int*);'
+    ),
+    "macro in a pragma, and assert": (
+        "kernel void k(device int* a [[buffer(0)]]) {\n#define TIMES(x) (x)\n#pragma unroll (TIMES(4))\n"
+        "for (int i = 0; i < 4; ++i) { assert(i < 4); a[i] += 1; } }"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_constructs_of_public_kernels_are_accepted(name: str) -> None:
+    assert compile_metal(PUBLIC[name])
+
+
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_similar_right_source_is_accepted(name: str) -> None:
     compile_metal(ACCEPTED[name])
