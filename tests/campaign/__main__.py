@@ -90,7 +90,9 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--part", choices=PARTS, action="append", help="only this one; may be repeated")
-    parser.add_argument("--without", choices=PARTS, action="append", default=[], help="all but this one; may be repeated")
+    parser.add_argument(
+        "--without", choices=PARTS, action="append", default=[], help="all but this one; may be repeated"
+    )
     parser.add_argument("--case", help="repeat one case of --part")
     options = parser.parse_args()
     if options.case:

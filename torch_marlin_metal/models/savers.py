@@ -1,4 +1,4 @@
-"""Libraries whose models save themselves: each has a module of `integrations` that lets them save packed layers.
+"""Libraries whose models save themselves: a module of `integrations` lets them save packed layers, or refuses.
 
 It is imported by name, and only for a model of that library: an arrow up, against the order of the rooms, because
 nothing else is called when such a model is quantized in memory.

@@ -23,7 +23,7 @@ FORMAT_NAMES = tuple(WEIGHT_FORMATS)
 # What a loader without this package says; see `NativeExporter.settings`.
 ADVICE = (
     "This model has packed 4-bit weights: install the package torch_marlin_metal and write "
-    "'import torch_marlin_metal.integrations.transformers' (for diffusers '.diffusers') before from_pretrained"
+    "'import torch_marlin_metal.integrations.transformers' before from_pretrained"
 )
 # A tensor of one element under the name of the float weight: loaders that ignore unknown tensors, and would leave the
 # float layer as it was initialized, find that its weight has another size and stop.
