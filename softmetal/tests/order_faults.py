@@ -116,7 +116,7 @@ CASES = [
         "  sum += x[/*0|g * 0 + 1*/];\n  threadgroup_barrier(mem_flags::mem_device);\n"
         "  if (g == 0 && i == 0) x[0] = sum;\n  y[g * 64 + i] = sum;\n}",
         5,
-        r"race: write over what another thread read, in another threadgroup: buffer 0 \+ 0 ",
+        r"race: (write over what another thread read|read of what another thread wrote), in another threadgroup: buffer 0 \+ 0 ",
         buffers=[floats(64), floats(128)],
         launch={"groups": 2, "group": 64},
     ),
