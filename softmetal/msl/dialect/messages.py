@@ -56,6 +56,11 @@ _ADVICE = (
 )  # fmt: skip
 
 
+# What follows from a type that the dialect does not have.
+_NO_BOOL_VECTOR = "invalid vector element type 'bool'"
+_FOLLOWS = r"subscripted value is not an array|substitution failure"
+
+
 @dataclass(slots=True)
 class Messages:
     """What clang said. `errors` are those that are the source's fault, `all` counts every one."""
@@ -89,9 +94,12 @@ def _groups(output: str) -> list[_Group]:
 def read_messages(output: str) -> Messages:
     """Sorts clang's messages, and gives types and address spaces the names that they have in Metal."""
     result = Messages()
-    for group in _groups(output):
+    groups = _groups(output)
+    lacks_bool = any(_NO_BOOL_VECTOR in group.text for group in groups)
+    for group in groups:
         result.all += 1
-        if _is_of_the_dialect(group):
+        follows = lacks_bool and re.search(_FOLLOWS, "\n".join([group.text, *group.notes]))
+        if follows or _is_of_the_dialect(group):
             result.left_out.append(f"{group.place}: {group.text}")
             continue
         message = f"{group.place}: error: {_in_metal(group)}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..attributes import attribute_end
-from ..declarations import SPACES, function_name, threadgroup_variables
+from ..declarations import SPACES, function_name, threadgroup_variables, without_attributes
 from ..tokens import SourceError, Token, join, match_angle, match_closing, split_commas
 
 _TYPE_WORDS = ("struct", "class", "union", "enum")
@@ -108,8 +108,14 @@ class Structure:
             for i, token in enumerate(tokens):
                 if token.text == "function_constant" and attribute_end(tokens, i - 2) >= 0:
                     word = next((t for t in tokens if t.text == "constant"), None)
-                    if word is not None and function_name(_before_attributes(tokens)) < 0:
+                    if (
+                        word is not None
+                        and function_name(without_attributes(tokens)) < 0
+                        and tokens[0].text != "template"
+                    ):
                         word.text = "extern const __constant"
+                        for other in tokens:
+                            other.text = "" if other.text in ("static", "constexpr") else other.text
                     return
 
     @staticmethod
@@ -184,11 +190,6 @@ class Structure:
                     part[closing].text = f")>& {name}"
                     break
         return end + 1
-
-
-def _before_attributes(tokens: list[Token]) -> list[Token]:
-    end = next((i for i in range(len(tokens)) if attribute_end(tokens, i) >= 0), len(tokens))
-    return tokens[:end]
 
 
 def _type_name(header: list[Token]) -> str:

@@ -11,7 +11,7 @@ struct simdgroup_matrix {
   simdgroup_matrix() = default;
   explicit simdgroup_matrix(T);
   __private storage_type& thread_elements() __private;
-  storage_type thread_elements() const __private;
+  const __private storage_type& thread_elements() const __private;
   storage_type sm_elements;
 };
 typedef simdgroup_matrix<half, 8> simdgroup_half8x8;

@@ -206,6 +206,8 @@ template <typename A>
 using _negation = negation<A>;
 
 template <typename T>
+struct vec_elements : integral_constant<int, sm_vector<typename remove_cv<T>::type>::width> {};
+template <typename T>
 T declval();
 template <typename... T>
 struct common_type;
