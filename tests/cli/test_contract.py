@@ -23,6 +23,7 @@ LINES = {
     "profile": (["--gpu", "M1"], "as_gpu"),
     "tune": (["--shape", "64,64"], "tune"),
     "bench": (["--shape", "64,64", "--rows", "1", "--device", "cpu"], "product_of"),
+    "doctor": ([], "machine"),
 }
 FAILURES = {
     "a wrong value": (ValueError("level: expected 1, got 2"), 2),
