@@ -1,9 +1,11 @@
 // Makes each value once, outside the lock: threads that ask for the same value wait for it, others go on.
 #pragma once
 
-#include <future>
+#include <condition_variable>
 #include <map>
+#include <memory>
 #include <mutex>
+#include <optional>
 #include <utility>
 
 namespace marlin::mps {
@@ -12,40 +14,49 @@ template <typename Key, typename Value>
 class CompileOnce {
  public:
   // Returns make()'s value for the key, from this call or an earlier one. A value that is not final is given to the
-  // threads that wait for it and made anew by the next call; so is what make() throws.
+  // threads that wait for it and made anew by the next call. If make() throws, its caller gets the exception and one
+  // of the threads that wait makes the value.
   template <typename Make>
   Value get(const Key& key, const Make& make) {
-    std::promise<Value> promise;
-    std::shared_future<Value> future;
-    bool is_mine = false;
-    {
-      const std::lock_guard lock(mutex_);
+    std::unique_lock lock(mutex_);
+    for (;;) {
       const auto [entry, is_new] = values_.try_emplace(key);
-      if (is_new) entry->second = promise.get_future().share();
-      is_mine = is_new;
-      future = entry->second;
+      if (is_new) entry->second = std::make_shared<Slot>();
+      const std::shared_ptr<Slot> slot = entry->second;
+      if (is_new) return fill(key, *slot, make, lock);
+      changed_.wait(lock, [&] { return slot->value.has_value() || slot->was_abandoned; });
+      if (slot->value.has_value()) return *slot->value;
     }
-    if (is_mine) {
-      try {
-        const Value value = make();
-        if (!value.is_final) forget(key);
-        promise.set_value(value);
-      } catch (...) {
-        forget(key);
-        promise.set_exception(std::current_exception());
-      }
-    }
-    return future.get();
   }
 
  private:
-  void forget(const Key& key) {
-    const std::lock_guard lock(mutex_);
-    values_.erase(key);
+  struct Slot {
+    std::optional<Value> value;
+    bool was_abandoned = false;
+  };
+
+  template <typename Make>
+  Value fill(const Key& key, Slot& slot, const Make& make, std::unique_lock<std::mutex>& lock) {
+    lock.unlock();
+    try {
+      const Value value = make();
+      lock.lock();
+      slot.value = value;
+      if (!value.is_final) values_.erase(key);
+      changed_.notify_all();
+      return value;
+    } catch (...) {
+      if (!lock.owns_lock()) lock.lock();
+      slot.was_abandoned = true;
+      values_.erase(key);
+      changed_.notify_all();
+      throw;
+    }
   }
 
   std::mutex mutex_;
-  std::map<Key, std::shared_future<Value>> values_;
+  std::condition_variable changed_;
+  std::map<Key, std::shared_ptr<Slot>> values_;
 };
 
 }  // namespace marlin::mps
