@@ -147,6 +147,7 @@ def threads_compile_side_by_side() -> None:
     with softmetal.compiles(answer) as seen, ThreadPoolExecutor(4) as threads:
         results = [threads.submit(w.dequantize, dtype) for w, dtype in zip(weights, dtypes, strict=True)]
         values = [result.result() for result in results]
+    assert not together.broken, "the three compiles did not meet"  # an exception in a compile's answer is lost
     functions = ["dequantize_lut4_float16", "dequantize_nvfp4_bfloat16", "dequantize_nvfp4_float16"]
     assert sorted(instances(seen)) == functions and sorted(pipelines(seen)) == functions, seen
     assert torch.equal(values[1].cpu(), values[3].cpu())

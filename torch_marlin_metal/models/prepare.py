@@ -51,8 +51,8 @@ def prepare(
             for M in rows:
                 products[_kind(layer, M, dtype or layer.dtype)] = (layer, M, dtype or layer.dtype)
     with (
-        ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as threads,
         tqdm(total=len(products), desc="Compiling Metal kernels", unit="product", disable=not progress) as bar,
+        ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as threads,
     ):
         futures = [threads.submit(_compile, *product) for product in products.values()]
         for future in futures:
