@@ -10,7 +10,7 @@ import re
 
 _OPERATION = re.compile(
     r"^  (?P<result>%[\w.]+) = (?P<name>sdiv|udiv|srem|urem|shl|lshr|ashr) (?:exact |nuw |nsw )*"
-    r"(?P<type>(?:<(?P<count>\d+) x )?i(?P<bits>\d+)>?) (?P<left>[^,]+|<[^>]*>), (?P<right>[^,]+|<[^>]*>)"
+    r"(?P<type>(?:<(?P<count>\d+) x )?i(?P<bits>\d+)>?) (?P<left>[^,\n]+|<[^>]*>), (?P<right>[^,\n]+|<[^>]*>)"
     r"(?P<debug>, !dbg !\d+)?(?:, ![\w.]+ !\d+)*$",
     re.MULTILINE,
 )

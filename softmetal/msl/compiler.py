@@ -259,7 +259,7 @@ def compile_source(
         try:
             tokens = tokenize(replace_pragmas(text))
             refused = list(lint(significant(tokens)))
-            refused += check.refused(significant(tokens), version)
+            refused += check.refused(significant(tokens))
             translated = "" if refused else Translator(tokens, values, kernel).text
         except SourceError as error:
             refused = [error]

@@ -159,8 +159,11 @@ class Translator:
         words = [t.text for t in header if t.text]
         spaces = tuple(t for t in words if t in _ADDRESS_SPACES)
         path = "::".join(s.name for s in scopes[:-1]) if scopes[-1].kind == "namespace" else ""
-        # `constant float*` and `device const float*` both become `const float*`.
-        plain = ["const" if t == "constant" else t for t in words if t not in _ADDRESS_SPACES or t == "constant"]
+        # `constant float*` and `device const float*` both become `const float*`. A space after the parameters is that of
+        # the object, and is dropped.
+        objects = {i for i, t in enumerate(words) if t == "constant" and words[i - 1 : i] == [")"]}
+        plain = ["const" if t == "constant" and i not in objects else t for i, t in enumerate(words)]
+        plain = [t for t in plain if t not in _ADDRESS_SPACES]
         key = " ".join([kind, path, *(t for i, t in enumerate(plain) if t != "const" or plain[i - 1 : i] != ["const"])])
         seen = self._seen if scopes[-1].kind == "namespace" else scopes[-1].seen
         others = seen.setdefault(key, spaces)

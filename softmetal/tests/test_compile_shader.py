@@ -26,7 +26,7 @@ kernel void where(device int* y, uint3 p [[thread_position_in_grid]], uint3 size
                   uint3 group [[threads_per_threadgroup]]) {
   y[(p.z * size.y + p.y) * size.x + p.x] = int(p.x + 10 * p.y + 100 * p.z + 1000 * group.x);
 }
-kernel void gather(device float* y, constant device float** inputs, uint i [[thread_position_in_grid]]) {
+kernel void gather(device float* y, device float* constant* inputs, uint i [[thread_position_in_grid]]) {
   y[i] = inputs[0][i] + 10 * inputs[1][i];
 }
 [[max_total_threads_per_threadgroup(64)]] kernel void limited(device float* y, uint i [[thread_position_in_grid]]) {
@@ -215,10 +215,10 @@ def test_a_store_past_the_end_shows_in_fast_mode_when_the_buffer_is_freed(librar
 
 CONST = """
 kernel void cast_away(device const float* x, uint i [[thread_position_in_grid]]) {
-  ((device float*)x)[i] = 1;
+  ((device float*)(ulong)x)[i] = 1;
 }
 kernel void cast_away_bytes(constant float& x, device float* y) {
-  device float* p = (device float*)&x;
+  device float* p = (device float*)(ulong)&x;
   p[0] = y[0];
 }
 """

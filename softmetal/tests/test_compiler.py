@@ -140,7 +140,7 @@ def test_arguments_without_an_index_take_the_free_ones() -> None:
         ("kernel void f(texture2d<float> t [[texture(0)]]) {}", r"test\.metal:3: error: .*no textures"),
         ("kernel void f(uint i) {}", r"test\.metal:3: error: .*neither attribute nor address space"),
         ("kernel void f(device int* a [[buffer(1)]], device int* b [[buffer(1)]]) {}", "the same buffer index"),
-        ("kernel void f(device int* a [[buffer(31)]]) {}", "from 0 to 30"),
+        ("kernel void f(device int* a [[buffer(31)]]) {}", "the last index is 30"),
         ("kernel void f(device int* a [[colour(1)]]) {}", "'colour' is not one of a compute kernel"),
         ("kernel void f(device int* a) { threadgroup int x = 3; a[0] = x; }", "cannot be initialised"),
         ('template [[host_name("g")]] [[kernel]] decltype(g<int>) g<int>;', "'g' is not a kernel defined above"),

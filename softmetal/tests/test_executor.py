@@ -80,9 +80,8 @@ def test_positions_of_every_type_and_a_grid_that_does_not_divide(checked: bool) 
     stores += "".join(f"o[{3 * len(names) + i}] = p{len(names) + i};" for i in range(len(scalars)))
     count = 3 * len(names) + len(scalars)
     kernel = build(
-        f"""kernel void f(device uint* out, {parameters}, uint2 flat [[thread_position_in_grid]],
-                          uint x [[thread_position_in_grid]]) {{
-          device uint* o = out + ((p0.z * 5 + flat.y) * 11 + x) * {count}; {stores} }}""",
+        f"""kernel void f(device uint* out, {parameters}) {{
+          device uint* o = out + ((p0.z * 5 + p0.y) * 11 + p0.x) * {count}; {stores} }}""",
         checked,
     ).kernel("f")
     grid, group = (11, 5, 3), (4, 3, 2)

@@ -57,24 +57,6 @@ KERNELS = {
     ),
 }
 CONSTRUCTS = {
-    "lambda": (
-        _kernel("uint i [[thread_position_in_grid]]", "auto f = [](float x) { return x; }; a[i] = f(1);"),
-        "lambda",
-    ),
-    "lambda as an argument": (
-        "template <typename F> float twice(F f) { return f() + f(); } "
-        + _kernel("uint i [[thread_position_in_grid]]", "a[i] = twice([=]() { return float(i); });"),
-        "lambda",
-    ),
-    "function pointer": (
-        "static float one(float x) { return x; } "
-        + _kernel("uint i [[thread_position_in_grid]]", "float (*f)(float) = one; a[i] = f(1);"),
-        "'f': pointers to functions",
-    ),
-    "function pointer as a parameter": (
-        "static float apply(float (*g)(float), float x) { return g(x); }",
-        "'g': pointers to functions",
-    ),
     "array of a variable length": (
         _kernel("constant uint& n [[buffer(1)]]", "float x[n]; x[0] = 1; a[0] = x[0];"),
         "array size is not a constant expression",

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from ..tokens import SourceError, Token, tokenize
 from ..tools import CLANG, CompileError, cache_folder, install, output_of
-from .constructs import check_constructs
 from .messages import read_messages
 from .rewrite import to_opencl
 from .signatures import check_signatures
@@ -55,9 +54,9 @@ def _declarations(version: int) -> Path:
     return path
 
 
-def refused(code: list[Token], version: int) -> list[SourceError]:
-    """Returns what the text alone shows: kernels' arguments and places, and constructs that Metal does not have."""
-    return sorted([*check_signatures(code), *check_constructs(code, version)], key=lambda error: error.line)
+def refused(code: list[Token]) -> list[SourceError]:
+    """Returns what the text alone shows: errors in the arguments and places of kernels."""
+    return sorted(check_signatures(code), key=lambda error: error.line)
 
 
 def findings(text: str, version: int) -> list[str]:
