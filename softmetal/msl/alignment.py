@@ -1,8 +1,8 @@
 """Adds alignment checks for checked mode to LLVM's text form of a compiled library.
 
-The compiler turns the copy of a vector into loads of its elements. Only the first load still has the vector's alignment,
-and the thread-sanitizer instrumentation does not pass it on. So loads and stores whose alignment exceeds their size get
-a call of their own.
+The compiler turns the copy of a vector into loads of the elements. Only the first load keeps the vector's alignment,
+and the thread-sanitizer instrumentation does not pass that alignment on. So a load or store whose alignment exceeds its
+size gets a separate call.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _COPY_OPERAND = re.compile(r"align (?P<align>\d+)[^,%]* (?P<pointer>%[\w.]+)[,)]
 
 
 def add_alignment_checks(text: str) -> str:
-    """Adds a call of sm_check_alignment before each access that is aligned beyond its size.
+    """Adds a call of sm_check_alignment before each access whose alignment exceeds its size.
 
     Raises:
         ValueError: the instrumentation would skip an access of this size.

@@ -1,7 +1,7 @@
 """Gives the integer operations of LLVM text Metal's meaning, before any optimisation.
 
-In LLVM a division by zero and a shift by the width or more are undefined, and x86 stops the process for the first. In
-Metal a quotient by zero is an unspecified value, and a shift uses only the low bits of its count.
+In LLVM, a division by zero is undefined, and so is a shift by the width or more. On x86 a division by zero stops the
+process. In Metal, a quotient by zero is an unspecified value, and a shift uses only the low bits of the count.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from .tokens import SourceError, Token, join, match_closing, split_commas
 
-# Attribute of a kernel parameter -> its source for sm::Builtin (msl/thunk.h).
+# Attributes that give a kernel parameter a value without a buffer. sm::Builtin (msl/thunk.h) reads the value.
 BUILTINS = {
     "thread_position_in_grid",
     "thread_position_in_threadgroup",
@@ -52,7 +52,7 @@ def attribute_end(tokens: list[Token], start: int) -> int:
 
 
 def take_attributes(tokens: list[Token]) -> list[Attribute]:
-    """Reads all attribute lists among `tokens` and removes those that C++ does not know."""
+    """Reads all attribute lists among `tokens`, and removes the lists that C++ does not know."""
     found = []
     i = 0
     while i < len(tokens):
@@ -85,7 +85,7 @@ class Parameter:
     source: str  # "buffer", "threadgroup" or one of BUILTINS
     index: str  # C++ constant expression, empty for BUILTINS
     is_constant: bool
-    gate: str  # name of the function constant that decides whether it exists, or ""
+    gate: str  # name of the function constant that decides whether the parameter exists, or ""
 
 
 def placed_indices(parameters: list[Parameter], source: str) -> list[str]:
@@ -97,7 +97,7 @@ def read_parameters(tokens: list[Token]) -> list[Parameter]:
     """Reads a kernel's parameters from the tokens between its brackets, and removes their attributes.
 
     Raises:
-        SourceError: a parameter has no source, or one that this device does not support.
+        SourceError: a parameter has no source, or a source that this device does not support.
     """
     parameters = []
     unplaced: list[Parameter] = []

@@ -37,7 +37,7 @@ _PREPROCESS = [
 ]
 # LLVM 19 with AVX512-FP16 converts a half NaN to a short of -32768, where Metal (and LLVM without it) gives 0.
 _MACHINE = ("-march=native", "-mno-avx512fp16")
-# A call site identifies the lanes that meet there, so no pass may merge, copy or reorder these calls.
+# The executor recognises lanes that meet by their call site, so no pass may merge, copy or reorder the calls.
 _CODE = [
     *(*_MACHINE, "-fPIC", "-fno-optimize-sibling-calls", "-mllvm", "-enable-tail-merge=false"),
     *("-mllvm", "-disable-branch-fold", "-mllvm", "-disable-tail-duplicate"),
@@ -62,14 +62,14 @@ _CHECKED = [
 _NOT_YET = ("memory-accesses", "memintrinsics", "atomics")  # the instrumentation follows alignment.py
 _BEFORE_CHECKS = [
     *(*_CHECKED, *(f for x in _NOT_YET for f in ("-mllvm", f"-tsan-instrument-{x}=0"))),
-    # The executor has the functions that these checks call, but for local-bounds, which traps.
+    # The first three checks call functions of the executor. local-bounds executes a trap instead of a call.
     *("-fsanitize=integer-divide-by-zero,shift-exponent,array-bounds,local-bounds", "-fsanitize-recover=all"),
     "-fstrict-flex-arrays=1",
     "-ftrivial-auto-var-init=pattern",
 ]
 _AFTER_CHECKS = [
     *(*_CHECKED, "-mllvm", "-tsan-instrument-read-before-write=1"),
-    *("-mllvm", "-tsan-instrument-atomics=0"),  # sm_note_atomic does it
+    *("-mllvm", "-tsan-instrument-atomics=0"),  # sm_note_atomic reports atomics
 ]
 _LINK = ["-shared", "-nostdlib", "-fno-sanitize-link-runtime", "-lm", "-lc", "-lgcc"]
 
@@ -90,8 +90,8 @@ def library_files() -> list[Path]:
 
 @functools.cache
 def toolchain_digest() -> str:
-    # The predefined macros identify the compiler's version and the instruction sets that the compiler targets, so the
-    # digest changes with either.
+    # The predefined macros identify the compiler's version and the instruction sets that the compiler targets. So a
+    # change of the compiler or of the processor changes the digest.
     digest = hashlib.sha256(run([CLANG, *_MACHINE, "-E", "-dM", "-x", "c", "-"], "").encode())
     digest.update(repr([FLAGS, _PREPROCESS, _COMPILE, FAST, _BEFORE_CHECKS, _AFTER_CHECKS, _LINK]).encode())
     for path in library_files():
@@ -109,7 +109,7 @@ def cached(name: str, suffix: str, *parts: object) -> Path:
 
 @functools.cache
 def _stubs() -> Path:
-    """Makes a folder with an empty file for each header of the library, for preprocessing Metal source without them."""
+    """Makes a folder with an empty file for each of our headers, so that Metal source expands without their text."""
     names = sorted(str(p.relative_to(_INCLUDE)) for p in _INCLUDE.rglob("*") if p.is_file() and p.suffix != ".md")
     folder = cache_folder() / ("stubs-" + hashlib.sha256("\n".join(names).encode()).hexdigest()[:16])
     for name in names:
@@ -120,7 +120,7 @@ def _stubs() -> Path:
 
 
 def precompiled(checked: bool, math: str) -> Path:
-    # A precompiled header names the files that it was made from, so each checkout needs its own.
+    # A precompiled header holds the paths of its sources, so each checkout needs a precompiled header of its own.
     digest = hashlib.sha256(f"{HERE} {toolchain_digest()}".encode()).hexdigest()
     path = cache_folder() / f"prelude-{'checked' if checked else 'fast'}-{math}-{digest[:16]}.pch"
     if not path.exists():
@@ -153,12 +153,12 @@ def _optimise(checked: bool) -> list[str]:
 
 
 def install_llvm(path: Path, cpp: str, checked: bool) -> None:
-    """Compiles C++ over our headers to optimised LLVM text in a file, with all functions inlined into their callers."""
+    """Compiles C++ over our headers to optimised LLVM text in a file. Every function is inlined into its callers."""
     install(path, _optimise(checked), _to_llvm(cpp, checked, SAFE))
 
 
 def optimised(llvm: str, checked: bool) -> str:
-    """Runs the compiler's passes on LLVM text. The calls of checked mode are not yet in it."""
+    """Runs the compiler's passes on LLVM text. In checked mode, link_library adds the checker's calls afterwards."""
     return run([*_optimise(checked), "-"], llvm)
 
 
@@ -205,7 +205,8 @@ def preprocess(
     flags = [*(f"-D{d}" for d in macros), *(f for p in include_paths for f in ("-I", p))]
     text = f'#line 1 "{file_name}"\n{source}\n'
     expanded = run([CLANG, *_PREPROCESS, "-isystem", str(_stubs()), *flags, "-"], text)
-    # A macro in a pragma stays there, and is gone. Without a count the loop is unrolled in full.
+    # clang -E does not expand a macro in a pragma, and the compile after it does not know the macro. So the count is
+    # removed. Without a count, clang unrolls the whole loop.
     return re.sub(r"^([ \t]*#pragma unroll)[ \t]*\([^\n]*[A-Za-z_][^\n]*\)", r"\1", expanded, flags=re.MULTILINE)
 
 
@@ -241,10 +242,10 @@ def compile_source(
         include_paths: folders for the source's own includes.
         defines: macros, "NAME" or "NAME=VALUE".
         checked: instruments the code for checked mode.
-        kernel: the only kernel to compile, "" for none. It has an effect only if the source has function constants.
-            Otherwise there is one version of each kernel, and all are compiled.
+        kernel: the only kernel to compile, "" for none. Without function constants in the source, each kernel has only
+            one version. All kernels are then compiled, and this argument is ignored.
         math: the math mode: "safe", "relaxed" or "fast", which is Metal's default.
-        version: of the language, as `__METAL_VERSION__` has it: 310 is MSL 3.1.
+        version: the language version as `__METAL_VERSION__` gives it: 310 is MSL 3.1.
 
     Raises:
         CompileError: the source does not compile. Line numbers in the messages are those of the source.

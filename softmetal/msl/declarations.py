@@ -156,10 +156,10 @@ def threadgroup_variables(code: list[Token], start: int, keyword: int) -> Thread
         keyword: index of the word `threadgroup`.
 
     Returns:
-        None if the statement declares a pointer or reference, or is no declaration.
+        The variables, or None if the statement declares a pointer or a reference, or declares nothing.
 
     Raises:
-        SourceError: a variable has a value, or its alignas comes late.
+        SourceError: a variable has a value, or its alignas is not the first word.
     """
     before = {t.text for t in code[start:keyword]}
     if before & {*CLOSING, ")", "*", "&", "="} and "alignas" not in before:

@@ -1,4 +1,4 @@
-"""The text that the translation adds for the executor: an entry for each kernel, and the tables that name them."""
+"""The text that the translation adds for the executor: one entry for each kernel, and the tables of the entries."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Entry:
     has_code: bool
 
     def text(self) -> str:
-        """Returns the C function that calls the kernel, and the table of its arguments."""
+        """Returns the C function that calls the kernel, and the table of the kernel's arguments."""
         n, function = self.number, self.function
         parts = []
         if self.has_code:

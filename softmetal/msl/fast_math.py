@@ -1,7 +1,7 @@
 """Math modes other than safe: Metal's default is fast.
 
-The mode decides clang's flags, and in fast and relaxed mode half subnormals are flushed as on a GPU that treats them as
-zero. (The executor flushes fp32 subnormals in every mode.)
+The mode decides clang's flags. In fast and relaxed mode, half subnormals become zero, because a GPU may treat half
+subnormals as zero in these modes. (The executor flushes fp32 subnormals in every mode.)
 """
 
 from __future__ import annotations

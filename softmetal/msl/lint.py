@@ -1,6 +1,6 @@
 """Finds code that Apple's Metal compiler refuses, but C++ accepts once address spaces are removed.
 
-It works on the tokens of preprocessed text before they are rewritten. A rule applies only if the text alone decides.
+The rules read the tokens of preprocessed text before the translation. A rule applies only if the text alone decides.
 Types that depend on a template argument are skipped, because the argument may carry the address space.
 """
 
@@ -114,7 +114,7 @@ class _Linter:
     # ---- structure -------------------------------------------------------------------------------------------------
 
     def _scope(self, i: int, scope: _Scope) -> int:
-        """Reads statements up to the `}` that closes `scope`; returns the index after it."""
+        """Reads statements up to the `}` that closes `scope`; returns the index after the `}`."""
         code = self.code
         start = i
         while i < len(code):
@@ -248,7 +248,7 @@ class _Linter:
         return not outside & (open_names | self.open_names)
 
     def _local(self, statement: list[Token], scope: _Scope) -> None:
-        """Checks a statement inside a function: its calls and local variables."""
+        """Checks the calls and local variables in a statement inside a function."""
         if scope.function is not None:
             for i, token in enumerate(statement[:-1]):
                 if token.kind == "word" and statement[i + 1].text == "(":
@@ -282,7 +282,7 @@ class _Linter:
             self._threadgroup_variable(statement, scope)
 
     def _variable(self, statement: list[Token], open_names: frozenset[str], what: str) -> None:
-        """Checks `T* x` and `T& x` if they cannot be expressions."""
+        """Checks `T* x` and `T& x` where the text cannot be an expression."""
         i = 0
         while i < len(statement) and statement[i].text in SPECIFIERS | SPACES:
             i += 1

@@ -1,6 +1,7 @@
 """Names that Metal has taken: keywords, macros, and types that Apple's headers declare outside of every namespace.
 
-The lists are what SPIRV-Cross and naga rename when they write Metal, since Apple's compiler refuses the names.
+SPIRV-Cross and naga write Metal source. The lists hold the names that these two tools rename, because Apple's compiler
+refuses such names.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ _MACROS = {
     *(f"METAL_{m}" for m in ("IMPLICIT", "INTERNAL", "NON_NULL_RETURN", "NORETURN", "NOTHROW", "PURE", "UNAVAILABLE")),
     *(f"METAL_{m}" for m in ("ARG_UNIFORM", "ZERO_ARG", "VALID_LOD_ARG", "VALID_LEVEL_ARG", "VALID_RENDER_TARGET")),
 }
-# Words before a name that do not make it a declaration's.
+# Words that can stand before a name without declaring that name.
 _NO_TYPE = {
     *("return", "case", "else", "do", "goto", "sizeof", "alignof", "typename", "operator", "and", "or", "not", "xor"),
     *("bitand", "bitor", "using", "in", "throw", "new", "delete"),
@@ -93,7 +94,7 @@ def _keyword(code: list[Token], i: int, in_brackets: bool) -> Iterator[SourceErr
     follows_word = i + 1 < len(code) and code[i + 1].kind == "word"
     refused = False
     if word in _FUNCTION_WORDS:
-        # A specifier has a type, or another attribute, after it.
+        # After a function specifier comes a type or another attribute. Anything else means that the word is a name.
         goes_on = follows_word or after == "::" or attribute_end(code, i + 1) >= 0
         refused = in_brackets or not goes_on or before in (".", "->", "::", "*", "&")
     elif word in _SPACE_WORDS:
@@ -149,7 +150,7 @@ def _global_names(code: list[Token]) -> Iterator[Token]:
 
 
 def _declared(statement: list[Token], body: list[Token]) -> Iterator[Token]:
-    """The names that a declaration outside of namespaces declares; `body` is what its braces hold."""
+    """Yields the names that a declaration outside all namespaces declares; `body` is the text between its braces."""
     statement, _ = take_templates(statement)
     texts = [t.text for t in statement]
     if not statement or texts[0] in ("namespace", "template", "static_assert") or texts[:2] == ["inline", "namespace"]:

@@ -1,4 +1,4 @@
-// Calls a kernel with its arguments, whose types are deduced from the kernel itself. This file is compiled with the
+// Calls a kernel with its arguments. C++ deduces the arguments' types from the kernel. This file is compiled with the
 // translated source of every Metal library, after metal_stdlib.
 #pragma once
 
@@ -171,12 +171,12 @@ template <auto F, class... S>
 struct Call;
 template <class... A, void (*F)(A...), class... S>
 struct Call<F, S...> {
-  // Inlined into the entry, so that the code of a threadgroup variable is part of its kernel's code.
+  // The kernel is inlined into its entry, so that the code that declares a threadgroup variable lies within the entry.
   __attribute__((always_inline)) static void run(const sm_bindings* bindings) { F(S::template get<A>(bindings)...); }
 };
 
-// The section lists each threadgroup variable with the code that declares it. The executor adds up a kernel's static
-// threadgroup memory from the list before the first run.
+// The section sm_sites lists each threadgroup variable with the address of the code that declares the variable. Before
+// a kernel's first run, the executor adds up the kernel's static threadgroup memory from this list.
 template <class T, unsigned Site, unsigned Align>
 __attribute__((always_inline)) inline T& threadgroup_variable() {
   constexpr uint32_t align = Align > alignof(T) ? Align : alignof(T);
@@ -191,8 +191,8 @@ inline T constant_value(V... values) {
   return T(values...);
 }
 
-// A function constant without a value. Using it is a fault. Uses of a vector's member cannot be detected, so members
-// have poison values instead.
+// A function constant without a value. To use the constant is a fault. The use of one member of a vector cannot be
+// detected, so the members of a vector have poison values instead.
 template <class T, bool IsVector = __is_class(T)>
 struct UndefinedConstant {
   const char* name;

@@ -65,7 +65,7 @@ def join(tokens: list[Token]) -> str:
 
 
 def rewrite_literals(tokens: list[Token]) -> None:
-    """Gives literals their MSL type: float without a suffix, half for `h`, bfloat for `bf`."""
+    """Gives each literal its MSL type: float without a suffix, half for `h`, bfloat for `bf`."""
     for token in tokens:
         if token.kind != "number":
             continue

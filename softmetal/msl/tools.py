@@ -1,4 +1,4 @@
-"""Runs the tools of the compiler, and keeps their results."""
+"""Runs the tools of the compiler and keeps the results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def cache_folder() -> Path:
 
 
 def output_of(command: Sequence[str], data: str | bytes) -> tuple[int, str, str]:
-    """Runs a tool on `data`. Returns its status, its output and its messages."""
+    """Runs a tool on `data`. Returns the tool's status, output and messages."""
     try:
         done = subprocess.run(command, input=data.encode() if isinstance(data, str) else data, capture_output=True)
     except FileNotFoundError as error:
@@ -32,7 +32,7 @@ def output_of(command: Sequence[str], data: str | bytes) -> tuple[int, str, str]
 
 
 def run(command: Sequence[str], data: str | bytes) -> str:
-    """Runs a tool on `data` and returns its output. Raises CompileError with its messages if it fails."""
+    """Runs a tool on `data` and returns the output. Raises CompileError with the tool's messages if the tool fails."""
     status, output, messages = output_of(command, data)
     if status:
         raise CompileError(messages.strip() or f"{command[0]} ended with status {status}")
@@ -40,7 +40,7 @@ def run(command: Sequence[str], data: str | bytes) -> str:
 
 
 def install(path: Path, make: list[str], text: str) -> None:
-    """Runs a command that writes to its last argument, and moves the finished file into place."""
+    """Runs a command on a temporary path, which is its last argument, and moves the finished file to `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=path.suffix)
     os.close(handle)

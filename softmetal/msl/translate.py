@@ -1,7 +1,7 @@
 """Translates Metal Shading Language to C++: drops or rewrites text that C++ cannot parse, and adds an entry per kernel.
 
-It works on the tokens of preprocessed text. Parameter *types* are left to C++ deduction (thunk.h). Each line keeps its
-number, so that messages and reports name the lines of the user's source.
+The translation reads the tokens of preprocessed text. C++ deduces the *types* of parameters (thunk.h). Each line keeps
+its number, so that messages and reports name the lines of the user's source.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Translator:
     """One translation. `text` and `constants` hold the result after construction.
 
     Args:
-        tokens: of preprocessed text with line markers. They are rewritten in place.
+        tokens: of preprocessed text with line markers. The tokens are rewritten in place.
         values: function constants as C text, by name or by index (as text).
         wanted: host name of the kernel to compile; None: all.
 
@@ -155,7 +155,7 @@ class Translator:
         return inner
 
     def _is_repeated(self, scopes: list[_Scope], header: list[Token], kind: str) -> bool:
-        """Returns True if an earlier declaration differs only in its address space, and so is the same in C++."""
+        """Returns True if an earlier declaration differs only in address spaces. C++ would see it declared twice."""
         words = [t.text for t in header if t.text]
         spaces = tuple(t for t in words if t in _ADDRESS_SPACES)
         path = "::".join(s.name for s in scopes[:-1]) if scopes[-1].kind == "namespace" else ""
@@ -213,7 +213,7 @@ class Translator:
         template = ""
         if header[0].text == "template":
             template = join(header[: match_angle(header, 1) + 1])
-            # A parameter may be a function that has pointers among its own.
+            # A template parameter may be a function, and the function's parameters may be pointers in address spaces.
             template = re.sub(r"\b(device|threadgroup|thread) ?", "", template).replace("constant ", "const ")
         limit = next((a.argument for a in attributes if a.name == "max_total_threads_per_threadgroup"), "0")
         word = header[name].text
@@ -227,7 +227,7 @@ class Translator:
             inner.after = self._entry(scopes, host, word, kernel, limit)
 
     def _instance(self, scopes: list[_Scope], tokens: list[Token], attributes: list[Attribute]) -> None:
-        """Handles `template [[host_name("x")]] [[kernel]] decltype(f<T>) f<T>;`, or the same with the type spelt out."""
+        """Handles `template [[host_name("x")]] [[kernel]] decltype(f<T>) f<T>;`, and the form `... void f<T>(...);`."""
         host = next(_string(a.argument) for a in attributes if a.name == "host_name")
         target = instance_target(tokens, self._kernels)
         expression = join(target)
@@ -314,7 +314,7 @@ class Translator:
 
 
 def _signature(header: list[Token], closing: int) -> list[Token]:
-    """Returns the tokens that identify a function: up to the end of its parameters, and qualifiers."""
+    """Returns the tokens that identify a function: those up to the parameters' end, and the qualifiers after it."""
     end = next((i for i in range(closing, len(header)) if header[i].text in (":", "=")), len(header))
     return header[:end]
 
@@ -332,7 +332,10 @@ def _outside_template(texts: list[str]) -> list[str]:
 
 
 def _make_static(declaration: list[Token]) -> None:
-    """Gives a kernel internal linkage, so that its only copy is the one in its entry, whose threadgroup variables count."""
+    """Gives a kernel internal linkage, so that its only copy is inlined into its entry.
+
+    A second copy would list the kernel's threadgroup variables a second time.
+    """
     if declaration[0].text != "template" and all(t.text != "static" for t in declaration):
         declaration[0].text = f"static {declaration[0].text}"
 

@@ -1,7 +1,8 @@
 """Shows values of variables that were never set, in LLVM text of checked mode.
 
-clang fills such variables with a pattern, which is a NaN of all ones in a floating type. Arithmetic keeps these bits, so
-a store of them is a fault. The pattern of 32-bit integers is ordinary data, so it is replaced by a rarer one.
+clang fills such variables with a pattern. In a floating type the pattern is a NaN of all ones. Arithmetic keeps these
+bits, so a store of these bits is a fault. In a 32-bit integer, clang's pattern occurs as ordinary data, so a rarer
+pattern replaces it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _DECLARATION = "declare void @sm_check_value(ptr, i64, i32, i32)"
 
 
 def mark_integers(text: str) -> str:
-    """Returns LLVM text, as clang's front end makes it, in which a variable's pattern is rare for integers too."""
+    """Returns the LLVM text of clang's front end, with a rare pattern in integer variables that were never set."""
     return _INTEGER.sub(lambda m: f"{m[1]} {_RARE if m[1].endswith('i32') else -85}, ", text)
 
 

@@ -1,4 +1,5 @@
-"""Compares our compiler with Apple's: kernels from public wheels as Apple compiled them, and our compile of their source.
+"""Compares our compiler with Apple's, on kernels of public wheels.
 
-`python -m softmetal.witness` (`make witness`) runs both forms of each kernel on the same inputs and compares the bits.
+A wheel holds each kernel as Apple's compiler compiled it. Our compiler compiles the source of that kernel.
+`python -m softmetal.witness` (`make witness`) runs the two compiled forms on equal inputs and compares the output bits.
 """

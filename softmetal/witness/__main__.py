@@ -1,4 +1,4 @@
-"""Runs kernels as Apple compiled them and as we do, and compares the results: `python -m softmetal.witness --help`."""
+"""Runs kernels in Apple's compiled form and in ours, and compares the results: `python -m softmetal.witness --help`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def all_cases() -> list[Case]:
 
 
 def outcomes(cases: Iterable[Case], *, seed: int = 0, checked: bool = False) -> Iterator[Outcome]:
-    """Compares both forms of each case and yields the outcomes."""
+    """Compares Apple's and our form of each case and yields the outcomes."""
     chosen = list(cases)
     together = sources(chosen)
     for case in chosen:
@@ -27,7 +27,7 @@ def outcomes(cases: Iterable[Case], *, seed: int = 0, checked: bool = False) -> 
 
 
 def prove(mistake: Mistake) -> Outcome:
-    """Compiles the kernel that should show a mistake with that mistake, and compares it."""
+    """Makes a deliberate mistake in our compile of the kernel that should show it, and compares the two forms."""
     case = next(c for c in all_cases() if c.kernel == mistake.kernel)
     return compare(case, (case.instance,), mistake=mistake)
 
@@ -71,7 +71,7 @@ def _check_references(chosen: list[references.Reference], seed: int, checked: bo
 
 
 def _check_racing() -> int:
-    """Runs the kernels that checked mode must report; returns how many it does not."""
+    """Runs kernels with known races in checked mode; returns the number of kernels without a report."""
     missed = 0
     for reference in references.racing():
         messages = references.check(reference, checked=True)

@@ -1,4 +1,4 @@
-"""A kernel in two forms, its launches, and the comparison of the bits that both forms write."""
+"""A kernel in two compiled forms, Apple's and ours, the kernel's launches, and the comparison of the output bits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from .mistakes import Mistake, mistaken
 Array = npt.NDArray[Any]
 KERNELS = "mlx/backend/metal/kernels"
 _PREAMBLE = "#include <metal_stdlib>\nusing namespace metal;\n"
-_BATCH = 10  # instances compiled together: more save parsing, but all are compiled again if one is needed alone
+# Instances compiled together. A larger batch parses the headers less often, but to run one case compiles a whole batch.
+_BATCH = 10
 
 # Element types: MLX's name in a kernel's name, Metal's name, NumPy's type (the bits of a bfloat).
 FLOATS = {"float32": "float", "float16": "half", "bfloat16": "bfloat16_t"}
@@ -41,7 +42,7 @@ def stored(x: Array, name: str) -> Array:
 
 @dataclass
 class Launch:
-    """One run of a kernel. Each run copies the arrays. None is an argument that is not bound."""
+    """One run of a kernel. The run works on copies of the arrays. None in `buffers` leaves an argument unbound."""
 
     label: str
     buffers: list[Any]
@@ -53,7 +54,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Case:
-    """A kernel of MLX: its name in the metallib, and the template instance in the source."""
+    """A kernel of MLX: the kernel's name in the metallib, and the template instance in the source."""
 
     family: str
     kernel: str
@@ -94,7 +95,7 @@ class Outcome:
 
     @property
     def is_equal(self) -> bool:
-        """True if both forms ran and wrote the same bits in every run."""
+        """True if both forms ran, and in every run both forms wrote equal bits."""
         return not self.error and not self.differences
 
 
@@ -137,7 +138,8 @@ def _compiled(
     lines = [f'#include "{KERNELS}/{h}"' for h in ("utils.h", *headers)]
     lines += [f'template [[host_name("{i}")]] [[kernel]] decltype({i}) {i};' for i in instances]
     return device.compile(
-        # Compiled libraries are cached by their text, but a mistake changes what a text means.
+        # The cache finds a compiled library by its text. A mistake changes a header or the flags and not this text, so
+        # the mistake's name is added.
         _PREAMBLE + "\n".join([*lines, f"// {mistake.name}" if mistake else ""]),
         constants=dict(constants),
         include_paths=[str(libraries.mlx_include())],
@@ -146,7 +148,7 @@ def _compiled(
 
 
 def sources(cases: Iterable[Case]) -> dict[Case, tuple[str, ...]]:
-    """Returns for each case the instances that are compiled together, its own included."""
+    """Returns for each case the instances to compile together. The case's own instance is one of these."""
     groups: dict[tuple[object, ...], list[Case]] = {}
     for case in cases:
         groups.setdefault((case.headers, case.constants), []).append(case)
@@ -166,9 +168,9 @@ def compare(
 
     Args:
         case: the kernel.
-        instances: the template instances that are compiled together, its own included.
+        instances: the template instances to compile together. The case's own instance is one of these.
         seed: of the inputs.
-        checked: runs in checked mode, so that each form must also break no rule.
+        checked: runs in checked mode, so that each form must also keep Metal's rules.
         mistake: the mistake to make in our compile.
     """
     outcome = Outcome(case)

@@ -1,4 +1,4 @@
-"""Finds the Metal libraries in the macOS wheels of MLX and PyTorch. They are kept only in `.cache`."""
+"""Finds the Metal libraries in the macOS wheels of MLX and PyTorch. The wheels and libraries stay in `.cache`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from build_support import wheels
 from build_support.macho import MachO
 
 _DYLIB = "torch/lib/libtorch_cpu.dylib"
-TORCH_SECTION = "metal_basic"  # for macOS 14; metal_40 holds the same kernels for macOS 26
+TORCH_SECTION = "metal_basic"  # the kernels for macOS 14; the section metal_40 holds these kernels for macOS 26
 
 
 @functools.cache
@@ -34,7 +34,7 @@ def mlx_include() -> Path:
 
 @functools.cache
 def torch_library() -> Path:
-    """Copies PyTorch's metallib out of a section of its dylib; returns the path of the copy.
+    """Copies PyTorch's metallib out of a section of PyTorch's dylib; returns the path of the copy.
 
     Raises:
         WheelUnavailable: the wheel is not cached and cannot be downloaded.

@@ -26,7 +26,10 @@ def _flag(value: bool) -> str:
 
 def _gemv_launches(name: str, tile: tuple[int, ...], axpby: bool, turned: bool,
                    sizes: list[tuple[int, int]]) -> Callable[[Generator], list[Launch]]:  # fmt: skip
-    """`sizes` are outputs and inputs. A threadgroup computes BM SM TM outputs, or BN SN TN if `turned`."""
+    """Returns launches of gemv. `sizes` has pairs (outputs, inputs).
+
+    A threadgroup computes BM * SM * TM outputs, or BN * SN * TN outputs of a transposed matrix (`turned`).
+    """
     BM, BN, SM, SN, TM, TN = tile
     made = BN * SN * TN if turned else BM * SM * TM
 

@@ -1,4 +1,4 @@
-"""Deliberate mistakes in the MSL library and its flags. Each must make a kernel differ from Apple's compile."""
+"""Deliberate mistakes in our MSL headers and compiler flags. Each must make a kernel differ from Apple's form."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def mistaken(mistake: Mistake | None) -> Iterator[None]:
             if mistake.header:
                 copy = Path(folder) / "msl" / "include"
                 shutil.copytree(include, copy)
-                # metal_config includes its abi.h.
+                # metal_config includes executor/abi.h.
                 (Path(folder) / "executor").symlink_to(include.parents[1] / "executor")
                 header = copy / mistake.header
                 header.write_text(_replaced(header.read_text(), mistake))

@@ -30,7 +30,7 @@ class Format:
         return self.mode == "affine"
 
     def weights(self, rng: Generator, rows: int, columns: int, name: str) -> list[Any]:
-        """Returns words, scales, and biases or the global scale, of a matrix with groups along its rows."""
+        """Returns a random matrix whose groups lie along its rows: [words, scales, biases or the global scale]."""
         words = rng.integers(0, 1 << 32, (rows, columns * self.bits // 32), np.uint32)
         groups = (rows, columns // self.group)
         if self.is_affine:
@@ -46,13 +46,13 @@ _BATCH: list[Any] = [1, _NOTHING, _NOTHING, 1, _NOTHING, _NOTHING, _NOTHING]
 
 
 def _batch(form: Format) -> list[Any]:
-    """Returns the batch counts, shapes and strides of x, of w, and of the scales and biases."""
+    """Returns the arguments that describe batches: counts, shapes and strides of x, w, the scales and the biases."""
     return [*_BATCH, _NOTHING] if form.is_affine else _BATCH
 
 
 def vector_products(form: Format, name: str, shapes: list[tuple[int, int, int]], columns: int, *, has_global: bool = True,
              turned: bool = False) -> Callable[[Generator], list[Launch]]:  # fmt: skip
-    """Returns launches of a product with few rows. Shapes are M, N, K. A threadgroup computes `columns` outputs."""
+    """Returns launches of a product with few rows. A shape is (M, N, K). A threadgroup computes `columns` outputs."""
 
     def launches(rng: Generator) -> list[Launch]:
         found = []

@@ -1,6 +1,7 @@
-"""Compares Apple-compiled kernels without public source with torch's CPU results: PyTorch's, and MLX's norms and rope.
+"""Compares Apple's compiled form of kernels that have no public source with torch's results on the CPU.
 
-The reference is computed in double precision. Each element has its own bound, from the roundings of the kernel.
+These are PyTorch's kernels, and MLX's norms and rope. The CPU results have double precision. The bound of each element
+follows from the roundings in the kernel.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _NO_BIAS = np.zeros(4, np.float32)
 
 @dataclass(frozen=True)
 class Expected:
-    """One launch, the slot of its result, and the expected values with their bounds."""
+    """One launch, the buffer slot of the result, and for each element the expected value and the bound of the error."""
 
     launch: Launch
     slot: int
@@ -38,7 +39,7 @@ class Expected:
 
 @dataclass(frozen=True)
 class Reference:
-    """A kernel and its launches."""
+    """A kernel in Apple's compiled form, with launches and expected results."""
 
     family: str
     kernel: str
@@ -76,14 +77,14 @@ def check(reference: Reference, *, seed: int = 0, checked: bool = False) -> list
 
 
 def _product_bound(name: str, wanted: Array, x: Array, w: Array, extra: Array | float = 0.0) -> Array:
-    """The bound for one rounding of the result, and sums of |x| |w| in single precision."""
+    """Returns the bound of the error for one rounding of the result and for sums of |x| |w| in single precision."""
     return UNIT[name] * np.abs(wanted) + 64 * EPS * (np.abs(x) @ np.abs(w)) + extra + 1e-7
 
 
 def int4_products(
     name: str, group: int, shapes: Sequence[tuple[int, int, int]] = ((1, 64, 512), (3, 36, 256))
 ) -> Callable[[Generator], list[Expected]]:
-    """Returns launches of PyTorch's 4-bit product. Shapes are M, N, K."""
+    """Returns launches of PyTorch's 4-bit product. A shape is (M, N, K)."""
 
     def launches(rng: Generator) -> list[Expected]:
         found = []
@@ -96,7 +97,7 @@ def int4_products(
             x = stored(rng.normal(0, 1, (M, K)), name)
             s, z, a = (numbers(v, name) for v in (scales, zeros, x))
             weight = (codes - 8) * np.repeat(s.T, group, 1) + np.repeat(z.T, group, 1)
-            # The kernel rounds 8 s, and z - 8 s, to its type.
+            # The kernel rounds 8 * s and z - 8 * s to the element type.
             off = UNIT[name] * np.repeat((np.abs(z) + 16 * np.abs(s)).T, group, 1)
             wanted = _torch_product(a, weight)
             spread = np.abs(weight).T + 16 * np.repeat(s, group, 0) + np.repeat(np.abs(z), group, 0)
@@ -192,7 +193,7 @@ def _norm(kind: str, name: str, looped: bool, is_torch: bool) -> Callable[[Gener
             group = 1024 if looped else -(-size // 4 // 32) * 32 + 32
             slot = next(i for i, v in enumerate(buffers) if v is y)
             bound = _norm_bound(name, wanted, X, W)
-            if not is_torch:  # MLX rounds before it multiplies by the weight, and after
+            if not is_torch:  # MLX rounds twice: before and after the product with the weight
                 bound += UNIT[name] * 2 * np.abs(wanted - (B if kind == "layer" else 0))
             found.append(Expected(Launch(f"3 x {size}", buffers, group, groups=3), slot, name, wanted,
                                   bound))  # fmt: skip
@@ -258,7 +259,7 @@ def _rope(name: str, traditional: bool) -> Callable[[Generator], list[Expected]]
         wanted = np.stack(pairs, -1).reshape(heads, size) if traditional else np.concatenate(pairs, 1)
         buffers: list[Any] = [x, outputs(x.shape, name), offset, 1.0, np.int64(size), *[None] * 5, base]
         launch = Launch(f"{heads} x {size}", buffers, (half, 1), threads=(half, heads))
-        # The error of the angle is about 8 eps of its value, and that is at most `offset`.
+        # The error of the angle is about 8 * EPS * angle, and the angle is at most `offset`.
         bound = UNIT[name] * np.abs(wanted) + 16 * EPS * (offset + 1) * 2 * np.abs(X).max()
         return [Expected(launch, 1, name, wanted, bound)]
 
@@ -266,10 +267,11 @@ def _rope(name: str, traditional: bool) -> Callable[[Generator], list[Expected]]
 
 
 def racing() -> Iterator[Reference]:
-    """Yields kernels that break a rule of Metal, so that results depend on the order of threads. Checked mode reports it.
+    """Yields kernels of PyTorch that lack barriers, so that results depend on the order of threads.
 
-    PyTorch's int8 product of many rows overwrites the tile of weights with scales without a threadgroup barrier after
-    the last read. There is also no barrier before the result is copied out.
+    The int8 product of many rows first reads a tile of weights and then writes scales into the tile's memory. No
+    threadgroup barrier lies between the last read and the first write, and none lies before the result is copied out.
+    Checked mode must report these races.
     """
     for name, word in TORCH_NAMES.items():
         yield Reference("torch int8", f"large_m_int8pack_mm_{word}", libraries.torch_library, _int8(name, (45,), True))

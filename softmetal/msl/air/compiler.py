@@ -71,7 +71,7 @@ def _assemble(translation: Translation, checked: bool, path: Path) -> None:
 def compile_metallib(
     path: Path, *, kernel: str | None, constants: Mapping[str, str] | None = None, checked: bool = False
 ) -> Compiled:
-    """Compiles one kernel of a library. If `kernel` is "" or None, makes a library that has only names.
+    """Compiles one kernel of a library. If `kernel` is "" or None, the result names all kernels and has no code.
 
     Args:
         path: of the metallib.
@@ -80,7 +80,7 @@ def compile_metallib(
         checked: instruments the code for checked mode.
 
     Raises:
-        CompileError: the library cannot be read, has no such kernel, or the kernel cannot be translated.
+        CompileError: the library cannot be read, it has no kernel of this name, or the kernel cannot be translated.
     """
     try:
         library = open_metallib(path)

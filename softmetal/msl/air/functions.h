@@ -1,8 +1,9 @@
-// The air.* functions that Apple's Metal compiler calls, on clang's own types. They are written independently of
-// msl/include, so that a comparison of a kernel's two compiles also compares these two. Conversions, integer functions,
-// shuffles and folds are not shared. Functions without an exact result are shared (metal_math), because Apple's back
-// end chooses their last bits. The executor's rendezvous and matrix product are shared, too. Include this file after
-// metal_stdlib and thunk.h.
+// The air.* functions that Apple's Metal compiler calls, on clang's own types. A kernel in Apple's compile calls these
+// functions, and a kernel in our compile calls msl/include. So a comparison of the two compiles also compares the two
+// libraries, and both are written independently: conversions, integer functions, shuffles and folds share no code.
+// Functions without an exact result are shared (metal_math), because Apple's back end chooses the last bits of such a
+// result. The executor's rendezvous and matrix product are shared, too. Include this file after metal_stdlib and
+// thunk.h.
 #pragma once
 
 #define AIR_FUNCTION inline __attribute__((always_inline))
@@ -110,8 +111,8 @@ AIR_FUNCTION T clamp(T x, T low, T high) {
   else return min(max(x, low), high);
 }
 AIR_FUNCTION f32 fma(f32 a, f32 b, f32 c) { return __builtin_fmaf(a, b, c); }
-// The product of two halves is exact in double, and the sum has 53 bits. The last conversion therefore rounds
-// correctly, except for ties that a bit beyond the 53 would break.
+// The product of two halves is exact in double, and the sum keeps 53 bits. So the conversion to half rounds correctly,
+// with one exception: if the 53 bits are a tie, a lost bit could have decided the direction.
 AIR_FUNCTION f16 fma(f16 a, f16 b, f16 c) { return static_cast<f16>(double(a) * double(b) + double(c)); }
 template <class T, int N>
 AIR_FUNCTION vector<T, N> fma(vector<T, N> a, vector<T, N> b, vector<T, N> c) {
@@ -167,7 +168,7 @@ AIR_FUNCTION T atomic_exchange(void* p, T value) {
   __atomic_exchange(static_cast<T*>(p), &value, &old, __ATOMIC_RELAXED);
   return old;
 }
-// `expected` points to the expected value and receives the actual one, which is also the result.
+// `expected` points to the expected value. The actual value is stored there, and it is the result as well.
 template <class T>
 AIR_FUNCTION T atomic_compare_exchange(void* p, void* expected, T value) {
   sm_note_atomic(p, sizeof(T), SM_ATOMIC_UPDATE);

@@ -1,7 +1,7 @@
 """Generates the `air.*` functions of Metal's bitcode: C++ that calls functions.h, and LLVM text that calls the C++.
 
 A name ends in the operand types, for example `air.simd_sum.f32`, `air.convert.f.f32.s.i32`, `air.max.u.v2i32`. Only the
-name tells the sign of integers. For an unknown function, the error names it.
+name tells the sign of integers. An unknown function is an error, whose message has the function's name.
 
 The LLVM text passes values to the C++ by address, because the C ABI passes short vectors in other registers.
 """
@@ -47,7 +47,7 @@ class Declaration:
 
 _TYPE = re.compile(r"(?:v(\d+))?(bf|f|i)(\d+)")
 
-# C++ of each function in terms of its operands "@", the result's type R, and the types T0, T1, ... of its name.
+# The C++ of each function. "@" stands for the operands, R for the result's type. T0, T1, ... are the types in the name.
 _MODAL = (
     *("acos", "acosh", "asin", "asinh", "atan", "atanh", "atan2", "cos", "cosh", "cospi", "exp", "exp2", "exp10"),
     *("log", "log2", "log10", "sin", "sinh", "sinpi", "sqrt", "rsqrt", "tan", "tanh", "tanpi", "pow", "powr", "divide"),
@@ -63,7 +63,7 @@ _PLAIN = (
 _VALUES = {
     "convert": "air::convert<R>(@)",
     "get_simdgroup_size": "32",
-    # Its result only feeds llvm.assume: returning anything but true would be undefined behaviour.
+    # Metal's code passes the result of is_uniform to llvm.assume, and to assume false is undefined behaviour.
     "is_uniform": "true",
     "normalize_function_constant_predicate": "a0 != 0",
     "simdgroup_matrix_8x8_init_filled": "R(a0)",
@@ -93,7 +93,7 @@ for _name, _operation in _UPDATES.items():
 
 
 def parse_name(name: str) -> tuple[str, list[Type]]:
-    """Splits "convert.f.f32.s.i32" into its function and its operand types. Types of pointers are left out."""
+    """Splits a name such as "convert.f.f32.s.i32" into function and operand types. Leaves out the types of pointers."""
     base: list[str] = []
     types: list[Type] = []
     sign = "u"
@@ -115,7 +115,7 @@ def _split(llvm: str) -> tuple[str, int]:
 
 
 def _cpp(llvm: str, types: Sequence[Type]) -> str:
-    """Returns the C++ type of a value. An integer has the sign of the name's type with that width, if there is one."""
+    """Returns the C++ type of a value. An integer is signed if `types` has a signed integer of the same width."""
     element, length = _split(llvm)
     if element == "ptr":
         return "void*"
@@ -146,7 +146,8 @@ def cpp_function(declaration: Declaration) -> str:
     text = (_VALUES if has_result else _EFFECTS).get(base)
     if text is None:
         raise UnknownFunction(f"air.{declaration.name} is not known to the software device")
-    # The types of a conversion are those of the result and the operand. Both may have the same width.
+    # The name of a conversion has the result's type first and the operand's second. Both types may have the same width,
+    # so the position decides and not the width.
     own = [[types[0]], [types[1]]] if base == "convert" else [types, types]
     parameters, lines = [], []
     if has_result:
@@ -173,7 +174,7 @@ def cpp_builtin(name: str) -> str:
 def llvm_wrapper(declaration: Declaration, attributes: str) -> str:
     """Returns the definition of `@air.<name>` in LLVM's text form.
 
-    It stores the operands, calls the C++ function and loads the result.
+    The function stores the operands in memory, calls the C++ function and loads the result.
     """
     names = [f"%a{i}" for i in range(len(declaration.parameters))]
     signature = ", ".join(f"{t} {n}" for t, n in zip(declaration.parameters, names, strict=True))

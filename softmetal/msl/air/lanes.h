@@ -117,7 +117,7 @@ AIR_SCAN(sum, plus, 0)
 AIR_SCAN(product, times, 1)
 #undef AIR_SCAN
 
-// `me` is the lane within its group of `width`.
+// `me` is the index of the lane within a group of `width` lanes.
 #define AIR_SHUFFLE(name, source)                                                    \
   template <class T>                                                                 \
   AIR_FUNCTION SM_CONVERGENT T simd_##name(T x, u16 by) {                            \
@@ -145,8 +145,8 @@ template <class T>
 struct pair {
   T data, fill;
 };
-// Lanes form runs of `modulo`. If the source lane is beyond the caller's run, the result is the fill value of the lane
-// one run before it.
+// The lanes form runs of `modulo` lanes. If the source lane is outside the caller's run, the result is the fill value
+// of the lane that is one run (`modulo` lanes) away from the source lane, in the caller's run.
 template <class T>
 AIR_FUNCTION SM_CONVERGENT T simd_shuffle_and_fill_up(T data, T fill, u16 delta, u16 modulo) {
   const uint32_t me = lane(), place = me % modulo;

@@ -40,7 +40,7 @@ class Argument:
 
 @dataclass(frozen=True)
 class Constant:
-    """A function constant, and the global that holds its value."""
+    """A function constant, and the global variable that holds the constant's value."""
 
     symbol: str
     type: str

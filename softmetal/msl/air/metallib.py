@@ -1,6 +1,6 @@
 """Reads Metal libraries. A metallib holds functions, each a module of LLVM bitcode.
 
-The layout is not documented. It follows the libraries of public wheels (MLX 0.32.4, PyTorch 2.13.0).
+Apple does not document the layout. This reader follows the libraries in public wheels (MLX 0.32.4, PyTorch 2.13.0).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class MetallibError(ValueError):
 
 @dataclass(frozen=True)
 class Function:
-    """A function of the library, with the place and the hash of its bitcode."""
+    """A function of the library: the function's name and kind, and the place and hash of the bitcode."""
 
     name: str
     kind: int
@@ -46,7 +46,7 @@ class Metallib:
         functions: by name.
 
     Raises:
-        MetallibError: `data` is not a metallib, or it is incomplete.
+        MetallibError: `data` is not a metallib, or the metallib is incomplete.
     """
 
     def __init__(self, data: bytes | memoryview, where: str = "metallib") -> None:
@@ -70,7 +70,7 @@ class Metallib:
 
         Raises:
             KeyError: there is no such function.
-            MetallibError: the bytes do not match their hash, or are not LLVM bitcode.
+            MetallibError: the bytes do not have the hash that the library states, or are not LLVM bitcode.
         """
         if name not in self.functions:
             raise KeyError(f"{self._where}: no function {name!r} among {len(self.functions)}")

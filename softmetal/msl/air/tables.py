@@ -15,7 +15,7 @@ def string_constant(symbol: str, text: str) -> str:
 
 
 def library_table(kernel_rows: Sequence[str], constants: Sequence[Constant], defined: set[str], checked: bool) -> str:
-    """Returns the tables of a library (`executor/abi.h`). `kernel_rows` are its `sm_kernel` values."""
+    """Returns the tables of a library (`executor/abi.h`). `kernel_rows` holds one `sm_kernel` value for each kernel."""
     lines = [
         "%sm_kernel = type { ptr, ptr, ptr, i32, i32, i32 }",
         "%sm_constant = type { ptr, ptr, i32, i32 }",

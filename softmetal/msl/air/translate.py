@@ -198,7 +198,7 @@ def _narrowed(body: str) -> str:
         raise TranslateError("copies of structures that hold simdgroup matrices are not known to the software device")
     for line in body.split("\n"):
         if has_structs and "@llvm.lifetime." in line:
-            continue  # its sizes are those of complete matrices
+            continue  # the call names the size of complete matrices, and a thread holds only two elements
         if "<64 x " in line:
             if re.match(r"\s+(?:%[\w.]+ = load|store) ", line):
                 line = re.sub(r", align \d+", "", line)
@@ -236,7 +236,7 @@ def _plain(body: str) -> str:
 
 
 def _find_kernel(body: str, symbol: str) -> tuple[int, int]:
-    """Returns the start of the kernel's definition, and the end of its first line."""
+    """Returns where the kernel's definition starts, and where the first line of the definition ends."""
     match = re.search(rf"^define [^\n]*?{re.escape(symbol)}\([^\n]*\{{$", body, re.MULTILINE)
     if match is None:
         raise MetadataError(f"the kernel {symbol} has no definition")

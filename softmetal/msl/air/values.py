@@ -19,7 +19,7 @@ class TranslateError(ValueError):
 
 
 def with_value(body: str, constant: Constant, value: str) -> str:
-    """Gives a function constant's global its value."""
+    """Writes the value of a function constant into the global variable of that constant."""
     pattern = re.compile(rf"^({re.escape(constant.symbol)} = [^\n]*? (?:constant|global) \S+?|{re.escape(constant.symbol)}"
                          rf" = [^\n]*? (?:constant|global) <\d+ x \w+>) undef", re.MULTILINE)  # fmt: skip
     text = _constant_value(constant, value)

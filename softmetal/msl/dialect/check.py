@@ -1,6 +1,6 @@
 """Checks Metal source with clang's "C++ for OpenCL": address spaces, overloads, and types of the library.
 
-Only messages come out of it, no code. include/metal.h declares Metal's library in that dialect.
+The check gives messages and no code. include/metal.h declares Metal's library in that dialect.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from .signatures import check_signatures
 
 _HERE = Path(__file__).resolve().parent
 _INCLUDE = _HERE / "include"
-# Without variables at program scope in __global, each must be constant, as in Metal. No double either. The generic
-# address space has to stay: without it clang finds no constructor that copies a struct.
+# Features of OpenCL that are switched off because Metal lacks them. Without the first, a variable at program scope must
+# be constant, as in Metal. The generic address space stays on: without it, clang finds no constructor that copies a
+# struct.
 _LEFT_OUT = ("__opencl_c_program_scope_global_variables", "__opencl_c_device_enqueue", "__opencl_c_fp64", "cl_khr_fp64")
 _FLAGS = (
     *("-x", "clcpp", "-cl-std=clc++2021", "-cl-no-stdinc", "-w", "-ferror-limit=0", "-fno-caret-diagnostics"),
@@ -34,7 +35,7 @@ def files() -> list[Path]:
 
 @functools.cache
 def digest() -> str:
-    """Returns a digest of the check: of its files, and of its flags."""
+    """Returns a digest of the check's files and flags."""
     result = hashlib.sha256(repr(_FLAGS).encode())
     for path in files():
         result.update(path.name.encode() + path.read_bytes())
@@ -43,8 +44,8 @@ def digest() -> str:
 
 @functools.cache
 def _declarations(version: int) -> Path:
-    """Precompiles Metal's library as a language version has it."""
-    # The precompiled form names the files that it was made from, so each checkout needs its own.
+    """Precompiles the declarations of Metal's library that one language version has."""
+    # The precompiled form holds the paths of its sources, so each checkout needs a precompiled form of its own.
     key = hashlib.sha256(f"{_HERE} {digest()} {CLANG}".encode()).hexdigest()[:16]
     path = cache_folder() / f"dialect-{version}-{key}.pch"
     if not path.exists():
@@ -64,17 +65,18 @@ def findings(text: str, version: int) -> list[str]:
 
     Args:
         text: the source with line markers.
-        version: the language version as `__METAL_VERSION__` has it, 310 for MSL 3.1.
+        version: the language version as `__METAL_VERSION__` gives it, 310 for MSL 3.1.
 
     Returns:
-        One `file:line: error: message` for each error that Metal's compiler has too.
+        One `file:line: error: message` for each error that Metal's compiler reports too.
 
     Raises:
         SourceError: brackets do not match.
         CompileError: clang failed for another reason than the source.
     """
     command = [CLANG, *_FLAGS, f"-DSM_METAL_VERSION={version}", "-include-pch", str(_declarations(version))]
-    command += ["-Xclang", "-fno-validate-pch"]  # its name has the digest of its files
+    # The name of the precompiled file has a digest of its sources, so clang need not compare their times.
+    command += ["-Xclang", "-fno-validate-pch"]
     status, _, output = output_of([*command, "-fsyntax-only", "-"], to_opencl(tokenize(text)))
     found = read_messages(output)
     if status and not found.all:

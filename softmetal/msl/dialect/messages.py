@@ -12,11 +12,12 @@ _ERROR = re.compile(r"^(?P<place>.*?:\d+):\d+: (?:fatal )?error: (?P<text>.*)$")
 _NOTE = re.compile(r"^(?P<place>.*?:\d+):\d+: note: (?P<text>.*)$")
 _LIBRARY = str(Path(__file__).resolve().parent / "include")
 
-# What the dialect refuses and Metal does not: (the error, what a note must say).
+# Errors of the dialect where Metal has none: (pattern of the error, pattern that a note of the error must match).
 _OF_THE_DIALECT = (
-    # A struct is copied out of `constant`: the copy constructor takes the generic space, which `constant` is not in.
+    # A copy of a struct out of `constant`. The copy constructor takes the generic space, and the generic space does not
+    # include `constant`.
     (r"no matching constructor|no viable conversion|no viable overloaded '='", r"__constant .*implicit|implicit copy"),
-    # The compile to code evaluates what is constant, with the right layout of types.
+    # Constant expressions. The compile to code evaluates these too, and it has the right layout of types.
     (r"^static assertion failed", ""),
     (
         r"not an? (integral )?constant expression|by a constant expression",
@@ -56,14 +57,14 @@ _ADVICE = (
 )  # fmt: skip
 
 
-# What follows from a type that the dialect does not have.
+# The dialect has no vectors of bool. One such vector causes further errors, which say nothing about the source.
 _NO_BOOL_VECTOR = "invalid vector element type 'bool'"
 _FOLLOWS = r"subscripted value is not an array|substitution failure"
 
 
 @dataclass(slots=True)
 class Messages:
-    """What clang said. `errors` are those that are the source's fault, `all` counts every one."""
+    """Clang's messages. `errors` holds the errors that Metal's compiler has too. `all` counts every error of clang."""
 
     errors: list[str] = field(default_factory=list)
     all: int = 0
@@ -75,7 +76,7 @@ class _Group:
     place: str
     text: str
     notes: list[str] = field(default_factory=list)
-    is_ours: bool = False  # raised inside of the declarations, by what the source asks of them
+    is_ours: bool = False  # clang raised the error in our declarations, because of an instance that the source needs
 
 
 def _groups(output: str) -> list[_Group]:
@@ -92,7 +93,7 @@ def _groups(output: str) -> list[_Group]:
 
 
 def read_messages(output: str) -> Messages:
-    """Sorts clang's messages, and gives types and address spaces the names that they have in Metal."""
+    """Sorts clang's messages, and replaces the dialect's names of types and address spaces by Metal's names."""
     result = Messages()
     groups = _groups(output)
     lacks_bool = any(_NO_BOOL_VECTOR in group.text for group in groups)

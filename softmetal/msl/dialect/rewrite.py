@@ -1,6 +1,6 @@
-"""Rewrites Metal Shading Language to clang's "C++ for OpenCL", whose address spaces are Metal's under other names.
+"""Rewrites Metal Shading Language to clang's "C++ for OpenCL", which has Metal's address spaces under other names.
 
-The text is not compiled to code: it serves to check types and address spaces. Each line keeps its number.
+The text serves only to check types and address spaces. It is not compiled to code. Each line keeps its number.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def to_opencl(tokens: list[Token]) -> str:
 
 
 def _literals(tokens: list[Token]) -> None:
-    """Gives literals their type: float without a suffix. clang's flag for that forgets it inside of templates."""
+    """Gives each literal its type. Without a suffix the type is float; clang's flag for this fails inside templates."""
     for token in tokens:
         if token.kind != "number":
             continue

@@ -1,4 +1,4 @@
-"""Rules of Metal for kernels: the types of their arguments and the places that these are bound to.
+"""Metal's rules for kernels: the types of a kernel's arguments, and the slots to which the arguments are bound.
 
 A rule applies only if the text alone decides. Types that are template parameters are skipped.
 """
@@ -23,7 +23,7 @@ _NUMBERS = {
 }
 _SCALARS = {"uint", "ushort", "uint32_t", "uint16_t"}
 _VECTORS = {f"{t}{n}" for t in ("uint", "ushort") for n in (2, 3)}
-# Types of which it is known that they are not those above.
+# Types that are certainly not in _SCALARS or _VECTORS. Of any other name, the text alone does not tell the type.
 _OTHERS = {
     *("float", "half", "bfloat", "bool", "char", "uchar", "short", "int", "long", "ulong", "size_t", "int32_t"),
     *(f"{t}{n}" for t in ("float", "half", "int", "short", "long", "ulong", "char", "uchar") for n in (2, 3, 4)),

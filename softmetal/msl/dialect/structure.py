@@ -22,12 +22,14 @@ class _Scope:
 
 
 class Structure:
-    """Rewrites declarations in place. `in_function` has for each token whether it is inside a function.
+    """Rewrites declarations in place. `in_function` tells for each token whether the token is inside a function.
 
-    - A member function gets `__private`: in the dialect its `this` has no address space, in Metal it is `thread`.
-    - A threadgroup variable becomes a reference: only a kernel of the dialect may have one, and that is no template.
-    - A function constant becomes extern: its value is not known when Metal compiles, and is no constant expression.
-    - A template's parameter that is a function gets its type through an alias, which gives it no address space.
+    - A member function gets `__private`, because Metal's `this` is `thread` and the dialect's has no address space.
+    - A threadgroup variable becomes a reference, because the dialect allows such variables only in kernels, and a
+      kernel of the dialect cannot be a template.
+    - A function constant becomes extern, because its value is unknown when Metal compiles. An extern variable is no
+      constant expression either.
+    - A template parameter that is a function gets its type through an alias, because the alias adds no address space.
 
     Args:
         code: the significant tokens of preprocessed text.
@@ -148,7 +150,7 @@ class Structure:
 
     @staticmethod
     def _constructor(header: list[Token], i: int) -> None:
-        """Drops `thread` of a constructor: the dialect would not find the constructors of members."""
+        """Drops `thread` after a constructor, because with it the dialect does not find the constructors of members."""
         while i < len(header) and header[i].text in _AFTER_PARAMETERS:
             i += 1
         if i < len(header) and header[i].text in ("thread", "constant"):
@@ -175,7 +177,7 @@ class Structure:
         return found.end + 1
 
     def _template(self, angle: int) -> int:
-        """Rewrites the parameters of a template that are functions; returns the index after them."""
+        """Rewrites the function parameters of a template; returns the index after the template's parameters."""
         end = match_angle(self._code, angle)
         for part in split_commas(self._code[angle + 1 : end]):
             texts = [t.text for t in part]
@@ -186,7 +188,8 @@ class Structure:
                     for token in part[i : i + 4]:
                         token.text = ""
                     part[0].text = f"metal::sm_function<{part[0].text}"
-                    part[i + 4].text = "( "  # no bracket any more, as its closing one has other text
+                    # The closing bracket's token gets other text, so this token must not count as a bracket: "( ".
+                    part[i + 4].text = "( "
                     part[closing].text = f")>& {name}"
                     break
         return end + 1
@@ -205,7 +208,7 @@ def _type_name(header: list[Token]) -> str:
 
 
 def _owner(header: list[Token], name: int) -> str:
-    """Returns the class of a member function that is defined outside of it, or ""."""
+    """Returns the class of a member function that is defined outside the class, or ""."""
     i = name - 1
     while i >= 0 and header[i].text == "operator":
         i -= 1

@@ -14,7 +14,7 @@ def rewrite_vectors(code: list[Token], in_function: list[bool]) -> None:
 
     Args:
         code: the significant tokens.
-        in_function: for each token, whether it is inside a function.
+        in_function: for each token, whether the token is inside a function.
     """
     names = _VECTORS | _aliases(code)
     for i, token in enumerate(code):

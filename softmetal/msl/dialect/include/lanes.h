@@ -1,5 +1,5 @@
-// Operations across a simdgroup and a quadgroup: an overload for each type that they have. 64-bit integers are none of
-// these, and a bool would be promoted.
+// Operations across a simdgroup and a quadgroup: one overload for each type that an operation accepts. No operation
+// accepts 64-bit integers. A bool would be promoted to an integer, so shuffles and broadcasts of a bool are deleted.
 #pragma once
 
 #define SM_ON_LANE_TYPES(M, name) SM_FLOATS(SM_WIDTHS, M, name) SM_INTEGERS_32(SM_WIDTHS, M, name)

@@ -1,5 +1,5 @@
-// Functions of floating-point numbers: an overload for each type and width and no template, so that a call with two
-// types is as ambiguous here as it is in Metal.
+// Functions of floating-point numbers. Each type and width has its own overload. A template would accept a call with
+// two different types, and Metal refuses such a call as ambiguous.
 #pragma once
 
 #define SM_WIDTHS(T, M, name) M(T, name) M(T##2, name) M(T##3, name) M(T##4, name)

@@ -1,12 +1,12 @@
 // Metal's standard library for clang's "C++ for OpenCL" dialect: declarations, for a check of the source's syntax and
 // types. Address spaces have the dialect's names here: __global is device, __local threadgroup, __private thread.
-// SM_METAL_VERSION is the language version, as __METAL_VERSION__ has it: 310 is MSL 3.1.
+// SM_METAL_VERSION is the language version in the form of __METAL_VERSION__: 310 is MSL 3.1.
 #pragma once
 #pragma clang system_header
 #pragma OPENCL EXTENSION cl_khr_fp16 : enable
 #pragma OPENCL EXTENSION __cl_clang_function_pointers : enable
 
-// clang-format off: each file uses those before it.
+// clang-format off: each file uses the files above it, so the order is fixed.
 #include "types.h"
 #include "traits.h"
 #include "vectors.h"

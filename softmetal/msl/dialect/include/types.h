@@ -48,7 +48,7 @@ namespace metal {
 template <typename T, int N>
 using vec = T __attribute__((ext_vector_type(N)));
 
-// The alignment and size of packed vectors are no matter of types: the compile to code has them.
+// A packed vector has the type rules of a vector. Its own alignment and size matter only for the compile to code.
 template <typename T, int N>
 using packed_vec = vec<T, N>;
 typedef float float_t;

@@ -33,7 +33,7 @@ struct bfloat {
   constexpr float value() const { return __builtin_bit_cast(float, static_cast<uint32_t>(bits) << 16); }
 
   // The templates match only the exact type. The conversion to integers is explicit, so that `c ? b : 0` can only be a
-  // bfloat. uint is an exception, because kernels of other projects need it.
+  // bfloat. The conversion to uint is implicit, because kernels of other projects need it.
   template <class F, class = only_if_t<__is_same(F, float) || __is_same(F, bool) || __is_same(F, unsigned)>>
   constexpr operator F() const {
     return static_cast<F>(value());

@@ -1,5 +1,6 @@
 // Applies a scalar function to scalars, vectors and packed vectors, in any combination that Metal accepts. All vectors
-// must have the same element type and size. A scalar beside a vector is converted to its element type and repeated.
+// of a call must have one element type and one size. A scalar beside a vector is converted to the vector's element type
+// and repeated.
 #pragma once
 
 #include <metal_type_traits>
@@ -113,7 +114,7 @@ constexpr S at(const A& a, int i, index<N>) {
   return static_cast<S>(a[i]);
 }
 
-// S is the scalar type that the function takes, R the scalar type that it returns, N the number of elements.
+// The function takes scalars of type S and returns a scalar of type R. N is the number of elements.
 template <class F, class S, class R, int N>
 struct mapper {
   template <class... A>

@@ -32,8 +32,9 @@ inline double tan_pi(float x) {
   return __builtin_fabs(r) == 0.5 ? __builtin_copysign(__builtin_inf(), r) : __builtin_tan(3.14159265358979323846 * r);
 }
 
-// `value` has an error of half an ulp of single precision or little more; the ulps passed to sm_perturb leave room for
-// it. No error is added at 0, where exp, cos and others are exact (C99's special cases), or to non-finite results.
+// `value` has an error of half an ulp of single precision, or little more. The ulps passed to sm_perturb are fewer than
+// Metal's limit, to leave room for that error. No error is added to a non-finite result, nor at x = 0, where exp, cos
+// and other functions are exact (C99's special cases).
 #define SM_REAL_1(name, value, precise_result, fast_result, half_result)             \
   template <class Mode>                                                              \
   struct name##_f {                                                                  \
@@ -124,7 +125,7 @@ struct divide_f {
   METAL_FUNC static half of(half x, half y) { return x / y; }
 };
 
-// Exact functions, defined for float. half goes through float, which can represent all results.
+// Exact functions, defined for float. A half is widened to float, because float represents every result exactly.
 #define SM_EXACT_1(name, builtin)                                                                     \
   struct name##_f {                                                                                   \
     METAL_FUNC static float of(float x) { return builtin(x); }                                        \

@@ -49,7 +49,7 @@ constexpr bool distinct_letters(const char* letters) {
   __declspec(property(get = get_##a##b##c##d, put = put_##a##b##c##d)) vec<T, 4> a##b##c##d;        \
   __declspec(property(get = get_##a##b##c##d, put = put_##a##b##c##d)) vec<T, 4> ra##rb##rc##rd;
 
-// One list per nesting depth, because a macro does not expand inside itself.
+// A macro does not expand inside its own expansion, so each nesting depth has its own copy of the list.
 #define SM_EACH_OF_2_A(M) M(x, r) M(y, g)
 #define SM_EACH_OF_2_B(M, ...) M(__VA_ARGS__, x, r) M(__VA_ARGS__, y, g)
 #define SM_EACH_OF_2_C(M, ...) M(__VA_ARGS__, x, r) M(__VA_ARGS__, y, g)

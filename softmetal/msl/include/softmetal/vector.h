@@ -1,5 +1,6 @@
-// vec<T, N>: Metal's vectors as classes. In Metal they are built-in types without argument-dependent lookup. Here they
-// have their own namespace, so that the lookup finds their operators and no library function.
+// vec<T, N>: Metal's vectors as classes. In Metal, vectors are built-in types, which have no argument-dependent lookup.
+// Here the classes are in a namespace of their own, so that the lookup finds the operators of vectors and no library
+// function.
 #pragma once
 
 #include <softmetal/bfloat.h>
@@ -124,8 +125,8 @@ namespace types {
     return before;                                                                                 \
   }
 
-// The conversion from a scalar is implicit and repeats it. The conversion from a vector of another type is explicit.
-// Parts of any shape with N elements in total make a vector.
+// The conversion from a scalar is implicit and repeats the scalar. The conversion from a vector of another type is
+// explicit. Scalars and vectors that have N elements in total make a vector.
 #define SM_CONSTRUCTORS                                                                              \
   vec() = default;                                                                                   \
   template <class U, class = enable_t<shape<U>::scalar && !__is_same(U, T)>>                         \
@@ -207,8 +208,8 @@ struct alignas(4 * sizeof(T)) vec<T, 4> {
   SM_SWIZZLES(4)
 };
 
-// Packed vectors: the elements of a vector with the alignment of one element. The vector is a template argument, so
-// its operators are found for packed operands too.
+// Packed vectors: the elements of a vector with the alignment of one element. The vector type is a template argument of
+// the packed type, so argument-dependent lookup finds the vector's operators for packed operands too.
 #define SM_PACKED_OPERATOR(op)                         \
   template <class U>                                   \
   constexpr packed& operator op##=(const U& b) {       \
