@@ -41,27 +41,28 @@ extern __thread const sm_thread* sm_self __attribute__((tls_model("initial-exec"
 void sm_threadgroup_barrier(uint32_t mem_flags) SM_CONVERGENT;
 void sm_simdgroup_barrier(uint32_t mem_flags) SM_CONVERGENT;
 
-// Waits until all lanes of the simdgroup that take part have reached this call site (return address), and exchanges
-// values between them. Each lane deposits `bytes` bytes, at most 64. *slots then points to 32 deposits, `bytes` apart,
-// which stay valid until the lane's next call into the executor. Slots of inactive lanes hold poison. Returns the mask
-// of active lanes. Callers must be always_inline; otherwise all of their own callers would share one call site.
+// Exchanges values between the lanes of a simdgroup that take part. Waits until these lanes have reached this call
+// site, which is the call's return address. Each lane deposits `bytes` bytes, at most 64. *slots then points to 32
+// deposits, one every `bytes` bytes. The deposits stay valid until the lane's next call into the executor. Slots of
+// inactive lanes hold poison. Returns the mask of active lanes. A function that calls sm_simd_exchange must be
+// always_inline: otherwise all uses of that function would share one call site.
 uint32_t sm_simd_exchange(const void* value, uint32_t bytes, const void** slots) SM_CONVERGENT;
 
-// Called if a shuffle reads an inactive lane. Checked mode reports it; fast mode returns a fixed poison value.
+// Called if a shuffle reads an inactive lane. Checked mode reports the read; in fast mode the read gives fixed poison.
 void sm_report_inactive_lane(uint32_t lane);
 
 // Computes d = a * b + c for 8x8 matrices spread over the simdgroup. Each lane holds two elements of each operand, in
 // Apple's lane order: row 4*(lane>>4) + ((lane>>1)&3), columns 2p and 2p+1 with p = 2*((lane>>3)&1) + (lane&1).
 // Types: 0 half, 1 bfloat, 2 float. Sums are fp32 in the order of k and are rounded once, to d's type. c may equal d.
 // a, b and c are read at the call. d may be written later, at the latest by sm_mma_sync. Call sm_mma_sync_if(d) before
-// any other use of d: a read, a copy, an overwrite, the end of its life. It is cheap if d is not pending.
+// any other use of d: a read, a copy, an overwrite, or the end of d's life. That call is cheap if d is not pending.
 void sm_mma(void* d, uint32_t d_type, const void* a, uint32_t a_type, const void* b, uint32_t b_type, const void* c,
             uint32_t c_type) SM_CONVERGENT;
 void sm_mma_sync(void) SM_CONVERGENT;
 void sm_mma_sync_if(const void* d) SM_CONVERGENT;
 
-// Returns threadgroup memory that is declared in a kernel (`threadgroup T x[N];`), at the same address for all threads
-// of a threadgroup. `site` numbers the declarations of one kernel from 0.
+// Returns the memory of a variable that a kernel declares (`threadgroup T x[N];`). All threads of a threadgroup get one
+// address. `site` numbers the declarations of one kernel from 0.
 void* sm_threadgroup_variable(uint32_t site, uint32_t bytes, uint32_t align);
 
 // Changes the result of an inexact function by up to `ulps`, the error that Metal allows for fp32. 0 returns x
@@ -70,11 +71,11 @@ float sm_perturb(float x, float ulps);
 
 enum { SM_ATOMIC_LOAD = 0, SM_ATOMIC_STORE = 1, SM_ATOMIC_UPDATE = 2 };
 
-// Called before each __atomic builtin (relaxed, on device or threadgroup memory). This call counts, checks and
-// interleaves the operation; the builtin itself is not instrumented. `operation` is SM_ATOMIC_*.
+// Called before each __atomic builtin (relaxed, on device or threadgroup memory). This call counts and checks the
+// operation, and lets other threads run first. The builtin is not instrumented. `operation` is SM_ATOMIC_*.
 void sm_note_atomic(const volatile void* address, uint32_t bytes, int operation);
 
-// Called in checked mode before a simdgroup loads or stores a matrix. Every lane must reach it.
+// Called in checked mode before a simdgroup loads or stores a matrix. Every lane must reach this call.
 void sm_note_matrix_access(void) SM_CONVERGENT;
 
 // Called if a kernel uses a function constant that has no value in this specialisation.
@@ -104,7 +105,7 @@ typedef struct {
   const sm_argument* arguments;
   uint32_t argument_count;
   uint32_t max_total_threads;         // [[max_total_threads_per_threadgroup(n)]], 0: none
-  uint32_t static_threadgroup_bytes;  // 0 in the file; sm_library_kernel fills it in
+  uint32_t static_threadgroup_bytes;  // 0 in the file; sm_library_kernel returns the kernel with the real value
 } sm_kernel;
 
 typedef struct {
@@ -114,7 +115,8 @@ typedef struct {
   uint32_t is_defined;
 } sm_function_constant;
 
-// One `threadgroup` variable. `code` is the address of its declaration's code, which tells the kernel.
+// One `threadgroup` variable. `code` is the address of the code that declares the variable. The address tells the
+// kernel.
 typedef struct {
   const void* code;
   uint32_t site, bytes, align, unused;

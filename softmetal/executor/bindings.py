@@ -133,7 +133,7 @@ def executor() -> c.CDLL:
     """Builds the executor's library if it is stale, loads it and declares the types of its functions.
 
     Raises:
-        RuntimeError: the library does not build, or its structures differ from those of this file.
+        RuntimeError: the library does not build, or its structures differ from the declarations in this file.
     """
     library = c.CDLL(str(build_executor(Path(__file__).resolve().parents[2] / "build" / "softmetal")), c.RTLD_GLOBAL)
     sizes = (c.c_uint32 * 6)()

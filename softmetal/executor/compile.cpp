@@ -1,4 +1,4 @@
-// sm_compile: runs the Python compiler as a process. It remembers the result, so that a second request starts none.
+// sm_compile: runs the Python compiler as a process and remembers the result. A second request starts no process.
 #include <fcntl.h>
 #include <spawn.h>
 #include <sys/stat.h>
@@ -41,8 +41,8 @@ std::string identity(const std::string& input, const std::vector<std::string>& a
   return text;
 }
 
-// Returns a 128-bit hash of the text. It need not be cryptographic: the memos are the user's own files, so nobody else
-// can plant a collision.
+// Returns a 128-bit hash of the text. The hash need not be cryptographic: the memos are the user's own files, so nobody
+// else can plant a collision.
 std::string fingerprint(const std::string& text) {
   uint64_t a = 1, b = 2;
   for (size_t i = 0; i < text.size(); i += 8) {
@@ -57,7 +57,7 @@ std::string fingerprint(const std::string& text) {
   return hex;
 }
 
-// The folder softmetal/, which the build defines. It contains the compiler, the package msl.
+// Returns the folder softmetal/, which holds the compiler (the package msl). The build defines the folder's path.
 std::string home() {
   const char* set = std::getenv("SOFTMETAL_HOME");
   return set != nullptr ? set : SOFTMETAL_HOME;
@@ -94,8 +94,8 @@ std::vector<std::string> lines_of(const std::string& text) {
   return lines;
 }
 
-// Reads a memo. Its first line is the path of the compiled library. Each further line is the stamp and the path of a
-// file that the library was built from; the memo holds if no stamp has changed.
+// Reads a memo. The first line is the path of the compiled library. Each further line has the stamp and the path of a
+// file that the library was built from. The memo is valid if no stamp has changed.
 bool recall(const std::string& memo, std::string* path) {
   std::string text;
   if (!read_file(memo, &text)) return false;
@@ -113,7 +113,7 @@ void remember(const std::string& memo, const std::vector<std::string>& answer) {
   std::string text = answer[0] + "\n";
   for (size_t i = 1; i < answer.size(); ++i)
     text += stamp_of(answer[i]) + " " + answer[i] + "\n";
-  static std::atomic<uint64_t> written{0};  // threads may write the same memo
+  static std::atomic<uint64_t> written{0};  // two threads may write one memo, so each write has a file of its own
   std::string temporary = memo + "." + std::to_string(getpid()) + "." + std::to_string(++written);
   FILE* file = std::fopen(temporary.c_str(), "wb");
   if (file == nullptr) return;

@@ -1,6 +1,6 @@
-// The public interface for the device library and the Python module: compile Metal source, open the result, launch its
-// kernels. It is plain C, so that ctypes can call it, and throws no exceptions. The caller frees each returned text or
-// result with sm_free_*.
+// The interface for the device library and the Python module. Callers compile Metal source, open the compiled library
+// and launch the library's kernels. The interface is plain C, so that ctypes can call it. No function throws. The
+// caller frees each returned text or result with sm_free_*.
 #pragma once
 
 #include <stddef.h>
@@ -34,11 +34,11 @@ typedef struct {
   const sm_constant_value* constants;
   uint32_t constant_count;
   uint32_t checked;            // instruments the code for checked mode
-  uint32_t math;               // SM_MATH_*; a metallib has its own
+  uint32_t math;               // SM_MATH_*; not for a metallib, which was compiled in a mode of its own
   const char* const* defines;  // "NAME" or "NAME=VALUE"
   uint32_t define_count;
   const char* kernel;         // host name of the kernel to compile; "": only names and arguments; NULL: all kernels
-  uint32_t language_version;  // as __METAL_VERSION__ has it: 310 is MSL 3.1, which is also what 0 means
+  uint32_t language_version;  // the number in __METAL_VERSION__: 310 is MSL 3.1, and 0 stands for 310
 } sm_compile_request;
 
 // Returns 0 and the path of the shared object, or 1 and the compiler's messages. A repeated request starts no process.
@@ -46,18 +46,19 @@ typedef struct {
 int sm_compile(const sm_compile_request* request, char** path_or_error);
 void sm_free_text(char* text);
 
-// Stores data in the cache, in a file named by its content and suffix. Returns 0 and the path, or 1 and an error.
+// Stores data in the cache, in a file named by a hash of the data and the suffix. Returns 0 and the path, or 1 and an
+// error.
 int sm_keep(const void* data, size_t length, const char* suffix, char** path_or_error);
 
 // ---- libraries -----------------------------------------------------------------------------------------------------
 
 typedef struct sm_library sm_library;
 
-// Returns NULL and a message on failure. Opening the same path twice returns the same library.
+// Returns NULL and a message on failure. A second call with the same path returns the library of the first call.
 const sm_library* sm_library_open(const char* path, char** error);
 uint32_t sm_library_is_checked(const sm_library* library);
 uint32_t sm_library_kernel_count(const sm_library* library);
-const sm_kernel* sm_library_kernel(const sm_library* library, uint32_t i);  // with its static_threadgroup_bytes
+const sm_kernel* sm_library_kernel(const sm_library* library, uint32_t i);  // static_threadgroup_bytes is filled in
 const sm_kernel* sm_library_find(const sm_library* library, const char* host_name);
 uint32_t sm_library_constant_count(const sm_library* library);
 const sm_function_constant* sm_library_constant(const sm_library* library, uint32_t i);
@@ -93,7 +94,7 @@ typedef enum {
   SM_FAULT_UNINITIALISED,
   SM_FAULT_RACE,            // between threads of one threadgroup
   SM_FAULT_RACE_GROUPS,     // between threadgroups
-  SM_FAULT_WRONG_FLAG,      // race: the barrier between the accesses lacks the flag of this memory
+  SM_FAULT_WRONG_FLAG,      // race: the barrier between the accesses lacks the mem_flags of the accessed memory
   SM_FAULT_WEAK_BARRIER,    // race between simdgroups: only a simdgroup_barrier separates the accesses
   SM_FAULT_BARRIER,         // some threads do not reach a barrier
   SM_FAULT_SIMD,            // some lanes do not reach a simdgroup operation
@@ -103,7 +104,7 @@ typedef enum {
   SM_FAULT_RESOURCE,        // the launch is wrong: its threadgroup memory or arguments
   SM_FAULT_SIGNAL,          // the processor stopped the kernel
   SM_FAULT_ENDLESS,         // the dispatch took longer than the watchdog allows
-  // From here on: warnings. Metal allows it, or does not say what happens, and it is mostly a mistake.
+  // Warnings from here on. Metal allows the operation or leaves its result open, but mostly it is a mistake.
   SM_WARNING_DIVISION,  // an integer division by zero
   SM_WARNING_SHIFT      // a shift by the width or more
 } sm_fault_kind;
@@ -145,12 +146,13 @@ typedef struct {
   sm_counters counters;
 } sm_result;
 
-// Runs the whole dispatch, in checked mode if the library was compiled for it. Thread-safe: launches run one at a time.
+// Runs the whole dispatch, in checked mode if the library was compiled for checked mode. Several threads may call this:
+// launches run one at a time.
 sm_result* sm_launch(const sm_dispatch* dispatch);
 void sm_free_result(sm_result* result);
 
-// Writes the sizes of sm_compile_request, sm_buffer, sm_dispatch, sm_fault, sm_counters and sm_result, so that callers
-// with their own declarations can compare.
+// Writes the sizes of sm_compile_request, sm_buffer, sm_dispatch, sm_fault, sm_counters and sm_result. A caller that
+// declares these structures itself compares the sizes.
 void sm_struct_sizes(uint32_t sizes[6]);
 
 #ifdef __cplusplus

@@ -11,7 +11,7 @@ static_assert(sizeof(void*) == 8, "the executor's switch is written for x86-64")
 // Saves the callee-saved registers and the stack pointer to *save and continues at `to`.
 extern "C" void sm_switch(void** save, void* to);
 
-// Stacks for the fibres of one machine. They can be taken and returned in any order.
+// Stacks for the fibres of one machine. Stacks can be taken and returned in any order.
 class FibrePool {
  public:
   // A fibre that has not started calls main(argument), which never returns.
@@ -22,13 +22,13 @@ class FibrePool {
 
   // Returns the stack pointer of an idle or new fibre, to switch to.
   void* take();
-  // Returns a finished fibre to the pool. The switch that leaves it saves *context.
+  // Returns a finished fibre to the pool. The switch away from the fibre saves the fibre's state in *context.
   void put_back(void** context) { idle_.push_back(context); }
   // Resets all fibres: each starts again from main.
   void restart();
   // Returns the top of the stack that contains an address, or null.
   char* top_of(const void* address) const;
-  // Returns true if the address is in the guard page of a stack, which has then overflowed.
+  // Returns true if the address is in a stack's guard page. An access there means that the stack has overflowed.
   bool is_guard(const void* address) const;
   bool contains(const void* address) const { return address >= stacks_ && address < stacks_ + capacity_ * kStackBytes; }
 

@@ -156,7 +156,8 @@ void run_checked(Launch& launch) {
     launch.order[i] = launch.order[j];
     launch.order[j] = i;
   }
-  // Metal promises neither that two threadgroups run at the same time, nor that the lanes of a simdgroup take turns.
+  // Metal does not promise that two threadgroups run at once, nor that the lanes of a simdgroup take turns. So the seed
+  // chooses both, and a kernel that relies on either fails for some seeds.
   const uint32_t concurrent = 1 + random.below(kMaxConcurrentGroups);
   launch.preempts = random.below(4) != 0;
   machine.prepare(kMaxConcurrentGroups);

@@ -38,7 +38,8 @@ int find_range(dl_phdr_info* info, size_t, void* data) {
   return 1;
 }
 
-// A declaration belongs to the kernel whose entry is closest before it, because all code is inlined into the entries.
+// Finds the kernel of each declaration. All code is inlined into the kernels' entries, so the declaration belongs to
+// the last entry at or below the address of its code.
 void place_sites(sm_library& library) {
   library.sites.resize(library.kernels.size());
   for (const sm_threadgroup_site* site = library.table->sites_begin; site != library.table->sites_end; ++site) {

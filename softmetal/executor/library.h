@@ -1,4 +1,4 @@
-// A loaded Metal library, and the source lines of its code.
+// A loaded Metal library, and the source lines of the library's code.
 #pragma once
 
 #include <map>
@@ -10,7 +10,7 @@
 struct sm_library {
   std::string path;
   const sm_library_table* table;
-  std::vector<sm_kernel> kernels;                       // with their static threadgroup memory
+  std::vector<sm_kernel> kernels;                       // static_threadgroup_bytes is filled in
   std::vector<std::vector<sm_threadgroup_site>> sites;  // of each kernel
   const char* base;                                     // the load address
   const char* low;                                      // the mapped range

@@ -13,7 +13,7 @@ __thread const sm_thread* sm_self __attribute__((tls_model("initial-exec"))) = n
 namespace softmetal {
 namespace {
 
-constexpr unsigned kFlushSubnormals = 0x8040;  // FTZ and DAZ, for fp32 as on the GPU; they do not affect half
+constexpr unsigned kFlushSubnormals = 0x8040;  // FTZ and DAZ flush fp32 subnormals as the GPU does, and not half
 constexpr int kUnwritten = 0xFF;               // NaN in every floating type
 
 }  // namespace
@@ -273,8 +273,9 @@ void Machine::wake_matrix_lanes(Simdgroup& simdgroup) {
   release(simdgroup, lanes);
 }
 
-// Called when no lane of the simdgroup can run: releases lanes that have met. If lanes wait at several calls, the call
-// that comes first in the code goes first. The other lanes then join later, as after a branch on the GPU.
+// Called when no lane of the simdgroup can run. Releases lanes that have met at a call. If lanes wait at different
+// calls, the lanes at the call with the lowest address go first. The other lanes join later, as after a branch on the
+// GPU.
 bool Machine::release_simdgroup(Simdgroup& simdgroup) {
   const void* first = nullptr;
   uint32_t at_first = 0;
@@ -332,7 +333,7 @@ void Machine::release_exchange(Simdgroup& simdgroup, uint32_t lanes) {
   release(simdgroup, lanes);
 }
 
-// Called when all remaining threads wait. If all wait at the same threadgroup barrier, opens it and returns true.
+// Called when all remaining threads wait. If all threads wait at one threadgroup barrier, opens it and returns true.
 bool Machine::release_barrier(Group& group) {
   if (group.alive != group.thread_count) return false;
   const Lane& first = group.lanes[0];

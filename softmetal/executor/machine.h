@@ -1,4 +1,4 @@
-// Runs the GPU threads of one or more threadgroups as fibres on one OS thread, with their simdgroups and barriers.
+// Runs the GPU threads of one or more threadgroups as fibres on one OS thread, with simdgroups and barriers.
 #pragma once
 
 #include <atomic>
@@ -39,10 +39,10 @@ struct Lane {
   sm_thread self;  // must be first, because sm_self points to it
   Simdgroup* simdgroup;
   void* context;              // where to continue; null: not started
-  const void* site;           // return address of the call in which it waits
-  const void* latest;         // of its latest call into the executor
-  uint64_t pending_matrices;  // Bloom filter of the destinations of deferred products
-  uint64_t products;          // products deposited so far
+  const void* site;           // return address of the call in which the lane waits
+  const void* latest;         // return address of the lane's latest call into the executor
+  uint64_t pending_matrices;  // Bloom filter of the matrices that deferred products will write
+  uint64_t products;          // number of products that the lane has deposited
   uint32_t matrix_accesses;   // matrix loads and stores, counted in checked mode
   State state;
   uint32_t deposit_bytes;
@@ -94,7 +94,7 @@ struct Launch {
   Checker* checker;                               // null in fast mode
   std::vector<uint32_t> order;                    // order of threadgroups; empty: ascending
   std::atomic<uint64_t> next_group{0};
-  bool preempts = true;  // threads change between their accesses too
+  bool preempts = true;  // the machine may switch to another thread before each access
   std::atomic<bool> stopped{false};
   double watchdog = 0;               // seconds; 0: none
   std::atomic<bool> expired{false};  // the watchdog's time is over
@@ -114,7 +114,7 @@ class Machine {
 
   static Lane& current() { return *reinterpret_cast<Lane*>(const_cast<sm_thread*>(sm_self)); }
 
-  // These are called on a fibre, by the GPU thread that runs there.
+  // A GPU thread calls the next four functions, on its own fibre.
   void wait(Lane& lane, State state, const void* site);
   void preempt(Lane& lane, const void* code);
   [[noreturn]] void give_up();  // returns to run() because the launch was stopped

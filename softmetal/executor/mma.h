@@ -19,18 +19,19 @@ struct MatrixOperand {
   uint32_t type;         // 0 half, 1 bfloat, 2 float
 };
 
-// Products are numbered from 0 for the life of the simdgroup. The value of a destination with pending products is kept
-// in `results`. It is written to the lanes' memory when all products deposited so far have been computed.
+// The deferred matrix products of a simdgroup, numbered from 0. While a matrix has pending products, results_ holds its
+// value. The values go to the lanes' memory when all products deposited so far have been computed.
 class MatrixQueue {
  public:
   static constexpr uint32_t kCapacity = 64;
 
   void reset() { first_ = complete_ = deposited_ = result_count_ = 0; }
 
-  // Returns true if the lane may deposit another product now. If not, it must wait until done() reaches its count.
+  // Returns true if the lane may deposit another product now. Otherwise the lane must wait until done() reaches the
+  // number of products that the lane has deposited.
   bool has_room(const Lane& lane) const;
-  // Stores a lane's operands. The product is complete when all 32 lanes have done so. Returns the first lane's call
-  // site.
+  // Stores a lane's operands. The product is complete when all 32 lanes have stored operands. Returns the call site of
+  // the lane that came first.
   const void* deposit(Lane& lane, const void* site, void* d, uint32_t d_type, MatrixOperand a, MatrixOperand b,
                       MatrixOperand c);
   // Returns true if d is the destination of a product that has not been computed.

@@ -103,7 +103,7 @@ float sm_perturb(float x, float ulps) {
   uint32_t bits;
   std::memcpy(&bits, &x, 4);
   uint32_t magnitude = bits & 0x7FFFFFFF;
-  // Zero, subnormals, infinities, NaN and results close to them are not perturbed.
+  // Zero, subnormals, infinities and NaN are not perturbed, and neither are results close to zero or infinity.
   if (seed == 0 || ulps < 1.0f || magnitude < 0x00800100 || magnitude > 0x7F7FFF00) return x;
   auto reach = static_cast<int32_t>(ulps);
   uint64_t hash = softmetal::mix(seed ^ (static_cast<uint64_t>(bits) << 8) ^ static_cast<uint64_t>(reach));

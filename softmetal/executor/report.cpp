@@ -103,7 +103,7 @@ void report_missed_matrix_accesses(Simdgroup& simdgroup) {
 }
 
 void report_stuck(Launch& launch, Group& group) {
-  // The report names a thread in the innermost wait, which is a simd operation if there is one.
+  // The innermost waits are those at simd operations. If a thread waits at one, the report names that thread.
   const Lane* lane = nullptr;
   for (uint32_t i = 0; i < group.thread_count; ++i) {
     const Lane& candidate = group.lanes[i];

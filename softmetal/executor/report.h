@@ -1,4 +1,4 @@
-// Collects faults, once for each source line and kind, and writes their messages.
+// Collects faults, one for each source line and kind of fault, and writes the messages.
 #pragma once
 
 #include <string>
@@ -26,10 +26,11 @@ void report_launch(Launch& launch, const std::string& text);
 // Records that the watchdog's time is over while `lane` runs, and stops the launch.
 void report_expired(Launch& launch, Lane& lane, const void* code);
 
-// Called when all lanes have returned: reports matrix loads and stores that some of them did not reach.
+// Called when all lanes have returned. Reports matrix loads and stores that some lanes did not reach.
 void report_missed_matrix_accesses(Simdgroup& simdgroup);
 
-// Called when no thread of the group can continue: reports which threads did not reach which barrier or simd operation.
+// Called when no thread of the group can continue. Reports the barrier or simd operation that some threads did not
+// reach.
 void report_stuck(Launch& launch, Group& group);
 
 }  // namespace softmetal

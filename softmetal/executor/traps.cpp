@@ -29,8 +29,8 @@ struct Trap {
   int signal;
   const void* code;  // the instruction
   const void* address;
-  bool overflow;       // of the fibre's stack
-  const void* caller;  // if the code is a stub that jumps to another library: who called it
+  bool overflow;       // true if the fibre's stack overflowed
+  const void* caller;  // if `code` is a stub that jumps to another library: the address that called the stub
 };
 thread_local Machine* machine_here = nullptr;
 thread_local Trap trap;

@@ -1,4 +1,4 @@
-// Signals inside a kernel: accesses that the processor refuses, and the watchdog. They become reports.
+// Turns signals inside a kernel into reports: accesses that the processor refuses, and the watchdog's signal.
 #pragma once
 
 #include <csignal>
@@ -20,8 +20,8 @@ class SignalStack {
   std::unique_ptr<char[]> bytes_;
 };
 
-// While it lives, a signal on a fibre of this machine ends the launch with a report. Other signals go to the handlers
-// that were there before.
+// While an object of this class lives, a signal on a fibre of this machine ends the launch with a report. Any other
+// signal goes to the handler that was installed before.
 class TrapScope {
  public:
   TrapScope(Machine& machine, const SignalStack& stack);

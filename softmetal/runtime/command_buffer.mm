@@ -1,4 +1,4 @@
-// Command queues and buffers. They record work, and run it when the host waits for it.
+// Command queues and buffers. A command buffer records work, and runs the work when the host waits for it.
 #include <Block.h>
 
 #include <cstring>
@@ -68,7 +68,7 @@ void Command::run() {
   }
   Device::get().add_record({dispatch.kernel->name, dispatch.seed, result});
   if (checked) return;
-  // Fast mode does not observe stores, so it counts all memory that the kernel can write as written.
+  // Fast mode does not observe stores. So all memory that the kernel can write counts as written.
   for (uint32_t i = 0; i < dispatch.kernel->argument_count; ++i) {
     const sm_argument& argument = dispatch.kernel->arguments[i];
     if (argument.kind != SM_ARGUMENT_BUFFER || argument.is_const) continue;

@@ -18,7 +18,7 @@ constexpr size_t kQuarantineObjects = 4096;
 
 std::atomic<size_t> live_bytes{0};
 
-// Keeps freed memory poisoned for a while before its addresses are used again.
+// Keeps freed memory poisoned for a while before the memory is used again.
 class Quarantine {
  public:
   void add(uint8_t* bytes, size_t length) {
@@ -169,7 +169,8 @@ void Device::clear() {
 }
 @end
 
-// There is no [super dealloc], because a freed buffer keeps its object for a while, under another class.
+// There is no [super dealloc], because the object of a freed buffer stays for a while. Its class becomes
+// SoftMetalFreedObject, which reports any use.
 #pragma clang diagnostic push
 #pragma clang diagnostic ignored "-Wobjc-missing-super-calls"
 @implementation SoftMetalBuffer
@@ -195,7 +196,7 @@ void Device::clear() {
   return reinterpret_cast<uint64_t>(memory->bytes());
 }
 - (void*)contents {
-  if (storage == MTLStorageModePrivate) return nullptr;  // only the GPU can reach it
+  if (storage == MTLStorageModePrivate) return nullptr;  // only the GPU can reach private memory
   memory->mark_all_written();                            // the host's writes through the pointer cannot be observed
   return memory->bytes();
 }

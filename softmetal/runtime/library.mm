@@ -137,7 +137,7 @@ const char* type_name(MTLDataType type) {
   return "";
 }
 
-// The other ways to write a scalar type.
+// Returns the short name of a scalar type, because MSL has several names for most scalar types.
 std::string short_type(std::string type) {
   static const std::map<std::string, std::string> names = {
       {"unsigned", "uint"},       {"unsigned int", "uint"}, {"uint32_t", "uint"}, {"int32_t", "int"},
@@ -176,7 +176,7 @@ void set_error(NSError** error, MTLLibraryError code, const std::string& message
   *error = [NSError errorWithDomain:MTLLibraryErrorDomain code:static_cast<NSInteger>(code) userInfo:info];
 }
 
-// Asks the hook about a compile. Returns false, with the hook's error, if it is to fail.
+// Asks the hook of a test about a compile. Returns false and the hook's error if the compile shall fail.
 bool may_compile(bool is_pipeline, const std::string& text, NSError** error) {
   const auto hook = Device::get().compile_hook.load();
   if (hook == nullptr) return true;

@@ -47,10 +47,10 @@ size_t allocated_bytes();
 
 struct Binding {
   enum class Kind { none, absent, buffer, bytes } kind = Kind::none;
-  id<MTLBuffer> buffer = nil;  // the command retains it, the table does not
+  id<MTLBuffer> buffer = nil;  // not retained here: each command retains the buffers that it uses
   NSUInteger offset = 0;
   std::vector<uint8_t> bytes;
-  uint64_t era = 0;  // the era in which it was bound; see ComputeEncoder
+  uint64_t era = 0;  // the era in which the binding was made; see ComputeEncoder
 };
 
 // Metal source or a metallib, with macros and function constants.
@@ -66,14 +66,14 @@ struct Program {
   std::vector<std::string> defines;  // NAME=VALUE
   std::vector<Constant> constants;
   uint32_t math = SM_MATH_FAST;   // Metal's default
-  uint32_t language_version = 0;  // as __METAL_VERSION__ has it, 0: the default
+  uint32_t language_version = 0;  // the number in __METAL_VERSION__; 0: the default
 
   // Compiles and opens the library. Throws std::runtime_error with the compiler's messages. If the source has function
   // constants, only `kernel` is compiled. "" compiles no kernel, and the library has only names and arguments.
   const sm_library* open(bool checked, const char* kernel) const;
 };
 
-// A specialised kernel. It is compiled for fast or checked mode on first use.
+// A specialised kernel. The first use in each mode, fast or checked, compiles the kernel for that mode.
 class Kernel {
  public:
   Kernel(Program program, std::string name) : program_(std::move(program)), name_(std::move(name)) {}
@@ -89,7 +89,7 @@ class Kernel {
   std::mutex mutex_;
 };
 
-// One encoded command. It holds references to all objects that it uses, as a Mac's command buffer does.
+// One encoded command. The command retains all objects that it uses, as a Mac's command buffer does.
 struct Command {
   enum class Kind { dispatch, copy, fill } kind;
   sm_dispatch dispatch{};
@@ -119,7 +119,7 @@ class Device {
   static Device& get();
 
   std::atomic<bool> checked;
-  // Tests see every compile and may fail it: softmetal_compile_hook.
+  // A test's hook sees every compile and can make it fail: softmetal_compile_hook.
   std::atomic<void (*)(int, const char*, char*, size_t)> compile_hook = nullptr;
   std::atomic<uint32_t> thread_limit = SM_MAX_THREADS;  // threads per threadgroup of every pipeline; tests lower it
   void set_seed(uint64_t seed);
@@ -143,7 +143,7 @@ class Device {
 
 // Returns true while a block of dispatch_sync runs on this thread.
 bool on_queue();
-// Returns the number of the current or latest block, which separates the bindings of this operator from earlier ones.
+// Returns the number of the current or latest block. Bindings from an earlier block belong to another operator.
 uint64_t queue_block();
 // Returns the label of the operator that is encoding, from MPSProfiler.
 std::string& operator_label();
@@ -181,12 +181,12 @@ std::string& operator_label();
   SoftMetalQueue* queue;
   std::vector<std::unique_ptr<softmetal::Command>>* commands;
   std::vector<MTLCommandBufferHandler>* handlers;
-  id openEncoder;                  // not retained: an encoder that is open retains its command buffer
-  std::vector<id>* endedEncoders;  // kept, so that a message to a released encoder is reported
+  id openEncoder;                  // not retained, because the open encoder retains this command buffer
+  std::vector<id>* endedEncoders;  // retained, so that a message to an encoder that the host released is reported
   MTLCommandBufferStatus state;
   NSError* failure;
   NSString* bufferLabel;
-  BOOL needsQueue;  // it belongs to PyTorch's stream, so encoding must be on the stream's serial queue
+  BOOL needsQueue;  // this buffer belongs to PyTorch's stream: encode only on the stream's serial queue
   double start, end;
 }
 - (void)run;

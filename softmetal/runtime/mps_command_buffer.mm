@@ -1,4 +1,4 @@
-// MPSCommandBuffer: the command buffer of PyTorch's stream. After commitAndContinue it wraps a new command buffer.
+// MPSCommandBuffer: the command buffer of PyTorch's stream. commitAndContinue replaces the wrapped command buffer.
 #include <MetalPerformanceShaders/MetalPerformanceShaders.h>
 
 #include "metal.h"

@@ -13,12 +13,12 @@ namespace softmetal {
 id create_instance(Class cls);
 void free_instance(id object);
 
-// An error for which Metal's API validation aborts the process on a Mac. Python sees it as RuntimeError.
+// A mistake for which Metal's API validation aborts the process on a Mac. Python sees this exception as RuntimeError.
 struct Violation : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// Throws a Violation. `rule` names Metal's rule; the other arguments form the message.
+// Throws a Violation. `rule` names Metal's rule, and `parts` form the message.
 template <typename... Parts>
 [[noreturn]] void violation(const char* rule, const Parts&... parts) {
   std::ostringstream text;

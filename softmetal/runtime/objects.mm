@@ -13,7 +13,7 @@
 extern "C" _Unwind_Reason_Code __gxx_personality_v0(int, _Unwind_Action, _Unwind_Exception_Class, _Unwind_Exception*,
                                                     _Unwind_Context*);
 // C++ exceptions can pass through Objective-C++ frames of host code only with the C++ personality function. This
-// definition overrides that of libobjc, because this library is loaded globally before it.
+// definition overrides the one in libobjc, because this library is loaded globally, before libobjc.
 extern "C" __attribute__((visibility("default"))) _Unwind_Reason_Code
 __gnu_objc_personality_v0(int version, _Unwind_Action actions, _Unwind_Exception_Class kind,
                           _Unwind_Exception* exception, _Unwind_Context* context) {
@@ -124,7 +124,7 @@ void free_instance(id object) {
   return self;
 }
 - (void)drain {
-  // An exception skips the drain of inner pools, so the outer pool drains them too.
+  // An exception skips the drain of inner pools, so the outer pool drains the inner pools too.
   while (pools.stack.size() >= reinterpret_cast<size_t>(_state)) {
     const std::vector<id> objects = std::move(pools.stack.back());
     pools.stack.back().clear();

@@ -19,16 +19,17 @@ softmetal_set_thread_limit(uint32_t limit);  // threads per threadgroup; returns
 // The stream that this thread encodes to: 0 is the default one, 1 to 32 are PyTorch's pool. Setting returns an error.
 SOFTMETAL_EXPORT int64_t softmetal_stream(void);
 SOFTMETAL_EXPORT char* softmetal_set_stream(int64_t number);
-// Fills the fields of softmetal::StreamCounts in their order.
+// Writes the fields of softmetal::StreamCounts, in the order of their declaration.
 SOFTMETAL_EXPORT void softmetal_stream_counts(uint64_t* counts);
-SOFTMETAL_EXPORT char* softmetal_faults(void);  // one a line
+SOFTMETAL_EXPORT char* softmetal_faults(void);  // one fault per line
 SOFTMETAL_EXPORT void softmetal_clear(void);    // faults and records
-// Called before each compile, on its thread: of a library, with its text, and of a pipeline, with its function's name.
-// If it writes a message of less than `capacity` bytes to `error`, the compile fails with that.
+// Called before each compile, on the thread that compiles. `text` is the library's source, or the name of the
+// pipeline's function. If the hook writes a message of less than `capacity` bytes to `error`, the compile fails with
+// that message.
 typedef void (*softmetal_compile_hook)(int is_pipeline, const char* text, char* error, size_t capacity);
 SOFTMETAL_EXPORT void softmetal_set_compile_hook(softmetal_compile_hook hook);  // null: none
 SOFTMETAL_EXPORT size_t softmetal_record_count(void);
-// Returns the i-th of the latest dispatches. It is valid until the next dispatch.
+// Returns the i-th of the latest dispatches. The result is valid until the next dispatch.
 SOFTMETAL_EXPORT const sm_result* softmetal_record(size_t i, const char** kernel, uint64_t* seed);
 
 // torch.mps.compile_shader and torch.mps.load_metallib. Objects are released with softmetal_release.

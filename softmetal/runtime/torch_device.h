@@ -15,12 +15,12 @@ namespace softmetal {
 
 inline constexpr unsigned kCoreCount = 8;  // GPU cores of an M1
 
-// Locks all queues. While a block of a queue runs, its thread already holds the lock, which is recursive.
+// Locks all queues. The lock is recursive, because a thread that runs a block of a queue already holds the lock.
 std::unique_lock<std::recursive_mutex> lock_queues();
 // Returns true while a block of that queue runs on this thread.
 bool on_queue(dispatch_queue_t queue);
-// Commits and runs all work of all streams, and raises the faults that checked mode found. PyTorch's own operators wait
-// for the queue when they do this, so a call inside a block is a violation.
+// Commits and runs all work of all streams, and raises the faults that checked mode found. On a Mac, PyTorch's
+// operators wait for the queue at this point, so a call inside a block is a violation.
 void synchronize();
 
 // The stream of PyTorch's pool that this thread encodes to, 1 to 32; 0 is the default stream.
@@ -51,7 +51,7 @@ ProfiledKernel& profiled_kernel();
 void raise_new_faults();
 
 c10::Allocator& allocator();
-// Returns the object behind an mps tensor's storage; nil if it is empty.
+// Returns the buffer behind an mps tensor's storage, or nil if the storage is empty.
 SoftMetalBuffer* buffer_of(const at::Tensor& tensor);
 
 }  // namespace softmetal

@@ -1,4 +1,4 @@
-// The mps random generator. It uses the CPU's engine.
+// The mps random generator, which uses the CPU generator's engine.
 #pragma once
 
 #include <ATen/CPUGeneratorImpl.h>

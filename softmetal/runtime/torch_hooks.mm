@@ -81,7 +81,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   static uint32_t number_of(void* event) { return static_cast<uint32_t>(reinterpret_cast<std::uintptr_t>(event)); }
 };
 
-// An event, which completes when the work recorded before it has run.
+// An event. It completes when all work recorded before the event has run.
 struct Event {
   bool recorded = false, done = false;
   double time = 0;  // seconds
@@ -183,7 +183,7 @@ struct MPSHooks final : at::MPSHooksInterface {
   bool queryEvent(uint32_t number) const override {
     const std::shared_ptr<Event> event = events().get(number);
     const bool done = event->done || !event->recorded;
-    if (!done) synchronize();  // no work runs in the background here, so a query must run it
+    if (!done) synchronize();  // nothing runs in the background here, so the query must run the work
     return done;
   }
   double elapsedTimeOfEvents(uint32_t first, uint32_t last) const override {

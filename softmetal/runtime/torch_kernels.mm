@@ -1,4 +1,4 @@
-// The few operators that need the device. All others run on the CPU through one boxed fallback.
+// The few operators that need the device. Every other operator runs on the CPU through one boxed fallback.
 #include <ATen/EmptyTensor.h>
 #include <ATen/Functions.h>
 #include <ATen/native/CPUFallback.h>
@@ -51,7 +51,7 @@ Tensor empty_strided(IntArrayRef size, IntArrayRef stride, optional<at::ScalarTy
   return at::detail::empty_strided_generic(size, stride, &allocator(), kKeys, dtype);
 }
 
-// Returns a CPU tensor over the same bytes. The stream must be idle while it is used.
+// Returns a CPU tensor over the bytes of `tensor`. The stream must be idle while the CPU tensor is used.
 Tensor host_view(const Tensor& tensor) {
   if (!tensor.is_mps()) return tensor;
   Tensor view;
@@ -77,7 +77,8 @@ void mark_written(const Tensor& tensor) {
     memory.mark_written(start, static_cast<size_t>(tensor.numel()) * item);
     return;
   }
-  // The record of written bytes, as a tensor of the same shape whose elements are groups of bytes.
+  // The memory has one flag for each byte that was written. The flags of this tensor's bytes form a tensor of the same
+  // shape and one more axis, the bytes of an element.
   const auto bytes = static_cast<int64_t>(item);
   std::vector<int64_t> sizes(tensor.sizes().vec()), strides;
   for (const int64_t stride : tensor.strides())
@@ -115,7 +116,8 @@ at::Scalar local_scalar_dense(const Tensor& self) {
 
 const Tensor& resize_(const Tensor& self, IntArrayRef size, optional<at::MemoryFormat> format) {
   at::TensorImpl* impl = self.unsafeGetTensorImpl();
-  if (self.sizes() != size) impl->set_sizes_contiguous(size);  // a view keeps its strides, as with torch's own resize_
+  // If the size is unchanged, a view keeps its strides, as with torch's own resize_.
+  if (self.sizes() != size) impl->set_sizes_contiguous(size);
   if (format.has_value() && *format != at::MemoryFormat::Preserve) impl->empty_tensor_restride(*format);
   const c10::Storage& storage = impl->unsafe_storage();
   const size_t needed =
@@ -209,8 +211,8 @@ bool takes_generator(const c10::Type& type) {
   return type.kind() == c10::TypeKind::GeneratorType;
 }
 
-// CPU operators need a CPU generator. They get a copy of the mps generator, the default one if none was passed, and its
-// state is copied back afterwards.
+// A CPU operator needs a CPU generator. It gets a copy of the mps generator that was passed, or else of the default
+// one. Afterwards the copy's state goes back to the mps generator.
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   synchronize();
   const auto& arguments = op.schema().arguments();

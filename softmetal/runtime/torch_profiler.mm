@@ -73,7 +73,7 @@ void MPSProfiler::endProfileKernel(const void* handle, SyncType syncType) {
   softmetal::profiled_kernel() = {};
   if (!isOperationProfilingEnabled()) return;
   add_handler("endProfileKernel");
-  // The completed handler is followed by synchronize(), which ends and releases the encoder whatever its type.
+  // After adding the completed handler, PyTorch calls synchronize(), which ends the encoder for every SyncType.
   const bool waits = (m_profile_options & ProfileOptions::WAIT_UNTIL_COMPLETED) != 0;
   getCurrentMPSStream()->synchronize(waits ? SyncType::COMMIT_AND_WAIT : syncType);
 }

@@ -1,5 +1,5 @@
-// PyTorch's Metal streams. They implement the installed ATen/mps headers, so that layout and mangled names agree, and
-// do what build_support/pytorch_calls.json says that PyTorch's functions for the Mac do.
+// PyTorch's Metal streams. This file implements the installed ATen/mps headers, so that layouts and mangled names
+// agree. The functions make the calls that build_support/pytorch_calls.json records of PyTorch's functions for the Mac.
 #include <ATen/mps/MPSDevice.h>
 #include <ATen/mps/MPSStream.h>
 #include <c10/metal/error.h>
@@ -21,7 +21,7 @@ namespace {
 
 struct Streams {
   std::mutex mutex;
-  std::map<int64_t, at::mps::MPSStream*> pool;  // by number; 0 is not among them
+  std::map<int64_t, at::mps::MPSStream*> pool;  // by number; number 0, the default stream, is not in the pool
 };
 Streams& streams() {
   static auto* instance = new Streams();
@@ -37,7 +37,7 @@ SoftMetalCommandBuffer* root_of(MPSCommandBuffer* buffer) {
   return static_cast<SoftMetalCommandBuffer*>([buffer rootCommandBuffer]);
 }
 
-// Before PyTorch commits its command buffer.
+// Called before PyTorch's stream commits its command buffer.
 void count_commit(MPSCommandBuffer* buffer) {
   SoftMetalCommandBuffer* root = root_of(buffer);
   root->needsQueue = NO;  // the stream itself may commit in a block and outside
@@ -166,8 +166,8 @@ void MPSStream::flush() {
   commit();
 }
 
-// Every type, including NONE, first ends and releases the encoder. It is called on and off the queue: PyTorch's copy()
-// calls it in its block, torch.mps.synchronize() does not.
+// For every type, NONE included, synchronize() first ends and releases the encoder. The call may come from a block of
+// the queue, as in PyTorch's copy(), or from outside, as in torch.mps.synchronize().
 void MPSStream::synchronize(SyncType syncType) {
   const auto lock = softmetal::lock_queues();
   endKernelCoalescing();

@@ -13,8 +13,8 @@
 namespace softmetal {
 namespace {
 
-// The checker reserves address space once: 2^38 bytes for each buffer and 2^33 for each threadgroup array. Bound memory
-// is in the middle of its range, so that addresses out of bounds still fall into the same range.
+// The checker reserves address space once: a range of 2^38 bytes for each buffer and of 2^33 bytes for each threadgroup
+// array. Memory is in the middle of its range, so that an address out of bounds still falls into that range.
 constexpr uint32_t kDeviceShift = 38, kThreadgroupShift = 33;
 constexpr uint32_t kVariables = 64;  // declarations in one source file
 constexpr uint32_t kArraysPerGroup = SM_BUFFER_SLOTS + kVariables;
@@ -137,7 +137,7 @@ void Checker::bind_buffers() {
     }
     uint32_t place = bound[i].slot;
     uint64_t bytes = static_cast<uint64_t>(high - bound[i].low);
-    // The copy keeps the low bits of the address, and with them the alignment.
+    // The low bits of the copy's address equal those of the original, so the copy has the original's alignment.
     char* start = reinterpret_cast<char*>(middle(device_base, kDeviceShift, place)) +
                   (reinterpret_cast<uintptr_t>(bound[i].low) & (kPage - 1));
     set_usable(start, bytes, true);

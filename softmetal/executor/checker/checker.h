@@ -1,4 +1,4 @@
-// Checked mode: examines every load and store of a kernel before it happens. instrument.cpp calls it.
+// Checked mode: examines each load and store of a kernel before the access happens. instrument.cpp calls the checker.
 #pragma once
 
 #include <cstdint>
@@ -10,8 +10,8 @@
 
 namespace softmetal {
 
-// Copies each buffer, and each array of threadgroup memory, to an address range far from all others. An address then
-// identifies its buffer, even if it is far out of bounds.
+// Gives each buffer, and each array of threadgroup memory, an address range far from every other range. So even an
+// address that is far out of bounds identifies the buffer or array that it was meant for.
 class Checker {
  public:
   Checker(Launch& launch, Machine& machine, uint32_t concurrent);
@@ -22,7 +22,7 @@ class Checker {
   // Returns the checker of the current launch, or null if there is none.
   static Checker* active();
 
-  // kAtomic is an atomic load or store, kAtomicUpdate a read-modify-write, kCopy a whole struct with its padding.
+  // kAtomic is an atomic load or store. kAtomicUpdate is a read-modify-write. kCopy copies a whole struct with padding.
   enum class Kind { kPlain, kAtomic, kAtomicUpdate, kCopy };
 
   void place_threadgroup_memory(Group& group, uint32_t slot);

@@ -1,5 +1,5 @@
-// The functions that code compiled with clang's -fsanitize=thread calls, and those that msl/alignment.py adds. They
-// call the checker. The sanitizer's own runtime is not linked.
+// Functions that compiled kernels call in checked mode. clang's -fsanitize=thread adds some of the calls, and
+// msl/alignment.py adds others. The functions call the checker. They replace the sanitizer's runtime library.
 #include <cstring>
 
 #include "checker/checker.h"

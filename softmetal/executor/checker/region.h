@@ -7,7 +7,7 @@
 
 namespace softmetal {
 
-// The thread that accessed a granule last, and how many barriers its threadgroup and its simdgroup had passed by then.
+// The latest access of a granule: the thread, and how many barriers the thread's threadgroup and simdgroup had passed.
 struct Access {
   uint32_t group = 0;  // linear index + 1; 0: no access yet
   uint32_t thread : 10 = 0;
@@ -19,22 +19,22 @@ struct Access {
 };
 static_assert(sizeof(Access) == 16);
 
-// Enough accesses that do not conflict with each other to find any conflict with a later one: the last access, and the
-// last ones by a different thread, a different simdgroup and a different threadgroup.
+// Earlier accesses that do not conflict with each other. Four are enough to find any conflict with a later access: the
+// last access, and the last accesses by a different thread, a different simdgroup and a different threadgroup.
 struct History {
   Access last[4];
 
   void add(const Access& access);
 };
 
-// The plain accesses of a granule. One write is enough, because an earlier one that conflicts with it was reported.
+// The plain accesses of a granule. One write is enough, because a conflict with an earlier write was already reported.
 struct Cell {
   Access write;
   History reads;
 };
 
-// The atomic accesses of a granule. They are separate from plain ones, because a thread's own atomic must not hide its
-// plain store from the atomics of other threads.
+// The atomic accesses of a granule, apart from the plain accesses. In one history, a thread's atomic access would
+// replace the same thread's plain store, and the conflict of that store with other threads' atomics would not be found.
 struct AtomicCell {
   History writes, reads;
 };
@@ -42,7 +42,7 @@ struct AtomicCell {
 // Flags of a byte: written at any time before, and read or written in this launch.
 enum : uint8_t { kWritten = 1, kReadHere = 2, kWrittenHere = 4 };
 
-// Anonymous memory, which reads as zero until it is written.
+// Anonymous memory from the system. It reads as zero until written.
 class Pages {
  public:
   explicit Pages(uint64_t bytes);
@@ -66,13 +66,13 @@ struct Region {
 
   // Returns the cells of the granules that [offset, offset + bytes) covers. A small access makes the granules smaller.
   Cell* cells(uint64_t offset, uint32_t bytes, uint32_t* count);
-  // Returns the atomic cells of the same granules. Before the first atomic access it makes them if `make`, else it
-  // returns null.
+  // Returns the cells of atomic accesses for the granules from this offset. Before the first atomic access there are no
+  // such cells: the function makes them if `make` is true, and otherwise returns null.
   AtomicCell* atomic_cells(uint64_t offset, bool make);
   void forget();  // marks all bytes as unwritten, for a new threadgroup
   // Sets bits in the flags of a range of bytes. Returns true if all bytes were written before.
   bool mark(uint64_t offset, uint64_t bytes, uint8_t bits);
-  const Binding& binding_at(uint64_t offset) const;  // the last one that begins at or before the offset
+  const Binding& binding_at(uint64_t offset) const;  // the last binding that begins at or before the offset
 
   char* start;
   uint64_t bytes;

@@ -1,5 +1,5 @@
-// The functions that code compiled with clang's undefined-behaviour sanitizers calls: integer divisions by zero, shift
-// counts, indices of arrays. The structures are those that clang emits (compiler-rt, ubsan_value.h, ubsan_handlers.h).
+// Functions that compiled kernels call if clang's undefined-behaviour sanitizers find an integer division by zero, a
+// bad shift count or a bad array index. clang emits these structures (compiler-rt, ubsan_value.h, ubsan_handlers.h).
 #include "report.h"
 
 using softmetal::Fault;
@@ -9,7 +9,7 @@ namespace {
 
 struct Type {
   uint16_t kind;  // 0: integer
-  uint16_t info;  // of an integer: bit 0 is set if it has a sign; the others are log2 of its bits
+  uint16_t info;  // of an integer: bit 0 is set if the type is signed; the bits above hold log2 of the type's width
   char name[1];   // with quotation marks
 };
 struct Location {
@@ -25,7 +25,7 @@ struct IndexData {
   const Type *array, *index;
 };
 
-// A value of at most 64 bits is passed in the word itself.
+// A value of at most 64 bits is passed in `value` and not by address.
 std::string text(uintptr_t value, const Type& type) {
   const uint32_t bits = 1u << (type.info >> 1);
   if ((type.info & 1) == 0 || bits > 64) return std::to_string(value);

@@ -1,4 +1,4 @@
-// Stand-in for the part of Apple's Foundation that Metal host code uses, with the same classes, selectors and types.
+// Stand-in for the part of Apple's Foundation that Metal host code uses. Classes, selectors and types are Apple's.
 #pragma once
 
 #include <dispatch/dispatch.h>

@@ -1,5 +1,5 @@
-// Stand-in for the part of Apple's Metal that compute host code uses, with the same protocols, selectors, types and
-// values. tests/test_api_fidelity.py compares each one with the SDK's metadata.
+// Stand-in for the part of Apple's Metal that compute host code uses. Protocols, selectors, types and values are
+// Apple's: tests/test_api_fidelity.py compares each declaration with the SDK's metadata.
 #pragma once
 
 #include <Foundation/Foundation.h>

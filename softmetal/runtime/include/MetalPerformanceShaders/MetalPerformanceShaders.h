@@ -1,5 +1,5 @@
 // Stand-in header with the one class that ATen/mps/MPSStream.h names. On a Mac, MPSCommandBuffer wraps a command buffer
-// and conforms to its protocol.
+// and conforms to the protocol MTLCommandBuffer.
 #pragma once
 
 #include <Metal/Metal.h>

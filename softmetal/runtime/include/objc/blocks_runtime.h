@@ -1,3 +1,3 @@
-// Stand-in header that declares only functions of Apple's SDK. clang includes it by this name for GNU runtimes.
+// Stand-in header. For GNU runtimes, clang includes a header of this name. It declares only functions of Apple's SDK.
 #pragma once
 #include <Block.h>
