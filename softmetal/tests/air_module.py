@@ -39,7 +39,7 @@ def metallib(modules: Mapping[str, str]) -> bytes:
 
 
 def buffer(position: int, name: str, index: int, *, space: int = 1, access: str = "read_write", gate: str = "") -> str:
-    """Returns the metadata of a float buffer. `gate` is the node of its function constant."""
+    """Returns the metadata of a float buffer. `gate` is the node of the function constant that enables the buffer."""
     gated = f'!"air.function_constant", {gate}, ' if gate else ""
     return (
         f'!{{i32 {position}, {gated}!"air.buffer", !"air.location_index", i32 {index}, i32 1, !"air.{access}", '
@@ -54,7 +54,7 @@ def builtin(position: int, name: str) -> str:
 
 
 def save(folder: Path, modules: Mapping[str, str]) -> Path:
-    """Writes a library to a file."""
+    """Writes a metallib of the modules to a file in `folder`. Returns the file's path."""
     path = folder / "kernels.metallib"
     path.write_bytes(metallib(modules))
     return path

@@ -1,4 +1,4 @@
-"""One row of the fault table: a small kernel with a fault, its report, and the corrected kernel."""
+"""One row of the fault table: a small kernel with a fault, the report of the fault, and the corrected kernel."""
 
 from __future__ import annotations
 

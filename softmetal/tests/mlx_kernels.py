@@ -57,7 +57,7 @@ def from_bfloat(bits: np.ndarray) -> np.ndarray:
 
 
 def assert_within(got: np.ndarray, wanted: np.ndarray, bound: np.ndarray | float) -> None:
-    """Asserts that each element is within its own absolute error bound."""
+    """Asserts that the error of each element is within the bound of that element."""
     error = np.abs(got.astype(np.float64) - wanted)
     worst = np.max(error - bound)
     assert np.isfinite(got.astype(np.float64)).all()

@@ -1,4 +1,4 @@
-"""The fault table, part four: faults as they are made in real kernels."""
+"""The fault table, part four: faults that programmers make in real kernels."""
 
 from __future__ import annotations
 

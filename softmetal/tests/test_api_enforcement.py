@@ -124,7 +124,7 @@ def test_correct_host_code_runs(host: Host, name: str, mode: str) -> None:
         assert host(name) == ""
 
 
-# Metal returns nil for these. The scenario raises the text of the error.
+# For these scenarios, Metal reports no violation and returns nil. The scenario then raises the error's text.
 RETURNED = ("constant of another type", "36 KB declared", "contents of a private buffer")
 
 
@@ -147,7 +147,7 @@ def test_every_scenario_is_used() -> None:
 def test_every_rule_that_the_device_enforces_has_a_scenario() -> None:
     text = "".join(path.read_text() for path in sorted(build.RUNTIME.glob("*.[hm]*")))
     named = re.findall(r"\b(?:violation|require_range)\(\s*([^,]+),", text)
-    passed_on = {"const char* rule", "rule"}  # the definitions, and the one call that passes its argument on
+    passed_on = {"const char* rule", "rule"}  # the functions' own definitions, and a call that passes `rule` on
     assert {name for name in named if not re.fullmatch('"[^"]+"', name)} == passed_on
     rules = {name.strip('"') for name in named if name not in passed_on}
     rules |= set(re.findall(r'Metal API violation \[([^\]"]+)\]', text))
@@ -157,7 +157,7 @@ def test_every_rule_that_the_device_enforces_has_a_scenario() -> None:
 
 
 def test_a_function_constant_without_a_value_is_a_fault(host: Host) -> None:
-    """A Mac refuses the pipeline. Here the kernel that uses the constant is reported when it runs."""
+    """A Mac refuses the pipeline. Here the report comes later, when the kernel runs and uses the constant."""
     assert re.search(r"function constant.*(width|negate)", host("missing function constant"))
 
 

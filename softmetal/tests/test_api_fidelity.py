@@ -11,7 +11,8 @@ import pytest
 from build_support import wheels
 from softmetal import api_check, api_metadata
 
-# PyObjC does not record methods of classes with ordinary types. These are as in Apple's documentation.
+# Methods that the SDK's metadata in PyObjC does not have, because their types are ordinary. Each declaration follows
+# Apple's documentation.
 UNVERIFIED = {
     f"{kind}[{owner} {selector}]"
     for owner, kind, selectors in (

@@ -1,4 +1,4 @@
-"""Each fault of the table is reported with its place. The corrected kernels give no report."""
+"""Checked mode reports each fault of the table with the fault's place. The corrected kernels give no report."""
 
 from __future__ import annotations
 

@@ -177,7 +177,7 @@ def test_unsupported_arguments(library) -> None:
 
 
 def test_errors_that_a_kernel_reports() -> None:
-    """PyTorch's own error buffer, through its own header."""
+    """A kernel writes to PyTorch's error buffer with the macro of PyTorch's header."""
     checking = torch.mps.compile_shader("""
     #include <metal_stdlib>
     #include <c10/metal/error.h>

@@ -1,4 +1,4 @@
-"""A kernel never takes the process with it: signals and endless loops become reports, in both modes."""
+"""A kernel never ends the process: signals and endless loops become reports, in fast and in checked mode."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def test_simd_operations_under_divergence(checked: bool) -> None:
         even = (lane >= 10) & (lane % 2 == 0)
         expected = np.where(lane < 10, part[:10].sum(), np.where(odd, part[odd].max(), part[even].min()))
         np.testing.assert_array_equal(y[32 * s : 32 * s + 32, 0], expected)
-        # In round k the lanes with lane % 4 >= k take part; after the loop all of them.
+        # In round k the lanes with lane % 4 >= k take part. After the loop all lanes take part.
         rounds = np.array([sum(8 * (4 - k) for k in range(m + 1)) for m in range(4)])
         np.testing.assert_array_equal(y[32 * s : 32 * s + 32, 1], rounds[lane % 4] * 1000 + 32)
 
@@ -171,7 +171,7 @@ def test_matrix_looked_at_by_one_lane_between_products(checked: bool) -> None:
     for k in range(70):
         c = c + a @ b
         if k % 9 == 3:
-            c[2, 3] *= 0.5  # lane 5: row (5 >> 1) & 3, pair 1, its second element
+            c[2, 3] *= 0.5  # the second element of lane 5, which holds row (5 >> 1) & 3 = 2, columns 2 and 3
         if k % 16 == 7:
             d = a @ c
         d = b @ b + (d if d is not None else np.nan)

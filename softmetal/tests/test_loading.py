@@ -1,4 +1,4 @@
-"""The requirements, errors and side effects of `import softmetal`, each in its own process."""
+"""The requirements, errors and side effects of `import softmetal`. Each test imports in a new process."""
 
 from __future__ import annotations
 

@@ -31,7 +31,8 @@ def test_half_subnormals_are_flushed_unless_safe(checked: bool) -> None:
     np.testing.assert_array_equal(run(body, "safe", x=x, checked=checked), x * np.float16(1024))
     for math in ("relaxed", "fast"):
         np.testing.assert_array_equal(run(body, math, x=x, checked=checked), flushed * np.float16(1024))
-    # Results, conversions to and from float, and copies, which stay.
+    # In fast mode, y[0] flushes a result, y[1] a conversion to float, y[2] a conversion from float. y[3] is a copy and
+    # keeps its value.
     body = "y[i] = i == 0 ? x[4] * x[2] * 0.5h : i == 1 ? half(float(x[1]) * 1024.0f) : i == 2 ? half(float(x[4]) * 2e-5f) : x[i];"
     safe = [2.0**-15, 2.0**-14, np.float16(2e-5), -(2.0**-20), 1]
     np.testing.assert_array_equal(run(body, "safe", x=x, checked=checked), np.array(safe, np.float16))

@@ -101,7 +101,7 @@ OVERLOADS = {
     ),
 }
 REFUSED = SPACES | OVERLOADS
-# name: (source, the first language version that has it, the message of versions before)
+# name: (source, the first language version that accepts the source, the message of earlier versions)
 VERSIONS = {
     "bfloat": (KERNEL.format("bfloat x = bfloat(a[i]); a[i] = float(x);"), 310, "'bfloat'"),
     "vector of bfloat": (KERNEL.format("bfloat4 x = bfloat4(a[i]); a[i] = float(x.y);"), 310, "'bfloat4'"),

@@ -111,7 +111,7 @@ kernel void k(device const {A}* a [[buffer(0)]], device const {B}* b [[buffer(1)
   simdgroup_multiply(d, x, y); simdgroup_multiply_accumulate(e, x, y, z);
   simdgroup_store(d, out); simdgroup_store(e, out + 64);
 }}"""
-    for scale in (1, 0):  # small integers, for which every type is exact; then fractions
+    for scale in (1, 0):  # first small integers, which every type represents exactly; then fractions
         a, b, c = RNG(3).integers(-4, 5, (3, 8, 8)) if scale else RNG(4).normal(0, 1, (3, 8, 8))
         a, b, c = _stored(A, np.float32(a)), _stored(B, np.float32(b)), _stored(C, np.float32(c))
         out = _stored(D, np.zeros((2, 8, 8), np.float32))

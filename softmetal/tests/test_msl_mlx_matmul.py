@@ -86,7 +86,7 @@ def test_steel_gemm(metal: str, tile: tuple, turned_a: bool, turned_b: bool, sha
 
 
 def _affine(rows: int, columns: int, group: int, metal: str) -> tuple[np.ndarray, ...]:
-    """Returns codes (packed low nibble first along the last axis), scales, biases, and the weight they represent."""
+    """Returns codes (packed along the last axis, low nibble first), scales, biases, and the decoded weight."""
     codes = RNG(5).integers(0, 16, (rows, columns))
     scales = _store(RNG(6).uniform(0.01, 0.1, (rows, columns // group)), metal)
     biases = _store(RNG(7).uniform(-0.5, 0.5, (rows, columns // group)), metal)
@@ -151,7 +151,7 @@ def test_affine_products(metal: str, group: int) -> None:
 def test_affine_matrix_products(metal: str, M: int) -> None:
     group = 64
     library = mlx(QUANTIZED, [n for n in AFFINE if n.split("<")[1].startswith(f"{metal}, {group},")])
-    # The kernels round a weight to the activations' type before they multiply.
+    # Before the product, the kernels round each weight to the activations' type.
     slack = UNIT[metal]
     for kernel, K, N in (
         (f"affine_qmm_t<{metal}, 64, 4, false, false>", 128, 45),

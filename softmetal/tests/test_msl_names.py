@@ -1,4 +1,4 @@
-"""Names that Metal has taken are refused as names of a source's own; the same words elsewhere are not."""
+"""A source may not declare names that Metal has taken. As part of other text, these words are accepted."""
 
 import pytest
 from msl_kernels import CompileError, compile_metal

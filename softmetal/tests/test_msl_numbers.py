@@ -19,7 +19,7 @@ def _same(got: np.ndarray, wanted: np.ndarray) -> None:
 
 
 def _floats() -> np.ndarray:
-    """Returns random bits of every exponent, ties of half and bfloat with their neighbours, and special values."""
+    """Returns floats: random bits of every exponent, ties for half and bfloat, the ties' neighbours, special values."""
     bits = RNG(1).integers(0, 1 << 32, 20000, np.uint64).astype(np.uint32)
     upper = RNG(2).integers(0, 1 << 16, 4000).astype(np.uint32) << 16
     ties = np.concatenate([upper + d for d in (0x8000, 0x7FFF, 0x8001)])

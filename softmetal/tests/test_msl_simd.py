@@ -15,7 +15,7 @@ REDUCTIONS = {
     "xor": (np.bitwise_xor, None),
 }
 BITWISE = ("and", "or", "xor")
-# All lanes, then some: only those whose bit is set take part.
+# Masks of the lanes that take part: first all lanes, then some.
 MASKS = [0xFFFFFFFF, 0x00000001, 0x80000000, 0x0F0F00FF, 0x5A5A1234, 0xFFFF0000]
 
 
@@ -43,7 +43,7 @@ def _lanes(mask: int, simdgroups: int) -> np.ndarray:
 
 
 def _some_lanes(functions: list[str], metal: str) -> str:
-    """Returns one kernel for each function, named after it. The lanes of a mask take part."""
+    """Returns the source of one kernel for each function f, named k_f. Only the lanes of a mask call f."""
     return "".join(
         f"""
 kernel void k_{f}(device const {metal}* a [[buffer(0)]], device {metal}* out [[buffer(1)]],

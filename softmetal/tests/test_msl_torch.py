@@ -1,4 +1,4 @@
-"""The Metal headers of the installed PyTorch (c10/metal), unmodified, in kernels as users write them."""
+"""The unmodified Metal headers of the installed PyTorch (c10/metal), in kernels like those that users write."""
 
 from pathlib import Path
 
@@ -21,8 +21,8 @@ def _library(headers: list[str], source: str) -> Library:
     return device.compile(text, include_paths=[str(INCLUDE)])
 
 
-# function of c10::metal: (reference in double, inputs, relative error, absolute error). The errors are those of the
-# approximations as PyTorch wrote them, in single precision, plus what precise:: functions may add.
+# function of c10::metal: (reference in double, inputs, relative error, absolute error). An error is that of PyTorch's
+# approximation in single precision, plus the error that the precise:: functions in the approximation may have.
 SPECIAL = {
     "erf": (torch.erf, (-4, 4), 8, 2e-7),
     "erfc": (torch.erfc, (-2, 3), 24, 2e-7),
@@ -104,7 +104,7 @@ REGISTER_UNARY_OP(neg, half, half); REGISTER_UNARY_OP(neg, bfloat, bfloat); REGI
         np.testing.assert_array_equal(out, turned ^ 0x8000 if metal == "bfloat" else -turned)
 
 
-# Reductions as Inductor writes them: one threadgroup with values in threadgroup memory, which calls c10::metal.
+# Inductor's form of a reduction: one threadgroup, with threadgroup memory that it passes to c10::metal.
 REDUCTION = """
 kernel void k_{name}(device {out}* out, constant {metal}* in, uint2 i [[thread_position_in_grid]],
     uint2 l [[thread_position_in_threadgroup]]) {{
@@ -116,7 +116,8 @@ kernel void k_{name}(device {out}* out, constant {metal}* in, uint2 i [[thread_p
 """
 
 
-# 64-bit reductions shuffle from lanes that may be inactive, as the header says. They are correct only with all 32 lanes.
+# A 64-bit reduction shuffles from lanes that may be inactive, as PyTorch's header says. So its result is right only
+# with all 32 lanes, and the test leaves out other sizes.
 @pytest.mark.parametrize("size", [1, 31, 32, 256, 1000, 1024])
 def test_reductions_over_a_threadgroup(size: int) -> None:
     cases = [

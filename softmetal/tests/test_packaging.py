@@ -1,4 +1,4 @@
-"""softmetal is test equipment that does not depend on the project, and no wheel or source distribution holds it."""
+"""softmetal is test equipment. It does not depend on the project, and no wheel or source distribution contains it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def setup(tmp_path: Path, *command: str) -> Path:
-    """Runs a command of setup.py without the extension, all outputs in a folder of their own; returns its product."""
+    """Runs a command of setup.py without the extension. All outputs go under `tmp_path`. Returns the built archive."""
     build = ["build", "--build-base", str(tmp_path / "build")] if "bdist_wheel" in command else []
     done = subprocess.run(
         [
@@ -45,7 +45,7 @@ def test_source_distribution_leaves_it_out(tmp_path: Path) -> None:
 
 
 def test_the_device_does_not_know_the_project() -> None:
-    """It runs any package's extension, so only its tests may name this one."""
+    """softmetal runs any package's extension, so only softmetal's tests may name torch_marlin_metal."""
     sources = [p for p in (ROOT / "softmetal").rglob("*") if p.suffix in (".py", ".h", ".cpp", ".mm")]
     assert len(sources) > 100
     tests = ROOT / "softmetal" / "tests"

@@ -34,7 +34,7 @@ def test_programs_of_the_readme_run(program: str) -> None:
 
 
 def test_example_extension_runs() -> None:
-    """An operator that is not ours, built from its own sources, in checked mode."""
+    """The example builds an operator that is not part of this project, and runs the operator in checked mode."""
     assert run("softmetal/examples/saxpy/run.py") == "saxpy: 1000 threads, 12000 bytes read, no fault\n"
 
 

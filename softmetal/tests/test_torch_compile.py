@@ -1,4 +1,4 @@
-"""Custom operators and torch.compile on the software device: eager, aot_eager, Inductor with its own Metal kernels."""
+"""Custom operators and torch.compile on the software device: eager, aot_eager, and Inductor with Metal kernels."""
 
 from __future__ import annotations
 

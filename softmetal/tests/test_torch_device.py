@@ -1,4 +1,4 @@
-"""`device="mps"` on Linux: PyTorch's own interface, compared with the same work on the CPU."""
+"""`device="mps"` on Linux: PyTorch's interface on mps tensors, compared with the results of CPU tensors."""
 
 from __future__ import annotations
 
@@ -197,7 +197,8 @@ def test_training_step_equals_the_cpus() -> None:
     for ours, theirs in zip(gradients(on_mps, x.to("mps")), gradients(model, x), strict=True):
         torch.testing.assert_close(ours, theirs)
     for ours, theirs in zip(on_mps.parameters(), model.parameters(), strict=True):
-        ours.grad.copy_(theirs.grad)  # AdamW divides a gradient of rounding errors by its size
+        # AdamW divides a gradient by its size, which would turn rounding errors into whole steps.
+        ours.grad.copy_(theirs.grad)
     for m in (model, on_mps):
         torch.optim.AdamW(m.parameters(), lr=0.1).step()
     for ours, theirs in zip(on_mps.parameters(), model.parameters(), strict=True):
@@ -307,7 +308,7 @@ def test_events() -> None:
 
 
 def test_events_of_any_device() -> None:
-    """torch.Event, which transformers' generate uses to wait for a copy."""
+    """torch.Event works. transformers' generate waits for a copy with torch.Event."""
     library = torch.mps.compile_shader(SLOW)
     x, copied = torch.zeros(64, device="mps"), torch.zeros(64)
     start, end = (torch.Event(device="mps", enable_timing=True) for _ in range(2))

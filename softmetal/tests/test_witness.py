@@ -1,4 +1,4 @@
-"""Compares a sample of the kernels that Apple compiled with our compile. `make witness` compares all of them."""
+"""Compares our compile of some kernels with Apple's compile. `make witness` compares all kernels of the wheels."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CASES = {c.kernel: c for c in all_cases()}
 
 
 def need_wheel(name: str) -> None:
-    """Skips the test if the wheel is not in the cache. It is large; `make witness` downloads it."""
+    """Skips the test if the wheel is not in the cache, because a wheel is large. `make witness` downloads all."""
     if not wheels.is_cached(name):
         pytest.skip(f"{wheels.WHEELS[name].filename} is not in .cache/wheels; `make witness` fetches it")
 

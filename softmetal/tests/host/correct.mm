@@ -142,7 +142,7 @@ const bool added = add({
      }},
     {"commits in a block",
      [] {
-       // As MPSStream::copy does: the work of one block in several command buffers, and a wait at its end.
+       // As MPSStream::copy does, one block encodes into several command buffers and waits for the last one.
        auto* stream = at::mps::getCurrentMPSStream();
        id<MTLBuffer> x = zeros(64), y = zeros(64);
        static_cast<float*>([x contents])[15] = 2;

@@ -1,4 +1,4 @@
-// Helpers of the scenarios: sources, pipelines, buffers, and encoding as an operator does it.
+// Helpers of the scenarios: sources, pipelines, buffers, and functions that encode in the way of an operator.
 #pragma once
 
 #include <ATen/Functions.h>
@@ -99,7 +99,7 @@ inline void encode(const std::function<void(Encoder)>& body) {
 
 using Blit = id<MTLBlitCommandEncoder>;
 
-// The same, with an encoder for copies on its own command buffer.
+// Runs `body` with an encoder for copies, on a command buffer outside PyTorch's stream.
 inline void blit(const std::function<void(Blit)>& body) {
   @autoreleasepool {
     Blit encoder = [[[[device() newCommandQueue] autorelease] commandBuffer] blitCommandEncoder];

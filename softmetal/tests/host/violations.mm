@@ -1,4 +1,4 @@
-// Each scenario breaks one rule of Metal in what it encodes.
+// Each scenario encodes something that breaks one rule of Metal.
 #include "host.h"
 
 namespace host {

@@ -1,4 +1,4 @@
-// Each scenario breaks one rule of Metal in the order of its calls, or in its use of encoders, queues and objects.
+// Each scenario breaks one rule of Metal about the order of calls, or about the use of encoders, queues and objects.
 #include "host.h"
 
 extern "C" char* softmetal_set_stream(int64_t number);
@@ -6,13 +6,13 @@ extern "C" char* softmetal_set_stream(int64_t number);
 namespace host {
 namespace {
 
-// PyTorch's profiler records while it lives.
+// While an object of this class lives, PyTorch's profiler records.
 struct Profiling {
   Profiling() { at::mps::getMPSProfiler().StartTrace("interval", false); }
   ~Profiling() { at::mps::getMPSProfiler().StopTrace(); }
 };
 
-// While it lives, the thread's current stream is another one than the default.
+// While an object of this class lives, the thread's current stream is not the default stream.
 struct OtherStream {
   OtherStream() { softmetal_set_stream(1); }
   ~OtherStream() { softmetal_set_stream(0); }
