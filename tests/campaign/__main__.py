@@ -3,7 +3,8 @@
     python -m tests.campaign --minutes 10
     python -m tests.campaign --part files --case 1700000000-files-12
 
-A case is made of its seed alone, and the second line repeats one. The exit code is 1 if anything was found.
+The first command runs the campaign. The second repeats one case, because the seed alone determines a case. The exit
+code is 1 if anything was found.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from pathlib import Path
 from tests.campaign.parts import PARTS, Part
 
 ROOT = Path(__file__).parents[2]
-MOST_FINDINGS = 5  # of a part, which then ends: more of the same help nobody
+MOST_FINDINGS = 5  # after this many findings a part ends, because further findings are mostly alike
 
 
 @dataclass
@@ -35,7 +36,7 @@ class Record:
 
 
 def run_part(part: Part, seed: int, seconds: float, record: Record) -> None:
-    """Runs cases for some time. A process that dies or hangs is a finding, and the next case goes on in a new one."""
+    """Runs cases for some time. A process that dies or hangs is a finding. The next case runs in a new process."""
     began, number = time.monotonic(), sum(record.outcomes.values()) + len(record.findings)
     while (left := seconds - (time.monotonic() - began)) > 0 and len(record.findings) < MOST_FINDINGS:
         command = [
@@ -80,7 +81,7 @@ def run_part(part: Part, seed: int, seconds: float, record: Record) -> None:
             break
         record.findings.append((case, f"the process ended with {code}: {errors[0][-1500:].strip()}"))
         number += 1
-        if not case:  # it could not even start
+        if not case:  # the worker ended before the first case
             break
     record.seconds += time.monotonic() - began
 

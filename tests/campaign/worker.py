@@ -1,7 +1,7 @@
-"""Runs cases of one part and tells of each by two lines of JSON on stdout: before it, and after it.
+"""Runs cases of one part. Prints a line of JSON before each case and a line after it.
 
-python -m tests.campaign.worker PART CASE                       one case, with its traceback
-python -m tests.campaign.worker PART PREFIX NUMBER SECONDS      PREFIX-NUMBER and those after it, for some time
+python -m tests.campaign.worker PART CASE                       runs one case, and prints the traceback
+python -m tests.campaign.worker PART PREFIX NUMBER SECONDS      runs PREFIX-NUMBER and later numbers, for some time
 """
 
 import json

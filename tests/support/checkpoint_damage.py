@@ -1,4 +1,4 @@
-"""Damages the settings and tensors of a checkpoint, and checks the error that reading it must raise."""
+"""Damages the settings and tensors of a checkpoint, and checks the error that a reader raises for the damaged one."""
 
 import json
 from pathlib import Path

@@ -45,7 +45,7 @@ def random_floats(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) 
 
 
 def words(codes: np.ndarray, axis: int, order: tuple[int, ...] = tuple(range(8))) -> np.ndarray:
-    """Packs each eight codes along `axis` into an int32 word, padded with zeros. Nibble i holds code order[i]."""
+    """Packs eight codes along `axis` into each int32 word. Nibble i holds code order[i]. Pads the axis with zeros."""
     codes = np.moveaxis(codes, axis, -1).astype(np.uint64)
     codes = np.pad(codes, [(0, 0)] * (codes.ndim - 1) + [(0, -codes.shape[-1] % 8)])
     packed = np.zeros((*codes.shape[:-1], codes.shape[-1] // 8), dtype=np.uint64)
@@ -55,7 +55,7 @@ def words(codes: np.ndarray, axis: int, order: tuple[int, ...] = tuple(range(8))
 
 
 def byte_pairs(codes: np.ndarray) -> np.ndarray:
-    """Packs codes `[N, K]` into bytes `[N, K/2]`, the even k in the low nibble."""
+    """Packs codes `[N, K]` into bytes `[N, K/2]`. The low nibble holds the even k."""
     return (codes[:, 0::2] | (codes[:, 1::2] << 4)).astype(np.uint8)
 
 
@@ -232,7 +232,11 @@ def write_nvfp4(path: Path, rng: np.random.Generator, K: int, N: int, *, contain
 
 
 def swizzled(scales: np.ndarray) -> np.ndarray:
-    """Returns block scales in cuBLAS's layout: row 32 a + b of a 128 x 4 tile is line b, columns 4 a .. 4 a + 3."""
+    """Returns block scales `[rows, columns]` in cuBLAS's layout.
+
+    A tile has 128 rows and 4 columns, and becomes 32 lines of 16. Its row 32 * a + b fills places 4 * a to 4 * a + 3 of
+    line b.
+    """
     rows, columns = scales.shape
     tile_rows, tile_columns = -(-rows // 128), -(-columns // 4)
     flat = np.zeros((tile_rows, tile_columns, 32, 16), dtype=np.uint8)
@@ -312,7 +316,7 @@ def write_bitsandbytes(
 def write_hqq(
     path: Path, rng: np.random.Generator, K: int, N: int, group_size: int, *, axis: int = 1, dtype: str = "fp16"
 ) -> np.ndarray:
-    """HQQ reshapes the weight so that rows (axis 1) or columns (axis 0) are groups, and packs two rows per byte."""
+    """Writes HQQ's layout: rows (axis 1) or columns (axis 0) of a matrix are groups. A byte holds codes of two rows."""
     count = N * K // group_size
     codes = random_codes(rng, N, K)
     matrix = codes.reshape(count, group_size) if axis == 1 else codes.reshape(group_size, count)
@@ -361,7 +365,7 @@ def write_mlx_affine(
 def write_intx(
     path: Path, rng: np.random.Generator, K: int, N: int, group_size: int, *, sym: bool, own_names: bool = False
 ) -> np.ndarray:
-    """Writes torchao's IntxUnpackedToInt8Tensor; `own_names` uses the tensor names of torchao's safetensors support."""
+    """Writes torchao's IntxUnpackedToInt8Tensor. `own_names`: with the names of torchao's safetensors support."""
     groups = groups_of(K, group_size)
     G = int(groups[-1]) + 1
     codes, scales = random_codes(rng, K, N) - 8, random_floats(rng, (G, N), "fp32")

@@ -1,4 +1,4 @@
-"""Compiles C++ for tests, each file once per run: the workers of pytest-xdist share the object files and the work."""
+"""Compiles C++ for tests, each file once per run. The workers of pytest-xdist share the work and the object files."""
 
 import fcntl
 import hashlib
@@ -19,7 +19,7 @@ def compiler() -> str:
 def objects(folder: Path, sources: Iterable[Path], command: Sequence[str]) -> dict[Path, Path]:
     """Compiles sources into a folder of this test run. Returns the object file of each source."""
     targets = {source: folder / f"{source.stem}-{_digest([*command, str(source)])}.o" for source in sources}
-    for wait in (False, True):  # first compile the files that no other worker is compiling, then wait for the others
+    for wait in (False, True):  # first compiles files that no other worker compiles, then waits for the remaining files
         for source, target in targets.items():
             _once(target, [*command, "-c", str(source)], wait=wait)
     return targets
@@ -38,9 +38,10 @@ def _digest(command: Sequence[str]) -> str:
 
 
 def _once(target: Path, command: Sequence[str], *, wait: bool) -> None:
-    """Runs a command with `-o target` unless another worker has. If one is running it, waits for it or returns.
+    """Runs a command with `-o target`, unless another worker has made the target.
 
-    If the command fails, every worker that needs the target fails with its message.
+    If another worker is running the command, waits for that worker (`wait`) or returns. If the command fails, every
+    worker that needs the target fails with the command's message.
     """
     failure = target.with_name(f"{target.name}.failed")
     with target.with_name(f"{target.name}.lock").open("w") as lock:
@@ -49,7 +50,7 @@ def _once(target: Path, command: Sequence[str], *, wait: bool) -> None:
         except BlockingIOError:
             return
         if not target.exists() and not failure.exists():
-            # A unique name, because the compiler of a killed worker may still be writing the same target.
+            # The name is unique, because a killed worker's compiler may still be writing.
             partial = target.with_name(f"{target.name}.{os.getpid()}")
             done = subprocess.run([*command, "-o", str(partial)], check=False, capture_output=True, text=True)
             if done.returncode == 0:

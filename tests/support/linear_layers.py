@@ -14,7 +14,7 @@ K, N = 136, 72
 def packed_of(
     weight_format: str, *, perm: bool = False, bias: bool = True, device: str = "cpu", K: int = K, N: int = N, **kw
 ):
-    """Returns a random weight, as a reference.Weight and as a PackedWeight."""
+    """Returns a random weight in two forms: as a reference.Weight, and as a PackedWeight."""
     if weight_format == "nvfp4":
         kw.setdefault("global_scale_shape", (1,))
     weight = make_weight(weight_format, K, N, GROUP.get(weight_format, 64), **kw)

@@ -36,7 +36,10 @@ def dense_model(folder: Path, weights: dict[str, torch.Tensor], dense: dict[str,
 
 
 def magnitude(weight: PackedWeight) -> torch.Tensor:
-    """Returns each weight's magnitude in the error bound, fp64 `[K, N]`. Raw codes count if the kernel sums them."""
+    """Returns the magnitude of each weight in the error bound, fp64 `[K, N]`.
+
+    For a kernel that sums raw codes, the raw codes and zero points count.
+    """
     if weight.zeros is not None or weight.weight_format == "uint4b8":
         return _code_magnitude(weight)
     return weight.dequantize().double().abs()
@@ -69,7 +72,7 @@ def _code_magnitude(weight: PackedWeight) -> torch.Tensor:
 
 
 class _Norm(nn.Module):
-    """transformers' RMSNorm without its rounding to fp32."""
+    """transformers' RMSNorm without the rounding to fp32."""
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
@@ -91,7 +94,7 @@ class _InFp32(nn.Module):
 
 
 class _Recorded(nn.Module):
-    """A dense layer that keeps its input and its output, so that the logits can be differentiated by the output."""
+    """A dense layer that keeps its input and output. Autograd then differentiates the logits by this output."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -106,9 +109,10 @@ class _Recorded(nn.Module):
 def check_logits(model: LlamaForCausalLM, reference: LlamaForCausalLM, device: str) -> float:
     """Compares the logits of a loaded model with the decoded fp64 reference. Returns the largest error / bound.
 
-    Packed layers compute in fp32 on `device`, everything else in fp64 on the CPU, so that the only errors are the
-    operator's. Each layer's error is within the design's bound; to first order the logits' error is at most the sum of
-    these over |d logit / d layer output|, which autograd gives exactly. 1.001 is for the second order.
+    Packed layers compute in fp32 on `device`. Everything else computes in fp64 on the CPU, so that the operator causes
+    all errors. Each element of a layer's output has an error bound. To first order, the error of a logit is at most the
+    sum over all layers and elements of |d logit / d element| times that bound. Autograd gives the derivatives exactly.
+    The factor 1.001 covers the second order.
     """
     packed = {
         name: layer.to_packed().to("cpu") for name, layer in model.named_modules() if isinstance(layer, MarlinLinear)
@@ -141,7 +145,7 @@ def check_logits(model: LlamaForCausalLM, reference: LlamaForCausalLM, device: s
 
 
 def write_gguf(path: Path, folder: Path, kind: str, embedding: str = "F16") -> tuple[Path, dict[str, np.ndarray]]:
-    """Writes the tiny Llama in `folder` as GGUF with the gguf package. Returns the file and its decoded weights."""
+    """Writes the tiny Llama of `folder` as GGUF with the gguf package. Returns the file and the decoded weights."""
     config = json.loads((folder / "config.json").read_text())
     references, stored = load_file(folder / "reference.safetensors"), load_file(folder / "model.safetensors")
     writer, decoded = GGUFWriter(path, "llama"), {}
@@ -178,7 +182,7 @@ def write_gguf(path: Path, folder: Path, kind: str, embedding: str = "F16") -> t
 
 
 def check_layers(model: nn.Module, device: str, count: int = 14) -> None:
-    """Checks that the output of every packed layer, in the model's dtype, is within the error bound."""
+    """Checks that the error of every packed layer's output, in the model's dtype, is within the bound."""
     seen: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     handles = [
         layer.register_forward_hook(lambda module, a, y, name=name: seen.update({name: (a[0].cpu(), y.cpu())}))

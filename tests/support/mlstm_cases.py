@@ -8,7 +8,7 @@ import torch
 
 @dataclass(frozen=True)
 class Regime:
-    """Gates with means f and i and a spread. Ill-conditioned: the denominator nearly cancels, without a floor."""
+    """Gates with means f and i, and a spread. Ill-conditioned: the denominator nearly cancels, and no floor helps."""
 
     f: float
     i: float
@@ -76,7 +76,10 @@ def array(tensor: torch.Tensor) -> np.ndarray:
 
 
 def relative_to_max(got: torch.Tensor, expected: np.ndarray) -> float:
-    """Returns the largest error / the largest expected value (1 if all are 0), or infinity if there is a NaN."""
+    """Returns the largest error / the largest expected value. If all expected values are 0, divides by 1.
+
+    For a NaN, returns infinity.
+    """
     error = np.abs(array(got) - expected).max(initial=0.0)
     largest = np.abs(expected).max(initial=0.0)
     return float("inf") if np.isnan(error) else float(error / largest if largest else error)

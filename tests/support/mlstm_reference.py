@@ -1,4 +1,4 @@
-"""The mLSTM in NumPy fp64, from docs/mlstm.md: the recurrence, and the chunkwise form for its intermediate values."""
+"""The mLSTM of docs/mlstm.md in NumPy fp64: the recurrence, and the chunkwise form with the values at chunk borders."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ Array = NDArray[np.float64]
 
 @dataclass
 class Result:
-    """For every token h, N, M and the state after it; `C[..., 0, :, :]` is the initial state."""
+    """h, N and M of every token, and the state after every token. `C[:, :, 0]` is the initial state."""
 
     h: Array  # [B, H, S, DV]
     N: Array  # [B, H, S]
@@ -52,7 +52,7 @@ def recurrence(q, k, v, i, f, C0=None, n0=None, m0=None, eps=1e-6) -> Result:
 
 
 def by_chunks(q, k, v, i, f, L, C0=None, n0=None, m0=None, eps=1e-6) -> Result:
-    """Computes the mLSTM chunk by chunk. The result has C, n and m only at the boundaries of chunks."""
+    """Computes the mLSTM in chunks of L tokens. The result has C, n and m only at the borders of chunks."""
     q, k, v, i, f = (np.asarray(x, dtype=np.float64) for x in (q, k, v, i, f))
     B, H, S, DK = q.shape
     DV, NC = v.shape[-1], S // L

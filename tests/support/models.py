@@ -34,7 +34,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 def fail_at(monkeypatch, name: str, call: int) -> None:
-    """Makes the given call of a function of the model module raise."""
+    """Makes a function of the model module raise at its call number `call`."""
     original, count = getattr(model_module, name), iter(range(1000))
 
     def wrapper(*args, **kw):

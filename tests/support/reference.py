@@ -18,9 +18,9 @@ TINY = {torch.float16: 2.0**-24, torch.bfloat16: 2.0**-126, torch.float32: 2.0**
 
 
 def dtypes_in_turn(turn: int, whole: bool) -> tuple[torch.dtype, ...]:
-    """Returns all dtypes if `whole`, otherwise number `turn` in rotation.
+    """Returns all dtypes if `whole`, and otherwise one dtype: number `turn`, in rotation.
 
-    If `turn` is the sum of the positions on two axes, each value on either axis meets each dtype.
+    If `turn` is the sum of the positions on two axes, each value of either axis meets each dtype.
     """
     return DTYPES if whole else (DTYPES[turn % 3],)
 
@@ -42,7 +42,7 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray:
 
 
 def pack(codes: np.ndarray) -> torch.Tensor:
-    """Packs uint8 codes [K, N] to int32 words [K/8, N], lowest k in the lowest nibble."""
+    """Packs uint8 codes `[K, N]` into int32 words `[K/8, N]`. The lowest nibble of a word holds the lowest k."""
     K, N = codes.shape
     shifts = (4 * np.arange(8, dtype=np.uint64))[None, :, None]
     words = (codes.reshape(K // 8, 8, N).astype(np.uint64) << shifts).sum(axis=1)
@@ -51,12 +51,12 @@ def pack(codes: np.ndarray) -> torch.Tensor:
 
 @dataclass
 class Weight:
-    """A packed weight, its exact value, and its magnitude in the error bound.
+    """A packed weight, the exact value of each element, and the magnitude of each element in the error bound.
 
-    `arguments` are those of gemm and dequantize. `exact` and `magnitude` are fp64 `[K, N]` in packed order of k. The
-    magnitude is s (|q| + |z|) if zero points are applied at the end of a group, and |w| otherwise. `raw_magnitude` is
-    for kernels that sum raw codes: there uint4b8 counts s (|q| + |z|) too. `steps` is |s| + magnitude: the weight of an
-    activation that fp32 flushes.
+    `arguments` are the keyword arguments of gemm and dequantize. `exact` and `magnitude` are fp64 `[K, N]` in packed
+    order of k. The magnitude is s (|q| + |z|) if zero points are applied at the end of a group, and |w| otherwise.
+    `raw_magnitude` is for kernels that sum raw codes: for these, uint4b8 counts s (|q| + |z|) too. `steps` is
+    |s| + magnitude: if fp32 flushes an activation to zero, this is the factor of that activation in the error.
     """
 
     b_packed: torch.Tensor
@@ -85,7 +85,7 @@ def make_weight(
     codes: np.ndarray | None = None,
     exponent: int = 0,
 ) -> Weight:
-    """Returns a random weight of a format with its exact values; all scales are multiplied by 2^exponent."""
+    """Returns a random weight of a format. All scales are multiplied by 2^exponent."""
     rng = np.random.default_rng([seed, K, N, group_size])
     if codes is None:
         codes = rng.integers(0, 16, (K, N), dtype=np.uint8)
@@ -142,7 +142,8 @@ def make_weight(
 
 def planned(M: int, weight: Weight, dtype: torch.dtype):
     """Returns the plan of a product of M rows on this machine's GPU."""
-    from torch_marlin_metal.gpu.planning import plan  # make mutate reads this file without the built package
+    # The import is here, because `make mutate` reads this file without the built package.
+    from torch_marlin_metal.gpu.planning import plan
 
     K, N = weight.exact.shape
     zeros = weight.arguments.get("zeros")
@@ -161,8 +162,8 @@ def planned(M: int, weight: Weight, dtype: torch.dtype):
 def sums_raw_codes(device: str) -> bool:
     """Returns true if a device has a kernel that sums the codes of uint4b8 before it subtracts the offset of 8.
 
-    On mps gemv is one. Tests of products on mps therefore use the larger bound that gemv needs, so that they need not
-    ask the planner which kernel it takes. Tests that name a kernel use that kernel's bound.
+    On mps, gemv is such a kernel. Tests of products on mps therefore use the larger bound that gemv needs. Then a test
+    need not ask the planner which kernel computes the product. A test that names a kernel uses that kernel's bound.
     """
     return device == "mps"
 
@@ -191,7 +192,7 @@ def gemm(
 
 
 def check_gemm(result: torch.Tensor, exact: np.ndarray, bound: np.ndarray) -> float:
-    """Asserts that every element is within its bound or, beyond the dtype's range, is an infinity of the right sign.
+    """Asserts that each element is within its bound, or is the right infinity if the dtype cannot hold the result.
 
     Returns the largest error / bound.
     """

@@ -1,6 +1,6 @@
-"""The list of parts. Each is a module with `case(rng, work)`, which makes one case, tries it and returns the outcome.
+"""The list of parts. A part is a module with `case(rng, work)`, which makes and tries one case and returns the outcome.
 
-A case raises where the product breaks a promise. Everything random in it comes from `rng`; `work` is an empty folder.
+`case` raises if the package breaks a promise. All random choices come from `rng`. `work` is an empty folder.
 """
 
 import importlib
@@ -17,10 +17,10 @@ class Part:
     """One kind of attack.
 
     Attributes:
-        name: its module.
-        share: its part of the campaign's time, relative to the others.
-        limit: seconds after which a case hangs.
-        needs: the packages and devices that it needs.
+        name: the name of the part's module.
+        share: the part's weight when the campaign divides its time.
+        limit: seconds after which a case counts as hanging.
+        needs: the modules that the part imports and that may be missing.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Every allocation of a call fails in turn: an exception comes out, and the next call is right."""
+"""Each allocation of a call fails in turn. The call raises or gives the right result, and the next call is right."""
 
 import ctypes
 import os
@@ -25,7 +25,7 @@ MOST = 400
 
 @cache
 def shim() -> Path:
-    """Compiles the library, once for each of its texts."""
+    """Compiles the library that makes allocations fail, once for each state of the source. Returns the path."""
     built = Path(tempfile.gettempdir()) / f"failing_allocations_{os.getuid()}_{SOURCE.stat().st_mtime_ns}.so"
     if not built.exists():
         new = built.with_suffix(f".{os.getpid()}")
@@ -88,7 +88,7 @@ def conversion(rng: random.Random, work: Path) -> Callable[[], Any]:
 
 
 def attack(call: Callable[[], Any]) -> str:
-    """Fails the allocations one after the other until the call gets through without a failure."""
+    """Makes the first allocation fail, then the second, and so on, until the call has no further allocation to fail."""
     library = ctypes.CDLL(str(shim()))
     expected = call()
     number = 0
@@ -108,7 +108,7 @@ def attack(call: Callable[[], Any]) -> str:
 
 
 def case(rng: random.Random, work: Path) -> str:
-    """Runs itself in a process with the failing allocator loaded."""
+    """Runs this part in a process that has loaded the failing allocator."""
     kind = rng.choice((product, quantization, loading, conversion))
     seed = rng.randrange(1 << 30)
     code = (

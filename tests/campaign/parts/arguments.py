@@ -1,4 +1,4 @@
-"""Wrong arguments to every operator: an error of Python, never the end of the process."""
+"""Passes arbitrary arguments to every operator. A call returns or raises, and never ends the process."""
 
 import random
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Conversions that are killed, run twice at once, or fill the disk: the result is right, or there is none."""
+"""Conversions that are killed, that run twice at once, or that fill the disk give the right result or no result."""
 
 import os
 import random
@@ -21,7 +21,7 @@ RUNS = 12
 
 
 def source_of(rng: random.Random, path: Path) -> Path:
-    """A checkpoint of many small layers in one of several formats."""
+    """Makes a checkpoint of many small layers in one of several formats."""
     numbers = np.random.default_rng(rng.randrange(1 << 30))
     path.mkdir()
     kind = rng.choice(("gptq", "awq", "gpt_oss"))
@@ -43,7 +43,7 @@ def contents(path: Path) -> dict[str, bytes]:
 
 
 def start(source: Path, destination: Path, slow: float, file_limit: int | None = None, sync: bool = False) -> int:
-    """Begins a conversion in a process of its own that stops a moment after each tensor. Returns its id."""
+    """Starts a conversion in a new process, which sleeps `slow` seconds after each tensor. Returns the process id."""
     child = os.fork()
     if child:
         return child
@@ -65,7 +65,10 @@ def start(source: Path, destination: Path, slow: float, file_limit: int | None =
 
 
 def case(rng: random.Random, work: Path) -> str:
-    """Interrupts conversions into one destination until one ends; its bytes are those of an undisturbed one."""
+    """Interrupts conversions into one destination until one conversion ends.
+
+    The files must equal those of an undisturbed conversion.
+    """
     source = source_of(rng, work / "source")
     whole = contents(convert.write_checkpoint(convert.open_reader(source), work / "whole", max_shard_bytes=SHARD_BYTES))
     shutil.rmtree(work / "whole")

@@ -38,7 +38,7 @@ atheris.Fuzz()
 
 
 def case(rng: random.Random, work: Path) -> str:
-    """One run of the fuzzer, from the real files as a corpus; a finding's input is printed as bytes."""
+    """Runs the fuzzer once, with the real files as the corpus. For a finding, prints the input as bytes."""
     target = rng.choice(TARGETS)
     corpus, model = work / "corpus", work / "model"
     corpus.mkdir()

@@ -1,4 +1,4 @@
-"""The mps backend under stress on the software device: threads, empty_cache between, and no growth of device memory."""
+"""The mps backend under stress on the software device: threads multiply and call empty_cache. Memory must not grow."""
 
 import random
 import threading
@@ -14,7 +14,7 @@ CALLS = 40
 
 
 def case(rng: random.Random, work: Path) -> str:
-    """Multiplies on mps from one or more threads; what was allocated before is allocated after."""
+    """Multiplies on mps from one or more threads. Afterwards, as much device memory is allocated as before."""
     del work
     name = rng.choice(reference.FORMATS)
     group = tmm.WEIGHT_FORMATS[name].fixed_group_size or 32

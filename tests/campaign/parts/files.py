@@ -1,4 +1,4 @@
-"""Hostile checkpoints: real ones with damage in their structure, and headers made from nothing."""
+"""Hostile checkpoints: real checkpoints with a damaged structure, and headers made from nothing."""
 
 import json
 import random
@@ -12,7 +12,7 @@ from typing import Any
 from tests.checkpoints.test_damaged_checkpoints import FOLDERS, NATIVE, prepare, try_damaged
 from torch_marlin_metal import convert
 
-MEMORY = 6 << 30  # of addresses, torch's libraries included
+MEMORY = 6 << 30  # bytes of address space for the process, torch's libraries included
 SETTINGS: tuple[dict[str, Any], ...] = (
     {"quant_method": "gptq", "bits": 4, "group_size": 16, "checkpoint_format": "gptq_v2"},
     {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm", "zero_point": True},
@@ -32,7 +32,7 @@ SIZES = (0, 1, 2, 3, 8, 16, 32, 64, 1 << 31, 1 << 62, 1 << 63, 10**30, -1, 1.5, 
 
 @cache
 def copies() -> list[Path]:
-    """Copies of the real checkpoints, made once for a process."""
+    """Returns copies of the real checkpoints, which a process makes only once."""
     import atexit
     import tempfile
 
@@ -42,7 +42,7 @@ def copies() -> list[Path]:
 
 
 def hostile_header(rng: random.Random, path: Path) -> Path:
-    """A safetensors checkpoint whose header is made of plausible and of impossible entries."""
+    """Makes a safetensors checkpoint whose header has plausible and impossible entries."""
     place, entries = 0, {}
     for _ in range(rng.randrange(1, 12)):
         name = (
@@ -65,7 +65,7 @@ def hostile_header(rng: random.Random, path: Path) -> Path:
 
 
 def hostile_gguf(rng: random.Random, path: Path) -> Path:
-    """A GGUF file of random metadata and tensors, each of a known form with a few impossible sizes."""
+    """Makes a GGUF file of random metadata and tensors. Each entry has a known form, and a few sizes are impossible."""
 
     def count(small: int) -> bytes:
         return struct.pack(
@@ -110,7 +110,7 @@ def hostile_gguf(rng: random.Random, path: Path) -> Path:
 
 
 def case(rng: random.Random, work: Path) -> str:
-    """Reads a hostile checkpoint: it gives its layers, or raises CheckpointError."""
+    """Reads a hostile checkpoint. The reader must return the layers or raise CheckpointError."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
     if rng.random() < 0.5:
         return try_damaged(rng.choice(copies()), rng)

@@ -10,7 +10,7 @@ from tests.support import reference
 
 
 def case(rng: random.Random, work: Path) -> str:
-    """Multiplies and dequantizes; the memory around the operands is NaN."""
+    """Multiplies and dequantizes. The memory around the operands is NaN, so that a read outside of them shows."""
     del work
     name = rng.choice(reference.FORMATS)
     K, N = 8 * rng.choice((1, 2, 3, 5, 16, 17, 32, 65, 128, 256)), rng.choice((1, 2, 7, 8, 15, 33, 64, 100, 129, 300))
@@ -36,7 +36,7 @@ def case(rng: random.Random, work: Path) -> str:
     a.copy_((torch.randn(M, K, generator=generator) * size).to(dtype))
     bias = torch.randn(N, generator=generator).to(rng.choice(reference.DTYPES)) if rng.random() < 0.5 else None
     exact, bound = reference.gemm(a, weight, bias)
-    # Byte planes count the largest activation of a group in place of each.
+    # A kernel on byte planes has an error in proportion to the largest activation of a group, for every activation.
     largest = float(a.float().abs().max()) if M else 0.0
     bound = bound + 16 * 2.0**-24 * largest * weight.magnitude.sum(0)
     result = tmm.gemm(a, weight.b_packed, weight.scales, **weight.arguments, bias=bias)

@@ -1,4 +1,4 @@
-"""The C++ tests of the CPU kernels with AddressSanitizer and UBSan, and with ThreadSanitizer, vector sources too."""
+"""The C++ tests of the CPU kernels, vector kernels included, under ThreadSanitizer or AddressSanitizer with UBSan."""
 
 import os
 import random
@@ -15,7 +15,7 @@ PROGRAMS = {"cpu_kernels_test": ["3"], "cpu_weights_test": ["3"], "cpu_mlstm_tes
 
 
 def case(rng: random.Random, work: Path) -> str:
-    """Runs one program; the programs are built once for a machine and a state of the sources."""
+    """Runs one program. Programs are built once for each machine and each state of the sources."""
     del work
     kind, program = rng.choice(sorted(KINDS)), rng.choice(sorted(PROGRAMS))
     folder = Path(tempfile.gettempdir()) / f"campaign_sanitizers_{os.getuid()}"

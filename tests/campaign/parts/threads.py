@@ -1,4 +1,4 @@
-"""Python threads that call at once, while the number of threads changes: each result is what one thread gets."""
+"""Python threads call at once, while PyTorch's number of threads changes. Each result must equal a single thread's."""
 
 import random
 import threading
@@ -13,7 +13,7 @@ THREADS, CALLS = 5, 20
 
 
 def case(rng: random.Random, work: Path) -> str:
-    """Several products, quantizations and repacks at once."""
+    """Runs several products, quantizations and repacks at once."""
     del work
     products, expected = [], []
     torch.set_num_threads(1)

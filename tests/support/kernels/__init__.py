@@ -1,1 +1,1 @@
-"""Runs one kernel of `kernels/` on the software Metal device and checks what it wrote."""
+"""Runs one kernel of `kernels/` on the software Metal device and checks what the kernel wrote."""

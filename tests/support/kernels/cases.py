@@ -1,4 +1,4 @@
-"""Pairwise test cases: any two values of any two axes occur together in at least one case."""
+"""Pairwise test cases: for any two axes, each pair of their values occurs in at least one case."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ FORMATS = facts()["formats"][:-1]
 FLOATS = [torch.float16, torch.bfloat16, torch.float32]
 FIXED_GROUP_SIZES = {"nvfp4": 16, "mxfp4": 32}
 
-# The axes that all kernels have in common; the tests of a kernel add M, N, K and launch options.
+# The axes that all kernels have. The tests of one kernel add M, N, K and launch options.
 COMMON: dict[str, Sequence[Any]] = {
     "weight_format": FORMATS,
     "dtype": FLOATS,
@@ -55,12 +55,12 @@ def pairwise(axes: Mapping[str, Sequence[Any]], options: Sequence[str]) -> list[
 
 
 def pairs(**axes: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Returns few cases for `pytest.mark.parametrize` that contain every pair of values of any two axes."""
+    """Returns few cases for `pytest.mark.parametrize`. For any two axes, the cases contain each pair of values."""
     return [tuple(case) for case in AllPairs(list(axes.values()))]
 
 
 def _distinct(values: Sequence[Any]) -> list[tuple[int, Any]]:
-    # Numbered, so that a value that is listed twice also occurs twice as often.
+    # The numbers keep equal values apart, so that a value that is listed twice occurs twice as often.
     return list(enumerate(values))
 
 

@@ -1,4 +1,4 @@
-"""Launches the fused kernel and checks how much it reads and multiplies."""
+"""Launches the fused kernel and checks how much the kernel reads and multiplies."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ def run_fused(
     subnormal_codes: bool = True,
     **options: Any,
 ) -> torch.Tensor:
-    """Runs a product; `options` are those of `run_gemv`."""
+    """Runs a product. `run_gemv` describes the options."""
     step, columns = number("kFusedK"), number("kFusedColumns")
     k_per_slice = -(-problem.K // (step * simdgroups * splits)) * step
     splits = -(-problem.K // (k_per_slice * simdgroups))  # no split may be empty
@@ -43,7 +43,10 @@ def run_fused(
 
 
 def check_fused_work(problem: Problem, rows: int, k_per_slice: int, counters: Counters) -> None:
-    """Per row block, each word is read once and each activation once per 32 columns, without extra products."""
+    """Checks the work of each row block. Each word is read once, and each activation is read once for 32 columns.
+
+    The number of matrix products is the smallest that covers M, N and K.
+    """
     columns, step = number("kFusedColumns"), number("kFusedK")
     row_blocks, strips = -(-problem.M // rows), -(-problem.N // columns)
     spans = [min(k_per_slice, problem.K - k) for k in range(0, problem.K, k_per_slice)]

@@ -15,7 +15,7 @@ from softmetal.device import Buffer, Counters, Kernel, compile
 
 ROOT = Path(__file__).resolve().parents[3]
 KERNELS = ROOT / "kernels"
-# Guards are filled with 0xFF, which is a NaN in every floating type and in both scale codings.
+# Guards are filled with 0xFF. These bytes are NaN in every floating type, and in the scale codings E4M3 and E8M0.
 GUARD_BYTES = 256
 CHECKED = True
 METAL_TYPES = {"float16": "half", "bfloat16": "bfloat", "float32": "float"}
@@ -46,7 +46,7 @@ def element_type(dtype: torch.dtype | None) -> int:
 
 
 def parameters(struct: str, **fields: float) -> bytes:
-    """Returns the bytes of a parameter struct, with the field offsets of the C++ compiler. Strides have 64 bits."""
+    """Returns the bytes of a parameter struct. The C++ compiler gives the fields' offsets. Strides have 64 bits."""
     layout = facts()["structs"][struct]
     data = bytearray(layout["end"])
     for name, value in fields.items():
@@ -56,7 +56,7 @@ def parameters(struct: str, **fields: float) -> bytes:
 
 
 class Guarded(Buffer):
-    """Uninitialised device memory between guards. Checked mode faults on accesses after its last byte."""
+    """Uninitialised device memory between guards. Checked mode reports accesses after the memory's last byte."""
 
     def __init__(self, length: int, *, lead: int = 0) -> None:
         allocation = np.full(length + lead + 2 * GUARD_BYTES + 256, 0xFF, np.uint8)
@@ -79,9 +79,10 @@ class Guarded(Buffer):
 
 
 def place(tensor: torch.Tensor, *, offset: int = 0, row_stride: int | None = None) -> Guarded:
-    """Copies a tensor to device memory, `offset` elements after an aligned address, rows `row_stride` elements apart.
+    """Copies a tensor to device memory, `offset` elements after an aligned address.
 
-    Guards and gaps contain NaN, and checked mode treats them as uninitialised memory.
+    Each row starts `row_stride` elements after the row before.
+    Guards and gaps contain NaN. Checked mode treats guards and gaps as uninitialised memory.
     """
     rows = tensor.contiguous().reshape(-1, tensor.shape[-1]) if tensor.dim() > 1 else tensor.contiguous().reshape(1, -1)
     step = (row_stride or rows.shape[1]) * rows.element_size()
@@ -98,7 +99,7 @@ def place_output(shape: tuple[int, ...], dtype: torch.dtype) -> Guarded:
 
 
 def absent() -> Buffer:
-    """Returns the buffer to bind for an absent tensor; reading it is a fault."""
+    """Returns the buffer to bind for an absent tensor. To read this buffer is a fault."""
     return place_output((4,), torch.int32)
 
 
@@ -110,7 +111,7 @@ def _specialise(
     path = KERNELS / f"{library}.metal"
     name = kernel
     defines = []
-    if naming:  # the one function under test, as the host compiles it
+    if naming:  # compiles only the function under test, as the host does
         weight = f"WeightFormat::{weight_format}, " if naming == 2 else ""
         name = "_".join([kernel, *([weight_format] if naming == 2 else []), element])
         defines = [f"MARLIN_ONLY={kernel}<{weight}{METAL_TYPES[element]}>", f'MARLIN_ONLY_NAME="{name}"']
@@ -138,7 +139,7 @@ def launch(
     checked: bool = CHECKED,
     seed: int = 1,
 ) -> Counters:
-    """Runs one kernel. `buffers` are keyed by slot name without `kSlot`; other declared slots are bound as absent."""
+    """Runs one kernel. A key of `buffers` is a slot's name without `kSlot`. Slots without a key are bound as absent."""
     values = dict.fromkeys(facts()["constants"][:-1], 0) | dict(constants or {})
     typed = tuple(sorted(values.items()))
     handle = _specialise(kernel, weight_format, element, typed, checked)

@@ -1,4 +1,4 @@
-"""One mLSTM sequence: its inputs, exact result and tolerances, and the kernel launches that compute it."""
+"""One mLSTM sequence: the inputs, the exact result, the tolerances, and the kernel launches that compute the result."""
 
 import functools
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ EPS = 1e-6
 
 @dataclass(frozen=True)
 class Gates:
-    """Gate pre-activations are offset + spread * N(0, 1). `well` says that the denominator is well-conditioned."""
+    """Gate pre-activations are f or i plus spread * N(0, 1). `well` says that the denominator is well-conditioned."""
 
     f: float
     i: float
@@ -51,7 +51,7 @@ REGIMES = {
 
 @dataclass(frozen=True)
 class Sequence:
-    """A sequence to compute, and the layout of its tensors in memory."""
+    """A sequence to compute, and the layout of the sequence's tensors in memory."""
 
     S: int
     DK: int
@@ -105,7 +105,7 @@ def reference(inputs: Mapping[str, torch.Tensor]) -> mlstm_reference.Result:
 
 
 def _place_tokens(p: Sequence, tensor: torch.Tensor) -> tuple[Guarded, dict[str, int]]:
-    """Places a tensor in the problem's memory order. Returns it with its strides of batch, head and token."""
+    """Places a tensor in the problem's memory order. Returns the memory, and the strides of batch, head and token."""
     D = tensor.shape[3] if tensor.dim() == 4 else 1
     step = D + p.gap
     shaped = tensor.reshape(p.B, p.H, -1, D)
@@ -118,7 +118,7 @@ def _place_tokens(p: Sequence, tensor: torch.Tensor) -> tuple[Guarded, dict[str,
 
 @dataclass
 class Run:
-    """The kernels' buffers and parameters. Each method runs one dispatch and stores its counters."""
+    """The kernels' buffers and parameters. Each method runs one dispatch and stores the counters of that dispatch."""
 
     p: Sequence
     inputs: Mapping[str, torch.Tensor]
@@ -254,7 +254,7 @@ def _relative(got: np.ndarray, exact: np.ndarray) -> float:
 def check_close(p: Sequence, got: Run, exact: mlstm_reference.Result) -> None:
     """Checks numerator, states, h, denominator and stabilisers of fp32 kernels, and h of 16-bit kernels."""
     h, N, M = (got.read(name) for name in ("H", "OutN", "OutM"))
-    # If m0 is 20 or more, the floor of the denominator is tiny, so it does not help.
+    # From m0 = 20 on, the floor of the denominator is too small to keep the denominator well-conditioned.
     well = REGIMES[p.regime].well and (p.m0 or 0.0) < 20
     if p.dtype is torch.float32:
         finite = exact.N < 1e30  # for larger N, h is subnormal
@@ -275,8 +275,8 @@ def check_states(p: Sequence, got: Run, exact: mlstm_reference.Result, last: Any
 
 
 def _stabilisers_close(got: np.ndarray, exact: np.ndarray) -> bool:
-    # From 256 on, fp32 numbers are 3.1e-5 apart. A token's m is a sum with the m before its chunk, which is stored as
-    # fp32. Each of these two roundings errs by up to half that distance, so their sum can exceed 2e-5.
+    # From 256 on, fp32 numbers are 3.1e-5 apart. The m before a chunk is stored as fp32, which rounds once. A token's m
+    # is a sum with that m, which rounds again. Each rounding errs by up to 1.55e-5, so the total error can exceed 2e-5.
     return bool((np.abs(got - exact) <= np.maximum(2e-5, np.spacing(np.abs(exact).astype(np.float32)))).all())
 
 

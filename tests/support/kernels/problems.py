@@ -1,4 +1,4 @@
-"""One product or dequantization: inputs, exact result and error bound, and the launches of gemv and dequantize."""
+"""One product or dequantization: the inputs, the exact result, the error bound, the launches of gemv and dequantize."""
 
 import functools
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from tests.support.kernels.launch import (
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem to compute, and the layout of its tensors in memory."""
+    """A problem to compute, and the layout of the problem's tensors in memory."""
 
     weight_format: str
     M: int
@@ -37,7 +37,7 @@ class Problem:
     global_scale: tuple[int, ...] | None = None
     bias_dtype: torch.dtype | None = None
     has_perm: bool = False
-    # The activations start this many elements after an aligned address, and their row stride is that much longer.
+    # The activations start a_offset elements after an aligned address. Between two rows are a_gap unused elements.
     a_offset: int = 0
     a_gap: int = 0
     # Allows vector loads if the tensors are aligned for them.
@@ -133,7 +133,7 @@ def sliced(problem: Problem, slices: int) -> Shares | None:
 def run_product(
     kernel: str, problem: Problem, k_per_slice: int, constants: dict, options: dict, shares: Shares | None
 ) -> tuple[torch.Tensor, Counters]:
-    """Runs a product, and the reduction of its partial sums if it writes any."""
+    """Runs a product. If the product writes partial sums, also runs the reduction of these sums."""
     inputs = options.pop("inputs", None) or make_inputs(problem)
     buffers, tensor_constants = _product_buffers(problem, inputs)
     buffers["A"], row_stride = options.pop("activations", None) or (buffers["A"], problem.K + problem.a_gap)
@@ -166,8 +166,11 @@ def run_product(
 
 
 def check_gemv_work(problem: Problem, rows: int, subnormal_codes: bool, counters: Counters) -> None:
-    """Per row block, each word is read once, and each activation once by each lane, once more for the sum over k, and
-    once more if activations may be too small for subnormal codes."""
+    """Checks what each row block reads. Each word is read once, and each activation is read once by each of 32 lanes.
+
+    A kernel that needs the activations' sum over k reads each activation once more. So does a kernel that looks for
+    activations too small for subnormal codes.
+    """
     if counters.buffers is None:
         return
     row_blocks, strips = -(-problem.M // rows), -(-problem.N // number("kGemvColumns"))
@@ -188,8 +191,11 @@ def run_gemv(
     subnormal_codes: bool = True,
     **options: Any,
 ) -> torch.Tensor:
-    """Runs a product. `options` are those of `launch`; `inputs` or `activations` (buffer, row stride) replace the
-    problem's. Pass `counted=False` if the kernel reads less than K implies."""
+    """Runs a product.
+
+    `options` go to `launch`, except three: `inputs` and `activations` (buffer, row stride) replace the problem's inputs
+    and activations, and `counted=False` skips the check of the reads, for a kernel that reads less than K implies.
+    """
     step = number("kGemvK")
     k_per_slice = -(-problem.K // (step * simdgroups * splits)) * step
     splits = -(-problem.K // (k_per_slice * simdgroups))  # no split may be empty
@@ -230,7 +236,7 @@ def run_dequantize(problem: Problem, **options: Any) -> torch.Tensor:
 
 
 def check_dequantize(problem: Problem, **options: Any) -> None:
-    """Checks dequantize in fp32, where at most two operations round. Rows must be in the original order of k."""
+    """Checks dequantize in fp32, where at most two operations round. Rows of the result are in the original k order."""
     inputs = make_inputs(problem)
     order = slice(None) if inputs.perm is None else np.argsort(inputs.perm)
     error = np.abs(reference.to_numpy(run_dequantize(problem, **options)) - inputs.weight.exact[order])

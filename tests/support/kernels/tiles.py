@@ -1,4 +1,4 @@
-"""Launches the staged kernels and checks their numbers of steps and barriers."""
+"""Launches the staged kernels, and checks the numbers of steps and barriers."""
 
 import re
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ STRIPED = [name for name in facts()["kernels"] if _KERNEL.match(name) and "strip
 
 @dataclass(frozen=True)
 class Tile:
-    """A tile shape from a kernel's name, and what the host knows about it."""
+    """A tile shape from a kernel's name, and the host's facts about this shape."""
 
     kernel: str
     M: int
@@ -42,10 +42,10 @@ class Tile:
         return {"group": (self.threads, 1, 1), "groups": groups, "threadgroup_bytes": memory}
 
     def check_work(self, spans: list[list[int]], counters: Counters) -> None:
-        """Checks that there is no extra step, and one barrier per step, or two with a single stage.
+        """Checks that there is no extra step. A step has one barrier, or two with a single stage.
 
         Args:
-            spans: for each threadgroup, the number of k of each tile that it works on.
+            spans: for each threadgroup and each tile of that threadgroup, the number of k that it computes.
         """
         steps = sum(self.steps(k) for group in spans for k in group)
         assert counters.mmas == steps * self.M * self.N * self.K // 512, "8x8x8 products"
@@ -69,7 +69,7 @@ def run_staged(kernel: str, problem: Problem, *, slices: int = 1, **options: Any
 
 
 def stripes_of(units: int, stripes: int) -> list[range]:
-    """Returns the units of each stripe. If they cannot all be equal, the first stripes have one more."""
+    """Returns the units of each stripe. If the units do not divide evenly, the first stripes have one unit more."""
     sizes = [0] * stripes
     for i in range(units):
         sizes[i % stripes] += 1
@@ -105,7 +105,7 @@ def run_striped(kernel: str, problem: Problem, *, k_per_slice: int, stripes: int
 
 
 def run_tiles(kernel: str, problem: Problem, *, parts: int = 1, **options: Any) -> torch.Tensor:
-    """Runs any staged kernel, with K of a tile, or all units of gemm_striped, divided into about `parts` ranges."""
+    """Runs any staged kernel. Divides K of each tile into about `parts` ranges; for gemm_striped, divides all units."""
     if kernel in STRIPED:
         return run_striped(kernel, problem, k_per_slice=64, stripes=parts, **options)
     return run_staged(kernel, problem, slices=parts, **options)
