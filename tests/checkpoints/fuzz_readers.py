@@ -1,9 +1,10 @@
-"""Fuzzes every reader for some minutes and counts the results; test_convert_fuzz.py does the same briefly.
+"""Fuzzes every reader for some minutes and counts the results; test_damaged_checkpoints.py does so briefly.
 
     python tests/checkpoints/fuzz_readers.py --minutes 10
 
-Every real checkpoint of tests/data/layers and one in the package's own format are damaged in turn. Each damaged copy must be read or refused with CheckpointError, within seconds; anything else ends the run with
-the seed that repeats it.
+The run damages copies of every real checkpoint of tests/data/layers, and of one in the package's own format. A damaged
+copy must be read, or refused with CheckpointError, within seconds. Anything else ends the run and prints the seed that
+repeats the case.
 """
 
 import argparse

@@ -14,15 +14,15 @@ from torch_marlin_metal import convert
 
 DATA = Path(__file__).parents[1] / "data/layers"
 FOLDERS = sorted({path.parent for path in DATA.glob("*/*/model.*")})
-NATIVE = DATA / "native"  # no such folder: the test makes a checkpoint in the package's own format
-ROUNDS = 40  # damaged copies of each checkpoint, 120 with --everything; fuzz_readers.py runs for minutes
+NATIVE = DATA / "native"  # this folder does not exist: it stands for a checkpoint that prepare() makes
+ROUNDS = 40  # damaged copies of each checkpoint, three times as many with --everything
 SECONDS_FOR_ONE = 10
 VALUES: tuple[Any, ...] = (None, True, -1, 0, 1, 3, 7, 10**30, 1e999, "", "x", "mlx", [], {}, [1], {"bits": -4})
 BYTES = (0, 1, 0x22, 0x2C, 0x30, 0x39, 0x7D, 0x7F, 0x80, 0xFF)
 
 
 def damage_bytes(content: bytes, rng: random.Random) -> bytes:
-    """Changes, removes, repeats or cuts off a few bytes, more often near the start, where headers are."""
+    """Changes, removes, repeats or cuts off a few bytes. Bytes near the start are hit more often: headers are there."""
     held = bytearray(content)
     for _ in range(rng.choice((1, 1, 2, 8))):
         where = rng.randrange(len(held)) if rng.random() < 0.4 else rng.randrange(min(len(held), 700))
@@ -63,7 +63,7 @@ def damage_json(content: bytes, rng: random.Random) -> bytes:
 
 
 def damage_header(content: bytes, rng: random.Random) -> bytes:
-    """Replaces one value in a safetensors header, and corrects the header's length."""
+    """Replaces one value in a safetensors header, and updates the stated length of the header."""
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])
     entry = header[rng.choice([name for name in header if name != "__metadata__"])]

@@ -1,4 +1,4 @@
-"""GGUF files written by the gguf package decode to what the gguf package's own dequantizers give."""
+"""GGUF files that the gguf package writes decode to the values that the package's dequantizers give."""
 
 from pathlib import Path
 
@@ -46,7 +46,7 @@ def random_blocks(rng: np.random.Generator, type_name: str, *rows: int, K: int =
     if type_name == "MXFP4":
         blocks[..., 0] = rng.integers(100, 140, blocks.shape[:-1])
     if type_name == "NVFP4":
-        blocks[..., :4] = rng.integers(0, 0x80, (*blocks.shape[:-1], 4))  # 0x7F among them, which ggml reads as 0
+        blocks[..., :4] = rng.integers(0, 0x80, (*blocks.shape[:-1], 4))  # scales include 0x7F, which ggml reads as 0
     return blocks.reshape(*rows, -1)
 
 
@@ -103,7 +103,7 @@ def test_the_scale_tensor_of_nvfp4_multiplies(tmp_path, suffix) -> None:
 
 
 def test_an_empty_mxfp4_block_gets_a_scale_in_range(tmp_path) -> None:
-    """ggml stores the exponent 0 for a block of zeros, which becomes 1; other blocks keep their exponent."""
+    """ggml stores the exponent 0 for a block of zeros. The reader turns this 0 into 1 and keeps all other exponents."""
     data = random_blocks(np.random.default_rng(0), "MXFP4", 4).reshape(4, 16, 17)
     data[2, 5] = 0
     data[1, 7, 1:], data[1, 7, 0] = 0x88, 255 - 5

@@ -1,4 +1,4 @@
-"""Opening and converting takes work in proportion to the number of layers: counted in calls of functions, not timed."""
+"""Opening and converting take work in proportion to the number of layers. The tests count function calls, not time."""
 
 import runpy
 import sys
@@ -12,7 +12,7 @@ KINDS = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "many_laye
 
 
 def calls(path: Path, kind: str, count: int) -> int:
-    """Counts the functions called when a checkpoint is opened and, if its kind can be converted, converted."""
+    """Counts the function calls that open a checkpoint and, if this kind of checkpoint can be converted, convert it."""
     make, converts = KINDS[kind]
     source = make(path / f"source{count}", count)
     found = 0

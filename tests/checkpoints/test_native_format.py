@@ -1,4 +1,4 @@
-"""The package's own format on disk: it keeps every bit, and no failure leaves a file that looks complete."""
+"""The package's own format on disk keeps every bit. After a failure, no incomplete file looks complete."""
 
 import errno
 import json
@@ -31,7 +31,7 @@ def source_of(folder: Path) -> Path:
 
 
 def large_checkpoint(path: Path, layers: int = 12) -> Path:
-    """Makes GPTQ layers, a norm for each, and an embedding whose dtype torch reads as another one."""
+    """Makes GPTQ layers, a norm for each layer, and an embedding whose dtype torch reads as a different dtype."""
     writers.write_gptq(path, np.random.default_rng(0), 256, 64, 32, sym=True, act_order=True)
     held = {name.removeprefix(LAYER): tensor for name, tensor in load_file(path / "model.safetensors").items()}
     tensors = {
@@ -93,7 +93,7 @@ def test_shards_other_tensors_and_small_files(tmp_path) -> None:
     shards = sorted(set(index["weight_map"].values()))
     assert len(shards) > 3
     held = {}
-    for shard in shards:  # as the safetensors library sees them
+    for shard in shards:  # reads each shard with the safetensors library
         with safe_open(path / shard, "pt") as file:
             held |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         assert (path / shard).stat().st_size < 30_000 + shard_writer.HEADER_BYTES + 8
@@ -142,7 +142,7 @@ def test_layers_that_cannot_be_packed_are_stored_as_floats_on_request(tmp_path) 
 @pytest.mark.skipif(sys.platform == "darwin", reason="fork without exec is unsafe with Apple's frameworks")
 def test_killed_at_random_points_and_resumed(tmp_path) -> None:
     source, destination = large_checkpoint(tmp_path / "source"), tmp_path / "out"
-    convert.write_checkpoint(convert.open_reader(source), tmp_path / "first")  # warm-up, which is not timed
+    convert.write_checkpoint(convert.open_reader(source), tmp_path / "first")  # not timed: the first call is slower
     started = time.monotonic()
     whole = convert.write_checkpoint(convert.open_reader(source), tmp_path / "whole", max_shard_bytes=30_000)
     seconds, expected = time.monotonic() - started, contents(whole)

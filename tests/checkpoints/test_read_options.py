@@ -1,4 +1,4 @@
-"""`ReadOptions`, which readers, models and the command line share."""
+"""`ReadOptions`. Readers, models and the command line take these options."""
 
 import dataclasses
 

@@ -30,7 +30,7 @@ def decode(path: Path, **options) -> np.ndarray:
 
 
 def change(path: Path, *, settings: dict[str, Any] | None = None, **tensors: torch.Tensor | None) -> None:
-    """Replaces settings and tensors of the layer; a tensor of None is removed."""
+    """Replaces settings and tensors of the layer. For the value None, removes the tensor."""
     config = json.loads((path / "config.json").read_text())
     config["quantization_config"] |= settings or {}
     (path / "config.json").write_text(json.dumps(config))
@@ -56,7 +56,7 @@ def test_gptq_words_from_the_format_description(tmp_path, words, codes) -> None:
 
 
 def test_compressed_tensors_words_from_the_format_description(tmp_path) -> None:
-    """Packs signed codes and zero points plus 8; the zero points are packed along N."""
+    """compressed-tensors adds 8 to signed codes and zero points before packing. Zero points are packed along N."""
     word, points = np.uint32(0x194BF870), np.uint32(0x988F0A78)
     codes, zeros = np.array([-8, -1, 0, 7, 3, -4, 1, -7]), np.array([0, -1, 2, -8, 7, 0, 0, 1])
     tensors = {
@@ -225,7 +225,10 @@ def test_mlx_settings_of_single_modules_and_transformers_names(tmp_path, rng) ->
 
 @pytest.mark.parametrize("method", ["metal", "auto-round"])
 def test_mlx_layers_under_other_methods(tmp_path, rng, method) -> None:
-    """transformers' Metal quantizer names a method; AutoRound keeps modules' settings under "quantization" alone."""
+    """Two configs of MLX layers, as transformers' Metal quantizer and AutoRound write them.
+
+    AutoRound has the settings of single modules only under "quantization".
+    """
     (expected,) = writers.write_mlx_affine(tmp_path, rng, K, N, 32)
     own = {LAYER: {"group_size": 32, "bits": 4}}
     settings = {"quant_method": method, "packing_format": "mlx", "group_size": 64, "bits": 8}
@@ -237,7 +240,7 @@ def test_mlx_layers_under_other_methods(tmp_path, rng, method) -> None:
 
 
 def test_compressed_tensors_zero_points_that_are_not_packed(tmp_path, rng) -> None:
-    """Zero points are int8 in old versions, and with the strategy "tensor", which has a single scale."""
+    """Old versions store int8 zero points. So does the strategy "tensor", which has a single scale."""
     expected = writers.write_compressed_tensors(tmp_path, rng, K, N, -1, sym=False)
     packed = load_file(tmp_path / "model.safetensors")[f"{LAYER}.weight_zero_point"]
     points = unpack_codes(packed)[:N].to(torch.int8) - 8
@@ -281,7 +284,7 @@ def test_compressed_tensors_global_scale_divides(tmp_path, rng) -> None:
 
 
 def sharded(path: Path, rng: np.random.Generator) -> np.ndarray:
-    """Makes a layer whose tensors are in two shards, and a norm."""
+    """Makes a layer and a norm. The layer's tensors are in two shards."""
     expected = writers.write_gptq(path, rng, K, N, 32, act_order=True, sym=True)
     tensors = load_file(path / "model.safetensors") | {"norm.weight": torch.ones(3)}
     (path / "model.safetensors").unlink()

@@ -178,7 +178,8 @@ def many_layers(path: Path) -> Path:
     return path
 
 
-QUANTIZE = ("--include", "*", "--shard-mb", "1")  # 24 layers of 69 kB, and a header of 262 kB in each file
+# 24 layers of 69 kB each. A shard has at most 1 MB and starts with a header of 262 kB.
+QUANTIZE = ("--include", "*", "--shard-mb", "1")
 
 
 def contents(path: Path) -> dict[str, bytes]:

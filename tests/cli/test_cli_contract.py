@@ -1,4 +1,4 @@
-"""Every command through every kind of failure: the exit code of docs/command-line.md, one line or one JSON object."""
+"""Each failure of each command exits with the code of docs/command-line.md and prints one line or one JSON object."""
 
 import importlib
 import json
@@ -13,7 +13,7 @@ from torch_marlin_metal.cli.app import COMMANDS, app
 from torch_marlin_metal.convert import CheckpointError, UnsupportedFormat
 
 PAGE = Path(__file__).parents[2] / "docs" / "command-line.md"
-# A line that each command accepts, and the function that does its work: where it fails, the command does.
+# For each command: arguments that it accepts, and a function that it calls. A test makes this function fail.
 LINES = {
     "inspect": (["x"], "open_reader"),
     "convert": (["x", "y"], "open_reader"),
@@ -40,7 +40,7 @@ FAILURES = {
 def test_every_command_and_every_code_is_walked_through():
     assert list(LINES) == [command.__name__ for command in COMMANDS]
     rows = re.findall(r"^\| (\d+) \|", PAGE.read_text(), re.MULTILINE)
-    # 0 and 1 are answers: test_cli.py has them.
+    # 0 and 1 are no failures but answers. test_cli.py tests these two codes.
     assert {int(row) for row in rows} == {0, 1, 130, 141} | {code for _, code in FAILURES.values()}
 
 

@@ -1,4 +1,4 @@
-"""`torch-marlin-metal doctor`: the report, checks that fail or end their process, and the checks themselves."""
+"""`torch-marlin-metal doctor`: the report, checks that fail, checks that end their process, and the real checks."""
 
 import json
 import sys
@@ -12,7 +12,7 @@ from torch_marlin_metal import tuning
 from torch_marlin_metal.cli import doctor, doctor_steps
 from torch_marlin_metal.cli.app import app
 
-# A child process with one check for each way to end.
+# The program of a child process. Each check ends in a different way.
 CHILD = """
 import os, sys, time
 name = sys.argv[1]
@@ -57,7 +57,7 @@ def test_a_failing_check_is_reported_and_the_others_run(child, tmp_path, monkeyp
     assert found["dies"]["summary"].startswith("exit code -6")
     assert found["silent"]["summary"] == "exit code 0: nothing was printed"
     assert found["ends badly"]["summary"] == "exit code 3 after the check"
-    # Metal validates everything but times.
+    # Metal's validation is on for every check except "times", because validation changes the times.
     assert found["good"]["values"] == {"layer": "1", "ms": 1.5}
     assert found["times"]["values"]["layer"] == "None"
     assert all(name in done.stdout for name in checks)

@@ -1,4 +1,4 @@
-"""What programs rely on: exit codes, one JSON object in every case, and no control characters from files."""
+"""Programs rely on the exit codes, on one JSON object in every case, and on no control characters from files."""
 
 import builtins
 import json

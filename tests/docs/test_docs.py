@@ -1,4 +1,4 @@
-"""The snippets of the docs run, and their tables agree with the code."""
+"""The snippets in the docs run, and the tables in the docs agree with the code."""
 
 import json
 import os
@@ -116,7 +116,7 @@ def test_links_point_to_files(page):
 def test_api_reference_names_every_public_name():
     pages = "\n".join(page.read_text() for page in (ROOT / "docs/api").glob("*.md"))
     named = set(re.findall(r"^::: torch_marlin_metal\.([\w.]+)$", pages, flags=re.MULTILINE))
-    modules = {"convert", "profiling", "tuning"}  # pages of their own, by what is in them
+    modules = {"convert", "profiling", "tuning"}  # each has a page of its own, which names the module's members
     assert set(tmm.__all__) - modules - {"__version__"} <= named
     assert modules <= {name.split(".")[0] for name in named}
 
@@ -145,7 +145,7 @@ SOURCE = r"[\w.*/-]+\.(?:py|cpp|h|mm|metal|sh|yml|toml)"
 
 
 def named_paths(page: Path) -> list[str]:
-    """Returns the paths that a page names in backticks: source files, and folders, which end with a slash."""
+    """Returns the paths of source files and folders that a page names in backticks. A folder ends with a slash."""
     prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     spans = re.findall(r"`([^`]+)`", prose)
     files = [path for span in spans for path in re.findall(rf"(?<![\w/.<>*-]){SOURCE}(?![\w(])", span)]
@@ -154,7 +154,7 @@ def named_paths(page: Path) -> list[str]:
 
 @pytest.mark.parametrize("page", RECORDS, ids=lambda p: p.name)
 def test_named_paths_exist(page):
-    """A name must match the end of a tracked path, and a pattern such as `csrc/mps/*.mm` at least one file."""
+    """A name must be the end of a tracked path. A pattern such as `csrc/mps/*.mm` must match at least one file."""
     for name in named_paths(page):
         if name.endswith("/"):
             assert any(folder == name or folder.endswith(f"/{name}") for folder in FOLDERS), name

@@ -1,4 +1,4 @@
-"""Workflows run the code of other people's actions: each is named by its commit, which no one can move as a tag."""
+"""Workflows name each action by its commit. An action is other people's code: a tag can be moved, a commit cannot."""
 
 import re
 from pathlib import Path

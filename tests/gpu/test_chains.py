@@ -1,4 +1,4 @@
-"""The clocks of tuner and benchmark: what is the device's time and what the host's, by a clock that the test moves."""
+"""The clocks of tuner and benchmark tell the device's time from the host's. The tests move a fake clock."""
 
 import sys
 
@@ -15,7 +15,7 @@ HOST, DEVICE, WAIT = 40.0, 28.0, 100.0
 
 @pytest.fixture
 def time_of(monkeypatch):
-    """A chain whose calls cost HOST when made, and DEVICE each, and WAIT once, when finished."""
+    """Returns a maker of chains. A call costs HOST seconds. finish() costs DEVICE for each call, and WAIT once."""
     now, waiting = [0.0], [0]
     monkeypatch.setattr(chains.time, "perf_counter", lambda: now[0])
 
@@ -47,7 +47,7 @@ def test_each_device_has_its_clock() -> None:
 
 @pytest.fixture
 def gpu_chain(mps):
-    """A chain of products alone, for PyTorch's addition is the CPU's on the software device."""
+    """A chain of products only, because on the software device PyTorch's addition runs on the CPU."""
     weight = tmm.quantize_weight(torch.randn(64, 64) / 8, "uint4b8", group_size=64).to("mps")
     a = torch.randn(2, 64, dtype=torch.float16, device="mps")
 
@@ -64,7 +64,7 @@ def test_the_gpus_time_is_of_one_command_buffer(gpu_chain) -> None:
     interval = tuning.commit_interval()
     try:
         tuning.set_commit_interval(1e-9)  # each product outside a measurement commits
-        gpu_chain.measure(1)  # asks the GPU what the planner must know
+        gpu_chain.measure(1)  # the first product asks the GPU for facts that the planner needs
         before = softmetal.stream_counts()
         measured = gpu_chain.measure(3)
         after = softmetal.stream_counts()
@@ -73,7 +73,8 @@ def test_the_gpus_time_is_of_one_command_buffer(gpu_chain) -> None:
     assert measured.seconds > 0
     assert measured.host_seconds > 0
     assert not measured.has_gaps
-    assert after.commits - before.commits == 4  # three of the chain before, and the measured one
+    # One commit for each of the three products before the measurement, and one for the measured products.
+    assert after.commits - before.commits == 4
     assert after.waits - before.waits == 1
 
 

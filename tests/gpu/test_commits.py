@@ -1,4 +1,4 @@
-"""When the operators commit, counted on the software Metal device; and products that are divided by rows."""
+"""Counts the operators' commits on the software Metal device, and tests products that are divided by rows."""
 
 import math
 import os
@@ -26,7 +26,7 @@ def settings():
 
 @pytest.fixture
 def product(mps):
-    """One small product, warm, on an idle device, and its predicted seconds."""
+    """Returns a small product that ran before, and the product's predicted seconds. The device is idle."""
     weight = tmm.quantize_weight(torch.randn(64, 512), "uint4b8", group_size=64).to("mps")
     x = torch.randn(2, 512, dtype=torch.float16, device="mps")
 
@@ -35,7 +35,7 @@ def product(mps):
 
     run()
     tuning.set_commit_interval(1e-9)
-    run()  # commits: nothing is left over from other tests
+    run()  # commits, so that no work from other tests is left
     torch.mps.synchronize()
     chip = tmm.plan(2, 64, 512, group_size=64, gpu="M1").chosen
     return run, chip.seconds

@@ -1,4 +1,4 @@
-"""Compares plans, chips, tiles and rooflines with values worked out by hand and counts of the software device."""
+"""Compares plans, chips, tiles and rooflines with values worked out by hand, and with the software device's counts."""
 
 import functools
 import itertools
@@ -129,8 +129,10 @@ def test_without_a_mac():
 
 
 def test_trace_calls(mps, monkeypatch, tmp_path):
-    """What PyTorch's profiler is asked for, in order, by one that writes it down: what Instruments and Xcode then show
-    needs a Mac."""
+    """A fake profiler records in order what trace asks of PyTorch's profiler.
+
+    Only a Mac can show what Instruments and Xcode make of the trace.
+    """
     calls = []
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""The tuner times the right candidates, keeps the fastest, and the operators then use them."""
+"""The tuner times the right candidates and keeps the fastest. The operators then use the fastest candidate."""
 
 import dataclasses
 import json
@@ -98,7 +98,7 @@ def test_an_unknown_variant_and_another_machine_are_refused():
 
 
 def counted(chains):
-    """Costs of chains in counted work: matrix products, and threads, which have work of their own each."""
+    """Returns costs of chains from counted work: 1000 for each matrix product, and 1 for each thread."""
     import softmetal
 
     costs = {}
@@ -133,7 +133,7 @@ def test_the_least_cost_wins_and_ranges_have_no_gap():
             assert entry.speedup == pytest.approx(model / least)
         else:
             assert (entry.variant, entry.speedup) == (entry.model_variant, 1.0)
-    # For one row, the matrix products of a whole tile cost too much, and the count shows it.
+    # For one row, the matrix products of a whole tile cost too much. The counted cost shows this.
     assert found.ranges[0].variant.startswith("gemv")
 
 

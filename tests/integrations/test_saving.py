@@ -1,4 +1,4 @@
-"""Models that were quantized in memory and saved by their own save_pretrained; directories opened without us."""
+"""save_pretrained of models quantized in memory, and programs that open the saved directory without this package."""
 
 import json
 import os
@@ -53,7 +53,7 @@ def packed(model) -> list[str]:
 
 
 def alone(code: str) -> str:
-    """Runs a program that does not import this package, which must fail, and returns its standard error."""
+    """Runs a program that does not import this package. The program must fail. Returns the program's standard error."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
     assert "torch_marlin_metal" not in done.stdout
@@ -71,7 +71,7 @@ def test_a_model_quantized_in_memory_is_saved_and_loaded(name, layers, tmp_path)
     assert same(again.state_dict(), model.state_dict())
     assert torch.equal(again(IDS).logits, model(IDS).logits)
     assert (tmp_path / "README.md").read_text() == CARD
-    # Floats again, in the layers that the model's class has: GPT-2's hold their weight transposed.
+    # dequantize() restores floats, and the layer classes of the original model: GPT-2's layers hold transposed weights.
     again.dequantize().save_pretrained(tmp_path / "floats")
     floats = AutoModelForCausalLM.from_pretrained(tmp_path / "floats")
     torch.testing.assert_close(floats(IDS).logits, model(IDS).logits)

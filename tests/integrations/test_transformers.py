@@ -1,4 +1,4 @@
-"""from_pretrained of checkpoints that other programs wrote, on each device; saving, compiling, quantizing on load."""
+"""from_pretrained loads checkpoints of other programs on each device. Also saving, compiling and quantizing on load."""
 
 import json
 import os
@@ -170,7 +170,7 @@ WRITERS = {
 
 
 def one_packed_layer(path: Path, writer) -> np.ndarray:
-    """Makes the tiny Llama with one 4-bit layer in another program's layout and all others in fp16."""
+    """Makes the tiny Llama with one 4-bit layer, in another program's layout. Every other layer is fp16."""
     reference = writer(path, np.random.default_rng(0))
     packed, settings = load_file(path / "model.safetensors"), json.loads((path / "config.json").read_text())
     with open(path / "model.safetensors", "rb") as file:
@@ -296,7 +296,7 @@ def test_biases_stay_with_their_layers(tmp_path) -> None:
 def test_layers_to_leave_and_weights_that_cannot_be_quantized(tmp_path) -> None:
     path = floats(tmp_path / "floats")
     model = load(path, quantization_config=MarlinConfig("uint4b8", 32, modules_to_not_convert="*.o_proj"))
-    assert len(packed_layers(model)) == 12  # and the output layer stays, too
+    assert len(packed_layers(model)) == 12  # of 14 layers, the two o_proj stay floats; the output layer does too
     excluded = load(GPTQ, quantization_config=MarlinConfig(modules_to_not_convert=["re:.*o_proj"]))
     assert len(packed_layers(excluded)) == 12
     for folder in (path, GPTQ):

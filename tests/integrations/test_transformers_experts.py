@@ -1,4 +1,4 @@
-"""Mixtures of experts through from_pretrained: every expert's layers stay packed."""
+"""from_pretrained loads mixtures of experts, and every expert's layers stay packed."""
 
 import json
 from pathlib import Path
@@ -26,7 +26,7 @@ def quantized(weight: torch.Tensor, name: str, weight_format: str) -> PackedWeig
 def split_experts(path: Path) -> MixtralForCausalLM:
     """Saves Mixtral as GPTQ programs do, with a Linear for each part of each expert.
 
-    Returns the same model with the weights that the saved codes decode to.
+    Returns the model with the weights that the saved codes decode to.
     """
     torch.manual_seed(0)
     model, layers = MixtralForCausalLM(MixtralConfig(**SIZES)).eval(), []

@@ -1,4 +1,4 @@
-"""fuse_projections computes projections of the same input in one call, and leaves layers that do not match."""
+"""fuse_projections lets one call compute all projections of one input. Layers that do not match stay as they are."""
 
 import copy
 
@@ -40,7 +40,7 @@ CASES = [(name, "cpu") for name in WEIGHT_FORMATS] + [("uint4", "mps"), ("nvfp4"
 
 @pytest.mark.parametrize(("weight_format", "where"), CASES)
 def test_a_fused_group_computes_the_same_and_comes_apart_again(weight_format, where, request) -> None:
-    """Results have the same bits, because the planner splits K alike for the wide matrix and the narrow ones."""
+    """The planner splits K alike for the wide matrix and for each narrow matrix, so the results have equal bits."""
     device = request.getfixturevalue("mps") if where == "mps" else where
     model = Model(weight_format=weight_format).to(device)
     before = {name: weight.tensors() for name, weight in unfused(model)}

@@ -1,4 +1,4 @@
-"""MarlinLinear: results within the operators' bound, and everything that an nn.Module must survive."""
+"""MarlinLinear: results are within the operators' bound, and the layer survives what PyTorch does to an nn.Module."""
 
 import copy
 import io
@@ -112,7 +112,7 @@ def test_an_empty_layer_loads_a_state_dict(weight_format, perm, device):
 @pytest.mark.parametrize("start", ["meta", "cpu"])
 def test_a_layer_filled_after_to_empty_can_be_saved_and_loaded(start, device):
     layer = layer_of("nvfp4", device, perm=True)
-    torch.use_deterministic_algorithms(True)  # fills new memory with invalid values
+    torch.use_deterministic_algorithms(True)  # PyTorch then fills new memory with invalid values
     try:
         filled = empty_like(layer, start).to_empty(device=device)
     finally:

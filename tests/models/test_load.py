@@ -106,7 +106,7 @@ def test_an_embedding_in_blocks_is_refused_or_decoded(tmp_path) -> None:
 
 
 class Own(nn.Module):
-    """A model in which one layer has another name than in the checkpoint."""
+    """A model in which one layer's name differs from the name in the checkpoint."""
 
     def __init__(self, K: int = 64, N: int = 32, bias: bool = False) -> None:
         super().__init__()

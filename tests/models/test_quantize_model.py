@@ -1,4 +1,4 @@
-"""quantize_model converts the right layers, reports the others with a reason, and changes all or nothing."""
+"""quantize_model converts the right layers, reports a reason for every layer it leaves, and changes all or nothing."""
 
 import copy
 import gc

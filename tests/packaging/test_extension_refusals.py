@@ -1,4 +1,4 @@
-"""What a user reads whose torch or Python is not that of the compiled extension."""
+"""The error on import if torch or Python differ from those that the extension was compiled for."""
 
 import re
 import sys
@@ -11,7 +11,7 @@ from torch_marlin_metal import extension
 
 
 def load_with(monkeypatch: pytest.MonkeyPatch, found: ModuleType | ImportError) -> str:
-    """Returns the refusal of an import that finds this module, or that ends so."""
+    """Returns the package's error if the import of the extension gives `found`, or raises `found`."""
 
     def import_module(name: str) -> ModuleType:
         assert name == "torch_marlin_metal._C"

@@ -1,4 +1,4 @@
-"""What setup.py says on a machine where the extension cannot be built."""
+"""The errors of setup.py on a machine where the extension cannot be built."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def build(tmp_path: Path, before: str, **environment: str) -> str:
-    """Builds the extension in a process that runs `before` first; returns the last line of its errors."""
+    """Builds the extension in a process that runs `before` first. Returns the last line of standard error."""
     outputs = ["--build-temp", str(tmp_path), "--build-lib", str(tmp_path)]
     run = f"import runpy, sys; {before}; sys.argv = ['setup.py', '--quiet', 'build_ext', *{outputs!r}]"
     done = subprocess.run(

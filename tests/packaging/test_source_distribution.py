@@ -1,4 +1,4 @@
-"""The source distribution can be built from, and a wheel says which torch it is for."""
+"""A build works from the source distribution, and a wheel names the torch version that it needs."""
 
 import os
 import re
@@ -34,7 +34,7 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_all_sources_find_their_headers(unpacked: Path) -> None:
     sources = sorted(path.relative_to(ROOT) for path in ROOT.glob("csrc/**/*") if path.suffix in (".cpp", ".mm"))
     assert len(sources) > 40
-    # Lists the included files without those of PyTorch and the system; -MG lets these be missing.
+    # Lists the included files of this project. -MG lets the headers of PyTorch and of the system be missing.
     command = ["g++", "-std=c++20", "-MM", "-MG", "-x", "c++", "-I.", *map(str, sources)]
     listed = subprocess.run(command, cwd=unpacked, check=True, capture_output=True, text=True).stdout
     ours = {name for name in re.split(r"[\s\\]+", listed) if name.startswith(("csrc/", "kernels/"))}
@@ -51,7 +51,7 @@ def test_all_kernels_are_embedded(unpacked: Path) -> None:
 
 
 def test_metadata(unpacked: Path) -> None:
-    """A source distribution takes any torch that the sources support; a wheel takes the one that it was built for."""
+    """A source distribution accepts each torch that the sources support. A wheel accepts the torch of its build."""
     assert "Requires-Dist: torch>=2.13\n" in (unpacked / "PKG-INFO").read_text()
     environment = {name: value for name, value in os.environ.items() if name != "WITHOUT_EXTENSION"}
     (unpacked / "info").mkdir()
@@ -64,7 +64,7 @@ def test_metadata(unpacked: Path) -> None:
 
 
 def empty_wheel(folder: Path, name: str, version: str, *requires: str) -> None:
-    """Writes a wheel that holds nothing but its metadata."""
+    """Writes a wheel that holds metadata and nothing else."""
     info = f"{name}-{version}.dist-info"
     head = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]
     files = {
@@ -92,7 +92,7 @@ def test_pip_takes_the_wheel_for_the_torch(release: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("isolated", [False, True])
 def test_an_isolated_build_takes_the_installed_torch(isolated: bool, tmp_path: Path) -> None:
-    """As pip isolates: the interpreter is the user's, its folder of packages is hidden."""
+    """Imitates pip's isolation: the build uses the user's interpreter and does not see the user's packages."""
     show = "from build_support import backend as b; print(b.get_requires_for_build_wheel()); b._show_torch()"
     show += "; import torch; print(torch.__version__)"
     folders = (

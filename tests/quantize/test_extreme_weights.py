@@ -1,4 +1,4 @@
-"""quantize_weight at the ends of the float range: as good as in the middle, or refused by name."""
+"""quantize_weight at the ends of the float range is as exact as in the middle, or refuses the weight by name."""
 
 import pytest
 import torch

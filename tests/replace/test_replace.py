@@ -17,7 +17,7 @@ DATA = Path(__file__).parents[1] / "data/layers"
 
 
 class PackedLinear(nn.Module):
-    """Imitates a layer of GPTQ and AWQ packages: it has their buffers and sizes, but no forward."""
+    """Imitates a layer of GPTQ and AWQ packages: it has the packages' buffers and sizes, but no forward."""
 
     def __init__(self, state: dict[str, torch.Tensor], K: int, N: int, group_size: int, **attributes) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class PackedLinear(nn.Module):
 
 
 class PackedLinearV2(PackedLinear):
-    """Imitates GPTQModel's classes that always store zero points of version 2, whatever the file's version."""
+    """Imitates GPTQModel's classes that hold zero points of version 2, even if the file has version 1."""
 
     REQUIRES_FORMAT_V2 = True
 
@@ -77,7 +77,7 @@ def test_layers_of_other_programs_are_taken_over_bit_for_bit(folder, device):
 
 @pytest.mark.parametrize("folder", GPTQ)
 def test_classes_that_hold_version_2_zero_points(folder, device):
-    """For such a class, zero points are converted at loading, but the config still says version 1."""
+    """GPTQModel converts the zero points when it loads a file into such a class. The config still says version 1."""
     model, reference = load_fixture(folder, device, PackedLinearV2)
     version = 2 if folder.endswith("v2") else 1
     if version == 1:
@@ -232,7 +232,7 @@ def test_replace_arguments(device):
 @pytest.mark.parametrize("names", [("gptq_version", "gptq_zeros_rule"), ("checkpoint_version", "rule")])
 def test_both_names_of_the_gptq_arguments_are_heeded(names) -> None:
     folder = "gptq/gptqmodel-asym-g64-v1-zero0"
-    model, reference = load_fixture(folder, "cpu", PackedLinearV2)  # class states 2, words are of version 1
+    model, reference = load_fixture(folder, "cpu", PackedLinearV2)  # the class states 2, the words have 1
     replace_linear_layers(model, **dict(zip(names, (1, "word"), strict=True)), progress=False)
     assert torch.equal(model["layer"].dequantize().half(), reference)
     masked, _ = load_fixture(folder, "cpu", PackedLinearV2)

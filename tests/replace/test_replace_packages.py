@@ -1,7 +1,7 @@
-"""replace_linear_layers on layers of other packages that are not GPTQ or AWQ gemm, and on the packages' own classes.
+"""replace_linear_layers on layers of other packages, of other kinds than GPTQ and AWQ gemm.
 
-Where a package is not installed, its layer has the same class name and the same state_dict, filled from a checkpoint
-that the package wrote.
+For an installed package, a test uses the package's class. For a missing one, a class of the same name stands in, with a
+state_dict from a checkpoint that the package wrote.
 """
 
 import gc
@@ -22,7 +22,7 @@ DATA = Path(__file__).parents[1] / "data/layers"
 
 
 def stored(folder: str) -> tuple[dict[str, torch.Tensor], dict, torch.Tensor]:
-    """Returns a fixture's tensors by their names in the layer, its settings, and the producer's weight `[N, K]`."""
+    """Returns a fixture's tensors by name in the layer, the fixture's settings, and the producer's weight `[N, K]`."""
     state = load_file(DATA / folder / "model.safetensors")
     ((name, reference),) = load_file(DATA / folder / "reference.safetensors").items()
     prefix = name.removesuffix("weight")
@@ -31,7 +31,7 @@ def stored(folder: str) -> tuple[dict[str, torch.Tensor], dict, torch.Tensor]:
 
 
 class Holder(nn.Module):
-    """Imitates a layer: it has the buffers and sizes, but no forward."""
+    """Imitates another package's layer: it has the layer's buffers and sizes, but no forward."""
 
     def __init__(self, state: dict[str, torch.Tensor], shape: torch.Size, **attributes) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class MetalLinear(Holder):
 
 
 class Linear4bit(nn.Module):
-    """Imitates bitsandbytes' layer, which has one parameter and everything else in its quant_state."""
+    """Imitates bitsandbytes' layer. The layer has one parameter. Everything else is in the parameter's quant_state."""
 
     def __init__(self, state: dict[str, torch.Tensor], shape: torch.Size) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Linear4bit(nn.Module):
 
 
 class HQQLinear(nn.Module):
-    """Imitates hqq's layer, which has W_q and everything else in a dictionary."""
+    """Imitates hqq's layer. The layer has the parameter W_q and a dictionary with everything else."""
 
     def __init__(self, state: dict[str, torch.Tensor], shape: torch.Size, settings: dict) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ def test_layers_in_the_state_of_other_packages(folder, device):
 
 
 def test_bitsandbytes_layers_that_ran_on_a_cpu():
-    """On such CPUs the package packs 32 rows together and stores the scales, rounded to bf16, as [blocks, N]."""
+    """On some CPUs, a forward packs 32 rows together, rounds the scales to bf16 and stores these as `[blocks, N]`."""
     torch.manual_seed(0)
     N, K = 64, 128
     codes, lut = torch.randint(0, 16, (N, K), dtype=torch.uint8), torch.linspace(-1, 1, 16)
@@ -189,7 +189,7 @@ def test_bitsandbytes_layers_that_ran_on_a_cpu():
 
 
 def test_uint32_words():
-    """transformers keeps MLX's words in a dtype that safetensors gives us as int32."""
+    """transformers keeps MLX's words as uint32. The same words read from a safetensors file are int32."""
     layer, reference = make("mlx/affine-g64-bfloat16")
     layer.weight = layer.weight.view(torch.uint32)
     model = nn.ModuleDict({"layer": layer})
@@ -260,14 +260,14 @@ def test_old_tensors_are_freed_one_layer_at_a_time():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nn.Module, "set_submodule", counting)
         replace_linear_layers(model, include=look, progress=False, atomic=False)
-    assert alive[-1] <= 1  # the loop variable still refers to the last one
+    assert alive[-1] <= 1  # the loop variable still refers to the last layer
     assert alive == sorted(alive, reverse=True)
     gc.collect()
     assert not [reference for reference in old if reference() is not None]
 
 
 def test_transformers_metal_linear():
-    """Uses the package's own class, which needs a Mac only for its forward."""
+    """Uses transformers' own class. Only the class's forward needs a Mac."""
     metal = pytest.importorskip(
         "transformers.integrations.metal_quantization", reason="transformers is an optional extra"
     )

@@ -1,8 +1,8 @@
-"""replace_linear_layers on layers that the installed packages create; tests of missing packages are skipped.
+"""replace_linear_layers on layers that installed packages create. If a package is missing, its tests are skipped.
 
-To install them beside torch 2.13.0: pip install --no-deps bitsandbytes==0.50.2 hqq==0.2.8.post1 autoawq==0.2.9
-compressed-tensors==0.20.0, and gptqmodel==7.7.0 with BUILD_CUDA_EXT=0 and --no-build-isolation; then what each of them
-misses when it is imported.
+To install the packages beside torch 2.13.0: pip install --no-deps bitsandbytes==0.50.2 hqq==0.2.8.post1 autoawq==0.2.9
+compressed-tensors==0.20.0. Then gptqmodel==7.7.0, with BUILD_CUDA_EXT=0 and --no-build-isolation. Then import each
+package, and install the modules that the import does not find.
 """
 
 import os
@@ -14,11 +14,11 @@ from torch import nn
 from torch_marlin_metal import MarlinLinear, replace_linear_layers
 
 K, N = 256, 96
-os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")  # GPTQModel refuses fewer, even on one core
+os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")  # GPTQModel refuses fewer than two workers, even on one core
 
 
 def package(name: str):
-    """Imports a package. If it or one of its dependencies is missing, skips the test and names it."""
+    """Imports a package. If the package or a dependency is missing, skips the test and names the package."""
     try:
         return pytest.importorskip(name, reason=f"{name} is not installed", exc_type=ImportError)
     except (RuntimeError, OSError) as error:
@@ -43,7 +43,7 @@ def replaced(layer: nn.Module) -> MarlinLinear:
 @pytest.mark.parametrize("double_quant", [False, True])
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
 def test_bitsandbytes(kind, double_quant, used):
-    """Also tests a layer after its forward, because bitsandbytes then rearranges the weight on some CPUs."""
+    """Tests layers before and after a forward, because on some CPUs a forward of bitsandbytes rearranges the weight."""
     bnb = package("bitsandbytes")
     source = linear(torch.bfloat16)
     layer = bnb.nn.Linear4bit(K, N, quant_type=kind, compress_statistics=double_quant, compute_dtype=torch.bfloat16)
@@ -57,7 +57,7 @@ def test_bitsandbytes(kind, double_quant, used):
     with torch.no_grad():
         y = layer(x) if used else None
         if getattr(layer.weight.quant_state, "packing_format_for_cpu", False):
-            absmax = absmax.bfloat16().float()  # the rearranged layer has only these digits
+            absmax = absmax.bfloat16().float()  # the rearranged layer holds absmax as bf16
         exact = bnb.functional.QuantState(absmax, (N, K), state.code, 64, kind, torch.float32)
         packed = layer.weight.data.clone()
         new = replaced(layer)
@@ -79,7 +79,7 @@ def test_hqq(group_size):
 
 
 def awq_parts(group_size: int):
-    """Returns the quantizer's scales and zero points, `[N, G]`, and the weight that they represent."""
+    """Returns the quantizer's scales and zero points, `[N, G]`, and the weight decoded with these."""
     torch.manual_seed(0)
     source = nn.Linear(K, 64, bias=False).half()
     grouped = source.weight.float().reshape(-1, group_size)
@@ -129,7 +129,7 @@ def test_compressed_tensors(preset):
     compressor.compress_model(model)
     assert hasattr(model["layer"], "weight_packed")
     new = replaced(model["layer"])
-    # the package divides by the global scale; we multiply by its inverse
+    # The package divides by the global scale. Our operator multiplies by the inverse, which is rounded.
     torch.testing.assert_close(new.dequantize(), expected, rtol=2**-21 if preset == "NVFP4A16" else 0, atol=0)
 
 

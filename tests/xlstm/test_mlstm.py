@@ -1,4 +1,4 @@
-"""Compares the mLSTM on each device with the fp64 recurrence (mlstm_reference.py) on the same rounded inputs."""
+"""Compares the mLSTM on each device with the fp64 recurrence (mlstm_reference.py). Both get the rounded inputs."""
 
 import subprocess
 import sys
@@ -29,12 +29,13 @@ def check_state(got, expected: mlstm_reference.Result, slots=np.s_[-1]) -> None:
 
 
 def hidden_bound(regime: Regime, m0: float | None) -> float:
-    # A large m0 makes exp(-m) tiny for all gates. At m0 = 20 even the recurrence in fp32 is off by up to 3e-3.
+    # A large m0 makes exp(-m) tiny, whatever the gates are. At m0 = 20, even the recurrence in fp32 has errors up to
+    # 3e-3.
     return ILL_CONDITIONED if regime.ill_conditioned or (m0 or 0) > 8 else HIDDEN
 
 
 def check_all(problem: Problem, device: str, chunk_size: int, bound: float) -> None:
-    """Runs mlstm, and mlstm_states with mlstm_output."""
+    """Checks mlstm, and then mlstm_states followed by mlstm_output, against the recurrence."""
     inputs, state = problem.on(device)
     expected = reference(problem)
     h, *final = OPS.mlstm(*inputs, **state, chunk_size=chunk_size)
@@ -127,7 +128,7 @@ def test_half_precision(dtype, bound, gate_dtype, f, device):
     assert h.dtype == dtype
     assert all(x.dtype == torch.float32 for x in final)
     assert relative_to_max(h, expected.h) <= bound
-    check_state(final, expected)  # sums and states are fp32, from inputs that are exact
+    check_state(final, expected)  # the inputs are exact, and sums and states are fp32, so the fp32 bound holds
 
 
 def test_four_calls_are_one(device):
@@ -154,10 +155,10 @@ def test_steps_are_the_sequence(device):
         h, *carried = OPS.mlstm_step(*(x[:, :, t] for x in inputs), *carried)
         assert relative_to_max(h, expected.h[:, :, t]) <= HIDDEN
         check_state(carried, expected, np.s_[t + 1])
-        assert all(torch.equal(a, b) for a, b in zip(before, kept, strict=True))  # the given state is not changed
+        assert all(torch.equal(a, b) for a, b in zip(before, kept, strict=True))  # the step does not change its input
 
 
-# Checked mode perturbs inexact functions, differently in every run, so tests compare bits in fast mode.
+# In checked mode, inexact functions get a different error in every run. So tests that compare bits use fast mode.
 bitwise = pytest.mark.large
 
 
@@ -171,7 +172,7 @@ def test_states_are_kept_bit_by_bit(every, device):
         assert torch.equal(each[:, :, ::every], some)
     final = OPS.mlstm(*inputs, **state, chunk_size=16)[1:]
     assert all(torch.equal(x[:, :, -1], y) for x, y in zip(kept, final, strict=True))
-    h, _, _ = OPS.mlstm_output(*inputs, *kept, chunk_size=16 * every)  # other chunks than those of the states
+    h, _, _ = OPS.mlstm_output(*inputs, *kept, chunk_size=16 * every)  # mlstm_states had smaller chunks, of 16 tokens
     assert relative_to_max(h, array(OPS.mlstm(*inputs, **state)[0])) <= HIDDEN
 
 
@@ -189,7 +190,7 @@ def test_a_single_token_may_have_any_stride(device):
 
 @bitwise
 def test_views_and_offsets(device):
-    """Makes inputs in layouts that models use: heads inside tokens, adjacent gates, and parts of larger storages."""
+    """Inputs may have the layouts that models use: heads inside tokens, adjacent gates, parts of larger storages."""
     inputs, state = make(2, 3, 37, 24, 40, m0=0.5).on(device)
     expected = OPS.mlstm(*inputs, **state)
 
@@ -220,7 +221,7 @@ def test_views_and_offsets(device):
 
 
 def test_every_output_is_written():
-    """On mps, the checked mode of the software device reports reads of memory that was never written."""
+    """On the CPU, new tensors are filled with NaN. On mps, checked mode reports reads of memory never written."""
     torch.use_deterministic_algorithms(True)  # new tensors are filled with NaN
     try:
         inputs, state = make(1, 3, 48, 20, 37, m0=0.5).on("cpu")
@@ -298,7 +299,7 @@ def test_fp64_is_the_reference_on_the_cpu():
 
 
 def test_memory_grows_with_the_sequence_only():
-    """For 65,536 tokens, a square matrix would take 16 GB and a state per token 64 MB; inputs and h take 17 MB."""
+    """For 65,536 tokens, inputs and h take 17 MB. A token-by-token matrix would take 16 GB, a state per token 64 MB."""
     program = """
 import resource, torch, torch_marlin_metal as tmm
 x = torch.zeros(1, 1, 65536, 16)

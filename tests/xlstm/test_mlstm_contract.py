@@ -1,4 +1,4 @@
-"""The mLSTM operators as PyTorch sees them: opcheck, compile, export, autocast, gradients; and each bad input's error."""
+"""The mLSTM operators under opcheck, compile, export, autocast and gradients, and the error of each bad input."""
 
 import re
 
@@ -11,7 +11,7 @@ import torch_marlin_metal as tmm
 from tests.support.mlstm_cases import REGIMES, Regime, array, make
 
 OPS = torch.ops.torch_marlin_metal
-# Checked mode perturbs inexact functions, differently in every run, so tests compare two runs in fast mode.
+# In checked mode, inexact functions get a different error in every run. So tests that compare two runs use fast mode.
 repeatable = pytest.mark.large
 NAMES = ("q", "k", "v", "i", "f", "C0", "n0", "m0")
 
@@ -74,7 +74,7 @@ def test_compile_with_a_dynamic_length_compiles_once(device):
         inputs, _ = make(1, 2, S, 8, 12).on(device)
         torch.testing.assert_close(compiled(*inputs), block(*inputs))
         counts.append(compiled_graphs.frame_count)
-    assert counts[1:] == counts[:1] * 2  # the first is traced again, since eps is no tensor
+    assert counts[1:] == counts[:1] * 2  # the first length is traced twice, because eps is no tensor
 
 
 @repeatable
@@ -223,7 +223,7 @@ def test_inference_mode_and_no_grad(device):
 
 
 def call(device, op="mlstm", **changes):
-    """Returns the arguments of a correct call with some of them changed."""
+    """Returns the arguments of a correct call, with `changes` applied."""
     inputs, state = make(1, 2, 32, 8, 12, m0=0.5).on(device)
     arguments = dict(zip(NAMES, (*inputs, *state.values()), strict=True))
     if op == "mlstm_step":

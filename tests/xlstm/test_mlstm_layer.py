@@ -1,4 +1,4 @@
-"""Tests the mLSTM modules: in transformers' xLSTM model, against its layer, in 4 bit, and in the example."""
+"""Tests the mLSTM modules: in transformers' xLSTM model, against transformers' layer, in 4 bit, and in the example."""
 
 import importlib.util
 import itertools
@@ -28,7 +28,7 @@ def transformers_model(config, device):
     model = xLSTMForCausalLM(config).to(device).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "gate_preact" in name:  # makes the gates differ from token to token
+            if "gate_preact" in name:  # with random weights the gates differ from token to token
                 parameter.add_(0.3 * torch.randn(parameter.shape).to(device))
     return model
 
@@ -41,7 +41,7 @@ def put_cells(model) -> int:
 
 
 def test_the_cell_inside_transformers_model(config, device):
-    """Logits and gradients equal those with transformers' own cell, for a prompt and for later tokens."""
+    """With our cell, logits and gradients equal those of transformers' cell, for a prompt and for later tokens."""
     model = transformers_model(config, device)
     letters = torch.randint(50, (2, 37), generator=torch.Generator().manual_seed(0)).to(device)
 
