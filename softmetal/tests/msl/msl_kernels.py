@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import functools
 import shutil
-import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 if shutil.which("clang++-19") is None:
     pytest.skip("needs clang++-19 (Debian package clang-19)", allow_module_level=True)
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from softmetal import device
 from softmetal.device import CompileError, Library
