@@ -10,6 +10,7 @@ code is 1 if anything was found.
 import argparse
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -30,6 +31,8 @@ class Record:
     """What a part has done."""
 
     seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    cases: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
     slowest: float = 0.0
     findings: list[tuple[str, str]] = field(default_factory=list)
@@ -37,7 +40,8 @@ class Record:
 
 def run_part(part: Part, seed: int, seconds: float, record: Record) -> None:
     """Runs cases for some time. A process that dies or hangs is a finding. The next case runs in a new process."""
-    began, number = time.monotonic(), sum(record.outcomes.values()) + len(record.findings)
+    began, number = time.monotonic(), 0
+    cpu_before = cpu_seconds()
     while (left := seconds - (time.monotonic() - began)) > 0 and len(record.findings) < MOST_FINDINGS:
         command = [
             sys.executable,
@@ -72,7 +76,8 @@ def run_part(part: Part, seed: int, seconds: float, record: Record) -> None:
                 if len(record.findings) >= MOST_FINDINGS:
                     os.killpg(worker.pid, signal.SIGKILL)
             else:
-                record.outcomes[told["outcome"]] += 1
+                record.cases += 1
+                record.outcomes.update(told["outcome"])
             case = ""
         code = worker.wait()
         limit.cancel()
@@ -83,7 +88,14 @@ def run_part(part: Part, seed: int, seconds: float, record: Record) -> None:
         number += 1
         if not case:  # the worker ended before the first case
             break
-    record.seconds += time.monotonic() - began
+    record.seconds = time.monotonic() - began
+    record.cpu_seconds = cpu_seconds() - cpu_before
+
+
+def cpu_seconds() -> float:
+    """Returns the CPU seconds of all processes that were started and have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def main() -> None:
@@ -112,8 +124,8 @@ def main() -> None:
         run_part(part, options.seed, 60 * options.minutes * part.share / weights, record)
         counts = ", ".join(f"{count} {outcome}" for outcome, count in sorted(record.outcomes.items()))
         print(
-            f"{part.name:12} {record.seconds:7.0f} s  {counts or 'no case ended'}; slowest {record.slowest:.1f} s; "
-            f"{len(record.findings)} findings",
+            f"{part.name:12} {record.seconds:7.0f} s, CPU {record.cpu_seconds:.0f} s, {record.cases} cases: "
+            f"{counts or 'none ended'}; slowest {record.slowest:.1f} s; {len(record.findings)} findings",
             flush=True,
         )
         for case, finding in record.findings:

@@ -36,7 +36,8 @@ def main() -> None:
         print(json.dumps({"case": f"{seed}-{number}"}), flush=True)
         with tempfile.TemporaryDirectory() as work:
             try:
-                told = {"outcome": case(random.Random(f"{seed}-{number}"), Path(work))}
+                outcome = case(random.Random(f"{seed}-{number}"), Path(work))
+                told = {"outcome": {outcome: 1} if isinstance(outcome, str) else outcome}
             except Exception:
                 told = {"finding": traceback.format_exc()[-2000:]}
         print(json.dumps(told | {"seconds": time.monotonic() - began}), flush=True)

@@ -16,7 +16,7 @@ DATA = Path(__file__).parents[1] / "data/layers"
 FOLDERS = sorted({path.parent for path in DATA.glob("*/*/model.*")})
 NATIVE = DATA / "native"  # this folder does not exist: it stands for a checkpoint that prepare() makes
 ROUNDS = 40  # damaged copies of each checkpoint, three times as many with --everything
-SECONDS_FOR_ONE = 10
+SECONDS_FOR_ONE = 10  # of the processor, because others may use it
 VALUES: tuple[Any, ...] = (None, True, -1, 0, 1, 3, 7, 10**30, 1e999, "", "x", "mlx", [], {}, [1], {"bits": -4})
 BYTES = (0, 1, 0x22, 0x2C, 0x30, 0x39, 0x7D, 0x7F, 0x80, 0xFF)
 
@@ -98,7 +98,7 @@ def try_damaged(copy: Path, rng: random.Random) -> str:
     ways = [damage_bytes]
     ways += [damage_json] if file.suffix == ".json" else [damage_header] if file.suffix == ".safetensors" else []
     file.write_bytes(rng.choice(ways)(original, rng))
-    outcome, started = "read", time.monotonic()
+    outcome, started = "read", time.process_time()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -108,7 +108,7 @@ def try_damaged(copy: Path, rng: random.Random) -> str:
                 pass
         except convert.CheckpointError:
             outcome = "refused"
-    assert time.monotonic() - started < SECONDS_FOR_ONE
+    assert time.process_time() - started < SECONDS_FOR_ONE
     file.write_bytes(original)
     return outcome
 

@@ -1,8 +1,8 @@
 """Programs rely on the exit codes, on one JSON object in every case, and on no control characters from files."""
 
-import builtins
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,10 +12,11 @@ import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from torch_marlin_metal import cli, tuning
+from torch_marlin_metal import tuning
 from torch_marlin_metal.cli import output
 from torch_marlin_metal.cli.app import COMMANDS, app
 
+ROOT = Path(__file__).parents[2]
 GPTQ = Path(__file__).parents[1] / "data/layers/gptq/gptqmodel-asym-g64-v1"
 LAYER = "model.layers.0.self_attn.k_proj"
 ESCAPES = "a\x1b[31m\x1b]0;title\x07[red][/b]\ud800\n:smile:"
@@ -156,19 +157,51 @@ def test_brackets_of_a_table_are_text(capsys):
     assert r"[b] of \x1b[0m" in out
 
 
-def test_ctrl_c_while_torch_is_loaded(monkeypatch, capsys):
-    load = builtins.__import__
+@pytest.mark.parametrize("way", ["module", "script", "another program"])
+def test_ctrl_c_while_torch_is_loaded(tmp_path, way):
+    """A stand-in for torch waits in its import, and the signal comes then."""
+    (tmp_path / "torch.py").write_text("import time\nprint('loading', flush=True)\ntime.sleep(100)\n")
+    script = tmp_path / ("torch-marlin-metal" if way == "script" else "program.py")
+    script.write_text("from torch_marlin_metal.cli import main\nmain()\n")
+    arguments = ["-m", "torch_marlin_metal"] if way == "module" else [str(script)]
+    process = subprocess.Popen(
+        [sys.executable, *arguments, "--version"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
+    )  # fmt: skip
+    assert process.stdout.readline() == "loading\n"
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert out == ""
+    if way == "another program":
+        assert process.returncode == -signal.SIGINT
+        assert "KeyboardInterrupt" in err
+    else:
+        assert (process.returncode, err) == (130, "interrupted\n")
 
-    def interrupted(name, *rest):
-        if name == "torch_marlin_metal.cli.app":
-            raise KeyboardInterrupt
-        return load(name, *rest)
 
-    monkeypatch.setattr(builtins, "__import__", interrupted)
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert ended.value.code == 130
-    assert capsys.readouterr().err == "interrupted\n"
+def test_ctrl_c_in_a_command_is_an_exception_of_the_command(tmp_path):
+    """After the imports, a command cleans up, and a conversion keeps what it has written."""
+    code = """
+import os, signal, sys
+sys.argv = ["torch-marlin-metal", "convert", sys.argv[1], sys.argv[2]]
+from torch_marlin_metal.cli import main
+from torch_marlin_metal.checkpoints import writer
+def interrupted(*_, **__):
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        import time; time.sleep(100)
+    except KeyboardInterrupt:
+        print("cleaned up", flush=True)
+        raise
+writer._write_rest = interrupted
+main()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(GPTQ), str(tmp_path / "out")], check=False, capture_output=True, text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (130, "cleaned up\n")
+    assert done.stderr.endswith("interrupted\n")
 
 
 def run(*arguments: str, stdout: int | None = None, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -81,10 +81,12 @@ class Journal:
                 found[name] = value
         return found
 
-    def finish(self, destination: Path) -> None:
-        """Renames the directory to the destination and releases the lock."""
+    def finish(self, destination: Path, sync: bool) -> None:
+        """Renames the directory to the destination and releases the lock. `sync` waits until that is on the disk."""
         try:
             self.work.rename(destination)
+            if sync:  # before the journal goes, because a directory without one is nobody's
+                sync_files([destination.parent])
             (destination / JOURNAL).unlink(missing_ok=True)
         except OSError as error:
             raise _unwritable(destination, error) from error
@@ -100,12 +102,13 @@ class Journal:
         self.stream.close()
 
 
-def open_journal(destination: Path, identity: dict[str, Any] | None) -> Journal:
+def open_journal(destination: Path, identity: dict[str, Any] | None, sync: bool) -> Journal:
     """Makes `<destination>.partial`, or resumes the one that another run with the same identity left.
 
     Args:
         destination: the directory to make.
         identity: the source and the options, in JSON types; None never resumes.
+        sync: wait until a new directory is on the disk.
 
     Raises:
         FileExistsError: the destination exists, another process converts into it, or `<destination>.partial` is not
@@ -118,7 +121,7 @@ def open_journal(destination: Path, identity: dict[str, Any] | None) -> Journal:
         if os.path.lexists(destination):
             raise FileExistsError(f"{destination}: exists already")
         try:
-            made = _take_over(work, identity) if os.path.lexists(work) else _create(work, identity)
+            made = _take_over(work, identity) if os.path.lexists(work) else _create(work, identity, sync)
         except FileExistsError:
             raise
         except OSError as error:
@@ -127,16 +130,20 @@ def open_journal(destination: Path, identity: dict[str, Any] | None) -> Journal:
             return made
 
 
-def _create(work: Path, identity: Any) -> Journal | None:
+def _create(work: Path, identity: Any, sync: bool) -> Journal | None:
     staging = _other_name(work)  # so that a directory with the name `work` always has a locked journal
     staging.mkdir(parents=True)
     stream = (staging / JOURNAL).open("xb", buffering=0)
     try:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         _append(stream, {"identity": identity})
+        if sync:
+            sync_files([staging / JOURNAL, staging])
         if os.path.lexists(work):
             raise FileExistsError
         staging.rename(work)
+        if sync:
+            sync_files([work.parent])
     except BaseException as error:
         stream.close()
         shutil.rmtree(staging, ignore_errors=True)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_marlin_metal.checkpoints.card import write_card
+from torch_marlin_metal.checkpoints.card import README, write_card
 from torch_marlin_metal.checkpoints.checkpoint import regular_file
 from torch_marlin_metal.checkpoints.errors import CheckpointError, UnsupportedFormat
 from torch_marlin_metal.checkpoints.exporters import EXPORTERS, Exporter
@@ -182,7 +182,7 @@ def _write(
         (destination / JOURNAL).unlink(missing_ok=True)
         return destination
     exporter = exporter_class(**options)
-    journal = open_journal(destination, identity)
+    journal = open_journal(destination, identity, sync)
     try:
         for name, value in journal.exporter.items():
             setattr(exporter, name, deepcopy(value))
@@ -192,9 +192,7 @@ def _write(
             raise _Changed(f"{source.name}: a file was changed while it was converted")
         if sync:
             sync_files([*journal.work.iterdir(), journal.work])
-        journal.finish(destination)
-        if sync:
-            sync_files([destination.parent])
+        journal.finish(destination, sync)
     except BaseException as error:
         # Complete shards are kept for the next run, unless it would fail at the same layer.
         if identity is None or not journal.shards or isinstance(error, UnsupportedFormat | _Changed):
@@ -317,6 +315,7 @@ def _write_rest(source: _Source, exporter: Exporter, journal: Journal) -> None:
     work = journal.work
     total = sum((work / shard).stat().st_size for shard in journal.shards)
     _write_json(work / INDEX, {"metadata": {"total_size": total}, "weight_map": journal.places})
+    (work / README).unlink(missing_ok=True)  # an interrupted run may have left a part, to which the card would be added
     for file in source.copied:
         _copy(file, work / file.name)
     if isinstance(exporter, NativeExporter):

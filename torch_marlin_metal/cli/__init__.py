@@ -2,16 +2,16 @@
 
 import sys
 
+from torch_marlin_metal import interrupt
+
 
 def main() -> None:
     """Runs the command line; the entry point of `torch-marlin-metal`."""
     try:
         from torch_marlin_metal.cli.app import app
-    except KeyboardInterrupt:  # Ctrl-C during the import of torch, which takes seconds
-        print("interrupted", file=sys.stderr)
-        sys.exit(130)
     except ModuleNotFoundError as error:
         if error.name not in ("typer", "click", "rich", "shellingham"):
             raise
         sys.exit(f"torch-marlin-metal: the command line needs the package {error.name}: pip install typer")
+    interrupt.raise_again()
     app()

@@ -19,13 +19,14 @@ from rich.table import Table
 from tqdm import tqdm
 from typer.core import TyperGroup
 
+from torch_marlin_metal import interrupt
 from torch_marlin_metal.convert import CheckpointError
 
 DONE = 0
 ANSWER_IS_NO = 1  # inspect: layers would be refused; verify: the checkpoints differ
 WRONG_USE = 2  # click's own code for a wrong command line
 FAILED = 3  # the input is damaged or refused, or the output cannot be written
-INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+INTERRUPTED = interrupt.EXIT_CODE
 BROKEN_PIPE = 141  # 128 + SIGPIPE
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout instead of text.")]

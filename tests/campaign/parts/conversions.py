@@ -6,10 +6,13 @@ import resource
 import shutil
 import signal
 import time
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from tests.support import checkpoint_writers as writers
@@ -20,29 +23,44 @@ CHANGED_MIND = 5  # exit code of a process that was refused
 RUNS = 12
 
 
-def source_of(rng: random.Random, path: Path) -> Path:
-    """Makes a checkpoint of many small layers in one of several formats."""
+def source_of(rng: random.Random, path: Path) -> tuple[Path, dict[str, Any]]:
+    """Makes a checkpoint of many small layers in one of several formats, and chooses what it is converted to."""
     numbers = np.random.default_rng(rng.randrange(1 << 30))
     path.mkdir()
-    kind = rng.choice(("gptq", "awq", "gpt_oss"))
-    if kind == "gptq":
-        writers.write_gptq(path, numbers, 64, 16, 32, version=2)
-    elif kind == "awq":
-        writers.write_awq(path, numbers, 64, 16, 32)
-    else:
-        writers.write_gpt_oss(path, numbers, 96, 24, experts=20)
-        return path
+    options: dict[str, Any] = {}
+    kind = rng.choice(("gptq", "awq", "bitsandbytes", "hqq", "mlx", "gpt_oss"))
+    match kind:
+        case "gptq":
+            writers.write_gptq(path, numbers, 64, 16, 32, version=2)
+            options = {"target": rng.choice(("native", "awq", "compressed-tensors"))}
+        case "awq":
+            writers.write_awq(path, numbers, 64, 16, 32)
+            options = rng.choice(({}, {"target": "gptq", "version": 2}))
+        case "bitsandbytes":
+            writers.write_bitsandbytes(path, numbers, 64, 16, 64)
+        case "hqq":
+            writers.write_hqq(path, numbers, 64, 16, 64)
+        case "mlx":
+            writers.write_mlx_affine(path, numbers, 64, 16, 32)
+        case _:
+            writers.write_gpt_oss(path, numbers, 96, 24, experts=20)
+            return path, options
     one = load_file(path / "model.safetensors")
     many = {name.replace(writers.LAYER, f"l{i}"): tensor.clone() for i in range(20) for name, tensor in one.items()}
-    save_file(many | {f"norm{i}": torch.full((4,), float(i)) for i in range(20)}, path / "model.safetensors")
-    return path
+    many |= {f"norm{i}": torch.full((4,), float(i)) for i in range(20)}
+    with safe_open(path / "model.safetensors", "pt") as file:
+        metadata = file.metadata()
+    save_file(many, path / "model.safetensors", metadata)
+    return path, options
 
 
 def contents(path: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in path.iterdir()}
 
 
-def start(source: Path, destination: Path, slow: float, file_limit: int | None = None, sync: bool = False) -> int:
+def start(
+    source: Path, destination: Path, options: dict[str, Any], slow: float, file_limit: int | None, sync: bool
+) -> int:
     """Starts a conversion in a new process, which sleeps `slow` seconds after each tensor. Returns the process id."""
     child = os.fork()
     if child:
@@ -55,7 +73,7 @@ def start(source: Path, destination: Path, slow: float, file_limit: int | None =
             resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, file_limit))
         convert.write_checkpoint(
             convert.open_reader(source), destination, max_shard_bytes=SHARD_BYTES, sync=sync,
-            progress=lambda *_: time.sleep(slow),
+            progress=lambda *_: time.sleep(slow), **options,
         )  # fmt: skip
         code = 0
     except (FileExistsError, convert.CheckpointError):
@@ -64,34 +82,41 @@ def start(source: Path, destination: Path, slow: float, file_limit: int | None =
         os._exit(code)
 
 
-def case(rng: random.Random, work: Path) -> str:
-    """Interrupts conversions into one destination until one conversion ends.
+def case(rng: random.Random, work: Path) -> Counter[str]:
+    """Interrupts conversions into one destination, one after the other or two at once.
 
-    The files must equal those of an undisturbed conversion.
+    Each result must have the bytes of an undisturbed conversion. A result is removed, so that each run has work to do.
     """
-    source = source_of(rng, work / "source")
-    whole = contents(convert.write_checkpoint(convert.open_reader(source), work / "whole", max_shard_bytes=SHARD_BYTES))
+    source, options = source_of(rng, work / "source")
+    destination = work / "out"
+
+    def convert_undisturbed(path: Path) -> dict[str, bytes]:
+        convert.write_checkpoint(convert.open_reader(source), path, max_shard_bytes=SHARD_BYTES, **options)
+        return contents(path)
+
+    whole = convert_undisturbed(work / "whole")
     shutil.rmtree(work / "whole")
     kind = rng.choice(("kill", "two at once", "full disk"))
-    destination = work / "out"
+    counted: Counter[str] = Counter()
     for _ in range(RUNS):
         count = 2 if kind == "two at once" else 1
         limit = rng.choice((0, 500, 100_000, 263_000, 266_000)) if kind == "full disk" else None
-        running = [start(source, destination, rng.random() * 0.004, limit, rng.random() < 0.2) for _ in range(count)]
+        running = [
+            start(source, destination, options, rng.random() * 0.004, limit, rng.random() < 0.2) for _ in range(count)
+        ]
         victims = rng.sample(running, rng.randrange(1, count + 1)) if kind != "full disk" else []
         for victim in victims:
             time.sleep(rng.random() * 0.15)
             os.kill(victim, rng.choice((signal.SIGKILL, signal.SIGTERM)))
         for process in running:
             _, status = os.waitpid(process, 0)
-            if os.WIFEXITED(status):
-                assert os.WEXITSTATUS(status) in (0, CHANGED_MIND), f"{kind}: exit code {os.WEXITSTATUS(status)}"
+            code = os.waitstatus_to_exitcode(status)
+            assert code in (0, CHANGED_MIND, -signal.SIGKILL, -signal.SIGTERM), f"{kind}: exit code {code}"
+            counted[f"{kind}: " + {0: "done", CHANGED_MIND: "refused"}.get(code, "killed")] += 1
         if destination.exists():
             assert contents(destination) == whole, kind
-    convert.write_checkpoint(convert.open_reader(source), destination, max_shard_bytes=SHARD_BYTES) if not (
-        destination.exists()
-    ) else None
-    assert contents(destination) == whole
+            shutil.rmtree(destination)
+    assert convert_undisturbed(destination) == whole
     left = sorted(path.name for path in work.iterdir())
     assert all(name in ("out", "source") or name.startswith(".out.partial.") for name in left), left
-    return kind
+    return counted

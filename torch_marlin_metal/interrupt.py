@@ -1,0 +1,36 @@
+"""Lets Ctrl-C end the command line while it imports torch, which takes seconds, as it does later.
+
+Importing any module of the package imports torch, so `cli.main` begins too late for this. The package therefore imports
+this module first. Its import changes nothing in other programs.
+"""
+
+import os
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+
+EXIT_CODE = 130  # 128 + SIGINT, as shells report it
+
+
+def _is_command() -> bool:
+    """Returns whether this process is `torch-marlin-metal` or `python -m torch_marlin_metal`."""
+    if sys.argv[:1] == ["-m"]:  # Python puts the module's path there only after it has imported the package
+        return "torch_marlin_metal" in sys.orig_argv[1:]
+    return Path(sys.argv[0]).stem == "torch-marlin-metal" if sys.argv else False
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    # No exception: some of torch's imports would take one for their own failure.
+    os.write(2, b"interrupted\n")
+    os._exit(EXIT_CODE)
+
+
+def raise_again() -> None:
+    """Lets Ctrl-C raise KeyboardInterrupt again, which a command needs to leave its files in order."""
+    if signal.getsignal(signal.SIGINT) is _end:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+if _is_command() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, _end)
