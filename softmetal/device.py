@@ -26,7 +26,7 @@ from .executor import bindings as api
 from .executor.bindings import executor
 from .msl.air.compiler import compile_metallib
 from .msl.compiler import DEFAULT_FILE_NAME, compile_source
-from .msl.fast_math import SAFE
+from .msl.fast_math import PRECISE, SAFE, Math
 from .msl.tools import CompileError
 
 __all__ = [
@@ -275,6 +275,7 @@ def compile(
     include_paths: Sequence[str] = (),
     defines: Sequence[str] = (),
     math: str = SAFE,
+    functions: str = PRECISE,
 ) -> Library:
     """Compiles Metal source for the device. The same request twice returns the same library.
 
@@ -287,13 +288,14 @@ def compile(
         include_paths: folders for the source's own includes.
         defines: macros, "NAME" or "NAME=VALUE".
         math: the math mode: "safe", "relaxed" or "fast". A Mac takes "fast" if nothing is said.
+        functions: "precise" or "fast": which functions `exp` and its relatives are. A Mac takes "fast" too.
 
     Raises:
         CompileError: the source does not compile. The text is the compiler's messages.
     """
     values = _values(constants)
     paths = tuple(map(str, include_paths))
-    return _compile(source, values, checked, kernel, file_name, paths, tuple(defines), math)
+    return _compile(source, values, checked, kernel, file_name, paths, tuple(defines), Math(math, functions))
 
 
 def load(
@@ -335,7 +337,7 @@ def _compile(
     file_name: str,
     include_paths: tuple[str, ...],
     defines: tuple[str, ...],
-    math: str,
+    math: Math,
 ) -> Library:
     built = compile_source(
         source,

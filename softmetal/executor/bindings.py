@@ -57,6 +57,7 @@ class CompileRequest(c.Structure):
         ("constant_count", c.c_uint32),
         ("checked", c.c_uint32),
         ("math", c.c_uint32),
+        ("fast_functions", c.c_uint32),
         ("defines", c.POINTER(c.c_char_p)),
         ("define_count", c.c_uint32),
         ("kernel", c.c_char_p),

@@ -35,6 +35,7 @@ typedef struct {
   uint32_t constant_count;
   uint32_t checked;            // instruments the code for checked mode
   uint32_t math;               // SM_MATH_*; not for a metallib, which was compiled in a mode of its own
+  uint32_t fast_functions;     // exp is fast::exp, not precise::exp; not for a metallib
   const char* const* defines;  // "NAME" or "NAME=VALUE"
   uint32_t define_count;
   const char* kernel;         // host name of the kernel to compile; "": only names and arguments; NULL: all kernels

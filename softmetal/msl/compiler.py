@@ -18,7 +18,7 @@ from pathlib import Path
 from .alignment import add_alignment_checks
 from .arithmetic import add_metal_arithmetic
 from .dialect import check
-from .fast_math import FLAGS, MODES, SAFE, flush_half, replace_pragmas
+from .fast_math import ALL, FUNCTIONS, MODES, PLAIN, PRECISE, SAFE, Math, flush_half, replace_pragmas
 from .lint import lint
 from .tokens import SourceError, significant, tokenize
 from .tools import CLANG, HERE, CompileError, cache_folder, install, run
@@ -93,7 +93,9 @@ def toolchain_digest() -> str:
     # The predefined macros identify the compiler's version and the instruction sets that the compiler targets. So a
     # change of the compiler or of the processor changes the digest.
     digest = hashlib.sha256(run([CLANG, *_MACHINE, "-E", "-dM", "-x", "c", "-"], "").encode())
-    digest.update(repr([FLAGS, _PREPROCESS, _COMPILE, FAST, _BEFORE_CHECKS, _AFTER_CHECKS, _LINK]).encode())
+    digest.update(
+        repr([[math.flags for math in ALL], _PREPROCESS, _COMPILE, FAST, _BEFORE_CHECKS, _AFTER_CHECKS, _LINK]).encode()
+    )
     for path in library_files():
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()
@@ -119,31 +121,31 @@ def _stubs() -> Path:
     return folder
 
 
-def precompiled(checked: bool, math: str) -> Path:
+def precompiled(checked: bool, math: Math = PLAIN) -> Path:
     # A precompiled header holds the paths of its sources, so each checkout needs a precompiled header of its own.
     digest = hashlib.sha256(f"{HERE} {toolchain_digest()}".encode()).hexdigest()
-    path = cache_folder() / f"prelude-{'checked' if checked else 'fast'}-{math}-{digest[:16]}.pch"
+    path = cache_folder() / f"prelude-{'checked' if checked else 'fast'}-{'-'.join(math)}-{digest[:16]}.pch"
     if not path.exists():
-        flags = [*_COMPILE, *FLAGS[math], *(_BEFORE_CHECKS if checked else FAST), "-I", str(_INCLUDE)]
+        flags = [*_COMPILE, *math.flags, *(_BEFORE_CHECKS if checked else FAST), "-I", str(_INCLUDE)]
         prelude = f'#include <metal_stdlib>\n#include "{HERE / "thunk.h"}"\n'
         install(path, [CLANG, "-x", "c++-header", "-", *flags, "-Xclang", "-emit-pch", "-o"], prelude)
     return path
 
 
-def _from_cpp(checked: bool, math: str) -> list[str]:
+def from_cpp(checked: bool, math: Math = PLAIN) -> list[str]:
     prelude = ["-include-pch", str(precompiled(checked, math)), "-Xclang", "-fno-validate-pch"]
-    return [CLANG, "-x", "c++", "-", *prelude, *_COMPILE, *FLAGS[math], *(_BEFORE_CHECKS if checked else FAST)]
+    return [CLANG, "-x", "c++", "-", *prelude, *_COMPILE, *math.flags, *(_BEFORE_CHECKS if checked else FAST)]
 
 
 def _inlined(cpp: str) -> str:
     return f"#pragma clang attribute push(__attribute__((always_inline)), apply_to = function)\n{cpp}"
 
 
-def _to_llvm(cpp: str, checked: bool, math: str) -> str:
+def _to_llvm(cpp: str, checked: bool, math: Math) -> str:
     """Compiles C++ over our headers to LLVM text that no pass has touched, with Metal's integer arithmetic."""
-    command = [*_from_cpp(checked, math), "-Xclang", "-disable-llvm-passes", "-S", "-emit-llvm", "-o", "-"]
+    command = [*from_cpp(checked, math), "-Xclang", "-disable-llvm-passes", "-S", "-emit-llvm", "-o", "-"]
     text = add_metal_arithmetic(run(command, _inlined(cpp)))
-    text = text if math == SAFE else flush_half(text)
+    text = text if math.mode == SAFE else flush_half(text)
     return mark_integers(text) if checked else text
 
 
@@ -154,7 +156,7 @@ def _optimise(checked: bool) -> list[str]:
 
 def install_llvm(path: Path, cpp: str, checked: bool) -> None:
     """Compiles C++ over our headers to optimised LLVM text in a file. Every function is inlined into its callers."""
-    install(path, _optimise(checked), _to_llvm(cpp, checked, SAFE))
+    install(path, _optimise(checked), _to_llvm(cpp, checked, PLAIN))
 
 
 def optimised(llvm: str, checked: bool) -> str:
@@ -169,7 +171,7 @@ def link_library(llvm: str, checked: bool, path: Path) -> None:
     install(path, [CLANG, "-x", "ir", "-", *flags, "-w", *_LINK, "-o"], text)
 
 
-def _build(translated: str, checked: bool, math: str, path: Path) -> None:
+def _build(translated: str, checked: bool, math: Math, path: Path) -> None:
     """Compiles C++ text to a shared object at `path`."""
     llvm = _to_llvm(translated, checked, math)
     link_library(optimised(llvm, checked) if checked else llvm, checked, path)
@@ -230,7 +232,7 @@ def compile_source(
     defines: Sequence[str] = (),
     checked: bool = False,
     kernel: str | None = None,
-    math: str = SAFE,
+    math: Math = PLAIN,
     version: int = DEFAULT_VERSION,
 ) -> Compiled:
     """Compiles Metal source.
@@ -244,7 +246,7 @@ def compile_source(
         checked: instruments the code for checked mode.
         kernel: the only kernel to compile, "" for none. Without function constants in the source, each kernel has only
             one version. All kernels are then compiled, and this argument is ignored.
-        math: the math mode: "safe", "relaxed" or "fast", which is Metal's default.
+        math: the math mode, and which functions `exp` and its relatives are. Metal's default is fast for both.
         version: the language version as `__METAL_VERSION__` gives it: 310 is MSL 3.1.
 
     Raises:
@@ -254,7 +256,7 @@ def compile_source(
     values = dict(constants or {})
     if "function_constant" not in text:
         kernel = None
-    path = cached("", ".so", sorted(values.items()), checked, kernel, math, text)
+    path = cached("", ".so", sorted(values.items()), checked, kernel, tuple(math), text)
     translated = ""
     if not path.exists():
         try:
@@ -307,7 +309,7 @@ def _compiled(options: argparse.Namespace) -> Compiled:
         defines=options.define,
         checked=options.checked,
         kernel=options.kernel,
-        math=options.math,
+        math=Math(options.math, options.functions),
         version=options.language_version,
     )
 
@@ -318,6 +320,7 @@ def _main() -> int:
     parser.add_argument("--include", action="append", default=[])
     parser.add_argument("--define", action="append", default=[])
     parser.add_argument("--math", choices=MODES, default=SAFE)
+    parser.add_argument("--functions", choices=FUNCTIONS, default=PRECISE)
     parser.add_argument("--language-version", type=int, default=DEFAULT_VERSION, metavar="310")
     return answer(parser, _compiled, [*library_files(), *check.files()])
 

@@ -1,19 +1,46 @@
-"""Math modes other than safe: Metal's default is fast.
+"""Math modes other than safe, and functions other than precise: Metal's default is fast for both.
 
 The mode decides clang's flags. In fast and relaxed mode, half subnormals become zero, because a GPU may treat half
 subnormals as zero in these modes. (The executor flushes fp32 subnormals in every mode.)
+
+The functions are a setting of their own: they decide whether `exp` is `precise::exp` or `fast::exp`.
 """
 
 from __future__ import annotations
 
 import re
+from typing import NamedTuple
 
 from .tokens import SourceError
 
 SAFE, RELAXED, FAST = MODES = ("safe", "relaxed", "fast")
 
 _RELAXED_FLAGS = ["-funsafe-math-optimizations", "-ffp-contract=fast"]
-FLAGS = {SAFE: [], RELAXED: _RELAXED_FLAGS, FAST: [*_RELAXED_FLAGS, "-ffinite-math-only"]}
+_MODE_FLAGS = {SAFE: [], RELAXED: _RELAXED_FLAGS, FAST: [*_RELAXED_FLAGS, "-ffinite-math-only"]}
+PRECISE = "precise"
+FUNCTIONS = (PRECISE, FAST)
+_FUNCTION_FLAGS = {PRECISE: [], FAST: ["-DSM_FAST_FUNCTIONS"]}  # read by metal_config
+
+
+class Math(NamedTuple):
+    """How a library computes.
+
+    Attributes:
+        mode: one of MODES.
+        functions: one of FUNCTIONS.
+    """
+
+    mode: str = SAFE
+    functions: str = PRECISE
+
+    @property
+    def flags(self) -> list[str]:
+        """clang's flags."""
+        return [*_MODE_FLAGS[self.mode], *_FUNCTION_FLAGS[self.functions]]
+
+
+PLAIN = Math()
+ALL = tuple(Math(mode, functions) for mode in MODES for functions in FUNCTIONS)
 
 _ARITHMETIC = re.compile(
     r"^(?P<start>  (?P<result>%[\w.]+) = (?:fadd|fsub|fmul|fdiv)(?: \w+)* half) (?P<left>[^,]+), (?P<right>[^,]+)"

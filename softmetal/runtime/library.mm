@@ -24,6 +24,7 @@ const sm_library* Program::open(bool checked, const char* kernel) const {
   request.constant_count = static_cast<uint32_t>(values.size());
   request.checked = checked;
   request.math = math;
+  request.fast_functions = fast_functions;
   request.kernel = kernel;
   request.defines = macros.data();
   request.define_count = static_cast<uint32_t>(macros.size());
@@ -217,6 +218,7 @@ using softmetal::settings;
 - (void)setFastMathEnabled:(BOOL)enabled {
   settings(self).fast_math = enabled;
   settings(self).math_mode = enabled ? MTLMathModeFast : MTLMathModeSafe;
+  settings(self).functions = enabled ? MTLMathFloatingPointFunctionsFast : MTLMathFloatingPointFunctionsPrecise;
 }
 - (MTLMathMode)mathMode {
   return settings(self).math_mode;
@@ -399,6 +401,7 @@ id<MTLLibrary> softmetal_new_library(NSString* source, MTLCompileOptions* option
   if (options != nil) {
     const MTLMathMode mode = settings(options).math_mode;
     program.math = mode == MTLMathModeSafe ? SM_MATH_SAFE : mode == MTLMathModeFast ? SM_MATH_FAST : SM_MATH_RELAXED;
+    program.fast_functions = settings(options).functions == MTLMathFloatingPointFunctionsFast;
     const auto version = static_cast<uint32_t>(settings(options).version);
     program.language_version = (version >> 16) * 100 + (version & 0xffff) * 10;
     NSDictionary* macros = settings(options).macros;

@@ -66,6 +66,7 @@ struct Program {
   std::vector<std::string> defines;  // NAME=VALUE
   std::vector<Constant> constants;
   uint32_t math = SM_MATH_FAST;   // Metal's default
+  bool fast_functions = true;     // Metal's default: exp is fast::exp
   uint32_t language_version = 0;  // the number in __METAL_VERSION__; 0: the default
 
   // Compiles and opens the library. Throws std::runtime_error with the compiler's messages. If the source has function

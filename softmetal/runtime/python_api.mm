@@ -113,6 +113,7 @@ void* softmetal_new_shader_library(const char* source, char** error) {
     // PyTorch's own options.
     MTLCompileOptions* options = [[[MTLCompileOptions alloc] init] autorelease];
     [options setMathMode:MTLMathModeSafe];
+    [options setMathFloatingPointFunctions:MTLMathFloatingPointFunctionsPrecise];
     return [device newLibraryWithSource:[NSString stringWithUTF8String:source] options:options error:failure];
   });
 }

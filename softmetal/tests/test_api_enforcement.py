@@ -88,6 +88,7 @@ CORRECT = [
         "absent optional",
         "constants and macros",
         "language version",
+        "math functions",
         "blit",
         "device",
     ),

@@ -1,4 +1,6 @@
 // Host code as an extension writes it. `run_scenario(name)` returns the text of the error, or "" if there is none.
+#include <limits>
+
 #include "host.h"
 
 namespace host {
@@ -82,6 +84,35 @@ const bool added = add({
        expect(text_of(error).find("'bfloat'") != std::string::npos, text_of(error).c_str());
        [options setLanguageVersion:MTLLanguageVersion3_1];
        expect([device() newLibraryWithSource:source options:options error:&error] != nil, text_of(error).c_str());
+     }},
+    {"math functions",
+     [] {
+       NSString* source = @"#include <metal_stdlib>\n"
+                           "kernel void f(device float* x [[buffer(0)]]) { x[0] = metal::max(x[0], 3.0f); }";
+       const auto of_nan = [&](MTLCompileOptions* options) {
+         NSError* error = nil;
+         id<MTLLibrary> library = [device() newLibraryWithSource:source options:options error:&error];
+         expect(library != nil, text_of(error).c_str());
+         id<MTLFunction> function = [library newFunctionWithName:@"f"];
+         id<MTLComputePipelineState> state = [device() newComputePipelineStateWithFunction:function error:&error];
+         id<MTLBuffer> x = buffer(4);
+         static_cast<float*>([x contents])[0] = std::numeric_limits<float>::quiet_NaN();
+         encode([&](Encoder e) {
+           [e setComputePipelineState:state];
+           [e setBuffer:x offset:0 atIndex:0];
+           dispatch(e, 1, 1);
+         });
+         wait();
+         return static_cast<float*>([x contents])[0];
+       };
+       MTLCompileOptions* safe = [[MTLCompileOptions new] autorelease];
+       [safe setMathMode:MTLMathModeSafe];
+       expect(of_nan(safe) != 3, "safe mode leaves the functions fast");
+       [safe setMathFloatingPointFunctions:MTLMathFloatingPointFunctionsPrecise];
+       expect(of_nan(safe) == 3, "precise functions");
+       MTLCompileOptions* before_15 = [[MTLCompileOptions new] autorelease];
+       [before_15 setFastMathEnabled:NO];
+       expect(of_nan(before_15) == 3, "fastMathEnabled of NO makes the functions precise");
      }},
     {"missing function constant",
      [] {

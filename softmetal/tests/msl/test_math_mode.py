@@ -10,7 +10,16 @@ from softmetal import device
 HEAD = "#include <metal_stdlib>\nusing namespace metal;\n"
 
 
-def run(body: str, math: str, *, x: np.ndarray, checked: bool = False, before: str = "") -> np.ndarray:
+def run(
+    body: str,
+    math: str,
+    *,
+    x: np.ndarray,
+    checked: bool = False,
+    before: str = "",
+    functions: str = "precise",
+    perturb_seed: int = 0,
+) -> np.ndarray:
     kind = {np.dtype(np.float32): "float", np.dtype(np.float16): "half"}[x.dtype]
     source = f"""{HEAD}{before}
     kernel void f(device const {kind}* x [[buffer(0)]], device {kind}* y [[buffer(1)]],
@@ -18,8 +27,8 @@ def run(body: str, math: str, *, x: np.ndarray, checked: bool = False, before: s
 {body}
 }}"""
     y = np.zeros_like(x)
-    kernel = device.compile(source, checked=checked, math=math, file_name="math.metal").kernel("f")
-    kernel.launch(threads=len(x), group=len(x), buffers=[x, y], seed=1)
+    kernel = device.compile(source, checked=checked, math=math, functions=functions, file_name="math.metal").kernel("f")
+    kernel.launch(threads=len(x), group=min(len(x), 256), buffers=[x, y], seed=1, perturb_seed=perturb_seed)
     return y
 
 
@@ -75,3 +84,35 @@ def test_contract_pragma() -> None:
         assert rounded[0] == np.float32(np.float32(square) - np.float32(1)) != np.float32(square - 1)
     with pytest.raises(device.CompileError, match=r"math\.metal:3: error: #pragma METAL fp: expected one of contract"):
         run(body, "safe", x=x, before="#pragma METAL fp contracts(on)\n")
+
+
+@pytest.mark.parametrize("name", ["exp", "log"])
+def test_fast_functions_are_less_exact(name: str) -> None:
+    x = np.linspace(30, 80, 512, dtype=np.float32) if name == "exp" else np.linspace(0.99, 1.01, 512, dtype=np.float32)
+    wanted = getattr(np, name)(x.astype(np.float64))
+    worst = {}
+    for functions in ("precise", "fast"):
+        y = run(f"y[i] = {name}(x[i]);", "safe", x=x, functions=functions, perturb_seed=3)
+        worst[functions] = np.abs(y - wanted) / np.spacing(np.abs(wanted).astype(np.float32))
+    assert worst["precise"].max() <= 4
+    if name == "exp":
+        assert worst["fast"].max() > 20 and (worst["fast"] <= 3 + np.floor(2 * x)).all()
+    else:  # an absolute error, which near 1 is most of the result
+        error = worst["fast"] * np.spacing(np.abs(wanted).astype(np.float32))
+        assert 2**-22 < error.max() < 2**-21
+
+
+@pytest.mark.parametrize("checked", [False, True])
+def test_fast_max_and_min_promise_nothing_for_nan(checked: bool) -> None:
+    x = np.array([np.nan, np.nan, 1, 5], np.float32)
+    body = "y[i] = i == 0 ? max(x[i], 3.0f) : i == 1 ? fmin(x[i], 3.0f) : clamp(x[i], 2.0f, 4.0f);"
+    np.testing.assert_array_equal(run(body, "safe", x=x, checked=checked), [3, 3, 2, 4])
+    fast = run(body, "safe", x=x, checked=checked, functions="fast")
+    np.testing.assert_array_equal(fast, [np.nan, np.nan, 2, 4])
+
+
+def test_named_functions_do_not_follow_the_library() -> None:
+    x = np.array([np.nan, np.nan], np.float32)
+    body = "y[i] = i == 0 ? precise::max(x[i], 3.0f) : fast::max(x[i], 3.0f);"
+    for functions in ("precise", "fast"):
+        np.testing.assert_array_equal(run(body, "safe", x=x, functions=functions), [3, np.nan])
