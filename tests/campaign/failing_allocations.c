@@ -1,18 +1,22 @@
-// Loaded before the C library: fails one allocation of at least kSmallest bytes, the n-th after it was told to.
-// Python's own objects are smaller, so what fails is the memory of tensors and of the kernels.
+// Loaded before the C library: fails one allocation, the n-th after it was told to. What counts is either each
+// allocation of at least kSmallest bytes, which is the memory of tensors and of the kernels (Python's own objects are
+// smaller), or each C++ object of any size that the package's extension makes.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
 #include <stddef.h>
+#include <stdlib.h>
 #include <string.h>
 
 static const size_t kSmallest = 2048;
 static __thread int busy = 0;
 static volatile long left = -1;   // allocations that succeed before one fails; negative: none fails
 static volatile long failed = 0;  // whether one has failed
+static volatile int only_extension = 0;
 
-void fail_allocation(long n) {
+void fail_allocation(long n, int of_extension) {
   failed = 0;
+  only_extension = of_extension;
   left = n;
 }
 long allocation_failed(void) {
@@ -20,11 +24,14 @@ long allocation_failed(void) {
   return failed;
 }
 
-static int fails(size_t size) {
-  if (size < kSmallest || left < 0 || busy) return 0;
+static int count_down(void) {
   if (__sync_fetch_and_sub(&left, 1) != 0) return 0;
   failed = 1;
   return 1;
+}
+
+static int fails(size_t size) {
+  return !only_extension && size >= kSmallest && left >= 0 && !busy && count_down();
 }
 
 int posix_memalign(void** block, size_t alignment, size_t size) {
@@ -49,16 +56,34 @@ void* aligned_alloc(size_t alignment, size_t size) {
   return NULL;
 }
 
-// The dynamic loader ends the process when it gets no memory for a new thread's variables.
-static int from_loader(void* caller) {
+static int is_from(void* caller, const char* file) {
   Dl_info found;
-  return dladdr(caller, &found) != 0 && found.dli_fname != NULL && strstr(found.dli_fname, "ld-linux") != NULL;
+  return dladdr(caller, &found) != 0 && found.dli_fname != NULL && strstr(found.dli_fname, file) != NULL;
 }
 
 extern void* __libc_malloc(size_t);
 void* malloc(size_t size) {
-  if (size < kSmallest || left < 0 || from_loader(__builtin_return_address(0)) || !fails(size))
+  // The dynamic loader ends the process when it gets no memory for a new thread's variables.
+  if (size < kSmallest || left < 0 || is_from(__builtin_return_address(0), "ld-linux") || !fails(size))
     return __libc_malloc(size);
   errno = ENOMEM;
   return NULL;
+}
+
+// C++'s operator new for all libraries: memory of malloc, as GNU's library takes it, which has operator delete.
+static void* new_object(void* block, void* caller) {
+  if (block != NULL && !(only_extension && left >= 0 && is_from(caller, "torch_marlin_metal/_C") && count_down()))
+    return block;
+  free(block);
+  // torch loads the library with names that the process does not see.
+  void* library = dlopen("libstdc++.so.6", RTLD_LAZY | RTLD_NOLOAD);
+  ((void (*)(void))dlsym(library, "_ZSt17__throw_bad_allocv"))();
+  return NULL;
+}
+void* _Znwm(size_t size) {
+  return new_object(malloc(size == 0 ? 1 : size), __builtin_return_address(0));
+}
+void* _ZnwmSt11align_val_t(size_t size, size_t alignment) {
+  return new_object(aligned_alloc(alignment, (size + alignment - 1) / alignment * alignment),
+                    __builtin_return_address(0));
 }

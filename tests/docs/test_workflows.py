@@ -1,9 +1,10 @@
-"""Workflows name each action by its commit. An action is other people's code: a tag can be moved, a commit cannot."""
+"""CI names other people's code by what cannot be moved: actions by commit, Python packages by hash."""
 
 import re
 from pathlib import Path
 
-WORKFLOWS = Path(__file__).parents[2] / ".github" / "workflows"
+ROOT = Path(__file__).parents[2]
+WORKFLOWS = ROOT / ".github" / "workflows"
 
 
 def test_actions_are_pinned_by_commit():
@@ -13,3 +14,25 @@ def test_actions_are_pinned_by_commit():
         line for line in uses if not re.fullmatch(r"\s*(- )?uses: [\w-]+/[\w-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", line)
     ]
     assert not wrong
+
+
+def test_ci_installs_packages_by_hash():
+    """Each line has a hash, and no package that pyproject.toml asks for is missing or has another version."""
+    head, *lines = (ROOT / ".ci" / "requirements.txt").read_text().splitlines()
+    assert "scripts/hash_requirements.py" in head
+    found = [re.fullmatch(r"([a-z0-9-]+)==(\S+) --hash=sha256:[0-9a-f]{64}", line) for line in lines]
+    assert all(found)
+    versions = {match[1]: match[2] for match in found if match}
+    assert "--require-hashes" in (ROOT / ".ci" / "run").read_text()
+    extras = re.search(
+        r"\[project.optional-dependencies\]\n(.*?)\n\[", (ROOT / "pyproject.toml").read_text(), re.DOTALL
+    )
+    asked = re.findall(r'"([\w-]+)(?:\[\w+\])?(==[\w.]+|>=[\w.]+)?"', extras[1])
+    assert len(asked) > 20
+    for name, version in asked:
+        name = re.sub(r"[-_.]+", "-", name).lower()
+        if name in ("torch-marlin-metal", "hqq"):  # hqq has no wheel, and building one would ask for more
+            continue
+        assert name in versions, f"{name}: run scripts/hash_requirements.py"
+        if version.startswith("=="):
+            assert versions[name] == version[2:], name

@@ -1,11 +1,13 @@
 """Each allocation of a call fails in turn. The call raises or gives the right result, and the next call is right."""
 
 import ctypes
+import json
 import os
 import random
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -19,6 +21,7 @@ from tests.support import checkpoint_writers as writers
 from tests.support import reference
 from torch_marlin_metal import convert
 
+ROOT = Path(__file__).parents[3]
 SOURCE = Path(__file__).parents[1] / "failing_allocations.c"
 MOST = 400
 
@@ -29,7 +32,9 @@ def shim() -> Path:
     built = Path(tempfile.gettempdir()) / f"failing_allocations_{os.getuid()}_{SOURCE.stat().st_mtime_ns}.so"
     if not built.exists():
         new = built.with_suffix(f".{os.getpid()}")
-        subprocess.run(["cc", "-shared", "-fPIC", "-O1", str(SOURCE), "-o", str(new), "-ldl"], check=True)
+        subprocess.run(
+            ["cc", "-shared", "-fPIC", "-O1", "-fexceptions", str(SOURCE), "-o", str(new), "-ldl"], check=True
+        )
         new.rename(built)
     return built
 
@@ -87,13 +92,21 @@ def conversion(rng: random.Random, work: Path) -> Callable[[], Any]:
     return run
 
 
-def attack(call: Callable[[], Any]) -> str:
-    """Makes the first allocation fail, then the second, and so on, until the call has no further allocation to fail."""
+def attack(call: Callable[[], Any], of_extension: bool, most: int = MOST) -> tuple[int, bool]:
+    """Makes the first allocation fail, then the second, and so on, until the call has no further allocation to fail.
+
+    Args:
+        call: returns a tensor.
+        of_extension: whether the C++ objects of the extension fail, instead of large allocations of the process.
+        most: the number after which to end.
+
+    Returns:
+        The number of allocations that failed, and whether these were all.
+    """
     library = ctypes.CDLL(str(shim()))
     expected = call()
-    number = 0
-    for number in range(MOST):
-        library.fail_allocation(number)
+    for number in range(most):
+        library.fail_allocation(number, int(of_extension))
         try:
             result = call()
         except (MemoryError, RuntimeError, ValueError, OSError):
@@ -102,23 +115,29 @@ def attack(call: Callable[[], Any]) -> str:
             failed = library.allocation_failed()
             assert torch.equal(result, expected), f"allocation {number}: another result"
             if not failed:
-                break
+                return number, True
         assert torch.equal(call(), expected), f"after allocation {number} failed"
-    return "all" if number < MOST - 1 else "the first"
+    return most, False
 
 
-def case(rng: random.Random, work: Path) -> str:
-    """Runs this part in a process that has loaded the failing allocator."""
-    kind = rng.choice((product, quantization, loading, conversion))
-    seed = rng.randrange(1 << 30)
+def run(kind: str, seed: int, of_extension: bool, work: Path, most: int = MOST) -> tuple[int, bool]:
+    """Attacks a call in a process that has loaded the failing allocator. Returns what `attack` returns."""
     code = (
-        "import random, sys, torch; from pathlib import Path; from tests.campaign.parts import allocations as a; "
-        f"torch.set_num_threads(1); "
-        f"print(a.attack(a.{kind.__name__}(random.Random({seed}), Path(sys.argv[1]))))"
+        "import json, random, sys, torch; from pathlib import Path; from tests.campaign.parts import allocations as a; "
+        f"torch.set_num_threads(1); made = a.{kind}(random.Random({seed}), Path(sys.argv[1])); "
+        f"print(json.dumps(a.attack(made, {of_extension}, {most})))"
     )
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code, str(work)], check=False, capture_output=True, text=True,
-        env={**os.environ, "LD_PRELOAD": str(shim())},
+        cwd=ROOT, env={**os.environ, "LD_PRELOAD": str(shim())},
     )  # fmt: skip
-    assert done.returncode == 0, f"{kind.__name__} {seed}: {done.returncode}: {done.stderr[-1500:]}"
-    return f"{done.stdout.split()[-1]} of {kind.__name__}"
+    assert done.returncode == 0, f"{kind} {seed}: {done.returncode}: {done.stderr[-1500:]}"
+    count, all_of_them = json.loads(done.stdout.splitlines()[-1])
+    return count, all_of_them
+
+
+def case(rng: random.Random, work: Path) -> Counter[str]:
+    """Attacks one call."""
+    kind = rng.choice((product, quantization, loading, conversion)).__name__
+    count, all_of_them = run(kind, rng.randrange(1 << 30), rng.random() < 0.3, work)
+    return Counter({f"{kind}, {'all' if all_of_them else 'the first'} allocations": count, f"{kind} calls": 1})
