@@ -80,10 +80,12 @@
   MARLIN_STRIPED_TILES(X, __VA_ARGS__) \
   X(128, 64, 16, __VA_ARGS__) X(128, 128, 16, __VA_ARGS__)
 
-#define MARLIN_STAGED_ROWS(M, N, K, X)                                                               \
-  X("gemm/staged_" #M "x" #N "x" #K, gemm_double_buffered_##M##x##N##x##K, format_element, kMaskAll) \
-  X("gemm/staged_" #M "x" #N "x" #K, gemm_single_stage_##M##x##N##x##K, format_element, kMaskAll)
+#define MARLIN_STAGED_ROWS(M, N, K, X)                                             \
+  X("gemm/staged", gemm_double_buffered_##M##x##N##x##K, format_element, kMaskAll) \
+  X("gemm/staged", gemm_single_stage_##M##x##N##x##K, format_element, kMaskAll)
 #define MARLIN_STRIPED_ROWS(M, N, K, X) X("gemm/striped", gemm_striped_##M##x##N##x##K, format_element, kMaskAll)
+
+#define MARLIN_KERNELS_GEMM_STAGED(X) MARLIN_TILES(MARLIN_STAGED_ROWS, X)
 
 #define MARLIN_KERNELS_GEMM_STRIPED(X) MARLIN_STRIPED_TILES(MARLIN_STRIPED_ROWS, X)
 
@@ -114,18 +116,18 @@
         MARLIN_SLOT(kSlotC0) | MARLIN_SLOT(kSlotN0) | MARLIN_SLOT(kSlotM0) | MARLIN_SLOT(kSlotH) |                \
         MARLIN_SLOT(kSlotFinalC) | MARLIN_SLOT(kSlotFinalN) | MARLIN_SLOT(kSlotFinalM) | MARLIN_SLOT(kSlotParams))
 
-#define MARLIN_KERNELS(X)             \
-  MARLIN_KERNELS_REPACK(X)            \
-  MARLIN_KERNELS_DEQUANTIZE(X)        \
-  MARLIN_KERNELS_PROBE(X)             \
-  MARLIN_KERNELS_GEMV(X)              \
-  MARLIN_KERNELS_GEMM_FUSED(X)        \
-  MARLIN_TILES(MARLIN_STAGED_ROWS, X) \
-  MARLIN_KERNELS_GEMM_STRIPED(X)      \
-  MARLIN_KERNELS_REDUCE(X)            \
-  MARLIN_KERNELS_MLSTM_GATES(X)       \
-  MARLIN_KERNELS_MLSTM_STATES(X)      \
-  MARLIN_KERNELS_MLSTM_OUTPUT(X)      \
+#define MARLIN_KERNELS(X)        \
+  MARLIN_KERNELS_REPACK(X)       \
+  MARLIN_KERNELS_DEQUANTIZE(X)   \
+  MARLIN_KERNELS_PROBE(X)        \
+  MARLIN_KERNELS_GEMV(X)         \
+  MARLIN_KERNELS_GEMM_FUSED(X)   \
+  MARLIN_KERNELS_GEMM_STAGED(X)  \
+  MARLIN_KERNELS_GEMM_STRIPED(X) \
+  MARLIN_KERNELS_REDUCE(X)       \
+  MARLIN_KERNELS_MLSTM_GATES(X)  \
+  MARLIN_KERNELS_MLSTM_STATES(X) \
+  MARLIN_KERNELS_MLSTM_OUTPUT(X) \
   MARLIN_KERNELS_MLSTM_STEP(X)
 
 #ifdef __METAL_VERSION__
