@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import torch_marlin_metal as tmm
+from tests.support import reference
 from torch_marlin_metal import tuning
 from torch_marlin_metal.extension import native
 
@@ -106,24 +107,35 @@ def test_each_stream_counts_its_own_work(product):
     assert commits(run, 1) == 1
 
 
-@pytest.mark.parametrize("M", [65, 200])
-def test_a_long_product_is_divided_by_rows(mps, M):
+@pytest.mark.parametrize(("K", "M"), [(128, 65), (1024, 200)])
+@pytest.mark.parametrize("variant", ["auto", "fused", "single_stage"])
+def test_a_long_product_is_divided_by_rows(mps, variant, K, M):
     import softmetal
 
-    weight = tmm.quantize_weight(torch.randn(32, 128), "uint4b8", group_size=64).to("mps")
-    bias = torch.randn(32, dtype=torch.float16, device="mps")
-    x = torch.randn(M, 128, dtype=torch.float16, device="mps")
+    weight = reference.make_weight("uint4b8", K, 32, 64)
+    a = torch.randn(M, K, generator=torch.Generator().manual_seed(M)).half()
+    bias = torch.randn(32, dtype=torch.float16)
+    exact, bound = reference.gemm(a, weight, bias, raw_codes=True)
+    moved, x, bias = weight.to("mps"), a.to("mps"), bias.to("mps")
 
-    def run():
+    def run(rows=x):
         softmetal.faults()
-        y = tmm.gemm(x, weight.b_packed, weight.scales, bias=bias, variant="fused", **OPTIONS).cpu()
+        y = tmm.gemm(rows, moved.b_packed, moved.scales, bias=bias, variant=variant, **moved.arguments).cpu()
         return y, sum("reduce" not in record.kernel for record in softmetal.counters())
 
-    whole, few = run()
+    parts, start = [], 0
+    while start < M:  # as ops_mps.mm divides: halves, in whole multiples of 64 rows
+        rows = M - start
+        while rows > 64:
+            rows = (rows // 2 + 63) // 64 * 64
+        parts.append(run(x[start : start + rows])[0])
+        start += rows
+    _, few = run()
     native.set_longest_plan_seconds(1e-9)
     divided, many = run()
     assert many >= math.ceil(M / 64) > few
-    torch.testing.assert_close(divided, whole, rtol=2e-3, atol=2e-3)
+    reference.check_gemm(divided, exact, bound)
+    assert torch.equal(divided, torch.cat(parts)), "each part is planned like a product of its own"
 
 
 def test_bad_intervals():

@@ -35,9 +35,16 @@ from tests.support.checkpoint_writers import (
 )
 from tests.support.llama import FOLDERS, IDS, MODELS, check_layers, check_logits, dense_model, write_gguf
 from tests.support.models import same
-from torch_marlin_metal import MarlinLinear, quantize_model
+from torch_marlin_metal import MarlinLinear, prepare, quantize_model
 from torch_marlin_metal.convert import CheckpointError, UnsupportedFormat, export_checkpoint, open_reader
-from torch_marlin_metal.integrations.transformers import MarlinConfig, restore, restored, take_over, taken_over
+from torch_marlin_metal.integrations.transformers import (
+    MarlinConfig,
+    quantizer,
+    restore,
+    restored,
+    take_over,
+    taken_over,
+)
 from torch_marlin_metal.layers.fuse import FusedLinear
 from torch_marlin_metal.models.empty_model import ModelMismatchError
 
@@ -122,6 +129,21 @@ def test_device_maps(mps) -> None:
     check_layers(model, mps)
     assert {layer.b_packed.device.type for layer in packed_layers(model).values()} == {mps}
     assert torch.equal(model(IDS).logits.argmax(-1).cpu(), expected)
+
+
+def test_prepare_compiles_while_loading(mps, monkeypatch) -> None:
+    softmetal = pytest.importorskip("softmetal", reason="watches the software Metal device compile")
+    prepared = []
+    monkeypatch.setattr(quantizer, "prepare", lambda model: prepared.append(prepare(model)))
+    ids = IDS[:1, :1].to(mps)
+    model = load(GPTQ, device_map=mps, dtype=torch.float32, quantization_config=MarlinConfig(prepare=True))
+    assert len(prepared) == 1 and prepared[0] > 0
+    with softmetal.compiles() as seen:
+        logits = model(ids).logits
+        torch.mps.synchronize()
+    assert [compiled for compiled in seen if "MARLIN_ONLY" in compiled.text] == []
+    assert torch.equal(logits, load(GPTQ, device_map=mps, dtype=torch.float32)(ids).logits)
+    assert len(prepared) == 1, "not without the option"
 
 
 @pytest.mark.parametrize("place", ["disk", "cuda:0", "meta"])

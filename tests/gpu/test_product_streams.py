@@ -1,0 +1,99 @@
+"""Products on several of PyTorch's streams at once, on the software Metal device."""
+
+import sys
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import torch_marlin_metal as tmm
+from tests.support import reference
+from torch_marlin_metal import tuning
+
+pytestmark = pytest.mark.skipif(sys.platform == "darwin", reason="takes streams from the software Metal device")
+VARIANTS = (
+    "single_stage",
+    "striped",
+    "double_buffered",
+)  # their plans need workspaces, because N is small and K is not
+Product = Callable[[], torch.Tensor]
+
+
+@pytest.fixture(autouse=True)
+def no_commits(mps):
+    """Nothing runs before the end of the test, so a workspace that two streams share would be overwritten."""
+    interval = tuning.commit_interval()
+    tuning.set_commit_interval(0)
+    yield
+    tuning.set_commit_interval(interval)
+
+
+def product(seed: int, variant: str) -> tuple[Product, Callable[[torch.Tensor], object]]:
+    """Returns a product that differs for each seed, and its comparison with fp64."""
+    weight = reference.make_weight("uint4b8", 1024, 32, 64, seed=seed)
+    a = torch.randn(12, 1024, generator=torch.Generator().manual_seed(seed)).half()
+    exact, bound = reference.gemm(a, weight)
+    a_mps, moved = a.to("mps"), weight.to("mps")
+
+    def run() -> torch.Tensor:
+        return tmm.gemm(a_mps, moved.b_packed, moved.scales, variant=variant, **moved.arguments)
+
+    return run, lambda result: reference.check_gemm(result, exact, bound)
+
+
+def dispatches(run: Product) -> int:
+    import softmetal
+
+    run()
+    torch.mps.synchronize()
+    softmetal.faults()
+    run()
+    return len(softmetal.counters())
+
+
+def test_two_streams_in_turn():
+    import softmetal
+
+    products = [product(i, VARIANTS[i % 3]) for i in range(6)]
+    assert [dispatches(run) for run, _ in products[:3]] == [2, 2, 2], "a workspace is written and read"
+    torch.mps.synchronize()
+    before = softmetal.stream_counts()
+    results = []
+    for i, (run, _) in enumerate(products):
+        with softmetal.stream(5 + i % 2):
+            results.append(run())
+    counts = softmetal.stream_counts()
+    assert (counts.encoders - before.encoders, counts.uncommitted) == (2, 12), "one encoder of each stream"
+    torch.mps.synchronize()
+    for (_, check), result in zip(products, results, strict=True):
+        check(result.cpu())
+
+
+def test_two_threads_with_a_stream_each():
+    import softmetal
+
+    products = [[product(10 * thread + i, VARIANTS[i % 3]) for i in range(3)] for thread in range(2)]
+    for run, _ in products[0]:
+        run()  # the threads are to encode, not to compile
+    torch.mps.synchronize()
+    before = softmetal.stream_counts()
+    together = threading.Barrier(2, timeout=120)
+    results: list[list[torch.Tensor]] = [[], []]
+
+    def work(thread: int) -> None:
+        with softmetal.stream(7 + thread):
+            for run, _ in products[thread]:
+                together.wait()
+                results[thread].append(run())
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert softmetal.stream_counts().encoders - before.encoders == 2
+    torch.mps.synchronize()
+    for thread in range(2):
+        for (_, check), result in zip(products[thread], results[thread], strict=True):
+            check(result.cpu())
