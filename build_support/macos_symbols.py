@@ -38,11 +38,14 @@ EXTRA_SYMBOLS = {
 
 # Selectors that PyTorch's dylibs do not send, with the first macOS that has each (from Apple's documentation).
 EXTRA_SELECTORS = {
+    "error": "10.11",
     "memoryBarrierWithScope:": "10.14",
     "newFunctionWithName:constantValues:error:": "10.12",
     "respondsToSelector:": "10.0",
+    "rootCommandBuffer": "11.0",
     "setFastMathEnabled:": "10.11",
     "setConstantValue:type:atIndex:": "10.12",
+    "status": "10.11",
 }
 # Selectors of newer versions of macOS. The code uses them only if the object responds to them.
 NEWER_SELECTORS = {"setMathFloatingPointFunctions:": "15.0", "setMathMode:": "15.0"}

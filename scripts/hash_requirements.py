@@ -2,7 +2,7 @@
 
     .venv/bin/python scripts/hash_requirements.py
 
-Run it when pyproject.toml asks for other packages, on x86-64 Linux with Python 3.11, after `make lint` has set up .venv.
+Run it when pyproject.toml asks for other packages. It needs x86-64 Linux, Python 3.11 and the .venv of `make lint`.
 torch and this package are left out, and packages without a wheel: CI installs these by version.
 """
 

@@ -32,6 +32,8 @@ __all__ = [
     "compiles",
     "counters",
     "extension_path",
+    "failing_allocation",
+    "failing_command_buffer",
     "faults",
     "is_checked",
     "seed",
@@ -210,6 +212,41 @@ def compiles(answer: Callable[[Compile], str | None] | None = None) -> Iterator[
         yield seen
     finally:
         _library.set_compile_hook(None)
+
+
+@contextlib.contextmanager
+def failing_allocation(count: int) -> Iterator[Callable[[], bool]]:
+    """Makes one allocation of mps memory in a `with` block fail, as for want of memory.
+
+    Args:
+        count: number of allocations that succeed before.
+
+    Yields:
+        A function that returns, after the block, whether the allocation has failed.
+    """
+    _library.fail_allocation(count)
+    ended: list[int] = []
+    try:
+        yield lambda: bool(ended) and ended[0] < 0
+    finally:
+        ended.append(_library.fail_allocation(-1))
+
+
+@contextlib.contextmanager
+def failing_command_buffer(message: str, code: int = 1) -> Iterator[None]:
+    """Makes the next command buffer with commands end with an error in a `with` block; its commands do not run.
+
+    Args:
+        message: the error's description.
+        code: the error's code in `MTLCommandBufferErrorDomain`: 1 internal, 2 time-out, 8 out of memory.
+    """
+    torch.mps.synchronize()
+    _library.fail_command_buffer(code, message.encode())
+    try:
+        yield
+        torch.mps.synchronize()
+    finally:
+        _library.fail_command_buffer(0, b"")
 
 
 def faults() -> list[str]:

@@ -39,6 +39,8 @@ class Library:
             "set_stream": (c_void_p, [c_int64]),
             "stream_counts": (None, [POINTER(c_uint64)]),
             "set_compile_hook": (None, [c_void_p]),
+            "fail_allocation": (c_int64, [c_int64]),
+            "fail_command_buffer": (None, [c_int64, c_char_p]),
             "faults": (c_void_p, []),
             "clear": (None, []),
             "record_count": (c_size_t, []),

@@ -13,6 +13,7 @@ namespace marlin::mps {
 using Bindings = std::array<at::Tensor, kSlotCount>;
 
 // Allocates the plan's workspace and encodes its dispatches. Asynchronous, like every operator on MPS.
+// Raises if the GPU did not complete an earlier command buffer of this package.
 void encode(const CompiledPlan& compiled, Bindings bindings);
 
 }  // namespace marlin::mps

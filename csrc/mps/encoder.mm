@@ -6,6 +6,7 @@
 #include <bit>
 #include <iterator>
 
+#include "csrc/mps/gpu_failures.h"
 #include "csrc/mps/stream.h"
 
 namespace marlin::mps {
@@ -49,6 +50,7 @@ std::vector<at::Tensor> defined(const Bindings& bindings) {
 }  // namespace
 
 void encode(const CompiledPlan& compiled, Bindings bindings) {
+  raise_gpu_failure();
   // Workspaces need no cache of their own, because PyTorch's allocator reuses freed memory within microseconds. The
   // reuse is safe: later work is encoded on the same stream, so it runs after this plan.
   const Extent& partials = compiled.plan.partials;
@@ -66,6 +68,7 @@ void encode(const CompiledPlan& compiled, Bindings bindings) {
       const Dispatch& dispatch = launched->plan.dispatches[i];
       id<MTLComputePipelineState> pipeline = launched->pipelines[i];
       const ProfiledKernel profiled(pipeline, dispatch.function, tensors);
+      watch_kernel(dispatch.function);
       id<MTLComputeCommandEncoder> encoder = marlin::mps::encoder();
       if (i != 0) [encoder memoryBarrierWithScope:MTLBarrierScopeBuffers];
       [encoder setComputePipelineState:pipeline];

@@ -33,6 +33,11 @@ void commit_and_wait();
 // what is encoded until the next commit.
 void add_completed_handler(MTLCommandBufferHandler handler);
 
+// Inside such a block: the command buffer that is being filled, which a commit replaces, and the number of the stream,
+// below kStreams.
+id<MTLCommandBuffer> command_buffer();
+size_t stream_number();
+
 // Inside such a block, after its last kernel: commits if enough work is waiting for that
 // (csrc/planner/commit_policy.h). Does nothing while a profiler or signposts record, because PyTorch then marks work by
 // command buffers of its own, and while this thread holds commits.

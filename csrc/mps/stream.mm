@@ -95,6 +95,14 @@ void add_completed_handler(MTLCommandBufferHandler handler) {
   [stream->commandBuffer() addCompletedHandler:handler];
 }
 
+id<MTLCommandBuffer> command_buffer() {
+  return [at::mps::getCurrentMPSStream()->commandBuffer() rootCommandBuffer];
+}
+
+size_t stream_number() {
+  return static_cast<size_t>(at::mps::getCurrentMPSStream()->unwrap().id()) % kStreams;
+}
+
 namespace {
 thread_local bool commits_are_held = false;
 }
@@ -106,7 +114,7 @@ void hold_commits(bool held) {
 void work_encoded(double predicted_seconds) {
   static auto* uncommitted = new UncommittedWork;
   if (commits_are_held || is_profiling() || at::mps::getMPSProfiler().isSignpostTracingEnabled()) return;
-  if (uncommitted->add(at::mps::getCurrentMPSStream()->unwrap().id(), predicted_seconds)) commit();
+  if (uncommitted->add(stream_number(), predicted_seconds)) commit();
 }
 
 bool is_profiling() {

@@ -27,14 +27,17 @@ double commit_seconds();
 // Takes the place of the variable. Throws std::invalid_argument unless `seconds` is finite and at least 0.
 void set_commit_seconds(double seconds);
 
+// PyTorch numbers its default stream 0 and the 32 streams of its pool from 1.
+inline constexpr size_t kStreams = 64;
+
 // The predicted work of each stream since its last commit. A stream's entry is used only in blocks of its queue, so it
 // needs no lock.
 class UncommittedWork {
  public:
   // Adds work; returns true, and starts again from 0, if it is time to commit.
-  bool add(int64_t stream, double seconds) {
+  bool add(size_t stream, double seconds) {
     const double interval = commit_seconds();
-    double& sum = seconds_[static_cast<size_t>(stream) % seconds_.size()];
+    double& sum = seconds_[stream % kStreams];
     sum += seconds;
     if (interval == 0 || sum < interval) return false;
     sum = 0;
@@ -42,7 +45,7 @@ class UncommittedWork {
   }
 
  private:
-  std::array<double, 64> seconds_{};  // PyTorch numbers its default stream 0 and the 32 streams of its pool from 1
+  std::array<double, kStreams> seconds_{};
 };
 
 }  // namespace marlin

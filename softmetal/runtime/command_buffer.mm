@@ -192,11 +192,14 @@ void Command::run() {
 }
 - (void)run {
   start = softmetal::seconds();
-  for (const auto& command : *commands)
-    command->run();
+  if (!commands->empty()) failure = [softmetal::Device::get().take_command_buffer_failure() retain];
+  if (failure == nil) {
+    for (const auto& command : *commands)
+      command->run();
+  }
   commands->clear();
   end = softmetal::seconds();
-  state = MTLCommandBufferStatusCompleted;
+  state = failure == nil ? MTLCommandBufferStatusCompleted : MTLCommandBufferStatusError;
   for (MTLCommandBufferHandler handler : *handlers)
     handler(self);
 }

@@ -143,6 +143,25 @@ std::vector<std::string> Device::take_new_faults() {
   return fresh;
 }
 
+void Device::fail_command_buffer(int64_t code, std::string message) {
+  const std::lock_guard lock(mutex);
+  failure_code_ = code;
+  failure_message_ = std::move(message);
+}
+
+NSError* Device::take_command_buffer_failure() {
+  const std::lock_guard lock(mutex);
+  if (failure_message_.empty()) return nil;
+  return make_error(MTLCommandBufferErrorDomain, failure_code_, std::exchange(failure_message_, {}));
+}
+
+NSError* make_error(NSErrorDomain domain, int64_t code, const std::string& message) {
+  const std::array<id, 1> objects{[NSString stringWithUTF8String:message.c_str()]};
+  const std::array<id<NSCopying>, 1> keys{NSLocalizedDescriptionKey};
+  NSDictionary* info = [NSDictionary dictionaryWithObjects:objects.data() forKeys:keys.data() count:1];
+  return [NSError errorWithDomain:domain code:static_cast<NSInteger>(code) userInfo:info];
+}
+
 void Device::clear() {
   const std::lock_guard lock(mutex);
   faults.clear();

@@ -169,12 +169,7 @@ std::string wrong_type(const sm_library* library, const std::vector<Program::Con
 }
 
 void set_error(NSError** error, MTLLibraryError code, const std::string& message) {
-  if (error == nullptr) return;
-  NSString* text = [NSString stringWithUTF8String:message.c_str()];
-  const std::array<id, 1> objects{text};
-  const std::array<id<NSCopying>, 1> keys{NSLocalizedDescriptionKey};
-  NSDictionary* info = [NSDictionary dictionaryWithObjects:objects.data() forKeys:keys.data() count:1];
-  *error = [NSError errorWithDomain:MTLLibraryErrorDomain code:static_cast<NSInteger>(code) userInfo:info];
+  if (error != nullptr) *error = softmetal::make_error(MTLLibraryErrorDomain, code, message);
 }
 
 // Asks the hook of a test about a compile. Returns false and the hook's error if the compile shall fail.

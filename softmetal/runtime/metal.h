@@ -109,6 +109,9 @@ struct Command {
   void run();
 };
 
+// An error whose localizedDescription is the message.
+NSError* make_error(NSErrorDomain domain, int64_t code, const std::string& message);
+
 // Settings and results of the device, for Python.
 struct Record {
   std::string kernel;
@@ -122,6 +125,10 @@ class Device {
   std::atomic<bool> checked;
   // A test's hook sees every compile and can make it fail: softmetal_compile_hook.
   std::atomic<void (*)(int, const char*, char*, size_t)> compile_hook = nullptr;
+  // Allocations of mps memory that succeed before one fails; negative: none fails.
+  std::atomic<int64_t> allocations_left = -1;
+  void fail_command_buffer(int64_t code, std::string message);  // the next one with commands; an empty message: none
+  NSError* take_command_buffer_failure();                       // nil if the command buffer is to run
   std::atomic<uint32_t> thread_limit = SM_MAX_THREADS;  // threads per threadgroup of every pipeline; tests lower it
   void set_seed(uint64_t seed);
   uint64_t next_seed();
@@ -140,6 +147,8 @@ class Device {
   Device();
   uint64_t seed_;
   size_t raised_ = 0;
+  int64_t failure_code_ = 0;
+  std::string failure_message_;
 };
 
 // Returns true while a block of dispatch_sync runs on this thread.

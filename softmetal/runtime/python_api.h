@@ -28,6 +28,12 @@ SOFTMETAL_EXPORT void softmetal_clear(void);    // faults and records
 // that message.
 typedef void (*softmetal_compile_hook)(int is_pipeline, const char* text, char* error, size_t capacity);
 SOFTMETAL_EXPORT void softmetal_set_compile_hook(softmetal_compile_hook hook);  // null: none
+// Makes the mps allocation after `count` further ones fail; negative: none. Returns the count that was left before,
+// which is negative if the allocation has failed.
+SOFTMETAL_EXPORT int64_t softmetal_fail_allocation(int64_t count);
+// Makes the next command buffer with commands end with an error of MTLCommandBufferErrorDomain instead of running; an
+// empty message: none.
+SOFTMETAL_EXPORT void softmetal_fail_command_buffer(int64_t code, const char* message);
 SOFTMETAL_EXPORT size_t softmetal_record_count(void);
 // Returns the i-th of the latest dispatches. The result is valid until the next dispatch.
 SOFTMETAL_EXPORT const sm_result* softmetal_record(size_t i, const char** kernel, uint64_t* seed);

@@ -86,6 +86,14 @@ void softmetal_set_compile_hook(softmetal_compile_hook hook) {
   Device::get().compile_hook = hook;
 }
 
+int64_t softmetal_fail_allocation(int64_t count) {
+  return Device::get().allocations_left.exchange(count);
+}
+
+void softmetal_fail_command_buffer(int64_t code, const char* message) {
+  Device::get().fail_command_buffer(code, message);
+}
+
 char* softmetal_faults(void) {
   const std::lock_guard lock(Device::get().mutex);
   return copy_text(joined(Device::get().faults));

@@ -25,6 +25,7 @@ class Allocator final : public at::mps::IMPSAllocator {
                                             ", max allowed: " + formatSize(limit) + "). Tried to allocate " +
                                             formatSize(bytes) + ".");
     }
+    if (next_fails()) C10_THROW_ERROR(OutOfMemoryError, "MPS backend out of memory (a test asked for it).");
     id<MTLBuffer> buffer = [device() newBufferWithLength:bytes options:MTLResourceStorageModeShared];
     if (buffer == nil) {
       C10_THROW_ERROR(OutOfMemoryError, "Invalid buffer size: " + formatSize(bytes));
@@ -111,6 +112,14 @@ class Allocator final : public at::mps::IMPSAllocator {
   bool waitForEvents(c10::ArrayRef<const void*>) const override { return true; }
 
  private:
+  // Counts down to the allocation that shall fail.
+  static bool next_fails() {
+    std::atomic<int64_t>& left = Device::get().allocations_left;
+    for (int64_t now = left; now >= 0;) {
+      if (left.compare_exchange_weak(now, now - 1)) return now == 0;
+    }
+    return false;
+  }
   static id<MTLDevice> device() { return at::mps::MPSDevice::getInstance()->device(); }
   static Memory& memory(const void* handle) {
     return *static_cast<SoftMetalBuffer*>(static_cast<id>(const_cast<void*>(handle)))->memory;

@@ -206,9 +206,9 @@ main()
 
 def run(*arguments: str, stdout: int | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch_marlin_metal", *arguments]
-    done = subprocess.run(
-        command, check=False, stdout=stdout, stderr=subprocess.PIPE, text=True, env=os.environ | environment
-    )
+    # With a buffer, a write fails when the buffer is flushed; without one, a missing flush would not be noticed.
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"} | environment
+    done = subprocess.run(command, check=False, stdout=stdout, stderr=subprocess.PIPE, text=True, env=environment)
     assert "Traceback" not in done.stderr
     assert "Exception ignored" not in done.stderr
     return done

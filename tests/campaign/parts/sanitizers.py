@@ -1,24 +1,34 @@
 """The C++ tests of the CPU kernels, vector kernels included, under ThreadSanitizer or AddressSanitizer with UBSan."""
 
+import hashlib
 import os
 import random
 import tempfile
+from functools import cache
 from pathlib import Path
 
-from tests.cpu.test_cpu_kernels import build, run
+from tests.cpu.test_cpu_kernels import ROOT, build, run
 
 KINDS = {
     "ASan and UBSan": ("-Og", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"),
     "TSan": ("-Og", "-fsanitize=thread"),
 }
+FOLDERS = ("csrc", "kernels/shared", "tests/cpu", "tests/support")
 PROGRAMS = {"cpu_kernels_test": ["3"], "cpu_weights_test": ["3"], "cpu_mlstm_test": ["3"]}
+
+
+@cache
+def state() -> str:
+    """Returns a digest of the sources, because programs of an older state are not to be run."""
+    files = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.suffix in (".h", ".cpp"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
 
 
 def case(rng: random.Random, work: Path) -> str:
     """Runs one program. Programs are built once for each machine and each state of the sources."""
     del work
     kind, program = rng.choice(sorted(KINDS)), rng.choice(sorted(PROGRAMS))
-    folder = Path(tempfile.gettempdir()) / f"campaign_sanitizers_{os.getuid()}"
+    folder = Path(tempfile.gettempdir()) / f"campaign_sanitizers_{os.getuid()}_{state()}"
     folder.mkdir(exist_ok=True)
     done = run(build(folder, *KINDS[kind])[program], *PROGRAMS[program])
     assert done.returncode == 0, (done.stdout + done.stderr)[-1500:]

@@ -1,0 +1,97 @@
+#include "csrc/mps/gpu_failures.h"
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdio>
+#include <memory>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "csrc/mps/stream.h"
+#include "csrc/planner/commit_policy.h"
+
+namespace marlin::mps {
+
+namespace {
+
+constexpr size_t kMostNames = 8;  // a message with the names of a whole token's kernels would not be read
+
+// The kernels of one command buffer. Its stream adds names, and after the commit only the handler reads them.
+struct Kernels {
+  std::vector<std::string> names;
+  bool has_others = false;
+
+  void add(const std::string& name) {
+    if (std::find(names.begin(), names.end(), name) != names.end()) return;
+    if (names.size() < kMostNames) {
+      names.push_back(name);
+    } else {
+      has_others = true;
+    }
+  }
+
+  std::string text() const {
+    std::string all;
+    for (const std::string& name : names)
+      all += (all.empty() ? "" : ", ") + name;
+    return all + (has_others ? " and others" : "");
+  }
+};
+
+// The command buffer that a stream fills. It is retained, so that no later one has its address.
+struct Watched {
+  id<MTLCommandBuffer> buffer = nil;
+  std::shared_ptr<Kernels> kernels;
+};
+
+struct Failure {
+  std::mutex mutex;
+  std::string first;
+};
+
+Failure& failure() {
+  static auto* instance = new Failure;  // never freed: Metal's threads may call handlers while the process exits
+  return *instance;
+}
+
+void completed(id<MTLCommandBuffer> buffer, const Kernels& kernels) {
+  if ([buffer status] != MTLCommandBufferStatusError) return;
+  NSError* error = [buffer error];
+  const std::string text = "torch_marlin_metal: the GPU did not complete a command buffer with " + kernels.text() +
+                           ", so results since then may be wrong: " +
+                           (error == nil ? "no reason given" : [[error localizedDescription] UTF8String]);
+  // A program that calls no operator after this one has only this line.
+  std::fprintf(stderr, "%s\n", text.c_str());
+  const std::lock_guard lock(failure().mutex);
+  if (failure().first.empty()) failure().first = text;
+}
+
+}  // namespace
+
+void watch_kernel(const std::string& name) {
+  static auto* streams = new std::array<Watched, kStreams>;
+  Watched& watched = (*streams)[stream_number()];
+  if (id<MTLCommandBuffer> buffer = command_buffer(); buffer != watched.buffer) {
+    [watched.buffer release];
+    watched = {[buffer retain], std::make_shared<Kernels>()};
+    const std::shared_ptr<const Kernels> kernels = watched.kernels;
+    add_completed_handler(^(id<MTLCommandBuffer> ended) {
+      completed(ended, *kernels);
+    });
+  }
+  watched.kernels->add(name);
+}
+
+void raise_gpu_failure() {
+  std::string text;
+  {
+    const std::lock_guard lock(failure().mutex);
+    text = std::exchange(failure().first, {});
+  }
+  TORCH_CHECK(text.empty(), text);
+}
+
+}  // namespace marlin::mps
