@@ -13,19 +13,27 @@ enum class Source : int32_t {
   metal_benchmarks,
   applegpuinfo,
   as_en,
-  bandwidth_test,
+  stream,
+  decode_slope,
+  prompt_rate,
+  small_reads,
   a19_test,
   derived,
   assumed,
 };
 
 constexpr std::string_view citation(Source source) {
-  constexpr std::array<std::string_view, 8> texts{
+  constexpr std::array<std::string_view, 11> texts{
       "Apple's specification",
       "the metal-benchmarks project, measured on M1 Max and A14",
       "the applegpuinfo project, device database",
       "the as-en project, measured on M1",
-      "rate that a published 4-bit matrix-vector product reached on this chip",
+      "STREAM in Metal (arXiv:2502.05317; Beischl, Evaluating Apple Silicon for Data Processing)",
+      "decoding of a 7B model in q8_0 and in q4_0: difference of bytes over difference of time (llama.cpp discussion "
+      "4167)",
+      "prompts of a 7B model in llama.cpp (discussion 4167) and MLX's 4-bit products (pull request 3863, issue 3584), "
+      "compared with the counted instructions of their kernels (benchmarks/metal/published.py)",
+      "gathered 4-bit products of 38 MB on an M3 Ultra (mlx issue 4246), and whole tokens in llama.cpp discussion 4167",
       "published measurement of an A19 of five cores",
       "derived from Apple's figures",
       "assumed: taken over from the nearest GPU that has a figure",
@@ -51,8 +59,17 @@ constexpr Figure info(double value) {
 constexpr Figure as_en(double value) {
   return {value, Source::as_en};
 }
-constexpr Figure reached(double value) {
-  return {value, Source::bandwidth_test};
+constexpr Figure stream(double value) {
+  return {value, Source::stream};
+}
+constexpr Figure slope(double value) {
+  return {value, Source::decode_slope};
+}
+constexpr Figure prompts(double value) {
+  return {value, Source::prompt_rate};
+}
+constexpr Figure small(double value) {
+  return {value, Source::small_reads};
 }
 constexpr Figure a19(double value) {
   return {value, Source::a19_test};
@@ -69,12 +86,15 @@ constexpr Figure assumed(double value) {
 // counts as two flop.
 //   most_threads                   the most threads that are resident
 //   matrix_clocks_fp16, _fp32      clocks of one scheduler for an 8x8x8 simdgroup_multiply_accumulate of fp16 or fp32
+//   matrix_overlap                 of the issue time and the matrix time of a core, the part of the shorter that the
+//                                  longer hides
 #define MARLIN_FAMILY_FIGURES(X) \
   X(schedulers)                  \
   X(fp32_flop_per_clock)         \
   X(fp16_flop_per_clock)         \
   X(matrix_clocks_fp16)          \
   X(matrix_clocks_fp32)          \
+  X(matrix_overlap)              \
   X(half_registers)              \
   X(most_threads)                \
   X(threadgroup_bytes)           \
@@ -96,13 +116,13 @@ struct GpuFamily {
 inline constexpr auto kGpuFamilies = [] {
   using namespace figures;
   return std::array<GpuFamily, 4>{{
-      {7, false, mb(4), mb(256), mb(256), mb(17), mb(18), mb(106496), mb(3072), mb(61440), mb(8192), mb(64), mb(32),
-       mb(12288), as_en(311)},
-      {8, false, mb(4), mb(256), mb(256), assumed(17), assumed(18), assumed(106496), assumed(3072), assumed(61440),
-       assumed(8192), assumed(64), assumed(32), assumed(12288), assumed(311)},
-      {9, true, assumed(4), derived(256), derived(256), assumed(17), assumed(18), assumed(106496), assumed(3072),
+      {7, false, mb(4), mb(256), mb(256), mb(17), mb(18), prompts(0.3), mb(106496), mb(3072), mb(61440), mb(8192),
+       mb(64), mb(32), mb(12288), as_en(311)},
+      {8, false, mb(4), mb(256), mb(256), assumed(17), assumed(18), prompts(0.3), assumed(106496), assumed(3072),
        assumed(61440), assumed(8192), assumed(64), assumed(32), assumed(12288), assumed(311)},
-      {10, true, assumed(4), a19(256), a19(436), assumed(17), assumed(18), assumed(106496), assumed(3072),
+      {9, true, assumed(4), derived(256), derived(256), assumed(17), assumed(18), prompts(0.7), assumed(106496),
+       assumed(3072), assumed(61440), assumed(8192), assumed(64), assumed(32), assumed(12288), assumed(311)},
+      {10, true, assumed(4), a19(256), a19(436), assumed(17), assumed(18), prompts(0.8), assumed(106496), assumed(3072),
        assumed(61440), assumed(8192), assumed(64), assumed(32), assumed(12288), assumed(311)},
   }};
 }();
@@ -111,11 +131,13 @@ inline constexpr auto kGpuFamilies = [] {
 //   dram_gbs                 peak bandwidth of the version with all cores, in 10^9 bytes per second
 //   dram_gbs_fewest_cores    the same for all versions with fewer cores
 //   dram_fraction            the fraction of the peak that reads reach
+//   small_read_share         the share of that rate at which weights of less than 50 MB are read; below 1 on two dies
 #define MARLIN_CHIP_FIGURES(X) \
   X(clock_ghz)                 \
   X(dram_gbs)                  \
   X(dram_gbs_fewest_cores)     \
   X(dram_fraction)             \
+  X(small_read_share)          \
   X(l2_kb)                     \
   X(slc_mb)
 
@@ -131,26 +153,27 @@ struct Chip {
 inline constexpr auto kChips = [] {
   using namespace figures;
   return std::array<Chip, 19>{{
-      {"M1", 7, 8, 7, mb(1.278), info(68.25), info(68.25), reached(0.92), mb(768), mb(8)},
-      {"M1 Pro", 7, 16, 14, mb(1.296), info(204.8), info(204.8), assumed(0.86), mb(256), mb(24)},
-      {"M1 Max", 7, 32, 24, mb(1.296), info(409.6), info(409.6), reached(0.84), mb(512), mb(48)},
-      {"M1 Ultra", 7, 64, 48, mb(1.296), info(819.2), info(819.2), assumed(0.86), mb(1024), mb(96)},
-      {"M2", 8, 10, 8, mb(1.398), info(102.4), info(102.4), assumed(0.86), mb(1536), mb(8)},
-      {"M2 Pro", 8, 19, 16, mb(1.398), info(204.8), info(204.8), assumed(0.86), mb(512), mb(24)},
-      {"M2 Max", 8, 38, 30, mb(1.398), apple(400), apple(400), assumed(0.86), mb(1024), mb(48)},
-      {"M2 Ultra", 8, 76, 60, mb(1.398), apple(800), apple(800), assumed(0.86), assumed(2048), assumed(96)},
-      {"M3", 9, 10, 8, derived(1.38), apple(100), apple(100), assumed(0.86), assumed(1536), assumed(8)},
-      {"M3 Pro", 9, 18, 14, derived(1.38), apple(150), apple(150), assumed(0.86), assumed(512), assumed(24)},
-      {"M3 Max", 9, 40, 30, derived(1.38), apple(400), apple(300), reached(0.97), assumed(1024), assumed(48)},
-      {"M3 Ultra", 9, 80, 60, derived(1.38), apple(819), apple(819), assumed(0.86), assumed(2048), assumed(96)},
-      {"M4", 9, 10, 8, derived(1.58), apple(120), apple(120), reached(0.82), assumed(1536), assumed(8)},
-      {"M4 Pro", 9, 20, 16, derived(1.58), apple(273), apple(273), assumed(0.86), assumed(512), assumed(24)},
-      {"M4 Max", 9, 40, 32, derived(1.58), apple(546), apple(410), reached(0.71), assumed(1024), assumed(48)},
+      {"M1", 7, 8, 7, mb(1.278), info(68.25), info(68.25), stream(0.88), small(1), mb(768), mb(8)},
+      {"M1 Pro", 7, 16, 14, mb(1.296), info(204.8), info(204.8), slope(0.92), small(1), mb(256), mb(24)},
+      {"M1 Max", 7, 32, 24, mb(1.296), info(409.6), info(409.6), slope(0.94), small(1), mb(512), mb(48)},
+      {"M1 Ultra", 7, 64, 48, mb(1.296), info(819.2), info(819.2), slope(0.84), small(0.8), mb(1024), mb(96)},
+      {"M2", 8, 10, 8, mb(1.398), info(102.4), info(102.4), stream(0.89), small(1), mb(1536), mb(8)},
+      {"M2 Pro", 8, 19, 16, mb(1.398), info(204.8), info(204.8), slope(0.90), small(1), mb(512), mb(24)},
+      {"M2 Max", 8, 38, 30, mb(1.398), apple(400), apple(400), slope(0.94), small(1), mb(1024), mb(48)},
+      {"M2 Ultra", 8, 76, 60, mb(1.398), apple(800), apple(800), slope(0.93), small(0.8), assumed(2048), assumed(96)},
+      {"M3", 9, 10, 8, derived(1.38), apple(100), apple(100), stream(0.92), small(1), assumed(1536), assumed(8)},
+      {"M3 Pro", 9, 18, 14, derived(1.38), apple(150), apple(150), slope(0.89), small(1), assumed(512), assumed(24)},
+      {"M3 Max", 9, 40, 30, derived(1.38), apple(400), apple(300), slope(0.98), small(1), assumed(1024), assumed(48)},
+      {"M3 Ultra", 9, 80, 60, derived(1.38), apple(819), apple(819), stream(0.90), small(0.8), assumed(2048),
+       assumed(96)},
+      {"M4", 9, 10, 8, derived(1.58), apple(120), apple(120), stream(0.83), small(1), assumed(1536), assumed(8)},
+      {"M4 Pro", 9, 20, 16, derived(1.58), apple(273), apple(273), stream(0.91), small(1), assumed(512), assumed(24)},
+      {"M4 Max", 9, 40, 32, derived(1.58), apple(546), apple(410), slope(0.93), small(1), assumed(1024), assumed(48)},
       // The MacBook of 2026. Apple publishes its memory's rate and its five cores; no clock is known.
-      {"A18 Pro", 9, 5, 5, assumed(1.58), apple(60), apple(60), assumed(0.86), assumed(1536), assumed(8)},
-      {"M5", 10, 10, 8, assumed(1.6), apple(153), apple(153), assumed(0.86), assumed(1536), assumed(8)},
-      {"M5 Pro", 10, 20, 16, assumed(1.6), apple(307), apple(307), assumed(0.86), assumed(512), assumed(24)},
-      {"M5 Max", 10, 40, 32, assumed(1.6), apple(614), apple(460), reached(0.87), assumed(1024), assumed(48)},
+      {"A18 Pro", 9, 5, 5, assumed(1.58), apple(60), apple(60), assumed(0.83), small(1), assumed(1536), assumed(8)},
+      {"M5", 10, 10, 8, assumed(1.6), apple(153), apple(153), slope(0.81), small(1), assumed(1536), assumed(8)},
+      {"M5 Pro", 10, 20, 16, assumed(1.6), apple(307), apple(307), slope(0.95), small(1), assumed(512), assumed(24)},
+      {"M5 Max", 10, 40, 32, assumed(1.6), apple(614), apple(460), slope(0.93), small(1), assumed(1024), assumed(48)},
   }};
 }();
 

@@ -157,4 +157,17 @@ constexpr const KernelCounts* find_counts(Kernel kernel, WeightFormat format, co
   return nullptr;
 }
 
+// How often a step waits: for memory, and besides for activations that a cache holds. A wait counts if its loads were
+// issued after the wait before. gemv loads the words of 8 k, then each row's activations, and does so twice in a step:
+// the compiled loops for uint4b8 have 4, 10 and 18 waits at 1, 4 and 8 rows. Those of fused have 4 to 5.
+struct StepWaits {
+  uint32_t dram, cache;
+};
+
+constexpr StepWaits waits_of(const KernelCounts& counts) {
+  if (counts.kernel == Kernel::gemv) return {2, 2 * counts.tile.M};
+  if (counts.kernel == Kernel::gemm_fused) return {2, 2};
+  return {1, 0};
+}
+
 }  // namespace marlin

@@ -1,7 +1,8 @@
 // Splits K into the number of slices that the cost model finds cheapest.
 #pragma once
 
-#include <optional>
+#include <algorithm>
+#include <vector>
 
 #include "csrc/planner/builder.h"
 #include "csrc/planner/cost.h"
@@ -19,24 +20,38 @@ inline uint32_t slice_length(const WeightProblem& weight, uint32_t slices, uint3
   return group % unit == 0 ? round_up(even, group) : even;
 }
 
+// Costs that differ by less than this factor count as equal. The model is no better than that.
+inline constexpr double kEqualCost = 1.02;
+
+// With this many simdgroups in flight, three for each scheduler, a core is taken to gain nothing from more.
+inline constexpr double kEnoughInFlight = 12;
+
 // Calls make(slices) with 1, 2, 3, 4, 6, 8, 12, 16 ... from min_slices to max_slices and returns the cheapest tiling.
-// The same numbers are tried for any M. Otherwise a problem with more rows could get a better split and be cheaper.
+// Of tilings of equal cost, the one with the most simdgroups in flight is returned if the cheapest has few, because
+// more simdgroups hide what the model does not count. The same numbers are tried for any M. Otherwise a problem with
+// more rows could get a better split and be cheaper.
 template <typename Make>
 Tiling cheapest_split(const GemmProblem& problem, const GpuDevice& device, uint32_t min_slices, uint32_t max_slices,
                       const Make& make) {
-  std::optional<Tiling> best;
-  double least = 0;
+  struct Candidate {
+    Tiling tiling;
+    double seconds, in_flight;
+  };
+  std::vector<Candidate> candidates;
   for (uint32_t slices = min_slices; slices <= max_slices;) {
     const Tiling tiling = make(slices);
-    const double seconds = cost(tiling, problem, device).seconds;
-    if (!best || seconds < least) {
-      best = tiling;
-      least = seconds;
-    }
+    const PlanCost total = cost(tiling, problem, device);
+    candidates.push_back({tiling, total.seconds, total.dispatches.front().in_flight});
     const bool is_power = (slices & (slices - 1)) == 0;
     slices += slices < 4 ? 1 : is_power ? slices / 2 : slices / 3;
   }
-  return *best;
+  auto best = std::ranges::min_element(candidates, {}, &Candidate::seconds);
+  const double most = best->seconds * kEqualCost;
+  for (auto other = candidates.begin(); other != candidates.end(); ++other) {
+    if (best->in_flight >= kEnoughInFlight) break;
+    if (other->seconds <= most && other->in_flight > best->in_flight) best = other;
+  }
+  return best->tiling;
 }
 
 }  // namespace marlin

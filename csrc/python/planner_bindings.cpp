@@ -87,6 +87,14 @@ py::tuple extent(const Extent& extent) {
   return py::make_tuple(extent.x, extent.y, extent.z);
 }
 
+void add_costs(py::dict& entry, const DispatchCost& cost) {
+  entry["occupancy"] = occupancy_dict(cost.occupancy);
+  entry["bound"] = cost.bound;
+#define MARLIN_ADD_COST(field) entry[#field] = cost.field;
+  MARLIN_DISPATCH_COSTS(MARLIN_ADD_COST)
+#undef MARLIN_ADD_COST
+}
+
 // `dispatch` is null for the dense product, which PyTorch launches.
 py::dict dispatch_dict(const Dispatch* dispatch, const DispatchCost& cost) {
   std::ostringstream text;
@@ -98,11 +106,22 @@ py::dict dispatch_dict(const Dispatch* dispatch, const DispatchCost& cost) {
   entry["grid"] = extent(dispatch != nullptr ? dispatch->grid : Extent{});
   entry["threads"] = extent(dispatch != nullptr ? dispatch->threads : Extent{});
   entry["threadgroup_bytes"] = dispatch != nullptr ? dispatch->threadgroup_bytes : 0;
-  entry["occupancy"] = occupancy_dict(cost.occupancy);
-  entry["bound"] = cost.bound;
-#define MARLIN_ADD_COST(field) entry[#field] = cost.field;
-  MARLIN_DISPATCH_COSTS(MARLIN_ADD_COST)
-#undef MARLIN_ADD_COST
+  add_costs(entry, cost);
+  return entry;
+}
+
+// Returns the cost of any kernel; the dict names all fields of a KernelLoad.
+py::dict kernel_cost_of(const std::string& chip, uint32_t cores, const py::dict& described) {
+  KernelLoad load{.threadgroups = described["threadgroups"].cast<uint64_t>(),
+                  .threads = described["threads"].cast<uint32_t>(),
+                  .half_registers = described["half_registers"].cast<uint32_t>(),
+                  .threadgroup_bytes = described["threadgroup_bytes"].cast<uint32_t>(),
+                  .loads_ahead = described["loads_ahead"].cast<bool>()};
+#define MARLIN_READ_LOAD(field) load.field = described[#field].cast<double>();
+  MARLIN_KERNEL_LOADS(MARLIN_READ_LOAD)
+#undef MARLIN_READ_LOAD
+  py::dict entry;
+  add_costs(entry, kernel_cost(load, {.cores = cores, .chip = &chip_of(chip)}));
   return entry;
 }
 
@@ -180,6 +199,10 @@ void add_planner(py::module_& m) {
           return occupancy_dict(occupancy(threads, half_registers, threadgroup_bytes, family_of(chip_of(chip))));
         });
   m.def("tile_budgets", [](const std::string& activations) { return tile_budgets(element(activations)); });
+  m.def("kernel_cost", &kernel_cost_of, py::arg("chip"), py::arg("cores"), py::arg("load"));
+  m.def("reads",
+        [](double bytes, uint32_t times, const std::string& chip) { return reads(bytes, times, chip_of(chip)); });
+  m.def("dispatch_seconds", [] { return kDispatchSeconds; });
   m.def("threadgroup_limit", [] { return kMaxThreadgroupBytes; });
   m.def("simd_width", [] { return static_cast<int>(kSimdWidth); });
   m.def("gemm_plans", &gemm_plans, py::arg("chip"), py::arg("cores"), py::arg("half_subnormals"), py::arg("M"),

@@ -186,6 +186,23 @@ def test_command_line(capsys):
     assert CliRunner().invoke(app, ["profile", "--gpu", "M2", "--shape", "512"]).exit_code == 2
 
 
+def test_cores_of_a_chip():
+    from typer.testing import CliRunner
+
+    from torch_marlin_metal.cli.app import app
+
+    def planned(*options: str) -> dict:
+        done = CliRunner().invoke(app, ["plan", "1", "4096", "14336", "--json", *options])
+        return json.loads(done.stdout)
+
+    fewer, all_cores = planned("--gpu", "M3 Max", "--cores", "30"), planned("--gpu", "M3 Max")
+    assert (fewer["cores"], all_cores["cores"]) == (30, 40)
+    # 300 and 400 GB/s of memory, by Apple's specification.
+    assert fewer["chosen"]["seconds"] > 1.2 * all_cores["chosen"]["seconds"]
+    assert "expected 30 to 40 for M3 Max, got 41" in planned("--gpu", "M3 Max", "--cores", "41")["error"]
+    assert "--cores: expected --gpu with it, got 8" in planned("--cores", "8")["error"]
+
+
 def weight(N: int, K: int) -> dict[str, torch.Tensor]:
     return {
         "b_packed": torch.randint(-(2**31), 2**31 - 1, (K // 8, N), dtype=torch.int32),

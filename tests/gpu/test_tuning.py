@@ -114,7 +114,7 @@ def counted(chains):
 @software
 @uses_mps
 @pytest.mark.large
-def test_the_least_cost_wins_and_ranges_have_no_gap():
+def test_the_least_cost_wins_for_the_rows_that_were_measured():
     seen = []
 
     def timer(chains):
@@ -123,9 +123,10 @@ def test_the_least_cost_wins_and_ranges_have_no_gap():
 
     found = tuning.tune([PRODUCT], rows=(1, 33), timer=timer, cold_bytes=1, progress=False)
     assert found.machine == tuning.Machine.current()
-    assert [(entry.first_rows, entry.last_rows) for entry in found.ranges] == [(1, 1), (2, 33)]
+    assert [(entry.first_rows, entry.last_rows) for entry in found.ranges] == [(1, 1), (33, 33)]
     for entry, costs in zip(found.ranges, seen, strict=True):
         assert len(costs) > 1
+        assert entry.times == {name: values[0] for name, values in costs.items()}
         least = min(values[0] for values in costs.values())
         model = costs[entry.model_variant][0]
         if model > 1.02 * least:
@@ -151,6 +152,55 @@ def test_the_models_choice_stays_unless_another_is_clearly_faster():
     other = tuning.tune([PRODUCT], rows=(40,), timer=timer(1.5), cold_bytes=1, progress=False).ranges[0]
     assert other.variant != other.model_variant
     assert other.speedup == pytest.approx(1.5)
+
+
+@uses_mps
+def test_differences_within_the_spread_of_the_rounds_change_nothing():
+    def timer(model_times, other_times):
+        return lambda chains: {name: other_times if i else model_times for i, name in enumerate(chains)}
+
+    def chosen(*times):
+        found = tuning.tune([PRODUCT], rows=(40,), timer=timer(*times), cold_bytes=1, progress=False).ranges[0]
+        return found.variant == found.model_variant
+
+    # The median ratio is 1.1 in both, but the ratios of the first run from 0.9 to 1.3.
+    assert chosen([0.9, 1.0, 1.1, 1.2, 1.3], [1.0] * 5)
+    assert not chosen([1.08, 1.09, 1.1, 1.11, 1.12], [1.0] * 5)
+
+
+@software
+@uses_mps
+@pytest.mark.parametrize("gpu", ["M1", "M1 Max", "M4 Max"])
+def test_tuning_with_the_models_own_times_changes_no_plan(monkeypatch, gpu):
+    monkeypatch.setenv("TORCH_MARLIN_METAL_GPU", gpu)
+    product = dataclasses.replace(PRODUCT, N=4096, K=1024, group_size=64)
+    rows = iter(tuning.ROWS)
+
+    def choices(tuned):
+        arguments = {"group_size": product.group_size, "tuned": tuned}
+        return [tmm.plan(M, product.N, product.K, **arguments).chosen.name for M in range(1, 300)]
+
+    def predicted(chains):
+        plan = tmm.plan(next(rows), product.N, product.K, group_size=product.group_size, tuned=False)
+        times = {candidate.name: candidate.seconds for candidate in plan.candidates}
+        return {name: [times[name]] * 9 for name in chains}
+
+    before = choices(tuned=False)
+    table = tuning.tune([product], timer=predicted, cold_bytes=1, progress=False)
+    tuning.use(table)
+    assert choices(tuned=True) == before
+    assert [entry.first_rows for entry in table.ranges] == list(tuning.ROWS)
+
+
+@uses_mps
+@pytest.mark.parametrize("M", [1, 8, 100])
+def test_candidates_cover_every_variant(M):
+    product = dataclasses.replace(PRODUCT, N=4096, K=4096)
+    names, chosen = candidates(product, M)
+    plan = tmm.plan(M, 4096, 4096, group_size=32, tuned=False)
+    exact = {candidate.variant for candidate in plan.candidates} - {"two_pass"}
+    assert {name.split(":")[0] for name in names} - {"two_pass"} == exact
+    assert names[0] == chosen == plan.chosen.name
 
 
 @uses_mps
@@ -353,3 +403,25 @@ def test_bench_command_on_the_cpu():
     assert all(seconds > 0 for seconds in row["seconds"].values())
     assert value["not_compared"] == {"two_pass": "a variant on mps only", "mlx": "compared on a Mac's GPU only"}
     assert value["machine"]["device"] == "cpu"
+
+
+@uses_mps
+@pytest.mark.large
+def test_bench_of_all_variants_shows_prediction_and_roof():
+    options = "--shape 64,128 --group-size 32 --rows 2 --rounds 3 --cold-mb 1 --variant all"
+    done = CliRunner().invoke(app, ["bench", *options.split(), "--json"])
+    assert done.exit_code == 0, done.output
+    (row,) = json.loads(done.stdout)["results"]
+    plan = tmm.plan(2, 64, 128, group_size=32, tuned=False)
+    assert {name.split(":")[0] for name in row["variants"]} == {candidate.variant for candidate in plan.candidates}
+    assert row["chosen"] == plan.chosen.name == next(iter(row["variants"]))
+    predicted = {candidate.name: candidate.seconds for candidate in plan.candidates}
+    for name, found in row["variants"].items():
+        assert found["predicted_seconds"] == pytest.approx(predicted[name])
+        assert found["seconds"] > 0
+        gpu = tmm.profiling.AppleSiliconGPU.planned()
+        memory = found["bytes_per_second"] / gpu.dram_bytes_per_second
+        compute = 2 * 2 * 64 * 128 / found["seconds"] / gpu.matrix_flop_per_second
+        assert found["of_roof"] == pytest.approx(max(memory, compute))
+    refused = CliRunner().invoke(app, ["bench", "--device", "cpu", "--variant", "all"])
+    assert refused.exit_code == 2

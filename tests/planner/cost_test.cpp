@@ -8,6 +8,7 @@
 
 #include "csrc/planner/cost.h"
 #include "csrc/planner/plan.h"
+#include "csrc/planner/split_k.h"
 #include "plan_checks.h"
 
 using namespace marlin;
@@ -130,8 +131,10 @@ void check_tiling(const Tiling& tiling, const GemmProblem& problem, const GpuDev
       expect(std::isfinite(figure) && figure > 0, "a finite figure");
     expect(part.seconds >= part.launch_seconds + part.dram_seconds * 0.999, "no faster than memory");
     expect(part.seconds >= part.launch_seconds + part.compute_seconds * 0.999, "no faster than its busiest core");
-    expect(part.compute_seconds >= (part.issue_seconds + part.matrix_seconds) * 0.999 &&
-               part.compute_seconds >= part.complex_seconds * 0.999,
+    const double overlap = family_of(*device.chip).matrix_overlap.value;
+    const double together =
+        part.issue_seconds + part.matrix_seconds - overlap * std::min(part.issue_seconds, part.matrix_seconds);
+    expect(part.compute_seconds >= together * 0.999 && part.compute_seconds >= part.complex_seconds * 0.999,
            "no core does better than all of them evenly");
     expect(!part.bound.empty(), "a bound");
     sum += part.seconds;
@@ -165,22 +168,26 @@ void check_all_tilings() {
   }
 }
 
-double least_seconds(const GemmProblem& problem, const GpuDevice& device) {
+PlanCost least_cost(const GemmProblem& problem, const GpuDevice& device) {
   const auto tilings = gemm_tilings(problem, device);
-  return cost(choose(tilings, problem, device), problem, device).seconds;
+  return cost(choose(tilings, problem, device), problem, device);
 }
 
-// Returns the largest factor by which one more row may raise the cost if launches are a small part of it. Row M + 1 may
+double least_seconds(const GemmProblem& problem, const GpuDevice& device) {
+  return least_cost(problem, device).seconds;
+}
+
+double launch_seconds(const PlanCost& total) {
+  double seconds = 0;
+  for (const DispatchCost& part : total.dispatches)
+    seconds += part.launch_seconds;
+  return seconds;
+}
+
+// Returns the largest factor by which one more row may raise the cost, without that of a second launch. Row M + 1 may
 // start the second block of 8 rows, the third, or neither.
 double largest_step(uint32_t M) {
-  return M == 8 ? 1.9 : M == 16 ? 1.5 : 1.35;
-}
-
-// 25 rows are computed as 32, and the threadgroups of 32 rows need a second wave here, unlike those of 24.
-constexpr double kStepOfM1Max = 1.364;
-bool is_step_of_m1_max(const Chip& chip, WeightFormat format, uint32_t N, uint32_t K, uint32_t M) {
-  return chip.name == std::string_view("M1 Max") && format == WeightFormat::uint4b8 && N == 4096 && K == 4096 &&
-         M == 24;
+  return M == 8 ? 1.9 : M == 16 ? 1.51 : 1.35;
 }
 
 void check_ladder() {
@@ -189,16 +196,22 @@ void check_ladder() {
     for (WeightFormat format : {WeightFormat::uint4b8, WeightFormat::float4_e2m1}) {
       for (const auto& [N, K] : weights) {
         double before = 0;
+        double launches_before = 0;
         for (uint32_t M = 1; M <= 140; ++M) {
-          const double now = least_seconds(product(M, N, K, 64, format), whole(chip));
+          const PlanCost least = least_cost(product(M, N, K, 64, format), whole(chip));
+          const double now = least.seconds;
+          const double launches = launch_seconds(least);
           subject = std::string(chip.name) + ", N " + std::to_string(N) + ", K " + std::to_string(K) + ", " +
                     std::string(name(format)) + ", M " + std::to_string(M);
           if (M > 1) {
-            expect(now >= before * (1 - 1e-9), "more rows cost no less");
-            const double step = is_step_of_m1_max(chip, format, N, K, M - 1) ? kStepOfM1Max : largest_step(M - 1);
-            if (N >= 4096) expect(now <= before * step, "a step of " + std::to_string(now / before));
+            expect(now >= before / kEqualCost, "more rows cost no less");
+            const double step = largest_step(M - 1);
+            // A row more may also take a second dispatch.
+            const double second_launch = std::max(0.0, launches - launches_before);
+            if (N >= 4096) expect(now - second_launch <= before * step, "a step of " + std::to_string(now / before));
           }
           before = now;
+          launches_before = launches;
         }
       }
     }
@@ -220,14 +233,14 @@ void check_choices() {
       {"M1", 33, 4096, 4096, "fused:24x32x64", 2, "matrix"},
       {"M1", 4096, 4096, 4096, "fused:32x32x64", 1, "matrix"},
       {"M1", 1, 1, 8, "gemv:1x128x16", 1, "launch"},
-      {"M1 Max", 4, 4096, 4096, "gemv:4x128x16", 1, "dram"},
-      {"M1 Max", 8, 4096, 4096, "gemv:8x128x16", 2, "issue"},
+      {"M1 Max", 4, 4096, 4096, "gemv:4x128x16", 2, "dram"},
+      {"M1 Max", 8, 4096, 4096, "fused:8x32x64", 1, "matrix"},
       {"M1 Max", 9, 4096, 14336, "gemv:5x128x16", 1, "issue"},
-      {"M1 Max", 1, 512, 4096, "gemv:1x128x16", 2, "dram"},
+      {"M1 Max", 1, 512, 4096, "gemv:1x128x16", 2, "launch"},
       {"M2 Ultra", 1, 151936, 896, "gemv:1x128x16", 1, "dram"},
       {"M3", 33, 4096, 4096, "fused:32x32x64", 2, "matrix"},
       {"M4 Max", 16, 4096, 14336, "fused:16x32x64", 2, "matrix"},
-      {"M5", 8, 4096, 4096, "gemv:8x128x16", 2, "issue"},
+      {"M5", 8, 4096, 4096, "fused:8x32x64", 1, "matrix"},
   };
   for (const auto& row : rows) {
     const GemmProblem problem = product(row.M, row.N, row.K, 128);
@@ -251,12 +264,12 @@ void check_splits() {
     uint32_t k_per_slice;
     std::string_view variant = "auto";
   } rows[] = {
-      {1, 4096, 4096, 8, "gemv_uint4b8_float16", {1, 32, 1}, {128, 1, 1}, 1024},
+      {1, 4096, 4096, 8, "gemv_uint4b8_float16", {1, 32, 1}, {256, 1, 1}, 512},
       {1, 512, 4096, 8, "gemv_uint4b8_float16", {1, 4, 1}, {512, 1, 1}, 256},
-      {1, 512, 4096, 32, "gemv_uint4b8_float16", {1, 4, 1}, {512, 1, 1}, 256},
+      {1, 512, 4096, 32, "gemm_fused_uint4b8_float16", {16, 1, 1}, {256, 1, 1}, 512},
       {1, 1, 8, 8, "gemv_uint4b8_float16", {1, 1, 1}, {32, 1, 1}, 16},
-      {6, 4096, 4096, 8, "gemv_uint4b8_float16", {1, 32, 1}, {64, 1, 1}, 2048},
-      {17, 4096, 4096, 8, "gemv_uint4b8_float16", {3, 32, 1}, {32, 1, 1}, 4096, "gemv"},
+      {6, 4096, 4096, 8, "gemv_uint4b8_float16", {1, 32, 1}, {128, 1, 1}, 1024},
+      {17, 4096, 4096, 8, "gemv_uint4b8_float16", {3, 32, 1}, {96, 1, 1}, 1408, "gemv"},
       {5, 4096, 4096, 8, "gemm_fused_uint4b8_float16", {128, 1, 1}, {128, 1, 1}, 1024, "fused"},
       {33, 4096, 4096, 8, "gemm_fused_uint4b8_float16", {128, 1, 1}, {128, 1, 1}, 1024},
       {8, 512, 4096, 32, "gemm_fused_uint4b8_float16", {16, 1, 1}, {256, 1, 1}, 512, "fused"},
@@ -279,7 +292,8 @@ void check_splits() {
     const Dispatch& first = plan.dispatches.front();
     const auto same = [](const Extent& a, const Extent& b) { return a.x == b.x && a.y == b.y && a.z == b.z; };
     expect(first.function == row.function, std::string("expected ") + row.function);
-    expect(same(first.grid, row.grid) && same(first.threads, row.threads), "expected grid and threads");
+    expect(same(first.grid, row.grid) && same(first.threads, row.threads),
+           "expected grid and threads, got " + text(first));
     expect(std::get<GemmParams>(first.params).k_per_slice == row.k_per_slice, "expected slices");
   }
 }
@@ -308,7 +322,9 @@ void check_few_rows() {
   };
   for (const Chip& chip : kChips) {
     subject = chip.name;
-    expect(over_one_row(chip, 4) <= 1.1, "4 rows at " + std::to_string(over_one_row(chip, 4)));
+    // On 40 cores, the 32 threadgroups of gemv leave eight idle, and memory is fast: instructions take longer than it.
+    expect(over_one_row(chip, 4) <= (chip.name.ends_with("Max") ? 1.12 : 1.1),
+           "4 rows at " + std::to_string(over_one_row(chip, 4)));
   }
   for (std::string_view name : {"M1", "M2", "M3", "M4", "M1 Pro", "M1 Max"}) {
     subject = name;

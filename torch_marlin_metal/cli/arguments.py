@@ -7,6 +7,7 @@ import torch
 import typer
 
 from torch_marlin_metal.checkpoints.options import GgufNames
+from torch_marlin_metal.gpu.device import AppleSiliconGPU, as_gpu
 from torch_marlin_metal.repack import ZerosRule
 
 Checkpoint = Annotated[Path, typer.Argument(help="A checkpoint directory or a .gguf file.", show_default=False)]
@@ -18,12 +19,28 @@ GptqZerosRule = Annotated[ZerosRule, typer.Option(help="How GPTQ version 1 zero 
 ShardSize = Annotated[int, typer.Option(min=1, help="Size in MB at which a file is closed and the next begun.")]
 Sync = Annotated[bool, typer.Option(help="Wait until everything is on the disk.")]
 Gpu = Annotated[str | None, typer.Option(help="A chip: M1, M3 Max ...; without it, this machine's.")]
+Cores = Annotated[
+    int | None, typer.Option(help="GPU cores of the chip in --gpu; without it, those of the version with all cores.")
+]
 Format = Annotated[str, typer.Option("--weight-format", help="uint4b8, uint4, nvfp4, mxfp4, nf4 ...")]
 GroupSize = Annotated[
     int | None,
     typer.Option(help="Weights along k that share a scale; -1 for all. Default: the format's fixed size, else 128."),
 ]
 Dtype = Annotated[str, typer.Option(help="Dtype of the activations: float16, bfloat16 or float32.")]
+
+
+def gpu_of(command: str, gpu: str | None, cores: int | None) -> AppleSiliconGPU:
+    """Returns the GPU that --gpu and --cores name, or this machine's.
+
+    Raises:
+        ValueError: the chip is unknown or has no version with so many cores, or --cores comes without --gpu.
+    """
+    if cores is None:
+        return as_gpu(command, gpu)
+    if gpu is None:
+        raise ValueError(f"{command}: --cores: expected --gpu with it, got {cores} cores of no chip")
+    return AppleSiliconGPU.from_name(gpu, cores)
 
 
 def floating(name: str) -> torch.dtype:

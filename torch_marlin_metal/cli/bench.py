@@ -12,8 +12,12 @@ from torch_marlin_metal.cli.arguments import Dtype, Format, GroupSize, floating
 from torch_marlin_metal.cli.output import DONE, Json, progress_bar, show, table
 from torch_marlin_metal.cli.shapes import Rows, Shapes, product_of
 from torch_marlin_metal.extension import cpu_capability
+from torch_marlin_metal.gpu.device import AppleSiliconGPU
 from torch_marlin_metal.gpu.tuning.chains import measure, median_ratio
 from torch_marlin_metal.gpu.tuning.peers import OURS, rivals
+from torch_marlin_metal.gpu.tuning.products import Product
+from torch_marlin_metal.gpu.tuning.variants import roof_seconds, variants
+from torch_marlin_metal.packed_weight import PackedWeight
 from torch_marlin_metal.version import __version__
 
 SHAPES = ("4096,4096", "14336,4096", "4096,14336")
@@ -27,6 +31,7 @@ def bench(
     group_size: GroupSize = None,
     dtype: Dtype = "float16",
     device: Annotated[str | None, typer.Option(help="mps or cpu; by default mps if there is one.")] = None,
+    variant: Annotated[str, typer.Option(help="all: every variant of this package, beside the prediction.")] = "auto",
     rounds: Annotated[int, typer.Option(min=3, help="Rounds in which each is timed once; medians are shown.")] = 9,
     cold_mb: Annotated[int, typer.Option(min=1, help="MB of weight copies used in turn, so caches stay cold.")] = 256,
     as_json: Json = False,
@@ -35,11 +40,15 @@ def bench(
 
     Each is timed once per round, on chains of dependent products whose weights are not in the caches. On mps the times
     are the GPU's own, and the host's are shown apart. The output shows medians of the times and of the rounds' ratios.
-    To report numbers, send the output of --json.
+    With --variant all, every variant of this package is timed instead, and shown beside the time that the planner
+    predicts, with its memory rate and the share of the roof that it reaches. To report numbers, send the output of
+    --json.
     """
     chosen = device or ("mps" if torch.backends.mps.is_available() else "cpu")
     if chosen not in ("mps", "cpu") or (chosen == "mps" and not torch.backends.mps.is_available()):
         raise ValueError(f"--device: expected cpu, or mps if torch has it, got {chosen!r}")
+    if variant not in ("auto", "all") or (variant == "all" and chosen != "mps"):
+        raise ValueError(f"--variant: expected auto, or all on mps, got {variant!r} on {chosen}")
     element = floating(dtype)
     products = [product_of("bench", text, weight_format, group_size, dtype) for text in shape or SHAPES]
     results: list[dict[str, Any]] = []
@@ -50,6 +59,10 @@ def bench(
             weight = product.make_weight(chosen)
             for M in numbers:
                 a = torch.randn(M, product.K, dtype=element, device=chosen)
+                if variant == "all":
+                    results.append(_variant_row(product, weight, a, rounds, cold_mb * 10**6))
+                    bar.update()
+                    continue
                 chains, absent = rivals(weight, a, cold_mb * 10**6)
                 missing |= absent
                 measured = measure(chains, rounds)
@@ -68,8 +81,52 @@ def bench(
                 bar.update()
     machine = describe_machine(chosen)
     value = {"machine": machine, "rounds": rounds, "results": results, "not_compared": missing}
-    show(value, _table(machine, results, missing), as_json)
+    shown = _variant_table(machine, results) if variant == "all" else _table(machine, results, missing)
+    show(value, shown, as_json)
     return DONE
+
+
+def _variant_row(
+    product: Product, weight: PackedWeight, a: torch.Tensor, rounds: int, cold_bytes: int
+) -> dict[str, Any]:
+    M, gpu = a.shape[0], AppleSiliconGPU.planned()
+    rows = variants(product, weight, a, cold_bytes)
+    measured = measure({row.name: row.chain for row in rows}, rounds)
+    found = {}
+    for row in rows:
+        seconds = statistics.median(value.seconds for value in measured[row.name])
+        roof = roof_seconds(product, M, row.dram_bytes, gpu.dram_bytes_per_second, gpu.matrix_flop_per_second)
+        found[row.name] = {
+            "seconds": seconds,
+            "predicted_seconds": row.predicted_seconds,
+            "bytes_per_second": row.dram_bytes / seconds,
+            "of_roof": roof / seconds,
+        }
+    has_gaps = [name for name, values in measured.items() if any(value.has_gaps for value in values)]
+    return {**vars(product), "M": M, "chosen": rows[0].name, "variants": found, "has_gaps": has_gaps}
+
+
+def _variant_table(machine: dict[str, str], results: list[dict[str, Any]]) -> Any:
+    heading = ("product", "M", "variant", "us", "predicted us", "measured / predicted", "GB/s", "of roof")
+    shown = table(
+        ", ".join(f"{key} {text}" for key, text in machine.items()), *heading, right=(heading[1], *heading[3:])
+    )
+    for row in results:
+        product = f"{row['dtype']} x {row['weight_format']} g{row['group_size']} [{row['K']}, {row['N']}]"
+        for name, found in row["variants"].items():
+            mark = " (the model's choice)" if name == row["chosen"] else ""
+            shown.add_row(
+                product,
+                str(row["M"]),
+                name + mark,
+                f"{found['seconds'] * 1e6:.1f}",
+                f"{found['predicted_seconds'] * 1e6:.1f}",
+                f"{found['seconds'] / found['predicted_seconds']:.2f}",
+                f"{found['bytes_per_second'] / 1e9:.1f}",
+                f"{found['of_roof']:.0%}",
+            )
+    shown.caption = "GB/s: bytes that the model counts, over the measured time; of roof: peak memory and matrix rates"
+    return shown
 
 
 def describe_machine(device: str) -> dict[str, str]:

@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 import typer
 
-from torch_marlin_metal.cli.arguments import Dtype, Format, Gpu, GroupSize, floating
+from torch_marlin_metal.cli.arguments import Cores, Dtype, Format, Gpu, GroupSize, floating, gpu_of
 from torch_marlin_metal.cli.output import DONE, Json, show
 from torch_marlin_metal.gpu.planning import PlanCandidate
 from torch_marlin_metal.profiling import explain
@@ -15,6 +15,7 @@ def plan(
     columns: Annotated[int, typer.Argument(metavar="N", help="Columns of the weight.", show_default=False)],
     depth: Annotated[int, typer.Argument(metavar="K", help="Rows of the weight.", show_default=False)],
     gpu: Gpu = None,
+    cores: Cores = None,
     weight_format: Format = "uint4b8",
     group_size: GroupSize = None,
     dtype: Dtype = "float16",
@@ -26,7 +27,8 @@ def plan(
         rows,
         columns,
         depth,
-        gpu=gpu,
+        # None stands for this machine's GPU with what was tuned for it.
+        gpu=None if gpu is None and cores is None else gpu_of("plan", gpu, cores),
         weight_format=weight_format,
         group_size=group_size,
         dtype=floating(dtype),

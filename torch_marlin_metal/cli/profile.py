@@ -7,15 +7,15 @@ from typing import Annotated
 import typer
 from rich.console import Group
 
-from torch_marlin_metal.cli.arguments import Dtype, Format, Gpu, GroupSize, floating
+from torch_marlin_metal.cli.arguments import Cores, Dtype, Format, Gpu, GroupSize, floating, gpu_of
 from torch_marlin_metal.cli.output import DONE, Json, show, table
 from torch_marlin_metal.cli.shapes import Rows, Shapes, shape_of
-from torch_marlin_metal.gpu.device import as_gpu
 from torch_marlin_metal.profiling import roofline, selection_guide, tile_table
 
 
 def profile(
     gpu: Gpu = None,
+    cores: Cores = None,
     shape: Shapes = None,
     rows: Rows = None,
     weight_format: Format = "uint4b8",
@@ -28,7 +28,7 @@ def profile(
 
     No kernel runs; the planner's model predicts the times.
     """
-    found = as_gpu("profile", gpu)
+    found = gpu_of("profile", gpu, cores)
     element = floating(dtype)
     shapes = [shape_of(text) for text in shape or ["4096,4096", "4096,14336"]]
     products = [(M, N, K) for N, K in shapes for M in rows or [1, 4, 8, 16, 32, 128, 1024]]

@@ -46,11 +46,10 @@ def tune(
     for entry in found.ranges:
         changed += entry.variant != entry.model_variant
         model = entry.model_variant if entry.variant != entry.model_variant else "the same"
-        span = (
-            str(entry.last_rows) if entry.first_rows == entry.last_rows else f"{entry.first_rows} to {entry.last_rows}"
-        )
         gain = f"{entry.speedup:.2f}" if entry.variant != entry.model_variant else ""
-        shown.add_row(str(entry.product), span, entry.variant, f"{entry.seconds * 1e6:.1f}", model, gain)
+        shown.add_row(
+            str(entry.product), str(entry.last_rows), entry.variant, f"{entry.seconds * 1e6:.1f}", model, gain
+        )
     shown.caption = f"{changed} of {len(found.ranges)} choices differ from the model's; written to {path}"
     value = {
         "machine": vars(found.machine),

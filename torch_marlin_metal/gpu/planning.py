@@ -45,6 +45,7 @@ class PlannedDispatch:
         text: the whole launch in one line, with sizes and function constants.
         occupancy: how many of its threadgroups a core holds at once.
         waves: number of threadgroups divided by the number that the GPU holds at once.
+        in_flight: simdgroups that a core holds on average.
         dram_bytes: bytes of memory traffic that no cache serves.
         l2_bytes: bytes that the simdgroups read and write.
         matrix_operations: number of 8x8x8 products.
@@ -67,6 +68,7 @@ class PlannedDispatch:
     text: str
     occupancy: Occupancy
     waves: float
+    in_flight: float
     dram_bytes: float
     l2_bytes: float
     matrix_operations: float

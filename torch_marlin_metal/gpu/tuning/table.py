@@ -11,7 +11,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -59,16 +59,18 @@ class Machine:
 
 @dataclass(frozen=True)
 class TunedRange:
-    """The fastest variant of a product for a range of row counts.
+    """The fastest variant of a product for a range of row counts. `tune` makes ranges of one row count.
 
     Attributes:
         product: the product.
         first_rows: smallest row count of the range.
-        last_rows: largest row count of the range, at which the product was measured.
+        last_rows: largest row count of the range.
         variant: the fastest variant, a name for `gemm(variant=...)`.
         seconds: its median time.
         model_variant: the choice of the planner's model.
-        speedup: time of the model's choice divided by that of the fastest, median over rounds.
+        speedup: time of the model's choice divided by that of the fastest, median over rounds; 1 if the difference is
+            within the noise, so that the model's choice is kept.
+        times: median time in seconds of every candidate that was measured, by name.
     """
 
     product: Product
@@ -78,6 +80,7 @@ class TunedRange:
     seconds: float
     model_variant: str
     speedup: float
+    times: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -9,16 +9,17 @@ import torch
 from tqdm import tqdm
 
 from torch_marlin_metal.gpu.planning import PlanCandidate, plan
-from torch_marlin_metal.gpu.tuning.chains import COLD_BYTES, Chain, interleave, median_ratio, product_chain, rotating
+from torch_marlin_metal.gpu.tuning.chains import COLD_BYTES, Chain, interleave, product_chain, rotating
 from torch_marlin_metal.gpu.tuning.products import Product
 from torch_marlin_metal.gpu.tuning.table import Machine, TunedRange, TuningTable
 from torch_marlin_metal.ops import gemm
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
-MOST_CANDIDATES = 6
-# The tuner omits candidates that the model predicts to be slower than the best one by this factor.
+# The cheapest tile of every variant is timed, and further tiles in the model's order up to this number.
+MOST_CANDIDATES = 8
+# The tuner omits further tiles that the model predicts to be slower than the best one by this factor.
 SLOWEST = 3.0
-# A candidate replaces the model's choice if it is faster by this factor, the assumed noise of a quiet Mac.
+# A candidate replaces the model's choice if it is faster by this factor, and by more than the rounds differ.
 MARGIN = 1.02
 # From this number of rows on, two_pass is a candidate. It rounds the weights, so decoding of tokens never uses it.
 TWO_PASS_ROWS = 64
@@ -36,9 +37,9 @@ def tune(
 ) -> TuningTable:
     """Measures the candidates for products on this machine's GPU.
 
-    For each product and number of rows, the tuner times the model's best candidates in turn and compares medians. A
-    candidate runs as a chain of dependent products whose weights are not in the caches. The result for a number of rows
-    is used for all numbers down to the next smaller measured one.
+    For each product and number of rows, the tuner times candidates of every variant in turn and compares medians. A
+    candidate runs as a chain of dependent products whose weights are not in the caches. A result is used for exactly
+    the number of rows that was measured; for others the model chooses.
 
     Args:
         products: the products to measure.
@@ -62,14 +63,12 @@ def tune(
         for product in products:
             weight = product.make_weight("mps")
             arguments = rotating(weight, cold_bytes)
-            first = 1
             for M in rows:
                 bar.set_description(f"{product} M={M}")
                 tried, model = candidates(product, M)
                 a = torch.randn(M, product.K, dtype=product.torch_dtype, device="mps")
                 chains = {name: _chain(a, arguments, name) for name in tried}
-                found.append(_winner(product, first, M, model, timer(chains)))
-                first = M + 1
+                found.append(_winner(product, M, model, timer(chains)))
                 bar.update()
     return TuningTable(machine, tuple(found))
 
@@ -86,12 +85,13 @@ def candidates(product: Product, M: int) -> tuple[list[str], str]:
         tuned=False,
     )
     chosen = planned.chosen
-    worth = [
-        candidate
-        for candidate in planned.candidates
-        if candidate is not chosen and candidate.seconds <= SLOWEST * chosen.seconds and not _is_two_pass(candidate)
-    ]
-    names = [chosen.name, *(candidate.name for candidate in worth[: MOST_CANDIDATES - 1])]
+    exact = [candidate for candidate in planned.candidates if not _is_two_pass(candidate)]
+    of_variant: dict[str, PlanCandidate] = {}
+    for candidate in (chosen, *exact):
+        of_variant.setdefault(candidate.variant, candidate)
+    names = [candidate.name for candidate in of_variant.values()]
+    further = [candidate.name for candidate in exact if candidate.seconds <= SLOWEST * chosen.seconds]
+    names += [name for name in further if name not in names][: max(0, MOST_CANDIDATES - len(names))]
     if M >= TWO_PASS_ROWS:
         names += [candidate.name for candidate in planned.candidates if _is_two_pass(candidate)]
     return names, chosen.name
@@ -108,9 +108,19 @@ def _chain(a: torch.Tensor, arguments: Callable[[int], dict[str, object]], varia
     return product_chain(a, product)
 
 
-def _winner(product: Product, first: int, M: int, model: str, costs: Mapping[str, list[float]]) -> TunedRange:
-    best = min(costs, key=lambda name: statistics.median(costs[name]))
-    speedup = median_ratio(costs[model], costs[best])
-    if speedup < MARGIN:
+def _winner(product: Product, M: int, model: str, costs: Mapping[str, list[float]]) -> TunedRange:
+    medians = {name: statistics.median(times) for name, times in costs.items()}
+    best = min(medians, key=medians.__getitem__)
+    ratios = [time / other for time, other in zip(costs[model], costs[best], strict=True)]
+    speedup = statistics.median(ratios)
+    if speedup < max(MARGIN, 1 + _spread(ratios)):
         best, speedup = model, 1.0
-    return TunedRange(product, first, M, best, statistics.median(costs[best]), model, speedup)
+    return TunedRange(product, M, M, best, medians[best], model, speedup, medians)
+
+
+def _spread(ratios: Sequence[float]) -> float:
+    """Returns the distance between the quartiles of the rounds' ratios."""
+    if len(ratios) < 2:
+        return 0.0
+    low, _, high = statistics.quantiles(ratios, n=4)
+    return high - low
