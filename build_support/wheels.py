@@ -68,6 +68,13 @@ WHEELS = {
         "mlx_metal-0.32.4-py3-none-macosx_14_0_arm64.whl",
         "8019b2db622599267d66cc168b2f0dbf5af929790a6c3b3913e00eabc42a7947",
     ),
+    # ggml's Metal source, as text inside a dylib.
+    "ggml-metal": Wheel(
+        "pywhispercpp==1.5.1",
+        "macosx_11_0_arm64",
+        "pywhispercpp-1.5.1-cp311-cp311-macosx_11_0_arm64.whl",
+        "4a10b4f9c99123eb6515a98cc972f354d2455884af19856b82cd1c0d6ab2602f",
+    ),
     # A cross compiler: clang with Apple's open-source headers.
     "ziglang": Wheel(
         "ziglang==0.17.1",

@@ -20,6 +20,7 @@ from .arithmetic import add_metal_arithmetic
 from .dialect import check
 from .fast_math import ALL, FUNCTIONS, MODES, PLAIN, PRECISE, SAFE, Math, flush_half, replace_pragmas
 from .lint import lint
+from .required_constants import missing_values
 from .tokens import SourceError, significant, tokenize
 from .tools import CLANG, HERE, CompileError, cache_folder, install, run
 from .translate import Translator
@@ -171,9 +172,14 @@ def link_library(llvm: str, checked: bool, path: Path) -> None:
     install(path, [CLANG, "-x", "ir", "-", *flags, "-w", *_LINK, "-o"], text)
 
 
-def _build(translated: str, checked: bool, math: Math, path: Path) -> None:
-    """Compiles C++ text to a shared object at `path`."""
-    llvm = _to_llvm(translated, checked, math)
+def _build(translation: Translator, checked: bool, math: Math, path: Path) -> None:
+    """Compiles translated text to a shared object at `path`."""
+    llvm = _to_llvm(translation.text, checked, math)
+    if translation.wanted is not None:
+        unset = [c.name for c in translation.constants if not c.is_defined]
+        if missing := missing_values(llvm, unset):
+            names = ", ".join(f"'{c.name}' ({c.index})" for c in translation.constants if c.name in missing)
+            raise CompileError(f"kernel '{translation.wanted}': function constants without a value: {names}")
     link_library(optimised(llvm, checked) if checked else llvm, checked, path)
 
 
@@ -212,11 +218,8 @@ def preprocess(
     return re.sub(r"^([ \t]*#pragma unroll)[ \t]*\([^\n]*[A-Za-z_][^\n]*\)", r"\1", expanded, flags=re.MULTILINE)
 
 
-def _check_types(text: str, version: int) -> None:
+def _check_types(text: str, version: int, accepted: Path) -> None:
     """Refuses text that the check of address spaces, overloads and types refuses. Accepted text is remembered."""
-    accepted = cached("", ".accepted", check.digest(), version, text)
-    if accepted.exists():
-        return
     if errors := check.findings(text, version):
         raise CompileError("\n".join(errors))
     accepted.parent.mkdir(parents=True, exist_ok=True)
@@ -250,27 +253,30 @@ def compile_source(
         version: the language version as `__METAL_VERSION__` gives it: 310 is MSL 3.1.
 
     Raises:
-        CompileError: the source does not compile. Line numbers in the messages are those of the source.
+        CompileError: the source does not compile, or `kernel` uses a function constant that has no value, also in a
+            branch that it does not take. Line numbers in the messages are those of the source.
     """
     text = preprocess(source, file_name, include_paths, defines, version)
     values = dict(constants or {})
     if "function_constant" not in text:
         kernel = None
     path = cached("", ".so", sorted(values.items()), checked, kernel, tuple(math), text)
-    translated = ""
-    if not path.exists():
+    accepted = cached("", ".accepted", check.digest(), version, text)
+    translation: Translator | None = None
+    if not path.exists() or not accepted.exists():
         try:
             tokens = tokenize(replace_pragmas(text))
             refused = list(lint(significant(tokens)))
             refused += check.refused(significant(tokens))
-            translated = "" if refused else Translator(tokens, values, kernel).text
+            translation = None if refused or path.exists() else Translator(tokens, values, kernel)
         except SourceError as error:
             refused = [error]
         if refused:
             raise CompileError("\n".join(_message(text, error) for error in refused))
-    if translated:
-        _build(translated, checked, math, path)
-    _check_types(text, version)
+    if translation:
+        _build(translation, checked, math, path)
+    if not accepted.exists():
+        _check_types(text, version, accepted)
     files = dict.fromkeys(re.findall(r'^# \d+ "((?:\\.|[^"<])*)"', text, re.MULTILINE))
     own = str(cache_folder())
     return Compiled(path, tuple(f for f in files if f != file_name and not f.startswith(own) and Path(f).is_file()))

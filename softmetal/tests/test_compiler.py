@@ -152,3 +152,42 @@ def test_arguments_without_an_index_take_the_free_ones() -> None:
 def test_compile_errors(source: str, message: str) -> None:
     with pytest.raises(device.CompileError, match=message):
         build(source)
+
+
+CONSTANTS = """
+constant bool wide [[function_constant(0)]];
+constant int rows [[function_constant(1)]];
+constant uint2 tile [[function_constant(2)]];
+constant int other [[function_constant(3)]];
+constant int twice = rows * 2;
+static int area() { return int(tile.x * tile.y); }
+kernel void branch(device int* a [[buffer(0)]]) { if (wide) a[0] = rows; }
+kernel void derived(device int* a [[buffer(0)]]) { a[0] = twice; }
+kernel void vectors(device int* a [[buffer(0)]]) { if (wide) a[0] = area(); }
+kernel void gated(device int* a [[buffer(0)]], device int* b [[buffer(1), function_constant(wide)]]) { a[0] = 1; }
+kernel void optional(device int* a [[buffer(0)]]) { a[0] = is_function_constant_defined(rows) ? rows : 3; }
+kernel void none(device int* a [[buffer(0)]]) { a[0] = 1; }
+"""
+
+
+@pytest.mark.parametrize(
+    ("kernel", "values", "missing"),
+    [
+        ("branch", {}, "'wide' (0), 'rows' (1)"),
+        ("branch", {"wide": False}, "'rows' (1)"),
+        ("derived", {"wide": False}, "'rows' (1)"),
+        ("vectors", {"wide": False}, "'tile' (2)"),
+        ("gated", {}, "'wide' (0)"),
+    ],
+)
+def test_a_kernel_needs_its_function_constants(kernel: str, values: dict[str, bool], missing: str) -> None:
+    with pytest.raises(device.CompileError) as error:
+        device.compile(CONSTANTS, kernel=kernel, constants=values)
+    assert str(error.value) == f"kernel '{kernel}': function constants without a value: {missing}"
+
+
+@pytest.mark.parametrize(("kernel", "wanted"), [("optional", 3), ("none", 1)])
+def test_a_kernel_does_not_need_the_function_constants_of_others(kernel: str, wanted: int) -> None:
+    y = np.zeros(1, np.int32)
+    device.compile(CONSTANTS, kernel=kernel).kernel(kernel).launch(threads=1, group=1, buffers=[y])
+    assert y[0] == wanted

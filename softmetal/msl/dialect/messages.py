@@ -9,6 +9,7 @@ from pathlib import Path
 from .rewrite import RENAMED
 
 _ERROR = re.compile(r"^(?P<place>.*?:\d+):\d+: (?:fatal )?error: (?P<text>.*)$")
+_WARNING = re.compile(r"^.*?:\d+:\d+: warning: ")
 _NOTE = re.compile(r"^(?P<place>.*?:\d+):\d+: note: (?P<text>.*)$")
 _LIBRARY = str(Path(__file__).resolve().parent / "include")
 
@@ -30,6 +31,10 @@ _OF_THE_DIALECT = (
     (r"cast from .*'half'.* to .*(bf16|bfloat)|cast from .*(bf16|bfloat).* to .*'half'", ""),
     (r"cannot bind to a temporary object because of address space mismatch", ""),
     (r"invalid vector element type 'bool'|'bool[234]'|'bool' \(vector", ""),
+    # An element of a matrix that is no variable.
+    (r"use of overloaded operator '\[\]' is ambiguous \(with operand types '(metal::)?matrix<", ""),
+    # C++17 that clang takes in C++14, with a warning. It does not take deduced class arguments and auto parameters.
+    (r"^(?!class template argument|non-type template).* incompatible with C\+\+ standards before C\+\+17", ""),
 )
 _SPACES = (
     (r"const __constant\b|__constant\b", "constant"),
@@ -81,10 +86,14 @@ class _Group:
 
 def _groups(output: str) -> list[_Group]:
     groups: list[_Group] = []
+    is_error = False
     for line in output.splitlines():
         if found := _ERROR.match(line):
             groups.append(_Group(found["place"], found["text"]))
-        elif groups and (note := _NOTE.match(line)):
+            is_error = True
+        elif _WARNING.match(line):
+            is_error = False
+        elif is_error and (note := _NOTE.match(line)):
             groups[-1].notes.append(note["text"])
             if groups[-1].place.startswith(_LIBRARY) and "requested here" in note["text"]:
                 groups[-1].place = note["place"]
@@ -117,7 +126,7 @@ def _is_of_the_dialect(group: _Group) -> bool:
 
 
 def _in_metal(group: _Group) -> str:
-    text = group.text
+    text = re.sub(r" \[-Werror,.*\]$", "", group.text)
     reasons = [n for n in group.notes if re.search(r"not viable|cannot|ignored", n)]
     if reasons and "no matching" in text:
         text += f" ({reasons[0]})"

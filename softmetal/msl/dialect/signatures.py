@@ -6,6 +6,7 @@ A rule applies only if the text alone decides. Types that are template parameter
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 from ..attributes import Attribute, attribute_end
 from ..declarations import SPACES, function_name, take_templates, without_attributes
@@ -31,6 +32,8 @@ _OTHERS = {
 }
 MAX_THREADS = 1024
 MAX_BUFFERS = 31
+MAX_CONSTANT = 65535  # the last index of a function constant
+_TYPE_WORDS = {"struct", "class", "union"}
 
 
 def check_signatures(code: list[Token]) -> Iterator[SourceError]:
@@ -43,6 +46,8 @@ def check_signatures(code: list[Token]) -> Iterator[SourceError]:
         One error per finding.
     """
     constants: dict[str, str] = {}
+    structs: set[str] = set()
+    at_run_time: dict[str, bool] = {}  # functions; False if an overload is constexpr
     kernels: set[str] = set()
     others: set[str] = set()
     bodies: list[tuple[int, int]] = []
@@ -62,15 +67,24 @@ def check_signatures(code: list[Token]) -> Iterator[SourceError]:
                 end = match_closing(code, i)
                 if name >= 0:
                     is_kernel = any(t.text == "kernel" for t in header)
-                    (kernels if is_kernel else others).add(plain[name].text)
+                    title = plain[name].text
+                    (kernels if is_kernel else others).add(title)
+                    at_run_time[title] = at_run_time.get(title, True) and "constexpr" not in texts
                     bodies.append((i, end))
                     if is_kernel:
-                        yield from _kernel(header)
+                        yield from _kernel(header, constants)
+                elif _TYPE_WORDS & set(texts) and "=" not in texts:
+                    structs |= {b for a, b in pairwise(texts) if a in _TYPE_WORDS}
+                    for token in code[i:end]:
+                        if token.text == "kernel":
+                            yield SourceError(token.line, "a kernel cannot be a member")
                 i = end
                 start = i + 1 if name >= 0 else start
         elif text in (";", "}"):
             if text == ";":
-                yield from _function_constant(code[start:i], constants)
+                yield from _function_constant(code[start:i], constants, structs)
+                yield from _constant(code[start:i], constants, at_run_time)
+                yield from _host_name(code[start:i])
             start = i + 1
         i += 1
     for first, last in bodies:
@@ -95,7 +109,7 @@ def _attributes(tokens: list[Token]) -> Iterator[Attribute]:
             yield Attribute(part[0].text, argument, part[0].line)
 
 
-def _kernel(header: list[Token]) -> Iterator[SourceError]:
+def _kernel(header: list[Token], constants: dict[str, str]) -> Iterator[SourceError]:
     plain = without_attributes(header)
     body, generic = take_templates(plain)
     opening = next(i for i, t in enumerate(header) if t is body[function_name(body) + 1])
@@ -105,6 +119,10 @@ def _kernel(header: list[Token]) -> Iterator[SourceError]:
         if attribute.name == "max_total_threads_per_threadgroup" and limit.isdigit() and int(limit) > MAX_THREADS:
             yield SourceError(
                 attribute.line, f"max_total_threads_per_threadgroup({limit}): a threadgroup has at most 1024"
+            )
+        elif attribute.name == "max_total_threads_per_threadgroup" and limit in constants.values():
+            yield SourceError(
+                attribute.line, f"max_total_threads_per_threadgroup({limit}): expected a constant expression"
             )
     seen: dict[str, str] = {}
     width = ""
@@ -152,7 +170,26 @@ def _place(attribute: Attribute, name: str, declarator: list[Token]) -> Iterator
         )
 
 
-def _function_constant(statement: list[Token], known: dict[str, str]) -> Iterator[SourceError]:
+def _host_name(statement: list[Token]) -> Iterator[SourceError]:
+    for attribute in _attributes(statement):
+        if attribute.name == "host_name" and not attribute.argument.startswith('"'):
+            yield SourceError(attribute.line, f"host_name({attribute.argument}): expected a text")
+
+
+def _constant(statement: list[Token], constants: dict[str, str], at_run_time: dict[str, bool]) -> Iterator[SourceError]:
+    """Finds a constant outside of functions whose value is the result of a function that is not constexpr."""
+    texts = [t.text for t in statement]
+    head = texts[: texts.index("=")] if "=" in texts else []
+    if "constant" not in head or {"(", "{"} & set(head) or set(constants.values()) & set(texts):
+        return
+    for i in range(texts.index("="), len(texts) - 1):
+        if at_run_time.get(texts[i]) and texts[i + 1] == "(" and texts[i - 1] not in ("::", "."):
+            yield SourceError(
+                statement[i].line, f"'{texts[i]}' is not constexpr, so its result is not the value of a constant"
+            )
+
+
+def _function_constant(statement: list[Token], known: dict[str, str], structs: set[str]) -> Iterator[SourceError]:
     plain = without_attributes(statement)
     if (
         not plain
@@ -168,5 +205,13 @@ def _function_constant(statement: list[Token], known: dict[str, str]) -> Iterato
             other = known[attribute.argument]
             yield SourceError(
                 attribute.line, f"'{plain[-1].text}': function constant {attribute.argument} is already '{other}'"
+            )
+        if attribute.argument.isdigit() and int(attribute.argument) > MAX_CONSTANT:
+            yield SourceError(
+                attribute.line, f"'{plain[-1].text}': function constant {attribute.argument}: the last index is 65535"
+            )
+        if struct := next((t.text for t in plain if t.text in structs), ""):
+            yield SourceError(
+                attribute.line, f"'{plain[-1].text}': a function constant is a scalar or a vector, not {struct}"
             )
         known[attribute.argument] = plain[-1].text

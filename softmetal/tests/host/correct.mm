@@ -114,26 +114,6 @@ const bool added = add({
        [before_15 setFastMathEnabled:NO];
        expect(of_nan(before_15) == 3, "fastMathEnabled of NO makes the functions precise");
      }},
-    {"missing function constant",
-     [] {
-       NSError* error = nil;
-       MTLCompileOptions* options = [[MTLCompileOptions new] autorelease];
-       NSMutableDictionary* macros = [NSMutableDictionary dictionary];
-       [macros setObject:[NSNumber numberWithInt:0] forKey:@"OFFSET"];
-       [options setPreprocessorMacros:macros];
-       id<MTLLibrary> library = [device() newLibraryWithSource:[NSString stringWithUTF8String:kConstants]
-                                                       options:options
-                                                         error:&error];
-       expect(library != nil, text_of(error).c_str());
-       id<MTLFunction> function = [library newFunctionWithName:@"fill"];
-       id<MTLComputePipelineState> state = [device() newComputePipelineStateWithFunction:function error:&error];
-       encode([&](Encoder e) {
-         [e setComputePipelineState:state];
-         [e setBuffer:buffer(16) offset:0 atIndex:0];
-         dispatch(e, 4, 4);
-       });
-       wait();
-     }},
     {"own encoder on PyTorch's buffer",
      [] {
        auto* stream = at::mps::getCurrentMPSStream();

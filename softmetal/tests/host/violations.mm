@@ -22,6 +22,23 @@ const bool added = add({
          throw std::runtime_error(text_of(error));
        }
      }},
+    {"constant without a value",
+     [] {
+       NSError* error = nil;
+       id<MTLLibrary> library = [device() newLibraryWithSource:@"constant bool wide [[function_constant(0)]];\n"
+                                                               @"constant int rows [[function_constant(1)]];\n"
+                                                               @"kernel void f(device int* y) {\n"
+                                                               @"  if (wide) y[0] = rows; }"
+                                                       options:nil
+                                                         error:&error];
+       const bool no = false;
+       MTLFunctionConstantValues* values = [[MTLFunctionConstantValues new] autorelease];
+       [values setConstantValue:&no type:MTLDataTypeBool atIndex:0];
+       id<MTLFunction> function = [library newFunctionWithName:@"f" constantValues:values error:&error];
+       if ([device() newComputePipelineStateWithFunction:function error:&error] == nil) {
+         throw std::runtime_error(text_of(error));
+       }
+     }},
     {"36 KB declared",
      [] {
        NSError* error = nil;

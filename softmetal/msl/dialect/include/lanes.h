@@ -2,7 +2,8 @@
 // accepts 64-bit integers. A bool would be promoted to an integer, so shuffles and broadcasts of a bool are deleted.
 #pragma once
 
-#define SM_ON_LANE_TYPES(M, name) SM_FLOATS(SM_WIDTHS, M, name) SM_INTEGERS_32(SM_WIDTHS, M, name)
+// bfloat is not among them: MLX and candle define these functions for it, and candle notes that Metal has none.
+#define SM_ON_LANE_TYPES(M, name) SM_WIDTHS(half, M, name) SM_WIDTHS(float, M, name) SM_INTEGERS_32(SM_WIDTHS, M, name)
 #define SM_LANE_1(T, name) T name(T);
 #define SM_LANE_2(T, name) T name(T, ushort);
 #define SM_LANE_FILL(T, name) \
@@ -39,5 +40,18 @@ namespace metal {
 SM_GROUP(simd)
 SM_GROUP(quad)
 #undef SM_GROUP
+
+// Other projects ask which types these functions take, under the name that the question has in Apple's library.
+template <typename T>
+struct __is_valid_simdgroup_type {
+  static const __constant constexpr bool value = false;
+};
+#define SM_VALID(T, name)                                \
+  template <>                                            \
+  struct name<T> {                                       \
+    static const __constant constexpr bool value = true; \
+  };
+SM_ON_LANE_TYPES(SM_VALID, __is_valid_simdgroup_type)
+#undef SM_VALID
 
 }  // namespace metal

@@ -227,12 +227,14 @@ template <typename F>
 using result_of_t = typename result_of<F>::type;
 
 template <typename T>
-struct numeric_limits {
+struct _numeric_limits_impl {
   static const __constant constexpr bool is_specialized = false;
 };
+template <typename T>
+struct numeric_limits : _numeric_limits_impl<T> {};
 #define SM_LIMITS(T)                                                               \
   template <>                                                                      \
-  struct numeric_limits<T> {                                                       \
+  struct _numeric_limits_impl<T> {                                                 \
     static const __constant constexpr bool is_specialized = true;                  \
     static const __constant constexpr bool is_signed = T(-1) < T(0);               \
     static const __constant constexpr bool is_integer = __is_integral(T);          \

@@ -1,0 +1,138 @@
+"""Counts what the device notices of seeded faults: `python softmetal/tests/seeds/table.py` prints the table.
+
+A seed is a faulty text beside a similar right one, which the device must accept without a report.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import count
+
+import kernel_seeds
+import text_seeds
+from kernel_seeds import Seed
+
+from softmetal import device
+from softmetal.msl import compiler
+from softmetal.msl.dialect import check
+from softmetal.msl.lint import lint
+from softmetal.msl.tokens import SourceError, significant, tokenize
+from softmetal.msl.tools import CompileError
+
+HEAD = "#include <metal_stdlib>\nusing namespace metal;\n"
+OUTCOMES = ("reported", "only values", "unnoticed")
+RUNS = 3  # seeds of the order of threads
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of a seed. `control` is what the device wrongly says of the right text."""
+
+    group: str
+    name: str
+    outcome: str
+    message: str
+    control: str
+
+
+def variant(text: str, good: bool) -> str:
+    """Returns the faulty or the right text of a seed."""
+    return re.sub(r"/\*(.*?)\|(.*?)\*/", r"\2" if good else r"\1", text, flags=re.DOTALL)
+
+
+def refusal(source: str) -> str:
+    """Returns the messages about a source, or "" if the device accepts it. The cheap checks come first."""
+    try:
+        text = compiler.preprocess(source, "seed.metal", [], [])
+        code = significant(tokenize(text))
+        messages = [error.message for error in (*lint(code), *check.refused(code))]
+        if messages := messages or check.findings(text, compiler.DEFAULT_VERSION):
+            return "\n".join(messages)
+        compiler.compile_source(source, kernel="")
+    except (CompileError, SourceError) as error:
+        return str(error)
+    return ""
+
+
+def _together(texts: Iterable[str]) -> str:
+    """Joins texts to one source. Each text gets a namespace, and each function constant an index of its own."""
+    numbers = count()
+    joined = "\n".join(f"namespace seed_{i} {{ {text}\n}}" for i, text in enumerate(texts))
+    return re.sub(r"function_constant\(\d+\)", lambda _: f"function_constant({next(numbers)})", joined)
+
+
+def _controls(texts: list[str]) -> list[str]:
+    """Returns what the device says of each right text. It reads them one by one only if it refuses their union."""
+    alone = [text for text in texts if "#include" in text]
+    if refusal(HEAD + _together(text for text in texts if text not in alone)):
+        alone = texts
+    return [refusal(HEAD + text) if text in alone else "" for text in texts]
+
+
+def texts() -> list[Result]:
+    """Returns the outcomes of the texts that Metal's compiler refuses."""
+    seeds = [(group, name, text) for group, part in text_seeds.CLASSES.items() for name, text in part.items()]
+    with ThreadPoolExecutor(2) as pool:
+        messages = list(pool.map(refusal, [HEAD + variant(text, False) for _, _, text in seeds]))
+    controls = _controls([variant(text, True) for _, _, text in seeds])
+    return [
+        Result(group, name, "reported" if message else "unnoticed", message, control)
+        for (group, name, _), message, control in zip(seeds, messages, controls, strict=True)
+    ]
+
+
+def _library(good: bool) -> device.Library:
+    texts = []
+    for i, seed in enumerate(kernel_seeds.SEEDS):
+        text = variant(seed.source, good).replace("kernel void f(", f"kernel void f{i}(")
+        texts.append(text.replace("_NAME", f"_{i}"))
+    return device.compile(HEAD + "\n".join(texts), checked=True, file_name="seeds.metal")
+
+
+def _run(library: device.Library, seed: Seed, order: int) -> tuple[list[str], list[bytes]]:
+    """Runs a seed's kernel; returns its reports and what its buffers hold."""
+    arrays = [b.copy() for b in seed.buffers]
+    if seed.same_memory:
+        arrays[1] = arrays[0]
+    kernel = library.kernel(f"f{kernel_seeds.SEEDS.index(seed)}")
+    kernel.launch(**seed.launch, buffers=arrays, seed=order, raise_faults=False)
+    return [fault.message for fault in kernel.last_faults], [array.tobytes() for array in arrays]
+
+
+def kernels() -> list[Result]:
+    """Returns the outcomes of the faulty kernels in checked mode."""
+    wrong, right = _library(False), _library(True)
+    results = []
+    for seed in kernel_seeds.SEEDS:
+        control, wanted = _run(right, seed, 0)
+        runs = [_run(wrong, seed, order) for order in range(RUNS)]
+        message = next((reports[0] for reports, _ in runs if reports), "")
+        differs = any(got != wanted for _, got in runs)
+        outcome = "reported" if message else "only values" if differs else "unnoticed"
+        results.append(Result(seed.group, seed.name, outcome, message, "\n".join(control)))
+    return results
+
+
+def table(results: Iterable[Result]) -> str:
+    """Returns the counts of each group, and the seeds that are not reported or whose right text is."""
+    groups: dict[str, Counter[str]] = {}
+    notes = []
+    for result in results:
+        groups.setdefault(result.group, Counter())[result.outcome] += 1
+        if result.outcome != "reported":
+            notes.append(f"{result.outcome}: {result.group}, {result.name}")
+        if result.control:
+            notes.append(f"right text, wrongly reported: {result.group}, {result.name}: {result.control}")
+    total = sum(groups.values(), Counter())
+    lines = [f"{'':24}{'seeds':>8}" + "".join(f"{outcome:>13}" for outcome in OUTCOMES)]
+    for name, counts in [*groups.items(), ("all", total)]:
+        lines.append(f"{name:24}{counts.total():8}" + "".join(f"{counts[outcome]:13}" for outcome in OUTCOMES))
+    return "\n".join([*lines, *notes])
+
+
+if __name__ == "__main__":
+    print(table([*texts(), *kernels()]))
