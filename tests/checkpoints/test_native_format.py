@@ -18,7 +18,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.support import checkpoint_writers as writers
 from tests.support.checkpoint_writers import LAYER
-from torch_marlin_metal import MarlinLinear, convert
+from torch_marlin_metal import MarlinLinear, convert, quantize_weight
+from torch_marlin_metal.checkpoints.errors import CheckpointError
 from torch_marlin_metal.checkpoints.files import shard_writer
 
 DATA = Path(__file__).parents[1] / "data/layers"
@@ -348,3 +349,29 @@ def test_damaged_layers(tmp_path, role, tensor, message) -> None:
     save_file(tensors, path / "model-00001.safetensors")
     with pytest.raises(convert.CheckpointError, match=message):
         list(convert.read_layers(path))
+
+
+def test_a_layer_of_the_settings_that_the_files_lack_is_an_error(tmp_path) -> None:
+    path = convert.write_checkpoint(open_two(tmp_path), tmp_path / "own")
+    (file,) = path.glob("*.safetensors")
+    state = load_file(file)
+    save_file({name: tensor for name, tensor in state.items() if not name.startswith("up.")}, file)
+    (path / "model.safetensors.index.json").unlink()
+    with pytest.raises(CheckpointError, match="the files lack the layer 'up' of the settings"):
+        convert.open_reader(path)
+
+
+def test_tensors_outside_the_layers_may_be_named_like_their_parts(tmp_path) -> None:
+    path = convert.write_checkpoint(open_two(tmp_path), tmp_path / "own")
+    (file,) = path.glob("*.safetensors")
+    save_file(load_file(file) | {"gate.global_scale": torch.ones(1)}, file)
+    (path / "model.safetensors.index.json").unlink()
+    assert [name for name, _ in convert.open_reader(path).other_tensors()] == ["gate.global_scale"]
+
+
+def open_two(folder: Path) -> convert.CheckpointReader:
+    layers = [quantize_weight(torch.randn(64, 64), "uint4", 32) for _ in range(2)]
+    for layer, name in zip(layers, ("down", "up"), strict=True):
+        layer.name = name
+    convert.export_checkpoint(layers, folder / "gptq", "gptq", version=2)
+    return convert.open_reader(folder / "gptq")

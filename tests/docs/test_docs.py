@@ -106,6 +106,20 @@ def test_schemas_are_the_code_s():
     assert documented == registered
 
 
+def test_which_format_quotes_the_measurements():
+    rows = re.findall(r"^\| [^|]+ \| `(\w+)`, (\d+), (\w+) \| ([\d.]+) \| ([\d.]+) \|$",
+                      (ROOT / "docs/which-format.md").read_text(), flags=re.MULTILINE)  # fmt: skip
+    measured = (ROOT / "docs/quality.md").read_text()
+    assert rows
+    weight = torch.randn(128, 1024)
+    for name, group_size, method, bits, distance in rows:
+        assert f"| {name} | {group_size} | {method} | {distance} |" in measured
+        packed = tmm.quantize_weight(weight, name, int(group_size))
+        constant = {"lut", "global_scale"}  # a few bytes, whatever the size of the weight
+        size = sum(tensor.nbytes for key, tensor in packed.tensors().items() if key not in constant)
+        assert 8 * size / weight.numel() == float(bits)
+
+
 @pytest.mark.parametrize("page", RECORDS, ids=lambda p: p.name)
 def test_links_point_to_files(page):
     for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text()):

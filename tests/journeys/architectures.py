@@ -1,8 +1,9 @@
 """Tiny random models of every architecture that transformers can build: quantized while loading, run, saved, loaded.
 
-    python -m tests.journeys.architectures [FAMILY ...]
+    python -m tests.journeys.architectures [FAMILY ...] > results
+    python -m tests.journeys.architectures --record benchmarks/architectures.md results ...
 
-prints the result of each family. "right" means that the model ran, that the saved one has the same bits and computes the
+prints the result of each family, and makes a page of what was printed; a later result replaces an earlier one. "right" means that the model ran, that the saved one has the same bits and computes the
 same, and that a compressed-tensors checkpoint of it loads as well; "loads" is the same for a model that this script cannot
 run in floats. What cannot be built from a shrunken config is listed with the reason and says nothing about this package.
 """
@@ -10,6 +11,7 @@ run in floats. What cannot be built from a shrunken config is listed with the re
 import contextlib
 import io
 import os
+import re
 import sys
 import tempfile
 import warnings
@@ -52,6 +54,27 @@ HEADS = (
     "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
     "MODEL_MAPPING_NAMES",
 )
+RESULTS = {
+    "right": "quantized while loading; runs; saved and reloaded with the same bits and the same outputs; a packed "
+    "compressed-tensors checkpoint of it loads",
+    "loads": "the same without running: this script does not know the inputs that the model wants",
+    "refused": "an error: the model has no layer that could be quantized",
+    "WRONG": "other tensors or outputs after reloading",
+    "CRASH": "an error of another kind",
+    "too large": "not tried: still large with small sizes in its config",
+    "not built": "not tried: a package is missing, or the shrunken config does not fit together",
+}
+RECORD_HEAD = """\
+# Architectures
+
+Tiny random models of the architectures that transformers {version} has a base or language-model class for, on the CPU.
+`python -m tests.journeys.architectures` makes the results and this page of {count} families; `make test` runs a sample,
+`make test-all` all of them. A note says if less than half of the matrices' bytes became 4 bit: then a warning names
+what stays.
+
+| result | families | meaning |
+|---|---|---|"""
+LARGEST = 240_000_000  # bytes
 FIRST = ("clip", "siglip", "llava", "gemma3", "t5", "modernbert", "wav2vec2", "mamba", "mamba2")
 
 
@@ -63,19 +86,27 @@ def families() -> list[str]:
 
 def shrunken(family: str) -> PreTrainedConfig:
     """The default config with small sizes, those of its parts included."""
-    config = CONFIG_MAPPING[family]()
-    parts = [config, *(value for value in vars(config).values() if isinstance(value, PreTrainedConfig))]
-    for part in parts:
-        values = {name: size for name, size in SIZES.items() if isinstance(getattr(part, name, None), int)}
-        if getattr(part, "model_type", "") in ("mamba2", "bamba"):
-            values |= {"num_heads": 4, "n_groups": 1}
-        for name, size in values.items():
-            with contextlib.suppress(Exception):
-                setattr(part, name, size)
-        layers = getattr(part, "num_hidden_layers", 2)
-        if isinstance(getattr(part, "layer_types", None), list):
+    return smaller(CONFIG_MAPPING[family]())
+
+
+def smaller(config: PreTrainedConfig) -> PreTrainedConfig:
+    """A config of small sizes: a new one, which computes what follows from them, or the given one where that fails."""
+    inside = {name: smaller(value) for name, value in vars(config).items() if isinstance(value, PreTrainedConfig)}
+    sizes: dict[str, Any] = {name: size for name, size in SIZES.items() if isinstance(getattr(config, name, None), int)}
+    if config.model_type in ("mamba2", "bamba"):
+        sizes |= {"num_heads": 4, "n_groups": 1}
+    if isinstance(getattr(config, "initializer_range", None), float):
+        sizes["initializer_range"] = 0.02  # BLIP's 1e-10 gives weights that no fp16 scale can hold
+    with contextlib.suppress(Exception):
+        return type(config)(**sizes, **inside)
+    before = getattr(config, "num_hidden_layers", None)
+    for name, value in (sizes | inside).items():
+        with contextlib.suppress(Exception):
+            setattr(config, name, value)
+    for name, value in list(vars(config).items()):
+        if isinstance(value, list) and len(value) == before:  # one entry for each layer
             with contextlib.suppress(AttributeError):  # computed by some configs
-                part.layer_types = part.layer_types[:layers]
+                setattr(config, name, value[: config.num_hidden_layers])
     return config
 
 
@@ -137,9 +168,11 @@ def journey(family: str) -> tuple[str, str]:
     torch.manual_seed(0)
     try:
         cls = class_of(family)
+        with torch.device("meta"):
+            size = module_bytes(cls(shrunken(family)))
+        if size > LARGEST:
+            return "too large", f"{size / 1e6:.0f} MB although shrunken"
         model = cls(shrunken(family)).eval()
-        if sum(parameter.numel() for parameter in model.parameters()) > 60_000_000:
-            return "too large", f"{module_bytes(model) / 1e6:.0f} MB although shrunken"
         given = inputs_of(model)
     except Exception as error:
         return "not built", first_line(error)
@@ -200,7 +233,24 @@ def result_of(family: str) -> tuple[str, str]:
             return "CRASH", first_line(error)
 
 
+def record(results: list[Path]) -> str:
+    """The page of the results that `main` printed."""
+    found: dict[str, tuple[str, str]] = {}
+    for line in (line for path in results for line in path.read_text().splitlines()):
+        if parts := re.fullmatch(rf"(\S+) +({'|'.join(RESULTS)}) +(.*)", line):
+            found[parts[1]] = parts[2], parts[3].replace("|", "/")
+    counts = {result: sum(one == result for one, _ in found.values()) for result in RESULTS}
+    page = [RECORD_HEAD.format(version=transformers.__version__, count=len(found))]
+    page += [f"| {result} | {counts[result]} | {meaning} |" for result, meaning in RESULTS.items()]
+    page += ["", "| family | result | |", "|---|---|---|"]
+    page += [f"| {family} | {result} | {note} |" for family, (result, note) in sorted(found.items())]
+    return "\n".join(page) + "\n"
+
+
 def main(names: list[str]) -> int:
+    if names[:1] == ["--record"]:
+        Path(names[1]).write_text(record([Path(name) for name in names[2:]]))
+        return 0
     transformers.utils.logging.set_verbosity(50)
     transformers.utils.logging.disable_progress_bar()
     counts: dict[str, int] = {}

@@ -4,7 +4,7 @@ import pytest
 
 from tests.journeys.architectures import FIRST, families, result_of
 
-SAMPLE = (*FIRST, "falcon_mamba", "gpt2", "falcon", "whisper", "vit")
+SAMPLE = (*FIRST, "falcon_mamba", "gpt2", "falcon", "whisper", "vit", "gte", "inkling_text", "fastspeech2_conformer")
 
 
 def pytest_generate_tests(metafunc) -> None:

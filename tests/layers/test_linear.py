@@ -69,9 +69,9 @@ def test_from_linear_without_bias_and_in_bf16(device):
 )
 def test_state_dict_names(weight_format, extra, device):
     state = layer_of(weight_format, device).state_dict()
-    assert sorted(state) == sorted(["b_packed", "scales", "packed_format", "bias", *extra])
+    assert sorted(state) == sorted(["b_packed", "scales", "packed_format", "bias", "weight", *extra])
     state = layer_of(weight_format, device, perm=True, bias=False).state_dict()
-    assert sorted(state) == sorted(["b_packed", "scales", "packed_format", "perm", *extra])
+    assert sorted(state) == sorted(["b_packed", "scales", "packed_format", "perm", "weight", *extra])
     assert state["packed_format"].tolist() == [1, FORMATS.index(weight_format), GROUP.get(weight_format, 64)]
 
 

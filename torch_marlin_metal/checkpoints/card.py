@@ -12,7 +12,7 @@ The weights of this model are packed in 4 bit, in the format of `torch_marlin_me
 cannot be loaded. Install it as its README says, then:
 
 ```python
-import torch_marlin_metal.integrations.transformers
+import torch_marlin_metal.integrations.transformers  # or .diffusers, .sentence_transformers
 
 model = AutoModel.from_pretrained("this directory")  # or the class that the model has
 ```

@@ -86,11 +86,16 @@ class DirectorySource:
         if not self._layers:
             anchors = " or ".join(self.format.anchors)
             raise CheckpointError(f"{self.checkpoint.path}: {self.format.name}: no tensor's name ends in {anchors}")
+        listed = None if self.format.listed is None else self.format.listed(self.checkpoint.settings)
+        if lost := (listed or set()) - {layer.name for layer in self._layers}:
+            raise CheckpointError(
+                f"{self.checkpoint.path}: {self.format.name}: the files lack the layer {min(lost)!r} of the settings"
+            )
         strays = {role: endings for role, endings in self.format.roles.items() if role not in ("weight", "bias")}
         for name in self.checkpoint.tensors:
             for role, endings in strays.items():
                 for ending in endings:
-                    if name.endswith(ending):
+                    if name.endswith(ending) and (listed is None or name.removesuffix(ending) in listed):
                         self._check_anchored(name, role, name.removesuffix(ending))
 
     def _check_anchored(self, name: str, role: str, base: str) -> None:

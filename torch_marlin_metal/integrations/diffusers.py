@@ -1,34 +1,268 @@
-"""`save_pretrained` of a diffusers model with packed layers: refused, because `from_pretrained` could not load it.
+"""Importing this module makes diffusers quantize models while it loads them, and save and load packed models.
 
-diffusers leaves layers that a directory lacks as they were initialized. `quantize_model` imports this module for models
-of diffusers.
+    import torch_marlin_metal.integrations.diffusers
+    from torch_marlin_metal.integrations.diffusers import MarlinConfig
+    model = FluxTransformer2DModel.from_pretrained(path, quantization_config=MarlinConfig("uint4", 32))
+
+`MarlinConfig` is the one of transformers. diffusers asks its table of quantizers for the config's `quant_method`, and
+calls the quantizer found there. `quantize_model` imports this module for models of diffusers, so that their
+`save_pretrained` writes this package's format.
 """
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import diffusers.quantizers.auto as tables
+import torch
 from diffusers import ModelMixin
+from diffusers.quantizers.base import DiffusersQuantizer
+from torch import Tensor, nn
 
-from torch_marlin_metal.layers.fuse import unfused
+from torch_marlin_metal.checkpoints.card import write_card
+from torch_marlin_metal.checkpoints.errors import CheckpointError
+from torch_marlin_metal.checkpoints.formats.native import METHOD, NativeExporter, empty_layer
+from torch_marlin_metal.integrations.choice import choose_layers
+from torch_marlin_metal.integrations.transformers.config import MarlinConfig
+from torch_marlin_metal.integrations.transformers.pending import check_devices, inherit
+from torch_marlin_metal.integrations.transformers.take_over import STOPS, takes_own
+from torch_marlin_metal.layers.fuse import fuse_projections, unfused
+from torch_marlin_metal.layers.linear import GUARD, MarlinLinear
+from torch_marlin_metal.models.empty_model import linear_shape
+from torch_marlin_metal.models.prepare import prepare
+from torch_marlin_metal.packed_weight import PackedWeight
+from torch_marlin_metal.quantize.weight import quantize_weight
+
+__all__ = ["MarlinConfig", "MarlinDiffusersQuantizer"]
+
+OP = "from_pretrained"
+
+
+class MarlinDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
+    """Puts `MarlinLinear` layers into models of diffusers; their `from_pretrained` creates and calls it."""
+
+    use_keep_in_fp32_modules = True
+    quantization_config: MarlinConfig
+
+    def __init__(self, quantization_config: MarlinConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        entries = quantization_config.source.get("layers", {}) if self.pre_quantized else {}
+        if not isinstance(entries, dict):
+            raise CheckpointError(f"{OP}: quantization settings: layers: expected an object, got {entries!r}")
+        self._entries: dict[str, Any] = entries
+        self._chosen: set[str] = set()
+        self._made: dict[str, tuple[PackedWeight, torch.dtype]] = {}
+        self._saved: nn.Module | None = None
+
+    def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
+        """Refuses devices that have no kernels."""
+        if isinstance(device_map, dict):
+            check_devices(OP, device_map)
+
+    def update_device_map(self, device_map: Any) -> Any:
+        """Replaces "auto" and its variants by mps if the machine has it, else by the CPU."""
+        if isinstance(device_map, str):
+            return {"": torch.device("mps" if torch.backends.mps.is_available() else "cpu")}
+        return device_map
+
+    @property
+    def supports_parallel_loading(self) -> bool:
+        """Returns False: layers are quantized one after the other."""
+        return False
+
+    def maybe_update_loaded_keys(self, loaded_keys: list[str], checkpoint_files: list[str]) -> list[str]:
+        """Removes the tensors that only stop other loaders, so that diffusers does not report them."""
+        guards = {f"{name}.{GUARD}" for name in self._entries}
+        return [key for key in loaded_keys if key not in guards]
+
+    def _process_model_before_weight_loading(
+        self, model: Any, keep_in_fp32_modules: list[str] | None = None, **kwargs: Any
+    ) -> None:
+        if self.pre_quantized:
+            self._make_room(model)
+            return
+        wide = set(keep_in_fp32_modules or ())
+
+        def stays(name: str) -> str:
+            return "diffusers keeps this part in float32" if wide & set(name.split(".")) else ""
+
+        chosen = choose_layers(OP, model, self.quantization_config, stays)
+        self._chosen = {f"{name}.weight" for name in chosen}
+
+    def _make_room(self, model: Any) -> None:
+        """Puts an empty packed layer into the model for each layer of the directory."""
+        for name, entry in self._entries.items():
+            layer = empty_layer(name, entry)
+            try:
+                shape = linear_shape(model.get_submodule(name))
+            except AttributeError as error:
+                raise CheckpointError(f"{OP}: {type(model).__name__} has no layer {name!r}") from error
+            if shape is None or (layer.out_features, layer.in_features) != (shape.N, shape.K):
+                raise CheckpointError(
+                    f"{OP}: layer {name!r}: expected a Linear of [{layer.out_features}, {layer.in_features}] in "
+                    f"{type(model).__name__}, got {model.get_submodule(name)}"
+                )
+            layer.dtype = shape.dtype
+            model.set_submodule(name, layer)
+
+    def update_missing_keys(self, model: Any, missing_keys: list[str], prefix: str) -> list[str]:
+        """Refuses a directory that lacks a tensor of a packed layer, or a weight that was to be quantized."""
+        lost = sorted(key for key in missing_keys if self._is_packed(key) or key in self._chosen)
+        if lost:
+            raise CheckpointError(f"{OP}: {type(model).__name__}: the directory has no tensor {lost[0]!r}")
+        return missing_keys
+
+    def _is_packed(self, name: str) -> bool:
+        layer, _, key = name.rpartition(".")
+        return layer in self._entries and key != "bias"
+
+    def check_if_quantized_param(
+        self, model: Any, param_value: Tensor, param_name: str, state_dict: dict[str, Any], **kwargs: Any
+    ) -> bool:
+        """Returns whether `create_quantized_param` takes a tensor."""
+        return self._is_packed(param_name) or param_name in self._chosen
+
+    def check_quantized_param_shape(self, param_name: str, current_param: Tensor, loaded_param: Tensor) -> bool:
+        """Refuses a tensor of another shape than the settings say."""
+        raise CheckpointError(
+            f"{OP}: tensor {param_name!r}: expected shape {list(current_param.shape)}, got {list(loaded_param.shape)}"
+        )
+
+    def create_quantized_param(
+        self,
+        model: Any,
+        param_value: Tensor,
+        param_name: str,
+        target_device: Any,
+        state_dict: dict[str, Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Keeps a packed layer's tensor with the file's dtype, or quantizes a weight."""
+        name, _, key = param_name.rpartition(".")
+        module = model.get_submodule(name)
+        if self.pre_quantized and key == GUARD:
+            return
+        if self.pre_quantized:
+            value, empty = state_dict[param_name], module._buffers[key]
+            if value.dtype != empty.dtype:
+                raise CheckpointError(f"{OP}: tensor {param_name!r}: expected {empty.dtype}, got {value.dtype}")
+            module._buffers[key] = value.to(target_device).contiguous()
+            return
+        config = self.quantization_config
+        try:
+            packed = quantize_weight(
+                param_value, config.weight_format, config.group_size, config.method, **config.quantize_options
+            )
+        except ValueError as error:
+            raise ValueError(f"{OP}: layer {name!r}: {error}") from error
+        # The bias may come later; until then the layer has an empty weight, which can be moved.
+        self._made[name] = packed.to(target_device), param_value.dtype
+        module.weight = nn.Parameter(packed.scales.new_empty(packed.N, 0, dtype=param_value.dtype), requires_grad=False)
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        for name in self._entries:
+            layer = model.get_submodule(name)
+            try:
+                layer.load_state_dict(layer.state_dict(), assign=True)  # checks the values
+            except RuntimeError as error:
+                raise CheckpointError(f"{OP}: layer {name!r}: {error}") from error
+        for name, (packed, dtype) in self._made.items():
+            linear = model.get_submodule(name)
+            layer = MarlinLinear.from_packed(replace(packed, bias=linear.bias), dtype=dtype)
+            inherit(layer, linear)
+            model.set_submodule(name, layer)
+        self._made.clear()
+        model.is_quantized = False  # else diffusers refuses .half() and .to(dtype); packed layers convert their bias
+        if self.quantization_config.fuse:
+            fuse_projections(model)
+        if self.quantization_config.prepare:
+            prepare(model)
+        return model
+
+    @contextmanager
+    def saving(self, model: Any) -> Iterator[None]:
+        """Describes the packed layers in the model's configuration, while diffusers writes it and their tensors."""
+        exporter = NativeExporter()
+        for name, weight in unfused(model):
+            exporter.tensors(replace(weight, name=name))
+        self.quantization_config.layers = exporter.layers
+        model.register_to_config(quantization_config=self.quantization_config)
+        self._saved = model
+        try:
+            yield
+        finally:
+            self._saved = None
+
+    def get_state_dict_and_metadata(
+        self, state_dict: dict[str, Any], safe_serialization: bool = False
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Returns the tensors for `save_pretrained`. Fused layers are split again."""
+        assert self._saved is not None
+        packed, exporter = dict(unfused(self._saved)), NativeExporter()
+        inside = tuple(f"{name}." for name in packed)
+        state = {name: value for name, value in state_dict.items() if not name.startswith(inside)}
+        for name, weight in packed.items():
+            for key, value in exporter.tensors(replace(weight, name=name)).items():
+                # Layers may share a table or a permutation, but safetensors refuses tensors that share memory.
+                state[f"{name}.{key}"] = value.clone() if key in ("lut", "perm") else value
+        return state, {}
+
+    def _dequantize(self, model: Any) -> Any:
+        for name, packed in list(unfused(model)):
+            old = model.get_submodule(name)
+            linear = nn.Linear(packed.K, packed.N, bias=packed.bias is not None, device="meta")
+            linear.weight = nn.Parameter(packed.dequantize(old.weight.dtype).T.contiguous())
+            if packed.bias is not None:
+                linear.bias = nn.Parameter(packed.bias)
+            inherit(linear, old)
+            model.set_submodule(name, linear)
+        model._internal_dict = type(model.config)(
+            {key: value for key, value in model.config.items() if key != "quantization_config"}
+        )
+        return model
+
+    @property
+    def is_serializable(self) -> bool:
+        """Returns True: `save_pretrained` writes this package's format (docs/on-disk-format.md)."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """Returns False, as for transformers."""
+        return False
+
+    @property
+    def is_compileable(self) -> bool:
+        """Returns True: `torch.compile` takes packed layers."""
+        return True
 
 
 def install() -> None:
-    """Wraps `ModelMixin.save_pretrained`; a second call does nothing."""
-    original = ModelMixin.save_pretrained
-    if getattr(original, "refuses_packed_layers", False):
+    """Registers the quantizer and wraps `ModelMixin.save_pretrained`; a second call does nothing."""
+    if METHOD in tables.AUTO_QUANTIZER_MAPPING:
         return
+    tables.AUTO_QUANTIZER_MAPPING[METHOD] = MarlinDiffusersQuantizer
+    configs = tables.AUTO_QUANTIZATION_CONFIG_MAPPING
+    configs[METHOD] = MarlinConfig
+    configs[STOPS] = takes_own(configs[STOPS])
+    original = ModelMixin.save_pretrained
 
     @functools.wraps(original)
-    def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if (packed := next(unfused(self), None)) is not None:
-            raise ValueError(
-                f"save_pretrained: {type(self).__name__} has packed 4-bit layers ({packed[0]}, ...), which diffusers "
-                "cannot load. Save model.state_dict() with safetensors or torch.save; to load it, build the model in "
-                "floats, quantize_model it with the same arguments, and load_state_dict"
-            )
-        return original(self, *args, **kwargs)
+    def save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        if next(unfused(self), None) is None:
+            return original(self, save_directory, *args, **kwargs)
+        if not isinstance(getattr(self, "hf_quantizer", None), MarlinDiffusersQuantizer):
+            self.hf_quantizer = MarlinDiffusersQuantizer(MarlinConfig(), pre_quantized=True)
+        with self.hf_quantizer.saving(self):
+            result = original(self, save_directory, *args, **kwargs)
+        if Path(save_directory).is_dir():
+            write_card(Path(save_directory))
+        return result
 
-    save_pretrained.refuses_packed_layers = True  # type: ignore[attr-defined]
     ModelMixin.save_pretrained = save_pretrained
 
 

@@ -16,6 +16,9 @@ from torch_marlin_metal.quantize.weight import quantize_weight
 FORMAT_VERSION = 1
 # The tensors that define the weight. They move between devices but are never converted to another dtype.
 WEIGHT_BUFFERS = ("b_packed", "scales", "zeros", "global_scale", "lut", "perm")
+# A tensor of one element under the name of the float weight. Loaders that ignore unknown tensors would leave a float
+# layer as it was initialized; they find that its weight has another size and stop.
+GUARD = "weight"
 
 _gemm = torch.ops.torch_marlin_metal.gemm.default
 
@@ -59,7 +62,8 @@ class MarlinLinear(nn.Module):
 
     The constructor makes an empty layer for loaders; on `device="meta"` it needs no memory. `from_linear` and
     `from_packed` make layers with weights. The state_dict holds `b_packed`, `scales`, `packed_format` and, if the
-    weight has them, `zeros`, `global_scale`, `lut`, `perm` and `bias`. `.half()`, `.bfloat16()` and `.to(dtype)`
+    weight has them, `zeros`, `global_scale`, `lut`, `perm` and `bias`. Its `weight` is one byte that no layer reads; it
+    makes `nn.Linear` refuse the state_dict, also with `strict=False`. `.half()`, `.bfloat16()` and `.to(dtype)`
     convert only the bias. `.double()` makes it float32, because no kernel takes float64. The output has the dtype of
     the activations.
 
@@ -266,6 +270,11 @@ class MarlinLinear(nn.Module):
             self.packed_format = self._describe(self.packed_format.device)
         return self
 
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if not self.b_packed.is_meta:  # an empty layer has no values that could be lost
+            destination[prefix + GUARD] = torch.zeros(1, dtype=torch.uint8, device=self.b_packed.device)
+
     def _load_from_state_dict(
         self,
         state_dict: dict[str, Any],
@@ -286,7 +295,7 @@ class MarlinLinear(nn.Module):
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-        guard = f"{prefix}weight"  # of files, see checkpoints/formats/native.py
+        guard = prefix + GUARD
         if guard in unexpected_keys and state_dict[guard].numel() == 1:
             unexpected_keys.remove(guard)
 

@@ -55,8 +55,8 @@ def quantize_model(
     output projection of `nn.MultiheadAttention` (it is never called), a weight that is also used elsewhere (an
     embedding, an excluded layer). So are matrices that are no layer's, such as stacked experts. transformers' `Conv1D`
     and `FalconLinear` are Linear layers. Layers that share one weight are quantized once and share the result. Hooks
-    move to the new layers. The `save_pretrained` of a model of transformers then writes the packed layers, and that
-    of diffusers refuses; for that the library's module of `torch_marlin_metal.integrations` is imported.
+    move to the new layers. The `save_pretrained` of a model of transformers, diffusers or sentence-transformers then
+    writes the packed layers; for that the library's module of `torch_marlin_metal.integrations` is imported.
 
     Args:
         model: changed in place.

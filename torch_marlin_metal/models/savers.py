@@ -1,4 +1,4 @@
-"""Libraries whose models save themselves: a module of `integrations` lets them save packed layers, or refuses.
+"""Libraries whose models save themselves: a module of `integrations` lets them save packed layers.
 
 It is imported by name, and only for a model of that library: an arrow up, against the order of the rooms, because
 nothing else is called when such a model is quantized in memory.
@@ -13,6 +13,7 @@ from torch import nn
 SAVERS = {
     "PreTrainedModel": ("transformers", "torch_marlin_metal.integrations.transformers"),
     "ModelMixin": ("diffusers", "torch_marlin_metal.integrations.diffusers"),
+    "Module": ("sentence_transformers", "torch_marlin_metal.integrations.sentence_transformers"),
 }
 
 

@@ -13,6 +13,9 @@ TAKEN = {
     "LongcatFlashTopkRouter": ("classifier",),
     "MambaMixer": ("dt_proj",),
     "MobileBertLMPredictionHead": ("decoder", "dense"),
+    "RwkvFeedForward": ("value",),  # the model divides it by powers of two for inference
+    "RwkvSelfAttention": ("output",),
+    "WavLMAttention": ("k_proj", "out_proj", "q_proj", "v_proj"),
 }
 
 

@@ -3,6 +3,7 @@
 docs/on-disk-format.md is its specification.
 """
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,24 +11,23 @@ import torch
 from torch import Tensor
 
 from torch_marlin_metal.checkpoints.checkpoint import Checkpoint, Settings
-from torch_marlin_metal.checkpoints.errors import UnsupportedFormat
+from torch_marlin_metal.checkpoints.errors import CheckpointError, UnsupportedFormat
 from torch_marlin_metal.checkpoints.format_interface import DirectoryFormat, endings
 from torch_marlin_metal.checkpoints.layer import Layer
 from torch_marlin_metal.checkpoints.options import ReadOptions
 from torch_marlin_metal.formats import WEIGHT_FORMATS
-from torch_marlin_metal.layers.linear import FORMAT_VERSION, WEIGHT_BUFFERS, MarlinLinear
-from torch_marlin_metal.packed_weight import PackedWeight
+from torch_marlin_metal.layers.linear import FORMAT_VERSION, GUARD, WEIGHT_BUFFERS, MarlinLinear
+from torch_marlin_metal.packed_weight import FLOAT_DTYPES, PackedWeight, PackedWeightError
 
 METHOD = "torch_marlin_metal"
 FORMAT_NAMES = tuple(WEIGHT_FORMATS)
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.uint8, *FLOAT_DTYPES)}
 # What a loader without this package says; see `NativeExporter.settings`.
 ADVICE = (
     "This model has packed 4-bit weights: install the package torch_marlin_metal and write "
-    "'import torch_marlin_metal.integrations.transformers' before from_pretrained"
+    "'import torch_marlin_metal.integrations.transformers' before from_pretrained "
+    "(integrations.diffusers for a model of diffusers)"
 )
-# A tensor of one element under the name of the float weight: loaders that ignore unknown tensors, and would leave the
-# float layer as it was initialized, find that its weight has another size and stop.
-GUARD = "weight"
 
 
 @dataclass
@@ -37,9 +37,9 @@ class NativeExporter:
     layers: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def tensors(self, weight: PackedWeight) -> dict[str, Tensor]:
-        """Returns the state_dict of the layer, and the guard."""
+        """Returns the state_dict of the layer."""
         self.layers[weight.name] = _describe(weight)
-        return {**MarlinLinear.from_packed(weight).state_dict(), GUARD: torch.zeros(1, dtype=torch.uint8)}
+        return dict(MarlinLinear.from_packed(weight).state_dict())
 
     def settings(self) -> dict[str, Any]:
         """Returns the `quantization_config` of a checkpoint with these layers.
@@ -68,6 +68,42 @@ def _describe(weight: PackedWeight) -> dict[str, Any]:
     if weight.global_scale is not None and weight.global_scale.numel() > 1:
         entry["global_scale_per_column"] = True
     return entry
+
+
+def empty_layer(name: str, entry: Any) -> MarlinLinear:
+    """Makes the empty layer, on the meta device, that an entry of the settings describes.
+
+    Raises:
+        CheckpointError: the entry is not one of this format.
+    """
+    try:
+        given = {key: value for key, value in entry.items() if not key.endswith("_dtype")}
+        dtypes: dict[str, Any] = {key: DTYPES[value] for key, value in entry.items() if key.endswith("_dtype")}
+        return MarlinLinear(**given, **dtypes, device="meta")
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"quantization settings: layer {name!r}: expected an entry, got {entry!r}") from error
+
+
+def packed_weights(state: Mapping[str, Tensor]) -> Iterator[PackedWeight]:
+    """Yields the weights of the packed layers in a plain state_dict, by their `packed_format`.
+
+    Raises:
+        CheckpointError: the tensors of a layer do not make a weight.
+    """
+    for name in (key.removesuffix(".b_packed") for key in state if key.endswith(".b_packed")):
+        tensors = {role: state.get(f"{name}.{role}") for role in (*WEIGHT_BUFFERS, "bias")}
+        described = state.get(f"{name}.packed_format")
+        version, number, group_size = (
+            described.tolist() if described is not None and described.numel() == 3 else (0,) * 3
+        )
+        if version != FORMAT_VERSION or not 0 <= number < len(FORMAT_NAMES) or tensors["scales"] is None:
+            raise CheckpointError(f"state_dict: layer {name!r}: expected scales and packed_format, version 1")
+        given: dict[str, Any] = tensors
+        weight = PackedWeight(weight_format=FORMAT_NAMES[number], group_size=group_size, name=name, **given)
+        try:
+            yield weight.validate()
+        except PackedWeightError as error:
+            raise CheckpointError(f"state_dict: layer {name!r}: {error}") from error
 
 
 def _dtype_name(tensor: Tensor) -> str:
@@ -109,5 +145,6 @@ FORMAT = DirectoryFormat(
     roles=endings("scales", "zeros", "global_scale", "lut", "perm", "bias", "packed_format", GUARD),
     fields={name: name for name in (*WEIGHT_BUFFERS, "bias")},
     check=_check,
+    listed=lambda settings: set(settings.section("layers")),
     read=_read,
 )

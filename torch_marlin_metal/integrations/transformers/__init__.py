@@ -4,7 +4,8 @@
     model = AutoModelForCausalLM.from_pretrained("a GPTQ, AWQ, compressed-tensors, ... directory")
 
 `take_over.py` changes transformers' tables and can restore them, `config.py` defines `MarlinConfig`, `quantizer.py`
-loads and saves directories, `saving.py` wraps the models' `save_pretrained`, and `gguf.py` reads GGUF files.
+loads and saves directories, `saving.py` wraps the models' `save_pretrained`, `counting.py` their `num_parameters`, and
+`gguf.py` reads GGUF files.
 """
 
 MIN_TRANSFORMERS = (5, 23)
@@ -26,9 +27,9 @@ def _require_transformers() -> None:
 
 _require_transformers()
 
+from torch_marlin_metal.integrations.transformers import counting, saving  # noqa: E402
 from torch_marlin_metal.integrations.transformers.config import MarlinConfig  # noqa: E402
 from torch_marlin_metal.integrations.transformers.quantizer import MarlinQuantizer  # noqa: E402
-from torch_marlin_metal.integrations.transformers.saving import install  # noqa: E402
 from torch_marlin_metal.integrations.transformers.take_over import (  # noqa: E402
     restore,
     restored,
@@ -37,6 +38,7 @@ from torch_marlin_metal.integrations.transformers.take_over import (  # noqa: E4
 )
 
 take_over()
-install()
+saving.install()
+counting.install()
 
 __all__ = ["MarlinConfig", "MarlinQuantizer", "restore", "restored", "take_over", "taken_over"]

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Sequence
+from enum import Enum
 from typing import Any
 
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -13,8 +14,16 @@ from torch_marlin_metal.formats import weight_format as find_format
 LOADING = ("modules_to_not_convert", "on_unsupported", "fuse", "prepare")
 
 
+class Method(str, Enum):
+    """The `quant_method` of this package; diffusers asks for its `.value`."""
+
+    NATIVE = METHOD
+
+
 class MarlinConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """Tells `from_pretrained` how to load 4-bit checkpoints, or how to quantize float checkpoints.
+
+    Models of transformers take it, and models of diffusers after `import torch_marlin_metal.integrations.diffusers`.
 
     If the checkpoint is already quantized, only `modules_to_not_convert`, `on_unsupported`, `fuse` and `prepare`
     have an effect. Otherwise it is quantized while it is loaded, one layer at a time.
@@ -56,7 +65,7 @@ class MarlinConfig(QuantizationConfigMixin):  # type: ignore[misc]
             raise ValueError(f"MarlinConfig: on_unsupported: expected 'error' or 'dequantize', got {on_unsupported!r}")
         if method not in ("rtn", "mse"):
             raise ValueError(f"MarlinConfig: method: expected 'rtn' or 'mse', got {method!r}")
-        self.quant_method = METHOD
+        self.quant_method = Method.NATIVE
         self.weight_format = find_format(weight_format).name
         self.group_size = group_size
         self.method = method
@@ -87,8 +96,8 @@ class MarlinConfig(QuantizationConfigMixin):  # type: ignore[misc]
             return NativeExporter(copy.deepcopy(self.layers)).settings()
         if self.source:
             return copy.deepcopy(self.source)
-        shown = ("quant_method", "weight_format", "group_size", "method", "quantize_head", *LOADING)
-        return {name: copy.deepcopy(getattr(self, name)) for name in shown}
+        shown = ("weight_format", "group_size", "method", "quantize_head", *LOADING)
+        return {"quant_method": METHOD} | {name: copy.deepcopy(getattr(self, name)) for name in shown}
 
 
 _defaults: dict[str, Any] = {}

@@ -7,9 +7,8 @@ from torch import Tensor, nn
 from transformers.utils.quantization_config import GgufConfig, QuantizationMethod
 
 from torch_marlin_metal.checkpoints.errors import UnsupportedFormat
-from torch_marlin_metal.checkpoints.formats.native import METHOD
 from torch_marlin_metal.checkpoints.reader import open_reader
-from torch_marlin_metal.integrations.transformers.config import MarlinConfig, loading_defaults
+from torch_marlin_metal.integrations.transformers.config import MarlinConfig, Method, loading_defaults
 from torch_marlin_metal.integrations.transformers.quantizer import MarlinQuantizer
 from torch_marlin_metal.models.empty_model import COMPUTED
 from torch_marlin_metal.patterns import selects
@@ -55,5 +54,5 @@ class MarlinGgufQuantizer(MarlinQuantizer):
         """Does nothing, because `read_header` has already opened the file."""
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        self.quantization_config.quant_method = METHOD
+        self.quantization_config.quant_method = Method.NATIVE
         return super()._process_model_after_weight_loading(model, **kwargs)

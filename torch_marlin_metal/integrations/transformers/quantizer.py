@@ -26,8 +26,10 @@ from transformers.utils import logging
 from torch_marlin_metal.checkpoints.errors import CheckpointError, UnsupportedFormat
 from torch_marlin_metal.checkpoints.formats.native import NativeExporter
 from torch_marlin_metal.checkpoints.reader import CheckpointReader, DirectorySource, open_reader
+from torch_marlin_metal.integrations.choice import choose_layers
 from torch_marlin_metal.integrations.transformers.config import MarlinConfig
 from torch_marlin_metal.integrations.transformers.experts import make_room
+from torch_marlin_metal.integrations.transformers.names import rearranges
 from torch_marlin_metal.integrations.transformers.pending import (
     PendingLinear,
     check_devices,
@@ -40,17 +42,8 @@ from torch_marlin_metal.integrations.transformers.pending import (
 )
 from torch_marlin_metal.layers.fuse import fuse_projections, unfused
 from torch_marlin_metal.layers.linear import MarlinLinear
-from torch_marlin_metal.models.coverage import check_coverage, left_matrices
-from torch_marlin_metal.models.empty_model import (
-    LinearShape,
-    is_candidate,
-    is_transposed,
-    linear_shape,
-    listing,
-    why_not_linear,
-)
+from torch_marlin_metal.models.empty_model import LinearShape, is_transposed, linear_shape, listing
 from torch_marlin_metal.models.prepare import prepare
-from torch_marlin_metal.models.report import LayerReport, Report
 from torch_marlin_metal.models.taken import taken_weights
 from torch_marlin_metal.packed_weight import PackedWeight
 from torch_marlin_metal.patterns import check_patterns, selects
@@ -125,7 +118,10 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
         for index, source in enumerate(reader.layer_names):
             key, _ = rename_source_key(f"{source}.weight", renamings, [], model.base_model_prefix, state)
             name = self._place(model, key.removesuffix(".weight"))
-            if name in self._decoded or unused(key) or not hasattr(model, name.split(".")[0]):
+            if not _has(model, name) and _has(model, source):
+                name = source  # saved under the model's own names
+            known = _has(model, name)
+            if name in self._decoded or (unused(key) and not known) or not hasattr(model, name.split(".")[0]):
                 continue  # this model class has no such head; transformers reports it
             try:
                 module = model.get_submodule(name)
@@ -161,36 +157,12 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
     def _choose(self, model: Any) -> None:
         """Finds the layers to quantize, and refuses wrong arguments before anything is read."""
         config = self.quantization_config
-        report = Report("quantize while loading")
-        linear = {name: module for name, module in model.named_modules() if is_candidate(module)}
-        check_patterns(OP, linear, modules_to_not_convert=config.modules_to_not_convert)
-        taken = taken_weights(model)
         kept = [] if config.quantize_head else self.get_modules_to_not_convert(model)
-        for name, module in linear.items():
-            if selects(config.modules_to_not_convert, name):
-                continue
-            shape = linear_shape(module)
-            entry = LayerReport(name, type(module).__name__, bytes_before=module.weight.nbytes)
-            reason = "" if should_convert_module(name, kept) else "the output layer, unless quantize_head=True"
-            if not reason and (reason := taken.get(id(module)) or why_not_linear(module)):
-                logger.warning(f"{name} stays in floats: {reason}")
-            if reason:
-                entry = replace(entry, reason=reason)
-            report.layers.append(entry)
-            if shape is not None and not reason:
-                # The arguments are checked by the constructor; on the meta device it takes no memory.
-                MarlinLinear(
-                    shape.K,
-                    shape.N,
-                    weight_format=config.weight_format,
-                    group_size=config.group_size,
-                    device="meta",
-                )
-                self._chosen.add(f"{name}.weight")
-        report.layers += left_matrices(
-            model, lambda name, _: not selects(config.modules_to_not_convert, name), is_candidate
-        )
-        check_coverage(OP, report)
+
+        def stays(name: str) -> str:
+            return "" if should_convert_module(name, kept) else "the output layer, unless quantize_head=True"
+
+        self._chosen = {f"{name}.weight" for name in choose_layers(OP, model, config, stays)}
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         """Returns whether a weight is quantized while it is loaded."""
@@ -198,7 +170,7 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def get_quantize_ops(self) -> "QuantizeWhileLoading":
         """Returns the operation that transformers applies to each weight to quantize."""
-        return QuantizeWhileLoading(self._quantize)
+        return QuantizeWhileLoading(self._quantize, self._chosen)
 
     def _quantize(self, model: Any, name: str, weight: Tensor) -> bool:
         """Quantizes the weight of a Linear; a failure is kept for the end, when it stops the load.
@@ -219,7 +191,8 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
             self._failure = ValueError(f"{OP}: layer {name!r}: {error}")
             return False
         self._made[name] = packed, weight.dtype
-        linear.weight = nn.Parameter(weight.new_empty(len(weight), 0), requires_grad=False)
+        # Some models divide by the size of the last dimension when they initialize.
+        linear.weight = nn.Parameter(weight.new_empty(0, weight.shape[1]), requires_grad=False)
         initialized(linear.weight)
         return True
 
@@ -270,8 +243,11 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
         packed, exporter = dict(unfused(model)), NativeExporter()
         inside = tuple(f"{name}." for name in packed)
         state = {name: value for name, value in model.state_dict().items() if not name.startswith(inside)}
+        renamed = not rearranges(model, packed)
         for name, weight in packed.items():
-            (stored,) = revert_weight_conversion(model, {f"{name}.b_packed": weight.b_packed})
+            stored = f"{name}.b_packed"
+            if renamed:
+                (stored,) = revert_weight_conversion(model, {stored: weight.b_packed})
             for key, value in exporter.tensors(replace(weight, name=stored.removesuffix(".b_packed"))).items():
                 # Layers may share a table or a permutation, but safetensors refuses tensors that share memory.
                 state[f"{name}.{key}"] = value.clone() if key in ("lut", "perm") else value
@@ -315,10 +291,11 @@ def _has(model: Any, name: str) -> bool:
 
 
 class QuantizeWhileLoading(ConversionOps):  # type: ignore[misc]
-    """A transformers conversion that turns a weight into a 4-bit layer of the model instead of a parameter."""
+    """A transformers conversion that turns weights into 4-bit layers of the model instead of parameters."""
 
-    def __init__(self, quantize: Callable[[Any, str, Tensor], bool]) -> None:
+    def __init__(self, quantize: Callable[[Any, str, Tensor], bool], chosen: set[str]) -> None:
         self._quantize = quantize
+        self._chosen = chosen
 
     def convert(
         self,
@@ -329,10 +306,16 @@ class QuantizeWhileLoading(ConversionOps):  # type: ignore[misc]
         missing_keys: set[str] | None = None,
         **kwargs: Any,
     ) -> dict[str, Tensor]:
-        """Quantizes the weight and returns an empty dictionary, so that transformers sets no parameter."""
-        ((_, tensors),) = input_dict.items()
-        weight = tensors[0] if isinstance(tensors, list) else tensors
-        done = self._quantize(model, full_layer_name.removesuffix(".weight"), weight)
-        if done and missing_keys is not None:
-            missing_keys.discard(full_layer_name)
-        return {}
+        """Quantizes the chosen weights and returns the other tensors, which transformers makes parameters.
+
+        There are several where transformers has split one tensor of the checkpoint, such as q, k and v in one.
+        """
+        named = input_dict if len(input_dict) > 1 else dict.fromkeys([full_layer_name], *input_dict.values())
+        others = {}
+        for name, tensors in named.items():
+            weight = tensors[0] if isinstance(tensors, list) else tensors
+            if name not in self._chosen:
+                others[name] = weight
+            elif self._quantize(model, name.removesuffix(".weight"), weight) and missing_keys is not None:
+                missing_keys.discard(name)
+        return others

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from torch_marlin_metal.checkpoints.card import write_card
 from torch_marlin_metal.integrations.transformers.config import MarlinConfig
+from torch_marlin_metal.integrations.transformers.names import rearranges
 from torch_marlin_metal.integrations.transformers.quantizer import MarlinQuantizer
 from torch_marlin_metal.layers.fuse import unfused
 from torch_marlin_metal.replace.detect import is_packed_linear
@@ -27,6 +28,8 @@ def install() -> None:
     @functools.wraps(original)
     def save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         attach(self)
+        if rearranges(self, [name for name, _ in unfused(self)]):
+            kwargs["save_original_format"] = False
         result = original(self, save_directory, *args, **kwargs)
         if isinstance(getattr(self, "hf_quantizer", None), MarlinQuantizer) and Path(save_directory).is_dir():
             write_card(Path(save_directory))

@@ -28,15 +28,18 @@ _replaced: list[tuple[_Table, str, Any]] = []
 _loading_types: list[tuple[type, ...]] = []
 
 
-class _Own:
-    """Stands for transformers' entry of bitsandbytes: takes this package's own directories, passes the others on."""
+def takes_own(theirs: Any) -> Any:
+    """Returns a library's class for bitsandbytes, changed to take this package's own directories, too."""
 
-    theirs = tables.AUTO_QUANTIZATION_CONFIG_MAPPING[STOPS]
+    class Own(theirs):  # type: ignore[misc]
+        @classmethod
+        def from_dict(cls, config_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+            """Makes the config of a directory."""
+            owner = MarlinConfig if config_dict.get("quant_method") == METHOD else theirs
+            return owner.from_dict(config_dict, *args, **kwargs)
 
-    @classmethod
-    def from_dict(cls, settings: dict[str, Any]) -> Any:
-        """Makes the config of a directory."""
-        return (MarlinConfig if settings.get("quant_method") == METHOD else cls.theirs).from_dict(settings)
+    Own.__name__ = Own.__qualname__ = theirs.__name__
+    return Own
 
 
 def taken_over() -> list[str]:
@@ -59,7 +62,7 @@ def take_over(**defaults: Any) -> None:
     if METHOD not in tables.AUTO_QUANTIZER_MAPPING:
         register_quantizer(METHOD)(MarlinQuantizer)
         register_quantization_config(METHOD)(MarlinConfig)
-        tables.AUTO_QUANTIZATION_CONFIG_MAPPING[STOPS] = _Own
+        tables.AUTO_QUANTIZATION_CONFIG_MAPPING[STOPS] = takes_own(tables.AUTO_QUANTIZATION_CONFIG_MAPPING[STOPS])
     if _replaced:
         return
     methods = {method for fmt in DIRECTORY_FORMATS for method in fmt.methods} - {METHOD}

@@ -1,0 +1,263 @@
+"""What people meet who use the package for the first time: twelve journeys, run anew, each with what happens now.
+
+    python -m tests.journeys.table [NUMBER ...]
+
+prints a line for each journey. A journey returns what happened and raises AssertionError where it must not happen. What
+a library that is not installed would be needed for is said to be not tried.
+"""
+
+import ctypes
+import importlib.metadata
+import importlib.util
+import io
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from contextlib import redirect_stderr
+from pathlib import Path
+from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import torch
+import transformers
+from torch import nn
+
+import torch_marlin_metal as tmm
+from tests.journeys.architectures import FIRST, result_of
+from torch_marlin_metal.checkpoints.formats.native import ADVICE
+from torch_marlin_metal.integrations.transformers import MarlinConfig
+
+ROOT = Path(__file__).parents[2]
+IDS = torch.arange(8)[None]
+SIZES = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def tiny(family: str) -> Any:
+    torch.manual_seed(0)
+    llama = SIZES | {"intermediate_size": 128, "num_key_value_heads": 2}
+    if family == "llama":
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**llama)).eval()
+    if family == "mixtral":
+        return transformers.MixtralForCausalLM(transformers.MixtralConfig(**llama, num_local_experts=4)).eval()
+    if family == "falcon":
+        return transformers.FalconForCausalLM(transformers.FalconConfig(**SIZES)).eval()
+    config = transformers.GPT2Config(vocab_size=64, n_embd=64, n_layer=2, n_head=2, bos_token_id=1, eos_token_id=2)
+    return transformers.GPT2LMHeadModel(config).eval()
+
+
+def packed(model: nn.Module) -> int:
+    return sum(isinstance(module, tmm.MarlinLinear) for module in model.modules())
+
+
+def bits(model: nn.Module, other: nn.Module) -> bool:
+    one, two = model.state_dict(), other.state_dict()
+    return one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
+
+
+def install_lines(folder: Path) -> str:
+    """1: the commands that the docs print install from a checkout; none takes the name from the index."""
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    lines = [line for page in pages for line in re.findall(r"pip install .*", page.read_text())]
+    named = [line for line in lines if re.search(r"""install ["']?torch[_-]marlin[_-]metal(?![\w*-])""", line)]
+    assert lines
+    assert not named, named
+    return f"{len(lines)} pip lines in the docs; none takes torch_marlin_metal from an index"
+
+
+def source_distribution(folder: Path) -> str:
+    """2: the sdist holds what a build needs."""
+    command = [sys.executable, "setup.py", "-q", "sdist", "-d", str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, env={**os.environ, "WITHOUT_EXTENSION": "1"})
+    names = subprocess.run(["tar", "tzf", *folder.glob("*.tar.gz")], check=True, capture_output=True, text=True).stdout
+    counts = {kind: len(re.findall(rf"\.{kind}$", names, re.MULTILINE)) for kind in ("h", "metal", "mm", "cpp")}
+    assert all(counts.values()) and "build_support/" in names
+    return f"sdist with build_support and {', '.join(f'{count} .{kind}' for kind, count in counts.items())}"
+
+
+def other_torch(folder: Path) -> str:
+    """3: an extension that was built for another torch is refused in one sentence."""
+    path = next((ROOT / "torch_marlin_metal").glob("_C*.so"))
+    code = (
+        "import torch, sys\ntorch.__version__ = type(torch.__version__)('2.99.0')\n"
+        "import torch_marlin_metal as t\nt.cpu_capability()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1, done.stdout
+    last = done.stderr.strip().splitlines()[-1]
+    needs = next(need for need in importlib.metadata.requires("torch_marlin_metal") or [] if need.startswith("torch"))
+    assert "2.99.0" in last, last
+    return f"{path.name} with torch 2.99.0: {last[:200]}; metadata: {needs}"
+
+
+def quantized_in_memory(folder: Path) -> str:
+    """4: quantize_model, save_pretrained, from_pretrained: the same bits in every library that is installed."""
+    model = tiny("llama")
+    tmm.quantize_model(model, "uint4", 32, progress=False)
+    model.save_pretrained(folder / "llama")
+    again = transformers.AutoModelForCausalLM.from_pretrained(folder / "llama")
+    assert bits(again, model) and torch.equal(again(IDS).logits, model(IDS).logits)
+    told = ["transformers: the same bits and logits"]
+    torch.save(model.state_dict(), folder / "state.pt")
+    try:
+        tiny("llama").load_state_dict(torch.load(folder / "state.pt"), strict=False)
+        raise AssertionError("random weights")
+    except RuntimeError:
+        told.append("torch.save into a float model: refused")
+    if importlib.util.find_spec("diffusers"):
+        import diffusers
+
+        kwargs: Any = {"num_layers": 1, "num_single_layers": 1, "attention_head_dim": 16, "num_attention_heads": 2}
+        sizes = {"joint_attention_dim": 32, "pooled_projection_dim": 32, "axes_dims_rope": (4, 4, 8), "in_channels": 16}
+        flux = diffusers.FluxTransformer2DModel(patch_size=1, **sizes, **kwargs)
+        tmm.quantize_model(flux, "uint4", 32, progress=False)
+        flux.save_pretrained(folder / "flux")
+        assert bits(diffusers.FluxTransformer2DModel.from_pretrained(folder / "flux"), flux)
+        told.append("diffusers: the same bits")
+    else:
+        told.append("diffusers: not installed, not tried")
+    return "; ".join(told)
+
+
+def from_somebody(folder: Path) -> str:
+    """5: such a directory without our import: an error that says what to install and import."""
+    model = tiny("llama")
+    tmm.quantize_model(model, "uint4", 32, progress=False)
+    model.save_pretrained(folder / "llama")
+    code = f"from transformers import AutoModelForCausalLM as A\nA.from_pretrained({str(folder / 'llama')!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1 and ADVICE in done.stderr
+    assert "import torch_marlin_metal" in (folder / "llama/README.md").read_text()
+    return f"error: {done.stderr.strip().splitlines()[-1][:200]}; the directory's README.md says it, too"
+
+
+def experts(folder: Path) -> str:
+    """6: a mixture of experts in floats is quantized, or what stays is named."""
+    model = tiny("mixtral")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        report = tmm.quantize_model(model, "uint4", 32, progress=False)
+    if report.quantized_share >= 0.5:
+        return f"{report.quantized_share:.0%} of the matrices' bytes in 4 bit"
+    assert any("experts" in str(warning.message) for warning in said)
+    return f"{report.quantized_share:.0%} in 4 bit, and a warning that names the experts"
+
+
+def adapters(folder: Path) -> str:
+    """7: LoRA on a quantized model."""
+    if not importlib.util.find_spec("peft"):
+        return "peft is not installed: not tried"
+    import peft
+
+    model = tiny("llama")
+    tmm.quantize_model(model, "uint4", 32, progress=False)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], r=4))
+    adapted(IDS, labels=IDS).loss.backward()
+    gradients = [name for name, value in adapted.named_parameters() if value.grad is not None]
+    assert any("lora_B" in name for name in gradients)
+    return f"adapter attached; {len(gradients)} parameters with gradients"
+
+
+def families(folder: Path) -> str:
+    """8: the families that crashed in the initialization of weights."""
+    results = {family: result_of(family)[0] for family in FIRST}
+    assert set(results.values()) == {"right"}, results
+    return f"{len(results)} of {len(results)} right: {', '.join(results)} (all families: benchmarks/architectures.md)"
+
+
+def head(folder: Path) -> str:
+    """9: the output layer in 4 bit."""
+    tiny("llama").save_pretrained(folder / "floats")
+    counts = []
+    for quantize_head in (False, True):
+        config = MarlinConfig("uint4", 32, quantize_head=quantize_head)
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder / "floats", quantization_config=config)
+        counts.append(isinstance(model.lm_head, tmm.MarlinLinear))
+    assert counts == [False, True]
+    return "in floats by default, in 4 bit with MarlinConfig(quantize_head=True); models.md and transformers.md say so"
+
+
+def without_python(folder: Path) -> str:
+    """10: the operators from C++."""
+    library = next((ROOT / "torch_marlin_metal").glob("_C*.so"))
+    symbols = subprocess.run(["nm", "-D", "--undefined-only", library], capture_output=True, text=True).stdout
+    ctypes.CDLL(str(library))
+    count = len(re.findall(r" U _?Py\w+", symbols))
+    return f"{library.name} uses {count} symbols of Python" + (": only a Python program loads it" if count else "")
+
+
+def other_layers(folder: Path) -> str:
+    """11: GPT-2's Conv1D and Falcon's Linear are quantized; where nothing is, that is an error."""
+    told = []
+    for family in ("gpt2", "falcon"):
+        tiny(family).save_pretrained(folder / family)
+        config = MarlinConfig("uint4", 32)
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder / family, quantization_config=config)
+        model.save_pretrained(folder / f"{family}4")
+        again = transformers.AutoModelForCausalLM.from_pretrained(folder / f"{family}4")
+        assert packed(model) == 8 and bits(again, model)
+        told.append(f"{family}: 8 layers, reloaded with the same bits")
+    nothing = MarlinConfig("uint4", 32, modules_to_not_convert=["*"])
+    try:
+        transformers.AutoModelForCausalLM.from_pretrained(folder / "gpt2", quantization_config=nothing)
+        raise AssertionError("no error although nothing was quantized")
+    except ValueError as error:
+        told.append(str(error)[:60])
+    return "; ".join(told)
+
+
+def backward(folder: Path) -> str:
+    """12: forward and backward of one layer, beside the dense one; the faster of three."""
+    dense = nn.Linear(1024, 2816, bias=False).bfloat16()
+    layers = {"4 bit": tmm.MarlinLinear.from_linear(dense), "dense": dense}
+    times = {}
+    for name, layer in layers.items():
+        a = torch.randn(1024, 1024, dtype=torch.bfloat16, requires_grad=True)
+        best = float("inf")
+        for _ in range(4):
+            start = time.process_time()
+            layer(a).sum().backward()
+            best = min(best, time.process_time() - start)
+        times[name] = best
+    ratio = times["4 bit"] / times["dense"]
+    return (
+        f"bf16, M = 1024: {times['4 bit'] * 1e3:.0f} ms of CPU against {times['dense'] * 1e3:.0f} dense ({ratio:.1f}x)"
+    )
+
+
+JOURNEYS: dict[int, Callable[[Path], str]] = dict(
+    enumerate(
+        (install_lines, source_distribution, other_torch, quantized_in_memory, from_somebody, experts, adapters,
+         families, head, without_python, other_layers, backward), 1,
+    )
+)  # fmt: skip
+
+
+def take(number: int) -> tuple[bool, str]:
+    """Runs a journey: whether it went as it must, and what happened."""
+    transformers.utils.logging.set_verbosity(50)
+    transformers.utils.logging.disable_progress_bar()
+    with tempfile.TemporaryDirectory() as folder, redirect_stderr(io.StringIO()):
+        try:
+            return True, JOURNEYS[number](Path(folder))
+        except Exception as error:
+            return False, traceback.format_exception_only(error)[-1].strip()
+
+
+def main(numbers: list[int]) -> int:
+    failed = 0
+    for number in numbers or list(JOURNEYS):
+        went, told = take(number)
+        failed += not went
+        print(f"{number:2} {JOURNEYS[number].__name__:20} {'' if went else 'FAILED: '}{told}", flush=True)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main([int(word) for word in sys.argv[1:]]))

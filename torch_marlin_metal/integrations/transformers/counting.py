@@ -1,0 +1,26 @@
+"""`num_parameters` of transformers models: packed weights are buffers, and transformers counts parameters alone."""
+
+import functools
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from torch_marlin_metal.layers.linear import MarlinLinear
+
+
+def install() -> None:
+    """Wraps `PreTrainedModel.num_parameters`; a second call does nothing."""
+    original = PreTrainedModel.num_parameters
+    if getattr(original, "counts_packed_weights", False):
+        return
+
+    @functools.wraps(original)
+    def num_parameters(self: Any, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        count: int = original(self, only_trainable, exclude_embeddings)
+        if only_trainable:
+            return count
+        packed = {id(m.b_packed): m.weight.numel() for m in self.modules() if isinstance(m, MarlinLinear)}
+        return count + sum(packed.values())
+
+    num_parameters.counts_packed_weights = True  # type: ignore[attr-defined]
+    PreTrainedModel.num_parameters = num_parameters

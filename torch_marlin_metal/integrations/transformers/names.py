@@ -1,0 +1,30 @@
+"""Names of a model's layers in its checkpoint, where transformers has others than the model."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, apply_converters, apply_renamings
+
+from torch_marlin_metal.layers.linear import GUARD
+
+
+def rearranges(model: Any, layers: Iterable[str]) -> bool:
+    """Returns whether transformers joins, splits or permutes the weight of one of the layers when it saves the model.
+
+    It does so where the original checkpoint has other tensors than the model: q, k and v in one, or a bias under
+    another name than the weight. Packed words cannot be rearranged like that; such a model is saved under its own
+    names.
+    """
+    conversions = getattr(model, "_weight_conversions", None)
+    if conversions is None:
+        conversions = get_model_conversion_mapping(model, add_legacy=False)
+    back = [entry.reverse_transform() for entry in conversions[::-1] if isinstance(entry, WeightConverter)]
+    renamings = [entry.reverse_transform() for entry in conversions[::-1] if isinstance(entry, WeightRenaming)]
+    for name in layers if conversions else ():
+        if any(apply_converters(f"{name}.{key}", back)[1] is not None for key in ("b_packed", GUARD)):
+            return True
+        stored = {apply_renamings(f"{name}.{key}", renamings).removesuffix(key) for key in ("b_packed", "bias", GUARD)}
+        if len(stored) > 1:
+            return True
+    return False
