@@ -10,6 +10,7 @@ from torch_marlin_metal import convert
 from torch_marlin_metal.extension import CpuCapability, cpu_capability
 from torch_marlin_metal.formats import GROUP_SIZES, WEIGHT_FORMATS, WeightFormat, weight_format
 from torch_marlin_metal.gpu.planning import plan
+from torch_marlin_metal.layers.embedding import MarlinEmbedding
 from torch_marlin_metal.layers.fuse import fuse_projections
 from torch_marlin_metal.layers.linear import MarlinLinear
 from torch_marlin_metal.models.load import load_quantized
@@ -19,6 +20,7 @@ from torch_marlin_metal.ops import (
     awq_repack,
     awq_unpack_zeros,
     dequantize,
+    embedding,
     gemm,
     gptq_repack,
     gptq_unpack_zeros,
@@ -39,6 +41,7 @@ __all__ = [
     "MLSTMCell",
     "MLSTMLayer",
     "MLSTMState",
+    "MarlinEmbedding",
     "MarlinLinear",
     "PackedWeight",
     "WeightFormat",
@@ -48,6 +51,7 @@ __all__ = [
     "convert",
     "cpu_capability",
     "dequantize",
+    "embedding",
     "fuse_projections",
     "gemm",
     "gptq_perm",

@@ -162,6 +162,50 @@ def dequantize(
     return result
 
 
+def embedding(
+    ids: Tensor,
+    b_packed: Tensor,
+    scales: Tensor,
+    *,
+    weight_format: str,
+    group_size: int,
+    zeros: Tensor | None = None,
+    global_scale: Tensor | None = None,
+    lut: Tensor | None = None,
+    perm: Tensor | None = None,
+    dtype: torch.dtype = torch.float16,
+) -> Tensor:
+    """Looks up rows of a packed embedding table: column `ids[...]` of the weight `[K, N]`, N the vocabulary.
+
+    Only the rows that are asked for are decoded, with the bits that `dequantize` gives them. No tensor has a gradient.
+
+    Args:
+        ids: int32 or int64, any shape and strides, values in `[0, N)`.
+        b_packed: int32 `[K/8, N]`, as in `gemm`; K is the length of a row of the table.
+        scales: `[G, N]`.
+        weight_format: a format's name or alias.
+        group_size: the group size, or -1 for K.
+        zeros: `[G, N]` or None.
+        global_scale: float32 `[]`, `[1]`, `[N]` or None.
+        lut: float32 `[16]` or None.
+        perm: int32 `[K]`, a permutation, or None, as in `dequantize`.
+        dtype: float16, bfloat16 or float32.
+
+    Returns:
+        `[..., K]` in `dtype`. On mps an id outside the table gives a row of NaN, because its value is known only there.
+
+    Raises:
+        IndexError: on the CPU, an id outside the table.
+        ValueError: an argument has the wrong dtype, shape, device or value, or requires grad.
+    """
+    name, group_size, lut = _resolve("embedding", weight_format, group_size, b_packed, lut)
+    options = given(zeros, global_scale, lut, perm)
+    result: Tensor = _ops.embedding(
+        ids, b_packed, scales, weight_format=name, group_size=group_size, dtype=dtype, **options
+    )
+    return result
+
+
 def gptq_repack(qweight: Tensor, *, perm: Tensor | None = None) -> Tensor:
     """Converts GPTQ's `qweight` to the packed layout; row j of the result is row `perm[j]` of `qweight`.
 

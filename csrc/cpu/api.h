@@ -44,6 +44,15 @@ struct DequantizeArguments {
   ElementType out_type;
 };
 
+struct EmbeddingArguments {
+  PackedWeight weight;
+  const int32_t* perm;  // nullptr, or [K]: out[row, perm[j]] is packed row j
+  const int64_t* ids;   // [count], each in [0, N)
+  int64_t count;
+  void* out;  // [count, K] contiguous
+  ElementType out_type;
+};
+
 // Runs body(begin, end) over disjoint ranges that cover [0, count), possibly on several threads. The operators pass
 // PyTorch's thread pool; C++ tests pass a plain loop.
 using Body = std::function<void(int64_t begin, int64_t end)>;
@@ -58,6 +67,7 @@ enum class Float32Precision : int32_t { highest, reduced };
 
 void gemm(const GemmArguments& arguments, const Parallel& parallel, Float32Precision precision);
 void dequantize(const DequantizeArguments& arguments, const Parallel& parallel);
+void embedding(const EmbeddingArguments& arguments, const Parallel& parallel);
 
 // Row j of the result is row perm[j] of the source. If perm is nullptr, the result is a copy.
 void gptq_repack(const uint32_t* qweight, const int32_t* perm, int64_t K, int64_t N, uint32_t* out,

@@ -1,6 +1,7 @@
 // The GEMM operators for the CPU: checks tensors, passes plain pointers to the kernels, and returns tensors.
 #include <ATen/Context.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/aminmax.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
@@ -124,6 +125,34 @@ Tensor dequantize_cpu(const Tensor& b_packed, const Tensor& scales, c10::string_
   return out;
 }
 
+void check_id_range(const Tensor& ids, int64_t N) {
+  const auto [least, largest] = at::aminmax(ids);
+  const int64_t low = least.item<int64_t>();
+  const int64_t high = largest.item<int64_t>();
+  TORCH_CHECK_INDEX(low >= 0 && high < N, "torch_marlin_metal::embedding: ids: expected values in [0, N) with N = ", N,
+                    ", got ", low < 0 ? low : high);
+}
+
+Tensor embedding_cpu(const Tensor& ids, const Tensor& b_packed, const Tensor& scales, c10::string_view weight_format,
+                     int64_t group_size, const OptionalTensor& zeros, const OptionalTensor& global_scale,
+                     const OptionalTensor& lut, const OptionalTensor& perm, at::ScalarType dtype) {
+  const WeightTensors tensors{b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm};
+  const StoredWeight weight(tensors, check_embedding(ids, tensors, dtype));
+  const int32_t* order = weight.perm_data("embedding");
+  at::DimVector sizes(ids.sizes());
+  sizes.push_back(weight.view.K);
+  const auto options = scales.options().dtype(dtype);
+  // A perm with repeated indices leaves some columns unwritten, so they are zeroed first.
+  Tensor out = StoredWeight::repeats(order, weight.view.K) ? at::zeros(sizes, options) : at::empty(sizes, options);
+  if (ids.numel() == 0) return out;
+  check_id_range(ids, weight.view.N);
+  const Tensor indices = ids.to(at::kLong).contiguous();
+  cpu::embedding({weight.view, order, indices.const_data_ptr<int64_t>(), indices.numel(), out.mutable_data_ptr(),
+                  element_type(out)},
+                 at_parallel());
+  return out;
+}
+
 Tensor gptq_repack_cpu(const Tensor& qweight, const OptionalTensor& perm) {
   check_gptq_repack(qweight, perm);
   const Tensor stored = perm ? perm->contiguous() : Tensor();
@@ -180,6 +209,7 @@ Tensor transpose_words_cpu(const Tensor& words) {
 TORCH_LIBRARY_IMPL(torch_marlin_metal, CPU, m) {
   m.impl("gemm", gemm_cpu);
   m.impl("dequantize", dequantize_cpu);
+  m.impl("embedding", embedding_cpu);
   m.impl("gptq_repack", gptq_repack_cpu);
   m.impl("gptq_unpack_zeros", gptq_unpack_zeros_cpu);
   m.impl("awq_repack", awq_repack_cpu);

@@ -201,6 +201,29 @@ Tensor dequantize_mps(const Tensor& b_packed, const Tensor& scales, c10::string_
   return out;
 }
 
+// Ids outside the table give rows of NaN: the host does not wait for their values.
+Tensor embedding_mps(const Tensor& ids, const Tensor& b_packed, const Tensor& scales, c10::string_view weight_format,
+                     int64_t group_size, const OptionalTensor& zeros, const OptionalTensor& global_scale,
+                     const OptionalTensor& lut, const OptionalTensor& perm, at::ScalarType dtype) {
+  const WeightTensors tensors{b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm};
+  const WeightShape shape = check_embedding(ids, tensors, dtype);
+  Bindings bindings;
+  EmbeddingProblem problem{.weight = bind_weight("embedding", tensors, shape, bindings),
+                           .count = grid_size("embedding", "ids", ids.numel()),
+                           .wide_ids = ids.scalar_type() == at::kLong};
+  at::DimVector sizes(ids.sizes());
+  sizes.push_back(problem.weight.K);
+  const auto options = scales.options().dtype(dtype);
+  // As in empty_weight().
+  Tensor out = problem.weight.has_perm ? at::zeros(sizes, options) : at::empty(sizes, options);
+  if (out.numel() == 0) return out;
+  bindings[kSlotA] = ids.contiguous();
+  bindings[kSlotOut] = out;
+  problem.out = element_type(out);
+  encode(compile(plan_embedding(problem)), std::move(bindings));
+  return out;
+}
+
 // Runs one of the four kernels in repack.metal: reads [rows, columns] words and writes `out`.
 Tensor repack(const char* op, RepackProblem problem, const Tensor& words, Tensor out, const Tensor& perm = {}) {
   if (out.numel() == 0) return out;
@@ -256,6 +279,7 @@ TORCH_LIBRARY_IMPL(torch_marlin_metal, MPS, m) {
   m.impl("compile_gemm", compile_gemm_mps);
   m.impl("gemm", gemm_mps);
   m.impl("dequantize", dequantize_mps);
+  m.impl("embedding", embedding_mps);
   m.impl("gptq_repack", gptq_repack_mps);
   m.impl("gptq_unpack_zeros", gptq_unpack_zeros_mps);
   m.impl("awq_repack", awq_repack_mps);

@@ -208,6 +208,17 @@ WeightShape check_dequantize(const WeightTensors& weight, at::ScalarType dtype) 
   return shape;
 }
 
+WeightShape check_embedding(const Tensor& ids, const WeightTensors& weight, at::ScalarType dtype) {
+  const char* op = "embedding";
+  if (ids.scalar_type() != at::kInt && ids.scalar_type() != at::kLong) {
+    fail(op, "ids", "int32 or int64 of any shape", describe(ids));
+  }
+  WeightShape shape = check_weight(op, weight);
+  Checker{op, ids.device()}.on_device("b_packed", weight.b_packed);
+  if (!is_activation_dtype(dtype)) fail(op, "dtype", std::string(kFloating), dtype_name(dtype));
+  return shape;
+}
+
 void check_gptq_repack(const Tensor& qweight, const OptionalTensor& perm) {
   const WeightChecker check{{"gptq_repack", qweight.device()}};
   check.words("qweight", qweight, "[K/8, N]");

@@ -54,6 +54,7 @@ WeightShape check_weight(const char* op, const WeightTensors& weight);
 WeightShape check_gemm(const Tensor& a, const WeightTensors& weight, const OptionalTensor& bias,
                        std::string_view variant);
 WeightShape check_dequantize(const WeightTensors& weight, at::ScalarType dtype);
+WeightShape check_embedding(const Tensor& ids, const WeightTensors& weight, at::ScalarType dtype);
 void check_gptq_repack(const Tensor& qweight, const OptionalTensor& perm);
 StoredZeros check_gptq_unpack_zeros(const Tensor& qzeros, int64_t checkpoint_version, std::string_view rule);
 void check_awq_repack(const Tensor& qweight);

@@ -1,5 +1,5 @@
-// The derivative of gemm with respect to a and bias, and autocast for gemm. All other arguments, and dequantize, refuse
-// tensors that require grad.
+// The derivative of gemm with respect to a and bias, and autocast for gemm. All other arguments, dequantize and
+// embedding refuse tensors that require grad.
 #include <ATen/autocast_mode.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -21,6 +21,10 @@ using GemmSignature = Tensor(const Tensor&, const Tensor&, const Tensor&, c10::s
 using DequantizeSignature = Tensor(const Tensor&, const Tensor&, c10::string_view, int64_t, const OptionalTensor&,
                                    const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, at::ScalarType);
 
+using EmbeddingSignature = Tensor(const Tensor&, const Tensor&, const Tensor&, c10::string_view, int64_t,
+                                  const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+                                  const OptionalTensor&, at::ScalarType);
+
 const auto& gemm_op() {
   static const auto op =
       c10::Dispatcher::singleton().findSchemaOrThrow("torch_marlin_metal::gemm", "").typed<GemmSignature>();
@@ -30,6 +34,12 @@ const auto& gemm_op() {
 const auto& dequantize_op() {
   static const auto op =
       c10::Dispatcher::singleton().findSchemaOrThrow("torch_marlin_metal::dequantize", "").typed<DequantizeSignature>();
+  return op;
+}
+
+const auto& embedding_op() {
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("torch_marlin_metal::embedding", "").typed<EmbeddingSignature>();
   return op;
 }
 
@@ -111,6 +121,15 @@ Tensor dequantize_autograd(const Tensor& b_packed, const Tensor& scales, c10::st
   return dequantize_op().call(b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm, dtype);
 }
 
+Tensor embedding_autograd(const Tensor& ids, const Tensor& b_packed, const Tensor& scales,
+                          c10::string_view weight_format, int64_t group_size, const OptionalTensor& zeros,
+                          const OptionalTensor& global_scale, const OptionalTensor& lut, const OptionalTensor& perm,
+                          at::ScalarType dtype) {
+  check_weight_no_grad("embedding", scales, zeros, global_scale, lut);
+  at::AutoDispatchBelowADInplaceOrView guard;
+  return embedding_op().call(ids, b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm, dtype);
+}
+
 // Casts activations as autocast does for linear. The packed weight, scales and zeros keep their dtypes; the bias is
 // added in fp32.
 template <c10::DispatchKey kAutocastKey, c10::DeviceType kDevice>
@@ -129,6 +148,7 @@ Tensor gemm_autocast(const Tensor& a, const Tensor& b_packed, const Tensor& scal
 TORCH_LIBRARY_IMPL(torch_marlin_metal, Autograd, m) {
   m.impl("gemm", gemm_autograd);
   m.impl("dequantize", dequantize_autograd);
+  m.impl("embedding", embedding_autograd);
 }
 
 TORCH_LIBRARY_IMPL(torch_marlin_metal, AutocastCPU, m) {

@@ -14,6 +14,10 @@ TORCH_LIBRARY(torch_marlin_metal, m) {
   m.def(
       "dequantize(Tensor b_packed, Tensor scales, *, str weight_format, int group_size, Tensor? zeros=None, "
       "Tensor? global_scale=None, Tensor? lut=None, Tensor? perm=None, ScalarType dtype=5) -> Tensor");
+  m.def(
+      "embedding(Tensor ids, Tensor b_packed, Tensor scales, *, str weight_format, int group_size, "
+      "Tensor? zeros=None, Tensor? global_scale=None, Tensor? lut=None, Tensor? perm=None, ScalarType dtype=5) "
+      "-> Tensor");
   m.def("gptq_repack(Tensor qweight, *, Tensor? perm=None) -> Tensor");
   m.def("gptq_unpack_zeros(Tensor qzeros, *, int checkpoint_version, str rule=\"word\") -> Tensor");
   m.def("awq_repack(Tensor qweight) -> Tensor");
@@ -41,6 +45,16 @@ Tensor dequantize_meta(const Tensor& b_packed, const Tensor& scales, c10::string
   const WeightShape shape =
       check_dequantize({b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm}, dtype);
   return at::empty_symint({shape.K, shape.N}, scales.options().dtype(dtype));
+}
+
+Tensor embedding_meta(const Tensor& ids, const Tensor& b_packed, const Tensor& scales, c10::string_view weight_format,
+                      int64_t group_size, const OptionalTensor& zeros, const OptionalTensor& global_scale,
+                      const OptionalTensor& lut, const OptionalTensor& perm, at::ScalarType dtype) {
+  const WeightShape shape =
+      check_embedding(ids, {b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm}, dtype);
+  c10::SymDimVector sizes(ids.sym_sizes());
+  sizes.push_back(shape.K);
+  return at::empty_symint(sizes, scales.options().dtype(dtype));
 }
 
 Tensor gptq_repack_meta(const Tensor& qweight, const OptionalTensor& perm) {
@@ -79,6 +93,7 @@ TORCH_LIBRARY_IMPL(torch_marlin_metal, CompositeExplicitAutograd, m) {
 TORCH_LIBRARY_IMPL(torch_marlin_metal, Meta, m) {
   m.impl("gemm", gemm_meta);
   m.impl("dequantize", dequantize_meta);
+  m.impl("embedding", embedding_meta);
   m.impl("gptq_repack", gptq_repack_meta);
   m.impl("gptq_unpack_zeros", gptq_unpack_zeros_meta);
   m.impl("awq_repack", awq_repack_meta);

@@ -22,6 +22,19 @@ Plan plan_dequantize(const DequantizeProblem& problem) {
                           .params = DequantizeParams{weight.N, weight.K, group_size(weight), 0}}}};
 }
 
+Plan plan_embedding(const EmbeddingProblem& problem) {
+  const WeightProblem& weight = problem.weight;
+  check_weight("embedding", weight);
+  if (problem.count == 0) refuse("embedding", "ids", "at least 1", "0");
+  return {.dispatches = {{.kernel = Kernel::embedding,
+                          .function = host_name(Kernel::embedding, weight.format, problem.out),
+                          .constants = weight_constants(weight),
+                          .grid = elementwise_grid(weight.K / kCodesPerWord, problem.count),
+                          .threads = kElementwiseThreads,
+                          .params = EmbeddingParams{weight.N, weight.K, group_size(weight), problem.count,
+                                                    problem.wide_ids ? 8U : 4U}}}};
+}
+
 Plan plan_repack(const RepackProblem& problem) {
   const std::string_view op = info(problem.kernel).name;
   if (info(problem.kernel).library != "gemm/repack") refuse("repack", "kernel", "one of gemm/repack", std::string(op));
@@ -59,6 +72,10 @@ struct PrintParams {
   }
   void operator()(const DequantizeParams& params) const {
     stream << ", N=" << params.N << " K=" << params.K << " group_size=" << params.group_size;
+  }
+  void operator()(const EmbeddingParams& params) const {
+    stream << ", count=" << params.count << " id_bytes=" << params.id_bytes << " N=" << params.N << " K=" << params.K
+           << " group_size=" << params.group_size;
   }
   void operator()(const ReduceParams& params) const {
     stream << ", M=" << params.M << " N=" << params.N << " slices=" << params.slices;

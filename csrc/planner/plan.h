@@ -17,8 +17,8 @@
 namespace marlin {
 
 using FunctionConstants = std::array<int32_t, kFunctionConstantCount>;
-using KernelParams = std::variant<std::monostate, GemmParams, DequantizeParams, ReduceParams, StripedReduceParams,
-                                  RepackParams, MlstmParams>;
+using KernelParams = std::variant<std::monostate, GemmParams, DequantizeParams, EmbeddingParams, ReduceParams,
+                                  StripedReduceParams, RepackParams, MlstmParams>;
 
 struct Dispatch {
   Kernel kernel;
@@ -45,6 +45,7 @@ Plan build_plan(const Tiling& tiling, const GemmProblem& problem, const GpuDevic
 // the text. plan_gemm ranks all tilings and builds a plan for the chosen one only.
 Plan plan_gemm(const GemmProblem& problem, const GpuDevice& device);
 Plan plan_dequantize(const DequantizeProblem& problem);
+Plan plan_embedding(const EmbeddingProblem& problem);
 Plan plan_repack(const RepackProblem& problem);
 Plan plan_probe();
 

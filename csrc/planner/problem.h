@@ -46,6 +46,13 @@ struct DequantizeProblem {
   ElementType out = ElementType::float16;
 };
 
+struct EmbeddingProblem {
+  WeightProblem weight{};
+  uint32_t count = 0;    // ids
+  bool wide_ids = true;  // int64, otherwise int32
+  ElementType out = ElementType::float16;
+};
+
 struct RepackProblem {
   Kernel kernel = Kernel::gptq_repack;  // one of the kernels in gemm/repack.metal
   uint32_t rows = 0;                    // rows and columns of its grid, see variants.h

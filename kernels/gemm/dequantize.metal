@@ -20,22 +20,11 @@ template <WeightFormat format, typename T>
   const uint k = position.y * kCodesPerWord;
   if (n >= params.N || k >= params.K) return;
   const Weight weight{packed, scales, zeros, global_scale, params.N, params.group_size};
-  const uint group = k / params.group_size;
-  const float scale = weight.scale<format>(group, n);
-  const float zero = weight.zero<format>(group, n);
-  const half zero_in_code = zero_is_in_code<format>() ? half(zero) : 0.0h;
-  const Vec8<half> codes = exact_codes<code_kind(format)>(weight.word(k, n), zero_in_code);
+  const Vec8<float> values = weight.decoded<format>(lut, k, n);
   for (uint i = 0; i < kCodesPerWord; ++i) {
-#pragma clang fp contract(off)  // uint4_bias is defined with a rounded product, so no fma
-    const float code = float(codes.k[i]);
-    const float product = code * scale;
-    const float value = format == WeightFormat::lut4         ? lut[uint(code)] * scale
-                        : format == WeightFormat::uint4_bias ? product + zero
-                        : zero_is_in_code<format>()          ? product
-                                                             : (code - zero) * scale;
     const uint row = has_perm ? uint(perm[k + i]) : k + i;
     // The host cannot check the values of perm.
-    if (row < params.K) out[ulong(row) * params.N + n] = T(value);
+    if (row < params.K) out[ulong(row) * params.N + n] = T(values.k[i]);
   }
 }
 

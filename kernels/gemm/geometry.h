@@ -27,6 +27,16 @@ struct DequantizeParams {
 };
 static_assert(sizeof(DequantizeParams) == 16, "shared with the shaders");
 
+// out[row, :] = column ids[row] of the weight
+struct EmbeddingParams {
+  uint32_t N;
+  uint32_t K;
+  uint32_t group_size;
+  uint32_t count;     // ids
+  uint32_t id_bytes;  // 4 for int32 ids, 8 for int64
+};
+static_assert(sizeof(EmbeddingParams) == 20, "shared with the shaders");
+
 // out[m, n] = round(sum over slices of partials[slice, m, n] + bias[n])
 struct ReduceParams {
   uint32_t M;
@@ -57,7 +67,8 @@ struct RepackParams {
 };
 static_assert(sizeof(RepackParams) == 16, "shared with the shaders");
 
-// The threadgroup shape of repack, dequantize and reduce, which run one thread per element of a (columns, rows) grid.
+// The threadgroup shape of repack, dequantize, embedding and reduce, which run one thread per element of a (columns,
+// rows) grid.
 enum { kElementwiseWidth = 64, kElementwiseHeight = 4 };
 
 // gemv: each lane owns 4 columns, so a simdgroup owns 128. The simdgroups of a threadgroup split a range of K between

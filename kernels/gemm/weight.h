@@ -123,6 +123,27 @@ struct Weight {
     }
     return 0.0f;
   }
+
+  // Returns the weights of rows k to k + 7 of column n, computed in fp32. k is a multiple of 8.
+  template <WeightFormat format>
+  MARLIN_INLINE Vec8<float> decoded(const device float* lut, uint k, uint n) const thread {
+#pragma clang fp contract(off)  // uint4_bias is defined with a rounded product, so no fma
+    const uint group = k / group_size;
+    const float column_scale = scale<format>(group, n);
+    const float column_zero = zero<format>(group, n);
+    const half zero_in_code = zero_is_in_code<format>() ? half(column_zero) : 0.0h;
+    const Vec8<half> codes = exact_codes<code_kind(format)>(word(k, n), zero_in_code);
+    Vec8<float> result;
+    MARLIN_UNROLL for (uint i = 0; i < kCodesPerWord; ++i) {
+      const float code = float(codes.k[i]);
+      const float product = code * column_scale;
+      result.k[i] = format == WeightFormat::lut4         ? lut[uint(code)] * column_scale
+                    : format == WeightFormat::uint4_bias ? product + column_zero
+                    : zero_is_in_code<format>()          ? product
+                                                         : (code - column_zero) * column_scale;
+    }
+    return result;
+  }
 };
 
 // Returns a group's contribution to an output, from the sum of code * x and the sum of x over the same k.

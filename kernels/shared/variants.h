@@ -28,12 +28,13 @@
 // slots are the BufferSlots that the kernel declares.
 //
 // Launch sizes. Grids are counted in threadgroups. Every slice or split must have at least one k.
-//   repack.metal, dequantize.metal, reduce.metal: threads (kElementwiseWidth, kElementwiseHeight, 1), grid
-//     (ceil(columns / width), ceil(rows / height), 1) over these columns and rows:
+//   repack.metal, dequantize.metal, embedding.metal, reduce.metal: threads (kElementwiseWidth, kElementwiseHeight, 1),
+//     grid (ceil(columns / width), ceil(rows / height), 1) over these columns and rows:
 //       gptq_repack        columns N,   rows K/8     (one thread per output word)
 //       awq_repack         columns N/8, rows K/8     (one thread per 8 input words)
 //       *_unpack_zeros     columns N/8, rows G       (one thread per input word)
 //       dequantize         columns N,   rows K/8     (one thread per packed word)
+//       embedding          columns K/8, rows of ids  (one thread per packed word of each id)
 //       reduce             columns N,   rows M       (one thread per output)
 //   gemv: threads (32 * simdgroups, 1, 1), grid (ceil(M / rows), ceil(N / kGemvColumns), splits), so that threadgroups
 //     that read the same weights start side by side;
@@ -66,6 +67,10 @@
 
 #define MARLIN_KERNELS_DEQUANTIZE(X) \
   X("gemm/dequantize", dequantize, format_element, kMaskWeight | MARLIN_SLOT(kSlotOut) | MARLIN_SLOT(kSlotParams))
+
+#define MARLIN_KERNELS_EMBEDDING(X)              \
+  X("gemm/embedding", embedding, format_element, \
+    kMaskWeight | MARLIN_SLOT(kSlotA) | MARLIN_SLOT(kSlotOut) | MARLIN_SLOT(kSlotParams))
 
 #define MARLIN_KERNELS_PROBE(X) \
   X("gemm/probe", probe_half_subnormals, plain, MARLIN_SLOT(kSlotPacked) | MARLIN_SLOT(kSlotOut))
@@ -119,6 +124,7 @@
 #define MARLIN_KERNELS(X)        \
   MARLIN_KERNELS_REPACK(X)       \
   MARLIN_KERNELS_DEQUANTIZE(X)   \
+  MARLIN_KERNELS_EMBEDDING(X)    \
   MARLIN_KERNELS_PROBE(X)        \
   MARLIN_KERNELS_GEMV(X)         \
   MARLIN_KERNELS_GEMM_FUSED(X)   \

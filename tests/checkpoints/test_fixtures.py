@@ -49,6 +49,7 @@ EXPECTED = {
     "mlx/mlxlm-affine-g64": ("uint4_bias", 64, torch.float16),
     "mlx/mxfp4-g32-bfloat16": ("mxfp4", 32, torch.uint8),
     "mlx/nvfp4-g16-bfloat16": ("nvfp4", 16, torch.uint8),
+    "mlx/nvfp4-global-scale": ("nvfp4", 16, torch.uint8),
     "torchao/intx-int4-g64-unpacked": ("uint4b8", 64, torch.float32),
     "torchao/mxfp4": ("mxfp4", 32, torch.uint8),
     "torchao/nvfp4": ("nvfp4", 16, torch.uint8),

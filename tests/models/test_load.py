@@ -13,7 +13,7 @@ from transformers import AutoConfig, LlamaForCausalLM
 from tests.support.checkpoint_writers import LAYER, write_gptq
 from tests.support.llama import FOLDERS, IDS, MODELS, write_gguf
 from tests.support.models import same, tensors, tree
-from torch_marlin_metal import MarlinLinear, PackedWeight, load_quantized
+from torch_marlin_metal import MarlinEmbedding, MarlinLinear, PackedWeight, load_quantized
 from torch_marlin_metal.convert import CheckpointError, UnsupportedFormat
 from torch_marlin_metal.layers.fuse import FusedLinear
 from torch_marlin_metal.models.empty_model import ModelMismatchError
@@ -93,14 +93,49 @@ def test_a_gguf_file_under_transformers_names(tmp_path) -> None:
         assert torch.equal(model.get_submodule(name).dequantize(), torch.from_numpy(weight))
 
 
-def test_an_embedding_in_blocks_is_refused_or_decoded(tmp_path) -> None:
+def test_an_embedding_in_blocks_stays_packed_and_so_does_its_head(tmp_path) -> None:
     path, weights = write_gguf(tmp_path / "tiny.gguf", FOLDERS[0], "Q4_0", embedding="Q4_0")
     model = skeleton(FOLDERS[0])
-    with pytest.raises(ModelMismatchError, match=r"layer 'model.embed_tokens': .*on_unsupported='dequantize'"):
+    report = load_quantized(model, path, progress=False)
+    assert not report.left
+    table = model.model.embed_tokens
+    assert type(table) is MarlinEmbedding
+    assert type(model.lm_head) is MarlinLinear
+    assert model.lm_head.b_packed is table.b_packed
+    exact = torch.from_numpy(weights["model.embed_tokens"])
+    assert torch.equal(table(IDS), exact[IDS].to(table.dtype))
+    dense = skeleton(FOLDERS[0])
+    load_quantized(dense, path, exclude=["model.embed_tokens"], progress=False)
+    assert torch.equal(dense.lm_head.weight, exact.to(dense.lm_head.weight.dtype))
+    torch.testing.assert_close(model(IDS).logits, dense(IDS).logits, rtol=1e-3, atol=1e-3)
+
+
+def test_the_head_of_a_packed_embedding_can_be_excluded(tmp_path) -> None:
+    path, weights = write_gguf(tmp_path / "tiny.gguf", FOLDERS[0], "Q4_0", embedding="Q4_0")
+    model = skeleton(FOLDERS[0])
+    report = load_quantized(model, path, exclude=["lm_head"], progress=False)
+    assert [(entry.name, entry.reason) for entry in report.left] == [("lm_head", "excluded: decoded to floats")]
+    assert type(model.model.embed_tokens) is MarlinEmbedding
+    assert torch.equal(model.lm_head.weight, torch.from_numpy(weights["model.embed_tokens"]).to(torch.float32))
+
+
+class Scaled(nn.Embedding):
+    """An embedding as Gemma's: its forward multiplies the rows."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids) * 8
+
+
+def test_an_embedding_with_a_forward_of_its_own_is_refused_or_decoded(tmp_path) -> None:
+    path, weights = write_gguf(tmp_path / "tiny.gguf", FOLDERS[0], "Q4_0", embedding="Q4_0")
+    model = skeleton(FOLDERS[0])
+    model.model.embed_tokens.__class__ = Scaled
+    with pytest.raises(ModelMismatchError, match=r"layer 'model.embed_tokens': .*Scaled has a forward of its own"):
         load_quantized(model, path, progress=False)
     report = load_quantized(model, path, on_unsupported="dequantize", progress=False)
-    assert [(entry.name, entry.reason) for entry in report.left] == [
-        ("model.embed_tokens", "an embedding: decoded to floats")
+    assert [entry.reason for entry in report.left] == [
+        "Scaled has a forward of its own",
+        "its weight is that of model.embed_tokens",
     ]
     assert torch.equal(model.lm_head.weight, torch.from_numpy(weights["model.embed_tokens"]))
 

@@ -49,6 +49,17 @@ def test_opcheck_dequantize(weight_format, device):
     )
 
 
+@pytest.mark.parametrize("weight_format", reference.FORMATS)
+def test_opcheck_embedding(weight_format, device):
+    weight = weight_of(weight_format, device)
+    torch.library.opcheck(
+        OPS.embedding.default,
+        (torch.tensor([[3, 0], [23, 3]], device=device), weight.b_packed, weight.scales),
+        {**weight.arguments, "dtype": torch.float32},
+        test_utils=utils(device),
+    )
+
+
 def test_opcheck_repacks(device):
     perm = torch.randperm(64, dtype=torch.int32).to(device)
     torch.library.opcheck(OPS.gptq_repack.default, (words((8, 24), device),), test_utils=utils(device))
@@ -151,6 +162,10 @@ def test_other_tensors_that_require_grad_are_refused(argument, device):
         tmm.gemm(x, weight.b_packed, weight.scales, **weight.arguments)
     with pytest.raises(ValueError, match=message.replace("gemm", "dequantize")):
         tmm.dequantize(weight.b_packed, weight.scales, **weight.arguments)
+    with pytest.raises(ValueError, match=message.replace("gemm", "embedding")):
+        tmm.embedding(
+            torch.zeros(1, dtype=torch.int64, device=device), weight.b_packed, weight.scales, **weight.arguments
+        )
     with torch.no_grad():
         tmm.gemm(x, weight.b_packed, weight.scales, **weight.arguments)
 

@@ -344,6 +344,12 @@ void check_elementwise() {
       subject = text(dequantize);
       check_dispatch(dequantize.dispatches.at(0));
       expect(dequantize.dispatches[0].function == "dequantize_uint4b8_bfloat16", "function");
+      const Plan embedding = plan_embedding({.weight = problem.weight, .count = 3, .out = ElementType::float32});
+      subject = text(embedding);
+      check_dispatch(embedding.dispatches.at(0));
+      expect(embedding.dispatches[0].function == "embedding_uint4b8_float32", "function");
+      expect_tiling(embedding.dispatches[0].grid.x, embedding.dispatches[0].threads.x, K / 8, "words");
+      expect_tiling(embedding.dispatches[0].grid.y, embedding.dispatches[0].threads.y, 3, "ids");
       const Plan repack = plan_repack({.kernel = Kernel::awq_repack, .rows = K / 8, .columns = N});
       for (const Plan* plan : {&dequantize, &repack}) {
         subject = text(*plan);

@@ -7,6 +7,7 @@ from torch_marlin_metal.packed_weight import PackedWeight
 
 MXFP4_BLOCK = 32
 NVFP4_BLOCK = 16
+NVFP4_LARGEST = 448.0 * 6.0  # E4M3's largest scale times E2M1's largest code
 E8M0_ONE = 127
 
 

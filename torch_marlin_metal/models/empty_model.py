@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from torch_marlin_metal.layers.embedding import MarlinEmbedding, why_not_embedding
 from torch_marlin_metal.layers.linear import MarlinLinear
 from torch_marlin_metal.packed_weight import FLOAT_DTYPES, PackedWeight
 
@@ -87,6 +89,8 @@ def linear_shape(module: nn.Module) -> LinearShape | None:
 
     Linear layers are `MarlinLinear` and those that `is_linear` takes.
     """
+    if isinstance(module, MarlinEmbedding):
+        return None
     if isinstance(module, MarlinLinear):
         return LinearShape(module.out_features, module.in_features, module.dtype, module.b_packed.device, module.bias)
     weight = module._parameters.get("weight")
@@ -97,6 +101,11 @@ def linear_shape(module: nn.Module) -> LinearShape | None:
     transposed = is_transposed(module)
     N, K = reversed(weight.shape) if transposed else weight.shape
     return LinearShape(N, K, weight.dtype, weight.device, module._parameters.get("bias"), transposed)
+
+
+def why_not_table(module: nn.Module) -> str:
+    """Returns why a packed weight cannot become the table of a module, or "" if it can."""
+    return "" if isinstance(module, MarlinEmbedding) else why_not_embedding(module)
 
 
 def real_device(device: torch.device) -> torch.device:
@@ -137,6 +146,29 @@ def fit_layer(
     if bias is not None and dtype is not None:
         bias = bias.to(dtype)
     return MarlinLinear.from_packed(replace(weight, bias=bias).to(device), dtype=dtype)
+
+
+def fit_table(
+    op: str,
+    name: str,
+    module: nn.Module,
+    weight: PackedWeight,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> MarlinEmbedding:
+    """Makes the packed layer that replaces an embedding; the arguments and errors are those of `fit_layer`."""
+    held: Any = module
+    old = held.weight
+    if tuple(old.shape) != (weight.N, weight.K):
+        raise ModelMismatchError(
+            f"{op}: layer {name!r}: expected a table of {list(old.shape)} as in the model, the checkpoint's is "
+            f"[{weight.N}, {weight.K}]"
+        )
+    fit_bias(op, name, None, weight.bias)
+    device = real_device(old.device) if device is None else device
+    packed = replace(weight, bias=None).to(device)
+    return MarlinEmbedding.from_packed(packed, dtype=dtype or old.dtype, padding_idx=held.padding_idx)
 
 
 def fit_bias(op: str, name: str, expected: Tensor | None, found: Tensor | None) -> Tensor | None:

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 from torch_marlin_metal.checkpoints.options import OnUnsupported, ReadOptions
 from torch_marlin_metal.checkpoints.reader import CheckpointReader, DenseWeight, open_reader
+from torch_marlin_metal.layers.embedding import MarlinEmbedding
 from torch_marlin_metal.layers.fuse import fuse_projections
+from torch_marlin_metal.layers.linear import MarlinLinear
 from torch_marlin_metal.models.empty_model import (
     COMPUTED,
     ModelMismatchError,
@@ -18,11 +20,13 @@ from torch_marlin_metal.models.empty_model import (
     Slots,
     fit_bias,
     fit_layer,
+    fit_table,
     is_transposed,
     linear_shape,
     listing,
     real_device,
     renamer,
+    why_not_table,
 )
 from torch_marlin_metal.models.report import LayerReport, Report, module_bytes
 from torch_marlin_metal.models.swap import Target, swap
@@ -35,10 +39,16 @@ FLOATS = ("F16", "BF16", "F32", "F64")
 
 @dataclass(frozen=True)
 class _Plan:
-    """What to load: layers as (index in the reader, target), other tensors as (names in the model, read function)."""
+    """What to load.
+
+    Layers are (index in the reader, target), other tensors (names in the model, read function). `tied` has modules that
+    share the weight of an embedding among the layers, and that the checkpoint lacks: id of the target -> (target, the
+    embedding's target).
+    """
 
     layers: list[tuple[int, Target]]
     others: list[tuple[list[str], Callable[[], Tensor]]]
+    tied: dict[int, tuple[Target, Target]]
 
 
 def load_quantized(
@@ -65,7 +75,7 @@ def load_quantized(
         model: a model whose Linear layers and other tensors have the checkpoint's names, changed in place.
         path: a checkpoint directory or a .gguf file, see `convert.read_layers`.
         options: how to read, see `convert.ReadOptions`; None means the defaults, with `gguf_names="hf"`.
-            `on_unsupported` decides about layers that cannot be a `MarlinLinear` without loss, including embeddings:
+            `on_unsupported` decides about layers that cannot be a `MarlinLinear` or `MarlinEmbedding` without loss:
             "error" raises an error, "dequantize" decodes them to floats, and "skip" leaves the model's layer unchanged.
         device: device of every loaded tensor; None means that of the replaced tensor, or the CPU for the meta device.
         dtype: dtype of floating tensors that are not packed; None means that of the tensor they replace.
@@ -91,11 +101,33 @@ def load_quantized(
     reader = open_reader(path, options or ReadOptions(gguf_names="hf"), **fields)
     slots = Slots(model)
     plan = _plan(model, reader, slots, renamer(rename), ignore, keep)
-    check_patterns(OP, (name for _, target in plan.layers for name in target.names), exclude=exclude)
+    targets = [target for _, target in plan.layers] + [user for user, _ in plan.tied.values()]
+    check_patterns(OP, (name for target in targets for name in target.names), exclude=exclude)
     place = torch.device(device) if device is not None else None
     positions = {id(target): index for index, target in plan.layers}
 
+    tables: dict[int, MarlinEmbedding] = {}
+
+    def convert_tied(target: Target, source: Target) -> tuple[nn.Module, LayerReport] | LayerReport:
+        """Makes a layer that the checkpoint lacks because it shares its weight with the embedding `source`."""
+        entry = LayerReport(target.name, type(target.module).__name__, bytes_before=module_bytes(target.module))
+        table = tables.get(id(source))
+        if table is None:
+            return replace(entry, reason=f"its weight is that of {source.name}", bytes_after=entry.bytes_before)
+        if any(selects(exclude, name, target.module) for name in target.names):
+            _set_dense(slots, target, table.to_packed(), place, dtype)
+            return replace(entry, reason="excluded: decoded to floats", bytes_after=module_bytes(target.module))
+        layer: MarlinLinear
+        if linear_shape(target.module) is None:
+            layer = fit_table(OP, target.name, target.module, table.to_packed(), device=place, dtype=dtype)
+        else:
+            layer = table.tied_linear(target.module._parameters.get("bias"))
+        entry = replace(entry, shape=(layer.out_features, layer.in_features), weight_format=layer.weight_format)
+        return layer, replace(entry, group_size=layer.group_size, bytes_after=module_bytes(layer))
+
     def convert(target: Target) -> tuple[nn.Module, LayerReport] | LayerReport:
+        if id(target) in plan.tied:
+            return convert_tied(*plan.tied[id(target)])
         weight = reader.read(positions[id(target)])
         shape = linear_shape(target.module)
         entry = LayerReport(
@@ -110,13 +142,17 @@ def load_quantized(
         if any(selects(exclude, name, target.module) for name in target.names):
             reason = reason or "excluded: decoded to floats"
         if isinstance(weight, PackedWeight) and shape is None and not reason:
-            reason = "an embedding: decoded to floats"
+            reason = why_not_table(target.module) or _tied_to_others(target, plan)
         if reason:
             _set_dense(slots, target, weight, place, dtype)
             return replace(entry, reason=reason, bytes_after=module_bytes(target.module))
         assert isinstance(weight, PackedWeight)
-        assert shape is not None
-        layer = fit_layer(OP, target.name, shape, weight, device=place, dtype=dtype)
+        layer: MarlinLinear
+        if shape is None:
+            layer = fit_table(OP, target.name, target.module, weight, device=place, dtype=dtype)
+            tables[id(target)] = layer
+        else:
+            layer = fit_layer(OP, target.name, shape, weight, device=place, dtype=dtype)
         converted = replace(entry, weight_format=layer.weight_format, group_size=layer.group_size)
         return layer, replace(converted, bytes_after=module_bytes(layer))
 
@@ -126,13 +162,12 @@ def load_quantized(
             old = slots.get(names[0])
             target_device = place or real_device(old.device)
             slots.set(names, read().to(target_device, (dtype if old.is_floating_point() else None) or old.dtype))
-        targets = [target for _, target in plan.layers]
-        report = swap(model, targets, convert, "load 4-bit layers", atomic=True, progress=progress)
+        report = swap(model, list(targets), convert, "load 4-bit layers", atomic=True, progress=progress)
         if fuse:
             fuse_projections(model)
         return report
     except BaseException:
-        for _, target in plan.layers:
+        for target in targets:
             for name in target.names:
                 model.set_submodule(name, target.module)
         slots.undo()
@@ -148,7 +183,7 @@ def _plan(
     keep: NameFilter,
 ) -> _Plan:
     """Finds the target of every layer and tensor. Reads only names and headers."""
-    plan, unexpected = _Plan([], []), []
+    plan, unexpected = _Plan([], [], {}), []
     targets: dict[str, Target] = {}
     by_module: dict[int, Target] = {}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -185,6 +220,11 @@ def _plan(
     if unexpected:
         raise ModelMismatchError(f"{OP}: {reader.path}: the model has no place for {listing(unexpected)}")
     dense = {name for name in slots.persistent if name.rpartition(".")[0] + "." not in replaced}
+    for _, target in plan.layers:
+        for other in [other for name in _weights(target, slots) for other in slots.names_of(name)]:
+            user = targets[other.rpartition(".")[0]]
+            if user is not target and id(user) not in taken:
+                plan.tied[id(user)] = user, target
     tied = {other for _, target in plan.layers for name in _weights(target, slots) for other in slots.names_of(name)}
     missing = {name for name in dense - found - tied if not selects(keep, name)}
     if missing:
@@ -196,16 +236,24 @@ def _check_kind(target: Target, on_unsupported: OnUnsupported) -> None:
     module = target.module
     if linear_shape(module) is not None:
         return
-    if not isinstance(module, nn.Embedding):
+    if not isinstance(module, (nn.Embedding, MarlinEmbedding)):
         raise ModelMismatchError(
             f"{OP}: layer {target.name!r}: expected nn.Linear in the model for a 4-bit layer, "
             f"got {type(module).__name__}"
         )
-    if on_unsupported == "error":
+    if on_unsupported == "error" and (reason := why_not_table(module)):
         raise ModelMismatchError(
-            f"{OP}: layer {target.name!r}: the checkpoint stores this embedding in 4 bit, which only Linear layers "
-            "keep; on_unsupported='dequantize' decodes it to floats"
+            f"{OP}: layer {target.name!r}: the checkpoint stores this embedding in 4 bit, but {reason}; "
+            "on_unsupported='dequantize' decodes it to floats"
         )
+
+
+def _tied_to_others(target: Target, plan: _Plan) -> str:
+    """Returns the reason why an embedding stays in floats: a module that no packed layer replaces shares its table."""
+    for user, source in plan.tied.values():
+        if source is target and linear_shape(user.module) is None and why_not_table(user.module):
+            return f"its weight is also that of {user.name} ({type(user.module).__name__}), which stays"
+    return ""
 
 
 def _weights(target: Target, slots: Slots) -> list[str]:

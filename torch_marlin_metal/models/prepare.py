@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
+from torch_marlin_metal.layers.embedding import MarlinEmbedding
 from torch_marlin_metal.layers.linear import WEIGHT_BUFFERS, MarlinLinear
 from torch_marlin_metal.ops import given
 
@@ -47,7 +48,9 @@ def prepare(
         raise ValueError(f"prepare: rows: expected numbers of at least 1, got {rows}")
     products = {}
     for layer in model.modules():
-        if isinstance(layer, MarlinLinear) and layer.b_packed.device.type == "mps":
+        if isinstance(layer, MarlinEmbedding) or not isinstance(layer, MarlinLinear):
+            continue
+        if layer.b_packed.device.type == "mps":
             for M in rows:
                 products[_kind(layer, M, dtype or layer.dtype)] = (layer, M, dtype or layer.dtype)
     with (

@@ -51,13 +51,26 @@ def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeigh
     block = fp4.MXFP4_BLOCK if mode == "mxfp4" else fp4.NVFP4_BLOCK
     if group_size != block:
         raise layer.unsupported(f"{mode} with groups of {group_size} instead of {block}")
-    if "global_scale" in layer:
-        raise layer.unsupported("it has a global scale, whose convention is not settled")
     layer.expect("scales", ("U8",), N, K // block)
     b_packed, scales, bias = as_words(layer.read("weight")), layer.read("scales").t(), layer.bias(N)
     if mode == "mxfp4":
         return fp4.mxfp4(b_packed, scales, bias, "mlx mxfp4")
-    return fp4.nvfp4(b_packed, scales, None, bias, "mlx nvfp4")
+    return fp4.nvfp4(b_packed, scales, _multiplier(layer), bias, "mlx nvfp4")
+
+
+def _multiplier(layer: Layer) -> Tensor | None:
+    """Returns what multiplies NVFP4's block scales. MLX stores the largest magnitude of the weight instead.
+
+    mlx/backend/metal/kernels/fp_quantized.h (0.32.4) divides it by the largest scale times the largest code.
+    """
+    if "global_scale" not in layer:
+        return None
+    if layer.dtype("global_scale") != "F32" or layer.shape("global_scale") not in ((), (1,)):
+        raise layer.error(
+            "global_scale",
+            f"expected one F32 number, got {layer.dtype('global_scale')} {list(layer.shape('global_scale'))}",
+        )
+    return layer.read("global_scale") / fp4.NVFP4_LARGEST
 
 
 def _read_affine(layer: Layer, N: int, K: int, bits: int, group_size: int) -> PackedWeight:
@@ -89,11 +102,10 @@ FORMAT = DirectoryFormat(
     name="mlx",
     title="MLX (mlx-lm, transformers' Metal quantizer)",
     methods=("metal", "mlx"),
-    variants=(("affine, 4 bit", "uint4_bias"), ("mxfp4", "mxfp4"), ("nvfp4", "nvfp4")),
+    variants=(("affine, 4 bit", "uint4_bias"), ("mxfp4", "mxfp4"), ("nvfp4, with or without a global scale", "nvfp4")),
     refused=(
         ("2, 3, 5, 6 and 8 bit layers", "codes are not 4 bit wide; dequantized on request"),
         ("mxfp8", "8-bit weights"),
-        ("NVFP4 with a global scale", "its convention is not settled"),
     ),
     anchors={".scales": "scales"},
     roles={
@@ -102,7 +114,13 @@ FORMAT = DirectoryFormat(
         "global_scale": (".global_scale",),
         "bias": (".bias",),
     },
-    fields={"b_packed": "weight", "scales": "scales", "zeros": "biases", "bias": "bias"},
+    fields={
+        "b_packed": "weight",
+        "scales": "scales",
+        "zeros": "biases",
+        "global_scale": "global_scale",
+        "bias": "bias",
+    },
     check=_check,
     read=_read,
     implied=_implied,

@@ -41,8 +41,8 @@ class MarlinGgufQuantizer(MarlinQuantizer):
             if isinstance(modules.get(name), nn.Embedding):
                 if self.quantization_config.on_unsupported == "error":
                     raise UnsupportedFormat(
-                        f"{checkpoint_file}: layer {name!r}: an embedding stored in blocks, which only Linear layers "
-                        "keep; take_over(on_unsupported='dequantize') decodes it to floats"
+                        f"{checkpoint_file}: layer {name!r}: an embedding stored in blocks, which from_pretrained does "
+                        "not keep; load_quantized does, and take_over(on_unsupported='dequantize') decodes it to floats"
                     )
                 weight = self._reader.read(index)
                 assert weight is not None

@@ -137,6 +137,7 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
                 raise UnsupportedFormat(
                     f"{reader.path}: layer {source!r}: expected nn.Linear in the model for a 4-bit layer, "
                     f"got {type(module).__name__}"
+                    + (" (load_quantized keeps embeddings in 4 bit)" if isinstance(module, nn.Embedding) else "")
                 )
             pending = PendingLinear(shape)
             inherit(pending, module)
