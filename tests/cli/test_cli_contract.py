@@ -20,7 +20,7 @@ LINES = {
     "verify": (["x", "y"], "open_reader"),
     "quantize": (["x", "y"], "FloatReader"),
     "plan": (["8", "64", "64", "--gpu", "M1"], "explain"),
-    "profile": (["--gpu", "M1"], "as_gpu"),
+    "profile": (["--gpu", "M1"], "gpu_of"),
     "tune": (["--shape", "64,64"], "tune"),
     "bench": (["--shape", "64,64", "--rows", "1", "--device", "cpu"], "product_of"),
     "doctor": ([], "machine"),
