@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cstdio>
 #include <memory>
 #include <mutex>
@@ -23,6 +24,7 @@ constexpr size_t kMostNames = 8;  // a message with the names of a whole token's
 struct Kernels {
   std::vector<std::string> names;
   bool has_others = false;
+  std::atomic<bool> ended = false;
 
   void add(const std::string& name) {
     if (std::find(names.begin(), names.end(), name) != names.end()) return;
@@ -41,10 +43,11 @@ struct Kernels {
   }
 };
 
-// The command buffer that a stream fills. It is retained, so that no later one has its address.
+// The command buffer that a stream fills. It is not retained, because it could keep the memory of its operands. A later
+// command buffer can have its address only after its handlers ran, which set `ended`.
 struct Watched {
-  id<MTLCommandBuffer> buffer = nil;
-  std::shared_ptr<Kernels> kernels;
+  const void* buffer = nullptr;
+  std::shared_ptr<Kernels> kernels = std::make_shared<Kernels>();
 };
 
 struct Failure {
@@ -74,12 +77,13 @@ void completed(id<MTLCommandBuffer> buffer, const Kernels& kernels) {
 void watch_kernel(const std::string& name) {
   static auto* streams = new std::array<Watched, kStreams>;
   Watched& watched = (*streams)[stream_number()];
-  if (id<MTLCommandBuffer> buffer = command_buffer(); buffer != watched.buffer) {
-    [watched.buffer release];
-    watched = {[buffer retain], std::make_shared<Kernels>()};
-    const std::shared_ptr<const Kernels> kernels = watched.kernels;
+  const void* buffer = static_cast<const void*>(command_buffer());
+  if (buffer != watched.buffer || watched.kernels->ended) {
+    watched = {buffer, std::make_shared<Kernels>()};
+    const std::shared_ptr<Kernels> kernels = watched.kernels;
     add_completed_handler(^(id<MTLCommandBuffer> ended) {
       completed(ended, *kernels);
+      kernels->ended = true;
     });
   }
   watched.kernels->add(name);

@@ -157,6 +157,11 @@ def test_brackets_of_a_table_are_text(capsys):
     assert r"[b] of \x1b[0m" in out
 
 
+def heed_ctrl_c() -> None:
+    """A shell that runs the tests in the background makes their processes ignore SIGINT."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize("way", ["module", "script", "another program"])
 def test_ctrl_c_while_torch_is_loaded(tmp_path, way):
     """A stand-in for torch waits in its import, and the signal comes then."""
@@ -166,7 +171,7 @@ def test_ctrl_c_while_torch_is_loaded(tmp_path, way):
     arguments = ["-m", "torch_marlin_metal"] if way == "module" else [str(script)]
     process = subprocess.Popen(
         [sys.executable, *arguments, "--version"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}, preexec_fn=heed_ctrl_c,
     )  # fmt: skip
     assert process.stdout.readline() == "loading\n"
     process.send_signal(signal.SIGINT)
@@ -198,7 +203,7 @@ main()
 """
     done = subprocess.run(
         [sys.executable, "-c", code, str(GPTQ), str(tmp_path / "out")], check=False, capture_output=True, text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env=os.environ | {"PYTHONPATH": str(ROOT)}, preexec_fn=heed_ctrl_c,
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (130, "cleaned up\n")
     assert done.stderr.endswith("interrupted\n")

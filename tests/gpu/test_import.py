@@ -80,13 +80,13 @@ if os.getuid() == 0:  # whom no permission stops
 with warnings.catch_warnings(record=True) as found:
     warnings.simplefilter("always")
     chosen = tmm.plan({PRODUCT}).chosen.variant
-print(chosen, [str(w.message) for w in found if "tuned choices are not used" in str(w.message)])
+print(chosen == tmm.plan({PRODUCT}, tuned=False).chosen.variant, [str(w.message) for w in found if "tuned choices are not used" in str(w.message)])
 """
     named = {} if reason == "Permission denied" else {"TORCH_MARLIN_METAL_TUNED": "/" + "x" * 5000}
     done = run_python(code, HOME=str(tmp_path), **{"XDG_CACHE_HOME": "", "TORCH_MARLIN_METAL_TUNED": ""} | named)
     assert done.returncode == 0, done.stderr
     assert reason in done.stdout
-    assert "gemv" in done.stdout
+    assert done.stdout.startswith("True")
 
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="loads the software Metal device in a process of its own")

@@ -186,7 +186,7 @@ def prepare_leaves_nothing_to_compile() -> None:
     model = torch.nn.Sequential(*layers).to("mps")
     with softmetal.compiles() as seen:
         assert tmm.prepare(model, [1, 9, 9, 40], progress=False) == 9  # two layers are alike
-    assert len(set(instances(seen))) == len(instances(seen)) > 2
+    assert len(set(instances(seen))) == len(instances(seen)) >= 2  # one for each format
     with softmetal.compiles() as seen:
         for linear in model:
             for M in (1, 9, 40):
