@@ -75,11 +75,20 @@ def test_large_shapes(weight_format, K, device, everything):
 @pytest.mark.parametrize("weight_format", ["uint4b8", "uint4", "uint4_bias", "float4_e2m1", "lut4"])
 def test_scales_and_zeros_of_any_dtype(weight_format, dtype, device, everything):
     zeros = {"uint4": (torch.uint8, *reference.DTYPES), "uint4_bias": reference.DTYPES}.get(weight_format, (None,))
-    rows, types = (1, 5, 33), itertools.product(reference.DTYPES, zeros)
+    rows, types = (1, 5, 33), list(itertools.product(reference.DTYPES, zeros))
+    first = reference.DTYPES.index(dtype)
     if everything or device == "cpu":
         cases = ((*pair, M) for pair, M in itertools.product(types, rows))
     else:
-        cases = ((*pair, rows[i % 3]) for i, pair in enumerate(types, reference.DTYPES.index(dtype)))
+        cases = ((*pair, rows[i % 3]) for i, pair in enumerate(types, first))
+        if len(zeros) > 1:  # every pair of two of the three dtypes, in one of the three tests
+            cases = (
+                (scales_dtype, zeros_dtype, rows[(first + zero) % 3])
+                for (scale, scales_dtype), (zero, zeros_dtype) in itertools.product(
+                    enumerate(reference.DTYPES), enumerate(zeros)
+                )
+                if (first + scale + zero) % 3 == 0
+            )
     for scales_dtype, zeros_dtype, M in cases:
         check_shape(weight_format, dtype, 136, 65, 32, (M,), device, scales_dtype=scales_dtype, zeros_dtype=zeros_dtype)
 
