@@ -27,7 +27,7 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 
 def raise_again() -> None:
-    """Lets Ctrl-C raise KeyboardInterrupt again, which a command needs to leave its files in order."""
+    """Makes Ctrl-C raise KeyboardInterrupt, as Python does by default, so that a command can clean up its files."""
     if signal.getsignal(signal.SIGINT) is _end:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -249,7 +249,7 @@ def _why_not(linear: nn.Module) -> str:
 
 
 def _shared_with_others(model: nn.Module, targets: list[Target]) -> dict[int, str]:
-    """Returns reasons, by the module's id, for modules that stay because another module uses their tensors."""
+    """Returns why modules stay in floats whose tensors another module uses, as `{id(module): reason}`."""
     taken = {id(target.module) for target in targets}
     users = {
         id(tensor): f"{name} ({type(module).__name__})"

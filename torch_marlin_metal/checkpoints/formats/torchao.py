@@ -1,7 +1,8 @@
-"""torchao layers: NVFP4Tensor, MXTensor and IntxUnpackedToInt8Tensor (int4), by their inner tensors.
+"""Reads torchao's layers of the classes NVFP4Tensor, MXTensor and IntxUnpackedToInt8Tensor (int4).
 
-The tensors are named `<layer>.weight.<field>`, or `<layer>._weight_<field>` if torchao's own safetensors support wrote
-them. The attributes of the class are in config.json under `tensor_attributes`, or in the file's metadata.
+Their inner tensors are named `<layer>.weight.<field>`, or `<layer>._weight_<field>` if torchao's own safetensors
+support wrote them. The other attributes of these classes are in config.json under `tensor_attributes`, or in
+the file's metadata.
 """
 
 import json

@@ -167,7 +167,7 @@ def measure(chains: Mapping[str, Chain], rounds: int = 9) -> dict[str, list[Meas
 
 
 def interleave(chains: Mapping[str, Chain], rounds: int = 9) -> dict[str, list[float]]:
-    """Returns the device's seconds per call of each chain, by round, as `measure` finds them."""
+    """Times the chains in turn, in several rounds. Returns each chain's GPU seconds per call, by round."""
     return {name: [found.seconds for found in times] for name, times in measure(chains, rounds).items()}
 
 
