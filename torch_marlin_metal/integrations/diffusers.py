@@ -206,9 +206,7 @@ class MarlinDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         inside = tuple(f"{name}." for name in packed)
         state = {name: value for name, value in state_dict.items() if not name.startswith(inside)}
         for name, weight in packed.items():
-            for key, value in exporter.tensors(replace(weight, name=name)).items():
-                # Layers may share a table or a permutation, but safetensors refuses tensors that share memory.
-                state[f"{name}.{key}"] = value.clone() if key in ("lut", "perm") else value
+            state |= {f"{name}.{key}": value for key, value in exporter.own_tensors(weight, name).items()}
         return state, {}
 
     def _dequantize(self, model: Any) -> Any:

@@ -4,7 +4,7 @@ docs/on-disk-format.md is its specification.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -40,6 +40,12 @@ class NativeExporter:
         """Returns the state_dict of the layer."""
         self.layers[weight.name] = _describe(weight)
         return dict(MarlinLinear.from_packed(weight).state_dict())
+
+    def own_tensors(self, weight: PackedWeight, name: str) -> dict[str, Tensor]:
+        """Returns the state_dict of the layer under `name`, for the safetensors writers of other libraries."""
+        tensors = self.tensors(replace(weight, name=name))
+        # Layers may share a table or a permutation, but safetensors refuses tensors that share memory.
+        return {key: value.clone() if key in ("lut", "perm") else value for key, value in tensors.items()}
 
     def settings(self) -> dict[str, Any]:
         """Returns the `quantization_config` of a checkpoint with these layers.

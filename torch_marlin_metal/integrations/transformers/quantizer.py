@@ -249,9 +249,8 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
             stored = f"{name}.b_packed"
             if renamed:
                 (stored,) = revert_weight_conversion(model, {stored: weight.b_packed})
-            for key, value in exporter.tensors(replace(weight, name=stored.removesuffix(".b_packed"))).items():
-                # Layers may share a table or a permutation, but safetensors refuses tensors that share memory.
-                state[f"{name}.{key}"] = value.clone() if key in ("lut", "perm") else value
+            tensors = exporter.own_tensors(weight, stored.removesuffix(".b_packed"))
+            state |= {f"{name}.{key}": value for key, value in tensors.items()}
         self.quantization_config.layers = exporter.layers
         model.config.quantization_config = self.quantization_config
         return state, {}
