@@ -14,14 +14,20 @@ def formats_page() -> str:
 `torch_marlin_metal.convert.formats_page()` generates this page from the list of formats
 (`known_formats.py`), and a test compares the two.
 
-Readers do not quantize again: they keep the codes, scales and zero points that the producer stored. A layer that no
-weight format can represent exactly is refused. `read_layers(..., on_unsupported=...)` decides what happens then:
-"error" raises an error that names the layer, "skip" leaves it out, and "dequantize" decodes it to floats if the
-table says "dequantized on request".
+A reader never quantizes again: it keeps the codes, scales and zero points that the producer stored. The tables below
+list what each reader reads and what it refuses. A layer is also refused if no weight format can represent its weights
+exactly.
 
-One value is rounded. compressed-tensors divides NVFP4 weights by a global scale. This package multiplies by the
-inverse, which it rounds to fp32. A weight then has a relative error of at most 3 * 2^-24; division in fp32, as the
-producer does it, has at most 2 * 2^-24.
+The argument `on_unsupported` of `read_layers` decides what happens to a refused layer:
+
+- `"error"`, the default, raises an error that names the layer.
+- `"skip"` leaves the layer out.
+- `"dequantize"` decodes the layer to floats. Not every layer can be decoded: the tables say "dequantized on request"
+  for those that can. Any other refused layer raises the same error as with `"error"`.
+
+One value is rounded. compressed-tensors divides NVFP4 weights by a global scale, but this package multiplies by its
+inverse, which is rounded to fp32. A weight then has a relative error of at most 3 * 2^-24. The producer's division in
+fp32 has at most 2 * 2^-24.
 """
     ]
     for fmt in FORMATS:
