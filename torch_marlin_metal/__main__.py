@@ -1,4 +1,4 @@
-"""`python -m torch_marlin_metal` is `torch-marlin-metal`."""
+"""Makes `python -m torch_marlin_metal` run the command line `torch-marlin-metal`."""
 
 from torch_marlin_metal.cli import main
 

@@ -1,7 +1,7 @@
-"""Lets Ctrl-C end the command line while it imports torch, which takes seconds, as it does later.
+"""Lets Ctrl-C end the command line while it imports torch, which takes seconds.
 
-Importing any module of the package imports torch, so `cli.main` begins too late for this. The package therefore imports
-this module first. Its import changes nothing in other programs.
+Importing any module of the package imports torch, so `cli.main` begins too late to handle Ctrl-C during that import.
+The package therefore imports this module first. In other programs this module changes nothing.
 """
 
 import os
@@ -15,13 +15,13 @@ EXIT_CODE = 130  # 128 + SIGINT, as shells report it
 
 def _is_command() -> bool:
     """Returns whether this process is `torch-marlin-metal` or `python -m torch_marlin_metal`."""
-    if sys.argv[:1] == ["-m"]:  # Python puts the module's path there only after it has imported the package
+    if sys.argv[:1] == ["-m"]:  # Python replaces "-m" by the module's path only after it has imported the package
         return "torch_marlin_metal" in sys.orig_argv[1:]
     return Path(sys.argv[0]).stem == "torch-marlin-metal" if sys.argv else False
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    # No exception: some of torch's imports would take one for their own failure.
+    # An exception would not end the import: some of torch's modules catch it as a failed import of their own.
     os.write(2, b"interrupted\n")
     os._exit(EXIT_CODE)
 

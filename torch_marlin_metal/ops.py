@@ -20,7 +20,7 @@ _gemm = _ops.gemm.default
 
 @register_flop_formula(_ops.gemm)
 def _gemm_flops(a_shape: torch.Size, b_packed_shape: torch.Size, *_: Any, **__: Any) -> int:
-    """Counts a product as `FlopCounterMode` counts `nn.Linear`'s: a multiplication and an addition each."""
+    """Returns 2 M N K, a multiplication and an addition per term, as `FlopCounterMode` counts for `nn.Linear`."""
     return 2 * a_shape.numel() * b_packed_shape[1]
 
 
@@ -117,7 +117,7 @@ def linear(a: Tensor, weight: PackedWeight) -> Tensor:
 
     Raises:
         TypeError: `weight` is not a `PackedWeight`.
-        RuntimeError: as `gemm`, which computes it.
+        RuntimeError: see `gemm`, which computes the product.
     """
     if not isinstance(weight, PackedWeight):
         raise TypeError(f"linear: weight: expected a PackedWeight, got {type(weight).__name__}")
@@ -138,7 +138,7 @@ def dequantize(
 ) -> Tensor:
     """Returns the weight of `gemm` as floats, `[K, N]`, in the original order of k: `out[perm[j], :]` is packed row j.
 
-    It is computed in fp32 and rounded once.
+    The weight is computed in fp32 and rounded once.
 
     Args:
         b_packed: int32 `[K/8, N]`, as in `gemm`.
@@ -148,7 +148,8 @@ def dequantize(
         zeros: `[G, N]` or None.
         global_scale: float32 `[]`, `[1]`, `[N]` or None.
         lut: float32 `[16]` or None.
-        perm: int32 `[K]`, a permutation, or None. If rows share an index, one of them is kept; which is unspecified.
+        perm: int32 `[K]`, a permutation, or None. If several rows have the same index, the result has one of them;
+            which one is unspecified.
         dtype: float16, bfloat16 or float32.
 
     Raises:
@@ -175,13 +176,14 @@ def embedding(
     perm: Tensor | None = None,
     dtype: torch.dtype = torch.float16,
 ) -> Tensor:
-    """Looks up rows of a packed embedding table: column `ids[...]` of the weight `[K, N]`, N the vocabulary.
+    """Looks up vectors of a packed embedding table: vector i is column i of the weight `[K, N]`.
 
-    Only the rows that are asked for are decoded, with the bits that `dequantize` gives them. No tensor has a gradient.
+    Decodes only the vectors of the given ids. They have the same bits as in the result of `dequantize`. No tensor has a
+    gradient.
 
     Args:
         ids: int32 or int64, any shape and strides, values in `[0, N)`.
-        b_packed: int32 `[K/8, N]`, as in `gemm`; K is the length of a row of the table.
+        b_packed: int32 `[K/8, N]`, as in `gemm`; N is the size of the vocabulary, K the length of a vector.
         scales: `[G, N]`.
         weight_format: a format's name or alias.
         group_size: the group size, or -1 for K.
@@ -192,7 +194,7 @@ def embedding(
         dtype: float16, bfloat16 or float32.
 
     Returns:
-        `[..., K]` in `dtype`. On mps an id outside the table gives a row of NaN, because its value is known only there.
+        `[..., K]` in `dtype`. On mps an id outside the table gives a vector of NaN, because only the GPU knows the ids.
 
     Raises:
         IndexError: on the CPU, an id outside the table.
@@ -228,10 +230,11 @@ def gptq_repack(qweight: Tensor, *, perm: Tensor | None = None) -> Tensor:
 def gptq_unpack_zeros(qzeros: Tensor, *, checkpoint_version: int, rule: ZerosRule = "word") -> Tensor:
     """Unpacks GPTQ's `qzeros` into one byte per zero point.
 
-    Version 1 files store z - 1. The rules differ only if a stored nibble is 15. "word" adds 0x11111111 to the word,
-    which is exact for GPTQModel and AutoRound, because they borrow across nibbles to store z = 0. "masked" gives
-    (raw + 1) & 15. "unmasked" gives raw + 1, which may be 16. Functions that read whole layers or checkpoints call
-    these two arguments `gptq_version` and `gptq_zeros_rule`.
+    Files of version 1 store z - 1, so a zero point is the stored nibble plus 1. If the nibble is 15, programs disagree
+    about the result, and `rule` chooses one. "word" adds 0x11111111 to the whole word. This is exact for files of
+    GPTQModel and AutoRound, which subtract 1 from the whole word, with a borrow from the next nibble if z is 0.
+    "masked" gives (nibble + 1) & 15. "unmasked" gives nibble + 1, which may be 16. Functions that read whole layers or
+    checkpoints call these two arguments `gptq_version` and `gptq_zeros_rule`.
 
     Args:
         qzeros: int32 `[G, N/8]`, contiguous, lowest n in the lowest nibble.
@@ -252,7 +255,8 @@ def awq_repack(qweight: Tensor) -> Tensor:
     """Converts the `qweight` of AWQ's "gemm" version to the packed layout and undoes its interleave.
 
     Args:
-        qweight: int32 `[K, N/8]`, contiguous; nibble i of a word holds column `[0, 2, 4, 6, 1, 3, 5, 7][i]` of its 8.
+        qweight: int32 `[K, N/8]`, contiguous; nibble i of a word holds column `[0, 2, 4, 6, 1, 3, 5, 7][i]` of the
+            word's eight.
 
     Returns:
         int32 `[K/8, N]`.

@@ -28,7 +28,7 @@ class PackedWeightError(ValueError):
 
 @dataclass(repr=False)
 class PackedWeight:
-    """A weight of shape `[K, N]` with 4-bit codes; the fields are named as `gemm`'s arguments.
+    """A weight of shape `[K, N]` with 4-bit codes. The fields have the names of `gemm`'s arguments.
 
     Attributes:
         b_packed: int32 `[K/8, N]`, contiguous; word (r, n) holds k = 8r..8r+7 of column n, lowest k in the low nibble.
@@ -36,12 +36,12 @@ class PackedWeight:
         weight_format: a name of `formats.WEIGHT_FORMATS`.
         group_size: as the operators take it: one of `formats.GROUP_SIZES` or K.
         zeros: `[G, N]` zero points (uint8 or floating) for uint4, biases (floating) for uint4_bias.
-        global_scale: fp32 `[]`, `[1]` or `[N]` for nvfp4; multiplies.
+        global_scale: fp32 `[]`, `[1]` or `[N]` for nvfp4; multiplies the scales.
         lut: fp32 `[16]` for lut4.
         perm: int32 `[K]`; row j of the packed weight is row perm[j] of the original (GPTQ act-order).
         bias: `[N]`, the bias of the linear layer, or None.
         name: the layer's name in the model, without ".weight".
-        source: the name of the checkpoint format that it came from, for reports.
+        source: the name of the checkpoint format that the weight came from, for reports.
     """
 
     b_packed: Tensor
@@ -188,7 +188,7 @@ def _require_absent(field: str, tensor: Tensor | None, format_name: str) -> None
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Returns whether a tensor has values to look at: one of `FakeTensorMode` has none."""
+    """Returns whether a tensor has values; tensors of `FakeTensorMode` have none."""
     return not isinstance(tensor, FakeTensor)
 
 

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 CODES_PER_WORD = 8
-# How to read and write GPTQ version 1 zero points if a stored nibble is 15; see `ops.gptq_unpack_zeros`.
+# Version 1 of GPTQ's format stores zero point - 1. The rule says what a stored nibble of 15 means; see
+# `ops.gptq_unpack_zeros`.
 ZerosRule = Literal["word", "masked", "unmasked"]
 # AWQ's interleave: nibble i (lowest first) of a word holds column AWQ_ORDER[i] of eight (AutoAWQ, packing_utils.py).
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 SEQUENTIAL_ORDER = tuple(range(CODES_PER_WORD))
-# GPTQ version 1 files hold zero point - 1, written as one subtraction for the whole word (GPTQModel, AutoRound).
+# Version 1 of GPTQ's format: GPTQModel and AutoRound subtract this from a word of eight zero points.
 ONE_IN_EACH_NIBBLE = 0x11111111
 
 
@@ -144,8 +145,8 @@ def gptq_perm(g_idx: Tensor, group_size: int) -> Tensor | None:
         group_size: rows per group; -1, or K or more, means one group. Only the last group may be shorter.
 
     Returns:
-        int32 `[K]` on g_idx's device, or None if rows are in order: g_idx is k // group_size, or all zero. Writers that
-        do not use act-order leave it all zero; if there is more than one group, a warning says so.
+        int32 `[K]` on g_idx's device, or None if rows are in order: g_idx is k // group_size, or all zero. Programs
+        that do not use act-order write zeros; if there is more than one group, the function warns about them.
 
     Raises:
         ValueError: g_idx is not int32 or int64, wrong rank, a group out of range, or groups of the wrong size.
@@ -159,7 +160,7 @@ def gptq_perm(g_idx: Tensor, group_size: int) -> Tensor | None:
         raise ValueError(f"gptq_perm: group_size: expected -1 or a positive number, got {group_size}")
     group_size = K if group_size == -1 else min(group_size, K)
     G = -(-K // group_size)
-    # Computed on the CPU for every device: it is only K numbers per layer, and each branch below would wait anyway.
+    # Each branch below would wait for a value from the device, so all K numbers are copied to the CPU at once.
     groups = g_idx.detach().cpu().long()
     low, high = int(groups.min()), int(groups.max())
     if low < 0 or high >= G:

@@ -4,7 +4,7 @@
 the stored choices at their first product on the GPU, and use those for the same GPU, torch and package version. The
 command `torch-marlin-metal tune` does all of this.
 
-`set_commit_interval` sets how often the operators give the GPU what they have encoded.
+`set_commit_interval` sets how often the operators commit encoded work to the GPU.
 """
 
 from torch_marlin_metal.gpu.commits import commit_interval, set_commit_interval

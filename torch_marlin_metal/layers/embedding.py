@@ -18,14 +18,14 @@ class MarlinEmbedding(MarlinLinear):
     """`nn.Embedding` with a packed 4-bit table, looked up by `torch.ops.torch_marlin_metal.embedding`.
 
     The table is stored as the weight of a `MarlinLinear` from K = `embedding_dim` features to N = `num_embeddings`, so
-    that an output head that is tied to the embedding uses the same tensors. Everything but the call is as there:
-    tensors, state_dict, `to_packed()` and dtypes. `dtype`, which `.half()`, `.bfloat16()` and `.to(dtype)` change, is
-    that of the rows that the layer returns. The table has no gradient.
+    that an output head that is tied to the embedding can use the same tensors. Tensors, state_dict, `to_packed()` and
+    dtypes are those of `MarlinLinear`; only the call differs. The layer returns rows of its `dtype`, which `.half()`,
+    `.bfloat16()` and `.to(dtype)` change. The table has no gradient.
 
     Args:
         num_embeddings: N, the rows of the table.
         embedding_dim: K, the length of a row, a multiple of 8.
-        padding_idx: as in `nn.Embedding`; kept for models that read it, it changes nothing here.
+        padding_idx: as in `nn.Embedding`; the layer only stores it, for models that read it.
         **options: `weight_format`, `group_size`, `device`, `dtype` and the others of `MarlinLinear`, but no bias.
     """
 
@@ -76,8 +76,8 @@ class MarlinEmbedding(MarlinLinear):
         """Quantizes an embedding on its device.
 
         Args:
-            embedding: its table is float16, bfloat16 or float32 with rows of a multiple of 8, and it has no
-                `max_norm`, `scale_grad_by_freq` or `sparse`.
+            embedding: the embedding. Its table is float16, bfloat16 or float32, `embedding_dim` is a multiple of 8, and
+                `max_norm`, `scale_grad_by_freq` and `sparse` are not set.
             weight_format: see `quantize_weight`.
             group_size: see `quantize_weight`.
             method: "rtn" or "mse".

@@ -1,8 +1,8 @@
 """Computes several projections of the same input in one call: q, k and v; gate and up.
 
 The model's own code does not change. The first projection that is called with an input computes all projections of its
-group, and the others return their part of the result. If a projection is called with another input, it computes again,
-so the results are right for every order of calls.
+group. The others return their part of that result. If a projection is called with another input, it computes all of
+them again, so the results are right for every order of calls.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,11 +16,11 @@ from torch_marlin_metal.layers.linear import MarlinLinear, WeightInfo
 from torch_marlin_metal.packed_weight import PackedWeight
 
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-CUT = ("b_packed", "scales", "zeros", "global_scale", "bias")  # fields whose last dimension is columns
+CUT = ("b_packed", "scales", "zeros", "global_scale", "bias")  # fields whose last dimension is N
 
 
 class _Group:
-    """What the projections of a group share: the layer with all columns, the last input and its results."""
+    """The data that the projections of a group share: the layer with all columns, the last input and its results."""
 
     def __init__(self, layer: MarlinLinear, sizes: list[int], scaled: list[bool]) -> None:
         self.layer = layer
@@ -100,17 +100,17 @@ class FusedReport:
 def fuse_projections(model: nn.Module, groups: Sequence[Sequence[str]] = GROUPS) -> FusedReport:
     """Computes the `MarlinLinear` projections of the same input in one call, in place.
 
-    A group is fused if its weights agree in format, group size, dtypes and act-order. Results have the same bits unless
-    the planner splits K differently for the wider matrix; then they agree within the operator's error bound. If an
-    error occurs, no group is fused.
+    A group is fused if its weights agree in format, group size, dtypes and act-order. If the planner splits K of the
+    wider matrix in the same way, results have the same bits. Otherwise they agree within the operator's error bound. If
+    an error occurs, no group is fused.
 
     A group keeps its last input and the results until its last projection is called. A model that never calls that
     projection keeps these tensors alive.
 
     Args:
         model: changed in place.
-        groups: names of sibling modules that share their input. Projections with different inputs (cross-attention)
-            would still be correct, but computed more than once.
+        groups: names of sibling modules that share their input. If siblings have different inputs (cross-attention),
+            the results are still right, but each is computed more than once.
     """
     report, ready = FusedReport([], []), []
     for prefix, parent in model.named_modules():

@@ -16,8 +16,8 @@ from torch_marlin_metal.quantize.weight import quantize_weight
 FORMAT_VERSION = 1
 # The tensors that define the weight. They move between devices but are never converted to another dtype.
 WEIGHT_BUFFERS = ("b_packed", "scales", "zeros", "global_scale", "lut", "perm")
-# A tensor of one element under the name of the float weight. Loaders that ignore unknown tensors would leave a float
-# layer as it was initialized; they find that its weight has another size and stop.
+# The state_dict has a tensor of one element under the name of the float weight. Without it, a loader that ignores
+# unknown tensors would leave a float layer at its initial values. With it, the loader finds a wrong size and stops.
 GUARD = "weight"
 
 _gemm = torch.ops.torch_marlin_metal.gemm.default
@@ -50,7 +50,7 @@ class WeightInfo:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
-        """Raises an error for every operation; nn.TransformerEncoderLayer also sees it and avoids its fused path."""
+        """Raises an error for every operation. Because of it, nn.TransformerEncoderLayer avoids its fused path."""
         raise TypeError(
             f"{getattr(func, '__name__', func)}: got MarlinLinear.weight, which only describes a packed 4-bit weight; "
             "call the layer, or layer.dequantize() for the values"
@@ -62,10 +62,10 @@ class MarlinLinear(nn.Module):
 
     The constructor makes an empty layer for loaders; on `device="meta"` it needs no memory. `from_linear` and
     `from_packed` make layers with weights. The state_dict holds `b_packed`, `scales`, `packed_format` and, if the
-    weight has them, `zeros`, `global_scale`, `lut`, `perm` and `bias`. Its `weight` is one byte that no layer reads; it
-    makes `nn.Linear` refuse the state_dict, also with `strict=False`. `.half()`, `.bfloat16()` and `.to(dtype)`
-    convert only the bias. `.double()` makes it float32, because no kernel takes float64. The output has the dtype of
-    the activations.
+    weight has them, `zeros`, `global_scale`, `lut`, `perm` and `bias`. It also holds a `weight` of one byte, which this
+    layer ignores. Because of its size, `nn.Linear` refuses the state_dict, even with `strict=False`. `.half()`,
+    `.bfloat16()` and `.to(dtype)` convert only the bias. `.double()` converts the bias to float32, because no kernel
+    takes float64. The output has the dtype of the activations.
 
     Args:
         in_features: K, a multiple of 8.
@@ -78,7 +78,7 @@ class MarlinLinear(nn.Module):
         global_scale_per_column: whether nvfp4's `global_scale` has one value per column instead of a single value.
         perm: whether the weight has an act-order permutation.
         device: device of the tensors.
-        dtype: dtype of the bias, which `.weight.dtype` also returns; None means the default dtype.
+        dtype: dtype of the bias and the value of `.weight.dtype`; None means the default dtype.
     """
 
     b_packed: Tensor
@@ -128,7 +128,7 @@ class MarlinLinear(nn.Module):
             "perm": (perm, (K,), torch.int32),
         }
         self.register_buffer("packed_format", self._describe(device))
-        # Absent buffers come last, because torch.export (2.13) miscounts buffers that follow a None.
+        # torch.export (2.13) miscounts buffers that follow a None, so absent buffers come last.
         for name, (present, shape, kind) in sorted(specs.items(), key=lambda item: not item[1][0]):
             self.register_buffer(name, torch.empty(shape, dtype=kind, device=device) if present else None)
         self.bias = nn.Parameter(torch.empty(N, dtype=self.dtype, device=device), requires_grad=False) if bias else None
@@ -218,9 +218,9 @@ class MarlinLinear(nn.Module):
 
     def _weight_buffers(self) -> Mapping[str, Any]:
         """Returns a mapping that holds the weight's tensors by name."""
-        if "parametrizations" in self._modules:  # a parametrized tensor is a property
+        if "parametrizations" in self._modules:  # a parametrized tensor is a property of the class
             return {name: getattr(self, name) for name in WEIGHT_BUFFERS}
-        # Reading the dictionary instead of calling nn.Module.__getattr__ for each buffer saves about 2 us per call.
+        # nn.Module.__getattr__ for each buffer would cost about 2 us per call.
         return self._buffers
 
     def to_packed(self) -> PackedWeight:
@@ -265,7 +265,7 @@ class MarlinLinear(nn.Module):
             new = self._buffers[name]
             if old is not None and new is not None and new.dtype != old.dtype:
                 self._buffers[name] = old.to(new.device)
-        # to_empty() leaves buffers uninitialised. Loaders fill those of the weight; the layer restores this one.
+        # to_empty() leaves all buffers uninitialised. Loaders fill the weight's buffers, but not this one.
         if self.packed_format is not packed_format:
             self.packed_format = self._describe(self.packed_format.device)
         return self
@@ -286,7 +286,7 @@ class MarlinLinear(nn.Module):
         error_msgs: list[str],
     ) -> None:
         words = state_dict.get(prefix + "b_packed")
-        if words is not None and not words.is_contiguous():  # gemm refuses strides, which assign=True would keep
+        if words is not None and not words.is_contiguous():  # gemm refuses strides; assign=True would keep them
             state_dict = {**state_dict, prefix + "b_packed": words.contiguous()}
         found = self._differences(state_dict, prefix)
         if found:
@@ -326,7 +326,7 @@ class MarlinLinear(nn.Module):
 
 
 def _activation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Returns a dtype that the operators take: float64, which they do not, becomes float32."""
+    """Returns float32 for float64, which the operators do not take, and any other dtype unchanged."""
     return torch.float32 if dtype == torch.float64 else dtype
 
 

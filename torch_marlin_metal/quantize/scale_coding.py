@@ -12,7 +12,7 @@ from torch_marlin_metal.packed_weight import E8M0_CODES, MAX_SCALE
 E2M1_LARGEST = 6.0
 E4M3_LARGEST, E4M3_LARGEST_CODE = 448.0, 0x7E
 E8M0_ONE = 127
-SMALLEST_SCALE = 2.0**-126  # GPUs take a smaller one as 0
+SMALLEST_SCALE = 2.0**-126  # GPUs treat a smaller scale as 0
 
 
 class ScaleCoding(Protocol):
@@ -23,13 +23,13 @@ class ScaleCoding(Protocol):
         """Returns the dtype of stored scales."""
 
     def from_amax(self, amax: Tensor, reach: float) -> Tensor:
-        """Returns the stored scale with which a code of value `reach` represents the magnitude `amax` (fp32)."""
+        """Returns the stored scale that makes a code of value `reach` stand for the magnitude `amax` (fp32)."""
 
     def effective(self, stored: Tensor) -> Tensor:
         """Returns the factor that the operators multiply with, in fp32."""
 
     def neighbours(self, stored: Tensor) -> Iterator[Tensor]:
-        """Yields other stored scales to try. Yields none for floating scales, which are searched by value."""
+        """Yields other stored scales to try; none for floating scales, because any value can be tried."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ class E4M3Scale:
 class E8M0Scale:
     """MXFP4's powers of two, with one of three ways to round the exponent.
 
-    "floor" is floor(log2(amax)) - 2 (OCP MX v1.0, 6.3). "even" does the same after rounding amax to the one mantissa
-    bit of E2M1. "rceil" is ceil(log2(amax / 6)), so that no weight saturates.
+    "floor" takes the exponent floor(log2(amax)) - 2 (OCP MX v1.0, 6.3). "even" first rounds amax to one mantissa bit,
+    as E2M1 has, and then does the same. "rceil" takes ceil(log2(amax / 6)), so that no weight saturates.
     """
 
     ROUNDINGS: ClassVar[tuple[str, ...]] = ("floor", "even", "rceil")
@@ -98,10 +98,10 @@ class E8M0Scale:
     dtype: ClassVar[torch.dtype] = torch.uint8
 
     def check(self, tensor_amax: float) -> None:
-        """Refuses a weight whose largest scale is not one that the operators take.
+        """Refuses a weight whose largest scale is outside the range that the operators take.
 
         Raises:
-            ValueError: names the range of the largest magnitude.
+            ValueError: the scale is outside; the message gives the range that the largest magnitude may have.
         """
         code = int(self._code(torch.tensor([tensor_amax]), E2M1_LARGEST))
         low, high = (bound - E8M0_ONE for bound in E8M0_CODES)
@@ -135,7 +135,7 @@ class E8M0Scale:
 
 
 class CodeTable:
-    """The 16 values of codes that are not integers. Rounds to the nearest of them.
+    """The 16 values of codes that are not integers. `encode` rounds to the nearest of them.
 
     Args:
         values: fp32 `[16]`.
@@ -154,7 +154,7 @@ class CodeTable:
     def encode(self, v: Tensor) -> Tensor:
         """Returns the uint8 codes of the nearest values."""
         magnitude = v.abs() if self.by_magnitude else v
-        # On a CPU, one comparison per boundary is several times faster than the search of torch.bucketize.
+        # On a CPU, comparing with every boundary is several times faster than the search of torch.bucketize.
         place = torch.zeros(v.shape, dtype=torch.uint8, device=v.device)
         for boundary in self._boundaries:
             place += magnitude > boundary
@@ -173,7 +173,7 @@ def e4m3_values() -> Tensor:
 
 
 def nearest_boundaries(ascending: Tensor) -> Tensor:
-    """Returns the boundaries between nearest codes: v > boundaries[i] has a code above i. Ties go to the even code."""
+    """Returns the values where the nearest code changes: v > result[i] has a code above i. Ties go to the even code."""
     middle = (ascending[:-1] + ascending[1:]) / 2
     odd = torch.arange(len(middle)) % 2 == 1
     return torch.where(odd, torch.nextafter(middle, torch.full_like(middle, -torch.inf)), middle)

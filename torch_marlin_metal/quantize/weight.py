@@ -22,7 +22,7 @@ from torch_marlin_metal.repack import pack_codes
 METHODS = ("rtn", "mse")
 # Rows are searched in chunks of this many elements, so the search needs about ten fp32 tensors of this size.
 CHUNK_ELEMENTS = 1 << 20
-# A candidate is better only if its error is smaller by more than the rounding of the two fp32 sums.
+# Both errors are fp32 sums. A candidate counts as better only if its error is smaller by more than their rounding.
 WORTHWHILE = 1 - 2**-12
 
 
@@ -41,21 +41,21 @@ def quantize_weight(
 
     "rtn" takes the scale from the extreme values of a group: amax/7.5 for uint4b8 (GPTQ's and compressed-tensors'
     convention), (max - min)/15 for uint4 (0 inside the range) and uint4_bias, amax/6 for E2M1, amax/max|lut| for lut4.
-    For nvfp4 `global_scale` is amax(w)/(448 * 6); for mxfp4 see `mx_rounding`. Groups whose scale rounds to 0 become 0,
-    if other groups are larger.
-    "mse" starts there, tries other scales and zero points for every group, and keeps those that lower the squared error
-    of that group; it is never worse than "rtn".
+    For nvfp4 `global_scale` is amax(w)/(448 * 6); for mxfp4 see `mx_rounding`. If the scale of a group rounds to 0 and
+    other groups have larger scales, the weights of the group become 0. "mse" starts from the scales of "rtn". For every
+    group it tries other scales and zero points, and keeps those that lower the squared error of the group. Its error is
+    therefore never larger than that of "rtn".
 
     Args:
         w: `[N, K]`, as in `nn.Linear.weight`; float16, bfloat16 or float32; K a multiple of 8.
         weight_format: a name of `WEIGHT_FORMATS` or an alias; "nf4" is lut4 with NF4's table.
         group_size: 16, 32, 64, 128, 256, or -1 for K; the last group may be short. None: the format's own, else 128.
         method: "rtn" or "mse".
-        scale_dtype: dtype of floating scales, and of uint4_bias's biases. float16 whatever w's dtype: of the two-byte
-            types it has the most significant bits, and a scale above its range is an error.
-        lut: float32 `[16]`, the table of lut4; None is NF4's.
-        mx_rounding: how mxfp4 rounds a group's exponent: "floor" (OCP MX v1.0, 6.3), "even" (amax first rounded to
-            E2M1's one mantissa bit) or "rceil" (up: no weight saturates).
+        scale_dtype: dtype of floating scales, and of uint4_bias's biases. The default is float16 for every dtype of
+            `w`, because it has more significant bits than bfloat16. A scale above its range is an error.
+        lut: float32 `[16]`, the table of lut4; None means NF4's table.
+        mx_rounding: how mxfp4 rounds a group's exponent: "floor" (OCP MX v1.0, 6.3), "even" (amax is first rounded to
+            one mantissa bit, as E2M1 has) or "rceil" (up, so that no weight saturates).
         name: kept in the result.
 
     Returns:
@@ -187,7 +187,7 @@ class _Search:
         return (self.decode(self.encode(x, effective, zero), effective, zero) - x).square_().sum(1)
 
     def _span(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the ends of the range that the codes must cover; it contains 0 unless the format has a bias."""
+        """Returns the ends of the range that the codes must cover; it includes 0 unless the format has a bias."""
         low, high = x.amin(1), x.amax(1)
         return (low, high) if self.fmt.zeros_role == "bias" else (low.clamp(max=0), high.clamp(min=0))
 
@@ -199,7 +199,7 @@ class _Search:
         return 7.5 if self.table is None else self.table.reach
 
     def _extent(self, x: Tensor) -> Tensor:
-        """Returns what the reach times the scale must cover: the group's range, or its largest magnitude."""
+        """Returns the number that reach * scale must cover: the group's range, or its largest magnitude."""
         low, high = self._span(x)
         return high - low if self.fmt.zeros_role != "none" else torch.maximum(high, -low)
 
@@ -235,7 +235,7 @@ class _Search:
                     yield -shrunk, None  # the codes reach further, or are denser, on one side of 0
 
     def _least_squares(self, x: Tensor, scale: Tensor, zero: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Returns the least-squares scale (and bias) for the codes that the given ones choose."""
+        """Returns the least-squares scale (and bias) for the codes to which the given scale and zero round x."""
         codes = self.encode(x, self.coding.effective(scale), zero)
         if self.fmt.zeros_role == "bias":
             q = codes.float()
@@ -289,7 +289,7 @@ def _check_range(role: str, stored: Tensor) -> None:
 
 
 def _check_not_lost(scales: Tensor, bias: Tensor | None) -> None:
-    """Refuses scales that are all so small that few of their bits, or none, are left in their dtype."""
+    """Refuses scales that are all so small that their dtype keeps few of their bits, or none."""
     numbers = torch.finfo(scales.dtype)
     expected = max(32 * numbers.tiny * numbers.eps, SMALLEST_SCALE)  # a scale then has an error of at most 1/64
     largest = max(float(stored.abs().amax()) for stored in (scales, bias) if stored is not None)

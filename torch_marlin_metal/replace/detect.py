@@ -22,7 +22,7 @@ def is_packed_linear(module: nn.Module) -> bool:
 
 
 def shape_of(module: nn.Module) -> tuple[int, int] | None:
-    """Returns `(N, K)` as the module states them."""
+    """Returns `(N, K)` from the module's own attributes, or None if it has none."""
     meta = attribute(module, "meta")  # HQQ
     shape = meta.get("shape") if isinstance(meta, dict) else None
     return (shape[0], shape[1]) if shape is not None and len(shape) == 2 else _stated_shape(module)
@@ -31,11 +31,12 @@ def shape_of(module: nn.Module) -> tuple[int, int] | None:
 def read_packed_linear(
     module: nn.Module, *, gptq_version: int | None, gptq_zeros_rule: str, config: dict[str, Any]
 ) -> PackedWeight:
-    """Reads a module's weight, without its bias, exactly. Does not change the module.
+    """Reads a module's weight without rounding. Leaves out the bias and does not change the module.
 
     Args:
         module: a module for which `is_packed_linear` is true.
-        gptq_version: how GPTQ zero points are stored (1: minus one, 2: unchanged); None derives it from the module.
+        gptq_version: how GPTQ zero points are stored (1: minus one, 2: unchanged); None takes the version from the
+            module.
         gptq_zeros_rule: for version 1, see `gptq_unpack_zeros`.
         config: the model's quantization_config, or {}.
 

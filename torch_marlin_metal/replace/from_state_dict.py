@@ -17,7 +17,7 @@ from torch_marlin_metal.checkpoints.options import ReadOptions
 from torch_marlin_metal.packed_weight import PackedWeight
 from torch_marlin_metal.replace.gptq_awq import UnreadableError, attribute, tensor_of
 
-# torch dtypes -> their names in files, for tensors whose bits a reader keeps in another dtype of the same width.
+# Names in files of the torch dtypes whose bits a reader keeps in another dtype of the same width.
 CODED_DTYPES = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
@@ -26,7 +26,7 @@ CODED_DTYPES = {
     torch.uint32: "U32",
     torch.uint64: "U64",
 }
-LAYER = "layer"  # the name of the layer in the temporary checkpoint; it is removed from error messages
+LAYER = "layer"  # the layer's name in the temporary checkpoint; error messages leave it out
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def _as_checkpoint(state: dict[str, Tensor], kind: Kind) -> Checkpoint:
         if dtype is None or tensor.is_meta:
             raise UnreadableError(f"{name} is {tensor.dtype} on {tensor.device}")
         held = tensor.detach().cpu().contiguous()
-        # Results of a tensor subclass (bitsandbytes' Params4bit) would have that class, too.
+        # Operations on a tensor subclass (bitsandbytes' Params4bit) would return that class.
         held = held.as_subclass(Tensor).view(DTYPES[dtype][1])
         full = f"{LAYER}.{name}"
         checkpoint.loaded[full] = held
@@ -108,7 +108,7 @@ def _as_checkpoint(state: dict[str, Tensor], kind: Kind) -> Checkpoint:
 
 
 def _compressed_tensors_settings(module: nn.Module) -> dict[str, Any]:
-    """Returns the settings that the reader needs, from the module's scheme or, without one, from the shapes."""
+    """Returns the settings that the reader needs: from the module's scheme, or from the shapes if it has no scheme."""
     weights = attribute(attribute(module, "quantization_scheme"), "weights")
     if weights is not None:
         scheme = {"num_bits": weights.num_bits, "group_size": weights.group_size}
@@ -122,7 +122,8 @@ def _compressed_tensors_settings(module: nn.Module) -> dict[str, Any]:
 def _bitsandbytes_state(module: nn.Module) -> dict[str, Tensor]:
     """Returns a layer's tensors as a checkpoint has them.
 
-    `Linear4bit.state_dict()` is not used, because it would change a layer whose words have been rearranged.
+    `Linear4bit.state_dict()` would change a layer whose words bitsandbytes has rearranged, so the tensors are read
+    directly.
     """
     weight: Any = module.weight
     state = weight.quant_state
@@ -139,9 +140,10 @@ def _bitsandbytes_state(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _from_cpu_packing(words: Tensor) -> Tensor:
-    """Undoes bitsandbytes' packing for CPUs with AVX-512 BF16, made at the first forward (0.50: functional.py).
+    """Undoes the packing that bitsandbytes makes at a layer's first forward on CPUs with AVX-512 BF16.
 
-    In that packing, bytes `[N/32, K/2, 32]` hold 32 rows of two neighbouring k, with rows 0..15 in the low nibbles.
+    In that packing, bytes `[N/32, K/2, 32]` hold 32 rows of two neighbouring k, with rows 0..15 in the low nibbles
+    (bitsandbytes 0.50, functional.py).
     """
     N, half = words.shape
     blocks = words.reshape(N // 32, half, 16, 2)

@@ -30,7 +30,7 @@ class _Tensors:
 
 
 def shape_of(module: nn.Module) -> tuple[int, int] | None:
-    """Returns `(N, K)` as the module states them."""
+    """Returns `(N, K)` from the module's own attributes, or None if it has none."""
     K, N = attribute(module, "in_features", "infeatures"), attribute(module, "out_features", "outfeatures")
     return (N, K) if isinstance(N, int) and isinstance(K, int) else None
 
@@ -42,7 +42,8 @@ def read_words(
 
     Args:
         module: the module, which is not changed.
-        gptq_version: how GPTQ zero points are stored (1: minus one, 2: unchanged); None derives it from the module.
+        gptq_version: how GPTQ zero points are stored (1: minus one, 2: unchanged); None takes the version from the
+            module.
         gptq_zeros_rule: for version 1, see `gptq_unpack_zeros`.
         config: the model's quantization_config, or {}.
 
@@ -143,8 +144,9 @@ def _find_version(module: nn.Module, config: dict[str, Any], qzeros: Tensor) -> 
 def _stated_version(module: nn.Module, config: dict[str, Any]) -> int:
     """Returns the version that the module's class, the module or the config states, else 1.
 
-    For a class that needs version 2, GPTQModel converts zero points while loading, whatever the file's version. Its
-    `qzero_format()` starts at 1 and becomes 2 only if such a conversion ran, so the value 1 is not reliable.
+    If a class needs version 2, GPTQModel converts the zero points of a version 1 file while it loads the file, so the
+    class tells the version. `qzero_format()` of such a module is 2 only if a conversion ran. For a file of version 2 it
+    stays 1, so it cannot be trusted.
     """
     if getattr(type(module), "REQUIRES_FORMAT_V2", False):
         return 2

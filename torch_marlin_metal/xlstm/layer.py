@@ -24,8 +24,8 @@ class MLSTMCell(nn.Module):
             if hasattr(module, "mlstm_backend"):
                 module.mlstm_backend = MLSTMCell()
 
-    Unlike the original it takes any length, keeps the inputs' dtype and holds states in float32. It converts a state of
-    another dtype.
+    Unlike the original, this cell takes any length, returns the inputs' dtype and holds states in float32. It converts
+    an initial state of another dtype to float32.
 
     Args:
         chunk_size: as in `mlstm`.
@@ -106,9 +106,10 @@ class MultiHeadLayerNorm(nn.Module):
 class MLSTMLayer(nn.Module):
     """The mLSTM layer of an xLSTM block as in xLSTM 7B (Beck et al., arXiv:2503.13427): projections, cell, norm, gate.
 
-    Its state_dict has the names of that model's layers with separate weights (`q`, `k`, `v`, `ogate_preact`,
-    `igate_preact`, `fgate_preact`, `multihead_norm`, `out_proj`). `quantize_model` turns its projections into
-    `MarlinLinear`. Exclude the gate projections, because they are small and their error is exponentiated.
+    The state_dict has the names of xLSTM 7B's layers with separate weights (`q`, `k`, `v`, `ogate_preact`,
+    `igate_preact`, `fgate_preact`, `multihead_norm`, `out_proj`). `quantize_model` turns the projections into
+    `MarlinLinear`. Exclude the gate projections from it: they are small, and the gates' exponential magnifies their
+    errors.
 
     Args:
         d_model: size of the inputs and outputs.
@@ -157,7 +158,8 @@ class MLSTMLayer(nn.Module):
         self.fgate_preact = nn.Linear(d_model, num_heads, bias=True)
         self.multihead_norm = MultiHeadLayerNorm(num_heads, v_dim // num_heads, norm_eps, bias)
         self.out_proj = nn.Linear(v_dim, d_model, bias=bias)
-        # An untrained layer writes little and keeps most: i is -10, and f goes from 3 to 6 over the heads.
+        # An untrained layer writes little into its state (i is -10) and forgets little (f goes from 3 to 6 over the
+        # heads).
         with torch.no_grad():
             self.igate_preact.weight.zero_()
             self.igate_preact.bias.fill_(-10.0)

@@ -54,11 +54,11 @@ def mlstm(
 ) -> tuple[Tensor, MLSTMState]:
     """Runs an mLSTM over a sequence of any length, and returns the outputs and the final state.
 
-    It is differentiable once, by every tensor. It runs on the CPU and on mps. The CPU also takes float64, for which it
-    runs the recurrence.
+    `mlstm` is differentiable once, by every tensor, and runs on the CPU and on mps. The CPU also takes float64, for
+    which it runs the recurrence token by token.
 
     Args:
-        q: queries `[B, H, S, DK]`, float16, bfloat16 or float32, any strides. They are scaled by `DK ** -0.5` here.
+        q: queries `[B, H, S, DK]`, float16, bfloat16 or float32, any strides. `mlstm` scales them by `DK ** -0.5`.
         k: keys `[B, H, S, DK]` in the dtype of `q`, not scaled.
         v: values `[B, H, S, DV]` in the dtype of `q`.
         i: input gates `[B, H, S]` before their exponential; float16, bfloat16 or float32.
