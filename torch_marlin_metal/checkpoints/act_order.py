@@ -11,8 +11,8 @@ from torch_marlin_metal.repack import gptq_perm
 def read_g_idx(layer: Layer, role: str, K: int, G: int) -> Tensor | None:
     """Returns the group of every row, or None if the tensor is absent or was never filled in.
 
-    A tensor that was never filled in has -1 in every row (old compressed-tensors files) or 0 (some GPTQ files without
-    act-order; exllama and text-generation-inference also read it as rows in order).
+    Some files without act-order have a tensor with one value in every row: -1 in old compressed-tensors files, 0 in
+    some GPTQ files. exllama and text-generation-inference also read such a tensor as rows in order.
 
     Raises:
         CheckpointError: wrong shape or dtype, or a group out of range.

@@ -1,4 +1,4 @@
-"""The README.md of a directory in the package's own format: who finds the directory learns how to load it."""
+"""The README.md of a directory in the package's own format. It says how to load the directory."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ their format where that format can hold them.
 
 
 def write_card(directory: Path) -> None:
-    """Writes the README.md, or adds its section to the one that is there.
+    """Writes the README.md, or adds a section to an existing one.
 
     Raises:
         CheckpointError: it cannot be written.

@@ -85,7 +85,7 @@ class Checkpoint:
         """Reads a tensor, or its part `[index]` along the first dimension."""
         if name in self.loaded:
             tensor = self.loaded[name]
-            # Tensors of a pickle may share memory, so copies of all of them could be much larger than the file.
+            # Tensors of a pickle may share memory. Copying all of them could take much more memory than the file has.
             return tensor.contiguous() if index is None else tensor[index].clone(memory_format=torch.contiguous_format)
         return read_tensor(self.tensors[name], index)
 
@@ -238,7 +238,7 @@ def regular_file(file: Path) -> Path:
 def _load_pickle(file: Path, loaded: dict[str, Tensor]) -> dict[str, TensorInfo]:
     try:
         state = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # on damaged bytes torch.load can raise any exception
+    except Exception as error:  # torch.load can raise any exception if the bytes are damaged
         raise CheckpointError(f"{file}: not a PyTorch file of plain tensors ({type(error).__name__})") from error
     if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
         state = state["state_dict"]

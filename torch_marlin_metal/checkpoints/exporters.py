@@ -49,7 +49,7 @@ class Exporter(Protocol):
     """Writes one target format: call `tensors` once for every layer, then `settings`."""
 
     def tensors(self, weight: PackedWeight) -> dict[str, Tensor]:
-        """Returns a layer's tensors by their names within the layer; raises UnsupportedFormat if it cannot."""
+        """Returns a layer's tensors by their names within the layer, or raises UnsupportedFormat."""
         ...
 
     def settings(self) -> dict[str, Any]:
@@ -136,7 +136,7 @@ class AwqExporter:
 class CompressedTensorsExporter:
     """compressed-tensors: pack-quantized, nvfp4-pack-quantized and mxfp4-pack-quantized, also mixed."""
 
-    layers: dict[str, str] = field(default_factory=dict)  # name of a layer -> JSON of its (format, scheme)
+    layers: dict[str, str] = field(default_factory=dict)  # layer's name -> JSON of its (format, scheme)
 
     def tensors(self, weight: PackedWeight) -> dict[str, Tensor]:
         """Returns weight_packed, weight_scale and the other tensors of the layer's kind."""

@@ -21,7 +21,7 @@ from torch_marlin_metal.packed_weight import PackedWeight
 from torch_marlin_metal.patterns import NameFilter, check_patterns, selects
 from torch_marlin_metal.quantize.weight import METHODS, quantize_weight
 
-SMALLEST = 8  # rows and columns of what counts as a matrix
+SMALLEST = 8  # a matrix has at least this many rows and columns
 
 FORMAT = Format(
     name="floats",
@@ -167,7 +167,7 @@ def _matrix_bytes(checkpoint: Checkpoint) -> dict[str, int]:
 def linear_names(checkpoint: Checkpoint) -> tuple[set[str], set[str]]:
     """Returns the names of the `nn.Linear` modules of config.json's model, except its output embedding.
 
-    The second set is the modules whose weights are looked up or convolved, never multiplied as matrices.
+    The second set holds the modules that look their weights up (embeddings) or convolve with them.
 
     Raises:
         CheckpointError: transformers is not installed, or does not know the model.

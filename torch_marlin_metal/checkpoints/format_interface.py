@@ -49,8 +49,8 @@ class DirectoryFormat(Format):
         delegate: for a format that only wraps others, returns the wrapped format.
         stacked_rank: if the anchor tensor has this rank, its first dimension counts experts, and each is a layer.
         extras: endings of tensors that belong to a layer but are not needed, such as scales of activations.
-        listed: for a format whose settings list the layers, returns their names; other tensors may be named like parts
-            of a layer.
+        listed: for a format whose settings list the layers, returns their names. Only these names are layers, because
+            other tensors may have names like parts of a layer.
         unread: ending -> reason, for tensors that mark a layer whose quantization is not supported.
     """
 

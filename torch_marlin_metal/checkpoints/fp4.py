@@ -29,8 +29,8 @@ def nvfp4(
 def mxfp4(b_packed: Tensor, scales: Tensor, bias: Tensor | None, source: str) -> PackedWeight:
     """Makes an MXFP4 weight from E8M0 codes `scales [K/32, N]`.
 
-    If all codes of a block are zero, its scale does not matter and writers store arbitrary exponents (ggml: 0, which
-    is 2^-127). Such a block gets the scale 1, because the operators do not support so small a scale.
+    If all codes of a block are zero, its scale does not matter, and programs store any exponent. ggml stores 0, the
+    scale 2^-127, which is too small for the operators. Such a block therefore gets the scale 1.
     """
     outside = (scales < 16) | (scales > 240)
     if bool(outside.any()):

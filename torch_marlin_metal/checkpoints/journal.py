@@ -1,7 +1,7 @@
 """The journal of a conversion: it lists the complete files of the directory, and locks the directory.
 
-The first line holds the source and the options, and each further line one finished shard. The time to write the journal
-is therefore linear in the number of tensors. The journal file itself is locked, so the lock ends with the process.
+The first line holds the source and the options. A further line is appended for each finished shard, so the time to
+write the journal is linear in the number of tensors. The lock is on the journal file, so it ends with the process.
 """
 
 import fcntl
@@ -48,7 +48,8 @@ class Journal:
         Raises:
             CheckpointError: the journal cannot be written.
         """
-        # The exporter may have seen one more layer than was written. A resumed run gives it that layer again.
+        # The exporter may already have seen the next layer, which is in no shard yet. A resumed run gives it that layer
+        # again.
         line = {"file": shard, "tensors": tensors, "items": items, "exporter": self._growth(exporter)}
         try:
             _append(self.stream, line)
@@ -82,10 +83,12 @@ class Journal:
         return found
 
     def finish(self, destination: Path, sync: bool) -> None:
-        """Renames the directory to the destination and releases the lock. `sync` waits until that is on the disk."""
+        """Renames the directory to the destination and releases the lock. `sync` waits for the rename to reach the
+        disk.
+        """
         try:
             self.work.rename(destination)
-            if sync:  # before the journal goes, because a directory without one is nobody's
+            if sync:  # before the journal is removed, because open_journal refuses a directory without one
                 sync_files([destination.parent])
             (destination / JOURNAL).unlink(missing_ok=True)
         except OSError as error:
@@ -131,7 +134,7 @@ def open_journal(destination: Path, identity: dict[str, Any] | None, sync: bool)
 
 
 def _create(work: Path, identity: Any, sync: bool) -> Journal | None:
-    staging = _other_name(work)  # so that a directory with the name `work` always has a locked journal
+    staging = _other_name(work)  # made under another name, so that `work` never exists without a locked journal
     staging.mkdir(parents=True)
     stream = (staging / JOURNAL).open("xb", buffering=0)
     try:
@@ -191,7 +194,7 @@ def _read(journal: Journal, identity: Any) -> bool:
             if list(read_header(journal.work / line["file"])[0]) != line["tensors"]:
                 return False
             journal._take(line)
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):  # a CheckpointError, too
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):  # includes CheckpointError
         return False
     journal.stream.seek(len(content) - len(torn))
     journal.stream.truncate()
@@ -205,7 +208,7 @@ def _append(stream: BinaryIO, value: Any) -> None:
 
 
 def _remove(work: Path) -> None:
-    """Renames a directory and then removes it, so that no other process sees a part of it under its name."""
+    """Renames a directory before removing it, so that no other process sees a half-removed directory under its name."""
     trash = _other_name(work)
     try:
         work.rename(trash)

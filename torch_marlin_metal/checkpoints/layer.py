@@ -102,7 +102,7 @@ class Layer:
         return self.checkpoint.error(self.roles[role], message)
 
     def unsupported(self, reason: str, dequantize: Callable[[], Tensor] | None = None) -> UnsupportedFormat:
-        """Makes the refusal of this layer; `dequantize` decodes it for callers who want floats."""
+        """Makes the error that refuses this layer; `dequantize` decodes the layer for callers who want floats."""
         return UnsupportedFormat(f"{self.file}: layer {self.name!r}: {reason}", dequantize)
 
 
@@ -117,7 +117,7 @@ def fit_groups(K: int, group_size: int, *grouped: Tensor) -> tuple[int, list[Ten
         grouped: tensors `[ceil(K / group_size), N]`.
 
     Returns:
-        The new group size and the tensors at that size; None if no supported size divides the producer's.
+        The new group size and the tensors with one row per new group; None if no supported size divides the producer's.
     """
     if group_size >= K:
         return K, list(grouped)

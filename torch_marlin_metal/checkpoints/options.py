@@ -15,15 +15,15 @@ class ReadOptions:
     """How `read_layers`, `open_reader` and `load_quantized` read a checkpoint.
 
     Attributes:
-        on_unsupported: what happens to a layer that the operators cannot represent without loss: it raises ("error"),
-            is decoded to floats ("dequantize") or is left out ("skip").
+        on_unsupported: what happens if the operators cannot represent a layer without loss. "error" raises an error,
+            "dequantize" decodes the layer to floats, and "skip" leaves it out.
         allow_pickle: whether to read PyTorch pickles too, by `torch.load(weights_only=True)`.
-        gptq_zeros_rule: how GPTQ version 1 zero points are read if a stored nibble is 15: "word", "masked" or
-            "unmasked", as in `gptq_unpack_zeros`.
+        gptq_zeros_rule: how zero points of GPTQ's version 1 are read if a stored nibble is 15: "word", "masked" or
+            "unmasked", see `gptq_unpack_zeros`.
         gptq_version: the version of a GPTQ checkpoint, 1 or 2, if its settings state the wrong one; None uses the
             settings.
-        gguf_names: "gguf" for the tensor names of a GGUF file, "hf" for transformers' names. With "hf" the rows of
-            llama-family q and k projections are put back into transformers' order.
+        gguf_names: "gguf" for the tensor names of a GGUF file, "hf" for transformers' names. "hf" also restores
+            transformers' order of rows in the q and k projections of the architecture "llama".
 
     Raises:
         ValueError: a value is unknown; the message names the field.

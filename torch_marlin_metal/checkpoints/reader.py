@@ -22,7 +22,7 @@ from torch_marlin_metal.packed_weight import PackedWeight, PackedWeightError
 
 @dataclass
 class DenseWeight:
-    """A layer that cannot be represented by the operators, decoded to floats because the caller asked for that.
+    """A layer that the operators cannot represent, decoded to floats at the caller's request.
 
     Attributes:
         name: the layer's name in the model, without ".weight".
@@ -99,7 +99,7 @@ class DirectorySource:
                         self._check_anchored(name, role, name.removesuffix(ending))
 
     def _check_anchored(self, name: str, role: str, base: str) -> None:
-        """Refuses a tensor whose layer has no codes, unless the layer's quantization is known but not supported."""
+        """Refuses a tensor if its layer has no codes, unless `convert` refuses the whole layer with a better reason."""
         anchors = [base + ending for ending in self.format.anchors]
         if base not in self._refused and not any(anchor in self.checkpoint.tensors for anchor in anchors):
             raise self.checkpoint.error(name, f"{self.format.name}: {role} of a layer without {' or '.join(anchors)}")
@@ -146,7 +146,7 @@ class CheckpointReader:
         path: the directory or file.
         source: the opened container.
         options: how the checkpoint is read.
-        calculates: whether reading a layer computes (instead of only moving words), so that more threads help.
+        calculates: whether more threads make reading faster: reading then computes and does not only move words.
     """
 
     calculates = False

@@ -1,8 +1,9 @@
 """Writes a whole checkpoint, one layer at a time; a conversion that was killed can be resumed.
 
 Files are written into `<destination>.partial`, which is renamed to the destination when it is complete. A journal in
-it lists the finished shards. A later conversion with the same source and options resumes after the last of them, and
-the result has the same bytes as that of an uninterrupted run. Only one process at a time writes a destination.
+this directory lists the finished shards. A later conversion with the same source and options resumes after the last
+finished shard. Its result has the same bytes as that of an uninterrupted run. Only one process at a time writes a
+destination.
 """
 
 import json
@@ -178,7 +179,7 @@ def _write(
 ) -> Path:
     """Writes a checkpoint. If `identity` is None, the run cannot be resumed, so an error removes all files."""
     destination = Path(destination)
-    if identity is not None and (destination / JOURNAL).exists():  # a kill left the journal behind
+    if identity is not None and (destination / JOURNAL).exists():  # a killed run could not remove the journal
         (destination / JOURNAL).unlink(missing_ok=True)
         return destination
     exporter = exporter_class(**options)
@@ -194,7 +195,7 @@ def _write(
             sync_files([*journal.work.iterdir(), journal.work])
         journal.finish(destination, sync)
     except BaseException as error:
-        # Complete shards are kept for the next run, unless it would fail at the same layer.
+        # Complete shards are kept for the next run, unless that run could not use them or would fail at the same layer.
         if identity is None or not journal.shards or isinstance(error, UnsupportedFormat | _Changed):
             journal.discard()
         journal.close()
@@ -210,8 +211,8 @@ class _Changed(CheckpointError):
 def _one_thread() -> Iterator[None]:
     """Makes torch use one thread, which leaves the other cores to the thread that writes.
 
-    Moving words is limited by memory, so more threads do not help, and between moves they would spin. With them a
-    conversion took 1.4 times the CPU time and, on two cores, longer.
+    Memory limits the speed of moving words, so more threads do not help. Between moves they would spin: with two
+    threads a conversion took 1.4 times the CPU time and, on two cores, longer.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -231,7 +232,7 @@ def _stats(path: Path) -> dict[str, tuple[int, int, int]]:
 def _write_json(file: Path, value: Any) -> None:
     temporary = file.with_name(f".{file.name}.tmp")
     try:
-        temporary.write_text(json.dumps(value))  # with indent, json would not use its C encoder
+        temporary.write_text(json.dumps(value))  # json.dumps uses its fast C encoder only without indent
         temporary.replace(file)
     except OSError as error:
         temporary.unlink(missing_ok=True)
@@ -257,7 +258,7 @@ def _layers_and_others(reader: CheckpointReader, exporter: Exporter, start: int)
 
 
 def _held(weight: PackedWeight | DenseWeight | None, exporter: Exporter) -> dict[str, Tensor | None]:
-    """Returns a layer's tensors by their names within the layer; a layer that was left out has none."""
+    """Returns a layer's tensors by their names within the layer, or nothing for a layer that was left out."""
     if isinstance(weight, PackedWeight):
         return {**exporter.tensors(weight), "bias": weight.bias}
     return {} if weight is None else {"weight": weight.weight, "bias": weight.bias}
@@ -315,7 +316,7 @@ def _write_rest(source: _Source, exporter: Exporter, journal: Journal) -> None:
     work = journal.work
     total = sum((work / shard).stat().st_size for shard in journal.shards)
     _write_json(work / INDEX, {"metadata": {"total_size": total}, "weight_map": journal.places})
-    (work / README).unlink(missing_ok=True)  # an interrupted run may have left a part, to which the card would be added
+    (work / README).unlink(missing_ok=True)  # an interrupted run may have left a part, which write_card would keep
     for file in source.copied:
         _copy(file, work / file.name)
     if isinstance(exporter, NativeExporter):
@@ -328,7 +329,7 @@ def _small_files(path: Path) -> list[Path]:
     """Returns the files beside the weights that a model needs; a GGUF file has none.
 
     Raises:
-        CheckpointError: a file is a link out of the checkpoint; copying it would publish a file from elsewhere.
+        CheckpointError: a file is a link to a place outside the checkpoint. Copying the link would publish that file.
     """
     if not path.is_dir():
         return []

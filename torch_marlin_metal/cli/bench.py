@@ -39,10 +39,11 @@ def bench(
     """Compares this package with torch's dense product, two_pass, torch's int4 operator and, if installed, MLX.
 
     Each is timed once per round, on chains of dependent products whose weights are not in the caches. On mps the times
-    are the GPU's own, and the host's are shown apart. The output shows medians of the times and of the rounds' ratios.
-    With --variant all, every variant of this package is timed instead, and shown beside the time that the planner
-    predicts, with its memory rate and the share of the roof that it reaches. To report numbers, send the output of
-    --json.
+    are the GPU's own; a separate column has the host's. The output shows medians of the times and of the rounds'
+    ratios.
+
+    With --variant all, every variant of this package is timed instead. Each is shown with the planner's prediction, its
+    memory rate, and its share of the peak speed. To report numbers, send the output of --json.
     """
     chosen = device or ("mps" if torch.backends.mps.is_available() else "cpu")
     if chosen not in ("mps", "cpu") or (chosen == "mps" and not torch.backends.mps.is_available()):
@@ -130,7 +131,7 @@ def _variant_table(machine: dict[str, str], results: list[dict[str, Any]]) -> An
 
 
 def describe_machine(device: str) -> dict[str, str]:
-    """Returns the facts of a machine that are needed to compare numbers."""
+    """Returns the facts about a machine that a reader needs to compare numbers."""
     found = {
         "device": device,
         "system": f"{platform.system()} {platform.mac_ver()[0] or platform.release()}",

@@ -98,7 +98,7 @@ def quantized(
         try:
             with redirect_stdout(sys.stderr):
                 run(package, _Job(source, work, method, size, SYMMETRIC[fmt], pieces, device))
-        except Exception as error:  # the packages may raise anything
+        except Exception as error:  # the packages may raise any exception
             raise CheckpointError(f"{source}: {PACKAGES[method]} failed: {type(error).__name__}: {error}") from error
         made = [file.parent for file in work.rglob("config.json")]  # AutoRound may create a subdirectory
         if len(made) != 1:

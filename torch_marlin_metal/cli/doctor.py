@@ -1,4 +1,4 @@
-"""`torch-marlin-metal doctor`: what this installation has and, with --deep, whether it works on this machine's GPU."""
+"""`torch-marlin-metal doctor`: describes this installation and, with --deep, checks whether it works on the GPU."""
 
 import os
 import platform
@@ -16,7 +16,7 @@ from torch_marlin_metal.cli.output import ANSWER_IS_NO, DONE, Json, show, table
 from torch_marlin_metal.extension import cpu_capability
 from torch_marlin_metal.version import __version__
 
-# Metal's own checks of the calls and of the kernels' memory accesses, for every check but those that take times.
+# Makes Metal check each call and each memory access of a kernel. Checks that measure times run without it.
 VALIDATION = {"MTL_DEBUG_LAYER": "1", "MTL_SHADER_VALIDATION": "1"}
 CHILD = (sys.executable, "-m", "torch_marlin_metal.cli.doctor_steps")
 STEP_SECONDS = 900  # the first compile of all kernels takes minutes under shader validation
@@ -29,7 +29,7 @@ def doctor(
 ) -> int:
     """Reports this installation and, with --deep, checks the operators on the GPU under Metal's own validation.
 
-    Each check runs in a process of its own: one that fails or ends its process is reported, and the next one runs.
+    Each check runs in a process of its own. If it fails or crashes, the report says so, and the next check runs.
     """
     found: dict[str, Any] = {"machine": machine(), "checks": []}
     if deep:
@@ -48,7 +48,7 @@ def doctor(
 
 
 def machine() -> dict[str, str]:
-    """Returns the versions and the hardware that a report is read with."""
+    """Returns the versions and the hardware, which a reader of the report needs."""
     found = {
         "system": f"{platform.system()} {platform.mac_ver()[0] or platform.release()}",
         "processor": processor_name(),
@@ -67,8 +67,7 @@ def run_step(name: str, seconds: float = STEP_SECONDS) -> dict[str, Any]:
     """Runs one check in a child process; returns its name, its result, a summary, its values and what it printed.
 
     Args:
-        name: of a check in `doctor_steps.STEPS`.
-        seconds: after which the check counts as failed.
+        name: the name of a check in `doctor_steps.STEPS`. seconds: after this time the check counts as failed.
     """
     validated = doctor_steps.STEPS[name].is_validated
     environment = {**os.environ, **(VALIDATION if validated else {})}
@@ -86,6 +85,6 @@ def run_step(name: str, seconds: float = STEP_SECONDS) -> dict[str, Any]:
     except ValueError:
         last = (done.stderr.strip().splitlines() or ["nothing was printed"])[-1]
         return {**check, "result": "failed", "summary": f"exit code {done.returncode}: {last}"}
-    if done.returncode != 0:  # it said its values, and failed when the process ended
+    if done.returncode != 0:  # the check printed its values, but its process failed at the end
         return {**check, "result": "failed", "summary": f"exit code {done.returncode} after the check"}
     return {**check, "result": "passed", "summary": ", ".join(f"{k} {v}" for k, v in check["values"].items())}

@@ -1,7 +1,7 @@
-"""The checks of `torch-marlin-metal doctor --deep`, in the order of what is most likely to fail on a Mac.
+"""The checks of `torch-marlin-metal doctor --deep`; those that are most likely to fail on a Mac come first.
 
-`python -m torch_marlin_metal.cli.doctor_steps NAME` runs one and prints its values as one line of JSON. A check that
-fails raises, or ends its process: the command that started it reports both.
+`python -m torch_marlin_metal.cli.doctor_steps NAME` runs one check and prints its values as one line of JSON. A check
+fails if it raises an exception or if its process crashes; `doctor` reports both.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Step:
     """A check.
 
     Attributes:
-        run: returns what it measured; raises if something is wrong.
-        is_validated: whether Metal's validation is on, which makes times meaningless.
+        run: returns the measured values; raises an exception if something is wrong. is_validated: whether Metal's
+        validation is on. With it, times mean nothing.
     """
 
     run: Callable[[], Values]
@@ -59,7 +59,7 @@ def _check(found: Tensor, expected: Tensor, what: str) -> None:
 
 
 def first_product() -> Values:
-    """The first product of a process compiles kernels; the second does not."""
+    """Times the first product of a process, which compiles kernels, and the second, which does not."""
     a, product, expected = _problem()
     seconds = []
     for _ in range(2):
@@ -72,7 +72,7 @@ def first_product() -> Values:
 
 
 def every_variant() -> Values:
-    """Every kernel that `gemm` can take, against fp64."""
+    """Compares every kernel of `gemm` with fp64."""
     a, product, expected = _problem()
     variants = {"gemv": 1, "fused": 40, "double_buffered": 40, "single_stage": 40, "striped": 40, "two_pass": 40}
     for variant, rows in variants.items():
@@ -81,7 +81,7 @@ def every_variant() -> Values:
 
 
 def profiled_products() -> Values:
-    """Products of several dispatches while PyTorch's profiler records, which ends its encoder after each kernel."""
+    """Runs products of several dispatches while PyTorch's profiler records. It ends the encoder after each kernel."""
     a, product, expected = _problem(K=4096, N=64)
     for wait in (False, True):
         torch.mps.profiler.start("interval", wait)
@@ -94,7 +94,8 @@ def profiled_products() -> Values:
 
 
 def commits() -> Values:
-    """Products that each commit PyTorch's command buffer give the bits of products that never do."""
+    """Compares the bits of products that each commit PyTorch's command buffer with those of products that never do.
+    """
     from torch_marlin_metal import tuning
 
     a, product, _ = _problem()
@@ -111,7 +112,7 @@ def commits() -> Values:
 
 
 def mlstm() -> Values:
-    """The mLSTM's `exp` and `log` are the precise ones: mps beside the CPU, and NaN stays NaN."""
+    """Checks that the mLSTM uses the precise `exp` and `log`: mps agrees with the CPU, and NaN stays NaN."""
     operators = torch.ops.torch_marlin_metal
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 2, 64, 32, generator=generator) for _ in range(3))
@@ -129,7 +130,7 @@ def mlstm() -> Values:
 
 
 def gpu_time() -> Values:
-    """The GPU's time of a product beside the clock on the wall's, which holds the host's."""
+    """Times a product with the GPU's clock and with the host's; the host's time includes the host's own work."""
     from torch_marlin_metal.gpu.tuning.chains import gpu_clock, wall_clock
     from torch_marlin_metal.gpu.tuning.peers import OURS, rivals
     from torch_marlin_metal.gpu.tuning.products import Product
@@ -147,7 +148,7 @@ def gpu_time() -> Values:
 
 
 def decode_with_commits() -> Values:
-    """A loop like a decoder's, 200 products of 2048 x 2048, with commits at several intervals of predicted work."""
+    """Times 200 products of 2048 x 2048, as in decoding, with commits at several intervals of predicted GPU time."""
     from torch_marlin_metal import tuning
 
     a, product, _ = _problem(K=2048, N=2048)

@@ -77,7 +77,7 @@ class Commands(TyperGroup):
         try:
             code = run(standalone_mode=False, **extra)
         except Exception as error:
-            if not hasattr(error, "format_message"):  # errors of click have it, in every version of click
+            if not hasattr(error, "format_message"):  # click's errors have it in every version of click
                 raise
             code = _fail(ValueError(error.format_message()), WRONG_USE, as_json=True)
         sys.exit(code)
@@ -102,9 +102,9 @@ def show(value: dict[str, Any], text: RenderableType, as_json: bool) -> None:
         text.title, text.caption = (
             printable(str(part), keep="\n") if part else None for part in (text.title, text.caption)
         )
-    width = None if sys.stdout is not None and sys.stdout.isatty() else 200  # a pipe has no width: keep lines whole
+    width = None if sys.stdout is not None and sys.stdout.isatty() else 200  # a pipe has no width; lines must not break
     console = Console(width=width, markup=False, emoji=False, highlight=False)
-    with console.capture() as captured:  # rich ends the program if it writes to a closed pipe
+    with console.capture() as captured:  # rich would end the program if it wrote to a closed pipe
         console.print(text)
     _print(captured.get().removesuffix("\n"))
 
@@ -116,7 +116,7 @@ def _print(text: str) -> None:
             raise OSError("stdout is closed")
         print(text, flush=True)
     except OSError:
-        # Otherwise flushing the buffer would fail again when the program ends.
+        # Python flushes the buffer again when the program ends, which would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.stdout = None
         raise

@@ -27,7 +27,7 @@ def plan(
         rows,
         columns,
         depth,
-        # None stands for this machine's GPU with what was tuned for it.
+        # None means this machine's GPU, with its tuned choices.
         gpu=None if gpu is None and cores is None else gpu_of("plan", gpu, cores),
         weight_format=weight_format,
         group_size=group_size,

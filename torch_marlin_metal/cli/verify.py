@@ -75,7 +75,7 @@ def verify(
 ) -> int:
     """Compares two checkpoints: whether the codes of each layer are equal, and how far its weights differ.
 
-    Either may be unquantized. Layers are matched by name; the exit code is 1 if one is missing or differs.
+    One of them may be unquantized. Layers are matched by name; the exit code is 1 if one is missing or differs.
     """
     options = ReadOptions("dequantize", allow_pickle, gguf_names=gguf_names)
     sides = [_Side.open(path, options) for path in (a, b)]

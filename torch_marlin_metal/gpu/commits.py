@@ -1,4 +1,4 @@
-"""When the GPU is given the work that the operators encode."""
+"""Sets when the operators commit encoded work to the GPU."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ def commit_interval() -> float:
 def set_commit_interval(seconds: float) -> None:
     """Sets how much predicted GPU time the operators encode on mps before they commit it.
 
-    PyTorch gives the GPU what is encoded when somebody waits for a result. Without commits in between, the GPU idles
-    while the host encodes a whole token. With too many of them it loses about 20 microseconds at each.
+    PyTorch commits encoded work to the GPU only when the program waits for a result. Without earlier commits, the GPU
+    idles while the host encodes the kernels of a whole token. But each commit costs the GPU about 20 microseconds.
     `TORCH_MARLIN_METAL_COMMIT_MS`, in milliseconds, sets the first value; the default is 3 ms. While
     `torch.mps.profiler` records, the operators do not commit.
 
     Args:
-        seconds: of predicted GPU time; 0 for never.
+        seconds: predicted GPU time between two commits; 0 means that the operators never commit.
 
     Raises:
         ValueError: `seconds` is negative or not finite.

@@ -124,7 +124,7 @@ class AppleSiliconGPU(RichText):
         return self.dram_bytes_per_second * self.figures["dram_fraction"].value
 
     def flop_per_second(self, dtype: torch.dtype = torch.float32) -> float:
-        """Returns the peak rate of multiply-adds in flop/s; each counts as two operations.
+        """Returns the peak rate of multiply-adds in flop/s. A multiply-add counts as two operations.
 
         Raises:
             ValueError: the dtype is not float16, bfloat16 or float32.

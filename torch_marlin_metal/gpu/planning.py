@@ -53,7 +53,7 @@ class PlannedDispatch:
         dram_seconds: time of `dram_bytes`.
         l2_seconds: time of `l2_bytes`.
         issue_seconds: time to issue the instructions, without matrix products.
-        complex_seconds: time of the integer and complex unit, which works in parallel to the others.
+        complex_seconds: time of the integer and complex unit, which works in parallel with the others.
         matrix_seconds: time of the matrix products.
         compute_seconds: time of the busiest core, including latency that is not hidden.
         seconds: the launch plus the longest of memory, L2 and compute time.
@@ -103,7 +103,7 @@ class PlanCandidate:
 
     @property
     def bound(self) -> str:
-        """Returns the name of what limits its longest dispatch."""
+        """Returns the name of the resource that limits the longest dispatch."""
         return max(self.dispatches, key=lambda dispatch: dispatch.seconds).bound
 
 

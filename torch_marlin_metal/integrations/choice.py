@@ -1,4 +1,4 @@
-"""Which layers of a model `from_pretrained` quantizes while it loads, in transformers and in diffusers."""
+"""Chooses the layers that `from_pretrained` quantizes while it loads, for transformers and diffusers."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,7 +18,7 @@ logger = logging.get_logger(__name__)
 
 
 def choose_layers(op: str, model: nn.Module, config: Any, stays: Callable[[str], str]) -> list[str]:
-    """Returns the names of the layers to quantize; nothing has been read yet.
+    """Returns the names of the layers to quantize, before any tensor is read.
 
     Args:
         op: the caller's name, for messages.
@@ -46,7 +46,7 @@ def choose_layers(op: str, model: nn.Module, config: Any, stays: Callable[[str],
             entry = replace(entry, reason=reason)
         report.layers.append(entry)
         if shape is not None and not reason:
-            # The arguments are checked by the constructor; on the meta device it takes no memory.
+            # The constructor checks the arguments. On the meta device it takes no memory.
             MarlinLinear(
                 shape.K, shape.N, weight_format=config.weight_format, group_size=config.group_size, device="meta"
             )

@@ -4,9 +4,9 @@
     from torch_marlin_metal.integrations.diffusers import MarlinConfig
     model = FluxTransformer2DModel.from_pretrained(path, quantization_config=MarlinConfig("uint4", 32))
 
-`MarlinConfig` is the one of transformers. diffusers asks its table of quantizers for the config's `quant_method`, and
-calls the quantizer found there. `quantize_model` imports this module for models of diffusers, so that their
-`save_pretrained` writes this package's format.
+`MarlinConfig` is the same class as for transformers. diffusers has a table that maps a config's `quant_method` to a
+quantizer; importing this module adds an entry. `quantize_model` imports this module for models of diffusers, so that
+their `save_pretrained` writes this package's format.
 """
 
 import functools
@@ -74,7 +74,7 @@ class MarlinDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         return False
 
     def maybe_update_loaded_keys(self, loaded_keys: list[str], checkpoint_files: list[str]) -> list[str]:
-        """Removes the tensors that only stop other loaders, so that diffusers does not report them."""
+        """Removes tensors that exist only to stop other loaders, so that diffusers does not report them."""
         guards = {f"{name}.{GUARD}" for name in self._entries}
         return [key for key in loaded_keys if key not in guards]
 
@@ -159,7 +159,7 @@ class MarlinDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
             )
         except ValueError as error:
             raise ValueError(f"{OP}: layer {name!r}: {error}") from error
-        # The bias may come later; until then the layer has an empty weight, which can be moved.
+        # The bias may be read later. Until then the layer keeps an empty weight, which diffusers can move to a device.
         self._made[name] = packed.to(target_device), param_value.dtype
         module.weight = nn.Parameter(packed.scales.new_empty(packed.N, 0, dtype=param_value.dtype), requires_grad=False)
 
@@ -176,7 +176,7 @@ class MarlinDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
             inherit(layer, linear)
             model.set_submodule(name, layer)
         self._made.clear()
-        model.is_quantized = False  # else diffusers refuses .half() and .to(dtype); packed layers convert their bias
+        model.is_quantized = False  # if true, diffusers refuses .half() and .to(dtype)
         if self.quantization_config.fuse:
             fuse_projections(model)
         if self.quantization_config.prepare:
@@ -230,7 +230,7 @@ class MarlinDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
 
     @property
     def is_trainable(self) -> bool:
-        """Returns False, as for transformers."""
+        """Returns False: weights are constant."""
         return False
 
     @property

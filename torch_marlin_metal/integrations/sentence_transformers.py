@@ -3,9 +3,9 @@
     import torch_marlin_metal.integrations.sentence_transformers
     model = SentenceTransformer("a directory that SentenceTransformer.save wrote")
 
-The transformers model inside is saved and loaded by `integrations.transformers`. The other modules, such as `Dense`,
-save and load a plain state_dict; their loader finds the packed layers in it here. `quantize_model` imports this module
-for models of sentence-transformers.
+`integrations.transformers` saves and loads the transformers model inside. The other modules, such as `Dense`, save and
+load a plain state_dict; this module makes their loader recognise packed layers in it. `quantize_model` imports this
+module for models of sentence-transformers.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""How much of a model is in 4 bit: its matrices that stay floats, in bytes and with the reason."""
+"""Finds the matrices of a model that stay in floats, with their bytes and the reason."""
 
 import warnings
 from collections.abc import Callable
@@ -7,21 +7,21 @@ from torch import Tensor, nn
 
 from torch_marlin_metal.models.report import LayerReport, Report, human_size
 
-# Modules whose parameters are looked up or convolved, never the second operand of a matrix product.
+# Modules that look their parameters up or convolve with them, and never multiply with them as a matrix.
 NOT_MATRICES = (nn.Embedding, nn.EmbeddingBag, nn.modules.conv._ConvNd)
-SMALLEST = 8  # rows and columns; smaller ones are tables and vectors of another rank
-NAMED = 8  # in a message
+SMALLEST = 8  # rows and columns; smaller parameters are tables, or vectors with further dimensions
+NAMED = 8 # matrices that a message names
 
 
 def left_matrices(
     model: nn.Module, chosen: Callable[[str, nn.Module], bool], is_listed: Callable[[nn.Module], bool]
 ) -> list[LayerReport]:
-    """Lists the parameters of a model that are matrices, or stacks of them, and no layer's that can be quantized.
+    """Lists parameters that are matrices, or stacks of them, but belong to no layer that can be quantized.
 
     Args:
         model: the model as it is now.
-        chosen: whether the caller wants a parameter's module, by its name or the parameter's.
-        is_listed: whether the report has a module already, and with it everything inside.
+        chosen: whether the caller selects a module, given its name (or the name of its parameter) and the module.
+        is_listed: whether the report already lists a module, and with it everything inside the module.
     """
     found, seen = [], set()
     listed = tuple(f"{name}." for name, module in model.named_modules(remove_duplicate=False) if is_listed(module))
@@ -56,7 +56,7 @@ def _entry(name: str, module: nn.Module, tensor: Tensor) -> LayerReport:
 
 
 def check_coverage(op: str, report: Report) -> None:
-    """Says that little was quantized, and what was left.
+    """Warns if less than half of the bytes was quantized, and names the largest matrices that were not.
 
     Raises:
         ValueError: nothing was quantized.

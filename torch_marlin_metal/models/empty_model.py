@@ -12,9 +12,9 @@ from torch_marlin_metal.layers.embedding import MarlinEmbedding, why_not_embeddi
 from torch_marlin_metal.layers.linear import MarlinLinear
 from torch_marlin_metal.packed_weight import FLOAT_DTYPES, PackedWeight
 
-# Rotary frequencies. Models compute them, but old versions of transformers and llama.cpp store them.
+# Rotary frequencies, which a model computes itself. Files of llama.cpp and of old transformers hold them, too.
 COMPUTED = ("*rotary_emb.inv_freq", "rope_freqs.weight")
-# Subclasses of nn.Linear in transformers whose forward is a matrix product and a bias, only rounded in two steps.
+# Subclasses of nn.Linear in transformers whose forward is a product and a bias. They only round after each of the two.
 PLAIN_SUBCLASSES = ("FalconLinear",)
 
 Rename = Callable[[str], str | None] | Mapping[str, str]
@@ -47,8 +47,8 @@ def is_transposed(module: nn.Module) -> bool:
 def is_linear(module: nn.Module) -> bool:
     """Returns whether a module computes `a @ w.T + bias` and nothing else.
 
-    These are `nn.Linear`, its subclasses that do not change `forward`, those that are known to be plain, and `Conv1D`.
-    The output projection of `nn.MultiheadAttention` is never called: that module takes its weight.
+    These are `nn.Linear`, subclasses that do not change `forward`, `PLAIN_SUBCLASSES`, and `Conv1D`. The output
+    projection of `nn.MultiheadAttention` is excluded: its parent multiplies with its weight and never calls it.
     """
     kind = type(module)
     if not isinstance(module, nn.Linear):
@@ -58,14 +58,14 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def is_candidate(module: nn.Module) -> bool:
-    """Returns whether a module looks like a Linear layer: `is_linear` decides, and a report says why it is none."""
+    """Returns whether a module looks like a Linear layer. If `is_linear` refuses it, a report says why."""
     return isinstance(module, nn.Linear) or is_transposed(module)
 
 
 def why_not_linear(module: nn.Module) -> str:
     """Returns the reason why a candidate cannot be a packed layer, or an empty string if it can be one.
 
-    Only its class and the size of its weight count.
+    The reason depends only on its class and the size of its weight.
     """
     if not is_linear(module):
         own = type(module).forward is not nn.Linear.forward
@@ -78,7 +78,7 @@ def why_not_linear(module: nn.Module) -> str:
 
 
 def matrix_of(module: nn.Module) -> Tensor:
-    """Returns the weight of such a layer as `[N, K]`."""
+    """Returns the weight of a Linear layer as `[N, K]`, whichever way the layer stores it."""
     weight = module._parameters["weight"]
     assert weight is not None
     return weight.detach().T if is_transposed(module) else weight
@@ -87,7 +87,7 @@ def matrix_of(module: nn.Module) -> Tensor:
 def linear_shape(module: nn.Module) -> LinearShape | None:
     """Returns sizes, dtype, device and bias of a linear layer, or None for another kind of module.
 
-    Linear layers are `MarlinLinear` and those that `is_linear` takes.
+    Linear layers are `MarlinLinear` and modules for which `is_linear` is true.
     """
     if isinstance(module, MarlinEmbedding):
         return None
@@ -109,7 +109,7 @@ def why_not_table(module: nn.Module) -> str:
 
 
 def real_device(device: torch.device) -> torch.device:
-    """Returns the device on which a loaded tensor replaces one on `device`: the CPU for the meta device."""
+    """Returns the device of a tensor that replaces one on `device`: the CPU for the meta device, else `device`."""
     return torch.device("cpu") if device.type == "meta" else device
 
 
@@ -130,7 +130,7 @@ def fit_layer(
         shape: the replaced layer.
         weight: a weight from a checkpoint.
         device: device of the new layer; None means that of the replaced layer, or the CPU for the meta device.
-        dtype: dtype of the bias, which `.weight.dtype` also returns; None means that of the replaced layer.
+        dtype: dtype of the bias and the value of `.weight.dtype`; None means that of the replaced layer.
 
     Raises:
         ModelMismatchError: the sizes differ, or one has a bias (other than zeros) and the other has none.
@@ -172,7 +172,7 @@ def fit_table(
 
 
 def fit_bias(op: str, name: str, expected: Tensor | None, found: Tensor | None) -> Tensor | None:
-    """Returns a layer's bias. If the model's layer has none, a bias of zeros, as GPTQ packages write it, is dropped."""
+    """Returns a layer's bias. Drops a bias of zeros, as GPTQ packages write it, if the model's layer has no bias."""
     if expected is not None and found is None:
         raise ModelMismatchError(f"{op}: layer {name!r}: the model's layer has a bias, the checkpoint's has none")
     if expected is None and found is not None:

@@ -39,11 +39,11 @@ FLOATS = ("F16", "BF16", "F32", "F64")
 
 @dataclass(frozen=True)
 class _Plan:
-    """What to load.
+    """What to load, and where to.
 
-    Layers are (index in the reader, target), other tensors (names in the model, read function). `tied` has modules that
-    share the weight of an embedding among the layers, and that the checkpoint lacks: id of the target -> (target, the
-    embedding's target).
+    A layer is a pair (index in the reader, target), another tensor a pair (names in the model, read function). `tied`
+    has modules that share the weight of an embedding and that the checkpoint therefore lacks: id of the target ->
+    (target, the embedding's target).
     """
 
     layers: list[tuple[int, Target]]
@@ -69,7 +69,7 @@ def load_quantized(
     """Loads a checkpoint into a model: a `MarlinLinear` for every 4-bit layer, every other tensor under its name.
 
     Layers are read one at a time, so the whole model never exists in floats. The model may be on the meta device. If an
-    error occurs, the model is not changed; its former tensors are therefore freed only at the end.
+    error occurs, the model is not changed. The function therefore frees the former tensors only at the end.
 
     Args:
         model: a model whose Linear layers and other tensors have the checkpoint's names, changed in place.
@@ -78,11 +78,11 @@ def load_quantized(
             `on_unsupported` decides about layers that cannot be a `MarlinLinear` or `MarlinEmbedding` without loss:
             "error" raises an error, "dequantize" decodes them to floats, and "skip" leaves the model's layer unchanged.
         device: device of every loaded tensor; None means that of the replaced tensor, or the CPU for the meta device.
-        dtype: dtype of floating tensors that are not packed; None means that of the tensor they replace.
+        dtype: dtype of floating tensors that are not packed; None means the dtype of the replaced tensor.
         rename: maps names in the checkpoint to names in the model: a function (None leaves a tensor out), or a
             dictionary of prefixes and replacements, for example `{"model.": ""}`.
-        exclude: layers that stay dense; their weight is decoded to the dtype of the one it replaces. Chosen by name in
-            the model as in `quantize_model`.
+        exclude: layers that stay dense; their weight is decoded to the dtype of the replaced weight. Chosen by their
+            names in the model as in `quantize_model`.
         ignore: tensors and layers of the checkpoint that the model may lack: patterns, or a function of the name in the
             model.
         keep: tensors of the model that the checkpoint may lack; they keep their values. Chosen like `ignore`.
@@ -249,7 +249,7 @@ def _check_kind(target: Target, on_unsupported: OnUnsupported) -> None:
 
 
 def _tied_to_others(target: Target, plan: _Plan) -> str:
-    """Returns the reason why an embedding stays in floats: a module that no packed layer replaces shares its table."""
+    """Returns why an embedding stays in floats, or "". It stays if a module that stays in floats shares its table."""
     for user, source in plan.tied.values():
         if source is target and linear_shape(user.module) is None and why_not_table(user.module):
             return f"its weight is also that of {user.name} ({type(user.module).__name__}), which stays"
@@ -257,7 +257,7 @@ def _tied_to_others(target: Target, plan: _Plan) -> str:
 
 
 def _weights(target: Target, slots: Slots) -> list[str]:
-    """Returns all names of the weight of the embedding or dense layer that a layer of the checkpoint fills."""
+    """Returns all names of a target's weight, which a layer of the checkpoint fills."""
     return [f"{name}.weight" for name in target.names if f"{name}.weight" in slots and not linear_shape(target.module)]
 
 
@@ -331,7 +331,7 @@ def _fill_buffers(model: nn.Module, slots: Slots, plan: _Plan, device: torch.dev
 
 
 def _unset(like: Tensor, device: torch.device) -> Tensor:
-    """Returns a buffer with values that no model computes; a buffer that still has them later was not filled."""
+    """Returns a buffer with values that no model computes. A buffer that keeps these values was not filled."""
     value = torch.finfo(like.dtype).max if like.is_floating_point() else 113
     return torch.full_like(like, value, device=device)
 

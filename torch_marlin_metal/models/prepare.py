@@ -13,8 +13,8 @@ from torch_marlin_metal.layers.embedding import MarlinEmbedding
 from torch_marlin_metal.layers.linear import WEIGHT_BUFFERS, MarlinLinear
 from torch_marlin_metal.ops import given
 
-ROWS = (1, 16, 128, 512)  # a token, and prompts from short to long: they differ in kernel, tile or split of K
-MOST_THREADS = 8  # Metal's compiler runs in processes of its own; a thread only waits for them
+ROWS = (1, 16, 128, 512)  # one token, and prompts from short to long; these may differ in kernel, tile or split of K
+MOST_THREADS = 8  # Metal compiles in processes of its own, and a thread only waits for one
 
 
 def prepare(
@@ -27,20 +27,19 @@ def prepare(
     """Compiles the Metal kernels that a model's `MarlinLinear` layers need, so that its first calls do not wait.
 
     Metal compiles a kernel when it is first used. macOS keeps the result for later processes, until macOS, PyTorch or
-    this package is updated. What the process has compiled already takes no time, and layers that are not on mps need
-    nothing.
+    this package is updated. Kernels that the process has compiled already take no time. Layers that are not on mps are
+    skipped.
 
     Args:
         model: a model, or a layer, on its device.
-        rows: rows M of the products to come: sequences times tokens of a prompt, and 1 for a generated token.
-        dtype: of the activations; None takes each layer's own, that of its `.weight.dtype`.
-        progress: shows a progress bar.
+        rows: numbers of rows M of later products: sequences times tokens of a prompt, and 1 for a generated token.
+        dtype: dtype of the activations; None means each layer's `.weight.dtype`. progress: show a progress bar.
 
     Returns:
-        The number of different products, each for one number of rows, that are now compiled.
+        The number of different products whose kernels are now compiled. Each number of rows counts as a product.
 
     Raises:
-        ValueError: a number of rows below 1.
+        ValueError: a number of rows is below 1.
         RuntimeError: a kernel does not compile; the message names it. All others are compiled.
     """
     rows = sorted(set(rows))
@@ -66,7 +65,7 @@ def prepare(
 
 
 def _kind(layer: MarlinLinear, M: int, dtype: torch.dtype) -> tuple[Any, ...]:
-    """Returns what tells the layer's product with M rows from those that have the same kernels."""
+    """Returns a key for the layer's product with M rows. Products with equal keys use the same kernels."""
     tensors = [*(layer._buffers[name] for name in WEIGHT_BUFFERS), layer.bias]
     kinds = [None if t is None else (t.shape, t.dtype, t.storage_offset() % 4) for t in tensors]
     return (M, dtype, layer.weight_format, layer.group_size, *kinds)

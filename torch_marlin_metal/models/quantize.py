@@ -50,13 +50,16 @@ def quantize_model(
 ) -> Report:
     """Replaces the Linear layers of a model by `MarlinLinear`, in place.
 
-    Layers that cannot be quantized stay and are in the report with the reason: K not a multiple of 8, a weight that is
-    not fp16/bf16/fp32 or not finite, a parametrized weight, a subclass of `nn.Linear` with a forward of its own, the
-    output projection of `nn.MultiheadAttention` (it is never called), a weight that is also used elsewhere (an
-    embedding, an excluded layer). So are matrices that are no layer's, such as stacked experts. transformers' `Conv1D`
-    and `FalconLinear` are Linear layers. Layers that share one weight are quantized once and share the result. Hooks
-    move to the new layers. The `save_pretrained` of a model of transformers, diffusers or sentence-transformers then
-    writes the packed layers; for that the library's module of `torch_marlin_metal.integrations` is imported.
+    Some layers cannot be quantized. They stay as they are, and the report gives the reason: K is not a multiple of 8,
+    the weight is not fp16/bf16/fp32 or not finite, the weight is parametrized, a subclass of `nn.Linear` has a forward
+    of its own, the parent never calls the layer (the output projection of `nn.MultiheadAttention`), or something else
+    also uses the weight (an embedding, an excluded layer). The report also lists matrices that belong to no layer, such
+    as stacked experts.
+
+    transformers' `Conv1D` and `FalconLinear` count as Linear layers. Layers that share one weight are quantized once
+    and share the result. Hooks move to the new layers. For a model of transformers, diffusers or sentence-transformers,
+    the function imports the library's module of `torch_marlin_metal.integrations`, so that `save_pretrained` writes the
+    packed layers.
 
     Args:
         model: changed in place.
@@ -68,8 +71,9 @@ def quantize_model(
             they are regular expressions that must match the full name. A pattern that matches no layer is an error.
         exclude: layers to skip, chosen by the same rules; the report omits them.
         progress: show a progress bar.
-        atomic: whether an exception leaves the model unchanged; old and new weights then both exist until the end. With
-            False each old weight is freed before the next layer, and an exception leaves a partly quantized model.
+        atomic: with True, an exception leaves the model unchanged, but old and new weights both exist until the end.
+            With False, each old weight is freed before the next layer, and an exception leaves a partly quantized
+            model.
         **options: `scale_dtype`, `lut`, `mx_rounding`, as in `quantize_weight`.
 
     Returns:
@@ -80,7 +84,8 @@ def quantize_model(
             layer can be quantized.
 
     Warns:
-        UserWarning: less than half of the bytes in the report was quantized; the message names the largest rest.
+        UserWarning: less than half of the bytes in the report was quantized; the message names the largest layers and
+        matrices that were not.
     """
     find_format(weight_format)
     targets = find_targets("quantize_model", model, is_candidate, include, exclude)
@@ -134,8 +139,8 @@ def replace_linear_layers(
 
     Layers are recognised by their tensors, shapes and class names: GPTQ (GPTQModel, AutoGPTQ, optimum), AWQ gemm, gemv
     and gemv_fast (AutoAWQ, GPTQModel), compressed-tensors (int4, NVFP4, MXFP4), bitsandbytes Linear4bit, HQQLinear,
-    and transformers' MetalLinear. If every zero point is 8 the new layer is uint4b8, else uint4. Layers that cannot be
-    read, or whose tensors another module also uses, stay, and the report gives the reason.
+    and transformers' MetalLinear. An int4 layer whose zero points are all 8 becomes uint4b8, any other int4 layer
+    uint4. Layers that cannot be read, or whose tensors another module also uses, stay, and the report gives the reason.
 
     Args:
         model: changed in place.
@@ -249,7 +254,7 @@ def _why_not(linear: nn.Module) -> str:
 
 
 def _shared_with_others(model: nn.Module, targets: list[Target]) -> dict[int, str]:
-    """Returns why modules stay in floats whose tensors another module uses, as `{id(module): reason}`."""
+    """Returns `{id(module): reason}` for the modules that stay in floats because another module uses their tensors."""
     taken = {id(target.module) for target in targets}
     users = {
         id(tensor): f"{name} ({type(module).__name__})"

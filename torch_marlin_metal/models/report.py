@@ -68,7 +68,7 @@ class Report(RichText):
 
     @property
     def quantized_share(self) -> float:
-        """Returns the part of the looked-at bytes that was converted: 0 to 1."""
+        """Returns the converted part, 0 to 1, of the bytes of all layers in the report."""
         done = sum(layer.bytes_before for layer in self.converted)
         return done / (done + self.left_bytes) if done else 0.0
 

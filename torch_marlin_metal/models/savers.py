@@ -1,7 +1,8 @@
-"""Libraries whose models save themselves: a module of `integrations` lets them save packed layers.
+"""Lets models of transformers, diffusers and sentence-transformers save packed layers.
 
-It is imported by name, and only for a model of that library: an arrow up, against the order of the rooms, because
-nothing else is called when such a model is quantized in memory.
+Each library has a module in `integrations` for that. This file imports the module by name, and only for a model of the
+library. The import goes against the order of the folders, which otherwise import only those below them. There is no
+other way: if such a model is quantized in memory, nothing in `integrations` is called.
 """
 
 import importlib
@@ -9,7 +10,7 @@ import warnings
 
 from torch import nn
 
-# The base class of a library's models -> the library, and what is imported for it.
+# The base class of a library's models -> the library, and the module that is imported for it.
 SAVERS = {
     "PreTrainedModel": ("transformers", "torch_marlin_metal.integrations.transformers"),
     "ModelMixin": ("diffusers", "torch_marlin_metal.integrations.diffusers"),
@@ -18,7 +19,7 @@ SAVERS = {
 
 
 def let_it_save(op: str, model: nn.Module) -> None:
-    """Sees to it that the `save_pretrained` of a model, or of a model inside it, writes packed layers."""
+    """Makes `save_pretrained` of a model, or of a model inside it, write packed layers."""
     bases = {base for module in model.modules() for base in type(module).__mro__}
     for name, (library, integration) in SAVERS.items():
         if any(base.__name__ == name and base.__module__.split(".")[0] == library for base in bases):

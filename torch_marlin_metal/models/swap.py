@@ -1,4 +1,4 @@
-"""Finds modules in a model by name and puts others in their places, all of them or none."""
+"""Finds modules in a model by name and replaces them, all of them or none."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from tqdm.auto import tqdm
 from torch_marlin_metal.models.report import LayerReport, Report, module_bytes
 from torch_marlin_metal.patterns import Filter, check_patterns, selects
 
-# The dictionaries that hold a module's hooks. The new module shares them, so that existing handles can remove hooks.
+# The dictionaries that hold a module's hooks. The new module shares them, so that existing handles still remove hooks.
 HOOKS = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
@@ -44,7 +44,7 @@ def find_targets(
     """Returns the wanted modules that the filters select. A module with several names is listed once.
 
     Raises:
-        ValueError: the model itself is such a module, or a pattern matches no name.
+        ValueError: the model itself is a wanted module, or a pattern matches no name.
     """
     if wanted(model):
         raise ValueError(

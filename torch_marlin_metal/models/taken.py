@@ -1,4 +1,4 @@
-"""Linear layers of transformers (5.23) that are not only called: their parent computes with `layer.weight` itself."""
+"""Linear layers of transformers (5.23) whose parent does not only call them, but computes with `layer.weight`."""
 
 from torch import nn
 
@@ -20,7 +20,8 @@ TAKEN = {
 
 
 def taken_weights(model: nn.Module) -> dict[int, str]:
-    """Returns why such layers of a model cannot be packed, by the ids of the layers."""
+    """Returns `{id(layer): reason}` for layers that cannot be packed because their parent uses their weight.
+    """
     return {
         id(child): f"{type(parent).__name__} computes with its weight, instead of calling it"
         for parent in model.modules()

@@ -1,8 +1,8 @@
 """GGUF files: metadata and tensor directory, both checked against the file's size before use.
 
 The parser of the `gguf` package trusts the counts in a file, so a damaged file can make it loop for hours. This parser
-reads at least one byte for every element, so its work is bounded by the file's size.
-Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
+reads at least one byte for every element, so the file's size bounds its work. Format:
+https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
 
 import re
@@ -148,7 +148,7 @@ class _Header:
                 return memoryview(self.take(count * struct.calcsize(code))).cast(cast(Any, code))
             self.skip(count * struct.calcsize(code))
         elif element == STRING:
-            for _ in range(count):  # every element takes at least 8 bytes of the file
+            for _ in range(count):  # the file's size bounds the loop: every element has at least 8 bytes
                 self.skip(int.from_bytes(self.take(8), "little"))
         else:
             for _ in range(count):

@@ -1,9 +1,8 @@
 """Safetensors files: checks the header before use, and reads single tensors.
 
-The safetensors library maps whole files into memory, so the resident size of a process that reads a checkpoint grows
-with the file. Its errors also do not name the tensor. This module parses the header once and reads each tensor with one
-`readinto`.
-Format: https://github.com/huggingface/safetensors#format.
+The safetensors library maps whole files into memory, so the resident size of a process grows with the file that it
+reads. The errors of the library do not name the tensor. This module parses the header once and reads each tensor with
+one `readinto`. Format: https://github.com/huggingface/safetensors#format.
 """
 
 import json
@@ -18,9 +17,10 @@ from torch import Tensor
 
 from torch_marlin_metal.checkpoints.errors import CheckpointError
 
-# For each dtype name of the format: the bits of one element and the torch dtype that holds it. Coded and unsigned types
-# keep their bits in a dtype that every backend has: float8 as uint8, U16/U32/U64 as the signed type of the same width.
-# F4 packs two elements in a byte. If several names share a torch dtype, the first is the one that torch means by it.
+# For each dtype name of the format: the bits of one element and the torch dtype that holds it. Not every backend has
+# float8 and unsigned types, so their bits are kept in another dtype: float8 in uint8, U16/U32/U64 in the signed type of
+# the same width. F4 packs two elements in a byte. If several names share a torch dtype, a tensor of that dtype is
+# written under the first name.
 DTYPES: dict[str, tuple[int, torch.dtype]] = {
     "BOOL": (8, torch.bool),
     "U8": (8, torch.uint8),
@@ -43,11 +43,11 @@ DTYPES: dict[str, tuple[int, torch.dtype]] = {
 }
 MAX_HEADER = 100_000_000  # the reference implementation's limit
 MAX_RANK = 16
-MAX_ELEMENTS = 1 << 59  # so that strides counted in bits still fit into 64-bit integers
+MAX_ELEMENTS = 1 << 59  # with more, strides in bits would not fit into 64-bit integers
 POOLED_BYTES, MAX_POOL_BYTES = 1 << 20, 1 << 26
 
 
-class TensorInfo(NamedTuple):  # made for every entry of a header: a frozen dataclass takes five times as long
+class TensorInfo(NamedTuple):  # every entry of a header makes one; a frozen dataclass takes five times as long
     """The place of one tensor: `nbytes` bytes at `offset` of `file`; `dtype` is a key of `DTYPES`."""
 
     name: str
@@ -139,7 +139,7 @@ def _entry(file: Path, name: str, entry: Any, start: int, size: int) -> TensorIn
     bits = prod(shape) * DTYPES[dtype][0]
     if bits != 8 * (offsets[1] - offsets[0]) or (dtype == "F4" and (not shape or shape[-1] % 2)):
         raise fail(f"shape {shape} of {dtype} needs {bits} bits, data_offsets give {offsets[1] - offsets[0]} bytes")
-    if not bits and prod(size or 1 for size in shape) > MAX_ELEMENTS:  # if one size is 0, no bytes limit the others
+    if not bits and prod(size or 1 for size in shape) > MAX_ELEMENTS:  # a size of 0 leaves the other sizes unlimited
         raise fail(f"expected sizes that span at most {MAX_ELEMENTS} elements, got {str(shape)[:80]}")
     return TensorInfo(name, file, dtype, tuple(shape), start + offsets[0], offsets[1] - offsets[0])
 
@@ -151,7 +151,8 @@ def _natural_numbers(values: Any) -> TypeGuard[list[int]]:
 class _Blocks:
     """Keeps the memory of large tensors that were freed, for the next tensors of similar size.
 
-    Fresh pages cost more than the read into them: without this, copying a checkpoint took twice the CPU time.
+    Getting fresh pages from the system costs more than reading into them: with fresh pages for every tensor, copying a
+    checkpoint took twice the CPU time.
     """
 
     def __init__(self) -> None:

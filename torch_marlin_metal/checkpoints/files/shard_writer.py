@@ -1,8 +1,8 @@
 """Writes tensors one after the other into safetensors shards, with only a few in memory at a time.
 
-A safetensors header comes before the data and may be padded with spaces. The writer therefore leaves room for it and
-writes it when the shard is full. The shard gets its final name only then, so a file with its final name is complete. A
-thread writes while the caller reads and converts the next tensors.
+A safetensors header comes before the data, but is known only when all tensors are. It may be padded with spaces, so the
+writer leaves room for it and writes it when the shard is full. Only then does the file get its final name, so a file
+with a final name is complete. A thread writes while the caller reads and converts the next tensors.
 """
 
 import json
@@ -19,14 +19,14 @@ from torch_marlin_metal.checkpoints.checkpoint import DTYPE_NAMES
 from torch_marlin_metal.checkpoints.errors import CheckpointError
 
 HEADER_BYTES = 1 << 18
-# Bytes of one write call. For larger calls Linux fills its cache with huge pages, which a virtual machine may have to
-# request from its host each time. On a Firecracker guest with Linux 6.18 and ext4, 2 GB took 4.4 s of CPU in calls of
-# 8 MiB, and 0.5 s in calls of this size.
+# Bytes of one write call. In larger calls Linux uses huge pages for its cache, and a virtual machine may have to
+# request each of these from its host. On a Firecracker guest with Linux 6.18 and ext4, writing 2 GB took 4.4 s of CPU
+# time in calls of 8 MiB, but 0.5 s in calls of this size.
 WRITE_BYTES = 1 << 17
-BATCH_BYTES = 1 << 18  # small tensors go to the thread together: handing one over costs more than writing it
+BATCH_BYTES = 1 << 18  # small tensors go to the thread in batches, because handing one over costs more than writing it
 MAX_PENDING_BYTES = 1 << 25  # bytes that may wait to be written while the next layer is converted
 FLOAT8_NAMES = {torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"}
-ENTRY_BYTES = 160  # bytes of a header entry without the name and the shape's digits
+ENTRY_BYTES = 160  # at most this many bytes for a header entry, without the name and the digits of the shape
 
 
 def _entry_bytes(name: str) -> int:
@@ -69,7 +69,7 @@ class ShardWriter:
         return name in self._entries
 
     def has_room(self, names: list[str]) -> bool:
-        """Returns whether the header has room for these tensors too."""
+        """Returns whether the header has room for entries of these tensors."""
         return self._header_size + sum(map(_entry_bytes, names)) < HEADER_BYTES
 
     def add(self, name: str, tensor: Tensor, dtype: str | None = None) -> None:
@@ -119,7 +119,7 @@ class ShardWriter:
             raise CheckpointError(f"{self.path}: cannot be written ({error.strerror})") from error
 
     def _submit(self) -> None:
-        """Hands the batch to the thread, and waits if too much is on its way."""
+        """Hands the batch to the thread, and waits if too many bytes are waiting to be written."""
         if self._batch:
             self._pending.append((self._batch_bytes, self._thread.submit(self._write, self._batch)))
             self._pending_bytes += self._batch_bytes

@@ -1,7 +1,7 @@
 """AutoRound's own format: a wrapper around the layouts of GPTQ, AWQ, compressed-tensors and MLX.
 
 `packing_format` names the layout. "auto_round:auto_gptq" is GPTQ's layout with zero points minus one. "auto_round",
-which AutoRound writes for asymmetric weights, is the same layout with zero points as they are.
+which AutoRound writes for asymmetric weights, is the same layout with unchanged zero points.
 """
 
 from dataclasses import replace

@@ -61,7 +61,7 @@ def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeigh
 
     if K % 8:
         raise layer.unsupported(f"K={K} is not a multiple of 8", dequantize)
-    part = gcd(K, blocksize)  # the longest runs of k that never cross the end of a block or row
+    part = gcd(K, blocksize)  # the longest run of k that does not cross the end of a block or of a row
     scales = absmax[torch.arange(N * K // part) * part // blocksize].reshape(N, K // part).t()
     fitted = fit_groups(K, part, scales)
     if fitted is None:

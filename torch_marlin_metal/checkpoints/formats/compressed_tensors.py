@@ -130,7 +130,7 @@ def _zeros(layer: Layer, N: int, G: int, bits: int) -> Tensor | None:
 
 
 def read_fp4(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeight:
-    """Converts an NVFP4 or MXFP4 layer. The dtype of the scales and the global scale tell which of them it is."""
+    """Converts an NVFP4 or MXFP4 layer. The dtype of the scales and the global scale tell the two kinds apart."""
     N, half = layer.expect("weight_packed", ("U8",), None, None)
     K = 2 * half
     two_level = "weight_global_scale" in layer

@@ -47,7 +47,7 @@ def _q4_1(blocks: Tensor) -> PackedWeight:
 
 
 def _q4_k(blocks: Tensor) -> PackedWeight:
-    """Converts Q4_K. Its scales d * sc and minimums dmin * m have factors of 11 and 6 bits, so they need fp32."""
+    """Converts Q4_K. Its scales d * sc and minimums dmin * m are products of 11 and 6 bits, so only fp32 holds them."""
     d, dmin = _float16(blocks[..., :2]).float(), _float16(blocks[..., 2:4]).float()
     first, second, third = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
     sc = torch.cat((first & 63, (third & 15) | ((first >> 6) << 4)), dim=2)

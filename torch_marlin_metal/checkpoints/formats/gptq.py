@@ -77,7 +77,7 @@ def read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeight
 
 
 def _bits(layer: Layer, settings: Settings, rows: int, N: int, G: int) -> int:
-    """Returns the bits of a code, from the shapes, because settings may differ from module to module."""
+    """Returns the bits of a code. They follow from the shapes; the settings may differ from module to module."""
     if "g_idx" in layer:
         (K,) = layer.expect("g_idx", ("I32", "I64"), None)
         bits, rest = divmod(32 * rows, K)

@@ -13,7 +13,7 @@ from torch_marlin_metal.checkpoints.layer import FLOATS, Layer, as_words, fit_gr
 from torch_marlin_metal.checkpoints.options import ReadOptions
 from torch_marlin_metal.packed_weight import PackedWeight
 
-# mode -> bit widths whose layout is known; 4 bit stays packed, the others can only be decoded
+# mode -> bit widths whose layout is known; only 4 bit can stay packed, the others are decoded on request
 BITS = {"affine": (2, 3, 4, 5, 6, 8), "mxfp4": (4,), "nvfp4": (4,)}
 
 
@@ -59,9 +59,10 @@ def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeigh
 
 
 def _multiplier(layer: Layer) -> Tensor | None:
-    """Returns what multiplies NVFP4's block scales. MLX stores the largest magnitude of the weight instead.
+    """Returns the factor of NVFP4's block scales, from the largest magnitude of the weight, which MLX stores.
 
-    mlx/backend/metal/kernels/fp_quantized.h (0.32.4) divides it by the largest scale times the largest code.
+    The factor is this magnitude, divided by the largest scale times the largest code (mlx 0.32.4,
+    mlx/backend/metal/kernels/fp_quantized.h).
     """
     if "global_scale" not in layer:
         return None

@@ -22,7 +22,7 @@ from torch_marlin_metal.packed_weight import FLOAT_DTYPES, PackedWeight, PackedW
 METHOD = "torch_marlin_metal"
 FORMAT_NAMES = tuple(WEIGHT_FORMATS)
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.uint8, *FLOAT_DTYPES)}
-# What a loader without this package says; see `NativeExporter.settings`.
+# A loader without this package shows this text in its error; see `NativeExporter.settings`.
 ADVICE = (
     "This model has packed 4-bit weights: install the package torch_marlin_metal and write "
     "'import torch_marlin_metal.integrations.transformers' before from_pretrained "
@@ -50,9 +50,10 @@ class NativeExporter:
     def settings(self) -> dict[str, Any]:
         """Returns the `quantization_config` of a checkpoint with these layers.
 
-        transformers only warns of a `quant_method` that it does not know, and goes on with random weights.
-        `load_in_4bit` sends it, and diffusers, to their bitsandbytes configuration, which looks the compute dtype up in
-        torch: the error shows the name that is not there, and that is the advice.
+        If a program has not imported this package, transformers only warns of the unknown `quant_method` and goes on
+        with random weights. Two settings make it stop. `load_in_4bit` makes transformers, and diffusers, read the
+        settings as those of bitsandbytes, whose compute dtype is the name of an attribute of torch. The name given here
+        is the advice, so the error about the missing attribute shows the advice.
         """
         stops = {"load_in_4bit": True, "bnb_4bit_compute_dtype": ADVICE}
         return {"quant_method": METHOD, "format_version": FORMAT_VERSION, **stops, "layers": self.layers}

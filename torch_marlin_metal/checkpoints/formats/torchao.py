@@ -50,7 +50,7 @@ def _attributes(layer: Layer) -> dict[str, str]:
 
 
 def _plain(value: Any) -> str:
-    """Unwraps dtypes and enumerations, which torchao writes as {"_type": ..., "_data": ...}."""
+    """Returns the text of a dtype or an enumeration, which torchao writes as {"_type": ..., "_data": ...}."""
     if isinstance(value, dict) and "_data" in value:
         return f"{value.get('_type')}:{value['_data']}"
     return str(value) if isinstance(value, (bool, int, str)) or value is None else json.dumps(value)
@@ -69,7 +69,7 @@ def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeigh
 
 
 def _block_scales(layer: Layer, N: int, blocks: int, dtypes: tuple[str, ...]) -> Tensor:
-    """Returns the scale codes `[blocks, N]`. Undoes swizzling: padded tiles of 128 x 4, each stored as 32 x 4 x 4."""
+    """Returns the scale codes `[blocks, N]`. Swizzled codes are padded tiles of 128 x 4, each stored as 32 x 4 x 4."""
     rows, columns = -(-N // 128) * 32, -(-blocks // 4) * 16
     if layer.shape("scale") != (rows, columns):
         layer.expect("scale", dtypes, N, blocks)

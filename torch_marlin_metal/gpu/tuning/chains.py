@@ -15,8 +15,8 @@ from torch_marlin_metal.packed_weight import PackedWeight
 
 # More than twice the largest system-level cache of an Apple GPU (96 MB, M1 Ultra), so that weights come from memory.
 COLD_BYTES = 256 * 2**20
-CHAIN_SECONDS = 0.01  # a chain takes at least this long, because a synchronisation costs tens of microseconds
-WARM_SECONDS = 0.2  # of work before anything is measured: an idle GPU takes tens of milliseconds to its full clock
+CHAIN_SECONDS = 0.01  # at least, for one chain: a synchronisation costs tens of microseconds
+WARM_SECONDS = 0.2  # work before the first measurement: an idle GPU needs tens of milliseconds to reach its full clock
 MOST_CALLS = 256
 
 
@@ -24,10 +24,8 @@ MOST_CALLS = 256
 class Measured:
     """The time of one call of a chain.
 
-    Attributes:
-        seconds: on the device.
-        host_seconds: until the call returned, which on a GPU is before its work has begun.
-        has_gaps: whether the device's time may hold waits for the host.
+    Attributes: seconds: time on the device. host_seconds: time until the call returned; on a GPU this may be before its
+    work begins. has_gaps: whether the device's time may include waits for the host.
     """
 
     seconds: float
@@ -58,12 +56,12 @@ class Chain:
         return state
 
     def measure(self, calls: int) -> Measured:
-        """Returns the time of one of so many calls."""
+        """Returns the mean time of a call, from this number of calls."""
         return self.clock(self, calls)
 
 
 def wall_clock(chain: Chain, calls: int) -> Measured:
-    """Measures calls that have done their work when the chain is finished, as on a CPU."""
+    """Measures calls by the host's clock. All their work is done when the chain is finished, as on a CPU."""
     chain.finish(chain.first)
     begin = time.perf_counter()
     state = chain.run(calls, chain.first)
@@ -75,9 +73,10 @@ def wall_clock(chain: Chain, calls: int) -> Measured:
 def gpu_clock(chain: Chain, calls: int) -> Measured:
     """Measures calls of PyTorch on mps by the start and the end of their command buffer, as the GPU reports them.
 
-    PyTorch encodes a call in more time than a small product takes, so the time of a clock on the wall would be the
-    host's. A chain that is not measured runs first: the GPU works on it while the host encodes the measured one. If
-    PyTorch commits in between, as its graphs and copies may, the GPU may wait for the host: `has_gaps` then.
+    Encoding a call takes PyTorch longer than a small product takes the GPU, so the host's clock would measure the host.
+    A chain that is not measured therefore runs first: the GPU works on it while the host encodes the measured chain. If
+    PyTorch commits inside the measured chain, as its graphs and copies may, the GPU may wait for the host. `has_gaps`
+    is then true.
     """
     timer: Any = torch.ops.torch_marlin_metal
     state = chain.run(calls, chain.first)
@@ -92,10 +91,11 @@ def gpu_clock(chain: Chain, calls: int) -> Measured:
 
 
 def lazy_clock(chain: Chain, calls: int) -> Measured:
-    """Measures calls that only note what to compute, as MLX's do, and compute it when the chain is finished.
+    """Measures calls of a lazy library (MLX), which computes nothing until the chain is finished.
 
-    MLX shows no command buffers. The difference between a chain and one of twice the length is the time of its calls
-    while the GPU is busy, without what starting and waiting cost. As for `gpu_clock` the host's part is measured apart.
+    MLX gives no access to its command buffers. The function therefore runs a chain and one of twice the length. The
+    difference of their times is the time of the additional calls, without the cost of starting and waiting. The host's
+    time is measured separately, as in `gpu_clock`.
     """
 
     def evaluated(count: int) -> tuple[float, float]:
@@ -108,7 +108,7 @@ def lazy_clock(chain: Chain, calls: int) -> Measured:
 
     short, _ = evaluated(calls)
     long, noting = evaluated(2 * calls)
-    # A disturbance of the shorter chain can make the difference nothing.
+    # A disturbance of the shorter chain can make the difference zero or negative.
     return Measured(max(long - short, 1e-3 * long) / calls, noting / (2 * calls))
 
 
@@ -122,7 +122,7 @@ def product_chain(a: Tensor, product: Callable[[Tensor, int], Tensor]) -> Chain:
 
     def step(state: object, index: int) -> object:
         assert isinstance(state, Tensor)
-        # Adds zero times the result: the values do not change, but the GPU must wait for the result.
+        # Zero times the result is added: the values do not change, but the GPU must wait for the result.
         return torch.add(state, product(state, index)[:, :1], alpha=0)
 
     clock = gpu_clock if a.device.type == "mps" else wall_clock
@@ -136,7 +136,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def cold_copies(tensors: Sequence[Tensor], cold_bytes: int = COLD_BYTES) -> list[list[Tensor]]:
-    """Returns copies of a weight's tensors, enough that none is still in a cache when it is used again."""
+    """Returns so many copies of a weight's tensors that none is still in a cache when it is used again."""
     size = sum(tensor.nbytes for tensor in tensors)
     copies = max(2, -(-cold_bytes // max(size, 1)))
     return [[tensor.clone() for tensor in tensors] for _ in range(copies)]
@@ -154,7 +154,8 @@ def rotating(weight: PackedWeight, cold_bytes: int = COLD_BYTES) -> Callable[[in
 def measure(chains: Mapping[str, Chain], rounds: int = 9) -> dict[str, list[Measured]]:
     """Times all chains once per round, in rotating order. Returns the times of a call of each chain, by round.
 
-    A disturbance of the machine then affects all chains alike. Compare them by the median of their ratios per round.
+    Because the chains take turns, a disturbance of the machine affects all of them alike. Compare two chains by the
+    median of their ratios per round.
     """
     calls = {name: _calls(chain) for name, chain in chains.items()}
     names = list(chains)

@@ -34,7 +34,7 @@ def rivals(weight: PackedWeight, a: Tensor, cold_bytes: int = COLD_BYTES) -> tup
         cold_bytes: total bytes of the weight's copies, which are used in turn.
 
     Returns:
-        The chains by name, this package first; and the reasons, by name, why other alternatives are missing.
+        The chains by name, this package first; and, by name, the reasons why alternatives are missing.
     """
     arguments = rotating(weight, cold_bytes)
     chains = {OURS: product_chain(a, lambda state, index: gemm(state, **arguments(index)))}  # type: ignore[arg-type]

@@ -68,8 +68,8 @@ class TunedRange:
         variant: the fastest variant, a name for `gemm(variant=...)`.
         seconds: its median time.
         model_variant: the choice of the planner's model.
-        speedup: time of the model's choice divided by that of the fastest, median over rounds; 1 if the difference is
-            within the noise, so that the model's choice is kept.
+        speedup: time of the model's choice divided by that of `variant`, median over rounds. It is 1 if the difference
+            is within the noise; `variant` is then the model's choice.
         times: median time in seconds of every candidate that was measured, by name.
     """
 
@@ -127,7 +127,7 @@ def load(path: Path | None = None) -> list[TuningTable]:
 def save(table: TuningTable, path: Path | None = None) -> Path:
     """Adds a table to a file and returns the path. Replaces the machine's choices for the same products.
 
-    Processes that save at once wait for each other, so that no choice is lost.
+    Processes that save at the same time wait for each other, so that no choice is lost.
 
     Raises:
         ValueError: the file exists and is damaged; it is not changed.
@@ -153,7 +153,7 @@ def save(table: TuningTable, path: Path | None = None) -> Path:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Waits for other processes and threads that save here; the lock ends with its process."""
+    """Waits for other processes and threads that save into the folder. The lock ends with its process."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

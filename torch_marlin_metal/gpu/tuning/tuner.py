@@ -1,4 +1,4 @@
-"""Times the planner's candidates for products, and keeps those that beat the model's choice."""
+"""Times the planner's candidates for products, and keeps those that are faster than the model's choice."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from torch_marlin_metal.gpu.tuning.table import Machine, TunedRange, TuningTable
 from torch_marlin_metal.ops import gemm
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
-# The cheapest tile of every variant is timed, and further tiles in the model's order up to this number.
+# The tuner times the cheapest tile of every variant, then further tiles in the model's order, up to this number in all.
 MOST_CANDIDATES = 8
 # The tuner omits further tiles that the model predicts to be slower than the best one by this factor.
 SLOWEST = 3.0
-# A candidate replaces the model's choice if it is faster by this factor, and by more than the rounds differ.
+# A candidate replaces the model's choice if it is faster by this factor and if the gain exceeds the rounds' spread.
 MARGIN = 1.02
-# From this number of rows on, two_pass is a candidate. It rounds the weights, so decoding of tokens never uses it.
+# From this number of rows on, two_pass is a candidate. With fewer rows, as in decoding, it never is: it rounds weights.
 TWO_PASS_ROWS = 64
 
 Timer = Callable[[Mapping[str, Chain]], dict[str, list[float]]]
@@ -38,8 +38,8 @@ def tune(
     """Measures the candidates for products on this machine's GPU.
 
     For each product and number of rows, the tuner times candidates of every variant in turn and compares medians. A
-    candidate runs as a chain of dependent products whose weights are not in the caches. A result is used for exactly
-    the number of rows that was measured; for others the model chooses.
+    candidate runs as a chain of dependent products whose weights are not in the caches. A result is used only for the
+    number of rows that was measured; for other numbers the model chooses.
 
     Args:
         products: the products to measure.

@@ -1,4 +1,4 @@
-"""The variants of this package that `bench --variant all` compares, each beside the model's prediction and the roof."""
+"""The variants that `bench --variant all` compares with the model's prediction and with the roof, the least time."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class VariantRow:
 
 
 def planned_variants(product: Product, M: int) -> tuple[GemmPlan, list[PlanCandidate]]:
-    """Returns the plan of a product by the model alone, and of each variant its cheapest candidate, cheapest first."""
+    """Returns a product's plan by the model alone, and the cheapest candidate of each variant, cheapest first."""
     found = plan(
         M,
         product.N,
@@ -75,5 +75,5 @@ def variants(product: Product, weight: PackedWeight, a: Tensor, cold_bytes: int 
 
 
 def roof_seconds(product: Product, M: int, dram_bytes: float, peak_bytes: float, peak_flops: float) -> float:
-    """Returns the least time that memory at its peak rate and the matrix unit allow for a product, in seconds."""
+    """Returns the roof in seconds: the least time for a product that the peak rates of memory and matrix unit allow."""
     return max(dram_bytes / peak_bytes, 2 * M * product.N * product.K / peak_flops)

@@ -34,9 +34,8 @@ class MarlinConfig(QuantizationConfigMixin):  # type: ignore[misc]
         method: "rtn" or "mse".
         modules_to_not_convert: layers that stay or become floats: a pattern or a list of patterns for the layer's full
             name, as `exclude` of `quantize_model` ("*.o_proj"). A pattern that matches no layer is an error.
-        quantize_head: quantize the output layer, too (for models quantized while loading; see `modules_to_not_convert`
-            for others).
-        on_unsupported: "error", or "dequantize" to decode layers that cannot be represented.
+        quantize_head: whether a model that is quantized while it loads gets a 4-bit output layer, too.
+        on_unsupported: "error", or "dequantize" to decode layers that no weight format can represent.
         fuse: compute q, k and v projections in one call, and gate and up projections in another; see
             `fuse_projections`.
         prepare: compile the Metal kernels of layers that are loaded to mps; see `prepare`.

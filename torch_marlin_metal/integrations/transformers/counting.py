@@ -1,4 +1,4 @@
-"""`num_parameters` of transformers models: packed weights are buffers, and transformers counts parameters alone."""
+"""Makes `num_parameters` of transformers models count packed weights, which are buffers and not parameters."""
 
 import functools
 from typing import Any

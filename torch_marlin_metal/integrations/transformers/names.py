@@ -1,4 +1,4 @@
-"""Names of a model's layers in its checkpoint, where transformers has others than the model."""
+"""Finds the names of layers in the original checkpoint, which transformers may rename for the model."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -12,9 +12,9 @@ from torch_marlin_metal.layers.linear import GUARD
 def rearranges(model: Any, layers: Iterable[str]) -> bool:
     """Returns whether transformers joins, splits or permutes the weight of one of the layers when it saves the model.
 
-    It does so where the original checkpoint has other tensors than the model: q, k and v in one, or a bias under
-    another name than the weight. Packed words cannot be rearranged like that; such a model is saved under its own
-    names.
+    It does so if the original checkpoint has other tensors than the model, for instance one tensor for q, k and v, or a
+    bias under another name than the weight. Packed words cannot be rearranged in this way, so such a model is saved
+    under its own names.
     """
     conversions = getattr(model, "_weight_conversions", None)
     if conversions is None:

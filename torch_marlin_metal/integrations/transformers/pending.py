@@ -20,8 +20,8 @@ DEVICES = ("cpu", "mps")
 class PendingLinear(nn.Module):
     """Holds the place of a packed layer while transformers loads everything else; it has no parameters.
 
-    Models initialize what a checkpoint lacks, and some reach into their children for that (`module.q.weight.normal_`).
-    They find meta tensors here, which have nothing to initialize.
+    A model initializes tensors that a checkpoint lacks. Some models do this with tensors of their children
+    (`module.q.weight.normal_`). The placeholder gives them meta tensors, which have no values to initialize.
     """
 
     def __init__(self, shape: LinearShape) -> None:
@@ -71,7 +71,7 @@ def make_layer(
     device: torch.device,
     dense: bool,
 ) -> nn.Module:
-    """Makes the layer for a place: packed, or one of floats if the weight is not packed or `dense` asks for it."""
+    """Makes the layer for a placeholder: packed, or a float layer if the weight is not packed or `dense` is true."""
     if isinstance(weight, PackedWeight) and not dense:
         return fit_layer(op, name, shape, weight, device=device)
     values = weight.dequantize(shape.dtype).T.contiguous()
@@ -109,8 +109,8 @@ def check_devices(op: str, device_map: dict[str, Any]) -> None:
 def device_of(device_map: dict[str, Any] | None, name: str) -> torch.device:
     """Returns the device for a layer.
 
-    If a map contains both mps and cpu, accelerate runs the modules "on the CPU" on mps: it copies their parameters
-    there for each call and keeps their buffers there. A packed weight is a buffer, so it is loaded to mps at once.
+    If a map contains both mps and cpu, accelerate also runs the modules of the CPU on mps. It copies their parameters
+    to mps for each call, but keeps their buffers on mps. A packed weight is a buffer, so it is loaded to mps at once.
     """
     if device_map is None:
         return torch.device("cpu")

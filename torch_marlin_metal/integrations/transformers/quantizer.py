@@ -1,8 +1,8 @@
 """transformers' `HfQuantizer` for this package: loads packed checkpoints, quantizes float checkpoints, and saves.
 
-A packed checkpoint is loaded in two steps. Before transformers loads, every Linear that the checkpoint holds in 4 bit
-is replaced by a `PendingLinear`. It has no tensors, so transformers neither reports a missing weight nor makes one.
-When transformers has loaded everything else, the packed layers replace these placeholders, one at a time.
+A packed checkpoint is loaded in two steps. Before transformers loads, a `PendingLinear` replaces every Linear that the
+checkpoint holds in 4 bit. This placeholder has no tensors, so transformers does not miss a weight and does not make
+one. When transformers has loaded everything else, the packed layers replace the placeholders, one at a time.
 """
 
 from collections.abc import Callable
@@ -174,10 +174,10 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
         return QuantizeWhileLoading(self._quantize, self._chosen)
 
     def _quantize(self, model: Any, name: str, weight: Tensor) -> bool:
-        """Quantizes the weight of a Linear; a failure is kept for the end, when it stops the load.
+        """Quantizes the weight of a Linear. Stores an error, which is raised at the end of the load.
 
-        The layer waits beside the model until all is loaded, and the Linear keeps an empty weight: models initialize
-        what they have not found, and some reach into their children for that.
+        The packed layer enters the model only when everything is loaded. Until then the Linear keeps an empty weight,
+        because models initialize tensors that they miss, and some do this with tensors of their children.
         """
         config = self.quantization_config
         if self._failure is not None:
@@ -192,7 +192,7 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
             self._failure = ValueError(f"{OP}: layer {name!r}: {error}")
             return False
         self._made[name] = packed, weight.dtype
-        # Some models divide by the size of the last dimension when they initialize.
+        # The last dimension keeps its size, because some models divide by it when they initialize.
         linear.weight = nn.Parameter(weight.new_empty(0, weight.shape[1]), requires_grad=False)
         initialized(linear.weight)
         return True
@@ -200,7 +200,7 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         if self._failure is not None:
             raise self._failure
-        # transformers refuses .half() and .float() for models so marked; packed layers convert their bias alone.
+        # If true, transformers would refuse .half() and .float(), which convert the bias of packed layers.
         model.is_quantized = False
         if self._reader is not None:
             self._fill(model, self._reader)
@@ -308,7 +308,8 @@ class QuantizeWhileLoading(ConversionOps):  # type: ignore[misc]
     ) -> dict[str, Tensor]:
         """Quantizes the chosen weights and returns the other tensors, which transformers makes parameters.
 
-        There are several where transformers has split one tensor of the checkpoint, such as q, k and v in one.
+        `input_dict` has several weights if transformers has split one tensor of the checkpoint, such as a joint q, k
+        and v.
         """
         named = input_dict if len(input_dict) > 1 else dict.fromkeys([full_layer_name], *input_dict.values())
         others = {}

@@ -1,8 +1,8 @@
-"""`save_pretrained` of models that hold packed layers, however the layers came there.
+"""Makes `save_pretrained` work for every model with packed layers, loaded or quantized in memory.
 
-A model that `from_pretrained` loaded has a quantizer, which transformers asks for the tensors. One that was quantized
-in memory has none, and transformers would write tensors that no loader finds. So the models' own `save_pretrained` is
-wrapped: it gives such a model a quantizer first, and afterwards writes the directory's README.
+A model that `from_pretrained` loaded has a quantizer, which transformers asks for the tensors. A model that was
+quantized in memory has none, and transformers would write tensors that no loader finds. This module therefore wraps
+`save_pretrained`: the wrapper first gives such a model a quantizer, and afterwards writes the directory's README.
 """
 
 import functools

@@ -20,7 +20,7 @@ from torch_marlin_metal.integrations.transformers.config import MarlinConfig, lo
 from torch_marlin_metal.integrations.transformers.gguf import MarlinGgufQuantizer
 from torch_marlin_metal.integrations.transformers.quantizer import MarlinQuantizer
 
-# Where directories in this package's format arrive: see `NativeExporter.settings`.
+# The table entry that transformers looks up for directories in this package's format; see `NativeExporter.settings`.
 STOPS = "bitsandbytes_4bit"
 _Table = dict[str, Any]
 # Replaced entries as (table, key, former value); None if the key was absent.
@@ -29,7 +29,7 @@ _loading_types: list[tuple[type, ...]] = []
 
 
 def takes_own(theirs: Any) -> Any:
-    """Returns a library's class for bitsandbytes, changed to take this package's own directories, too."""
+    """Returns a library's config class for bitsandbytes, changed to take this package's own directories, too."""
 
     class Own(theirs):  # type: ignore[misc]
         @classmethod
