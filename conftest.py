@@ -1,6 +1,6 @@
-"""Makes `device="mps"` ready before any test module asks torch about it: on Linux, by the software Metal device.
+"""Makes `device="mps"` ready before any test module asks torch about it. On Linux it loads the software Metal device.
 
-It stands at the root because it serves both `tests/` and `softmetal/tests/`.
+This file is at the root because it serves both `tests/` and `softmetal/tests/`.
 """
 
 import os
@@ -51,7 +51,7 @@ def pytest_configure(config):
 
 
 def pytest_pycollect_makemodule(module_path, parent):
-    """Skips by name the files that need the software Metal device itself, where it is missing or not used."""
+    """Skips the files that need the software Metal device itself, by name, if it is missing or not used."""
     needs_device = {"softmetal", "kernels"} & set(module_path.relative_to(HERE).parts)
     if needs_device and (MPS_MISSING or sys.platform == "darwin"):
         return SkippedModule.from_parent(parent, path=module_path)
@@ -60,13 +60,13 @@ def pytest_pycollect_makemodule(module_path, parent):
 
 @pytest.fixture(scope="session")
 def everything(request) -> bool:
-    """Whether whole matrices of shapes are asked for (make test-all)."""
+    """Returns whether tests run all combinations of shapes and formats (make test-all) or a sample."""
     return request.config.getoption("--everything")
 
 
 @pytest.fixture(scope="session")
 def run_folder(request, tmp_path_factory) -> Path:
-    """A folder for what is made once per run: the workers of pytest-xdist share it."""
+    """Returns a folder for files that are made once per run. The workers of pytest-xdist share it."""
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if hasattr(request.config, "workerinput") else base) / "run"
     folder.mkdir(exist_ok=True)
@@ -75,7 +75,7 @@ def run_folder(request, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def mps(request):
-    """The device, ready. On the software Metal device in checked mode, where a fault of any kernel fails the test."""
+    """Prepares the device. The software Metal device runs in checked mode: a fault of any kernel fails the test."""
     if MPS_MISSING:
         pytest.skip(MPS_MISSING)
     if sys.platform == "darwin":
@@ -91,5 +91,5 @@ def mps(request):
 
 @pytest.fixture(params=["cpu", "mps"])
 def device(request) -> str:
-    """Tests that take it run on each device; those of `mps` are skipped by name where there is none."""
+    """Runs a test once on each device. The run on `mps` is skipped by name if there is no mps device."""
     return request.getfixturevalue("mps") if request.param == "mps" else request.param

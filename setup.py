@@ -11,7 +11,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent.resolve()
-sys.path.insert(0, str(ROOT))  # PEP 517 front ends do not add the source tree
+sys.path.insert(0, str(ROOT))  # PEP 517 front ends do not add the source tree to the path
 
 from build_support import softmetal  # noqa: E402
 from build_support.backend import TESTED_TORCH, torch_requirement, version_label  # noqa: E402
@@ -70,7 +70,7 @@ def relative(pattern: str) -> list[str]:
 
 
 def marlin_extension() -> Extension:
-    if torch is None:  # a source distribution is made without torch
+    if torch is None:  # a source distribution can be made without torch
         return Extension("torch_marlin_metal._C", sources=[])
     compile_flags = ["-std=c++20", "-O3", "-g0", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-fvisibility=hidden"]
     compile_flags += [f"-isystem{path}" for path in include_paths()]  # no warnings about PyTorch's headers

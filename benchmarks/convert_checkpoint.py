@@ -4,9 +4,9 @@
 
 Every conversion runs in a process of its own. Conversions take turns with `cp`, which copies the same files on the same
 disk. Both end when the operating system has the data, which may not be on the disk yet. The source is in the page
-cache. Before each run, as much memory as the result needs is written and freed. Otherwise a virtual machine may have to
-ask its host for memory during the run, which made `cp` of 2 GB take anything from 0.5 s to 3 s. Peak memory includes
-about 220 MB for Python and torch.
+cache. A virtual machine may have to ask its host for memory during a run; because of that, `cp` of 2 GB took anything
+from 0.5 s to 3 s. Before each run, the program therefore writes and frees as much memory as the result needs. Peak
+memory includes about 220 MB for Python and torch.
 """
 
 import argparse
@@ -92,7 +92,7 @@ def size_of(path: Path) -> int:
 
 
 def fetch_memory(nbytes: int) -> None:
-    """Writes to memory in another process, so that the machine then has this much free without asking its host."""
+    """Writes to memory in another process. The machine then has this much free memory without asking its host."""
     subprocess.run([sys.executable, "-S", "-c", f"b'1' * {nbytes}"], check=True)
 
 
@@ -118,7 +118,7 @@ def measure(source: Path, destination: Path, shard_mb: int) -> None:
     began, cpu = time.perf_counter(), time.process_time()
     write_checkpoint(open_reader(source), destination, max_shard_bytes=shard_mb * 10**6)
     seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
-    # Measured inside the process: seen from the parent, ru_maxrss of a child starts with the size of the parent.
+    # Measured inside the process, because the parent would see a ru_maxrss that starts with the parent's own size.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     if Path("/proc/self/status").exists():
         status = Path("/proc/self/status").read_text()
@@ -156,7 +156,7 @@ def kill_and_resume(source: Path, work: Path, shard_mb: int, kills: int, seconds
             else:
                 if child.returncode:
                     sys.exit(f"a resumed conversion failed with status {child.returncode}")
-        if (destination / ".torch_marlin_metal.json").exists():  # killed between the last two steps
+        if (destination / ".torch_marlin_metal.json").exists():  # killed before the journal was removed
             convert(source, destination, shard_mb)
         if digest(destination) != expected:
             sys.exit(f"after {done} kills the result differs from that of one run")

@@ -28,13 +28,13 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512)
 FORMAT_ROWS = (1, 8, 64)
 SHAPES = ("4096x4096", "4096x11008", "11008x4096", "4096x512")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-SCALAR_SECONDS = 4.0  # PyTorch's 4-bit kernel is scalar code in fp32; it is left out if it would take longer than this
+SCALAR_SECONDS = 4.0  # PyTorch's fp32 4-bit kernel is scalar code. It is left out if it would take longer than this
 Call = Callable[[int], object]
 Times = dict[str, list[float]]
 
 
 def cold_bytes() -> int:
-    """Returns the bytes of weights to rotate: more than twice the last-level cache, if the system tells its size."""
+    """Returns the bytes of all copies of a weight: more than twice the last-level cache, if its size is known."""
     sizes = [path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
     largest = max((int(size[:-1]) * {"K": 2**10, "M": 2**20}[size[-1]] for size in sizes), default=32 * 2**20)
     return max(96 * 2**20, 5 * largest // 2)
@@ -52,8 +52,8 @@ def time_calls(calls: dict[str, Call], budget: float, least: int = 5) -> Times:
     """Returns the seconds of each call in each round, for as many rounds as the budget in seconds allows.
 
     The calls must be finished when they return; `tuning.interleave` times asynchronous calls.
-    Every call gets a new number, so that consecutive calls read different weights. Each round has a random order, so
-    that no call always finds the caches as the same other call left them.
+    Every call gets a new number, so that consecutive calls read different weights. The order within a round is random,
+    so that no call always follows the same other call, which affects the caches.
     """
     times: Times = {name: [] for name in calls}
     for call in calls.values():
@@ -67,13 +67,13 @@ def time_calls(calls: dict[str, Call], budget: float, least: int = 5) -> Times:
         rounds += 1
         order.shuffle(names)
         for name in names:
-            wake.add_(1)  # wakes PyTorch's threads, which are also awake between the layers of a model
+            wake.add_(1)  # wakes PyTorch's threads, because in a model they are also awake between layers
             times[name].append(seconds(calls[name], next(counter)))
     return times
 
 
 def ratio(times: Times, rival: str, ours: str) -> float:
-    """Returns the median over rounds of the rival's time / our time. Above 1, ours is faster."""
+    """Returns the median over rounds of the rival's time divided by ours. Above 1, ours is faster."""
     return median_ratio(times[rival], times[ours])
 
 

@@ -1,8 +1,9 @@
 """Compares `gemm` on the CPU with ggml's matrix product for Q4_0 (symmetric, groups of 32), in one interleaved run.
 
 Needs ggml's shared libraries, from an installed `llama-cpp-python` or from any build through `--library FOLDER`. In
-groups of 32 both multiply the same weights. Errors are relative root mean squares against fp64, with exact weights and
-fp32 activations. `high` means torch.set_float32_matmul_precision("high"), which lets kernels use fewer bits.
+groups of 32 both programs multiply the same weights. Errors are relative root mean squares against an fp64 product of
+the exact weights and the fp32 activations. `high` means torch.set_float32_matmul_precision("high"), which lets kernels
+use fewer bits.
 """
 
 import argparse
@@ -158,7 +159,7 @@ def from_blocks(blocks: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Kind(NamedTuple):
-    """One of this package's products: group size, dtype of the activations, and the precision asked for with fp32."""
+    """One of this package's products: group size, dtype of the activations, and the precision setting for fp32."""
 
     group_size: int
     dtype: torch.dtype

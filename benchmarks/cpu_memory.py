@@ -1,9 +1,9 @@
 """Compares `dequantize`, the repacks and the unpacking of zero points on the CPU with a copy, in one interleaved run.
 
 Every round runs each operator once, and two copies of 32 MiB: `Tensor.copy_`, and `memcpy` of one half on each of two
-threads. The table shows bytes moved per second, counting each input and output once, as medians of the per-round ratios
-to a copy; a copy also reads and writes each byte once. Inputs are cold. The allocator keeps freed memory, so that
-outputs cause no page faults; neither do those of the copies.
+threads. The table compares bytes moved per second; each input and output counts once, and so do the source and the
+destination of a copy. A figure is the median over rounds of the ratio to a copy. Inputs are not in the caches. The
+allocator keeps freed memory, so neither the outputs of operators nor those of copies cause page faults.
 """
 
 import argparse
@@ -65,7 +65,7 @@ class Copies:
 
 
 def packed_weights(weight_format: str, group_size: int) -> list[dict[str, object]]:
-    """Returns so many weights of one format that they do not fit in the caches."""
+    """Returns enough weights of one format that they do not fit in the caches."""
     info = tmm.WEIGHT_FORMATS[weight_format]
     groups = K // group_size
     copies = COLD_BYTES // (K * N // 2)

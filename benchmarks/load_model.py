@@ -1,10 +1,10 @@
-"""Loads a random Llama of 1.1 billion parameters in 4 bit with `from_pretrained`: time beside `cp`, and peak memory.
+"""Measures `from_pretrained` of a random 4-bit Llama of 1.1 billion parameters: time compared with `cp`, peak memory.
 
     python benchmarks/load_model.py
 
 Each load runs in a process of its own, after the imports, and takes turns with `cp` of the same directory to the same
-disk. The files are in the page cache. Peak memory is what the load adds at its highest point to the memory that the
-process has before, from VmHWM of Linux, which counts mapped pages of files as well. Figures are medians.
+disk. The files are in the page cache. Peak memory is the largest growth of the process during the load, from VmHWM of
+Linux, which also counts mapped pages of files. Figures are medians.
 """
 
 import argparse
@@ -70,7 +70,7 @@ def load(path: Path) -> None:
 
     import torch_marlin_metal.integrations.transformers  # noqa: F401
 
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     before, start = status("VmRSS"), time.perf_counter()
     AutoModelForCausalLM.from_pretrained(path)
     print(time.perf_counter() - start, status("VmHWM") - before)

@@ -70,7 +70,7 @@ def gptq_layer(name: str) -> list[tuple[str, str, list[int], bytes]]:
 
 
 def entries(path: Path, count: int) -> Path:
-    """Writes one layer, and `count` entries without bytes, which is how a small file can hold the most entries."""
+    """Writes one layer, and `count` entries without bytes. No other file of its size can hold more entries."""
     empty = [(f"model.layers.{i}.norm.weight", "F16", [0], b"") for i in range(count)]
     return write_safetensors(path, GPTQ, gptq_layer("a") + empty)
 

@@ -2,9 +2,10 @@
 
     python benchmarks/mlstm.py [--threads 1] [--rounds 7] [--dtype bfloat16] [--picture mlstm.png] [--memory]
 
-The rivals are the recurrence token by token, a straightforward chunkwise form in PyTorch operators, and the same
-compiled by torch.compile. Every method must first agree with the recurrence in fp64. With one thread, times are CPU
-times of the process, which other work on the machine disturbs less. Every method converts 16-bit inputs to fp32.
+The rivals are the recurrence token by token, a straightforward chunkwise form in PyTorch operators, and this form
+compiled by torch.compile. Before it is timed, every method must agree with the recurrence in fp64. With one thread,
+times are CPU times of the process, which other work on the machine disturbs less. Every method converts 16-bit inputs
+to fp32.
 """
 
 import argparse
@@ -63,7 +64,7 @@ def sequential(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, eps: float
 
 
 def contributions(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, L: int) -> tuple[Tensor, ...]:
-    """Returns, by chunk, the inputs, and what each chunk adds to the state, scaled by its own largest gate."""
+    """Returns the inputs by chunk, and each chunk's contribution to the state, scaled by its own largest gate."""
     B, H, S, DK = q.shape
     q, k, v = (x.reshape(B, H, S // L, L, -1) for x in (q * DK**-0.5, k, v))
     i, b = i.reshape(B, H, S // L, L), logsigmoid(f).reshape(B, H, S // L, L).cumsum(-1)
@@ -119,7 +120,7 @@ def in_fp32(method: Method) -> Method:
 
 
 def compiled_chunkwise(S: int) -> Method:
-    """Compiles one graph; above 1024 tokens, where that takes minutes, three, one of which runs once per chunk."""
+    """Compiles one graph. Above 1024 tokens that takes minutes, so it compiles three, one of which runs per chunk."""
     torch._dynamo.reset()
     if S <= 1024:
         return torch.compile(in_fp32(chunkwise), dynamic=False)
@@ -165,7 +166,7 @@ def measure(
 
 
 def memory(DK: int, DV: int) -> Table:
-    """Measures, each in a new process, what a call adds to the peak resident memory, and the size of its results."""
+    """Measures in new processes how much a call adds to the peak resident memory, and the size of its results."""
     table = Table("", "peak MB", "of which h and state", title=f"mlstm's memory beyond its inputs, DK {DK}, DV {DV}")
     unit = 1 if sys.platform == "darwin" else 1024
     for S in MEMORY_LENGTHS:

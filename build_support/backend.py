@@ -2,8 +2,8 @@
 
 pip builds in an isolated environment. If the build required `torch>=2.13`, pip would install the newest torch there.
 That would download gigabytes of CUDA libraries on Linux, and the extension would not load with the user's torch. The
-build therefore uses the torch that is installed for the interpreter. Only if there is none does it require one: the
-version that the tests use.
+build therefore uses the torch that is installed for the interpreter. If there is none, it requires the version that the
+tests use.
 
 Other front ends (`build`, uv) use a virtual environment for the build, which hides the user's torch. The wheel is then
 built for TESTED_TORCH, and its metadata says so. `--no-build-isolation` builds for the installed torch.
@@ -32,7 +32,7 @@ def site_packages_with_torch() -> list[str]:
 
 
 def torch_requirement(torch_version: str | None) -> str:
-    """Returns the torch requirement for the metadata: releases with the first two numbers of the torch built for.
+    """Returns the torch requirement for the metadata: all releases with the same first two numbers.
 
     Args:
         torch_version: "2.13.0+cpu", or None for Python alone, which runs with any torch that the sources support.
@@ -44,9 +44,9 @@ def torch_requirement(torch_version: str | None) -> str:
 
 
 def version_label(torch_version: str | None) -> str:
-    """Returns the local part of the version, "+torch2.13": pip then tells wheels for several torches apart.
+    """Returns the local part of the version, "+torch2.13", by which pip distinguishes wheels for several torches.
 
-    pip takes the highest version whose requirements hold, so that `pip install "torch==2.13.*" torch_marlin_metal`
+    pip takes the highest version whose requirements hold. `pip install "torch==2.13.*" torch_marlin_metal` therefore
     finds the wheel for 2.13 among those for 2.13 to 2.15.
 
     Args:

@@ -12,7 +12,7 @@ def check(device: str) -> None:
     """Compares a 4-bit layer with the product of its decoded weight.
 
     Raises:
-        SystemExit: they differ by more than fp32 sums can.
+        SystemExit: they differ by more than the rounding of fp32 sums.
     """
     torch.manual_seed(0)
     linear = torch.nn.Linear(256, 96)

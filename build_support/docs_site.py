@@ -1,7 +1,7 @@
 """Hooks for mkdocs that add pages from outside of docs/ to the site, with README.md as the first page.
 
-On GitHub a page's links are relative to its own folder. In the site all these pages lie under docs/, so links that lead
-out of a page's folder are shortened here, and the same Markdown serves both.
+On GitHub a page's links are relative to its own folder. In the site all these pages lie under docs/. To use the same
+Markdown for both, this file shortens links that lead out of a page's folder.
 """
 
 import re

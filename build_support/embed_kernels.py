@@ -52,7 +52,7 @@ def kernel_sources(kernels: Path) -> str:
 
 
 def write_kernel_sources(kernels: Path, out: Path) -> None:
-    """Writes `out` only if its text changes, so that nothing is recompiled if no kernel has changed."""
+    """Writes `out` only if its text has changed, because the build recompiles a file that is newer."""
     text = kernel_sources(kernels)
     if not out.exists() or out.read_text(encoding="ascii") != text:
         out.parent.mkdir(parents=True, exist_ok=True)

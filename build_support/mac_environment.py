@@ -1,4 +1,4 @@
-"""The environment variables that a build on a Mac needs, whatever Python it runs under."""
+"""The environment variables that a build on a Mac needs, whichever Python runs it."""
 
 from collections.abc import Mapping
 
@@ -8,9 +8,9 @@ from build_support.macos_symbols import MINIMUM_MACOS
 def mac_environment(platform: str, given: Mapping[str, str]) -> dict[str, str]:
     """Returns the variables that a build on macOS must add to its environment, except those that are already set.
 
-    python.org's Python is a universal2 build for macOS 10.9 and 10.13, and setuptools compiles extensions as the
-    interpreter was compiled. Its flags ask for x86-64 too, for which PyTorch has no libraries, and where ninja is
-    missing its deployment target reaches the compiler, which then refuses aligned `new`.
+    setuptools compiles extensions with the interpreter's own flags, and python.org's Python is a universal2 build for
+    macOS 10.9 and 10.13. Its flags also ask for x86-64, for which PyTorch has no libraries. Without ninja its
+    deployment target reaches the compiler as well, and for that target the compiler refuses aligned `new`.
 
     Args:
         platform: `sys.platform`.
@@ -19,10 +19,10 @@ def mac_environment(platform: str, given: Mapping[str, str]) -> dict[str, str]:
     if platform != "darwin":
         return {}
     wanted = {
-        # setuptools puts these in place of the interpreter's own -arch flags.
+        # setuptools uses these instead of the interpreter's own -arch flags.
         "ARCHFLAGS": "-arch arm64",
         "MACOSX_DEPLOYMENT_TARGET": MINIMUM_MACOS,
-        # The wheel's tag: without it a universal2 interpreter names the wheel universal2.
+        # The wheel's tag. Without it, a universal2 interpreter would name the wheel universal2.
         "_PYTHON_HOST_PLATFORM": f"macosx-{MINIMUM_MACOS}-arm64",
     }
     return {name: value for name, value in wanted.items() if name not in given}

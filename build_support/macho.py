@@ -1,8 +1,8 @@
 """Reads the Objective-C metadata of 64-bit Mach-O files, both images and relocatable objects.
 
-Reads what `api_check` compares: protocols with their methods and type encodings, the selectors that a file sends and
-the classes that it refers to. Layouts: Apple's open-source objc4 (`objc-runtime-new.h`) and cctools (`mach-o/loader.h`,
-`mach-o/reloc.h`, `mach-o/fixup-chains.h`).
+Reads the data that `api_check` compares: protocols with their methods and type encodings, the selectors that a file
+sends, and the classes that it refers to. Layouts: Apple's open-source objc4 (`objc-runtime-new.h`) and cctools
+(`mach-o/loader.h`, `mach-o/reloc.h`, `mach-o/fixup-chains.h`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ABSOLUTE_METHODS_FLAG = 0x80000000  # set in the entsize of a method list whose 
 
 
 class MachOError(ValueError):
-    """The file is no Mach-O file of the requested architecture, or uses a feature that this reader does not support."""
+    """A file is not a Mach-O file of the requested architecture, or needs a feature that this reader lacks."""
 
 
 @dataclass(frozen=True)

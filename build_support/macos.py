@@ -60,7 +60,8 @@ def compiler() -> list[str]:
 def python_headers() -> Path:
     """Returns a folder with Python's headers, and with a pyconfig.h for 64-bit machines that accepts any target.
 
-    Debian's pyconfig.h refuses every target except Linux, so a copy includes the file that it would choose there.
+    Debian's pyconfig.h refuses every target except Linux. A pyconfig.h of our own includes the file that Debian's
+    chooses for 64-bit Linux.
     """
     headers = Path(sysconfig.get_path("include"))
     own = headers.parent / str(sysconfig.get_config_var("MULTIARCH")) / headers.name / "pyconfig.h"
@@ -89,7 +90,7 @@ def compile_flags(
         if not link.is_symlink():
             link.symlink_to(stand_ins / name)
     flags = ["-std=c++20", "-O3", "-g0", "-fvisibility=hidden", "-fno-sanitize=undefined", "-Wall", "-Wextra"]
-    # Without availability annotations libc++'s headers use functions that the libc++ of macOS 14 does not export.
+    # Without availability annotations, libc++'s headers use functions that macOS 14's libc++ does not export.
     flags += ["-U_LIBCPP_HAS_VENDOR_AVAILABILITY_ANNOTATIONS", "-D_LIBCPP_HAS_VENDOR_AVAILABILITY_ANNOTATIONS=1"]
     flags += [f"-ffile-prefix-map={ROOT}/=", "-fblocks", "-fobjc-exceptions", "-Wno-unknown-pragmas"]
     flags += ["-DTORCH_EXTENSION_NAME=_C", "-DTORCH_API_INCLUDE_EXTENSION_H"]

@@ -1,4 +1,4 @@
-"""Makes deliberate mistakes in the Mac build; each must be reported with the message that its row expects.
+"""Makes deliberate mistakes in the Mac build. The build must report each one with the expected message.
 
     python -m build_support.macos_mistakes   # after `python -m build_support.macos`, whose objects it links
 

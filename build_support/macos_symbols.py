@@ -1,8 +1,8 @@
 """Decides which system symbols and selectors the macOS module may use.
 
-A symbol of a system library is known to exist on the oldest supported macOS if PyTorch's own dylibs, built for that
-system, import it from the same library. A selector is known if they send it. Others that we need are on the short
-lists below, each with its reason.
+PyTorch's own dylibs are built for the oldest supported macOS. A symbol of a system library therefore exists there if
+these dylibs import it from the same library, and a selector exists if they send it. Other symbols and selectors that we
+need are on the short lists below, each with its reason.
 """
 
 import re
@@ -52,7 +52,7 @@ NEWER_SELECTORS = {"setMathFloatingPointFunctions:": "15.0", "setMathMode:": "15
 
 
 def selector_problems(objects: list[Path], sources: list[Path], dylibs: list[Path]) -> list[str]:
-    """Returns a line for each selector that the oldest supported macOS may lack and that the sources do not guard.
+    """Returns a line for each selector that the oldest macOS may lack and that the sources use without a check.
 
     Args:
         objects: compiled Objective-C++ sources of the extension.

@@ -4,9 +4,9 @@
     python -m build_support.pytorch_calls --all            # every supported torch: fetches 130 MB for each
     python -m build_support.pytorch_calls --all --write    # store the lists after reading what changed
 
-The software device imitates these functions, and `csrc/mps` depends on what they do to the encoder and the command
-buffer. Their calls are read from the disassembly of `libtorch_cpu.dylib` and compared with `pytorch_calls.json`. Any
-difference is an error, so that somebody reads it.
+The software device imitates these functions, and `csrc/mps` depends on how they change the encoder and the command
+buffer. The program reads their calls from the disassembly of `libtorch_cpu.dylib` and compares them with
+`pytorch_calls.json`. Any difference is an error, which a person must look at.
 """
 
 import argparse
@@ -58,7 +58,7 @@ MEMBERS = {
 }
 _NAMES = "|".join([*FREE_FUNCTIONS, *(f"{owner}(?:{'|'.join(names)})" for owner, names in MEMBERS.items())])
 MANGLED = re.compile(rf"_+ZNK?2at3mps(?:{_NAMES})E\w*")
-# Calls for memory, strings and exceptions. They depend on the compiler and not on what PyTorch does.
+# Calls for memory, strings and exceptions, which depend on the compiler and not on PyTorch's source.
 HOUSEKEEPING = re.compile(r"std::|operator (new|delete)|__Unwind_Resume|___cxa_(?!throw)|___clang_|fmt::|.*\(\.cold\.")
 STRING = re.compile(r"std::__1::basic_string<char, [^<>]*<char>, [^<>]*<char>\s?>")
 
@@ -87,11 +87,11 @@ def _stubs(dylib: Path) -> dict[int, str]:
 def calls_in(disassembly: str, stubs: dict[int, str]) -> CallLists:
     """Returns the calls of each function in the order of the code, from the output of `llvm-objdump -d`.
 
-    A message is named by its selector, `-[commit]`; a jump that leaves the function is a call too, and a branch through
-    a register is "(indirect)".
+    The name of a message is its selector, `-[commit]`. A jump out of the function is also a call. A branch through a
+    register has the name "(indirect)".
 
     Args:
-        disassembly: of some functions, with mangled names.
+        disassembly: some functions, with mangled names.
         stubs: names of imported functions by the address of their stub.
     """
     found: CallLists = {}
@@ -108,7 +108,7 @@ def calls_in(disassembly: str, stubs: dict[int, str]) -> CallLists:
             continue
         kind, address, name, offset = branch.groups()
         if kind == "b" and name == function:
-            continue  # inside the function
+            continue  # a jump inside the function
         target = stubs.get(int(address, 16), name + (offset or ""))
         found[function].append(re.sub(r"^_objc_msgSend\$(.*)$", r"-[\1]", target))
     return found

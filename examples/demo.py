@@ -75,7 +75,7 @@ def nearest(embeddings: Tensor) -> Tensor:
 
 
 def measure(results: list[Result], inputs: dict[str, dict[str, Tensor]], device: str) -> None:
-    """Times all variants in turn, so that a disturbance of the machine affects all alike, and returns medians."""
+    """Times all variants in turn and stores medians. Because of the turns, a disturbance affects all variants alike."""
     times: dict[tuple[int, str], list[float]] = {}
     end = time.perf_counter() + TIMED_SECONDS
     rounds = 0
@@ -148,12 +148,12 @@ def dense_weights(model: nn.Module) -> int:
 def check_gptq(folder: Path, device: str) -> tuple[convert.PackedWeight, dict[str, str | bool]]:
     """Reads one layer of a checkpoint, repacks it, and multiplies with it.
 
-    The producer's own weight is kept rounded to fp16, so the bound on a layer's output has that rounding in it beside
-    the operators' own (docs/numerics): 2^-11 sum |a w| + 2^-24 |y| + 16 * 2^-24 (sum |a w| + |bias|).
+    The checkpoint's copy of the producer's weight is rounded to fp16. The bound on a layer's output therefore has a
+    term for that rounding, besides those of the operators (docs/numerics.md): 2^-11 sum |a w| + 2^-24 |y| + 16 * 2^-24
+    (sum |a w| + |bias|).
     """
-    with (
-        warnings.catch_warnings()
-    ):  # a version 1 file with raw zero points of 15 says so; the check below is the answer
+    # The reader warns of stored zero points of 15 in version 1 files. The comparison below checks how it reads them.
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         (packed,) = convert.read_layers(folder)
     assert isinstance(packed, convert.PackedWeight)

@@ -3,7 +3,7 @@
     python examples/xlstm.py [--seconds 60] [--device cpu]
 
 The text is Python's own reference (`pydoc_data.topics`), letter by letter. Training and the prompt run by chunks,
-writing by single steps; both must give the same logits, which is checked before anything is written.
+generation runs by single steps. The program first checks that both give the same logits.
 """
 
 import argparse

@@ -2,8 +2,8 @@
 
     .venv/bin/python scripts/hash_requirements.py
 
-Run it when pyproject.toml asks for other packages. It needs x86-64 Linux, Python 3.11 and the .venv of `make lint`.
-torch and this package are left out, and packages without a wheel: CI installs these by version.
+Run it after a change of the packages in pyproject.toml. It needs x86-64 Linux, Python 3.11 and the .venv of
+`make lint`. It leaves out torch, this package, and packages without a wheel, which CI installs by version.
 """
 
 import hashlib

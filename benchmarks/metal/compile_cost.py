@@ -1,7 +1,7 @@
-"""What each Metal file holds: instantiated kernels, bytes of source before and after the preprocessor.
+"""Counts the instantiated kernels of each Metal file, and its bytes of source before and after the preprocessor.
 
-The host compiles one function of a file at a time (first_product.py); tools and tests compile whole files. Needs a C++
-compiler (CXX, or c++) for its preprocessor, no Metal.
+The host compiles one function of a file at a time (first_product.py); tools and tests compile whole files. The program
+needs the preprocessor of a C++ compiler (CXX, or c++), but no Metal.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""What a decoded token costs the host and the GPU of each Apple chip, with commits and without: the planner's model.
+"""Predicts the time of a decoded token on the host and the GPU of each Apple chip, with early commits and without.
 
     python benchmarks/metal/decode_token.py [--interval-ms 3] [--host-us 7.5]
 
-Nothing is measured. The GPU's time of a product is the planner's; every other kernel is counted as a launch. The host
-takes the same time for each operation. The GPU starts a command buffer when it has been committed and the one before
-has ended, and a boundary costs it something.
+Nothing is measured. The GPU's time of a product comes from the planner's model; every other kernel has the same assumed
+time. The host takes the same time for each operation. The GPU starts a command buffer when the buffer is committed and
+the previous one has ended; a boundary between two buffers costs additional time.
 """
 
 import argparse
@@ -13,20 +13,20 @@ from collections.abc import Sequence
 from torch_marlin_metal import plan
 from torch_marlin_metal.profiling import AppleSiliconGPU
 
-# Llama 3 8B: layers; (N, K) of the products of a layer, q, k, v, o, gate, up, down; and of the last one.
+# Llama 3 8B: its number of layers, (N, K) of a layer's products (q, k, v, o, gate, up, down), and of the output layer.
 LAYERS = 32
 PRODUCTS = ((4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336))
 HEAD = (128256, 4096)
 # Kernels of PyTorch for each layer: norms, rotary embedding, cache, attention, activation, residuals. A decode step of
 # such a model was about 1300 operations in 10 ms of host time (executorch#17671).
 OTHER_KERNELS = 33
-KERNEL_SECONDS = 3e-6  # assumed of one of those on the GPU
+KERNEL_SECONDS = 3e-6  # assumed GPU time of one of those
 BOUNDARY_SECONDS = 20e-6  # mlx#4521
-WAIT_SECONDS = 100e-6  # assumed, from the last kernel's end until the host goes on
+WAIT_SECONDS = 100e-6  # assumed time from the end of the last kernel until the host continues
 
 
 def operations(gpu: str) -> list[tuple[float, float]]:
-    """Returns the operations of a token in order: seconds on the GPU, and those that the planner predicts of them."""
+    """Returns (seconds on the GPU, seconds that the commit policy counts) for a token's operations, in order."""
     predicted = {(N, K): plan(1, N, K, gpu=gpu).chosen.seconds for N, K in {*PRODUCTS, HEAD}}
     layer = []
     for index, shape in enumerate(PRODUCTS):
@@ -39,9 +39,9 @@ def token_seconds(work: Sequence[tuple[float, float]], host: float, interval: fl
     """Returns the time of a token and the number of its command buffers.
 
     Args:
-        work: of `operations`.
+        work: the result of `operations`.
         host: seconds that encoding one operation takes.
-        interval: predicted seconds between two commits; 0: one commit at the end.
+        interval: predicted seconds between two commits; 0 means one commit at the end.
     """
     now = free = buffer = pending = 0.0
     buffers = 0

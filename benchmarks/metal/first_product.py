@@ -1,8 +1,9 @@
-"""What the first product of a process compiles: text, kernels, and a compiler's front-end time, by family of models.
+"""Counts what the first product of a process compiles: text, kernels and a compiler's front-end time, by kind of model.
 
-"One library per file" is how the host compiled before it asked for single functions; the probe was in gemv's file. The
-front end is clang 19 with -O2 and the software Metal device's Metal headers. Function constants are left open, as in
-Metal's first stage. CPU seconds of this machine; Apple's compiler has not been measured. Nothing runs on a GPU.
+"One library per file" means that the host compiles whole files, with the probe kernel in gemv's file. In the other rows
+the host compiles single functions, as it does now. The front end is clang 19 with -O2 and the Metal headers of the
+software Metal device. Function constants have no values yet, as in the first stage of Metal's compiler. Times are CPU
+seconds of this machine; Apple's compiler has not been measured. Nothing runs on a GPU.
 """
 
 import argparse
@@ -52,7 +53,7 @@ def children_seconds() -> float:
 
 
 def compile_cost(library: str, only: str = "") -> Cost:
-    """The cost of a file of kernels/, or of one instance of its template."""
+    """Returns the cost of a file of kernels/, or of one instance of its template."""
     defines = [f"MARLIN_ONLY={only}", 'MARLIN_ONLY_NAME="only"'] if only else []
     source = inline_headers(ROOT / f"kernels/{library}.metal", ROOT, set())
     text = compiler.preprocess(source, library, [], defines)
@@ -75,7 +76,7 @@ def main() -> None:
     print("| first product | compiled | libraries | kernels | KB of text | KB of LLVM text | front end, s |")
     print("|---|---|---|---|---|---|---|")
     for file, kernel in (pair.split("=") for pair in options.files.split(",")):
-        # fused was compiled beside gemv's file, which had the probe.
+        # Whole files need gemv's file too, which has the probe.
         whole = compile_cost(file) + (compile_cost("gemm/gemv") if file != "gemm/gemv" else Cost())
         rows = {f"{kernel}, any model": ("one library per file", whole)}
         for family, (weight_format, element) in FAMILIES.items():

@@ -1,11 +1,10 @@
 """Counts instructions in the hot loops of the Metal matrix kernels for an M1 GPU, with `agxstat` and Mesa's compiler.
 
-Nothing is executed and no Mac is needed. The tool is needed: give its command in --agxstat or AGXSTAT (by default it is
-searched on PATH), and the folder of its compiler in AGX_DIR. Counts are not times, and Apple's compiler may differ by
-10 to 20 %.
+Nothing is executed and no Mac is needed. The tool `agxstat` must be on PATH, or --agxstat or AGXSTAT must give its
+command; AGX_DIR is the folder of its compiler. Counts are not times, and Apple's compiler may differ by 10 to 20 %.
 
-Figures are per 4-bit weight and lane in the innermost loop; "all" adds the ends of groups and of chains of sums. Exits
-with 0 if every count is within its limit, 1 if one is not, and 2 if the tool is missing.
+Figures are per 4-bit weight and lane in the innermost loop; "all" also counts the ends of groups and of chains of sums.
+The exit code is 0 if every count is within its limit, 1 if one is not, and 2 if the tool is missing.
 """
 
 import argparse
@@ -181,9 +180,9 @@ def count(agxstat: str, folder: Path, case: Case) -> Figures | str:
 
 
 def figures(case: Case, counted: dict[str, Any]) -> Figures:
-    """Returns the counts of the innermost loop with the largest estimate, and its share of the loop around it.
+    """Returns the counts of the innermost loop with the largest estimate, plus its share of the loop around it.
 
-    gemv has two such loops for bf16 and fp32 activations; the slower one is for chains with very small activations.
+    With bf16 and fp32 activations, gemv has two innermost loops; the slower one is for very small activations.
     """
     loops = counted["loops"]
     hot = loops[counted["hot_loop"]]
@@ -224,7 +223,7 @@ def figures(case: Case, counted: dict[str, Any]) -> Figures:
 
 
 def missed_bars(case: Case, got: Figures) -> Iterator[str]:
-    """Yields the limits that a case exceeds. gemv's apply to fp16 and groups of 64 or the format's own size only."""
+    """Yields the limits that a case exceeds. Limits of gemv apply only to fp16 in groups of 64 or of the fixed size."""
     kind = "int4" if case.weight_format in INTEGER else "e2m1" if case.weight_format in E2M1 else "table"
     bars: dict[str, tuple[float, Callable[[Figures], float]]] = {"spills": (0, lambda f: f.spills)}
     is_usual = case.dtype == "float16" and case.group_size == FIXED_GROUPS.get(case.weight_format, 64)

@@ -46,7 +46,7 @@ def slots(part: dict[str, Any]) -> int:
 
 
 def row(case: Case, counted: dict[str, Any]) -> str:
-    """Returns a row of the table. Steps are the innermost loop; the loop around it comes next; the rest runs once."""
+    """Returns a row of the table: counts of the innermost loop, the loop around it, and the rest, which runs once."""
     loops = counted["loops"]
     hot = loops[counted["hot_loop"]]
     around = [o for o in loops if o["start"] <= hot["start"] and o["end"] >= hot["end"] and o is not hot]

@@ -1,7 +1,8 @@
 """Estimates what the mLSTM kernels cost on an M1: instruction counts, memory traffic, and times predicted from both.
 
-Nothing runs on a GPU. Counts come from a compiler for the M1's GPU (Mesa's, behind a command given by --agxstat or
-AGXSTAT that prints JSON), traffic from the software Metal device in checked mode, rates from csrc/planner/chips.h.
+Nothing runs on a GPU. The counts come from Mesa's compiler for the M1's GPU, through the command in --agxstat or
+AGXSTAT, which prints JSON. The traffic comes from the software Metal device in checked mode, the rates from
+csrc/planner/chips.h.
 
     python benchmarks/metal/mlstm.py --agxstat COMMAND --chunk-size 64 --tokens 2048
 """
@@ -42,7 +43,7 @@ int main() {
 
 @dataclass(frozen=True)
 class Chip:
-    """The rates of a GPU. The DRAM rate is the one that reads reach."""
+    """The rates of a GPU. The DRAM rate is the rate that reading kernels reach."""
 
     name: str
     cores: int
@@ -53,7 +54,7 @@ class Chip:
 
 @dataclass(frozen=True)
 class Work:
-    """The work for one head: scheduler clocks, how many of them are matrix products, DRAM bytes, and dispatches."""
+    """The work for one head: scheduler clocks, the part of them for matrix products, DRAM bytes, and dispatches."""
 
     clocks: float = 0.0
     matrix: float = 0.0
@@ -69,7 +70,7 @@ class Work:
         )
 
     def seconds(self, chip: Chip, heads: int) -> float:
-        """Returns the seconds for all heads: launches, plus the longer of instructions (spread evenly) and memory."""
+        """Returns the seconds for all heads: launches, plus the longer of instruction time and memory time."""
         compute = heads * self.clocks / (chip.cores * chip.schedulers * chip.hertz)
         return max(compute, heads * self.dram_bytes / chip.bytes_per_second) + self.dispatches * LAUNCH_SECONDS
 
@@ -89,7 +90,7 @@ def count(agxstat: Sequence[str], kernel: str, element: str, threads: int, share
     with tempfile.TemporaryDirectory() as folder:
         kernels = Path(folder) / "kernels"
         shutil.copytree(ROOT / "kernels", kernels)
-        # The command searches for declarations of function constants, so the macro that makes them is expanded here.
+        # The command finds function constants by their declarations, which a macro makes. This expands the macro.
         rows = re.findall(r"X\((\d+), (\w+), (\w+), \w+\)", (kernels / "shared/slots.h").read_text())
         declared = "\n".join(f"constant {t} {name} [[function_constant({i})]];" for i, t, name in rows)
         options = (kernels / "gemm/options.h").read_text()
@@ -183,7 +184,7 @@ def step_work(counts: dict[str, Any], DK: int, DV: int) -> Work:
 
 
 def traffic(chunk: int) -> Table:
-    """Returns the traffic that the software device counts in checked mode for a small head, per distinct byte."""
+    """Returns the bytes that a small head reads and writes, from the software device, divided by the distinct bytes."""
     sys.path.insert(0, str(ROOT))
     import torch
 

@@ -45,7 +45,7 @@ def best(M: int, gpu: str, weight_format: str = "uint4b8") -> PlanCandidate:
 def issue_over_memory(M: int, gpu: str, weight_format: str, *, peak: bool) -> float:
     """Returns the longer of gemv's issue time and complex-unit time, divided by its memory time.
 
-    Memory is read at its peak rate if `peak`, and otherwise at the rate that reads reach.
+    If `peak` is true, memory is read at its peak rate, otherwise at the rate that reading kernels reach.
     """
     plan = tmm.plan(M, N, K, weight_format=weight_format, group_size=GROUP_SIZE, gpu=gpu, variant="gemv").chosen
     dispatch = plan.dispatches[0]
@@ -61,7 +61,7 @@ def bars() -> Iterator[Bar]:
                 value = issue_over_memory(M, gpu, weight_format, peak=True)
                 yield Bar(f"{gpu}: gemv {weight_format}, {M} rows: issue over memory time at peak", value, 1.0)
     for gpu in AppleSiliconGPU.names():
-        # On 40 cores, the 32 threadgroups of gemv leave eight idle, and memory is fast.
+        # A Max has up to 40 cores and fast memory. The 32 threadgroups of gemv leave eight of its cores idle.
         limit = 1.12 if gpu.endswith("Max") else 1.1
         yield Bar(f"{gpu}: 4 rows over 1 row", best(4, gpu).seconds / best(1, gpu).seconds, limit)
     for gpu, limit in (("M1", 1.5), ("M2", 1.5), ("M3", 1.5), ("M4", 1.5), ("M1 Pro", 1.7), ("M1 Max", 1.7)):
@@ -71,7 +71,7 @@ def bars() -> Iterator[Bar]:
 
 
 def steps(weight_format: str) -> Iterator[Bar]:
-    """Yields the most that one more row costs on any GPU: where a second or third block of 8 begins, and elsewhere."""
+    """Yields the largest cost of one more row on any GPU, for rows that begin a block of 8 and for other rows."""
     largest = {1.9: 0.0, 1.51: 0.0, 1.35: 0.0}
     for gpu in AppleSiliconGPU.names():
         seconds = [best(M, gpu, weight_format).seconds for M in range(1, MOST_ROWS + 1)]

@@ -1,8 +1,8 @@
-"""Compares the planner's model with published measurements of real Macs, through other projects' kernels.
+"""Compares the planner's model with published times of other projects' kernels on real Macs.
 
-Takes a CSV file with the columns of published.csv and prints predicted over published time for every point that can be
-modelled, then median and range by kind of measurement. Nothing here was measured by this project. --plot draws all
-points, --json prints them for programs.
+Takes a CSV file with the columns of published.csv. For every point that can be modelled, it prints predicted over
+published time, then the median and range for each kind of measurement. This project has measured none of the points.
+--plot draws all points, --json prints them for programs.
 
     python benchmarks/metal/published.py benchmarks/metal/published.csv --plot published.png
 """
@@ -27,15 +27,15 @@ from torch_marlin_metal.profiling import AppleSiliconGPU
 
 CALIBRATION = Path(__file__).with_name("published.csv")
 Row = Mapping[str, str]
-# Rows of the table from which MLX takes a matrix kernel; fewer are computed by a scalar one.
+# From this number of rows on, MLX uses a matrix kernel, and a scalar kernel for fewer.
 MLX_MATRIX_ROWS = 10
-# A vocabulary's weight, where the publication names no size.
+# The size of an output layer, if the publication names none.
 WIDE = (131072, 4096)
 
 
 @dataclass(frozen=True)
 class Point:
-    """One published figure beside the model's, both in seconds, or both in bytes per second for `bandwidth`."""
+    """A published figure and the model's prediction: both in seconds, or for `bandwidth` both in bytes per second."""
 
     id: str
     kind: str
@@ -112,7 +112,7 @@ def mlx_time(row: Row) -> Point:
 
 
 def experts(row: Row) -> Point:
-    """Three gathered products of a layer with eight experts for each token, one after the other."""
+    """Models a layer with eight experts for each token: three gathered products, one after the other."""
     tokens = row["what"].split(",")[1].split()[0]
     if not tokens.isdigit() or "chained" not in row["what"]:
         raise NotModelled(row["what"])
@@ -161,7 +161,7 @@ MAKERS: dict[str, Callable[[Row], Point]] = {
 
 
 def compare(rows: Iterable[Row]) -> tuple[list[Point], dict[str, str]]:
-    """Returns a point for each row that can be modelled, and by id why each other row cannot."""
+    """Returns a point for each row that can be modelled, and the reason, by id, for each row that cannot."""
     points, left = [], {}
     for row in rows:
         make = MAKERS.get(row["quantity"])

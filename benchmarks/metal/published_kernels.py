@@ -1,7 +1,7 @@
 """Kernels of other projects, described to the planner's model: counts, tiles, traffic, and the order of threadgroups.
 
 Sources: MLX at 2026-08-22 (`quantized.h`, `quantized.cpp`) and ggml at 2026-08-21 (`ggml-metal.metal`,
-`ggml-metal-ops.cpp`). The counts are those of the tool that instructions.py uses, for the M1's GPU.
+`ggml-metal-ops.cpp`). The counts are for the M1's GPU, from the tool that instructions.py uses.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ WEIGHT_BYTES = {
 
 @dataclass(frozen=True)
 class Counts:
-    """Instructions of one simdgroup: in a step of the hot loop, and outside all loops."""
+    """Instructions of one simdgroup, in a step of the hot loop and outside all loops."""
 
     issue: int
     complex: int
@@ -90,7 +90,7 @@ class Product:
         return self.N * self.K * WEIGHT_BYTES[self.weight_format]
 
     def weight_traffic(self, gpu: AppleSiliconGPU, times: int = 1) -> float:
-        """Returns what reading the weight costs, in bytes of memory; less if the system-level cache has it."""
+        """Returns the memory traffic of reading the weight in bytes; it is less if the system-level cache has it."""
         if self.cached:
             return reads(self.weight_bytes, 1 + times, gpu) - self.weight_bytes
         return reads(self.weight_bytes, times, gpu)
@@ -106,7 +106,7 @@ def seconds(load: Load, gpu: AppleSiliconGPU) -> float:
 
 
 def small_dispatch(gpu: AppleSiliconGPU, size: float = 0.0) -> float:
-    """Returns the time of a dispatch that moves some bytes and computes next to nothing."""
+    """Returns the time of a dispatch that moves some bytes and computes almost nothing."""
     return float(native.dispatch_seconds()) + size / gpu.reachable_dram_bytes_per_second
 
 

@@ -1,8 +1,8 @@
-"""What the first and the hundredth token of a small Llama make the host do, counted on the software Metal device.
+"""Counts the host's work for the first and the hundredth token of a small Llama, on the software Metal device.
 
-Commits, encoders and dispatches are those of a Mac only as far as the device behaves as PyTorch does there: PyTorch's
-own operators are the device's, several run on the CPU. What is compiled is the same on a Mac with an M1. "By file" is
-what was compiled before the host asked for single functions: all kernels of each file that is used.
+On a Mac, commits, encoders and dispatches may differ: the software device has its own versions of PyTorch's operators,
+several of which run on the CPU. The compiled kernels are the same as on a Mac with an M1. "By file" counts all kernels
+of each file that is used, as if the host compiled whole files instead of single functions.
 """
 
 import argparse

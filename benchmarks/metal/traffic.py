@@ -1,8 +1,8 @@
 """Counts memory traffic, barriers and matrix products of each variant with the software Metal device.
 
-The operator runs the plan of each variant, in the device's checked mode, which sees every load and store. "distinct"
-counts each address that was accessed once, "total" counts every access; their ratio is how often a byte is read. Linux
-only; counts, not times. Sizes are small because checked mode is slow.
+The operator runs the plan of each variant in the device's checked mode, which sees every load and store. "total" counts
+every access, "distinct" counts each accessed address once; the ratio is how often a byte is read. The program counts
+and does not time, and runs only on Linux. Sizes are small because checked mode is slow.
 
     python benchmarks/metal/traffic.py --rows 1 4 16 64 --columns 256 --k 512 --format uint4b8 --markdown
 """
@@ -35,7 +35,7 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch
 
 @dataclass(frozen=True)
 class Traffic:
-    """The counts of one product over all its dispatches. Bytes per operand: read and written, total and distinct."""
+    """The counts of one product over all its dispatches. Bytes are read and written ones, total and distinct."""
 
     variant: str
     weight_format: str
@@ -71,7 +71,7 @@ def measure(variant: str, weight_format: str, dtype: str, M: int, N: int, K: int
         for slot, counts in record.buffers.items():
             if slot == PARAMETERS:
                 continue
-            # The packed weight is also bound for absent tensors, so any slot of an absent tensor counts as weights.
+            # The host binds the packed weight to the slots of absent tensors, so these slots count as weights.
             name = SLOTS[slot] if SLOTS.get(slot) in given else "weights"
             total[name] += counts["bytes_read"] + counts["bytes_written"]
             distinct[name] += counts["distinct_read"] + counts["distinct_written"]

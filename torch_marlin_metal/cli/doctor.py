@@ -67,7 +67,8 @@ def run_step(name: str, seconds: float = STEP_SECONDS) -> dict[str, Any]:
     """Runs one check in a child process; returns its name, its result, a summary, its values and what it printed.
 
     Args:
-        name: the name of a check in `doctor_steps.STEPS`. seconds: after this time the check counts as failed.
+        name: the name of a check in `doctor_steps.STEPS`.
+        seconds: after this time the check counts as failed.
     """
     validated = doctor_steps.STEPS[name].is_validated
     environment = {**os.environ, **(VALIDATION if validated else {})}

@@ -27,8 +27,8 @@ class Step:
     """A check.
 
     Attributes:
-        run: returns the measured values; raises an exception if something is wrong. is_validated: whether Metal's
-        validation is on. With it, times mean nothing.
+        run: returns the measured values; raises an exception if something is wrong.
+        is_validated: whether Metal's validation is on. With it, times mean nothing.
     """
 
     run: Callable[[], Values]
@@ -94,8 +94,7 @@ def profiled_products() -> Values:
 
 
 def commits() -> Values:
-    """Compares the bits of products that each commit PyTorch's command buffer with those of products that never do.
-    """
+    """Compares the bits of products that each commit PyTorch's command buffer with those of products that never do."""
     from torch_marlin_metal import tuning
 
     a, product, _ = _problem()

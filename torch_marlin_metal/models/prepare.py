@@ -33,7 +33,8 @@ def prepare(
     Args:
         model: a model, or a layer, on its device.
         rows: numbers of rows M of later products: sequences times tokens of a prompt, and 1 for a generated token.
-        dtype: dtype of the activations; None means each layer's `.weight.dtype`. progress: show a progress bar.
+        dtype: dtype of the activations; None means each layer's `.weight.dtype`.
+        progress: show a progress bar.
 
     Returns:
         The number of different products whose kernels are now compiled. Each number of rows counts as a product.

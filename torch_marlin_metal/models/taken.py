@@ -20,8 +20,7 @@ TAKEN = {
 
 
 def taken_weights(model: nn.Module) -> dict[int, str]:
-    """Returns `{id(layer): reason}` for layers that cannot be packed because their parent uses their weight.
-    """
+    """Returns `{id(layer): reason}` for layers that cannot be packed because their parent uses their weight."""
     return {
         id(child): f"{type(parent).__name__} computes with its weight, instead of calling it"
         for parent in model.modules()

@@ -24,8 +24,10 @@ MOST_CALLS = 256
 class Measured:
     """The time of one call of a chain.
 
-    Attributes: seconds: time on the device. host_seconds: time until the call returned; on a GPU this may be before its
-    work begins. has_gaps: whether the device's time may include waits for the host.
+    Attributes:
+        seconds: time on the device.
+        host_seconds: time until the call returned; on a GPU this may be before its work begins.
+        has_gaps: whether the device's time may include waits for the host.
     """
 
     seconds: float
