@@ -1,8 +1,8 @@
 """The software Metal device: `device="mps"` on Linux, for tests.
 
-`import softmetal` builds the device if a source changed, loads it and registers it with torch. Import it before any
-code asks torch whether MPS is available, and before extensions with an MPS backend. If the device cannot be built, it
-raises `Unavailable`, whose message names what to install.
+`import softmetal` builds the device if a source changed, loads the device and registers it with torch. Import softmetal
+before any code asks torch whether MPS is available, and before extensions with an MPS backend. If the device cannot be
+built, the import raises `Unavailable`, whose message names what to install.
 
 `SOFTMETAL_CHECKED=1` starts in checked mode and `SOFTMETAL_SEED=n` sets the first seed.
 """
@@ -44,7 +44,7 @@ __all__ = [
 
 
 def _host_alias(library: Library, storage: torch.UntypedStorage) -> torch.UntypedStorage:
-    """Returns a CPU storage over the bytes of an mps storage. It keeps the mps storage alive."""
+    """Returns a CPU storage over the bytes of an mps storage. The CPU storage keeps the mps storage alive."""
     if storage.device.type != "mps" or not storage.nbytes():
         raise RuntimeError(f"_host_alias_storage: expected a non-empty storage on mps, got one on {storage.device}")
     memory = (ctypes.c_uint8 * storage.nbytes()).from_address(library.contents(storage.data_ptr()))
@@ -53,7 +53,7 @@ def _host_alias(library: Library, storage: torch.UntypedStorage) -> torch.Untype
 
 
 def _storage_to_mps(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-    """Copies a storage to mps. torch.load calls it as `UntypedStorage.mps`, which a torch without Metal lacks."""
+    """Copies a storage to mps. torch.load calls `UntypedStorage.mps`, and a torch without Metal has no such method."""
     if storage.device.type == "mps":
         return storage
     return torch.empty(0, dtype=torch.uint8).set_(storage).to("mps").untyped_storage()  # type: ignore[call-overload]
@@ -137,7 +137,7 @@ def stream(number: int) -> Iterator[None]:
     Work on different streams is not ordered. `torch.mps.synchronize()` waits for all streams.
 
     Args:
-        number: 1 to 32 for a stream of PyTorch's pool, or 0 for the default stream, with which every thread starts.
+        number: 1 to 32 for a stream of PyTorch's pool, or 0 for the default stream. Every thread starts with 0.
     """
     before = _library.stream()
     error = _library.take_text(_library.set_stream(number))
@@ -179,7 +179,7 @@ def stream_counts() -> StreamCounts:
 
 @dataclass(frozen=True)
 class Compile:
-    """A library, by its text, or a pipeline, by its function's name."""
+    """One compile. `kind` is "library" or "pipeline"; `text` is the source, or the name of the pipeline's function."""
 
     kind: str
     text: str
@@ -190,11 +190,11 @@ _compile_hook = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_v
 
 @contextlib.contextmanager
 def compiles(answer: Callable[[Compile], str | None] | None = None) -> Iterator[list[Compile]]:
-    """Yields a list of what is compiled in the block. It grows as each compile begins.
+    """Yields a list of what is compiled in the block. The list grows as each compile begins.
 
     Args:
-        answer: called on the thread of each compile, which waits for it. A text that it returns is the message that the
-            compile fails with.
+        answer: called before each compile, on the thread that compiles. If it returns a text, the compile fails with
+            this text as its message.
     """
     seen: list[Compile] = []
 
@@ -216,10 +216,10 @@ def compiles(answer: Callable[[Compile], str | None] | None = None) -> Iterator[
 
 @contextlib.contextmanager
 def failing_allocation(count: int) -> Iterator[Callable[[], bool]]:
-    """Makes one allocation of mps memory in a `with` block fail, as for want of memory.
+    """Makes one allocation of mps memory in a `with` block fail, as if memory were full.
 
     Args:
-        count: number of allocations that succeed before.
+        count: number of allocations that succeed before the one that fails.
 
     Yields:
         A function that returns, after the block, whether the allocation has failed.
@@ -234,7 +234,7 @@ def failing_allocation(count: int) -> Iterator[Callable[[], bool]]:
 
 @contextlib.contextmanager
 def failing_command_buffer(message: str, code: int = 1) -> Iterator[None]:
-    """Makes the next command buffer with commands end with an error in a `with` block; its commands do not run.
+    """Makes one command buffer in a `with` block end with an error: the next one that has commands. They do not run.
 
     Args:
         message: the error's description.

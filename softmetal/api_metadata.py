@@ -1,8 +1,8 @@
 """Reads Apple's SDK metadata for Metal and Foundation from PyObjC's macOS wheels.
 
-It reads two files of each wheel without running their code. `_Metal.cpython-311-darwin.so` contains protocols, which
-hold selectors with full type encodings. `_metadata.py` contains calls, which hold argument types by selector, enum
-values and names of constants.
+Two files of each wheel are read, and none of their code runs. `_Metal.cpython-311-darwin.so` contains protocols:
+selectors with full type encodings. `_metadata.py` contains calls that list argument types by selector, enum values and
+names of constants.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ def link_flags() -> list[str]:
 
 
 def run_tool(command: list[str]) -> None:
-    """Runs a compiler or linker. Raises RuntimeError with its messages if it fails."""
+    """Runs a compiler or linker. If the tool fails, raises RuntimeError with the tool's messages."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise RuntimeError(f"softmetal: build failed: {' '.join(command)}\n{done.stdout}{done.stderr}")

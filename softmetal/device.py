@@ -71,7 +71,7 @@ class FaultKind(enum.IntEnum):
 
     @property
     def is_warning(self) -> bool:
-        """True if Metal allows it, or does not say what happens."""
+        """True if the operation is only suspicious: Metal allows it, but it is usually a mistake."""
         return self >= FaultKind.DIVISION
 
 
@@ -99,7 +99,7 @@ class KernelFault(Exception):
 
 
 class KernelWarning(UserWarning):
-    """Issued for what Metal allows, or leaves open, and is mostly a mistake, such as a division by zero."""
+    """Issued for operations that Metal allows but that are usually a mistake, such as a division by zero."""
 
 
 @dataclass(frozen=True)
@@ -182,8 +182,8 @@ class Kernel:
             threads: threads per grid. The last threadgroups may then be smaller.
             buffers: one for each slot: an array, (array, byte offset), bytes (read-only data), a Buffer, or None.
             threadgroup_memory: bytes of each [[threadgroup(n)]] argument.
-            seed: seed of the order of threads in checked mode; messages name it. None means SOFTMETAL_SEED, or a random
-                seed.
+            seed: seed of the order of threads in checked mode. Messages name the seed. None means SOFTMETAL_SEED, or a
+                random seed if that is not set.
             perturb_seed: seed of the perturbation of inexact functions, within Metal's limits; 0 means no perturbation.
             os_threads: OS threads in fast mode; 0 means SOFTMETAL_THREADS, or one for each core.
             watchdog: seconds of processor time after which the launch ends with a report. 0 means SOFTMETAL_WATCHDOG, or
@@ -197,7 +197,7 @@ class Kernel:
             KernelFault: the kernel broke a rule of Metal.
 
         Warns:
-            KernelWarning: it did what Metal allows, or leaves open, and what is mostly a mistake.
+            KernelWarning: the kernel did something that Metal allows but that is usually a mistake.
         """
         if (groups is None) == (threads is None):
             raise ValueError("launch: groups, threads: expected exactly one of them")
@@ -287,8 +287,9 @@ def compile(
         file_name: the source's name in messages.
         include_paths: folders for the source's own includes.
         defines: macros, "NAME" or "NAME=VALUE".
-        math: the math mode: "safe", "relaxed" or "fast". A Mac takes "fast" if nothing is said.
-        functions: "precise" or "fast": which functions `exp` and its relatives are. A Mac takes "fast" too.
+        math: the math mode: "safe", "relaxed" or "fast". Metal's default is "fast".
+        functions: "precise" or "fast": whether `exp` is `precise::exp` or `fast::exp`, and likewise for the other math
+            functions. Metal's default is "fast".
 
     Raises:
         CompileError: the source does not compile. The text is the compiler's messages.

@@ -77,7 +77,7 @@ def link_with_mps_sources(command: Any, extension: Any, sources: Sequence[str]) 
 
     Args:
         command: the running build_ext.
-        extension: the extension that it has built.
+        extension: the extension that `command` has built.
         sources: the sources that the ordinary Linux build leaves out, `.mm` or `.cpp`.
     """
     require_tools()

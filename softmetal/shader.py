@@ -145,7 +145,7 @@ class ShaderLibrary:
 
     Args:
         native: the device library.
-        make: the name of its function that makes the object.
+        make: the name of the function of `native` that makes the library.
         arguments: all arguments of that function except the last, which receives the error.
 
     Raises:

@@ -1,4 +1,4 @@
-// sm_compile: runs the Python compiler as a process and remembers the result. A second request starts no process.
+// sm_compile: runs the Python compiler as a process and stores the result in a memo. A repeated request reads the memo.
 #include <fcntl.h>
 #include <spawn.h>
 #include <sys/stat.h>
@@ -32,7 +32,7 @@ void append(std::string& text, const char* part) {
   text.push_back('\0');
 }
 
-// Everything the result depends on, except the files of the compiler and of the includes.
+// Returns everything that the result depends on, except the files of the compiler and of the includes.
 std::string identity(const std::string& input, const std::vector<std::string>& arguments) {
   std::string text;
   for (const std::string& argument : arguments)
@@ -57,7 +57,8 @@ std::string fingerprint(const std::string& text) {
   return hex;
 }
 
-// Returns the folder softmetal/, which holds the compiler (the package msl). The build defines the folder's path.
+// Returns the folder softmetal/, which holds the compiler (the package msl). The environment variable SOFTMETAL_HOME
+// replaces the path that the build defines.
 std::string home() {
   const char* set = std::getenv("SOFTMETAL_HOME");
   return set != nullptr ? set : SOFTMETAL_HOME;
@@ -122,7 +123,7 @@ void remember(const std::string& memo, const std::vector<std::string>& answer) {
   std::rename(temporary.c_str(), memo.c_str());
 }
 
-// Input and outputs are files, because a pipe could fill up.
+// The compiler's input and outputs are files, because a pipe could fill up and block it.
 Answer run_compiler(const std::vector<std::string>& arguments, const std::string& source) {
   Answer answer;
   char folder[] = "/tmp/softmetal-XXXXXX";

@@ -34,8 +34,8 @@ typedef struct {
   const sm_constant_value* constants;
   uint32_t constant_count;
   uint32_t checked;            // instruments the code for checked mode
-  uint32_t math;               // SM_MATH_*; not for a metallib, which was compiled in a mode of its own
-  uint32_t fast_functions;     // exp is fast::exp, not precise::exp; not for a metallib
+  uint32_t math;               // SM_MATH_*; ignored for a metallib, which was compiled in a mode of its own
+  uint32_t fast_functions;     // exp is fast::exp, not precise::exp; ignored for a metallib
   const char* const* defines;  // "NAME" or "NAME=VALUE"
   uint32_t define_count;
   const char* kernel;         // host name of the kernel to compile; "": only names and arguments; NULL: all kernels
@@ -105,7 +105,7 @@ typedef enum {
   SM_FAULT_RESOURCE,        // the launch is wrong: its threadgroup memory or arguments
   SM_FAULT_SIGNAL,          // the processor stopped the kernel
   SM_FAULT_ENDLESS,         // the dispatch took longer than the watchdog allows
-  // Warnings from here on. Metal allows the operation or leaves its result open, but mostly it is a mistake.
+  // The kinds from here on are warnings. Metal allows these operations, but most of them are mistakes.
   SM_WARNING_DIVISION,  // an integer division by zero
   SM_WARNING_SHIFT      // a shift by the width or more
 } sm_fault_kind;

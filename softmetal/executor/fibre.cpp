@@ -45,8 +45,8 @@ extern "C" void sm_fibre_start();
 namespace softmetal {
 namespace {
 
-constexpr size_t kColours =
-    64;  // offsets between stacks, so that their tops use different sets of the first-level cache
+// Stacks start at different offsets, so that the tops of the stacks use different sets of the first-level cache.
+constexpr size_t kColours = 64;
 constexpr size_t kColourBytes = 576;
 constexpr size_t kGuard = 4096;
 

@@ -12,7 +12,7 @@
 namespace softmetal {
 namespace {
 
-constexpr uint64_t kThreadsWorthAnother = 2048;  // GPU threads for each OS thread in fast mode
+constexpr uint64_t kThreadsWorthAnother = 2048;  // fast mode uses one more OS thread for each 2048 GPU threads
 
 struct Result : sm_result {
   std::deque<std::string> texts;
@@ -156,8 +156,9 @@ void run_checked(Launch& launch) {
     launch.order[i] = launch.order[j];
     launch.order[j] = i;
   }
-  // Metal does not promise that two threadgroups run at once, nor that the lanes of a simdgroup take turns. So the seed
-  // chooses both, and a kernel that relies on either fails for some seeds.
+  // Metal promises neither that threadgroups run at the same time nor that the lanes of a simdgroup take turns. The
+  // seed therefore chooses the number of threadgroups that run at once, and whether lanes are preempted. A kernel that
+  // relies on either fails for some seeds.
   const uint32_t concurrent = 1 + random.below(kMaxConcurrentGroups);
   launch.preempts = random.below(4) != 0;
   machine.prepare(kMaxConcurrentGroups);

@@ -13,7 +13,7 @@ __thread const sm_thread* sm_self __attribute__((tls_model("initial-exec"))) = n
 namespace softmetal {
 namespace {
 
-constexpr unsigned kFlushSubnormals = 0x8040;  // FTZ and DAZ flush fp32 subnormals as the GPU does, and not half
+constexpr unsigned kFlushSubnormals = 0x8040;  // FTZ and DAZ: flush fp32 subnormals, as the GPU does, and keep half's
 constexpr int kUnwritten = 0xFF;               // NaN in every floating type
 
 }  // namespace
@@ -311,7 +311,7 @@ bool Machine::release_simdgroup(Simdgroup& simdgroup) {
   }
   if (at_barrier == 0) return false;
   uint32_t everyone = simdgroup.size == 32 ? ~0u : (1u << simdgroup.size) - 1;
-  if (at_barrier != everyone) return false;  // stuck; reported when nothing else can run
+  if (at_barrier != everyone) return false;  // report_stuck reports this when no other thread can run
   uint32_t flags = simdgroup.lanes[0].mem_flags;
   ++simdgroup.barriers;
   if (flags & 1) simdgroup.ordered[0] = simdgroup.barriers;

@@ -47,7 +47,7 @@ class MatrixQueue {
     const void* site;
     uint32_t arrived;
     uint32_t result;
-    int32_t addend;  // index of the result that is c; -1: the lanes have copied c into the result
+    int32_t addend;  // index of the pending result that c names; -1: the lanes have copied c into `result`
     alignas(32) float a[64], b[64];
   };
   struct Result {

@@ -8,7 +8,7 @@
 namespace softmetal {
 namespace {
 
-// Waits until all products that this lane deposited have been computed.
+// Waits until all matrix products that this lane deposited have been computed.
 void finish_products(Lane& lane, const void* site) {
   Simdgroup& simdgroup = *lane.simdgroup;
   while (simdgroup.matrices.done() < lane.products) {
@@ -98,7 +98,7 @@ void* sm_threadgroup_variable(uint32_t site, uint32_t, uint32_t) {
 }
 
 float sm_perturb(float x, float ulps) {
-  if (sm_self == nullptr) return x;  // while the library's tables are set up
+  if (sm_self == nullptr) return x;  // no GPU thread: the library is being loaded
   uint64_t seed = machine_of(Machine::current()).launch().dispatch->perturb_seed;
   uint32_t bits;
   std::memcpy(&bits, &x, 4);
@@ -141,7 +141,7 @@ void sm_note_matrix_access(void) {
 }
 
 void sm_undefined_function_constant(const char* name) {
-  if (sm_self == nullptr) return;  // while the library's tables are set up
+  if (sm_self == nullptr) return;  // no GPU thread: the library is being loaded
   Lane& lane = Machine::current();
   softmetal::Fault fault{SM_FAULT_CONSTANT_VALUE, true, __builtin_return_address(0), ""};
   fault.text = std::string("function constant '") + name + "' has no value in this specialisation";

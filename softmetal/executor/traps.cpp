@@ -15,7 +15,7 @@ namespace softmetal {
 namespace {
 
 constexpr int kSignals[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL};
-constexpr long kAgainNanoseconds = 20'000'000;  // between two looks of the watchdog
+constexpr long kAgainNanoseconds = 20'000'000;  // time between two signals of the watchdog
 
 int watchdog_signal() {
   return SIGRTMAX - 3;
@@ -48,7 +48,7 @@ const char* name_of(int signal) {
   }
 }
 
-// Continues here, on the fibre, after the handler has returned.
+// After the signal handler has returned, the fibre continues here.
 [[noreturn]] void report_trap() {
   Machine& machine = *machine_here;
   Fault fault{SM_FAULT_SIGNAL, true, static_cast<const char*>(trap.code) + 1, ""};
@@ -80,7 +80,7 @@ const char* name_of(int signal) {
 
 void continue_at(ucontext_t* context, void (*function)(), char* stack) {
   auto top = (reinterpret_cast<uintptr_t>(stack) - 256) & ~static_cast<uintptr_t>(15);
-  context->uc_mcontext.gregs[REG_RSP] = static_cast<greg_t>(top - 8);  // as after a call
+  context->uc_mcontext.gregs[REG_RSP] = static_cast<greg_t>(top - 8);  // aligned as at the start of a called function
   context->uc_mcontext.gregs[REG_RIP] = static_cast<greg_t>(reinterpret_cast<uintptr_t>(function));
 }
 
@@ -92,7 +92,7 @@ bool is_on_fibre(const ucontext_t* context) {
 void on_fault(int signal, siginfo_t* info, void* data) {
   auto* context = static_cast<ucontext_t*>(data);
   if (!is_on_fibre(context)) {
-    // Not a kernel's: the instruction runs again under the handler that was there before.
+    // The signal does not come from a kernel. The instruction runs again and reaches the handler installed before.
     sigaction(signal, &before[signal], nullptr);
     return;
   }
@@ -103,7 +103,8 @@ void on_fault(int signal, siginfo_t* info, void* data) {
   continue_at(context, &report_trap, trap.overflow ? fibres.top_of(info->si_addr) : stack);
 }
 
-// The watchdog's time is over. A kernel's own code can be left at any instruction. Anything else sees `expired` later.
+// Called when the watchdog's time is over. The handler can leave a kernel's own code at any instruction. All other code
+// checks `expired` later.
 void on_time(int, siginfo_t*, void* data) {
   auto* context = static_cast<ucontext_t*>(data);
   if (machine_here == nullptr) return;
@@ -134,7 +135,7 @@ void uninstall() {
   if (--scopes != 0) return;
   for (int signal : kSignals)
     sigaction(signal, &before[signal], nullptr);
-  // The handler of the watchdog stays: a late signal must not end the process.
+  // The watchdog's handler stays installed, because without it a late signal would end the process.
 }
 
 }  // namespace

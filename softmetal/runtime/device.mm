@@ -188,8 +188,8 @@ void Device::clear() {
 }
 @end
 
-// There is no [super dealloc], because the object of a freed buffer stays for a while. Its class becomes
-// SoftMetalFreedObject, which reports any use.
+// dealloc does not call [super dealloc], because the object of a freed buffer stays for a while. The object's class
+// becomes SoftMetalFreedObject, which reports any use.
 #pragma clang diagnostic push
 #pragma clang diagnostic ignored "-Wobjc-missing-super-calls"
 @implementation SoftMetalBuffer

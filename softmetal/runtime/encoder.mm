@@ -94,9 +94,9 @@ sm_uint3 narrow(MTLSize size) {
   [super dealloc];
 }
 
-// An era is the work of one operator with one pipeline. A new era starts with each block of the queue, and when a
-// pipeline is set after a dispatch. Bindings from an earlier era are stale, because they were made for another operator
-// or pipeline.
+// An era is the work of one operator with one pipeline. A new era starts with each block of the queue. It also starts
+// when a pipeline is set after a dispatch. Bindings of an earlier era are stale, because another operator made them, or
+// they were made for another pipeline.
 - (uint64_t)currentEra {
   return softmetal::queue_block() << 32 | era;
 }

@@ -156,7 +156,8 @@ std::string wrong_type(const sm_library* library, const std::vector<Program::Con
   for (uint32_t i = 0; i < sm_library_constant_count(library); ++i) {
     const sm_function_constant& declared = *sm_library_constant(library, i);
     const std::string type = short_type(declared.type);
-    if (std::find(scalars.begin(), scalars.end(), type) == scalars.end()) continue;  // an enum, or a vector
+    if (std::find(scalars.begin(), scalars.end(), type) == scalars.end())
+      continue;  // enums and vectors are not checked
     for (const Program::Constant& value : values) {
       const bool same = value.name.empty() ? value.index == declared.index : value.name == declared.name;
       if (same && value.type != type) {
@@ -172,7 +173,7 @@ void set_error(NSError** error, MTLLibraryError code, const std::string& message
   if (error != nullptr) *error = softmetal::make_error(MTLLibraryErrorDomain, code, message);
 }
 
-// Asks the hook of a test about a compile. Returns false and the hook's error if the compile shall fail.
+// Asks the compile hook, which a test may set. Returns false and the hook's error if the compile shall fail.
 bool may_compile(bool is_pipeline, const std::string& text, NSError** error) {
   const auto hook = Device::get().compile_hook.load();
   if (hook == nullptr) return true;

@@ -22,7 +22,8 @@ inline constexpr NSUInteger kThreadgroupLengthMultiple = 16;
 inline constexpr uint8_t kFreshPoison = 0xFF;  // NaN as half, bfloat and float, -1 as an integer
 inline constexpr uint8_t kFreedPoison = 0xFB;  // NaN or huge as half and bfloat; differs from kFreshPoison
 
-// Memory of one MTLBuffer. For each byte, `initialised` is non-zero if the byte was written. Null means that all were.
+// Memory of one MTLBuffer. `initialised` holds a flag for each byte, non-zero if the byte was written. A null pointer
+// means that all bytes were written.
 class Memory {
  public:
   explicit Memory(size_t length);
@@ -127,8 +128,8 @@ class Device {
   std::atomic<void (*)(int, const char*, char*, size_t)> compile_hook = nullptr;
   // Allocations of mps memory that succeed before one fails; negative: none fails.
   std::atomic<int64_t> allocations_left = -1;
-  void fail_command_buffer(int64_t code, std::string message);  // the next one with commands; an empty message: none
-  NSError* take_command_buffer_failure();                       // nil if the command buffer is to run
+  void fail_command_buffer(int64_t code, std::string message);  // softmetal_fail_command_buffer in python_api.h
+  NSError* take_command_buffer_failure();                       // nil: the command buffer runs
   std::atomic<uint32_t> thread_limit = SM_MAX_THREADS;  // threads per threadgroup of every pipeline; tests lower it
   void set_seed(uint64_t seed);
   uint64_t next_seed();

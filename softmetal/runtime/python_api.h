@@ -16,7 +16,7 @@ SOFTMETAL_EXPORT int softmetal_is_checked(void);
 SOFTMETAL_EXPORT void softmetal_set_seed(uint64_t seed);
 SOFTMETAL_EXPORT uint32_t
 softmetal_set_thread_limit(uint32_t limit);  // threads per threadgroup; returns the previous limit
-// The stream that this thread encodes to: 0 is the default one, 1 to 32 are PyTorch's pool. Setting returns an error.
+// The number of the stream that this thread encodes to: 0 is the default stream, 1 to 32 are PyTorch's pool.
 SOFTMETAL_EXPORT int64_t softmetal_stream(void);
 SOFTMETAL_EXPORT char* softmetal_set_stream(int64_t number);
 // Writes the fields of softmetal::StreamCounts, in the order of their declaration.
@@ -28,11 +28,11 @@ SOFTMETAL_EXPORT void softmetal_clear(void);    // faults and records
 // that message.
 typedef void (*softmetal_compile_hook)(int is_pipeline, const char* text, char* error, size_t capacity);
 SOFTMETAL_EXPORT void softmetal_set_compile_hook(softmetal_compile_hook hook);  // null: none
-// Makes the mps allocation after `count` further ones fail; negative: none. Returns the count that was left before,
-// which is negative if the allocation has failed.
+// Lets the next `count` mps allocations succeed and makes the one after them fail. A negative `count` makes none fail.
+// Returns what was left of the count set before; this is negative if that allocation has failed.
 SOFTMETAL_EXPORT int64_t softmetal_fail_allocation(int64_t count);
-// Makes the next command buffer with commands end with an error of MTLCommandBufferErrorDomain instead of running; an
-// empty message: none.
+// Makes the next command buffer that has commands end with an error of MTLCommandBufferErrorDomain instead of running.
+// An empty message cancels this.
 SOFTMETAL_EXPORT void softmetal_fail_command_buffer(int64_t code, const char* message);
 SOFTMETAL_EXPORT size_t softmetal_record_count(void);
 // Returns the i-th of the latest dispatches. The result is valid until the next dispatch.

@@ -77,8 +77,8 @@ void mark_written(const Tensor& tensor) {
     memory.mark_written(start, static_cast<size_t>(tensor.numel()) * item);
     return;
   }
-  // The memory has one flag for each byte that was written. The flags of this tensor's bytes form a tensor of the same
-  // shape and one more axis, the bytes of an element.
+  // The memory has a flag for each byte. The flags of this tensor's bytes form a tensor of the same shape with one more
+  // axis, the bytes of an element.
   const auto bytes = static_cast<int64_t>(item);
   std::vector<int64_t> sizes(tensor.sizes().vec()), strides;
   for (const int64_t stride : tensor.strides())
@@ -189,7 +189,8 @@ std::tuple<Tensor, Tensor, Tensor> convolution_backward(const Tensor& gradient, 
   return {back(std::get<0>(host)), back(std::get<1>(host)), back(std::get<2>(host))};
 }
 
-// A Mac moves only scalars and indices between devices. The CPU fallback alone would move any tensor.
+// On a Mac, an operator accepts only scalars and indices from another device. The CPU fallback would accept any tensor,
+// so this check refuses the others.
 void require_one_device(const std::string& name, at::ArrayRef<c10::IValue> values) {
   if (name.find("index") != std::string::npos) return;
   const auto require = [&name](const Tensor& tensor) {

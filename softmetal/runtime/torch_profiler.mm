@@ -1,4 +1,4 @@
-// PyTorch's profiler of kernels. A begin and an end belong to one block of the queue.
+// PyTorch's profiler of kernels. beginProfileKernel and the endProfileKernel after it belong to one block of the queue.
 #include <ATen/mps/MPSProfiler.h>
 #include <ATen/mps/MPSStream.h>
 
@@ -28,7 +28,7 @@ MPSProfiler::~MPSProfiler() = default;
 
 namespace {
 
-// A profiler that records adds handlers to the command buffer. macOS 26.4 aborts if an encoder is open then.
+// While the profiler records, it adds handlers to the command buffer. macOS 26.4 aborts if an encoder is open then.
 void add_handler(const char* caller) {
   const auto* buffer = static_cast<SoftMetalCommandBuffer*>([getCurrentMPSStream()->commandBuffer() rootCommandBuffer]);
   if (buffer->openEncoder != nil) {

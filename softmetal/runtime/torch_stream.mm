@@ -1,5 +1,6 @@
 // PyTorch's Metal streams. This file implements the installed ATen/mps headers, so that layouts and mangled names
-// agree. The functions make the calls that build_support/pytorch_calls.json records of PyTorch's functions for the Mac.
+// agree. Each function makes the same calls as PyTorch's function for the Mac; build_support/pytorch_calls.json lists
+// these calls.
 #include <ATen/mps/MPSDevice.h>
 #include <ATen/mps/MPSStream.h>
 #include <c10/metal/error.h>
@@ -28,7 +29,7 @@ Streams& streams() {
   return *instance;
 }
 
-// As in torch 2.14 and later each thread has a current stream; null is the default one, the only one of torch 2.13.
+// Each thread has a current stream, as in torch 2.14 and later. Null is the default stream, the only one of torch 2.13.
 thread_local at::mps::MPSStream* current_stream = nullptr;
 
 StreamCounts counts;  // guarded by the queues' lock
@@ -40,7 +41,7 @@ SoftMetalCommandBuffer* root_of(MPSCommandBuffer* buffer) {
 // Called before PyTorch's stream commits its command buffer.
 void count_commit(MPSCommandBuffer* buffer) {
   SoftMetalCommandBuffer* root = root_of(buffer);
-  root->needsQueue = NO;  // the stream itself may commit in a block and outside
+  root->needsQueue = NO;  // PyTorch's stream may commit inside a block of the queue and outside
   const uint64_t commands = root->commands->size();
   ++(commands == 0 ? counts.empty_commits : counts.commits);
   counts.most_in_a_commit = std::max(counts.most_in_a_commit, commands);

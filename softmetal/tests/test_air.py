@@ -48,7 +48,7 @@ def reverse(barrier: str = BARRIER) -> str:
     return text.replace("SECOND", builtin(1, "thread_position_in_threadgroup"))
 
 
-# y[i] = scale * x[i], or with the constant `offset` also + z[i].
+# y[i] = scale * x[i]. If the function constant `has_offset` is true, z[i] is added.
 GATED = f"""
 @scale = internal addrspace(2) externally_initialized constant float undef, section "air.fc_initializer", align 4
 @flag = internal addrspace(2) externally_initialized constant i8 undef, section "air.fc_initializer", align 1

@@ -149,7 +149,7 @@ def test_every_scenario_is_used() -> None:
 def test_every_rule_that_the_device_enforces_has_a_scenario() -> None:
     text = "".join(path.read_text() for path in sorted(build.RUNTIME.glob("*.[hm]*")))
     named = re.findall(r"\b(?:violation|require_range)\(\s*([^,]+),", text)
-    passed_on = {"const char* rule", "rule"}  # the functions' own definitions, and a call that passes `rule` on
+    passed_on = {"const char* rule", "rule"}  # found in the definitions of both functions and where one calls the other
     assert {name for name in named if not re.fullmatch('"[^"]+"', name)} == passed_on
     rules = {name.strip('"') for name in named if name not in passed_on}
     rules |= set(re.findall(r'Metal API violation \[([^\]"]+)\]', text))

@@ -47,7 +47,7 @@ spec.loader.exec_module(module)
 
 
 def test_work_leaves_nothing_behind() -> None:
-    """The number of dispatches does not affect mps memory, nor, once the quarantine is full, the process."""
+    """Dispatches do not use up mps memory. Once the quarantine is full, they do not use up the process's memory."""
     code = """
 import resource, softmetal, torch
 library = torch.mps.compile_shader("kernel void f(device float* y, uint i [[thread_position_in_grid]]) { y[i] = 1; }")

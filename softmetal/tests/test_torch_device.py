@@ -197,7 +197,7 @@ def test_training_step_equals_the_cpus() -> None:
     for ours, theirs in zip(gradients(on_mps, x.to("mps")), gradients(model, x), strict=True):
         torch.testing.assert_close(ours, theirs)
     for ours, theirs in zip(on_mps.parameters(), model.parameters(), strict=True):
-        # AdamW divides a gradient by its size, which would turn rounding errors into whole steps.
+        # AdamW divides a gradient by its size. For a gradient near zero, a rounding error would become a whole step.
         ours.grad.copy_(theirs.grad)
     for m in (model, on_mps):
         torch.optim.AdamW(m.parameters(), lr=0.1).step()

@@ -36,7 +36,7 @@ CASES = {c.kernel: c for c in all_cases()}
 
 
 def need_wheel(name: str) -> None:
-    """Skips the test if the wheel is not in the cache, because a wheel is large. `make witness` downloads all."""
+    """Skips the test if the wheel is not in the cache. Wheels are large, so only `make witness` downloads them."""
     if not wheels.is_cached(name):
         pytest.skip(f"{wheels.WHEELS[name].filename} is not in .cache/wheels; `make witness` fetches it")
 

@@ -17,7 +17,8 @@ from .mistakes import Mistake, mistaken
 Array = npt.NDArray[Any]
 KERNELS = "mlx/backend/metal/kernels"
 _PREAMBLE = "#include <metal_stdlib>\nusing namespace metal;\n"
-# Instances compiled together. A larger batch parses the headers less often, but to run one case compiles a whole batch.
+# Number of template instances compiled together. A larger batch parses the headers less often. But a single case then
+# compiles more instances that it does not need.
 _BATCH = 10
 
 # Element types: MLX's name in a kernel's name, Metal's name, NumPy's type (the bits of a bfloat).
@@ -138,8 +139,8 @@ def _compiled(
     lines = [f'#include "{KERNELS}/{h}"' for h in ("utils.h", *headers)]
     lines += [f'template [[host_name("{i}")]] [[kernel]] decltype({i}) {i};' for i in instances]
     return device.compile(
-        # The cache finds a compiled library by its text. A mistake changes a header or the flags and not this text, so
-        # the mistake's name is added.
+        # The cache finds a compiled library by its source text. A deliberate mistake changes only a header or the
+        # flags, so its name is added to the text.
         _PREAMBLE + "\n".join([*lines, f"// {mistake.name}" if mistake else ""]),
         constants=dict(constants),
         include_paths=[str(libraries.mlx_include())],

@@ -10,7 +10,7 @@ from .case import FLOATS, STORAGE, Array, Case, Launch, outputs, stored
 
 Generator = np.random.Generator
 Launches = Callable[[Generator], list[Launch]]
-_COUNT = 1001  # no multiple of anything
+_COUNT = 1001  # not a multiple of any threadgroup's size
 _METAL = {**FLOATS, "bool_": "bool", **{f"{u}int{n}": f"{u}int{n}_t" for u in ("", "u") for n in (8, 16, 32, 64)}}
 _UNARY = (
     *("Abs", "ArcCos", "ArcSin", "ArcTan", "ArcTanh", "Ceil", "Cos", "Cosh", "Erf", "ErfInv", "Exp", "Expm1", "Floor"),

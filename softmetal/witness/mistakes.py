@@ -41,7 +41,7 @@ MISTAKES = (
 
 @contextlib.contextmanager
 def mistaken(mistake: Mistake | None) -> Iterator[None]:
-    """Compiles Metal source with the mistake in the block. None makes no mistake.
+    """Makes the mistake in every compile of Metal source in a `with` block. None makes no mistake.
 
     Raises:
         ValueError: the text that the mistake replaces does not exist.

@@ -77,7 +77,7 @@ def check(reference: Reference, *, seed: int = 0, checked: bool = False) -> list
 
 
 def _product_bound(name: str, wanted: Array, x: Array, w: Array, extra: Array | float = 0.0) -> Array:
-    """Returns the bound of the error for one rounding of the result and for sums of |x| |w| in single precision."""
+    """Returns the error bound of a product: the result is rounded once, and |x| |w| is summed in single precision."""
     return UNIT[name] * np.abs(wanted) + 64 * EPS * (np.abs(x) @ np.abs(w)) + extra + 1e-7
 
 
@@ -165,7 +165,7 @@ def _bmm(name: str) -> Callable[[Generator], list[Expected]]:
 
 
 def _norm_bound(name: str, wanted: Array, x: Array, weight: Array) -> Array:
-    """The bound for one rounding of the result, and mean, square and root in single precision of the row's values."""
+    """Returns the error bound of a norm. The result is rounded once; mean, square and root have single precision."""
     largest = np.abs(x).max(-1, keepdims=True) / x.std(-1, keepdims=True)
     return UNIT[name] * np.abs(wanted) + 256 * EPS * (largest**3 + 1) * (np.abs(weight) + 1)
 
@@ -269,9 +269,9 @@ def _rope(name: str, traditional: bool) -> Callable[[Generator], list[Expected]]
 def racing() -> Iterator[Reference]:
     """Yields kernels of PyTorch that lack barriers, so that results depend on the order of threads.
 
-    The int8 product of many rows first reads a tile of weights and then writes scales into the tile's memory. No
-    threadgroup barrier lies between the last read and the first write, and none lies before the result is copied out.
-    Checked mode must report these races.
+    The int8 product of many rows reads a tile of weights, then writes scales into the tile's memory, and then copies
+    the result out. A threadgroup barrier is missing before the writes and again before the copy. Checked mode must
+    report these races.
     """
     for name, word in TORCH_NAMES.items():
         yield Reference("torch int8", f"large_m_int8pack_mm_{word}", libraries.torch_library, _int8(name, (45,), True))

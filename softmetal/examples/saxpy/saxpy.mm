@@ -1,4 +1,4 @@
-// An operator for PyTorch's mps device: out = a x + y. It is written like an operator of any package for Macs.
+// An operator for PyTorch's mps device: out = a x + y. A package for Macs could contain this file unchanged.
 #import <Metal/Metal.h>
 
 #include <ATen/ATen.h>

@@ -13,8 +13,8 @@
 namespace softmetal {
 namespace {
 
-// The checker reserves address space once: a range of 2^38 bytes for each buffer and of 2^33 bytes for each threadgroup
-// array. Memory is in the middle of its range, so that an address out of bounds still falls into that range.
+// The checker reserves address space once: 2^38 bytes for each buffer and 2^33 bytes for each threadgroup array. The
+// memory lies in the middle of its range. An address out of bounds therefore still falls into the right range.
 constexpr uint32_t kDeviceShift = 38, kThreadgroupShift = 33;
 constexpr uint32_t kVariables = 64;  // declarations in one source file
 constexpr uint32_t kArraysPerGroup = SM_BUFFER_SLOTS + kVariables;

@@ -64,7 +64,8 @@ void* __tsan_memset(void* to, int value, uint64_t bytes) {
   return std::memset(to, value, bytes);
 }
 
-// `bits` of a store of numbers: floating ones of `element` bits, or a 32-bit integer if that is 0.
+// Called before a store. `value` holds the `bits` bits to be stored: floating-point numbers of `element` bits each, or
+// a 32-bit integer if `element` is 0. Bits that mark a variable that was never set are a fault.
 void sm_check_value(const void* address, uint64_t value, uint32_t element, uint32_t bits) {
   Checker* checker = Checker::active();
   if (checker == nullptr) return;
@@ -72,7 +73,8 @@ void sm_check_value(const void* address, uint64_t value, uint32_t element, uint3
   if (element == 0) {
     unset = static_cast<uint32_t>(value) == kUnsetInteger;
   } else {
-    // The pattern of half and bfloat, as a float, has zeros in the lower half.
+    // A number that was never set has all bits set. Only its upper 16 bits are compared, because a half or bfloat that
+    // was converted to float has zeros in the lower 16.
     for (uint32_t high = element - 16; high < bits; high += element)
       unset = unset || ((value >> high) & 0xFFFF) == 0xFFFF;
   }

@@ -1,4 +1,5 @@
-// A range of GPU memory in checked mode, with the history of each byte.
+// A range of GPU memory in checked mode, with the history of its accesses. The history is kept for each granule: a
+// block of a few bytes, as small as the smallest access so far.
 #pragma once
 
 #include <cstdint>
@@ -33,8 +34,8 @@ struct Cell {
   History reads;
 };
 
-// The atomic accesses of a granule, apart from the plain accesses. In one history, a thread's atomic access would
-// replace the same thread's plain store, and the conflict of that store with other threads' atomics would not be found.
+// The atomic accesses of a granule, apart from the plain accesses. If both shared one history, a thread's atomic access
+// would replace the same thread's plain store. A conflict of that store with another thread's atomic would be missed.
 struct AtomicCell {
   History writes, reads;
 };

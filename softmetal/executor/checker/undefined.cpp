@@ -34,7 +34,7 @@ std::string text(uintptr_t value, const Type& type) {
 }
 
 void report_here(uint32_t kind, bool is_fatal, const void* code, const std::string& what) {
-  if (sm_self == nullptr) return;  // while the library's tables are set up
+  if (sm_self == nullptr) return;  // no GPU thread: the library is being loaded
   softmetal::report(Machine::current(), Fault{kind, is_fatal, code, what});
 }
 

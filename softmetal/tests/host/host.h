@@ -1,4 +1,4 @@
-// Helpers of the scenarios: sources, pipelines, buffers, and functions that encode in the way of an operator.
+// Helpers of the scenarios: sources, pipelines, buffers, and functions that encode as an operator does.
 #pragma once
 
 #include <ATen/Functions.h>

@@ -1,4 +1,4 @@
-"""The check of address spaces, overloads and types refuses what Apple's compiler refuses, and C++ would take."""
+"""The check of address spaces, overloads and types refuses source that C++ accepts and Apple's compiler refuses."""
 
 import pytest
 from msl_kernels import CompileError, compile_metal

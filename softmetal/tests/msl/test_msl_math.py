@@ -13,9 +13,8 @@ def _values(low: float, high: float, dtype: type, log: bool = False) -> np.ndarr
     return x.astype(dtype)
 
 
-# name: (reference, ulps promised for float, inputs for float, inputs for half). The ulps are from the MSL
-# specification, table of accuracy of single-precision functions without fast math. For half, every function is promised
-# 1 ulp.
+# name: (reference, ulps allowed for float, inputs for float, inputs for half). The ulps come from the MSL
+# specification's accuracy table for single precision without fast math. For half, the specification allows 1 ulp.
 INEXACT = {
     "acos": (np.arccos, 4, (-1, 1), (-1, 1)),
     "acosh": (np.arccosh, 4, (1, 1e6), (1, 6e4)),
@@ -168,8 +167,7 @@ def test_fast_division_is_off_by_its_promise_at_most() -> None:
     assert 1 < max(errors) <= 2.5
 
 
-# C99's special cases: (expression, input a, exact result). The results are exact whatever error the device adds
-# elsewhere.
+# C99's special cases: (expression, input a, exact result). The device adds no error to these results.
 SPECIAL = [
     ("exp(a)", 0.0, 1.0),
     ("exp(a)", -np.inf, 0.0),

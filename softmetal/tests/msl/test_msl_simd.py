@@ -297,7 +297,7 @@ def test_bitwise_reductions_of_floats_are_refused(name: str) -> None:
 
 
 def test_a_bfloat_travels_by_its_bits() -> None:
-    """Metal 3.1 has no simd_shuffle of a bfloat: candle's reduce.metal says so, and MLX defines its own."""
+    """Metal 3.1 has no simd_shuffle for bfloat: candle's reduce.metal says so, and MLX defines its own functions."""
     library = compile_metal("""
 kernel void k(device const bfloat* a [[buffer(0)]], device bfloat* out [[buffer(1)]],
     uint i [[thread_position_in_grid]]) {

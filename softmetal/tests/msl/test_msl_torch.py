@@ -116,8 +116,8 @@ kernel void k_{name}(device {out}* out, constant {metal}* in, uint2 i [[thread_p
 """
 
 
-# A 64-bit reduction shuffles from lanes that may be inactive, as PyTorch's header says. So its result is right only
-# with all 32 lanes, and the test leaves out other sizes.
+# PyTorch's 64-bit reduction shuffles from lanes that may be inactive, as its header says. The result is right only if
+# all 32 lanes take part, so the test leaves out other sizes for 64-bit types.
 @pytest.mark.parametrize("size", [1, 31, 32, 256, 1000, 1024])
 def test_reductions_over_a_threadgroup(size: int) -> None:
     cases = [

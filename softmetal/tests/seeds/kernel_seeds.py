@@ -30,7 +30,7 @@ class Seed:
     source: str
     buffers: list[Any] = field(default_factory=_floats)
     launch: dict[str, Any] = field(default_factory=lambda: {"groups": 1, "group": 64})
-    same_memory: bool = False  # both slots have the first buffer
+    same_memory: bool = False  # the first buffer is bound to both slots
 
 
 ONE = {"groups": 1, "group": 32}

@@ -30,7 +30,7 @@ RUNS = 3  # seeds of the order of threads
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a seed. `control` is what the device wrongly says of the right text."""
+    """The outcome of a seed. `control` is the device's message on the right text, which should be empty."""
 
     group: str
     name: str
@@ -66,7 +66,7 @@ def _together(texts: Iterable[str]) -> str:
 
 
 def _controls(texts: list[str]) -> list[str]:
-    """Returns what the device says of each right text. It reads them one by one only if it refuses their union."""
+    """Returns the device's messages on each right text. Compiles all texts together, and singly only if that fails."""
     alone = [text for text in texts if "#include" in text]
     if refusal(HEAD + _together(text for text in texts if text not in alone)):
         alone = texts
@@ -118,7 +118,7 @@ def kernels() -> list[Result]:
 
 
 def table(results: Iterable[Result]) -> str:
-    """Returns the counts of each group, and the seeds that are not reported or whose right text is."""
+    """Returns the counts of each group, the seeds that are not reported, and the right texts that are reported."""
     groups: dict[str, Counter[str]] = {}
     notes = []
     for result in results:

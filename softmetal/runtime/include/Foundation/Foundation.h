@@ -8,7 +8,7 @@
 #include <stdint.h>
 
 #ifdef __GNU_LIBOBJC__
-// GNU libobjc defines nil as (id)0, which is not a null pointer constant in C++: `nil` could not be an NSError**.
+// GNU libobjc defines nil as (id)0. In C++ this is not a null pointer constant, so it could not be passed as NSError**.
 #undef nil
 #undef Nil
 #define nil nullptr
@@ -31,7 +31,7 @@
 #endif
 
 #ifdef __GNU_LIBOBJC__
-// With the GNU runtime, classes must declare all their instance variables here.
+// With the GNU runtime, an @interface must declare all instance variables of its class.
 #define STAND_IN_STATE \
   {                    \
    @public             \

@@ -1,3 +1,3 @@
-// Stand-in header. For GNU runtimes, clang includes a header of this name. It declares only functions of Apple's SDK.
+// Stand-in header. With a GNU runtime, clang includes a header of this name. The functions of blocks are in Block.h.
 #pragma once
 #include <Block.h>
