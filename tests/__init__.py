@@ -1,1 +1,1 @@
-"""The tests, by the rooms of the package; what they share is in `support`."""
+"""The tests, in folders like those of the package. Shared helpers are in `support`."""

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 MODELS = Path(__file__).parent / "data" / "models"
-# All of them run on the CPU, these on mps too; with --everything all of them do.
+# All models run on the CPU. On mps only these run, or all models with --everything.
 ON_MPS = ("awq-gemm-asym-g32", "compressed-tensors-int4-asym-g32", "gptq-sym-g32-actorder")
 
 
@@ -21,6 +21,6 @@ def pytest_generate_tests(metafunc) -> None:
 
 @pytest.fixture
 def folder_and_device(request) -> tuple[Path, str]:
-    """A folder of tests/data/models and a device that is ready."""
+    """Returns a folder of tests/data/models and a device that is ready."""
     folder, device = request.param
     return folder, request.getfixturevalue("mps") if device == "mps" else device

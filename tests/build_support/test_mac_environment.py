@@ -1,4 +1,4 @@
-"""The environment of a Mac's build, decided on any machine: what setuptools makes of a universal2 Python."""
+"""Checks the environment of a build on a Mac, on any machine: how setuptools compiles under a universal2 Python."""
 
 import _osx_support
 import os
@@ -30,7 +30,7 @@ def test_only_on_macs_and_only_what_is_not_set() -> None:
 
 
 def test_a_universal2_python_compiles_for_arm64_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CC", "clang")  # setuptools looks for no compiler of its own then
+    monkeypatch.setenv("CC", "clang")  # with this, setuptools does not look for a compiler
     for name, value in mac_environment("darwin", {}).items():
         monkeypatch.setenv(name, value)
     flags = _osx_support.customize_compiler(dict(UNIVERSAL2))

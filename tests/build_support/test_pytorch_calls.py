@@ -1,4 +1,4 @@
-"""The witness of what PyTorch's Mac library does: read from a library made here, and from PyTorch's own where cached."""
+"""Reads calls from a library that the test makes, and from PyTorch's own Mac library if its wheel is cached."""
 
 import shutil
 import subprocess
@@ -12,8 +12,8 @@ TOOLS = ("clang++-19", "ld64.lld-19", "llvm-objdump-19", "llvm-nm-19", "llvm-cxx
 missing = [tool for tool in TOOLS if shutil.which(tool) is None]
 pytestmark = pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)}")
 
-# A stream like PyTorch's, for the same machine: messages as Apple's clang sends them, by a stub that names the selector,
-# a call of another function, an imported one, a tail call.
+# A stream like PyTorch's, for the same processor. It has a message as Apple's clang sends it, through a stub that names
+# the selector, calls of an own and of an imported function, and a tail call.
 SOURCE = """
 struct Buffer;
 void endEncoding(Buffer*) asm("_objc_msgSend$endEncoding");
@@ -86,7 +86,8 @@ def test_every_supported_torch_is_stored() -> None:
     stored = pytorch_calls.stored_lists()
     assert list(stored) == list(pytorch_calls.WHEEL_OF)
     for lists in stored.values():
-        # What csrc/mps depends on: NONE too ends the encoder, a kernel's end synchronises, nothing commits by itself.
+        # csrc/mps depends on this: SyncType::NONE also ends the encoder, the end of a kernel calls synchronize, and no
+        # function commits unasked.
         synchronize = lists["at::mps::MPSStream::synchronize(at::mps::SyncType)"]
         assert synchronize[:2] == ["-[endEncoding]", "_objc_release"]
         assert "-[commit]" not in lists["at::mps::MPSStream::commandEncoder()"]

@@ -23,12 +23,12 @@ from pathlib import Path
 from tests.campaign.parts import PARTS, Part
 
 ROOT = Path(__file__).parents[2]
-MOST_FINDINGS = 5  # after this many findings a part ends, because further findings are mostly alike
+MOST_FINDINGS = 5  # a part ends after this many findings, because further ones are mostly alike
 
 
 @dataclass
 class Record:
-    """What a part has done."""
+    """The cases and findings of a part."""
 
     seconds: float = 0.0
     cpu_seconds: float = 0.0

@@ -182,7 +182,7 @@ def test_a_damaged_journal_starts_anew_or_goes_on(source, tmp_path, case) -> Non
 
 @pytest.mark.parametrize("target", ["native", "gptq", "compressed-tensors"])
 def test_the_journal_grows_by_what_is_new(tmp_path, target) -> None:
-    """A shard adds only new lines. To rewrite the journal took 15 times as long for 8000 layers as for 2000."""
+    """A shard adds only new lines. Rewriting the journal took 15 times as long for 8000 layers as for 2000."""
     sizes = {}
     for layers in (20, 80):
         (tmp_path / f"{layers}").mkdir()

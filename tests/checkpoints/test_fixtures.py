@@ -1,4 +1,4 @@
-"""Another program wrote each layer in tests/data/layers. The layer decodes to the weight that this program gives."""
+"""Each layer in tests/data/layers, which another program wrote, decodes to that program's own weight."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,7 @@ from torch_marlin_metal import WEIGHT_FORMATS, convert
 
 DATA = Path(__file__).parents[1] / "data/layers"
 FOLDERS = sorted(path.parent for path in DATA.glob("*/*/reference.safetensors"))
-# For each folder, how it must be read, exactly and not approximated: (weight format, group size, dtype of the scales).
+# The exact representation of each folder's layer: (weight format, group size, dtype of the scales).
 EXPECTED = {
     "gptq/autogptq-asym-g128": ("uint4", 128, torch.float32),
     "gptq/autoround-asym-g64-v1-zero0": ("uint4", 64, torch.float16),

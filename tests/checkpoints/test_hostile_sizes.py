@@ -130,7 +130,7 @@ def test_a_wrong_number_of_heads_is_not_taken_for_none(tmp_path, count) -> None:
 
 
 def test_names_of_all_layers_are_made_once(tmp_path, monkeypatch) -> None:
-    """A conversion asks for each layer's name. To make all names each time took minutes for 40,000 experts."""
+    """A conversion asks for each layer's name. Making all names each time took minutes for 40,000 experts."""
     writers.write_gpt_oss(tmp_path, np.random.default_rng(0), 96, 24, experts=5)
     reader = convert.open_reader(tmp_path)
     made, names = [], reader.source.names

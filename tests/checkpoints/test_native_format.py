@@ -154,7 +154,7 @@ def test_killed_at_random_points_and_resumed(tmp_path) -> None:
             child = os.fork()
             if child == 0:
                 try:
-                    torch.set_num_threads(1)  # a forked child does not have the parent's threads
+                    torch.set_num_threads(1)  # fork does not copy the parent's other threads
                     convert.write_checkpoint(convert.open_reader(source), destination, max_shard_bytes=30_000)
                     os._exit(0)
                 finally:

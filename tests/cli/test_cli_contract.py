@@ -40,7 +40,7 @@ FAILURES = {
 def test_every_command_and_every_code_is_walked_through():
     assert list(LINES) == [command.__name__ for command in COMMANDS]
     rows = re.findall(r"^\| (\d+) \|", PAGE.read_text(), re.MULTILINE)
-    # 0 and 1 are no failures but answers. test_cli.py tests these two codes.
+    # Codes 0 and 1 are answers and not failures. test_cli.py tests them.
     assert {int(row) for row in rows} == {0, 1, 130, 141} | {code for _, code in FAILURES.values()}
 
 

@@ -1,4 +1,4 @@
-"""`torch-marlin-metal doctor`: the report, checks that fail, checks that end their process, and the real checks."""
+"""`torch-marlin-metal doctor`: the report, checks that fail, checks whose process crashes, and the real checks."""
 
 import json
 import sys

@@ -158,13 +158,13 @@ def test_brackets_of_a_table_are_text(capsys):
 
 
 def heed_ctrl_c() -> None:
-    """A shell that runs the tests in the background makes their processes ignore SIGINT."""
+    """Restores the effect of SIGINT, which processes ignore if a shell runs the tests in the background."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @pytest.mark.parametrize("way", ["module", "script", "another program"])
 def test_ctrl_c_while_torch_is_loaded(tmp_path, way):
-    """A stand-in for torch waits in its import, and the signal comes then."""
+    """Sends the signal while a stand-in for torch waits in its import."""
     (tmp_path / "torch.py").write_text("import time\nprint('loading', flush=True)\ntime.sleep(100)\n")
     script = tmp_path / ("torch-marlin-metal" if way == "script" else "program.py")
     script.write_text("from torch_marlin_metal.cli import main\nmain()\n")
@@ -185,7 +185,7 @@ def test_ctrl_c_while_torch_is_loaded(tmp_path, way):
 
 
 def test_ctrl_c_in_a_command_is_an_exception_of_the_command(tmp_path):
-    """After the imports, a command cleans up, and a conversion keeps what it has written."""
+    """After the imports, Ctrl-C lets a command clean up, and a conversion keeps its complete files."""
     code = """
 import os, signal, sys
 sys.argv = ["torch-marlin-metal", "convert", sys.argv[1], sys.argv[2]]

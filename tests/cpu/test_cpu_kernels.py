@@ -14,8 +14,9 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ("cpu_kernels_test", "cpu_weights_test", "cpu_plan_test", "cpu_mlstm_test", "cpu_memory_test")
 PLAIN = ("-O2",)
 SANITIZERS = ("-Og", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
-# Unrolled vector code takes minutes to compile with sanitizers, so it is compiled without. The portable family uses the
-# same templates, and test data ends at unreadable pages, which catches vector loads beyond the end in any build.
+# Unrolled vector code takes minutes to compile with sanitizers, so it is compiled without them. Two things make up for
+# that: the portable family uses the same templates, and test data ends at unreadable pages, so that a vector load
+# beyond the end crashes in any build.
 VECTOR_STEMS = ("kernels_avx2", "kernels_avx512", "bf16_dot_avx512", "byte_split_avx512", "byte_split_avx2")
 SOURCES = [
     path
@@ -131,7 +132,7 @@ def test_amx_kernels_pass_with_emulated_tiles(program: Path, run_folder: Path) -
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="reads the targets of the x86 sources")
 def test_no_symbol_is_shared_between_instruction_sets(run_folder: Path) -> None:
-    """If they shared a symbol, the linker could keep the copy with instructions that the CPU does not have."""
+    """If two sets shared a symbol, the linker could keep the copy with instructions that the CPU does not have."""
     targets: dict[str, set[str]] = {}
     for source, compiled in cxx.objects(run_folder, SOURCES, command(*PLAIN)).items():
         found = re.search(r"^MARLIN_TARGET\((.*)\)$", source.read_text(), re.MULTILINE)

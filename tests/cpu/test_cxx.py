@@ -23,5 +23,5 @@ def test_a_failure_reaches_everyone_who_asks(tmp_path: Path) -> None:
     for _ in range(2):
         with pytest.raises(AssertionError, match="as expected"):
             cxx.objects(tmp_path, [source], [cxx.compiler()])
-        source.write_text("")  # correct now, but the result of the first attempt is kept for the whole run
+        source.write_text("")  # now correct, but the first attempt's result is kept for the whole run
     assert not list(tmp_path.rglob("*.o"))

@@ -1,4 +1,4 @@
-"""CI names other people's code by what cannot be moved: actions by commit, Python packages by hash."""
+"""CI pins other people's code to exact contents: actions by commit, Python packages by hash."""
 
 import re
 from pathlib import Path
@@ -31,7 +31,7 @@ def test_ci_installs_packages_by_hash():
     assert len(asked) > 20
     for name, version in asked:
         name = re.sub(r"[-_.]+", "-", name).lower()
-        if name in ("torch-marlin-metal", "hqq"):  # hqq has no wheel, and building one would ask for more
+        if name in ("torch-marlin-metal", "hqq"):  # hqq has no wheel, and building one needs other packages
             continue
         assert name in versions, f"{name}: run scripts/hash_requirements.py"
         if version.startswith("=="):

@@ -1,4 +1,4 @@
-"""The clocks of tuner and benchmark tell the device's time from the host's. The tests move a fake clock."""
+"""The clocks of tuner and benchmark separate the device's time from the host's. The tests use a fake clock."""
 
 import sys
 
@@ -47,7 +47,7 @@ def test_each_device_has_its_clock() -> None:
 
 @pytest.fixture
 def gpu_chain(mps):
-    """A chain of products only, because on the software device PyTorch's addition runs on the CPU."""
+    """Returns a chain of products only, because on the software device PyTorch's addition runs on the CPU."""
     weight = tmm.quantize_weight(torch.randn(64, 64) / 8, "uint4b8", group_size=64).to("mps")
     a = torch.randn(2, 64, dtype=torch.float16, device="mps")
 

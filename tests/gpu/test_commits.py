@@ -27,7 +27,7 @@ def settings():
 
 @pytest.fixture
 def product(mps):
-    """Returns a small product that ran before, and the product's predicted seconds. The device is idle."""
+    """Returns a small product that has run once, and its predicted seconds. The device is idle."""
     weight = tmm.quantize_weight(torch.randn(64, 512), "uint4b8", group_size=64).to("mps")
     x = torch.randn(2, 512, dtype=torch.float16, device="mps")
 
@@ -102,7 +102,7 @@ def test_each_stream_counts_its_own_work(product):
     run, seconds = product
     tuning.set_commit_interval(0.5 * seconds)
     with softmetal.stream(1):
-        assert commits(run, 1) == 1  # whatever other tests left on the stream is committed, too
+        assert commits(run, 1) == 1  # the commit includes work that other tests left on the stream
     tuning.set_commit_interval(1.5 * seconds)
     assert commits(run, 1) == 0
     with softmetal.stream(1):
@@ -127,7 +127,7 @@ def test_a_long_product_is_divided_by_rows(mps, variant, K, M):
         return y, sum("reduce" not in record.kernel for record in softmetal.counters())
 
     parts, start = [], 0
-    while start < M:  # as ops_mps.mm divides: halves, in whole multiples of 64 rows
+    while start < M:  # divides as ops_mps.mm does: by two, in multiples of 64 rows
         rows = M - start
         while rows > 64:
             rows = (rows // 2 + 63) // 64 * 64

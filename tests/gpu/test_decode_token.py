@@ -1,4 +1,4 @@
-"""Compares the model of benchmarks/metal/decode_token.py with values worked out by hand: what commits are worth."""
+"""Compares the model of benchmarks/metal/decode_token.py, the gain from commits, with values worked out by hand."""
 
 import runpy
 from pathlib import Path
@@ -15,7 +15,7 @@ def test_one_commit_adds_the_host_to_the_gpu_and_more_overlap_them() -> None:
     assert (seconds, buffers) == (pytest.approx(4e-3 + BOUNDARY + 8e-3 + WAIT), 1)
     seconds, buffers = token["token_seconds"](work, 1e-3, 2e-3)
     assert (seconds, buffers) == (pytest.approx(1e-3 + 4 * BOUNDARY + 8e-3 + WAIT), 4)
-    # If the host is slower, the GPU waits for the host. Only the last command buffer's work comes after the host's end.
+    # If the host is slower, the GPU waits for it. Only the last command buffer runs after the host has ended.
     seconds, _ = token["token_seconds"](work, 5e-3, 2e-3)
     assert seconds == pytest.approx(20e-3 + BOUNDARY + 2e-3 + WAIT)
 

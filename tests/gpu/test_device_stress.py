@@ -1,4 +1,4 @@
-"""The Metal host under stress: no memory, a GPU that gives up, many calls, threads, fork, and exit amid work."""
+"""The Metal host under stress: no memory, a GPU that aborts work, many calls, threads, fork, and exit during work."""
 
 import gc
 import os
@@ -30,12 +30,12 @@ def activations(*shape: int) -> torch.Tensor:
 
 
 def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Compares within rounding: exp differs from dispatch to dispatch, and memory that nobody wrote is NaN."""
+    """Compares within rounding, because exp differs from dispatch to dispatch. NaN, as in unwritten memory, fails."""
     return torch.allclose(found.cpu().float(), expected.float(), rtol=1e-2, atol=1e-2)
 
 
 def product(variant: str, M: int, K: int = 512, contiguous: bool = False, **options) -> Callable[[], torch.Tensor]:
-    """A product whose activations need a copy, or which uses kernels of this package alone."""
+    """Returns a product. Its activations need a copy by PyTorch, unless `contiguous`."""
     weight = reference.make_weight("uint4", K, 40, 64).to("mps")
     a = activations(M, K).to("mps") if contiguous else activations(K, M).to("mps").t()
     return lambda: tmm.gemm(a, weight.b_packed, weight.scales, **weight.arguments, variant=variant, **options)
@@ -59,7 +59,7 @@ def dense() -> Callable[[], torch.Tensor]:
     return lambda: tmm.dequantize(weight.b_packed, weight.scales, **weight.arguments, perm=perm)
 
 
-# Calls, each with the least number of its allocations: the result, copies of operands, workspaces, PyTorch's own.
+# Calls, each with the least number of its allocations: results, copies of operands, workspaces, PyTorch's own.
 CALLS: dict[str, tuple[Callable[[], Callable[[], torch.Tensor]], int]] = {
     "gemv": (lambda: product("gemv", 2), 2),
     "gemv of a split K": (lambda: product("gemv", 2, K=4096), 3),
@@ -115,7 +115,7 @@ def test_a_command_buffer_that_the_gpu_gives_up_is_an_error_with_its_kernels(cap
     assert re.fullmatch(message + "\n", reported), reported
     with pytest.raises(RuntimeError, match=message):
         third()
-    # Told once. The process goes on, and the results are right.
+    # The error is raised only once. Afterwards the results are right.
     assert same(third(), expected[2])
     assert same(first(), expected[0])
     assert same(second(), expected[1])
@@ -207,13 +207,13 @@ def test_threads_that_call_at_once_and_empty_the_cache() -> None:
 
 
 def resident() -> int:
-    """Bytes of memory that this process has now."""
+    """Returns the bytes of memory that this process has now."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.mark.large
 def test_many_calls_do_not_grow(everything) -> None:
-    """Device memory does not grow in a sample, and with --everything the process neither, in 100,000 calls."""
+    """Device memory does not grow with the calls. With --everything, 100,000 calls do not grow the process either."""
     call = product("gemv", 1, K=64)
     expected = call().cpu()
     torch.mps.synchronize()
@@ -225,7 +225,7 @@ def test_many_calls_do_not_grow(everything) -> None:
             del result
             torch.mps.empty_cache()
             assert torch.mps.current_allocated_memory() == before
-        if turn == 20_000:  # later than the device's record of dispatches and its graves of buffers are full
+        if turn == 20_000:  # by now the device's record of dispatches and its list of freed buffers are full
             memory = resident()
     assert not everything or resident() < memory + (8 << 20)
 

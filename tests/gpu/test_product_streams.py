@@ -22,7 +22,7 @@ Product = Callable[[], torch.Tensor]
 
 @pytest.fixture(autouse=True)
 def no_commits(mps):
-    """Nothing runs before the end of the test, so a workspace that two streams share would be overwritten."""
+    """Prevents commits, so that kernels run at the end. A workspace that two streams share would be overwritten."""
     interval = tuning.commit_interval()
     tuning.set_commit_interval(0)
     yield
@@ -75,7 +75,7 @@ def test_two_threads_with_a_stream_each():
 
     products = [[product(10 * thread + i, VARIANTS[i % 3]) for i in range(3)] for thread in range(2)]
     for run, _ in products[0]:
-        run()  # the threads are to encode, not to compile
+        run()  # compiles now, so that the threads only encode
     torch.mps.synchronize()
     before = softmetal.stream_counts()
     together = threading.Barrier(2, timeout=120)

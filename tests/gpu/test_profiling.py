@@ -131,7 +131,7 @@ def test_without_a_mac():
 def test_trace_calls(mps, monkeypatch, tmp_path):
     """A fake profiler records in order what trace asks of PyTorch's profiler.
 
-    Only a Mac can show what Instruments and Xcode make of the trace.
+    Only a Mac can show whether Instruments and Xcode read the trace.
     """
     calls = []
 

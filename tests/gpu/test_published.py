@@ -1,4 +1,4 @@
-"""The planner's model against published measurements of real Macs: benchmarks/metal/published.py."""
+"""Compares the planner's model with published measurements of real Macs (benchmarks/metal/published.py)."""
 
 import csv
 import json

@@ -1,4 +1,4 @@
-"""Models and pipelines of diffusers: quantized while loading or in memory, saved, loaded; directories without us."""
+"""Models of diffusers: quantized while loading or in memory, saved, loaded with and without this package."""
 
 import os
 import subprocess
@@ -21,7 +21,7 @@ from torch_marlin_metal.integrations.diffusers import MarlinConfig  # noqa: E402
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 Flux = diffusers.FluxTransformer2DModel
-# Parts that a pipeline does without where the embeddings of a prompt are given.
+# Parts that a pipeline does not need if it gets the embeddings of a prompt.
 FLUX_WITHOUT = dict.fromkeys(("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"))
 SD_WITHOUT = dict.fromkeys(("text_encoder", "tokenizer", "safety_checker", "feature_extractor"))
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -134,7 +134,7 @@ def test_a_model_quantized_in_memory_is_saved_in_shards_and_loads_the_same_bits(
     [(transformer, flux_like, "transformer", 256), (unet, stable_diffusion_like, "unet", 64)],
 )
 def test_a_pipeline_quantizes_saves_and_loads_one_part(make, pipeline, part, size, tmp_path) -> None:
-    """The Flux-like one has 4096 + 16 tokens, the other 1024: M of thousands."""
+    """Products have many rows: the pipeline like Flux has 4096 + 16 tokens, the other 1024."""
     dense = pipeline(make())
     without = FLUX_WITHOUT if part == "transformer" else SD_WITHOUT
     dense.save_pretrained(tmp_path / "floats")

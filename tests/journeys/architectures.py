@@ -3,9 +3,11 @@
     python -m tests.journeys.architectures [FAMILY ...] > results
     python -m tests.journeys.architectures --record benchmarks/architectures.md results ...
 
-prints the result of each family, and makes a page of what was printed; a later result replaces an earlier one. "right" means that the model ran, that the saved one has the same bits and computes the
-same, and that a compressed-tensors checkpoint of it loads as well; "loads" is the same for a model that this script cannot
-run in floats. What cannot be built from a shrunken config is listed with the reason and says nothing about this package.
+The first command prints the result of each family. The second makes a page of printed results; a later result of a
+family replaces an earlier one. "right" means that the model ran, that the saved model has the same bits and gives the
+same results, and that a compressed-tensors checkpoint of the model loads as well. "loads" means the same, without a
+run, for a model that this script cannot run in floats. If a model cannot be built from a shrunken config, the page
+gives the reason, which says nothing about this package.
 """
 
 import contextlib
@@ -79,18 +81,18 @@ FIRST = ("clip", "siglip", "llava", "gemma3", "t5", "modernbert", "wav2vec2", "m
 
 
 def families() -> list[str]:
-    """Every model type for which one of the heads has a class."""
+    """Returns every model type for which transformers has a base or language-model class."""
     known = {name for table in HEADS for name in getattr(auto, table)}
     return [*FIRST, *sorted(known - set(FIRST))]
 
 
 def shrunken(family: str) -> PreTrainedConfig:
-    """The default config with small sizes, those of its parts included."""
+    """Returns the default config of a family with small sizes, including those of its sub-configs."""
     return smaller(CONFIG_MAPPING[family]())
 
 
 def smaller(config: PreTrainedConfig) -> PreTrainedConfig:
-    """A config of small sizes: a new one, which computes what follows from them, or the given one where that fails."""
+    """Returns a config of small sizes: a new one, which computes dependent values, or the changed one if that fails."""
     inside = {name: smaller(value) for name, value in vars(config).items() if isinstance(value, PreTrainedConfig)}
     sizes: dict[str, Any] = {name: size for name, size in SIZES.items() if isinstance(getattr(config, name, None), int)}
     if config.model_type in ("mamba2", "bamba"):
@@ -119,7 +121,7 @@ def class_of(family: str) -> Any:
 
 
 def inputs_of(model: Any) -> dict[str, torch.Tensor]:
-    """A small input for the model's main argument."""
+    """Returns a small input for the model's main argument."""
     ids = torch.arange(5, 13)[None]
     main = getattr(model, "main_input_name", "input_ids")
     if main == "pixel_values":
@@ -158,13 +160,13 @@ def packed_in(model: Any) -> int:
 
 
 def close(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    """Dense products of the same numbers may differ in the last bits: their kernels look at the address of a tensor."""
+    """Compares within rounding, because kernels of dense products depend on the addresses of tensors."""
     pairs = zip(one, other, strict=True)
     return len(one) == len(other) and all(torch.allclose(a, b, 1e-4, 1e-5, equal_nan=True) for a, b in pairs)
 
 
 def journey(family: str) -> tuple[str, str]:
-    """The result of one family, and what there is to say about it."""
+    """Returns the result of one family, and a note about it."""
     torch.manual_seed(0)
     try:
         cls = class_of(family)
@@ -225,7 +227,7 @@ def first_line(error: Exception) -> str:
 
 
 def result_of(family: str) -> tuple[str, str]:
-    """`journey`, with a crash as a result of its own and without what the libraries print."""
+    """Calls `journey`. Suppresses the output of the libraries, and returns a crash as a result."""
     with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
         try:
             return journey(family)
@@ -234,7 +236,7 @@ def result_of(family: str) -> tuple[str, str]:
 
 
 def record(results: list[Path]) -> str:
-    """The page of the results that `main` printed."""
+    """Returns the page for the results that `main` printed."""
     found: dict[str, tuple[str, str]] = {}
     for line in (line for path in results for line in path.read_text().splitlines()):
         if parts := re.fullmatch(rf"(\S+) +({'|'.join(RESULTS)}) +(.*)", line):

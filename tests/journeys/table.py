@@ -1,9 +1,9 @@
-"""What people meet who use the package for the first time: twelve journeys, run anew, each with what happens now.
+"""Twelve journeys of first-time users. Runs each one and prints what happens.
 
     python -m tests.journeys.table [NUMBER ...]
 
-prints a line for each journey. A journey returns what happened and raises AssertionError where it must not happen. What
-a library that is not installed would be needed for is said to be not tried.
+The command prints a line for each journey. A journey returns what happened, and raises AssertionError if that must not
+happen. If a journey needs a library that is not installed, the line says that this was not tried.
 """
 
 import ctypes
@@ -82,7 +82,7 @@ def source_distribution(folder: Path) -> str:
 
 
 def other_torch(folder: Path) -> str:
-    """3: an extension that was built for another torch is refused in one sentence."""
+    """3: an extension that was built for another torch is refused with an error of one sentence."""
     path = next((ROOT / "torch_marlin_metal").glob("_C*.so"))
     code = (
         "import torch, sys\ntorch.__version__ = type(torch.__version__)('2.99.0')\n"
@@ -126,7 +126,7 @@ def quantized_in_memory(folder: Path) -> str:
 
 
 def from_somebody(folder: Path) -> str:
-    """5: such a directory without our import: an error that says what to install and import."""
+    """5: a saved directory that is opened without our import gives an error that says what to install and import."""
     model = tiny("llama")
     tmm.quantize_model(model, "uint4", 32, progress=False)
     model.save_pretrained(folder / "llama")
@@ -138,7 +138,7 @@ def from_somebody(folder: Path) -> str:
 
 
 def experts(folder: Path) -> str:
-    """6: a mixture of experts in floats is quantized, or what stays is named."""
+    """6: a mixture of experts in floats is quantized, or a warning names the matrices that stay."""
     model = tiny("mixtral")
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -165,7 +165,7 @@ def adapters(folder: Path) -> str:
 
 
 def families(folder: Path) -> str:
-    """8: the families that crashed in the initialization of weights."""
+    """8: the families of models that once crashed while they initialized weights."""
     results = {family: result_of(family)[0] for family in FIRST}
     assert set(results.values()) == {"right"}, results
     return f"{len(results)} of {len(results)} right: {', '.join(results)} (all families: benchmarks/architectures.md)"
@@ -193,7 +193,7 @@ def without_python(folder: Path) -> str:
 
 
 def other_layers(folder: Path) -> str:
-    """11: GPT-2's Conv1D and Falcon's Linear are quantized; where nothing is, that is an error."""
+    """11: GPT-2's Conv1D and Falcon's Linear are quantized. A model without any layer to quantize is an error."""
     told = []
     for family in ("gpt2", "falcon"):
         tiny(family).save_pretrained(folder / family)
@@ -213,7 +213,7 @@ def other_layers(folder: Path) -> str:
 
 
 def backward(folder: Path) -> str:
-    """12: forward and backward of one layer, beside the dense one; the faster of three."""
+    """12: forward and backward of one layer, compared with a dense layer; the fastest of three runs counts."""
     dense = nn.Linear(1024, 2816, bias=False).bfloat16()
     layers = {"4 bit": tmm.MarlinLinear.from_linear(dense), "dense": dense}
     times = {}
@@ -240,7 +240,7 @@ JOURNEYS: dict[int, Callable[[Path], str]] = dict(
 
 
 def take(number: int) -> tuple[bool, str]:
-    """Runs a journey: whether it went as it must, and what happened."""
+    """Runs a journey. Returns whether it went as it must, and what happened."""
     transformers.utils.logging.set_verbosity(50)
     transformers.utils.logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as folder, redirect_stderr(io.StringIO()):

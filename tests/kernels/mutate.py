@@ -33,7 +33,7 @@ from tests.support.kernels import launch as kernel_launch  # noqa: E402
 KERNELS = kernel_launch.KERNELS
 TIMEOUT_SECONDS = 120
 OUTCOMES = ("caught", "survived", "explained", "does not compile", "cannot be judged")
-# The mutants that survive, by description, and why that is right.
+# Why a mutant may survive. EXPLAINED below maps descriptions of mutants to such reasons.
 _NO_TOKENS = "a block without tokens, or of no chunks, is the scan's neutral element"
 _GUARDED = "the last whole step goes through the guarded one: the same loads, the same sums"
 _EQUAL = "equal values"
@@ -189,7 +189,7 @@ def main() -> int:
         "shared/variants.h",
         "gemm/geometry.h",
         "mlstm/params.h",
-    }  # these contain no code that runs on the GPU
+    }  # without code that runs on the GPU
     files = {p.relative_to(KERNELS).as_posix(): p for p in sorted(KERNELS.rglob("*.*"))}
     files = {name: path for name, path in files.items() if name not in shared_with_host}
     chosen = [m for name, p in files.items() if options.file in (None, name) for m in mutants(name, p.read_text())]

@@ -74,7 +74,7 @@ def test_every_regime_of_gates_agrees_over_long_chunks(regime: str, chunk_size: 
 
 
 def test_a_forget_gate_of_minus_infinity_resets_the_state() -> None:
-    """A forget gate of minus infinity forgets everything before it, exactly."""
+    """A forget gate of minus infinity makes the result exactly independent of earlier tokens."""
     p = Sequence(S=96, DK=32, DV=32, chunk_size=64)
     inputs = dict(make_inputs(p))
     inputs["f"] = inputs["f"].clone()
@@ -189,8 +189,9 @@ def test_no_work_is_done_twice() -> None:
     states, output = got.counters["mlstm_states"], got.counters["mlstm_output"]
     assert states.mmas == p.heads * p.DK // 8 * p.DV // 8 * p.S // 8
     assert states.threadgroup_barriers == 0
-    # Of the four blocks of queries, two have one block of keys and two have two. In a query block's own key block 12
-    # score fragments are computed and 10 are multiplied with v; in another key block it is 16 and 16.
+    # Of the four blocks of queries, two see one block of keys and two see two. In a query block's own key block, 12
+    # score fragments are computed and 10 are multiplied with v. In another key block, 16 are computed and 16
+    # multiplied.
     blocks = p.heads * p.S // 32
     scores = blocks * (12 + 16 // 2) * p.DK // 8
     values = blocks * (10 + 16 // 2) * p.DV // 8

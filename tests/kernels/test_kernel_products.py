@@ -15,7 +15,7 @@ from tests.support.kernels.fused import run_fused
 from tests.support.kernels.problems import Problem, check, run_gemv
 from tests.support.kernels.tiles import STAGED, STRIPED, Tile, run_striped, run_tiles
 
-# One column; numbers around the columns of a lane, simdgroup and tile; and several of each.
+# One column; values around the columns of a lane, a simdgroup and a tile; and several lanes, simdgroups and tiles.
 COLUMNS = [1, 7, 8, 40, 63, 64, 65, 100, 128, 200]
 GEMV_AXES = COMMON | {
     "M": [1, 2, 3, 4, 5, 6, 7, 8, 9, 17],
@@ -67,7 +67,7 @@ def test_fused_agrees_with_fp64(p: Problem, options: dict) -> None:
 
 @pytest.mark.parametrize("kernel", [*STAGED, *STRIPED])
 def test_threadgroup_memory_is_what_the_kernel_uses(kernel: str) -> None:
-    """The host's formula is tight: with 16 bytes less (12 of them may be padding) some access is out of bounds."""
+    """The host's formula is tight: with 16 bytes less, some access is out of bounds. Up to 12 bytes may be padding."""
     p = problem(40, 24, 40, weight_format="lut4", dtype=torch.bfloat16, group_size=16)
     tile = Tile.of(kernel)
     bytes_needed = tile.options(p, (1, 1, 1))["threadgroup_bytes"]
@@ -88,7 +88,8 @@ STRADDLING_K = {"K": [8, 40, 72, 136, 264, 328]}
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "matrix_row" in metafunc.fixturenames:
-        # Without --everything one shape per kernel is enough: test_gemv_agrees_with_fp64, test_fused_agrees_with_fp64 and test_staged_kernels_agree_with_fp64 sample the matrix.
+        # Without --everything one shape per kernel is enough, because test_gemv_agrees_with_fp64,
+        # test_fused_agrees_with_fp64 and test_staged_kernels_agree_with_fp64 sample the shapes.
         whole = metafunc.config.getoption("--everything")
         rows = [(M, COLUMNS) for M in EVERY_M] if whole else [(130, [65])]
         metafunc.parametrize("matrix_row", rows, ids=[f"M={M}" for M, _ in rows])

@@ -87,7 +87,7 @@ def test_activation_that_is_not_finite(kernel: str, weight_format: str, value: f
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("weight_format", ["uint4b8", "float4_e2m1"])
 def test_very_small_activations(weight_format: str, dtype: torch.dtype) -> None:
-    """Times a subnormal code, these activations would be flushed: a whole row of them, or a few in a chain."""
+    """The product of these activations with a subnormal code would be flushed: all of a row, or a few of a chain."""
     p = problem(5, 40, 328, weight_format=weight_format, dtype=dtype, group_size=64, bias_dtype=None)
     inputs = make_inputs(p)
     for m, columns in ((0, slice(None)), (4, slice(131, None, 2)), (2, slice(0, 1))):
@@ -176,4 +176,4 @@ def test_dequantize_perm_beyond_range() -> None:
     rows = np.delete(inputs.perm, [3, 39])
     got = run_dequantize(p, inputs=replace(inputs, perm=perm))
     assert torch.equal(got[rows], run_dequantize(p)[rows])
-    assert got[inputs.perm[[3, 39]]].isnan().all()  # still the initial NaN
+    assert got[inputs.perm[[3, 39]]].isnan().all()  # nobody wrote these rows, so they keep the initial NaN

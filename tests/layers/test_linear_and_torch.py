@@ -1,4 +1,4 @@
-"""MarlinLinear under PyTorch's tools that reach into modules: parametrizations, FLOP counts, fake tensors, double()."""
+"""MarlinLinear under PyTorch's tools for modules: parametrizations, FLOP counts, fake tensors, double()."""
 
 import pytest
 import torch

@@ -120,7 +120,7 @@ def test_the_head_of_a_packed_embedding_can_be_excluded(tmp_path) -> None:
 
 
 class Scaled(nn.Embedding):
-    """An embedding as Gemma's: its forward multiplies the rows."""
+    """An embedding like Gemma's, whose forward multiplies the rows by a factor."""
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return super().forward(ids) * 8

@@ -1,6 +1,6 @@
-"""What the Metal host compiles, when, and what it does when a compile fails: scenarios in a process of their own.
+"""Checks what the Metal host compiles and when, and what happens if a compile fails.
 
-They run one after another in a new process, because what a process has compiled it never compiles again.
+The scenarios run one after another in a new process, because a process never compiles a function twice.
 """
 
 import json
@@ -20,12 +20,12 @@ import torch
 import torch_marlin_metal as tmm
 
 ROOT = Path(__file__).resolve().parents[2]
-WAIT = 120  # seconds until a thread that should have come counts as missing
+WAIT = 120  # seconds until an expected thread counts as missing
 pytestmark = pytest.mark.skipif(sys.platform == "darwin", reason="watches the software Metal device compile")
 
 
 def instances(compiles) -> list[str]:
-    """The functions that each compiled library holds, or the file of a library without templates."""
+    """Returns the functions in each compiled library, or the file of a library without templates."""
     texts = [c.text for c in compiles if c.kind == "library"]
     return [
         found[1] if (found := re.match(r'#define MARLIN_ONLY .*\n#define MARLIN_ONLY_NAME "(\w+)"\n', text)) else
@@ -44,12 +44,12 @@ def weight_of(weight_format: str, N: int = 64) -> tmm.PackedWeight:
 
 
 def dequantize(weight_format: str, dtype: torch.dtype = torch.float16) -> torch.Tensor:
-    """One small kernel, of its own for each format and dtype."""
+    """Runs one small kernel; each format and dtype has its own."""
     return weight_of(weight_format).dequantize(dtype).cpu()
 
 
 def first_product() -> None:
-    """The probe's library and that of the one function; nothing the second time."""
+    """The first product compiles the probe and one function; the second product compiles nothing."""
     import softmetal
 
     weight = weight_of("uint4b8")
@@ -82,7 +82,7 @@ def failure_is_remembered_and_alone() -> None:
         )
         assert messages == [expected] * 3, messages
         assert dequantize("uint4", torch.bfloat16).isfinite().all(), "the next function of the file"
-    with pytest.raises(RuntimeError, match="no such type"):  # remembered when nothing would fail any more
+    with pytest.raises(RuntimeError, match="no such type"):  # remembered, although a new compile would succeed
         dequantize("uint4")
 
 
@@ -100,7 +100,7 @@ def failing_pipeline_is_remembered() -> None:
 
 
 def interruptions() -> None:
-    """An interrupted compile is asked for twice; two interruptions are an error that the next call does not meet."""
+    """An interrupted compile is repeated once. Two interruptions are an error, and the next call compiles again."""
     import softmetal
 
     interrupted = "Compiler encountered XPC_ERROR_CONNECTION_INTERRUPTED (is the OS shutting down?)"
@@ -122,7 +122,7 @@ def interruptions() -> None:
 
 
 def crash_of_the_compiler() -> None:
-    """Asked for twice like an interruption, but then kept: the same text may end the compiler each time."""
+    """A compile that crashes is repeated once. A second crash is remembered, because the text may always crash it."""
     import softmetal
 
     with softmetal.compiles(lambda c: "Compiler encountered an internal error") as seen:
@@ -133,7 +133,7 @@ def crash_of_the_compiler() -> None:
 
 
 def threads_compile_side_by_side() -> None:
-    """Four threads, two of them for the same function: three compiles meet, and no function is compiled twice."""
+    """Four threads need three functions: three compiles run at once, and no function is compiled twice."""
     import softmetal
 
     weights = [weight_of(name) for name in ("nvfp4", "nf4", "nvfp4", "nf4")]
@@ -147,14 +147,14 @@ def threads_compile_side_by_side() -> None:
     with softmetal.compiles(answer) as seen, ThreadPoolExecutor(4) as threads:
         results = [threads.submit(w.dequantize, dtype) for w, dtype in zip(weights, dtypes, strict=True)]
         values = [result.result() for result in results]
-    assert not together.broken, "the three compiles did not meet"  # an exception in a compile's answer is lost
+    assert not together.broken, "the three compiles did not meet"  # an exception in a compile's callback would be lost
     functions = ["dequantize_lut4_float16", "dequantize_nvfp4_bfloat16", "dequantize_nvfp4_float16"]
     assert sorted(instances(seen)) == functions and sorted(pipelines(seen)) == functions, seen
     assert torch.equal(values[1].cpu(), values[3].cpu())
 
 
 def others_go_on_while_one_compiles() -> None:
-    """What is compiled already, and what is new, while another thread's compile hangs."""
+    """While one thread's compile hangs, other threads use compiled kernels and compile new ones."""
     import softmetal
 
     entered, released = threading.Event(), threading.Event()
@@ -228,7 +228,7 @@ def run_all() -> None:
 
 @pytest.fixture(scope="module")
 def failures() -> dict[str, str]:
-    """The tracebacks of the scenarios that failed, by name."""
+    """Runs the scenarios. Returns the tracebacks of those that failed, by name."""
     done = subprocess.run(
         [sys.executable, "-c", "import softmetal\nfrom tests.ops import test_compiles\ntest_compiles.run_all()"],
         env={**os.environ, "PYTHONPATH": str(ROOT), "SOFTMETAL_CHECKED": "0"},

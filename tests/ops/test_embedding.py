@@ -1,4 +1,4 @@
-"""embedding decodes the asked rows of a packed table as dequantize does, and refuses what is no id."""
+"""embedding decodes rows of a packed table to the bits of dequantize, and refuses wrong ids."""
 
 import re
 
@@ -21,7 +21,8 @@ def look_up(ids: torch.Tensor, weight: reference.Weight, device: str, **options)
     return tmm.embedding(ids.to(device), moved.b_packed, moved.scales, **{**moved.arguments, **options})
 
 
-# Each weight format once, and each dtype of rows and scales: every pair is a kernel that the software device compiles.
+# Each weight format once, and each dtype of rows and scales. More pairs would make the software device compile more
+# kernels.
 PAIRS = list(zip(reference.FORMATS, 3 * reference.DTYPES, strict=False))
 
 

@@ -1,4 +1,4 @@
-"""Every allocation of a product, a loaded layer and a conversion fails in turn: an exception, and a process that goes on."""
+"""Every allocation of a product, a load and a conversion fails in turn. Each failure is only an exception."""
 
 import sys
 

@@ -46,7 +46,7 @@ def pairs(Ns, groups, whole):
 
 
 def dtypes(weight_format, K, whole):
-    """Returns all dtypes if `whole`, otherwise one, in rotation: each format and each K meets each dtype."""
+    """Returns all dtypes if `whole`, otherwise one in rotation, so that each format and each K meets each dtype."""
     return reference.dtypes_in_turn(reference.FORMATS.index(weight_format) + K_ALL.index(K), whole)
 
 
@@ -81,7 +81,7 @@ def test_scales_and_zeros_of_any_dtype(weight_format, dtype, device, everything)
         cases = ((*pair, M) for pair, M in itertools.product(types, rows))
     else:
         cases = ((*pair, rows[i % 3]) for i, pair in enumerate(types, first))
-        if len(zeros) > 1:  # every pair of two of the three dtypes, in one of the three tests
+        if len(zeros) > 1:  # over the three tests, every pair of two dtypes occurs
             cases = (
                 (scales_dtype, zeros_dtype, rows[(first + zero) % 3])
                 for (scale, scales_dtype), (zero, zeros_dtype) in itertools.product(
@@ -102,7 +102,7 @@ def test_global_scale(dtype, shape, device):
 @pytest.mark.parametrize("weight_format", reference.FORMATS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_activations_that_fp32_may_flush(weight_format, dtype, device):
-    """Activations, and products of theirs with codes, below 2^-126, times scales that bring them back into range."""
+    """Activations, and their products with codes, are below 2^-126; the scales bring the results back into range."""
     options = {"global_scale_shape": (1,)} if weight_format == "nvfp4" else {"scales_dtype": torch.float32}
     group_size = tmm.WEIGHT_FORMATS[weight_format].fixed_group_size or 32
     weight = reference.make_weight(weight_format, 136, 40, group_size, exponent=90, **options)
@@ -282,7 +282,7 @@ PERMISSIONS = {
 @pytest.mark.parametrize("M", [1, 9])
 @pytest.mark.parametrize("permit", PERMISSIONS.values(), ids=PERMISSIONS)
 def test_reduced_float32_precision_changes_float32_activations_only(permit, M, default_precision):
-    """16-bit activations give the same bits, and so do CPUs whose kernels do not use the lower precision."""
+    """Results of 16-bit activations keep their bits. So do all results on CPUs without such kernels."""
     K, group_size = 288, 32
     weight = reference.make_weight("uint4b8", K, 40, group_size)
     rows = {dtype: activations((M, K), dtype) for dtype in reference.DTYPES}

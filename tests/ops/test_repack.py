@@ -61,7 +61,7 @@ def test_gptq_zeros_of_a_worked_example(device):
 @pytest.mark.parametrize(
     ("word", "rule", "zeros"),
     [
-        (0x77776F77, "word", [8, 8, 0, 8, 8, 8, 8, 8]),  # the writer subtracted 0x11111111, which borrowed
+        (0x77776F77, "word", [8, 8, 0, 8, 8, 8, 8, 8]),  # the writer subtracted 0x11111111 with a borrow
         (0x77777F77, "masked", [8, 8, 0, 8, 8, 8, 8, 8]),
         (0x77777F77, "unmasked", [8, 8, 16, 8, 8, 8, 8, 8]),
         (0xEEEEEEEF, "word", [0] * 8),  # 0 - 0x11111111

@@ -11,7 +11,7 @@ from torch_marlin_metal import extension
 
 
 def load_with(monkeypatch: pytest.MonkeyPatch, found: ModuleType | ImportError) -> str:
-    """Returns the package's error if the import of the extension gives `found`, or raises `found`."""
+    """Returns the package's error if importing the extension returns or raises `found`."""
 
     def import_module(name: str) -> ModuleType:
         assert name == "torch_marlin_metal._C"

@@ -1,4 +1,4 @@
-"""The worked example of docs/striping.md, recomputed by dealing out units one at a time."""
+"""Recomputes the worked example of docs/striping.md by assigning units to stripes one at a time."""
 
 import re
 from pathlib import Path

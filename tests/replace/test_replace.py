@@ -232,7 +232,7 @@ def test_replace_arguments(device):
 @pytest.mark.parametrize("names", [("gptq_version", "gptq_zeros_rule"), ("checkpoint_version", "rule")])
 def test_both_names_of_the_gptq_arguments_are_heeded(names) -> None:
     folder = "gptq/gptqmodel-asym-g64-v1-zero0"
-    model, reference = load_fixture(folder, "cpu", PackedLinearV2)  # the class states 2, the words have 1
+    model, reference = load_fixture(folder, "cpu", PackedLinearV2)  # states version 2; the words have version 1
     replace_linear_layers(model, **dict(zip(names, (1, "word"), strict=True)), progress=False)
     assert torch.equal(model["layer"].dequantize().half(), reference)
     masked, _ = load_fixture(folder, "cpu", PackedLinearV2)

@@ -97,7 +97,7 @@ class HQQLinear(nn.Module):
 
 
 def compressed(state: dict[str, torch.Tensor], shape: torch.Size, settings: dict) -> nn.Linear:
-    """compressed-tensors leaves an nn.Linear without a weight."""
+    """Returns a layer as compressed-tensors leaves it: an nn.Linear without a weight."""
     layer = nn.Linear(shape[1], shape[0], bias=False)
     del layer.weight
     for name, tensor in state.items():

@@ -365,7 +365,7 @@ def write_mlx_affine(
 def write_intx(
     path: Path, rng: np.random.Generator, K: int, N: int, group_size: int, *, sym: bool, own_names: bool = False
 ) -> np.ndarray:
-    """Writes torchao's IntxUnpackedToInt8Tensor. `own_names`: with the names of torchao's safetensors support."""
+    """Writes torchao's IntxUnpackedToInt8Tensor. `own_names` means the names of torchao's safetensors support."""
     groups = groups_of(K, group_size)
     G = int(groups[-1]) + 1
     codes, scales = random_codes(rng, K, N) - 8, random_floats(rng, (G, N), "fp32")

@@ -1,8 +1,8 @@
-"""Records what a program does to the files of a folder, and makes the folder as a power failure may leave it.
+"""Records a program's changes to the files of a folder, and makes folders that a power failure may leave.
 
-A disk keeps what was synced: the bytes of a file as they were at its last fsync, and the entries of a folder as they
-were at the folder's last fsync. Of everything later it may keep any part. `Recording` watches Python's own functions, so
-a test has to check that the whole recording gives the folder that is there.
+After a power failure a disk has at least the synced state: the bytes of a file at its last fsync, and the entries of a
+folder at the folder's last fsync. It may also have any part of later changes. `Recording` sees only changes through
+Python's own functions, so a test must check that replaying all events gives the folder that the program made.
 """
 
 import builtins
@@ -23,7 +23,7 @@ Event = tuple[Any, ...]
 
 @dataclass
 class File:
-    """A file: its changes in order, and how many of them are on the disk."""
+    """A file: its changes in order, and the number of changes that are on the disk."""
 
     changes: list[Event] = field(default_factory=list)  # ("write", offset, bytes) or ("truncate", size)
     synced: int = 0
@@ -96,13 +96,14 @@ def content(changes: list[Event]) -> bytes:
 
 
 def kept(node: "File | Folder", loss: str, rng: random.Random) -> "bytes | dict[str, Any]":
-    """Returns what the disk shows of a node after a power failure.
+    """Returns the content of a file or folder on the disk after a power failure.
 
     Args:
         node: a file or folder.
-        loss: "nothing"; "bytes", every unsynced byte of a file, and its unsynced length; "blocks", the same bytes, but
-            the length is kept; "weights", those of safetensors files alone; "names", unsynced
-            entries of the outermost folder alone; "everything", all unsynced bytes and entries; "some", any part of that.
+        loss: what is lost. "nothing". "bytes": every unsynced byte of a file, and its unsynced length. "blocks": the
+            same bytes, but the length is kept. "weights": the same as "blocks", but only in safetensors files. "names":
+            only unsynced entries of the outermost folder. "everything": all unsynced bytes and entries. "some": any
+            part of everything.
         rng: chooses for "some".
     """
     if isinstance(node, Folder):
@@ -214,7 +215,7 @@ class Recording:
         with ExitStack() as stack:
             for module in (builtins, io):
                 stack.enter_context(mock.patch.object(module, "open", opened))
-            for name in ("_USE_CP_SENDFILE", "_USE_CP_COPY_FILE_RANGE"):  # they copy without a write
+            for name in ("_USE_CP_SENDFILE", "_USE_CP_COPY_FILE_RANGE"):  # they copy without calling write
                 if hasattr(shutil, name):
                     stack.enter_context(mock.patch.object(shutil, name, False))
             for name, event in (

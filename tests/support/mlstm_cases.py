@@ -8,7 +8,7 @@ import torch
 
 @dataclass(frozen=True)
 class Regime:
-    """Gates with means f and i, and a spread. Ill-conditioned: the denominator nearly cancels, and no floor helps."""
+    """Gates with means f and i, and a spread. `ill_conditioned`: the denominator nearly cancels above its floor."""
 
     f: float
     i: float
@@ -76,7 +76,7 @@ def array(tensor: torch.Tensor) -> np.ndarray:
 
 
 def relative_to_max(got: torch.Tensor, expected: np.ndarray) -> float:
-    """Returns the largest error / the largest expected value. If all expected values are 0, divides by 1.
+    """Returns the largest error divided by the largest expected value, or by 1 if all expected values are 0.
 
     For a NaN, returns infinity.
     """

@@ -162,7 +162,7 @@ def planned(M: int, weight: Weight, dtype: torch.dtype):
 def sums_raw_codes(device: str) -> bool:
     """Returns true if a device has a kernel that sums the codes of uint4b8 before it subtracts the offset of 8.
 
-    On mps, gemv is such a kernel. Tests of products on mps therefore use the larger bound that gemv needs. Then a test
+    On mps, gemv is such a kernel. Tests of products on mps therefore use the larger bound that gemv needs, so that they
     need not ask the planner which kernel computes the product. A test that names a kernel uses that kernel's bound.
     """
     return device == "mps"

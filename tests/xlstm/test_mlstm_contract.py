@@ -17,7 +17,7 @@ NAMES = ("q", "k", "v", "i", "f", "C0", "n0", "m0")
 
 
 def utils(device: str) -> tuple[str, ...]:
-    """torch 2.13 cannot run test_autograd_registration on mps tensors."""
+    """Returns opcheck's tests, without test_autograd_registration on mps, which torch 2.13 cannot run there."""
     names = ("test_schema", "test_faketensor", "test_aot_dispatch_static", "test_aot_dispatch_dynamic")
     return names if device == "mps" else ("test_autograd_registration", *names)
 

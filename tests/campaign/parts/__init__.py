@@ -1,6 +1,7 @@
 """The list of parts. A part is a module with `case(rng, work)`, which makes and tries one case and returns the outcome.
 
-The outcome is a word, or how often each of several things happened. `case` raises if the package breaks a promise. All random choices come from `rng`. `work` is an empty folder.
+The outcome is a word, or a count for each of several words. `case` raises if the package breaks a promise. All random
+choices come from `rng`. `work` is an empty folder.
 """
 
 import importlib

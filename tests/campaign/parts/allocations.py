@@ -97,7 +97,7 @@ def attack(call: Callable[[], Any], of_extension: bool, most: int = MOST) -> tup
 
     Args:
         call: returns a tensor.
-        of_extension: whether the C++ objects of the extension fail, instead of large allocations of the process.
+        of_extension: whether C++ objects of the extension fail to allocate, instead of large blocks of the process.
         most: the number after which to end.
 
     Returns:

@@ -24,7 +24,7 @@ RUNS = 12
 
 
 def source_of(rng: random.Random, path: Path) -> tuple[Path, dict[str, Any]]:
-    """Makes a checkpoint of many small layers in one of several formats, and chooses what it is converted to."""
+    """Makes a checkpoint of many small layers in one of several formats, and chooses the target format."""
     numbers = np.random.default_rng(rng.randrange(1 << 30))
     path.mkdir()
     options: dict[str, Any] = {}
@@ -85,7 +85,8 @@ def start(
 def case(rng: random.Random, work: Path) -> Counter[str]:
     """Interrupts conversions into one destination, one after the other or two at once.
 
-    Each result must have the bytes of an undisturbed conversion. A result is removed, so that each run has work to do.
+    Each result must have the bytes of an undisturbed conversion. It is then removed, so that the next run has work to
+    do.
     """
     source, options = source_of(rng, work / "source")
     destination = work / "out"

@@ -1,4 +1,4 @@
-"""Coverage-guided fuzzing of the parsers by atheris: bytes that reach new lines are kept and changed further."""
+"""Coverage-guided fuzzing of the parsers by atheris, which keeps and mutates inputs that reach new lines."""
 
 import json
 import random

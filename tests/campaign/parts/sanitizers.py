@@ -19,7 +19,7 @@ PROGRAMS = {"cpu_kernels_test": ["3"], "cpu_weights_test": ["3"], "cpu_mlstm_tes
 
 @cache
 def state() -> str:
-    """Returns a digest of the sources, because programs of an older state are not to be run."""
+    """Returns a digest of the sources, so that no program of an older state is run."""
     files = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.suffix in (".h", ".cpp"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
 

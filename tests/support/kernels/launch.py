@@ -99,7 +99,7 @@ def place_output(shape: tuple[int, ...], dtype: torch.dtype) -> Guarded:
 
 
 def absent() -> Buffer:
-    """Returns the buffer to bind for an absent tensor. To read this buffer is a fault."""
+    """Returns the buffer to bind for an absent tensor. Reading this buffer is a fault."""
     return place_output((4,), torch.int32)
 
 
