@@ -1,5 +1,5 @@
-// Measures the best rates of this machine: bytes read per second, and fp32 operations per second. Compiled for the
-// machine by cpu_ceilings.py. The clock starts after the threads.
+// Measures the best rates of this machine: bytes read per second, and fp32 operations per second. cpu_ceilings.py
+// compiles this file for the machine. The clock starts when all threads are ready.
 #include <atomic>
 #include <chrono>
 #include <cstddef>

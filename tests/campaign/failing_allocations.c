@@ -1,6 +1,6 @@
-// Loaded before the C library: fails one allocation, the n-th after it was told to. What counts is either each
-// allocation of at least kSmallest bytes, which is the memory of tensors and of the kernels (Python's own objects are
-// smaller), or each C++ object of any size that the package's extension makes.
+// A library that is loaded before the C library and makes the n-th allocation fail. It counts one of two kinds of
+// allocations: those of at least kSmallest bytes, which are the memory of tensors and kernels (Python's own objects are
+// smaller), or all C++ objects of the package's extension.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -70,12 +70,12 @@ void* malloc(size_t size) {
   return NULL;
 }
 
-// C++'s operator new for all libraries: memory of malloc, as GNU's library takes it, which has operator delete.
+// C++'s operator new for all libraries. Takes memory from malloc, because GNU's operator delete frees it there.
 static void* new_object(void* block, void* caller) {
   if (block != NULL && !(only_extension && left >= 0 && is_from(caller, "torch_marlin_metal/_C") && count_down()))
     return block;
   free(block);
-  // torch loads the library with names that the process does not see.
+  // torch loads libstdc++ locally, so dlsym finds its symbols only through a handle.
   void* library = dlopen("libstdc++.so.6", RTLD_LAZY | RTLD_NOLOAD);
   ((void (*)(void))dlsym(library, "_ZSt17__throw_bad_allocv"))();
   return NULL;

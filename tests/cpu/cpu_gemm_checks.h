@@ -27,7 +27,7 @@ inline bool same_bits(const Array& a, const Array& b) {
   return std::memcmp(a.data(), b.data(), static_cast<size_t>(a.count() * bytes_of(a.type()))) == 0;
 }
 
-// The type of the activations, and the fp32 precision that the caller asks for. It matters for fp32 only.
+// The type of the activations, and the precision setting, which matters only for fp32.
 struct Activations {
   ElementType type;
   Float32Precision precision = Float32Precision::highest;
@@ -41,8 +41,8 @@ inline cpu::Plan plan_of(const Machine& machine, const Tensors& t, Float32Precis
   return cpu::make_plan(machine, cpu::problem_of(t.arguments(nullptr), precision));
 }
 
-// Returns the arithmetic error that the bound allows, as a fraction of sum_k size(a_k) |w_k|. It is larger if fp32
-// activations are split into two bf16 parts, which keep 16 of their 24 bits.
+// Returns the arithmetic error that the bound allows, as a fraction of sum_k size(a_k) |w_k|. If fp32 activations are
+// split into two bf16 parts, which keep 16 of 24 bits, the error is larger.
 inline double error_unit(const cpu::Plan& plan, const Tensors& t) {
   return t.c.a_type == ElementType::float32 && plan.parts == 2 ? 0x1p-17 : 16 * 0x1p-24;
 }
@@ -62,7 +62,7 @@ inline std::vector<double> sizes(const Tensors& t, bool of_group) {
   return size;
 }
 
-// How a test changes the bound of check_gemm, and the name of its case.
+// A test's change of the bound of check_gemm, and the name of the case.
 struct Allowance {
   double absolute = 0;
   bool largest_of_group = false;  // uses the largest activation of a group for 16-bit activations too
@@ -70,8 +70,8 @@ struct Allowance {
 };
 
 // Checks gemm against the bound of docs/numerics.md. For 16-bit activations the byte_split kernels get a tighter bound,
-// because the random activations of a group are similar enough in size to be exact. Subtracts the rounding of the
-// output from the largest error and returns what is left, as a fraction of the bound's arithmetic term.
+// because the random activations of a group are similar enough in size to be exact. Returns the largest error without
+// the rounding of the output, as a fraction of the bound's arithmetic term.
 inline double check_gemm(const Machine& machine, const Tensors& t,
                          Float32Precision precision = Float32Precision::highest, const Allowance& allowance = {}) {
   const Case& c = t.c;

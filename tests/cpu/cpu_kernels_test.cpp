@@ -49,7 +49,7 @@ void test_reduced(const Machine& machine, int rounds) {
               name(machine).c_str(), cases, taken.c_str(), worst);
 }
 
-// Numbers of rows that a kernel of up to 12 rows divides into one block, into two, and into three.
+// Tests numbers of rows that a kernel of up to 12 rows divides into one block, two and three blocks.
 void test_every_m(const Machine& machine) {
   double worst = 0;
   for (const Activations& activations : kActivations) {
@@ -89,8 +89,8 @@ void test_long_k(const Machine& machine) {
               worst);
 }
 
-// More rows than are packed at once, and than a block of results has. If 513 rows were not divided evenly, one pass
-// would have a single row.
+// Tests more rows than are packed at once, and more than a block of results has. If 513 rows were not divided evenly,
+// one pass would have a single row.
 void test_large_m(const Machine& machine) {
   double worst = 0;
   for (const int64_t M : {513, 1030}) {
@@ -122,7 +122,7 @@ void test_overflow(const Machine& machine) {
     expect(std::isinf(out.get(i)), [&] { return name(machine) + ": fp16 overflow is inf"; });
 }
 
-// A non-finite activation spoils its row and no other, a non-finite scale its column and no other.
+// A non-finite activation changes only its row, a non-finite scale only its column.
 void test_non_finite(const Machine& machine) {
   const double nan = std::nan(""), inf = std::numeric_limits<double>::infinity();
   for (const WeightFormatInfo& format : kWeightFormats) {

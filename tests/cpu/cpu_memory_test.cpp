@@ -1,6 +1,6 @@
 // Lets each allocation of a call fail in turn: the call must throw std::bad_alloc, and later calls must be right. No
 // torch.
-// Prints and exits as cpu_kernels_test.cpp does.
+// The output and the exit code are like those of cpu_kernels_test.cpp.
 #include <algorithm>
 #include <cstddef>
 #include <cstdlib>

@@ -1,4 +1,4 @@
-// Both forms of the mLSTM in every family that this machine has, against the recurrence in fp64. Tensors end at
+// Compares both forms of the mLSTM, in every family that this machine has, with the recurrence in fp64. Tensors end at
 // unreadable pages. No torch.
 #include <cstdlib>
 

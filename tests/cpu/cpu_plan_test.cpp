@@ -130,7 +130,7 @@ void test_choices() {
   }
 }
 
-// If a scale is not representable, amx_scaled falls back to amx; if an activation is not, to fp32.
+// If bf16 cannot represent a scaled code, amx_scaled falls back to amx. If it cannot represent an activation, to fp32.
 void test_fallbacks() {
   Problem coded = problem(64, 4096, 4096, ElementType::bfloat16);
   coded.format = WeightFormat::mxfp4;
@@ -143,7 +143,7 @@ void test_fallbacks() {
   }
 }
 
-// What gemm.cpp relies on in every plan.
+// Checks the properties of every plan on which gemm.cpp relies.
 void test_invariants() {
   for (const Isa isa : {Isa::portable, Isa::avx2, Isa::avx512, Isa::amx, Isa::neon}) {
     for (const bool fast_dot : {false, true}) {

@@ -21,7 +21,7 @@ inline Case case_of(WeightFormat format, int64_t M, ElementType a_type) {
   return c;
 }
 
-// Each fp32 subnormal that may be flushed on the way adds this error.
+// Each intermediate fp32 subnormal that may be flushed adds this error.
 inline double check_size(const Machine& machine, const Tensors& t, Float32Precision precision,
                          const std::string& what) {
   return check_gemm(machine, t, precision, {.absolute = static_cast<double>(t.c.K) * 0x1p-149, .what = what});
@@ -42,9 +42,9 @@ inline double check_range(const Machine& machine, const Activations& activations
   return check_size(machine, t, activations.precision, "activations of size " + std::to_string(std::log10(size)));
 }
 
-// Tests table entries that bf16 represents exactly or not, with activations that are so small, or not, that products of
-// their parts are subnormal. Only one activation in 32, or a single one, is not 0, so that no larger product hides an
-// error from flushing.
+// Tests table entries that bf16 can and cannot represent, with activations of two sizes: products of their parts are
+// subnormal or normal. Only one activation in 32, or a single one, is not 0, so that no larger product hides an error
+// from flushing.
 inline void test_small_codes(const Machine& machine) {
   constexpr double kSmallParts = 1 + 0x1.cp-21;
   for (const double size : {0x1p-30, 0x1p-20, 0x1p-6, 0x1p-4, 1.0}) {
@@ -97,7 +97,7 @@ inline void test_non_finite_codes(const Machine& machine) {
   }
 }
 
-// The smallest to the largest scales of mxfp4, with activations that are too small for AMX tiles, and with larger ones.
+// Tests all scales of mxfp4, with activations that are too small for AMX tiles and with larger ones.
 inline void test_every_coded_scale(const Machine& machine) {
   for (const Activations& activations : kActivations) {
     for (int code = 0; code < 255; code += code < 240 ? 6 : 1) {

@@ -62,7 +62,7 @@ void test_dequantize(Isa isa, int rounds) {
   std::printf("%s: dequantize, %d cases, bit for bit\n", cpu::isa_name(isa), rounds * kWeightFormatCount * 3);
 }
 
-// A result large enough to be streamed, whose rows have every alignment.
+// Tests a result that is large enough for streaming stores, and whose rows have every alignment.
 void test_large_dequantize(Isa isa) {
   Case c;
   c.N = 4099;
@@ -73,7 +73,7 @@ void test_large_dequantize(Isa isa) {
               static_cast<long long>(c.N));
 }
 
-// NaNs whose lower 16 bits are all set; rounding to bf16 must not carry into the sign.
+// Tests NaNs whose lower 16 bits are all set. Rounding to bf16 must not carry into the sign.
 void test_nan_scales(Isa isa) {
   for (const ElementType out_type : kFloats) {
     Case c;

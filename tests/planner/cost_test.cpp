@@ -184,8 +184,8 @@ double launch_seconds(const PlanCost& total) {
   return seconds;
 }
 
-// Returns the largest factor by which one more row may raise the cost, without that of a second launch. Row M + 1 may
-// start the second block of 8 rows, the third, or neither.
+// Returns the largest factor by which one more row may raise the cost, not counting a second launch. The factor depends
+// on whether row M + 1 starts the second block of 8 rows, the third, or neither.
 double largest_step(uint32_t M) {
   return M == 8 ? 1.9 : M == 16 ? 1.51 : 1.35;
 }
@@ -206,7 +206,7 @@ void check_ladder() {
           if (M > 1) {
             expect(now >= before / kEqualCost, "more rows cost no less");
             const double step = largest_step(M - 1);
-            // A row more may also take a second dispatch.
+            // One more row may also need a second dispatch.
             const double second_launch = std::max(0.0, launches - launches_before);
             if (N >= 4096) expect(now - second_launch <= before * step, "a step of " + std::to_string(now / before));
           }
@@ -255,7 +255,7 @@ void check_choices() {
   }
 }
 
-// Into how many slices K is split on an M1, and on a GPU with the cores of an M1 Max and the memory of an M1.
+// Checks the number of slices of K on an M1, and on a GPU with the cores of an M1 Max and the memory of an M1.
 void check_splits() {
   const struct {
     uint32_t M, N, K, cores;
@@ -322,7 +322,8 @@ void check_few_rows() {
   };
   for (const Chip& chip : kChips) {
     subject = chip.name;
-    // On 40 cores, the 32 threadgroups of gemv leave eight idle, and memory is fast: instructions take longer than it.
+    // A Max has up to 40 cores and fast memory. The 32 threadgroups of gemv leave eight cores idle, so instructions
+    // take longer than memory.
     expect(over_one_row(chip, 4) <= (chip.name.ends_with("Max") ? 1.12 : 1.1),
            "4 rows at " + std::to_string(over_one_row(chip, 4)));
   }

@@ -260,7 +260,7 @@ void check_random_problems() {
   }
 }
 
-// Naming a variant, or a variant and a tile, gives that; for auto a tuner's table does the same.
+// Naming a variant, or a variant and a tile, selects it. For "auto", a tuner's table selects it in the same way.
 void check_names() {
   GemmProblem problem = square(3, 500, 704, 64);
   subject = "names";
