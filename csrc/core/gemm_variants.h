@@ -11,7 +11,7 @@
 
 namespace marlin {
 
-// In the order in which the planner tries them. Of two that cost the same it takes the first.
+// The order is that in which the planner tries the variants. Of two that cost the same, the planner takes the earlier.
 enum class GemmVariant : uint8_t { gemv, fused, double_buffered, single_stage, striped, two_pass };
 
 inline constexpr std::array<std::string_view, 6> kGemmVariants{"gemv",         "fused",   "double_buffered",
@@ -62,7 +62,7 @@ inline std::string name(const GemmTile& row) {
 // Metal's limit for a threadgroup.
 inline constexpr uint32_t kMaxThreadgroupBytes = 32 * 1024;
 
-// Says why no kernel can hold `stages` copies of this tile's operands; returns an empty text if one can.
+// Returns the reason why no kernel can hold `stages` copies of this tile's operands, or an empty text if one can.
 inline std::string tile_refusal(const TileShape& tile, ElementType activations, uint32_t stages) {
   const uint32_t bytes = tile_threadgroup_bytes(tile, activations, stages);
   if (bytes <= kMaxThreadgroupBytes) return "";

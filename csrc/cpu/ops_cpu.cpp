@@ -70,9 +70,9 @@ struct StoredWeight {
   }
 };
 
-// at::Context::float32MatmulPrecision() throws if a program has set the precision of a single backend. The precision of
-// mkldnn, PyTorch's backend for matrix products on the CPU, can always be read, and torch.set_float32_matmul_precision
-// sets it too.
+// Reads the precision of mkldnn, PyTorch's backend for matrix products on the CPU, because it can always be read and
+// torch.set_float32_matmul_precision sets it too. at::Context::float32MatmulPrecision() would throw if a program has
+// set the precision of a single backend.
 Float32Precision precision_for(ElementType a_type) {
   if (a_type != ElementType::float32) return Float32Precision::highest;
   const auto asked = at::globalContext().float32Precision(at::Float32Backend::MKLDNN, at::Float32Op::MATMUL);

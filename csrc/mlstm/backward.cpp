@@ -18,10 +18,11 @@
 namespace marlin {
 namespace {
 
-// With chunks this long the state's gradient takes few steps, and the [L, L] matrices are still small compared with it.
+// With chunks of this length, the gradient of the state takes few steps. The [L, L] matrices are still small compared
+// with that gradient.
 constexpr int64_t kBackwardChunk = 64;
-constexpr double kNeutralGate =
-    1e30;  // tokens added as padding get i = -kNeutralGate and f = kNeutralGate, which change nothing
+// Tokens that are added as padding get i = -kNeutralGate and f = kNeutralGate, which leave the state unchanged.
+constexpr double kNeutralGate = 1e30;
 
 struct Sequence {
   Tensor q, k, v, i, f, h, grad_h;
@@ -79,9 +80,10 @@ Inside inside(const Sequence& x, const Tensor& n, const Tensor& m) {
   return r;
 }
 
-// The derivative through the stabilisers m. h depends on them through eps, and the final state because it is scaled by
-// exp(-m). m_t = max(decay_t + m_(t-1), i_t) restarts at each token s whose input gate is the larger term, so m_t is
-// i_s of the last such token plus the decays after it. If there is no such token, m_t is m0 plus all decays.
+// The derivative through the stabilisers m. h depends on m through eps. The final state depends on m because the state
+// is scaled by exp(-m). In m_t = max(decay_t + m_(t-1), i_t), m restarts at each token s whose input gate is the larger
+// term. m_t is therefore i_s of the last such token plus the decays after that token. If there is no such token, m_t is
+// m0 plus all decays.
 struct StabiliserGradient {
   Tensor i;      // [X, S]
   Tensor decay;  // [X, S]
@@ -164,8 +166,8 @@ MlstmGradients mlstm_backward(const Tensor& q, const Tensor& k, const Tensor& v,
   const Tensor d_v =
       at::matmul((in.score * in.weight).transpose(-1, -2), d_num) + column(to_state) * at::matmul(x.k, next_d_C);
 
-  // Gradients of the exponents. A decay is part of every path that crosses its token, so its gradient is the sum over
-  // those paths. Summing them directly avoids the difference of two large sums.
+  // Gradients of the exponents. A decay is part of every path that crosses the decay's token, so its gradient is the
+  // sum over those paths. The paths are summed directly, because a difference of two large sums would lose precision.
   const Tensor pairs = d_weighted * in.score;
   const Tensor token_to_state = to_state * row_dot(x.k, d_to_state);
   const Tensor state_to_token = row_dot(decayed_q, d_from_state);

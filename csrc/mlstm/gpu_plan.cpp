@@ -11,18 +11,17 @@ namespace marlin {
 
 namespace {
 
-// Rates per core and clock: fp32 multiply-adds of fragments inside a GEMM (metal-benchmarks measured 101.7), and bytes
-// of the core's share of DRAM bandwidth (6.7 to 9.9 from M1 to M2 Max).
+// Two rates per core and clock. Products are fp32 multiply-adds of fragments inside a GEMM, as metal-benchmarks
+// measured them. Bytes are the core's share of the DRAM bandwidth, which is 6.7 to 9.9 from M1 to M2 Max.
 constexpr double kProductsPerClock = 101.7;
 constexpr double kBytesPerClock = 8.0;
 // The states between mlstm_states and mlstm_output take at most this much memory, or one state per head.
 constexpr uint64_t kStateWorkspaceBytes = uint64_t{128} << 20;
-// Chunks per threadgroup of mlstm_gates, if chunks are independent. Rows of C per simdgroup of mlstm_step, at least.
-constexpr uint32_t kGateChunksPerGroup = 4;
-constexpr uint32_t kMinStepRows = 8;
+constexpr uint32_t kGateChunksPerGroup = 4;  // chunks per threadgroup of mlstm_gates, if the chunks are independent
+constexpr uint32_t kMinStepRows = 8;         // the fewest rows of C per simdgroup of mlstm_step
 
-// Throws if the condition is false. Operators check their arguments first, so for them only sizes can be at fault:
-// those that need offsets of more than 32 bits.
+// Throws if the condition is false. Operators check their arguments before they plan. For an operator, the only cause
+// is therefore a size that needs offsets of more than 32 bits.
 void require(bool condition, const char* rule) {
   if (!condition) throw std::invalid_argument(rule);
 }

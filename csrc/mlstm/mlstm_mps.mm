@@ -18,13 +18,13 @@ namespace {
 using ThreeTensors = std::tuple<Tensor, Tensor, Tensor>;
 using FourTensors = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
-// Returns the token stride of a tensor [B, H, S, ...], or 0 if there is only one token, because it is arbitrary then.
+// Returns the token stride of a tensor [B, H, S, ...]. Returns 0 for a single token, whose stride may be any number.
 int64_t token_stride(const Tensor& tensor) {
   return tensor.size(2) > 1 ? tensor.stride(2) : 0;
 }
 
-// Returns q, k or v as the kernels need it: as it is, or a copy if rows are not contiguous or are too far apart for
-// 32-bit offsets.
+// Returns q, k or v in a form that the kernels accept: the tensor itself, or a contiguous copy if its rows are not
+// contiguous or are too far apart for 32-bit offsets.
 Tensor rows(const Tensor& tensor) {
   const bool is_near = tensor.dim() != 4 || token_stride(tensor) <= kMlstmMaxStride;
   return tensor.stride(-1) == 1 && is_near ? tensor : tensor.contiguous();

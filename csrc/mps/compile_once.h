@@ -1,4 +1,5 @@
-// Makes each value once, outside the lock: threads that ask for the same value wait for it, others go on.
+// Makes each value once. Threads that ask for the same value wait for it. Threads that ask for another value do not
+// wait, because no lock is held while a value is made.
 #pragma once
 
 #include <condition_variable>
@@ -13,9 +14,9 @@ namespace marlin::mps {
 template <typename Key, typename Value>
 class CompileOnce {
  public:
-  // Returns make()'s value for the key, from this call or an earlier one. A value that is not final is given to the
-  // threads that wait for it and made anew by the next call. If make() throws, its caller gets the exception and one
-  // of the threads that wait makes the value.
+  // Returns make()'s value for the key, from this call or an earlier one. If the value is not final, the threads that
+  // already wait for it get it too, and the next call makes it again. If make() throws, its caller gets the exception,
+  // and one of the waiting threads makes the value.
   template <typename Make>
   Value get(const Key& key, const Make& make) {
     std::unique_lock lock(mutex_);

@@ -28,8 +28,8 @@ struct SetParams {
 };
 
 // Sets every slot that the kernel declares, because the encoder still has the bindings of earlier kernels, including
-// PyTorch's. The slot of an absent optional tensor gets nil: bound to any tensor of the product instead, it would count
-// as a use of that tensor, through slots that the kernel may write as well.
+// PyTorch's. The slot of an absent optional tensor gets nil. If another tensor of the product were bound there, Metal
+// would count that as one more use of the tensor: as a write if the kernel may write to this slot.
 void bind(id<MTLComputeCommandEncoder> encoder, const Dispatch& dispatch, const Bindings& bindings) {
   for (uint32_t rest = info(dispatch.kernel).slots & ~MARLIN_SLOT(kSlotParams); rest != 0; rest &= rest - 1) {
     const int slot = std::countr_zero(rest);
@@ -59,7 +59,8 @@ void encode(const CompiledPlan& compiled, Bindings bindings) {
         at::empty({partials.z, partials.y, partials.x}, bindings[kSlotOut].options().dtype(at::kFloat));
   }
 
-  // A block captures const copies, so it gets pointers. They stay valid, because run_on_queue waits for the block.
+  // A block captures objects as const copies, so the block gets pointers instead. They stay valid, because run_on_queue
+  // waits for the block.
   const CompiledPlan* launched = &compiled;
   const Bindings* bound = &bindings;
   run_on_queue(^{

@@ -1,13 +1,13 @@
-// Reports a command buffer that the GPU did not complete, for example because a kernel ran for too long. Its results
-// are garbage, and torch before 2.15 says nothing.
+// Reports a command buffer that the GPU did not complete, for example because a kernel ran for too long. The results of
+// such a buffer are garbage, and torch before 2.15 reports no error.
 #pragma once
 
 #include <string>
 
 namespace marlin::mps {
 
-// Inside a block of run_on_queue, before a kernel gets its encoder: remembers the kernel as a part of the current
-// command buffer. The first kernel of a command buffer ends the open encoder.
+// Records a kernel as part of the current command buffer. Call it inside a block of run_on_queue, before the kernel
+// gets its encoder: for the first kernel of a command buffer, this call ends the open encoder.
 void watch_kernel(const std::string& name);
 
 // Raises if the GPU has given up a command buffer with kernels of this package since the last call, and names the

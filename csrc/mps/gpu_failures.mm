@@ -18,9 +18,10 @@ namespace marlin::mps {
 
 namespace {
 
-constexpr size_t kMostNames = 8;  // a message with the names of a whole token's kernels would not be read
+constexpr size_t kMostNames = 8;  // a message that names all kernels of a token would be too long to read
 
-// The kernels of one command buffer. Its stream adds names, and after the commit only the handler reads them.
+// The kernels of one command buffer. The stream that encodes them adds their names. After the commit, only the
+// completed handler reads the names.
 struct Kernels {
   std::vector<std::string> names;
   bool has_others = false;
@@ -43,8 +44,9 @@ struct Kernels {
   }
 };
 
-// The command buffer that a stream fills. It is not retained, because it could keep the memory of its operands. A later
-// command buffer can have its address only after its handlers ran, which set `ended`.
+// The command buffer that a stream fills. The buffer is not retained, because that could keep the memory of its
+// operands in use. A later command buffer may get the same address, but only after the handler of this one has set
+// `ended`.
 struct Watched {
   const void* buffer = nullptr;
   std::shared_ptr<Kernels> kernels = std::make_shared<Kernels>();
@@ -66,7 +68,7 @@ void completed(id<MTLCommandBuffer> buffer, const Kernels& kernels) {
   const std::string text = "torch_marlin_metal: the GPU did not complete a command buffer with " + kernels.text() +
                            ", so results since then may be wrong: " +
                            (error == nil ? "no reason given" : [[error localizedDescription] UTF8String]);
-  // A program that calls no operator after this one has only this line.
+  // Printed too, because only a later operator raises the error, and the program may call none.
   std::fprintf(stderr, "%s\n", text.c_str());
   const std::lock_guard lock(failure().mutex);
   if (failure().first.empty()) failure().first = text;

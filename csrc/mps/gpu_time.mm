@@ -1,5 +1,5 @@
-// The GPU's own time of what a thread encodes, for torch_marlin_metal/gpu/tuning: operators without tensors, which only
-// a build with this backend has.
+// Operators that measure, on the GPU's own clock, the work that a thread encodes. torch_marlin_metal/gpu/tuning calls
+// them. They take no tensors, and only a build with this backend has them.
 #include <c10/util/Exception.h>
 #include <torch/library.h>
 
@@ -12,8 +12,8 @@
 namespace marlin::mps {
 namespace {
 
-// Filled by handlers of the command buffer that was current when the measurement began and of the one at its end. The
-// buffers are retained, so that two of them cannot have one address.
+// The command buffers that were current when the measurement began and when it ended. Their completed handlers fill in
+// the pointers. The buffers are retained; otherwise the last could get the address of the first.
 struct Measurement {
   id<MTLCommandBuffer> first = nil;
   id<MTLCommandBuffer> last = nil;
@@ -29,8 +29,8 @@ struct Measurement {
 
 thread_local std::shared_ptr<Measurement> current;
 
-// Commits the work from before without waiting for it: the GPU is busy, at its full clock, while the host encodes what
-// is measured.
+// Commits all earlier work and does not wait for it. The GPU is then busy, and runs at its full clock, while the host
+// encodes the work to be measured.
 void begin_gpu_time() {
   TORCH_CHECK(current == nullptr, "torch_marlin_metal: _begin_gpu_time: this thread's measurement has not ended");
   const auto measurement = std::make_shared<Measurement>();
@@ -44,9 +44,9 @@ void begin_gpu_time() {
   hold_commits(true);
 }
 
-// Waits for the work since begin_gpu_time. Returns the seconds from its start to its end on the GPU, and whether all of
-// it was in one command buffer. PyTorch may commit in between, as for a copy to the host; what the GPU then waits for
-// the host is part of the time.
+// Waits for the work that was encoded since begin_gpu_time. Returns the seconds from its start to its end on the GPU,
+// and whether one command buffer held all of it. PyTorch may commit in between, for example for a copy to the host. The
+// time then includes the GPU's wait for the host.
 std::tuple<double, bool> end_gpu_time() {
   TORCH_CHECK(current != nullptr, "torch_marlin_metal: _end_gpu_time: this thread has begun no measurement");
   const std::shared_ptr<Measurement> measurement = std::exchange(current, nullptr);

@@ -1,6 +1,6 @@
 // Compiles kernels at first use: one Metal library per function, and one pipeline per function and set of constants.
-// Threads compile side by side. A failure is kept too, so that a kernel that does not compile takes its time once.
-// Nothing is ever freed, because Metal may be gone already when the process exits.
+// Several threads can compile at the same time. Failures are kept too, so that a kernel that does not compile is
+// compiled only once. Nothing is ever freed, because Metal may be gone already when the process exits.
 #pragma once
 
 #import <Metal/Metal.h>
@@ -17,9 +17,9 @@ struct CompiledPlan {
   std::vector<id<MTLComputePipelineState>> pipelines;
 };
 
-// Raises if a function does not compile, with its name and Metal's message, or if its pipeline cannot run as many
-// threads per threadgroup as the dispatch needs. A compile that Metal's compiler process did not answer is asked for
-// twice, and by the next call again.
+// Raises an error with the function's name and Metal's message if a function does not compile. Raises an error too if a
+// pipeline cannot run as many threads per threadgroup as its dispatch needs. If Metal's compiler process does not
+// answer, the call tries twice, and a later call tries again.
 CompiledPlan compile(Plan plan);
 
 }  // namespace marlin::mps

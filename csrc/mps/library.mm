@@ -13,12 +13,12 @@ namespace marlin::mps {
 
 namespace {
 
-// What a compile gave: an object, kept as long as the process, or why there is none.
+// The result of a compile: an object, which is kept until the process ends, or the error.
 template <typename Object>
 struct Compiled {
   Object object = nil;
   std::string error;
-  bool is_final = true;  // a failure is not if another attempt may succeed
+  bool is_final = true;  // false for a failure if a later attempt may succeed
 };
 using Library = Compiled<id<MTLLibrary>>;
 using Pipeline = Compiled<id<MTLComputePipelineState>>;
@@ -37,9 +37,10 @@ std::string message(NSError* error) {
   return error == nil ? "no reason given" : [[error localizedDescription] UTF8String];
 }
 
-// Metal compiles in a process of its own. The system may end that process, for want of memory or when the sandbox of
-// this one does not reach it; the next request starts it again. Metal's message then has one of these parts
-// (ggml-org/llama.cpp issue 12232, flutter/flutter issue 68649), and an own crash of the compiler has the second.
+// Metal compiles in a process of its own. The system may end that process if memory is short, and a sandbox may make it
+// unreachable. The next request starts it again. After such an interruption, Metal's message contains one of the two
+// texts below (ggml-org/llama.cpp issue 12232, flutter/flutter issue 68649). If the compiler itself crashes, the
+// message contains the second text.
 bool is_interruption(const std::string& error) {
   return error.find("XPC_ERROR_CONNECTION") != std::string::npos;
 }
@@ -47,8 +48,8 @@ bool may_succeed_again(const std::string& error) {
   return is_interruption(error) || error.find("internal error") != std::string::npos;
 }
 
-// Calls compile(NSError**), and once more after a failure that another attempt may not have. Objective-C objects of the
-// attempts are released before the caller can throw.
+// Calls compile(NSError**). If the call fails in a way that may be temporary, calls it once more. The attempts'
+// temporary Objective-C objects are released before the caller can throw.
 template <typename Object, typename Compile>
 Compiled<Object> compiled(const Compile& compile) {
   constexpr int kAttempts = 2;
@@ -89,7 +90,7 @@ const char* source_text(std::string_view library) {
   return found->text;
 }
 
-// The instance of a kernel's template that has the dispatch's host name; empty for a kernel that is no template.
+// Returns the template instance with the dispatch's host name. Returns an empty text if the kernel is not a template.
 std::string instance(const Dispatch& dispatch) {
   const KernelInfo& kernel = info(dispatch.kernel);
   if (kernel.naming == KernelNaming::plain) return {};
@@ -107,7 +108,7 @@ std::string instance(const Dispatch& dispatch) {
   TORCH_CHECK(false, "torch_marlin_metal: no instance of kernel ", kernel.name, " is called ", dispatch.function);
 }
 
-// Metal's text for one function: a file, and before it which of its functions to compile (variants.h).
+// Returns the Metal source of one function: two macros that choose the function (variants.h), then the whole file.
 std::string library_text(const Dispatch& dispatch) {
   const char* file = source_text(info(dispatch.kernel).library);
   const std::string only = instance(dispatch);

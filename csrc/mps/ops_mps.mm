@@ -46,13 +46,13 @@ bool half_subnormals(const Tensor& like) {
 }
 
 GpuDevice this_gpu(const Tensor& like) {
-  (void)commit_seconds();  // a wrong variable is an error here, before anything is encoded
+  (void)commit_seconds();  // raises here, before anything is encoded, if the environment variable is wrong
   GpuDevice device = gpu_device(gpu_name(), gpu_core_count(), gpu_family());
   device.half_subnormals = half_subnormals(like);
   return device;
 }
 
-// The rows start at zero if there is a perm, because one with repeated or out-of-range indices leaves rows unwritten.
+// If there is a perm, all rows start at zero, because repeated or out-of-range indices leave some rows unwritten.
 Tensor empty_weight(const WeightProblem& weight, const at::TensorOptions& options) {
   const std::array<int64_t, 2> sizes{weight.K, weight.N};
   return weight.has_perm ? at::zeros(sizes, options) : at::empty(sizes, options);
@@ -101,11 +101,12 @@ void two_pass(const CompiledPlan& compiled, const WeightProblem& weight, Binding
   if (bindings[kSlotBias].defined()) out.copy_(at::add(out.to(at::kFloat), bindings[kSlotBias]));
 }
 
-// Fewer rows than these are not divided: a dispatch of 64 rows uses the GPU well.
+// Products of at most this many rows are not divided. The first part of a larger product has a multiple of this number
+// of rows, because a dispatch of 64 rows uses the GPU well.
 constexpr int64_t kFewestRows = 64;
 
-// Returns the rows of the first part of a product that would keep the GPU from all other work for too long and is
-// divided by rows; all rows of any other product.
+// A product that would keep the GPU from other work for too long is divided by rows. Returns the number of rows of its
+// first part. For any other product, returns M.
 int64_t first_part(const Plan& plan, int64_t M) {
   if (plan.seconds <= longest_plan_seconds() || M <= kFewestRows) return M;
   return (M / 2 + kFewestRows - 1) / kFewestRows * kFewestRows;
@@ -201,7 +202,8 @@ Tensor dequantize_mps(const Tensor& b_packed, const Tensor& scales, c10::string_
   return out;
 }
 
-// Ids outside the table give rows of NaN: the host does not wait for their values.
+// Ids outside the table give rows of NaN. An error would be better, but for that the host would have to wait for the
+// ids.
 Tensor embedding_mps(const Tensor& ids, const Tensor& b_packed, const Tensor& scales, c10::string_view weight_format,
                      int64_t group_size, const OptionalTensor& zeros, const OptionalTensor& global_scale,
                      const OptionalTensor& lut, const OptionalTensor& perm, at::ScalarType dtype) {
@@ -214,7 +216,7 @@ Tensor embedding_mps(const Tensor& ids, const Tensor& b_packed, const Tensor& sc
   at::DimVector sizes(ids.sizes());
   sizes.push_back(problem.weight.K);
   const auto options = scales.options().dtype(dtype);
-  // As in empty_weight().
+  // With a perm, the output starts at zero for the reason that empty_weight() gives.
   Tensor out = problem.weight.has_perm ? at::zeros(sizes, options) : at::empty(sizes, options);
   if (out.numel() == 0) return out;
   bindings[kSlotA] = ids.contiguous();
@@ -268,7 +270,7 @@ Tensor awq_unpack_zeros_mps(const Tensor& qzeros) {
 
 }  // namespace
 
-// No other backend compiles at run time, so the schema is this one's own.
+// This operator's schema is defined here, because no other backend compiles kernels at run time.
 TORCH_LIBRARY_FRAGMENT(torch_marlin_metal, m) {
   m.def("compile_gemm(Tensor b_packed, Tensor scales, *, str weight_format, int group_size, Tensor? zeros=None, "
         "Tensor? global_scale=None, Tensor? lut=None, Tensor? perm=None, Tensor? bias=None, int M, ScalarType dtype) "

@@ -14,7 +14,7 @@ namespace marlin::mps {
 id<MTLDevice> device();
 std::string gpu_name();  // e.g. "Apple M1 Max"
 uint32_t gpu_core_count();
-uint32_t gpu_family();  // n of the newest Apple<n> that Metal reports, of those that this package knows; 0 for none
+uint32_t gpu_family();  // n of the newest family Apple<n> that both this package knows and Metal reports; 0 if none
 
 // The buffer belongs to the tensor's storage, and no reference is added. The offset is in bytes.
 id<MTLBuffer> buffer_of(const at::Tensor& tensor);
@@ -24,23 +24,23 @@ NSUInteger offset_of(const at::Tensor& tensor);
 // (dispatch_sync is not re-entrant); it may commit and wait with the functions below.
 void run_on_queue(void (^block)());
 
-// Inside such a block: ends the encoder, gives the GPU what is encoded and, in the second case, waits for it. An
-// encoder or command buffer from before is not to be used any more.
+// For use inside such a block: ends the encoder and gives the encoded work to the GPU. commit_and_wait() also waits for
+// that work. Do not use an encoder or command buffer after it was committed.
 void commit();
 void commit_and_wait();
 
-// Inside such a block: ends the encoder and calls the handler when the GPU has completed what is encoded so far and
-// what is encoded until the next commit.
+// For use inside such a block: ends the encoder and adds a handler to the current command buffer. The GPU calls the
+// handler when it has completed all work that is encoded up to the next commit.
 void add_completed_handler(MTLCommandBufferHandler handler);
 
-// Inside such a block: the command buffer that is being filled, which a commit replaces, and the number of the stream,
-// below kStreams.
+// For use inside such a block: the command buffer that is being filled, and the number of the stream, which is below
+// kStreams. A commit replaces the command buffer.
 id<MTLCommandBuffer> command_buffer();
 size_t stream_number();
 
-// Inside such a block, after its last kernel: commits if enough work is waiting for that
-// (csrc/planner/commit_policy.h). Does nothing while a profiler or signposts record, because PyTorch then marks work by
-// command buffers of its own, and while this thread holds commits.
+// For use inside such a block, after its last kernel: commits if enough work has been encoded
+// (csrc/planner/commit_policy.h). Does nothing while this thread holds commits. Does nothing while a profiler or
+// signposts record, because PyTorch then marks work by command buffers of its own.
 void work_encoded(double predicted_seconds);
 void hold_commits(bool held);
 
@@ -51,9 +51,10 @@ id<MTLComputeCommandEncoder> encoder();
 // Returns true if torch.mps.profiler is recording kernels.
 bool is_profiling();
 
-// Shows everything that is encoded during its lifetime to torch.mps.profiler as one kernel. Use it only inside a block
-// of run_on_queue. A recording profiler adds handlers to the command buffer, both when the kernel begins and when it
-// ends. macOS 26.4 aborts if a handler is added while an encoder is open, so the encoder is ended first both times.
+// While an object of this class lives, torch.mps.profiler sees everything that is encoded as one kernel. Use the class
+// only inside a block of run_on_queue. A recording profiler adds handlers to the command buffer, both when the kernel
+// begins and when it ends. macOS 26.4 aborts if a handler is added while an encoder is open, so the encoder is ended
+// first both times.
 class ProfiledKernel {
  public:
   // `tensors` are read only by a recording profiler.

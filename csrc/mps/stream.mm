@@ -13,7 +13,7 @@ namespace marlin::mps {
 
 namespace {
 
-// torch 2.15 adds the stream to both functions, and warns where it is missing.
+// torch 2.15 adds the stream as an argument of beginProfileKernel and endProfileKernel, and warns if it is missing.
 template <typename Profiler, typename... Arguments>
 void begin_kernel(Profiler& profiler, at::mps::MPSStream* stream, const Arguments&... arguments) {
   if constexpr (requires { profiler.beginProfileKernel(arguments..., stream); }) {
@@ -64,7 +64,7 @@ NSUInteger offset_of(const at::Tensor& tensor) {
 
 void run_on_queue(void (^block)()) {
   at::mps::dispatch_sync_with_rethrow(at::mps::getCurrentMPSStream()->queue(), ^{
-    // An exception that leaves a pool does not empty it.
+    // An exception that leaves an @autoreleasepool does not drain the pool, so the exception is rethrown outside.
     std::exception_ptr failure;
     @autoreleasepool {
       try {

@@ -86,8 +86,8 @@ constexpr Figure assumed(double value) {
 // counts as two flop.
 //   most_threads                   the most threads that are resident
 //   matrix_clocks_fp16, _fp32      clocks of one scheduler for an 8x8x8 simdgroup_multiply_accumulate of fp16 or fp32
-//   matrix_overlap                 of the issue time and the matrix time of a core, the part of the shorter that the
-//                                  longer hides
+//   matrix_overlap                 issue time and matrix time of a core overlap; this fraction of the shorter one is
+//                                  hidden
 #define MARLIN_FAMILY_FIGURES(X) \
   X(schedulers)                  \
   X(fp32_flop_per_clock)         \
@@ -111,8 +111,8 @@ struct GpuFamily {
   MARLIN_FAMILY_FIGURES(MARLIN_FIGURE_FIELD)
 };
 
-// Measurements show Apple8 to be Apple7's core at another clock. From Apple9 on, registers, threadgroup memory and L1
-// share one memory that is divided while kernels run. Its sizes are not published, so Apple7's are used.
+// Measurements show that Apple8 has Apple7's core at another clock. From Apple9 on, registers, threadgroup memory and
+// L1 share one memory, which is divided while kernels run. Its size is not published, so Apple7's sizes are used.
 inline constexpr auto kGpuFamilies = [] {
   using namespace figures;
   return std::array<GpuFamily, 4>{{
@@ -129,9 +129,10 @@ inline constexpr auto kGpuFamilies = [] {
 
 // The figures of a chip.
 //   dram_gbs                 peak bandwidth of the version with all cores, in 10^9 bytes per second
-//   dram_gbs_fewest_cores    the same for all versions with fewer cores
+//   dram_gbs_fewest_cores    peak bandwidth of all versions with fewer cores, in 10^9 bytes per second
 //   dram_fraction            the fraction of the peak that reads reach
-//   small_read_share         the share of that rate at which weights of less than 50 MB are read; below 1 on two dies
+//   small_read_share         weights of less than 50 MB are read at this share of that rate; below 1 on chips of two
+//   dies
 #define MARLIN_CHIP_FIGURES(X) \
   X(clock_ghz)                 \
   X(dram_gbs)                  \
@@ -169,7 +170,7 @@ inline constexpr auto kChips = [] {
       {"M4", 9, 10, 8, derived(1.58), apple(120), apple(120), stream(0.83), small(1), assumed(1536), assumed(8)},
       {"M4 Pro", 9, 20, 16, derived(1.58), apple(273), apple(273), stream(0.91), small(1), assumed(512), assumed(24)},
       {"M4 Max", 9, 40, 32, derived(1.58), apple(546), apple(410), slope(0.93), small(1), assumed(1024), assumed(48)},
-      // The MacBook of 2026. Apple publishes its memory's rate and its five cores; no clock is known.
+      // The MacBook of 2026. Apple publishes the memory's rate and the number of cores, but not the clock.
       {"A18 Pro", 9, 5, 5, assumed(1.58), apple(60), apple(60), assumed(0.83), small(1), assumed(1536), assumed(8)},
       {"M5", 10, 10, 8, assumed(1.6), apple(153), apple(153), slope(0.81), small(1), assumed(1536), assumed(8)},
       {"M5 Pro", 10, 20, 16, assumed(1.6), apple(307), apple(307), slope(0.95), small(1), assumed(512), assumed(24)},

@@ -33,7 +33,7 @@ const VariantFunctions& functions_of(GemmVariant variant) {
   return table[static_cast<size_t>(variant)];
 }
 
-// Returns true if the text is the row's variant, or its variant and tile.
+// Returns true if the text names the row's variant, with or without the row's tile.
 bool names(std::string_view text, const GemmTile& row) {
   const std::string_view variant = name(row.variant);
   return text.starts_with(variant) && (text.size() == variant.size() || text == name(row));

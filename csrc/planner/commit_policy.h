@@ -1,5 +1,5 @@
-// When the GPU is given the work that has been encoded. PyTorch commits its command buffer when somebody waits for a
-// result, so without this the GPU idles while the host encodes a whole token.
+// Decides when encoded work is given to the GPU. PyTorch commits its command buffer only when the program waits for a
+// result. Without further commits, the GPU would idle while the host encodes all the work of a token.
 #pragma once
 
 #include <array>
@@ -9,29 +9,30 @@
 namespace marlin {
 
 // Predicted GPU time between two commits. A boundary between command buffers costs the GPU about 20 us (MLX's issue
-// 4521), which is less than a hundredth of it; the GPU waits for the host no longer than it takes to encode this much.
+// 4521), which is less than 1 % of this interval. An idle GPU waits only until the host has encoded this much work.
 inline constexpr double kCommitSeconds = 3e-3;
 
-// A product that is predicted to take longer is divided by rows. macOS may kill work that keeps the GPU from drawing
-// the screen for some tenths of a second, and torch before 2.15 does not report that.
+// macOS may kill work that keeps the GPU from drawing the screen for some tenths of a second, and torch before 2.15
+// does not report that. A product that is predicted to take longer than this limit is therefore divided by rows.
 inline constexpr double kLongestPlanSeconds = 0.1;
 
-// The limit in use, and another one for tests, whose products are small.
+// Returns or sets the limit in use. Tests set a lower limit, because their products are small.
 double longest_plan_seconds();
 void set_longest_plan_seconds(double seconds);
 
-// The interval in use; 0 means never. TORCH_MARLIN_METAL_COMMIT_MS, in milliseconds, replaces the default. Throws
-// std::invalid_argument if that variable holds no number of at least 0.
+// Returns the interval in use; 0 means that the package never commits. The environment variable
+// TORCH_MARLIN_METAL_COMMIT_MS, in milliseconds, replaces the default. Throws std::invalid_argument unless the variable
+// holds a number of at least 0.
 double commit_seconds();
 
-// Takes the place of the variable. Throws std::invalid_argument unless `seconds` is finite and at least 0.
+// Sets the interval, in place of the variable. Throws std::invalid_argument unless `seconds` is finite and at least 0.
 void set_commit_seconds(double seconds);
 
 // PyTorch numbers its default stream 0 and the 32 streams of its pool from 1.
 inline constexpr size_t kStreams = 64;
 
-// The predicted work of each stream since its last commit. A stream's entry is used only in blocks of its queue, so it
-// needs no lock.
+// The predicted work of each stream since the stream's last commit. Only blocks of a stream's own queue use its entry,
+// so no lock is needed.
 class UncommittedWork {
  public:
   // Adds work; returns true, and starts again from 0, if it is time to commit.

@@ -11,8 +11,8 @@ namespace marlin {
 
 namespace {
 
-// PyTorch's dense product goes through MPSGraph. Its launch time was measured on an M1 Pro, and the fraction of the
-// peak that it reaches on an M1 (4096^3, fp16).
+// PyTorch computes a dense product through MPSGraph. The launch time was measured on an M1 Pro. The fraction of the
+// peak rate that the product reaches was measured on an M1 (4096^3, fp16).
 constexpr double kDenseLaunchSeconds = 20e-6;
 constexpr double kDenseFraction = 0.88;
 

@@ -1,5 +1,5 @@
-// What a tiling costs: the model of kernel_cost.h for each of its dispatches. It ranks tilings and says what bounds
-// them; it measures nothing.
+// Predicts the cost of a tiling: applies the model of kernel_cost.h to each of the tiling's dispatches. The planner
+// ranks tilings by the predicted time. Nothing is measured here.
 #pragma once
 
 #include <vector>

@@ -10,16 +10,16 @@ namespace marlin {
 
 struct GpuDevice {
   uint32_t cores = 8;
-  bool half_subnormals = false;  // answered by probe_half_subnormals
+  bool half_subnormals = false;  // true if the kernel probe_half_subnormals stored 1
   const Chip* chip = &kChips.front();
 
   auto operator<=>(const GpuDevice&) const = default;
 };
 
-// Returns the GPU with this name ("Apple M1 Max") and number of cores. If kChips does not have the name, the oldest
-// chip with the nearest number of cores is used, of the newest family up to `family` that kChips has; 0 allows every
-// family. If TORCH_MARLIN_METAL_GPU is set to a name in kChips, that chip is
-// used instead. Throws std::invalid_argument if the variable names no chip.
+// Returns the GPU with this name ("Apple M1 Max") and number of cores. If kChips does not have the name, the chip with
+// the nearest number of cores is used; of several such chips, the oldest. It is taken from the newest family in kChips
+// that is not newer than `family`, or from all families if `family` is 0. If TORCH_MARLIN_METAL_GPU is set to a name in
+// kChips, that chip is used instead. Throws std::invalid_argument if the variable names no chip.
 GpuDevice gpu_device(std::string_view name, uint32_t cores, uint32_t family = 0);
 
 }  // namespace marlin

@@ -8,8 +8,8 @@ namespace {
 
 // With shorter slices, adding up the slices costs more than splitting K gains.
 constexpr uint32_t kMinSlice = 64;
-// For more rows than this the model finds fused at least as cheap, so gemv is planned only if it is named. Twelve rows
-// are two blocks.
+// With more rows, the cost model finds fused at least as cheap, so gemv is planned only if the caller names it. Twelve
+// rows are two row blocks.
 constexpr uint32_t kMaxRows = 12;
 
 Tiling split(const GemmTile& row, const WeightProblem& weight, uint32_t slices) {
@@ -26,7 +26,7 @@ Tiling split(const GemmTile& row, const WeightProblem& weight, uint32_t slices) 
 
 }  // namespace
 
-// Blocks with more rows than are needed are allowed too, because they may keep more simdgroups resident.
+// A row block may have more rows than the problem needs, because larger blocks may keep more simdgroups resident.
 std::optional<Tiling> gemv_tiling(const GemmTile& row, const GemmProblem& problem, const GpuDevice& device) {
   if (problem.M > kMaxRows && problem.variant == "auto") return std::nullopt;
   const uint32_t blocks = ceil_divide(problem.M, kGemvMaxRows);

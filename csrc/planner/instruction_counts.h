@@ -1,7 +1,7 @@
 // benchmarks/metal/kernel_counts.py --write makes the table in this file.
-// It says how many instructions a simdgroup of each kernel executes, counted in code that was compiled for the M1's GPU
-// (-O1; fp16 activations, aligned tensors, no options). Counts are static: instructions that only some steps execute,
-// such as those at the ends of groups in the staged kernels, are counted in every step.
+// The table says how many instructions a simdgroup of each kernel executes. They are counted in code compiled for the
+// M1's GPU (-O1; fp16 activations, aligned tensors, no options). The counts are static: an instruction that only some
+// steps execute, such as one at the end of a group in a staged kernel, is counted in every step.
 #pragma once
 
 #include <array>
@@ -157,9 +157,9 @@ constexpr const KernelCounts* find_counts(Kernel kernel, WeightFormat format, co
   return nullptr;
 }
 
-// How often a step waits: for memory, and besides for activations that a cache holds. A wait counts if its loads were
-// issued after the wait before. gemv loads the words of 8 k, then each row's activations, and does so twice in a step:
-// the compiled loops for uint4b8 have 4, 10 and 18 waits at 1, 4 and 8 rows. Those of fused have 4 to 5.
+// How often a step waits for memory, and how often for activations in a cache. A wait counts only if its loads were
+// issued after the previous wait. Twice in a step, gemv loads the words of 8 k and then the activations of each row.
+// Its compiled loops for uint4b8 therefore have 4, 10 and 18 waits at 1, 4 and 8 rows. The loops of fused have 4 to 5.
 struct StepWaits {
   uint32_t dram, cache;
 };

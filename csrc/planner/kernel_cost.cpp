@@ -11,18 +11,18 @@ namespace marlin {
 
 namespace {
 
-// Of memory time and compute time, this fraction of the shorter is not hidden by the longer. It is an assumption.
+// Memory time and compute time overlap. It is assumed that this fraction of the shorter one is not hidden.
 constexpr double kOverlapLoss = 0.05;
 // A tensor that fills at most this fraction of the system-level cache is still there when it is read again.
 constexpr double kCachedFraction = 0.5;
-// Reading a byte from that cache costs this much of reading it from memory.
+// The cost of reading a byte from that cache, as a fraction of the cost of reading the byte from memory.
 constexpr double kCacheCost = 0.5;
-// If the busiest core takes longer than this multiple of the time of evenly spread instructions, the bound is
-// "occupancy".
+// The bound is "occupancy" if the busiest core takes longer than this multiple of the time that the instructions would
+// take if they were spread evenly over the cores.
 constexpr double kWaiting = 1.25;
-// The clocks until a load that a cache of the core serves arrives. An assumption: published figures are 60 to 80.
+// The latency in clocks of a load that the core's cache serves. It is assumed: published figures are 60 to 80.
 constexpr double kCacheLatency = 64;
-// Weights of fewer bytes are read at small_read_share of the rate.
+// A weight of fewer bytes is read at a lower rate: the chip's figure small_read_share times the rate of larger weights.
 constexpr double kSmallRead = 50e6;
 
 // Returns how long instructions and matrix products take together, from how long each takes alone.
@@ -95,7 +95,7 @@ DispatchCost kernel_cost(const KernelLoad& load, const GpuDevice& device) {
   const double busy = std::max(together(load.issue, matrix, family), load.complex);
   const double latency = family.dram_latency_ns.value * chip.clock_ghz.value;
   const double waits = load.dram_waits * latency + load.cache_waits * kCacheLatency;
-  // The first loads of a simdgroup are always waited for.
+  // A simdgroup always waits for its first loads, even if it loads ahead.
   const double alone = load.loads_ahead ? std::max(busy + latency, waits) : busy + latency + waits;
   const auto wave = [&](uint64_t held) {
     return held == 0 ? 0.0 : std::max(double(held * simdgroups) / family.schedulers.value * busy, alone);
@@ -107,7 +107,7 @@ DispatchCost kernel_cost(const KernelLoad& load, const GpuDevice& device) {
 }
 
 uint32_t largest_threadgroup(uint32_t half_registers) {
-  // Mesa's table for the M1: {half-registers per thread, at most; threads}.
+  // Mesa's table for the M1. A row says: with at most this many half-registers per thread, this many threads.
   constexpr std::array<std::array<uint32_t, 2>, 10> rows{{{104, 1024},
                                                           {112, 896},
                                                           {128, 832},

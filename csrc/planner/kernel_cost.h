@@ -1,6 +1,6 @@
 // An analytic model of the time that a kernel takes on a GPU: counted instructions and bytes, divided by the chip's
-// rates. It knows nothing of this package's kernels, so that it can be compared with published times of other kernels
-// (benchmarks/metal/published.py). docs/tile-sizing.md lists its assumptions.
+// rates. The model does not depend on this package's kernels, so benchmarks/metal/published.py can compare it with
+// published times of other kernels. docs/tile-sizing.md lists the model's assumptions.
 #pragma once
 
 #include <cstdint>
@@ -58,12 +58,12 @@ struct DispatchCost {
   std::string_view bound{};
 };
 
-// What one dispatch asks of a GPU. Instructions and waits are those of one simdgroup from start to end, see
-// InstructionCounts.
-//   dram_waits        how often it waits for memory, if it does not load ahead
-//   cache_waits       how often it waits for a cache besides
-//   loads_ahead       loads of a step are issued before the products of the step before
-//   weight_bytes      of the weight, as read once
+// The load that one dispatch puts on a GPU. Instructions (see InstructionCounts) and waits are those of one simdgroup
+// from start to end.
+//   dram_waits        how often a simdgroup that does not load ahead waits for memory
+//   cache_waits       how often such a simdgroup waits for a cache, in addition
+//   loads_ahead       true if the loads of a step are issued before the products of the previous step
+//   weight_bytes      the bytes of the weight, each counted once
 //   dram_bytes        as in DispatchCost
 #define MARLIN_KERNEL_LOADS(X) \
   X(issue)                     \
@@ -87,14 +87,14 @@ struct KernelLoad {
 #undef MARLIN_LOAD_FIELD
 };
 
-// Returns what the load costs. `kernel` is the caller's to set.
+// Returns the cost of the load. The caller sets the field `kernel`.
 DispatchCost kernel_cost(const KernelLoad& load, const GpuDevice& device);
 
 // Returns true if `bytes` that were read or written once are still in the system-level cache.
 bool stays(double bytes, const Chip& chip);
 
-// Returns the cost, in bytes of memory, of reading a tensor `times` times. From the system-level cache it is read at
-// twice the rate of memory.
+// Returns the cost of reading a tensor `times` times, in bytes read from memory. A byte that is read again from the
+// system-level cache counts as half a byte.
 double reads(double bytes, uint32_t times, const Chip& chip);
 
 // Returns the simdgroups that a core holds on average.
@@ -103,10 +103,10 @@ double simdgroups_in_flight(const Occupancy& held, uint64_t threadgroups, const 
 // Sets the times of memory and L2, the total time and the bound of a cost whose other figures are known.
 void finish(DispatchCost& cost, uint64_t threadgroups, double weight_bytes, const GpuDevice& device);
 
-// The time from the end of one small dispatch to the end of the next, which depends on it. What remains of a token
-// after the reading of its weights, divided by its 768 dispatches, is 4 us (M5 Max) to 10 us (M1) in
-// llama.cpp discussion 4167; 3 us were measured on an M1 Max (pytorch issue 82707) and 10 us on an M1 Ultra (ds4 pull
-// request 846).
+// The time from the end of one small dispatch to the end of the next, if the next one depends on the first. Three
+// sources: llama.cpp discussion 4167 lists times per token. Without the time to read the weights, and divided by the
+// 768 dispatches of a token, they give 4 us (M5 Max) to 10 us (M1). pytorch issue 82707 measured 3 us (M1 Max), and
+// ds4 pull request 846 measured 10 us (M1 Ultra).
 inline constexpr double kDispatchSeconds = 6e-6;
 
 }  // namespace marlin

@@ -27,7 +27,7 @@ struct Tuned {
   std::atomic<uint64_t> generation{0};
   std::mutex mutex;
   Table table;
-  std::set<std::string> names;  // of all tables ever set, because problems that are being planned hold views of them
+  std::set<std::string> names;  // never shrinks, because problems that are being planned hold views of the names
 };
 
 Tuned& tuned() {

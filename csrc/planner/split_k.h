@@ -20,16 +20,16 @@ inline uint32_t slice_length(const WeightProblem& weight, uint32_t slices, uint3
   return group % unit == 0 ? round_up(even, group) : even;
 }
 
-// Costs that differ by less than this factor count as equal. The model is no better than that.
+// Costs that differ by less than this factor count as equal, because the model is not more accurate than that.
 inline constexpr double kEqualCost = 1.02;
 
-// With this many simdgroups in flight, three for each scheduler, a core is taken to gain nothing from more.
+// A core is assumed to gain nothing from more simdgroups in flight than this, which is three for each scheduler.
 inline constexpr double kEnoughInFlight = 12;
 
 // Calls make(slices) with 1, 2, 3, 4, 6, 8, 12, 16 ... from min_slices to max_slices and returns the cheapest tiling.
-// Of tilings of equal cost, the one with the most simdgroups in flight is returned if the cheapest has few, because
-// more simdgroups hide what the model does not count. The same numbers are tried for any M. Otherwise a problem with
-// more rows could get a better split and be cheaper.
+// If the cheapest has few simdgroups in flight, a tiling of equal cost with more of them is returned instead, because
+// more simdgroups also hide latencies that the model does not count. The same numbers of slices are tried for every M.
+// Otherwise a problem with more rows could get a better split and cost less than one with fewer rows.
 template <typename Make>
 Tiling cheapest_split(const GemmProblem& problem, const GpuDevice& device, uint32_t min_slices, uint32_t max_slices,
                       const Make& make) {

@@ -7,8 +7,9 @@ namespace marlin {
 
 namespace {
 
-// A multiple of every tile's K and of every group size, so that stripes end where groups end. With shorter slices,
-// stripes would be more equal, but partial sums would cost more than that gains.
+// The length of a slice of K. It is a multiple of every tile's K and of every group size, so stripes end where groups
+// end. Shorter slices would make the stripes more equal, but the additional partial sums would cost more than that
+// saves.
 constexpr uint32_t kSlice = 256;
 // K is split if stripes of whole tiles would leave more than an eighth of the threadgroups' time idle.
 constexpr uint32_t kIdleShare = 8;

@@ -154,8 +154,8 @@ bool pack_row(const PackRow& p) {
   return good;
 }
 
-// If the number of rows is odd, the last row is paired with undefined values. That is harmless, because the rows of a
-// product do not mix.
+// If the number of rows is odd, the last row is paired with undefined values. These do not affect the last row, because
+// each row of a product depends only on the same row of activations.
 bool pack_pairs(const PackRow& p) {
   uint16_t bits[1][kChunk];
   const bool good = split_bf16<1>(p.values, p.count, bits);

@@ -39,7 +39,7 @@ struct Neon {
   static F zero_below(F x, float limit, F value) {
     return vreinterpretq_f32_u32(vbicq_u32(vreinterpretq_u32_f32(value), vcltq_f32(x, vdupq_n_f32(limit))));
   }
-  // Keeps the rounding of a product: without this, compilers may fuse it with the addition that follows.
+  // Keeps the rounding of a product. Otherwise the compiler may fuse the product with the addition that follows.
   static F rounded(F a) {
     asm("" : "+w"(a));
     return a;
@@ -55,7 +55,7 @@ struct Neon {
   static F load_half(const uint16_t* p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
   static void store_half(uint16_t* p, F v) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(v))); }
   static I rounding(I bits) { return vaddq_u32(vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1)), vdupq_n_u32(0x7FFF)); }
-  // In a NaN the lower 16 bits must be zero; otherwise the rounding would carry into the exponent and sign.
+  // The lower 16 bits of a NaN must be zero. Otherwise the rounding could carry into the exponent and the sign.
   static void store_bfloat16(uint16_t* p, F a, F b) {
     const I low = vreinterpretq_u32_f32(a), high = vreinterpretq_u32_f32(b);
     vst1q_u16(p, vaddhn_high_u32(vaddhn_u32(low, rounding(low)), high, rounding(high)));

@@ -21,8 +21,9 @@ namespace {
 }
 #endif
 
-// The bf16 instructions flush subnormal products and sums. Non-zero codes are at least 2^-6. With activations of at
-// least kMinActivation, what is flushed is therefore less than 2^-24 of the smallest product.
+// The smallest and the largest activation for the bf16 instructions, which flush subnormal products and sums (below
+// 2^-126). Non-zero codes are at least 2^-6 and activations at least 2^-96, so a product is at least 2^-102. A flushed
+// value is therefore less than 2^-24 of the smallest product.
 constexpr uint32_t kMinActivation = (127U - 96U) << 23;
 constexpr uint32_t kActivationEnd = (127U + 120U) << 23;
 

@@ -1,6 +1,7 @@
-// Splits each activation into three signed bytes, which together hold an integer of 23 bits. Its unit is a power of two
-// that depends on the largest activation of the segment. The error is at most 2^-22 of that largest activation. So fp32
-// activations lose low bits, and 16-bit ones do if they are below 2^-11 (fp16) or 2^-14 (bf16) of the largest.
+// Splits each activation into three signed bytes, which together hold an integer of 23 bits. The unit of the integers
+// is a power of two that depends on the largest activation of the segment. The error is at most 2^-22 of that largest
+// activation. fp32 activations therefore lose low bits. A 16-bit activation loses bits only if it is smaller than 2^-11
+// (fp16) or 2^-14 (bf16) of the largest.
 #pragma once
 
 #include <algorithm>

@@ -1,7 +1,7 @@
 // Multiplies split activations (byte_split.h) by codes as bytes, for any vector policy V. Sums of products are exact in
 // 32 bits. Included after the ISA pragma. Beside what vec_*.h defines, V has:
 //   Bytes, Sums        vectors of bytes and of 32-bit sums, with set_sums and to_float
-//   kE2M1Offset        is added to twice an E2M1 value, so that the byte has the sign that the instruction wants
+//   kE2M1Offset        added to twice an E2M1 value to make the byte; 12 if the instruction needs unsigned bytes, or 0
 //   kOperandsPerLoad   the number of 32-bit operands per load
 //   nibbles, load_table, look_up
 //   add_products       adds the products of a range of k

@@ -165,7 +165,8 @@ class Gemm {
     const int64_t columns = block_strips * plan_.strip;
     float* y = y_scratch.get<float>(block_step * plan_.max_rows * columns);
     float* scales = scale_scratch.get<float>(2 * groups() * columns);
-    // The scratch memory holds a padded copy of the words of the last strip, if that reaches beyond N, and two panels.
+    // The scratch memory holds two panels. Before them is room for a padded copy of the last strip's words, which is
+    // made if that strip reaches beyond N.
     const int64_t tail = kChunk / 8 * plan_.strip * int64_t{sizeof(uint32_t)};
     char* scratch = panel_scratch.get<char>(tail + 2 * matrix_.panel_bytes);
     auto* tail_words = reinterpret_cast<uint32_t*>(scratch);
@@ -269,7 +270,7 @@ class Gemm {
   struct Panels {
     float* of_this;
     float* of_next;
-    bool decoded = false;  // the step before has already filled of_this
+    bool decoded = false;  // true if the previous step has already filled of_this
   };
 
   void run_strip(const Activations& x, const Range& blocks, int64_t chunk, Step step, const Step* next, Panels& panels,

@@ -27,7 +27,7 @@ constexpr int64_t kAmxScaledMinRows = 17;
 // 64 rows (Intel Xeon, two threads).
 constexpr int64_t kAmxTableMinRows = 16;
 constexpr int kByteSplitSmallMRows = 2;  // with more rows of four vectors, accumulators would spill
-constexpr int64_t kSliceMinChunks = 4;   // adding up a shorter slice of K costs more than the slice saves
+constexpr int64_t kSliceMinChunks = 4;   // a slice of fewer chunks saves less than the addition of its sums costs
 // K is split before columns are, if the partial sums take at most this much memory. Threads that read whole rows of
 // words are faster than threads that share rows and pages. On two threads of an Intel Xeon, splitting K was 1.1 to 1.5
 // times as fast at N = 512 and up to 16 rows, and 1.1 times at one row and N = 11008. On 16 threads, partial sums of
@@ -86,7 +86,8 @@ Kernel choose_kernel(const Machine& machine, const Problem& problem, int* parts)
     }
   }
   const bool half = problem.a_type != ElementType::float32;
-  // byte_split keeps 23 bits relative to the largest activation of a group, so a smaller fp32 activation loses bits.
+  // byte_split keeps 23 bits relative to the largest activation of a group, so smaller fp32 activations lose bits. It
+  // is used for fp32 only if the caller allows reduced precision.
   const bool byte_split = (half || reduced) && code_kind(problem.format) != CodeKind::table;
   if (machine.isa == Isa::avx2 && byte_split && problem.M == 1) return Kernel::byte_split_avx2;
   if (machine.isa != Isa::avx512 && machine.isa != Isa::amx && machine.isa != Isa::neon) return fp32;

@@ -99,8 +99,9 @@ void to_float(const void* source, ElementType type, int64_t count, float* out) {
   }
 }
 
-// E4M3 is converted through fp16. Shifted into the fields of an fp16, a code reads as its value times 2^-8, and this
-// holds for subnormals too.
+// Converts E4M3 codes through fp16. Exponent and mantissa of a code are shifted into the same fields of an fp16. E4M3
+// has the exponent bias 7 and fp16 has 15, so the fp16 is the code's value times 2^-8, also for subnormals. The product
+// with 256 = 2^8 corrects this.
 template <class V>
 void decode_scales(const uint8_t* source, ScaleCoding coding, int64_t count, float* out) {
   int64_t i = 0;
@@ -262,8 +263,8 @@ constexpr MatrixKernel matrix_kernel() {
 
 template <class V>
 constexpr KernelSet kernel_set() {
-  // Rows are divided into blocks of nearly equal size. The smallest block is half of large_m_rows + 1 rows, or a single
-  // block of small_m_rows + 1.
+  // large_m computes products of more than small_m_rows rows, in blocks of nearly equal size. The smallest block is a
+  // single one of small_m_rows + 1 rows, or one of the two blocks of large_m_rows + 1 rows.
   constexpr int min_rows = std::min(V::small_m_rows, (V::large_m_rows + 1) / 2);
   return {matrix_kernel<V, false, 1, V::small_m_rows, V::small_m_vectors>(),
           matrix_kernel<V, V::large_m_from_panel, min_rows, V::large_m_rows, V::large_m_vectors>(),

@@ -21,8 +21,8 @@ constexpr int64_t kBlockColumns = 8 * kDequantizeColumns;  // the fp32 scales an
 constexpr int64_t kBlockRows = 8;                          // packed rows per task
 constexpr int64_t kPadding = 32;                           // columns: two of the widest vectors
 
-// Larger results are stored with stores that bypass the caches. They would fill half of a small machine's last-level
-// cache.
+// Results larger than this would fill half of a small machine's last-level cache. They are therefore stored with stores
+// that bypass the caches.
 constexpr int64_t kStreamBytes = int64_t{4} << 20;
 
 void stream_fence() {
@@ -31,8 +31,8 @@ void stream_fence() {
 #endif
 }
 
-// Replaces every NaN by the canonical quiet NaN, which is still a NaN after rounding to bf16. Other NaNs may become
-// numbers, because the kernels do not check for NaN when they round.
+// Replaces every NaN by the canonical quiet NaN. The kernels round to bf16 without a check for NaN: the canonical NaN
+// stays a NaN, but other NaNs may become numbers.
 void drop_payloads(float* values, int64_t count) {
   for (int64_t i = 0; i < count; ++i)
     values[i] = std::isnan(values[i]) ? std::numeric_limits<float>::quiet_NaN() : values[i];

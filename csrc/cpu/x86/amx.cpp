@@ -65,8 +65,8 @@ void unpack_tiles(const Step& s, float* panel) {
   }
 }
 
-// The smallest activation and the smallest scale for a scaled panel. Times the smallest code, 1/2, their product is
-// 2^-102. What the tiles flush is below 2^-126, and so less than 2^-24 of that product.
+// The smallest activation (2^-76) and the smallest scale (2^-25) for a scaled panel. Their product with the smallest
+// code, 1/2, is 2^-102. The tiles flush values below 2^-126, so a flushed value is less than 2^-24 of that product.
 constexpr uint32_t kMinScaledActivation = (127U - 76U) << 23, kMinScale = (127U - 25U) << 23;
 
 // Returns true if every code times its scale is large enough for the tiles and cannot overflow. NaN is allowed.
@@ -81,8 +81,8 @@ bool scales_representable(const float* scales, int64_t count) {
   return out_of_range == 0;
 }
 
-// Adds scale * (tile sums - zero * sum of activations) to y [rows, 32]; formats with a bias add bias * sum of
-// activations instead.
+// Adds scale * (tile sums - zero * sum of activations) to y [rows, 32]. For formats with a bias, adds
+// scale * tile sums + bias * sum of activations.
 void add_tiles(const Step& s, int segment, int rows, const float* tiles, float* y) {
   const float* scales = s.scales + segment * s.ld_scales;
   const __m512 scale[2] = {_mm512_loadu_ps(scales), _mm512_loadu_ps(scales + 16)};
@@ -105,8 +105,8 @@ void add_tiles(const Step& s, int segment, int rows, const float* tiles, float* 
   }
 }
 
-// Returns false for products of two small parts. They are left out, because they are less than 2^-24 of the product of
-// activation and code.
+// Returns true if the product of these two parts is computed. The products of two small parts are left out, because
+// they are less than 2^-24 of the product of activation and code.
 constexpr bool counts(int part, int code_part) {
   return part + code_part < 3;
 }
@@ -153,7 +153,7 @@ void tile_step(const Step& s) {
       }
       if constexpr (Codes::ahead_rows != 0) {
         if (s.next != nullptr) next_panel = codes.unpack(*s.next, k, end, next_panel);
-        memory_is_read();  // stops the compiler from moving the decoding away from here
+        memory_is_read();  // keeps the decoding here, between the tile products
       }
     }
     constexpr int kStride = kStrip * sizeof(float);

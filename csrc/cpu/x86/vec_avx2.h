@@ -39,7 +39,7 @@ struct Avx2 {
   static F zero_below(F x, float limit, F value) {
     return _mm256_and_ps(value, _mm256_cmp_ps(x, _mm256_set1_ps(limit), _CMP_NLT_UQ));
   }
-  // Keeps the rounding of a product: without this, compilers may fuse it with the addition that follows.
+  // Keeps the rounding of a product. Otherwise the compiler may fuse the product with the addition that follows.
   static F rounded(F a) {
     asm("" : "+x"(a));
     return a;
@@ -63,7 +63,7 @@ struct Avx2 {
     const I odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
     return _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7FFF)), odd), 16);
   }
-  // In a NaN the lower 16 bits must be zero; otherwise the rounding would carry into the exponent and sign.
+  // The lower 16 bits of a NaN must be zero. Otherwise the rounding could carry into the exponent and the sign.
   static void store_bfloat16(uint16_t* p, F a, F b) {
     // vpackusdw packs each 128-bit half separately, so the result must be reordered.
     const I packed = _mm256_packus_epi32(bfloat16_bits(a), bfloat16_bits(b));

@@ -38,7 +38,7 @@ struct Avx512 {
   static F zero_below(F x, float limit, F value) {
     return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(limit), _CMP_NLT_UQ), value);
   }
-  // Keeps the rounding of a product: without this, compilers may fuse it with the addition that follows.
+  // Keeps the rounding of a product. Otherwise the compiler may fuse the product with the addition that follows.
   static F rounded(F a) {
     asm("" : "+v"(a));
     return a;
@@ -66,7 +66,7 @@ struct Avx512 {
     const __mmask16 odd = _mm512_test_epi32_mask(bits, _mm512_set1_epi32(0x10000));
     return _mm512_mask_add_epi32(sum, odd, sum, _mm512_set1_epi32(1));
   }
-  // In a NaN the lower 16 bits must be zero; otherwise the rounding would carry into the exponent and sign.
+  // The lower 16 bits of a NaN must be zero. Otherwise the rounding could carry into the exponent and the sign.
   static void store_bfloat16(uint16_t* p, F a, F b) {
     const I high_halves = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29, 27,
                                            25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);

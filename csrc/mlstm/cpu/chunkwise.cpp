@@ -19,7 +19,7 @@ namespace marlin::cpu {
 namespace {
 
 constexpr size_t kKeepBytes = size_t{8} << 20;  // scratch that a thread keeps
-constexpr int64_t kMaxChain = 1024;             // the most products that are added one after the other
+constexpr int64_t kMaxChain = 1024;             // at most this many products are added one after the other
 
 // Calls f(first, size) for nearly equal blocks of [0, count), at most max_size each.
 template <class F>
@@ -334,7 +334,7 @@ class Task {
   int64_t row_pitch_ = 0;
   MlstmGates gates_{};
   float* keys_ = nullptr;           // [L, DK]
-  float* keys_by_token_ = nullptr;  // [DK, L]; weighted for the state after `weights` has used them
+  float* keys_by_token_ = nullptr;  // [DK, L]; weigh_keys() multiplies them by gates_.to_state, after weights()
   float* n_ = nullptr;              // [DK]
   float* rows_ = nullptr;           // [L, DK + L]
   float* numerators_ = nullptr;     // [L, strip]

@@ -10,7 +10,7 @@ namespace marlin::cpu {
 
 namespace {
 
-// A gate this low has the same effect as -inf, but fp64 sums that contain it are still exact enough.
+// A gate this low has the same effect as -inf. Unlike -inf, it keeps fp64 sums finite and precise enough.
 constexpr double kLowestGate = -1e8;
 
 void split(double value, float* high, float* low) {

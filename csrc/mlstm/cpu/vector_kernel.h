@@ -45,7 +45,7 @@ template <class V>
 template <class V, int R, int C, bool causal>
 void mlstm_product(const MlstmProduct& product) {
   using F = typename V::F;
-  const MlstmProduct p = product;  // a local copy, which the compiler knows that stores to floats do not change
+  const MlstmProduct p = product;  // a local copy: the compiler knows that a store to a float cannot change it
   F acc[R * C];
   if (p.beta == 0.F) {
     unroll<V, R * C>([&](auto i) __attribute__((always_inline)) { acc[i] = V::zero(); });
