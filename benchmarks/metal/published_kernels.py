@@ -149,7 +149,7 @@ def row_bytes(product: Product) -> float:
 
 
 def mlx_vector(product: Product, gpu: AppleSiliconGPU) -> float:
-    """`qmv_fast`: a threadgroup of two simdgroups has 8 columns of one row; rows of a column block start together."""
+    """Times `qmv_fast`: a threadgroup has 8 columns of a row; the rows of a column block start together."""
     columns = ceil(product.N, 8)
     activations = product.M * product.K * product.activation_bytes
     return seconds(
@@ -167,7 +167,7 @@ def mlx_vector(product: Product, gpu: AppleSiliconGPU) -> float:
 
 
 def mlx_wide(product: Product, gpu: AppleSiliconGPU) -> float:
-    """`qmv_wide` of M3 and later: 2 to 5 rows in a block, 8 columns in a threadgroup."""
+    """Times `qmv_wide` of M3 and later: a block has 2 to 5 rows, a threadgroup 8 columns."""
     blocks = ceil(product.M, 5)
     columns = ceil(product.N, 8)
     activations = product.M * product.K * product.activation_bytes
@@ -186,7 +186,7 @@ def mlx_wide(product: Product, gpu: AppleSiliconGPU) -> float:
 
 
 def mlx_matrix(product: Product, gpu: AppleSiliconGPU) -> float:
-    """`qmm_t`: tiles of 32 x 32, along N first; K is split until there are 512 threadgroups."""
+    """Times `qmm_t`: tiles are 32 x 32 and go along N first; K is split until there are 512 threadgroups."""
     row_blocks, column_blocks = ceil(product.M, 32), ceil(product.N, 32)
     splits = min(max(1, 512 // (row_blocks * column_blocks)), product.K // 64)
     while splits > 1 and product.K % (splits * 64):
@@ -221,7 +221,7 @@ def mlx(product: Product, gpu: AppleSiliconGPU) -> float:
 
 
 def ggml_vector(product: Product, gpu: AppleSiliconGPU) -> float:
-    """`mul_mv`: one row after the other. A threadgroup has 8 columns of q4_0, or 2 of q8_0 whose simdgroups share K."""
+    """Times `mul_mv`: a threadgroup has 8 columns (q4_0), or 2 whose simdgroups share K (q8_0), and one row."""
     is_q8 = product.weight_format == "q8_0"
     columns = ceil(product.N, 2 if is_q8 else 8)
     activations = product.M * product.K * product.activation_bytes
@@ -240,7 +240,7 @@ def ggml_vector(product: Product, gpu: AppleSiliconGPU) -> float:
 
 
 def ggml_few_rows(product: Product, gpu: AppleSiliconGPU) -> float:
-    """`mul_mv_ext`: 2 to 5 rows in a block; the second block starts when the first has ended."""
+    """Times `mul_mv_ext`: a block has 2 to 5 rows; the second block starts when the first has ended."""
     if product.M == 1:
         return ggml_vector(product, gpu)
     rows = {2: 2, 3: 3, 4: 4, 5: 5, 6: 3, 7: 4, 8: 4}[product.M]
@@ -262,7 +262,7 @@ def ggml_few_rows(product: Product, gpu: AppleSiliconGPU) -> float:
 
 
 def ggml_matrix(product: Product, gpu: AppleSiliconGPU) -> float:
-    """`mul_mm`: tiles of 32 rows and 64 columns; the row blocks of a column block start together."""
+    """Times `mul_mm`: tiles have 32 rows and 64 columns; the row blocks of a column block start together."""
     row_blocks, column_blocks = ceil(product.M, 32), ceil(product.N, 64)
     activations = product.M * product.K * product.activation_bytes
     return seconds(

@@ -47,7 +47,7 @@ def model_of(weight_format: str, dtype: torch.dtype) -> LlamaForCausalLM:
 
 
 def files_of(compiled: list[softmetal.Compile]) -> set[str]:
-    """The files of the libraries: `gemm/gemv.metal`."""
+    """Returns the files of the compiled libraries, such as `gemm/gemv.metal`."""
     return {FILE.search(c.text)[1] for c in compiled if c.kind == "library"}  # type: ignore[index]
 
 

@@ -92,7 +92,7 @@ def shrunken(family: str) -> PreTrainedConfig:
 
 
 def smaller(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Returns a config of small sizes: a new one, which computes dependent values, or the changed one if that fails."""
+    """Returns a config of small sizes: a new one with matching dependent values or, if that fails, the given one."""
     inside = {name: smaller(value) for name, value in vars(config).items() if isinstance(value, PreTrainedConfig)}
     sizes: dict[str, Any] = {name: size for name, size in SIZES.items() if isinstance(getattr(config, name, None), int)}
     if config.model_type in ("mamba2", "bamba"):

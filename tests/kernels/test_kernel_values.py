@@ -1,4 +1,4 @@
-"""Values one by one: every code of every format, NaN and infinity, the decode probe."""
+"""Checks single values: every code of every format, NaN and infinity, the result of the decode probe."""
 
 from dataclasses import replace
 

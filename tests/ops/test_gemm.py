@@ -282,7 +282,7 @@ PERMISSIONS = {
 @pytest.mark.parametrize("M", [1, 9])
 @pytest.mark.parametrize("permit", PERMISSIONS.values(), ids=PERMISSIONS)
 def test_reduced_float32_precision_changes_float32_activations_only(permit, M, default_precision):
-    """Results of 16-bit activations keep their bits. So do all results on CPUs without such kernels."""
+    """Only results of float32 activations change, and only on CPUs that have kernels of lower precision."""
     K, group_size = 288, 32
     weight = reference.make_weight("uint4b8", K, 40, group_size)
     rows = {dtype: activations((M, K), dtype) for dtype in reference.DTYPES}

@@ -18,7 +18,7 @@ from torch_marlin_metal.repack import (
 
 ops = torch.ops.torch_marlin_metal
 seeds = st.integers(0, 2**31 - 1)
-# The device fixture may be function-scoped: it is a string that is the same for every example.
+# Hypothesis refuses function-scoped fixtures, but `device` is a string that is the same for every example.
 many = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 

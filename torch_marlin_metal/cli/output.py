@@ -33,7 +33,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on std
 
 
 def reported(command: Callable[..., int]) -> Callable[..., None]:
-    """Turns a function that returns an exit code into a command: every expected failure becomes one line."""
+    """Turns a function that returns an exit code into a command that prints one line for every expected failure."""
 
     @functools.wraps(command)
     def run(**arguments: Any) -> None:

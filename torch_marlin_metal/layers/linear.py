@@ -139,7 +139,7 @@ class MarlinLinear(nn.Module):
 
         Args:
             packed: the weight, with its bias if it has one.
-            dtype: what `.weight.dtype` returns; None means the dtype of the bias, else of floating scales, else the
+            dtype: the value of `.weight.dtype`; None means the dtype of the bias, else of floating scales, else the
                 default dtype.
 
         Raises:

@@ -254,7 +254,7 @@ def _relative(got: np.ndarray, exact: np.ndarray) -> float:
 def check_close(p: Sequence, got: Run, exact: mlstm_reference.Result) -> None:
     """Checks numerator, states, h, denominator and stabilisers of fp32 kernels, and h of 16-bit kernels."""
     h, N, M = (got.read(name) for name in ("H", "OutN", "OutM"))
-    # From m0 = 20 on, the floor of the denominator is too small to keep the denominator well-conditioned.
+    # If m0 is 20 or more, the floor of the denominator is too small to keep the denominator well-conditioned.
     well = REGIMES[p.regime].well and (p.m0 or 0.0) < 20
     if p.dtype is torch.float32:
         finite = exact.N < 1e30  # for larger N, h is subnormal

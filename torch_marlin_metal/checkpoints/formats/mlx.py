@@ -27,7 +27,7 @@ def _implied(checkpoint: Checkpoint) -> bool:
 
 
 def _own_settings(layer: Layer, settings: Settings) -> Settings:
-    """Returns the module's own settings, else the common ones. AutoRound stores them only under "quantization"."""
+    """Returns the module's own settings, else the common ones. AutoRound stores the former only in "quantization"."""
     module = layer.name if layer.expert is None else layer.name.rpartition(".")[0]
     table = layer.checkpoint.config.get("quantization")
     for values in (settings, table if isinstance(table, dict) else {}):

@@ -12,17 +12,17 @@ ASSUMPTIONS = (
     "Every GPU executes as many instructions as Mesa's compiler generates for the M1; Apple's compiler may differ by "
     "10 to 20 %.",
     "Weights are not in any cache, and nothing else runs on the GPU.",
-    "A kernel that does not load ahead waits as often as its compiled loop does: 311 ns for memory, 64 clocks for a "
-    "cache. Other simdgroups on the core fill that time if there are any.",
-    "Instructions and matrix operations overlap. The share of the shorter that the longer hides was found for each GPU "
-    "family by comparing the model with published times of other kernels.",
-    "Memory time and compute time overlap, except for a twentieth of the shorter one.",
+    "A kernel that does not load ahead waits wherever its compiled loop waits: 311 ns for memory, 64 clocks for a "
+    "cache. Other simdgroups on the core use that time, if there are any.",
+    "Instructions and matrix operations overlap in part. How much they overlap was found for each GPU family by "
+    "comparing the model with published times of other kernels.",
+    "Memory time and compute time overlap, but a twentieth of the shorter time is added to the longer time.",
     "Threadgroups start in order, x first, and spread evenly over the cores.",
-    "If several row blocks read the same weights, each reads them from memory again, at twice the rate if the weight "
-    "fills at most half of the system-level cache. Row blocks of gemv start side by side, and all but one find the "
-    "weights in L2.",
+    "If several row blocks read the same weights, each block reads them from memory again. These reads are twice as "
+    "fast if the weight fills at most half of the system-level cache. Row blocks of gemv start together; all but one "
+    "of them find the weights in L2.",
     "Bank conflicts, the register cache, barriers and the rate of threadgroup memory cost nothing.",
-    "A dispatch that depends on the one before takes 6 us besides its work. Published figures are 3 to 10 us.",
+    "A dispatch that depends on the previous one takes 6 us in addition to its work. Published figures are 3 to 10 us.",
     "On chips of two dies (Ultra), weights of less than 50 MB are read at 0.8 times the rate of larger ones.",
     "If a figure of a GPU is unknown, the figure of the most similar GPU replaces it; the GPU's own table says so.",
 )
