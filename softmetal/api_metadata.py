@@ -19,7 +19,7 @@ FRAMEWORKS = {"Metal": "pyobjc-metal", "Foundation": "pyobjc-cocoa"}  # framewor
 
 @dataclass
 class Registration:
-    """One `registerMetaDataForSelector` call. `types` maps positions to known types; None is the result."""
+    """One `registerMetaDataForSelector` call. `types` maps positions, or None for the result, to known types."""
 
     owner: str  # a class, or NSObject for methods of protocols
     selector: str

@@ -54,7 +54,7 @@ def build_extension(
     flags = [f"-I{path}" for path in include_dirs]
     flags += [f"-D{macro}={value}" for macro, value in (defines or {}).items()]
     flags += ["-isystem", sysconfig.get_path("include"), f"-DTORCH_EXTENSION_NAME={name.rpartition('.')[2]}"]
-    flags += ["-fvisibility=hidden", "-Werror=objc-method-access"]  # an unknown selector is only a warning
+    flags += ["-fvisibility=hidden", "-Werror=objc-method-access"]  # by default only a warning
     with locked():
         objects = compile_host_sources(name, [Path(source) for source in sources], flags)
         library, stamp = extension_path(name), FOLDER / f"{name}.link"

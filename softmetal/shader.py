@@ -58,7 +58,7 @@ class ShaderKernel:
 
         Args:
             args: mps tensors, numbers (int64 or float32 unless cast), lists of numbers, or lists of mps tensors.
-            threads: of the grid, 1 to 3 numbers. The default is the number of elements of the first tensor.
+            threads: threads of the grid, 1 to 3 numbers. The default is the number of elements of the first tensor.
             group_size: threads of a threadgroup, as many numbers as `threads`.
             arg_casts: element type of numbers, for all arguments or by argument index.
             error_buf_idx: slot of the stream's error buffer. An error that a kernel reports there is raised as

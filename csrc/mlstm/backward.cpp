@@ -1,5 +1,5 @@
-// The mLSTM's backward pass, chunk by chunk, in ATen operators, for every device (docs/mlstm.md, "Gradients"). It
-// recomputes the weights inside chunks, and keeps one state and one gradient of a state per chunk.
+// The mLSTM's backward pass, chunk by chunk, in ATen operators, for every device (docs/mlstm.md, "Gradients"). The
+// pass recomputes the weights inside chunks. It keeps one state and one gradient of a state per chunk.
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>

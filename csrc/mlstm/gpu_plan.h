@@ -32,8 +32,8 @@ struct MlstmPlan {
 };
 
 // All four functions throw std::invalid_argument if the problem is empty or needs offsets of more than 32 bits.
-// plan_mlstm divides the sequence into segments of as many chunks as the workspace holds states. It computes the gates
-// once, and then the states and the output of each segment.
+// plan_mlstm divides the sequence into segments. A segment has as many chunks as the workspace holds states. The plan
+// computes the gates once, and then the states and the output of each segment.
 MlstmPlan plan_mlstm(const MlstmLaunch& launch);
 MlstmPlan plan_mlstm_states(const MlstmLaunch& launch, uint32_t save_every);
 MlstmPlan plan_mlstm_output(const MlstmLaunch& launch);

@@ -68,8 +68,8 @@ Compiled<Object> compiled(const Compile& compile) {
 MTLCompileOptions* compile_options() {
   MTLCompileOptions* options = [[[MTLCompileOptions alloc] init] autorelease];
   [options setLanguageVersion:MTLLanguageVersion3_1];
-  // The FP4 and INT4 decode relies on subnormals and NaN, and the mLSTM on precise exp and log. macOS 15 has a property
-  // for each of the two; on macOS 14 fastMathEnabled controls both.
+  // The FP4 and INT4 decode relies on subnormals and NaN, so mathMode is safe. The mLSTM relies on precise exp and log,
+  // so mathFloatingPointFunctions is precise. macOS 14 has only fastMathEnabled, which controls both.
 #if !defined(__MAC_OS_X_VERSION_MAX_ALLOWED) || __MAC_OS_X_VERSION_MAX_ALLOWED >= 150000
   if ([options respondsToSelector:@selector(setMathMode:)] &&
       [options respondsToSelector:@selector(setMathFloatingPointFunctions:)]) {

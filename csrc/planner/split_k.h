@@ -11,8 +11,8 @@ namespace marlin {
 
 inline constexpr uint32_t kMaxSlices = 64;
 
-// Returns the length of a slice if K is split into about `slices` slices. It is a multiple of `unit`, and no slice is
-// empty. If `unit` allows it, a slice contains whole groups, or a group contains whole slices.
+// Returns the length of a slice if K is split into about `slices` slices. The length is a multiple of `unit`, and no
+// slice is empty. If `unit` allows it, a slice contains whole groups, or a group contains whole slices.
 inline uint32_t slice_length(const WeightProblem& weight, uint32_t slices, uint32_t unit) {
   const uint32_t group = group_size(weight);
   const uint32_t even = round_up(ceil_divide(weight.K, slices), unit);

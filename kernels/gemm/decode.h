@@ -17,14 +17,14 @@ MARLIN_INLINE Vec8<half> make_vec8(half2 pair0, half2 pair1, half2 pair2, half2 
   return {{pair0.x, pair1.x, pair2.x, pair3.x, pair0.y, pair1.y, pair2.y, pair3.y}};
 }
 
-// Decodes E2M1 codes j and j + 4 of a word to their values times 2^-14. Each code is moved to bits 12..9 of a half. Its
-// three low bits are then in place; adding 0x7000 carries the sign to bit 15, and a mask drops the rest. Code 1 becomes
-// a half subnormal. A left shift by 1 to 4 is free inside an addition on Apple GPUs; any other shift takes four cycles
-// of the slow ALU (M1, metal-benchmarks).
+// Decodes E2M1 codes j and j + 4 of a word to their values times 2^-14. Each code is moved to bits 12..9 of a half. The
+// code's exponent and mantissa are then in the half's fields. Adding 0x7000 carries the sign to bit 15, and a mask
+// drops the other bits. Code 1 becomes a half subnormal. On Apple GPUs, a left shift by 1 to 4 is free inside an
+// addition. Any other shift takes four cycles of the slow ALU (M1, metal-benchmarks).
 MARLIN_INLINE half2 e2m1_scaled(uint word, uint j) {
   const uint even = word & 0x0F0F0F0Fu;
   const uint odd = word & 0xF0F0F0F0u;
-  const uint raised = (odd << 4) + 0x38003800u;  // code and addend are both one bit too low
+  const uint raised = (odd << 4) + 0x38003800u;  // one bit too low; raised + raised shifts it
   const uint carried = j == 0   ? ((even << 8) << 1) + 0x70007000u
                        : j == 1 ? raised + raised
                        : j == 2 ? (even << 1) + 0x70007000u
@@ -42,7 +42,7 @@ MARLIN_INLINE Vec8<half> exact_e2m1(uint word) {
 // How FastCodes reads codes. A code is the returned value times even_unit(), or odd_unit() for odd k.
 struct DecodeOptions {
   bool subnormal;     // reads codes as half subnormals, otherwise as normal halves
-  bool separate_odd;  // leaves odd k at 16 times the scale of even k: saves a shift, needs separate accumulators
+  bool separate_odd;  // leaves codes of odd k 16 times too large: saves a shift, but needs separate accumulators
 };
 
 // Decodes codes at whatever scale is cheapest. pair() returns the codes of k = j and j + 4 as float2; the widening is

@@ -20,7 +20,7 @@ template <WeightFormat format, typename T>
   if (row >= params.count || k >= params.K) return;
   const long id = params.id_bytes == 8 ? reinterpret_cast<const device long*>(ids)[row]
                                        : long(reinterpret_cast<const device int*>(ids)[row]);
-  // The host cannot check the values of ids. NaN makes a wrong one visible.
+  // The host cannot check the values of ids. A wrong id gives a row of NaN, so that the mistake is visible.
   const bool known = id >= 0 && id < long(params.N);
   const Weight weight{packed, scales, zeros, global_scale, params.N, params.group_size};
   const Vec8<float> values = weight.decoded<format>(lut, k, known ? uint(id) : 0);

@@ -1,11 +1,11 @@
-// For five and more activation rows. Computes y^T = W^T a^T in 8x8x8 products. Both operands are built in registers
+// Computes y^T = W^T a^T in 8x8x8 products, for five and more activation rows. Both operands are built in registers
 // straight from device loads, so the K loop needs no threadgroup memory, no barrier and no shuffle. K is split between
-// the simdgroups of a threadgroup, which add their totals in threadgroup memory, and between threadgroups, whose
-// partial sums reduce.metal adds. Both sums have a fixed order, so that the same inputs give the same bits.
+// the simdgroups of a threadgroup, which add their totals in threadgroup memory. K is also split between threadgroups,
+// whose partial sums reduce.metal adds. Both sums have a fixed order, so the same inputs give the same bits.
 //
-// Row v of weight fragment b is column 4 v + b of the simdgroup's 32 columns. A lane then needs one 16-byte load for
+// Row v of weight fragment b is column 4 v + b of the simdgroup's 32 columns. One 16-byte load therefore gives a lane
 // its words of all four fragments, and a simdgroup reads 128 contiguous bytes of a packed row. The columns of a
-// fragment are k in the order of weight_fragment.h. A lane then needs one load of four activations per row for the four
+// fragment are k in the order of weight_fragment.h. One load of four activations per row therefore serves the four
 // steps of a word.
 #include "kernels/shared/variants.h"
 
@@ -25,8 +25,8 @@ enum {
 };
 
 // The rows of a threadgroup, starting at `begin`. If fewer than rows_per_threadgroup are left, the threadgroup and its
-// row blocks move up until they end at row M - 1. They then recompute rows that others store, but no load is
-// conditional and all threadgroups use the same row offsets.
+// row blocks move up until they end at row M - 1. The threadgroup then recomputes rows that another one stores. In
+// return, no load is conditional, and all threadgroups use the same row offsets.
 struct FusedRows {
   uint M;
   uint begin;
@@ -46,23 +46,24 @@ struct FusedAccumulators {
   Weight weight;
   Activations<T> a;
   uint n;                    // the lane's first column
-  uint word;                 // which of the four packed rows of a load is the lane's
+  uint word;                 // the lane's packed row, of the four that a load reads
   uint quad;                 // the lane's first k among the 32 of a load
   const device uint* words;  // the lane's next four words
-  uint scale_index;          // of the next scales; 32 bits suffice, the planner refuses weights with 2^32 scales
+  uint scale_index;          // of the next scales; fits in 32 bits, because the planner refuses larger weights
   // The lane's two rows of block 0, at the lane's first k of the next step; with a permutation, at k = 0.
   const device T* x_row[2];
   vec<T, 4> x[kFusedRowBlocks][2];      // four k of each of the two rows
   int64_t row_offset[kFusedRowBlocks];  // from block 0 to block i; the same for all lanes and threadgroups
-  uint pair;                            // 2, the offset of the second of two load_pair() calls
+  uint pair;                            // always 2, the offset of the second load_pair(); see load_activations()
   const threadgroup float* table;
   ColumnDecode<format> decode[kFusedColumnBlocks];
   Matrix sum[kFusedRowBlocks][kFusedColumnBlocks];
 
   static MARLIN_INLINE bool has_block(uint i) { return i * kBlock < uint(rows_per_threadgroup); }
 
-  // Loading all rows at once needs 231 half-registers per thread (M1), and only two of the planner's five-simdgroup
-  // threadgroups fit on a core. Loading in pairs needs 207, and three fit.
+  // With 32 rows of fp32, loading the activations of four steps at once needs 231 half-registers per thread (M1). Only
+  // two of the planner's threadgroups, of five simdgroups each, then fit on a core. Loading the activations of two
+  // steps at a time needs 207, and three threadgroups fit.
   static MARLIN_INLINE bool loads_pairs() { return sizeof(T) == 4 && rows_per_threadgroup == kFusedMaxRows; }
 
   // Loads the activations for step j: for all four steps at once if j = 0, or for steps j and j + 1 if loads_pairs().

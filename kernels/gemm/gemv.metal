@@ -1,7 +1,7 @@
-// For up to kGemvMaxRows activation rows. A lane owns four columns: one 16-byte load holds 8 k of each, and the sums of
-// a column never leave its lane. K is split between the simdgroups of a threadgroup, which add their totals in
-// threadgroup memory, and between threadgroups, whose partial sums reduce.metal adds. Both sums have a fixed order, so
-// that the same inputs give the same bits.
+// Computes up to kGemvMaxRows activation rows. A lane owns four columns: one 16-byte load holds 8 k of each, and no
+// other lane holds sums of these columns. K is split between the simdgroups of a threadgroup, which add their totals in
+// threadgroup memory. K is also split between threadgroups, whose partial sums reduce.metal adds. Both sums have a
+// fixed order, so the same inputs give the same bits.
 #include "kernels/shared/variants.h"
 
 #include "kernels/gemm/product.h"
@@ -29,7 +29,7 @@ struct GemvAccumulators {
   const device T* x_row[kGemvMaxRows];  // at the next k; with a permutation, at the start of the row
   const threadgroup float* table;
   threadgroup float4* totals;  // of the lane's four columns; the next row is kSimdWidth further
-  // Accumulators of the current chain.
+  // Accumulators of the current chain: a run of at most kChainLength k of one group, which is summed before scaling.
   float even[kGemvMaxRows][kGemvColumnsPerLane];
   float odd[kGemvMaxRows][kGemvColumnsPerLane];
 
@@ -55,7 +55,9 @@ struct GemvAccumulators {
     return a.load_quad(row + (has_perm ? 0 : quad), k + quad);
   }
 
-  // fp16 activations are never too small for codes that are scaled down, and codes of a table are not scaled down.
+  // Returns true if very small activations are possible and would lose bits. The decode scales integer and E2M1 codes
+  // down, by up to 2^24, so a product with a very small activation could be subnormal in fp32. Non-zero fp16
+  // activations are at least 2^-24, which is large enough. Codes of a table are not scaled down.
   static constexpr bool checks_activations() { return !is_same_v<T, half> && code_kind(format) != CodeKind::table; }
 
   // Returns true if an activation is so small that its product with a code scaled down by 2^24 would be flushed to zero

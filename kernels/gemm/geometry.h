@@ -46,9 +46,9 @@ struct ReduceParams {
 };
 static_assert(sizeof(ReduceParams) == 16, "shared with the shaders");
 
-// The parameters of the kernel that adds up tiles which several stripes share. Stripe s stores its partial sums of its
-// first tile in partials[2 * s]. If its last tile is another one and it does not finish it, it stores those sums in
-// partials[2 * s + 1].
+// The parameters of the kernel that adds up tiles which several stripes share. Stripe s stores its partial sums of the
+// stripe's first tile in partials[2 * s]. If the stripe ends inside another tile, it stores the partial sums of that
+// tile in partials[2 * s + 1].
 struct StripedReduceParams {
   uint32_t M;
   uint32_t N;
@@ -93,8 +93,8 @@ enum {
   kFusedMaxRows = 32,
   kFusedK = 64,
   kFusedMaxSimdgroups = 8,
-  // The matrix unit's accumulators sum this many terms; then they are added to the totals. At K = 16384, the longest K
-  // of the error bound (docs/numerics.md), neither sum is then longer than 256 terms.
+  // The matrix unit's accumulators sum this many terms and are then added to the totals. At K = 16384, the longest K of
+  // the error bound (docs/numerics.md), a total therefore has 64 terms, and no sum has more than 256.
   kFusedChainLength = 256,
 };
 
@@ -116,8 +116,8 @@ enum {
   kMinGroupSize = 16,                // the smallest supported group size, unless K is smaller
   kSimdgroupRows = 32,               // a simdgroup computes 32 rows of 16 or 32 columns
   kMaxOutputsOf16Columns = 64 * 64,  // the largest tile (M * N) whose simdgroups have 16 columns
-  // This many terms are summed; then the sum is scaled and added to the total. It is the square root of K = 16384, the
-  // longest K of the error bound, so that neither sum is longer than 128 terms.
+  // This many terms are summed before the sum is scaled and added to the total. 128 is the square root of K = 16384,
+  // the longest K of the error bound, so neither the sum nor the total has more than 128 terms.
   kChainLength = 128,
 };
 

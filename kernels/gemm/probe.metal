@@ -1,4 +1,5 @@
-// A question that Metal's feature tables do not answer. A file of its own: the first product of a process waits for it.
+// Tests a property of the GPU that Metal's feature tables do not list. The kernel has a file of its own, so that it
+// compiles fast: the first product of a process waits for the answer.
 #include "kernels/shared/slots.h"
 
 using namespace metal;

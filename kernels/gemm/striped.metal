@@ -1,6 +1,6 @@
 // Computes the tiles of the staged kernels with a fixed number of threadgroups. Each threadgroup takes one contiguous
 // stripe of the sequence of all (tile, slice of K) units. The numbers of units of two threadgroups differ by at most
-// one. docs/striping.md draws it.
+// one. docs/striping.md has a drawing.
 #include "kernels/gemm/tile_product.h"
 
 using namespace metal;
@@ -45,7 +45,7 @@ MARLIN_INLINE void striped_gemm(const Product<T> product, constant GemmParams& p
     const uint n0 = index / tiles_m * Tile::kN;
     const uint k_begin = (unit - tile_begin) * params.k_per_slice;
     const uint k_end = unit_end == tile_end ? params.K : (unit_end - tile_begin) * params.k_per_slice;
-    // Other simdgroups may still be reading the stage of the previous tile that this tile fills first.
+    // This tile first fills a stage that other simdgroups may still be reading for the previous tile.
     if (unit != begin) threadgroup_barrier(mem_flags::mem_threadgroup);
     tile.compute(product, params, m0, n0, k_begin, k_end);
     if (!writes_partials || (unit == tile_begin && unit_end == tile_end)) {

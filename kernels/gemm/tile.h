@@ -1,6 +1,6 @@
-// Computes a tile of outputs in steps of Tile::kK k. Each step stages in threadgroup memory its activations, its codes
-// decoded exactly to half, and the scales of the groups that it touches. Sums over codes are scaled in fp32 at the end
-// of each group.
+// Computes a tile of outputs in steps of Tile::kK k. Each step stages its operands in threadgroup memory: activations,
+// codes decoded exactly to half, and the scales of the groups in the step. Sums over codes are scaled in fp32 at the
+// end of each group.
 #pragma once
 
 #include "kernels/gemm/activations.h"
@@ -24,8 +24,9 @@ struct Tile {
     kBlocksM = kSimdgroupRows / kBlock,  // 8x8 blocks of one simdgroup's outputs, down and across
     kBlocksN = tile_simdgroup_columns({m, n, k}) / kBlock,
     kSimdgroupsN = n / (kBlocksN * kBlock),
-    // Stores the next step's data before it multiplies. Two sets of 4 x 4 accumulators leave no registers to hold that
-    // data meanwhile: with 512 threads, each has 208 half-registers (M1, Mesa's table).
+    // True if the next step's data are stored to threadgroup memory before this step multiplies. With two sets of 4 x 4
+    // accumulators, no registers are free to hold these data during the products: in a threadgroup of 512 threads, each
+    // thread has 208 half-registers (M1, Mesa's table).
     kStoresEarly = kBlocksN > 2,
   };
 };
@@ -95,7 +96,8 @@ struct TileLoader {
       const uint n = n0 + index % Tile::kN;
       const uint k = k0 + index / Tile::kN * kCodesPerWord;
       words[i] = 0;
-      // lut4's table may hold NaN. Codes outside the weight get the index after its last entry, where a zero is stored.
+      // A code outside the weight must decode to zero. For lut4 it gets the index after the table's last entry, where a
+      // zero is stored, because every entry of the table may be NaN.
       zero_in_code[i] = format == WeightFormat::lut4 ? half(-kLutSize) : 0.0h;
       if (has_word(index) && n < params.N && k < k_end) {
         words[i] = weight.word(k, n);
@@ -159,7 +161,7 @@ struct TileAccumulators {
 
   float total[kBlocksM][kBlocksN][2];
   simdgroup_matrix<float, kBlock, kBlock> sum[kBlocksM][kBlocksN];
-  float x_sum[kBlocksM];  // of the lane's own elements
+  float x_sum[kBlocksM];  // sums of the activations that the lane holds
   uint chain_end;         // at this k sum is scaled and added to total: the end of the group or of the chain
 
   static MARLIN_INLINE bool needs_x_sum() {
@@ -202,7 +204,7 @@ struct TileAccumulators {
     float x[kBlocksM] = {};
     MARLIN_UNROLL for (uint i = 0; i < kBlocksM; ++i) {
       if (!needs_x_sum()) continue;
-      // The four lanes that share a row differ in bits 0 and 3.
+      // The indices of the four lanes that share a row differ in bits 0 and 3.
       x[i] = x_sum[i] + simd_shuffle_xor(x_sum[i], 1);
       x[i] += simd_shuffle_xor(x[i], 8);
     }

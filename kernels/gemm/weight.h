@@ -5,14 +5,17 @@
 
 namespace marlin {
 
-// Decodes E4M3 through half: shifted into a half's low exponent bits and mantissa, the code reads as value * 2^-8.
+// Decodes an E4M3 code through half. Exponent and mantissa of the code are shifted into the same fields of a half. E4M3
+// has the exponent bias 7 and half has 15, so the half is the code's value times 2^-8. The product with 256 = 2^8
+// corrects this.
 MARLIN_INLINE float e4m3_value(uint code) {
   const half value = as_type<half>(ushort(((code & 0x80u) << 8) | ((code & 0x7Fu) << 7))) * 256.0h;
   return (code & 0x7Fu) == 0x7Fu ? NAN : float(value);
 }
 
-// Decodes four E4M3 scales as two half2 and multiplies them by global_scale. The missing 2^8 goes into that product,
-// where a power of two cannot change the rounding.
+// Decodes four E4M3 scales as two half2 and multiplies them by global_scale. As in e4m3_value(), the halves are the
+// scales times 2^-8. To correct this, global_scale is multiplied by 2^8: a power of two does not change how the product
+// is rounded. The NaN codes 0x7F and 0xFF become the halves 1.875 and -1.875.
 MARLIN_INLINE float4 e4m3_products(uchar4 codes, float4 global_scale) {
   const uint bits = as_type<uint>(codes);
   const half2 even = as_type<half2>(((bits & 0x00800080u) << 8) | ((bits & 0x007F007Fu) << 7));
@@ -25,7 +28,8 @@ MARLIN_INLINE float4 e4m3_products(uchar4 codes, float4 global_scale) {
   return result;
 }
 
-// 2^(code - 127); code 255 is NaN. Other codes outside 16..240 are outside the operators' promise (docs/numerics.md).
+// Returns 2^(code - 127), or NaN for code 255. The operators do not support other codes outside 16..240
+// (docs/numerics.md).
 MARLIN_INLINE float e8m0_value(uint code) {
   return code == 0xFFu ? NAN : as_type<float>(code << 23);
 }
@@ -114,7 +118,7 @@ struct Weight {
     return float4(0.0f);
   }
 
-  // The zero point in units of the code, or the bias for uint4_bias. 0 for formats without one.
+  // Returns the zero point in units of the code, or the bias for uint4_bias. Returns 0 for formats without either.
   template <WeightFormat format>
   MARLIN_INLINE float zero(uint group, uint n) const thread {
     if (format == WeightFormat::uint4b8) return 8.0f;

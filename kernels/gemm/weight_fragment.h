@@ -18,13 +18,13 @@ struct ColumnDecode {
   float odd_scale;
   float offset;
 
-  // A separate scale for odd codes costs one more register per column. With 32 rows no register is free: 227
-  // half-registers with it, 207 without (M1).
+  // A separate scale for odd codes costs one more register per column. With 32 rows no register is free: a thread would
+  // need 227 half-registers instead of 207 (M1).
   static MARLIN_INLINE DecodeOptions form() { return {subnormal_codes, rows_per_threadgroup < kFusedMaxRows}; }
   static constexpr bool has_zero() { return format == WeightFormat::uint4b8 || format == WeightFormat::uint4; }
-  // Returns true if zero * scale is exact in fp32. It always is for uint4b8, whose zero point is 8, and if neither
-  // factor is fp32, because each then has at most 11 significant bits. Otherwise the product may round; set() then
-  // stores the zero point itself, and weight() subtracts it before it scales.
+  // Returns true if zero * scale is exact in fp32. The product is exact for uint4b8, whose zero point is 8. It is also
+  // exact if neither factor is fp32, because each then has at most 11 significant bits. Otherwise the product may
+  // round, so set() stores the zero point itself, and weight() subtracts it before scaling.
   static MARLIN_INLINE bool offset_is_exact() {
     return format == WeightFormat::uint4b8 ||
            (scales_type != int(ElementType::float32) && zeros_type != int(ElementType::float32));

@@ -1,7 +1,7 @@
 // Computes everything that depends on the gates alone, so that the other kernels need no maximum and no logarithm.
 //
-// With lf = log sigmoid(f), the stabiliser after a token is m' = max(lf + m, i), where m is the one before it. A run of
-// tokens is summarised by (decay, peak): the sum of lf, and the stabiliser after the run if nothing came before it.
+// With lf = log sigmoid(f), the stabiliser after a token is m' = max(lf + m, i); m is the stabiliser before it. A run
+// of tokens is summarised by (decay, peak): the sum of lf, and the stabiliser after the run if nothing came before it.
 // Such summaries combine associatively, so one simdgroup scans a block of 32 tokens. A threadgroup owns a head, and its
 // simdgroups share the head's chunks. The stabilisers between chunks are computed one after the other, with the same
 // sums that the exponents use. A state that is only carried over therefore keeps the factor 1 exactly.

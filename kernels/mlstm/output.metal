@@ -2,9 +2,9 @@
 //   num_j = s E_j (q_j C) + sum over l <= j of S_jl v_l,   S_jl = s (q_j . k_l) exp(D_jl - m_j)
 //   den_j = s E_j (q_j . n) + sum over l <= j of S_jl      h_j = num_j / (max(|den_j|, exp(-m_j)) + eps)
 // C, n: the state before the chunk; s: params.scale; E_j: kGateCarry; D_jl: the decay from token l to j, plus i_l.
-// The simdgroups of a threadgroup compute the scores S_jl together, before any of them sums. Scores pass through
-// threadgroup memory in the layout of the fragments, so that each lane loads the elements that its fragment needs. The
-// stabilisers m_j are known beforehand, so that all products go to the same accumulators.
+// The simdgroups of a threadgroup first compute all scores S_jl together, and then the sums. Scores pass through
+// threadgroup memory in the layout of the fragments, so that each lane loads the elements that its fragment needs.
+// mlstm_gates has computed the stabilisers m_j, so all products go to the same accumulators and none is rescaled.
 #include "kernels/shared/variants.h"
 
 #include "kernels/mlstm/mlstm.h"
@@ -50,7 +50,8 @@ struct Queries {
   MARLIN_INLINE uint token(uint row) const thread { return first + min(row, count - 1); }
 };
 
-// Where a pair of score fragments lies in a block: in the rows of query_row's fragment, from first_column on.
+// The place of a pair of score fragments in a block. The pair's rows are those of the fragment that contains query_row.
+// Its columns begin at first_column.
 struct PairPlace {
   uint query_row;  // the lane's row in the block
   uint first_column;
@@ -212,9 +213,9 @@ struct OutputSums {
     }
   }
 
-  // Adds one block of keys. is_own says that it is the queries' own block. That block's fragments above the diagonal
-  // were not computed, and its keys at key_count and beyond do not exist. Its non-finite values are left out, because a
-  // query that does not see the key has the score 0, and 0 times such a value is NaN. Returns false if any were left
+  // Adds one block of keys. is_own is true for the queries' own block. In that block, fragments above the diagonal were
+  // not computed, and keys at key_count and beyond do not exist. There, non-finite values of v are left out: a query
+  // that does not see the key has the score 0, and 0 times such a value would be NaN. Returns false if any were left
   // out.
   template <bool is_own>
   MARLIN_INLINE bool add_block(const device T* v, uint v_stride, const threadgroup float2* scores, uint first_key,

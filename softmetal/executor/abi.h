@@ -41,9 +41,9 @@ extern __thread const sm_thread* sm_self __attribute__((tls_model("initial-exec"
 void sm_threadgroup_barrier(uint32_t mem_flags) SM_CONVERGENT;
 void sm_simdgroup_barrier(uint32_t mem_flags) SM_CONVERGENT;
 
-// Exchanges values between the lanes of a simdgroup that take part. Waits until these lanes have reached this call
-// site, which is the call's return address. Each lane deposits `bytes` bytes, at most 64. *slots then points to 32
-// deposits, one every `bytes` bytes. The deposits stay valid until the lane's next call into the executor. Slots of
+// Exchanges values between the lanes of a simdgroup that take part. Waits until these lanes have reached the same call
+// site; the call's return address identifies the site. Each lane deposits `bytes` bytes, at most 64. *slots points to
+// 32 deposits, one every `bytes` bytes. The deposits stay valid until the lane's next call into the executor. Slots of
 // inactive lanes hold poison. Returns the mask of active lanes. A function that calls sm_simd_exchange must be
 // always_inline: otherwise all uses of that function would share one call site.
 uint32_t sm_simd_exchange(const void* value, uint32_t bytes, const void** slots) SM_CONVERGENT;
@@ -115,8 +115,8 @@ typedef struct {
   uint32_t is_defined;
 } sm_function_constant;
 
-// One `threadgroup` variable. `code` is the address of the code that declares the variable. The address tells the
-// kernel.
+// One `threadgroup` variable. `code` is the address of the code that declares the variable. The executor finds the
+// variable's kernel by this address.
 typedef struct {
   const void* code;
   uint32_t site, bytes, align, unused;

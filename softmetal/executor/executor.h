@@ -27,7 +27,7 @@ enum { SM_MATH_SAFE = 0, SM_MATH_RELAXED = 1, SM_MATH_FAST = 2 };
 
 typedef struct {
   const char* source;                // Metal Shading Language text
-  const char* metallib;              // or the path of a metallib, without source, includes and defines
+  const char* metallib;              // path of a metallib, in place of source, includes and defines
   const char* file_name;             // for errors and reports; NULL: "program_source.metal"
   const char* const* include_paths;  // for #include "..."
   uint32_t include_path_count;
@@ -147,8 +147,8 @@ typedef struct {
   sm_counters counters;
 } sm_result;
 
-// Runs the whole dispatch, in checked mode if the library was compiled for checked mode. Several threads may call this:
-// launches run one at a time.
+// Runs the whole dispatch, in checked mode if the library was compiled for checked mode. Several threads may call
+// sm_launch; the launches then run one after the other.
 sm_result* sm_launch(const sm_dispatch* dispatch);
 void sm_free_result(sm_result* result);
 

@@ -19,8 +19,9 @@ struct MatrixOperand {
   uint32_t type;         // 0 half, 1 bfloat, 2 float
 };
 
-// The deferred matrix products of a simdgroup, numbered from 0. While a matrix has pending products, results_ holds its
-// value. The values go to the lanes' memory when all products deposited so far have been computed.
+// The deferred matrix products of a simdgroup, numbered from 0. While products that write to a matrix are pending,
+// results_ holds the matrix's value. When all deposited products have been computed, the values are written to the
+// lanes' memory.
 class MatrixQueue {
  public:
   static constexpr uint32_t kCapacity = 64;

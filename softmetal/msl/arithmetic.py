@@ -1,4 +1,4 @@
-"""Gives the integer operations of LLVM text Metal's meaning, before any optimisation.
+"""Gives integer divisions and shifts in LLVM text the results that Metal allows, before any optimisation.
 
 In LLVM, a division by zero is undefined, and so is a shift by the width or more. On x86 a division by zero stops the
 process. In Metal, a quotient by zero is an unspecified value, and a shift uses only the low bits of the count.

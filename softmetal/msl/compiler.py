@@ -36,7 +36,8 @@ _PREPROCESS = [
     *(f"-U{m}" for m in ("__linux__", "__linux", "linux", "__gnu_linux__", "__unix__", "__unix", "unix", "__x86_64__")),
     *("-D__METAL__=1", "-D__METAL_MACOS__=1"),
 ]
-# LLVM 19 with AVX512-FP16 converts a half NaN to a short of -32768, where Metal (and LLVM without it) gives 0.
+# With AVX512-FP16, LLVM 19 converts a NaN of half to the short -32768. Metal gives 0, and so does LLVM without that
+# instruction set.
 _MACHINE = ("-march=native", "-mno-avx512fp16")
 # The executor recognises lanes that meet by their call site, so no pass may merge, copy or reorder the calls.
 _CODE = [
@@ -46,7 +47,7 @@ _CODE = [
 ]
 _COMPILE = [
     *(*_CODE, "-std=gnu++17", "-fdeclspec", "-fconvergent-functions"),
-    # addr2line misses inlined frames in version 5.
+    # addr2line misses inlined frames in version 5 of the format.
     *("-gdwarf-4", "-gline-tables-only", "-fdebug-compilation-dir=."),
     *("-w", "-ferror-limit=20", "-fno-exceptions", "-fno-rtti", "-fvisibility=hidden", "-fno-stack-protector"),
     *("-fno-math-errno", "-fno-strict-aliasing", "-fno-finite-loops", "-fstack-clash-protection"),
@@ -60,7 +61,7 @@ _CHECKED = [
     *("-O2", "-fno-vectorize", "-fno-slp-vectorize"),
     *("-fsanitize=thread", "-mllvm", "-tsan-instrument-func-entry-exit=0"),
 ]
-_NOT_YET = ("memory-accesses", "memintrinsics", "atomics")  # the instrumentation follows alignment.py
+_NOT_YET = ("memory-accesses", "memintrinsics", "atomics")  # instrumented later, after alignment.py has read the text
 _BEFORE_CHECKS = [
     *(*_CHECKED, *(f for x in _NOT_YET for f in ("-mllvm", f"-tsan-instrument-{x}=0"))),
     # The first three checks call functions of the executor. local-bounds executes a trap instead of a call.
@@ -213,8 +214,8 @@ def preprocess(
     flags = [*(f"-D{d}" for d in macros), *(f for p in include_paths for f in ("-I", p))]
     text = f'#line 1 "{file_name}"\n{source}\n'
     expanded = run([CLANG, *_PREPROCESS, "-isystem", str(_stubs()), *flags, "-"], text)
-    # clang -E does not expand a macro in a pragma, and the compile after it does not know the macro. So the count is
-    # removed. Without a count, clang unrolls the whole loop.
+    # clang -E does not expand a macro in a pragma, and the compile of the expanded text does not know the macro. A
+    # count that contains a macro is therefore removed. Without a count, clang unrolls the whole loop.
     return re.sub(r"^([ \t]*#pragma unroll)[ \t]*\([^\n]*[A-Za-z_][^\n]*\)", r"\1", expanded, flags=re.MULTILINE)
 
 

@@ -1,4 +1,4 @@
-"""Math modes other than safe, and functions other than precise: Metal's default is fast for both.
+"""Compiles in math modes other than safe, and with functions other than precise. Metal's default is fast for both.
 
 The mode decides clang's flags. In fast and relaxed mode, half subnormals become zero, because a GPU may treat half
 subnormals as zero in these modes. (The executor flushes fp32 subnormals in every mode.)

@@ -1,6 +1,6 @@
 """Finds code that Apple's Metal compiler refuses, but C++ accepts once address spaces are removed.
 
-The rules read the tokens of preprocessed text before the translation. A rule applies only if the text alone decides.
+The rules read the tokens of preprocessed text before the translation. A rule applies only if the text shows the error.
 Types that depend on a template argument are skipped, because the argument may carry the address space.
 """
 

@@ -122,7 +122,7 @@ def _macro(code: list[Token], i: int) -> Iterator[SourceError]:
 
 
 def _global_names(code: list[Token]) -> Iterator[Token]:
-    """What is declared outside of all namespaces: inside of one a name hides Metal's."""
+    """Yields the names that are declared outside of all namespaces. Inside a namespace, a name may hide Metal's."""
     i = start = 0
     while i < len(code):
         text = code[i].text

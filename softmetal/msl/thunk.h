@@ -191,7 +191,7 @@ inline T constant_value(V... values) {
   return T(values...);
 }
 
-// A function constant without a value. To use the constant is a fault. The use of one member of a vector cannot be
+// A function constant without a value. Using the constant is a fault. The use of one member of a vector cannot be
 // detected, so the members of a vector have poison values instead.
 template <class T, bool IsVector = __is_class(T)>
 struct UndefinedConstant {

@@ -22,7 +22,7 @@ __gnu_objc_personality_v0(int version, _Unwind_Action actions, _Unwind_Exception
 
 namespace {
 
-// Precedes every object, because GNU libobjc has no place for a reference count.
+// Lies in memory before every object, because GNU libobjc's objects have no place for a reference count.
 struct Header {
   std::atomic<NSUInteger> references;
   NSUInteger padding;

@@ -212,8 +212,8 @@ bool takes_generator(const c10::Type& type) {
   return type.kind() == c10::TypeKind::GeneratorType;
 }
 
-// A CPU operator needs a CPU generator. It gets a copy of the mps generator that was passed, or else of the default
-// one. Afterwards the copy's state goes back to the mps generator.
+// A CPU operator needs a CPU generator. The operator gets a copy of the mps generator that was passed, or of the
+// default mps generator. Afterwards the state of the copy is copied back.
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   synchronize();
   const auto& arguments = op.schema().arguments();

@@ -26,8 +26,8 @@ struct SplitSegment {
 };
 
 // Finds the unit of a segment, and units = 1 / unit, from the bits of the largest magnitude. Returns false if the
-// largest is not finite or lies outside 2^-100 .. 2^120. Here and below, V gives the instances for different
-// instruction sets different symbols.
+// largest is not finite or lies outside 2^-100 .. 2^120. Here and below, the template argument V gives the instances
+// for different instruction sets different symbols.
 template <class V>
 bool find_unit(uint32_t largest, float& unit, float& units) {
   constexpr uint32_t kMin = (127U - 100U) << 23, kEnd = (127U + 120U) << 23;

@@ -10,9 +10,9 @@
 
 namespace marlin::cpu {
 
-// K is divided into chunks of kChunk. The 16 packed rows of a chunk are read along N at the same time: enough
-// sequential streams for one core. N is divided into strips, the columns that one kernel call computes. A segment is
-// the k of one group within a chunk. Its products are summed first and then scaled once.
+// K is divided into chunks of kChunk. A kernel reads the 16 packed rows of a chunk along N at the same time, which
+// gives one core enough sequential streams. N is divided into strips, the columns that one kernel call computes. A
+// segment is the k of one group within a chunk. The products of a segment are summed first and then scaled once.
 inline constexpr int kChunk = 128;
 
 // The product of one block of rows with one strip of columns, over one chunk. gemm.cpp pads, so strips are always
@@ -82,7 +82,7 @@ inline constexpr int kDequantizeColumns = 256;
 struct DequantizeBlock {
   const float* values;    // [16]
   const uint32_t* words;  // [count]
-  const float* scales;    // [count]; every NaN here, in values and in zeros is the canonical quiet NaN
+  const float* scales;    // [count]; in scales, zeros and values, every NaN is the canonical quiet NaN
   const float* zeros;     // [count]; unused if role is none
   ZerosRole role;
   int count;

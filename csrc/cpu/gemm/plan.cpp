@@ -15,16 +15,16 @@ constexpr int64_t kBlockRows = 128;
 // An AMX tile has 16 rows. If fewer than five are in use, the byte_split kernels are as fast: at four rows they took
 // 0.85 to 1.07 of the time of AMX (Intel Xeon, 2 MB of L2, two threads).
 constexpr int64_t kAmxMinRows = 5;
-// Groups of 16 leave half of each tile product empty and are scaled twice as often. An fp32 activation needs three tile
-// products, so AMX pays only from seven rows on.
+// With groups of 16, half of each tile product is empty, and sums are scaled twice as often as with groups of 32. An
+// fp32 activation needs three tile products. For fp32, AMX therefore pays only from seven rows on.
 constexpr int64_t kAmxMinRowsGroup16Float32 = 7;
 // amx_scaled multiplies coded scales into the panel. That pays if more than 16 rows, which are two tiles, share the
 // panel: for groups of 32 it was 1.14 to 1.33 times as fast at 24 and 32 rows, and 0.85 to 1.25 times with fewer rows
 // (same Xeon, two and 16 threads). For groups of 16 it always pays.
 constexpr int64_t kAmxScaledMinRows = 17;
-// A table's codes in three bf16 terms are decoded three times and need three to six tile products. Compared with the
-// fp32 kernels, the speed was 0.65 to 0.84 at eight rows, 1.0 (fp32 activations) to 1.4 at 16 rows, and 1.5 to 2.5 at
-// 64 rows (Intel Xeon, two threads).
+// The codes of a table that need three bf16 terms are decoded three times and need three to six tile products. AMX then
+// ran at 0.65 to 0.84 times the speed of the fp32 kernels at eight rows, at 1.0 (fp32 activations) to 1.4 times at 16
+// rows, and at 1.5 to 2.5 times at 64 rows (Intel Xeon, two threads).
 constexpr int64_t kAmxTableMinRows = 16;
 constexpr int kByteSplitSmallMRows = 2;  // with more rows of four vectors, accumulators would spill
 constexpr int64_t kSliceMinChunks = 4;   // a slice of fewer chunks saves less than the addition of its sums costs

@@ -53,8 +53,8 @@ template <class V, int R, int C>
   }
 }
 
-// Adds up the segments of a chunk. If there are several, they are added to a separate sum first. With small groups and
-// a long K, adding each to y would be one chain of thousands of roundings.
+// Adds up the segments of a chunk. With small groups and a long K, adding each segment to y would be one chain of
+// thousands of roundings. If a chunk has several segments, they are therefore added to a separate sum first.
 template <class V, int R, int C>
 class ChunkSum {
  public:

@@ -7,7 +7,7 @@
 namespace marlin::cpu {
 
 // Calls f with 0 to count - 1. An ordinary loop is not enough: GCC 12 keeps an array of vectors in registers only if
-// every index is a constant. V gives the instances for different instruction sets different symbols.
+// every index is a constant. The type V gives instances for different instruction sets different symbols.
 template <class V, int count, class F>
 [[gnu::always_inline]] inline void unroll(F&& f) {
   [&]<int... i>(std::integer_sequence<int, i...>) __attribute__((always_inline)) {

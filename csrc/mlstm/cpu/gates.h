@@ -13,8 +13,9 @@ struct MlstmGates {
   float* f;           // the forget gates of the input
   float* m;           // stabiliser of each token
   float* from_state;  // decay from the state before the chunk to each token
-  // The weight of token l in the output of token j is exp(b_j - b_l + i_l - m_j). The exponent is computed as
-  // (row_high[j] + key_high[l]) + (row_low[j] + key_low[l]), because it can be small although its terms are large.
+  // The weight of token l in the output of token j is exp(b_j - b_l + i_l - m_j). Large terms can give a small
+  // exponent, which would then lose precision. Each term is therefore a high and a low part, and the exponent is
+  // (row_high[j] + key_high[l]) + (row_low[j] + key_low[l]).
   float* row_high;
   float* row_low;
   float* key_high;

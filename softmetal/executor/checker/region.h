@@ -86,7 +86,7 @@ struct Region {
   char* host = nullptr;           // the host's copy
   int32_t argument = -1;          // index of a threadgroup argument, or -1 for a variable
   uint32_t variable = 0;
-  Pages flags;  // one byte per byte
+  Pages flags;  // a byte of flags for each byte of memory
 
   uint8_t* flag(uint64_t offset) { return static_cast<uint8_t*>(flags.data()) + offset; }
 

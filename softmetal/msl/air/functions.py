@@ -26,7 +26,7 @@ class Type:
 
     @property
     def cpp(self) -> str:
-        """The type in functions.h. The elements of a vector of booleans are bytes."""
+        """The type's name in functions.h. A vector of booleans has bytes as elements."""
         element = "u8" if self.length and self.element == "u1" else self.element
         return f"vector<{element}, {self.length}>" if self.length else element
 

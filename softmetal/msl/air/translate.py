@@ -30,7 +30,7 @@ _EXPRESSION = re.compile(r"(?:getelementptr|bitcast|addrspacecast|ptrtoint|intto
 
 
 class Translation:
-    """One kernel.
+    """The translation of one kernel.
 
     Args:
         text: the module, from llvm-dis.
@@ -40,7 +40,7 @@ class Translation:
 
     Attributes:
         llvm: the translated module.
-        cpp: the C++ that it calls.
+        cpp: the C++ that the translated module calls.
 
     Raises:
         TranslateError: a function constant has no value, or a value of another type.

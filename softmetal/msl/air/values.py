@@ -15,7 +15,7 @@ _NAMES_OF_INTEGERS = {"i8", "i16", "i32", "i64"}
 
 
 class TranslateError(ValueError):
-    """Raised for a module that cannot be translated for this device. The text names the part."""
+    """Raised for a module that cannot be translated for this device. The message names the part that cannot."""
 
 
 def with_value(body: str, constant: Constant, value: str) -> str:

@@ -23,7 +23,8 @@ _INCLUDE = _HERE / "include"
 _LEFT_OUT = ("__opencl_c_program_scope_global_variables", "__opencl_c_device_enqueue", "__opencl_c_fp64", "cl_khr_fp64")
 _FLAGS = (
     *("-x", "clcpp", "-cl-std=clc++2021", "-cl-no-stdinc", "-ferror-limit=0", "-fno-caret-diagnostics"),
-    # The dialect is C++17, Metal is C++14. Where clang takes C++17 in C++14 too, messages.py drops the error.
+    # The dialect is C++17 and Metal is C++14, so C++17 is an error. messages.py drops the error if clang accepts the
+    # construct in C++14 too.
     "-Werror=pre-c++17-compat",
     *("-fno-color-diagnostics", "-ftemplate-backtrace-limit=0", "-ffreestanding", "-flax-vector-conversions=none"),
     *("-Xclang", "-cl-ext=" + ",".join("-" + name for name in _LEFT_OUT)),

@@ -31,7 +31,7 @@ _OF_THE_DIALECT = (
     (r"cast from .*'half'.* to .*(bf16|bfloat)|cast from .*(bf16|bfloat).* to .*'half'", ""),
     (r"cannot bind to a temporary object because of address space mismatch", ""),
     (r"invalid vector element type 'bool'|'bool[234]'|'bool' \(vector", ""),
-    # An element of a matrix that is no variable.
+    # An element of a matrix that is the value of an expression and not a variable.
     (r"use of overloaded operator '\[\]' is ambiguous \(with operand types '(metal::)?matrix<", ""),
     # C++17 that clang takes in C++14, with a warning. It does not take deduced class arguments and auto parameters.
     (r"^(?!class template argument|non-type template).* incompatible with C\+\+ standards before C\+\+17", ""),

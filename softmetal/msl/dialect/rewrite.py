@@ -49,7 +49,7 @@ def to_opencl(tokens: list[Token]) -> str:
 
 
 def _literals(tokens: list[Token]) -> None:
-    """Gives each literal its type. Without a suffix the type is float; clang's flag for this fails inside templates."""
+    """Gives each literal its MSL type; without a suffix this is float. clang's flag for that fails inside templates."""
     for token in tokens:
         if token.kind != "number":
             continue

@@ -1,6 +1,6 @@
 """Metal's rules for kernels: the types of a kernel's arguments, and the slots to which the arguments are bound.
 
-A rule applies only if the text alone decides. Types that are template parameters are skipped.
+A rule applies only if the text alone shows the error. Types that are template parameters are skipped.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a declaration needs in the dialect beyond other words: member functions, variables, functions as arguments."""
+"""Rewrites the declarations for which other words are not enough: member functions, variables, function arguments."""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 // accepts 64-bit integers. A bool would be promoted to an integer, so shuffles and broadcasts of a bool are deleted.
 #pragma once
 
-// bfloat is not among them: MLX and candle define these functions for it, and candle notes that Metal has none.
+// bfloat is not among these types: MLX and candle define the functions for bfloat themselves, and candle notes that
+// Metal has none.
 #define SM_ON_LANE_TYPES(M, name) SM_WIDTHS(half, M, name) SM_WIDTHS(float, M, name) SM_INTEGERS_32(SM_WIDTHS, M, name)
 #define SM_LANE_1(T, name) T name(T);
 #define SM_LANE_2(T, name) T name(T, ushort);
@@ -41,7 +42,7 @@ SM_GROUP(simd)
 SM_GROUP(quad)
 #undef SM_GROUP
 
-// Other projects ask which types these functions take, under the name that the question has in Apple's library.
+// Other projects use this trait of Apple's library to ask which types these functions accept.
 template <typename T>
 struct __is_valid_simdgroup_type {
   static const __constant constexpr bool value = false;

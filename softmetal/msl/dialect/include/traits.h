@@ -63,7 +63,8 @@ template <typename T>
 struct remove_reference<T&&> : type_identity<T> {};
 template <typename T>
 struct remove_addrspace : type_identity<T> {};
-// The dialect keeps the space in the type of what a reference names. Metal's traits give the type of the value.
+// In the dialect, the type that a reference refers to includes an address space. Metal's traits give the type without
+// it.
 #define SM_REMOVE(space)                                               \
   template <typename T>                                                \
   struct remove_reference<space T&> : type_identity<T> {};             \

@@ -1,6 +1,6 @@
-// bfloat is a class, because Metal's rules for it differ from C++'s. It widens to float implicitly, but float and half
-// become bfloat only by a cast (MSL 2.1). Operations are done in single precision and rounded to nearest even. Subnormal
-// results become zero, as in single precision on the GPU.
+// bfloat is a class, because Metal's rules for bfloat differ from those of C++. A bfloat widens to float implicitly,
+// but float and half become bfloat only by a cast (MSL 2.1). Operations are done in single precision and rounded to
+// nearest even. Subnormal results become zero, as in single precision on the GPU.
 #pragma once
 
 #include <metal_config>
@@ -32,8 +32,8 @@ struct bfloat {
 
   constexpr float value() const { return __builtin_bit_cast(float, static_cast<uint32_t>(bits) << 16); }
 
-  // The templates match only the exact type. The conversion to integers is explicit, so that `c ? b : 0` can only be a
-  // bfloat. The conversion to uint is implicit, because kernels of other projects need it.
+  // The conversions are templates, so that each matches only its exact type. The conversion to integers is explicit, so
+  // that `c ? b : 0` can only be a bfloat. The conversion to uint is implicit, because other projects' kernels need it.
   template <class F, class = only_if_t<__is_same(F, float) || __is_same(F, bool) || __is_same(F, unsigned)>>
   constexpr operator F() const {
     return static_cast<F>(value());

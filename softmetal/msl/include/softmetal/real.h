@@ -19,8 +19,8 @@ METAL_FUNC float inexact_absolute(float x) {
   return within_one(x + (sm_perturb(base, 1000.0f) - base));
 }
 
-// The fast logarithms: an absolute error below 2^-21 for x in [0.5, 2], where the result may be much smaller than that,
-// else 3 ulps. The ulp of the base is 2^-23.
+// The fast logarithms have an absolute error below 2^-21 for x in [0.5, 2], where the result may be close to zero.
+// Elsewhere their error is 3 ulps. `base` lies between 1 and 2, so its ulp is 2^-23.
 METAL_FUNC float fast_log(float x, float y) {
   if (x < 0.5f || x > 2.0f) return sm_perturb(y, 2.0f);
   float base = 1.0f + 0.5f * __builtin_fabsf(y);
