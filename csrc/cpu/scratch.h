@@ -16,7 +16,7 @@ class Scratch {
   T* get(int64_t count) {
     const size_t bytes = static_cast<size_t>(count) * sizeof(T);
     if (bytes > size_) {
-      trim(0);  // resets size_, so that it is right if the allocation throws
+      trim(0);  // resets size_, which must be right if the allocation throws
       data_.reset(static_cast<std::byte*>(::operator new(bytes, kAlignment)));
       size_ = bytes;
     }

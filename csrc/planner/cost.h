@@ -11,7 +11,7 @@
 namespace marlin {
 
 struct PlanCost {
-  std::vector<DispatchCost> dispatches;  // the plan's, and the dense product of two_pass
+  std::vector<DispatchCost> dispatches;  // the plan's dispatches, and the dense product of two_pass
   double seconds = 0;
 };
 

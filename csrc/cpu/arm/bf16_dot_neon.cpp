@@ -72,7 +72,7 @@ template <int C>
     __builtin_prefetch(ahead + i, 0, 2);
 }
 
-// For one row. s.x is [k/8][even or odd k][part], each element four bf16.
+// Computes one row. s.x is [k/8][even or odd k][part]; each element is four bf16.
 template <int parts, int C>
 void dot_step(const Step& s) {
   const Table table(s.values);
@@ -80,7 +80,7 @@ void dot_step(const Step& s) {
   const uint32_t* ahead = s.ahead;
   const auto* x = static_cast<const uint64_t*>(s.x);
   add_chunk<V, 1, C>(s, [&](int begin, int end, Accumulators<V, 1, C>& total) __attribute__((always_inline)) {
-    float32x4_t acc[2 * C];  // the sum of a column is in two lanes
+    float32x4_t acc[2 * C];  // each column's sum is spread over two lanes
     unroll<V, 2 * C>([&](auto i) __attribute__((always_inline)) { acc[i] = V::zero(); });
     for (int k = begin; k < end; k += 8) {
       uint32x4_t word[C];
@@ -102,7 +102,7 @@ void dot_step(const Step& s) {
   });
 }
 
-// For several rows. s.x is [k/8][even or odd k][pair of rows], each element four bf16 of each of the two rows.
+// Computes several rows. s.x is [k/8][even or odd k][pair of rows]; each element is four bf16 of each of the two rows.
 template <int R, int C>
 void matrix_step(const Step& s) {
   constexpr int kPairs = (R + 1) / 2;
@@ -111,7 +111,7 @@ void matrix_step(const Step& s) {
   const uint32_t* ahead = s.ahead;
   const auto* x = static_cast<const uint16_t*>(s.x);
   add_chunk<V, R, C>(s, [&](int begin, int end, Accumulators<V, R, C>& total) __attribute__((always_inline)) {
-    float32x4_t acc[2 * kPairs * C];  // two rows of two columns
+    float32x4_t acc[2 * kPairs * C];  // each vector holds two rows of two columns
     unroll<V, 2 * kPairs * C>([&](auto i) __attribute__((always_inline)) { acc[i] = V::zero(); });
     for (int k = begin; k < end; k += 8) {
       uint32x4_t word[C];

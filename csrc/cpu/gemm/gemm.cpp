@@ -345,7 +345,7 @@ class Gemm {
   const int64_t chunks_;
   const int64_t strips_;
   const int64_t group_;    // the group size, or kChunk if that is smaller
-  const int64_t segment_;  // k that a kernel sums before it applies scales
+  const int64_t segment_;  // number of k that a kernel sums before it applies scales
   std::atomic<bool> representable_{true};
 };
 

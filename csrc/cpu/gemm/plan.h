@@ -23,7 +23,7 @@ struct Problem {
   WeightFormat format;
   int64_t group_size;
   ElementType a_type;
-  int code_parts;  // bf16 terms that represent every code exactly: 1 except for most lookup tables; 0 if impossible
+  int code_parts;  // bf16 terms that represent any code exactly: 1, or 3 for most lookup tables; 0 if none do
   Float32Precision precision;
 };
 

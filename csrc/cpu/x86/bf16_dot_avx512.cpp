@@ -25,7 +25,8 @@ using V = Avx512Bf16;
 // s.x is [k/8, pair, part, R]. Pair j holds the activations of k = j and j + 4 in 32 bits.
 template <int parts, int R, int C>
 void dot_step(const Step& s) {
-  // Each part has its own accumulators. With one row and shared ones, each instruction would wait for the one before.
+  // Each part has its own accumulators. If one row's parts shared them, each instruction would wait for the previous
+  // one.
   constexpr int sums = parts * R * C;
   const __m512i table = bf16_table(_mm512_loadu_si512(s.values));
   const uint32_t* words = s.words;

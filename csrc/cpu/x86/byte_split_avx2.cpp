@@ -23,7 +23,7 @@ struct Avx2Bytes : Avx2 {
   static constexpr int kE2M1Offset = 12;
   static constexpr int kOperandsPerLoad = 1;
   // The number of packed rows that can be summed in 16 bits. A row adds four products of at most 24 * 128 (E2M1) or
-  // 15 * 128.
+  // 15 * 128 (integers).
   template <CodeKind codes>
   static constexpr int kRowsIn16Bits = codes == CodeKind::e2m1 ? 2 : 4;
 

@@ -51,7 +51,7 @@ struct MlstmArguments {
   void* M;
 };
 
-// Computes the recurrence token by token. It is the reference, and the fastest form for one or two tokens.
+// Computes the recurrence token by token. This form is the reference for tests, and the fastest for one or two tokens.
 void mlstm_sequential(const MlstmArguments& arguments, const MlstmPlan& plan, const Parallel& parallel);
 // Computes matrix products chunk by chunk. It supports fp32 only.
 void mlstm_chunkwise(const MlstmArguments& arguments, const MlstmPlan& plan, const Parallel& parallel);
