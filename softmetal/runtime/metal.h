@@ -51,7 +51,7 @@ struct Binding {
   id<MTLBuffer> buffer = nil;  // not retained here: each command retains the buffers that it uses
   NSUInteger offset = 0;
   std::vector<uint8_t> bytes;
-  uint64_t era = 0;  // the era in which the binding was made; see ComputeEncoder
+  uint64_t era = 0;  // the era in which the binding was made; see currentEra in encoder.mm
 };
 
 // Metal source or a metallib, with macros and function constants.

@@ -40,7 +40,7 @@ struct AtomicCell {
   History writes, reads;
 };
 
-// Flags of a byte: written at any time before, and read or written in this launch.
+// Flags of a byte. kWritten: written at any time. kReadHere and kWrittenHere: read or written in this launch.
 enum : uint8_t { kWritten = 1, kReadHere = 2, kWrittenHere = 4 };
 
 // Anonymous memory from the system. It reads as zero until written.
