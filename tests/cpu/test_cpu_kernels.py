@@ -4,6 +4,8 @@ import os
 import platform
 import re
 import subprocess
+import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -28,8 +30,27 @@ TILES = ROOT / "csrc/cpu/x86/amx.cpp"
 VECTORS = [path for path in SOURCES if path.stem in VECTOR_STEMS]
 
 
+# Where setup.py compiles the extension.
+EXTENSION = ROOT / "build" / f"temp.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
+
+
 def command(*flags: str, compiler: str | None = None) -> list[str]:
     return [compiler or cxx.compiler(), "-std=c++20", "-Wall", "-Wextra", "-Werror", f"-I{ROOT}", *flags]
+
+
+def kernel_objects(
+    folder: Path, sources: list[Path], flags: tuple[str, ...], compiler: str | None = None
+) -> dict[Path, Path]:
+    """Returns the object file of each source.
+
+    With the flags `PLAIN` these are the extension's own objects, as users get them, if they are newer than all sources.
+    """
+    own = {source: EXTENSION / source.relative_to(ROOT).with_suffix(".o") for source in sources}
+    if flags == PLAIN and compiler is None and all(path.exists() for path in own.values()):
+        newest = max(path.stat().st_mtime for room in ("csrc", "kernels") for path in (ROOT / room).rglob("*"))
+        if min(path.stat().st_mtime for path in own.values()) > newest:
+            return own
+    return cxx.objects(folder, sources, command(*flags, compiler=compiler))
 
 
 def build(
@@ -48,14 +69,17 @@ def build(
         vector_flags: flags for vector code instead of `flags`.
         tile_flags: additional flags for the AMX kernels.
     """
-    whole = command(*flags, compiler=compiler)
-    for_vectors = whole if vector_flags is None else command(*vector_flags, compiler=compiler)
+    for_vectors = flags if vector_flags is None else vector_flags
     others = [path for path in SOURCES if path != TILES and path not in VECTORS]
     tests = {test: ROOT / f"tests/cpu/{test}.cpp" for test in PROGRAMS}
-    parts = cxx.objects(folder, VECTORS, for_vectors) | cxx.objects(folder, [TILES], [*for_vectors, *tile_flags])
-    parts |= cxx.objects(folder, [*others, *tests.values()], whole)
-    mains = {test: parts.pop(source) for test, source in tests.items()}
-    return {test: cxx.link(folder, [main, *parts.values()], whole) for test, main in mains.items()}
+    whole = command(*flags, compiler=compiler)
+    mains = cxx.objects(folder, tests.values(), whole)
+    parts = [
+        *kernel_objects(folder, VECTORS, for_vectors, compiler).values(),
+        *kernel_objects(folder, [TILES], (*for_vectors, *tile_flags), compiler).values(),
+        *kernel_objects(folder, others, flags, compiler).values(),
+    ]
+    return {test: cxx.link(folder, [mains[source], *parts], whole) for test, source in tests.items()}
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +158,7 @@ def test_amx_kernels_pass_with_emulated_tiles(program: Path, run_folder: Path) -
 def test_no_symbol_is_shared_between_instruction_sets(run_folder: Path) -> None:
     """If two sets shared a symbol, the linker could keep the copy with instructions that the CPU does not have."""
     targets: dict[str, set[str]] = {}
-    for source, compiled in cxx.objects(run_folder, SOURCES, command(*PLAIN)).items():
+    for source, compiled in kernel_objects(run_folder, SOURCES, PLAIN).items():
         found = re.search(r"^MARLIN_TARGET\((.*)\)$", source.read_text(), re.MULTILINE)
         target = found[1] if found else "baseline"
         listing = subprocess.run(["nm", "--defined-only", str(compiled)], check=True, capture_output=True, text=True)
