@@ -24,6 +24,12 @@ def _gemm_flops(a_shape: torch.Size, b_packed_shape: torch.Size, *_: Any, **__: 
     return 2 * a_shape.numel() * b_packed_shape[1]
 
 
+@register_flop_formula(_ops.gemm_transposed)
+def _gemm_transposed_flops(a_shape: torch.Size, b_packed_shape: torch.Size, *_: Any, **__: Any) -> int:
+    """Counts the backward product as `FlopCounterMode` counts `nn.Linear`'s."""
+    return 2 * a_shape.numel() * 8 * b_packed_shape[0]
+
+
 def _resolve(
     op: str, name: str, group_size: int, b_packed: Tensor, lut: Tensor | None
 ) -> tuple[str, int, Tensor | None]:
@@ -102,6 +108,49 @@ def gemm(
     if variant != "auto":
         options["variant"] = variant
     result: Tensor = _gemm(a, b_packed, scales, weight_format=name, group_size=group_size, **options)
+    return result
+
+
+def gemm_transposed(
+    a: Tensor,
+    b_packed: Tensor,
+    scales: Tensor,
+    *,
+    weight_format: str,
+    group_size: int,
+    zeros: Tensor | None = None,
+    global_scale: Tensor | None = None,
+    lut: Tensor | None = None,
+    perm: Tensor | None = None,
+) -> Tensor:
+    """Multiplies with the transposed weight, `a @ w.T`. It is the derivative of `gemm` by its `a`.
+
+    The weight is decoded in parts of rows of K. A part takes at most `TORCH_MARLIN_METAL_GRADIENT_BYTES` bytes, 64 MiB
+    by default; the variable is read at each call. The smallest part is eight rows, or one group of nvfp4 and mxfp4.
+    The parts are in bfloat16 if `a` is, because that dtype has the range of float32, and otherwise in float32. The
+    result does not depend on the number of parts beyond the rounding of sums, and equal calls give equal bits.
+    `gemm_transposed` is differentiable by `a`; forward-mode derivatives are refused.
+
+    Args:
+        a: `[..., N]`, float16, bfloat16 or float32, any strides.
+        b_packed: int32 `[K/8, N]`, as in `gemm`.
+        scales: `[G, N]`.
+        weight_format: a format's name or alias.
+        group_size: the group size, or -1 for K.
+        zeros: `[G, N]` or None.
+        global_scale: float32 `[]`, `[1]`, `[N]` or None.
+        lut: float32 `[16]` or None.
+        perm: int32 `[K]`, a permutation, or None.
+
+    Returns:
+        `[..., K]` in the dtype of `a`.
+
+    Raises:
+        ValueError: an argument or the variable is wrong; the message names it and says what was expected.
+    """
+    name, group_size, lut = _resolve("gemm_transposed", weight_format, group_size, b_packed, lut)
+    options = given(zeros, global_scale, lut, perm)
+    result: Tensor = _ops.gemm_transposed(a, b_packed, scales, weight_format=name, group_size=group_size, **options)
     return result
 
 

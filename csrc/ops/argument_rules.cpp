@@ -202,6 +202,17 @@ WeightShape check_gemm(const Tensor& a, const WeightTensors& weight, const Optio
   return shape;
 }
 
+WeightShape check_gemm_transposed(const Tensor& a, const WeightTensors& weight) {
+  const char* op = "gemm_transposed";
+  if (!is_activation_dtype(a.scalar_type()) || a.dim() < 1) fail(op, "a", text(kFloating, " [..., N]"), describe(a));
+  WeightShape shape = check_weight(op, weight);
+  Checker{op, a.device()}.on_device("b_packed", weight.b_packed);
+  if (a.sym_size(-1) != shape.N) {
+    fail(op, "a", text("[..., N] with N = ", shape.N, " (the columns of b_packed)"), describe(a));
+  }
+  return shape;
+}
+
 WeightShape check_dequantize(const WeightTensors& weight, at::ScalarType dtype) {
   WeightShape shape = check_weight("dequantize", weight);
   if (!is_activation_dtype(dtype)) fail("dequantize", "dtype", std::string(kFloating), dtype_name(dtype));

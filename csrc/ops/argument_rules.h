@@ -53,6 +53,7 @@ ElementType element_type(const Tensor& tensor);
 WeightShape check_weight(const char* op, const WeightTensors& weight);
 WeightShape check_gemm(const Tensor& a, const WeightTensors& weight, const OptionalTensor& bias,
                        std::string_view variant);
+WeightShape check_gemm_transposed(const Tensor& a, const WeightTensors& weight);
 WeightShape check_dequantize(const WeightTensors& weight, at::ScalarType dtype);
 WeightShape check_embedding(const Tensor& ids, const WeightTensors& weight, at::ScalarType dtype);
 void check_gptq_repack(const Tensor& qweight, const OptionalTensor& perm);
@@ -61,7 +62,7 @@ void check_awq_repack(const Tensor& qweight);
 void check_transpose_words(const Tensor& words);
 void check_awq_unpack_zeros(const Tensor& qzeros);
 
-// Raises if the tensor requires grad. Only a and bias of gemm are differentiated.
+// Raises if the tensor requires grad. Only a and bias of gemm, and a of gemm_transposed, are differentiated.
 void check_no_grad(const char* op, const char* argument, const Tensor& tensor);
 
 // Raises if the tensor has a forward-mode tangent, which would silently be dropped.

@@ -1,9 +1,8 @@
-// The derivative of gemm with respect to a and bias, and autocast for gemm. All other arguments, dequantize and
-// embedding refuse tensors that require grad.
+// The derivatives of gemm with respect to a and bias and of gemm_transposed with respect to a, and autocast for gemm.
+// All other arguments, dequantize and embedding refuse tensors that require grad.
 #include <ATen/autocast_mode.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/ops/matmul.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
@@ -18,6 +17,9 @@ using torch::autograd::variable_list;
 using GemmSignature = Tensor(const Tensor&, const Tensor&, const Tensor&, c10::string_view, int64_t,
                              const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
                              const OptionalTensor&, c10::string_view);
+using GemmTransposedSignature = Tensor(const Tensor&, const Tensor&, const Tensor&, c10::string_view, int64_t,
+                                       const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+                                       const OptionalTensor&);
 using DequantizeSignature = Tensor(const Tensor&, const Tensor&, c10::string_view, int64_t, const OptionalTensor&,
                                    const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, at::ScalarType);
 
@@ -28,6 +30,13 @@ using EmbeddingSignature = Tensor(const Tensor&, const Tensor&, const Tensor&, c
 const auto& gemm_op() {
   static const auto op =
       c10::Dispatcher::singleton().findSchemaOrThrow("torch_marlin_metal::gemm", "").typed<GemmSignature>();
+  return op;
+}
+
+const auto& gemm_transposed_op() {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("torch_marlin_metal::gemm_transposed", "")
+                             .typed<GemmTransposedSignature>();
   return op;
 }
 
@@ -55,6 +64,15 @@ OptionalTensor optional(const torch::autograd::Variable& saved) {
   return saved.defined() ? OptionalTensor(saved) : std::nullopt;
 }
 
+// Saves a weight, which has no derivative itself, for the derivative of a product with it.
+void save_weight(AutogradContext* ctx, const WeightTensors& weight) {
+  ctx->save_for_backward({weight.b_packed, weight.scales, weight.zeros.value_or(Tensor()),
+                          weight.global_scale.value_or(Tensor()), weight.lut.value_or(Tensor()),
+                          weight.perm.value_or(Tensor())});
+  ctx->saved_data["weight_format"] = std::string(weight.weight_format);
+  ctx->saved_data["group_size"] = weight.group_size;
+}
+
 class GemmFunction : public torch::autograd::Function<GemmFunction> {
  public:
   static constexpr bool is_traceable = true;
@@ -64,10 +82,7 @@ class GemmFunction : public torch::autograd::Function<GemmFunction> {
                         const OptionalTensor& global_scale, const OptionalTensor& lut, const OptionalTensor& perm,
                         const OptionalTensor& bias, const std::string& variant) {
     at::AutoDispatchBelowADInplaceOrView guard;
-    ctx->save_for_backward({b_packed, scales, zeros.value_or(Tensor()), global_scale.value_or(Tensor()),
-                            lut.value_or(Tensor()), perm.value_or(Tensor())});
-    ctx->saved_data["weight_format"] = weight_format;
-    ctx->saved_data["group_size"] = group_size;
+    save_weight(ctx, {b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm});
     if (bias && bias->requires_grad()) ctx->saved_data["bias_dtype"] = static_cast<int64_t>(bias->scalar_type());
     return gemm_op().call(a, b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm, bias,
                           variant);
@@ -78,11 +93,9 @@ class GemmFunction : public torch::autograd::Function<GemmFunction> {
     variable_list result(11);
     if (ctx->needs_input_grad(0)) {
       const auto saved = ctx->get_saved_variables();
-      const Tensor weight = dequantize_op().call(
-          saved[0], saved[1], ctx->saved_data["weight_format"].toStringRef(), ctx->saved_data["group_size"].toInt(),
-          optional(saved[2]), optional(saved[3]), optional(saved[4]), optional(saved[5]), at::kFloat);
-      // Computed in fp32, because fp32 scales can make weights that exceed the range of fp16.
-      result[0] = at::matmul(grad.to(at::kFloat), weight.t()).to(grad.scalar_type());
+      result[0] = gemm_transposed_op().call(grad, saved[0], saved[1], ctx->saved_data["weight_format"].toStringRef(),
+                                            ctx->saved_data["group_size"].toInt(), optional(saved[2]),
+                                            optional(saved[3]), optional(saved[4]), optional(saved[5]));
     }
     if (ctx->saved_data.count("bias_dtype") != 0) {
       const auto dtype = static_cast<at::ScalarType>(ctx->saved_data["bias_dtype"].toInt());
@@ -92,6 +105,28 @@ class GemmFunction : public torch::autograd::Function<GemmFunction> {
       const Tensor wide = grad.to(at::kFloat);
       result[9] = (leading.empty() ? wide : wide.sum(leading)).to(dtype);
     }
+    return result;
+  }
+};
+
+class GemmTransposedFunction : public torch::autograd::Function<GemmTransposedFunction> {
+ public:
+  static constexpr bool is_traceable = true;
+
+  static Tensor forward(AutogradContext* ctx, const Tensor& a, const Tensor& b_packed, const Tensor& scales,
+                        const std::string& weight_format, int64_t group_size, const OptionalTensor& zeros,
+                        const OptionalTensor& global_scale, const OptionalTensor& lut, const OptionalTensor& perm) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    save_weight(ctx, {b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm});
+    return gemm_transposed_op().call(a, b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const auto saved = ctx->get_saved_variables();
+    variable_list result(9);
+    result[0] = gemm_op().call(grads[0], saved[0], saved[1], ctx->saved_data["weight_format"].toStringRef(),
+                               ctx->saved_data["group_size"].toInt(), optional(saved[2]), optional(saved[3]),
+                               optional(saved[4]), optional(saved[5]), std::nullopt, "auto");
     return result;
   }
 };
@@ -111,6 +146,20 @@ Tensor gemm_autograd(const Tensor& a, const Tensor& b_packed, const Tensor& scal
   }
   at::AutoDispatchBelowADInplaceOrView guard;
   return gemm_op().call(a, b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm, bias, variant);
+}
+
+Tensor gemm_transposed_autograd(const Tensor& a, const Tensor& b_packed, const Tensor& scales,
+                                c10::string_view weight_format, int64_t group_size, const OptionalTensor& zeros,
+                                const OptionalTensor& global_scale, const OptionalTensor& lut,
+                                const OptionalTensor& perm) {
+  check_weight_no_grad("gemm_transposed", scales, zeros, global_scale, lut);
+  check_no_tangent("gemm_transposed", "a", a);
+  if (c10::GradMode::is_enabled() && a.requires_grad()) {
+    return GemmTransposedFunction::apply(a, b_packed, scales, std::string(weight_format), group_size, zeros,
+                                         global_scale, lut, perm);
+  }
+  at::AutoDispatchBelowADInplaceOrView guard;
+  return gemm_transposed_op().call(a, b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm);
 }
 
 Tensor dequantize_autograd(const Tensor& b_packed, const Tensor& scales, c10::string_view weight_format,
@@ -147,6 +196,7 @@ Tensor gemm_autocast(const Tensor& a, const Tensor& b_packed, const Tensor& scal
 
 TORCH_LIBRARY_IMPL(torch_marlin_metal, Autograd, m) {
   m.impl("gemm", gemm_autograd);
+  m.impl("gemm_transposed", gemm_transposed_autograd);
   m.impl("dequantize", dequantize_autograd);
   m.impl("embedding", embedding_autograd);
 }

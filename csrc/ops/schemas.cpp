@@ -12,6 +12,9 @@ TORCH_LIBRARY(torch_marlin_metal, m) {
       "Tensor? global_scale=None, Tensor? lut=None, Tensor? perm=None, Tensor? bias=None, str variant=\"auto\") "
       "-> Tensor");
   m.def(
+      "gemm_transposed(Tensor a, Tensor b_packed, Tensor scales, *, str weight_format, int group_size, "
+      "Tensor? zeros=None, Tensor? global_scale=None, Tensor? lut=None, Tensor? perm=None) -> Tensor");
+  m.def(
       "dequantize(Tensor b_packed, Tensor scales, *, str weight_format, int group_size, Tensor? zeros=None, "
       "Tensor? global_scale=None, Tensor? lut=None, Tensor? perm=None, ScalarType dtype=5) -> Tensor");
   m.def(
@@ -36,6 +39,16 @@ Tensor gemm_meta(const Tensor& a, const Tensor& b_packed, const Tensor& scales, 
       check_gemm(a, {b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm}, bias, variant);
   c10::SymDimVector sizes(a.sym_sizes());
   sizes.back() = shape.N;
+  return at::empty_symint(sizes, a.options());
+}
+
+Tensor gemm_transposed_meta(const Tensor& a, const Tensor& b_packed, const Tensor& scales,
+                            c10::string_view weight_format, int64_t group_size, const OptionalTensor& zeros,
+                            const OptionalTensor& global_scale, const OptionalTensor& lut, const OptionalTensor& perm) {
+  const WeightShape shape =
+      check_gemm_transposed(a, {b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm});
+  c10::SymDimVector sizes(a.sym_sizes());
+  sizes.back() = shape.K;
   return at::empty_symint(sizes, a.options());
 }
 
@@ -92,6 +105,7 @@ TORCH_LIBRARY_IMPL(torch_marlin_metal, CompositeExplicitAutograd, m) {
 
 TORCH_LIBRARY_IMPL(torch_marlin_metal, Meta, m) {
   m.impl("gemm", gemm_meta);
+  m.impl("gemm_transposed", gemm_transposed_meta);
   m.impl("dequantize", dequantize_meta);
   m.impl("embedding", embedding_meta);
   m.impl("gptq_repack", gptq_repack_meta);

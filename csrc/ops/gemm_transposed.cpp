@@ -1,0 +1,118 @@
+// The product with the transposed weight, which is gemm's derivative with respect to a. It holds a part of the weight
+// in floats at a time: some rows of K, so that each part gives columns of the result and no sums cross parts.
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/argsort.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/mm.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdlib>
+
+#include "csrc/ops/argument_rules.h"
+
+namespace marlin {
+namespace {
+
+constexpr const char* kVariable = "TORCH_MARLIN_METAL_GRADIENT_BYTES";
+constexpr int64_t kDefaultBytes = int64_t{64} << 20;
+
+// Reads the variable at each call, so that a program can change it; getenv costs far less than a product.
+int64_t largest_part_bytes() {
+  const char* text = std::getenv(kVariable);
+  if (text == nullptr || *text == '\0') return kDefaultBytes;
+  char* end = nullptr;
+  errno = 0;
+  const long long bytes = std::strtoll(text, &end, 10);
+  TORCH_CHECK_VALUE(*end == '\0' && errno == 0 && bytes >= 1, kVariable, ": expected bytes, at least 1, got '", text,
+                    "'");
+  return bytes;
+}
+
+// How the rows of K are divided: whole groups together, or one group into equal parts.
+struct Division {
+  int64_t rows;        // of each part but the last of K or of a group
+  bool inside_groups;  // a part has rows of one group only
+};
+
+// Returns the largest parts of at most `bytes`, or the smallest that the format can decode alone: eight rows, or one
+// group where the group size is fixed. The parts are of nearly the same size.
+Division divide(const WeightFormatInfo& format, int64_t K, int64_t group_size, int64_t row_bytes, int64_t bytes) {
+  const int64_t fitting = bytes / row_bytes;
+  if (fitting >= K) return {K, false};
+  const int64_t group = std::min(group_size, K);
+  if (fitting >= group || format.fixed_group_size != 0) {
+    const int64_t groups = group_count(K, group);
+    const int64_t most = std::max<int64_t>(fitting / group, 1);
+    const int64_t parts = (groups + most - 1) / most;
+    return {(groups + parts - 1) / parts * group, false};
+  }
+  const int64_t words = group / kCodesPerWord;
+  const int64_t most = std::max<int64_t>(fitting / kCodesPerWord, 1);
+  const int64_t parts = (words + most - 1) / most;
+  return {(words + parts - 1) / parts * kCodesPerWord, true};
+}
+
+using DequantizeSignature = Tensor(const Tensor&, const Tensor&, c10::string_view, int64_t, const OptionalTensor&,
+                                   const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, at::ScalarType);
+
+Tensor dequantize_rows(const WeightTensors& weight, int64_t first, int64_t rows, bool inside_group,
+                       at::ScalarType dtype) {
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("torch_marlin_metal::dequantize", "").typed<DequantizeSignature>();
+  const int64_t first_group = first / weight.group_size;
+  const int64_t groups = inside_group ? 1 : group_count(rows, weight.group_size);
+  OptionalTensor zeros;
+  if (weight.zeros) zeros = weight.zeros->narrow(0, first_group, groups);
+  return op.call(weight.b_packed.narrow(0, first / kCodesPerWord, rows / kCodesPerWord),
+                 weight.scales.narrow(0, first_group, groups), weight.weight_format,
+                 inside_group ? rows : weight.group_size, zeros, weight.global_scale, weight.lut, std::nullopt, dtype);
+}
+
+Tensor gemm_transposed(const Tensor& a, const Tensor& b_packed, const Tensor& scales, c10::string_view weight_format,
+                       int64_t group_size, const OptionalTensor& zeros, const OptionalTensor& global_scale,
+                       const OptionalTensor& lut, const OptionalTensor& perm) {
+  const WeightTensors weight{b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm};
+  const WeightShape shape = check_gemm_transposed(a, weight);
+  const int64_t K = shape.K.expect_int();
+  const int64_t N = shape.N.expect_int();
+  at::DimVector sizes(a.sizes());
+  sizes.back() = K;
+  const int64_t bytes = largest_part_bytes();
+  if (a.numel() == 0) return at::empty(sizes, a.options());
+
+  // Autocast must not round what this computes in fp32.
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  // bf16 has the range of fp32. fp16 has not: fp32 scales can make weights beyond it, and small weights lose their
+  // bits there. Whether they do would have to be read from the scales, and on mps the host would wait for them.
+  const at::ScalarType dtype = a.scalar_type() == at::kBFloat16 ? at::kBFloat16 : at::kFloat;
+  const Tensor rows = a.reshape({-1, N}).to(dtype);
+  const int64_t row_bytes = N * static_cast<int64_t>(c10::elementSize(dtype));
+  const Division division = divide(info(shape.format), K, group_size, row_bytes, bytes);
+
+  Tensor out;
+  if (division.rows >= K) {
+    out = at::mm(rows, dequantize_rows(weight, 0, K, false, dtype).t()).to(a.scalar_type());
+  } else {
+    out = at::empty({rows.size(0), K}, a.options());
+    for (int64_t first = 0, last = 0; first < K; first = last) {
+      last = std::min(first + division.rows, K);
+      if (division.inside_groups) last = std::min(last, (first / group_size + 1) * group_size);
+      const Tensor part = dequantize_rows(weight, first, last - first, division.inside_groups, dtype);
+      out.narrow(1, first, last - first).copy_(at::mm(rows, part.t()));
+    }
+  }
+  if (perm) out = out.index_select(1, at::argsort(*perm));
+  return out.view(sizes);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(torch_marlin_metal, CompositeExplicitAutograd, m) {
+  m.impl("gemm_transposed", gemm_transposed);
+}
+
+}  // namespace marlin
