@@ -274,7 +274,7 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
     @property
     def is_trainable(self) -> bool:
         """Returns True: weights are constant, but adapters can be trained, because `gemm` passes gradients through."""
-        return False
+        return True
 
     @property
     def is_compileable(self) -> bool:

@@ -1,0 +1,54 @@
+"""Prepares a model with packed 4-bit weights for the training of adapters."""
+
+import torch
+from torch import nn
+
+from torch_marlin_metal.layers.fuse import FusedLinear
+from torch_marlin_metal.layers.linear import MarlinLinear
+
+
+def prepare_for_training(
+    model: nn.Module, *, gradient_checkpointing: bool = True, norms_in_fp32: bool = False
+) -> nn.Module:
+    """Freezes a model and switches gradient checkpointing on, in place. Call it before adapters are added.
+
+    It takes the place of peft's `prepare_model_for_kbit_training`, which does not know this package: that function
+    converts every 16-bit parameter to float32, the embeddings too, and leaves checkpointing off.
+
+    Args:
+        model: holds `MarlinLinear` layers.
+        gradient_checkpointing: whether to recompute activations in the backward pass. The model must then be one of
+            transformers. The checkpoints are not reentrant, so the inputs need no gradient.
+        norms_in_fp32: whether modules whose class name ends in "Norm" get float32 parameters. Many models then compute
+            the following layers in float32 too, unless autocast is on.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: the model has no packed layer, has fused projections, or cannot use gradient checkpointing. The
+            model is then unchanged.
+    """
+    op = "prepare_for_training"
+    if not any(isinstance(module, MarlinLinear) for module in model.modules()):
+        raise ValueError(f"{op}: model: expected MarlinLinear layers, got {type(model).__name__} without any")
+    for name, module in model.named_modules():
+        if isinstance(module, FusedLinear):
+            raise ValueError(
+                f"{op}: model: expected no fused projections, got {name!r}: load the model with fuse=False"
+            )
+    if gradient_checkpointing:
+        if not getattr(model, "supports_gradient_checkpointing", False):
+            raise ValueError(
+                f"{op}: gradient_checkpointing: expected False for {type(model).__name__}, "
+                "which does not support it, got True"
+            )
+        model.gradient_checkpointing_enable(  # type: ignore[operator]
+            gradient_checkpointing_kwargs={"use_reentrant": False}
+        )
+    model.requires_grad_(False)
+    if norms_in_fp32:
+        for module in model.modules():
+            if type(module).__name__.endswith("Norm"):
+                module.to(torch.float32)
+    return model
