@@ -1,22 +1,55 @@
-"""Writes the Metal libraries as C++ string literals with headers inlined, so that no file is needed at run time."""
+"""Makes a C++ file of the Metal sources with headers inlined, so that no file is needed at run time.
+
+Metal reads this text anew in every process, so what it would skip is left out: comments, what is for the host
+(`#ifdef __METAL_VERSION__`), macros that nothing uses, and indentation.
+"""
 
 import re
 from pathlib import Path
 
 INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"\s*$')
 PRAGMA_ONCE = re.compile(r"^\s*#\s*pragma\s+once\s*$")
+CONDITION = re.compile(r"^\s*#\s*(ifdef|ifndef|if|else|endif)\b\s*(\w*)")
+COMMENT = re.compile(r'("(?:[^"\\]|\\.)*")|//.*')
+ENDS = re.compile(r"^\s+|\s+$|(?<= )\s+(?=\\$)")
+DEFINE = re.compile(r"^#\s*define\s+(\w+)(?:[^\n]*\\\n)*[^\n]*", re.MULTILINE)
+METAL = "__METAL_VERSION__"
 DELIMITER = "METAL"
 
 
+def for_metal(lines: list[str]) -> list[str]:
+    """Returns the lines that a Metal compiler reads, and an empty line in place of each other one.
+
+    Conditions other than `#ifdef __METAL_VERSION__` and `#ifndef` stay as they are. Neither has an `#elif`.
+    """
+    kept = []
+    open_conditions: list[bool | None] = []  # whether Metal reads the branch; None for conditions that stay
+    for line in lines:
+        found = CONDITION.match(line)
+        word, name = found.groups() if found else ("", "")
+        is_ours = False
+        if word.startswith("if"):
+            is_ours = name == METAL
+            open_conditions.append(word == "ifdef" if is_ours else None)
+        elif word:
+            is_ours = open_conditions[-1] is not None
+            if word == "endif":
+                open_conditions.pop()
+            elif is_ours:
+                open_conditions[-1] = not open_conditions[-1]
+        kept.append("" if is_ours or False in open_conditions else line)
+    return kept
+
+
 def inline_headers(path: Path, root: Path, seen: set[Path]) -> str:
-    """Returns the file's text with the first #include of each of our headers replaced by the header.
+    """Returns the text that Metal reads of a file, with the first #include of each of our headers replaced by it.
 
     Includes are relative to `root`, the repository. `#line` makes compiler messages refer to the repository's files.
     """
     seen.add(path)
     name = path.relative_to(root).as_posix()
     lines = [f'#line 1 "{name}"']
-    for number, line in enumerate(path.read_text(encoding="ascii").splitlines(), start=1):
+    for number, line in enumerate(for_metal(path.read_text(encoding="ascii").splitlines()), start=1):
         found = INCLUDE.match(line)
         if found:
             header = root / found[1]
@@ -24,8 +57,35 @@ def inline_headers(path: Path, root: Path, seen: set[Path]) -> str:
                 lines.append(inline_headers(header, root, seen))
             lines.append(f'#line {number + 1} "{name}"')
         else:
-            lines.append("" if PRAGMA_ONCE.match(line) else line)
+            lines.append("" if PRAGMA_ONCE.match(line) else ENDS.sub("", COMMENT.sub(r"\1", line)))
     return "\n".join(lines)
+
+
+def without_unused_macros(text: str) -> str:
+    """Returns the text without the macros whose names it does not contain elsewhere; the number of lines stays.
+
+    A name that `##` may put together counts as contained.
+    """
+    pasted = tuple(re.findall(r"(?<!##)\b(\w+)##", text))
+    while True:
+        words: dict[str, int] = {}
+        for word in re.findall(r"\w+", text):
+            words[word] = words.get(word, 0) + 1
+
+        def replacement(found: re.Match[str], words: dict[str, int] = words) -> str:
+            if words[found[1]] > 1 or found[1].startswith(pasted):
+                return found[0]
+            return "\n" * found[0].count("\n")
+
+        shorter = DEFINE.sub(replacement, text)
+        if shorter == text:
+            return text
+        text = shorter
+
+
+def kernel_text(path: Path, root: Path) -> str:
+    """Returns the text of a `.metal` file as Metal gets it."""
+    return without_unused_macros(inline_headers(path, root, set()))
 
 
 def kernel_sources(kernels: Path) -> str:
@@ -36,7 +96,7 @@ def kernel_sources(kernels: Path) -> str:
         raise FileNotFoundError(f"{kernels}: expected the Metal sources, *.metal, found none")
     for path in libraries:
         library = path.relative_to(kernels).with_suffix("").as_posix()
-        source = inline_headers(path, kernels.parent, set())
+        source = kernel_text(path, kernels.parent)
         if f"){DELIMITER}" in source:
             raise ValueError(f"{path}: contains the literal's delimiter")
         entries.append(f'    {{"{library}", R"{DELIMITER}({source}\n){DELIMITER}"}},\n')

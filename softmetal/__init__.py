@@ -27,6 +27,7 @@ __all__ = [
     "Counters",
     "StreamCounts",
     "Unavailable",
+    "autorelease_pools",
     "build_extension",
     "checked",
     "compiles",
@@ -175,6 +176,12 @@ def stream_counts() -> StreamCounts:
     counts = (ctypes.c_uint64 * len(dataclasses.fields(StreamCounts)))()
     _library.stream_counts(counts)
     return StreamCounts(*counts)
+
+
+def autorelease_pools() -> int:
+    """Returns the number of this thread's autorelease pools that were not drained: 0 between calls of the host."""
+    count: int = _library.autorelease_pools()
+    return count
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ class Library:
         self._functions: dict[str, Callable[..., Any]] = {}
         signatures: dict[str, tuple[object, list[object]]] = {
             "free": (None, [c_void_p]),
+            "autorelease_pools": (c_size_t, []),
             "set_checked": (None, [c_int]),
             "is_checked": (c_int, []),
             "set_seed": (None, [c_uint64]),

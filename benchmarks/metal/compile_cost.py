@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from build_support.embed_kernels import inline_headers  # noqa: E402
+from build_support.embed_kernels import kernel_text  # noqa: E402
 
 INSTANCE = re.compile(r'\[\[host_name\("')
 # Matches the definition of a kernel, with its template header if it has one.
@@ -45,7 +45,7 @@ def preprocessed(source: str) -> str:
 
 
 def cost(path: Path) -> LibraryCost:
-    source = inline_headers(path, ROOT, set())
+    source = kernel_text(path, ROOT)
     text = preprocessed(source)
     kernels = KERNEL.findall(text)
     plain = sum(not template for template in kernels)

@@ -20,7 +20,7 @@ from msl import compiler  # noqa: E402
 from msl.tokens import tokenize  # noqa: E402
 from msl.translate import Translator  # noqa: E402
 
-from build_support.embed_kernels import inline_headers  # noqa: E402
+from build_support.embed_kernels import kernel_text  # noqa: E402
 
 METAL_TYPES = {"float16": "half", "bfloat16": "bfloat", "float32": "float"}
 FAMILIES = {
@@ -55,7 +55,7 @@ def children_seconds() -> float:
 def compile_cost(library: str, only: str = "") -> Cost:
     """Returns the cost of a file of kernels/, or of one instance of its template."""
     defines = [f"MARLIN_ONLY={only}", 'MARLIN_ONLY_NAME="only"'] if only else []
-    source = inline_headers(ROOT / f"kernels/{library}.metal", ROOT, set())
+    source = kernel_text(ROOT / f"kernels/{library}.metal", ROOT)
     text = compiler.preprocess(source, library, [], defines)
     open_constants = CONSTANT.sub(r'extern "C" const \1 \2', text)
     translated = Translator(tokenize(open_constants), {}, None).text

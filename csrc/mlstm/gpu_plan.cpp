@@ -1,6 +1,7 @@
 #include "csrc/mlstm/gpu_plan.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <limits>
 #include <stdexcept>
@@ -154,6 +155,22 @@ struct Planner {
 
 }  // namespace
 
+MlstmKey plan_key(const MlstmLaunch& launch) {
+  const MlstmProblem& sizes = launch.sizes;
+  int64_t options = static_cast<int64_t>(launch.element) << 4 | static_cast<int64_t>(launch.gates);
+  for (bool flag : {launch.has_initial_state, launch.vector_aligned, launch.vector_aligned_states})
+    options = options << 1 | int64_t{flag};
+  MlstmKey key{sizes.B,          sizes.H, sizes.S,          sizes.DK,
+               sizes.DV,         options, sizes.chunk_size, std::bit_cast<int32_t>(launch.eps),
+               launch.save_every};
+  size_t next = 9;
+  for (const MlstmStrides* strides : {&launch.q, &launch.k, &launch.v, &launch.i, &launch.f}) {
+    for (int64_t stride : {strides->batch, strides->head, strides->token})
+      key[next++] = stride;
+  }
+  return key;
+}
+
 MlstmPlan plan_mlstm(const MlstmLaunch& launch) {
   Planner planner(launch);
   MlstmParams& params = planner.params;
@@ -171,7 +188,8 @@ MlstmPlan plan_mlstm(const MlstmLaunch& launch) {
   return planner.result;
 }
 
-MlstmPlan plan_mlstm_states(const MlstmLaunch& launch, uint32_t save_every) {
+MlstmPlan plan_mlstm_states(const MlstmLaunch& launch) {
+  const uint32_t save_every = launch.save_every;
   Planner planner(launch);
   MlstmParams& params = planner.params;
   require(save_every > 0 && params.S % (uint64_t{params.chunk_size} * save_every) == 0,
@@ -191,13 +209,13 @@ MlstmPlan plan_mlstm_output(const MlstmLaunch& launch) {
   return planner.result;
 }
 
-Plan plan_mlstm_step(const MlstmLaunch& launch) {
+MlstmPlan plan_mlstm_step(const MlstmLaunch& launch) {
   Planner planner(launch);
   const MlstmParams& params = planner.params;
   const uint32_t simdgroups = std::clamp<uint32_t>(ceil_divide(params.DK, kMinStepRows), 1, kMlstmStepMaxSimdgroups);
   planner.add(Kernel::mlstm_step, {ceil_divide(params.DV, kMlstmStepColumns), params.heads, 1}, simdgroups * kSimdWidth,
               mlstm_step_bytes(simdgroups), params);
-  return planner.result.plan;
+  return planner.result;
 }
 
 }  // namespace marlin

@@ -1,6 +1,9 @@
 // Plans the mLSTM operators for a GPU. Pure C++: no torch, no Metal.
 #pragma once
 
+#include <array>
+#include <cstdint>
+
 #include "csrc/mlstm/problem.h"
 #include "csrc/planner/plan.h"
 
@@ -15,7 +18,12 @@ struct MlstmLaunch {
   bool vector_aligned = false;         // q, k and v start aligned for loads of four elements
   bool vector_aligned_states = false;  // the same for C0 and n0, or for the states that mlstm_output is given
   float eps = 0.0F;
+  uint32_t save_every = 1;  // mlstm_states: chunks per saved state
 };
+
+// The fields of a launch, which decide its plan.
+using MlstmKey = std::array<int64_t, 24>;
+MlstmKey plan_key(const MlstmLaunch& launch);
 
 // The sizes, in floats, of the workspace that the caller allocates.
 struct MlstmWorkspace {
@@ -35,8 +43,8 @@ struct MlstmPlan {
 // plan_mlstm divides the sequence into segments. A segment has as many chunks as the workspace holds states. The plan
 // computes the gates once, and then the states and the output of each segment.
 MlstmPlan plan_mlstm(const MlstmLaunch& launch);
-MlstmPlan plan_mlstm_states(const MlstmLaunch& launch, uint32_t save_every);
+MlstmPlan plan_mlstm_states(const MlstmLaunch& launch);
 MlstmPlan plan_mlstm_output(const MlstmLaunch& launch);
-Plan plan_mlstm_step(const MlstmLaunch& launch);
+MlstmPlan plan_mlstm_step(const MlstmLaunch& launch);
 
 }  // namespace marlin

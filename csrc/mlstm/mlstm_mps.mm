@@ -5,12 +5,14 @@
 #include <torch/library.h>
 
 #include <limits>
+#include <memory>
 #include <stdexcept>
 #include <tuple>
 
 #include "csrc/mlstm/argument_rules.h"
 #include "csrc/mlstm/gpu_plan.h"
 #include "csrc/mps/encoder.h"
+#include "csrc/planner/plan_cache.h"
 
 namespace marlin::mps {
 namespace {
@@ -38,6 +40,13 @@ MlstmStrides strides(const Tensor& tensor, bool has_tokens) {
 bool is_aligned(const Tensor& tensor) {
   return tensor.storage_offset() % 4 == 0;
 }
+
+// A plan with its pipelines, and what the caller needs to know of it.
+struct CompiledMlstm {
+  CompiledPlan compiled;
+  uint32_t chunks;
+  MlstmWorkspace workspace;
+};
 
 // One call of an operator: the tensors to bind and the problem to plan.
 struct Call {
@@ -86,11 +95,16 @@ struct Call {
     bind_states({kSlotC0, kSlotN0, kSlotM0}, *initial.C0, *initial.n0, *initial.m0);
   }
 
-  // The arguments have been checked, so the planner refuses only sizes that need offsets of more than 32 bits.
-  template <typename MakePlan>
-  auto plan(MakePlan make_plan) const {
+  // Finds the plan of this launch, or makes it. The arguments have been checked, so the planner refuses only sizes that
+  // need offsets of more than 32 bits.
+  template <MlstmPlan (*make_plan)(const MlstmLaunch&)>
+  std::shared_ptr<const CompiledMlstm> find_plan() const {
+    static auto* plans = new LaunchCache<MlstmKey, CompiledMlstm>;  // of this operator
     try {
-      return make_plan();
+      return plans->get(plan_key(launch), [&] {
+        MlstmPlan plan = make_plan(launch);
+        return CompiledMlstm{compile(std::move(plan.plan)), plan.chunks, plan.workspace};
+      });
     } catch (const std::invalid_argument& error) {
       TORCH_CHECK_VALUE(false, "torch_marlin_metal::", op,
                         ": sizes: expected sizes that 32-bit offsets can address on mps, got B=", launch.sizes.B,
@@ -100,7 +114,7 @@ struct Call {
   }
 
   // Allocates the workspace for the gates and chunks.
-  void bind_workspace(const MlstmPlan& plan, const at::TensorOptions& floats) {
+  void bind_workspace(const CompiledMlstm& plan, const at::TensorOptions& floats) {
     bindings[kSlotGates] = at::empty({static_cast<int64_t>(plan.workspace.gates)}, floats);
     bindings[kSlotChunks] = at::empty({static_cast<int64_t>(plan.workspace.chunks)}, floats);
   }
@@ -131,16 +145,16 @@ ThreeTensors mlstm_states_mps(const Tensor& k, const Tensor& v, const Tensor& i,
   call.bind_tokens(kSlotV, call.launch.v, v);
   call.bind_gates(i, f);
   call.bind_initial(initial);
-  const MlstmPlan plan =
-      call.plan([&] { return plan_mlstm_states(call.launch, static_cast<uint32_t>(save_states_every)); });
-  call.bind_workspace(plan, floats);
+  call.launch.save_every = static_cast<uint32_t>(save_states_every);
+  const auto plan = call.find_plan<plan_mlstm_states>();
+  call.bind_workspace(*plan, floats);
   call.bindings[kSlotStatesC] = C;
   call.bindings[kSlotStatesN] = n;
   call.bindings[kSlotStatesM] = m;
   call.bindings[kSlotFinalC] = C.select(2, slots - 1);
   call.bindings[kSlotFinalN] = n.select(2, slots - 1);
   call.bindings[kSlotFinalM] = m.select(2, chunks);
-  encode(compile(plan.plan), std::move(call.bindings));
+  encode(plan->compiled, std::move(call.bindings));
   if (save_states_every != 1) m = m.slice(2, 0, chunks + 1, save_states_every).contiguous();
   return {C, n, m};
 }
@@ -159,12 +173,12 @@ ThreeTensors mlstm_output_mps(const Tensor& q, const Tensor& k, const Tensor& v,
   call.bind_tokens(kSlotV, call.launch.v, v);
   call.bind_gates(i, f);
   call.bind_states({kSlotStatesC, kSlotStatesN, kSlotStatesM}, C, n, m);
-  const MlstmPlan plan = call.plan([&] { return plan_mlstm_output(call.launch); });
-  call.bind_workspace(plan, m.options());
+  const auto plan = call.find_plan<plan_mlstm_output>();
+  call.bind_workspace(*plan, m.options());
   call.bindings[kSlotH] = h;
   call.bindings[kSlotOutN] = N;
   call.bindings[kSlotOutM] = M;
-  encode(compile(plan.plan), std::move(call.bindings));
+  encode(plan->compiled, std::move(call.bindings));
   return {h, N, M};
 }
 
@@ -190,19 +204,19 @@ FourTensors mlstm_mps(const Tensor& q, const Tensor& k, const Tensor& v, const T
   call.bind_tokens(kSlotV, call.launch.v, v);
   call.bind_gates(i, f);
   call.bind_initial(initial);
-  const MlstmPlan plan = call.plan([&] { return plan_mlstm(call.launch); });
-  call.bind_workspace(plan, floats);
-  const int64_t slots = plan.workspace.state_slots;
+  const auto plan = call.find_plan<plan_mlstm>();
+  call.bind_workspace(*plan, floats);
+  const int64_t slots = plan->workspace.state_slots;
   call.bindings[kSlotH] = h;
   call.bindings[kSlotOutN] = at::empty({B, H, S}, floats);
   call.bindings[kSlotOutM] = at::empty({B, H, S}, floats);
   call.bindings[kSlotStatesC] = at::empty({B, H, slots, DK, DV}, floats);
   call.bindings[kSlotStatesN] = at::empty({B, H, slots, DK}, floats);
-  call.bindings[kSlotStatesM] = at::empty({B, H, int64_t{plan.chunks} + 1}, floats);
+  call.bindings[kSlotStatesM] = at::empty({B, H, int64_t{plan->chunks} + 1}, floats);
   call.bindings[kSlotFinalC] = C;
   call.bindings[kSlotFinalN] = n;
   call.bindings[kSlotFinalM] = m;
-  encode(compile(plan.plan), std::move(call.bindings));
+  encode(plan->compiled, std::move(call.bindings));
   return {h, C, n, m};
 }
 
@@ -224,7 +238,7 @@ FourTensors mlstm_step_mps(const Tensor& q, const Tensor& k, const Tensor& v, co
   call.bindings[kSlotFinalC] = next_C;
   call.bindings[kSlotFinalN] = next_n;
   call.bindings[kSlotFinalM] = next_m;
-  encode(compile(call.plan([&] { return plan_mlstm_step(call.launch); })), std::move(call.bindings));
+  encode(call.find_plan<plan_mlstm_step>()->compiled, std::move(call.bindings));
   return {h, next_C, next_n, next_m};
 }
 

@@ -53,6 +53,7 @@ struct Watched {
 };
 
 struct Failure {
+  std::atomic<bool> is_set = false;  // every operator asks, and without a failure it takes no lock
   std::mutex mutex;
   std::string first;
 };
@@ -72,6 +73,7 @@ void completed(id<MTLCommandBuffer> buffer, const Kernels& kernels) {
   std::fprintf(stderr, "%s\n", text.c_str());
   const std::lock_guard lock(failure().mutex);
   if (failure().first.empty()) failure().first = text;
+  failure().is_set = true;
 }
 
 }  // namespace
@@ -92,10 +94,12 @@ void watch_kernel(const std::string& name) {
 }
 
 void raise_gpu_failure() {
+  if (!failure().is_set) return;
   std::string text;
   {
     const std::lock_guard lock(failure().mutex);
     text = std::exchange(failure().first, {});
+    failure().is_set = false;
   }
   TORCH_CHECK(text.empty(), text);
 }

@@ -92,6 +92,13 @@ std::shared_ptr<const CompiledPlan> find_plan(const GemmProblem& problem, const 
   }
 }
 
+// Plans that depend on nothing but their problem.
+template <typename Problem>
+std::shared_ptr<const CompiledPlan> find_plan(const Problem& problem, Plan (*plan)(const Problem&)) {
+  static auto* plans = new LaunchCache<PlanKey, CompiledPlan>;  // of this kind of problem
+  return plans->get(plan_key(problem), [&] { return compile(plan(problem)); });
+}
+
 // Dequantizes the weight to the activations' type and multiplies with PyTorch's own matrix product.
 void two_pass(const CompiledPlan& compiled, const WeightProblem& weight, Bindings bindings) {
   Tensor out = bindings[kSlotOut];
@@ -198,7 +205,7 @@ Tensor dequantize_mps(const Tensor& b_packed, const Tensor& scales, c10::string_
   Tensor out = empty_weight(problem.weight, scales.options().dtype(dtype));
   bindings[kSlotOut] = out;
   problem.out = element_type(out);
-  encode(compile(plan_dequantize(problem)), std::move(bindings));
+  encode(*find_plan(problem, plan_dequantize), std::move(bindings));
   return out;
 }
 
@@ -222,7 +229,7 @@ Tensor embedding_mps(const Tensor& ids, const Tensor& b_packed, const Tensor& sc
   bindings[kSlotA] = ids.contiguous();
   bindings[kSlotOut] = out;
   problem.out = element_type(out);
-  encode(compile(plan_embedding(problem)), std::move(bindings));
+  encode(*find_plan(problem, plan_embedding), std::move(bindings));
   return out;
 }
 
@@ -237,7 +244,7 @@ Tensor repack(const char* op, RepackProblem problem, const Tensor& words, Tensor
   problem.columns = grid_size(op, "columns", words.size(1));
   if (problem.kernel == Kernel::awq_repack) problem.rows /= kCodesPerWord;
   problem.has_perm = perm.defined();
-  encode(compile(plan_repack(problem)), std::move(bindings));
+  encode(*find_plan(problem, plan_repack), std::move(bindings));
   return out;
 }
 

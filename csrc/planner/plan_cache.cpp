@@ -90,23 +90,48 @@ uint64_t tuned_generation() {
   return tuned().generation;
 }
 
-PlanKey plan_key(const GemmProblem& problem) {
-  const WeightProblem& weight = problem.weight;
-  uint64_t options = 0;
-  const auto append = [&](uint64_t value, uint32_t bits) { options = options << bits | value; };
-  append(variant_index(problem.variant), 8);
-  append(static_cast<uint64_t>(weight.format), 4);
-  for (ElementType type : {problem.activations, weight.scales, weight.zeros, problem.bias})
-    append(static_cast<uint64_t>(type), 2);
-  for (bool flag : {weight.has_perm, weight.has_global_scale, weight.global_scale_per_column, weight.vector_aligned,
-                    problem.has_bias, problem.vector_aligned_a})
-    append(flag, 1);
-  return {problem.a_row_stride, problem.M, weight.N, weight.K, group_size(weight), options};
+namespace {
+
+// Small fields side by side in one number.
+struct Options {
+  uint64_t bits = 0;
+
+  template <typename Value>
+  Options& add(Value value, uint32_t width) {
+    bits = bits << width | static_cast<uint64_t>(value);
+    return *this;
+  }
+  Options& add(const WeightProblem& weight) {
+    add(weight.format, 4).add(weight.scales, 2).add(weight.zeros, 2).add(weight.has_perm, 1);
+    return add(weight.has_global_scale, 1).add(weight.global_scale_per_column, 1).add(weight.vector_aligned, 1);
+  }
+};
+
+PlanKey weight_key(const WeightProblem& weight, uint32_t M, int64_t a_row_stride, const Options& options) {
+  return {a_row_stride, M, weight.N, weight.K, group_size(weight), options.bits};
 }
 
-size_t PlanKeyHash::operator()(const PlanKey& key) const {
-  static_assert(std::has_unique_object_representations_v<PlanKey>);
-  return std::hash<std::string_view>{}({reinterpret_cast<const char*>(&key), sizeof(key)});
+}  // namespace
+
+PlanKey plan_key(const GemmProblem& problem) {
+  Options options;
+  options.add(variant_index(problem.variant), 8).add(problem.weight).add(problem.activations, 2);
+  options.add(problem.bias, 2).add(problem.has_bias, 1).add(problem.vector_aligned_a, 1);
+  return weight_key(problem.weight, problem.M, problem.a_row_stride, options);
+}
+
+PlanKey plan_key(const DequantizeProblem& problem) {
+  return weight_key(problem.weight, 0, 0, Options().add(problem.weight).add(problem.out, 2));
+}
+
+PlanKey plan_key(const EmbeddingProblem& problem) {
+  const Options options = Options().add(problem.weight).add(problem.out, 2).add(problem.wide_ids, 1);
+  return weight_key(problem.weight, problem.count, 0, options);
+}
+
+PlanKey plan_key(const RepackProblem& problem) {
+  const Options options = Options().add(problem.kernel, 8).add(problem.has_perm, 1).add(problem.stored_zeros, 2);
+  return {0, problem.rows, problem.columns, 0, 0, options.bits};
 }
 
 }  // namespace marlin

@@ -9,6 +9,7 @@
 #include <mutex>
 #include <string>
 #include <string_view>
+#include <type_traits>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -43,7 +44,7 @@ std::string_view tuned_variant(const GemmProblem& problem);
 // Returns the number of calls of set_tuned. Plans that were made before the last call may be out of date.
 uint64_t tuned_generation();
 
-// The fields of a GemmProblem that decide its plan on one GPU.
+// The fields of a problem that decide its plan on one GPU. Problems of different kinds may have equal keys.
 struct PlanKey {
   int64_t a_row_stride;
   uint32_t M, N, K, group_size;
@@ -53,26 +54,32 @@ struct PlanKey {
 };
 
 PlanKey plan_key(const GemmProblem& problem);
+PlanKey plan_key(const DequantizeProblem& problem);
+PlanKey plan_key(const EmbeddingProblem& problem);
+PlanKey plan_key(const RepackProblem& problem);
 
-struct PlanKeyHash {
-  size_t operator()(const PlanKey& key) const;
+template <typename Key>
+struct BytesHash {
+  static_assert(std::has_unique_object_representations_v<Key>);
+  size_t operator()(const Key& key) const {
+    return std::hash<std::string_view>{}({reinterpret_cast<const char*>(&key), sizeof(key)});
+  }
 };
 
-// A cache of Launches for one GPU, which drops the least recently used when it is full. A Launch is what a backend
-// needs to run a plan; `prepare` makes it when the product is new. Safe to use from any thread.
-template <typename Launch>
-class PlanCache {
+// A cache of Launches, which drops the least recently used when it is full. A Launch is what a backend needs to run a
+// plan. Safe to use from any thread.
+template <typename Key, typename Launch>
+class LaunchCache {
  public:
   // Every sequence length has a plan, so without a limit the number of plans would keep growing.
-  static constexpr size_t kMaxPlans = 4096;
+  static constexpr size_t kMaxLaunches = 4096;
 
-  PlanCache(const GpuDevice& device, Launch (*prepare)(Plan), size_t max_plans = kMaxPlans)
-      : device_(device), prepare_(prepare), max_plans_(max_plans) {}
+  explicit LaunchCache(size_t max_launches = kMaxLaunches) : max_launches_(max_launches) {}
 
-  // Returns the cached Launch, or plans and prepares one. Throws what plan_gemm and `prepare` throw.
-  std::shared_ptr<const Launch> find_plan(GemmProblem problem) {
-    const PlanKey key = plan_key(problem);
-    const uint64_t generation = tuned_generation();
+  // Returns the cached Launch, or make()'s. Throws what make() throws. A generation that differs from the last call's
+  // clears the cache.
+  template <typename Make>
+  std::shared_ptr<const Launch> get(const Key& key, const Make& make, uint64_t generation = 0) {
     {
       const std::lock_guard lock(mutex_);
       if (generation != generation_) forget_all(generation);
@@ -81,15 +88,14 @@ class PlanCache {
         return found->second->second;
       }
     }
-    if (problem.variant == "auto") problem.tuned = tuned_variant(problem);
-    auto launch = std::make_shared<const Launch>(prepare_(plan_gemm(problem, device_)));
+    auto launch = std::make_shared<const Launch>(make());
     const std::lock_guard lock(mutex_);
     if (generation == generation_ && !by_key_.contains(key)) keep(key, launch);
     return launch;
   }
 
  private:
-  using Entry = std::pair<PlanKey, std::shared_ptr<const Launch>>;
+  using Entry = std::pair<Key, std::shared_ptr<const Launch>>;
 
   void forget_all(uint64_t generation) {
     by_key_.clear();
@@ -97,8 +103,8 @@ class PlanCache {
     generation_ = generation;
   }
 
-  void keep(const PlanKey& key, std::shared_ptr<const Launch> launch) {
-    if (latest_first_.size() == max_plans_) {
+  void keep(const Key& key, std::shared_ptr<const Launch> launch) {
+    if (latest_first_.size() == max_launches_) {
       by_key_.erase(latest_first_.back().first);
       latest_first_.pop_back();
     }
@@ -106,13 +112,34 @@ class PlanCache {
     by_key_.emplace(key, latest_first_.begin());
   }
 
-  const GpuDevice device_;
-  Launch (*const prepare_)(Plan);
-  const size_t max_plans_;
+  const size_t max_launches_;
   std::mutex mutex_;
   uint64_t generation_ = 0;
   std::list<Entry> latest_first_;
-  std::unordered_map<PlanKey, typename std::list<Entry>::iterator, PlanKeyHash> by_key_;
+  std::unordered_map<Key, typename std::list<Entry>::iterator, BytesHash<Key>> by_key_;
+};
+
+// A cache of Launches of gemm for one GPU; `prepare` makes one from its plan. Safe to use from any thread.
+template <typename Launch>
+class PlanCache {
+ public:
+  PlanCache(const GpuDevice& device, Launch (*prepare)(Plan),
+            size_t max_plans = LaunchCache<PlanKey, Launch>::kMaxLaunches)
+      : device_(device), prepare_(prepare), launches_(max_plans) {}
+
+  // Returns the cached Launch, or plans and prepares one. Throws what plan_gemm and `prepare` throw.
+  std::shared_ptr<const Launch> find_plan(GemmProblem problem) {
+    const auto make = [&] {
+      if (problem.variant == "auto") problem.tuned = tuned_variant(problem);
+      return prepare_(plan_gemm(problem, device_));
+    };
+    return launches_.get(plan_key(problem), make, tuned_generation());
+  }
+
+ private:
+  const GpuDevice device_;
+  Launch (*const prepare_)(Plan);
+  LaunchCache<PlanKey, Launch> launches_;
 };
 
 }  // namespace marlin

@@ -2,7 +2,9 @@
 #pragma once
 
 #include "kernels/gemm/geometry.h"
+#ifndef __METAL_VERSION__
 #include "kernels/mlstm/params.h"
+#endif
 
 #define MARLIN_FOR_EACH_WEIGHT_FORMAT(X, ...) \
   X(uint4b8, __VA_ARGS__)                     \

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "object.h"
+#include "python_api.h"
 
 extern "C" _Unwind_Reason_Code __gxx_personality_v0(int, _Unwind_Action, _Unwind_Exception_Class, _Unwind_Exception*,
                                                     _Unwind_Context*);
@@ -113,6 +114,10 @@ void free_instance(id object) {
   return [NSString stringWithUTF8String:text.c_str()];
 }
 @end
+
+size_t softmetal_autorelease_pools() {
+  return pools.stack.size();
+}
 
 @implementation NSAutoreleasePool
 + (void)addObject:(id)anObject {

@@ -11,6 +11,8 @@
 
 SOFTMETAL_EXPORT void softmetal_free(void* memory);
 
+SOFTMETAL_EXPORT size_t softmetal_autorelease_pools(void);  // of this thread, that are not drained
+
 SOFTMETAL_EXPORT void softmetal_set_checked(int checked);
 SOFTMETAL_EXPORT int softmetal_is_checked(void);
 SOFTMETAL_EXPORT void softmetal_set_seed(uint64_t seed);

@@ -74,8 +74,42 @@ void check_keys() {
   }
 }
 
+// The same for the kernels with one thread per element: any two problems of a kind differ in their keys.
+template <typename Problem, typename... Changes>
+void check_keys_of(Problem problem, const Changes&... changes) {
+  std::vector<Problem> problems{problem};
+  (changes(problems.emplace_back(problem)), ...);
+  for (size_t i = 0; i < problems.size(); ++i) {
+    for (size_t j = 0; j < problems.size(); ++j)
+      expect((plan_key(problems[i]) == plan_key(problems[j])) == (i == j), "one key for each problem");
+  }
+}
+
+void check_elementwise_keys() {
+  subject = "keys of elementwise kernels";
+  const WeightProblem weight = square(1, 512, 704, 64).weight;
+  const auto format = [](auto& p) { p.weight.format = WeightFormat::nvfp4; };
+  const auto N = [](auto& p) { p.weight.N += 8; };
+  const auto K = [](auto& p) { p.weight.K += 64; };
+  const auto group = [](auto& p) { p.weight.group_size = 32; };
+  const auto scales = [](auto& p) { p.weight.scales = ElementType::float32; };
+  const auto zeros = [](auto& p) { p.weight.zeros = ElementType::uint8; };
+  const auto perm = [](auto& p) { p.weight.has_perm = true; };
+  const auto aligned = [](auto& p) { p.weight.vector_aligned = false; };
+  const auto out = [](auto& p) { p.out = ElementType::float32; };
+  check_keys_of(DequantizeProblem{weight}, format, N, K, group, scales, zeros, perm, aligned, out);
+  check_keys_of(
+      EmbeddingProblem{weight, 5}, format, N, K, group, scales, zeros, perm, aligned, out, [](auto& p) { p.count = 6; },
+      [](auto& p) { p.wide_ids = false; });
+  check_keys_of(
+      RepackProblem{Kernel::gptq_repack, 4, 8}, [](auto& p) { p.kernel = Kernel::awq_repack; },
+      [](auto& p) { p.rows = 5; }, [](auto& p) { p.columns = 5; }, [](auto& p) { p.has_perm = true; },
+      [](auto& p) { p.stored_zeros = StoredZeros::masked; });
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
-  return test::run_cases({{"cache", check_cache}, {"keys", check_keys}}, argc, argv);
+  return test::run_cases({{"cache", check_cache}, {"keys", check_keys}, {"elementwise keys", check_elementwise_keys}},
+                         argc, argv);
 }

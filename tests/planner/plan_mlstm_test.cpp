@@ -101,19 +101,20 @@ void check_random() {
     from.vector_aligned_states = pick(0, 1) == 1;
     from.element = static_cast<ElementType>(pick(0, 2));
     check_sequence(from);
-    const Plan step = plan_mlstm_step(from);
+    const Plan step = plan_mlstm_step(from).plan;
     subject = text(step);
     check_dispatch(step.dispatches.at(0), from, params(step.dispatches[0]).chunk_size);
     if (chunk == 0) continue;
     const auto every = static_cast<uint32_t>(pick(1, 3));
+    from.save_every = every;
     from.sizes.S = chunk * every * pick(1, 9);
-    for (const MlstmPlan& planned : {plan_mlstm_states(from, every), plan_mlstm_output(from)}) {
+    for (const MlstmPlan& planned : {plan_mlstm_states(from), plan_mlstm_output(from)}) {
       subject = text(planned.plan);
       expect(planned.plan.dispatches.size() == 2, "gates, and states or output");
       for (const Dispatch& dispatch : planned.plan.dispatches)
         check_dispatch(dispatch, from, planned.chunk_size);
     }
-    const MlstmParams& states = params(plan_mlstm_states(from, every).plan.dispatches[1]);
+    const MlstmParams& states = params(plan_mlstm_states(from).plan.dispatches[1]);
     expect(states.state_slots == states.chunks / every + 1 && states.save_every == every, "saved states");
   }
 }
@@ -141,8 +142,12 @@ void check_refusals() {
   expect_refused("B = 0", [] { plan_mlstm(launch(0, 1, 8, 8, 8, 0)); });
   expect_refused("offsets of gates", [] { plan_mlstm(launch(64, 64, 1 << 20, 8, 8, 0)); });
   expect_refused("a state's size", [] { plan_mlstm(launch(1, 1, 8, 1 << 16, 1 << 16, 0)); });
-  expect_refused("S not divisible", [] { plan_mlstm_states(launch(1, 1, 48, 8, 8, 32), 1); });
-  expect_refused("S not divisible by saved", [] { plan_mlstm_states(launch(1, 1, 96, 8, 8, 32), 2); });
+  expect_refused("S not divisible", [] { plan_mlstm_states(launch(1, 1, 48, 8, 8, 32)); });
+  expect_refused("S not divisible by saved", [] {
+    MlstmLaunch from = launch(1, 1, 96, 8, 8, 32);
+    from.save_every = 2;
+    plan_mlstm_states(from);
+  });
   expect_refused("S not divisible for output", [] { plan_mlstm_output(launch(1, 1, 48, 8, 8, 32)); });
   expect_refused("a stride beyond 32-bit offsets", [] {
     MlstmLaunch from = launch(1, 1, 48, 8, 8, 32);
@@ -151,9 +156,43 @@ void check_refusals() {
   });
 }
 
+// Changing any field of a launch changes its key.
+void check_keys() {
+  subject = "plan keys";
+  std::vector<MlstmLaunch> launches{launch(1, 2, 48, 8, 8, 16)};
+  const auto vary = [&](auto&& change) {
+    MlstmLaunch varied = launches.front();
+    change(varied);
+    launches.push_back(varied);
+  };
+  for (int64_t MlstmProblem::* size : {&MlstmProblem::B, &MlstmProblem::H, &MlstmProblem::S, &MlstmProblem::DK,
+                                       &MlstmProblem::DV, &MlstmProblem::chunk_size})
+    vary([&](MlstmLaunch& l) { l.sizes.*size += 3; });
+  for (MlstmStrides MlstmLaunch::* strides :
+       {&MlstmLaunch::q, &MlstmLaunch::k, &MlstmLaunch::v, &MlstmLaunch::i, &MlstmLaunch::f}) {
+    for (int64_t MlstmStrides::* stride : {&MlstmStrides::batch, &MlstmStrides::head, &MlstmStrides::token})
+      vary([&](MlstmLaunch& l) { l.*strides.*stride += 5; });
+  }
+  for (bool MlstmLaunch::* flag :
+       {&MlstmLaunch::has_initial_state, &MlstmLaunch::vector_aligned, &MlstmLaunch::vector_aligned_states})
+    vary([&](MlstmLaunch& l) { l.*flag = !(l.*flag); });
+  vary([](MlstmLaunch& l) { l.element = ElementType::bfloat16; });
+  vary([](MlstmLaunch& l) { l.gates = ElementType::float32; });
+  vary([](MlstmLaunch& l) { l.eps += 1.0F; });
+  vary([](MlstmLaunch& l) { l.save_every = 2; });
+  const std::set<MlstmKey> keys = [&] {
+    std::set<MlstmKey> found;
+    for (const MlstmLaunch& from : launches)
+      found.insert(plan_key(from));
+    return found;
+  }();
+  expect(keys.size() == launches.size(), "one key for each launch");
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
-  return test::run_cases({{"choices", check_choices}, {"random", check_random}, {"refusals", check_refusals}}, argc,
-                         argv);
+  return test::run_cases(
+      {{"choices", check_choices}, {"random", check_random}, {"refusals", check_refusals}, {"keys", check_keys}}, argc,
+      argv);
 }
