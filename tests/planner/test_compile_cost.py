@@ -32,4 +32,4 @@ def test_every_instantiation_is_counted(tmp_path: Path) -> None:
     done = subprocess.run(script, check=True, capture_output=True, text=True)
     found = json.loads(done.stdout)
     assert {row["library"]: row["instantiations"] for row in found} == dict(expected)
-    assert all(0 < row["preprocessed_bytes"] < row["source_bytes"] * 2 for row in found)
+    assert all(0 < row["preprocessed_bytes"] < row["source_bytes"] * 3 for row in found)
