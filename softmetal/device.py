@@ -287,7 +287,8 @@ def compile(
         file_name: the source's name in messages.
         include_paths: folders for the source's own includes.
         defines: macros, "NAME" or "NAME=VALUE".
-        math: the math mode: "safe", "relaxed" or "fast". Metal's default is "fast".
+        math: the math mode: "safe", "relaxed" or "fast". Metal's default is "fast". `varied(seed)` of
+            `softmetal.msl.fast_math` is safe mode with other choices where Metal leaves one.
         functions: "precise" or "fast": whether `exp` is `precise::exp` or `fast::exp`, and likewise for the other math
             functions. Metal's default is "fast".
 

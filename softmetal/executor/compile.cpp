@@ -203,6 +203,8 @@ extern "C" int sm_compile(const sm_compile_request* request, char** path_or_erro
     arguments.insert(arguments.end(), {"--math", request->math == SM_MATH_FAST ? "fast" : "relaxed"});
   }
   if (!is_metallib && request->fast_functions != 0) arguments.insert(arguments.end(), {"--functions", "fast"});
+  const char* vary = std::getenv("SOFTMETAL_VARY");
+  if (!is_metallib && vary != nullptr && *vary != 0) arguments.insert(arguments.end(), {"--vary", vary});
   if (request->checked != 0) arguments.push_back("--checked");
   std::string memo = cache_folder() + "/" + fingerprint(identity(input, arguments)) + ".memo";
   std::string path;

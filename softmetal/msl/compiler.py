@@ -18,7 +18,7 @@ from pathlib import Path
 from .alignment import add_alignment_checks
 from .arithmetic import add_metal_arithmetic
 from .dialect import check
-from .fast_math import ALL, FUNCTIONS, MODES, PLAIN, PRECISE, SAFE, Math, flush_half, replace_pragmas
+from .fast_math import ALL, FLUSHING, FUNCTIONS, MODES, PLAIN, PRECISE, SAFE, Math, flush_half, replace_pragmas, varied
 from .lint import lint
 from .required_constants import missing_values
 from .tokens import SourceError, significant, tokenize
@@ -147,7 +147,7 @@ def _to_llvm(cpp: str, checked: bool, math: Math) -> str:
     """Compiles C++ over our headers to LLVM text that no pass has touched, with Metal's integer arithmetic."""
     command = [*from_cpp(checked, math), "-Xclang", "-disable-llvm-passes", "-S", "-emit-llvm", "-o", "-"]
     text = add_metal_arithmetic(run(command, _inlined(cpp)))
-    text = text if math.mode == SAFE else flush_half(text)
+    text = flush_half(text) if math.mode in FLUSHING else text
     return mark_integers(text) if checked else text
 
 
@@ -250,7 +250,8 @@ def compile_source(
         checked: instruments the code for checked mode.
         kernel: the only kernel to compile, "" for none. Without function constants in the source, each kernel has only
             one version. All kernels are then compiled, and this argument is ignored.
-        math: the math mode, and which functions `exp` and its relatives are. Metal's default is fast for both.
+        math: the math mode (also a varied one, of fast_math.py), and which functions `exp` and its relatives are.
+            Metal's default is fast for both.
         version: the language version as `__METAL_VERSION__` gives it: 310 is MSL 3.1.
 
     Raises:
@@ -308,6 +309,7 @@ def answer(
 
 
 def _compiled(options: argparse.Namespace) -> Compiled:
+    mode = options.math if options.vary is None or options.math != SAFE else varied(options.vary)
     return compile_source(
         sys.stdin.read(),
         file_name=options.file_name,
@@ -316,7 +318,7 @@ def _compiled(options: argparse.Namespace) -> Compiled:
         defines=options.define,
         checked=options.checked,
         kernel=options.kernel,
-        math=Math(options.math, options.functions),
+        math=Math(mode, options.functions),
         version=options.language_version,
     )
 
@@ -328,6 +330,7 @@ def _main() -> int:
     parser.add_argument("--define", action="append", default=[])
     parser.add_argument("--math", choices=MODES, default=SAFE)
     parser.add_argument("--functions", choices=FUNCTIONS, default=PRECISE)
+    parser.add_argument("--vary", type=int, metavar="SEED", help="instead of safe mode, the varied mode of this seed")
     parser.add_argument("--language-version", type=int, default=DEFAULT_VERSION, metavar="310")
     return answer(parser, _compiled, [*library_files(), *check.files()])
 

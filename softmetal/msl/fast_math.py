@@ -1,5 +1,8 @@
 """Compiles in math modes other than safe, and with functions other than precise. Metal's default is fast for both.
 
+A varied mode is safe mode with other choices where Metal leaves one: which sums and products are contracted, and in
+which order the lanes of a reduction are added. A result that one choice alone gives differs in some varied mode.
+
 The mode decides clang's flags. In fast and relaxed mode, half subnormals become zero, because a GPU may treat half
 subnormals as zero in these modes. (The executor flushes fp32 subnormals in every mode.)
 
@@ -16,7 +19,13 @@ from .tokens import SourceError
 SAFE, RELAXED, FAST = MODES = ("safe", "relaxed", "fast")
 
 _RELAXED_FLAGS = ["-funsafe-math-optimizations", "-ffp-contract=fast"]
-_MODE_FLAGS = {SAFE: [], RELAXED: _RELAXED_FLAGS, FAST: [*_RELAXED_FLAGS, "-ffinite-math-only"]}
+# (contraction, order of a reduction as metal_simdgroup numbers it). Safe mode is ("on", 0).
+_CHOICES = [(contract, order) for contract in ("on", "off", "fast") for order in (0, 1, 2)][1:]
+_VARIED = {
+    f"varied-{contract}-{order}": [f"-ffp-contract={contract}", f"-DSM_REDUCTION_ORDER={order}"]
+    for contract, order in _CHOICES
+}
+_MODE_FLAGS = {SAFE: [], RELAXED: _RELAXED_FLAGS, FAST: [*_RELAXED_FLAGS, "-ffinite-math-only"], **_VARIED}
 PRECISE = "precise"
 FUNCTIONS = (PRECISE, FAST)
 _FUNCTION_FLAGS = {PRECISE: [], FAST: ["-DSM_FAST_FUNCTIONS"]}  # read by metal_config
@@ -26,7 +35,7 @@ class Math(NamedTuple):
     """How a library computes.
 
     Attributes:
-        mode: one of MODES.
+        mode: one of MODES, or a varied mode.
         functions: one of FUNCTIONS.
     """
 
@@ -41,6 +50,13 @@ class Math(NamedTuple):
 
 PLAIN = Math()
 ALL = tuple(Math(mode, functions) for mode in MODES for functions in FUNCTIONS)
+FLUSHING = (RELAXED, FAST)
+
+
+def varied(seed: int) -> str:
+    """Returns the varied mode of the seed."""
+    return list(_VARIED)[seed % len(_VARIED)]
+
 
 _ARITHMETIC = re.compile(
     r"^(?P<start>  (?P<result>%[\w.]+) = (?:fadd|fsub|fmul|fdiv)(?: \w+)* half) (?P<left>[^,]+), (?P<right>[^,]+)"

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from .attributes import Attribute, Parameter, attribute_end, read_parameters, take_attributes
+from .contraction import fused_products
 from .declarations import function_name, instance_target, threadgroup_variables
 from .entries import Entry, FunctionConstant, KernelSignature, tables
 from .tokens import (
@@ -59,8 +60,11 @@ class Translator:
         self._seen: dict[str, tuple[str, ...]] = {}  # as _Scope.seen, for all namespaces
         rewrite_literals(self.tokens)
         self._code = significant(self.tokens)
+        products = fused_products(self.tokens, self._code)
         self._scan()
         self._drop_keywords()
+        for product in products:
+            product.mark()
         self.text = "".join(t.text for t in self.tokens) + tables(self._entries, self.constants)
 
     # ---- scanning --------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from softmetal.witness import references
+from softmetal.witness import references, vectors
 from softmetal.witness.__main__ import all_cases, prove
 from softmetal.witness.case import Case, compare
 from softmetal.witness.libraries import wheels
@@ -48,6 +48,15 @@ def test_both_compiles_leave_the_same_bits(kernel: str) -> None:
     outcome = compare(case, (case.instance,))
     assert outcome.error == ""
     assert [str(d) for d in outcome.differences] == []
+    assert outcome.elements > 0
+
+
+@pytest.mark.parametrize("family", ["dot", "fft"])
+def test_vectors_contract_as_apples_compiler_contracts_them(family: str) -> None:
+    need_wheel("mlx-metal")
+    case = next(c for c in vectors.cases() if c.family == family)
+    outcome = compare(case, (case.instance,))
+    assert (outcome.error, outcome.differences) == ("", [])
     assert outcome.elements > 0
 
 

@@ -8,14 +8,14 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from . import elementwise, matmul, quantized, references, rows
+from . import elementwise, matmul, quantized, references, rows, vectors
 from .case import Case, Outcome, compare, sources
 from .mistakes import MISTAKES, Mistake
 
 
 def all_cases() -> list[Case]:
     """Returns the cases of all families."""
-    return [*quantized.cases(), *matmul.cases(), *rows.cases(), *elementwise.cases()]
+    return [*quantized.cases(), *matmul.cases(), *rows.cases(), *elementwise.cases(), *vectors.cases()]
 
 
 def outcomes(cases: Iterable[Case], *, seed: int = 0, checked: bool = False) -> Iterator[Outcome]:

@@ -36,6 +36,8 @@ MISTAKES = (
             "-ffloat16-excess-precision=fast"),
     Mistake("float to integer wraps", "vn_copyfloat32int8", "-fno-strict-float-cast-overflow",
             "-fstrict-float-cast-overflow"),
+    Mistake("vectors are not contracted", "dot_product_float32_it32_tg512_sg16", "product_plus, p.a[i] * p.b[i] + c[i]",
+            "product_plus, (p.a * p.b)[i] + c[i]", "softmetal/contraction.h"),
 )  # fmt: skip
 
 
