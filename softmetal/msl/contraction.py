@@ -160,13 +160,19 @@ class _Scan:
         last = self.code[factor[-1]]
         return last.text in (")", "]", "}", ">") or (last.kind != "mark" and last.text not in _BEFORE_OPERAND)
 
+    def _bracketed(self, factor: list[int]) -> int:
+        """Returns the index of the bracket in `(a * b) + c` and `-(a * b) + c`, or -1 for another factor."""
+        if len(factor) == 3 and self.code[factor[0]].text in _SIGNS:
+            factor = factor[1:]
+        return factor[0] if len(factor) == 2 and self.code[factor[0]].text == "(" else -1
+
     def _add(self, terms: list[_Term]) -> None:
         if len(terms) == 1 and terms[0].before not in ("+=", "-="):
             return
         for term in terms:
-            while not term.operators and len(term.factors[0]) == 2:  # (a * b) + c
-                inside = self._inside.get(term.factors[0][0], [])
-                if len(inside) != 1 or self.code[term.factors[0][0]].text != "(":
+            while not term.operators and (opening := self._bracketed(term.factors[0])) >= 0:
+                inside = self._inside.get(opening, [])
+                if len(inside) != 1:
                     break
                 term = inside[0]
             if term.operators[-1:] == ["*"] and all(term.factors):

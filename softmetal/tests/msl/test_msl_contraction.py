@@ -26,7 +26,8 @@ HEAD = "#include <metal_stdlib>\nusing namespace metal;\n"
         ("struct A { int x; } *p; void f() const {} y = a * b + c;", "struct A { int x; } *p; void f() const {} y = [a] * [b] + c;"),
         ("y = a * b; y += c; y += a * b / d; z = f(a * b) + c;", None),
         ("float4* p = q + 1; float4 * r = p - 1; y = (a * b) << c + d;", None),
-        ("y = c ? a * b : d + e; y = -(a * b) + c;", None),
+        ("y = c ? a * b : d + e; y = f(a * b) - (c + d);", None),
+        ("y = -(a * b) + c - +(d * e) + -f(a * b);", "y = -([a] * [b]) + c - +([d] * [e]) + -f(a * b);"),
         ("{\n#pragma clang fp contract(off)\ny = a * b + c; }\n y = a * b + c;",
          "{\n#pragma clang fp contract(off)\ny = a * b + c; }\n y = [a] * [b] + c;"),
     ],
@@ -59,6 +60,7 @@ kernel void f(device const float4* a [[buffer(0)]], device float4* y [[buffer(1)
     y[7] = x * x - one;
   }}
   y[8] = float4x4(1) * x + one;
+  y[9] = -(x * x) + one;
   z[0] = h[0] * h[0] + h[0];
   for (uint i = 0; i < 4; ++i) z[1][i] = h[0][i] * h[0][i] + h[0][i];
 }}"""
@@ -68,7 +70,7 @@ kernel void f(device const float4* a [[buffer(0)]], device float4* y [[buffer(1)
 def test_vectors_are_contracted_within_one_expression(checked: bool) -> None:
     x = (1 + np.array([1, 77, 511, 1333]) / 4096).astype(np.float32)
     half = np.array([1.001, 1.5, 7.7, 0.1], np.float16)
-    y, z = np.zeros((9, 4), np.float32), np.zeros((2, 4), np.float16)
+    y, z = np.zeros((10, 4), np.float32), np.zeros((2, 4), np.float16)
     kernel = device.compile(VECTORS, checked=checked).kernel("f")
     kernel.launch(threads=1, group=1, buffers=[x, y, x.tobytes(), half, z])
     square, rounded = x.astype(np.float64) ** 2, (x * x).astype(np.float64)
@@ -83,6 +85,7 @@ def test_vectors_are_contracted_within_one_expression(checked: bool) -> None:
     np.testing.assert_array_equal(y[6], (1 + x.astype(np.float64) * float(x[0])).astype(np.float32))
     np.testing.assert_array_equal(y[7], rounded - 1)
     np.testing.assert_array_equal(y[8], x + 1)
+    np.testing.assert_array_equal(y[9], -exact)
     np.testing.assert_array_equal(z[0], z[1])
 
 

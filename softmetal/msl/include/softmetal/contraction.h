@@ -59,6 +59,16 @@ METAL_FUNC constexpr auto operator*(const S& a, factor<V> b) -> decltype(a * b.v
   return a * b.value;
 }
 
+// Clang looks through a sign in front of a product.
+template <class V>
+METAL_FUNC constexpr product<V> operator-(product<V> p) {
+  return {-p.a, p.b};
+}
+template <class V>
+METAL_FUNC constexpr product<V> operator+(product<V> p) {
+  return p;
+}
+
 #define SM_SUM(name, expression)                                  \
   template <class V>                                              \
   METAL_FUNC constexpr V name(product<V> p, V c) {                \
