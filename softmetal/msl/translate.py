@@ -55,6 +55,7 @@ class Translator:
         self.wanted = wanted
         self.constants: list[FunctionConstant] = []
         self._kernels: dict[str, KernelSignature] = {}
+        self._unlike: set[str] = set()  # names that kernels with different arguments share
         self._entries: list[Entry] = []
         self._sites = 0
         self._seen: dict[str, tuple[str, ...]] = {}  # as _Scope.seen, for all namespaces
@@ -222,9 +223,12 @@ class Translator:
         limit = next((a.argument for a in attributes if a.name == "max_total_threads_per_threadgroup"), "0")
         word = header[name].text
         kernel = KernelSignature(parameters, template, limit)
+        if word in self._kernels and _places(self._kernels[word].parameters) != _places(parameters):
+            self._unlike.add(word)
         self._kernels[word] = kernel
         if template:
-            inner.after = f" {template} struct sm_max_threads_{word} {{ static constexpr unsigned value = {limit}; }};"
+            # A function, because templates of kernels may share a name and functions may share it too.
+            inner.after = f" {template} constexpr unsigned sm_max_threads_{word}() {{ return {limit}; }}"
         else:
             _make_static(header)
             host = next((_string(a.argument) for a in attributes if a.name == "host_name"), word)
@@ -241,9 +245,13 @@ class Translator:
             raise SourceError(tokens[0].line, f"host_name(\"{host}\"): '{word}' is not a kernel defined above")
         if angle == len(target):
             raise SourceError(tokens[0].line, f"host_name(\"{host}\"): the template arguments of '{word}' are missing")
+        if word in self._unlike:
+            raise SourceError(
+                tokens[0].line, f"host_name(\"{host}\"): kernels called '{word}' have different arguments"
+            )
         kernel = self._kernels[word]
         path = join(target[: angle - 1])
-        limit = f"{path}sm_max_threads_{word}{join(target[angle:])}::value"
+        limit = f"{path}sm_max_threads_{word}{join(target[angle:])}()"
         for token in tokens:
             token.text = ""
         tokens[0].text = self._entry(scopes, host, expression, kernel, limit)
@@ -333,6 +341,11 @@ def _outside_template(texts: list[str]) -> list[str]:
         if i > 1 and depth == 0:
             return texts[i + 1 :]
     return texts
+
+
+def _places(parameters: list[Parameter]) -> list[tuple[str, ...]]:
+    """Returns where the arguments come from, without their names."""
+    return [(p.source, p.index, str(p.is_constant), p.gate) for p in parameters]
 
 
 def _make_static(declaration: list[Token]) -> None:

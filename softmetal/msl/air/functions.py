@@ -58,7 +58,8 @@ _PLAIN = (
     *(f"{g}_{x}" for g in ("simd", "quad") for x in ("sum", "product", "min", "max", "and", "or", "xor")),
     *(f"simd_prefix_{i}clusive_{x}" for i in ("in", "ex") for x in ("sum", "product")),
     *(f"{g}_shuffle{x}" for g in ("simd", "quad") for x in ("", "_up", "_down", "_xor", "_rotate_up", "_rotate_down")),
-    *("simd_broadcast", "quad_broadcast", "simd_shuffle_and_fill_up", "simd_shuffle_and_fill_down"),
+    *("simd_broadcast", "simd_broadcast_first", "quad_broadcast"),
+    *("simd_shuffle_and_fill_up", "simd_shuffle_and_fill_down"),
 )
 _VALUES = {
     "convert": "air::convert<R>(@)",

@@ -143,6 +143,12 @@ AIR_SHUFFLE(shuffle_rotate_down, (me + n) % width)
 #undef AIR_SHUFFLE
 
 template <class T>
+AIR_FUNCTION SM_CONVERGENT T simd_broadcast_first(T x) {
+  const exchange<T> all(x);
+  return all.from(static_cast<uint32_t>(__builtin_ctz(all.active)));
+}
+
+template <class T>
 struct pair {
   T data, fill;
 };

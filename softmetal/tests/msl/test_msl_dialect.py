@@ -36,6 +36,7 @@ SPACES = {
         + KERNEL.format("threadgroup float* r = row(a, i);"),
         "'threadgroup float *'",
     ),
+    "difference of two spaces": (KERNEL.format("a[i] = &s[1] - &a[1];"), "arithmetic operation with operands of type"),
     "choice between two spaces": (KERNEL.format("a[i] = *(i ? &s[1] : &a[1]);"), "incompatible operand types"),
     "swap of two spaces": (
         "template <typename T> void exchange(T x, T y) { auto v = *x; *x = *y; *y = v; } "
@@ -189,6 +190,11 @@ ACCEPTED = {
     ),
     "one type in a call": KERNEL.format("a[i] = min(int(i), 3) + max(a[i], 0.0f) + float(clamp(i, 1u, 3u)) + pow(2.0f, a[i]);"),
     "vectors with scalars": KERNEL.format("float3 v = float3(1); v = clamp(v, 0.0f, 1.0f) + max(v, 2.0f); a[i] = v.x + 0.5;"),
+    "pointers and objects": (
+        "template <int N> struct Int { constexpr operator int() const thread { return N; } }; "
+        "template <class P, class S> P on(P p, S s) { p += s; return p - s; } "
+        + KERNEL.format("a[i] = *on(a, Int<1>()) + *on(s, Int<2>()) + *on(c, 3);")
+    ),
     "copies of structs": (
         "struct P { uint n; float x; }; kernel void k(constant P& p [[buffer(0)]], device P* o [[buffer(1)]]) "
         "{ P q = p; q.n += 1; o[0] = q; threadgroup P t; t = q; }"

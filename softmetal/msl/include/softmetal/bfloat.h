@@ -29,6 +29,9 @@ struct bfloat {
   constexpr explicit bfloat(_Float16 x) : bfloat(static_cast<float>(x)) {}
   template <class T, class = only_if_t<is_integer_like<T>>>
   constexpr bfloat(T x) : bfloat(static_cast<float>(x)) {}
+  // An object that converts to bool, which is an integer.
+  template <class C, class = decltype(static_cast<const C*>(nullptr)->operator bool())>
+  constexpr bfloat(const C& x) : bfloat(static_cast<bool>(x)) {}
 
   constexpr float value() const { return __builtin_bit_cast(float, static_cast<uint32_t>(bits) << 16); }
 
