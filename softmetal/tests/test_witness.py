@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from softmetal.witness import references, vectors
-from softmetal.witness.__main__ import all_cases, prove
+from softmetal.witness import references, torch_products, vectors
+from softmetal.witness.__main__ import all_cases, prove, table
 from softmetal.witness.case import Case, compare
 from softmetal.witness.libraries import wheels
 from softmetal.witness.mistakes import MISTAKES, Mistake
@@ -30,8 +32,15 @@ SHORT = (
     "vvn_LogAddExpbfloat16",
     "vn_copyfloat32bfloat16",
     "vn_copyfloat16uint8",
+    "mxfp4_gather_qmm_t_float16_t_gs_32_b_4_alN_false",
+    "sdpa_vector_2pass_1_float16_t_128_128",
+    "implicit_gemm_conv_2d_general_float16_bm32_bn8_bk16_wm4_wn1",
+    "gemv_outmask_bool__opmask_bfloat16_bfloat16_bm2_bn1_sm4_sn8_tm4_tn4_nc0",
+    "steel_segmented_mm_nt_float16_float16_bm32_bn32_bk16_wm2_wn2",
 )
 SHORT_REFERENCES = ("int4pack_mm_64_half", "naive_bmm_bfloat", "layer_norm_single_row_float")
+NEWEST_REFERENCES = ("grouped_mm_rows_half_bm16_u32", "grouped_mm_few_rows_float_u32", "int_mm_char")
+PAGE = Path(__file__).parents[2] / "docs" / "software-metal-device.md"
 CASES = {c.kernel: c for c in all_cases()}
 
 
@@ -67,6 +76,17 @@ def test_pytorchs_kernels_are_right(kernel: str) -> None:
     assert references.check(reference) == []
 
 
+@pytest.mark.parametrize("kernel", NEWEST_REFERENCES)
+def test_kernels_of_the_newest_pytorch_are_right(kernel: str) -> None:
+    need_wheel("torch-macos-2.15.0")
+    (reference,) = (r for r in torch_products.references() if r.kernel == kernel)
+    assert references.check(reference) == []
+
+
+def test_the_page_has_the_table() -> None:
+    assert table() in PAGE.read_text()
+
+
 @pytest.mark.parametrize("mistake", MISTAKES[:3], ids=lambda m: m.name)
 def test_a_mistake_shows(mistake: Mistake) -> None:
     need_wheel("mlx-metal")
@@ -77,7 +97,7 @@ def test_a_mistake_shows(mistake: Mistake) -> None:
 
 def test_enough_kernels_of_every_family() -> None:
     families = {c.family for c in CASES.values()}
-    assert len(CASES) >= 700
+    assert len(CASES) >= 900
     assert families >= {
         "affine",
         "fp_quantized",
@@ -88,4 +108,8 @@ def test_enough_kernels_of_every_family() -> None:
         "sort",
         "reduce",
         "attention",
+        "gather",
+        "convolution",
+        "masked",
+        "segmented",
     }

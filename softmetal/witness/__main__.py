@@ -8,14 +8,32 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from . import elementwise, matmul, quantized, references, rows, vectors
+from . import (
+    attention,
+    blocks,
+    convolution,
+    elementwise,
+    gathered,
+    matmul,
+    quantized,
+    references,
+    rows,
+    torch_products,
+    vectors,
+)
 from .case import Case, Outcome, compare, sources
 from .mistakes import MISTAKES, Mistake
 
 
 def all_cases() -> list[Case]:
     """Returns the cases of all families."""
-    return [*quantized.cases(), *matmul.cases(), *rows.cases(), *elementwise.cases(), *vectors.cases()]
+    families = (quantized, matmul, attention, rows, elementwise, vectors, gathered, blocks, convolution)
+    return [case for family in families for case in family.cases()]
+
+
+def all_references() -> list[references.Reference]:
+    """Returns the kernels without source, of all families."""
+    return [*references.references(), *torch_products.references()]
 
 
 def outcomes(cases: Iterable[Case], *, seed: int = 0, checked: bool = False) -> Iterator[Outcome]:
@@ -82,6 +100,17 @@ def _check_racing() -> int:
     return missed
 
 
+def table() -> str:
+    """Returns what is compared as a Markdown table: families, numbers of kernels, and with what."""
+    rows = [(Counter(c.family for c in all_cases()), "our compile, bit for bit"),
+            (Counter(r.family for r in all_references()), "torch on the CPU, within a bound")]  # fmt: skip
+    lines = ["| compared with | kernels | families |", "|---|---|---|"]
+    for families, other in rows:
+        names = ", ".join(f"{family} {count}" for family, count in sorted(families.items()))
+        lines.append(f"| {other} | {families.total()} | {names} |")
+    return "\n".join(lines) + "\n"
+
+
 def _prove_all() -> int:
     missed = 0
     for mistake in MISTAKES:
@@ -100,15 +129,17 @@ def _main() -> int:
     parser.add_argument("--checked", action="store_true", help="in checked mode: no kernel may break a rule")
     parser.add_argument("--seed", type=int, default=0, help="of the inputs")
     parser.add_argument("--prove", action="store_true", help="only: compile with deliberate mistakes, which must show")
+    parser.add_argument("--table", action="store_true", help="only: print what is compared")
     options = parser.parse_args()
+    if options.table:
+        print(table(), end="")
+        return 0
     started = time.monotonic()
     if options.prove:
         failed = _prove_all()
     else:
         wanted = [c for c in all_cases() if options.family in (None, c.family) and options.kernel in c.kernel]
-        chosen = [
-            r for r in references.references() if options.family in (None, r.family) and options.kernel in r.kernel
-        ]
+        chosen = [r for r in all_references() if options.family in (None, r.family) and options.kernel in r.kernel]
         total = _compare_all(wanted, options.seed, options.checked)
         failed = total["different"] + total["failed"] + _check_references(chosen, options.seed, options.checked)
         if not options.family and not options.kernel:

@@ -32,14 +32,23 @@ def mlx_include() -> Path:
     return wheels.unpack("mlx-metal") / "mlx" / "include"
 
 
-@functools.cache
 def torch_library() -> Path:
     """Copies PyTorch's metallib out of a section of PyTorch's dylib; returns the path of the copy.
 
     Raises:
         WheelUnavailable: the wheel is not cached and cannot be downloaded.
     """
-    wheel = wheels.fetch("torch-macos")
+    return _torch_library("torch-macos")
+
+
+def newest_torch_library() -> Path:
+    """Returns the metallib of the newest PyTorch that the mps backend supports, as `torch_library` does."""
+    return _torch_library("torch-macos-2.15.0")
+
+
+@functools.cache
+def _torch_library(name: str) -> Path:
+    wheel = wheels.fetch(name)
     path = wheel.with_name(f"{wheel.stem}.{TORCH_SECTION}.metallib")
     if not path.exists():
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # several test processes may copy at once

@@ -1,4 +1,4 @@
-"""MLX's gemv, steel GEMM (fused and split over K) and attention kernels."""
+"""MLX's gemv and steel GEMM (fused and split over K) kernels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ _NOTHING = np.zeros(4, np.int64)
 _GEMV_HEADERS = ("steel/utils.h", "gemv.h")
 _STEEL_HEADERS = ("steel/gemm/gemm.h", "steel/gemm/kernels/steel_gemm_fused.h")
 _SPLIT_HEADERS = ("steel/gemm/gemm.h", "steel/gemm/kernels/steel_gemm_splitk.h")
-_ATTENTION_HEADERS = ("steel/attn/kernels/steel_attention.h",)
 _TILES = ((64, 64, 16, 2, 2), (64, 64, 16, 1, 2), (64, 32, 32, 2, 2), (32, 64, 16, 1, 2), (32, 32, 16, 2, 2),
           (64, 32, 8, 4, 1))  # fmt: skip
 
@@ -143,63 +142,8 @@ def _split() -> Iterator[Case]:
             )
 
 
-def _vector_launches(name: str, size: int, queries: int) -> Callable[[Generator], list[Launch]]:
-    def launches(rng: Generator) -> list[Launch]:
-        found = []
-        for n in (77, 130):
-            heads, kv_heads = 4, 2
-            shapes = ((heads, queries, size), (kv_heads, n, size), (kv_heads, n, size))
-            q, k, v = (stored(rng.normal(0, 1, shape), name) for shape in shapes)
-            stride = [np.uint64(n * size), np.uint64(size)]
-            buffers = [q, k, v, outputs(q.shape, name), heads // kv_heads, n, *stride, *stride, 0.125]
-            found.append(Launch(f"{queries} queries, {n} keys", buffers, (1024, 1, 1), groups=(heads, queries, 1)))
-        return found
-
-    return launches
-
-
-def _steel_attention_launches(name: str, tile: tuple[int, ...], q_length: int, k_length: int
-                              ) -> Callable[[Generator], list[Launch]]:  # fmt: skip
-    def launches(rng: Generator) -> list[Launch]:
-        BQ, BK, D, WM = tile
-        heads, kv_heads = 2, 1
-        q = stored(rng.normal(0, 1, (heads, q_length, D)), name)
-        k, v = (stored(rng.normal(0, 1, (kv_heads, k_length, D)), name) for _ in range(2))
-        blocks, whole = (-(-q_length // BQ), -(-k_length // BK)), (q_length // BQ, k_length // BK)
-        params = struct.pack("6if8i", 1, heads, D, q_length, k_length, heads // kv_heads, D**-0.5, *blocks, *whole,
-                             q_length % BQ, k_length % BK, k_length - q_length, 0)[:60]  # fmt: skip
-        params = params[:56] + b"\0" * (-56 % 8)
-        for length, count in ((q_length, heads), (k_length, kv_heads), (k_length, kv_heads), (q_length, heads)):
-            params += struct.pack("3q", count * length * D, length * D, D)
-        buffers = [q, k, v, outputs(q.shape, name), params]
-        return [Launch(f"{q_length} queries, {k_length} keys", buffers, (32, WM, 1), groups=(blocks[0], heads, 1))]
-
-    return launches
-
-
-def _attention() -> Iterator[Case]:
-    words = {"float32": "float", "float16": "float16_t", "bfloat16": "bfloat16_t"}
-    off = dict.fromkeys(("has_mask", "query_transposed", "bool_mask", "float_mask", "has_sinks"), False)
-    for name, word in words.items():
-        for size, queries, causal in ((64, 1, False), (128, 2, True)):
-            constants: dict[str, bool | int] = {**off, "do_causal": causal, "blocks": 1}
-            yield Case("attention", f"sdpa_vector_{word}_{size}_{size}", ("sdpa_vector.h",),
-                       f"sdpa_vector<{word}, {size}, {size}>", _vector_launches(name, size, queries),
-                       tuple(constants.items()))  # fmt: skip
-        for (BQ, BK, D, WM), lengths, causal in (
-            ((32, 32, 64, 4), (64, 64), False),
-            ((32, 16, 128, 4), (45, 71), True),
-        ):
-            flags = {"align_Q": lengths[0] % BQ == 0, "align_K": lengths[1] % BK == 0, "has_mask": False,
-                     "do_causal": causal, "has_sinks": False, "save_lse": False}  # fmt: skip
-            yield Case("attention", f"steel_attention_{name}_bq{BQ}_bk{BK}_bd{D}_bv{D}_wm{WM}_wn1_maskbool_",
-                       _ATTENTION_HEADERS, f"attention<{word}, {BQ}, {BK}, {D}, {D}, {WM}, 1, bool, float>",
-                       _steel_attention_launches(name, (BQ, BK, D, WM), *lengths), tuple(flags.items()))  # fmt: skip
-
-
 def cases() -> Iterator[Case]:
     """Yields all cases of this file."""
     yield from _gemv()
     yield from _steel()
     yield from _split()
-    yield from _attention()

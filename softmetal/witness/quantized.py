@@ -10,9 +10,9 @@ import numpy as np
 
 from .case import Case, Launch, outputs, stored
 
-_AFFINE_HEADERS = ("steel/gemm/gemm.h", "quantized_utils.h", "quantized.h")
-_FP_HEADERS = ("steel/gemm/gemm.h", "quantized_utils.h", "fp_quantized.h")
-_TYPES = {"float32": "float", "float16": "float16_t", "bfloat16": "bfloat16_t"}
+AFFINE_HEADERS = ("steel/gemm/gemm.h", "quantized_utils.h", "quantized.h")
+FP_HEADERS = ("steel/gemm/gemm.h", "quantized_utils.h", "fp_quantized.h")
+TYPES = {"float32": "float", "float16": "float16_t", "bfloat16": "bfloat16_t"}
 _NOTHING = np.zeros(4, np.int64)  # for an argument that the kernel does not read in this case
 Generator = np.random.Generator
 
@@ -164,12 +164,12 @@ _FP_FORMATS = [Format("mxfp4", 32, 4), Format("nvfp4", 16, 4), Format("mxfp8", 3
 
 
 def _case(form: Format, name: str, base: str, suffix: str, arguments: str, launches: Any) -> Case:
-    typed = _TYPES[name]
+    typed = TYPES[name]
     prefix = "affine" if form.is_affine else "fp"
     return Case(
         family="affine" if form.is_affine else "fp_quantized",
         kernel=f"{form.mode}_{base}_{typed}_gs_{form.group}_b_{form.bits}{suffix}",
-        headers=_AFFINE_HEADERS if form.is_affine else _FP_HEADERS,
+        headers=AFFINE_HEADERS if form.is_affine else FP_HEADERS,
         instance=f"{prefix}_{base}<{typed}, {form.group}, {form.bits}{arguments}>",
         launches=launches,
     )
@@ -217,7 +217,7 @@ def _converting(form: Format, name: str) -> Iterator[Case]:
 
 def cases() -> Iterator[Case]:
     """Yields all cases of this file."""
-    for name in _TYPES:
+    for name in TYPES:
         for form in _FORMATS:
             yield from _products(form, name)
             yield from _converting(form, name)

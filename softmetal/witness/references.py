@@ -76,7 +76,7 @@ def check(reference: Reference, *, seed: int = 0, checked: bool = False) -> list
     return found
 
 
-def _product_bound(name: str, wanted: Array, x: Array, w: Array, extra: Array | float = 0.0) -> Array:
+def product_bound(name: str, wanted: Array, x: Array, w: Array, extra: Array | float = 0.0) -> Array:
     """Returns the error bound of a product: the result is rounded once, and |x| |w| is summed in single precision."""
     return UNIT[name] * np.abs(wanted) + 64 * EPS * (np.abs(x) @ np.abs(w)) + extra + 1e-7
 
@@ -101,7 +101,7 @@ def int4_products(
             off = UNIT[name] * np.repeat((np.abs(z) + 16 * np.abs(s)).T, group, 1)
             wanted = _torch_product(a, weight)
             spread = np.abs(weight).T + 16 * np.repeat(s, group, 0) + np.repeat(np.abs(z), group, 0)
-            bound = _product_bound(name, wanted, a, spread, np.abs(a) @ off.T)
+            bound = product_bound(name, wanted, a, spread, np.abs(a) @ off.T)
             sizes = np.array([M, K, N, 0], np.uint32).tobytes()
             launch = Launch(f"M {M} N {N} K {K}", [x, packed, both, outputs((M, N), name), sizes], (64, 1, 1),
                             threads=(N // 4 * 32, 1, M))  # fmt: skip
@@ -141,7 +141,7 @@ def _int8(name: str, rows: tuple[int, ...], large: bool) -> Callable[[Generator]
             launch = Launch(f"M {M} N {N} K {K}", [x, w, scales, outputs((M, N), name), sizes],
                             (128 if large else 64, 1, 1), groups=groups,
                             threadgroup_memory={0: 12288 if large else 32})  # fmt: skip
-            found.append(Expected(launch, 3, name, wanted, _product_bound(name, wanted, a, weight.T)))
+            found.append(Expected(launch, 3, name, wanted, product_bound(name, wanted, a, weight.T)))
         return found
 
     return launches
@@ -158,7 +158,7 @@ def _bmm(name: str) -> Callable[[Generator], list[Expected]]:
             sizes = np.array([M, K, N, B], np.uint32).tobytes()
             launch = Launch(f"{B} of M {M} N {N} K {K}", [a, b, outputs((B, M, N), name), strides, sizes], (16, 16, 1),
                             groups=(-(-N // 16), -(-M // 16), B))  # fmt: skip
-            found.append(Expected(launch, 2, name, wanted, _product_bound(name, wanted, x, y)))
+            found.append(Expected(launch, 2, name, wanted, product_bound(name, wanted, x, y)))
         return found
 
     return launches
