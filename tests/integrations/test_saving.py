@@ -25,7 +25,7 @@ from transformers import (
 from typer.testing import CliRunner
 
 from tests.support.models import make_model, same
-from torch_marlin_metal import MarlinEmbedding, MarlinLinear, convert, load_quantized, quantize_model, quantize_weight
+from torch_marlin_metal import MarlinLinear, convert, load_quantized, quantize_model, quantize_weight
 from torch_marlin_metal.checkpoints.card import CARD
 from torch_marlin_metal.checkpoints.formats.native import ADVICE
 from torch_marlin_metal.cli.app import app
@@ -252,10 +252,3 @@ def test_little_or_nothing_quantized_is_said_when_loading(tmp_path) -> None:
     only = MarlinConfig("uint4", 32, modules_to_not_convert=["*_proj"])
     with pytest.raises(ValueError, match=r"from_pretrained: no layer was quantized; .*lm_head .*quantize_head=True"):
         AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=only)
-
-
-def test_a_packed_embedding_is_refused(tmp_path) -> None:
-    model = made("llama")
-    model.model.embed_tokens = MarlinEmbedding.from_embedding(model.model.embed_tokens, "uint4b8", 32)
-    with pytest.raises(ValueError, match=r"save_pretrained: 'model\.embed_tokens' is a MarlinEmbedding"):
-        model.save_pretrained(tmp_path)

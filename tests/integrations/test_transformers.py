@@ -351,18 +351,10 @@ def test_bad_arguments(arguments, message) -> None:
 def test_a_gguf_file(tmp_path) -> None:
     folder = MODELS / "auto-round-asym-g32"
     _, weights = write_gguf(tmp_path / "tiny.gguf", folder, "Q4_0", embedding="Q4_0")
-    with pytest.raises(
-        UnsupportedFormat, match=r"layer 'model.embed_tokens': .*take_over\(on_unsupported='dequantize'\)"
-    ):
-        load(tmp_path, gguf_file="tiny.gguf")
-    take_over(on_unsupported="dequantize")
-    try:
-        model = load(tmp_path, gguf_file="tiny.gguf", dtype=torch.float32)
-    finally:
-        take_over()
+    model = load(tmp_path, gguf_file="tiny.gguf", dtype=torch.float32)
     layers = packed_layers(model)
     assert {layer.weight_format for layer in layers.values()} == {"uint4b8"}
-    assert torch.equal(model.lm_head.weight, torch.from_numpy(weights.pop("model.embed_tokens")))
+    assert layers.pop("lm_head").b_packed is layers["model.embed_tokens"].b_packed
     assert layers.keys() == weights.keys()
     for name, weight in weights.items():
         assert torch.equal(layers[name].dequantize(), torch.from_numpy(weight))

@@ -1,58 +1,103 @@
 """Chooses the layers that `from_pretrained` quantizes while it loads, for transformers and diffusers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
 from transformers.utils import logging
 
+from torch_marlin_metal.layers.embedding import why_not_embedding
 from torch_marlin_metal.layers.linear import MarlinLinear
 from torch_marlin_metal.models.coverage import check_coverage, left_matrices
-from torch_marlin_metal.models.empty_model import is_candidate, linear_shape, why_not_linear
+from torch_marlin_metal.models.empty_model import is_candidate, linear_shape, token_tables, why_not_linear
 from torch_marlin_metal.models.report import LayerReport, Report
 from torch_marlin_metal.models.taken import taken_weights
 from torch_marlin_metal.patterns import check_patterns, selects
 
 logger = logging.get_logger(__name__)
+NO_TIES: Mapping[str, str] = {}
 
 
-def choose_layers(op: str, model: nn.Module, config: Any, stays: Callable[[str], str]) -> list[str]:
-    """Returns the names of the layers to quantize, before any tensor is read.
+def choose_layers(
+    op: str, model: nn.Module, config: Any, stays: Callable[[str], str], ties: Mapping[str, str] = NO_TIES
+) -> list[str]:
+    """Returns the names of the layers and embeddings to quantize, before any tensor is read.
 
     Args:
         op: the caller's name, for messages.
         model: the empty model.
         config: a `MarlinConfig`.
         stays: returns why the caller keeps a layer in floats, or "".
+        ties: modules that get the weight of another one after loading: name -> name of the other.
 
     Raises:
         ValueError: a pattern matches nothing, the format does not fit a layer, or no layer would be quantized.
     """
-    report, chosen = Report("quantize while loading"), []
-    linear = {name: module for name, module in model.named_modules() if is_candidate(module)}
-    check_patterns(op, linear, modules_to_not_convert=config.modules_to_not_convert)
+    tables = token_tables(model) if config.quantize_embeddings else set()
+
+    def is_wanted(module: nn.Module) -> bool:
+        return is_candidate(module) or id(module) in tables
+
+    modules = dict(model.named_modules())
+    wanted = {name: module for name, module in modules.items() if is_wanted(module)}
+    # An embedding that is tied to a table of the vocabulary is such a table, too.
+    for name, source in ties.items():
+        for one, other in ((name, source), (source, name)):
+            if id(modules.get(one)) in tables and isinstance(modules.get(other), nn.Embedding):
+                wanted[other] = modules[other]
+                tables.add(id(modules[other]))
+    check_patterns(op, wanted, modules_to_not_convert=config.modules_to_not_convert)
+    excluded = {name for name in wanted if selects(config.modules_to_not_convert, name)}
     taken = taken_weights(model)
-    for name, module in linear.items():
-        if selects(config.modules_to_not_convert, name):
+    why: dict[str, str] = {}
+    for name, module in wanted.items():
+        if name in excluded:
             continue
-        shape = linear_shape(module)
-        weight = module._parameters.get("weight")
-        entry = LayerReport(name, type(module).__name__, bytes_before=0 if weight is None else weight.nbytes)
-        reason = stays(name)
-        if not reason and (reason := taken.get(id(module)) or why_not_linear(module)):
+        is_table = id(module) in tables
+        reason = "" if is_table or _with_table(name, ties, modules, tables) else stays(name)
+        why_not = why_not_embedding if is_table else why_not_linear
+        if not reason and (reason := taken.get(id(module)) or why_not(module)):
             logger.warning(f"{name} stays in floats: {reason}")
-        if reason:
-            entry = replace(entry, reason=reason)
-        report.layers.append(entry)
-        if shape is not None and not reason:
-            # The constructor checks the arguments. On the meta device it takes no memory.
-            MarlinLinear(
-                shape.K, shape.N, weight_format=config.weight_format, group_size=config.group_size, device="meta"
-            )
-            chosen.append(name)
-    report.layers += left_matrices(
-        model, lambda name, _: not selects(config.modules_to_not_convert, name), is_candidate
-    )
+        why[name] = reason
+    _keep_with_others(why, ties, modules)
+    report = Report("quantize while loading", [_checked(config, name, wanted[name], why[name]) for name in why])
+    report.layers += left_matrices(model, lambda name, _: not selects(config.modules_to_not_convert, name), is_wanted)
     check_coverage(op, report)
-    return chosen
+    return [name for name, reason in why.items() if not reason]
+
+
+def _with_table(name: str, ties: Mapping[str, str], modules: Mapping[str, nn.Module], tables: set[int]) -> bool:
+    """Returns whether a layer gets the weight of an embedding that is to be quantized."""
+    return any(name in pair and any(id(modules.get(other)) in tables for other in pair) for pair in ties.items())
+
+
+def _keep_with_others(why: dict[str, str], ties: Mapping[str, str], modules: Mapping[str, nn.Module]) -> None:
+    """Keeps modules in floats whose weight is also that of a module that stays, and says so in `why`."""
+    groups: dict[str, set[str]] = {}
+    for name, source in ties.items():
+        groups.setdefault(source, {source}).add(name)
+    for group in groups.values():
+        staying = sorted(name for name in group if name in modules and why.get(name, "it is not chosen"))
+        for name in group if staying else ():
+            if why.get(name) == "":
+                other = modules[staying[0]]
+                advice = (
+                    "" if staying[0] in why or why_not_embedding(other) else "; quantize_embeddings=True packs both"
+                )
+                why[name] = f"its weight is also that of {staying[0]} ({type(other).__name__}), which stays{advice}"
+                logger.warning(f"{name} stays in floats: {why[name]}")
+
+
+def _checked(config: Any, name: str, module: nn.Module, reason: str) -> LayerReport:
+    """Returns the report of a layer; raises ValueError if the format does not fit one that is to be quantized."""
+    weight = module._parameters.get("weight")
+    entry = LayerReport(name, type(module).__name__, bytes_before=0 if weight is None else weight.nbytes)
+    if reason:
+        return replace(entry, reason=reason)
+    shape = linear_shape(module)
+    assert weight is not None
+    N, K = (shape.N, shape.K) if shape is not None else weight.shape
+    # The arguments are checked by the constructor; on the meta device it takes no memory.
+    MarlinLinear(K, N, weight_format=config.weight_format, group_size=config.group_size, device="meta")
+    return entry

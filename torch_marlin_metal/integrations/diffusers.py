@@ -29,9 +29,10 @@ from torch_marlin_metal.integrations.choice import choose_layers
 from torch_marlin_metal.integrations.transformers.config import MarlinConfig
 from torch_marlin_metal.integrations.transformers.pending import check_devices, inherit
 from torch_marlin_metal.integrations.transformers.take_over import STOPS, takes_own
+from torch_marlin_metal.layers.embedding import MarlinEmbedding, why_not_embedding
 from torch_marlin_metal.layers.fuse import fuse_projections, unfused
-from torch_marlin_metal.layers.linear import GUARD, MarlinLinear
-from torch_marlin_metal.models.empty_model import linear_shape
+from torch_marlin_metal.layers.linear import GUARD
+from torch_marlin_metal.models.empty_model import linear_shape, packed_layer
 from torch_marlin_metal.models.prepare import prepare
 from torch_marlin_metal.packed_weight import PackedWeight
 from torch_marlin_metal.quantize.weight import quantize_weight
@@ -95,17 +96,20 @@ class MarlinDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
     def _make_room(self, model: Any) -> None:
         """Puts an empty packed layer into the model for each layer of the directory."""
         for name, entry in self._entries.items():
-            layer = empty_layer(name, entry)
             try:
-                shape = linear_shape(model.get_submodule(name))
+                old = model.get_submodule(name)
             except AttributeError as error:
                 raise CheckpointError(f"{OP}: {type(model).__name__} has no layer {name!r}") from error
-            if shape is None or (layer.out_features, layer.in_features) != (shape.N, shape.K):
+            table = old if isinstance(old, nn.Embedding) and not why_not_embedding(old) else None
+            layer = empty_layer(name, entry, table)
+            shape = linear_shape(old) if table is None else None
+            sizes = table.weight.shape if table is not None else (shape.N, shape.K) if shape is not None else ()
+            if (layer.out_features, layer.in_features) != tuple(sizes):
                 raise CheckpointError(
-                    f"{OP}: layer {name!r}: expected a Linear of [{layer.out_features}, {layer.in_features}] in "
-                    f"{type(model).__name__}, got {model.get_submodule(name)}"
+                    f"{OP}: layer {name!r}: expected a Linear or an nn.Embedding of [{layer.out_features}, "
+                    f"{layer.in_features}] in {type(model).__name__}, got {old}"
                 )
-            layer.dtype = shape.dtype
+            layer.dtype = old.weight.dtype
             model.set_submodule(name, layer)
 
     def update_missing_keys(self, model: Any, missing_keys: list[str], prefix: str) -> list[str]:
@@ -172,7 +176,7 @@ class MarlinDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
                 raise CheckpointError(f"{OP}: layer {name!r}: {error}") from error
         for name, (packed, dtype) in self._made.items():
             linear = model.get_submodule(name)
-            layer = MarlinLinear.from_packed(replace(packed, bias=linear.bias), dtype=dtype)
+            layer = packed_layer(linear, packed, dtype)
             inherit(layer, linear)
             model.set_submodule(name, layer)
         self._made.clear()
@@ -212,12 +216,16 @@ class MarlinDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
     def _dequantize(self, model: Any) -> Any:
         for name, packed in list(unfused(model)):
             old = model.get_submodule(name)
-            linear = nn.Linear(packed.K, packed.N, bias=packed.bias is not None, device="meta")
-            linear.weight = nn.Parameter(packed.dequantize(old.weight.dtype).T.contiguous())
+            new: nn.Embedding | nn.Linear
+            if isinstance(old, MarlinEmbedding):
+                new = nn.Embedding(packed.N, packed.K, old.padding_idx, device="meta")
+            else:
+                new = nn.Linear(packed.K, packed.N, bias=packed.bias is not None, device="meta")
+            new.weight = nn.Parameter(packed.dequantize(old.weight.dtype).T.contiguous())
             if packed.bias is not None:
-                linear.bias = nn.Parameter(packed.bias)
-            inherit(linear, old)
-            model.set_submodule(name, linear)
+                new.bias = nn.Parameter(packed.bias)
+            inherit(new, old)
+            model.set_submodule(name, new)
         model._internal_dict = type(model.config)(
             {key: value for key, value in model.config.items() if key != "quantization_config"}
         )

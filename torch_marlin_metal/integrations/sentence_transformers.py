@@ -16,7 +16,7 @@ from sentence_transformers.base.modules.module import Module
 import torch_marlin_metal.integrations.transformers  # noqa: F401  for the model inside
 from torch_marlin_metal.checkpoints.errors import CheckpointError
 from torch_marlin_metal.checkpoints.formats.native import packed_weights
-from torch_marlin_metal.models.empty_model import fit_layer, linear_shape
+from torch_marlin_metal.models.empty_model import fit_layer, fit_table, linear_shape, why_not_table
 
 OP = "SentenceTransformer"
 
@@ -36,12 +36,16 @@ def install() -> None:
             return original(cls, model_name_or_path, *args, model=model, **kwargs)
         for weight in packed_weights(state):
             try:
-                shape = linear_shape(model.get_submodule(weight.name))
-            except AttributeError:
-                shape = None
-            if shape is None:
-                raise CheckpointError(f"{OP}: {type(model).__name__} has no Linear {weight.name!r}")
-            model.set_submodule(weight.name, fit_layer(OP, weight.name, shape, weight))
+                old = model.get_submodule(weight.name)
+            except AttributeError as error:
+                raise CheckpointError(f"{OP}: {type(model).__name__} has no layer {weight.name!r}") from error
+            shape = linear_shape(old)
+            if shape is not None:
+                model.set_submodule(weight.name, fit_layer(OP, weight.name, shape, weight))
+            elif reason := why_not_table(old):
+                raise CheckpointError(f"{OP}: {weight.name!r} is 4 bit in the file, but in the model: {reason}")
+            else:
+                model.set_submodule(weight.name, fit_table(OP, weight.name, old, weight))
         model.load_state_dict(state)
         return model
 

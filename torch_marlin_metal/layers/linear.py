@@ -1,10 +1,12 @@
 """A Linear layer whose weight stays in 4 bit."""
 
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from torch_marlin_metal import extension  # noqa: F401  registers the operators
 from torch_marlin_metal.formats import WEIGHT_FORMATS, resolve_group_size
@@ -263,8 +265,11 @@ class MarlinLinear(nn.Module):
             self.bias.data = self.bias.data.to(_activation_dtype(self.bias.dtype))
         for name, old in before.items():
             new = self._buffers[name]
-            if old is not None and new is not None and new.dtype != old.dtype:
-                self._buffers[name] = old.to(new.device)
+            if old is None or new is None or new is old:
+                continue
+            if new.dtype != old.dtype:
+                new = old.to(new.device)
+            self._buffers[name] = _same_for_all(old, new)
         # to_empty() leaves all buffers uninitialised. Loaders fill the weight's buffers, but not this one.
         if self.packed_format is not packed_format:
             self.packed_format = self._describe(self.packed_format.device)
@@ -323,6 +328,23 @@ class MarlinLinear(nn.Module):
             except PackedWeightError as error:
                 found.append(f"{prefix}{error}")
         return found
+
+
+def _same_for_all(old: Tensor, new: Tensor) -> Tensor:
+    """Returns the tensor to which a layer that shares `old` has moved, or `new` if none has.
+
+    An embedding and its output layer share their tensors, but each moves for itself.
+    """
+    reference = _moved.get(old)
+    moved = reference() if reference is not None else None
+    if moved is not None and (moved.device, moved.dtype, moved.shape) == (new.device, new.dtype, new.shape):
+        return moved
+    if new is not old:
+        _moved[old] = weakref.ref(new)
+    return new
+
+
+_moved: MutableMapping[Tensor, weakref.ref[Tensor]] = WeakTensorKeyDictionary()
 
 
 def _activation_dtype(dtype: torch.dtype) -> torch.dtype:

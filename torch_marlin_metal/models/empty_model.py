@@ -1,5 +1,6 @@
 """Helpers to fill a model from a checkpoint: its tensors by name, and the layer that takes a packed weight."""
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -101,6 +102,29 @@ def linear_shape(module: nn.Module) -> LinearShape | None:
     transposed = is_transposed(module)
     N, K = reversed(weight.shape) if transposed else weight.shape
     return LinearShape(N, K, weight.dtype, weight.device, module._parameters.get("bias"), transposed)
+
+
+def token_tables(model: nn.Module) -> set[int]:
+    """Returns the ids of the embeddings that hold a vocabulary.
+
+    A model of transformers names them (`get_input_embeddings`); it also keeps positions, queries and other tables in
+    `nn.Embedding`, many of which it reads without a look-up. In other models every `nn.Embedding` counts.
+    """
+    named = [module.get_input_embeddings for module in model.modules() if hasattr(module, "get_input_embeddings")]
+    if not named:
+        return {id(module) for module in model.modules() if isinstance(module, nn.Embedding)}
+    found = []
+    for ask in named:
+        with contextlib.suppress(NotImplementedError, AttributeError):
+            found.append(ask())
+    return {id(module) for module in found if isinstance(module, nn.Embedding)}
+
+
+def packed_layer(old: nn.Module, packed: PackedWeight, dtype: torch.dtype) -> MarlinLinear:
+    """Makes the layer of a quantized weight for the place of `old`: an embedding, or a Linear layer with its bias."""
+    if isinstance(old, nn.Embedding):
+        return MarlinEmbedding.from_packed(packed, dtype=dtype, padding_idx=old.padding_idx)
+    return MarlinLinear.from_packed(replace(packed, bias=old._parameters.get("bias")), dtype=dtype)
 
 
 def why_not_table(module: nn.Module) -> str:

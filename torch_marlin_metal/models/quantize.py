@@ -11,6 +11,7 @@ from torch.nn.utils import parametrize
 
 from torch_marlin_metal.checkpoints.options import check_choice
 from torch_marlin_metal.formats import weight_format as find_format
+from torch_marlin_metal.layers.embedding import why_not_embedding
 from torch_marlin_metal.layers.linear import MarlinLinear
 from torch_marlin_metal.models.coverage import check_coverage, left_matrices
 from torch_marlin_metal.models.empty_model import (
@@ -19,6 +20,8 @@ from torch_marlin_metal.models.empty_model import (
     is_transposed,
     linear_shape,
     matrix_of,
+    packed_layer,
+    token_tables,
     why_not_linear,
 )
 from torch_marlin_metal.models.report import LayerReport, Report, module_bytes
@@ -44,11 +47,12 @@ def quantize_model(
     *,
     include: Filter | None = None,
     exclude: Filter | None = None,
+    embeddings: bool = False,
     progress: bool = True,
     atomic: bool = True,
     **options: Any,
 ) -> Report:
-    """Replaces the Linear layers of a model by `MarlinLinear`, in place.
+    """Replaces the Linear layers of a model by `MarlinLinear`, in place, and its embeddings by `MarlinEmbedding`.
 
     Some layers cannot be quantized. They stay as they are, and the report gives the reason: K is not a multiple of 8,
     the weight is not fp16/bf16/fp32 or not finite, the weight is parametrized, a subclass of `nn.Linear` has a forward
@@ -70,6 +74,9 @@ def quantize_model(
             function of (name, module). Patterns are shell-style (`fnmatch`: "encoder.*.query"); with the prefix "re:"
             they are regular expressions that must match the full name. A pattern that matches no layer is an error.
         exclude: layers to skip, chosen by the same rules; the report omits them.
+        embeddings: whether to quantize embeddings, too: in a model of transformers those that `get_input_embeddings`
+            names, in other models every `nn.Embedding`. An output layer with the same weight shares the packed one; it
+            stays in floats if the embedding does.
         progress: show a progress bar.
         atomic: with True, an exception leaves the model unchanged, but old and new weights both exist until the end.
             With False, each old weight is freed before the next layer, and an exception leaves a partly quantized
@@ -88,8 +95,13 @@ def quantize_model(
         matrices that were not.
     """
     find_format(weight_format)
-    targets = find_targets("quantize_model", model, is_candidate, include, exclude)
-    left = left_matrices(model, _chosen(include, exclude), is_candidate)
+    tables = token_tables(model) if embeddings else set()
+
+    def is_wanted(module: nn.Module) -> bool:
+        return is_candidate(module) or id(module) in tables
+
+    targets = find_targets("quantize_model", model, is_wanted, include, exclude)
+    left = left_matrices(model, _chosen(include, exclude), is_wanted)
     reasons = _reasons(model, targets)
     shared = _shared_weights(targets)
     done: dict[tuple[int, bool], tuple[PackedWeight, float]] = {}
@@ -111,7 +123,7 @@ def quantize_model(
             error = _relative_error(packed, weight)
             if id(linear.weight) in shared:
                 done[key] = packed, error
-        layer = MarlinLinear.from_packed(replace(packed, bias=linear._parameters["bias"]), dtype=weight.dtype)
+        layer = packed_layer(linear, packed, weight.dtype)
         return layer, _converted(entry, layer, error)
 
     chosen = len(targets) + len(left)
@@ -224,29 +236,32 @@ def _reasons(model: nn.Module, targets: list[Target]) -> dict[int, str]:
         if id(target.module) in quantizable:
             for name, module in users[id(target.module.weight)]:
                 if id(module) not in quantizable:
+                    advice = "" if id(module) in why or why_not_embedding(module) else "; embeddings=True packs both"
                     reasons[id(target.module)] = (
-                        f"its weight is also that of {name} ({type(module).__name__}), which stays"
+                        f"its weight is also that of {name} ({type(module).__name__}), which stays{advice}"
                     )
     return reasons
 
 
 def _why_not(linear: nn.Module) -> str:
+    """Returns why a Linear layer or an embedding cannot be quantized, or an empty text."""
     if parametrize.is_parametrized(linear):
         return "it is parametrized"
-    if not is_linear(linear):
+    is_table = isinstance(linear, nn.Embedding)
+    if not is_table and not is_linear(linear):
         return why_not_linear(linear)
     if "forward" in linear.__dict__:
         return "its forward was replaced on the instance"
-    if linear._parameters.keys() != {"weight", "bias"}:
+    if linear._parameters.keys() != ({"weight"} if is_table else {"weight", "bias"}):
         return f"its parameters are {', '.join(linear._parameters)} (weight_norm, spectral_norm?)"
-    weight, bias = linear.weight, linear.bias
+    weight, bias = linear.weight, linear._parameters.get("bias")
     if type(weight) is not nn.Parameter:
         return f"its weight is a {type(weight).__name__}"
     if weight.is_meta:
         return "its weight is on the meta device"
     if weight.dtype not in FLOAT_DTYPES or (bias is not None and bias.dtype not in FLOAT_DTYPES):
         return f"its weight is {weight.dtype}; expected float16, bfloat16 or float32"
-    if reason := why_not_linear(linear):
+    if reason := why_not_embedding(linear) if is_table else why_not_linear(linear):
         return reason
     if not all(bool(extreme.isfinite()) for extreme in torch.aminmax(weight.detach())):
         return "its weight is not finite"

@@ -4,6 +4,9 @@ mlx-lm writes them, and so does transformers' Metal quantizer, which calls the b
 also holds the settings of single modules, under the module's name.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 from torch import Tensor
 
 from torch_marlin_metal.checkpoints import fp4
@@ -19,6 +22,12 @@ BITS = {"affine": (2, 3, 4, 5, 6, 8), "mxfp4": (4,), "nvfp4": (4,)}
 
 def _check(checkpoint: Checkpoint, settings: Settings) -> None:
     """Accepts every checkpoint, because each module may have its own settings and is checked by itself."""
+
+
+def unnamed(settings: Mapping[str, Any]) -> bool:
+    """Returns whether settings are those of mlx-lm, which names no method: bits and a group size, or a mode."""
+    named = any(settings.get(key) for key in ("quant_method", "load_in_4bit", "load_in_8bit"))
+    return not named and "bits" in settings and ("group_size" in settings or "mode" in settings)
 
 
 def _implied(checkpoint: Checkpoint) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torch_marlin_metal.checkpoints.checkpoint import Checkpoint, Settings
 from torch_marlin_metal.checkpoints.errors import CheckpointError, UnsupportedFormat
@@ -16,6 +16,7 @@ from torch_marlin_metal.checkpoints.format_interface import DirectoryFormat, end
 from torch_marlin_metal.checkpoints.layer import Layer
 from torch_marlin_metal.checkpoints.options import ReadOptions
 from torch_marlin_metal.formats import WEIGHT_FORMATS
+from torch_marlin_metal.layers.embedding import MarlinEmbedding
 from torch_marlin_metal.layers.linear import FORMAT_VERSION, GUARD, WEIGHT_BUFFERS, MarlinLinear
 from torch_marlin_metal.packed_weight import FLOAT_DTYPES, PackedWeight, PackedWeightError
 
@@ -77,8 +78,13 @@ def _describe(weight: PackedWeight) -> dict[str, Any]:
     return entry
 
 
-def empty_layer(name: str, entry: Any) -> MarlinLinear:
+def empty_layer(name: str, entry: Any, embedding: nn.Embedding | None = None) -> MarlinLinear:
     """Makes the empty layer, on the meta device, that an entry of the settings describes.
+
+    Args:
+        name: the layer's name, for the error.
+        entry: the entry.
+        embedding: what the model has in this place if it is no Linear layer.
 
     Raises:
         CheckpointError: the entry is not one of this format.
@@ -86,7 +92,12 @@ def empty_layer(name: str, entry: Any) -> MarlinLinear:
     try:
         given = {key: value for key, value in entry.items() if not key.endswith("_dtype")}
         dtypes: dict[str, Any] = {key: DTYPES[value] for key, value in entry.items() if key.endswith("_dtype")}
-        return MarlinLinear(**given, **dtypes, device="meta")
+        if embedding is None:
+            return MarlinLinear(**given, **dtypes, device="meta")
+        K, N, has_bias = (given.pop(key) for key in ("in_features", "out_features", "bias"))
+        if has_bias:
+            raise ValueError("an embedding has no bias")
+        return MarlinEmbedding(N, K, embedding.padding_idx, **given, **dtypes, device="meta")
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"quantization settings: layer {name!r}: expected an entry, got {entry!r}") from error
 

@@ -35,6 +35,8 @@ class MarlinConfig(QuantizationConfigMixin):  # type: ignore[misc]
         modules_to_not_convert: layers that stay or become floats: a pattern or a list of patterns for the layer's full
             name, as `exclude` of `quantize_model` ("*.o_proj"). A pattern that matches no layer is an error.
         quantize_head: whether a model that is quantized while it loads gets a 4-bit output layer, too.
+        quantize_embeddings: quantize the tables of the vocabulary, too: they become `MarlinEmbedding`, and output
+            layers with the same weight share the packed one, whatever `quantize_head` says.
         on_unsupported: "error", or "dequantize" to decode layers that no weight format can represent.
         fuse: compute q, k and v projections in one call, and gate and up projections in another; see
             `fuse_projections`.
@@ -54,6 +56,7 @@ class MarlinConfig(QuantizationConfigMixin):  # type: ignore[misc]
         *,
         modules_to_not_convert: str | Sequence[str] | None = None,
         quantize_head: bool = False,
+        quantize_embeddings: bool = False,
         on_unsupported: str = "error",
         fuse: bool = False,
         prepare: bool = False,
@@ -71,6 +74,7 @@ class MarlinConfig(QuantizationConfigMixin):  # type: ignore[misc]
         names = modules_to_not_convert
         self.modules_to_not_convert = None if names is None else [names] if isinstance(names, str) else list(names)
         self.quantize_head = quantize_head
+        self.quantize_embeddings = quantize_embeddings
         self.on_unsupported = on_unsupported
         self.fuse = fuse
         self.prepare = prepare
@@ -95,7 +99,7 @@ class MarlinConfig(QuantizationConfigMixin):  # type: ignore[misc]
             return NativeExporter(copy.deepcopy(self.layers)).settings()
         if self.source:
             return copy.deepcopy(self.source)
-        shown = ("weight_format", "group_size", "method", "quantize_head", *LOADING)
+        shown = ("weight_format", "group_size", "method", "quantize_head", "quantize_embeddings", *LOADING)
         return {"quant_method": METHOD} | {name: copy.deepcopy(getattr(self, name)) for name in shown}
 
 

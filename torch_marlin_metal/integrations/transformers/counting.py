@@ -5,6 +5,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from torch_marlin_metal.layers.embedding import MarlinEmbedding
 from torch_marlin_metal.layers.linear import MarlinLinear
 
 
@@ -19,7 +20,12 @@ def install() -> None:
         count: int = original(self, only_trainable, exclude_embeddings)
         if only_trainable:
             return count
-        packed = {id(m.b_packed): m.weight.numel() for m in self.modules() if isinstance(m, MarlinLinear)}
+        kept = [module for module in self.modules() if isinstance(module, MarlinLinear)]
+        packed = {id(module.b_packed): module.weight.numel() for module in kept}
+        if exclude_embeddings:
+            for module in kept:
+                if isinstance(module, MarlinEmbedding):
+                    packed.pop(id(module.b_packed), None)
         return count + sum(packed.values())
 
     num_parameters.counts_packed_weights = True  # type: ignore[attr-defined]

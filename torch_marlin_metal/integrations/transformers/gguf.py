@@ -3,10 +3,9 @@
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.utils.quantization_config import GgufConfig, QuantizationMethod
 
-from torch_marlin_metal.checkpoints.errors import UnsupportedFormat
 from torch_marlin_metal.checkpoints.reader import open_reader
 from torch_marlin_metal.integrations.transformers.config import MarlinConfig, Method, loading_defaults
 from torch_marlin_metal.integrations.transformers.quantizer import MarlinQuantizer
@@ -35,20 +34,7 @@ class MarlinGgufQuantizer(MarlinQuantizer):
     def get_state_dict(self, checkpoint_file: str, model: Any) -> dict[str, Tensor]:
         """Returns the tensors that transformers loads itself: all except those of layers that stay packed."""
         assert self._reader is not None
-        state = {name: tensor for name, tensor in self._reader.other_tensors() if not selects(COMPUTED, name)}
-        modules = dict(model.named_modules())
-        for index, name in enumerate(self._reader.layer_names):
-            if isinstance(modules.get(name), nn.Embedding):
-                if self.quantization_config.on_unsupported == "error":
-                    raise UnsupportedFormat(
-                        f"{checkpoint_file}: layer {name!r}: an embedding stored in blocks, which from_pretrained does "
-                        "not keep; load_quantized does, and take_over(on_unsupported='dequantize') decodes it to floats"
-                    )
-                weight = self._reader.read(index)
-                assert weight is not None
-                state[f"{name}.weight"] = weight.dequantize().T.contiguous()
-                self._decoded.add(name)
-        return state
+        return {name: tensor for name, tensor in self._reader.other_tensors() if not selects(COMPUTED, name)}
 
     def _open(self, checkpoint_files: list[str] | None) -> None:
         """Does nothing, because `read_header` has already opened the file."""

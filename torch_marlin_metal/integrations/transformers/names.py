@@ -1,12 +1,29 @@
 """Finds the names of layers in the original checkpoint, which transformers may rename for the model."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, apply_converters, apply_renamings
 
 from torch_marlin_metal.layers.linear import GUARD
+
+
+def tied_modules(keys: Mapping[str, str]) -> dict[str, str]:
+    """Returns the modules that share a weight, from transformers' names of tied tensors: name -> the other's name."""
+    return {
+        name.removesuffix(".weight"): source.removesuffix(".weight")
+        for name, source in keys.items()
+        if name.endswith(".weight") and source.endswith(".weight")
+    }
+
+
+def siblings(name: str, conversions: Iterable[Any]) -> Iterator[str]:
+    """Yields the other tensors of the model that transformers splits off the tensor from which it makes `name`."""
+    for entry in conversions:
+        if isinstance(entry, WeightConverter) and entry.target_patterns[0] in name:
+            for pattern in entry.target_patterns[1:]:
+                yield name.replace(entry.target_patterns[0], pattern)
 
 
 def rearranges(model: Any, layers: Iterable[str]) -> bool:

@@ -2,7 +2,8 @@
 
 import re
 from collections.abc import Callable, Iterable
-from typing import Any, NoReturn
+from dataclasses import replace
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +11,15 @@ from transformers.integrations.accelerate import get_device
 from transformers.pytorch_utils import Conv1D
 
 from torch_marlin_metal.checkpoints.reader import DenseWeight
-from torch_marlin_metal.models.empty_model import LinearShape, ModelMismatchError, fit_bias, fit_layer
+from torch_marlin_metal.layers.linear import MarlinLinear
+from torch_marlin_metal.models.empty_model import (
+    LinearShape,
+    ModelMismatchError,
+    fit_bias,
+    fit_layer,
+    fit_table,
+    packed_layer,
+)
 from torch_marlin_metal.models.swap import HOOKS
 from torch_marlin_metal.packed_weight import PackedWeight
 
@@ -45,10 +54,24 @@ class PendingLinear(nn.Module):
         raise RuntimeError("a model was used before its 4-bit layers were loaded")
 
 
-def initialized(tensor: Tensor) -> Tensor:
-    """Marks a tensor that transformers must not initialize."""
-    tensor._is_hf_initialized = True  # type: ignore[attr-defined]
-    return tensor
+Marked = TypeVar("Marked", Tensor, nn.Module)
+
+
+def initialized(thing: Marked) -> Marked:
+    """Marks a tensor or a module that transformers must not initialize."""
+    thing._is_hf_initialized = True  # type: ignore[union-attr, assignment]
+    return thing
+
+
+def hollow_out(module: nn.Module) -> None:
+    """Takes the weight out of an embedding, or of a layer that is tied to one, until `make_table` or `share_weight`.
+
+    transformers then does not miss it. For models that reach into their children a tensor without values stays.
+    """
+    weight = module._parameters.pop("weight")
+    assert weight is not None
+    module.__dict__["weight"] = initialized(torch.empty_like(weight, device="meta"))
+    initialized(module)
 
 
 def inherit(new: nn.Module, old: nn.Module) -> None:
@@ -94,6 +117,44 @@ def make_layer(
     if bias is not None:
         linear.bias = nn.Parameter(bias.to(device, shape.dtype))
     return linear
+
+
+def make_table(
+    op: str,
+    name: str,
+    embedding: nn.Embedding,
+    weight: PackedWeight | DenseWeight,
+    device: torch.device,
+    dense: bool,
+    dtype: torch.dtype | None = None,
+) -> nn.Module:
+    """Makes the embedding for a place: packed, or `embedding` itself with decoded values, as `make_layer` does."""
+    old, dtype = embedding.weight, dtype or embedding.weight.dtype
+    if isinstance(weight, PackedWeight) and not dense:
+        table = fit_table(op, name, embedding, weight, device=device, dtype=dtype)
+        inherit(table, embedding)
+        return table
+    values = weight.dequantize(dtype).T.contiguous()
+    if values.shape != old.shape:
+        raise ModelMismatchError(
+            f"{op}: layer {name!r}: expected a table of {list(old.shape)} as in the model, the checkpoint's is "
+            f"{list(values.shape)}"
+        )
+    embedding.__dict__.pop("weight", None)
+    embedding.weight = nn.Parameter(values.to(device))
+    return embedding
+
+
+def share_weight(model: nn.Module, name: str, layer: nn.Module) -> None:
+    """Gives a hollow module of a model the weight of a layer that has just been made."""
+    module = model.get_submodule(name)
+    del module.__dict__["weight"]
+    if isinstance(layer, MarlinLinear):
+        shared = packed_layer(module, replace(layer.to_packed(), bias=None), layer.dtype)
+        inherit(shared, module)
+        model.set_submodule(name, shared)
+    else:
+        module.weight = layer.weight
 
 
 def check_devices(op: str, device_map: dict[str, Any]) -> None:

@@ -3,9 +3,9 @@
 A packed checkpoint is loaded in two steps. Before transformers loads, a `PendingLinear` replaces every Linear that the
 checkpoint holds in 4 bit. This placeholder has no tensors, so transformers does not miss a weight and does not make
 one. When transformers has loaded everything else, the packed layers replace the placeholders, one at a time.
+Embeddings wait without their weight, and so do the layers that are tied to them.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers.core_model_loading import (
-    ConversionOps,
     WeightRenaming,
     rename_source_key,
     revert_weight_conversion,
@@ -29,20 +28,32 @@ from torch_marlin_metal.checkpoints.reader import CheckpointReader, DirectorySou
 from torch_marlin_metal.integrations.choice import choose_layers
 from torch_marlin_metal.integrations.transformers.config import MarlinConfig
 from torch_marlin_metal.integrations.transformers.experts import make_room
-from torch_marlin_metal.integrations.transformers.names import rearranges
+from torch_marlin_metal.integrations.transformers.names import rearranges, siblings, tied_modules
 from torch_marlin_metal.integrations.transformers.pending import (
     PendingLinear,
     check_devices,
     device_of,
+    hollow_out,
     ignored_patterns,
     inherit,
     initialized,
     make_layer,
+    make_table,
     matcher,
+    share_weight,
 )
+from torch_marlin_metal.integrations.transformers.stored import empty_model, stored_layers
+from torch_marlin_metal.integrations.transformers.while_loading import QuantizeWhileLoading
+from torch_marlin_metal.layers.embedding import MarlinEmbedding, why_not_embedding
 from torch_marlin_metal.layers.fuse import fuse_projections, unfused
-from torch_marlin_metal.layers.linear import MarlinLinear
-from torch_marlin_metal.models.empty_model import LinearShape, is_transposed, linear_shape, listing
+from torch_marlin_metal.models.empty_model import (
+    LinearShape,
+    is_linear,
+    is_transposed,
+    linear_shape,
+    listing,
+    packed_layer,
+)
 from torch_marlin_metal.models.prepare import prepare
 from torch_marlin_metal.models.taken import taken_weights
 from torch_marlin_metal.packed_weight import PackedWeight
@@ -65,8 +76,10 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
         self._pending: dict[str, tuple[int, PendingLinear]] = {}
         self._device_map: dict[str, Any] | None = None
         self._tensors: set[str] = set()
-        self._decoded: set[str] = set()
         self._chosen: set[str] = set()
+        self._conversions: list[Any] = []
+        self._tables: dict[str, tuple[int, nn.Embedding]] = {}
+        self._tied: dict[str, str] = {}
         self._made: dict[str, tuple[PackedWeight, torch.dtype]] = {}
         self._failure: Exception | None = None
 
@@ -107,6 +120,7 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
         """Returns transformers' conversions unchanged, and uses their renaming to find each packed layer's module."""
+        self._conversions = weight_conversions
         if self._reader is not None and not self._pending:
             self._plan(model, self._reader, weight_conversions)
         return weight_conversions
@@ -121,7 +135,7 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
             if not _has(model, name) and _has(model, source):
                 name = source  # saved under the model's own names
             known = _has(model, name)
-            if name in self._decoded or (unused(key) and not known) or not hasattr(model, name.split(".")[0]):
+            if (unused(key) and not known) or not hasattr(model, name.split(".")[0]):
                 continue  # this model class has no such head; transformers reports it
             try:
                 module = model.get_submodule(name)
@@ -132,20 +146,53 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
             if isinstance(module, PendingLinear):  # the placeholder of an expert
                 self._pending[name] = index, module
                 continue
+            if isinstance(module, nn.Embedding):
+                self._check_table(f"{reader.path}: layer {source!r}", module)
+                hollow_out(module)
+                self._tables[name] = index, module
+                continue
             shape = linear_shape(module)
             if shape is None:
                 raise UnsupportedFormat(
                     f"{reader.path}: layer {source!r}: expected nn.Linear in the model for a 4-bit layer, "
                     f"got {type(module).__name__}"
-                    + (" (load_quantized keeps embeddings in 4 bit)" if isinstance(module, nn.Embedding) else "")
                 )
             pending = PendingLinear(shape)
             inherit(pending, module)
             model.set_submodule(name, pending)
             self._pending[name] = index, pending
-            model.all_tied_weights_keys.pop(f"{name}.weight", None)
+            model.all_tied_weights_keys.pop(f"{name}.bias", None)  # the checkpoint's layer has its bias
         dense = {name for name, _, _ in reader.source.others()}
         model._keys_to_ignore_on_load_unexpected |= ignored_patterns(self._tensors - dense)
+        stored = (
+            rename_source_key(name, renamings, [], model.base_model_prefix, state)[0]
+            for name in dense
+            if name.endswith(".weight")
+        )
+        self._tie(model, {name.removesuffix(".weight") for name in stored})
+
+    def _check_table(self, where: str, module: nn.Embedding) -> None:
+        reason = why_not_embedding(module)
+        if reason and self.quantization_config.on_unsupported == "error":
+            raise UnsupportedFormat(
+                f"{where}: the checkpoint stores this embedding in 4 bit, but {reason}; "
+                "MarlinConfig(on_unsupported='dequantize') decodes it to floats"
+            )
+
+    def _tie(self, model: Any, dense: set[str]) -> None:
+        """Finds the modules that share the weight of a packed layer and that the checkpoint lacks.
+
+        transformers does not see these ties any more: it would look for tensors that packed layers do not have.
+        """
+        packed = self._pending.keys() | self._tables.keys()
+        for name, source in tied_modules(model.all_tied_weights_keys).items():
+            if not {name, source} & packed:
+                continue
+            del model.all_tied_weights_keys[f"{name}.weight"]
+            one, other = (name, source) if source in packed else (source, name)
+            if one not in packed | dense:
+                hollow_out(model.get_submodule(one))
+                self._tied[one] = other
 
     def _place(self, model: Any, name: str) -> str:
         """Returns a layer's name in this model class. For an expert, it first adds the placeholders to the model."""
@@ -163,11 +210,17 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
         def stays(name: str) -> str:
             return "" if should_convert_module(name, kept) else "the output layer, unless quantize_head=True"
 
-        self._chosen = {f"{name}.weight" for name in choose_layers(OP, model, config, stays)}
+        chosen = choose_layers(OP, model, config, stays, tied_modules(model.all_tied_weights_keys))
+        self._chosen = {f"{name}.weight" for name in chosen}
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
-        """Returns whether a weight is quantized while it is loaded."""
-        return not self.pre_quantized and param_name in self._chosen
+        """Returns whether a weight, or one that transformers splits off the same tensor, is quantized while loading.
+
+        transformers asks for the first one alone.
+        """
+        if self.pre_quantized:
+            return False
+        return any(name in self._chosen for name in (param_name, *siblings(param_name, self._conversions)))
 
     def get_quantize_ops(self) -> "QuantizeWhileLoading":
         """Returns the operation that transformers applies to each weight to quantize."""
@@ -192,8 +245,12 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
             self._failure = ValueError(f"{OP}: layer {name!r}: {error}")
             return False
         self._made[name] = packed, weight.dtype
-        # The last dimension keeps its size, because some models divide by it when they initialize.
-        linear.weight = nn.Parameter(weight.new_empty(0, weight.shape[1]), requires_grad=False)
+        # Some models divide by the size of the last dimension when they initialize. Of an embedding transformers takes
+        # the number of rows for a tied layer.
+        empty = weight.new_empty(0, weight.shape[1])
+        if isinstance(linear, nn.Embedding):
+            empty = weight.new_zeros(1).expand(weight.shape)
+        linear.weight = nn.Parameter(empty, requires_grad=False)
         initialized(linear.weight)
         return True
 
@@ -205,45 +262,81 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
         if self._reader is not None:
             self._fill(model, self._reader)
             self._reader = None
-        for name, (packed, dtype) in self._made.items():
-            linear = model.get_submodule(name)
-            layer = MarlinLinear.from_packed(replace(packed, bias=linear.bias), dtype=dtype)
-            inherit(layer, linear)
-            model.set_submodule(name, layer)
-        self._made.clear()
+        self._place_made(model)
         if self.quantization_config.fuse:
             fuse_projections(model)
         exporter = NativeExporter()
-        for name, weight in unfused(model):
+        for name, weight in stored_layers(model):
             exporter.tensors(replace(weight, name=name))
         self.quantization_config.layers = exporter.layers
         if self.quantization_config.prepare:
             prepare(model)
         return model
 
+    def _place_made(self, model: Any) -> None:
+        """Puts the layers that were quantized while loading into the model, and shares them where weights are tied."""
+        users: dict[int, list[tuple[str, nn.Module]]] = {}
+        for name, module in model.named_modules():
+            if module._parameters.get("weight") is not None:
+                users.setdefault(id(module.weight), []).append((name, module))
+        for name, (packed, dtype) in self._made.items():
+            for user, module in users.get(id(model.get_submodule(name)._parameters.get("weight")), ()):
+                mine, _ = self._made.get(user, (packed, dtype))
+                same = torch.equal(mine.b_packed, packed.b_packed) and torch.equal(mine.scales, packed.scales)
+                layer = packed_layer(module, packed if same else mine, dtype)
+                inherit(layer, module)
+                model.set_submodule(user, layer)
+        self._made.clear()
+
     def _fill(self, model: Any, reader: CheckpointReader) -> None:
         keep_dense = self.quantization_config.modules_to_not_convert
-        check_patterns(OP, self._pending, modules_to_not_convert=keep_dense)
+        check_patterns(OP, [*self._tables, *self._pending], modules_to_not_convert=keep_dense)
+        users: dict[str, list[str]] = {}
+        for user, source in self._tied.items():
+            users.setdefault(source, []).append(user)
         taken = taken_weights(model)
-        for name, (index, pending) in tqdm(self._pending.items(), desc="Loading 4-bit layers", unit="layer"):
+        places: dict[str, tuple[int, nn.Module]] = {**self._tables, **self._pending}
+        for name, (index, place) in tqdm(places.items(), desc="Loading 4-bit layers", unit="layer"):
             weight = reader.read(index)
             assert weight is not None  # on_unsupported is not "skip"
-            dense = selects(keep_dense, name) or id(pending) in taken
-            if id(pending) in taken:
-                logger.warning(f"{name} is decoded to floats: {taken[id(pending)]}")
-            layer = make_layer(OP, name, pending.shape, weight, device_of(self._device_map, name), dense)
-            inherit(layer, pending)
+            names = [name, *users.get(name, ())]
+            why = next((reason for user in names if (reason := self._why_dense(model, user, taken))), "")
+            if why:
+                logger.warning(f"{name} is decoded to floats: {why}")
+            dense = bool(why) or any(selects(keep_dense, user) for user in names)
+            device = device_of(self._device_map, name)
+            if isinstance(place, PendingLinear):
+                layer = make_layer(OP, name, place.shape, weight, device, dense)
+                inherit(layer, place)
+            else:
+                assert isinstance(place, nn.Embedding)
+                layer = make_table(OP, name, place, weight, device, dense)
             model.set_submodule(name, layer)
+            for user in users.get(name, ()):
+                share_weight(model, user, layer)
         self._pending.clear()
+        self._tables.clear()
+        self._tied.clear()
+
+    def _why_dense(self, model: Any, name: str, taken: dict[int, str]) -> str:
+        module = model.get_submodule(name)
+        if isinstance(module, nn.Embedding):
+            return taken.get(id(module)) or why_not_embedding(module)
+        fits = isinstance(module, PendingLinear) or is_linear(module)
+        return taken.get(id(module)) or ("" if fits else f"{type(module).__name__} shares its weight")
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
         """Returns the tensors for `save_pretrained`, and updates the settings.
 
         Fused layers are split again, so a saved model does not depend on `fuse`.
         """
-        packed, exporter = dict(unfused(model)), NativeExporter()
-        inside = tuple(f"{name}." for name in packed)
+        packed, exporter = dict(stored_layers(model)), NativeExporter()
+        everywhere = [name for name, _ in unfused(model)]
+        inside = tuple(f"{name}." for name in everywhere)
         state = {name: value for name, value in model.state_dict().items() if not name.startswith(inside)}
+        for name in everywhere:
+            if name not in packed and (bias := model.get_submodule(name).bias) is not None:
+                state[f"{name}.bias"] = bias.detach()
         renamed = not rearranges(model, packed)
         for name, weight in packed.items():
             stored = f"{name}.b_packed"
@@ -256,14 +349,23 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
         return state, {}
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
-        with torch.device("meta"):
-            original = type(model)._from_config(model.config)  # knows which layers hold their weight transposed
+        original = empty_model(model)  # knows which layers hold their weight transposed
+        tables: dict[int, nn.Module] = {}
         for name, packed in list(unfused(model)):
+            old = model.get_submodule(name)
+            if isinstance(old, MarlinEmbedding):
+                table = nn.Embedding(packed.N, packed.K, old.padding_idx, device="meta")
+                tables[id(packed.b_packed)] = make_table(OP, name, table, packed, packed.b_packed.device, True, dtype)
+                inherit(table, old)
+                model.set_submodule(name, table)
+                continue
             bias, transposed = packed.bias, _has(original, name) and is_transposed(original.get_submodule(name))
             device = packed.b_packed.device
             shape = LinearShape(packed.N, packed.K, dtype or torch.float32, device, bias, transposed)
             layer = make_layer(OP, name, shape, packed, shape.device, True)
-            inherit(layer, model.get_submodule(name))
+            if id(packed.b_packed) in tables:
+                layer.weight = tables[id(packed.b_packed)].weight
+            inherit(layer, old)
             model.set_submodule(name, layer)
         return model
 
@@ -288,35 +390,3 @@ def _has(model: Any, name: str) -> bool:
     except AttributeError:
         return False
     return True
-
-
-class QuantizeWhileLoading(ConversionOps):  # type: ignore[misc]
-    """A transformers conversion that turns weights into 4-bit layers of the model instead of parameters."""
-
-    def __init__(self, quantize: Callable[[Any, str, Tensor], bool], chosen: set[str]) -> None:
-        self._quantize = quantize
-        self._chosen = chosen
-
-    def convert(
-        self,
-        input_dict: dict[str, Any],
-        *,
-        full_layer_name: str,
-        model: Any,
-        missing_keys: set[str] | None = None,
-        **kwargs: Any,
-    ) -> dict[str, Tensor]:
-        """Quantizes the chosen weights and returns the other tensors, which transformers makes parameters.
-
-        `input_dict` has several weights if transformers has split one tensor of the checkpoint, such as a joint q, k
-        and v.
-        """
-        named = input_dict if len(input_dict) > 1 else dict.fromkeys([full_layer_name], *input_dict.values())
-        others = {}
-        for name, tensors in named.items():
-            weight = tensors[0] if isinstance(tensors, list) else tensors
-            if name not in self._chosen:
-                others[name] = weight
-            elif self._quantize(model, name.removesuffix(".weight"), weight) and missing_keys is not None:
-                missing_keys.discard(name)
-        return others

@@ -15,7 +15,6 @@ from torch_marlin_metal.checkpoints.card import write_card
 from torch_marlin_metal.integrations.transformers.config import MarlinConfig
 from torch_marlin_metal.integrations.transformers.names import rearranges
 from torch_marlin_metal.integrations.transformers.quantizer import MarlinQuantizer
-from torch_marlin_metal.layers.embedding import MarlinEmbedding
 from torch_marlin_metal.layers.fuse import unfused
 from torch_marlin_metal.replace.detect import is_packed_linear
 
@@ -44,15 +43,8 @@ def attach(model: Any) -> None:
     """Gives a model with packed layers the quantizer that saves them.
 
     Raises:
-        ValueError: the model has a packed embedding, which `from_pretrained` does not load, or 4-bit layers of another
-            package, which no format stores together with packed layers.
+        ValueError: the model has 4-bit layers of another package, which no format stores together with packed layers.
     """
-    tables = [name for name, module in model.named_modules() if isinstance(module, MarlinEmbedding)]
-    if tables:
-        raise ValueError(
-            f"save_pretrained: {tables[0]!r} is a MarlinEmbedding, which from_pretrained does not load; "
-            "torch.save(model.state_dict(), path) keeps it"
-        )
     quantizer = getattr(model, "hf_quantizer", None)
     if isinstance(quantizer, MarlinQuantizer) or next(unfused(model), None) is None:
         return

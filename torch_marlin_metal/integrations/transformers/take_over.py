@@ -5,15 +5,21 @@
 `known_formats.py` become `MarlinConfig`, whose `quant_method` is this package's own. A model that transformers itself
 quantizes while loading (`BitsAndBytesConfig(load_in_4bit=True)` for a float checkpoint) still uses transformers'
 quantizer.
+
+Directories of mlx-lm name no method, and old ones have their settings under another key. The function that looks for
+the settings is therefore wrapped.
 """
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import transformers.modeling_utils
 import transformers.quantizers.auto as tables
 from transformers.quantizers import register_quantization_config, register_quantizer
 
+from torch_marlin_metal.checkpoints.formats import mlx
 from torch_marlin_metal.checkpoints.formats.native import METHOD
 from torch_marlin_metal.checkpoints.known_formats import DIRECTORY_FORMATS
 from torch_marlin_metal.integrations.transformers.config import MarlinConfig, loading_defaults, set_loading_defaults
@@ -70,6 +76,8 @@ def take_over(**defaults: Any) -> None:
     for method in sorted(methods - {"bitsandbytes"}):
         _replace(tables.AUTO_QUANTIZATION_CONFIG_MAPPING, method, MarlinConfig)
     _replace(tables.AUTO_QUANTIZER_MAPPING, "gguf", MarlinGgufQuantizer)
+    functions = vars(transformers.modeling_utils)
+    _replace(functions, "get_hf_quantizer", _finds_mlx(functions["get_hf_quantizer"]))
     _loading_types.append(tables.LOADING_ATTRIBUTES_CONFIG_TYPES)
     tables.LOADING_ATTRIBUTES_CONFIG_TYPES = (*tables.LOADING_ATTRIBUTES_CONFIG_TYPES, MarlinConfig)
 
@@ -96,6 +104,20 @@ def restored() -> Iterator[None]:
     finally:
         if active:
             take_over(**defaults)
+
+
+def _finds_mlx(original: Any) -> Any:
+    """Wraps transformers' `get_hf_quantizer` so that it knows the settings that mlx-lm writes."""
+
+    @functools.wraps(original)
+    def get_hf_quantizer(config: Any, *args: Any, **kwargs: Any) -> Any:
+        held = vars(config)
+        settings = held.get("quantization_config") or held.get("quantization")
+        if isinstance(settings, dict) and mlx.unnamed(settings):
+            config.quantization_config = {**settings, "quant_method": mlx.FORMAT.methods[-1]}
+        return original(config, *args, **kwargs)
+
+    return get_hf_quantizer
 
 
 def _replace(table: _Table, name: str, new: Any) -> None:

@@ -1,0 +1,38 @@
+"""The packed layers of a model that a saved directory holds."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from torch_marlin_metal.integrations.transformers.names import tied_modules
+from torch_marlin_metal.layers.fuse import unfused
+from torch_marlin_metal.packed_weight import PackedWeight
+
+
+def stored_layers(model: Any) -> Iterator[tuple[str, PackedWeight]]:
+    """Yields the name and weight of every packed layer that a directory holds.
+
+    It does not hold those that share their weight and get it again by transformers' own ties. Other layers that share
+    a weight are yielded with a copy of it, because safetensors stores no tensor twice.
+    """
+    first: dict[int, str] = {}
+    ties: dict[str, str] | None = None
+    for name, weight in unfused(model):
+        other = first.setdefault(id(weight.b_packed), name)
+        if other == name:
+            yield name, weight
+            continue
+        if ties is None:
+            ties = tied_modules(empty_model(model).all_tied_weights_keys)
+        roots = {ties.get(one, one) for one in (name, other)}
+        if len(roots) > 1:
+            copies: dict[str, Any] = {key: tensor.clone() for key, tensor in weight.tensors().items() if key != "bias"}
+            yield name, replace(weight, **copies)
+
+
+def empty_model(model: Any) -> Any:
+    """Returns the model as transformers makes it before it reads a checkpoint."""
+    with torch.device("meta"):
+        return type(model)._from_config(model.config)

@@ -1,0 +1,42 @@
+"""The operation by which transformers quantizes weights while it loads a checkpoint of floats."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from transformers.core_model_loading import ConversionOps
+
+
+class QuantizeWhileLoading(ConversionOps):  # type: ignore[misc]
+    """A transformers conversion that turns weights into 4-bit layers of the model instead of parameters."""
+
+    def __init__(self, quantize: Callable[[Any, str, Tensor], bool], chosen: set[str]) -> None:
+        self._quantize = quantize
+        self._chosen = chosen
+
+    def convert(
+        self,
+        input_dict: dict[str, Any],
+        *,
+        full_layer_name: str,
+        model: Any,
+        missing_keys: set[str] | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Tensor]:
+        """Quantizes the chosen weights and returns the other tensors, which transformers makes parameters.
+
+        `input_dict` has several weights if transformers has split one tensor of the checkpoint, such as a joint q, k
+        and v.
+        """
+        named = input_dict if len(input_dict) > 1 else dict.fromkeys([full_layer_name], *input_dict.values())
+        others = {}
+        for name, tensors in named.items():
+            weight = tensors[0] if isinstance(tensors, list) else tensors
+            if name not in self._chosen:
+                expected = model.get_parameter_or_buffer(name).shape
+                if weight.shape != expected:  # transformers does not compare weights that may be quantized
+                    raise ValueError(f"from_pretrained: {name}: expected {list(expected)}, got {list(weight.shape)}")
+                others[name] = weight
+            elif self._quantize(model, name.removesuffix(".weight"), weight) and missing_keys is not None:
+                missing_keys.discard(name)
+        return others
