@@ -110,7 +110,8 @@ def token_tables(model: nn.Module) -> set[int]:
     A model of transformers names them (`get_input_embeddings`); it also keeps positions, queries and other tables in
     `nn.Embedding`, many of which it reads without a look-up. In other models every `nn.Embedding` counts.
     """
-    named = [module.get_input_embeddings for module in model.modules() if hasattr(module, "get_input_embeddings")]
+    modules: list[Any] = list(model.modules())
+    named = [module.get_input_embeddings for module in modules if hasattr(module, "get_input_embeddings")]
     if not named:
         return {id(module) for module in model.modules() if isinstance(module, nn.Embedding)}
     found = []

@@ -18,6 +18,7 @@ from torch_marlin_metal.checkpoints.checkpoint import Checkpoint, Settings
 from torch_marlin_metal.checkpoints.errors import CheckpointError
 from torch_marlin_metal.checkpoints.files.safetensors import parse_json
 from torch_marlin_metal.checkpoints.format_interface import DirectoryFormat
+from torch_marlin_metal.checkpoints.formats import torchao_int4
 from torch_marlin_metal.checkpoints.layer import FLOATS, Layer, as_words, constant, fit_groups, spread, words_of_codes
 from torch_marlin_metal.checkpoints.options import ReadOptions
 from torch_marlin_metal.packed_weight import PackedWeight
@@ -59,7 +60,14 @@ def _plain(value: Any) -> str:
 def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeight:
     attributes = _attributes(layer)
     kind = attributes.get("class", "")
-    readers = {"NVFP4Tensor": _read_nvfp4, "MXTensor": _read_mx, "IntxUnpackedToInt8Tensor": _read_intx}
+    readers = {
+        "NVFP4Tensor": _read_nvfp4,
+        "MXTensor": _read_mx,
+        "IntxUnpackedToInt8Tensor": _read_intx,
+        "Int4Tensor": torchao_int4.read_plain,
+        "Int4TilePackedTo4dTensor": torchao_int4.read_tiles,
+        "Int4PlainInt32Tensor": torchao_int4.read_words,
+    }
     if kind not in readers:
         reason = REFUSED_CLASSES.get(kind, f"read are {', '.join(readers)}")
         raise layer.unsupported(f"torchao's {kind or 'unnamed class'}: {reason}")
@@ -158,10 +166,7 @@ def _zero_points(points: Tensor) -> Tensor | None:
 
 REFUSED_CLASSES = {
     "Int4OpaqueTensor": "its codes are in a layout that depends on the processor that wrote them",
-    "Int4TilePackedTo4dTensor": "its codes are in a layout made for one GPU kernel",
     "Int4PreshuffledTensor": "its codes are in a layout made for one GPU kernel",
-    "Int4Tensor": "its zero points are those of a CUDA kernel library, whose arithmetic is not settled",
-    "Int4PlainInt32Tensor": "its packing depends on the device that wrote it",
     "Float8Tensor": "8-bit weights",
     "Int8Tensor": "8-bit weights",
 }
@@ -174,9 +179,12 @@ FORMAT = DirectoryFormat(
         ("NVFP4Tensor, scales swizzled or not", "nvfp4"),
         ("MXTensor of float4_e2m1, blocks of 32", "mxfp4"),
         ("IntxUnpackedToInt8Tensor of int4", "uint4b8, uint4"),
+        ("Int4Tensor; Int4TilePackedTo4dTensor of an NVIDIA GPU", "uint4_bias; uint4b8 if every zero point is 0"),
+        ("Int4PlainInt32Tensor of an Intel GPU", "uint4; uint4b8 if every zero point is 8"),
     ),
     refused=(
         *REFUSED_CLASSES.items(),
+        ("Int4PlainInt32Tensor with floating zero points (Ascend)", "its packing is not documented"),
         ("MXTensor of FP6 and FP8 elements", "codes are not 4 bit wide"),
         ("IntxUnpackedToInt8Tensor of other widths", "codes are not 4 bit wide; dequantized on request"),
     ),

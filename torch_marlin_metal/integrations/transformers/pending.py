@@ -59,7 +59,8 @@ Marked = TypeVar("Marked", Tensor, nn.Module)
 
 def initialized(thing: Marked) -> Marked:
     """Marks a tensor or a module that transformers must not initialize."""
-    thing._is_hf_initialized = True  # type: ignore[union-attr, assignment]
+    marked: Any = thing
+    marked._is_hf_initialized = True
     return thing
 
 

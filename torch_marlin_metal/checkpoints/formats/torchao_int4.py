@@ -1,0 +1,126 @@
+"""Reads torchao's packed int4 classes: Int4Tensor, Int4TilePackedTo4dTensor and Int4PlainInt32Tensor.
+
+The layouts are those that torchao 0.18 and PyTorch 2.13 write: `pack_int4` of FBGEMM and MSLK for the first,
+`_convert_weight_to_int4pack` on CUDA for the second (aten/src/ATen/native/cuda/int4mm.cu) and on XPU for the third.
+"""
+
+import re
+
+import torch
+from torch import Tensor
+
+from torch_marlin_metal.checkpoints.layer import FLOATS, Layer, as_words, constant, fit_groups, spread, words_of_codes
+from torch_marlin_metal.packed_weight import PackedWeight
+
+OFFSET = 8
+FLIP_SIGNS = -0x77777778  # 0x88888888: adds 8 to each signed nibble of a word
+INNER = 8  # k tiles of 16 in a tile of Int4TilePackedTo4dTensor, whose qdata is [N/8, K/128, 32, 4]
+# Nibble of a word -> which of the eight codes of a lane it holds, in the order of k.
+NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
+
+
+def read_plain(layer: Layer, attributes: dict[str, str]) -> PackedWeight:
+    """Reads Int4Tensor: signed codes, even k in the low nibble; w = q * scale + zero_point, both `[G, N]`."""
+    N, half = layer.expect("qdata", ("I8", "U8"), None, None)
+    group_size = _group_size(layer, attributes, 2 * half)
+    if half % 4:
+        raise layer.unsupported(f"K={2 * half} is not a multiple of 8")
+    groups = -(-2 * half // group_size)
+    layer.expect("scale", FLOATS, groups, N)
+    layer.expect("zero_point", FLOATS, groups, N)
+    words = as_words(layer.read("qdata").view(torch.uint8)) ^ FLIP_SIGNS
+    return _centred(layer, words, group_size, layer.read("scale"), layer.read("zero_point"), "Int4Tensor")
+
+
+def read_tiles(layer: Layer, attributes: dict[str, str]) -> PackedWeight:
+    """Reads Int4TilePackedTo4dTensor as CUDA lays it out; w = (q - 8) * scale + zero. Rows and k are padded."""
+    row_tiles, k_tiles, _, _ = layer.expect("qdata", ("I32",), None, None, 32, INNER // 2)
+    N, K = _sizes(layer, attributes, "shape")
+    if not (8 * (row_tiles - 1) < N <= 8 * row_tiles and 0 < K <= 128 * k_tiles):
+        raise layer.error("qdata", f"expected tiles for a weight of [{N}, {K}], got {list(layer.shape('qdata'))}")
+    group_size = _group_size(layer, attributes, 128 * k_tiles)
+    if K % 8:
+        raise layer.unsupported(f"K={K} is not a multiple of 8")
+    layer.expect("scale_and_zero", FLOATS, -(-128 * k_tiles // group_size), 8 * row_tiles, 2)
+    nibbles = (layer.read("qdata").unsqueeze(4) >> torch.arange(0, 32, 4, dtype=torch.int32)) & 15
+    # Lane = (row, pair of k); the codes of a word are (k tile, half of the tile, one of the pair).
+    codes = nibbles[..., NIBBLES].to(torch.uint8).reshape(row_tiles, k_tiles, 8, 4, 4, 2, 2, 2)
+    codes = codes.permute(0, 2, 1, 4, 5, 6, 3, 7).reshape(8 * row_tiles, 128 * k_tiles)[:N, :K]
+    scales, zeros = layer.read("scale_and_zero")[: -(-K // group_size), :N].unbind(2)
+    words = words_of_codes(codes.contiguous())
+    return _centred(layer, words, min(group_size, K), scales, zeros, "Int4TilePackedTo4dTensor")
+
+
+def read_words(layer: Layer, attributes: dict[str, str]) -> PackedWeight:
+    """Reads Int4PlainInt32Tensor as XPU lays it out: words of eight k; w = (q - zero_point) * scale, both `[G, N]`."""
+    N, words = layer.expect("qdata", ("I32",), None, None)
+    K = 8 * words
+    group_size = _group_size(layer, attributes, K)
+    groups = -(-K // group_size)
+    layer.expect("scale", FLOATS, groups, N)
+    if "zero_point" in layer and layer.dtype("zero_point") in FLOATS:
+        raise layer.unsupported("its zero points are floating, as only an Ascend processor writes them")
+    layer.expect("zero_point", ("I8",), groups, N)
+    zeros = layer.read("zero_point")
+    low, high = (int(bound) for bound in zeros.aminmax())
+    if low < 0 or high > 15:
+        raise layer.error("zero_point", f"expected zero points in 0..15, got a range of {low} to {high}")
+    symmetric = constant(zeros, OFFSET)
+    return _packed(
+        layer,
+        as_words(layer.read("qdata")),
+        group_size,
+        [layer.read("scale")] + ([] if symmetric else [zeros.to(torch.uint8)]),
+        "uint4b8" if symmetric else "uint4",
+        "Int4PlainInt32Tensor",
+    )
+
+
+def _centred(layer: Layer, words: Tensor, group_size: int, scales: Tensor, zeros: Tensor, kind: str) -> PackedWeight:
+    """Makes the weight (q - 8) * scale + zero of unsigned codes: as q * scale + b, with b in fp32."""
+    if constant(zeros, 0):
+        return _packed(layer, words, group_size, [scales], "uint4b8", kind)
+    exact = zeros.double() - OFFSET * scales.double()
+    biases = exact.float()
+    if not torch.equal(biases.double(), exact):
+
+        def dequantize() -> Tensor:
+            K = 8 * words.shape[0]
+            codes = ((words.unsqueeze(1) >> torch.arange(0, 32, 4).view(1, 8, 1)) & 15).reshape(K, -1).float()
+            return ((codes - OFFSET) * spread(scales.float(), K, group_size) + spread(zeros.float(), K, group_size)).t()
+
+        raise layer.unsupported("a zero point minus eight scales is no fp32 number", dequantize)
+    return _packed(layer, words, group_size, [scales, biases], "uint4_bias", kind)
+
+
+def _packed(
+    layer: Layer, words: Tensor, group_size: int, grouped: list[Tensor], weight_format: str, kind: str
+) -> PackedWeight:
+    fitted = fit_groups(8 * words.shape[0], group_size, *grouped)
+    if fitted is None:
+        raise layer.unsupported(f"no group size of the operators divides its groups of {group_size}")
+    size, (scales, *zeros) = fitted
+    return PackedWeight(
+        b_packed=words,
+        scales=scales.contiguous(),
+        weight_format=weight_format,
+        group_size=size,
+        zeros=zeros[0].contiguous() if zeros else None,
+        bias=layer.bias(words.shape[1]),
+        source=f"torchao {kind}",
+    )
+
+
+def _group_size(layer: Layer, attributes: dict[str, str], K: int) -> int:
+    one, size = _sizes(layer, attributes, "block_size")
+    if one != 1 or size < 1:
+        raise layer.unsupported(f"block_size {attributes['block_size']}; read is (1, group size)")
+    return min(size, K)
+
+
+def _sizes(layer: Layer, attributes: dict[str, str], name: str) -> tuple[int, int]:
+    """Returns the two numbers of an attribute."""
+    found = [int(size) for size in re.findall(r"\d{1,9}", attributes.get(name, ""))]
+    if len(found) != 2:
+        raise layer.unsupported(f"its {name} is {attributes.get(name, 'not stated')}; expected two numbers")
+    return found[0], found[1]
