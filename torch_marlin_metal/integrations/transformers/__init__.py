@@ -4,8 +4,8 @@
     model = AutoModelForCausalLM.from_pretrained("a GPTQ, AWQ, compressed-tensors, ... directory")
 
 `take_over.py` changes transformers' tables and can restore them, `config.py` defines `MarlinConfig`, `quantizer.py`
-loads and saves directories, `saving.py` wraps the models' `save_pretrained`, `counting.py` their `num_parameters`, and
-`gguf.py` reads GGUF files.
+loads and saves directories, `while_loading.py` quantizes floats, `stored.py` lists what a directory holds, `saving.py`
+wraps the models' `save_pretrained`, `counting.py` their `num_parameters`, and `gguf.py` reads GGUF files.
 """
 
 MIN_TRANSFORMERS = (5, 23)
