@@ -33,8 +33,8 @@ struct GemvAccumulators {
   float even[kGemvMaxRows][kGemvColumnsPerLane];
   float odd[kGemvMaxRows][kGemvColumnsPerLane];
 
-  // Separate accumulators for odd nibbles save shifts but double the registers. With many rows that does not pay: 253
-  // half-registers at 8 rows instead of 199 (M1).
+  // Separate accumulators for odd nibbles save shifts but double the number of accumulators. With many rows that costs
+  // too many registers: at 8 rows on an M1, a thread would use 253 half-registers instead of 199.
   static MARLIN_INLINE bool separate_odd() {
     return code_kind(format) == CodeKind::integer && rows_per_threadgroup <= kGemvMaxSeparateOddRows;
   }

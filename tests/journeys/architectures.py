@@ -70,9 +70,9 @@ RECORD_HEAD = """\
 # Architectures
 
 Tiny random models of the architectures that transformers {version} has a base or language-model class for, on the CPU.
-`python -m tests.journeys.architectures` makes the results and this page of {count} families; `make test` runs a sample,
-`make test-all` all of them. A note says if less than half of the matrices' bytes became 4 bit: then a warning names
-what stays.
+`python -m tests.journeys.architectures` runs all {count} families and writes the results and this page. `make test` runs a
+sample of them, `make test-all` runs all. If less than half of the bytes of a model's matrices became 4 bit, its row has
+a note. For such a model the package also warns and names the matrices that stay in floats.
 
 | result | families | meaning |
 |---|---|---|"""

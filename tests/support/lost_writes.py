@@ -138,7 +138,7 @@ def lay_out(tree: dict[str, Any], path: Path) -> Path:
 
 
 class Recording:
-    """Records the events of a folder, which is empty, in the block of `watch`."""
+    """Records what happens in a folder during `with recording.watch():`. The folder is empty before that block."""
 
     def __init__(self, root: Path) -> None:
         self.root = root

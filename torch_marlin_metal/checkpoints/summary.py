@@ -25,9 +25,9 @@ The argument `on_unsupported` of `read_layers` decides what happens to a refused
 - `"dequantize"` decodes the layer to floats. Not every layer can be decoded: the tables say "dequantized on request"
   for those that can. Any other refused layer raises the same error as with `"error"`.
 
-One value is rounded. compressed-tensors divides NVFP4 weights by a global scale, but this package multiplies by its
-inverse, which is rounded to fp32. A weight then has a relative error of at most 3 * 2^-24. The producer's division in
-fp32 has at most 2 * 2^-24.
+compressed-tensors divides NVFP4 weights by a global scale. This package multiplies by the inverse of that scale and
+rounds the inverse to fp32, which is one rounding more. So a weight has a relative error of at most 3 * 2^-24. With the
+division in fp32, as compressed-tensors computes it, the error is at most 2 * 2^-24.
 """
     ]
     for fmt in FORMATS:
