@@ -2,6 +2,7 @@
 
 import os
 import runpy
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -13,7 +14,7 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).parent.resolve()
 sys.path.insert(0, str(ROOT))  # PEP 517 front ends do not add the source tree to the path
 
-from build_support import softmetal  # noqa: E402
+from build_support import cpp_library, softmetal  # noqa: E402
 from build_support.backend import TESTED_TORCH, torch_requirement, version_label  # noqa: E402
 from build_support.embed_kernels import write_kernel_sources  # noqa: E402
 from build_support.mac_environment import mac_environment  # noqa: E402
@@ -100,16 +101,31 @@ class BuildMarlin(BuildExtension):
             ext.sources += mps_sources
             ext.extra_link_args += ["-framework", "Metal", "-framework", "Foundation"]
         super().build_extension(ext)
+        self.link_cpp_library(ext)
         if os.environ.get("SOFTMETAL"):
             softmetal.link_with_mps_sources(self, ext, mps_sources)
+
+    def copy_extensions_to_source(self):  # of a build in place
+        super().copy_extensions_to_source()
+        built = Path(self.build_lib, cpp_library.FOLDER)
+        shutil.copytree(built, ROOT / cpp_library.FOLDER, dirs_exist_ok=True)
+
+    def link_cpp_library(self, ext):
+        root = Path(self.build_lib).resolve()
+        sources = [source for source in ext.sources if not cpp_library.is_python_module(source)]
+        objects = self.compiler.object_filenames(sources, output_dir=self.build_temp)
+        torch_lib = Path(torch.__file__).parent / "lib"
+        compiler = os.environ.get("CXX", "c++").split()
+        cpp_library.link(sys.platform, compiler, objects, torch_lib, root, torch.__version__.split("+")[0])
 
 
 os.environ.update(mac_environment(sys.platform, os.environ))
 
 # `make build` sets WITHOUT_EXTENSION to install only the Python files. It compiles the extension separately.
 compiles = not os.environ.get("WITHOUT_EXTENSION")
-# A wheel holds an extension for one torch. A source distribution can be built for any.
+# A wheel holds an extension for one torch. A source distribution can be built for any. A cross-build names its torch.
 built_for = torch.__version__ if compiles and torch is not None and "sdist" not in sys.argv else None
+built_for = os.environ.get("TORCH_MARLIN_METAL_BUILT_FOR", built_for)
 version = runpy.run_path(str(ROOT / "torch_marlin_metal" / "version.py"))["__version__"]
 setup(
     version=version + version_label(built_for),

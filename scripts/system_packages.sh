@@ -16,6 +16,7 @@ missing() {
   command -v g++ >/dev/null || echo g++
   "${PYTHON:-python3}" -c 'import ensurepip, venv' 2>/dev/null || echo python3-venv
   "${PYTHON:-python3}" -c 'import os, sysconfig as s; os.stat(s.get_path("include") + "/Python.h")' 2>/dev/null || echo python3-dev
+  command -v cmake >/dev/null || echo cmake
   command -v qemu-aarch64-static >/dev/null || echo qemu-user-static
   command -v aarch64-linux-gnu-g++ >/dev/null || echo g++-aarch64-linux-gnu
   command -v ld64.lld-19 >/dev/null || echo lld-19

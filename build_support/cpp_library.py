@@ -1,0 +1,62 @@
+"""Links the library for C++ programs, torch_marlin_metal/cpp/lib: the extension's objects without its Python module."""
+
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+
+#: The folder of the package for C++ programs, from the root of the sources or of an installation.
+FOLDER = Path("torch_marlin_metal", "cpp")
+#: Where PyTorch's libraries lie from the library in an installation.
+TORCH_FROM_HERE = "../../../torch/lib"
+
+
+def library_name(platform: str) -> str:
+    """Returns the library's file name on a platform, `sys.platform`."""
+    return "libtorch_marlin_metal.dylib" if platform == "darwin" else "libtorch_marlin_metal.so"
+
+
+def is_python_module(source: str) -> bool:
+    """Returns true for the sources that need Python."""
+    return Path(source).parts[:2] == ("csrc", "python")
+
+
+def link_command(platform: str, compiler: list[str], objects: Iterable[str], torch_lib: Path, out: Path) -> list[str]:
+    """Returns the command that links the library.
+
+    Args:
+        platform: `sys.platform`.
+        compiler: a C++ compiler, with its arguments.
+        objects: all objects but those of the Python module.
+        torch_lib: the folder of PyTorch's libraries.
+        out: the library.
+    """
+    command = [*compiler, *objects, f"-L{torch_lib}", "-ltorch", "-ltorch_cpu", "-lc10", "-o", str(out)]
+    if platform == "darwin":
+        return [
+            *(*command, "-dynamiclib", "-arch", "arm64", "-framework", "Metal", "-framework", "Foundation"),
+            *("-install_name", f"@rpath/{out.name}", f"-Wl,-rpath,@loader_path/{TORCH_FROM_HERE}"),
+        ]
+    # A symbol of Python, or any other that no library has, is an error here and not in the user's program.
+    return [*command, "-shared", "-Wl,-z,defs", "-Wl,--as-needed", f"-Wl,-rpath,$ORIGIN/{TORCH_FROM_HERE}"]
+
+
+def write_built_for(folder: Path, torch_version: str) -> None:
+    """Writes the file that tells torch_marlin_metalConfig.cmake which torch the library needs."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "built_for.cmake").write_text(f'set(TORCH_MARLIN_METAL_BUILT_FOR "{torch_version}")\n')
+
+
+def link(platform: str, compiler: list[str], objects: list[str], torch_lib: Path, root: Path, version: str) -> None:
+    """Links the library below `root` and writes which torch it needs. Does nothing if no object is newer.
+
+    Raises:
+        RuntimeError: the linker fails. Its messages follow.
+    """
+    out = root / FOLDER / "lib" / library_name(platform)
+    write_built_for(root / FOLDER, version)
+    if out.exists() and out.stat().st_mtime > max(Path(path).stat().st_mtime for path in objects):
+        return
+    out.parent.mkdir(parents=True, exist_ok=True)
+    done = subprocess.run(link_command(platform, compiler, objects, torch_lib, out), capture_output=True, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(f"torch_marlin_metal: the library for C++ programs does not link:\n{done.stderr}")
