@@ -1,0 +1,159 @@
+"""Counts the instructions that one call takes on the host, by library, on the software Metal device (Linux, x86-64).
+
+The process single-steps itself through some calls whose plans are known: the processor's trap flag raises SIGTRAP after
+each instruction. Times under load say little about a microsecond, while counts repeat. "ours" is the extension.
+"PyTorch" allocates and dispatches. "stand-ins" are the device's Metal, Objective-C run time and MPS stream; on a Mac
+other code does their work. Nothing is committed while calls are counted, so no kernel runs.
+"""
+
+import argparse
+import ctypes
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+# Another tree, as one of an older commit, can be counted too.
+ROOT = Path(os.environ.get("CALL_INSTRUCTIONS_ROOT", str(Path(__file__).resolve().parents[2])))
+sys.path.insert(0, str(ROOT))
+OPERATORS = ("gemm", "dequantize", "gptq_repack", "mlstm_step")
+GROUPS = {
+    "ours": ("_C.cpython",),
+    "PyTorch": ("libtorch", "libc10"),
+    "stand-ins": ("libsoftmetal", "libobjc", "libBlocksRuntime"),
+    "Python": ("python", "_ctypes", "libffi"),
+}
+STEPPER = """
+#define _GNU_SOURCE
+#include <signal.h>
+#include <stdint.h>
+#include <ucontext.h>
+
+static const uint64_t* bounds;  // first and last address of each mapping, ascending
+static uint64_t* counts;
+static long mappings;
+static volatile int counting;
+
+static void trapped(int number, siginfo_t* information, void* context) {
+  greg_t* registers = ((ucontext_t*)context)->uc_mcontext.gregs;
+  if (!counting) {
+    registers[REG_EFL] &= ~0x100L;  // the trap flag
+    return;
+  }
+  const uint64_t at = (uint64_t)registers[REG_RIP];
+  long low = 0, high = mappings;
+  while (low < high) {
+    const long middle = (low + high) / 2;
+    if (bounds[2 * middle + 1] <= at) low = middle + 1; else high = middle;
+  }
+  ++counts[low];
+}
+
+void start(const uint64_t* the_bounds, uint64_t* the_counts, long the_mappings) {
+  struct sigaction action = {.sa_sigaction = trapped, .sa_flags = SA_SIGINFO};
+  bounds = the_bounds;
+  counts = the_counts;
+  mappings = the_mappings;
+  counting = 1;
+  sigaction(SIGTRAP, &action, 0);
+  __asm__ volatile("pushfq; orq $0x100, (%%rsp); popfq" ::: "memory", "cc");
+}
+
+void stop(void) { counting = 0; }
+"""
+
+
+def stepper() -> ctypes.CDLL:
+    folder = tempfile.mkdtemp()
+    source, library = Path(folder, "stepper.c"), Path(folder, "stepper.so")
+    source.write_text(STEPPER)
+    subprocess.run(["cc", "-O1", "-shared", "-fPIC", "-mno-red-zone", str(source), "-o", str(library)], check=True)
+    return ctypes.CDLL(str(library))
+
+
+def call_of(operator: str) -> Callable[[], object]:
+    import torch
+
+    import torch_marlin_metal as tmm
+
+    torch.manual_seed(0)
+    ops = torch.ops.torch_marlin_metal
+    if operator == "mlstm_step":
+        q, k, v = (torch.randn(1, 2, 16).half().to("mps") for _ in range(3))
+        i, f = (torch.randn(1, 2).half().to("mps") for _ in range(2))
+        states = [torch.zeros(1, 2, *size, device="mps") for size in ((16, 16), (16,), ())]
+        return lambda: ops.mlstm_step(q, k, v, i, f, *states)
+    weight = tmm.quantize_weight(torch.randn(64, 256), "uint4b8", group_size=64).to("mps")
+    arguments = {"weight_format": "uint4b8", "group_size": 64}
+    if operator == "dequantize":
+        return lambda: ops.dequantize(weight.b_packed, weight.scales, **arguments)
+    if operator == "gptq_repack":
+        return lambda: ops.gptq_repack(weight.b_packed)
+    a = torch.randn(1, 256).half().to("mps")
+    return lambda: ops.gemm(a, weight.b_packed, weight.scales, **arguments)
+
+
+def mappings() -> list[tuple[int, int, str]]:
+    """Executable mappings: first address, address after the last, file."""
+    rows = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        fields = line.split(maxsplit=5)
+        if "x" in fields[1]:
+            first, last = (int(x, 16) for x in fields[0].split("-"))
+            rows.append((first, last, fields[5] if len(fields) > 5 else ""))
+    return rows
+
+
+def group_of(name: str) -> str:
+    base = Path(name).name
+    return next((group for group, parts in GROUPS.items() if any(part in base for part in parts)), "others")
+
+
+def stepped(library: ctypes.CDLL, call: Callable[[], object], count: int) -> Counter[str]:
+    known = mappings()
+    bounds = (ctypes.c_uint64 * (2 * len(known)))(*(edge for first, last, _ in known for edge in (first, last)))
+    counts = (ctypes.c_uint64 * (len(known) + 1))()
+    library.start(bounds, counts, len(known))
+    for _ in range(count):
+        call()
+    library.stop()
+    found: Counter[str] = Counter()
+    for (_, _, name), number in zip(known, counts, strict=False):
+        found[group_of(name)] += number
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("operators", nargs="*", default=OPERATORS)
+    parser.add_argument("--calls", type=int, default=4)
+    options = parser.parse_args()
+    import softmetal  # noqa: F401  before anything asks torch about mps
+
+    import torch  # isort: skip
+    import torch_marlin_metal as tmm  # isort: skip
+
+    if hasattr(tmm.tuning, "set_commit_interval"):
+        tmm.tuning.set_commit_interval(0)
+    library = stepper()
+    print("| call | " + " | ".join([*GROUPS, "others", "sum"]) + " |")
+    print("|---" * (len(GROUPS) + 3) + "|")
+    for operator in options.operators:
+        call = call_of(operator)
+        with torch.inference_mode():
+            for _ in range(5):
+                call()
+            torch.mps.synchronize()
+            call()
+            # The difference is without what the loop's ends cost.
+            once, twice = (stepped(library, call, n * options.calls) for n in (1, 2))
+        torch.mps.synchronize()
+        figures = [(twice[group] - once[group]) // options.calls for group in [*GROUPS, "others"]]
+        print(f"| {operator} | " + " | ".join(f"{figure:,}" for figure in [*figures, sum(figures)]) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
