@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes as c
 import enum
+import mmap
 import os
 import random
 import warnings
@@ -46,6 +47,7 @@ __all__ = [
 Array = npt.NDArray[Any]
 Size = int | Sequence[int]
 Constants = Mapping[str | int, bool | int | float | Sequence[int | float]]
+_MAP_NORESERVE = 0x4000  # on Linux; Python 3.11's mmap has no name for it
 
 
 class FaultKind(enum.IntEnum):
@@ -68,6 +70,7 @@ class FaultKind(enum.IntEnum):
     ENDLESS = 15
     DIVISION = 16
     SHIFT = 17
+    EQUAL_WRITE = 18
 
     @property
     def is_warning(self) -> bool:
@@ -145,6 +148,14 @@ class Buffer:
         array.view(np.uint8).fill(0xFF)
         return cls(array, initialised=False)
 
+    @classmethod
+    def sparse(cls, shape: int | tuple[int, ...], dtype: npt.DTypeLike) -> Buffer:
+        """Reserves zeros that may be far larger than the machine's memory: only pages that are written take memory."""
+        count = int(np.prod(shape, dtype=np.int64))
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        memory = mmap.mmap(-1, count * np.dtype(dtype).itemsize, flags=flags)
+        return cls(np.frombuffer(memory, dtype).reshape(shape))
+
 
 Bound = Array | tuple[Array, int] | bytes | Buffer | None
 
@@ -168,6 +179,7 @@ class Kernel:
         threads: Size | None = None,
         buffers: Sequence[Bound] | Mapping[int, Bound] = (),
         threadgroup_memory: Mapping[int, int] | None = None,
+        resident: Sequence[Array | Buffer] = (),
         seed: int | None = None,
         perturb_seed: int = 0,
         os_threads: int = 0,
@@ -182,6 +194,7 @@ class Kernel:
             threads: threads per grid. The last threadgroups may then be smaller.
             buffers: one for each slot: an array, (array, byte offset), bytes (read-only data), a Buffer, or None.
             threadgroup_memory: bytes of each [[threadgroup(n)]] argument.
+            resident: arrays that the kernel reaches only through addresses in other buffers, as `useResource` names.
             seed: seed of the order of threads in checked mode. Messages name the seed. None means SOFTMETAL_SEED, or a
                 random seed if that is not set.
             perturb_seed: seed of the perturbation of inexact functions, within Metal's limits; 0 means no perturbation.
@@ -210,6 +223,9 @@ class Kernel:
         dispatch.threads_per_threadgroup = api.Uint3(*size)
         slots = buffers.items() if isinstance(buffers, Mapping) else enumerate(buffers)
         keep = [_bind(dispatch.buffers[slot], bound) for slot, bound in slots]
+        dispatch.resident_count = len(resident)
+        dispatch.resident = (api.Buffer * len(resident))()
+        keep += [_bind(dispatch.resident[i], bound) for i, bound in enumerate(resident)]
         for index, count in (threadgroup_memory or {}).items():
             dispatch.threadgroup_bytes[index] = count
         if seed is None:

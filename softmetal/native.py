@@ -13,9 +13,16 @@ from .executor.bindings import Result, executor
 
 
 class Argument(Structure):
-    """The C struct `softmetal_argument`: either a buffer with an offset, or bytes."""
+    """The C struct `softmetal_argument`: either a buffer with an offset, or bytes, which may be addresses."""
 
-    _fields_ = [("handle", c_void_p), ("offset", c_uint64), ("bytes", c_void_p), ("length", c_uint64)]
+    _fields_ = [
+        ("handle", c_void_p),
+        ("offset", c_uint64),
+        ("bytes", c_void_p),
+        ("length", c_uint64),
+        ("resident", POINTER(c_void_p)),
+        ("resident_count", c_uint64),
+    ]
 
 
 class Library:

@@ -90,7 +90,7 @@ class ShaderKernel:
             cast = arg_casts.get(i) if isinstance(arg_casts, dict) else arg_casts
             arguments[i] = self._argument(i, value, cast, keep)
         if error_buf_idx is not None:
-            arguments[error_buf_idx] = Argument(self._native.error_buffer(), 0, None, 0)
+            arguments[error_buf_idx] = Argument(self._native.error_buffer())
         sizes = [(c_uint64 * 3)(*[*dimensions, 1, 1][:3]) for dimensions in (grid, group)]
         error = self._native.dispatch(self._pipeline, arguments, count, *sizes)
         message = self._native.take_text(error)
@@ -99,18 +99,23 @@ class ShaderKernel:
 
     def _argument(self, index: int, value: Any, cast: str | None, keep: list[object]) -> Argument:
         if isinstance(value, torch.Tensor) and value.is_mps:
-            return Argument(value.untyped_storage().data_ptr(), value.storage_offset() * value.element_size(), None, 0)
+            return Argument(value.untyped_storage().data_ptr(), value.storage_offset() * value.element_size())
+        resident: list[int] = []
         if isinstance(value, torch.Tensor):
             if value.dim() != 0:
                 raise RuntimeError("Passed CPU tensor to MPS op")
             numbers = value.float() if value.dtype == torch.float64 else value
         elif isinstance(value, list | tuple) and value and all(isinstance(v, torch.Tensor) for v in value):
             numbers = torch.tensor([self._address(v) for v in value], dtype=torch.int64)
+            # PyTorch does not call useResource for them, and the kernels of its tests run on Macs.
+            resident = [v.untyped_storage().data_ptr() for v in value]
         else:
             numbers = _numbers(index, value, cast)
         numbers = numbers.contiguous()
-        keep.append(numbers)
-        return Argument(None, 0, numbers.data_ptr(), numbers.numel() * numbers.element_size())
+        handles = (c_void_p * len(resident))(*resident)
+        keep += [numbers, handles]
+        size = numbers.numel() * numbers.element_size()
+        return Argument(None, 0, numbers.data_ptr(), size, handles, len(resident))
 
     def _address(self, tensor: torch.Tensor) -> int:
         if not tensor.is_mps:

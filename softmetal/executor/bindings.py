@@ -89,6 +89,8 @@ class Dispatch(c.Structure):
         ("os_threads", c.c_uint32),
         ("max_faults", c.c_uint32),
         ("watchdog", c.c_double),
+        ("resident", c.POINTER(Buffer)),
+        ("resident_count", c.c_uint32),
     ]
 
 

@@ -87,6 +87,10 @@ typedef struct {
   uint32_t os_threads;    // OS threads in fast mode; 0: SOFTMETAL_THREADS or the number of cores
   uint32_t max_faults;    // 0: 16. A fault is reported once for each source line.
   double watchdog;        // seconds of processor time; 0: SOFTMETAL_WATCHDOG or 120; below 0: none
+  // Buffers that the kernel reaches through addresses in other buffers. Checked mode reports an access to a buffer that
+  // is neither in a slot nor here.
+  const sm_buffer* resident;
+  uint32_t resident_count;
 } sm_dispatch;
 
 typedef enum {
@@ -107,7 +111,8 @@ typedef enum {
   SM_FAULT_ENDLESS,         // the dispatch took longer than the watchdog allows
   // The kinds from here on are warnings. Metal allows these operations, but most of them are mistakes.
   SM_WARNING_DIVISION,  // an integer division by zero
-  SM_WARNING_SHIFT      // a shift by the width or more
+  SM_WARNING_SHIFT,     // a shift by the width or more
+  SM_WARNING_EQUAL      // a race whose write changes nothing: the memory held the value before
 } sm_fault_kind;
 
 enum { SM_FIRST_WARNING = SM_WARNING_DIVISION };

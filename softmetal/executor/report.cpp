@@ -23,14 +23,14 @@ const char* keep(Launch& launch, const std::string& text) {
   return launch.texts.emplace_back(text).c_str();
 }
 
-void record(Launch& launch, const Lane& lane, const Fault& fault) {
+void record(Launch& launch, const sm_thread& thread, const Fault& fault) {
   const sm_library& library = *launch.dispatch->library;
   SourceLine at = source_line(library, fault.code);
   std::string text = fault.text + ", at " + place(at);
   if (fault.other_code != nullptr) text += ", other access at " + place(source_line(library, fault.other_code));
-  text += "; thread " + position(lane.self.thread_position_in_threadgroup) + ", simdgroup " +
-          std::to_string(lane.self.simdgroup_index_in_threadgroup) + ", threadgroup " +
-          position(lane.self.threadgroup_position_in_grid) + ", kernel '" + launch.kernel->name + "'";
+  text += "; thread " + position(thread.thread_position_in_threadgroup) + ", simdgroup " +
+          std::to_string(thread.simdgroup_index_in_threadgroup) + ", threadgroup " +
+          position(thread.threadgroup_position_in_grid) + ", kernel '" + launch.kernel->name + "'";
   if (launch.checker != nullptr) text += ", seed " + std::to_string(launch.dispatch->seed);
   std::lock_guard<std::mutex> lock(launch.mutex);
   for (const sm_fault& known : launch.faults) {
@@ -44,8 +44,8 @@ void record(Launch& launch, const Lane& lane, const Fault& fault) {
   const char* message = keep(launch, text);
   const char* file = keep(launch, at.file);
   launch.faults.push_back({fault.kind, fault.is_fatal, message, launch.kernel->name, file, at.line,
-                           lane.self.thread_position_in_threadgroup, lane.self.threadgroup_position_in_grid,
-                           lane.self.simdgroup_index_in_threadgroup, fault.buffer, fault.offset});
+                           thread.thread_position_in_threadgroup, thread.threadgroup_position_in_grid,
+                           thread.simdgroup_index_in_threadgroup, fault.buffer, fault.offset});
 }
 
 const char* waits_at(const Lane& lane) {
@@ -67,7 +67,7 @@ void report_expired(Launch& launch, Lane& lane, const void* code) {
   if (source_line(*launch.dispatch->library, code).line == 0) code = lane.latest;
   std::string seconds = std::to_string(launch.watchdog);
   seconds.erase(std::min(seconds.find('.') + 2, seconds.size()));
-  record(launch, lane,
+  record(launch, lane.self,
          {SM_FAULT_ENDLESS, true, code,
           "the dispatch has not ended after " + seconds +
               " seconds of processor time (SOFTMETAL_WATCHDOG): an endless "
@@ -77,10 +77,14 @@ void report_expired(Launch& launch, Lane& lane, const void* code) {
 
 void report(Lane& lane, const Fault& fault) {
   Machine& machine = machine_of(lane);
-  record(machine.launch(), lane, fault);
+  record(machine.launch(), lane.self, fault);
   if (!fault.is_fatal && !machine.launch().stopped) return;
   machine.launch().stopped = true;
   machine.give_up();
+}
+
+void report_later(Launch& launch, const sm_thread& thread, const Fault& fault) {
+  record(launch, thread, fault);
 }
 
 void report_launch(Launch& launch, const std::string& text) {
@@ -99,7 +103,7 @@ void report_missed_matrix_accesses(Simdgroup& simdgroup) {
   Fault fault{SM_FAULT_SIMD, false, simdgroup.matrix_sites[(most - 1) % 64],
               "simdgroup matrix load or store reached by " + std::to_string(reached) + " of 32 threads"};
   if (simdgroup.size < SM_SIMD_WIDTH) fault.text += ": the simdgroup is not full";
-  record(simdgroup.group->machine->launch(), simdgroup.lanes[0], fault);
+  record(simdgroup.group->machine->launch(), simdgroup.lanes[0].self, fault);
 }
 
 void report_stuck(Launch& launch, Group& group) {
@@ -141,7 +145,7 @@ void report_stuck(Launch& launch, Group& group) {
                     place(source_line(*launch.dispatch->library, other->site));
     }
   }
-  record(launch, *lane, fault);
+  record(launch, lane->self, fault);
 }
 
 }  // namespace softmetal

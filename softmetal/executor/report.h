@@ -20,6 +20,9 @@ struct Fault {
 // Records a fault of the thread `lane`. On a fibre, a fatal fault stops the launch and does not return.
 void report(Lane& lane, const Fault& fault);
 
+// Records a fault of a thread that ran before, and lets the running thread go on.
+void report_later(Launch& launch, const sm_thread& thread, const Fault& fault);
+
 // Records a fault of the launch itself, before any thread runs.
 void report_launch(Launch& launch, const std::string& text);
 

@@ -1,8 +1,10 @@
 // Command queues and buffers. A command buffer records work, and runs the work when the host waits for it.
 #include <Block.h>
 
+#include <algorithm>
 #include <cstring>
 #include <ctime>
+#include <utility>
 
 #include "metal.h"
 
@@ -34,7 +36,16 @@ void Command::retain(id object) {
   retained.push_back([object retain]);
 }
 
+size_t encoded(const std::vector<std::unique_ptr<Command>>& commands) {
+  return static_cast<size_t>(std::ranges::count_if(
+      commands, [](const auto& command) { return command->kind != Command::Kind::deferred_write; }));
+}
+
 void Command::run() {
+  if (kind == Kind::deferred_write) {
+    if (deferred->write) std::exchange(deferred->write, nullptr)();
+    return;
+  }
   if (kind == Kind::copy) {
     Memory &from = memory_of(source), &to = memory_of(destination);
     std::memcpy(to.bytes() + destination_offset, from.bytes() + source_offset, size);
@@ -57,7 +68,12 @@ void Command::run() {
     for (sm_buffer& slot : dispatch.buffers) {
       if (slot.base == memory.bytes()) slot.initialised = memory.initialised();
     }
+    for (sm_buffer& reached : resident) {
+      if (reached.base == memory.bytes()) reached.initialised = memory.initialised();
+    }
   }
+  dispatch.resident = resident.data();
+  dispatch.resident_count = static_cast<uint32_t>(resident.size());
   dispatch.seed = Device::get().next_seed();
   dispatch.perturb_seed = checked ? dispatch.seed + 1 : 0;
   sm_result* result = sm_launch(&dispatch);
@@ -69,13 +85,19 @@ void Command::run() {
   Device::get().add_record({dispatch.kernel->name, dispatch.seed, result});
   if (checked) return;
   // Fast mode does not observe stores. So all memory that the kernel can write counts as written.
+  const auto count_as_written = [this](const void* base) {
+    for (id object : retained) {
+      if (![object isKindOfClass:[SoftMetalBuffer class]]) continue;
+      if (memory_of(object).bytes() == base) memory_of(object).mark_all_written();
+    }
+  };
   for (uint32_t i = 0; i < dispatch.kernel->argument_count; ++i) {
     const sm_argument& argument = dispatch.kernel->arguments[i];
     if (argument.kind != SM_ARGUMENT_BUFFER || argument.is_const) continue;
-    for (id object : retained) {
-      if (![object isKindOfClass:[SoftMetalBuffer class]]) continue;
-      if (memory_of(object).bytes() == dispatch.buffers[argument.index].base) memory_of(object).mark_all_written();
-    }
+    count_as_written(dispatch.buffers[argument.index].base);
+  }
+  for (const sm_buffer& reached : resident) {
+    if (reached.read_only == 0) count_as_written(reached.base);
   }
 }
 
@@ -192,7 +214,7 @@ void Command::run() {
 }
 - (void)run {
   start = softmetal::seconds();
-  if (!commands->empty()) failure = [softmetal::Device::get().take_command_buffer_failure() retain];
+  if (softmetal::encoded(*commands) != 0) failure = [softmetal::Device::get().take_command_buffer_failure() retain];
   if (failure == nil) {
     for (const auto& command : *commands)
       command->run();

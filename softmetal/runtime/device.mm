@@ -76,6 +76,9 @@ Memory::~Memory() {
                             std::to_string(length_ + i) + " (seen when the buffer was freed)");
     break;
   }
+  for (const std::weak_ptr<DeferredWrite>& expected : expected_) {
+    if (const auto write = expected.lock()) write->write = nullptr;
+  }
   live_bytes -= length_;
   std::memset(bytes_, kFreedPoison, length_);
   quarantine().add(bytes_, length_ + kCanaryBytes);
@@ -89,6 +92,11 @@ void Memory::mark_written(size_t offset, size_t length) {
 void Memory::mark_all_written() {
   std::free(initialised_);
   initialised_ = nullptr;
+}
+
+void Memory::expect(const std::shared_ptr<DeferredWrite>& write) {
+  std::erase_if(expected_, [](const auto& earlier) { return earlier.expired(); });
+  expected_.push_back(write);
 }
 
 Device& Device::get() {

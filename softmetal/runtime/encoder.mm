@@ -79,6 +79,7 @@ sm_uint3 narrow(MTLSize size) {
 - (id)initWithCommandBuffer:(SoftMetalCommandBuffer*)buffer {
   self = [super initWithCommandBuffer:buffer];
   bindings = new Binding[SM_BUFFER_SLOTS];
+  residents = new std::vector<softmetal::Resident>();
   threadgroupLengths = new NSUInteger[SM_BUFFER_SLOTS]();
   threadgroupEras = new uint64_t[SM_BUFFER_SLOTS]();
   era = 1;
@@ -87,6 +88,9 @@ sm_uint3 narrow(MTLSize size) {
 - (void)dealloc {
   for (NSUInteger i = 0; i < SM_BUFFER_SLOTS; ++i)
     [bindings[i].buffer release];
+  for (const softmetal::Resident& resident : *residents)
+    [resident.buffer release];
+  delete residents;
   delete[] bindings;
   delete[] threadgroupLengths;
   delete[] threadgroupEras;
@@ -173,6 +177,20 @@ sm_uint3 narrow(MTLSize size) {
   }
 }
 
+- (void)useResource:(id<MTLResource>)resource usage:(MTLResourceUsage)usage {
+  [self requireEncoding:"useResource"];
+  if (resource == nil) violation("resource", "useResource: expected a buffer, got nil");
+  if ((usage & (MTLResourceUsageRead | MTLResourceUsageWrite)) == 0) {
+    violation("resource", "useResource: expected MTLResourceUsageRead or MTLResourceUsageWrite, got usage ",
+              static_cast<NSUInteger>(usage));
+  }
+  residents->push_back({static_cast<id<MTLBuffer>>([resource retain]), (usage & MTLResourceUsageWrite) == 0});
+}
+- (void)useResources:(const id<MTLResource>[])resources count:(NSUInteger)count usage:(MTLResourceUsage)usage {
+  for (NSUInteger i = 0; i < count; ++i)
+    [self useResource:resources[i] usage:usage];
+}
+
 - (void)bindBuffer:(const sm_argument&)argument of:(const char*)kernel into:(Command&)command {
   const auto where = [&] {
     return std::string("kernel '") + kernel + "', argument '" + argument.name + "' [[buffer(" +
@@ -245,6 +263,14 @@ sm_uint3 narrow(MTLSize size) {
   if (threadgroup_bytes > SM_MAX_THREADGROUP_BYTES) {
     violation("threadgroup memory", "kernel '", kernel->name, "': ", threadgroup_bytes, " bytes (",
               kernel->static_threadgroup_bytes, " declared in the kernel), at most ", SM_MAX_THREADGROUP_BYTES);
+  }
+  for (const softmetal::Resident& resident : *residents) {
+    sm_buffer& reached = command->resident.emplace_back();
+    const auto& memory = *static_cast<SoftMetalBuffer*>(resident.buffer)->memory;
+    reached.base = memory.bytes();
+    reached.length = memory.length();
+    reached.read_only = resident.is_read_only ? 1 : 0;
+    command->retain(resident.buffer);
   }
   command->dispatch.library = pipeline->kernel->library(checked);
   command->dispatch.kernel = kernel;

@@ -7,6 +7,7 @@
 #include <atomic>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -22,6 +23,12 @@ inline constexpr NSUInteger kThreadgroupLengthMultiple = 16;
 inline constexpr uint8_t kFreshPoison = 0xFF;  // NaN as half, bfloat and float, -1 as an integer
 inline constexpr uint8_t kFreedPoison = 0xFB;  // NaN or huge as half and bfloat; differs from kFreshPoison
 
+// The result of a PyTorch operator. It reaches its memory only when a command of the stream runs. `write` is empty if
+// it has, or if the memory was freed before.
+struct DeferredWrite {
+  std::function<void()> write;
+};
+
 // Memory of one MTLBuffer. `initialised` holds a flag for each byte, non-zero if the byte was written. A null pointer
 // means that all bytes were written.
 class Memory {
@@ -36,11 +43,14 @@ class Memory {
   uint8_t* initialised() const { return initialised_; }
   void mark_written(size_t offset, size_t length);
   void mark_all_written();
+  // Drops the write if this memory is freed before the write's command runs.
+  void expect(const std::shared_ptr<DeferredWrite>& write);
 
  private:
   size_t length_;
   uint8_t* bytes_;
   uint8_t* initialised_;
+  std::vector<std::weak_ptr<DeferredWrite>> expected_;
 };
 
 // Bytes of live MTLBuffers.
@@ -52,6 +62,12 @@ struct Binding {
   NSUInteger offset = 0;
   std::vector<uint8_t> bytes;
   uint64_t era = 0;  // the era in which the binding was made; see currentEra in encoder.mm
+};
+
+// A buffer of useResource. Not retained by the binding: the encoder and its commands retain it.
+struct Resident {
+  id<MTLBuffer> buffer = nil;
+  bool is_read_only = false;
 };
 
 // Metal source or a metallib, with macros and function constants.
@@ -93,11 +109,13 @@ class Kernel {
 
 // One encoded command. The command retains all objects that it uses, as a Mac's command buffer does.
 struct Command {
-  enum class Kind { dispatch, copy, fill } kind;
+  enum class Kind { dispatch, copy, fill, deferred_write } kind;
   sm_dispatch dispatch{};
+  std::shared_ptr<DeferredWrite> deferred;
   std::string label;
   std::vector<id> retained;
   std::vector<std::vector<uint8_t>> bytes;  // setBytes data
+  std::vector<sm_buffer> resident;          // useResource
   id<MTLBuffer> source = nil, destination = nil;
   NSUInteger source_offset = 0, destination_offset = 0, size = 0;
   uint8_t value = 0;
@@ -109,6 +127,9 @@ struct Command {
   void retain(id object);
   void run();
 };
+
+// Returns the number of commands that host code encoded. The deferred writes of PyTorch's operators are not counted.
+size_t encoded(const std::vector<std::unique_ptr<Command>>& commands);
 
 // An error whose localizedDescription is the message.
 NSError* make_error(NSErrorDomain domain, int64_t code, const std::string& message);
@@ -217,6 +238,7 @@ std::string& operator_label();
 @interface SoftMetalComputeEncoder : SoftMetalEncoder <MTLComputeCommandEncoder> {
  @public
   softmetal::Binding* bindings;
+  std::vector<softmetal::Resident>* residents;  // for all later dispatches of this encoder
   NSUInteger* threadgroupLengths;
   uint64_t* threadgroupEras;
   SoftMetalPipeline* pipeline;

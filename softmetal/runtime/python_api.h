@@ -56,6 +56,8 @@ typedef struct {
   uint64_t offset;    // bytes
   const void* bytes;  // instead of a buffer
   uint64_t length;
+  void* const* resident;  // MTLBuffers whose addresses are in `bytes`
+  uint64_t resident_count;
 } softmetal_argument;
 SOFTMETAL_EXPORT char* softmetal_dispatch(void* pipeline, const softmetal_argument* arguments, size_t count,
                                           const uint64_t* threads, const uint64_t* group);

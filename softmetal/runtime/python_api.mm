@@ -187,6 +187,10 @@ char* softmetal_dispatch(void* pipeline, const softmetal_argument* arguments, si
         const softmetal_argument& argument = arguments[i];
         if (argument.bytes != nullptr) {
           [encoder setBytes:argument.bytes length:argument.length atIndex:i];
+          for (uint64_t j = 0; j < argument.resident_count; ++j) {
+            [encoder useResource:static_cast<id<MTLBuffer>>(argument.resident[j])
+                           usage:static_cast<MTLResourceUsage>(MTLResourceUsageRead | MTLResourceUsageWrite)];
+          }
         } else {
           [encoder setBuffer:static_cast<id<MTLBuffer>>(argument.handle) offset:argument.offset atIndex:i];
         }

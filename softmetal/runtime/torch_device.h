@@ -23,6 +23,9 @@ bool on_queue(dispatch_queue_t queue);
 // operators wait for the queue at this point, so a call inside a block is a violation.
 void synchronize();
 
+// Encodes a write to this memory on the current stream.
+void write_later(Memory& memory, std::function<void()> write);
+
 // The stream of PyTorch's pool that this thread encodes to, 1 to 32; 0 is the default stream.
 inline constexpr int64_t kPoolStreams = 32;
 void set_current_stream(int64_t number);

@@ -1,6 +1,7 @@
 // The few operators that need the device. Every other operator runs on the CPU through one boxed fallback.
 #include <ATen/EmptyTensor.h>
 #include <ATen/Functions.h>
+#include <ATen/MemoryOverlap.h>
 #include <ATen/native/CPUFallback.h>
 #include <ATen/native/Resize.h>
 #include <ATen/native/TensorFactories.h>
@@ -11,7 +12,9 @@
 #include <ATen/ops/view_native.h>
 #include <torch/library.h>
 
+#include <cstdlib>
 #include <cstring>
+#include <utility>
 
 #include "torch_generator.h"
 
@@ -67,34 +70,97 @@ Tensor host_view(const Tensor& tensor) {
   return view;
 }
 
-void mark_written(const Tensor& tensor) {
-  if (tensor.numel() == 0) return;
-  Memory& memory = *buffer_of(tensor)->memory;
-  if (memory.initialised() == nullptr) return;
-  const size_t item = tensor.element_size();
-  const auto start = static_cast<size_t>(tensor.storage_offset()) * item;
-  if (tensor.is_non_overlapping_and_dense()) {
-    memory.mark_written(start, static_cast<size_t>(tensor.numel()) * item);
-    return;
+// The bytes of a tensor's elements in `array`, which has one byte for each byte of the tensor's storage.
+class ElementBytes {
+ public:
+  explicit ElementBytes(const Tensor& tensor)
+      : item_(tensor.element_size()),
+        start_(static_cast<size_t>(tensor.storage_offset()) * item_),
+        dense_(tensor.is_non_overlapping_and_dense() ? static_cast<size_t>(tensor.numel()) * item_ : 0),
+        sizes_(tensor.sizes().vec()) {
+    const auto bytes = static_cast<int64_t>(item_);
+    for (const int64_t stride : tensor.strides())
+      strides_.push_back(stride * bytes);
+    sizes_.push_back(bytes);
+    strides_.push_back(1);
   }
-  // The memory has a flag for each byte. The flags of this tensor's bytes form a tensor of the same shape with one more
-  // axis, the bytes of an element.
-  const auto bytes = static_cast<int64_t>(item);
-  std::vector<int64_t> sizes(tensor.sizes().vec()), strides;
-  for (const int64_t stride : tensor.strides())
-    strides.push_back(stride * bytes);
-  sizes.push_back(bytes);
-  strides.push_back(1);
-  at::from_blob(memory.initialised() + start, sizes, strides, at::TensorOptions(at::kByte)).fill_(1);
+  void fill(uint8_t* array, uint8_t value) const {
+    if (array == nullptr) return;
+    if (dense_ != 0) {
+      std::memset(array + start_, value, dense_);
+    } else {
+      at::from_blob(array + start_, sizes_, strides_, at::TensorOptions(at::kByte)).fill_(value);
+    }
+  }
+
+ private:
+  size_t item_, start_, dense_;
+  std::vector<int64_t> sizes_, strides_;
+};
+
+// True while an operator that ran on the CPU copies its results to mps tensors.
+thread_local bool copies_results = false;
+
+class CopiesResults {
+ public:
+  CopiesResults() : before_(std::exchange(copies_results, true)) {}
+  ~CopiesResults() { copies_results = before_; }
+  CopiesResults(const CopiesResults&) = delete;
+  CopiesResults& operator=(const CopiesResults&) = delete;
+
+ private:
+  bool before_;
+};
+
+// Writes the values of `source` to an mps tensor by a command of the stream. The tensor holds poison until the command
+// runs, so code that does not wait for the stream does not find the values, as on a Mac.
+void copy_later(const Tensor& self, const Tensor& source) {
+  Tensor destination = host_view(self);
+  const Tensor values = host_view(source);
+  at::assert_no_internal_overlap(destination);
+  at::assert_no_partial_overlap(destination, values);
+  const bool is_dense = self.is_non_overlapping_and_dense();
+  Tensor staged = is_dense ? at::empty_strided(self.sizes(), self.strides(), destination.options())
+                           : at::empty(self.sizes(), destination.options());
+  staged._set_conj(self.is_conj());
+  staged._set_neg(self.is_neg());
+  staged.copy_(values);
+  Memory& memory = *buffer_of(self)->memory;
+  const ElementBytes elements(self);
+  elements.fill(memory.bytes(), kFreshPoison);
+  elements.fill(memory.initialised(), 0);
+  write_later(memory, [destination, staged, elements, is_dense, &memory]() mutable {
+    const c10::InferenceMode guard;  // the tensors may have been made in this mode
+    if (is_dense) {
+      std::memcpy(destination.data_ptr(), staged.data_ptr(), staged.nbytes());
+    } else {
+      destination.copy_(staged);
+    }
+    elements.fill(memory.initialised(), 1);
+  });
 }
 
+// Returns true if the results of operators are commands of the stream, as on a Mac.
+bool operators_are_queued() {
+  static const bool queued = [] {
+    const char* text = std::getenv("SOFTMETAL_QUEUE_OPERATORS");
+    return text != nullptr && *text != '\0' && std::strcmp(text, "0") != 0;
+  }();
+  return queued;
+}
+
+// A blocking copy from the CPU has reached the tensor when it returns, as PyTorch's copy_and_sync. All other copies to
+// mps tensors, and the results of operators, may be commands of the stream.
 Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
-  (void)non_blocking;
   if (self.numel() == 0 || self.is_same(source)) return self;
-  synchronize();
-  Tensor destination = host_view(self);
-  destination.copy_(host_view(source));
-  if (self.is_mps()) mark_written(self);
+  // Earlier commands may read `self` or write `source`. An operator has waited for them before its results are copied.
+  if (!copies_results || source.is_mps()) synchronize();
+  if (operators_are_queued() && self.is_mps() && (copies_results || non_blocking || source.is_mps())) {
+    copy_later(self, source);
+    return self;
+  }
+  host_view(self).copy_(host_view(source));
+  if (self.is_mps()) ElementBytes(self).fill(buffer_of(self)->memory->initialised(), 1);
   return self;
 }
 
@@ -171,6 +237,7 @@ Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, co
 Tensor convolution(const Tensor& input, const Tensor& weight, const optional<Tensor>& bias, IntArrayRef stride,
                    IntArrayRef padding, IntArrayRef dilation, bool transposed, IntArrayRef output_padding,
                    int64_t groups) {
+  const CopiesResults results;
   const optional<Tensor> host_bias = bias.has_value() && bias->defined() ? optional(bias->cpu()) : std::nullopt;
   return at::convolution(input.cpu(), weight.cpu(), host_bias, stride, padding, dilation, transposed, output_padding,
                          groups)
@@ -182,6 +249,7 @@ std::tuple<Tensor, Tensor, Tensor> convolution_backward(const Tensor& gradient, 
                                                         IntArrayRef dilation, bool transposed,
                                                         IntArrayRef output_padding, int64_t groups,
                                                         std::array<bool, 3> mask) {
+  const CopiesResults results;
   const std::array<int64_t, 1> bias_sizes{transposed ? weight.size(1) * groups : weight.size(0)};
   const auto host = at::convolution_backward(gradient.cpu(), input.cpu(), weight.cpu(), IntArrayRef(bias_sizes), stride,
                                              padding, dilation, transposed, output_padding, groups, mask);
@@ -229,7 +297,10 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     host.set_state(device.get_state());
     value = host;
   }
-  at::native::cpu_fallback(op, stack);
+  {
+    const CopiesResults results;
+    at::native::cpu_fallback(op, stack);
+  }
   if (device.defined()) device.set_state(host.get_state());
 }
 

@@ -42,7 +42,7 @@ SoftMetalCommandBuffer* root_of(MPSCommandBuffer* buffer) {
 void count_commit(MPSCommandBuffer* buffer) {
   SoftMetalCommandBuffer* root = root_of(buffer);
   root->needsQueue = NO;  // PyTorch's stream may commit inside a block of the queue and outside
-  const uint64_t commands = root->commands->size();
+  const uint64_t commands = encoded(*root->commands);
   ++(commands == 0 ? counts.empty_commits : counts.commits);
   counts.most_in_a_commit = std::max(counts.most_in_a_commit, commands);
 }
@@ -82,8 +82,18 @@ StreamCounts stream_counts() {
   const auto lock = lock_queues();
   StreamCounts found = counts;
   for_each_stream(
-      [&](at::mps::MPSStream& stream) { found.uncommitted += root_of(stream.commandBuffer())->commands->size(); });
+      [&](at::mps::MPSStream& stream) { found.uncommitted += encoded(*root_of(stream.commandBuffer())->commands); });
   return found;
+}
+
+void write_later(Memory& memory, std::function<void()> write) {
+  auto command = std::make_unique<Command>(Command::Kind::deferred_write);
+  command->deferred = std::make_shared<DeferredWrite>(std::move(write));
+  memory.expect(command->deferred);
+  const auto lock = lock_queues();
+  auto* stream = at::mps::getCurrentMPSStream();
+  stream->endKernelCoalescing();
+  root_of(stream->commandBuffer())->commands->push_back(std::move(command));
 }
 
 void raise_new_faults() {

@@ -45,6 +45,8 @@ VIOLATIONS = {
     "setBytes of null": r"\[setBytes pointer\]: setBytes at index 0: the pointer is null",
     "moved offset of nothing": r"\[unbound argument\]: setBufferOffset at index 5: no buffer is bound there",
     "nil pipeline": r"\[pipeline\]: setComputePipelineState: expected a pipeline, got nil",
+    "resource of nil": r"\[resource\]: useResource: expected a buffer, got nil",
+    "resource for nothing": r"\[resource\]: useResource: expected MTLResourceUsageRead or .*, got usage 0",
     "barrier of nothing": r"\[barrier scope\]: memoryBarrierWithScope: scope 0 names nothing",
     "position beyond 32 bits": r"\[grid size\]: dispatchThreads: grid of \(4294967296, 1, 1\) threads",
     "encoding after endEncoding": r"\[encoding after endEncoding\]: setComputePipelineState",

@@ -105,7 +105,6 @@ def test_three_dimensions_with_partial_groups(library, group: list[int] | None) 
     assert set(np.unique(found // 1000)) <= widths | {7}
 
 
-@pytest.mark.parametrize("mode", ["fast"], indirect=True)  # checked mode knows only the buffers that are bound
 def test_a_list_of_tensors_is_a_table_of_addresses(library) -> None:
     a, b = torch.arange(8.0, device="mps"), torch.arange(20.0, 28.0, device="mps")  # sums are exact, fused or not
     y = torch.empty(4, device="mps")

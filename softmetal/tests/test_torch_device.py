@@ -325,6 +325,7 @@ def test_events_of_any_device() -> None:
 
 def test_host_alias_storage() -> None:
     x = torch.zeros(4, device="mps")
+    torch.mps.synchronize()  # zeros is a command of the stream
     alias = torch.mps._host_alias_storage(x.untyped_storage())
     torch.empty(0).set_(alias, 0, (4,))[2] = 9
     assert x.tolist() == [0, 0, 9, 0]

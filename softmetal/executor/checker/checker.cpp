@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <utility>
 
 #include "library.h"
 #include "report.h"
@@ -90,7 +91,7 @@ Checker::Checker(Launch& launch, Machine& machine, uint32_t concurrent)
 Checker::~Checker() {
   active_checker = nullptr;
   for (const auto& region : device_) {
-    if (region) set_usable(region->start, region->bytes, false);
+    if (region && region->start != region->host) set_usable(region->start, region->bytes, false);
   }
   for (const auto& region : threadgroup_) {
     if (region) set_usable(region->start, region->bytes, false);
@@ -111,51 +112,76 @@ bool Checker::is_argument_const(uint32_t slot, bool* is_used) const {
 
 void Checker::bind_buffers() {
   struct Bound {
-    uint32_t slot;
+    int32_t slot;  // or -1 for a resident buffer
     char *low, *high;
     bool is_const;
+    uint8_t* initialised;  // from `low`
   };
   std::vector<Bound> bound;
+  auto add = [&](int32_t slot, const sm_buffer& buffer, uint64_t offset, bool is_const) {
+    char* base = static_cast<char*>(buffer.base);
+    uint8_t* initialised = buffer.initialised != nullptr ? buffer.initialised + offset : nullptr;
+    bound.push_back({slot, base + offset, base + buffer.length, is_const, initialised});
+  };
   for (uint32_t i = 0; i < SM_BUFFER_SLOTS; ++i) {
     const sm_buffer& buffer = launch_.dispatch->buffers[i];
     bool is_used;
     bool is_const = is_argument_const(i, &is_used);
     launch_.buffers[i] = nullptr;
     if (buffer.base == nullptr || !is_used) continue;
-    char* base = static_cast<char*>(buffer.base);
-    uint64_t offset = std::min(buffer.offset, buffer.length);
-    bound.push_back({i, base + offset, base + buffer.length, is_const});
+    add(static_cast<int32_t>(i), buffer, std::min(buffer.offset, buffer.length), is_const);
+  }
+  for (uint32_t i = 0; i < launch_.dispatch->resident_count; ++i) {
+    const sm_buffer& buffer = launch_.dispatch->resident[i];
+    add(-1, buffer, 0, buffer.read_only != 0);
   }
   std::sort(bound.begin(), bound.end(), [](const Bound& a, const Bound& b) { return a.low < b.low; });
   for (size_t i = 0; i < bound.size();) {
     char* high = bound[i].high;
-    bool is_const = bound[i].is_const;
-    size_t end = i + 1;  // slots whose memory overlaps share one region
+    bool is_const = bound[i].is_const, is_resident = bound[i].slot < 0;
+    int32_t place = bound[i].slot;
+    size_t end = i + 1;  // buffers whose memory overlaps share one region
     for (; end < bound.size() && bound[end].low < high; ++end) {
       high = std::max(high, bound[end].high);
       is_const = is_const && bound[end].is_const;
+      is_resident = is_resident || bound[end].slot < 0;
+      place = std::max(place, bound[end].slot);
     }
-    uint32_t place = bound[i].slot;
     uint64_t bytes = static_cast<uint64_t>(high - bound[i].low);
-    // The low bits of the copy's address equal those of the original, so the copy has the original's alignment.
-    char* start = reinterpret_cast<char*>(middle(device_base, kDeviceShift, place)) +
-                  (reinterpret_cast<uintptr_t>(bound[i].low) & (kPage - 1));
-    set_usable(start, bytes, true);
-    std::memcpy(start, bound[i].low, bytes);
+    // The kernel has the host's address of a resident buffer, and a sparse one is not to be copied.
+    const bool is_in_place = is_resident || bytes >= kSparseBytes;
+    char* start = bound[i].low;
+    if (!is_in_place) {
+      // The low bits of the copy's address equal those of the original, so the copy has the original's alignment.
+      start = reinterpret_cast<char*>(middle(device_base, kDeviceShift, static_cast<uint32_t>(place))) +
+              (reinterpret_cast<uintptr_t>(bound[i].low) & (kPage - 1));
+      set_usable(start, bytes, true);
+      std::memcpy(start, bound[i].low, bytes);
+    }
     auto region = std::make_unique<Region>(start, bytes, false, !is_const, 4u);
     region->is_const = is_const;
     region->host = bound[i].low;
-    std::memset(region->flag(0), kWritten, bytes);
-    for (; i < end; ++i) {
-      uint64_t offset = static_cast<uint64_t>(bound[i].low - region->host);
-      const sm_buffer& buffer = launch_.dispatch->buffers[bound[i].slot];
-      region->bindings.push_back({static_cast<int32_t>(bound[i].slot), offset});
-      launch_.buffers[bound[i].slot] = start + offset;
-      for (uint64_t b = 0; buffer.initialised != nullptr && b + buffer.offset < buffer.length; ++b) {
-        if (buffer.initialised[buffer.offset + b] == 0) *region->flag(offset + b) = 0;
-      }
+    for (size_t j = i; j < end && region->host_initialised == nullptr; ++j) {
+      if (bound[j].initialised != nullptr)
+        region->host_initialised = bound[j].initialised - (bound[j].low - region->host);
     }
-    device_[place] = std::move(region);
+    if (!region->is_sparse()) {
+      std::memset(region->flag(0), kWritten, bytes);
+      for (uint64_t b = 0; region->host_initialised != nullptr && b < bytes; ++b)
+        *region->flag(b) = region->host_initialised[b] != 0 ? kWritten : 0;
+    }
+    for (; i < end; ++i) {
+      if (bound[i].slot < 0) continue;
+      uint64_t offset = static_cast<uint64_t>(bound[i].low - region->host);
+      region->bindings.push_back({bound[i].slot, offset});
+      launch_.buffers[bound[i].slot] = start + offset;
+    }
+    if (is_in_place) in_place_.push_back(region.get());
+    if (place >= 0) {
+      device_[static_cast<size_t>(place)] = std::move(region);
+    } else {
+      resident_.push_back(std::move(region));
+    }
   }
 }
 
@@ -181,6 +207,7 @@ void Checker::bind_threadgroup_memory(uint32_t concurrent) {
 }
 
 void Checker::place_threadgroup_memory(Group& group, uint32_t slot) {
+  settle();
   for (uint32_t array = 0; array < kArraysPerGroup; ++array) {
     Region* region = threadgroup_[slot * kArraysPerGroup + array].get();
     if (region != nullptr) {
@@ -201,6 +228,9 @@ Region* Checker::find(uintptr_t address) const {
   if (address - threadgroup_base < kThreadgroupBytes) {
     return threadgroup_[(address - threadgroup_base) >> kThreadgroupShift].get();
   }
+  for (Region* region : in_place_) {
+    if (address - reinterpret_cast<uintptr_t>(region->start) < region->bytes) return region;
+  }
   return nullptr;
 }
 
@@ -208,6 +238,7 @@ Region* Checker::find(uintptr_t address) const {
 
 void Checker::access(const void* pointer, uint64_t bytes, bool is_write, Kind kind, const void* code) {
   if (sm_self == nullptr || machine_.fibres().contains(pointer) || bytes == 0) return;
+  if (!unsettled_.empty()) settle();
   auto address = reinterpret_cast<uintptr_t>(pointer);
   Lane& lane = Machine::current();
   Region* region = find(address);
@@ -228,7 +259,7 @@ void Checker::access(const void* pointer, uint64_t bytes, bool is_write, Kind ki
   }
   if (region->is_threadgroup) {
     (is_write ? threadgroup_written_ : threadgroup_read_) += bytes;
-  } else {
+  } else if (!region->bindings.empty()) {
     (is_write ? written_ : read_)[region->binding_at(at).buffer] += bytes;
   }
   bool all_written = region->mark(at, bytes, is_write ? kWritten | kWrittenHere : kReadHere);
@@ -237,11 +268,24 @@ void Checker::access(const void* pointer, uint64_t bytes, bool is_write, Kind ki
   region->is_written |= is_write;
   if (region->is_tracked) check_races(lane, *region, at, bytes, is_write, kind, code);
   const bool is_atomic = kind == Kind::kAtomic || kind == Kind::kAtomicUpdate;
+  if (!unsettled_.empty()) {
+    Unsettled& write = unsettled_.back();
+    if (is_atomic) {
+      const std::vector<Fault> faults = std::move(write.faults);
+      unsettled_.clear();
+      for (const Fault& fault : faults)
+        report(lane, fault);
+    } else {
+      write.memory = static_cast<const char*>(pointer);
+      write.before.assign(write.memory, write.memory + bytes);
+    }
+  }
   if (launch_.expired) {
     report_expired(launch_, lane, code);
     machine_.give_up();
   }
-  if (!launch_.preempts) return;
+  // The write that is to be settled must happen before another thread runs.
+  if (!launch_.preempts || !unsettled_.empty()) return;
   if (--until_preemption_ == 0 || (is_atomic && machine_.random().below(2) == 0)) {
     until_preemption_ = 1 + machine_.random().below(2 * kMeanAccessesBetweenPreemptions);
     machine_.preempt(lane, code);
@@ -263,9 +307,23 @@ void Checker::elsewhere(Lane& lane, uintptr_t address, uint64_t bytes, bool is_w
     fault.text =
         "out-of-bounds " + what + " of " + std::to_string(bytes) + " bytes: null pointer + " + std::to_string(address);
   } else {
-    fault.text = "out-of-bounds " + what + " of " + std::to_string(bytes) + " bytes: an address in no buffer";
+    fault.text = "out-of-bounds " + what + " of " + std::to_string(bytes) +
+                 " bytes: an address in no buffer that is bound or resident (useResource)";
   }
   report(lane, fault);
+}
+
+void Checker::settle() {
+  for (Unsettled& write : std::exchange(unsettled_, {})) {
+    const bool is_equal = std::memcmp(write.before.data(), write.memory, write.before.size()) == 0;
+    for (Fault& fault : write.faults) {
+      if (is_equal) {
+        fault.kind = SM_WARNING_EQUAL;
+        fault.text = "the value was there before: " + fault.text;
+      }
+      report_later(launch_, write.thread, fault);
+    }
+  }
 }
 
 void Checker::report_unwritten(Lane& lane, Region& region, uint64_t offset, uint64_t bytes, Kind kind,
@@ -333,14 +391,17 @@ void Checker::check_races(Lane& lane, Region& region, uint64_t offset, uint64_t 
 // ---- afterwards ----------------------------------------------------------------------------------------------------
 
 void Checker::write_back() {
-  for (const auto& region : device_) {
-    if (!region || !region->is_written) continue;
-    std::memcpy(region->host, region->start, region->bytes);
-    for (const Binding& binding : region->bindings) {
-      const sm_buffer& buffer = launch_.dispatch->buffers[binding.buffer];
-      for (uint64_t b = 0; buffer.initialised != nullptr && b + buffer.offset < buffer.length; ++b) {
-        if (*region->flag(binding.offset + b) & kWritten) buffer.initialised[buffer.offset + b] = 1;
-      }
+  settle();
+  for (const auto* regions : {&device_, &resident_}) {
+    for (const auto& region : *regions) {
+      if (!region || !region->is_written) continue;
+      if (region->start != region->host) std::memcpy(region->host, region->start, region->bytes);
+      if (region->host_initialised == nullptr) continue;
+      region->for_each_touched([&](uint64_t first, uint64_t end) {
+        for (uint64_t b = first; b < end; ++b) {
+          if (*region->flag(b) & kWritten) region->host_initialised[b] = 1;
+        }
+      });
     }
   }
 }
@@ -351,13 +412,15 @@ void Checker::count(sm_counters& counters) const {
   counters.threadgroup_bytes_written = threadgroup_written_;
   for (const auto& region : device_) {
     if (!region) continue;
-    for (uint64_t i = 0; i < region->bytes; ++i) {
-      uint8_t flag = *region->flag(i);
-      if ((flag & (kReadHere | kWrittenHere)) == 0) continue;
-      int32_t buffer = region->binding_at(i).buffer;
-      counters.buffer_distinct_read[buffer] += (flag & kReadHere) != 0;
-      counters.buffer_distinct_written[buffer] += (flag & kWrittenHere) != 0;
-    }
+    region->for_each_touched([&](uint64_t first, uint64_t end) {
+      for (uint64_t i = first; i < end; ++i) {
+        uint8_t flag = *region->flag(i);
+        if ((flag & (kReadHere | kWrittenHere)) == 0) continue;
+        int32_t buffer = region->binding_at(i).buffer;
+        counters.buffer_distinct_read[buffer] += (flag & kReadHere) != 0;
+        counters.buffer_distinct_written[buffer] += (flag & kWrittenHere) != 0;
+      }
+    });
   }
   for (uint32_t i = 0; i < SM_BUFFER_SLOTS; ++i) {
     counters.device_bytes_read += counters.buffer_bytes_read[i] = read_[i];

@@ -7,6 +7,7 @@
 
 #include "checker/region.h"
 #include "machine.h"
+#include "report.h"
 
 namespace softmetal {
 
@@ -31,6 +32,8 @@ class Checker {
   void unset_value(const void* address, const void* code);
   void misaligned(const void* address, uint32_t alignment, const void* code);
 
+  // Reports the races of the latest access, which was a write, now that the write has happened.
+  void settle();
   // Called after the launch: copies contents and initialised bytes back to the host's buffers.
   void write_back();
   void count(sm_counters& counters) const;
@@ -51,11 +54,22 @@ class Checker {
   struct Range {
     uintptr_t start, bytes;
   };
+  // A write that races. The checker sees an access before it happens, so it keeps what the memory held: if the write
+  // leaves that, the race is a warning.
+  struct Unsettled {
+    sm_thread thread;
+    const char* memory;
+    std::vector<char> before;
+    std::vector<Fault> faults;
+  };
 
   Launch& launch_;
   Machine& machine_;
   std::vector<std::unique_ptr<Region>> device_;       // by slot; null if nothing is bound
   std::vector<std::unique_ptr<Region>> threadgroup_;  // by place (checker.cpp)
+  std::vector<std::unique_ptr<Region>> resident_;     // those of `resident` that are in no slot
+  std::vector<Region*> in_place_;                     // regions at the host's addresses
+  std::vector<Unsettled> unsettled_;                  // of one access at most
   std::vector<Range> executor_memory_;
   uint32_t until_preemption_ = 1;
   uint64_t threadgroup_read_ = 0, threadgroup_written_ = 0;

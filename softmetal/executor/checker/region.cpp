@@ -23,13 +23,13 @@ void History::add(const Access& access) {
   last[0] = access;
 }
 
-Pages::Pages(uint64_t bytes) : data_(nullptr), bytes_(bytes + 64) {
+Pages::Pages(uint64_t bytes, bool is_sparse) : data_(nullptr), bytes_(bytes + 64) {
   data_ = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (data_ == MAP_FAILED) {
     std::fprintf(stderr, "softmetal: no memory for checked mode\n");
     std::abort();
   }
-  madvise(data_, bytes_, MADV_HUGEPAGE);
+  if (!is_sparse) madvise(data_, bytes_, MADV_HUGEPAGE);
 }
 
 Pages::~Pages() {
@@ -48,8 +48,8 @@ Region::Region(char* start, uint64_t bytes, bool is_threadgroup, bool is_tracked
       is_threadgroup(is_threadgroup),
       is_tracked(is_tracked),
       granule(first_granule),
-      flags(bytes),
-      cells_(is_tracked ? (bytes / first_granule + 1) * sizeof(Cell) : 0) {}
+      flags(bytes, is_sparse()),
+      cells_(is_tracked ? (bytes / first_granule + 1) * sizeof(Cell) : 0, is_sparse()) {}
 
 namespace {
 
@@ -64,13 +64,15 @@ bool is_used(const AtomicCell& cell) {
 
 template <class C>
 void Region::refine(Pages& cells, uint32_t wanted) {
-  Pages finer((bytes / wanted + 1) * sizeof(C));
+  Pages finer((bytes / wanted + 1) * sizeof(C), is_sparse());
   const auto* from = static_cast<const C*>(cells.data());
   auto* to = static_cast<C*>(finer.data());
-  for (uint64_t i = 0; i < bytes / wanted; ++i) {
-    const C& cell = from[i * wanted / granule];
-    if (is_used(cell)) to[i] = cell;
-  }
+  for_each_touched([&](uint64_t first, uint64_t end) {
+    for (uint64_t i = first / wanted; i < end / wanted; ++i) {
+      const C& cell = from[i * wanted / granule];
+      if (is_used(cell)) to[i] = cell;
+    }
+  });
   cells = std::move(finer);
 }
 
@@ -90,7 +92,7 @@ Cell* Region::cells(uint64_t offset, uint32_t size, uint32_t* count) {
 AtomicCell* Region::atomic_cells(uint64_t offset, bool make) {
   if (!atomic_cells_) {
     if (!make) return nullptr;
-    atomic_cells_.emplace((bytes / granule + 1) * sizeof(AtomicCell));
+    atomic_cells_.emplace((bytes / granule + 1) * sizeof(AtomicCell), is_sparse());
   }
   return static_cast<AtomicCell*>(atomic_cells_->data()) + offset / granule;
 }
@@ -111,7 +113,17 @@ static_assert(kWritten == 1);
 
 }  // namespace
 
+void Region::touch(uint64_t offset, uint64_t size) {
+  for (uint64_t chunk = offset / kChunk; chunk <= (offset + size - 1) / kChunk; ++chunk) {
+    if (!touched_.insert(chunk).second) continue;
+    const uint64_t first = chunk * kChunk, count = std::min(kChunk, bytes - first);
+    for (uint64_t i = first; i < first + count; ++i)
+      *flag(i) = host_initialised == nullptr || host_initialised[i] != 0 ? kWritten : 0;
+  }
+}
+
 bool Region::mark(uint64_t offset, uint64_t size, uint8_t bits) {
+  if (is_sparse()) touch(offset, size);
   uint8_t* first = flag(offset);
   if (size == 4) return mark_word<uint32_t>(first, bits);
   if (size == 2) return mark_word<uint16_t>(first, bits);

@@ -2,8 +2,10 @@
 // block of a few bytes, as small as the smallest access so far.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <optional>
+#include <unordered_set>
 #include <vector>
 
 namespace softmetal {
@@ -46,7 +48,7 @@ enum : uint8_t { kWritten = 1, kReadHere = 2, kWrittenHere = 4 };
 // Anonymous memory from the system. It reads as zero until written.
 class Pages {
  public:
-  explicit Pages(uint64_t bytes);
+  explicit Pages(uint64_t bytes, bool is_sparse = false);
   ~Pages();
   Pages(Pages&& other) noexcept : data_(other.data_), bytes_(other.bytes_) { other.data_ = nullptr; }
   Pages& operator=(Pages&& other) noexcept;
@@ -62,6 +64,9 @@ struct Binding {
   uint64_t offset;  // where the kernel's pointer points in the region
 };
 
+// A region of this size and more is sparse: the checker neither copies it nor visits bytes that no thread touches.
+inline constexpr uint64_t kSparseBytes = 1u << 28;
+
 struct Region {
   Region(char* start, uint64_t bytes, bool is_threadgroup, bool is_tracked, uint32_t first_granule);
 
@@ -73,7 +78,16 @@ struct Region {
   void forget();  // marks all bytes as unwritten, for a new threadgroup
   // Sets bits in the flags of a range of bytes. Returns true if all bytes were written before.
   bool mark(uint64_t offset, uint64_t bytes, uint8_t bits);
-  const Binding& binding_at(uint64_t offset) const;  // the last binding that begins at or before the offset
+  // The last binding that begins at or before the offset. A region of a resident buffer has none.
+  const Binding& binding_at(uint64_t offset) const;
+  // Calls visit(first, end) for the ranges of bytes that may have been touched.
+  template <class Visit>
+  void for_each_touched(Visit visit) const {
+    if (!is_sparse()) return visit(uint64_t{0}, bytes);
+    for (const uint64_t chunk : touched_)
+      visit(chunk * kChunk, std::min(bytes, (chunk + 1) * kChunk));
+  }
+  bool is_sparse() const { return bytes >= kSparseBytes; }
 
   char* start;
   uint64_t bytes;
@@ -83,17 +97,22 @@ struct Region {
   bool is_written = false;        // in this launch
   uint32_t granule;               // bytes per cell
   std::vector<Binding> bindings;  // buffer slots that are bound to this region of device memory
-  char* host = nullptr;           // the host's copy
-  int32_t argument = -1;          // index of a threadgroup argument, or -1 for a variable
+  char* host = nullptr;           // the host's copy; `start` for a region at the host's addresses
+  // The host's record of written bytes, from `host`; null: all are written.
+  uint8_t* host_initialised = nullptr;
+  int32_t argument = -1;  // index of a threadgroup argument, or -1 for a variable
   uint32_t variable = 0;
   Pages flags;  // a byte of flags for each byte of memory
 
   uint8_t* flag(uint64_t offset) { return static_cast<uint8_t*>(flags.data()) + offset; }
 
  private:
+  static constexpr uint64_t kChunk = 4096;
   template <class C>
   void refine(Pages& cells, uint32_t wanted);
+  void touch(uint64_t offset, uint64_t size);
 
+  std::unordered_set<uint64_t> touched_;  // chunks, of a sparse region
   Pages cells_;
   std::optional<Pages> atomic_cells_;
 };

@@ -36,7 +36,9 @@ void Checker::report_race(Lane& lane, Region& region, uint64_t offset, const Acc
   }
   fault.text += name(region, static_cast<int64_t>(offset), &fault.buffer, &fault.offset);
   fault.text += " (thread " + std::to_string(other.thread) + " of simdgroup " + std::to_string(other.simdgroup()) + ")";
-  report(lane, fault);
+  if (!is_write) return report(lane, fault);
+  if (unsettled_.empty()) unsettled_.push_back({lane.self, nullptr, {}, {}});
+  unsettled_.back().faults.push_back(std::move(fault));
 }
 
 void Checker::unset_value(const void* address, const void* code) {
@@ -77,6 +79,9 @@ std::string Checker::name(const Region& region, int64_t offset, int32_t* buffer,
                                   argument_name(SM_ARGUMENT_THREADGROUP, region.argument)
                             : "threadgroup variable " + std::to_string(region.variable) + signed_offset(offset) + " (";
     return array + (region.argument >= 0 ? ", " : "") + std::to_string(region.bytes) + " bytes)";
+  }
+  if (region.bindings.empty()) {
+    return "a resident buffer" + signed_offset(offset) + " (" + std::to_string(region.bytes) + " bytes)";
   }
   const Binding& binding = region.binding_at(offset < 0 ? 0 : static_cast<uint64_t>(offset));
   *buffer = binding.buffer;

@@ -33,6 +33,22 @@ CASES = [
         f"kernel void f({ARGUMENTS}, {INDEX}) {{\n  y[i / /*2|1*/] = x[i];\n}}",
         1,
         r"race: write of what another thread wrote, no barrier between: buffer 1",
+        buffers=[np.arange(64, dtype=np.float32), floats(64)],
+    ),
+    Case(
+        "two threads write the same value",
+        FaultKind.EQUAL_WRITE,
+        f"kernel void f({ARGUMENTS}, {INDEX}) {{\n  y[i / /*2|1*/] = x[i];\n}}",
+        1,
+        r"the value was there before: race: write of what another thread wrote, no barrier between: buffer 1",
+    ),
+    Case(
+        "two simdgroups fill one table",
+        FaultKind.EQUAL_WRITE,
+        f"kernel void f({ARGUMENTS}, {INDEX}) {{\n  threadgroup float s[32];\n  /*|if (i < 32)*/ s[i % 32] = 3 * (i % 32);\n"
+        "  threadgroup_barrier(mem_flags::mem_threadgroup);\n  y[i] = x[i] + s[i / 2];\n}",
+        2,
+        r"the value was there before: race: write of what another thread wrote, no barrier between: threadgroup var",
     ),
     Case(
         "lanes of one simdgroup without a barrier",
@@ -80,7 +96,7 @@ CASES = [
         "two threadgroups write the same element",
         FaultKind.RACE_GROUPS,
         "kernel void f(device const float* x, device float* y, uint i [[thread_position_in_grid]]) {\n"
-        "  y[i % /*64|256*/] = x[i % 64];\n}",
+        "  y[i % /*64|256*/] = x[i % 64] + i;\n}",
         1,
         r"race: write of what another thread wrote, in another threadgroup: buffer 1",
         buffers=[floats(64), floats(256)],

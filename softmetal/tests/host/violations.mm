@@ -218,6 +218,8 @@ const bool added = add({
     {"setBytes of null", [] { encode([](Encoder e) { [e setBytes:nullptr length:4 atIndex:0]; }); }},
     {"moved offset of nothing", [] { encode([](Encoder e) { [e setBufferOffset:0 atIndex:5]; }); }},
     {"nil pipeline", [] { encode([](Encoder e) { [e setComputePipelineState:nil]; }); }},
+    {"resource of nil", [] { encode([](Encoder e) { [e useResource:nil usage:MTLResourceUsageRead]; }); }},
+    {"resource for nothing", [] { encode([](Encoder e) { [e useResource:buffer(16) usage:MTLResourceUsage(0)]; }); }},
     {"barrier of nothing", [] { encode([](Encoder e) { [e memoryBarrierWithScope:MTLBarrierScope(0)]; }); }},
     {"position beyond 32 bits",
      [] {

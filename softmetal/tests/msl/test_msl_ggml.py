@@ -1,35 +1,29 @@
-"""ggml's Metal source compiles unmodified. A wheel of whisper.cpp holds it as text inside a dylib."""
+"""ggml's Metal source compiles unmodified."""
 
 from __future__ import annotations
 
 import functools
-import re
 import struct
 
 import numpy as np
 import pytest
+from ggml_kernels import DEFINES, ggml_source
 from msl_kernels import CompileError
 
 from build_support import wheels
 from softmetal import device
 
-_DYLIB = "pywhispercpp/.dylibs/libggml-metal.0.13.1.dylib"
-_DEFINES = ("GGML_METAL_EMBED_LIBRARY=1", "GGML_METAL_HAS_BF16=1")
-
 
 @functools.cache
 def _source() -> str:
     try:
-        dylib = (wheels.unpack("ggml-metal") / _DYLIB).read_bytes()
+        return ggml_source()
     except wheels.WheelUnavailable as error:
         pytest.skip(f"ggml's Metal source is not at hand: {error}")
-    found = re.search(rb"#define GGML_COMMON_DECL_METAL[\t\n\r -~\x80-\xff]+", dylib)
-    assert found is not None, f"{_DYLIB} holds no Metal source"
-    return found[0].decode()
 
 
 def test_rows_of_q4_0() -> None:
-    library = device.compile(_source(), kernel="kernel_get_rows_q4_0", defines=_DEFINES, file_name="ggml-metal.metal")
+    library = device.compile(_source(), kernel="kernel_get_rows_q4_0", defines=DEFINES, file_name="ggml-metal.metal")
     assert len(library.names) == 611
     assert len(library.constants) == 52
     generator = np.random.default_rng(3)
@@ -49,4 +43,4 @@ def test_rows_of_q4_0() -> None:
 
 def test_a_product_needs_its_function_constants() -> None:
     with pytest.raises(CompileError, match=r"without a value: 'FC_mul_mm_bc_inp' \(700\), 'FC_mul_mm_bc_out' \(701\)"):
-        device.compile(_source(), kernel="kernel_mul_mm_q4_0_f32", defines=_DEFINES)
+        device.compile(_source(), kernel="kernel_mul_mm_q4_0_f32", defines=DEFINES)

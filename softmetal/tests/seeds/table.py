@@ -5,12 +5,17 @@ A seed is a faulty text beside a similar right one, which the device must accept
 
 from __future__ import annotations
 
+import ctypes
+import os
 import re
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count
+from pathlib import Path
 
 import kernel_seeds
 import text_seeds
@@ -24,7 +29,7 @@ from softmetal.msl.tokens import SourceError, significant, tokenize
 from softmetal.msl.tools import CompileError
 
 HEAD = "#include <metal_stdlib>\nusing namespace metal;\n"
-OUTCOMES = ("reported", "only values", "unnoticed")
+OUTCOMES = ("reported", "only values", "dead", "unnoticed")
 RUNS = 3  # seeds of the order of threads
 
 
@@ -117,6 +122,54 @@ def kernels() -> list[Result]:
     return results
 
 
+_ERROR = ("'! ", '"! ')  # of a text printed by repr
+
+
+def host_library() -> Path:
+    """Builds `host_seeds.mm`, as an extension is built; returns the library's path."""
+    import softmetal
+
+    return softmetal.build_extension("softmetal_seed_host", [Path(__file__).with_name("host_seeds.mm")])
+
+
+def _run_host(library: Path, names: list[str]) -> None:
+    """Prints two lines for each seed: the results of the faulty and of the right code."""
+    import softmetal
+
+    run = ctypes.CDLL(str(library)).run_seed
+    run.restype, run.argtypes = ctypes.c_char_p, [ctypes.c_char_p, ctypes.c_int]
+    for name in names:
+        for good in (0, 1):
+            softmetal.faults()
+            with softmetal.checked():
+                print(repr(run(name.encode(), good).decode()), flush=True)
+
+
+def host() -> list[Result]:
+    """Returns the outcomes of the faulty host code. A process runs the seeds, and another one those after a death."""
+    library = host_library()
+    names_of = ctypes.CDLL(str(library)).seed_names
+    names_of.restype = ctypes.c_char_p
+    names = names_of().decode().splitlines()
+    results: list[Result] = []
+    while len(results) < len(names):
+        rest = names[len(results) :]
+        command = [sys.executable, __file__, "host", str(library), *rest]
+        environment = os.environ | {"SOFTMETAL_QUEUE_OPERATORS": "1"}
+        lines = subprocess.run(command, capture_output=True, text=True, env=environment).stdout.splitlines()
+        for name, wrong, right in zip(rest, lines[0::2], lines[1::2], strict=False):
+            outcome = "reported" if wrong.startswith(_ERROR) else "only values" if wrong != right else "unnoticed"
+            results.append(_host_result(name, outcome, wrong, right))
+        if len(lines) < 2 * len(rest):
+            results.append(_host_result(rest[len(lines) // 2], "dead", "", "''"))
+    return results
+
+
+def _host_result(name: str, outcome: str, wrong: str, right: str) -> Result:
+    group, fault = name.split(": ", 1)
+    return Result(f"host, {group}", fault, outcome, wrong, right if right.startswith(_ERROR) else "")
+
+
 def table(results: Iterable[Result]) -> str:
     """Returns the counts of each group, the seeds that are not reported, and the right texts that are reported."""
     groups: dict[str, Counter[str]] = {}
@@ -135,4 +188,7 @@ def table(results: Iterable[Result]) -> str:
 
 
 if __name__ == "__main__":
-    print(table([*texts(), *kernels()]))
+    if sys.argv[1:2] == ["host"]:
+        _run_host(Path(sys.argv[2]), sys.argv[3:])
+    else:
+        print(table([*texts(), *kernels(), *host()]))

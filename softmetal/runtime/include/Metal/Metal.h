@@ -73,6 +73,11 @@ typedef NS_OPTIONS(NSUInteger, MTLBarrierScope) {
   MTLBarrierScopeTextures = 2,
 };
 
+typedef NS_OPTIONS(NSUInteger, MTLResourceUsage) {
+  MTLResourceUsageRead = 1,
+  MTLResourceUsageWrite = 2,
+};
+
 typedef NS_ENUM(NSUInteger, MTLDispatchType) {
   MTLDispatchTypeSerial = 0,
   MTLDispatchTypeConcurrent = 1,
@@ -222,6 +227,8 @@ FOUNDATION_EXPORT id<MTLDevice> MTLCreateSystemDefaultDevice(void);
 - (void)dispatchThreadgroups:(MTLSize)threadgroupsPerGrid threadsPerThreadgroup:(MTLSize)threadsPerThreadgroup;
 - (void)dispatchThreads:(MTLSize)threadsPerGrid threadsPerThreadgroup:(MTLSize)threadsPerThreadgroup;
 - (void)memoryBarrierWithScope:(MTLBarrierScope)scope;
+- (void)useResource:(id<MTLResource>)resource usage:(MTLResourceUsage)usage;
+- (void)useResources:(const id<MTLResource>[])resources count:(NSUInteger)count usage:(MTLResourceUsage)usage;
 @end
 
 @protocol MTLBlitCommandEncoder <MTLCommandEncoder>

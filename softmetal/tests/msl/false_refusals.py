@@ -1,0 +1,118 @@
+"""Counts the right sources that the device refuses: `python softmetal/tests/msl/false_refusals.py [--folder PATH]`.
+
+The sources are our own kernels, MLX's headers, PyTorch's headers for Metal and ggml's whole file, as their wheels have
+them. `--folder` adds the `.metal` files of a checkout, and compiles all their kernels. Apple's compiler takes all of
+these, so each refusal is a fault of the device. Files that need MetalPerformancePrimitives, a framework of Metal 4 which
+the device lacks, are counted apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from ggml_kernels import DEFINES, ggml_source
+
+from build_support import wheels
+from softmetal.msl import compiler
+from softmetal.msl.dialect import check
+from softmetal.msl.lint import lint
+from softmetal.msl.tokens import SourceError, significant, tokenize
+from softmetal.msl.tools import CompileError
+
+ROOT = Path(__file__).resolve().parents[3]
+HEAD = "#include <metal_stdlib>\nusing namespace metal;\n"
+_KERNEL = re.compile(r"\[\[\s*kernel\b|(?<![\w:])kernel\s+(?=\w+\s+\w+\s*\()")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A source that Apple's compiler takes. With `whole`, all its kernels are compiled, not only examined."""
+
+    project: str
+    name: str
+    text: str
+    own: str  # the file's own text, whose kernels are counted
+    include_paths: tuple[str, ...] = ()
+    defines: tuple[str, ...] = ()
+    whole: bool = False
+
+
+def ours() -> Iterator[Source]:
+    for path in sorted((ROOT / "kernels").rglob("*.metal")):
+        text = path.read_text()
+        yield Source("our own", path.name, text, text, (str(ROOT),))
+
+
+def mlx() -> Iterator[Source]:
+    include = wheels.unpack("mlx-metal") / "mlx" / "include"
+    kernels = include / "mlx" / "backend" / "metal" / "kernels"
+    for path in sorted(kernels.rglob("*.h")):
+        lines = [f'#include "{kernels.relative_to(include)}/utils.h"', f'#include "{path.relative_to(include)}"']
+        yield Source("MLX", path.name, HEAD + "\n".join(lines), path.read_text(), (str(include),))
+
+
+def pytorch() -> Iterator[Source]:
+    include = Path(torch.__file__).parent / "include"
+    for path in sorted((include / "c10" / "metal").glob("*.h")):
+        text = HEAD + f"#include <{path.relative_to(include)}>"
+        yield Source("PyTorch", path.name, text, path.read_text(), (str(include),))
+
+
+def ggml() -> Iterator[Source]:
+    text = ggml_source()
+    yield Source("ggml", "ggml-metal.metal", text, text, (), DEFINES)
+
+
+def folder(path: Path) -> Iterator[Source]:
+    for file in sorted(path.rglob("*.metal")):
+        text = file.read_text()
+        yield Source(path.name, file.name, text, text, (str(path), str(file.parent)), whole=True)
+
+
+def refusal(source: Source) -> str:
+    """Returns the device's message about the source, or "" if it takes the source."""
+    try:
+        text = compiler.preprocess(source.text, source.name, source.include_paths, source.defines)
+        code = significant(tokenize(text))
+        messages = [error.message for error in (*lint(code), *check.refused(code))]
+        if messages := messages or check.findings(text, compiler.DEFAULT_VERSION):
+            return messages[0]
+        if source.whole:
+            compiler.compile_source(
+                source.text, file_name=source.name, include_paths=source.include_paths, defines=source.defines
+            )
+    except (CompileError, SourceError) as error:
+        return str(error)
+    return ""
+
+
+def count(sources: Iterator[Source]) -> str:
+    """Returns a project's line of the table, and a line for each refusal."""
+    files = kernels = without_framework = 0
+    refusals = []
+    for source in sources:
+        project = source.project
+        message = refusal(source)
+        if "MetalPerformancePrimitives.h' file not found" in message:
+            without_framework += 1
+            continue
+        files += 1
+        kernels += len(_KERNEL.findall(source.own))
+        if message:
+            lines = message.splitlines()
+            refusals.append(f"  {source.name}: {next((line for line in lines if 'error' in line), lines[0])}")
+    return "\n".join([f"{project:24}{files:8}{kernels:10}{len(refusals):10}{without_framework:14}", *refusals])
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", type=Path, action="append", default=[], help="a checkout with .metal files")
+    folders = parser.parse_args().folder
+    print(f"{'':24}{'files':>8}{'kernels':>10}{'refused':>10}{'Metal 4 only':>14}")
+    for sources in (ours(), pytorch(), mlx(), ggml(), *map(folder, folders)):
+        print(count(sources), flush=True)
