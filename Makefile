@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
-TORCH := torch==2.13.0
+REQUIRED_TORCH := torch==2.13.0
 TESTS ?= tests softmetal/tests
 # Spinning OpenMP threads of several workers on the same cores make the tests many times slower.
 PYTEST := OMP_WAIT_POLICY=passive $(PY) -m pytest -n $(shell nproc 2>/dev/null || sysctl -n hw.ncpu) --dist worksteal --durations=40 --durations-min=4
@@ -21,10 +21,10 @@ help: ## this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 14
 
 $(VENV)/.installed: pyproject.toml scripts/system_packages.sh
-	@echo "== setting up $(VENV): $(TORCH) first, then the development packages"
+	@echo "== setting up $(VENV): $(REQUIRED_TORCH) first, then the development packages"
 	sh scripts/system_packages.sh install
 	$(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --disable-pip-version-check $(TORCH) "setuptools>=77" wheel ninja numpy
+	$(PY) -m pip install --quiet --disable-pip-version-check $(REQUIRED_TORCH) "setuptools>=77" wheel ninja numpy
 	WITHOUT_EXTENSION=1 $(PY) -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable ".[dev]"
 	@touch $@
 
@@ -76,8 +76,8 @@ bench: build ## CPU benchmark against PyTorch's own kernels
 bench-mlstm: build ## mLSTM benchmark against PyTorch's operators
 	$(PY) benchmarks/mlstm.py
 
-macos: $(VENV)/.installed ## cross-build the macOS wheel and check its symbols and contents
-	$(PY) -m build_support.macos
+macos: $(VENV)/.installed ## cross-build the macOS wheel and check its symbols and contents (TORCH=2.15.0, or all)
+	$(PY) -m build_support.macos $(if $(TORCH),--torch $(TORCH))
 
 macos-mistakes: macos ## break the Mac build in five ways: each must be reported
 	$(PY) -m build_support.macos_mistakes

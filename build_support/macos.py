@@ -1,6 +1,8 @@
 """Cross-builds the macOS wheel on Linux, with clang from the `ziglang` wheel, lld, and the real PyTorch dylibs.
 
-    python -m build_support.macos            # builds and checks build/macos/torch_marlin_metal-*-macosx_14_0_arm64.whl
+    python -m build_support.macos                   # builds build/macos/torch_marlin_metal-*-macosx_14_0_arm64.whl
+    python -m build_support.macos --torch 2.15.0    # the wheel for another torch
+    python -m build_support.macos --torch all       # one for each supported torch
 
 The linker must resolve all symbols except Python's own. A torch symbol that the dylibs do not export, or a system
 symbol that `macos_symbols.py` does not allow, is therefore a link error.
@@ -18,9 +20,11 @@ import sysconfig
 import zipfile
 from pathlib import Path
 
-from build_support import pytorch_calls, softmetal, wheels
+from build_support import cpp_library, pytorch_calls, softmetal, wheels
+from build_support.backend import torch_requirement, version_label
 from build_support.embed_kernels import write_kernel_sources
 from build_support.macos_symbols import MINIMUM_MACOS, SYSTEM_LIBRARIES, selector_problems, system_symbols
+from build_support.pytorch_calls import PINNED
 
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "build" / "macos"
@@ -28,6 +32,7 @@ FRAMEWORK_LINKS = OUT / "frameworks"
 FRAMEWORKS = ("Foundation", "Metal", "MetalPerformanceShaders", "MetalPerformanceShadersGraph", "os")
 TAG = "cp311-cp311-macosx_14_0_arm64"
 MODULE = "_C.cpython-311-darwin.so"
+CPP_LIBRARY = cpp_library.FOLDER / "lib" / cpp_library.library_name("darwin")
 TORCH_DYLIBS = ("libtorch.dylib", "libtorch_cpu.dylib", "libtorch_python.dylib", "libc10.dylib")
 
 
@@ -41,6 +46,11 @@ def run(command: list[str], **options: str) -> str:
     if done.returncode != 0:
         raise MacBuildError(f"{Path(command[0]).name} failed:\n{done.stderr.strip() or done.stdout.strip()}")
     return done.stdout
+
+
+def torch_folder(torch: str) -> Path:
+    """Returns the folder of a supported torch for the Mac, with its headers and its libraries."""
+    return wheels.unpack(pytorch_calls.WHEEL_OF[torch]) / "torch"
 
 
 def sources() -> list[Path]:
@@ -74,16 +84,17 @@ def python_headers() -> Path:
 
 
 def compile_flags(
-    root: Path = ROOT, stand_ins: Path = softmetal.STAND_INS, frameworks: Path = FRAMEWORK_LINKS
+    torch: str = PINNED, root: Path = ROOT, stand_ins: Path = softmetal.STAND_INS, frameworks: Path = FRAMEWORK_LINKS
 ) -> list[str]:
     """Returns the flags for every source: headers of the Mac torch wheel, and our stand-ins for Apple's frameworks.
 
     Args:
+        torch: the version of torch to compile for.
         root: the folder to which our own includes are relative.
         stand_ins: the folder with a folder of headers for each framework.
         frameworks: a folder in which to make links to the stand-ins that the sources need on a Mac.
     """
-    torch = wheels.unpack("torch-macos") / "torch" / "include"
+    headers = torch_folder(torch) / "include"
     frameworks.mkdir(parents=True, exist_ok=True)
     for name in FRAMEWORKS:
         link = frameworks / name
@@ -94,8 +105,8 @@ def compile_flags(
     flags += ["-U_LIBCPP_HAS_VENDOR_AVAILABILITY_ANNOTATIONS", "-D_LIBCPP_HAS_VENDOR_AVAILABILITY_ANNOTATIONS=1"]
     flags += [f"-ffile-prefix-map={ROOT}/=", "-fblocks", "-fobjc-exceptions", "-Wno-unknown-pragmas"]
     flags += ["-DTORCH_EXTENSION_NAME=_C", "-DTORCH_API_INCLUDE_EXTENSION_H"]
-    flags += ['-DTORCH_MARLIN_METAL_TORCH_VERSION="2.13.0"', f"-I{frameworks}", f"-I{root}"]
-    includes = [torch, torch / "torch" / "csrc" / "api" / "include", python_headers()]
+    flags += [f'-DTORCH_MARLIN_METAL_TORCH_VERSION="{torch}"', f"-I{frameworks}", f"-I{root}"]
+    includes = [headers, headers / "torch" / "csrc" / "api" / "include", python_headers()]
     return flags + [f"-isystem{path}" for path in includes]
 
 
@@ -117,12 +128,30 @@ def compile_object(command: list[str], source: Path, product: Path) -> None:
     )
 
 
-def compile_objects() -> list[Path]:
-    """Compiles the sources that changed, on all cores, and returns all objects."""
-    objects = OUT / "objects"
-    objects.mkdir(parents=True, exist_ok=True)
-    command = [*compiler(), *compile_flags()]
-    products = {objects / (str(path.relative_to(ROOT)).replace("/", "_") + ".o"): path for path in sources()}
+def objects_folder(torch: str) -> Path:
+    """Returns the folder of the objects for one torch."""
+    return OUT / "objects" / torch
+
+
+def serves_any_torch(product: Path) -> bool:
+    """Returns true if an object is there and neither it nor what it was made from has anything of PyTorch."""
+    dependencies = product.with_suffix(".d")
+    return not stale(product, dependencies) and f"{os.sep}torch{os.sep}include{os.sep}" not in dependencies.read_text()
+
+
+def compile_objects(torch: str = PINNED) -> list[Path]:
+    """Compiles the sources that changed, on all cores, and returns all objects.
+
+    A source that reads no header of PyTorch is compiled once for all versions.
+    """
+    folder = objects_folder(torch)
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [*compiler(), *compile_flags(torch)]
+    products = {}
+    for path in sources():
+        name = str(path.relative_to(ROOT)).replace("/", "_") + ".o"
+        common = objects_folder(PINNED) / name
+        products[common if serves_any_torch(common) else folder / name] = path
     changed = {product: path for product, path in products.items() if stale(product, product.with_suffix(".d"))}
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         compiled = pool.map(functools.partial(compile_object, command), changed.values(), changed)
@@ -154,18 +183,28 @@ def python_symbols(objects: list[Path]) -> list[str]:
     return sorted({name for name in names if re.match(r"__?Py", name)})
 
 
-def torch_dylibs() -> list[Path]:
+def torch_dylibs(torch: str) -> list[Path]:
     """Returns PyTorch's real libraries for the Mac."""
-    return [wheels.unpack("torch-macos") / "torch" / "lib" / name for name in TORCH_DYLIBS]
+    return [torch_folder(torch) / "lib" / name for name in TORCH_DYLIBS]
 
 
-def link(objects: list[Path], product: Path = OUT / MODULE) -> Path:
+def link(objects: list[Path], product: Path, torch: str = PINNED) -> Path:
     """Links the extension with the real torch dylibs. Raises MacBuildError if none of them exports a symbol."""
-    dylibs = torch_dylibs()
+    return _link(objects, product, torch_dylibs(torch), "@loader_path/../torch/lib", python_symbols(objects))
+
+
+def link_cpp_library(objects: list[Path], product: Path, torch: str) -> Path:
+    """Links the library for C++ programs likewise. A symbol of Python is an error."""
+    own = [path for path in objects if not path.name.startswith("csrc_python_")]
+    dylibs = [path for path in torch_dylibs(torch) if path.name != "libtorch_python.dylib"]
+    return _link(own, product, dylibs, f"@loader_path/{cpp_library.TORCH_FROM_HERE}", [])
+
+
+def _link(objects: list[Path], product: Path, dylibs: list[Path], rpath: str, undefined: list[str]) -> Path:
     command = ["ld64.lld-19", "-dylib", "-arch", "arm64", "-platform_version", "macos", MINIMUM_MACOS, MINIMUM_MACOS]
-    command += ["-rpath", "@loader_path/../torch/lib", "-install_name", f"@rpath/{MODULE}", "-dead_strip"]
+    command += ["-rpath", rpath, "-install_name", f"@rpath/{product.name}", "-dead_strip"]
     command += ["-ignore_auto_link", "--error-limit=0"]
-    for name in python_symbols(objects):
+    for name in undefined:
         command += ["-U", name]
     command += ["-o", str(product), *map(str, objects)]
     command += [str(path) for path in [*dylibs, *text_stubs(dylibs)]]
@@ -173,7 +212,9 @@ def link(objects: list[Path], product: Path = OUT / MODULE) -> Path:
     return product
 
 
-def check_api(objects: list[Path], root: Path = ROOT, stand_ins: Path = softmetal.STAND_INS) -> str:
+def check_api(
+    objects: list[Path], torch: str = PINNED, root: Path = ROOT, stand_ins: Path = softmetal.STAND_INS
+) -> str:
     """Compares the stand-in headers and the selectors of the MPS objects with Apple's metadata. Returns a summary.
 
     Raises:
@@ -181,32 +222,37 @@ def check_api(objects: list[Path], root: Path = ROOT, stand_ins: Path = softmeta
     """
     host = [path for path in objects if path.name.endswith(".mm.o")]
     summary = run(softmetal.api_check_command(stand_ins, host), PYTHONPATH=str(ROOT)).strip()
-    if problems := selector_problems(host, sorted(root.glob("csrc/**/*.mm")), torch_dylibs()):
+    if problems := selector_problems(host, sorted(root.glob("csrc/**/*.mm")), torch_dylibs(torch)):
         raise MacBuildError("\n".join(problems))
     return f"{summary}; none newer than macOS {MINIMUM_MACOS} without a guard"
 
 
-def pack(module: Path) -> Path:
-    """Packs the Python files, the metadata and the module into a wheel."""
-    tree = OUT / "wheel"
+def pack(module: Path, library: Path, torch: str) -> Path:
+    """Packs the Python files, the metadata, the module and the package for C++ programs into a wheel."""
+    tree = module.parent / "wheel"
     shutil.rmtree(tree, ignore_errors=True)
     tree.mkdir(parents=True)
-    run([sys.executable, str(ROOT / "setup.py"), "--quiet", "dist_info", "--output-dir", str(tree)])
+    dist_info = [sys.executable, str(ROOT / "setup.py"), "--quiet", "dist_info", "--output-dir", str(tree)]
+    run(dist_info, TORCH_MARLIN_METAL_BUILT_FOR=torch)
     (info,) = tree.glob("*.dist-info")
     (info / "WHEEL").write_text(
         f"Wheel-Version: 1.0\nGenerator: build_support.macos\nRoot-Is-Purelib: false\nTag: {TAG}\n"
     )
     package = ROOT / "torch_marlin_metal"
-    for path in sorted([*package.rglob("*.py"), package / "py.typed"]):
+    cpp = [*(package / "cpp").glob("*Config.cmake"), *(package / "cpp").rglob("*.h")]
+    for path in sorted([*package.rglob("*.py"), package / "py.typed", *cpp]):
         target = tree / path.relative_to(ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, target)
     shutil.copy(module, tree / "torch_marlin_metal" / MODULE)
+    cpp_library.write_built_for(tree / cpp_library.FOLDER, torch)
+    (tree / CPP_LIBRARY).parent.mkdir()
+    shutil.copy(library, tree / CPP_LIBRARY)
     printed = run([sys.executable, "-m", "wheel", "pack", "--dest-dir", str(OUT), str(tree)])
     return OUT / re.findall(r"(torch_marlin_metal-\S+\.whl)", printed)[0]
 
 
-def check_wheel(wheel: Path, module: Path) -> list[str]:
+def check_wheel(wheel: Path, module: Path, library: Path, torch: str) -> list[str]:
     """Checks the contents of the wheel and returns a list of its files.
 
     Raises:
@@ -217,38 +263,57 @@ def check_wheel(wheel: Path, module: Path) -> list[str]:
         metadata = archive.read(next(name for name in names if name.endswith("/METADATA"))).decode()
         texts = {name: archive.read(name) for name in names}
     modules = [name for name in names if name.endswith((".so", ".dylib"))]
-    if modules != [f"torch_marlin_metal/{MODULE}"]:
-        raise MacBuildError(f"{wheel.name}: expected one compiled module, got {modules}")
+    if sorted(modules) != sorted([f"torch_marlin_metal/{MODULE}", CPP_LIBRARY.as_posix()]):
+        raise MacBuildError(f"{wheel.name}: expected the module and the library for C++, got {modules}")
     for name, data in texts.items():
         if str(ROOT).encode() in data:
             raise MacBuildError(f"{wheel.name}: {name} names a folder of the building machine")
     if others := [name for name in names if not name.startswith(("torch_marlin_metal/", "torch_marlin_metal-"))]:
         raise MacBuildError(f"{wheel.name}: expected only torch_marlin_metal/ and its metadata, got {others}")
-    if "Name: torch_marlin_metal" not in metadata or "Requires-Dist: torch" not in metadata:
-        raise MacBuildError(f"{wheel.name}: METADATA lacks the name or the torch requirement")
-    headers = run(["llvm-objdump-19", "--macho", "--private-headers", str(module)])
-    if "@loader_path/../torch/lib" not in headers or "ARM64" not in headers:
-        raise MacBuildError(f"{module.name}: not an arm64 library with an rpath to torch's libraries")
+    requirement = torch_requirement(torch)
+    if "Name: torch_marlin_metal\n" not in metadata or f"Requires-Dist: {requirement}\n" not in metadata:
+        raise MacBuildError(f"{wheel.name}: METADATA lacks the name or the requirement {requirement}")
+    if version_label(torch) not in wheel.name:
+        raise MacBuildError(f"{wheel.name}: the name does not say {version_label(torch)}")
+    for binary in (module, library):
+        headers = run(["llvm-objdump-19", "--macho", "--private-headers", str(binary)])
+        if "/torch/lib (offset" not in headers or "ARM64" not in headers:
+            raise MacBuildError(f"{binary.name}: not an arm64 library with an rpath to torch's libraries")
+        if "LC_CODE_SIGNATURE" not in headers:
+            raise MacBuildError(f"{binary.name}: the linker signed nothing, and Apple silicon runs only signed code")
+    if torch.encode() not in texts[f"torch_marlin_metal/{MODULE}"]:
+        raise MacBuildError(f"{module.name}: does not say that it was built for torch {torch}")
     for source in sorted(ROOT.glob("kernels/**/*.metal")):
         marker = source.relative_to(ROOT).as_posix().encode()
-        if marker not in texts[f"torch_marlin_metal/{MODULE}"]:
+        if any(marker not in texts[name] for name in modules):
             raise MacBuildError(f"{wheel.name}: kernel source {source.name} is not embedded")
     return names
 
 
+def build(torch: str) -> None:
+    """Builds and checks the wheel for one torch."""
+    print(f"== macOS arm64, torch {torch}: compiling", flush=True)
+    objects = compile_objects(torch)
+    print(f"== {check_api(objects, torch)}", flush=True)
+    print(f"== linking {len(objects)} objects against the dylibs of torch {torch} for macOS", flush=True)
+    folder = OUT / torch
+    folder.mkdir(exist_ok=True)
+    module = link(objects, folder / MODULE, torch)
+    library = link_cpp_library(objects, folder / CPP_LIBRARY.name, torch)
+    print(f"== {pytorch_calls.check(torch)}", flush=True)
+    wheel = pack(module, library, torch)
+    names = check_wheel(wheel, module, library, torch)
+    print(f"== {wheel.relative_to(ROOT)}: {len(names)} files, {wheel.stat().st_size / 1e6:.1f} MB, checked")
+
+
 def main() -> None:
-    """Builds and checks the wheel."""
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    print("== macOS arm64: compiling", flush=True)
-    objects = compile_objects()
-    print(f"== {check_api(objects)}", flush=True)
-    print(f"== linking {len(objects)} objects against the dylibs of torch 2.13.0 for macOS", flush=True)
-    module = link(objects)
-    print(f"== {pytorch_calls.check()}", flush=True)
-    wheel = pack(module)
-    for name in check_wheel(wheel, module):
-        print(f"  {name}")
-    print(f"== {wheel.relative_to(ROOT)}: {wheel.stat().st_size / 1e6:.1f} MB, checked")
+    """Builds and checks the wheels that the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    supported = list(pytorch_calls.WHEEL_OF)
+    parser.add_argument("--torch", choices=[*supported, "all"], default=PINNED)
+    wanted = parser.parse_args().torch
+    for torch in supported if wanted == "all" else [wanted]:
+        build(torch)
 
 
 if __name__ == "__main__":

@@ -87,11 +87,11 @@ def report_of(mistake: Mistake, objects: list[Path]) -> str:
         if not spoil(root, mistake):
             return f"{mistake.before!r} is nowhere: this mistake needs a new row"
         product = root / f"csrc_mps_{mistake.source}.o"
-        command = [*macos.compiler(), *macos.compile_flags(root, stand_ins, root / "frameworks")]
+        command = [*macos.compiler(), *macos.compile_flags(macos.PINNED, root, stand_ins, root / "frameworks")]
         try:
             macos.compile_object(command, root / "csrc" / "mps" / mistake.source, product)
             others = [path for path in objects if path.name != product.name]
-            macos.check_api([*others, product], root, stand_ins)
+            macos.check_api([*others, product], macos.PINNED, root, stand_ins)
             macos.link([*others, product], root / macos.MODULE)
         except macos.MacBuildError as error:
             return str(error)
@@ -100,7 +100,7 @@ def report_of(mistake: Mistake, objects: list[Path]) -> str:
 
 def main() -> int:
     """Makes every mistake. Returns 1 if one of them is not reported."""
-    objects = sorted((macos.OUT / "objects").glob("*.o"))
+    objects = sorted(macos.objects_folder(macos.PINNED).glob("*.o"))
     missed = 0
     for mistake in MISTAKES:
         report = report_of(mistake, objects)

@@ -53,6 +53,13 @@ MEMBERS = {
         "27addProfilerCompletedHandler",
         "27addProfilerScheduledHandler",
     ),
+    # Memory is kept apart by stream, which the workspaces of csrc/mps/encoder.mm rest on.
+    "13HeapAllocator20MPSHeapAllocatorImpl": (
+        "11free_buffer",
+        "15get_free_buffer",
+        "16split_free_block",
+        "23insert_available_buffer",
+    ),
     "8MPSHooks": ("12commitStream", "17deviceSynchronize"),
     "9MPSDevice": ("7getName", "12getCoreCount"),
 }
