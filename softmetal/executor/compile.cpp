@@ -179,8 +179,8 @@ extern "C" int sm_compile(const sm_compile_request* request, char** path_or_erro
   const char* python = std::getenv("SOFTMETAL_PYTHON");
   const bool is_metallib = request->metallib != nullptr;
   const std::string input = is_metallib ? request->metallib : request->source;
-  // The compiler uses the standard library alone. -S skips the start-up files of site-packages, which can take as long as
-  // the compiler's own imports.
+  // The compiler uses the standard library alone. -S skips the start-up files of site-packages, which can take as long
+  // as the compiler's own imports.
   std::vector<std::string> arguments = {python != nullptr ? python : "python3", "-S", "-m",
                                         is_metallib ? "msl.air.compiler" : "msl.compiler"};
   if (request->file_name != nullptr) arguments.insert(arguments.end(), {"--file-name", request->file_name});
