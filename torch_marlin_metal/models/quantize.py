@@ -92,7 +92,7 @@ def quantize_model(
 
     Warns:
         UserWarning: less than half of the bytes in the report was quantized; the message names the largest layers and
-        matrices that were not.
+            matrices that were not.
     """
     find_format(weight_format)
     tables = token_tables(model) if embeddings else set()
