@@ -36,16 +36,3 @@ def test_a_failing_compile(pools):
                 weight_format="uint4b8", group_size=32, dtype=dtype,
             )  # fmt: skip
         assert pools() == 0, kind
-
-
-def test_an_exception_in_a_block_of_the_queue(pools):
-    """Metal refuses scales that start behind the end of their buffer, while the kernel is encoded."""
-    packed = weight().to("mps")
-    a = torch.randn(1, 64, dtype=torch.float16, device="mps")
-    storage = torch.zeros(1024, dtype=torch.float16, device="mps")
-    scales = storage[960:1024].view(2, 32)
-    storage.untyped_storage().resize_(64)
-    with pytest.raises(RuntimeError, match="buffer offset"):
-        torch.ops.torch_marlin_metal.gemm(a, packed.b_packed, scales, weight_format="uint4b8", group_size=32)
-    assert pools() == 0
-    torch.mps.synchronize()
