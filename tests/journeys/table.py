@@ -155,6 +155,8 @@ def adapters(folder: Path) -> str:
         return "peft is not installed: not tried"
     import peft
 
+    import torch_marlin_metal.integrations.peft  # noqa: F401
+
     model = tiny("llama")
     tmm.quantize_model(model, "uint4", 32, progress=False)
     adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], r=4))
