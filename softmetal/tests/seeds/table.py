@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # for the script; under pytest conftest.py does it
+
 import kernel_seeds
 import text_seeds
 from kernel_seeds import Seed
