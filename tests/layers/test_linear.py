@@ -14,6 +14,7 @@ from tests.support.linear_layers import GROUP, K, N, activations, layer_of, pack
 from tests.support.reference import FORMATS, check_gemm, dtypes_in_turn, gemm
 from torch_marlin_metal.layers.linear import WEIGHT_BUFFERS, MarlinLinear
 from torch_marlin_metal.packed_weight import PackedWeightError
+from torch_marlin_metal.quantize.weight import quantize_weight
 
 
 def same_tensors(one: nn.Module, other: nn.Module) -> bool:
@@ -341,3 +342,18 @@ def test_no_warnings_from_loading(device):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         empty_like(layer, "meta").load_state_dict(layer.state_dict(), assign=True)
+
+
+@pytest.mark.parametrize("written", ["the layer that moves later", "the layer that has moved"])
+def test_a_layer_that_loads_after_another_has_moved_keeps_its_own_weight(written):
+    """Layers that share their tensors move to the same ones, unless one of them has loaded another weight."""
+    dense = torch.randn(2, 32, 64, generator=torch.Generator().manual_seed(0))
+    first, second = (quantize_weight(weight, "uint4b8", group_size=32) for weight in dense)
+    before = first.b_packed.clone()  # load_state_dict writes into the tensors of `first`
+    stays, moves = MarlinLinear.from_packed(first), MarlinLinear.from_packed(first)
+    moves._apply(torch.clone)
+    loads, other = (stays, moves) if written == "the layer that moves later" else (moves, stays)
+    loads.load_state_dict(MarlinLinear.from_packed(second).state_dict())
+    stays._apply(torch.clone)
+    assert torch.equal(loads.b_packed, second.b_packed)
+    assert torch.equal(other.b_packed, before)

@@ -333,18 +333,27 @@ class MarlinLinear(nn.Module):
 def _same_for_all(old: Tensor, new: Tensor) -> Tensor:
     """Returns the tensor to which a layer that shares `old` has moved, or `new` if none has.
 
-    An embedding and its output layer share their tensors, but each moves for itself.
+    An embedding and its output layer share their tensors, but each moves for itself. A write into either tensor since
+    the move, for example by load_state_dict, ends the sharing.
     """
-    reference = _moved.get(old)
+    reference, versions = _moved.get(old, (None, None))
     moved = reference() if reference is not None else None
-    if moved is not None and (moved.device, moved.dtype, moved.shape) == (new.device, new.dtype, new.shape):
+    if (
+        moved is not None
+        and versions == (_version(old), _version(moved))
+        and (moved.device, moved.dtype, moved.shape) == (new.device, new.dtype, new.shape)
+    ):
         return moved
     if new is not old:
-        _moved[old] = weakref.ref(new)
+        _moved[old] = weakref.ref(new), (_version(old), _version(new))
     return new
 
 
-_moved: MutableMapping[Tensor, weakref.ref[Tensor]] = WeakTensorKeyDictionary()
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version  # a tensor of inference mode counts no writes
+
+
+_moved: MutableMapping[Tensor, tuple[weakref.ref[Tensor], tuple[int, int]]] = WeakTensorKeyDictionary()
 
 
 def _activation_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -5,6 +5,7 @@ The layouts are those that torchao 0.18 and PyTorch 2.13 write: `pack_int4` of F
 """
 
 import re
+import warnings
 
 import torch
 from torch import Tensor
@@ -33,7 +34,15 @@ def read_plain(layer: Layer, attributes: dict[str, str]) -> PackedWeight:
 
 
 def read_tiles(layer: Layer, attributes: dict[str, str]) -> PackedWeight:
-    """Reads Int4TilePackedTo4dTensor as CUDA lays it out; w = (q - 8) * scale + zero. Rows and k are padded."""
+    """Reads Int4TilePackedTo4dTensor as CUDA lays it out; w = (q - 8) * scale + zero. Rows and k are padded.
+
+    ROCm fills the same shape in another order, and a file does not say which GPU wrote it. So each read warns.
+    """
+    warnings.warn(
+        "Int4TilePackedTo4dTensor is read as an NVIDIA GPU writes it. An AMD GPU writes other weights into the same "
+        "shape: if one wrote this checkpoint, quantize the model again, to Int4Tensor",
+        stacklevel=2,
+    )
     row_tiles, k_tiles, _, _ = layer.expect("qdata", ("I32",), None, None, 32, INNER // 2)
     N, K = _sizes(layer, attributes, "shape")
     if not (8 * (row_tiles - 1) < N <= 8 * row_tiles and 0 < K <= 128 * k_tiles):

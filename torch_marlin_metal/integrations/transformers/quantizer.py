@@ -282,7 +282,11 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
         for name, (packed, dtype) in self._made.items():
             for user, module in users.get(id(model.get_submodule(name)._parameters.get("weight")), ()):
                 mine, _ = self._made.get(user, (packed, dtype))
-                same = torch.equal(mine.b_packed, packed.b_packed) and torch.equal(mine.scales, packed.scales)
+                one, two = (
+                    {key: tensor for key, tensor in weight.tensors().items() if key != "bias"}
+                    for weight in (mine, packed)
+                )
+                same = one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
                 layer = packed_layer(module, packed if same else mine, dtype)
                 inherit(layer, module)
                 model.set_submodule(user, layer)
