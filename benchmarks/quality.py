@@ -45,7 +45,17 @@ WORDS = re.compile(r"[A-Z][A-Za-z ,;:'\"()-]{40,200}\.")
 
 @dataclass(frozen=True)
 class Result:
-    """One variant: 1 - mean cosine, root mean square error of similarities, fraction of equal nearest neighbours."""
+    """The quality of one variant, against the model in full precision.
+
+    Attributes:
+        weight_format: the format of the weights.
+        group_size: the group size of the weights.
+        method: the rounding method.
+        distance: 1 minus the mean cosine between the two models' embeddings.
+        similarity_error: root mean square error of the similarities between sentences.
+        same_neighbour: fraction of the sentences whose nearest neighbour stays the same.
+        weight_error: relative error of the weights.
+    """
 
     weight_format: str
     group_size: int

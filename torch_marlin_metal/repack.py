@@ -146,7 +146,7 @@ def gptq_perm(g_idx: Tensor, group_size: int) -> Tensor | None:
 
     Returns:
         int32 `[K]` on g_idx's device, or None if rows are in order: g_idx is k // group_size, or all zero. Programs
-        that do not use act-order write zeros; if there is more than one group, the function warns about them.
+        that do not use act-order write a g_idx of zeros. The function warns about it if there is more than one group.
 
     Raises:
         ValueError: g_idx is not int32 or int64, wrong rank, a group out of range, or groups of the wrong size.

@@ -1,4 +1,5 @@
-// sm_compile: runs the Python compiler as a process and stores the result in a memo. A repeated request reads the memo.
+// sm_compile: runs the Metal compiler (softmetal/msl, written in Python) as a process and remembers the result in a
+// file of the cache folder, the memo. A repeated request reads the memo.
 #include <fcntl.h>
 #include <spawn.h>
 #include <sys/stat.h>

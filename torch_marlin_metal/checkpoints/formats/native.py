@@ -103,7 +103,7 @@ def empty_layer(name: str, entry: Any, embedding: nn.Embedding | None = None) ->
 
 
 def packed_weights(state: Mapping[str, Tensor]) -> Iterator[PackedWeight]:
-    """Yields the weights of the packed layers in a plain state_dict, by their `packed_format`.
+    """Yields the weight of each packed layer of a plain state_dict. Its `packed_format` gives format and group size.
 
     Raises:
         CheckpointError: the tensors of a layer do not make a weight.
