@@ -233,9 +233,11 @@ def test_what_a_packed_layer_cannot_take_is_named_and_the_model_stays():
     refused(model, config(alora_invocation_tokens=[1]), r"alora_invocation_tokens: expected None.*got \[1\]")
     ada = AdaLoraConfig(target_modules=TARGETS, task_type="CAUSAL_LM", total_step=10)
     refused(model, ada, "v_proj': expected peft_type LORA on a packed weight, got ADALORA")
+    refused(model, config(modules_to_save=["down_proj"]), "down_proj': expected a float layer for modules_to_save")
     fused = packed_model()
     tmm.fuse_projections(fused)
     refused(fused, config(target_modules=["down_proj", "q_proj"]), "q_proj': expected a MarlinLinear.*fuse=False")
+    refused(fused, config(target_modules="all-linear"), "_proj': expected a MarlinLinear.*fuse=False")
     assert len(layers_of(get_peft_model(fused, config(target_modules=["down_proj"])))) == 2
     with pytest.raises(ValueError, match=r"expected no fused projections, got 'model\.layers\.0\.self_attn\.q_proj'"):
         prepare_for_training(tmm.fuse_projections(other := packed_model()) and other)
@@ -374,3 +376,9 @@ def test_prepare_for_training_freezes_and_refuses():
     layer = nn.Sequential(MarlinLinear.from_packed(tmm.quantize_weight(torch.randn(24, 64), "uint4", 64)))
     with pytest.raises(ValueError, match="gradient_checkpointing: expected False for Sequential"):
         prepare_for_training(layer)
+
+
+def test_a_config_without_targets_takes_the_default_of_the_model_family():
+    adapted = get_peft_model(packed_model(), LoraConfig(task_type="CAUSAL_LM"))
+    assert {name.split(".")[-1] for name in adapted.base_model.targeted_module_names} == {"q_proj", "v_proj"}
+    assert len(layers_of(adapted)) == 4

@@ -8,6 +8,7 @@ peft has no registry for layers of other packages, but each `LoraConfig` takes c
 config and checks all targets before peft changes the model.
 """
 
+import copy
 import functools
 import warnings
 from dataclasses import fields, replace
@@ -234,11 +235,17 @@ def check_config(config: LoraConfig) -> None:
 
 
 def check_targets(tuner: LoraModel, model: nn.Module, config: Any) -> None:
-    """Raises a ValueError if an adapter would go onto a packed layer that cannot take it."""
+    """Raises a ValueError if an adapter or a trainable copy would go onto a packed layer that cannot take it."""
+    saved = getattr(config, "modules_to_save", None) or ()
     for name, module in model.named_modules():
         layer = module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
         if not isinstance(layer, MarlinLinear | FusedLinear | MarlinEmbedding):
             continue
+        if any(f".{part}." in f".{name}." for part in saved):
+            raise ValueError(
+                f"MarlinLoraLinear: layer {name!r}: expected a float layer for modules_to_save, got a "
+                f"{type(layer).__name__}, whose weight cannot be trained: exclude the layer from quantization"
+            )
         if not name or not tuner._check_target_module_exists(config, name):
             continue
         if isinstance(layer, FusedLinear):
@@ -265,11 +272,11 @@ def _include_all_linear(model: Any, config: Any) -> None:
     if not (isinstance(targets, str) and targets.lower() == "all-linear"):
         return
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    adapted = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, BaseTunerLayer))
-    packed = {
+    inside = tuple(f"{n}." for n, module in model.named_modules() if isinstance(module, BaseTunerLayer | FusedLinear))
+    packed = {  # fused projections too, so that check_targets refuses them
         name
         for name, module in model.named_modules()
-        if isinstance(module, MarlinLinear) and module is not head and not name.startswith(adapted)
+        if isinstance(module, MarlinLinear | FusedLinear) and module is not head and not name.startswith(inside)
     }
     config.target_modules = packed | set(_maybe_include_all_linear_layers(config, model).target_modules)
 
@@ -283,9 +290,14 @@ def install() -> None:
     @functools.wraps(original)
     def inject_adapter(self: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         config = self.peft_config[adapter_name]
-        if any(isinstance(module, MarlinLinear) for module in model.modules()):
-            _include_all_linear(model, config)
-        check_targets(self, model, config)
+        if any(isinstance(module, MarlinLinear | FusedLinear | MarlinEmbedding) for module in model.modules()):
+            planned = copy.copy(config)  # a refused config stays as the caller wrote it
+            _include_all_linear(model, planned)
+            if getattr(planned, "target_modules", None) is None:  # peft fills in the model family's default
+                planned = self._prepare_adapter_config(planned, self.get_model_config(model))
+            check_targets(self, model, planned)
+            if isinstance(config.target_modules, str):
+                config.target_modules = planned.target_modules
         if isinstance(config, LoraConfig):
             config._register_custom_module({MarlinLinear: MarlinLoraLinear})
         original(self, model, adapter_name, *args, **kwargs)
