@@ -382,3 +382,12 @@ def test_a_config_without_targets_takes_the_default_of_the_model_family():
     adapted = get_peft_model(packed_model(), LoraConfig(task_type="CAUSAL_LM"))
     assert {name.split(".")[-1] for name in adapted.base_model.targeted_module_names} == {"q_proj", "v_proj"}
     assert len(layers_of(adapted)) == 4
+
+
+def test_a_merge_keeps_a_group_size_beyond_k():
+    """The merged weight must load into the layer's twin, whose packed_format names the group size."""
+    layer = MarlinLinear.from_packed(tmm.quantize_weight(torch.randn(32, 64), "uint4", group_size=128))
+    model = nn.Sequential(layer, nn.Linear(32, 4))
+    before = model.state_dict()["0.packed_format"].clone()
+    merged = get_peft_model(model, LoraConfig(target_modules=["0"], r=4)).merge_and_unload()
+    assert torch.equal(merged.state_dict()["0.packed_format"], before)

@@ -138,10 +138,9 @@ class MarlinLoraLinear(Linear):  # type: ignore[misc]
         options: dict[str, Any] = {} if original.lut is None else {"lut": original.lut}
         if original.scales.is_floating_point():
             options["scale_dtype"] = original.scales.dtype
-        group_size = original.group_size if original.group_size < original.K else -1
         try:
             packed = quantize_weight(
-                total.contiguous(), original.weight_format, group_size, "mse", name=original.name, **options
+                total.contiguous(), original.weight_format, original.group_size, "mse", name=original.name, **options
             )
         except ValueError as error:
             raise ValueError(
