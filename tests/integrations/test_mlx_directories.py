@@ -7,17 +7,10 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from tests.support.models import IDS, SIZES
 from torch_marlin_metal import MarlinEmbedding, MarlinLinear, quantize_weight
 from torch_marlin_metal.integrations.transformers import MarlinConfig, restored
 
-IDS = torch.tensor([[3, 9, 27, 41, 5]])
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "intermediate_size": 128,
-}
 SETTINGS = {"group_size": 32, "bits": 4}
 
 

@@ -18,18 +18,11 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from tests.support.models import IDS, SIZES, same
 from torch_marlin_metal import MarlinEmbedding, MarlinLinear, load_quantized, quantize_model, quantize_weight
 from torch_marlin_metal.integrations.transformers import MarlinConfig
 from torch_marlin_metal.models.report import module_bytes
 
-IDS = torch.tensor([[3, 9, 27, 41, 5]])
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "intermediate_size": 128,
-}
 WHOLE = MarlinConfig("uint4", 32, quantize_embeddings=True)
 
 
@@ -49,11 +42,6 @@ def logits(model: nn.Module) -> torch.Tensor:
     more = {"decoder_input_ids": IDS} if hasattr(model, "shared") else {}
     with torch.no_grad():
         return model(IDS, **more).logits
-
-
-def same_bits(model: nn.Module, other: nn.Module) -> bool:
-    one, two = model.state_dict(), other.state_dict()
-    return one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
 
 
 def tables(model: nn.Module) -> dict[str, MarlinLinear]:
@@ -98,7 +86,7 @@ def test_the_vocabulary_is_packed_once_saved_and_loaded(family, how, tmp_path) -
     again, info = type(model).from_pretrained(tmp_path / "packed", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     assert set(tables(again)) == set(SHARED[family])
-    assert same_bits(again, model)
+    assert same(again.state_dict(), model.state_dict())
     assert torch.equal(logits(again), expected)
 
 
@@ -126,7 +114,7 @@ def test_an_untied_head_has_words_of_its_own(tmp_path) -> None:
     assert list(tables(model)) == ["model.embed_tokens"]
     assert isinstance(model.lm_head, MarlinLinear)
     model.save_pretrained(tmp_path / "packed")
-    assert same_bits(AutoModelForCausalLM.from_pretrained(tmp_path / "packed"), model)
+    assert same(AutoModelForCausalLM.from_pretrained(tmp_path / "packed").state_dict(), model.state_dict())
     dense = AutoModelForCausalLM.from_pretrained(tmp_path / "floats", quantization_config=WHOLE)
     assert type(dense.lm_head) is nn.Linear and type(dense.model.embed_tokens) is MarlinEmbedding
 
@@ -139,7 +127,7 @@ def test_layers_that_share_without_a_tie_are_stored_twice(tmp_path) -> None:
     model.save_pretrained(tmp_path)
     again, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not info["missing_keys"]
-    assert same_bits(again, model)
+    assert same(again.state_dict(), model.state_dict())
 
 
 def test_a_pattern_keeps_the_table_and_its_head_in_floats(tmp_path) -> None:

@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 import torch_marlin_metal as tmm
 import torch_marlin_metal.integrations.transformers
+from tests.support.models import tensors
 from torch_marlin_metal import MarlinLinear, quantize_model
 from torch_marlin_metal.integrations import peft as integration
 from torch_marlin_metal.integrations.peft import MarlinLoraLinear, prepare_for_training
@@ -82,10 +83,6 @@ def layers_of(model: nn.Module) -> list[MarlinLoraLinear]:
     return [module for module in model.modules() if isinstance(module, MarlinLoraLinear)]
 
 
-def bits(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
-
-
 def same_bits(model: nn.Module, before: dict[str, torch.Tensor]) -> bool:
     after = model.state_dict()
     return after.keys() == before.keys() and all(
@@ -142,7 +139,7 @@ def test_a_batch_may_mix_adapters():
 def test_merging_quantizes_the_sum_and_unmerging_restores_the_bits(weight_format, kind):
     model = get_peft_model(packed_model(weight_format), config(lora_bias=kind == "lora", **KINDS[kind]))
     fill(model, 0.2)
-    before = bits(model)
+    before = tensors(model)
     layer = layers_of(model)[0]
     base = layer.get_base_layer()
     old, old_bias = base.dequantize(), base.bias.clone()
@@ -220,7 +217,7 @@ def test_an_adapter_is_saved_loaded_and_merged_for_generation(tmp_path):
 
 
 def refused(model: nn.Module, settings, message: str) -> None:
-    before, names = bits(model), [name for name, _ in model.named_modules()]
+    before, names = tensors(model), [name for name, _ in model.named_modules()]
     with pytest.raises(ValueError, match=message):
         get_peft_model(model, settings)
     assert [name for name, _ in model.named_modules()] == names and same_bits(model, before)
@@ -253,7 +250,7 @@ def test_a_sum_that_the_format_cannot_hold_is_named_and_the_layer_stays(value):
     with torch.no_grad():
         layer.lora_A["broken"].weight.fill_(1.0)
         layer.lora_B["broken"].weight.fill_(value)
-    before = bits(model)
+    before = tensors(model)
     message = "adapter broken seems to be broken" if value != value else r"\['default', 'broken'\]: uint4b8 cannot hold"
     with pytest.raises(ValueError, match=message):
         layer.merge(adapter_names=["broken"])

@@ -1,9 +1,18 @@
-"""A small model, and functions that record what a conversion must not change."""
+"""A small model, the sizes of a tiny one of transformers, and functions that record what a conversion must not change."""
 
 import torch
 from torch import nn
 
 from torch_marlin_metal.models import quantize as model_module
+
+IDS = torch.tensor([[3, 9, 27, 41, 5]])
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 128,
+}
 
 
 class Block(nn.Module):

@@ -102,10 +102,7 @@ class MarlinLoraLinear(Linear):  # type: ignore[misc]
             warnings.warn("Already unmerged. Nothing to do.", stacklevel=2)
             return
         base: MarlinLinear = self.get_base_layer()
-        original = self._unmerged
-        _set_weight(
-            base, original if original.b_packed.device == base.b_packed.device else original.to(base.b_packed.device)
-        )
+        _set_weight(base, self._unmerged.to(base.b_packed.device))
         self._unmerged = None
         self.merged_adapters.clear()
 
