@@ -2,55 +2,17 @@
 // All other arguments, dequantize and embedding refuse tensors that require grad.
 #include <ATen/autocast_mode.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
 #include "csrc/ops/argument_rules.h"
+#include "csrc/ops/operators.h"
 
 namespace marlin {
 namespace {
 
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
-
-using GemmSignature = Tensor(const Tensor&, const Tensor&, const Tensor&, c10::string_view, int64_t,
-                             const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-                             const OptionalTensor&, c10::string_view);
-using GemmTransposedSignature = Tensor(const Tensor&, const Tensor&, const Tensor&, c10::string_view, int64_t,
-                                       const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-                                       const OptionalTensor&);
-using DequantizeSignature = Tensor(const Tensor&, const Tensor&, c10::string_view, int64_t, const OptionalTensor&,
-                                   const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, at::ScalarType);
-
-using EmbeddingSignature = Tensor(const Tensor&, const Tensor&, const Tensor&, c10::string_view, int64_t,
-                                  const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-                                  const OptionalTensor&, at::ScalarType);
-
-const auto& gemm_op() {
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("torch_marlin_metal::gemm", "").typed<GemmSignature>();
-  return op;
-}
-
-const auto& gemm_transposed_op() {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("torch_marlin_metal::gemm_transposed", "")
-                             .typed<GemmTransposedSignature>();
-  return op;
-}
-
-const auto& dequantize_op() {
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("torch_marlin_metal::dequantize", "").typed<DequantizeSignature>();
-  return op;
-}
-
-const auto& embedding_op() {
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("torch_marlin_metal::embedding", "").typed<EmbeddingSignature>();
-  return op;
-}
 
 void check_weight_no_grad(const char* op, const Tensor& scales, const OptionalTensor& zeros,
                           const OptionalTensor& global_scale, const OptionalTensor& lut) {

@@ -1,7 +1,6 @@
 // The product with the transposed weight, which is gemm's derivative with respect to a. It holds a part of the weight
 // in floats at a time: some rows of K, so that each part gives columns of the result and no sums cross parts.
 #include <ATen/core/Tensor.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/argsort.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
@@ -13,6 +12,7 @@
 #include <cstdlib>
 
 #include "csrc/ops/argument_rules.h"
+#include "csrc/ops/operators.h"
 
 namespace marlin {
 namespace {
@@ -56,20 +56,16 @@ Division divide(const WeightFormatInfo& format, int64_t K, int64_t group_size, i
   return {(words + parts - 1) / parts * kCodesPerWord, true};
 }
 
-using DequantizeSignature = Tensor(const Tensor&, const Tensor&, c10::string_view, int64_t, const OptionalTensor&,
-                                   const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, at::ScalarType);
-
 Tensor dequantize_rows(const WeightTensors& weight, int64_t first, int64_t rows, bool inside_group,
                        at::ScalarType dtype) {
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("torch_marlin_metal::dequantize", "").typed<DequantizeSignature>();
   const int64_t first_group = first / weight.group_size;
   const int64_t groups = inside_group ? 1 : group_count(rows, weight.group_size);
   OptionalTensor zeros;
   if (weight.zeros) zeros = weight.zeros->narrow(0, first_group, groups);
-  return op.call(weight.b_packed.narrow(0, first / kCodesPerWord, rows / kCodesPerWord),
-                 weight.scales.narrow(0, first_group, groups), weight.weight_format,
-                 inside_group ? rows : weight.group_size, zeros, weight.global_scale, weight.lut, std::nullopt, dtype);
+  return dequantize_op().call(weight.b_packed.narrow(0, first / kCodesPerWord, rows / kCodesPerWord),
+                              weight.scales.narrow(0, first_group, groups), weight.weight_format,
+                              inside_group ? rows : weight.group_size, zeros, weight.global_scale, weight.lut,
+                              std::nullopt, dtype);
 }
 
 Tensor gemm_transposed(const Tensor& a, const Tensor& b_packed, const Tensor& scales, c10::string_view weight_format,
