@@ -1,0 +1,148 @@
+"""Peak memory and time of a training step of a random Llama with LoRA adapters: packed, bf16 and bitsandbytes bases.
+
+Every base has a process of its own, so that its peak is its own. The processes take steps in turn, so that a
+disturbance of the machine affects all bases alike. bitsandbytes takes part where it is installed.
+"""
+
+import argparse
+import importlib.util
+import json
+import multiprocessing
+import os
+import statistics
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+# If other jobs share the cores, OpenMP threads that spin while they wait make everything ten times slower.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+BASES = ("packed", "bf16", "bitsandbytes")
+SIZES = {  # of Llama 3.2 1B
+    "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "vocab_size": 128256},
+    "tiny": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 1024},
+}
+
+
+def resident(key: str) -> int:
+    """Returns a value of this process in bytes: VmRSS is memory in use, VmHWM its peak."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(key + ":"):
+            return 1024 * int(line.split()[1])
+    raise RuntimeError(f"{key} is not in /proc/self/status")
+
+
+def quantize_layers(model: Any, base: str) -> None:
+    """Quantizes every Linear but the head, one after the other."""
+    import torch
+    from torch import nn
+
+    import torch_marlin_metal as tmm
+
+    for name, linear in list(model.named_modules()):
+        if not isinstance(linear, nn.Linear) or name == "lm_head":
+            continue
+        if base == "packed":
+            layer: nn.Module = tmm.MarlinLinear.from_linear(linear, "nf4", 64)
+        else:
+            import bitsandbytes as bnb
+
+            layer = bnb.nn.Linear4bit(
+                linear.in_features, linear.out_features, False, compute_dtype=torch.bfloat16, quant_type="nf4"
+            )
+            layer.weight = bnb.nn.Params4bit(linear.weight.data, requires_grad=False, quant_type="nf4")
+            layer = layer.to("cpu")
+        model.set_submodule(name, layer)
+
+
+def make_model(base: str, size: str) -> Any:
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    import torch_marlin_metal.integrations.peft  # noqa: F401  lets peft put adapters on packed layers
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        **SIZES[size],
+        num_attention_heads=SIZES[size]["hidden_size"] // 64,
+        num_key_value_heads=max(1, SIZES[size]["hidden_size"] // 256),
+        tie_word_embeddings=True,
+    )
+    torch.set_default_dtype(torch.bfloat16)
+    model = LlamaForCausalLM(config)
+    torch.set_default_dtype(torch.float32)
+    if base != "bf16":
+        quantize_layers(model, base)
+    model.requires_grad_(False)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    return get_peft_model(model, LoraConfig(target_modules=targets, r=16), autocast_adapter_dtype=False).train()
+
+
+def work(pipe: Connection, base: str, size: str, tokens: int, threads: int) -> None:
+    """Takes a step for each message, and answers with the seconds and the peak bytes since before the model."""
+    import gc
+
+    import torch
+
+    torch.set_num_threads(threads)
+    make_model(base, "tiny")  # imports what the measured model needs
+    before = resident("VmRSS")
+    model = make_model(base, size)
+    gc.collect()
+    weights = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
+    ids = torch.randint(0, SIZES[size]["vocab_size"], (1, tokens))
+    Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM back to VmRSS
+    pipe.send({"weights": weights})
+    while pipe.recv():
+        start = time.perf_counter()
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        pipe.send({"seconds": time.perf_counter() - start, "peak": resident("VmHWM") - before})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="1b")
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=5, help="timed steps of each base, after one that is not timed")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--bases", nargs="+", choices=BASES, default=list(BASES))
+    options = parser.parse_args()
+    bases = [b for b in options.bases if b != "bitsandbytes" or importlib.util.find_spec("bitsandbytes")]
+    context = multiprocessing.get_context("spawn")
+    pipes: dict[str, Connection] = {}
+    results: dict[str, dict[str, Any]] = {}
+    for base in bases:
+        pipes[base], theirs = context.Pipe()
+        arguments = (theirs, base, options.size, options.tokens, options.threads)
+        context.Process(target=work, args=arguments, daemon=True).start()
+        results[base] = {**pipes[base].recv(), "seconds": []}
+    for turn in range(options.rounds + 1):
+        for base in bases:
+            pipes[base].send(True)
+            answer = pipes[base].recv()
+            results[base]["peak"] = answer["peak"]
+            if turn:
+                results[base]["seconds"].append(answer["seconds"])
+    print(f"| base | weights MB | peak MB | seconds, median of {options.rounds} | range |\n|---|---|---|---|---|")
+    for base, result in results.items():
+        seconds = result["seconds"] or [float("nan")]
+        print(
+            f"| {base} | {result['weights'] / 1e6:.0f} | {result['peak'] / 1e6:.0f} | "
+            f"{statistics.median(seconds):.2f} | {min(seconds):.2f} to {max(seconds):.2f} |"
+        )
+    missing = set(options.bases) - set(bases)
+    if missing:
+        print(f"not installed: {', '.join(missing)}")
+    print(json.dumps(vars(options)))
+    for pipe in pipes.values():
+        pipe.send(False)
+
+
+if __name__ == "__main__":
+    main()
