@@ -51,7 +51,7 @@ def pytest_configure(config):
 
 
 def pytest_pycollect_makemodule(module_path, parent):
-    """Skips the files that need the software Metal device itself, by name, if it is missing or not used."""
+    """Skips the files that need the software Metal device, each with its name, if the device is missing or not used."""
     needs_device = {"softmetal", "kernels"} & set(module_path.relative_to(HERE).parts)
     if needs_device and (MPS_MISSING or sys.platform == "darwin"):
         return SkippedModule.from_parent(parent, path=module_path)

@@ -1,12 +1,15 @@
-"""Converts a large synthetic checkpoint and measures throughput against `cp`, peak memory, and resuming after kills.
+"""Converts a large synthetic checkpoint, and measures speed compared with `cp`, peak memory, and resuming after kills.
 
     python benchmarks/convert_checkpoint.py --gigabytes 2 --kills 50
 
 Every conversion runs in a process of its own. Conversions take turns with `cp`, which copies the same files on the same
-disk. Both end when the operating system has the data, which may not be on the disk yet. The source is in the page
-cache. A virtual machine may have to ask its host for memory during a run; because of that, `cp` of 2 GB took anything
-from 0.5 s to 3 s. Before each run, the program therefore writes and frees as much memory as the result needs. Peak
-memory includes about 220 MB for Python and torch.
+disk. Both count as done when the operating system has the data, which may not be on the disk yet. The source is in the
+page cache.
+
+On a virtual machine, `cp` of 2 GB took anything from 0.5 s to 3 s, because the machine had to ask its host for memory.
+Before each run, the program therefore writes and frees as much memory as the result needs.
+
+Peak memory includes about 220 MB for Python and torch.
 """
 
 import argparse
@@ -36,7 +39,7 @@ CODES_PER_WORD, GROUP = 8, 128
 
 
 def layer_tensors(layout: str, K: int, N: int, seed: int) -> dict[str, torch.Tensor]:
-    """Returns random 4-bit words. Only their sizes matter here."""
+    """Returns the tensors of a layer, with random 4-bit words. Only the sizes matter for this benchmark."""
     generator = torch.Generator().manual_seed(seed)
 
     def words(*shape: int) -> torch.Tensor:
@@ -97,7 +100,10 @@ def fetch_memory(nbytes: int) -> None:
 
 
 def convert(source: Path, destination: Path, shard_mb: int) -> tuple[float, float, float, int]:
-    """Returns seconds of the process, seconds and CPU seconds of the conversion in it, and the peak resident size."""
+    """Converts in a new process.
+
+    Returns the seconds of the process, the seconds and CPU seconds of the conversion in it, and the peak resident size.
+    """
     began = time.perf_counter()
     command = [sys.executable, __file__, "--measure", str(source), str(destination), "--shard-mb", str(shard_mb)]
     done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
@@ -118,7 +124,7 @@ def measure(source: Path, destination: Path, shard_mb: int) -> None:
     began, cpu = time.perf_counter(), time.process_time()
     write_checkpoint(open_reader(source), destination, max_shard_bytes=shard_mb * 10**6)
     seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
-    # Measured inside the process, because the parent would see a ru_maxrss that starts with the parent's own size.
+    # In the parent, ru_maxrss of a child is at least the parent's own size. The child therefore measures itself.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     if Path("/proc/self/status").exists():
         status = Path("/proc/self/status").read_text()
@@ -136,7 +142,10 @@ def digest(path: Path) -> dict[str, str]:
 
 
 def kill_and_resume(source: Path, work: Path, shard_mb: int, kills: int, seconds: float, seed: int) -> tuple[int, int]:
-    """Kills conversions at random points, `kills` times. Returns the kills, and the runs that kept finished shards."""
+    """Kills conversions at random points, `kills` times.
+
+    Returns the number of kills, and of the runs that kept finished shards.
+    """
     convert(source, work / "whole", shard_mb)
     expected = digest(work / "whole")
     shutil.rmtree(work / "whole")

@@ -51,7 +51,7 @@ def seconds(call: Call, index: int) -> float:
 def time_calls(calls: dict[str, Call], budget: float, least: int = 5) -> Times:
     """Returns the seconds of each call in each round, for as many rounds as the budget in seconds allows.
 
-    The calls must be finished when they return; `tuning.interleave` times asynchronous calls.
+    Use this function only for calls that are finished when they return; `tuning.interleave` times asynchronous calls.
     Every call gets a new number, so that consecutive calls read different weights. The order within a round is random,
     so that no call always follows the same other call, which affects the caches.
     """
@@ -78,7 +78,7 @@ def ratio(times: Times, rival: str, ours: str) -> float:
 
 
 class Layer:
-    """Enough copies of one layer's weight in a format of this package."""
+    """Copies of one layer's weight in a format of this package, so many that each is out of the caches when used."""
 
     def __init__(
         self, K: int, N: int, weight_format: str = "uint4b8", group_size: int = GROUP_SIZE, perm: bool = False
@@ -106,7 +106,7 @@ class Layer:
 
 
 class Peers:
-    """Enough copies of one layer's weight in every rival's own format."""
+    """Copies of one layer's weight in every rival's own format, so many that each is out of the caches when used."""
 
     def __init__(self, K: int, N: int) -> None:
         copies = max(2, cold_bytes() // (K * N // 2))
@@ -206,7 +206,7 @@ def few_rows(K: int, N: int, budget: float, stream: Stream) -> None:
 
 
 def formats(K: int, N: int, budget: float) -> None:
-    """Compares formats with uint4b8 at the same group size. Above 1, the format takes longer."""
+    """Prints each format's time divided by that of uint4b8 at the same group size. Above 1, the format takes longer."""
     table(
         f"K x N = {K} x {N}: time by that of uint4b8 at the same group size",
         ["M", "a", "lut4, group 128", "uint4 with zeros, group 128", "uint4b8 with perm, group 128", "mxfp4, group 32",

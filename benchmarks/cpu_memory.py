@@ -65,7 +65,7 @@ class Copies:
 
 
 def packed_weights(weight_format: str, group_size: int) -> list[dict[str, object]]:
-    """Returns enough weights of one format that they do not fit in the caches."""
+    """Returns copies of a weight in one format: so many that a copy is in no cache when it is used again."""
     info = tmm.WEIGHT_FORMATS[weight_format]
     groups = K // group_size
     copies = COLD_BYTES // (K * N // 2)

@@ -1,8 +1,8 @@
 """Counts the instructions per weight in the inner loops of the NEON kernels, from the compiler's listing.
 
-Measures no time. Cross-compiles with aarch64-linux-gnu-g++ and counts the innermost loop over k. An iteration has 8 k
-of 4 columns per vector. A panel kernel reads codes that another loop has decoded once for all row blocks; that loop has
-a row of its own in the table.
+Measures no time. Cross-compiles with aarch64-linux-gnu-g++ and counts the innermost loop over k. An iteration of this
+loop computes 8 k of 4 columns for each vector. Kernels with a panel read codes that another loop has decoded before,
+once for all row blocks. That loop has a row of its own in the table.
 """
 
 import argparse

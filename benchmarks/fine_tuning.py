@@ -1,7 +1,8 @@
-"""Peak memory and time of a training step of a random Llama with LoRA adapters: packed, bf16 and bitsandbytes bases.
+"""Measures peak memory and time of a training step with LoRA adapters, for a packed, a bf16 and a bitsandbytes model.
 
-Every base has a process of its own, so that its peak is its own. The processes take steps in turn, so that a
-disturbance of the machine affects all bases alike. bitsandbytes takes part where it is installed.
+The model is a random Llama. Each kind runs in a process of its own, so that its peak memory is its own. The processes
+take steps in turn, so that a disturbance of the machine affects all of them alike. bitsandbytes takes part if it is
+installed.
 """
 
 import argparse

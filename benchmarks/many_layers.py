@@ -43,7 +43,7 @@ print(json.dumps([found, opened, memory, time.process_time() - began, peak() - b
 
 
 def write_safetensors(path: Path, settings: dict[str, Any], tensors: list[tuple[str, str, list[int], bytes]]) -> Path:
-    """Writes a checkpoint of (name, dtype, shape, content)."""
+    """Writes a checkpoint from tuples (name, dtype, shape, content)."""
     path.mkdir()
     entries, place = {}, 0
     for name, dtype, shape, content in tensors:
@@ -90,7 +90,7 @@ def stacked_experts(path: Path, count: int) -> Path:
 
 
 def gguf(path: Path, tensors: list[tuple[str, tuple[int, ...]]]) -> Path:
-    """Writes Q4_0 tensors of (name, sizes with K first)."""
+    """Writes Q4_0 tensors, given as tuples (name, sizes with K first)."""
 
     def text(value: str) -> bytes:
         return struct.pack("<Q", len(value)) + value.encode()

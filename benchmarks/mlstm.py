@@ -120,7 +120,11 @@ def in_fp32(method: Method) -> Method:
 
 
 def compiled_chunkwise(S: int) -> Method:
-    """Compiles one graph. Above 1024 tokens that takes minutes, so it compiles three, one of which runs per chunk."""
+    """Compiles one graph for up to 1024 tokens.
+
+    For more tokens one graph would take minutes to compile, so three smaller graphs are compiled, one of which runs for
+    each chunk.
+    """
     torch._dynamo.reset()
     if S <= 1024:
         return torch.compile(in_fp32(chunkwise), dynamic=False)

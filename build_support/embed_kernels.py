@@ -18,9 +18,10 @@ DELIMITER = "METAL"
 
 
 def for_metal(lines: list[str]) -> list[str]:
-    """Returns the lines that a Metal compiler reads, and an empty line in place of each other one.
+    """Returns the lines with an empty line in place of each line that a Metal compiler skips.
 
-    Conditions other than `#ifdef __METAL_VERSION__` and `#ifndef` stay as they are. Neither has an `#elif`.
+    Decides only the conditions `#ifdef __METAL_VERSION__` and `#ifndef __METAL_VERSION__`, neither of which has an
+    `#elif`. All other conditions stay in the text.
     """
     kept = []
     open_conditions: list[bool | None] = []  # whether Metal reads the branch; None for conditions that stay
@@ -42,7 +43,7 @@ def for_metal(lines: list[str]) -> list[str]:
 
 
 def inline_headers(path: Path, root: Path, seen: set[Path]) -> str:
-    """Returns the text that Metal reads of a file, with the first #include of each of our headers replaced by it.
+    """Returns the text of a file for Metal. The header's text replaces the first #include of each of our headers.
 
     Includes are relative to `root`, the repository. `#line` makes compiler messages refer to the repository's files.
     """
@@ -62,7 +63,7 @@ def inline_headers(path: Path, root: Path, seen: set[Path]) -> str:
 
 
 def without_unused_macros(text: str) -> str:
-    """Returns the text without the macros whose names it does not contain elsewhere; the number of lines stays.
+    """Removes macros whose names the text does not contain elsewhere. The number of lines stays the same.
 
     A name that `##` may put together counts as contained.
     """

@@ -134,7 +134,7 @@ def objects_folder(torch: str) -> Path:
 
 
 def serves_any_torch(product: Path) -> bool:
-    """Returns true if an object is there and neither it nor what it was made from has anything of PyTorch."""
+    """Returns true if an object is up to date and neither it nor its sources include a header of PyTorch."""
     dependencies = product.with_suffix(".d")
     return not stale(product, dependencies) and f"{os.sep}torch{os.sep}include{os.sep}" not in dependencies.read_text()
 
@@ -194,7 +194,7 @@ def link(objects: list[Path], product: Path, torch: str = PINNED) -> Path:
 
 
 def link_cpp_library(objects: list[Path], product: Path, torch: str) -> Path:
-    """Links the library for C++ programs likewise. A symbol of Python is an error."""
+    """Links the library for C++ programs with the real torch dylibs. A symbol of Python is an error."""
     own = [path for path in objects if not path.name.startswith("csrc_python_")]
     dylibs = [path for path in torch_dylibs(torch) if path.name != "libtorch_python.dylib"]
     return _link(own, product, dylibs, f"@loader_path/{cpp_library.TORCH_FROM_HERE}", [])

@@ -17,7 +17,7 @@ from build_support import macos, softmetal
 
 @dataclass(frozen=True)
 class Mistake:
-    """A text to replace wherever it occurs, the source to compile again, and a part of the expected report."""
+    """A deliberate mistake: a text to replace, the source to compile again, and a part of the expected report."""
 
     what: str
     before: str

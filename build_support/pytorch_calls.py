@@ -53,7 +53,8 @@ MEMBERS = {
         "27addProfilerCompletedHandler",
         "27addProfilerScheduledHandler",
     ),
-    # Memory is kept apart by stream, which the workspaces of csrc/mps/encoder.mm rest on.
+    # The workspaces of csrc/mps/encoder.mm rely on this: PyTorch's allocator keeps the memory of different streams
+    # apart.
     "13HeapAllocator20MPSHeapAllocatorImpl": (
         "11free_buffer",
         "15get_free_buffer",
@@ -65,7 +66,8 @@ MEMBERS = {
 }
 _NAMES = "|".join([*FREE_FUNCTIONS, *(f"{owner}(?:{'|'.join(names)})" for owner, names in MEMBERS.items())])
 MANGLED = re.compile(rf"_+ZNK?2at3mps(?:{_NAMES})E\w*")
-# Calls for memory, strings and exceptions, which depend on the compiler and not on PyTorch's source.
+# Calls that the lists leave out: those for memory, strings and exceptions depend on the compiler, not on PyTorch's
+# source.
 HOUSEKEEPING = re.compile(r"std::|operator (new|delete)|__Unwind_Resume|___cxa_(?!throw)|___clang_|fmt::|.*\(\.cold\.")
 STRING = re.compile(r"std::__1::basic_string<char, [^<>]*<char>, [^<>]*<char>\s?>")
 
@@ -86,7 +88,7 @@ def _demangled(names: list[str]) -> list[str]:
 
 
 def _stubs(dylib: Path) -> dict[int, str]:
-    """Names of imported functions by the address of their stub."""
+    """Returns the names of imported functions by the address of their stub."""
     printed = _run("llvm-objdump-19", "--macho", "--indirect-symbols", str(dylib))
     return {int(at, 16): name for at, name in re.findall(r"^(0x[0-9a-f]+)\s+\d+ (\S+)$", printed, re.MULTILINE)}
 

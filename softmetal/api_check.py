@@ -21,7 +21,7 @@ from .build import COMPILER, RUNTIME
 
 INCLUDE = RUNTIME / "include"
 HEADERS = ("Foundation/Foundation.h", "Metal/Metal.h")
-# Selectors of frameworks whose metadata is not read, from Apple's documentation.
+# Selectors that Apple's documentation lists for frameworks whose metadata this check does not read.
 OTHER_FRAMEWORKS = {"rootCommandBuffer"}  # MPSCommandBuffer, MetalPerformanceShaders
 INTERFACE_PREFIX = "Interface_"  # an @interface is compiled as a protocol, so that its methods are listed
 

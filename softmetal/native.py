@@ -29,7 +29,7 @@ class Library:
     """The loaded device library. Its C functions are attributes, named without `softmetal_`.
 
     Args:
-        path: of the device library. The constructor loads the executor first.
+        path: path of the device library. The constructor loads the executor first.
     """
 
     def __init__(self, path: Path) -> None:

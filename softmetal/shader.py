@@ -107,7 +107,8 @@ class ShaderKernel:
             numbers = value.float() if value.dtype == torch.float64 else value
         elif isinstance(value, list | tuple) and value and all(isinstance(v, torch.Tensor) for v in value):
             numbers = torch.tensor([self._address(v) for v in value], dtype=torch.int64)
-            # PyTorch does not call useResource for them, and the kernels of its tests run on Macs.
+            # Kernels reach these tensors through their addresses. On a Mac that works although PyTorch does not call
+            # useResource for them, so this device counts them as resident.
             resident = [v.untyped_storage().data_ptr() for v in value]
         else:
             numbers = _numbers(index, value, cast)

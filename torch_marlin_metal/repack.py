@@ -138,7 +138,8 @@ def pack_awq_zeros(zeros: Tensor) -> Tensor:
 def gptq_perm(g_idx: Tensor, group_size: int) -> Tensor | None:
     """Turns GPTQ's act-order `g_idx` into the operators' `perm`.
 
-    A stable sort by group: row j of the packed weight is row `perm[j]` of the checkpoint; groups become contiguous.
+    The rows are sorted by group, in a stable sort: row j of the packed weight is row `perm[j]` of the checkpoint, and
+    each group becomes contiguous.
 
     Args:
         g_idx: int32 or int64 `[K]`, the group of each row of the checkpoint.

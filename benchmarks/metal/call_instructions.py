@@ -1,9 +1,10 @@
 """Counts the instructions that one call takes on the host, by library, on the software Metal device (Linux, x86-64).
 
 The process single-steps itself through some calls whose plans are known: the processor's trap flag raises SIGTRAP after
-each instruction. Times under load say little about a microsecond, while counts repeat. "ours" is the extension.
-"PyTorch" allocates and dispatches. "stand-ins" are the device's Metal, Objective-C run time and MPS stream; on a Mac
-other code does their work. Nothing is committed while calls are counted, so no kernel runs.
+each instruction. The program counts instead of measuring time, because counts repeat exactly and do not depend on other
+programs. "ours" is the extension. "PyTorch" allocates and dispatches. "stand-ins" are the device's Metal, Objective-C
+run time and MPS stream; on a Mac other code does their work. Nothing is committed while calls are counted, so no kernel
+runs.
 """
 
 import argparse
@@ -97,7 +98,7 @@ def call_of(operator: str) -> Callable[[], object]:
 
 
 def mappings() -> list[tuple[int, int, str]]:
-    """Executable mappings: first address, address after the last, file."""
+    """Returns the executable mappings: first address, address after the last, file."""
     rows = []
     for line in Path("/proc/self/maps").read_text().splitlines():
         fields = line.split(maxsplit=5)

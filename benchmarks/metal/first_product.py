@@ -1,9 +1,9 @@
 """Counts what the first product of a process compiles: text, kernels and a compiler's front-end time, by kind of model.
 
 "One library per file" means that the host compiles whole files, with the probe kernel in gemv's file. In the other rows
-the host compiles single functions, as it does now. The front end is clang 19 with -O2 and the Metal headers of the
-software Metal device. Function constants have no values yet, as in the first stage of Metal's compiler. Times are CPU
-seconds of this machine; Apple's compiler has not been measured. Nothing runs on a GPU.
+the host compiles single functions, which is what this package does. The front end is clang 19 with -O2 and the Metal
+headers of the software Metal device. Function constants have no values yet, as in the first stage of Metal's compiler.
+Times are CPU seconds of this machine; Apple's compiler has not been measured. Nothing runs on a GPU.
 """
 
 import argparse

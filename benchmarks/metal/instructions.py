@@ -180,9 +180,9 @@ def count(agxstat: str, folder: Path, case: Case) -> Figures | str:
 
 
 def figures(case: Case, counted: dict[str, Any]) -> Figures:
-    """Returns the counts of the innermost loop with the largest estimate, plus its share of the loop around it.
+    """Returns the counts of the slowest innermost loop, plus a share of the loop around it.
 
-    With bf16 and fp32 activations, gemv has two innermost loops; the slower one is for very small activations.
+    With bf16 and fp32 activations, gemv has two innermost loops; the slowest one is for very small activations.
     """
     loops = counted["loops"]
     hot = loops[counted["hot_loop"]]

@@ -129,7 +129,10 @@ def instructions(part: dict[str, Any]) -> float:
 
 
 def states_work(counts: dict[str, Any], S: int, DK: int, DV: int, chunk: int, element_bytes: int) -> Work:
-    """Returns the work for a head. The tail code of a chunk counts as executed, except its matrix products."""
+    """Returns the work of mlstm_states for one head.
+
+    The code for the tail of a chunk is counted as if it ran, without its matrix products.
+    """
     step = loop(counts, 16)
     outer = next(x for x in counts["loops"] if not x["innermost"])["own"]
     simdgroups = -(-DK // BLOCK) * -(-DV // BLOCK)
@@ -140,7 +143,10 @@ def states_work(counts: dict[str, Any], S: int, DK: int, DV: int, chunk: int, el
 
 
 def output_work(counts: dict[str, Any], S: int, DK: int, DV: int, chunk: int, element_bytes: int) -> Work:
-    """Returns the work for a head. Code outside loops counts once, including tails, except their matrix products."""
+    """Returns the work of mlstm_output for one head.
+
+    Code outside loops, including code for tails, is counted once, without its matrix products.
+    """
     scores, state, values = (loop(counts, n) for n in (8, 32, 64))
     unit = next(x for x in counts["loops"] if not x["innermost"] and x["matrix_ops"])["own"]
     sums = next(x for x in counts["loops"] if not x["innermost"] and not x["matrix_ops"])  # the sums q . n
@@ -175,7 +181,7 @@ def gates_work(counts: dict[str, Any], S: int) -> Work:
 
 
 def step_work(counts: dict[str, Any], DK: int, DV: int) -> Work:
-    """Returns the work for a head and token, which reads and writes C once."""
+    """Returns the work of mlstm_step for one head and token. The kernel reads and writes C once."""
     rows = max((x for x in counts["loops"] if x["innermost"]), key=lambda x: x["device_store_bytes"])
     groups = -(-DV // STEP_COLUMNS)
     straight = instructions(counts["total"]) - instructions(rows)

@@ -51,7 +51,7 @@ class Point:
 
 
 class NotModelled(Exception):
-    """The model has no description of what a row measured; the text is the reason."""
+    """A row of the file measured something that the model cannot predict. The message is the reason."""
 
 
 def gpu_of(row: Row) -> AppleSiliconGPU:

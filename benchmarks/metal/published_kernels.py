@@ -90,7 +90,10 @@ class Product:
         return self.N * self.K * WEIGHT_BYTES[self.weight_format]
 
     def weight_traffic(self, gpu: AppleSiliconGPU, times: int = 1) -> float:
-        """Returns the memory traffic of reading the weight in bytes; it is less if the system-level cache has it."""
+        """Returns the bytes that reading the weight takes from memory.
+
+        They are fewer if the system-level cache has the weight.
+        """
         if self.cached:
             return reads(self.weight_bytes, 1 + times, gpu) - self.weight_bytes
         return reads(self.weight_bytes, times, gpu)
@@ -149,7 +152,10 @@ def row_bytes(product: Product) -> float:
 
 
 def mlx_vector(product: Product, gpu: AppleSiliconGPU) -> float:
-    """Times `qmv_fast`: a threadgroup has 8 columns of a row; the rows of a column block start together."""
+    """Predicts the time of MLX's `qmv_fast`.
+
+    A threadgroup has 8 columns of a row; the rows of a column block start together.
+    """
     columns = ceil(product.N, 8)
     activations = product.M * product.K * product.activation_bytes
     return seconds(
@@ -167,7 +173,7 @@ def mlx_vector(product: Product, gpu: AppleSiliconGPU) -> float:
 
 
 def mlx_wide(product: Product, gpu: AppleSiliconGPU) -> float:
-    """Times `qmv_wide` of M3 and later: a block has 2 to 5 rows, a threadgroup 8 columns."""
+    """Predicts the time of MLX's `qmv_wide`, for M3 and later: a block has 2 to 5 rows, a threadgroup 8 columns."""
     blocks = ceil(product.M, 5)
     columns = ceil(product.N, 8)
     activations = product.M * product.K * product.activation_bytes
@@ -186,7 +192,10 @@ def mlx_wide(product: Product, gpu: AppleSiliconGPU) -> float:
 
 
 def mlx_matrix(product: Product, gpu: AppleSiliconGPU) -> float:
-    """Times `qmm_t`: tiles are 32 x 32 and go along N first; K is split until there are 512 threadgroups."""
+    """Predicts the time of MLX's `qmm_t`.
+
+    Tiles are 32 x 32 and go along N first; K is split until there are 512 threadgroups.
+    """
     row_blocks, column_blocks = ceil(product.M, 32), ceil(product.N, 32)
     splits = min(max(1, 512 // (row_blocks * column_blocks)), product.K // 64)
     while splits > 1 and product.K % (splits * 64):
@@ -210,7 +219,7 @@ def mlx_matrix(product: Product, gpu: AppleSiliconGPU) -> float:
 
 
 def mlx(product: Product, gpu: AppleSiliconGPU) -> float:
-    """Returns the time of MLX's `quantized_matmul` with the kernel that its host code takes."""
+    """Predicts the time of MLX's `quantized_matmul`, with the kernel that MLX's host code chooses."""
     is_ultra = gpu.name.endswith("Ultra")
     limits = (32, 18, 12) if is_ultra else (13, 15, 13) if gpu.family >= 9 else (14, 10, 6)
     size = max(product.N, product.K)
@@ -221,7 +230,10 @@ def mlx(product: Product, gpu: AppleSiliconGPU) -> float:
 
 
 def ggml_vector(product: Product, gpu: AppleSiliconGPU) -> float:
-    """Times `mul_mv`: a threadgroup has 8 columns (q4_0), or 2 whose simdgroups share K (q8_0), and one row."""
+    """Predicts the time of ggml's `mul_mv`.
+
+    A threadgroup has one row, and 8 columns (q4_0), or 2 whose simdgroups share K (q8_0).
+    """
     is_q8 = product.weight_format == "q8_0"
     columns = ceil(product.N, 2 if is_q8 else 8)
     activations = product.M * product.K * product.activation_bytes
@@ -240,7 +252,10 @@ def ggml_vector(product: Product, gpu: AppleSiliconGPU) -> float:
 
 
 def ggml_few_rows(product: Product, gpu: AppleSiliconGPU) -> float:
-    """Times `mul_mv_ext`: a block has 2 to 5 rows; the second block starts when the first has ended."""
+    """Predicts the time of ggml's `mul_mv_ext`.
+
+    A block has 2 to 5 rows; the second block starts when the first has ended.
+    """
     if product.M == 1:
         return ggml_vector(product, gpu)
     rows = {2: 2, 3: 3, 4: 4, 5: 5, 6: 3, 7: 4, 8: 4}[product.M]
@@ -262,7 +277,10 @@ def ggml_few_rows(product: Product, gpu: AppleSiliconGPU) -> float:
 
 
 def ggml_matrix(product: Product, gpu: AppleSiliconGPU) -> float:
-    """Times `mul_mm`: tiles have 32 rows and 64 columns; the row blocks of a column block start together."""
+    """Predicts the time of ggml's `mul_mm`.
+
+    Tiles have 32 rows and 64 columns; the row blocks of a column block start together.
+    """
     row_blocks, column_blocks = ceil(product.M, 32), ceil(product.N, 64)
     activations = product.M * product.K * product.activation_bytes
     return seconds(
@@ -289,7 +307,8 @@ class Model:
     key_values: int
     feed_forward: int
     vocabulary: int
-    # In llama.cpp. 24 in a layer of the 7B: 7 products, and 17 norms, rotations, copies, additions and attention.
+    # Of llama.cpp. A layer of the 7B model has 24: 7 products, and 17 norms, rotations, copies, additions and
+    # attention.
     dispatches_per_layer: int = 24
 
     def weights(self) -> Sequence[tuple[int, int]]:

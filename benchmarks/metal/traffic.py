@@ -35,7 +35,10 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch
 
 @dataclass(frozen=True)
 class Traffic:
-    """The counts of one product over all its dispatches. Bytes are read and written ones, total and distinct."""
+    """The counts of one product over all its dispatches.
+
+    The bytes are those read and written, in total and distinct.
+    """
 
     variant: str
     weight_format: str

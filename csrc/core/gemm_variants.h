@@ -11,7 +11,7 @@
 
 namespace marlin {
 
-// The order is that in which the planner tries the variants. Of two that cost the same, the planner takes the earlier.
+// The planner tries the variants in this order. Of two that cost the same, it takes the earlier one.
 enum class GemmVariant : uint8_t { gemv, fused, double_buffered, single_stage, striped, two_pass };
 
 inline constexpr std::array<std::string_view, 6> kGemmVariants{"gemv",         "fused",   "double_buffered",

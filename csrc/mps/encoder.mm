@@ -52,9 +52,9 @@ std::vector<at::Tensor> defined(const Bindings& bindings) {
 void encode(const CompiledPlan& compiled, Bindings bindings) {
   raise_gpu_failure();
   // Workspaces need no cache of their own, because PyTorch's allocator reuses freed memory within microseconds. The
-  // reuse is safe: later work is encoded on the same stream, so it runs after this plan. Where torch has several
-  // streams (2.14 and later), its allocator hands freed memory to the stream that allocated it, or to another one only
-  // when no work in flight uses it (build_support/pytorch_calls.py).
+  // reuse is safe: later work is encoded on the same stream, so it runs after this plan. torch 2.14 and later have
+  // several streams. Their allocator gives freed memory to another stream only when no work in flight uses it
+  // (build_support/pytorch_calls.py).
   const Extent& partials = compiled.plan.partials;
   if (partials.z != 0) {
     bindings[kSlotPartials] =

@@ -26,7 +26,7 @@ OptionalTensor optional(const torch::autograd::Variable& saved) {
   return saved.defined() ? OptionalTensor(saved) : std::nullopt;
 }
 
-// Saves a weight, which has no derivative itself, for the derivative of a product with it.
+// Saves a weight's tensors for the backward pass, which multiplies with them. The weight itself has no derivative.
 void save_weight(AutogradContext* ctx, const WeightTensors& weight) {
   ctx->save_for_backward({weight.b_packed, weight.scales, weight.zeros.value_or(Tensor()),
                           weight.global_scale.value_or(Tensor()), weight.lut.value_or(Tensor()),

@@ -30,7 +30,8 @@ void add_reduction(Plan& plan, const Tiling& tiling, const GemmProblem& problem)
 // Three threadgroups with this much threadgroup memory fit on a core.
 inline constexpr uint32_t kPreferredThreadgroupBytes = 20 * 1024;
 
-// Returns how many threadgroups of a staged kernel the whole GPU holds at once: at least one per core.
+// Returns the cheapest tiling with the tile in this row of the table kGemmTiles, or nothing if that tile cannot compute
+// the problem.
 uint64_t resident_threadgroups(const GemmTile& row, const GemmProblem& problem, const GpuDevice& device);
 
 // Returns the cheapest tiling with one row of kGemmTiles, or nothing if that row cannot compute the problem.

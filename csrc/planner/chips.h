@@ -170,7 +170,8 @@ inline constexpr auto kChips = [] {
       {"M4", 9, 10, 8, derived(1.58), apple(120), apple(120), stream(0.83), small(1), assumed(1536), assumed(8)},
       {"M4 Pro", 9, 20, 16, derived(1.58), apple(273), apple(273), stream(0.91), small(1), assumed(512), assumed(24)},
       {"M4 Max", 9, 40, 32, derived(1.58), apple(546), apple(410), slope(0.93), small(1), assumed(1024), assumed(48)},
-      // The MacBook of 2026. Apple publishes the memory's rate and the number of cores, but not the clock.
+      // A18 Pro is the chip of the MacBook of 2026. Apple publishes the memory's rate and the number of cores, but not
+      // the clock.
       {"A18 Pro", 9, 5, 5, assumed(1.58), apple(60), apple(60), assumed(0.83), small(1), assumed(1536), assumed(8)},
       {"M5", 10, 10, 8, assumed(1.6), apple(153), apple(153), slope(0.81), small(1), assumed(1536), assumed(8)},
       {"M5 Pro", 10, 20, 16, assumed(1.6), apple(307), apple(307), slope(0.95), small(1), assumed(512), assumed(24)},

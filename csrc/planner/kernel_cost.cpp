@@ -15,7 +15,7 @@ namespace {
 constexpr double kOverlapLoss = 0.05;
 // A tensor that fills at most this fraction of the system-level cache is still there when it is read again.
 constexpr double kCachedFraction = 0.5;
-// The cost of reading a byte from that cache, as a fraction of the cost of reading the byte from memory.
+// The cost of reading a byte from the system-level cache, as a fraction of the cost of reading the byte from memory.
 constexpr double kCacheCost = 0.5;
 // The bound is "occupancy" if the busiest core takes longer than this multiple of the time that the instructions would
 // take if they were spread evenly over the cores.

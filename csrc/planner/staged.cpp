@@ -7,7 +7,7 @@ namespace marlin {
 
 namespace {
 
-// With shorter slices, the reduction costs more than splitting K gains.
+// If slices were shorter than this, the reduction would cost more than splitting K gains.
 constexpr uint32_t kMinSlice = 256;
 
 }  // namespace

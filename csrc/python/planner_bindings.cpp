@@ -110,7 +110,7 @@ py::dict dispatch_dict(const Dispatch* dispatch, const DispatchCost& cost) {
   return entry;
 }
 
-// Returns the cost of any kernel; the dict names all fields of a KernelLoad.
+// Returns the cost of any kernel. `described` has a value for each field of KernelLoad.
 py::dict kernel_cost_of(const std::string& chip, uint32_t cores, const py::dict& described) {
   KernelLoad load{.threadgroups = described["threadgroups"].cast<uint64_t>(),
                   .threads = described["threads"].cast<uint32_t>(),

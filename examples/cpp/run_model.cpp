@@ -31,7 +31,7 @@ int main(int argc, char** argv) try {
   torch::inductor::AOTIModelPackageLoader model(argv[1]);
   print("model", model.run({x}).at(0));
 
-  // One operator by itself: codes of 9 in the format uint4b8 are ones, so each output is the sum of a row times 0.5.
+  // Calls one operator by itself. In uint4b8 the code 9 stands for 1, so each output is the sum of a row times 0.5.
   const torch_marlin_metal::Weight weight{.b_packed = at::full({32, 4}, -0x66666667, at::kInt),
                                           .scales = at::full({2, 4}, 0.5),
                                           .weight_format = "uint4b8",

@@ -39,7 +39,8 @@ MARLIN_INLINE Vec8<half> exact_e2m1(uint word) {
                    e2m1_scaled(word, 3) * unit);
 }
 
-// How FastCodes reads codes. A code is the returned value times even_unit(), or odd_unit() for odd k.
+// How FastCodes decodes. To get the code, the caller multiplies the returned value by even_unit(), or by odd_unit() for
+// odd k.
 struct DecodeOptions {
   bool subnormal;     // reads codes as half subnormals, otherwise as normal halves
   bool separate_odd;  // leaves codes of odd k 16 times too large: saves a shift, but needs separate accumulators

@@ -50,7 +50,8 @@ struct FusedAccumulators {
   uint quad;                 // the lane's first k among the 32 of a load
   const device uint* words;  // the lane's next four words
   uint scale_index;          // of the next scales; fits in 32 bits, because the planner refuses larger weights
-  // The lane's two rows of block 0, at the lane's first k of the next step; with a permutation, at k = 0.
+  // Point into the lane's two rows of row block 0: at the lane's first k of the next step or, with a permutation, at k
+  // = 0.
   const device T* x_row[2];
   vec<T, 4> x[kFusedRowBlocks][2];      // four k of each of the two rows
   int64_t row_offset[kFusedRowBlocks];  // from block 0 to block i; the same for all lanes and threadgroups

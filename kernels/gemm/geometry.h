@@ -121,7 +121,8 @@ enum {
   kChainLength = 128,
 };
 
-// 32 columns need fewer operand loads per product than 16, but twice the accumulators.
+// Returns how many columns a simdgroup computes. 32 columns need fewer operand loads per product than 16, but twice the
+// accumulators.
 constexpr uint32_t tile_simdgroup_columns(TileShape tile) {
   return tile.M * tile.N > kMaxOutputsOf16Columns ? 32 : 16;
 }

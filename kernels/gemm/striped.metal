@@ -45,7 +45,7 @@ MARLIN_INLINE void striped_gemm(const Product<T> product, constant GemmParams& p
     const uint n0 = index / tiles_m * Tile::kN;
     const uint k_begin = (unit - tile_begin) * params.k_per_slice;
     const uint k_end = unit_end == tile_end ? params.K : (unit_end - tile_begin) * params.k_per_slice;
-    // This tile first fills a stage that other simdgroups may still be reading for the previous tile.
+    // Other simdgroups may still be reading the previous tile's data from the stage that this tile fills first.
     if (unit != begin) threadgroup_barrier(mem_flags::mem_threadgroup);
     tile.compute(product, params, m0, n0, k_begin, k_end);
     if (!writes_partials || (unit == tile_begin && unit_end == tile_end)) {

@@ -20,8 +20,8 @@ enum {
   kBlockScores = kMlstmBlock * kMlstmBlock / 2,  // float2s of a block of keys
 };
 
-// The eight k, of 32, that a lane holds of its query: k = 8 pair + 4 e + j is column 2 pair + e of fragment j. In the
-// keys' fragment j, row v is k = 4 v + j.
+// A lane holds eight of every 32 k of its query: column 2 pair + e of fragment j stands for k = 8 pair + 4 e + j. In
+// the keys' fragment j, row v stands for k = 4 v + j.
 template <typename T>
 struct QueryRow {
   vec<T, 4> x[2];
@@ -170,7 +170,8 @@ struct OutputSums {
     }
   }
 
-  // Adds sixteen k. A lane holds four: k = 4 pair + 2 j + e is column 2 pair + e of fragment j.
+  // Adds the products of sixteen k. A lane holds four of them: column 2 pair + e of fragment j stands for k = 4 pair +
+  // 2 j + e.
   template <Tail tail>
   MARLIN_INLINE void add_state_step(const device T* q, thread const uint (&q_rows)[kFragments], const device float* C,
                                     uint first, uint column, uint DK, uint DV, MlstmLane lane) thread {

@@ -81,7 +81,8 @@ void sm_note_matrix_access(void) SM_CONVERGENT;
 // Called if a kernel uses a function constant that has no value in this specialisation.
 void sm_undefined_function_constant(const char* name);
 
-// ABSENT: the argument has [[function_constant(x)]] and x is false. The kernel gets a null pointer.
+// SM_ARGUMENT_ABSENT means that the argument has [[function_constant(x)]] and x is false. The kernel gets a null
+// pointer.
 enum { SM_ARGUMENT_BUFFER = 0, SM_ARGUMENT_THREADGROUP = 1, SM_ARGUMENT_ABSENT = 2 };
 
 typedef struct {

@@ -144,7 +144,7 @@ def _inlined(cpp: str) -> str:
 
 
 def _to_llvm(cpp: str, checked: bool, math: Math) -> str:
-    """Compiles C++ over our headers to LLVM text that no pass has touched, with Metal's integer arithmetic."""
+    """Compiles C++ that uses our headers to LLVM text that no pass has touched, with Metal's integer arithmetic."""
     command = [*from_cpp(checked, math), "-Xclang", "-disable-llvm-passes", "-S", "-emit-llvm", "-o", "-"]
     text = add_metal_arithmetic(run(command, _inlined(cpp)))
     text = flush_half(text) if math.mode in FLUSHING else text
@@ -157,7 +157,7 @@ def _optimise(checked: bool) -> list[str]:
 
 
 def install_llvm(path: Path, cpp: str, checked: bool) -> None:
-    """Compiles C++ over our headers to optimised LLVM text in a file. Every function is inlined into its callers."""
+    """Compiles C++ that uses our headers to optimised LLVM text in a file. Every function is inlined into its callers."""
     install(path, _optimise(checked), _to_llvm(cpp, checked, PLAIN))
 
 
@@ -220,7 +220,9 @@ def preprocess(
 
 
 def _check_types(text: str, version: int, accepted: Path) -> None:
-    """Refuses text that the check of address spaces, overloads and types refuses. Accepted text is remembered."""
+    """Raises CompileError if the check of address spaces, overloads and types finds an error. Text that passes is
+    remembered.
+    """
     if errors := check.findings(text, version):
         raise CompileError("\n".join(errors))
     accepted.parent.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,9 @@
-"""Marks the products that a sum takes in one expression, so that vectors contract as scalars do.
+"""Marks products that are operands of a sum in one expression, so that vectors get fused multiply-adds as scalars do.
 
-Clang contracts `a * b + c` within one expression and only on its own types. Our vectors are classes, whose operators are
-functions. So `a * b + c` becomes `sm::fuse(a) * sm::fuse(b) + c`: for vectors the sum then sees both factors
-(include/softmetal/contraction.h), and for other types sm::fuse changes nothing. The choice between two products is
-clang's: `a * b + c * d` contracts the first one.
+Clang contracts `a * b + c` to a fused multiply-add within one expression, and only on its own types. Our vectors are
+classes, whose operators are functions. The translation therefore changes `a * b + c` to `sm::fuse(a) * sm::fuse(b) +
+c`. For vectors the sum then sees both factors (include/softmetal/contraction.h); for other types sm::fuse changes
+nothing. Of two products, clang's choice is taken: `a * b + c * d` contracts the first one.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class _Term:
 
 
 def fused_products(tokens: list[Token], code: list[Token]) -> list[Product]:
-    """Returns the products that a sum takes, where contraction is on.
+    """Returns the products that are operands of a sum, in the parts of the text where contraction is on.
 
     Args:
-        tokens: of preprocessed text in which clang's pragmas have replaced Metal's.
-        code: the significant ones of them.
+        tokens: preprocessed text in which clang's pragmas have replaced Metal's.
+        code: those of the tokens that `significant` returns.
     """
     off = _uncontracted(tokens)
     scan = _Scan(code)

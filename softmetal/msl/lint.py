@@ -282,7 +282,7 @@ class _Linter:
             self._threadgroup_variable(statement, scope)
 
     def _variable(self, statement: list[Token], open_names: frozenset[str], what: str) -> None:
-        """Checks `T* x` and `T& x` where the text cannot be an expression."""
+        """Checks `T* x` and `T& x` if the text cannot be an expression."""
         i = 0
         while i < len(statement) and statement[i].text in SPECIFIERS | SPACES:
             i += 1

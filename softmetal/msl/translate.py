@@ -41,9 +41,9 @@ class Translator:
     """One translation. `text` and `constants` hold the result after construction.
 
     Args:
-        tokens: of preprocessed text with line markers. The tokens are rewritten in place.
+        tokens: preprocessed text with line markers. The tokens are rewritten in place.
         values: function constants as C text, by name or by index (as text).
-        wanted: host name of the kernel to compile; None: all.
+        wanted: host name of the kernel to compile. None compiles all kernels.
 
     Raises:
         SourceError: a construct cannot be translated. The error names the first one.
@@ -164,8 +164,8 @@ class Translator:
         words = [t.text for t in header if t.text]
         spaces = tuple(t for t in words if t in _ADDRESS_SPACES)
         path = "::".join(s.name for s in scopes[:-1]) if scopes[-1].kind == "namespace" else ""
-        # `constant float*` and `device const float*` both become `const float*`. A space after the parameters is that of
-        # the object, and is dropped.
+        # `constant float*` and `device const float*` both become `const float*`. An address space after the parameters
+        # belongs to the object of a member function, and is dropped.
         objects = {i for i, t in enumerate(words) if t == "constant" and words[i - 1 : i] == [")"]}
         plain = ["const" if t == "constant" and i not in objects else t for i, t in enumerate(words)]
         plain = [t for t in plain if t not in _ADDRESS_SPACES]
@@ -227,7 +227,7 @@ class Translator:
             self._unlike.add(word)
         self._kernels[word] = kernel
         if template:
-            # A function, because templates of kernels may share a name and functions may share it too.
+            # The limit is stored as a function, because templates of kernels may share a name, and so may functions.
             inner.after = f" {template} constexpr unsigned sm_max_threads_{word}() {{ return {limit}; }}"
         else:
             _make_static(header)

@@ -23,8 +23,8 @@ inline constexpr NSUInteger kThreadgroupLengthMultiple = 16;
 inline constexpr uint8_t kFreshPoison = 0xFF;  // NaN as half, bfloat and float, -1 as an integer
 inline constexpr uint8_t kFreedPoison = 0xFB;  // NaN or huge as half and bfloat; differs from kFreshPoison
 
-// The result of a PyTorch operator. It reaches its memory only when a command of the stream runs. `write` is empty if
-// it has, or if the memory was freed before.
+// The result of a PyTorch operator, which a command of the stream writes to memory. `write` becomes empty when the
+// command has run or the memory was freed.
 struct DeferredWrite {
   std::function<void()> write;
 };
@@ -64,7 +64,7 @@ struct Binding {
   uint64_t era = 0;  // the era in which the binding was made; see currentEra in encoder.mm
 };
 
-// A buffer of useResource. Not retained by the binding: the encoder and its commands retain it.
+// A buffer that the host named in useResource. The binding does not retain the buffer; the encoder and its commands do.
 struct Resident {
   id<MTLBuffer> buffer = nil;
   bool is_read_only = false;

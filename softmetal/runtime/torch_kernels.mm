@@ -70,7 +70,7 @@ Tensor host_view(const Tensor& tensor) {
   return view;
 }
 
-// The bytes of a tensor's elements in `array`, which has one byte for each byte of the tensor's storage.
+// The place of a tensor's elements in `array`, which has one byte for each byte of the tensor's storage.
 class ElementBytes {
  public:
   explicit ElementBytes(const Tensor& tensor)

@@ -22,7 +22,7 @@ def _tag(name: str, data: bytes) -> bytes:
 
 
 def metallib(modules: Mapping[str, str]) -> bytes:
-    """Makes a library from LLVM text by kernel name."""
+    """Makes a metallib. `modules` maps the name of each kernel to its LLVM text."""
     entries, codes = b"", b""
     for name, text in modules.items():
         code = bitcode(text)

@@ -1,4 +1,4 @@
-"""The stand-in headers against Apple's SDK metadata, and the checker against deliberate mistakes."""
+"""Compares the stand-in headers with Apple's SDK metadata, and checks that the checker finds deliberate mistakes."""
 
 from __future__ import annotations
 

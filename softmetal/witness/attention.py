@@ -15,7 +15,8 @@ _WORDS = {"float32": "float", "float16": "float16_t", "bfloat16": "bfloat16_t"}
 _OFF: dict[str, bool | int] = dict.fromkeys(
     ("has_mask", "query_transposed", "bool_mask", "float_mask", "has_sinks", "do_causal"), False
 )
-# Query heads of one simdgroup where 8 heads share a key head. It is in the mangled names of the kernel's variables.
+# The number of query heads that one simdgroup computes if 8 heads share a key head. The mangled names of the kernel's
+# variables contain this number.
 _HEADS_PER_SIMDGROUP = 8
 
 

@@ -170,7 +170,7 @@ def compare(
     Args:
         case: the kernel.
         instances: the template instances to compile together. The case's own instance is one of these.
-        seed: of the inputs.
+        seed: the seed of the random inputs.
         checked: runs in checked mode, so that each form must also keep Metal's rules.
         mistake: the mistake to make in our compile.
     """

@@ -43,7 +43,7 @@ class Convolution:
         return tuple(((s - 1) * i + 1 + 2 * p - d * (w - 1) - 1) // t + 1 for s, w, t, p, d, i in sizes)
 
     def shapes(self) -> list[tuple[int, ...]]:
-        """The shapes of input, weights and output."""
+        """Returns the shapes of input, weights and output."""
         return [(self.batch, *self.size, self.channels), (self.outputs, *self.window, self.channels),
                 (self.batch, *self.made, self.outputs)]  # fmt: skip
 
@@ -57,7 +57,9 @@ class Convolution:
         return packed + struct.pack(f"{len(strides)}qi?3x", *strides, 1, self.flip)
 
     def jumps(self) -> list[int]:
-        """Steps of the input pointer: the next place along the window from its last dimension on, and the next channels."""
+        """Returns the steps of the input pointer: to the next place along each dimension of the window, last dimension
+        first, and to the next channels.
+        """
         sign = -1 if self.flip else 1
         strides = _strides(self.shapes()[0])[1:-1]
         steps = [s * d for s, d in zip(strides, self.dilation, strict=True)]

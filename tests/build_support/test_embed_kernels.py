@@ -38,7 +38,7 @@ int line_5 = __LINE__;
 
 
 def tokens(text: str, folder: Path, options: tuple[str, ...]) -> str:
-    """The words that a compiler reads, without lines and space."""
+    """Returns the words that a compiler reads, without lines and space."""
     (folder / "metal_stdlib").touch()
     command = [cxx.compiler(), "-E", "-P", "-nostdinc", "-x", "c++", "-std=c++17", "-D__METAL_VERSION__=310"]
     command += [f"-I{folder}", f"-I{ROOT}", *options, "-"]

@@ -66,7 +66,8 @@ void test_every_m(const Machine& machine) {
   std::printf("%s: gemm, M = 1 to 25, largest error %.3f of the arithmetic bound\n", name(machine).c_str(), worst);
 }
 
-// Without cancellation the rounding errors of a long chain of additions would exceed the bound.
+// Tests long K with positive numbers only. Rounding errors then do not cancel, and a long chain of additions would
+// exceed the bound.
 void test_long_k(const Machine& machine) {
   double worst = 0;
   for (const Activations& activations : kActivations) {

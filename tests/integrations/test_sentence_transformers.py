@@ -25,7 +25,7 @@ TEXTS = ["a b c", "c b", "d"]
 
 @pytest.fixture
 def floats(tmp_path):
-    """A Transformer of random weights, a pooling and a Dense."""
+    """Returns the folder of a SentenceTransformer: a Bert with random weights, a pooling and a Dense."""
     words = Tokenizer(
         models.WordLevel({word: i for i, word in enumerate(["[PAD]", "[UNK]", "a", "b", "c", "d"])}, "[UNK]")
     )

@@ -140,7 +140,7 @@ def _many_chunks() -> None:
 
 
 def _mlstm_cases() -> Iterator[Case]:
-    # Tails on all sides with scalar loads, then with vector loads, then no tails.
+    # First tails on all sides with scalar loads, then with vector loads, then no tails.
     yield _mlstm(mlstm.Sequence(S=77, DK=33, DV=38, chunk_size=64, offset=1), simdgroups=1, segment=1)
     yield _mlstm(mlstm.Sequence(S=84, DK=72, DV=96, chunk_size=32, m0=2.0), simdgroups=4, gate_simdgroups=3, segment=2)
     yield _mlstm(mlstm.Sequence(S=128, DK=32, DV=64, chunk_size=64, regime="strong"))

@@ -25,10 +25,10 @@ AXES: dict[str, list[Any]] = {
     "dtype": FLOATS,
     "gate_dtype": FLOATS,
     "sizes": [(1, 1), (1, 2), (2, 3)],
-    # One token, one less and one more than a block, whole chunks, and several tails.
+    # Lengths: one token, one less and one more than a block of 32, whole chunks, and several tails.
     "S": [1, 16, 31, 32, 33, 64, 77, 100],
     "chunk_size": [16, 32, 64, 128],
-    # One; the widths of a lane, fragment, simdgroup and tile; and widths between them.
+    # Sizes: one; the widths of a lane, fragment, simdgroup and tile; and sizes between these.
     "DK": [1, 8, 24, 33, 64, 72],
     "DV": [1, 7, 32, 48, 65, 96],
     "m0": [None, 0.0, 20.0, -20.0],

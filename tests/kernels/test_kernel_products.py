@@ -146,7 +146,7 @@ def test_staged_kernels_sum_a_long_k_within_the_bound(p: Problem) -> None:
 
 @pytest.mark.parametrize("kernel", ["gemv", "fused", STAGED[0], STAGED[-1], STRIPED[-1]])
 def test_positive_weights_stay_within_the_bound(kernel: str) -> None:
-    """Without cancellation the rounding errors of a long chain of additions would exceed the bound."""
+    """All terms are positive, so rounding errors do not cancel, and a long chain of additions would exceed the bound."""
     for K in (128, 1024, 4096):
         p = problem(4, 64, K, weight_format="uint4_bias", dtype=torch.float32, group_size=16, all_positive=True)
         check(p, run(kernel, p, checked=False), raw_codes=True)

@@ -27,7 +27,7 @@ formats = pytest.mark.parametrize("weight_format", FORMATS)
 
 
 def every_code(p: Problem, **options: torch.dtype) -> Inputs:
-    """The identity times a weight in which every column runs through the 16 codes."""
+    """Returns the identity as activations, and a weight in which every column runs through the 16 codes."""
     codes = ((np.arange(p.K)[:, None] + np.arange(p.N)[None, :]) % 16).astype(np.uint8)
     weight = reference.make_weight(p.weight_format, p.K, p.N, p.group_size, codes=codes, **options)
     return Inputs(torch.eye(p.K, dtype=p.dtype), weight, None, None)

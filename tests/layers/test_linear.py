@@ -346,7 +346,7 @@ def test_no_warnings_from_loading(device):
 
 @pytest.mark.parametrize("written", ["the layer that moves later", "the layer that has moved"])
 def test_a_layer_that_loads_after_another_has_moved_keeps_its_own_weight(written):
-    """Layers that share their tensors move to the same ones, unless one of them has loaded another weight."""
+    """Layers that share tensors still share them after a move, unless one of the layers has loaded another weight."""
     dense = torch.randn(2, 32, 64, generator=torch.Generator().manual_seed(0))
     first, second = (quantize_weight(weight, "uint4b8", group_size=32) for weight in dense)
     before = first.b_packed.clone()  # load_state_dict writes into the tensors of `first`

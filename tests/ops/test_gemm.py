@@ -118,7 +118,7 @@ def test_activations_that_fp32_may_flush(weight_format, dtype, device):
 @pytest.mark.large
 @pytest.mark.parametrize("weight_format", reference.FORMATS)
 def test_all_positive_inputs_stay_within_the_bound(weight_format, device):
-    """Without cancellation the rounding errors of a long chain of additions would exceed the bound."""
+    """All terms are positive, so rounding errors do not cancel, and a long chain of additions would exceed the bound."""
     K, N = 16384, 24
     codes = np.random.default_rng(0).integers(9, 16, (K, N), dtype=np.uint8)
     if weight_format in ("float4_e2m1", "nvfp4", "mxfp4"):

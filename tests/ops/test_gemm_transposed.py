@@ -31,7 +31,9 @@ def run(a: torch.Tensor, weight: reference.Weight) -> torch.Tensor:
 
 
 def bound_of(rows: np.ndarray, weight: np.ndarray, dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the exact product and DESIGN.md's bound, to which parts in bf16 add the rounding of each weight."""
+    """Returns the exact product and the bound of docs/numerics.md. Parts in bf16 add the rounding of each weight to the
+    bound.
+    """
     exact, weighted = rows @ weight.T, np.abs(rows) @ np.abs(weight).T
     part = PART_DTYPES[dtype]
     rounding = reference.UNIT_ROUNDOFF[part] if part != torch.float32 else 0.0
@@ -39,7 +41,7 @@ def bound_of(rows: np.ndarray, weight: np.ndarray, dtype: torch.dtype) -> tuple[
     return exact, bound + (16 * 2.0**-24 + rounding * (1 + reference.UNIT_ROUNDOFF[dtype])) * weighted
 
 
-# Bytes of a part: one below a row (the smallest part), within a group, some groups, the whole weight.
+# Bytes of a part: less than one row (which gives parts of one row), within a group, some groups, the whole weight.
 @pytest.mark.parametrize("part_bytes", [1, 20 * 4 * N, 80 * 4 * N, 1 << 26])
 @pytest.mark.parametrize("weight_format", reference.FORMATS)
 def test_parts_of_every_size_match_the_exact_weight(weight_format, part_bytes, device, monkeypatch):

@@ -14,7 +14,8 @@ std::string prepare(Plan plan) {
   return text(plan);
 }
 
-// A new M builds one plan and a known M none; the least recently used plan is dropped; a tuner's table replaces plans.
+// Checks that a new M builds one plan and a known M none, that the least recently used plan is dropped, and that a
+// tuner's table replaces plans.
 void check_cache() {
   subject = "plan cache";
   set_tuned({});
@@ -40,7 +41,7 @@ void check_cache() {
   expect(prepared_by(4) == 1, "and so does its end");
 }
 
-// Changing any field of a problem that its plan can depend on changes the key.
+// Checks that changing any field of a problem on which its plan can depend changes the key.
 void check_keys() {
   subject = "plan keys";
   const auto problem = [] { return square(3, 512, 704, 64); };
@@ -74,7 +75,8 @@ void check_keys() {
   }
 }
 
-// The same for the kernels with one thread per element: any two problems of a kind differ in their keys.
+// Does the same for the kernels with one thread per element: checks that any two of the given problems differ in their
+// keys.
 template <typename Problem, typename... Changes>
 void check_keys_of(Problem problem, const Changes&... changes) {
   std::vector<Problem> problems{problem};

@@ -62,7 +62,7 @@ void check_dispatch(const Dispatch& dispatch, const MlstmLaunch& from, uint32_t 
   expect(dispatch.constants[kConstantVectorActivations] == 0 || (vectors && from.vector_aligned), "vectors of tokens");
 }
 
-// The plan runs the gates once, then states and output for segments that cover the sequence.
+// Checks that the plan runs the gates once, then states and output for segments that cover the sequence.
 void check_sequence(const MlstmLaunch& from) {
   const MlstmPlan planned = plan_mlstm(from);
   const auto& dispatches = planned.plan.dispatches;

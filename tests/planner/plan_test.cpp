@@ -47,7 +47,7 @@ void check_reduction(const GemmProblem& problem, const Plan& plan, bool shares) 
   expect((last.constants[kConstantHasBias] != 0) == problem.has_bias, "the last kernel adds the bias");
 }
 
-// K is split over z of the grid, in slices of equal length except the last.
+// Checks that K is split over z of the grid, in slices of equal length except the last.
 void check_slices(const GemmProblem& problem, const Plan& plan) {
   const Dispatch& product = plan.dispatches.front();
   const Dispatch& last = plan.dispatches.back();
@@ -64,8 +64,8 @@ void check_slices(const GemmProblem& problem, const Plan& plan) {
   expect_tiling(last.grid.y, last.threads.y, problem.M, "reduced rows");
 }
 
-// Walks the stripes as the kernel does. Every unit is taken once, all partial sums have their own slot, and the
-// reduction has a layer for each tile that is shared.
+// Walks the stripes as the kernel does. Checks that every unit is taken once, that all partial sums have their own
+// slot, and that the reduction has a layer for each tile that is shared.
 void check_stripes(const GemmProblem& problem, const Plan& plan, TileShape tile, const GpuDevice& device) {
   const Dispatch& product = plan.dispatches.front();
   const auto& params = std::get<GemmParams>(product.params);
@@ -167,7 +167,7 @@ void check_row_blocks(const GemmProblem& problem, const Dispatch& product, const
   expect_tiling(product.grid.z, uint64_t{simdgroups} * params.k_per_slice, weight.K, "k");
 }
 
-// The row blocks of all dispatches follow each other, and all dispatches have the same slices of K.
+// Checks that the row blocks of all dispatches follow each other, and that all dispatches have the same slices of K.
 void check_fused(const GemmProblem& problem, const Plan& plan, const GpuDevice& device) {
   uint32_t next = 0;
   for (const Dispatch& product : products_of(plan)) {
@@ -260,7 +260,7 @@ void check_random_problems() {
   }
 }
 
-// Naming a variant, or a variant and a tile, selects it. For "auto", a tuner's table selects it in the same way.
+// Checks that naming a variant, or a variant and a tile, selects it, and that a tuner's table does so for "auto".
 void check_names() {
   GemmProblem problem = square(3, 500, 704, 64);
   subject = "names";

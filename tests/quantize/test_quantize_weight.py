@@ -149,8 +149,8 @@ def test_a_scale_that_rounds_to_zero_gives_zeros(device):
 
 
 def test_nvfp4_worked_example(device):
-    # The source's worked example has 0.3 as the first weight. 0.3 is 0.75 scales, a tie between two codes, and the
-    # rounding of the scale would decide it. The test therefore uses 0.301.
+    # In the worked example that this test follows, the first weight is 0.3. That is 0.75 scales, a tie between two
+    # codes, and the rounding of the scale would decide the tie. The test therefore uses 0.301.
     row = [0.301, -0.7, 0.05, 1.2, -2.4, 0.9, 0, -0.02, 0.11, 0.5, -0.33, 1.9, -1.1, 0.61, 0.26, -0.15]
     w = torch.tensor([row, [4.8] + [0.0] * 15], device=device)
     packed = quantize_weight(w, "nvfp4")

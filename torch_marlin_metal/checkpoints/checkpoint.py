@@ -24,7 +24,7 @@ DTYPE_NAMES = {dtype: name for name, (_, dtype) in reversed(DTYPES.items())}
 
 
 class Settings(Mapping[str, Any]):
-    """The quantization settings of a checkpoint with typed look-up; `file` holds them."""
+    """The quantization settings of a checkpoint, with typed look-up. `file` is the file that holds them."""
 
     def __init__(self, file: Path, values: Mapping[str, Any]) -> None:
         self.file = file
@@ -161,7 +161,7 @@ def _find_settings(path: Path, config_file: Path, config: dict[str, Any]) -> Set
 
 
 def _tensor_files(path: Path, allow_pickle: bool) -> tuple[list[Path], dict[str, Path]]:
-    """Returns the files that hold the tensors, and the file of each tensor by the index."""
+    """Returns the files that hold the tensors and, if there is an index file, the file of each tensor."""
     for base in SAFETENSORS_NAMES:
         if (path / f"{base}.safetensors").exists():
             return [regular_file(path / f"{base}.safetensors")], {}

@@ -81,7 +81,10 @@ def every_variant() -> Values:
 
 
 def profiled_products() -> Values:
-    """Runs products of several dispatches while PyTorch's profiler records. It ends the encoder after each kernel."""
+    """Runs products of several dispatches while PyTorch's profiler records.
+
+    The profiler ends the encoder after each kernel.
+    """
     a, product, expected = _problem(K=4096, N=64)
     for wait in (False, True):
         torch.mps.profiler.start("interval", wait)

@@ -73,7 +73,7 @@ def _with_table(name: str, ties: Mapping[str, str], modules: Mapping[str, nn.Mod
 
 
 def _keep_with_others(why: dict[str, str], ties: Mapping[str, str], modules: Mapping[str, nn.Module]) -> None:
-    """Keeps modules in floats whose weight is also that of a module that stays, and says so in `why`."""
+    """Keeps a module in floats, with a reason in `why`, if it shares its weight with a module that stays."""
     groups: dict[str, set[str]] = {}
     for name, source in ties.items():
         groups.setdefault(source, {source}).add(name)
@@ -90,7 +90,10 @@ def _keep_with_others(why: dict[str, str], ties: Mapping[str, str], modules: Map
 
 
 def _checked(config: Any, name: str, module: nn.Module, reason: str) -> LayerReport:
-    """Returns the report of a layer; raises ValueError if the format does not fit one that is to be quantized."""
+    """Returns the report of a layer.
+
+    Raises ValueError if the layer is to be quantized and the format does not fit it.
+    """
     weight = module._parameters.get("weight")
     entry = LayerReport(name, type(module).__name__, bytes_before=0 if weight is None else weight.nbytes)
     if reason:

@@ -15,7 +15,8 @@ from torch_marlin_metal.packed_weight import FLOAT_DTYPES, PackedWeight
 
 # Rotary frequencies, which a model computes itself. Files of llama.cpp and of old transformers hold them, too.
 COMPUTED = ("*rotary_emb.inv_freq", "rope_freqs.weight")
-# Subclasses of nn.Linear in transformers whose forward is a product and a bias. They only round after each of the two.
+# Subclasses of nn.Linear in transformers that compute what nn.Linear computes. They only round twice: after the
+# product, and after adding the bias.
 PLAIN_SUBCLASSES = ("FalconLinear",)
 
 Rename = Callable[[str], str | None] | Mapping[str, str]

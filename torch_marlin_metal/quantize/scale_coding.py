@@ -173,7 +173,10 @@ def e4m3_values() -> Tensor:
 
 
 def nearest_boundaries(ascending: Tensor) -> Tensor:
-    """Returns the values where the nearest code changes: v > result[i] has a code above i. Ties go to the even code."""
+    """Returns the boundaries between neighbouring codes: if v > result[i], the code nearest to v is above i.
+
+    At a tie the even code counts as the nearest.
+    """
     middle = (ascending[:-1] + ascending[1:]) / 2
     odd = torch.arange(len(middle)) % 2 == 1
     return torch.where(odd, torch.nextafter(middle, torch.full_like(middle, -torch.inf)), middle)

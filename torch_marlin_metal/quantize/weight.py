@@ -22,7 +22,8 @@ from torch_marlin_metal.repack import pack_codes
 METHODS = ("rtn", "mse")
 # Rows are searched in chunks of this many elements, so the search needs about ten fp32 tensors of this size.
 CHUNK_ELEMENTS = 1 << 20
-# Both errors are fp32 sums. A candidate counts as better only if its error is smaller by more than their rounding.
+# The errors of two candidates are fp32 sums. A candidate counts as better only if its error is smaller by more than the
+# rounding of these sums.
 WORTHWHILE = 1 - 2**-12
 
 

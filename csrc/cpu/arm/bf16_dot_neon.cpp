@@ -72,7 +72,7 @@ template <int C>
     __builtin_prefetch(ahead + i, 0, 2);
 }
 
-// Computes one row. s.x is [k/8][even or odd k][part]; each element is four bf16.
+// Computes one row. s.x holds the packed activations as [k/8][even or odd k][part]; each element is four bf16.
 template <int parts, int C>
 void dot_step(const Step& s) {
   const Table table(s.values);
@@ -102,7 +102,8 @@ void dot_step(const Step& s) {
   });
 }
 
-// Computes several rows. s.x is [k/8][even or odd k][pair of rows]; each element is four bf16 of each of the two rows.
+// Computes several rows. s.x holds the packed activations as [k/8][even or odd k][pair of rows]; each element is four
+// bf16 of each of the two rows.
 template <int R, int C>
 void matrix_step(const Step& s) {
   constexpr int kPairs = (R + 1) / 2;

@@ -1,4 +1,5 @@
-// Products of split activations with FEAT_DotProd. Codes are signed bytes. One instruction computes sixteen products.
+// The byte_split kernels (byte_split.h) for CPUs with FEAT_DotProd. Codes are signed bytes. One instruction computes
+// sixteen products.
 #include <algorithm>
 #include <utility>
 

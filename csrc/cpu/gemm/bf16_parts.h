@@ -1,5 +1,5 @@
-// For the kernels that multiply in bf16: splits activations into sums of bf16 terms ("parts"), and makes tables of
-// codes in bf16. Included after the ISA pragma, so everything here has internal linkage.
+// Splits activations into sums of bf16 terms ("parts") and makes tables of codes in bf16, for the kernels that multiply
+// in bf16. Included after the ISA pragma, so everything here has internal linkage.
 #pragma once
 
 #if defined(__x86_64__)

@@ -1,5 +1,5 @@
-// How a product is divided into ranges of rows, columns and K; how packed activations are laid out; and in which order
-// words are prefetched.
+// Defines how a product is divided into ranges of rows, columns and K; how packed activations are laid out; and in
+// which order words are prefetched.
 #pragma once
 
 #include <algorithm>
@@ -44,7 +44,8 @@ struct Activations {
 
 inline constexpr int64_t kColumnsAhead = 512;  // prefetch distance; a chunk's words of this many columns take 32 KB
 
-// Walks through the words of a task's strips, chunk after chunk, kColumnsAhead columns ahead of the products.
+// Yields the words to prefetch. It walks through the words of a task's strips, chunk after chunk, and is kColumnsAhead
+// columns ahead of the products.
 class WordsAhead {
  public:
   WordsAhead(const PackedWeight& w, const Range& strips, const Range& chunks, int64_t strip)

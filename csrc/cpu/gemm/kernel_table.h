@@ -21,8 +21,8 @@ struct Step {
   const float* values;    // [16], the value of each code
   const uint32_t* words;  // [k/8, strip], row stride ld_words
   int64_t ld_words;
-  // Words that are needed soon, with the same stride. They are prefetched into the second-level cache only, because the
-  // rows of a chunk share a few sets of the first-level cache if N is a power of two.
+  // Words that are needed soon, with the same stride as `words`. They are prefetched into the second-level cache only,
+  // because the rows of a chunk share a few sets of the first-level cache if N is a power of two.
   const uint32_t* ahead;
   const float* panel;  // [k, strip] decoded codes, if the kernel reads these instead of words
   // If not nullptr, the next strip of the same chunk, which this step decodes into next_panel between its products.

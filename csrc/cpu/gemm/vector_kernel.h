@@ -263,8 +263,8 @@ constexpr MatrixKernel matrix_kernel() {
 
 template <class V>
 constexpr KernelSet kernel_set() {
-  // large_m computes products of more than small_m_rows rows, in blocks of nearly equal size. The smallest block is a
-  // single one of small_m_rows + 1 rows, or one of the two blocks of large_m_rows + 1 rows.
+  // large_m is used for more than small_m_rows rows, which are divided into blocks of nearly equal size. The smallest
+  // block is either the only block of small_m_rows + 1 rows, or one of the two halves of large_m_rows + 1 rows.
   constexpr int min_rows = std::min(V::small_m_rows, (V::large_m_rows + 1) / 2);
   return {matrix_kernel<V, false, 1, V::small_m_rows, V::small_m_vectors>(),
           matrix_kernel<V, V::large_m_from_panel, min_rows, V::large_m_rows, V::large_m_vectors>(),

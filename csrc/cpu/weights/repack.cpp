@@ -22,9 +22,9 @@ int64_t grain_rows(int64_t words_per_row) {
   return std::max<int64_t>(1, kGrainWords / std::max<int64_t>(words_per_row, 1));
 }
 
-// Permutes columns n to n + count - 1. Each word of the source is read eight times, in random order. The words are
-// first copied to a compact block: in the source, rows that are a power of two apart would share a few sets of the
-// cache.
+// Permutes columns n to n + count - 1. Each word of the source is read eight times, in random order. In the source,
+// rows that are a power of two apart would share a few sets of the cache, so the words are first copied to a compact
+// block.
 void permute_columns(const KernelSet& kernels, const uint32_t* qweight, const int32_t* perm, int64_t K, int64_t N,
                      int64_t n, int64_t count, uint32_t* out) {
   static thread_local Scratch scratch;

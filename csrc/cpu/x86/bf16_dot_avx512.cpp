@@ -22,7 +22,7 @@ struct Avx512Bf16 : Avx512 {};
 
 using V = Avx512Bf16;
 
-// s.x is [k/8, pair, part, R]. Pair j holds the activations of k = j and j + 4 in 32 bits.
+// s.x holds the packed activations as [k/8, pair, part, R]. Pair j holds the activations of k = j and j + 4 in 32 bits.
 template <int parts, int R, int C>
 void dot_step(const Step& s) {
   // Each part has its own accumulators. If one row's parts shared them, each instruction would wait for the previous

@@ -1,5 +1,5 @@
-// Products of split activations with AVX2. Codes are unsigned bytes. One instruction sums two products in 16 bits;
-// those sums are added to 32-bit sums before they can overflow.
+// The byte_split kernels (byte_split.h) for AVX2. Codes are unsigned bytes. One instruction sums two products in 16
+// bits; those sums are added to 32-bit sums before they can overflow.
 #include "csrc/cpu/gemm/kernel_table.h"
 
 #if defined(__x86_64__)

@@ -1,4 +1,4 @@
-// Products of split activations with AVX512-VNNI. Codes are unsigned bytes. One instruction sums four products.
+// The byte_split kernels (byte_split.h) for AVX512-VNNI. Codes are unsigned bytes. One instruction sums four products.
 #include "csrc/cpu/gemm/kernel_table.h"
 
 #if defined(__x86_64__)

@@ -148,7 +148,8 @@ void Checker::bind_buffers() {
       place = std::max(place, bound[end].slot);
     }
     uint64_t bytes = static_cast<uint64_t>(high - bound[i].low);
-    // The kernel has the host's address of a resident buffer, and a sparse one is not to be copied.
+    // Two kinds of buffers stay in place: the kernel already has the address of a resident buffer, and a sparse buffer
+    // is too large to copy.
     const bool is_in_place = is_resident || bytes >= kSparseBytes;
     char* start = bound[i].low;
     if (!is_in_place) {
@@ -284,7 +285,7 @@ void Checker::access(const void* pointer, uint64_t bytes, bool is_write, Kind ki
     report_expired(launch_, lane, code);
     machine_.give_up();
   }
-  // The write that is to be settled must happen before another thread runs.
+  // An unsettled write must happen before another thread runs.
   if (!launch_.preempts || !unsettled_.empty()) return;
   if (--until_preemption_ == 0 || (is_atomic && machine_.random().below(2) == 0)) {
     until_preemption_ = 1 + machine_.random().below(2 * kMeanAccessesBetweenPreemptions);

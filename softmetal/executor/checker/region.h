@@ -98,7 +98,7 @@ struct Region {
   uint32_t granule;               // bytes per cell
   std::vector<Binding> bindings;  // buffer slots that are bound to this region of device memory
   char* host = nullptr;           // the host's copy; `start` for a region at the host's addresses
-  // The host's record of written bytes, from `host`; null: all are written.
+  // The host's flags of written bytes, starting at `host`. Null means that all bytes are written.
   uint8_t* host_initialised = nullptr;
   int32_t argument = -1;  // index of a threadgroup argument, or -1 for a variable
   uint32_t variable = 0;

@@ -91,7 +91,7 @@ class Translation:
         )
 
     def _with_threadgroup_variables(self, body: str) -> tuple[str, list[tuple[str, int]]]:
-        """Replaces the variables by the executor's memory; returns the type and alignment of each."""
+        """Replaces threadgroup variables by memory from the executor. Returns the type and alignment of each variable."""
         found = list(_THREADGROUP.finditer(body))
         body = _THREADGROUP.sub("", body)
         sites = [(m["type"], int(m["align"] or 16)) for m in found]

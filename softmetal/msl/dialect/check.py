@@ -59,7 +59,7 @@ def _declarations(version: int) -> Path:
 
 
 def refused(code: list[Token]) -> list[SourceError]:
-    """Returns what the text alone shows: errors in the arguments and places of kernels."""
+    """Returns the errors that the text alone shows: wrong types or slots of the arguments of kernels."""
     return sorted(check_signatures(code), key=lambda error: error.line)
 
 

@@ -1,4 +1,4 @@
-"""Rewrites the declarations for which other words are not enough: member functions, variables, function arguments."""
+"""Rewrites declarations whose structure differs in the dialect: member functions, variables, function arguments."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def rewrite_vectors(code: list[Token], in_function: list[bool]) -> None:
 
 
 def _aliases(code: list[Token]) -> set[str]:
-    """The names that the text gives to vectors: `using V = vec<T, 4>`, `typedef float4 V`."""
+    """Returns the names that the text gives to vectors: `using V = vec<T, 4>`, `typedef float4 V`."""
     found: set[str] = set()
     for i, token in enumerate(code[:-4]):
         if token.text == "using" and code[i + 2].text == "=":

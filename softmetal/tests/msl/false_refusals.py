@@ -1,9 +1,9 @@
-"""Counts the right sources that the device refuses: `python softmetal/tests/msl/false_refusals.py [--folder PATH]`.
+"""Counts the correct sources that the device refuses: `python softmetal/tests/msl/false_refusals.py [--folder PATH]`.
 
-The sources are our own kernels, MLX's headers, PyTorch's headers for Metal and ggml's whole file, as their wheels have
-them. `--folder` adds the `.metal` files of a checkout, and compiles all their kernels. Apple's compiler takes all of
-these, so each refusal is a fault of the device. Files that need MetalPerformancePrimitives, a framework of Metal 4 which
-the device lacks, are counted apart.
+The sources are our own kernels and, from the wheels of other projects, MLX's headers, PyTorch's headers for Metal and
+ggml's whole file. `--folder` adds the `.metal` files of a checkout, and compiles all their kernels. Apple's compiler
+accepts all of these, so each refusal is a fault of the device. Files that need MetalPerformancePrimitives, a framework
+of Metal 4 which the device lacks, are counted apart.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _KERNEL = re.compile(r"\[\[\s*kernel\b|(?<![\w:])kernel\s+(?=\w+\s+\w+\s*\()")
 
 @dataclass(frozen=True)
 class Source:
-    """A source that Apple's compiler takes. With `whole`, all its kernels are compiled, not only examined."""
+    """A source that Apple's compiler accepts. If `whole` is true, all its kernels are compiled, not only examined."""
 
     project: str
     name: str
@@ -75,7 +75,7 @@ def folder(path: Path) -> Iterator[Source]:
 
 
 def refusal(source: Source) -> str:
-    """Returns the device's message about the source, or "" if it takes the source."""
+    """Returns the device's message about the source, or "" if the device accepts it."""
     try:
         text = compiler.preprocess(source.text, source.name, source.include_paths, source.defines)
         code = significant(tokenize(text))

@@ -108,16 +108,16 @@ def evaluate(
     """Evaluates expressions in `a`, `b`, ... on scalars and on vectors.
 
     Args:
-        expressions: by kernel name.
+        expressions: the expression of each kernel, by the kernel's name.
         inputs: arrays of the same length n.
         out: Metal's type of a result's elements. A "bfloat" is returned as its bits.
         types: Metal's types of the inputs that differ from those of the arrays.
-        widths: of the vectors; 1 is the scalar.
+        widths: numbers of elements of the vectors; 1 is the scalar.
         only: names to run. The others are compiled too, so that many tests share one library.
         perturb_seed: as for `Kernel.launch`.
 
     Returns:
-        By name, for each width and element: the inputs of element i, and the results.
+        A list for each name, with an entry for each width and element i: the inputs of element i, and the results.
     """
     types = types or [type_name(x.dtype) for x in inputs]
     names = {name: f"k_{name}" for name in expressions}

@@ -93,7 +93,8 @@ def test_roots_are_correctly_rounded(name: str, dtype: type, seed: int) -> None:
             np.testing.assert_array_equal(got, EXACT[name](rolled.astype(np.float64)).astype(dtype))
 
 
-# fast:: functions, MSL's table with fast math: ulps, or an absolute error for values of at most 1.
+# The largest errors of the fast:: functions, from MSL's table with fast math: in ulps, or absolute for values of at
+# most 1.
 FAST = {
     "exp": lambda x: 3 + np.floor(np.abs(2 * x)),
     "exp2": lambda x: 3 + np.floor(np.abs(2 * x)),

@@ -27,7 +27,7 @@ def _load(x: np.ndarray, metal: str) -> np.ndarray:
 
 
 def _bound(metal: str, wanted: np.ndarray, a: np.ndarray, w: np.ndarray) -> np.ndarray:
-    """The bound for one rounding to the output, and single-precision sums of |a| |w|."""
+    """Returns the bound: one rounding to the output, and single-precision sums of |a| |w|."""
     return UNIT[metal] * np.abs(wanted) + 32 * EPS * (np.abs(a) @ np.abs(w)) + 1e-7
 
 

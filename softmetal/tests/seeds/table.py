@@ -148,7 +148,9 @@ def _run_host(library: Path, names: list[str]) -> None:
 
 
 def host() -> list[Result]:
-    """Returns the outcomes of the faulty host code. A process runs the seeds, and another one those after a death."""
+    """Returns the outcomes of the faulty host code. One process runs all seeds; if a seed ends the process, a new one
+    runs the rest.
+    """
     library = host_library()
     names_of = ctypes.CDLL(str(library)).seed_names
     names_of.restype = ctypes.c_char_p

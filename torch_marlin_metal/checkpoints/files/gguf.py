@@ -1,4 +1,4 @@
-"""GGUF files: metadata and tensor directory, both checked against the file's size before use.
+"""Reads the metadata and the tensor directory of GGUF files, and checks both against the file's size before use.
 
 The parser of the `gguf` package trusts the counts in a file, so a damaged file can make it loop for hours. This parser
 reads at least one byte for every element, so the file's size bounds its work. Format:

@@ -24,7 +24,7 @@ IN_BLOCK = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-# Architectures whose tensors map one to one -> whether llama.cpp reorders their q and k rows.
+# Maps each architecture whose tensors map one to one to whether llama.cpp reorders its q and k rows.
 ARCHITECTURES = {"llama": True, "qwen2": False, "qwen3": False}
 BLOCK_NAME = re.compile(r"blk\.(\d{1,6})\.(\w+)\.(weight|bias)")
 TOP_NAME = re.compile(r"(\w+)\.(weight|bias)")

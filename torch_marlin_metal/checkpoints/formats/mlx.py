@@ -68,10 +68,10 @@ def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeigh
 
 
 def _multiplier(layer: Layer) -> Tensor | None:
-    """Returns the factor of NVFP4's block scales, from the largest magnitude of the weight, which MLX stores.
+    """Returns the factor that multiplies NVFP4's block scales, or None if the layer has none.
 
-    The factor is this magnitude, divided by the largest scale times the largest code (mlx 0.32.4,
-    mlx/backend/metal/kernels/fp_quantized.h).
+    MLX stores the largest magnitude of the weight as `global_scale`. The factor is this magnitude divided by the
+    product of the largest scale and the largest code (mlx 0.32.4, mlx/backend/metal/kernels/fp_quantized.h).
     """
     if "global_scale" not in layer:
         return None

@@ -1,4 +1,4 @@
-"""Timing on an asynchronous device: chains of dependent products, timed in turn and compared by medians of ratios."""
+"""Times calls on an asynchronous device. Chains of dependent calls take turns and are compared by medians of ratios."""
 
 from __future__ import annotations
 

@@ -67,7 +67,8 @@ def initialized(thing: Marked) -> Marked:
 def hollow_out(module: nn.Module) -> None:
     """Takes the weight out of an embedding, or of a layer that is tied to one, until `make_table` or `share_weight`.
 
-    transformers then does not miss it. For models that reach into their children a tensor without values stays.
+    transformers then does not report the weight as missing. A tensor without values stays in its place, for models that
+    access the weights of their submodules.
     """
     weight = module._parameters.pop("weight")
     assert weight is not None

@@ -14,8 +14,8 @@ from torch_marlin_metal.packed_weight import PackedWeight
 def stored_layers(model: Any) -> Iterator[tuple[str, PackedWeight]]:
     """Yields the name and weight of every packed layer that a directory holds.
 
-    It does not hold those that share their weight and get it again by transformers' own ties. Other layers that share
-    a weight are yielded with a copy of it, because safetensors stores no tensor twice.
+    If transformers itself ties a layer's weight to another layer after loading, the directory does not hold that layer.
+    Other layers that share a weight are yielded with a copy of it, because safetensors stores no tensor twice.
     """
     first: dict[int, str] = {}
     ties: dict[str, str] | None = None
