@@ -129,7 +129,7 @@ KINDS: dict[str, tuple[Callable[[Path, int], Path], bool]] = {
 
 
 def measure(kind: str, count: int) -> tuple[int, float, float, float, float]:
-    """Returns items found, CPU seconds and bytes of opening, CPU seconds of converting, bytes in all."""
+    """Returns layers found, CPU seconds and bytes of opening, CPU seconds of converting, and bytes in all."""
     make, converts = KINDS[kind]
     work = Path(tempfile.mkdtemp())
     try:

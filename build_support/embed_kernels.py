@@ -1,7 +1,7 @@
 """Makes a C++ file of the Metal sources with headers inlined, so that no file is needed at run time.
 
-Metal reads this text anew in every process, so what it would skip is left out: comments, what is for the host
-(`#ifdef __METAL_VERSION__`), macros that nothing uses, and indentation.
+Metal reads this text anew in every process. The text therefore leaves out what Metal would skip: comments, code for the
+host (`#ifdef __METAL_VERSION__`), macros that nothing uses, and indentation.
 """
 
 import re

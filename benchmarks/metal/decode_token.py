@@ -18,7 +18,7 @@ LAYERS = 32
 PRODUCTS = ((4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336))
 HEAD = (128256, 4096)
 # Kernels of PyTorch for each layer: norms, rotary embedding, cache, attention, activation, residuals. A decode step of
-# such a model was about 1300 operations in 10 ms of host time (executorch#17671).
+# a similar model took about 1300 operations and 10 ms of host time (executorch#17671).
 OTHER_KERNELS = 33
 KERNEL_SECONDS = 3e-6  # assumed GPU time of one of those
 BOUNDARY_SECONDS = 20e-6  # mlx#4521

@@ -61,7 +61,8 @@ def bars() -> Iterator[Bar]:
                 value = issue_over_memory(M, gpu, weight_format, peak=True)
                 yield Bar(f"{gpu}: gemv {weight_format}, {M} rows: issue over memory time at peak", value, 1.0)
     for gpu in AppleSiliconGPU.names():
-        # A Max has up to 40 cores and fast memory. The 32 threadgroups of gemv leave eight of its cores idle.
+        # The limit is higher for a Max: it has up to 40 cores and fast memory, and the 32 threadgroups of gemv leave
+        # eight of its cores idle.
         limit = 1.12 if gpu.endswith("Max") else 1.1
         yield Bar(f"{gpu}: 4 rows over 1 row", best(4, gpu).seconds / best(1, gpu).seconds, limit)
     for gpu, limit in (("M1", 1.5), ("M2", 1.5), ("M3", 1.5), ("M4", 1.5), ("M1 Pro", 1.7), ("M1 Max", 1.7)):

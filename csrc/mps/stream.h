@@ -24,21 +24,21 @@ NSUInteger offset_of(const at::Tensor& tensor);
 // (dispatch_sync is not re-entrant); it may commit and wait with the functions below.
 void run_on_queue(void (^block)());
 
-// For use inside such a block: ends the encoder and gives the encoded work to the GPU. commit_and_wait() also waits for
-// that work. Do not use an encoder or command buffer after it was committed.
+// For use inside a block of run_on_queue: ends the encoder and gives the encoded work to the GPU. commit_and_wait()
+// also waits for that work. Do not use an encoder or command buffer after it was committed.
 void commit();
 void commit_and_wait();
 
-// For use inside such a block: ends the encoder and adds a handler to the current command buffer. The GPU calls the
-// handler when it has completed all work that is encoded up to the next commit.
+// For use inside a block of run_on_queue: ends the encoder and adds a handler to the current command buffer. The GPU
+// calls the handler when it has completed all work that is encoded up to the next commit.
 void add_completed_handler(MTLCommandBufferHandler handler);
 
-// For use inside such a block: the command buffer that is being filled, and the number of the stream, which is below
-// kStreams. A commit replaces the command buffer.
+// For use inside a block of run_on_queue: the command buffer that is being filled, and the number of the stream, which
+// is below kStreams. A commit replaces the command buffer.
 id<MTLCommandBuffer> command_buffer();
 size_t stream_number();
 
-// For use inside such a block, after its last kernel: commits if enough work has been encoded
+// For use inside a block of run_on_queue, after its last kernel: commits if enough work has been encoded
 // (csrc/planner/commit_policy.h). Does nothing while this thread holds commits. Does nothing while a profiler or
 // signposts record, because PyTorch then marks work by command buffers of its own.
 void work_encoded(double predicted_seconds);

@@ -1,5 +1,5 @@
 // The derivatives of gemm with respect to a and bias and of gemm_transposed with respect to a, and autocast for gemm.
-// All other arguments, dequantize and embedding refuse tensors that require grad.
+// Tensors that require grad are refused as any other argument, and as arguments of dequantize and embedding.
 #include <ATen/autocast_mode.h>
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/custom_function.h>

@@ -16,10 +16,11 @@ struct GpuDevice {
   auto operator<=>(const GpuDevice&) const = default;
 };
 
-// Returns the GPU with this name ("Apple M1 Max") and number of cores. If kChips does not have the name, the chip with
-// the nearest number of cores is used; of several such chips, the oldest. It is taken from the newest family in kChips
-// that is not newer than `family`, or from all families if `family` is 0. If TORCH_MARLIN_METAL_GPU is set to a name in
-// kChips, that chip is used instead. Throws std::invalid_argument if the variable names no chip.
+// Returns the GPU with this name ("Apple M1 Max") and number of cores. If kChips does not have the name, the most
+// similar chip is used: the one with the nearest number of cores or, of several with the same number, the oldest. If
+// `family` is not 0, only chips of the newest family in kChips that is not newer than `family` are considered. If
+// TORCH_MARLIN_METAL_GPU is set to a name in kChips, that chip is used instead. Throws std::invalid_argument if the
+// variable names no chip.
 GpuDevice gpu_device(std::string_view name, uint32_t cores, uint32_t family = 0);
 
 }  // namespace marlin

@@ -107,7 +107,8 @@ DispatchCost kernel_cost(const KernelLoad& load, const GpuDevice& device) {
 }
 
 uint32_t largest_threadgroup(uint32_t half_registers) {
-  // Mesa's table for the M1. A row says: with at most this many half-registers per thread, this many threads.
+  // Mesa's table for the M1. Each row has a number of half-registers per thread, and the most threads that a
+  // threadgroup can have with at most this number.
   constexpr std::array<std::array<uint32_t, 2>, 10> rows{{{104, 1024},
                                                           {112, 896},
                                                           {128, 832},

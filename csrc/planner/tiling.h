@@ -75,8 +75,9 @@ constexpr Extent reduction_grid(const Tiling& tiling, const GemmProblem& problem
   return {tile.x, tile.y, tiling.stripes - 1};
 }
 
-// Returns a tiling for each tile that can compute the problem and that problem.variant allows. K is split as the cost
-// model finds cheapest. Throws std::invalid_argument if the problem is empty or the variant cannot compute it.
+// Returns a tiling for each tile that can compute the problem and that problem.variant allows. K is split in the way
+// that the cost model finds cheapest. Throws std::invalid_argument if the problem is empty or the variant cannot
+// compute it.
 std::vector<Tiling> gemm_tilings(const GemmProblem& problem, const GpuDevice& device);
 
 // Returns the tiling that a tuner measured to be best, or else the cheapest one. two_pass rounds the weights, so it is

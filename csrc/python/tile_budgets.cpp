@@ -26,7 +26,8 @@ py::dict row_of(const GemmTile& row, ElementType activations) {
   return entry;
 }
 
-// Returns the budget of a tile of gemv or fused. These keep only the sums of their simdgroups in threadgroup memory.
+// Returns how much memory and how many registers a tile of gemv or fused uses. These kernels keep only the sums of
+// their simdgroups in threadgroup memory.
 py::dict budget_without_staging(const GemmTile& row, const KernelCounts& counts, ElementType activations) {
   const bool is_gemv = row.variant == GemmVariant::gemv;
   Tiling tiling{row};

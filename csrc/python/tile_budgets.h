@@ -1,4 +1,4 @@
-// How much of a core's memory and registers each variant and tile shape uses, for torch_marlin_metal.profiling.
+// Reports how much of a core's memory and registers each variant and tile shape uses, for torch_marlin_metal.profiling.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -221,7 +221,7 @@ template <WeightFormat format, typename T>
     const uint i = part / 2;
     const uint row = rows.block(i) + place.column + part % 2;
     const uint m = rows.first() + row;
-    // An earlier block or threadgroup stores the rows that this one repeats.
+    // This block or threadgroup has computed these rows again; an earlier one stores them.
     if (row < i * kBlock || m < rows.begin || m >= params.M || n >= params.N) continue;
     float4 total = float4(0.0f);
     for (uint s = 0; s < simdgroups; ++s)

@@ -20,8 +20,8 @@ template <typename T>
   Output<T>{bias, out, nullptr, params.M, params.N}.store(m, n, sum);
 }
 
-// The z of the grid numbers the borders between stripes. If borders lie inside a tile, the threads of the first of
-// these borders add up the tile.
+// Each z of the grid is one border between two stripes. If several borders lie inside a tile, only the threads of the
+// first border add up the tile.
 template <typename T>
 [[kernel]] void reduce_striped(const device uchar* bias [[buffer(kSlotBias)]], device T* out [[buffer(kSlotOut)]],
                                const device float* partials [[buffer(kSlotPartials)]],

@@ -198,13 +198,14 @@ struct TileAccumulators {
     }
   }
 
-  // Called at the end of a group or of a chain inside one: scales the sums over codes and adds them to the totals.
+  // Called at the end of a group, or of a chain inside a group: scales the sums over codes and adds them to the totals.
   MARLIN_INLINE void finish_chain(Stage<T, Tile> stage, uint group_slot, uint simdgroup, uint lane) thread {
     const uint n = group_slot * Tile::kN + first_column(simdgroup) + lane_place(lane).column;
     float x[kBlocksM] = {};
     MARLIN_UNROLL for (uint i = 0; i < kBlocksM; ++i) {
       if (!needs_x_sum()) continue;
-      // The indices of the four lanes that share a row differ in bits 0 and 3.
+      // The indices of the four lanes that share a row differ in bits 0 and 3, so two shuffles add up the sums of these
+      // lanes.
       x[i] = x_sum[i] + simd_shuffle_xor(x_sum[i], 1);
       x[i] += simd_shuffle_xor(x[i], 8);
     }

@@ -120,7 +120,7 @@ MARLIN_INLINE void write_suffix_gates(HeadGates inputs, GateVectors<device float
   }
 }
 
-// Writes the stabiliser before each chunk, and the factor of the state before a chunk in the state after it.
+// Writes the stabiliser before each chunk, and the factor by which each chunk decays the state.
 MARLIN_INLINE void scan_chunks(device float* decays, const device float* peaks, device float* states_m,
                                device float* final_m, constant MlstmParams& params, uint head, float m, uint lane) {
   device float* before = states_m + ulong(head) * (params.chunks + 1);

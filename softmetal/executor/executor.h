@@ -137,7 +137,8 @@ typedef struct {
   uint64_t simd_operations;                           // exchanges, per simdgroup
   uint64_t mmas;                                      // 8x8x8 products, per simdgroup
   uint64_t atomics;                                   // per thread
-  // The rest is for checked mode only (has_bytes). Accesses that the compiler removed are not counted.
+  // The fields from here on have values in checked mode only (has_bytes). Accesses that the compiler removed are not
+  // counted.
   uint64_t has_bytes;
   uint64_t device_bytes_read, device_bytes_written;
   uint64_t distinct_bytes_read, distinct_bytes_written;

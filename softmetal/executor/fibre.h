@@ -14,7 +14,7 @@ extern "C" void sm_switch(void** save, void* to);
 // Stacks for the fibres of one machine. Stacks can be taken and returned in any order.
 class FibrePool {
  public:
-  // A fibre that has not started calls main(argument), which never returns.
+  // A fibre runs one GPU thread on a stack of its own. When it starts, it calls main(argument), which never returns.
   FibrePool(void (*main)(void*), void* argument, size_t capacity);
   ~FibrePool();
   FibrePool(const FibrePool&) = delete;

@@ -17,7 +17,8 @@ struct Fault {
   int64_t offset = 0;
 };
 
-// Records a fault of the thread `lane`. On a fibre, a fatal fault stops the launch and does not return.
+// Records a fault of the thread `lane`. If this thread is running, a fatal fault stops the launch, and the function
+// does not return.
 void report(Lane& lane, const Fault& fault);
 
 // Records a fault of a thread that ran before, and lets the running thread go on.

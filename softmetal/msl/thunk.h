@@ -58,7 +58,7 @@ inline T place(void* address) {
   }
 }
 
-// The index of the n-th argument without an explicit one. Indices that other arguments have are skipped.
+// Returns the buffer index of the n-th argument that states no index. Indices that other arguments state are skipped.
 template <unsigned N, auto... Used>
 constexpr unsigned free_index() {
   unsigned left = N;

@@ -218,7 +218,8 @@ class Translator:
         template = ""
         if header[0].text == "template":
             template = join(header[: match_angle(header, 1) + 1])
-            # A template parameter may be a function, and the function's parameters may be pointers in address spaces.
+            # A template parameter may be a function with pointer parameters, so address spaces are removed from the
+            # template's header, too.
             template = re.sub(r"\b(device|threadgroup|thread) ?", "", template).replace("constant ", "const ")
         limit = next((a.argument for a in attributes if a.name == "max_total_threads_per_threadgroup"), "0")
         word = header[name].text

@@ -21,12 +21,14 @@ _DECLARATION = "declare void @sm_check_value(ptr, i64, i32, i32)"
 
 
 def mark_integers(text: str) -> str:
-    """Returns the LLVM text of clang's front end, with a rare pattern in integer variables that were never set."""
+    """Returns LLVM text of clang's front end with a rarer pattern in the integer variables that clang fills as never
+    set.
+    """
     return _INTEGER.sub(lambda m: f"{m[1]} {_RARE if m[1].endswith('i32') else -85}, ", text)
 
 
 def add_value_checks(text: str) -> str:
-    """Adds a call of sm_check_value before each store of a value that may come from such a variable."""
+    """Adds a call of sm_check_value before each store of a value that may come from a variable that was never set."""
     count = 0
 
     def with_check(match: re.Match[str]) -> str:

@@ -149,8 +149,8 @@ bool operators_are_queued() {
   return queued;
 }
 
-// A blocking copy from the CPU has reached the tensor when it returns, as PyTorch's copy_and_sync. All other copies to
-// mps tensors, and the results of operators, may be commands of the stream.
+// A blocking copy from the CPU has reached the tensor when it returns, as with PyTorch's copy_and_sync. All other
+// copies to mps tensors, and the results of operators, may be commands of the stream.
 Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
   if (self.numel() == 0 || self.is_same(source)) return self;
   // Earlier commands may read `self` or write `source`. An operator has waited for them before its results are copied.
@@ -257,8 +257,8 @@ std::tuple<Tensor, Tensor, Tensor> convolution_backward(const Tensor& gradient, 
   return {back(std::get<0>(host)), back(std::get<1>(host)), back(std::get<2>(host))};
 }
 
-// On a Mac, an operator accepts only scalars and indices from another device. The CPU fallback would accept any tensor,
-// so this check refuses the others.
+// On a Mac, an operator accepts from another device only scalars and indices. The CPU fallback would accept any tensor,
+// so this check refuses all other tensors of another device.
 void require_one_device(const std::string& name, at::ArrayRef<c10::IValue> values) {
   if (name.find("index") != std::string::npos) return;
   const auto require = [&name](const Tensor& tensor) {

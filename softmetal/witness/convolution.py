@@ -18,7 +18,10 @@ _BLOCK = 16  # BK of every tile
 
 @dataclass(frozen=True)
 class Convolution:
-    """A convolution over N x space x C inputs with O x window x C weights; all sizes of space are lists."""
+    """A convolution over N x space x C inputs with O x window x C weights.
+
+    Sizes and steps have one number per dimension.
+    """
 
     batch: int
     channels: int
@@ -164,7 +167,10 @@ def _general_launches(name: str, conv: Convolution, tile: tuple[int, ...]) -> Ca
 
 
 def _bases(conv: Convolution, dimension: int, weight_jump: int, out_jump: int) -> Array:
-    """Returns for each residue of the output's place the first weight that meets an input, and how many do."""
+    """Returns where the sums of a transposed convolution start, for each residue of the output's position.
+
+    Each entry has the first weight that meets an input element, and the number of weights that do.
+    """
     stride, dilation, width = conv.stride[dimension], conv.dilation[dimension], conv.window[dimension]
     spread, step = conv.spread[dimension], -dilation if conv.flip else dilation
     found = []

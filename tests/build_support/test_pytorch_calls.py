@@ -12,8 +12,8 @@ TOOLS = ("clang++-19", "ld64.lld-19", "llvm-objdump-19", "llvm-nm-19", "llvm-cxx
 missing = [tool for tool in TOOLS if shutil.which(tool) is None]
 pytestmark = pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)}")
 
-# A stream like PyTorch's, for the same processor. It has a message as Apple's clang sends it, through a stub that names
-# the selector, calls of an own and of an imported function, and a tail call.
+# A stream like PyTorch's, for the same processor. It sends a message as Apple's clang does, through a stub that names
+# the selector. It also calls a function of its own and an imported one, and makes a tail call.
 SOURCE = """
 struct Buffer;
 void endEncoding(Buffer*) asm("_objc_msgSend$endEncoding");

@@ -211,7 +211,8 @@ main()
 
 def run(*arguments: str, stdout: int | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch_marlin_metal", *arguments]
-    # With a buffer, a write fails when the buffer is flushed; without one, a missing flush would not be noticed.
+    # The child's output is buffered: a failing write is then noticed only at the flush, so the test would notice a
+    # missing flush.
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"} | environment
     done = subprocess.run(command, check=False, stdout=stdout, stderr=subprocess.PIPE, text=True, env=environment)
     assert "Traceback" not in done.stderr

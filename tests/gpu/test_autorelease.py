@@ -1,4 +1,4 @@
-"""A call that fails leaves no autorelease pool behind: what such a pool holds stays until the thread ends."""
+"""After a call that fails, no autorelease pool is left. The objects in such a pool would stay until the thread ends."""
 
 import subprocess
 import sys

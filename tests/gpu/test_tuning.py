@@ -163,7 +163,7 @@ def test_differences_within_the_spread_of_the_rounds_change_nothing():
         found = tuning.tune([PRODUCT], rows=(40,), timer=timer(*times), cold_bytes=1, progress=False).ranges[0]
         return found.variant == found.model_variant
 
-    # The median ratio is 1.1 in both, but the ratios of the first run from 0.9 to 1.3.
+    # The median ratio is 1.1 in both cases. In the first case, the ratios range from 0.9 to 1.3.
     assert chosen([0.9, 1.0, 1.1, 1.2, 1.3], [1.0] * 5)
     assert not chosen([1.08, 1.09, 1.1, 1.11, 1.12], [1.0] * 5)
 

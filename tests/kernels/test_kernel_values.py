@@ -87,7 +87,10 @@ def test_activation_that_is_not_finite(kernel: str, weight_format: str, value: f
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("weight_format", ["uint4b8", "float4_e2m1"])
 def test_very_small_activations(weight_format: str, dtype: torch.dtype) -> None:
-    """The product of these activations with a subnormal code would be flushed: all of a row, or a few of a chain."""
+    """Products of these activations with subnormal codes would be flushed to zero.
+
+    They fill a row, half of its k, or one k.
+    """
     p = problem(5, 40, 328, weight_format=weight_format, dtype=dtype, group_size=64, bias_dtype=None)
     inputs = make_inputs(p)
     for m, columns in ((0, slice(None)), (4, slice(131, None, 2)), (2, slice(0, 1))):

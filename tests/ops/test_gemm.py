@@ -326,7 +326,7 @@ def test_dequantize_rounds_the_exact_weight_once(weight_format, dtype, device):
             got = tmm.dequantize(
                 moved.b_packed, moved.scales, **moved.arguments, perm=torch.from_numpy(perm).to(device), dtype=dtype
             )
-            # At most two fp32 operations round (product, sum); then the output is rounded.
+            # At most two fp32 operations round, a product and a sum; then the output is rounded once more.
             magnitude = np.empty((K, N))
             magnitude[perm] = weight.magnitude
             bound = 2.0**-23 * magnitude + reference.UNIT_ROUNDOFF[dtype] * np.abs(expected) + reference.TINY[dtype]

@@ -307,7 +307,7 @@ void check_tile_refusals() {
          "the reason: " + tile_refusal({128, 128, 32}, ElementType::float32, 2));
 }
 
-// Stripes on an M1 (8 cores, whose registers hold 2 threadgroups each) and on an M1 Max.
+// Checks the stripes on an M1, which has 8 cores with registers for 2 threadgroups each, and on an M1 Max.
 void check_stripe_choices() {
   const struct {
     uint32_t M, N, K, cores, stripes, k_per_slice;

@@ -1,4 +1,4 @@
-"""The tiny Llama of tests/data/models: fp64 references, a GGUF file, and a bound for the error of its logits."""
+"""Helpers for the tiny Llama of tests/data/models: fp64 references, a GGUF file, and an error bound for its logits."""
 
 import copy
 import json
@@ -38,7 +38,8 @@ def dense_model(folder: Path, weights: dict[str, torch.Tensor], dense: dict[str,
 def magnitude(weight: PackedWeight) -> torch.Tensor:
     """Returns the magnitude of each weight in the error bound, fp64 `[K, N]`.
 
-    For a kernel that sums raw codes, the raw codes and zero points count.
+    If a kernel sums raw codes, its rounding errors depend on the raw codes and zero points, so these give the
+    magnitude.
     """
     if weight.zeros is not None or weight.weight_format == "uint4b8":
         return _code_magnitude(weight)

@@ -8,7 +8,10 @@ import torch
 
 @dataclass(frozen=True)
 class Regime:
-    """Gates with means f and i, and a spread. `ill_conditioned`: the denominator nearly cancels above its floor."""
+    """Gates with means f and i, and a spread.
+
+    `ill_conditioned` means that the denominator nearly cancels above its floor.
+    """
 
     f: float
     i: float

@@ -46,7 +46,7 @@ def _stated_group_size(weight: PackedWeight) -> int:
 
 
 class Exporter(Protocol):
-    """Writes one target format: call `tensors` once for every layer, then `settings`."""
+    """Converts layers to one target format: call `tensors` once for every layer, then `settings`."""
 
     def tensors(self, weight: PackedWeight) -> dict[str, Tensor]:
         """Returns a layer's tensors by their names within the layer, or raises UnsupportedFormat."""

@@ -41,7 +41,7 @@ def choose_layers(
 
     modules = dict(model.named_modules())
     wanted = {name: module for name, module in modules.items() if is_wanted(module)}
-    # An embedding that is tied to a table of the vocabulary is such a table, too.
+    # An embedding that is tied to a table of the vocabulary holds the vocabulary, too.
     for name, source in ties.items():
         for one, other in ((name, source), (source, name)):
             if id(modules.get(one)) in tables and isinstance(modules.get(other), nn.Embedding):

@@ -270,7 +270,7 @@ class MarlinLinear(nn.Module):
             if new.dtype != old.dtype:
                 new = old.to(new.device)
             self._buffers[name] = _same_for_all(old, new)
-        # to_empty() leaves all buffers uninitialised. Loaders fill the weight's buffers, but not this one.
+        # to_empty() leaves all buffers uninitialised. Loaders fill the weight's buffers, but not `packed_format`.
         if self.packed_format is not packed_format:
             self.packed_format = self._describe(self.packed_format.device)
         return self

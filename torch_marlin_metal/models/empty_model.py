@@ -108,8 +108,9 @@ def linear_shape(module: nn.Module) -> LinearShape | None:
 def token_tables(model: nn.Module) -> set[int]:
     """Returns the ids of the embeddings that hold a vocabulary.
 
-    A model of transformers names them (`get_input_embeddings`); it also keeps positions, queries and other tables in
-    `nn.Embedding`, many of which it reads without a look-up. In other models every `nn.Embedding` counts.
+    A model of transformers names them (`get_input_embeddings`). Its other `nn.Embedding` modules hold positions,
+    queries and other tables, and the model reads many of these without a look-up. In other models every `nn.Embedding`
+    counts.
     """
     modules: list[Any] = list(model.modules())
     named = [module.get_input_embeddings for module in modules if hasattr(module, "get_input_embeddings")]

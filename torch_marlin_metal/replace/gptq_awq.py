@@ -144,9 +144,9 @@ def _find_version(module: nn.Module, config: dict[str, Any], qzeros: Tensor) -> 
 def _stated_version(module: nn.Module, config: dict[str, Any]) -> int:
     """Returns the version that the module's class, the module or the config states, else 1.
 
-    If a class needs version 2, GPTQModel converts the zero points of a version 1 file while it loads the file, so the
-    class tells the version. `qzero_format()` of such a module is 2 only if a conversion ran. For a file of version 2 it
-    stays 1, so it cannot be trusted.
+    If a class needs version 2, GPTQModel converts the zero points of a version 1 file while it loads the file. The
+    class therefore tells the version. `qzero_format()` cannot be trusted for modules of such a class: it returns 2 only
+    after a conversion, and 1 for a file that has version 2 already.
     """
     if getattr(type(module), "REQUIRES_FORMAT_V2", False):
         return 2

@@ -58,8 +58,8 @@ void store_columns(uint32_t* to, Words even, Words odd) {
   std::memcpy(to, columns, sizeof columns);
 }
 
-// Word c of the four rows has 4 x 4 bytes. For each c, these are transposed: byte b of word c of rows[p] becomes byte p
-// of word b of result.of[c].
+// Transposes 4 x 4 bytes for each c: the word c of each of the four rows. Byte b of word c of rows[p] becomes byte p of
+// word b of result.of[c].
 struct FourWords {
   Words of[4];
 };
@@ -103,7 +103,8 @@ void spread_gptq(Words words, Bytes (&codes)[2]) {
   codes[1] = shuffle<8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31>(even, odd);
 }
 
-// The same for AWQ. Neighbouring columns are in nibbles i and i + 4 of a word: in bytes 0 and 2, or in bytes 1 and 3.
+// Unpacks four words of AWQ to 32 bytes, one code each. Neighbouring columns are in nibbles i and i + 4 of a word: in
+// bytes 0 and 2, or in bytes 1 and 3.
 void spread_awq(Words words, Bytes (&codes)[2]) {
   words = (words & 0xFF0000FFU) | ((words & 0x0000FF00U) << 8) | ((words & 0x00FF0000U) >> 8);
   const auto even = std::bit_cast<Halves>(low_nibbles(words)), odd = std::bit_cast<Halves>(low_nibbles(words >> 4));

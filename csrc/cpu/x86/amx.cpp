@@ -122,8 +122,8 @@ void tile_step(const Step& s) {
   const char* b = reinterpret_cast<const char*>(s.panel);
   auto* next_panel = reinterpret_cast<__m512i*>(s.next_panel);
   alignas(64) float tiles[row_tiles * kTileRows * kStrip];
-  // If there are several segments, they are added here first. With small groups and a long K, adding each to y would be
-  // one long chain of roundings.
+  // The sums of several segments are first added here. With small groups and a long K, adding each segment to y would
+  // be one long chain of roundings.
   alignas(64) float chunk[row_tiles * kTileRows * kStrip];
   const bool single = s.segment >= s.k;
   if (!single) std::memset(chunk, 0, sizeof(chunk));

@@ -56,7 +56,7 @@ template <class Write>
 // Decodes codes to sums of bf16 parts. With one part and up to eight rows, the next panel is decoded between the tile
 // products. That was 1.08 to 1.10 times as fast on two and four threads and 1.03 times on 16 (Intel Xeon). With 16 rows
 // it was a fifth slower, because products of full tiles leave the core fewer free slots. With three parts the panel is
-// decoded beforehand, because two such panels would fill the first-level cache.
+// decoded beforehand, because two panels of three parts would fill the first-level cache.
 template <int code_parts>
 class CodesInParts {
  public:

@@ -65,7 +65,8 @@ void* __tsan_memset(void* to, int value, uint64_t bytes) {
 }
 
 // Called before a store. `value` holds the `bits` bits to be stored: floating-point numbers of `element` bits each, or
-// a 32-bit integer if `element` is 0. Bits that mark a variable that was never set are a fault.
+// a 32-bit integer if `element` is 0. If these bits are the pattern of a variable that was never set, the store is a
+// fault.
 void sm_check_value(const void* address, uint64_t value, uint32_t element, uint32_t bits) {
   Checker* checker = Checker::active();
   if (checker == nullptr) return;

@@ -30,14 +30,16 @@ struct History {
   void add(const Access& access);
 };
 
-// The plain accesses of a granule. One write is enough, because a conflict with an earlier write was already reported.
+// The plain accesses of a granule, which is a block of a few bytes. One write is enough, because a conflict with an
+// earlier write was already reported.
 struct Cell {
   Access write;
   History reads;
 };
 
-// The atomic accesses of a granule, apart from the plain accesses. If both shared one history, a thread's atomic access
-// would replace the same thread's plain store. A conflict of that store with another thread's atomic would be missed.
+// The atomic accesses of a granule, which are kept apart from its plain accesses. If both shared one history, a
+// thread's atomic access would replace the same thread's plain store. A conflict of that store with another thread's
+// atomic would be missed.
 struct AtomicCell {
   History writes, reads;
 };
@@ -70,15 +72,16 @@ inline constexpr uint64_t kSparseBytes = 1u << 28;
 struct Region {
   Region(char* start, uint64_t bytes, bool is_threadgroup, bool is_tracked, uint32_t first_granule);
 
-  // Returns the cells of the granules that [offset, offset + bytes) covers. A small access makes the granules smaller.
+  // Returns the cells of [offset, offset + bytes): one cell for each granule, which is a block of a few bytes. If the
+  // access is smaller than a granule or lies across its border, the granules are made smaller first.
   Cell* cells(uint64_t offset, uint32_t bytes, uint32_t* count);
-  // Returns the cells of atomic accesses for the granules from this offset. Before the first atomic access there are no
-  // such cells: the function makes them if `make` is true, and otherwise returns null.
+  // Returns the cells of the atomic accesses to the granules from this offset on. These cells exist from the first
+  // atomic access on. Before it, the function makes them if `make` is true, and otherwise returns null.
   AtomicCell* atomic_cells(uint64_t offset, bool make);
   void forget();  // marks all bytes as unwritten, for a new threadgroup
   // Sets bits in the flags of a range of bytes. Returns true if all bytes were written before.
   bool mark(uint64_t offset, uint64_t bytes, uint8_t bits);
-  // The last binding that begins at or before the offset. A region of a resident buffer has none.
+  // Returns the last binding that begins at or before the offset. A region of a resident buffer has none.
   const Binding& binding_at(uint64_t offset) const;
   // Calls visit(first, end) for the ranges of bytes that may have been touched.
   template <class Visit>

@@ -74,7 +74,7 @@ def compile_metallib(
     """Compiles one kernel of a library. If `kernel` is "" or None, the result names all kernels and has no code.
 
     Args:
-        path: of the metallib.
+        path: path of the metallib.
         kernel: the kernel's name in the library.
         constants: function constants by name, or by index as text. Values are C text ("true", "-3", "0x1p+1").
         checked: instruments the code for checked mode.

@@ -15,13 +15,13 @@ _LIBRARY = str(Path(__file__).resolve().parent / "include")
 
 # Errors of the dialect where Metal has none: (pattern of the error, pattern that a note of the error must match).
 _OF_THE_DIALECT = (
-    # For a copy of a struct out of `constant`. The copy constructor takes the generic space, and the generic space does
-    # not include `constant`.
+    # Metal can copy a struct out of `constant`. In C++ for OpenCL, the copy constructor takes the generic space, which
+    # does not include `constant`.
     (r"no matching constructor|no viable conversion|no viable overloaded '='", r"__constant .*implicit|implicit copy"),
-    # For a template argument that the compile to code checks too. In the dialect, clang rejects functions whose
+    # The compile to code checks template arguments, too. In C++ for OpenCL, clang refuses functions here whose
     # parameters depend on a template parameter (MLX's fft.h).
     (r"^no matching function", r"candidate template ignored: invalid explicitly-specified argument"),
-    # For constant expressions. The compile to code evaluates these too, and it has the right layout of types.
+    # The compile to code evaluates constant expressions, too, and it has the right layout of types.
     (r"^static assertion failed", ""),
     (
         r"not an? (integral )?constant expression|by a constant expression",
@@ -34,16 +34,15 @@ _OF_THE_DIALECT = (
     (r"cast from .*'half'.* to .*(bf16|bfloat)|cast from .*(bf16|bfloat).* to .*'half'", ""),
     (r"cannot bind to a temporary object because of address space mismatch", ""),
     (r"invalid vector element type 'bool'|'bool[234]'|'bool' \(vector", ""),
-    # For an element of a matrix that is the value of an expression and not a variable.
+    # Metal can index a matrix that is the value of an expression and not a variable.
     (r"use of overloaded operator '\[\]' is ambiguous \(with operand types '(metal::)?matrix<", ""),
-    # For a pointer plus an object that converts to an integer. The compile to code checks all sums of pointers except
-    # sums of two pointers.
+    # Metal can add a pointer and an object that converts to an integer. The compile to code checks all sums of pointers
+    # except sums of two pointers.
     (
         r"^invalid operands to binary expression \('[^']*\*[^']*'(?: \(aka '[^']*'\))? and '[^'*]*'(?: \(aka '[^'*]*'\))?\)",
         "",
     ),
-    # For C++17 that clang accepts in C++14 with a warning. Clang does not accept deduced class arguments and auto
-    # parameters there.
+    # Clang accepts some C++17 in C++14, with a warning. It does not accept deduced class arguments and auto parameters.
     (r"^(?!class template argument|non-type template).* incompatible with C\+\+ standards before C\+\+17", ""),
 )
 _SPACES = (
@@ -72,7 +71,7 @@ _ADVICE = (
 )  # fmt: skip
 
 
-# The dialect has no vectors of bool. One such vector causes further errors, which say nothing about the source.
+# C++ for OpenCL has no vectors of bool. One such vector causes further errors, which say nothing about the source.
 _NO_BOOL_VECTOR = "invalid vector element type 'bool'"
 _FOLLOWS = r"subscripted value is not an array|substitution failure"
 

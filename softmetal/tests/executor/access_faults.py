@@ -1,4 +1,6 @@
-"""The fault table, part one: out-of-bounds, misaligned and uninitialised accesses, and stores to constant memory."""
+"""Kernels with faults for test_checked_mode.py: wrong accesses (bounds, alignment, uninitialised), stores to constant
+memory.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fault table, part two: races, barriers and simd operations."""
+"""Kernels with faults for test_checked_mode.py: races, barriers and simd operations."""
 
 from __future__ import annotations
 

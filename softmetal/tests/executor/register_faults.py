@@ -1,4 +1,4 @@
-"""The fault table, part three: divisions, shifts, private arrays and variables that were never set."""
+"""Kernels with faults for test_checked_mode.py: divisions, shifts, private arrays, variables that were never set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fault table, part four: faults that programmers make in real kernels."""
+"""Kernels with faults for test_checked_mode.py: mistakes that programmers make in real kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""simdgroup_matrix: lane order, loads and stores, products of mixed types; and atomics."""
+"""Tests simdgroup_matrix (lane order, loads and stores, products of mixed types) and atomics."""
 
 import numpy as np
 import pytest

@@ -16,7 +16,8 @@ from torch_marlin_metal.checkpoints.layer import FLOATS, Layer, as_words, fit_gr
 from torch_marlin_metal.checkpoints.options import ReadOptions
 from torch_marlin_metal.packed_weight import PackedWeight
 
-# mode -> bit widths whose layout is known; only 4 bit can stay packed, the others are decoded on request
+# Maps each mode to the bit widths whose layout is known. Only 4 bit can stay packed; the other widths are decoded on
+# request.
 BITS = {"affine": (2, 3, 4, 5, 6, 8), "mxfp4": (4,), "nvfp4": (4,)}
 
 
@@ -36,7 +37,10 @@ def _implied(checkpoint: Checkpoint) -> bool:
 
 
 def _own_settings(layer: Layer, settings: Settings) -> Settings:
-    """Returns the module's own settings, else the common ones. AutoRound stores the former only in "quantization"."""
+    """Returns the module's own settings, else the common ones.
+
+    AutoRound stores a module's own only under "quantization".
+    """
     module = layer.name if layer.expert is None else layer.name.rpartition(".")[0]
     table = layer.checkpoint.config.get("quantization")
     for values in (settings, table if isinstance(table, dict) else {}):

@@ -52,9 +52,9 @@ class NativeExporter:
         """Returns the `quantization_config` of a checkpoint with these layers.
 
         If a program has not imported this package, transformers only warns of the unknown `quant_method` and goes on
-        with random weights. Two settings make it stop. `load_in_4bit` makes transformers, and diffusers, read the
-        settings as those of bitsandbytes. These look up `bnb_4bit_compute_dtype` as an attribute of torch. Its value
-        here is a text of advice, so the error about the missing attribute shows the advice.
+        with random weights. Two settings make it stop. Because of `load_in_4bit`, transformers and diffusers take the
+        settings for those of bitsandbytes, and look up the value of `bnb_4bit_compute_dtype` as an attribute of torch.
+        Here the value is a text of advice, so the error about the missing attribute shows the advice.
         """
         stops = {"load_in_4bit": True, "bnb_4bit_compute_dtype": ADVICE}
         return {"quant_method": METHOD, "format_version": FORMAT_VERSION, **stops, "layers": self.layers}

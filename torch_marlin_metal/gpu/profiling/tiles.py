@@ -1,4 +1,4 @@
-"""Tile budgets: memory and registers of each variant and tile, how many fit on a core, and the choice for each M."""
+"""Shows tile budgets: memory and registers of each tile, threadgroups per core, and the planner's choice for each M."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def _cells(row: TileRow) -> tuple[str, ...]:
 
 
 def tile_table(gpu: AppleSiliconGPU | str | None = None, dtype: torch.dtype = torch.float16) -> TileTable:
-    """Returns the memory and registers of every variant and tile shape, and how many fit on a core.
+    """Returns the memory and registers of every variant and tile shape, and how many threadgroups fit on a core.
 
     The table also lists common tile shapes that are refused because they exceed Metal's 32 KB of threadgroup memory.
 

@@ -125,7 +125,7 @@ def load(path: Path | None = None) -> list[TuningTable]:
 
 
 def save(table: TuningTable, path: Path | None = None) -> Path:
-    """Adds a table to a file and returns the path. Replaces the machine's choices for the same products.
+    """Adds a table to a file and returns the path. Replaces older choices of the same machine for the same products.
 
     Processes that save at the same time wait for each other, so that no choice is lost.
 

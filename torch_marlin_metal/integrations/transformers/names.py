@@ -29,9 +29,9 @@ def siblings(name: str, conversions: Iterable[Any]) -> Iterator[str]:
 def rearranges(model: Any, layers: Iterable[str]) -> bool:
     """Returns whether transformers joins, splits or permutes the weight of one of the layers when it saves the model.
 
-    It does so if the original checkpoint has other tensors than the model, for instance one tensor for q, k and v, or a
-    bias under another name than the weight. Packed words cannot be rearranged in this way, so such a model is saved
-    under its own names.
+    transformers does this if the original checkpoint has other tensors than the model, for instance one tensor for q, k
+    and v, or a bias under another name than the weight. Packed words cannot be rearranged in this way, so such a model
+    is saved under its own names.
     """
     conversions = getattr(model, "_weight_conversions", None)
     if conversions is None:

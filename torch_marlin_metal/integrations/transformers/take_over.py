@@ -35,7 +35,9 @@ _loading_types: list[tuple[type, ...]] = []
 
 
 def takes_own(theirs: Any) -> Any:
-    """Returns a library's config class for bitsandbytes, changed to take this package's own directories, too."""
+    """Returns a subclass of a library's config class for bitsandbytes that also accepts directories in this package's
+    format.
+    """
 
     class Own(theirs):  # type: ignore[misc]
         @classmethod

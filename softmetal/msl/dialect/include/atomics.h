@@ -2,7 +2,7 @@
 // numbers have minimum and maximum only.
 #pragma once
 
-// The dialect has its own types of these names, so Metal's types are declared under other names.
+// C++ for OpenCL has types of its own with these names, so Metal's types are declared under other names.
 #define atomic_int sm_word_atomic_int
 #define atomic_uint sm_word_atomic_uint
 #define atomic_float sm_word_atomic_float

@@ -3,7 +3,7 @@
 
 namespace metal {
 
-// A function as a template's parameter. A function's type written through this alias gets no address space.
+// The type of a function that is a template's parameter. Written through this alias, the type gets no address space.
 template <typename F>
 struct sm_function_of {
   typedef F type;

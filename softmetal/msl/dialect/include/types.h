@@ -66,7 +66,7 @@ typedef half half_t;
 SM_FLOATS(SM_VECTORS)
 SM_INTEGERS(SM_VECTORS)
 #undef SM_VECTORS
-// The dialect has no vectors of bool. A comparison gives a vector of integers as wide as the operands.
+// C++ for OpenCL has no vectors of bool. There a comparison gives a vector of integers as wide as the operands.
 typedef metal::vec<char, 2> bool2;
 typedef metal::vec<char, 3> bool3;
 typedef metal::vec<char, 4> bool4;

@@ -3,7 +3,8 @@
 
 namespace metal {
 
-// T4(...) is written sm_make<T4>(...): the dialect's own vectors take braces or one scalar only.
+// Rewritten source calls sm_make<T4>(...) for T4(...), because the vectors of C++ for OpenCL take braces or one scalar
+// only.
 template <typename V>
 struct sm_maker;
 template <typename... A>

@@ -114,7 +114,7 @@ constexpr S at(const A& a, int i, index<N>) {
   return static_cast<S>(a[i]);
 }
 
-// The function takes scalars of type S and returns a scalar of type R. N is the number of elements.
+// Applies the function F to each of N elements. F takes scalars of type S and returns a scalar of type R.
 template <class F, class S, class R, int N>
 struct mapper {
   template <class... A>
