@@ -10,6 +10,7 @@ import argparse
 import functools
 import hashlib
 import re
+import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -58,11 +59,12 @@ _COMPILE = [
 FAST = ["-O2"]
 # No vectoriser, because accesses of more than 16 bytes would not be instrumented.
 _CHECKED = [
-    *("-O2", "-fno-vectorize", "-fno-slp-vectorize"),
+    *("-fno-vectorize", "-fno-slp-vectorize"),
     *("-fsanitize=thread", "-mllvm", "-tsan-instrument-func-entry-exit=0"),
 ]
 _NOT_YET = ("memory-accesses", "memintrinsics", "atomics")  # instrumented later, after alignment.py has read the text
 _BEFORE_CHECKS = [
+    "-O2",
     *(*_CHECKED, *(f for x in _NOT_YET for f in ("-mllvm", f"-tsan-instrument-{x}=0"))),
     # The first three checks call functions of the executor. local-bounds executes a trap instead of a call.
     *("-fsanitize=integer-divide-by-zero,shift-exponent,array-bounds,local-bounds", "-fsanitize-recover=all"),
@@ -70,6 +72,7 @@ _BEFORE_CHECKS = [
     "-ftrivial-auto-var-init=pattern",
 ]
 _AFTER_CHECKS = [
+    "-O0",  # the passes have run, and a test compiles a kernel for longer than it runs it
     *(*_CHECKED, "-mllvm", "-tsan-instrument-read-before-write=1"),
     *("-mllvm", "-tsan-instrument-atomics=0"),  # sm_note_atomic reports atomics
 ]
@@ -90,11 +93,26 @@ def library_files() -> list[Path]:
     return sorted([*headers, *HERE.glob("*.py"), HERE / "thunk.h", HERE.parent / "executor" / "abi.h"])
 
 
+def _predefined_macros() -> bytes:
+    """Returns macros that identify the compiler's version and the instruction sets that the compiler targets.
+
+    A file keeps them, because each compile of a kernel asks for them in a process of its own. The file's name changes
+    with the compiler's file and with the processor.
+    """
+    compiler = Path(shutil.which(CLANG) or CLANG).resolve()
+    file = compiler.stat() if compiler.exists() else None
+    processor = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
+    unchanging = [line for line in processor.splitlines() if "MHz" not in line and "bogomips" not in line]
+    key = repr((str(compiler), file and (file.st_size, file.st_mtime_ns), unchanging))
+    path = cache_folder() / f"macros-{hashlib.sha256(key.encode()).hexdigest()[:16]}.h"
+    if not path.exists():
+        install(path, [CLANG, *_MACHINE, "-E", "-dM", "-x", "c", "-", "-o"], "")
+    return path.read_bytes()
+
+
 @functools.cache
 def toolchain_digest() -> str:
-    # The predefined macros identify the compiler's version and the instruction sets that the compiler targets. So a
-    # change of the compiler or of the processor changes the digest.
-    digest = hashlib.sha256(run([CLANG, *_MACHINE, "-E", "-dM", "-x", "c", "-"], "").encode())
+    digest = hashlib.sha256(_predefined_macros())
     digest.update(
         repr([[math.flags for math in ALL], _PREPROCESS, _COMPILE, FAST, _BEFORE_CHECKS, _AFTER_CHECKS, _LINK]).encode()
     )
@@ -129,7 +147,9 @@ def precompiled(checked: bool, math: Math = PLAIN) -> Path:
     path = cache_folder() / f"prelude-{'checked' if checked else 'fast'}-{'-'.join(math)}-{digest[:16]}.pch"
     if not path.exists():
         flags = [*_COMPILE, *math.flags, *(_BEFORE_CHECKS if checked else FAST), "-I", str(_INCLUDE)]
-        prelude = f'#include <metal_stdlib>\n#include "{HERE / "thunk.h"}"\n'
+        # A fault inside a function of the library has the line of the user's call, if the function is inlined.
+        library = _inlined("#include <metal_stdlib>\n#pragma clang attribute pop\n")
+        prelude = f'{library}#include "{HERE / "thunk.h"}"\n'
         install(path, [CLANG, "-x", "c++-header", "-", *flags, "-Xclang", "-emit-pch", "-o"], prelude)
     return path
 
@@ -270,8 +290,9 @@ def compile_source(
     if not path.exists() or not accepted.exists():
         try:
             tokens = tokenize(replace_pragmas(text))
-            refused = list(lint(significant(tokens)))
-            refused += check.refused(significant(tokens))
+            refused = []
+            if not accepted.exists():
+                refused += [*lint(significant(tokens)), *check.refused(significant(tokens))]
             translation = None if refused or path.exists() else Translator(tokens, values, kernel)
         except SourceError as error:
             refused = [error]

@@ -139,10 +139,11 @@ def peak_bytes(call) -> int:
     return torch.accelerator.memory_stats()["allocated_bytes.all.peak"] - before
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_backward_allocates_no_copy_of_the_weight(dtype, mps, monkeypatch):
+@pytest.mark.parametrize(("dtype", "group_size"), [(torch.bfloat16, 64), (torch.float32, 64), (torch.float32, 1024)])
+def test_backward_allocates_no_copy_of_the_weight(dtype, group_size, mps, monkeypatch):
+    """A part is several groups of 64, or an eighth of the only group of 1024."""
     rows, wide, columns = 4, 1024, 256
-    weight = reference.make_weight("uint4b8", wide, columns, 64).to("mps")
+    weight = reference.make_weight("uint4b8", wide, columns, group_size).to("mps")
     whole = wide * columns * torch.finfo(dtype).bits // 8
     monkeypatch.setenv(VARIABLE, str(whole // 8))
     a = torch.randn(rows, wide, dtype=dtype, device="mps", requires_grad=True)
