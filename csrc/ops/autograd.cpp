@@ -2,8 +2,12 @@
 // Tensors that require grad are refused as any other argument, and as arguments of dequantize and embedding.
 #include <ATen/autocast_mode.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
+
+#include <algorithm>
+#include <numeric>
 
 #include "csrc/ops/argument_rules.h"
 #include "csrc/ops/operators.h"
@@ -35,6 +39,26 @@ void save_weight(AutogradContext* ctx, const WeightTensors& weight) {
   ctx->saved_data["group_size"] = weight.group_size;
 }
 
+// Returns the sum of all rows, computed in fp32. Each part of the columns is converted alone, but not while a compiler
+// traces: the parts depend on the sizes, and compiled sums convert without a copy.
+Tensor bias_gradient(const Tensor& grad, at::ScalarType dtype) {
+  at::DimVector leading(std::max<int64_t>(grad.dim() - 1, 0));
+  std::iota(leading.begin(), leading.end(), 0);
+  if (leading.empty()) return grad.to(dtype);
+  if (grad.scalar_type() == at::kFloat || grad.key_set().has(c10::DispatchKey::Python))
+    return grad.to(at::kFloat).sum(leading).to(dtype);
+  const int64_t N = grad.size(-1);
+  const Tensor rows = grad.reshape({-1, N});
+  Tensor out = at::empty({N}, grad.options().dtype(dtype));
+  const int64_t fitting = gradient_bytes() / (4 * std::max<int64_t>(rows.size(0), 1));
+  const int64_t width = std::clamp<int64_t>(fitting, 1, N);
+  for (int64_t first = 0; first < N; first += width) {
+    const int64_t count = std::min(width, N - first);
+    out.narrow(0, first, count).copy_(rows.narrow(1, first, count).to(at::kFloat).sum(0));
+  }
+  return out;
+}
+
 class GemmFunction : public torch::autograd::Function<GemmFunction> {
  public:
   static constexpr bool is_traceable = true;
@@ -61,11 +85,7 @@ class GemmFunction : public torch::autograd::Function<GemmFunction> {
     }
     if (ctx->saved_data.count("bias_dtype") != 0) {
       const auto dtype = static_cast<at::ScalarType>(ctx->saved_data["bias_dtype"].toInt());
-      at::DimVector leading;
-      for (int64_t dim = 0; dim + 1 < grad.dim(); ++dim)
-        leading.push_back(dim);
-      const Tensor wide = grad.to(at::kFloat);
-      result[9] = (leading.empty() ? wide : wide.sum(leading)).to(dtype);
+      result[9] = bias_gradient(grad, dtype);
     }
     return result;
   }

@@ -20,18 +20,6 @@ namespace {
 constexpr const char* kVariable = "TORCH_MARLIN_METAL_GRADIENT_BYTES";
 constexpr int64_t kDefaultBytes = int64_t{64} << 20;
 
-// Reads the variable at each call, so that a program can change it; getenv costs far less than a product.
-int64_t largest_part_bytes() {
-  const char* text = std::getenv(kVariable);
-  if (text == nullptr || *text == '\0') return kDefaultBytes;
-  char* end = nullptr;
-  errno = 0;
-  const long long bytes = std::strtoll(text, &end, 10);
-  TORCH_CHECK_VALUE(*end == '\0' && errno == 0 && bytes >= 1, kVariable, ": expected bytes, at least 1, got '", text,
-                    "'");
-  return bytes;
-}
-
 // How the rows of K are divided: whole groups together, or one group into equal parts.
 struct Division {
   int64_t rows;        // of each part but the last of K or of a group
@@ -68,6 +56,21 @@ Tensor dequantize_rows(const WeightTensors& weight, int64_t first, int64_t rows,
                               std::nullopt, dtype);
 }
 
+// Multiplies rows of activations with a part of the weight and writes the product, rounded, to some columns of `out`.
+// If the part has another dtype than the activations, they are converted at most `bytes` of them and of their product
+// at a time.
+void multiply_part(const Tensor& rows, const Tensor& part, int64_t bytes, Tensor out) {
+  int64_t step = rows.size(0);
+  if (rows.scalar_type() != part.scalar_type()) {
+    const int64_t row_bytes = static_cast<int64_t>(part.element_size()) * (part.size(0) + part.size(1));
+    step = std::clamp<int64_t>(bytes / row_bytes, 1, step);
+  }
+  for (int64_t first = 0; first < rows.size(0); first += step) {
+    const int64_t count = std::min(step, rows.size(0) - first);
+    out.narrow(0, first, count).copy_(at::mm(rows.narrow(0, first, count).to(part.scalar_type()), part.t()));
+  }
+}
+
 Tensor gemm_transposed(const Tensor& a, const Tensor& b_packed, const Tensor& scales, c10::string_view weight_format,
                        int64_t group_size, const OptionalTensor& zeros, const OptionalTensor& global_scale,
                        const OptionalTensor& lut, const OptionalTensor& perm) {
@@ -77,7 +80,7 @@ Tensor gemm_transposed(const Tensor& a, const Tensor& b_packed, const Tensor& sc
   const int64_t N = shape.N.expect_int();
   at::DimVector sizes(a.sizes());
   sizes.back() = K;
-  const int64_t bytes = largest_part_bytes();
+  const int64_t bytes = gradient_bytes();
   if (a.numel() == 0) return at::empty(sizes, a.options());
 
   // Autocast must not round what this computes in fp32.
@@ -85,20 +88,23 @@ Tensor gemm_transposed(const Tensor& a, const Tensor& b_packed, const Tensor& sc
   // bf16 has the range of fp32. fp16 has not: fp32 scales can make weights beyond it, and small weights lose their
   // bits there. Whether they do would have to be read from the scales, and on mps the host would wait for them.
   const at::ScalarType dtype = a.scalar_type() == at::kBFloat16 ? at::kBFloat16 : at::kFloat;
-  const Tensor rows = a.reshape({-1, N}).to(dtype);
+  const Tensor rows = a.reshape({-1, N});
   const int64_t row_bytes = N * static_cast<int64_t>(c10::elementSize(dtype));
-  const Division division = divide(info(shape.format), K, group_size, row_bytes, bytes);
+  // Activations that are converted take half of the bytes.
+  const bool converts = dtype != a.scalar_type();
+  const int64_t part_bytes = converts ? std::max<int64_t>(bytes / 2, 1) : bytes;
+  const Division division = divide(info(shape.format), K, group_size, row_bytes, part_bytes);
 
   Tensor out;
-  if (division.rows >= K) {
-    out = at::mm(rows, dequantize_rows(weight, 0, K, false, dtype).t()).to(a.scalar_type());
+  if (division.rows >= K && !converts) {
+    out = at::mm(rows, dequantize_rows(weight, 0, K, false, dtype).t());
   } else {
     out = at::empty({rows.size(0), K}, a.options());
     for (int64_t first = 0, last = 0; first < K; first = last) {
       last = std::min(first + division.rows, K);
       if (division.inside_groups) last = std::min(last, (first / group_size + 1) * group_size);
       const Tensor part = dequantize_rows(weight, first, last - first, division.inside_groups, dtype);
-      out.narrow(1, first, last - first).copy_(at::mm(rows, part.t()));
+      multiply_part(rows, part, part_bytes, out.narrow(1, first, last - first));
     }
   }
   if (perm) out = out.index_select(1, at::argsort(*perm));
@@ -106,6 +112,18 @@ Tensor gemm_transposed(const Tensor& a, const Tensor& b_packed, const Tensor& sc
 }
 
 }  // namespace
+
+// Reads the variable at each call, so that a program can change it; getenv costs far less than a product.
+int64_t gradient_bytes() {
+  const char* text = std::getenv(kVariable);
+  if (text == nullptr || *text == '\0') return kDefaultBytes;
+  char* end = nullptr;
+  errno = 0;
+  const long long bytes = std::strtoll(text, &end, 10);
+  TORCH_CHECK_VALUE(*end == '\0' && errno == 0 && bytes >= 1, kVariable, ": expected bytes, at least 1, got '", text,
+                    "'");
+  return bytes;
+}
 
 TORCH_LIBRARY_IMPL(torch_marlin_metal, CompositeExplicitAutograd, m) {
   m.impl("gemm_transposed", gemm_transposed);

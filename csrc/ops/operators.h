@@ -25,6 +25,9 @@ c10::TypedOperatorHandle<Signature> find_operator(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
 }
 
+// The bytes that a gradient may hold in floats at a time; TORCH_MARLIN_METAL_GRADIENT_BYTES sets them.
+int64_t gradient_bytes();
+
 inline const auto& gemm_op() {
   static const auto op = find_operator<GemmSignature>("torch_marlin_metal::gemm");
   return op;

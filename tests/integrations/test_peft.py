@@ -1,23 +1,21 @@
 """LoRA adapters of peft on packed layers, beside peft's own layers on the same weights in fp32."""
 
 import copy
-import warnings
+import pickle
 
 import pytest
 import torch
-from peft import AdaLoraConfig, LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
 import torch_marlin_metal as tmm
 import torch_marlin_metal.integrations.transformers
-from tests.support.models import tensors
-from torch_marlin_metal import MarlinLinear, quantize_model
+from tests.support.adapters import IDS, TARGETS, config, fill, layers_of, packed_model
+from torch_marlin_metal import MarlinLinear
 from torch_marlin_metal.integrations import peft as integration
-from torch_marlin_metal.integrations.peft import MarlinLoraLinear, prepare_for_training
+from torch_marlin_metal.integrations.peft import prepare_for_training
 
-TARGETS = ["q_proj", "v_proj", "down_proj"]
-IDS = torch.tensor([[5, 17, 99, 42, 7, 63, 110, 23], [8, 77, 31, 56, 2, 64, 9, 100]])
 KINDS = {
     "lora": {},
     "rslora": {"use_rslora": True, "r": 3},
@@ -25,24 +23,6 @@ KINDS = {
     "all-linear": {"target_modules": "all-linear"},
     "bias": {"lora_bias": True},
 }
-
-
-def config(**options) -> LoraConfig:
-    return LoraConfig(**{"target_modules": TARGETS, "r": 4, "lora_alpha": 8, "task_type": "CAUSAL_LM", **options})
-
-
-def llama() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 128}
-    return LlamaForCausalLM(
-        LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, attention_bias=True, mlp_bias=True)
-    )
-
-
-def packed_model(weight_format: str = "uint4", group_size: int | None = None) -> LlamaForCausalLM:
-    model = llama()
-    quantize_model(model, weight_format, group_size=group_size)
-    return model
 
 
 def dense_twin(model: nn.Module) -> nn.Module:
@@ -58,17 +38,6 @@ def dense_twin(model: nn.Module) -> nn.Module:
     return twin
 
 
-def fill(model: nn.Module, size: float = 0.1) -> None:
-    """Gives every adapter weight a random value, the same for the same shapes and order."""
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_A" in name or "lora_B" in name:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * size)
-            elif "magnitude" in name:
-                parameter.mul_(1 + size * torch.rand(parameter.shape, generator=generator))
-
-
 def pair(**options) -> tuple[PeftModel, PeftModel]:
     """Returns a packed model with an adapter, and peft's own adapter with the same values on the weights in fp32."""
     base = packed_model()
@@ -77,17 +46,6 @@ def pair(**options) -> tuple[PeftModel, PeftModel]:
         fill(model)
         model.eval()
     return models
-
-
-def layers_of(model: nn.Module) -> list[MarlinLoraLinear]:
-    return [module for module in model.modules() if isinstance(module, MarlinLoraLinear)]
-
-
-def same_bits(model: nn.Module, before: dict[str, torch.Tensor]) -> bool:
-    after = model.state_dict()
-    return after.keys() == before.keys() and all(
-        torch.equal(after[name].nan_to_num(), before[name].nan_to_num()) for name in before
-    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -134,66 +92,6 @@ def test_a_batch_may_mix_adapters():
     assert not torch.allclose(mixed[:1], mixed[1:])
 
 
-@pytest.mark.parametrize("weight_format", tmm.WEIGHT_FORMATS)
-@pytest.mark.parametrize("kind", ["lora", "dora"])
-def test_merging_quantizes_the_sum_and_unmerging_restores_the_bits(weight_format, kind):
-    model = get_peft_model(packed_model(weight_format), config(lora_bias=kind == "lora", **KINDS[kind]))
-    fill(model, 0.2)
-    before = tensors(model)
-    layer = layers_of(model)[0]
-    base = layer.get_base_layer()
-    old, old_bias = base.dequantize(), base.bias.clone()
-    delta = layer.lora_B["default"].weight @ layer.lora_A["default"].weight * layer.scaling["default"]
-    expected = old + delta
-    if kind == "dora":
-        magnitude = layer.lora_magnitude_vector["default"].weight
-        expected = expected * (magnitude / expected.norm(dim=1)).unsqueeze(1)
-    model.merge_adapter()
-    assert layer.merged
-    new = base.dequantize()
-    assert (new - expected).norm() < 0.2 * expected.norm() < 0.5 * (old - expected).norm()
-    if kind == "lora":
-        torch.testing.assert_close(base.bias, old_bias + layer.lora_B["default"].bias * layer.scaling["default"])
-    with torch.no_grad():
-        x = torch.randn(3, base.in_features)
-        assert torch.equal(layer(x), base(x))
-    model.unmerge_adapter()
-    assert not layer.merged and same_bits(model, before)
-    with pytest.warns(UserWarning, match="Already unmerged"):
-        layer.unmerge()
-
-
-def test_merging_in_two_calls_is_merging_in_one():
-    model = get_peft_model(packed_model("uint4b8", 16), config())
-    model.add_adapter("other", config(r=2))
-    fill(model)
-    layer = layers_of(model)[0]
-    layer.merge(adapter_names=["default", "other"])
-    together = layer.get_base_layer().dequantize()
-    layer.unmerge()
-    layer.merge(adapter_names=["default"])
-    assert not torch.equal(together, layer.get_base_layer().dequantize())
-    layer.merge(safe_merge=True, adapter_names=["other"])
-    assert torch.equal(together, layer.get_base_layer().dequantize())
-    assert layer.merged_adapters == ["default", "other"]
-
-
-def test_merging_keeps_act_order():
-    torch.manual_seed(0)
-    weight = tmm.quantize_weight(torch.randn(24, 64), "uint4b8", 16)
-    weight.perm = torch.randperm(64).to(torch.int32)
-    weight.bias = torch.zeros(24)
-    model = nn.Sequential(MarlinLinear.from_packed(weight))
-    old = model[0].dequantize()
-    adapted = get_peft_model(model, LoraConfig(target_modules=["0"], r=2, lora_alpha=4))
-    fill(adapted, 0.5)
-    layer = layers_of(adapted)[0]
-    expected = old + layer.get_delta_weight("default")
-    merged = adapted.merge_and_unload()
-    assert isinstance(merged[0], MarlinLinear) and torch.equal(merged[0].perm, weight.perm)
-    assert (merged[0].dequantize() - expected).norm() < 0.2 * (old - expected).norm()
-
-
 def test_an_adapter_is_saved_loaded_and_merged_for_generation(tmp_path):
     base = packed_model()
     model = get_peft_model(copy.deepcopy(base), config(use_dora=True))
@@ -210,60 +108,9 @@ def test_an_adapter_is_saved_loaded_and_merged_for_generation(tmp_path):
         assert not layers_of(merged) and isinstance(merged.model.layers[0].self_attn.q_proj, MarlinLinear)
         got = merged(IDS).logits
         assert merged.generate(input_ids=IDS, **options).shape == (2, 12)
-    plain = llama()
-    quantize_model(plain, "uint4")
+    plain = packed_model()
     with torch.no_grad():
         assert (got - expected).norm() < 0.5 * (plain(IDS).logits - expected).norm()
-
-
-def refused(model: nn.Module, settings, message: str) -> None:
-    before, names = tensors(model), [name for name, _ in model.named_modules()]
-    with pytest.raises(ValueError, match=message):
-        get_peft_model(model, settings)
-    assert [name for name, _ in model.named_modules()] == names and same_bits(model, before)
-
-
-def test_what_a_packed_layer_cannot_take_is_named_and_the_model_stays():
-    model = packed_model()
-    model.model.layers[0].self_attn.q_proj = nn.Linear(64, 64)  # would be changed first
-    refused(model, config(init_lora_weights="pissa"), "init_lora_weights: expected True, False or 'gaussian'.*'pissa'")
-    refused(model, config(alora_invocation_tokens=[1]), r"alora_invocation_tokens: expected None.*got \[1\]")
-    ada = AdaLoraConfig(target_modules=TARGETS, task_type="CAUSAL_LM", total_step=10)
-    refused(model, ada, "v_proj': expected peft_type LORA on a packed weight, got ADALORA")
-    refused(model, config(modules_to_save=["down_proj"]), "down_proj': expected a float layer for modules_to_save")
-    fused = packed_model()
-    tmm.fuse_projections(fused)
-    refused(fused, config(target_modules=["down_proj", "q_proj"]), "q_proj': expected a MarlinLinear.*fuse=False")
-    refused(fused, config(target_modules="all-linear"), "_proj': expected a MarlinLinear.*fuse=False")
-    assert len(layers_of(get_peft_model(fused, config(target_modules=["down_proj"])))) == 2
-    with pytest.raises(ValueError, match=r"expected no fused projections, got 'model\.layers\.0\.self_attn\.q_proj'"):
-        prepare_for_training(tmm.fuse_projections(other := packed_model()) and other)
-
-
-@pytest.mark.parametrize("value", [float("nan"), 1e30])
-def test_a_sum_that_the_format_cannot_hold_is_named_and_the_layer_stays(value):
-    model = get_peft_model(packed_model("uint4b8"), config())
-    model.add_adapter("broken", config())
-    fill(model)
-    layer = layers_of(model)[0]
-    layer.merge(adapter_names=["default"])
-    with torch.no_grad():
-        layer.lora_A["broken"].weight.fill_(1.0)
-        layer.lora_B["broken"].weight.fill_(value)
-    before = tensors(model)
-    message = "adapter broken seems to be broken" if value != value else r"\['default', 'broken'\]: uint4b8 cannot hold"
-    with pytest.raises(ValueError, match=message):
-        layer.merge(adapter_names=["broken"])
-    assert layer.merged_adapters == ["default"] and same_bits(model, before)
-
-
-def test_a_bias_cannot_be_merged_where_there_is_none():
-    model = nn.Sequential(MarlinLinear.from_packed(tmm.quantize_weight(torch.randn(24, 64))), nn.LayerNorm(24))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        adapted = get_peft_model(model, LoraConfig(target_modules=["0"], r=2, lora_bias=True))
-    with pytest.raises(ValueError, match="adapter 'default': expected a base layer with a bias"):
-        adapted.merge_adapter()
 
 
 def test_restore_takes_the_layer_out_of_peft():
@@ -381,10 +228,51 @@ def test_a_config_without_targets_takes_the_default_of_the_model_family():
     assert len(layers_of(adapted)) == 4
 
 
-def test_a_merge_keeps_a_group_size_beyond_k():
-    """The merged weight must load into the layer's twin, whose packed_format names the group size."""
-    layer = MarlinLinear.from_packed(tmm.quantize_weight(torch.randn(32, 64), "uint4", group_size=128))
-    model = nn.Sequential(layer, nn.Linear(32, 4))
-    before = model.state_dict()["0.packed_format"].clone()
-    merged = get_peft_model(model, LoraConfig(target_modules=["0"], r=4)).merge_and_unload()
-    assert torch.equal(merged.state_dict()["0.packed_format"], before)
+@pytest.mark.parametrize("change", ["load", "assign", "scales"])
+def test_dora_follows_a_weight_that_was_written_or_replaced(change):
+    """The norms of the decoded weight are kept between calls."""
+    dora = config(use_dora=True)
+    adapted = get_peft_model(packed_model(), dora)
+    adapted(IDS)
+    other = packed_model()
+    for layer in other.modules():
+        if isinstance(layer, MarlinLinear):
+            layer.scales.mul_(3)
+    state = {f"base_model.model.{name}": tensor for name, tensor in other.state_dict().items()}
+    state = {
+        name.replace(f"{t}.", f"{t}.base_layer."): v for name, v in state.items() for t in TARGETS if f"{t}." in name
+    }
+    if change == "scales":
+        for layer in layers_of(adapted):
+            layer.get_base_layer().scales.mul_(3)
+    else:
+        adapted.load_state_dict(state, strict=False, assign=change == "assign")
+    layer = layers_of(adapted)[0]
+    base = layer.get_base_layer()
+    A, B = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    got = layer.lora_magnitude_vector["default"].norm(base, A, B, layer.scaling["default"])
+    torch.testing.assert_close(got, (base.dequantize() + layer.get_delta_weight("default")).norm(dim=1))
+    assert copy.deepcopy(adapted)(IDS).logits.shape == (2, 8, 128)
+    pickle.dumps(layer)
+
+
+def test_dora_that_is_not_trained_changes_nothing_in_any_dtype():
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        layer = nn.Sequential(MarlinLinear.from_linear(nn.Linear(64, 24)))
+        x = torch.randn(3, 64).to(dtype)
+        adapted = get_peft_model(layer, LoraConfig(target_modules=["0"], r=2, use_dora=True)).to(dtype)
+        with adapted.disable_adapter():
+            expected = adapted(x)
+        assert torch.equal(adapted(x), expected), dtype
+
+
+def test_autocast_does_not_round_the_norms_of_dora(device):
+    layer = MarlinLinear.from_linear(nn.Linear(64, 24))
+    adapted = get_peft_model(nn.Sequential(layer), LoraConfig(target_modules=["0"], r=2, use_dora=True))
+    fill(adapted, 0.5)
+    lora = layers_of(adapted.to(device))[0]
+    arguments = lora.get_base_layer(), lora.lora_A["default"].weight, lora.lora_B["default"].weight, 1.0
+    norms = lora.lora_magnitude_vector["default"].norm
+    expected = norms(*arguments)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        assert torch.equal(norms(*arguments).cpu(), expected.cpu())

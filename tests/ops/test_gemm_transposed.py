@@ -154,6 +154,35 @@ def test_backward_allocates_no_copy_of_the_weight(dtype, group_size, mps, monkey
     assert whole // 8 <= kept <= whole // 8 + activation_bytes < whole // 2
 
 
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_backward_in_fp16_copies_no_whole_gradient_to_fp32(with_bias, mps, monkeypatch):
+    rows, wide, columns = 256, 128, 1024
+    weight = reference.make_weight("uint4b8", wide, columns, 64).to("mps")
+    monkeypatch.setenv(VARIABLE, str(limit := 1 << 17))
+    a = torch.randn(rows, wide, dtype=torch.float16, device="mps", requires_grad=not with_bias)
+    bias = torch.zeros(columns, dtype=torch.float16, device="mps", requires_grad=with_bias)
+    y = tmm.gemm(a, weight.b_packed, weight.scales, **weight.arguments, bias=bias)
+    upstream = torch.randn(y.shape).half().to("mps")
+    (wanted,) = (tensor for tensor in (a, bias) if tensor.requires_grad)
+    result = torch.autograd.grad(y, wanted, upstream, retain_graph=True)[0]
+    kept = peak_bytes(lambda: torch.autograd.grad(y, wanted, upstream, retain_graph=True))
+    assert kept <= limit + result.nbytes + 8192 < rows * columns * 4 / 2
+    grad = upstream.cpu().double()
+    exact = grad.sum(0) if with_bias else grad @ torch.from_numpy(weight.exact.T)
+    torch.testing.assert_close(result.cpu().double(), exact, rtol=2**-10, atol=2**-10 * exact.abs().max().item())
+
+
+@pytest.mark.parametrize("dtype", reference.DTYPES, ids=str)
+def test_a_wide_matrix_by_parts(dtype, device, monkeypatch):
+    """Parts whose rows are as long as those of a model's layer, and whose last one is smaller."""
+    columns = 3000
+    weight = reference.make_weight("uint4", K, columns, 32).to(device)
+    monkeypatch.setenv(VARIABLE, str(72 * 4 * columns))
+    a = activations((5, columns), dtype)
+    exact, bound = bound_of(reference.to_numpy(a), weight.exact, dtype)
+    reference.check_gemm(run(a.to(device), weight), exact, bound)
+
+
 @pytest.mark.parametrize("value", ["0", "-1", "many", "64M", "99999999999999999999"])
 def test_a_wrong_number_of_bytes_is_named(value, monkeypatch):
     monkeypatch.setenv(VARIABLE, value)

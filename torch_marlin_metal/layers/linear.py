@@ -340,16 +340,17 @@ def _same_for_all(old: Tensor, new: Tensor) -> Tensor:
     moved = reference() if reference is not None else None
     if (
         moved is not None
-        and versions == (_version(old), _version(moved))
+        and versions == (version_of(old), version_of(moved))
         and (moved.device, moved.dtype, moved.shape) == (new.device, new.dtype, new.shape)
     ):
         return moved
     if new is not old:
-        _moved[old] = weakref.ref(new), (_version(old), _version(new))
+        _moved[old] = weakref.ref(new), (version_of(old), version_of(new))
     return new
 
 
-def _version(tensor: Tensor) -> int:
+def version_of(tensor: Tensor) -> int:
+    """Returns how often a tensor was written."""
     return -1 if tensor.is_inference() else tensor._version  # a tensor of inference mode counts no writes
 
 

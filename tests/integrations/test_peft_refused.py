@@ -1,0 +1,65 @@
+"""What packed layers cannot take from peft is named, and the model stays."""
+
+from dataclasses import fields
+
+import pytest
+from peft import AdaLoraConfig, LNTuningConfig, get_peft_model
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
+from peft.tuners.tuners_utils import BaseTuner
+from torch import nn
+
+import torch_marlin_metal as tmm
+from tests.support.adapters import IDS, TARGETS, config, layers_of, packed_model, same_bits
+from tests.support.models import tensors
+from torch_marlin_metal.integrations.peft import prepare_for_training
+
+# Adapters of layers; XLORA has none of its own but those of LoRA.
+OTHERS = [
+    kind
+    for kind, tuner in PEFT_TYPE_TO_TUNER_MAPPING.items()
+    if issubclass(tuner, BaseTuner) and kind.value not in ("LORA", "XLORA")
+]
+
+
+def refused(model: nn.Module, settings, message: str) -> None:
+    before, names = tensors(model), [name for name, _ in model.named_modules()]
+    with pytest.raises(ValueError, match=message):
+        get_peft_model(model, settings)
+    assert [name for name, _ in model.named_modules()] == names and same_bits(model, before)
+
+
+def test_what_a_packed_layer_cannot_take_is_named_and_the_model_stays():
+    model = packed_model()
+    model.model.layers[0].self_attn.q_proj = nn.Linear(64, 64)  # would be changed first
+    refused(model, config(init_lora_weights="pissa"), "init_lora_weights: expected True, False or 'gaussian'.*'pissa'")
+    refused(model, config(alora_invocation_tokens=[1]), r"alora_invocation_tokens: expected None.*got \[1\]")
+    ada = AdaLoraConfig(target_modules=TARGETS, task_type="CAUSAL_LM", total_step=10)
+    refused(
+        model, ada, r"^AdaLoraModel: layer .*v_proj': expected a float layer for peft_type ADALORA, .* LoRA and DoRA"
+    )
+    refused(model, config(modules_to_save=["down_proj"]), "down_proj': expected a float layer for modules_to_save")
+    fused = packed_model()
+    tmm.fuse_projections(fused)
+    refused(fused, config(target_modules=["down_proj", "q_proj"]), "q_proj': expected a MarlinLinear.*fuse=False")
+    refused(fused, config(target_modules="all-linear"), "_proj': expected a MarlinLinear.*fuse=False")
+    assert len(layers_of(get_peft_model(fused, config(target_modules=["down_proj"])))) == 2
+    with pytest.raises(ValueError, match=r"expected no fused projections, got 'model\.layers\.0\.self_attn\.q_proj'"):
+        prepare_for_training(tmm.fuse_projections(other := packed_model()) and other)
+
+
+@pytest.mark.parametrize("kind", OTHERS, ids=lambda kind: kind.value)
+def test_every_other_adapter_of_a_packed_layer_is_refused(kind):
+    options = {"target_modules": ["k_proj", "o_proj"], "feedforward_modules": [], "total_step": 10}
+    known = {field.name for field in fields(PEFT_TYPE_TO_CONFIG_MAPPING[kind])}
+    settings = PEFT_TYPE_TO_CONFIG_MAPPING[kind](**{name: value for name, value in options.items() if name in known})
+    tuner = PEFT_TYPE_TO_TUNER_MAPPING[kind].__name__
+    message = rf"^{tuner}: layer '.*k_proj': .*peft_type {kind.value}, got a packed 4-bit MarlinLinear.*LoRA and DoRA"
+    refused(packed_model(), settings, message)
+
+
+def test_other_adapters_of_float_layers_are_added():
+    model = get_peft_model(packed_model(), LNTuningConfig(target_modules=["input_layernorm"]))
+    model(IDS, labels=IDS).loss.backward()
+    assert sum(parameter.grad is not None for parameter in model.parameters()) == 2
+    with pytest.raises(ValueError, match=r"^LNTuningModel: layer '.*q_proj'"):
+        model.add_adapter("other", LNTuningConfig(target_modules=["q_proj"]))

@@ -1,0 +1,124 @@
+"""DoRA on a packed weight."""
+
+import weakref
+from dataclasses import replace
+from typing import Any
+
+import torch
+from peft.tuners.lora.dora import DoraLinearLayer
+from peft.tuners.lora.layer import Linear
+from peft.tuners.lora.variants import DoraLinearVariant
+from torch import Tensor, nn
+
+from torch_marlin_metal.layers.linear import MarlinLinear, version_of
+from torch_marlin_metal.packed_weight import PackedWeight
+
+_NORM_BYTES = 64 << 20  # of decoded weights at a time, for the norms of a weight's rows
+
+
+# The tensors of a weight and how often each was written.
+WeightState = list[tuple["weakref.ref[Tensor]", int]]
+
+
+class MarlinDoraLayer(DoraLinearLayer):  # type: ignore[misc]
+    """DoRA's magnitudes, without a copy of the weight in floats.
+
+    The squared norm of row n of W + s B A is |w_n|^2 + 2 s b_n . (A w_n) + s^2 b_n (A A^T) b_n^T. The first term is
+    constant, and the product A W^T has only as many rows as A.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(fan_in_fan_out=False)
+        self._squares: tuple[WeightState, Tensor] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns the state for copies and pickle. A copy has other tensors, whose norms it computes anew."""
+        return {**self.__dict__, "_squares": None}
+
+    def update_layer(
+        self, *, base_layer: MarlinLinear, lora_A: Tensor, lora_B: Tensor, scaling: float, place_on_cpu: bool = False
+    ) -> None:
+        """Sets the magnitudes to the norms of the present weight."""
+        norm = self.norm(base_layer, lora_A, lora_B, scaling).to(lora_A.dtype)
+        self.weight = nn.Parameter(norm.cpu() if place_on_cpu else norm, requires_grad=True)
+
+    @torch.no_grad()
+    def norm(self, base: MarlinLinear, lora_A: Tensor, lora_B: Tensor, scaling: float) -> Tensor:
+        """Returns the norms of the rows of W + scaling B A, float32 `[N]`, under autocast too."""
+        if lora_A.is_meta or base.b_packed.is_meta:
+            return torch.empty(base.out_features, device="meta")
+        A, B = lora_A.float(), lora_B.float()
+        packed = replace(base.to_packed(), bias=None)
+        if self._squares is None or not _is_state(self._squares[0], packed):
+            self._squares = _state(packed), _squared_norms(packed)
+        with torch.autocast(base.b_packed.device.type, enabled=False):
+            mixed = (B * packed(A).T).sum(1)
+            squares = self._squares[1] + 2 * scaling * mixed + scaling**2 * ((B @ (A @ A.T)) * B).sum(1)
+        return squares.clamp_min(0).sqrt()
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        lora_A: nn.Linear,
+        lora_B: nn.Linear,
+        scaling: float,
+        base_layer: MarlinLinear,
+        base_result: Tensor | None = None,
+        adapter_name: str = "default",
+    ) -> Tensor:
+        """Returns what is added to the result of the base layer, as peft's layer does."""
+        # In the dtype of the magnitudes, so that the ratio of an untrained adapter is 1 in every dtype.
+        norm = self.norm(base_layer, lora_A.weight, lora_B.weight, scaling).to(self.weight.dtype)
+        ratio = (self.weight / norm).view(1, -1)
+        if base_result is None:
+            base_result = replace(base_layer.to_packed(), bias=None)(x)
+        elif base_layer.bias is not None:
+            base_result = base_result - base_layer.bias
+        added: Tensor = (ratio - 1) * base_result + ratio * lora_B(lora_A(x)) * scaling
+        return added
+
+
+class MarlinDoraVariant(DoraLinearVariant):  # type: ignore[misc]
+    """peft's DoRA with `MarlinDoraLayer`; `MarlinLoraLinear` merges it."""
+
+    @staticmethod
+    def init(module: Linear, adapter_name: str, **kwargs: Any) -> None:
+        """Adds the magnitudes of an adapter to its layer."""
+        if not module.lora_magnitude_vector:
+            module.adapter_layer_names = (*module.adapter_layer_names[:], "lora_magnitude_vector")
+        layer = MarlinDoraLayer()
+        layer.update_layer(
+            base_layer=module.get_base_layer(),
+            lora_A=module.lora_A[adapter_name].weight,
+            lora_B=module.lora_B[adapter_name].weight,
+            scaling=module.scaling[adapter_name],
+        )
+        module.lora_magnitude_vector[adapter_name] = layer
+
+
+def _squared_norms(packed: PackedWeight) -> Tensor:
+    """Returns the sum of squares of each column of the weight `[K, N]`, float32 `[N]`, some columns at a time."""
+    parts = []
+    width = max(1, _NORM_BYTES // (4 * packed.K))
+    for start in range(0, packed.N, width):
+        columns = slice(start, start + width)
+        cut: dict[str, Any] = {
+            name: tensor[..., columns].contiguous()
+            for name, tensor in packed.tensors().items()
+            if name in ("b_packed", "scales", "zeros") or (name == "global_scale" and tensor.numel() > 1)
+        }
+        parts.append(replace(packed, **cut).dequantize().square().sum(0))
+    return torch.cat(parts)
+
+
+def _state(packed: PackedWeight) -> WeightState:
+    return [(weakref.ref(tensor), version_of(tensor)) for tensor in packed.tensors().values()]
+
+
+def _is_state(state: WeightState, packed: PackedWeight) -> bool:
+    tensors = list(packed.tensors().values())
+    return len(tensors) == len(state) and all(
+        reference() is tensor and version == version_of(tensor)
+        for tensor, (reference, version) in zip(tensors, state, strict=True)
+    )

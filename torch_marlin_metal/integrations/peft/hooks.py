@@ -1,0 +1,168 @@
+"""Wraps peft's methods that add adapters and merge them, so that they know packed layers."""
+
+import contextlib
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from peft import LoraConfig, PeftType
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, _maybe_include_all_linear_layers, onload_layer
+from torch import nn
+from tqdm.auto import tqdm
+
+from torch_marlin_metal.integrations.peft.layer import MarlinLoraLinear, check_config
+from torch_marlin_metal.layers.embedding import MarlinEmbedding
+from torch_marlin_metal.layers.fuse import FusedLinear
+from torch_marlin_metal.layers.linear import MarlinLinear
+
+
+def check_targets(tuner: BaseTuner, model: nn.Module, config: Any) -> None:
+    """Raises a ValueError if an adapter or a trainable copy would go onto a packed layer that cannot take it."""
+    saved = getattr(config, "modules_to_save", None) or ()
+    for name, module in model.named_modules():
+        layer = module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
+        if not isinstance(layer, MarlinLinear | FusedLinear | MarlinEmbedding):
+            continue
+        if any(f".{part}." in f".{name}." for part in saved):
+            raise ValueError(
+                f"MarlinLoraLinear: layer {name!r}: expected a float layer for modules_to_save, got a "
+                f"{type(layer).__name__}, whose weight cannot be trained: exclude the layer from quantization"
+            )
+        if not name or not tuner._check_target_module_exists(config, name):
+            continue
+        if config.peft_type != PeftType.LORA:
+            raise ValueError(
+                f"{type(tuner).__name__}: layer {name!r}: expected a float layer for peft_type "
+                f"{getattr(config.peft_type, 'value', config.peft_type)}, got a packed 4-bit {type(layer).__name__}, "
+                "which takes LoRA and DoRA adapters (LoraConfig) only"
+            )
+        if isinstance(layer, FusedLinear):
+            raise ValueError(
+                f"MarlinLoraLinear: layer {name!r}: expected a MarlinLinear, got one of several fused projections: "
+                "load the model with fuse=False"
+            )
+        if isinstance(layer, MarlinEmbedding):
+            raise ValueError(
+                f"MarlinLoraLinear: layer {name!r}: expected a MarlinLinear, got a MarlinEmbedding, which passes no "
+                "gradients"
+            )
+        check_config(config)
+
+
+def install() -> None:
+    """Makes peft find `MarlinLoraLinear`; a second call does nothing. Importing the package calls it."""
+    if not hasattr(BaseTuner.inject_adapter, "without_marlin"):
+        for name, make in WRAPPERS.items():
+            original = getattr(BaseTuner, name)
+            wrapper = functools.wraps(original)(make(original))
+            wrapper.without_marlin = original  # type: ignore[attr-defined]
+            setattr(BaseTuner, name, wrapper)
+
+
+def restore() -> None:
+    """Undoes `install`; models that have adapters keep them."""
+    for name in WRAPPERS:
+        method = getattr(BaseTuner, name)
+        setattr(BaseTuner, name, getattr(method, "without_marlin", method))
+
+
+def _init(original: Callable[..., None]) -> Callable[..., None]:
+    """Checks the targets before hooks of tuners that look for a float layer among them."""
+
+    def init(self: Any, model: nn.Module, peft_config: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        config = peft_config[adapter_name] if isinstance(peft_config, dict) else peft_config
+        if type(self)._pre_injection_hook is not BaseTuner._pre_injection_hook:
+            _plan_targets(self, model, config)
+        original(self, model, peft_config, adapter_name, *args, **kwargs)
+
+    return init
+
+
+def _inject_adapter(original: Callable[..., None]) -> Callable[..., None]:
+    def inject_adapter(self: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        config = self.peft_config[adapter_name]
+        targets = _plan_targets(self, model, config)
+        if isinstance(getattr(config, "target_modules", None), str):
+            config.target_modules = targets
+        if isinstance(config, LoraConfig):
+            config._register_custom_module({MarlinLinear: MarlinLoraLinear})
+        original(self, model, adapter_name, *args, **kwargs)
+
+    return inject_adapter
+
+
+def _merge_adapter(original: Callable[..., None]) -> Callable[..., None]:
+    def merge_adapter(
+        self: Any, adapter_names: list[str] | None = None, safe_merge: bool = False, *args: Any, **kwargs: Any
+    ) -> None:
+        with _planned_merges(self.model, adapter_names):
+            original(self, adapter_names, safe_merge, *args, **kwargs)
+
+    return merge_adapter
+
+
+def _merge_and_unload(original: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    def merge_and_unload(
+        self: Any,
+        progressbar: bool = False,
+        safe_merge: bool = False,
+        adapter_names: list[str] | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> nn.Module:
+        with _planned_merges(self.model, adapter_names, progressbar):
+            return original(self, progressbar, safe_merge, adapter_names, *args, **kwargs)
+
+    return merge_and_unload
+
+
+WRAPPERS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+    "__init__": _init,
+    "inject_adapter": _inject_adapter,
+    "merge_adapter": _merge_adapter,
+    "merge_and_unload": _merge_and_unload,
+}
+
+
+def _plan_targets(tuner: Any, model: nn.Module, config: Any) -> Any:
+    """Checks the targets of a config and returns them, "all-linear" as names. The config stays as it was."""
+    planned = copy.copy(config)
+    if any(isinstance(module, MarlinLinear | FusedLinear | MarlinEmbedding) for module in model.modules()):
+        _include_all_linear(model, planned)
+        if getattr(planned, "target_modules", None) is None:  # peft fills in the model family's default
+            planned = tuner._prepare_adapter_config(planned, tuner.get_model_config(model))
+        check_targets(tuner, model, planned)
+    return getattr(planned, "target_modules", None)
+
+
+def _include_all_linear(model: Any, config: Any) -> None:
+    """Replaces the target "all-linear" by names: peft's own choice, and every packed layer but the output head."""
+    targets = getattr(config, "target_modules", None)
+    if not (isinstance(targets, str) and targets.lower() == "all-linear"):
+        return
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    inside = tuple(f"{n}." for n, module in model.named_modules() if isinstance(module, BaseTunerLayer | FusedLinear))
+    packed = {  # fused projections too, so that check_targets refuses them
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, MarlinLinear | FusedLinear) and module is not head and not name.startswith(inside)
+    }
+    config.target_modules = packed | set(_maybe_include_all_linear_layers(config, model).target_modules)
+
+
+@contextlib.contextmanager
+def _planned_merges(model: nn.Module, adapter_names: list[str] | None, progressbar: bool = False) -> Iterator[None]:
+    """Computes the merged weights of all packed layers, so that peft changes no layer if one of them cannot merge."""
+    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, MarlinLoraLinear)]
+    try:
+        for name, layer in tqdm(layers, desc="Quantizing merged layers", unit="layer", disable=not progressbar):
+            try:
+                with onload_layer(layer):
+                    layer.plan_merge(adapter_names)
+            except ValueError as error:
+                raise ValueError(f"merge: layer {name!r}: {str(error).removeprefix('merge: ')}") from error
+        yield
+    finally:
+        for _, layer in layers:
+            layer.planned = None
