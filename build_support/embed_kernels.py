@@ -9,7 +9,7 @@ from pathlib import Path
 
 INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"\s*$')
 PRAGMA_ONCE = re.compile(r"^\s*#\s*pragma\s+once\s*$")
-CONDITION = re.compile(r"^\s*#\s*(ifdef|ifndef|if|else|endif)\b\s*(\w*)")
+CONDITION = re.compile(r"^\s*#\s*(ifdef|ifndef|if|elif|else|endif)\b\s*(\w*)")
 COMMENT = re.compile(r'("(?:[^"\\]|\\.)*")|//.*')
 ENDS = re.compile(r"^\s+|\s+$|(?<= )\s+(?=\\$)")
 DEFINE = re.compile(r"^#\s*define\s+(\w+)(?:[^\n]*\\\n)*[^\n]*", re.MULTILINE)
@@ -20,8 +20,11 @@ DELIMITER = "METAL"
 def for_metal(lines: list[str]) -> list[str]:
     """Returns the lines with an empty line in place of each line that a Metal compiler skips.
 
-    Decides only the conditions `#ifdef __METAL_VERSION__` and `#ifndef __METAL_VERSION__`, neither of which has an
-    `#elif`. All other conditions stay in the text.
+    Decides only the conditions `#ifdef __METAL_VERSION__` and `#ifndef __METAL_VERSION__`. All other conditions stay in
+    the text.
+
+    Raises:
+        ValueError: one of these two has an `#elif`.
     """
     kept = []
     open_conditions: list[bool | None] = []  # whether Metal reads the branch; None for conditions that stay
@@ -30,10 +33,12 @@ def for_metal(lines: list[str]) -> list[str]:
         word, name = found.groups() if found else ("", "")
         is_ours = False
         if word.startswith("if"):
-            is_ours = name == METAL
+            is_ours = name == METAL and word != "if"
             open_conditions.append(word == "ifdef" if is_ours else None)
         elif word:
             is_ours = open_conditions[-1] is not None
+            if is_ours and word == "elif":
+                raise ValueError(f"#ifdef or #ifndef {METAL}: expected no #elif, got {line.strip()!r}")
             if word == "endif":
                 open_conditions.pop()
             elif is_ours:

@@ -75,3 +75,15 @@ def test_what_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "metal_stdlib").touch()
     done = subprocess.run(command, input=text, capture_output=True, text=True, check=True)
     assert "int line_5 = 5;" in done.stdout
+
+
+def test_conditions_on_the_version_stay_and_elif_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "shader.metal"
+    versions = ("#if __METAL_VERSION__ >= 320", "int a;", "#elif __METAL_VERSION__ >= 310", "int b;", "#else", "int c;")
+    path.write_text("\n".join((*versions, "#endif", "#ifdef X", "int d;", "#elif defined(Y)", "int e;", "#endif\n")))
+    text = kernel_text(path, tmp_path)
+    for options in ((), ("-U__METAL_VERSION__", "-D__METAL_VERSION__=320"), ("-U__METAL_VERSION__", "-DY")):
+        assert tokens(text, tmp_path, options) == tokens(path.read_text(), tmp_path, options) != ""
+    path.write_text("#ifdef __METAL_VERSION__\nint a;\n#elif OTHER\nint b;\n#endif\n")
+    with pytest.raises(ValueError, match="__METAL_VERSION__: expected no #elif, got '#elif OTHER'"):
+        kernel_text(path, tmp_path)

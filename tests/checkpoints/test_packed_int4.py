@@ -131,3 +131,12 @@ def test_modelopt_int4(group_size, tmp_path) -> None:
     save(tmp_path, tensors, {"quantization_config": settings | {"quant_algo": "W4A8_AWQ"}})
     with pytest.raises(UnsupportedFormat, match="quant_algo 'W4A8_AWQ' is not read"):
         one(tmp_path)
+
+
+def test_int4_layers_of_modelopts_mixed_precision_are_named(tmp_path) -> None:
+    """Only the settings of W4A16_AWQ say that such a layer holds int4."""
+    tensors = {f"{LAYER}.weight": np.zeros((12, 256), np.uint8), f"{LAYER}.weight_scale": torch.ones(24, 4)}
+    settings = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}
+    save(tmp_path, tensors, {"quantization_config": settings})
+    with pytest.raises(UnsupportedFormat, match=r"without weight_scale_2: 8 bits, or the int4 of W4A16_AWQ"):
+        one(tmp_path)

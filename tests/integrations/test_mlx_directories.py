@@ -69,3 +69,10 @@ def test_a_float_model_is_loaded_as_before(tmp_path) -> None:
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert not any(isinstance(module, MarlinLinear) for module in again.modules())
     assert torch.equal(again.lm_head.weight, model.lm_head.weight)
+
+
+def test_bits_and_a_group_size_alone_are_not_those_of_mlx(tmp_path) -> None:
+    """The settings of other methods have both, too."""
+    write_mlx(tmp_path, ("quantization_config",))
+    with pytest.raises(ValueError, match="no `quant_method` attribute"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)

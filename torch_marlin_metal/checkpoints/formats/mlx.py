@@ -25,10 +25,20 @@ def _check(checkpoint: Checkpoint, settings: Settings) -> None:
     """Accepts every checkpoint, because each module may have its own settings and is checked by itself."""
 
 
-def unnamed(settings: Mapping[str, Any]) -> bool:
-    """Returns whether settings are those of mlx-lm, which names no method: bits and a group size, or a mode."""
-    named = any(settings.get(key) for key in ("quant_method", "load_in_4bit", "load_in_8bit"))
-    return not named and "bits" in settings and ("group_size" in settings or "mode" in settings)
+def unnamed(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Returns the settings in a model's config.json if mlx-lm wrote them, which names no method.
+
+    mlx-lm writes them as "quantization", and most versions again as "quantization_config". Bits and a group size that
+    are under the second name alone may be those of any method, unless there is a mode.
+    """
+    own, common = config.get("quantization"), config.get("quantization_config")
+    settings = common or own
+    if not isinstance(settings, Mapping) or "bits" not in settings:
+        return None
+    if any(settings.get(key) for key in ("quant_method", "load_in_4bit", "load_in_8bit")):
+        return None
+    sized = "group_size" in settings and isinstance(own, Mapping) and "bits" in own
+    return settings if sized or "mode" in settings else None
 
 
 def _implied(checkpoint: Checkpoint) -> bool:

@@ -100,6 +100,7 @@ NVFP4 = DirectoryFormat(
         ("FP8 layers", "8-bit weights; those with a scale for each row or in all dequantized on request"),
         ("NVFP4_AWQ layers with pre_quant_scale", "the layer scales its input"),
         ("W4A16_AWQ layers with pre_quant_scale", "the layer scales its input; dequantized on request"),
+        ("W4A16_AWQ layers of MIXED_PRECISION", "only whole checkpoints of W4A16_AWQ are read"),
         ("W4A8_AWQ", "its activations have 8 bits"),
         ("K not a multiple of 8", "a word of the operators holds 8 codes along K"),
     ),
@@ -110,7 +111,10 @@ NVFP4 = DirectoryFormat(
     read=_read,
     implied=_implied,
     extras=(".input_scale",),
-    unread={".weight_scale": "it has weight_scale without weight_scale_2: an 8-bit layer"},
+    unread={
+        ".weight_scale": "it has weight_scale without weight_scale_2: 8 bits, or the int4 of W4A16_AWQ, which is read "
+        "only if quant_algo is W4A16_AWQ"
+    },
 )
 INT4 = replace(
     NVFP4,

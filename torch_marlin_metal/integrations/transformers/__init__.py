@@ -5,7 +5,8 @@
 
 `take_over.py` changes transformers' tables and can restore them, `config.py` defines `MarlinConfig`, `quantizer.py`
 loads and saves directories, `while_loading.py` quantizes floats, `stored.py` lists what a directory holds, `saving.py`
-wraps the models' `save_pretrained`, `counting.py` their `num_parameters`, and `gguf.py` reads GGUF files.
+wraps the models' `save_pretrained`, `counting.py` their `num_parameters`, `vocabulary.py` their `tie_weights`, and
+`gguf.py` reads GGUF files.
 """
 
 MIN_TRANSFORMERS = (5, 23)
@@ -27,7 +28,7 @@ def _require_transformers() -> None:
 
 _require_transformers()
 
-from torch_marlin_metal.integrations.transformers import counting, saving  # noqa: E402
+from torch_marlin_metal.integrations.transformers import counting, saving, vocabulary  # noqa: E402
 from torch_marlin_metal.integrations.transformers.config import MarlinConfig  # noqa: E402
 from torch_marlin_metal.integrations.transformers.quantizer import MarlinQuantizer  # noqa: E402
 from torch_marlin_metal.integrations.transformers.take_over import (  # noqa: E402
@@ -40,5 +41,6 @@ from torch_marlin_metal.integrations.transformers.take_over import (  # noqa: E4
 take_over()
 saving.install()
 counting.install()
+vocabulary.install()
 
 __all__ = ["MarlinConfig", "MarlinQuantizer", "restore", "restored", "take_over", "taken_over"]

@@ -105,17 +105,22 @@ def make_layer(
             f"{op}: layer {name!r}: expected a weight of [{shape.N}, {shape.K}] as in the model, the checkpoint's is "
             f"{list(values.shape)}"
         )
-    bias = fit_bias(op, name, shape.bias, weight.bias)
+    values = values.T.contiguous() if shape.transposed else values
+    return float_layer(op, name, shape, nn.Parameter(values.to(device)), weight.bias)
+
+
+def float_layer(op: str, name: str, shape: LinearShape, weight: nn.Parameter, given: Tensor | None) -> nn.Module:
+    """Makes a Linear, or the transposed layer of GPT-2, with a weight and the bias that was given for it."""
+    device, bias = weight.device, fit_bias(op, name, shape.bias, given)
     linear: nn.Module
     if shape.transposed:
         with torch.device("meta"):
             linear = Conv1D(shape.N, shape.K)
         if bias is None:
             bias = torch.zeros(shape.N, dtype=shape.dtype)
-        values = values.T.contiguous()
     else:
         linear = nn.Linear(shape.K, shape.N, bias=bias is not None, device="meta")
-    linear.weight = nn.Parameter(values.to(device))
+    linear.weight = weight
     if bias is not None:
         linear.bias = nn.Parameter(bias.to(device, shape.dtype))
     return linear

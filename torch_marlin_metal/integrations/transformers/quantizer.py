@@ -33,6 +33,7 @@ from torch_marlin_metal.integrations.transformers.pending import (
     PendingLinear,
     check_devices,
     device_of,
+    float_layer,
     hollow_out,
     ignored_patterns,
     inherit,
@@ -185,14 +186,20 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
         transformers does not see these ties any more: it would look for tensors that packed layers do not have.
         """
         packed = self._pending.keys() | self._tables.keys()
+        groups: dict[str, list[str]] = {}
         for name, source in tied_modules(model.all_tied_weights_keys).items():
-            if not {name, source} & packed:
+            groups.setdefault(source, [source]).append(name)
+        for source, names in groups.items():
+            held = [name for name in names if name in packed]
+            if not held:
                 continue
-            del model.all_tied_weights_keys[f"{name}.weight"]
-            one, other = (name, source) if source in packed else (source, name)
-            if one not in packed | dense:
-                hollow_out(model.get_submodule(one))
-                self._tied[one] = other
+            stays = source in dense and source not in packed  # transformers ties the others to it
+            for name in names:
+                if name != source and (name in packed or not stays):
+                    del model.all_tied_weights_keys[f"{name}.weight"]
+                if name not in packed | dense and not stays:
+                    hollow_out(model.get_submodule(name))
+                    self._tied[name] = held[0]
 
     def _place(self, model: Any, name: str) -> str:
         """Returns a layer's name in this model class. For an expert, it first adds the placeholders to the model."""
@@ -354,21 +361,24 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
         original = empty_model(model)  # knows which layers hold their weight transposed
-        tables: dict[int, nn.Module] = {}
+        weights: dict[tuple[int, int, bool], nn.Parameter] = {}  # layers that share words share the decoded weight
         for name, packed in list(unfused(model)):
-            old = model.get_submodule(name)
+            old, device = model.get_submodule(name), packed.b_packed.device
+            transposed = _has(original, name) and is_transposed(original.get_submodule(name))
+            key = (id(packed.b_packed), id(packed.scales), transposed)
+            layer: nn.Module
             if isinstance(old, MarlinEmbedding):
-                table = nn.Embedding(packed.N, packed.K, old.padding_idx, device="meta")
-                tables[id(packed.b_packed)] = make_table(OP, name, table, packed, packed.b_packed.device, True, dtype)
-                inherit(table, old)
-                model.set_submodule(name, table)
-                continue
-            bias, transposed = packed.bias, _has(original, name) and is_transposed(original.get_submodule(name))
-            device = packed.b_packed.device
-            shape = LinearShape(packed.N, packed.K, dtype or torch.float32, device, bias, transposed)
-            layer = make_layer(OP, name, shape, packed, shape.device, True)
-            if id(packed.b_packed) in tables:
-                layer.weight = tables[id(packed.b_packed)].weight
+                layer = nn.Embedding(packed.N, packed.K, old.padding_idx, device="meta")
+                if key not in weights:
+                    layer = make_table(OP, name, layer, packed, device, True, dtype)
+            else:
+                shape = LinearShape(packed.N, packed.K, dtype or torch.float32, device, packed.bias, transposed)
+                if key in weights:
+                    layer = float_layer(OP, name, shape, weights[key], packed.bias)
+                else:
+                    layer = make_layer(OP, name, shape, packed, device, True)
+            assert isinstance(layer.weight, nn.Parameter)
+            layer.weight = weights.setdefault(key, layer.weight)
             inherit(layer, old)
             model.set_submodule(name, layer)
         return model

@@ -8,6 +8,7 @@ import torch
 
 from torch_marlin_metal.integrations.transformers.names import tied_modules
 from torch_marlin_metal.layers.fuse import unfused
+from torch_marlin_metal.layers.linear import MarlinLinear
 from torch_marlin_metal.packed_weight import PackedWeight
 
 
@@ -17,9 +18,14 @@ def stored_layers(model: Any) -> Iterator[tuple[str, PackedWeight]]:
     If transformers itself ties a layer's weight to another layer after loading, the directory does not hold that layer.
     Other layers that share a weight are yielded with a copy of it, because safetensors stores no tensor twice.
     """
+    # Columns of fused layers are new tensors, whose ids may be those of earlier ones that are gone.
+    held = {id(module.b_packed) for module in model.modules() if isinstance(module, MarlinLinear)}
     first: dict[int, str] = {}
     ties: dict[str, str] | None = None
     for name, weight in unfused(model):
+        if id(weight.b_packed) not in held:
+            yield name, weight
+            continue
         other = first.setdefault(id(weight.b_packed), name)
         if other == name:
             yield name, weight

@@ -113,9 +113,8 @@ def _finds_mlx(original: Any) -> Any:
 
     @functools.wraps(original)
     def get_hf_quantizer(config: Any, *args: Any, **kwargs: Any) -> Any:
-        held = vars(config)
-        settings = held.get("quantization_config") or held.get("quantization")
-        if isinstance(settings, dict) and mlx.unnamed(settings):
+        settings = mlx.unnamed(vars(config))
+        if settings is not None:
             config.quantization_config = {**settings, "quant_method": mlx.FORMAT.methods[-1]}
         return original(config, *args, **kwargs)
 
