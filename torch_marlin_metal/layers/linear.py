@@ -22,6 +22,11 @@ WEIGHT_BUFFERS = ("b_packed", "scales", "zeros", "global_scale", "lut", "perm")
 # unknown tensors would leave a float layer at its initial values. With it, the loader finds a wrong size and stops.
 GUARD = "weight"
 
+NO_TENSOR = (
+    "got MarlinLinear.weight, which only describes a packed 4-bit weight; call the layer, or layer.dequantize() for "
+    "the values"
+)
+
 _gemm = torch.ops.torch_marlin_metal.gemm.default
 
 
@@ -53,10 +58,11 @@ class WeightInfo:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
         """Raises an error for every operation. Because of it, nn.TransformerEncoderLayer avoids its fused path."""
-        raise TypeError(
-            f"{getattr(func, '__name__', func)}: got MarlinLinear.weight, which only describes a packed 4-bit weight; "
-            "call the layer, or layer.dequantize() for the values"
-        )
+        raise TypeError(f"{getattr(func, '__name__', func)}: {NO_TENSOR}")
+
+    def __getitem__(self, index: Any) -> NoReturn:
+        """Raises an error, because there are no values to take rows from."""
+        raise TypeError(f"weight[...]: {NO_TENSOR}")
 
 
 class MarlinLinear(nn.Module):
