@@ -131,8 +131,8 @@ def test_an_embedding_with_a_forward_of_its_own_is_refused_or_decoded(tmp_path) 
     model = skeleton(FOLDERS[0])
     model.model.embed_tokens.__class__ = Scaled
     with pytest.raises(ModelMismatchError, match=r"layer 'model.embed_tokens': .*Scaled has a forward of its own"):
-        load_quantized(model, path, progress=False)
-    report = load_quantized(model, path, on_unsupported="dequantize", progress=False)
+        load_quantized(model, path, on_unsupported="error", progress=False)
+    report = load_quantized(model, path, progress=False)  # the default for GGUF files
     assert [entry.reason for entry in report.left] == [
         "Scaled has a forward of its own",
         "its weight is that of model.embed_tokens",

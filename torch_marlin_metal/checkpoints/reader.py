@@ -169,6 +169,10 @@ class CheckpointReader:
         """Returns the description of the format that was found."""
         return self.source.format
 
+    def mixture(self) -> str:
+        """Returns a sentence about the matrices of a GGUF file that are not 4 bit, or "" if there are none."""
+        return self.source.mixture() if isinstance(self.source, GgufSource) else ""
+
     def settings(self) -> dict[str, Any]:
         """Returns the settings that affect how layers are read, in JSON types; a resumed conversion compares them."""
         return asdict(self.options)

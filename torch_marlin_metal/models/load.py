@@ -1,6 +1,7 @@
 """Loads a checkpoint of 4-bit layers into any model. Packed layers stay packed; other tensors are loaded unchanged."""
 
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -77,6 +78,8 @@ def load_quantized(
         options: how to read, see `convert.ReadOptions`; None means the defaults, with `gguf_names="hf"`.
             `on_unsupported` decides about layers that cannot be a `MarlinLinear` or `MarlinEmbedding` without loss:
             "error" raises an error, "dequantize" decodes them to floats, and "skip" leaves the model's layer unchanged.
+            Most .gguf files are mixed, so the default for them is "dequantize". A warning then states the share of the
+            matrices that are not 4 bit before they are read.
         device: device of every loaded tensor; None means that of the replaced tensor, or the CPU for the meta device.
         dtype: dtype of floating tensors that are not packed; None means the dtype of the replaced tensor.
         rename: maps names in the checkpoint to names in the model: a function (None leaves a tensor out), or a
@@ -98,7 +101,10 @@ def load_quantized(
         CheckpointError: the checkpoint is damaged, or a layer is not supported (`UnsupportedFormat`).
         ModelMismatchError: a tensor is missing, is unexpected, or has another shape than in the model.
     """
-    reader = open_reader(path, options or ReadOptions(gguf_names="hf"), **fields)
+    mixed: OnUnsupported = "dequantize" if str(os.fspath(path)).endswith(".gguf") else "error"
+    reader = open_reader(path, options or ReadOptions(gguf_names="hf", on_unsupported=mixed), **fields)
+    if reader.options.on_unsupported == "dequantize" and (told := reader.mixture()):
+        warnings.warn(f"{OP}: {told}", stacklevel=2)
     slots = Slots(model)
     plan = _plan(model, reader, slots, renamer(rename), ignore, keep)
     targets = [target for _, target in plan.layers] + [user for user, _ in plan.tied.values()]

@@ -5,6 +5,8 @@ the first n in the low nibbles, the next n in the high nibbles.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,13 @@ from torch_marlin_metal.checkpoints import fp4
 from torch_marlin_metal.checkpoints.errors import CheckpointError, UnsupportedFormat
 from torch_marlin_metal.checkpoints.files.gguf import GgufTensor, read_gguf
 from torch_marlin_metal.checkpoints.format_interface import Format
-from torch_marlin_metal.checkpoints.formats.gguf_names import ARCHITECTURES, heads_to_restore, hf_name, row_order
+from torch_marlin_metal.checkpoints.formats.gguf_names import (
+    ARCHITECTURES,
+    heads_to_restore,
+    hf_name,
+    norm_offset,
+    row_order,
+)
 from torch_marlin_metal.checkpoints.layer import as_words
 from torch_marlin_metal.checkpoints.options import ReadOptions
 from torch_marlin_metal.packed_weight import PackedWeight, PackedWeightError
@@ -139,14 +147,33 @@ class GgufSource:
         return [self._name(tensor, expert) for tensor, expert in self._layers]
 
     def _name(self, tensor: GgufTensor, expert: int | None) -> str:
-        name = (hf_name(tensor.name) if self.hf else None) or tensor.name
-        return name.removesuffix(".weight") + ("" if expert is None else f".{expert}")
+        return self._full_name(tensor).removesuffix(".weight") + ("" if expert is None else f".{expert}")
+
+    def _full_name(self, tensor: GgufTensor) -> str:
+        return (hf_name(tensor.name, self.architecture) if self.hf else None) or tensor.name
+
+    def mixture(self) -> str:
+        """Returns a sentence about the matrices that are not 4 bit, with their share of the bytes, or ""."""
+        stored: dict[str, int] = {}
+        numbers = 0
+        for tensor in {tensor.name: tensor for tensor, _ in self._layers}.values():
+            if tensor.type_name not in DECODERS:
+                stored[tensor.type_name] = stored.get(tensor.type_name, 0) + tensor.nbytes
+                numbers += prod(tensor.shape)
+        if not stored:
+            return ""
+        total = sum(tensor.nbytes for tensor in {tensor.name: tensor for tensor, _ in self._layers}.values())
+        listed = ", ".join(f"{name} ({size / total:.0%})" for name, size in sorted(stored.items()))
+        return (
+            f"{self.path}: {sum(stored.values()) / total:.0%} of the bytes of its matrices are not 4 bit: {listed}. "
+            f"They become floats: {2 * numbers / 1e6:.0f} MB in 16 bit, twice as much in float32"
+        )
 
     def convert(self, index: int) -> PackedWeight:
         """Reads one layer and validates it."""
         tensor, expert = self._layers[index]
         where = f"{tensor.file}: tensor {tensor.name!r}"
-        if self.hf and hf_name(tensor.name) is None:
+        if self.hf and hf_name(tensor.name, self.architecture) is None:
             raise UnsupportedFormat(
                 f"{where}: has no name in transformers' {self.architecture} model", self._floats(index)
             )
@@ -232,7 +259,13 @@ class GgufSource:
         """Yields (name, function that reads it, dtype) for tensors outside the layers, such as embeddings and norms."""
         for tensor in self.tensors.values():
             if tensor.name not in self._used:
-                yield (hf_name(tensor.name) if self.hf else None) or tensor.name, tensor.read, tensor.type_name
+                offset = norm_offset(tensor.name, self.architecture) if self.hf else 0.0
+                read = tensor.read if not offset else partial(_minus, tensor, offset)
+                yield self._full_name(tensor), read, tensor.type_name
+
+
+def _minus(tensor: GgufTensor, offset: float) -> Tensor:
+    return tensor.read() - offset
 
 
 def _dequantize(tensor: GgufTensor, expert: int | None) -> Tensor:
@@ -261,7 +294,10 @@ FORMAT = Format(
         ("NVFP4, with its scale tensor", "nvfp4"),
     ),
     refused=(
-        ("Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q5_K, Q6_K, other IQ types, TQ1_0, TQ2_0", "not 4 bit; dequantized on request"),
+        (
+            "Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q5_K, Q6_K, other IQ types, TQ1_0, TQ2_0",
+            "not 4 bit; dequantized on request, and in models by default",
+        ),
         ("big-endian files, GGUF version 1", "not written any more"),
         ("gguf_names='hf' for architectures other than " + ", ".join(ARCHITECTURES), "no table of names"),
     ),

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.utils import logging
 from transformers.utils.quantization_config import GgufConfig, QuantizationMethod
 
 from torch_marlin_metal.checkpoints.reader import open_reader
@@ -12,12 +13,14 @@ from torch_marlin_metal.integrations.transformers.quantizer import MarlinQuantiz
 from torch_marlin_metal.models.empty_model import COMPUTED
 from torch_marlin_metal.patterns import selects
 
+logger = logging.get_logger(__name__)
+
 
 class MarlinGgufQuantizer(MarlinQuantizer):
-    """`MarlinQuantizer` for one GGUF file of a llama-family model."""
+    """`MarlinQuantizer` for one GGUF file. Matrices that are not 4 bit become floats, unless a default says "error"."""
 
     def __init__(self, quantization_config: GgufConfig, **kwargs: Any) -> None:
-        config = MarlinConfig(**loading_defaults())
+        config = MarlinConfig(**{"on_unsupported": "dequantize"} | loading_defaults())  # most files are mixed
         if quantization_config.dequantize:
             config.modules_to_not_convert = ["*"]
         config.quant_method = QuantizationMethod.GGUF  # transformers checks for it until the model is loaded
@@ -26,6 +29,8 @@ class MarlinGgufQuantizer(MarlinQuantizer):
     def read_header(self, gguf_file: str) -> None:
         """Opens the file; transformers calls this once it has found it."""
         self._reader = open_reader(gguf_file, on_unsupported=self.quantization_config.on_unsupported, gguf_names="hf")
+        if told := self._reader.mixture():
+            logger.warning(told)
 
     def update_dtype(self, dtype: torch.dtype | None) -> torch.dtype:
         """Returns `dtype`, or torch's default dtype if it is None."""

@@ -1,0 +1,121 @@
+"""Whole models in GGUF files, of each architecture with a table of names: names, values, and mixed files."""
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
+from gguf.quants import dequantize, quantize
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.support.llama import MODELS, write_gguf
+from torch_marlin_metal import MarlinLinear, convert, load_quantized
+from torch_marlin_metal.checkpoints.formats.gguf_names import ARCHITECTURES
+from torch_marlin_metal.integrations import transformers
+from torch_marlin_metal.integrations.transformers import gguf as integration
+
+SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 32}
+SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 1, "pad_token_id": 0}
+TYPES = {"gemma3": "gemma3_text"}
+IDS = torch.tensor([[3, 9, 27, 41, 5]])
+
+
+def model_of(architecture: str):
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(TYPES.get(architecture, architecture), **SIZES)
+    model = AutoModelForCausalLM.from_config(config).float().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.add_(torch.rand_like(parameter))
+    return model
+
+
+def write(path, architecture: str, model, kinds=lambda name: "Q4_0"):
+    """Writes a model under the names of gguf's own table, and gives the model the decoded values."""
+    names = get_tensor_name_map(MODEL_ARCH[architecture.upper()], 2)
+    writer = GGUFWriter(path, architecture)
+    writer.add_head_count(2)
+    writer.add_head_count_kv(1)
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and tied:
+            continue
+        module, _, part = name.rpartition(".")
+        target, values = f"{names.get_name(module)}.{part}", tensor.numpy()
+        if values.ndim == 1:
+            writer.add_tensor(target, values + ("gemma" in architecture and "norm" in name))
+            continue
+        kind = GGMLQuantizationType[kinds(target)]
+        tensor.copy_(torch.from_numpy(dequantize(quantize(values, kind), kind)))
+        values = tensor.numpy()
+        if architecture == "llama" and module.endswith(("q_proj", "k_proj")):
+            values = values.reshape(-1, 2, 16, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
+        writer.add_tensor(target, quantize(values, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_model_computes_what_its_decoded_weights_compute(architecture, tmp_path) -> None:
+    model = model_of(architecture)
+    path = write(tmp_path / "model.gguf", architecture, model)
+    loaded = model_of(architecture)
+    with torch.no_grad():
+        for parameter in loaded.parameters():
+            parameter.zero_()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_quantized(loaded, path, progress=False)
+    assert sum(isinstance(module, MarlinLinear) for module in loaded.modules()) >= 8
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-4)
+
+
+def mixed(name: str) -> str:
+    return "Q8_0" if "attn_v" in name or "token_embd" in name else "Q5_0" if "ffn_down" in name else "Q4_0"
+
+
+def test_a_mixed_file_says_its_share_and_loads(tmp_path) -> None:
+    model = model_of("llama")
+    path = write(tmp_path / "model.gguf", "llama", model, mixed)
+    stored = {
+        tensor.name: tensor for tensor in convert.open_reader(path).source.tensors.values() if not tensor.is_plain
+    }
+    other = [tensor for name, tensor in stored.items() if mixed(name) != "Q4_0"]
+    share = sum(tensor.nbytes for tensor in other) / sum(tensor.nbytes for tensor in stored.values())
+    loaded = model_of("llama")
+    with pytest.warns(
+        UserWarning, match=rf"{share:.0%} of the bytes .* not 4 bit: Q5_0 \(\d+%\), Q8_0 \(\d+%\)\. They"
+    ):
+        load_quantized(loaded, path, progress=False)
+    assert type(loaded.model.layers[0].mlp.down_proj) is torch.nn.Linear
+    assert isinstance(loaded.model.layers[0].mlp.up_proj, MarlinLinear)
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-4)
+    numbers = sum(np.prod(tensor.shape) for tensor in other)
+    assert f"{2 * numbers / 1e6:.0f} MB in 16 bit" in convert.open_reader(path).mixture()
+    with pytest.raises(convert.UnsupportedFormat, match="is not a 4-bit type that is read"):
+        load_quantized(model_of("llama"), path, on_unsupported="error", progress=False)
+
+
+def test_from_pretrained_says_it_and_loads(tmp_path, monkeypatch) -> None:
+    _, weights = write_gguf(tmp_path / "tiny.gguf", MODELS / "auto-round-asym-g32", "Q4_0", embedding="Q8_0")
+    told: list[str] = []
+    monkeypatch.setattr(integration.logger, "warning", told.append)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="tiny.gguf", dtype=torch.float16)
+    assert len(told) == 1 and "of the bytes of its matrices are not 4 bit: Q8_0 (" in told[0]
+    table = model.model.embed_tokens
+    assert type(table) is torch.nn.Embedding and table.weight.dtype == torch.float16
+    assert torch.equal(table.weight, torch.from_numpy(weights["model.embed_tokens"]).half())
+    assert isinstance(model.model.layers[0].mlp.up_proj, MarlinLinear)
+    transformers.take_over(on_unsupported="error")
+    try:
+        with pytest.raises(convert.UnsupportedFormat, match="Q8_0 is not a 4-bit type"):
+            AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="tiny.gguf")
+    finally:
+        transformers.take_over()
