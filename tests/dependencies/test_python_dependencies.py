@@ -14,6 +14,7 @@ ALLOWED = {
     "models": {"base", "quantize", "layers", "checkpoints", "replace"},
     "gpu": {"base", "quantize", "checkpoints"},
     "xlstm": {"base"},
+    "parallel": {"base", "layers"},
     "integrations": {"base", "quantize", "layers", "checkpoints", "replace", "models"},
     "cli": {"base", "public", "checkpoints", "gpu"},
     "public": {"base", "quantize", "layers", "checkpoints", "models", "gpu", "xlstm"},

@@ -29,6 +29,7 @@ from torch_marlin_metal.integrations.choice import choose_layers
 from torch_marlin_metal.integrations.transformers.config import MarlinConfig
 from torch_marlin_metal.integrations.transformers.experts import make_room
 from torch_marlin_metal.integrations.transformers.names import rearranges, siblings, tied_modules
+from torch_marlin_metal.integrations.transformers.parallel import refusing_style
 from torch_marlin_metal.integrations.transformers.pending import (
     PendingLinear,
     check_devices,
@@ -94,6 +95,10 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
         if isinstance(device_map, str):
             return {"": torch.device("mps" if torch.backends.mps.is_available() else "cpu")}
         return device_map
+
+    def update_parallel_plan(self, model: Any, plan: dict[str, str]) -> None:
+        """Gives each rule of a plan the style that refuses; transformers follows a plan only with a `tp_size`."""
+        plan.update(dict.fromkeys(plan, refusing_style()))
 
     def _process_model_before_weight_loading(
         self, model: Any, device_map: Any = None, checkpoint_files: list[str] | None = None, **kwargs: Any

@@ -1,0 +1,217 @@
+"""Cuts packed weights into parts by N or by K, and joins the parts to the same bits."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_marlin_metal.formats import weight_format
+from torch_marlin_metal.layers.fuse import CUT
+from torch_marlin_metal.packed_weight import PackedWeight
+
+_BY_GROUP = ("scales", "zeros")  # fields whose first dimension is the number of groups
+
+
+def split_columns(weight: PackedWeight, count: int, *, parts: Sequence[int] | None = None) -> list[PackedWeight]:
+    """Cuts a weight `[K, N]` into `count` weights `[K, N/count]`, for layers that share their input.
+
+    Bias, scales, zero points and a global scale per column are cut with the columns. The other tensors are shared.
+
+    Args:
+        weight: the whole weight.
+        count: the number of weights to return, 1 or more.
+        parts: the columns of each projection that the weight holds side by side, for example those of q, k and v. Each
+            result then has its share of every projection. The default is one projection of N columns.
+
+    Raises:
+        ValueError: `parts` do not sum to N, or `count` does not divide one of them.
+    """
+    sizes = [weight.N] if parts is None else list(parts)
+    if sum(sizes) != weight.N or min(sizes, default=0) < 1:
+        raise ValueError(f"split_columns: parts: expected positive sizes that sum to N = {weight.N}, got {sizes}")
+    if count < 1 or any(size % count for size in sizes):
+        raise ValueError(
+            f"split_columns: count: expected a divisor of {' and '.join(map(str, sizes))} columns, got {count}"
+        )
+    projections = torch.split(torch.arange(weight.N), sizes)
+    own = [torch.cat([columns.chunk(count)[rank] for columns in projections]) for rank in range(count)]
+    return [reorder_columns(weight, columns) for columns in own]
+
+
+def reorder_columns(weight: PackedWeight, order: Tensor) -> PackedWeight:
+    """Returns a weight whose column n is column `order[n]` of the given weight.
+
+    Before a layer with an act-order `perm`, it puts the outputs in the order in which that layer's rows are packed:
+    `reorder_columns(up, down.perm)` for a `down` projection that reads what `up` writes.
+
+    Args:
+        weight: the weight `[K, N]`.
+        order: column numbers of `weight`, any integer dtype.
+
+    Raises:
+        ValueError: a number is not in 0..N-1.
+    """
+    index = order.long().to(weight.b_packed.device)
+    if index.dim() != 1 or index.numel() == 0 or int(index.min()) < 0 or int(index.max()) >= weight.N:
+        raise ValueError(
+            f"reorder_columns: order: expected column numbers 0..{weight.N - 1} in one dimension, "
+            f"got shape {list(order.shape)}"
+            + (f" with values {int(index.min())} to {int(index.max())}" if index.numel() else "")
+        )
+    cut: dict[str, Any] = {
+        name: tensor.detach().index_select(-1, index)
+        for name, tensor in weight.tensors().items()
+        if name in CUT and (name != "global_scale" or tensor.numel() > 1)
+    }
+    return replace(weight, **cut)
+
+
+def split_rows(weight: PackedWeight, count: int, *, gathered: bool = False) -> list[PackedWeight]:
+    """Cuts a weight `[K, N]` into `count` weights `[K/count, N]`, whose products sum to the whole product.
+
+    Part r multiplies the features r * K/count to (r + 1) * K/count - 1 of the activations. The first part keeps the
+    bias, so that the sum has it once.
+
+    Args:
+        weight: the whole weight.
+        count: the number of weights to return, 1 or more. Each border must be a border of a group, unless one group
+            holds all of K: the parts then share its scales.
+        gathered: for a weight with an act-order `perm` that moves features between parts. The parts then have no
+            `perm`, and part r multiplies the features `weight.perm[r * K/count : (r + 1) * K/count]`.
+            `reorder_columns` makes the layer before write them in this order.
+
+    Raises:
+        ValueError: K does not divide into `count` parts at borders of groups, or `perm` moves features between parts
+            and `gathered` is false.
+    """
+    K, group_size = weight.K, weight.group_size
+    rows = K // max(count, 1)
+    one_group = group_size >= K and weight_format(weight.weight_format).fixed_group_size is None
+    step = 8 if one_group else group_size
+    if count < 1 or K % count or (count > 1 and rows % step):
+        raise ValueError(
+            f"split_rows: count: expected a divisor of K = {K} that gives a multiple of {step} rows to each part "
+            f"(group_size={group_size}), got {count}"
+        )
+    perms = _perms(weight, rows, gathered)
+    result = []
+    for part in range(count):
+        first = part * rows
+        groups = slice(0, 1) if one_group else slice(first // group_size, -(-(first + rows) // group_size))
+        cut: dict[str, Any] = {n: t[groups].contiguous() for n, t in weight.tensors().items() if n in _BY_GROUP}
+        cut["b_packed"] = weight.b_packed[first // 8 : (first + rows) // 8].contiguous()
+        result.append(
+            replace(
+                weight,
+                **cut,
+                group_size=rows if one_group else group_size,
+                perm=perms[part],
+                bias=weight.bias if part == 0 else None,
+            )
+        )
+    return result
+
+
+def _perms(weight: PackedWeight, rows: int, gathered: bool) -> list[Tensor | None]:
+    """Returns the `perm` of each part."""
+    count = weight.K // rows
+    if weight.perm is None or gathered:
+        return [None] * count
+    local = weight.perm.view(count, rows) - torch.arange(count, device=weight.perm.device)[:, None] * rows
+    if int(local.min()) < 0 or int(local.max()) >= rows:
+        raise ValueError(
+            "split_rows: perm: expected an order that keeps each feature in its part, got one that moves features "
+            "between parts; pass gathered=True and give part r the features perm[r * rows : (r + 1) * rows], for "
+            "example by reorder_columns(previous, weight.perm) for the layer before"
+        )
+    return [part.to(torch.int32).contiguous() for part in local]
+
+
+def join_columns(weights: Sequence[PackedWeight], *, parts: Sequence[int] | None = None) -> PackedWeight:
+    """Joins the results of `split_columns` to the whole weight, with the same bits.
+
+    Args:
+        weights: the weights, in order.
+        parts: as `split_columns` took them: sizes in the whole weight.
+
+    Raises:
+        ValueError: the weights differ in a field that they must share, or `parts` do not fit.
+    """
+    first = _agreeing("join_columns", weights, ("K", "weight_format", "group_size", "lut", "perm"))
+    held = {name: [w.tensors().get(name) for w in weights] for name in CUT}
+    scales = held["global_scale"]
+    one = first.global_scale
+    if one is not None and one.numel() == 1 and all(_same(one, s) for s in scales):
+        del held["global_scale"]
+    elif one is not None:
+        held["global_scale"] = [s if s is None else s.expand(w.N) for s, w in zip(scales, weights, strict=True)]
+    joined: dict[str, Any] = {}
+    for name, tensors in held.items():
+        if any((t is None) != (tensors[0] is None) for t in tensors):
+            raise ValueError(f"join_columns: {name}: expected a tensor in all weights or in none, got some")
+        present = [t for t in tensors if t is not None]
+        joined[name] = torch.cat(present, -1) if present else None
+    whole = replace(first, **joined)
+    if parts is None:
+        return whole
+    count = len(weights)
+    if sum(parts) != whole.N or any(size % count for size in parts):
+        raise ValueError(
+            f"join_columns: parts: expected multiples of {count} that sum to N = {whole.N}, got {list(parts)}"
+        )
+    shares = [size // count for size in parts]
+    share = sum(shares)
+    order = [
+        torch.arange(r * share + sum(shares[:i]), r * share + sum(shares[: i + 1]))
+        for i in range(len(shares))
+        for r in range(count)
+    ]
+    return reorder_columns(whole, torch.cat(order))
+
+
+def join_rows(weights: Sequence[PackedWeight], *, perm: Tensor | None = None) -> PackedWeight:
+    """Joins the results of `split_rows` to the whole weight, with the same bits.
+
+    Args:
+        weights: the weights, in order.
+        perm: the whole weight's `perm` if it was split with `gathered=True`.
+
+    Raises:
+        ValueError: the weights differ in a field that they must share, or a border is no border of a group.
+    """
+    first = _agreeing("join_rows", weights, ("K", "N", "weight_format", "group_size", "global_scale", "lut"))
+    count, rows = len(weights), first.K
+    one_group = first.group_size == rows and all(_same(first.scales, w.scales) for w in weights)
+    if first.perm is not None:
+        moved = [w.perm + i * rows for i, w in enumerate(weights) if w.perm is not None]
+        if len(moved) != count:
+            raise ValueError("join_rows: perm: expected a tensor in all weights or in none, got some")
+        perm = torch.cat(moved)
+    if not one_group and rows % first.group_size:
+        raise ValueError(f"join_rows: weights: expected whole groups of {first.group_size} rows, got {rows} rows")
+    joined: dict[str, Any] = {"b_packed": torch.cat([w.b_packed for w in weights])}
+    for name in _BY_GROUP:
+        held = [t for w in weights if (t := w.tensors().get(name)) is not None]
+        if held and not one_group:
+            joined[name] = torch.cat(held)
+    return replace(first, **joined, group_size=rows * count if one_group else first.group_size, perm=perm)
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    return bool(one == other) if not isinstance(one, Tensor) and not isinstance(other, Tensor) else False
+
+
+def _agreeing(function: str, weights: Sequence[PackedWeight], names: Sequence[str]) -> PackedWeight:
+    """Returns the first weight after a check that all weights have the same value in the named fields."""
+    if not weights:
+        raise ValueError(f"{function}: weights: expected at least one, got none")
+    first = weights[0]
+    for name in names:
+        for i, weight in enumerate(weights):
+            if not _same(getattr(first, name), getattr(weight, name)):
+                raise ValueError(f"{function}: {name}: expected the same in all weights, got another in weight {i}")
+    return first
