@@ -26,6 +26,7 @@ from torch_marlin_metal.ops import (
     gptq_repack,
     gptq_unpack_zeros,
     linear,
+    moe_gemm,
     transpose_words,
 )
 from torch_marlin_metal.packed_weight import PackedWeight
@@ -65,6 +66,7 @@ __all__ = [
     "mlstm_output",
     "mlstm_states",
     "mlstm_step",
+    "moe_gemm",
     "plan",
     "prepare",
     "profiling",

@@ -30,6 +30,14 @@ def _gemm_transposed_flops(a_shape: torch.Size, b_packed_shape: torch.Size, *_: 
     return 2 * a_shape.numel() * 8 * b_packed_shape[0]
 
 
+@register_flop_formula(_ops.moe_gemm)
+def _moe_gemm_flops(
+    a_shape: torch.Size, b_packed_shape: torch.Size, _: torch.Size, ids_shape: torch.Size, *__: Any, **___: Any
+) -> int:
+    """Counts every pair of a token and a slot as a row of a product, also where an id is no expert."""
+    return 2 * ids_shape.numel() * a_shape[-1] * b_packed_shape[2]
+
+
 def _resolve(
     op: str, name: str, group_size: int, b_packed: Tensor, lut: Tensor | None
 ) -> tuple[str, int, Tensor | None]:
@@ -37,8 +45,8 @@ def _resolve(
     fmt = find_format(name)
     if name == "nf4" and lut is None:
         lut = torch.tensor(NF4_VALUES, dtype=torch.float32, device=b_packed.device)
-    if group_size == -1 and b_packed.dim() == 2:  # for other ranks the operator raises the error
-        group_size = resolve_group_size(op, fmt, group_size, 8 * b_packed.shape[0])
+    if group_size == -1 and b_packed.dim() in (2, 3):  # for other ranks the operator raises the error
+        group_size = resolve_group_size(op, fmt, group_size, 8 * b_packed.shape[-2])
     return fmt.name, group_size, lut
 
 
@@ -151,6 +159,70 @@ def gemm_transposed(
     name, group_size, lut = _resolve("gemm_transposed", weight_format, group_size, b_packed, lut)
     options = given(zeros, global_scale, lut, perm)
     result: Tensor = _ops.gemm_transposed(a, b_packed, scales, weight_format=name, group_size=group_size, **options)
+    return result
+
+
+def moe_gemm(
+    a: Tensor,
+    b_packed: Tensor,
+    scales: Tensor,
+    expert_ids: Tensor,
+    *,
+    weight_format: str,
+    group_size: int,
+    zeros: Tensor | None = None,
+    global_scale: Tensor | None = None,
+    lut: Tensor | None = None,
+    perm: Tensor | None = None,
+    bias: Tensor | None = None,
+    row_weights: Tensor | None = None,
+    reduce: bool = False,
+    variant: str = "auto",
+) -> Tensor:
+    """Multiplies each token with the packed weights of its experts.
+
+    Row (t, s) of the result is `a[t] @ w[expert_ids[t, s]] + bias[expert_ids[t, s]]`, times `row_weights[t, s]` if
+    given. With `reduce` the rows of a token are added in fp32, in the order of s, and the sum is rounded once. Shapes
+    do not depend on values, and the host never waits for `expert_ids`. `moe_gemm` is differentiable by `a` and
+    `row_weights`; its backward on mps does wait.
+
+    Args:
+        a: `[T, K]`, a row for all experts of a token, or `[T, top_k, K]`; float16, bfloat16 or float32, any strides.
+        b_packed: int32 `[E, K/8, N]`, contiguous: the words of `gemm` for each expert.
+        scales: `[E, G, N]`.
+        expert_ids: int32 or int64 `[T, top_k]`. An id outside `[0, E)` stands for a row of zeros and reads no weight.
+        weight_format: a format's name or alias.
+        group_size: the group size, or -1 for K.
+        zeros: `[E, G, N]` or None.
+        global_scale: float32 `[E]`, `[E, 1]`, `[E, N]` or None.
+        lut: float32 `[16]` or None; all experts share it.
+        perm: int32 `[E, K]` or None.
+        bias: `[E, N]` or None.
+        row_weights: `[T, top_k]` in any of the three floating dtypes, or None for 1.
+        reduce: whether to add up the rows of a token.
+        variant: "auto", "gemv" or "fused"; the CPU ignores it.
+
+    Returns:
+        `[T, top_k, N]`, or `[T, N]` with `reduce`, in the dtype of `a`.
+
+    Raises:
+        ValueError: an argument has the wrong dtype, shape, device or value; the message says what was expected.
+    """
+    name, group_size, lut = _resolve("moe_gemm", weight_format, group_size, b_packed, lut)
+    options = given(zeros, global_scale, lut, perm, bias)
+    if row_weights is not None:
+        options["row_weights"] = row_weights
+    result: Tensor = _ops.moe_gemm(
+        a,
+        b_packed,
+        scales,
+        expert_ids,
+        weight_format=name,
+        group_size=group_size,
+        reduce=reduce,
+        variant=variant,
+        **options,
+    )
     return result
 
 

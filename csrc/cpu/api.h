@@ -35,6 +35,33 @@ struct GemmArguments {
   const void* bias;      // nullptr or [N]
   ElementType bias_type;
   void* out;  // [M, N] contiguous
+
+  // For rows that are not evenly spaced.
+  const int64_t* a_starts;  // nullptr, or [M]: row m of a starts at element a_starts[m]; a_row_stride is not used
+  const int64_t* out_rows;  // nullptr, or [M]: row m of the product is row out_rows[m] of out
+  bool fp32_out;            // out is fp32, whatever a_type is
+};
+
+// Products of rows with the weights of their experts. A pair is a token and one of its slots; pair t * top_k + s uses
+// expert expert_ids[t, s].
+struct MoeGemmArguments {
+  PackedWeight weight;  // of expert 0; the tensors of the next expert follow those of this one
+  int64_t experts;
+  int64_t global_scale_expert_stride;  // 1 or N
+  int64_t tokens;
+  int64_t top_k;
+  const int64_t* expert_ids;  // [tokens, top_k]; ids outside [0, experts) give rows of zeros
+  const void* a;              // unit stride in k
+  ElementType a_type;         // also the type of out
+  int64_t a_token_stride;     // in elements
+  int64_t a_slot_stride;      // 0 if the slots of a token share one row
+  const int32_t* perm;        // nullptr or [experts, K]
+  const void* bias;           // nullptr or [experts, N]
+  ElementType bias_type;
+  const void* row_weights;  // nullptr or [tokens, top_k]
+  ElementType row_weights_type;
+  bool reduce;  // adds the rows of a token in the order of its slots
+  void* out;    // [tokens, top_k, N], or [tokens, N] with reduce
 };
 
 struct DequantizeArguments {
@@ -66,6 +93,7 @@ struct Parallel {
 enum class Float32Precision : int32_t { highest, reduced };
 
 void gemm(const GemmArguments& arguments, const Parallel& parallel, Float32Precision precision);
+void moe_gemm(const MoeGemmArguments& arguments, const Parallel& parallel, Float32Precision precision);
 void dequantize(const DequantizeArguments& arguments, const Parallel& parallel);
 void embedding(const EmbeddingArguments& arguments, const Parallel& parallel);
 

@@ -17,18 +17,23 @@
 namespace marlin::cpu {
 namespace {
 
+Tensor held(const OptionalTensor& tensor) {
+  return tensor ? tensor->contiguous() : Tensor();
+}
+
 // Keeps contiguous tensors alive during the kernel call. Only inputs that are not contiguous are copied.
 struct StoredWeight {
   Tensor b_packed, scales, zeros, global_scale, lut, perm;
-  PackedWeight view;
+  PackedWeight view;  // for a stack of weights, of the first
+  int64_t experts;
 
   StoredWeight(const WeightTensors& weight, const WeightShape& shape)
       : b_packed(weight.b_packed),
         scales(weight.scales.contiguous()),
-        zeros(weight.zeros ? weight.zeros->contiguous() : Tensor()),
-        global_scale(weight.global_scale ? weight.global_scale->contiguous() : Tensor()),
-        lut(weight.lut ? weight.lut->contiguous() : Tensor()),
-        perm(weight.perm ? weight.perm->contiguous() : Tensor()) {
+        zeros(held(weight.zeros)),
+        global_scale(held(weight.global_scale)),
+        lut(held(weight.lut)),
+        perm(held(weight.perm)) {
     view.format = shape.format;
     view.K = shape.K.expect_int();
     view.N = shape.N.expect_int();
@@ -39,7 +44,8 @@ struct StoredWeight {
     view.zeros = zeros.defined() ? zeros.const_data_ptr() : nullptr;
     view.zeros_type = zeros.defined() ? element_type(zeros) : ElementType::float32;
     view.global_scale = global_scale.defined() ? global_scale.const_data_ptr<float>() : nullptr;
-    view.global_scale_stride = global_scale.defined() && global_scale.numel() > 1 ? 1 : 0;
+    experts = shape.E.expect_int();
+    view.global_scale_stride = global_scale.defined() && global_scale.numel() > experts ? 1 : 0;
     view.lut = lut.defined() ? lut.const_data_ptr<float>() : nullptr;
   }
 
@@ -95,7 +101,7 @@ Tensor gemm_cpu(const Tensor& a, const Tensor& b_packed, const Tensor& scales, c
 
   Tensor rows = a.dim() == 2 ? a : a.reshape({-1, weight.view.K});
   if (rows.stride(1) != 1) rows = rows.contiguous();
-  const Tensor stored_bias = bias ? bias->contiguous() : Tensor();
+  const Tensor stored_bias = held(bias);
 
   GemmArguments arguments{};
   arguments.weight = weight.view;
@@ -108,6 +114,59 @@ Tensor gemm_cpu(const Tensor& a, const Tensor& b_packed, const Tensor& scales, c
   arguments.bias_type = bias ? element_type(stored_bias) : ElementType::float32;
   arguments.out = out.mutable_data_ptr();
   cpu::gemm(arguments, at_parallel(), precision_for(arguments.a_type));
+  return out;
+}
+
+// Checks the permutations of the experts that are used.
+void check_expert_perms(const StoredWeight& weight, const int64_t* ids, int64_t count) {
+  std::vector<bool> checked(static_cast<size_t>(weight.experts));
+  for (int64_t i = 0; i < count; ++i) {
+    if (ids[i] < 0 || ids[i] >= weight.experts || checked[static_cast<size_t>(ids[i])]) continue;
+    checked[static_cast<size_t>(ids[i])] = true;
+    StoredWeight::check_perm_range("moe_gemm", weight.perm.const_data_ptr<int32_t>() + ids[i] * weight.view.K,
+                                   weight.view.K);
+  }
+}
+
+Tensor moe_gemm_cpu(const Tensor& a, const Tensor& b_packed, const Tensor& scales, const Tensor& expert_ids,
+                    c10::string_view weight_format, int64_t group_size, const OptionalTensor& zeros,
+                    const OptionalTensor& global_scale, const OptionalTensor& lut, const OptionalTensor& perm,
+                    const OptionalTensor& bias, const OptionalTensor& row_weights, bool reduce,
+                    c10::string_view variant) {
+  const WeightTensors tensors{b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm};
+  const WeightShape shape = check_moe_gemm(a, tensors, expert_ids, bias, row_weights, variant);
+  const StoredWeight weight(tensors, shape);
+  at::DimVector sizes(expert_ids.sizes());
+  if (reduce) sizes.pop_back();
+  sizes.push_back(weight.view.N);
+  if (expert_ids.numel() == 0) return at::zeros(sizes, a.options());
+  Tensor out = at::empty(sizes, a.options());
+
+  const Tensor ids = expert_ids.to(at::kLong).contiguous();
+  const Tensor rows = a.stride(-1) == 1 ? a : a.contiguous();
+  const Tensor stored_bias = held(bias);
+  const Tensor stored_weights = held(row_weights);
+  if (weight.perm.defined()) check_expert_perms(weight, ids.const_data_ptr<int64_t>(), ids.numel());
+
+  MoeGemmArguments arguments{};
+  arguments.weight = weight.view;
+  arguments.experts = weight.experts;
+  arguments.global_scale_expert_stride = weight.view.global_scale_stride == 0 ? 1 : weight.view.N;
+  arguments.tokens = ids.size(0);
+  arguments.top_k = ids.size(1);
+  arguments.expert_ids = ids.const_data_ptr<int64_t>();
+  arguments.a = rows.const_data_ptr();
+  arguments.a_type = element_type(rows);
+  arguments.a_token_stride = rows.stride(0);
+  arguments.a_slot_stride = rows.dim() == 3 ? rows.stride(1) : 0;
+  arguments.perm = weight.perm.defined() ? weight.perm.const_data_ptr<int32_t>() : nullptr;
+  arguments.bias = bias ? stored_bias.const_data_ptr() : nullptr;
+  arguments.bias_type = bias ? element_type(stored_bias) : ElementType::float32;
+  arguments.row_weights = row_weights ? stored_weights.const_data_ptr() : nullptr;
+  arguments.row_weights_type = row_weights ? element_type(stored_weights) : ElementType::float32;
+  arguments.reduce = reduce;
+  arguments.out = out.mutable_data_ptr();
+  cpu::moe_gemm(arguments, at_parallel(), precision_for(arguments.a_type));
   return out;
 }
 
@@ -208,6 +267,7 @@ Tensor transpose_words_cpu(const Tensor& words) {
 
 TORCH_LIBRARY_IMPL(torch_marlin_metal, CPU, m) {
   m.impl("gemm", gemm_cpu);
+  m.impl("moe_gemm", moe_gemm_cpu);
   m.impl("dequantize", dequantize_cpu);
   m.impl("embedding", embedding_cpu);
   m.impl("gptq_repack", gptq_repack_cpu);

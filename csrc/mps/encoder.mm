@@ -61,6 +61,10 @@ void encode(const CompiledPlan& compiled, Bindings bindings) {
         at::empty({partials.z, partials.y, partials.x}, bindings[kSlotOut].options().dtype(at::kFloat));
   }
 
+  if (const int64_t words = compiled.plan.block_words; words != 0) {
+    bindings[kSlotBlocks] = at::empty({words}, bindings[kSlotOut].options().dtype(at::kInt));
+  }
+
   // A block captures objects as const copies, so the block gets pointers instead. They stay valid, because run_on_queue
   // waits for the block.
   const CompiledPlan* launched = &compiled;

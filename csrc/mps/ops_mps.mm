@@ -78,7 +78,7 @@ WeightProblem bind_weight(const char* op, const WeightTensors& weight, const Wei
           .zeros = weight.zeros ? element_type(*weight.zeros) : ElementType::float16,
           .has_perm = weight.perm.has_value(),
           .has_global_scale = weight.global_scale.has_value(),
-          .global_scale_per_column = weight.global_scale && weight.global_scale->numel() > 1,
+          .global_scale_per_column = weight.global_scale && weight.global_scale->numel() > shape.E.expect_int(),
           .vector_aligned = is_aligned(weight.b_packed, 4) && is_aligned(bindings[kSlotScales], 4) &&
                             (!weight.zeros || is_aligned(bindings[kSlotZeros], 4))};
 }
@@ -87,6 +87,15 @@ std::shared_ptr<const CompiledPlan> find_plan(const GemmProblem& problem, const 
   try {
     static auto* plans = new PlanCache<CompiledPlan>(this_gpu(like), compile);
     return plans->find_plan(problem);
+  } catch (const std::invalid_argument& error) {
+    TORCH_CHECK_VALUE(false, error.what());
+  }
+}
+
+std::shared_ptr<const CompiledPlan> find_plan(const MoeProblem& problem, const Tensor& like) {
+  static auto* plans = new LaunchCache<MoeKey, CompiledPlan>;
+  try {
+    return plans->get(plan_key(problem), [&] { return compile(plan_moe(problem, this_gpu(like))); });
   } catch (const std::invalid_argument& error) {
     TORCH_CHECK_VALUE(false, error.what());
   }
@@ -163,6 +172,47 @@ Tensor gemm_mps(const Tensor& a, const Tensor& b_packed, const Tensor& scales, c
   problem.has_bias = bias.has_value();
   problem.variant = variant;
   launch(problem, std::move(bindings), rows, out.view({-1, int64_t{problem.weight.N}}));
+  return out;
+}
+
+Tensor moe_gemm_mps(const Tensor& a, const Tensor& b_packed, const Tensor& scales, const Tensor& expert_ids,
+                    c10::string_view weight_format, int64_t group_size, const OptionalTensor& zeros,
+                    const OptionalTensor& global_scale, const OptionalTensor& lut, const OptionalTensor& perm,
+                    const OptionalTensor& bias, const OptionalTensor& row_weights, bool reduce,
+                    c10::string_view variant) {
+  const char* op = "moe_gemm";
+  const WeightTensors tensors{b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm};
+  const WeightShape shape = check_moe_gemm(a, tensors, expert_ids, bias, row_weights, variant);
+  Bindings bindings;
+  MoeProblem problem{.product = {.weight = bind_weight(op, tensors, shape, bindings)}};
+  at::DimVector sizes(expert_ids.sizes());
+  if (reduce) sizes.pop_back();
+  sizes.push_back(problem.product.weight.N);
+  if (expert_ids.numel() == 0) return at::zeros(sizes, a.options());
+  Tensor out = at::empty(sizes, a.options());
+
+  const Tensor rows = a.stride(-1) == 1 ? a : a.contiguous();
+  bindings[kSlotA] = rows;
+  bindings[kSlotBias] = held(bias);
+  bindings[kSlotExpertIds] = expert_ids.contiguous();
+  bindings[kSlotRowWeights] = held(row_weights);
+  bindings[kSlotOut] = out;
+  GemmProblem& product = problem.product;
+  product.M = grid_size(op, "expert_ids", expert_ids.numel());
+  product.a_row_stride = rows.stride(0);
+  product.activations = element_type(rows);
+  product.bias = bias ? element_type(*bias) : ElementType::float16;
+  product.has_bias = bias.has_value();
+  product.vector_aligned_a = is_aligned(rows, 4);
+  product.variant = variant;
+  problem.a_slot_stride = rows.dim() == 3 ? rows.stride(1) : 0;
+  problem.experts = grid_size(op, "experts", b_packed.size(0));
+  problem.top_k = grid_size(op, "top_k", expert_ids.size(1));
+  problem.wide_ids = expert_ids.scalar_type() == at::kLong;
+  problem.row_weights = row_weights ? element_type(*row_weights) : ElementType::float32;
+  problem.has_row_weights = row_weights.has_value();
+  problem.reduce = reduce;
+  encode(*find_plan(problem, rows), std::move(bindings));
   return out;
 }
 
@@ -287,6 +337,7 @@ TORCH_LIBRARY_FRAGMENT(torch_marlin_metal, m) {
 TORCH_LIBRARY_IMPL(torch_marlin_metal, MPS, m) {
   m.impl("compile_gemm", compile_gemm_mps);
   m.impl("gemm", gemm_mps);
+  m.impl("moe_gemm", moe_gemm_mps);
   m.impl("dequantize", dequantize_mps);
   m.impl("embedding", embedding_mps);
   m.impl("gptq_repack", gptq_repack_mps);

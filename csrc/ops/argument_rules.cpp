@@ -18,29 +18,31 @@ bool is_activation_dtype(at::ScalarType dtype) {
 const std::string kZeroPoints = "uint8 codes or " + std::string(kFloating) + " zero points";
 
 struct WeightChecker : Checker {
-  // Requires a [G, N] tensor of one of `dtypes` on the device.
-  void groups(std::string_view argument, const Tensor& tensor, bool dtype_ok, std::string_view dtypes,
-              const c10::SymInt& G, const c10::SymInt& N) const {
-    if (!dtype_ok || tensor.dim() != 2 || tensor.sym_size(0) != G || tensor.sym_size(1) != N) {
-      fail(op, argument, text(dtypes, " [G, N] = [", G, ", ", N, "]"), describe(tensor));
+  bool stacked = false;  // tensors have a leading dimension E
+  c10::SymInt E = 1;
+
+  // Requires a tensor of one of `dtypes` on the device, with these sizes of dimensions called `names`.
+  void sized(std::string_view argument, const Tensor& tensor, bool dtype_ok, std::string_view dtypes,
+             std::string_view names, c10::SymDimVector sizes) const {
+    if (stacked) sizes.insert(sizes.begin(), E);
+    if (!dtype_ok || tensor.sym_sizes() != c10::SymIntArrayRef(sizes)) {
+      fail(op, argument, text(dtypes, " ", dimensions(names), " = ", c10::SymIntArrayRef(sizes)), describe(tensor));
     }
     on_device(argument, tensor);
   }
 
-  // Requires packed words: int32, two dimensions, contiguous.
-  void words(std::string_view argument, const Tensor& tensor, std::string_view shape) const {
-    if (tensor.scalar_type() != at::kInt || tensor.dim() != 2)
-      fail(op, argument, text("int32 ", shape), describe(tensor));
+  // Requires packed words: int32, contiguous.
+  void words(std::string_view argument, const Tensor& tensor, std::string_view names) const {
+    if (tensor.scalar_type() != at::kInt || tensor.dim() != (stacked ? 3 : 2))
+      fail(op, argument, text("int32 ", dimensions(names)), describe(tensor));
     contiguous(argument, tensor);
   }
 
   void perm(const OptionalTensor& perm, const c10::SymInt& K) const {
-    if (!perm) return;
-    if (perm->scalar_type() != at::kInt || perm->dim() != 1 || perm->sym_size(0) != K) {
-      fail(op, "perm", text("int32 [K] = [", K, "]"), describe(*perm));
-    }
-    on_device("perm", *perm);
+    if (perm) sized("perm", *perm, perm->scalar_type() == at::kInt, "int32", "K", {K});
   }
+
+  std::string dimensions(std::string_view names) const { return text(stacked ? "[E, " : "[", names, "]"); }
 };
 
 const WeightFormatInfo& find_format(const char* op, std::string_view name) {
@@ -74,12 +76,12 @@ void check_scales_and_zeros(const WeightChecker& check, const WeightFormatInfo& 
                             const c10::SymInt& G, const c10::SymInt& N) {
   const at::ScalarType scales_dtype = weight.scales.scalar_type();
   if (row.scale_coding == ScaleCoding::floating) {
-    check.groups("scales", weight.scales, is_activation_dtype(scales_dtype), kFloating, G, N);
+    check.sized("scales", weight.scales, is_activation_dtype(scales_dtype), kFloating, "G, N", {G, N});
   } else {
     const std::string_view dtypes = row.scale_coding == ScaleCoding::e4m3
                                         ? "uint8 E4M3 codes (view float8 tensors as uint8)"
                                         : "uint8 E8M0 codes (view float8 tensors as uint8)";
-    check.groups("scales", weight.scales, scales_dtype == at::kByte, dtypes, G, N);
+    check.sized("scales", weight.scales, scales_dtype == at::kByte, dtypes, "G, N", {G, N});
   }
   if (row.zeros_role == ZerosRole::none) {
     if (weight.zeros) fail(check.op, "zeros", text("none for ", row.name), describe(*weight.zeros));
@@ -87,10 +89,10 @@ void check_scales_and_zeros(const WeightChecker& check, const WeightFormatInfo& 
   }
   const bool bias = row.zeros_role == ZerosRole::bias;
   const std::string_view dtypes = bias ? kFloating : std::string_view(kZeroPoints);
-  if (!weight.zeros) fail(check.op, "zeros", text(dtypes, " [G, N] for ", row.name), "None");
+  if (!weight.zeros) fail(check.op, "zeros", text(dtypes, " ", check.dimensions("G, N"), " for ", row.name), "None");
   const at::ScalarType zeros_dtype = weight.zeros->scalar_type();
-  check.groups("zeros", *weight.zeros, is_activation_dtype(zeros_dtype) || (!bias && zeros_dtype == at::kByte), dtypes,
-               G, N);
+  check.sized("zeros", *weight.zeros, is_activation_dtype(zeros_dtype) || (!bias && zeros_dtype == at::kByte), dtypes,
+              "G, N", {G, N});
 }
 
 void check_global_scale_and_lut(const WeightChecker& check, const WeightFormatInfo& row, const WeightTensors& weight,
@@ -98,9 +100,15 @@ void check_global_scale_and_lut(const WeightChecker& check, const WeightFormatIn
   if (weight.global_scale) {
     const Tensor& scale = *weight.global_scale;
     if (!row.has_global_scale) fail(check.op, "global_scale", text("none for ", row.name), describe(scale));
-    const bool shape_ok = scale.dim() == 0 || (scale.dim() == 1 && (scale.sym_size(0) == 1 || scale.sym_size(0) == N));
+    const int64_t dims = scale.dim() - (check.stacked ? 1 : 0);
+    const bool stack_ok = !check.stacked || (scale.dim() >= 1 && scale.sym_size(0) == check.E);
+    const bool shape_ok =
+        stack_ok && (dims == 0 || (dims == 1 && (scale.sym_size(-1) == 1 || scale.sym_size(-1) == N)));
     if (scale.scalar_type() != at::kFloat || !shape_ok) {
-      fail(check.op, "global_scale", text("float32 [], [1] or [N] = [", N, "]"), describe(scale));
+      fail(check.op, "global_scale",
+           check.stacked ? text("float32 [E], [E, 1] or [E, N] = [", check.E, ", ", N, "]")
+                         : text("float32 [], [1] or [N] = [", N, "]"),
+           describe(scale));
     }
     check.on_device("global_scale", scale);
   }
@@ -161,19 +169,38 @@ ElementType element_type(const Tensor& tensor) {
   }
 }
 
-WeightShape check_weight(const char* op, const WeightTensors& weight) {
-  const WeightChecker check{{op, weight.b_packed.device()}};
+namespace {
+
+WeightShape check_weight(const char* op, const WeightTensors& weight, bool stacked) {
+  WeightChecker check{{op, weight.b_packed.device()}, stacked};
   const WeightFormatInfo& row = find_format(op, weight.weight_format);
-  check.words("b_packed", weight.b_packed, "[K/8, N]");
-  const c10::SymInt K = weight.b_packed.sym_size(0) * kCodesPerWord;
-  const c10::SymInt N = weight.b_packed.sym_size(1);
+  check.words("b_packed", weight.b_packed, "K/8, N");
+  if (stacked) check.E = weight.b_packed.sym_size(0);
+  const c10::SymInt K = weight.b_packed.sym_size(-2) * kCodesPerWord;
+  const c10::SymInt N = weight.b_packed.sym_size(-1);
   if (K < kCodesPerWord || N < 1) fail(op, "b_packed", "at least one word and one column", describe(weight.b_packed));
+  if (check.E < 1) fail(op, "b_packed", "at least one expert", describe(weight.b_packed));
   check_group_size(op, row, weight.group_size, K);
   const c10::SymInt G = (K + (weight.group_size - 1)) / weight.group_size;
   check_scales_and_zeros(check, row, weight, G, N);
   check_global_scale_and_lut(check, row, weight, N);
   check.perm(weight.perm, K);
-  return {row.format, K, N};
+  return {row.format, K, N, check.E};
+}
+
+void check_variant(const char* op, std::string_view variant, const Tensor& a) {
+  if (is_gemm_variant(variant, element_type(a))) return;
+  std::string known = "auto";
+  for (std::string_view name : kGemmVariants)
+    known.append(", ").append(name);
+  fail(op, "variant", "one of " + known + ", or a variant with one of its tiles ('double_buffered:128x64x16')",
+       text("'", variant, "'"));
+}
+
+}  // namespace
+
+WeightShape check_weight(const char* op, const WeightTensors& weight) {
+  return check_weight(op, weight, false);
 }
 
 WeightShape check_gemm(const Tensor& a, const WeightTensors& weight, const OptionalTensor& bias,
@@ -192,13 +219,42 @@ WeightShape check_gemm(const Tensor& a, const WeightTensors& weight, const Optio
     }
     check.on_device("bias", *bias);
   }
-  if (!is_gemm_variant(variant, element_type(a))) {
-    std::string known = "auto";
-    for (std::string_view name : kGemmVariants)
-      known.append(", ").append(name);
-    fail(op, "variant", "one of " + known + ", or a variant with one of its tiles ('double_buffered:128x64x16')",
-         text("'", variant, "'"));
+  check_variant(op, variant, a);
+  return shape;
+}
+
+WeightShape check_moe_gemm(const Tensor& a, const WeightTensors& weight, const Tensor& expert_ids,
+                           const OptionalTensor& bias, const OptionalTensor& row_weights, std::string_view variant) {
+  const char* op = "moe_gemm";
+  const bool by_slot = a.dim() == 3;
+  if (!is_activation_dtype(a.scalar_type()) || (a.dim() != 2 && !by_slot)) {
+    fail(op, "a", text(kFloating, " [T, K] or [T, top_k, K]"), describe(a));
   }
+  WeightShape shape = check_weight(op, weight, true);
+  const WeightChecker check{{op, a.device()}, true, shape.E};
+  check.on_device("b_packed", weight.b_packed);
+  if (a.sym_size(-1) != shape.K) {
+    fail(op, "a", text("[T, K] or [T, top_k, K] with K = ", shape.K, " (8 x the rows of b_packed)"), describe(a));
+  }
+  const c10::SymInt T = a.sym_size(0);
+  const bool ids_ok = (expert_ids.scalar_type() == at::kInt || expert_ids.scalar_type() == at::kLong) &&
+                      expert_ids.dim() == 2 && expert_ids.sym_size(0) == T &&
+                      (!by_slot || expert_ids.sym_size(1) == a.sym_size(1));
+  if (!ids_ok) {
+    fail(op, "expert_ids",
+         by_slot ? text("int32 or int64 [T, top_k] = [", T, ", ", a.sym_size(1), "]")
+                 : text("int32 or int64 [T, top_k] with T = ", T),
+         describe(expert_ids));
+  }
+  check.on_device("expert_ids", expert_ids);
+  if (bias) check.sized("bias", *bias, is_activation_dtype(bias->scalar_type()), kFloating, "N", {shape.N});
+  if (row_weights) {
+    if (!is_activation_dtype(row_weights->scalar_type()) || row_weights->sym_sizes() != expert_ids.sym_sizes()) {
+      fail(op, "row_weights", text(kFloating, " [T, top_k] = ", expert_ids.sym_sizes()), describe(*row_weights));
+    }
+    check.on_device("row_weights", *row_weights);
+  }
+  check_variant(op, variant, a);
   return shape;
 }
 
@@ -232,13 +288,13 @@ WeightShape check_embedding(const Tensor& ids, const WeightTensors& weight, at::
 
 void check_gptq_repack(const Tensor& qweight, const OptionalTensor& perm) {
   const WeightChecker check{{"gptq_repack", qweight.device()}};
-  check.words("qweight", qweight, "[K/8, N]");
+  check.words("qweight", qweight, "K/8, N");
   check.perm(perm, qweight.sym_size(0) * kCodesPerWord);
 }
 
 StoredZeros check_gptq_unpack_zeros(const Tensor& qzeros, int64_t checkpoint_version, std::string_view rule) {
   const char* op = "gptq_unpack_zeros";
-  WeightChecker{{op, qzeros.device()}}.words("qzeros", qzeros, "[G, N/8]");
+  WeightChecker{{op, qzeros.device()}}.words("qzeros", qzeros, "G, N/8");
   if (checkpoint_version != 1 && checkpoint_version != 2) {
     fail(op, "checkpoint_version", "1 or 2", std::to_string(checkpoint_version));
   }
@@ -251,24 +307,31 @@ StoredZeros check_gptq_unpack_zeros(const Tensor& qzeros, int64_t checkpoint_ver
 
 void check_awq_repack(const Tensor& qweight) {
   const WeightChecker check{{"awq_repack", qweight.device()}};
-  check.words("qweight", qweight, "[K, N/8]");
+  check.words("qweight", qweight, "K, N/8");
   if (qweight.sym_size(0) % kCodesPerWord != 0) {
     fail(check.op, "qweight", "[K, N/8] with K a multiple of 8", describe(qweight));
   }
 }
 
 void check_awq_unpack_zeros(const Tensor& qzeros) {
-  WeightChecker{{"awq_unpack_zeros", qzeros.device()}}.words("qzeros", qzeros, "[G, N/8]");
+  WeightChecker{{"awq_unpack_zeros", qzeros.device()}}.words("qzeros", qzeros, "G, N/8");
 }
 
 void check_transpose_words(const Tensor& words) {
-  WeightChecker{{"transpose_words", words.device()}}.words("words", words, "[N, K/8]");
+  WeightChecker{{"transpose_words", words.device()}}.words("words", words, "N, K/8");
 }
 
 void check_no_grad(const char* op, const char* argument, const Tensor& tensor) {
   if (c10::GradMode::is_enabled() && tensor.requires_grad()) {
     fail(op, argument, "a tensor that does not require grad", describe(tensor) + " that requires grad");
   }
+}
+
+void check_weight_no_grad(const char* op, const WeightTensors& weight) {
+  check_no_grad(op, "scales", weight.scales);
+  if (weight.zeros) check_no_grad(op, "zeros", *weight.zeros);
+  if (weight.global_scale) check_no_grad(op, "global_scale", *weight.global_scale);
+  if (weight.lut) check_no_grad(op, "lut", *weight.lut);
 }
 
 void check_no_tangent(const char* op, const char* argument, const Tensor& tensor) {

@@ -32,6 +32,7 @@ struct WeightShape {
   WeightFormat format;
   c10::SymInt K;
   c10::SymInt N;
+  c10::SymInt E = 1;  // the number of experts of a stack of weights
 };
 
 // The dtypes of activations, floating scales, biases and zero points, as error messages name them.
@@ -54,6 +55,9 @@ WeightShape check_weight(const char* op, const WeightTensors& weight);
 WeightShape check_gemm(const Tensor& a, const WeightTensors& weight, const OptionalTensor& bias,
                        std::string_view variant);
 WeightShape check_gemm_transposed(const Tensor& a, const WeightTensors& weight);
+// The weight's tensors have a leading dimension E.
+WeightShape check_moe_gemm(const Tensor& a, const WeightTensors& weight, const Tensor& expert_ids,
+                           const OptionalTensor& bias, const OptionalTensor& row_weights, std::string_view variant);
 WeightShape check_dequantize(const WeightTensors& weight, at::ScalarType dtype);
 WeightShape check_embedding(const Tensor& ids, const WeightTensors& weight, at::ScalarType dtype);
 void check_gptq_repack(const Tensor& qweight, const OptionalTensor& perm);
@@ -62,8 +66,10 @@ void check_awq_repack(const Tensor& qweight);
 void check_transpose_words(const Tensor& words);
 void check_awq_unpack_zeros(const Tensor& qzeros);
 
-// Raises if the tensor requires grad. Only a and bias of gemm, and a of gemm_transposed, are differentiated.
+// Raises if the tensor requires grad. Only a and bias of gemm, a of gemm_transposed, and a and row_weights of moe_gemm
+// are differentiated.
 void check_no_grad(const char* op, const char* argument, const Tensor& tensor);
+void check_weight_no_grad(const char* op, const WeightTensors& weight);
 
 // Raises if the tensor has a forward-mode tangent, which would silently be dropped.
 void check_no_tangent(const char* op, const char* argument, const Tensor& tensor);

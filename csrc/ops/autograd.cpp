@@ -18,14 +18,6 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-void check_weight_no_grad(const char* op, const Tensor& scales, const OptionalTensor& zeros,
-                          const OptionalTensor& global_scale, const OptionalTensor& lut) {
-  check_no_grad(op, "scales", scales);
-  if (zeros) check_no_grad(op, "zeros", *zeros);
-  if (global_scale) check_no_grad(op, "global_scale", *global_scale);
-  if (lut) check_no_grad(op, "lut", *lut);
-}
-
 OptionalTensor optional(const torch::autograd::Variable& saved) {
   return saved.defined() ? OptionalTensor(saved) : std::nullopt;
 }
@@ -117,7 +109,7 @@ Tensor gemm_autograd(const Tensor& a, const Tensor& b_packed, const Tensor& scal
                      int64_t group_size, const OptionalTensor& zeros, const OptionalTensor& global_scale,
                      const OptionalTensor& lut, const OptionalTensor& perm, const OptionalTensor& bias,
                      c10::string_view variant) {
-  check_weight_no_grad("gemm", scales, zeros, global_scale, lut);
+  check_weight_no_grad("gemm", {b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm});
   check_no_tangent("gemm", "a", a);
   if (bias) check_no_tangent("gemm", "bias", *bias);
   const bool differentiate =
@@ -134,7 +126,8 @@ Tensor gemm_transposed_autograd(const Tensor& a, const Tensor& b_packed, const T
                                 c10::string_view weight_format, int64_t group_size, const OptionalTensor& zeros,
                                 const OptionalTensor& global_scale, const OptionalTensor& lut,
                                 const OptionalTensor& perm) {
-  check_weight_no_grad("gemm_transposed", scales, zeros, global_scale, lut);
+  check_weight_no_grad("gemm_transposed",
+                       {b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm});
   check_no_tangent("gemm_transposed", "a", a);
   if (c10::GradMode::is_enabled() && a.requires_grad()) {
     return GemmTransposedFunction::apply(a, b_packed, scales, std::string(weight_format), group_size, zeros,
@@ -147,7 +140,7 @@ Tensor gemm_transposed_autograd(const Tensor& a, const Tensor& b_packed, const T
 Tensor dequantize_autograd(const Tensor& b_packed, const Tensor& scales, c10::string_view weight_format,
                            int64_t group_size, const OptionalTensor& zeros, const OptionalTensor& global_scale,
                            const OptionalTensor& lut, const OptionalTensor& perm, at::ScalarType dtype) {
-  check_weight_no_grad("dequantize", scales, zeros, global_scale, lut);
+  check_weight_no_grad("dequantize", {b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm});
   at::AutoDispatchBelowADInplaceOrView guard;
   return dequantize_op().call(b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm, dtype);
 }
@@ -156,7 +149,7 @@ Tensor embedding_autograd(const Tensor& ids, const Tensor& b_packed, const Tenso
                           c10::string_view weight_format, int64_t group_size, const OptionalTensor& zeros,
                           const OptionalTensor& global_scale, const OptionalTensor& lut, const OptionalTensor& perm,
                           at::ScalarType dtype) {
-  check_weight_no_grad("embedding", scales, zeros, global_scale, lut);
+  check_weight_no_grad("embedding", {b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm});
   at::AutoDispatchBelowADInplaceOrView guard;
   return embedding_op().call(ids, b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm, dtype);
 }

@@ -19,6 +19,13 @@ using DequantizeSignature = Tensor(const Tensor&, const Tensor&, c10::string_vie
 using EmbeddingSignature = Tensor(const Tensor&, const Tensor&, const Tensor&, c10::string_view, int64_t,
                                   const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
                                   const OptionalTensor&, at::ScalarType);
+using MoeGemmSignature = Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, c10::string_view, int64_t,
+                                const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+                                const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, bool,
+                                c10::string_view);
+using MoeGemmGradSignature = Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, c10::string_view,
+                                    int64_t, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+                                    const OptionalTensor&);
 
 template <class Signature>
 c10::TypedOperatorHandle<Signature> find_operator(const char* name) {
@@ -45,6 +52,16 @@ inline const auto& dequantize_op() {
 
 inline const auto& embedding_op() {
   static const auto op = find_operator<EmbeddingSignature>("torch_marlin_metal::embedding");
+  return op;
+}
+
+inline const auto& moe_gemm_op() {
+  static const auto op = find_operator<MoeGemmSignature>("torch_marlin_metal::moe_gemm");
+  return op;
+}
+
+inline const auto& moe_gemm_grad_a_op() {
+  static const auto op = find_operator<MoeGemmGradSignature>("torch_marlin_metal::moe_gemm_grad_a");
   return op;
 }
 

@@ -15,6 +15,13 @@ TORCH_LIBRARY(torch_marlin_metal, m) {
       "gemm_transposed(Tensor a, Tensor b_packed, Tensor scales, *, str weight_format, int group_size, "
       "Tensor? zeros=None, Tensor? global_scale=None, Tensor? lut=None, Tensor? perm=None) -> Tensor");
   m.def(
+      "moe_gemm(Tensor a, Tensor b_packed, Tensor scales, Tensor expert_ids, *, str weight_format, int group_size, "
+      "Tensor? zeros=None, Tensor? global_scale=None, Tensor? lut=None, Tensor? perm=None, Tensor? bias=None, "
+      "Tensor? row_weights=None, bool reduce=False, str variant=\"auto\") -> Tensor");
+  m.def(
+      "moe_gemm_grad_a(Tensor grad, Tensor b_packed, Tensor scales, Tensor expert_ids, *, str weight_format, "
+      "int group_size, Tensor? zeros=None, Tensor? global_scale=None, Tensor? lut=None, Tensor? perm=None) -> Tensor");
+  m.def(
       "dequantize(Tensor b_packed, Tensor scales, *, str weight_format, int group_size, Tensor? zeros=None, "
       "Tensor? global_scale=None, Tensor? lut=None, Tensor? perm=None, ScalarType dtype=5) -> Tensor");
   m.def(
@@ -50,6 +57,26 @@ Tensor gemm_transposed_meta(const Tensor& a, const Tensor& b_packed, const Tenso
   c10::SymDimVector sizes(a.sym_sizes());
   sizes.back() = shape.K;
   return at::empty_symint(sizes, a.options());
+}
+
+Tensor moe_gemm_meta(const Tensor& a, const Tensor& b_packed, const Tensor& scales, const Tensor& expert_ids,
+                     c10::string_view weight_format, int64_t group_size, const OptionalTensor& zeros,
+                     const OptionalTensor& global_scale, const OptionalTensor& lut, const OptionalTensor& perm,
+                     const OptionalTensor& bias, const OptionalTensor& row_weights, bool reduce,
+                     c10::string_view variant) {
+  const WeightShape shape =
+      check_moe_gemm(a, {b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm}, expert_ids, bias,
+                     row_weights, variant);
+  c10::SymDimVector sizes{expert_ids.sym_size(0)};
+  if (!reduce) sizes.push_back(expert_ids.sym_size(1));
+  sizes.push_back(shape.N);
+  return at::empty_symint(sizes, a.options());
+}
+
+Tensor moe_gemm_grad_a_meta(const Tensor& grad, const Tensor& b_packed, const Tensor&, const Tensor&, c10::string_view,
+                            int64_t, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+                            const OptionalTensor&) {
+  return at::empty_symint({grad.sym_size(0), grad.sym_size(1), b_packed.sym_size(1) * kCodesPerWord}, grad.options());
 }
 
 Tensor dequantize_meta(const Tensor& b_packed, const Tensor& scales, c10::string_view weight_format, int64_t group_size,
@@ -106,6 +133,8 @@ TORCH_LIBRARY_IMPL(torch_marlin_metal, CompositeExplicitAutograd, m) {
 TORCH_LIBRARY_IMPL(torch_marlin_metal, Meta, m) {
   m.impl("gemm", gemm_meta);
   m.impl("gemm_transposed", gemm_transposed_meta);
+  m.impl("moe_gemm", moe_gemm_meta);
+  m.impl("moe_gemm_grad_a", moe_gemm_grad_a_meta);
   m.impl("dequantize", dequantize_meta);
   m.impl("embedding", embedding_meta);
   m.impl("gptq_repack", gptq_repack_meta);

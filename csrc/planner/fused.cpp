@@ -13,7 +13,9 @@ constexpr uint32_t kMinSlices = 4;
 // If slices were shorter than this, adding them up would cost more than splitting K gains.
 constexpr uint32_t kMinSlice = 2 * kFusedK;
 
-Tiling split(const GemmTile& row, const WeightProblem& weight, uint32_t rest_rows, uint32_t slices) {
+}  // namespace
+
+Tiling fused_split(const GemmTile& row, const WeightProblem& weight, uint32_t rest_rows, uint32_t slices) {
   uint32_t max_simdgroups = kFusedMaxSimdgroups;
   while (fused_threadgroup_bytes(weight.format, row.tile.M, max_simdgroups) > kPreferredThreadgroupBytes)
     --max_simdgroups;
@@ -26,8 +28,6 @@ Tiling split(const GemmTile& row, const WeightProblem& weight, uint32_t rest_row
   return tiling;
 }
 
-}  // namespace
-
 std::optional<Tiling> fused_tiling(const GemmTile& row, const GemmProblem& problem, const GpuDevice& device) {
   const uint32_t rows = row.tile.M;
   const uint32_t rounded_M = round_up(problem.M, 8);
@@ -35,7 +35,7 @@ std::optional<Tiling> fused_tiling(const GemmTile& row, const GemmProblem& probl
   const uint32_t max_slices = std::clamp<uint32_t>(problem.weight.K / kMinSlice, 1, kMaxSlices);
   const auto cheapest = [&](uint32_t rest_rows) {
     return cheapest_split(problem, device, std::min(kMinSlices, max_slices), max_slices,
-                          [&](uint32_t slices) { return split(row, problem.weight, rest_rows, slices); });
+                          [&](uint32_t slices) { return fused_split(row, problem.weight, rest_rows, slices); });
   };
   const Tiling padded = cheapest(0);
   if (rounded_M % rows == 0) return padded;

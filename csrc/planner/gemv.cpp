@@ -12,7 +12,9 @@ constexpr uint32_t kMinSlice = 64;
 // rows are two row blocks.
 constexpr uint32_t kMaxRows = 12;
 
-Tiling split(const GemmTile& row, const WeightProblem& weight, uint32_t slices) {
+}  // namespace
+
+Tiling gemv_split(const GemmTile& row, const WeightProblem& weight, uint32_t slices) {
   Tiling tiling{row};
   tiling.k_per_slice = slice_length(weight, slices, kGemvK);
   const uint32_t filled = ceil_divide(weight.K, tiling.k_per_slice);
@@ -24,8 +26,6 @@ Tiling split(const GemmTile& row, const WeightProblem& weight, uint32_t slices) 
   return tiling;
 }
 
-}  // namespace
-
 // A row block may have more rows than the problem needs, because larger blocks may keep more simdgroups resident.
 std::optional<Tiling> gemv_tiling(const GemmTile& row, const GemmProblem& problem, const GpuDevice& device) {
   if (problem.M > kMaxRows && problem.variant == "auto") return std::nullopt;
@@ -33,7 +33,7 @@ std::optional<Tiling> gemv_tiling(const GemmTile& row, const GemmProblem& proble
   if (row.tile.M < ceil_divide(problem.M, blocks)) return std::nullopt;
   const uint32_t max_slices = std::clamp<uint32_t>(problem.weight.K / kMinSlice, 1, kMaxSlices);
   return cheapest_split(problem, device, 1, max_slices,
-                        [&](uint32_t slices) { return split(row, problem.weight, slices); });
+                        [&](uint32_t slices) { return gemv_split(row, problem.weight, slices); });
 }
 
 Plan build_gemv(const Tiling& tiling, const GemmProblem& problem, const GpuDevice& device) {

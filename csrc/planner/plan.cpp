@@ -87,6 +87,16 @@ struct PrintParams {
   void operator()(const RepackParams& params) const {
     stream << ", rows=" << params.rows << " columns=" << params.columns << " stored_zeros=" << params.stored_zeros;
   }
+  void operator()(const MoeParams& params) const {
+    (*this)(params.product);
+    stream << " a_slot_stride=" << params.a_slot_stride << " experts=" << params.experts << " top_k=" << params.top_k
+           << " id_bytes=" << params.id_bytes << " block_rows=" << params.block_rows << " blocks=" << params.blocks;
+  }
+  void operator()(const MoeReduceParams& params) const {
+    stream << ", rows=" << params.rows << " N=" << params.N << " terms=" << params.terms
+           << " experts=" << params.experts << " id_bytes=" << params.id_bytes
+           << " row_weights_type=" << params.row_weights_type;
+  }
   void operator()(const MlstmParams& params) const {
     stream << ", heads=" << params.heads << " S=" << params.S << " DK=" << params.DK << " DV=" << params.DV
            << " chunk_size=" << params.chunk_size << " chunks " << params.first_chunk << " to "

@@ -18,7 +18,7 @@ namespace marlin {
 
 using FunctionConstants = std::array<int32_t, kFunctionConstantCount>;
 using KernelParams = std::variant<std::monostate, GemmParams, DequantizeParams, EmbeddingParams, ReduceParams,
-                                  StripedReduceParams, RepackParams, MlstmParams>;
+                                  StripedReduceParams, RepackParams, MoeParams, MoeReduceParams, MlstmParams>;
 
 struct Dispatch {
   Kernel kernel;
@@ -33,6 +33,7 @@ struct Dispatch {
 struct Plan {
   std::vector<Dispatch> dispatches;  // in order; each may read what earlier ones wrote
   Extent partials{0, 0, 0};          // [z, y, x] floats of workspace for kSlotPartials; all zero if there is none
+  uint32_t block_words = 0;          // words of workspace for kSlotBlocks
   // True for two_pass: the dispatches write the weight as [K, N] in the activations' type, and the caller multiplies.
   bool dense_product = false;
   // Predicted time of the dispatches on the GPU; 0 if the cost model does not know their kernels.
@@ -45,6 +46,7 @@ Plan build_plan(const Tiling& tiling, const GemmProblem& problem, const GpuDevic
 // the text. plan_gemm ranks all tilings and builds a plan for the chosen one only.
 Plan plan_gemm(const GemmProblem& problem, const GpuDevice& device);
 Plan plan_dequantize(const DequantizeProblem& problem);
+Plan plan_moe(const MoeProblem& problem, const GpuDevice& device);
 Plan plan_embedding(const EmbeddingProblem& problem);
 Plan plan_repack(const RepackProblem& problem);
 Plan plan_probe();

@@ -134,4 +134,10 @@ PlanKey plan_key(const RepackProblem& problem) {
   return {0, problem.rows, problem.columns, 0, 0, options.bits};
 }
 
+MoeKey plan_key(const MoeProblem& problem) {
+  Options options;
+  options.add(problem.wide_ids, 1).add(problem.row_weights, 2).add(problem.has_row_weights, 1).add(problem.reduce, 1);
+  return {plan_key(problem.product), problem.a_slot_stride, problem.experts, problem.top_k, options.bits};
+}
+
 }  // namespace marlin

@@ -58,6 +58,18 @@ PlanKey plan_key(const DequantizeProblem& problem);
 PlanKey plan_key(const EmbeddingProblem& problem);
 PlanKey plan_key(const RepackProblem& problem);
 
+// The fields of a MoeProblem that decide its plan on one GPU.
+struct MoeKey {
+  PlanKey product;
+  int64_t a_slot_stride;
+  uint32_t experts, top_k;
+  uint64_t options;
+
+  bool operator==(const MoeKey&) const = default;
+};
+
+MoeKey plan_key(const MoeProblem& problem);
+
 template <typename Key>
 struct BytesHash {
   static_assert(std::has_unique_object_representations_v<Key>);

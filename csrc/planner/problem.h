@@ -41,6 +41,21 @@ struct GemmProblem {
   std::string_view tuned{};
 };
 
+// Products with the weights of experts. A pair is a token and one of its slots.
+struct MoeProblem {
+  GemmProblem product{};  // with the weight of one expert; M is the number of pairs, a_row_stride that of two tokens
+  int64_t a_slot_stride = 0;  // elements; 0 if the slots of a token share one row
+  uint32_t experts = 0;
+  uint32_t top_k = 1;
+  bool wide_ids = true;  // int64, otherwise int32
+  ElementType row_weights = ElementType::float32;
+  bool has_row_weights = false;
+  bool reduce = false;
+};
+
+// Returns whether a second kernel weights or adds the fp32 products of the pairs.
+bool combines(const MoeProblem& problem);
+
 struct DequantizeProblem {
   WeightProblem weight{};
   ElementType out = ElementType::float16;

@@ -19,6 +19,9 @@ enum BufferSlot {
   kSlotOut = 8,
   kSlotPartials = 9,  // float [slices, M, N]; for gemm_striped [2 * stripes, tile M, tile N]
   kSlotParams = 10,
+  kSlotExpertIds = 11,   // int32 or int64 [T, top_k]
+  kSlotBlocks = 12,      // what moe_sort writes
+  kSlotRowWeights = 13,  // [T, top_k]
   // The mLSTM kernels have their own numbering below the same count, in kernels/mlstm/params.h.
   kSlotCount = 20,
 };

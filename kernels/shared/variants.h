@@ -54,6 +54,11 @@
 //   reduce_striped: threads as reduce; grid (tile N / width, tile M / height, stripes - 1), where z numbers the borders
 //     between stripes; width and height divide the tile's N and M.
 //   probe_half_subnormals: one thread. In: the word 1 in kSlotPacked. Out: uint32, 1 if subnormal halves survive.
+//   moe_gemv: as gemv with one row per threadgroup; grid (pairs, ceil(N / kGemvColumns), 1); partials [1, pairs, N].
+//   moe_sort: threads (kMoeSortThreads, 1, 1), grid (1, 1, 1).
+//   moe_fused: as gemm_fused; grid (ceil(N / kFusedColumns), moe_blocks(pairs, experts, rows), 1); partials
+//     [1, pairs, N].
+//   moe_reduce: threads as reduce; columns N, rows of the output.
 //   mlstm_gates: threads (32 * simdgroups, 1, 1), grid (blocks of chunks, heads); one block unless kMlstmGivenM.
 //   mlstm_states: threads (kMlstmStateThreads, 1, 1), grid (ceil(DV / kMlstmStateTile), ceil(DK / kMlstmStateTile),
 //     heads).
@@ -100,6 +105,19 @@
   X("gemm/reduce", reduce, element, kMaskReduce) \
   X("gemm/reduce", reduce_striped, element, kMaskReduce)
 
+#define MARLIN_KERNELS_MOE_SORT(X)       \
+  X("experts/moe_sort", moe_sort, plain, \
+    MARLIN_SLOT(kSlotExpertIds) | MARLIN_SLOT(kSlotBlocks) | MARLIN_SLOT(kSlotParams))
+
+#define MARLIN_KERNELS_MOE_GEMV(X) \
+  X("experts/moe_gemv", moe_gemv, format_element, kMaskAll | MARLIN_SLOT(kSlotExpertIds))
+
+#define MARLIN_KERNELS_MOE_FUSED(X) \
+  X("experts/moe_fused", moe_fused, format_element, kMaskAll | MARLIN_SLOT(kSlotBlocks))
+
+#define MARLIN_KERNELS_MOE_REDUCE(X) \
+  X("experts/moe_reduce", moe_reduce, element, kMaskReduce | MARLIN_SLOT(kSlotExpertIds) | MARLIN_SLOT(kSlotRowWeights))
+
 #define MARLIN_KERNELS_MLSTM_GATES(X)                                                           \
   X("mlstm/gates", mlstm_gates, plain,                                                          \
     MARLIN_SLOT(kSlotI) | MARLIN_SLOT(kSlotF) | MARLIN_SLOT(kSlotM0) | MARLIN_SLOT(kSlotOutM) | \
@@ -133,6 +151,10 @@
   MARLIN_KERNELS_GEMM_STAGED(X)  \
   MARLIN_KERNELS_GEMM_STRIPED(X) \
   MARLIN_KERNELS_REDUCE(X)       \
+  MARLIN_KERNELS_MOE_SORT(X)     \
+  MARLIN_KERNELS_MOE_GEMV(X)     \
+  MARLIN_KERNELS_MOE_FUSED(X)    \
+  MARLIN_KERNELS_MOE_REDUCE(X)   \
   MARLIN_KERNELS_MLSTM_GATES(X)  \
   MARLIN_KERNELS_MLSTM_STATES(X) \
   MARLIN_KERNELS_MLSTM_OUTPUT(X) \

@@ -12,6 +12,7 @@ INCLUDE = re.compile(r'^\s*#\s*(?:include|import)\s+["<]([^">]+)[">]', re.MULTIL
 ALLOWED = {
     "kernels/shared": [],
     "kernels/gemm": ["kernels/shared"],
+    "kernels/experts": ["kernels/shared", "kernels/gemm"],
     "kernels/mlstm": ["kernels/shared", "kernels/gemm"],
     "csrc/core": ["kernels/shared"],
     "csrc/ops": ["csrc/core"],

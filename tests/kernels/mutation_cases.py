@@ -176,7 +176,9 @@ def cases_of(file: str) -> Iterator[Case]:
     own = {
         "gemm/repack.metal": _repack,
         "gemm/dequantize.metal": _dequantize_cases,
+        "gemm/gemv.h": _gemv_cases,
         "gemm/gemv.metal": _gemv_cases,
+        "gemm/fused.h": _fused_cases,
         "gemm/fused.metal": _fused_cases,
         "gemm/weight_fragment.h": _fused_cases,
         "gemm/reduce.metal": _reduce_cases,

@@ -75,8 +75,7 @@ void check_keys() {
   }
 }
 
-// Does the same for the kernels with one thread per element: checks that any two of the given problems differ in their
-// keys.
+// Does the same for any kind of problem: checks that any two of the given problems differ in their keys.
 template <typename Problem, typename... Changes>
 void check_keys_of(Problem problem, const Changes&... changes) {
   std::vector<Problem> problems{problem};
@@ -109,9 +108,23 @@ void check_elementwise_keys() {
       [](auto& p) { p.stored_zeros = StoredZeros::masked; });
 }
 
+void check_moe_keys() {
+  subject = "keys of products with experts";
+  check_keys_of(
+      MoeProblem{.product = square(12, 512, 704, 64), .experts = 8, .top_k = 4},
+      [](auto& p) { p.product.M = 16; }, [](auto& p) { p.product.a_row_stride = 708; },
+      [](auto& p) { p.product.variant = "gemv"; }, [](auto& p) { p.product.weight.format = WeightFormat::nvfp4; },
+      [](auto& p) { p.a_slot_stride = 704; }, [](auto& p) { p.experts = 16; }, [](auto& p) { p.top_k = 2; },
+      [](auto& p) { p.wide_ids = false; }, [](auto& p) { p.row_weights = ElementType::bfloat16; },
+      [](auto& p) { p.has_row_weights = true; }, [](auto& p) { p.reduce = true; });
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
-  return test::run_cases({{"cache", check_cache}, {"keys", check_keys}, {"elementwise keys", check_elementwise_keys}},
+  return test::run_cases({{"cache", check_cache},
+                          {"keys", check_keys},
+                          {"elementwise keys", check_elementwise_keys},
+                          {"keys of experts", check_moe_keys}},
                          argc, argv);
 }

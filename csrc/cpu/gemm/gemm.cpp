@@ -1,353 +1,119 @@
-// The matrix product: packs the activations, loops over chunks of K and, in each chunk, over strips of columns, and
-// calls a MatrixKernel for the arithmetic. kernel_table.h defines chunk, strip and segment.
+// Runs products on threads: divides each into passes, gives passes that run together their memory, and repeats a pass
+// whose kernel cannot represent a value.
 #include "csrc/cpu/gemm/gemm.h"
 
 #include <algorithm>
-#include <atomic>
-#include <cstring>
-#include <utility>
+#include <deque>
+#include <numeric>
+#include <vector>
 
-#include "csrc/cpu/gemm/blocks.h"
-#include "csrc/cpu/gemm/kernel_table.h"
-#include "csrc/cpu/gemm/scales.h"
-#include "csrc/cpu/scratch.h"
+#include "csrc/cpu/gemm/product.h"
 
 namespace marlin::cpu {
 
 namespace {
 
 constexpr size_t kKeepBytes = size_t{8} << 20;  // a calling thread keeps at most this much scratch memory per buffer
+constexpr int64_t kRowsTogether = 512;          // rows of products that run together, which limits their memory
+// Packing fewer elements than these takes less time than starting a thread for them.
+constexpr int64_t kPackGrain = int64_t{1} << 13;
+constexpr int64_t kSliceGrain = int64_t{1} << 14;
 
-const MatrixKernel& matrix_kernel(const Plan& plan, const KernelSet& kernels) {
-  switch (plan.kernel) {
-    case Kernel::bf16_dot_fp32_row:
-      return bf16_dot_kernels()->fp32_row;
-    case Kernel::bf16_dot_small_m:
-      return bf16_dot_kernels()->small_m;
-    case Kernel::bf16_dot:
-      return bf16_dot_kernels()->large_m;
-    case Kernel::byte_split_avx2:
-      return *avx2_byte_split_kernel();
-    case Kernel::byte_split_small_m:
-      return byte_split_kernels()->small_m;
-    case Kernel::byte_split:
-      return byte_split_kernels()->large_m;
-    case Kernel::amx:
-      return amx_kernels(plan.parts)->exact;
-    case Kernel::amx_scaled:
-      return amx_kernels(plan.parts)->scaled;
-    case Kernel::amx_table:
-      return amx_kernels(plan.parts)->table;
-    case Kernel::small_m:
-      return kernels.small_m;
-    default:
-      return kernels.large_m;
-  }
-}
-
-class Gemm {
+// The tasks of several passes, numbered one pass after another.
+class Tasks {
  public:
-  Gemm(const GemmArguments& arguments, const Plan& plan, const KernelSet& kernels)
-      : a_(arguments),
-        w_(arguments.weight),
-        plan_(plan),
-        kernels_(kernels),
-        matrix_(matrix_kernel(plan, kernels)),
-        role_(info(w_.format).zeros_role),
-        values_(code_values(w_.format, w_.lut)),
-        chunks_(ceil_divide(w_.K, kChunk)),
-        strips_(ceil_divide(w_.N, plan.strip)),
-        group_(std::min<int64_t>(w_.group_size, kChunk)),
-        segment_(matrix_.scaled_panel ? kChunk : group_) {}
+  Tasks(std::deque<Gemm>& passes, int64_t (Gemm::*count)() const) : passes_(passes) {
+    ends_.reserve(passes.size());
+    for (const Gemm& pass : passes)
+      ends_.push_back(this->count() + (pass.*count)());
+  }
 
-  // Runs one of the plan's passes. Returns false if the kernel cannot represent an activation or a scale; the pass must
-  // then be repeated with another plan.
-  bool run_pass(int64_t pass, const Parallel& parallel) {
-    static thread_local Scratch values_scratch, sums_scratch, starts_scratch, partial_scratch;
-    Activations x{};
-    const Range rows = part(a_.M, plan_.passes, pass);
-    const int64_t row = rows.begin;
-    x.rows = rows.size();
-    x.row_blocks = ceil_divide(x.rows, plan_.max_rows);
-    const int64_t row_units = ceil_divide(x.rows, plan_.row_unit);
-    auto* starts = starts_scratch.get<int64_t>(x.row_blocks + 1);
-    for (int64_t i = 0; i <= x.row_blocks; ++i)
-      starts[i] = std::min(row_units * i / x.row_blocks * plan_.row_unit, x.rows);
-    x.starts = starts;
-    x.pitch = ceil_divide(row_units, x.row_blocks) * plan_.row_unit;
-    x.segments = ceil_divide(int64_t{kChunk}, segment_);
-    x.row_bytes = matrix_.row_bytes;
-    x.values = values_scratch.get<char>(chunks_ * x.row_blocks * x.pitch * x.row_bytes);
-    x.sums = sums_scratch.get<float>(chunks_ * x.segments * x.rows);
-    representable_ = true;
-    // For fewer than about 8192 elements, starting threads costs more than the packing. Chunks are innermost, so that a
-    // thread reads its rows from front to back.
-    const int64_t grain = std::max<int64_t>(1, (int64_t{1} << 13) / (kChunk * ceil_divide(x.rows, x.row_blocks)));
-    parallel.run(chunks_ * x.row_blocks, grain, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) {
-        if (!pack(x, row, i % chunks_, i / chunks_)) representable_.store(false, std::memory_order_relaxed);
-      }
-    });
-    if (!representable_) return false;
-    const int64_t row_tasks = std::min(plan_.row_tasks, x.row_blocks);
-    const int64_t tasks = row_tasks * plan_.column_tasks * plan_.k_slices;
-    float* partial = plan_.k_slices > 1 ? partial_scratch.get<float>(plan_.k_slices * x.rows * w_.N) : nullptr;
-    parallel.run(tasks, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) {
-        const int64_t slice = i % plan_.k_slices;
-        const int64_t rest = i / plan_.k_slices;
-        task(x, row, part(x.row_blocks, row_tasks, rest / plan_.column_tasks),
-             part(strips_, plan_.column_tasks, rest % plan_.column_tasks), part(chunks_, plan_.k_slices, slice),
-             partial == nullptr ? nullptr : partial + slice * x.rows * w_.N);
-      }
-    });
-    if (partial != nullptr) {
-      parallel.run(x.rows, std::max<int64_t>(1, (int64_t{1} << 14) / w_.N), [&](int64_t begin, int64_t end) {
-        for (int64_t m = begin; m < end; ++m)
-          add_slices(partial, x.rows, m, row);
-      });
-    }
-    values_scratch.trim(kKeepBytes);
-    partial_scratch.trim(kKeepBytes);
-    return representable_;
+  int64_t count() const { return ends_.empty() ? 0 : ends_.back(); }
+
+  // Calls run(pass, its task) for task `index`.
+  template <class Run>
+  void run(int64_t index, const Run& run) const {
+    const auto found = static_cast<size_t>(std::upper_bound(ends_.begin(), ends_.end(), index) - ends_.begin());
+    run(passes_[found], index - (found == 0 ? 0 : ends_[found - 1]));
   }
 
  private:
-  bool pack(const Activations& x, int64_t row, int64_t chunk, int64_t block_index) const {
-    bool good = true;
-    const Range block = x.block(block_index);
-    const int64_t k0 = chunk * kChunk;
-    const int64_t count = std::min<int64_t>(kChunk, w_.K - k0);
-    for (int64_t i = 0; i < block.size(); ++i) {
-      float buffer[kChunk];
-      const int64_t size = element_bytes(a_.a_type);
-      const char* from = static_cast<const char*>(a_.a) + (row + block.begin + i) * a_.a_row_stride * size;
-      if (a_.perm == nullptr) {
-        kernels_.to_float(from + k0 * size, a_.a_type, count, buffer);
-      } else if (size == sizeof(float)) {
-        gather(reinterpret_cast<const float*>(from), a_.perm + k0, count, buffer);
-      } else {
-        uint16_t gathered[kChunk];
-        gather(reinterpret_cast<const uint16_t*>(from), a_.perm + k0, count, gathered);
-        kernels_.to_float(gathered, a_.a_type, count, buffer);
-      }
-      good &= matrix_.pack({buffer, static_cast<int>(count), static_cast<int>(segment_), static_cast<int>(block.size()),
-                            static_cast<int>(i), x.block_values(chunk, block_index)});
-      if (role_ == ZerosRole::none) continue;
-      for (int64_t segment = 0; segment * segment_ < count; ++segment) {
-        const Range range{segment * segment_, std::min(count, (segment + 1) * segment_)};
-        x.segment_sums(chunk, segment)[block.begin + i] = sum(buffer + range.begin, range.size());
-      }
-    }
-    return good;
-  }
-
-  template <class Element>
-  static void gather(const Element* from, const int32_t* perm, int64_t count, Element* out) {
-    for (int64_t k = 0; k < count; ++k)
-      out[k] = from[perm[k]];
-  }
-
-  // Returns the sum of `count` values; count is a multiple of 8.
-  static float sum(const float* values, int64_t count) {
-    float lanes[8] = {};
-    for (int64_t i = 0; i < count; i += 8) {
-      for (int j = 0; j < 8; ++j)
-        lanes[j] += values[i + j];
-    }
-    return ((lanes[0] + lanes[4]) + (lanes[2] + lanes[6])) + ((lanes[1] + lanes[5]) + (lanes[3] + lanes[7]));
-  }
-
-  void task(const Activations& x, int64_t row, Range blocks, Range strips, Range chunks, float* partial) {
-    static thread_local Scratch y_scratch, scale_scratch, panel_scratch;
-    const int64_t block_strips = plan_.block_columns / plan_.strip;
-    const int64_t block_step = std::max<int64_t>(1, plan_.block_rows / plan_.max_rows);
-    const int64_t columns = block_strips * plan_.strip;
-    float* y = y_scratch.get<float>(block_step * plan_.max_rows * columns);
-    float* scales = scale_scratch.get<float>(2 * groups() * columns);
-    // The scratch memory holds two panels. Before them is room for a padded copy of the last strip's words, which is
-    // made if that strip reaches beyond N.
-    const int64_t tail = kChunk / 8 * plan_.strip * int64_t{sizeof(uint32_t)};
-    char* scratch = panel_scratch.get<char>(tail + 2 * matrix_.panel_bytes);
-    auto* tail_words = reinterpret_cast<uint32_t*>(scratch);
-    Panels panels{reinterpret_cast<float*>(scratch + tail),
-                  reinterpret_cast<float*>(scratch + tail + matrix_.panel_bytes)};
-    if (matrix_.begin != nullptr) {
-      const int64_t rows = blocks.size() == 1 ? x.block(blocks.begin).size() : plan_.max_rows;
-      matrix_.begin(static_cast<int>(segment_), static_cast<int>(rows));
-    }
-    for (int64_t s = strips.begin; s < strips.end; s += block_strips) {
-      const Range some_strips{s, std::min(s + block_strips, strips.end)};
-      for (int64_t b = blocks.begin; b < blocks.end; b += block_step) {
-        const Range some_blocks{b, std::min(b + block_step, blocks.end)};
-        const Range rows{x.block(some_blocks.begin).begin, x.block(some_blocks.end - 1).end};
-        std::memset(y, 0, sizeof(float) * static_cast<size_t>(some_strips.size() * rows.size() * plan_.strip));
-        int64_t loaded = -1;
-        WordsAhead ahead(w_, some_strips, chunks, plan_.strip);
-        Step step{};
-        step.values = values_.data();
-        step.segment = static_cast<int>(group_);
-        step.ld_scales = some_strips.size() * plan_.strip;
-        step.role = role_;
-        step.ld_sums = x.rows;
-        for (int64_t chunk = chunks.begin; chunk < chunks.end; ++chunk) {
-          loaded = load_chunk_scales(chunk, some_strips, loaded, scales);
-          if (!representable_.load(std::memory_order_relaxed)) break;
-          step.k = static_cast<int>(std::min<int64_t>(kChunk, w_.K - chunk * kChunk));
-          step.scales = scales;
-          step.zeros = scales + groups() * step.ld_scales;
-          step.ld_words = w_.N;
-          float* y_strip = y;
-          Step strip_step = of_strip(step, some_strips.begin, chunk, some_strips, ahead.next(), tail_words);
-          for (int64_t strip = some_strips.begin; strip < some_strips.end; ++strip) {
-            const bool last = strip + 1 == some_strips.end;
-            const Step next = last ? Step{} : of_strip(step, strip + 1, chunk, some_strips, ahead.next(), tail_words);
-            run_strip(x, some_blocks, chunk, strip_step, last ? nullptr : &next, panels, y_strip);
-            strip_step = next;
-            y_strip += rows.size() * plan_.strip;
-          }
-        }
-        finish(some_strips, rows, row, y, partial);
-      }
-    }
-    if (matrix_.end != nullptr) matrix_.end();
-  }
-
-  int64_t columns_of(const Range& strips) const {
-    return std::min(strips.end * plan_.strip, w_.N) - strips.begin * plan_.strip;
-  }
-
-  // Returns the number of groups in a chunk.
-  int64_t groups() const { return ceil_divide(int64_t{kChunk}, group_); }
-
-  // Loads the scales and the zeros of a chunk's groups, as two arrays [group, columns of the strips] with zeros beyond
-  // N. For a scaled panel the second array is the global scale, [columns of the strips]. Returns the first group of the
-  // chunk; loads nothing if `loaded` is that group.
-  int64_t load_chunk_scales(int64_t chunk, const Range& strips, int64_t loaded, float* scales) {
-    const int64_t k0 = chunk * kChunk;
-    const int64_t first = k0 / w_.group_size;
-    if (first == loaded) return loaded;
-    const int64_t width = strips.size() * plan_.strip;
-    const int64_t count = columns_of(strips);
-    const int64_t begin = strips.begin * plan_.strip;
-    float* zeros = scales + groups() * width;
-    for (int64_t i = 0; i < groups() && k0 + i * group_ < w_.K; ++i, scales += width, zeros += width) {
-      const int64_t group = (k0 + i * group_) / w_.group_size;
-      if (matrix_.scaled_panel) {
-        load_group_scales(kernels_, w_, group, begin, count, scales);
-        if (!matrix_.representable(scales, count)) representable_.store(false, std::memory_order_relaxed);
-        if (i == 0) load_global_scale(w_, begin, count, zeros);
-      } else {
-        load_scales(kernels_, w_, group, begin, count, scales);
-      }
-      std::fill(scales + count, scales + width, 0.F);
-      if (role_ != ZerosRole::none) load_zeros(kernels_, w_, group, begin, count, zeros);
-      std::fill(zeros + count, zeros + width, 0.F);
-    }
-    return first;
-  }
-
-  // Returns the step for one strip of a chunk. The caller sets the row block.
-  Step of_strip(Step step, int64_t strip, int64_t chunk, const Range& strips, const uint32_t* ahead,
-                uint32_t* tail_words) const {
-    step.words = w_.words + chunk * (kChunk / 8) * w_.N + strip * plan_.strip;
-    step.ahead = ahead;
-    step.scales += (strip - strips.begin) * plan_.strip;
-    step.zeros += (strip - strips.begin) * plan_.strip;
-    if ((strip + 1) * plan_.strip > w_.N) {
-      const int64_t count = w_.N - strip * plan_.strip;
-      for (int64_t r = 0; r < step.k / 8; ++r) {
-        std::copy_n(step.words + r * w_.N, count, tail_words + r * plan_.strip);
-        std::fill_n(tail_words + r * plan_.strip + count, plan_.strip - count, 0U);
-      }
-      step.words = tail_words;
-      step.ahead = tail_words;
-      step.ld_words = plan_.strip;
-    }
-    return step;
-  }
-
-  struct Panels {
-    float* of_this;
-    float* of_next;
-    bool decoded = false;  // true if the previous step has already filled of_this
-  };
-
-  void run_strip(const Activations& x, const Range& blocks, int64_t chunk, Step step, const Step* next, Panels& panels,
-                 float* y) const {
-    const auto codes = static_cast<size_t>(code_kind(w_.format));
-    if (matrix_.panel_bytes != 0) {
-      if (!panels.decoded) matrix_.unpack[codes](step, panels.of_this);
-      step.panel = panels.of_this;
-      panels.decoded = next != nullptr && segment_ == kChunk && x.block(blocks.begin).size() <= matrix_.ahead_rows;
-      if (panels.decoded) {
-        step.next = next;
-        step.next_panel = panels.of_next;
-        std::swap(panels.of_this, panels.of_next);
-      }
-    }
-    if (matrix_.scaled_panel) step.scales = step.zeros;  // the global scale
-    step.segment = static_cast<int>(segment_);
-    const float* sums = x.segment_sums(chunk, 0);
-    for (int64_t b = blocks.begin; b < blocks.end; ++b) {
-      const Range block = x.block(b);
-      step.x = x.block_values(chunk, b);
-      step.rows = static_cast<int>(block.size());
-      step.sums = sums + block.begin;
-      step.y = y;
-      matrix_.step[codes][static_cast<size_t>(block.size())](step);
-      step.next = nullptr;
-      y += block.size() * plan_.strip;
-    }
-  }
-
-  // y is [strip][row][columns of the strip].
-  void finish(const Range& strips, const Range& rows, int64_t row, float* y, float* partial) const {
-    for (int64_t m = rows.begin; m < rows.end; ++m) {
-      for (int64_t strip = strips.begin; strip < strips.end; ++strip) {
-        const int64_t n = strip * plan_.strip;
-        const int64_t count = std::min(plan_.strip, w_.N - n);
-        float* from = y + ((strip - strips.begin) * rows.size() + (m - rows.begin)) * plan_.strip;
-        if (partial != nullptr) {
-          std::copy_n(from, count, partial + m * w_.N + n);
-        } else {
-          write(row + m, n, count, from);
-        }
-      }
-    }
-  }
-
-  void add_slices(float* partial, int64_t pass_rows, int64_t m, int64_t row) const {
-    float* total = partial + m * w_.N;
-    for (int64_t slice = 1; slice < plan_.k_slices; ++slice) {
-      const float* from = partial + (slice * pass_rows + m) * w_.N;
-      for (int64_t n = 0; n < w_.N; ++n)
-        total[n] += from[n];
-    }
-    write(row + m, 0, w_.N, total);
-  }
-
-  void write(int64_t m, int64_t n, int64_t count, float* from) const {
-    if (a_.bias != nullptr) {
-      for (int64_t i = 0; i < count; ++i)
-        from[i] += load_element(a_.bias, a_.bias_type, n + i);
-    }
-    kernels_.from_float(from, a_.a_type, count, static_cast<char*>(a_.out) + (m * w_.N + n) * element_bytes(a_.a_type));
-  }
-
-  const GemmArguments& a_;
-  const PackedWeight& w_;
-  const Plan& plan_;
-  const KernelSet& kernels_;
-  const MatrixKernel& matrix_;
-  const ZerosRole role_;
-  const std::array<float, 16> values_;
-  const int64_t chunks_;
-  const int64_t strips_;
-  const int64_t group_;    // the group size, or kChunk if that is smaller
-  const int64_t segment_;  // number of k that a kernel sums before it applies scales
-  std::atomic<bool> representable_{true};
+  std::deque<Gemm>& passes_;
+  std::vector<int64_t> ends_;
 };
+
+// Runs passes side by side. Those that are not representable afterwards have no result.
+void run_together(std::deque<Gemm>& passes, const Parallel& parallel) {
+  static thread_local Scratch value_scratch, sum_scratch, start_scratch, partial_scratch;
+  const auto total = [&](int64_t (Gemm::*size)() const) {
+    return std::accumulate(passes.begin(), passes.end(), int64_t{0},
+                           [&](int64_t sum, const Gemm& pass) { return sum + (pass.*size)(); });
+  };
+  char* values = value_scratch.get<char>(total(&Gemm::value_bytes));
+  auto* sums = sum_scratch.get<float>(total(&Gemm::sum_count));
+  auto* starts = start_scratch.get<int64_t>(total(&Gemm::start_count));
+  auto* partial = partial_scratch.get<float>(total(&Gemm::partial_count));
+  for (Gemm& pass : passes) {
+    pass.place(values, sums, starts, partial);
+    values += pass.value_bytes();
+    sums += pass.sum_count();
+    starts += pass.start_count();
+    partial += pass.partial_count();
+  }
+
+  const Tasks packing(passes, &Gemm::pack_tasks);
+  const int64_t grain = std::max<int64_t>(1, kPackGrain / passes.front().pack_task_elements());
+  parallel.run(packing.count(), grain, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i)
+      packing.run(i, [](Gemm& pass, int64_t task) { pass.pack(task); });
+  });
+
+  // Every thread takes tasks of every part of the list, because passes with more rows may stand side by side.
+  const Tasks products(passes, &Gemm::tasks);
+  const int64_t threads = std::min<int64_t>(std::max(parallel.num_threads, 1), products.count());
+  parallel.run(threads, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t thread = begin; thread < end; ++thread) {
+      for (int64_t i = thread; i < products.count(); i += threads) {
+        products.run(i, [](Gemm& pass, int64_t task) {
+          if (pass.representable()) pass.multiply(task);
+        });
+      }
+    }
+  });
+
+  const Tasks sliced(passes, &Gemm::sliced_rows);
+  if (sliced.count() != 0) {
+    const int64_t N = passes.front().arguments().weight.N;
+    parallel.run(sliced.count(), std::max<int64_t>(1, kSliceGrain / N), [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i)
+        sliced.run(i, [](Gemm& pass, int64_t m) { pass.add_slices(m); });
+    });
+  }
+  value_scratch.trim(kKeepBytes);
+  partial_scratch.trim(kKeepBytes);
+}
+
+// Runs a pass alone with the plans that are left when the kernel of `failed` cannot represent a value.
+void run_with_fallback(const Machine& machine, const Problem& problem, const KernelSet& kernels, const Gemm& failed,
+                       const Parallel& parallel) {
+  Plan plan = failed.plan();
+  bool done = false;
+  while (!done) {
+    plan = make_fallback_plan(machine, problem, plan);
+    std::deque<Gemm> alone;
+    alone.emplace_back(failed.arguments(), plan, kernels, failed.pass());
+    run_together(alone, parallel);
+    done = alone.front().representable();
+  }
+}
+
+// Returns the number of threads that share one product. Products of equal size are divided no further than an equal
+// share of work for every thread needs: a thread that reads whole rows of words is faster.
+int threads_for_each(std::span<const GemmArguments> products, int threads) {
+  const bool equal = std::all_of(products.begin(), products.end(),
+                                 [&](const GemmArguments& product) { return product.M == products.front().M; });
+  return equal ? threads / std::gcd(threads, static_cast<int>(products.size())) : threads;
+}
 
 }  // namespace
 
@@ -363,22 +129,50 @@ Problem problem_of(const GemmArguments& arguments, Float32Precision precision) {
           precision};
 }
 
+void gemm_group_on(const Machine& machine, std::span<const GemmArguments> products, const Parallel& parallel,
+                   Float32Precision precision) {
+  if (products.empty()) return;
+  const KernelSet& kernels = *kernels_of(machine.isa);
+  Machine share = machine;
+  share.threads = threads_for_each(products, std::max(machine.threads, 1));
+  std::deque<Gemm> passes;
+  const auto run = [&] {
+    if (passes.empty()) return;
+    run_together(passes, parallel);
+    for (const Gemm& pass : passes) {
+      if (pass.representable()) continue;
+      run_with_fallback(machine, problem_of(pass.arguments(), precision), kernels, pass, parallel);
+    }
+    passes.clear();
+  };
+  int64_t rows = 0;
+  for (const GemmArguments& product : products) {
+    if (product.M == 0 || product.weight.N == 0) continue;
+    const Plan plan = make_plan(share, problem_of(product, precision));
+    for (int64_t pass = 0; pass < plan.passes; ++pass) {
+      const int64_t more = part(product.M, plan.passes, pass).size();
+      if (rows + more > kRowsTogether) {
+        run();
+        rows = 0;
+      }
+      rows += more;
+      passes.emplace_back(product, plan, kernels, pass);
+    }
+  }
+  run();
+}
+
 void gemm_on(const Machine& machine, const GemmArguments& arguments, const Parallel& parallel,
              Float32Precision precision) {
-  if (arguments.M == 0 || arguments.weight.N == 0) return;
-  const Problem problem = problem_of(arguments, precision);
-  const KernelSet& kernels = *kernels_of(machine.isa);
-  const Plan planned = make_plan(machine, problem);
-  for (int64_t pass = 0; pass < planned.passes; ++pass) {
-    Plan plan = planned;
-    while (!Gemm(arguments, plan, kernels).run_pass(pass, parallel))
-      plan = make_fallback_plan(machine, problem, plan);
-  }
+  gemm_group_on(machine, {&arguments, 1}, parallel, precision);
+}
+
+Machine this_machine(const Parallel& parallel) {
+  return {capability().isa, detected().fast_bf16_dot, parallel.num_threads, detected().byte_dot};
 }
 
 void gemm(const GemmArguments& arguments, const Parallel& parallel, Float32Precision precision) {
-  gemm_on({capability().isa, detected().fast_bf16_dot, parallel.num_threads, detected().byte_dot}, arguments, parallel,
-          precision);
+  gemm_on(this_machine(parallel), arguments, parallel, precision);
 }
 
 }  // namespace marlin::cpu

@@ -1,0 +1,59 @@
+// The experts of a mixture: ids of experts, and the product with the weight of one of them.
+#pragma once
+
+#include "kernels/gemm/product.h"
+
+namespace marlin {
+
+// Returns the expert of a pair; `experts` or more if its id is none.
+MARLIN_INLINE uint expert_of(const device uchar* ids, uint pair, uint id_bytes, uint experts) {
+  const long id = id_bytes == 8 ? reinterpret_cast<const device long*>(ids)[pair]
+                                : long(reinterpret_cast<const device int*>(ids)[pair]);
+  return id >= 0 && id < long(experts) ? uint(id) : experts;
+}
+
+// Returns the bytes of an element whose type is a function constant.
+MARLIN_INLINE uint bytes_of(int type) {
+  return element_bytes(ElementType(type));
+}
+
+// Moves the tensors of expert 0 to those of another.
+template <WeightFormat format, typename T>
+MARLIN_INLINE Product<T> product_of_expert(thread Product<T>& product, uint expert, constant MoeParams& params) {
+  const ulong N = params.product.N;
+  const ulong groups = ceil_divide(params.product.K, params.product.group_size) * N;
+  const bool coded = format == WeightFormat::mxfp4 || format == WeightFormat::nvfp4;
+  Product<T> moved = product;
+  moved.weight.packed += expert * (params.product.K / kCodesPerWord * N);
+  moved.weight.scales += expert * groups * (coded ? 1 : bytes_of(scales_type));
+  if (format == WeightFormat::uint4 || format == WeightFormat::uint4_bias) {
+    moved.weight.zeros += expert * groups * bytes_of(zeros_type);
+  }
+  if (has_global_scale) moved.weight.global_scale += ulong(expert) * params.global_scale_expert_stride;
+  if (has_perm) moved.a.perm += ulong(expert) * params.product.K;
+  if (has_bias) moved.output.bias += expert * N * bytes_of(bias_type);
+  return moved;
+}
+
+// Returns where a pair's row of activations starts.
+template <typename T>
+MARLIN_INLINE const device T* row_of_pair(const device T* a, uint pair, constant MoeParams& params) {
+  return a + int64_t(pair / params.top_k) * params.product.a_row_stride +
+         int64_t(pair % params.top_k) * params.a_slot_stride;
+}
+
+}  // namespace marlin
+
+#define MARLIN_MOE_BUFFERS                                                                                         \
+  const device T *a [[buffer(kSlotA)]], const device uint *packed [[buffer(kSlotPacked)]],                         \
+      const device uchar *scales [[buffer(kSlotScales)]], const device uchar *zeros [[buffer(kSlotZeros)]],        \
+      const device float *global_scale [[buffer(kSlotGlobalScale)]], const device float *lut [[buffer(kSlotLut)]], \
+      const device int *perm [[buffer(kSlotPerm)]], const device uchar *bias [[buffer(kSlotBias)]],                \
+      device T *out [[buffer(kSlotOut)]], device float *partials [[buffer(kSlotPartials)]],                        \
+      constant MoeParams &params [[buffer(kSlotParams)]]
+
+#define MARLIN_MOE_PRODUCT                                                             \
+  {{packed, scales, zeros, global_scale, params.product.N, params.product.group_size}, \
+   {a, perm, params.product.a_row_stride, params.product.K},                           \
+   {bias, out, partials, params.product.M, params.product.N},                          \
+   lut}

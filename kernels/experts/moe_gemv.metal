@@ -1,0 +1,33 @@
+// For few rows: each threadgroup reads the id of its pair's expert and multiplies one row with that expert's weight.
+#include "kernels/shared/variants.h"
+
+#include "kernels/experts/experts.h"
+#include "kernels/gemm/gemv.h"
+
+using namespace metal;
+using namespace marlin;
+
+template <WeightFormat format, typename T>
+[[kernel, max_total_threads_per_threadgroup(kGemvMaxSimdgroups* kSimdWidth)]] void moe_gemv(
+    MARLIN_MOE_BUFFERS, const device uchar* ids [[buffer(kSlotExpertIds)]],
+    threadgroup float* shared [[threadgroup(0)]], uint3 block [[threadgroup_position_in_grid]],
+    uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]],
+    uint simdgroups [[simdgroups_per_threadgroup]]) {
+  const uint pair = block.x;
+  const uint expert = expert_of(ids, pair, params.id_bytes, params.experts);
+  if (expert == params.experts) {
+    if (writes_partials) return;  // moe_reduce skips the pair
+    for (uint i = simdgroup * kSimdWidth + lane; i < kGemvColumns; i += simdgroups * kSimdWidth) {
+      const uint column = block.y * kGemvColumns + i;
+      if (column < params.product.N) out[ulong(pair) * params.product.N + column] = T(0.0f);
+    }
+    return;
+  }
+  Product<T> product = MARLIN_MOE_PRODUCT;
+  product = product_of_expert<format>(product, expert, params);
+  product.a.data = row_of_pair(a, pair, params);
+  const GemvPlace place{0, pair, 1};
+  gemv_rows<format, T>(product, place, params.product, shared, block, lane, simdgroup, simdgroups);
+}
+
+MARLIN_FUNCTIONS(MARLIN_KERNELS_MOE_GEMV(MARLIN_INSTANTIATE))

@@ -1,0 +1,32 @@
+// Adds the bias to the products of pairs, weights them, adds those of a token in the order of its slots, and rounds
+// once.
+#include "kernels/shared/variants.h"
+
+#include "kernels/experts/experts.h"
+
+using namespace metal;
+using namespace marlin;
+
+template <typename T>
+[[kernel]] void moe_reduce(const device uchar* bias [[buffer(kSlotBias)]], device T* out [[buffer(kSlotOut)]],
+                           const device float* partials [[buffer(kSlotPartials)]],
+                           const device uchar* ids [[buffer(kSlotExpertIds)]],
+                           const device uchar* row_weights [[buffer(kSlotRowWeights)]],
+                           constant MoeReduceParams& params [[buffer(kSlotParams)]],
+                           uint2 position [[thread_position_in_grid]]) {
+  const uint n = position.x;
+  const uint row = position.y;
+  if (n >= params.N || row >= params.rows) return;
+  float sum = 0.0f;
+  for (uint pair = row * params.terms; pair < (row + 1) * params.terms; ++pair) {
+    const uint expert = expert_of(ids, pair, params.id_bytes, params.experts);
+    if (expert == params.experts) continue;
+    float product = partials[ulong(pair) * params.N + n];
+    if (has_bias) product += load_element(bias, ulong(expert) * params.N + n, bias_type);
+    if (params.row_weights_type >= 0) product *= load_element(row_weights, pair, params.row_weights_type);
+    sum += product;
+  }
+  out[ulong(row) * params.N + n] = T(sum);
+}
+
+MARLIN_FUNCTIONS(MARLIN_KERNELS_MOE_REDUCE(MARLIN_INSTANTIATE))

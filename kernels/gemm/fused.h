@@ -1,0 +1,243 @@
+// The body of the kernels that compute y^T = W^T a^T in 8x8x8 products. Both operands are built in registers straight
+// from device loads, so the K loop needs no threadgroup memory, no barrier and no shuffle. K is split between the
+// simdgroups of a threadgroup, which add their totals in threadgroup memory. K is also split between threadgroups,
+// whose partial sums reduce.metal adds. Both sums have a fixed order, so the same inputs give the same bits.
+//
+// Row v of weight fragment b is column 4 v + b of the simdgroup's 32 columns. One 16-byte load therefore gives a lane
+// its words of all four fragments, and a simdgroup reads 128 contiguous bytes of a packed row. The columns of a
+// fragment are k in the order of weight_fragment.h. One load of four activations per row therefore serves the four
+// steps of a word.
+#pragma once
+
+#include "kernels/gemm/product.h"
+#include "kernels/gemm/weight_fragment.h"
+
+namespace marlin {
+
+enum {
+  kFusedRowBlocks = kFusedMaxRows / kBlock,
+  kFusedColumnBlocks = kFusedColumns / kBlock,
+  kFusedWordRows = 4,  // packed rows that a simdgroup loads at once
+  kFusedLoadK = kFusedWordRows * kCodesPerWord,
+};
+
+// Rows that are evenly spaced, starting at `begin`. If fewer than rows_per_threadgroup are left, the threadgroup and
+// its row blocks move up until they end at row M - 1. The threadgroup then recomputes rows that another one stores.
+// In return, no load is conditional, and all threadgroups use the same row offsets.
+struct EvenRows {
+  // Offsets from block 0 to another are the same for the two rows of a lane, for all lanes and threadgroups.
+  static constexpr uint offsets_per_block() { return 1; }
+
+  uint M;
+  uint begin;
+
+  MARLIN_INLINE uint first() const thread {
+    return min(begin, max(M, uint(rows_per_threadgroup)) - rows_per_threadgroup);
+  }
+  MARLIN_INLINE uint block(uint i) const thread { return min(i * kBlock, max(M, uint(kBlock)) - kBlock); }
+
+  template <typename T>
+  MARLIN_INLINE const device T* row_of_block_0(const thread Activations<T>& a, uint row) const thread {
+    return a.row_at(first() + min(row, M - 1));
+  }
+  template <typename T>
+  MARLIN_INLINE int64_t offset(const thread Activations<T>& a, uint i, uint) const thread {
+    return int64_t(block(i)) * a.row_stride;
+  }
+
+  // Sets m to the output row for row `row` of block i. Returns false if another block or threadgroup stores that row.
+  MARLIN_INLINE bool stores(uint i, uint row, thread uint& m) const thread {
+    const uint moved = block(i) + row;
+    m = first() + moved;
+    return moved >= i * kBlock && m >= begin && m < M;
+  }
+};
+
+// The accumulators of one simdgroup over its slice of K, and the addresses that it reads next.
+template <WeightFormat format, typename T, typename Rows>
+struct FusedAccumulators {
+  typedef simdgroup_matrix<float, kBlock, kBlock> Matrix;
+  typedef FastCodes<code_kind(format)> Codes;
+
+  Weight weight;
+  Activations<T> a;
+  uint n;                    // the lane's first column
+  uint word;                 // the lane's packed row, of the four that a load reads
+  uint quad;                 // the lane's first k among the 32 of a load
+  const device uint* words;  // the lane's next four words
+  uint scale_index;          // of the next scales; fits in 32 bits, because the planner refuses larger weights
+  // Point into the lane's two rows of row block 0: at the lane's first k of the next step or, with a permutation, at k
+  // = 0.
+  const device T* x_row[2];
+  vec<T, 4> x[kFusedRowBlocks][2];                                 // four k of each of the two rows
+  int64_t row_offset[kFusedRowBlocks][Rows::offsets_per_block()];  // from block 0 to block i
+  uint pair;  // always 2, the offset of the second load_pair(); see load_activations()
+  const threadgroup float* table;
+  ColumnDecode<format> decode[kFusedColumnBlocks];
+  Matrix sum[kFusedRowBlocks][kFusedColumnBlocks];
+
+  static MARLIN_INLINE bool has_block(uint i) { return i * kBlock < uint(rows_per_threadgroup); }
+
+  // With 32 rows of fp32, loading the activations of four steps at once needs 231 half-registers per thread (M1). Only
+  // two of the planner's threadgroups, of five simdgroups each, then fit on a core. Loading the activations of two
+  // steps at a time needs 207, and three threadgroups fit.
+  static MARLIN_INLINE bool loads_pairs() { return sizeof(T) == 4 && rows_per_threadgroup == kFusedMaxRows; }
+
+  // Loads the activations for step j: for all four steps at once if j = 0, or for steps j and j + 1 if loads_pairs().
+  // The second pair's offset is deliberately opaque to the compiler, which would otherwise merge the two loads.
+  MARLIN_INLINE void load_activations(uint j, uint k_quad, bool has_quad) thread {
+    MARLIN_UNROLL for (uint i = 0; i < kFusedRowBlocks; ++i) {
+      MARLIN_UNROLL for (uint e = 0; e < 2; ++e) {
+        const device T* first = x_row[e] + row_offset[i][e % Rows::offsets_per_block()];
+        if (j == 0) x[i][e] = vec<T, 4>(T(0.0f));
+        if (!has_block(i) || !has_quad) continue;
+        if (!loads_pairs()) {
+          if (j == 0) x[i][e] = a.load_quad(first, k_quad);
+        } else if (j % 2 == 0) {
+          const uint skipped = j == 0 ? 0 : pair;
+          const vec<T, 2> loaded = a.load_pair(first + (has_perm ? 0 : skipped), k_quad + skipped);
+          x[i][e][j] = loaded[0];
+          x[i][e][j + 1] = loaded[1];
+        }
+      }
+    }
+  }
+
+  MARLIN_INLINE void load_scales() thread {
+    const float4 scales = weight.template scales_of_columns<format>(scale_index, n);
+    const float4 zeros = weight.template zeros_of_columns<format>(scale_index, n);
+    MARLIN_UNROLL for (uint b = 0; b < kFusedColumnBlocks; ++b) decode[b].set(scales[b], zeros[b]);
+  }
+
+  MARLIN_INLINE void clear() thread {
+    MARLIN_UNROLL for (uint i = 0; i < kFusedRowBlocks; ++i) {
+      MARLIN_UNROLL for (uint b = 0; b < kFusedColumnBlocks; ++b) {
+        if (has_block(i)) sum[i][b] = make_filled_simdgroup_matrix<float, kBlock, kBlock>(0.0f);
+      }
+    }
+  }
+
+  // Multiplies 32 k starting at k0. Both operands are zero at k_end and beyond.
+  MARLIN_INLINE void multiply(uint k0, uint k_end) thread {
+    const uint k_word = k0 + word * kCodesPerWord;
+    const uint k_quad = k0 + quad;
+    const bool has_word = !ragged_k || k_word < k_end;
+    const bool has_quad = !ragged_k || k_quad < k_end;
+
+    uint4 packed = uint4(0);
+    if (has_word) {
+      packed = load_columns(words, weight.N - n);
+      if (short_group_size != 0) load_scales();
+    }
+    words += ulong(weight.N) * kFusedWordRows;
+    if (short_group_size != 0) scale_index += weight.N * (kFusedLoadK / short_group_size);
+    MARLIN_UNROLL for (uint j = 0; j < 4; ++j) {
+      load_activations(j, k_quad, has_quad);
+      Matrix activations[kFusedRowBlocks];
+      MARLIN_UNROLL for (uint i = 0; i < kFusedRowBlocks; ++i) {
+        if (!has_block(i)) continue;
+        activations[i].thread_elements()[0] = float(x[i][0][j]);
+        activations[i].thread_elements()[1] = float(x[i][1][j]);
+      }
+      MARLIN_UNROLL for (uint b = 0; b < kFusedColumnBlocks; ++b) {
+        const float2 codes = Codes::pair(packed[b], j, table, ColumnDecode<format>::form());
+        const float low = decode[b].weight(codes.x, j);
+        const float high = decode[b].weight(codes.y, j);
+        Matrix weights;
+        weights.thread_elements()[0] = has_word ? low : 0.0f;
+        weights.thread_elements()[1] = has_word ? high : 0.0f;
+        MARLIN_UNROLL for (uint i = 0; i < kFusedRowBlocks; ++i) {
+          if (has_block(i)) simdgroup_multiply_accumulate(sum[i][b], weights, activations[i], sum[i][b]);
+        }
+      }
+    }
+    if (!has_perm) {
+      x_row[0] += kFusedLoadK;
+      x_row[1] += kFusedLoadK;
+    }
+  }
+
+  // Adds the accumulators to the simdgroup's totals: a float4 of four columns for each [row block, element][lane]. Each
+  // lane touches only its own.
+  MARLIN_INLINE void add_to(threadgroup float4* totals) thread {
+    MARLIN_UNROLL for (uint i = 0; i < kFusedRowBlocks; ++i) {
+      MARLIN_UNROLL for (uint e = 0; e < 2; ++e) {
+        if (!has_block(i)) continue;
+        totals[(2 * i + e) * kSimdWidth] += float4(sum[i][0].thread_elements()[e], sum[i][1].thread_elements()[e],
+                                                   sum[i][2].thread_elements()[e], sum[i][3].thread_elements()[e]);
+      }
+    }
+  }
+};
+
+// The kernels' common body: multiplies a threadgroup's rows with columns block.x and slices block.z.
+template <WeightFormat format, typename T, typename Rows>
+MARLIN_INLINE void fused_rows(const thread Product<T>& product, const thread Rows& rows, constant GemmParams& params,
+                              threadgroup float* shared, uint3 block, uint lane, uint simdgroup, uint simdgroups) {
+  const uint N = product.weight.N;
+  const uint parts = uint(rows_per_threadgroup) / 4;  // float4s per lane: two for each row block
+  threadgroup float* slices = load_table<format>(shared, product.lut, simdgroup * kSimdWidth + lane);
+  threadgroup float4* totals = reinterpret_cast<threadgroup float4*>(slices) + lane;
+  threadgroup float4* own = totals + simdgroup * parts * kSimdWidth;
+
+  const LanePlace place = lane_place(lane);
+  const uint n = block.x * kFusedColumns + place.row * kFusedColumnBlocks;
+  const uint slice = block.z * simdgroups + simdgroup;
+  const uint k_begin = slice * params.k_per_slice;
+  const uint k_end = min(k_begin + params.k_per_slice, params.K);
+
+  FusedAccumulators<format, T, Rows> sums;
+  sums.weight = product.weight;
+  sums.a = product.a;
+  // Columns at N and beyond load zero and are not stored.
+  sums.n = min(n, N);
+  sums.word = place.column / 2;
+  sums.quad = place.row * 4;
+  sums.words = product.weight.packed + ulong(k_begin / kCodesPerWord + sums.word) * N + sums.n;
+  sums.pair = min(params.K, 2u);
+  sums.table = shared;
+  MARLIN_UNROLL for (uint e = 0; e < 2; ++e) {
+    sums.x_row[e] = rows.row_of_block_0(product.a, place.column + e) + (has_perm ? 0 : k_begin + sums.quad);
+  }
+  MARLIN_UNROLL for (uint i = 0; i < kFusedRowBlocks; ++i) {
+    MARLIN_UNROLL for (uint e = 0; e < Rows::offsets_per_block(); ++e) {
+      sums.row_offset[i][e] = rows.offset(product.a, i, place.column + e);
+    }
+  }
+
+  for (uint part = 0; part < parts; ++part)
+    own[part * kSimdWidth] = float4(0.0f);
+  const uint first_group = (k_begin + (short_group_size != 0 ? sums.word * kCodesPerWord : 0)) / params.group_size;
+  sums.scale_index = first_group * N + sums.n;
+  uint group_rest = (first_group + 1) * params.group_size - k_begin;  // only used if short_group_size is 0
+  for (uint k = k_begin; k < k_end;) {
+    sums.clear();
+    const uint chain_end = min(k + kFusedChainLength, k_end);
+    for (; k < chain_end; k += kFusedK) {
+      if (short_group_size == 0) {
+        sums.load_scales();
+        group_rest -= kFusedK;
+        if (group_rest == 0) {
+          group_rest = params.group_size;
+          sums.scale_index += N;
+        }
+      }
+      MARLIN_UNROLL for (uint load = 0; load < kFusedK / kFusedLoadK; ++load) {
+        sums.multiply(k + load * kFusedLoadK, k_end);
+      }
+    }
+    sums.add_to(own);
+  }
+
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  for (uint part = simdgroup; part < parts; part += simdgroups) {
+    uint m = 0;
+    if (n >= N || !rows.stores(part / 2, place.column + part % 2, m)) continue;
+    float4 total = float4(0.0f);
+    for (uint s = 0; s < simdgroups; ++s)
+      total += totals[(s * parts + part) * kSimdWidth];
+    product.output.store_columns(block.z, m, n, total);
+  }
+}
+
+}  // namespace marlin

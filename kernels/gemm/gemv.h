@@ -1,0 +1,206 @@
+// The body of the kernels that compute up to kGemvMaxRows activation rows. A lane owns four columns: one 16-byte load
+// holds 8 k of each, and no other lane holds sums of these columns. K is split between the simdgroups of a threadgroup,
+// which add their totals in threadgroup memory. K is also split between threadgroups, whose partial sums reduce.metal
+// adds. Both sums have a fixed order, so the same inputs give the same bits.
+#pragma once
+
+#include "kernels/gemm/product.h"
+
+namespace marlin {
+
+// The smallest activation that is multiplied with codes scaled down by 2^24. The product is at least 2^-88, well above
+// fp32's subnormals.
+constant constexpr float kSmallActivation = 5.42101086e-20f;  // 2^-64
+
+// The accumulators of one lane over a slice of K (all rows, its four columns), and the addresses that it reads next.
+template <WeightFormat format, typename T>
+struct GemvAccumulators {
+  typedef FastCodes<code_kind(format)> Codes;
+
+  Weight weight;
+  Activations<T> a;
+  uint lane;
+  uint n;                               // the lane's first column, at most N
+  const device uint* words;             // of the next 8 k
+  ulong scale_index;                    // of the current group
+  const device T* x_row[kGemvMaxRows];  // at the next k; with a permutation, at the start of the row
+  const threadgroup float* table;
+  threadgroup float4* totals;  // of the lane's four columns; the next row is kSimdWidth further
+  // Accumulators of the current chain: a run of at most kChainLength k of one group, which is summed before scaling.
+  float even[kGemvMaxRows][kGemvColumnsPerLane];
+  float odd[kGemvMaxRows][kGemvColumnsPerLane];
+
+  // Separate accumulators for odd nibbles save shifts but double the number of accumulators. With many rows that costs
+  // too many registers: at 8 rows on an M1, a thread would use 253 half-registers instead of 199.
+  static MARLIN_INLINE bool separate_odd() {
+    return code_kind(format) == CodeKind::integer && rows_per_threadgroup <= kGemvMaxSeparateOddRows;
+  }
+  static MARLIN_INLINE DecodeOptions form(bool subnormal) { return {subnormal, separate_odd()}; }
+  static MARLIN_INLINE bool has_row(uint r) { return r < uint(rows_per_threadgroup); }
+
+  MARLIN_INLINE void clear_totals() thread {
+    MARLIN_UNROLL for (uint r = 0; r < kGemvMaxRows; ++r) {
+      if (has_row(r)) totals[r * kSimdWidth] = float4(0.0f);
+    }
+  }
+
+  // Loads one row's activations for a chain, four per lane.
+  MARLIN_INLINE vec<T, 4> load_chain(const device T* row, uint k, uint length) const thread {
+    static_assert(kChainLength == 4 * kSimdWidth, "one load of four activations per lane covers a chain");
+    const uint quad = 4 * lane;
+    if (quad >= length) return vec<T, 4>(T(0.0f));
+    return a.load_quad(row + (has_perm ? 0 : quad), k + quad);
+  }
+
+  // Returns true if very small activations are possible and would lose bits. The decode scales integer and E2M1 codes
+  // down, by up to 2^24, so a product with a very small activation could be subnormal in fp32. Non-zero fp16
+  // activations are at least 2^-24, which is large enough. Codes of a table are not scaled down.
+  static constexpr bool checks_activations() { return !is_same_v<T, half> && code_kind(format) != CodeKind::table; }
+
+  // Returns true if an activation is so small that its product with a code scaled down by 2^24 would be flushed to zero
+  // or lose bits.
+  MARLIN_INLINE bool has_small_activations(uint k, uint length) const thread {
+    if (!checks_activations()) return false;
+    bool found = false;
+    MARLIN_UNROLL for (uint r = 0; r < kGemvMaxRows; ++r) {
+      if (!has_row(r)) continue;
+      const vec<T, 4> quad = load_chain(x_row[r], k, length);
+      MARLIN_UNROLL for (uint i = 0; i < 4; ++i) {
+        const float size = abs(float(quad[i]));
+        found = found || (size < kSmallActivation && size != 0.0f);
+      }
+    }
+    return simd_any(found);
+  }
+
+  template <bool subnormal>
+  MARLIN_INLINE void multiply(uint k) thread {
+    const uint4 packed = load_columns(words, weight.N - n);
+    words += weight.N;
+    Vec8<float> codes[kGemvColumnsPerLane];
+    MARLIN_UNROLL for (uint c = 0; c < kGemvColumnsPerLane; ++c) {
+      MARLIN_UNROLL for (uint j = 0; j < 4; ++j) {
+        const float2 pair = Codes::pair(packed[c], j, table, form(subnormal));
+        codes[c].k[j] = pair.x;
+        codes[c].k[j + 4] = pair.y;
+      }
+    }
+    MARLIN_UNROLL for (uint r = 0; r < kGemvMaxRows; ++r) {
+      if (!has_row(r)) continue;
+      const Vec8<float> vec8 = a.template load_vec8<float>(x_row[r], k);
+      if (!has_perm) x_row[r] += kCodesPerWord;
+      MARLIN_UNROLL for (uint c = 0; c < kGemvColumnsPerLane; ++c) {
+        MARLIN_UNROLL for (uint i = 0; i < kCodesPerWord; i += 2) {
+          even[r][c] = fma(codes[c].k[i], vec8.k[i], even[r][c]);
+          if (separate_odd()) {
+            odd[r][c] = fma(codes[c].k[i + 1], vec8.k[i + 1], odd[r][c]);
+          } else {
+            even[r][c] = fma(codes[c].k[i + 1], vec8.k[i + 1], even[r][c]);
+          }
+        }
+      }
+    }
+  }
+
+  // Multiplies a chain of `length` k starting at k. All of them are in one group.
+  template <bool subnormal>
+  MARLIN_INLINE void multiply_chain(uint k, uint length) thread {
+    MARLIN_UNROLL for (uint r = 0; r < kGemvMaxRows; ++r) {
+      MARLIN_UNROLL for (uint c = 0; c < kGemvColumnsPerLane; ++c) even[r][c] = odd[r][c] = 0.0f;
+    }
+    for (uint i = k; i < k + length; i += kGemvK) {
+      multiply<subnormal>(i);
+      if (!ragged_k || i + kCodesPerWord < k + length) multiply<subnormal>(i + kCodesPerWord);
+    }
+  }
+
+  MARLIN_INLINE void end_chain(uint k, uint length, bool subnormal) thread {
+    const float even_unit = Codes::even_unit(form(subnormal));
+    const float odd_unit = Codes::odd_unit(form(subnormal));
+    const float4 scales = weight.template scales_of_columns<format>(scale_index, n);
+    const float4 zeros = weight.template zeros_of_columns<format>(scale_index, n);
+    MARLIN_UNROLL for (uint r = 0; r < kGemvMaxRows; ++r) {
+      if (!has_row(r)) continue;
+      float x_sum = 0.0f;
+      if (code_kind(format) == CodeKind::integer) {
+        const vec<T, 4> quad = load_chain(x_row[r] - (has_perm ? 0 : length), k, length);
+        x_sum = simd_sum((float(quad[0]) + float(quad[1])) + (float(quad[2]) + float(quad[3])));
+      }
+      float4 total = totals[r * kSimdWidth];
+      MARLIN_UNROLL for (uint c = 0; c < kGemvColumnsPerLane; ++c) {
+        float codes = even[r][c] * even_unit;
+        if (separate_odd()) codes = fma(odd[r][c], odd_unit, codes);
+        total[c] += apply_group<format>(codes, x_sum, scales[c], zeros[c]);
+      }
+      totals[r * kSimdWidth] = total;
+    }
+  }
+};
+
+// The rows that a threadgroup multiplies: `count` rows of a from a_row on, to rows of the output from out_row on.
+struct GemvPlace {
+  uint a_row;
+  uint out_row;
+  uint count;
+};
+
+// The kernels' common body. Threadgroup block of the grid multiplies its rows with columns block.y and slices block.z.
+template <WeightFormat format, typename T>
+MARLIN_INLINE void gemv_rows(const thread Product<T>& product, const thread GemvPlace& place,
+                             constant GemmParams& params, threadgroup float* shared, uint3 block, uint lane,
+                             uint simdgroup, uint simdgroups) {
+  const uint rows = rows_per_threadgroup;
+  const uint thread_index = simdgroup * kSimdWidth + lane;
+  const uint N = product.weight.N;
+  const uint n = block.y * kGemvColumns + lane * kGemvColumnsPerLane;
+  const uint slice = block.z * simdgroups + simdgroup;
+  const uint k_begin = slice * params.k_per_slice;
+  const uint k_end = min(k_begin + params.k_per_slice, params.K);
+  const uint outputs = rows * kGemvColumns;
+
+  threadgroup float* slices = load_table<format>(shared, product.lut, thread_index);
+  GemvAccumulators<format, T> sums{};
+  sums.weight = product.weight;
+  sums.a = product.a;
+  sums.lane = lane;
+  sums.n = min(n, N);
+  sums.words = product.weight.packed + ulong(k_begin / kCodesPerWord) * N + sums.n;
+  // Rows beyond the last read that row and are not stored.
+  MARLIN_UNROLL for (uint r = 0; r < kGemvMaxRows; ++r) sums.x_row[r] =
+      product.a.row_at(place.a_row + min(r, place.count - 1)) + (has_perm ? 0 : k_begin);
+  sums.table = shared;
+  sums.totals = reinterpret_cast<threadgroup float4*>(slices + simdgroup * outputs) + lane;
+  sums.clear_totals();
+  const uint first_group = k_begin / params.group_size;
+  sums.scale_index = ulong(first_group) * N + sums.n;
+  uint group_rest = (first_group + 1) * params.group_size - k_begin;
+  for (uint k = k_begin; k < k_end;) {
+    const uint length = min(min(group_rest, uint(kChainLength)), k_end - k);
+    const bool subnormal = subnormal_codes && !sums.has_small_activations(k, length);
+    if (subnormal) {
+      sums.template multiply_chain<true>(k, length);
+    } else if (!subnormal_codes || sums.checks_activations()) {
+      sums.template multiply_chain<false>(k, length);
+    }
+    sums.end_chain(k, length, subnormal);
+    k += length;
+    group_rest -= length;
+    if (group_rest == 0) {
+      group_rest = params.group_size;
+      sums.scale_index += N;
+    }
+  }
+
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  for (uint i = thread_index; i < outputs; i += simdgroups * kSimdWidth) {
+    const uint row = i / kGemvColumns;
+    const uint column = block.y * kGemvColumns + i % kGemvColumns;
+    if (row >= place.count || column >= N) continue;
+    float sum = 0.0f;
+    for (uint s = 0; s < simdgroups; ++s)
+      sum += slices[s * outputs + i];
+    product.output.store_slice(block.z, place.out_row + row, column, sum);
+  }
+}
+
+}  // namespace marlin

@@ -1,0 +1,308 @@
+"""moe_gemm multiplies each token with its experts' weights, for any routing, and refuses wrong arguments by name."""
+
+import re
+
+import pytest
+import torch
+
+import torch_marlin_metal as tmm
+from tests.support import experts as reference_experts
+from tests.support import reference
+from tests.support.experts import Experts, make_experts
+
+OPS = torch.ops.torch_marlin_metal
+DEVICES = ("cpu", "mps")
+
+
+def experts_of(weight_format: str, E: int = 5, K: int = 80, N: int = 41, **options) -> Experts:
+    group_size = tmm.WEIGHT_FORMATS[weight_format].fixed_group_size or 16
+    options |= {"global_scale_shape": (-1,)} if weight_format == "nvfp4" else {}
+    return make_experts(weight_format, E, K, N, group_size, **options)
+
+
+def random(*shape, dtype=torch.float32, seed=0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def run(a: torch.Tensor, experts: Experts, ids: torch.Tensor, device: str = "cpu", **options) -> torch.Tensor:
+    held = experts.to(device)
+    moved = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+    return tmm.moe_gemm(a.to(device), held.b_packed, held.scales, ids.to(device), **{**held.arguments, **moved}).cpu()
+
+
+def check(a: torch.Tensor, experts: Experts, ids: torch.Tensor, device: str = "cpu", **options) -> None:
+    got = run(a, experts, ids, device, **options)
+    options.pop("variant", None)
+    exact, bound = reference_experts.moe_gemm(a, experts, ids, raw_codes=reference.sums_raw_codes(device), **options)
+    reference.check_gemm(got, exact, bound)
+    assert got.dtype == a.dtype
+
+
+# Each format with each activation dtype and one of the forms of the call.
+CASES = [
+    (weight_format, dtype, 3 * i + j)
+    for i, weight_format in enumerate(reference.FORMATS)
+    for j, dtype in enumerate(reference.DTYPES)
+]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("weight_format", "dtype", "case"), CASES)
+def test_every_expert_is_within_the_bound(weight_format, dtype, case, device):
+    use_perm, by_slot, reduce = case % 2 == 1, case // 2 % 2 == 1, case // 3 % 2 == 1
+    experts = experts_of(weight_format, use_perm=use_perm)
+    ids = torch.tensor([[0, 4, 2], [4, 1, -1], [2, 2, 0], [5, -3, 7]], dtype=(torch.int64, torch.int32)[case % 2])
+    a = random(4, 3, 80, dtype=dtype) if by_slot else random(4, 80, dtype=dtype)
+    options = {"bias": random(5, 41, dtype=torch.float16, seed=1)} if case % 3 != 1 else {}
+    if case % 3 != 2:
+        options["row_weights"] = random(4, 3, dtype=reference.DTYPES[case % 3], seed=2).abs()
+    check(a, experts, ids, device, reduce=reduce, **options)
+
+
+ROUTINGS = {
+    "one token": (torch.tensor([[3, 0]]), 5),
+    "all tokens to one expert": (torch.full((70, 1), 2), 5),
+    "one expert": (torch.zeros(9, 1, dtype=torch.int64), 1),
+    "ten slots of 16 experts": (torch.stack([torch.randperm(16)[:10] for _ in range(13)]), 16),
+    "most experts empty": (torch.tensor([[511, 3], [0, 511], [511, 77]]), 512),
+    "skewed": (torch.tensor([[0]] * 33 + [[1]] * 3 + [[4]] * 17), 5),
+    "no expert at all": (torch.full((3, 2), 5), 5),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_any_routing(name, device):
+    ids, E = ROUTINGS[name]
+    experts = experts_of("uint4b8", E=E, K=32 if E == 512 else 144, N=24)
+    a = random(len(ids), experts.weights[0].exact.shape[0], dtype=torch.float16)
+    check(a, experts, ids, device)
+    check(a, experts, ids, device, reduce=True, row_weights=random(*ids.shape, seed=3))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_same_bits_on_every_call(device):
+    experts = experts_of("uint4", E=8, K=272, N=70)
+    ids = torch.randint(-1, 9, (40, 3), generator=torch.Generator().manual_seed(1))
+    a, weights = random(40, 272, dtype=torch.bfloat16), random(40, 3)
+    first = run(a, experts, ids, device, row_weights=weights, reduce=True)
+    assert torch.equal(run(a, experts, ids, device, row_weights=weights, reduce=True), first)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_token_does_not_depend_on_the_others(device):
+    """The result of a token that is alone is within rounding of its result among others; sentinels read nothing."""
+    experts = experts_of("uint4b8", E=6)
+    experts.scales[5] = torch.nan
+    ids = torch.tensor([[0, 5], [1, 2], [-1, 6]])
+    got = run(random(3, 80), experts, ids, device)
+    assert got[0, 1].isnan().all()
+    assert not got[1].isnan().any()
+    assert torch.equal(got[2], torch.zeros(2, 41))
+    reduced = run(random(3, 80), experts, ids, device, reduce=True, row_weights=torch.full((3, 2), torch.nan))
+    assert reduced[:2].isnan().all()
+    assert torch.equal(reduced[2], torch.zeros(41))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_strides_and_offsets(device):
+    experts = experts_of("uint4_bias")
+    ids = torch.tensor([[0, 1, 2, 3], [4, 0, 1, 2]]).t()
+    wide = random(2, 5, 160)
+    every_other = wide.transpose(0, 1)[1:, :, ::2]
+    check(every_other, experts, ids, device)
+    check(wide[:, 1:].transpose(0, 1)[..., 16:96], experts, ids, device)
+    check(random(80)[None].expand(4, 80), experts, ids, device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("T", "top_k"), [(0, 2), (3, 0), (0, 0)])
+@pytest.mark.parametrize("reduce", [False, True])
+def test_nothing_to_do(T, top_k, reduce, device):
+    ids = torch.zeros(T, top_k, dtype=torch.int64)
+    got = run(random(T, 80), experts_of("uint4b8"), ids, device, reduce=reduce)
+    assert torch.equal(got, torch.zeros((T, 41) if reduce else (T, top_k, 41)))
+
+
+def test_many_rows_of_an_expert_run_in_several_passes():
+    experts = experts_of("uint4b8", E=2, K=16, N=8)
+    ids = torch.cat([torch.zeros(1200, 1), torch.ones(5, 1)]).long()
+    check(random(1205, 16), experts, ids)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_any_number_of_threads(threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        experts = experts_of("nvfp4", E=4, K=1040, N=200)
+        check(random(3, 1040), experts, torch.tensor([[0, 3], [3, 3], [1, 0]]), reduce=True)
+        check(random(1, 1040, dtype=torch.bfloat16), experts, torch.tensor([[0, 3, 1]]))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_activations_that_a_kernel_cannot_represent_are_repeated():
+    """fp32 activations below the bf16 range need another kernel than their neighbours (AMX, bf16 dot products)."""
+    experts = experts_of("uint4b8", E=3)
+    a = random(24, 80)
+    a[3] *= 2.0**-110
+    a[11] *= 2.0**100
+    check(a, experts, (torch.arange(24) % 3)[:, None])
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("weight_format", reference.FORMATS)
+def test_opcheck(weight_format, requires_grad):
+    experts = experts_of(weight_format)
+    ids = torch.tensor([[0, 4], [1, 5], [2, 2]])
+    weights = torch.rand(3, 2, requires_grad=requires_grad)
+    torch.library.opcheck(
+        OPS.moe_gemm.default,
+        (random(3, 80).requires_grad_(requires_grad), experts.b_packed, experts.scales, ids),
+        {**experts.arguments, "row_weights": weights, "reduce": weight_format != "uint4"},
+    )
+
+
+def test_compile_with_a_dynamic_number_of_tokens_compiles_once():
+    experts = experts_of("uint4")
+    counter = torch._dynamo.testing.CompileCounterWithBackend("inductor")
+    torch._dynamo.reset()
+
+    def block(a, ids, weights):
+        y = torch.nn.functional.silu(tmm.moe_gemm(a, experts.b_packed, experts.scales, ids, **experts.arguments))
+        return (y * weights[..., None]).sum(1)
+
+    compiled = torch.compile(block, fullgraph=True, dynamic=True, backend=counter)
+    for T in (3, 17, 64, 5):
+        a, ids, weights = random(T, 80), torch.arange(2 * T).reshape(T, 2) % 7, torch.rand(T, 2)
+        torch.testing.assert_close(compiled(a, ids, weights), block(a, ids, weights))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("by_slot", [False, True])
+@pytest.mark.parametrize("reduce", [False, True])
+def test_gradients(by_slot, reduce, device):
+    experts = experts_of("uint4b8", use_perm=True)
+    ids = torch.tensor([[0, 4], [4, 5], [2, 1]])
+    a, weights = random(3, 2, 80) if by_slot else random(3, 80), random(3, 2, seed=4)
+    bias, upstream = random(5, 41, seed=5), random(*((3, 41) if reduce else (3, 2, 41)), seed=6)
+    leaves = [tensor.to(device).requires_grad_() for tensor in (a, weights)]
+    held = experts.to(device)
+    got = torch.autograd.grad(
+        tmm.moe_gemm(leaves[0], held.b_packed, held.scales, ids.to(device), bias=bias.to(device),
+                     row_weights=leaves[1], reduce=reduce, **held.arguments),
+        leaves, upstream.to(device))  # fmt: skip
+
+    dense = torch.zeros(6, 80, 41, dtype=torch.float64)  # expert 5 is no expert: zeros
+    for e, weight in enumerate(experts.weights):
+        dense[e, torch.from_numpy(experts.perms[e]).long()] = torch.from_numpy(weight.exact)
+    shifts = torch.cat([bias.double(), torch.zeros(1, 41, dtype=torch.float64)])
+    exact = [tensor.double().requires_grad_() for tensor in (a, weights)]
+    rows = exact[0] if by_slot else exact[0][:, None].expand(3, 2, 80)
+    y = (torch.einsum("tsk,tskn->tsn", rows, dense[ids]) + shifts[ids]) * exact[1][..., None]
+    expected = torch.autograd.grad(y.sum(1) if reduce else y, exact, upstream.double())
+    for ours, exact_grad in zip(got, expected, strict=True):
+        torch.testing.assert_close(ours.cpu().double(), exact_grad, rtol=1e-5, atol=1e-5)
+
+
+def test_compile_forward_and_backward():
+    experts = experts_of("mxfp4", K=96)
+    ids = torch.tensor([[0, 4], [1, 5], [2, 2]])
+
+    def loss(a, weights):
+        options = {**experts.arguments, "row_weights": weights, "reduce": True}
+        return tmm.moe_gemm(a, experts.b_packed, experts.scales, ids, **options).square().sum()
+
+    leaves = [random(3, 96).requires_grad_(), random(3, 2).requires_grad_()]
+    expected = torch.autograd.grad(loss(*leaves), leaves)
+    torch._dynamo.reset()
+    got = torch.autograd.grad(torch.compile(loss, fullgraph=True)(*leaves), leaves)
+    torch.testing.assert_close(got, expected)
+
+
+def test_autocast_and_meta_tensors():
+    experts = experts_of("uint4b8")
+    ids = torch.tensor([[0, 4], [1, 5]])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = run(random(2, 80), experts, ids)
+    assert torch.equal(got, run(random(2, 80).bfloat16(), experts, ids))
+    held = experts.to("meta")
+    out = tmm.moe_gemm(torch.empty(2, 80, device="meta"), held.b_packed, held.scales, ids.to("meta"),
+                       **held.arguments, reduce=True)  # fmt: skip
+    assert (out.shape, out.device.type) == ((2, 41), "meta")
+
+
+WRONG = {
+    "a": [
+        (torch.zeros(4, dtype=torch.int32), "a: expected float16, bfloat16 or float32 [T, K] or [T, top_k, K], got int32 [4]"),
+        (torch.zeros(3, 72), "a: expected [T, K] or [T, top_k, K] with K = 80 (8 x the rows of b_packed), got float32 [3, 72]"),
+    ],
+    "ids": [
+        (torch.zeros(3, 2), "expert_ids: expected int32 or int64 [T, top_k] with T = 3, got float32 [3, 2]"),
+        (torch.zeros(2, 2, dtype=torch.int64), "expert_ids: expected int32 or int64 [T, top_k] with T = 3, got int64 [2, 2]"),
+        (torch.zeros(3, dtype=torch.int64), "expert_ids: expected int32 or int64 [T, top_k] with T = 3, got int64 [3]"),
+    ],
+    "b_packed": [
+        (torch.zeros(10, 41, dtype=torch.int32), "b_packed: expected int32 [E, K/8, N], got int32 [10, 41]"),
+        (torch.zeros(0, 10, 41, dtype=torch.int32), "b_packed: expected at least one expert, got int32 [0, 10, 41]"),
+        (torch.zeros(6, 10, 41, dtype=torch.int32), "scales: expected float16, bfloat16 or float32 [E, G, N] = [6, 5, 41], got float16 [5, 5, 41]"),
+    ],
+    "scales": [(torch.zeros(5, 41), "scales: expected float16, bfloat16 or float32 [E, G, N] = [5, 5, 41], got float32 [5, 41]")],
+    "perm": [(torch.zeros(80, dtype=torch.int32), "perm: expected int32 [E, K] = [5, 80], got int32 [80]")],
+    "bias": [(torch.zeros(41), "bias: expected float16, bfloat16 or float32 [E, N] = [5, 41], got float32 [41]")],
+    "row_weights": [
+        (torch.zeros(3), "row_weights: expected float16, bfloat16 or float32 [T, top_k] = [3, 2], got float32 [3]"),
+        (torch.zeros(3, 2, dtype=torch.int64), "row_weights: expected float16, bfloat16 or float32 [T, top_k] = [3, 2], got int64 [3, 2]"),
+    ],
+    "global_scale": [(torch.ones(5), "global_scale: expected none for uint4b8, got float32 [5]")],
+    "group_size": [(48, "group_size: expected one of 16, 32, 64, 128, 256, or K = 80 for uint4b8, got 48")],
+    "variant": [("mma", "variant: expected one of auto")],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"), [(name, *case) for name, cases in WRONG.items() for case in cases]
+)
+def test_wrong_arguments_are_named(name, value, message):
+    experts = experts_of("uint4b8")
+    given = {"a": random(3, 80), "b_packed": experts.b_packed, "scales": experts.scales}
+    given |= {"ids": torch.zeros(3, 2, dtype=torch.int64), **experts.arguments, name: value}
+    positional = [given.pop(key) for key in ("a", "b_packed", "scales", "ids")]
+    with pytest.raises(ValueError, match=re.escape(f"torch_marlin_metal::moe_gemm: {message}")):
+        tmm.moe_gemm(*positional, **given)
+
+
+def test_ids_that_disagree_with_rows_for_each_slot():
+    experts = experts_of("uint4b8")
+    message = "expert_ids: expected int32 or int64 [T, top_k] = [3, 4], got int64 [3, 2]"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        run(random(3, 4, 80), experts, torch.zeros(3, 2, dtype=torch.int64))
+
+
+def test_global_scales_are_stacked_too():
+    experts = experts_of("nvfp4")
+    message = "global_scale: expected float32 [E], [E, 1] or [E, N] = [5, 41], got float32 [1]"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        run(random(1, 80), experts, torch.tensor([[0]]), global_scale=torch.ones(1))
+    one = make_experts("nvfp4", 5, 80, 41, 16, global_scale_shape=())
+    check(random(2, 80), one, torch.tensor([[0, 4], [1, 2]]))
+
+
+def test_a_perm_outside_the_row_of_a_chosen_expert():
+    experts = experts_of("uint4b8", use_perm=True)
+    experts.arguments["perm"][3, 7] = 80
+    with pytest.raises(IndexError, match=re.escape("moe_gemm: perm: expected indices in [0, K) with K = 80, got 80")):
+        run(random(1, 80), experts, torch.tensor([[0, 3]]))
+    run(random(1, 80), experts, torch.tensor([[0, 1]]))
+
+
+@pytest.mark.parametrize("argument", ["scales", "zeros", "bias"])
+def test_tensors_that_require_grad_are_refused(argument):
+    experts = experts_of("uint4_bias")
+    tensors = {"scales": experts.scales, "zeros": experts.arguments["zeros"], "bias": torch.zeros(5, 41)}
+    tensors[argument].requires_grad_()
+    message = f"torch_marlin_metal::moe_gemm: {argument}: expected a tensor that does not require grad"
+    with pytest.raises(ValueError, match=message):
+        run(random(1, 80), experts, torch.tensor([[0]]), bias=tensors["bias"])

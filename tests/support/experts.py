@@ -1,0 +1,91 @@
+"""Stacks of expert weights and the products with them in NumPy fp64, for tests of moe_gemm."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from tests.support import reference
+
+
+@dataclass
+class Experts:
+    """Packed weights of E experts, stacked, and the reference weight and permutation of each."""
+
+    weights: list[reference.Weight]
+    perms: list[np.ndarray] | None
+    b_packed: torch.Tensor
+    scales: torch.Tensor
+    arguments: dict
+
+    def to(self, device: str) -> "Experts":
+        moved = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in self.arguments.items()}
+        return Experts(self.weights, self.perms, self.b_packed.to(device), self.scales.to(device), moved)
+
+
+def make_experts(
+    weight_format: str, E: int, K: int, N: int, group_size: int, *, use_perm: bool = False, **options
+) -> Experts:
+    """Returns random experts; options are those of `reference.make_weight`."""
+    weights = [reference.make_weight(weight_format, K, N, group_size, seed=seed, **options) for seed in range(E)]
+    if "lut" in weights[0].arguments:  # experts share the table, so it is that of the first
+        lut = weights[0].arguments["lut"]
+        for weight in weights[1:]:
+            steps = np.arange(K)[:, None] // 8, np.arange(N)[None]
+            words = weight.b_packed.numpy().view(np.uint32)[steps]
+            codes = (words >> (4 * (np.arange(K) % 8)[:, None]).astype(np.uint32)) & 15
+            scales = reference.to_numpy(weight.scales)[np.arange(K) // group_size]
+            weight.exact = lut.numpy().astype(np.float64)[codes] * scales
+            weight.magnitude = weight.raw_magnitude = np.abs(weight.exact)
+            weight.steps = np.abs(scales) + weight.magnitude
+    arguments = dict(weights[0].arguments)
+    for name in ("zeros", "global_scale"):
+        if name in arguments:
+            arguments[name] = torch.stack([weight.arguments[name] for weight in weights])
+    perms = None
+    if use_perm:
+        rng = np.random.default_rng(7)
+        perms = [rng.permutation(K).astype(np.int32) for _ in range(E)]
+        arguments["perm"] = torch.from_numpy(np.stack(perms))
+    words = torch.stack([weight.b_packed for weight in weights])
+    return Experts(weights, perms, words, torch.stack([weight.scales for weight in weights]), arguments)
+
+
+def moe_gemm(
+    a: torch.Tensor,
+    experts: Experts,
+    ids: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    row_weights: torch.Tensor | None = None,
+    reduce: bool = False,
+    raw_codes: bool = False,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the exact result for the rounded inputs and the error bound of each element.
+
+    The bound is that of `reference.gemm` for fp32 results, plus one fp32 rounding for each product with a row weight
+    and each sum, plus the last rounding to a's dtype.
+    """
+    T, top_k = ids.shape
+    N = experts.weights[0].exact.shape[1]
+    exact, bound = np.zeros((T, top_k, N)), np.zeros((T, top_k, N))
+    wide = a.float()
+    factors = np.ones((T, top_k)) if row_weights is None else reference.to_numpy(row_weights)
+    for t in range(T):
+        for s in range(top_k):
+            e = int(ids[t, s])
+            if not 0 <= e < len(experts.weights):
+                continue
+            row = wide[t] if a.dim() == 2 else wide[t, s]
+            y, error = reference.gemm(
+                row,
+                experts.weights[e],
+                None if bias is None else bias[e],
+                None if experts.perms is None else experts.perms[e],
+                raw_codes,
+            )
+            exact[t, s] = y * factors[t, s]
+            bound[t, s] = (error + 2.0**-24 * np.abs(y)) * np.abs(factors[t, s])
+    if reduce:
+        bound = bound.sum(1) + (top_k + 1) * 2.0**-24 * (np.abs(exact) + bound).sum(1)
+        exact = exact.sum(1)
+    return exact, bound + reference.UNIT_ROUNDOFF[a.dtype] * (np.abs(exact) + bound) + reference.TINY[a.dtype]
