@@ -11,6 +11,7 @@ from torch_marlin_metal.extension import CpuCapability, cpu_capability
 from torch_marlin_metal.formats import GROUP_SIZES, WEIGHT_FORMATS, WeightFormat, weight_format
 from torch_marlin_metal.gpu.planning import plan
 from torch_marlin_metal.layers.embedding import MarlinEmbedding
+from torch_marlin_metal.layers.experts import ExpertWeights, MarlinExperts
 from torch_marlin_metal.layers.fuse import fuse_projections
 from torch_marlin_metal.layers.linear import MarlinLinear
 from torch_marlin_metal.models.load import load_quantized
@@ -40,10 +41,12 @@ __all__ = [
     "GROUP_SIZES",
     "WEIGHT_FORMATS",
     "CpuCapability",
+    "ExpertWeights",
     "MLSTMCell",
     "MLSTMLayer",
     "MLSTMState",
     "MarlinEmbedding",
+    "MarlinExperts",
     "MarlinLinear",
     "PackedWeight",
     "WeightFormat",

@@ -1,4 +1,4 @@
-"""from_pretrained loads mixtures of experts, and every expert's layers stay packed."""
+"""from_pretrained loads mixtures of experts, whose weights stay packed and stacked."""
 
 import json
 from pathlib import Path
@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM, MixtralConfig, MixtralForCausalLM
 
-import torch_marlin_metal.integrations.transformers  # noqa: F401
-from tests.support.llama import IDS, check_layers
+from tests.support.llama import IDS
 from tests.support.models import same
-from torch_marlin_metal import MarlinLinear, PackedWeight, convert, quantize_weight
+from torch_marlin_metal import MarlinExperts, MarlinLinear, PackedWeight, convert, quantize_weight
+from torch_marlin_metal.integrations.transformers import MarlinConfig
 
 SIZES = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 32}
 SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
@@ -75,10 +75,12 @@ def stacked_experts(path: Path) -> GptOssForCausalLM:
 def test_experts_stay_packed_and_compute_the_same(write, tmp_path) -> None:
     expected = write(tmp_path / "source")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "source", dtype=torch.float32)
-    packed = [name for name, module in model.named_modules() if isinstance(module, MarlinLinear)]
-    assert len(packed) == (24 if write is split_experts else 16)
+    assert not [name for name, module in model.named_modules() if isinstance(module, MarlinLinear)]
+    stacks = [module for module in model.modules() if isinstance(module, MarlinExperts)]
+    assert [(stack.num_experts, stack.gate_up.sizes) for stack in stacks] == [
+        (4, (96, 96) if write is split_experts else (192,))
+    ] * 2
     assert not [name for name, _ in model.named_parameters() if name.endswith(("gate_up_proj", "down_proj"))]
-    check_layers(model, "cpu", len(packed))
     with torch.no_grad():
         logits, dense = model(IDS).logits, expected(IDS).logits
         expected.set_experts_implementation("eager")  # the grouped product does not support fp64
@@ -90,3 +92,36 @@ def test_experts_stay_packed_and_compute_the_same(write, tmp_path) -> None:
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     assert same(again.state_dict(), model.state_dict())
     assert torch.equal(again(IDS).logits, model(IDS).logits)
+
+
+@pytest.mark.parametrize("write", [split_experts, stacked_experts])
+def test_a_model_with_experts_compiles_as_one_graph(write, tmp_path) -> None:
+    write(tmp_path / "source")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "source", dtype=torch.float32)
+    experts = model.model.layers[0].mlp.experts
+    a, ids, weights = torch.randn(5, 64), torch.tensor([[0, 1], [3, 2], [1, 4], [0, 3], [2, 1]]), torch.rand(5, 2)
+    torch._dynamo.reset()
+    compiled = torch.compile(experts, fullgraph=True, dynamic=True)
+    with torch.no_grad():
+        for T in (5, 3):
+            torch.testing.assert_close(compiled(a[:T], ids[:T], weights[:T]), experts(a[:T], ids[:T], weights[:T]))
+
+
+def test_experts_that_cannot_be_stacked_run_separately_and_compute_the_same(tmp_path, caplog) -> None:
+    expected = split_experts(tmp_path / "source")
+    config = MarlinConfig(modules_to_not_convert="*.experts.2.w2")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "source", dtype=torch.float32, quantization_config=config)
+    assert not [module for module in model.modules() if isinstance(module, MarlinExperts)]
+    with torch.no_grad():
+        torch.testing.assert_close(model(IDS).logits, expected(IDS).logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("write", [split_experts, stacked_experts])
+def test_dequantize_gives_a_model_of_floats_that_computes_the_same(write, tmp_path) -> None:
+    write(tmp_path / "source")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "source", dtype=torch.float32)
+    with torch.no_grad():
+        before = model(IDS).logits
+        model.dequantize()
+        assert not [module for module in model.modules() if isinstance(module, MarlinExperts | MarlinLinear)]
+        torch.testing.assert_close(model(IDS).logits, before, rtol=1e-4, atol=1e-5)

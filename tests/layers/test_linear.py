@@ -12,7 +12,8 @@ from torch import nn
 
 from tests.support.linear_layers import GROUP, K, N, activations, layer_of, packed_of
 from tests.support.reference import FORMATS, check_gemm, dtypes_in_turn, gemm
-from torch_marlin_metal.layers.linear import WEIGHT_BUFFERS, MarlinLinear
+from torch_marlin_metal.layers.linear import MarlinLinear
+from torch_marlin_metal.layers.packed_layer import WEIGHT_BUFFERS
 from torch_marlin_metal.packed_weight import PackedWeightError
 from torch_marlin_metal.quantize.weight import quantize_weight
 

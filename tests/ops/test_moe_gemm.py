@@ -11,7 +11,7 @@ from tests.support import reference
 from tests.support.experts import Experts, make_experts
 
 OPS = torch.ops.torch_marlin_metal
-DEVICES = ("cpu", "mps")
+PACKED, SCALES = 1, 2  # buffer slots
 
 
 def experts_of(weight_format: str, E: int = 5, K: int = 80, N: int = 41, **options) -> Experts:
@@ -46,9 +46,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("weight_format", "dtype", "case"), CASES)
-def test_every_expert_is_within_the_bound(weight_format, dtype, case, device):
+def check_case(weight_format: str, dtype: torch.dtype, case: int, device: str) -> None:
     use_perm, by_slot, reduce = case % 2 == 1, case // 2 % 2 == 1, case // 3 % 2 == 1
     experts = experts_of(weight_format, use_perm=use_perm)
     ids = torch.tensor([[0, 4, 2], [4, 1, -1], [2, 2, 0], [5, -3, 7]], dtype=(torch.int64, torch.int32)[case % 2])
@@ -57,6 +55,17 @@ def test_every_expert_is_within_the_bound(weight_format, dtype, case, device):
     if case % 3 != 2:
         options["row_weights"] = random(4, 3, dtype=reference.DTYPES[case % 3], seed=2).abs()
     check(a, experts, ids, device, reduce=reduce, **options)
+
+
+@pytest.mark.parametrize(("weight_format", "dtype", "case"), CASES)
+def test_every_expert_is_within_the_bound(weight_format, dtype, case):
+    check_case(weight_format, dtype, case, "cpu")
+
+
+# Each weight format once, because every pair of format and dtype is a kernel that the software device compiles.
+@pytest.mark.parametrize(("weight_format", "dtype", "case"), CASES[::4] + CASES[9:10])
+def test_every_expert_is_within_the_bound_on_mps(weight_format, dtype, case, mps):
+    check_case(weight_format, dtype, case, mps)
 
 
 ROUTINGS = {
@@ -70,7 +79,6 @@ ROUTINGS = {
 }
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ROUTINGS)
 def test_any_routing(name, device):
     ids, E = ROUTINGS[name]
@@ -80,7 +88,6 @@ def test_any_routing(name, device):
     check(a, experts, ids, device, reduce=True, row_weights=random(*ids.shape, seed=3))
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_the_same_bits_on_every_call(device):
     experts = experts_of("uint4", E=8, K=272, N=70)
     ids = torch.randint(-1, 9, (40, 3), generator=torch.Generator().manual_seed(1))
@@ -89,7 +96,6 @@ def test_the_same_bits_on_every_call(device):
     assert torch.equal(run(a, experts, ids, device, row_weights=weights, reduce=True), first)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_a_token_does_not_depend_on_the_others(device):
     """The result of a token that is alone is within rounding of its result among others; sentinels read nothing."""
     experts = experts_of("uint4b8", E=6)
@@ -104,7 +110,6 @@ def test_a_token_does_not_depend_on_the_others(device):
     assert torch.equal(reduced[2], torch.zeros(41))
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_strides_and_offsets(device):
     experts = experts_of("uint4_bias")
     ids = torch.tensor([[0, 1, 2, 3], [4, 0, 1, 2]]).t()
@@ -115,7 +120,6 @@ def test_strides_and_offsets(device):
     check(random(80)[None].expand(4, 80), experts, ids, device)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("T", "top_k"), [(0, 2), (3, 0), (0, 0)])
 @pytest.mark.parametrize("reduce", [False, True])
 def test_nothing_to_do(T, top_k, reduce, device):
@@ -180,7 +184,6 @@ def test_compile_with_a_dynamic_number_of_tokens_compiles_once():
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("by_slot", [False, True])
 @pytest.mark.parametrize("reduce", [False, True])
 def test_gradients(by_slot, reduce, device):
@@ -306,3 +309,54 @@ def test_tensors_that_require_grad_are_refused(argument):
     message = f"torch_marlin_metal::moe_gemm: {argument}: expected a tensor that does not require grad"
     with pytest.raises(ValueError, match=message):
         run(random(1, 80), experts, torch.tensor([[0]]), bias=tensors["bias"])
+
+
+def dispatched(a: torch.Tensor, experts: Experts, ids: torch.Tensor, **options) -> list:
+    """Returns the counters of the dispatches of one call on mps, after asserting that it did not wait for the GPU."""
+    import softmetal
+
+    held, a, ids = experts.to("mps"), a.to("mps"), ids.to("mps")
+    options = {k: v.to("mps") if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+    tmm.moe_gemm(a, held.b_packed, held.scales, ids, **held.arguments, **options)  # compiles
+    before = len(softmetal.counters())
+    waits = softmetal.stream_counts().waits
+    tmm.moe_gemm(a, held.b_packed, held.scales, ids, **held.arguments, **options)
+    assert softmetal.stream_counts().waits == waits
+    return softmetal.counters()[before:]
+
+
+def test_one_token_reads_exactly_the_weights_of_its_experts_in_one_dispatch(mps):
+    experts = experts_of("uint4b8", E=6, K=160, N=136)
+    ids = torch.tensor([[4, 1, -1]])
+    (product,) = dispatched(random(1, 160, dtype=torch.float16), experts, ids)
+    assert product.kernel.startswith("moe_gemv")
+    assert product.buffers[PACKED]["distinct_read"] == 2 * 160 * 136 // 2
+    assert product.buffers[SCALES]["distinct_read"] == 2 * 10 * 136 * 2
+    options = {"reduce": True, "row_weights": torch.rand(1, 3)}
+    kernels = [c.kernel.split("_uint")[0] for c in dispatched(random(1, 160), experts, ids, **options)]
+    assert kernels[0].startswith("moe_gemv")
+    assert kernels[1].startswith("moe_reduce")
+    assert len(kernels) == 2
+
+
+def test_many_rows_are_sorted_by_one_dispatch_and_read_only_the_experts_that_have_rows(mps):
+    experts = experts_of("uint4b8", E=4, K=64, N=32)
+    ids = torch.tensor([[0, 3]] * 20)
+    counters = dispatched(random(20, 64), experts, ids, variant="fused", reduce=True)
+    assert [c.kernel.split("_")[1] for c in counters] == ["sort", "fused", "reduce"]
+    assert counters[1].buffers[PACKED]["distinct_read"] == 2 * 64 * 32 // 2
+
+
+@pytest.mark.parametrize("variant", ["gemv", "fused"])
+@pytest.mark.parametrize("use_perm", [False, True])
+def test_each_kernel_on_mps(variant, use_perm, mps):
+    experts = experts_of("nvfp4", K=144, use_perm=use_perm)
+    ids = torch.randint(-1, 6, (25, 3), generator=torch.Generator().manual_seed(2))
+    a = random(25, 3, 144, dtype=torch.bfloat16)
+    check(a, experts, ids, "mps", variant=variant, bias=random(5, 41, seed=3))
+    check(a, experts, ids, "mps", variant=variant, bias=random(5, 41, seed=3), reduce=True)
+
+
+def test_other_variants_are_refused_on_mps(mps):
+    with pytest.raises(ValueError, match="moe_gemm: variant: expected auto, gemv or fused on mps, got 'striped'"):
+        run(random(1, 80), experts_of("uint4b8"), torch.tensor([[0]]), "mps", variant="striped")

@@ -336,6 +336,41 @@ void check_stripe_choices() {
   }
 }
 
+// One token takes one dispatch, because each threadgroup reads its own expert's id. 512 tokens take two, because the
+// rows are sorted first. A weighted sum adds one dispatch.
+void check_experts() {
+  for (const auto& chip : kChips) {
+    for (const uint32_t tokens : {1U, 4U, 16U, 64U, 512U}) {
+      const MoeProblem problem{.product = {.weight = {.format = WeightFormat::mxfp4,
+                                                      .K = 2880,
+                                                      .N = 5760,
+                                                      .group_size = 32,
+                                                      .scales = ElementType::uint8,
+                                                      .vector_aligned = true},
+                                           .M = 4 * tokens,
+                                           .a_row_stride = 2880,
+                                           .vector_aligned_a = true},
+                               .experts = 32,
+                               .top_k = 4};
+      GpuDevice device{.cores = 10};
+      device.chip = &chip;
+      const Plan plan = plan_moe(problem, device);
+      subject = text(plan);
+      for (const Dispatch& dispatch : plan.dispatches)
+        check_dispatch(dispatch);
+      MoeProblem summed = problem;
+      summed.reduce = true;
+      expect(plan_moe(summed, device).dispatches.size() == plan.dispatches.size() + 1, "one dispatch more for the sum");
+      if (tokens == 1) expect(plan.dispatches.size() == 1 && plan.block_words == 0, "one token is not sorted");
+      if (tokens != 512) continue;
+      expect(plan.dispatches.size() == 2 && plan.dispatches[0].kernel == Kernel::moe_sort, "512 tokens are sorted");
+      const auto& params = std::get<MoeParams>(plan.dispatches[1].params);
+      expect(plan.dispatches[1].grid.y == ceil_divide(4 * tokens, params.block_rows) + 33, "the most blocks of rows");
+      expect(plan.block_words == 3 * plan.dispatches[1].grid.y + 4 * tokens, "room for the table and the rows");
+    }
+  }
+}
+
 void check_elementwise() {
   for (uint32_t K : {8U, 24U, 4096U}) {
     for (uint32_t N : {1U, 64U, 65U, 4096U}) {

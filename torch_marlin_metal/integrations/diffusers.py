@@ -31,7 +31,7 @@ from torch_marlin_metal.integrations.transformers.pending import check_devices, 
 from torch_marlin_metal.integrations.transformers.take_over import STOPS, takes_own
 from torch_marlin_metal.layers.embedding import MarlinEmbedding, why_not_embedding
 from torch_marlin_metal.layers.fuse import fuse_projections, unfused
-from torch_marlin_metal.layers.linear import GUARD
+from torch_marlin_metal.layers.packed_layer import GUARD
 from torch_marlin_metal.models.empty_model import linear_shape, packed_layer
 from torch_marlin_metal.models.prepare import prepare
 from torch_marlin_metal.packed_weight import PackedWeight

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from torch_marlin_metal.layers.fuse import FusedLinear
-from torch_marlin_metal.layers.linear import MarlinLinear
+from torch_marlin_metal.layers.packed_layer import PackedLayer
 
 
 def prepare_for_training(
@@ -30,8 +30,8 @@ def prepare_for_training(
             model is then unchanged.
     """
     op = "prepare_for_training"
-    if not any(isinstance(module, MarlinLinear) for module in model.modules()):
-        raise ValueError(f"{op}: model: expected MarlinLinear layers, got {type(model).__name__} without any")
+    if not any(isinstance(module, PackedLayer) for module in model.modules()):
+        raise ValueError(f"{op}: model: expected packed layers, got {type(model).__name__} without any")
     for name, module in model.named_modules():
         if isinstance(module, FusedLinear):
             raise ValueError(

@@ -10,7 +10,8 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from torch_marlin_metal.layers.embedding import MarlinEmbedding
-from torch_marlin_metal.layers.linear import WEIGHT_BUFFERS, MarlinLinear
+from torch_marlin_metal.layers.linear import MarlinLinear
+from torch_marlin_metal.layers.packed_layer import WEIGHT_BUFFERS
 from torch_marlin_metal.ops import given
 
 ROWS = (1, 16, 128, 512)  # one token, and prompts from short to long; these may differ in kernel, tile or split of K

@@ -17,7 +17,8 @@ from torch_marlin_metal.checkpoints.layer import Layer
 from torch_marlin_metal.checkpoints.options import ReadOptions
 from torch_marlin_metal.formats import WEIGHT_FORMATS
 from torch_marlin_metal.layers.embedding import MarlinEmbedding
-from torch_marlin_metal.layers.linear import FORMAT_VERSION, GUARD, WEIGHT_BUFFERS, MarlinLinear
+from torch_marlin_metal.layers.linear import MarlinLinear
+from torch_marlin_metal.layers.packed_layer import FORMAT_VERSION, GUARD, WEIGHT_BUFFERS
 from torch_marlin_metal.packed_weight import FLOAT_DTYPES, PackedWeight, PackedWeightError
 
 METHOD = "torch_marlin_metal"

@@ -10,7 +10,8 @@ from peft.tuners.lora.layer import Linear
 from peft.tuners.lora.variants import DoraLinearVariant
 from torch import Tensor, nn
 
-from torch_marlin_metal.layers.linear import MarlinLinear, version_of
+from torch_marlin_metal.layers.linear import MarlinLinear
+from torch_marlin_metal.layers.packed_layer import version_of
 from torch_marlin_metal.packed_weight import PackedWeight
 
 _NORM_BYTES = 64 << 20  # of decoded weights at a time, for the norms of a weight's rows

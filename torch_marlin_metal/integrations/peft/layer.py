@@ -11,7 +11,8 @@ from peft.tuners.tuners_utils import check_adapters_to_merge
 from torch import nn
 
 from torch_marlin_metal.integrations.peft.dora import MarlinDoraVariant
-from torch_marlin_metal.layers.linear import WEIGHT_BUFFERS, MarlinLinear
+from torch_marlin_metal.layers.linear import MarlinLinear
+from torch_marlin_metal.layers.packed_layer import WEIGHT_BUFFERS
 from torch_marlin_metal.packed_weight import PackedWeight
 from torch_marlin_metal.quantize.weight import quantize_weight
 

@@ -6,7 +6,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from torch_marlin_metal.layers.embedding import MarlinEmbedding
-from torch_marlin_metal.layers.linear import MarlinLinear
+from torch_marlin_metal.layers.packed_layer import PackedLayer
 
 
 def install() -> None:
@@ -20,8 +20,8 @@ def install() -> None:
         count: int = original(self, only_trainable, exclude_embeddings)
         if only_trainable:
             return count
-        kept = [module for module in self.modules() if isinstance(module, MarlinLinear)]
-        packed = {id(module.b_packed): module.weight.numel() for module in kept}
+        kept = [module for module in self.modules() if isinstance(module, PackedLayer)]
+        packed = {id(module.b_packed): 8 * module.b_packed.numel() for module in kept}
         if exclude_embeddings:
             for module in kept:
                 if isinstance(module, MarlinEmbedding):

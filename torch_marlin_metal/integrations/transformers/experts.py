@@ -1,26 +1,35 @@
-"""Runs the experts of a mixture as separate packed layers; transformers keeps them as stacked parameters.
+"""Runs the experts of a mixture with packed weights; transformers keeps them as stacked parameters.
 
 Checkpoints store experts in two ways. gpt-oss stacks all experts in one tensor, and its reader names the layers
 `experts.gate_up_proj.3`. Others have one Linear for each part of each expert: `experts.3.gate_proj`, or
-`experts.3.w1` in Mixtral.
+`experts.3.w1` in Mixtral. While a model is loaded, `SeparateExperts` holds a layer for each of these names. When all of
+them are there, `stack` copies their weights into one `MarlinExperts`.
 """
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torch_marlin_metal.integrations.transformers.pending import PendingLinear
+from torch_marlin_metal.integrations.transformers.pending import PendingLinear, inherit
+from torch_marlin_metal.layers.experts import ExpertWeights, MarlinExperts, difference
+from torch_marlin_metal.layers.fuse import unfused
+from torch_marlin_metal.layers.linear import MarlinLinear
 from torch_marlin_metal.models.empty_model import LinearShape
+from torch_marlin_metal.packed_weight import PackedWeight
 
 STACKED = re.compile(r"(.+)\.(gate_up_proj|down_proj)\.(\d+)")
 SPLIT = re.compile(r"(.+)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)")
 PARTS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 
 
-class MarlinExperts(nn.Module):
-    """Replaces transformers' experts module and runs the tokens of each expert through its packed layers.
+class SeparateExperts(nn.Module):
+    """Replaces transformers' experts module with a layer for each part of each expert.
+
+    It runs one expert after the other and waits for the device to tell which ones have tokens. Experts whose layers
+    cannot be stacked, for instance because some stay in floats, run this way.
 
     Args:
         experts: the module to replace. It loses its stacked parameters; its activation function is still used.
@@ -53,14 +62,125 @@ class MarlinExperts(nn.Module):
             out.index_add_(0, tokens, (y * top_k_weights[tokens, slots, None]).to(out.dtype))
         return out
 
-    def _expert(self, index: int, a: Tensor) -> Tensor:
-        (rules,) = self._replaced
+    def layers(self, index: int) -> tuple[list[nn.Module], nn.Module]:
+        """Returns an expert's layers of gate and up, together or separate, and its down layer."""
         if not self.parts:
-            gated: Tensor = self.down_proj[index](rules._apply_gate(self.gate_up_proj[index](a)))
-            return gated
+            return [self.gate_up_proj[index]], self.down_proj[index]
         gate, up, down = (self.get_submodule(f"{index}.{part}") for part in self.parts)
-        split: Tensor = down(rules._apply_gate(torch.cat((gate(a), up(a)), dim=-1)))
-        return split
+        return [gate, up], down
+
+    def names(self, index: int) -> tuple[list[str], str]:
+        """Returns the names of these layers in this module."""
+        if not self.parts:
+            return [f"gate_up_proj.{index}"], f"down_proj.{index}"
+        gate, up, down = self.parts
+        return [f"{index}.{gate}", f"{index}.{up}"], f"{index}.{down}"
+
+    def gate(self, gate_up: Tensor) -> Tensor:
+        """Returns `[..., I]`, the model's activation of gate and up `[..., 2 * I]`."""
+        (rules,) = self._replaced
+        gated: Tensor = rules._apply_gate(gate_up)
+        return gated
+
+    def _expert(self, index: int, a: Tensor) -> Tensor:
+        gate_up, down = self.layers(index)
+        y: Tensor = down(self.gate(torch.cat([layer(a) for layer in gate_up], dim=-1)))
+        return y
+
+
+class StackedExperts(MarlinExperts):
+    """`MarlinExperts` made from `SeparateExperts`, whose names its layers keep in checkpoints."""
+
+    def __init__(self, separate: SeparateExperts, gate_up: ExpertWeights, down: ExpertWeights) -> None:
+        super().__init__(gate_up, down, separate.gate)
+        self._separate = (separate,)  # in a tuple, so that it is no submodule
+
+    def unstacked(self) -> Iterator[tuple[str, PackedWeight]]:
+        """Yields the name in this module and the weight of each expert's layers."""
+        (separate,) = self._separate
+        for index in range(self.num_experts):
+            gate_up, down = separate.names(index)
+            for part, name in enumerate(gate_up):
+                yield name, self.gate_up.to_packed(index, part)
+            yield down, self.down.to_packed(index)
+
+    def separate(self) -> SeparateExperts:
+        """Returns a module with a `MarlinLinear` for each of these layers."""
+        (separate,) = self._separate
+        for name, weight in self.unstacked():
+            separate.set_submodule(name, MarlinLinear.from_packed(weight, dtype=self.gate_up.dtype))
+        return separate.train(self.training)
+
+
+def stack(model: nn.Module) -> dict[str, str]:
+    """Replaces each `SeparateExperts` of a model by one stack of weights.
+
+    The weights of an expert are freed when they are in the stack.
+
+    Returns:
+        The modules that stay separate, with the reason.
+    """
+    left = {}
+    for name, module in list(model.named_modules()):
+        if not isinstance(module, SeparateExperts):
+            continue
+        if reason := _why_separate(module):
+            left[name] = reason
+            continue
+        first, down = module.layers(0)
+        dtype = down.dtype
+        stacks = []
+        for number, layers in enumerate((first, [down])):
+            packed = [layer.to_packed() for layer in layers]
+            perm = any(_weights(module, index)[number][0].perm is not None for index in range(module.count))
+            stacks.append(ExpertWeights.room_for(packed, module.count, perm, dtype))
+        for index in range(module.count):
+            for target, weights in zip(stacks, _weights(module, index), strict=True):
+                target.fill(index, weights)
+            gate_up, last = module.names(index)
+            for layer in (*gate_up, last):
+                module.set_submodule(layer, nn.Identity())
+        stacked = StackedExperts(module, *stacks).train(module.training)
+        inherit(stacked, module)
+        model.set_submodule(name, stacked)
+    return left
+
+
+def unstack(model: nn.Module) -> None:
+    """Replaces each stack of experts of a model by separate layers."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, StackedExperts):
+            model.set_submodule(name, module.separate())
+
+
+def packed_layers(model: nn.Module) -> Iterator[tuple[str, PackedWeight]]:
+    """Yields the name and weight of every packed layer of a model, as checkpoints have them."""
+    yield from unfused(model)
+    yield from expert_layers(model)
+
+
+def expert_layers(model: nn.Module) -> Iterator[tuple[str, PackedWeight]]:
+    """Yields the name and weight of every layer of a model's stacked experts, as checkpoints have them."""
+    for name, module in model.named_modules():
+        if isinstance(module, StackedExperts):
+            for inner, weight in module.unstacked():
+                yield f"{name}.{inner}" if name else inner, weight
+
+
+def _weights(module: SeparateExperts, index: int) -> tuple[list[PackedWeight], list[PackedWeight]]:
+    gate_up, down = module.layers(index)
+    return [layer.to_packed() for layer in gate_up], [down.to_packed()]
+
+
+def _why_separate(module: SeparateExperts) -> str:
+    for index in range(module.count):
+        gate_up, down = module.layers(index)
+        if not all(isinstance(layer, MarlinLinear) for layer in (*gate_up, down)):
+            return f"expert {index} has layers in floats"
+        for mine, other in zip(_weights(module, 0), _weights(module, index), strict=True):
+            if reason := difference(mine, other):
+                return reason
+    return ""
 
 
 def shapes_of(experts: Any, name: str) -> LinearShape:
@@ -71,7 +191,7 @@ def shapes_of(experts: Any, name: str) -> LinearShape:
 
 
 def make_room(model: Any, name: str) -> bool:
-    """Puts `MarlinExperts` into the model if `name` is the layer of an expert. Returns whether it is."""
+    """Puts `SeparateExperts` into the model if `name` is the layer of an expert. Returns whether it is."""
     stacked, split = STACKED.fullmatch(name), SPLIT.fullmatch(name)
     found = stacked or split
     try:
@@ -86,5 +206,5 @@ def make_room(model: Any, name: str) -> bool:
     interleaved = parts and not getattr(experts, "is_concatenated", True)
     if interleaved or not all(held[part].dim() == 3 for part in ("gate_up_proj", "down_proj")):
         return False
-    model.set_submodule(found[1], MarlinExperts(experts, parts).train(experts.training))
+    model.set_submodule(found[1], SeparateExperts(experts, parts).train(experts.training))
     return True

@@ -6,7 +6,7 @@ from typing import Any
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, apply_converters, apply_renamings
 
-from torch_marlin_metal.layers.linear import GUARD
+from torch_marlin_metal.layers.packed_layer import GUARD
 
 
 def tied_modules(keys: Mapping[str, str]) -> dict[str, str]:

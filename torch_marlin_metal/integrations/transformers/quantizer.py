@@ -27,7 +27,7 @@ from torch_marlin_metal.checkpoints.formats.native import NativeExporter
 from torch_marlin_metal.checkpoints.reader import CheckpointReader, DirectorySource, open_reader
 from torch_marlin_metal.integrations.choice import choose_layers
 from torch_marlin_metal.integrations.transformers.config import MarlinConfig
-from torch_marlin_metal.integrations.transformers.experts import make_room
+from torch_marlin_metal.integrations.transformers.experts import StackedExperts, make_room, stack, unstack
 from torch_marlin_metal.integrations.transformers.names import rearranges, siblings, tied_modules
 from torch_marlin_metal.integrations.transformers.parallel import refusing_style
 from torch_marlin_metal.integrations.transformers.pending import (
@@ -273,6 +273,8 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
         model.is_quantized = False
         if self._reader is not None:
             self._fill(model, self._reader)
+            for name, reason in stack(model).items():
+                logger.warning(f"{name} runs one expert after the other: {reason}")
             self._reader = None
         self._place_made(model)
         if self.quantization_config.fuse:
@@ -348,7 +350,8 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
         """
         packed, exporter = dict(stored_layers(model)), NativeExporter()
         everywhere = [name for name, _ in unfused(model)]
-        inside = tuple(f"{name}." for name in everywhere)
+        stacks = [name for name, module in model.named_modules() if isinstance(module, StackedExperts)]
+        inside = tuple(f"{name}." for name in (*everywhere, *stacks))
         state = {name: value for name, value in model.state_dict().items() if not name.startswith(inside)}
         for name in everywhere:
             if name not in packed and (bias := model.get_submodule(name).bias) is not None:
@@ -366,6 +369,7 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
         original = empty_model(model)  # knows which layers hold their weight transposed
+        unstack(model)
         weights: dict[tuple[int, int, bool], nn.Parameter] = {}  # layers that share words share the decoded weight
         for name, packed in list(unfused(model)):
             old, device = model.get_submodule(name), packed.b_packed.device

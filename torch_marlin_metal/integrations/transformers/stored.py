@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from torch_marlin_metal.integrations.transformers.experts import expert_layers
 from torch_marlin_metal.integrations.transformers.names import tied_modules
 from torch_marlin_metal.layers.fuse import unfused
 from torch_marlin_metal.layers.linear import MarlinLinear
@@ -36,6 +37,7 @@ def stored_layers(model: Any) -> Iterator[tuple[str, PackedWeight]]:
         if len(roots) > 1:
             copies: dict[str, Any] = {key: tensor.clone() for key, tensor in weight.tensors().items() if key != "bias"}
             yield name, replace(weight, **copies)
+    yield from expert_layers(model)
 
 
 def empty_model(model: Any) -> Any:

@@ -6,7 +6,8 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from torch_marlin_metal.integrations.transformers.names import tied_modules
-from torch_marlin_metal.layers.linear import WEIGHT_BUFFERS, MarlinLinear
+from torch_marlin_metal.layers.linear import MarlinLinear
+from torch_marlin_metal.layers.packed_layer import WEIGHT_BUFFERS
 
 
 def install() -> None:

@@ -1,0 +1,254 @@
+"""The experts of a mixture with packed 4-bit weights, run without a wait for the device."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_marlin_metal.layers.packed_layer import WEIGHT_BUFFERS, PackedLayer
+from torch_marlin_metal.ops import given
+from torch_marlin_metal.packed_weight import PackedWeight
+
+_moe_gemm = torch.ops.torch_marlin_metal.moe_gemm.default
+
+COLUMNS = ("b_packed", "scales", "zeros", "global_scale", "bias")  # tensors whose last dimension is columns
+
+
+class ExpertWeights(PackedLayer):
+    """The weights of one linear layer of all experts, as tensors with a leading dimension E.
+
+    A weight may have several parts whose columns are beside each other, such as gate and up. state_dict and dtypes are
+    as in `MarlinLinear`; `lut` is common to all experts.
+
+    Args:
+        experts: E.
+        in_features: K, a multiple of 8.
+        sizes: the columns of each part; N is their sum.
+        bias: whether the layer has a bias, `[E, N]`.
+        **options: `weight_format`, `group_size`, `device`, `dtype` and the others of `MarlinLinear`.
+    """
+
+    def __init__(
+        self, experts: int, in_features: int, sizes: Sequence[int], bias: bool = False, **options: Any
+    ) -> None:
+        if experts < 1 or in_features < 8 or in_features % 8 or min(sizes, default=0) < 1:
+            raise ValueError(
+                "ExpertWeights: expected at least one expert, in_features a multiple of 8 and parts of at least one "
+                f"column, got {experts}, {in_features} and {list(sizes)}"
+            )
+        super().__init__(in_features, sum(sizes), bias, stack=(experts,), **options)
+        self.experts, self.in_features, self.sizes = experts, in_features, tuple(sizes)
+
+    @classmethod
+    def from_packed(
+        cls, weights: Sequence[Sequence[PackedWeight]], *, dtype: torch.dtype | None = None
+    ) -> "ExpertWeights":
+        """Copies the weights of each expert's parts into one stack.
+
+        Args:
+            weights: the parts of each expert.
+            dtype: dtype of the bias; None means the default dtype.
+
+        Raises:
+            ValueError: the weights cannot be stacked; the message names the first difference.
+        """
+        for parts in weights:
+            for part in parts:
+                part.validate()
+            if reason := difference(weights[0], parts):
+                raise ValueError(f"ExpertWeights: weights: {reason}")
+        stack = cls.room_for(weights[0], len(weights), any(_has_perm(parts) for parts in weights), dtype)
+        for index, parts in enumerate(weights):
+            stack.fill(index, parts)
+        return stack
+
+    @classmethod
+    def room_for(
+        cls, parts: Sequence[PackedWeight], experts: int, perm: bool, dtype: torch.dtype | None = None
+    ) -> "ExpertWeights":
+        """Makes a stack without values for experts whose weights are like `parts`."""
+        first = parts[0]
+        return cls(
+            experts,
+            first.K,
+            [part.N for part in parts],
+            first.bias is not None,
+            weight_format=first.weight_format,
+            group_size=first.group_size,
+            scale_dtype=first.scales.dtype,
+            zeros_dtype=None if first.zeros is None else first.zeros.dtype,
+            global_scale_per_column=len(parts) > 1 or _per_column(first),
+            perm=perm,
+            device=first.b_packed.device,
+            dtype=dtype,
+        )
+
+    def fill(self, index: int, parts: Sequence[PackedWeight]) -> None:
+        """Copies the parts of one expert into the stack.
+
+        Args:
+            index: the expert.
+            parts: weights for which `difference` to those of every other expert is empty.
+        """
+        start = 0
+        with torch.no_grad():
+            for part, size in zip(parts, self.sizes, strict=True):
+                for name in COLUMNS:
+                    own, given_tensor = getattr(self, name), getattr(part, name)
+                    if own is not None and own.shape[-1] == 1 and name == "global_scale":
+                        own[index] = 1.0 if given_tensor is None else given_tensor
+                    elif own is not None:
+                        own[index, ..., start : start + size] = 1.0 if given_tensor is None else given_tensor
+                start += size
+            first = parts[0]
+            if self.perm is not None:
+                in_order = torch.arange(self.in_features, dtype=torch.int32, device=self.perm.device)
+                self.perm[index] = in_order if first.perm is None else first.perm
+            if self.lut is not None and first.lut is not None:
+                self.lut.copy_(first.lut)
+
+    def forward(self, a: Tensor, expert_ids: Tensor, row_weights: Tensor | None = None, reduce: bool = False) -> Tensor:
+        """Returns `[T, top_k, N]`, or `[T, N]` with `reduce`, as `moe_gemm` does.
+
+        Args:
+            a: `[T, K]` or `[T, top_k, K]`.
+            expert_ids: `[T, top_k]`.
+            row_weights: `[T, top_k]` or None.
+            reduce: whether to add up the rows of a token.
+        """
+        buffers = self._weight_buffers()
+        options = given(buffers["zeros"], buffers["global_scale"], buffers["lut"], buffers["perm"], self.bias)
+        if row_weights is not None:
+            options["row_weights"] = row_weights
+        result: Tensor = _moe_gemm(
+            a,
+            buffers["b_packed"],
+            buffers["scales"],
+            expert_ids,
+            weight_format=self.weight_format,
+            group_size=self.group_size,
+            reduce=reduce,
+            **options,
+        )
+        return result
+
+    def to_packed(self, index: int, part: int | None = None) -> PackedWeight:
+        """Returns the weight of one expert, or one part of it, copied where columns are cut.
+
+        Args:
+            index: the expert.
+            part: which part, or None for all columns.
+        """
+        tensors = dict(self._weight_buffers()) | {"bias": self.bias}
+        own: dict[str, Any] = {
+            name: tensors[name] if tensors[name] is None or name == "lut" else tensors[name][index]
+            for name in (*WEIGHT_BUFFERS, "bias")
+        }
+        whole = PackedWeight(weight_format=self.weight_format, group_size=self.group_size, **own)
+        if part is None:
+            return whole
+        start = sum(self.sizes[:part])
+        columns = slice(start, start + self.sizes[part])
+        cut: dict[str, Any] = {n: t[..., columns].contiguous() for n, t in whole.tensors().items() if n in COLUMNS}
+        scale = cut.get("global_scale")
+        if scale is not None and bool((scale == scale[0]).all()):
+            cut["global_scale"] = scale[:1].clone()
+        return replace(whole, **cut)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Returns the weights as floats, `[E, N, K]`."""
+        return torch.stack([self.to_packed(index).dequantize(dtype).T for index in range(self.experts)])
+
+    def extra_repr(self) -> str:
+        """Returns sizes and format, for `print(model)`."""
+        return (
+            f"experts={self.experts}, in_features={self.in_features}, sizes={list(self.sizes)}, "
+            f"bias={self.bias is not None}, weight_format={self.weight_format}, group_size={self.group_size}"
+        )
+
+    def _weights(self, tensors: Mapping[str, Any]) -> Iterator[PackedWeight]:
+        for index in range(self.experts):
+            own = {name: t if t is None or name == "lut" else t[index] for name, t in tensors.items()}
+            yield PackedWeight(weight_format=self.weight_format, group_size=self.group_size, **own)
+
+
+class MarlinExperts(nn.Module):
+    """The experts of a mixture: gate and up in one product, the activation, and down with the routing weights.
+
+    No shape depends on which experts are chosen, and the host waits for nothing, so a model with this layer compiles as
+    one graph.
+
+    Args:
+        gate_up: the weights of gate and up, of one part or two.
+        down: the weights of down.
+        activation: takes the product `[T, top_k, 2 * I]` of `gate_up` and returns `[T, top_k, I]`.
+    """
+
+    def __init__(self, gate_up: ExpertWeights, down: ExpertWeights, activation: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        if gate_up.experts != down.experts:
+            raise ValueError(
+                f"MarlinExperts: down: expected {gate_up.experts} experts as in gate_up, got {down.experts}"
+            )
+        self.gate_up, self.down = gate_up, down
+        self._activation = (activation,)  # in a tuple, because it may be a method of another module
+
+    @property
+    def num_experts(self) -> int:
+        """Returns the number of experts."""
+        return self.gate_up.experts
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Returns `[T, H]`, the weighted sum over each token's experts.
+
+        Args:
+            hidden_states: `[T, H]`.
+            top_k_index: `[T, top_k]`, the experts; an id outside `[0, E)` adds nothing.
+            top_k_weights: `[T, top_k]`, their weights.
+        """
+        (activation,) = self._activation
+        return self.down(  # type: ignore[no-any-return]
+            activation(self.gate_up(hidden_states, top_k_index)), top_k_index, top_k_weights, reduce=True
+        )
+
+
+def silu_gate(gate_up: Tensor) -> Tensor:
+    """Returns `silu(gate) * up` for gate and up beside each other, the activation of Mixtral, Qwen and OLMoE."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return nn.functional.silu(gate) * up
+
+
+def difference(mine: Sequence[PackedWeight], other: Sequence[PackedWeight]) -> str:
+    """Returns why the weights of two experts cannot be stacked, or an empty text."""
+    if [part.N for part in mine] != [part.N for part in other]:
+        return "the sizes of the experts differ"
+    first = mine[0]
+    for part in (*mine, *other):
+        if (part.K, part.weight_format, part.group_size) != (first.K, first.weight_format, first.group_size):
+            return "sizes, weight formats or group sizes differ"
+        for name in ("scales", "zeros", "bias"):
+            a, b = getattr(first, name), getattr(part, name)
+            if (a is None) != (b is None) or (a is not None and a.dtype != b.dtype):
+                return f"the dtypes of {name} differ"
+        if first.lut is not None and (part.lut is None or not torch.equal(part.lut, first.lut)):
+            return "tables differ"
+        if part.b_packed.device != first.b_packed.device:
+            return "devices differ"
+    for parts in (mine, other):
+        for part in parts[1:]:
+            a, b = parts[0].perm, part.perm
+            if (a is None) != (b is None) or (a is not None and b is not None and not torch.equal(a, b)):
+                return "the act-orders of gate and up differ"
+    if len(mine) == 1 and _per_column(mine[0]) != _per_column(other[0]):
+        return "some global scales have a value per column"
+    return ""
+
+
+def _per_column(part: PackedWeight) -> bool:
+    return part.global_scale is not None and part.global_scale.numel() > 1
+
+
+def _has_perm(parts: Sequence[PackedWeight]) -> bool:
+    return any(part.perm is not None for part in parts)

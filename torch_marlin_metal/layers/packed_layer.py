@@ -1,0 +1,216 @@
+"""What layers of packed weights have in common: their tensors, dtypes and state_dict."""
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from torch_marlin_metal.formats import WEIGHT_FORMATS, resolve_group_size
+from torch_marlin_metal.formats import weight_format as find_format
+from torch_marlin_metal.packed_weight import PackedWeight, PackedWeightError
+
+FORMAT_VERSION = 1
+# The tensors that define the weight. They move between devices but are never converted to another dtype.
+WEIGHT_BUFFERS = ("b_packed", "scales", "zeros", "global_scale", "lut", "perm")
+# The state_dict has a tensor of one element under the name of the float weight. Without it, a loader that ignores
+# unknown tensors would leave a float layer at its initial values. With it, the loader finds a wrong size and stops.
+GUARD = "weight"
+
+
+class PackedLayer(nn.Module):
+    """Holds the tensors of a packed weight `[K, N]` as buffers, or of a stack of such weights.
+
+    The constructor makes an empty layer for loaders; on `device="meta"` it needs no memory.
+
+    Args:
+        K: rows of the weight, a multiple of 8.
+        N: columns of the weight.
+        bias: whether the layer has a bias.
+        stack: leading dimensions of all tensors but `lut`: () for one weight.
+        weight_format: a name of `WEIGHT_FORMATS` or an alias.
+        group_size: 16, 32, 64, 128, 256 or K; -1 means K; None means the format's fixed size, else 128.
+        scale_dtype: dtype of floating scales.
+        zeros_dtype: dtype of the zeros; None means uint8 for zero points and `scale_dtype` for biases of uint4_bias.
+        global_scale_per_column: whether nvfp4's `global_scale` has one value per column instead of a single value.
+        perm: whether the weight has an act-order permutation.
+        device: device of the tensors.
+        dtype: dtype of the bias; None means the default dtype.
+    """
+
+    b_packed: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    global_scale: Tensor | None
+    lut: Tensor | None
+    perm: Tensor | None
+    packed_format: Tensor
+
+    def __init__(
+        self,
+        K: int,
+        N: int,
+        bias: bool,
+        *,
+        stack: tuple[int, ...] = (),
+        weight_format: str = "uint4b8",
+        group_size: int | None = None,
+        scale_dtype: torch.dtype = torch.float16,
+        zeros_dtype: torch.dtype | None = None,
+        global_scale_per_column: bool = False,
+        perm: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        fmt = find_format(weight_format)
+        self.weight_format = fmt.name
+        self.group_size = resolve_group_size(type(self).__name__, fmt, group_size, K)
+        self.dtype = dtype or torch.get_default_dtype()
+        grouped = (-(-K // self.group_size), N)
+
+        zeros_dtype = zeros_dtype or (torch.uint8 if fmt.zeros_role == "zero_point" else scale_dtype)
+        specs: dict[str, tuple[bool, tuple[int, ...], torch.dtype]] = {
+            "b_packed": (True, (*stack, K // 8, N), torch.int32),
+            "scales": (True, (*stack, *grouped), scale_dtype if fmt.scale_coding == "floating" else torch.uint8),
+            "zeros": (fmt.zeros_role != "none", (*stack, *grouped), zeros_dtype),
+            "global_scale": (fmt.has_global_scale, (*stack, N if global_scale_per_column else 1), torch.float32),
+            "lut": (fmt.has_lut, (16,), torch.float32),
+            "perm": (perm, (*stack, K), torch.int32),
+        }
+        self.register_buffer("packed_format", self._describe(device))
+        # Absent buffers come last, because torch.export (2.13) miscounts buffers that follow a None.
+        for name, (present, shape, kind) in sorted(specs.items(), key=lambda item: not item[1][0]):
+            self.register_buffer(name, torch.empty(shape, dtype=kind, device=device) if present else None)
+        held = torch.empty(*stack, N, dtype=self.dtype, device=device) if bias else None
+        self.bias = None if held is None else nn.Parameter(held, requires_grad=False)
+
+    def _weights(self, tensors: Mapping[str, Any]) -> Iterable[PackedWeight]:
+        """Returns the weights that these tensors hold, to check their values."""
+        return [PackedWeight(weight_format=self.weight_format, group_size=self.group_size, **tensors)]
+
+    def _weight_buffers(self) -> Mapping[str, Any]:
+        """Returns a mapping that holds the weight's tensors by name."""
+        if "parametrizations" in self._modules:  # a parametrized tensor is a property of the class
+            return {name: getattr(self, name) for name in WEIGHT_BUFFERS}
+        # nn.Module.__getattr__ for each buffer would cost about 2 us per call.
+        return self._buffers
+
+    def _describe(self, device: torch.device | str | None) -> Tensor:
+        format_id = list(WEIGHT_FORMATS).index(self.weight_format)
+        return torch.tensor([FORMAT_VERSION, format_id, self.group_size], dtype=torch.int32, device=device)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "PackedLayer":
+        before = {name: self._buffers[name] for name in WEIGHT_BUFFERS if name in self._buffers}
+        packed_format = self.packed_format
+        self.dtype = _activation_dtype(fn(torch.empty(0, dtype=self.dtype, device=self.b_packed.device)).dtype)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self.bias is not None and self.bias.dtype != _activation_dtype(self.bias.dtype):
+            self.bias.data = self.bias.data.to(_activation_dtype(self.bias.dtype))
+        for name, old in before.items():
+            new = self._buffers[name]
+            if old is None or new is None or new is old:
+                continue
+            if new.dtype != old.dtype:
+                new = old.to(new.device)
+            self._buffers[name] = _same_for_all(old, new)
+        # to_empty() leaves all buffers uninitialised. Loaders fill the weight's buffers, but not `packed_format`.
+        if self.packed_format is not packed_format:
+            self.packed_format = self._describe(self.packed_format.device)
+        return self
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if not self.b_packed.is_meta:  # an empty layer has no values that could be lost
+            destination[prefix + GUARD] = torch.zeros(1, dtype=torch.uint8, device=self.b_packed.device)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        words = state_dict.get(prefix + "b_packed")
+        if words is not None and not words.is_contiguous():  # gemm refuses strides; assign=True would keep them
+            state_dict = {**state_dict, prefix + "b_packed": words.contiguous()}
+        found = self._differences(state_dict, prefix)
+        if found:
+            error_msgs.extend(f"{type(self).__name__}: {difference}" for difference in found)
+            return
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        guard = prefix + GUARD
+        if guard in unexpected_keys and state_dict[guard].numel() == 1:
+            unexpected_keys.remove(guard)
+
+    def _differences(self, state_dict: dict[str, Any], prefix: str) -> list[str]:
+        """Returns the reasons why a state_dict cannot be loaded into this layer."""
+        described = state_dict.get(prefix + "packed_format")
+        if described is not None and not described.is_meta:
+            got, mine = described.flatten().tolist(), self._describe("cpu").tolist()
+            if got != mine:
+                return [f"{prefix}packed_format: expected {_in_words(mine)}, got {_in_words(got)}"]
+        found = []
+        for name in (*WEIGHT_BUFFERS, "bias"):
+            mine, other = getattr(self, name), state_dict.get(prefix + name)
+            if mine is None or other is None:
+                continue
+            if mine.shape != other.shape:
+                found.append(f"{prefix}{name}: expected shape {list(mine.shape)}, got {list(other.shape)}")
+            elif name != "bias" and mine.dtype != other.dtype:
+                found.append(f"{prefix}{name}: expected {mine.dtype}, got {other.dtype}")
+        tensors: dict[str, Any] = {name: state_dict.get(prefix + name) for name in WEIGHT_BUFFERS}
+        complete = all((getattr(self, name) is None) == (tensors[name] is None) for name in WEIGHT_BUFFERS)
+        if complete and not found and not tensors["scales"].is_meta:
+            try:
+                for weight in self._weights(tensors):
+                    weight.validate()
+            except PackedWeightError as error:
+                found.append(f"{prefix}{error}")
+        return found
+
+
+def _same_for_all(old: Tensor, new: Tensor) -> Tensor:
+    """Returns the tensor to which a layer that shares `old` has moved, or `new` if none has.
+
+    An embedding and its output layer share their tensors, but each moves for itself. A write into either tensor since
+    the move, for example by load_state_dict, ends the sharing.
+    """
+    reference, versions = _moved.get(old, (None, None))
+    moved = reference() if reference is not None else None
+    if (
+        moved is not None
+        and versions == (version_of(old), version_of(moved))
+        and (moved.device, moved.dtype, moved.shape) == (new.device, new.dtype, new.shape)
+    ):
+        return moved
+    if new is not old:
+        _moved[old] = weakref.ref(new), (version_of(old), version_of(new))
+    return new
+
+
+def version_of(tensor: Tensor) -> int:
+    """Returns how often a tensor was written."""
+    return -1 if tensor.is_inference() else tensor._version  # a tensor of inference mode counts no writes
+
+
+_moved: MutableMapping[Tensor, tuple[weakref.ref[Tensor], tuple[int, int]]] = WeakTensorKeyDictionary()
+
+
+def _activation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Returns float32 for float64, which the operators do not take, and any other dtype unchanged."""
+    return torch.float32 if dtype == torch.float64 else dtype
+
+
+def _in_words(packed_format: list[int]) -> str:
+    names = list(WEIGHT_FORMATS)
+    if len(packed_format) != 3 or packed_format[0] != FORMAT_VERSION or not 0 <= packed_format[1] < len(names):
+        return f"an unknown version or format {packed_format}"
+    return f"{names[packed_format[1]]} with group_size {packed_format[2]}"
