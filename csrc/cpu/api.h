@@ -37,9 +37,10 @@ struct GemmArguments {
   void* out;  // [M, N] contiguous
 
   // For rows that are not evenly spaced.
-  const int64_t* a_starts;  // nullptr, or [M]: row m of a starts at element a_starts[m]; a_row_stride is not used
-  const int64_t* out_rows;  // nullptr, or [M]: row m of the product is row out_rows[m] of out
-  bool fp32_out;            // out is fp32, whatever a_type is
+  const int64_t* a_starts =
+      nullptr;  // nullptr, or [M]: row m of a starts at element a_starts[m]; a_row_stride is not used
+  const int64_t* out_rows = nullptr;  // nullptr, or [M]: row m of the product is row out_rows[m] of out
+  bool fp32_out = false;              // out is fp32, whatever a_type is
 };
 
 // Products of rows with the weights of their experts. A pair is a token and one of its slots; pair t * top_k + s uses
