@@ -37,9 +37,8 @@ struct GemmArguments {
   void* out;  // [M, N] contiguous
 
   // For rows that are not evenly spaced.
-  const int64_t* a_starts =
-      nullptr;  // nullptr, or [M]: row m of a starts at element a_starts[m]; a_row_stride is not used
-  const int64_t* out_rows = nullptr;  // nullptr, or [M]: row m of the product is row out_rows[m] of out
+  const int64_t* a_starts = nullptr;  // [M]: row m of a starts at element a_starts[m]; a_row_stride is not used
+  const int64_t* out_rows = nullptr;  // [M]: row m of the product is row out_rows[m] of out
   bool fp32_out = false;              // out is fp32, whatever a_type is
 };
 

@@ -76,7 +76,8 @@ Tensor moe_gemm_meta(const Tensor& a, const Tensor& b_packed, const Tensor& scal
 Tensor moe_gemm_grad_a_meta(const Tensor& grad, const Tensor& b_packed, const Tensor&, const Tensor&, c10::string_view,
                             int64_t, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
                             const OptionalTensor&) {
-  return at::empty_symint({grad.sym_size(0), grad.sym_size(1), b_packed.sym_size(1) * kCodesPerWord}, grad.options());
+  return at::empty_symint({grad.sym_size(0), grad.sym_size(1), b_packed.sym_size(1) * kCodesPerWord},
+                          grad.options().dtype(at::kFloat));
 }
 
 Tensor dequantize_meta(const Tensor& b_packed, const Tensor& scales, c10::string_view weight_format, int64_t group_size,

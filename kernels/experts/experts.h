@@ -1,6 +1,7 @@
 // The experts of a mixture: ids of experts, and the product with the weight of one of them.
 #pragma once
 
+#include "kernels/experts/params.h"
 #include "kernels/gemm/product.h"
 
 namespace marlin {
@@ -44,16 +45,4 @@ MARLIN_INLINE const device T* row_of_pair(const device T* a, uint pair, constant
 
 }  // namespace marlin
 
-#define MARLIN_MOE_BUFFERS                                                                                         \
-  const device T *a [[buffer(kSlotA)]], const device uint *packed [[buffer(kSlotPacked)]],                         \
-      const device uchar *scales [[buffer(kSlotScales)]], const device uchar *zeros [[buffer(kSlotZeros)]],        \
-      const device float *global_scale [[buffer(kSlotGlobalScale)]], const device float *lut [[buffer(kSlotLut)]], \
-      const device int *perm [[buffer(kSlotPerm)]], const device uchar *bias [[buffer(kSlotBias)]],                \
-      device T *out [[buffer(kSlotOut)]], device float *partials [[buffer(kSlotPartials)]],                        \
-      constant MoeParams &params [[buffer(kSlotParams)]]
-
-#define MARLIN_MOE_PRODUCT                                                             \
-  {{packed, scales, zeros, global_scale, params.product.N, params.product.group_size}, \
-   {a, perm, params.product.a_row_stride, params.product.K},                           \
-   {bias, out, partials, params.product.M, params.product.N},                          \
-   lut}
+#define MARLIN_MOE_BUFFERS MARLIN_PRODUCT_TENSORS, constant MoeParams& params [[buffer(kSlotParams)]]

@@ -58,7 +58,7 @@ template <WeightFormat format, typename T>
     }
     return;
   }
-  Product<T> product = MARLIN_MOE_PRODUCT;
+  Product<T> product = MARLIN_PRODUCT_OF(params.product);
   product = product_of_expert<format>(product, entry[0], params);
   const ExpertRows rows{pairs, count, params.top_k, params.a_slot_stride};
   fused_rows<format, T>(product, rows, params.product, shared, block, lane, simdgroup, simdgroups);

@@ -23,7 +23,7 @@ template <WeightFormat format, typename T>
     }
     return;
   }
-  Product<T> product = MARLIN_MOE_PRODUCT;
+  Product<T> product = MARLIN_PRODUCT_OF(params.product);
   product = product_of_expert<format>(product, expert, params);
   product.a.data = row_of_pair(a, pair, params);
   const GemvPlace place{0, pair, 1};

@@ -3,6 +3,7 @@
 
 #include "kernels/gemm/geometry.h"
 #ifndef __METAL_VERSION__
+#include "kernels/experts/params.h"
 #include "kernels/mlstm/params.h"
 #endif
 

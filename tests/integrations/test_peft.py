@@ -215,7 +215,7 @@ def test_prepare_for_training_freezes_and_refuses():
     prepare_for_training(half, gradient_checkpointing=False, norms_in_fp32=True)
     assert half.model.norm.weight.dtype == torch.float32 and half.model.embed_tokens.weight.dtype == torch.float16
     assert not half.is_gradient_checkpointing
-    with pytest.raises(ValueError, match="expected MarlinLinear layers, got Linear without any"):
+    with pytest.raises(ValueError, match="expected packed layers, got Linear without any"):
         prepare_for_training(nn.Linear(8, 8))
     layer = nn.Sequential(MarlinLinear.from_packed(tmm.quantize_weight(torch.randn(24, 64), "uint4", 64)))
     with pytest.raises(ValueError, match="gradient_checkpointing: expected False for Sequential"):

@@ -107,7 +107,7 @@ def test_a_model_with_experts_compiles_as_one_graph(write, tmp_path) -> None:
             torch.testing.assert_close(compiled(a[:T], ids[:T], weights[:T]), experts(a[:T], ids[:T], weights[:T]))
 
 
-def test_experts_that_cannot_be_stacked_run_separately_and_compute_the_same(tmp_path, caplog) -> None:
+def test_experts_that_cannot_be_stacked_run_separately_and_compute_the_same(tmp_path) -> None:
     expected = split_experts(tmp_path / "source")
     config = MarlinConfig(modules_to_not_convert="*.experts.2.w2")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "source", dtype=torch.float32, quantization_config=config)

@@ -16,7 +16,7 @@ def prepare_for_training(
     converts every 16-bit parameter to float32, the embeddings too, and leaves checkpointing off.
 
     Args:
-        model: holds `MarlinLinear` layers.
+        model: holds packed layers.
         gradient_checkpointing: whether to recompute activations in the backward pass. The model must then be one of
             transformers. The checkpoints are not reentrant, so the inputs need no gradient.
         norms_in_fp32: whether modules whose class name ends in "Norm" get float32 parameters. Many models then compute

@@ -1,0 +1,44 @@
+// Parameters of the kernels that multiply with the weights of experts, and the table that moe_sort writes. Shared by
+// shaders and host. Plain C subset, see shared/types.h.
+#pragma once
+
+#include "kernels/gemm/geometry.h"
+
+namespace marlin {
+
+// A pair is a token and one of its slots, numbered token * top_k + slot. `product` describes the weight of one expert;
+// its M is the number of pairs, and its a_row_stride the distance of two tokens.
+struct MoeParams {
+  GemmParams product;
+  int64_t a_slot_stride;  // elements; 0 if the slots of a token share one row
+  uint32_t experts;
+  uint32_t top_k;
+  uint32_t id_bytes;                    // 4 for int32 ids, 8 for int64
+  uint32_t global_scale_expert_stride;  // 1 or N
+  uint32_t block_rows;                  // in moe_sort and moe_fused, rows of a block
+  uint32_t blocks;                      // the entries of moe_sort's table
+};
+static_assert(sizeof(MoeParams) == 64, "shared with the shaders");
+
+// out[row, n] = round(sum over the row's `terms` pairs of row_weights[pair] * (products[pair, n] + bias[expert, n]))
+struct MoeReduceParams {
+  uint32_t rows;
+  uint32_t N;
+  uint32_t terms;
+  uint32_t experts;
+  uint32_t id_bytes;
+  int32_t row_weights_type;  // an ElementType, or -1 if there are none
+};
+static_assert(sizeof(MoeReduceParams) == 24, "shared with the shaders");
+
+// moe_sort: one threadgroup, a thread per expert at a time. Its output is a table of three words for each block of rows
+// (expert, first place, rows; a surplus block has no rows), and then the pairs in the order of their experts.
+enum { kMoeSortThreads = 256, kMoeBlockWords = 3 };
+
+// The most blocks that `pairs` rows can fill: each expert, and the ids that are none, may have a block that is not
+// full.
+constexpr uint32_t moe_blocks(uint32_t pairs, uint32_t experts, uint32_t block_rows) {
+  return ceil_divide(pairs, block_rows) + (pairs < experts + 1 ? pairs : experts + 1);
+}
+
+}  // namespace marlin
