@@ -168,6 +168,17 @@ def test_opcheck(weight_format, requires_grad):
     )
 
 
+def test_the_gradient_of_rows_is_fp32_for_fake_tensors_too():
+    experts = experts_of("uint4b8")
+    ids = torch.tensor([[0, 4], [1, 5], [2, 2]])
+    torch.library.opcheck(
+        OPS.moe_gemm_grad_a.default,
+        (random(3, 2, 41, dtype=torch.float16), experts.b_packed, experts.scales, ids),
+        experts.arguments,
+        test_utils=("test_schema", "test_faketensor"),
+    )
+
+
 def test_compile_with_a_dynamic_number_of_tokens_compiles_once():
     experts = experts_of("uint4")
     counter = torch._dynamo.testing.CompileCounterWithBackend("inductor")
