@@ -101,8 +101,9 @@ class MoeGemmFunction : public torch::autograd::Function<MoeGemmFunction> {
           row_weights.defined()
               ? of_pairs * row_weights.to(at::kFloat).unsqueeze(-1)
               : of_pairs.expand_symint({expert_ids.sym_size(0), expert_ids.sym_size(1), of_pairs.sym_size(2)});
-      Tensor of_a = moe_gemm_grad_a_op().call(weighted, b_packed, scales, expert_ids, weight_format, group_size,
-                                   optional(saved[3]), optional(saved[4]), optional(saved[5]), optional(saved[6]));
+      Tensor of_a =
+          moe_gemm_grad_a_op().call(weighted, b_packed, scales, expert_ids, weight_format, group_size,
+                                    optional(saved[3]), optional(saved[4]), optional(saved[5]), optional(saved[6]));
       if (ctx->saved_data["a_dim"].toInt() == 2) of_a = of_a.sum(1);
       result[0] = of_a.to(grad.scalar_type());
     }

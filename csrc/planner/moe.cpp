@@ -40,7 +40,7 @@ Candidate fused_candidate(const GemmTile& row, const MoeProblem& problem, const 
     --most;
   const Tiling tiling = cheapest_split(dense, device, std::min(most, 4U), most,
                                        [&](uint32_t slices) { return fused_split(row, dense.weight, 0, slices); });
-  return {tiling, cost(tiling, dense, device).seconds};
+  return {tiling, cost(tiling, dense, device).seconds + kDispatchSeconds};  // moe_sort
 }
 
 Candidate choose(const MoeProblem& problem, const GpuDevice& device) {

@@ -111,12 +111,12 @@ void check_elementwise_keys() {
 void check_moe_keys() {
   subject = "keys of products with experts";
   check_keys_of(
-      MoeProblem{.product = square(12, 512, 704, 64), .experts = 8, .top_k = 4},
-      [](auto& p) { p.product.M = 16; }, [](auto& p) { p.product.a_row_stride = 708; },
-      [](auto& p) { p.product.variant = "gemv"; }, [](auto& p) { p.product.weight.format = WeightFormat::nvfp4; },
-      [](auto& p) { p.a_slot_stride = 704; }, [](auto& p) { p.experts = 16; }, [](auto& p) { p.top_k = 2; },
-      [](auto& p) { p.wide_ids = false; }, [](auto& p) { p.row_weights = ElementType::bfloat16; },
-      [](auto& p) { p.has_row_weights = true; }, [](auto& p) { p.reduce = true; });
+      MoeProblem{.product = square(12, 512, 704, 64), .experts = 8, .top_k = 4}, [](auto& p) { p.product.M = 16; },
+      [](auto& p) { p.product.a_row_stride = 708; }, [](auto& p) { p.product.variant = "gemv"; },
+      [](auto& p) { p.product.weight.format = WeightFormat::nvfp4; }, [](auto& p) { p.a_slot_stride = 704; },
+      [](auto& p) { p.experts = 16; }, [](auto& p) { p.top_k = 2; }, [](auto& p) { p.wide_ids = false; },
+      [](auto& p) { p.row_weights = ElementType::bfloat16; }, [](auto& p) { p.has_row_weights = true; },
+      [](auto& p) { p.reduce = true; });
 }
 
 }  // namespace

@@ -428,6 +428,7 @@ int main(int argc, char** argv) {
                           {"names", check_names},
                           {"tile refusals", check_tile_refusals},
                           {"stripe choices", check_stripe_choices},
+                          {"experts", check_experts},
                           {"elementwise", check_elementwise},
                           {"refusals", check_refusals}},
                          argc, argv);

@@ -127,13 +127,11 @@ def stack(model: nn.Module) -> dict[str, str]:
         if reason := _why_separate(module):
             left[name] = reason
             continue
-        first, down = module.layers(0)
-        dtype = down.dtype
+        dtype = _packed(module.layers(0)[1]).dtype
         stacks = []
-        for number, layers in enumerate((first, [down])):
-            packed = [layer.to_packed() for layer in layers]
+        for number, parts in enumerate(_weights(module, 0)):
             perm = any(_weights(module, index)[number][0].perm is not None for index in range(module.count))
-            stacks.append(ExpertWeights.room_for(packed, module.count, perm, dtype))
+            stacks.append(ExpertWeights.room_for(parts, module.count, perm, dtype))
         for index in range(module.count):
             for target, weights in zip(stacks, _weights(module, index), strict=True):
                 target.fill(index, weights)
@@ -169,7 +167,12 @@ def expert_layers(model: nn.Module) -> Iterator[tuple[str, PackedWeight]]:
 
 def _weights(module: SeparateExperts, index: int) -> tuple[list[PackedWeight], list[PackedWeight]]:
     gate_up, down = module.layers(index)
-    return [layer.to_packed() for layer in gate_up], [down.to_packed()]
+    return [_packed(layer).to_packed() for layer in gate_up], [_packed(down).to_packed()]
+
+
+def _packed(layer: nn.Module) -> MarlinLinear:
+    assert isinstance(layer, MarlinLinear)  # as _why_separate found
+    return layer
 
 
 def _why_separate(module: SeparateExperts) -> str:
