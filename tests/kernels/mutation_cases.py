@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from functools import partial
 
+import test_kernel_experts as experts
 import test_kernel_mlstm
 import test_kernel_repack as repack
 import test_kernel_values as values
@@ -119,6 +120,23 @@ def _reduce_cases() -> Iterator[Case]:
     yield from _striped_cases()
 
 
+def _moe_sort_cases() -> Iterator[Case]:
+    for case in experts.SORTS:
+        yield f"moe_sort {case}", partial(experts.test_sort, *case)
+
+
+def _moe_cases(*kernels: str) -> Iterator[Case]:
+    for kernel, options in experts.KERNELS:
+        for case in experts.PRODUCTS:
+            if kernel in kernels:
+                yield f"{kernel} {case.__name__}", partial(experts.test_products, case, kernel, options)
+
+
+def _moe_all() -> Iterator[Case]:
+    yield from _moe_sort_cases()
+    yield from _moe_cases("moe_gemv", "moe_fused")
+
+
 def _perm_cases() -> Iterator[Case]:
     for kernel in ("gemv", "fused", "single_stage"):
         yield f"{kernel} perm", partial(values.test_perm_beyond_range, kernel)
@@ -188,6 +206,11 @@ def cases_of(file: str) -> Iterator[Case]:
         "gemm/tile.h": _staged_cases,
         "gemm/fragment.h": _staged_cases,
         "gemm/activations.h": _perm_cases,
+        "experts/experts.h": _moe_all,
+        "experts/moe_sort.metal": _moe_sort_cases,
+        "experts/moe_gemv.metal": partial(_moe_cases, "moe_gemv"),
+        "experts/moe_fused.metal": partial(_moe_cases, "moe_fused"),
+        "experts/moe_reduce.metal": partial(_moe_cases, "moe_gemv"),
         "mlstm/mlstm.h": _mlstm_all,
         "mlstm/gates.metal": _mlstm_gates_cases,
         "mlstm/states.metal": _mlstm_cases,

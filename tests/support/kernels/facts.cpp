@@ -31,6 +31,9 @@ int main() {
   NUMBER(kSlotOut)
   NUMBER(kSlotPartials)
   NUMBER(kSlotParams)
+  NUMBER(kSlotExpertIds)
+  NUMBER(kSlotBlocks)
+  NUMBER(kSlotRowWeights)
   NUMBER(kSlotCount)
   // clang-format off
 #define MLSTM_NUMBERS(X)                                                                                        \
@@ -50,6 +53,8 @@ int main() {
   NUMBER(kFusedColumns)
   NUMBER(kFusedMaxRows)
   NUMBER(kFusedK)
+  NUMBER(kMoeSortThreads)
+  NUMBER(kMoeBlockWords)
   std::printf("\"end\": 0}, \"structs\": {\"GemmParams\": {");
   FIELD(GemmParams, a_row_stride)
   FIELD(GemmParams, M)
@@ -76,7 +81,23 @@ int main() {
   FIELD(RepackParams, rows)
   FIELD(RepackParams, columns)
   FIELD(RepackParams, stored_zeros)
-  std::printf("\"end\": %zu}, \"MlstmParams\": {", sizeof(RepackParams));
+  std::printf("\"end\": %zu}, \"MoeParams\": {", sizeof(RepackParams));
+  FIELD(MoeParams, product)
+  FIELD(MoeParams, a_slot_stride)
+  FIELD(MoeParams, experts)
+  FIELD(MoeParams, top_k)
+  FIELD(MoeParams, id_bytes)
+  FIELD(MoeParams, global_scale_expert_stride)
+  FIELD(MoeParams, block_rows)
+  FIELD(MoeParams, blocks)
+  std::printf("\"end\": %zu}, \"MoeReduceParams\": {", sizeof(MoeParams));
+  FIELD(MoeReduceParams, rows)
+  FIELD(MoeReduceParams, N)
+  FIELD(MoeReduceParams, terms)
+  FIELD(MoeReduceParams, experts)
+  FIELD(MoeReduceParams, id_bytes)
+  FIELD(MoeReduceParams, row_weights_type)
+  std::printf("\"end\": %zu}, \"MlstmParams\": {", sizeof(MoeReduceParams));
   // clang-format off
 #define MLSTM_FIELDS(X, type)                                                                                       \
   X(type, q.batch) X(type, q.head) X(type, q.token) X(type, k.batch) X(type, k.head) X(type, k.token)                \

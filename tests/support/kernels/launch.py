@@ -45,12 +45,16 @@ def element_type(dtype: torch.dtype | None) -> int:
     return facts()["element_types"][ELEMENT_NAMES[dtype]] if dtype is not None else 0
 
 
-def parameters(struct: str, **fields: float) -> bytes:
-    """Returns the bytes of a parameter struct. The C++ compiler gives the fields' offsets. Strides have 64 bits."""
+def parameters(struct: str, **fields: float | bytes) -> bytes:
+    """Returns the bytes of a parameter struct. The C++ compiler gives the fields' offsets. Strides have 64 bits.
+
+    A field that is a struct takes that struct's bytes.
+    """
     layout = facts()["structs"][struct]
     data = bytearray(layout["end"])
     for name, value in fields.items():
-        code = "f" if isinstance(value, float) else "q" if name == "a_row_stride" or "." in name else "I"
+        wide = name in ("a_row_stride", "a_slot_stride") or "." in name
+        code = f"{len(value)}s" if isinstance(value, bytes) else "f" if isinstance(value, float) else "Iq"[wide]
         struct_module.pack_into(f"<{code}", data, layout[name], value)
     return bytes(data)
 

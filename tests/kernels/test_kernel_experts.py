@@ -1,0 +1,98 @@
+"""The kernels of mixtures, in checked mode: the sorted table is exact, and products of all experts are within the bound.
+
+In checked mode, memory that no kernel has written is a fault, so blocks beyond the last and ids that are no expert must
+read nothing.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support import experts as reference_experts
+from tests.support import reference
+from tests.support.experts import make_experts
+from tests.support.kernels.experts import Mixture, expected_table, run_experts, run_sort
+from tests.support.kernels.launch import number
+
+HALF, BFLOAT, FLOAT = torch.float16, torch.bfloat16, torch.float32
+
+
+# tokens, top_k, experts, rows of a block, dtype of the ids
+SORTS = [
+    (1, 1, 1, 8, torch.int64),
+    (40, 2, 5, 16, torch.int32),
+    (9, 3, 300, 8, torch.int64),  # more experts than threads
+    (70, 1, 2, 32, torch.int64),
+]
+
+
+@pytest.mark.parametrize(("tokens", "top_k", "experts", "block_rows", "dtype"), SORTS)
+def test_sort(tokens: int, top_k: int, experts: int, block_rows: int, dtype: torch.dtype) -> None:
+    rng = np.random.default_rng([tokens, experts])
+    ids = torch.from_numpy(rng.integers(-1, experts + 2, (tokens, top_k))).to(dtype)
+    table, words = run_sort(ids, experts, block_rows), number("kMoeBlockWords")
+    blocks, pairs = expected_table(ids, experts, block_rows)
+    got = table.read((-1,), torch.int32).numpy()
+    entries = got[: len(got) - ids.numel()].reshape(-1, words)
+    assert (got[len(got) - ids.numel() :] == pairs).all()
+    assert (entries[: len(blocks)] == blocks).all()
+    assert len(entries) > len(blocks)
+    assert (entries[len(blocks) :, 2] == 0).all()
+
+
+def mixture(
+    weight_format: str, dtype: torch.dtype, ids: list[list[int]], *, E: int, K: int, N: int, **options
+) -> Mixture:
+    """Returns random rows and experts.
+
+    Args:
+        weight_format: see `WEIGHT_FORMATS`.
+        dtype: of the rows.
+        ids: the experts of each token's slots.
+        E: number of experts.
+        K: rows of a weight.
+        N: columns of a weight.
+        **options: `by_slot`: a row for each slot; `bias`, `weighted`, `reduce`, `use_perm`: as in `moe_gemm`.
+    """
+    group = {"nvfp4": 16, "mxfp4": 32}.get(weight_format, 16)
+    scale = {"global_scale_shape": (-1,)} if weight_format == "nvfp4" else {}
+    held = make_experts(weight_format, E, K, N, group, use_perm=options.pop("use_perm", False), **scale)
+    chosen = torch.tensor(ids)
+    rng = np.random.default_rng([K, N])
+    rows = (*chosen.shape, K) if options.pop("by_slot", False) else (len(ids), K)
+    return Mixture(
+        held, weight_format, group, torch.from_numpy(rng.standard_normal(rows)).to(dtype), chosen,
+        bias=torch.from_numpy(rng.standard_normal((E, N))).to(HALF) if options.pop("bias", False) else None,
+        row_weights=torch.from_numpy(rng.random(chosen.shape)).to(FLOAT) if options.pop("weighted", False) else None,
+        **options,
+    )  # fmt: skip
+
+
+def check(p: Mixture, kernel: str, **options: int) -> None:
+    got = run_experts(kernel, p, **options)
+    exact, bound = reference_experts.moe_gemm(
+        p.a, p.experts, p.ids, p.bias, p.row_weights, p.reduce, raw_codes=kernel == "moe_gemv"
+    )
+    reference.check_gemm(got, exact, bound)
+
+
+IDS = [[0, 2], [2, 3], [-1, 2], [1, 1]] + [[2, 0]] * 9  # one expert has more than a block of rows; 3 is no expert
+
+
+def case_of_one_sum(kernel: str, **options: int) -> None:
+    p = mixture("uint4", HALF, IDS, E=3, K=72, N=41, bias=True, weighted=True, reduce=True, by_slot=True)
+    check(p, kernel, **options)
+
+
+def case_of_pairs(kernel: str, **options: int) -> None:
+    check(mixture("nvfp4", BFLOAT, IDS, E=3, K=144, N=132, bias=True, use_perm=True), kernel, **options)
+
+
+PRODUCTS = [case_of_one_sum, case_of_pairs]
+KERNELS = [("moe_gemv", {"simdgroups": 2}), ("moe_fused", {"rows": 8, "simdgroups": 2})]
+
+
+@pytest.mark.parametrize(("kernel", "options"), KERNELS)
+@pytest.mark.parametrize("case", PRODUCTS)
+def test_products(case, kernel: str, options: dict[str, int]) -> None:
+    case(kernel, **options)

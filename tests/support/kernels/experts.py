@@ -1,0 +1,185 @@
+"""Launches the kernels of kernels/experts/ one after the other, as the planner's dispatches do."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from tests.support.experts import Experts
+from tests.support.kernels.launch import (
+    ELEMENT_NAMES,
+    Guarded,
+    element_type,
+    facts,
+    launch,
+    launch_elementwise,
+    number,
+    parameters,
+    place,
+    place_output,
+)
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Rows and the experts that multiply them."""
+
+    experts: Experts
+    weight_format: str
+    group_size: int
+    a: torch.Tensor  # [T, K] or [T, top_k, K]
+    ids: torch.Tensor  # [T, top_k]
+    bias: torch.Tensor | None = None
+    row_weights: torch.Tensor | None = None
+    reduce: bool = False
+    sizes: dict[str, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        E, words, N = self.experts.b_packed.shape
+        object.__setattr__(self, "sizes", {"E": E, "K": 8 * words, "N": N, "pairs": self.ids.numel()})
+
+    @property
+    def combines(self) -> bool:
+        return self.reduce or self.row_weights is not None
+
+
+def most_blocks(pairs: int, experts: int, block_rows: int) -> int:
+    return -(-pairs // block_rows) + min(pairs, experts + 1)
+
+
+def id_fields(ids: torch.Tensor) -> dict[str, int]:
+    return {"id_bytes": ids.element_size()}
+
+
+def run_sort(ids: torch.Tensor, experts: int, block_rows: int) -> Guarded:
+    """Returns the table: three words for each block, then the pairs."""
+    pairs, blocks = ids.numel(), most_blocks(ids.numel(), experts, block_rows)
+    table = place_output((blocks * number("kMoeBlockWords") + pairs,), torch.int32)
+    fields = {"experts": experts, "top_k": ids.shape[1], "block_rows": block_rows, "blocks": blocks, **id_fields(ids)}
+    launch(
+        "moe_sort",
+        {
+            "ExpertIds": place(ids.reshape(-1)),
+            "Blocks": table,
+            "Params": parameters("MoeParams", product=parameters("GemmParams", M=pairs), **fields),
+        },
+        group=(number("kMoeSortThreads"), 1, 1),
+        groups=(1, 1, 1),
+    )
+    return table
+
+
+def run_experts(kernel: str, p: Mixture, *, rows: int = 1, simdgroups: int = 1) -> torch.Tensor:
+    """Computes a mixture with `moe_gemv` or `moe_fused`.
+
+    Args:
+        kernel: which of the two.
+        p: the mixture.
+        rows: of a block, for `moe_fused`.
+        simdgroups: of a threadgroup; each multiplies a part of K.
+    """
+    few = kernel == "moe_gemv"
+    E, K, N, pairs = p.sizes.values()
+    columns, step = (number(f"k{name}{unit}") for name in ["Gemv" if few else "Fused"] for unit in ("Columns", "K"))
+    buffers, constants = _tensors(p)
+    blocks = most_blocks(pairs, E, rows)
+    if few:
+        buffers["ExpertIds"] = place(p.ids.reshape(-1))
+    else:
+        buffers["Blocks"] = run_sort(p.ids, E, rows)
+    out = place_output((pairs if not p.reduce else len(p.ids), N), p.a.dtype)
+    partials = place_output((pairs, N), torch.float32)
+    buffers["Partials" if p.combines else "Out"] = partials if p.combines else out
+    k_per_slice = -(-K // (step * simdgroups)) * step
+    product = {"a_row_stride": p.a.stride(0), "M": pairs, "N": N, "K": K, "group_size": p.group_size}
+    scale = p.experts.arguments.get("global_scale")
+    buffers["Params"] = parameters(
+        "MoeParams",
+        product=parameters("GemmParams", k_per_slice=k_per_slice, **product),
+        a_slot_stride=p.a.stride(1) if p.a.dim() == 3 else 0,
+        experts=E,
+        top_k=p.ids.shape[1],
+        global_scale_expert_stride=N if scale is not None and scale.numel() > E else 1,
+        block_rows=rows,
+        blocks=blocks,
+        **id_fields(p.ids),
+    )
+    biased = {name: constants.pop(name) for name in ("has_bias", "bias_type") if name in constants}
+    strips = -(-N // columns)
+    launch(
+        kernel,
+        buffers if not p.combines else {slot: buffer for slot, buffer in buffers.items() if slot != "Bias"},
+        group=(32 * simdgroups, 1, 1),
+        groups=(pairs, strips, 1) if few else (strips, blocks, 1),
+        weight_format=p.weight_format,
+        element=ELEMENT_NAMES[p.a.dtype],
+        constants=constants
+        | ({} if p.combines else biased)
+        | {
+            "rows_per_threadgroup": rows,
+            "subnormal_codes": True,
+            "writes_partials": p.combines,
+            "short_group_size": p.group_size if not few and p.group_size < min(step, K) else 0,
+            "ragged_k": K % step != 0,
+            "ragged_n": N % columns != 0,
+        },
+        threadgroup_bytes=facts()["gemv_bytes"][p.weight_format][1][simdgroups]
+        if few
+        else facts()["fused_bytes"][p.weight_format][simdgroups][rows // 8],
+    )
+    if p.combines:
+        _reduce(p, buffers, biased, partials, out)
+    shape = (*p.ids.shape[: 1 if p.reduce else 2], N)
+    return out.read(shape, p.a.dtype)
+
+
+def _tensors(p: Mixture) -> tuple[dict, dict]:
+    """Returns the buffers (by slot) and function constants of all tensors but ids and results."""
+    held = p.experts.arguments
+    buffers = {"A": place(p.a.reshape(-1)), "Packed": place(p.experts.b_packed), "Scales": place(p.experts.scales)}
+    constants: dict[str, int | bool] = {"scales_type": element_type(p.experts.scales.dtype)}
+    if "zeros" in held:
+        buffers["Zeros"] = place(held["zeros"])
+        constants["zeros_type"] = element_type(held["zeros"].dtype)
+    if "global_scale" in held:
+        buffers["GlobalScale"] = place(held["global_scale"].reshape(-1))
+        constants |= {"has_global_scale": True, "global_scale_per_column": held["global_scale"].numel() > p.sizes["E"]}
+    if "lut" in held:
+        buffers["Lut"] = place(held["lut"])
+    if "perm" in held:
+        buffers["Perm"] = place(held["perm"])
+        constants["has_perm"] = True
+    if p.bias is not None:
+        buffers["Bias"] = place(p.bias)
+        constants |= {"has_bias": True, "bias_type": element_type(p.bias.dtype)}
+    constants["vector_columns"] = p.sizes["N"] % 4 == 0
+    constants["vector_activations"] = "perm" not in held and p.sizes["K"] % 4 == 0
+    return buffers, constants
+
+
+def _reduce(p: Mixture, buffers: dict, biased: dict, partials: Guarded, out: Guarded) -> None:
+    terms = p.ids.shape[1] if p.reduce else 1
+    used = {"Partials": partials, "Out": out, "ExpertIds": place(p.ids.reshape(-1))}
+    if p.bias is not None:
+        used["Bias"] = buffers["Bias"]
+    weights_type = 2**32 - 1
+    if p.row_weights is not None:
+        used["RowWeights"] = place(p.row_weights.reshape(-1))
+        weights_type = element_type(p.row_weights.dtype)
+    fields = {"rows": p.sizes["pairs"] // terms, "N": p.sizes["N"], "terms": terms, "experts": p.sizes["E"]}
+    used["Params"] = parameters("MoeReduceParams", row_weights_type=weights_type, **fields, **id_fields(p.ids))
+    launch_elementwise(
+        "moe_reduce", p.sizes["N"], fields["rows"], used, element=ELEMENT_NAMES[p.a.dtype], constants=biased
+    )
+
+
+def expected_table(ids: torch.Tensor, experts: int, block_rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the blocks that have rows (expert, first place, rows), and the pairs in the order of their experts."""
+    keys = ids.reshape(-1).numpy()
+    keys = np.where((keys >= 0) & (keys < experts), keys, experts)
+    blocks, first = [], 0
+    for expert in range(experts + 1):
+        rows = int((keys == expert).sum())
+        blocks += [(expert, first + i, min(block_rows, rows - i)) for i in range(0, rows, block_rows)]
+        first += rows
+    return np.array(blocks, np.int64), np.argsort(keys, kind="stable")
