@@ -38,6 +38,7 @@ _NO_TOKENS = "a block without tokens, or of no chunks, is the scan's neutral ele
 _GUARDED = "the last whole step goes through the guarded one: the same loads, the same sums"
 _EQUAL = "equal values"
 EXPLAINED: dict[str, str] = {
+    "experts/experts.h: 'id < long(experts)' -> 'id <= long(experts)'": _EQUAL,
     "mlstm/gates.metal: 'first < end' -> 'first <= end'": _NO_TOKENS,
     "mlstm/gates.metal: 'first < params.chunks' -> 'first <= params.chunks'": _NO_TOKENS,
     "mlstm/states.metal: 'token + kBlock <= length' -> 'token + kBlock < length'": _GUARDED,

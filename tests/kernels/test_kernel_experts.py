@@ -21,7 +21,7 @@ HALF, BFLOAT, FLOAT = torch.float16, torch.bfloat16, torch.float32
 SORTS = [
     (1, 1, 1, 8, torch.int64),
     (40, 2, 5, 16, torch.int32),
-    (9, 3, 300, 8, torch.int64),  # more experts than threads
+    (40, 3, 512, 8, torch.int64),  # more experts than threads
     (70, 1, 2, 32, torch.int64),
 ]
 
