@@ -50,12 +50,19 @@ class MarlinDoraLayer(DoraLinearLayer):  # type: ignore[misc]
             return torch.empty(base.out_features, device="meta")
         A, B = lora_A.float(), lora_B.float()
         packed = replace(base.to_packed(), bias=None)
-        if self._squares is None or not _is_state(self._squares[0], packed):
-            self._squares = _state(packed), _squared_norms(packed)
+        constant = self._constant(packed)
         with torch.autocast(base.b_packed.device.type, enabled=False):
             mixed = (B * packed(A).T).sum(1)
-            squares = self._squares[1] + 2 * scaling * mixed + scaling**2 * ((B @ (A @ A.T)) * B).sum(1)
+            squares = constant + 2 * scaling * mixed + scaling**2 * ((B @ (A @ A.T)) * B).sum(1)
         return squares.clamp_min(0).sqrt()
+
+    def _constant(self, packed: PackedWeight) -> Tensor:
+        """Returns the squared norms of the weight alone. They are kept until one of its tensors is written."""
+        if torch.compiler.is_compiling():  # a graph cannot ask whether a tensor was written
+            return _squared_norms(packed)
+        if self._squares is None or not _is_state(self._squares[0], packed):
+            self._squares = _state(packed), _squared_norms(packed)
+        return self._squares[1]
 
     def forward(
         self,

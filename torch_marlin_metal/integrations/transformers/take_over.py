@@ -35,9 +35,7 @@ _loading_types: list[tuple[type, ...]] = []
 
 
 def takes_own(theirs: Any) -> Any:
-    """Returns a subclass of a library's config class for bitsandbytes that also accepts directories in this package's
-    format.
-    """
+    """Returns a subclass of a library's config class for bitsandbytes that also accepts this package's directories."""
 
     class Own(theirs):  # type: ignore[misc]
         @classmethod
