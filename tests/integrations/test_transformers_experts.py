@@ -1,5 +1,6 @@
 """from_pretrained loads mixtures of experts, whose weights stay packed and stacked."""
 
+import gc
 import json
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM, 
 
 from tests.support.llama import IDS
 from tests.support.models import same
-from torch_marlin_metal import MarlinExperts, MarlinLinear, PackedWeight, convert, quantize_weight
+from torch_marlin_metal import ExpertWeights, MarlinExperts, MarlinLinear, PackedWeight, convert, quantize_weight
 from torch_marlin_metal.integrations.transformers import MarlinConfig
 
 SIZES = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 32}
@@ -105,6 +106,32 @@ def test_a_model_with_experts_compiles_as_one_graph(write, tmp_path) -> None:
     with torch.no_grad():
         for T in (5, 3):
             torch.testing.assert_close(compiled(a[:T], ids[:T], weights[:T]), experts(a[:T], ids[:T], weights[:T]))
+
+
+def bytes_of_words() -> int:
+    """Returns the bytes of all packed words that belong to no stack."""
+    found = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for tensor in gc.get_objects()
+        if type(tensor) is torch.Tensor and tensor.dtype == torch.int32 and tensor.dim() == 2
+    }
+    return sum(found.values())
+
+
+def test_stacking_frees_each_expert_before_the_next(tmp_path, monkeypatch) -> None:
+    split_experts(tmp_path / "source")
+    gc.collect()
+    before, alive, fill = bytes_of_words(), [], ExpertWeights.fill
+
+    def counted(self: ExpertWeights, index: int, parts: list[PackedWeight]) -> None:
+        alive.append(bytes_of_words() - before)
+        fill(self, index, parts)
+
+    monkeypatch.setattr(ExpertWeights, "fill", counted)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "source", dtype=torch.float32)
+    expert = 3 * 64 * 96 // 2
+    assert alive == [(8 - index // 2) * expert for index in range(16)]  # two stacks of four experts, gate-up and down
+    assert sum(part.b_packed.nbytes for part in model.modules() if isinstance(part, ExpertWeights)) == 8 * expert
 
 
 def test_experts_that_cannot_be_stacked_run_separately_and_compute_the_same(tmp_path) -> None:

@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from torch_marlin_metal.layers.linear import WEIGHT_BUFFERS, MarlinLinear
+from torch_marlin_metal.layers.linear import MarlinLinear
+from torch_marlin_metal.layers.packed_layer import WEIGHT_BUFFERS
 from torch_marlin_metal.packed_weight import PackedWeight
 from torch_marlin_metal.parallel.split import split_columns, split_rows
 from torch_marlin_metal.version import __version__

@@ -121,9 +121,9 @@ def stack(model: nn.Module) -> dict[str, str]:
         The modules that stay separate, with the reason.
     """
     left = {}
-    for name, module in list(model.named_modules()):
-        if not isinstance(module, SeparateExperts):
-            continue
+    # A list of all modules would keep the experts that are in a stack already.
+    separate = [(name, module) for name, module in model.named_modules() if isinstance(module, SeparateExperts)]
+    for name, module in separate:
         if reason := _why_separate(module):
             left[name] = reason
             continue
@@ -132,6 +132,7 @@ def stack(model: nn.Module) -> dict[str, str]:
         for number, parts in enumerate(_weights(module, 0)):
             perm = any(_weights(module, index)[number][0].perm is not None for index in range(module.count))
             stacks.append(ExpertWeights.room_for(parts, module.count, perm, dtype))
+        del parts  # or the first expert would not be freed
         for index in range(module.count):
             for target, weights in zip(stacks, _weights(module, index), strict=True):
                 target.fill(index, weights)
