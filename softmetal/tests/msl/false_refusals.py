@@ -1,7 +1,8 @@
 """Counts the correct sources that the device refuses: `python softmetal/tests/msl/false_refusals.py [--folder PATH]`.
 
 The sources are our own kernels and, from the wheels of other projects, MLX's headers, PyTorch's headers for Metal and
-ggml's whole file. `--folder` adds the `.metal` files of a checkout, and compiles all their kernels. Apple's compiler
+ggml's whole file. `--folder` adds the `.metal` files of a checkout, for example of candle's
+`candle-metal-kernels/src/metal_src`; with `--compile` all kernels of these files are also compiled. Apple's compiler
 accepts all of these, so each refusal is a fault of the device. Files that need MetalPerformancePrimitives, a framework
 of Metal 4 which the device lacks, are counted apart.
 """
@@ -68,10 +69,10 @@ def ggml() -> Iterator[Source]:
     yield Source("ggml", "ggml-metal.metal", text, text, (), DEFINES)
 
 
-def folder(path: Path) -> Iterator[Source]:
+def folder(path: Path, whole: bool) -> Iterator[Source]:
     for file in sorted(path.rglob("*.metal")):
         text = file.read_text()
-        yield Source(path.name, file.name, text, text, (str(path), str(file.parent)), whole=True)
+        yield Source(path.name, file.name, text, text, (str(path), str(file.parent)), whole=whole)
 
 
 def refusal(source: Source) -> str:
@@ -112,7 +113,8 @@ def count(sources: Iterator[Source]) -> str:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, action="append", default=[], help="a checkout with .metal files")
-    folders = parser.parse_args().folder
+    parser.add_argument("--compile", action="store_true", help="also compile all kernels of the folders")
+    options = parser.parse_args()
     print(f"{'':24}{'files':>8}{'kernels':>10}{'refused':>10}{'Metal 4 only':>14}")
-    for sources in (ours(), pytorch(), mlx(), ggml(), *map(folder, folders)):
+    for sources in (ours(), pytorch(), mlx(), ggml(), *(folder(path, options.compile) for path in options.folder)):
         print(count(sources), flush=True)
