@@ -3,15 +3,18 @@
 from dataclasses import fields
 
 import pytest
+import torch
 from peft import AdaLoraConfig, LNTuningConfig, get_peft_model
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners.tuners_utils import BaseTuner
 from torch import nn
+from transformers import MixtralConfig, MixtralForCausalLM
 
 import torch_marlin_metal as tmm
 from tests.support.adapters import IDS, TARGETS, config, layers_of, packed_model, same_bits
 from tests.support.models import tensors
 from torch_marlin_metal.integrations.peft import prepare_for_training
+from torch_marlin_metal.layers.experts import ExpertWeights, MarlinExperts
 
 # Adapters of layers; XLORA has none of its own but those of LoRA.
 OTHERS = [
@@ -63,3 +66,22 @@ def test_other_adapters_of_float_layers_are_added():
     assert sum(parameter.grad is not None for parameter in model.parameters()) == 2
     with pytest.raises(ValueError, match=r"^LNTuningModel: layer '.*q_proj'"):
         model.add_adapter("other", LNTuningConfig(target_modules=["q_proj"]))
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"target_modules": ["gate_up"]}, "model.layers.0.mlp.experts.gate_up"),
+        ({"target_modules": r".*\.experts"}, "model.layers.0.mlp.experts"),
+        ({"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj"]}, "model.layers.0.mlp.experts"),
+    ],
+)
+def test_packed_experts_take_no_adapters(options, name):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 2}
+    model = MixtralForCausalLM(MixtralConfig(**sizes))
+    weights = [tmm.quantize_weight(torch.randn(rows, 64), "uint4b8", 32) for rows in (128, 64)]
+    gate_up, down = (ExpertWeights.from_packed([[weight], [weight]]) for weight in weights)
+    model.model.layers[0].mlp.experts = MarlinExperts(gate_up, down, lambda both: both[..., :64])
+    refused(model, config(**options), f"layer '{name}': expected a MarlinLinear, because packed experts of a mixture")

@@ -13,17 +13,24 @@ from tqdm.auto import tqdm
 
 from torch_marlin_metal.integrations.peft.layer import MarlinLoraLinear, check_config
 from torch_marlin_metal.layers.embedding import MarlinEmbedding
+from torch_marlin_metal.layers.experts import ExpertWeights, MarlinExperts
 from torch_marlin_metal.layers.fuse import FusedLinear
 from torch_marlin_metal.layers.linear import MarlinLinear
+
+PACKED = (MarlinLinear, FusedLinear, MarlinEmbedding, MarlinExperts, ExpertWeights)
+NO_EXPERTS = "expected a MarlinLinear, because packed experts of a mixture take no adapters"
 
 
 def check_targets(tuner: BaseTuner, model: nn.Module, config: Any) -> None:
     """Raises a ValueError if an adapter or a trainable copy would go onto a packed layer that cannot take it."""
     saved = getattr(config, "modules_to_save", None) or ()
+    parameters = [f".{name}".rpartition(".")[0] for name in getattr(config, "target_parameters", None) or ()]
     for name, module in model.named_modules():
         layer = module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
-        if not isinstance(layer, MarlinLinear | FusedLinear | MarlinEmbedding):
+        if not isinstance(layer, PACKED):
             continue
+        if isinstance(layer, MarlinExperts) and any(part and f".{name}".endswith(part) for part in parameters):
+            raise ValueError(f"MarlinLoraLinear: layer {name!r}: {NO_EXPERTS}, got target_parameters of it")
         if any(f".{part}." in f".{name}." for part in saved):
             raise ValueError(
                 f"MarlinLoraLinear: layer {name!r}: expected a float layer for modules_to_save, got a "
@@ -37,6 +44,8 @@ def check_targets(tuner: BaseTuner, model: nn.Module, config: Any) -> None:
                 f"{getattr(config.peft_type, 'value', config.peft_type)}, got a packed 4-bit {type(layer).__name__}, "
                 "which takes LoRA and DoRA adapters (LoraConfig) only"
             )
+        if isinstance(layer, MarlinExperts | ExpertWeights):
+            raise ValueError(f"MarlinLoraLinear: layer {name!r}: {NO_EXPERTS}, got {type(layer).__name__}")
         if isinstance(layer, FusedLinear):
             raise ValueError(
                 f"MarlinLoraLinear: layer {name!r}: expected a MarlinLinear, got one of several fused projections: "
@@ -128,7 +137,7 @@ WRAPPERS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
 def _plan_targets(tuner: Any, model: nn.Module, config: Any) -> Any:
     """Checks the targets of a config and returns them, "all-linear" as names. The config stays as it was."""
     planned = copy.copy(config)
-    if any(isinstance(module, MarlinLinear | FusedLinear | MarlinEmbedding) for module in model.modules()):
+    if any(isinstance(module, PACKED) for module in model.modules()):
         _include_all_linear(model, planned)
         if getattr(planned, "target_modules", None) is None:  # peft fills in the model family's default
             planned = tuner._prepare_adapter_config(planned, tuner.get_model_config(model))
