@@ -1,7 +1,11 @@
 """The error on import if torch or Python differ from those that the extension was compiled for."""
 
+import os
 import re
+import shutil
+import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -53,3 +57,23 @@ def test_a_missing_symbol_is_not_printed(monkeypatch) -> None:
 def test_another_python(monkeypatch) -> None:
     message = load_with(monkeypatch, ModuleNotFoundError("No module named 'torch_marlin_metal._C'"))
     assert f"no compiled extension for Python {sys.version_info.major}.{sys.version_info.minor}." in message
+
+
+def test_the_command_line_without_an_extension_names_the_command_that_builds_it(tmp_path) -> None:
+    """The table of formats is in the extension, so neither `convert` nor `inspect` works without it."""
+    package = Path(extension.__file__).parent
+    shutil.copytree(package, tmp_path / package.name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    # An editable installation's finder would find the extension in the repository.
+    code = """
+import runpy, sys
+sys.meta_path = [finder for finder in sys.meta_path if "editable" not in str(finder).lower()]
+sys.argv[1:] = ["inspect", "model"]
+runpy.run_module("torch_marlin_metal", run_name="__main__")
+"""
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    refusal = done.stderr.splitlines()[-1]
+    assert done.returncode == 1
+    assert "torch_marlin_metal: no compiled extension for Python" in refusal
+    assert extension.BUILD_COMMAND in refusal
