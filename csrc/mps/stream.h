@@ -6,6 +6,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <exception>
 #include <string>
 #include <vector>
 
@@ -59,12 +60,14 @@ class ProfiledKernel {
  public:
   // `tensors` are read only by a recording profiler.
   ProfiledKernel(id<MTLComputePipelineState> pipeline, const std::string& name, at::TensorList tensors);
-  ~ProfiledKernel();
+  // Throws unless an exception is on its way: a profiler that waits for the GPU raises the errors of earlier work here.
+  ~ProfiledKernel() noexcept(false);
   ProfiledKernel(const ProfiledKernel&) = delete;
   ProfiledKernel& operator=(const ProfiledKernel&) = delete;
 
  private:
   id<MTLComputePipelineState> pipeline_;
+  int exceptions_ = std::uncaught_exceptions();
 };
 
 }  // namespace marlin::mps

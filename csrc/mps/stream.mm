@@ -4,8 +4,6 @@
 #include <ATen/mps/MPSProfiler.h>
 #include <ATen/mps/MPSStream.h>
 
-#include <exception>
-
 #include "csrc/planner/chips.h"
 #include "csrc/planner/commit_policy.h"
 
@@ -128,9 +126,13 @@ ProfiledKernel::ProfiledKernel(id<MTLComputePipelineState> pipeline, const std::
                tensors);
 }
 
-ProfiledKernel::~ProfiledKernel() {
-  if (is_profiling()) at::mps::getCurrentMPSStream()->endKernelCoalescing();
-  end_kernel(at::mps::getMPSProfiler(), at::mps::getCurrentMPSStream(), pipeline_);
+ProfiledKernel::~ProfiledKernel() noexcept(false) {
+  try {
+    if (is_profiling()) at::mps::getCurrentMPSStream()->endKernelCoalescing();
+    end_kernel(at::mps::getMPSProfiler(), at::mps::getCurrentMPSStream(), pipeline_);
+  } catch (...) {
+    if (std::uncaught_exceptions() == exceptions_) throw;
+  }
 }
 
 }  // namespace marlin::mps

@@ -31,3 +31,33 @@ for kind, dtype in (("library", torch.float32), ("pipeline", torch.bfloat16)):
 def test_a_failing_compile(mps):
     done = subprocess.run([sys.executable, "-c", SCRIPT], check=True, capture_output=True, text=True)
     assert done.stdout.splitlines() == ["library True 0", "pipeline True 0"]
+
+
+# PyTorch's profiler, started with wait_until_completed, waits for the GPU at the end of each kernel.
+WAITING_PROFILER = """
+import softmetal
+import torch
+import torch_marlin_metal as tmm
+
+weight = tmm.quantize_weight(torch.randn(32, 64), "uint4b8", group_size=32).to("mps")
+a = torch.randn(1, 64, dtype=torch.float16, device="mps")
+expected = weight(a).cpu()
+source = "kernel void f(device float* x [[buffer(0)]], uint i [[thread_position_in_grid]]) { x[i + 1000] = 1; }"
+shader = torch.mps.compile_shader(source)
+y = torch.zeros(4, device="mps")
+torch.mps.synchronize()
+torch.mps.profiler.start("interval", True)
+with softmetal.checked():
+    shader.f(y)
+    try:
+        weight(a)
+    except RuntimeError as error:
+        print("out of bounds" in str(error), softmetal.autorelease_pools())
+torch.mps.profiler.stop()
+print(torch.equal(weight(a).cpu(), expected))
+"""
+
+
+def test_an_error_that_the_profilers_wait_raises(mps):
+    done = subprocess.run([sys.executable, "-c", WAITING_PROFILER], check=True, capture_output=True, text=True)
+    assert done.stdout.splitlines() == ["True 0", "True"]
