@@ -307,8 +307,8 @@ class Model:
     key_values: int
     feed_forward: int
     vocabulary: int
-    # Of llama.cpp. A layer of the 7B model has 24: 7 products, and 17 norms, rotations, copies, additions and
-    # attention.
+    # Dispatches that llama.cpp encodes for one layer. The 7B model has 24: 7 products, and 17 norms, rotations, copies,
+    # additions and attention.
     dispatches_per_layer: int = 24
 
     def weights(self) -> Sequence[tuple[int, int]]:

@@ -89,7 +89,7 @@ def test_activation_that_is_not_finite(kernel: str, weight_format: str, value: f
 def test_very_small_activations(weight_format: str, dtype: torch.dtype) -> None:
     """Products of these activations with subnormal codes would be flushed to zero.
 
-    They fill a row, half of its k, or one k.
+    They fill a whole row, every second k in a part of a row, or a single k.
     """
     p = problem(5, 40, 328, weight_format=weight_format, dtype=dtype, group_size=64, bias_dtype=None)
     inputs = make_inputs(p)

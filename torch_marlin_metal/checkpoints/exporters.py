@@ -104,7 +104,7 @@ class GptqExporter:
 
 @dataclass
 class AwqExporter:
-    """AutoAWQ's gemm layout: one group size for all layers, no act-order."""
+    """Converts layers to AutoAWQ's gemm layout, which has one group size for all layers and no act-order."""
 
     group_size: int | None = None
 
@@ -134,7 +134,7 @@ class AwqExporter:
 
 @dataclass
 class CompressedTensorsExporter:
-    """compressed-tensors: pack-quantized, nvfp4-pack-quantized and mxfp4-pack-quantized, also mixed."""
+    """Converts layers to compressed-tensors' 4-bit formats: integers, NVFP4 or MXFP4, also mixed in one model."""
 
     layers: dict[str, str] = field(default_factory=dict)  # layer's name -> JSON of its (format, scheme)
 

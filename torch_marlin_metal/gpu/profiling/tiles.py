@@ -16,7 +16,7 @@ from torch_marlin_metal.printing import RichText
 
 @dataclass(frozen=True)
 class TileRow:
-    """The budget of one variant with one tile shape.
+    """How much memory and how many registers one variant uses with one tile shape.
 
     Attributes:
         variant: the name for `gemm(variant=...)`.

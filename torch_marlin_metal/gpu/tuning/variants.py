@@ -1,4 +1,4 @@
-"""The variants that `bench --variant all` compares with the model's prediction and with the roof, the least time."""
+"""The variants that `bench --variant all` times, with the model's prediction and the least time at peak rates."""
 
 from __future__ import annotations
 
