@@ -175,6 +175,24 @@ Tensor gemm_mps(const Tensor& a, const Tensor& b_packed, const Tensor& scales, c
   return out;
 }
 
+// Finds a plan for the tokens and encodes it. Divides the tokens as launch() divides rows.
+void launch_moe(MoeProblem problem, Bindings bindings, const Tensor& a, const Tensor& out) {
+  const Tensor ids = bindings[kSlotExpertIds], row_weights = bindings[kSlotRowWeights];
+  const int64_t T = ids.size(0);
+  problem.product.M = static_cast<uint32_t>(ids.numel());
+  problem.product.vector_aligned_a = is_aligned(a, 4);
+  bindings[kSlotA] = a;
+  bindings[kSlotOut] = out;
+  const std::shared_ptr<const CompiledPlan> compiled = find_plan(problem, a);
+  const int64_t first = first_part(compiled->plan, T);
+  if (first == T) return encode(*compiled, std::move(bindings));
+  for (const auto& [start, tokens] : {std::pair(int64_t{0}, first), std::pair(first, T - first)}) {
+    bindings[kSlotExpertIds] = ids.narrow(0, start, tokens);
+    if (row_weights.defined()) bindings[kSlotRowWeights] = row_weights.narrow(0, start, tokens);
+    launch_moe(problem, bindings, a.narrow(0, start, tokens), out.narrow(0, start, tokens));
+  }
+}
+
 Tensor moe_gemm_mps(const Tensor& a, const Tensor& b_packed, const Tensor& scales, const Tensor& expert_ids,
                     c10::string_view weight_format, int64_t group_size, const OptionalTensor& zeros,
                     const OptionalTensor& global_scale, const OptionalTensor& lut, const OptionalTensor& perm,
@@ -192,18 +210,15 @@ Tensor moe_gemm_mps(const Tensor& a, const Tensor& b_packed, const Tensor& scale
   Tensor out = at::empty(sizes, a.options());
 
   const Tensor rows = a.stride(-1) == 1 ? a : a.contiguous();
-  bindings[kSlotA] = rows;
   bindings[kSlotBias] = held(bias);
   bindings[kSlotExpertIds] = expert_ids.contiguous();
   bindings[kSlotRowWeights] = held(row_weights);
-  bindings[kSlotOut] = out;
+  grid_size(op, "expert_ids", expert_ids.numel());
   GemmProblem& product = problem.product;
-  product.M = grid_size(op, "expert_ids", expert_ids.numel());
   product.a_row_stride = rows.stride(0);
   product.activations = element_type(rows);
   product.bias = bias ? element_type(*bias) : ElementType::float16;
   product.has_bias = bias.has_value();
-  product.vector_aligned_a = is_aligned(rows, 4);
   product.variant = variant;
   problem.a_slot_stride = rows.dim() == 3 ? rows.stride(1) : 0;
   problem.experts = grid_size(op, "experts", b_packed.size(0));
@@ -212,7 +227,7 @@ Tensor moe_gemm_mps(const Tensor& a, const Tensor& b_packed, const Tensor& scale
   problem.row_weights = row_weights ? element_type(*row_weights) : ElementType::float32;
   problem.has_row_weights = row_weights.has_value();
   problem.reduce = reduce;
-  encode(*find_plan(problem, rows), std::move(bindings));
+  launch_moe(problem, std::move(bindings), rows, out);
   return out;
 }
 

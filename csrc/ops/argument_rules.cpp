@@ -258,6 +258,23 @@ WeightShape check_moe_gemm(const Tensor& a, const WeightTensors& weight, const T
   return shape;
 }
 
+WeightShape check_moe_gemm_grad_a(const Tensor& grad, const WeightTensors& weight, const Tensor& expert_ids) {
+  const char* op = "moe_gemm_grad_a";
+  WeightShape shape = check_weight(op, weight, true);
+  const Checker check{op, grad.device()};
+  check.on_device("b_packed", weight.b_packed);
+  if (!is_activation_dtype(grad.scalar_type()) || grad.dim() != 3 || grad.sym_size(2) != shape.N) {
+    fail(op, "grad", text(kFloating, " [T, top_k, N] with N = ", shape.N), describe(grad));
+  }
+  const c10::SymInt T = grad.sym_size(0), top_k = grad.sym_size(1);
+  const bool integers = expert_ids.scalar_type() == at::kInt || expert_ids.scalar_type() == at::kLong;
+  if (!integers || expert_ids.dim() != 2 || expert_ids.sym_size(0) != T || expert_ids.sym_size(1) != top_k) {
+    fail(op, "expert_ids", text("int32 or int64 [T, top_k] = [", T, ", ", top_k, "]"), describe(expert_ids));
+  }
+  check.on_device("expert_ids", expert_ids);
+  return shape;
+}
+
 WeightShape check_gemm_transposed(const Tensor& a, const WeightTensors& weight) {
   const char* op = "gemm_transposed";
   if (!is_activation_dtype(a.scalar_type()) || a.dim() < 1) fail(op, "a", text(kFloating, " [..., N]"), describe(a));

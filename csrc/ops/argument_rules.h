@@ -58,6 +58,7 @@ WeightShape check_gemm_transposed(const Tensor& a, const WeightTensors& weight);
 // The weight's tensors have a leading dimension E.
 WeightShape check_moe_gemm(const Tensor& a, const WeightTensors& weight, const Tensor& expert_ids,
                            const OptionalTensor& bias, const OptionalTensor& row_weights, std::string_view variant);
+WeightShape check_moe_gemm_grad_a(const Tensor& grad, const WeightTensors& weight, const Tensor& expert_ids);
 WeightShape check_dequantize(const WeightTensors& weight, at::ScalarType dtype);
 WeightShape check_embedding(const Tensor& ids, const WeightTensors& weight, at::ScalarType dtype);
 void check_gptq_repack(const Tensor& qweight, const OptionalTensor& perm);

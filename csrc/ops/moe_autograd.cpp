@@ -5,6 +5,7 @@
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
@@ -32,6 +33,10 @@ OptionalTensor of_expert(const OptionalTensor& stack, int64_t expert) {
 Tensor moe_gemm_grad_a(const Tensor& grad, const Tensor& b_packed, const Tensor& scales, const Tensor& expert_ids,
                        c10::string_view weight_format, int64_t group_size, const OptionalTensor& zeros,
                        const OptionalTensor& global_scale, const OptionalTensor& lut, const OptionalTensor& perm) {
+  check_moe_gemm_grad_a(grad, {b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm},
+                        expert_ids);
+  // Autocast must not round what this computes in fp32.
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const int64_t experts = b_packed.size(0);
   const Tensor ids = expert_ids.to(at::kCPU, at::kLong).contiguous();
   std::vector<std::vector<int64_t>> pairs(static_cast<size_t>(experts));
@@ -90,11 +95,13 @@ class MoeGemmFunction : public torch::autograd::Function<MoeGemmFunction> {
     Tensor of_pairs = grad.to(at::kFloat);
     if (ctx->saved_data["reduce"].toBool()) of_pairs = of_pairs.unsqueeze(1);
     if (ctx->saved_data["weights_grad"].toBool()) {
+      // In fp32, as the products are that the weights multiply: one beyond fp16 may have a small weight.
+      const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
       const Tensor products =
-          moe_gemm_op().call(saved[8], b_packed, scales, expert_ids, weight_format, group_size, optional(saved[3]),
-                             optional(saved[4]), optional(saved[5]), optional(saved[6]), optional(saved[9]),
-                             std::nullopt, false, ctx->saved_data["variant"].toStringRef());
-      result[11] = (products.to(at::kFloat) * of_pairs).sum(-1).to(row_weights.scalar_type());
+          moe_gemm_op().call(saved[8].to(at::kFloat), b_packed, scales, expert_ids, weight_format, group_size,
+                             optional(saved[3]), optional(saved[4]), optional(saved[5]), optional(saved[6]),
+                             optional(saved[9]), std::nullopt, false, ctx->saved_data["variant"].toStringRef());
+      result[11] = (products * of_pairs).sum(-1).to(row_weights.scalar_type());
     }
     if (ctx->saved_data["a_grad"].toBool()) {
       const Tensor weighted =
@@ -111,6 +118,19 @@ class MoeGemmFunction : public torch::autograd::Function<MoeGemmFunction> {
   }
 };
 
+// Refuses second derivatives.
+Tensor moe_gemm_grad_a_autograd(const Tensor& grad, const Tensor& b_packed, const Tensor& scales,
+                                const Tensor& expert_ids, c10::string_view weight_format, int64_t group_size,
+                                const OptionalTensor& zeros, const OptionalTensor& global_scale,
+                                const OptionalTensor& lut, const OptionalTensor& perm) {
+  const char* op = "moe_gemm_grad_a";
+  check_no_grad(op, "grad", grad);
+  check_no_tangent(op, "grad", grad);
+  at::AutoDispatchBelowADInplaceOrView guard;
+  return moe_gemm_grad_a_op().call(grad, b_packed, scales, expert_ids, weight_format, group_size, zeros, global_scale,
+                                   lut, perm);
+}
+
 Tensor moe_gemm_autograd(const Tensor& a, const Tensor& b_packed, const Tensor& scales, const Tensor& expert_ids,
                          c10::string_view weight_format, int64_t group_size, const OptionalTensor& zeros,
                          const OptionalTensor& global_scale, const OptionalTensor& lut, const OptionalTensor& perm,
@@ -118,7 +138,10 @@ Tensor moe_gemm_autograd(const Tensor& a, const Tensor& b_packed, const Tensor& 
                          c10::string_view variant) {
   const char* op = "moe_gemm";
   check_weight_no_grad(op, {b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm});
-  if (bias) check_no_grad(op, "bias", *bias);
+  if (bias) {
+    check_no_grad(op, "bias", *bias);
+    check_no_tangent(op, "bias", *bias);
+  }
   check_no_tangent(op, "a", a);
   if (row_weights) check_no_tangent(op, "row_weights", *row_weights);
   const bool differentiate =
@@ -153,6 +176,7 @@ TORCH_LIBRARY_IMPL(torch_marlin_metal, CompositeExplicitAutograd, m) {
 
 TORCH_LIBRARY_IMPL(torch_marlin_metal, Autograd, m) {
   m.impl("moe_gemm", moe_gemm_autograd);
+  m.impl("moe_gemm_grad_a", moe_gemm_grad_a_autograd);
 }
 
 TORCH_LIBRARY_IMPL(torch_marlin_metal, AutocastCPU, m) {

@@ -73,11 +73,12 @@ Tensor moe_gemm_meta(const Tensor& a, const Tensor& b_packed, const Tensor& scal
   return at::empty_symint(sizes, a.options());
 }
 
-Tensor moe_gemm_grad_a_meta(const Tensor& grad, const Tensor& b_packed, const Tensor&, const Tensor&, c10::string_view,
-                            int64_t, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-                            const OptionalTensor&) {
-  return at::empty_symint({grad.sym_size(0), grad.sym_size(1), b_packed.sym_size(1) * kCodesPerWord},
-                          grad.options().dtype(at::kFloat));
+Tensor moe_gemm_grad_a_meta(const Tensor& grad, const Tensor& b_packed, const Tensor& scales, const Tensor& expert_ids,
+                            c10::string_view weight_format, int64_t group_size, const OptionalTensor& zeros,
+                            const OptionalTensor& global_scale, const OptionalTensor& lut, const OptionalTensor& perm) {
+  const WeightShape shape = check_moe_gemm_grad_a(
+      grad, {b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm}, expert_ids);
+  return at::empty_symint({grad.sym_size(0), grad.sym_size(1), shape.K}, grad.options().dtype(at::kFloat));
 }
 
 Tensor dequantize_meta(const Tensor& b_packed, const Tensor& scales, c10::string_view weight_format, int64_t group_size,

@@ -52,7 +52,7 @@ with softmetal.checked():
     try:
         weight(a)
     except RuntimeError as error:
-        print("out of bounds" in str(error), softmetal.autorelease_pools())
+        print("out-of-bounds" in str(error), softmetal.autorelease_pools())
 torch.mps.profiler.stop()
 print(torch.equal(weight(a).cpu(), expected))
 """

@@ -13,6 +13,7 @@ from tests.support.llama import IDS
 from tests.support.models import same
 from torch_marlin_metal import ExpertWeights, MarlinExperts, MarlinLinear, PackedWeight, convert, quantize_weight
 from torch_marlin_metal.integrations.transformers import MarlinConfig
+from torch_marlin_metal.integrations.transformers.experts import make_room
 
 SIZES = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 32}
 SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
@@ -141,6 +142,26 @@ def test_experts_that_cannot_be_stacked_run_separately_and_compute_the_same(tmp_
     assert not [module for module in model.modules() if isinstance(module, MarlinExperts)]
     with torch.no_grad():
         torch.testing.assert_close(model(IDS).logits, expected(IDS).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_experts_that_compute_something_else_are_left_alone() -> None:
+    name = "model.layers.0.mlp.experts.0.w1"
+    model = MixtralForCausalLM(MixtralConfig(**SIZES))
+    experts = model.model.layers[0].mlp.experts
+    experts.post_expert_norm = torch.nn.RMSNorm(64)  # as MuseSpark's have after down
+    assert not make_room(model, name)
+    del experts.post_expert_norm
+    assert make_room(model, name)
+
+
+def test_ids_of_no_expert_add_nothing_where_experts_run_one_by_one(tmp_path) -> None:
+    stacked_experts(tmp_path / "source")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "source", dtype=torch.float32)
+    stack = next(module for module in model.modules() if isinstance(module, MarlinExperts))
+    ids, weights = torch.tensor([[1, -1], [4, 0], [-3, 9]]), torch.rand(3, 2)
+    a = torch.randn(3, 64)
+    with torch.no_grad():
+        torch.testing.assert_close(stack.separate()(a, ids, weights), stack(a, ids, weights))
 
 
 @pytest.mark.parametrize("write", [split_experts, stacked_experts])

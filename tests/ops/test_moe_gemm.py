@@ -221,6 +221,84 @@ def test_gradients(by_slot, reduce, device):
         torch.testing.assert_close(ours.cpu().double(), exact_grad, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("reduce", [False, True])
+def test_autocast_does_not_round_the_gradients(reduce, device):
+    experts = experts_of("uint4b8").to(device)
+    ids = torch.tensor([[0, 4], [1, 5]], device=device)
+    leaves = [random(2, 80).bfloat16().to(device), random(2, 2, seed=1).to(device)]
+    grads = []
+    for enabled in (False, True):
+        a, weights = (leaf.clone().requires_grad_() for leaf in leaves)
+        with torch.autocast(device, dtype=torch.bfloat16, enabled=enabled):
+            y = tmm.moe_gemm(a, experts.b_packed, experts.scales, ids, row_weights=weights, reduce=reduce,
+                             **experts.arguments)  # fmt: skip
+            y.float().sum().backward()
+        grads.append((a.grad, weights.grad))
+    for without, within in zip(*grads, strict=True):
+        assert torch.equal(without, within)
+
+
+def test_a_product_beyond_fp16_with_a_small_weight_has_a_gradient():
+    experts = experts_of("uint4b8", exponent=14)
+    a, weights = random(2, 80, dtype=torch.float16), torch.full((2, 2), 2.0**-12, requires_grad=True)
+    ids = torch.tensor([[0, 4], [1, 2]])
+    options = {**experts.arguments, "row_weights": weights, "reduce": True}
+    y = tmm.moe_gemm(a, experts.b_packed, experts.scales, ids, **options)
+    y.sum().backward()
+    exact = torch.stack([torch.stack([a[t].double() @ torch.from_numpy(experts.weights[e].exact) for e in row])
+                         for t, row in enumerate(ids.tolist())])  # fmt: skip
+    assert exact.abs().max() > 65504 and y.isfinite().all()
+    torch.testing.assert_close(weights.grad.double(), exact.sum(-1), rtol=1e-4, atol=1.0)
+
+
+def test_second_derivatives_and_tangents_are_refused():
+    experts = experts_of("uint4b8")
+    a, ids = random(2, 80).requires_grad_(), torch.tensor([[0, 4], [1, 2]])
+    y = tmm.moe_gemm(a, experts.b_packed, experts.scales, ids, **experts.arguments)
+    with pytest.raises(ValueError, match="moe_gemm_grad_a: grad: expected a tensor that does not require grad"):
+        torch.autograd.grad(y.square().sum(), a, create_graph=True)
+    with torch.autograd.forward_ad.dual_level():
+        bias = torch.autograd.forward_ad.make_dual(torch.zeros(5, 41), torch.ones(5, 41))
+        with pytest.raises(ValueError, match="moe_gemm: bias: expected no forward-mode tangent"):
+            run(random(2, 80), experts, ids, bias=bias)
+
+
+@pytest.mark.parametrize("device_of_call", ["cpu", "meta"])
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("grad", torch.zeros(3, 2, 40), r"grad: expected .* \[T, top_k, N\] with N = 41, got float32 \[3, 2, 40\]"),
+        ("grad", torch.zeros(3, 41), r"grad: expected .* got float32 \[3, 41\]"),
+        ("ids", torch.zeros(2, 3, dtype=torch.int64), r"expert_ids: expected int32 or int64 \[T, top_k\] = \[3, 2\]"),
+        ("ids", torch.zeros(3, 2), r"expert_ids: expected int32 or int64 .* got float32 \[3, 2\]"),
+    ],
+)
+def test_wrong_arguments_of_the_gradient_are_named(name, value, message, device_of_call):
+    experts = experts_of("uint4b8").to(device_of_call)
+    given = {"grad": torch.zeros(3, 2, 41), "ids": torch.zeros(3, 2, dtype=torch.int64)} | {name: value}
+    grad, ids = (tensor.to(device_of_call) for tensor in given.values())
+    with pytest.raises(ValueError, match=f"moe_gemm_grad_a: {message}"):
+        OPS.moe_gemm_grad_a(grad, experts.b_packed, experts.scales, ids, **experts.arguments)
+
+
+@pytest.mark.parametrize("reduce", [False, True])
+def test_long_products_are_divided_by_tokens(reduce, mps):
+    import softmetal
+
+    experts = experts_of("uint4b8")
+    ids = torch.randint(-1, 5, (150, 2), generator=torch.Generator().manual_seed(0))
+    a, options = random(150, 80), {"row_weights": random(150, 2, seed=3), "reduce": reduce}
+    native = tmm.extension.native
+    longest = native.longest_plan_seconds()
+    softmetal.faults()
+    try:
+        native.set_longest_plan_seconds(1e-9)
+        check(a, experts, ids, "mps", **options)
+    finally:
+        native.set_longest_plan_seconds(longest)
+    assert len(softmetal.counters()) >= 3  # 64, 64 and 22 tokens
+
+
 def test_compile_forward_and_backward():
     experts = experts_of("mxfp4", K=96)
     ids = torch.tensor([[0, 4], [1, 5], [2, 2]])

@@ -147,7 +147,7 @@ class ExpertWeights(PackedLayer):
             for name in (*WEIGHT_BUFFERS, "bias")
         }
         whole = PackedWeight(weight_format=self.weight_format, group_size=self.group_size, **own)
-        if part is None:
+        if part is None or len(self.sizes) == 1:
             return whole
         start = sum(self.sizes[:part])
         columns = slice(start, start + self.sizes[part])

@@ -29,7 +29,7 @@ def prepare(
 
     Metal compiles a kernel when it is first used. macOS keeps the result for later processes, until macOS, PyTorch or
     this package is updated. Kernels that the process has compiled already take no time. Layers that are not on mps are
-    skipped.
+    skipped, and so are the experts of mixtures, whose kernels are compiled at their first call.
 
     Args:
         model: a model, or a layer, on its device.

@@ -23,6 +23,8 @@ from torch_marlin_metal.packed_weight import PackedWeight
 STACKED = re.compile(r"(.+)\.(gate_up_proj|down_proj)\.(\d+)")
 SPLIT = re.compile(r"(.+)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)")
 PARTS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+# An experts module with other parameters computes something that these modules do not, such as a norm after down.
+KNOWN_PARAMETERS = {"gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"}
 
 
 class SeparateExperts(nn.Module):
@@ -55,7 +57,7 @@ class SeparateExperts(nn.Module):
         """Returns `[T, H]` for `hidden_states [T, H]` and each token's experts and their weights, both `[T, top_k]`."""
         out = torch.zeros_like(hidden_states)
         for expert in torch.unique(top_k_index).tolist():
-            if expert >= self.count:
+            if not 0 <= expert < self.count:
                 continue
             tokens, slots = torch.where(top_k_index == expert)
             y = self._expert(expert, hidden_states[tokens])
@@ -190,7 +192,7 @@ def _why_separate(module: SeparateExperts) -> str:
 def shapes_of(experts: Any, name: str) -> LinearShape:
     """Returns the shape of one expert's layer of a stacked parameter `[E, N, K]`, or `[E, K, N]` if transposed."""
     weight, bias = experts._parameters[name], experts._parameters.get(f"{name}_bias")
-    _, N, K = weight.mT.shape if experts.is_transposed else weight.shape
+    _, N, K = weight.mT.shape if getattr(experts, "is_transposed", False) else weight.shape
     return LinearShape(N, K, weight.dtype, weight.device, None if bias is None else bias[0])
 
 
@@ -208,7 +210,8 @@ def make_room(model: Any, name: str) -> bool:
     assert found is not None
     parts = next((names for names in PARTS if split is not None and split[3] in names), ())
     interleaved = parts and not getattr(experts, "is_concatenated", True)
-    if interleaved or not all(held[part].dim() == 3 for part in ("gate_up_proj", "down_proj")):
+    others = {inner for inner, _ in experts.named_parameters()} - KNOWN_PARAMETERS
+    if others or interleaved or not all(held[part].dim() == 3 for part in ("gate_up_proj", "down_proj")):
         return False
     model.set_submodule(found[1], SeparateExperts(experts, parts).train(experts.training))
     return True
