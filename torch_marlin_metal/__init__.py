@@ -10,6 +10,7 @@ from torch_marlin_metal import convert
 from torch_marlin_metal.extension import CpuCapability, cpu_capability
 from torch_marlin_metal.formats import GROUP_SIZES, WEIGHT_FORMATS, WeightFormat, weight_format
 from torch_marlin_metal.gpu.planning import plan
+from torch_marlin_metal.layer_ops import add_rms_norm, gated_activation, rms_norm, rotary
 from torch_marlin_metal.layers.embedding import MarlinEmbedding
 from torch_marlin_metal.layers.experts import ExpertWeights, MarlinExperts
 from torch_marlin_metal.layers.fuse import fuse_projections
@@ -51,6 +52,7 @@ __all__ = [
     "PackedWeight",
     "WeightFormat",
     "__version__",
+    "add_rms_norm",
     "awq_repack",
     "awq_unpack_zeros",
     "convert",
@@ -58,6 +60,7 @@ __all__ = [
     "dequantize",
     "embedding",
     "fuse_projections",
+    "gated_activation",
     "gemm",
     "gemm_transposed",
     "gptq_perm",
@@ -76,6 +79,8 @@ __all__ = [
     "quantize_model",
     "quantize_weight",
     "replace_linear_layers",
+    "rms_norm",
+    "rotary",
     "transpose_words",
     "tuning",
     "weight_format",

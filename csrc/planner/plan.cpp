@@ -97,6 +97,16 @@ struct PrintParams {
            << " experts=" << params.experts << " id_bytes=" << params.id_bytes
            << " row_weights_type=" << params.row_weights_type;
   }
+  void operator()(const NormParams& params) const {
+    stream << ", columns=" << params.columns << " has_residual=" << params.has_residual;
+  }
+  void operator()(const RotaryParams& params) const {
+    stream << ", heads=" << params.q_heads << "+" << params.k_heads << " tokens=" << params.tokens
+           << " head_size=" << params.head_size << " rotary_size=" << params.rotary_size << " flags=" << params.flags;
+  }
+  void operator()(const ActivationParams& params) const {
+    stream << ", rows=" << params.rows << " columns=" << params.columns << " activation=" << params.activation;
+  }
   void operator()(const MlstmParams& params) const {
     stream << ", heads=" << params.heads << " S=" << params.S << " DK=" << params.DK << " DV=" << params.DV
            << " chunk_size=" << params.chunk_size << " chunks " << params.first_chunk << " to "

@@ -4,6 +4,7 @@
 #include "kernels/gemm/geometry.h"
 #ifndef __METAL_VERSION__
 #include "kernels/experts/params.h"
+#include "kernels/layer/params.h"
 #include "kernels/mlstm/params.h"
 #endif
 
@@ -60,6 +61,7 @@
 //   moe_fused: as gemm_fused; grid (ceil(N / kFusedColumns), moe_blocks(pairs, experts, rows), 1); partials
 //     [1, pairs, N].
 //   moe_reduce: threads as reduce; columns N, rows of the output.
+//   rms_norm, rotary, gated_activation: see kernels/layer/params.h.
 //   mlstm_gates: threads (32 * simdgroups, 1, 1), grid (blocks of chunks, heads); one block unless kMlstmGivenM.
 //   mlstm_states: threads (kMlstmStateThreads, 1, 1), grid (ceil(DV / kMlstmStateTile), ceil(DK / kMlstmStateTile),
 //     heads).
@@ -156,6 +158,7 @@
   MARLIN_KERNELS_MOE_GEMV(X)     \
   MARLIN_KERNELS_MOE_FUSED(X)    \
   MARLIN_KERNELS_MOE_REDUCE(X)   \
+  MARLIN_KERNELS_LAYER(X)        \
   MARLIN_KERNELS_MLSTM_GATES(X)  \
   MARLIN_KERNELS_MLSTM_STATES(X) \
   MARLIN_KERNELS_MLSTM_OUTPUT(X) \

@@ -13,12 +13,17 @@ ALLOWED = {
     "kernels/shared": [],
     "kernels/gemm": ["kernels/shared"],
     "kernels/experts": ["kernels/shared", "kernels/gemm"],
+    "kernels/layer": ["kernels/shared", "kernels/gemm/options.h"],
     "kernels/mlstm": ["kernels/shared", "kernels/gemm"],
     "csrc/core": ["kernels/shared"],
     "csrc/ops": ["csrc/core"],
     "csrc/cpu": ["csrc/core", "csrc/ops"],
     "csrc/planner": ["csrc/core", "kernels/shared"],
     "csrc/mps": ["csrc/ops", "csrc/planner"],
+    "csrc/layer": [
+        *("csrc/core", "csrc/ops", "csrc/cpu/gemm/kernel_table.h", "csrc/cpu/parallel.h"),
+        *("csrc/planner/plan_cache.h", "csrc/mps/encoder.h", "kernels/layer"),
+    ],
     # The mLSTM may use parts of the GEMM; nothing may use the mLSTM.
     "csrc/mlstm": [
         *("csrc/core", "csrc/ops", "csrc/planner/plan.h", "csrc/planner/plan_cache.h", "csrc/mps/encoder.h"),
@@ -27,14 +32,18 @@ ALLOWED = {
     "csrc/python": ["csrc/core", "csrc/cpu/capability.h", "csrc/planner", "kernels/shared"],
 }
 EXCEPTIONS = {
-    # variants.h lists the kernels of all products, so it needs their parameters.
+    # variants.h lists the kernels of all rooms, so it needs their parameters.
     ("kernels/shared/variants.h", "kernels/gemm/geometry.h"),
     ("kernels/shared/variants.h", "kernels/experts/params.h"),
+    ("kernels/shared/variants.h", "kernels/layer/params.h"),
     ("kernels/shared/variants.h", "kernels/mlstm/params.h"),
 }
 # Libraries that only some folders may include.
 LIBRARIES = {
-    "torch": (re.compile(r"(ATen|c10|torch)/"), {"csrc/ops", "csrc/cpu", "csrc/mps", "csrc/mlstm", "csrc/python"}),
+    "torch": (
+        re.compile(r"(ATen|c10|torch)/"),
+        {"csrc/ops", "csrc/cpu", "csrc/mps", "csrc/layer", "csrc/mlstm", "csrc/python"},
+    ),
     "PyTorch's private MPS headers": (re.compile(r"ATen/(native/)?mps/"), {"csrc/mps/stream"}),
     "Metal": (re.compile(r"Metal/"), {"csrc/mps"}),
 }

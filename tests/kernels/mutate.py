@@ -37,8 +37,12 @@ OUTCOMES = ("caught", "survived", "explained", "does not compile", "cannot be ju
 _NO_TOKENS = "a block without tokens, or of no chunks, is the scan's neutral element"
 _GUARDED = "the last whole step goes through the guarded one: the same loads, the same sums"
 _EQUAL = "equal values"
+_SMALL = "at zero both results are below one rounding"
 EXPLAINED: dict[str, str] = {
     "experts/experts.h: 'id < long(experts)' -> 'id <= long(experts)'": _EQUAL,
+    "layer/activation.metal: 'x < 0.0f' -> 'x <= 0.0f'": _SMALL,
+    "layer/activation.metal: 'gate > params.limit' -> 'gate >= params.limit'": _EQUAL,
+    "layer/activation.metal: 'up > params.limit' -> 'up >= params.limit'": _EQUAL,
     "mlstm/gates.metal: 'first < end' -> 'first <= end'": _NO_TOKENS,
     "mlstm/gates.metal: 'first < params.chunks' -> 'first <= params.chunks'": _NO_TOKENS,
     "mlstm/states.metal: 'token + kBlock <= length' -> 'token + kBlock < length'": _GUARDED,
@@ -190,6 +194,7 @@ def main() -> int:
         "shared/variants.h",
         "gemm/geometry.h",
         "experts/params.h",
+        "layer/params.h",
         "mlstm/params.h",
     }  # without code that runs on the GPU
     files = {p.relative_to(KERNELS).as_posix(): p for p in sorted(KERNELS.rglob("*.*"))}

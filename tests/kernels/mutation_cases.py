@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import test_kernel_experts as experts
+import test_kernel_layer as layer
 import test_kernel_mlstm
 import test_kernel_repack as repack
 import test_kernel_values as values
@@ -137,6 +138,21 @@ def _moe_all() -> Iterator[Case]:
     yield from _moe_cases("moe_gemv", "moe_fused")
 
 
+def _norm_cases() -> Iterator[Case]:
+    for case in layer.NORMS:
+        yield f"norm {case}", partial(layer.test_norm, *case)
+
+
+def _rotary_cases() -> Iterator[Case]:
+    for case in layer.ROTATIONS:
+        yield f"rotary {case}", partial(layer.test_rotary, *case)
+
+
+def _activation_cases() -> Iterator[Case]:
+    for options in layer.ACTIVATIONS:
+        yield f"activation {options}", partial(layer.test_activation, options)
+
+
 def _perm_cases() -> Iterator[Case]:
     for kernel in ("gemv", "fused", "single_stage"):
         yield f"{kernel} perm", partial(values.test_perm_beyond_range, kernel)
@@ -211,6 +227,9 @@ def cases_of(file: str) -> Iterator[Case]:
         "experts/moe_gemv.metal": partial(_moe_cases, "moe_gemv"),
         "experts/moe_fused.metal": partial(_moe_cases, "moe_fused"),
         "experts/moe_reduce.metal": partial(_moe_cases, "moe_gemv"),
+        "layer/norm.metal": _norm_cases,
+        "layer/rotary.metal": _rotary_cases,
+        "layer/activation.metal": _activation_cases,
         "mlstm/mlstm.h": _mlstm_all,
         "mlstm/gates.metal": _mlstm_gates_cases,
         "mlstm/states.metal": _mlstm_cases,

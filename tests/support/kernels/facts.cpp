@@ -55,6 +55,13 @@ int main() {
   NUMBER(kFusedK)
   NUMBER(kMoeSortThreads)
   NUMBER(kMoeBlockWords)
+  // clang-format off
+#define LAYER_NUMBERS(X)                                                                                        \
+  X(kSlotX) X(kSlotResidual) X(kSlotNormWeight) X(kSlotNorm) X(kSlotSum) X(kSlotRotaryQ) X(kSlotRotaryK)        \
+  X(kSlotCos) X(kSlotSin) X(kSlotRotatedQ) X(kSlotRotatedK) X(kSlotGate) X(kSlotUp) X(kSlotActivated)           \
+  X(kNormBytes) X(kRotaryWidth) X(kRotaryHeight) X(kRotaryInterleaved) X(kRotaryPerPair) X(kRotaryTransposed)
+  // clang-format on
+  LAYER_NUMBERS(NUMBER)
   std::printf("\"end\": 0}, \"structs\": {\"GemmParams\": {");
   FIELD(GemmParams, a_row_stride)
   FIELD(GemmParams, M)
@@ -97,7 +104,25 @@ int main() {
   FIELD(MoeReduceParams, experts)
   FIELD(MoeReduceParams, id_bytes)
   FIELD(MoeReduceParams, row_weights_type)
-  std::printf("\"end\": %zu}, \"MlstmParams\": {", sizeof(MoeReduceParams));
+  std::printf("\"end\": %zu}, \"NormParams\": {", sizeof(MoeReduceParams));
+  // clang-format off
+#define NORM_FIELDS(X, type)                                                                                       \
+  X(type, x_stride) X(type, residual_stride) X(type, columns) X(type, eps) X(type, weight_offset)                  \
+  X(type, weight_type) X(type, has_residual)
+#define ROTARY_FIELDS(X, type)                                                                                     \
+  X(type, q.batch) X(type, q.head) X(type, q.token) X(type, k.batch) X(type, k.head) X(type, k.token)              \
+  X(type, cos.batch) X(type, cos.token) X(type, sin.batch) X(type, sin.token) X(type, q_heads) X(type, k_heads)    \
+  X(type, tokens) X(type, head_size) X(type, rotary_size) X(type, table_type) X(type, flags)
+#define ACTIVATION_FIELDS(X, type)                                                                                 \
+  X(type, gate_row) X(type, up_row) X(type, gate_column) X(type, up_column) X(type, rows) X(type, columns)         \
+  X(type, activation) X(type, limit) X(type, alpha)
+  // clang-format on
+  NORM_FIELDS(FIELD, NormParams)
+  std::printf("\"end\": %zu}, \"RotaryParams\": {", sizeof(NormParams));
+  ROTARY_FIELDS(FIELD, RotaryParams)
+  std::printf("\"end\": %zu}, \"ActivationParams\": {", sizeof(RotaryParams));
+  ACTIVATION_FIELDS(FIELD, ActivationParams)
+  std::printf("\"end\": %zu}, \"MlstmParams\": {", sizeof(ActivationParams));
   // clang-format off
 #define MLSTM_FIELDS(X, type)                                                                                       \
   X(type, q.batch) X(type, q.head) X(type, q.token) X(type, k.batch) X(type, k.head) X(type, k.token)                \
@@ -111,7 +136,10 @@ int main() {
   std::printf("\"end\": %zu}}, \"constants\": [", sizeof(MlstmParams));
 #define CONSTANT(index, type, shader_name, name) std::printf("\"%s\", ", #shader_name);
   MARLIN_FUNCTION_CONSTANTS(CONSTANT)
-  std::printf("\"\"], \"element_types\": {");
+  std::printf("\"\"], \"norm_threads\": {");
+  for (uint32_t columns : {1U, 33U, 777U, 8200U})
+    std::printf("\"%u\": %u, ", columns, norm_threads(columns));
+  std::printf("\"end\": 0}, \"element_types\": {");
   for (int type = 0; type < 4; ++type) {
     std::printf("\"%s\": %d, ", std::string(name(static_cast<ElementType>(type))).c_str(), type);
   }

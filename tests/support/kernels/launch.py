@@ -19,6 +19,16 @@ KERNELS = ROOT / "kernels"
 GUARD_BYTES = 256
 CHECKED = True
 METAL_TYPES = {"float16": "half", "bfloat16": "bfloat", "float32": "float"}
+WIDE = {
+    "a_row_stride",
+    "a_slot_stride",
+    "x_stride",
+    "residual_stride",
+    "gate_row",
+    "up_row",
+    "gate_column",
+    "up_column",
+}
 ELEMENT_NAMES = {
     torch.float16: "float16",
     torch.bfloat16: "bfloat16",
@@ -53,7 +63,7 @@ def parameters(struct: str, **fields: float | bytes) -> bytes:
     layout = facts()["structs"][struct]
     data = bytearray(layout["end"])
     for name, value in fields.items():
-        wide = name in ("a_row_stride", "a_slot_stride") or "." in name
+        wide = name in WIDE or "." in name
         code = f"{len(value)}s" if isinstance(value, bytes) else "f" if isinstance(value, float) else "Iq"[wide]
         struct_module.pack_into(f"<{code}", data, layout[name], value)
     return bytes(data)

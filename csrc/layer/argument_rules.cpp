@@ -1,0 +1,89 @@
+#include "csrc/layer/argument_rules.h"
+
+#include <array>
+#include <cmath>
+
+#include "csrc/ops/tensor_checks.h"
+
+namespace marlin {
+
+namespace {
+
+constexpr std::array<std::string_view, 4> kActivations{"silu", "gelu", "gelu_tanh", "clamped_silu"};
+
+bool is_floating(const Tensor& tensor) {
+  const at::ScalarType dtype = tensor.scalar_type();
+  return dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kFloat;
+}
+
+// Requires a tensor like another one, which has been checked.
+void check_like(const Checker& check, std::string_view argument, const Tensor& tensor, std::string_view other,
+                const Tensor& like) {
+  if (tensor.scalar_type() != like.scalar_type() || tensor.sym_sizes() != like.sym_sizes()) {
+    fail(check.op, argument, text(describe(like), " like ", other), describe(tensor));
+  }
+  check.on_device(argument, tensor);
+}
+
+}  // namespace
+
+void check_rms_norm(const char* op, const Tensor& x, const OptionalTensor& residual, const Tensor& weight, double eps) {
+  if (!is_floating(x) || x.dim() == 0) fail(op, "x", text(kFloating, " [..., N]"), describe(x));
+  const Checker check{op, x.device()};
+  if (residual) check_like(check, "residual", *residual, "x", x);
+  if (!is_floating(weight) || weight.dim() != 1 || weight.sym_size(0) != x.sym_size(-1)) {
+    fail(op, "weight", text(kFloating, " [N] = [", x.sym_size(-1), "]"), describe(weight));
+  }
+  check.on_device("weight", weight);
+  if (!(eps >= 0) || std::isinf(eps)) fail(op, "eps", "a number of at least 0", text(eps));
+}
+
+c10::SymInt check_rotary(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin, bool per_pair) {
+  const char* op = "rotary";
+  if (!is_floating(q) || q.dim() != 4) fail(op, "q", text(kFloating, " [B, H, S, D]"), describe(q));
+  const Checker check{op, q.device()};
+  if (k.scalar_type() != q.scalar_type() || k.dim() != 4 || k.sym_size(0) != q.sym_size(0) ||
+      k.sym_size(2) != q.sym_size(2) || k.sym_size(3) != q.sym_size(3)) {
+    fail(op, "k", text(dtype_name(q.scalar_type()), " [B, heads, S, D] with the B, S and D of q ", q.sym_sizes()),
+         describe(k));
+  }
+  check.on_device("k", k);
+  const bool is_table = is_floating(cos) && cos.dim() == 3;
+  if (!is_table || (cos.sym_size(0) != 1 && cos.sym_size(0) != q.sym_size(0)) || cos.sym_size(1) != q.sym_size(2)) {
+    fail(op, "cos", text(kFloating, " [B or 1, S, R] with the B and S of q ", q.sym_sizes()), describe(cos));
+  }
+  check.on_device("cos", cos);
+  check_like(check, "sin", sin, "cos", cos);
+  const c10::SymInt rotary_size = per_pair ? 2 * cos.sym_size(2) : cos.sym_size(2);
+  if (rotary_size % 2 != 0 || rotary_size > q.sym_size(3)) {
+    fail(op, "cos", text("a last dimension R with ", per_pair ? "2 R" : "even R", " of at most D = ", q.sym_size(3)),
+         describe(cos));
+  }
+  return rotary_size;
+}
+
+Activation check_gated_activation(const Tensor& gate, const Tensor& up, std::string_view activation,
+                                  std::optional<double> limit, std::optional<double> alpha) {
+  const char* op = "gated_activation";
+  if (!is_floating(gate) || gate.dim() == 0) fail(op, "gate", text(kFloating, " [..., N]"), describe(gate));
+  check_like({op, gate.device()}, "up", up, "gate", gate);
+  size_t index = 0;
+  while (index < kActivations.size() && kActivations[index] != activation)
+    ++index;
+  if (index == kActivations.size()) {
+    fail(op, "activation", "one of silu, gelu, gelu_tanh, clamped_silu", text("'", activation, "'"));
+  }
+  const auto found = static_cast<Activation>(index);
+  const bool is_clamped = found == Activation::clamped_silu;
+  if (limit.has_value() != is_clamped || (limit && !(*limit > 0))) {
+    fail(op, "limit", is_clamped ? "a number above 0 for clamped_silu" : text("None for ", activation),
+         limit ? text(*limit) : "None");
+  }
+  if (alpha.has_value() != is_clamped || (alpha && !std::isfinite(*alpha))) {
+    fail(op, "alpha", is_clamped ? "a number for clamped_silu" : text("None for ", activation),
+         alpha ? text(*alpha) : "None");
+  }
+  return found;
+}
+
+}  // namespace marlin

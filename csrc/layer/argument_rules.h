@@ -1,0 +1,18 @@
+// Shape and dtype rules of the operators between the products of a decoder layer, shared by all backends.
+#pragma once
+
+#include "csrc/ops/argument_rules.h"
+#include "kernels/layer/params.h"
+
+namespace marlin {
+
+// Each of these raises the error of fail() in csrc/ops/argument_rules.h.
+void check_rms_norm(const char* op, const Tensor& x, const OptionalTensor& residual, const Tensor& weight, double eps);
+
+// Returns the number of elements of a head that are rotated.
+c10::SymInt check_rotary(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin, bool per_pair);
+
+Activation check_gated_activation(const Tensor& gate, const Tensor& up, std::string_view activation,
+                                  std::optional<double> limit, std::optional<double> alpha);
+
+}  // namespace marlin

@@ -1,0 +1,208 @@
+// The operators between the products of a decoder layer, for MPS. Each is one dispatch.
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <bit>
+#include <limits>
+#include <string>
+#include <tuple>
+
+#include "csrc/layer/argument_rules.h"
+#include "csrc/mps/encoder.h"
+#include "csrc/planner/plan_cache.h"
+
+namespace marlin::mps {
+namespace {
+
+using TwoTensors = std::tuple<Tensor, Tensor>;
+
+// The fields of a launch: the element type, and all parameters.
+using LayerKey = std::array<int64_t, 20>;
+
+int64_t bits(float value) {
+  return std::bit_cast<int32_t>(value);
+}
+
+// Encodes a dispatch, which is planned and compiled only for a key that was not seen before.
+template <Kernel kernel, typename MakeDispatch>
+void launch(const LayerKey& key, ElementType element, Bindings bindings, const MakeDispatch& make) {
+  static auto* plans = new LaunchCache<LayerKey, CompiledPlan>;  // of this kernel
+  const auto plan = plans->get(
+      key, [&] { return compile({.dispatches = {make(kernel, host_name(kernel, WeightFormat::uint4b8, element))}}); });
+  encode(*plan, std::move(bindings));
+}
+
+uint32_t size(const char* op, const char* name, int64_t value) {
+  constexpr int64_t kLargest = std::numeric_limits<int32_t>::max();
+  TORCH_CHECK_VALUE(value <= kLargest, "torch_marlin_metal::", op, ": ", name, ": expected at most ", kLargest,
+                    " on mps, got ", value);
+  return static_cast<uint32_t>(value);
+}
+
+// Returns a tensor as rows, [M, N]; a copy if one stride does not reach all rows.
+Tensor rows(const Tensor& tensor) {
+  return tensor.dim() == 2 ? tensor : tensor.reshape({-1, tensor.size(-1)});
+}
+
+Tensor unit_stride(const Tensor& tensor) {
+  return tensor.stride(-1) == 1 ? tensor : tensor.contiguous();
+}
+
+void norm(const char* op, const Tensor& x, const Tensor& residual, const Tensor& weight, double eps, double offset,
+          const Tensor& y, const Tensor& sum) {
+  const Tensor values = unit_stride(rows(x));
+  const Tensor added = residual.defined() ? unit_stride(rows(residual)) : Tensor();
+  const Tensor weights = weight.contiguous();
+  const NormParams params{.x_stride = values.stride(0),
+                          .residual_stride = added.defined() ? added.stride(0) : 0,
+                          .columns = size(op, "x", values.size(1)),
+                          .eps = static_cast<float>(eps),
+                          .weight_offset = static_cast<float>(offset),
+                          .weight_type = static_cast<int32_t>(element_type(weights)),
+                          .has_residual = added.defined(),
+                          .unused = 0};
+  const uint32_t M = size(op, "rows of x", values.size(0));
+  const ElementType element = element_type(values);
+  Bindings bindings;
+  bindings[kSlotX] = values;
+  bindings[kSlotResidual] = added;
+  bindings[kSlotNormWeight] = weights;
+  bindings[kSlotNorm] = y;
+  bindings[kSlotSum] = sum;
+  launch<Kernel::rms_norm>({static_cast<int64_t>(element), M, params.x_stride, params.residual_stride, params.columns,
+                            bits(params.eps), bits(params.weight_offset), params.weight_type, params.has_residual},
+                           element, std::move(bindings), [&](Kernel kernel, std::string function) {
+                             return Dispatch{.kernel = kernel,
+                                             .function = std::move(function),
+                                             .grid = {M, 1, 1},
+                                             .threads = {norm_threads(params.columns), 1, 1},
+                                             .threadgroup_bytes = kNormBytes,
+                                             .params = params};
+                           });
+}
+
+Tensor rms_norm_mps(const Tensor& x, const Tensor& weight, double eps, double offset) {
+  check_rms_norm("rms_norm", x, std::nullopt, weight, eps);
+  Tensor y = at::empty(x.sizes(), x.options());
+  if (y.numel() != 0) norm("rms_norm", x, Tensor(), weight, eps, offset, y, Tensor());
+  return y;
+}
+
+TwoTensors add_rms_norm_mps(const Tensor& x, const Tensor& residual, const Tensor& weight, double eps, double offset) {
+  check_rms_norm("add_rms_norm", x, residual, weight, eps);
+  Tensor y = at::empty(x.sizes(), x.options());
+  Tensor sum = at::empty(x.sizes(), x.options());
+  if (y.numel() != 0) norm("add_rms_norm", x, residual, weight, eps, offset, y, sum);
+  return {y, sum};
+}
+
+RotaryStrides strides(const Tensor& tensor) {
+  return {tensor.stride(0), tensor.stride(1), tensor.stride(2)};
+}
+
+// Returns the strides of cos or sin [B or 1, S, R].
+RotaryStrides table_strides(const Tensor& table) {
+  return {table.size(0) == 1 ? 0 : table.stride(0), 0, table.stride(1)};
+}
+
+TwoTensors rotary_mps(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin, bool interleaved,
+                      bool per_pair, bool transposed) {
+  const char* op = "rotary";
+  const int64_t rotary_size = check_rotary(q, k, cos, sin, per_pair).expect_int();
+  Tensor q_out = at::empty(q.sizes(), q.options());
+  Tensor k_out = at::empty(k.sizes(), k.options());
+  if (q_out.numel() + k_out.numel() == 0) return {q_out, k_out};
+  const Tensor held_q = unit_stride(q);
+  const Tensor held_k = unit_stride(k);
+  const Tensor held_cos = unit_stride(cos);
+  const Tensor held_sin = unit_stride(sin);
+  uint32_t flags = interleaved ? kRotaryInterleaved : 0;
+  if (per_pair) flags |= kRotaryPerPair;
+  if (transposed) flags |= kRotaryTransposed;
+  const RotaryParams params{.q = strides(held_q),
+                            .k = strides(held_k),
+                            .cos = table_strides(held_cos),
+                            .sin = table_strides(held_sin),
+                            .q_heads = size(op, "heads of q", q.size(1)),
+                            .k_heads = size(op, "heads of k", k.size(1)),
+                            .tokens = size(op, "tokens of q", q.size(2)),
+                            .head_size = size(op, "D of q", q.size(3)),
+                            .rotary_size = static_cast<uint32_t>(rotary_size),
+                            .table_type = static_cast<int32_t>(element_type(held_cos)),
+                            .flags = flags,
+                            .unused = 0};
+  const uint32_t positions = size(op, "B * S of q", q.size(0) * q.size(2));
+  const ElementType element = element_type(held_q);
+  Bindings bindings;
+  bindings[kSlotRotaryQ] = held_q;
+  bindings[kSlotRotaryK] = held_k;
+  bindings[kSlotCos] = held_cos;
+  bindings[kSlotSin] = held_sin;
+  bindings[kSlotRotatedQ] = q_out;
+  bindings[kSlotRotatedK] = k_out;
+  // The strides of cos and sin are equal unless one of them was copied or cut differently, so both are in the key.
+  launch<Kernel::rotary>(
+      {static_cast<int64_t>(element) << 32 | params.table_type << 8 | flags, positions, params.q.batch, params.q.head,
+       params.q.token, params.k.batch, params.k.head, params.k.token, params.cos.batch, params.cos.token,
+       params.sin.batch, params.sin.token, params.q_heads, params.k_heads, params.tokens, params.head_size,
+       params.rotary_size},
+      element, std::move(bindings), [&](Kernel kernel, std::string function) {
+        const uint32_t columns = params.head_size - params.rotary_size / 2;
+        const uint32_t heads = params.q_heads + params.k_heads;
+        return Dispatch{.kernel = kernel,
+                        .function = std::move(function),
+                        .grid = {ceil_divide(columns, kRotaryWidth), ceil_divide(heads, kRotaryHeight), positions},
+                        .threads = {kRotaryWidth, kRotaryHeight, 1},
+                        .params = params};
+      });
+  return {q_out, k_out};
+}
+
+Tensor gated_activation_mps(const Tensor& gate, const Tensor& up, c10::string_view activation,
+                            std::optional<double> limit, std::optional<double> alpha) {
+  const char* op = "gated_activation";
+  const Activation kind = check_gated_activation(gate, up, activation, limit, alpha);
+  Tensor out = at::empty(gate.sizes(), gate.options());
+  if (out.numel() == 0) return out;
+  const Tensor gates = rows(gate);
+  const Tensor ups = rows(up);
+  const ActivationParams params{.gate_row = gates.stride(0),
+                                .up_row = ups.stride(0),
+                                .gate_column = gates.stride(1),
+                                .up_column = ups.stride(1),
+                                .rows = size(op, "rows of gate", gates.size(0)),
+                                .columns = size(op, "columns of gate", gates.size(1)),
+                                .activation = static_cast<int32_t>(kind),
+                                .limit = static_cast<float>(limit.value_or(0)),
+                                .alpha = static_cast<float>(alpha.value_or(0)),
+                                .unused = 0};
+  const ElementType element = element_type(gates);
+  Bindings bindings;
+  bindings[kSlotGate] = gates;
+  bindings[kSlotUp] = ups;
+  bindings[kSlotActivated] = out;
+  launch<Kernel::gated_activation>(
+      {static_cast<int64_t>(element), params.gate_row, params.up_row, params.gate_column, params.up_column, params.rows,
+       params.columns, params.activation, bits(params.limit), bits(params.alpha)},
+      element, std::move(bindings), [&](Kernel kernel, std::string function) {
+        return Dispatch{
+            .kernel = kernel,
+            .function = std::move(function),
+            .grid = {ceil_divide(params.columns, kElementwiseWidth), ceil_divide(params.rows, kElementwiseHeight), 1},
+            .threads = {kElementwiseWidth, kElementwiseHeight, 1},
+            .params = params};
+      });
+  return out;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(torch_marlin_metal, MPS, m) {
+  m.impl("rms_norm", rms_norm_mps);
+  m.impl("add_rms_norm", add_rms_norm_mps);
+  m.impl("rotary", rotary_mps);
+  m.impl("gated_activation", gated_activation_mps);
+}
+
+}  // namespace marlin::mps

@@ -1,0 +1,296 @@
+// The operators between the products of a decoder layer, for the CPU. Rows are converted to fp32 in blocks that stay in
+// the cache, by the converters of the GEMM kernels.
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <limits>
+#include <tuple>
+#include <vector>
+
+#include "csrc/core/math.h"
+#include "csrc/cpu/gemm/kernel_table.h"
+#include "csrc/cpu/parallel.h"
+#include "csrc/layer/argument_rules.h"
+
+namespace marlin::cpu {
+namespace {
+
+using TwoTensors = std::tuple<Tensor, Tensor>;
+
+constexpr int64_t kBlock = 512;      // elements that are computed at a time
+constexpr int64_t kGrain = 1 << 14;  // elements that are worth a thread
+
+const KernelSet& kernels() {
+  static const KernelSet& set = *kernels_of(capability().isa);
+  return set;
+}
+
+const char* place(const void* data, ElementType type, int64_t index) {
+  return static_cast<const char*>(data) + index * element_bytes(type);
+}
+
+char* place(void* data, ElementType type, int64_t index) {
+  return static_cast<char*>(data) + index * element_bytes(type);
+}
+
+Tensor rows(const Tensor& tensor) {
+  return tensor.dim() == 2 ? tensor : tensor.reshape({-1, tensor.size(-1)});
+}
+
+Tensor unit_stride(const Tensor& tensor) {
+  return tensor.stride(-1) == 1 ? tensor : tensor.contiguous();
+}
+
+// Adds the squares in 16 chains, so that the compiler can use vectors, and the chains in fp64.
+double sum_of_squares(const float* x, int64_t count) {
+  constexpr int kChains = 16;
+  float sums[kChains] = {};
+  int64_t i = 0;
+  for (; i + kChains <= count; i += kChains)
+    for (int c = 0; c < kChains; ++c)
+      sums[c] += x[i + c] * x[i + c];
+  double total = 0;
+  for (float sum : sums)
+    total += static_cast<double>(sum);
+  for (; i < count; ++i)
+    total += static_cast<double>(x[i]) * static_cast<double>(x[i]);
+  return total;
+}
+
+void norm(const Tensor& x, const Tensor& residual, const Tensor& weight, double eps, double offset, const Tensor& y,
+          const Tensor& sum) {
+  const Tensor values = unit_stride(rows(x));
+  const Tensor added = residual.defined() ? unit_stride(rows(residual)) : Tensor();
+  const Tensor stored_weight = weight.contiguous();
+  const ElementType type = element_type(values);
+  const int64_t N = values.size(1);
+  std::vector<float> weights(static_cast<size_t>(N));
+  kernels().to_float(stored_weight.const_data_ptr(), element_type(stored_weight), N, weights.data());
+  for (float& element : weights)
+    element += static_cast<float>(offset);
+  void* out = y.mutable_data_ptr();
+  void* sums = sum.defined() ? sum.mutable_data_ptr() : nullptr;
+  at_parallel().run(values.size(0), ceil_divide(kGrain, N), [&](int64_t begin, int64_t end) {
+    std::vector<float> row(static_cast<size_t>(N));
+    std::vector<float> other(static_cast<size_t>(sums == nullptr ? 0 : N));
+    for (int64_t m = begin; m < end; ++m) {
+      kernels().to_float(place(values.const_data_ptr(), type, m * values.stride(0)), type, N, row.data());
+      if (sums != nullptr) {
+        kernels().to_float(place(added.const_data_ptr(), type, m * added.stride(0)), type, N, other.data());
+        for (int64_t i = 0; i < N; ++i)
+          row[i] += other[i];
+        kernels().from_float(row.data(), type, N, place(sums, type, m * N));
+        kernels().to_float(place(sums, type, m * N), type, N, row.data());  // the norm is that of the rounded sum
+      }
+      double squares = 0;
+      for (int64_t i = 0; i < N; i += kBlock)
+        squares += sum_of_squares(row.data() + i, std::min(kBlock, N - i));
+      const auto factor = static_cast<float>(1 / std::sqrt(squares / static_cast<double>(N) + eps));
+      for (int64_t i = 0; i < N; ++i)
+        row[i] = row[i] * factor * weights[i];
+      kernels().from_float(row.data(), type, N, place(out, type, m * N));
+    }
+  });
+}
+
+Tensor rms_norm_cpu(const Tensor& x, const Tensor& weight, double eps, double offset) {
+  check_rms_norm("rms_norm", x, std::nullopt, weight, eps);
+  Tensor y = at::empty(x.sizes(), x.options());
+  if (y.numel() != 0) norm(x, Tensor(), weight, eps, offset, y, Tensor());
+  return y;
+}
+
+TwoTensors add_rms_norm_cpu(const Tensor& x, const Tensor& residual, const Tensor& weight, double eps, double offset) {
+  check_rms_norm("add_rms_norm", x, residual, weight, eps);
+  Tensor y = at::empty(x.sizes(), x.options());
+  Tensor sum = at::empty(x.sizes(), x.options());
+  if (y.numel() != 0) norm(x, residual, weight, eps, offset, y, sum);
+  return {y, sum};
+}
+
+// One call of rotary. Tables are in fp32, [batches, tokens, rotary_size], one element per rotated element.
+struct Rotation {
+  const float* cos;
+  const float* sin;
+  int64_t table_batch;  // stride
+  int64_t tokens;
+  int64_t head_size;
+  int64_t rotary_size;
+  bool interleaved;
+  bool transposed;
+
+  void rotate(const float* x, const float* c, const float* s, float* out) const {
+    const int64_t pairs = rotary_size / 2;
+    const int64_t step = interleaved ? 2 : 1;
+    const int64_t apart = interleaved ? 1 : pairs;
+    for (int64_t pair = 0; pair < pairs; ++pair) {
+      const int64_t i = pair * step;
+      const int64_t j = i + apart;
+      const float to_i = transposed ? s[j] : -s[i];
+      const float to_j = transposed ? -s[i] : s[j];
+      out[i] = x[i] * c[i] + x[j] * to_i;
+      out[j] = x[j] * c[j] + x[i] * to_j;
+    }
+    std::copy(x + rotary_size, x + head_size, out + rotary_size);
+  }
+
+  void run(const Tensor& in, const Tensor& out) const {
+    const Tensor held = unit_stride(in);
+    const ElementType type = element_type(held);
+    const int64_t heads = held.size(1);
+    void* to = out.mutable_data_ptr();
+    at_parallel().run(held.size(0) * heads * tokens, ceil_divide(kGrain, head_size), [&](int64_t begin, int64_t end) {
+      std::vector<float> x(static_cast<size_t>(head_size));
+      std::vector<float> y(static_cast<size_t>(head_size));
+      for (int64_t row = begin; row < end; ++row) {
+        const int64_t token = row % tokens;
+        const int64_t head = row / tokens % heads;
+        const int64_t batch = row / tokens / heads;
+        const int64_t from = batch * held.stride(0) + head * held.stride(1) + token * held.stride(2);
+        kernels().to_float(place(held.const_data_ptr(), type, from), type, head_size, x.data());
+        const int64_t table = batch * table_batch + token * rotary_size;
+        rotate(x.data(), cos + table, sin + table, y.data());
+        kernels().from_float(y.data(), type, head_size, place(to, type, row * head_size));
+      }
+    });
+  }
+};
+
+// Returns cos or sin in fp32, contiguous, with an element per rotated element.
+Tensor whole_table(const Tensor& table, bool per_pair, bool interleaved) {
+  Tensor wide = table.to(at::kFloat).contiguous();
+  if (!per_pair) return wide;
+  if (!interleaved) return wide.repeat({1, 1, 2});
+  return wide.unsqueeze(-1).expand({-1, -1, -1, 2}).flatten(2);
+}
+
+TwoTensors rotary_cpu(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin, bool interleaved,
+                      bool per_pair, bool transposed) {
+  const int64_t rotary_size = check_rotary(q, k, cos, sin, per_pair).expect_int();
+  Tensor q_out = at::empty(q.sizes(), q.options());
+  Tensor k_out = at::empty(k.sizes(), k.options());
+  if (q_out.numel() + k_out.numel() == 0) return {q_out, k_out};
+  const Tensor whole_cos = whole_table(cos, per_pair, interleaved);
+  const Tensor whole_sin = whole_table(sin, per_pair, interleaved);
+  const Rotation rotation{.cos = whole_cos.const_data_ptr<float>(),
+                          .sin = whole_sin.const_data_ptr<float>(),
+                          .table_batch = cos.size(0) == 1 ? 0 : q.size(2) * rotary_size,
+                          .tokens = q.size(2),
+                          .head_size = q.size(3),
+                          .rotary_size = rotary_size,
+                          .interleaved = interleaved,
+                          .transposed = transposed};
+  if (q_out.numel() != 0) rotation.run(q, q_out);
+  if (k_out.numel() != 0) rotation.run(k, k_out);
+  return {q_out, k_out};
+}
+
+// Returns exp(x) with a relative error of 2e-7 for x from -87 to 88, infinity above, exp(-87) below, and NaN for NaN.
+// Plain arithmetic, so that the compiler can use vectors.
+inline float exponential(float x) {
+  constexpr float kRound = 0x1.8p23F;  // adding and subtracting it rounds to an integer
+  const float bounded = x > 88.F ? 88.F : x < -87.F ? -87.F : x;
+  const float shifted = bounded * 0x1.715476p0F + kRound;
+  const float n = shifted - kRound;
+  // log 2 is the sum of two numbers, because a single one would lose low bits of the remainder.
+  const float r = bounded - n * 0x1.62e4p-1F - n * 0x1.7f7d1cp-20F;
+  float sum = 1.F / 5040;
+  sum = sum * r + 1.F / 720;
+  sum = sum * r + 1.F / 120;
+  sum = sum * r + 1.F / 24;
+  sum = sum * r + 1.F / 6;
+  sum = sum * r + 1.F / 2;
+  sum = sum * r + 1.F;
+  sum = sum * r + 1.F;
+  const uint32_t exponent = (std::bit_cast<uint32_t>(shifted) + 127U) << 23;
+  const float value = sum * std::bit_cast<float>(exponent);
+  return x > 88.F ? std::numeric_limits<float>::infinity() : value;
+}
+
+inline float sigmoid(float x) {
+  return 1.F / (1.F + exponential(-x));
+}
+
+// Abramowitz and Stegun, 7.1.26, with an absolute error of 1.5e-7, as in kernels/layer/activation.metal.
+inline float error_function(float x) {
+  const float size = std::fabs(x);
+  const float t = 1.F / (1.F + 0.3275911F * size);
+  float sum = 1.061405429F;
+  sum = sum * t - 1.453152027F;
+  sum = sum * t + 1.421413741F;
+  sum = sum * t - 0.284496736F;
+  sum = sum * t + 0.254829592F;
+  return std::copysign(1.F - sum * t * exponential(-size * size), x);
+}
+
+template <class Function>
+void each(float* gate, const float* up, int64_t count, const Function& function) {
+  for (int64_t i = 0; i < count; ++i)
+    gate[i] = function(gate[i], up[i]);
+}
+
+void activate(Activation activation, float* gate, const float* up, int64_t count, float limit, float alpha) {
+  switch (activation) {
+    case Activation::silu:
+      return each(gate, up, count, [](float g, float u) { return g * sigmoid(g) * u; });
+    case Activation::gelu:
+      return each(gate, up, count,
+                  [](float g, float u) { return 0.5F * g * (1.F + error_function(g * 0.70710678F)) * u; });
+    case Activation::gelu_tanh:
+      return each(gate, up, count,
+                  [](float g, float u) { return g * sigmoid(1.5957691F * (g + 0.044715F * g * g * g)) * u; });
+    case Activation::clamped_silu:
+      return each(gate, up, count, [=](float g, float u) {
+        g = g > limit ? limit : g;  // NaN passes
+        u = u > limit ? limit : u < -limit ? -limit : u;
+        return g * sigmoid(alpha * g) * (u + 1.F);
+      });
+  }
+}
+
+// Returns the tensor as rows whose elements are neighbours.
+Tensor neighbours(const Tensor& tensor) {
+  return unit_stride(rows(tensor));
+}
+
+Tensor gated_activation_cpu(const Tensor& gate, const Tensor& up, c10::string_view activation,
+                            std::optional<double> limit, std::optional<double> alpha) {
+  const Activation kind = check_gated_activation(gate, up, activation, limit, alpha);
+  Tensor out = at::empty(gate.sizes(), gate.options());
+  if (out.numel() == 0) return out;
+  const Tensor gates = neighbours(gate);
+  const Tensor ups = neighbours(up);
+  const ElementType type = element_type(gates);
+  const int64_t N = gates.size(1);
+  const int64_t blocks = ceil_divide(N, kBlock);
+  void* to = out.mutable_data_ptr();
+  at_parallel().run(gates.size(0) * blocks, kGrain / kBlock, [&](int64_t begin, int64_t end) {
+    float g[kBlock];
+    float u[kBlock];
+    for (int64_t block = begin; block < end; ++block) {
+      const int64_t row = block / blocks;
+      const int64_t column = block % blocks * kBlock;
+      const int64_t count = std::min(kBlock, N - column);
+      kernels().to_float(place(gates.const_data_ptr(), type, row * gates.stride(0) + column), type, count, g);
+      kernels().to_float(place(ups.const_data_ptr(), type, row * ups.stride(0) + column), type, count, u);
+      activate(kind, g, u, count, static_cast<float>(limit.value_or(0)), static_cast<float>(alpha.value_or(0)));
+      kernels().from_float(g, type, count, place(to, type, row * N + column));
+    }
+  });
+  return out;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(torch_marlin_metal, CPU, m) {
+  m.impl("rms_norm", rms_norm_cpu);
+  m.impl("add_rms_norm", add_rms_norm_cpu);
+  m.impl("rotary", rotary_cpu);
+  m.impl("gated_activation", gated_activation_cpu);
+}
+
+}  // namespace marlin::cpu

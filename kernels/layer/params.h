@@ -1,0 +1,124 @@
+// The kernels of layer/: normalisation, rotary embedding and gated activation. Their slots, parameters and launch
+// sizes, shared by shaders and host. Plain C subset, see kernels/shared/types.h.
+//
+// Launch sizes. Grids are counted in threadgroups.
+//   rms_norm: threads (norm_threads(columns), 1, 1), grid (rows, 1, 1); threadgroup memory kNormBytes.
+//   rotary: threads (kRotaryWidth, kRotaryHeight, 1), grid (ceil(columns / width), ceil(heads / height), batches *
+//     tokens); columns are the pairs and the elements that are not rotated, heads those of q and then those of k.
+//   gated_activation: threads (kElementwiseWidth, kElementwiseHeight, 1), grid (ceil(columns / width),
+//     ceil(rows / height), 1).
+#pragma once
+
+#include "kernels/shared/slots.h"
+
+namespace marlin {
+
+enum LayerSlot {
+  kSlotX = 0,           // rms_norm: [rows, columns], row stride in NormParams, unit stride in columns
+  kSlotResidual = 1,    // rms_norm: the same shape, or absent
+  kSlotNormWeight = 2,  // rms_norm: [columns]
+  kSlotNorm = 3,        // rms_norm: [rows, columns]
+  kSlotSum = 4,         // rms_norm: [rows, columns]; only with a residual
+  kSlotRotaryQ = 0,     // rotary: [batches, heads, tokens, head_size], unit stride in head_size
+  kSlotRotaryK = 1,
+  kSlotCos = 2,  // rotary: [batches, tokens, table columns], unit stride in the last
+  kSlotSin = 3,
+  kSlotRotatedQ = 4,  // rotary: contiguous
+  kSlotRotatedK = 5,
+  kSlotGate = 0,  // gated_activation: [rows, columns], strides in ActivationParams
+  kSlotUp = 1,
+  kSlotActivated = 2,  // gated_activation: contiguous
+};
+
+enum {
+  kNormMaxThreads = 1024,
+  kNormColumnsPerThread = 8,                      // at least, so that small rows take few simdgroups
+  kNormBytes = kNormMaxThreads / kSimdWidth * 4,  // a sum per simdgroup
+  kRotaryWidth = 32,
+  kRotaryHeight = 4,
+};
+
+constexpr uint32_t norm_threads(uint32_t columns) {
+  return columns >= kNormMaxThreads * kNormColumnsPerThread
+             ? uint32_t(kNormMaxThreads)
+             : round_up(ceil_divide(columns, kNormColumnsPerThread), kSimdWidth);
+}
+
+struct NormParams {
+  int64_t x_stride;
+  int64_t residual_stride;
+  uint32_t columns;
+  float eps;
+  float weight_offset;  // added to each weight
+  int32_t weight_type;  // ElementType
+  uint32_t has_residual;
+  uint32_t unused;
+};
+static_assert(sizeof(NormParams) == 40, "shared with the shaders");
+
+enum RotaryFlag {
+  kRotaryInterleaved = 1,  // pairs are neighbours; otherwise element i is paired with element i + rotary_size / 2
+  kRotaryPerPair = 2,      // the tables have an element per pair; otherwise one per element
+  kRotaryTransposed = 4,   // multiplies with the transposed matrix, for derivatives
+};
+
+struct RotaryStrides {
+  int64_t batch;
+  int64_t head;
+  int64_t token;
+};
+
+struct RotaryParams {
+  RotaryStrides q;
+  RotaryStrides k;
+  RotaryStrides cos;  // head is 0
+  RotaryStrides sin;
+  uint32_t q_heads;
+  uint32_t k_heads;
+  uint32_t tokens;
+  uint32_t head_size;
+  uint32_t rotary_size;  // the first elements of each head, which are rotated
+  int32_t table_type;    // ElementType of cos and sin
+  uint32_t flags;        // RotaryFlags
+  uint32_t unused;
+};
+static_assert(sizeof(RotaryParams) == 128, "shared with the shaders");
+
+enum class Activation : int32_t {
+  silu = 0,
+  gelu = 1,          // x Phi(x), with the error function
+  gelu_tanh = 2,     // its approximation with tanh
+  clamped_silu = 3,  // gpt-oss: g = min(gate, limit), u = clamp(up, limit): g sigmoid(alpha g) (u + 1)
+};
+
+struct ActivationParams {
+  int64_t gate_row;
+  int64_t up_row;
+  int64_t gate_column;
+  int64_t up_column;
+  uint32_t rows;
+  uint32_t columns;
+  int32_t activation;
+  float limit;
+  float alpha;
+  uint32_t unused;
+};
+static_assert(sizeof(ActivationParams) == 56, "shared with the shaders");
+
+}  // namespace marlin
+
+#define MARLIN_KERNELS_NORM(X)                                                                                 \
+  X("layer/norm", rms_norm, element,                                                                           \
+    MARLIN_SLOT(kSlotX) | MARLIN_SLOT(kSlotResidual) | MARLIN_SLOT(kSlotNormWeight) | MARLIN_SLOT(kSlotNorm) | \
+        MARLIN_SLOT(kSlotSum) | MARLIN_SLOT(kSlotParams))
+
+#define MARLIN_KERNELS_ROTARY(X)                                                                            \
+  X("layer/rotary", rotary, element,                                                                        \
+    MARLIN_SLOT(kSlotRotaryQ) | MARLIN_SLOT(kSlotRotaryK) | MARLIN_SLOT(kSlotCos) | MARLIN_SLOT(kSlotSin) | \
+        MARLIN_SLOT(kSlotRotatedQ) | MARLIN_SLOT(kSlotRotatedK) | MARLIN_SLOT(kSlotParams))
+
+#define MARLIN_KERNELS_ACTIVATION(X)               \
+  X("layer/activation", gated_activation, element, \
+    MARLIN_SLOT(kSlotGate) | MARLIN_SLOT(kSlotUp) | MARLIN_SLOT(kSlotActivated) | MARLIN_SLOT(kSlotParams))
+
+#define MARLIN_KERNELS_LAYER(X) MARLIN_KERNELS_NORM(X) MARLIN_KERNELS_ROTARY(X) MARLIN_KERNELS_ACTIVATION(X)

@@ -1,0 +1,123 @@
+"""What stands between the products of a decoder layer, as Python functions: norm, rotary embedding, gated activation.
+
+Each is one operator, and on mps one dispatch, where PyTorch's own operators take up to ten. All compute in fp32, round
+once, accept any strides and have derivatives.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+_ops = torch.ops.torch_marlin_metal
+_rms_norm = _ops.rms_norm.default
+_add_rms_norm = _ops.add_rms_norm.default
+_rotary = _ops.rotary.default
+_gated_activation = _ops.gated_activation.default
+
+ActivationName = Literal["silu", "gelu", "gelu_tanh", "clamped_silu"]
+
+
+def rms_norm(x: Tensor, weight: Tensor, *, eps: float, weight_offset: float = 0.0) -> Tensor:
+    """Divides each row by its root mean square and multiplies with a weight.
+
+    `y = x / sqrt(mean(x^2) + eps) * (weight + weight_offset)`. PyTorch's `rms_norm` is one dispatch on mps too, but it
+    has no offset, needs a weight of x's dtype, and is a sequence of operators on the CPU.
+
+    Args:
+        x: `[..., N]`, float16, bfloat16 or float32.
+        weight: `[N]`, any of the three dtypes.
+        eps: added to the mean of the squares.
+        weight_offset: added to the weight in fp32; 1 for Gemma's norms.
+
+    Returns:
+        `[..., N]` in the dtype of `x`, contiguous.
+
+    Raises:
+        ValueError: an argument has the wrong dtype, shape, device or value.
+    """
+    result: Tensor = _rms_norm(x, weight, eps=eps, weight_offset=weight_offset)
+    return result
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, *, eps: float, weight_offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Adds a residual and returns the norm of the sum and the sum.
+
+    The sum is rounded to the dtype of `x`, as PyTorch's addition is, and the norm is that of the rounded sum.
+
+    Args:
+        x: `[..., N]`, float16, bfloat16 or float32.
+        residual: like `x`.
+        weight: `[N]`, any of the three dtypes.
+        eps: as in `rms_norm`.
+        weight_offset: as in `rms_norm`.
+
+    Returns:
+        The norm and the sum, both like `x` and contiguous.
+
+    Raises:
+        ValueError: an argument has the wrong dtype, shape, device or value.
+    """
+    norm, total = _add_rms_norm(x, residual, weight, eps=eps, weight_offset=weight_offset)
+    return norm, total
+
+
+def rotary(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, per_pair: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Rotates pairs of elements of queries and keys by the angles of their positions (RoPE, arXiv:2104.09864).
+
+    Element i of a pair becomes `x_i cos_i - x_j sin_i` and element j `x_j cos_j + x_i sin_j`. Elements after the first
+    R of a head are copied.
+
+    Args:
+        q: `[B, H, S, D]`, float16, bfloat16 or float32.
+        k: `[B, any number of heads, S, D]`, the dtype of `q`.
+        cos: `[B, S, R]` or `[1, S, R]` with an even R of at most D, any of the three dtypes. transformers gives it in
+            this shape. It has no derivative.
+        sin: like `cos`.
+        interleaved: pairs are neighbours, elements 2i and 2i + 1; otherwise elements i and i + R/2.
+        per_pair: `cos` and `sin` have an element for each pair, so their last dimension is R/2.
+
+    Returns:
+        The rotated q and k, contiguous.
+
+    Raises:
+        ValueError: an argument has the wrong dtype, shape or device, or `cos` or `sin` requires grad.
+    """
+    rotated_q, rotated_k = _rotary(q, k, cos, sin, interleaved=interleaved, per_pair=per_pair)
+    return rotated_q, rotated_k
+
+
+def gated_activation(
+    gate: Tensor,
+    up: Tensor,
+    *,
+    activation: ActivationName = "silu",
+    limit: float | None = None,
+    alpha: float | None = None,
+) -> Tensor:
+    """Computes the activation of a gated feed-forward block, `activation(gate) * up`.
+
+    The halves of one tensor are given as views: `gate_up.chunk(2, -1)` if they are concatenated, and
+    `gate_up[..., ::2], gate_up[..., 1::2]` if they are interleaved.
+
+    Args:
+        gate: `[..., N]`, float16, bfloat16 or float32.
+        up: like `gate`.
+        activation: "silu"; "gelu", with the error function to 1.5e-7; "gelu_tanh", its approximation with tanh; or
+            "clamped_silu", which gpt-oss has: with `g = min(gate, limit)` and `u` = `up` clamped to -limit ... limit,
+            `g * sigmoid(alpha * g) * (u + 1)`.
+        limit: for "clamped_silu" only.
+        alpha: for "clamped_silu" only.
+
+    Returns:
+        `[..., N]` in the dtype of `gate`, contiguous.
+
+    Raises:
+        ValueError: an argument has the wrong dtype, shape, device or value.
+    """
+    result: Tensor = _gated_activation(gate, up, activation=activation, limit=limit, alpha=alpha)
+    return result
