@@ -9,6 +9,7 @@ from torch_marlin_metal import interrupt  # noqa: F401  before the imports that 
 from torch_marlin_metal import convert
 from torch_marlin_metal.extension import CpuCapability, cpu_capability
 from torch_marlin_metal.formats import GROUP_SIZES, WEIGHT_FORMATS, WeightFormat, weight_format
+from torch_marlin_metal.fuse.layers import FusedLayersReport, fuse_layers
 from torch_marlin_metal.gpu.planning import plan
 from torch_marlin_metal.layer_ops import add_rms_norm, gated_activation, rms_norm, rotary
 from torch_marlin_metal.layers.embedding import MarlinEmbedding
@@ -43,6 +44,7 @@ __all__ = [
     "WEIGHT_FORMATS",
     "CpuCapability",
     "ExpertWeights",
+    "FusedLayersReport",
     "MLSTMCell",
     "MLSTMLayer",
     "MLSTMState",
@@ -59,6 +61,7 @@ __all__ = [
     "cpu_capability",
     "dequantize",
     "embedding",
+    "fuse_layers",
     "fuse_projections",
     "gated_activation",
     "gemm",

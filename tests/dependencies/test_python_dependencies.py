@@ -9,6 +9,7 @@ ALLOWED = {
     "base": set(),
     "quantize": {"base"},
     "layers": {"base", "quantize"},
+    "fuse": {"base", "layers"},
     "checkpoints": {"base", "quantize", "layers"},
     "replace": {"base", "checkpoints"},
     "models": {"base", "quantize", "layers", "checkpoints", "replace"},
@@ -17,7 +18,7 @@ ALLOWED = {
     "parallel": {"base", "layers"},
     "integrations": {"base", "quantize", "layers", "checkpoints", "replace", "models"},
     "cli": {"base", "public", "checkpoints", "gpu"},
-    "public": {"base", "quantize", "layers", "checkpoints", "models", "gpu", "xlstm"},
+    "public": {"base", "quantize", "fuse", "layers", "checkpoints", "models", "gpu", "xlstm"},
 }
 # Modules that only re-export names for users. Inside the package only the command line imports them.
 PUBLIC = {"__init__", "convert", "profiling", "tuning"}

@@ -1,0 +1,68 @@
+"""Computes the activation between the products of a mixture's packed experts in one operator."""
+
+from collections.abc import Callable, Iterator
+from itertools import permutations
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_marlin_metal.fuse.proof import agrees, random_like, runs
+from torch_marlin_metal.layer_ops import gated_activation
+from torch_marlin_metal.layers.experts import MarlinExperts
+
+Activation = Callable[[Tensor], Tensor]
+DEPTH = 3  # of modules around the function whose numbers may be its own
+
+
+def _numbers(owner: Any, depth: int = DEPTH) -> set[float]:
+    """Returns the positive numbers that an object and the modules in it hold."""
+    found: set[float] = set()
+    for value in vars(owner).values() if depth and hasattr(owner, "__dict__") else ():
+        if isinstance(value, float) and value > 0:
+            found.add(value)
+        for part in value if isinstance(value, tuple) else (value,):
+            if isinstance(part, nn.Module):
+                found |= _numbers(part, depth - 1)
+    return found
+
+
+def _candidates(activation: Activation) -> Iterator[dict[str, Any]]:
+    for name in ("silu", "gelu", "gelu_tanh"):
+        yield {"activation": name}
+    numbers = sorted(_numbers(getattr(activation, "__self__", None)))
+    for limit, alpha in permutations(numbers, 2):
+        yield {"activation": "clamped_silu", "limit": limit, "alpha": alpha}
+
+
+def _halves(gate_up: Tensor, is_interleaved: bool, is_swapped: bool) -> tuple[Tensor, Tensor]:
+    one, two = (gate_up[..., ::2], gate_up[..., 1::2]) if is_interleaved else gate_up.chunk(2, -1)
+    return (two, one) if is_swapped else (one, two)
+
+
+def fused_activation(experts: MarlinExperts) -> Activation | None:
+    """Returns the activation of gate and up in one operator, proved on random input; None if no form agrees."""
+    (activation,) = experts._activation
+    # Large numbers too, so that a limit shows.
+    scales = experts.gate_up.scales
+    x = (
+        random_like(torch.empty(4, 64, device=scales.device))
+        * torch.tensor([1.0, 4.0, 16.0, 64.0], device=scales.device)[:, None]
+    )
+    try:
+        expected = activation(x)
+    except Exception:  # an activation with other arguments
+        return None
+    orders = [(interleaved, swapped) for interleaved in (False, True) for swapped in (False, True)]
+    for options in _candidates(activation):
+        for order in orders:
+            if all(map(agrees, gated_activation(*_halves(x, *order), **options), expected)):
+                return _made(activation, order, options)
+    return None
+
+
+def _made(original: Activation, order: tuple[bool, bool], options: dict[str, Any]) -> Activation:
+    def activation(gate_up: Tensor) -> Tensor:
+        return gated_activation(*_halves(gate_up, *order), **options) if runs(gate_up) else original(gate_up)
+
+    return activation

@@ -1,0 +1,109 @@
+"""Finds gated feed-forward blocks and computes their activation in one operator."""
+
+from collections.abc import Callable
+from itertools import permutations
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_marlin_metal.fuse.proof import agrees, random_like, runs
+from torch_marlin_metal.layer_ops import ActivationName, gated_activation
+
+Forward = Callable[..., Tensor]
+Block = Callable[[nn.Module, Tensor], Tensor]
+PLAIN: dict[ActivationName, Callable[[Tensor], Tensor]] = {
+    "silu": torch.nn.functional.silu,
+    "gelu": torch.nn.functional.gelu,
+    "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+}
+
+
+def linears_of(module: nn.Module) -> list[str]:
+    """Returns the names of the children that multiply with a matrix."""
+    return [name for name, child in module.named_children() if hasattr(child, "in_features")]
+
+
+def activation_of(module: nn.Module) -> ActivationName | None:
+    """Returns the activation function among a module's children, proved on numbers; None if there is not one."""
+    others = [child for name, child in module.named_children() if name not in linears_of(module)]
+    if len(others) != 1 or any(True for _ in others[0].parameters()):
+        return None
+    x = torch.linspace(-9, 9, 1001)
+    for name, function in PLAIN.items():
+        try:
+            if torch.allclose(others[0](x), function(x), rtol=1e-5, atol=1e-6):
+                return name
+        except Exception:  # a module that is no function of one tensor
+            return None
+    return None
+
+
+def is_candidate(module: nn.Module) -> bool:
+    """Returns whether a module has two or three projections and one activation function."""
+    return len(linears_of(module)) in (2, 3) and activation_of(module) is not None
+
+
+def _blocks(names: list[str], activation: ActivationName) -> list[Block]:
+    """Returns every way to compute a gated block from these projections."""
+
+    def of_three(gate: str, up: str, down: str) -> Block:
+        def forward(self: nn.Module, x: Tensor) -> Tensor:
+            children: Any = self._modules
+            gates, ups = children[gate](x), children[up](x)
+            result: Tensor = children[down](gated_activation(gates, ups, activation=activation))
+            return result
+
+        return forward
+
+    def of_two(both: str, down: str, is_swapped: bool, is_interleaved: bool) -> Block:
+        def forward(self: nn.Module, x: Tensor) -> Tensor:
+            children: Any = self._modules
+            product = children[both](x)
+            gates, ups = (product[..., ::2], product[..., 1::2]) if is_interleaved else product.chunk(2, -1)
+            if is_swapped:
+                gates, ups = ups, gates
+            result: Tensor = children[down](gated_activation(gates, ups, activation=activation))
+            return result
+
+        return forward
+
+    if len(names) == 3:
+        return [of_three(gate, up, down) for gate, up, down in permutations(names)]
+    flags = [(swapped, interleaved) for interleaved in (False, True) for swapped in (False, True)]
+    return [of_two(both, down, *flag) for both, down in permutations(names) for flag in flags]
+
+
+def fused_block(module: nn.Module) -> Block | None:
+    """Returns the forward of a gated block, proved on random input; None if no order of its projections agrees."""
+    activation = activation_of(module)
+    names = linears_of(module)
+    assert activation is not None
+    weight = getattr(module._modules[names[0]], "weight", None)
+    size: Any = getattr(module._modules[names[0]], "in_features", 0)
+    if weight is None or weight.device.type == "meta":
+        return None
+    dtype = weight.dtype
+    x = random_like(torch.empty(2, 3, size, dtype=dtype, device=weight.device))
+    if not runs(x):
+        return None
+    try:
+        expected = module.forward(x)
+    except Exception:  # a block with other arguments
+        return None
+    for block in _blocks(names, activation):
+        try:
+            if agrees(block(module, x), expected):
+                return block
+        except Exception:  # these projections do not fit together
+            continue
+    return None
+
+
+def with_original(block: Block, original: Forward) -> Block:
+    """Returns a forward that leaves tensors that the operators do not take to the original."""
+
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        return block(self, x) if runs(x) else original(self, x)
+
+    return forward

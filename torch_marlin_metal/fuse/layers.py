@@ -1,0 +1,223 @@
+"""Finds what the operators of `layer_ops` can compute in a model of transformers, proves it, and replaces it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_marlin_metal.fuse import experts, gated, norms, residual, rotary
+from torch_marlin_metal.fuse.proof import TOLERANCE, difference, has_forward_of_its_own
+from torch_marlin_metal.layers.experts import MarlinExperts
+
+TOKENS = 6  # of the run that shows the layers' arguments
+
+
+@dataclass
+class FusedLayersReport:
+    """The result of `fuse_layers`.
+
+    Attributes:
+        fused: (module's name, what became one operator) of each replacement.
+        left: (module's name, reason) of each candidate that stayed as it was.
+        difference: the largest difference of the model's results on random tokens before and after, as a part of the
+            largest result.
+    """
+
+    fused: list[tuple[str, str]] = field(default_factory=list)
+    left: list[tuple[str, str]] = field(default_factory=list)
+    difference: float = 0.0
+    _modules: list[nn.Module] = field(default_factory=list, repr=False)
+    _activations: list[tuple[MarlinExperts, tuple[Any, ...]]] = field(default_factory=list, repr=False)
+
+    def undo(self) -> None:
+        """Gives every module its own forward again, and mixtures their activation."""
+        for module in self._modules:
+            module.__dict__.pop("forward", None)
+        for mixture, activation in self._activations:
+            mixture._activation = activation
+        self._modules.clear()
+        self._activations.clear()
+        self.fused.clear()
+
+    def __str__(self) -> str:
+        """Returns the replacements by kind and the reasons of the candidates that stayed."""
+        kinds: dict[str, int] = {}
+        for _, kind in self.fused:
+            kinds[kind] = kinds.get(kind, 0) + 1
+        reasons: dict[str, int] = {}
+        for _, reason in self.left:
+            reasons[reason] = reasons.get(reason, 0) + 1
+        lines = [f"{count} x {kind}" for kind, count in kinds.items()]
+        lines += [f"left: {count} x {reason}" for reason, count in reasons.items()]
+        return "\n".join(lines) or "nothing found"
+
+
+def fuse_layers(model: nn.Module) -> FusedLayersReport:
+    """Computes what stands between the products of decoder layers in one operator each, in place.
+
+    Finds RMS norms, rotary embeddings, gated activations and residual additions by their structure. Each replacement is
+    compared with the original module on random input first, and at the end the whole model on random tokens, with and
+    without a cache; what does not agree stays as it was. Parameters and names do not change, so saved models do not
+    either, and children are looked up at every call, so adapters can be added before or after.
+
+    Works for models of transformers that take `input_ids`, with quantized layers and without. Call it after
+    `fuse_projections`, which adds to the effect. The proof runs the model a few times, in its dtype and on its device.
+
+    Args:
+        model: changed in place: modules get a `forward` of their own.
+
+    Returns:
+        What was fused and what was left; its `undo` restores the model.
+
+    Raises:
+        RuntimeError: the fused model's results differ from the model's; the model is as it was.
+    """
+    report = FusedLayersReport()
+    was_training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.no_grad():
+            before, reason = _results(model)
+            known = _fuse_norms(model, report)
+            _fuse_rotations(model, report)
+            _fuse_blocks(model, report)
+            _fuse_experts(model, report)
+            if reason:
+                report.left.append(("", f"residual additions: {reason}"))
+            else:
+                _fuse_residuals(model, known, report)
+            if before and report.fused:
+                after, _ = _results(model)
+                pairs = zip(after, before, strict=True) if after else ()
+                report.difference = max((difference(*pair) for pair in pairs), default=float("inf"))
+                # The errors of layers add up; a wrong replacement is far beyond this.
+                if not report.difference <= 4 * TOLERANCE.get(before[0].dtype, 0.0):
+                    found = report.difference
+                    report.undo()
+                    raise RuntimeError(
+                        f"fuse_layers: model: expected the same results after fusing, got a difference of {found:.2g}"
+                    )
+    except BaseException:
+        report.undo()
+        raise
+    finally:
+        for module in was_training:
+            module.training = True
+    return report
+
+
+def _replace(report: FusedLayersReport, module: nn.Module, name: str, kind: str, forward: Callable[..., Any]) -> None:
+    module.__dict__["forward"] = MethodType(forward, module)
+    report._modules.append(module)
+    report.fused.append((name, kind))
+
+
+def _results(model: nn.Module) -> tuple[list[Tensor], str]:
+    """Returns the results for random tokens, all at once and the last after the others; or why there are none."""
+    embedding = next((m for m in model.modules() if hasattr(m, "num_embeddings")), None)
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    if embedding is None or device.type == "meta":
+        return [], "the model has no embedding of tokens, or no values"
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(int(embedding.num_embeddings), (1, TOKENS), generator=generator).to(device)  # type: ignore[arg-type]
+    try:
+        first = model(input_ids=ids, use_cache=False)[0]
+        cached = model(input_ids=ids[:, :-1], use_cache=True)
+        last = model(input_ids=ids[:, -1:], past_key_values=cached.past_key_values, use_cache=True)[0]
+    except Exception as error:  # models with other arguments
+        return [], f"the model does not run on tokens alone: {type(error).__name__}: {error}"
+    return [first, last], ""
+
+
+def _fuse_norms(model: nn.Module, report: FusedLayersReport) -> dict[nn.Module, tuple[float, float]]:
+    known: dict[nn.Module, tuple[float, float]] = {}
+    for name, module in model.named_modules():
+        if not norms.is_candidate(module):
+            continue
+        if has_forward_of_its_own(module):
+            report.left.append((name, "a norm: its forward is replaced or has hooks"))
+            continue
+        settings = norms.settings_of(module)
+        if settings is None:
+            report.left.append((name, "a norm: not an RMS norm"))
+            continue
+        known[module] = settings
+        _replace(report, module, name, "rms_norm", norms.fused_norm(type(module).forward, *settings))
+    return known
+
+
+def _fuse_rotations(model: nn.Module, report: FusedLayersReport) -> None:
+    made: dict[FunctionType, FunctionType | None] = {}  # by the modules' forward
+    for name, module in model.named_modules():
+        found = rotary.rotation_of(module)
+        if found is None:
+            continue
+        if has_forward_of_its_own(module):
+            report.left.append((name, "a rotary embedding: the forward around it is replaced or has hooks"))
+            continue
+        forward: Any = type(module).forward
+        if forward not in made:
+            variant = rotary.variant_of(found[1])
+            replacement = None if variant is None else rotary.fused_rotation(found[1], variant)
+            made[forward] = None if replacement is None else rotary.forward_with(forward, found[0], replacement)
+        ours = made[forward]
+        if ours is None:
+            report.left.append((name, f"a rotary embedding: {found[1].__name__} rotates in another way"))
+        else:
+            _replace(report, module, name, "rotary", ours)
+
+
+def _fuse_blocks(model: nn.Module, report: FusedLayersReport) -> None:
+    for name, module in model.named_modules():
+        if not gated.is_candidate(module):
+            continue
+        if has_forward_of_its_own(module):
+            report.left.append((name, "a gated block: its forward is replaced or has hooks"))
+            continue
+        block = gated.fused_block(module)
+        if block is None:
+            report.left.append((name, "a block of projections: not a gated one"))
+        else:
+            _replace(report, module, name, "gated_activation", gated.with_original(block, type(module).forward))
+
+
+def _fuse_experts(model: nn.Module, report: FusedLayersReport) -> None:
+    for name, module in model.named_modules():
+        if not isinstance(module, MarlinExperts):
+            continue
+        activation = experts.fused_activation(module)
+        if activation is None:
+            report.left.append((name, "experts: their activation is no gated one that is known"))
+            continue
+        report._activations.append((module, module._activation))
+        module._activation = (activation,)
+        report.fused.append((name, "gated_activation"))
+
+
+def _fuse_residuals(model: nn.Module, known: dict[nn.Module, tuple[float, float]], report: FusedLayersReport) -> None:
+    layers = {
+        name: module
+        for name, module in model.named_modules()
+        if sum(child in known for child in module.children()) in (2, 4) and module not in report._modules
+    }
+    for name, layer in list(layers.items()):
+        if has_forward_of_its_own(layer):
+            report.left.append((name, "residual additions: its forward is replaced or has hooks"))
+            del layers[name]
+    device = next(model.parameters()).device
+    embedding: Any = next(m for m in model.modules() if hasattr(m, "num_embeddings"))
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(int(embedding.num_embeddings), (1, TOKENS), generator=generator).to(device)
+    seen = residual.record(layers, lambda: model(input_ids=ids, use_cache=False))
+    for name, layer in layers.items():
+        if name not in seen:
+            report.left.append((name, "residual additions: the layer did not run"))
+            continue
+        forward, reason = residual.fused_layer(layer, seen[name], known, type(layer).forward)
+        if forward is None:
+            report.left.append((name, f"residual additions: {reason}"))
+        else:
+            _replace(report, layer, name, "add_rms_norm", forward)

@@ -1,0 +1,60 @@
+"""Finds RMS norms and computes each in one operator."""
+
+import inspect
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from torch_marlin_metal.fuse.proof import agrees, random_like, runs
+from torch_marlin_metal.layer_ops import rms_norm
+
+Forward = Callable[..., Tensor]
+
+
+def is_candidate(module: nn.Module) -> bool:
+    """Returns whether a module has one vector of weights, no other tensor, and a forward of one argument."""
+    if any(True for _ in module.children()) or any(True for _ in module.buffers(recurse=False)):
+        return False
+    parameters = dict(module.named_parameters(recurse=False))
+    weight = parameters.get("weight")
+    if len(parameters) != 1 or weight is None or weight.dim() != 1 or not runs(weight) or weight.is_meta:
+        return False
+    return len(inspect.signature(module.forward).parameters) == 1
+
+
+def settings_of(module: nn.Module) -> tuple[float, float] | None:
+    """Returns eps and weight offset of an RMS norm, proved on random input and weights; None for other modules."""
+    numbers = {value for value in vars(module).values() if isinstance(value, float) and 0 < value < 0.01}
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    # Wide numbers, so that the proof is exact; small ones, so that a wrong eps shows.
+    wide = random_like(weight.detach().float(), seed=1)
+    x = random_like(wide.expand(3, 2, -1), seed=2) * torch.tensor([1.0, 1e-2, 1e-4], device=wide.device)[:, None, None]
+    same = x.to(weight.dtype)
+    try:
+        expected = functional_call(module, {"weight": wide}, (x,))
+        rounded = module.forward(same)
+    except Exception:  # whatever this module is, it is no norm
+        return None
+    for eps in sorted(numbers):
+        for offset in (0.0, 1.0):
+            rows = zip(rms_norm(x, wide, eps=eps, weight_offset=offset), expected, strict=True)
+            if not all(agrees(got, row) for got, row in rows):
+                continue
+            if agrees(rms_norm(same, weight, eps=eps, weight_offset=offset), rounded):
+                return eps, offset
+    return None
+
+
+def fused_norm(original: Forward, eps: float, offset: float) -> Callable[[nn.Module, Tensor], Tensor]:
+    """Returns the forward of a norm in one operator; input of another dtype than the weight goes to the original."""
+
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        weight = self.weight
+        if x.dtype != weight.dtype or not runs(x):
+            return original(self, x)
+        return rms_norm(x, weight, eps=eps, weight_offset=offset)  # type: ignore[arg-type]
+
+    return forward

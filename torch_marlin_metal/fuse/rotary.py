@@ -1,0 +1,92 @@
+"""Finds attention modules that call a rotary embedding of q and k, and computes it in one operator.
+
+The forward of such a module calls a function of its own file. The replacement is the same forward with another function
+under that name; nothing else of the file changes, and other modules of the file keep theirs.
+"""
+
+import inspect
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_marlin_metal.fuse.proof import agrees, runs
+from torch_marlin_metal.layer_ops import rotary
+
+Rotation = Callable[..., tuple[Tensor, Tensor]]
+# Pairs are neighbours; the tables have an element per pair; only the first half of the tables is used.
+VARIANTS = ((False, False, False), (True, False, False), (False, True, False), (True, True, True), (True, True, False))
+
+
+def rotation_of(module: nn.Module) -> tuple[str, FunctionType] | None:
+    """Returns name and value of the function (q, k, cos, sin, ...) that a module's forward calls."""
+    forward = type(module).forward
+    if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__"):
+        return None
+    for name in forward.__code__.co_names:
+        value = forward.__globals__.get(name)
+        if isinstance(value, FunctionType) and list(inspect.signature(value).parameters)[:4] == [
+            "q",
+            "k",
+            "cos",
+            "sin",
+        ]:
+            return name, value
+    return None
+
+
+def _apply(variant: tuple[bool, bool, bool], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    interleaved, per_pair, first_half = variant
+    if first_half:
+        half = cos.shape[-1] // 2
+        cos, sin = cos[..., :half], sin[..., :half]
+    return rotary(q, k, cos, sin, interleaved=interleaved, per_pair=per_pair)
+
+
+def variant_of(function: FunctionType) -> tuple[bool, bool, bool] | None:
+    """Returns how a function rotates, proved on random input for whole and partial heads; None if no variant does."""
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(2, heads, 3, 16, generator=generator) for heads in (4, 2))
+    results = []
+    for size in (16, 8):
+        cos, sin = (torch.randn(2, 3, size, generator=generator) for _ in range(2))
+        try:
+            results.append((cos, sin, function(q, k, cos, sin)))
+        except Exception:  # this size of tables is not the function's
+            continue
+    for variant in VARIANTS:
+        proved = bool(results)
+        for cos, sin, expected in results:
+            try:
+                got = _apply(variant, q, k, cos, sin)
+            except ValueError:
+                proved = False
+                break
+            proved = proved and all(map(agrees, got, expected))
+        if proved:
+            return variant
+    return None
+
+
+def fused_rotation(original: FunctionType, variant: tuple[bool, bool, bool]) -> Rotation:
+    """Returns a function that rotates in one operator; other calls than the proved ones go to the original."""
+
+    def apply(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        usual = not args and not kwargs and q.dim() == 4 and cos.dim() == 3 and q.dtype == k.dtype == cos.dtype
+        if not usual or not runs(q) or cos.requires_grad:
+            result: tuple[Tensor, Tensor] = original(q, k, cos, sin, *args, **kwargs)
+            return result
+        return _apply(variant, q, k, cos, sin)
+
+    return apply
+
+
+def forward_with(forward: FunctionType, name: str, function: Rotation) -> FunctionType:
+    """Returns a forward that finds another function under a global name."""
+    # Without __name__, torch.compile takes the globals from this function and not from the file's module.
+    names = {key: value for key, value in forward.__globals__.items() if key != "__name__"} | {name: function}
+    made = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    made.__kwdefaults__ = forward.__kwdefaults__
+    return made
