@@ -16,12 +16,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from . import specialise
 from .alignment import add_alignment_checks
 from .arithmetic import add_metal_arithmetic
 from .dialect import check
 from .fast_math import ALL, FLUSHING, FUNCTIONS, MODES, PLAIN, PRECISE, SAFE, Math, flush_half, replace_pragmas, varied
 from .lint import lint
 from .required_constants import missing_values
+from .specialise import FrontEnd
 from .tokens import SourceError, significant, tokenize
 from .tools import CLANG, HERE, CompileError, cache_folder, install, run
 from .translate import Translator
@@ -193,15 +195,15 @@ def link_library(llvm: str, checked: bool, path: Path) -> None:
     install(path, [CLANG, "-x", "ir", "-", *flags, "-w", *_LINK, "-o"], text)
 
 
-def _build(translation: Translator, checked: bool, math: Math, path: Path) -> None:
-    """Compiles translated text to a shared object at `path`."""
+def _front_end(translation: Translator, checked: bool, math: Math) -> FrontEnd:
+    """Compiles translated text to LLVM text, in which integer function constants have no value yet."""
     llvm = _to_llvm(translation.text, checked, math)
     if translation.wanted is not None:
         unset = [c.name for c in translation.constants if not c.is_defined]
         if missing := missing_values(llvm, unset):
             names = ", ".join(f"'{c.name}' ({c.index})" for c in translation.constants if c.name in missing)
             raise CompileError(f"kernel '{translation.wanted}': function constants without a value: {names}")
-    link_library(optimised(llvm, checked) if checked else llvm, checked, path)
+    return specialise.of(llvm, translation.constants)
 
 
 def _locate(text: str, line: int) -> tuple[str, int]:
@@ -286,8 +288,10 @@ def compile_source(
         kernel = None
     path = cached("", ".so", sorted(values.items()), checked, kernel, tuple(math), text)
     accepted = cached("", ".accepted", check.digest(), version, text)
+    shared = cached("", ".front", sorted(values), checked, kernel, tuple(math), text)
+    front_end = specialise.load(shared) if not path.exists() and accepted.exists() and shared.exists() else None
     translation: Translator | None = None
-    if not path.exists() or not accepted.exists():
+    if not accepted.exists() or not (path.exists() or front_end):
         try:
             tokens = tokenize(replace_pragmas(text))
             refused = []
@@ -299,7 +303,12 @@ def compile_source(
         if refused:
             raise CompileError("\n".join(_message(text, error) for error in refused))
     if translation:
-        _build(translation, checked, math, path)
+        front_end = _front_end(translation, checked, math)
+        if values and all(c.is_late for c in translation.constants if c.is_defined):
+            specialise.save(shared, front_end)
+    if front_end:
+        llvm = front_end.with_values(values)
+        link_library(optimised(llvm, checked) if checked else llvm, checked, path)
     if not accepted.exists():
         _check_types(text, version, accepted)
     files = dict.fromkeys(re.findall(r'^# \d+ "((?:\\.|[^"<])*)"', text, re.MULTILINE))

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .attributes import Parameter, placed_indices
+
+_SIGNED = ("bool", "char", "short", "int", "long", "int8_t", "int16_t", "int32_t", "int64_t")
+_INTEGERS = {*_SIGNED, "uchar", "ushort", "uint", "ulong", *(f"u{t}" for t in _SIGNED if t.endswith("_t"))}
 
 
 @dataclass(slots=True)
@@ -24,13 +28,26 @@ class FunctionConstant:
     name: str
     type: str
     index: int
-    is_defined: bool
+    value: str | None  # C text, or None if the constant has no value
+    number: int  # of the constants in the source
 
-    def definition(self, value: str | None) -> str:
-        """Returns the C++ that replaces the declaration. The value is C text, or None if the constant has no value."""
-        if value is None:
+    @property
+    def is_defined(self) -> bool:
+        return self.value is not None
+
+    @property
+    def is_late(self) -> bool:
+        """True if the value enters the LLVM text (specialise.py), not the C++ text."""
+        literal = r"true|false|[-+]?(?:0|[1-9]\d*)[uUlL]*"
+        return self.type in _INTEGERS and self.value is not None and re.fullmatch(literal, self.value) is not None
+
+    def definition(self) -> str:
+        """Returns the C++ that replaces the declaration."""
+        if self.value is None:
             return f'static const sm::UndefinedConstant<{self.type}> {self.name}{{"{self.name}"}}'
-        arguments = value.strip("{}").replace("inf", "__builtin_inf()").replace("nan", '__builtin_nan("")')
+        if self.is_late:
+            return f'extern const {self.type} {self.name} __asm__("sm_constant_{self.number}")'
+        arguments = self.value.strip("{}").replace("inf", "__builtin_inf()").replace("nan", '__builtin_nan("")')
         return f"static const {self.type} {self.name} = sm::constant_value<{self.type}>({arguments})"
 
 

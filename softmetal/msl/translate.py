@@ -276,11 +276,11 @@ class Translator:
             message = f"function constant '{name.text}': expected [[function_constant(n)]] and no value"
             raise SourceError(name.line, message)
         value = self.values.get(name.text, self.values.get(index))
-        constant = FunctionConstant(name.text, kind, int(index), value is not None)
+        constant = FunctionConstant(name.text, kind, int(index), value, len(self.constants))
         self.constants.append(constant)
         for token in code:
             token.text = ""
-        code[0].text = constant.definition(value)
+        code[0].text = constant.definition()
 
     def _threadgroup_variable(self, start: int, keyword: int) -> int:
         """Rewrites `threadgroup T x[N], y;` at statement level; returns the index at which to continue."""

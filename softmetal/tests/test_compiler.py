@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import uuid
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 
 from softmetal import device
 from softmetal.device import KernelFault
+from softmetal.msl import compiler
 
 HEAD = "#include <metal_stdlib>\nusing namespace metal;\n"
 
@@ -48,6 +50,25 @@ def test_function_constants(checked: bool) -> None:
     assert [a.kind for a in biased.kernel("f").arguments] == [0, 0, 0]
     biased.kernel("f").launch(threads=8, group=8, buffers=[x, y, bias])
     np.testing.assert_array_equal(y, ((x + 2) * 0.25 + bias).astype(np.float32))
+
+
+INTEGERS = {"bool": (0, 1), "char": (-128, 127), "uchar": (0, 255), "short": (-32768, 32767), "ushort": (0, 65535),
+            "int": (-(2**31), 2**31 - 1), "uint": (0, 2**32 - 1), "long": (-(2**63), 2**63 - 1), "ulong": (0, 2**64 - 1)}  # fmt: skip
+
+
+def test_values_of_integers_need_no_new_front_end(checked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = []
+    front_end = compiler._to_llvm
+    monkeypatch.setattr(compiler, "_to_llvm", lambda *a: runs.append(a) or front_end(*a))
+    lines = [f"constant {t} c_{t} [[function_constant({i})]];" for i, t in enumerate(INTEGERS)]
+    body = " ".join(f"out[{i}] = ulong(c_{t});" for i, t in enumerate(INTEGERS))
+    source = "\n".join([f"// {uuid.uuid4()}", *lines, f"kernel void f(device ulong* out) {{ {body} }}"])
+    for side in (0, 1, 0):
+        values = {f"c_{t}": bool(limits[side]) if t == "bool" else limits[side] for t, limits in INTEGERS.items()}
+        out = np.zeros(len(INTEGERS), np.uint64)
+        build(source, checked, constants=values, kernel="f").kernel("f").launch(threads=1, group=1, buffers=[out])
+        assert out.tolist() == [limits[side] % 2**64 for limits in INTEGERS.values()]
+    assert len(runs) == 1
 
 
 def test_only_the_wanted_kernel_gets_code() -> None:

@@ -1,0 +1,67 @@
+"""Shares the work of the front end between the specialisations of a kernel.
+
+Metal's compiler reads the source once, and a pipeline gives the function constants their values later. Here, a function
+constant of an integer type is an external variable in the front end's LLVM text, and each specialisation defines it
+there. Constants of other types have their values in the C++ text, so their specialisations share nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .entries import FunctionConstant
+
+_VARIABLE = re.compile(r"^@sm_constant_(\d+) = external (?:hidden )?constant (i\d+)(.*)$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class FrontEnd:
+    """What the front end made of a kernel.
+
+    Attributes:
+        llvm: LLVM text that no pass has touched.
+        constants: name and index of each function constant, in the order of the source.
+    """
+
+    llvm: str
+    constants: tuple[tuple[str, int], ...]
+
+    def with_values(self, values: Mapping[str, str]) -> str:
+        """Returns the LLVM text with the values of function constants, which are C text by name or by index."""
+
+        def define(match: re.Match[str]) -> str:
+            name, index = self.constants[int(match[1])]
+            value = integer(values.get(name, values.get(str(index), "")))
+            return f"@sm_constant_{match[1]} = internal constant {match[2]} {value}{match[3]}"
+
+        return _VARIABLE.sub(define, self.llvm)
+
+
+def integer(value: str) -> int:
+    """Returns the value of a C integer or boolean literal."""
+    return int(value == "true") if value in ("true", "false") else int(value.rstrip("uUlL"))
+
+
+def of(llvm: str, constants: Sequence[FunctionConstant]) -> FrontEnd:
+    return FrontEnd(llvm, tuple((c.name, c.index) for c in constants))
+
+
+def save(path: Path, front_end: FrontEnd) -> None:
+    """Writes a front end's result to a cache file. The file is either whole or absent."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=path.suffix)
+    with os.fdopen(handle, "wb") as file:
+        file.write(zlib.compress(json.dumps([front_end.llvm, front_end.constants]).encode(), 1))
+    os.replace(temporary, path)
+
+
+def load(path: Path) -> FrontEnd:
+    llvm, constants = json.loads(zlib.decompress(path.read_bytes()))
+    return FrontEnd(llvm, tuple((name, index) for name, index in constants))
