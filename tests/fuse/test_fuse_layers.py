@@ -1,17 +1,31 @@
 """fuse_layers replaces what it has proved, keeps a model's results, names and training, and can be undone."""
 
 import copy
+import io
+import re
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from transformers.models.gpt_oss import modeling_gpt_oss
 
 import torch_marlin_metal as tmm
+from tests.journeys.architectures import class_of, shrunken
 from tests.journeys.token_operations import model_of, of_one_layer
-from torch_marlin_metal.fuse import gated, norms, rotary
+from torch_marlin_metal.fuse import gated, norms, rotary, sinks
 
 # The most operations of one more layer in one token.
-BARS = {"llama": 12, "phi3": 12, "qwen3": 14, "gemma3_text": 16, "glm4": 16, "mistral": 12, "qwen3_moe": 20}
+BARS = {
+    "llama": 12,
+    "phi3": 12,
+    "qwen3": 14,
+    "gemma3_text": 16,
+    "glm4": 16,
+    "mistral": 12,
+    "qwen3_moe": 20,
+    "gpt_oss": 20,
+}
 IDS = torch.arange(5, 13)[None]
 
 
@@ -25,12 +39,54 @@ def results(model: nn.Module) -> torch.Tensor:
         return model(input_ids=IDS, use_cache=False).logits
 
 
+def documented() -> dict[str, tuple[int, int]]:
+    """Returns the operations before and after of the table in docs/fused-layers.md."""
+    page = (Path(__file__).parents[2] / "docs/fused-layers.md").read_text()
+    rows = re.findall(r"^\| (\w+) \| (\d+) \| (\d+) \|$", page, flags=re.MULTILINE)
+    return {family: (int(before), int(after)) for family, before, after in rows}
+
+
 @pytest.mark.parametrize("family", BARS)
-def test_a_layer_stays_below_its_bar(family):
+def test_a_layer_has_the_documented_operations_and_stays_below_its_bar(family):
+    before, _ = of_one_layer(family, fuse=False)
     counts, report = of_one_layer(family, fuse=True)
+    assert documented()[family] == (before.total(), counts.total())
     assert counts.total() <= BARS[family], counts
     assert report.left == []
     assert report.difference < 1e-5
+
+
+# What transformers' masks and caches add to the bar of one token with a growing cache: the mask of a prompt is a tensor
+# that the CPU's attention converts, and a static cache computes the places that it writes.
+MORE = [
+    ({"batch": 3}, 0),
+    ({"tokens": 4}, 4),
+    ({"is_static": True}, 6),
+    ({"is_static": True, "batch": 2, "tokens": 4}, 7),
+]
+
+
+@pytest.mark.parametrize(("options", "more"), MORE, ids=str)
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_operations_of_batches_prompts_and_static_caches(family, options, more):
+    counts, _ = of_one_layer(family, fuse=True, **options)
+    assert 0 < counts.total() <= BARS[family] + more, counts
+
+
+def of_floats(dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(0)
+    return class_of("qwen3")._from_config(shrunken("qwen3")).to(dtype).eval()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_the_error_is_no_larger_than_that_of_the_original_order(dtype):
+    """Compares with the same model in fp64: the sum of all errors, so that no single rounding decides."""
+    model = of_floats(dtype)
+    exact = results(copy.deepcopy(model).double())
+    before = (results(model).double() - exact).norm()
+    report = tmm.fuse_layers(model)
+    assert len(report.fused) == 9 + 2 + 2 + 2
+    assert 0 < (results(model).double() - exact).norm() <= 1.1 * before
 
 
 @pytest.mark.parametrize("family", ["cohere", "gpt2"])
@@ -64,6 +120,40 @@ def test_generates_the_same_tokens_and_can_be_undone(model):
     assert torch.equal(results(model), before)
     torch.testing.assert_close(results(copied), before, rtol=1e-4, atol=1e-5)
     assert all(vars(m)["forward"].__self__ is m for m in copied.modules() if "forward" in vars(m))
+
+
+def test_a_pickled_model_comes_back_unfused_and_can_be_fused_again(model):
+    fused = tmm.fuse_layers(model).fused
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    again = torch.load(file, weights_only=False)
+    expected = results(model)
+    torch.testing.assert_close(results(again), expected, rtol=1e-4, atol=1e-5)
+    assert not torch.equal(results(again), expected)
+    assert tmm.fuse_layers(again).fused == fused
+    assert torch.equal(results(again), expected)
+
+
+def test_a_forward_of_somebody_else_stays(model):
+    norm, mlp = model.model.layers[0].input_layernorm, model.model.layers[0].mlp
+    replaced = norm.forward = lambda x: 2 * x
+    handle = mlp.register_forward_hook(lambda *_: None)
+    left = dict(tmm.fuse_layers(model).left)
+    assert norm.forward is replaced and "forward" not in vars(mlp)
+    assert "replaced or has hooks" in left["model.layers.0.input_layernorm"]
+    assert "replaced or has hooks" in left["model.layers.0.mlp"]
+    handle.remove()
+
+
+def test_a_model_whose_results_change_is_restored(model, monkeypatch):
+    before = results(model)
+    monkeypatch.setattr(gated, "agrees", lambda got, expected: True)
+    monkeypatch.setattr(gated, "gated_activation", lambda gate, up, **_: gate - up)
+    with pytest.raises(RuntimeError, match="fuse_layers: model: expected the same results after fusing"):
+        tmm.fuse_layers(model)
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert torch.equal(results(model), before)
 
 
 def test_gradients_with_checkpointing_are_those_of_the_original(model):
@@ -175,3 +265,35 @@ def test_a_rotation_of_another_kind_is_refused():
 
     assert rotary.variant_of(tmm.rotary) == (False, False, False)
     assert rotary.variant_of(scaled) is None
+
+
+class Attention(nn.Module):
+    """What the attention functions of transformers read of their module."""
+
+    num_key_value_groups = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sinks = nn.Parameter(torch.randn(4))
+
+
+def test_attention_with_sinks():
+    module = Attention().eval()
+    exact = modeling_gpt_oss.eager_attention_forward
+    assert sinks.is_proved(module, exact)
+    ours = sinks.fused_attention(exact)
+    query, key, value = torch.randn(3, 4, 1, 8), torch.randn(3, 2, 5, 8), torch.randn(3, 2, 5, 8)
+    for mask in (None, torch.randn(3, 1, 1, 5), torch.randn(1, 1, 1, 5)):
+        arguments = module, query, key, value, mask, 0.3
+        for got, expected in zip(ours(*arguments), exact(*arguments), strict=True):
+            torch.testing.assert_close(got, expected)
+    wide = torch.randn(3, 4, 2, 8)  # two queries go to the original
+    assert torch.equal(ours(module, wide, key, value, None, 0.3)[0], exact(module, wide, key, value, None, 0.3)[0])
+
+
+def test_attention_of_another_kind_is_refused():
+    def other(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
+        out, weights = modeling_gpt_oss.eager_attention_forward(module, query, key, value, attention_mask, scaling)
+        return out, 0.99 * weights
+
+    assert not sinks.is_proved(Attention().eval(), other)

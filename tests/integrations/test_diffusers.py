@@ -202,6 +202,7 @@ def test_a_damaged_directory_is_refused(saved, damage, message) -> None:
         (MarlinConfig("uint4", 32, modules_to_not_convert=["nothing"]), "nothing"),
         (MarlinConfig("uint4", 32, modules_to_not_convert=["*"]), "no layer was quantized"),
         (MarlinConfig("uint4", 48), "48"),
+        (MarlinConfig("uint4", 32, fuse="layers"), "fuse: expected True or False for a model of diffusers"),
     ],
 )
 def test_wrong_arguments_are_refused(floats, config, message) -> None:

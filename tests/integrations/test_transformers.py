@@ -100,6 +100,23 @@ def test_saved_and_loaded_again_it_is_the_same(folder, fuse, tmp_path) -> None:
     assert (again.dtype, again.generation_config.eos_token_id) == (plain.dtype, plain.generation_config.eos_token_id)
 
 
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_fused_layers_generate_the_same_tokens(folder, tmp_path) -> None:
+    # In fp32, because the two largest logits of these random models may differ by less than a rounding of fp16.
+    plain = load(folder, dtype=torch.float32)
+    fused = load(folder, dtype=torch.float32, quantization_config=MarlinConfig(fuse="layers"))
+    assert sum("forward" in vars(module) for module in fused.modules()) == 11  # 5 norms, 2 of attention, blocks, layers
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(fused.generate(IDS, **options), plain.generate(IDS, **options))
+    fused.save_pretrained(tmp_path)
+    assert same(load(tmp_path, dtype=torch.float32).state_dict(), plain.state_dict())
+
+
+def test_ways_to_fuse_are_checked() -> None:
+    with pytest.raises(ValueError, match="MarlinConfig: fuse: expected True, False or 'layers', got 'all'"):
+        MarlinConfig(fuse="all")
+
+
 def test_shards_and_a_base_model_without_its_head(tmp_path) -> None:
     model = load(GPTQ)
     model.save_pretrained(tmp_path, max_shard_size="20KB")

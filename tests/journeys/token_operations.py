@@ -3,8 +3,8 @@
     python -m tests.journeys.token_operations [FAMILY ...]
 
 The models are tiny and random, with layers in 4 bit, in eager mode on the CPU. Every operation that is no view is a
-dispatch on a Mac. Without families, it takes every family with a causal language model; a family whose model cannot be
-built from a shrunken config, or cannot run on tokens alone, has the reason in its row.
+dispatch on a Mac. Without families, it takes every family with a causal language model. The result for all of them is
+benchmarks/token_operations.md.
 """
 
 import contextlib
@@ -21,6 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+import transformers
+from transformers import StaticCache
 from transformers.models.auto import modeling_auto as auto
 
 import torch_marlin_metal as tmm
@@ -44,13 +46,16 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def model_of(family: str, layers: int) -> Any:
-    """Returns a tiny random model with layers in 4 bit."""
+def model_of(family: str, layers: int | None = None) -> Any:
+    """Returns a tiny random model with layers in 4 bit, of as many layers with attention, or of its own mix of layers."""
     config = shrunken(family)
-    text = config.get_text_config()
-    text.num_hidden_layers = layers
-    if getattr(text, "layer_types", None):
-        text.layer_types = [text.layer_types[0]] * layers
+    if layers is not None:
+        text = config.get_text_config()
+        text.num_hidden_layers = layers
+        if types := getattr(text, "layer_types", None):
+            kind = next((kind for kind in types if "attention" in kind and "linear" not in kind), types[0])
+            with contextlib.suppress(AttributeError):  # computed by some configs
+                text.layer_types = [kind] * layers
     torch.manual_seed(0)
     model = class_of(family)._from_config(config).eval()
     with torch.no_grad():  # so that no weight of a norm is one
@@ -79,27 +84,45 @@ def pack_experts(model: Any) -> None:
     stack(model)
 
 
-def of_one_token(model: Any) -> Counter[str]:
-    """Counts the operations of the seventh token, with a cache."""
-    ids = torch.arange(5, 12)[None]
+def of_one_call(model: Any, batch: int = 1, tokens: int = 1, is_static: bool = False) -> Counter[str]:
+    """Counts the operations of `tokens` tokens after six others, with a cache."""
+    ids = torch.arange(5, 11 + tokens).repeat(batch, 1)
+    cache = StaticCache(config=model.config, max_cache_len=16) if is_static else None
     with torch.no_grad():
-        past = model(input_ids=ids[:, :6], use_cache=True).past_key_values
+        past = model(input_ids=ids[:, :6], past_key_values=cache, use_cache=True).past_key_values
         with Operations() as seen:
             model(input_ids=ids[:, 6:], past_key_values=past, use_cache=True)
     return seen.counts
 
 
-def of_one_layer(family: str, fuse: bool) -> tuple[Counter[str], FusedLayersReport]:
-    """Counts the operations of one more layer, and returns what was fused in the larger model."""
+def of_one_layer(family: str, fuse: bool, **options: Any) -> tuple[Counter[str], FusedLayersReport]:
+    """Counts the operations of one more layer, and returns what was fused in the larger model.
+
+    Args:
+        family: the model's type.
+        fuse: whether to call `fuse_projections` and `fuse_layers`.
+        **options: of `of_one_call`.
+    """
     counts, report = [], FusedLayersReport()
     for layers in (1, 2):
         model = model_of(family, layers)
         if fuse:
             tmm.fuse_projections(model)
             report = tmm.fuse_layers(model)
-        counts.append(of_one_token(model))
+        counts.append(of_one_call(model, **options))
     counts[1].subtract(counts[0])
     return +counts[1], report
+
+
+def of_whole_model(family: str, fuse: bool) -> tuple[Counter[str], FusedLayersReport]:
+    """Counts the operations of a model's first seven tokens, without a cache."""
+    model, report = model_of(family), FusedLayersReport()
+    if fuse:
+        tmm.fuse_projections(model)
+        report = tmm.fuse_layers(model)
+    with torch.no_grad(), Operations() as seen:
+        model(input_ids=torch.arange(5, 12)[None], use_cache=False)
+    return seen.counts, report
 
 
 @dataclass
@@ -107,6 +130,7 @@ class Row:
     """A family's line of the table."""
 
     family: str
+    note: str = ""
     before: int = 0
     after: int = 0
     fused: dict[str, int] = field(default_factory=dict)
@@ -118,28 +142,51 @@ class Row:
         if self.failure:
             return f"| {self.family} | | | {self.failure} | |"
         fused = ", ".join(f"{count} {kind}" for kind, count in self.fused.items()) or "nothing"
-        return f"| {self.family} | {self.before} | {self.after} | {fused} | {self.difference:.1g} |"
+        return f"| {self.family}{self.note} | {self.before} | {self.after} | {fused} | {self.difference:.1g} |"
 
 
 def row_of(family: str) -> Row:
-    """Measures a family; what is fused is that of a model of two layers."""
+    """Measures one more layer of a family, or its whole model if that is not possible."""
     row = Row(family)
-    try:
+    for measure, note in ((of_one_layer, ""), (of_whole_model, " *")):
+        row.note = note
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
-            row.before = of_one_layer(family, fuse=False)[0].total()
-            counts, report = of_one_layer(family, fuse=True)
-    except Exception as error:  # the row says why
-        row.failure = f"{type(error).__name__}: {str(error).splitlines()[0][:80] if str(error) else ''}"
+            try:
+                row.before = measure(family, fuse=False)[0].total()
+                row.failure = ""
+            except Exception as error:  # the row says why
+                text = str(error).splitlines()[0][:80] if str(error) else ""
+                row.failure = f"not run: {type(error).__name__}: {text}".replace("|", "/")
+                continue
+            try:
+                counts, report = measure(family, fuse=True)
+            except Exception as error:
+                row.failure = f"BROKEN by fuse_layers: {type(error).__name__}: {error}"
+                return row
+        row.after, row.difference = counts.total(), report.difference
+        for _, kind in report.fused:
+            row.fused[kind] = row.fused.get(kind, 0) + 1
         return row
-    row.after, row.difference = counts.total(), report.difference
-    for _, kind in report.fused:
-        row.fused[kind] = row.fused.get(kind, 0) + 1
     return row
 
 
+HEAD = """\
+# Operations of a token
+
+Written by `python -m tests.journeys.token_operations`: operations that are no views, of one more layer in one decoded
+token, before `fuse_projections` and `fuse_layers` and after. Tiny random models of transformers {version}, layers in
+4 bit, eager mode, batch 1, a cache that grows, on the CPU. With a *, the model cannot be measured so, and the numbers
+are those of all layers for seven tokens without a cache. "Fused" counts what became one operator in the larger model;
+the difference is the largest one of the model's results on random tokens, as a part of the largest result. A family
+with "not run" cannot be built from a shrunken config, or does not run on tokens alone, and that without this package.
+
+| family | before | after | fused | difference |
+|---|---|---|---|---|"""
+
+
 def main(families: list[str]) -> None:
-    print("| family | before | after | fused in two layers | largest difference |\n|---|---|---|---|---|")
+    print(HEAD.format(version=transformers.__version__))
     for family in families or sorted(auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
         print(row_of(family), flush=True)
 

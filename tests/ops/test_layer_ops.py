@@ -109,6 +109,26 @@ def test_activations_of_extreme_values(options, device):
     assert not got[~finite].isfinite().any()
 
 
+def test_each_operator_is_one_dispatch(mps):
+    import softmetal
+
+    x, weight, q = random(2, 3, 40).to(mps), random(40).to(mps), random(2, 2, 3, 16).to(mps)
+    tables = [random(2, 3, 16).to(mps) for _ in range(2)]
+    calls = (
+        ("rms_norm", lambda: tmm.rms_norm(x, weight, eps=1e-5)),
+        ("rms_norm", lambda: tmm.add_rms_norm(x, x, weight, eps=1e-5)),
+        ("rotary", lambda: tmm.rotary(q, q.transpose(1, 2).contiguous().transpose(1, 2), *tables)),
+        ("gated_activation", lambda: tmm.gated_activation(x[..., ::2], x[..., 1::2])),
+    )
+    for kernel, call in calls:
+        torch.mps.synchronize()
+        softmetal.faults()  # empties the list of dispatches
+        call()
+        torch.mps.synchronize()
+        (record,) = softmetal.counters()
+        assert record.kernel.startswith(kernel)
+
+
 def functions(device: str):
     """Returns each operator as (function of its differentiable inputs, the same in plain PyTorch, inputs)."""
     x, residual, weight = random(3, 20), random(3, 20, seed=1), random(20, seed=2)

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torch_marlin_metal.fuse import experts, gated, norms, residual, rotary
+from torch_marlin_metal.fuse import experts, gated, norms, residual, rotary, sinks
 from torch_marlin_metal.fuse.proof import TOLERANCE, difference, has_forward_of_its_own
 from torch_marlin_metal.layers.experts import MarlinExperts
 
@@ -58,10 +59,11 @@ class FusedLayersReport:
 def fuse_layers(model: nn.Module) -> FusedLayersReport:
     """Computes what stands between the products of decoder layers in one operator each, in place.
 
-    Finds RMS norms, rotary embeddings, gated activations and residual additions by their structure. Each replacement is
-    compared with the original module on random input first, and at the end the whole model on random tokens, with and
-    without a cache; what does not agree stays as it was. Parameters and names do not change, so saved models do not
-    either, and children are looked up at every call, so adapters can be added before or after.
+    Finds RMS norms, rotary embeddings, gated activations (also of packed experts), attention with sinks and residual
+    additions by their structure. Each replacement is compared with the original module on random input first, and at
+    the end the whole model on random tokens, with and without a cache; what does not agree stays as it was. Parameters
+    and names do not change, so saved models do not either, and children are looked up at every call, so adapters can be
+    added before or after.
 
     Works for models of transformers that take `input_ids`, with quantized layers and without. Call it after
     `fuse_projections`, which adds to the effect. The proof runs the model a few times, in its dtype and on its device.
@@ -82,17 +84,17 @@ def fuse_layers(model: nn.Module) -> FusedLayersReport:
         with torch.no_grad():
             before, reason = _results(model)
             known = _fuse_norms(model, report)
-            _fuse_rotations(model, report)
+            _fuse_attention(model, report)
             _fuse_blocks(model, report)
             _fuse_experts(model, report)
             if reason:
-                report.left.append(("", f"residual additions: {reason}"))
+                report.left.append(("", f"residual additions and the comparison of the whole model: {reason}"))
             else:
                 _fuse_residuals(model, known, report)
             if before and report.fused:
                 after, _ = _results(model)
-                pairs = zip(after, before, strict=True) if after else ()
-                report.difference = max((difference(*pair) for pair in pairs), default=float("inf"))
+                pairs = zip_longest(after, before)  # a result that is missing is infinitely far away
+                report.difference = max(difference(*pair) for pair in pairs)
                 # The errors of layers add up; a wrong replacement is far beyond this.
                 if not report.difference <= 4 * TOLERANCE.get(before[0].dtype, 0.0):
                     found = report.difference
@@ -109,14 +111,17 @@ def fuse_layers(model: nn.Module) -> FusedLayersReport:
     return report
 
 
-def _replace(report: FusedLayersReport, module: nn.Module, name: str, kind: str, forward: Callable[..., Any]) -> None:
+def _replace(report: FusedLayersReport, module: nn.Module, name: str, *kinds: str, forward: Callable[..., Any]) -> None:
     module.__dict__["forward"] = MethodType(forward, module)
     report._modules.append(module)
-    report.fused.append((name, kind))
+    report.fused += [(name, kind) for kind in kinds]
 
 
 def _results(model: nn.Module) -> tuple[list[Tensor], str]:
-    """Returns the results for random tokens, all at once and the last after the others; or why there are none."""
+    """Returns the results for random tokens, all at once and, if a cache can do it, the last after the others.
+
+    If there are none, the text says why.
+    """
     embedding = next((m for m in model.modules() if hasattr(m, "num_embeddings")), None)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     if embedding is None or device.type == "meta":
@@ -125,11 +130,13 @@ def _results(model: nn.Module) -> tuple[list[Tensor], str]:
     ids = torch.randint(int(embedding.num_embeddings), (1, TOKENS), generator=generator).to(device)  # type: ignore[arg-type]
     try:
         first = model(input_ids=ids, use_cache=False)[0]
-        cached = model(input_ids=ids[:, :-1], use_cache=True)
-        last = model(input_ids=ids[:, -1:], past_key_values=cached.past_key_values, use_cache=True)[0]
     except Exception as error:  # models with other arguments
         return [], f"the model does not run on tokens alone: {type(error).__name__}: {error}"
-    return [first, last], ""
+    try:
+        cached = model(input_ids=ids[:, :-1], use_cache=True)
+        return [first, model(input_ids=ids[:, -1:], past_key_values=cached.past_key_values, use_cache=True)[0]], ""
+    except Exception:  # models whose state is no cache of keys and values
+        return [first], ""
 
 
 def _fuse_norms(model: nn.Module, report: FusedLayersReport) -> dict[nn.Module, tuple[float, float]]:
@@ -145,29 +152,37 @@ def _fuse_norms(model: nn.Module, report: FusedLayersReport) -> dict[nn.Module, 
             report.left.append((name, "a norm: not an RMS norm"))
             continue
         known[module] = settings
-        _replace(report, module, name, "rms_norm", norms.fused_norm(type(module).forward, *settings))
+        _replace(report, module, name, "rms_norm", forward=norms.fused_norm(type(module).forward, *settings))
     return known
 
 
-def _fuse_rotations(model: nn.Module, report: FusedLayersReport) -> None:
-    made: dict[FunctionType, FunctionType | None] = {}  # by the modules' forward
+def _fuse_attention(model: nn.Module, report: FusedLayersReport) -> None:
+    """Gives attention modules a forward that calls other functions: of the rotary embedding, and of attention."""
+    variants: dict[FunctionType, Any] = {}  # by function
     for name, module in model.named_modules():
-        found = rotary.rotation_of(module)
-        if found is None:
+        rotation, attention = rotary.rotation_of(module), sinks.attention_of(module)
+        if rotation is None and attention is None:
             continue
         if has_forward_of_its_own(module):
             report.left.append((name, "a rotary embedding: the forward around it is replaced or has hooks"))
             continue
-        forward: Any = type(module).forward
-        if forward not in made:
-            variant = rotary.variant_of(found[1])
-            replacement = None if variant is None else rotary.fused_rotation(found[1], variant)
-            made[forward] = None if replacement is None else rotary.forward_with(forward, found[0], replacement)
-        ours = made[forward]
-        if ours is None:
-            report.left.append((name, f"a rotary embedding: {found[1].__name__} rotates in another way"))
-        else:
-            _replace(report, module, name, "rotary", ours)
+        calls: dict[str, tuple[str, Callable[..., Any]]] = {}  # kind: name and value of the function
+        if rotation is not None:
+            function = rotation[1]
+            if function not in variants:
+                variants[function] = rotary.variant_of(function)
+            if variants[function] is None:
+                report.left.append((name, f"a rotary embedding: {function.__name__} rotates in another way"))
+            else:
+                calls["rotary"] = rotation[0], rotary.fused_rotation(function, variants[function])
+        if attention is not None:
+            if sinks.is_proved(module, attention[1]):
+                calls["attention"] = attention[0], sinks.fused_attention(attention[1])
+            else:
+                report.left.append((name, f"attention with sinks: {attention[1].__name__} computes something else"))
+        if calls:
+            forward: Any = type(module).forward
+            _replace(report, module, name, *calls, forward=rotary.forward_with(forward, dict(calls.values())))
 
 
 def _fuse_blocks(model: nn.Module, report: FusedLayersReport) -> None:
@@ -181,7 +196,7 @@ def _fuse_blocks(model: nn.Module, report: FusedLayersReport) -> None:
         if block is None:
             report.left.append((name, "a block of projections: not a gated one"))
         else:
-            _replace(report, module, name, "gated_activation", gated.with_original(block, type(module).forward))
+            _replace(report, module, name, "gated_activation", forward=gated.with_original(block, type(module).forward))
 
 
 def _fuse_experts(model: nn.Module, report: FusedLayersReport) -> None:
@@ -220,4 +235,4 @@ def _fuse_residuals(model: nn.Module, known: dict[nn.Module, tuple[float, float]
         if forward is None:
             report.left.append((name, f"residual additions: {reason}"))
         else:
-            _replace(report, layer, name, "add_rms_norm", forward)
+            _replace(report, layer, name, "add_rms_norm", forward=forward)

@@ -41,4 +41,7 @@ def agrees(got: Any, expected: Any) -> bool:
 def has_forward_of_its_own(module: nn.Module) -> bool:
     """Returns whether somebody else has replaced this module's forward or hooked into it."""
     hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
-    return "forward" in module.__dict__ or bool(hooks)
+    own = module.__dict__.get("forward")
+    # After unpickling, a fused module holds its class's forward.
+    is_replaced = own is not None and getattr(own, "__func__", None) is not type(module).forward
+    return is_replaced or bool(hooks)

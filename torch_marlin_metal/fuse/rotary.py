@@ -16,6 +16,7 @@ from torch_marlin_metal.fuse.proof import agrees, runs
 from torch_marlin_metal.layer_ops import rotary
 
 Rotation = Callable[..., tuple[Tensor, Tensor]]
+PARAMETERS = ["q", "k", "cos", "sin"]
 # Pairs are neighbours; the tables have an element per pair; only the first half of the tables is used.
 VARIANTS = ((False, False, False), (True, False, False), (False, True, False), (True, True, True), (True, True, False))
 
@@ -27,12 +28,7 @@ def rotation_of(module: nn.Module) -> tuple[str, FunctionType] | None:
         return None
     for name in forward.__code__.co_names:
         value = forward.__globals__.get(name)
-        if isinstance(value, FunctionType) and list(inspect.signature(value).parameters)[:4] == [
-            "q",
-            "k",
-            "cos",
-            "sin",
-        ]:
+        if isinstance(value, FunctionType) and list(inspect.signature(value).parameters)[:4] == PARAMETERS:
             return name, value
     return None
 
@@ -83,10 +79,10 @@ def fused_rotation(original: FunctionType, variant: tuple[bool, bool, bool]) -> 
     return apply
 
 
-def forward_with(forward: FunctionType, name: str, function: Rotation) -> FunctionType:
-    """Returns a forward that finds another function under a global name."""
+def forward_with(forward: FunctionType, functions: dict[str, Callable[..., Any]]) -> FunctionType:
+    """Returns a forward that finds other functions under these global names."""
     # Without __name__, torch.compile takes the globals from this function and not from the file's module.
-    names = {key: value for key, value in forward.__globals__.items() if key != "__name__"} | {name: function}
+    names = {key: value for key, value in forward.__globals__.items() if key != "__name__"} | functions
     made = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
     made.__kwdefaults__ = forward.__kwdefaults__
     return made

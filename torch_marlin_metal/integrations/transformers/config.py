@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Sequence
 from enum import Enum
-from typing import Any
+from typing import Any, Literal
 
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -38,8 +38,8 @@ class MarlinConfig(QuantizationConfigMixin):  # type: ignore[misc]
         quantize_embeddings: quantize the tables of the vocabulary, too: they become `MarlinEmbedding`, and output
             layers with the same weight share the packed one, whatever `quantize_head` says.
         on_unsupported: "error", or "dequantize" to decode layers that no weight format can represent.
-        fuse: compute q, k and v projections in one call, and gate and up projections in another; see
-            `fuse_projections`.
+        fuse: True computes q, k and v projections in one call, and gate and up projections in another; see
+            `fuse_projections`. "layers" also replaces what stands between the products; see `fuse_layers`.
         prepare: compile the Metal kernels of layers that are loaded to mps; see `prepare`.
         layers: the layers of a saved model, by name; `save_pretrained` writes it.
         quantize_options: `scale_dtype`, `lut`, `mx_rounding` of `quantize_weight`.
@@ -58,13 +58,15 @@ class MarlinConfig(QuantizationConfigMixin):  # type: ignore[misc]
         quantize_head: bool = False,
         quantize_embeddings: bool = False,
         on_unsupported: str = "error",
-        fuse: bool = False,
+        fuse: bool | Literal["layers"] = False,
         prepare: bool = False,
         layers: dict[str, dict[str, Any]] | None = None,
         quantize_options: dict[str, Any] | None = None,
     ) -> None:
         if on_unsupported not in ("error", "dequantize"):
             raise ValueError(f"MarlinConfig: on_unsupported: expected 'error' or 'dequantize', got {on_unsupported!r}")
+        if not (fuse is True or fuse is False or fuse == "layers"):
+            raise ValueError(f"MarlinConfig: fuse: expected True, False or 'layers', got {fuse!r}")
         if method not in ("rtn", "mse"):
             raise ValueError(f"MarlinConfig: method: expected 'rtn' or 'mse', got {method!r}")
         self.quant_method = Method.NATIVE

@@ -25,6 +25,7 @@ from transformers.utils import logging
 from torch_marlin_metal.checkpoints.errors import CheckpointError, UnsupportedFormat
 from torch_marlin_metal.checkpoints.formats.native import NativeExporter
 from torch_marlin_metal.checkpoints.reader import CheckpointReader, DirectorySource, open_reader
+from torch_marlin_metal.fuse.layers import fuse_layers
 from torch_marlin_metal.integrations.choice import choose_layers
 from torch_marlin_metal.integrations.transformers.config import MarlinConfig
 from torch_marlin_metal.integrations.transformers.experts import StackedExperts, make_room, stack, unstack
@@ -279,6 +280,9 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
         self._place_made(model)
         if self.quantization_config.fuse:
             fuse_projections(model)
+        if self.quantization_config.fuse == "layers":
+            for name, reason in fuse_layers(model).left:
+                logger.info(f"fuse_layers: {name}: {reason}")
         exporter = NativeExporter()
         for name, weight in stored_layers(model):
             exporter.tensors(replace(weight, name=name))

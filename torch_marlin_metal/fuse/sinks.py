@@ -1,0 +1,98 @@
+"""Computes attention of one query with sinks in half the operations.
+
+gpt-oss appends a learned logit to each head's scores, and drops its probability after the softmax. No fused attention
+of PyTorch has that, so transformers runs it as a sequence of operators. Half of them change nothing for one query:
+the copies of keys and values for each group of heads, and the subtraction of the largest score, which the softmax
+repeats. Scaling and mask are part of the product.
+"""
+
+import inspect
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_marlin_metal.fuse.proof import agrees, random_like, runs
+
+Attention = Callable[..., tuple[Tensor, Tensor | None]]
+PARAMETERS = ["module", "query", "key", "value", "attention_mask", "scaling"]
+
+
+def attention_of(module: nn.Module) -> tuple[str, FunctionType] | None:
+    """Returns name and value of the attention function that the forward of a module with sinks calls."""
+    forward, sinks = type(module).forward, module._parameters.get("sinks")
+    if sinks is None or sinks.dim() != 1 or not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__"):
+        return None
+    for name in forward.__code__.co_names:
+        value = forward.__globals__.get(name)
+        if isinstance(value, FunctionType) and list(inspect.signature(value).parameters)[:6] == PARAMETERS:
+            return name, value
+    return None
+
+
+def _attend(
+    sinks: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float
+) -> tuple[Tensor, Tensor]:
+    (B, heads, _, D), (groups, L) = query.shape, key.shape[1:3]
+    q, k, v = query.reshape(B * groups, heads // groups, D), key.flatten(0, 1), value.flatten(0, 1)
+    if mask is None:
+        scores = torch.bmm(q, k.mT) * scaling
+    else:
+        wide = mask.view(1, 1, L) if len(mask) == 1 else mask.expand(B, groups, 1, L).reshape(B * groups, 1, L)
+        scores = torch.baddbmm(wide, q, k.mT, alpha=scaling)
+    logits = sinks.view(1, groups, heads // groups, 1).expand(B, -1, -1, -1).reshape(B * groups, heads // groups, 1)
+    weights = torch.softmax(torch.cat((scores, logits), -1), -1)[..., :-1]
+    return torch.bmm(weights, v).view(B, 1, heads, -1), weights.reshape(B, heads, 1, L)
+
+
+def fused_attention(original: FunctionType) -> Attention:
+    """Returns the attention function with fewer operations for one query; other calls go to the original."""
+
+    def attention(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float,
+        dropout: float = 0.0,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        sinks: Any = module.sinks
+        fits = query.dim() == 4 and query.shape[2] == 1 and query.dtype == key.dtype == value.dtype == sinks.dtype
+        if attention_mask is not None:
+            fits = fits and attention_mask.shape[1:] == (1, 1, key.shape[2]) and attention_mask.dtype == query.dtype
+        if fits and runs(query) and not dropout:
+            return _attend(sinks, query, key, value, attention_mask, scaling)
+        result: tuple[Tensor, Tensor | None] = original(
+            module, query, key, value, attention_mask, scaling, dropout, **kwargs
+        )
+        return result
+
+    return attention
+
+
+def is_proved(module: Any, original: FunctionType) -> bool:
+    """Returns whether both functions agree on random input for this module's heads, with a mask and without."""
+    sinks, groups = module.sinks, getattr(module, "num_key_value_groups", 1)
+    shape = (2, len(sinks) // groups, 5, 8)
+    ours = fused_attention(original)
+    options = {"dtype": sinks.dtype, "device": sinks.device}
+    query, key, value, mask = (
+        random_like(torch.empty(size, **options), seed)
+        for seed, size in enumerate([(2, len(sinks), 1, 8), shape, shape, (2, 1, 1, 5)])
+    )
+    try:
+        for tensors in (
+            (query, key, value, None),
+            (query, key, value, mask),
+            (query[:1], key[:1], value[:1], mask[:1]),
+        ):
+            for got, expected in zip(ours(module, *tensors, 0.3), original(module, *tensors, 0.3), strict=True):
+                if not agrees(got, expected):
+                    return False
+    except Exception:  # an attention with other arguments
+        return False
+    return True
