@@ -76,6 +76,22 @@ def test_a_model_computes_what_its_decoded_weights_compute(architecture, tmp_pat
         torch.testing.assert_close(loaded(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-4)
 
 
+def test_plain_projections_get_back_the_order_of_their_rows(tmp_path) -> None:
+    """Mixed files keep some matrices in 16 bit, and llama.cpp reorders the rows of q and k in these, too."""
+    model = model_of("llama")
+    path = write(
+        tmp_path / "m.gguf", "llama", model, lambda name: "F16" if "attn_q" in name or "attn_k" in name else "Q4_0"
+    )
+    loaded = model_of("llama")
+    load_quantized(loaded, path, progress=False)
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameter, model.get_parameter(name)), name
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-4)
+    stored = convert.open_reader(path).source.tensors["blk.0.attn_q.weight"].read()
+    assert not torch.equal(stored.float(), model.model.layers[0].self_attn.q_proj.weight)
+
+
 def mixed(name: str) -> str:
     return "Q8_0" if "attn_v" in name or "token_embd" in name else "Q5_0" if "ffn_down" in name else "Q4_0"
 

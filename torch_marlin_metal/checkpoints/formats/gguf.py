@@ -259,13 +259,14 @@ class GgufSource:
         """Yields (name, function that reads it, dtype) for tensors outside the layers, such as embeddings and norms."""
         for tensor in self.tensors.values():
             if tensor.name not in self._used:
-                offset = norm_offset(tensor.name, self.architecture) if self.hf else 0.0
-                read = tensor.read if not offset else partial(_minus, tensor, offset)
-                yield self._full_name(tensor), read, tensor.type_name
+                yield self._full_name(tensor), partial(self._plain, tensor), tensor.type_name
 
-
-def _minus(tensor: GgufTensor, offset: float) -> Tensor:
-    return tensor.read() - offset
+    def _plain(self, tensor: GgufTensor) -> Tensor:
+        """Reads a tensor outside the layers, with transformers' values and order of rows if `hf` is set."""
+        offset = norm_offset(tensor.name, self.architecture) if self.hf else 0.0
+        order, values = self._row_order(tensor), tensor.read()
+        values = values if order is None else values[order]
+        return values - offset if offset else values
 
 
 def _dequantize(tensor: GgufTensor, expert: int | None) -> Tensor:
