@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from tests.support.llama import IDS
@@ -76,7 +76,9 @@ def stacked_experts(path: Path) -> GptOssForCausalLM:
 @pytest.mark.parametrize("write", [split_experts, stacked_experts])
 def test_experts_stay_packed_and_compute_the_same(write, tmp_path) -> None:
     expected = write(tmp_path / "source")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "source", dtype=torch.float32)
+    path, nothing = tmp_path / "source", {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": set()}
+    model, told = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
+    assert told == {**nothing, "error_msgs": []}
     assert not [name for name, module in model.named_modules() if isinstance(module, MarlinLinear)]
     stacks = [module for module in model.modules() if isinstance(module, MarlinExperts)]
     assert [(stack.num_experts, stack.gate_up.sizes) for stack in stacks] == [
@@ -91,7 +93,8 @@ def test_experts_stay_packed_and_compute_the_same(write, tmp_path) -> None:
     assert rounding > 0
     assert (logits - exact).abs().max() <= 4 * rounding
     model.save_pretrained(tmp_path / "saved")
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    again, told = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", output_loading_info=True)
+    assert told == {**nothing, "error_msgs": []}
     assert same(again.state_dict(), model.state_dict())
     assert torch.equal(again(IDS).logits, model(IDS).logits)
 
@@ -142,6 +145,22 @@ def test_experts_that_cannot_be_stacked_run_separately_and_compute_the_same(tmp_
     assert not [module for module in model.modules() if isinstance(module, MarlinExperts)]
     with torch.no_grad():
         torch.testing.assert_close(model(IDS).logits, expected(IDS).logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["absent", "in floats"])
+def test_an_expert_that_is_not_packed_is_named(kind, tmp_path) -> None:
+    path = tmp_path / "source"
+    split_experts(path)
+    state = {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    lost = "model.layers.1.block_sparse_moe.experts.3.w1"
+    state = {name: tensor for name, tensor in state.items() if not name.startswith(lost)}
+    if kind == "in floats":
+        state[f"{lost}.weight"] = torch.randn(96, 64)
+    for file in (*path.glob("*.safetensors"), *path.glob("*.index.json")):
+        file.unlink()
+    save_file(state, path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(convert.CheckpointError, match=r"every expert .* got no .* for model\.layers\.1\..*\.3\.w1$"):
+        AutoModelForCausalLM.from_pretrained(path)
 
 
 def test_experts_that_compute_something_else_are_left_alone() -> None:

@@ -4,7 +4,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, apply_converters, apply_renamings
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    apply_converters,
+    apply_renamings,
+    rename_source_key,
+)
 
 from torch_marlin_metal.layers.packed_layer import GUARD
 
@@ -16,6 +22,23 @@ def tied_modules(keys: Mapping[str, str]) -> dict[str, str]:
         for name, source in keys.items()
         if name.endswith(".weight") and source.endswith(".weight")
     }
+
+
+def loaded_names(names: Iterable[str], conversions: Iterable[Any]) -> set[str]:
+    """Returns the names that transformers gives to tensors of a checkpoint before it looks for them in the model.
+
+    A tensor that a conversion splits has several. Tensors of packed layers are in no model, so the prefix of a base
+    model is neither added nor removed.
+    """
+    conversions = list(conversions)
+    renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
+    found = set()
+    for name in names:
+        key, pattern = rename_source_key(name, renamings, converters)
+        targets = next((entry.target_patterns for entry in converters if pattern in entry.source_patterns), [""])
+        found |= {key.replace(targets[0], target) if target else key for target in targets}
+    return found
 
 
 def siblings(name: str, conversions: Iterable[Any]) -> Iterator[str]:

@@ -29,7 +29,7 @@ from torch_marlin_metal.fuse.layers import fuse_layers
 from torch_marlin_metal.integrations.choice import choose_layers
 from torch_marlin_metal.integrations.transformers.config import MarlinConfig
 from torch_marlin_metal.integrations.transformers.experts import StackedExperts, make_room, stack, unstack
-from torch_marlin_metal.integrations.transformers.names import rearranges, siblings, tied_modules
+from torch_marlin_metal.integrations.transformers.names import loaded_names, rearranges, siblings, tied_modules
 from torch_marlin_metal.integrations.transformers.parallel import refusing_style
 from torch_marlin_metal.integrations.transformers.pending import (
     PendingLinear,
@@ -169,8 +169,15 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
             model.set_submodule(name, pending)
             self._pending[name] = index, pending
             model.all_tied_weights_keys.pop(f"{name}.bias", None)  # the checkpoint's layer has its bias
+        unfilled = [n for n, m in model.named_modules() if isinstance(m, PendingLinear) and n not in self._pending]
+        if unfilled:
+            raise CheckpointError(
+                f"{reader.path}: expected every expert of a mixture in 4 bit or none, got no packed weight for "
+                f"{listing(unfilled)}"
+            )
         dense = {name for name, _, _ in reader.source.others()}
-        model._keys_to_ignore_on_load_unexpected |= ignored_patterns(self._tensors - dense)
+        packed = self._tensors - dense
+        model._keys_to_ignore_on_load_unexpected |= ignored_patterns(packed | loaded_names(packed, conversions))
         stored = (
             rename_source_key(name, renamings, [], model.base_model_prefix, state)[0]
             for name in dense
