@@ -1,6 +1,6 @@
 """Parts of packed weights have the bits of the whole, and join to it."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -76,6 +76,15 @@ def test_parts_of_one_group_share_its_scales():
     assert_same(join_rows(parts), whole)
 
 
+def test_groups_whose_scales_happen_to_be_equal_are_not_one_group():
+    whole = weight_of("uint4", group_size=64)
+    whole.scales[:] = whole.scales[0]
+    assert_same(join_rows(split_rows(whole, 3)), whole)
+    whole = packed_of("mxfp4", K=96, N=8)[1]
+    whole.scales[:] = whole.scales[0]
+    assert_same(join_rows(split_rows(whole, 3)).validate(), whole)
+
+
 def test_act_order_inside_the_parts_stays():
     whole = weight_of(perm=True)
     order = torch.cat([torch.randperm(64, generator=torch.Generator().manual_seed(i)) + 64 * i for i in range(3)])
@@ -116,6 +125,19 @@ def test_the_layer_before_can_write_features_in_packed_order():
         (lambda w: join_columns([]), r"join_columns: weights: expected at least one"),
         (lambda w: join_columns([w, weight_of("uint4b8")]), r"join_columns: weight_format: .*another in weight 1"),
         (lambda w: join_columns([w, weight_of(bias=False)]), r"join_columns: bias: .*all weights or in none"),
+        (
+            lambda w: join_columns([reorder_columns(w, torch.arange(*n)) for n in ((24,), (24, N))], parts=(48, 48)),
+            r"join_columns: weights: expected 48 columns in each for parts=\[48, 48\], got \[24, 72\]",
+        ),
+        (lambda w: join_rows([w, w]), r"join_rows: bias: expected none but in the first weight, got one in weight 1"),
+        (
+            lambda w: join_rows([w, replace(weight_of(bias=False), perm=torch.arange(K))]),
+            r"join_rows: perm: expected a tensor in all weights or in none, got some",
+        ),
+        (
+            lambda w: join_rows([replace(w, perm=torch.arange(K))], perm=torch.arange(K)),
+            r"join_rows: perm: .* got one for the whole too",
+        ),
         (lambda w: join_rows([w, weight_of("uint4b8")]), r"join_rows: weight_format: .*another in weight 1"),
     ],
 )

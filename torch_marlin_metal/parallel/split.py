@@ -157,12 +157,17 @@ def join_columns(weights: Sequence[PackedWeight], *, parts: Sequence[int] | None
     if parts is None:
         return whole
     count = len(weights)
-    if sum(parts) != whole.N or any(size % count for size in parts):
+    if sum(parts) != whole.N or min(parts) < 1 or any(size % count for size in parts):
         raise ValueError(
             f"join_columns: parts: expected multiples of {count} that sum to N = {whole.N}, got {list(parts)}"
         )
     shares = [size // count for size in parts]
     share = sum(shares)
+    if any(share != weight.N for weight in weights):
+        raise ValueError(
+            f"join_columns: weights: expected {share} columns in each for parts={list(parts)}, "
+            f"got {[weight.N for weight in weights]}"
+        )
     order = [
         torch.arange(r * share + sum(shares[:i]), r * share + sum(shares[: i + 1]))
         for i in range(len(shares))
@@ -179,15 +184,24 @@ def join_rows(weights: Sequence[PackedWeight], *, perm: Tensor | None = None) ->
         perm: the whole weight's `perm` if it was split with `gathered=True`.
 
     Raises:
-        ValueError: the weights differ in a field that they must share, or a border is no border of a group.
+        ValueError: the weights differ in a field that they must share, a border is no border of a group, a weight but
+            the first has a bias, or only some have a `perm`.
     """
     first = _agreeing("join_rows", weights, ("K", "N", "weight_format", "group_size", "global_scale", "lut"))
     count, rows = len(weights), first.K
-    one_group = first.group_size == rows and all(_same(first.scales, w.scales) for w in weights)
-    if first.perm is not None:
-        moved = [w.perm + i * rows for i, w in enumerate(weights) if w.perm is not None]
-        if len(moved) != count:
-            raise ValueError("join_rows: perm: expected a tensor in all weights or in none, got some")
+    one_group = (
+        first.group_size == rows
+        and weight_format(first.weight_format).fixed_group_size is None
+        and all(_same(first.scales, w.scales) and _same(first.zeros, w.zeros) for w in weights)
+    )
+    for i, weight in enumerate(weights[1:], 1):
+        if weight.bias is not None:
+            raise ValueError(f"join_rows: bias: expected none but in the first weight, got one in weight {i}")
+    moved = [w.perm + i * rows for i, w in enumerate(weights) if w.perm is not None]
+    if moved and (len(moved) != count or perm is not None):
+        given = "one for the whole too" if len(moved) == count else "some"
+        raise ValueError(f"join_rows: perm: expected a tensor in all weights or in none, got {given}")
+    if moved:
         perm = torch.cat(moved)
     if not one_group and rows % first.group_size:
         raise ValueError(f"join_rows: weights: expected whole groups of {first.group_size} rows, got {rows} rows")
