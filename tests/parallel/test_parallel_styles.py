@@ -7,14 +7,18 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
+from accelerate.hooks import ModelHook, add_hook_to_module
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import torch_marlin_metal.integrations.peft  # noqa: F401
 from tests.support.linear_layers import activations, layer_of
 from tests.support.models import IDS, SIZES
 from torch_marlin_metal import quantize_model
+from torch_marlin_metal.layers.fuse import fuse_projections, unfused
 from torch_marlin_metal.layers.linear import MarlinLinear
 from torch_marlin_metal.parallel import MarlinColwiseParallel, MarlinRowwiseParallel
 
@@ -54,8 +58,10 @@ def compare(rank: int, world: int, file: str) -> None:
             hidden, part = whole.up(x), split.up(x)
             columns = slice(rank * WIDE // world, (rank + 1) * WIDE // world)
             assert torch.equal(part, hidden[:, columns])
-            check_sum(whole.down, hidden, split.down(hidden[:, columns].contiguous()))
-            first, second = split(x), split(x)
+            check_sum(whole.down, hidden, split.down(hidden[:, columns].contiguous()), dtype)
+            with torch.autocast("cpu", torch.bfloat16):
+                check_sum(whole.down, hidden.bfloat16(), split.down(hidden[:, columns].contiguous()), torch.bfloat16)
+            first, second = split(x), copy.deepcopy(split)(x)
             assert torch.equal(first, second)
             everyone = [torch.empty_like(first) for _ in range(world)]
             dist.all_gather(everyone, first)
@@ -68,8 +74,9 @@ def compare(rank: int, world: int, file: str) -> None:
         dist.destroy_process_group()
 
 
-def check_sum(layer: MarlinLinear, a: torch.Tensor, y: torch.Tensor) -> None:
+def check_sum(layer: MarlinLinear, a: torch.Tensor, y: torch.Tensor, dtype: torch.dtype) -> None:
     """Compares a sum of products with fp64 and the bound of docs/numerics.md for one product."""
+    assert y.dtype == dtype
     x, w = a.double().numpy(), layer.dequantize().double().numpy().T
     wanted = x @ w + layer.bias.double().numpy()
     size = np.abs(x) @ np.abs(w) + np.abs(layer.bias.double().numpy())
@@ -103,13 +110,29 @@ def check_errors(rank: int, world: int, mesh, plan) -> None:
         assert "only support nn.Linear" in error_of(lambda s=style: parallelize_module(Block("uint4b8").up, mesh, s))
     x = activations(2, HIDDEN).requires_grad_()
     assert "MarlinColwiseParallel: a: expected activations without a gradient" in error_of(lambda: again(x))
+    assert fuse_projections(again, [("up", "down")]).left[0][1] == "one is a ColumnPart"
+    assert "layer 'up': expected a whole weight, got one process' part of it (ColumnPart)" in error_of(
+        lambda: list(unfused(again))
+    )
+    assert "MarlinLoraLinear: layer 'down': expected a MarlinLinear with a whole weight, got a RowPart" in error_of(
+        lambda: get_peft_model(again, LoraConfig(target_modules=["down"]))
+    )
+    hooked = Block("uint4b8")
+    add_hook_to_module(hooked.up, ModelHook())
+    assert "MarlinColwiseParallel: expected a MarlinLinear with the forward of its class" in error_of(
+        lambda: parallelize_module(hooked, mesh, plan)
+    )
     odd = layer_of("uint4b8", K=HIDDEN, N=7)
     assert "split_columns: count: expected a divisor of 7" in error_of(
         lambda: parallelize_module(odd, mesh, plan["up"])
     )
     other = layer_of("uint4b8", K=HIDDEN, N=WIDE)
+    order = torch.randperm(HIDDEN, generator=torch.Generator().manual_seed(0)).int()
+    other.perm = order.flip(0) if rank == world - 1 else order
+    assert f"got another perm in rank {world - 1}" in error_of(lambda: parallelize_module(other, mesh, plan["up"]))
     if rank == world - 1:
         other.b_packed = other.b_packed ^ 1
+    other.perm = None
     assert f"got another packed words in rank {world - 1}" in error_of(
         lambda: parallelize_module(other, mesh, plan["up"])
     )

@@ -137,13 +137,22 @@ def fuse_projections(model: nn.Module, groups: Sequence[Sequence[str]] = GROUPS)
 
 
 def unfused(model: nn.Module) -> Iterator[tuple[str, PackedWeight]]:
-    """Yields the name and weight of every packed layer of a model; fused projections are separate layers."""
+    """Yields the name and weight of every packed layer of a model; fused projections are separate layers.
+
+    Raises:
+        ValueError: a layer holds one process' part of a weight, which nothing but `torch_marlin_metal.parallel` reads.
+    """
     inside = set()
     for name, module in model.named_modules():
         if isinstance(module, FusedLinear):
             inside.add(f"{name}.fused")
             yield name, module.to_packed()
         elif isinstance(module, MarlinLinear) and name not in inside:
+            if module.is_split:
+                raise ValueError(
+                    f"layer {name!r}: expected a whole weight, got one process' part of it ({type(module).__name__}): "
+                    "save or decode the model before it is split"
+                )
             yield name, module.to_packed()
 
 
@@ -151,6 +160,8 @@ def _differences(layers: list[MarlinLinear]) -> str:
     """Returns why these layers cannot be fused, or an empty text."""
     first = layers[0]
     for layer in layers:
+        if type(layer) is not MarlinLinear:
+            return f"one is a {type(layer).__name__}"
         if (layer.in_features, layer.weight_format, layer.group_size) != (
             first.in_features,
             first.weight_format,

@@ -79,6 +79,8 @@ class MarlinLinear(PackedLayer):
         dtype: dtype of the bias and the value of `.weight.dtype`; None means the default dtype.
     """
 
+    is_split = False  # whether the layer holds one process' part of a weight; see torch_marlin_metal.parallel
+
     def __init__(
         self,
         in_features: int,

@@ -18,13 +18,17 @@ from torch_marlin_metal.packed_weight import PackedWeight
 from torch_marlin_metal.parallel.split import split_columns, split_rows
 from torch_marlin_metal.version import __version__
 
-_SAME_ON_EVERY_RANK = ("version", "weight format", "group size", "K", "N", "packed words", "scales")
+_TENSORS = {"b_packed": "packed words", "global_scale": "global scale"} | {
+    name: name for name in ("scales", "zeros", "lut", "perm", "bias")
+}
+_SAME_ON_EVERY_RANK = ("version", "weight format", "group size", "K", "N", *_TENSORS.values())
 
 
 class _SplitLinear(MarlinLinear):
     """A `MarlinLinear` that holds one process' part of a weight."""
 
-    _group: dist.ProcessGroup
+    is_split = True
+    _group: str  # its name, because a group itself cannot be copied or pickled
 
 
 class ColumnPart(_SplitLinear):
@@ -44,8 +48,16 @@ class RowPart(_SplitLinear):
         """Returns the sum over all processes, in fp32 and rounded once to a's dtype."""
         if isinstance(a, DTensor):
             a = a.redistribute(placements=[Shard(-1)]).to_local()
-        part = super().forward(_without_gradient("MarlinRowwiseParallel", a).float())
-        total: Tensor = collectives.all_reduce(part, "sum", self._group)
+        a = _without_gradient("MarlinRowwiseParallel", a)
+        kind = a.device.type
+        if not torch.is_autocast_enabled(kind):
+            return self._sum(a)
+        a = a.to(torch.get_autocast_dtype(kind))
+        with torch.autocast(kind, enabled=False):  # or each product would be rounded before the sum
+            return self._sum(a)
+
+    def _sum(self, a: Tensor) -> Tensor:
+        total: Tensor = collectives.all_reduce(super().forward(a.float()), "sum", self._group)
         return total.to(a.dtype)
 
 
@@ -61,6 +73,12 @@ class _MarlinParallel(ParallelStyle):
         style = type(self).__name__
         if type(module) is not MarlinLinear:
             raise TypeError(f"{style}: expected a MarlinLinear that is not split, got {type(module).__name__}")
+        if "forward" in module.__dict__:
+            raise TypeError(
+                f"{style}: expected a MarlinLinear with the forward of its class, got one with a forward of its own, "
+                "such as accelerate's hooks set: load the model on one device, or remove them "
+                "(accelerate.hooks.remove_hook_from_module)"
+            )
         group = device_mesh.get_group()
         weight = module.to_packed()
         _check_every_rank_has(style, weight, group)
@@ -72,7 +90,7 @@ class _MarlinParallel(ParallelStyle):
         module.in_features, module.out_features = layer.in_features, layer.out_features
         module.group_size = layer.group_size
         module.__class__ = self.kind
-        object.__setattr__(module, "_group", group)
+        module._group = group.group_name
         return module
 
 
@@ -86,7 +104,7 @@ class MarlinColwiseParallel(_MarlinParallel):
         parts: for a layer that computes several projections, the columns of each: see `split_columns`.
 
     Raises:
-        TypeError: the module is not a `MarlinLinear`, or is split already.
+        TypeError: the module is not a `MarlinLinear`, is split already, or has a forward of its own.
         ValueError: N does not divide by the number of processes.
         RuntimeError: the processes hold different weights or versions of this package. Also for activations that need
             a gradient.
@@ -114,7 +132,7 @@ class MarlinRowwiseParallel(_MarlinParallel):
         gathered: for a weight with an act-order `perm` that moves features between parts: see `split_rows`.
 
     Raises:
-        TypeError: the module is not a `MarlinLinear`, or is split already.
+        TypeError: the module is not a `MarlinLinear`, is split already, or has a forward of its own.
         ValueError: K does not divide at borders of groups.
         RuntimeError: the processes hold different weights or versions of this package. Also for activations that need
             a gradient.
@@ -136,13 +154,22 @@ def _without_gradient(style: str, a: Tensor) -> Tensor:
     return a
 
 
+def _digest(tensor: Tensor | None) -> int:
+    """Returns a number that differs for most tensors, also for those that differ only in the order of columns."""
+    if tensor is None:
+        return -1
+    held = tensor.detach().contiguous()
+    rows = held.view(1, -1) if held.dim() < 2 else held
+    columns = (rows.view(torch.uint8) if held.is_floating_point() else rows).sum(0, dtype=torch.int64)
+    return int((columns * torch.arange(1, len(columns) + 1, device=columns.device)).sum())
+
+
 def _check_every_rank_has(style: str, weight: PackedWeight, group: dist.ProcessGroup) -> None:
     """Raises an error that names the ranks whose package or weight is not rank 0's."""
     values = [
         *(int(hashlib.sha256(name.encode()).hexdigest()[:12], 16) for name in (__version__, weight.weight_format)),
         *(weight.group_size, weight.K, weight.N),
-        int(weight.b_packed.sum(dtype=torch.int64)),
-        int(weight.scales.contiguous().view(torch.uint8).sum(dtype=torch.int64)),
+        *(_digest(getattr(weight, name)) for name in _TENSORS),
     ]
     own = torch.tensor(values)
     everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]

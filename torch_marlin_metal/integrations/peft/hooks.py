@@ -44,6 +44,11 @@ def check_targets(tuner: BaseTuner, model: nn.Module, config: Any) -> None:
                 f"{getattr(config.peft_type, 'value', config.peft_type)}, got a packed 4-bit {type(layer).__name__}, "
                 "which takes LoRA and DoRA adapters (LoraConfig) only"
             )
+        if isinstance(layer, MarlinLinear) and layer.is_split:
+            raise ValueError(
+                f"MarlinLoraLinear: layer {name!r}: expected a MarlinLinear with a whole weight, got a "
+                f"{type(layer).__name__} with one process' part of it: add adapters before the model is split"
+            )
         if isinstance(layer, MarlinExperts | ExpertWeights):
             raise ValueError(f"MarlinLoraLinear: layer {name!r}: {NO_EXPERTS}, got {type(layer).__name__}")
         if isinstance(layer, FusedLinear):
