@@ -159,7 +159,7 @@ def threadgroup_variables(code: list[Token], start: int, keyword: int) -> Thread
         The variables, or None if the statement declares a pointer or a reference, or declares nothing.
 
     Raises:
-        SourceError: a variable has a value, or its alignas is not the first word.
+        SourceError: a variable has a value other than `{0}` or `{}`, or its alignas is not the first word.
     """
     before = {t.text for t in code[start:keyword]}
     if before & {*CLOSING, ")", "*", "&", "="} and "alignas" not in before:
@@ -201,4 +201,17 @@ def _declarators(tokens: list[Token]) -> list[list[Token]]:
             parts.append([])
         else:
             parts[-1].append(token)
-    return parts
+    return [_without_zeros(part) for part in parts]
+
+
+def _without_zeros(declarator: list[Token]) -> list[Token]:
+    """Returns `x[N]` of `x[N] = {0}`. Apple's compiler takes this list (MLX's layer_norm.metal has it). MLX sets the
+    elements itself afterwards, so the device does not count on what they hold.
+    """
+    texts = [t.text for t in declarator]
+    if "=" not in texts:
+        return declarator
+    at = texts.index("=")
+    if texts[at + 1 :] not in (["{", "}"], ["{", "0", "}"]):
+        raise SourceError(declarator[at].line, "a threadgroup variable cannot be initialised")
+    return declarator[:at]

@@ -23,10 +23,17 @@ _OF_THE_DIALECT = (
     (r"^no matching function", r"candidate template ignored: invalid explicitly-specified argument"),
     # The compile to code evaluates constant expressions, too, and it has the right layout of types.
     (r"^static assertion failed", ""),
+    (r"not an? (integral )?constant expression", r"undefined function|non-constexpr|non-literal"),
+    # The dialect cannot copy a struct out of `constant` in a constant expression.
+    (r"constexpr variable '[^']*' must be initialized by a constant expression", ""),
+    # Metal chooses between two structs in different spaces as between two values.
     (
-        r"not an? (integral )?constant expression|by a constant expression",
-        r"undefined function|non-constexpr|non-literal",
+        r"^(?:incompatible operand types \('|conditional expression is ambiguous; ')(?:const |volatile |__\w+ )*"
+        r"(?P<struct>[^'*&]+)'(?: \(aka '[^']*'\))? and '(?:const |volatile |__\w+ )*(?P=struct)'",
+        "",
     ),
+    # A list in braces can be a vector argument in Metal. It cannot in C++ for OpenCL.
+    (r"^no matching", r"cannot convert initializer list argument to '[^'*&]*\b(?:vec<|[a-z]+[234]\b)"),
     (r"scalar operand type has greater rank than the type of the vector element", ""),
     (r"excess elements in scalar initializer", ""),  # T(x, y) where T is a vector
     (r"too few elements in vector initialization", ""),

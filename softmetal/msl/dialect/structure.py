@@ -119,6 +119,15 @@ class Structure:
                         for other in tokens:
                             other.text = "" if other.text in ("static", "constexpr") else other.text
                     return
+            self._drop_definition_of_member(tokens)
+
+    @staticmethod
+    def _drop_definition_of_member(tokens: list[Token]) -> None:
+        """Drops `constant constexpr T S::x[2];`. C++14 needs such a definition. The dialect wants a value in it."""
+        texts = [t.text for t in tokens]
+        if {"constexpr", "constant", "::"} <= set(texts) and not {"=", "(", "{"} & set(texts):
+            for token in tokens:
+                token.text = ""
 
     @staticmethod
     def _without_template(header: list[Token]) -> list[Token]:

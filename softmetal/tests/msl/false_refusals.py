@@ -4,7 +4,7 @@ The sources are our own kernels and, from the wheels of other projects, MLX's he
 ggml's whole file. `--folder` adds the `.metal` files of a checkout, for example of candle's
 `candle-metal-kernels/src/metal_src`; with `--compile` all kernels of these files are also compiled. Apple's compiler
 accepts all of these, so each refusal is a fault of the device. Files that need MetalPerformancePrimitives, a framework
-of Metal 4 which the device lacks, are counted apart.
+of Metal 4 which the device lacks, are counted apart. MLX calls these files "nax".
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class Source:
     include_paths: tuple[str, ...] = ()
     defines: tuple[str, ...] = ()
     whole: bool = False
+    version: int = compiler.DEFAULT_VERSION
 
 
 def ours() -> Iterator[Source]:
@@ -49,11 +50,18 @@ def ours() -> Iterator[Source]:
         yield Source("our own", path.name, text, text, (str(ROOT),))
 
 
+# MLX builds a kernel from several headers. These are the ones that others of its headers need before them.
+_MLX_BASE = ("utils.h", "atomic.h", "reduce_utils.h", "reduction/ops.h", "sort.h")
+_MLX_STEEL = ("steel/gemm/gemm.h", "steel/conv/conv.h")
+
+
 def mlx() -> Iterator[Source]:
     include = wheels.unpack("mlx-metal") / "mlx" / "include"
     kernels = include / "mlx" / "backend" / "metal" / "kernels"
     for path in sorted(kernels.rglob("*.h")):
-        lines = [f'#include "{kernels.relative_to(include)}/utils.h"', f'#include "{path.relative_to(include)}"']
+        before = _MLX_BASE if "attn" in path.parts else _MLX_BASE + _MLX_STEEL
+        files = [kernels / name for name in before if path != kernels / name or "#pragma once" in path.read_text()]
+        lines = [f'#include "{file.relative_to(include)}"' for file in (*files, path)]
         yield Source("MLX", path.name, HEAD + "\n".join(lines), path.read_text(), (str(include),))
 
 
@@ -69,23 +77,34 @@ def ggml() -> Iterator[Source]:
     yield Source("ggml", "ggml-metal.metal", text, text, (), DEFINES)
 
 
+def _headers(path: Path) -> set[str]:
+    return {str(file.parent) for file in path.rglob("*.h")}
+
+
 def folder(path: Path, whole: bool) -> Iterator[Source]:
     for file in sorted(path.rglob("*.metal")):
         text = file.read_text()
-        yield Source(path.name, file.name, text, text, (str(path), str(file.parent)), whole=whole)
+        paths = (str(path), *(str(p) for p in file.parents if p.is_relative_to(path)), *sorted(_headers(path)))
+        # Scopes of fences and coherent memory came with MSL 3.2.
+        version = 320 if "thread_scope" in text else compiler.DEFAULT_VERSION
+        yield Source(path.name, file.name, text, text, paths, whole=whole, version=version)
 
 
 def refusal(source: Source) -> str:
     """Returns the device's message about the source, or "" if the device accepts it."""
     try:
-        text = compiler.preprocess(source.text, source.name, source.include_paths, source.defines)
+        text = compiler.preprocess(source.text, source.name, source.include_paths, source.defines, source.version)
         code = significant(tokenize(text))
         messages = [error.message for error in (*lint(code), *check.refused(code))]
-        if messages := messages or check.findings(text, compiler.DEFAULT_VERSION):
+        if messages := messages or check.findings(text, source.version):
             return messages[0]
         if source.whole:
             compiler.compile_source(
-                source.text, file_name=source.name, include_paths=source.include_paths, defines=source.defines
+                source.text,
+                file_name=source.name,
+                include_paths=source.include_paths,
+                defines=source.defines,
+                version=source.version,
             )
     except (CompileError, SourceError) as error:
         return str(error)
@@ -99,7 +118,7 @@ def count(sources: Iterator[Source]) -> str:
     for source in sources:
         project = source.project
         message = refusal(source)
-        if "MetalPerformancePrimitives.h' file not found" in message:
+        if message and ("MetalPerformancePrimitives.h' file not found" in message or "nax" in source.name):
             without_framework += 1
             continue
         files += 1

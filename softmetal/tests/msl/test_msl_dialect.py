@@ -202,9 +202,45 @@ ACCEPTED = {
     "function constants": "constant int rows [[function_constant(0)]]; constant bool on = rows > 3; "
     + KERNEL.format("if (on) a[i] = rows;"),
     "words of the dialect": KERNEL.format("float local = 1, global = 2, generic = 3, pipe = 4; a[i] = local + global + generic + pipe;"),
+    # The following forms are MLX's.
+    "list in braces for a vector": "uint area(uint3 v) { return v.x * v.y * v.z; } int area(int v) { return v; } "
+    + KERNEL.format("a[i] = area({i * 2, i, i + 1});"),
+    "own overload for bool": "inline bool simd_shuffle_down(bool x, uint16_t n) { return metal::simd_shuffle_down(uint32_t(x), n); } "
+    + KERNEL.format("a[i] = simd_shuffle_down(i > 3, 1);"),
+    "int8_t is a type of lanes": "struct Pair { int8_t x; }; "
+    + KERNEL.format("Pair p{simd_shuffle_down(int8_t(i), ushort(1))}; a[i] = p.x;"),
+    "definition of a constant member": (
+        "template <int N> struct Table { static constant constexpr const float rows[2][2] = {{N, 2}, {3, 4}}; }; "
+        "template <> struct Table<3> { static constant constexpr const float rows[2][2] = {{1, 2}, {3, 4}}; }; "
+        "constant constexpr const float Table<3>::rows[2][2]; " + KERNEL.format("a[i] = Table<3>::rows[i & 1][0];")
+    ),
+    "zeros for threadgroup memory": (
+        "kernel void k(device float* a [[buffer(0)]], uint i [[thread_index_in_threadgroup]]) "
+        "{ constexpr int N = 8; threadgroup float s[N] = {0}, t[N][2] = {}; s[i] = t[i][0] = i; a[i] = s[i]; }"
+    ),
+    "choice between structs of two spaces": (
+        "struct Pair { float x; float y; constexpr Pair(float x, float y) thread : x(x), y(y) {} "
+        "constexpr Pair() threadgroup : x(0), y(0) {} }; "
+        "kernel void k(device Pair* a [[buffer(0)]], uint i [[thread_index_in_threadgroup]]) "
+        "{ threadgroup Pair s[8]; a[i].x = (i > 3 ? s[i] : Pair(0, 1)).x; }"
+    ),
+    "constant member that is a struct": (
+        "struct Pair { float x; constexpr Pair(float x) thread : x(x) {} }; "
+        "template <typename T> struct Limits { static constexpr constant T low = T(-1); }; "
+        "template <typename T> struct Max { static constexpr constant T init = Limits<T>::low; }; "
+        + KERNEL.format("a[i] = Max<Pair>::init.x;")
+    ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_similar_right_source_is_accepted(name: str) -> None:
     compile_metal(ACCEPTED[name])
+
+
+def test_a_scope_that_metal_does_not_define_can_be_defined() -> None:
+    own = (
+        "namespace metal { constexpr constant metal::thread_scope thread_scope_system = static_cast<thread_scope>(3); }"
+    )
+    fence = "atomic_thread_fence(mem_flags::mem_device, memory_order_seq_cst, thread_scope_system);"
+    compile_source(HEAD + own + KERNEL.format(fence), version=320)

@@ -10,9 +10,11 @@
 #define SM_LANE_FILL(T, name) \
   T name(T, T, ushort);       \
   T name(T, T, ushort, ushort);
+// A template, so that a program's own overload for bool comes first, as in MLX.
+#define SM_LANE_BOOL(name) template <typename T, typename = enable_if_t<is_same_v<T, bool>>> void name(T, ushort) = delete;
 #define SM_REDUCES(name) SM_ON_LANE_TYPES(SM_LANE_1, name)
 #define SM_JOINS(name) SM_INTEGERS_32(SM_WIDTHS, SM_LANE_1, name)
-#define SM_SHUFFLES(name) SM_ON_LANE_TYPES(SM_LANE_2, name) void name(bool, ushort) = delete;
+#define SM_SHUFFLES(name) SM_ON_LANE_TYPES(SM_LANE_2, name) SM_LANE_BOOL(name)
 
 namespace metal {
 

@@ -33,7 +33,6 @@ enum thread_scope {
   thread_scope_simdgroup,
   thread_scope_threadgroup,
   thread_scope_device,
-  thread_scope_system,
 };
 void atomic_thread_fence(mem_flags, memory_order, thread_scope = thread_scope_device);
 #else

@@ -278,7 +278,6 @@ struct numeric_limits : _numeric_limits_impl<T> {};
 SM_FLOATS(SM_LIMITS)
 SM_INTEGERS(SM_LIMITS)
 SM_LIMITS(bool)
-SM_LIMITS(int8_t)
 #undef SM_LIMITS
 
 template <typename T, size_t N>
