@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import GroupName
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
@@ -28,7 +29,7 @@ class _SplitLinear(MarlinLinear):
     """A `MarlinLinear` that holds one process' part of a weight."""
 
     is_split = True
-    _group: str  # its name, because a group itself cannot be copied or pickled
+    _group: GroupName  # its name, because a group itself cannot be copied or pickled
 
 
 class ColumnPart(_SplitLinear):
@@ -90,7 +91,7 @@ class _MarlinParallel(ParallelStyle):
         module.in_features, module.out_features = layer.in_features, layer.out_features
         module.group_size = layer.group_size
         module.__class__ = self.kind
-        module._group = group.group_name
+        object.__setattr__(module, "_group", group.group_name)
         return module
 
 
