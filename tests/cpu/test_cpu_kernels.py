@@ -13,16 +13,24 @@ import pytest
 from tests.support import cxx
 
 ROOT = Path(__file__).resolve().parents[2]
-PROGRAMS = ("cpu_kernels_test", "cpu_weights_test", "cpu_plan_test", "cpu_mlstm_test", "cpu_memory_test")
+PROGRAMS = (
+    "cpu_kernels_test",
+    "cpu_weights_test",
+    "cpu_plan_test",
+    "cpu_mlstm_test",
+    "cpu_memory_test",
+    "cpu_activation_test",
+)
 PLAIN = ("-O2",)
 SANITIZERS = ("-Og", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
 # Unrolled vector code takes minutes to compile with sanitizers, so it is compiled without them. Two things make up for
 # that: the portable family uses the same templates, and test data ends at unreadable pages, so that a vector load
 # beyond the end crashes in any build.
 VECTOR_STEMS = ("kernels_avx2", "kernels_avx512", "bf16_dot_avx512", "byte_split_avx512", "byte_split_avx2")
+VECTOR_STEMS += ("activation_avx2", "activation_avx512")
 SOURCES = [
     path
-    for folder in ("csrc/cpu", "csrc/mlstm/cpu")
+    for folder in ("csrc/cpu", "csrc/layer/cpu", "csrc/mlstm/cpu")
     for path in sorted((ROOT / folder).rglob("*.cpp"))
     if path.stem != "ops_cpu"
 ]
@@ -113,7 +121,9 @@ def test_every_family_agrees_with_fp64(program: Path) -> None:
         assert f"{isa} threads=2: gemm, " in done.stdout
 
 
-@pytest.mark.parametrize("test", ["cpu_weights_test", "cpu_plan_test", "cpu_mlstm_test", "cpu_memory_test"])
+@pytest.mark.parametrize(
+    "test", ["cpu_weights_test", "cpu_plan_test", "cpu_mlstm_test", "cpu_memory_test", "cpu_activation_test"]
+)
 def test_the_other_programs_pass(programs: dict[str, Path], test: str) -> None:
     passes(run(programs[test]))
 
@@ -123,6 +133,7 @@ def test_kernels_pass_under_sanitizers(run_folder: Path) -> None:
     passes(run(programs["cpu_kernels_test"], "3"))
     passes(run(programs["cpu_weights_test"], "3"))
     passes(run(programs["cpu_mlstm_test"], "3"))
+    passes(run(programs["cpu_activation_test"]))
 
 
 def test_family_is_forced_by_the_environment(program: Path) -> None:

@@ -33,6 +33,11 @@ def test_neon_kernels_agree_with_fp64(run_folder: Path) -> None:
         assert f"features: asimd{features}; available: portable neon" in emulate(cpu, kernels, "capability")
         printed = emulate(cpu, kernels, "1", "best")
         assert printed.startswith("neon") and printed.endswith(" 0 failed\n")
-    for test, arguments in (("cpu_weights_test", ["1"]), ("cpu_mlstm_test", ["1"]), ("cpu_plan_test", ["shapes"])):
+    for test, arguments in (
+        ("cpu_weights_test", ["1"]),
+        ("cpu_mlstm_test", ["1"]),
+        ("cpu_plan_test", ["shapes"]),
+        ("cpu_activation_test", []),
+    ):
         printed = emulate("max", programs[test], *arguments)
         assert "neon" in printed and printed.endswith(" 0 failed\n")

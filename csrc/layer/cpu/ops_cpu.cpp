@@ -5,9 +5,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
-#include <bit>
 #include <cmath>
-#include <limits>
 #include <tuple>
 #include <vector>
 
@@ -15,13 +13,14 @@
 #include "csrc/cpu/gemm/kernel_table.h"
 #include "csrc/cpu/parallel.h"
 #include "csrc/layer/argument_rules.h"
+#include "csrc/layer/cpu/activation_table.h"
 
 namespace marlin::cpu {
 namespace {
 
 using TwoTensors = std::tuple<Tensor, Tensor>;
 
-constexpr int64_t kBlock = 512;      // elements that are computed at a time
+constexpr int64_t kBlock = 512;      // squares that are added in fp32
 constexpr int64_t kGrain = 1 << 14;  // elements that are worth a thread
 
 const KernelSet& kernels() {
@@ -189,69 +188,6 @@ TwoTensors rotary_cpu(const Tensor& q, const Tensor& k, const Tensor& cos, const
   return {q_out, k_out};
 }
 
-// Returns exp(x) with a relative error of 2e-7 for x from -87 to 88, infinity above, exp(-87) below, and NaN for NaN.
-// Plain arithmetic, so that the compiler can use vectors.
-inline float exponential(float x) {
-  constexpr float kRound = 0x1.8p23F;  // adding and subtracting it rounds to an integer
-  const float bounded = x > 88.F ? 88.F : x < -87.F ? -87.F : x;
-  const float shifted = bounded * 0x1.715476p0F + kRound;
-  const float n = shifted - kRound;
-  // log 2 is the sum of two numbers, because a single one would lose low bits of the remainder.
-  const float r = bounded - n * 0x1.62e4p-1F - n * 0x1.7f7d1cp-20F;
-  float sum = 1.F / 5040;
-  sum = sum * r + 1.F / 720;
-  sum = sum * r + 1.F / 120;
-  sum = sum * r + 1.F / 24;
-  sum = sum * r + 1.F / 6;
-  sum = sum * r + 1.F / 2;
-  sum = sum * r + 1.F;
-  sum = sum * r + 1.F;
-  const uint32_t exponent = (std::bit_cast<uint32_t>(shifted) + 127U) << 23;
-  const float value = sum * std::bit_cast<float>(exponent);
-  return x > 88.F ? std::numeric_limits<float>::infinity() : value;
-}
-
-inline float sigmoid(float x) {
-  return 1.F / (1.F + exponential(-x));
-}
-
-// Abramowitz and Stegun, 7.1.26, with an absolute error of 1.5e-7, as in kernels/layer/activation.metal.
-inline float error_function(float x) {
-  const float size = std::fabs(x);
-  const float t = 1.F / (1.F + 0.3275911F * size);
-  float sum = 1.061405429F;
-  sum = sum * t - 1.453152027F;
-  sum = sum * t + 1.421413741F;
-  sum = sum * t - 0.284496736F;
-  sum = sum * t + 0.254829592F;
-  return std::copysign(1.F - sum * t * exponential(-size * size), x);
-}
-
-template <class Function>
-void each(float* gate, const float* up, int64_t count, const Function& function) {
-  for (int64_t i = 0; i < count; ++i)
-    gate[i] = function(gate[i], up[i]);
-}
-
-void activate(Activation activation, float* gate, const float* up, int64_t count, float limit, float alpha) {
-  switch (activation) {
-    case Activation::silu:
-      return each(gate, up, count, [](float g, float u) { return g * sigmoid(g) * u; });
-    case Activation::gelu:
-      return each(gate, up, count,
-                  [](float g, float u) { return 0.5F * g * (1.F + error_function(g * 0.70710678F)) * u; });
-    case Activation::gelu_tanh:
-      return each(gate, up, count,
-                  [](float g, float u) { return g * sigmoid(1.5957691F * (g + 0.044715F * g * g * g)) * u; });
-    case Activation::clamped_silu:
-      return each(gate, up, count, [=](float g, float u) {
-        g = g > limit ? limit : g;  // NaN passes
-        u = u > limit ? limit : u < -limit ? -limit : u;
-        return g * sigmoid(alpha * g) * (u + 1.F);
-      });
-  }
-}
-
 // Returns the tensor as rows whose elements are neighbours.
 Tensor neighbours(const Tensor& tensor) {
   return unit_stride(rows(tensor));
@@ -266,18 +202,23 @@ Tensor gated_activation_cpu(const Tensor& gate, const Tensor& up, c10::string_vi
   const Tensor ups = neighbours(up);
   const ElementType type = element_type(gates);
   const int64_t N = gates.size(1);
-  const int64_t blocks = ceil_divide(N, kBlock);
+  const int64_t blocks = ceil_divide(N, kActivationBlock);
+  static const ActivationFunction activate = activation_of(capability().isa);
   void* to = out.mutable_data_ptr();
-  at_parallel().run(gates.size(0) * blocks, kGrain / kBlock, [&](int64_t begin, int64_t end) {
-    float g[kBlock];
-    float u[kBlock];
+  at_parallel().run(gates.size(0) * blocks, kGrain / kActivationBlock, [&](int64_t begin, int64_t end) {
+    float g[kActivationBlock] = {};
+    float u[kActivationBlock] = {};
     for (int64_t block = begin; block < end; ++block) {
       const int64_t row = block / blocks;
-      const int64_t column = block % blocks * kBlock;
-      const int64_t count = std::min(kBlock, N - column);
+      const int64_t column = block % blocks * kActivationBlock;
+      const int64_t count = std::min<int64_t>(kActivationBlock, N - column);
       kernels().to_float(place(gates.const_data_ptr(), type, row * gates.stride(0) + column), type, count, g);
       kernels().to_float(place(ups.const_data_ptr(), type, row * ups.stride(0) + column), type, count, u);
-      activate(kind, g, u, count, static_cast<float>(limit.value_or(0)), static_cast<float>(alpha.value_or(0)));
+      activate(kind, {.gate = g,
+                      .up = u,
+                      .count = static_cast<int>(count),
+                      .limit = static_cast<float>(limit.value_or(0)),
+                      .alpha = static_cast<float>(alpha.value_or(0))});
       kernels().from_float(g, type, count, place(to, type, row * N + column));
     }
   });

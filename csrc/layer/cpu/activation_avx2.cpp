@@ -1,0 +1,23 @@
+// AVX2 instances of the gated activations.
+#include "csrc/layer/cpu/activation_table.h"
+
+#if defined(__x86_64__)
+
+#include "csrc/cpu/x86/target.h"
+
+MARLIN_TARGET(MARLIN_AVX2)
+
+#include "csrc/cpu/x86/vec_avx2.h"
+#include "csrc/layer/cpu/activation_kernel.h"
+
+namespace marlin::cpu {
+
+ActivationFunction avx2_activation() {
+  return activate<Avx2>;
+}
+
+}  // namespace marlin::cpu
+
+MARLIN_TARGET_END
+
+#endif

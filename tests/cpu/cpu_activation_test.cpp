@@ -1,0 +1,72 @@
+// Compares the gated activations, in every family that this machine has, with fp64. No torch.
+#include <algorithm>
+
+#include "cpu_test_support.h"
+#include "csrc/layer/cpu/activation_table.h"
+
+namespace marlin::test {
+namespace {
+
+using cpu::Isa;
+
+double exact(Activation activation, double g, double u, double limit, double alpha) {
+  switch (activation) {
+    case Activation::silu:
+      return g / (1 + std::exp(-g)) * u;
+    case Activation::gelu:
+      return g * 0.5 * std::erfc(-g / std::sqrt(2.0)) * u;
+    case Activation::gelu_tanh:
+      return g / (1 + std::exp(-2 * std::sqrt(2 / 3.14159265358979323846) * (g + 0.044715 * g * g * g))) * u;
+    case Activation::clamped_silu:
+      g = std::min(g, limit);
+      u = std::clamp(u, -limit, limit);
+      return g / (1 + std::exp(-alpha * g)) * (u + 1);
+  }
+  return 0;
+}
+
+void test_family(Isa isa) {
+  constexpr float kLimit = 7, kAlpha = 1.702F;
+  const cpu::ActivationFunction activate = cpu::activation_of(isa);
+  std::mt19937 random(1);
+  std::normal_distribution<float> normal(0, 4);
+  const float kSpecial[] = {0.F, -0.F, 1e4F, -1e4F, 88.5F, -88.5F, 1e30F, -1e30F, std::nanf(""), 1e-30F};
+  for (const int count : {1, 7, 16, 33, 512}) {
+    for (const auto activation :
+         {Activation::silu, Activation::gelu, Activation::gelu_tanh, Activation::clamped_silu}) {
+      alignas(64) float g[cpu::kActivationBlock] = {};
+      alignas(64) float u[cpu::kActivationBlock] = {};
+      float gates[cpu::kActivationBlock];
+      for (int i = 0; i < count; ++i) {
+        g[i] = gates[i] = i < static_cast<int>(std::size(kSpecial)) ? kSpecial[i] : normal(random);
+        u[i] = normal(random);
+      }
+      activate(activation, {.gate = g, .up = u, .count = count, .limit = kLimit, .alpha = kAlpha});
+      for (int i = 0; i < count; ++i) {
+        const double want = exact(activation, gates[i], u[i], kLimit, kAlpha);
+        // The size of the terms: 16 roundings of fp32, as in docs/operators.md.
+        const double size = std::fabs(activation == Activation::clamped_silu ? std::min(gates[i], kLimit) : gates[i]) *
+                            (std::fabs(static_cast<double>(u[i])) + 1);
+        const bool is_huge = std::fabs(gates[i]) > 1e9F;  // the terms say nothing of a result that vanishes
+        const double bound = is_huge ? 1e-6 * std::fabs(want) : std::ldexp(16.0, -24) * size;
+        const bool agrees = std::isnan(gates[i]) ? std::isnan(g[i]) : std::fabs(g[i] - want) <= bound + 1e-30;
+        expect(agrees, [&] {
+          return std::string(cpu::isa_name(isa)) + " activation " + std::to_string(static_cast<int>(activation)) +
+                 " of " + std::to_string(gates[i]) + ", " + std::to_string(u[i]) + ": got " + std::to_string(g[i]) +
+                 ", expected " + std::to_string(want);
+        });
+      }
+    }
+  }
+  std::printf("%s: gated activations\n", cpu::isa_name(isa));
+}
+
+}  // namespace
+}  // namespace marlin::test
+
+int main() {
+  using marlin::cpu::Isa;
+  for (const Isa isa : marlin::cpu::detected().available)
+    if (isa != Isa::amx) marlin::test::test_family(isa);  // AMX has the activations of AVX-512
+  return marlin::test::report();
+}
