@@ -13,8 +13,9 @@ import os
 import statistics
 import time
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
+
+from peak_memory import reset_peak, resident
 
 # If other jobs share the cores, OpenMP threads that spin while they wait make everything ten times slower.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -24,14 +25,6 @@ SIZES = {  # of Llama 3.2 1B
     "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "vocab_size": 128256},
     "tiny": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 1024},
 }
-
-
-def resident(key: str) -> int:
-    """Returns a value of this process in bytes: VmRSS is memory in use, VmHWM its peak."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(key + ":"):
-            return 1024 * int(line.split()[1])
-    raise RuntimeError(f"{key} is not in /proc/self/status")
 
 
 def quantize_layers(model: Any, base: str) -> None:
@@ -99,7 +92,7 @@ def work(pipe: Connection, base: str, size: str, tokens: int, threads: int) -> N
     weights = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
     ids = torch.randint(0, SIZES[size]["vocab_size"], (1, tokens))
-    Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM back to VmRSS
+    reset_peak()
     pipe.send({"weights": weights})
     while pipe.recv():
         start, busy = time.perf_counter(), time.process_time()
