@@ -74,16 +74,17 @@ void encode(const CompiledPlan& compiled, Bindings bindings) {
     for (size_t i = 0; i < launched->plan.dispatches.size(); ++i) {
       const Dispatch& dispatch = launched->plan.dispatches[i];
       id<MTLComputePipelineState> pipeline = launched->pipelines[i];
-      const ProfiledKernel profiled(pipeline, dispatch.function, tensors);
-      watch_kernel(dispatch.function);
-      id<MTLComputeCommandEncoder> encoder = marlin::mps::encoder();
-      if (i != 0) [encoder memoryBarrierWithScope:MTLBarrierScopeBuffers];
-      [encoder setComputePipelineState:pipeline];
-      bind(encoder, dispatch, *bound);
-      if (dispatch.threadgroup_bytes != 0) {
-        [encoder setThreadgroupMemoryLength:dispatch.threadgroup_bytes atIndex:0];
-      }
-      [encoder dispatchThreadgroups:size(dispatch.grid) threadsPerThreadgroup:size(dispatch.threads)];
+      encode_profiled(pipeline, dispatch.function, tensors, [&] {
+        watch_kernel(dispatch.function);
+        id<MTLComputeCommandEncoder> encoder = marlin::mps::encoder();
+        if (i != 0) [encoder memoryBarrierWithScope:MTLBarrierScopeBuffers];
+        [encoder setComputePipelineState:pipeline];
+        bind(encoder, dispatch, *bound);
+        if (dispatch.threadgroup_bytes != 0) {
+          [encoder setThreadgroupMemoryLength:dispatch.threadgroup_bytes atIndex:0];
+        }
+        [encoder dispatchThreadgroups:size(dispatch.grid) threadsPerThreadgroup:size(dispatch.threads)];
+      });
     }
     work_encoded(launched->plan.seconds);
   });

@@ -5,8 +5,8 @@
 #import <Metal/Metal.h>
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/FunctionRef.h>
 
-#include <exception>
 #include <string>
 #include <vector>
 
@@ -45,29 +45,19 @@ size_t stream_number();
 void work_encoded(double predicted_seconds);
 void hold_commits(bool held);
 
-// Returns the encoder that PyTorch's own kernels use. Call it only inside a block of run_on_queue. A ProfiledKernel may
+// Returns the encoder that PyTorch's own kernels use. Call it only inside a block of run_on_queue. encode_profiled may
 // replace the encoder.
 id<MTLComputeCommandEncoder> encoder();
 
 // Returns true if torch.mps.profiler is recording kernels.
 bool is_profiling();
 
-// While an object of this class lives, torch.mps.profiler sees everything that is encoded as one kernel. Use the class
-// only inside a block of run_on_queue. A recording profiler adds handlers to the command buffer, both when the kernel
-// begins and when it ends. macOS 26.4 aborts if a handler is added while an encoder is open, so the encoder is ended
-// first both times.
-class ProfiledKernel {
- public:
-  // `tensors` are read only by a recording profiler.
-  ProfiledKernel(id<MTLComputePipelineState> pipeline, const std::string& name, at::TensorList tensors);
-  // Throws unless an exception is on its way: a profiler that waits for the GPU raises the errors of earlier work here.
-  ~ProfiledKernel() noexcept(false);
-  ProfiledKernel(const ProfiledKernel&) = delete;
-  ProfiledKernel& operator=(const ProfiledKernel&) = delete;
-
- private:
-  id<MTLComputePipelineState> pipeline_;
-  int exceptions_ = std::uncaught_exceptions();
-};
+// Encodes a kernel. torch.mps.profiler sees all that `encode` encodes as one kernel. Use it only inside a block of
+// run_on_queue. A recording profiler adds handlers to the command buffer, both when the kernel begins and when it ends.
+// macOS 26.4 aborts if a handler is added while an encoder is open, so the encoder is ended first both times.
+// `tensors` are read only by a recording profiler.
+// Throws what `encode` throws. A profiler that waits for the GPU also raises the errors of earlier work.
+void encode_profiled(id<MTLComputePipelineState> pipeline, const std::string& name, at::TensorList tensors,
+                     c10::function_ref<void()> encode);
 
 }  // namespace marlin::mps

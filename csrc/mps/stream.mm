@@ -4,6 +4,8 @@
 #include <ATen/mps/MPSProfiler.h>
 #include <ATen/mps/MPSStream.h>
 
+#include <exception>
+
 #include "csrc/planner/chips.h"
 #include "csrc/planner/commit_policy.h"
 
@@ -119,20 +121,27 @@ bool is_profiling() {
   return at::mps::getMPSProfiler().isOperationProfilingEnabled();
 }
 
-ProfiledKernel::ProfiledKernel(id<MTLComputePipelineState> pipeline, const std::string& name, at::TensorList tensors)
-    : pipeline_(pipeline) {
+void encode_profiled(id<MTLComputePipelineState> pipeline, const std::string& name, at::TensorList tensors,
+                     c10::function_ref<void()> encode) {
   if (is_profiling()) at::mps::getCurrentMPSStream()->endKernelCoalescing();
-  begin_kernel(at::mps::getMPSProfiler(), at::mps::getCurrentMPSStream(), static_cast<const void*>(pipeline_), name,
+  begin_kernel(at::mps::getMPSProfiler(), at::mps::getCurrentMPSStream(), static_cast<const void*>(pipeline), name,
                tensors);
-}
-
-ProfiledKernel::~ProfiledKernel() noexcept(false) {
-  try {
+  const auto end = [&] {
     if (is_profiling()) at::mps::getCurrentMPSStream()->endKernelCoalescing();
-    end_kernel(at::mps::getMPSProfiler(), at::mps::getCurrentMPSStream(), pipeline_);
+    end_kernel(at::mps::getMPSProfiler(), at::mps::getCurrentMPSStream(), pipeline);
+  };
+  try {
+    encode();
   } catch (...) {
-    if (std::uncaught_exceptions() == exceptions_) throw;
+    const std::exception_ptr cause = std::current_exception();
+    try {
+      end();
+    } catch (...) {
+      // The first error is the cause.
+    }
+    std::rethrow_exception(cause);
   }
+  end();
 }
 
 }  // namespace marlin::mps
