@@ -153,6 +153,21 @@ def test_global_scale_shapes(device):
         check_gemm(layer(a), *gemm(a, weight, packed.bias))
 
 
+@pytest.mark.parametrize("lost", ["perm", "scales", "b_packed"])
+def test_a_weight_is_loaded_whole_or_not_at_all(lost):
+    layer, other = layer_of("uint4", perm=True), layer_of("uint4", perm=True)
+    state = copy.deepcopy(layer.state_dict())
+    other.scales.mul_(2)
+    before = copy.deepcopy(other)
+    message = r"MarlinLinear: b_packed: expected all of b_packed, perm, scales, zeros and no other, got"
+    with pytest.raises(RuntimeError, match=message):
+        other.load_state_dict({name: tensor for name, tensor in state.items() if name != lost}, strict=False)
+    assert same_tensors(other, before)
+    with pytest.raises(RuntimeError, match=r"all of b_packed, scales, zeros and no other, got b_packed, perm"):
+        layer_of("uint4").load_state_dict(state, strict=False)
+    assert not other.load_state_dict({"bias": state["bias"]}, strict=False).unexpected_keys
+
+
 @pytest.mark.parametrize(
     ("target", "message"),
     [

@@ -140,6 +140,13 @@ class PackedLayer(nn.Module):
         if words is not None and not words.is_contiguous():  # gemm refuses strides; assign=True would keep them
             state_dict = {**state_dict, prefix + "b_packed": words.contiguous()}
         found = self._differences(state_dict, prefix)
+        given = {name for name in WEIGHT_BUFFERS if prefix + name in state_dict}
+        own = {name for name in WEIGHT_BUFFERS if getattr(self, name) is not None}
+        if given and given != own and not found:  # even with strict=False, which would mix two weights
+            missing_keys.extend(prefix + name for name in sorted(own - given))
+            unexpected_keys.extend(prefix + name for name in sorted(given - own))
+            wanted, got = (", ".join(sorted(names)) for names in (own, given))
+            found = [f"{prefix}b_packed: expected all of {wanted} and no other, got {got}"]
         if found:
             error_msgs.extend(f"{type(self).__name__}: {difference}" for difference in found)
             return
