@@ -21,8 +21,11 @@ ActivationName = Literal["silu", "gelu", "gelu_tanh", "clamped_silu"]
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float, weight_offset: float = 0.0) -> Tensor:
     """Divides each row by its root mean square and multiplies with a weight.
 
-    `y = x / sqrt(mean(x^2) + eps) * (weight + weight_offset)`. PyTorch's `rms_norm` is one dispatch on mps too, but it
-    has no offset, needs a weight of x's dtype, and is a sequence of operators on the CPU.
+    `y = x / sqrt(mean(x^2) + eps) * (weight + weight_offset)`. The squares are added in fp32, so rows whose sum of
+    squares exceeds its range, 3.4e38, give zeros, as with PyTorch's operators.
+
+    PyTorch's `rms_norm` is one dispatch on mps too, but it has no offset, needs a weight of x's dtype, and is a
+    sequence of operators on the CPU.
 
     Args:
         x: `[..., N]`, float16, bfloat16 or float32.

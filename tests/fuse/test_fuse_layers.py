@@ -89,6 +89,15 @@ def test_the_error_is_no_larger_than_that_of_the_original_order(dtype):
     assert 0 < (results(model).double() - exact).norm() <= 1.1 * before
 
 
+def test_inputs_that_no_operator_takes_go_to_the_original():
+    model = of_floats(torch.float32)
+    report = tmm.fuse_layers(model)
+    model.double()
+    got = results(model)
+    report.undo()
+    assert torch.equal(got, results(model))
+
+
 @pytest.mark.parametrize("family", ["cohere", "gpt2"])
 def test_what_is_not_proved_stays(family):
     model = model_of(family, 2)
