@@ -76,9 +76,9 @@ def make_model(base: str, size: str) -> Any:
 
 
 def work(pipe: Connection, base: str, size: str, tokens: int, threads: int) -> None:
-    """Takes a step for each message, and answers with the seconds and the peak bytes since before the model.
+    """Trains one step for each message. Answers with the step's seconds and the growth of peak memory.
 
-    Seconds of the CPU depend less on other jobs than seconds of the clock.
+    The growth counts from before the model was made. CPU seconds depend less on other jobs than wall time.
     """
     import gc
 

@@ -90,7 +90,7 @@ def without_unused_macros(text: str) -> str:
 
 
 def kernel_text(path: Path, root: Path) -> str:
-    """Returns the text of a `.metal` file as Metal gets it."""
+    """Returns the text of a `.metal` file in the form that is embedded for Metal."""
     return without_unused_macros(inline_headers(path, root, set()))
 
 

@@ -1,7 +1,7 @@
-"""What stands between the products of a decoder layer, as Python functions: norm, rotary embedding, gated activation.
+"""Python functions for the operations between a decoder layer's products: norm, rotary embedding, gated activation.
 
-Each is one operator, and on mps one dispatch, where PyTorch's own operators take up to ten. All compute in fp32, round
-once, accept any strides and have derivatives.
+Each function is one operator, which on mps is one dispatch; PyTorch's own operators need up to ten. All compute in
+fp32, round once, accept any strides and have derivatives.
 """
 
 from typing import Literal
@@ -46,7 +46,7 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float, weight_offset: float = 0.
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, *, eps: float, weight_offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Adds a residual and returns the norm of the sum and the sum.
+    """Adds a residual; returns the norm of the sum, and the sum.
 
     The sum is rounded to the dtype of `x`, as PyTorch's addition is, and the norm is that of the rounded sum.
 

@@ -1,4 +1,4 @@
-"""Counts the host's work for the first and the hundredth token of a small Llama, on the software Metal device.
+"""Counts what the host encodes and compiles for the first and the hundredth token of a small Llama.
 
 On a Mac, commits, encoders and dispatches may differ: the software device has its own versions of PyTorch's operators,
 several of which run on the CPU. The compiled kernels are the same as on a Mac with an M1. "By file" counts all kernels

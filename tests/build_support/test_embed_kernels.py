@@ -1,4 +1,4 @@
-"""The text that Metal gets is what a compiler reads of the sources, in fewer bytes and at the same lines."""
+"""Metal gets only the text that a compiler reads, in fewer bytes. Each line keeps its number."""
 
 import subprocess
 from pathlib import Path

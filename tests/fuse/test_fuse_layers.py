@@ -1,4 +1,4 @@
-"""fuse_layers replaces what it has proved, keeps a model's results, names and training, and can be undone."""
+"""fuse_layers replaces modules by operators, keeps a model's results, names and training, and can be undone."""
 
 import copy
 import io
@@ -56,8 +56,8 @@ def test_a_layer_has_the_documented_operations_and_stays_below_its_bar(family):
     assert report.difference < 1e-5
 
 
-# What transformers' masks and caches add to the bar of one token with a growing cache: the mask of a prompt is a tensor
-# that the CPU's attention converts, and a static cache computes the places that it writes.
+# Options of a call, and the operations that it needs beyond those of one token with a growing cache. The CPU's
+# attention converts the mask of a prompt. A static cache computes the positions that it writes.
 MORE = [
     ({"batch": 3}, 0),
     ({"tokens": 4}, 4),
@@ -80,7 +80,7 @@ def of_floats(dtype: torch.dtype) -> nn.Module:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_the_error_is_no_larger_than_that_of_the_original_order(dtype):
-    """Compares with the same model in fp64: the sum of all errors, so that no single rounding decides."""
+    """Compares with the same model in fp64. Sums the errors of all logits, so that no single rounding decides."""
     model = of_floats(dtype)
     exact = results(copy.deepcopy(model).double())
     before = (results(model).double() - exact).norm()
@@ -277,7 +277,7 @@ def test_a_rotation_of_another_kind_is_refused():
 
 
 class Attention(nn.Module):
-    """What the attention functions of transformers read of their module."""
+    """A module with the attributes that transformers' attention functions read."""
 
     num_key_value_groups = 2
 

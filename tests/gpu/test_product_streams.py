@@ -22,7 +22,7 @@ Product = Callable[[], torch.Tensor]
 
 @pytest.fixture(autouse=True)
 def no_commits(mps):
-    """Prevents commits, so that kernels run at the end. A workspace that two streams share would be overwritten."""
+    """Prevents commits, so that all kernels run at the end and would overwrite a workspace that two streams share."""
     interval = tuning.commit_interval()
     tuning.set_commit_interval(0)
     yield
@@ -30,7 +30,7 @@ def no_commits(mps):
 
 
 def product(seed: int, variant: str) -> tuple[Product, Callable[[torch.Tensor], object]]:
-    """Returns a product that differs for each seed, and its comparison with fp64."""
+    """Returns a function that computes a product, other for each seed, and one that compares a result with fp64."""
     weight = reference.make_weight("uint4b8", 1024, 32, 64, seed=seed)
     a = torch.randn(12, 1024, generator=torch.Generator().manual_seed(seed)).half()
     exact, bound = reference.gemm(a, weight)

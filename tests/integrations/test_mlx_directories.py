@@ -72,7 +72,7 @@ def test_a_float_model_is_loaded_as_before(tmp_path) -> None:
 
 
 def test_bits_and_a_group_size_alone_are_not_those_of_mlx(tmp_path) -> None:
-    """The settings of other methods have both, too."""
+    """The settings of other methods contain bits and a group size, too."""
     write_mlx(tmp_path, ("quantization_config",))
     with pytest.raises(ValueError, match="no `quant_method` attribute"):
         AutoModelForCausalLM.from_pretrained(tmp_path)

@@ -153,7 +153,7 @@ def train(model: nn.Module, folder, **options) -> list[float]:
 
 
 def test_trainer_reaches_the_losses_of_training_on_the_decoded_weights(tmp_path):
-    """With checkpointing and accumulation; the packed weights stay as they were."""
+    """Trains with gradient checkpointing and accumulation. The packed weights do not change."""
     packed_model().save_pretrained(tmp_path / "base")
     loaded = LlamaForCausalLM.from_pretrained(tmp_path / "base")
     assert loaded.hf_quantizer.is_trainable
@@ -234,7 +234,7 @@ def test_a_config_without_targets_takes_the_default_of_the_model_family():
 
 @pytest.mark.parametrize("change", ["load", "assign", "scales"])
 def test_dora_follows_a_weight_that_was_written_or_replaced(change):
-    """The norms of the decoded weight are kept between calls."""
+    """The layer keeps the norms of the decoded weight between calls, and must compute them again after a write."""
     dora = config(use_dora=True)
     adapted = get_peft_model(packed_model(), dora)
     adapted(IDS)

@@ -1,4 +1,4 @@
-"""What packed layers cannot take from peft is named, and the model stays."""
+"""What packed layers do not support of peft raises an error that names it, and the model does not change."""
 
 from dataclasses import fields
 
@@ -16,7 +16,7 @@ from tests.support.models import tensors
 from torch_marlin_metal.integrations.peft import prepare_for_training
 from torch_marlin_metal.layers.experts import ExpertWeights, MarlinExperts
 
-# Adapters of layers; XLORA has none of its own but those of LoRA.
+# peft's adapters that replace layers, except LoRA. XLORA uses LoRA's layers.
 OTHERS = [
     kind
     for kind, tuner in PEFT_TYPE_TO_TUNER_MAPPING.items()

@@ -184,7 +184,8 @@ def skeleton(quantized: bool, meta: bool = False) -> nn.Module:
 @pytest.mark.parametrize(("device_map", "meta"), [(None, False), ({"": "cpu"}, False), ({"": "cpu"}, True)])
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
 def test_accelerate_never_leaves_random_weights(name, device_map, meta, tmp_path) -> None:
-    """accelerate ignores tensors that a model lacks. The guard has the name of a tensor that the model has."""
+    """accelerate ignores tensors that a model lacks. The one-byte guard is named `weight`, so the model has a tensor of
+    its name."""
     model = make_model("cpu")
     quantize_model(model, "uint4", 32, progress=False)
     save = save_file if name.endswith("safetensors") else torch.save

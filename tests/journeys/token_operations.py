@@ -47,7 +47,7 @@ class Operations(TorchDispatchMode):
 
 
 def model_of(family: str, layers: int | None = None) -> Any:
-    """Returns a tiny random model with layers in 4 bit, of as many layers with attention, or of its own mix of layers."""
+    """Returns a tiny random model in 4 bit, with `layers` layers of attention, or None for the family's own layers."""
     config = shrunken(family)
     if layers is not None:
         text = config.get_text_config()

@@ -97,7 +97,7 @@ def test_the_same_bits_on_every_call(device):
 
 
 def test_a_token_does_not_depend_on_the_others(device):
-    """The result of a token that is alone is within rounding of its result among others; sentinels read nothing."""
+    """A token alone gives the same result as among others, within rounding. Ids that are no expert read no weight."""
     experts = experts_of("uint4b8", E=6)
     experts.scales[5] = torch.nan
     ids = torch.tensor([[0, 5], [1, 2], [-1, 6]])

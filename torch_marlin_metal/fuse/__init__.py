@@ -1,1 +1,1 @@
-"""Replaces what stands between the products of a decoder layer by operators of one dispatch each."""
+"""Replaces the operations between the products of a decoder layer by operators that are one dispatch each."""

@@ -12,11 +12,11 @@ from torch_marlin_metal.layer_ops import gated_activation
 from torch_marlin_metal.layers.experts import MarlinExperts
 
 Activation = Callable[[Tensor], Tensor]
-DEPTH = 3  # of modules around the function whose numbers may be its own
+DEPTH = 3  # levels of modules in which to look for the limit and alpha of an activation
 
 
 def _numbers(owner: Any, depth: int = DEPTH) -> set[float]:
-    """Returns the positive numbers that an object and the modules in it hold."""
+    """Returns the positive numbers among the attributes of an object and of the modules in it."""
     found: set[float] = set()
     for value in vars(owner).values() if depth and hasattr(owner, "__dict__") else ():
         if isinstance(value, float) and value > 0:
@@ -41,9 +41,9 @@ def _halves(gate_up: Tensor, is_interleaved: bool, is_swapped: bool) -> tuple[Te
 
 
 def fused_activation(experts: MarlinExperts) -> Activation | None:
-    """Returns the activation of gate and up in one operator, proved on random input; None if no form agrees."""
+    """Returns a function that computes the experts' activation in one operator, or None if no form agrees."""
     (activation,) = experts._activation
-    # Large numbers too, so that a limit shows.
+    # Large numbers too, so that a wrong limit changes the results.
     scales = experts.gate_up.scales
     x = (
         random_like(torch.empty(4, 64, device=scales.device))

@@ -25,7 +25,7 @@ def linears_of(module: nn.Module) -> list[str]:
 
 
 def activation_of(module: nn.Module) -> ActivationName | None:
-    """Returns the activation function among a module's children, proved on numbers; None if there is not one."""
+    """Returns the name of the known function that a module's activation computes, or None if it is another function."""
     others = [child for name, child in module.named_children() if name not in linears_of(module)]
     if len(others) != 1 or any(True for _ in others[0].parameters()):
         return None
@@ -45,7 +45,7 @@ def is_candidate(module: nn.Module) -> bool:
 
 
 def _blocks(names: list[str], activation: ActivationName) -> list[Block]:
-    """Returns every way to compute a gated block from these projections."""
+    """Returns a forward for each order in which these projections can be gate, up and down."""
 
     def of_three(gate: str, up: str, down: str) -> Block:
         def forward(self: nn.Module, x: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ def _blocks(names: list[str], activation: ActivationName) -> list[Block]:
 
 
 def fused_block(module: nn.Module) -> Block | None:
-    """Returns the forward of a gated block, proved on random input; None if no order of its projections agrees."""
+    """Returns a forward with a fused activation that gives equal results on random input, or None if there is none."""
     activation = activation_of(module)
     names = linears_of(module)
     assert activation is not None
@@ -101,7 +101,7 @@ def fused_block(module: nn.Module) -> Block | None:
 
 
 def with_original(block: Block, original: Forward) -> Block:
-    """Returns a forward that leaves tensors that the operators do not take to the original."""
+    """Returns a forward that calls the original for tensors that the operators do not support."""
 
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         return block(self, x) if runs(x) else original(self, x)

@@ -1,4 +1,4 @@
-"""Finds what the operators of `layer_ops` can compute in a model of transformers, proves it, and replaces it."""
+"""Finds the parts of a transformers model that the operators of `layer_ops` can compute, and replaces them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,10 +21,9 @@ class FusedLayersReport:
     """The result of `fuse_layers`.
 
     Attributes:
-        fused: (module's name, what became one operator) of each replacement.
-        left: (module's name, reason) of each candidate that stayed as it was.
-        difference: the largest difference of the model's results on random tokens before and after, as a part of the
-            largest result.
+        fused: for each replacement, the module's name and what it computes in one operator.
+        left: for each candidate that was not replaced, the module's name and the reason.
+        difference: how much fusing changed the model's results on random tokens, relative to the largest result.
     """
 
     fused: list[tuple[str, str]] = field(default_factory=list)
@@ -34,7 +33,7 @@ class FusedLayersReport:
     _activations: list[tuple[MarlinExperts, tuple[Any, ...]]] = field(default_factory=list, repr=False)
 
     def undo(self) -> None:
-        """Gives every module its own forward again, and mixtures their activation."""
+        """Restores the original forward of every module and the original activation of mixtures."""
         for module in self._modules:
             module.__dict__.pop("forward", None)
         for mixture, activation in self._activations:
@@ -44,7 +43,7 @@ class FusedLayersReport:
         self.fused.clear()
 
     def __str__(self) -> str:
-        """Returns the replacements by kind and the reasons of the candidates that stayed."""
+        """Returns how many replacements there are of each kind, and how many candidates were left for each reason."""
         kinds: dict[str, int] = {}
         for _, kind in self.fused:
             kinds[kind] = kinds.get(kind, 0) + 1
@@ -57,25 +56,26 @@ class FusedLayersReport:
 
 
 def fuse_layers(model: nn.Module) -> FusedLayersReport:
-    """Computes what stands between the products of decoder layers in one operator each, in place.
+    """Replaces the operations between the products of decoder layers by fused operators, in place.
 
-    Finds RMS norms, rotary embeddings, gated activations (also of packed experts), attention with sinks and residual
-    additions by their structure. Each replacement is compared with the original module on random input first, and at
-    the end the whole model on random tokens, with and without a cache; what does not agree stays as it was. Parameters
-    and names do not change, so saved models do not either, and children are looked up at every call, so adapters can be
-    added before or after.
+    The function finds RMS norms, rotary embeddings, gated activations (also of packed experts), attention with sinks
+    and residual additions by their structure. It compares each replacement with the original module on random input,
+    and does not replace a module if the results differ. At the end it compares the whole model on random tokens, with
+    and without a cache. Parameters and names do not change, so saved models do not change either. A fused module looks
+    up its children at every call, so adapters can be added before or after.
 
-    Works for models of transformers that take `input_ids`, with quantized layers and without. Call it after
-    `fuse_projections`, which adds to the effect. The proof runs the model a few times, in its dtype and on its device.
+    The model must be one of transformers that takes `input_ids`; its layers may be quantized or not. Call
+    `fuse_projections` first, so that fewer operations are left. The comparison runs the model a few times, in its dtype
+    and on its device.
 
     Args:
-        model: changed in place: modules get a `forward` of their own.
+        model: changed in place: modules get a new `forward`.
 
     Returns:
-        What was fused and what was left; its `undo` restores the model.
+        A report of what was fused and what was not; its `undo` restores the model.
 
     Raises:
-        RuntimeError: the fused model's results differ from the model's; the model is as it was.
+        RuntimeError: fusing changed the model's results by more than rounding explains. The model is restored.
     """
     report = FusedLayersReport()
     was_training = [module for module in model.modules() if module.training]
@@ -95,7 +95,7 @@ def fuse_layers(model: nn.Module) -> FusedLayersReport:
                 after, _ = _results(model)
                 pairs = zip_longest(after, before)  # a result that is missing is infinitely far away
                 report.difference = max(difference(*pair) for pair in pairs)
-                # The errors of layers add up; a wrong replacement is far beyond this.
+                # The rounding errors of all layers stay below this limit; a wrong replacement exceeds it by far.
                 if not report.difference <= 4 * TOLERANCE.get(before[0].dtype, 0.0):
                     found = report.difference
                     report.undo()
@@ -118,9 +118,9 @@ def _replace(report: FusedLayersReport, module: nn.Module, name: str, *kinds: st
 
 
 def _results(model: nn.Module) -> tuple[list[Tensor], str]:
-    """Returns the results for random tokens, all at once and, if a cache can do it, the last after the others.
+    """Runs the model on random tokens: on all at once and, if the model has a cache, on the last one after the others.
 
-    If there are none, the text says why.
+    Returns the results. If there are none, the second value is the reason.
     """
     embedding = next((m for m in model.modules() if hasattr(m, "num_embeddings")), None)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -157,7 +157,7 @@ def _fuse_norms(model: nn.Module, report: FusedLayersReport) -> dict[nn.Module, 
 
 
 def _fuse_attention(model: nn.Module, report: FusedLayersReport) -> None:
-    """Gives attention modules a forward that calls other functions: of the rotary embedding, and of attention."""
+    """Gives attention modules a forward with fused functions for the rotary embedding and attention with sinks."""
     variants: dict[FunctionType, Any] = {}  # by function
     for name, module in model.named_modules():
         rotation, attention = rotary.rotation_of(module), sinks.attention_of(module)

@@ -25,11 +25,11 @@ def is_candidate(module: nn.Module) -> bool:
 
 
 def settings_of(module: nn.Module) -> tuple[float, float] | None:
-    """Returns eps and weight offset of an RMS norm, proved on random input and weights; None for other modules."""
+    """Returns eps and weight offset if a module computes an RMS norm on random input, otherwise None."""
     numbers = {value for value in vars(module).values() if isinstance(value, float) and 0 < value < 0.01}
     weight = module.weight
     assert isinstance(weight, Tensor)
-    # Wide numbers, so that the proof is exact; small ones, so that a wrong eps shows.
+    # The weights are fp32 so that a wrong offset shows; inputs go down to 1e-4 so that a wrong eps shows.
     wide = random_like(weight.detach().float(), seed=1)
     x = random_like(wide.expand(3, 2, -1), seed=2) * torch.tensor([1.0, 1e-2, 1e-4], device=wide.device)[:, None, None]
     same = x.to(weight.dtype)
@@ -49,7 +49,7 @@ def settings_of(module: nn.Module) -> tuple[float, float] | None:
 
 
 def fused_norm(original: Forward, eps: float, offset: float) -> Callable[[nn.Module, Tensor], Tensor]:
-    """Returns the forward of a norm in one operator; input of another dtype than the weight goes to the original."""
+    """Returns a forward in one operator. It calls the original if input and weight have different dtypes."""
 
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         weight = self.weight

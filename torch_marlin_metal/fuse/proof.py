@@ -1,4 +1,4 @@
-"""Compares a replacement with the module that it replaces, and says where replacements may run."""
+"""Compares a replacement with the module that it replaces, and tells which tensors and modules can be replaced."""
 
 from typing import Any
 
@@ -7,12 +7,12 @@ from torch import Tensor, nn
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 DEVICES = ("cpu", "mps", "meta")
-# The largest difference of a proof, as a part of the largest result. Originals round to the dtype several times.
+# Results agree if they differ by at most this fraction of the largest result: originals round several times.
 TOLERANCE = {torch.float16: 2.0**-8, torch.bfloat16: 2.0**-5, torch.float32: 2.0**-16}
 
 
 def runs(tensor: Tensor) -> bool:
-    """Returns whether the operators take this tensor; other tensors go to the original module."""
+    """Returns whether the operators support this tensor. Other tensors go to the original forward."""
     return tensor.device.type in DEVICES and tensor.dtype in DTYPES
 
 
@@ -23,7 +23,7 @@ def random_like(tensor: Tensor, seed: int = 0) -> Tensor:
 
 
 def difference(got: Any, expected: Any) -> float:
-    """Returns the largest difference as a part of the largest expected value; infinity if it proves nothing."""
+    """Returns the largest difference relative to the largest expected value; infinity if the two cannot be compared."""
     if not isinstance(got, Tensor) or not isinstance(expected, Tensor):
         return float("inf")
     if got.shape != expected.shape or got.dtype != expected.dtype:
@@ -34,14 +34,14 @@ def difference(got: Any, expected: Any) -> float:
 
 
 def agrees(got: Any, expected: Any) -> bool:
-    """Returns whether a replacement's result is the original's, within the roundings of its dtype."""
+    """Returns whether a replacement's result equals the original's, except for rounding to its dtype."""
     return difference(got, expected) <= TOLERANCE.get(getattr(expected, "dtype", torch.float32), 0.0)
 
 
 def has_forward_of_its_own(module: nn.Module) -> bool:
-    """Returns whether somebody else has replaced this module's forward or hooked into it."""
+    """Returns whether other code has replaced this module's forward or added hooks to it."""
     hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
     own = module.__dict__.get("forward")
-    # After unpickling, a fused module holds its class's forward.
+    # A fused module that was pickled and loaded has the forward of its class as an attribute; that is no replacement.
     is_replaced = own is not None and getattr(own, "__func__", None) is not type(module).forward
     return is_replaced or bool(hooks)

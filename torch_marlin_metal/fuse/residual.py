@@ -1,7 +1,8 @@
-"""Finds decoder layers and adds the residual in the operator of the norm that follows.
+"""Finds decoder layers in which the norm's operator can also add the residual.
 
-A layer's forward calls norms and blocks in an order that is recorded while the model runs. If a layer of that order has
-one of the two usual sums, the replacement calls the same children in the same order with the same arguments.
+While the model runs, this module records the order in which a layer calls its norms and blocks, and their arguments.
+For the two usual orders, the replacement calls the same children in the same order with the same arguments. It is used
+only if its results equal those of the layer.
 """
 
 import inspect
@@ -21,7 +22,7 @@ Forward = Callable[..., Any]
 
 @dataclass
 class Recorded:
-    """What one run of the model showed of a layer.
+    """The arguments, calls and result of a layer in one run of the model.
 
     Attributes:
         args: positional arguments of the layer.
@@ -37,7 +38,7 @@ class Recorded:
 
 
 def record(layers: dict[str, nn.Module], run: Callable[[], Any]) -> dict[str, Recorded]:
-    """Runs the model and returns what it showed of each layer that it called."""
+    """Runs the model and returns the record of each layer that was called."""
     found: dict[str, Recorded] = {}
     handles = []
 
@@ -81,7 +82,7 @@ def _first(output: Any) -> Any:
 def fused_layer(
     layer: nn.Module, seen: Recorded, norms: dict[nn.Module, tuple[float, float]], original: Forward
 ) -> tuple[Forward | None, str]:
-    """Returns the forward of a decoder layer, proved on random input, or the reason why there is none."""
+    """Returns a fused forward that gives equal results on random input, or None and the reason why there is none."""
     children = dict(layer.named_children())
     if any(isinstance(child, nn.Dropout) and child.p > 0 for child in children.values()):
         return None, "it has dropout between its blocks"
@@ -137,7 +138,7 @@ def fused_layer(
             out = modules[names[1]](out)
         if out.dtype == x.dtype:
             normed, total = add_rms_norm(out, x, weight, eps=eps, weight_offset=offset)
-        else:  # autocast: the blocks compute in another dtype than the sums
+        else:  # under autocast, the blocks compute in another dtype than the sums
             total = x + out
             normed = modules[add](total)
         out = _first(modules[mlp](normed))

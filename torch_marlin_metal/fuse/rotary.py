@@ -1,7 +1,7 @@
-"""Finds attention modules that call a rotary embedding of q and k, and computes it in one operator.
+"""Finds attention modules that call a function for the rotary embedding of q and k, and replaces it by one operator.
 
-The forward of such a module calls a function of its own file. The replacement is the same forward with another function
-under that name; nothing else of the file changes, and other modules of the file keep theirs.
+The forward of such a module calls a global function of its Python file. The replacement is a copy of the forward that
+finds another function under that name. The file's own functions and its other modules do not change.
 """
 
 import inspect
@@ -17,12 +17,12 @@ from torch_marlin_metal.layer_ops import rotary
 
 Rotation = Callable[..., tuple[Tensor, Tensor]]
 PARAMETERS = ["q", "k", "cos", "sin"]
-# Pairs are neighbours; the tables have an element per pair; only the first half of the tables is used.
+# Three flags: pairs are neighbours; tables have an element per pair; only the first half of the tables is used.
 VARIANTS = ((False, False, False), (True, False, False), (False, True, False), (True, True, True), (True, True, False))
 
 
 def rotation_of(module: nn.Module) -> tuple[str, FunctionType] | None:
-    """Returns name and value of the function (q, k, cos, sin, ...) that a module's forward calls."""
+    """Returns the name and the object of the function (q, k, cos, sin, ...) that a module's forward calls."""
     forward = type(module).forward
     if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__"):
         return None
@@ -42,7 +42,7 @@ def _apply(variant: tuple[bool, bool, bool], q: Tensor, k: Tensor, cos: Tensor, 
 
 
 def variant_of(function: FunctionType) -> tuple[bool, bool, bool] | None:
-    """Returns how a function rotates, proved on random input for whole and partial heads; None if no variant does."""
+    """Returns the variant that gives a function's results on random input, for whole and partial heads, or None."""
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(2, heads, 3, 16, generator=generator) for heads in (4, 2))
     results = []
@@ -67,7 +67,7 @@ def variant_of(function: FunctionType) -> tuple[bool, bool, bool] | None:
 
 
 def fused_rotation(original: FunctionType, variant: tuple[bool, bool, bool]) -> Rotation:
-    """Returns a function that rotates in one operator; other calls than the proved ones go to the original."""
+    """Returns a function that rotates in one operator, and calls the original for calls of another form."""
 
     def apply(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         usual = not args and not kwargs and q.dim() == 4 and cos.dim() == 3 and q.dtype == k.dtype == cos.dtype
@@ -80,7 +80,7 @@ def fused_rotation(original: FunctionType, variant: tuple[bool, bool, bool]) -> 
 
 
 def forward_with(forward: FunctionType, functions: dict[str, Callable[..., Any]]) -> FunctionType:
-    """Returns a forward that finds other functions under these global names."""
+    """Returns a copy of a forward in which these global names mean other functions."""
     # Without __name__, torch.compile takes the globals from this function and not from the file's module.
     names = {key: value for key, value in forward.__globals__.items() if key != "__name__"} | functions
     made = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)

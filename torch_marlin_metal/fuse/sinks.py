@@ -1,9 +1,9 @@
 """Computes attention of one query with sinks in half the operations.
 
-gpt-oss appends a learned logit to each head's scores, and drops its probability after the softmax. No fused attention
-of PyTorch has that, so transformers runs it as a sequence of operators. Half of them change nothing for one query:
-the copies of keys and values for each group of heads, and the subtraction of the largest score, which the softmax
-repeats. Scaling and mask are part of the product.
+gpt-oss appends a learned logit, the sink, to each head's scores, and drops its probability after the softmax. PyTorch
+has no fused attention with sinks, so transformers computes it by a sequence of operators. For one query, half of these
+are not needed: the copies of keys and values for each group of heads, and the subtraction of the largest score, which
+the softmax repeats. Scaling and mask become part of the product.
 """
 
 import inspect
@@ -21,7 +21,7 @@ PARAMETERS = ["module", "query", "key", "value", "attention_mask", "scaling"]
 
 
 def attention_of(module: nn.Module) -> tuple[str, FunctionType] | None:
-    """Returns name and value of the attention function that the forward of a module with sinks calls."""
+    """Returns the name and the object of the attention function that the forward of a module with sinks calls."""
     forward, sinks = type(module).forward, module._parameters.get("sinks")
     if sinks is None or sinks.dim() != 1 or not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__"):
         return None
@@ -48,7 +48,7 @@ def _attend(
 
 
 def fused_attention(original: FunctionType) -> Attention:
-    """Returns the attention function with fewer operations for one query; other calls go to the original."""
+    """Returns an attention function with fewer operations for one query. For other calls it calls the original."""
 
     def attention(
         module: nn.Module,

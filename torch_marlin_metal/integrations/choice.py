@@ -28,7 +28,7 @@ def choose_layers(
         op: the caller's name, for messages.
         model: the empty model.
         config: a `MarlinConfig`.
-        stays: returns why the caller keeps a layer in floats, or "".
+        stays: takes a layer and returns why the caller keeps it in floats, or "".
         ties: modules that get the weight of another one after loading: name -> name of the other.
 
     Raises:
@@ -68,12 +68,12 @@ def choose_layers(
 
 
 def _with_table(name: str, ties: Mapping[str, str], modules: Mapping[str, nn.Module], tables: set[int]) -> bool:
-    """Returns whether a layer gets the weight of an embedding that is to be quantized."""
+    """Returns whether a layer shares its weight with an embedding that will be quantized."""
     return any(name in pair and any(id(modules.get(other)) in tables for other in pair) for pair in ties.items())
 
 
 def _keep_with_others(why: dict[str, str], ties: Mapping[str, str], modules: Mapping[str, nn.Module]) -> None:
-    """Keeps a module in floats, with a reason in `why`, if it shares its weight with a module that stays."""
+    """Keeps a module in floats if it shares its weight with one that stays; writes the reason to `why`."""
     groups: dict[str, set[str]] = {}
     for name, source in ties.items():
         groups.setdefault(source, {source}).add(name)

@@ -1,8 +1,8 @@
 """Lets models of transformers, diffusers and sentence-transformers save packed layers.
 
-Each library has a module in `integrations` for that. This file imports the module by name, and only for a model of the
-library. The import goes against the order of the folders, which otherwise import only those below them. There is no
-other way: if such a model is quantized in memory, nothing in `integrations` is called.
+For each library, a module in `integrations` does this. The functions here import that module by its name when a model
+of the library is quantized. The import goes against the order of the folders, but nothing else would import the module:
+a model that is quantized in memory calls nothing in `integrations`.
 """
 
 import importlib

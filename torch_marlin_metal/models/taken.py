@@ -1,4 +1,4 @@
-"""Linear layers of transformers (5.23) whose parent does not only call them, but computes with `layer.weight`."""
+"""Lists the Linear layers of transformers (5.23) that cannot be packed, because their parent reads `layer.weight`."""
 
 from torch import nn
 

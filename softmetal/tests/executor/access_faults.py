@@ -1,6 +1,4 @@
-"""Kernels with faults for test_checked_mode.py: wrong accesses (bounds, alignment, uninitialised), stores to constant
-memory.
-"""
+"""Faulty kernels for test_checked_mode.py: bad addresses, reads before a write, and stores to constant memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels with faults for test_checked_mode.py: races, barriers and simd operations."""
+"""Faulty kernels for test_checked_mode.py: races, wrong barriers and wrong simd operations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels with faults for test_checked_mode.py: divisions, shifts, private arrays, variables that were never set."""
+"""Faulty kernels for test_checked_mode.py: bad divisions, shifts and array indices, and unset variables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels with faults for test_checked_mode.py: mistakes that programmers make in real kernels."""
+"""Faulty kernels for test_checked_mode.py: mistakes that programmers make in real kernels."""
 
 from __future__ import annotations
 

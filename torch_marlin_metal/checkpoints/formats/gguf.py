@@ -227,7 +227,7 @@ class GgufSource:
         return None
 
     def bias(self, index: int) -> Tensor | None:
-        """Reads the bias that belongs to a layer, in the order of its rows."""
+        """Reads a layer's bias `[N]`, in the order of the rows of its weight; None if the layer has none."""
         tensor, expert = self._layers[index]
         name = f"{tensor.name.removesuffix('.weight')}.bias"
         if name not in self.tensors or not tensor.name.endswith(".weight"):

@@ -14,7 +14,7 @@ from torch_marlin_metal.layers.linear import MarlinLinear
 from torch_marlin_metal.layers.packed_layer import version_of
 from torch_marlin_metal.packed_weight import PackedWeight
 
-_NORM_BYTES = 64 << 20  # of decoded weights at a time, for the norms of a weight's rows
+_NORM_BYTES = 64 << 20  # of decoded weights in memory at a time, while the norms of a weight's rows are computed
 
 
 # The tensors of a weight and how often each was written.

@@ -22,7 +22,7 @@ NO_EXPERTS = "expected a MarlinLinear, because packed experts of a mixture take 
 
 
 def check_targets(tuner: BaseTuner, model: nn.Module, config: Any) -> None:
-    """Raises a ValueError if an adapter or a trainable copy would go onto a packed layer that cannot take it."""
+    """Raises a ValueError if an adapter or a trainable copy is for a packed layer that does not support it."""
     saved = getattr(config, "modules_to_save", None) or ()
     parameters = [f".{name}".rpartition(".")[0] for name in getattr(config, "target_parameters", None) or ()]
     for name, module in model.named_modules():
@@ -82,7 +82,7 @@ def restore() -> None:
 
 
 def _init(original: Callable[..., None]) -> Callable[..., None]:
-    """Checks the targets before hooks of tuners that look for a float layer among them."""
+    """Wraps a constructor to check targets first: some tuners then look for a float layer among them."""
 
     def init(self: Any, model: nn.Module, peft_config: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         config = peft_config[adapter_name] if isinstance(peft_config, dict) else peft_config

@@ -47,7 +47,7 @@ class MarlinLoraLinear(Linear):  # type: ignore[misc]
     ) -> None:
         check_config(config)
         super().__init__(base_layer, adapter_name, config, r=r, lora_alpha=lora_alpha, **kwargs)
-        self.fan_in_fan_out = False  # MarlinLinear has nn.Linear's orientation also where it replaces a Conv1D
+        self.fan_in_fan_out = False  # MarlinLinear has nn.Linear's orientation, even if it replaced a Conv1D
         self._unmerged: PackedWeight | None = None
         self.planned: MergePlan | None = None
 

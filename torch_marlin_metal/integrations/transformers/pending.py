@@ -65,7 +65,7 @@ def initialized(thing: Marked) -> Marked:
 
 
 def hollow_out(module: nn.Module) -> None:
-    """Takes the weight out of an embedding, or of a layer that is tied to one, until `make_table` or `share_weight`.
+    """Removes the weight of an embedding or a layer tied to one; `make_table` or `share_weight` sets it later.
 
     transformers then does not report the weight as missing. A tensor without values stays in its place, for models that
     access the weights of their submodules.
