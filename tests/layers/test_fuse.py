@@ -70,6 +70,23 @@ def test_one_call_and_nothing_kept(monkeypatch) -> None:
     assert group.latest is None
 
 
+def test_a_kept_result_is_for_the_same_values_and_the_same_modes() -> None:
+    model = Model()
+    alone = copy.deepcopy(model).attention
+    fuse_projections(model)
+    fused, a = model.attention, torch.randn(3, 128)
+    fused.q_proj(a)
+    a.mul_(2)
+    assert torch.equal(fused.k_proj(a), alone.k_proj(a))
+    with torch.no_grad():
+        fused.q_proj(a.requires_grad_())
+    assert fused.k_proj(a).requires_grad
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(fused.v_proj(a), alone.v_proj(a))
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(a.detach()), alone(a.detach()))
+
+
 def test_moving_a_fused_model_moves_every_projection(mps) -> None:
     model = Model()
     fuse_projections(model)

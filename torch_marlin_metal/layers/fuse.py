@@ -1,8 +1,9 @@
 """Computes several projections of the same input in one call: q, k and v; gate and up.
 
 The model's own code does not change. The first projection that is called with an input computes all projections of its
-group. The others return their part of that result. If a projection is called with another input, it computes all of
-them again, so the results are right for every order of calls.
+group. The others return their part of that result. If a projection is called with another input, or the input was
+written, or gradients or autocast were switched, it computes all of them again, so the results are right for every order
+of calls.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_marlin_metal.layers.linear import MarlinLinear, WeightInfo
+from torch_marlin_metal.layers.packed_layer import version_of
 from torch_marlin_metal.packed_weight import PackedWeight
 
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -26,7 +28,7 @@ class _Group:
         self.layer = layer
         self.sizes = sizes
         self.scaled = scaled  # for each projection, whether its global scale had one value per column
-        self.latest: tuple[Tensor, tuple[Tensor, ...]] | None = None
+        self.latest: tuple[Tensor, tuple[Any, ...], tuple[Tensor, ...]] | None = None
 
 
 class FusedLinear(nn.Module):
@@ -61,9 +63,10 @@ class FusedLinear(nn.Module):
     def forward(self, a: Tensor) -> Tensor:
         """Returns this projection's `[..., out_features]` for `a [..., in_features]`, a view of the group's result."""
         group = self._shared[0]
-        latest = group.latest
-        parts = latest[1] if latest is not None and latest[0] is a else group.layer(a).split(group.sizes, -1)
-        group.latest = None if self._index == len(group.sizes) - 1 else (a, parts)
+        latest, state = group.latest, _state(a)
+        known = latest is not None and latest[0] is a and latest[1] == state
+        parts = latest[2] if known and latest is not None else group.layer(a).split(group.sizes, -1)
+        group.latest = None if self._index == len(group.sizes) - 1 else (a, state, parts)
         return parts[self._index]
 
     def to_packed(self) -> PackedWeight:
@@ -82,6 +85,15 @@ class FusedLinear(nn.Module):
     def extra_repr(self) -> str:
         """Returns sizes and the index in the group, for `print(model)`."""
         return f"in_features={self.in_features}, out_features={self.out_features}, part={self._index}"
+
+
+def _state(a: Tensor) -> tuple[Any, ...]:
+    """Returns what a result depends on besides the tensor: how often it was written, gradients, and autocast."""
+    if torch.compiler.is_compiling():  # a graph cannot ask whether a tensor was written
+        return ()
+    kind = a.device.type
+    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    return version_of(a), a.requires_grad, torch.is_grad_enabled(), autocast
 
 
 @dataclass(frozen=True)
