@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers.models.gpt_oss import modeling_gpt_oss
 
 import torch_marlin_metal as tmm
+import torch_marlin_metal.integrations.peft
 from tests.journeys.architectures import class_of, shrunken
 from tests.journeys.token_operations import model_of, of_one_layer
 from torch_marlin_metal.fuse import gated, norms, rotary, sinks
@@ -181,8 +183,25 @@ def test_gradients_with_checkpointing_are_those_of_the_original(model):
 def test_compiles(model):
     before = results(model)
     tmm.fuse_layers(model)
-    compiled = torch.compile(model, backend="aot_eager")
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(results(compiled), before, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("is_fused_first", [False, True])
+def test_adapters_before_and_after(model, is_fused_first):
+    targets = ["q_proj", "gate_proj", "down_proj"]
+    settings = LoraConfig(r=4, target_modules=targets, init_lora_weights=False)
+    if is_fused_first:
+        report = tmm.fuse_layers(model)
+    torch.manual_seed(1)
+    adapted = get_peft_model(model, settings).eval()
+    if not is_fused_first:
+        report = tmm.fuse_layers(model)
+    got = results(adapted)
+    assert len(report.fused) == 5 + 2 + 2 + 2
+    report.undo()
+    torch.testing.assert_close(got, results(adapted), rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(got, results(model_of("llama", 2)), rtol=1e-2, atol=1e-2)
 
 
 def test_autocast_and_16_bits():
