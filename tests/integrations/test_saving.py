@@ -63,7 +63,6 @@ def alone(code: str) -> str:
 
 
 @pytest.mark.parametrize(("name", "layers"), [("llama", 15), ("gpt2", 8), ("falcon", 8), ("mixtral", 9)])
-@pytest.mark.filterwarnings("ignore:quantize_model. only 1[67]%")
 def test_a_model_quantized_in_memory_is_saved_and_loaded(name, layers, tmp_path) -> None:
     model = made(name)
     quantize_model(model, "uint4", 32, progress=False)

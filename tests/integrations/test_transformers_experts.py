@@ -13,7 +13,7 @@ from tests.support.llama import IDS
 from tests.support.models import same
 from torch_marlin_metal import ExpertWeights, MarlinExperts, MarlinLinear, PackedWeight, convert, quantize_weight
 from torch_marlin_metal.integrations.transformers import MarlinConfig
-from torch_marlin_metal.integrations.transformers.experts import make_room
+from torch_marlin_metal.integrations.transformers.experts import SeparateExperts, make_room
 
 SIZES = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 32}
 SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
@@ -122,20 +122,22 @@ def bytes_of_words() -> int:
     return sum(found.values())
 
 
-def test_stacking_frees_each_expert_before_the_next(tmp_path, monkeypatch) -> None:
+def test_beside_the_stacks_only_one_expert_exists(tmp_path, monkeypatch) -> None:
     split_experts(tmp_path / "source")
     gc.collect()
-    before, alive, fill = bytes_of_words(), [], ExpertWeights.fill
+    before, alive, fill = bytes_of_words(), [], ExpertWeights._fill
 
     def counted(self: ExpertWeights, index: int, parts: list[PackedWeight]) -> None:
         alive.append(bytes_of_words() - before)
         fill(self, index, parts)
 
-    monkeypatch.setattr(ExpertWeights, "fill", counted)
+    monkeypatch.setattr(ExpertWeights, "_fill", counted)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "source", dtype=torch.float32)
-    expert = 3 * 64 * 96 // 2
-    assert alive == [(8 - index // 2) * expert for index in range(16)]  # two stacks of four experts, gate-up and down
-    assert sum(part.b_packed.nbytes for part in model.modules() if isinstance(part, ExpertWeights)) == 8 * expert
+    part = 64 * 96 // 2
+    assert [size // part for size in alive] == 2 * (
+        4 * [2] + 4 * [1]
+    )  # in each of two layers gate and up of four experts, then down
+    assert sum(own.b_packed.nbytes for own in model.modules() if isinstance(own, ExpertWeights)) == 24 * part
 
 
 def test_experts_that_cannot_be_stacked_run_separately_and_compute_the_same(tmp_path) -> None:
@@ -176,11 +178,15 @@ def test_experts_that_compute_something_else_are_left_alone() -> None:
 def test_ids_of_no_expert_add_nothing_where_experts_run_one_by_one(tmp_path) -> None:
     stacked_experts(tmp_path / "source")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "source", dtype=torch.float32)
-    stack = next(module for module in model.modules() if isinstance(module, MarlinExperts))
+    config = MarlinConfig(modules_to_not_convert="model.layers.0.*.down_proj.2")
+    other = AutoModelForCausalLM.from_pretrained(tmp_path / "source", dtype=torch.float32, quantization_config=config)
+    stack, separate = (one.model.layers[0].mlp.experts for one in (model, other))
+    assert isinstance(stack, MarlinExperts)
+    assert isinstance(separate, SeparateExperts)
     ids, weights = torch.tensor([[1, -1], [4, 0], [-3, 9]]), torch.rand(3, 2)
     a = torch.randn(3, 64)
     with torch.no_grad():
-        torch.testing.assert_close(stack.separate()(a, ids, weights), stack(a, ids, weights))
+        torch.testing.assert_close(separate(a, ids, weights), stack(a, ids, weights))
 
 
 @pytest.mark.parametrize("write", [split_experts, stacked_experts])

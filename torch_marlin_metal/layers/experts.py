@@ -1,6 +1,6 @@
 """The experts of a mixture with packed 4-bit weights, run without a wait for the device."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,18 @@ from torch_marlin_metal.packed_weight import PackedWeight
 _moe_gemm = torch.ops.torch_marlin_metal.moe_gemm.default
 
 COLUMNS = ("b_packed", "scales", "zeros", "global_scale", "bias")  # tensors whose last dimension is columns
+
+
+class StackError(ValueError):
+    """The weights of experts cannot be stacked.
+
+    Attributes:
+        reason: why, without the name of what refused them.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"ExpertWeights: weights: {reason}")
+        self.reason = reason
 
 
 class ExpertWeights(PackedLayer):
@@ -43,31 +55,45 @@ class ExpertWeights(PackedLayer):
 
     @classmethod
     def from_packed(
-        cls, weights: Sequence[Sequence[PackedWeight]], *, dtype: torch.dtype | None = None
+        cls,
+        weights: Iterable[Sequence[PackedWeight]],
+        *,
+        experts: int | None = None,
+        dtype: torch.dtype | None = None,
     ) -> "ExpertWeights":
         """Copies the weights of each expert's parts into one stack.
 
         Args:
-            weights: the parts of each expert.
+            weights: the parts of each expert. Only one expert at a time is needed, so this may be an iterator that
+                reads or makes them.
+            experts: E; None means the length of `weights`.
             dtype: dtype of the bias; None means the default dtype.
 
         Raises:
-            ValueError: the weights cannot be stacked; the message names the first difference.
+            StackError: the weights cannot be stacked; the message names the first difference.
+            PackedWeightError: a weight breaks a rule of its format.
         """
-        for parts in weights:
+        experts = len(weights) if experts is None else experts  # type: ignore[arg-type]
+        stack: ExpertWeights | None = None
+        outlines: list[PackedWeight] = []
+        index = 0
+        for parts in weights:  # enumerate would keep the last expert while the iterator makes the next one
             for part in parts:
                 part.validate()
-            if reason := difference(weights[0], parts):
-                raise ValueError(f"ExpertWeights: weights: {reason}")
-        stack = cls.room_for(weights[0], len(weights), any(_has_perm(parts) for parts in weights), dtype)
-        for index, parts in enumerate(weights):
-            stack.fill(index, parts)
+            outlines = outlines or [_outline(part) for part in parts]
+            if reason := difference(outlines, parts):
+                raise StackError(reason)
+            stack = stack or cls._room_for(parts, experts, dtype)
+            if index < experts:
+                stack._fill(index, parts)
+            index += 1
+            del parts, part
+        if stack is None or index != experts:
+            raise StackError(f"expected {experts} experts, got {index}")
         return stack
 
     @classmethod
-    def room_for(
-        cls, parts: Sequence[PackedWeight], experts: int, perm: bool, dtype: torch.dtype | None = None
-    ) -> "ExpertWeights":
+    def _room_for(cls, parts: Sequence[PackedWeight], experts: int, dtype: torch.dtype | None) -> "ExpertWeights":
         """Makes a stack without values for experts whose weights are like `parts`."""
         first = parts[0]
         return cls(
@@ -80,18 +106,13 @@ class ExpertWeights(PackedLayer):
             scale_dtype=first.scales.dtype,
             zeros_dtype=None if first.zeros is None else first.zeros.dtype,
             global_scale_per_column=len(parts) > 1 or _per_column(first),
-            perm=perm,
+            perm=first.perm is not None,
             device=first.b_packed.device,
             dtype=dtype,
         )
 
-    def fill(self, index: int, parts: Sequence[PackedWeight]) -> None:
-        """Copies the parts of one expert into the stack.
-
-        Args:
-            index: the expert.
-            parts: weights for which `difference` to those of every other expert is empty.
-        """
+    def _fill(self, index: int, parts: Sequence[PackedWeight]) -> None:
+        """Copies the parts of one expert into the stack; experts are filled in order."""
         start = 0
         with torch.no_grad():
             for part, size in zip(parts, self.sizes, strict=True):
@@ -103,11 +124,21 @@ class ExpertWeights(PackedLayer):
                         own[index, ..., start : start + size] = 1.0 if given_tensor is None else given_tensor
                 start += size
             first = parts[0]
+            if self.perm is None and first.perm is not None:
+                self._add_perm()
             if self.perm is not None:
-                in_order = torch.arange(self.in_features, dtype=torch.int32, device=self.perm.device)
-                self.perm[index] = in_order if first.perm is None else first.perm
+                self.perm[index] = self._in_order() if first.perm is None else first.perm
             if self.lut is not None and first.lut is not None:
                 self.lut.copy_(first.lut)
+
+    def _in_order(self) -> Tensor:
+        return torch.arange(self.in_features, dtype=torch.int32, device=self.b_packed.device)
+
+    def _add_perm(self) -> None:
+        """Gives a stack permutations, because the first expert that has one comes after others that have none."""
+        self.perm = self._in_order().repeat(self.experts, 1)
+        for name in [name for name, tensor in self._buffers.items() if tensor is None]:
+            self._buffers[name] = self._buffers.pop(name)  # absent ones come last, as in PackedLayer
 
     def forward(self, a: Tensor, expert_ids: Tensor, row_weights: Tensor | None = None, reduce: bool = False) -> Tensor:
         """Returns `[T, top_k, N]`, or `[T, N]` with `reduce`, as `moe_gemm` does.
@@ -246,9 +277,12 @@ def difference(mine: Sequence[PackedWeight], other: Sequence[PackedWeight]) -> s
     return ""
 
 
+def _outline(part: PackedWeight) -> PackedWeight:
+    """Returns a weight with the sizes, dtypes and table of `part` that needs almost no memory."""
+    tensors = {name: tensor for name, tensor in part.tensors().items() if name not in ("lut", "perm")}
+    hollow: dict[str, Any] = {name: tensor.new_empty(()).expand(tensor.shape) for name, tensor in tensors.items()}
+    return replace(part, perm=None, **hollow)
+
+
 def _per_column(part: PackedWeight) -> bool:
     return part.global_scale is not None and part.global_scale.numel() > 1
-
-
-def _has_perm(parts: Sequence[PackedWeight]) -> bool:
-    return any(part.perm is not None for part in parts)

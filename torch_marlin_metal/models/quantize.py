@@ -13,6 +13,7 @@ from torch_marlin_metal.checkpoints.options import check_choice
 from torch_marlin_metal.formats import weight_format as find_format
 from torch_marlin_metal.layers.embedding import why_not_embedding
 from torch_marlin_metal.layers.linear import MarlinLinear
+from torch_marlin_metal.layers.packed_layer import PackedLayer
 from torch_marlin_metal.models.coverage import check_coverage, left_matrices
 from torch_marlin_metal.models.empty_model import (
     is_candidate,
@@ -24,6 +25,7 @@ from torch_marlin_metal.models.empty_model import (
     token_tables,
     why_not_linear,
 )
+from torch_marlin_metal.models.experts import WEIGHTS, is_experts, pack_experts, why_not_experts
 from torch_marlin_metal.models.report import LayerReport, Report, module_bytes
 from torch_marlin_metal.models.savers import let_it_save
 from torch_marlin_metal.models.swap import Target, find_targets, swap
@@ -57,8 +59,10 @@ def quantize_model(
     Some layers cannot be quantized. They stay as they are, and the report gives the reason: K is not a multiple of 8,
     the weight is not fp16/bf16/fp32 or not finite, the weight is parametrized, a subclass of `nn.Linear` has a forward
     of its own, the parent never calls the layer (the output projection of `nn.MultiheadAttention`), or something else
-    also uses the weight (an embedding, an excluded layer). The report also lists matrices that belong to no layer, such
-    as stacked experts.
+    also uses the weight (an embedding, an excluded layer). The report also lists matrices that belong to no layer.
+
+    The experts of a mixture of transformers become `MarlinExperts`, one expert at a time, if they are stacked in the
+    parameters `gate_up_proj` and `down_proj`. The module that holds them counts as one layer.
 
     transformers' `Conv1D` and `FalconLinear` count as Linear layers. Layers that share one weight are quantized once
     and share the result. Hooks move to the new layers. For a model of transformers, diffusers or sentence-transformers,
@@ -98,7 +102,7 @@ def quantize_model(
     tables = token_tables(model) if embeddings else set()
 
     def is_wanted(module: nn.Module) -> bool:
-        return is_candidate(module) or id(module) in tables
+        return is_candidate(module) or id(module) in tables or is_experts(module)
 
     targets = find_targets("quantize_model", model, is_wanted, include, exclude)
     left = left_matrices(model, _chosen(include, exclude), is_wanted)
@@ -106,8 +110,33 @@ def quantize_model(
     shared = _shared_weights(targets)
     done: dict[tuple[int, bool], tuple[PackedWeight, float]] = {}
 
+    def quantized(name: str, weight: Tensor) -> PackedWeight:
+        try:
+            return quantize_weight(weight, weight_format, group_size, method, **options)
+        except ValueError as problem:
+            raise ValueError(f"quantize_model: layer {name}: {problem}") from problem
+
+    def convert_experts(target: Target) -> tuple[nn.Module, LayerReport] | LayerReport:
+        entry = _entry(target, None)
+        if reason := reasons.get(id(target.module)):
+            return replace(entry, reason=reason)
+        difference = size = 0.0
+
+        def packed(name: str, weight: Tensor) -> PackedWeight:
+            nonlocal difference, size
+            result = quantized(f"{target.name}.{name}", weight)
+            more = _error_and_size(result, weight)
+            difference, size = difference + more[0], size + more[1]
+            return result
+
+        experts = pack_experts(target.module, packed)
+        done = _converted(entry, experts.down, _relative_error(difference, size))
+        return experts, replace(done, bytes_after=module_bytes(experts))
+
     def convert(target: Target) -> tuple[nn.Module, LayerReport] | LayerReport:
         linear = target.module
+        if is_experts(linear):
+            return convert_experts(target)
         shape = linear_shape(linear)
         entry = _entry(target, (shape.N, shape.K) if shape else tuple(linear.weight.shape))  # type: ignore[arg-type]
         if reason := reasons.get(id(linear)):
@@ -116,11 +145,8 @@ def quantize_model(
         key = id(linear.weight), is_transposed(linear)
         packed, error = done.get(key, (None, 0.0))
         if packed is None:
-            try:
-                packed = quantize_weight(weight, weight_format, group_size, method, **options)
-            except ValueError as problem:
-                raise ValueError(f"quantize_model: layer {target.name}: {problem}") from problem
-            error = _relative_error(packed, weight)
+            packed = quantized(target.name, weight)
+            error = _relative_error(*_error_and_size(packed, weight))
             if id(linear.weight) in shared:
                 done[key] = packed, error
         layer = packed_layer(linear, packed, weight.dtype)
@@ -153,6 +179,7 @@ def replace_linear_layers(
     and gemv_fast (AutoAWQ, GPTQModel), compressed-tensors (int4, NVFP4, MXFP4), bitsandbytes Linear4bit, HQQLinear,
     and transformers' MetalLinear. An int4 layer whose zero points are all 8 becomes uint4b8, any other int4 layer
     uint4. Layers that cannot be read, or whose tensors another module also uses, stay, and the report gives the reason.
+    It also lists the experts of mixtures that are in floats: `quantize_model` packs them, before or after this call.
 
     Args:
         model: changed in place.
@@ -195,7 +222,14 @@ def replace_linear_layers(
             return replace(entry, reason=str(problem))
         return layer, _converted(replace(entry, shape=(packed.N, packed.K)), layer, None)
 
+    chosen = _chosen(include, exclude)
+    floats = [
+        replace(_entry(Target([name], module), None), reason="its experts are in floats; quantize_model packs them")
+        for name, module in model.named_modules()
+        if is_experts(module) and chosen(name, module)
+    ]
     report = swap(model, targets, convert, "replace 4-bit layers", atomic=atomic, progress=progress)
+    report.layers += floats
     let_it_save("replace_linear_layers", model)
     return report
 
@@ -211,7 +245,7 @@ def _entry(target: Target, shape: tuple[int, int] | None) -> LayerReport:
     return LayerReport(target.name, type(target.module).__name__, shape, bytes_before=module_bytes(target.module))
 
 
-def _converted(entry: LayerReport, layer: MarlinLinear, error: float | None) -> LayerReport:
+def _converted(entry: LayerReport, layer: PackedLayer, error: float | None) -> LayerReport:
     return replace(
         entry,
         weight_format=layer.weight_format,
@@ -224,7 +258,11 @@ def _converted(entry: LayerReport, layer: MarlinLinear, error: float | None) -> 
 def _reasons(model: nn.Module, targets: list[Target]) -> dict[int, str]:
     """Returns the reasons why modules cannot be quantized, by the module's id."""
     taken = taken_weights(model)
-    why = {id(target.module): taken.get(id(target.module)) or _why_not(target.module) for target in targets}
+    why = {
+        id(target.module): taken.get(id(target.module))
+        or (why_not_experts if is_experts(target.module) else _why_not)(target.module)
+        for target in targets
+    }
     reasons = {module: reason for module, reason in why.items() if reason}
     users: dict[int, list[tuple[str, nn.Module]]] = defaultdict(list)
     for name, module in model.named_modules():
@@ -233,8 +271,11 @@ def _reasons(model: nn.Module, targets: list[Target]) -> dict[int, str]:
                 users[id(parameter)].append((name, module))
     quantizable = {id(target.module) for target in targets} - reasons.keys()
     for target in targets:
-        if id(target.module) in quantizable:
-            for name, module in users[id(target.module.weight)]:
+        if id(target.module) not in quantizable:
+            continue
+        names = WEIGHTS if is_experts(target.module) else ("weight",)
+        for weight in (getattr(target.module, name) for name in names):
+            for name, module in users[id(weight)]:
                 if id(module) not in quantizable:
                     advice = "" if id(module) in why or why_not_embedding(module) else "; embeddings=True packs both"
                     reasons[id(target.module)] = (
@@ -296,7 +337,8 @@ def _shared_weights(targets: list[Target]) -> set[int]:
     return shared
 
 
-def _relative_error(packed: PackedWeight, weight: Tensor) -> float:
+def _error_and_size(packed: PackedWeight, weight: Tensor) -> tuple[float, float]:
+    """Returns the sums of the squares of a packed weight's errors, and of the weight itself."""
     difference = norm = 0.0
     for start in range(0, packed.N, ERROR_COLUMNS):
         n = slice(start, start + ERROR_COLUMNS)
@@ -309,6 +351,10 @@ def _relative_error(packed: PackedWeight, weight: Tensor) -> float:
         exact = weight.detach()[n].float()
         difference += float((part.dequantize().T - exact).square().sum())
         norm += float(exact.square().sum())
+    return difference, norm
+
+
+def _relative_error(difference: float, norm: float) -> float:
     return float((difference / norm) ** 0.5) if norm else 0.0
 
 

@@ -28,7 +28,7 @@ from torch_marlin_metal.checkpoints.reader import CheckpointReader, DirectorySou
 from torch_marlin_metal.fuse.layers import fuse_layers
 from torch_marlin_metal.integrations.choice import choose_layers
 from torch_marlin_metal.integrations.transformers.config import MarlinConfig
-from torch_marlin_metal.integrations.transformers.experts import StackedExperts, make_room, stack, unstack
+from torch_marlin_metal.integrations.transformers.experts import decode_stacks, make_room, stack_experts
 from torch_marlin_metal.integrations.transformers.names import loaded_names, rearranges, siblings, tied_modules
 from torch_marlin_metal.integrations.transformers.parallel import refusing_style
 from torch_marlin_metal.integrations.transformers.pending import (
@@ -48,15 +48,18 @@ from torch_marlin_metal.integrations.transformers.pending import (
 from torch_marlin_metal.integrations.transformers.stored import empty_model, stored_layers
 from torch_marlin_metal.integrations.transformers.while_loading import QuantizeWhileLoading
 from torch_marlin_metal.layers.embedding import MarlinEmbedding, why_not_embedding
+from torch_marlin_metal.layers.experts import StackError
 from torch_marlin_metal.layers.fuse import fuse_projections, unfused
 from torch_marlin_metal.models.empty_model import (
     LinearShape,
+    fit_layer,
     is_linear,
     is_transposed,
     linear_shape,
     listing,
     packed_layer,
 )
+from torch_marlin_metal.models.experts import NamedExperts
 from torch_marlin_metal.models.prepare import prepare
 from torch_marlin_metal.models.taken import taken_weights
 from torch_marlin_metal.packed_weight import PackedWeight
@@ -281,8 +284,6 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
         model.is_quantized = False
         if self._reader is not None:
             self._fill(model, self._reader)
-            for name, reason in stack(model).items():
-                logger.warning(f"{name} runs one expert after the other: {reason}")
             self._reader = None
         self._place_made(model)
         if self.quantization_config.fuse:
@@ -324,6 +325,7 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
         for user, source in self._tied.items():
             users.setdefault(source, []).append(user)
         taken = taken_weights(model)
+        self._fill_stacks(model, reader)
         places: dict[str, tuple[int, nn.Module]] = {**self._tables, **self._pending}
         for name, (index, place) in tqdm(places.items(), desc="Loading 4-bit layers", unit="layer"):
             weight = reader.read(index)
@@ -347,6 +349,24 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
         self._tables.clear()
         self._tied.clear()
 
+    def _fill_stacks(self, model: Any, reader: CheckpointReader) -> None:
+        """Reads the experts of mixtures into stacks. The layers of experts that stay separate are still pending."""
+
+        def read(name: str, shape: LinearShape) -> PackedWeight:
+            index, _ = self._pending[name]
+            if selects(self.quantization_config.modules_to_not_convert, name):
+                raise StackError(f"{name} stays in floats")
+            weight = reader.read(index)
+            if not isinstance(weight, PackedWeight):
+                raise StackError(f"{name} has no 4-bit weight that the operators take")
+            return fit_layer(OP, name, shape, weight, device=device_of(self._device_map, name)).to_packed()
+
+        done, left = stack_experts(model, read)
+        for name, reason in left.items():
+            logger.warning(f"{name} runs one expert after the other: {reason}")
+        for name in done:
+            del self._pending[name]
+
     def _why_dense(self, model: Any, name: str, taken: dict[int, str]) -> str:
         module = model.get_submodule(name)
         if isinstance(module, nn.Embedding):
@@ -361,7 +381,7 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
         """
         packed, exporter = dict(stored_layers(model)), NativeExporter()
         everywhere = [name for name, _ in unfused(model)]
-        stacks = [name for name, module in model.named_modules() if isinstance(module, StackedExperts)]
+        stacks = [name for name, module in model.named_modules() if isinstance(module, NamedExperts)]
         inside = tuple(f"{name}." for name in (*everywhere, *stacks))
         state = {name: value for name, value in model.state_dict().items() if not name.startswith(inside)}
         for name in everywhere:
@@ -380,7 +400,7 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
         original = empty_model(model)  # knows which layers hold their weight transposed
-        unstack(model)
+        decode_stacks(model, dtype or torch.float32)
         weights: dict[tuple[int, int, bool], nn.Parameter] = {}  # layers that share words share the decoded weight
         for name, packed in list(unfused(model)):
             old, device = model.get_submodule(name), packed.b_packed.device

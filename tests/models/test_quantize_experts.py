@@ -1,0 +1,184 @@
+"""quantize_model packs the experts of a mixture in floats; the model then computes what its decoded weights give."""
+
+import copy
+import re
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from tests.support.models import IDS, fail_at, same, tensors, tree
+from tests.support.reference import E2M1, e8m0, to_numpy
+from torch_marlin_metal import MarlinExperts, MarlinLinear, PackedWeight, quantize_model, replace_linear_layers
+
+SIZES = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+SIZES |= {"num_key_value_heads": 2, "head_dim": 32, "num_experts_per_tok": 2, "tie_word_embeddings": False}
+EXPERTS = "model.layers.0.mlp.experts"
+
+
+def made(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    if name == "mixtral":
+        model = MixtralForCausalLM(MixtralConfig(**SIZES, intermediate_size=96, num_local_experts=4))
+    elif name == "qwen3":
+        config = Qwen3MoeConfig(**SIZES, intermediate_size=96, moe_intermediate_size=40, num_experts=5)
+        model = Qwen3MoeForCausalLM(config)
+    else:
+        config = GptOssConfig(**SIZES, intermediate_size=96, num_local_experts=4, layer_types=["full_attention"])
+        model = GptOssForCausalLM(config)
+        for parameter in model.get_submodule(EXPERTS).parameters():
+            nn.init.normal_(parameter, std=0.05)  # transformers initializes biases with zeros
+    return model.eval()
+
+
+def decoded(weight: PackedWeight) -> np.ndarray:
+    """Decodes a weight of uint4 or mxfp4 with NumPy: fp64 `[N, K]`."""
+    words, shifts = weight.b_packed.numpy().view(np.uint32), np.arange(0, 32, 4, dtype=np.uint32)
+    codes = ((words[:, None] >> shifts[None, :, None]) & 15).reshape(weight.K, weight.N)
+    group = np.arange(weight.K) // weight.group_size
+    if weight.weight_format == "mxfp4":
+        return (E2M1[codes] * e8m0(weight.scales.numpy())[group]).T
+    assert weight.zeros is not None
+    return ((codes - to_numpy(weight.zeros)[group].astype(np.float64)) * to_numpy(weight.scales)[group]).T
+
+
+def decoded_model(floats: nn.Module, packed: nn.Module) -> nn.Module:
+    """Returns a copy of the model in floats with the weights that the packed model's words decode to."""
+    model = copy.deepcopy(floats)
+    with torch.no_grad():
+        for name, module in packed.named_modules():
+            if isinstance(module, MarlinLinear):
+                model.get_submodule(name).weight.copy_(torch.from_numpy(decoded(module.to_packed())))
+            elif isinstance(module, MarlinExperts):
+                experts = model.get_submodule(name)
+                for part, stack in (("gate_up_proj", module.gate_up), ("down_proj", module.down)):
+                    for index in range(module.num_experts):
+                        weight = torch.from_numpy(decoded(stack.to_packed(index)))
+                        getattr(experts, part)[index].copy_(weight.T if experts.is_transposed else weight)
+    return model
+
+
+def logits(model: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model(IDS).logits
+
+
+@pytest.mark.parametrize("weight_format", ["uint4", "mxfp4"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3", "gpt-oss"])
+def test_experts_are_packed_and_saved(name, weight_format, tmp_path) -> None:
+    model, floats = made(name), made(name)
+    report = quantize_model(model, weight_format, 32, progress=False)
+    experts = model.get_submodule(EXPERTS)
+    assert isinstance(experts, MarlinExperts)
+    assert (experts.gate_up.bias is not None) == (name == "gpt-oss")
+    exact = decoded_model(floats, model)
+    dense = logits(exact)
+    exact.set_experts_implementation("eager")  # the grouped product does not support fp64
+    wide = logits(exact.double())
+    assert (logits(model) - wide).abs().max() <= 4 * (dense - wide).abs().max()
+
+    (entry,) = [layer for layer in report.layers if layer.name == EXPERTS]
+    old = floats.get_submodule(EXPERTS)
+    pairs = [
+        (getattr(exact.get_submodule(EXPERTS), part).detach(), getattr(old, part).detach())
+        for part in ("gate_up_proj", "down_proj")
+    ]
+    error = sum((new - w).square().sum() for new, w in pairs) / sum(w.double().square().sum() for _, w in pairs)
+    assert entry.error == pytest.approx(float(error**0.5), rel=1e-4)
+    assert (entry.kind, entry.weight_format, entry.group_size) == (type(old).__name__, weight_format, 32)
+    assert entry.bytes_before == sum(parameter.nbytes for parameter in old.parameters())
+    assert entry.bytes_after == sum(t.nbytes for t in (*experts.buffers(), *experts.parameters()))
+    assert not report.left
+
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert same(again.state_dict(), model.state_dict())
+    assert torch.equal(logits(again), logits(model))
+
+
+def test_filters_choose_the_module_of_the_experts() -> None:
+    model = made("mixtral")
+    report = quantize_model(model, "uint4", 32, include="*.experts", progress=False)
+    assert [layer.name for layer in report.layers] == [EXPERTS]
+    model = made("mixtral")
+    report = quantize_model(model, "uint4", 32, exclude=["*.experts"], progress=False)
+    assert not [layer for layer in report.layers if "experts" in layer.name]
+    assert not isinstance(model.get_submodule(EXPERTS), MarlinExperts)
+    assert len(report.converted) == 5
+
+
+def poisoned(experts: nn.Module) -> None:
+    experts.down_proj.data[2, 3, 4] = torch.nan
+
+
+def shared(experts: nn.Module) -> None:
+    experts.other = nn.Module()
+    experts.other.register_parameter("gate_up_proj", experts.gate_up_proj)
+
+
+def narrow(experts: nn.Module) -> None:
+    experts.down_proj = nn.Parameter(experts.down_proj[..., :90].detach().clone())
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (poisoned, "down_proj is not finite"),
+        (shared, rf"its weight is also that of {EXPERTS}.other \(Module\), which stays"),
+        (narrow, "K = 90 of down_proj is not a positive multiple of 8"),
+        (lambda experts: setattr(experts, "forward", experts.forward), "its forward was replaced on the instance"),
+        (lambda experts: experts.double(), "gate_up_proj is torch.float64; expected float16, bfloat16 or float32"),
+        (lambda experts: experts.to("meta"), "gate_up_proj is on the meta device"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:quantize_model. only")
+def test_experts_that_stay_are_listed_with_the_reason(change, reason) -> None:
+    model = made("mixtral")
+    change(model.get_submodule(EXPERTS))
+    report = quantize_model(model, "uint4", 32, progress=False)
+    (entry,) = [layer for layer in report.left if layer.name == EXPERTS]
+    assert re.fullmatch(reason, entry.reason)
+
+
+@pytest.mark.parametrize("call", [0, 2, 4, 9])
+def test_an_error_leaves_the_model_unchanged(call, monkeypatch) -> None:
+    """Of the 13 weights, the first four belong to attention and the next eight to experts."""
+    model = made("mixtral")
+    before, values = tree(model), tensors(model)
+    fail_at(monkeypatch, "quantize_weight", call)
+    with pytest.raises(RuntimeError, match="injected"):
+        quantize_model(model, "uint4", 32, progress=False)
+    assert tree(model) == before
+    assert same(tensors(model), values)
+
+
+def test_a_weight_that_does_not_fit_is_named() -> None:
+    model = made("mixtral")
+    model.get_submodule(EXPERTS).down_proj.data[1] = 1e30
+    with pytest.raises(ValueError, match=rf"quantize_model: layer {EXPERTS}.down_proj.1: .*scale_dtype"):
+        quantize_model(model, "uint4", 32, progress=False)
+
+
+def test_without_atomic_the_old_experts_are_freed() -> None:
+    model = made("gpt-oss")
+    old = [weakref.ref(parameter) for parameter in model.get_submodule(EXPERTS).parameters()]
+    quantize_model(model, "uint4", 32, atomic=False, progress=False)
+    assert [reference() for reference in old] == [None] * 4
+
+
+def test_replace_linear_layers_says_that_experts_stay_in_floats() -> None:
+    report = replace_linear_layers(made("mixtral"), progress=False)
+    assert [(layer.name, layer.reason) for layer in report.left] == [
+        (EXPERTS, "its experts are in floats; quantize_model packs them")
+    ]

@@ -1,0 +1,214 @@
+"""Packs the experts of a mixture, which transformers keeps as stacked parameters.
+
+An experts module has the parameters `gate_up_proj` and `down_proj`, `[E, N, K]` or, if `is_transposed`, `[E, K, N]`,
+and perhaps a bias for each. Its method `_apply_gate` is the activation. Checkpoints store experts in two ways. gpt-oss
+stacks all experts in one tensor, and its reader names the layers `experts.gate_up_proj.3`. Others have one Linear for
+each part of each expert: `experts.3.gate_proj`, or `experts.3.w1` in Mixtral.
+"""
+
+import copy
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from torch_marlin_metal.layers.experts import ExpertWeights, MarlinExperts
+from torch_marlin_metal.models.empty_model import LinearShape
+from torch_marlin_metal.packed_weight import FLOAT_DTYPES, PackedWeight
+
+STACKED = re.compile(r"(.+)\.(gate_up_proj|down_proj)\.(\d+)")
+SPLIT = re.compile(r"(.+)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)")
+PARTS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+WEIGHTS = ("gate_up_proj", "down_proj")
+# An experts module with other parameters computes something that these modules do not, such as a norm after down.
+KNOWN_PARAMETERS = {*WEIGHTS, *(f"{name}_bias" for name in WEIGHTS)}
+
+
+def is_experts(module: nn.Module | None) -> bool:
+    """Returns whether a module has stacked experts in floats, and computes what `MarlinExperts` does."""
+    held = {} if module is None else module._parameters
+    stacks = [held.get(name) for name in WEIGHTS]
+    if module is None or any(stack is None or stack.dim() != 3 for stack in stacks):
+        return False
+    return hasattr(module, "_apply_gate") and {name for name, _ in module.named_parameters()} <= KNOWN_PARAMETERS
+
+
+def why_not_experts(module: nn.Module) -> str:
+    """Returns why experts in floats cannot be packed, or an empty text."""
+    if parametrize.is_parametrized(module):
+        return "it is parametrized"
+    if "forward" in module.__dict__:
+        return "its forward was replaced on the instance"
+    for name, tensor in module._parameters.items():
+        if tensor is None:
+            continue
+        if type(tensor) is not nn.Parameter:
+            return f"{name} is a {type(tensor).__name__}"
+        if tensor.is_meta:
+            return f"{name} is on the meta device"
+        if tensor.dtype not in FLOAT_DTYPES:
+            return f"{name} is {tensor.dtype}; expected float16, bfloat16 or float32"
+        if not all(bool(extreme.isfinite()) for extreme in torch.aminmax(tensor.detach())):
+            return f"{name} is not finite"
+    for name in WEIGHTS:
+        K = shape_of(module, name).K
+        if K % 8 or not module._parameters[name].numel():  # type: ignore[union-attr]
+            return f"K = {K} of {name} is not a positive multiple of 8"
+    return ""
+
+
+def shape_of(experts: nn.Module, name: str) -> LinearShape:
+    """Returns the shape of one expert's layer of a stacked parameter, `gate_up_proj` or `down_proj`."""
+    weight, bias = experts._parameters[name], experts._parameters.get(f"{name}_bias")
+    assert weight is not None
+    _, N, K = weight.mT.shape if getattr(experts, "is_transposed", False) else weight.shape
+    return LinearShape(N, K, weight.dtype, weight.device, None if bias is None else bias[0])
+
+
+@dataclass(frozen=True)
+class ExpertLayers:
+    """The layers of an experts module: their names in a checkpoint, and their shapes.
+
+    Attributes:
+        rules: the experts module without its parameters, for its activation.
+        count: the number of experts.
+        parts: names of the gate, up and down layers, or () if gate and up are one layer.
+        shapes: of `gate_up_proj` and `down_proj`.
+    """
+
+    rules: Any
+    count: int
+    parts: tuple[str, ...]
+    shapes: tuple[LinearShape, LinearShape]
+
+    @classmethod
+    def of(cls, experts: nn.Module, parts: tuple[str, ...] = ()) -> "ExpertLayers":
+        """Returns the layers of an experts module, which is not changed and not kept alive."""
+        rules: Any = copy.copy(experts)
+        rules._parameters = {}
+        shapes = shape_of(experts, WEIGHTS[0]), shape_of(experts, WEIGHTS[1])
+        # Slices of parameters would keep them alive.
+        gate_up, down = (
+            replace(shape, bias=None if shape.bias is None else torch.empty_like(shape.bias, device="meta"))
+            for shape in shapes
+        )
+        return cls(rules, len(experts._parameters["down_proj"]), parts, (gate_up, down))  # type: ignore[arg-type]
+
+    def names(self, index: int) -> tuple[list[str], list[str]]:
+        """Returns the names, within the experts module, of one expert's layers: gate and up (or both as one), down."""
+        if not self.parts:
+            return [f"gate_up_proj.{index}"], [f"down_proj.{index}"]
+        gate, up, down = self.parts
+        return [f"{index}.{gate}", f"{index}.{up}"], [f"{index}.{down}"]
+
+    def all_names(self) -> Iterator[tuple[str, LinearShape]]:
+        """Yields the name of every layer and its shape."""
+        gate_up, down = self.shapes
+        if self.parts:
+            bias = None if gate_up.bias is None else gate_up.bias[: gate_up.N // 2]
+            gate_up = replace(gate_up, N=gate_up.N // 2, bias=bias)
+        for index in range(self.count):
+            for names, shape in zip(self.names(index), (gate_up, down), strict=True):
+                yield from ((name, shape) for name in names)
+
+    def gate(self, gate_up: Tensor) -> Tensor:
+        """Returns `[..., I]`, the model's activation of gate and up `[..., 2 * I]`."""
+        gated: Tensor = self.rules._apply_gate(gate_up)
+        return gated
+
+    def pack(self, read: Callable[[str], PackedWeight], dtype: torch.dtype | None = None) -> "NamedExperts":
+        """Makes the stack of all experts, from one expert at a time.
+
+        Args:
+            read: returns the weight of the layer with a name.
+            dtype: dtype of the biases; None means that of the model's experts.
+
+        Raises:
+            StackError: the weights cannot be stacked.
+        """
+        stacks = [
+            ExpertWeights.from_packed(
+                ([read(name) for name in self.names(index)[number]] for index in range(self.count)),
+                experts=self.count,
+                dtype=dtype or (shape.dtype if shape.dtype in FLOAT_DTYPES else None),
+            )
+            for number, shape in enumerate(self.shapes)
+        ]
+        return NamedExperts(self, *stacks)
+
+
+class NamedExperts(MarlinExperts):
+    """`MarlinExperts` in the place of a model's experts module, with the names that its layers have in checkpoints."""
+
+    def __init__(self, layers: ExpertLayers, gate_up: ExpertWeights, down: ExpertWeights) -> None:
+        super().__init__(gate_up, down, layers.gate)
+        self._layers = layers
+
+    def named_layers(self) -> Iterator[tuple[str, PackedWeight]]:
+        """Yields the name in this module and the weight of each expert's layers."""
+        for index in range(self.num_experts):
+            for stack, names in zip((self.gate_up, self.down), self._layers.names(index), strict=True):
+                for part, name in enumerate(names):
+                    yield name, stack.to_packed(index, part)
+
+    def to_floats(self, dtype: torch.dtype) -> nn.Module:
+        """Returns the model's own experts module with the decoded weights."""
+        experts: Any = copy.copy(self._layers.rules)
+        experts._parameters = {}
+        for name, stack in zip(WEIGHTS, (self.gate_up, self.down), strict=True):
+            weight = stack.dequantize(dtype)
+            if getattr(experts, "is_transposed", False):
+                weight = weight.mT.contiguous()
+            experts.register_parameter(name, nn.Parameter(weight))
+            if stack.bias is not None:
+                experts.register_parameter(f"{name}_bias", nn.Parameter(stack.bias.detach().to(dtype)))
+        return experts  # type: ignore[no-any-return]
+
+
+def pack_experts(experts: nn.Module, quantize: Callable[[str, Tensor], PackedWeight]) -> NamedExperts:
+    """Packs experts in floats, one at a time.
+
+    Args:
+        experts: a module for which `is_experts` is true and `why_not_experts` empty; it is not changed.
+        quantize: packs the weight `[N, K]` of the layer with a name.
+    """
+    layers = ExpertLayers.of(experts)
+
+    def packed(name: str) -> PackedWeight:
+        kind, index = name.split(".")
+        stack, bias = experts._parameters[kind], experts._parameters.get(f"{kind}_bias")
+        assert stack is not None
+        weight = stack.detach()[int(index)]
+        weight = weight.T.contiguous() if getattr(experts, "is_transposed", False) else weight
+        return replace(quantize(name, weight), bias=None if bias is None else bias.detach()[int(index)])
+
+    return layers.pack(packed)
+
+
+def find_experts(model: nn.Module, name: str) -> tuple[str, tuple[str, ...]] | None:
+    """Returns the experts module that a layer of a checkpoint belongs to, or None if it is no layer of an expert.
+
+    Args:
+        model: a model with experts in floats.
+        name: the layer's name, as in the model.
+
+    Returns:
+        The module's name, and `ExpertLayers.parts`.
+    """
+    stacked, split = STACKED.fullmatch(name), SPLIT.fullmatch(name)
+    found = stacked or split
+    try:
+        experts: Any = model.get_submodule(found[1]) if found is not None else None
+    except AttributeError:
+        return None
+    if found is None or not is_experts(experts):
+        return None
+    if split is None:
+        return found[1], ()
+    if not getattr(experts, "is_concatenated", True):  # its columns alternate between gate and up
+        return None
+    return found[1], next(names for names in PARTS if split[3] in names)
