@@ -193,8 +193,9 @@ def prepare_leaves_nothing_to_compile() -> None:
                 linear(torch.randn(M, linear.in_features, dtype=torch.float16).to("mps"))
         assert seen == [], [c.text[:100] for c in seen]
     assert tmm.prepare(torch.nn.Sequential(layer(64, 128)), progress=False) == 0, "a layer on the CPU"
-    with pytest.raises(ValueError, match="prepare: rows: expected numbers of at least 1, got"):
-        tmm.prepare(model, [0, 1])
+    for rows, got in (([0, 1], r"\[0, 1\]"), ([], r"\[\]"), (4, "4"), ([1.5], r"\[1\.5\]")):
+        with pytest.raises(ValueError, match=f"prepare: rows: expected numbers of at least 1, got {got}$"):
+            tmm.prepare(model, rows)
     with softmetal.compiles(lambda c: "broken" if "_nvfp4_" in c.text and c.kind == "library" else None):
         other = torch.nn.Sequential(layer(48, 256, weight_format="nvfp4"), layer(48, 256)).bfloat16().to("mps")
         with pytest.raises(RuntimeError, match=r"_nvfp4_bfloat16 .* does not compile: broken"):

@@ -44,9 +44,10 @@ def prepare(
         ValueError: a number of rows is below 1.
         RuntimeError: a kernel does not compile; the message names it. All others are compiled.
     """
-    rows = sorted(set(rows))
-    if not rows or rows[0] < 1:
-        raise ValueError(f"prepare: rows: expected numbers of at least 1, got {rows}")
+    listed = list(rows) if isinstance(rows, Iterable) else []
+    if not listed or not all(isinstance(M, int) and M >= 1 for M in listed):
+        raise ValueError(f"prepare: rows: expected numbers of at least 1, got {listed or rows!r}")
+    rows = sorted(set(listed))
     products = {}
     for layer in model.modules():
         if isinstance(layer, MarlinEmbedding) or not isinstance(layer, MarlinLinear):
