@@ -67,7 +67,7 @@ def time_calls(calls: dict[str, Call], budget: float, least: int = 5) -> Times:
         rounds += 1
         order.shuffle(names)
         for name in names:
-            wake.add_(1)  # wakes PyTorch's threads, because in a model they are also awake between layers
+            wake.add_(1)  # this call wakes PyTorch's threads; in a model they are awake between layers, too
             times[name].append(seconds(calls[name], next(counter)))
     return times
 

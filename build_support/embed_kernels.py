@@ -27,7 +27,7 @@ def for_metal(lines: list[str]) -> list[str]:
         ValueError: one of these two has an `#elif`.
     """
     kept = []
-    open_conditions: list[bool | None] = []  # whether Metal reads the branch; None for conditions that stay
+    open_conditions: list[bool | None] = []  # does Metal read the branch? None if the condition stays
     for line in lines:
         found = CONDITION.match(line)
         word, name = found.groups() if found else ("", "")

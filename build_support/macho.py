@@ -70,7 +70,7 @@ class MachO:
         self._data = _thin(path.read_bytes(), CPU_TYPES[architecture], path)
         self._sections: list[_Section] = []
         self._segments: list[tuple[int, int, int]] = []  # address, size, file offset
-        self._pointers: dict[int, int] = {}  # address of a pointer -> its value, if a relocation gives it
+        self._pointers: dict[int, int] = {}  # address of each pointer that a relocation sets -> the pointer's value
         self._external: dict[int, str] = {}  # address of a pointer -> name of the external symbol it will point to
         self._symbols: list[tuple[str, int, int]] = []  # name, type, value
         filetype, self._chained = self._read_load_commands()

@@ -18,7 +18,7 @@ def _load() -> Any:
             f"torch_marlin_metal: no compiled extension for Python {platform.python_version()} is installed. "
             f"Build it: {BUILD_COMMAND}."
         ) from error
-    except ImportError as error:  # a missing symbol's name may have hundreds of characters; the cause has it
+    except ImportError as error:  # its text may hold a symbol's name of hundreds of characters
         raise ImportError(
             f"torch_marlin_metal: the compiled extension does not load with torch {torch.__version__}, most likely "
             f"because it was built for another torch. Build it for this one: {BUILD_COMMAND}."

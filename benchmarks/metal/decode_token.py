@@ -22,7 +22,7 @@ HEAD = (128256, 4096)
 OTHER_KERNELS = 33
 KERNEL_SECONDS = 3e-6  # assumed GPU time of one of those
 BOUNDARY_SECONDS = 20e-6  # mlx#4521
-WAIT_SECONDS = 100e-6  # assumed time from the end of the last kernel until the host continues
+WAIT_SECONDS = 100e-6  # assumed time from the end of a token's last kernel until the host continues
 
 
 def operations(gpu: str) -> list[tuple[float, float]]:

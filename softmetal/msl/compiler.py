@@ -50,7 +50,7 @@ _CODE = [
 ]
 _COMPILE = [
     *(*_CODE, "-std=gnu++17", "-fdeclspec", "-fconvergent-functions"),
-    # addr2line misses inlined frames in version 5 of the format.
+    # DWARF 4, because addr2line misses inlined frames in DWARF 5.
     *("-gdwarf-4", "-gline-tables-only", "-fdebug-compilation-dir=."),
     *("-w", "-ferror-limit=20", "-fno-exceptions", "-fno-rtti", "-fvisibility=hidden", "-fno-stack-protector"),
     *("-fno-math-errno", "-fno-strict-aliasing", "-fno-finite-loops", "-fstack-clash-protection"),
@@ -74,7 +74,7 @@ _BEFORE_CHECKS = [
     "-ftrivial-auto-var-init=pattern",
 ]
 _AFTER_CHECKS = [
-    "-O0",  # the passes have run, and a test compiles a kernel for longer than it runs it
+    "-O0",  # the library's text is optimised already; more passes would cost a test more time than they save
     *(*_CHECKED, "-mllvm", "-tsan-instrument-read-before-write=1"),
     *("-mllvm", "-tsan-instrument-atomics=0"),  # sm_note_atomic reports atomics
 ]

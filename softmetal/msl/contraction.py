@@ -3,7 +3,8 @@
 Clang contracts `a * b + c` to a fused multiply-add within one expression, and only on its own types. Our vectors are
 classes, whose operators are functions. The translation therefore changes `a * b + c` to `sm::fuse(a) * sm::fuse(b) +
 c`. For vectors the sum then sees both factors (include/softmetal/contraction.h); for other types sm::fuse changes
-nothing. Of two products, clang's choice is taken: `a * b + c * d` contracts the first one.
+nothing. If both operands of a sum are products, the first one is contracted, as by clang: in `a * b + c * d`, this is
+`a * b`.
 """
 
 from __future__ import annotations

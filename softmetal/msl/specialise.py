@@ -1,8 +1,8 @@
-"""Shares the work of the front end between the specialisations of a kernel.
+"""Runs the compiler's front end once for all specialisations of a kernel.
 
-Metal's compiler reads the source once, and a pipeline gives the function constants their values later. Here, a function
-constant of an integer type is an external variable in the front end's LLVM text, and each specialisation defines it
-there. Constants of other types have their values in the C++ text, so their specialisations share nothing.
+Metal's compiler reads the source once, and a pipeline gives the function constants their values later. Here, the front
+end's LLVM text has an external variable for each function constant of an integer type, and a specialisation defines the
+variable. Constants of other types have their values in the C++ text, so their specialisations share nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _VARIABLE = re.compile(r"^@sm_constant_(\d+) = external (?:hidden )?constant (i\
 
 @dataclass(frozen=True)
 class FrontEnd:
-    """What the front end made of a kernel.
+    """The front end's result for a kernel.
 
     Attributes:
         llvm: LLVM text that no pass has touched.

@@ -34,7 +34,7 @@ class _Scope:
     start: int = 0  # index of the first token of the running statement
     after: str = ""  # text that follows the closing brace
     seen: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    drop_from: int = -1  # the definition is dropped from this token on, at the closing brace
+    drop_from: int = -1  # at the closing brace, the definition is dropped from this token on
 
 
 class Translator:

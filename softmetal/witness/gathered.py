@@ -33,7 +33,7 @@ def _i64(*values: int) -> Array:
 
 
 def _experts(form: Format, rng: Generator, rows: int, columns: int, name: str) -> list[Any]:
-    """Returns the weights of all experts, one after the other, and last the int64 stride of each array."""
+    """Returns the weights of all experts one after the other, then the int64 strides between two experts, by array."""
     parts = form.weights(rng, _EXPERTS * rows, columns, name)
     strides = [_i64(rows * p.shape[1]) for p in (parts if form.is_affine else parts[:2])]
     return [*parts, strides]

@@ -15,7 +15,7 @@ from torch_marlin_metal import convert
 DATA = Path(__file__).parents[1] / "data/layers"
 FOLDERS = sorted({path.parent for path in DATA.glob("*/*/model.*")})
 NATIVE = DATA / "native"  # does not exist; stands for a checkpoint that prepare() makes
-ROUNDS = 40  # damaged copies of each checkpoint, three times as many with --everything
+ROUNDS = 40  # number of damaged copies of each checkpoint; --everything makes three times as many
 SECONDS_FOR_ONE = 10  # CPU seconds, because other programs may use the processor
 VALUES: tuple[Any, ...] = (None, True, -1, 0, 1, 3, 7, 10**30, 1e999, "", "x", "mlx", [], {}, [1], {"bits": -4})
 BYTES = (0, 1, 0x22, 0x2C, 0x30, 0x39, 0x7D, 0x7F, 0x80, 0xFF)

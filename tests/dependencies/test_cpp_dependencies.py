@@ -31,7 +31,7 @@ ALLOWED = {
     "csrc/python": ["csrc/core", "csrc/cpu/capability.h", "csrc/planner", "kernels/shared"],
 }
 EXCEPTIONS = {
-    # variants.h lists the kernels of all rooms, so it needs their parameters.
+    # variants.h lists the kernels of all folders of kernels/, so it includes their parameters.
     ("kernels/shared/variants.h", "kernels/gemm/geometry.h"),
     ("kernels/shared/variants.h", "kernels/experts/params.h"),
     ("kernels/shared/variants.h", "kernels/layer/params.h"),

@@ -15,7 +15,8 @@ HOST, DEVICE, WAIT = 40.0, 28.0, 100.0
 
 @pytest.fixture
 def time_of(monkeypatch):
-    """Returns a maker of chains. A call costs HOST seconds. finish() costs DEVICE for each call, and WAIT once."""
+    """Returns a function that makes chains on a fake clock: HOST seconds for a call, DEVICE for its work, WAIT at the
+    end."""
     now, waiting = [0.0], [0]
     monkeypatch.setattr(chains.time, "perf_counter", lambda: now[0])
 

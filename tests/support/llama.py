@@ -165,7 +165,7 @@ def write_gguf(path: Path, folder: Path, kind: str, embedding: str = "F16") -> t
     for name, tensor in (references | embed).items():
         module = name.removesuffix(".weight")
         values = tensor.float().numpy()
-        if module.endswith(("q_proj", "k_proj")):  # llama.cpp stores the two elements of a rotary pair side by side
+        if module.endswith(("q_proj", "k_proj")):  # llama.cpp stores the two rows of a rotary pair side by side
             heads = config["num_attention_heads" if "q_proj" in module else "num_key_value_heads"]
             values = values.reshape(heads, 2, -1, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
         target = f"{names.get_name(module)}.weight"

@@ -90,7 +90,7 @@ class DirectoryFormat(Format):
             yield Layer(checkpoint, base, roles)
             return
         experts = info.shape[0]
-        if not 0 < experts <= info.nbytes:  # otherwise a tiny file could claim enough experts to fill the memory
+        if not 0 < experts <= info.nbytes:  # a tiny file could claim so many experts that their layers fill the memory
             raise checkpoint.error(
                 info.name, f"expected experts of at least one byte, got {list(info.shape)} in {info.nbytes} bytes"
             )

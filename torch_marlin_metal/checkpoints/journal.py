@@ -86,7 +86,7 @@ class Journal:
         """Renames the directory to the destination and releases the lock. `sync` waits until this is on the disk."""
         try:
             self.work.rename(destination)
-            if sync:  # before the journal is removed, because open_journal refuses a directory without one
+            if sync:  # sync before the journal is removed: open_journal refuses a directory without a journal
                 sync_files([destination.parent])
             (destination / JOURNAL).unlink(missing_ok=True)
         except OSError as error:
@@ -132,7 +132,7 @@ def open_journal(destination: Path, identity: dict[str, Any] | None, sync: bool)
 
 
 def _create(work: Path, identity: Any, sync: bool) -> Journal | None:
-    staging = _other_name(work)  # made under another name, so that `work` never exists without a locked journal
+    staging = _other_name(work)  # the directory gets its name `work` only when it has a locked journal
     staging.mkdir(parents=True)
     stream = (staging / JOURNAL).open("xb", buffering=0)
     try:
@@ -168,7 +168,7 @@ def _take_over(work: Path, identity: Any) -> Journal | None:
     except BlockingIOError as error:
         stream.close()
         raise FileExistsError(f"{work}: another conversion is writing it") from error
-    except FileNotFoundError:  # the other conversion finished while this one opened the file
+    except FileNotFoundError:  # another conversion has just finished and removed its journal
         stream.close()
         return None
     found = Journal(work, stream)

@@ -19,7 +19,7 @@ from torch_marlin_metal.version import __version__
 # Makes Metal check each call and each memory access of a kernel. Checks that measure times run without it.
 VALIDATION = {"MTL_DEBUG_LAYER": "1", "MTL_SHADER_VALIDATION": "1"}
 CHILD = (sys.executable, "-m", "torch_marlin_metal.cli.doctor_steps")
-STEP_SECONDS = 900  # the first compile of all kernels takes minutes under shader validation
+STEP_SECONDS = 900  # a check may take minutes, because it compiles kernels under shader validation
 
 
 def doctor(

@@ -166,7 +166,7 @@ class ExpertWeights(PackedLayer):
         return result
 
     def to_packed(self, index: int, part: int | None = None) -> PackedWeight:
-        """Returns the weight of one expert, or one part of it, copied where columns are cut.
+        """Returns the weight of one expert, or of a part of it. The tensors of a part are copies.
 
         Args:
             index: the expert.

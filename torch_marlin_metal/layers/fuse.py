@@ -38,7 +38,7 @@ class FusedLinear(nn.Module):
         super().__init__()
         if index == 0:
             self.fused = group.layer
-        self._shared = (group,)  # in a tuple, so that it is not a submodule of every projection
+        self._shared = (group,)  # the tuple keeps the group from becoming a submodule of every projection
         self._index = index
         self.in_features, self.out_features = group.layer.in_features, group.sizes[index]
 

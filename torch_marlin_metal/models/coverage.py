@@ -9,7 +9,7 @@ from torch_marlin_metal.models.report import LayerReport, Report, human_size
 
 # Modules that look their parameters up or convolve with them, and never multiply with them as a matrix.
 NOT_MATRICES = (nn.Embedding, nn.EmbeddingBag, nn.modules.conv._ConvNd)
-SMALLEST = 8  # rows and columns; smaller parameters are tables, or vectors with further dimensions
+SMALLEST = 8  # least rows and columns of a matrix; smaller parameters are tables or vectors
 NAMED = 8  # matrices that a message names
 
 

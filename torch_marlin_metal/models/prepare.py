@@ -14,8 +14,8 @@ from torch_marlin_metal.layers.linear import MarlinLinear
 from torch_marlin_metal.layers.packed_layer import WEIGHT_BUFFERS
 from torch_marlin_metal.ops import given
 
-ROWS = (1, 16, 128, 512)  # one token, and prompts from short to long; these may differ in kernel, tile or split of K
-MOST_THREADS = 8  # Metal compiles in processes of its own, and a thread only waits for one
+ROWS = (1, 16, 128, 512)  # one token, and prompts of several lengths, which may need different kernels
+MOST_THREADS = 8  # a thread that compiles only waits for one of Metal's compiler processes
 
 
 def prepare(

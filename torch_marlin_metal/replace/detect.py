@@ -17,7 +17,7 @@ from torch_marlin_metal.replace.gptq_awq import shape_of as _stated_shape
 def is_packed_linear(module: nn.Module) -> bool:
     """Returns whether a module is a 4-bit Linear of a known package."""
     if next(module.children(), None) is not None:
-        return False  # a wrapper, such as an adapter, may expose the tensors of the layer that it wraps
+        return False  # an adapter may show the tensors of the layer that it wraps, but is no packed layer itself
     return _has_words(module) or kind_of(module) is not None
 
 

@@ -198,7 +198,7 @@ def _narrowed(body: str) -> str:
         raise TranslateError("copies of structures that hold simdgroup matrices are not known to the software device")
     for line in body.split("\n"):
         if has_structs and "@llvm.lifetime." in line:
-            continue  # the call names the size of complete matrices, and a thread holds only two elements
+            continue  # this call states the size of whole matrices, but here a thread holds only two elements
         if "<64 x " in line:
             if re.match(r"\s+(?:%[\w.]+ = load|store) ", line):
                 line = re.sub(r", align \d+", "", line)

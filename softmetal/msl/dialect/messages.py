@@ -97,7 +97,7 @@ class _Group:
     place: str
     text: str
     notes: list[str] = field(default_factory=list)
-    is_ours: bool = False  # clang raised the error in our declarations, because of an instance that the source needs
+    is_ours: bool = False  # the error's place is in our declarations, in a template instance that the source needs
 
 
 def _groups(output: str) -> list[_Group]:

@@ -97,7 +97,7 @@ def test_fast_functions_are_less_exact(name: str) -> None:
     assert worst["precise"].max() <= 4
     if name == "exp":
         assert worst["fast"].max() > 20 and (worst["fast"] <= 3 + np.floor(2 * x)).all()
-    else:  # Metal bounds the absolute error; near x = 1 the error can exceed the result
+    else:  # for the fast logarithm Metal bounds only the absolute error, which can exceed the result near x = 1
         error = worst["fast"] * np.spacing(np.abs(wanted).astype(np.float32))
         assert 2**-22 < error.max() < 2**-21
 

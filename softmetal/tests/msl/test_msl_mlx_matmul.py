@@ -48,7 +48,7 @@ def test_gemv(metal: str, size: int) -> None:
 @pytest.mark.parametrize("metal", ["float", "half", "bfloat"])
 def test_gemv_of_a_transposed_matrix(metal: str) -> None:
     library = mlx(["steel/utils.h", "gemv.h"], [f"gemv_t<{metal}, 1, 2, 8, 4, 4, 4, false, false>"])
-    rows, size = 64, 130  # whole tiles: threads beyond the last column would return before the barrier
+    rows, size = 64, 130  # whole tiles, because MLX's threads beyond the last column return before a barrier
     m, v = _store(RNG(1).normal(0, 1, (size, rows)), metal), _store(RNG(2).normal(0, 1, size), metal)
     out = np.zeros(rows, m.dtype)
     launch(library, f"gemv_t<{metal}, 1, 2, 8, 4, 4, 4, false, false>", m, v, v, out, size, rows, rows, *NO_BATCH,

@@ -43,7 +43,7 @@ DTYPES: dict[str, tuple[int, torch.dtype]] = {
 }
 MAX_HEADER = 100_000_000  # the reference implementation's limit
 MAX_RANK = 16
-MAX_ELEMENTS = 1 << 59  # with more, strides in bits would not fit into 64-bit integers
+MAX_ELEMENTS = 1 << 59  # the strides of a tensor with more elements, in bits, would exceed 64-bit integers
 POOLED_BYTES, MAX_POOL_BYTES = 1 << 20, 1 << 26
 
 

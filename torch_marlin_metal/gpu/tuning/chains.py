@@ -15,8 +15,8 @@ from torch_marlin_metal.packed_weight import PackedWeight
 
 # More than twice the largest system-level cache of an Apple GPU (96 MB, M1 Ultra), so that weights come from memory.
 COLD_BYTES = 256 * 2**20
-CHAIN_SECONDS = 0.01  # at least, for one chain: a synchronisation costs tens of microseconds
-WARM_SECONDS = 0.2  # work before the first measurement: an idle GPU needs tens of milliseconds to reach its full clock
+CHAIN_SECONDS = 0.01  # the least work of a chain, because a synchronisation costs tens of microseconds
+WARM_SECONDS = 0.2  # work before measuring, because an idle GPU needs tens of milliseconds to reach its full clock
 MOST_CALLS = 256
 
 
