@@ -23,7 +23,7 @@ RUNTIME = HERE / "runtime"
 OUTPUT = HERE.parent / "build" / "softmetal"
 COMPILER = "clang++-19"
 PACKAGES = "clang-19 libobjc-12-dev libblocksruntime-dev binutils"
-TORCH_SERIES = "2.13."  # the hooks, the allocator and the stream implement this version's headers
+TORCH_SERIES = "2.13."  # the device implements the ATen/mps headers of this torch: hooks, allocator and stream
 
 _T, _U = TypeVar("_T"), TypeVar("_U")
 

@@ -11,7 +11,7 @@ from torch_marlin_metal.formats import expected_group_sizes, is_group_size, weig
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
-# The error bound of the operators holds for scales up to this magnitude and for these E8M0 codes.
+# The largest scale and the range of E8M0 codes for which the error bound of the operators holds.
 MAX_SCALE = 2.0**100
 E8M0_CODES = (16, 240)
 MAX_ZERO_POINT = 16  # 15 + 1, from GPTQ version 1 with the rule "unmasked"

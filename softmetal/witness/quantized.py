@@ -81,7 +81,7 @@ def _quads(form: Format, name: str, K: int) -> Callable[[Generator], list[Launch
 
 def wide_products(form: Format, name: str, vectors: int, lanes: int, shapes: list[tuple[int, int, int]]
                   ) -> Callable[[Generator], list[Launch]]:  # fmt: skip
-    """Returns launches of a product whose threadgroups compute `vectors` rows. Shapes are M, N, K."""
+    """Returns launches of a product whose threadgroups compute `vectors` rows each. A shape is (M, N, K)."""
 
     def launches(rng: Generator) -> list[Launch]:
         found = []

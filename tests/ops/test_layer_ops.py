@@ -25,7 +25,7 @@ UTILS = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
 @pytest.mark.parametrize("dtype", reference.DTYPES, ids=str)
 def test_rms_norm(dtype, device):
     other = {torch.float16: torch.bfloat16, torch.bfloat16: torch.float32, torch.float32: torch.float16}[dtype]
-    # Fewer columns than a simdgroup, a tail, several simdgroups with a tail, and more than one turn of all threads.
+    # Columns: fewer than a simdgroup has lanes; 777, which leaves a tail; and more than a threadgroup has threads.
     for shape, offset in (((1, 1), 0.0), ((3, 5), 1.0), ((2, 3, 777), 1.0), ((2, 9001), 0.0)):
         x, weight = random(*shape, dtype=dtype), random(shape[-1], dtype=other, seed=1)
         got = tmm.rms_norm(x.to(device), weight.to(device), eps=1e-5, weight_offset=offset)

@@ -17,7 +17,7 @@ from torch_marlin_metal.layer_ops import rotary
 
 Rotation = Callable[..., tuple[Tensor, Tensor]]
 PARAMETERS = ["q", "k", "cos", "sin"]
-# Three flags: pairs are neighbours; tables have an element per pair; only the first half of the tables is used.
+# Variants of a rotary embedding, as flags: pairs are neighbours; a table value per pair; half of each table is used.
 VARIANTS = ((False, False, False), (True, False, False), (False, True, False), (True, True, True), (True, True, False))
 
 

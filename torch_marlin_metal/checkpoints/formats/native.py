@@ -24,7 +24,7 @@ from torch_marlin_metal.packed_weight import FLOAT_DTYPES, PackedWeight, PackedW
 METHOD = "torch_marlin_metal"
 FORMAT_NAMES = tuple(WEIGHT_FORMATS)
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.uint8, *FLOAT_DTYPES)}
-# A loader without this package shows this text in its error; see `NativeExporter.settings`.
+# A loader that lacks this package shows this advice in its error; see `NativeExporter.settings`.
 ADVICE = (
     "This model has packed 4-bit weights: install the package torch_marlin_metal and write "
     "'import torch_marlin_metal.integrations.transformers' before from_pretrained "

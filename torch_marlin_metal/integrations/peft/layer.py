@@ -113,7 +113,7 @@ class MarlinLoraLinear(Linear):  # type: ignore[misc]
 
     @torch.no_grad()
     def _quantized_sum(self, original: PackedWeight, names: list[str]) -> PackedWeight:
-        """Returns the original weight with adapters, in the same format."""
+        """Adds adapters to the weight that was never merged, and quantizes the sum in the weight's own format."""
         device = self.get_base_layer().b_packed.device
         original = original.to(device)
         base = original.dequantize().T  # [N, K]
