@@ -1,76 +1,19 @@
 """from_pretrained loads mixtures of experts, whose weights stay packed and stacked."""
 
 import gc
-import json
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from tests.support.llama import IDS
+from tests.support.mixtures import SIZES, split_experts, stacked_experts
 from tests.support.models import same
-from torch_marlin_metal import ExpertWeights, MarlinExperts, MarlinLinear, PackedWeight, convert, quantize_weight
+from torch_marlin_metal import ExpertWeights, MarlinExperts, MarlinLinear, PackedWeight, convert
+from torch_marlin_metal.checkpoints.reader import CheckpointReader
 from torch_marlin_metal.integrations.transformers import MarlinConfig
 from torch_marlin_metal.integrations.transformers.experts import SeparateExperts, make_room
-
-SIZES = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 32}
-SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
-
-
-def quantized(weight: torch.Tensor, name: str, weight_format: str) -> PackedWeight:
-    packed = quantize_weight(weight, weight_format, 32)
-    packed.name = name
-    return packed
-
-
-def split_experts(path: Path) -> MixtralForCausalLM:
-    """Saves Mixtral as GPTQ programs do, with a Linear for each part of each expert.
-
-    Returns the model with the weights that the saved codes decode to.
-    """
-    torch.manual_seed(0)
-    model, layers = MixtralForCausalLM(MixtralConfig(**SIZES)).eval(), []
-    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with torch.no_grad():
-        for index, layer in enumerate(model.model.layers):
-            experts = layer.mlp.experts
-            for expert in range(4):
-                both = experts.gate_up_proj[expert]
-                parts = {"w1": both[:96], "w3": both[96:], "w2": experts.down_proj[expert]}
-                for part, weight in parts.items():
-                    name = f"model.layers.{index}.block_sparse_moe.experts.{expert}.{part}"
-                    layers.append(quantized(weight, name, "uint4"))
-                    weight.copy_(layers[-1].dequantize().T)
-    others = [(k.replace(".mlp.", ".block_sparse_moe."), v) for k, v in state.items() if ".experts." not in k]
-    config = json.loads(model.config.to_json_string())
-    convert.export_checkpoint(layers, path, "gptq", other_tensors=others, config=config, version=2)
-    return model
-
-
-def stacked_experts(path: Path) -> GptOssForCausalLM:
-    """Saves gpt-oss with `*_blocks` and `*_scales` for all experts. Returns the decoded model."""
-    torch.manual_seed(0)
-    model = GptOssForCausalLM(GptOssConfig(**SIZES, layer_types=["full_attention"] * 2)).eval()
-    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with torch.no_grad():
-        for name, stack in model.named_parameters():
-            if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
-                packed = [quantized(weight.T, "", "mxfp4") for weight in stack]
-                stack.copy_(torch.stack([weight.dequantize() for weight in packed]))
-                words = torch.stack([weight.b_packed.T.contiguous() for weight in packed])
-                state[f"{name}_blocks"] = words.view(torch.uint8).reshape(4, stack.shape[2], -1, 16)
-                state[f"{name}_scales"] = torch.stack([weight.scales.T.contiguous() for weight in packed])
-                del state[name]
-            elif name.endswith("_proj_bias"):
-                stack.copy_(torch.randn_like(stack))
-                state[name] = stack.clone()
-    path.mkdir()
-    save_file(state, path / "model.safetensors", {"format": "pt"})
-    config = json.loads(model.config.to_json_string()) | {"quantization_config": {"quant_method": "mxfp4"}}
-    (path / "config.json").write_text(json.dumps(config))
-    return model
 
 
 @pytest.mark.parametrize("write", [split_experts, stacked_experts])
@@ -125,18 +68,24 @@ def bytes_of_words() -> int:
 def test_beside_the_stacks_only_one_expert_exists(tmp_path, monkeypatch) -> None:
     split_experts(tmp_path / "source")
     gc.collect()
-    before, alive, fill = bytes_of_words(), [], ExpertWeights._fill
+    before, reading, filling = bytes_of_words(), [], []
+    read, fill = CheckpointReader.read, ExpertWeights._fill
 
-    def counted(self: ExpertWeights, index: int, parts: list[PackedWeight]) -> None:
-        alive.append(bytes_of_words() - before)
+    def counted_read(self: CheckpointReader, index: int):
+        reading.append(bytes_of_words() - before)
+        return read(self, index)
+
+    def counted_fill(self: ExpertWeights, index: int, parts: list[PackedWeight]) -> None:
+        filling.append(bytes_of_words() - before)
         fill(self, index, parts)
 
-    monkeypatch.setattr(ExpertWeights, "_fill", counted)
+    monkeypatch.setattr(CheckpointReader, "read", counted_read)
+    monkeypatch.setattr(ExpertWeights, "_fill", counted_fill)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "source", dtype=torch.float32)
-    part = 64 * 96 // 2
-    assert [size // part for size in alive] == 2 * (
-        4 * [2] + 4 * [1]
-    )  # in each of two layers gate and up of four experts, then down
+    part = 64 * 96 // 2  # bytes; beside them there are the four bytes of an outline
+    # In each of two layers gate and up of four experts, then down.
+    assert [size // part for size in filling] == 2 * (4 * [2] + 4 * [1])
+    assert [size // part for size in reading] == 2 * (4 * [0, 1] + 4 * [0])
     assert sum(own.b_packed.nbytes for own in model.modules() if isinstance(own, ExpertWeights)) == 24 * part
 
 

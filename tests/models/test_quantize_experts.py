@@ -4,7 +4,6 @@ import copy
 import re
 import weakref
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -18,9 +17,9 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from tests.support.mixtures import decoded
 from tests.support.models import IDS, fail_at, same, tensors, tree
-from tests.support.reference import E2M1, e8m0, to_numpy
-from torch_marlin_metal import MarlinExperts, MarlinLinear, PackedWeight, quantize_model, replace_linear_layers
+from torch_marlin_metal import MarlinExperts, MarlinLinear, quantize_model, replace_linear_layers
 
 SIZES = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 SIZES |= {"num_key_value_heads": 2, "head_dim": 32, "num_experts_per_tok": 2, "tie_word_embeddings": False}
@@ -40,17 +39,6 @@ def made(name: str) -> nn.Module:
         for parameter in model.get_submodule(EXPERTS).parameters():
             nn.init.normal_(parameter, std=0.05)  # transformers initializes biases with zeros
     return model.eval()
-
-
-def decoded(weight: PackedWeight) -> np.ndarray:
-    """Decodes a weight of uint4 or mxfp4 with NumPy: fp64 `[N, K]`."""
-    words, shifts = weight.b_packed.numpy().view(np.uint32), np.arange(0, 32, 4, dtype=np.uint32)
-    codes = ((words[:, None] >> shifts[None, :, None]) & 15).reshape(weight.K, weight.N)
-    group = np.arange(weight.K) // weight.group_size
-    if weight.weight_format == "mxfp4":
-        return (E2M1[codes] * e8m0(weight.scales.numpy())[group]).T
-    assert weight.zeros is not None
-    return ((codes - to_numpy(weight.zeros)[group].astype(np.float64)) * to_numpy(weight.scales)[group]).T
 
 
 def decoded_model(floats: nn.Module, packed: nn.Module) -> nn.Module:

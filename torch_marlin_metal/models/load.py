@@ -12,10 +12,12 @@ from torch import Tensor, nn
 from torch_marlin_metal.checkpoints.options import OnUnsupported, ReadOptions
 from torch_marlin_metal.checkpoints.reader import CheckpointReader, DenseWeight, open_reader
 from torch_marlin_metal.layers.embedding import MarlinEmbedding
+from torch_marlin_metal.layers.experts import StackError
 from torch_marlin_metal.layers.fuse import fuse_projections
 from torch_marlin_metal.layers.linear import MarlinLinear
 from torch_marlin_metal.models.empty_model import (
     COMPUTED,
+    LinearShape,
     ModelMismatchError,
     Rename,
     Slots,
@@ -29,6 +31,7 @@ from torch_marlin_metal.models.empty_model import (
     renamer,
     why_not_table,
 )
+from torch_marlin_metal.models.experts import ExpertLayers, find_experts
 from torch_marlin_metal.models.report import LayerReport, Report, module_bytes
 from torch_marlin_metal.models.swap import Target, swap
 from torch_marlin_metal.packed_weight import PackedWeight
@@ -44,12 +47,27 @@ class _Plan:
 
     A layer is a pair (index in the reader, target), another tensor a pair (names in the model, read function). `tied`
     has modules that share the weight of an embedding and that the checkpoint therefore lacks: id of the target ->
-    (target, the embedding's target).
+    (target, the embedding's target). `experts` has the experts modules of mixtures by the ids of their targets.
     """
 
     layers: list[tuple[int, Target]]
     others: list[tuple[list[str], Callable[[], Tensor]]]
     tied: dict[int, tuple[Target, Target]]
+    experts: dict[int, "_Experts"]
+
+    def filled(self) -> list[Target]:
+        """Returns the targets that 4-bit layers of the checkpoint fill."""
+        return [target for _, target in self.layers] + [experts.target for experts in self.experts.values()]
+
+
+@dataclass(frozen=True)
+class _Experts:
+    """An experts module, and its layers' shapes and indexes in the reader by their names in the module."""
+
+    target: Target
+    layers: ExpertLayers
+    shapes: dict[str, LinearShape]
+    indexes: dict[str, int]
 
 
 def load_quantized(
@@ -69,6 +87,7 @@ def load_quantized(
 ) -> Report:
     """Loads a checkpoint into a model: a `MarlinLinear` for every 4-bit layer, every other tensor under its name.
 
+    The experts of a mixture, which transformers stacks in `gate_up_proj` and `down_proj`, become one `MarlinExperts`.
     Layers are read one at a time, so the whole model never exists in floats. The model may be on the meta device. If an
     error occurs, the model is not changed. The function therefore frees the former tensors only at the end.
 
@@ -85,7 +104,7 @@ def load_quantized(
         rename: maps names in the checkpoint to names in the model: a function (None leaves a tensor out), or a
             dictionary of prefixes and replacements, for example `{"model.": ""}`.
         exclude: layers that stay dense; their weight is decoded to the dtype of the replaced weight. Chosen by their
-            names in the model as in `quantize_model`.
+            names in the model as in `quantize_model`. Experts of mixtures cannot be excluded.
         ignore: tensors and layers of the checkpoint that the model may lack: patterns, or a function of the name in the
             model.
         keep: tensors of the model that the checkpoint may lack; they keep their values. Chosen like `ignore`.
@@ -107,8 +126,11 @@ def load_quantized(
         warnings.warn(f"{OP}: {told}", stacklevel=2)
     slots = Slots(model)
     plan = _plan(model, reader, slots, renamer(rename), ignore, keep)
-    targets = [target for _, target in plan.layers] + [user for user, _ in plan.tied.values()]
+    targets = plan.filled() + [user for user, _ in plan.tied.values()]
     check_patterns(OP, (name for target in targets for name in target.names), exclude=exclude)
+    for experts in plan.experts.values():
+        if any(selects(exclude, name, experts.target.module) for name in experts.target.names):
+            raise ModelMismatchError(f"{OP}: exclude: experts cannot be decoded to floats, got {experts.target.name!r}")
     place = torch.device(device) if device is not None else None
     positions = {id(target): index for index, target in plan.layers}
 
@@ -131,9 +153,29 @@ def load_quantized(
         entry = replace(entry, shape=(layer.out_features, layer.in_features), weight_format=layer.weight_format)
         return layer, replace(entry, group_size=layer.group_size, bytes_after=module_bytes(layer))
 
+    def convert_experts(experts: _Experts) -> tuple[nn.Module, LayerReport]:
+        target = experts.target
+        entry = LayerReport(target.name, type(target.module).__name__, bytes_before=module_bytes(target.module))
+
+        def read(name: str) -> PackedWeight:
+            weight = reader.read(experts.indexes[name])
+            if not isinstance(weight, PackedWeight):
+                raise StackError(f"{name}: {weight.reason if weight is not None else 'it is skipped'}")
+            shape = experts.shapes[name]
+            return fit_layer(OP, f"{target.name}.{name}", shape, weight, device=place, dtype=dtype).to_packed()
+
+        try:
+            stack = experts.layers.pack(read, dtype)
+        except StackError as error:
+            raise ModelMismatchError(f"{OP}: {reader.path}: experts {target.name!r}: {error.reason}") from error
+        entry = replace(entry, weight_format=stack.down.weight_format, group_size=stack.down.group_size)
+        return stack, replace(entry, bytes_after=module_bytes(stack))
+
     def convert(target: Target) -> tuple[nn.Module, LayerReport] | LayerReport:
         if id(target) in plan.tied:
             return convert_tied(*plan.tied[id(target)])
+        if id(target) in plan.experts:
+            return convert_experts(plan.experts[id(target)])
         weight = reader.read(positions[id(target)])
         shape = linear_shape(target.module)
         entry = LayerReport(
@@ -189,7 +231,7 @@ def _plan(
     keep: NameFilter,
 ) -> _Plan:
     """Finds the target of every layer and tensor. Reads only names and headers."""
-    plan, unexpected = _Plan([], [], {}), []
+    plan, unexpected = _Plan([], [], {}, {}), []
     targets: dict[str, Target] = {}
     by_module: dict[int, Target] = {}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -199,6 +241,9 @@ def _plan(
     for index, source in enumerate(reader.layer_names):
         name = name_of(source)
         if name is None or (name not in targets and selects(ignore, name)):
+            continue
+        if name not in targets and (found_experts := find_experts(model, name)):
+            _add_expert(plan, index, name, targets[found_experts[0]], found_experts[1])
             continue
         if name not in targets:
             unexpected.append(f"{name} (4-bit layer)")
@@ -210,7 +255,12 @@ def _plan(
         taken[id(target)] = name
         plan.layers.append((index, target))
 
-    replaced = {f"{name}." for _, target in plan.layers for name in target.names}
+    for experts in plan.experts.values():
+        if lost := [f"{experts.target.name}.{name}" for name in experts.shapes.keys() - experts.indexes]:
+            raise ModelMismatchError(
+                f"{OP}: {reader.path}: expected every expert in 4 bit or none, got no 4-bit layer for {listing(lost)}"
+            )
+    replaced = {f"{name}." for target in plan.filled() for name in target.names}
     found: set[str] = set()
     for source, read, kind in reader.source.others():
         name = name_of(source)
@@ -236,6 +286,26 @@ def _plan(
     if missing:
         raise ModelMismatchError(f"{OP}: {reader.path}: the checkpoint lacks {listing(missing)}")
     return plan
+
+
+def _add_expert(plan: _Plan, index: int, name: str, target: Target, parts: tuple[str, ...]) -> None:
+    """Adds the layer of an expert to the plan.
+
+    Args:
+        plan: changed in place.
+        index: the layer's index in the reader.
+        name: its name in the model.
+        target: the experts module.
+        parts: see `ExpertLayers`.
+    """
+    if id(target) not in plan.experts:
+        layers = ExpertLayers.of(target.module, parts)
+        plan.experts[id(target)] = _Experts(target, layers, dict(layers.all_names()), {})
+    experts = plan.experts[id(target)]
+    inner = next(name.removeprefix(f"{own}.") for own in target.names if name.startswith(f"{own}."))
+    if inner in experts.indexes or inner not in experts.shapes:
+        raise ModelMismatchError(f"{OP}: layer {name!r}: the model has no place for it beside other experts' layers")
+    experts.indexes[inner] = index
 
 
 def _check_kind(target: Target, on_unsupported: OnUnsupported) -> None:
@@ -315,7 +385,7 @@ def _fill_buffers(model: nn.Module, slots: Slots, plan: _Plan, device: torch.dev
 
     transformers computes them in `_init_weights`, which it also calls for its own empty models.
     """
-    replaced = {id(target.module) for _, target in plan.layers}
+    replaced = {id(target.module) for target in plan.filled()}
     initialize = getattr(model, "_init_weights", None)
     empty: list[str] = []
     for prefix, module in model.named_modules():

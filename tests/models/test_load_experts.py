@@ -1,0 +1,123 @@
+"""load_quantized reads the packed experts of mixtures into stacks, or says why it does not."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from tests.support.mixtures import qwen_experts, split_experts, stacked_experts
+from tests.support.models import IDS, same, tensors, tree
+from torch_marlin_metal import MarlinExperts, MarlinLinear, load_quantized, quantize_model
+from torch_marlin_metal.models.empty_model import ModelMismatchError
+
+EXPERTS = "model.layers.0.mlp.experts"
+
+
+def empty(model: nn.Module, device: str = "meta") -> nn.Module:
+    with torch.device(device):
+        return type(model)(model.config).eval()
+
+
+def logits(model: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model(IDS).logits
+
+
+def mlp(name: str) -> str:
+    return name.replace(".block_sparse_moe.", ".mlp.")
+
+
+def compressed(path: Path) -> nn.Module:
+    return qwen_experts(path, "compressed-tensors")
+
+
+@pytest.mark.parametrize("write", [split_experts, stacked_experts, qwen_experts, compressed])
+def test_experts_are_stacked_and_compute_the_same(write, tmp_path) -> None:
+    exact = write(tmp_path / "source")
+    model = empty(exact)
+    report = load_quantized(model, tmp_path / "source", rename=mlp, progress=False)
+    assert [layer.name for layer in report.converted] == [f"model.layers.{index}.mlp.experts" for index in range(2)]
+    assert len([module for module in model.modules() if isinstance(module, MarlinExperts)]) == 2
+    dense = logits(exact)
+    exact.set_experts_implementation("eager")  # the grouped product does not support fp64
+    wide = logits(exact.double())
+    assert (logits(model) - wide).abs().max() <= 4 * (dense - wide).abs().max()
+
+
+def test_a_saved_model_loads_bit_for_bit(tmp_path) -> None:
+    model = split_experts(tmp_path / "source")
+    quantize_model(model, "uint4", 32, progress=False)
+    model.save_pretrained(tmp_path / "saved")
+    again = empty(model)
+    load_quantized(again, tmp_path / "saved", progress=False)
+    assert same(again.state_dict(), model.state_dict())
+    assert torch.equal(logits(again), logits(model))
+    assert not [module for module in again.modules() if isinstance(module, nn.Linear)]
+    assert [module for module in again.modules() if isinstance(module, MarlinLinear)]
+
+
+def rewritten(path: Path, change) -> None:
+    """Changes the tensors of a checkpoint."""
+    files = sorted(path.glob("*.safetensors"))
+    state = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    for file in (*files, *path.glob("*.index.json")):
+        file.unlink()
+    save_file(change(state), path / "model.safetensors", {"format": "pt"})
+
+
+def without_one(state: dict) -> dict:
+    return {name: tensor for name, tensor in state.items() if not name.startswith(f"{EXPERTS}.3.up_proj.")}
+
+
+def with_float(state: dict) -> dict:
+    return without_one(state) | {f"{EXPERTS}.3.up_proj.weight": torch.zeros(96, 64)}
+
+
+def one_more(state: dict) -> dict:
+    parts = {name: tensor for name, tensor in state.items() if name.startswith(f"{EXPERTS}.3.up_proj.")}
+    return state | {name.replace(".3.", ".4."): tensor.clone() for name, tensor in parts.items()}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (without_one, f"expected every expert in 4 bit or none, got no 4-bit layer for {EXPERTS}.3.up_proj"),
+        (with_float, f"expected every expert in 4 bit or none, got no 4-bit layer for {EXPERTS}.3.up_proj"),
+        (one_more, f"layer '{EXPERTS}.4.up_proj': the model has no place for it beside other experts' layers"),
+    ],
+)
+def test_experts_that_do_not_fit_are_named_and_change_nothing(change, message, tmp_path) -> None:
+    model = empty(qwen_experts(tmp_path / "source"), "cpu")
+    rewritten(tmp_path / "source", change)
+    before, values = tree(model), tensors(model)
+    with pytest.raises(ModelMismatchError, match=message):
+        load_quantized(model, tmp_path / "source", progress=False)
+    assert tree(model) == before
+    assert same(tensors(model), values)
+
+
+def test_experts_of_different_formats_are_refused_while_reading(tmp_path) -> None:
+    model = empty(split_experts(tmp_path / "float"), "cpu")
+    packed = copy.deepcopy(model)
+    quantize_model(packed, "uint4", 32, progress=False)
+    packed.save_pretrained(tmp_path / "saved")
+    layer = f"{EXPERTS}.gate_up_proj.2"
+
+    def change(state: dict) -> dict:
+        return state | {f"{layer}.scales": state[f"{layer}.scales"].float()}
+
+    rewritten(tmp_path / "saved", change)
+    before, values = tree(model), tensors(model)
+    with pytest.raises(ModelMismatchError, match=f"experts '{EXPERTS}': the dtypes of scales differ"):
+        load_quantized(model, tmp_path / "saved", progress=False)
+    assert tree(model) == before
+    assert same(tensors(model), values)
+
+
+def test_experts_cannot_be_excluded(tmp_path) -> None:
+    model = empty(qwen_experts(tmp_path / "source"))
+    with pytest.raises(ModelMismatchError, match=f"exclude: experts cannot be decoded to floats, got '{EXPERTS}'"):
+        load_quantized(model, tmp_path / "source", exclude="*.0.mlp.experts", progress=False)
