@@ -89,6 +89,7 @@ def test_memory_is_that_of_the_variants_own_weights(experts):
         ours, theirs = context.Pipe()
         process = context.Process(target=experts.measure_memory, args=(theirs, variant, [shape], 4, 1))
         process.start()
+        theirs.close()  # so that recv raises EOFError if the process fails
         ours.recv()  # of the tiny layer
         weights, peak = ours.recv()
         process.join()
@@ -116,6 +117,17 @@ def test_experts_benchmark_names_what_it_leaves_out(experts, capsys):
     assert capsys.readouterr().out == "\nleft out for want of time: tiny in bf16\n"
 
 
+def test_experts_benchmark_divides_the_rivals_time_by_ours(experts, monkeypatch, tmp_path):
+    seconds = {"moe_gemm": 2.0, "gemm loop": 3.0, "grouped_mm": 4.0, "linear loop": 1.0}
+    monkeypatch.setattr(experts, "time_calls", lambda *_, **__: {name: [time] * 3 for name, time in seconds.items()})
+    options = argparse.Namespace(tokens=[4], dtypes=["bf16"])
+    record = experts.Record(tmp_path / "record")
+    experts.compare(options, {"tiny": experts.LAYERS["tiny"]}, time.monotonic() + 60, record)
+    line = json.loads(record.path.read_text())
+    assert line["ratios"] == {"gemm loop": 1.5, "grouped_mm": 2.0, "linear loop": 0.5}
+    assert line["microseconds"] == {name: 1e6 * time for name, time in seconds.items()}
+
+
 def test_experts_benchmark_refuses_fewer_experts_than_top_k(experts, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["cpu_experts.py", "--layers", "tiny", "--experts", "1"])
     with pytest.raises(SystemExit):
@@ -135,6 +147,21 @@ def test_training_products_are_those_of_the_same_weight(training, monkeypatch):
         (training.both(layer, x, gradient, 1), gradient.double() @ exact.T),
     ):
         assert (got.double() - expected).norm() < 1e-5 * expected.norm()
+
+
+def test_training_benchmark_divides_the_dense_time_by_ours(training, monkeypatch, tmp_path):
+    def time_calls(calls: dict, *_: object, **__: object) -> dict:
+        return {name: [len(name.split()[0]) * (3.0 if "dense" in name else 2.0)] * 3 for name in calls}
+
+    monkeypatch.setattr(training, "time_calls", time_calls)
+    monkeypatch.setattr(training, "onednn_kernels", lambda call: "stub")
+    options = argparse.Namespace(
+        threads=torch.get_num_threads(), shapes=["512x1024"], rows=[3], json=tmp_path / "record"
+    )
+    training.measure(options, tmm.cpu_capability().isa, 1.0)
+    for line in map(json.loads, options.json.read_text().splitlines()):
+        assert line["ratios"] == {"uint4b8": 1.5, "nf4": 1.5}
+        assert line["microseconds"]["nf4"] == 2e6 * len(line["product"])
 
 
 def test_training_benchmark_names_the_kernels_that_ran(tmp_path):
