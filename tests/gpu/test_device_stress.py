@@ -35,7 +35,8 @@ def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 def product(variant: str, M: int, K: int = 512, contiguous: bool = False, **options) -> Callable[[], torch.Tensor]:
-    """Returns a product. Its activations need a copy by PyTorch, unless `contiguous`."""
+    """Returns a function that computes a product. PyTorch must copy the activations first, unless `contiguous` is
+    true."""
     weight = reference.make_weight("uint4", K, 40, 64).to("mps")
     a = activations(M, K).to("mps") if contiguous else activations(K, M).to("mps").t()
     return lambda: tmm.gemm(a, weight.b_packed, weight.scales, **weight.arguments, variant=variant, **options)

@@ -26,7 +26,8 @@ STRUCTS = {"reduce": "ReduceParams", "dequantize": "DequantizeParams"}
 
 
 def _spread(buffer: Guarded, rows: int) -> tuple[Buffer, np.ndarray, np.ndarray]:
-    """Copies a dense matrix of 64 columns, or of K in the activations, to sparse memory with rows STRIDE apart.
+    """Copies a dense matrix (a weight's 64 columns, or activations of K columns) to sparse memory with rows STRIDE
+    apart.
 
     Returns:
         The sparse buffer, its rows' first bytes, and those of `buffer`.
