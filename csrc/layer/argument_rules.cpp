@@ -16,7 +16,7 @@ bool is_floating(const Tensor& tensor) {
   return dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kFloat;
 }
 
-// Requires a tensor like another one, which has been checked.
+// Requires the dtype and shape of `like`, an argument that has been checked, and the call's device.
 void check_like(const Checker& check, std::string_view argument, const Tensor& tensor, std::string_view other,
                 const Tensor& like) {
   if (tensor.scalar_type() != like.scalar_type() || tensor.sym_sizes() != like.sym_sizes()) {

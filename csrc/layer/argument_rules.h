@@ -6,7 +6,7 @@
 
 namespace marlin {
 
-// Each of these raises the error of fail() in csrc/ops/argument_rules.h.
+// Each of the functions below checks an operator's arguments, and calls fail() of csrc/ops/argument_rules.h.
 void check_rms_norm(const char* op, const Tensor& x, const OptionalTensor& residual, const Tensor& weight, double eps);
 
 // Returns the number of elements of a head that are rotated.

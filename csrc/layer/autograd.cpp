@@ -55,7 +55,7 @@ bool any_requires_grad(at::TensorList tensors) {
   return false;
 }
 
-// Returns the derivatives of a norm by its input and its weight, both in fp32.
+// Returns the gradients of a norm's input and weight, both in fp32.
 TwoTensors norm_backward(const Tensor& grad, const Tensor& x, const Tensor& weight, double eps, double offset) {
   const Tensor values = x.to(at::kFloat);
   const Tensor factor = at::rsqrt(values.square().mean(-1, /*keepdim=*/true) + eps);

@@ -17,14 +17,14 @@ namespace {
 
 using TwoTensors = std::tuple<Tensor, Tensor>;
 
-// The fields of a launch: the element type, and all parameters.
+// What a launch depends on: the element type and all parameters.
 using LayerKey = std::array<int64_t, 20>;
 
 int64_t bits(float value) {
   return std::bit_cast<int32_t>(value);
 }
 
-// Encodes a dispatch, which is planned and compiled only for a key that was not seen before.
+// Encodes a dispatch. Its plan and its compiled kernel are cached by the key.
 template <Kernel kernel, typename MakeDispatch>
 void launch(const LayerKey& key, ElementType element, Bindings bindings, const MakeDispatch& make) {
   static auto* plans = new LaunchCache<LayerKey, CompiledPlan>;  // of this kernel
@@ -40,7 +40,7 @@ uint32_t size(const char* op, const char* name, int64_t value) {
   return static_cast<uint32_t>(value);
 }
 
-// Returns a tensor as rows, [M, N]; a copy if one stride does not reach all rows.
+// Returns a tensor [..., N] as [M, N]: a view if all rows have the same distance, otherwise a copy.
 Tensor rows(const Tensor& tensor) {
   return tensor.dim() == 2 ? tensor : tensor.reshape({-1, tensor.size(-1)});
 }

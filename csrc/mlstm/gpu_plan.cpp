@@ -21,8 +21,8 @@ constexpr uint64_t kStateWorkspaceBytes = uint64_t{128} << 20;
 constexpr uint32_t kGateChunksPerGroup = 4;  // chunks per threadgroup of mlstm_gates, if the chunks are independent
 constexpr uint32_t kMinStepRows = 8;         // the fewest rows of C per simdgroup of mlstm_step
 
-// Throws if the condition is false. Operators check their arguments before they plan. For an operator, the only cause
-// is therefore a size that needs offsets of more than 32 bits.
+// Throws std::invalid_argument with this rule if the condition is false. Operators check their arguments before they
+// call the planner, so only a size that needs offsets of more than 32 bits makes an operator throw here.
 void require(bool condition, const char* rule) {
   if (!condition) throw std::invalid_argument(rule);
 }
@@ -126,7 +126,7 @@ struct Planner {
                                       .params = own_params});
   }
 
-  // m_slots is the number of elements per head in the tensor that holds the final stabiliser.
+  // Adds a launch of mlstm_gates. In the tensor for the final stabiliser, m_slots elements belong to each head.
   void add_gates(uint32_t flags, uint32_t m_slots) {
     MlstmParams own = params;
     own.flags |= flags;

@@ -18,7 +18,7 @@ namespace marlin::mps {
 
 namespace {
 
-constexpr size_t kMostNames = 8;  // a message that names all kernels of a token would be too long to read
+constexpr size_t kMostNames = 8;  // of kernels in a message; all kernels of a token would be too many to read
 
 // The kernels of one command buffer. The stream that encodes them adds their names. After the commit, only the
 // completed handler reads the names.
@@ -53,13 +53,13 @@ struct Watched {
 };
 
 struct Failure {
-  std::atomic<bool> is_set = false;  // every operator asks, and without a failure it takes no lock
+  std::atomic<bool> is_set = false;  // read by every operator, so that none takes the lock before a failure
   std::mutex mutex;
   std::string first;
 };
 
 Failure& failure() {
-  static auto* instance = new Failure;  // never freed: Metal's threads may call handlers while the process exits
+  static auto* instance = new Failure;  // not freed: Metal's threads may call handlers while the process exits
   return *instance;
 }
 
@@ -69,7 +69,7 @@ void completed(id<MTLCommandBuffer> buffer, const Kernels& kernels) {
   const std::string text = "torch_marlin_metal: the GPU did not complete a command buffer with " + kernels.text() +
                            ", so results since then may be wrong: " +
                            (error == nil ? "no reason given" : [[error localizedDescription] UTF8String]);
-  // Printed too, because only a later operator raises the error, and the program may call none.
+  // The message is printed, because only a later operator raises it as an error, and the program may call none.
   std::fprintf(stderr, "%s\n", text.c_str());
   const std::lock_guard lock(failure().mutex);
   if (failure().first.empty()) failure().first = text;

@@ -52,7 +52,8 @@ GpuDevice this_gpu(const Tensor& like) {
   return device;
 }
 
-// If there is a perm, all rows start at zero, because repeated or out-of-range indices leave some rows unwritten.
+// Makes a tensor for a decoded weight. If the weight has a perm, the tensor is filled with zeros, because repeated or
+// out-of-range indices leave some of its rows unwritten.
 Tensor empty_weight(const WeightProblem& weight, const at::TensorOptions& options) {
   const std::array<int64_t, 2> sizes{weight.K, weight.N};
   return weight.has_perm ? at::zeros(sizes, options) : at::empty(sizes, options);
@@ -288,7 +289,7 @@ Tensor embedding_mps(const Tensor& ids, const Tensor& b_packed, const Tensor& sc
   at::DimVector sizes(ids.sizes());
   sizes.push_back(problem.weight.K);
   const auto options = scales.options().dtype(dtype);
-  // With a perm, the output starts at zero for the reason that empty_weight() gives.
+  // Zeros if there is a perm, because repeated or out-of-range indices leave some elements unwritten.
   Tensor out = problem.weight.has_perm ? at::zeros(sizes, options) : at::empty(sizes, options);
   if (out.numel() == 0) return out;
   bindings[kSlotA] = ids.contiguous();

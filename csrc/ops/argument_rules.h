@@ -50,7 +50,7 @@ std::string dtype_name(at::ScalarType dtype);
 // Returns the element type of a tensor whose dtype has been checked.
 ElementType element_type(const Tensor& tensor);
 
-// Each of these checks the arguments of an operator and raises the error of fail().
+// Each of the functions below checks the arguments of one operator, and calls fail() for the first wrong one.
 WeightShape check_weight(const char* op, const WeightTensors& weight);
 WeightShape check_gemm(const Tensor& a, const WeightTensors& weight, const OptionalTensor& bias,
                        std::string_view variant);
@@ -72,7 +72,7 @@ void check_awq_unpack_zeros(const Tensor& qzeros);
 void check_no_grad(const char* op, const char* argument, const Tensor& tensor);
 void check_weight_no_grad(const char* op, const WeightTensors& weight);
 
-// Raises if the tensor has a forward-mode tangent, which would silently be dropped.
+// Raises if the tensor has a forward-mode tangent, because the operators would silently drop the tangent.
 void check_no_tangent(const char* op, const char* argument, const Tensor& tensor);
 
 }  // namespace marlin

@@ -31,8 +31,9 @@ void save_weight(AutogradContext* ctx, const WeightTensors& weight) {
   ctx->saved_data["group_size"] = weight.group_size;
 }
 
-// Returns the sum of all rows, computed in fp32. Each part of the columns is converted alone, but not while a compiler
-// traces: the parts depend on the sizes, and compiled sums convert without a copy.
+// Returns the gradient of the bias: the sum of all rows of `grad`, computed in fp32. Converts some columns at a time,
+// so that the fp32 copy stays small. While a compiler traces, the sum is a single operation, because the number of
+// parts would depend on the sizes, and a compiled sum makes no copy.
 Tensor bias_gradient(const Tensor& grad, at::ScalarType dtype) {
   at::DimVector leading(std::max<int64_t>(grad.dim() - 1, 0));
   std::iota(leading.begin(), leading.end(), 0);

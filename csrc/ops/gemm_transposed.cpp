@@ -1,5 +1,5 @@
-// The product with the transposed weight, which is gemm's derivative with respect to a. It holds a part of the weight
-// in floats at a time: some rows of K, so that each part gives columns of the result and no sums cross parts.
+// The product with the transposed weight, which is gemm's derivative with respect to a. It decodes the weight in parts,
+// to save memory. A part is some rows of K. It gives some columns of the result, so no sum extends over several parts.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/argsort.h>
 #include <ATen/ops/empty.h>
@@ -20,14 +20,14 @@ namespace {
 constexpr const char* kVariable = "TORCH_MARLIN_METAL_GRADIENT_BYTES";
 constexpr int64_t kDefaultBytes = int64_t{64} << 20;
 
-// How the rows of K are divided: whole groups together, or one group into equal parts.
+// How the rows of K are divided into parts: a part has several whole groups, or a fraction of one group.
 struct Division {
   int64_t rows;        // of each part but the last of K or of a group
   bool inside_groups;  // a part has rows of one group only
 };
 
-// Returns the largest parts of at most `bytes`, or the smallest that the format can decode alone: eight rows, or one
-// group where the group size is fixed. The parts are of nearly the same size.
+// Returns parts of at most `bytes`, as large as possible and of nearly equal size. If even the smallest part is larger
+// than `bytes`, returns that: eight rows, or one group if the format fixes the group size.
 Division divide(const WeightFormatInfo& format, int64_t K, int64_t group_size, int64_t row_bytes, int64_t bytes) {
   const int64_t fitting = bytes / row_bytes;
   if (fitting >= K) return {K, false};
@@ -57,8 +57,8 @@ Tensor dequantize_rows(const WeightTensors& weight, int64_t first, int64_t rows,
 }
 
 // Multiplies rows of activations with a part of the weight and writes the product, rounded, to some columns of `out`.
-// If the part has another dtype than the activations, they are converted at most `bytes` of them and of their product
-// at a time.
+// If the part has another dtype than the activations, converts some rows of the activations at a time. These and their
+// product take at most `bytes`.
 void multiply_part(const Tensor& rows, const Tensor& part, int64_t bytes, Tensor out) {
   int64_t step = rows.size(0);
   if (rows.scalar_type() != part.scalar_type()) {
@@ -85,8 +85,9 @@ Tensor gemm_transposed(const Tensor& a, const Tensor& b_packed, const Tensor& sc
 
   // Autocast must not round what this computes in fp32.
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-  // bf16 has the range of fp32. fp16 has not: fp32 scales can make weights beyond it, and small weights lose their
-  // bits there. Whether they do would have to be read from the scales, and on mps the host would wait for them.
+  // A part may be in bf16, which has the range of fp32, but not in fp16: fp32 scales can make weights beyond the range
+  // of fp16, and small weights would lose bits. The host does not look at the scales, because on mps it would have to
+  // wait for them.
   const at::ScalarType dtype = a.scalar_type() == at::kBFloat16 ? at::kBFloat16 : at::kFloat;
   const Tensor rows = a.reshape({-1, N});
   const int64_t row_bytes = N * static_cast<int64_t>(c10::elementSize(dtype));

@@ -95,7 +95,7 @@ class MoeGemmFunction : public torch::autograd::Function<MoeGemmFunction> {
     Tensor of_pairs = grad.to(at::kFloat);
     if (ctx->saved_data["reduce"].toBool()) of_pairs = of_pairs.unsqueeze(1);
     if (ctx->saved_data["weights_grad"].toBool()) {
-      // In fp32, as the products are that the weights multiply: one beyond fp16 may have a small weight.
+      // The products are in fp32, as in the forward pass: a product beyond fp16's range may have a small row weight.
       const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
       const Tensor products =
           moe_gemm_op().call(saved[8].to(at::kFloat), b_packed, scales, expert_ids, weight_format, group_size,

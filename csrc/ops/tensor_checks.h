@@ -16,7 +16,7 @@ std::string text(const Part&... parts) {
   return stream.str();
 }
 
-// The argument checks of one call. Each raises the error of fail().
+// The argument checks of one call of an operator. Each calls fail() if its argument is wrong.
 struct Checker {
   const char* op;
   at::Device device;  // of the first argument

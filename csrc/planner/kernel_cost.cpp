@@ -83,7 +83,7 @@ DispatchCost kernel_cost(const KernelLoad& load, const GpuDevice& device) {
   cost.dram_bytes = load.dram_bytes;
   cost.l2_bytes = load.l2_bytes;
 
-  // First the clocks of one simdgroup, then the time of all simdgroups on all schedulers.
+  // These figures are clocks of one simdgroup. Below they become the time of all simdgroups on all schedulers.
   const double matrix = load.matrix_operations * load.matrix_clocks;
   const double all = double(load.threadgroups) * simdgroups;
   const double rate = family.schedulers.value * device.cores * hertz;

@@ -14,7 +14,8 @@ struct Candidate {
   double seconds;
 };
 
-// A product for the cost model: the weights of all experts that can have rows, side by side, and the rows of each.
+// Returns one dense product that costs as much as the products of all experts. Its weight has the columns of `weights`
+// experts side by side, and its M is the number of rows of each expert.
 GemmProblem dense_problem(const MoeProblem& problem, uint32_t rows, uint32_t weights) {
   GemmProblem dense = problem.product;
   dense.M = rows;

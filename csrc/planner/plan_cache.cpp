@@ -39,7 +39,7 @@ bool is_variant(std::string_view text) {
   return std::ranges::find(kGemmVariants, text.substr(0, text.find(':'))) != kGemmVariants.end();
 }
 
-// Returns a number for the text: 0 for "auto", then the variants, then the variants with a tile.
+// Numbers the texts that gemm(variant=) accepts: 0 is "auto", then the variants, then each variant with a tile.
 uint64_t variant_index(std::string_view text) {
   if (text == "auto") return 0;
   const auto variant = std::ranges::find(kGemmVariants, text);

@@ -41,7 +41,7 @@ struct GemmProblem {
   std::string_view tuned{};
 };
 
-// Products with the weights of experts. A pair is a token and one of its slots.
+// The products of tokens with the weights of their experts. A pair is a token and one of its slots.
 struct MoeProblem {
   GemmProblem product{};  // with the weight of one expert; M is the number of pairs, a_row_stride that of two tokens
   int64_t a_slot_stride = 0;  // elements; 0 if the slots of a token share one row

@@ -11,7 +11,7 @@
 namespace softmetal {
 namespace {
 
-constexpr size_t kCanaryBytes = 64;  // after every buffer, so that fast mode also detects stores past its end
+constexpr size_t kCanaryBytes = 64;  // known bytes after every buffer, which show stores past its end in fast mode
 constexpr uint8_t kCanary = 0xA5;
 constexpr size_t kQuarantineBytes = 64u << 20;
 constexpr size_t kQuarantineObjects = 4096;

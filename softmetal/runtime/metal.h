@@ -61,7 +61,7 @@ struct Binding {
   id<MTLBuffer> buffer = nil;  // not retained here: each command retains the buffers that it uses
   NSUInteger offset = 0;
   std::vector<uint8_t> bytes;
-  uint64_t era = 0;  // the era in which the binding was made; see currentEra in encoder.mm
+  uint64_t era = 0;  // the era (see currentEra in encoder.mm) in which the binding was made
 };
 
 // A buffer that the host named in useResource. The binding does not retain the buffer; the encoder and its commands do.

@@ -177,8 +177,8 @@ void MPSStream::flush() {
   commit();
 }
 
-// For every type, NONE included, synchronize() first ends and releases the encoder. The call may come from a block of
-// the queue, as in PyTorch's copy(), or from outside, as in torch.mps.synchronize().
+// Like PyTorch's function, synchronize() first ends and releases the encoder for every SyncType, even NONE. It may be
+// called inside a block of the queue, as by PyTorch's copy(), or outside, as by torch.mps.synchronize().
 void MPSStream::synchronize(SyncType syncType) {
   const auto lock = softmetal::lock_queues();
   endKernelCoalescing();

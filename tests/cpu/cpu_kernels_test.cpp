@@ -41,7 +41,7 @@ void test_reduced(const Machine& machine, int rounds) {
   }
   const std::string taken = std::to_string(parts) + " in two bf16 parts, " + std::to_string(bytes) + " in three bytes";
   expect((parts > 0) == (machine.isa == Isa::amx), [&] { return name(machine) + ": reduced fp32: " + taken; });
-  // On AMX and AVX2 the byte_split kernels are used only for the fewest rows.
+  // CPUs with AMX or AVX2 use the byte_split kernels only for the smallest numbers of rows.
   if (machine.isa != Isa::amx && machine.isa != Isa::avx2) {
     expect((bytes > 0) == machine.byte_dot, [&] { return name(machine) + ": reduced fp32: " + taken; });
   }

@@ -75,7 +75,7 @@ void check_keys() {
   }
 }
 
-// Does the same for any kind of problem: checks that any two of the given problems differ in their keys.
+// Checks that any two of the given problems, of any kind, have different keys.
 template <typename Problem, typename... Changes>
 void check_keys_of(Problem problem, const Changes&... changes) {
   std::vector<Problem> problems{problem};

@@ -42,7 +42,7 @@ struct SortedPairs {
       if (is_expert(arguments, pair)) ++ends[expert(arguments, pair)];
     }
     int64_t total = 0;
-    for (int64_t& end : ends) {  // first where each expert begins; filling the lists moves it to the end
+    for (int64_t& end : ends) {  // where each expert begins, at first; filling the lists moves it to the end
       const int64_t rows = end;
       end = total;
       total += rows;
@@ -90,7 +90,7 @@ std::vector<GemmArguments> products_of(const MoeGemmArguments& arguments, const 
   return products;
 }
 
-// Weights the fp32 products of each pair, and adds those of a token if the rows are reduced.
+// Multiplies the fp32 product of each pair by its row weight. With `reduce`, adds up the products of a token.
 void combine(const MoeGemmArguments& arguments, const KernelSet& kernels, const float* products,
              const Parallel& parallel) {
   const int64_t N = arguments.weight.N;

@@ -27,7 +27,7 @@ constexpr int64_t kAmxScaledMinRows = 17;
 // rows, and at 1.5 to 2.5 times at 64 rows (Intel Xeon, two threads).
 constexpr int64_t kAmxTableMinRows = 16;
 constexpr int kByteSplitSmallMRows = 2;  // with more rows of four vectors, accumulators would spill
-constexpr int64_t kSliceMinChunks = 4;   // a slice of fewer chunks saves less than the addition of its sums costs
+constexpr int64_t kSliceMinChunks = 4;   // a slice of K with fewer chunks saves less than adding up its sums costs
 // K is split before columns are, if the partial sums take at most this much memory. Threads that read whole rows of
 // words are faster than threads that share rows and pages. On two threads of an Intel Xeon, splitting K was 1.1 to 1.5
 // times as fast at N = 512 and up to 16 rows, and 1.1 times at one row and N = 11008. On 16 threads, partial sums of

@@ -11,7 +11,7 @@ namespace marlin::cpu {
 
 namespace {
 
-constexpr int64_t kGrainCodes = 4096;  // per task; decoding them takes about as long as waking a thread
+constexpr int64_t kGrainCodes = 4096;  // codes per task: decoding them takes about as long as waking a thread
 
 float scale_of(const PackedWeight& weight, int64_t group, int64_t n) {
   const int64_t index = group * weight.N + n;
@@ -53,7 +53,7 @@ void decode_column(const EmbeddingArguments& arguments, const std::array<float, 
     if (role == ZerosRole::zero_point) value -= zero;
     value *= scale;
     if (role == ZerosRole::bias) {
-      volatile float rounded = value;  // otherwise compilers may fuse the product with the addition
+      volatile float rounded = value;  // volatile, because a compiler could fuse the product with the addition
       value = rounded + zero;
     }
     const int64_t place = arguments.perm == nullptr ? k : arguments.perm[k];

@@ -9,7 +9,7 @@ namespace marlin::cpu {
 
 namespace {
 
-constexpr int64_t kChunkwiseMinTokens = 4;  // with fewer, rearranging the state costs more than chunks save
+constexpr int64_t kChunkwiseMinTokens = 4;  // for fewer tokens, rearranging the state costs more than chunks save
 // Short chunks do the least work: 32 is within 4 % of the best from DK 32, DV 32 to DK 256, DV 512 (AMD EPYC, Zen 4, 1
 // MB of L2). A state that exceeds the second-level cache is read and written once for each chunk, so longer chunks pay.
 constexpr int64_t kShortChunk = 32;

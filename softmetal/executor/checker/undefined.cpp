@@ -9,7 +9,7 @@ namespace {
 
 struct Type {
   uint16_t kind;  // 0: integer
-  uint16_t info;  // of an integer: bit 0 is set if the type is signed; the bits above hold log2 of the type's width
+  uint16_t info;  // for an integer type: bit 0 is set if it is signed, and the bits above hold log2 of its width
   char name[1];   // with quotation marks
 };
 struct Location {

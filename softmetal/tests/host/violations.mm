@@ -1,4 +1,4 @@
-// Each scenario encodes something that breaks one rule of Metal.
+// Each scenario encodes a command that breaks one rule of Metal.
 #include "host.h"
 
 namespace host {
