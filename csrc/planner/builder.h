@@ -27,7 +27,7 @@ Dispatch product_dispatch(const Tiling& tiling, const GemmProblem& problem, cons
 // If K is split, adds a launch of the reduce kernel, and the workspace for the partial sums.
 void add_reduction(Plan& plan, const Tiling& tiling, const GemmProblem& problem);
 
-// Three threadgroups with this much threadgroup memory fit on a core.
+// Three threadgroups fit on a core if each uses at most so many bytes of threadgroup memory.
 inline constexpr uint32_t kPreferredThreadgroupBytes = 20 * 1024;
 
 // Returns the cheapest tiling with the tile in this row of the table kGemmTiles, or nothing if that tile cannot compute

@@ -6,7 +6,7 @@
 
 namespace marlin {
 
-// Returns the expert of a pair; `experts` or more if its id is none.
+// Returns the expert of a pair. If the pair's id names no expert, returns a number of at least `experts`.
 MARLIN_INLINE uint expert_of(const device uchar* ids, uint pair, uint id_bytes, uint experts) {
   const long id = id_bytes == 8 ? reinterpret_cast<const device long*>(ids)[pair]
                                 : long(reinterpret_cast<const device int*>(ids)[pair]);

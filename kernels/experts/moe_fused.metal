@@ -10,7 +10,7 @@ using namespace marlin;
 
 namespace marlin {
 
-// The rows of pairs[0] to pairs[count - 1]. Rows beyond the last read that row and are not stored.
+// The rows of pairs[0] to pairs[count - 1]. A row beyond the last one reads the last row, and is not stored.
 struct ExpertRows {
   static constexpr uint offsets_per_block() { return 2; }
 

@@ -9,7 +9,7 @@ using namespace marlin;
 
 namespace marlin {
 
-// The sums of a value over all threads before this one, and over all threads.
+// Two sums of a value: over the threads before this one, and over all threads.
 struct Scan {
   uint before;
   uint all;

@@ -35,8 +35,8 @@ static_assert(sizeof(MoeReduceParams) == 24, "shared with the shaders");
 // (expert, first place, rows; a surplus block has no rows), and then the pairs in the order of their experts.
 enum { kMoeSortThreads = 256, kMoeBlockWords = 3 };
 
-// The most blocks that `pairs` rows can fill: each expert, and the ids that are none, may have a block that is not
-// full.
+// Returns the most blocks that `pairs` rows can need. Each expert may have one block that is not full, and so may the
+// rows whose ids name no expert.
 constexpr uint32_t moe_blocks(uint32_t pairs, uint32_t experts, uint32_t block_rows) {
   return ceil_divide(pairs, block_rows) + (pairs < experts + 1 ? pairs : experts + 1);
 }

@@ -42,7 +42,7 @@ MARLIN_INLINE Vec8<half> exact_e2m1(uint word) {
 // How FastCodes decodes. To get the code, the caller multiplies the returned value by even_unit(), or by odd_unit() for
 // odd k.
 struct DecodeOptions {
-  bool subnormal;     // reads codes as half subnormals, otherwise as normal halves
+  bool subnormal;     // codes are read as half subnormals, otherwise as normal halves
   bool separate_odd;  // leaves codes of odd k 16 times too large: saves a shift, but needs separate accumulators
 };
 

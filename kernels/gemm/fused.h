@@ -65,7 +65,7 @@ struct FusedAccumulators {
   uint word;                 // the lane's packed row, of the four that a load reads
   uint quad;                 // the lane's first k among the 32 of a load
   const device uint* words;  // the lane's next four words
-  uint scale_index;          // of the next scales; fits in 32 bits, because the planner refuses larger weights
+  uint scale_index;          // of the next scales; 32 bits are enough, because the planner refuses larger weights
   // Point into the lane's two rows of row block 0: at the lane's first k of the next step or, with a permutation, at k
   // = 0.
   const device T* x_row[2];

@@ -23,9 +23,9 @@ struct GemvAccumulators {
   uint n;                               // the lane's first column, at most N
   const device uint* words;             // of the next 8 k
   ulong scale_index;                    // of the current group
-  const device T* x_row[kGemvMaxRows];  // at the next k; with a permutation, at the start of the row
+  const device T* x_row[kGemvMaxRows];  // points at the row's next k or, with a permutation, at the row's start
   const threadgroup float* table;
-  threadgroup float4* totals;  // of the lane's four columns; the next row is kSimdWidth further
+  threadgroup float4* totals;  // sums of the lane's four columns; those of the next row are kSimdWidth further
   // Accumulators of the current chain: a run of at most kChainLength k of one group, which is summed before scaling.
   float even[kGemvMaxRows][kGemvColumnsPerLane];
   float odd[kGemvMaxRows][kGemvColumnsPerLane];

@@ -112,7 +112,7 @@ struct TileShape {
 };
 
 enum {
-  kTileTableBytes = 80,              // lut4's table and a zero after it, rounded up to a multiple of 16 bytes
+  kTileTableBytes = 80,              // bytes of lut4's table and of a zero after it, rounded up to a multiple of 16
   kMinGroupSize = 16,                // the smallest supported group size, unless K is smaller
   kSimdgroupRows = 32,               // a simdgroup computes 32 rows of 16 or 32 columns
   kMaxOutputsOf16Columns = 64 * 64,  // the largest tile (M * N) whose simdgroups have 16 columns

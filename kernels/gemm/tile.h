@@ -81,7 +81,8 @@ struct TileLoader {
     scale_group = ~0u;
   }
 
-  // Everything at or beyond M, N or k_end becomes an exact zero, whose products add nothing.
+  // Loads this thread's activations, words and scale for the step at k0. Whatever lies at or beyond M, N or k_end is
+  // replaced by an exact zero, whose products add nothing.
   MARLIN_INLINE void fetch(thread const Weight& weight, thread const Activations<T>& a, constant GemmParams& params,
                            uint m0, uint n0, uint k0, uint k_end, uint thread_index) thread {
     MARLIN_UNROLL for (uint i = 0; i < kThreadVec8; ++i) {
@@ -162,7 +163,7 @@ struct TileAccumulators {
   float total[kBlocksM][kBlocksN][2];
   simdgroup_matrix<float, kBlock, kBlock> sum[kBlocksM][kBlocksN];
   float x_sum[kBlocksM];  // sums of the activations that the lane holds
-  uint chain_end;         // at this k sum is scaled and added to total: the end of the group or of the chain
+  uint chain_end;         // the k at which `sum` is scaled and added to `total`: the end of a group or of a chain
 
   static MARLIN_INLINE bool needs_x_sum() {
     return format == WeightFormat::uint4_bias || (format == WeightFormat::uint4 && !zero_is_in_code<format>());

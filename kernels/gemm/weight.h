@@ -150,7 +150,7 @@ struct Weight {
   }
 };
 
-// Returns a group's contribution to an output, from the sum of code * x and the sum of x over the same k.
+// Returns what k of one group add to an output, given the sum of code * x and the sum of x over these k.
 template <WeightFormat format>
 MARLIN_INLINE float apply_group(float codes, float x, float scale, float zero) {
   if (format == WeightFormat::uint4_bias) return fma(codes, scale, zero * x);

@@ -1,5 +1,5 @@
-// Divides each row by its root mean square and multiplies with a weight, in fp32. With a residual, first adds it and
-// stores the sum, rounded; the norm is that of the rounded sum. A threadgroup computes a row.
+// Divides each row by its root mean square and multiplies with a weight, in fp32. If there is a residual, first adds it
+// and stores the rounded sum, whose norm is then computed. A threadgroup computes a row.
 #include "kernels/shared/variants.h"
 
 #include "kernels/gemm/options.h"

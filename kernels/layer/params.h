@@ -57,8 +57,8 @@ struct NormParams {
 static_assert(sizeof(NormParams) == 40, "shared with the shaders");
 
 enum RotaryFlag {
-  kRotaryInterleaved = 1,  // pairs are neighbours; otherwise element i is paired with element i + rotary_size / 2
-  kRotaryPerPair = 2,      // the tables have an element per pair; otherwise one per element
+  kRotaryInterleaved = 1,  // a pair is two neighbours; otherwise it is elements i and i + rotary_size / 2
+  kRotaryPerPair = 2,      // cos and sin have a value for each pair; otherwise one for each element
   kRotaryTransposed = 4,   // multiplies with the transposed matrix, for derivatives
 };
 

@@ -61,7 +61,7 @@ enum MlstmFlag {
 };
 
 enum {
-  kMlstmBlock = 32,        // tokens of a block; the queries of a threadgroup of mlstm_output
+  kMlstmBlock = 32,        // tokens of a block, and queries of a threadgroup of mlstm_output
   kMlstmSimdColumns = 32,  // rows and columns of C per simdgroup
   kMlstmStateTile = 64,    // rows and columns of C per threadgroup of mlstm_states
   kMlstmStateThreads = 128,

@@ -6,7 +6,8 @@
 #include <stdint.h>
 
 #ifdef __clang__
-// The compiler must not duplicate these calls, because lanes meet at a call site.
+// Marks functions at which the lanes of a simdgroup meet. The lanes recognise each other by their call site, so the
+// compiler must not duplicate the calls.
 #define SM_CONVERGENT __attribute__((convergent))
 #else
 #define SM_CONVERGENT
@@ -65,14 +66,15 @@ void sm_mma_sync_if(const void* d) SM_CONVERGENT;
 // address. `site` numbers the declarations of one kernel from 0.
 void* sm_threadgroup_variable(uint32_t site, uint32_t bytes, uint32_t align);
 
-// Changes the result of an inexact function by up to `ulps`, the error that Metal allows for fp32. 0 returns x
-// unchanged.
+// Changes x, the result of an inexact function, by up to `ulps` units in the last place: the error that Metal allows
+// for fp32. If the launch has no seed for this, returns x unchanged.
 float sm_perturb(float x, float ulps);
 
 enum { SM_ATOMIC_LOAD = 0, SM_ATOMIC_STORE = 1, SM_ATOMIC_UPDATE = 2 };
 
-// Called before each __atomic builtin (relaxed, on device or threadgroup memory). This call counts and checks the
-// operation, and lets other threads run first. The builtin is not instrumented. `operation` is SM_ATOMIC_*.
+// Kernels call this function before each __atomic builtin (relaxed, on device or threadgroup memory), because the
+// compiler does not instrument these builtins. The function counts and checks the operation, and lets other threads run
+// first. `operation` is SM_ATOMIC_*.
 void sm_note_atomic(const volatile void* address, uint32_t bytes, int operation);
 
 // Called in checked mode before a simdgroup loads or stores a matrix. Every lane must reach this call.
@@ -106,7 +108,7 @@ typedef struct {
   const sm_argument* arguments;
   uint32_t argument_count;
   uint32_t max_total_threads;         // [[max_total_threads_per_threadgroup(n)]], 0: none
-  uint32_t static_threadgroup_bytes;  // 0 in the file; sm_library_kernel returns the kernel with the real value
+  uint32_t static_threadgroup_bytes;  // 0 in the library's file; sm_library_kernel fills in the real number
 } sm_kernel;
 
 typedef struct {

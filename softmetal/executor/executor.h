@@ -35,10 +35,10 @@ typedef struct {
   uint32_t constant_count;
   uint32_t checked;            // instruments the code for checked mode
   uint32_t math;               // SM_MATH_*; ignored for a metallib, which was compiled in a mode of its own
-  uint32_t fast_functions;     // exp is fast::exp, not precise::exp; ignored for a metallib
+  uint32_t fast_functions;     // if true, exp is fast::exp and not precise::exp; ignored for a metallib
   const char* const* defines;  // "NAME" or "NAME=VALUE"
   uint32_t define_count;
-  const char* kernel;         // host name of the kernel to compile; "": only names and arguments; NULL: all kernels
+  const char* kernel;         // host name of the only kernel to compile; NULL: all; "": none, just names and arguments
   uint32_t language_version;  // the number in __METAL_VERSION__: 310 is MSL 3.1, and 0 stands for 310
 } sm_compile_request;
 
@@ -72,13 +72,13 @@ typedef struct {
   uint64_t offset;       // the kernel's pointer is base + offset; memory before it is out of bounds
   uint32_t read_only;    // any store is a fault, as with setBytes
   const char* label;     // for reports; may be NULL
-  uint8_t* initialised;  // for each byte of the buffer, non-zero if written; the launch updates it. NULL: all written.
+  uint8_t* initialised;  // a flag for each byte: non-zero if written; the launch updates it. NULL: all are written.
 } sm_buffer;
 
 typedef struct {
   const sm_library* library;
   const sm_kernel* kernel;
-  sm_uint3 threads_per_grid;  // threadgroups x threads per threadgroup, or less at a non-uniform edge
+  sm_uint3 threads_per_grid;  // threadgroups x threads per threadgroup, or less if the last threadgroups are smaller
   sm_uint3 threads_per_threadgroup;
   sm_buffer buffers[SM_BUFFER_SLOTS];
   uint32_t threadgroup_bytes[SM_BUFFER_SLOTS];

@@ -157,7 +157,7 @@ SM_EXACT_2(fmod, __builtin_fmodf)
 SM_EXACT_2(fdim, __builtin_fdimf)
 #undef SM_EXACT_2
 
-struct fabs_f {  // changes only the sign bit, so that subnormals are not flushed
+struct fabs_f {  // clears only the sign bit of x, so that subnormals are not flushed
   METAL_FUNC static float of(float x) { return __builtin_bit_cast(float, __builtin_bit_cast(uint32_t, x) & 0x7fffffffu); }
   METAL_FUNC static half of(half x) {
     return __builtin_bit_cast(half, static_cast<uint16_t>(__builtin_bit_cast(uint16_t, x) & 0x7fffu));
