@@ -10,6 +10,7 @@ import torch_marlin_metal as tmm
 from tests.support import reference
 from tests.support.layer_reference import (
     ACTIVATIONS,
+    CLAMPED,
     check,
     exact_activation,
     exact_norm,
@@ -107,6 +108,22 @@ def test_activations_of_extreme_values(options, device):
     finite = exact.isfinite()
     assert ((got.double() - exact).abs()[finite] <= 1e-6 * exact.abs()[finite] + 1e-30).all()
     assert not got[~finite].isfinite().any()
+
+
+def test_a_cached_launch_has_the_call_s_own_numbers(mps):
+    """Calls with equal shapes and strides, which differ in one number only."""
+    x, weight, q = random(3, 40), random(40), random(1, 2, 3, 16)
+    tables = random(1, 3, 16, seed=1), random(1, 3, 16, seed=2)
+    calls = [
+        *(({"eps": eps, "weight_offset": offset}, tmm.rms_norm, (x, weight)) for eps, offset in ((1e-5, 0.0), (1.0, 0.0), (1.0, 1.0))),
+        *(({"interleaved": interleaved}, tmm.rotary, (q, q, *tables)) for interleaved in (False, True)),
+        *(({"activation": name}, tmm.gated_activation, (x, x)) for name in ("silu", "gelu")),
+        *(({**CLAMPED, **other}, tmm.gated_activation, (9 * x, 9 * x)) for other in ({}, {"limit": 3.0}, {"alpha": 1.0})),
+    ]  # fmt: skip
+    for options, call, inputs in calls:
+        got, expected = call(*(t.to(mps) for t in inputs), **options), call(*inputs, **options)
+        for one, other in zip(got, expected, strict=True):
+            torch.testing.assert_close(one.cpu(), other, rtol=1e-5, atol=1e-6)
 
 
 def test_each_operator_is_one_dispatch(mps):
