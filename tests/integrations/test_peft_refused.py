@@ -60,6 +60,22 @@ def test_every_other_adapter_of_a_packed_layer_is_refused(kind):
     refused(packed_model(), settings, message)
 
 
+def test_targets_by_parameter_or_token_are_refused_on_packed_layers():
+    model = packed_model()
+    refused(
+        model,
+        config(target_modules=["v_proj"], target_parameters=["q_proj.weight"]),
+        "q_proj': expected a float layer for target_parameters, got a packed MarlinLinear: name it in target_modules",
+    )
+    model.model.embed_tokens = tmm.MarlinEmbedding.from_embedding(model.model.embed_tokens, "uint4", 32)
+    for tokens in ([1, 2], {"embed_tokens": [1, 2]}):
+        refused(
+            model,
+            config(trainable_token_indices=tokens),
+            "layer 'model.embed_tokens': expected a float layer for trainable_token_indices, got a MarlinEmbedding",
+        )
+
+
 def test_other_adapters_of_float_layers_are_added():
     model = get_peft_model(packed_model(), LNTuningConfig(target_modules=["input_layernorm"]))
     model(IDS, labels=IDS).loss.backward()

@@ -25,12 +25,26 @@ def check_targets(tuner: BaseTuner, model: nn.Module, config: Any) -> None:
     """Raises a ValueError if an adapter or a trainable copy is for a packed layer that does not support it."""
     saved = getattr(config, "modules_to_save", None) or ()
     parameters = [f".{name}".rpartition(".")[0] for name in getattr(config, "target_parameters", None) or ()]
+    tokens = getattr(config, "trainable_token_indices", None) or ()
+    ask: Any = getattr(model, "get_input_embeddings", None)
+    table = ask() if tokens and not isinstance(tokens, dict) and callable(ask) else None  # some models have none
     for name, module in model.named_modules():
         layer = module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
         if not isinstance(layer, PACKED):
             continue
-        if isinstance(layer, MarlinExperts) and any(part and f".{name}".endswith(part) for part in parameters):
-            raise ValueError(f"MarlinLoraLinear: layer {name!r}: {NO_EXPERTS}, got target_parameters of it")
+        if any(part and f".{name}".endswith(part) for part in parameters):
+            if isinstance(layer, MarlinExperts):
+                raise ValueError(f"MarlinLoraLinear: layer {name!r}: {NO_EXPERTS}, got target_parameters of it")
+            raise ValueError(
+                f"MarlinLoraLinear: layer {name!r}: expected a float layer for target_parameters, got a packed "
+                f"{type(layer).__name__}: name it in target_modules"
+            )
+        named = any(f".{name}".endswith(f".{part}") for part in tokens) if isinstance(tokens, dict) else layer is table
+        if tokens and named:
+            raise ValueError(
+                f"MarlinLoraLinear: layer {name!r}: expected a float layer for trainable_token_indices, got a "
+                f"{type(layer).__name__}, whose rows cannot be trained: exclude the layer from quantization"
+            )
         if any(f".{part}." in f".{name}." for part in saved):
             raise ValueError(
                 f"MarlinLoraLinear: layer {name!r}: expected a float layer for modules_to_save, got a "
