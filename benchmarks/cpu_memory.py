@@ -38,7 +38,8 @@ def keep_freed_memory() -> None:
 
 
 class Copies:
-    """The copies to compare with, between rotating sources and destinations of COPY_BYTES."""
+    """The copies that operators are compared with. Each call copies COPY_BYTES from the next source to the next
+    destination."""
 
     def __init__(self) -> None:
         count = COLD_BYTES // COPY_BYTES

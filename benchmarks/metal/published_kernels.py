@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from torch_marlin_metal.extension import native
 from torch_marlin_metal.profiling import AppleSiliconGPU
 
-# Bytes of a weight with its share of scales and zero points.
+# Bytes per weight in each format of the peers, with the weight's share of scales and zero points.
 WEIGHT_BYTES = {
     "affine4/32": 0.5 + 4 / 32,
     "affine4/64": 0.5 + 4 / 64,

@@ -11,8 +11,9 @@
 
 namespace marlin {
 
-// issue: issue slots of a scheduler. complex: clocks of the unit for slow integer and complex instructions, which runs
-// beside the scheduler. matrix: 8x8x8 products.
+// What one simdgroup uses. `issue` is the number of issue slots of a scheduler. `complex` is the number of clocks of
+// the unit for slow integer and complex instructions, which runs beside the scheduler. `matrix` is the number of 8x8x8
+// products.
 struct InstructionCounts {
   uint32_t issue, complex, matrix;
 };

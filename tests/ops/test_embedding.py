@@ -36,7 +36,7 @@ def test_rows_are_the_exact_weight_rounded_once(weight_format, dtype, device):
     got = look_up(ids, weight, device, perm=torch.from_numpy(perm).to(device), dtype=dtype)
     assert (got.shape, got.dtype) == ((2, 3, 72), dtype)
     rows = expected.T[ids.numpy()]
-    # At most two fp32 operations round, a product and a sum; then the output is rounded once more.
+    # embedding rounds at most twice in fp32, after a product and after a sum. It then rounds to the output's dtype.
     bound = 2.0**-23 * magnitude.T[ids.numpy()]
     bound += reference.UNIT_ROUNDOFF[dtype] * np.abs(rows) + reference.TINY[dtype]
     reference.check_gemm(got, rows, bound)

@@ -326,7 +326,8 @@ def test_dequantize_rounds_the_exact_weight_once(weight_format, dtype, device):
             got = tmm.dequantize(
                 moved.b_packed, moved.scales, **moved.arguments, perm=torch.from_numpy(perm).to(device), dtype=dtype
             )
-            # At most two fp32 operations round, a product and a sum; then the output is rounded once more.
+            # dequantize rounds at most twice in fp32, after a product and after a sum. It then rounds to the output's
+            # dtype.
             magnitude = np.empty((K, N))
             magnitude[perm] = weight.magnitude
             bound = 2.0**-23 * magnitude + reference.UNIT_ROUNDOFF[dtype] * np.abs(expected) + reference.TINY[dtype]

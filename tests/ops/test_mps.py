@@ -325,7 +325,7 @@ def test_activations_far_from_one(weight_format, magnitude, dtype):
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_table_entry_that_no_code_names_reaches_nothing(variant, value):
-    """K = 40 ends inside a tile; the padding after it must not be decoded through the table."""
+    """K is 40, so the last tile is padded along K. The padding must not be decoded through the table."""
     codes = np.random.default_rng(0).integers(1, 16, (40, 40), dtype=np.uint8)
     weight = reference.make_weight("lut4", 40, 40, 32, codes=codes)
     a = activations((3, 40), torch.float32)
