@@ -38,8 +38,7 @@ def keep_freed_memory() -> None:
 
 
 class Copies:
-    """The copies that operators are compared with. Each call copies COPY_BYTES from the next source to the next
-    destination."""
+    """The copies that operators are compared with. Each call copies COPY_BYTES to the next destination."""
 
     def __init__(self) -> None:
         count = COLD_BYTES // COPY_BYTES

@@ -23,9 +23,9 @@ from torch_marlin_metal import interrupt
 from torch_marlin_metal.convert import CheckpointError
 
 DONE = 0
-ANSWER_IS_NO = 1  # inspect: layers would be refused; verify: the checkpoints differ
+ANSWER_IS_NO = 1  # exit code if inspect finds a layer to refuse, or verify a difference
 WRONG_USE = 2  # click's own code for a wrong command line
-FAILED = 3  # the input is damaged or refused, or the output cannot be written
+FAILED = 3  # exit code if the input is damaged or refused, or the output cannot be written
 INTERRUPTED = interrupt.EXIT_CODE
 BROKEN_PIPE = 141  # 128 + SIGPIPE
 

@@ -16,7 +16,7 @@ from torch_marlin_metal.layers.packed_layer import GUARD
 
 
 def tied_modules(keys: Mapping[str, str]) -> dict[str, str]:
-    """Returns the modules that share a weight, from transformers' names of tied tensors: name -> the other's name."""
+    """Returns the modules that share another one's weight, as transformers ties them: name -> name of the other."""
     return {
         name.removesuffix(".weight"): source.removesuffix(".weight")
         for name, source in keys.items()
