@@ -87,14 +87,14 @@ def test_memory_is_that_of_the_variants_own_weights(experts):
     context = multiprocessing.get_context("spawn")
     for variant, nominal in (("gemm loop", 8 * 3 * 2**20 * 33 / 64), ("linear loop", 8 * 3 * 2**20 * 2)):
         ours, theirs = context.Pipe()
-        process = context.Process(target=experts.measure_memory, args=(theirs, variant, [shape], 4, 1))
+        process = context.Process(target=experts.measure_memory, args=(theirs, variant, [shape], 512, 1))
         process.start()
         theirs.close()  # so that recv raises EOFError if the process fails
         ours.recv()  # of the tiny layer
         weights, peak = ours.recv()
         process.join()
         assert 0.9 * nominal < weights < 1.3 * nominal + 2**22, variant
-        assert 0 <= peak < nominal
+        assert 2**20 < peak < 2**26  # an intermediate result of all pairs takes 4 MiB
 
 
 def test_experts_benchmark_prints_and_records_every_line(tmp_path):
