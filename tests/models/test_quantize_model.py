@@ -182,6 +182,17 @@ def test_hooks_and_their_handles_move_along(device):
     assert seen == [MarlinLinear]
 
 
+def test_backward_hooks_are_called_on_the_new_layer():
+    model, seen = make_model("cpu", 1), []
+    handle = model[0].up.register_full_backward_hook(lambda module, before, after: seen.append(type(module)))
+    quantize_model(model, "uint4", 32, progress=False)
+    x = torch.randn(2, 64, requires_grad=True)
+    model(x).sum().backward()
+    handle.remove()
+    model(x).sum().backward()
+    assert seen == [MarlinLinear]
+
+
 @pytest.mark.parametrize("call", [0, 3, 5])
 def test_an_exception_in_the_middle_leaves_the_model_as_it_was(monkeypatch, call, device):
     model = make_model(device)

@@ -10,6 +10,7 @@ from torch_marlin_metal.models.report import LayerReport, Report, module_bytes
 from torch_marlin_metal.patterns import Filter, check_patterns, selects
 
 # The dictionaries that hold a module's hooks. The new module shares them, so that existing handles still remove hooks.
+# The last one is the flag without which no backward hook is called.
 HOOKS = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
@@ -18,6 +19,7 @@ HOOKS = (
     "_forward_pre_hooks_with_kwargs",
     "_backward_hooks",
     "_backward_pre_hooks",
+    "_is_full_backward_hook",
 )
 
 
