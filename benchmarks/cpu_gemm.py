@@ -187,7 +187,7 @@ def compare(K: int, N: int, rows: list[int], budget: float, threads: int) -> Non
 
 
 def few_rows(K: int, N: int, budget: float, stream: Stream) -> None:
-    """Compares one row with a read of memory, and eight rows with one row, all in the same rounds."""
+    """Compares, in the same rounds, a product of one row with a read of memory, and one of eight rows with one row."""
     layer = Layer(K, N)
     calls: dict[str, Call] = {}
     for M in (1, 8):

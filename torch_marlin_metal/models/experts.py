@@ -74,10 +74,10 @@ class ExpertLayers:
     """The layers of an experts module: their names in a checkpoint, and their shapes.
 
     Attributes:
-        rules: the experts module without its parameters, for its activation.
+        rules: a copy of the experts module without parameters, which computes the activation.
         count: the number of experts.
         parts: names of the gate, up and down layers, or () if gate and up are one layer.
-        shapes: of `gate_up_proj` and `down_proj`.
+        shapes: the shapes of `gate_up_proj` and `down_proj` of one expert.
     """
 
     rules: Any

@@ -22,7 +22,7 @@ INITIALIZATIONS = (True, False, "gaussian")
 
 @dataclass(frozen=True)
 class MergePlan:
-    """The adapters that a call of `merge` adds, the weight without any adapter, and the one with them."""
+    """The adapters that a call of `merge` adds, and the weight without and with these adapters."""
 
     names: list[str]
     original: PackedWeight
