@@ -69,6 +69,7 @@ def test_experts_are_packed_and_saved(name, weight_format, tmp_path) -> None:
     report = quantize_model(model, weight_format, 32, progress=False)
     experts = model.get_submodule(EXPERTS)
     assert isinstance(experts, MarlinExperts)
+    assert experts.top_k == 2
     assert (experts.gate_up.bias is not None) == (name == "gpt-oss")
     exact = decoded_model(floats, model)
     dense = logits(exact)

@@ -205,6 +205,30 @@ def prepare_leaves_nothing_to_compile() -> None:
         assert seen == [], "the layer after the failure is prepared"
 
 
+def prepare_compiles_experts() -> None:
+    import softmetal
+
+    def stack(K: int, N: int, **options) -> tmm.ExpertWeights:
+        weights = [[tmm.quantize_weight(torch.randn(N, K), "uint4b8", 32)] for _ in range(3)]
+        return tmm.ExpertWeights.from_packed(weights, **options)
+
+    def experts(top_k: int | None) -> tmm.MarlinExperts:
+        both = stack(64, 80, dtype=torch.float16), stack(40, 64, dtype=torch.float16)
+        return tmm.MarlinExperts(*both, lambda gate_up: gate_up[..., :40], top_k).to("mps")
+
+    model = torch.nn.Sequential(experts(2), experts(2), experts(None))  # two layers are alike
+    with softmetal.compiles() as seen:
+        assert tmm.prepare(model, [1, 40], progress=False) == 4
+    kernels = {name.split("_")[0] + "_" + name.split("_")[1] for name in instances(seen) if "moe" in name}
+    assert {"moe_gemv", "moe_reduce"} <= kernels, instances(seen)
+    with softmetal.compiles() as seen:
+        for M in (1, 40):
+            a, ids = torch.randn(M, 64, dtype=torch.float16).to("mps"), torch.zeros(M, 2, dtype=torch.int64).to("mps")
+            for dtype in (torch.float16, torch.float32):
+                model[0](a, ids, torch.ones(M, 2, dtype=dtype).to("mps"))
+        assert seen == [], [c.text[:100] for c in seen]
+
+
 SCENARIOS: tuple[Callable[[], None], ...] = (
     first_product,
     failure_is_remembered_and_alone,
@@ -214,6 +238,7 @@ SCENARIOS: tuple[Callable[[], None], ...] = (
     threads_compile_side_by_side,
     others_go_on_while_one_compiles,
     prepare_leaves_nothing_to_compile,
+    prepare_compiles_experts,
 )
 
 

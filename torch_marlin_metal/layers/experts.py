@@ -215,15 +215,22 @@ class MarlinExperts(nn.Module):
         gate_up: the weights of gate and up, of one part or two.
         down: the weights of down.
         activation: takes the product `[T, top_k, 2 * I]` of `gate_up` and returns `[T, top_k, I]`.
+        top_k: the number of experts of a token, for which `prepare` compiles kernels; None means that it is not known.
     """
 
-    def __init__(self, gate_up: ExpertWeights, down: ExpertWeights, activation: Callable[[Tensor], Tensor]) -> None:
+    def __init__(
+        self,
+        gate_up: ExpertWeights,
+        down: ExpertWeights,
+        activation: Callable[[Tensor], Tensor],
+        top_k: int | None = None,
+    ) -> None:
         super().__init__()
         if gate_up.experts != down.experts:
             raise ValueError(
                 f"MarlinExperts: down: expected {gate_up.experts} experts as in gate_up, got {down.experts}"
             )
-        self.gate_up, self.down = gate_up, down
+        self.gate_up, self.down, self.top_k = gate_up, down, top_k
         self._activation = (activation,)  # in a tuple, because it may be a method of another module
 
     @property

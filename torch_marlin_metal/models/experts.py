@@ -145,7 +145,8 @@ class NamedExperts(MarlinExperts):
     """`MarlinExperts` in the place of a model's experts module, with the names that its layers have in checkpoints."""
 
     def __init__(self, layers: ExpertLayers, gate_up: ExpertWeights, down: ExpertWeights) -> None:
-        super().__init__(gate_up, down, layers.gate)
+        top_k = getattr(getattr(layers.rules, "config", None), "num_experts_per_tok", None)
+        super().__init__(gate_up, down, layers.gate, top_k)
         self._layers = layers
 
     def named_layers(self) -> Iterator[tuple[str, PackedWeight]]:

@@ -1,8 +1,9 @@
 """Compiles the Metal kernels of a model before its first call."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,8 +11,9 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from torch_marlin_metal.layers.embedding import MarlinEmbedding
+from torch_marlin_metal.layers.experts import ExpertWeights, MarlinExperts
 from torch_marlin_metal.layers.linear import MarlinLinear
-from torch_marlin_metal.layers.packed_layer import WEIGHT_BUFFERS
+from torch_marlin_metal.layers.packed_layer import WEIGHT_BUFFERS, PackedLayer
 from torch_marlin_metal.ops import given
 
 ROWS = (1, 16, 128, 512)  # one token, and prompts of several lengths, which may need different kernels
@@ -25,11 +27,11 @@ def prepare(
     dtype: torch.dtype | None = None,
     progress: bool = True,
 ) -> int:
-    """Compiles the Metal kernels that a model's `MarlinLinear` layers need, so that its first calls do not wait.
+    """Compiles the Metal kernels that a model's packed layers need, so that its first calls do not wait.
 
     Metal compiles a kernel when it is first used. macOS keeps the result for later processes, until macOS, PyTorch or
     this package is updated. Kernels that the process has compiled already take no time. Layers that are not on mps are
-    skipped, and so are the experts of mixtures, whose kernels are compiled at their first call.
+    skipped, and so are `MarlinExperts` whose `top_k` is None: their kernels are compiled at their first call.
 
     Args:
         model: a model, or a layer, on its device.
@@ -48,18 +50,25 @@ def prepare(
     if not listed or not all(isinstance(M, int) and M >= 1 for M in listed):
         raise ValueError(f"prepare: rows: expected numbers of at least 1, got {listed or rows!r}")
     rows = sorted(set(listed))
-    products = {}
+    products: dict[tuple[Any, ...], Callable[[], None]] = {}
+    for experts in model.modules():
+        if isinstance(experts, MarlinExperts) and experts.top_k and experts.down.b_packed.device.type == "mps":
+            for M in rows:
+                for stack in (experts.gate_up, experts.down):
+                    is_down, kind = stack is experts.down, dtype or stack.dtype
+                    task = partial(_run_without_experts, stack, M, experts.top_k, kind, is_down)
+                    products[(is_down, experts.top_k, *_kind(stack, M, kind))] = task
     for layer in model.modules():
         if isinstance(layer, MarlinEmbedding) or not isinstance(layer, MarlinLinear):
             continue
         if layer.b_packed.device.type == "mps":
             for M in rows:
-                products[_kind(layer, M, dtype or layer.dtype)] = (layer, M, dtype or layer.dtype)
+                products[_kind(layer, M, dtype or layer.dtype)] = partial(_compile, layer, M, dtype or layer.dtype)
     with (
         tqdm(total=len(products), desc="Compiling Metal kernels", unit="product", disable=not progress) as bar,
         ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as threads,
     ):
-        futures = [threads.submit(_compile, *product) for product in products.values()]
+        futures = [threads.submit(task) for task in products.values()]
         for future in futures:
             future.add_done_callback(lambda _: bar.update())
     for future in futures:
@@ -67,7 +76,7 @@ def prepare(
     return len(products)
 
 
-def _kind(layer: MarlinLinear, M: int, dtype: torch.dtype) -> tuple[Any, ...]:
+def _kind(layer: PackedLayer, M: int, dtype: torch.dtype) -> tuple[Any, ...]:
     """Returns a key for the layer's product with M rows. Products with equal keys use the same kernels."""
     tensors = [*(layer._buffers[name] for name in WEIGHT_BUFFERS), layer.bias]
     kinds = [None if t is None else (t.shape, t.dtype, t.storage_offset() % 4) for t in tensors]
@@ -85,3 +94,13 @@ def _compile(layer: MarlinLinear, M: int, dtype: torch.dtype) -> None:
         M=M,
         dtype=dtype,
     )
+
+
+def _run_without_experts(stack: ExpertWeights, T: int, top_k: int, dtype: torch.dtype, is_down: bool) -> None:
+    """Runs a product whose ids are no experts: it compiles the same kernels, reads no weight and multiplies nothing."""
+    device = stack.b_packed.device
+    ids = torch.full((T, top_k), -1, device=device)
+    size = (T, top_k, stack.in_features) if is_down else (T, stack.in_features)
+    a = torch.zeros(size, dtype=dtype, device=device)
+    with torch.no_grad():
+        stack(a, ids, torch.zeros(T, top_k, device=device) if is_down else None, reduce=is_down)
