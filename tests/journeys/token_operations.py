@@ -28,7 +28,6 @@ from transformers.models.auto import modeling_auto as auto
 import torch_marlin_metal as tmm
 from tests.journeys.architectures import class_of, shrunken
 from torch_marlin_metal.fuse.layers import FusedLayersReport
-from torch_marlin_metal.integrations.transformers.experts import make_room, stack
 
 NO_DISPATCH = {"aten._unsafe_view.default"}  # the result has the storage of the argument, though no schema says so
 
@@ -62,26 +61,10 @@ def model_of(family: str, layers: int | None = None) -> Any:
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(0.1 * torch.randn_like(parameter))
-    pack_experts(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about matrices that stay in floats
         tmm.quantize_model(model, group_size=32, progress=False)
     return model
-
-
-def pack_experts(model: Any) -> None:
-    """Replaces the stacked parameters of a mixture's experts by the packed layers that `from_pretrained` makes."""
-    for name, module in list(model.named_modules()):
-        held = dict(module._parameters)
-        if not make_room(model, f"{name}.gate_up_proj.0"):
-            continue
-        for part in ("gate_up_proj", "down_proj"):
-            stacked, bias = held[part], held.get(f"{part}_bias")
-            for index, weight in enumerate(stacked.mT if module.is_transposed else stacked):
-                packed = tmm.quantize_weight(weight, "uint4b8", 32)
-                packed.bias = None if bias is None else bias[index].detach()
-                model.set_submodule(f"{name}.{part}.{index}", tmm.MarlinLinear.from_packed(packed))
-    stack(model)
 
 
 def of_one_call(model: Any, batch: int = 1, tokens: int = 1, is_static: bool = False) -> Counter[str]:
