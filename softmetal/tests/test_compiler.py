@@ -62,7 +62,8 @@ def test_values_of_integers_need_no_new_front_end(checked: bool, monkeypatch: py
     monkeypatch.setattr(compiler, "_to_llvm", lambda *a: runs.append(a) or front_end(*a))
     lines = [f"constant {t} c_{t} [[function_constant({i})]];" for i, t in enumerate(INTEGERS)]
     body = " ".join(f"out[{i}] = ulong(c_{t});" for i, t in enumerate(INTEGERS))
-    source = "\n".join([f"// {uuid.uuid4()}", *lines, f"kernel void f(device ulong* out) {{ {body} }}"])
+    new = f"constant int unused_{uuid.uuid4().hex} = 0;"  # another source in each run, so that no cache has it
+    source = "\n".join([new, *lines, f"kernel void f(device ulong* out) {{ {body} }}"])
     for side in (0, 1, 0):
         values = {f"c_{t}": bool(limits[side]) if t == "bool" else limits[side] for t, limits in INTEGERS.items()}
         out = np.zeros(len(INTEGERS), np.uint64)

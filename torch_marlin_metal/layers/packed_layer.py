@@ -141,7 +141,7 @@ class PackedLayer(nn.Module):
             state_dict = {**state_dict, prefix + "b_packed": words.contiguous()}
         found = self._differences(state_dict, prefix)
         given = {name for name in WEIGHT_BUFFERS if prefix + name in state_dict}
-        own = {name for name in WEIGHT_BUFFERS if getattr(self, name) is not None}
+        own = {name for name in WEIGHT_BUFFERS if self._buffers.get(name) is not None}  # none that is parametrized
         if given and given != own and not found:  # even with strict=False, which would mix two weights
             missing_keys.extend(prefix + name for name in sorted(own - given))
             unexpected_keys.extend(prefix + name for name in sorted(given - own))
