@@ -16,6 +16,7 @@ OUTSIDE = {
     "index.md": "README.md",
     "changelog.md": "CHANGELOG.md",
     "benchmarks/cpu_peers.md": "benchmarks/cpu_peers.md",
+    "benchmarks/token_operations.md": "benchmarks/token_operations.md",
     "softmetal/README.md": "softmetal/README.md",
 }
 

@@ -26,7 +26,7 @@ SMALLEST = 8  # a matrix has at least this many rows and columns
 FORMAT = Format(
     name="floats",
     title="Unquantized weights",
-    containers=("directory of safetensors files",),
+    containers=("a directory of safetensors files",),
     variants=(),
     refused=(),
 )

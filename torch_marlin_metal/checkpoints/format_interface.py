@@ -54,7 +54,7 @@ class DirectoryFormat(Format):
         unread: ending -> reason, for tensors that mark a layer whose quantization is not supported.
     """
 
-    containers: tuple[str, ...] = ("directory of safetensors files", "directory of PyTorch pickles, on request")
+    containers: tuple[str, ...] = ("a directory of safetensors files", "on request, one of PyTorch pickles")
     methods: tuple[str, ...]
     anchors: Mapping[str, str]
     roles: Mapping[str, tuple[str, ...]]

@@ -31,7 +31,7 @@ division in fp32, as compressed-tensors computes it, the error is at most 2 * 2^
 """
     ]
     for fmt in FORMATS:
-        parts.append(f"## {fmt.title}\n\nRead from: {'; '.join(fmt.containers)}.\n")
+        parts.append(f"## {fmt.title}\n\nThe reader takes {' or '.join(fmt.containers)}.\n")
         parts.append(_table(("read", "weight format"), fmt.variants))
         if fmt.refused:
             parts.append(_table(("refused", "because"), fmt.refused))

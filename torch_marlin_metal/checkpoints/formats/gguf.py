@@ -302,5 +302,5 @@ FORMAT = Format(
         ("big-endian files, GGUF version 1", "not written any more"),
         ("gguf_names='hf' for architectures other than " + ", ".join(ARCHITECTURES), "no table of names"),
     ),
-    containers=(".gguf file, split or whole",),
+    containers=("a `.gguf` file, split or whole",),
 )
