@@ -354,8 +354,10 @@ def gptq_unpack_zeros(qzeros: Tensor, *, checkpoint_version: int, rule: ZerosRul
     Files of version 1 store z - 1, so a zero point is the stored nibble plus 1. If the nibble is 15, programs disagree
     about the result, and `rule` chooses one. "word" adds 0x11111111 to the whole word. This is exact for files of
     GPTQModel and AutoRound, which subtract 1 from the whole word, with a borrow from the next nibble if z is 0.
-    "masked" gives (nibble + 1) & 15. "unmasked" gives nibble + 1, which may be 16. Functions that read whole layers or
-    checkpoints call these two arguments `gptq_version` and `gptq_zeros_rule`.
+    "masked" gives (nibble + 1) & 15. "unmasked" gives nibble + 1, which may be 16.
+
+    Functions that read whole layers or checkpoints call `checkpoint_version` `gptq_version`, and `rule`
+    `gptq_zeros_rule`.
 
     Args:
         qzeros: int32 `[G, N/8]`, contiguous, lowest n in the lowest nibble.

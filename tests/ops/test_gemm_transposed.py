@@ -89,7 +89,9 @@ def test_the_gradient_of_gemm_is_this_product(dtype, device):
 
 
 def test_gradcheck_in_fp32(device):
-    """The maps are linear, so a large step of fp32 differences has no error but rounding."""
+    """Both operators are linear in their activations, so finite differences are exact for any step, apart from rounding.
+    A large step keeps the rounding errors of fp32 small.
+    """
     weight = weight_of("uint4_bias", device)
     fixed = (weight.b_packed, weight.scales)
     wide, narrow = activations((2, K)).to(device).requires_grad_(), activations((2, N)).to(device).requires_grad_()

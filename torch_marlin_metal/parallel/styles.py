@@ -96,7 +96,7 @@ class _MarlinParallel(ParallelStyle):
 
 
 class MarlinColwiseParallel(_MarlinParallel):
-    """Splits a `MarlinLinear` by N: every process computes some columns. The results have the bits of one process.
+    """Splits a `MarlinLinear` by N: every process computes some columns, bit for bit those of the whole layer.
 
     The input is the same on all processes, or a DTensor, which is replicated. The output is this process' part, a
     tensor `[..., N/count]`.
