@@ -57,9 +57,9 @@ MISTAKES = (
     ),
     Mistake(
         "a symbol that PyTorch does not export",
-        "namespace marlin::mps {\n\nid<MTLDevice> device() {",
-        "namespace at::mps {\nvoid notExported();\n}\n"
-        "namespace marlin::mps {\n\nid<MTLDevice> device() {\n  at::mps::notExported();",
+        "id<MTLDevice> device() {",
+        "}\nnamespace at::mps {\nvoid notExported();\n}\n"
+        "namespace marlin::mps {\nid<MTLDevice> device() {\n  at::mps::notExported();",
         "stream.mm",
         "undefined symbol: __ZN2at3mps11notExportedEv",
     ),
