@@ -1,0 +1,58 @@
+"""Runs a function in several processes of torch.distributed."""
+
+import multiprocessing
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as processes
+
+# Every process of this kind is a fork of one that has imported these packages, which takes seconds of CPU time.
+multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", "transformers", "torch_marlin_metal"])
+
+
+def run(
+    function: Callable[..., None],
+    world: int,
+    folder: Path,
+    *arguments: Any,
+    timeout: float = 120,
+    start_method: str = "forkserver",
+) -> None:
+    """Runs `function(rank, world, *arguments)` in `world` processes with one thread each, joined by gloo.
+
+    Args:
+        function: a function of a module; an exception in any process fails the call.
+        world: the number of processes.
+        folder: where the processes meet; each call needs its own.
+        *arguments: passed on.
+        timeout: seconds that a process waits for the others.
+        start_method: of Python's multiprocessing.
+    """
+    arguments = (function, world, str(folder / "rendezvous"), timeout, arguments)
+    processes.start_processes(_process, arguments, nprocs=world, start_method=start_method)
+
+
+def _process(
+    rank: int, function: Callable[..., None], world: int, file: str, timeout: float, arguments: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{file}", rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
+    )
+    try:
+        function(rank, world, *arguments)
+    finally:
+        dist.destroy_process_group()
+
+
+def error_of(call: Callable[[], Any]) -> str:
+    """Returns the message of the error that a call raises."""
+    try:
+        call()
+    except (RuntimeError, ValueError, TypeError) as error:
+        return str(error)
+    return "no error"
