@@ -1,9 +1,6 @@
-// sm_compile: runs the Metal compiler (softmetal/msl, written in Python) as a process and remembers the result in a
-// file of the cache folder, the memo. A repeated request reads the memo.
-#include <fcntl.h>
-#include <spawn.h>
+// sm_compile: asks the Metal compiler (softmetal/msl, written in Python) and remembers the result in a file of the
+// cache folder, the memo. A repeated request reads the memo.
 #include <sys/stat.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -13,20 +10,12 @@
 #include <string>
 #include <vector>
 
-#include <dlfcn.h>
-
+#include "compiler_process.h"
 #include "executor.h"
 #include "random.h"
 
-extern char** environ;
-
 namespace softmetal {
 namespace {
-
-struct Answer {
-  int status = -1;
-  std::string output, errors;
-};
 
 void append(std::string& text, const char* part) {
   text += part;
@@ -34,8 +23,9 @@ void append(std::string& text, const char* part) {
 }
 
 // Returns everything that the result depends on, except the files of the compiler and of the includes.
-std::string identity(const std::string& input, const std::vector<std::string>& arguments) {
+std::string identity(const std::string& input, const std::string& python, const std::vector<std::string>& arguments) {
   std::string text;
+  append(text, python.c_str());
   for (const std::string& argument : arguments)
     append(text, argument.c_str());
   append(text, input.c_str());
@@ -124,66 +114,16 @@ void remember(const std::string& memo, const std::vector<std::string>& answer) {
   std::rename(temporary.c_str(), memo.c_str());
 }
 
-// The compiler's input and outputs are files, because a pipe could fill up and block it.
-Answer run_compiler(const std::vector<std::string>& arguments, const std::string& source) {
-  Answer answer;
-  char folder[] = "/tmp/softmetal-XXXXXX";
-  if (mkdtemp(folder) == nullptr) {
-    answer.errors = "cannot make a temporary folder";
-    return answer;
-  }
-  std::string base = folder, in = base + "/in", out = base + "/out", err = base + "/err";
-  if (FILE* file = std::fopen(in.c_str(), "wb")) {
-    std::fwrite(source.data(), 1, source.size(), file);
-    std::fclose(file);
-  }
-  posix_spawn_file_actions_t files;
-  posix_spawn_file_actions_init(&files);
-  posix_spawn_file_actions_addopen(&files, 0, in.c_str(), O_RDONLY, 0);
-  posix_spawn_file_actions_addopen(&files, 1, out.c_str(), O_WRONLY | O_CREAT, 0600);
-  posix_spawn_file_actions_addopen(&files, 2, err.c_str(), O_WRONLY | O_CREAT, 0600);
-  std::vector<char*> argv;
-  for (const std::string& argument : arguments)
-    argv.push_back(const_cast<char*>(argument.c_str()));
-  argv.push_back(nullptr);
-  std::string path = "PYTHONPATH=" + home();
-  std::vector<char*> environment;
-  for (char** entry = environ; *entry != nullptr; ++entry) {
-    if (std::strncmp(*entry, "PYTHONPATH=", 11) != 0) environment.push_back(*entry);
-  }
-  environment.push_back(path.data());
-  environment.push_back(nullptr);
-  pid_t child;
-  int failed = posix_spawnp(&child, argv[0], &files, nullptr, argv.data(), environment.data());
-  posix_spawn_file_actions_destroy(&files);
-  if (failed != 0) {
-    answer.errors = std::string("cannot start ") + argv[0] + ": " + std::strerror(failed);
-  } else {
-    int status = 0;
-    while (waitpid(child, &status, 0) < 0 && errno == EINTR) {
-    }
-    answer.status = WIFEXITED(status) ? WEXITSTATUS(status) : -1;
-    read_file(out, &answer.output);
-    read_file(err, &answer.errors);
-  }
-  for (const std::string& file : {in, out, err})
-    unlink(file.c_str());
-  rmdir(folder);
-  return answer;
-}
-
 }  // namespace
 }  // namespace softmetal
 
 extern "C" int sm_compile(const sm_compile_request* request, char** path_or_error) {
   using namespace softmetal;
   const char* python = std::getenv("SOFTMETAL_PYTHON");
+  const CompilerPlace place = {python != nullptr ? python : "python3", home()};
   const bool is_metallib = request->metallib != nullptr;
   const std::string input = is_metallib ? request->metallib : request->source;
-  // The compiler uses the standard library alone. -S skips the start-up files of site-packages, which can take as long
-  // as the compiler's own imports.
-  std::vector<std::string> arguments = {python != nullptr ? python : "python3", "-S", "-m",
-                                        is_metallib ? "msl.air.compiler" : "msl.compiler"};
+  std::vector<std::string> arguments = {is_metallib ? "msl.air.compiler" : "msl.compiler"};
   if (request->file_name != nullptr) arguments.insert(arguments.end(), {"--file-name", request->file_name});
   for (uint32_t i = 0; i < request->include_path_count; ++i) {
     arguments.insert(arguments.end(), {"--include", request->include_paths[i]});
@@ -207,13 +147,13 @@ extern "C" int sm_compile(const sm_compile_request* request, char** path_or_erro
   const char* vary = std::getenv("SOFTMETAL_VARY");
   if (!is_metallib && vary != nullptr && *vary != 0) arguments.insert(arguments.end(), {"--vary", vary});
   if (request->checked != 0) arguments.push_back("--checked");
-  std::string memo = cache_folder() + "/" + fingerprint(identity(input, arguments)) + ".memo";
+  std::string memo = cache_folder() + "/" + fingerprint(identity(input, place.python, arguments)) + ".memo";
   std::string path;
   if (recall(memo, &path)) {
     *path_or_error = strdup(path.c_str());
     return 0;
   }
-  Answer answer = run_compiler(arguments, input);
+  Answer answer = run_compiler(place, arguments, input);
   std::vector<std::string> lines = lines_of(answer.output);
   if (answer.status != 0 || lines.empty()) {
     *path_or_error = strdup(answer.errors.c_str());

@@ -42,7 +42,7 @@ typedef struct {
   uint32_t language_version;  // the number in __METAL_VERSION__: 310 is MSL 3.1, and 0 stands for 310
 } sm_compile_request;
 
-// Returns 0 and the path of the shared object, or 1 and the compiler's messages. A repeated request starts no process.
+// Returns 0 and the path of the shared object, or 1 and the compiler's messages. A repeated request needs no compiler.
 // SOFTMETAL_PYTHON names the interpreter that runs the compiler; the default is python3.
 int sm_compile(const sm_compile_request* request, char** path_or_error);
 void sm_free_text(char* text);

@@ -1,7 +1,7 @@
 """Compiles Metal Shading Language text to a shared object for the executor: clang -E, translate.py, clang.
 
-Results are cached by content. The executor's sm_compile runs this file as a script (`python -m msl.compiler`, source on
-stdin). The script prints the library's path and the files that it was made from, one per line.
+Results are cached by content. The executor's sm_compile calls `main` through server.py. `python -m msl.compiler` does the
+same: source on standard input; it prints the library's path and the files that it was made from, one per line.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import functools
 import hashlib
+import os
 import re
 import shutil
 import sys
@@ -16,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import specialise
+from . import expansions, specialise
 from .alignment import add_alignment_checks
 from .arithmetic import add_metal_arithmetic
 from .dialect import check
@@ -93,6 +94,11 @@ def library_files() -> list[Path]:
     """Returns the files of this folder, and of the executor, that a compiled library depends on."""
     headers = [p for p in _INCLUDE.rglob("*") if p.is_file()]
     return sorted([*headers, *HERE.glob("*.py"), HERE / "thunk.h", HERE.parent / "executor" / "abi.h"])
+
+
+def own_files() -> list[Path]:
+    """Returns the files that the result of `main` depends on, beside the source and its includes."""
+    return [*library_files(), *check.files()]
 
 
 def _predefined_macros() -> bytes:
@@ -241,6 +247,31 @@ def preprocess(
     return re.sub(r"^([ \t]*#pragma unroll)[ \t]*\([^\n]*[A-Za-z_][^\n]*\)", r"\1", expanded, flags=re.MULTILINE)
 
 
+def _dependencies(text: str, file_name: str) -> tuple[str, ...]:
+    """Returns the user's files in preprocessed text, without the source itself."""
+    files = dict.fromkeys(re.findall(r'^# \d+ "((?:\\.|[^"<])*)"', text, re.MULTILINE))
+    own = str(cache_folder())
+    return tuple(f for f in files if f != file_name and not f.startswith(own) and Path(f).is_file())
+
+
+def _expanded(
+    source: str, file_name: str, include_paths: Sequence[str], defines: Sequence[str], version: int
+) -> tuple[str, tuple[str, ...]]:
+    """Returns preprocessed text and the user's files in it. The text is remembered, except if the source asks whether a
+    file exists.
+    """
+    names = (tuple(include_paths), tuple(defines), version, os.getcwd(), str(_stubs()))
+    path = cached("", ".expanded", source, file_name, *names)
+    text = expansions.load(path)
+    if text is not None:
+        return text, _dependencies(text, file_name)
+    text = preprocess(source, file_name, include_paths, defines, version)
+    files = _dependencies(text, file_name)
+    if "__has_include" not in source and not any("__has_include" in Path(f).read_text(errors="replace") for f in files):
+        expansions.save(path, text, files)
+    return text, files
+
+
 def _check_types(text: str, version: int, accepted: Path) -> None:
     """Raises CompileError if the check of address spaces, overloads and types finds an error. Text that passes is
     remembered.
@@ -282,7 +313,7 @@ def compile_source(
         CompileError: the source does not compile, or `kernel` uses a function constant that has no value, also in a
             branch that it does not take. Line numbers in the messages are those of the source.
     """
-    text = preprocess(source, file_name, include_paths, defines, version)
+    text, files = _expanded(source, file_name, include_paths, defines, version)
     values = dict(constants or {})
     if "function_constant" not in text:
         kernel = None
@@ -311,9 +342,7 @@ def compile_source(
         link_library(optimised(llvm, checked) if checked else llvm, checked, path)
     if not accepted.exists():
         _check_types(text, version, accepted)
-    files = dict.fromkeys(re.findall(r'^# \d+ "((?:\\.|[^"<])*)"', text, re.MULTILINE))
-    own = str(cache_folder())
-    return Compiled(path, tuple(f for f in files if f != file_name and not f.startswith(own) and Path(f).is_file()))
+    return Compiled(path, files)
 
 
 def answer(
@@ -355,7 +384,8 @@ def _compiled(options: argparse.Namespace) -> Compiled:
     )
 
 
-def _main() -> int:
+def main() -> int:
+    """Compiles the source on standard input with the options of the command line. Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--file-name", default=DEFAULT_FILE_NAME)
     parser.add_argument("--include", action="append", default=[])
@@ -364,8 +394,8 @@ def _main() -> int:
     parser.add_argument("--functions", choices=FUNCTIONS, default=PRECISE)
     parser.add_argument("--vary", type=int, metavar="SEED", help="instead of safe mode, the varied mode of this seed")
     parser.add_argument("--language-version", type=int, default=DEFAULT_VERSION, metavar="310")
-    return answer(parser, _compiled, [*library_files(), *check.files()])
+    return answer(parser, _compiled, own_files())
 
 
 if __name__ == "__main__":
-    sys.exit(_main())
+    sys.exit(main())

@@ -1,7 +1,8 @@
 """Compiles a kernel of a metallib to a shared object for the executor: llvm-dis, translate.py, llvm-link, clang.
 
-Results are cached by content. The executor's sm_compile runs this file as a script (`python -m msl.air.compiler`, the
-metallib's path on stdin). The script prints the library's path and the files that it was made from, one per line.
+Results are cached by content. The executor's sm_compile calls `main` through server.py. `python -m msl.air.compiler` does
+the same: the metallib's path on standard input; it prints the library's path and the files that it was made from, one
+per line.
 """
 
 from __future__ import annotations
@@ -113,5 +114,10 @@ def _compiled(options: argparse.Namespace) -> Compiled:
     return compile_metallib(path, kernel=options.kernel, constants=options.constants, checked=options.checked)
 
 
+def main() -> int:
+    """Compiles the metallib that standard input names, with the options of the command line. Returns the exit status."""
+    return answer(argparse.ArgumentParser(description=__doc__), _compiled, [*library_files(), *_files()])
+
+
 if __name__ == "__main__":
-    sys.exit(answer(argparse.ArgumentParser(description=__doc__), _compiled, [*library_files(), *_files()]))
+    sys.exit(main())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import struct
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 
 from softmetal import device
 from softmetal.device import Buffer, FaultKind, KernelFault
-from softmetal.executor import bindings
 
 HEAD = "#include <metal_stdlib>\nusing namespace metal;\n"
 
@@ -382,29 +380,3 @@ def test_what_is_initialised_outlives_a_launch() -> None:
     library.kernel("rest").launch(threads=64, group=32, buffers=[t])
     library.kernel("sum").launch(threads=64, group=32, buffers=[t, y])
     np.testing.assert_array_equal(y, np.arange(64))
-
-
-def test_compile_from_c_starts_no_process_for_a_known_request(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    monkeypatch.setenv("SOFTMETAL_CACHE", str(tmp_path))
-    monkeypatch.setenv("SOFTMETAL_PYTHON", "python3")
-
-    def request(source: str) -> tuple[int, str]:
-        answer = ctypes.c_void_p()
-        constant = bindings.ConstantValue(b"n", 0, b"7")
-        status = bindings.executor().sm_compile(
-            bindings.CompileRequest(source=source.encode(), constants=ctypes.pointer(constant), constant_count=1),
-            answer,
-        )
-        return status, device._text(answer)
-
-    source = HEAD + "constant int n [[function_constant(0)]];\nkernel void f(device int* x) { *x = n; }"
-    status, path = request(source)
-    assert status == 0, path
-    x = np.zeros(1, np.int32)
-    device.Library(path).kernel("f").launch(threads=1, group=1, buffers=[x])
-    assert x[0] == 7
-    assert request(source + "\n#error no\n")[0] == 1
-    assert "program_source.metal:5" in request(source + "\n#error no\n")[1]
-    monkeypatch.setenv("PATH", "/nowhere")  # no interpreter is found any more
-    assert request(source) == (0, path)
-    assert request(source + " ")[0] == 1

@@ -1,0 +1,33 @@
+"""Remembers the text that clang -E makes of a source, until a file changes that the source includes."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def _stamps(files: Sequence[str]) -> list[list[int]]:
+    return [[(stat := os.stat(file)).st_mtime_ns, stat.st_size] for file in files]
+
+
+def load(path: Path) -> str | None:
+    """Returns the text of a cache file, or None if there is none or if an included file has changed."""
+    try:
+        files, stamps, text = json.loads(zlib.decompress(path.read_bytes()))
+        return str(text) if _stamps(files) == stamps else None
+    except OSError:
+        return None
+
+
+def save(path: Path, text: str, files: Sequence[str]) -> None:
+    """Writes a cache file, which is either whole or absent. `files` are those that the source includes."""
+    content = zlib.compress(json.dumps([files, _stamps(files), text]).encode(), 1)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=path.suffix)
+    with os.fdopen(handle, "wb") as file:
+        file.write(content)
+    os.replace(temporary, path)

@@ -1,0 +1,149 @@
+"""sm_compile: the process that compiles, and the results that need none."""
+
+import ctypes
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from softmetal import device
+from softmetal.executor import bindings
+from softmetal.msl.tools import cache_folder
+
+ROOM = Path(device.__file__).parent
+ROOT, HERE = ROOM.parent, Path(__file__).parent
+SOURCE = "constant int n [[function_constant(0)]];\nkernel void f(device int* x) { *x = n; }"
+
+
+def request(source: str, n: int = 7, include_path: Path = ROOM) -> tuple[int, str]:
+    """Returns the status, and the library's path or the compiler's messages."""
+    answer = ctypes.c_void_p()
+    constant = bindings.ConstantValue(b"n", 0, str(n).encode())
+    path = ctypes.c_char_p(os.fsencode(include_path))
+    request = bindings.CompileRequest(source=source.encode(), constants=ctypes.pointer(constant), constant_count=1)
+    request.include_paths, request.include_path_count = ctypes.pointer(path), 1
+    return bindings.executor().sm_compile(request, answer), device._text(answer)
+
+
+def value(path: str) -> int:
+    x = np.zeros(1, np.int32)
+    device.Library(path).kernel("f").launch(threads=1, group=1, buffers=[x])
+    return int(x[0])
+
+
+def servers() -> list[int]:
+    """Returns the process ids of this process's compiler servers that run."""
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    return [int(p) for p in children if b"msl.server" in Path(f"/proc/{p}/cmdline").read_bytes()]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Makes every first request new, but keeps the precompiled headers, which take seconds."""
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    device.compile(SOURCE, constants={"n": 1})
+    for path in cache_folder().glob("*.pch"):
+        (folder / path.name).symlink_to(path)
+    monkeypatch.setenv("SOFTMETAL_CACHE", str(folder))
+
+
+def test_a_known_request_needs_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    status, path = request(SOURCE)
+    assert status == 0, path
+    assert value(path) == 7
+    assert request(SOURCE + "\n#error no\n")[0] == 1
+    assert "program_source.metal:3" in request(SOURCE + "\n#error no\n")[1]
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert request(SOURCE) == (0, path)
+    status, message = request(SOURCE + " ")
+    assert status == 1 and "clang++-19 not found" in message
+
+
+def test_one_server_compiles_for_all_threads() -> None:
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda n: request(SOURCE, n), range(8)))
+    assert [status for status, _ in answers] == [0] * 8
+    assert [value(path) for _, path in answers] == list(range(8))
+    assert len(servers()) == 1
+
+
+def test_a_new_server_replaces_one_that_ended() -> None:
+    assert request(SOURCE, 1)[0] == 0
+    (old,) = servers()
+    os.kill(old, signal.SIGKILL)
+    os.waitpid(old, 0)
+    status, path = request(SOURCE, 2)
+    assert status == 0 and value(path) == 2
+    assert len(servers()) == 1 and servers() != [old]
+
+
+def test_the_server_ends_with_its_process(tmp_path: Path) -> None:
+    script = f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(HERE)!r}]\n"
+    script += "from test_compiler_process import SOURCE, request, servers\nassert request(SOURCE, 20)[0] == 0\nprint(*servers())"
+    pid = int(subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout)
+    deadline = time.monotonic() + 60
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_an_absent_interpreter_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOFTMETAL_PYTHON", "/nowhere/python3")
+    assert request(SOURCE) == (1, "cannot start /nowhere/python3: No such file or directory")
+
+
+def _compile_in_fork(queue: "multiprocessing.Queue[tuple[int, int, int]]") -> None:
+    status, path = request(SOURCE, 11)
+    queue.put((status, value(path), len(servers())))
+
+
+def test_a_forked_process_starts_a_server_of_its_own() -> None:
+    assert request(SOURCE, 10)[0] == 0
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    process = context.Process(target=_compile_in_fork, args=(queue,))
+    process.start()
+    assert queue.get(timeout=60) == (0, 11, 1)
+    process.join(60)
+    status, path = request(SOURCE, 12)  # the parent's server still answers
+    assert status == 0 and value(path) == 12
+
+
+def test_a_changed_compiler_is_imported_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    copy = tmp_path / "softmetal"
+    for folder in ("msl", "executor"):
+        shutil.copytree(ROOM / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setenv("SOFTMETAL_HOME", str(copy))
+    assert request(SOURCE, 1)[0] == 0
+    names = copy / "msl" / "tools.py"
+    names.write_text(names.read_text().replace("clang++-19", "clang++-from-tomorrow"))
+    status, message = request(SOURCE, 2)
+    assert status == 1 and "clang++-from-tomorrow not found" in message
+
+
+def test_a_changed_header_changes_the_result(tmp_path: Path) -> None:
+    source = '#include "factor.h"\n' + SOURCE.replace("= n", "= n * FACTOR")
+    for factor in (2, 3):
+        (tmp_path / "factor.h").write_text(f"#define FACTOR {factor}\n")
+        for n in (5, 6):  # the second request takes the text of the first
+            status, path = request(source, n, tmp_path)
+            assert status == 0 and value(path) == n * factor
+
+
+def test_a_source_that_asks_for_a_file_is_read_anew(tmp_path: Path) -> None:
+    source = '#if __has_include("present.h")\n#define FACTOR 2\n#else\n#define FACTOR 1\n#endif\n'
+    source += SOURCE.replace("= n", "= n * FACTOR")
+    status, path = request(source, 5, tmp_path)
+    assert status == 0 and value(path) == 5
+    (tmp_path / "present.h").write_text("")
+    status, path = request(source, 6, tmp_path)
+    assert status == 0 and value(path) == 12
