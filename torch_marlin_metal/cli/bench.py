@@ -9,6 +9,7 @@ import torch
 import typer
 
 from torch_marlin_metal.cli.arguments import Dtype, Format, GroupSize, floating
+from torch_marlin_metal.cli.bench_mlstm import TOKENS, measure_mlstm, mlstm_table
 from torch_marlin_metal.cli.output import DONE, Json, progress_bar, show, table
 from torch_marlin_metal.cli.shapes import Rows, Shapes, product_of
 from torch_marlin_metal.extension import cpu_capability
@@ -25,6 +26,7 @@ ROWS = (1, 2, 4, 8, 16, 32, 128, 512)
 
 
 def bench(
+    what: Annotated[str, typer.Argument(help="products, or mlstm: the mLSTM at S = --rows tokens.")] = "products",
     shape: Shapes = None,
     rows: Rows = None,
     weight_format: Format = "uint4b8",
@@ -42,12 +44,23 @@ def bench(
     are the GPU's own; a separate column has the host's. The output shows medians of the times and of the rounds'
     ratios.
 
+    `bench mlstm` times the mLSTM on whole sequences beside one call for each token, forward and with the gradient.
+
     With --variant all, every variant of this package is timed instead. Each is shown with the planner's prediction, its
     memory rate, and its share of the peak speed. To report numbers, send the output of --json.
     """
     chosen = device or ("mps" if torch.backends.mps.is_available() else "cpu")
     if chosen not in ("mps", "cpu") or (chosen == "mps" and not torch.backends.mps.is_available()):
         raise ValueError(f"--device: expected cpu, or mps if torch has it, got {chosen!r}")
+    if what not in ("products", "mlstm"):
+        raise ValueError(f"bench: expected products or mlstm, got {what!r}")
+    if what == "mlstm":
+        if shape or variant != "auto":
+            raise ValueError("bench mlstm: expected no --shape and no --variant, which are for products")
+        machine = describe_machine(chosen)
+        found = measure_mlstm(chosen, floating(dtype), tuple(rows or TOKENS), rounds, as_json)
+        show({"machine": machine, "rounds": rounds, "results": found}, mlstm_table(machine, dtype, found), as_json)
+        return DONE
     if variant not in ("auto", "all") or (variant == "all" and chosen != "mps"):
         raise ValueError(f"--variant: expected auto, or all on mps, got {variant!r} on {chosen}")
     element = floating(dtype)

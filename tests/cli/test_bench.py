@@ -1,0 +1,117 @@
+"""`torch-marlin-metal bench`: what its tables hold. Times on the software device mean nothing."""
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import torch_marlin_metal as tmm
+from torch_marlin_metal.cli import bench_mlstm
+from torch_marlin_metal.cli.app import app
+
+uses_mps = pytest.mark.usefixtures("mps")
+
+
+def test_bench_command_on_the_cpu():
+    done = CliRunner().invoke(
+        app,
+        [
+            "bench",
+            "--device",
+            "cpu",
+            "--shape",
+            "64,128",
+            "--rows",
+            "1",
+            "--rounds",
+            "3",
+            "--cold-mb",
+            "1",
+            "--dtype",
+            "bfloat16",
+            "--json",
+        ],
+    )
+    assert done.exit_code == 0, done.output
+    value = json.loads(done.stdout)
+    (row,) = value["results"]
+    assert set(row["seconds"]) == {"torch_marlin_metal", "torch dense", "torch int4"}
+    assert row["times_faster"]["torch_marlin_metal"] == 1.0
+    assert all(seconds > 0 for seconds in row["seconds"].values())
+    assert value["not_compared"] == {"two_pass": "a variant on mps only", "mlx": "compared on a Mac's GPU only"}
+    assert value["machine"]["device"] == "cpu"
+
+
+@uses_mps
+@pytest.mark.large
+def test_bench_of_all_variants_shows_prediction_and_roof():
+    options = "--shape 64,128 --group-size 32 --rows 2 --rounds 3 --cold-mb 1 --variant all"
+    done = CliRunner().invoke(app, ["bench", *options.split(), "--json"])
+    assert done.exit_code == 0, done.output
+    (row,) = json.loads(done.stdout)["results"]
+    plan = tmm.plan(2, 64, 128, group_size=32, tuned=False)
+    assert {name.split(":")[0] for name in row["variants"]} == {candidate.variant for candidate in plan.candidates}
+    assert row["chosen"] == plan.chosen.name == next(iter(row["variants"]))
+    predicted = {candidate.name: candidate.seconds for candidate in plan.candidates}
+    for name, found in row["variants"].items():
+        assert found["predicted_seconds"] == pytest.approx(predicted[name])
+        assert found["seconds"] > 0
+        gpu = tmm.profiling.AppleSiliconGPU.planned()
+        memory = found["bytes_per_second"] / gpu.dram_bytes_per_second
+        compute = 2 * 2 * 64 * 128 / found["seconds"] / gpu.matrix_flop_per_second
+        assert found["of_roof"] == pytest.approx(max(memory, compute))
+    refused = CliRunner().invoke(app, ["bench", "--device", "cpu", "--variant", "all"])
+    assert refused.exit_code == 2
+
+
+def test_bench_of_the_mlstm_times_both_ways_forward_and_backward(device):
+    options = [
+        "bench",
+        "mlstm",
+        "--device",
+        place,
+        "--dtype",
+        "float32",
+        "--rounds",
+        "3",
+        "--rows",
+        "2",
+        "--rows",
+        "17",
+    ]
+    done = CliRunner().invoke(app, [*options, "--json"])
+    assert done.exit_code == 0, done.output
+    results = json.loads(done.stdout)["results"]
+    assert [(row["pass"], row["S"]) for row in results] == [
+        (name, S) for name in ("forward", "forward and backward") for S in (2, 17)
+    ]
+    for row in results:
+        assert set(row["seconds"]) == set(bench_mlstm.METHODS) and min(row["seconds"].values()) > 0
+        assert row["times_faster"] > 0
+
+
+def test_bench_of_the_mlstm_divides_the_time_of_the_tokens(monkeypatch):
+    clock = iter([1.0, 3.0] * 100)
+    monkeypatch.setattr(bench_mlstm, "_seconds", lambda *_: next(clock))
+    (forward, backward) = bench_mlstm.measure_mlstm("cpu", torch.float32, (5,), 3, quiet=True)
+    assert forward["seconds"] == {"chunkwise": 1.0, "token by token": 3.0} == backward["seconds"]
+    assert forward["times_faster"] == 3.0
+
+
+def test_bench_of_the_mlstm_compares_nothing_that_disagrees(monkeypatch):
+    monkeypatch.setattr(bench_mlstm, "_token_by_token", lambda *inputs: inputs[2])
+    done = CliRunner().invoke(app, ["bench", "mlstm", "--device", "cpu", "--rows", "3"])
+    assert done.exit_code == 3 and "the two ways differ" in done.output
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["gemm"], "bench: expected products or mlstm, got 'gemm'"),
+        (["mlstm", "--shape", "64,64"], "bench mlstm: expected no --shape"),
+    ],
+)
+def test_bench_names_a_wrong_table(options, message):
+    done = CliRunner().invoke(app, ["bench", *options, "--device", "cpu"])
+    assert done.exit_code == 2 and message in done.output

@@ -1,0 +1,109 @@
+"""The table of `torch-marlin-metal bench mlstm`: one call for a whole sequence beside one call for each token."""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_marlin_metal.cli.output import progress_bar, table
+from torch_marlin_metal.gpu.tuning.chains import synchronize
+from torch_marlin_metal.xlstm.ops import MLSTMState, mlstm
+
+TOKENS = (64, 128, 256, 512)
+HEADS, DK, DV = 4, 128, 256  # of a layer of about a hundred million parameters
+METHODS = ("chunkwise", "token by token")
+
+
+def _inputs(S: int, dtype: torch.dtype, device: str) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, HEADS, S, D, generator=generator).to(device, dtype) for D in (DK, DK, DV))
+    i, f = (torch.randn(1, HEADS, S, generator=generator).to(device) + offset for offset in (0, 3))
+    return q, k, v, i, f
+
+
+def _chunkwise(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor) -> Tensor:
+    return mlstm(q, k, v, i, f)[0]
+
+
+def _token_by_token(*inputs: Tensor) -> Tensor:
+    state: MLSTMState | None = None
+    outputs = []
+    for t in range(inputs[0].shape[2]):
+        q, k, v, i, f = (x[:, :, t : t + 1] for x in inputs)
+        h, state = mlstm(q, k, v, i, f, state)
+        outputs.append(h)
+    return torch.cat(outputs, 2)
+
+
+def _forward(method: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> None:
+    with torch.no_grad():
+        method(*inputs)
+
+
+def _training(method: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> None:
+    leaves = tuple(x.detach().requires_grad_() for x in inputs)
+    torch.autograd.grad(method(*leaves).float().sum(), leaves)
+
+
+def _seconds(run: Callable[..., None], method: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> float:
+    device = inputs[0].device
+    synchronize(device)
+    begin = time.perf_counter()
+    run(method, inputs)
+    synchronize(device)
+    return time.perf_counter() - begin
+
+
+def measure_mlstm(device: str, dtype: torch.dtype, tokens: tuple[int, ...], rounds: int, quiet: bool) -> list[Any]:
+    """Times both ways of running an mLSTM, which take turns.
+
+    Args:
+        device: "cpu" or "mps".
+        dtype: of q, k and v; the gates are float32.
+        tokens: lengths of the sequences.
+        rounds: each way is timed once per round; the result has medians.
+        quiet: shows no progress.
+
+    Returns:
+        For each pass and length, the seconds of one call by the host's clock, with all the device's work done, and how
+        many times faster `chunkwise` is.
+
+    Raises:
+        RuntimeError: the two ways disagree by more than rounding.
+    """
+    methods: dict[str, Callable[..., Tensor]] = dict(zip(METHODS, (_chunkwise, _token_by_token), strict=True))
+    results: list[Any] = []
+    with progress_bar(2 * len(tokens), "sequence", quiet) as bar:
+        for name, run in (("forward", _forward), ("forward and backward", _training)):
+            for S in tokens:
+                inputs = _inputs(S, dtype, device)
+                with torch.no_grad():
+                    found = [method(*inputs).float() for method in methods.values()]
+                error = float((found[0] - found[1]).abs().max() / found[1].abs().max())
+                if error > 8 * torch.finfo(dtype).eps:
+                    raise RuntimeError(f"bench mlstm: the two ways differ by {error:.1e} at S {S}")
+                for method in methods.values():  # kernels are compiled at the first call
+                    run(method, inputs)
+                times: dict[str, list[float]] = {way: [] for way in methods}
+                for _ in range(rounds):
+                    for way, method in methods.items():
+                        times[way].append(_seconds(run, method, inputs))
+                ratio = statistics.median(b / a for a, b in zip(*times.values(), strict=True))
+                seconds = {way: statistics.median(values) for way, values in times.items()}
+                results.append({"pass": name, "S": S, "seconds": seconds, "times_faster": ratio})
+                bar.update()
+    return results
+
+
+def mlstm_table(machine: dict[str, str], dtype: str, results: list[Any]) -> Any:
+    """Returns the results for people."""
+    heading = ("pass", "S", *(f"{way} ms" for way in METHODS), "times faster")
+    shown = table(", ".join(f"{key} {text}" for key, text in machine.items()), *heading, right=heading[1:])
+    for row in results:
+        cells = (f"{row['seconds'][way] * 1e3:.3f}" for way in METHODS)
+        shown.add_row(row["pass"], str(row["S"]), *cells, f"{row['times_faster']:.1f}")
+    shown.caption = f"{dtype}, B 1, H {HEADS}, DK {DK}, DV {DV}; host's clock, until the device has done the work"
+    return shown
