@@ -70,7 +70,7 @@ def test_bench_of_the_mlstm_times_both_ways_forward_and_backward(device):
         "bench",
         "mlstm",
         "--device",
-        place,
+        device,
         "--dtype",
         "float32",
         "--rounds",

@@ -83,7 +83,7 @@ def measure_mlstm(device: str, dtype: torch.dtype, tokens: tuple[int, ...], roun
                 with torch.no_grad():
                     found = [method(*inputs).float() for method in methods.values()]
                 error = float((found[0] - found[1]).abs().max() / found[1].abs().max())
-                if error > 8 * torch.finfo(dtype).eps:
+                if error > max(1e-4, 8 * torch.finfo(dtype).eps):
                     raise RuntimeError(f"bench mlstm: the two ways differ by {error:.1e} at S {S}")
                 for method in methods.values():  # kernels are compiled at the first call
                     run(method, inputs)
