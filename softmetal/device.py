@@ -26,8 +26,9 @@ import numpy.typing as npt
 from .executor import bindings as api
 from .executor.bindings import executor
 from .msl.air.compiler import compile_metallib
-from .msl.compiler import DEFAULT_FILE_NAME, compile_source
+from .msl.compiler import DEFAULT_FILE_NAME, DEFAULT_VERSION, compile_source
 from .msl.fast_math import PRECISE, SAFE, Math
+from .msl.tensor import INCLUDE as TENSOR_HEADERS
 from .msl.tools import CompileError
 
 __all__ = [
@@ -292,6 +293,7 @@ def compile(
     defines: Sequence[str] = (),
     math: str = SAFE,
     functions: str = PRECISE,
+    version: int = DEFAULT_VERSION,
 ) -> Library:
     """Compiles Metal source for the device. The same request twice returns the same library.
 
@@ -307,13 +309,14 @@ def compile(
             `softmetal.msl.fast_math` is safe mode with other choices where Metal leaves one.
         functions: "precise" or "fast": whether `exp` is `precise::exp` or `fast::exp`, and likewise for the other math
             functions. Metal's default is "fast".
+        version: the language version as `__METAL_VERSION__` gives it: 310 is MSL 3.1. Tensors need 400.
 
     Raises:
         CompileError: the source does not compile. The text is the compiler's messages.
     """
     values = _values(constants)
     paths = tuple(map(str, include_paths))
-    return _compile(source, values, checked, kernel, file_name, paths, tuple(defines), Math(math, functions))
+    return _compile(source, values, checked, kernel, file_name, paths, tuple(defines), Math(math, functions), version)
 
 
 def load(
@@ -356,16 +359,18 @@ def _compile(
     include_paths: tuple[str, ...],
     defines: tuple[str, ...],
     math: Math,
+    version: int,
 ) -> Library:
     built = compile_source(
         source,
         file_name=file_name,
         constants=dict(values),
-        include_paths=include_paths,
+        include_paths=(*include_paths, str(TENSOR_HEADERS)),
         defines=defines,
         checked=checked,
         kernel=kernel,
         math=math,
+        version=version,
     )
     return Library(str(built.path))
 

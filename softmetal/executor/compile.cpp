@@ -153,6 +153,8 @@ extern "C" int sm_compile(const sm_compile_request* request, char** path_or_erro
     *path_or_error = strdup(path.c_str());
     return 0;
   }
+  // The headers of tensors. They are part of the text, as the source's own includes are, and so of no identity.
+  if (!is_metallib) arguments.insert(arguments.end(), {"--include", home() + "/msl/tensor/include"});
   Answer answer = run_compiler(place, arguments, input);
   std::vector<std::string> lines = lines_of(answer.output);
   if (answer.status != 0 || lines.empty()) {

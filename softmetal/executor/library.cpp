@@ -82,7 +82,9 @@ SourceLine source_line(const sm_library& library, const void* return_address) {
   char text[4096];
   while (pipe != nullptr && std::fgets(text, sizeof text, pipe) != nullptr) {
     char* colon = std::strrchr(text, ':');
-    if (colon == nullptr || std::strstr(text, "/msl/include/") || std::strstr(text, "/msl/thunk.h")) continue;
+    if (colon == nullptr || std::strstr(text, "/msl/include/") || std::strstr(text, "/msl/tensor/") ||
+        std::strstr(text, "/msl/thunk.h"))
+      continue;
     uint32_t number = static_cast<uint32_t>(std::strtoul(colon + 1, nullptr, 10));
     *colon = 0;
     if (number == 0 || entry->second.line != 0) continue;

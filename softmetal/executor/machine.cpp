@@ -85,6 +85,7 @@ void Machine::set_up(Group& group, uint64_t index) {
     simdgroup.barriers = simdgroup.barriers_at_group_barrier = simdgroup.ordered[0] = simdgroup.ordered[1] = 0;
     simdgroup.matrix_accesses = 0;
     simdgroup.matrices.reset();
+    simdgroup.tensor.number = 0;
   }
   sm_uint3 thread = {0, 0, 0};
   for (uint32_t i = 0; i < group.thread_count; ++i) {
@@ -104,7 +105,7 @@ void Machine::set_up(Group& group, uint64_t index) {
     lane.context = nullptr;
     lane.latest = nullptr;
     lane.state = State::kRunnable;
-    lane.pending_matrices = lane.products = lane.matrix_accesses = 0;
+    lane.pending_matrices = lane.products = lane.tensor_products = lane.matrix_accesses = 0;
     if (++thread.x == extent.x) {
       thread.x = 0;
       if (++thread.y == extent.y) {

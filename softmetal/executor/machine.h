@@ -12,6 +12,7 @@
 #include "fibre.h"
 #include "mma.h"
 #include "random.h"
+#include "tensor.h"
 #include "traps.h"
 
 namespace softmetal {
@@ -43,6 +44,7 @@ struct Lane {
   const void* latest;         // return address of the lane's latest call into the executor
   uint64_t pending_matrices;  // Bloom filter of the matrices that deferred products will write
   uint64_t products;          // number of products that the lane has deposited
+  uint64_t tensor_products;   // number of products of tensor units that the lane has taken part in
   uint32_t matrix_accesses;   // matrix loads and stores, counted in checked mode
   State state;
   uint32_t deposit_bytes;
@@ -64,6 +66,7 @@ struct Simdgroup {
   const void* matrix_sites[64];        // call sites of the latest matrix accesses
   alignas(64) unsigned char slots[SM_SIMD_WIDTH * 64];
   MatrixQueue matrices;
+  TensorOperands tensor;
 };
 
 struct Group {

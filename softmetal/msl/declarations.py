@@ -161,7 +161,10 @@ def threadgroup_variables(code: list[Token], start: int, keyword: int) -> Thread
     Raises:
         SourceError: a variable has a value other than `{0}` or `{}`, or its alignas is not the first word.
     """
-    before = {t.text for t in code[start:keyword]}
+    texts = [t.text for t in code[start:keyword]]
+    before = set(texts)
+    if texts.count("<") > texts.count(">"):  # an argument of a template: `tensor<threadgroup half, ...> x(...)`
+        return None
     if before & {*CLOSING, ")", "*", "&", "="} and "alignas" not in before:
         return None
     first = -1  # the first variable's name

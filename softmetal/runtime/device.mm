@@ -4,6 +4,8 @@
 #include <unistd.h>
 #include <cstdlib>
 #include <cstring>
+#include <stdexcept>
+#include <string>
 #include <utility>
 
 #include "metal.h"
@@ -52,6 +54,16 @@ bool environment_flag(const char* name) {
 }
 
 }  // namespace
+
+NSInteger apple_family() {
+  const char* set = std::getenv("SOFTMETAL_FAMILY");
+  if (set == nullptr || *set == 0) return MTLGPUFamilyApple7;
+  const NSInteger family = 1000 + std::strtol(set, nullptr, 10);
+  if (family < MTLGPUFamilyApple7 || family > MTLGPUFamilyApple10) {
+    throw std::invalid_argument(std::string("SOFTMETAL_FAMILY: expected 7 to 10, got ") + set);
+  }
+  return family;
+}
 
 size_t allocated_bytes() {
   return live_bytes;
@@ -277,9 +289,8 @@ id<MTLDevice> MTLCreateSystemDefaultDevice(void) {
   return softmetal::allocated_bytes();
 }
 - (BOOL)supportsFamily:(MTLGPUFamily)family {
-  // The device claims to be an M1, so that code that runs here does not depend on newer families.
-  return family == MTLGPUFamilyApple7 || family == MTLGPUFamilyMac2 || family == MTLGPUFamilyCommon3 ||
-         family == MTLGPUFamilyMetal3;
+  const bool is_apple = family >= MTLGPUFamilyApple7 && family <= softmetal::apple_family();
+  return is_apple || family == MTLGPUFamilyMac2 || family == MTLGPUFamilyCommon3 || family == MTLGPUFamilyMetal3;
 }
 - (id<MTLCommandQueue>)newCommandQueue {
   return [[SoftMetalQueue alloc] init];

@@ -400,6 +400,10 @@ id<MTLLibrary> softmetal_new_library(NSString* source, MTLCompileOptions* option
     program.fast_functions = settings(options).functions == MTLMathFloatingPointFunctionsFast;
     const auto version = static_cast<uint32_t>(settings(options).version);
     program.language_version = (version >> 16) * 100 + (version & 0xffff) * 10;
+    // Only from 4.0, which has tensors, because a macro changes the identity of every library that it reaches.
+    if (program.language_version >= 400 && softmetal::apple_family() < MTLGPUFamilyApple10) {
+      program.defines.emplace_back("__SOFTMETAL_CHIP_WITHOUT_TENSORS__=1");
+    }
     NSDictionary* macros = settings(options).macros;
     NSArray* names = [macros allKeys];
     for (NSUInteger i = 0; i < [names count]; ++i) {

@@ -55,6 +55,9 @@ class Memory {
 
 // Bytes of live MTLBuffers.
 size_t allocated_bytes();
+// Returns the GPU's family: MTLGPUFamilyApple7 (M1), so that code that runs here does not depend on newer families, or
+// Apple<n> if the environment variable SOFTMETAL_FAMILY is n. MTLGPUFamilyApple10 (M5) has tensor units.
+NSInteger apple_family();
 
 struct Binding {
   enum class Kind { none, absent, buffer, bytes } kind = Kind::none;

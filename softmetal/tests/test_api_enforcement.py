@@ -94,6 +94,7 @@ CORRECT = [
         "math functions",
         "blit",
         "device",
+        "tensors of an M5",
     ),
     *("own encoder on PyTorch's buffer", "buffers live until the work has run", "paired profiler"),
     *("freed memory is poison", "commits in a block"),

@@ -197,6 +197,32 @@ const bool added = add({
        expect(strcmp([[device() name] UTF8String], "softmetal") == 0, "the name softmetal");
        expect([device() registryID] != 0 && [device() recommendedMaxWorkingSetSize] > 0, "ids and sizes");
      }},
+    {"tensors of an M5",
+     [] {
+       const auto messages = [](const char* family, MTLLanguageVersion version) -> std::string {
+         family == nullptr ? unsetenv("SOFTMETAL_FAMILY") : setenv("SOFTMETAL_FAMILY", family, 1);
+         MTLCompileOptions* options = [[[MTLCompileOptions alloc] init] autorelease];
+         [options setLanguageVersion:version];
+         NSError* error = nil;
+         id<MTLLibrary> library = [device() newLibraryWithSource:@"#include <metal_tensor>\nkernel void f() {}\n"
+                                                         options:options
+                                                           error:&error];
+         return library != nil ? "" : [[error localizedDescription] UTF8String];
+       };
+       const auto has = [](const std::string& text, const char* part) { return text.find(part) != std::string::npos; };
+       expect(has(messages("10", MTLLanguageVersion3_2), "Metal language version 4.0"), "MSL 3.2 has no tensors");
+       expect(messages("10", MTLLanguageVersion4_0).empty() && [device() supportsFamily:MTLGPUFamilyApple10], "an M5");
+       expect(has(messages("9", MTLLanguageVersion4_0), "no tensor units"), "an M4 has no tensor units");
+       expect(has(messages(nullptr, MTLLanguageVersion4_0), "no tensor units"), "an M1 has no tensor units");
+       std::string refused;
+       try {
+         messages("11", MTLLanguageVersion4_0);
+       } catch (const std::invalid_argument& error) {
+         refused = error.what();
+       }
+       unsetenv("SOFTMETAL_FAMILY");
+       expect(refused == "SOFTMETAL_FAMILY: expected 7 to 10, got 11", "no family of the future");
+     }},
 });
 
 }  // namespace

@@ -1,0 +1,44 @@
+// The products of Metal 4's tensor units. msl/tensor declares these functions for kernels that include its headers, so
+// abi.h, which every compiled kernel depends on, does not have them.
+#pragma once
+
+#include <cstdint>
+
+namespace softmetal {
+
+// The operands of the latest product of a simdgroup, as rows of a (16 x k) and rows of b (k x 16).
+struct TensorOperands {
+  uint64_t number = 0;  // of the product, counted from 1
+  alignas(32) float a[256], b[256];
+};
+
+}  // namespace softmetal
+
+extern "C" {
+
+// A matrix is cut into blocks of 16 x 16. A lane holds 8 elements of a block: in the known layout, elements 0 to 3 are
+// neighbours in row ((lane >> 2) & 4) | ((lane >> 1) & 3), from column 4 * (((lane >> 2) & 2) | (lane & 1)). Elements 4
+// to 7 are 8 rows below. In every other layout, the launch's seed exchanges lanes and elements.
+
+// Returns 16 * row + column of an element of the calling lane, 0 <= element < 8.
+uint32_t sm_tensor_place(uint32_t element, uint32_t is_known);
+
+// Returns the number of the block that the calling simdgroup holds as its block `index`. The matrix has `blocks` blocks
+// and is spread over `groups` simdgroups. A result >= blocks means that the simdgroup has no such block.
+uint32_t sm_tensor_block(uint32_t index, uint32_t groups, uint32_t blocks, uint32_t is_known);
+
+enum {
+  SM_TENSOR_TRANSPOSE_A = 1,
+  SM_TENSOR_TRANSPOSE_B = 2,
+  SM_TENSOR_RELAXED = 4,  // the operands are float, and the unit may round them
+  SM_TENSOR_KNOWN_A = 8,  // the operand has the known layout
+  SM_TENSOR_KNOWN_B = 16,
+  SM_TENSOR_KNOWN_SUM = 32,
+};
+
+// Adds the product of two blocks to `sum`. Each argument is the calling lane's 8 elements. All lanes of the simdgroup
+// must reach the call. Without a seed, a sum is fp32 and adds its 16 products in the order of k, each by one fma.
+// A seed chooses another order, and for SM_TENSOR_RELAXED also operands of 11 significant bits.
+void sm_tensor_product(const float* a, const float* b, float* sum, uint32_t options);
+
+}  // extern "C"

@@ -1,0 +1,253 @@
+"""Metal 4's tensors: matmul2d and cooperative tensors against NumPy's fp64, for each layout and order that a seed gives."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+from msl_kernels import CompileError, Library
+
+from softmetal import device
+from softmetal.device import Buffer, FaultKind, KernelFault
+
+HEADER = """#include <metal_tensor>
+#include <MetalPerformancePrimitives/MetalPerformancePrimitives.h>
+using namespace metal;
+using namespace mpp::tensor_ops;
+"""
+SEEDS = range(6)  # the launch's seeds; 0 is the plain choice
+TYPES = {"half": np.float16, "bfloat": np.uint16, "float": np.float32}
+
+REGISTERS = """
+template <typename T, int M, int N, int K, bool TA, bool TB>
+void product(device const T* a, device const T* b, device float* c) {
+  constexpr auto desc = matmul2d_descriptor(M, N, K, TA, TB, false, matmul2d_descriptor::mode::multiply_accumulate);
+  matmul2d<desc, execution_simdgroup> op;
+  auto left = op.template get_left_input_cooperative_tensor<T, T, float>();
+  auto right = op.template get_right_input_cooperative_tensor<T, T, float>();
+  auto sum = op.template get_destination_cooperative_tensor<decltype(left), remove_addrspace_t<decltype(right)>, float>();
+  for (ushort i = 0; i < left.get_capacity(); ++i) {
+    const auto at = left.get_multidimensional_index(i);
+    left[i] = left.is_valid_element(i) ? a[at[1] * (TA ? M : K) + at[0]] : T(0);
+  }
+  for (ushort i = 0; i < right.get_capacity(); ++i) {
+    const auto at = right.get_multidimensional_index(i);
+    right[i] = right.is_valid_element(i) ? b[at[1] * (TB ? K : N) + at[0]] : T(0);
+  }
+  for (ushort i = 0; i < sum.get_capacity(); ++i) sum[i] = 1.0f;
+  op.run(left, right, sum);
+  for (ushort i = 0; i < sum.get_capacity(); ++i) {
+    const auto at = sum.get_multidimensional_index(i);
+    if (sum.get_mask(i)) c[at[1] * N + at[0]] = sum[i];
+  }
+}
+#define PRODUCT(name, ...) \\
+  kernel void name(device const A* a, device const A* b, device float* c) { product<A, __VA_ARGS__>(a, b, c); }
+PRODUCT(nn, 16, 32, 16, false, false)
+PRODUCT(nt, 16, 32, 16, false, true)
+PRODUCT(tn, 16, 32, 16, true, false)
+PRODUCT(tt, 32, 32, 32, true, true)
+PRODUCT(odd, 20, 40, 24, false, true)
+"""
+SHAPES = {"nn": (16, 32, 16), "nt": (16, 32, 16), "tn": (16, 32, 16), "tt": (32, 32, 32), "odd": (20, 40, 24)}
+
+TENSORS = """
+kernel void f(device A* a, device A* b, device float* c, constant int3& shape, uint3 group [[threadgroup_position_in_grid]],
+              uint i [[thread_index_in_threadgroup]]) {
+  const int m = shape.x, n = shape.y, k = shape.z;
+  tensor<device A, dextents<int, 2>, tensor_inline> left(a, dextents<int, 2>(k, m));
+  tensor<device A, dextents<int, 2>, tensor_inline> right(b, dextents<int, 2>{k, n}, array<int, 2>{1, k});
+  tensor<device float, dextents<int, 2>, tensor_inline> result(c, dextents<int, 2>(n, m));
+  threadgroup A tile[32 * 40];
+  tensor<threadgroup A, extents<int, 32, 32>, tensor_inline> staged(tile, extents<int, 32, 32>(), array<int, 2>{1, 40});
+  constexpr auto desc = matmul2d_descriptor(64, 32, 32, false, true, false, matmul2d_descriptor::mode::multiply_accumulate);
+  matmul2d<desc, execution_simdgroups<4>> op;
+  auto rows = left.slice(0, group.y * 64);
+  auto sum = op.get_destination_cooperative_tensor<decltype(rows), decltype(staged), float>();
+  for (ushort e = 0; e < sum.get_capacity(); ++e) sum[e] = 0.0f;
+  for (int step = 0; step < k; step += 32) {
+    for (uint e = i; e < 32 * 32; e += 128) {
+      const int x = step + int(e % 32), y = int(group.x * 32 + e / 32);
+      tile[e / 32 * 40 + e % 32] = x < k && y < n ? b[y * k + x] : A(0);
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    auto columns = rows.slice(step, 0);
+    op.run(columns, staged, sum);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+  }
+  auto target = result.slice(group.x * 32, group.y * 64);
+  sum.store(target);
+}
+kernel void memory(device A* a, device A* b, device float* c, constant int3& shape) {
+  tensor<device A, dextents<int, 2>, tensor_inline> left(a, dextents<int, 2>(shape.z, shape.x));
+  tensor<device A, dextents<int, 2>, tensor_inline> right(b, dextents<int, 2>(shape.z, shape.y));
+  tensor<device float, dextents<int, 2>, tensor_inline> result(c, dextents<int, 2>(shape.y, shape.x));
+  constexpr auto desc = matmul2d_descriptor(80, 48, static_cast<int>(dynamic_extent), false, true);
+  matmul2d<desc, execution_simdgroup> op;
+  op.run(left, right, result);
+}
+"""
+
+
+@functools.cache
+def library(source: str, element: str, checked: bool) -> Library:
+    return device.compile(f"{HEADER}typedef {element} A;\n{source}", checked=checked, version=400)
+
+
+def operand(rng: np.random.Generator, shape: tuple[int, int], element: str) -> tuple[np.ndarray, np.ndarray]:
+    """Returns random elements as the kernel reads them, and their values."""
+    values = rng.standard_normal(shape).astype(np.float32)
+    if element == "bfloat":
+        bits = (values.view(np.uint32) >> 16).astype(np.uint16)
+        return bits, (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    values = values.astype(TYPES[element])
+    return values, values.astype(np.float64)
+
+
+def bound(a: np.ndarray, b: np.ndarray, k: int) -> np.ndarray:
+    """The error of any order of fp32 sums of k products and one addend."""
+    return np.asarray((k + 2) * 2.0**-24 * (np.abs(a) @ np.abs(b) + 1))
+
+
+@pytest.mark.parametrize("checked", [False, True], ids=["fast", "checked"])
+@pytest.mark.parametrize("element", TYPES)
+def test_registers(element: str, checked: bool) -> None:
+    rng = np.random.default_rng(1)
+    seen: dict[str, set[bytes]] = {name: set() for name in SHAPES}
+    for name, (m, n, k) in SHAPES.items():
+        stored_a, a = operand(rng, (k, m) if name in ("tn", "tt") else (m, k), element)
+        stored_b, b = operand(rng, (n, k) if name in ("nt", "tt", "odd") else (k, n), element)
+        a, b = (a.T if name in ("tn", "tt") else a), (b.T if name in ("nt", "tt", "odd") else b)
+        c = Buffer.empty(m * n, np.float32)
+        for seed in SEEDS:
+            kernel = library(REGISTERS, element, checked).kernel(name)
+            kernel.launch(groups=1, group=32, buffers=[stored_a, stored_b, c], perturb_seed=seed)
+            assert (np.abs(c.array.reshape(m, n) - (a @ b + 1)) <= bound(a, b, k)).all(), (name, seed)
+            seen[name].add(c.array.tobytes())
+    assert all(len(results) > 1 for results in seen.values())  # the seeds add in different orders
+
+
+@pytest.mark.parametrize("checked", [False, True], ids=["fast", "checked"])
+@pytest.mark.parametrize("element", ["half", "bfloat"])
+def test_tensors(element: str, checked: bool) -> None:
+    rng = np.random.default_rng(2)
+    for m, n, k in ((64, 32, 32), (70, 45, 83), (1, 1, 1)):
+        stored_a, a = operand(rng, (m, k), element)
+        stored_b, b = operand(rng, (n, k), element)
+        for seed in (0, 3, 5):
+            groups, c = (-(-n // 32), -(-m // 64), 1), np.full(m * n, np.nan, np.float32)
+            buffers = [stored_a, stored_b, c, np.array([m, n, k, 0], np.int32)]
+            library(TENSORS, element, checked).kernel("f").launch(
+                groups=groups, group=128, buffers=buffers, perturb_seed=seed
+            )
+            assert (np.abs(c.reshape(m, n) - a @ b.T) <= bound(a, b.T, k)).all(), (m, n, k, seed)
+    m, n, k = 77, 41, 50
+    (stored_a, a), (stored_b, b) = operand(rng, (m, k), element), operand(rng, (n, k), element)
+    c = np.full(m * n, np.nan, np.float32)
+    shape = np.array([m, n, k, 0], np.int32)
+    library(TENSORS, element, checked).kernel("memory").launch(
+        groups=1, group=32, buffers=[stored_a, stored_b, c, shape]
+    )
+    assert (np.abs(c.reshape(m, n) - a @ b.T) <= bound(a, b.T, k)).all()
+
+
+def test_relaxed_precision_rounds_float_operands() -> None:
+    source = REGISTERS.replace("TA, TB, false", "TA, TB, true")
+    rng = np.random.default_rng(3)
+    (a, wide_a), (b, wide_b) = operand(rng, (16, 16), "float"), operand(rng, (16, 32), "float")
+    errors = []
+    for seed in range(12):
+        c = Buffer.empty(16 * 32, np.float32)
+        library(source, "float", False).kernel("nn").launch(groups=1, group=32, buffers=[a, b, c], perturb_seed=seed)
+        scale = np.abs(wide_a) @ np.abs(wide_b) + 1
+        errors.append((np.abs(c.array.reshape(16, 32) - (wide_a @ wide_b + 1)) / scale).max())
+    assert max(errors) <= 2.0**-10 and max(errors) > 2.0**-15 and min(errors) < 2.0**-20
+
+
+def test_layout_of_one_simdgroup() -> None:
+    """MLX's kernels rely on this layout (mlx-metal 0.32.4, steel/gemm/nax.h), so no seed changes it."""
+    source = """
+    template <typename C> void places(thread C& c, device int* out, uint lane) {
+      for (ushort i = 0; i < c.get_capacity(); ++i) {
+        const auto at = c.get_multidimensional_index(i);
+        out[lane * 16 + i] = at[1] * 100 + at[0];
+      }
+    }
+    kernel void f(device int* right, device int* transposed, device int* sum, device int* other,
+                  uint lane [[thread_index_in_simdgroup]]) {
+      constexpr auto desc = matmul2d_descriptor(16, 32, 16);
+      constexpr auto turned = matmul2d_descriptor(16, 32, 16, false, true);
+      constexpr auto uneven = matmul2d_descriptor(24, 32, 16);
+      matmul2d<desc, execution_simdgroup> op;
+      auto a = op.get_left_input_cooperative_tensor<half, half, float>();
+      auto b = op.get_right_input_cooperative_tensor<half, half, float>();
+      auto c = op.get_destination_cooperative_tensor<decltype(a), decltype(b), float>();
+      auto t = matmul2d<turned, execution_simdgroup>().get_right_input_cooperative_tensor<half, half, float>();
+      places(b, right, lane);
+      places(t, transposed, lane);
+      places(c, sum, lane);
+      auto unknown = matmul2d<uneven, execution_simdgroup>().get_left_input_cooperative_tensor<half, half, float>();
+      places(unknown, other, lane);
+    }
+    """
+    lane, i = np.arange(32)[:, None], np.arange(16)[None, :]
+    row = (((lane >> 2) & 4) | ((lane >> 1) & 3)) + (i >> 2) % 2 * 8
+    column = (((lane >> 2) & 2) | (lane & 1)) * 4 + i % 4
+    others = set()
+    for seed in SEEDS:
+        found = [np.zeros((32, 16), np.int32) for _ in range(4)]
+        library(source, "half", False).kernel("f").launch(groups=1, group=32, buffers=found, perturb_seed=seed)
+        np.testing.assert_array_equal(found[0], row * 100 + column + i // 8 * 16)
+        np.testing.assert_array_equal(found[1], (row + i // 8 * 16) * 100 + column)
+        np.testing.assert_array_equal(found[2], row * 100 + column + i // 8 * 16)
+        others.add(found[3].tobytes())
+    assert len(others) >= len(SEEDS) - 2
+
+
+REFUSED = {
+    "half with bfloat": (
+        "auto a = op.get_left_input_cooperative_tensor<half, bfloat, float>(); a[0] = 1.0h;",
+        "expected both operands half, both bfloat or both float",
+    ),
+    "registers of several simdgroups": (
+        "auto a = four.get_left_input_cooperative_tensor<half, half, float>(); a[0] = 1.0h;",
+        "operands in registers need execution_simdgroup",
+    ),
+    "handle": (
+        "tensor<device half, dextents<int, 2>> a(x, dextents<int, 2>(1, 1));",
+        "the software device has only tensor_inline",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_text(name: str) -> None:
+    body, message = REFUSED[name]
+    source = f"""
+    kernel void f(device half* x) {{
+      constexpr auto desc = matmul2d_descriptor(16, 32, 16);
+      matmul2d<desc, execution_simdgroup> op;
+      matmul2d<desc, execution_simdgroups<4>> four;
+      {body}
+    }}
+    """
+    with pytest.raises(CompileError, match=message):
+        library(source, "half", False)
+
+
+def test_language_version() -> None:
+    with pytest.raises(CompileError, match=r"expected Metal language version 4\.0 or later"):
+        device.compile(f"{HEADER}kernel void f() {{}}\n", version=320)
+
+
+def test_one_lane_that_does_not_reach_the_product() -> None:
+    source = REGISTERS.replace("  op.run(left", "  if (lane != 3) op.run(left").replace(
+        "void product(device const T* a", "void product(uint lane, device const T* a"
+    )
+    source = source.replace(", device float* c) { product<A, __VA_ARGS__>(", """, device float* c,
+      uint lane [[thread_index_in_simdgroup]]) { product<A, __VA_ARGS__>(lane, """.replace("\n", "\\\n"))  # fmt: skip
+    buffers = [np.zeros(256, np.float16), np.zeros(512, np.float16), np.zeros(512, np.float32)]
+    with pytest.raises(KernelFault, match="only some threads of the simdgroup") as fault:
+        library(source, "half", True).kernel("nn").launch(groups=1, group=32, buffers=buffers)
+    assert fault.value.faults[0].kind is FaultKind.SIMD
