@@ -15,7 +15,7 @@ ALLOWED = {
     "models": {"base", "quantize", "layers", "checkpoints", "replace"},
     "gpu": {"base", "quantize", "checkpoints"},
     "xlstm": {"base"},
-    "parallel": {"base", "layers"},
+    "parallel": {"base", "layers", "checkpoints", "models"},
     "integrations": {"base", "quantize", "layers", "fuse", "checkpoints", "replace", "models"},
     "cli": {"base", "public", "checkpoints", "gpu"},
     "public": {"base", "quantize", "fuse", "layers", "checkpoints", "models", "gpu", "xlstm"},

@@ -1,28 +1,36 @@
 """Split layers of several processes compute what one process computes."""
 
 import copy
+from types import SimpleNamespace
 
 import numpy as np
-import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as processes
 from accelerate.hooks import ModelHook, add_hook_to_module
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import torch_marlin_metal.integrations.peft  # noqa: F401
 from tests.support.linear_layers import activations, layer_of
-from tests.support.models import IDS, SIZES
-from torch_marlin_metal import quantize_model
+from tests.support.models import IDS, same, tensors
+from tests.support.processes import divisible_llama, error_of, llama_plan, meshes, run
+from torch_marlin_metal import ExpertWeights, MarlinExperts, quantize_model, quantize_weight
+from torch_marlin_metal.layers.experts import silu_gate
 from torch_marlin_metal.layers.fuse import fuse_projections, unfused
 from torch_marlin_metal.layers.linear import MarlinLinear
-from torch_marlin_metal.parallel import MarlinColwiseParallel, MarlinRowwiseParallel
+from torch_marlin_metal.parallel import (
+    MarlinColwiseParallel,
+    MarlinExpertParallel,
+    MarlinRowwiseParallel,
+    SplitPlan,
+    agreement,
+)
 
-HIDDEN, WIDE = 128, 384
+HIDDEN, WIDE = 128, 768
 
 
 class Block(nn.Module):
@@ -37,41 +45,98 @@ class Block(nn.Module):
         return self.down(torch.nn.functional.silu(self.up(x)))
 
 
-def error_of(call) -> str:
-    try:
-        call()
-    except (RuntimeError, ValueError, TypeError) as error:
-        return str(error)
-    return "no error"
-
-
-def compare(rank: int, world: int, file: str) -> None:
+def compare(rank: int, world: int) -> None:
     """Runs in each process."""
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world)
-    mesh = init_device_mesh("cpu", (world,))
     plan = {"up": MarlinColwiseParallel(), "down": MarlinRowwiseParallel()}
-    try:
-        for weight_format, dtype in (("uint4b8", torch.float32), ("uint4", torch.bfloat16), ("nvfp4", torch.float16)):
-            whole = Block(weight_format)
-            split = parallelize_module(copy.deepcopy(whole), mesh, plan)
-            x = activations(3, HIDDEN, dtype=dtype)
-            hidden, part = whole.up(x), split.up(x)
-            columns = slice(rank * WIDE // world, (rank + 1) * WIDE // world)
-            assert torch.equal(part, hidden[:, columns])
-            check_sum(whole.down, hidden, split.down(hidden[:, columns].contiguous()), dtype)
-            with torch.autocast("cpu", torch.bfloat16):
-                check_sum(whole.down, hidden.bfloat16(), split.down(hidden[:, columns].contiguous()), torch.bfloat16)
-            first, second = split(x), copy.deepcopy(split)(x)
-            assert torch.equal(first, second)
-            everyone = [torch.empty_like(first) for _ in range(world)]
-            dist.all_gather(everyone, first)
-            assert all(torch.equal(first, other) for other in everyone)
-            compiled = torch.compile(split, fullgraph=True, backend="aot_eager")
-            assert torch.equal(compiled(x), first)
-        check_generate(mesh)
-        check_errors(rank, world, mesh, plan)
-    finally:
-        dist.destroy_process_group()
+    for mesh in meshes(world):
+        if rank < mesh.size():
+            for weight_format, dtype in (
+                ("uint4b8", torch.float32),
+                ("uint4", torch.bfloat16),
+                ("nvfp4", torch.float16),
+            ):
+                check_block(rank, mesh, plan, weight_format, dtype)
+            check_experts(mesh)
+            check_generate(mesh)
+    mesh = meshes(world)[1]
+    if rank < 2:
+        check_errors(rank, 2, mesh, plan)
+        check_plans(rank, mesh)
+        check_pipelining(rank, mesh)
+
+
+def check_block(rank: int, mesh: DeviceMesh, plan, weight_format: str, dtype: torch.dtype) -> None:
+    world = mesh.size()
+    whole = Block(weight_format)
+    split = parallelize_module(copy.deepcopy(whole), mesh, plan)
+    x = activations(3, HIDDEN, dtype=dtype)
+    hidden, part = whole.up(x), split.up(x)
+    columns = slice(rank * WIDE // world, (rank + 1) * WIDE // world)
+    assert torch.equal(part, hidden[:, columns])
+    gathered = parallelize_module(copy.deepcopy(whole.up), mesh, MarlinColwiseParallel(gather=True))
+    assert torch.equal(gathered(x), hidden)
+    check_sum(whole.down, hidden, split.down(hidden[:, columns].contiguous()), dtype)
+    with torch.autocast("cpu", torch.bfloat16):
+        check_sum(whole.down, hidden.bfloat16(), split.down(hidden[:, columns].contiguous()), torch.bfloat16)
+    first, second = split(x), copy.deepcopy(split)(x)
+    assert torch.equal(first, second)
+    everyone = [torch.empty_like(first) for _ in range(world)]
+    dist.all_gather(everyone, first, group=mesh.get_group())
+    assert all(torch.equal(first, other) for other in everyone)
+    if weight_format == "uint4b8":
+        compiled = torch.compile(split, fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(x), first)
+
+
+def check_experts(mesh: DeviceMesh) -> None:
+    """Compares split experts with all experts in one process: ids that are no expert and weights included."""
+    E, H, inner = 12, 64, 96
+    torch.manual_seed(0)
+    weights = [
+        [quantize_weight(torch.randn(n, k) / 8, "uint4", 32) for n, k in ((inner, H), (inner, H), (H, inner))]
+        for _ in range(E)
+    ]
+    whole = MarlinExperts(
+        ExpertWeights.from_packed([w[:2] for w in weights]),
+        ExpertWeights.from_packed([w[2:] for w in weights]),
+        silu_gate,
+    )
+    split = parallelize_module(copy.deepcopy(whole), mesh, MarlinExpertParallel())
+    assert split.num_experts == E // mesh.size() and split.gate_up.b_packed.untyped_storage().nbytes() == (
+        whole.gate_up.b_packed.untyped_storage().nbytes() // mesh.size()
+    )
+    x, ids = activations(5, H), torch.randint(-1, E + 1, (5, 2))
+    ids[0] = torch.tensor([-1, E])  # no expert at all
+    routing = torch.rand(5, 2)
+    exact = torch.zeros(5, H, dtype=torch.float64)
+    size = torch.zeros(5, H, dtype=torch.float64)
+    for t, s in ((t, s) for t in range(5) for s in range(2) if 0 <= ids[t, s] < E):
+        gate, up, down = (w.dequantize().double() for w in weights[ids[t, s]])
+        a = torch.nn.functional.silu(x[t].double() @ gate) * (x[t].double() @ up)
+        exact[t] += routing[t, s].double() * (a @ down)
+        size[t] += routing[t, s].double() * (
+            a.abs() @ down.abs() + x[t].abs().double() @ (gate.abs() + up.abs()) @ down.abs()
+        )
+    y = split(x, ids, routing)
+    assert y[0].abs().max() == 0 and (y.double() - exact).abs().le(2.0**-16 * size + 1e-6).all()
+    assert torch.equal(y, split(x, ids, routing))
+    half = split(x.bfloat16(), ids, routing)
+    assert half.dtype == torch.bfloat16 and torch.allclose(
+        half.float(), whole(x.bfloat16(), ids, routing).float(), 0.02, 0.02
+    )
+    assert "activations without a gradient" in error_of(lambda: split(x.requires_grad_(), ids, routing))
+    assert "expected MarlinExperts that are not split, got ExpertPart" in error_of(
+        lambda: parallelize_module(split, mesh, MarlinExpertParallel())
+    )
+    if mesh.size() == 2:
+        few = MarlinExperts(
+            ExpertWeights.from_packed([w[:2] for w in weights[:3]]),
+            ExpertWeights.from_packed([w[2:] for w in weights[:3]]),
+            silu_gate,
+        )
+        assert "a number of processes that divides 3 experts, got 2" in error_of(
+            lambda: parallelize_module(few, mesh, MarlinExpertParallel())
+        )
 
 
 def check_sum(layer: MarlinLinear, a: torch.Tensor, y: torch.Tensor, dtype: torch.dtype) -> None:
@@ -84,18 +149,49 @@ def check_sum(layer: MarlinLinear, a: torch.Tensor, y: torch.Tensor, dtype: torc
     assert (np.abs(y.double().numpy() - wanted) <= 2.0**-18 * size + rounding * np.abs(wanted) + 1e-7).all()
 
 
-def check_generate(mesh) -> None:
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=2)).eval()
+def check_generate(mesh: DeviceMesh) -> None:
+    model = divisible_llama()
     quantize_model(model, "uint4", 32, progress=False)
     alone = model.generate(IDS, max_new_tokens=8, do_sample=False)
-    columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
-    rows = ("self_attn.o_proj", "mlp.down_proj")
-    plan = {f"model.layers.*.{name}": MarlinColwiseParallel() for name in columns}
-    plan |= {f"model.layers.*.{name}": MarlinRowwiseParallel() for name in rows}
-    parallelize_module(model, mesh, plan)
+    SplitPlan(mesh, llama_plan()).apply(model)
     assert {type(layer).__name__ for layer in model.model.layers.modules()} >= {"ColumnPart", "RowPart"}
     assert torch.equal(model.generate(IDS, max_new_tokens=8, do_sample=False), alone)
+
+
+def check_plans(rank: int, mesh: DeviceMesh) -> None:
+    """A plan that cannot be followed to its end leaves the model unchanged."""
+    model = Block("uint4b8")
+    model.extra = layer_of("uint4b8", K=HIDDEN, N=7)
+    model.dense = nn.Linear(8, 8)
+    before = tensors(model)
+    columns, rows = MarlinColwiseParallel(), MarlinRowwiseParallel()
+
+    def error(plan) -> str:
+        said = error_of(lambda: SplitPlan(mesh, plan).apply(model))
+        kinds = {type(module) for name, module in model.named_modules() if name}
+        assert kinds == {MarlinLinear, nn.Linear} and same(tensors(model), before)
+        assert not isinstance(model.dense.weight, DTensor)
+        return said
+
+    both = {"up": columns, "down": rows}
+    assert "layer 'extra': split_columns: count: expected a divisor of 7" in error(both | {"extra": columns})
+    foreign = {"dense": ColwiseParallel()}
+    assert "layer 'extra': split_columns" in error(both | foreign | {"extra": columns})
+    assert "got down.proj, which the model lacks" in error(both | {"down.proj": columns})
+    assert "layer 'down': RowwiseParallel is no style for a MarlinLinear" in error({"down": RowwiseParallel()})
+    assert "layer 'dense': MarlinColwiseParallel is no style for a Linear" in error(both | {"dense": columns})
+    model.mixed = layer_of("uint4b8" if rank == 0 else "uint4", K=HIDDEN, N=WIDE)
+    before = tensors(model)
+    assert (
+        "layer 'mixed': MarlinColwiseParallel: expected the same package and weight in every process, got another "
+        in (said := error(both | {"mixed": columns}))
+    )
+    assert "weight format" in said and "in rank 1 of the group than in rank 0" in said
+    agreement.__version__ = "0.0.1" if rank == 1 else agreement.__version__
+    assert "got another version in rank 1" in error(both)
+    square = SimpleNamespace(ndim=2)
+    assert "mesh: expected one dimension, got 2" in error_of(lambda: SplitPlan(square, both))
+    assert "plan: expected at least one name" in error_of(lambda: SplitPlan(mesh, {}))
 
 
 def check_errors(rank: int, world: int, mesh, plan) -> None:
@@ -138,6 +234,18 @@ def check_errors(rank: int, world: int, mesh, plan) -> None:
     )
 
 
-@pytest.mark.parametrize("world", [2])
-def test_split_layers_compute_what_one_process_computes(world, tmp_path):
-    processes.spawn(compare, (world, str(tmp_path / "rendezvous")), nprocs=world)
+def check_pipelining(rank: int, mesh: DeviceMesh) -> None:
+    """PyTorch's own pipeline runs packed layers on the CPU, two microbatches one after the other."""
+    blocks = [Block("uint4b8"), Block("uint4")]
+    x = activations(4, HIDDEN)
+    stage = PipelineStage(blocks[rank], rank, 2, torch.device("cpu"), group=mesh.get_group())
+    schedule = ScheduleGPipe(stage, 2)
+    with torch.no_grad():
+        if rank == 0:
+            schedule.step(x)
+        else:
+            assert torch.equal(schedule.step(), blocks[1](blocks[0](x)))
+
+
+def test_split_layers_compute_what_one_process_computes(tmp_path):
+    run(compare, 4, tmp_path)

@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from torch_marlin_metal.checkpoints.errors import CheckpointError, NotQuantized, UnsupportedFormat
-from torch_marlin_metal.checkpoints.files.safetensors import DTYPES, TensorInfo, parse_json, read_header, read_tensor
+from torch_marlin_metal.checkpoints.files.safetensors import (
+    DTYPES,
+    Slice,
+    TensorInfo,
+    parse_json,
+    read_header,
+    read_tensor,
+)
 
 MAX_CONFIG = 64 << 20
 MAX_NAME = 255  # characters of a file's name that a message shows
@@ -81,13 +88,16 @@ class Checkpoint:
     metadata: dict[str, str]
     loaded: dict[str, Tensor]
 
-    def read(self, name: str, index: int | None = None) -> Tensor:
-        """Reads a tensor, or its part `[index]` along the first dimension."""
+    def read(self, name: str, index: int | None = None, part: Slice | None = None) -> Tensor:
+        """Reads a tensor, or its part `[index]` along the first dimension, or a part of these."""
         if name in self.loaded:
             tensor = self.loaded[name]
+            if part is not None:
+                whole = tensor if index is None else tensor[index]
+                return whole.narrow(part.axis, part.start, part.stop - part.start).clone()
             # Tensors of a pickle may share memory. Copying all of them could take much more memory than the file has.
             return tensor.contiguous() if index is None else tensor[index].clone(memory_format=torch.contiguous_format)
-        return read_tensor(self.tensors[name], index)
+        return read_tensor(self.tensors[name], index, part)
 
     def error(self, name: str, message: str) -> CheckpointError:
         """Makes the error that names a tensor and its file."""

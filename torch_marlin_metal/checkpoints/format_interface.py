@@ -52,6 +52,9 @@ class DirectoryFormat(Format):
         listed: for a format whose settings list the layers, returns their names. Only these names are layers, because
             other tensors may have names like parts of a layer.
         unread: ending -> reason, for tensors that mark a layer whose quantization is not supported.
+        axes: role -> what each dimension of the tensor counts, so that one process's part of a layer can be read alone:
+            "N", "K", "N/8" and "K/8" (words of 8 codes) or "G" (groups). A role of one dimension "order" gives the
+            order of K or each row's group. Empty if a layer can only be read whole.
     """
 
     containers: tuple[str, ...] = ("a directory of safetensors files", "on request, one of PyTorch pickles")
@@ -67,6 +70,7 @@ class DirectoryFormat(Format):
     extras: tuple[str, ...] = ()
     listed: Callable[[Settings], set[str]] | None = None
     unread: Mapping[str, str] = field(default_factory=dict)
+    axes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def resolve(self, settings: Settings) -> "DirectoryFormat":
         """Returns the format of the layers: this one, or the one that it wraps."""

@@ -1,7 +1,7 @@
 """One layer of a checkpoint, which gives readers its tensors by role, and helpers to convert codes and scales."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import isfinite
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torch_marlin_metal.checkpoints.checkpoint import Checkpoint
 from torch_marlin_metal.checkpoints.errors import CheckpointError, UnsupportedFormat
-from torch_marlin_metal.checkpoints.files.safetensors import TensorInfo
+from torch_marlin_metal.checkpoints.files.safetensors import Slice, TensorInfo
 from torch_marlin_metal.formats import GROUP_SIZES
 
 FLOATS = ("F16", "BF16", "F32")
@@ -25,6 +25,7 @@ class Layer:
         roles: role ("scales") -> name of the tensor in the checkpoint.
         expert: for a stack of experts, this layer's index along the first dimension of every tensor.
         refused: for a layer whose quantization is not supported, the reason.
+        parts: for one process's part of a layer, role -> the part of the tensor that it needs.
     """
 
     checkpoint: Checkpoint
@@ -32,6 +33,7 @@ class Layer:
     roles: dict[str, str]
     expert: int | None = None
     refused: str = ""
+    parts: Mapping[str, Slice] = field(default_factory=dict)
 
     def __contains__(self, role: str) -> bool:
         return role in self.roles
@@ -49,7 +51,10 @@ class Layer:
     def shape(self, role: str) -> tuple[int, ...]:
         """Returns the shape of the tensor that `read` returns."""
         shape = self._info(role).torch_shape
-        return shape if self.expert is None else shape[1:]
+        shape = shape if self.expert is None else shape[1:]
+        if (part := self.parts.get(role)) is None:
+            return shape
+        return (*shape[: part.axis], part.stop - part.start, *shape[part.axis + 1 :])
 
     def dtype(self, role: str) -> str:
         """Returns the dtype's name in the file, a key of `DTYPES`."""
@@ -74,7 +79,7 @@ class Layer:
 
     def read(self, role: str) -> Tensor:
         """Reads the tensor from the file."""
-        return self.checkpoint.read(self._info(role).name, self.expert)
+        return self.checkpoint.read(self._info(role).name, self.expert, self.parts.get(role))
 
     def bias(self, N: int) -> Tensor | None:
         """Returns the linear layer's bias `[N]`, checked, or None."""

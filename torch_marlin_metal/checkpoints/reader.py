@@ -15,8 +15,9 @@ from torch_marlin_metal.checkpoints.errors import CheckpointError, UnsupportedFo
 from torch_marlin_metal.checkpoints.format_interface import Format
 from torch_marlin_metal.checkpoints.formats.gguf import GgufSource
 from torch_marlin_metal.checkpoints.known_formats import find_format
-from torch_marlin_metal.checkpoints.layer import fp8_weight
+from torch_marlin_metal.checkpoints.layer import Layer, fp8_weight
 from torch_marlin_metal.checkpoints.options import ReadOptions
+from torch_marlin_metal.checkpoints.part import Part, part_of
 from torch_marlin_metal.packed_weight import PackedWeight, PackedWeightError
 
 
@@ -110,7 +111,14 @@ class DirectorySource:
 
     def convert(self, index: int) -> PackedWeight:
         """Reads one layer and validates it."""
-        layer = self._layers[index]
+        return self._convert(self._layers[index])
+
+    def convert_part(self, index: int, part: Part) -> PackedWeight | None:
+        """Reads a part of one layer and validates it, or returns None if the layer can only be read whole."""
+        layer = part_of(self._layers[index], self.format.axes, part)
+        return None if layer is None else self._convert(layer)
+
+    def _convert(self, layer: Layer) -> PackedWeight:
         if layer.refused:
             raise layer.unsupported(layer.refused, partial(fp8_weight, layer))
         weight = self.format.read(layer, self.checkpoint.settings, self.options)
@@ -201,6 +209,10 @@ class CheckpointReader:
             if self.options.on_unsupported == "error" or error.dequantize is None:
                 raise
             return DenseWeight(self.layer_names[index], error.dequantize(), self.source.bias(index), str(error))
+
+    def read_part(self, index: int, part: Part) -> PackedWeight | None:
+        """Reads one process's part of the layer at an index, or returns None if it can only be read whole."""
+        return self.source.convert_part(index, part) if isinstance(self.source, DirectorySource) else None
 
     def other_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yields (name, tensor) for everything outside the 4-bit layers: embeddings, norms, dense layers."""

@@ -33,6 +33,7 @@ from torch_marlin_metal.models.empty_model import (
 )
 from torch_marlin_metal.models.experts import ExpertLayers, find_experts
 from torch_marlin_metal.models.report import LayerReport, Report, module_bytes
+from torch_marlin_metal.models.split import Split
 from torch_marlin_metal.models.swap import Target, swap
 from torch_marlin_metal.packed_weight import PackedWeight
 from torch_marlin_metal.patterns import Filter, NameFilter, check_patterns, selects
@@ -82,6 +83,7 @@ def load_quantized(
     ignore: NameFilter = (),
     keep: NameFilter = (),
     fuse: bool = False,
+    split: Split | None = None,
     progress: bool = True,
     **fields: Any,
 ) -> Report:
@@ -110,6 +112,7 @@ def load_quantized(
         keep: tensors of the model that the checkpoint may lack; they keep their values. Chosen like `ignore`.
         fuse: compute q, k and v projections in one call, and gate and up projections in another; see
             `fuse_projections`.
+        split: a `torch_marlin_metal.parallel.SplitPlan`: this process reads and holds only its part of some layers.
         progress: show a progress bar.
         **fields: fields of `ReadOptions`, which override those of `options`.
 
@@ -131,6 +134,10 @@ def load_quantized(
     for experts in plan.experts.values():
         if any(selects(exclude, name, experts.target.module) for name in experts.target.names):
             raise ModelMismatchError(f"{OP}: exclude: experts cannot be decoded to floats, got {experts.target.name!r}")
+    if split is not None:
+        whole = {name for target in targets for name in target.names if selects(exclude, name, target.module)}
+        linear = [target for _, target in plan.layers if linear_shape(target.module)]
+        split.begin(OP, model, {name for target in linear for name in target.names} - whole, reader)
     place = torch.device(device) if device is not None else None
     positions = {id(target): index for index, target in plan.layers}
 
@@ -176,7 +183,6 @@ def load_quantized(
             return convert_tied(*plan.tied[id(target)])
         if id(target) in plan.experts:
             return convert_experts(plan.experts[id(target)])
-        weight = reader.read(positions[id(target)])
         shape = linear_shape(target.module)
         entry = LayerReport(
             target.name,
@@ -184,6 +190,12 @@ def load_quantized(
             (shape.N, shape.K) if shape else None,
             bytes_before=module_bytes(target.module),
         )
+        if split is not None and shape is not None:
+            part = split.load(OP, target.names, shape, reader, positions[id(target)], device=place, dtype=dtype)
+            if isinstance(part, MarlinLinear):
+                entry = replace(entry, weight_format=part.weight_format, group_size=part.group_size)
+                return part, replace(entry, bytes_after=module_bytes(part))
+        weight = reader.read(positions[id(target)])
         if weight is None:
             return replace(entry, reason="not read (on_unsupported='skip')")
         reason = weight.reason if isinstance(weight, DenseWeight) else ""

@@ -14,7 +14,9 @@ from torch_marlin_metal.packed_weight import PackedWeight
 _BY_GROUP = ("scales", "zeros")  # fields whose first dimension is the number of groups
 
 
-def split_columns(weight: PackedWeight, count: int, *, parts: Sequence[int] | None = None) -> list[PackedWeight]:
+def split_columns(
+    weight: PackedWeight, count: int, *, parts: Sequence[int] | None = None, only: int | None = None
+) -> list[PackedWeight]:
     """Cuts a weight `[K, N]` into `count` weights `[K, N/count]`, for layers that share their input.
 
     Bias, scales, zero points and a global scale per column are cut with the columns. The other tensors are shared.
@@ -24,6 +26,7 @@ def split_columns(weight: PackedWeight, count: int, *, parts: Sequence[int] | No
         count: the number of weights to return, 1 or more.
         parts: the columns of each projection that the weight holds side by side, for example those of q, k and v. Each
             result then has its share of every projection. The default is one projection of N columns.
+        only: make only this one of the weights, in a list of one.
 
     Raises:
         ValueError: `parts` do not sum to N, or `count` does not divide one of them.
@@ -36,7 +39,7 @@ def split_columns(weight: PackedWeight, count: int, *, parts: Sequence[int] | No
             f"split_columns: count: expected a divisor of {' and '.join(map(str, sizes))} columns, got {count}"
         )
     projections = torch.split(torch.arange(weight.N), sizes)
-    own = [torch.cat([columns.chunk(count)[rank] for columns in projections]) for rank in range(count)]
+    own = (torch.cat([columns.chunk(count)[rank] for columns in projections]) for rank in _chosen(count, only))
     return [reorder_columns(weight, columns) for columns in own]
 
 
@@ -68,7 +71,9 @@ def reorder_columns(weight: PackedWeight, order: Tensor) -> PackedWeight:
     return replace(weight, **cut)
 
 
-def split_rows(weight: PackedWeight, count: int, *, gathered: bool = False) -> list[PackedWeight]:
+def split_rows(
+    weight: PackedWeight, count: int, *, gathered: bool = False, only: int | None = None
+) -> list[PackedWeight]:
     """Cuts a weight `[K, N]` into `count` weights `[K/count, N]`, whose products sum to the whole product.
 
     Part r multiplies the features r * K/count to (r + 1) * K/count - 1 of the activations. The first part keeps the
@@ -81,6 +86,7 @@ def split_rows(weight: PackedWeight, count: int, *, gathered: bool = False) -> l
         gathered: for a weight with an act-order `perm` that moves features between parts. The parts then have no
             `perm`, and part r multiplies the features `weight.perm[r * K/count : (r + 1) * K/count]`.
             `reorder_columns` makes the layer before write them in this order.
+        only: make only this one of the weights, in a list of one.
 
     Raises:
         ValueError: K does not divide into `count` parts at borders of groups, or `perm` moves features between parts
@@ -97,11 +103,11 @@ def split_rows(weight: PackedWeight, count: int, *, gathered: bool = False) -> l
         )
     perms = _perms(weight, rows, gathered)
     result = []
-    for part in range(count):
+    for part in _chosen(count, only):
         first = part * rows
         groups = slice(0, 1) if one_group else slice(first // group_size, -(-(first + rows) // group_size))
-        cut: dict[str, Any] = {n: t[groups].contiguous() for n, t in weight.tensors().items() if n in _BY_GROUP}
-        cut["b_packed"] = weight.b_packed[first // 8 : (first + rows) // 8].contiguous()
+        cut: dict[str, Any] = {n: t[groups].clone() for n, t in weight.tensors().items() if n in _BY_GROUP}
+        cut["b_packed"] = weight.b_packed[first // 8 : (first + rows) // 8].clone()  # a view would keep the whole
         result.append(
             replace(
                 weight,
@@ -112,6 +118,10 @@ def split_rows(weight: PackedWeight, count: int, *, gathered: bool = False) -> l
             )
         )
     return result
+
+
+def _chosen(count: int, only: int | None) -> Sequence[int]:
+    return range(count) if only is None else [only]
 
 
 def _perms(weight: PackedWeight, rows: int, gathered: bool) -> list[Tensor | None]:

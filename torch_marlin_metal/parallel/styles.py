@@ -1,8 +1,9 @@
 """Styles of packed layers for `torch.distributed.tensor.parallel.parallelize_module`."""
 
-import hashlib
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -13,16 +14,17 @@ from torch.distributed.distributed_c10d import GroupName
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from torch_marlin_metal.checkpoints.errors import UnsupportedFormat
+from torch_marlin_metal.checkpoints.part import Part
+from torch_marlin_metal.checkpoints.reader import CheckpointReader
+from torch_marlin_metal.layers.experts import ExpertWeights, MarlinExperts
 from torch_marlin_metal.layers.linear import MarlinLinear
 from torch_marlin_metal.layers.packed_layer import WEIGHT_BUFFERS
+from torch_marlin_metal.models.empty_model import LinearShape, ModelMismatchError, fit_layer
 from torch_marlin_metal.packed_weight import PackedWeight
+from torch_marlin_metal.parallel.agreement import check_weight, gather, number_of
+from torch_marlin_metal.parallel.failures import naming_failed_ranks
 from torch_marlin_metal.parallel.split import split_columns, split_rows
-from torch_marlin_metal.version import __version__
-
-_TENSORS = {"b_packed": "packed words", "global_scale": "global scale"} | {
-    name: name for name in ("scales", "zeros", "lut", "perm", "bias")
-}
-_SAME_ON_EVERY_RANK = ("version", "weight format", "group size", "K", "N", *_TENSORS.values())
 
 
 class _SplitLinear(MarlinLinear):
@@ -33,20 +35,31 @@ class _SplitLinear(MarlinLinear):
 
 
 class ColumnPart(_SplitLinear):
-    """Computes this process' columns: `[..., K]` to `[..., N/count]`."""
+    """Computes this process' columns: `[..., K]` to `[..., N/count]`, or to `[..., N]` if the style gathers them."""
+
+    _gathers: bool
 
     def forward(self, a: Tensor) -> Tensor:
         """Returns this process' columns for activations that every process has."""
         if isinstance(a, DTensor):
             a = a.redistribute(placements=[Replicate()]).to_local()
-        return super().forward(_without_gradient("MarlinColwiseParallel", a))
+        own = super().forward(_without_gradient("MarlinColwiseParallel", a))
+        if not self._gathers:
+            return own
+        return _together(
+            "MarlinColwiseParallel", self._group, lambda: collectives.all_gather_tensor(own, -1, self._group)
+        )
 
 
 class RowPart(_SplitLinear):
     """Computes the whole result from this process' features: `[..., K/count]` to `[..., N]`."""
 
     def forward(self, a: Tensor) -> Tensor:
-        """Returns the sum over all processes, in fp32 and rounded once to a's dtype."""
+        """Returns the sum over all processes, in fp32 and rounded once to a's dtype.
+
+        Raises:
+            RuntimeError: a process ended or hangs; the error names it.
+        """
         if isinstance(a, DTensor):
             a = a.redistribute(placements=[Shard(-1)]).to_local()
         a = _without_gradient("MarlinRowwiseParallel", a)
@@ -58,31 +71,70 @@ class RowPart(_SplitLinear):
             return self._sum(a)
 
     def _sum(self, a: Tensor) -> Tensor:
-        total: Tensor = collectives.all_reduce(super().forward(a.float()), "sum", self._group)
-        return total.to(a.dtype)
+        part = super().forward(a.float())
+        return _sum("MarlinRowwiseParallel", self._group, part).to(a.dtype)
 
 
-class _MarlinParallel(ParallelStyle):
+class ExpertPart(MarlinExperts):
+    """Computes the whole result from this process' experts."""
+
+    is_split = True
+    _group: GroupName
+    _first: int
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Returns the sum over all processes, in fp32 and rounded once: see `MarlinExperts.forward`.
+
+        Raises:
+            RuntimeError: a process ended or hangs; the error names it.
+        """
+        (activation,) = self._activation
+        ids = top_k_index - self._first  # experts of other processes get ids outside of the stack, which add nothing
+        hidden = activation(self.gate_up(_without_gradient("MarlinExpertParallel", hidden_states), ids))
+        kind = hidden.device.type
+        with torch.autocast(kind, enabled=False):  # or each product would be rounded before the sum
+            part = self.down(hidden.float(), ids, top_k_weights, reduce=True)
+        return _sum("MarlinExpertParallel", self._group, part).to(hidden.dtype)
+
+
+class PackedStyle(ParallelStyle):
+    """A style of packed layers."""
+
+    @abstractmethod
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module: ...
+
+
+class LinearStyle(PackedStyle):
     """Replaces a layer's weight by this process' part."""
 
-    kind: type[_SplitLinear]
+    kind: ClassVar[type[_SplitLinear]]
+    by: ClassVar[Literal["columns", "rows"]]
 
     @abstractmethod
     def _part(self, weight: PackedWeight, count: int, rank: int) -> PackedWeight: ...
+
+    def _readable(self) -> bool:
+        """Returns whether the part is one rectangle of the weight."""
+        return True
+
+    def _attributes(self, group: dist.ProcessGroup) -> dict[str, Any]:
+        return {"_group": group.group_name}
+
+    def _split(self, layer: MarlinLinear, group: dist.ProcessGroup) -> nn.Module:
+        """Makes a layer of a part one that knows the other processes."""
+        layer.__class__ = self.kind
+        for name, value in self._attributes(group).items():
+            object.__setattr__(layer, name, value)
+        return layer
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         style = type(self).__name__
         if type(module) is not MarlinLinear:
             raise TypeError(f"{style}: expected a MarlinLinear that is not split, got {type(module).__name__}")
-        if "forward" in module.__dict__:
-            raise TypeError(
-                f"{style}: expected a MarlinLinear with the forward of its class, got one with a forward of its own, "
-                "such as accelerate's hooks set: load the model on one device, or remove them "
-                "(accelerate.hooks.remove_hook_from_module)"
-            )
+        _check_forward(style, module)
         group = device_mesh.get_group()
         weight = module.to_packed()
-        _check_every_rank_has(style, weight, group)
+        check_weight(style, weight, group)
         part = self._part(weight, dist.get_world_size(group), dist.get_rank(group))
         layer = MarlinLinear.from_packed(part, dtype=module.dtype)
         for name in (*WEIGHT_BUFFERS, "packed_format"):
@@ -90,12 +142,72 @@ class _MarlinParallel(ParallelStyle):
         module.bias = layer.bias
         module.in_features, module.out_features = layer.in_features, layer.out_features
         module.group_size = layer.group_size
-        module.__class__ = self.kind
-        object.__setattr__(module, "_group", group.group_name)
-        return module
+        return self._split(module, group)
+
+    def load(
+        self,
+        op: str,
+        name: str,
+        shape: LinearShape,
+        reader: CheckpointReader,
+        index: int,
+        group: dist.ProcessGroup,
+        *,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> nn.Module:
+        """Makes this process' part of a layer from the bytes of a checkpoint that hold it.
+
+        Formats without `DirectoryFormat.axes`, and layers whose part is not a rectangle of each tensor, are read whole
+        and then cut.
+
+        Args:
+            op: the caller's name, for errors.
+            name: the layer's name in the model.
+            shape: the whole layer of the model.
+            reader: the checkpoint, the same in every process.
+            index: the layer's index in the reader.
+            group: the processes; each calls this function.
+            device: see `fit_layer`.
+            dtype: see `fit_layer`.
+
+        Raises:
+            ModelMismatchError: the sizes or biases of model and checkpoint differ.
+            UnsupportedFormat: the layer cannot be a packed layer.
+            ValueError: the layer does not divide by the number of processes.
+        """
+        count, rank = dist.get_world_size(group), dist.get_rank(group)
+        weight = reader.read_part(index, Part(self.by, count, rank)) if self._readable() else None
+        # The zero points of one part can all be 8, which readers take for a format without zero points.
+        kinds = gather([-1 if weight is None else number_of(weight.weight_format)], group)
+        if weight is None or any(kind != kinds[0] for kind in kinds):
+            del weight  # before the whole layer is read
+            weight = self._part(self._whole(op, name, shape, reader, index), count, rank)
+        n, k = (count, 1) if self.by == "columns" else (1, count)
+        _check_sizes(op, name, shape, weight.N * n, weight.K * k)
+        own = replace(shape, N=weight.N, K=weight.K)
+        if shape.bias is not None:
+            own = replace(own, bias=shape.bias[: weight.N] if self.by == "columns" or rank == 0 else None)
+        return self._split(fit_layer(op, name, own, weight, device=device, dtype=dtype), group)
+
+    def _whole(self, op: str, name: str, shape: LinearShape, reader: CheckpointReader, index: int) -> PackedWeight:
+        weight = reader.read(index)
+        if not isinstance(weight, PackedWeight):
+            reason = "it is left out" if weight is None else weight.reason
+            raise UnsupportedFormat(f"{op}: layer {name!r}: {type(self).__name__} splits packed layers only: {reason}")
+        _check_sizes(op, name, shape, weight.N, weight.K)
+        return weight
 
 
-class MarlinColwiseParallel(_MarlinParallel):
+def _check_sizes(op: str, name: str, shape: LinearShape, N: int, K: int) -> None:
+    if (N, K) != (shape.N, shape.K):
+        raise ModelMismatchError(
+            f"{op}: layer {name!r}: expected a weight of [{shape.N}, {shape.K}] as in the model, the checkpoint's is "
+            f"[{N}, {K}]"
+        )
+
+
+class MarlinColwiseParallel(LinearStyle):
     """Splits a `MarlinLinear` by N: every process computes some columns, bit for bit those of the whole layer.
 
     The input is the same on all processes, or a DTensor, which is replicated. The output is this process' part, a
@@ -103,6 +215,7 @@ class MarlinColwiseParallel(_MarlinParallel):
 
     Args:
         parts: for a layer that computes several projections, the columns of each: see `split_columns`.
+        gather: whether every process gets the whole result `[..., N]`, for example that of an output layer.
 
     Raises:
         TypeError: the module is not a `MarlinLinear`, is split already, or has a forward of its own.
@@ -112,16 +225,25 @@ class MarlinColwiseParallel(_MarlinParallel):
     """
 
     kind = ColumnPart
+    by = "columns"
 
-    def __init__(self, *, parts: Sequence[int] | None = None) -> None:
+    def __init__(self, *, parts: Sequence[int] | None = None, gather: bool = False) -> None:
         super().__init__()
-        self.parts = parts
+        if parts is not None and gather:
+            raise ValueError("MarlinColwiseParallel: gather: expected false for a layer of several parts, got true")
+        self.parts, self.gather = parts, gather
 
     def _part(self, weight: PackedWeight, count: int, rank: int) -> PackedWeight:
-        return split_columns(weight, count, parts=self.parts)[rank]
+        return split_columns(weight, count, parts=self.parts, only=rank)[0]
+
+    def _readable(self) -> bool:
+        return self.parts is None
+
+    def _attributes(self, group: dist.ProcessGroup) -> dict[str, Any]:
+        return super()._attributes(group) | {"_gathers": self.gather}
 
 
-class MarlinRowwiseParallel(_MarlinParallel):
+class MarlinRowwiseParallel(LinearStyle):
     """Splits a `MarlinLinear` by K: every process multiplies some features, and the products are summed.
 
     The input is this process' part of the features, or a DTensor, which is cut along its last dimension. The output is
@@ -140,46 +262,105 @@ class MarlinRowwiseParallel(_MarlinParallel):
     """
 
     kind = RowPart
+    by = "rows"
 
     def __init__(self, *, gathered: bool = False) -> None:
         super().__init__()
         self.gathered = gathered
 
     def _part(self, weight: PackedWeight, count: int, rank: int) -> PackedWeight:
-        return split_rows(weight, count, gathered=self.gathered)[rank]
+        return split_rows(weight, count, gathered=self.gathered, only=rank)[0]
+
+    def _readable(self) -> bool:
+        return not self.gathered
+
+
+class MarlinExpertParallel(PackedStyle):
+    """Splits `MarlinExperts` by experts: every process computes what its experts add, and the results are summed.
+
+    Input and output are whole on all processes. The last product is in fp32 and rounded once after the sum.
+
+    Raises:
+        TypeError: the module is not `MarlinExperts`, is split already, or has a forward of its own.
+        ValueError: the number of experts does not divide by the number of processes.
+        RuntimeError: the processes hold different weights or versions of this package. Also for activations that need
+            a gradient.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if not isinstance(module, MarlinExperts) or isinstance(module, ExpertPart):
+            raise TypeError(
+                f"MarlinExpertParallel: expected MarlinExperts that are not split, got {type(module).__name__}"
+            )
+        _check_forward("MarlinExpertParallel", module)
+        group = device_mesh.get_group()
+        count, rank = dist.get_world_size(group), dist.get_rank(group)
+        if module.num_experts % count:
+            raise ValueError(
+                f"MarlinExpertParallel: expected a number of processes that divides {module.num_experts} experts, got "
+                f"{count}"
+            )
+        for stack in (module.gate_up, module.down):
+            tensors: dict[str, Any] = {name: stack._buffers[name] for name in WEIGHT_BUFFERS}
+            check_weight(
+                "MarlinExpertParallel",
+                PackedWeight(
+                    weight_format=stack.weight_format, group_size=stack.group_size, bias=stack.bias, **tensors
+                ),
+                group,
+            )
+        share = module.num_experts // count
+        own = slice(rank * share, (rank + 1) * share)
+        module.gate_up, module.down = _experts(module.gate_up, own), _experts(module.down, own)
+        module.__class__ = ExpertPart
+        object.__setattr__(module, "_group", group.group_name)
+        object.__setattr__(module, "_first", own.start)
+        return module
+
+
+def _experts(stack: ExpertWeights, own: slice) -> ExpertWeights:
+    """Returns a stack of some experts of another stack, with memory of its own."""
+    part = ExpertWeights(
+        own.stop - own.start,
+        stack.in_features,
+        stack.sizes,
+        weight_format=stack.weight_format,
+        group_size=stack.group_size,
+        device="meta",
+        dtype=stack.dtype,
+    ).train(stack.training)
+    part._buffers = {
+        name: t if t is None or name in ("lut", "packed_format") else t[own].clone()
+        for name, t in stack._buffers.items()
+    }
+    if stack.bias is not None:
+        part.bias = nn.Parameter(stack.bias.detach()[own].clone(), requires_grad=False)
+    return part
+
+
+def _check_forward(style: str, module: nn.Module) -> None:
+    if "forward" in module.__dict__:
+        raise TypeError(
+            f"{style}: expected a {type(module).__name__} with the forward of its class, got one with a forward of its "
+            "own, such as accelerate's hooks set: load the model on one device, or remove them "
+            "(accelerate.hooks.remove_hook_from_module)"
+        )
+
+
+def _together(style: str, group: GroupName, call: Callable[[], Tensor]) -> Tensor:
+    """Runs a collective operation and waits for it; an error names the processes that failed."""
+    if torch.compiler.is_compiling():
+        return call()
+    with naming_failed_ranks(style, torch._C._distributed_c10d._resolve_process_group(group)):
+        result = call()
+        return result.wait() if isinstance(result, collectives.AsyncCollectiveTensor) else result
+
+
+def _sum(style: str, group: GroupName, part: Tensor) -> Tensor:
+    return _together(style, group, lambda: collectives.all_reduce(part, "sum", group))
 
 
 def _without_gradient(style: str, a: Tensor) -> Tensor:
     if a.requires_grad and torch.is_grad_enabled():
         raise RuntimeError(f"{style}: a: expected activations without a gradient, got requires_grad=True")
     return a
-
-
-def _digest(tensor: Tensor | None) -> int:
-    """Returns a number that differs for most tensors, also for those that differ only in the order of columns."""
-    if tensor is None:
-        return -1
-    held = tensor.detach().contiguous()
-    rows = held.view(1, -1) if held.dim() < 2 else held
-    columns = (rows.view(torch.uint8) if held.is_floating_point() else rows).sum(0, dtype=torch.int64)
-    return int((columns * torch.arange(1, len(columns) + 1, device=columns.device)).sum())
-
-
-def _check_every_rank_has(style: str, weight: PackedWeight, group: dist.ProcessGroup) -> None:
-    """Raises an error that names the ranks whose package or weight is not rank 0's."""
-    values = [
-        *(int(hashlib.sha256(name.encode()).hexdigest()[:12], 16) for name in (__version__, weight.weight_format)),
-        *(weight.group_size, weight.K, weight.N),
-        *(_digest(getattr(weight, name)) for name in _TENSORS),
-    ]
-    own = torch.tensor(values)
-    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everyone, own, group)
-    for rank, other in enumerate(everyone):
-        same = (other == everyone[0]).tolist()
-        if not all(same):
-            different = [name for name, equal in zip(_SAME_ON_EVERY_RANK, same, strict=True) if not equal]
-            raise RuntimeError(
-                f"{style}: expected the same package and weight in every process, got another "
-                f"{' and '.join(different)} in rank {rank} of the group than in rank 0"
-            )

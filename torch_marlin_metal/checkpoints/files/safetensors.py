@@ -175,8 +175,21 @@ class _Blocks:
 _blocks = _Blocks()
 
 
-def read_tensor(info: TensorInfo, index: int | None = None) -> Tensor:
-    """Reads one tensor, or `tensor[index]` along its first dimension, into memory of its own.
+class Slice(NamedTuple):
+    """The part `start` to `stop` of a tensor along its dimension `axis`, which is 0 or 1."""
+
+    axis: int
+    start: int
+    stop: int
+
+
+def read_tensor(info: TensorInfo, index: int | None = None, part: Slice | None = None) -> Tensor:
+    """Reads one tensor, or a part of it, into memory of its own. No other byte of the file is read.
+
+    Args:
+        info: the tensor's place.
+        index: read only `tensor[index]` along its first dimension.
+        part: read only this part of the tensor, which has one or two dimensions (after `index`).
 
     Raises:
         CheckpointError: the file has become unreadable or shorter since its header was read, or memory for the tensor
@@ -187,16 +200,27 @@ def read_tensor(info: TensorInfo, index: int | None = None) -> Tensor:
         nbytes //= shape[0]
         offset += index * nbytes
         shape = shape[1:]
+    step, runs, run = nbytes, 1, nbytes  # the bytes are `runs` runs of `run` bytes, `step` bytes apart
+    if part is not None:
+        inner = nbytes // prod(shape[: part.axis + 1])
+        runs, step = (1, nbytes) if part.axis == 0 else (shape[0], nbytes // shape[0])
+        offset, run = offset + part.start * inner, (part.stop - part.start) * inner
+        nbytes = runs * run
+        shape = (*shape[: part.axis], part.stop - part.start, *shape[part.axis + 1 :])
     try:
         raw = _blocks.take(nbytes) if nbytes >= POOLED_BYTES else torch.empty(nbytes, dtype=torch.uint8)
     except (MemoryError, RuntimeError) as error:  # torch's allocator raises RuntimeError
         raise CheckpointError(f"{info.file}: tensor {info.name!r}: no memory for its {nbytes} bytes") from error
     try:
         with info.file.open("rb", buffering=0) as stream:
-            stream.seek(offset)
             view, done = memoryview(raw.numpy().data), 0
-            while done < nbytes and (count := stream.readinto(view[done:])):
-                done += count
+            for number in range(runs):
+                stream.seek(offset + number * step)
+                end = (number + 1) * run
+                while done < end and (count := stream.readinto(view[done:end])):
+                    done += count
+                if done < end:
+                    break
     except OSError as error:
         raise CheckpointError(f"{info.file}: tensor {info.name!r}: cannot be read ({error.strerror})") from error
     if done != nbytes:

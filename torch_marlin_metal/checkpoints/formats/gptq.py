@@ -183,6 +183,13 @@ FORMAT = DirectoryFormat(
     anchors={".qweight": "qweight"},
     roles=endings("qzeros", "scales", "g_idx", "bias"),
     fields={"b_packed": "qweight", "scales": "scales", "zeros": "qzeros", "perm": "g_idx", "bias": "bias"},
+    axes={
+        "qweight": ("K/8", "N"),
+        "scales": ("G", "N"),
+        "qzeros": ("G", "N/8"),
+        "g_idx": ("order",),
+        "bias": ("N",),
+    },
     check=_check,
     read=read,
     implied=_implied,

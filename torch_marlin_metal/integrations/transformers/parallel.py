@@ -15,7 +15,7 @@ class _Refusal(TensorParallelLayer):  # type: ignore[misc]
         """Raises an error for every parameter that a plan names."""
         raise NotImplementedError(
             "from_pretrained: distributed_config: expected tp_size=1 and ep_size=1 for a model with packed weights, "
-            "got a plan that splits it; load the whole model in every process and split its layers with "
+            "got a plan that splits it; load each process's part by load_quantized(split=) with a SplitPlan of "
             "torch_marlin_metal.parallel"
         )
 

@@ -1,0 +1,93 @@
+"""Finds the bytes of a checkpoint that hold one process's part of a layer."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from torch_marlin_metal.checkpoints.files.safetensors import Slice
+from torch_marlin_metal.checkpoints.layer import Layer
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of `count` equal parts of a layer `[K, N]`: number `rank` of its columns (N) or of its rows (K)."""
+
+    by: Literal["columns", "rows"]
+    count: int
+    rank: int
+
+
+def part_of(layer: Layer, axes: Mapping[str, tuple[str, ...]], part: Part) -> Layer | None:
+    """Returns a layer that reads only a part of the given one.
+
+    Args:
+        layer: the whole layer.
+        axes: see `DirectoryFormat.axes`.
+        part: which part.
+
+    Returns:
+        None if the part's values are not a rectangle of every tensor. That is so for rows of a weight with act-order or
+        with one group, and where a border is inside a word or a group.
+    """
+    roles = [role for role in layer.roles if role in axes]
+    if layer.refused or any(len(axes[role]) != len(layer.shape(role)) for role in roles):
+        return None
+    sizes = _sizes(layer, axes, roles)
+    if sizes is None:
+        return None
+    K, N, G = sizes
+    if part.by == "columns":
+        border, labels = N // part.count, {"N": 1, "N/8": 8}
+        if N % part.count or ("N/8" in {axis for role in roles for axis in axes[role]} and border % 8):
+            return None
+        return replace(layer, parts=_slices(layer, axes, roles, labels, border * part.rank, border))
+    group_size, border = K // G, K // part.count
+    if G == 1 or K % G or K % part.count or border % group_size or border % 8:
+        return None
+    dropped = set()
+    for role in roles:
+        if axes[role] == ("order",):
+            if not torch.equal(layer.read(role).long(), torch.arange(K) // group_size):
+                return None
+            dropped.add(role)
+    if part.rank > 0:
+        dropped.add("bias")  # the sum over all parts then has it once
+    kept = {role: name for role, name in layer.roles.items() if role not in dropped}
+    labels = {"K": 1, "K/8": 8, "G": group_size}
+    return replace(layer, roles=kept, parts=_slices(layer, axes, list(kept), labels, border * part.rank, border))
+
+
+def _sizes(layer: Layer, axes: Mapping[str, tuple[str, ...]], roles: list[str]) -> tuple[int, int, int] | None:
+    """Returns K, N and G, or None if the tensors' shapes do not agree or do not say them."""
+    found: dict[str, set[int]] = {"K": set(), "N": set(), "G": set()}
+    for role in roles:
+        for axis, size in zip(axes[role], layer.shape(role), strict=True):
+            per_word = 8 if axis.endswith("/8") else 1
+            if axis != "order" and not (role == "global_scale" and size == 1):
+                found[axis[0]].add(size * per_word)
+    if any(len(values) != 1 for values in found.values()):
+        return None
+    (K,), (N,), (G,) = found["K"], found["N"], found["G"]
+    return (K, N, G) if min(K, N, G) > 0 else None
+
+
+def _slices(
+    layer: Layer,
+    axes: Mapping[str, tuple[str, ...]],
+    roles: list[str],
+    labels: Mapping[str, int],
+    first: int,
+    count: int,
+) -> dict[str, Slice]:
+    """Returns the part of each tensor that holds `count` columns or rows from `first`.
+
+    `labels` has the axes that are cut, and how many columns or rows one entry of each holds.
+    """
+    slices = {}
+    for role in roles:
+        for axis, label in enumerate(axes.get(role, ())):
+            if (per_entry := labels.get(label)) and layer.shape(role)[axis] > 1:
+                slices[role] = Slice(axis, first // per_entry, (first + count) // per_entry)
+    return slices

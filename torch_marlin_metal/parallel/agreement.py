@@ -1,0 +1,93 @@
+"""Checks that all processes have the same package, checkpoint and weights, and names those that do not."""
+
+import hashlib
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torch_marlin_metal.checkpoints.reader import CheckpointReader, DirectorySource
+from torch_marlin_metal.packed_weight import PackedWeight
+from torch_marlin_metal.version import __version__
+
+SAMPLE = 4096  # bytes at the start of each tensor that tell checkpoints apart
+_TENSORS = {"b_packed": "packed words", "global_scale": "global scale"} | {
+    name: name for name in ("scales", "zeros", "lut", "perm", "bias")
+}
+
+
+def number_of(text: str | bytes) -> int:
+    """Returns a number that differs for most texts, and is the same in every process."""
+    data = text.encode() if isinstance(text, str) else text
+    return int(hashlib.sha256(data).hexdigest()[:12], 16)
+
+
+def gather(values: list[int], group: dist.ProcessGroup) -> list[list[int]]:
+    """Returns the values of every process, in the order of ranks."""
+    own = torch.tensor(values, dtype=torch.int64)
+    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, own, group)
+    return [other.tolist() for other in everyone]
+
+
+def check_same(what: str, values: Mapping[str, int], group: dist.ProcessGroup) -> None:
+    """Raises an error that names the first rank whose values are not those of rank 0.
+
+    Args:
+        what: the operation and what must be the same, for the error.
+        values: number by name; every process has the same names.
+        group: the processes; each calls this function.
+
+    Raises:
+        RuntimeError: a process has other values.
+    """
+    everyone = gather(list(values.values()), group)
+    for rank, other in enumerate(everyone):
+        different = [name for name, a, b in zip(values, everyone[0], other, strict=True) if a != b]
+        if different:
+            raise RuntimeError(
+                f"{what} in every process, got another {' and '.join(different)} in rank {rank} of the group than in "
+                "rank 0"
+            )
+
+
+def check_weight(op: str, weight: PackedWeight, group: dist.ProcessGroup) -> None:
+    """Raises an error that names the rank whose package or weight is not rank 0's."""
+    values = {"version": number_of(__version__), "weight format": number_of(weight.weight_format)}
+    values |= {"group size": weight.group_size, "K": weight.K, "N": weight.N}
+    values |= {name: _digest(getattr(weight, field)) for field, name in _TENSORS.items()}
+    check_same(f"{op}: expected the same package and weight", values, group)
+
+
+def check_checkpoint(op: str, reader: CheckpointReader, group: dist.ProcessGroup) -> None:
+    """Raises an error that names the rank whose package or checkpoint is not rank 0's.
+
+    Of the checkpoint it compares the names, dtypes and shapes of tensors and the first bytes of each.
+    """
+    values = {"version": number_of(__version__), "checkpoint": _sample(reader)}
+    check_same(f"{op}: expected the same package and checkpoint", values, group)
+
+
+def _sample(reader: CheckpointReader) -> int:
+    whole = hashlib.sha256()
+    if not isinstance(reader.source, DirectorySource):
+        with reader.path.open("rb") as stream:
+            return number_of(stream.read(1 << 20) + str(reader.path.stat().st_size).encode())
+    for name, info in sorted(reader.source.checkpoint.tensors.items()):
+        whole.update(f"{name} {info.dtype} {info.shape}".encode())
+        if info.nbytes and name not in reader.source.checkpoint.loaded:
+            with info.file.open("rb", buffering=0) as stream:
+                stream.seek(info.offset)
+                whole.update(stream.read(min(SAMPLE, info.nbytes)))
+    return number_of(whole.digest())
+
+
+def _digest(tensor: Tensor | None) -> int:
+    """Returns a number that differs for most tensors, also for those that differ only in the order of columns."""
+    if tensor is None:
+        return -1
+    held = tensor.detach().contiguous()
+    rows = held.view(1, -1) if held.dim() < 2 else held.view(-1, held.shape[-1])
+    columns = (rows.view(torch.uint8) if held.is_floating_point() else rows).sum(0, dtype=torch.int64)
+    return int((columns * torch.arange(1, len(columns) + 1, device=columns.device)).sum())

@@ -1,0 +1,68 @@
+"""Names the processes that ended or hang when an operation between processes fails."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+GRACE = 2.0  # seconds that a process has to report the same failure, and no longer than that between two processes
+
+
+@contextmanager
+def naming_failed_ranks(operation: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """Raises an error that names the processes that ended or hang, if communication inside the block fails.
+
+    gloo's own error has at most an address. Each process that fails says so in the store by which the processes met.
+    Those that say nothing are named. If the process that holds the store (rank 0) has ended, it is named.
+
+    A process learns of a hanging one after the timeout of `init_process_group`, which is 30 minutes unless it is set.
+
+    Args:
+        operation: what the processes do, for the error.
+        group: the processes; None means all.
+
+    Raises:
+        RuntimeError: communication inside the block raised this error.
+    """
+    if torch.compiler.is_compiling():
+        yield
+        return
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(f"{operation}: {_culprits(group or dist.distributed_c10d._get_default_group())}") from error
+
+
+def _culprits(group: dist.ProcessGroup) -> str:
+    """Reports this process's failure and returns a sentence about the processes that do not report any."""
+    ranks, own = dist.get_process_group_ranks(group), dist.get_rank()
+    prefix = f"torch_marlin_metal/failed/{group.group_name}"
+    now = time.monotonic()
+    end, since = now + _timeout(group) + GRACE, now
+    missing = set(ranks) - {own}
+    try:
+        store = _get_default_store()
+        store.set(f"{prefix}/{own}", "1")
+        while missing and now < end and not (len(missing) == 1 and now > since + GRACE):
+            left = {rank for rank in missing if not store.check([f"{prefix}/{rank}"])}
+            if left != missing:
+                missing, since = left, now
+            time.sleep(0.05)
+            now = time.monotonic()
+        if own == 0:
+            time.sleep(GRACE / 4)  # the store ends with this process, and others still ask it
+    except RuntimeError:
+        missing = {0}
+    if not missing:
+        return "communication failed in every process"
+    listed = " and ".join(f"rank {rank}" for rank in sorted(missing))
+    return f"{listed} of {dist.get_world_size()} ended, or did not answer in {_timeout(group):g} seconds"
+
+
+def _timeout(group: dist.ProcessGroup) -> float:
+    """Returns the seconds after which an operation of the group fails."""
+    options = group._get_backend(torch.device("cpu")).options
+    return float(options._timeout.total_seconds())
