@@ -360,7 +360,7 @@ def test_only_one_layer_is_in_memory_at_a_time(tmp_path, rng, monkeypatch) -> No
     read: list[str] = []
     original = checkpoint.read_tensor
     monkeypatch.setattr(
-        checkpoint, "read_tensor", lambda info, i=None: (read.append(info.name[0]), original(info, i))[1]
+        checkpoint, "read_tensor", lambda info, *part: (read.append(info.name[0]), original(info, *part))[1]
     )
     layers = convert.read_layers(tmp_path)
     for copy in "abc":

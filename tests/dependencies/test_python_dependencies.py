@@ -16,7 +16,7 @@ ALLOWED = {
     "gpu": {"base", "quantize", "checkpoints"},
     "xlstm": {"base"},
     "parallel": {"base", "layers", "checkpoints", "models"},
-    "integrations": {"base", "quantize", "layers", "fuse", "checkpoints", "replace", "models"},
+    "integrations": {"base", "quantize", "layers", "fuse", "checkpoints", "replace", "models", "parallel"},
     "cli": {"base", "public", "checkpoints", "gpu"},
     "public": {"base", "quantize", "fuse", "layers", "checkpoints", "models", "gpu", "xlstm"},
 }

@@ -1,20 +1,121 @@
-"""transformers' own tensor parallelism is refused by name: it would leave packed buffers whole."""
+"""transformers' tensor parallelism on the CPU: each process reads its part of the packed layers, or an error names why."""
 
-import pytest
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
-from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+import shutil
+from pathlib import Path
 
-from tests.support.models import SIZES
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
+
+from tests.support.models import IDS
+from tests.support.processes import divisible_llama, run
+from torch_marlin_metal.checkpoints import checkpoint
 from torch_marlin_metal.integrations.transformers import MarlinConfig
+from torch_marlin_metal.layers.embedding import MarlinEmbedding
+from torch_marlin_metal.layers.linear import MarlinLinear
+from torch_marlin_metal.parallel.styles import ColumnPart, RowPart
+
+WORLD = 2
 
 
-def test_a_plan_of_transformers_is_refused(tmp_path) -> None:
-    LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=MarlinConfig("uint4", 32))
-    plan = model._expand_parallel_plan(model.tp_plan)  # as from_pretrained does for tp_size > 1
-    assert any("q_proj" in name for name in plan)
-    for name, style in plan.items():
-        with pytest.raises(
-            NotImplementedError, match=r"distributed_config: expected tp_size=1 .*torch_marlin_metal\.par"
-        ):
-            apply_tensor_parallelism(model, None, {name: style})
+def save(folder: Path) -> None:
+    divisible_llama(1).save_pretrained(folder / "floats")
+    for name, options in (("layers", {}), ("all", {"quantize_head": True, "quantize_embeddings": True})):
+        options = MarlinConfig("uint4", 32, **options)
+        model = AutoModelForCausalLM.from_pretrained(folder / "floats", quantization_config=options)
+        model.save_pretrained(folder / name)
+    shutil.copytree(folder / "layers", folder / "other")
+    (file,) = (folder / "other").glob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+def load(path: Path, plan: dict[str, str] | None = None, **options) -> torch.nn.Module:
+    options = {"tp_size": WORLD} | options
+    config = DistributedConfig(**options) if plan is None else DistributedConfig(tp_plan=plan, **options)
+    return AutoModelForCausalLM.from_pretrained(path, distributed_config=config)
+
+
+def error_of(call) -> str:
+    try:
+        call()
+    except (NotImplementedError, RuntimeError, ValueError) as error:
+        return str(error)
+    return "no error"
+
+
+def tokens(model) -> torch.Tensor:
+    return model.generate(IDS, max_new_tokens=8, do_sample=False)
+
+
+def compare(rank: int, world: int, folder: Path) -> None:
+    """Runs in each process."""
+    read: dict[str, int] = {}
+    read_tensor = checkpoint.read_tensor
+
+    def counted(info, index=None, part=None):
+        tensor = read_tensor(info, index, part)
+        read[info.name] = read.get(info.name, 0) + tensor.nbytes
+        return tensor
+
+    checkpoint.read_tensor = counted
+    alone = tokens(AutoModelForCausalLM.from_pretrained(folder / "layers"))
+    everything = dict(read)
+    read.clear()
+    model = load(folder / "layers")
+    assert {type(m) for m in model.modules() if isinstance(m, MarlinLinear)} == {ColumnPart, RowPart}
+    split = [name for name in read if name.endswith((".b_packed", ".scales", ".zeros"))]
+    assert len(split) == 7 * 3 and all(read[name] * world == everything[name] for name in split)
+    assert torch.equal(tokens(model), alone)
+    assert "expected a whole weight, got one process' part of it" in error_of(
+        lambda: model.save_pretrained(folder / "x")
+    )
+
+    alone = tokens(AutoModelForCausalLM.from_pretrained(folder / "all"))
+    assert "layer 'model.embed_tokens': expected replicate for this packed layer, got 'embedding_rowwise'" in error_of(
+        lambda: load(folder / "all")
+    )
+    model = load(folder / "all", {"model.embed_tokens": "replicate"})
+    assert (type(model.model.embed_tokens), type(model.lm_head)) == (MarlinEmbedding, ColumnPart), (
+        model,
+        model.tp_plan,
+    )
+    assert torch.equal(tokens(model), alone)
+
+    up = "model.layers.*.mlp.up_proj"
+    assert "tp_plan: layer 'model.layers.0.mlp.up_proj': expected colwise, " in error_of(
+        lambda: load(folder / "layers", {up: "rowwise_split_input"})
+    )
+    assert "tp_plan: layer 'model.layers.0.mlp': expected a style for this module" in error_of(
+        lambda: load(folder / "layers", {"model.layers.*.mlp": "all_reduce"})
+    )
+    model = load(
+        folder / "layers", dict.fromkeys([up, up.replace("up", "gate"), up.replace("up", "down")], "replicate")
+    )
+    assert type(model.model.layers[0].mlp.up_proj) is MarlinLinear
+    assert torch.equal(tokens(model), tokens(AutoModelForCausalLM.from_pretrained(folder / "layers")))
+    assert "expected tp_size=1 for a checkpoint of floats" in error_of(
+        lambda: AutoModelForCausalLM.from_pretrained(
+            folder / "floats",
+            quantization_config=MarlinConfig("uint4", 32),
+            distributed_config=DistributedConfig(tp_size=WORLD),
+        )
+    )
+    for option in ("fsdp_size", "pp_size"):
+        said = error_of(lambda option=option: load(folder / "layers", tp_size=1, **{option: WORLD}))
+        name = "dp_size" if option == "fsdp_size" else option
+        assert (
+            f"distributed_config: expected ep_size, dp_size, pp_size of 1 for a model with packed weights, got {name}=2"
+            in said
+        )
+    assert "got another checkpoint in rank 1 of the group than in rank 0" in error_of(
+        lambda: load(folder / ("other" if rank else "layers"))
+    )
+    dist.barrier()
+
+
+def test_each_process_reads_its_part(tmp_path) -> None:
+    save(tmp_path)
+    run(compare, WORLD, tmp_path, tmp_path)

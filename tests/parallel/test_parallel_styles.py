@@ -74,7 +74,7 @@ def check_block(rank: int, mesh: DeviceMesh, plan, weight_format: str, dtype: to
     columns = slice(rank * WIDE // world, (rank + 1) * WIDE // world)
     assert torch.equal(part, hidden[:, columns])
     gathered = parallelize_module(copy.deepcopy(whole.up), mesh, MarlinColwiseParallel(gather=True))
-    assert torch.equal(gathered(x), hidden)
+    assert torch.equal(gathered(x), hidden) and torch.equal(gathered(x[None]), hidden[None])
     check_sum(whole.down, hidden, split.down(hidden[:, columns].contiguous()), dtype)
     with torch.autocast("cpu", torch.bfloat16):
         check_sum(whole.down, hidden.bfloat16(), split.down(hidden[:, columns].contiguous()), torch.bfloat16)

@@ -27,7 +27,8 @@ def run(
     *arguments: Any,
     timeout: float = 120,
     start_method: str = "forkserver",
-) -> None:
+    join: bool = True,
+) -> Any:
     """Runs `function(rank, world, *arguments)` in `world` processes with one thread each, joined by gloo.
 
     Args:
@@ -37,9 +38,13 @@ def run(
         *arguments: passed on.
         timeout: seconds that a process waits for the others.
         start_method: of Python's multiprocessing.
+        join: whether to wait for the processes.
+
+    Returns:
+        What waits for the processes, if `join` is false.
     """
     arguments = (function, world, str(folder / "rendezvous"), timeout, arguments)
-    processes.start_processes(_process, arguments, nprocs=world, start_method=start_method)
+    return processes.start_processes(_process, arguments, world, join, start_method=start_method)
 
 
 def _process(

@@ -11,7 +11,7 @@ from torch_marlin_metal.checkpoints.reader import CheckpointReader, DirectorySou
 from torch_marlin_metal.packed_weight import PackedWeight
 from torch_marlin_metal.version import __version__
 
-SAMPLE = 4096  # bytes at the start of each tensor that tell checkpoints apart
+SAMPLE = 4096  # bytes at the start and at the end of each tensor that tell checkpoints apart
 _TENSORS = {"b_packed": "packed words", "global_scale": "global scale"} | {
     name: name for name in ("scales", "zeros", "lut", "perm", "bias")
 }
@@ -63,7 +63,7 @@ def check_weight(op: str, weight: PackedWeight, group: dist.ProcessGroup) -> Non
 def check_checkpoint(op: str, reader: CheckpointReader, group: dist.ProcessGroup) -> None:
     """Raises an error that names the rank whose package or checkpoint is not rank 0's.
 
-    Of the checkpoint it compares the names, dtypes and shapes of tensors and the first bytes of each.
+    Of the checkpoint it compares the names, dtypes and shapes of tensors and the first and last bytes of each.
     """
     values = {"version": number_of(__version__), "checkpoint": _sample(reader)}
     check_same(f"{op}: expected the same package and checkpoint", values, group)
@@ -78,8 +78,10 @@ def _sample(reader: CheckpointReader) -> int:
         whole.update(f"{name} {info.dtype} {info.shape}".encode())
         if info.nbytes and name not in reader.source.checkpoint.loaded:
             with info.file.open("rb", buffering=0) as stream:
-                stream.seek(info.offset)
-                whole.update(stream.read(min(SAMPLE, info.nbytes)))
+                size = min(SAMPLE, info.nbytes)
+                for start in (info.offset, info.offset + info.nbytes - size):
+                    stream.seek(start)
+                    whole.update(stream.read(size))
     return number_of(whole.digest())
 
 

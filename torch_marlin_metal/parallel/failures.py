@@ -33,7 +33,8 @@ def naming_failed_ranks(operation: str, group: dist.ProcessGroup | None = None) 
     try:
         yield
     except RuntimeError as error:
-        raise RuntimeError(f"{operation}: {_culprits(group or dist.distributed_c10d._get_default_group())}") from error
+        culprits = _culprits(group or dist.distributed_c10d._get_default_group())
+        raise RuntimeError(f"{operation}: {culprits}: {error}") from error
 
 
 def _culprits(group: dist.ProcessGroup) -> str:

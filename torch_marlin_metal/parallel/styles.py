@@ -47,7 +47,7 @@ class ColumnPart(_SplitLinear):
         if not self._gathers:
             return own
         return _together(
-            "MarlinColwiseParallel", self._group, lambda: collectives.all_gather_tensor(own, -1, self._group)
+            "MarlinColwiseParallel", self._group, lambda: collectives.all_gather_tensor(own, own.dim() - 1, self._group)
         )
 
 

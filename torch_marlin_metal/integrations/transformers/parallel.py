@@ -1,30 +1,126 @@
-"""Refuses the tensor parallelism of transformers, which shards parameters and would leave packed buffers whole."""
+"""Follows the tensor-parallel plan of transformers: each process loads its part of the packed layers.
 
-from typing import Any, NoReturn
+transformers hooks the placeholders of packed layers as it hooks float layers. Its hooks go away with the placeholders,
+and layers of `torch_marlin_metal.parallel` take their place.
+"""
 
-from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
-from transformers.distributed.tensor_parallel import TensorParallelLayer
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
-NAME = "marlin_refused"
+import torch
+from torch import nn
+from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
+
+from torch_marlin_metal.checkpoints.reader import CheckpointReader
+from torch_marlin_metal.models.empty_model import LinearShape
+
+if TYPE_CHECKING:
+    from torch_marlin_metal.parallel.styles import LinearStyle
+
+WHOLE = "replicate"  # transformers' style of a layer that every process holds
+_STYLES: dict[str, dict[str, Any]] = {
+    "colwise": {},
+    "colwise_gather_output": {"gather": True},
+    "colwise_rep": {"gather": True},
+    "packed_colwise": {"parts": 2},
+    "rowwise": {},
+}
+_SIZES = ("ep_size", "dp_size", "pp_size")
 
 
-class _Refusal(TensorParallelLayer):  # type: ignore[misc]
-    """A style that no layer takes."""
+def check_sizes(op: str, model: Any, pre_quantized: bool) -> None:
+    """Refuses ways to distribute a model that would leave packed layers whole or lose them.
 
-    def validate_param(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raises an error for every parameter that a plan names."""
+    Raises:
+        NotImplementedError: the config of `from_pretrained` asks for one.
+    """
+    config = getattr(model.config, "distributed_config", None)
+    asked = [name for name in _SIZES if (getattr(config, name, 1) or 1) > 1]
+    if asked:
         raise NotImplementedError(
-            "from_pretrained: distributed_config: expected tp_size=1 and ep_size=1 for a model with packed weights, "
-            "got a plan that splits it; load each process's part by load_quantized(split=) with a SplitPlan of "
-            "torch_marlin_metal.parallel"
+            f"{op}: distributed_config: expected {', '.join(_SIZES)} of 1 for a model with packed weights, got "
+            + ", ".join(f"{name}={getattr(config, name)}" for name in asked)
+        )
+    tp_size = getattr(config, "tp_size", 1) or 1
+    if not pre_quantized and tp_size > 1:
+        raise NotImplementedError(
+            f"{op}: distributed_config: expected tp_size=1 for a checkpoint of floats that is quantized while it "
+            f"loads, got {tp_size}; quantize it once (torch-marlin-metal quantize), then load the result in parts"
         )
 
-    def install_forward(self, module: Any, mesh: Any) -> NoReturn:
-        """Raises an error for every module that a plan names."""
-        self.validate_param()
+
+class TransformersSplit:
+    """The plan by which transformers splits a model.
+
+    Args:
+        op: the caller's name, for errors.
+        model: a model of `from_pretrained` with a `tp_size` above 1.
+    """
+
+    def __init__(self, op: str, model: Any) -> None:
+        self._op, self._plan = op, dict(model.tp_plan)
+        self._group = model._mesh_manager.get_mesh("tp").get_group()
+
+    def begin(self, reader: CheckpointReader) -> None:
+        """Refuses processes with another package or checkpoint."""
+        from torch_marlin_metal.parallel.agreement import check_checkpoint
+
+        check_checkpoint(self._op, reader, self._group)
+
+    def styles(self, layers: Iterable[tuple[str, nn.Module]], whole: Iterable[str]) -> "dict[str, LinearStyle]":
+        """Returns the styles of packed layers by name.
+
+        Args:
+            layers: names and placeholders of packed Linear layers.
+            whole: names of packed layers that are always whole: embeddings, layers tied to them, layers in floats.
+
+        Raises:
+            NotImplementedError: the plan has a style that this package lacks for a layer, or splits one of `whole`.
+        """
+        from torch_marlin_metal.parallel.styles import MarlinColwiseParallel, MarlinRowwiseParallel
+
+        always = set(whole)
+        found: dict[str, LinearStyle] = {}
+        for name, place in [*layers, *((name, nn.Module()) for name in always)]:
+            parents = name.split(".")
+            for depth in range(1, len(parents)):
+                if (style := self._style_of(parent := ".".join(parents[:depth]))) not in (None, WHOLE):
+                    raise self._error(parent, style, f"a style for this module, whose {name} is packed")
+            style = self._style_of(name)
+            if style in (None, WHOLE):
+                continue
+            if name in always or style not in _STYLES:
+                known = WHOLE if name in always else f"{', '.join(_STYLES)} or {WHOLE}"
+                raise self._error(name, style, f"{known} for this packed layer")
+            options = dict(_STYLES[style])
+            if count := options.get("parts"):
+                options["parts"] = [place.out_features // count] * count
+            found[name] = (MarlinRowwiseParallel if style == "rowwise" else MarlinColwiseParallel)(**options)
+        return found
+
+    def load(
+        self,
+        name: str,
+        style: "LinearStyle",
+        shape: LinearShape,
+        reader: CheckpointReader,
+        index: int,
+        device: torch.device,
+    ) -> nn.Module:
+        """Makes this process's part of a layer; see `LinearStyle.load`."""
+        return style.load(self._op, name, shape, reader, index, self._group, device=device)
+
+    def _style_of(self, name: str) -> Any:
+        return self._plan.get(name, self._plan.get(replace_layer_number_by_wildcard(name)))
+
+    def _error(self, name: str, style: Any, expected: str) -> NotImplementedError:
+        return NotImplementedError(
+            f"{self._op}: tp_plan: layer {name!r}: expected {expected}, got {style!r}; "
+            f"DistributedConfig(tp_plan={{...: {WHOLE!r}}}) keeps a layer whole, and load_quantized(split=) takes "
+            "plans of torch_marlin_metal.parallel"
+        )
 
 
-def refusing_style() -> str:
-    """Registers the style with transformers and returns its name."""
-    ALL_PARALLEL_STYLES.register(NAME, _Refusal())
-    return NAME
+def split_of(op: str, model: Any) -> TransformersSplit | None:
+    """Returns the plan by which transformers splits a model, or None if it does not."""
+    return TransformersSplit(op, model) if getattr(model, "_tp_size", None) not in (None, 1) else None

@@ -30,7 +30,7 @@ from torch_marlin_metal.integrations.choice import choose_layers
 from torch_marlin_metal.integrations.transformers.config import MarlinConfig
 from torch_marlin_metal.integrations.transformers.experts import decode_stacks, make_room, stack_experts
 from torch_marlin_metal.integrations.transformers.names import loaded_names, rearranges, siblings, tied_modules
-from torch_marlin_metal.integrations.transformers.parallel import refusing_style
+from torch_marlin_metal.integrations.transformers.parallel import check_sizes, split_of
 from torch_marlin_metal.integrations.transformers.pending import (
     PendingLinear,
     check_devices,
@@ -101,13 +101,13 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
         return device_map
 
     def update_parallel_plan(self, model: Any, plan: dict[str, str]) -> None:
-        """Gives each rule of a plan the style that refuses; transformers follows a plan only with a `tp_size`."""
-        plan.update(dict.fromkeys(plan, refusing_style()))
+        """Leaves a plan as it is: its rules name modules, which packed layers have like float ones; see `_fill`."""
 
     def _process_model_before_weight_loading(
         self, model: Any, device_map: Any = None, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
         self._device_map = device_map
+        check_sizes(OP, model, self.pre_quantized)
         if self.pre_quantized:
             self._open(checkpoint_files)
         else:
@@ -292,8 +292,9 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
             for name, reason in fuse_layers(model).left:
                 logger.info(f"fuse_layers: {name}: {reason}")
         exporter = NativeExporter()
-        for name, weight in stored_layers(model):
-            exporter.tensors(replace(weight, name=name))
+        if split_of(OP, model) is None:  # parts are never saved
+            for name, weight in stored_layers(model):
+                exporter.tensors(replace(weight, name=name))
         self.quantization_config.layers = exporter.layers
         if self.quantization_config.prepare:
             prepare(model)
@@ -325,9 +326,23 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
         for user, source in self._tied.items():
             users.setdefault(source, []).append(user)
         taken = taken_weights(model)
+        split, styles = split_of(OP, model), {}
+        if split is not None:
+            floats = [n for n in self._pending if selects(keep_dense, n) or self._why_dense(model, n, taken)]
+            whole = {*self._tables, *self._tied, *floats}
+            styles = split.styles([(n, m) for n, (_, m) in self._pending.items() if n not in whole], whole)
+            split.begin(reader)
+            for name in (*self._tables, *self._tied):  # hooks of the style "replicate", which do nothing
+                model.get_submodule(name).__dict__.pop("forward", None)
         self._fill_stacks(model, reader)
         places: dict[str, tuple[int, nn.Module]] = {**self._tables, **self._pending}
         for name, (index, place) in tqdm(places.items(), desc="Loading 4-bit layers", unit="layer"):
+            if split is not None and name in styles and isinstance(place, PendingLinear):
+                device = device_of(self._device_map, name)
+                part = split.load(name, styles[name], place.shape, reader, index, device)
+                inherit(part, place)
+                model.set_submodule(name, part)
+                continue
             weight = reader.read(index)
             assert weight is not None  # on_unsupported is not "skip"
             names = [name, *users.get(name, ())]
