@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, PreTrainedModel
 
 import torch_marlin_metal as tmm
+from torch_marlin_metal.parallel import check_checkpoint, naming_failed_ranks
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
 
@@ -35,7 +36,8 @@ class Receive(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """Waits for the hidden states of the tokens `[B, S]`."""
         hidden = torch.empty(*ids.shape, self.width, dtype=self.dtype)
-        dist.recv(hidden, self.source)
+        with naming_failed_ranks("pipeline"):
+            dist.recv(hidden, self.source)
         return hidden.to(self.device)
 
 
@@ -48,7 +50,8 @@ class Send(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Returns the hidden states, which this process does not need any more."""
-        dist.send(hidden.cpu().contiguous(), self.target)
+        with naming_failed_ranks("pipeline"):
+            dist.send(hidden.cpu().contiguous(), self.target)
         return hidden
 
 
@@ -70,7 +73,8 @@ class TokenOfLast(LogitsProcessor):
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Returns scores that allow only the last process's most probable token."""
         token = scores.argmax(-1).cpu()
-        dist.broadcast(token, dist.get_world_size() - 1)
+        with naming_failed_ranks("pipeline"):
+            dist.broadcast(token, dist.get_world_size() - 1)
         return torch.full_like(scores, -torch.inf).scatter(1, token.to(scores.device)[:, None], 0.0)
 
 
@@ -90,6 +94,7 @@ def load_stage(path: str, device: str) -> PreTrainedModel:
     count, tied = config.num_hidden_layers, config.tie_word_embeddings
     if count < world:
         raise ValueError(f"load_stage: path: expected a model of at least {world} layers, got {count}")
+    check_checkpoint("load_stage", tmm.convert.open_reader(path), dist.group.WORLD)
     own = range(rank * count // world, (rank + 1) * count // world)
     config.num_hidden_layers = len(own)
     if getattr(config, "layer_types", None):

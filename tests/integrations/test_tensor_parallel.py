@@ -9,7 +9,8 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 from tests.support.models import IDS
-from tests.support.processes import divisible_llama, run
+from tests.support.processes import run
+from tests.support.split_llama import divisible_llama
 from torch_marlin_metal.checkpoints import checkpoint
 from torch_marlin_metal.integrations.transformers import MarlinConfig
 from torch_marlin_metal.layers.embedding import MarlinEmbedding

@@ -13,7 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.support.llama import MODELS
 from tests.support.models import IDS
-from tests.support.processes import divisible_llama, error_of, llama_plan, meshes, run
+from tests.support.processes import error_of, meshes, run
+from tests.support.split_llama import divisible_llama, llama_plan
 from torch_marlin_metal import convert, load_quantized
 from torch_marlin_metal.checkpoints import checkpoint
 from torch_marlin_metal.integrations.transformers import MarlinConfig

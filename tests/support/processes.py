@@ -1,4 +1,7 @@
-"""Runs a function in several processes of torch.distributed."""
+"""Runs a function in several processes of torch.distributed.
+
+This module imports only torch: a process that uses the software Metal device loads it before transformers.
+"""
 
 import multiprocessing
 from collections.abc import Callable
@@ -10,11 +13,6 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import ParallelStyle
-from transformers import LlamaConfig, LlamaForCausalLM
-
-from tests.support.models import SIZES
-from torch_marlin_metal.parallel import MarlinColwiseParallel, MarlinRowwiseParallel
 
 # Every process of this kind is a fork of one that has imported these packages, which takes seconds of CPU time.
 multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", "transformers", "torch_marlin_metal"])
@@ -63,25 +61,6 @@ def _process(
 def meshes(world: int) -> list[DeviceMesh]:
     """Returns meshes of the first 1, 2, ... and `world` processes. Every process must call this function."""
     return [DeviceMesh("cpu", list(range(size))) for size in range(1, world + 1)]
-
-
-def divisible_llama(layers: int = 2) -> LlamaForCausalLM:
-    """Returns a tiny Llama in floats whose heads and groups of 32 divide by 1, 2, 3 and 4 processes."""
-    torch.manual_seed(0)
-    sizes = SIZES | {
-        "hidden_size": 384,
-        "num_attention_heads": 12,
-        "intermediate_size": 768,
-        "num_hidden_layers": layers,
-    }
-    return LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=12, initializer_range=0.1)).eval()
-
-
-def llama_plan() -> dict[str, ParallelStyle]:
-    """Returns the styles of a Llama's layers, as transformers' own plan has them."""
-    columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
-    plan: dict[str, ParallelStyle] = {f"model.layers.*.{name}": MarlinColwiseParallel() for name in columns}
-    return plan | {f"model.layers.*.{name}": MarlinRowwiseParallel() for name in ("self_attn.o_proj", "mlp.down_proj")}
 
 
 def error_of(call: Callable[[], Any]) -> str:

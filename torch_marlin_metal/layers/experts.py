@@ -218,6 +218,8 @@ class MarlinExperts(nn.Module):
         top_k: the number of experts of a token, for which `prepare` compiles kernels; None means that it is not known.
     """
 
+    down_dtype: torch.dtype | None = None  # of the products of `down`, if it is not that of the activations
+
     def __init__(
         self,
         gate_up: ExpertWeights,

@@ -79,6 +79,7 @@ class MarlinLinear(PackedLayer):
         dtype: dtype of the bias and the value of `.weight.dtype`; None means the default dtype.
     """
 
+    product_dtype: torch.dtype | None = None  # of all products, if it is not that of the activations
     is_split = False  # whether the layer holds one process' part of a weight; see torch_marlin_metal.parallel
 
     def __init__(

@@ -56,14 +56,16 @@ def prepare(
             for M in rows:
                 for stack in (experts.gate_up, experts.down):
                     is_down, kind = stack is experts.down, dtype or stack.dtype
+                    kind = experts.down_dtype or kind if is_down else kind
                     task = partial(_run_without_experts, stack, M, experts.top_k, kind, is_down)
                     products[(is_down, experts.top_k, *_kind(stack, M, kind))] = task
     for layer in model.modules():
         if isinstance(layer, MarlinEmbedding) or not isinstance(layer, MarlinLinear):
             continue
         if layer.b_packed.device.type == "mps":
+            kind = layer.product_dtype or dtype or layer.dtype
             for M in rows:
-                products[_kind(layer, M, dtype or layer.dtype)] = partial(_compile, layer, M, dtype or layer.dtype)
+                products[_kind(layer, M, kind)] = partial(_compile, layer, M, kind)
     with (
         tqdm(total=len(products), desc="Compiling Metal kernels", unit="product", disable=not progress) as bar,
         ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as threads,

@@ -64,6 +64,14 @@ def check_checkpoint(op: str, reader: CheckpointReader, group: dist.ProcessGroup
     """Raises an error that names the rank whose package or checkpoint is not rank 0's.
 
     Of the checkpoint it compares the names, dtypes and shapes of tensors and the first and last bytes of each.
+
+    Args:
+        op: the caller's name, for the error.
+        reader: the checkpoint, see `convert.open_reader`.
+        group: the processes; each calls this function.
+
+    Raises:
+        RuntimeError: a process has another package or checkpoint.
     """
     values = {"version": number_of(__version__), "checkpoint": _sample(reader)}
     check_same(f"{op}: expected the same package and checkpoint", values, group)

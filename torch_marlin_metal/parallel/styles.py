@@ -26,6 +26,8 @@ from torch_marlin_metal.parallel.agreement import check_weight, gather, number_o
 from torch_marlin_metal.parallel.failures import naming_failed_ranks
 from torch_marlin_metal.parallel.split import split_columns, split_rows
 
+_TAG = 0x4D4D  # keeps exchanged sums apart from a program's own messages between two processes
+
 
 class _SplitLinear(MarlinLinear):
     """A `MarlinLinear` that holds one process' part of a weight."""
@@ -54,6 +56,8 @@ class ColumnPart(_SplitLinear):
 class RowPart(_SplitLinear):
     """Computes the whole result from this process' features: `[..., K/count]` to `[..., N]`."""
 
+    product_dtype = torch.float32
+
     def forward(self, a: Tensor) -> Tensor:
         """Returns the sum over all processes, in fp32 and rounded once to a's dtype.
 
@@ -71,13 +75,14 @@ class RowPart(_SplitLinear):
             return self._sum(a)
 
     def _sum(self, a: Tensor) -> Tensor:
-        part = super().forward(a.float())
+        part = super().forward(a.to(self.product_dtype))
         return _sum("MarlinRowwiseParallel", self._group, part).to(a.dtype)
 
 
 class ExpertPart(MarlinExperts):
     """Computes the whole result from this process' experts."""
 
+    down_dtype = torch.float32
     is_split = True
     _group: GroupName
     _first: int
@@ -93,7 +98,7 @@ class ExpertPart(MarlinExperts):
         hidden = activation(self.gate_up(_without_gradient("MarlinExpertParallel", hidden_states), ids))
         kind = hidden.device.type
         with torch.autocast(kind, enabled=False):  # or each product would be rounded before the sum
-            part = self.down(hidden.float(), ids, top_k_weights, reduce=True)
+            part = self.down(hidden.to(self.down_dtype), ids, top_k_weights, reduce=True)
         return _sum("MarlinExpertParallel", self._group, part).to(hidden.dtype)
 
 
@@ -357,7 +362,25 @@ def _together(style: str, group: GroupName, call: Callable[[], Tensor]) -> Tenso
 
 
 def _sum(style: str, group: GroupName, part: Tensor) -> Tensor:
+    """Returns the sum over all processes; all of them get the same bits."""
+    if not torch.compiler.is_compiling() and part.device.type == "cpu":
+        processes = torch._C._distributed_c10d._resolve_process_group(group)
+        if dist.get_world_size(processes) == 2:
+            return _together(style, group, lambda: part + _exchanged(part, processes))
     return _together(style, group, lambda: collectives.all_reduce(part, "sum", group))
+
+
+def _exchanged(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Returns the other process' tensor, in a third to two thirds of the time of gloo's all_reduce of 2048 floats."""
+    peer, part, received = 1 - dist.get_rank(group), part.contiguous(), torch.empty_like(part.contiguous())
+    waits = (
+        dist.isend(part, group=group, group_dst=peer, tag=_TAG),
+        dist.irecv(received, group=group, group_src=peer, tag=_TAG),
+    )
+    for wait in waits:
+        assert wait is not None  # this process is a member of the group
+        wait.wait()
+    return received
 
 
 def _without_gradient(style: str, a: Tensor) -> Tensor:

@@ -1,0 +1,27 @@
+"""A tiny Llama that divides by 1, 2, 3 and 4 processes, and the plan that splits it."""
+
+import torch
+from torch.distributed.tensor.parallel import ParallelStyle
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.support.models import SIZES
+from torch_marlin_metal.parallel import MarlinColwiseParallel, MarlinRowwiseParallel
+
+
+def divisible_llama(layers: int = 2) -> LlamaForCausalLM:
+    """Returns a tiny Llama in floats whose heads and groups of 32 divide by 1, 2, 3 and 4 processes."""
+    torch.manual_seed(0)
+    sizes = SIZES | {
+        "hidden_size": 384,
+        "num_attention_heads": 12,
+        "intermediate_size": 768,
+        "num_hidden_layers": layers,
+    }
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=12, initializer_range=0.1)).eval()
+
+
+def llama_plan() -> dict[str, ParallelStyle]:
+    """Returns the styles of a Llama's layers, as transformers' own plan has them."""
+    columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+    plan: dict[str, ParallelStyle] = {f"model.layers.*.{name}": MarlinColwiseParallel() for name in columns}
+    return plan | {f"model.layers.*.{name}": MarlinRowwiseParallel() for name in ("self_attn.o_proj", "mlp.down_proj")}
