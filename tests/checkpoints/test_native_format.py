@@ -287,6 +287,30 @@ def test_a_full_disk_names_the_file_and_leaves_no_half_of_it(tmp_path, monkeypat
     convert.write_checkpoint(convert.open_reader(source), tmp_path / "out")
 
 
+@pytest.mark.parametrize("writes", [0, 1, 3])
+def test_short_memory_in_the_writing_thread_names_the_file_and_leaves_no_half_of_it(
+    tmp_path, monkeypatch, writes
+) -> None:
+    """A batch that is lost in the thread would leave a hole in a shard whose header says that it is complete."""
+    source = large_checkpoint(tmp_path / "source")
+    original, count = shard_writer.ShardWriter._write_all, iter(range(10**6))
+
+    def write_all(writer, data) -> None:
+        if next(count) == writes:
+            raise MemoryError
+        original(writer, data)
+
+    monkeypatch.setattr(shard_writer.ShardWriter, "_write_all", write_all)
+    monkeypatch.setattr(shard_writer, "BATCH_BYTES", 1 << 13)  # several batches, so that early and late ones fail
+    with pytest.raises(convert.CheckpointError, match=r"model-00001\.safetensors: cannot be written \(no memory\)"):
+        convert.write_checkpoint(convert.open_reader(source), tmp_path / "out")
+    assert next(count) > writes
+    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "out.partial").exists()
+    monkeypatch.undo()
+    convert.write_checkpoint(convert.open_reader(source), tmp_path / "out")
+
+
 def test_names_that_fit_no_header(tmp_path) -> None:
     source = large_checkpoint(tmp_path / "source", layers=1)
     tensors = load_file(source / "model.safetensors")

@@ -7,7 +7,9 @@ with a final name is complete. A thread writes while the caller reads and conver
 
 import json
 from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from io import RawIOBase
 from pathlib import Path
 from typing import Any, cast
@@ -76,7 +78,8 @@ class ShardWriter:
         """Appends a tensor. `dtype` is the dtype's name in the file if torch's dtype only carries the bits.
 
         Raises:
-            CheckpointError: this tensor or an earlier one cannot be written, for example because the disk is full.
+            CheckpointError: this tensor or an earlier one cannot be written, for example because the disk is full or
+                there is no memory to join small tensors.
             ValueError: the format does not have the dtype.
         """
         held = tensor.detach().cpu().contiguous()
@@ -109,14 +112,11 @@ class ShardWriter:
         while self._pending:
             self._wait()
         self._thread.shutdown()
-        try:
+        with self._discarded_on_failure():
             self._stream.seek(0)
             self._write_all(memoryview(HEADER_BYTES.to_bytes(8, "little") + text))
             self._stream.close()
             self._partial.replace(self.path)
-        except OSError as error:
-            self.discard()
-            raise CheckpointError(f"{self.path}: cannot be written ({error.strerror})") from error
 
     def _submit(self) -> None:
         """Hands the batch to the thread, and waits if too many bytes are waiting to be written."""
@@ -139,11 +139,18 @@ class ShardWriter:
         """Waits until the oldest batch is written."""
         nbytes, written = self._pending.popleft()
         self._pending_bytes -= nbytes
-        try:
+        with self._discarded_on_failure():
             written.result()
-        except OSError as error:
+
+    @contextmanager
+    def _discarded_on_failure(self) -> Iterator[None]:
+        """Removes the unfinished file and raises a CheckpointError if the disk or the memory is full."""
+        try:
+            yield
+        except (OSError, MemoryError) as error:
             self.discard()
-            raise CheckpointError(f"{self.path}: cannot be written ({error.strerror})") from error
+            reason = error.strerror if isinstance(error, OSError) else "no memory"
+            raise CheckpointError(f"{self.path}: cannot be written ({reason})") from error
 
     def discard(self) -> None:
         """Removes the unfinished file."""
