@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from torch_marlin_metal import interface
+
 BUILD_COMMAND = "`pip install --no-build-isolation --force-reinstall --no-deps .` in the source tree"
 
 
@@ -28,6 +30,13 @@ def _load() -> Any:
         raise ImportError(
             f"torch_marlin_metal: the extension was built for torch {built_for}, but this is torch "
             f"{torch.__version__}. Build it again: {BUILD_COMMAND}, or `pip install torch=={built_for}`."
+        )
+    difference = interface.first_difference(compiled)
+    if difference is not None:
+        raise ImportError(
+            "torch_marlin_metal: the compiled extension was built from another version of the sources than the Python "
+            f"files: {difference}. Build it again: {BUILD_COMMAND}, or `python setup.py build_ext --inplace` for an "
+            "editable installation."
         )
     return compiled
 

@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from torch_marlin_metal import extension
+from torch_marlin_metal import extension, interface
 
 
 def load_with(monkeypatch: pytest.MonkeyPatch, found: ModuleType | ImportError) -> str:
@@ -31,6 +31,7 @@ def load_with(monkeypatch: pytest.MonkeyPatch, found: ModuleType | ImportError) 
 
 def built_for(version: str) -> ModuleType:
     module = ModuleType("_C")
+    vars(module).update(vars(extension.native))
     module.torch_version = version
     return module
 
@@ -45,6 +46,42 @@ def test_a_patch_release_is_taken(monkeypatch) -> None:
     module = built_for(re.sub(r"\.\d+$", ".99", torch.__version__.split("+")[0]))
     monkeypatch.setattr(extension.importlib, "import_module", lambda name: module)
     assert extension._load() is module
+
+
+def older_build() -> ModuleType:
+    return built_for(torch.__version__)
+
+
+def test_an_older_build_without_a_function(monkeypatch) -> None:
+    module = older_build()
+    del module.tile_budgets
+    message = load_with(monkeypatch, module)
+    assert "built from another version of the sources" in message and "it has no function tile_budgets" in message
+    assert extension.BUILD_COMMAND in message and "build_ext --inplace" in message
+
+
+def test_an_older_build_without_an_operator(monkeypatch) -> None:
+    monkeypatch.setitem(interface.OPERATORS, "operator_of_tomorrow", "a b")
+    message = load_with(monkeypatch, older_build())
+    assert "it has no operator operator_of_tomorrow" in message and extension.BUILD_COMMAND in message
+
+
+def test_an_older_build_whose_operator_lacks_an_argument(monkeypatch) -> None:
+    monkeypatch.setitem(interface.OPERATORS, "gptq_repack", "qweight perm bits")
+    message = load_with(monkeypatch, older_build())
+    assert "its operator gptq_repack takes (qweight, perm), not (qweight, perm, bits)" in message
+
+
+def test_the_tables_of_the_interface_are_those_of_the_extension() -> None:
+    """A name that is in the extension alone would let an older build pass. Operators of Macs alone are not compared."""
+    sources = (Path(__file__).parents[2] / "csrc").rglob("*.mm")
+    for_macs = {name for source in sources for name in re.findall(r'm\.def\(\s*"(\w+)\(', source.read_text())}
+    assert "compile_gemm" in for_macs
+    prefix = "torch_marlin_metal::"
+    registered = {name.removeprefix(prefix) for name in torch._C._dispatch_get_all_op_names() if prefix in name}
+    public = {name for name in registered if not name.startswith("_") and name not in for_macs}
+    assert {name: interface.arguments(name) for name in public} == interface.OPERATORS
+    assert set(interface.FUNCTIONS) == {name for name in dir(extension.native) if not name.startswith("__")}
 
 
 def test_a_missing_symbol_is_not_printed(monkeypatch) -> None:

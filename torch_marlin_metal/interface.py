@@ -1,0 +1,83 @@
+"""What the Python files need of the compiled extension: a build of older sources lacks a part of it.
+
+A test compares both tables with the extension, so a new operator, argument or function is added here too.
+"""
+
+from types import ModuleType
+
+import torch
+
+#: The arguments of each public operator, by the operator's name.
+OPERATORS = {
+    "add_rms_norm": "x residual weight eps weight_offset",
+    "awq_repack": "qweight",
+    "awq_unpack_zeros": "qzeros",
+    "dequantize": "b_packed scales weight_format group_size zeros global_scale lut perm dtype",
+    "embedding": "ids b_packed scales weight_format group_size zeros global_scale lut perm dtype",
+    "gated_activation": "gate up activation limit alpha",
+    "gemm": "a b_packed scales weight_format group_size zeros global_scale lut perm bias variant",
+    "gemm_transposed": "a b_packed scales weight_format group_size zeros global_scale lut perm",
+    "gptq_repack": "qweight perm",
+    "gptq_unpack_zeros": "qzeros checkpoint_version rule",
+    "mlstm": "q k v i f C0 n0 m0 chunk_size eps",
+    "mlstm_output": "q k v i f C n m chunk_size eps",
+    "mlstm_states": "k v i f C0 n0 m0 chunk_size save_states_every",
+    "mlstm_step": "q k v i f C n m eps",
+    "moe_gemm": (
+        "a b_packed scales expert_ids weight_format group_size zeros global_scale lut perm bias row_weights reduce "
+        "variant"
+    ),
+    "moe_gemm_grad_a": "grad b_packed scales expert_ids weight_format group_size zeros global_scale lut perm",
+    "rms_norm": "x weight eps weight_offset",
+    "rotary": "q k cos sin interleaved per_pair transposed",
+    "transpose_words": "words",
+}
+#: The functions of the extension's module.
+FUNCTIONS = (
+    "chips",
+    "commit_seconds",
+    "cpu_capability",
+    "dispatch_seconds",
+    "dram_bytes_per_second",
+    "e2m1_values",
+    "gemm_plans",
+    "gemm_variants",
+    "gpu_device",
+    "gpu_families",
+    "group_sizes",
+    "kernel_cost",
+    "kernel_counts",
+    "largest_threadgroup",
+    "longest_plan_seconds",
+    "occupancy",
+    "reads",
+    "set_commit_seconds",
+    "set_longest_plan_seconds",
+    "set_tuned",
+    "set_tuned_loader",
+    "simd_width",
+    "threadgroup_limit",
+    "tile_budgets",
+    "torch_version",
+    "weight_formats",
+)
+
+
+def arguments(operator: str) -> str | None:
+    """Returns the names of the arguments of a registered operator, or None if no operator has the name."""
+    schemas = torch._C._jit_get_schemas_for_operator(f"torch_marlin_metal::{operator}")
+    return " ".join(argument.name for argument in schemas[0].arguments) if schemas else None
+
+
+def first_difference(compiled: ModuleType) -> str | None:
+    """Returns what a compiled extension lacks, in words, or None if the Python files find all that they need."""
+    for name in FUNCTIONS:
+        if not hasattr(compiled, name):
+            return f"it has no function {name}"
+    for name, expected in OPERATORS.items():
+        found = arguments(name)
+        if found is None:
+            return f"it has no operator {name}"
+        if found != expected:
+            return f"its operator {name} takes ({found.replace(' ', ', ')}), not ({expected.replace(' ', ', ')})"
+    return None
