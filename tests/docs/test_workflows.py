@@ -1,7 +1,11 @@
-"""CI pins other people's code to exact contents: actions by commit, Python packages by hash."""
+"""The workflows fit GitHub's schema, and pin other people's code: actions by commit, Python packages by hash."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 WORKFLOWS = ROOT / ".github" / "workflows"
@@ -14,6 +18,36 @@ def test_actions_are_pinned_by_commit():
         line for line in uses if not re.fullmatch(r"\s*(- )?uses: [\w-]+/[\w-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", line)
     ]
     assert not wrong
+
+
+def schema_errors(*workflows: Path) -> str:
+    """Returns what GitHub's schema has against workflow files; empty if nothing. It needs no network."""
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.github-workflows", *workflows]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode in (0, 1), done.stdout + done.stderr
+    return done.stdout if done.returncode else ""
+
+
+def test_workflows_fit_the_schema() -> None:
+    workflows = sorted(WORKFLOWS.glob("*.yml"))
+    assert len(workflows) >= 2
+    assert schema_errors(*workflows) == ""
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("runs-on: ", "run-on: "),
+        ("permissions:", "permission:"),
+        ("contents: read", "contents: reads"),
+        ("steps:", "step:"),
+    ],
+)
+def test_a_mistake_in_a_workflow_is_reported(tmp_path: Path, right: str, wrong: str) -> None:
+    text = (WORKFLOWS / "ci.yml").read_text()
+    assert right in text
+    (tmp_path / "ci.yml").write_text(text.replace(right, wrong, 1))
+    assert "ci.yml" in schema_errors(tmp_path / "ci.yml")
 
 
 def test_ci_installs_packages_by_hash():
