@@ -22,6 +22,7 @@ from cpu_ceilings import fp32_peak, stream_read
 import torch_marlin_metal as tmm
 from torch_marlin_metal.cli.bench import processor_name
 from torch_marlin_metal.gpu.tuning.chains import median_ratio
+from torch_marlin_metal.huge_pages import prefer_huge_pages
 
 GROUP_SIZE = 128
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512)
@@ -97,7 +98,9 @@ class Layer:
             self.arguments["lut"] = torch.randn(16)
         if perm:
             self.arguments["perm"] = torch.randperm(K, dtype=torch.int32)
-        self.packed = [(packed.clone(), scales.clone()) for _ in range(copies)]
+        # Layers hold their words in memory like this.
+        words = [prefer_huge_pages(torch.empty_like(packed)).copy_(packed) for _ in range(copies)]
+        self.packed = [(copy, scales.clone()) for copy in words]
 
     def __call__(self, a: torch.Tensor, index: int) -> object:
         """Multiplies with this package's operator."""

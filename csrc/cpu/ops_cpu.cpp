@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "csrc/cpu/api.h"
+#include "csrc/cpu/huge_pages.h"
 #include "csrc/cpu/parallel.h"
 #include "csrc/ops/argument_rules.h"
 
@@ -212,13 +213,20 @@ Tensor embedding_cpu(const Tensor& ids, const Tensor& b_packed, const Tensor& sc
   return out;
 }
 
+// Returns uninitialised memory for the words of a weight.
+Tensor empty_words(at::IntArrayRef sizes, const at::TensorOptions& options) {
+  Tensor out = at::empty(sizes, options);
+  prefer_huge_pages(out.mutable_data_ptr(), static_cast<int64_t>(out.nbytes()));
+  return out;
+}
+
 Tensor gptq_repack_cpu(const Tensor& qweight, const OptionalTensor& perm) {
   check_gptq_repack(qweight, perm);
   const Tensor stored = perm ? perm->contiguous() : Tensor();
   const int32_t* indices = perm ? stored.const_data_ptr<int32_t>() : nullptr;
   const int64_t K = qweight.size(0) * kCodesPerWord;
   if (indices) StoredWeight::check_perm_range("gptq_repack", indices, K);
-  Tensor out = at::empty(qweight.sizes(), qweight.options());
+  Tensor out = empty_words(qweight.sizes(), qweight.options());
   if (out.numel() == 0) return out;
   cpu::gptq_repack(static_cast<const uint32_t*>(qweight.const_data_ptr()), indices, K, qweight.size(1),
                    static_cast<uint32_t*>(out.mutable_data_ptr()), at_parallel());
@@ -238,7 +246,7 @@ Tensor awq_repack_cpu(const Tensor& qweight) {
   check_awq_repack(qweight);
   const int64_t K = qweight.size(0);
   const int64_t N = qweight.size(1) * kCodesPerWord;
-  Tensor out = at::empty({K / kCodesPerWord, N}, qweight.options());
+  Tensor out = empty_words({K / kCodesPerWord, N}, qweight.options());
   if (out.numel() == 0) return out;
   cpu::awq_repack(static_cast<const uint32_t*>(qweight.const_data_ptr()), K, N,
                   static_cast<uint32_t*>(out.mutable_data_ptr()), at_parallel());
@@ -256,7 +264,7 @@ Tensor awq_unpack_zeros_cpu(const Tensor& qzeros) {
 
 Tensor transpose_words_cpu(const Tensor& words) {
   check_transpose_words(words);
-  Tensor out = at::empty({words.size(1), words.size(0)}, words.options());
+  Tensor out = empty_words({words.size(1), words.size(0)}, words.options());
   if (out.numel() == 0) return out;
   cpu::transpose_words(static_cast<const uint32_t*>(words.const_data_ptr()), words.size(0), words.size(1),
                        static_cast<uint32_t*>(out.mutable_data_ptr()), at_parallel());

@@ -5,6 +5,7 @@
 
 #include "csrc/core/weight_format.h"
 #include "csrc/cpu/capability.h"
+#include "csrc/cpu/huge_pages.h"
 #include "csrc/python/planner_bindings.h"
 
 namespace py = pybind11;
@@ -73,5 +74,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("group_sizes", [] { return marlin::kGroupSizes; });
   m.def("e2m1_values", [] { return marlin::kE2M1Values; });
   m.def("cpu_capability", &marlin::cpu_capability);
+  m.def("prefer_huge_pages",
+        [](uintptr_t data, int64_t bytes) { marlin::cpu::prefer_huge_pages(reinterpret_cast<void*>(data), bytes); });
   marlin::add_planner(m);
 }

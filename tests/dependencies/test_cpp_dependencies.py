@@ -28,7 +28,7 @@ ALLOWED = {
         *("csrc/core", "csrc/ops", "csrc/planner/plan.h", "csrc/planner/plan_cache.h", "csrc/mps/encoder.h"),
         "csrc/cpu",
     ],
-    "csrc/python": ["csrc/core", "csrc/cpu/capability.h", "csrc/planner", "kernels/shared"],
+    "csrc/python": ["csrc/core", "csrc/cpu/capability.h", "csrc/cpu/huge_pages.h", "csrc/planner", "kernels/shared"],
 }
 EXCEPTIONS = {
     # variants.h lists the kernels of all folders of kernels/, so it includes their parameters.

@@ -10,6 +10,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from torch_marlin_metal.formats import WEIGHT_FORMATS, resolve_group_size
 from torch_marlin_metal.formats import weight_format as find_format
+from torch_marlin_metal.huge_pages import prefer_huge_pages
 from torch_marlin_metal.packed_weight import PackedWeight, PackedWeightError
 
 FORMAT_VERSION = 1
@@ -83,7 +84,8 @@ class PackedLayer(nn.Module):
         self.register_buffer("packed_format", self._describe(device))
         # Absent buffers come last, because torch.export (2.13) miscounts buffers that follow a None.
         for name, (present, shape, kind) in sorted(specs.items(), key=lambda item: not item[1][0]):
-            self.register_buffer(name, torch.empty(shape, dtype=kind, device=device) if present else None)
+            empty = prefer_huge_pages(torch.empty(shape, dtype=kind, device=device)) if present else None
+            self.register_buffer(name, empty)
         held = torch.empty(*stack, N, dtype=self.dtype, device=device) if bias else None
         self.bias = None if held is None else nn.Parameter(held, requires_grad=False)
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from torch_marlin_metal.formats import E2M1_VALUES, NF4_VALUES, WeightFormat, resolve_group_size
 from torch_marlin_metal.formats import weight_format as find_format
+from torch_marlin_metal.huge_pages import prefer_huge_pages
 from torch_marlin_metal.packed_weight import FLOAT_DTYPES, MAX_SCALE, PackedWeight, has_values
 from torch_marlin_metal.quantize.scale_coding import (
     SMALLEST_SCALE,
@@ -87,7 +88,7 @@ def quantize_weight(
     table = _code_table(fmt, lut, w.device)
     search = _Search(fmt, coding, scale_dtype, table, method)
 
-    b_packed = torch.empty(K // 8, N, dtype=torch.int32, device=w.device)
+    b_packed = prefer_huge_pages(torch.empty(K // 8, N, dtype=torch.int32, device=w.device))
     grouped = (-(-K // group_size), N)
     scales = torch.empty(grouped, dtype=coding.dtype, device=w.device)
     zeros = None

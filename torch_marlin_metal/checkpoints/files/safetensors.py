@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from torch_marlin_metal.checkpoints.errors import CheckpointError
+from torch_marlin_metal.huge_pages import prefer_huge_pages
 
 # For each dtype name of the format: the bits of one element and the torch dtype that holds it. Not every backend has
 # float8 and unsigned types, so their bits are kept in another dtype: float8 in uint8, U16/U32/U64 in the signed type of
@@ -148,6 +149,10 @@ def _natural_numbers(values: Any) -> TypeGuard[list[int]]:
     return isinstance(values, list) and (not values or (set(map(type, values)) == {int} and min(values) >= 0))
 
 
+def _empty(nbytes: int) -> Tensor:
+    return prefer_huge_pages(torch.empty(nbytes, dtype=torch.uint8))
+
+
 class _Blocks:
     """Keeps the memory of large tensors that were freed, for the next tensors of similar size.
 
@@ -162,7 +167,7 @@ class _Blocks:
         """Makes an uninitialised uint8 tensor; its memory returns to this pool when the last reference is gone."""
         fits = (i for i, block in enumerate(self._free) if nbytes <= block.nbytes <= 2 * nbytes)
         place = next(fits, None)
-        block = torch.empty(nbytes, dtype=torch.uint8).numpy() if place is None else self._free.pop(place)
+        block = _empty(nbytes).numpy() if place is None else self._free.pop(place)
         view = block[:nbytes]
         weakref.finalize(view, self._give_back, block).atexit = False
         return torch.from_numpy(view)
@@ -208,7 +213,7 @@ def read_tensor(info: TensorInfo, index: int | None = None, part: Slice | None =
         nbytes = runs * run
         shape = (*shape[: part.axis], part.stop - part.start, *shape[part.axis + 1 :])
     try:
-        raw = _blocks.take(nbytes) if nbytes >= POOLED_BYTES else torch.empty(nbytes, dtype=torch.uint8)
+        raw = _blocks.take(nbytes) if nbytes >= POOLED_BYTES else _empty(nbytes)
     except (MemoryError, RuntimeError) as error:  # torch's allocator raises RuntimeError
         raise CheckpointError(f"{info.file}: tensor {info.name!r}: no memory for its {nbytes} bytes") from error
     try:

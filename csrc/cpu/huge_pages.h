@@ -1,0 +1,29 @@
+// Asks the system to back the memory of large weights with huge pages.
+#pragma once
+
+#include <cstdint>
+
+#include "csrc/core/math.h"
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+namespace marlin::cpu {
+
+inline constexpr int64_t kHugePage = int64_t{2} << 20;  // of x86-64, and of arm64 with pages of 4 KB
+
+// Advises Linux to use huge pages for the whole huge pages within [data, data + bytes), and for nothing beside them, so
+// that the process never takes more memory. A kernel reads 16 rows of words at the same time, and each row of a wide
+// weight lies in another page of 4 KB. Pages that exist already stay as they are, so this is called before the memory
+// is filled. It changes no result; where the system refuses the advice or has no huge pages, nothing happens.
+inline void prefer_huge_pages([[maybe_unused]] void* data, [[maybe_unused]] int64_t bytes) {
+#if defined(MADV_HUGEPAGE)
+  const auto address = static_cast<int64_t>(reinterpret_cast<uintptr_t>(data));
+  const int64_t begin = round_up(address, kHugePage);
+  const int64_t end = (address + bytes) / kHugePage * kHugePage;
+  if (begin < end) madvise(reinterpret_cast<void*>(begin), static_cast<size_t>(end - begin), MADV_HUGEPAGE);
+#endif
+}
+
+}  // namespace marlin::cpu

@@ -1,0 +1,17 @@
+"""Huge pages for the memory of large weights on the CPU."""
+
+from torch import Tensor
+
+from torch_marlin_metal.extension import native
+
+
+def prefer_huge_pages(tensor: Tensor) -> Tensor:
+    """Advises Linux to back a tensor's memory with huge pages, and returns the tensor.
+
+    Call this before the tensor is filled, because pages that exist already stay as they are. The advice covers only the
+    huge pages (2 MB) that lie within the tensor, so the process never takes more memory. It changes no result, and does
+    nothing for tensors on other devices, on other systems, or where huge pages are switched off.
+    """
+    if type(tensor) is Tensor and tensor.device.type == "cpu":  # a fake tensor has no memory
+        native.prefer_huge_pages(tensor.data_ptr(), tensor.nbytes)
+    return tensor
