@@ -60,6 +60,20 @@ def test_both_compiles_leave_the_same_bits(kernel: str) -> None:
     assert outcome.elements > 0
 
 
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        "affine_qmm_t_nax_float16_t_gs_64_b_4_bm32_bn64_bk64_wm2_wn2_alN_false_batch_0",
+        "mxfp4_gather_qmm_t_nax_bfloat16_t_gs_32_b_4_bm64_bn64_bk64_wm2_wn2_alN_true",
+    ],
+)
+def test_both_compiles_for_tensor_units_leave_the_same_bits(kernel: str) -> None:
+    need_wheel("mlx-metal-macos-26")
+    outcome = compare(CASES[kernel], (CASES[kernel].instance,))
+    assert (outcome.error, outcome.differences) == ("", [])
+    assert outcome.elements > 0
+
+
 @pytest.mark.parametrize("family", ["dot", "fft"])
 def test_vectors_contract_as_apples_compiler_contracts_them(family: str) -> None:
     need_wheel("mlx-metal")

@@ -18,6 +18,7 @@ from . import (
     quantized,
     references,
     rows,
+    tensors,
     torch_products,
     vectors,
 )
@@ -27,13 +28,13 @@ from .mistakes import MISTAKES, Mistake
 
 def all_cases() -> list[Case]:
     """Returns the cases of all families."""
-    families = (quantized, matmul, attention, rows, elementwise, vectors, gathered, blocks, convolution)
+    families = (quantized, matmul, attention, rows, elementwise, vectors, gathered, blocks, convolution, tensors)
     return [case for family in families for case in family.cases()]
 
 
 def all_references() -> list[references.Reference]:
     """Returns the kernels without source, of all families."""
-    return [*references.references(), *torch_products.references()]
+    return [*references.references(), *torch_products.references(), *tensors.references()]
 
 
 def outcomes(cases: Iterable[Case], *, seed: int = 0, checked: bool = False) -> Iterator[Outcome]:

@@ -63,6 +63,7 @@ class Case:
     instance: str
     launches: Callable[[np.random.Generator], list[Launch]]
     constants: tuple[tuple[str, bool | int], ...] = ()
+    wheel: str = libraries.MLX
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,7 @@ def _compiled(
     constants: tuple[tuple[str, bool | int], ...],
     checked: bool,
     mistake: Mistake | None,
+    wheel: str,
 ) -> device.Library:
     lines = [f'#include "{KERNELS}/{h}"' for h in ("utils.h", *headers)]
     lines += [f'template [[host_name("{i}")]] [[kernel]] decltype({i}) {i};' for i in instances]
@@ -143,8 +145,9 @@ def _compiled(
         # flags, so its name is added to the text.
         _PREAMBLE + "\n".join([*lines, f"// {mistake.name}" if mistake else ""]),
         constants=dict(constants),
-        include_paths=[str(libraries.mlx_include())],
+        include_paths=[str(libraries.mlx_include(wheel))],
         checked=checked,
+        version=400 if wheel == libraries.MLX_WITH_TENSORS else 310,
     )
 
 
@@ -152,7 +155,7 @@ def sources(cases: Iterable[Case]) -> dict[Case, tuple[str, ...]]:
     """Returns for each case the instances to compile together. The case's own instance is one of these."""
     groups: dict[tuple[object, ...], list[Case]] = {}
     for case in cases:
-        groups.setdefault((case.headers, case.constants), []).append(case)
+        groups.setdefault((case.headers, case.constants, case.wheel), []).append(case)
     together = {}
     for members in groups.values():
         for start in range(0, len(members), _BATCH):
@@ -176,9 +179,11 @@ def compare(
     """
     outcome = Outcome(case)
     try:
-        apples = device.load(libraries.mlx_library(), case.kernel, constants=dict(case.constants), checked=checked)
+        apples = device.load(
+            libraries.mlx_library(case.wheel), case.kernel, constants=dict(case.constants), checked=checked
+        )
         with mistaken(mistake):
-            ours = _compiled(case.headers, instances, case.constants, checked, mistake)
+            ours = _compiled(case.headers, instances, case.constants, checked, mistake, case.wheel)
         for launch in case.launches(np.random.default_rng(seed)):
             _compare_launch(outcome, launch, run(ours, case.instance, launch), run(apples, case.kernel, launch))
     except (device.CompileError, device.KernelFault, KeyError) as error:

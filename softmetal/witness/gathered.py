@@ -39,8 +39,10 @@ def _experts(form: Format, rng: Generator, rows: int, columns: int, name: str) -
     return [*parts, strides]
 
 
-def _quantized(form: Format, name: str, shape: tuple[int, int, int], base: str) -> Launches:
-    """Returns launches of a gathered product. A shape is (M, N, K)."""
+def gathered_products(
+    form: Format, name: str, shape: tuple[int, int, int], base: str, tile: tuple[int, int] = (32, 32)
+) -> Launches:
+    """Returns launches of a gathered product. A shape is (M, N, K). Products of matrices have tiles of BM x BN."""
     M, N, K = shape
 
     def launches(rng: Generator) -> list[Launch]:
@@ -65,7 +67,7 @@ def _quantized(form: Format, name: str, shape: tuple[int, int, int], base: str) 
         ]
         label = f"{_CHOSEN} of M {M} N {N} K {K}"
         if base.startswith("qmm"):
-            return [Launch(label, buffers, (32, 2, 2), groups=(-(-N // 32), -(-M // 32), _CHOSEN))]
+            return [Launch(label, buffers, (32, 2, 2), groups=(-(-N // tile[1]), -(-M // tile[0]), _CHOSEN))]
         columns = 64 if base == "qvm" else 8
         return [Launch(label, buffers, (32, 2, 1), groups=(M, -(-N // columns), _CHOSEN))]
 
@@ -89,7 +91,7 @@ def _quantized_cases() -> Iterator[Case]:
                     f"{form.mode}_gather_{base}_{word}_gs_{form.group}_b_{form.bits}{suffix}",
                     AFFINE_HEADERS if form.is_affine else FP_HEADERS,
                     f"{prefix}_gather_{base}<{word}, {form.group}, {form.bits}{flags}>",
-                    _quantized(form, name, shape, base),
+                    gathered_products(form, name, shape, base),
                 )
 
 

@@ -16,20 +16,24 @@ _DYLIB = "torch/lib/libtorch_cpu.dylib"
 TORCH_SECTION = "metal_basic"  # the kernels for macOS 14; the section metal_40 holds these kernels for macOS 26
 
 
+MLX = "mlx-metal"
+MLX_WITH_TENSORS = "mlx-metal-macos-26"  # compiled at MSL 4.0, with kernels for the tensor units
+
+
 @functools.cache
-def mlx_library() -> Path:
-    """Returns the path of MLX's metallib.
+def mlx_library(wheel: str = MLX) -> Path:
+    """Returns the path of the metallib in one of MLX's wheels.
 
     Raises:
         WheelUnavailable: the wheel is not cached and cannot be downloaded.
     """
-    return wheels.unpack("mlx-metal") / "mlx" / "lib" / "mlx.metallib"
+    return wheels.unpack(wheel) / "mlx" / "lib" / "mlx.metallib"
 
 
 @functools.cache
-def mlx_include() -> Path:
-    """Returns the folder of MLX's Metal source."""
-    return wheels.unpack("mlx-metal") / "mlx" / "include"
+def mlx_include(wheel: str = MLX) -> Path:
+    """Returns the folder of the Metal source in one of MLX's wheels."""
+    return wheels.unpack(wheel) / "mlx" / "include"
 
 
 def torch_library() -> Path:

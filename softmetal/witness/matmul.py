@@ -19,7 +19,7 @@ _TILES = ((64, 64, 16, 2, 2), (64, 64, 16, 1, 2), (64, 32, 32, 2, 2), (32, 64, 1
           (64, 32, 8, 4, 1))  # fmt: skip
 
 
-def _flag(value: bool) -> str:
+def flag(value: bool) -> str:
     return str(value).lower()
 
 
@@ -64,7 +64,7 @@ def _gemv() -> Iterator[Case]:
                         "gemv",
                         f"{base}_{name}_{short}_nc0_axpby{int(axpby)}",
                         _GEMV_HEADERS,
-                        f"{base}<{metal}, {', '.join(map(str, tile))}, false, {_flag(axpby)}>",
+                        f"{base}<{metal}, {', '.join(map(str, tile))}, false, {flag(axpby)}>",
                         _gemv_launches(name, tile, axpby, base == "gemv_t", sizes),
                     )
 
@@ -78,7 +78,7 @@ def _leading(M: int, N: int, K: int, turned: str) -> tuple[int, int]:
     return (M if turned[0] == "t" else K, K if turned[1] == "t" else N)
 
 
-def _steel_launches(name: str, tile: tuple[int, ...], turned: str, shape: tuple[int, int, int],
+def steel_products(name: str, tile: tuple[int, ...], turned: str, shape: tuple[int, int, int],
                     source: bool) -> Callable[[Generator], list[Launch]]:  # fmt: skip
     def launches(rng: Generator) -> list[Launch]:
         M, N, K = shape
@@ -109,8 +109,8 @@ def _steel() -> Iterator[Case]:
                     f"steel_gemm_fused_{turned}_{name}_{name}_" + "bm{}_bn{}_bk{}_wm{}_wn{}".format(*tile),
                     _STEEL_HEADERS,
                     f"gemm<{metal}, {', '.join(map(str, tile))}, "
-                    f"{_flag(turned[0] == 't')}, {_flag(turned[1] == 't')}, float>",
-                    _steel_launches(name, tile, turned, shape, source),
+                    f"{flag(turned[0] == 't')}, {flag(turned[1] == 't')}, float>",
+                    steel_products(name, tile, turned, shape, source),
                     tuple(constants.items()),
                 )
 
@@ -136,8 +136,8 @@ def _split() -> Iterator[Case]:
                 "steel_gemm",
                 f"steel_gemm_splitk_{turned}_{name}_float32_bm16_bn16_bk16_wm2_wn2_MN_{word}_K_{word}",
                 _SPLIT_HEADERS,
-                f"gemm_splitk<{metal}, float, 16, 16, 16, 2, 2, false, {_flag(turned[1] == 't')}, "
-                f"{_flag(whole)}, {_flag(whole)}>",
+                f"gemm_splitk<{metal}, float, 16, 16, 16, 2, 2, false, {flag(turned[1] == 't')}, "
+                f"{flag(whole)}, {flag(whole)}>",
                 _split_launches(name, turned, shape),
             )
 

@@ -97,8 +97,9 @@ def wide_products(form: Format, name: str, vectors: int, lanes: int, shapes: lis
 
 
 def matrix_products(form: Format, name: str, shapes: list[tuple[int, int, int]], *, turned: bool,
-              has_global: bool = True) -> Callable[[Generator], list[Launch]]:  # fmt: skip
-    """Returns launches of a product by tiles of 32 x 32. The weight is N x K if `turned`."""
+              has_global: bool = True, tile: tuple[int, int] = (32, 32)
+              ) -> Callable[[Generator], list[Launch]]:  # fmt: skip
+    """Returns launches of a product by tiles of BM x BN. The weight is N x K if `turned`."""
 
     def launches(rng: Generator) -> list[Launch]:
         found = []
@@ -106,7 +107,7 @@ def matrix_products(form: Format, name: str, shapes: list[tuple[int, int, int]],
             w = form.weights(rng, *((N, K) if turned else (K, N)), name)
             x = stored(rng.normal(0, 1, (M, K)), name)
             buffers = [*(w if form.is_affine or has_global else w[:2]), x, outputs((M, N), name)]
-            groups = (-(-N // 32), -(-M // 32), 1)
+            groups = (-(-N // tile[1]), -(-M // tile[0]), 1)
             found.append(Launch(f"M {M} N {N} K {K}", [*buffers, K, N, M, *_batch(form)], (32, 2, 2), groups=groups))
         return found
 

@@ -203,3 +203,4 @@ AIR_FUNCTION void builtin(uint32_t* place) {
 }  // namespace air
 
 #include "lanes.h"
+#include "tensors.h"

@@ -64,6 +64,9 @@ _PLAIN = (
 _VALUES = {
     "convert": "air::convert<R>(@)",
     "get_simdgroup_size": "32",
+    "get_thread_index_in_simdgroup": "static_cast<R>(air::lane())",
+    "tensor_cooperative_tensor_data_size": "air::tensor_bytes(@)",
+    "tensor_cooperative_tensor_get_element_pointer": "air::tensor_element(@)",
     # Metal's code passes the result of is_uniform to llvm.assume, and to assume false is undefined behaviour.
     "is_uniform": "true",
     "normalize_function_constant_predicate": "a0 != 0",
@@ -85,6 +88,8 @@ _EFFECTS = {
     "simdgroup.barrier": "sm_simdgroup_barrier(a0)",
     "atomic.fence": "__atomic_thread_fence(__ATOMIC_SEQ_CST)",
     "simdgroup_matrix_8x8_store": "air::matrix_store(@)",
+    "tensor_cooperative_tensor_init": "(void)0",
+    "tensor_run_cooperative": "air::tensor_product<T0, T1, T2>(a0, a1, a2, a3)",
     "atomic.store": "air::atomic_store<T0>(a0, a1)",
 }
 _UPDATES = {"add": "plus", "sub": "minus", "min": "least", "max": "most"}

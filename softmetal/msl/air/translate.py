@@ -59,7 +59,7 @@ class Translation:
         for constant in self._info.constants:
             value = values.get(constant.name, values.get(str(constant.index), ""))
             body = with_value(body, constant, value)
-        body, sites = self._with_threadgroup_variables(_narrowed(body))
+        body, sites = self._with_threadgroup_variables(_narrowed(_with_tensor_names(body)))
         body = _plain(body)
         self._functions = [
             Declaration(m["name"], _bare(m["result"]), tuple(map(_bare, _commas(m["parameters"]))))
@@ -180,6 +180,16 @@ class Translation:
 
 
 _OURS, _OURS_INLINE = 9000, 9001  # numbers of attribute groups, beyond the module's own
+
+
+def _with_tensor_names(body: str) -> str:
+    """Gives the functions of matmul2d names like those of other functions, with operand types at the end."""
+
+    def renamed(match: re.Match[str]) -> str:
+        name = re.sub(r"(?:_(?:b?f?\d+|[df]v|tg|i\d+|ui\d+))+$", lambda m: m[0].replace("_", "."), match[1])
+        return "@air.tensor_" + name.replace(".b16", ".bf16")
+
+    return re.sub(r"@__tensorops_impl_matmul2d_op_(\w+)", renamed, body)
 
 
 def _narrowed(body: str) -> str:

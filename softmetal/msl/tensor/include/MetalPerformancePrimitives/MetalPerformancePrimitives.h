@@ -67,10 +67,10 @@ struct is_cooperative<metal::cooperative_tensor<T, Rows, Columns, Groups>> {
   static constexpr constant bool value = true;
 };
 
-template <typename A, typename B>
-struct agree {
+template <typename T>
+struct is_operand {
   static constexpr constant bool value =
-      metal::is_same_v<A, B> && (metal::is_same_v<A, half> || metal::is_same_v<A, bfloat> || metal::is_same_v<A, float>);
+      metal::is_same_v<T, half> || metal::is_same_v<T, bfloat> || metal::is_same_v<T, float>;
 };
 
 }  // namespace detail
@@ -100,23 +100,31 @@ struct matmul2d {
   template <typename Left, typename Right, typename Result, typename Coordinate = int>
   cooperative_tensor_left_input_t<Left, Right, Result> get_left_input_cooperative_tensor() const thread {
     check_registers<Left, Right>();
-    return cooperative_tensor_left_input_t<Left, Right, Result>();
+    cooperative_tensor_left_input_t<Left, Right, Result> undefined;
+    return undefined;
   }
   template <typename Left, typename Right, typename Result, typename Coordinate = int>
   cooperative_tensor_right_input_t<Left, Right, Result> get_right_input_cooperative_tensor() const thread {
     check_registers<Left, Right>();
-    return cooperative_tensor_right_input_t<Left, Right, Result>();
+    cooperative_tensor_right_input_t<Left, Right, Result> undefined;
+    return undefined;
   }
   template <typename Left, typename Right, typename Result, typename Coordinate = int>
   cooperative_tensor_destination_t<Left, Right, Result> get_destination_cooperative_tensor() const thread {
-    return cooperative_tensor_destination_t<Left, Right, Result>();
+    cooperative_tensor_destination_t<Left, Right, Result> undefined;
+    return undefined;
   }
 
   // Every thread of the scope must reach this call.
   template <typename Left, typename Right, typename Destination>
   void run(thread Left& left, thread Right& right, thread Destination& destination) const thread {
-    static_assert(detail::agree<typename Left::value_type, typename Right::value_type>::value,
-                  "matmul2d: expected both operands half, both bfloat or both float");
+    // MLX mixes types of operands in registers. Of operands in memory, only equal types are known to work.
+    static_assert((detail::is_cooperative<Left>::value && detail::is_cooperative<Right>::value) ||
+                      metal::is_same_v<typename Left::value_type, typename Right::value_type>,
+                  "matmul2d: expected operands of one type, unless both are in registers");
+    static_assert(detail::is_operand<typename Left::value_type>::value &&
+                      detail::is_operand<typename Right::value_type>::value,
+                  "matmul2d: expected operands of half, bfloat or float");
     if constexpr (detail::is_cooperative<Destination>::value) {
       multiply(left, right, destination);
     } else {
@@ -132,8 +140,8 @@ struct matmul2d {
   static void check_registers() {
     static_assert(groups == 1, "matmul2d: operands in registers need execution_simdgroup");
     static_assert(!has_dynamic_k, "matmul2d: operands in registers need a known k");
-    static_assert(detail::agree<Left, Right>::value,
-                  "matmul2d: expected both operands half, both bfloat or both float");
+    static_assert(detail::is_operand<Left>::value && detail::is_operand<Right>::value,
+                  "matmul2d: expected operands of half, bfloat or float");
   }
 
   // The extent of k: the descriptor's, or the left operand's, or the right operand's.
