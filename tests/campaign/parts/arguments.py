@@ -6,13 +6,10 @@ from typing import Any
 
 import torch
 
-import torch_marlin_metal  # noqa: F401  registers the operators
+from torch_marlin_metal.interface import OPERATORS
 
 OPS = torch.ops.torch_marlin_metal
-NAMES = (
-    "gemm", "dequantize", "gptq_repack", "gptq_unpack_zeros", "awq_repack", "awq_unpack_zeros", "transpose_words",
-    "mlstm_states", "mlstm_output", "mlstm", "mlstm_step",
-)  # fmt: skip
+NAMES = sorted(OPERATORS)
 SIZES = (0, 1, 2, 3, 8, 16, 24, 64)
 INTEGERS = (0, 1, -1, 2, 8, 16, 32, 64, 2**31 - 1, 2**31, -(2**31), 2**60, 2**62, 2**63 - 1, -(2**63))
 TEXTS = (
@@ -58,6 +55,8 @@ def value(rng: random.Random, kind: str) -> Any:
         return rng.choice(INTEGERS)
     if "float" in kind:
         return rng.choice((0.0, 1e-6, -1.0, float("inf"), float("nan"), 1e308))
+    if "bool" in kind:
+        return rng.random() < 0.5
     return rng.choice(TEXTS)
 
 
