@@ -176,6 +176,18 @@ def test_named_paths_exist(page):
             assert any(fnmatch(path, name) or fnmatch(path, f"*/{name}") for path in TRACKED), name
 
 
+def test_each_defect_names_a_test_that_exists():
+    rows = re.findall(
+        r"^\| (D[\d, D]+) \|.*\|(.*)\|$", (ROOT / "docs" / "reliability.md").read_text(), flags=re.MULTILINE
+    )
+    assert {int(number) for defects, _ in rows for number in re.findall(r"\d+", defects)} == set(range(1, 26))
+    for defects, cell in rows:
+        named = re.findall(r"`(\S+\.py)::(\w+)`", cell)
+        assert named, defects
+        for file, test in named:
+            assert f"def {test}(" in (ROOT / "tests" / file).read_text(), f"{defects}: {file}::{test}"
+
+
 @pytest.mark.parametrize("page", RECORDS, ids=lambda p: p.name)
 def test_lines_are_short(page):
     """Lines have at most 120 characters, except rows of tables and lines of code, which Markdown cannot wrap."""
