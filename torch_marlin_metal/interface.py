@@ -50,6 +50,7 @@ FUNCTIONS = (
     "largest_threadgroup",
     "longest_plan_seconds",
     "occupancy",
+    "prefer_huge_pages",
     "reads",
     "set_commit_seconds",
     "set_longest_plan_seconds",
