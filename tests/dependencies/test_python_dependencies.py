@@ -17,7 +17,7 @@ ALLOWED = {
     "xlstm": {"base"},
     "parallel": {"base", "layers", "checkpoints", "models"},
     "integrations": {"base", "quantize", "layers", "fuse", "checkpoints", "replace", "models", "parallel"},
-    "cli": {"base", "public", "checkpoints", "gpu"},
+    "cli": {"base", "public", "checkpoints", "gpu", "xlstm"},
     "public": {"base", "quantize", "fuse", "layers", "checkpoints", "models", "gpu", "xlstm"},
 }
 # Modules that only re-export names for users. Inside the package only the command line imports them.
