@@ -14,11 +14,12 @@ ALLOWED = {
     "replace": {"base", "checkpoints"},
     "models": {"base", "quantize", "layers", "checkpoints", "replace"},
     "gpu": {"base", "quantize", "checkpoints"},
+    "trace": {"base", "quantize", "fuse", "layers", "checkpoints", "models", "gpu"},
     "xlstm": {"base"},
     "parallel": {"base", "layers", "checkpoints", "models"},
     "integrations": {"base", "quantize", "layers", "fuse", "checkpoints", "replace", "models", "parallel"},
-    "cli": {"base", "public", "checkpoints", "gpu", "xlstm"},
-    "public": {"base", "quantize", "fuse", "layers", "checkpoints", "models", "gpu", "xlstm"},
+    "cli": {"base", "public", "checkpoints", "gpu", "trace", "xlstm"},
+    "public": {"base", "quantize", "fuse", "layers", "checkpoints", "models", "gpu", "trace", "xlstm"},
 }
 # Modules that only re-export names for users. Inside the package only the command line imports them.
 PUBLIC = {"__init__", "convert", "profiling", "tuning"}

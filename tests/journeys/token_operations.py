@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -28,21 +27,7 @@ from transformers.models.auto import modeling_auto as auto
 import torch_marlin_metal as tmm
 from tests.journeys.architectures import class_of, shrunken
 from torch_marlin_metal.fuse.layers import FusedLayersReport
-
-NO_DISPATCH = {"aten._unsafe_view.default"}  # the result has the storage of the argument, though no schema says so
-
-
-class Operations(TorchDispatchMode):
-    """Counts the operations that are no views."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not func.is_view and func.namespace != "prim" and str(func) not in NO_DISPATCH:
-            self.counts[str(func)] += 1
-        return func(*args, **(kwargs or {}))
+from torch_marlin_metal.trace.operations import Operations
 
 
 def model_of(family: str, layers: int | None = None) -> Any:
