@@ -133,7 +133,9 @@ def test_generates_the_same_tokens_and_can_be_undone(model):
     assert all(vars(m)["forward"].__self__ is m for m in copied.modules() if "forward" in vars(m))
 
 
-def test_a_pickled_model_comes_back_unfused_and_can_be_fused_again(model):
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gpt_oss"])
+def test_a_pickled_model_comes_back_unfused_and_can_be_fused_again(family):
+    model = model_of(family, 2)
     fused = tmm.fuse_layers(model).fused
     file = io.BytesIO()
     torch.save(model, file)
@@ -144,6 +146,7 @@ def test_a_pickled_model_comes_back_unfused_and_can_be_fused_again(model):
     assert not torch.equal(results(again), expected)
     assert tmm.fuse_layers(again).fused == fused
     assert torch.equal(results(again), expected)
+    assert torch.equal(results(copy.deepcopy(again)), expected)
 
 
 def test_a_forward_of_somebody_else_stays(model):

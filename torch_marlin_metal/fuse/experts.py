@@ -1,5 +1,6 @@
 """Computes the activation between the products of a mixture's packed experts in one operator."""
 
+import copy
 from collections.abc import Callable, Iterator
 from itertools import permutations
 from typing import Any
@@ -57,12 +58,27 @@ def fused_activation(experts: MarlinExperts) -> Activation | None:
     for options in _candidates(activation):
         for order in orders:
             if all(map(agrees, gated_activation(*_halves(x, *order), **options), expected)):
-                return _made(activation, order, options)
+                return _FusedActivation(activation, order, options)
     return None
 
 
-def _made(original: Activation, order: tuple[bool, bool], options: dict[str, Any]) -> Activation:
-    def activation(gate_up: Tensor) -> Tensor:
-        return gated_activation(*_halves(gate_up, *order), **options) if runs(gate_up) else original(gate_up)
+class _FusedActivation:
+    """The activation of experts in one operator. Pickle stores the original activation in its place."""
 
-    return activation
+    def __init__(self, original: Activation, order: tuple[bool, bool], options: dict[str, Any]) -> None:
+        self._original, self._order, self._options = original, order, options
+
+    def __call__(self, gate_up: Tensor) -> Tensor:
+        if not runs(gate_up):
+            return self._original(gate_up)
+        return gated_activation(*_halves(gate_up, *self._order), **self._options)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_FusedActivation":
+        return _FusedActivation(copy.deepcopy(self._original, memo), self._order, self._options)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unchanged, (self._original,)
+
+
+def _unchanged(original: Activation) -> Activation:
+    return original
