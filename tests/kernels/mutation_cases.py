@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from functools import partial
 
+import test_kernel_embedding as embedding
 import test_kernel_experts as experts
 import test_kernel_layer as layer
 import test_kernel_mlstm
@@ -58,6 +59,14 @@ def _dequantize_cases() -> Iterator[Case]:
     for weight_format, N, K in (("uint4", 63, 40), ("uint4", 64, 32), ("nvfp4", 65, 72), ("mxfp4", 7, 40)):
         yield _dequantize(problem(1, N, K, weight_format=weight_format, dtype=FLOAT, group_size=16, has_perm=N < 64))
     yield "dequantize perm", values.test_dequantize_perm_beyond_range
+
+
+def _embedding_cases() -> Iterator[Case]:
+    for table in embedding.TABLES:
+        yield f"embedding {table}", partial(embedding.test_embedding, *table)
+    for N in (7, 64):
+        yield f"embedding ids {N}", partial(embedding.test_an_unknown_id_gives_a_row_of_nan, N)
+    yield "embedding perm", embedding.test_a_perm_out_of_range_writes_nothing
 
 
 def _gemv_cases() -> Iterator[Case]:
@@ -210,6 +219,7 @@ def cases_of(file: str) -> Iterator[Case]:
     own = {
         "gemm/repack.metal": _repack,
         "gemm/dequantize.metal": _dequantize_cases,
+        "gemm/embedding.metal": _embedding_cases,
         "gemm/gemv.h": _gemv_cases,
         "gemm/gemv.metal": _gemv_cases,
         "gemm/fused.h": _fused_cases,

@@ -23,6 +23,7 @@ SORTS = [
     (40, 2, 5, 16, torch.int32),
     (40, 3, 512, 8, torch.int64),  # more experts than threads
     (70, 1, 2, 32, torch.int64),
+    (300, 1, 256, 8, torch.int32),  # as many experts as threads: ids of no expert are sorted in a second pass
 ]
 
 

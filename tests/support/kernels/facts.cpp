@@ -73,7 +73,13 @@ int main() {
   FIELD(DequantizeParams, N)
   FIELD(DequantizeParams, K)
   FIELD(DequantizeParams, group_size)
-  std::printf("\"end\": %zu}, \"ReduceParams\": {", sizeof(DequantizeParams));
+  std::printf("\"end\": %zu}, \"EmbeddingParams\": {", sizeof(DequantizeParams));
+  FIELD(EmbeddingParams, N)
+  FIELD(EmbeddingParams, K)
+  FIELD(EmbeddingParams, group_size)
+  FIELD(EmbeddingParams, count)
+  FIELD(EmbeddingParams, id_bytes)
+  std::printf("\"end\": %zu}, \"ReduceParams\": {", sizeof(EmbeddingParams));
   FIELD(ReduceParams, M)
   FIELD(ReduceParams, N)
   FIELD(ReduceParams, slices)

@@ -235,6 +235,20 @@ def run_dequantize(problem: Problem, **options: Any) -> torch.Tensor:
     return out.read((problem.K, problem.N), problem.dtype)
 
 
+def run_embedding(problem: Problem, ids: torch.Tensor, **options: Any) -> torch.Tensor:
+    """Returns the rows of an embedding table, whose columns of the packed weight `ids` name."""
+    inputs = options.pop("inputs", None) or make_inputs(problem)
+    buffers, constants = _weight_buffers(problem, inputs)
+    shape = (ids.numel(), problem.K)
+    out = place_output(shape, problem.dtype)
+    fields = {"N": problem.N, "K": problem.K, "group_size": problem.group_size, "count": ids.numel()}
+    params = parameters("EmbeddingParams", **fields, id_bytes=ids.element_size())
+    buffers |= {"A": place(ids.reshape(-1)), "Out": out, "Params": params}
+    names = {"weight_format": problem.weight_format, "element": ELEMENT_NAMES[problem.dtype], "constants": constants}
+    launch_elementwise("embedding", problem.K // 8, ids.numel(), buffers, **names, **options)
+    return out.read(shape, problem.dtype)
+
+
 def check_dequantize(problem: Problem, **options: Any) -> None:
     """Checks dequantize in fp32, where at most two operations round. Rows of the result are in the original k order."""
     inputs = make_inputs(problem)
