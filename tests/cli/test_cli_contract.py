@@ -29,6 +29,7 @@ LINES = {
 FAILURES = {
     "a wrong value": (ValueError("level: expected 1, got 2"), 2),
     "a destination that exists": (FileExistsError("y: exists already"), 2),
+    "a missing package": (ImportError("needs matplotlib: pip install matplotlib"), 2),
     "a damaged checkpoint": (CheckpointError("x: damaged"), 3),
     "an unsupported layer": (UnsupportedFormat("x: layer 'a': 3 bits"), 3),
     "no permission": (PermissionError(13, "Permission denied", "x"), 3),

@@ -46,7 +46,7 @@ def reported(command: Callable[..., int]) -> Callable[..., None]:
             code = _fail(error, FAILED, as_json)
         except BrokenPipeError:
             code = BROKEN_PIPE
-        except (ValueError, FileExistsError) as error:
+        except (ValueError, FileExistsError, ImportError) as error:  # ImportError: a package that an option needs
             code = _fail(error, WRONG_USE, as_json)
         except (OSError, RuntimeError, MemoryError) as error:  # torch raises RuntimeError if memory is short
             code = _fail(error, FAILED, as_json)
