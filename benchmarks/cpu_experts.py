@@ -1,11 +1,11 @@
 """Compares `moe_gemm` on the CPU with loops over the experts and PyTorch's `grouped_mm`, in one interleaved run.
 
-What is timed is the block of experts of one layer: the product with the gate and up projections, silu(gate) * up, and
-the product with the down projections, weighted and summed over the experts of a token. The routing is random and
-uniform, and in a round it is the same for every rival. The rivals are a loop of this package's `gemm` over the experts
-that have rows, `torch.nn.functional.grouped_mm` of rows sorted by expert, and a loop of `torch.nn.functional.linear`.
-Both of PyTorch's use the unquantized weights in the activations' type. Before it is timed, every rival must agree with
-`moe_gemm`. Every rival's memory is that of a process that holds only this rival's weights.
+The benchmark times the experts of one layer: the product with the gate and up projections, silu(gate) * up, and the
+product with the down projections, weighted and summed over the experts of a token. The routing is random and uniform,
+and in a round it is the same for every rival. There are three rivals: a loop of this package's `gemm` over the experts
+that have rows, `torch.nn.functional.grouped_mm` on rows sorted by expert, and a loop of `torch.nn.functional.linear`.
+The two rivals from PyTorch use the unquantized weights in the activations' dtype. Before it is timed, every rival must
+agree with `moe_gemm`. The memory of a rival is measured in a process of its own, which holds only this rival's weights.
 
     python benchmarks/cpu_experts.py [--minutes 4] [--layers qwen3-30b] [--experts 8] [--json FILE]
 
@@ -139,7 +139,10 @@ def sorted_by_expert(gate_up: Tensor, down: Tensor, x: Tensor, routing: Routing)
 
 
 class Block:
-    """The experts of one layer, in so many copies that each is out of the caches when used, and all its variants."""
+    """Several copies of the experts of one layer, and a call of each variant for each copy.
+
+    There are enough copies that none is in a cache when its turn comes.
+    """
 
     def __init__(self, shape: Shape, dtype: torch.dtype, variants: tuple[str, ...] = VARIANTS) -> None:
         packed = shape.experts * 3 * shape.hidden * shape.intermediate // 2
@@ -160,7 +163,7 @@ class Block:
                 self.calls[name].append(made[name])
 
     def check(self, x: Tensor, routing: Routing) -> None:
-        """Raises AssertionError if a variant computes something else than `moe_gemm`."""
+        """Raises AssertionError if the result of a variant differs from that of `moe_gemm`."""
         for copy, ours in enumerate(self.calls[OURS]):
             expected = ours(x, routing).double()
             for name in RIVALS:
@@ -179,7 +182,7 @@ class Block:
 
 
 def measure_memory(pipe: Connection, variant: str, shapes: list[Shape], tokens: int, threads: int) -> None:
-    """Sends for each shape the bytes of the weights in use, and the peak of a call beyond them, both in bf16."""
+    """Sends two numbers for each shape, in bf16: the bytes of the weights, and the most bytes that a call adds."""
     torch.set_num_threads(threads)
     for shape in [LAYERS["tiny"], *shapes]:  # the first loads what the measured ones need
         before = resident("VmRSS")
@@ -216,7 +219,7 @@ def compare_memory(layers: dict[str, Shape], tokens: int, threads: int, record: 
 
 
 def compare(options: argparse.Namespace, layers: dict[str, Shape], deadline: float, record: Record) -> None:
-    """Prints a table for every layer and dtype. What does not fit before the deadline is named and left out."""
+    """Prints a table for every layer and dtype. Names and skips those for which no time is left before the deadline."""
     cases = [(name, dtype) for name in layers for dtype in options.dtypes]
     made = 0.0  # seconds that the last block took to make
     for number, (name, dtype) in enumerate(cases):

@@ -5,9 +5,9 @@ autograd, for a frozen weight as with LoRA. The rival is PyTorch's bf16 linear a
 runs in a process of its own, which also limits PyTorch's oneDNN to that set, so that "avx512" stands for a machine
 without AMX. In a round every product runs once, on weights that are in no cache.
 
-The head of each process names what runs: the kernel set of `gemm` as the package reports it, and the implementations
-that oneDNN reports for the dense product and for the product in `gemm_transposed`, which decodes the weight with this
-package's kernels and multiplies with PyTorch's.
+Each process first prints what runs. For `gemm` this is the kernel set that the package reports. For the dense product
+it is the implementation that oneDNN reports, and likewise for `gemm_transposed`, which decodes the weight with this
+package's kernels but multiplies with PyTorch's.
 
     python benchmarks/cpu_training.py [--minutes 3] [--sets amx avx512] [--threads 16] [--json FILE]
 """

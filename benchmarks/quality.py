@@ -160,7 +160,7 @@ def gptq(model: nn.Module, tokens: list[dict[str, Tensor]], weight_format: str, 
 
 
 def pack(weight: Tensor, scale: Tensor, zero: Tensor, weight_format: str, group_size: int) -> tmm.PackedWeight:
-    """Packs `weight [N, K]` exactly; each value must be a code's value with `scale` and `zero` `[N, G]`."""
+    """Packs `weight [N, K]`, whose elements must be exactly those of codes with `scale` and `zero` `[N, G]`."""
     scales, zeros = scale.t().contiguous(), zero.t().round().to(torch.uint8).contiguous()
     steps = weight.t() / scales.repeat_interleave(group_size, 0)
     codes = steps.round() + zeros.repeat_interleave(group_size, 0)

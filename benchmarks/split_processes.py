@@ -3,9 +3,10 @@
     python benchmarks/split_processes.py [--processes 2] [--layers 16] [--rounds 7] [--dtype bfloat16]
 
 The model has the shapes of Llama 3.2 1B, random weights in `uint4b8` with groups of 64, and a small vocabulary, because
-the output layer is not split. All processes start once. One process and the others take turns, a decode of 16 tokens
-and a prefill each, so that a change of the machine's speed meets both. The report has medians, and the share of time
-that the products of rows wait for the other processes.
+the output layer is not split. All processes start before the first measurement. The single process and the group of N
+processes take turns, so that a change of the machine's speed affects both alike. A turn is a prefill and a decode of 16
+tokens. The report has medians, and the share of its time that a process spends in the sums over processes, which end
+each layer that is split by rows.
 """
 
 import argparse
@@ -64,7 +65,7 @@ def save(folder: Path, layers: int) -> None:
 
 
 def serve(rank: int, count: int, folder: Path, pipe: Connection, dtype: torch.dtype) -> None:
-    """Loads the model, then runs what the pipe asks for: `count` is the number of processes of the model."""
+    """Loads the model, which `count` processes share, and runs it with each prompt length that the pipe sends."""
     torch.set_num_threads(1 if count > 1 else abs(count))
     config = AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
@@ -93,7 +94,7 @@ def serve(rank: int, count: int, folder: Path, pipe: Connection, dtype: torch.dt
 
 
 def count_waiting() -> list[float]:
-    """Returns a list of one number, to which every sum over processes adds its seconds from now on."""
+    """Returns a list with one number. From now on, every sum over processes adds the seconds that it took to it."""
     waited, original = [0.0], styles._sum
 
     def timed(*arguments: object) -> torch.Tensor:

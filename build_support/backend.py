@@ -35,7 +35,8 @@ def torch_requirement(torch_version: str | None) -> str:
     """Returns the torch requirement for the metadata: all releases with the same first two numbers.
 
     Args:
-        torch_version: "2.13.0+cpu", or None for Python alone, which runs with any torch that the sources support.
+        torch_version: "2.13.0+cpu", or None for a package of Python files only, which runs with any torch
+            that the sources support.
     """
     if torch_version is None:
         return "torch>=2.13"
@@ -50,7 +51,7 @@ def version_label(torch_version: str | None) -> str:
     finds the wheel for 2.13 among those for 2.13 to 2.15.
 
     Args:
-        torch_version: "2.13.0+cpu", or None for Python alone, which has no label.
+        torch_version: "2.13.0+cpu", or None for a package of Python files only, which has no label.
     """
     return "" if torch_version is None else "+torch" + ".".join(torch_version.split(".")[:2])
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 #: The folder of the package for C++ programs, from the root of the sources or of an installation.
 FOLDER = Path("torch_marlin_metal", "cpp")
-#: Where PyTorch's libraries lie from the library in an installation.
+#: The path from the library's folder to PyTorch's libraries in an installation.
 TORCH_FROM_HERE = "../../../torch/lib"
 
 
@@ -36,7 +36,7 @@ def link_command(platform: str, compiler: list[str], objects: Iterable[str], tor
             *(*command, "-dynamiclib", "-arch", "arm64", "-framework", "Metal", "-framework", "Foundation"),
             *("-install_name", f"@rpath/{out.name}", f"-Wl,-rpath,@loader_path/{TORCH_FROM_HERE}"),
         ]
-    # A symbol of Python, or any other that no library has, is an error here and not in the user's program.
+    # Symbols that no library defines, such as Python's, must fail here and not when a user links a program.
     return [*command, "-shared", "-Wl,-z,defs", "-Wl,--as-needed", f"-Wl,-rpath,$ORIGIN/{TORCH_FROM_HERE}"]
 
 

@@ -70,7 +70,7 @@ def inline_headers(path: Path, root: Path, seen: set[Path]) -> str:
 def without_unused_macros(text: str) -> str:
     """Removes macros whose names the text does not contain elsewhere. The number of lines stays the same.
 
-    A name that `##` may put together counts as contained.
+    If `##` may form the name, the macro stays.
     """
     pasted = tuple(re.findall(r"(?<!##)\b(\w+)##", text))
     while True:

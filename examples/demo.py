@@ -75,7 +75,7 @@ def nearest(embeddings: Tensor) -> Tensor:
 
 
 def measure(results: list[Result], inputs: dict[str, dict[str, Tensor]], device: str) -> None:
-    """Times all variants in turn and stores medians. Because of the turns, a disturbance affects all variants alike."""
+    """Times the variants in turn, so that a disturbance affects all of them alike, and stores the medians."""
     times: dict[tuple[int, str], list[float]] = {}
     end = time.perf_counter() + TIMED_SECONDS
     rounds = 0

@@ -48,7 +48,7 @@ BATCH = 16
 
 @dataclass
 class Run:
-    """One base model with adapters, and what its training gave."""
+    """One base model with adapters, and the results of its training."""
 
     label: str
     base_bytes: int

@@ -306,7 +306,7 @@ def compile(
         include_paths: folders for the source's own includes.
         defines: macros, "NAME" or "NAME=VALUE".
         math: the math mode: "safe", "relaxed" or "fast". Metal's default is "fast". `varied(seed)` of
-            `softmetal.msl.fast_math` is safe mode with other choices where Metal leaves one.
+            `softmetal.msl.fast_math` is safe mode in which the seed makes the choices that Metal leaves open.
         functions: "precise" or "fast": whether `exp` is `precise::exp` or `fast::exp`, and likewise for the other math
             functions. Metal's default is "fast".
         version: the language version as `__METAL_VERSION__` gives it: 310 is MSL 3.1. Tensors need 400.

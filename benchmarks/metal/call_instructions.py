@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-# Another tree, as one of an older commit, can be counted too.
+# To count in another checkout, for example of an older commit, set CALL_INSTRUCTIONS_ROOT to its path.
 ROOT = Path(os.environ.get("CALL_INSTRUCTIONS_ROOT", str(Path(__file__).resolve().parents[2])))
 sys.path.insert(0, str(ROOT))
 OPERATORS = ("gemm", "dequantize", "gptq_repack", "mlstm_step")

@@ -154,7 +154,7 @@ def row_bytes(product: Product) -> float:
 def mlx_vector(product: Product, gpu: AppleSiliconGPU) -> float:
     """Predicts the time of MLX's `qmv_fast`.
 
-    A threadgroup has 8 columns of a row; the rows of a column block start together.
+    A threadgroup computes 8 columns of one row. The threadgroups of all rows of a column block start together.
     """
     columns = ceil(product.N, 8)
     activations = product.M * product.K * product.activation_bytes
@@ -232,7 +232,7 @@ def mlx(product: Product, gpu: AppleSiliconGPU) -> float:
 def ggml_vector(product: Product, gpu: AppleSiliconGPU) -> float:
     """Predicts the time of ggml's `mul_mv`.
 
-    A threadgroup has one row, and 8 columns (q4_0), or 2 whose simdgroups share K (q8_0).
+    A threadgroup computes one row: 8 columns in q4_0, and 2 in q8_0, where the simdgroups divide K among them.
     """
     is_q8 = product.weight_format == "q8_0"
     columns = ceil(product.N, 2 if is_q8 else 8)

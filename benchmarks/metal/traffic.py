@@ -27,7 +27,8 @@ import torch_marlin_metal as tmm  # noqa: E402
 
 VARIANTS = ("auto", "gemv", "double_buffered", "single_stage", "striped")
 ROWS = (1, 4, 16, 64)
-# BufferSlots of kernels/shared/slots.h, except the parameters and slots that are never bound here.
+# BufferSlots of kernels/shared/slots.h, except those of the packed weight, the parameters, and tensors that no product
+# here has.
 SLOTS = {0: "activations", 2: "scales", 3: "zeros", 4: "global_scale", 5: "lut", 8: "out", 9: "partials"}
 PARAMETERS = 10
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -74,7 +75,7 @@ def measure(variant: str, weight_format: str, dtype: str, M: int, N: int, K: int
         for slot, counts in record.buffers.items():
             if slot == PARAMETERS:
                 continue
-            # The host binds the packed weight to the slots of absent tensors, so these slots count as weights.
+            # SLOTS leaves out the slot of the packed weight.
             name = SLOTS[slot] if SLOTS.get(slot) in given else "weights"
             total[name] += counts["bytes_read"] + counts["bytes_written"]
             distinct[name] += counts["distinct_read"] + counts["distinct_written"]

@@ -18,8 +18,8 @@
 namespace marlin {
 namespace {
 
-// With chunks of this length, the gradient of the state takes few steps. The [L, L] matrices are still small compared
-// with that gradient.
+// Longer chunks need fewer steps for the gradient of the state. At this length, the [L, L] matrices are still small
+// compared with that gradient.
 constexpr int64_t kBackwardChunk = 64;
 // Tokens that are added as padding get i = -kNeutralGate and f = kNeutralGate, which leave the state unchanged.
 constexpr double kNeutralGate = 1e30;

@@ -12,8 +12,9 @@ namespace marlin {
 
 namespace {
 
-// Two rates per core and clock. Products are fp32 multiply-adds of fragments inside a GEMM, as metal-benchmarks
-// measured them. Bytes are the core's share of the DRAM bandwidth, which is 6.7 to 9.9 from M1 to M2 Max.
+// What one core does per clock. kProductsPerClock counts fp32 multiply-adds of the matrix operation inside a GEMM
+// (measured by metal-benchmarks). kBytesPerClock is the core's share of the DRAM bandwidth: it is 6.7 to 9.9 on M1 to
+// M2 Max.
 constexpr double kProductsPerClock = 101.7;
 constexpr double kBytesPerClock = 8.0;
 // The states between mlstm_states and mlstm_output take at most this much memory, or one state per head.

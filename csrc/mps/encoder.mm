@@ -28,8 +28,8 @@ struct SetParams {
 };
 
 // Sets every slot that the kernel declares, because the encoder still has the bindings of earlier kernels, including
-// PyTorch's. The slot of an absent optional tensor gets nil. If another tensor of the product were bound there, Metal
-// would count that as one more use of the tensor: as a write if the kernel may write to this slot.
+// PyTorch's. The slot of an absent optional tensor gets nil. A stand-in, such as another tensor of the product, would
+// be wrong: Metal would track it as used by the kernel, and as written if the kernel may write to this slot.
 void bind(id<MTLComputeCommandEncoder> encoder, const Dispatch& dispatch, const Bindings& bindings) {
   for (uint32_t rest = info(dispatch.kernel).slots & ~MARLIN_SLOT(kSlotParams); rest != 0; rest &= rest - 1) {
     const int slot = std::countr_zero(rest);

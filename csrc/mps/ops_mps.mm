@@ -122,8 +122,8 @@ void two_pass(const CompiledPlan& compiled, const WeightProblem& weight, Binding
 // of rows, because a dispatch of 64 rows uses the GPU well.
 constexpr int64_t kFewestRows = 64;
 
-// A product that would keep the GPU from other work for too long is divided by rows. Returns the number of rows of its
-// first part. For any other product, returns M.
+// A product that would keep the GPU from other work for too long is computed in parts, each with some of the rows.
+// Returns the number of rows of the first part, which is M if the product need not be divided.
 int64_t first_part(const Plan& plan, int64_t M) {
   if (plan.seconds <= longest_plan_seconds() || M <= kFewestRows) return M;
   return (M / 2 + kFewestRows - 1) / kFewestRows * kFewestRows;

@@ -1,5 +1,6 @@
 // The derivatives of gemm with respect to a and bias and of gemm_transposed with respect to a, and autocast for gemm.
-// Tensors that require grad are refused as any other argument, and as arguments of dequantize and embedding.
+// All other arguments of these two operators, and all arguments of dequantize and embedding, refuse tensors that
+// require grad.
 #include <ATen/autocast_mode.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>

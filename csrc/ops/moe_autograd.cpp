@@ -95,7 +95,8 @@ class MoeGemmFunction : public torch::autograd::Function<MoeGemmFunction> {
     Tensor of_pairs = grad.to(at::kFloat);
     if (ctx->saved_data["reduce"].toBool()) of_pairs = of_pairs.unsqueeze(1);
     if (ctx->saved_data["weights_grad"].toBool()) {
-      // The products are in fp32, as in the forward pass: a product beyond fp16's range may have a small row weight.
+      // As in the forward pass, the products stay in fp32 until they are multiplied by the row weights: a product may
+      // exceed fp16's range although its weighted value does not.
       const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
       const Tensor products =
           moe_gemm_op().call(saved[8].to(at::kFloat), b_packed, scales, expert_ids, weight_format, group_size,

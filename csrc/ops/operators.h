@@ -32,7 +32,8 @@ c10::TypedOperatorHandle<Signature> find_operator(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
 }
 
-// The bytes that a gradient may hold in floats at a time; TORCH_MARLIN_METAL_GRADIENT_BYTES sets them.
+// Returns the most bytes that one temporary copy in floats may take while a gradient is computed. The environment
+// variable TORCH_MARLIN_METAL_GRADIENT_BYTES sets this limit.
 int64_t gradient_bytes();
 
 inline const auto& gemm_op() {

@@ -27,11 +27,10 @@ Dispatch product_dispatch(const Tiling& tiling, const GemmProblem& problem, cons
 // If K is split, adds a launch of the reduce kernel, and the workspace for the partial sums.
 void add_reduction(Plan& plan, const Tiling& tiling, const GemmProblem& problem);
 
-// Three threadgroups fit on a core if each uses at most so many bytes of threadgroup memory.
+// If each threadgroup uses at most this many bytes of threadgroup memory, three of them fit on a core.
 inline constexpr uint32_t kPreferredThreadgroupBytes = 20 * 1024;
 
-// Returns the cheapest tiling with the tile in this row of the table kGemmTiles, or nothing if that tile cannot compute
-// the problem.
+// Returns the number of threadgroups of a staged kernel with this tile that all cores of the GPU hold at once.
 uint64_t resident_threadgroups(const GemmTile& row, const GemmProblem& problem, const GpuDevice& device);
 
 // Returns the cheapest tiling with one row of kGemmTiles, or nothing if that row cannot compute the problem.

@@ -158,9 +158,10 @@ constexpr const KernelCounts* find_counts(Kernel kernel, WeightFormat format, co
   return nullptr;
 }
 
-// How often a step waits for memory, and how often for activations in a cache. A wait counts only if its loads were
-// issued after the previous wait. Twice in a step, gemv loads the words of 8 k and then the activations of each row.
-// Its compiled loops for uint4b8 therefore have 4, 10 and 18 waits at 1, 4 and 8 rows. The loops of fused have 4 to 5.
+// How often a step waits for memory, and how often for activations in a cache. Loads that were issued before the
+// previous wait need no wait of their own. Twice in a step, gemv loads the words of 8 k and then the activations of
+// each row. Its compiled loops for uint4b8 therefore have 4, 10 and 18 waits at 1, 4 and 8 rows. The loops of fused
+// have 4 to 5.
 struct StepWaits {
   uint32_t dram, cache;
 };

@@ -17,8 +17,8 @@ constexpr double kOverlapLoss = 0.05;
 constexpr double kCachedFraction = 0.5;
 // The cost of reading a byte from the system-level cache, as a fraction of the cost of reading the byte from memory.
 constexpr double kCacheCost = 0.5;
-// The bound is "occupancy" if the busiest core takes longer than this multiple of the time that the instructions would
-// take if they were spread evenly over the cores.
+// The bound is "occupancy" if the busiest core takes more than kWaiting times as long as the instructions alone
+// would take if they were spread evenly over the cores.
 constexpr double kWaiting = 1.25;
 // The latency in clocks of a load that the core's cache serves. It is assumed: published figures are 60 to 80.
 constexpr double kCacheLatency = 64;

@@ -41,7 +41,8 @@ struct GemmProblem {
   std::string_view tuned{};
 };
 
-// The products of tokens with the weights of their experts. A pair is a token and one of its slots.
+// The products of tokens with the weights of their experts. Each token has top_k slots, and each slot names an expert.
+// A pair is a token and one of its slots.
 struct MoeProblem {
   GemmProblem product{};  // with the weight of one expert; M is the number of pairs, a_row_stride that of two tokens
   int64_t a_slot_stride = 0;  // elements; 0 if the slots of a token share one row
@@ -53,7 +54,7 @@ struct MoeProblem {
   bool reduce = false;
 };
 
-// Returns whether a second kernel weights or adds the fp32 products of the pairs.
+// Returns true if a second kernel multiplies the pairs' fp32 products by row weights, or adds them up for each token.
 bool combines(const MoeProblem& problem);
 
 struct DequantizeProblem {

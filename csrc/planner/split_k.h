@@ -23,7 +23,7 @@ inline uint32_t slice_length(const WeightProblem& weight, uint32_t slices, uint3
 // Costs that differ by less than this factor count as equal, because the model is not more accurate than that.
 inline constexpr double kEqualCost = 1.02;
 
-// A core is assumed to gain nothing from more simdgroups in flight than this, which is three for each scheduler.
+// The model assumes that a core gains nothing from more simdgroups in flight than this, three per scheduler.
 inline constexpr double kEnoughInFlight = 12;
 
 // Calls make(slices) with 1, 2, 3, 4, 6, 8, 12, 16 ... from min_slices to max_slices and returns the cheapest tiling.

@@ -8,8 +8,8 @@ namespace marlin {
 namespace {
 
 // The length of a slice of K. It is a multiple of every tile's K and of every group size, so stripes end where groups
-// end. Shorter slices would make the stripes more equal, but the additional partial sums would cost more than that
-// saves.
+// end. Shorter slices would balance the stripes better, but they would need more partial sums, which cost more than the
+// better balance saves.
 constexpr uint32_t kSlice = 256;
 // K is split if stripes of whole tiles would leave more than an eighth of the threadgroups' time idle.
 constexpr uint32_t kIdleShare = 8;

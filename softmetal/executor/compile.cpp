@@ -153,7 +153,8 @@ extern "C" int sm_compile(const sm_compile_request* request, char** path_or_erro
     *path_or_error = strdup(path.c_str());
     return 0;
   }
-  // The headers of tensors. They are part of the text, as the source's own includes are, and so of no identity.
+  // The headers of tensors. The memo's name does not depend on them: the memo lists those that the source includes, as
+  // it lists the source's own includes.
   if (!is_metallib) arguments.insert(arguments.end(), {"--include", home() + "/msl/tensor/include"});
   Answer answer = run_compiler(place, arguments, input);
   std::vector<std::string> lines = lines_of(answer.output);

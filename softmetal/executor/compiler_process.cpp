@@ -87,7 +87,7 @@ class Server {
     posix_spawn_file_actions_adddup2(&files, other.get(), 3);
     posix_spawn_file_actions_addopen(&files, 0, "/dev/null", O_RDONLY, 0);
     posix_spawn_file_actions_addopen(&files, 1, "/dev/null", O_WRONLY, 0);
-    // Somebody may wait for the end of a pipe that this process has inherited.
+    // Closes inherited descriptors: if one is the writing end of a pipe, its reader waits until every copy is closed.
     posix_spawn_file_actions_addclosefrom_np(&files, 4);
     // The compiler uses the standard library alone. -S skips the start-up files of site-packages, which can take as
     // long as the compiler's own imports.

@@ -400,7 +400,8 @@ id<MTLLibrary> softmetal_new_library(NSString* source, MTLCompileOptions* option
     program.fast_functions = settings(options).functions == MTLMathFloatingPointFunctionsFast;
     const auto version = static_cast<uint32_t>(settings(options).version);
     program.language_version = (version >> 16) * 100 + (version & 0xffff) * 10;
-    // Only from 4.0, which has tensors, because a macro changes the identity of every library that it reaches.
+    // Only language 4.0 and later has tensors. Earlier versions do not get the macro, because every macro changes a
+    // library's identity and so causes a new compile.
     if (program.language_version >= 400 && softmetal::apple_family() < MTLGPUFamilyApple10) {
       program.defines.emplace_back("__SOFTMETAL_CHIP_WITHOUT_TENSORS__=1");
     }

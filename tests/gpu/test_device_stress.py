@@ -60,7 +60,7 @@ def dense() -> Callable[[], torch.Tensor]:
     return lambda: tmm.dequantize(weight.b_packed, weight.scales, **weight.arguments, perm=perm)
 
 
-# Calls, each with the least number of its allocations: results, copies of operands, workspaces, PyTorch's own.
+# Calls, each with the fewest allocations that it makes: results, copies of operands, workspaces, PyTorch's own.
 CALLS: dict[str, tuple[Callable[[], Callable[[], torch.Tensor]], int]] = {
     "gemv": (lambda: product("gemv", 2), 2),
     "gemv of a split K": (lambda: product("gemv", 2, K=4096), 3),

@@ -30,7 +30,7 @@ def no_commits(mps):
 
 
 def product(seed: int, variant: str) -> tuple[Product, Callable[[torch.Tensor], object]]:
-    """Returns a function that computes a product, other for each seed, and one that compares a result with fp64."""
+    """Returns a function that computes the product of this seed, and a function that compares its result with fp64."""
     weight = reference.make_weight("uint4b8", 1024, 32, 64, seed=seed)
     a = torch.randn(12, 1024, generator=torch.Generator().manual_seed(seed)).half()
     exact, bound = reference.gemm(a, weight)

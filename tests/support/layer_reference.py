@@ -24,7 +24,7 @@ def exact_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float)
 
 
 def exact_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """Rotates by a matrix, which this builds element by element from the definition."""
+    """Multiplies with the rotation matrix, built element by element from the definition."""
     R = cos.shape[-1]
     out = x.clone()
     for pair in range(R // 2):

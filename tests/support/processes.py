@@ -14,7 +14,8 @@ import torch.distributed as dist
 import torch.multiprocessing as processes
 from torch.distributed.device_mesh import DeviceMesh
 
-# Every process of this kind is a fork of one that has imported these packages, which takes seconds of CPU time.
+# The imports take seconds of CPU time. With "forkserver", one process does them, and every test process is a fork of
+# it.
 multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", "transformers", "torch_marlin_metal"])
 
 
@@ -39,7 +40,7 @@ def run(
         join: whether to wait for the processes.
 
     Returns:
-        What waits for the processes, if `join` is false.
+        If `join` is false, an object whose `join()` waits for the processes; otherwise None.
     """
     arguments = (function, world, str(folder / "rendezvous"), timeout, arguments)
     return processes.start_processes(_process, arguments, world, join, start_method=start_method)

@@ -18,9 +18,10 @@ TINY = {torch.float16: 2.0**-24, torch.bfloat16: 2.0**-126, torch.float32: 2.0**
 
 
 def dtypes_in_turn(turn: int, whole: bool) -> tuple[torch.dtype, ...]:
-    """Returns all dtypes if `whole`, and otherwise one dtype: number `turn`, in rotation.
+    """Returns all dtypes if `whole` is true, and otherwise only DTYPES[turn % 3].
 
-    If `turn` is the sum of the positions on two axes, each value of either axis meets each dtype.
+    Use it to test a grid of two axes with one dtype per point: if `turn` is the sum of a point's two indices, each
+    value of either axis is tested with each dtype.
     """
     return DTYPES if whole else (DTYPES[turn % 3],)
 

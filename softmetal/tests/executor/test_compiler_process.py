@@ -1,4 +1,4 @@
-"""sm_compile: the process that compiles, and the results that need none."""
+"""sm_compile starts one compiler process for all requests, and none for a request whose result is in the cache."""
 
 import ctypes
 import multiprocessing

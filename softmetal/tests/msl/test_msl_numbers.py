@@ -249,7 +249,7 @@ def test_exact_functions_of_float() -> None:
 
 
 def _nearest_half(exact: np.ndarray) -> np.ndarray:
-    """Rounds a sum that is exact in long double once. NumPy's own conversion goes through single precision."""
+    """Rounds a long double to half once. NumPy's own conversion rounds twice, first to single precision."""
     near = exact.astype(np.float16)
     choices = np.stack([near, np.nextafter(near, np.float16(-np.inf)), np.nextafter(near, np.float16(np.inf))])
     distance = np.where(np.isfinite(choices), np.abs(choices.astype(np.longdouble) - exact), np.inf)

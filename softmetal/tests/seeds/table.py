@@ -75,8 +75,9 @@ def _together(texts: Iterable[str]) -> str:
 def _controls(texts: list[str]) -> list[str]:
     """Returns the device's messages on each right text.
 
-    Compiles the texts together, because one by one takes three times as long. If that fails, compiles each text alone,
-    so that the message has its text. A message on the joined text alone goes to the first text.
+    Compiles the texts as one source first, because one compile for each text would take three times as long. If that
+    fails, compiles each text alone to find which one the message is about. If every text then compiles, the message is
+    returned for the first text.
     """
     alone = [text for text in texts if "#include" in text or "host_name" in text]
     if joined := refusal(HEAD + _together(text for text in texts if text not in alone)):

@@ -25,7 +25,7 @@ ONLY_VALUES = {
 }
 
 
-# Host code that breaks no rule of Metal: it says something else than its author means.
+# Host code that breaks no rule of Metal, but does something other than its author intended.
 ONLY_VALUES_OF_HOST = {
     **dict.fromkeys(("a view's offset counted twice", "the strides of a view forgotten"), "inside the storage"),
     **dict.fromkeys(("a range counted in elements", "offsets exchanged"), "inside the buffers"),
