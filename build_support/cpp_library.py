@@ -47,7 +47,7 @@ def write_built_for(folder: Path, torch_version: str) -> None:
 
 
 def link(platform: str, compiler: list[str], objects: list[str], torch_lib: Path, root: Path, version: str) -> None:
-    """Links the library below `root` and writes which torch it needs. Does nothing if no object is newer.
+    """Writes which torch the library below `root` needs. Links the library unless it is newer than all objects.
 
     Raises:
         RuntimeError: the linker fails. Its messages follow.

@@ -63,7 +63,7 @@ class NoLogits(nn.Module):
         self.vocabulary = vocabulary
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Returns zeros of the logits' shape, all in one element."""
+        """Returns zeros of the logits' shape. They are views of one element, so they take no memory."""
         return hidden.new_zeros(1).expand(*hidden.shape[:-1], self.vocabulary)
 
 

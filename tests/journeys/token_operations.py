@@ -142,12 +142,17 @@ def row_of(family: str) -> Row:
 HEAD = """\
 # Operations of a token
 
-Written by `python -m tests.journeys.token_operations`: operations that are no views, of one more layer in one decoded
-token, before `fuse_projections` and `fuse_layers` and after. Tiny random models of transformers {version}, layers in
-4 bit, eager mode, batch 1, a cache that grows, on the CPU. With a *, the model cannot be measured so, and the numbers
-are those of all layers for seven tokens without a cache. "Fused" counts what became one operator in the larger model;
-the difference is the largest one of the model's results on random tokens, as a part of the largest result. A family
-with "not run" cannot be built from a shrunken config, or does not run on tokens alone, and that without this package.
+`python -m tests.journeys.token_operations` writes this table. It shows how many operations one more decoder layer adds
+to the decoding of one token, before and after `fuse_projections` and `fuse_layers`. Views are not counted. The models
+are tiny and random, from transformers {version}, with layers in 4 bit. They run in eager mode on the CPU, with batch 1
+and a cache that grows.
+
+- \\*: the family cannot be measured in this way. Its numbers are the operations of the whole model for seven tokens,
+  without a cache.
+- "fused": the operators that replaced several operations, counted in the model that has the additional layer.
+- "difference": the largest change that fusing makes to the results for random tokens, divided by the largest result.
+- "not run": the family cannot be built from a shrunken config, or needs more than tokens as input. Both also hold
+  without this package.
 
 | family | before | after | fused | difference |
 |---|---|---|---|---|"""

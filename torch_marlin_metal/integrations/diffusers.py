@@ -59,7 +59,7 @@ class MarlinDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         self._saved: nn.Module | None = None
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
-        """Refuses devices that have no kernels, and a way to fuse that only models of transformers have."""
+        """Refuses devices that have no kernels, and fuse="layers", which only models of transformers support."""
         if self.quantization_config.fuse == "layers":
             raise ValueError(f"{OP}: fuse: expected True or False for a model of diffusers, got 'layers'")
         if isinstance(device_map, dict):

@@ -105,8 +105,8 @@ void add_tiles(const Step& s, int segment, int rows, const float* tiles, float* 
   }
 }
 
-// Returns true if the product of these two parts is computed. The products of two small parts are left out, because
-// they are less than 2^-24 of the product of activation and code.
+// Returns true if the kernel multiplies this part of an activation with this part of a code; part 0 is the largest. It
+// leaves out products of two small parts, because they are less than 2^-24 of the product of activation and code.
 constexpr bool counts(int part, int code_part) {
   return part + code_part < 3;
 }

@@ -34,7 +34,8 @@ class Checker {
 
   // Reports the races of the latest access, which was a write, now that the write has happened.
   void settle();
-  // Called after the launch: copies contents and initialised bytes back to the host's buffers.
+  // Called after the launch: copies the contents back to the host's buffers, and the record of which bytes are
+  // initialised.
   void write_back();
   void count(sm_counters& counters) const;
 
