@@ -19,7 +19,7 @@ FRAMEWORKS = {"Metal": "pyobjc-metal", "Foundation": "pyobjc-cocoa"}  # framewor
 
 @dataclass
 class Registration:
-    """One `registerMetaDataForSelector` call. `types` maps positions, or None for the result, to known types."""
+    """One `registerMetaDataForSelector` call. `types` has the known types by argument position; None is the result."""
 
     owner: str  # a class, or NSObject for methods of protocols
     selector: str

@@ -44,7 +44,8 @@ std::string_view tuned_variant(const GemmProblem& problem);
 // Returns the number of calls of set_tuned. Plans that were made before the last call may be out of date.
 uint64_t tuned_generation();
 
-// The fields of a problem that decide its plan on one GPU. Problems of different kinds may have equal keys.
+// The fields of a problem that decide its plan on one GPU. A key does not contain the kind of
+// problem, so each kind has a cache of its own.
 struct PlanKey {
   int64_t a_row_stride;
   uint32_t M, N, K, group_size;

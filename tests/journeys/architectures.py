@@ -69,10 +69,11 @@ RESULTS = {
 RECORD_HEAD = """\
 # Architectures
 
-Tiny random models of the architectures that transformers {version} has a base or language-model class for, on the CPU.
-`python -m tests.journeys.architectures` runs all {count} families and writes the results and this page. `make test` runs a
-sample of them, `make test-all` runs all. If less than half of the bytes of a model's matrices became 4 bit, its row has
-a note. For such a model the package also warns and names the matrices that stay in floats.
+Which architectures of transformers {version} work with packed layers? This page has the results for all that have a base
+or language-model class, each with a tiny random model on the CPU. `python -m tests.journeys.architectures` runs all
+{count} families and writes the results and this page. `make test` runs a sample of them, `make test-all` runs all. If less
+than half of the bytes of a model's matrices became 4 bit, its row has a note. For such a model the package also warns
+and names the matrices that stay in floats.
 
 | result | families | meaning |
 |---|---|---|"""

@@ -67,7 +67,10 @@ def test_fused_agrees_with_fp64(p: Problem, options: dict) -> None:
 
 @pytest.mark.parametrize("kernel", [*STAGED, *STRIPED])
 def test_threadgroup_memory_is_what_the_kernel_uses(kernel: str) -> None:
-    """The host's formula is tight: with 16 bytes less, some access is out of bounds. Up to 12 bytes may be padding."""
+    """The host asks for no more threadgroup memory than the kernel uses: with 16 bytes less, an access is out of bounds.
+
+    The host rounds up to 16 bytes, so up to 12 bytes may be padding.
+    """
     p = problem(40, 24, 40, weight_format="lut4", dtype=torch.bfloat16, group_size=16)
     tile = Tile.of(kernel)
     bytes_needed = tile.options(p, (1, 1, 1))["threadgroup_bytes"]

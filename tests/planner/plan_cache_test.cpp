@@ -75,7 +75,7 @@ void check_keys() {
   }
 }
 
-// Checks that any two of the given problems, of any kind, have different keys.
+// Checks that the problem, and the problem after each single change, all have different keys.
 template <typename Problem, typename... Changes>
 void check_keys_of(Problem problem, const Changes&... changes) {
   std::vector<Problem> problems{problem};

@@ -27,7 +27,7 @@ EPS = 1e-6
 
 @dataclass(frozen=True)
 class Gates:
-    """Gate pre-activations are f or i plus spread * N(0, 1). `well` says that the denominator is well-conditioned."""
+    """The gates before activation are f or i plus spread * N(0, 1). `well`: the denominator is well-conditioned."""
 
     f: float
     i: float
