@@ -112,8 +112,8 @@ class CopiesResults {
   bool before_;
 };
 
-// Writes the values of `source` to an mps tensor by a command of the stream. The tensor holds poison until the command
-// runs, so code that does not wait for the stream does not find the values, as on a Mac.
+// Writes the values of `source` to an mps tensor by a command of the stream. Until the command runs, the tensor holds
+// poison. As on a Mac, code must therefore wait for the stream before it reads the values.
 void copy_later(const Tensor& self, const Tensor& source) {
   Tensor destination = host_view(self);
   const Tensor values = host_view(source);
@@ -140,7 +140,8 @@ void copy_later(const Tensor& self, const Tensor& source) {
   });
 }
 
-// Returns true if the results of operators are commands of the stream, as on a Mac.
+// Returns true if operators return before their results are written, as on a Mac: a command of the stream then writes
+// them.
 bool operators_are_queued() {
   static const bool queued = [] {
     const char* text = std::getenv("SOFTMETAL_QUEUE_OPERATORS");
@@ -149,8 +150,8 @@ bool operators_are_queued() {
   return queued;
 }
 
-// A blocking copy from the CPU has reached the tensor when it returns, as with PyTorch's copy_and_sync. All other
-// copies to mps tensors, and the results of operators, may be commands of the stream.
+// As with PyTorch's copy_and_sync, a blocking copy from the CPU is complete when this returns. All other copies to mps
+// tensors, and the results of operators, may be written later, by a command of the stream.
 Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
   if (self.numel() == 0 || self.is_same(source)) return self;
   // Earlier commands may read `self` or write `source`. An operator has waited for them before its results are copied.

@@ -242,7 +242,7 @@ def test_exact_functions_of_float() -> None:
         for (x, y, z), got in results:
             wanted = reference(x) if name in unary else reference(x, y) if name in binary else reference(x, y, z)
             np.testing.assert_array_equal(got, np.asarray(wanted, np.float32), name)
-    # Inside one expression a product and a sum of scalars are one operation.
+    # Inside one expression, a product and a sum of scalars are contracted to one operation, which rounds once.
     ((x, got),) = evaluate({"f": "a * b + c"}, [a, b, c], "float", widths=[1])["f"]
     np.testing.assert_array_equal(got, EXACT_FLOAT["contracted"][1](*x))
     assert (got != x[0] * x[1] + x[2]).any()
