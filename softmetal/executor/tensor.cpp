@@ -10,8 +10,8 @@
 namespace softmetal {
 namespace {
 
-// Returns the seed of the choices that Apple does not state; 0 means the plain choices. In fast mode, the environment
-// variable SOFTMETAL_VARY gives the seed.
+// Returns the seed of the choices that Apple does not state; 0 means the plain choices. If the launch has no seed, as
+// in fast mode under PyTorch, the environment variable SOFTMETAL_VARY gives one.
 uint64_t seed_of(Lane& lane) {
   static const char* const vary = std::getenv("SOFTMETAL_VARY");
   static const uint64_t everywhere = vary != nullptr && *vary != 0 ? std::strtoull(vary, nullptr, 10) + 1 : 0;
