@@ -24,7 +24,7 @@ ASSUMPTIONS = (
     "Bank conflicts, the register cache, barriers and the rate of threadgroup memory cost nothing.",
     "A dispatch that depends on the previous one takes 6 us in addition to its work. Published figures are 3 to 10 us.",
     "On chips of two dies (Ultra), weights of less than 50 MB are read at 0.8 times the rate of larger ones.",
-    "If a figure of a GPU is unknown, the figure of the most similar GPU replaces it; the GPU's own table says so.",
+    "If a figure of a chip is unknown, that of the most similar chip replaces it. The table of chips says so.",
 )
 
 _REASONS = {
