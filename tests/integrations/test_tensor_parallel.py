@@ -10,8 +10,7 @@ from transformers.distributed import DistributedConfig
 
 from tests.support.models import IDS
 from tests.support.processes import run
-from tests.support.split_llama import divisible_llama
-from torch_marlin_metal.checkpoints import checkpoint
+from tests.support.split_llama import count_bytes_read, divisible_llama
 from torch_marlin_metal.integrations.transformers import MarlinConfig
 from torch_marlin_metal.layers.embedding import MarlinEmbedding
 from torch_marlin_metal.layers.linear import MarlinLinear
@@ -53,15 +52,7 @@ def tokens(model) -> torch.Tensor:
 
 def compare(rank: int, world: int, folder: Path) -> None:
     """Runs in each process."""
-    read: dict[str, int] = {}
-    read_tensor = checkpoint.read_tensor
-
-    def counted(info, index=None, part=None):
-        tensor = read_tensor(info, index, part)
-        read[info.name] = read.get(info.name, 0) + tensor.nbytes
-        return tensor
-
-    checkpoint.read_tensor = counted
+    read = count_bytes_read()
     alone = tokens(AutoModelForCausalLM.from_pretrained(folder / "layers"))
     everything = dict(read)
     read.clear()

@@ -14,9 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.support.llama import MODELS
 from tests.support.models import IDS
 from tests.support.processes import error_of, meshes, run
-from tests.support.split_llama import divisible_llama, llama_plan
+from tests.support.split_llama import count_bytes_read, divisible_llama, llama_plan
 from torch_marlin_metal import convert, load_quantized
-from torch_marlin_metal.checkpoints import checkpoint
 from torch_marlin_metal.integrations.transformers import MarlinConfig
 from torch_marlin_metal.parallel import MarlinColwiseParallel, SplitPlan, split_columns, split_rows
 from torch_marlin_metal.parallel.styles import ColumnPart, RowPart
@@ -62,15 +61,7 @@ def load(path: Path, **options) -> nn.Module:
 
 def compare(rank: int, world: int, folder: Path) -> None:
     """Runs in each process."""
-    read: dict[str, int] = {}
-    read_tensor = checkpoint.read_tensor
-
-    def counted(info, index=None, part=None):
-        tensor = read_tensor(info, index, part)
-        read[info.name] = read.get(info.name, 0) + tensor.nbytes
-        return tensor
-
-    checkpoint.read_tensor = counted
+    read = count_bytes_read()
     for name in FORMATS:
         read.clear()
         whole = load(folder / name)

@@ -5,6 +5,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.support.models import SIZES
+from torch_marlin_metal.checkpoints import checkpoint
 from torch_marlin_metal.parallel import MarlinColwiseParallel, MarlinRowwiseParallel
 
 
@@ -25,3 +26,17 @@ def llama_plan() -> dict[str, ParallelStyle]:
     columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
     plan: dict[str, ParallelStyle] = {f"model.layers.*.{name}": MarlinColwiseParallel() for name in columns}
     return plan | {f"model.layers.*.{name}": MarlinRowwiseParallel() for name in ("self_attn.o_proj", "mlp.down_proj")}
+
+
+def count_bytes_read() -> dict[str, int]:
+    """Returns a table, by the name of a tensor, of the bytes that this process reads of checkpoints from now on."""
+    read: dict[str, int] = {}
+    read_tensor = checkpoint.read_tensor
+
+    def counted(info, index=None, part=None):
+        tensor = read_tensor(info, index, part)
+        read[info.name] = read.get(info.name, 0) + tensor.nbytes
+        return tensor
+
+    checkpoint.read_tensor = counted
+    return read
