@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
+
+from .tools import store
 
 
 def _stamps(files: Sequence[str]) -> list[list[int]]:
@@ -24,10 +25,5 @@ def load(path: Path) -> str | None:
 
 
 def save(path: Path, text: str, files: Sequence[str]) -> None:
-    """Writes a cache file, which is either whole or absent. `files` are those that the source includes."""
-    content = zlib.compress(json.dumps([files, _stamps(files), text]).encode(), 1)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=path.suffix)
-    with os.fdopen(handle, "wb") as file:
-        file.write(content)
-    os.replace(temporary, path)
+    """Writes a cache file. `files` are those that the source includes."""
+    store(path, zlib.compress(json.dumps([files, _stamps(files), text]).encode(), 1))

@@ -8,15 +8,14 @@ variable. Constants of other types have their values in the C++ text, so their s
 from __future__ import annotations
 
 import json
-import os
 import re
-import tempfile
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from .entries import FunctionConstant
+from .tools import store
 
 _VARIABLE = re.compile(r"^@sm_constant_(\d+) = external (?:hidden )?constant (i\d+)(.*)$", re.MULTILINE)
 
@@ -54,12 +53,8 @@ def of(llvm: str, constants: Sequence[FunctionConstant]) -> FrontEnd:
 
 
 def save(path: Path, front_end: FrontEnd) -> None:
-    """Writes a front end's result to a cache file. The file is either whole or absent."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=path.suffix)
-    with os.fdopen(handle, "wb") as file:
-        file.write(zlib.compress(json.dumps([front_end.llvm, front_end.constants]).encode(), 1))
-    os.replace(temporary, path)
+    """Writes a front end's result to a cache file."""
+    store(path, zlib.compress(json.dumps([front_end.llvm, front_end.constants]).encode(), 1))
 
 
 def load(path: Path) -> FrontEnd:

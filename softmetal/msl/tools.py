@@ -39,6 +39,15 @@ def run(command: Sequence[str], data: str | bytes) -> str:
     return output
 
 
+def store(path: Path, content: bytes) -> None:
+    """Writes a file of the cache. The file is either whole or absent."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=path.suffix)
+    with os.fdopen(handle, "wb") as file:
+        file.write(content)
+    os.replace(temporary, path)
+
+
 def install(path: Path, make: list[str], text: str) -> None:
     """Runs a command on a temporary path, which is its last argument, and moves the finished file to `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
