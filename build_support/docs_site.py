@@ -36,5 +36,5 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
         return re.sub(r"\]\(docs/", "](", markdown)
     if page.file.src_uri.startswith(("benchmarks/", "softmetal/")):
         return re.sub(r"\]\(\.\./docs/", "](../", markdown)
-    markdown = markdown.replace("](../README.md", "](index.md")
-    return re.sub(r"\]\(\.\./((?:benchmarks|softmetal)/\w+\.md)", r"](\1", markdown)
+    markdown = markdown.replace("](../../README.md", "](../index.md")
+    return re.sub(r"\]\(\.\./\.\./((?:benchmarks|softmetal)/\w+\.md)", r"](../\1", markdown)

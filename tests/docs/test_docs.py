@@ -58,7 +58,7 @@ def run_program(text: str, folder: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("page", ["command-line.md", "gguf.md"])
+@pytest.mark.parametrize("page", ["use/command-line.md", "formats/gguf.md"])
 def test_commands_run(page, tmp_path, monkeypatch):
     """Runs the page's commands after its first snippet, and checks the exit code that a comment states."""
     page = ROOT / "docs" / page
@@ -83,7 +83,7 @@ def has_softmetal() -> bool:
 
 def test_format_table_is_the_code_s():
     rows = re.findall(r"^\| `(\w+)` \| `(.+?)` \| (.+?) \| (.+?) \|(.*?)\| (.+?) \|$",
-                      (ROOT / "docs/formats.md").read_text(), flags=re.MULTILINE)  # fmt: skip
+                      (ROOT / "docs/formats/formats.md").read_text(), flags=re.MULTILINE)  # fmt: skip
     assert [row[0] for row in rows] == list(tmm.WEIGHT_FORMATS)
     scales = {"floating": "floating", "e4m3": "uint8 E4M3 codes", "e8m0": "uint8 E8M0 codes"}
     zeros = {"none": "none", "zero_point": "uint8 codes or floating zero points", "bias": "floating biases"}
@@ -96,7 +96,7 @@ def test_format_table_is_the_code_s():
 
 
 def test_schemas_are_the_code_s():
-    (block,) = blocks(ROOT / "docs/operators.md", "text")
+    (block,) = blocks(ROOT / "docs/use/operators.md", "text")
     documented = {line.split("(")[0]: line for line in block.strip().splitlines()}
     registered = {
         name.split("::")[1]: str(schema).split("::")[1]
@@ -108,8 +108,8 @@ def test_schemas_are_the_code_s():
 
 def test_which_format_quotes_the_measurements():
     rows = re.findall(r"^\| [^|]+ \| `(\w+)`, (\d+), (\w+) \| ([\d.]+) \| ([\d.]+) \|$",
-                      (ROOT / "docs/which-format.md").read_text(), flags=re.MULTILINE)  # fmt: skip
-    measured = (ROOT / "docs/quality.md").read_text()
+                      (ROOT / "docs/use/which-format.md").read_text(), flags=re.MULTILINE)  # fmt: skip
+    measured = (ROOT / "docs/use/quality.md").read_text()
     assert rows
     weight = torch.randn(128, 1024)
     for name, group_size, method, bits, distance in rows:
@@ -136,12 +136,12 @@ def test_api_reference_names_every_public_name():
 
 
 def test_assumptions_are_the_model_s():
-    listed = (ROOT / "docs/tile-sizing.md").read_text().split("## What the model assumes")[1].split("\n- ")[1:]
+    listed = (ROOT / "docs/inside/tile-sizing.md").read_text().split("## What the model assumes")[1].split("\n- ")[1:]
     assert tuple(" ".join(text.split()) for text in listed) == tmm.profiling.ASSUMPTIONS
 
 
 def test_table_of_tiles_is_the_planner_s():
-    page = (ROOT / "docs/tile-sizing.md").read_text()
+    page = (ROOT / "docs/inside/tile-sizing.md").read_text()
     known = {(row.variant, "x".join(map(str, row.tile))): row for row in tmm.profiling.tile_table("M1").rows}
     rows = re.findall(r"^\| `(\w+)` \| (\d+x\d+x\d+) \| (.+) \|$", page, flags=re.MULTILINE)
     assert rows
@@ -178,7 +178,7 @@ def test_named_paths_exist(page):
 
 def test_each_defect_names_a_test_that_exists():
     rows = re.findall(
-        r"^\| (D[\d, D]+) \|.*\|(.*)\|$", (ROOT / "docs" / "reliability.md").read_text(), flags=re.MULTILINE
+        r"^\| (D[\d, D]+) \|.*\|(.*)\|$", (ROOT / "docs" / "use" / "reliability.md").read_text(), flags=re.MULTILINE
     )
     assert {int(number) for defects, _ in rows for number in re.findall(r"\d+", defects)} == set(range(1, 26))
     for defects, cell in rows:
