@@ -12,10 +12,10 @@
 namespace marlin {
 
 // The planner tries the variants in this order. Of two that cost the same, it takes the earlier one.
-enum class GemmVariant : uint8_t { gemv, fused, double_buffered, single_stage, striped, two_pass };
+enum class GemmVariant : uint8_t { gemv, fused, double_buffered, single_stage, striped, tensor, two_pass };
 
-inline constexpr std::array<std::string_view, 6> kGemmVariants{"gemv",         "fused",   "double_buffered",
-                                                               "single_stage", "striped", "two_pass"};
+inline constexpr std::array<std::string_view, 7> kGemmVariants{"gemv",    "fused",  "double_buffered", "single_stage",
+                                                               "striped", "tensor", "two_pass"};
 
 constexpr std::string_view name(GemmVariant variant) {
   return kGemmVariants[static_cast<size_t>(variant)];
@@ -33,6 +33,7 @@ struct GemmTile {
 #define MARLIN_FUSED_TILE(rows) GemmTile{GemmVariant::fused, Kernel::gemm_fused, {rows, kFusedColumns, kFusedK}, 0}
 #define MARLIN_STAGED_TILE(M, N, K, variant, stages) \
   GemmTile{GemmVariant::variant, Kernel::gemm_##variant##_##M##x##N##x##K, {M, N, K}, stages},
+#define MARLIN_TENSOR_TILE(M, N, K) GemmTile{GemmVariant::tensor, Kernel::gemm_tensor, {M, N, K}, 0},
 // clang-format off
 inline constexpr std::array kGemmTiles{
     MARLIN_GEMV_TILE(1), MARLIN_GEMV_TILE(2), MARLIN_GEMV_TILE(3), MARLIN_GEMV_TILE(4),
@@ -41,12 +42,14 @@ inline constexpr std::array kGemmTiles{
     MARLIN_TILES(MARLIN_STAGED_TILE, double_buffered, 2)
     MARLIN_TILES(MARLIN_STAGED_TILE, single_stage, 1)
     MARLIN_STRIPED_TILES(MARLIN_STAGED_TILE, striped, 2)
+    MARLIN_TENSOR_TILES(MARLIN_TENSOR_TILE)
     GemmTile{GemmVariant::two_pass, Kernel::dequantize, {0, 0, 0}, 0},
 };
 // clang-format on
 #undef MARLIN_GEMV_TILE
 #undef MARLIN_FUSED_TILE
 #undef MARLIN_STAGED_TILE
+#undef MARLIN_TENSOR_TILE
 static_assert(kGemvMaxRows == 8 && kFusedMaxRows == 32, "the table lists every number of rows that the kernels have");
 
 inline std::string name(const TileShape& tile) {

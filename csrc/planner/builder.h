@@ -35,13 +35,13 @@ uint64_t resident_threadgroups(const GemmTile& row, const GemmProblem& problem, 
 
 // Returns the cheapest tiling with one row of kGemmTiles, or nothing if that row cannot compute the problem.
 using MakeTiling = std::optional<Tiling>(const GemmTile& row, const GemmProblem& problem, const GpuDevice& device);
-MakeTiling gemv_tiling, fused_tiling, staged_tiling, striped_tiling;
+MakeTiling gemv_tiling, fused_tiling, staged_tiling, striped_tiling, tensor_tiling;
 
 // Returns the tiling that splits K into about `slices` slices.
 Tiling gemv_split(const GemmTile& row, const WeightProblem& weight, uint32_t slices);
 Tiling fused_split(const GemmTile& row, const WeightProblem& weight, uint32_t rest_rows, uint32_t slices);
 
 using BuildPlan = Plan(const Tiling& tiling, const GemmProblem& problem, const GpuDevice& device);
-BuildPlan build_gemv, build_fused, build_staged, build_striped;
+BuildPlan build_gemv, build_fused, build_staged, build_striped, build_tensor;
 
 }  // namespace marlin

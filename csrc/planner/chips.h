@@ -18,12 +18,13 @@ enum class Source : int32_t {
   prompt_rate,
   small_reads,
   a19_test,
+  tensor_rate,
   derived,
   assumed,
 };
 
 constexpr std::string_view citation(Source source) {
-  constexpr std::array<std::string_view, 11> texts{
+  constexpr std::array<std::string_view, 12> texts{
       "Apple's specification",
       "the metal-benchmarks project, measured on M1 Max and A14",
       "the applegpuinfo project, device database",
@@ -35,6 +36,8 @@ constexpr std::string_view citation(Source source) {
       "compared with the counted instructions of their kernels (benchmarks/metal/published.py)",
       "gathered 4-bit products of 38 MB on an M3 Ultra (mlx issue 4246), and whole tokens in llama.cpp discussion 4167",
       "published measurement of an A19 of five cores",
+      "MLX's dense fp16 product on the tensor units of an M5 of ten cores, 15.4 TFLOP/s (mlx issue 3925), at the "
+      "assumed clock of 1.6 GHz",
       "derived from Apple's figures",
       "assumed: taken over from the nearest GPU that has a figure",
   };
@@ -74,6 +77,9 @@ constexpr Figure small(double value) {
 constexpr Figure a19(double value) {
   return {value, Source::a19_test};
 }
+constexpr Figure tensor(double value) {
+  return {value, Source::tensor_rate};
+}
 constexpr Figure derived(double value) {
   return {value, Source::derived};
 }
@@ -86,6 +92,8 @@ constexpr Figure assumed(double value) {
 // counts as two flop.
 //   most_threads                   the most threads that are resident
 //   matrix_clocks_fp16, _fp32      clocks of one scheduler for an 8x8x8 simdgroup_multiply_accumulate of fp16 or fp32
+//   tensor_clocks_fp16, _fp32      the same for 512 multiply-adds of the tensor units, of fp16 or bfloat, or of fp32;
+//                                  0 if there are none
 //   matrix_overlap                 issue time and matrix time of a core overlap; this fraction of the shorter one is
 //                                  hidden
 #define MARLIN_FAMILY_FIGURES(X) \
@@ -94,6 +102,8 @@ constexpr Figure assumed(double value) {
   X(fp16_flop_per_clock)         \
   X(matrix_clocks_fp16)          \
   X(matrix_clocks_fp32)          \
+  X(tensor_clocks_fp16)          \
+  X(tensor_clocks_fp32)          \
   X(matrix_overlap)              \
   X(half_registers)              \
   X(most_threads)                \
@@ -113,17 +123,20 @@ struct GpuFamily {
 
 // Measurements show that Apple8 has Apple7's core at another clock. From Apple9 on, registers, threadgroup memory and
 // L1 share one memory, which is divided while kernels run. Its size is not published, so Apple7's sizes are used.
+// Apple10 is the first with tensor units. It is assumed that they multiply fp32 no faster than simdgroup matrices do.
 inline constexpr auto kGpuFamilies = [] {
   using namespace figures;
   return std::array<GpuFamily, 4>{{
-      {7, false, mb(4), mb(256), mb(256), mb(17), mb(18), prompts(0.3), mb(106496), mb(3072), mb(61440), mb(8192),
-       mb(64), mb(32), mb(12288), as_en(311)},
-      {8, false, mb(4), mb(256), mb(256), assumed(17), assumed(18), prompts(0.3), assumed(106496), assumed(3072),
-       assumed(61440), assumed(8192), assumed(64), assumed(32), assumed(12288), assumed(311)},
-      {9, true, assumed(4), derived(256), derived(256), assumed(17), assumed(18), prompts(0.7), assumed(106496),
+      {7, false, mb(4), mb(256), mb(256), mb(17), mb(18), apple(0), apple(0), prompts(0.3), mb(106496), mb(3072),
+       mb(61440), mb(8192), mb(64), mb(32), mb(12288), as_en(311)},
+      {8, false, mb(4), mb(256), mb(256), assumed(17), assumed(18), apple(0), apple(0), prompts(0.3), assumed(106496),
        assumed(3072), assumed(61440), assumed(8192), assumed(64), assumed(32), assumed(12288), assumed(311)},
-      {10, true, assumed(4), a19(256), a19(436), assumed(17), assumed(18), prompts(0.8), assumed(106496), assumed(3072),
-       assumed(61440), assumed(8192), assumed(64), assumed(32), assumed(12288), assumed(311)},
+      {9, true, assumed(4), derived(256), derived(256), assumed(17), assumed(18), apple(0), apple(0), prompts(0.7),
+       assumed(106496), assumed(3072), assumed(61440), assumed(8192), assumed(64), assumed(32), assumed(12288),
+       assumed(311)},
+      {10, true, assumed(4), a19(256), a19(436), assumed(17), assumed(18), tensor(4.26), assumed(18), prompts(0.8),
+       assumed(106496), assumed(3072), assumed(61440), assumed(8192), assumed(64), assumed(32), assumed(12288),
+       assumed(311)},
   }};
 }();
 

@@ -28,15 +28,27 @@ const VariantFunctions& functions_of(GemmVariant variant) {
       {staged_tiling, build_staged},
       {staged_tiling, build_staged},
       {striped_tiling, build_striped},
+      {tensor_tiling, build_tensor},
       {two_pass_tiling, build_two_pass},
   }};
   return table[static_cast<size_t>(variant)];
+}
+
+// Returns true if "auto" may take the variant without a measurement. two_pass rounds the weights. No time of tensor is
+// known on any GPU.
+bool is_automatic(GemmVariant variant) {
+  return variant != GemmVariant::two_pass && variant != GemmVariant::tensor;
 }
 
 // Returns true if the text names the row's variant, with or without the row's tile.
 bool names(std::string_view text, const GemmTile& row) {
   const std::string_view variant = name(row.variant);
   return text.starts_with(variant) && (text.size() == variant.size() || text == name(row));
+}
+
+// Returns true if the text names the variant, with or without a tile.
+bool names_variant(std::string_view text, GemmVariant variant) {
+  return text.substr(0, text.find(':')) == name(variant);
 }
 
 // Returns the cheapest of the tilings that `eligible` admits, or null if it admits none.
@@ -61,8 +73,13 @@ std::vector<Tiling> gemm_tilings(const GemmProblem& problem, const GpuDevice& de
   const WeightProblem& weight = problem.weight;
   if (problem.M == 0) refuse("gemm", "M", "at least 1", "0");
   check_weight("gemm", weight);
+  if (names_variant(problem.variant, GemmVariant::tensor) && !device.tensor_units) {
+    refuse("gemm", "variant", "one that this GPU can run (" + tensor_refusal(device.system) + ")",
+           "'" + std::string(problem.variant) + "'");
+  }
   std::vector<Tiling> tilings;
   for (const GemmTile& row : kGemmTiles) {
+    if (row.variant == GemmVariant::tensor && !device.tensor_units) continue;
     if (!fits(row, problem.activations) || (problem.variant != "auto" && !names(problem.variant, row))) continue;
     if (const auto tiling = functions_of(row.variant).tiling(row, problem, device)) tilings.push_back(*tiling);
   }
@@ -81,8 +98,7 @@ const Tiling& choose(const std::vector<Tiling>& tilings, const GemmProblem& prob
     found = cheapest(tilings, problem, device, [&](const Tiling& tiling) { return names(problem.tuned, tiling); });
   }
   if (found == nullptr) {
-    found = cheapest(tilings, problem, device,
-                     [](const Tiling& tiling) { return tiling.variant != GemmVariant::two_pass; });
+    found = cheapest(tilings, problem, device, [](const Tiling& tiling) { return is_automatic(tiling.variant); });
   }
   return found == nullptr ? tilings.front() : *found;
 }

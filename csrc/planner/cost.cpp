@@ -6,6 +6,7 @@
 
 #include "csrc/core/math.h"
 #include "csrc/core/weight_format.h"
+#include "csrc/planner/tensor_counts.h"
 
 namespace marlin {
 
@@ -31,6 +32,13 @@ struct Product {
         row_blocks(blocks.count),
         column_blocks(ceil_divide(problem.weight.N, tile.N)) {}
 
+  // With groups of 16, gemm_tensor takes half steps, because each product of 16 k has a scale of its own.
+  uint32_t step_k() const {
+    const WeightProblem& weight = problem.weight;
+    const bool halves = is(GemmVariant::tensor) && weight.format != WeightFormat::nvfp4 &&
+                        group_size(weight) == kMinGroupSize && weight.K > kMinGroupSize;
+    return halves ? tile.K / 2 : tile.K;
+  }
   bool is(GemmVariant variant) const { return tiling.variant == variant; }
   uint32_t rows() const { return std::min(row_blocks * tile.M, problem.M - m_begin); }
   uint64_t threadgroups() const {
@@ -46,10 +54,16 @@ struct Steps {
 Steps steps_of(const Product& product, const KernelCounts& counts) {
   const uint32_t K = product.problem.weight.K;
   const uint32_t k = std::min(product.tiling.k_per_slice, K);
-  const uint32_t steps = ceil_divide(k, product.tile.K);
+  const uint32_t steps = ceil_divide(k, product.step_k());
   if (product.is(GemmVariant::gemv) || product.is(GemmVariant::fused)) {
     const uint32_t chain = std::min<uint32_t>(group_size(product.problem.weight), kChainLength);
     return {steps, ceil_divide(k, counts.outer_k != 0 ? counts.outer_k : chain)};
+  }
+  if (product.is(GemmVariant::tensor)) {
+    const uint32_t chain = product.problem.weight.format == WeightFormat::nvfp4
+                               ? uint32_t{kChainLength}
+                               : std::min<uint32_t>(group_size(product.problem.weight), kChainLength);
+    return {steps, ceil_divide(k, chain)};
   }
   if (product.is(GemmVariant::striped)) {
     const uint32_t slices = stripe_slices(K, product.tiling.k_per_slice);
@@ -59,7 +73,24 @@ Steps steps_of(const Product& product, const KernelCounts& counts) {
   return {steps, 0};
 }
 
+// Returns the 8x8x8 products of a step. If zero points are not in the codes, gemm_tensor also sums the activations, by
+// a third product for every two.
+double step_products(const Product& product, const KernelCounts& counts) {
+  if (!product.is(GemmVariant::tensor)) return counts.step.matrix;
+  const WeightProblem& weight = product.problem.weight;
+  const bool sums_activations = weight.format == WeightFormat::uint4_bias ||
+                                (weight.format == WeightFormat::uint4 && weight.zeros != ElementType::uint8);
+  return counts.step.matrix * double(product.step_k()) / product.tile.K * (sums_activations ? 1.5 : 1);
+}
+
 double matrix_clocks(const Product& product, const GpuFamily& family) {
+  if (product.is(GemmVariant::tensor)) {
+    const GemmProblem& problem = product.problem;
+    const bool floats = problem.activations == ElementType::float32 || problem.weight.format == WeightFormat::lut4;
+    // A plan on an M5 may be for an older chip, which TORCH_MARLIN_METAL_GPU names.
+    const GpuFamily& units = family.tensor_clocks_fp16.value > 0 ? family : kGpuFamilies.back();
+    return (floats ? units.tensor_clocks_fp32 : units.tensor_clocks_fp16).value;
+  }
   const bool halves = !product.is(GemmVariant::fused) && product.problem.activations == ElementType::float16;
   return (halves ? family.matrix_clocks_fp16 : family.matrix_clocks_fp32).value;
 }
@@ -108,7 +139,7 @@ DispatchCost product_cost(const Product& product, const GpuDevice& device) {
                   .loads_ahead = product.is(GemmVariant::double_buffered) || product.is(GemmVariant::striped)};
   load.issue = double(steps.inner) * counts.step.issue + double(steps.outer) * counts.outer_issue + counts.fixed_issue;
   load.complex = double(steps.inner) * counts.step.complex;
-  load.matrix_operations = double(steps.inner) * counts.step.matrix;
+  load.matrix_operations = double(steps.inner) * step_products(product, counts);
   load.matrix_clocks = matrix_clocks(product, family_of(*device.chip));
   load.dram_waits = double(steps.inner) * waits_of(counts).dram;
   load.cache_waits = double(steps.inner) * waits_of(counts).cache;
@@ -171,7 +202,8 @@ DispatchCost dense_cost(const GemmProblem& problem, const GpuDevice& device) {
 }  // namespace
 
 const KernelCounts& counts_of(Kernel kernel, WeightFormat format, const TileShape& tile) {
-  const KernelCounts* counts = find_counts(kernel, format, tile);
+  const KernelCounts* counts =
+      kernel == Kernel::gemm_tensor ? &tensor_counts(format) : find_counts(kernel, format, tile);
   if (counts != nullptr) return *counts;
   throw std::logic_error("cost: no instruction counts of " + host_name(kernel, format, ElementType::float16) +
                          " for a tile of " + name(tile));

@@ -1,6 +1,7 @@
 #include "csrc/planner/device.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
 #include <stdexcept>
 #include <string>
@@ -10,6 +11,8 @@ namespace marlin {
 namespace {
 
 constexpr const char* kOverride = "TORCH_MARLIN_METAL_GPU";
+
+std::atomic<MetalSystem (*)()> system_reader{nullptr};
 
 uint32_t difference(const Chip& chip, uint32_t cores) {
   return std::max(chip.cores, cores) - std::min(chip.cores, cores);
@@ -41,6 +44,20 @@ GpuDevice gpu_device(std::string_view name, uint32_t cores, uint32_t family) {
     }
   }
   return {.cores = std::max(cores, 1U), .chip = chip};
+}
+
+void set_system(GpuDevice& device, const MetalSystem& system) {
+  device.system = system;
+  device.tensor_units = tensor_refusal(system).empty();
+}
+
+void set_system_reader(MetalSystem (*reader)()) {
+  system_reader = reader;
+}
+
+MetalSystem this_system() {
+  MetalSystem (*const reader)() = system_reader;
+  return reader == nullptr ? MetalSystem{} : reader();
 }
 
 }  // namespace marlin

@@ -5,6 +5,7 @@
 #include <string_view>
 
 #include "csrc/planner/chips.h"
+#include "csrc/planner/tensor_gate.h"
 
 namespace marlin {
 
@@ -12,6 +13,8 @@ struct GpuDevice {
   uint32_t cores = 8;
   bool half_subnormals = false;  // true if the kernel probe_half_subnormals stored 1
   const Chip* chip = &kChips.front();
+  MetalSystem system{};
+  bool tensor_units = false;  // true if gemm_tensor may run: the gate admits `system`, and the kernel compiles
 
   auto operator<=>(const GpuDevice&) const = default;
 };
@@ -22,5 +25,19 @@ struct GpuDevice {
 // TORCH_MARLIN_METAL_GPU is set to a name in kChips, that chip is used instead. Throws std::invalid_argument if the
 // variable names no chip.
 GpuDevice gpu_device(std::string_view name, uint32_t cores, uint32_t family = 0);
+
+// Sets `system` and `tensor_units`.
+void set_system(GpuDevice& device, const MetalSystem& system);
+
+// Returns the oldest system with which all kernels run on this chip.
+constexpr MetalSystem supposed_system(const Chip& chip) {
+  return {chip.family, kTensorSystem.macos, kTensorSystem.language};
+}
+
+// Sets the function that reads this machine's system. The backend for the GPU sets it when it is loaded.
+void set_system_reader(MetalSystem (*reader)());
+
+// Returns this machine's system; all zero if no reader was set. Throws what the reader throws.
+MetalSystem this_system();
 
 }  // namespace marlin

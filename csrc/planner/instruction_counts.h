@@ -169,6 +169,7 @@ struct StepWaits {
 constexpr StepWaits waits_of(const KernelCounts& counts) {
   if (counts.kernel == Kernel::gemv) return {2, 2 * counts.tile.M};
   if (counts.kernel == Kernel::gemm_fused) return {2, 2};
+  if (counts.kernel == Kernel::gemm_tensor) return {1, 1};
   return {1, 0};
 }
 

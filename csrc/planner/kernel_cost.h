@@ -1,6 +1,6 @@
 // An analytic model of the time that a kernel takes on a GPU: counted instructions and bytes, divided by the chip's
 // rates. The model does not depend on this package's kernels, so benchmarks/metal/published.py can compare it with
-// published times of other kernels. docs/tile-sizing.md lists the model's assumptions.
+// published times of other kernels. docs/inside/tile-sizing.md lists the model's assumptions.
 #pragma once
 
 #include <cstdint>

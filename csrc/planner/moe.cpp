@@ -1,6 +1,6 @@
 // Plans of products with experts. With few rows, gemv's body computes a row per threadgroup; with many, fused's body
 // computes blocks of an expert's rows. K is split over simdgroups only, so that one dispatch computes the products.
-#include "csrc/planner/split_k.h"
+#include "csrc/planner/variants/split_k.h"
 
 namespace marlin {
 

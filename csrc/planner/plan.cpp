@@ -107,6 +107,10 @@ struct PrintParams {
   void operator()(const ActivationParams& params) const {
     stream << ", rows=" << params.rows << " columns=" << params.columns << " activation=" << params.activation;
   }
+  void operator()(const CacheParams& params) const {
+    stream << ", heads=" << params.heads << " tokens=" << params.tokens << " length=" << params.length
+           << " sizes=" << params.k_size << "+" << params.v_size;
+  }
   void operator()(const MlstmParams& params) const {
     stream << ", heads=" << params.heads << " S=" << params.S << " DK=" << params.DK << " DV=" << params.DV
            << " chunk_size=" << params.chunk_size << " chunks " << params.first_chunk << " to "

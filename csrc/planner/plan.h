@@ -17,9 +17,9 @@
 namespace marlin {
 
 using FunctionConstants = std::array<int32_t, kFunctionConstantCount>;
-using KernelParams =
-    std::variant<std::monostate, GemmParams, DequantizeParams, EmbeddingParams, ReduceParams, StripedReduceParams,
-                 RepackParams, MoeParams, MoeReduceParams, NormParams, RotaryParams, ActivationParams, MlstmParams>;
+using KernelParams = std::variant<std::monostate, GemmParams, DequantizeParams, EmbeddingParams, ReduceParams,
+                                  StripedReduceParams, RepackParams, MoeParams, MoeReduceParams, NormParams,
+                                  RotaryParams, ActivationParams, CacheParams, MlstmParams>;
 
 struct Dispatch {
   Kernel kernel;

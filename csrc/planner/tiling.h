@@ -19,7 +19,7 @@ struct Extent {
 // A row of kGemmTiles, and how K and the rows are divided for one problem.
 struct Tiling : GemmTile {
   uint32_t simdgroups = 0;   // per threadgroup
-  uint32_t k_per_slice = 0;  // per simdgroup (gemv, fused), threadgroup (staged) or unit of a stripe (striped)
+  uint32_t k_per_slice = 0;  // per simdgroup (gemv, fused), threadgroup (staged, tensor) or unit of a stripe (striped)
   uint32_t splits = 1;       // threadgroups that share a tile's K; each writes partial sums if there are several
   uint32_t rest_rows = 0;    // in fused, the size of a smaller last row block for M % tile.M rows; 0 if they are padded
   uint32_t stripes = 0;      // in striped, the number of threadgroups
@@ -50,6 +50,7 @@ constexpr uint32_t threadgroup_bytes(const Tiling& tiling, const GemmProblem& pr
   if (tiling.variant == GemmVariant::fused) {
     return fused_threadgroup_bytes(problem.weight.format, rows, tiling.simdgroups);
   }
+  if (tiling.variant == GemmVariant::tensor) return kTensorThreadgroupBytes;
   return tile_threadgroup_bytes(tiling.tile, problem.activations, tiling.stages);
 }
 

@@ -39,7 +39,8 @@ py::list gpu_families() {
   py::list rows;
   for (const GpuFamily& family : kGpuFamilies) {
     py::dict figures;
-#define MARLIN_ADD_FIGURE(field) figures[#field] = figure(family.field);
+#define MARLIN_ADD_FIGURE(field) \
+  if (family.field.value != 0) figures[#field] = figure(family.field);  // 0: the family has no such unit
     MARLIN_FAMILY_FIGURES(MARLIN_ADD_FIGURE)
 #undef MARLIN_ADD_FIGURE
     rows.append(py::make_tuple(family.number, family.has_bfloat, figures));
@@ -144,7 +145,7 @@ ElementType element(const std::string& name) {
 py::tuple gemm_plans(const std::string& chip, uint32_t cores, bool half_subnormals, uint32_t M, uint32_t N, uint32_t K,
                      const std::string& format, uint32_t group_size, const std::string& activations,
                      const std::string& scales, const std::string& zeros, bool has_perm, bool has_global_scale,
-                     bool has_bias, const std::string& variant, bool tuned) {
+                     bool has_bias, const std::string& variant, bool tuned, bool own_system) {
   GemmProblem problem{.M = M,
                       .a_row_stride = K,
                       .activations = element(activations),
@@ -162,7 +163,8 @@ py::tuple gemm_plans(const std::string& chip, uint32_t cores, bool half_subnorma
                     .has_global_scale = has_global_scale,
                     .vector_aligned = true};
   if (tuned && variant == "auto") problem.tuned = tuned_variant(problem);
-  const GpuDevice device{cores, half_subnormals, &chip_of(chip)};
+  GpuDevice device{cores, half_subnormals, &chip_of(chip)};
+  set_system(device, own_system ? this_system() : supposed_system(*device.chip));
   const std::vector<Tiling> tilings = gemm_tilings(problem, device);
   const Tiling& chosen = choose(tilings, problem, device);
   py::list rows;
@@ -208,7 +210,7 @@ void add_planner(py::module_& m) {
   m.def("gemm_plans", &gemm_plans, py::arg("chip"), py::arg("cores"), py::arg("half_subnormals"), py::arg("M"),
         py::arg("N"), py::arg("K"), py::arg("weight_format"), py::arg("group_size"), py::arg("activations"),
         py::arg("scales"), py::arg("zeros"), py::arg("has_perm"), py::arg("has_global_scale"), py::arg("has_bias"),
-        py::arg("variant"), py::arg("tuned"));
+        py::arg("variant"), py::arg("tuned"), py::arg("own_system"));
   m.def("commit_seconds", &commit_seconds);
   m.def("set_commit_seconds", &set_commit_seconds);
   m.def("longest_plan_seconds", &longest_plan_seconds);

@@ -8,6 +8,7 @@
 #include "csrc/core/gemm_variants.h"
 #include "csrc/planner/builder.h"
 #include "csrc/planner/instruction_counts.h"
+#include "csrc/planner/tensor_counts.h"
 
 namespace py = pybind11;
 
@@ -49,6 +50,21 @@ py::dict budget_without_staging(const GemmTile& row, const KernelCounts& counts,
   return entry;
 }
 
+// gemm_tensor keeps nothing but a table in threadgroup memory. Its registers are assumed (tensor_counts.h).
+py::dict tensor_budget(const GemmTile& row, const KernelCounts& counts, ElementType activations) {
+  py::dict entry = row_of(row, activations);
+  entry["simdgroups"] = tensor_threads(row.tile) / kSimdWidth;
+  entry["activation_bytes"] = 0;
+  entry["code_bytes"] = 0;
+  entry["staging_bytes"] = uint32_t{kTensorThreadgroupBytes};
+  entry["threadgroup_bytes"] = uint32_t{kTensorThreadgroupBytes};
+  entry["refused"] = "";
+  entry["accumulators"] = row.tile.M * row.tile.N / tensor_threads(row.tile);
+  entry["half_registers"] = counts.half_registers;
+  entry["matrix_operations"] = counts.step.matrix;
+  return entry;
+}
+
 py::dict staged_budget(const GemmTile& row, ElementType activations, uint32_t half_registers) {
   const TileShape& tile = row.tile;
   const uint32_t threads = tile_threads(tile);
@@ -82,6 +98,10 @@ py::list tile_budgets(ElementType activations) {
     listed.insert(name(*row));
     budgets.append(row->stages == 0 ? budget_without_staging(*row, counts, activations)
                                     : staged_budget(*row, activations, counts.half_registers));
+  }
+  for (const GemmTile& row : kGemmTiles) {
+    if (row.variant == GemmVariant::tensor)
+      budgets.append(tensor_budget(row, tensor_counts(WeightFormat::uint4b8), activations));
   }
   for (uint32_t M : {64, 128}) {
     for (uint32_t N : {64, 128}) {

@@ -8,7 +8,7 @@
 
 #include "csrc/planner/cost.h"
 #include "csrc/planner/plan.h"
-#include "csrc/planner/split_k.h"
+#include "csrc/planner/variants/split_k.h"
 #include "plan_checks.h"
 
 using namespace marlin;

@@ -10,10 +10,10 @@ from tests.support import cxx
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("name", ["plan_test", "plan_cache_test", "plan_mlstm_test", "cost_test"])
+@pytest.mark.parametrize("name", ["plan_test", "plan_cache_test", "plan_mlstm_test", "cost_test", "tensor_test"])
 def test_plans(name: str, run_folder: Path) -> None:
     command = [cxx.compiler(), "-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", f"-I{ROOT}"]
-    sources = [ROOT / f"tests/planner/{name}.cpp", *sorted((ROOT / "csrc/planner").glob("*.cpp"))]
+    sources = [ROOT / f"tests/planner/{name}.cpp", *sorted((ROOT / "csrc/planner").rglob("*.cpp"))]
     sources.append(ROOT / "csrc/mlstm/gpu_plan.cpp")
     program = cxx.link(run_folder, cxx.objects(run_folder, sources, command).values(), command)
     done = subprocess.run([str(program)], check=False, capture_output=True, text=True)

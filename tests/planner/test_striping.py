@@ -1,9 +1,9 @@
-"""Recomputes the worked example of docs/striping.md by assigning units to stripes one at a time."""
+"""Recomputes the worked example of docs/inside/striping.md by assigning units to stripes one at a time."""
 
 import re
 from pathlib import Path
 
-DOC = Path(__file__).resolve().parents[2] / "docs" / "striping.md"
+DOC = Path(__file__).resolve().parents[2] / "docs" / "inside" / "striping.md"
 
 
 def spans(numbers: list[int]) -> str:

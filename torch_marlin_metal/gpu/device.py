@@ -28,7 +28,8 @@ class AppleSiliconGPU(RichText):
         cores: number of GPU cores.
         family: Apple GPU family in Metal's feature tables, for example 7 for M1.
         has_bfloat: whether the hardware has bfloat arithmetic.
-        figures: all other figures by name; `csrc/planner/chips.h` defines each.
+        figures: all other figures by name; `csrc/planner/chips.h` defines each. The rates of tensor units are left out
+            if the GPU has none.
     """
 
     name: str
@@ -133,6 +134,11 @@ class AppleSiliconGPU(RichText):
         if dtype not in names:
             raise ValueError(f"flop_per_second: dtype: expected float16, bfloat16 or float32, got {dtype}")
         return self.figures[f"{names[dtype]}_flop_per_clock"].value * self.cores * self.clock_hz
+
+    @property
+    def has_tensor_units(self) -> bool:
+        """Returns true if the GPU has tensor units, as the M5 has, for which `variant="tensor"` is made."""
+        return "tensor_clocks_fp16" in self.figures
 
     @property
     def matrix_flop_per_second(self) -> float:

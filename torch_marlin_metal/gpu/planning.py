@@ -240,6 +240,7 @@ def plan(
         has_bias=has_bias,
         variant=variant,
         tuned=tuned and gpu is None,
+        own_system=gpu is None,
     )
     candidates = [_candidate(*entry) for entry in rows]
     ordered = sorted(candidates, key=lambda candidate: candidate.seconds)

@@ -29,7 +29,8 @@ class TileRow:
         refused: why no plan can have this tile; "" if one can.
         occupancy: how many threadgroups a core holds; None if the tile is refused or its registers were not counted.
         accumulators: fp32 accumulators per lane.
-        half_registers: 16-bit registers per thread, counted for the M1; 0 if the tile is refused.
+        half_registers: 16-bit registers per thread, counted for the M1 (assumed for `tensor`); 0 if the tile is
+            refused.
         matrix_operations: 8x8x8 products per simdgroup and step.
         flop_per_byte: floating-point operations of a step for each byte that it loads from device memory.
     """
@@ -134,7 +135,8 @@ def tile_table(gpu: AppleSiliconGPU | str | None = None, dtype: torch.dtype = to
         ValueError: the GPU is unknown, or the dtype is not float16, bfloat16 or float32.
     """
     found = as_gpu("tile_table", gpu)
-    rows = [_row(entry, found) for entry in native.tile_budgets(element_name("tile_table", dtype))]
+    budgets = native.tile_budgets(element_name("tile_table", dtype))
+    rows = [_row(entry, found) for entry in budgets if entry["variant"] != "tensor" or found.has_tensor_units]
     return TileTable(found, dtype, tuple(rows))
 
 
@@ -154,7 +156,8 @@ def occupancy(
     """Returns how many threadgroups of a kernel a core holds at once, by tile shape.
 
     Args:
-        kernel: a variant: "gemv", "fused", "double_buffered", "single_stage" or "striped".
+        kernel: a variant: "gemv", "fused", "double_buffered", "single_stage", "striped" or, on a GPU with tensor units,
+            "tensor".
         device: a GPU, its name, or None for this machine's GPU.
         dtype: dtype of the activations.
 

@@ -1,5 +1,5 @@
 // Tilings and plans of striped: as many threadgroups as the GPU holds at once, each with an equal stripe of the work
-// (docs/striping.md).
+// (docs/inside/striping.md).
 #include "csrc/core/math.h"
 #include "csrc/planner/builder.h"
 

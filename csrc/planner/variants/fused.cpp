@@ -1,7 +1,7 @@
 // Tilings and plans of fused. A threadgroup computes 8 to 32 rows of 32 columns. K is split over simdgroups first, and
 // over threadgroups if those are not enough. If the last rows do not fill a block, they are padded, or a second
 // dispatch computes them in the smallest block that holds them.
-#include "csrc/planner/split_k.h"
+#include "csrc/planner/variants/split_k.h"
 
 namespace marlin {
 

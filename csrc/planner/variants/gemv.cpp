@@ -1,6 +1,6 @@
 // Tilings and plans of gemv. A threadgroup computes 128 columns. K is split over simdgroups first, and over
 // threadgroups if those are not enough.
-#include "csrc/planner/split_k.h"
+#include "csrc/planner/variants/split_k.h"
 
 namespace marlin {
 

@@ -1,7 +1,7 @@
 // Tilings and plans of double_buffered and single_stage: a grid of output tiles. K is split if there are fewer tiles
 // than threadgroups that the GPU holds at once.
 #include "csrc/core/math.h"
-#include "csrc/planner/split_k.h"
+#include "csrc/planner/variants/split_k.h"
 
 namespace marlin {
 
