@@ -5,6 +5,7 @@
 
 #import <Metal/Metal.h>
 
+#include <stdexcept>
 #include <vector>
 
 #include "csrc/planner/plan.h"
@@ -17,9 +18,16 @@ struct CompiledPlan {
   std::vector<id<MTLComputePipelineState>> pipelines;
 };
 
+// Raised if a kernel for tensor units does not compile, or cannot run as many threads as its plan needs. The reason is
+// final, and a plan without the kernel may work.
+struct NoTensorKernel : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
 // Raises an error with the function's name and Metal's message if a function does not compile. Raises an error too if a
 // pipeline cannot run as many threads per threadgroup as its dispatch needs. If Metal's compiler process does not
-// answer, the call tries twice, and a later call tries again.
+// answer, the call tries twice, and a later call tries again. For kernels for tensor units, the error is NoTensorKernel
+// unless the process did not answer.
 CompiledPlan compile(Plan plan);
 
 }  // namespace marlin::mps

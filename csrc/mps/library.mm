@@ -1,6 +1,7 @@
 #include "csrc/mps/library.h"
 
 #include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
 
 #include <algorithm>
 #include <utility>
@@ -65,9 +66,13 @@ Compiled<Object> compiled(const Compile& compile) {
   return {nil, error, !is_interruption(error)};
 }
 
-MTLCompileOptions* compile_options() {
+// SDKs before macOS 26 do not name MTLLanguageVersion4_0. The older versions are numbered in the same way.
+constexpr auto kLanguageOfTensors =
+    static_cast<MTLLanguageVersion>((kTensorSystem.language.major << 16) + kTensorSystem.language.minor);
+
+MTLCompileOptions* compile_options(Kernel kernel) {
   MTLCompileOptions* options = [[[MTLCompileOptions alloc] init] autorelease];
-  [options setLanguageVersion:MTLLanguageVersion3_1];
+  [options setLanguageVersion:needs_tensor_units(kernel) ? kLanguageOfTensors : MTLLanguageVersion3_1];
   // The FP4 and INT4 decode relies on subnormals and NaN, so mathMode is safe. The mLSTM relies on precise exp and log,
   // so mathFloatingPointFunctions is precise. macOS 14 has only fastMathEnabled, which controls both.
 #if !defined(__MAC_OS_X_VERSION_MAX_ALLOWED) || __MAC_OS_X_VERSION_MAX_ALLOWED >= 150000
@@ -123,7 +128,7 @@ Library library(const Dispatch& dispatch) {
     const std::string text = library_text(dispatch);
     return compiled<id<MTLLibrary>>([&](NSError** error) {
       NSString* source = [NSString stringWithUTF8String:text.c_str()];
-      return [device() newLibraryWithSource:source options:compile_options() error:error];
+      return [device() newLibraryWithSource:source options:compile_options(dispatch.kernel) error:error];
     });
   });
 }
@@ -159,15 +164,25 @@ Pipeline new_pipeline(const Dispatch& dispatch) {
   });
 }
 
+// Returns the reason why the pipeline cannot run the dispatch, or an empty text if it can.
+std::string refusal(const Pipeline& pipeline, const Dispatch& dispatch) {
+  if (pipeline.object == nil) {
+    return c10::str("kernel ", dispatch.function, " (", info(dispatch.kernel).library,
+                    ".metal) does not compile: ", pipeline.error);
+  }
+  const uint64_t most = [pipeline.object maxTotalThreadsPerThreadgroup];
+  const uint64_t threads = uint64_t{dispatch.threads.x} * dispatch.threads.y * dispatch.threads.z;
+  if (threads <= most) return "";
+  return c10::str("kernel ", dispatch.function, " needs ", threads,
+                  " threads per threadgroup, but this GPU can run at most ", most);
+}
+
 id<MTLComputePipelineState> pipeline_for(const Dispatch& dispatch) {
   const Pipeline pipeline =
       cache().pipelines.get({dispatch.function, dispatch.constants}, [&] { return new_pipeline(dispatch); });
-  TORCH_CHECK(pipeline.object != nil, "torch_marlin_metal: kernel ", dispatch.function, " (",
-              info(dispatch.kernel).library, ".metal) does not compile: ", pipeline.error);
-  const uint64_t most = [pipeline.object maxTotalThreadsPerThreadgroup];
-  const uint64_t threads = uint64_t{dispatch.threads.x} * dispatch.threads.y * dispatch.threads.z;
-  TORCH_CHECK(threads <= most, "torch_marlin_metal: kernel ", dispatch.function, " needs ", threads,
-              " threads per threadgroup, but this GPU can run at most ", most);
+  const std::string text = refusal(pipeline, dispatch);
+  if (!text.empty() && needs_tensor_units(dispatch.kernel) && pipeline.is_final) throw NoTensorKernel(text);
+  TORCH_CHECK(text.empty(), "torch_marlin_metal: ", text);
   return pipeline.object;
 }
 

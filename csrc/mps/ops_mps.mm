@@ -8,10 +8,12 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <atomic>
 #include <limits>
 #include <stdexcept>
 
 #include "csrc/mps/encoder.h"
+#include "csrc/mps/library.h"
 #include "csrc/mps/stream.h"
 #include "csrc/ops/argument_rules.h"
 #include "csrc/planner/commit_policy.h"
@@ -48,6 +50,7 @@ bool half_subnormals(const Tensor& like) {
 GpuDevice this_gpu(const Tensor& like) {
   (void)commit_seconds();  // raises here, before anything is encoded, if the environment variable is wrong
   GpuDevice device = gpu_device(gpu_name(), gpu_core_count(), gpu_family());
+  set_system(device, metal_system());
   device.half_subnormals = half_subnormals(like);
   return device;
 }
@@ -84,10 +87,29 @@ WeightProblem bind_weight(const char* op, const WeightTensors& weight, const Wei
                             (!weight.zeros || is_aligned(bindings[kSlotZeros], 4))};
 }
 
+GpuDevice without_tensor_units(GpuDevice device) {
+  device.tensor_units = false;
+  return device;
+}
+
+// If a kernel for tensor units fails on this Mac, a warning names the reason once, and from then on "auto" plans as for
+// a GPU without these units. A product that asks for such a kernel by name gets the error.
 std::shared_ptr<const CompiledPlan> find_plan(const GemmProblem& problem, const Tensor& like) {
+  static std::atomic<bool> tensor_failed{false};
   try {
-    static auto* plans = new PlanCache<CompiledPlan>(this_gpu(like), compile);
-    return plans->find_plan(problem);
+    static const GpuDevice gpu = this_gpu(like);
+    static auto* plans = new PlanCache<CompiledPlan>(gpu, compile);
+    static auto* other_plans = new PlanCache<CompiledPlan>(without_tensor_units(gpu), compile);
+    if (tensor_failed && problem.variant == "auto") return other_plans->find_plan(problem);
+    try {
+      return plans->find_plan(problem);
+    } catch (const NoTensorKernel& error) {
+      TORCH_CHECK(problem.variant == "auto", "torch_marlin_metal: ", error.what());
+      if (!tensor_failed.exchange(true)) {
+        TORCH_WARN("torch_marlin_metal: products use the other kernels, because ", error.what());
+      }
+      return other_plans->find_plan(problem);
+    }
   } catch (const std::invalid_argument& error) {
     TORCH_CHECK_VALUE(false, error.what());
   }
@@ -351,6 +373,7 @@ TORCH_LIBRARY_FRAGMENT(torch_marlin_metal, m) {
 }
 
 TORCH_LIBRARY_IMPL(torch_marlin_metal, MPS, m) {
+  set_system_reader(metal_system);
   m.impl("compile_gemm", compile_gemm_mps);
   m.impl("gemm", gemm_mps);
   m.impl("moe_gemm", moe_gemm_mps);

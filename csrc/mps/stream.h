@@ -10,12 +10,17 @@
 #include <string>
 #include <vector>
 
+#include "csrc/planner/device.h"
+
 namespace marlin::mps {
 
 id<MTLDevice> device();
 std::string gpu_name();  // e.g. "Apple M1 Max"
 uint32_t gpu_core_count();
 uint32_t gpu_family();  // n of the newest family Apple<n> that both this package knows and Metal reports; 0 if none
+
+// The GPU's family, the version of macOS, and the newest version of Metal's language that this package asks for.
+MetalSystem metal_system();
 
 // The buffer belongs to the tensor's storage, and no reference is added. The offset is in bytes.
 id<MTLBuffer> buffer_of(const at::Tensor& tensor);

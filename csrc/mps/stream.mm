@@ -1,5 +1,7 @@
 #include "csrc/mps/stream.h"
 
+#import <Foundation/Foundation.h>
+
 #include <ATen/mps/MPSDevice.h>
 #include <ATen/mps/MPSProfiler.h>
 #include <ATen/mps/MPSStream.h>
@@ -52,6 +54,12 @@ uint32_t gpu_family() {
     if ([device() supportsFamily:static_cast<MTLGPUFamily>(1000 + family)]) return family;
   }
   return 0;
+}
+
+MetalSystem metal_system() {
+  const NSOperatingSystemVersion version = [[NSProcessInfo processInfo] operatingSystemVersion];
+  const Version macos{static_cast<uint32_t>(version.majorVersion), static_cast<uint32_t>(version.minorVersion)};
+  return {gpu_family(), macos, kTensorSystem.language};
 }
 
 id<MTLBuffer> buffer_of(const at::Tensor& tensor) {

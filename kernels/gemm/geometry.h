@@ -94,7 +94,7 @@ enum {
   kFusedK = 64,
   kFusedMaxSimdgroups = 8,
   // The matrix unit's accumulators sum this many terms and are then added to the totals. At K = 16384, the longest K of
-  // the error bound (docs/numerics.md), a total therefore has 64 terms, and no sum has more than 256.
+  // the error bound (docs/use/numerics.md), a total therefore has 64 terms, and no sum has more than 256.
   kFusedChainLength = 256,
 };
 
@@ -155,6 +155,20 @@ static_assert(tile_threadgroup_bytes({64, 64, 32}, ElementType::float16, 2) <= 2
               "three threadgroups fit on a core");
 static_assert(tile_threadgroup_bytes({64, 64, 32}, ElementType::float32, 2) <= 28 * 1024,
               "two threadgroups fit on a core");
+
+// gemm_tensor: a simdgroup computes 32 rows of 32 columns and takes 32 k per step. The simdgroups of a threadgroup lie
+// side by side over the tile, tile.M / 32 of them down and tile.N / 32 across.
+enum {
+  kTensorRows = 32,
+  kTensorColumns = 32,
+  kTensorK = 32,
+  kTensorMaxSimdgroups = 8,
+  kTensorThreadgroupBytes = kLutSize * 4,  // the table of lut4, for which every format asks
+};
+
+constexpr uint32_t tensor_threads(TileShape tile) {
+  return tile.M / kTensorRows * (tile.N / kTensorColumns) * kSimdWidth;
+}
 
 // gemm_striped: the K of a tile is cut into slices of k_per_slice; the last slice also takes the remainder. A unit is
 // one slice of one tile. Units are numbered tile by tile, down each column of tiles, and slice by slice within a tile.

@@ -31,13 +31,15 @@ enum BufferSlot {
 //   vector_columns          N is a multiple of 4; packed words, scales and zero points start aligned to 4 elements
 //   vector_activations      there is no perm; activations start aligned to 4 elements; their row stride is a multiple
 //                           of 4
-//   rows_per_threadgroup    activation rows per threadgroup: 1 to kGemvMaxRows in gemv, and in fused a multiple of 8
-//                           up to kFusedMaxRows
+//   rows_per_threadgroup    activation rows per threadgroup: 1 to kGemvMaxRows in gemv, in fused a multiple of 8 up to
+//                           kFusedMaxRows, and in gemm_tensor a multiple of kTensorRows
 //   subnormal_codes         codes are read as half subnormals; set if probe_half_subnormals stored 1 on this GPU
 //   writes_partials         each slice of K stores its sums to kSlotPartials, and the reduce kernel adds them
-//   short_group_size        in fused, the group size if it is 16 or 32 and smaller than K; otherwise 0
-//   ragged_k                K is not a multiple of kGemvK (in gemv) or kFusedK (in fused)
-//   ragged_n                N is not a multiple of kGemvColumns (in gemv) or kFusedColumns (in fused)
+//   short_group_size        in fused, the group size if it is 16 or 32 and smaller than K; in gemm_tensor, if it is 16;
+//                           otherwise 0
+//   ragged_k                K is not a multiple of kGemvK (in gemv), kFusedK (in fused) or kTensorK (in gemm_tensor)
+//   ragged_n                N is not a multiple of kGemvColumns (in gemv), kFusedColumns (in fused) or kTensorColumns
+//                           (in gemm_tensor)
 #define MARLIN_FUNCTION_CONSTANTS(X)                        \
   X(0, bool, has_perm, HasPerm)                             \
   X(1, bool, has_bias, HasBias)                             \

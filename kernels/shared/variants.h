@@ -53,6 +53,9 @@
 //     partials [slices, M, N] if slices > 1.
 //   gemm_striped_*: threads and threadgroup memory as gemm_double_buffered_*; grid (stripes, 1, 1); k_per_slice a
 //     multiple of the tile's K; partials [2 * stripes, tile M, tile N] if a tile has several slices.
+//   gemm_tensor: threads (tensor_threads(tile), 1, 1), grid (ceil(N / tile N), ceil(M / tile M), splits); k_per_slice a
+//     multiple of kTensorK, splits * k_per_slice >= K; threadgroup memory kTensorThreadgroupBytes; partials
+//     [splits, M, N] if splits > 1. The library needs Metal language version 4.0 and a GPU with tensor units.
 //   reduce_striped: threads as reduce; grid (tile N / width, tile M / height, stripes - 1), where z numbers the borders
 //     between stripes; width and height divide the tile's N and M.
 //   probe_half_subnormals: one thread. In: the word 1 in kSlotPacked. Out: uint32, 1 if subnormal halves survive.
@@ -61,7 +64,7 @@
 //   moe_fused: as gemm_fused; grid (ceil(N / kFusedColumns), moe_blocks(pairs, experts, rows), 1); partials
 //     [1, pairs, N].
 //   moe_reduce: threads as reduce; columns N, rows of the output.
-//   rms_norm, rotary, gated_activation: see kernels/layer/params.h.
+//   rms_norm, rotary, gated_activation, write_cache: see kernels/layer/params.h.
 //   mlstm_gates: threads (32 * simdgroups, 1, 1), grid (blocks of chunks, heads); one block unless kMlstmGivenM.
 //   mlstm_states: threads (kMlstmStateThreads, 1, 1), grid (ceil(DV / kMlstmStateTile), ceil(DK / kMlstmStateTile),
 //     heads).
@@ -103,6 +106,11 @@
 #define MARLIN_KERNELS_GEMM_STAGED(X) MARLIN_TILES(MARLIN_STAGED_ROWS, X)
 
 #define MARLIN_KERNELS_GEMM_STRIPED(X) MARLIN_STRIPED_TILES(MARLIN_STRIPED_ROWS, X)
+
+// The tiles M x N x K of gemm_tensor, as X(M, N, K).
+#define MARLIN_TENSOR_TILES(X) X(32, 64, 32) X(32, 128, 32) X(64, 64, 32) X(64, 128, 32)
+
+#define MARLIN_KERNELS_GEMM_TENSOR(X) X("gemm/tensor", gemm_tensor, format_element, kMaskAll)
 
 #define MARLIN_KERNELS_REDUCE(X)                 \
   X("gemm/reduce", reduce, element, kMaskReduce) \
@@ -153,6 +161,7 @@
   MARLIN_KERNELS_GEMM_FUSED(X)   \
   MARLIN_KERNELS_GEMM_STAGED(X)  \
   MARLIN_KERNELS_GEMM_STRIPED(X) \
+  MARLIN_KERNELS_GEMM_TENSOR(X)  \
   MARLIN_KERNELS_REDUCE(X)       \
   MARLIN_KERNELS_MOE_SORT(X)     \
   MARLIN_KERNELS_MOE_GEMV(X)     \
@@ -227,6 +236,11 @@ enum class Kernel : int32_t {
 
 constexpr const KernelInfo& info(Kernel kernel) {
   return kKernels[static_cast<size_t>(kernel)];
+}
+
+// True if the kernel needs Metal language version 4.0 and a GPU with tensor units.
+constexpr bool needs_tensor_units(Kernel kernel) {
+  return info(kernel).library == "gemm/tensor";
 }
 
 constexpr bool operator==(const TileShape& a, const TileShape& b) {

@@ -1,7 +1,8 @@
 """Compiles in math modes other than safe, and with functions other than precise. Metal's default is fast for both.
 
-A varied mode is safe mode with other choices where Metal leaves one: which sums and products are contracted, and in
-which order the lanes of a reduction are added. A result that one choice alone gives differs in some varied mode.
+A varied mode is safe mode in which a seed makes the choices that Metal leaves open: which sums and products are
+contracted, and in which order the lanes of a reduction are added. If a kernel relies on one of these choices, its
+result differs in some varied mode.
 
 The mode decides clang's flags. In fast and relaxed mode, half subnormals become zero, because a GPU may treat half
 subnormals as zero in these modes. (The executor flushes fp32 subnormals in every mode.)
@@ -54,7 +55,7 @@ FLUSHING = (RELAXED, FAST)
 
 
 def varied(seed: int) -> str:
-    """Returns the varied mode of the seed."""
+    """Returns the name of a varied mode (see above); seeds 0 to 7 give different ones."""
     return list(_VARIED)[seed % len(_VARIED)]
 
 

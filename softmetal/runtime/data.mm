@@ -1,5 +1,9 @@
-// NSURL for files, and dispatch_data.
+// NSURL for files, NSProcessInfo, and dispatch_data.
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
+#include <stdexcept>
+#include <string>
 #include <vector>
 
 #include <Metal/Metal.h>
@@ -16,6 +20,24 @@
 }
 - (NSString*)path {
   return static_cast<NSString*>(_state);
+}
+@end
+
+@implementation NSProcessInfo
++ (NSProcessInfo*)processInfo {
+  static NSProcessInfo* instance = [[NSProcessInfo alloc] init];
+  return instance;
+}
+// The system is macOS 26.2, the first for which MLX builds kernels for tensor units, or the version that the
+// environment variable SOFTMETAL_MACOS names.
+- (NSOperatingSystemVersion)operatingSystemVersion {
+  const char* set = std::getenv("SOFTMETAL_MACOS");
+  if (set == nullptr || *set == 0) return {26, 2, 0};
+  int major = 0, minor = 0, end = 0;
+  if (std::sscanf(set, "%d.%d%n", &major, &minor, &end) != 2 || set[end] != 0) {
+    throw std::invalid_argument(std::string("SOFTMETAL_MACOS: expected a version such as 26.2, got ") + set);
+  }
+  return {major, minor, 0};
 }
 @end
 

@@ -14,6 +14,7 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <limits>
 #include <utility>
 
 #include "torch_generator.h"
@@ -231,8 +232,14 @@ Tensor& set_empty(Tensor& self) {
 
 Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, const optional<Tensor>& mask,
                  double dropout, bool causal, optional<double> scale, bool grouped) {
+  // The function that is called below adds a mask of booleans as numbers. PyTorch converts it before.
+  optional<Tensor> numbers = mask;
+  if (mask.has_value() && mask->scalar_type() == at::kBool) {
+    numbers = at::zeros(mask->sizes(), query.options())
+                  .masked_fill_(mask->logical_not(), -std::numeric_limits<double>::infinity());
+  }
   return std::get<0>(
-      at::_scaled_dot_product_attention_math(query, key, value, mask, dropout, causal, {}, scale, grouped));
+      at::_scaled_dot_product_attention_math(query, key, value, numbers, dropout, causal, {}, scale, grouped));
 }
 
 Tensor convolution(const Tensor& input, const Tensor& weight, const optional<Tensor>& bias, IntArrayRef stride,

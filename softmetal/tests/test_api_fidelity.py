@@ -20,6 +20,8 @@ UNVERIFIED = {
         ("NSAutoreleasePool", "-", ["drain"]),
         ("NSError", "+", ["errorWithDomain:code:userInfo:"]),
         ("NSError", "-", ["code", "domain", "localizedDescription"]),
+        ("NSProcessInfo", "+", ["processInfo"]),
+        ("NSProcessInfo", "-", ["operatingSystemVersion"]),
         ("NSURL", "+", ["fileURLWithPath:"]),
         ("NSURL", "-", ["path"]),
         ("NSMutableDictionary", "+", ["dictionary"]),

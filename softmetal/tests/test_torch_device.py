@@ -218,6 +218,14 @@ def test_attention(causal: bool) -> None:
     torch.testing.assert_close(on_mps.grad.cpu(), q.grad)
 
 
+def test_attention_with_a_mask_of_booleans() -> None:
+    q, k, v = (torch.randn(1, 2, 6, 4) for _ in range(3))
+    mask = torch.ones(6, 6, dtype=torch.bool).tril(2)
+    attend = nn.functional.scaled_dot_product_attention
+    got = attend(q.to("mps"), k.to("mps"), v.to("mps"), attn_mask=mask.to("mps"))
+    torch.testing.assert_close(got.cpu(), attend(q, k, v, attn_mask=mask))
+
+
 def test_transposed_convolution_with_bias() -> None:
     x, w, b = torch.randn(1, 4, 5, 5), torch.randn(4, 3, 3, 3), torch.randn(3)
     leaves = [t.to("mps").requires_grad_() for t in (x, w, b)]

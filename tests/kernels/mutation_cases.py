@@ -15,6 +15,7 @@ from tests.support.kernels import mlstm_problems as mlstm
 from tests.support.kernels.cases import problem
 from tests.support.kernels.fused import run_fused
 from tests.support.kernels.problems import Problem, check, check_dequantize, run_gemv
+from tests.support.kernels.tensor import run_tensor
 from tests.support.kernels.tiles import run_staged, run_striped
 
 HALF, BFLOAT, FLOAT = torch.float16, torch.bfloat16, torch.float32
@@ -37,6 +38,10 @@ def _staged(kernel: str, p: Problem, **options: int) -> Case:
 def _striped(tile: str, p: Problem, **options: int) -> Case:
     name = f"striped {p.weight_format} {p.M}x{p.N}x{p.K}"
     return name, lambda: check(p, run_striped(f"gemm_striped_{tile}", p, **options), raw_codes=False)
+
+
+def _tensor(p: Problem, **options: int | str) -> Case:
+    return f"tensor {p.weight_format} {p.M}x{p.N}x{p.K}", lambda: check(p, run_tensor(p, **options), raw_codes=False)
 
 
 def _dequantize(p: Problem) -> Case:
@@ -99,6 +104,22 @@ def _fused_cases() -> Iterator[Case]:
     yield _fused(problem(8, 32, 16384, **long_sums), rows=8, simdgroups=1)
 
 
+def _tensor_cases() -> Iterator[Case]:
+    yield _tensor(problem(33, 7, 72, weight_format="uint4", dtype=HALF, group_size=16), tile="64x64x32")
+    yield _tensor(problem(32, 64, 192, weight_format="uint4b8", dtype=HALF, group_size=128), tile="64x64x32")
+    yield _tensor(
+        problem(70, 68, 136, weight_format="lut4", dtype=BFLOAT, bias_dtype=HALF, has_perm=True, group_size=32),
+        tile="64x128x32", splits=2,
+    )  # fmt: skip
+    yield _tensor(problem(5, 40, 24, weight_format="uint4_bias", dtype=FLOAT, a_offset=1), tile="32x128x32")
+    yield _tensor(
+        problem(20, 40, 520, weight_format="nvfp4", dtype=HALF, global_scale=(-1,)), tile="32x64x32", splits=3
+    )
+    yield _tensor(problem(32, 32, 64, weight_format="uint4_bias", dtype=FLOAT, group_size=16), tile="32x64x32")
+    long_sums = {"weight_format": "uint4_bias", "dtype": FLOAT, "group_size": "K", "all_positive": True}
+    yield _tensor(problem(8, 32, 16384, **long_sums), tile="32x64x32")
+
+
 def _staged_cases() -> Iterator[Case]:
     for kernel in ("double_buffered_64x64x32", "single_stage_64x64x32"):
         yield _staged(kernel, problem(65, 65, 72, weight_format="uint4", dtype=HALF, group_size=16), slices=2)
@@ -155,6 +176,11 @@ def _norm_cases() -> Iterator[Case]:
 def _rotary_cases() -> Iterator[Case]:
     for case in layer.ROTATIONS:
         yield f"rotary {case}", partial(layer.test_rotary, *case)
+
+
+def _cache_cases() -> Iterator[Case]:
+    for case in layer.CACHES:
+        yield f"cache {case}", partial(layer.test_write_cache, *case)
 
 
 def _activation_cases() -> Iterator[Case]:
@@ -225,6 +251,8 @@ def cases_of(file: str) -> Iterator[Case]:
         "gemm/fused.h": _fused_cases,
         "gemm/fused.metal": _fused_cases,
         "gemm/weight_fragment.h": _fused_cases,
+        "gemm/tensor.h": _tensor_cases,
+        "gemm/tensor.metal": _tensor_cases,
         "gemm/reduce.metal": _reduce_cases,
         "gemm/striped.metal": _striped_cases,
         "gemm/staged.metal": _staged_cases,
@@ -240,6 +268,7 @@ def cases_of(file: str) -> Iterator[Case]:
         "layer/norm.metal": _norm_cases,
         "layer/rotary.metal": _rotary_cases,
         "layer/activation.metal": _activation_cases,
+        "layer/cache.metal": _cache_cases,
         "mlstm/mlstm.h": _mlstm_all,
         "mlstm/gates.metal": _mlstm_gates_cases,
         "mlstm/states.metal": _mlstm_cases,

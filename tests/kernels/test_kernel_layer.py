@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.support.kernels.layer import run_activation, run_norm, run_rotary
+from tests.support.kernels.layer import run_activation, run_norm, run_rotary, run_write_cache
 from tests.support.layer_reference import (
     ACTIVATIONS,
     check,
@@ -44,6 +44,8 @@ ROTATIONS = [
     (2, 1, 2, 1, 12, 6, BFLOAT, ()),  # the last elements are copied
     (2, 1, 1, 3, 40, 10, FLOAT, ("Interleaved", "PerPair")),
     (1, 1, 1, 2, 8, 8, FLOAT, ("Transposed",)),
+    (3, 2, 2, 3, 8, 8, FLOAT, ("TokenRowsQ",)),
+    (2, 3, 2, 2, 8, 6, HALF, ("TokenRowsK",)),
 ]
 
 
@@ -63,6 +65,31 @@ def test_rotary(
     for got, x in zip(run_rotary(q, k, cos, sin, *flags), (q, k), strict=True):
         wide = (x.double(), *whole)
         check(got, exact_rotary(*wide, interleaved), rotary_magnitude(*wide, interleaved))
+
+
+# B, heads, S, sizes of a key and a value, tokens of the cache, start, dtype.
+CACHES = [
+    (2, 3, 2, 5, 33, 9, 7, HALF),  # up to the last token
+    (1, 1, 3, 40, 8, 3, 0, BFLOAT),  # the whole cache
+    (2, 5, 1, 16, 16, 6, 2, FLOAT),
+    (2, 2, 3, 8, 4, 5, 3, FLOAT),  # one token does not fit
+    (1, 2, 2, 4, 8, 5, -1, HALF),
+]
+
+
+@pytest.mark.parametrize(("B", "heads", "S", "k_size", "v_size", "length", "start", "dtype"), CACHES)
+def test_write_cache(
+    B: int, heads: int, S: int, k_size: int, v_size: int, length: int, start: int, dtype: torch.dtype
+) -> None:
+    new = random(B, heads, S, k_size, dtype=dtype), random(B, heads, S, v_size, dtype=dtype, seed=1)
+    fits = 0 <= start <= length - S
+    for got, x in zip(run_write_cache(*new, length, start), new, strict=True):
+        expected = torch.full_like(got, 7.0)
+        if fits:
+            expected[:, :, start : start + S] = x
+        else:
+            expected[:, :, :S] = float("nan")
+        assert torch.equal(got.nan_to_num(99.0), expected.nan_to_num(99.0))
 
 
 @pytest.mark.parametrize("options", ACTIVATIONS, ids=lambda options: options["activation"])

@@ -1,4 +1,4 @@
-"""gemv, fused and the staged kernels agree with fp64 within the error bound of docs/numerics.md.
+"""gemv, fused, the staged kernels and the kernel for tensor units agree with fp64 within the error bound of docs/use/numerics.md.
 
 Small shapes run in checked mode: an access out of bounds, a read of memory that nobody wrote or a race fails the test.
 Memory around the tensors is NaN.
@@ -13,6 +13,7 @@ from softmetal.device import KernelFault
 from tests.support.kernels.cases import COMMON, FLOATS, FORMATS, pairs, pairwise, plain_problems, problem
 from tests.support.kernels.fused import run_fused
 from tests.support.kernels.problems import Problem, check, run_gemv
+from tests.support.kernels.tensor import TILES, run_tensor
 from tests.support.kernels.tiles import STAGED, STRIPED, Tile, run_striped, run_tiles
 
 # One column; values around the columns of a lane, a simdgroup and a tile; and several lanes, simdgroups and tiles.
@@ -42,9 +43,18 @@ TILE_AXES = COMMON | {
     "kernel": [*STAGED, *STRIPED],
     "parts": [1, 2, 3, 5],
 }
+TENSOR_AXES = COMMON | {
+    "M": [1, 16, 31, 33, 64, 70],
+    "N": [1, 7, 40, 64, 65, 200],
+    "K": [8, 24, 64, 72, 264, 520],
+    "tile": TILES,
+    "splits": [1, 2, 3],
+    "perturb_seed": [0, 1, 2, 3],
+}
 # The axes that are launch options; all other axes belong to the problem.
 DIRECT_LAUNCH = ["rows", "simdgroups", "splits", "subnormal_codes"]
 TILE_LAUNCH = ["kernel", "parts"]
+TENSOR_LAUNCH = ["tile", "splits", "perturb_seed"]
 
 
 def run(kernel: str, problem: Problem, **options) -> torch.Tensor:
@@ -52,6 +62,8 @@ def run(kernel: str, problem: Problem, **options) -> torch.Tensor:
         return run_gemv(problem, **{"rows": 4, "simdgroups": 4} | options)
     if kernel == "fused":
         return run_fused(problem, **{"rows": 16, "simdgroups": 3} | options)
+    if kernel == "tensor":
+        return run_tensor(problem, **{"tile": "32x64x32"} | options)
     return run_tiles(kernel, problem, **options)
 
 
@@ -63,6 +75,11 @@ def test_gemv_agrees_with_fp64(p: Problem, options: dict) -> None:
 @pytest.mark.parametrize(("p", "options"), pairwise(FUSED_AXES, DIRECT_LAUNCH))
 def test_fused_agrees_with_fp64(p: Problem, options: dict) -> None:
     check(p, run_fused(p, **options), raw_codes=False)
+
+
+@pytest.mark.parametrize(("p", "options"), pairwise(TENSOR_AXES, TENSOR_LAUNCH))
+def test_tensor_agrees_with_fp64(p: Problem, options: dict) -> None:
+    check(p, run_tensor(p, **options), raw_codes=False)
 
 
 @pytest.mark.parametrize("kernel", [*STAGED, *STRIPED])
@@ -92,18 +109,21 @@ STRADDLING_K = {"K": [8, 40, 72, 136, 264, 328]}
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "matrix_row" in metafunc.fixturenames:
         # Without --everything one shape per kernel is enough, because test_gemv_agrees_with_fp64,
-        # test_fused_agrees_with_fp64 and test_staged_kernels_agree_with_fp64 sample the shapes.
+        # test_fused_agrees_with_fp64, test_tensor_agrees_with_fp64 and test_staged_kernels_agree_with_fp64 sample the
+        # shapes.
         whole = metafunc.config.getoption("--everything")
         rows = [(M, COLUMNS) for M in EVERY_M] if whole else [(130, [65])]
         metafunc.parametrize("matrix_row", rows, ids=[f"M={M}" for M, _ in rows])
 
 
-@pytest.mark.parametrize("kernel", ["gemv", "fused", *STAGED, *STRIPED])
+@pytest.mark.parametrize("kernel", ["gemv", "fused", "tensor", *STAGED, *STRIPED])
 def test_every_shape_agrees_with_fp64(kernel: str, matrix_row: tuple[int, list[int]]) -> None:
     """Runs each kernel at each shape. Formats, dtypes and options are drawn at random with a fixed seed per shape."""
-    axes, launch = {"gemv": (GEMV_AXES, DIRECT_LAUNCH), "fused": (FUSED_AXES, DIRECT_LAUNCH)}.get(
-        kernel, (TILE_AXES, TILE_LAUNCH)
-    )
+    axes, launch = {
+        "gemv": (GEMV_AXES, DIRECT_LAUNCH),
+        "fused": (FUSED_AXES, DIRECT_LAUNCH),
+        "tensor": (TENSOR_AXES, TENSOR_LAUNCH),
+    }.get(kernel, (TILE_AXES, TILE_LAUNCH))
     M, columns = matrix_row
     for N in columns:
         draw = random.Random(f"{kernel} {M} {N}")
@@ -123,11 +143,11 @@ def test_any_number_of_stripes_agrees_with_fp64(kernel: str) -> None:
 
 @pytest.mark.parametrize(
     ("kernel", "weight_format", "dtype"),
-    pairs(kernel=["gemv", "fused", STAGED[1], STRIPED[0]], weight_format=FORMATS, dtype=FLOATS),
+    pairs(kernel=["gemv", "fused", "tensor", STAGED[1], STRIPED[0]], weight_format=FORMATS, dtype=FLOATS),
 )
 def test_the_order_of_threadgroups_changes_no_bit(kernel: str, weight_format: str, dtype: torch.dtype) -> None:
     p = problem(5, 72, 200, weight_format=weight_format, dtype=dtype, bias_dtype=torch.float32)
-    options = {"splits": 2} if kernel in ("gemv", "fused") else {"parts": 3}
+    options = {"splits": 2} if kernel in ("gemv", "fused", "tensor") else {"parts": 3}
     first, second = (run(kernel, p, seed=seed, **options) for seed in (1, 2))
     assert torch.equal(first.view(torch.uint8), second.view(torch.uint8))
 
@@ -142,12 +162,17 @@ def test_fused_sums_a_long_k_within_the_bound(p: Problem) -> None:
     check(p, run_fused(p, rows=8, simdgroups=1, checked=False), raw_codes=False)
 
 
+@pytest.mark.parametrize("p", plain_problems(10, 40, 16384, group_size=128, all_positive=True))
+def test_tensor_sums_a_long_k_within_the_bound(p: Problem) -> None:
+    check(p, run_tensor(p, tile="32x64x32", checked=False), raw_codes=False)
+
+
 @pytest.mark.parametrize("p", plain_problems(66, 136, 16384, group_size=128, all_positive=True))
 def test_staged_kernels_sum_a_long_k_within_the_bound(p: Problem) -> None:
     check(p, run_tiles("gemm_double_buffered_64x64x32", p, checked=False), raw_codes=False)
 
 
-@pytest.mark.parametrize("kernel", ["gemv", "fused", STAGED[0], STAGED[-1], STRIPED[-1]])
+@pytest.mark.parametrize("kernel", ["gemv", "fused", "tensor", STAGED[0], STAGED[-1], STRIPED[-1]])
 def test_positive_weights_stay_within_the_bound(kernel: str) -> None:
     """All terms are positive, so rounding errors do not cancel, and a long chain of additions would exceed the bound."""
     for K in (128, 1024, 4096):

@@ -11,6 +11,7 @@ from tests.support.kernels.cases import FLOATS, FORMATS, pairs, problem
 from tests.support.kernels.fused import run_fused
 from tests.support.kernels.launch import Buffer, launch, place, place_output
 from tests.support.kernels.problems import Inputs, Problem, check_dequantize, make_inputs, run_dequantize, run_gemv
+from tests.support.kernels.tensor import run_tensor
 from tests.support.kernels.tiles import run_tiles
 
 RUNS = {
@@ -18,6 +19,7 @@ RUNS = {
     "gemv_or_form": lambda p, **o: run_gemv(p, rows=4, simdgroups=2, subnormal_codes=False, **o),
     "fused": lambda p, **o: run_fused(p, rows=16, simdgroups=2, **o),
     "fused_or_form": lambda p, **o: run_fused(p, rows=8, simdgroups=1, subnormal_codes=False, **o),
+    "tensor": lambda p, **o: run_tensor(p, tile="32x64x32", **o),
     "double_buffered": lambda p, **o: run_tiles("gemm_double_buffered_64x64x32", p, **o),
     "single_stage": lambda p, **o: run_tiles("gemm_single_stage_128x128x16", p, **o),
     "striped": lambda p, **o: run_tiles("gemm_striped_32x128x32", p, **{"parts": 2} | o),

@@ -197,6 +197,25 @@ const bool added = add({
        expect(strcmp([[device() name] UTF8String], "softmetal") == 0, "the name softmetal");
        expect([device() registryID] != 0 && [device() recommendedMaxWorkingSetSize] > 0, "ids and sizes");
      }},
+    {"the system's version",
+     [] {
+       const auto version = [](const char* set) {
+         set == nullptr ? unsetenv("SOFTMETAL_MACOS") : setenv("SOFTMETAL_MACOS", set, 1);
+         const NSOperatingSystemVersion now = [[NSProcessInfo processInfo] operatingSystemVersion];
+         unsetenv("SOFTMETAL_MACOS");
+         return std::to_string(now.majorVersion) + "." + std::to_string(now.minorVersion) + "." +
+                std::to_string(now.patchVersion);
+       };
+       expect(version(nullptr) == "26.2.0" && version("15.6") == "15.6.0", "26.2, or what SOFTMETAL_MACOS names");
+       std::string refused;
+       try {
+         version("26.x");
+       } catch (const std::invalid_argument& error) {
+         refused = error.what();
+       }
+       unsetenv("SOFTMETAL_MACOS");
+       expect(refused == "SOFTMETAL_MACOS: expected a version such as 26.2, got 26.x", "two numbers");
+     }},
     {"tensors of an M5",
      [] {
        const auto messages = [](const char* family, MTLLanguageVersion version) -> std::string {

@@ -53,13 +53,19 @@ int main() {
   NUMBER(kFusedColumns)
   NUMBER(kFusedMaxRows)
   NUMBER(kFusedK)
+  NUMBER(kTensorRows)
+  NUMBER(kTensorColumns)
+  NUMBER(kTensorK)
+  NUMBER(kTensorThreadgroupBytes)
   NUMBER(kMoeSortThreads)
   NUMBER(kMoeBlockWords)
   // clang-format off
 #define LAYER_NUMBERS(X)                                                                                        \
   X(kSlotX) X(kSlotResidual) X(kSlotNormWeight) X(kSlotNorm) X(kSlotSum) X(kSlotRotaryQ) X(kSlotRotaryK)        \
   X(kSlotCos) X(kSlotSin) X(kSlotRotatedQ) X(kSlotRotatedK) X(kSlotGate) X(kSlotUp) X(kSlotActivated)           \
-  X(kNormBytes) X(kRotaryWidth) X(kRotaryHeight) X(kRotaryInterleaved) X(kRotaryPerPair) X(kRotaryTransposed)
+  X(kNormBytes) X(kRotaryWidth) X(kRotaryHeight) X(kRotaryInterleaved) X(kRotaryPerPair) X(kRotaryTransposed) \
+  X(kRotaryTokenRowsQ) X(kRotaryTokenRowsK) X(kSlotKeys) X(kSlotValues) X(kSlotNewKeys) X(kSlotNewValues)       \
+  X(kSlotStart) X(kCacheWidth) X(kCacheHeight)
   // clang-format on
   LAYER_NUMBERS(NUMBER)
   std::printf("\"end\": 0}, \"structs\": {\"GemmParams\": {");
@@ -122,13 +128,18 @@ int main() {
 #define ACTIVATION_FIELDS(X, type)                                                                                 \
   X(type, gate_row) X(type, up_row) X(type, gate_column) X(type, up_column) X(type, rows) X(type, columns)         \
   X(type, activation) X(type, limit) X(type, alpha)
+#define CACHE_FIELDS(X, type)                                                                                      \
+  X(type, k.batch) X(type, k.head) X(type, k.token) X(type, v.batch) X(type, v.head) X(type, v.token)              \
+  X(type, heads) X(type, tokens) X(type, length) X(type, k_size) X(type, v_size)
   // clang-format on
   NORM_FIELDS(FIELD, NormParams)
   std::printf("\"end\": %zu}, \"RotaryParams\": {", sizeof(NormParams));
   ROTARY_FIELDS(FIELD, RotaryParams)
   std::printf("\"end\": %zu}, \"ActivationParams\": {", sizeof(RotaryParams));
   ACTIVATION_FIELDS(FIELD, ActivationParams)
-  std::printf("\"end\": %zu}, \"MlstmParams\": {", sizeof(ActivationParams));
+  std::printf("\"end\": %zu}, \"CacheParams\": {", sizeof(ActivationParams));
+  CACHE_FIELDS(FIELD, CacheParams)
+  std::printf("\"end\": %zu}, \"MlstmParams\": {", sizeof(CacheParams));
   // clang-format off
 #define MLSTM_FIELDS(X, type)                                                                                       \
   X(type, q.batch) X(type, q.head) X(type, q.token) X(type, k.batch) X(type, k.head) X(type, k.token)                \
@@ -185,7 +196,10 @@ int main() {
   std::printf("\"end\": []}, \"tiles\": [");
 #define TILE(M, N, K, ...) tile({M, N, K});
   MARLIN_TILES(TILE)
-  std::printf("[]], \"mlstm_output_bytes\": {");
+  std::printf("[]], \"tensor_tiles\": {");
+#define TENSOR_TILE(M, N, K) std::printf("\"%dx%dx%d\": %u, ", M, N, K, tensor_threads({M, N, K}));
+  MARLIN_TENSOR_TILES(TENSOR_TILE)
+  std::printf("\"end\": 0}, \"mlstm_output_bytes\": {");
   for (uint32_t size : {16U, 32U, 64U, 128U, 256U})
     std::printf("\"%u\": %u, ", size, mlstm_output_bytes(size));
   std::printf("\"end\": 0}, \"mlstm_step_bytes\": [0");

@@ -12,12 +12,15 @@ import numpy as np
 import torch
 
 from softmetal.device import Buffer, Counters, Kernel, compile
+from softmetal.msl.compiler import DEFAULT_VERSION
 
 ROOT = Path(__file__).resolve().parents[3]
 KERNELS = ROOT / "kernels"
 # Guards are filled with 0xFF. These bytes are NaN in every floating type, and in the scale codings E4M3 and E8M0.
 GUARD_BYTES = 256
 CHECKED = True
+# Libraries that need a later language version than the others.
+VERSIONS = {"gemm/tensor": 400}
 METAL_TYPES = {"float16": "half", "bfloat16": "bfloat", "float32": "float"}
 WIDE = {
     "a_row_stride",
@@ -136,6 +139,7 @@ def _specialise(
         file_name=str(path),
         include_paths=[str(KERNELS.parent)],
         defines=defines,
+        version=VERSIONS.get(library, DEFAULT_VERSION),
     )
     return compiled.kernel(name)
 
@@ -152,6 +156,7 @@ def launch(
     threadgroup_bytes: int = 0,
     checked: bool = CHECKED,
     seed: int = 1,
+    perturb_seed: int = 0,
 ) -> Counters:
     """Runs one kernel. A key of `buffers` is a slot's name without `kSlot`. Slots without a key are bound as absent."""
     values = dict.fromkeys(facts()["constants"][:-1], 0) | dict(constants or {})
@@ -163,7 +168,14 @@ def launch(
     bound |= {number(f"kSlot{name}"): buffer for name, buffer in buffers.items()}
     assert all(declared >> slot & 1 for slot in bound), f"{kernel} does not declare one of {sorted(buffers)}"
     memory = {0: threadgroup_bytes} if threadgroup_bytes else None
-    return handle.launch(group=group, groups=groups, buffers=bound, threadgroup_memory=memory, seed=seed)
+    return handle.launch(
+        group=group,
+        groups=groups,
+        buffers=bound,
+        threadgroup_memory=memory,
+        seed=seed,
+        perturb_seed=perturb_seed,
+    )
 
 
 def launch_elementwise(

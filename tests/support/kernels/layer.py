@@ -4,6 +4,7 @@ import torch
 
 from tests.support.kernels.launch import (
     ELEMENT_NAMES,
+    Guarded,
     element_type,
     facts,
     launch,
@@ -58,7 +59,7 @@ def run_norm(
 def run_rotary(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *flags: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns q and k `[B, heads, S, D]`, rotated. In memory the heads of a token are neighbours."""
+    """Returns q and k `[B, heads, S, D]`, rotated. In memory the heads of a token are neighbours in the inputs."""
     (B, q_heads, S, D), k_heads, columns = q.shape, k.shape[1], cos.shape[2]
     rotary_size = 2 * columns if "PerPair" in flags else columns
     outs = [place_output(t.shape, q.dtype) for t in (q, k)]
@@ -89,7 +90,47 @@ def run_rotary(
         groups=(-(-(D - rotary_size // 2) // width), -(-(q_heads + k_heads) // height), B * S),
         element=ELEMENT_NAMES[q.dtype],
     )  # fmt: skip
-    return outs[0].read(tuple(q.shape), q.dtype), outs[1].read(tuple(k.shape), q.dtype)
+
+    def result(out: Guarded, shape: torch.Size, flag: str) -> torch.Tensor:
+        batches, heads, tokens, size = shape
+        if flag in flags:
+            return out.read((batches, tokens, heads, size), q.dtype).transpose(1, 2)
+        return out.read(tuple(shape), q.dtype)
+
+    return result(outs[0], q.shape, "TokenRowsQ"), result(outs[1], k.shape, "TokenRowsK")
+
+
+def run_write_cache(k: torch.Tensor, v: torch.Tensor, length: int, start: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Writes k and v `[B, heads, S, size]` into a cache of `length` tokens whose elements are all 7, and returns it.
+
+    In memory the heads of a token of k are neighbours, and so are the tokens of a head of v.
+    """
+    (B, heads, S, k_size), v_size = k.shape, v.shape[3]
+    caches = [torch.full((B, heads, length, size), 7.0, dtype=k.dtype) for size in (k_size, v_size)]
+    placed = [place(cache) for cache in caches]
+    params = parameters(
+        "CacheParams",
+        **{"k.batch": S * heads * k_size, "k.head": k_size, "k.token": heads * k_size},
+        **{"v.batch": S * heads * v_size, "v.head": S * v_size, "v.token": v_size},
+        heads=heads,
+        tokens=S,
+        length=length,
+        k_size=k_size,
+        v_size=v_size,
+    )
+    width, height = number("kCacheWidth"), number("kCacheHeight")
+    launch(
+        "write_cache",
+        {
+            "Keys": placed[0], "Values": placed[1], "NewKeys": place(k.transpose(1, 2)), "NewValues": place(v),
+            "Start": place(torch.tensor([start])), "Params": params,
+        },
+        group=(width, height, 1),
+        groups=(-(-max(k_size, v_size) // width), -(-2 * heads // height), B * S),
+        element=ELEMENT_NAMES[k.dtype],
+    )  # fmt: skip
+    keys, values = (out.read(tuple(cache.shape), k.dtype) for out, cache in zip(placed, caches, strict=True))
+    return keys, values
 
 
 def run_activation(

@@ -156,6 +156,17 @@ STAND_IN_STATE
 @property(readonly, copy) NSString* path;
 @end
 
+typedef struct {
+  NSInteger majorVersion;
+  NSInteger minorVersion;
+  NSInteger patchVersion;
+} NSOperatingSystemVersion;
+
+@interface NSProcessInfo : NSObject
++ (NSProcessInfo*)processInfo;
+- (NSOperatingSystemVersion)operatingSystemVersion;
+@end
+
 @interface NSAutoreleasePool : NSObject
 STAND_IN_STATE
 + (void)addObject:(id)anObject;

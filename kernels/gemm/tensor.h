@@ -1,0 +1,234 @@
+// The body of the kernel for the tensor units of the M5. It computes y^T = W^T a^T in products of 16 x 32 x 16, whose
+// operands and sums are in registers. Codes enter the product exactly, as whole numbers or E2M1 values, and the sums
+// are scaled in fp32 at the end of each group. Both operands come straight from device loads, so the K loop needs no
+// threadgroup memory and no barrier.
+//
+// The left operand is 16 columns of the weight, the right operand 32 rows of activations, and a simdgroup computes 32
+// columns of 32 rows. Row v of the operand's upper and lower half, in left operand f, is column 4 v + 2 f and 4 v + 2 f
+// + 1 of the simdgroup. One 16-byte load therefore gives a lane its words of both operands, and the lane that decodes a
+// column also holds the sums of this column: it needs no scale of another one.
+#pragma once
+
+#include <MetalPerformancePrimitives/MetalPerformancePrimitives.h>
+#include <metal_tensor>
+
+#include "kernels/gemm/fragment.h"
+#include "kernels/gemm/product.h"
+
+namespace marlin {
+
+enum {
+  kTensorLeft = kTensorColumns / 16,  // left operands of a simdgroup
+  kTensorQuads = kTensorRows / 8,     // rows of which a lane loads activations
+};
+
+// A lane holds four neighbours in `row` of a block of 16 x 16, from `column` on, and four more 8 rows below. Apple does
+// not document this layout; MLX's kernels for the M5 rely on it.
+MARLIN_INLINE LanePlace tensor_place(uint lane) {
+  const uint quad = lane >> 2;
+  return {(quad & 4u) | ((lane >> 1) & 3u), 4 * ((quad & 2u) | (lane & 1u))};
+}
+
+// A lane's elements of an operand or of the sums. Blocks of 16 x 16 follow each other, 8 elements each.
+template <typename R, uint count>
+struct TensorElements {
+  R e[count];
+};
+
+// Adds the product of a left operand (16 columns x 16 k) and a right operand (32 rows x 16 k) to the sums.
+template <typename R>
+MARLIN_INLINE void tensor_multiply(const thread TensorElements<R, 8>& left, const thread TensorElements<R, 16>& right,
+                                   thread TensorElements<float, 16>& sum) {
+  constexpr auto descriptor = mpp::tensor_ops::matmul2d_descriptor(
+      16, 32, 16, false, true, false, mpp::tensor_ops::matmul2d_descriptor::mode::multiply_accumulate);
+  mpp::tensor_ops::matmul2d<descriptor, execution_simdgroup> product;
+  auto a = product.template get_left_input_cooperative_tensor<R, R, float>();
+  auto b = product.template get_right_input_cooperative_tensor<R, R, float>();
+  auto c = product.template get_destination_cooperative_tensor<remove_addrspace_t<decltype(a)>,
+                                                               remove_addrspace_t<decltype(b)>, float>();
+  MARLIN_UNROLL for (ushort i = 0; i < 8; ++i) a[i] = left.e[i];
+  MARLIN_UNROLL for (ushort i = 0; i < 16; ++i) b[i] = right.e[i];
+  MARLIN_UNROLL for (ushort i = 0; i < 16; ++i) c[i] = sum.e[i];
+  product.run(a, b, c);
+  MARLIN_UNROLL for (ushort i = 0; i < 16; ++i) sum.e[i] = c[i];
+}
+
+// The type of both operands. The table of lut4 has entries that only fp32 holds exactly.
+template <WeightFormat format, typename T>
+struct TensorOperand {
+  typedef T type;
+};
+template <typename T>
+struct TensorOperand<WeightFormat::lut4, T> {
+  typedef float type;
+};
+
+// The sums of one simdgroup over its slice of K, and the addresses that it reads.
+template <WeightFormat format, typename T>
+struct TensorAccumulators {
+  typedef typename TensorOperand<format, T>::type R;
+  typedef TensorElements<float, 16> Sums;
+
+  Weight weight;
+  Activations<T> a;
+  uint n;                               // the lane's first column
+  uint quad;                            // which four k of an operand the lane holds, 0..3
+  const device T* x_row[kTensorQuads];  // rows of activations, at k = 0
+  const threadgroup float* table;
+  float4 scales, zeros;  // of the group, for the lane's columns
+  Sums sum[kTensorLeft];
+  Sums total[kTensorLeft];
+  Sums x_sum;  // of the activations, for each of the sums
+
+  // Both factors of nvfp4's scaled codes have few significant bits, so half and bfloat hold the product exactly. The
+  // groups of 16 then need no sums of their own.
+  static constexpr bool has_scaled_codes() { return format == WeightFormat::nvfp4; }
+  static MARLIN_INLINE bool needs_x_sum() {
+    return format == WeightFormat::uint4_bias || (format == WeightFormat::uint4 && !zero_is_in_code<format>());
+  }
+  // With groups of 16, each product of 16 k has a scale of its own, and a lane decodes only half of a word.
+  static MARLIN_INLINE bool takes_half_words() { return short_group_size != 0 && !has_scaled_codes(); }
+  static MARLIN_INLINE uint step() { return takes_half_words() ? kTensorK / 2 : kTensorK; }
+
+  // Returns the end of the sums that begin at k: the end of the group, or of a chain inside the group.
+  static MARLIN_INLINE uint chain_end(uint k, uint group_size, uint k_end) {
+    const uint longest = min(k + kChainLength, k_end);
+    return has_scaled_codes() ? longest : min((k / group_size + 1) * group_size, longest);
+  }
+
+  MARLIN_INLINE void begin_chain(uint group) thread {
+    MARLIN_UNROLL for (uint f = 0; f < kTensorLeft; ++f) sum[f] = Sums{};
+    if (needs_x_sum()) x_sum = Sums{};
+    zeros = weight.template zeros_of_columns<format>(group * weight.N + n, n);
+    if (has_scaled_codes()) {
+      scales = float4(1.0f);
+      MARLIN_UNROLL for (uint c = 0; c < 4; ++c) {
+        if (has_global_scale) scales[c] = weight.global_scale[global_scale_per_column ? min(n + c, weight.N - 1) : 0];
+      }
+    } else {
+      scales = weight.template scales_of_columns<format>(group * weight.N + n, n);
+    }
+  }
+
+  // Multiplies step() k from k0 on. Both operands are zero at k_end and beyond.
+  MARLIN_INLINE void multiply(uint k0, uint k_end) thread {
+    const uint k_lane = k0 + quad * (takes_half_words() ? 4 : kCodesPerWord);
+    const bool has_k = !ragged_k || k_lane < k_end;
+    uint4 packed = uint4(0);
+    float4 code_scales = float4(0.0f);
+    if (has_k) {
+      packed = load_columns(weight.packed + ulong(k_lane / kCodesPerWord) * weight.N + n, weight.N - n);
+      if (has_scaled_codes()) code_scales = scales_in_codes(k_lane);
+    }
+    Vec8<R> codes[4];
+    MARLIN_UNROLL for (uint c = 0; c < 4; ++c) codes[c] = decoded(packed[c], half(zeros[c]), half(code_scales[c]));
+    MARLIN_UNROLL for (uint j = 0; j < 2; ++j) {
+      if (takes_half_words() && j == 1) continue;
+      TensorElements<R, 16> x;
+      MARLIN_UNROLL for (uint t = 0; t < kTensorQuads; ++t) {
+        vec<T, 4> loaded = vec<T, 4>(T(0.0f));
+        if (has_k) loaded = a.load_quad(x_row[t] + (has_perm ? 0 : k_lane + 4 * j), k_lane + 4 * j);
+        MARLIN_UNROLL for (uint i = 0; i < 4; ++i) x.e[4 * t + i] = R(loaded[i]);
+      }
+      MARLIN_UNROLL for (uint f = 0; f < kTensorLeft; ++f) {
+        TensorElements<R, 8> w;
+        MARLIN_UNROLL for (uint i = 0; i < 8; ++i) w.e[i] = has_k ? codes[2 * f + i / 4].k[4 * j + i % 4] : R(0.0f);
+        tensor_multiply(w, x, sum[f]);
+      }
+      if (needs_x_sum()) {
+        TensorElements<R, 8> ones;
+        MARLIN_UNROLL for (uint i = 0; i < 8; ++i) ones.e[i] = R(1.0f);
+        tensor_multiply(ones, x, x_sum);
+      }
+    }
+  }
+
+  // Scales the sums and adds them to the totals.
+  MARLIN_INLINE void finish_chain() thread {
+    MARLIN_UNROLL for (uint f = 0; f < kTensorLeft; ++f) {
+      MARLIN_UNROLL for (uint i = 0; i < 16; ++i) {
+        const uint c = 2 * f + i % 8 / 4;
+        total[f].e[i] +=
+            needs_x_sum() ? apply_group<format>(sum[f].e[i], x_sum.e[i], scales[c], zeros[c]) : sum[f].e[i] * scales[c];
+      }
+    }
+  }
+
+ private:
+  MARLIN_INLINE float4 scales_in_codes(uint k) const thread {
+    const uchar4 bytes = load_columns(weight.scales + (k / kMinGroupSize * weight.N + n), weight.N - n);
+    return e4m3_products(bytes, float4(1.0f));
+  }
+
+  // Decodes a word, or the lane's half of it to k[0..3].
+  MARLIN_INLINE Vec8<R> decoded(uint word, half zero, half scale) const thread {
+    Vec8<R> result;
+    uint nibbles = word;
+    if (takes_half_words()) {
+      // exact_codes() decodes nibbles i and i + 4 together, so two of the four are moved to the upper half.
+      const uint own = quad % 2 == 0 ? word : word >> 16;
+      nibbles = (own & 0xFFu) | (own & 0xFF00u) << 8;
+    }
+    if (format == WeightFormat::lut4) {
+      MARLIN_UNROLL for (uint i = 0; i < kCodesPerWord; ++i) result.k[i] = R(table[(nibbles >> (4 * i)) & 15u]);
+    } else {
+      const half zero_in_code = zero_is_in_code<format>() ? zero : 0.0h;
+      const Vec8<half> codes = exact_codes<code_kind(format)>(nibbles, zero_in_code);
+      MARLIN_UNROLL for (uint i = 0; i < kCodesPerWord; ++i) {
+        result.k[i] = R(float(has_scaled_codes() ? codes.k[i] * scale : codes.k[i]));
+      }
+    }
+    if (takes_half_words()) {
+      result.k[2] = result.k[4];
+      result.k[3] = result.k[5];
+    }
+    return result;
+  }
+};
+
+// Multiplies the threadgroup's rows and columns over slice block.z.
+template <WeightFormat format, typename T>
+MARLIN_INLINE void tensor_rows(const thread Product<T>& product, constant GemmParams& params, threadgroup float* shared,
+                               uint3 block, uint lane, uint simdgroup, uint simdgroups) {
+  load_table<format>(shared, product.lut, simdgroup * kSimdWidth + lane);
+  const uint down = uint(rows_per_threadgroup) / kTensorRows;
+  const uint across = simdgroups / down;
+  const uint first_row = params.m_begin + block.y * uint(rows_per_threadgroup) + simdgroup / across * kTensorRows;
+  const uint first_column = (block.x * across + simdgroup % across) * kTensorColumns;
+  const uint N = params.N;
+  if (first_row >= params.M || first_column >= N) return;
+  const LanePlace place = tensor_place(lane);
+  const uint n = first_column + place.row * 4;
+  const uint k_begin = block.z * params.k_per_slice;
+  const uint k_end = min(k_begin + params.k_per_slice, params.K);
+
+  TensorAccumulators<format, T> sums;
+  sums.weight = product.weight;
+  sums.a = product.a;
+  sums.n = min(n, N);  // columns at N and beyond load zero and are not stored
+  sums.quad = place.column / 4;
+  sums.table = shared;
+  // A row beyond M is the last one once more. Its sums are not stored.
+  MARLIN_UNROLL for (uint t = 0; t < kTensorQuads; ++t) {
+    sums.x_row[t] = product.a.row_at(min(first_row + place.row + 8 * t, params.M - 1));
+  }
+  MARLIN_UNROLL for (uint f = 0; f < kTensorLeft; ++f) sums.total[f] = TensorElements<float, 16>{};
+  for (uint k = k_begin; k < k_end;) {
+    const uint end = sums.chain_end(k, params.group_size, k_end);
+    sums.begin_chain(k / params.group_size);
+    for (; k < end; k += sums.step())
+      sums.multiply(k, k_end);
+    sums.finish_chain();
+  }
+
+  MARLIN_UNROLL for (uint i = 0; i < 8; ++i) {
+    const uint m = first_row + place.column + i % 4 + i / 4 * 16;
+    const uint e = i % 4 + i / 4 * 8;
+    if (m >= params.M || n >= N) continue;
+    const float4 columns =
+        float4(sums.total[0].e[e], sums.total[0].e[e + 4], sums.total[1].e[e], sums.total[1].e[e + 4]);
+    product.output.store_columns(block.z, m, n, columns);
+  }
+}
+
+}  // namespace marlin

@@ -1,0 +1,201 @@
+"""variant="tensor" on a GPU with tensor units: values, the gate, and what follows if the kernel does not compile.
+
+The software device is an M5 only in processes of its own, because a process asks for the GPU's family once.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+import torch_marlin_metal as tmm
+from tests.support import reference
+from torch_marlin_metal.extension import native
+
+ROOT = Path(__file__).resolve().parents[2]
+M5 = {"SOFTMETAL_FAMILY": "10"}
+ROWS = (1, 33, 67)
+PROBLEM = "kernel gemm_tensor_uint4b8_float16 (gemm/tensor.metal) does not compile: no such type"
+WARNING = f"torch_marlin_metal: products use the other kernels, because {PROBLEM}"
+pytestmark = [
+    pytest.mark.usefixtures("mps"),
+    pytest.mark.skipif(sys.platform == "darwin", reason="makes the software Metal device an M5"),
+]
+
+
+def run(a: torch.Tensor, weight: reference.Weight, **options) -> torch.Tensor:
+    return tmm.gemm(a, weight.b_packed, weight.scales, **{**weight.arguments, **options})
+
+
+def kernels() -> list[str]:
+    """Returns the kernels that ran since the last call, after checking that checked mode found no fault."""
+    import softmetal
+
+    torch.mps.synchronize()
+    ran = [record.kernel for record in softmetal.counters()]
+    assert softmetal.faults() == []  # and forgets the counters
+    return ran
+
+
+def check_products(K: int, N: int, group_sizes: tuple[int, ...], rows: tuple[int, ...], whole: bool) -> None:
+    """Multiplies in every format. Dtypes, group sizes and options take turns, or with `whole` all dtypes run."""
+    import softmetal
+
+    formats = [(name, None) for name in reference.FORMATS]
+    formats += [(name, dtype) for name in ("uint4", "uint4_bias") for dtype in (torch.bfloat16, torch.float32)]
+    kernels()
+    for turn, (weight_format, zeros_dtype) in enumerate(formats):
+        fixed = tmm.WEIGHT_FORMATS[weight_format].fixed_group_size
+        for i, dtype in enumerate(reference.dtypes_in_turn(turn, whole)):
+            group_size = fixed or group_sizes[(turn + i) % len(group_sizes)]
+            options = {} if zeros_dtype is None else {"zeros_dtype": zeros_dtype}
+            weight = reference.make_weight(weight_format, K, N, group_size, seed=turn, **options)
+            generator = torch.Generator().manual_seed(turn)
+            a = torch.randn(max(rows), K, generator=generator).to(dtype)
+            bias = torch.randn(N, generator=generator).to(dtype) if turn % 2 else None
+            perm = torch.randperm(K, generator=generator).to(torch.int32) if turn % 3 == 1 else None
+            order = None if perm is None else perm.numpy()
+            exact, bound = reference.gemm(a, weight, bias, order, raw_codes=False)
+            moved = weight.to("mps")
+            given = {name: t.to("mps") for name, t in (("bias", bias), ("perm", perm)) if t is not None}
+            for M in rows:
+                tile = f"{64 if M > 32 and turn % 2 else 32}x{(64, 128)[(turn + i) % 3 % 2]}x32"
+                variant = f"tensor:{tile}" if max(rows) != M or turn % 3 else "tensor"
+                result = run(a[:M].to("mps"), moved, variant=variant, **given)
+                reference.check_gemm(result, exact[:M], bound[:M])
+                if not softmetal.is_checked():  # in checked mode, each launch has another order of sums
+                    again = run(a[:M].to("mps"), moved, variant=variant, **given)
+                    assert torch.equal(result.cpu(), again.cpu()), "same inputs, same bits"
+                assert f"gemm_tensor_{weight_format}_{str(dtype)[6:]}" in kernels()
+
+
+def every_format_in_checked_mode(whole: bool) -> None:
+    check_products(200, 70, (16, 32, 64), ROWS, whole)
+
+
+def every_format_in_fast_mode(whole: bool) -> None:
+    check_products(1096, 328, (16, 64, 128, 256), (5, 130), whole)
+
+
+def product(dtype: torch.dtype, M: int = 33, **options) -> list[str]:
+    """Multiplies, checks the values and returns the kernels."""
+    weight = reference.make_weight("uint4b8", 200, 70, 32)
+    a = torch.randn(M, 200, generator=torch.Generator().manual_seed(M)).to(dtype)
+    exact, bound = reference.gemm(a, weight, raw_codes=False)
+    kernels()
+    reference.check_gemm(run(a.to("mps"), weight.to("mps"), **options), exact, bound)
+    return kernels()
+
+
+@contextmanager
+def auto_takes_tensor(problem: str | None, kind: str) -> Iterator[list]:
+    """Makes auto prefer tensor, and lets a kind of compile fail with `problem`. Yields the compiles of gemm_tensor."""
+    import softmetal
+
+    native.set_tuned([("uint4b8", str(d)[6:], 32, 200, 70, 1, 1000, "tensor") for d in reference.DTYPES])
+    compiled: list = []
+
+    def answer(compile) -> str | None:
+        if compile.kind != kind or "gemm_tensor" not in compile.text:
+            return None
+        compiled.append(compile)
+        return problem
+
+    with softmetal.compiles(answer):
+        yield compiled
+
+
+def check_fallback(kind: str) -> None:
+    """Auto takes other kernels for all types. A product that names the kernel gets the error."""
+    with auto_takes_tensor("no such type", kind) as compiled:
+        for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float16):
+            for M in (33, 40):
+                assert not [name for name in product(dtype, M) if "tensor" in name]
+        assert len(compiled) == 1, "a failure is remembered, and other types are not tried"
+        with pytest.raises(RuntimeError, match=f"^torch_marlin_metal: {re.escape(PROBLEM)}"):
+            product(torch.float16, variant="tensor")
+    assert "gemm_tensor_uint4b8_bfloat16" in product(torch.bfloat16, variant="tensor"), "this function compiles"
+
+
+def a_library_that_fails(whole: bool) -> None:
+    # An interruption says nothing about the kernel, so it is an error and the next product tries again.
+    interrupted = "Compiler encountered XPC_ERROR_CONNECTION_INTERRUPTED (is the OS shutting down?)"
+    with (
+        auto_takes_tensor(interrupted, "library"),
+        pytest.raises(RuntimeError, match="XPC_ERROR_CONNECTION_INTERRUPTED"),
+    ):
+        product(torch.float32)
+    check_fallback("library")
+
+
+def a_pipeline_that_fails(whole: bool) -> None:
+    check_fallback("pipeline")
+
+
+def a_library_that_compiles(whole: bool) -> None:
+    with auto_takes_tensor(None, "library") as compiled:
+        assert "gemm_tensor_uint4b8_float16" in product(torch.float16)
+    assert len(compiled) == 1
+
+
+def an_older_system(whole: bool) -> None:
+    """The process gets an older macOS: the kernel is not even compiled, and who names it gets an error."""
+    with auto_takes_tensor(None, "library") as compiled:
+        assert not [name for name in product(torch.float16) if "tensor" in name]
+        for variant in ("tensor", "tensor:64x64x32"):
+            expected = rf"gemm: variant: expected .*needs macOS 26\.2, and this is macOS 15\.6.*, got '{variant}'"
+            with pytest.raises(ValueError, match=expected):
+                product(torch.float16, variant=variant)
+    assert compiled == []
+
+
+SCENARIOS: dict[Callable[[bool], None], dict[str, str]] = {
+    every_format_in_checked_mode: {"SOFTMETAL_CHECKED": "1"},
+    every_format_in_fast_mode: {"SOFTMETAL_CHECKED": "0"},
+    a_library_that_fails: {"SOFTMETAL_CHECKED": "0"},
+    a_pipeline_that_fails: {"SOFTMETAL_CHECKED": "0"},
+    a_library_that_compiles: {"SOFTMETAL_CHECKED": "0"},
+    an_older_system: {"SOFTMETAL_CHECKED": "0", "SOFTMETAL_MACOS": "15.6"},
+}
+
+
+def run_scenario(name: str, whole: bool) -> None:
+    failure = ""
+    try:
+        next(scenario for scenario in SCENARIOS if scenario.__name__ == name)(whole)
+    except BaseException:
+        failure = traceback.format_exc()
+    print(json.dumps(failure))
+
+
+@pytest.mark.parametrize("name", [scenario.__name__ for scenario in SCENARIOS])
+def test_on_an_m5(name: str, everything: bool) -> None:
+    environment = next(environment for scenario, environment in SCENARIOS.items() if scenario.__name__ == name)
+    script = "import softmetal\nfrom tests.ops import test_tensor_units as t\n"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{script}t.run_scenario({name!r}, {everything})"],
+        env={**os.environ, "PYTHONPATH": str(ROOT), **M5, **environment},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (failure := json.loads(done.stdout.splitlines()[-1])) == "", failure
+    assert done.stderr.count(WARNING) == done.stderr.count("the other kernels") == name.endswith("that_fails")
+
+
+def test_an_m1_refuses_the_variant() -> None:
+    expected = (
+        r"torch_marlin_metal::gemm: variant: expected .*Apple10.*, and this GPU is of family Apple7.*, got 'tensor'"
+    )
+    with pytest.raises(ValueError, match=expected):
+        product(torch.float16, variant="tensor")
+    assert not [name for name in product(torch.float16) if "tensor" in name]

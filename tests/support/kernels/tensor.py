@@ -1,0 +1,52 @@
+"""Launches the kernel for tensor units, and checks how much the kernel reads and that its K loop has no barrier."""
+
+from typing import Any
+
+import torch
+
+from tests.support.kernels.launch import Counters, facts, number
+from tests.support.kernels.problems import Problem, run_product, sliced
+
+TILES = [name for name in facts()["tensor_tiles"] if name != "end"]
+
+
+def run_tensor(problem: Problem, *, tile: str, splits: int = 1, **options: Any) -> torch.Tensor:
+    """Runs a product. `run_gemv` describes the options. `tile` is a name like "64x128x32"."""
+    rows, columns, step = map(int, tile.split("x"))
+    k_per_slice = -(-problem.K // (step * splits)) * step
+    splits = -(-problem.K // k_per_slice)  # no split may be empty
+    options |= {
+        "group": (facts()["tensor_tiles"][tile], 1, 1),
+        "groups": (-(-problem.N // columns), -(-problem.M // rows), splits),
+        "threadgroup_bytes": number("kTensorThreadgroupBytes"),
+    }
+    constants = {
+        "rows_per_threadgroup": rows,
+        "short_group_size": 16 if problem.group_size == 16 < problem.K else 0,
+        "ragged_k": problem.K % step != 0,
+        "ragged_n": problem.N % number("kTensorColumns") != 0,
+    }
+    counted = options.pop("counted", True)
+    result, counters = run_product("gemm_tensor", problem, k_per_slice, constants, options, sliced(problem, splits))
+    if counted:
+        check_tensor_work(problem, counters)
+    return result
+
+
+def check_tensor_work(problem: Problem, counters: Counters) -> None:
+    """Checks what a simdgroup reads for its 32 rows of 32 columns, and that only the table of lut4 needs a barrier.
+
+    Each activation is read once. Each word is read once, or twice if groups of 16 make a lane take half of a word.
+    """
+    assert counters.threadgroup_barriers <= counters.threadgroups, "threadgroup barriers"
+    assert (counters.threadgroup_barriers == 0) == (problem.weight_format != "lut4")
+    if counters.buffers is None:
+        return
+    row_blocks = -(-problem.M // number("kTensorRows"))
+    strips = -(-problem.N // number("kTensorColumns"))
+    reads_halves = problem.group_size == 16 < problem.K and problem.weight_format != "nvfp4"
+    read = {slot: counts["bytes_read"] for slot, counts in counters.buffers.items()}
+    words = row_blocks * problem.K // 8 * problem.N * (2 if reads_halves else 1)
+    activations = row_blocks * number("kTensorRows") * problem.K * strips
+    assert read.get(number("kSlotPacked"), 0) == words * 4, "bytes of packed words read"
+    assert read.get(number("kSlotA"), 0) == activations * problem.dtype.itemsize, "bytes of activations read"
