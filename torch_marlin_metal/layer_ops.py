@@ -1,7 +1,8 @@
-"""Python functions for the operations between a decoder layer's products: norm, rotary embedding, gated activation.
+"""Python functions for the operations between a decoder layer's products.
 
-Each function is one operator, which on mps is one dispatch; PyTorch's own operators need up to ten. All compute in
-fp32, round once, accept any strides and have derivatives.
+These are the norm, the rotary embedding, the gated activation and the writing to a cache. Each function is one
+operator, which on mps is one dispatch; PyTorch's own operators need up to ten. All accept any strides. Those that
+compute do so in fp32, round once and have derivatives.
 """
 
 from typing import Literal
@@ -14,6 +15,7 @@ _rms_norm = _ops.rms_norm.default
 _add_rms_norm = _ops.add_rms_norm.default
 _rotary = _ops.rotary.default
 _gated_activation = _ops.gated_activation.default
+_write_cache = _ops.write_cache.default
 
 ActivationName = Literal["silu", "gelu", "gelu_tanh", "clamped_silu"]
 
@@ -85,7 +87,9 @@ def rotary(
         per_pair: `cos` and `sin` have an element for each pair, so their last dimension is R/2.
 
     Returns:
-        The rotated q and k, contiguous.
+        The rotated q and k. In each, the heads of a token are neighbours in memory if they are neighbours in the
+        input; otherwise the result is contiguous. PyTorch's attention gives its result the order of q, so no copy
+        is needed after it.
 
     Raises:
         ValueError: an argument has the wrong dtype, shape or device, or `cos` or `sin` requires grad.
@@ -124,3 +128,23 @@ def gated_activation(
     """
     result: Tensor = _gated_activation(gate, up, activation=activation, limit=limit, alpha=alpha)
     return result
+
+
+def write_cache(keys: Tensor, values: Tensor, k: Tensor, v: Tensor, start: Tensor) -> None:
+    """Writes the keys and values of S tokens into a static cache, in place, from position `start` on.
+
+    The position is a tensor, so that on mps the host does not wait for it. There the operator cannot raise an error for
+    a wrong position: if the tokens do not fit, it writes NaN for S tokens from position 0 on.
+
+    Args:
+        keys: `[B, H, L, D]`, float16, bfloat16 or float32, contiguous. Written.
+        values: `[B, H, L, DV]` in the dtype of `keys`, contiguous. Written.
+        k: `[B, H, S, D]` in the dtype of `keys`, with S of at most L.
+        v: `[B, H, S, DV]` in the dtype of `keys`.
+        start: int64 `[]` or `[1]`, from 0 to L - S.
+
+    Raises:
+        ValueError: an argument has the wrong dtype, shape, strides or device, requires grad, or, on the CPU, `start`
+            has the wrong value.
+    """
+    _write_cache(keys, values, k, v, start)

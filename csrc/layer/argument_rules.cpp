@@ -1,5 +1,9 @@
 #include "csrc/layer/argument_rules.h"
 
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
+#include <c10/core/SymBool.h>
+
 #include <array>
 #include <cmath>
 
@@ -62,6 +66,16 @@ c10::SymInt check_rotary(const Tensor& q, const Tensor& k, const Tensor& cos, co
   return rotary_size;
 }
 
+bool has_token_rows(const Tensor& x) {
+  return TORCH_GUARD_OR_FALSE(x.sym_stride(1).sym_lt(x.sym_stride(2)));
+}
+
+Tensor empty_rotated(const Tensor& x) {
+  if (!has_token_rows(x)) return at::empty_symint(x.sym_sizes(), x.options());
+  const c10::SymInt row = x.sym_size(1) * x.sym_size(3);
+  return at::empty_strided_symint(x.sym_sizes(), {x.sym_size(2) * row, x.sym_size(3), row, 1}, x.options());
+}
+
 Activation check_gated_activation(const Tensor& gate, const Tensor& up, std::string_view activation,
                                   std::optional<double> limit, std::optional<double> alpha) {
   const char* op = "gated_activation";
@@ -84,6 +98,42 @@ Activation check_gated_activation(const Tensor& gate, const Tensor& up, std::str
          alpha ? text(*alpha) : "None");
   }
   return found;
+}
+
+void check_write_cache(const Tensor& keys, const Tensor& values, const Tensor& k, const Tensor& v,
+                       const Tensor& start) {
+  const char* op = "write_cache";
+  if (!is_floating(keys) || keys.dim() != 4) fail(op, "keys", text(kFloating, " [B, H, L, D]"), describe(keys));
+  const Checker check{op, keys.device()};
+  check.contiguous("keys", keys);
+  const at::ScalarType dtype = keys.scalar_type();
+  const auto has_shape_of = [&](const Tensor& tensor, const c10::SymInt& tokens) {
+    return tensor.scalar_type() == dtype && tensor.dim() == 4 && tensor.sym_size(0) == keys.sym_size(0) &&
+           tensor.sym_size(1) == keys.sym_size(1) && tensor.sym_size(2) == tokens;
+  };
+  if (!has_shape_of(values, keys.sym_size(2))) {
+    fail(op, "values", text(dtype_name(dtype), " [B, H, L, any] with the B, H and L of keys ", keys.sym_sizes()),
+         describe(values));
+  }
+  check.on_device("values", values);
+  check.contiguous("values", values);
+  const bool fits = k.dim() == 4 && k.sym_size(2) <= keys.sym_size(2);
+  if (!fits || !has_shape_of(k, k.sym_size(2)) || k.sym_size(3) != keys.sym_size(3)) {
+    fail(op, "k",
+         text(dtype_name(dtype), " [B, H, S, D] with the B, H and D of keys ", keys.sym_sizes(), " and S of at most L"),
+         describe(k));
+  }
+  check.on_device("k", k);
+  if (!has_shape_of(v, k.sym_size(2)) || v.sym_size(3) != values.sym_size(3)) {
+    fail(op, "v",
+         text(dtype_name(dtype), " [B, H, S, DV] with the S of k and otherwise like values ", values.sym_sizes()),
+         describe(v));
+  }
+  check.on_device("v", v);
+  if (start.scalar_type() != at::kLong || start.dim() > 1 || start.sym_numel() != 1) {
+    fail(op, "start", "int64 [] or [1]", describe(start));
+  }
+  check.on_device("start", start);
 }
 
 }  // namespace marlin

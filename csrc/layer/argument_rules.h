@@ -12,7 +12,16 @@ void check_rms_norm(const char* op, const Tensor& x, const OptionalTensor& resid
 // Returns the number of elements of a head that are rotated.
 c10::SymInt check_rotary(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin, bool per_pair);
 
+// Returns an uninitialised tensor of the shape of x [B, H, S, D]. As in x, the heads of a token are neighbours in
+// memory, or the tokens of a head are.
+Tensor empty_rotated(const Tensor& x);
+
+// Returns whether the heads of a token are neighbours in memory.
+bool has_token_rows(const Tensor& x);
+
 Activation check_gated_activation(const Tensor& gate, const Tensor& up, std::string_view activation,
                                   std::optional<double> limit, std::optional<double> alpha);
+
+void check_write_cache(const Tensor& keys, const Tensor& values, const Tensor& k, const Tensor& v, const Tensor& start);
 
 }  // namespace marlin

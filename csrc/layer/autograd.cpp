@@ -8,6 +8,7 @@
 #include <ATen/ops/silu.h>
 #include <ATen/ops/silu_backward.h>
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/variable.h>
 #include <torch/library.h>
 
 #include <tuple>
@@ -25,6 +26,7 @@ using TwoTensors = std::tuple<Tensor, Tensor>;
 using NormSignature = Tensor(const Tensor&, const Tensor&, double, double);
 using AddNormSignature = TwoTensors(const Tensor&, const Tensor&, const Tensor&, double, double);
 using RotarySignature = TwoTensors(const Tensor&, const Tensor&, const Tensor&, const Tensor&, bool, bool, bool);
+using WriteCacheSignature = void(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&);
 using ActivationSignature = Tensor(const Tensor&, const Tensor&, c10::string_view, std::optional<double>,
                                    std::optional<double>);
 
@@ -45,6 +47,11 @@ const auto& rotary_op() {
 
 const auto& activation_op() {
   static const auto op = find_operator<ActivationSignature>("torch_marlin_metal::gated_activation");
+  return op;
+}
+
+const auto& write_cache_op() {
+  static const auto op = find_operator<WriteCacheSignature>("torch_marlin_metal::write_cache");
   return op;
 }
 
@@ -220,13 +227,42 @@ Tensor activation_autograd(const Tensor& gate, const Tensor& up, c10::string_vie
   return activation_op().call(gate, up, activation, limit, alpha);
 }
 
+// The operator has no derivative: no gradient flows through the memory of a cache.
+void write_cache_autograd(const Tensor& keys, const Tensor& values, const Tensor& k, const Tensor& v,
+                          const Tensor& start) {
+  const char* op = "write_cache";
+  for (const auto& [name, tensor] :
+       {std::pair<const char*, const Tensor&>{"keys", keys}, {"values", values}, {"k", k}, {"v", v}}) {
+    check_no_grad(op, name, tensor);
+    check_no_tangent(op, name, tensor);
+  }
+  at::AutoDispatchBelowAutograd guard;
+  write_cache_op().call(keys, values, k, v, start);
+}
+
+// Counts a new version of the tensors that were written, as PyTorch's in-place operators do.
+void write_cache_in_place(const Tensor& keys, const Tensor& values, const Tensor& k, const Tensor& v,
+                          const Tensor& start) {
+  {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    write_cache_op().call(keys, values, k, v, start);
+  }
+  torch::autograd::impl::bump_version(keys);
+  torch::autograd::impl::bump_version(values);
+}
+
 }  // namespace
+
+TORCH_LIBRARY_IMPL(torch_marlin_metal, ADInplaceOrView, m) {
+  m.impl("write_cache", write_cache_in_place);
+}
 
 TORCH_LIBRARY_IMPL(torch_marlin_metal, Autograd, m) {
   m.impl("rms_norm", norm_autograd);
   m.impl("add_rms_norm", add_norm_autograd);
   m.impl("rotary", rotary_autograd);
   m.impl("gated_activation", activation_autograd);
+  m.impl("write_cache", write_cache_autograd);
 }
 
 }  // namespace marlin

@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <bit>
 #include <limits>
 #include <string>
@@ -97,12 +98,12 @@ TwoTensors add_rms_norm_mps(const Tensor& x, const Tensor& residual, const Tenso
   return {y, sum};
 }
 
-RotaryStrides strides(const Tensor& tensor) {
+HeadStrides strides(const Tensor& tensor) {
   return {tensor.stride(0), tensor.stride(1), tensor.stride(2)};
 }
 
 // Returns the strides of cos or sin [B or 1, S, R].
-RotaryStrides table_strides(const Tensor& table) {
+HeadStrides table_strides(const Tensor& table) {
   return {table.size(0) == 1 ? 0 : table.stride(0), 0, table.stride(1)};
 }
 
@@ -110,8 +111,8 @@ TwoTensors rotary_mps(const Tensor& q, const Tensor& k, const Tensor& cos, const
                       bool per_pair, bool transposed) {
   const char* op = "rotary";
   const int64_t rotary_size = check_rotary(q, k, cos, sin, per_pair).expect_int();
-  Tensor q_out = at::empty(q.sizes(), q.options());
-  Tensor k_out = at::empty(k.sizes(), k.options());
+  Tensor q_out = empty_rotated(q);
+  Tensor k_out = empty_rotated(k);
   if (q_out.numel() + k_out.numel() == 0) return {q_out, k_out};
   const Tensor held_q = unit_stride(q);
   const Tensor held_k = unit_stride(k);
@@ -120,6 +121,8 @@ TwoTensors rotary_mps(const Tensor& q, const Tensor& k, const Tensor& cos, const
   uint32_t flags = interleaved ? kRotaryInterleaved : 0;
   if (per_pair) flags |= kRotaryPerPair;
   if (transposed) flags |= kRotaryTransposed;
+  if (has_token_rows(q)) flags |= kRotaryTokenRowsQ;
+  if (has_token_rows(k)) flags |= kRotaryTokenRowsK;
   const RotaryParams params{.q = strides(held_q),
                             .k = strides(held_k),
                             .cos = table_strides(held_cos),
@@ -196,6 +199,42 @@ Tensor gated_activation_mps(const Tensor& gate, const Tensor& up, c10::string_vi
   return out;
 }
 
+void write_cache_mps(const Tensor& keys, const Tensor& values, const Tensor& k, const Tensor& v, const Tensor& start) {
+  const char* op = "write_cache";
+  check_write_cache(keys, values, k, v, start);
+  if (k.numel() + v.numel() == 0) return;
+  const Tensor held_k = unit_stride(k);
+  const Tensor held_v = unit_stride(v);
+  const CacheParams params{.k = strides(held_k),
+                           .v = strides(held_v),
+                           .heads = size(op, "heads of k", k.size(1)),
+                           .tokens = size(op, "tokens of k", k.size(2)),
+                           .length = size(op, "tokens of keys", keys.size(2)),
+                           .k_size = size(op, "D of keys", k.size(3)),
+                           .v_size = size(op, "DV of values", v.size(3)),
+                           .unused = 0};
+  const uint32_t positions = size(op, "B * S of k", k.size(0) * k.size(2));
+  const ElementType element = element_type(held_k);
+  Bindings bindings;
+  bindings[kSlotKeys] = keys;
+  bindings[kSlotValues] = values;
+  bindings[kSlotNewKeys] = held_k;
+  bindings[kSlotNewValues] = held_v;
+  bindings[kSlotStart] = start;
+  launch<Kernel::write_cache>(
+      {static_cast<int64_t>(element), positions, params.k.batch, params.k.head, params.k.token, params.v.batch,
+       params.v.head, params.v.token, params.heads, params.tokens, params.length, params.k_size, params.v_size},
+      element, std::move(bindings), [&](Kernel kernel, std::string function) {
+        const uint32_t columns = std::max(params.k_size, params.v_size);
+        return Dispatch{
+            .kernel = kernel,
+            .function = std::move(function),
+            .grid = {ceil_divide(columns, kCacheWidth), ceil_divide(2 * params.heads, kCacheHeight), positions},
+            .threads = {kCacheWidth, kCacheHeight, 1},
+            .params = params};
+      });
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(torch_marlin_metal, MPS, m) {
@@ -203,6 +242,7 @@ TORCH_LIBRARY_IMPL(torch_marlin_metal, MPS, m) {
   m.impl("add_rms_norm", add_rms_norm_mps);
   m.impl("rotary", rotary_mps);
   m.impl("gated_activation", gated_activation_mps);
+  m.impl("write_cache", write_cache_mps);
 }
 
 }  // namespace marlin::mps

@@ -1,5 +1,5 @@
 // The schemas of the operators between the products of a decoder layer, and their fake (Meta) kernels. Shapes and
-// dtypes: docs/operators.md.
+// dtypes: docs/use/operators.md.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
@@ -19,6 +19,7 @@ TORCH_LIBRARY_FRAGMENT(torch_marlin_metal, m) {
   m.def(
       "gated_activation(Tensor gate, Tensor up, *, str activation=\"silu\", float? limit=None, float? alpha=None) "
       "-> Tensor");
+  m.def("write_cache(Tensor(a!) keys, Tensor(b!) values, Tensor k, Tensor v, Tensor start) -> ()");
 }
 
 namespace marlin {
@@ -39,7 +40,7 @@ TwoTensors add_rms_norm_meta(const Tensor& x, const Tensor& residual, const Tens
 TwoTensors rotary_meta(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin, bool, bool per_pair,
                        bool) {
   check_rotary(q, k, cos, sin, per_pair);
-  return {at::empty_symint(q.sym_sizes(), q.options()), at::empty_symint(k.sym_sizes(), k.options())};
+  return {empty_rotated(q), empty_rotated(k)};
 }
 
 Tensor gated_activation_meta(const Tensor& gate, const Tensor& up, c10::string_view activation,
@@ -55,6 +56,7 @@ TORCH_LIBRARY_IMPL(torch_marlin_metal, Meta, m) {
   m.impl("add_rms_norm", add_rms_norm_meta);
   m.impl("rotary", rotary_meta);
   m.impl("gated_activation", gated_activation_meta);
+  m.impl("write_cache", check_write_cache);
 }
 
 }  // namespace marlin

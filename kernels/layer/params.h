@@ -1,5 +1,5 @@
-// The kernels of layer/: normalisation, rotary embedding and gated activation. Their slots, parameters and launch
-// sizes, shared by shaders and host. Plain C subset, see kernels/shared/types.h.
+// The kernels of layer/: normalisation, rotary embedding, gated activation and writing to a cache. Their slots,
+// parameters and launch sizes, shared by shaders and host. Plain C subset, see kernels/shared/types.h.
 //
 // Launch sizes. Grids are counted in threadgroups.
 //   rms_norm: threads (norm_threads(columns), 1, 1), grid (rows, 1, 1); threadgroup memory kNormBytes.
@@ -7,6 +7,9 @@
 //     tokens); columns are the pairs and the elements that are not rotated, heads those of q and then those of k.
 //   gated_activation: threads (kElementwiseWidth, kElementwiseHeight, 1), grid (ceil(columns / width),
 //     ceil(rows / height), 1).
+//   write_cache: threads (kCacheWidth, kCacheHeight, 1), grid (ceil(columns / width), ceil(2 * heads / height), batches
+//   *
+//     tokens); columns are the larger of k_size and v_size, heads those of k and then those of v.
 #pragma once
 
 #include "kernels/shared/slots.h"
@@ -23,11 +26,16 @@ enum LayerSlot {
   kSlotRotaryK = 1,
   kSlotCos = 2,  // rotary: [batches, tokens, table columns], unit stride in the last
   kSlotSin = 3,
-  kSlotRotatedQ = 4,  // rotary: contiguous
+  kSlotRotatedQ = 4,  // rotary: the shape of q; heads or tokens come first, see RotaryFlag
   kSlotRotatedK = 5,
   kSlotGate = 0,  // gated_activation: [rows, columns], strides in ActivationParams
   kSlotUp = 1,
   kSlotActivated = 2,  // gated_activation: contiguous
+  kSlotKeys = 0,       // write_cache: [batches, heads, length, k_size], contiguous
+  kSlotValues = 1,     // write_cache: [batches, heads, length, v_size], contiguous
+  kSlotNewKeys = 2,    // write_cache: [batches, heads, tokens, k_size], unit stride in k_size
+  kSlotNewValues = 3,  // write_cache: [batches, heads, tokens, v_size], unit stride in v_size
+  kSlotStart = 4,      // write_cache: int64 [1]
 };
 
 enum {
@@ -36,6 +44,8 @@ enum {
   kNormBytes = kNormMaxThreads / kSimdWidth * 4,  // a sum per simdgroup
   kRotaryWidth = 32,
   kRotaryHeight = 4,
+  kCacheWidth = 32,
+  kCacheHeight = 4,
 };
 
 constexpr uint32_t norm_threads(uint32_t columns) {
@@ -60,19 +70,22 @@ enum RotaryFlag {
   kRotaryInterleaved = 1,  // a pair is two neighbours; otherwise it is elements i and i + rotary_size / 2
   kRotaryPerPair = 2,      // cos and sin have a value for each pair; otherwise one for each element
   kRotaryTransposed = 4,   // multiplies with the transposed matrix, for derivatives
+  kRotaryTokenRowsQ = 8,   // in the rotated q the heads of a token are neighbours; otherwise the tokens of a head are
+  kRotaryTokenRowsK = 16,  // the same for k
 };
 
-struct RotaryStrides {
+// Strides of a tensor [batches, heads, tokens, columns].
+struct HeadStrides {
   int64_t batch;
   int64_t head;
   int64_t token;
 };
 
 struct RotaryParams {
-  RotaryStrides q;
-  RotaryStrides k;
-  RotaryStrides cos;  // head is 0
-  RotaryStrides sin;
+  HeadStrides q;
+  HeadStrides k;
+  HeadStrides cos;  // head is 0
+  HeadStrides sin;
   uint32_t q_heads;
   uint32_t k_heads;
   uint32_t tokens;
@@ -105,6 +118,18 @@ struct ActivationParams {
 };
 static_assert(sizeof(ActivationParams) == 56, "shared with the shaders");
 
+struct CacheParams {
+  HeadStrides k;
+  HeadStrides v;
+  uint32_t heads;
+  uint32_t tokens;
+  uint32_t length;  // tokens that the cache holds
+  uint32_t k_size;
+  uint32_t v_size;
+  uint32_t unused;
+};
+static_assert(sizeof(CacheParams) == 72, "shared with the shaders");
+
 }  // namespace marlin
 
 #define MARLIN_KERNELS_NORM(X)                                                                                 \
@@ -121,4 +146,10 @@ static_assert(sizeof(ActivationParams) == 56, "shared with the shaders");
   X("layer/activation", gated_activation, element, \
     MARLIN_SLOT(kSlotGate) | MARLIN_SLOT(kSlotUp) | MARLIN_SLOT(kSlotActivated) | MARLIN_SLOT(kSlotParams))
 
-#define MARLIN_KERNELS_LAYER(X) MARLIN_KERNELS_NORM(X) MARLIN_KERNELS_ROTARY(X) MARLIN_KERNELS_ACTIVATION(X)
+#define MARLIN_KERNELS_CACHE(X)                                                                                   \
+  X("layer/cache", write_cache, element,                                                                          \
+    MARLIN_SLOT(kSlotKeys) | MARLIN_SLOT(kSlotValues) | MARLIN_SLOT(kSlotNewKeys) | MARLIN_SLOT(kSlotNewValues) | \
+        MARLIN_SLOT(kSlotStart) | MARLIN_SLOT(kSlotParams))
+
+#define MARLIN_KERNELS_LAYER(X) \
+  MARLIN_KERNELS_NORM(X) MARLIN_KERNELS_ROTARY(X) MARLIN_KERNELS_ACTIVATION(X) MARLIN_KERNELS_CACHE(X)

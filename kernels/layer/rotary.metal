@@ -25,7 +25,10 @@ template <typename T>
   const long in_q = batch * params.q.batch + long(head) * params.q.head + token * params.q.token;
   const long in_k = batch * params.k.batch + long(head) * params.k.head + token * params.k.token;
   const device T* in = is_q ? q + in_q : k + in_k;
-  device T* out = (is_q ? q_out : k_out) + ((batch * heads + head) * params.tokens + token) * params.head_size;
+  const bool token_rows = (params.flags & (is_q ? kRotaryTokenRowsQ : kRotaryTokenRowsK)) != 0;
+  const long row =
+      token_rows ? (batch * params.tokens + token) * heads + head : (batch * heads + head) * params.tokens + token;
+  device T* out = (is_q ? q_out : k_out) + row * params.head_size;
   if (position.x >= pairs) {
     const uint element = position.x - pairs + params.rotary_size;
     out[element] = in[element];

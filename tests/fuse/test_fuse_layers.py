@@ -14,7 +14,7 @@ from transformers.models.gpt_oss import modeling_gpt_oss
 import torch_marlin_metal as tmm
 import torch_marlin_metal.integrations.peft
 from tests.journeys.architectures import class_of, shrunken
-from tests.journeys.token_operations import model_of, of_one_layer
+from tests.journeys.token_operations import model_of, of_one_layer, pair_of
 from torch_marlin_metal.fuse import gated, norms, rotary, sinks
 
 # The most operations of one more layer in one token.
@@ -28,6 +28,7 @@ BARS = {
     "qwen3_moe": 20,
     "gpt_oss": 20,
 }
+KINDS = {"rms_norm", "rotary", "gated_activation", "add_rms_norm", "mask", "write_cache"}
 IDS = torch.arange(5, 13)[None]
 
 
@@ -41,38 +42,27 @@ def results(model: nn.Module) -> torch.Tensor:
         return model(input_ids=IDS, use_cache=False).logits
 
 
-def documented() -> dict[str, tuple[int, int]]:
-    """Reads the table in docs/fused-layers.md: each family's number of operations before and after fusing."""
-    page = (Path(__file__).parents[2] / "docs/fused-layers.md").read_text()
-    rows = re.findall(r"^\| (\w+) \| (\d+) \| (\d+) \|$", page, flags=re.MULTILINE)
-    return {family: (int(before), int(after)) for family, before, after in rows}
+# A token after others, a prompt after others, a token with a static cache, and a prompt of a batch with one.
+CALLS = [{}, {"tokens": 4}, {"is_static": True}, {"is_static": True, "batch": 2, "tokens": 4}]
+
+
+def documented() -> dict[str, list[int]]:
+    """Reads the table in docs/use/fused-layers.md: operations of each family before fusing, and of `CALLS` after it."""
+    page = (Path(__file__).parents[2] / "docs/use/fused-layers.md").read_text()
+    rows = re.findall(r"^\| (\w+) ((?:\| \d+ ){5})\|$", page, flags=re.MULTILINE)
+    return {family: [int(number) for number in re.findall(r"\d+", numbers)] for family, numbers in rows}
 
 
 @pytest.mark.parametrize("family", BARS)
 def test_a_layer_has_the_documented_operations_and_stays_below_its_bar(family):
-    before, _ = of_one_layer(family, fuse=False)
-    counts, report = of_one_layer(family, fuse=True)
-    assert documented()[family] == (before.total(), counts.total())
-    assert counts.total() <= BARS[family], counts
+    models, report = pair_of(family, fuse=True)
     assert report.left == []
     assert report.difference < 1e-5
-
-
-# Options of a call, and the operations that it needs beyond those of one token with a growing cache. The CPU's
-# attention converts the mask of a prompt. A static cache computes the positions that it writes.
-MORE = [
-    ({"batch": 3}, 0),
-    ({"tokens": 4}, 4),
-    ({"is_static": True}, 6),
-    ({"is_static": True, "batch": 2, "tokens": 4}, 7),
-]
-
-
-@pytest.mark.parametrize(("options", "more"), MORE, ids=str)
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_operations_of_batches_prompts_and_static_caches(family, options, more):
-    counts, _ = of_one_layer(family, fuse=True, **options)
-    assert 0 < counts.total() <= BARS[family] + more, counts
+    before, _ = pair_of(family, fuse=False)
+    counts = [of_one_layer(models, **options).total() for options in CALLS]
+    assert documented()[family] == [of_one_layer(before).total(), *counts]
+    assert of_one_layer(models, batch=3).total() == counts[0]
+    assert 0 < max(counts) <= BARS[family]
 
 
 def of_floats(dtype: torch.dtype) -> nn.Module:
@@ -87,7 +77,7 @@ def test_the_error_is_no_larger_than_that_of_the_original_order(dtype):
     exact = results(copy.deepcopy(model).double())
     before = (results(model).double() - exact).norm()
     report = tmm.fuse_layers(model)
-    assert len(report.fused) == 9 + 2 + 2 + 2
+    assert len(report.fused) == 9 + 2 + 2 + 2 + 2 + 2
     assert 0 < (results(model).double() - exact).norm() <= 1.1 * before
 
 
@@ -118,7 +108,7 @@ def test_generates_the_same_tokens_and_can_be_undone(model):
     options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
     expected = model.generate(IDS, **options)
     report = tmm.fuse_layers(model)
-    assert {kind for _, kind in report.fused} == {"rms_norm", "rotary", "gated_activation", "add_rms_norm"}
+    assert {kind for _, kind in report.fused} == KINDS
     assert "add_rms_norm" in str(report)
     assert list(model.state_dict()) == names
     assert torch.equal(model.generate(IDS, **options), expected)
@@ -201,7 +191,7 @@ def test_adapters_before_and_after(model, is_fused_first):
     if not is_fused_first:
         report = tmm.fuse_layers(model)
     got = results(adapted)
-    assert len(report.fused) == 5 + 2 + 2 + 2
+    assert len(report.fused) == 5 + 2 + 2 + 2 + 2 + 2
     report.undo()
     torch.testing.assert_close(got, results(adapted), rtol=1e-4, atol=1e-5)
     assert not torch.allclose(got, results(model_of("llama", 2)), rtol=1e-2, atol=1e-2)
@@ -242,7 +232,7 @@ def test_on_mps(mps):
         before = model(input_ids=tokens).logits
         report = tmm.fuse_layers(model)
         torch.testing.assert_close(model(input_ids=tokens).logits, before, rtol=1e-4, atol=1e-5)
-    assert {kind for _, kind in report.fused} == {"rms_norm", "rotary", "gated_activation", "add_rms_norm"}
+    assert {kind for _, kind in report.fused} == KINDS
     assert report.left == []
 
 

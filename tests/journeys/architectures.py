@@ -36,7 +36,7 @@ from torch_marlin_metal.integrations.transformers import MarlinConfig
 from torch_marlin_metal.models.report import module_bytes
 
 SIZES = {
-    "hidden_size": 64, "d_model": 64, "n_embd": 64, "dim": 64, "embed_dim": 64, "word_embed_proj_dim": 64,
+    "hidden_size": 64, "hidden_size_global": 64, "d_model": 64, "n_embd": 64, "dim": 64, "embed_dim": 64, "word_embed_proj_dim": 64,
     "intermediate_size": 128, "d_ff": 128, "ffn_dim": 128, "encoder_ffn_dim": 128, "decoder_ffn_dim": 128,
     "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "d_kv": 32, "head_dim": 32, "projection_dim": 64, "projection_size": 64,
     "num_attention_heads": 2, "num_key_value_heads": 2, "num_heads": 2, "n_head": 2, "n_heads": 2,

@@ -63,23 +63,31 @@ def of_one_call(model: Any, batch: int = 1, tokens: int = 1, is_static: bool = F
     return seen.counts
 
 
-def of_one_layer(family: str, fuse: bool, **options: Any) -> tuple[Counter[str], FusedLayersReport]:
-    """Counts the operations of one more layer, and returns what was fused in the larger model.
+def pair_of(family: str, fuse: bool) -> tuple[list[Any], FusedLayersReport]:
+    """Returns models with one and with two layers, and what was fused in the second.
 
     Args:
-        family: the model's type.
+        family: the models' type.
         fuse: whether to call `fuse_projections` and `fuse_layers`.
-        **options: of `of_one_call`.
     """
-    counts, report = [], FusedLayersReport()
-    for layers in (1, 2):
-        model = model_of(family, layers)
-        if fuse:
-            tmm.fuse_projections(model)
-            report = tmm.fuse_layers(model)
-        counts.append(of_one_call(model, **options))
-    counts[1].subtract(counts[0])
-    return +counts[1], report
+    models, report = [model_of(family, layers) for layers in (1, 2)], FusedLayersReport()
+    for model in models if fuse else ():
+        tmm.fuse_projections(model)
+        report = tmm.fuse_layers(model)
+    return models, report
+
+
+def of_one_layer(models: list[Any], **options: Any) -> Counter[str]:
+    """Counts the operations of one more layer in a pair of models. The options are those of `of_one_call`."""
+    one, two = (of_one_call(model, **options) for model in models)
+    two.subtract(one)
+    return +two
+
+
+def of_a_token(family: str, fuse: bool) -> tuple[Counter[str], FusedLayersReport]:
+    """Counts the operations of one more layer in one decoded token, and returns what was fused."""
+    models, report = pair_of(family, fuse)
+    return of_one_layer(models), report
 
 
 def of_whole_model(family: str, fuse: bool) -> tuple[Counter[str], FusedLayersReport]:
@@ -116,7 +124,7 @@ class Row:
 def row_of(family: str) -> Row:
     """Measures one more layer of a family, or its whole model if that is not possible."""
     row = Row(family)
-    for measure, note in ((of_one_layer, ""), (of_whole_model, " *")):
+    for measure, note in ((of_a_token, ""), (of_whole_model, " *")):
         row.note = note
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
@@ -149,7 +157,8 @@ and a cache that grows.
 
 - \\*: the family cannot be measured in this way. Its numbers are the operations of the whole model for seven tokens,
   without a cache.
-- "fused": the operators that replaced several operations, counted in the model that has the additional layer.
+- "fused": what replaced several operations, counted in the model that has the additional layer. `mask` and
+  `write_cache` save operations in prompts and in static caches, not in the tokens of this table.
 - "difference": the largest change that fusing makes to the results for random tokens, divided by the largest result.
 - "not run": the family cannot be built from a shrunken config, or needs more than tokens as input. Both also hold
   without this package.

@@ -1,4 +1,4 @@
-"""Norm, rotary embedding and gated activation agree with fp64, for any strides, and work with PyTorch's machinery."""
+"""The operators of a decoder layer agree with fp64, for any strides, and work with PyTorch's machinery."""
 
 import re
 
@@ -67,9 +67,20 @@ def test_rotary(interleaved, dtype, device):
         cos, sin = (random(B, S, R, dtype=tables_dtype, seed=seed) for seed in (2, 3))
         got = tmm.rotary(*(t.to(device) for t in (q, k, cos, sin)), interleaved=interleaved)
         for out, x in zip(got, (q, k), strict=True):
-            assert (out.dtype, out.shape, out.is_contiguous()) == (dtype, x.shape, True)
+            assert (out.dtype, out.shape) == (dtype, x.shape)
+            assert out.transpose(1, 2).is_contiguous()  # like x
             wide = [t.double() for t in (x, cos, sin)]
             check(out, exact_rotary(*wide, interleaved), rotary_magnitude(*wide, interleaved))
+
+
+def test_rotary_keeps_the_order_of_heads_and_tokens(device):
+    q, k = random(2, 3, 4, 8).to(device), random(2, 4, 5, 8, seed=1).to(device).transpose(1, 2)
+    tables = random(2, 4, 8, seed=2).to(device), random(2, 4, 8, seed=3).to(device)
+    got = tmm.rotary(q, k, *tables)
+    assert got[0].is_contiguous() and got[1].transpose(1, 2).is_contiguous() and not got[1].is_contiguous()
+    expected = tmm.rotary(q.transpose(1, 2).contiguous().transpose(1, 2), k.contiguous(), *tables)
+    assert not expected[0].is_contiguous() and expected[1].is_contiguous()
+    assert all(map(torch.equal, got, expected))
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -83,6 +94,37 @@ def test_rotary_tables_of_one_batch_and_of_pairs(interleaved, device):
     whole = [t.repeat_interleave(2, -1) if interleaved else torch.cat((t, t), -1) for t in pairs]
     expected = tmm.rotary(q, k, *whole, interleaved=interleaved)
     assert all(map(torch.equal, tmm.rotary(q, k, *pairs, interleaved=interleaved, per_pair=True), expected))
+
+
+@pytest.mark.parametrize("dtype", reference.DTYPES, ids=str)
+def test_write_cache(dtype, device):
+    keys, values = random(2, 3, 9, 40, dtype=dtype), random(2, 3, 9, 8, dtype=dtype, seed=1)
+    k = random(2, 4, 3, 80, dtype=dtype, seed=2).transpose(1, 2)[..., ::2]  # neither unit stride nor rows in order
+    v = random(2, 3, 4, 8, dtype=dtype, seed=3)
+    for start in (torch.tensor(0), torch.tensor([5])):
+        expected = keys.clone(), values.clone()
+        for cache, new in zip(expected, (k, v), strict=True):
+            cache.index_copy_(2, start + torch.arange(4), new)
+        written = keys.to(device, copy=True), values.to(device, copy=True)
+        versions = [cache._version for cache in written]
+        tmm.write_cache(*written, *(t.to(device) for t in (k, v, start)))
+        assert all(torch.equal(got.cpu(), cache) for got, cache in zip(written, expected, strict=True))
+        assert [cache._version for cache in written] == [version + 1 for version in versions]
+    none = k[:, :, :0].to(device), v[:, :, :0].to(device)
+    tmm.write_cache(*written, *none, start.to(device))
+    assert torch.equal(written[0].cpu(), expected[0])
+
+
+def test_tokens_that_do_not_fit_into_a_cache(mps):
+    keys, new = random(1, 2, 6, 8), random(1, 2, 3, 8, seed=1)
+    for start in (-1, 4):
+        with pytest.raises(ValueError, match=f"write_cache: start: expected 0 to L - S = 3, got {start}"):
+            tmm.write_cache(keys.clone(), keys.clone(), new, new, torch.tensor(start))
+        written = keys.to(mps), keys.to(mps, copy=True)
+        tmm.write_cache(*written, new.to(mps), new.to(mps), torch.tensor(start).to(mps))
+        for got in written:
+            assert got[:, :, :3].isnan().all()
+            assert torch.equal(got[:, :, 3:].cpu(), keys[:, :, 3:])
 
 
 @pytest.mark.parametrize("dtype", reference.DTYPES, ids=str)
@@ -131,11 +173,13 @@ def test_each_operator_is_one_dispatch(mps):
 
     x, weight, q = random(2, 3, 40).to(mps), random(40).to(mps), random(2, 2, 3, 16).to(mps)
     tables = [random(2, 3, 16).to(mps) for _ in range(2)]
+    caches, start = [random(2, 2, 8, 16).to(mps) for _ in range(2)], torch.tensor(4).to(mps)
     calls = (
         ("rms_norm", lambda: tmm.rms_norm(x, weight, eps=1e-5)),
         ("rms_norm", lambda: tmm.add_rms_norm(x, x, weight, eps=1e-5)),
         ("rotary", lambda: tmm.rotary(q, q.transpose(1, 2).contiguous().transpose(1, 2), *tables)),
         ("gated_activation", lambda: tmm.gated_activation(x[..., ::2], x[..., 1::2])),
+        ("write_cache", lambda: tmm.write_cache(*caches, q, q, start)),
     )
     for kernel, call in calls:
         torch.mps.synchronize()
@@ -193,12 +237,14 @@ def test_derivatives_agree_with_differences():
 def test_opcheck(device):
     x, weight = random(3, 20).to(device).requires_grad_(), random(20).to(device).requires_grad_()
     q, k = random(1, 2, 3, 8).to(device).requires_grad_(), random(1, 1, 3, 8).to(device).requires_grad_()
-    cos = random(1, 3, 6).to(device)
+    cos, caches = random(1, 3, 6).to(device), [random(1, 1, 5, 8, seed=seed).to(device) for seed in (5, 6)]
     for op, arguments, options in (
         (OPS.rms_norm, (x, weight), {"eps": 1e-5}),
         (OPS.add_rms_norm, (x, random(3, 20).to(device), weight), {"eps": 1e-5, "weight_offset": 1.0}),
         (OPS.rotary, (q, k, cos, cos), {"interleaved": True}),
         (OPS.gated_activation, (x, x.detach()[:, :]), {"activation": "gelu"}),
+        (OPS.rotary, (q, k.transpose(1, 2).contiguous().transpose(1, 2), cos, cos), {}),
+        (OPS.write_cache, (*caches, k.detach(), k.detach(), torch.tensor(2).to(device)), {}),
     ):
         utils = UTILS if device == "mps" else (*UTILS, "test_autograd_registration")
         torch.library.opcheck(op.default, arguments, options, test_utils=utils)
@@ -220,6 +266,7 @@ def test_compiles_to_one_graph():
         sum(t.sum() for t in compiled(*inputs)).backward()
 
 
+START = torch.tensor(0)
 X, ROW, Q, TABLE = torch.ones(2, 8), torch.ones(8), torch.ones(1, 2, 3, 8), torch.ones(1, 3, 8)
 
 
@@ -238,6 +285,14 @@ X, ROW, Q, TABLE = torch.ones(2, 8), torch.ones(8), torch.ones(1, 2, 3, 8), torc
     (lambda: tmm.gated_activation(X, X, activation="relu"), "gated_activation: activation: expected one of silu, gelu, gelu_tanh, clamped_silu, got 'relu'"),
     (lambda: tmm.gated_activation(X, X, limit=1.0), "gated_activation: limit: expected None for silu, got 1"),
     (lambda: tmm.gated_activation(X, X, activation="clamped_silu", limit=1.0), "gated_activation: alpha: expected a number for clamped_silu, got None"),
+    (lambda: tmm.write_cache(Q[0], Q, Q, Q, START), "write_cache: keys: expected float16, bfloat16 or float32 [B, H, L, D], got float32 [2, 3, 8]"),
+    (lambda: tmm.write_cache(Q.transpose(1, 2), Q, Q, Q, START), "write_cache: keys: expected a contiguous tensor"),
+    (lambda: tmm.write_cache(Q.clone(), Q.half(), Q, Q, START), "write_cache: values: expected float32 [B, H, L, any] with the B, H and L of keys"),
+    (lambda: tmm.write_cache(Q, Q, Q.repeat(1, 1, 2, 1), Q, START), "write_cache: k: expected float32 [B, H, S, D]"),
+    (lambda: tmm.write_cache(Q, Q, Q[..., :4], Q, START), "write_cache: k: expected float32 [B, H, S, D]"),
+    (lambda: tmm.write_cache(Q, Q, Q, Q[:, :, :2], START), "write_cache: v: expected float32 [B, H, S, DV]"),
+    (lambda: tmm.write_cache(Q, Q, Q, Q, START.int()), "write_cache: start: expected int64 [] or [1], got int32 []"),
+    (lambda: tmm.write_cache(Q, Q, Q.clone().requires_grad_(), Q, START), "write_cache: k: expected a tensor that does not require grad"),
 ])  # fmt: skip
 def test_wrong_arguments_are_named(call, message):
     with pytest.raises(ValueError, match=re.escape(f"torch_marlin_metal::{message}")):

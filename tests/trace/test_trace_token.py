@@ -158,7 +158,14 @@ def test_the_command_prints_json_and_draws(tmp_path):
     assert list(value["after"]["seconds"]) == list(tmm.profiling.AppleSiliconGPU.names())
     assert value["after"]["operations"] == sum(value["after"]["kinds"].values()) < value["before"]["operations"]
     assert value["after"]["operations_of_a_layer"] == 12
-    assert value["fused"] == ["3 x rms_norm", "1 x rotary", "1 x gated_activation", "1 x add_rms_norm"]
+    assert value["fused"] == [
+        "3 x rms_norm",
+        "1 x rotary",
+        "1 x mask",
+        "1 x write_cache",
+        "1 x gated_activation",
+        "1 x add_rms_norm",
+    ]
     drawn = picture.read_text()
     assert all(name in drawn for name in ("M1 Ultra", "weights, before fusing", "milliseconds a token"))
 

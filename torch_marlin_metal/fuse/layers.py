@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_marlin_metal.fuse import experts, gated, norms, residual, rotary, sinks
+from torch_marlin_metal.fuse import caches, experts, gated, masks, norms, residual, rotary, sinks
 from torch_marlin_metal.fuse.proof import TOLERANCE, difference, has_forward_of_its_own
 from torch_marlin_metal.layers.experts import MarlinExperts
 
@@ -58,11 +58,12 @@ class FusedLayersReport:
 def fuse_layers(model: nn.Module) -> FusedLayersReport:
     """Replaces the operations between the products of decoder layers by fused operators, in place.
 
-    The function finds RMS norms, rotary embeddings, gated activations (also of packed experts), attention with sinks
-    and residual additions by their structure. It compares each replacement with the original module on random input,
-    and does not replace a module if the results differ. At the end it compares the whole model on random tokens, with
-    and without a cache. Parameters and names do not change, so saved models do not change either. A fused module looks
-    up its children at every call, so adapters can be added before or after.
+    The function finds RMS norms, rotary embeddings, gated activations (also of packed experts), attention with sinks,
+    masks, static caches and residual additions by their structure. It compares each replacement with the original
+    module on random input, and does not replace a module if the results differ. At the end it compares the whole model
+    on random tokens, without a cache, with one that grows and with a static one. Parameters and names do not change, so
+    saved models do not change either. A fused module looks up its children at every call, so adapters can be added
+    before or after.
 
     The model must be one of transformers that takes `input_ids`; its layers may be quantized or not. Call
     `fuse_projections` first, so that fewer operations are left. The comparison runs the model a few times, in its dtype
@@ -118,7 +119,7 @@ def _replace(report: FusedLayersReport, module: nn.Module, name: str, *kinds: st
 
 
 def _results(model: nn.Module) -> tuple[list[Tensor], str]:
-    """Runs the model on random tokens: on all at once and, if the model has a cache, on the last one after the others.
+    """Runs the model on random tokens: on all at once and, if the model has caches, on the last ones after the others.
 
     Returns the results. If there are none, the second value is the reason.
     """
@@ -132,11 +133,16 @@ def _results(model: nn.Module) -> tuple[list[Tensor], str]:
         first = model(input_ids=ids, use_cache=False)[0]
     except Exception as error:  # models with other arguments
         return [], f"the model does not run on tokens alone: {type(error).__name__}: {error}"
-    try:
-        cached = model(input_ids=ids[:, :-1], use_cache=True)
-        return [first, model(input_ids=ids[:, -1:], past_key_values=cached.past_key_values, use_cache=True)[0]], ""
-    except Exception:  # models whose state is no cache of keys and values
-        return [first], ""
+    results = [first]
+    # After a prompt in a growing cache, one token has no mask and two tokens have one.
+    for is_static, last in ((False, 1), (False, 2), (True, 1), (True, 2)):
+        try:
+            cache = {"past_key_values": caches.static_cache(model, TOKENS + 1)} if is_static else {}
+            past = model(input_ids=ids[:, :-last], use_cache=True, **cache).past_key_values
+            results.append(model(input_ids=ids[:, -last:], past_key_values=past, use_cache=True)[0])
+        except Exception:  # models whose state is no cache of keys and values
+            continue
+    return results, ""
 
 
 def _fuse_norms(model: nn.Module, report: FusedLayersReport) -> dict[nn.Module, tuple[float, float]]:
@@ -157,7 +163,7 @@ def _fuse_norms(model: nn.Module, report: FusedLayersReport) -> dict[nn.Module, 
 
 
 def _fuse_attention(model: nn.Module, report: FusedLayersReport) -> None:
-    """Gives attention modules a forward with fused functions for the rotary embedding and attention with sinks."""
+    """Gives attention modules a forward with fused functions: rotary embedding, attention with sinks, mask, cache."""
     variants: dict[FunctionType, Any] = {}  # by function
     for name, module in model.named_modules():
         rotation, attention = rotary.rotation_of(module), sinks.attention_of(module)
@@ -166,7 +172,7 @@ def _fuse_attention(model: nn.Module, report: FusedLayersReport) -> None:
         if has_forward_of_its_own(module):
             report.left.append((name, "a rotary embedding: the forward around it is replaced or has hooks"))
             continue
-        calls: dict[str, tuple[str, Callable[..., Any]]] = {}  # kind: name and value of the function
+        calls: dict[str, tuple[str, Any]] = {}  # kind: name and value of the function
         if rotation is not None:
             function = rotation[1]
             if function not in variants:
@@ -180,9 +186,18 @@ def _fuse_attention(model: nn.Module, report: FusedLayersReport) -> None:
                 calls["attention"] = attention[0], sinks.fused_attention(attention[1])
             else:
                 report.left.append((name, f"attention with sinks: {attention[1].__name__} computes something else"))
+        original: Any = type(module).forward
+        functions = masks.functions_of(original)
+        if functions is not None and masks.is_proved(functions[1]):
+            calls["mask"] = functions[0], masks.AttentionFunctions(functions[1])
+        kinds, forward = list(calls), original
         if calls:
-            forward: Any = type(module).forward
-            _replace(report, module, name, *calls, forward=rotary.forward_with(forward, dict(calls.values())))
+            forward = rotary.forward_with(original, dict(calls.values()))
+        if caches.updates_a_cache(original) and caches.is_proved():
+            kinds.append("write_cache")
+            forward = caches.with_writer(forward)
+        if kinds:
+            _replace(report, module, name, *kinds, forward=forward)
 
 
 def _fuse_blocks(model: nn.Module, report: FusedLayersReport) -> None:

@@ -79,8 +79,8 @@ def fused_rotation(original: FunctionType, variant: tuple[bool, bool, bool]) -> 
     return apply
 
 
-def forward_with(forward: FunctionType, functions: dict[str, Callable[..., Any]]) -> FunctionType:
-    """Returns a copy of a forward in which these global names mean other functions."""
+def forward_with(forward: FunctionType, functions: dict[str, Any]) -> FunctionType:
+    """Returns a copy of a forward in which these global names mean other functions or objects."""
     # Without __name__, torch.compile takes the globals from this function and not from the file's module.
     names = {key: value for key, value in forward.__globals__.items() if key != "__name__"} | functions
     made = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)

@@ -1,9 +1,9 @@
-"""Computes attention of one query with sinks in half the operations.
+"""Computes attention of a few queries with sinks in half the operations.
 
 gpt-oss appends a learned logit, the sink, to each head's scores, and drops its probability after the softmax. PyTorch
-has no fused attention with sinks, so transformers computes it by a sequence of operators. For one query, half of these
-are not needed: the copies of keys and values for each group of heads, and the subtraction of the largest score, which
-the softmax repeats. Scaling and mask become part of the product.
+has no fused attention with sinks, so transformers computes it by a sequence of operators. For a few queries, half of
+these are not needed: the copies of keys and values for each group of heads, and the subtraction of the largest score,
+which the softmax repeats. Scaling and mask become part of the product.
 """
 
 import inspect
@@ -14,9 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torch_marlin_metal.fuse.masks import kept_with
 from torch_marlin_metal.fuse.proof import agrees, random_like, runs
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
+# Of one call. The mask is repeated for the heads of a group, which takes memory; and in a long prompt, dispatches are
+# a small part of the time.
+MOST_QUERIES = 16
 PARAMETERS = ["module", "query", "key", "value", "attention_mask", "scaling"]
 
 
@@ -32,23 +36,33 @@ def attention_of(module: nn.Module) -> tuple[str, FunctionType] | None:
     return None
 
 
+def _wide(mask: Tensor, B: int, groups: int, repeats: int) -> Tensor:
+    """Returns a mask `[B or 1, 1, S, L]` as `[B * groups or 1, repeats * S, L]`."""
+    shared, (S, L) = len(mask) == 1, mask.shape[2:]
+    parts = mask.view(len(mask), 1, 1, S, L).expand(-1, 1 if shared else groups, repeats, -1, -1)
+    return parts.reshape(1 if shared else B * groups, repeats * S, L)
+
+
 def _attend(
     sinks: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float
 ) -> tuple[Tensor, Tensor]:
-    (B, heads, _, D), (groups, L) = query.shape, key.shape[1:3]
-    q, k, v = query.reshape(B * groups, heads // groups, D), key.flatten(0, 1), value.flatten(0, 1)
+    (B, heads, S, D), (groups, L) = query.shape, key.shape[1:3]
+    repeats = heads // groups
+    q, k, v = query.reshape(B * groups, repeats * S, D), key.flatten(0, 1), value.flatten(0, 1)
     if mask is None:
         scores = torch.bmm(q, k.mT) * scaling
     else:
-        wide = mask.view(1, 1, L) if len(mask) == 1 else mask.expand(B, groups, 1, L).reshape(B * groups, 1, L)
+        wide = kept_with(mask, ("sinks", groups, repeats, B), lambda: _wide(mask, B, groups, repeats))
         scores = torch.baddbmm(wide, q, k.mT, alpha=scaling)
-    logits = sinks.view(1, groups, heads // groups, 1).expand(B, -1, -1, -1).reshape(B * groups, heads // groups, 1)
-    weights = torch.softmax(torch.cat((scores, logits), -1), -1)[..., :-1]
-    return torch.bmm(weights, v).view(B, 1, heads, -1), weights.reshape(B, heads, 1, L)
+    # Five dimensions, so that the sinks are expanded without a copy.
+    logits = sinks.view(1, groups, repeats, 1, 1).expand(B, -1, -1, S, -1)
+    weights = torch.softmax(torch.cat((scores.view(B, groups, repeats, S, L), logits), -1), -1)[..., :-1]
+    out = torch.bmm(weights.reshape(B * groups, repeats * S, L), v).view(B, heads, S, -1)
+    return out.transpose(1, 2).contiguous(), weights.reshape(B, heads, S, L)
 
 
 def fused_attention(original: FunctionType) -> Attention:
-    """Returns an attention function with fewer operations for one query. For other calls it calls the original."""
+    """Returns an attention function with fewer operations for few queries. For other calls it calls the original."""
 
     def attention(
         module: nn.Module,
@@ -61,9 +75,17 @@ def fused_attention(original: FunctionType) -> Attention:
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         sinks: Any = module.sinks
-        fits = query.dim() == 4 and query.shape[2] == 1 and query.dtype == key.dtype == value.dtype == sinks.dtype
+        fits = (
+            query.dim() == 4
+            and query.shape[2] <= MOST_QUERIES
+            and query.dtype == key.dtype == value.dtype == sinks.dtype
+        )
         if attention_mask is not None:
-            fits = fits and attention_mask.shape[1:] == (1, 1, key.shape[2]) and attention_mask.dtype == query.dtype
+            fits = (
+                fits
+                and attention_mask.shape[1:] == (1, query.shape[2], key.shape[2])
+                and attention_mask.dtype == query.dtype
+            )
         if fits and runs(query) and not dropout:
             return _attend(sinks, query, key, value, attention_mask, scaling)
         result: tuple[Tensor, Tensor | None] = original(
@@ -80,15 +102,17 @@ def is_proved(module: Any, original: FunctionType) -> bool:
     shape = (2, len(sinks) // groups, 5, 8)
     ours = fused_attention(original)
     options = {"dtype": sinks.dtype, "device": sinks.device}
-    query, key, value, mask = (
-        random_like(torch.empty(size, **options), seed)
-        for seed, size in enumerate([(2, len(sinks), 1, 8), shape, shape, (2, 1, 1, 5)])
+    sizes = [(2, len(sinks), 1, 8), shape, shape, (2, 1, 1, 5), (2, len(sinks), 3, 8), (2, 1, 3, 5)]
+    query, key, value, mask, queries, masks = (
+        random_like(torch.empty(size, **options), seed) for seed, size in enumerate(sizes)
     )
     try:
         for tensors in (
             (query, key, value, None),
             (query, key, value, mask),
             (query[:1], key[:1], value[:1], mask[:1]),
+            (queries, key, value, masks),
+            (queries, key, value, masks[:1]),
         ):
             for got, expected in zip(ours(module, *tensors, 0.3), original(module, *tensors, 0.3), strict=True):
                 if not agrees(got, expected):

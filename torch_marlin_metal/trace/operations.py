@@ -19,7 +19,7 @@ NO_DISPATCH = {
 KINDS = ("4-bit products", "dense products", "attention", "fused operators", "copies", "other operations")
 OUTSIDE = -1  # stands for the part of the model outside of its decoder layers
 
-_PRODUCTS = {"gemm", "moe_gemm", "gemm_transposed"}
+_PRODUCTS = {"gemm", "gemm_fp32", "moe_gemm", "gemm_transposed"}
 _DENSE = {"mm", "addmm", "bmm", "baddbmm", "matmul", "linear", "convolution", "_grouped_mm", "grouped_mm"}
 _COPIES = {
     *("cat", "clone", "_to_copy", "copy_", "copy", "index_copy_", "index_copy", "index_put_", "stack"),

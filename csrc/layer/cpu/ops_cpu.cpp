@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <tuple>
 #include <vector>
 
@@ -14,6 +15,7 @@
 #include "csrc/cpu/parallel.h"
 #include "csrc/layer/argument_rules.h"
 #include "csrc/layer/cpu/activation_table.h"
+#include "csrc/ops/tensor_checks.h"
 
 namespace marlin::cpu {
 namespace {
@@ -153,7 +155,8 @@ struct Rotation {
         kernels().to_float(place(held.const_data_ptr(), type, from), type, head_size, x.data());
         const int64_t table = batch * table_batch + token * rotary_size;
         rotate(x.data(), cos + table, sin + table, y.data());
-        kernels().from_float(y.data(), type, head_size, place(to, type, row * head_size));
+        const int64_t rotated = batch * out.stride(0) + head * out.stride(1) + token * out.stride(2);
+        kernels().from_float(y.data(), type, head_size, place(to, type, rotated));
       }
     });
   }
@@ -170,8 +173,8 @@ Tensor whole_table(const Tensor& table, bool per_pair, bool interleaved) {
 TwoTensors rotary_cpu(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin, bool interleaved,
                       bool per_pair, bool transposed) {
   const int64_t rotary_size = check_rotary(q, k, cos, sin, per_pair).expect_int();
-  Tensor q_out = at::empty(q.sizes(), q.options());
-  Tensor k_out = at::empty(k.sizes(), k.options());
+  Tensor q_out = empty_rotated(q);
+  Tensor k_out = empty_rotated(k);
   if (q_out.numel() + k_out.numel() == 0) return {q_out, k_out};
   const Tensor whole_cos = whole_table(cos, per_pair, interleaved);
   const Tensor whole_sin = whole_table(sin, per_pair, interleaved);
@@ -225,6 +228,37 @@ Tensor gated_activation_cpu(const Tensor& gate, const Tensor& up, c10::string_vi
   return out;
 }
 
+// Copies tensor [B, H, S, D] to the tokens from `start` on of cache [B, H, L, D].
+void copy_tokens(const Tensor& cache, const Tensor& tensor, int64_t start) {
+  const Tensor held = unit_stride(tensor);
+  const ElementType type = element_type(held);
+  const int64_t tokens = held.size(2);
+  const int64_t heads = held.size(1);
+  const int64_t size = held.size(3);
+  const int64_t length = cache.size(2);
+  void* to = cache.mutable_data_ptr();
+  at_parallel().run(held.size(0) * heads * tokens, ceil_divide(kGrain, size), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const int64_t token = row % tokens;
+      const int64_t head = row / tokens;  // of all batches
+      const int64_t from = head / heads * held.stride(0) + head % heads * held.stride(1) + token * held.stride(2);
+      std::memcpy(place(to, type, (head * length + start + token) * size), place(held.const_data_ptr(), type, from),
+                  static_cast<size_t>(size * element_bytes(type)));
+    }
+  });
+}
+
+void write_cache_cpu(const Tensor& keys, const Tensor& values, const Tensor& k, const Tensor& v, const Tensor& start) {
+  check_write_cache(keys, values, k, v, start);
+  const int64_t first = *start.const_data_ptr<int64_t>();
+  const int64_t last = keys.size(2) - k.size(2);
+  if (first < 0 || first > last) {
+    fail("write_cache", "start", text("0 to L - S = ", last), text(first));
+  }
+  if (k.numel() != 0) copy_tokens(keys, k, first);
+  if (v.numel() != 0) copy_tokens(values, v, first);
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(torch_marlin_metal, CPU, m) {
@@ -232,6 +266,7 @@ TORCH_LIBRARY_IMPL(torch_marlin_metal, CPU, m) {
   m.impl("add_rms_norm", add_rms_norm_cpu);
   m.impl("rotary", rotary_cpu);
   m.impl("gated_activation", gated_activation_cpu);
+  m.impl("write_cache", write_cache_cpu);
 }
 
 }  // namespace marlin::cpu

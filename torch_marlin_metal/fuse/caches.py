@@ -1,0 +1,125 @@
+"""Writes keys and values into static caches of transformers in one operator.
+
+A layer of a static cache computes the positions of the new tokens and copies keys and values separately: four
+operations. The attention gets its cache as an argument, so a fused attention passes on a stand-in, whose `update`
+writes with `write_cache`. The cache itself does not change.
+"""
+
+import inspect
+import sys
+from collections.abc import Callable
+from functools import cache
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_marlin_metal.fuse.proof import random_like, runs
+from torch_marlin_metal.layer_ops import write_cache
+
+ARGUMENT = "past_key_values"
+TOKENS = 6  # of the caches on which the stand-in is compared with the original
+
+
+class CacheWriter:
+    """Stands for a cache in one call of an attention.
+
+    Args:
+        original: a `Cache` of transformers; all other attributes are its own.
+    """
+
+    def __init__(self, original: Any) -> None:
+        self._original = original
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+    def __len__(self) -> int:
+        return len(self._original)
+
+    def update(self, k: Tensor, v: Tensor, layer: int, *args: Any, **kwargs: Any) -> Any:
+        """Stores the keys and values of new tokens, and returns those of all tokens, as the original does."""
+        layers = self._original.layers
+        if not args and not kwargs and layer < len(layers) and _write(layers[layer], k, v):
+            return layers[layer].keys, layers[layer].values
+        return self._original.update(k, v, layer, *args, **kwargs)
+
+
+def _write(layer: Any, k: Tensor, v: Tensor) -> bool:
+    """Writes new tokens into a layer of a cache, if `write_cache` can. Returns whether it did."""
+    utils = sys.modules["transformers.cache_utils"]
+    slides = type(layer) is utils.StaticSlidingWindowLayer
+    needs_grad = torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)
+    if not (slides or type(layer) is utils.StaticLayer) or not runs(k) or k.dtype != v.dtype or needs_grad:
+        return False
+    tokens = k.shape[-2]
+    if slides and layer.cumulative_length_int + tokens > layer.max_cache_len:
+        return False  # the oldest tokens must move out of the window
+    if not layer.is_initialized:
+        layer.lazy_initialization(k, v)
+    keys, start = layer.keys, layer.cumulative_length
+    if keys.dtype != k.dtype or keys.device != k.device or start.device != k.device or k.shape[:2] != keys.shape[:2]:
+        return False
+    write_cache(keys, layer.values, k, v, start)
+    start.add_(tokens)
+    if slides:
+        layer.cumulative_length_int += tokens
+    return True
+
+
+def static_cache(model: Any, tokens: int) -> Any:
+    """Returns an empty static cache for a model of transformers."""
+    return sys.modules["transformers.cache_utils"].StaticCache(config=model.config, max_cache_len=tokens)
+
+
+def is_replaceable(cache: Any) -> bool:
+    """Returns whether a `CacheWriter` can stand for this cache: one of transformers, on one device."""
+    utils = sys.modules.get("transformers.cache_utils")
+    if utils is None or type(cache).__dict__.get("update", utils.Cache.update) is not utils.Cache.update:
+        return False
+    return isinstance(cache, utils.Cache) and not cache.offloading
+
+
+def updates_a_cache(forward: FunctionType) -> bool:
+    """Returns whether a forward has a cache as an argument and uses it only as an object with methods."""
+    names = forward.__code__.co_names
+    return ARGUMENT in inspect.signature(forward).parameters and "update" in names and "isinstance" not in names
+
+
+@cache
+def is_proved() -> bool:
+    """Returns whether both ways to write fill the static caches of the installed transformers equally."""
+    utils = sys.modules.get("transformers.cache_utils")
+    if utils is None:
+        return False
+    k, v = (random_like(torch.empty(2, 3, TOKENS, size), seed=size) for size in (4, 8))
+    try:
+        for arguments in ((utils.StaticLayer, {}), (utils.StaticSlidingWindowLayer, {"sliding_window": TOKENS - 1})):
+            kind, options = arguments
+            ours, theirs = kind(max_cache_len=TOKENS, **options), kind(max_cache_len=TOKENS, **options)
+            for first, last in ((0, 3), (3, 4), (4, 5)):
+                new = k[:, :, first:last], v[:, :, first:last]
+                expected = theirs.update(*new)
+                if not _write(ours, *new) or not all(map(torch.equal, (ours.keys, ours.values), expected)):
+                    return False
+                if ours.get_seq_length() != theirs.get_seq_length() or not torch.equal(
+                    ours.cumulative_length, theirs.cumulative_length
+                ):
+                    return False
+    except Exception:  # caches of another version of transformers
+        return False
+    return True
+
+
+def with_writer(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a forward that gets a `CacheWriter` in place of its cache."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        cache = kwargs.get(ARGUMENT)
+        # A compiler fuses what `update` does by itself, and knows PyTorch's operators better.
+        if cache is not None and not torch.compiler.is_compiling() and is_replaceable(cache):
+            kwargs[ARGUMENT] = CacheWriter(cache)
+        return original(self, *args, **kwargs)
+
+    return forward

@@ -1,0 +1,96 @@
+"""Converts an attention mask once in each forward of the model, not in each layer.
+
+transformers makes a mask of booleans, which all layers share. PyTorch's attention converts it to numbers, zeros and
+minus infinities, in each call, by three operations. A fused attention converts it in the first layer and keeps the
+result with the mask.
+"""
+
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_marlin_metal.fuse.proof import random_like
+
+Attention = Callable[..., Any]
+KEPT = "_torch_marlin_metal_kept"  # the attribute of a mask for what was computed of it
+
+
+def functions_of(forward: FunctionType) -> tuple[str, Any] | None:
+    """Returns the name and the value of transformers' table of attention functions that a forward uses."""
+    for name in forward.__code__.co_names:
+        value: Any = forward.__globals__.get(name)
+        if hasattr(type(value), "get_interface") and "sdpa" in value:
+            return name, value
+    return None
+
+
+def kept_with(mask: Tensor, key: Any, make: Callable[[], Tensor]) -> Tensor:
+    """Returns what `make` computes of a mask. It is computed at the first call for this mask and key.
+
+    A compiler traces no attributes of tensors, so while one runs, each call computes it.
+    """
+    if torch.compiler.is_compiling():
+        return make()
+    version = 0 if mask.is_inference() else mask._version
+    kept = getattr(mask, KEPT, None)
+    if kept is None or kept[0] != version:
+        kept = version, {}
+        setattr(mask, KEPT, kept)
+    values: dict[Any, Tensor] = kept[1]
+    if key not in values:
+        values[key] = make()
+    return values[key]
+
+
+def _numbers(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask.logical_not(), float("-inf"))
+
+
+def converting(original: Attention) -> Attention:
+    """Returns an attention function that gives the original numbers in place of booleans."""
+
+    def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any) -> Any:
+        mask, dtype = attention_mask, query.dtype
+        if mask is not None and mask.dtype == torch.bool and kwargs.get("position_bias") is None:
+            mask = kept_with(mask, dtype, lambda: _numbers(attention_mask, dtype))
+        return original(module, query, key, value, mask, **kwargs)
+
+    return attention
+
+
+class AttentionFunctions:
+    """Transformers' table of attention functions, in which PyTorch's attention gets masks of numbers.
+
+    Args:
+        original: the table; entries that are added to it later are found here too.
+    """
+
+    def __init__(self, original: Any) -> None:
+        self._original = original
+        self._sdpa = original["sdpa"]
+        self._converting = converting(self._sdpa)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+    def get_interface(self, name: str, default: Attention) -> Attention:
+        """Returns the attention function of this name."""
+        found: Attention = self._original.get_interface(name, default)
+        return self._converting if found is self._sdpa else found
+
+
+def is_proved(functions: Any) -> bool:
+    """Returns whether PyTorch's attention gives equal results for booleans and for numbers, with rows of no token."""
+    query, key, value = (random_like(torch.empty(2, 4, tokens, 8), seed) for seed, tokens in enumerate((3, 5, 5)))
+    mask = torch.ones(2, 1, 3, 5, dtype=torch.bool).tril(1)
+    mask[1, :, 0] = False
+    module = torch.nn.Module()
+    try:
+        original = functions["sdpa"]
+        expected, got = (f(module, query, key, value, mask)[0] for f in (original, converting(original)))
+    except Exception:  # an attention with other arguments
+        return False
+    return torch.equal(got, expected)
