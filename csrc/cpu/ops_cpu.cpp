@@ -87,17 +87,15 @@ Float32Precision precision_for(ElementType a_type) {
   return reduced ? Float32Precision::reduced : Float32Precision::highest;
 }
 
-Tensor gemm_cpu(const Tensor& a, const Tensor& b_packed, const Tensor& scales, c10::string_view weight_format,
-                int64_t group_size, const OptionalTensor& zeros, const OptionalTensor& global_scale,
-                const OptionalTensor& lut, const OptionalTensor& perm, const OptionalTensor& bias,
-                c10::string_view variant) {
-  const WeightTensors tensors{b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm};
-  const WeightShape shape = check_gemm(a, tensors, bias, variant);
+// Computes gemm if fp32_out is false, else gemm_fp32; `op` is the operator's name.
+Tensor multiply(const char* op, const Tensor& a, const WeightTensors& tensors, const OptionalTensor& bias,
+                c10::string_view variant, bool fp32_out) {
+  const WeightShape shape = check_gemm(a, tensors, bias, variant, op);
   const StoredWeight weight(tensors, shape);
 
   at::DimVector sizes(a.sizes());
   sizes.back() = weight.view.N;
-  Tensor out = at::empty(sizes, a.options());
+  Tensor out = at::empty(sizes, fp32_out ? a.options().dtype(at::kFloat) : a.options());
   if (out.numel() == 0) return out;
 
   Tensor rows = a.dim() == 2 ? a : a.reshape({-1, weight.view.K});
@@ -110,12 +108,28 @@ Tensor gemm_cpu(const Tensor& a, const Tensor& b_packed, const Tensor& scales, c
   arguments.a = rows.const_data_ptr();
   arguments.a_type = element_type(rows);
   arguments.a_row_stride = rows.stride(0);
-  arguments.perm = weight.perm_data("gemm");
+  arguments.perm = weight.perm_data(op);
   arguments.bias = bias ? stored_bias.const_data_ptr() : nullptr;
   arguments.bias_type = bias ? element_type(stored_bias) : ElementType::float32;
   arguments.out = out.mutable_data_ptr();
+  arguments.fp32_out = fp32_out;
   cpu::gemm(arguments, at_parallel(), precision_for(arguments.a_type));
   return out;
+}
+
+Tensor gemm_cpu(const Tensor& a, const Tensor& b_packed, const Tensor& scales, c10::string_view weight_format,
+                int64_t group_size, const OptionalTensor& zeros, const OptionalTensor& global_scale,
+                const OptionalTensor& lut, const OptionalTensor& perm, const OptionalTensor& bias,
+                c10::string_view variant) {
+  return multiply("gemm", a, {b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm}, bias,
+                  variant, false);
+}
+
+Tensor gemm_fp32_cpu(const Tensor& a, const Tensor& b_packed, const Tensor& scales, c10::string_view weight_format,
+                     int64_t group_size, const OptionalTensor& zeros, const OptionalTensor& global_scale,
+                     const OptionalTensor& lut, const OptionalTensor& perm, const OptionalTensor& bias) {
+  return multiply("gemm_fp32", a, {b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm}, bias,
+                  "auto", true);
 }
 
 // Checks the permutations of the experts that are used.
@@ -275,6 +289,7 @@ Tensor transpose_words_cpu(const Tensor& words) {
 
 TORCH_LIBRARY_IMPL(torch_marlin_metal, CPU, m) {
   m.impl("gemm", gemm_cpu);
+  m.impl("gemm_fp32", gemm_fp32_cpu);
   m.impl("moe_gemm", moe_gemm_cpu);
   m.impl("dequantize", dequantize_cpu);
   m.impl("embedding", embedding_cpu);

@@ -204,8 +204,7 @@ WeightShape check_weight(const char* op, const WeightTensors& weight) {
 }
 
 WeightShape check_gemm(const Tensor& a, const WeightTensors& weight, const OptionalTensor& bias,
-                       std::string_view variant) {
-  const char* op = "gemm";
+                       std::string_view variant, const char* op) {
   const Checker check{op, a.device()};
   if (!is_activation_dtype(a.scalar_type()) || a.dim() < 1) fail(op, "a", text(kFloating, " [..., K]"), describe(a));
   WeightShape shape = check_weight(op, weight);

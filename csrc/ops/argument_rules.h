@@ -53,7 +53,7 @@ ElementType element_type(const Tensor& tensor);
 // Each of the functions below checks the arguments of one operator, and calls fail() for the first wrong one.
 WeightShape check_weight(const char* op, const WeightTensors& weight);
 WeightShape check_gemm(const Tensor& a, const WeightTensors& weight, const OptionalTensor& bias,
-                       std::string_view variant);
+                       std::string_view variant, const char* op = "gemm");
 WeightShape check_gemm_transposed(const Tensor& a, const WeightTensors& weight);
 // The weight's tensors have a leading dimension E.
 WeightShape check_moe_gemm(const Tensor& a, const WeightTensors& weight, const Tensor& expert_ids,

@@ -11,6 +11,9 @@ namespace marlin {
 using GemmSignature = Tensor(const Tensor&, const Tensor&, const Tensor&, c10::string_view, int64_t,
                              const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
                              const OptionalTensor&, c10::string_view);
+using GemmFp32Signature = Tensor(const Tensor&, const Tensor&, const Tensor&, c10::string_view, int64_t,
+                                 const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+                                 const OptionalTensor&, const OptionalTensor&);
 using GemmTransposedSignature = Tensor(const Tensor&, const Tensor&, const Tensor&, c10::string_view, int64_t,
                                        const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
                                        const OptionalTensor&);
@@ -38,6 +41,11 @@ int64_t gradient_bytes();
 
 inline const auto& gemm_op() {
   static const auto op = find_operator<GemmSignature>("torch_marlin_metal::gemm");
+  return op;
+}
+
+inline const auto& gemm_fp32_op() {
+  static const auto op = find_operator<GemmFp32Signature>("torch_marlin_metal::gemm_fp32");
   return op;
 }
 

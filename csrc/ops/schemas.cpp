@@ -5,12 +5,15 @@
 
 #include "csrc/ops/argument_rules.h"
 
-// docs/operators.md lists shapes and dtypes. Outputs are always new tensors. ScalarType 5 is float16.
+// docs/use/operators.md lists shapes and dtypes. Outputs are always new tensors. ScalarType 5 is float16.
 TORCH_LIBRARY(torch_marlin_metal, m) {
   m.def(
       "gemm(Tensor a, Tensor b_packed, Tensor scales, *, str weight_format, int group_size, Tensor? zeros=None, "
       "Tensor? global_scale=None, Tensor? lut=None, Tensor? perm=None, Tensor? bias=None, str variant=\"auto\") "
       "-> Tensor");
+  m.def(
+      "gemm_fp32(Tensor a, Tensor b_packed, Tensor scales, *, str weight_format, int group_size, Tensor? zeros=None, "
+      "Tensor? global_scale=None, Tensor? lut=None, Tensor? perm=None, Tensor? bias=None) -> Tensor");
   m.def(
       "gemm_transposed(Tensor a, Tensor b_packed, Tensor scales, *, str weight_format, int group_size, "
       "Tensor? zeros=None, Tensor? global_scale=None, Tensor? lut=None, Tensor? perm=None) -> Tensor");
@@ -47,6 +50,16 @@ Tensor gemm_meta(const Tensor& a, const Tensor& b_packed, const Tensor& scales, 
   c10::SymDimVector sizes(a.sym_sizes());
   sizes.back() = shape.N;
   return at::empty_symint(sizes, a.options());
+}
+
+Tensor gemm_fp32_meta(const Tensor& a, const Tensor& b_packed, const Tensor& scales, c10::string_view weight_format,
+                      int64_t group_size, const OptionalTensor& zeros, const OptionalTensor& global_scale,
+                      const OptionalTensor& lut, const OptionalTensor& perm, const OptionalTensor& bias) {
+  const WeightShape shape = check_gemm(a, {b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm},
+                                       bias, "auto", "gemm_fp32");
+  c10::SymDimVector sizes(a.sym_sizes());
+  sizes.back() = shape.N;
+  return at::empty_symint(sizes, a.options().dtype(at::kFloat));
 }
 
 Tensor gemm_transposed_meta(const Tensor& a, const Tensor& b_packed, const Tensor& scales,
@@ -134,6 +147,7 @@ TORCH_LIBRARY_IMPL(torch_marlin_metal, CompositeExplicitAutograd, m) {
 
 TORCH_LIBRARY_IMPL(torch_marlin_metal, Meta, m) {
   m.impl("gemm", gemm_meta);
+  m.impl("gemm_fp32", gemm_fp32_meta);
   m.impl("gemm_transposed", gemm_transposed_meta);
   m.impl("moe_gemm", moe_gemm_meta);
   m.impl("moe_gemm_grad_a", moe_gemm_grad_a_meta);

@@ -44,7 +44,7 @@ void test_family(Isa isa) {
       activate(activation, {.gate = g, .up = u, .count = count, .limit = kLimit, .alpha = kAlpha});
       for (int i = 0; i < count; ++i) {
         const double want = exact(activation, gates[i], u[i], kLimit, kAlpha);
-        // The size of the terms: 16 roundings of fp32, as in docs/operators.md.
+        // The size of the terms: 16 roundings of fp32, as in docs/use/operators.md.
         const double size = std::fabs(activation == Activation::clamped_silu ? std::min(gates[i], kLimit) : gates[i]) *
                             (std::fabs(static_cast<double>(u[i])) + 1);
         const bool is_huge = std::fabs(gates[i]) > 1e9F;  // the terms say nothing of a result that vanishes

@@ -69,9 +69,9 @@ struct Allowance {
   std::string what;
 };
 
-// Checks gemm against the bound of docs/numerics.md. For 16-bit activations the byte_split kernels get a tighter bound,
-// because the random activations of a group are similar enough in size to be exact. Returns the largest error without
-// the rounding of the output, as a fraction of the bound's arithmetic term.
+// Checks gemm against the bound of docs/use/numerics.md. For 16-bit activations the byte_split kernels get a tighter
+// bound, because the random activations of a group are similar enough in size to be exact. Returns the largest error
+// without the rounding of the output, as a fraction of the bound's arithmetic term.
 inline double check_gemm(const Machine& machine, const Tensors& t,
                          Float32Precision precision = Float32Precision::highest, const Allowance& allowance = {}) {
   const Case& c = t.c;

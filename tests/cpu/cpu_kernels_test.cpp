@@ -7,6 +7,7 @@
 
 #include "cpu_gemm_checks.h"
 #include "cpu_range_checks.h"
+#include "csrc/cpu/gemm/kernel_table.h"
 
 namespace marlin::test {
 namespace {
@@ -88,6 +89,37 @@ void test_long_k(const Machine& machine) {
   }
   std::printf("%s: gemm, K = 16384, all positive, largest error %.3f of the arithmetic bound\n", name(machine).c_str(),
               worst);
+}
+
+// Tests one row with half chunks of K, which the planner chooses for AMD's CPUs. Every CPU with AVX-512 and VNNI can
+// run them. The last chunk has 8 k; only the longest K is sliced.
+void test_half_chunks(Machine machine) {
+  if (machine.isa != Isa::avx512 || !machine.byte_dot) return;
+  machine.fast_bf16_dot = true;
+  struct Row {
+    WeightFormat format;
+    int64_t K, group_size;
+    ElementType a_type;
+  };
+  using enum ElementType;
+  for (const auto& [format, K, group_size, a_type] : {Row{WeightFormat::uint4b8, 200, 128, bfloat16},
+                                                      {WeightFormat::uint4, 200, 16, float16},
+                                                      {WeightFormat::uint4_bias, 264, 264, bfloat16},
+                                                      {WeightFormat::nvfp4, 72, 16, float16},
+                                                      {WeightFormat::uint4, 1032, 128, bfloat16}}) {
+    Case c;
+    c.format = format;
+    c.M = 1;
+    c.N = 4133;
+    c.K = K;
+    c.group_size = group_size;
+    c.a_type = a_type;
+    c.with_perm = group_size == 128;
+    const Tensors t = make(c);
+    expect(plan_of(machine, t, Float32Precision::highest).chunk == cpu::kChunk / 2,
+           [&] { return name(machine) + " " + describe(c) + ": whole chunks"; });
+    check_gemm(machine, t);
+  }
 }
 
 // Tests more rows than are packed at once, and more than a block of results has. If 513 rows were not divided evenly,
@@ -259,6 +291,7 @@ void run_tests(const Machine& machine, int rounds) {
   test_reduced(machine, std::max(rounds / 2, 1));
   test_every_m(machine);
   test_long_k(machine);
+  test_half_chunks(machine);
   test_large_m(machine);
   test_overflow(machine);
   test_non_finite(machine);

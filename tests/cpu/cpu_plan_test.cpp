@@ -71,9 +71,14 @@ void test_choices() {
       {kZen4, problem(2, 4096, 4096, bfloat16), "bf16_dot_small_m parts=1 strip=64 tasks=1x1x2"},
       {kZen4, problem(2, 4096, 4096, float16), "byte_split_small_m parts=1 strip=64 tasks=1x1x2"},
       {kZen4, problem(2, 4096, 4096, float32), "small_m parts=1 strip=64 tasks=1x1x2"},
-      {kZen4, problem(16, 4096, 4096, bfloat16), "bf16_dot parts=1 strip=32 tasks=1x2x1"},
+      {kZen4, problem(7, 4096, 4096, bfloat16), "bf16_dot parts=1 strip=32 tasks=1x2x1"},
+      {kZen4, problem(8, 4096, 4096, bfloat16), "bf16_dot_small_m parts=1 strip=64 tasks=1x2x1"},
+      {kZen4, problem(16, 4096, 4096, bfloat16), "bf16_dot_small_m parts=1 strip=64 tasks=1x2x1"},
+      {kZen4, problem(17, 4096, 4096, bfloat16), "bf16_dot parts=1 strip=32 tasks=1x2x1"},
+      {kZen4, problem(8, 4096, 4096, float32), "small_m parts=1 strip=64 tasks=1x2x1"},
       {kZen4, problem(16, 4096, 4096, float16), "byte_split parts=1 strip=32 tasks=1x2x1"},
-      {kZen4, problem(16, 4096, 4096, float32), "large_m parts=1 strip=32 tasks=1x2x1"},
+      {kZen4, problem(16, 4096, 4096, float32), "small_m parts=1 strip=64 tasks=1x2x1"},
+      {kZen4, problem(17, 4096, 4096, float32), "large_m parts=1 strip=32 tasks=1x2x1"},
       {{Isa::avx2, true, 2, true}, problem(16, 4096, 4096, float16), "large_m parts=1 strip=16 tasks=1x2x1"},
       {kZen4, table_of_floats, "small_m parts=1 strip=64 tasks=1x1x2"},
       {kZen4, problem(1, 512, 4096, bfloat16), "byte_split_small_m parts=1 strip=64 tasks=1x1x2"},
@@ -103,7 +108,7 @@ void test_choices() {
       {kXeon, reduced(7, WeightFormat::nvfp4, 16), "amx_scaled parts=2 strip=32 tasks=1x16x1"},
       {kZen4, reduced(1), "byte_split_small_m parts=1 strip=64 tasks=1x1x2"},
       {kZen4, reduced(16), "byte_split parts=1 strip=32 tasks=1x2x1"},
-      {kZen4, reduced(16, WeightFormat::lut4), "large_m parts=1 strip=32 tasks=1x2x1"},
+      {kZen4, reduced(16, WeightFormat::lut4), "small_m parts=1 strip=64 tasks=1x2x1"},
       {{Isa::avx512, false, 2, true}, reduced(2), "byte_split_small_m parts=1 strip=64 tasks=1x1x2"},
       {{Isa::avx512, false, 2, true}, reduced(512), "byte_split parts=1 strip=32 tasks=1x2x1"},
       {{Isa::avx512, false, 2}, reduced(16), "large_m parts=1 strip=32 tasks=1x2x1"},
@@ -128,6 +133,23 @@ void test_choices() {
     expect(got == row.expected, std::string(isa_name(row.machine.isa)) + " M=" + std::to_string(row.problem.M) + " N=" +
                                     std::to_string(row.problem.N) + ": expected " + row.expected + ", got " + got);
   }
+}
+
+// One row of 16-bit activations and many columns take half chunks on AMD's CPUs, and nothing else does.
+void test_chunks() {
+  using enum ElementType;
+  const auto check = [](const Machine& machine, const Problem& problem, int64_t expected) {
+    const Plan plan = make_plan(machine, problem);
+    expect(plan.chunk == expected, "chunk: expected " + std::to_string(expected) + ", got " + to_string(plan));
+  };
+  check(kZen4, problem(1, 4096, 4096, bfloat16), kChunk / 2);
+  check(kZen4, problem(1, 11008, 4096, float16), kChunk / 2);
+  check(kZen4, problem(1, 4095, 4096, bfloat16), kChunk);
+  check(kZen4, problem(2, 4096, 4096, float16), kChunk);
+  check(kZen4, problem(1, 4096, 4096, float32), kChunk);
+  check({Isa::avx512, false, 2, true}, problem(1, 4096, 4096, bfloat16), kChunk);
+  check(kAppleM2, problem(1, 4096, 4096, bfloat16), kChunk);
+  check(kXeon, problem(1, 4096, 4096, bfloat16), kChunk);
 }
 
 // If bf16 cannot represent a scaled code, amx_scaled falls back to amx. If it cannot represent an activation, to fp32.
@@ -234,6 +256,7 @@ void test_shapes() {
 int main(int argc, char** argv) {
   using namespace marlin;
   return test::run_cases({{"choices", cpu::test_choices},
+                          {"chunks", cpu::test_chunks},
                           {"fallbacks", cpu::test_fallbacks},
                           {"invariants", cpu::test_invariants},
                           {"shapes", cpu::test_shapes}},

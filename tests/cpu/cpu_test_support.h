@@ -13,6 +13,7 @@
 #include <memory>
 #include <random>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "csrc/cpu/gemm/gemm.h"
@@ -300,12 +301,20 @@ inline Tensors make(const Case& c) {
   return t;
 }
 
-// Runs the ranges that at::parallel_for would make, one after the other.
+// Runs the ranges that at::parallel_for would make: one after the other, or under ThreadSanitizer on a thread each.
 inline cpu::Parallel loop(int threads) {
   return {threads, [threads](int64_t count, int64_t grain, const cpu::Body& body) {
             const int64_t step = std::max(grain, (count + threads - 1) / threads);
+#if defined(__SANITIZE_THREAD__)
+            std::vector<std::thread> running;
+            for (int64_t i = 0; i < count; i += step)
+              running.emplace_back([&body, i, end = std::min(count, i + step)] { body(i, end); });
+            for (std::thread& thread : running)
+              thread.join();
+#else
             for (int64_t i = 0; i < count; i += step)
               body(i, std::min(count, i + step));
+#endif
           }};
 }
 

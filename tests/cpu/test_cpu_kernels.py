@@ -23,6 +23,7 @@ PROGRAMS = (
 )
 PLAIN = ("-O2",)
 SANITIZERS = ("-Og", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
+THREADS = ("-O1", "-fsanitize=thread")
 # Unrolled vector code takes minutes to compile with sanitizers, so it is compiled without them. Two things make up for
 # that: the portable family uses the same templates, and test data ends at unreadable pages, so that a vector load
 # beyond the end crashes in any build.
@@ -133,6 +134,15 @@ def test_the_other_programs_pass(programs: dict[str, Path], test: str) -> None:
 def test_kernels_pass_under_sanitizers(run_folder: Path) -> None:
     tests = {"cpu_kernels_test": ["3"], "cpu_weights_test": ["3"], "cpu_mlstm_test": ["3"], "cpu_activation_test": []}
     programs = build(run_folder, *SANITIZERS, vector_flags=PLAIN, programs=tuple(tests))
+    for test, arguments in tests.items():
+        passes(run(programs[test], *arguments))
+
+
+def test_threads_do_not_race(run_folder: Path, everything: bool) -> None:
+    if not everything:
+        pytest.skip("takes minutes; make races runs it")
+    tests = {"cpu_kernels_test": ["1"], "cpu_weights_test": ["1"], "cpu_mlstm_test": ["1"]}
+    programs = build(run_folder, *THREADS, vector_flags=PLAIN, programs=tuple(tests))
     for test, arguments in tests.items():
         passes(run(programs[test], *arguments))
 

@@ -95,10 +95,10 @@ CASES = {
         "weight_format: expected one of uint4b8, uint4, uint4_bias, float4_e2m1, nvfp4, mxfp4, lut4, got 'int3'"),
     "an alias in the operator": ("uint4b8", {"weight_format": "u4b8"}, "weight_format: expected one of uint4b8"),
     "an unknown variant": ("uint4b8", {"variant": "fastest"},
-        "variant: expected one of auto, gemv, fused, double_buffered, single_stage, striped, two_pass, or a variant with one "
+        "variant: expected one of auto, gemv, fused, double_buffered, single_stage, striped, tensor, two_pass, or a variant with one "
         "of its tiles ('double_buffered:128x64x16'), got 'fastest'"),
     "a tile that its variant does not have": ("uint4b8", {"variant": "striped:96x64x32"},
-        "variant: expected one of auto, gemv, fused, double_buffered, single_stage, striped, two_pass, or a variant with one "
+        "variant: expected one of auto, gemv, fused, double_buffered, single_stage, striped, tensor, two_pass, or a variant with one "
         "of its tiles ('double_buffered:128x64x16'), got 'striped:96x64x32'"),
 }  # fmt: skip
 

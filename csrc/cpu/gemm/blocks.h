@@ -22,7 +22,7 @@ inline Range part(int64_t count, int64_t parts, int64_t index) {
   return {count * index / parts, count * (index + 1) / parts};
 }
 
-// The packed activations of a pass, [chunk][row block][kChunk, rows of the block], and their sums over each segment,
+// The packed activations of a pass, [chunk][row block][k, rows of the block], and their sums over each segment,
 // [chunk][segment][row]. kernel_table.h defines chunk and segment.
 struct Activations {
   int64_t rows;
@@ -42,19 +42,19 @@ struct Activations {
   float* segment_sums(int64_t chunk, int64_t segment) const { return sums + (chunk * segments + segment) * rows; }
 };
 
-inline constexpr int64_t kColumnsAhead = 512;  // prefetch distance; a chunk's words of this many columns take 32 KB
+inline constexpr int64_t kBytesAhead = 32 << 10;  // prefetch distance
 
-// Yields the words to prefetch. It walks through the words of a task's strips, chunk after chunk, and is kColumnsAhead
-// columns ahead of the products.
+// Yields the words to prefetch. It walks through the words of a task's strips, chunk after chunk, and is kBytesAhead
+// ahead of the products. A chunk has chunk_k k.
 class WordsAhead {
  public:
-  WordsAhead(const PackedWeight& w, const Range& strips, const Range& chunks, int64_t strip)
-      : row_(w.words + chunks.begin * (kChunk / 8) * w.N + strips.begin * strip),
-        chunk_stride_(kChunk / 8 * w.N),
-        chunks_left_(std::min(chunks.end, w.K / kChunk) - chunks.begin - 1),
+  WordsAhead(const PackedWeight& w, const Range& strips, const Range& chunks, int64_t chunk_k, int64_t strip)
+      : row_(w.words + chunks.begin * (chunk_k / 8) * w.N + strips.begin * strip),
+        chunk_stride_(chunk_k / 8 * w.N),
+        chunks_left_(std::min(chunks.end, w.K / chunk_k) - chunks.begin - 1),
         strips_(strips.size()),
         strip_(strip) {
-    for (int64_t columns = strip; columns < kColumnsAhead; columns += strip)
+    for (int64_t columns = strip; columns < kBytesAhead * 2 / chunk_k; columns += strip)
       next();
   }
   // Returns the words of the next strip. After the task's last chunk, returns the words of that chunk again.

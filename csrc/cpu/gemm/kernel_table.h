@@ -10,8 +10,8 @@
 
 namespace marlin::cpu {
 
-// K is divided into chunks of kChunk. A kernel reads the 16 packed rows of a chunk along N at the same time, which
-// gives one core enough sequential streams. N is divided into strips, the columns that one kernel call computes. A
+// K is divided into chunks of at most kChunk. A kernel reads the packed rows of a chunk along N at the same time, which
+// gives one core several sequential streams. N is divided into strips, the columns that one kernel call computes. A
 // segment is the k of one group within a chunk. The products of a segment are summed first and then scaled once.
 inline constexpr int kChunk = 128;
 
@@ -36,7 +36,7 @@ struct Step {
   int64_t ld_scales;
   ZerosRole role;
   int rows;     // in the row block
-  int k;        // a multiple of 8, at most kChunk
+  int k;        // a multiple of 8, at most the plan's chunk
   int segment;  // a multiple of 8
   float* y;     // [rows, strip] fp32; the products are added to it
 };

@@ -55,6 +55,7 @@ struct KernelShape {
 struct Plan {
   Kernel kernel;
   int parts;           // bf16 terms per activation; 1 if the kernel computes in fp32
+  int64_t chunk;       // k per kernel call
   int64_t strip;       // columns per kernel call
   int64_t max_rows;    // rows per kernel call, at most
   int64_t row_unit;    // every row block starts at a multiple of this

@@ -57,16 +57,17 @@ class Gemm {
         matrix_(matrix_kernel(plan, kernels)),
         role_(info(w_.format).zeros_role),
         values_(code_values(w_.format, w_.lut)),
-        chunks_(ceil_divide(w_.K, kChunk)),
+        chunk_k_(plan.chunk),
+        chunks_(ceil_divide(w_.K, chunk_k_)),
         strips_(ceil_divide(w_.N, plan.strip)),
-        group_(std::min<int64_t>(w_.group_size, kChunk)),
-        segment_(matrix_.scaled_panel ? kChunk : group_),
+        group_(std::min<int64_t>(w_.group_size, chunk_k_)),
+        segment_(matrix_.scaled_panel ? chunk_k_ : group_),
         pass_(pass),
         row_(part(a_.M, plan.passes, pass).begin) {
     x_.rows = part(a_.M, plan_.passes, pass).size();
     x_.row_blocks = ceil_divide(x_.rows, plan_.max_rows);
     x_.pitch = ceil_divide(ceil_divide(x_.rows, plan_.row_unit), x_.row_blocks) * plan_.row_unit;
-    x_.segments = ceil_divide(int64_t{kChunk}, segment_);
+    x_.segments = ceil_divide(chunk_k_, segment_);
     x_.row_bytes = matrix_.row_bytes;
   }
 
@@ -99,7 +100,7 @@ class Gemm {
 
   // Packing: a task per chunk and row block. Chunks are innermost, so that a thread reads its rows from front to back.
   int64_t pack_tasks() const { return chunks_ * x_.row_blocks; }
-  int64_t pack_task_elements() const { return kChunk * ceil_divide(x_.rows, x_.row_blocks); }
+  int64_t pack_task_elements() const { return chunk_k_ * ceil_divide(x_.rows, x_.row_blocks); }
   void pack(int64_t task) {
     if (!pack(task % chunks_, task / chunks_)) representable_.store(false, std::memory_order_relaxed);
   }
@@ -132,8 +133,8 @@ class Gemm {
   bool pack(int64_t chunk, int64_t block_index) const {
     bool good = true;
     const Range block = x_.block(block_index);
-    const int64_t k0 = chunk * kChunk;
-    const int64_t count = std::min<int64_t>(kChunk, w_.K - k0);
+    const int64_t k0 = chunk * chunk_k_;
+    const int64_t count = std::min<int64_t>(chunk_k_, w_.K - k0);
     for (int64_t i = 0; i < block.size(); ++i) {
       float buffer[kChunk];
       const int64_t size = element_bytes(a_.a_type);
@@ -185,7 +186,7 @@ class Gemm {
     float* scales = scale_scratch.get<float>(2 * groups() * columns);
     // The scratch memory holds two panels. Before them is room for a padded copy of the last strip's words, which is
     // made if that strip reaches beyond N.
-    const int64_t tail = kChunk / 8 * plan_.strip * int64_t{sizeof(uint32_t)};
+    const int64_t tail = chunk_k_ / 8 * plan_.strip * int64_t{sizeof(uint32_t)};
     char* scratch = panel_scratch.get<char>(tail + 2 * matrix_.panel_bytes);
     auto* tail_words = reinterpret_cast<uint32_t*>(scratch);
     Panels panels{reinterpret_cast<float*>(scratch + tail),
@@ -201,7 +202,7 @@ class Gemm {
         const Range rows{x_.block(some_blocks.begin).begin, x_.block(some_blocks.end - 1).end};
         std::memset(y, 0, sizeof(float) * static_cast<size_t>(some_strips.size() * rows.size() * plan_.strip));
         int64_t loaded = -1;
-        WordsAhead ahead(w_, some_strips, chunks, plan_.strip);
+        WordsAhead ahead(w_, some_strips, chunks, chunk_k_, plan_.strip);
         Step step{};
         step.values = values_.data();
         step.segment = static_cast<int>(group_);
@@ -211,7 +212,7 @@ class Gemm {
         for (int64_t chunk = chunks.begin; chunk < chunks.end; ++chunk) {
           loaded = load_chunk_scales(chunk, some_strips, loaded, scales);
           if (!representable_.load(std::memory_order_relaxed)) break;
-          step.k = static_cast<int>(std::min<int64_t>(kChunk, w_.K - chunk * kChunk));
+          step.k = static_cast<int>(std::min<int64_t>(chunk_k_, w_.K - chunk * chunk_k_));
           step.scales = scales;
           step.zeros = scales + groups() * step.ld_scales;
           step.ld_words = w_.N;
@@ -236,13 +237,13 @@ class Gemm {
   }
 
   // Returns the number of groups in a chunk.
-  int64_t groups() const { return ceil_divide(int64_t{kChunk}, group_); }
+  int64_t groups() const { return ceil_divide(chunk_k_, group_); }
 
   // Loads the scales and the zeros of a chunk's groups, as two arrays [group, columns of the strips] with zeros beyond
   // N. For a scaled panel the second array is the global scale, [columns of the strips]. Returns the first group of the
   // chunk; loads nothing if `loaded` is that group.
   int64_t load_chunk_scales(int64_t chunk, const Range& strips, int64_t loaded, float* scales) {
-    const int64_t k0 = chunk * kChunk;
+    const int64_t k0 = chunk * chunk_k_;
     const int64_t first = k0 / w_.group_size;
     if (first == loaded) return loaded;
     const int64_t width = strips.size() * plan_.strip;
@@ -268,7 +269,7 @@ class Gemm {
   // Returns the step for one strip of a chunk. The caller sets the row block.
   Step of_strip(Step step, int64_t strip, int64_t chunk, const Range& strips, const uint32_t* ahead,
                 uint32_t* tail_words) const {
-    step.words = w_.words + chunk * (kChunk / 8) * w_.N + strip * plan_.strip;
+    step.words = w_.words + chunk * (chunk_k_ / 8) * w_.N + strip * plan_.strip;
     step.ahead = ahead;
     step.scales += (strip - strips.begin) * plan_.strip;
     step.zeros += (strip - strips.begin) * plan_.strip;
@@ -296,7 +297,7 @@ class Gemm {
     if (matrix_.panel_bytes != 0) {
       if (!panels.decoded) matrix_.unpack[codes](step, panels.of_this);
       step.panel = panels.of_this;
-      panels.decoded = next != nullptr && segment_ == kChunk && x_.block(blocks.begin).size() <= matrix_.ahead_rows;
+      panels.decoded = next != nullptr && segment_ == chunk_k_ && x_.block(blocks.begin).size() <= matrix_.ahead_rows;
       if (panels.decoded) {
         step.next = next;
         step.next_panel = panels.of_next;
@@ -352,9 +353,10 @@ class Gemm {
   const MatrixKernel& matrix_;
   const ZerosRole role_;
   const std::array<float, 16> values_;
+  const int64_t chunk_k_;  // number of k in a whole chunk
   const int64_t chunks_;
   const int64_t strips_;
-  const int64_t group_;    // the group size, or kChunk if that is smaller
+  const int64_t group_;    // the group size, or chunk_k_ if that is smaller
   const int64_t segment_;  // number of k that a kernel sums before it applies scales
   const int64_t pass_;
   const int64_t row_;  // the pass' first row of the product

@@ -1,0 +1,47 @@
+// gemm_fp32, the product of gemm in fp32: for devices other than the CPU, which has a kernel of its own.
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/Tensor.h>
+#include <torch/library.h>
+
+#include "csrc/ops/argument_rules.h"
+#include "csrc/ops/operators.h"
+
+namespace marlin {
+namespace {
+
+// The GPU kernels write results in the dtype of the activations, so the activations are widened.
+Tensor gemm_fp32(const Tensor& a, const Tensor& b_packed, const Tensor& scales, c10::string_view weight_format,
+                 int64_t group_size, const OptionalTensor& zeros, const OptionalTensor& global_scale,
+                 const OptionalTensor& lut, const OptionalTensor& perm, const OptionalTensor& bias) {
+  check_gemm(a, {b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm}, bias, "auto",
+             "gemm_fp32");
+  return gemm_op().call(a.to(at::kFloat), b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm,
+                        bias, "auto");
+}
+
+Tensor gemm_fp32_autograd(const Tensor& a, const Tensor& b_packed, const Tensor& scales, c10::string_view weight_format,
+                          int64_t group_size, const OptionalTensor& zeros, const OptionalTensor& global_scale,
+                          const OptionalTensor& lut, const OptionalTensor& perm, const OptionalTensor& bias) {
+  const char* op = "gemm_fp32";
+  check_weight_no_grad(op, {b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm});
+  check_no_grad(op, "a", a);
+  check_no_tangent(op, "a", a);
+  if (bias) {
+    check_no_grad(op, "bias", *bias);
+    check_no_tangent(op, "bias", *bias);
+  }
+  at::AutoDispatchBelowADInplaceOrView guard;
+  return gemm_fp32_op().call(a, b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm, bias);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(torch_marlin_metal, CompositeExplicitAutograd, m) {
+  m.impl("gemm_fp32", gemm_fp32);
+}
+
+TORCH_LIBRARY_IMPL(torch_marlin_metal, Autograd, m) {
+  m.impl("gemm_fp32", gemm_fp32_autograd);
+}
+
+}  // namespace marlin
