@@ -21,14 +21,14 @@ from torch_marlin_metal.parallel import MarlinColwiseParallel, SplitPlan, split_
 from torch_marlin_metal.parallel.styles import ColumnPart, RowPart
 
 FORMATS = ("native", "gptq", "awq")  # awq has no table of axes: its layers are read whole and cut
-SHARED = (".packed_format", ".g_idx", ".weight")  # what every process reads whole of a split layer
+SHARED = (".packed_format", ".g_idx", ".weight", ".bias")  # what a process reads whole of a split layer, or not at all
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory) -> Path:
     """Saves a Llama in each format, and one that differs in one word."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    divisible_llama().save_pretrained(folder / "floats")
+    divisible_llama(bias=True).save_pretrained(folder / "floats")
     options = MarlinConfig("uint4", 32)
     model = AutoModelForCausalLM.from_pretrained(folder / "floats", quantization_config=options)
     model.save_pretrained(folder / "native")
@@ -90,6 +90,7 @@ def check_parts(model: nn.Module, whole: nn.Module, mesh: DeviceMesh, rank: int)
             own = layer.to_packed().tensors()
             assert own.keys() == wanted.keys() and all(torch.equal(own[key], wanted[key]) for key in own)
             assert all(t.untyped_storage().nbytes() == t.nbytes for t in own.values())  # no view of the whole
+            assert (layer.bias is None) == (type(layer) is RowPart and rank > 0)  # the sum has it once
             checked += 1
     assert checked == 14
 

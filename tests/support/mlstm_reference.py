@@ -1,4 +1,4 @@
-"""The mLSTM of docs/mlstm.md in NumPy fp64: the recurrence, and the chunkwise form with the values at chunk borders."""
+"""The mLSTM of docs/use/mlstm.md in NumPy fp64: the recurrence, and the chunkwise form with the values at chunk borders."""
 
 from dataclasses import dataclass
 

@@ -9,8 +9,11 @@ from torch_marlin_metal.checkpoints import checkpoint
 from torch_marlin_metal.parallel import MarlinColwiseParallel, MarlinRowwiseParallel
 
 
-def divisible_llama(layers: int = 2) -> LlamaForCausalLM:
-    """Returns a tiny Llama in floats whose heads and groups of 32 divide by 1, 2, 3 and 4 processes."""
+def divisible_llama(layers: int = 2, *, bias: bool = False) -> LlamaForCausalLM:
+    """Returns a tiny Llama in floats whose heads and groups of 32 divide by 1, 2, 3 and 4 processes.
+
+    With `bias`, its projections have biases that change the tokens.
+    """
     torch.manual_seed(0)
     sizes = SIZES | {
         "hidden_size": 384,
@@ -18,7 +21,12 @@ def divisible_llama(layers: int = 2) -> LlamaForCausalLM:
         "intermediate_size": 768,
         "num_hidden_layers": layers,
     }
-    return LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=12, initializer_range=0.1)).eval()
+    config = LlamaConfig(**sizes, num_key_value_heads=12, initializer_range=0.1, attention_bias=bias, mlp_bias=bias)
+    model = LlamaForCausalLM(config).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("_proj.bias"):
+            parameter.data.normal_()
+    return model
 
 
 def llama_plan() -> dict[str, ParallelStyle]:

@@ -27,6 +27,9 @@ from torch_marlin_metal.parallel.failures import naming_failed_ranks
 from torch_marlin_metal.parallel.split import split_columns, split_rows
 
 _TAG = 0x4D4D  # keeps exchanged sums apart from a program's own messages between two processes
+# Each process sends its part of a sum to all others if there are few of them and the part is small, as in decoding.
+# Otherwise gloo's all_reduce moves fewer bytes.
+_DIRECT_PROCESSES, _DIRECT_BYTES = 8, 64 << 10
 
 
 class _SplitLinear(MarlinLinear):
@@ -75,8 +78,7 @@ class RowPart(_SplitLinear):
             return self._sum(a)
 
     def _sum(self, a: Tensor) -> Tensor:
-        part = super().forward(a.to(self.product_dtype))
-        return _sum("MarlinRowwiseParallel", self._group, part).to(a.dtype)
+        return _sum("MarlinRowwiseParallel", self._group, self._sums(a)).to(a.dtype)
 
 
 class ExpertPart(MarlinExperts):
@@ -252,9 +254,9 @@ class MarlinRowwiseParallel(LinearStyle):
     """Splits a `MarlinLinear` by K: every process multiplies some features, and the products are summed.
 
     The input is this process' part of the features, or a DTensor, which is cut along its last dimension. The output is
-    the whole result on all processes. The products are in fp32 and rounded once after the sum, so that the error bound
-    of one process holds. The sum's order is that of the process group, so runs with as many processes have the same
-    bits.
+    the whole result on all processes. The products are summed in fp32 and rounded once after the sum, so that the error
+    bound of one process holds. The sum's order is fixed, so runs with as many processes have the same bits, if all of
+    them are compiled or none is.
 
     Args:
         gathered: for a weight with an act-order `perm` that moves features between parts: see `split_rows`.
@@ -365,22 +367,31 @@ def _sum(style: str, group: GroupName, part: Tensor) -> Tensor:
     """Returns the sum over all processes; all of them get the same bits."""
     if not torch.compiler.is_compiling() and part.device.type == "cpu":
         processes = torch._C._distributed_c10d._resolve_process_group(group)
-        if dist.get_world_size(processes) == 2:
-            return _together(style, group, lambda: part + _exchanged(part, processes))
+        count = dist.get_world_size(processes)
+        if count == 2 or (2 < count <= _DIRECT_PROCESSES and part.nbytes <= _DIRECT_BYTES):
+            return _together(style, group, lambda: _exchanged(part, processes))
     return _together(style, group, lambda: collectives.all_reduce(part, "sum", group))
 
 
 def _exchanged(part: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Returns the other process' tensor, in a third to two thirds of the time of gloo's all_reduce of 2048 floats."""
-    peer, part, received = 1 - dist.get_rank(group), part.contiguous(), torch.empty_like(part.contiguous())
-    waits = (
-        dist.isend(part, group=group, group_dst=peer, tag=_TAG),
-        dist.irecv(received, group=group, group_src=peer, tag=_TAG),
-    )
+    """Returns the sum of all processes' tensors in the order of ranks: each process sends its own to all others.
+
+    For 2048 floats this takes a third to two thirds of the time of gloo's all_reduce, which has more steps, one after
+    the other (benchmarks/process_sums.py).
+    """
+    rank, part = dist.get_rank(group), part.contiguous()
+    peers = [peer for peer in range(dist.get_world_size(group)) if peer != rank]
+    received = {peer: torch.empty_like(part) for peer in peers}
+    waits = [dist.isend(part, group=group, group_dst=peer, tag=_TAG) for peer in peers]
+    waits += [dist.irecv(received[peer], group=group, group_src=peer, tag=_TAG) for peer in peers]
     for wait in waits:
         assert wait is not None  # this process is a member of the group
         wait.wait()
-    return received
+    first, second, *others = (received.get(peer, part) for peer in range(len(peers) + 1))
+    total = first + second
+    for other in others:
+        total += other
+    return total
 
 
 def _without_gradient(style: str, a: Tensor) -> Tensor:
