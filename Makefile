@@ -14,7 +14,7 @@ CXX_FILES := $(shell find csrc kernels -type f) $(wildcard benchmarks/*.cpp \
 # The tests' build adds the MPS backend on the software Metal device where its packages are present.
 BUILT := $(VENV)/.built-$(shell sh scripts/system_packages.sh has-softmetal && echo mps || echo cpu)
 
-.PHONY: help build compiled test test-all lint format docs demo demo-mps demo-xlstm demo-qlora bench bench-mlstm macos macos-mistakes campaign mutate witness clean
+.PHONY: help build compiled test test-all lint format docs demo demo-mps demo-xlstm demo-qlora bench bench-mlstm macos macos-mistakes campaign races mutate witness clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -85,8 +85,11 @@ macos: $(VENV)/.installed ## cross-build the macOS wheel and check its symbols a
 macos-mistakes: macos ## break the Mac build in five ways: each must be reported
 	$(PY) -m build_support.macos_mistakes
 
-campaign: build ## look for crashes, hangs and wrong results (MINUTES, SEED): docs/reliability.md
+campaign: build ## look for crashes, hangs and wrong results (MINUTES, SEED): docs/use/reliability.md
 	nice -n 15 $(PY) -m tests.campaign --minutes $(or $(MINUTES),10) $(if $(SEED),--seed $(SEED))
+
+races: build ## the CPU kernels on threads of their own under ThreadSanitizer
+	$(PY) -m pytest -q tests/cpu/test_cpu_kernels.py -k threads_do_not_race --everything
 
 mutate: $(VENV)/.installed ## break kernels/ in one place at a time: a test must fail for each (JOBS at once)
 	$(PY) tests/kernels/mutate.py --jobs $(or $(JOBS),2)

@@ -41,6 +41,8 @@ EXTRA_SELECTORS = {
     "error": "10.11",
     "memoryBarrierWithScope:": "10.14",
     "newFunctionWithName:constantValues:error:": "10.12",
+    "operatingSystemVersion": "10.10",
+    "processInfo": "10.0",
     "respondsToSelector:": "10.0",
     "rootCommandBuffer": "11.0",
     "setFastMathEnabled:": "10.11",

@@ -32,14 +32,14 @@ from torch_marlin_metal.models.report import human_size, module_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (
-    "checkpoints",
-    "corrections",
-    "install",
-    "kernels",
-    "mlstm",
-    "software-metal-device",
-    "tile-sizing",
-    "transformers",
+    "formats/checkpoints",
+    "inside/corrections",
+    "use/install",
+    "inside/kernels",
+    "use/mlstm",
+    "inside/software-metal-device",
+    "inside/tile-sizing",
+    "use/transformers",
 )
 FORMATS = (("uint4b8", 64), ("nf4", 64))
 FEWEST_WORDS = 6

@@ -11,7 +11,7 @@ from torch_marlin_metal.extension import CpuCapability, cpu_capability
 from torch_marlin_metal.formats import GROUP_SIZES, WEIGHT_FORMATS, WeightFormat, weight_format
 from torch_marlin_metal.fuse.layers import FusedLayersReport, fuse_layers
 from torch_marlin_metal.gpu.planning import plan
-from torch_marlin_metal.layer_ops import add_rms_norm, gated_activation, rms_norm, rotary
+from torch_marlin_metal.layer_ops import add_rms_norm, gated_activation, rms_norm, rotary, write_cache
 from torch_marlin_metal.layers.embedding import MarlinEmbedding
 from torch_marlin_metal.layers.experts import ExpertWeights, MarlinExperts
 from torch_marlin_metal.layers.fuse import fuse_projections
@@ -90,6 +90,7 @@ __all__ = [
     "transpose_words",
     "tuning",
     "weight_format",
+    "write_cache",
 ]
 
 if TYPE_CHECKING:

@@ -16,6 +16,7 @@ OPERATORS = {
     "embedding": "ids b_packed scales weight_format group_size zeros global_scale lut perm dtype",
     "gated_activation": "gate up activation limit alpha",
     "gemm": "a b_packed scales weight_format group_size zeros global_scale lut perm bias variant",
+    "gemm_fp32": "a b_packed scales weight_format group_size zeros global_scale lut perm bias",
     "gemm_transposed": "a b_packed scales weight_format group_size zeros global_scale lut perm",
     "gptq_repack": "qweight perm",
     "gptq_unpack_zeros": "qzeros checkpoint_version rule",
@@ -31,6 +32,7 @@ OPERATORS = {
     "rms_norm": "x weight eps weight_offset",
     "rotary": "q k cos sin interleaved per_pair transposed",
     "transpose_words": "words",
+    "write_cache": "keys values k v start",
 }
 #: The functions of the extension's module.
 FUNCTIONS = (

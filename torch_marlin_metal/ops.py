@@ -24,6 +24,12 @@ def _gemm_flops(a_shape: torch.Size, b_packed_shape: torch.Size, *_: Any, **__: 
     return 2 * a_shape.numel() * b_packed_shape[1]
 
 
+@register_flop_formula(_ops.gemm_fp32)
+def _gemm_fp32_flops(a_shape: torch.Size, b_packed_shape: torch.Size, *_: Any, **__: Any) -> int:
+    """Counts the same as for `gemm`."""
+    return 2 * a_shape.numel() * b_packed_shape[1]
+
+
 @register_flop_formula(_ops.gemm_transposed)
 def _gemm_transposed_flops(a_shape: torch.Size, b_packed_shape: torch.Size, *_: Any, **__: Any) -> int:
     """Counts the backward product as `FlopCounterMode` counts `nn.Linear`'s."""

@@ -20,7 +20,8 @@ from pathlib import Path
 # To count in another checkout, for example of an older commit, set CALL_INSTRUCTIONS_ROOT to its path.
 ROOT = Path(os.environ.get("CALL_INSTRUCTIONS_ROOT", str(Path(__file__).resolve().parents[2])))
 sys.path.insert(0, str(ROOT))
-OPERATORS = ("gemm", "dequantize", "gptq_repack", "mlstm_step")
+LAYER_OPERATORS = ("rms_norm", "add_rms_norm", "rotary", "gated_activation", "write_cache")
+OPERATORS = ("gemm", "moe_gemm", "dequantize", "gptq_repack", *LAYER_OPERATORS, "mlstm_step")
 GROUPS = {
     "ours": ("_C.cpython",),
     "PyTorch": ("libtorch", "libc10"),
@@ -75,7 +76,28 @@ def stepper() -> ctypes.CDLL:
     return ctypes.CDLL(str(library))
 
 
+def layer_call_of(operator: str) -> Callable[[], object]:
+    """Returns a call of one of LAYER_OPERATORS with the tensors of one token."""
+    import torch
+
+    ops = torch.ops.torch_marlin_metal
+    x, other, weight = (torch.randn(*shape).half().to("mps") for shape in ((1, 1, 256), (1, 1, 256), (256,)))
+    heads, table = torch.randn(1, 4, 1, 64).half().to("mps"), torch.randn(1, 1, 64).half().to("mps")
+    keys, values = (torch.zeros(1, 4, 32, 64).half().to("mps") for _ in range(2))
+    start = torch.tensor(7).to("mps")
+    calls: dict[str, Callable[[], object]] = {
+        "rms_norm": lambda: ops.rms_norm(x, weight, eps=1e-5),
+        "add_rms_norm": lambda: ops.add_rms_norm(x, other, weight, eps=1e-5),
+        "rotary": lambda: ops.rotary(heads, heads, table, table),
+        "gated_activation": lambda: ops.gated_activation(x, other),
+        "write_cache": lambda: ops.write_cache(keys, values, heads, heads, start),
+    }
+    return calls[operator]
+
+
 def call_of(operator: str) -> Callable[[], object]:
+    if operator in LAYER_OPERATORS:
+        return layer_call_of(operator)
     import torch
 
     import torch_marlin_metal as tmm
@@ -94,6 +116,10 @@ def call_of(operator: str) -> Callable[[], object]:
     if operator == "gptq_repack":
         return lambda: ops.gptq_repack(weight.b_packed)
     a = torch.randn(1, 256).half().to("mps")
+    if operator == "moe_gemm":
+        stack = {name: torch.stack([getattr(weight, name)] * 4) for name in ("b_packed", "scales")}
+        ids = torch.tensor([[1, 3]], device="mps")
+        return lambda: ops.moe_gemm(a, *stack.values(), ids, **arguments)
     return lambda: ops.gemm(a, weight.b_packed, weight.scales, **arguments)
 
 

@@ -19,6 +19,7 @@ sys.path.insert(0, str(ROOT))
 
 from build_support.embed_kernels import kernel_text  # noqa: E402
 
+METAL_HEADERS = ["metal_stdlib", "metal_tensor", "MetalPerformancePrimitives/MetalPerformancePrimitives.h"]
 INSTANCE = re.compile(r'\[\[host_name\("')
 # Matches the definition of a kernel, with its template header if it has one.
 KERNEL = re.compile(r"(template\s*<[^>]*>\s*)?\[\[kernel\b[^\]]*\]\]\s*void\s+\w+\s*\(")
@@ -38,7 +39,9 @@ class LibraryCost:
 def preprocessed(source: str) -> str:
     """Returns the source as a Metal compiler's parser sees it, without the standard library's headers."""
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "metal_stdlib").touch()
+        for header in METAL_HEADERS:
+            Path(folder, header).parent.mkdir(exist_ok=True)
+            Path(folder, header).touch()
         command = [*os.environ.get("CXX", "c++").split(), "-E", "-P", "-nostdinc", "-x", "c++", "-std=c++17"]
         command += ["-D__METAL_VERSION__=310", f"-I{folder}", "-"]
         return subprocess.run(command, input=source, capture_output=True, text=True, check=True).stdout

@@ -1,4 +1,4 @@
-// The mLSTM's backward pass, chunk by chunk, in ATen operators, for every device (docs/mlstm.md, "Gradients"). The
+// The mLSTM's backward pass, chunk by chunk, in ATen operators, for every device (docs/use/mlstm.md, "Gradients"). The
 // pass recomputes the weights inside chunks. It keeps one state and one gradient of a state per chunk.
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/constant_pad_nd.h>

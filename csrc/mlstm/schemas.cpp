@@ -1,4 +1,4 @@
-// The schemas of the mLSTM operators and their fake (Meta) kernels. Shapes and dtypes: docs/mlstm.md.
+// The schemas of the mLSTM operators and their fake (Meta) kernels. Shapes and dtypes: docs/use/mlstm.md.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>

@@ -10,6 +10,7 @@ from tests.support import cxx
 
 ROOT = Path(__file__).resolve().parents[2]
 KERNELS = sorted((ROOT / "kernels").rglob("*.metal"))
+METAL_HEADERS = ["metal_stdlib", "metal_tensor", "MetalPerformancePrimitives/MetalPerformancePrimitives.h"]
 HEADER = """#pragma once
 #ifdef __METAL_VERSION__
 #include <metal_stdlib>  // both
@@ -39,7 +40,9 @@ int line_5 = __LINE__;
 
 def tokens(text: str, folder: Path, options: tuple[str, ...]) -> str:
     """Returns the words that a compiler reads, without lines and space."""
-    (folder / "metal_stdlib").touch()
+    for header in METAL_HEADERS:
+        (folder / header).parent.mkdir(exist_ok=True)
+        (folder / header).touch()
     command = [cxx.compiler(), "-E", "-P", "-nostdinc", "-x", "c++", "-std=c++17", "-D__METAL_VERSION__=310"]
     command += [f"-I{folder}", f"-I{ROOT}", *options, "-"]
     done = subprocess.run(command, input=text, capture_output=True, text=True, check=True)

@@ -110,7 +110,7 @@ def test_zero_points_of_15_follow_the_rule_that_the_caller_names() -> None:
 
 def test_the_documentation_lists_the_known_formats() -> None:
     """To update the page: python -c "from torch_marlin_metal import convert as c; print(c.formats_page(), end='')"."""
-    assert (DATA.parents[2] / "docs/checkpoints.md").read_text() == convert.formats_page()
+    assert (DATA.parents[2] / "docs/formats/checkpoints.md").read_text() == convert.formats_page()
 
 
 def test_every_read_format_names_known_weight_formats() -> None:

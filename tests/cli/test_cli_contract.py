@@ -1,4 +1,4 @@
-"""Each failure of each command exits with the code of docs/command-line.md and prints one line or one JSON object."""
+"""Each failure of each command exits with the code of docs/use/command-line.md and prints one line or one JSON object."""
 
 import importlib
 import json
@@ -12,7 +12,7 @@ from torch_marlin_metal import tuning
 from torch_marlin_metal.cli.app import COMMANDS, app
 from torch_marlin_metal.convert import CheckpointError, UnsupportedFormat
 
-PAGE = Path(__file__).parents[2] / "docs" / "command-line.md"
+PAGE = Path(__file__).parents[2] / "docs" / "use" / "command-line.md"
 # For each command: arguments that it accepts, and a function that it calls. A test makes this function fail.
 LINES = {
     "inspect": (["x"], "open_reader"),

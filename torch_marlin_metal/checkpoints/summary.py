@@ -7,7 +7,7 @@ from torch_marlin_metal.checkpoints.known_formats import FORMATS
 
 
 def formats_page() -> str:
-    """Returns the text of docs/checkpoints.md, generated from the list of formats."""
+    """Returns the text of docs/formats/checkpoints.md, generated from the list of formats."""
     parts = [
         """# Which checkpoints can be read
 

@@ -1,5 +1,6 @@
 """A Linear layer whose weight stays in 4 bit."""
 
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -18,6 +19,7 @@ NO_TENSOR = (
 )
 
 _gemm = torch.ops.torch_marlin_metal.gemm.default
+_gemm_fp32 = torch.ops.torch_marlin_metal.gemm_fp32.default
 
 
 class WeightInfo:
@@ -79,7 +81,7 @@ class MarlinLinear(PackedLayer):
         dtype: dtype of the bias and the value of `.weight.dtype`; None means the default dtype.
     """
 
-    product_dtype: torch.dtype | None = None  # of all products, if it is not that of the activations
+    product_dtype: torch.dtype | None = None  # of all products on mps, if it is not that of the activations
     is_split = False  # whether the layer holds one process' part of a weight; see torch_marlin_metal.parallel
 
     def __init__(
@@ -189,8 +191,15 @@ class MarlinLinear(PackedLayer):
 
     def forward(self, a: Tensor) -> Tensor:
         """Returns `[..., out_features]` in a's dtype for `a [..., in_features]` in fp16, bf16 or fp32."""
+        return self._multiply(_gemm, a)
+
+    def _sums(self, a: Tensor) -> Tensor:
+        """Returns the same as `forward`, in fp32: the sums that `forward` rounds to a's dtype."""
+        return self._multiply(_gemm_fp32, a)
+
+    def _multiply(self, operator: Callable[..., Tensor], a: Tensor) -> Tensor:
         buffers = self._weight_buffers()
-        result: Tensor = _gemm(
+        return operator(
             a,
             buffers["b_packed"],
             buffers["scales"],
@@ -198,7 +207,6 @@ class MarlinLinear(PackedLayer):
             group_size=self.group_size,
             **given(buffers["zeros"], buffers["global_scale"], buffers["lut"], buffers["perm"], self.bias),
         )
-        return result
 
     def to_packed(self) -> PackedWeight:
         """Returns the weight and bias as a PackedWeight that shares this layer's tensors."""

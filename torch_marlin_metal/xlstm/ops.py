@@ -1,7 +1,7 @@
 """The mLSTM operators `torch.ops.torch_marlin_metal.mlstm*` as Python functions.
 
 The mLSTM is the matrix memory of the xLSTM (Beck et al., "xLSTM: Extended Long Short-Term Memory", arXiv:2405.04517),
-computed by chunks as in Beck et al., "Tiled Flash Linear Attention", arXiv:2503.14376. Formulas: docs/mlstm.md.
+computed by chunks as in Beck et al., "Tiled Flash Linear Attention", arXiv:2503.14376. Formulas: docs/use/mlstm.md.
 """
 
 from typing import NamedTuple

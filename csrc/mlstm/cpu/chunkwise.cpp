@@ -1,6 +1,6 @@
-// The chunkwise mLSTM (docs/mlstm.md): masked products inside a chunk, and a state between chunks. A task computes some
-// columns of one head's state. It divides them into strips of columns that stay in the cache for both products of a
-// chunk:
+// The chunkwise mLSTM (docs/use/mlstm.md): masked products inside a chunk, and a state between chunks. A task computes
+// some columns of one head's state. It divides them into strips of columns that stay in the cache for both products of
+// a chunk:
 //     numerator [L, strip] = [decayed queries | weights] [L, DK + L] @ [state; v] [DK + L, strip]
 //     state [DK, strip] = decay * state + (weighted keys)^T [DK, L] @ v [L, strip]
 #include <algorithm>

@@ -1,4 +1,4 @@
-// The mLSTM in recurrent form, token by token (docs/mlstm.md). Tests compare the chunkwise form with it.
+// The mLSTM in recurrent form, token by token (docs/use/mlstm.md). Tests compare the chunkwise form with it.
 #include <algorithm>
 #include <cmath>
 #include <vector>

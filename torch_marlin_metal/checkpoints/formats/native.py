@@ -1,6 +1,6 @@
 """The package's own format: the state_dict of every `MarlinLinear`, and settings that describe each layer.
 
-docs/on-disk-format.md is its specification.
+docs/formats/on-disk-format.md is its specification.
 """
 
 from collections.abc import Iterator, Mapping
@@ -156,7 +156,7 @@ def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeigh
 
 FORMAT = DirectoryFormat(
     name="native",
-    title="This package's own format (docs/on-disk-format.md)",
+    title="This package's own format (docs/formats/on-disk-format.md)",
     methods=(METHOD,),
     variants=(("every weight format", ", ".join(FORMAT_NAMES)),),
     refused=(("format_version other than 1", "unknown"),),

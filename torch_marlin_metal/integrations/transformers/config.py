@@ -96,7 +96,7 @@ class MarlinConfig(QuantizationConfigMixin):  # type: ignore[misc]
         return {name: copy.deepcopy(getattr(self, name)) for name in LOADING}
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the settings of docs/on-disk-format.md if the layers are known, else those of the checkpoint."""
+        """Returns the settings of docs/formats/on-disk-format.md, or those of the checkpoint if no layers are known."""
         if self.layers is not None:
             return NativeExporter(copy.deepcopy(self.layers)).settings()
         if self.source:
