@@ -38,10 +38,10 @@ std::string message(NSError* error) {
   return error == nil ? "no reason given" : [[error localizedDescription] UTF8String];
 }
 
-// Metal compiles in a process of its own. The system may end that process if memory is short, and a sandbox may make it
-// unreachable. The next request starts it again. After such an interruption, Metal's message contains one of the two
-// texts below (ggml-org/llama.cpp issue 12232, flutter/flutter issue 68649). If the compiler itself crashes, the
-// message contains the second text.
+// Metal's compiler is a separate process. The system may end that process when memory is short, and a sandbox may block
+// it. Metal starts the process again at the next request, so a compile that was interrupted is worth a second try. Its
+// error contains "XPC_ERROR_CONNECTION" or "internal error" (ggml-org/llama.cpp issue 12232, flutter/flutter issue
+// 68649). A crash of the compiler also gives "internal error".
 bool is_interruption(const std::string& error) {
   return error.find("XPC_ERROR_CONNECTION") != std::string::npos;
 }
@@ -73,8 +73,8 @@ constexpr auto kLanguageOfTensors =
 MTLCompileOptions* compile_options(Kernel kernel) {
   MTLCompileOptions* options = [[[MTLCompileOptions alloc] init] autorelease];
   [options setLanguageVersion:needs_tensor_units(kernel) ? kLanguageOfTensors : MTLLanguageVersion3_1];
-  // The FP4 and INT4 decode relies on subnormals and NaN, so mathMode is safe. The mLSTM relies on precise exp and log,
-  // so mathFloatingPointFunctions is precise. macOS 14 has only fastMathEnabled, which controls both.
+  // The FP4 and INT4 decode relies on subnormals and NaN, so we set mathMode to Safe. The mLSTM relies on precise exp
+  // and log, so mathFloatingPointFunctions is precise. macOS 14 has only fastMathEnabled, which controls both.
 #if !defined(__MAC_OS_X_VERSION_MAX_ALLOWED) || __MAC_OS_X_VERSION_MAX_ALLOWED >= 150000
   if ([options respondsToSelector:@selector(setMathMode:)] &&
       [options respondsToSelector:@selector(setMathFloatingPointFunctions:)]) {

@@ -45,8 +45,8 @@ id<MTLCommandBuffer> command_buffer();
 size_t stream_number();
 
 // For use inside a block of run_on_queue, after its last kernel: commits if enough work has been encoded
-// (csrc/planner/commit_policy.h). Does nothing while this thread holds commits. Does nothing while a profiler or
-// signposts record, because PyTorch then marks work by command buffers of its own.
+// (csrc/planner/commit_policy.h). Never commits after this thread has called hold_commits(true). Never commits while a
+// profiler or signposts record, because PyTorch then uses one command buffer for each piece of work that it marks.
 void work_encoded(double predicted_seconds);
 void hold_commits(bool held);
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import expansions, specialise
+from . import expansions, linker, specialise
 from .alignment import add_alignment_checks
 from .arithmetic import add_metal_arithmetic
 from .dialect import check
@@ -79,7 +79,6 @@ _AFTER_CHECKS = [
     *(*_CHECKED, "-mllvm", "-tsan-instrument-read-before-write=1"),
     *("-mllvm", "-tsan-instrument-atomics=0"),  # sm_note_atomic reports atomics
 ]
-_LINK = ["-shared", "-nostdlib", "-fno-sanitize-link-runtime", "-lm", "-lc", "-lgcc"]
 
 
 @dataclass(frozen=True)
@@ -122,7 +121,9 @@ def _predefined_macros() -> bytes:
 def toolchain_digest() -> str:
     digest = hashlib.sha256(_predefined_macros())
     digest.update(
-        repr([[math.flags for math in ALL], _PREPROCESS, _COMPILE, FAST, _BEFORE_CHECKS, _AFTER_CHECKS, _LINK]).encode()
+        repr(
+            [[math.flags for math in ALL], _PREPROCESS, _COMPILE, FAST, _BEFORE_CHECKS, _AFTER_CHECKS, linker.OPTIONS]
+        ).encode()
     )
     for path in library_files():
         digest.update(path.name.encode() + path.read_bytes())
@@ -198,7 +199,7 @@ def link_library(llvm: str, checked: bool, path: Path) -> None:
     """Compiles optimised LLVM text to a shared object at `path`. In checked mode, adds the calls of the checker."""
     flags = [*_CODE, *_AFTER_CHECKS] if checked else [*_CODE, *FAST]
     text = add_value_checks(add_alignment_checks(llvm)) if checked else llvm
-    install(path, [CLANG, "-x", "ir", "-", *flags, "-w", *_LINK, "-o"], text)
+    linker.link(path, [CLANG, "-x", "ir", "-", *flags, "-w"], text)
 
 
 def _front_end(translation: Translator, checked: bool, math: Math) -> FrontEnd:

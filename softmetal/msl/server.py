@@ -17,7 +17,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from . import compiler
+from . import compiler, linker
 from .dialect import check
 from .tools import CompileError
 
@@ -64,7 +64,7 @@ def main() -> None:
     channel = socket.socket(fileno=3)
     stamps = _stamps()
     with contextlib.suppress(CompileError):  # without a compiler, each request says so
-        compiler.toolchain_digest(), check.digest()  # kept in memory, for all requests
+        compiler.toolchain_digest(), check.digest(), linker.command()  # kept in memory, for all requests
     while True:
         message, descriptors, _, _ = socket.recv_fds(channel, _LONGEST_REQUEST, 4)
         if not message:

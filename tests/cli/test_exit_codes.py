@@ -186,7 +186,7 @@ def test_ctrl_c_while_torch_is_loaded(tmp_path, way):
 
 
 def test_ctrl_c_in_a_command_is_an_exception_of_the_command(tmp_path):
-    """After the imports, Ctrl-C lets a command clean up, and a conversion keeps its complete files."""
+    """Ctrl-C after the imports raises KeyboardInterrupt in the command, so that the command can clean up."""
     code = """
 import os, signal, sys
 sys.argv = ["torch-marlin-metal", "convert", sys.argv[1], sys.argv[2]]

@@ -145,7 +145,7 @@ def unpack(words: Tensor, bits: int, count: int) -> Tensor:
 
 
 def spread(grouped: Tensor, K: int, group_size: int) -> Tensor:
-    """Repeats each row of `[G, N]` for the k of its group and returns `[K, N]`."""
+    """Expands values per group `[G, N]` to `[K, N]`: repeats each row `group_size` times and cuts off after K rows."""
     return grouped.repeat_interleave(group_size, 0)[:K]
 
 

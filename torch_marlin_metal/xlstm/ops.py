@@ -122,12 +122,11 @@ def mlstm_states(
         f: forget gates `[B, H, S]`.
         state: the state before the first token, or None.
         chunk_size: 16, 32, 64, 128 or 256.
-        save_states_every: n keeps only the state before every n-th chunk.
+        save_states_every: 1 saves the state before each chunk, 2 the state before every second chunk, and so on.
 
     Returns:
-        A state whose tensors have an additional dimension of slots after H. There are
-        `S / (chunk_size * save_states_every) + 1` slots: slot j is the state before chunk `j * save_states_every`, and
-        the last slot is the final state.
+        The saved states. Each tensor has an additional dimension after H of `S / (chunk_size * save_states_every) + 1`
+        states: index j is the state before chunk `j * save_states_every`, and the last index is the final state.
 
     Raises:
         ValueError: an argument has the wrong dtype, shape, device or value, or S is not a multiple of

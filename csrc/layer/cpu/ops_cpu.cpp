@@ -46,13 +46,13 @@ Tensor unit_stride(const Tensor& tensor) {
   return tensor.stride(-1) == 1 ? tensor : tensor.contiguous();
 }
 
-// Adds the squares in 16 chains, so that the compiler can use vectors, and the chains in fp64.
+// Adds the squares to 16 partial sums, so that the compiler can use vectors. The partial sums are added in fp64.
 double sum_of_squares(const float* x, int64_t count) {
-  constexpr int kChains = 16;
-  float sums[kChains] = {};
+  constexpr int kPartialSums = 16;
+  float sums[kPartialSums] = {};
   int64_t i = 0;
-  for (; i + kChains <= count; i += kChains)
-    for (int c = 0; c < kChains; ++c)
+  for (; i + kPartialSums <= count; i += kPartialSums)
+    for (int c = 0; c < kPartialSums; ++c)
       sums[c] += x[i + c] * x[i + c];
   double total = 0;
   for (float sum : sums)
