@@ -1,4 +1,4 @@
-"""Measures peak memory and time of a training step with LoRA adapters, for a packed, a bf16 and a bitsandbytes model.
+"""Measures peak memory and time of a training step with LoRA adapters, for packed, bf16 and bitsandbytes weights.
 
 The model is a random Llama. Each kind runs in a process of its own, so that its peak memory is its own. The processes
 take steps in turn, so that a disturbance of the machine affects all of them alike. bitsandbytes takes part if it is
@@ -20,7 +20,8 @@ from peak_memory import reset_peak, resident
 # If other jobs share the cores, OpenMP threads that spin while they wait make everything ten times slower.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-BASES = ("packed", "bf16", "bitsandbytes")
+PACKED = ("nf4", "uint4b8")  # formats of this package, in groups of 64
+BASES = (*PACKED, "bf16", "bitsandbytes")
 SIZES = {  # of Llama 3.2 1B
     "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "vocab_size": 128256},
     "tiny": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 1024},
@@ -37,8 +38,8 @@ def quantize_layers(model: Any, base: str) -> None:
     for name, linear in list(model.named_modules()):
         if not isinstance(linear, nn.Linear) or name == "lm_head":
             continue
-        if base == "packed":
-            layer: nn.Module = tmm.MarlinLinear.from_linear(linear, "nf4", 64)
+        if base in PACKED:
+            layer: nn.Module = tmm.MarlinLinear.from_linear(linear, base, 64)
         else:
             import bitsandbytes as bnb
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from . import device, shader
+from . import device, reports, shader
 from .build import Unavailable, build_device
 from .extension import build_extension, extension_path, find_extensions
 from .native import Library
@@ -280,6 +280,6 @@ def counters() -> list[Counters]:
     for i in range(_library.record_count()):
         kernel, number = ctypes.c_char_p(), ctypes.c_uint64()
         result = _library.record(i, ctypes.byref(kernel), ctypes.byref(number)).contents
-        counts = vars(device.read_counters(result.counters))
+        counts = vars(reports.read_counters(result.counters))
         found.append(Counters(kernel=(kernel.value or b"").decode(), seed=number.value, **counts))
     return found

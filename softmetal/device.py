@@ -9,13 +9,11 @@ Example:
 from __future__ import annotations
 
 import ctypes as c
-import enum
 import mmap
 import os
 import random
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -30,6 +28,7 @@ from .msl.compiler import DEFAULT_FILE_NAME, DEFAULT_VERSION, compile_source
 from .msl.fast_math import PRECISE, SAFE, Math
 from .msl.tensor import INCLUDE as TENSOR_HEADERS
 from .msl.tools import CompileError
+from .reports import Counters, Fault, FaultKind, KernelFault, KernelWarning, read_counters, read_faults
 
 __all__ = [
     "Buffer",
@@ -49,81 +48,6 @@ Array = npt.NDArray[Any]
 Size = int | Sequence[int]
 Constants = Mapping[str | int, bool | int | float | Sequence[int | float]]
 _MAP_NORESERVE = 0x4000  # on Linux; Python 3.11's mmap has no name for it
-
-
-class FaultKind(enum.IntEnum):
-    """Classes of faults; see executor.h."""
-
-    OUT_OF_BOUNDS = 1
-    MISALIGNED = 2
-    UNINITIALISED = 3
-    RACE = 4
-    RACE_GROUPS = 5
-    WRONG_FLAG = 6
-    WEAK_BARRIER = 7
-    BARRIER = 8
-    SIMD = 9
-    INACTIVE_LANE = 10
-    CONST_STORE = 11
-    CONSTANT_VALUE = 12
-    RESOURCE = 13
-    SIGNAL = 14
-    ENDLESS = 15
-    DIVISION = 16
-    SHIFT = 17
-    EQUAL_WRITE = 18
-
-    @property
-    def is_warning(self) -> bool:
-        """True if the operation is only suspicious: Metal allows it, but it is usually a mistake."""
-        return self >= FaultKind.DIVISION
-
-
-@dataclass(frozen=True)
-class Fault:
-    """One report. `message` is the whole report in one line; the other attributes are its parts."""
-
-    kind: FaultKind
-    message: str
-    file: str
-    line: int
-    thread: tuple[int, int, int]
-    simdgroup: int
-    threadgroup: tuple[int, int, int]
-    buffer: int
-    offset: int
-
-
-class KernelFault(Exception):
-    """Raised for a launch that broke a rule of Metal."""
-
-    def __init__(self, faults: Sequence[Fault]) -> None:
-        super().__init__("\n".join(f.message for f in faults))
-        self.faults = list(faults)
-
-
-class KernelWarning(UserWarning):
-    """Issued for operations that Metal allows but that are usually a mistake, such as a division by zero."""
-
-
-@dataclass(frozen=True)
-class Counters:
-    """The counts of one launch. In fast mode the byte counts are None. `buffers` maps a slot to its byte counts."""
-
-    threads: int
-    threadgroups: int
-    threadgroup_barriers: int
-    simdgroup_barriers: int
-    simd_operations: int
-    mmas: int
-    atomics: int
-    device_bytes_read: int | None
-    device_bytes_written: int | None
-    distinct_bytes_read: int | None
-    distinct_bytes_written: int | None
-    threadgroup_bytes_read: int | None
-    threadgroup_bytes_written: int | None
-    buffers: dict[int, dict[str, int]] | None
 
 
 class Buffer:
@@ -236,7 +160,7 @@ class Kernel:
         result = executor().sm_launch(dispatch)
         del keep
         try:
-            self.last_faults = [_fault(result.contents.faults[i]) for i in range(result.contents.fault_count)]
+            self.last_faults = read_faults(result.contents)
             counters = read_counters(result.contents.counters)
         finally:
             executor().sm_free_result(result)
@@ -407,34 +331,3 @@ def _bind(slot: api.Buffer, bound: Bound) -> object:
     slot.base, slot.length, slot.offset = bound.array.ctypes.data, bound.array.nbytes, bound.offset
     slot.initialised = None if bound.written is None else bound.written.ctypes.data
     return bound
-
-
-def _fault(f: Any) -> Fault:
-    return Fault(
-        FaultKind(f.kind),
-        f.message.decode(),
-        f.file.decode(),
-        f.line,
-        (f.thread.x, f.thread.y, f.thread.z),
-        f.simdgroup,
-        (f.threadgroup.x, f.threadgroup.y, f.threadgroup.z),
-        f.buffer,
-        f.offset,
-    )
-
-
-def _buffer_counts(counters: Any) -> dict[int, dict[str, int]] | None:
-    """Converts the counts by slot to the form of `Counters.buffers`."""
-    if not counters.has_bytes:
-        return None
-    names = ("bytes_read", "bytes_written", "distinct_read", "distinct_written")
-    slots = {s: {n: getattr(counters, f"buffer_{n}")[s] for n in names} for s in range(api.SLOTS)}
-    return {s: counts for s, counts in slots.items() if any(counts.values())}
-
-
-def read_counters(counters: Any) -> Counters:
-    """Converts a sm_counters of `executor.h`."""
-    plain = [name for name in Counters.__dataclass_fields__ if name != "buffers"]
-    values = {n: getattr(counters, n) if counters.has_bytes or "bytes" not in n else None for n in plain}
-    fields: dict[str, Any] = {**values, "buffers": _buffer_counts(counters)}
-    return Counters(**fields)

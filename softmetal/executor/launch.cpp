@@ -5,7 +5,7 @@
 #include <thread>
 
 #include "checker/checker.h"
-#include "library.h"
+#include "compile/library.h"
 #include "machine.h"
 #include "report.h"
 

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "library.h"
+#include "compile/library.h"
 
 namespace softmetal {
 namespace {

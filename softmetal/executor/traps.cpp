@@ -7,7 +7,7 @@
 #include <cstdio>
 #include <mutex>
 
-#include "library.h"
+#include "compile/library.h"
 #include "machine.h"
 #include "report.h"
 

@@ -1,8 +1,7 @@
 // Libraries, functions and pipelines. The executor's compiler makes them from Metal source text or a metallib.
 #include <algorithm>
-#include <cstring>
-#include <map>
 
+#include "function_constants.h"
 #include "metal.h"
 
 NSErrorDomain const MTLLibraryErrorDomain = @"MTLLibraryErrorDomain";
@@ -67,108 +66,6 @@ CompileSettings& settings(MTLCompileOptions* options) {
   return *static_cast<CompileSettings*>(options->_state);
 }
 
-std::string constant_text(const void* value, MTLDataType type) {
-  const auto integer = [value](auto sample) {
-    std::memcpy(&sample, value, sizeof sample);
-    return std::to_string(sample);
-  };
-  switch (type) {
-    case MTLDataTypeBool:
-      return *static_cast<const uint8_t*>(value) != 0 ? "true" : "false";
-    case MTLDataTypeChar:
-      return integer(int8_t{});
-    case MTLDataTypeUChar:
-      return integer(uint8_t{});
-    case MTLDataTypeShort:
-      return integer(int16_t{});
-    case MTLDataTypeUShort:
-      return integer(uint16_t{});
-    case MTLDataTypeInt:
-      return integer(int32_t{});
-    case MTLDataTypeUInt:
-      return integer(uint32_t{});
-    case MTLDataTypeLong:
-      return integer(int64_t{});
-    case MTLDataTypeULong:
-      return integer(uint64_t{});
-    case MTLDataTypeFloat:
-    case MTLDataTypeHalf: {
-      float number = 0;
-      if (type == MTLDataTypeFloat) {
-        std::memcpy(&number, value, sizeof number);
-      } else {
-        _Float16 half;
-        std::memcpy(&half, value, sizeof half);
-        number = static_cast<float>(half);
-      }
-      std::array<char, 40> text;
-      std::snprintf(text.data(), text.size(), "%a", static_cast<double>(number));
-      return text.data();
-    }
-  }
-  violation("function constant type", "setConstantValue: type ", static_cast<NSUInteger>(type),
-            " is not supported here");
-}
-
-const char* type_name(MTLDataType type) {
-  switch (type) {
-    case MTLDataTypeBool:
-      return "bool";
-    case MTLDataTypeChar:
-      return "char";
-    case MTLDataTypeUChar:
-      return "uchar";
-    case MTLDataTypeShort:
-      return "short";
-    case MTLDataTypeUShort:
-      return "ushort";
-    case MTLDataTypeInt:
-      return "int";
-    case MTLDataTypeUInt:
-      return "uint";
-    case MTLDataTypeLong:
-      return "long";
-    case MTLDataTypeULong:
-      return "ulong";
-    case MTLDataTypeFloat:
-      return "float";
-    case MTLDataTypeHalf:
-      return "half";
-  }
-  return "";
-}
-
-// Returns the short name of a scalar type, because MSL has several names for most scalar types.
-std::string short_type(std::string type) {
-  static const std::map<std::string, std::string> names = {
-      {"unsigned", "uint"},       {"unsigned int", "uint"}, {"uint32_t", "uint"}, {"int32_t", "int"},
-      {"unsigned char", "uchar"}, {"uint8_t", "uchar"},     {"int8_t", "char"},   {"unsigned short", "ushort"},
-      {"uint16_t", "ushort"},     {"int16_t", "short"},     {"size_t", "ulong"},  {"uint64_t", "ulong"},
-      {"unsigned long", "ulong"}, {"int64_t", "long"}};
-  const auto found = names.find(type);
-  return found == names.end() ? type : found->second;
-}
-
-// Returns what is wrong with the types of the values, or an empty text.
-std::string wrong_type(const sm_library* library, const std::vector<Program::Constant>& values) {
-  const std::array<std::string, 11> scalars = {"bool", "char", "uchar", "short", "ushort", "int",
-                                               "uint", "long", "ulong", "float", "half"};
-  for (uint32_t i = 0; i < sm_library_constant_count(library); ++i) {
-    const sm_function_constant& declared = *sm_library_constant(library, i);
-    const std::string type = short_type(declared.type);
-    if (std::find(scalars.begin(), scalars.end(), type) == scalars.end())
-      continue;  // enums and vectors are not checked
-    for (const Program::Constant& value : values) {
-      const bool same = value.name.empty() ? value.index == declared.index : value.name == declared.name;
-      if (same && value.type != type) {
-        return std::string("function constant '") + declared.name + "' [[function_constant(" +
-               std::to_string(declared.index) + ")]] has the type " + type + ", its value was set as " + value.type;
-      }
-    }
-  }
-  return "";
-}
-
 void set_error(NSError** error, MTLLibraryError code, const std::string& message) {
   if (error != nullptr) *error = softmetal::make_error(MTLLibraryErrorDomain, code, message);
 }
@@ -187,7 +84,6 @@ bool may_compile(bool is_pipeline, const std::string& text, NSError** error) {
 }  // namespace
 }  // namespace softmetal
 
-using Constants = std::vector<softmetal::Program::Constant>;
 using softmetal::settings;
 
 @implementation MTLCompileOptions
@@ -234,25 +130,6 @@ using softmetal::settings;
 }
 - (void)setLanguageVersion:(MTLLanguageVersion)version {
   settings(self).version = version;
-}
-@end
-
-@implementation MTLFunctionConstantValues
-- (id)init {
-  _state = new Constants();
-  return self;
-}
-- (void)dealloc {
-  delete static_cast<Constants*>(_state);
-  [super dealloc];
-}
-- (void)setConstantValue:(const void*)value type:(MTLDataType)type atIndex:(NSUInteger)index {
-  static_cast<Constants*>(_state)->push_back(
-      {"", static_cast<uint32_t>(index), softmetal::constant_text(value, type), softmetal::type_name(type)});
-}
-- (void)setConstantValue:(const void*)value type:(MTLDataType)type withName:(NSString*)name {
-  static_cast<Constants*>(_state)->push_back(
-      {[name UTF8String], 0, softmetal::constant_text(value, type), softmetal::type_name(type)});
 }
 @end
 
@@ -331,7 +208,7 @@ using softmetal::settings;
     return nil;
   }
   if (values != nil) {
-    const std::string wrong = softmetal::wrong_type(library, *static_cast<Constants*>(values->_state));
+    const std::string wrong = softmetal::wrong_type(library, softmetal::constants_of(values));
     if (!wrong.empty()) {
       softmetal::set_error(error, MTLLibraryErrorCompileFailure, wrong);
       return nil;
@@ -340,7 +217,7 @@ using softmetal::settings;
   SoftMetalFunction* function = [[SoftMetalFunction alloc] init];
   function->program = new softmetal::Program(*program);
   function->functionName = new std::string([name UTF8String]);
-  if (values != nil) function->program->constants = *static_cast<Constants*>(values->_state);
+  if (values != nil) function->program->constants = softmetal::constants_of(values);
   return function;
 }
 @end

@@ -8,7 +8,7 @@
 #include <cstring>
 #include <utility>
 
-#include "library.h"
+#include "compile/library.h"
 #include "report.h"
 
 namespace softmetal {

@@ -2,7 +2,7 @@
 #include <algorithm>
 
 #include "checker/checker.h"
-#include "library.h"
+#include "compile/library.h"
 #include "report.h"
 
 namespace softmetal {

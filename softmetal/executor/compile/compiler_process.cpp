@@ -1,6 +1,6 @@
 // The compiler's imports take as long as a small kernel. One process (msl/server.py) therefore imports the compiler,
 // and forks for each request. It ends when this process ends.
-#include "compiler_process.h"
+#include "compile/compiler_process.h"
 
 #include <fcntl.h>
 #include <spawn.h>

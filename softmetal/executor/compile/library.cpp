@@ -1,4 +1,4 @@
-#include "library.h"
+#include "compile/library.h"
 
 #include <dlfcn.h>
 #include <link.h>

@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "compiler_process.h"
+#include "compile/compiler_process.h"
 #include "executor.h"
 #include "random.h"
 
