@@ -70,7 +70,7 @@ struct EmbeddingProblem {
 };
 
 struct RepackProblem {
-  Kernel kernel = Kernel::gptq_repack;  // one of the kernels in gemm/repack.metal
+  Kernel kernel = Kernel::gptq_repack;  // one of the kernels in weights/repack.metal
   uint32_t rows = 0;                    // rows and columns of the kernel's grid, see variants.h
   uint32_t columns = 0;
   bool has_perm = false;

@@ -72,17 +72,17 @@
 //     grid (ceil(DV / (kMlstmSimdColumns * simdgroups)), segment_chunks * ceil(chunk_size / kMlstmBlock), heads).
 //   mlstm_step: threads (32 * simdgroups, 1, 1), threadgroup memory mlstm_step_bytes(simdgroups),
 //     grid (ceil(DV / kMlstmStepColumns), heads).
-#define MARLIN_KERNELS_REPACK(X)                                             \
-  X("gemm/repack", gptq_repack, plain, kMaskRepack | MARLIN_SLOT(kSlotPerm)) \
-  X("gemm/repack", awq_repack, plain, kMaskRepack)                           \
-  X("gemm/repack", gptq_unpack_zeros, plain, kMaskRepack)                    \
-  X("gemm/repack", awq_unpack_zeros, plain, kMaskRepack)
+#define MARLIN_KERNELS_REPACK(X)                                                \
+  X("weights/repack", gptq_repack, plain, kMaskRepack | MARLIN_SLOT(kSlotPerm)) \
+  X("weights/repack", awq_repack, plain, kMaskRepack)                           \
+  X("weights/repack", gptq_unpack_zeros, plain, kMaskRepack)                    \
+  X("weights/repack", awq_unpack_zeros, plain, kMaskRepack)
 
 #define MARLIN_KERNELS_DEQUANTIZE(X) \
-  X("gemm/dequantize", dequantize, format_element, kMaskWeight | MARLIN_SLOT(kSlotOut) | MARLIN_SLOT(kSlotParams))
+  X("weights/dequantize", dequantize, format_element, kMaskWeight | MARLIN_SLOT(kSlotOut) | MARLIN_SLOT(kSlotParams))
 
-#define MARLIN_KERNELS_EMBEDDING(X)              \
-  X("gemm/embedding", embedding, format_element, \
+#define MARLIN_KERNELS_EMBEDDING(X)                 \
+  X("weights/embedding", embedding, format_element, \
     kMaskWeight | MARLIN_SLOT(kSlotA) | MARLIN_SLOT(kSlotOut) | MARLIN_SLOT(kSlotParams))
 
 #define MARLIN_KERNELS_PROBE(X) \

@@ -12,6 +12,7 @@ INCLUDE = re.compile(r'^\s*#\s*(?:include|import)\s+["<]([^">]+)[">]', re.MULTIL
 ALLOWED = {
     "kernels/shared": [],
     "kernels/gemm": ["kernels/shared"],
+    "kernels/weights": ["kernels/shared", "kernels/gemm/options.h", "kernels/gemm/weight.h"],
     "kernels/experts": ["kernels/shared", "kernels/gemm"],
     "kernels/layer": ["kernels/shared", "kernels/gemm/options.h"],
     "kernels/mlstm": ["kernels/shared", "kernels/gemm"],

@@ -243,9 +243,9 @@ def _mlstm_all() -> Iterator[Case]:
 def cases_of(file: str) -> Iterator[Case]:
     """Returns the cases for one file, or all cases if `file` is '' or part of several kernels."""
     own = {
-        "gemm/repack.metal": _repack,
-        "gemm/dequantize.metal": _dequantize_cases,
-        "gemm/embedding.metal": _embedding_cases,
+        "weights/repack.metal": _repack,
+        "weights/dequantize.metal": _dequantize_cases,
+        "weights/embedding.metal": _embedding_cases,
         "gemm/gemv.h": _gemv_cases,
         "gemm/gemv.metal": _gemv_cases,
         "gemm/fused.h": _fused_cases,

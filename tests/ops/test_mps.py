@@ -284,7 +284,7 @@ def test_a_kernel_that_does_not_compile_is_named_with_metals_message(tmp_path):
     compiler.write_text("#!/bin/sh\necho the compiler is broken >&2\nexit 1\n")
     compiler.chmod(0o755)
     done = run_process(script)
-    assert "torch_marlin_metal: kernel awq_repack (gemm/repack.metal) does not compile: " in done.stdout
+    assert "torch_marlin_metal: kernel awq_repack (weights/repack.metal) does not compile: " in done.stdout
     assert "the compiler is broken" in done.stdout
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+import torch_marlin_metal as tmm
 from tests.support import reference
 
 
@@ -89,3 +90,21 @@ def moe_gemm(
         bound = bound.sum(1) + (top_k + 1) * 2.0**-24 * (np.abs(exact) + bound).sum(1)
         exact = exact.sum(1)
     return exact, bound + reference.UNIT_ROUNDOFF[a.dtype] * (np.abs(exact) + bound) + reference.TINY[a.dtype]
+
+
+def experts_of(weight_format: str, E: int = 5, K: int = 80, N: int = 41, **options) -> Experts:
+    """Returns random experts in groups of the size that the format fixes, or of 16."""
+    group_size = tmm.WEIGHT_FORMATS[weight_format].fixed_group_size or 16
+    options |= {"global_scale_shape": (-1,)} if weight_format == "nvfp4" else {}
+    return make_experts(weight_format, E, K, N, group_size, **options)
+
+
+def random(*shape, dtype=torch.float32, seed=0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def run(a: torch.Tensor, experts: Experts, ids: torch.Tensor, device: str = "cpu", **options) -> torch.Tensor:
+    """Multiplies by `moe_gemm` on a device and returns the result on the CPU."""
+    held = experts.to(device)
+    moved = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+    return tmm.moe_gemm(a.to(device), held.b_packed, held.scales, ids.to(device), **{**held.arguments, **moved}).cpu()
