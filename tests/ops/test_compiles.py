@@ -77,9 +77,7 @@ def failure_is_remembered_and_alone() -> None:
                 dequantize("uint4")
             messages.append(str(raised.value).splitlines()[0])
         assert len(seen) == 1, [c.kind for c in seen]
-        expected = (
-            "torch_marlin_metal: kernel dequantize_uint4_float16 (weights/dequantize.metal) does not compile: no such type"
-        )
+        expected = "torch_marlin_metal: kernel dequantize_uint4_float16 (weights/dequantize.metal) does not compile: no such type"
         assert messages == [expected] * 3, messages
         assert dequantize("uint4", torch.bfloat16).isfinite().all(), "the next function of the file"
     with pytest.raises(RuntimeError, match="no such type"):  # remembered, although a new compile would succeed
