@@ -56,7 +56,7 @@ def row(case: Case, counted: dict[str, Any]) -> str:
     around_steps = slots(outer) - slots(hot)
     once = slots(counted["total"]) - slots(outer)
     return (f'KernelCounts{{Kernel::{case.kernel}, WeightFormat::{case.weight_format}, {tile(case)}, {step}, '
-            f'{around_steps}, {outer_k}, {once}, {counted["half_registers"]}}},')  # fmt: skip
+            f'{around_steps}, {outer_k}, {once}, {counted["half_registers"]}, {hot["waits"]}}},')  # fmt: skip
 
 
 def rows(agxstat: str) -> Iterator[str]:

@@ -79,8 +79,14 @@ enum {
   kGemvK = 16,
   kGemvMaxRows = 8,
   kGemvMaxSeparateOddRows = 4,  // with more rows, odd k use the accumulators of even k
+  kGemvMaxLoadsFirstRows = 4,   // with more rows, a row's activations are loaded just before their products
   kGemvMaxSimdgroups = 16,
 };
+
+// Returns true if a step loads all that it multiplies before the first product.
+constexpr bool gemv_loads_first(CodeKind kind, uint32_t rows) {
+  return kind != CodeKind::table && rows <= kGemvMaxLoadsFirstRows;
+}
 
 constexpr uint32_t gemv_threadgroup_bytes(WeightFormat format, uint32_t rows, uint32_t simdgroups) {
   return simdgroups * rows * kGemvColumns * 4 + (format == WeightFormat::lut4 ? kLutSize * 4 : 0);

@@ -233,12 +233,12 @@ void check_choices() {
       {"M1", 33, 4096, 4096, "fused:24x32x64", 2, "matrix"},
       {"M1", 4096, 4096, 4096, "fused:32x32x64", 1, "matrix"},
       {"M1", 1, 1, 8, "gemv:1x128x16", 1, "launch"},
-      {"M1 Max", 4, 4096, 4096, "gemv:4x128x16", 2, "dram"},
+      {"M1 Max", 4, 4096, 4096, "gemv:4x128x16", 1, "occupancy"},
       {"M1 Max", 8, 4096, 4096, "fused:8x32x64", 1, "matrix"},
       {"M1 Max", 9, 4096, 14336, "gemv:5x128x16", 1, "issue"},
       {"M1 Max", 1, 512, 4096, "gemv:1x128x16", 2, "launch"},
       {"M2 Ultra", 1, 151936, 896, "gemv:1x128x16", 1, "dram"},
-      {"M3", 33, 4096, 4096, "fused:32x32x64", 2, "matrix"},
+      {"M3", 33, 4096, 4096, "fused:24x32x64", 3, "matrix"},
       {"M4 Max", 16, 4096, 14336, "fused:16x32x64", 2, "matrix"},
       {"M5", 8, 4096, 4096, "fused:8x32x64", 1, "matrix"},
   };
@@ -266,10 +266,10 @@ void check_splits() {
   } rows[] = {
       {1, 4096, 4096, 8, "gemv_uint4b8_float16", {1, 32, 1}, {256, 1, 1}, 512},
       {1, 512, 4096, 8, "gemv_uint4b8_float16", {1, 4, 1}, {512, 1, 1}, 256},
-      {1, 512, 4096, 32, "gemm_fused_uint4b8_float16", {16, 1, 1}, {256, 1, 1}, 512},
+      {1, 512, 4096, 32, "gemv_uint4b8_float16", {1, 4, 1}, {512, 1, 1}, 256},
       {1, 1, 8, 8, "gemv_uint4b8_float16", {1, 1, 1}, {32, 1, 1}, 16},
       {6, 4096, 4096, 8, "gemv_uint4b8_float16", {1, 32, 1}, {128, 1, 1}, 1024},
-      {17, 4096, 4096, 8, "gemv_uint4b8_float16", {3, 32, 1}, {96, 1, 1}, 1408, "gemv"},
+      {17, 4096, 4096, 8, "gemv_uint4b8_float16", {3, 32, 1}, {128, 1, 1}, 1024, "gemv"},
       {5, 4096, 4096, 8, "gemm_fused_uint4b8_float16", {128, 1, 1}, {128, 1, 1}, 1024, "fused"},
       {33, 4096, 4096, 8, "gemm_fused_uint4b8_float16", {128, 1, 1}, {128, 1, 1}, 1024},
       {8, 512, 4096, 32, "gemm_fused_uint4b8_float16", {16, 1, 1}, {256, 1, 1}, 512, "fused"},
@@ -322,9 +322,9 @@ void check_few_rows() {
   };
   for (const Chip& chip : kChips) {
     subject = chip.name;
-    // A Max has up to 40 cores and fast memory. The 32 threadgroups of gemv leave eight cores idle, so instructions
-    // take longer than memory.
-    expect(over_one_row(chip, 4) <= (chip.name.ends_with("Max") ? 1.12 : 1.1),
+    // A Max has up to 40 cores and fast memory. The 32 threadgroups of gemv would leave eight cores idle, so four rows
+    // take a second dispatch.
+    expect(over_one_row(chip, 4) <= (chip.name.ends_with("Max") ? 1.13 : 1.1),
            "4 rows at " + std::to_string(over_one_row(chip, 4)));
   }
   for (std::string_view name : {"M1", "M2", "M3", "M4", "M1 Pro", "M1 Max"}) {

@@ -26,11 +26,13 @@ Tiling gemv_split(const GemmTile& row, const WeightProblem& weight, uint32_t sli
   return tiling;
 }
 
-// A row block may have more rows than the problem needs, because larger blocks may keep more simdgroups resident.
+// A row block may have more rows than the problem needs, because larger blocks may keep more simdgroups resident. If the
+// columns are too few to occupy every core, blocks may also be so small that there is one more of them than necessary.
 std::optional<Tiling> gemv_tiling(const GemmTile& row, const GemmProblem& problem, const GpuDevice& device) {
   if (problem.M > kMaxRows && problem.variant == "auto") return std::nullopt;
   const uint32_t blocks = ceil_divide(problem.M, kGemvMaxRows);
-  if (row.tile.M < ceil_divide(problem.M, blocks)) return std::nullopt;
+  const bool cores_idle = blocks * ceil_divide(problem.weight.N, kGemvColumns) < device.cores;
+  if (row.tile.M < ceil_divide(problem.M, cores_idle ? blocks + 1 : blocks)) return std::nullopt;
   const uint32_t max_slices = std::clamp<uint32_t>(problem.weight.K / kMinSlice, 1, kMaxSlices);
   return cheapest_split(problem, device, 1, max_slices,
                         [&](uint32_t slices) { return gemv_split(row, problem.weight, slices); });
