@@ -37,7 +37,8 @@ Plan plan_embedding(const EmbeddingProblem& problem) {
 
 Plan plan_repack(const RepackProblem& problem) {
   const std::string_view op = info(problem.kernel).name;
-  if (info(problem.kernel).library != "weights/repack") refuse("repack", "kernel", "one of weights/repack", std::string(op));
+  if (info(problem.kernel).library != "weights/repack")
+    refuse("repack", "kernel", "one of weights/repack", std::string(op));
   if (problem.rows == 0) refuse(op, "rows", "at least 1", "0");
   if (problem.columns == 0) refuse(op, "columns", "at least 1", "0");
   Dispatch dispatch{
