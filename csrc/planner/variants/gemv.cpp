@@ -26,8 +26,9 @@ Tiling gemv_split(const GemmTile& row, const WeightProblem& weight, uint32_t sli
   return tiling;
 }
 
-// A row block may have more rows than the problem needs, because larger blocks may keep more simdgroups resident. If the
-// columns are too few to occupy every core, blocks may also be so small that there is one more of them than necessary.
+// A row block may have more rows than the problem needs, because larger blocks may keep more simdgroups resident. If
+// the columns are too few to occupy every core, blocks may also be so small that there is one more of them than
+// necessary.
 std::optional<Tiling> gemv_tiling(const GemmTile& row, const GemmProblem& problem, const GpuDevice& device) {
   if (problem.M > kMaxRows && problem.variant == "auto") return std::nullopt;
   const uint32_t blocks = ceil_divide(problem.M, kGemvMaxRows);
