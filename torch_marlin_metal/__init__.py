@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, Any
 from torch_marlin_metal import interrupt  # noqa: F401  before the imports that load torch
 
 # isort: split
+from torch_marlin_metal.extension import CpuCapability, cpu_capability  # before the modules that use operators
+
+# isort: split
 from torch_marlin_metal import convert
-from torch_marlin_metal.extension import CpuCapability, cpu_capability
 from torch_marlin_metal.formats import GROUP_SIZES, WEIGHT_FORMATS, WeightFormat, weight_format
 from torch_marlin_metal.fuse.layers import FusedLayersReport, fuse_layers
 from torch_marlin_metal.gpu.planning import plan

@@ -1,41 +1,76 @@
-"""Loads the compiled extension, which registers `torch.ops.torch_marlin_metal.*`."""
+"""Loads the compiled extension, which registers `torch.ops.torch_marlin_metal.*`.
+
+If there is no extension, or if it does not fit this torch or these Python files, the package is imported with a warning
+that says why. Checkpoints can then be inspected and converted. Each operator and each function of the extension raises
+`ExtensionError`, and nothing is computed in another way.
+"""
 
 import importlib
 import platform
+import warnings
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from torch_marlin_metal import interface
+from torch_marlin_metal import interface, interrupt
 
 BUILD_COMMAND = "`pip install --no-build-isolation --force-reinstall --no-deps .` in the source tree"
+WHAT_WORKS = (
+    "Until then only checkpoints can be inspected and converted, with slower code; every operator raises an error."
+)
+
+
+class ExtensionError(RuntimeError):
+    """The compiled extension cannot be used. The message says why, and which command mends it."""
+
+
+class Unavailable:
+    """Stands for an operator, a function or a namespace of an extension that cannot be used.
+
+    Args:
+        name: the operator's or function's full name.
+        reason: the message of `_load`'s error.
+    """
+
+    def __init__(self, name: str, reason: str) -> None:
+        self._name = name
+        self._reason = reason
+
+    def __getattr__(self, name: str) -> "Unavailable":
+        if name.startswith("_"):  # Python and other packages look for optional methods of any object
+            raise AttributeError(name)
+        # An operator's overload: messages name the operator alone.
+        return self if name == "default" else Unavailable(f"{self._name}.{name}", self._reason)
+
+    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+        """Raises the error."""
+        raise ExtensionError(f"{self._name}: {self._reason}")
 
 
 def _load() -> Any:
     try:
         compiled: Any = importlib.import_module("torch_marlin_metal._C")
     except ModuleNotFoundError as error:
-        raise ImportError(
-            f"torch_marlin_metal: no compiled extension for Python {platform.python_version()} is installed. "
-            f"Build it: {BUILD_COMMAND}."
+        raise ExtensionError(
+            f"no compiled extension for Python {platform.python_version()} is installed. Build it: {BUILD_COMMAND}."
         ) from error
     except ImportError as error:  # its text may hold a symbol's name of hundreds of characters
-        raise ImportError(
-            f"torch_marlin_metal: the compiled extension does not load with torch {torch.__version__}, most likely "
+        raise ExtensionError(
+            f"the compiled extension does not load with torch {torch.__version__}, most likely "
             f"because it was built for another torch. Build it for this one: {BUILD_COMMAND}."
         ) from error
     built_for = compiled.torch_version
     if built_for.split(".")[:2] != torch.__version__.split(".")[:2]:
-        raise ImportError(
-            f"torch_marlin_metal: the extension was built for torch {built_for}, but this is torch "
+        raise ExtensionError(
+            f"the extension was built for torch {built_for}, but this is torch "
             f"{torch.__version__}. Build it again: {BUILD_COMMAND}, or `pip install torch=={built_for}`."
         )
     difference = interface.first_difference(compiled)
     if difference is not None:
-        raise ImportError(
-            "torch_marlin_metal: the compiled extension was built from another version of the sources than the Python "
-            f"files: {difference}. Build it again: {BUILD_COMMAND}, or `python setup.py build_ext --inplace` for an "
+        raise ExtensionError(
+            "the compiled extension was built from another version of the sources than the Python files: "
+            f"{difference}. Build it again: {BUILD_COMMAND}, or `python setup.py build_ext --inplace` for an "
             "editable installation."
         )
     return compiled
@@ -47,10 +82,45 @@ def _read_saved_choices() -> None:
     use_saved_once()
 
 
-native = _load()
-# The tuner's table is a file in the user's home. It is read when the planner first chooses a kernel for this machine's
-# GPU, never at import.
-native.set_tuned_loader(_read_saved_choices)
+native: Any
+#: Why the extension cannot be used, or None if it is loaded.
+refusal: str | None = None
+try:
+    native = _load()
+    # The tuner's table is a file in the user's home. It is read when the planner first chooses a kernel for this
+    # machine's GPU, never at import.
+    native.set_tuned_loader(_read_saved_choices)
+except ExtensionError as error:
+    refusal = str(error)
+    native = Unavailable("torch_marlin_metal._C", refusal)
+    # An extension that was refused after it had been loaded has registered its operators. They are hidden, too.
+    vars(torch.ops)["torch_marlin_metal"] = Unavailable("torch.ops.torch_marlin_metal", refusal)
+
+
+def warn() -> None:
+    """Warns if the extension cannot be used, with the reason."""
+    if refusal is not None:
+        warnings.warn(f"torch_marlin_metal: {refusal} {WHAT_WORKS}", RuntimeWarning, stacklevel=2)
+
+
+if not interrupt.is_command():  # the command line calls `warn` itself, in its own form
+    warn()
+
+
+def require(caller: str) -> None:
+    """Raises an error if the extension cannot be used.
+
+    Functions call this at their start if they would otherwise do long work first, or would treat the operators' errors
+    like a model's own.
+
+    Args:
+        caller: the name of the function or argument that needs the extension.
+
+    Raises:
+        ExtensionError: the extension cannot be used.
+    """
+    if refusal is not None:
+        raise ExtensionError(f"{caller}: {refusal}")
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,10 @@
-"""The weight formats, as the extension reports them from the table in `csrc/core/weight_format.h`."""
+"""The weight formats. The table is the same as in `csrc/core/weight_format.h`, which the kernels use.
+
+Checkpoints are read and converted without the compiled extension too, so Python has the table itself. An extension
+whose table differs is refused (`interface.py`).
+"""
 
 from dataclasses import dataclass
-
-from torch_marlin_metal.extension import native
 
 
 @dataclass(frozen=True)
@@ -30,10 +32,25 @@ class WeightFormat:
     fixed_group_size: int | None
 
 
-WEIGHT_FORMATS: dict[str, WeightFormat] = {row[0]: WeightFormat(*row) for row in native.weight_formats()}
-GROUP_SIZES: tuple[int, ...] = tuple(native.group_sizes())
+WEIGHT_FORMATS: dict[str, WeightFormat] = {
+    row.name: row
+    for row in (
+        WeightFormat("uint4b8", "(q - 8) * s", "integer", "floating", "none", False, False, None),
+        WeightFormat("uint4", "(q - z) * s", "integer", "floating", "zero_point", False, False, None),
+        WeightFormat("uint4_bias", "q * s + b", "integer", "floating", "bias", False, False, None),
+        WeightFormat("float4_e2m1", "e2m1(q) * s", "e2m1", "floating", "none", False, False, None),
+        WeightFormat("nvfp4", "e2m1(q) * (e4m3(s) * global_scale)", "e2m1", "e4m3", "none", True, False, 16),
+        WeightFormat("mxfp4", "e2m1(q) * 2^(s - 127)", "e2m1", "e8m0", "none", False, False, 32),
+        WeightFormat("lut4", "lut[q] * s", "table", "floating", "none", False, True, None),
+    )
+}
+GROUP_SIZES: tuple[int, ...] = (16, 32, 64, 128, 256)
 DEFAULT_GROUP_SIZE = 128
-E2M1_VALUES: tuple[float, ...] = tuple(native.e2m1_values())
+# The E2M1 value of each code: sign, two exponent bits (bias 1), one mantissa bit (OCP MX v1.0, 5.3.3).
+E2M1_VALUES: tuple[float, ...] = (
+    *(0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0),
+    *(-0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0),
+)
 
 # bitsandbytes' NF4 table (QLoRA, arXiv:2305.14314, appendix E), as float32.
 NF4_VALUES: tuple[float, ...] = (

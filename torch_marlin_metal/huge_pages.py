@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from torch_marlin_metal.extension import native
+from torch_marlin_metal import extension
 
 
 def prefer_huge_pages(tensor: Tensor) -> Tensor:
@@ -10,8 +10,10 @@ def prefer_huge_pages(tensor: Tensor) -> Tensor:
 
     Call this before the tensor is filled, because pages that exist already stay as they are. The advice covers only the
     huge pages (2 MB) that lie within the tensor, so the process never takes more memory. It changes no result, and does
-    nothing for tensors on other devices, on other systems, or where huge pages are switched off.
+    nothing for tensors on other devices, on other systems, or where huge pages are switched off, or without
+    the compiled extension.
     """
-    if type(tensor) is Tensor and tensor.device.type == "cpu":  # a fake tensor has no memory
-        native.prefer_huge_pages(tensor.data_ptr(), tensor.nbytes)
+    is_real = type(tensor) is Tensor  # a fake tensor has no memory
+    if is_real and tensor.device.type == "cpu" and extension.refusal is None:
+        extension.native.prefer_huge_pages(tensor.data_ptr(), tensor.nbytes)
     return tensor

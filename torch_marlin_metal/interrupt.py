@@ -13,7 +13,7 @@ from types import FrameType
 EXIT_CODE = 130  # 128 + SIGINT, as shells report it
 
 
-def _is_command() -> bool:
+def is_command() -> bool:
     """Returns whether this process is `torch-marlin-metal` or `python -m torch_marlin_metal`."""
     if sys.argv[:1] == ["-m"]:  # Python replaces "-m" by the module's path only after it has imported the package
         return "torch_marlin_metal" in sys.orig_argv[1:]
@@ -32,5 +32,5 @@ def raise_again() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-if _is_command() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+if is_command() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, _end)

@@ -3,12 +3,14 @@
 Schemas, checks, fake kernels, autograd and autocast are registered by the C++ extension.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from torch_marlin_metal import extension
 from torch_marlin_metal.formats import NF4_VALUES, resolve_group_size
 from torch_marlin_metal.formats import weight_format as find_format
 from torch_marlin_metal.packed_weight import PackedWeight
@@ -18,25 +20,32 @@ _ops = torch.ops.torch_marlin_metal
 _gemm = _ops.gemm.default
 
 
-@register_flop_formula(_ops.gemm)
+def _flop_formula(operator: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    """Registers an operator's formula with torch, which accepts registered operators only."""
+    if extension.refusal is not None:
+        return lambda formula: formula
+    return register_flop_formula(getattr(_ops, operator))
+
+
+@_flop_formula("gemm")
 def _gemm_flops(a_shape: torch.Size, b_packed_shape: torch.Size, *_: Any, **__: Any) -> int:
     """Returns 2 M N K, a multiplication and an addition per term, as `FlopCounterMode` counts for `nn.Linear`."""
     return 2 * a_shape.numel() * b_packed_shape[1]
 
 
-@register_flop_formula(_ops.gemm_fp32)
+@_flop_formula("gemm_fp32")
 def _gemm_fp32_flops(a_shape: torch.Size, b_packed_shape: torch.Size, *_: Any, **__: Any) -> int:
     """Counts the same as for `gemm`."""
     return 2 * a_shape.numel() * b_packed_shape[1]
 
 
-@register_flop_formula(_ops.gemm_transposed)
+@_flop_formula("gemm_transposed")
 def _gemm_transposed_flops(a_shape: torch.Size, b_packed_shape: torch.Size, *_: Any, **__: Any) -> int:
     """Counts the backward product as `FlopCounterMode` counts `nn.Linear`'s."""
     return 2 * a_shape.numel() * 8 * b_packed_shape[0]
 
 
-@register_flop_formula(_ops.moe_gemm)
+@_flop_formula("moe_gemm")
 def _moe_gemm_flops(
     a_shape: torch.Size, b_packed_shape: torch.Size, _: torch.Size, ids_shape: torch.Size, *__: Any, **___: Any
 ) -> int:

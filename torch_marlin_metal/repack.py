@@ -50,7 +50,7 @@ def unpack_codes(b_packed: Tensor) -> Tensor:
         ValueError: b_packed is not int32 or not two-dimensional.
     """
     _check_words("unpack_codes", "b_packed", b_packed)
-    return _unpack(b_packed, SEQUENTIAL_ORDER).movedim(-1, 1).flatten(0, 1)
+    return unpack_nibbles(b_packed, SEQUENTIAL_ORDER).movedim(-1, 1).flatten(0, 1)
 
 
 def pack_gptq(b_packed: Tensor, *, perm: Tensor | None = None) -> Tensor:
@@ -199,7 +199,7 @@ def _pack(codes: Tensor, order: tuple[int, ...]) -> Tensor:
     return words
 
 
-def _unpack(words: Tensor, order: tuple[int, ...]) -> Tensor:
+def unpack_nibbles(words: Tensor, order: tuple[int, ...]) -> Tensor:
     """Unpacks int32 [...] into uint8 [..., 8]: code order[i] comes from nibble i."""
     codes = torch.empty(*words.shape, CODES_PER_WORD, dtype=torch.uint8, device=words.device)
     for nibble, code in enumerate(order):

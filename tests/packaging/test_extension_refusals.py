@@ -1,17 +1,15 @@
-"""The error on import if torch or Python differ from those that the extension was compiled for."""
+"""The reasons for which the extension is not used: another torch or Python, or other sources."""
 
-import os
 import re
-import shutil
-import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
-from torch_marlin_metal import extension, interface
+from torch_marlin_metal import extension, formats, interface
 
 
 def load_with(monkeypatch: pytest.MonkeyPatch, found: ModuleType | ImportError) -> str:
@@ -24,7 +22,7 @@ def load_with(monkeypatch: pytest.MonkeyPatch, found: ModuleType | ImportError) 
         return found
 
     monkeypatch.setattr(extension.importlib, "import_module", import_module)
-    with pytest.raises(ImportError) as refusal:
+    with pytest.raises(extension.ExtensionError) as refusal:
         extension._load()
     return str(refusal.value)
 
@@ -66,6 +64,20 @@ def test_an_older_build_without_an_operator(monkeypatch) -> None:
     assert "it has no operator operator_of_tomorrow" in message and extension.BUILD_COMMAND in message
 
 
+def test_a_build_with_another_table_of_formats(monkeypatch) -> None:
+    row = formats.WEIGHT_FORMATS["mxfp4"]
+    monkeypatch.setitem(formats.WEIGHT_FORMATS, "mxfp4", replace(row, fixed_group_size=16))
+    message = load_with(monkeypatch, older_build())
+    assert "its table of weight formats has ('mxfp4'" in message and extension.BUILD_COMMAND in message
+
+
+@pytest.mark.parametrize(("function", "table"), [("group_sizes", "group sizes"), ("e2m1_values", "E2M1 values")])
+def test_a_build_with_another_table_of_numbers(function: str, table: str, monkeypatch) -> None:
+    module = older_build()
+    setattr(module, function, lambda: getattr(extension.native, function)()[:-1])
+    assert f"its table of {table} has None, not " in load_with(monkeypatch, module)
+
+
 def test_an_older_build_whose_operator_lacks_an_argument(monkeypatch) -> None:
     monkeypatch.setitem(interface.OPERATORS, "gptq_repack", "qweight perm bits")
     message = load_with(monkeypatch, older_build())
@@ -97,23 +109,3 @@ def test_a_missing_symbol_is_not_printed(monkeypatch) -> None:
 def test_another_python(monkeypatch) -> None:
     message = load_with(monkeypatch, ModuleNotFoundError("No module named 'torch_marlin_metal._C'"))
     assert f"no compiled extension for Python {sys.version_info.major}.{sys.version_info.minor}." in message
-
-
-def test_the_command_line_without_an_extension_names_the_command_that_builds_it(tmp_path) -> None:
-    """The table of formats is in the extension, so neither `convert` nor `inspect` works without it."""
-    package = Path(extension.__file__).parent
-    shutil.copytree(package, tmp_path / package.name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    # An editable installation's finder would find the extension in the repository.
-    code = """
-import runpy, sys
-sys.meta_path = [finder for finder in sys.meta_path if "editable" not in str(finder).lower()]
-sys.argv[1:] = ["inspect", "model"]
-runpy.run_module("torch_marlin_metal", run_name="__main__")
-"""
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    refusal = done.stderr.splitlines()[-1]
-    assert done.returncode == 1
-    assert "torch_marlin_metal: no compiled extension for Python" in refusal
-    assert extension.BUILD_COMMAND in refusal

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch_marlin_metal.checkpoints.checkpoint import Checkpoint
 from torch_marlin_metal.checkpoints.errors import CheckpointError, UnsupportedFormat
 from torch_marlin_metal.checkpoints.files.safetensors import Slice, TensorInfo
+from torch_marlin_metal.checkpoints.words import transposed
 from torch_marlin_metal.formats import GROUP_SIZES
 
 FLOATS = ("F16", "BF16", "F32")
@@ -170,8 +171,7 @@ def constant(tensor: Tensor, value: int) -> bool:
 
 def as_words(packed: Tensor) -> Tensor:
     """Converts bytes `[N, K/2]` or words `[N, K/8]`, lowest k in the lowest nibble, to int32 `[K/8, N]`."""
-    words: Tensor = torch.ops.torch_marlin_metal.transpose_words(packed.contiguous().view(torch.int32))
-    return words
+    return transposed(packed.contiguous().view(torch.int32))
 
 
 def words_of_codes(codes: Tensor) -> Tensor:

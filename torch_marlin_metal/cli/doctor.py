@@ -10,10 +10,10 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from torch_marlin_metal import extension
 from torch_marlin_metal.cli import doctor_steps
 from torch_marlin_metal.cli.bench import processor_name
 from torch_marlin_metal.cli.output import ANSWER_IS_NO, DONE, Json, show, table
-from torch_marlin_metal.extension import cpu_capability
 from torch_marlin_metal.version import __version__
 
 # Makes Metal check each call and each memory access of a kernel. Checks that measure times run without it.
@@ -44,7 +44,8 @@ def doctor(
     for check in found["checks"]:
         shown.add_row(check["check"], check["result"], check["summary"])
     show(found, shown, as_json)
-    return DONE if all(check["result"] == "passed" for check in found["checks"]) else ANSWER_IS_NO
+    works = extension.refusal is None and all(check["result"] == "passed" for check in found["checks"])
+    return DONE if works else ANSWER_IS_NO
 
 
 def machine() -> dict[str, str]:
@@ -55,7 +56,8 @@ def machine() -> dict[str, str]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "torch_marlin_metal": __version__,
-        "isa": cpu_capability().isa,
+        "extension": "loaded" if extension.refusal is None else extension.refusal,
+        "isa": extension.cpu_capability().isa if extension.refusal is None else "unknown",
         "mps": "no",
     }
     if torch.backends.mps.is_available():

@@ -19,7 +19,7 @@ from rich.table import Table
 from tqdm import tqdm
 from typer.core import TyperGroup
 
-from torch_marlin_metal import interrupt
+from torch_marlin_metal import extension, interrupt
 from torch_marlin_metal.convert import CheckpointError
 
 DONE = 0
@@ -41,6 +41,7 @@ def reported(command: Callable[..., int]) -> Callable[..., None]:
         try:
             with warnings.catch_warnings():
                 warnings.showwarning = _show_warning
+                extension.warn()
                 code = command(**arguments)
         except CheckpointError as error:
             code = _fail(error, FAILED, as_json)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torch_marlin_metal.extension import require
 from torch_marlin_metal.fuse import caches, experts, gated, masks, norms, residual, rotary, sinks
 from torch_marlin_metal.fuse.proof import TOLERANCE, difference, has_forward_of_its_own
 from torch_marlin_metal.layers.experts import MarlinExperts
@@ -77,7 +78,9 @@ def fuse_layers(model: nn.Module) -> FusedLayersReport:
 
     Raises:
         RuntimeError: fusing changed the model's results by more than rounding explains. The model is restored.
+        ExtensionError: the compiled extension cannot be used.
     """
+    require("fuse_layers")  # the comparisons below take an error of an operator for a module that cannot be fused
     report = FusedLayersReport()
     was_training = [module for module in model.modules() if module.training]
     model.eval()

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch_marlin_metal.checkpoints.card import write_card
 from torch_marlin_metal.checkpoints.errors import CheckpointError
 from torch_marlin_metal.checkpoints.formats.native import METHOD, NativeExporter, empty_layer
+from torch_marlin_metal.extension import require
 from torch_marlin_metal.integrations.choice import choose_layers
 from torch_marlin_metal.integrations.transformers.config import MarlinConfig
 from torch_marlin_metal.integrations.transformers.pending import check_devices, inherit
@@ -60,6 +61,7 @@ class MarlinDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
         """Refuses devices that have no kernels, and fuse="layers", which only models of transformers support."""
+        require(OP)
         if self.quantization_config.fuse == "layers":
             raise ValueError(f"{OP}: fuse: expected True or False for a model of diffusers, got 'layers'")
         if isinstance(device_map, dict):

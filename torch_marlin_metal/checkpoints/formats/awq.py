@@ -14,6 +14,7 @@ from torch_marlin_metal.checkpoints.errors import UnsupportedFormat
 from torch_marlin_metal.checkpoints.format_interface import DirectoryFormat, endings
 from torch_marlin_metal.checkpoints.layer import FLOATS, Layer, as_words, constant, fit_groups, spread, words_of_codes
 from torch_marlin_metal.checkpoints.options import ReadOptions
+from torch_marlin_metal.checkpoints.words import awq_words, awq_zeros
 from torch_marlin_metal.packed_weight import PackedWeight
 
 # version in the settings -> layout
@@ -104,10 +105,10 @@ def _read_gemm(layer: Layer, settings: Settings) -> PackedWeight:
     zeros = None
     if "qzeros" in layer:
         layer.expect("qzeros", ("I32",), G, words)
-        zeros = torch.ops.torch_marlin_metal.awq_unpack_zeros(layer.read("qzeros"))
+        zeros = awq_zeros(layer.read("qzeros"))
     if K % 8:
         raise layer.unsupported(f"K={K} is not a multiple of 8")
-    b_packed = torch.ops.torch_marlin_metal.awq_repack(layer.read("qweight"))
+    b_packed = awq_words(layer.read("qweight"))
     return _packed(layer, b_packed, group_size, layer.read("scales"), zeros)
 
 

@@ -15,6 +15,7 @@ from torch_marlin_metal.checkpoints.errors import CheckpointError, UnsupportedFo
 from torch_marlin_metal.checkpoints.format_interface import DirectoryFormat, endings
 from torch_marlin_metal.checkpoints.layer import FLOATS, Layer, as_words, constant, fit_groups, unpack
 from torch_marlin_metal.checkpoints.options import ReadOptions
+from torch_marlin_metal.checkpoints.words import permuted
 from torch_marlin_metal.packed_weight import PackedWeight
 
 READ_FORMATS = ("pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mixed-precision")
@@ -67,7 +68,7 @@ def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeigh
     perm = permutation(layer, "weight_g_idx", g_idx, group_size)
     words_of_ours = as_words(layer.read("weight_packed"))
     return PackedWeight(
-        b_packed=words_of_ours if perm is None else torch.ops.torch_marlin_metal.gptq_repack(words_of_ours, perm=perm),
+        b_packed=words_of_ours if perm is None else permuted(words_of_ours, perm),
         scales=fitted[1][0].contiguous(),
         weight_format="uint4b8" if zeros is None else "uint4",
         group_size=fitted[0],

@@ -16,6 +16,7 @@ from torch_marlin_metal.checkpoints.errors import UnsupportedFormat
 from torch_marlin_metal.checkpoints.format_interface import DirectoryFormat, endings
 from torch_marlin_metal.checkpoints.layer import FLOATS, Layer, constant, fit_groups, unpack
 from torch_marlin_metal.checkpoints.options import ReadOptions
+from torch_marlin_metal.checkpoints.words import gptq_zeros, permuted
 from torch_marlin_metal.packed_weight import PackedWeight
 
 VERSIONS = {"": 1, "gptq": 1, "gptq_v2": 2}
@@ -65,7 +66,7 @@ def read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeight
     op_group_size, grouped = fitted
     qweight = layer.read("qweight")
     return PackedWeight(
-        b_packed=qweight if perm is None else torch.ops.torch_marlin_metal.gptq_repack(qweight, perm=perm),
+        b_packed=qweight if perm is None else permuted(qweight, perm),
         scales=grouped[0].contiguous(),
         weight_format="uint4b8" if zeros is None else "uint4",
         group_size=op_group_size,
@@ -120,7 +121,7 @@ def _read_zeros(layer: Layer, settings: Settings, options: ReadOptions, version:
     qzeros = layer.read("qzeros")
     if constant(qzeros, SYMMETRIC_WORDS[version]):
         return None
-    raw: Tensor = torch.ops.torch_marlin_metal.gptq_unpack_zeros(qzeros, checkpoint_version=2)
+    raw = gptq_zeros(qzeros, 2)
     if settings.flag("sym"):
         _check_version(layer, raw[:, :N], version)
     if version == 1 and bool((raw == 15).any()):
@@ -129,10 +130,7 @@ def _read_zeros(layer: Layer, settings: Settings, options: ReadOptions, version:
             f"differ: read by the rule {options.gptq_zeros_rule!r} (gptq_zeros_rule)",
             stacklevel=2,
         )
-    zeros: Tensor = torch.ops.torch_marlin_metal.gptq_unpack_zeros(
-        qzeros, checkpoint_version=version, rule=options.gptq_zeros_rule
-    )
-    zeros = zeros[:, :N].contiguous()
+    zeros = gptq_zeros(qzeros, version, options.gptq_zeros_rule)[:, :N].contiguous()
     return None if constant(zeros, SYMMETRIC_ZERO) else zeros
 
 

@@ -25,6 +25,7 @@ from transformers.utils import logging
 from torch_marlin_metal.checkpoints.errors import CheckpointError, UnsupportedFormat
 from torch_marlin_metal.checkpoints.formats.native import NativeExporter
 from torch_marlin_metal.checkpoints.reader import CheckpointReader, DirectorySource, open_reader
+from torch_marlin_metal.extension import require
 from torch_marlin_metal.fuse.layers import fuse_layers
 from torch_marlin_metal.integrations.choice import choose_layers
 from torch_marlin_metal.integrations.transformers.config import MarlinConfig
@@ -90,7 +91,8 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
         self._failure: Exception | None = None
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
-        """Refuses devices that have no kernels."""
+        """Refuses devices that have no kernels, and every device without the compiled extension."""
+        require(OP)
         if isinstance(device_map, dict):
             check_devices(OP, device_map)
 
