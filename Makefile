@@ -14,7 +14,7 @@ CXX_FILES := $(shell find csrc kernels -type f) $(wildcard benchmarks/*.cpp \
 # The tests' build adds the MPS backend on the software Metal device where its packages are present.
 BUILT := $(VENV)/.built-$(shell sh scripts/system_packages.sh has-softmetal && echo mps || echo cpu)
 
-.PHONY: help build compiled test test-all lint format docs demo demo-mps demo-xlstm demo-qlora bench bench-mlstm macos macos-mistakes campaign races mutate witness clean
+.PHONY: help build compiled test test-all lint format docs demo demo-mps demo-xlstm demo-qlora bench bench-mlstm macos macos-mistakes campaign races counts mutate witness clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -90,6 +90,11 @@ campaign: build ## look for crashes, hangs and wrong results (MINUTES, SEED): do
 
 races: build ## the CPU kernels on threads of their own under ThreadSanitizer
 	$(PY) -m pytest -q tests/cpu/test_cpu_kernels.py -k threads_do_not_race --everything
+
+counts: build ## the kernels' instructions on an M1, counted with Mesa's compiler, and their limits (root, minutes)
+	sh benchmarks/agx/setup.sh
+	$(PY) benchmarks/metal/kernel_counts.py --check
+	$(PY) benchmarks/metal/instructions.py
 
 mutate: $(VENV)/.installed ## break kernels/ in one place at a time: a test must fail for each (JOBS at once)
 	$(PY) tests/kernels/mutate.py --jobs $(or $(JOBS),2)

@@ -1,13 +1,13 @@
-"""Counts the instructions for csrc/planner/instruction_counts.h with the tool of instructions.py; --write stores them.
+"""Counts the instructions for csrc/planner/instruction_counts.h with the compiler of instructions.py.
+
+--write stores the table. --check compares it with the stored one, and the exit code is 1 if they differ.
 
 Counts one format of each code kind, with fp16 activations, groups of 64, aligned tensors and no options. A kernel that
 the tool cannot compile gets the counts of single_stage.
 """
 
 import argparse
-import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from instructions import FUSED_K, Case, cases, measure, readable_copy
+from instructions import FUSED_K, Case, cases, is_set_up, measure, readable_copy
 
 HEADER = Path(__file__).resolve().parents[2] / "csrc" / "planner" / "instruction_counts.h"
 TABLE = re.compile(r"(inline constexpr std::array kKernelCounts\{\n)(.*?)(^\};\n)", re.DOTALL | re.MULTILINE)
@@ -27,7 +27,8 @@ FUSED_CHAIN_K = 256
 def counted_cases() -> Iterator[Case]:
     """Yields the cases that the planner can ask for, in the order of the table."""
     for case in cases():
-        if case.weight_format in FORMATS and case.dtype == "float16" and case.group_size == 64:
+        is_listed = case.weight_format in FORMATS and not case.kernel.startswith("moe_")
+        if is_listed and case.dtype == "float16" and case.group_size == 64:
             yield case
 
 
@@ -59,32 +60,45 @@ def row(case: Case, counted: dict[str, Any]) -> str:
             f'{around_steps}, {outer_k}, {once}, {counted["half_registers"]}, {hot["waits"]}}},')  # fmt: skip
 
 
-def rows(agxstat: str) -> Iterator[str]:
+def rows() -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="kernels-") as folder:
         readable_copy(Path(folder))
         for case in counted_cases():
-            counted = measure(agxstat, Path(folder), case)
+            counted = measure(Path(folder), case)
             if isinstance(counted, dict):
                 yield row(case, counted)
                 continue
             other = case.kernel.replace("double_buffered", "single_stage")
             stand_in = Case(other, case.library, case.weight_format, rows=case.rows, threads=case.threads)
-            counted = measure(agxstat, Path(folder), stand_in)
+            counted = measure(Path(folder), stand_in)
             if isinstance(counted, str) or other == case.kernel:
                 raise RuntimeError(f"kernel_counts.py: {case.kernel}: {counted}")
             yield "// The offline compiler fails on this kernel; single_stage's counts are used."
             yield row(case, counted)
 
 
+def same_table(table: str) -> bool:
+    """Prints the lines that only one of the two tables has. Returns true if there are none."""
+    stored = TABLE.search(HEADER.read_text())
+    assert stored is not None, f"no table in {HEADER}"
+    kernel = re.compile(r"KernelCounts\{.*?\},(?=\s|$)", re.DOTALL)
+    new, old = ({re.sub(r"\s", "", row) for row in kernel.findall(text)} for text in (table, stored[2]))
+    print(*(f"counted {row}" for row in sorted(new - old)), *(f"stored {row}" for row in sorted(old - new)), sep="\n")
+    return new == old
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--agxstat", default=os.environ.get("AGXSTAT") or shutil.which("agxstat"), help="the tool")
-    parser.add_argument("--write", action="store_true", help="write the table into csrc/planner/instruction_counts.h")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--check", action="store_true", help="compare the table with csrc/planner/instruction_counts.h")
+    what.add_argument("--write", action="store_true", help="write the table into csrc/planner/instruction_counts.h")
     options = parser.parse_args()
-    if not options.agxstat or "AGX_DIR" not in os.environ:
-        print("kernel_counts.py: agxstat is not here: see instructions.py", file=sys.stderr)
+    if not is_set_up():
+        print("kernel_counts.py: the compiler is not here: run sh benchmarks/agx/setup.sh", file=sys.stderr)
         return 2
-    table = "".join(f"    {line}\n" for line in rows(options.agxstat))
+    table = "".join(f"    {line}\n" for line in rows())
+    if options.check:
+        return 0 if same_table(table) else 1
     if not options.write:
         print(table, end="")
         return 0

@@ -1,15 +1,13 @@
 """Estimates what the mLSTM kernels cost on an M1: instruction counts, memory traffic, and times predicted from both.
 
-Nothing runs on a GPU. The counts come from Mesa's compiler for the M1's GPU, through the command in --agxstat or
-AGXSTAT, which prints JSON. The traffic comes from the software Metal device in checked mode, the rates from
-csrc/planner/chips.h.
+Nothing runs on a GPU. The counts come from Mesa's compiler for the M1's GPU (benchmarks/agx/README.md). The traffic
+comes from the software Metal device in checked mode, the rates from csrc/planner/chips.h.
 
-    python benchmarks/metal/mlstm.py --agxstat COMMAND --chunk-size 64 --tokens 2048
+    python benchmarks/metal/mlstm.py --chunk-size 64 --tokens 2048
 """
 
 import argparse
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -24,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[2]
+AGXSTAT = ROOT / "benchmarks" / "agx" / "agxstat.py"
 TYPES = ("float16", "bfloat16", "float32")
 # Clocks of a scheduler for one matrix product, as the counting command assumes. Other instructions count as one slot.
 MATRIX_CLOCKS = 17
@@ -101,7 +100,6 @@ def count(agxstat: Sequence[str], kernel: str, element: str, threads: int, share
             str(kernels / f"mlstm/{kernel.removeprefix('mlstm_')}.metal"),
             "-I",
             folder,
-            "--json",
             "--threads",
             str(threads),
         ]
@@ -219,7 +217,7 @@ def traffic(chunk: int) -> Table:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--agxstat", default=os.environ.get("AGXSTAT"), help="the counting command")
+    parser.add_argument("--agxstat", default=f"{sys.executable} {AGXSTAT}", help="the counting command")
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--key-size", type=int, default=256, dest="DK")
@@ -227,8 +225,6 @@ def main() -> None:
     parser.add_argument("--chunk-size", type=int, default=64)
     parser.add_argument("--element", choices=TYPES, default="float16")
     arguments = parser.parse_args()
-    if not arguments.agxstat:
-        parser.error("no counting command: give --agxstat or set AGXSTAT")
     S, DK, DV, chunk = arguments.tokens, arguments.DK, arguments.DV, arguments.chunk_size
     size = 4 if arguments.element == "float32" else 2
     shared = -(-chunk // BLOCK) * BLOCK * BLOCK * 4

@@ -1,0 +1,87 @@
+"""The counting of a kernel's instructions (benchmarks/agx), as far as it needs no compiler: a listing counted by hand."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks" / "agx"))
+
+import counts  # noqa: E402
+from metal_to_opencl import rewrite  # noqa: E402
+from metal_tokens import Err, flatten  # noqa: E402
+
+# Two loops: the inner one is instructions 1 to 5, the outer one 0 to 7. Columns: offset, bytes, name, format, number of
+# elements, target of a jump, text. Format 2 has elements of 4 bytes.
+LISTING = [
+    ("0", "4", "mov_imm", "-1", "0", "-1"),
+    ("4", "8", "device_load", "2", "4", "-1"),
+    ("12", "2", "wait", "-1", "0", "-1"),
+    ("14", "6", "ffma", "-1", "0", "-1"),
+    ("20", "6", "bfi", "-1", "0", "-1"),
+    ("26", "6", "jmp_exec_any", "-1", "0", "4"),
+    ("32", "6", "simd_reduce.fadd", "-1", "0", "-1"),
+    ("38", "6", "jmp_exec_any", "-1", "0", "0"),
+    ("44", "2", "stop", "-1", "0", "-1"),
+]
+LOG = "agxlist\tmain\n" + "".join("\t".join((*row, row[2])) + "\n" for row in LISTING) + "agxlist\tend\n"
+
+
+def test_a_listing_counted_by_hand() -> None:
+    found = counts.report(
+        {"regs": 93, "threads": 1024, "spills": 0, "fills": 0, "scratch": 0, "uniforms": 8},
+        {"local": 0, "wg": (256, 1, 1), "msize": 62},
+        counts.listing(LOG, "main"),
+        [],
+    )
+    inner, outer = sorted(found["loops"], key=lambda loop: loop["instructions"])
+    assert (inner["instructions"], outer["instructions"]) == (5, 8)
+    assert inner["innermost"] and not outer["innermost"] and found["loops"][found["hot_loop"]] is inner
+    # a load, a multiply-add and a bitfield operation take a slot each, the jump two, the wait none
+    assert (inner["issue"], inner["waits"], inner["ic_cycles"], inner["device_load_bytes"]) == (5, 1, 4, 16)
+    assert (outer["issue"], outer["simd_cycles"]) == (inner["issue"] + 1 + 2, 15)
+    assert inner["est_cycles"] == 5 and outer["est_cycles"] == 8 + 15
+    assert inner["code_bytes"] == 28
+
+
+def test_a_listing_that_disagrees_with_the_statistics_is_refused() -> None:
+    instructions = counts.listing(LOG, "main")
+    with pytest.raises(counts.Fail, match="9 instructions listed, 10 in the statistics"):
+        counts.checked(instructions, {"inst": 10}, {"msize": 62, "main": 0})
+
+
+def test_an_include_of_a_branch_that_is_dropped_is_there_for_the_next_branch(tmp_path: Path) -> None:
+    (tmp_path / "shared.h").write_text("#pragma once\nstruct Shared { int x; };\n")
+    kernel = tmp_path / "kernel.metal"
+    kernel.write_text('#ifdef HOST\n#include "shared.h"\n#endif\n#include <metal_stdlib>\n#include "shared.h"\n')
+    text = flatten(str(kernel), [])
+    done = subprocess.run(["c++", "-E", "-P", "-x", "c++", "-"], input=text, capture_output=True, text=True, check=True)
+    assert done.stdout.count("struct Shared") == 1
+    with pytest.raises(Err, match=r"cannot read .*none\.metal"):
+        flatten(str(tmp_path / "none.metal"), [])
+
+
+def test_the_rewriter_keeps_what_the_kernel_needs() -> None:
+    source = (
+        "inline float twice(float x) { return x + x; }\n"
+        "inline float unused(float x) { return x; }\n"
+        "kernel void scale(device float* out [[buffer(0)]], uint i [[thread_position_in_grid]]) "
+        "{ out[i] = twice(out[i]); }\n"
+    )
+    text, name, _ = rewrite(source, "scale", (64, 1, 1))
+    assert name == "scale" and "reqd_work_group_size(64,1,1)" in text
+    assert "twice" in text and "unused" not in text and "[[" not in text
+    with pytest.raises(Err, match="other"):
+        rewrite(source, "other", (64, 1, 1))
+
+
+@pytest.mark.parametrize("script", ["instructions.py", "kernel_counts.py"])
+def test_a_missing_compiler_is_named(script: str, tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "metal" / script)]
+    environment = {**os.environ, "AGX_DIR": str(tmp_path)}
+    done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "the compiler is not here: run sh benchmarks/agx/setup.sh" in done.stderr
