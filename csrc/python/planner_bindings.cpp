@@ -190,7 +190,7 @@ void add_planner(py::module_& m) {
   m.def("gemm_variants", [] { return std::vector<std::string>(kGemmVariants.begin(), kGemmVariants.end()); });
   // Returns the (chip, cores) that the planner uses for a GPU with this name and number of cores.
   m.def("gpu_device", [](const std::string& name, uint32_t cores) {
-    const GpuDevice device = gpu_device(name, cores);
+    const GpuDevice device = gpu_device(name, cores, this_system().family);
     return py::make_tuple(device.chip->name, device.cores);
   });
   m.def("dram_bytes_per_second",

@@ -237,6 +237,16 @@ def test_counts_of_the_software_device(mps, monkeypatch, M, variant):
                 assert distinct <= count.distinct_bytes_read <= distinct + 64
 
 
+def test_an_unknown_gpu_is_planned_as_its_family(mps, monkeypatch):
+    """The software device is a family Apple7, so it is planned as one, whatever its number of cores."""
+    monkeypatch.delenv("TORCH_MARLIN_METAL_GPU", raising=False)
+    monkeypatch.setattr(torch.backends.mps, "get_name", lambda: "Apple M5 Ultra")
+    for cores, name in ((80, "M1 Ultra"), (10, "M1"), (20, "M1 Pro")):
+        monkeypatch.setattr(torch.backends.mps, "get_core_count", lambda cores=cores: cores)
+        planned = AppleSiliconGPU.planned()
+        assert (planned.name, planned.cores, planned.family) == (name, cores, 7)
+
+
 def test_planned_gpu_follows_the_variable(mps, monkeypatch):
     monkeypatch.delenv("TORCH_MARLIN_METAL_GPU", raising=False)
     assert AppleSiliconGPU.planned().name == "M1"

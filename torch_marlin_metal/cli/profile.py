@@ -2,14 +2,16 @@
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+import torch
 import typer
 from rich.console import Group
 
 from torch_marlin_metal.cli.arguments import Cores, Dtype, Format, Gpu, GroupSize, floating, gpu_of
 from torch_marlin_metal.cli.output import DONE, Json, show, table
 from torch_marlin_metal.cli.shapes import Rows, Shapes, shape_of
+from torch_marlin_metal.gpu.measured import measure_gpu
 from torch_marlin_metal.profiling import roofline, selection_guide, tile_table
 
 
@@ -22,12 +24,16 @@ def profile(
     group_size: GroupSize = None,
     dtype: Dtype = "float16",
     plot: Annotated[Path | None, typer.Option(help="Draw the roofline into this file.")] = None,
+    measured: Annotated[bool, typer.Option("--measure", help="Also measure this Mac's rates.")] = False,
     as_json: Json = False,
 ) -> int:
     """Shows a GPU's figures with their sources, its tiles, the choice for each M, and a roofline.
 
-    No kernel runs; the planner's model predicts the times.
+    Without --measure, no kernel runs; the planner's model predicts the times. With it, small kernels measure the rates
+    of memory, matrix products and instructions, and the time of a dispatch.
     """
+    if measured and (gpu is not None or not torch.backends.mps.is_available()):
+        raise ValueError(f"profile: --measure: expected a Mac's GPU and no --gpu, got --gpu {gpu}")
     found = gpu_of("profile", gpu, cores)
     element = floating(dtype)
     shapes = [shape_of(text) for text in shape or ["4096,4096", "4096,14336"]]
@@ -48,11 +54,16 @@ def profile(
             span = str(choice.first) if choice.first == choice.last else f"{choice.first} to {choice.last}"
             made.add_row(span, choice.variant, tile, f"{choice.seconds * 1e6:.1f}", choice.bound)
         shown.append(made)
-    value = {
+    value: dict[str, Any] = {
         "gpu": asdict(found),
         "tiles": [asdict(row) for row in tiles.rows],
         "choices": {name: [asdict(choice) for choice in guide] for name, guide in guides.items()},
         "roofline": [asdict(point) for point in roof.points],
     }
-    show(value, Group(found, tiles, *shown, roof), as_json)
+    parts: list[Any] = [found, tiles, *shown, roof]
+    if measured:
+        rates = measure_gpu()
+        value["measured"] = rates.as_dict()
+        parts.append(rates)
+    show(value, Group(*parts), as_json)
     return DONE
