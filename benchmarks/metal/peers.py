@@ -1,11 +1,15 @@
 """Counts the work per weight of 4-bit kernels: ours, and those of MLX and PyTorch as compiled by Apple's compiler.
 
-python benchmarks/metal/peers.py        # prints the table; downloads the wheels if they are not cached
+python benchmarks/metal/peers.py          # prints the table; downloads the wheels if they are not cached
+python benchmarks/metal/peers.py --write  # puts the table into docs/inside/software-metal-device.md
+python benchmarks/metal/peers.py --ours   # prints the rows of this package, which need no wheels
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +20,7 @@ import numpy as np
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "inside" / "software-metal-device.md"
 sys.path.insert(0, str(ROOT))
 
 
@@ -120,6 +125,12 @@ def _ours(weight_format: str, group: int, shape: tuple[int, int, int]) -> Row:
     return Row(shape, "ours", f"{kernel}, {weight_format}", counters)
 
 
+def our_rows() -> Iterator[Row]:
+    """Yields the lines of this package's kernels."""
+    for shape in SHAPES:
+        yield from (_ours("uint4", 64, shape), _ours("nvfp4", 16, shape), _ours("mxfp4", 32, shape))
+
+
 def rows() -> Iterator[Row]:
     """Yields all lines of the table."""
     for shape in SHAPES:
@@ -135,9 +146,34 @@ def rows() -> Iterator[Row]:
 HEADER = """\
 | M x N x K | whose | kernel | device bytes read / weight | distinct bytes / weight | threadgroup bytes read / weight \
 | threadgroup barriers / 1024 weights | 8x8x8 products / 1024 weights | simd operations / 1024 weights |
-|---|---|---|---|---|---|---|---|---|"""
+|---|---|---|---|---|---|---|---|---|
+"""
+
+
+def write(table: str) -> None:
+    """Replaces the table in the page."""
+    pattern = re.compile(re.escape(HEADER) + r"(?:\|.*\n)*")
+    text, replaced = pattern.subn(lambda _: table, PAGE.read_text())
+    if replaced != 1:
+        raise RuntimeError(f"peers.py: expected one table in {PAGE}, found {replaced}")
+    PAGE.write_text(text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--ours", action="store_true", help="only the rows of this package")
+    what.add_argument("--write", action="store_true", help="put the table into the page on the software device")
+    options = parser.parse_args()
+    if options.ours:
+        print(*our_rows(), sep="\n")
+        return
+    table = HEADER + "".join(f"{row}\n" for row in rows())
+    if options.write:
+        write(table)
+    else:
+        print(table, end="")
+
 
 if __name__ == "__main__":
-    print(HEADER)
-    for row in rows():
-        print(row, flush=True)
+    main()

@@ -1,6 +1,8 @@
 """`torch-marlin-metal bench`: what its tables hold. Times on the software device mean nothing."""
 
+import importlib
 import json
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -9,6 +11,9 @@ from typer.testing import CliRunner
 import torch_marlin_metal as tmm
 from torch_marlin_metal.cli import bench_mlstm
 from torch_marlin_metal.cli.app import app
+from torch_marlin_metal.packed_weight import PackedWeight
+
+bench_module = importlib.import_module("torch_marlin_metal.cli.bench")
 
 uses_mps = pytest.mark.usefixtures("mps")
 
@@ -117,3 +122,30 @@ def test_bench_of_the_mlstm_compares_nothing_that_disagrees(monkeypatch):
 def test_bench_names_a_wrong_table(options, message):
     done = CliRunner().invoke(app, ["bench", *options, "--device", "cpu"])
     assert done.exit_code == 2 and message in done.output
+
+
+@uses_mps
+def test_bench_captures_each_product_once(monkeypatch, tmp_path):
+    """A stand-in for Xcode's capture notes the products that run while it is open."""
+    captured, calls = [], []
+
+    @contextmanager
+    def recorded(**options):
+        captured.append(options)
+        calls.clear()
+        yield
+        captured.append(list(calls))
+
+    product = PackedWeight.__call__
+
+    def counted(weight, a):
+        calls.append((weight.N, a.shape[0]))
+        return product(weight, a)
+
+    monkeypatch.setattr(bench_module, "trace", recorded)
+    monkeypatch.setattr(PackedWeight, "__call__", counted)
+    path = tmp_path / "products.gputrace"
+    options = f"--shape 64,128 --rows 1 --rows 3 --group-size 32 --rounds 3 --cold-mb 1 --capture {path} --json"
+    done = CliRunner().invoke(app, ["bench", *options.split()])
+    assert done.exit_code == 0, done.output
+    assert captured == [{"capture": path, "wait_until_completed": True}, [(64, 1), (64, 3)]]

@@ -57,6 +57,8 @@ FAILURES = [
     (2, ["convert", GPTQ, "out", "--write-gptq-version", "2"], "--write-gptq-version is for --format gptq"),
     (2, ["convert", GPTQ, "out", "--format", "awq", "--write-gptq-version", "1"], "got --format awq"),
     (2, ["bench", "--device", "abacus"], "--device: expected cpu"),
+    (2, ["bench", "--device", "cpu", "--capture", "a.gputrace"], "--capture: expected mps, got cpu"),
+    (2, ["profile", "--gpu", "M1", "--measure"], "--measure: expected a Mac's GPU and no --gpu, got --gpu M1"),
     (
         2,
         ["quantize", "floats", "out", "--include", "*", "--group-size", "48"],

@@ -114,6 +114,18 @@ def test_selection_guide_covers_every_row():
     assert guide[0].variant == "gemv" and guide[-1].variant == "fused"
 
 
+def test_selection_guide_claims_no_row_that_was_not_planned():
+    """From 65 to 72 rows, an M1 takes blocks of 24 rows, between two ranges with blocks of 32."""
+    guide = profiling.selection_guide("M1", 4096, 4096)
+    chosen = {M: choice.tile for choice in guide for M in range(choice.first, choice.last + 1)}
+    assert set(chosen) == {*range(1, 129), 192, 256, 512, 1024, 2048, 4096}
+    for M in (49, 64, 65, 72, 73, 96, 97):
+        assert chosen[M] == tmm.plan(M, 4096, 4096, gpu="M1").chosen.tile
+    assert chosen[64] != chosen[65]
+    sparse = profiling.selection_guide("M1", 4096, 4096, rows=(64, 96))
+    assert [(choice.first, choice.last) for choice in sparse] == [(64, 64), (96, 96)]
+
+
 def test_without_a_mac():
     program = (
         "from torch_marlin_metal import plan, profiling\n"

@@ -1,11 +1,12 @@
-"""benchmarks/metal/traffic.py reports the counts that follow from the shapes."""
+"""benchmarks/metal/traffic.py reports the counts that follow from the shapes, and peers.py those of a page."""
 
 import json
 import subprocess
 import sys
 from pathlib import Path
 
-SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "metal" / "traffic.py"
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "benchmarks" / "metal" / "traffic.py"
 M, N, K, GROUP = 9, 136, 192, 64
 
 
@@ -35,6 +36,16 @@ def test_counts_follow_from_the_shapes() -> None:
     assert staged["total"]["activations"] == columns * rows
     assert staged["mma"] == columns * (64 // 8) ** 2 * (K // 8)
     assert staged["barriers"] == K // 32
+
+
+def test_the_table_of_peers_has_our_kernels_counts() -> None:
+    """The command runs this package's kernels in checked mode: 4 s. The other rows need wheels of other projects."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "metal" / "peers.py"), "--ours"]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    rows = done.stdout.splitlines()
+    page = (ROOT / "docs" / "inside" / "software-metal-device.md").read_text().splitlines()
+    assert len(rows) == 9
+    assert [row for row in page if "| ours |" in row] == rows
 
 
 def test_both_kinds_of_table_are_printed() -> None:

@@ -19,6 +19,7 @@ from torch_marlin_metal.gpu.tuning.peers import OURS, rivals
 from torch_marlin_metal.gpu.tuning.products import Product
 from torch_marlin_metal.gpu.tuning.variants import roof_seconds, variants
 from torch_marlin_metal.packed_weight import PackedWeight
+from torch_marlin_metal.profiling import trace
 from torch_marlin_metal.version import __version__
 
 SHAPES = ("4096,4096", "14336,4096", "4096,14336")
@@ -36,6 +37,9 @@ def bench(
     variant: Annotated[str, typer.Option(help="all: every variant of this package, beside the prediction.")] = "auto",
     rounds: Annotated[int, typer.Option(min=3, help="Rounds in which each is timed once; medians are shown.")] = 9,
     cold_mb: Annotated[int, typer.Option(min=1, help="MB of weight copies used in turn, so caches stay cold.")] = 256,
+    capture: Annotated[
+        Path | None, typer.Option(help="Also capture one call of each product into this .gputrace file, for Xcode.")
+    ] = None,
     as_json: Json = False,
 ) -> int:
     """Compares this package with torch's dense product, two_pass, torch's int4 operator and, if installed, MLX.
@@ -55,19 +59,23 @@ def bench(
     if what not in ("products", "mlstm"):
         raise ValueError(f"bench: expected products or mlstm, got {what!r}")
     if what == "mlstm":
-        if shape or variant != "auto":
-            raise ValueError("bench mlstm: expected no --shape and no --variant, which are for products")
+        if shape or variant != "auto" or capture is not None:
+            raise ValueError("bench mlstm: expected no --shape, --variant and --capture, which are for products")
         machine = describe_machine(chosen)
         found = measure_mlstm(chosen, floating(dtype), tuple(rows or TOKENS), rounds, as_json)
         show({"machine": machine, "rounds": rounds, "results": found}, mlstm_table(machine, dtype, found), as_json)
         return DONE
     if variant not in ("auto", "all") or (variant == "all" and chosen != "mps"):
         raise ValueError(f"--variant: expected auto, or all on mps, got {variant!r} on {chosen}")
+    if capture is not None and chosen != "mps":
+        raise ValueError(f"--capture: expected mps, got {chosen}")
     element = floating(dtype)
     products = [product_of("bench", text, weight_format, group_size, dtype) for text in shape or SHAPES]
     results: list[dict[str, Any]] = []
     missing: dict[str, str] = {}
     numbers = sorted(set(rows or ROWS))
+    if capture is not None:
+        _capture(capture, products, numbers, element)
     with progress_bar(len(products) * len(numbers), "product", as_json) as bar:
         for product in products:
             weight = product.make_weight(chosen)
@@ -98,6 +106,21 @@ def bench(
     shown = _variant_table(machine, results) if variant == "all" else _table(machine, results, missing)
     show(value, shown, as_json)
     return DONE
+
+
+def _capture(path: Path, products: list[Product], numbers: list[int], element: torch.dtype) -> None:
+    calls = [
+        (product.make_weight("mps"), torch.randn(M, product.K, dtype=element, device="mps"))
+        for product in products
+        for M in numbers
+    ]
+    for weight, a in calls:  # the first call compiles
+        weight(a)
+    torch.mps.synchronize()
+    with trace(capture=path, wait_until_completed=True):
+        for weight, a in calls:
+            weight(a)
+        torch.mps.synchronize()
 
 
 def _variant_row(

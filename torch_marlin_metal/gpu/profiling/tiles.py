@@ -174,11 +174,11 @@ def occupancy(
 
 @dataclass(frozen=True)
 class Choice:
-    """The planner's choice for a range of M.
+    """The planner's choice for a range of M, each of which was planned.
 
     Attributes:
         first: smallest M of the range.
-        last: largest M of the range among those that were planned.
+        last: largest M of the range.
         variant: the chosen variant.
         tile: its tile.
         seconds: predicted time for `last`.
@@ -197,13 +197,16 @@ def selection_guide(
     gpu: AppleSiliconGPU | str | None,
     N: int,
     K: int,
-    rows: Iterable[int] = (*range(1, 65), 96, 128, 192, 256, 512, 1024, 2048, 4096),
+    rows: Iterable[int] = (*range(1, 129), 192, 256, 512, 1024, 2048, 4096),
     *,
     weight_format: str = "uint4b8",
     group_size: int | None = None,
     dtype: torch.dtype = torch.float16,
 ) -> list[Choice]:
     """Returns the variant and tile that the planner chooses, for ranges of M.
+
+    A range ends where the choice changes, and where `rows` leaves out a value, because the choice for that value may
+    be another one.
 
     Args:
         gpu: a GPU, its name, or None for this machine's GPU.
@@ -221,7 +224,8 @@ def selection_guide(
     guide: list[Choice] = []
     for M in rows:
         best = plan(M, N, K, weight_format=weight_format, group_size=group_size, dtype=dtype, gpu=found).chosen
-        same = guide and (guide[-1].variant, guide[-1].tile) == (best.variant, best.tile)
-        first = guide.pop().first if same else M
+        key = (M, best.variant, best.tile)
+        continues = bool(guide) and (guide[-1].last + 1, guide[-1].variant, guide[-1].tile) == key
+        first = guide.pop().first if continues else M
         guide.append(Choice(first, M, best.variant, best.tile, best.seconds, best.bound))
     return guide
