@@ -2,8 +2,8 @@
 
 Every round runs each operator once, and two copies of 32 MiB: `Tensor.copy_`, and `memcpy` of one half on each of two
 threads. The table compares bytes moved per second; each input and output counts once, and so do the source and the
-destination of a copy. A figure is the median over rounds of the ratio to a copy. Inputs are not in the caches. The
-allocator keeps freed memory, so neither the outputs of operators nor those of copies cause page faults.
+destination of a copy. Each number in the table is a median of ratios, one for each round. Inputs are not in the caches.
+The allocator keeps freed memory, so neither the outputs of operators nor those of copies cause page faults.
 """
 
 import argparse

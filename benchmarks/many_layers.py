@@ -3,8 +3,8 @@
     python benchmarks/many_layers.py --most 100000
 
 Each row is measured in a new process, which opens a synthetic checkpoint and converts it to the package's own format. A
-layer has only about 200 bytes, so the figures show the fixed cost of a layer or an entry. Times are CPU seconds of the
-process, over all threads. Memory is the growth of the peak resident size since the imports.
+layer has only about 200 bytes, so the numbers show the fixed cost of a layer or an entry. Times are CPU seconds of the
+process, over all threads. Memory is how much the peak resident memory has grown since the imports.
 """
 
 import argparse

@@ -3,7 +3,8 @@
 Nothing is executed and no Mac is needed. `sh benchmarks/agx/setup.sh` builds the compiler once. Its counts are not
 times, and Apple's compiler may differ by 10 to 20 %; benchmarks/agx/README.md has the limits.
 
-Figures are per 4-bit weight and lane in the innermost loop; "all" also counts the ends of groups and of chains of sums.
+Counts are per 4-bit weight and lane in the innermost loop. "all" also counts the code that runs at the ends of groups
+and the code that adds partial sums to the totals.
 The exit code is 0 if every count is within its limit, 1 if one is not, and 2 if the compiler is missing.
 """
 

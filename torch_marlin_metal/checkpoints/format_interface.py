@@ -57,7 +57,7 @@ class DirectoryFormat(Format):
             order of K or each row's group. Empty if a layer can only be read whole.
     """
 
-    containers: tuple[str, ...] = ("a directory of safetensors files", "on request, one of PyTorch pickles")
+    containers: tuple[str, ...] = ("a directory of safetensors files", "(on request) a directory of PyTorch pickles")
     methods: tuple[str, ...]
     anchors: Mapping[str, str]
     roles: Mapping[str, tuple[str, ...]]
