@@ -181,7 +181,7 @@ def test_what_packs_a_tied_head_is_said(tmp_path) -> None:
     assert type(loaded.lm_head) is nn.Linear
 
 
-def test_tables_move_together_and_load_quantized_reads_them(tmp_path) -> None:
+def test_tables_move_together_and_load_quantized_reads_them(tmp_path, mps) -> None:
     model = made("llama")
     quantize_model(model, "uint4", 32, embeddings=True, progress=False)
     model.save_pretrained(tmp_path)

@@ -8,11 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.cpp_extension import CUDA_HOME
 
 from build_support import cpp_library
 
 needs_cmake = sys.platform != "linux" or shutil.which("cmake") is None
-pytestmark = pytest.mark.skipif(needs_cmake, reason="builds a Linux program with CMake")
+has_toolkit = CUDA_HOME is not None and Path(CUDA_HOME, "include", "cuda_runtime.h").exists()
+needs_cuda = torch.version.cuda is not None and not has_toolkit
+pytestmark = [
+    pytest.mark.skipif(needs_cmake, reason="builds a Linux program with CMake"),
+    pytest.mark.skipif(needs_cuda, reason="the CMake package of a torch with CUDA needs the CUDA toolkit"),
+]
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "cpp"
 LIBRARY = ROOT / cpp_library.FOLDER / "lib" / cpp_library.library_name(sys.platform)
