@@ -8,8 +8,8 @@
 
 namespace marlin::cpu {
 
-// A packed weight [K/8, N] with its scales [G, N], all contiguous; G = ceil(K / group_size), the last group may be
-// short.
+// A packed weight [K/8, N] with its scales [G, N], all contiguous. G is ceil(K / group_size), so the last group may
+// be short.
 struct PackedWeight {
   WeightFormat format;
   int64_t K;
@@ -36,7 +36,7 @@ struct GemmArguments {
   ElementType bias_type;
   void* out;  // [M, N] contiguous
 
-  // For rows that are not evenly spaced.
+  // The next two describe rows that are not evenly spaced.
   const int64_t* a_starts = nullptr;  // [M]: row m of a starts at element a_starts[m]; a_row_stride is not used
   const int64_t* out_rows = nullptr;  // [M]: row m of the product is row out_rows[m] of out
   bool fp32_out = false;              // out is fp32, whatever a_type is
@@ -45,7 +45,7 @@ struct GemmArguments {
 // Products of rows with the weights of their experts. A pair is a token and one of its slots; pair t * top_k + s uses
 // expert expert_ids[t, s].
 struct MoeGemmArguments {
-  PackedWeight weight;  // of expert 0; the tensors of the next expert follow those of this one
+  PackedWeight weight;  // the weight of expert 0; each of its tensors is followed by those of experts 1, 2, ...
   int64_t experts;
   int64_t global_scale_expert_stride;  // 1 or N
   int64_t tokens;

@@ -25,7 +25,7 @@ Tensor held(const OptionalTensor& tensor) {
 // Keeps contiguous tensors alive during the kernel call. Only inputs that are not contiguous are copied.
 struct StoredWeight {
   Tensor b_packed, scales, zeros, global_scale, lut, perm;
-  PackedWeight view;  // for a stack of weights, of the first
+  PackedWeight view;  // describes the weight, or expert 0 if there are several experts
   int64_t experts;
 
   StoredWeight(const WeightTensors& weight, const WeightShape& shape)

@@ -12,11 +12,11 @@ void check_rms_norm(const char* op, const Tensor& x, const OptionalTensor& resid
 // Returns the number of elements of a head that are rotated.
 c10::SymInt check_rotary(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin, bool per_pair);
 
-// Returns an uninitialised tensor of the shape of x [B, H, S, D]. As in x, the heads of a token are neighbours in
-// memory, or the tokens of a head are.
+// Returns an uninitialised tensor of the shape of x [B, H, S, D]. If the heads of a token are adjacent in x, they are
+// adjacent in the result. Otherwise, the tokens of a head are.
 Tensor empty_rotated(const Tensor& x);
 
-// Returns whether the heads of a token are neighbours in memory.
+// Returns true if the heads of a token are adjacent in memory.
 bool has_token_rows(const Tensor& x);
 
 Activation check_gated_activation(const Tensor& gate, const Tensor& up, std::string_view activation,

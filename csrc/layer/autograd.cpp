@@ -240,7 +240,7 @@ void write_cache_autograd(const Tensor& keys, const Tensor& values, const Tensor
   write_cache_op().call(keys, values, k, v, start);
 }
 
-// Counts a new version of the tensors that were written, as PyTorch's in-place operators do.
+// Increases the version counters of the tensors that were written, as PyTorch's in-place operators do.
 void write_cache_in_place(const Tensor& keys, const Tensor& values, const Tensor& k, const Tensor& v,
                           const Tensor& start) {
   {

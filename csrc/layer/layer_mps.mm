@@ -28,7 +28,7 @@ int64_t bits(float value) {
 // Encodes a dispatch. Its plan and its compiled kernel are cached by the key.
 template <Kernel kernel, typename MakeDispatch>
 void launch(const LayerKey& key, ElementType element, Bindings bindings, const MakeDispatch& make) {
-  static auto* plans = new LaunchCache<LayerKey, CompiledPlan>;  // of this kernel
+  static auto* plans = new LaunchCache<LayerKey, CompiledPlan>;  // one cache for each kernel
   const auto plan = plans->get(
       key, [&] { return compile({.dispatches = {make(kernel, host_name(kernel, WeightFormat::uint4b8, element))}}); });
   encode(*plan, std::move(bindings));
@@ -144,7 +144,7 @@ TwoTensors rotary_mps(const Tensor& q, const Tensor& k, const Tensor& cos, const
   bindings[kSlotSin] = held_sin;
   bindings[kSlotRotatedQ] = q_out;
   bindings[kSlotRotatedK] = k_out;
-  // The strides of cos and sin are equal unless one of them was copied or cut differently, so both are in the key.
+  // The key has the strides of cos and of sin, because they differ if only one of the two was copied or sliced.
   launch<Kernel::rotary>(
       {static_cast<int64_t>(element) << 32 | params.table_type << 8 | flags, positions, params.q.batch, params.q.head,
        params.q.token, params.k.batch, params.k.head, params.k.token, params.cos.batch, params.cos.token,

@@ -1,5 +1,5 @@
-// The schemas of the operators between the products of a decoder layer, and their fake (Meta) kernels. Shapes and
-// dtypes: docs/use/operators.md.
+// The schemas of the operators between the products of a decoder layer, and their fake (Meta) kernels.
+// docs/use/operators.md lists shapes and dtypes.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>

@@ -18,7 +18,7 @@ bool is_input_dtype(const Tensor& tensor) {
 const std::string kInputs = "float16, bfloat16, float32 or float64";
 
 struct TokenChecker : Checker {
-  const Tensor& first;  // the first argument; the others must have its dtype and device
+  const Tensor& first;  // the first argument, whose dtype and device all later arguments must have
 
   TokenChecker(const char* op, const Tensor& first) : Checker{op, first.device()}, first(first) {}
 

@@ -50,7 +50,8 @@ Tensor row_dot(const Tensor& a, const Tensor& b) {
   return (a * b).sum(-1);
 }
 
-// The intermediate values of the forward pass inside the chunks. X = B * H; all are [X, chunks, ...].
+// The intermediate values of the forward pass inside the chunks. Every shape below is preceded by [X, chunks], where
+// X = B * H.
 struct Inside {
   Tensor scale_q;     // [L, DK]
   Tensor b;           // [L] decay since the start of the chunk

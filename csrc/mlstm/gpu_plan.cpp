@@ -37,7 +37,8 @@ uint32_t output_simdgroups(uint32_t DV) {
 // pass through memory, but each query scores more keys.
 double clocks(double DK, double DV, double column_groups, double chunk_size) {
   constexpr double kBlockTokens = kMlstmBlock;
-  const double rows = std::max(1.0, kBlockTokens / chunk_size);  // rows computed per query; short chunks pad the block
+  // rows computed per query, more than one if a block is padded because chunks are short
+  const double rows = std::max(1.0, kBlockTokens / chunk_size);
   const double keys = (std::max(chunk_size, kBlockTokens) + kBlockTokens) / 2;
   const double states = DK * DV / kProductsPerClock;
   const double output = rows * (DK * DV + keys * (DK * column_groups + DV)) / kProductsPerClock;
@@ -127,7 +128,7 @@ struct Planner {
                                       .params = own_params});
   }
 
-  // Adds a launch of mlstm_gates. In the tensor for the final stabiliser, m_slots elements belong to each head.
+  // Adds a launch of mlstm_gates. m_slots is the number of elements per head in the tensor for the final stabiliser.
   void add_gates(uint32_t flags, uint32_t m_slots) {
     MlstmParams own = params;
     own.flags |= flags;

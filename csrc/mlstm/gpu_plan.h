@@ -15,8 +15,9 @@ struct MlstmLaunch {
   ElementType element = ElementType::float16;  // dtype of q, k and v
   ElementType gates = ElementType::float16;    // dtype of i and f
   bool has_initial_state = false;
-  bool vector_aligned = false;         // q, k and v start aligned for loads of four elements
-  bool vector_aligned_states = false;  // the same for C0 and n0, or for the states that mlstm_output is given
+  bool vector_aligned = false;  // q, k and v start aligned for loads of four elements
+  // C0 and n0, or the states passed to mlstm_output, start aligned for loads of four elements
+  bool vector_aligned_states = false;
   float eps = 0.0F;
   uint32_t save_every = 1;  // mlstm_states: chunks per saved state
 };

@@ -41,7 +41,7 @@ bool is_aligned(const Tensor& tensor) {
   return tensor.storage_offset() % 4 == 0;
 }
 
-// A plan with its pipelines, and what the caller needs to know of it.
+// A plan with its pipelines, and the facts about the plan that the caller needs.
 struct CompiledMlstm {
   CompiledPlan compiled;
   uint32_t chunks;
@@ -99,7 +99,7 @@ struct Call {
   // need offsets of more than 32 bits.
   template <MlstmPlan (*make_plan)(const MlstmLaunch&)>
   std::shared_ptr<const CompiledMlstm> find_plan() const {
-    static auto* plans = new LaunchCache<MlstmKey, CompiledMlstm>;  // of this operator
+    static auto* plans = new LaunchCache<MlstmKey, CompiledMlstm>;  // one cache for each operator
     try {
       return plans->get(plan_key(launch), [&] {
         MlstmPlan plan = make_plan(launch);

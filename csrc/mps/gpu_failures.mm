@@ -53,7 +53,7 @@ struct Watched {
 };
 
 struct Failure {
-  std::atomic<bool> is_set = false;  // read by every operator, so that none takes the lock before a failure
+  std::atomic<bool> is_set = false;  // true after a failure; operators read it without taking the lock
   std::mutex mutex;
   std::string first;
 };

@@ -24,10 +24,10 @@ struct NoTensorKernel : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// Raises an error with the function's name and Metal's message if a function does not compile. Raises an error too if a
-// pipeline cannot run as many threads per threadgroup as its dispatch needs. If Metal's compiler process does not
-// answer, the call tries twice, and a later call tries again. For kernels for tensor units, the error is NoTensorKernel
-// unless the process did not answer.
+// Raises an error with the function's name and Metal's message if a function does not compile. Also raises an error
+// if a pipeline cannot run as many threads per threadgroup as its dispatch needs. Both errors are NoTensorKernel if
+// the kernel is for tensor units. If Metal's compiler process does not answer, compile() asks it a second time and
+// then raises an ordinary error. A later call tries again.
 CompiledPlan compile(Plan plan);
 
 }  // namespace marlin::mps

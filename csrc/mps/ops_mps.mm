@@ -124,10 +124,10 @@ std::shared_ptr<const CompiledPlan> find_plan(const MoeProblem& problem, const T
   }
 }
 
-// Plans that depend on nothing but their problem.
+// Finds or makes a plan that depends only on its problem, such as the plan of a repack.
 template <typename Problem>
 std::shared_ptr<const CompiledPlan> find_plan(const Problem& problem, Plan (*plan)(const Problem&)) {
-  static auto* plans = new LaunchCache<PlanKey, CompiledPlan>;  // of this kind of problem
+  static auto* plans = new LaunchCache<PlanKey, CompiledPlan>;  // one cache for each kind of problem
   return plans->get(plan_key(problem), [&] { return compile(plan(problem)); });
 }
 
@@ -254,7 +254,7 @@ Tensor moe_gemm_mps(const Tensor& a, const Tensor& b_packed, const Tensor& scale
   return out;
 }
 
-// Compiles what launch() needs for M contiguous rows.
+// Compiles the kernels that launch() needs for M contiguous rows.
 void compile_rows(GemmProblem problem, int64_t M, const Tensor& like) {
   problem.M = static_cast<uint32_t>(M);
   const int64_t first = first_part(find_plan(problem, like)->plan, M);
@@ -311,7 +311,8 @@ Tensor embedding_mps(const Tensor& ids, const Tensor& b_packed, const Tensor& sc
   at::DimVector sizes(ids.sizes());
   sizes.push_back(problem.weight.K);
   const auto options = scales.options().dtype(dtype);
-  // Zeros if there is a perm, because repeated or out-of-range indices leave some elements unwritten.
+  // Fills the output with zeros if there is a perm, because repeated or out-of-range indices leave some elements
+  // unwritten.
   Tensor out = problem.weight.has_perm ? at::zeros(sizes, options) : at::empty(sizes, options);
   if (out.numel() == 0) return out;
   bindings[kSlotA] = ids.contiguous();

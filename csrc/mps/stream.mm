@@ -145,7 +145,7 @@ void encode_profiled(id<MTLComputePipelineState> pipeline, const std::string& na
     try {
       end();
     } catch (...) {
-      // The first error is the cause.
+      // This error is dropped, because the first one is the cause.
     }
     std::rethrow_exception(cause);
   }

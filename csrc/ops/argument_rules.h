@@ -32,19 +32,20 @@ struct WeightShape {
   WeightFormat format;
   c10::SymInt K;
   c10::SymInt N;
-  c10::SymInt E = 1;  // the number of experts of a stack of weights
+  c10::SymInt E = 1;  // the number of experts, or 1 for a single weight
 };
 
 // The dtypes of activations, floating scales, biases and zero points, as error messages name them.
 inline constexpr std::string_view kFloating = "float16, bfloat16 or float32";
 
-// Returns dtype and shape: "float16 [4096, 512]".
+// Returns dtype and shape, for example "float16 [4096, 512]".
 std::string describe(const Tensor& tensor);
 
-// Returns the name of a dtype: "float16".
+// Returns the name of a dtype, for example "float16".
 std::string dtype_name(at::ScalarType dtype);
 
-// Raises c10::ValueError: "torch_marlin_metal::<op>: <argument>: expected <rule>, got <what came>".
+// Raises c10::ValueError with a message of the form "torch_marlin_metal::<op>: <argument>: expected <rule>, got <what
+// came>".
 [[noreturn]] void fail(const char* op, std::string_view argument, const std::string& expected, const std::string& got);
 
 // Returns the element type of a tensor whose dtype has been checked.

@@ -1,4 +1,5 @@
-// gemm_fp32, the product of gemm in fp32: for devices other than the CPU, which has a kernel of its own.
+// gemm_fp32 computes the product of gemm with an fp32 result. This file serves all devices except the CPU, which has
+// its own kernel.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <torch/library.h>

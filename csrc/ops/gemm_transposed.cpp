@@ -1,5 +1,6 @@
-// The product with the transposed weight, which is gemm's derivative with respect to a. It decodes the weight in parts,
-// to save memory. A part is some rows of K. It gives some columns of the result, so no sum extends over several parts.
+// The product with the transposed weight, which gives the gradient of gemm with respect to a. The weight is decoded
+// in parts, to save memory. A part is some rows of K and gives some columns of the result, so no sum extends over
+// several parts.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/argsort.h>
 #include <ATen/ops/empty.h>
@@ -22,8 +23,8 @@ constexpr int64_t kDefaultBytes = int64_t{64} << 20;
 
 // How the rows of K are divided into parts: a part has several whole groups, or a fraction of one group.
 struct Division {
-  int64_t rows;        // of each part but the last of K or of a group
-  bool inside_groups;  // a part has rows of one group only
+  int64_t rows;        // rows of a part; the last part of K or of a group may have fewer
+  bool inside_groups;  // true if no part contains rows of two groups
 };
 
 // Returns parts of at most `bytes`, as large as possible and of nearly equal size. If even the smallest part is larger
@@ -83,15 +84,15 @@ Tensor gemm_transposed(const Tensor& a, const Tensor& b_packed, const Tensor& sc
   const int64_t bytes = gradient_bytes();
   if (a.numel() == 0) return at::empty(sizes, a.options());
 
-  // Autocast must not round what this computes in fp32.
+  // The computation is in fp32, which autocast must not round.
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-  // A part may be in bf16, which has the range of fp32, but not in fp16: fp32 scales can make weights beyond the range
-  // of fp16, and small weights would lose bits. The host does not look at the scales, because on mps it would have to
-  // wait for them.
+  // A part may be in bf16, which has the range of fp32, but not in fp16. fp32 scales can make weights beyond the
+  // range of fp16, and small weights would lose bits in fp16. Whether that happens is not checked, because on mps the
+  // host would have to wait for the scales.
   const at::ScalarType dtype = a.scalar_type() == at::kBFloat16 ? at::kBFloat16 : at::kFloat;
   const Tensor rows = a.reshape({-1, N});
   const int64_t row_bytes = N * static_cast<int64_t>(c10::elementSize(dtype));
-  // Activations that are converted take half of the bytes.
+  // If activations are converted, their copies get half of the bytes.
   const bool converts = dtype != a.scalar_type();
   const int64_t part_bytes = converts ? std::max<int64_t>(bytes / 2, 1) : bytes;
   const Division division = divide(info(shape.format), K, group_size, row_bytes, part_bytes);

@@ -35,7 +35,7 @@ Tensor moe_gemm_grad_a(const Tensor& grad, const Tensor& b_packed, const Tensor&
                        const OptionalTensor& global_scale, const OptionalTensor& lut, const OptionalTensor& perm) {
   check_moe_gemm_grad_a(grad, {b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm},
                         expert_ids);
-  // Autocast must not round what this computes in fp32.
+  // The computation is in fp32, which autocast must not round.
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const int64_t experts = b_packed.size(0);
   const Tensor ids = expert_ids.to(at::kCPU, at::kLong).contiguous();

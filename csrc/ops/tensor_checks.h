@@ -7,8 +7,8 @@
 
 namespace marlin {
 
-// Joins texts for an error message. Use it only after a check has failed: a stream costs more than all checks of a
-// call.
+// Joins texts for an error message. Call join only after a check has failed: its string stream costs more than all
+// checks of a call.
 template <class... Part>
 std::string text(const Part&... parts) {
   std::ostringstream stream;

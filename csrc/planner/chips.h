@@ -144,8 +144,8 @@ inline constexpr auto kGpuFamilies = [] {
 //   dram_gbs                 peak bandwidth of the version with all cores, in 10^9 bytes per second
 //   dram_gbs_fewest_cores    peak bandwidth of all versions with fewer cores, in 10^9 bytes per second
 //   dram_fraction            the fraction of the peak that reads reach
-//   small_read_share         weights of less than 50 MB are read at this share of that rate; below 1 on chips of two
-//   dies
+//   small_read_share         the fraction of that rate at which weights of less than 50 MB are read; below 1 on chips
+//                            that consist of two dies
 #define MARLIN_CHIP_FIGURES(X) \
   X(clock_ghz)                 \
   X(dram_gbs)                  \

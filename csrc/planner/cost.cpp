@@ -73,8 +73,8 @@ Steps steps_of(const Product& product, const KernelCounts& counts) {
   return {steps, 0};
 }
 
-// Returns the 8x8x8 products of a step. If zero points are not in the codes, gemm_tensor also sums the activations, by
-// a third product for every two.
+// Returns the number of 8x8x8 products in a step. If zero points are not in the codes, gemm_tensor also needs the
+// sums of the activations, which adds half as many products again.
 double step_products(const Product& product, const KernelCounts& counts) {
   if (!product.is(GemmVariant::tensor)) return counts.step.matrix;
   const WeightProblem& weight = product.problem.weight;
@@ -87,7 +87,8 @@ double matrix_clocks(const Product& product, const GpuFamily& family) {
   if (product.is(GemmVariant::tensor)) {
     const GemmProblem& problem = product.problem;
     const bool floats = problem.activations == ElementType::float32 || problem.weight.format == WeightFormat::lut4;
-    // A plan on an M5 may be for an older chip, which TORCH_MARLIN_METAL_GPU names.
+    // A plan made on an M5 may be for an older chip, named by TORCH_MARLIN_METAL_GPU, that has no tensor units. The
+    // rates of the newest family are then used.
     const GpuFamily& units = family.tensor_clocks_fp16.value > 0 ? family : kGpuFamilies.back();
     return (floats ? units.tensor_clocks_fp32 : units.tensor_clocks_fp16).value;
   }

@@ -18,8 +18,9 @@ struct InstructionCounts {
   uint32_t issue, complex, matrix;
 };
 
-// A simdgroup executes `step` for each step along K. It also executes `outer_issue` instructions after every outer_k k
-// or, if outer_k is 0, at the end of every group or chain (gemv) or of every slice (striped).
+// A simdgroup executes `step` for each step along K. It also executes `outer_issue` instructions each time it has
+// passed outer_k elements of K. If outer_k is 0, it executes them at the end of every group or chain (gemv) or of
+// every slice (striped).
 struct KernelCounts {
   Kernel kernel;
   WeightFormat format;  // the counts are valid for all formats with the same code kind
@@ -29,7 +30,7 @@ struct KernelCounts {
   uint32_t outer_k;
   uint32_t fixed_issue;  // executed once, outside all loops
   uint32_t half_registers;
-  uint32_t waits = 0;  // for loads, in a step
+  uint32_t waits = 0;  // how often a step waits for loads
 };
 
 inline constexpr std::array kKernelCounts{

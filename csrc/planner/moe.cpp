@@ -1,5 +1,6 @@
-// Plans of products with experts. With few rows, gemv's body computes a row per threadgroup; with many, fused's body
-// computes blocks of an expert's rows. K is split over simdgroups only, so that one dispatch computes the products.
+// Plans of products with experts. With few rows, each threadgroup computes one row with the body of gemv. With many
+// rows, it computes a block of an expert's rows with the body of fused. K is split over simdgroups only, so that one
+// dispatch computes the products.
 #include "csrc/planner/variants/split_k.h"
 
 namespace marlin {

@@ -92,7 +92,7 @@ uint64_t tuned_generation() {
 
 namespace {
 
-// Small fields side by side in one number.
+// Packs small fields into one number, which is cheaper to compare than the fields.
 struct Options {
   uint64_t bits = 0;
 

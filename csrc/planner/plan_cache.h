@@ -34,8 +34,9 @@ struct TunedRange {
 // thread. Throws std::invalid_argument if a name does not begin with a variant.
 void set_tuned(std::vector<TunedRange> ranges);
 
-// Sets a loader, which the first call of tuned_variant() runs so that it can call set_tuned(). If set_tuned() was
-// called before, the loader is not run. No lock is held while it runs, so several threads may run it at the same time.
+// Sets a loader. The first call of tuned_variant() runs it, so that it can call set_tuned(). If set_tuned() has been
+// called already, the loader is not run. No lock is held while the loader runs, so several threads may run it at the
+// same time.
 void set_tuned_loader(std::function<void()> loader);
 
 // Returns the variant that was measured to be best for a product, or an empty text. The text is never freed.

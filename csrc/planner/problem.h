@@ -44,7 +44,8 @@ struct GemmProblem {
 // The products of tokens with the weights of their experts. Each token has top_k slots, and each slot names an expert.
 // A pair is a token and one of its slots.
 struct MoeProblem {
-  GemmProblem product{};  // with the weight of one expert; M is the number of pairs, a_row_stride that of two tokens
+  // the weight of one expert; M is the number of pairs, a_row_stride the distance between tokens
+  GemmProblem product{};
   int64_t a_slot_stride = 0;  // elements; 0 if the slots of a token share one row
   uint32_t experts = 0;
   uint32_t top_k = 1;

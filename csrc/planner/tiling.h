@@ -21,8 +21,9 @@ struct Tiling : GemmTile {
   uint32_t simdgroups = 0;   // per threadgroup
   uint32_t k_per_slice = 0;  // per simdgroup (gemv, fused), threadgroup (staged, tensor) or unit of a stripe (striped)
   uint32_t splits = 1;       // threadgroups that share a tile's K; each writes partial sums if there are several
-  uint32_t rest_rows = 0;    // in fused, the size of a smaller last row block for M % tile.M rows; 0 if they are padded
-  uint32_t stripes = 0;      // in striped, the number of threadgroups
+  // in fused, the rows of a smaller last block, for the last M % tile.M rows; 0 if those are padded
+  uint32_t rest_rows = 0;
+  uint32_t stripes = 0;              // in striped, the number of threadgroups
   bool stripes_share_tiles = false;  // in striped, true if stripes share the K of a tile and write partial sums
 };
 static_assert(std::is_trivially_copyable_v<Tiling> && sizeof(Tiling) <= 64, "ranking copies tilings freely");

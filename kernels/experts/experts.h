@@ -6,7 +6,7 @@
 
 namespace marlin {
 
-// Returns the expert of a pair. If the pair's id names no expert, returns a number of at least `experts`.
+// Returns the expert of a pair, or `experts` if the pair's id names no expert.
 MARLIN_INLINE uint expert_of(const device uchar* ids, uint pair, uint id_bytes, uint experts) {
   const long id = id_bytes == 8 ? reinterpret_cast<const device long*>(ids)[pair]
                                 : long(reinterpret_cast<const device int*>(ids)[pair]);
@@ -18,7 +18,7 @@ MARLIN_INLINE uint bytes_of(int type) {
   return element_bytes(ElementType(type));
 }
 
-// Moves the tensors of expert 0 to those of another.
+// Returns the product with its tensors moved from expert 0 to the given expert.
 template <WeightFormat format, typename T>
 MARLIN_INLINE Product<T> product_of_expert(thread Product<T>& product, uint expert, constant MoeParams& params) {
   const ulong N = params.product.N;

@@ -1,5 +1,5 @@
-// For many rows: each threadgroup multiplies a block of rows of one expert, from moe_sort's table. Threadgroups beyond
-// the last block have no rows.
+// Multiplies many rows with the weights of their experts. Each threadgroup takes one block of the table that moe_sort
+// writes, that is, rows of one expert. Threadgroups beyond the last block have no rows.
 #include "kernels/shared/variants.h"
 
 #include "kernels/experts/experts.h"
@@ -10,7 +10,8 @@ using namespace marlin;
 
 namespace marlin {
 
-// The rows of pairs[0] to pairs[count - 1]. A row beyond the last one reads the last row, and is not stored.
+// The rows of pairs[0] to pairs[count - 1]. A row beyond count reads the last of these rows, and its result is not
+// stored.
 struct ExpertRows {
   static constexpr uint offsets_per_block() { return 2; }
 
@@ -51,7 +52,7 @@ template <WeightFormat format, typename T>
   if (count == 0) return;
   const device uint* pairs = blocks + params.blocks * kMoeBlockWords + entry[1];
   if (entry[0] == params.experts) {
-    if (writes_partials) return;  // moe_reduce skips the pairs
+    if (writes_partials) return;  // moe_reduce ignores these pairs, whose ids name no expert
     for (uint i = simdgroup * kSimdWidth + lane; i < count * kFusedColumns; i += simdgroups * kSimdWidth) {
       const uint column = block.x * kFusedColumns + i % kFusedColumns;
       if (column < params.product.N) out[ulong(pairs[i / kFusedColumns]) * params.product.N + column] = T(0.0f);

@@ -1,4 +1,5 @@
-// For few rows: each threadgroup reads the id of its pair's expert and multiplies one row with that expert's weight.
+// Multiplies few rows with the weights of their experts. Each threadgroup reads the id of one pair's expert and
+// multiplies the pair's row with the weight of that expert.
 #include "kernels/shared/variants.h"
 
 #include "kernels/experts/experts.h"
@@ -16,7 +17,7 @@ template <WeightFormat format, typename T>
   const uint pair = block.x;
   const uint expert = expert_of(ids, pair, params.id_bytes, params.experts);
   if (expert == params.experts) {
-    if (writes_partials) return;  // moe_reduce skips the pair
+    if (writes_partials) return;  // moe_reduce ignores this pair, whose id names no expert
     for (uint i = simdgroup * kSimdWidth + lane; i < kGemvColumns; i += simdgroups * kSimdWidth) {
       const uint column = block.y * kGemvColumns + i;
       if (column < params.product.N) out[ulong(pair) * params.product.N + column] = T(0.0f);

@@ -1,5 +1,5 @@
 // Sorts pairs by expert and divides each expert's rows into blocks. Pairs of one expert keep their order. Pairs whose
-// id is no expert count as those of one more expert, the last, so that their rows are set to zero.
+// id names no expert are counted for an additional expert after the last one, so that their rows are set to zero.
 #include "kernels/shared/variants.h"
 
 #include "kernels/experts/experts.h"
@@ -9,7 +9,7 @@ using namespace marlin;
 
 namespace marlin {
 
-// Two sums of a value: over the threads before this one, and over all threads.
+// The sum of a value over the threads before this one, and its sum over all threads.
 struct Scan {
   uint before;
   uint all;

@@ -6,8 +6,8 @@
 
 namespace marlin {
 
-// A pair is a token and one of its slots, numbered token * top_k + slot. `product` describes the weight of one expert;
-// its M is the number of pairs, and its a_row_stride the distance of two tokens.
+// A pair is a token and one of its slots, numbered token * top_k + slot. `product` describes the weight of one
+// expert. Its M is the number of pairs, and its a_row_stride is the distance between tokens.
 struct MoeParams {
   GemmParams product;
   int64_t a_slot_stride;  // elements; 0 if the slots of a token share one row
@@ -31,8 +31,9 @@ struct MoeReduceParams {
 };
 static_assert(sizeof(MoeReduceParams) == 24, "shared with the shaders");
 
-// moe_sort: one threadgroup, a thread per expert at a time. Its output is a table of three words for each block of rows
-// (expert, first place, rows; a surplus block has no rows), and then the pairs in the order of their experts.
+// moe_sort runs as one threadgroup, and each thread handles one expert at a time. The output begins with a table that
+// has three words for each block of rows: expert, first place, number of rows. A surplus block has no rows. After the
+// table come the pairs, in the order of their experts.
 enum { kMoeSortThreads = 256, kMoeBlockWords = 3 };
 
 // Returns the most blocks that `pairs` rows can need. Each expert may have one block that is not full, and so may the

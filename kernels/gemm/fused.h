@@ -21,11 +21,11 @@ enum {
   kFusedLoadK = kFusedWordRows * kCodesPerWord,
 };
 
-// Rows that are evenly spaced, starting at `begin`. If fewer than rows_per_threadgroup are left, the threadgroup and
-// its row blocks move up until they end at row M - 1. The threadgroup then recomputes rows that another one stores.
-// In return, no load is conditional, and all threadgroups use the same row offsets.
+// Evenly spaced rows, starting at `begin`. If fewer than rows_per_threadgroup are left, the threadgroup's blocks of
+// rows move up until they end at row M - 1. The threadgroup then computes some rows a second time but does not store
+// them. In return, no load is conditional, and all threadgroups use the same row offsets.
 struct EvenRows {
-  // Offsets from block 0 to another are the same for the two rows of a lane, for all lanes and threadgroups.
+  // The distance from block 0 to another block is the same for both rows of a lane, for all lanes and threadgroups.
   static constexpr uint offsets_per_block() { return 1; }
 
   uint M;
@@ -45,7 +45,7 @@ struct EvenRows {
     return int64_t(block(i)) * a.row_stride;
   }
 
-  // Sets m to the output row for row `row` of block i. Returns false if another block or threadgroup stores that row.
+  // Sets m to the output row of row `row` in block i. Returns false if another block or threadgroup stores that row.
   MARLIN_INLINE bool stores(uint i, uint row, thread uint& m) const thread {
     const uint moved = block(i) + row;
     m = first() + moved;
@@ -66,8 +66,8 @@ struct FusedAccumulators {
   uint quad;                 // the lane's first k among the 32 of a load
   const device uint* words;  // the lane's next four words
   uint scale_index;          // of the next scales; 32 bits are enough, because the planner refuses larger weights
-  // Point into the lane's two rows of row block 0: at the lane's first k of the next step or, with a permutation, at k
-  // = 0.
+  // Point into the lane's two rows of row block 0. Without a permutation they point at the lane's first k of the next
+  // step, and with one at k = 0.
   const device T* x_row[2];
   vec<T, 4> x[kFusedRowBlocks][2];                                 // four k of each of the two rows
   int64_t row_offset[kFusedRowBlocks][Rows::offsets_per_block()];  // from block 0 to block i
@@ -157,8 +157,8 @@ struct FusedAccumulators {
     }
   }
 
-  // Adds the accumulators to the simdgroup's totals: a float4 of four columns for each [row block, element][lane]. Each
-  // lane touches only its own.
+  // Adds the accumulators to the simdgroup's totals, which have a float4 of four columns for each [row block,
+  // element][lane]. A lane touches only its own totals.
   MARLIN_INLINE void add_to(threadgroup float4* totals) thread {
     MARLIN_UNROLL for (uint i = 0; i < kFusedRowBlocks; ++i) {
       MARLIN_UNROLL for (uint e = 0; e < 2; ++e) {

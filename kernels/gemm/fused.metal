@@ -1,4 +1,4 @@
-// For five and more activation rows; fused.h has the body.
+// The kernels for five or more activation rows. Their body is in fused.h.
 #include "kernels/gemm/fused.h"
 
 #include "kernels/shared/variants.h"

@@ -20,7 +20,7 @@ template <typename T>
   Output<T>{bias, out, nullptr, params.M, params.N}.store(m, n, sum);
 }
 
-// Each z of the grid is one border between two stripes. If several borders lie inside a tile, only the threads of the
+// Each z of the grid is one border between two stripes. If a tile contains several borders, only the threads of the
 // first border add up the tile.
 template <typename T>
 [[kernel]] void reduce_striped(const device uchar* bias [[buffer(kSlotBias)]], device T* out [[buffer(kSlotOut)]],

@@ -74,7 +74,7 @@ struct TileLoader {
   float zero;
   uint scale_group;
 
-  // Must be called before the first fetch of a tile.
+  // Starts a tile. Must be called before the tile's first fetch().
   MARLIN_INLINE void begin() thread {
     scale = 0.0f;
     zero = 0.0f;

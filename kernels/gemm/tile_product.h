@@ -1,7 +1,7 @@
-// For many activation rows: computes output tiles whose operands are staged through threadgroup memory (tile.h). The
-// order of a step:
-//   single_stage:     fetch | barrier | store | barrier | multiply           half the threadgroup memory
-//   double_buffered:  barrier | fetch next | multiply this | store next      one barrier per step
+// Computes output tiles for many activation rows. The operands are staged in threadgroup memory (tile.h). A step has
+// this order:
+//   single_stage:     fetch | barrier | store | barrier | multiply           (needs half the threadgroup memory)
+//   double_buffered:  barrier | fetch next | multiply this | store next      (needs only one barrier per step)
 //   double_buffered, tiles larger than 64 x 64:  barrier | fetch next | store next | multiply this
 #pragma once
 

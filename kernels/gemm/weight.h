@@ -40,8 +40,8 @@ MARLIN_INLINE bool zero_is_in_code() {
   return format == WeightFormat::uint4b8 || (format == WeightFormat::uint4 && zeros_type == int(ElementType::uint8));
 }
 
-// Loads four neighbouring columns, in one load if vector_columns allows it. Only the first `owned` of them exist and
-// are read; the others are zero.
+// Loads four adjacent columns, with one load if vector_columns allows it. Only the first `owned` columns exist. The
+// rest are not read and become zero.
 template <typename T>
 MARLIN_INLINE vec<T, 4> load_columns(const device T* first, uint owned) {
   vec<T, 4> result = vec<T, 4>(T(0));
@@ -150,7 +150,7 @@ struct Weight {
   }
 };
 
-// Returns what k of one group add to an output, given the sum of code * x and the sum of x over these k.
+// Returns what the k of one group add to an output, given the sum of code * x and the sum of x over these k.
 template <WeightFormat format>
 MARLIN_INLINE float apply_group(float codes, float x, float scale, float zero) {
   if (format == WeightFormat::uint4_bias) return fma(codes, scale, zero * x);

@@ -31,7 +31,7 @@ static float gated(float gate, float up, constant ActivationParams& params) {
     // (1 + tanh(u)) / 2 is sigmoid(2 u).
     return gate * sigmoid(1.5957691f * fma(0.044715f * gate * gate, gate, gate)) * up;
   }
-  // NaN passes, because it is not greater than anything.
+  // NaN stays NaN, because a comparison with NaN is false.
   const float g = gate > params.limit ? params.limit : gate;
   const float u = up > params.limit ? params.limit : up < -params.limit ? -params.limit : up;
   return g * sigmoid(params.alpha * g) * (u + 1.0f);

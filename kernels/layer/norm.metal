@@ -1,5 +1,5 @@
-// Divides each row by its root mean square and multiplies with a weight, in fp32. If there is a residual, first adds it
-// and stores the rounded sum, whose norm is then computed. A threadgroup computes a row.
+// Divides each row by its root mean square and multiplies it with a weight, in fp32. If there is a residual, first
+// adds the residual, rounds the sum, stores it, and uses it in place of the row. One threadgroup computes a row.
 #include "kernels/shared/variants.h"
 
 #include "kernels/gemm/options.h"
@@ -36,7 +36,7 @@ template <typename T>
   for (uint i = 0; i < simdgroups; ++i)
     total += shared[i];
   const float factor = 1.0f / sqrt(total / float(params.columns) + params.eps);
-  // Each thread reads only the sums that it has written.
+  // No barrier is needed, because each thread reads only the sums that it has written.
   for (uint i = thread_index; i < params.columns; i += threads) {
     const float value = float(params.has_residual != 0 ? sums[first + i] : values[i]);
     out[first + i] = T(value * factor * (load_element(weight, i, params.weight_type) + params.weight_offset));

@@ -7,9 +7,8 @@
 //     tokens); columns are the pairs and the elements that are not rotated, heads those of q and then those of k.
 //   gated_activation: threads (kElementwiseWidth, kElementwiseHeight, 1), grid (ceil(columns / width),
 //     ceil(rows / height), 1).
-//   write_cache: threads (kCacheWidth, kCacheHeight, 1), grid (ceil(columns / width), ceil(2 * heads / height), batches
-//   *
-//     tokens); columns are the larger of k_size and v_size, heads those of k and then those of v.
+//   write_cache: threads (kCacheWidth, kCacheHeight, 1), grid (ceil(columns / width), ceil(2 * heads / height),
+//     batches * tokens); columns are the larger of k_size and v_size, heads those of k and then those of v.
 #pragma once
 
 #include "kernels/shared/slots.h"
@@ -40,7 +39,7 @@ enum LayerSlot {
 
 enum {
   kNormMaxThreads = 1024,
-  kNormColumnsPerThread = 8,                      // at least, so that small rows take few simdgroups
+  kNormColumnsPerThread = 8,  // the fewest columns per thread, so that short rows take few simdgroups
   kNormBytes = kNormMaxThreads / kSimdWidth * 4,  // a sum per simdgroup
   kRotaryWidth = 32,
   kRotaryHeight = 4,
@@ -70,8 +69,8 @@ enum RotaryFlag {
   kRotaryInterleaved = 1,  // a pair is two neighbours; otherwise it is elements i and i + rotary_size / 2
   kRotaryPerPair = 2,      // cos and sin have a value for each pair; otherwise one for each element
   kRotaryTransposed = 4,   // multiplies with the transposed matrix, for derivatives
-  kRotaryTokenRowsQ = 8,   // in the rotated q the heads of a token are neighbours; otherwise the tokens of a head are
-  kRotaryTokenRowsK = 16,  // the same for k
+  kRotaryTokenRowsQ = 8,   // in the rotated q, the heads of a token are adjacent; otherwise the tokens of a head are
+  kRotaryTokenRowsK = 16,  // the corresponding flag for the rotated k
 };
 
 // Strides of a tensor [batches, heads, tokens, columns].
@@ -100,7 +99,7 @@ static_assert(sizeof(RotaryParams) == 128, "shared with the shaders");
 enum class Activation : int32_t {
   silu = 0,
   gelu = 1,          // x Phi(x), with the error function
-  gelu_tanh = 2,     // its approximation with tanh
+  gelu_tanh = 2,     // gelu's approximation with tanh
   clamped_silu = 3,  // gpt-oss: g = min(gate, limit), u = clamp(up, limit): g sigmoid(alpha g) (u + 1)
 };
 

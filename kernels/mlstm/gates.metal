@@ -82,7 +82,7 @@ MARLIN_INLINE HeadGates head_gates(const device uchar* i, const device uchar* f,
           params.gate_type};
 }
 
-// Writes the vectors of a chunk that mlstm_output reads; m is the stabiliser before the chunk.
+// Writes the vectors of a chunk that mlstm_output reads. `m` is the stabiliser before the chunk.
 MARLIN_INLINE void write_output_gates(HeadGates inputs, GateVectors<device float*> gates, device float* out_m,
                                       constant MlstmParams& params, uint head, uint start, uint end, float m,
                                       uint lane) {
@@ -104,7 +104,8 @@ MARLIN_INLINE void write_output_gates(HeadGates inputs, GateVectors<device float
   }
 }
 
-// Writes the vectors of a chunk with which its tokens enter the state after the chunk; m is the stabiliser there.
+// Writes the vectors that say how a chunk's tokens enter the state after the chunk. `m` is the stabiliser of that
+// state.
 MARLIN_INLINE void write_suffix_gates(HeadGates inputs, GateVectors<device float*> gates, uint start, uint end, float m,
                                       uint lane) {
   float later = 0.0f;

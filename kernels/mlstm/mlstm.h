@@ -50,7 +50,7 @@ MARLIN_INLINE void store4(device T* data, uint row, uint first, uint limit, bool
   }
 }
 
-// The eight neighbouring columns, of 32, that a lane holds.
+// Eight adjacent columns that a lane holds, out of 32.
 template <typename T>
 struct LaneColumns {
   vec<T, 4> x[2];

@@ -87,7 +87,8 @@ struct ScorePair {
     }
   }
 
-  // Computes q . k. Keys at key_count and beyond are replaced by existing ones; nothing uses their scores.
+  // Computes q . k. Keys at key_count and beyond do not exist. Existing keys are read in their place, and the
+  // resulting scores are not used.
   MARLIN_INLINE void multiply(const device T* q, uint q_stride, const device T* k, uint k_stride, uint DK,
                               Queries queries, PairPlace place, uint first_key, uint key_count) thread {
     uint k_rows[2][2];
@@ -214,10 +215,10 @@ struct OutputSums {
     }
   }
 
-  // Adds one block of keys. is_own is true for the queries' own block. In that block, fragments above the diagonal were
-  // not computed, and keys at key_count and beyond do not exist. There, non-finite values of v are left out: a query
-  // that does not see the key has the score 0, and 0 times such a value would be NaN. Returns false if any were left
-  // out.
+  // Adds one block of keys. is_own is true for the queries' own block. In that block, fragments above the diagonal
+  // were not computed, and keys at key_count and beyond do not exist. A query that does not see a key has the score 0
+  // for it, and 0 times a non-finite value of v would be NaN. Non-finite values of v in the own block are therefore
+  // left out. Returns false if there were any.
   template <bool is_own>
   MARLIN_INLINE bool add_block(const device T* v, uint v_stride, const threadgroup float2* scores, uint first_key,
                                uint key_count, uint column, uint DV, MlstmLane lane, uint lane_index) thread {
@@ -322,7 +323,8 @@ template <typename T>
 
   const device T* chunk_k = first_token(k, params.k, params, head) + int64_t(start) * params.k.token;
   const ulong slot = ulong(head) * params.state_slots + c;
-  // state_sums uses the memory of a fragment pair above the diagonal of the queries' own block, which holds no scores.
+  // state_sums uses memory that holds no scores: that of a fragment pair above the diagonal of the queries' own
+  // block.
   threadgroup float* state_sums =
       reinterpret_cast<threadgroup float*>(shared + (query_block * kScorePairs + 1) * (2 * kSimdWidth));
   const device float* n = states_n + slot * params.DK;

@@ -27,7 +27,7 @@ enum MlstmSlot {
   kSlotStatesC = 12,  // float [heads, state_slots, DK, DV]: the states before the chunks
   kSlotStatesN = 13,  // float [heads, state_slots, DK]
   kSlotStatesM = 14,  // float [heads, chunks + 1]
-  // The state after the last chunk. The state of the next head is final_slots states further on.
+  // The state after the last chunk. The states of consecutive heads are final_slots states apart.
   kSlotFinalC = 15,  // float [heads, DK, DV]
   kSlotFinalN = 16,  // float [heads, DK]
   kSlotFinalM = 17,  // float [heads]
@@ -49,7 +49,7 @@ enum GateVector {
 };
 
 enum ChunkVector {
-  kChunkDecay = 0,  // mlstm_gates stores the decay of the whole chunk, then replaces it by the factor of the old state
+  kChunkDecay = 0,  // first the decay over the whole chunk; mlstm_gates then replaces it by the factor of the old state
   kChunkPeak = 1,   // the stabiliser after the chunk if nothing came before it
   kChunkVectorCount = 2,
 };

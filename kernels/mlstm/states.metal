@@ -10,7 +10,7 @@ using namespace marlin;
 
 namespace marlin {
 
-// Which elements of C and n a lane owns.
+// Says which elements of C and n a lane owns.
 struct StatePlace {
   uint row;     // the first of the lane's four rows
   uint column;  // the first of the lane's eight columns

@@ -10,7 +10,7 @@
 
 namespace marlin {
 
-// Weights are 4 bit: a packed word holds eight consecutive k of one column, lowest k in the lowest nibble.
+// A packed word holds the 4-bit codes of eight consecutive k of one column, with the lowest k in the lowest nibble.
 enum { kCodesPerWord = 8, kLutSize = 16 };
 
 enum { kSimdWidth = 32 };

@@ -238,7 +238,7 @@ constexpr const KernelInfo& info(Kernel kernel) {
   return kKernels[static_cast<size_t>(kernel)];
 }
 
-// True if the kernel needs Metal language version 4.0 and a GPU with tensor units.
+// Returns true if the kernel needs Metal language version 4.0 and a GPU with tensor units.
 constexpr bool needs_tensor_units(Kernel kernel) {
   return info(kernel).library == "gemm/tensor";
 }

@@ -98,8 +98,9 @@ inline std::array<float, 16> code_values(WeightFormat format, const float* lut) 
   return values;
 }
 
-// Returns the number of bf16 terms that represent every code: 1, or 3 for tables. Returns 0 if the bf16 instructions,
-// which flush subnormals, would lose bits of a code (bf16_parts.h), or if a code is not finite or close to overflow.
+// Returns the number of bf16 terms that represent every code exactly: 1, or 3 for tables. Returns 0 if a code is not
+// finite or is close to overflow. Also returns 0 if the bf16 instructions, which flush subnormals, would lose bits of
+// a code (bf16_parts.h).
 inline int bf16_parts_of_codes(const std::array<float, 16>& values) {
   bool exact = true;
   uint32_t smallest = ~0U, largest = 0;  // compared as bits, so that NaN is the largest

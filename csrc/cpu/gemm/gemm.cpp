@@ -42,7 +42,7 @@ class Tasks {
   std::vector<int64_t> ends_;
 };
 
-// Runs passes side by side. Those that are not representable afterwards have no result.
+// Computes passes side by side. A pass has no result if its representable() is false afterwards.
 void run_together(std::deque<Gemm>& passes, const Parallel& parallel) {
   static thread_local Scratch value_scratch, sum_scratch, start_scratch, partial_scratch;
   const auto total = [&](int64_t (Gemm::*size)() const) {
@@ -93,7 +93,8 @@ void run_together(std::deque<Gemm>& passes, const Parallel& parallel) {
   partial_scratch.trim(kKeepBytes);
 }
 
-// Runs a pass alone with the plans that are left when the kernel of `failed` cannot represent a value.
+// Computes a pass again, because the kernel of `failed` cannot represent one of its values. Tries one fallback plan
+// after another.
 void run_with_fallback(const Machine& machine, const Problem& problem, const KernelSet& kernels, const Gemm& failed,
                        const Parallel& parallel) {
   Plan plan = failed.plan();
@@ -107,8 +108,9 @@ void run_with_fallback(const Machine& machine, const Problem& problem, const Ker
   }
 }
 
-// Returns the number of threads that share one product. Products of equal size are divided no further than an equal
-// share of work for every thread needs: a thread that reads whole rows of words is faster.
+// Returns the number of threads that share one product. If all products have the same number of rows, each is divided
+// only as far as every thread needs for an equal share of the work, because a thread that reads whole rows of words
+// is faster. Otherwise, all threads share each product.
 int threads_for_each(std::span<const GemmArguments> products, int threads) {
   const bool equal = std::all_of(products.begin(), products.end(),
                                  [&](const GemmArguments& product) { return product.M == products.front().M; });

@@ -42,7 +42,8 @@ struct SortedPairs {
       if (is_expert(arguments, pair)) ++ends[expert(arguments, pair)];
     }
     int64_t total = 0;
-    for (int64_t& end : ends) {  // where each expert begins, at first; filling the lists moves it to the end
+    // first, where each expert's pairs begin; filling the lists moves this to where they end
+    for (int64_t& end : ends) {
       const int64_t rows = end;
       end = total;
       total += rows;

@@ -23,7 +23,8 @@ struct Problem {
   WeightFormat format;
   int64_t group_size;
   ElementType a_type;
-  int code_parts;  // bf16 terms that represent any code exactly: 1, or 3 for most lookup tables; 0 if none do
+  // the number of bf16 terms that represent any code exactly: 1, or 3 for most lookup tables; 0 if that is impossible
+  int code_parts;
   Float32Precision precision;
 };
 

@@ -46,7 +46,7 @@ inline const MatrixKernel& matrix_kernel(const Plan& plan, const KernelSet& kern
   }
 }
 
-// One pass of a product: its rows of one of the plan's passes.
+// Computes one pass of a product, that is, some of its rows.
 class Gemm {
  public:
   Gemm(const GemmArguments& arguments, const Plan& plan, const KernelSet& kernels, int64_t pass)
@@ -76,7 +76,7 @@ class Gemm {
   int64_t pass() const { return pass_; }
   int64_t rows() const { return x_.rows; }
 
-  // The parts of the scratch memory that place() takes.
+  // Each returns the bytes of one part of the scratch memory that place() divides.
   int64_t value_bytes() const { return round_up(chunks_ * x_.row_blocks * x_.pitch * x_.row_bytes, kScratchUnit); }
   int64_t sum_count() const { return round_up(chunks_ * x_.segments * x_.rows, kScratchUnit); }
   int64_t start_count() const { return x_.row_blocks + 1; }
@@ -115,7 +115,7 @@ class Gemm {
          partial_ == nullptr ? nullptr : partial_ + slice * x_.rows * w_.N);
   }
 
-  // The sums over slices of K, a row each; 0 if K is not sliced.
+  // Returns the number of rows of the partial sums over slices of K; 0 if K is not sliced.
   int64_t sliced_rows() const { return plan_.k_slices > 1 ? x_.rows : 0; }
   void add_slices(int64_t m) const {
     float* total = partial_ + m * w_.N;

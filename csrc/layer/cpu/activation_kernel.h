@@ -7,7 +7,8 @@
 
 namespace marlin::cpu {
 
-// Returns `positive` where x is at least 0, and `negative` elsewhere. For NaN, returns a sum with `negative`.
+// Returns `positive` for x >= 0 and `negative` for x < 0. If x is NaN, the result depends on `negative` and is NaN if
+// `negative` is NaN.
 template <class V>
 [[gnu::always_inline]] inline typename V::F by_sign(typename V::F x, typename V::F positive, typename V::F negative) {
   return V::add(V::zero_below(x, 0.F, positive), V::sub(negative, V::zero_below(x, 0.F, negative)));
@@ -51,7 +52,7 @@ template <class V, Activation activation>
     const F cubic = V::fma(V::mul(V::mul(V::set1(0.044715F), g), g), g, g);
     return V::mul(V::mul(g, sigmoid<V>(V::mul(V::set1(1.5957691F), cubic))), u);
   }
-  // NaN passes, because V::max returns its second argument then.
+  // NaN stays NaN, because V::max returns NaN if its second argument is NaN.
   const F lowest = V::set1(-limit);
   const F bounded = negated<V>(V::max(lowest, negated<V>(g)));
   const F factor = V::add(V::max(lowest, negated<V>(V::max(lowest, negated<V>(u)))), V::set1(1.F));

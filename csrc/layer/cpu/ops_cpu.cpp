@@ -85,7 +85,7 @@ void norm(const Tensor& x, const Tensor& residual, const Tensor& weight, double 
         for (int64_t i = 0; i < N; ++i)
           row[i] += other[i];
         kernels().from_float(row.data(), type, N, place(sums, type, m * N));
-        kernels().to_float(place(sums, type, m * N), type, N, row.data());  // the norm is that of the rounded sum
+        kernels().to_float(place(sums, type, m * N), type, N, row.data());  // the norm is computed from the rounded sum
       }
       double squares = 0;
       for (int64_t i = 0; i < N; i += kBlock)
@@ -162,7 +162,7 @@ struct Rotation {
   }
 };
 
-// Returns cos or sin in fp32, contiguous, with an element per rotated element.
+// Returns cos or sin as contiguous fp32 with one entry per rotated element, also if the table has one entry per pair.
 Tensor whole_table(const Tensor& table, bool per_pair, bool interleaved) {
   Tensor wide = table.to(at::kFloat).contiguous();
   if (!per_pair) return wide;
@@ -191,7 +191,7 @@ TwoTensors rotary_cpu(const Tensor& q, const Tensor& k, const Tensor& cos, const
   return {q_out, k_out};
 }
 
-// Returns the tensor as rows whose elements are neighbours.
+// Returns the tensor, or a copy if the elements of a row are not adjacent in memory.
 Tensor neighbours(const Tensor& tensor) {
   return unit_stride(rows(tensor));
 }

@@ -19,7 +19,8 @@ namespace marlin::cpu {
 namespace {
 
 constexpr size_t kKeepBytes = size_t{8} << 20;  // scratch that a thread keeps
-constexpr int64_t kMaxChain = 1024;             // at most this many products are added one after the other
+// with more terms, a sum is added up in several parts, which keeps its rounding error small
+constexpr int64_t kMaxChain = 1024;
 
 // Calls f(first, size) for nearly equal blocks of [0, count), at most max_size each.
 template <class F>

@@ -29,8 +29,8 @@ struct MlstmKernels {
   int strip;
   int max_rows;
   std::array<void (*)(const MlstmProduct&), kMaxMlstmRows + 1> product;
-  // Like product, but with one more term for each row after the first k terms. Row i uses only the first i + 1 of
-  // these, because a token does not see later tokens.
+  // Like product, but with more terms after the first k. Row i has i + 1 of these additional terms, because a token
+  // does not see later tokens.
   std::array<void (*)(const MlstmProduct&), kMaxMlstmRows + 1> causal_product;
   // p[l] *= scale * exp((row_high + high[l]) + (row_low + low[l])); returns the sum.
   float (*weigh)(float* p, const float* high, const float* low, float row_high, float row_low, float scale,

@@ -23,7 +23,8 @@ template <class V>
 template <class V, int R, int C, bool causal>
 void mlstm_product(const MlstmProduct& product) {
   using F = typename V::F;
-  const MlstmProduct p = product;  // a local copy: the compiler knows that a store to a float cannot change it
+  // a local copy, because a store to a float cannot change it, and the compiler knows that
+  const MlstmProduct p = product;
   F acc[R * C];
   if (p.beta == 0.F) {
     unroll<V, R * C>([&](auto i) __attribute__((always_inline)) { acc[i] = V::zero(); });
