@@ -22,7 +22,7 @@ WHAT_WORKS = (
 
 
 class ExtensionError(RuntimeError):
-    """The compiled extension cannot be used. The message says why, and which command mends it."""
+    """The compiled extension cannot be used. The message gives the reason and the command that repairs it."""
 
 
 class Unavailable:
@@ -40,7 +40,7 @@ class Unavailable:
     def __getattr__(self, name: str) -> "Unavailable":
         if name.startswith("_"):  # Python and other packages look for optional methods of any object
             raise AttributeError(name)
-        # An operator's overload: messages name the operator alone.
+        # An operator's overload: error messages name only the operator.
         return self if name == "default" else Unavailable(f"{self._name}.{name}", self._reason)
 
     def __call__(self, *_: Any, **__: Any) -> NoReturn:

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """One row of the table of weight formats; `q` is the 4-bit code, `s` the scale of its group and column.
+    """One row of the table of weight formats. `q` is a 4-bit code, and `s` is the scale of its group and column.
 
     Attributes:
         name: the name that the operators take.
-        formula: the exact value of a weight.
+        formula: how the operators compute a weight from `q` and `s`.
         code_kind: "integer", "e2m1" or "table": how a code becomes a number.
         scale_coding: "floating" (fp16, bf16 or fp32), "e4m3" or "e8m0" (uint8 codes).
         zeros_role: "none", "zero_point" (uint8 codes or floating values) or "bias" (floating values).
@@ -100,7 +100,7 @@ def weight_format(name: str) -> WeightFormat:
 
 
 def resolve_group_size(op: str, fmt: WeightFormat, group_size: int | None, K: int) -> int:
-    """Replaces None by the format's fixed group size, else 128, and -1 by K.
+    """Returns the group size as a number. None means the format's fixed size, or else 128; -1 means K.
 
     Args:
         op: the caller's name, for the error.
@@ -130,7 +130,7 @@ def is_group_size(fmt: WeightFormat, group_size: int, K: int) -> bool:
 
 
 def expected_group_sizes(fmt: WeightFormat, K: int) -> str:
-    """Returns the part of an error message that lists the allowed group sizes, in the operators' words."""
+    """Returns the part of an error message that lists the allowed group sizes, as the operators list them."""
     if fmt.fixed_group_size is not None:
         return f"expected {fmt.fixed_group_size} for {fmt.name}"
     return f"expected one of {', '.join(map(str, GROUP_SIZES))}, or K = {K} for {fmt.name}"

@@ -1,4 +1,4 @@
-"""What the Python files need of the compiled extension: a build of older sources lacks a part of it.
+"""Lists what the Python files need of the compiled extension, because a build of older sources may lack some of it.
 
 A test compares both tables with the extension, so a new operator, argument or function is added here too.
 """
@@ -78,7 +78,7 @@ def arguments(operator: str) -> str | None:
 
 
 def first_difference(compiled: ModuleType) -> str | None:
-    """Returns what a compiled extension lacks, in words, or None if the Python files find all that they need."""
+    """Returns a sentence about the first thing that a compiled extension lacks, or None if it lacks nothing."""
     for name in FUNCTIONS:
         if not hasattr(compiled, name):
             return f"it has no function {name}"

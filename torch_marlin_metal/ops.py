@@ -49,7 +49,7 @@ def _gemm_transposed_flops(a_shape: torch.Size, b_packed_shape: torch.Size, *_: 
 def _moe_gemm_flops(
     a_shape: torch.Size, b_packed_shape: torch.Size, _: torch.Size, ids_shape: torch.Size, *__: Any, **___: Any
 ) -> int:
-    """Counts every pair of a token and a slot as a row of a product, also where an id is no expert."""
+    """Counts every pair of a token and a slot as a row of a product, even if the pair's id names no expert."""
     return 2 * ids_shape.numel() * a_shape[-1] * b_packed_shape[2]
 
 

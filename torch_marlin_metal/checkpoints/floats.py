@@ -107,7 +107,7 @@ class FloatReader(CheckpointReader):
 
 
 class _FloatSource:
-    """The `reader.Source` of a float checkpoint."""
+    """The source of the layers of a float checkpoint, see `reader.Source`."""
 
     format = FORMAT
 

@@ -52,9 +52,10 @@ class DirectoryFormat(Format):
         listed: for a format whose settings list the layers, returns their names. Only these names are layers, because
             other tensors may have names like parts of a layer.
         unread: ending -> reason, for tensors that mark a layer whose quantization is not supported.
-        axes: role -> what each dimension of the tensor counts, so that one process's part of a layer can be read alone:
-            "N", "K", "N/8" and "K/8" (words of 8 codes) or "G" (groups). A role of one dimension "order" gives the
-            order of K or each row's group. Empty if a layer can only be read whole.
+        axes: role -> what each dimension of the tensor counts. With it, a process can read only its part of a layer.
+            The values are "N", "K", "N/8" and "K/8" (words of 8 codes), or "G" (groups). "order" stands for a tensor
+            of one dimension that gives the order of K or the group of each row. Empty if a layer can only be read as
+            a whole.
     """
 
     containers: tuple[str, ...] = ("a directory of safetensors files", "(on request) a directory of PyTorch pickles")

@@ -28,8 +28,8 @@ def part_of(layer: Layer, axes: Mapping[str, tuple[str, ...]], part: Part) -> La
         part: which part.
 
     Returns:
-        None if the part's values are not a rectangle of every tensor. That is so for rows of a weight with act-order or
-        with one group, and where a border is inside a word or a group.
+        The layer's part, or None if its values are not a rectangle in every tensor. This is the case for rows of a
+        weight with act-order or with a single group, and if a border is inside a word or a group.
     """
     roles = [role for role in layer.roles if role in axes]
     if layer.refused or any(len(axes[role]) != len(layer.shape(role)) for role in roles):
@@ -53,7 +53,7 @@ def part_of(layer: Layer, axes: Mapping[str, tuple[str, ...]], part: Part) -> La
                 return None
             dropped.add(role)
     if part.rank > 0:
-        dropped.add("bias")  # the sum over all parts then has it once
+        dropped.add("bias")  # the bias is then added only once when the parts are summed
     kept = {role: name for role, name in layer.roles.items() if role not in dropped}
     labels = {"K": 1, "K/8": 8, "G": group_size}
     return replace(layer, roles=kept, parts=_slices(layer, axes, list(kept), labels, border * part.rank, border))
@@ -81,7 +81,7 @@ def _slices(
     first: int,
     count: int,
 ) -> dict[str, Slice]:
-    """Returns the part of each tensor that holds `count` columns or rows from `first`.
+    """Returns for each tensor the slice with `count` columns or rows, starting at `first`.
 
     `labels` has the axes that are cut, and how many columns or rows one entry of each holds.
     """

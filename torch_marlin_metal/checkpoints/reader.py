@@ -100,7 +100,7 @@ class DirectorySource:
                         self._check_anchored(name, role, name.removesuffix(ending))
 
     def _check_anchored(self, name: str, role: str, base: str) -> None:
-        """Refuses a tensor if its layer has no codes, unless `convert` refuses the whole layer with a better reason."""
+        """Refuses a tensor whose layer has no codes, unless `convert` refuses the layer with a better reason."""
         anchors = [base + ending for ending in self.format.anchors]
         if base not in self._refused and not any(anchor in self.checkpoint.tensors for anchor in anchors):
             raise self.checkpoint.error(name, f"{self.format.name}: {role} of a layer without {' or '.join(anchors)}")
@@ -154,7 +154,7 @@ class CheckpointReader:
         path: the directory or file.
         source: the opened container.
         options: how the checkpoint is read.
-        calculates: whether more threads make reading faster: reading then computes and does not only move words.
+        calculates: whether reading does arithmetic, and not only moves words. More threads then make it faster.
     """
 
     calculates = False

@@ -101,7 +101,7 @@ def profiled_products() -> Values:
 
 
 def commits() -> Values:
-    """Compares the bits of products that each commit PyTorch's command buffer with those of products that never do."""
+    """Compares the bits of products that commit after each kernel with those of products that never commit."""
     from torch_marlin_metal import tuning
 
     a, product, _ = _problem()

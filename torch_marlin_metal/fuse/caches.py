@@ -1,8 +1,8 @@
 """Writes keys and values into static caches of transformers in one operator.
 
-A layer of a static cache computes the positions of the new tokens and copies keys and values separately: four
-operations. The attention gets its cache as an argument, so a fused attention passes on a stand-in, whose `update`
-writes with `write_cache`. The cache itself does not change.
+A layer of transformers' static cache needs four operations to store new tokens: it computes their positions and
+copies keys and values separately. `write_cache` needs one. A fused attention therefore passes a `CacheWriter` on in
+place of its cache, whose `update` calls `write_cache`. The cache itself does not change.
 """
 
 import inspect
@@ -19,14 +19,14 @@ from torch_marlin_metal.fuse.proof import random_like, runs
 from torch_marlin_metal.layer_ops import write_cache
 
 ARGUMENT = "past_key_values"
-TOKENS = 6  # of the caches on which the stand-in is compared with the original
+TOKENS = 6  # length of the caches on which `CacheWriter` is compared with the original
 
 
 class CacheWriter:
     """Stands for a cache in one call of an attention.
 
     Args:
-        original: a `Cache` of transformers; all other attributes are its own.
+        original: a `Cache` of transformers, which provides all attributes except `update`.
     """
 
     def __init__(self, original: Any) -> None:
@@ -47,7 +47,7 @@ class CacheWriter:
 
 
 def _write(layer: Any, k: Tensor, v: Tensor) -> bool:
-    """Writes new tokens into a layer of a cache, if `write_cache` can. Returns whether it did."""
+    """Writes new tokens into a layer of a cache if `write_cache` supports it. Returns True if they were written."""
     utils = sys.modules["transformers.cache_utils"]
     slides = type(layer) is utils.StaticSlidingWindowLayer
     needs_grad = torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)
@@ -74,7 +74,7 @@ def static_cache(model: Any, tokens: int) -> Any:
 
 
 def is_replaceable(cache: Any) -> bool:
-    """Returns whether a `CacheWriter` can stand for this cache: one of transformers, on one device."""
+    """Returns True if a `CacheWriter` can stand for this cache: a `Cache` of transformers, on one device."""
     utils = sys.modules.get("transformers.cache_utils")
     if utils is None or type(cache).__dict__.get("update", utils.Cache.update) is not utils.Cache.update:
         return False
@@ -82,14 +82,14 @@ def is_replaceable(cache: Any) -> bool:
 
 
 def updates_a_cache(forward: FunctionType) -> bool:
-    """Returns whether a forward has a cache as an argument and uses it only as an object with methods."""
+    """Returns True if a forward has a cache as an argument and only calls methods of that cache."""
     names = forward.__code__.co_names
     return ARGUMENT in inspect.signature(forward).parameters and "update" in names and "isinstance" not in names
 
 
 @cache
 def is_proved() -> bool:
-    """Returns whether both ways to write fill the static caches of the installed transformers equally."""
+    """Returns True if `CacheWriter` fills the static caches of the installed transformers as they fill themselves."""
     utils = sys.modules.get("transformers.cache_utils")
     if utils is None:
         return False
@@ -117,7 +117,7 @@ def with_writer(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         cache = kwargs.get(ARGUMENT)
-        # A compiler fuses what `update` does by itself, and knows PyTorch's operators better.
+        # A compiler fuses the operations of `update` by itself, and knows PyTorch's operators better than ours.
         if cache is not None and not torch.compiler.is_compiling() and is_replaceable(cache):
             kwargs[ARGUMENT] = CacheWriter(cache)
         return original(self, *args, **kwargs)

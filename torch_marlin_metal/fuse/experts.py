@@ -42,9 +42,9 @@ def _halves(gate_up: Tensor, is_interleaved: bool, is_swapped: bool) -> tuple[Te
 
 
 def fused_activation(experts: MarlinExperts) -> Activation | None:
-    """Returns a function that computes the experts' activation in one operator, or None if no form agrees."""
+    """Returns a function that computes the experts' activation in one operator, or None if no known form is equal."""
     (activation,) = experts._activation
-    # Large numbers too, so that a wrong limit changes the results.
+    # The input contains large numbers too, so that a wrong limit changes the results.
     scales = experts.gate_up.scales
     x = (
         random_like(torch.empty(4, 64, device=scales.device))
@@ -52,7 +52,7 @@ def fused_activation(experts: MarlinExperts) -> Activation | None:
     )
     try:
         expected = activation(x)
-    except Exception:  # an activation with other arguments
+    except Exception:  # the activation takes other arguments
         return None
     orders = [(interleaved, swapped) for interleaved in (False, True) for swapped in (False, True)]
     for options in _candidates(activation):

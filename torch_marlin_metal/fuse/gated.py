@@ -34,7 +34,7 @@ def activation_of(module: nn.Module) -> ActivationName | None:
         try:
             if torch.allclose(others[0](x), function(x), rtol=1e-5, atol=1e-6):
                 return name
-        except Exception:  # a module that is no function of one tensor
+        except Exception:  # the module does not take one tensor
             return None
     return None
 
@@ -89,7 +89,7 @@ def fused_block(module: nn.Module) -> Block | None:
         return None
     try:
         expected = module.forward(x)
-    except Exception:  # a block with other arguments
+    except Exception:  # the block takes other arguments
         return None
     for block in _blocks(names, activation):
         try:

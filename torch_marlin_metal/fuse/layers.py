@@ -14,7 +14,7 @@ from torch_marlin_metal.fuse import caches, experts, gated, masks, norms, residu
 from torch_marlin_metal.fuse.proof import TOLERANCE, difference, has_forward_of_its_own
 from torch_marlin_metal.layers.experts import MarlinExperts
 
-TOKENS = 6  # of the run that shows the layers' arguments
+TOKENS = 6  # length of the run that shows with which arguments layers are called
 
 
 @dataclass
@@ -122,9 +122,9 @@ def _replace(report: FusedLayersReport, module: nn.Module, name: str, *kinds: st
 
 
 def _results(model: nn.Module) -> tuple[list[Tensor], str]:
-    """Runs the model on random tokens: on all at once and, if the model has caches, on the last ones after the others.
+    """Runs the model on random tokens: once on all tokens and, if it has caches, on the last tokens after a prompt.
 
-    Returns the results. If there are none, the second value is the reason.
+    Returns the results. If the model cannot run, returns an empty list and the reason.
     """
     embedding = next((m for m in model.modules() if hasattr(m, "num_embeddings")), None)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -134,16 +134,17 @@ def _results(model: nn.Module) -> tuple[list[Tensor], str]:
     ids = torch.randint(int(embedding.num_embeddings), (1, TOKENS), generator=generator).to(device)  # type: ignore[arg-type]
     try:
         first = model(input_ids=ids, use_cache=False)[0]
-    except Exception as error:  # models with other arguments
+    except Exception as error:  # the model takes other arguments
         return [], f"the model does not run on tokens alone: {type(error).__name__}: {error}"
     results = [first]
-    # After a prompt in a growing cache, one token has no mask and two tokens have one.
+    # With a growing cache, transformers makes no mask for a single token after a prompt, but makes one for two
+    # tokens.
     for is_static, last in ((False, 1), (False, 2), (True, 1), (True, 2)):
         try:
             cache = {"past_key_values": caches.static_cache(model, TOKENS + 1)} if is_static else {}
             past = model(input_ids=ids[:, :-last], use_cache=True, **cache).past_key_values
             results.append(model(input_ids=ids[:, -last:], past_key_values=past, use_cache=True)[0])
-        except Exception:  # models whose state is no cache of keys and values
+        except Exception:  # the model's state is not a cache of keys and values
             continue
     return results, ""
 

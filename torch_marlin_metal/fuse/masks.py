@@ -15,11 +15,11 @@ from torch import Tensor
 from torch_marlin_metal.fuse.proof import random_like
 
 Attention = Callable[..., Any]
-KEPT = "_torch_marlin_metal_kept"  # the attribute of a mask for what was computed of it
+KEPT = "_torch_marlin_metal_kept"  # the attribute of a mask that keeps what was computed from it
 
 
 def functions_of(forward: FunctionType) -> tuple[str, Any] | None:
-    """Returns the name and the value of transformers' table of attention functions that a forward uses."""
+    """Returns the name and the value of transformers' table of attention functions, if a forward uses that table."""
     for name in forward.__code__.co_names:
         value: Any = forward.__globals__.get(name)
         if hasattr(type(value), "get_interface") and "sdpa" in value:
@@ -28,9 +28,9 @@ def functions_of(forward: FunctionType) -> tuple[str, Any] | None:
 
 
 def kept_with(mask: Tensor, key: Any, make: Callable[[], Tensor]) -> Tensor:
-    """Returns what `make` computes of a mask. It is computed at the first call for this mask and key.
+    """Returns what `make` computes from a mask. Only the first call for a mask and key computes it.
 
-    A compiler traces no attributes of tensors, so while one runs, each call computes it.
+    While torch.compile traces, attributes of tensors are not available, so every call computes the value.
     """
     if torch.compiler.is_compiling():
         return make()
@@ -50,7 +50,7 @@ def _numbers(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def converting(original: Attention) -> Attention:
-    """Returns an attention function that gives the original numbers in place of booleans."""
+    """Returns an attention function that converts a mask of booleans to numbers before it calls `original`."""
 
     def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any) -> Any:
         mask, dtype = attention_mask, query.dtype
@@ -62,10 +62,10 @@ def converting(original: Attention) -> Attention:
 
 
 class AttentionFunctions:
-    """Transformers' table of attention functions, in which PyTorch's attention gets masks of numbers.
+    """Transformers' table of attention functions, changed so that PyTorch's attention gets masks of numbers.
 
     Args:
-        original: the table; entries that are added to it later are found here too.
+        original: the table. Entries that are added to this table later are found too.
     """
 
     def __init__(self, original: Any) -> None:
@@ -83,7 +83,7 @@ class AttentionFunctions:
 
 
 def is_proved(functions: Any) -> bool:
-    """Returns whether PyTorch's attention gives equal results for booleans and for numbers, with rows of no token."""
+    """Returns True if PyTorch's attention gives equal results for a mask of booleans and for the mask as numbers."""
     query, key, value = (random_like(torch.empty(2, 4, tokens, 8), seed) for seed, tokens in enumerate((3, 5, 5)))
     mask = torch.ones(2, 1, 3, 5, dtype=torch.bool).tril(1)
     mask[1, :, 0] = False
@@ -91,6 +91,6 @@ def is_proved(functions: Any) -> bool:
     try:
         original = functions["sdpa"]
         expected, got = (f(module, query, key, value, mask)[0] for f in (original, converting(original)))
-    except Exception:  # an attention with other arguments
+    except Exception:  # the attention takes other arguments
         return False
     return torch.equal(got, expected)

@@ -14,7 +14,7 @@ Forward = Callable[..., Tensor]
 
 
 def is_candidate(module: nn.Module) -> bool:
-    """Returns whether a module has one vector of weights, no other tensor, and a forward of one argument."""
+    """Returns True if a module has one vector of weights, no other tensor, and a forward that takes one argument."""
     if any(True for _ in module.children()) or any(True for _ in module.buffers(recurse=False)):
         return False
     parameters = dict(module.named_parameters(recurse=False))
@@ -36,7 +36,7 @@ def settings_of(module: nn.Module) -> tuple[float, float] | None:
     try:
         expected = functional_call(module, {"weight": wide}, (x,))
         rounded = module.forward(same)
-    except Exception:  # whatever this module is, it is no norm
+    except Exception:  # a module that raises an error here is not a norm
         return None
     for eps in sorted(numbers):
         for offset in (0.0, 1.0):
@@ -49,13 +49,14 @@ def settings_of(module: nn.Module) -> tuple[float, float] | None:
 
 
 def fused_norm(original: Forward, eps: float, offset: float) -> Callable[[nn.Module, Tensor], Tensor]:
-    """Returns a forward in one operator. It calls the original if input and weight have different dtypes."""
+    """Returns a forward that takes one operator. It calls the original if input and weight have different dtypes."""
 
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         weight = self.weight
         if x.dtype != weight.dtype or not runs(x):
             return original(self, x)
-        if x.dim() == 4 and x.stride(1) < x.stride(2):  # heads that are neighbours: rows in the order of memory
+        # the heads of a token are adjacent, so rows are read in the order of memory
+        if x.dim() == 4 and x.stride(1) < x.stride(2):
             return rms_norm(x.transpose(1, 2), weight, eps=eps, weight_offset=offset).transpose(1, 2)  # type: ignore[arg-type]
         return rms_norm(x, weight, eps=eps, weight_offset=offset)  # type: ignore[arg-type]
 

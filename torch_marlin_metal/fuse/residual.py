@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch_marlin_metal.fuse.proof import agrees, random_like, runs
 from torch_marlin_metal.layer_ops import add_rms_norm
 
-# The children that a layer calls: norms (N) and blocks (B). In the second order each block has a norm after it, too.
+# The orders in which a layer may call its norms (N) and blocks (B). In the second order, each block has a norm after
+# it, too.
 ORDERS = ("NBNB", "NBNNBN")
 Forward = Callable[..., Any]
 
@@ -152,7 +153,7 @@ def fused_layer(
     try:
         expected = layer.forward(*positional, **arguments)
         got = forward(layer, *positional, **arguments)
-    except Exception as error:  # the layer has state that the proof cannot repeat
+    except Exception as error:  # the layer has state that the comparison cannot repeat
         return None, f"the proof failed: {type(error).__name__}: {error}"
     if not agrees(got, expected):
         return None, "its sums differ from those of the usual decoder layers"

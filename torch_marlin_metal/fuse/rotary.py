@@ -17,7 +17,8 @@ from torch_marlin_metal.layer_ops import rotary
 
 Rotation = Callable[..., tuple[Tensor, Tensor]]
 PARAMETERS = ["q", "k", "cos", "sin"]
-# Variants of a rotary embedding, as flags: pairs are neighbours; a table value per pair; half of each table is used.
+# Variants of a rotary embedding, each as three flags: the elements of a pair are adjacent; the tables have one value
+# per pair; only the first half of each table is used.
 VARIANTS = ((False, False, False), (True, False, False), (False, True, False), (True, True, True), (True, True, False))
 
 
@@ -50,7 +51,7 @@ def variant_of(function: FunctionType) -> tuple[bool, bool, bool] | None:
         cos, sin = (torch.randn(2, 3, size, generator=generator) for _ in range(2))
         try:
             results.append((cos, sin, function(q, k, cos, sin)))
-        except Exception:  # this size of tables is not the function's
+        except Exception:  # the function does not take tables of this size
             continue
     for variant in VARIANTS:
         proved = bool(results)
@@ -67,7 +68,7 @@ def variant_of(function: FunctionType) -> tuple[bool, bool, bool] | None:
 
 
 def fused_rotation(original: FunctionType, variant: tuple[bool, bool, bool]) -> Rotation:
-    """Returns a function that rotates in one operator, and calls the original for calls of another form."""
+    """Returns a function that rotates with one operator, and calls the original if the operator refuses a call."""
 
     def apply(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         usual = not args and not kwargs and q.dim() == 4 and cos.dim() == 3 and q.dtype == k.dtype == cos.dtype
@@ -80,7 +81,7 @@ def fused_rotation(original: FunctionType, variant: tuple[bool, bool, bool]) -> 
 
 
 def forward_with(forward: FunctionType, functions: dict[str, Any]) -> FunctionType:
-    """Returns a copy of a forward in which these global names mean other functions or objects."""
+    """Returns a copy of a forward in which some global names have other values."""
     # Without __name__, torch.compile takes the globals from this function and not from the file's module.
     names = {key: value for key, value in forward.__globals__.items() if key != "__name__"} | functions
     made = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)

@@ -18,8 +18,8 @@ from torch_marlin_metal.fuse.masks import kept_with
 from torch_marlin_metal.fuse.proof import agrees, random_like, runs
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
-# Of one call. The mask is repeated for the heads of a group, which takes memory; and in a long prompt, dispatches are
-# a small part of the time.
+# With more queries than this, the original is called. The reason is that the mask is repeated for the heads of a
+# group, which takes memory, and that dispatches take only a small part of the time of a long prompt.
 MOST_QUERIES = 16
 PARAMETERS = ["module", "query", "key", "value", "attention_mask", "scaling"]
 
@@ -54,7 +54,7 @@ def _attend(
     else:
         wide = kept_with(mask, ("sinks", groups, repeats, B), lambda: _wide(mask, B, groups, repeats))
         scores = torch.baddbmm(wide, q, k.mT, alpha=scaling)
-    # Five dimensions, so that the sinks are expanded without a copy.
+    # Tensors have five dimensions here, so that the sinks are expanded without a copy.
     logits = sinks.view(1, groups, repeats, 1, 1).expand(B, -1, -1, S, -1)
     weights = torch.softmax(torch.cat((scores.view(B, groups, repeats, S, L), logits), -1), -1)[..., :-1]
     out = torch.bmm(weights.reshape(B * groups, repeats * S, L), v).view(B, heads, S, -1)
@@ -97,7 +97,7 @@ def fused_attention(original: FunctionType) -> Attention:
 
 
 def is_proved(module: Any, original: FunctionType) -> bool:
-    """Returns whether both functions agree on random input for this module's heads, with a mask and without."""
+    """Returns True if both functions agree on random input for this module's heads, with a mask and without one."""
     sinks, groups = module.sinks, getattr(module, "num_key_value_groups", 1)
     shape = (2, len(sinks) // groups, 5, 8)
     ours = fused_attention(original)
@@ -117,6 +117,6 @@ def is_proved(module: Any, original: FunctionType) -> bool:
             for got, expected in zip(ours(module, *tensors, 0.3), original(module, *tensors, 0.3), strict=True):
                 if not agrees(got, expected):
                     return False
-    except Exception:  # an attention with other arguments
+    except Exception:  # the attention takes other arguments
         return False
     return True

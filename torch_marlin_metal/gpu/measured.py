@@ -14,10 +14,10 @@ from torch_marlin_metal.gpu.device import AppleSiliconGPU
 from torch_marlin_metal.gpu.tuning.chains import Chain, gpu_clock, measure
 from torch_marlin_metal.printing import RichText
 
-# The primitives of docs/inside/kernels.md: a type, the next value of `x` in round `i`, and the model's clocks of one
-# scheduler for one simdgroup. Each lane has eight independent values, so latency does not limit the rate. What depends
-# on `i` alone is computed once for the eight. A shift and a conversion take the complex unit, beside the other
-# instruction.
+# The primitives of docs/inside/kernels.md. Each has a type, the next value of `x` in round `i`, and the clocks that
+# the model assumes for one simdgroup on one scheduler. Each lane has eight independent values, so latency does not
+# limit the rate. An expression that depends only on `i` is computed once for all eight values. The primitives with a
+# shift or a conversion also contain another instruction, which runs beside the complex unit.
 PRIMITIVES = {
     "fma": ("float", "fma(x, x, one)", 1.0),
     "mask": ("uint", "x & (y + i)", 1.0),
@@ -29,7 +29,7 @@ PRIMITIVES = {
 }
 CHAINS = 8
 THREADS = 256
-# How much is measured on a Mac. Tests measure less, because the software device is slow.
+# The amounts that are measured on a Mac. Tests use smaller amounts, because the software device is slow.
 READ_BYTES = 512 * 2**20
 ROUNDS = 2048
 SIMDGROUPS_PER_CORE = 64
@@ -94,7 +94,7 @@ kernel void primitive(device float* state [[buffer(0)]], constant uint& rounds [
 
 @dataclass(frozen=True)
 class MeasuredFigure:
-    """One measured figure beside that of the model.
+    """One measured figure, and the figure that the planner's model uses.
 
     Attributes:
         name: what was measured.
@@ -111,7 +111,7 @@ class MeasuredFigure:
 
 @dataclass(frozen=True)
 class MeasuredGPU(RichText):
-    """What a GPU was measured to do, beside what the planner assumes; prints as a table.
+    """The measured rates of a GPU beside those that the planner assumes. Prints as a table.
 
     Attributes:
         gpu: the GPU for which this machine plans.
@@ -141,8 +141,9 @@ class MeasuredGPU(RichText):
 def measure_gpu(rounds: int = 9) -> MeasuredGPU:
     """Measures this machine's GPU.
 
-    Memory is read in two ways: as a whole, and in the strips in which `gemv` reads a weight. Clocks assume the clock of
-    the planner's table, so a wrong clock shows in all of them alike.
+    Memory is read in two ways: from one end to the other, and in the strips in which `gemv` reads a weight. Times are
+    converted to clocks with the clock rate of the planner's table. If that rate is wrong, all clocks are wrong by the
+    same factor.
 
     Args:
         rounds: how often each kernel is timed; the figures are medians.
@@ -202,7 +203,8 @@ def _figures(gpu: AppleSiliconGPU, seconds: dict[str, float], dispatch: float) -
     simdgroups = gpu.cores * SIMDGROUPS_PER_CORE
     schedulers = gpu.figures["schedulers"].value * gpu.cores
     for name, found in seconds.items():
-        # The time of one operation on one scheduler. An empty dispatch takes the time `dispatch`.
+        # `dispatch` is the time of an empty dispatch. The rest is divided by the number of operations of each
+        # scheduler.
         each = max(found - dispatch, 1e-3 * found) * schedulers / (simdgroups * ROUNDS * CHAINS)
         if name.startswith("matrix"):
             clocks = gpu.figures["matrix_clocks_" + name.split()[1]].value

@@ -28,8 +28,8 @@ def choose_layers(
         op: the caller's name, for messages.
         model: the empty model.
         config: a `MarlinConfig`.
-        stays: takes a layer and returns why the caller keeps it in floats, or "".
-        ties: modules that get the weight of another one after loading: name -> name of the other.
+        stays: returns the reason why the caller keeps a layer in floats, or "" if it does not.
+        ties: modules that share the weight of another module after loading: name -> name of that module.
 
     Raises:
         ValueError: a pattern matches nothing, the format does not fit a layer, or no layer would be quantized.
@@ -73,7 +73,7 @@ def _with_table(name: str, ties: Mapping[str, str], modules: Mapping[str, nn.Mod
 
 
 def _keep_with_others(why: dict[str, str], ties: Mapping[str, str], modules: Mapping[str, nn.Module]) -> None:
-    """Keeps a module in floats if it shares its weight with one that stays; writes the reason to `why`."""
+    """Keeps a module in floats if a module that shares its weight stays in floats; adds the reason to `why`."""
     groups: dict[str, set[str]] = {}
     for name, source in ties.items():
         groups.setdefault(source, {source}).add(name)
@@ -101,6 +101,6 @@ def _checked(config: Any, name: str, module: nn.Module, reason: str) -> LayerRep
     shape = linear_shape(module)
     assert weight is not None
     N, K = (shape.N, shape.K) if shape is not None else weight.shape
-    # The arguments are checked by the constructor; on the meta device it takes no memory.
+    # The constructor checks the arguments. It takes no memory, because the layer is on the meta device.
     MarlinLinear(K, N, weight_format=config.weight_format, group_size=config.group_size, device="meta")
     return entry

@@ -98,7 +98,7 @@ class MarlinDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         self._chosen = {f"{name}.weight" for name in chosen}
 
     def _make_room(self, model: Any) -> None:
-        """Puts an empty packed layer into the model for each layer of the directory."""
+        """Replaces each layer of the model that is packed in the directory by an empty packed layer."""
         for name, entry in self._entries.items():
             try:
                 old = model.get_submodule(name)

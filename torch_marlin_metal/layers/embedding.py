@@ -26,7 +26,8 @@ class MarlinEmbedding(MarlinLinear):
         num_embeddings: N, the rows of the table.
         embedding_dim: K, the length of a row, a multiple of 8.
         padding_idx: as in `nn.Embedding`; the layer only stores it, for models that read it.
-        **options: `weight_format`, `group_size`, `device`, `dtype` and the others of `MarlinLinear`, but no bias.
+        **options: `weight_format`, `group_size`, `device`, `dtype` and all further arguments of `MarlinLinear` but
+            `bias`.
     """
 
     def __init__(self, num_embeddings: int, embedding_dim: int, padding_idx: int | None = None, **options: Any) -> None:
@@ -40,8 +41,9 @@ class MarlinEmbedding(MarlinLinear):
         """Makes a layer that holds the tensors of `packed` (without copying them).
 
         Args:
-            packed: the table as a weight `[K, N]`, K the length of a row.
-            dtype: dtype of the rows; None means that of floating scales, else the default dtype.
+            packed: the table as a weight `[K, N]`, where K is the length of a row.
+            dtype: dtype of the rows; None means the dtype of floating scales or, if scales are codes, the default
+                dtype.
             padding_idx: as in `nn.Embedding`.
 
         Raises:

@@ -1,4 +1,4 @@
-"""The experts of a mixture with packed 4-bit weights, run without a wait for the device."""
+"""The experts of a mixture with packed 4-bit weights. The host never waits for the device to tell which are used."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -17,10 +17,10 @@ COLUMNS = ("b_packed", "scales", "zeros", "global_scale", "bias")  # tensors who
 
 
 class StackError(ValueError):
-    """The weights of experts cannot be stacked.
+    """The weights of experts cannot be put into common tensors, for example because their formats differ.
 
     Attributes:
-        reason: why, without the name of what refused them.
+        reason: why, without the name of the caller.
     """
 
     def __init__(self, reason: str) -> None:
@@ -39,7 +39,7 @@ class ExpertWeights(PackedLayer):
         in_features: K, a multiple of 8.
         sizes: the columns of each part; N is their sum.
         bias: whether the layer has a bias, `[E, N]`.
-        **options: `weight_format`, `group_size`, `device`, `dtype` and the others of `MarlinLinear`.
+        **options: `weight_format`, `group_size`, `device`, `dtype` and all further arguments of `MarlinLinear`.
     """
 
     def __init__(
@@ -61,11 +61,11 @@ class ExpertWeights(PackedLayer):
         experts: int | None = None,
         dtype: torch.dtype | None = None,
     ) -> "ExpertWeights":
-        """Copies the weights of each expert's parts into one stack.
+        """Copies the weights of all experts into common tensors.
 
         Args:
-            weights: the parts of each expert. Only one expert at a time is needed, so this may be an iterator that
-                reads or makes them.
+            weights: for each expert, its parts. This may be an iterator that reads or makes the parts of one expert
+                at a time, because only those are needed at the same time.
             experts: E; None means the length of `weights`.
             dtype: dtype of the bias; None means the default dtype.
 
@@ -94,7 +94,7 @@ class ExpertWeights(PackedLayer):
 
     @classmethod
     def _room_for(cls, parts: Sequence[PackedWeight], experts: int, dtype: torch.dtype | None) -> "ExpertWeights":
-        """Makes a stack without values for experts whose weights are like `parts`."""
+        """Makes tensors without values for as many experts, whose weights have the sizes and dtypes of `parts`."""
         first = parts[0]
         return cls(
             experts,
@@ -112,7 +112,7 @@ class ExpertWeights(PackedLayer):
         )
 
     def _fill(self, index: int, parts: Sequence[PackedWeight]) -> None:
-        """Copies the parts of one expert into the stack; experts are filled in order."""
+        """Copies the parts of one expert into the common tensors. Experts must be filled in order."""
         start = 0
         with torch.no_grad():
             for part, size in zip(parts, self.sizes, strict=True):
@@ -135,10 +135,10 @@ class ExpertWeights(PackedLayer):
         return torch.arange(self.in_features, dtype=torch.int32, device=self.b_packed.device)
 
     def _add_perm(self) -> None:
-        """Gives a stack permutations, because the first expert that has one comes after others that have none."""
+        """Adds permutations. This is needed if the first expert has none and a later one has one."""
         self.perm = self._in_order().repeat(self.experts, 1)
         for name in [name for name, tensor in self._buffers.items() if tensor is None]:
-            self._buffers[name] = self._buffers.pop(name)  # absent ones come last, as in PackedLayer
+            self._buffers[name] = self._buffers.pop(name)  # absent buffers come last, as in PackedLayer
 
     def forward(self, a: Tensor, expert_ids: Tensor, row_weights: Tensor | None = None, reduce: bool = False) -> Tensor:
         """Returns `[T, top_k, N]`, or `[T, N]` with `reduce`, as `moe_gemm` does.
@@ -218,7 +218,7 @@ class MarlinExperts(nn.Module):
         top_k: the number of experts of a token, for which `prepare` compiles kernels; None means that it is not known.
     """
 
-    down_dtype: torch.dtype | None = None  # of the products of `down`, if it is not that of the activations
+    down_dtype: torch.dtype | None = None  # dtype of the products of `down` if it differs from that of the activations
 
     def __init__(
         self,
@@ -255,13 +255,13 @@ class MarlinExperts(nn.Module):
 
 
 def silu_gate(gate_up: Tensor) -> Tensor:
-    """Returns `silu(gate) * up` for gate and up beside each other, the activation of Mixtral, Qwen and OLMoE."""
+    """Returns `silu(gate) * up`, the activation of Mixtral, Qwen and OLMoE; `gate_up` holds gate, then up."""
     gate, up = gate_up.chunk(2, dim=-1)
     return nn.functional.silu(gate) * up
 
 
 def difference(mine: Sequence[PackedWeight], other: Sequence[PackedWeight]) -> str:
-    """Returns why the weights of two experts cannot be stacked, or an empty text."""
+    """Returns the reason why the weights of two experts cannot share tensors, or an empty string."""
     if [part.N for part in mine] != [part.N for part in other]:
         return "the sizes of the experts differ"
     first = mine[0]

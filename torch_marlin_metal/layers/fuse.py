@@ -1,9 +1,8 @@
 """Computes several projections of the same input in one call: q, k and v; gate and up.
 
-The model's own code does not change. The first projection that is called with an input computes all projections of its
-group. The others return their part of that result. If a projection is called with another input, or the input was
-written, or gradients or autocast were switched, it computes all of them again, so the results are right for every order
-of calls.
+The model's own code does not change. When a projection is called with a new input, all projections of its group are
+computed. Later calls with the same input return parts of that result. The group is computed again if the input was
+written or if gradients or autocast were switched, so the results are right for every order of calls.
 """
 
 from collections.abc import Iterator, Sequence
@@ -44,7 +43,7 @@ class FusedLinear(nn.Module):
 
     @property
     def group(self) -> _Group:
-        """Returns the data that this projection shares with the others."""
+        """Returns the data that the projections of this group share."""
         return self._shared[0]
 
     @property
@@ -152,7 +151,7 @@ def unfused(model: nn.Module) -> Iterator[tuple[str, PackedWeight]]:
     """Yields the name and weight of every packed layer of a model; fused projections are separate layers.
 
     Raises:
-        ValueError: a layer holds one process' part of a weight, which nothing but `torch_marlin_metal.parallel` reads.
+        ValueError: a layer holds one process's part of a weight, which only `torch_marlin_metal.parallel` can read.
     """
     inside = set()
     for name, module in model.named_modules():
@@ -169,7 +168,7 @@ def unfused(model: nn.Module) -> Iterator[tuple[str, PackedWeight]]:
 
 
 def _differences(layers: list[MarlinLinear]) -> str:
-    """Returns why these layers cannot be fused, or an empty text."""
+    """Returns the reason why these layers cannot be fused, or an empty string."""
     first = layers[0]
     for layer in layers:
         if type(layer) is not MarlinLinear:

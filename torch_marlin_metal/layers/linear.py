@@ -81,7 +81,7 @@ class MarlinLinear(PackedLayer):
         dtype: dtype of the bias and the value of `.weight.dtype`; None means the default dtype.
     """
 
-    product_dtype: torch.dtype | None = None  # of all products on mps, if it is not that of the activations
+    product_dtype: torch.dtype | None = None  # dtype of all products on mps if it differs from that of the activations
     is_split = False  # whether the layer holds one process' part of a weight; see torch_marlin_metal.parallel
 
     def __init__(
@@ -194,7 +194,7 @@ class MarlinLinear(PackedLayer):
         return self._multiply(_gemm, a)
 
     def _sums(self, a: Tensor) -> Tensor:
-        """Returns the same as `forward`, in fp32: the sums that `forward` rounds to a's dtype."""
+        """Returns the result of `forward` in fp32, before it is rounded to a's dtype."""
         return self._multiply(_gemm_fp32, a)
 
     def _multiply(self, operator: Callable[..., Tensor], a: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What layers of packed weights have in common: their tensors, dtypes and state_dict."""
+"""The base class of layers with packed weights: their tensors, dtypes and state_dict."""
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
@@ -22,7 +22,7 @@ GUARD = "weight"
 
 
 class PackedLayer(nn.Module):
-    """Holds the tensors of a packed weight `[K, N]` as buffers, or of a stack of such weights.
+    """Holds the tensors of a packed weight `[K, N]`, or of several weights of this size, as buffers.
 
     The constructor makes an empty layer for loaders; on `device="meta"` it needs no memory.
 
@@ -30,7 +30,7 @@ class PackedLayer(nn.Module):
         K: rows of the weight, a multiple of 8.
         N: columns of the weight.
         bias: whether the layer has a bias.
-        stack: leading dimensions of all tensors but `lut`: () for one weight.
+        stack: leading dimensions of all tensors but `lut`; () for a single weight.
         weight_format: a name of `WEIGHT_FORMATS` or an alias.
         group_size: 16, 32, 64, 128, 256 or K; -1 means K; None means the format's fixed size, else 128.
         scale_dtype: dtype of floating scales.
@@ -143,7 +143,8 @@ class PackedLayer(nn.Module):
             state_dict = {**state_dict, prefix + "b_packed": words.contiguous()}
         found = self._differences(state_dict, prefix)
         given = {name for name in WEIGHT_BUFFERS if prefix + name in state_dict}
-        own = {name for name in WEIGHT_BUFFERS if self._buffers.get(name) is not None}  # none that is parametrized
+        # a parametrized tensor is not among them
+        own = {name for name in WEIGHT_BUFFERS if self._buffers.get(name) is not None}
         if given and given != own and not found:  # even with strict=False, which would mix two weights
             missing_keys.extend(prefix + name for name in sorted(own - given))
             unexpected_keys.extend(prefix + name for name in sorted(given - own))
@@ -187,7 +188,7 @@ class PackedLayer(nn.Module):
 
 
 def _same_for_all(old: Tensor, new: Tensor) -> Tensor:
-    """Returns the tensor to which a layer that shares `old` has moved, or `new` if none has.
+    """Returns the tensor to which an earlier layer that shares `old` has moved, or `new` if there is none.
 
     An embedding and its output layer share their tensors, but each moves for itself. A write into either tensor since
     the move, for example by load_state_dict, ends the sharing.

@@ -15,8 +15,8 @@ from torch_marlin_metal.packed_weight import FLOAT_DTYPES, PackedWeight
 
 # Rotary frequencies, which a model computes itself. Files of llama.cpp and of old transformers hold them, too.
 COMPUTED = ("*rotary_emb.inv_freq", "rope_freqs.weight")
-# Subclasses of nn.Linear in transformers that compute what nn.Linear computes. They only round twice: after the
-# product, and after adding the bias.
+# Subclasses of nn.Linear in transformers that compute what nn.Linear computes, except that they round twice: after
+# the product, and after adding the bias.
 PLAIN_SUBCLASSES = ("FalconLinear",)
 
 Rename = Callable[[str], str | None] | Mapping[str, str]
@@ -124,7 +124,7 @@ def token_tables(model: nn.Module) -> set[int]:
 
 
 def packed_layer(old: nn.Module, packed: PackedWeight, dtype: torch.dtype) -> MarlinLinear:
-    """Makes the layer of a quantized weight for the place of `old`: an embedding, or a Linear layer with its bias."""
+    """Makes the layer with a quantized weight that replaces `old`: an embedding, or a Linear layer with its bias."""
     if isinstance(old, nn.Embedding):
         return MarlinEmbedding.from_packed(packed, dtype=dtype, padding_idx=old.padding_idx)
     return MarlinLinear.from_packed(replace(packed, bias=old._parameters.get("bias")), dtype=dtype)

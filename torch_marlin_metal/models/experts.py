@@ -24,7 +24,8 @@ STACKED = re.compile(r"(.+)\.(gate_up_proj|down_proj)\.(\d+)")
 SPLIT = re.compile(r"(.+)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)")
 PARTS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 WEIGHTS = ("gate_up_proj", "down_proj")
-# An experts module with other parameters computes something that these modules do not, such as a norm after down.
+# These are the only parameters that an experts module may have. With others, it computes something that
+# `MarlinExperts` does not, such as a norm after down.
 KNOWN_PARAMETERS = {*WEIGHTS, *(f"{name}_bias" for name in WEIGHTS)}
 
 
@@ -91,7 +92,7 @@ class ExpertLayers:
         rules: Any = copy.copy(experts)
         rules._parameters = {}
         shapes = shape_of(experts, WEIGHTS[0]), shape_of(experts, WEIGHTS[1])
-        # Slices of parameters would keep them alive.
+        # The sizes are taken here, because slices of parameters would keep the parameters alive.
         gate_up, down = (
             replace(shape, bias=None if shape.bias is None else torch.empty_like(shape.bias, device="meta"))
             for shape in shapes

@@ -44,11 +44,12 @@ FLOATS = ("F16", "BF16", "F32", "F64")
 
 @dataclass(frozen=True)
 class _Plan:
-    """What to load, and where to.
+    """What to load, and the modules and tensors to fill.
 
-    A layer is a pair (index in the reader, target), another tensor a pair (names in the model, read function). `tied`
-    has modules that share the weight of an embedding and that the checkpoint therefore lacks: id of the target ->
-    (target, the embedding's target). `experts` has the experts modules of mixtures by the ids of their targets.
+    `layers` has a pair (index in the reader, target) for each packed layer, and `others` has a pair (names in the
+    model, function that reads the tensor) for each other tensor. `tied` has the modules that share the weight of an
+    embedding, so that the checkpoint has no tensor for them: id of the target -> (target, the embedding's target).
+    `experts` has the experts modules of mixtures by the ids of their targets.
     """
 
     layers: list[tuple[int, Target]]
@@ -63,7 +64,7 @@ class _Plan:
 
 @dataclass(frozen=True)
 class _Experts:
-    """An experts module, and its layers' shapes and indexes in the reader by their names in the module."""
+    """An experts module, with the shape of each of its layers and the layer's index in the reader."""
 
     target: Target
     layers: ExpertLayers
@@ -337,7 +338,7 @@ def _check_kind(target: Target, on_unsupported: OnUnsupported) -> None:
 
 
 def _tied_to_others(target: Target, plan: _Plan) -> str:
-    """Returns why an embedding stays in floats, or "". It stays if a module that stays in floats shares its table."""
+    """Returns why an embedding stays in floats, or "": another module that stays in floats may share its table."""
     for user, source in plan.tied.values():
         if source is target and linear_shape(user.module) is None and why_not_table(user.module):
             return f"its weight is also that of {user.name} ({type(user.module).__name__}), which stays"

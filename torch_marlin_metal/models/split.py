@@ -1,4 +1,4 @@
-"""What `load_quantized` asks of the object that splits a model over processes."""
+"""The interface of the object with which `load_quantized` splits a model between processes."""
 
 from collections.abc import Iterable, Sequence
 from typing import Protocol

@@ -43,10 +43,10 @@ def find_targets(
     include: Filter | None,
     exclude: Filter | None,
 ) -> list[Target]:
-    """Returns the wanted modules that the filters select. A module with several names is listed once.
+    """Returns the modules for which `wanted` is true and that the filters select, each once, with all its names.
 
     Raises:
-        ValueError: the model itself is a wanted module, or a pattern matches no name.
+        ValueError: `wanted` is true for the model itself, or a pattern matches no name.
     """
     if wanted(model):
         raise ValueError(

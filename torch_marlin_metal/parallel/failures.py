@@ -8,17 +8,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-GRACE = 2.0  # seconds that a process has to report the same failure, and no longer than that between two processes
+# seconds to wait for reports, after the group's timeout or, if one process is missing, after the last report
+GRACE = 2.0
 
 
 @contextmanager
 def naming_failed_ranks(operation: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Raises an error that names the processes that ended or hang, if communication inside the block fails.
 
-    gloo's own error has at most an address. Each process that fails says so in the store by which the processes met.
-    Those that say nothing are named. If the process that holds the store (rank 0) has ended, it is named.
+    gloo's own error contains an address at most. Each process that fails therefore writes this into the store through
+    which the processes met, and the error names the processes that wrote nothing. If the process that holds the store
+    (rank 0) has ended, the error names that one.
 
-    A process learns of a hanging one after the timeout of `init_process_group`, which is 30 minutes unless it is set.
+    A process learns only after the timeout of `init_process_group` that another one hangs. The default is 30 minutes.
 
     Args:
         operation: what the processes do, for the error.
@@ -54,7 +56,7 @@ def _culprits(group: dist.ProcessGroup) -> str:
             time.sleep(0.05)
             now = time.monotonic()
         if own == 0:
-            time.sleep(GRACE / 4)  # the store ends with this process, and others still ask it
+            time.sleep(GRACE / 4)  # the store ends with this process, and other processes may still read it
     except RuntimeError:
         missing = {0}
     if not missing:

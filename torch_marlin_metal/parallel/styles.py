@@ -26,7 +26,7 @@ from torch_marlin_metal.parallel.agreement import check_weight, gather, number_o
 from torch_marlin_metal.parallel.failures import naming_failed_ranks
 from torch_marlin_metal.parallel.split import split_columns, split_rows
 
-_TAG = 0x4D4D  # keeps exchanged sums apart from a program's own messages between two processes
+_TAG = 0x4D4D  # a tag that distinguishes the exchanged sums from a program's own messages between two processes
 # Each process sends its part of a sum to all others if there are few of them and the part is small, as in decoding.
 # Otherwise gloo's all_reduce moves fewer bytes.
 _DIRECT_PROCESSES, _DIRECT_BYTES = 8, 64 << 10
@@ -121,14 +121,14 @@ class LinearStyle(PackedStyle):
     def _part(self, weight: PackedWeight, count: int, rank: int) -> PackedWeight: ...
 
     def _readable(self) -> bool:
-        """Returns whether the part is one rectangle of the weight."""
+        """Returns True if the part is a rectangle of the weight, so that it can be read alone."""
         return True
 
     def _attributes(self, group: dist.ProcessGroup) -> dict[str, Any]:
         return {"_group": group.group_name}
 
     def _split(self, layer: MarlinLinear, group: dist.ProcessGroup) -> nn.Module:
-        """Makes a layer of a part one that knows the other processes."""
+        """Turns a `MarlinLinear` with this process's part into a layer that exchanges results with all processes."""
         layer.__class__ = self.kind
         for name, value in self._attributes(group).items():
             object.__setattr__(layer, name, value)

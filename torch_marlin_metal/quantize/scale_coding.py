@@ -29,7 +29,7 @@ class ScaleCoding(Protocol):
         """Returns the factor that the operators multiply with, in fp32."""
 
     def neighbours(self, stored: Tensor) -> Iterator[Tensor]:
-        """Yields other stored scales to try; none for floating scales, because any value can be tried."""
+        """Yields other stored scales to try; none for floating scales, for which the search can try any value."""
 
 
 @dataclass(frozen=True)

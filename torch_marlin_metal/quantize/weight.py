@@ -195,7 +195,7 @@ class _Search:
 
     @property
     def _reach(self) -> float:
-        """Returns the largest code value, or, for formats with zeros, the distance between the outermost codes."""
+        """Returns the largest code value or, for formats with zeros, the distance between the outermost codes."""
         if self.fmt.zeros_role != "none":
             return 15.0
         return 7.5 if self.table is None else self.table.reach
@@ -234,7 +234,7 @@ class _Search:
             else:
                 yield shrunk, None
                 if self.table is None or not self.table.by_magnitude:
-                    yield -shrunk, None  # the codes reach further, or are denser, on one side of 0
+                    yield -shrunk, None  # codes reach further, or are denser, on one side of 0
 
     def _least_squares(self, x: Tensor, scale: Tensor, zero: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Returns the least-squares scale (and bias) for the codes to which the given scale and zero round x."""

@@ -1,6 +1,6 @@
 """Reads 4-bit Linear modules that another package left in a loaded model.
 
-They are recognised by their tensors, shapes and class names; the packages themselves are not imported.
+The modules are recognised by their tensors, shapes and class names; the packages themselves are not imported.
 """
 
 from typing import Any

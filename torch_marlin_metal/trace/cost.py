@@ -53,8 +53,9 @@ class Work:
 def cost_of(work: Work, gpu: AppleSiliconGPU, dtype: torch.dtype, dispatch_seconds: float | None = None) -> TokenCost:
     """Returns the predicted time of a token on a GPU.
 
-    A product with experts costs what as many products with one row cost. A dense product reads its weight once, as fast
-    as the chip can. An operation that is no 4-bit product is one dispatch, and its own work counts as nothing.
+    A product with experts costs as much as one product with one row for each expert that it reads. A dense product
+    reads its weight once, as fast as the chip can. Any other operation costs one dispatch, and its work is not
+    counted.
 
     Args:
         work: the operations of the token.

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
-# The first result has the storage of the argument, though no schema says so. The others only allocate.
+# `_unsafe_view` returns the storage of its argument, although its schema does not say so. The other operations only
+# allocate memory.
 NO_DISPATCH = {
     *("aten._unsafe_view.default", "aten.empty.memory_format", "aten.empty_like.default", "aten.empty_strided.default"),
 }
@@ -109,9 +110,9 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the operations that are no views.
 
     Args:
-        model: the model that runs. A dense product with something else than its parameters is one of attention.
-        layers: the decoder layers, to record the operations of each separately.
-        tokens: length of the keys and values that attention reads.
+        model: the model that runs. Only a dense product with one of its parameters counts as a product with a weight.
+        tokens: length of the keys and values. A dense product without a parameter is attention if it has such a size.
+        tokens: length of the keys and values. A dense product with a factor of this length counts as attention.
     """
 
     def __init__(self, model: nn.Module | None = None, layers: nn.ModuleList | None = None, tokens: int = 0) -> None:

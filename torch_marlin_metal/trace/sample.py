@@ -21,7 +21,7 @@ from torch_marlin_metal.packed_weight import PackedWeight
 from torch_marlin_metal.quantize.weight import quantize_weight
 
 VOCABULARY = 504  # tokens of the sample; no weight of a layer has as few columns by accident
-TILE = 8  # columns of a random weight that are quantized; the others repeat them
+TILE = 8  # columns of a random weight that are quantized; all further columns repeat them
 _COLUMNS = ("b_packed", "scales", "zeros")  # tensors of a packed weight whose last dimension is N
 
 
@@ -32,7 +32,7 @@ class Sample:
     Attributes:
         model: the model, on the CPU, with packed 4-bit layers and random weights.
         layers: its decoder layers.
-        kinds: for each layer of the whole model, the layer of the sample that is like it.
+        kinds: for each layer of the whole model, the index of the layer of the sample that has the same kind.
         config: the config of the whole model's decoder.
         windows: for each layer of the sample, how many tokens its attention sees at most, or None for all.
     """

@@ -140,7 +140,8 @@ def _entry(file: Path, name: str, entry: Any, start: int, size: int) -> TensorIn
     bits = prod(shape) * DTYPES[dtype][0]
     if bits != 8 * (offsets[1] - offsets[0]) or (dtype == "F4" and (not shape or shape[-1] % 2)):
         raise fail(f"shape {shape} of {dtype} needs {bits} bits, data_offsets give {offsets[1] - offsets[0]} bytes")
-    if not bits and prod(size or 1 for size in shape) > MAX_ELEMENTS:  # a size of 0 leaves the other sizes unlimited
+    # if a size is 0, nothing else would limit the other sizes
+    if not bits and prod(size or 1 for size in shape) > MAX_ELEMENTS:
         raise fail(f"expected sizes that span at most {MAX_ELEMENTS} elements, got {str(shape)[:80]}")
     return TensorInfo(name, file, dtype, tuple(shape), start + offsets[0], offsets[1] - offsets[0])
 
@@ -189,7 +190,7 @@ class Slice(NamedTuple):
 
 
 def read_tensor(info: TensorInfo, index: int | None = None, part: Slice | None = None) -> Tensor:
-    """Reads one tensor, or a part of it, into memory of its own. No other byte of the file is read.
+    """Reads one tensor, or a part of it, into memory of its own, and reads no other bytes of the file.
 
     Args:
         info: the tensor's place.

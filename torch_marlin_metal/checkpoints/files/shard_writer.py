@@ -1,8 +1,8 @@
 """Writes tensors one after the other into safetensors shards, with only a few in memory at a time.
 
-A safetensors header comes before the data, but is known only when all tensors are. It may be padded with spaces, so the
-writer leaves room for it and writes it when the shard is full. Only then does the file get its final name, so a file
-with a final name is complete. A thread writes while the caller reads and converts the next tensors.
+A safetensors header comes before the data, but is known only when all tensors are. The writer therefore leaves room
+for the header and writes it when the shard is full; spaces may follow it. Only then does the file get its final name,
+so a file with a final name is complete. A thread writes while the caller reads and converts the next tensors.
 """
 
 import json
@@ -26,7 +26,7 @@ HEADER_BYTES = 1 << 18
 # time in calls of 8 MiB, but 0.5 s in calls of this size.
 WRITE_BYTES = 1 << 17
 BATCH_BYTES = 1 << 18  # small tensors go to the thread in batches, because handing one over costs more than writing it
-MAX_PENDING_BYTES = 1 << 25  # so many bytes may wait for the writing thread while the next layer is converted
+MAX_PENDING_BYTES = 1 << 25  # bytes that may wait for the writing thread while the next layer is converted
 FLOAT8_NAMES = {torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"}
 ENTRY_BYTES = 160  # at most this many bytes for a header entry, without the name and the digits of the shape
 

@@ -1,7 +1,7 @@
 """HQQ layers of 4 bit with groups along K (axis 1): W = (q - zero) * scale with floating zero points.
 
-The weight is stored as groups, `[N * K / g, g]`. A byte of `W_q` holds a code of row r in the high nibble and one of
-row r + half the number of rows in the low nibble.
+The weight is stored as groups, `[N * K / g, g]`. The high nibbles of `W_q` hold the first half of these rows, and the
+low nibbles hold the second half.
 """
 
 import torch
@@ -38,7 +38,7 @@ def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeigh
     if N < 1 or K < 1 or 2 * nbytes != N * K:
         raise layer.error("W_q", f"{nbytes} bytes do not hold [{N}, {K}] codes of 4 bit")
     packed = layer.read("W_q").reshape(-1).view(torch.uint8)
-    codes = torch.cat((packed >> 4, packed & 15))  # the first half of the rows, then the second
+    codes = torch.cat((packed >> 4, packed & 15))  # the first half of the rows, then the second half
     scales, zeros = _column(layer, "scale"), _column(layer, "zero")
     groups = scales.numel()
     if zeros.numel() != groups or N * K % groups:

@@ -28,8 +28,8 @@ def _check(checkpoint: Checkpoint, settings: Settings) -> None:
 def unnamed(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Returns the settings in a model's config.json if mlx-lm wrote them, which names no method.
 
-    mlx-lm writes them as "quantization", and most versions again as "quantization_config". Bits and a group size that
-    are under the second name alone may be those of any method, unless there is a mode.
+    mlx-lm writes them as "quantization", and most versions write a copy as "quantization_config". If only the second
+    is present, its bits and group size may be those of any method, so it is used only if it has a mode.
     """
     own, common = config.get("quantization"), config.get("quantization_config")
     settings = common or own
@@ -49,7 +49,7 @@ def _implied(checkpoint: Checkpoint) -> bool:
 def _own_settings(layer: Layer, settings: Settings) -> Settings:
     """Returns the module's own settings, else the common ones.
 
-    AutoRound stores a module's own only under "quantization".
+    AutoRound stores a module's own settings only under "quantization".
     """
     module = layer.name if layer.expert is None else layer.name.rpartition(".")[0]
     table = layer.checkpoint.config.get("quantization")

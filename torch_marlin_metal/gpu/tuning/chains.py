@@ -26,7 +26,7 @@ class Measured:
 
     Attributes:
         seconds: time on the device.
-        host_seconds: time until the call returned; on a GPU this may be before its work begins.
+        host_seconds: time until the call returned; on a GPU, the work of the call may not have begun by then.
         has_gaps: whether the device's time may include waits for the host.
     """
 
@@ -63,7 +63,7 @@ class Chain:
 
 
 def wall_clock(chain: Chain, calls: int) -> Measured:
-    """Measures calls by the host's clock. All their work is done when the chain is finished, as on a CPU."""
+    """Measures calls by the host's clock, from the first call until the device has done the work of all calls."""
     chain.finish(chain.first)
     begin = time.perf_counter()
     state = chain.run(calls, chain.first)
@@ -138,7 +138,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def cold_copies(tensors: Sequence[Tensor], cold_bytes: int = COLD_BYTES) -> list[list[Tensor]]:
-    """Returns so many copies of a weight's tensors that none is still in a cache when it is used again."""
+    """Returns so many copies of a weight's tensors that a copy has left all caches when it is used again."""
     size = sum(tensor.nbytes for tensor in tensors)
     copies = max(2, -(-cold_bytes // max(size, 1)))
     return [[tensor.clone() for tensor in tensors] for _ in range(copies)]

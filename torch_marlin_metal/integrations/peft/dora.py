@@ -14,10 +14,10 @@ from torch_marlin_metal.layers.linear import MarlinLinear
 from torch_marlin_metal.layers.packed_layer import version_of
 from torch_marlin_metal.packed_weight import PackedWeight
 
-_NORM_BYTES = 64 << 20  # of decoded weights in memory at a time, while the norms of a weight's rows are computed
+_NORM_BYTES = 64 << 20  # bytes of decoded weights that are in memory at a time while the norms of rows are computed
 
 
-# The tensors of a weight and how often each was written.
+# The tensors of a weight, each with the number of times that it was written.
 WeightState = list[tuple["weakref.ref[Tensor]", int]]
 
 
@@ -76,7 +76,8 @@ class MarlinDoraLayer(DoraLinearLayer):  # type: ignore[misc]
         adapter_name: str = "default",
     ) -> Tensor:
         """Returns what is added to the result of the base layer, as peft's layer does."""
-        # In the dtype of the magnitudes, so that the ratio of an untrained adapter is 1 in every dtype.
+        # The norm is computed in the dtype of the magnitudes, so that the ratio of an untrained adapter is 1 in every
+        # dtype.
         norm = self.norm(base_layer, lora_A.weight, lora_B.weight, scaling).to(self.weight.dtype)
         ratio = (self.weight / norm).view(1, -1)
         if base_result is None:

@@ -1,4 +1,4 @@
-"""Wraps peft's methods that add adapters and merge them, so that they know packed layers."""
+"""Wraps peft's methods that add and merge adapters, so that they support packed layers."""
 
 import contextlib
 import copy
@@ -96,7 +96,7 @@ def restore() -> None:
 
 
 def _init(original: Callable[..., None]) -> Callable[..., None]:
-    """Wraps a constructor to check targets first: some tuners then look for a float layer among them."""
+    """Wraps a constructor to check the targets first, because some tuners look for a float layer among them."""
 
     def init(self: Any, model: nn.Module, peft_config: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         config = peft_config[adapter_name] if isinstance(peft_config, dict) else peft_config
