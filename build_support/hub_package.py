@@ -26,7 +26,7 @@ HUB_NAME = "torch-marlin-metal"
 PACKAGE = "torch_marlin_metal"
 FLAGS = ("-std=c++20", "-O3", "-fvisibility=hidden", "-Wno-unknown-pragmas")
 
-#: Gives the namespace to TORCH_LIBRARY, which would take the macro's name for the namespace, and to texts.
+# Passes the namespace to TORCH_LIBRARY and to strings. TORCH_LIBRARY itself would use the name of the macro.
 NAMESPACE_HEADER = """// The namespace of this build's operators, which the builder names.
 #pragma once
 

@@ -111,7 +111,7 @@ def compile_flags(
 
 
 def stale(product: Path, dependencies: Path) -> bool:
-    """Returns true if a product is older than any file that its make-style dependency file lists."""
+    """Returns true if an output is older than any file that its make-style dependency file lists."""
     if not product.exists() or not dependencies.exists():
         return True
     read = re.sub(r"\\\n", " ", dependencies.read_text()).split(":", 1)[1].split()

@@ -19,7 +19,7 @@ struct Result : sm_result {
   std::vector<sm_fault> list;
 };
 
-// OS threads that wait for launches. The launching thread works too.
+// OS threads that wait for launches. The thread that calls sm_launch runs threadgroups too.
 class Workers {
  public:
   ~Workers() {

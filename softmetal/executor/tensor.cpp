@@ -10,8 +10,8 @@
 namespace softmetal {
 namespace {
 
-// Returns the seed of the choices that Apple does not state; 0 means the plain choices. If the launch has no seed, as
-// in fast mode under PyTorch, the environment variable SOFTMETAL_VARY gives one.
+// Returns the seed of the choices that Apple does not document; 0 stands for the simplest choices. If the launch has
+// no seed, as in fast mode under PyTorch, the environment variable SOFTMETAL_VARY gives one.
 uint64_t seed_of(Lane& lane) {
   static const char* const vary = std::getenv("SOFTMETAL_VARY");
   static const uint64_t everywhere = vary != nullptr && *vary != 0 ? std::strtoull(vary, nullptr, 10) + 1 : 0;
@@ -43,7 +43,7 @@ float round_operand(float x) {
   return x;
 }
 
-// Collects the operands of all lanes. The first lane that continues after the exchange does this for the others.
+// Collects the operands of all lanes. Only the first lane that continues after the exchange calls this.
 void collect(const Simdgroup& simdgroup, TensorOperands& all, uint64_t seed, uint32_t options) {
   const uint32_t lanes_a = exchanged_lanes(seed, options & SM_TENSOR_KNOWN_A),
                  lanes_b = exchanged_lanes(seed, options & SM_TENSOR_KNOWN_B),
@@ -71,12 +71,12 @@ float added(float sum, const float* a, const float* b, uint32_t order) {
   } else if (order == 1) {
     for (int k = 15; k >= 0; --k)
       sum = std::fma(a[k], b[16 * k], sum);
-  } else if (order == 2) {  // the products alone first
+  } else if (order == 2) {  // adds the products first, and then their sum
     float part = 0;
     for (int k = 0; k < 16; ++k)
       part = std::fma(a[k], b[16 * k], part);
     sum += part;
-  } else {  // in fours, pairwise
+  } else {  // adds four products at a time, in pairs
     for (int k = 0; k < 16; k += 4) {
       float pairs[2];
       for (int i = 0; i < 2; ++i)

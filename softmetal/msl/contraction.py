@@ -15,7 +15,8 @@ from .tokens import CLOSING, SourceError, Token, match_closing
 
 _STARTS_STATEMENT = {"return", "else", "do", "case"}
 _BEFORE_OPERAND = _STARTS_STATEMENT | {"operator", "sizeof", "typename", "template"}
-_BEFORE_BODY = {"const", "thread", "device", "constant", "threadgroup", "else", "do"}  # words before `{` of statements
+# words after which `{` opens statements
+_BEFORE_BODY = {"const", "thread", "device", "constant", "threadgroup", "else", "do"}
 _SIGNS = ("+", "-")
 _TIMES = ("*", "/", "%")
 _UNARY = ("!", "~", "&", *_SIGNS, "*")

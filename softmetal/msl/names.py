@@ -51,7 +51,7 @@ _MACROS = {
     *(f"METAL_{m}" for m in ("IMPLICIT", "INTERNAL", "NON_NULL_RETURN", "NORETURN", "NOTHROW", "PURE", "UNAVAILABLE")),
     *(f"METAL_{m}" for m in ("ARG_UNIFORM", "ZERO_ARG", "VALID_LOD_ARG", "VALID_LEVEL_ARG", "VALID_RENDER_TARGET")),
 }
-# Words that can stand before a name without declaring that name.
+# Words that can stand before a name in code that does not declare the name.
 _NO_TYPE = {
     *("return", "case", "else", "do", "goto", "sizeof", "alignof", "typename", "operator", "and", "or", "not", "xor"),
     *("bitand", "bitor", "using", "in", "throw", "new", "delete"),

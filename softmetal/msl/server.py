@@ -30,7 +30,8 @@ def _stamps() -> list[tuple[str, int, int]]:
 
 def _status(arguments: Sequence[str], is_current: bool) -> int:
     name, *options = arguments
-    if not is_current:  # the imported code no longer is that of the files
+    # the files have changed since this process imported them, so another process runs their new code
+    if not is_current:
         return subprocess.run([sys.executable, "-S", "-m", name, *options]).returncode
     sys.argv = [name, *options]
     try:
@@ -63,7 +64,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = socket.socket(fileno=3)
     stamps = _stamps()
-    with contextlib.suppress(CompileError):  # without a compiler, each request says so
+    with contextlib.suppress(CompileError):  # if there is no compiler, each request reports the error
         compiler.toolchain_digest(), check.digest(), linker.command()  # kept in memory, for all requests
     while True:
         message, descriptors, _, _ = socket.recv_fds(channel, _LONGEST_REQUEST, 4)

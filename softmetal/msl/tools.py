@@ -40,7 +40,7 @@ def run(command: Sequence[str], data: str | bytes) -> str:
 
 
 def store(path: Path, content: bytes) -> None:
-    """Writes a file of the cache. The file is either whole or absent."""
+    """Writes a file of the cache. Another process sees either the complete file or none."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=path.suffix)
     with os.fdopen(handle, "wb") as file:

@@ -31,7 +31,7 @@ _ADDRESS_SPACES = {"device", "constant", "thread", "threadgroup"}
 class _Scope:
     kind: str  # namespace, type, function, block
     name: str = ""
-    start: int = 0  # index of the first token of the running statement
+    start: int = 0  # index of the first token of the statement that is being read
     after: str = ""  # text that follows the closing brace
     seen: dict[str, tuple[str, ...]] = field(default_factory=dict)
     drop_from: int = -1  # at the closing brace, the definition is dropped from this token on

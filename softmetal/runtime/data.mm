@@ -28,8 +28,8 @@
   static NSProcessInfo* instance = [[NSProcessInfo alloc] init];
   return instance;
 }
-// The system is macOS 26.2, the first for which MLX builds kernels for tensor units, or the version that the
-// environment variable SOFTMETAL_MACOS names.
+// Returns macOS 26.2, the first version for which MLX builds kernels for tensor units. The environment variable
+// SOFTMETAL_MACOS names another version.
 - (NSOperatingSystemVersion)operatingSystemVersion {
   const char* set = std::getenv("SOFTMETAL_MACOS");
   if (set == nullptr || *set == 0) return {26, 2, 0};

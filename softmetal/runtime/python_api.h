@@ -30,8 +30,9 @@ SOFTMETAL_EXPORT void softmetal_clear(void);    // faults and records
 // that message.
 typedef void (*softmetal_compile_hook)(int is_pipeline, const char* text, char* error, size_t capacity);
 SOFTMETAL_EXPORT void softmetal_set_compile_hook(softmetal_compile_hook hook);  // null: none
-// Lets the next `count` mps allocations succeed and makes the one after them fail. A negative `count` makes none fail.
-// Returns what was left of the count set before; this is negative if that allocation has failed.
+// Lets the next `count` mps allocations succeed and makes the one after them fail. A negative `count` makes none
+// fail. Returns how many allocations of the previous call's `count` were left, or a negative number if the failure
+// has happened.
 SOFTMETAL_EXPORT int64_t softmetal_fail_allocation(int64_t count);
 // Makes the next command buffer that has commands end with an error of MTLCommandBufferErrorDomain instead of running.
 // An empty message cancels this.

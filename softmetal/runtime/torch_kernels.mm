@@ -232,7 +232,7 @@ Tensor& set_empty(Tensor& self) {
 
 Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, const optional<Tensor>& mask,
                  double dropout, bool causal, optional<double> scale, bool grouped) {
-  // The function that is called below adds a mask of booleans as numbers. PyTorch converts it before.
+  // at::_scaled_dot_product_attention_math adds a mask of booleans as numbers, so the mask is converted here first.
   optional<Tensor> numbers = mask;
   if (mask.has_value() && mask->scalar_type() == at::kBool) {
     numbers = at::zeros(mask->sizes(), query.options())

@@ -60,8 +60,10 @@ class Convolution:
         return packed + struct.pack(f"{len(strides)}qi?3x", *strides, 1, self.flip)
 
     def jumps(self) -> list[int]:
-        """Returns the steps of the input pointer: to the next place along each dimension of the window, last dimension
-        first, and to the next channels.
+        """Returns the steps of the input pointer.
+
+        There is one step to the next place along each dimension of the window, last dimension first, and one to the
+        next channels.
         """
         sign = -1 if self.flip else 1
         strides = _strides(self.shapes()[0])[1:-1]
@@ -169,7 +171,7 @@ def _general_launches(name: str, conv: Convolution, tile: tuple[int, ...]) -> Ca
 def _bases(conv: Convolution, dimension: int, weight_jump: int, out_jump: int) -> Array:
     """Returns where the sums of a transposed convolution start, for each residue of the output's position.
 
-    Each entry has the first weight that meets an input element, and the number of weights that do.
+    Each entry has the first weight that is multiplied with an input element, and the number of such weights.
     """
     stride, dilation, width = conv.stride[dimension], conv.dilation[dimension], conv.window[dimension]
     spread, step = conv.spread[dimension], -dilation if conv.flip else dilation

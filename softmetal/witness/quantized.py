@@ -38,7 +38,7 @@ class Format:
             return [words, scales, stored(rng.uniform(-0.5, 0.5, groups), name)]
         if self.mode == "mxfp8":
             words = words & np.uint32(0x77777777)  # leaves out the codes that are NaN
-        middle = 56 if self.group == 16 else 127  # 1.0 as e4m3, as e8m0
+        middle = 56 if self.group == 16 else 127  # the code of 1.0, as e4m3 or as e8m0
         return [words, rng.integers(middle - 8, middle + 4, groups).astype(np.uint8), np.float32([0.75])]
 
 

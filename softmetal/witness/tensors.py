@@ -1,7 +1,8 @@
 """MLX's kernels for the tensor units of the M5 ("NAX"): quantized, gathered and dense products by matmul2d.
 
-A simdgroup whose rows are all inside the matrix takes another branch than one with an edge, and both branches have
-barriers. Metal forbids this, and the software device reports it. So M and N are such that no threadgroup has both.
+In some simdgroups all rows are inside the matrix, and in others some rows are outside. The two kinds take different
+branches, and both branches have barriers. Metal forbids this within a threadgroup, and the software device reports
+it. M and N are therefore chosen so that no threadgroup has simdgroups of both kinds.
 """
 
 from __future__ import annotations

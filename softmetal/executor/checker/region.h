@@ -47,7 +47,7 @@ struct AtomicCell {
 // Flags of a byte. kWritten: written at any time. kReadHere and kWrittenHere: read or written in this launch.
 enum : uint8_t { kWritten = 1, kReadHere = 2, kWrittenHere = 4 };
 
-// Anonymous memory from the system. It reads as zero until written.
+// Anonymous memory from the system. Pages that were not written read as zero.
 class Pages {
  public:
   explicit Pages(uint64_t bytes, bool is_sparse = false);

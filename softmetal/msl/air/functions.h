@@ -1,9 +1,9 @@
-// The air.* functions that Apple's Metal compiler calls, on clang's own types. A kernel in Apple's compile calls these
-// functions, and a kernel in our compile calls msl/include. So a comparison of the two compiles also compares the two
-// libraries, and both are written independently: conversions, integer functions, shuffles and folds share no code.
-// Functions without an exact result are shared (metal_math), because Apple's back end chooses the last bits of such a
-// result. The executor's rendezvous and matrix product are shared, too. Include this file after metal_stdlib and
-// thunk.h.
+// The air.* functions that Apple's Metal compiler calls, on clang's own types. Kernels compiled by Apple call these
+// functions, and kernels compiled by us call msl/include. Comparing the two compiled forms of a kernel therefore also
+// compares these two libraries. For this reason both are written independently: conversions, integer functions,
+// shuffles and folds share no code. Functions without an exact result are shared (metal_math), because Apple's back
+// end chooses their last bits. The executor's exchange between lanes and its matrix product are shared, too. Include
+// this file after metal_stdlib and thunk.h.
 #pragma once
 
 #define AIR_FUNCTION inline __attribute__((always_inline))
@@ -56,7 +56,7 @@ AIR_FUNCTION R convert(A a) {
   }
 }
 
-// Element by element.
+// Functions that are applied to each element of a vector.
 #define AIR_EACH_1(name, value)                                                \
   template <class T>                                                           \
   AIR_FUNCTION T name(T x) {                                                   \

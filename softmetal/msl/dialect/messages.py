@@ -13,7 +13,8 @@ _WARNING = re.compile(r"^.*?:\d+:\d+: warning: ")
 _NOTE = re.compile(r"^(?P<place>.*?:\d+):\d+: note: (?P<text>.*)$")
 _LIBRARY = str(Path(__file__).resolve().parent / "include")
 
-# Errors of the dialect where Metal has none: (pattern of the error, pattern that a note of the error must match).
+# Errors of the dialect for code that Metal accepts: (pattern of the error, pattern that a note of the error must
+# match).
 _OF_THE_DIALECT = (
     # Metal can copy a struct out of `constant`. In C++ for OpenCL, the copy constructor takes the generic space, which
     # does not include `constant`.

@@ -24,7 +24,7 @@ _NUMBERS = {
 }
 _SCALARS = {"uint", "ushort", "uint32_t", "uint16_t"}
 _VECTORS = {f"{t}{n}" for t in ("uint", "ushort") for n in (2, 3)}
-# Types that are certainly not in _SCALARS or _VECTORS. Of any other name, the text alone does not tell the type.
+# Types that are certainly not in _SCALARS or _VECTORS. For any other name, the text alone does not show the type.
 _OTHERS = {
     *("float", "half", "bfloat", "bool", "char", "uchar", "short", "int", "long", "ulong", "size_t", "int32_t"),
     *(f"{t}{n}" for t in ("float", "half", "int", "short", "long", "ulong", "char", "uchar") for n in (2, 3, 4)),

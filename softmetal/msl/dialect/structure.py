@@ -18,7 +18,7 @@ _NO_MEMBER = {"static", "friend", "typedef", "using"}
 class _Scope:
     kind: str  # namespace, type, function
     name: str = ""
-    start: int = 0  # index of the first token of the running statement
+    start: int = 0  # index of the first token of the statement that is being read
 
 
 class Structure:

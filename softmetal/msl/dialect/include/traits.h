@@ -3,7 +3,8 @@
 
 namespace metal {
 
-// The type of a function that is a template's parameter. Written through this alias, the type gets no address space.
+// The type of a function that is a parameter of a template. If the type is written through this alias, it gets no
+// address space.
 template <typename F>
 struct sm_function_of {
   typedef F type;

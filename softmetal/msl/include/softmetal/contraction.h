@@ -7,7 +7,7 @@
 
 namespace sm {
 
-// A factor of a product that a sum takes.
+// One factor of a product that is an operand of a sum.
 template <class V>
 struct factor {
   V value;
@@ -82,7 +82,7 @@ SM_SUM(product_minus, p.a[i] * p.b[i] - c[i])
 SM_SUM(minus_product, c[i] - p.a[i] * p.b[i])
 #undef SM_SUM
 
-// What may stand beside a vector V in a sum.
+// The types that the other operand of a sum with a vector V may have.
 template <class C, class V>
 constexpr bool is_summand = shape<C>::scalar || __is_same(C, V) || __is_same(C, packed<V>);
 

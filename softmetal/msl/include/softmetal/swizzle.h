@@ -4,7 +4,7 @@
 
 namespace sm {
 
-// True if no letter occurs twice. T only delays the evaluation until the setter is used.
+// True if no letter occurs twice. The parameter T only delays the evaluation until the setter is used.
 template <class T>
 constexpr bool distinct_letters(const char* letters) {
   for (int i = 0; letters[i]; ++i)
