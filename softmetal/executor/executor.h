@@ -112,7 +112,7 @@ typedef enum {
   // The kinds from here on are warnings. Metal allows these operations, but most of them are mistakes.
   SM_WARNING_DIVISION,  // an integer division by zero
   SM_WARNING_SHIFT,     // a shift by the width or more
-  SM_WARNING_EQUAL  // a race in which the write stores the value that the memory already held
+  SM_WARNING_EQUAL      // a race in which the write stores the value that the memory already held
 } sm_fault_kind;
 
 enum { SM_FIRST_WARNING = SM_WARNING_DIVISION };

@@ -70,7 +70,7 @@ class Checker {
   std::vector<std::unique_ptr<Region>> threadgroup_;  // by place (checker.cpp)
   std::vector<std::unique_ptr<Region>> resident_;     // those of `resident` that are in no slot
   std::vector<Region*> in_place_;                     // regions at the host's addresses
-  std::vector<Unsettled> unsettled_;  // the unsettled writes of the latest access
+  std::vector<Unsettled> unsettled_;                  // the unsettled writes of the latest access
   std::vector<Range> executor_memory_;
   uint32_t until_preemption_ = 1;
   uint64_t threadgroup_read_ = 0, threadgroup_written_ = 0;
