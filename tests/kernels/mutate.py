@@ -196,7 +196,7 @@ def main() -> int:
         "experts/params.h",
         "layer/params.h",
         "mlstm/params.h",
-    }  # without code that runs on the GPU
+    }  # these headers contain no code that runs on the GPU
     files = {p.relative_to(KERNELS).as_posix(): p for p in sorted(KERNELS.rglob("*.*"))}
     files = {name: path for name, path in files.items() if name not in shared_with_host}
     chosen = [m for name, p in files.items() if options.file in (None, name) for m in mutants(name, p.read_text())]

@@ -49,4 +49,4 @@ def test_a_perm_out_of_range_writes_nothing() -> None:
     lost = inputs.perm[[3, 39]]
     kept = np.delete(inputs.perm, [3, 39])
     assert torch.equal(got[:, kept], run_embedding(p, ids)[:, kept])
-    assert got[:, lost].isnan().all()  # nobody wrote these places, so they keep the initial NaN
+    assert got[:, lost].isnan().all()  # the kernel wrote nothing here, so these elements keep the initial NaN

@@ -1,7 +1,7 @@
 """The kernels of mixtures, in checked mode: the sorted table is exact, and products of all experts are within the bound.
 
-In checked mode, memory that no kernel has written is a fault, so blocks beyond the last and ids that are no expert must
-read nothing.
+In checked mode, reading memory that no kernel has written is a fault. Blocks beyond the last and ids that name no
+expert must therefore read nothing.
 """
 
 import numpy as np
@@ -23,7 +23,7 @@ SORTS = [
     (40, 2, 5, 16, torch.int32),
     (40, 3, 512, 8, torch.int64),  # more experts than threads
     (70, 1, 2, 32, torch.int64),
-    (300, 1, 256, 8, torch.int32),  # as many experts as threads: ids of no expert are sorted in a second pass
+    (300, 1, 256, 8, torch.int32),  # as many experts as threads, so ids that name no expert are sorted in a second pass
 ]
 
 
@@ -77,7 +77,7 @@ def check(p: Mixture, kernel: str, **options: int) -> None:
     reference.check_gemm(got, exact, bound)
 
 
-IDS = [[0, 2], [2, 3], [-1, 2], [1, 1]] + [[2, 0]] * 9  # one expert has more than a block of rows; 3 is no expert
+IDS = [[0, 2], [2, 3], [-1, 2], [1, 1]] + [[2, 0]] * 9  # one expert has more than a block of rows; 3 names no expert
 
 
 def case_of_one_sum(kernel: str, **options: int) -> None:

@@ -60,7 +60,7 @@ def test_rotary(
     whole = [t.double().expand(B, -1, -1) for t in (cos, sin)]
     if "PerPair" in flags:
         whole = [t.repeat_interleave(2, -1) if interleaved else torch.cat((t, t), -1) for t in whole]
-    if "Transposed" in flags:  # element i gets the sine of element j, with the other sign
+    if "Transposed" in flags:  # element i gets the sine of element j, with the opposite sign
         whole[1] = -whole[1].roll(R // 2, -1)
     for got, x in zip(run_rotary(q, k, cos, sin, *flags), (q, k), strict=True):
         wide = (x.double(), *whole)

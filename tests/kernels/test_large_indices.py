@@ -100,7 +100,7 @@ def test_dequantize(wide) -> None:
 
 
 def test_embedding() -> None:
-    """The table's columns, and the rows of the output, are STRIDE apart."""
+    """The columns of the table and the rows of the output are STRIDE elements apart."""
     p = _problem("uint4", 8 * number("kElementwiseWidth"))
     weight = make_inputs(p).weight
     ids = torch.arange(8, dtype=torch.int64) * 7

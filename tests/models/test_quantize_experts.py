@@ -142,7 +142,7 @@ def test_experts_that_stay_are_listed_with_the_reason(change, reason) -> None:
 
 @pytest.mark.parametrize("call", [0, 2, 4, 9])
 def test_an_error_leaves_the_model_unchanged(call, monkeypatch) -> None:
-    """Of the 13 weights, the first four belong to attention and the next eight to experts."""
+    """The model has 13 weights. The first four belong to attention and the next eight to experts."""
     model = made("mixtral")
     before, values = tree(model), tensors(model)
     fail_at(monkeypatch, "quantize_weight", call)

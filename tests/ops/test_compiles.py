@@ -80,7 +80,8 @@ def failure_is_remembered_and_alone() -> None:
         expected = "torch_marlin_metal: kernel dequantize_uint4_float16 (weights/dequantize.metal) does not compile: no such type"
         assert messages == [expected] * 3, messages
         assert dequantize("uint4", torch.bfloat16).isfinite().all(), "the next function of the file"
-    with pytest.raises(RuntimeError, match="no such type"):  # remembered, although a new compile would succeed
+    # the failure is remembered, although a new compile would succeed
+    with pytest.raises(RuntimeError, match="no such type"):
         dequantize("uint4")
 
 
@@ -183,7 +184,8 @@ def prepare_leaves_nothing_to_compile() -> None:
     layers = [layer(64, 128), layer(64, 128), layer(64, 128, bias=True), layer(48, 256, weight_format="nvfp4")]
     model = torch.nn.Sequential(*layers).to("mps")
     with softmetal.compiles() as seen:
-        assert tmm.prepare(model, [1, 9, 9, 40], progress=False) == 9  # two layers are alike
+        # two of the layers are equal, so they need the same kernels
+        assert tmm.prepare(model, [1, 9, 9, 40], progress=False) == 9
     assert len(set(instances(seen))) == len(instances(seen)) >= 2  # one for each format
     with softmetal.compiles() as seen:
         for linear in model:
@@ -214,7 +216,7 @@ def prepare_compiles_experts() -> None:
         both = stack(64, 80, dtype=torch.float16), stack(40, 64, dtype=torch.float16)
         return tmm.MarlinExperts(*both, lambda gate_up: gate_up[..., :40], top_k).to("mps")
 
-    model = torch.nn.Sequential(experts(2), experts(2), experts(None))  # two layers are alike
+    model = torch.nn.Sequential(experts(2), experts(2), experts(None))  # two of the layers are equal
     with softmetal.compiles() as seen:
         assert tmm.prepare(model, [1, 40], progress=False) == 4
     kernels = {name.split("_")[0] + "_" + name.split("_")[1] for name in instances(seen) if "moe" in name}

@@ -30,7 +30,7 @@ def on(device: str, weight, a, extra):
 
 @pytest.mark.parametrize("weight_format", reference.FORMATS)
 def test_sums_keep_the_bound_of_fp32_and_round_to_the_result_of_gemm(weight_format, device):
-    """One row, few and many rows take different kernels on the CPU, on x86 also tiles."""
+    """On the CPU, one row, few rows and many rows use different kernels; on x86, many rows may also use AMX tiles."""
     index = reference.FORMATS.index(weight_format)
     for i, M in enumerate((1, 3, 9, 40) if device == "cpu" else (3,)):
         for dtype in reference.dtypes_in_turn(index + i, device == "cpu"):

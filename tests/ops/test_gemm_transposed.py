@@ -41,7 +41,8 @@ def bound_of(rows: np.ndarray, weight: np.ndarray, dtype: torch.dtype) -> tuple[
     return exact, bound + (16 * 2.0**-24 + rounding * (1 + reference.UNIT_ROUNDOFF[dtype])) * weighted
 
 
-# Bytes of a part: less than one row (which gives parts of one row), within a group, some groups, the whole weight.
+# The bytes of a part. They give parts of a single row, parts within a group, parts of several groups, and one part
+# for the whole weight.
 @pytest.mark.parametrize("part_bytes", [1, 20 * 4 * N, 80 * 4 * N, 1 << 26])
 @pytest.mark.parametrize("weight_format", reference.FORMATS)
 def test_parts_of_every_size_match_the_exact_weight(weight_format, part_bytes, device, monkeypatch):
@@ -53,7 +54,7 @@ def test_parts_of_every_size_match_the_exact_weight(weight_format, part_bytes, d
     assert (got.dtype, got.shape) == (dtype, (2, 3, K))
     exact, bound = bound_of(reference.to_numpy(a), weight.exact, dtype)
     reference.check_gemm(got, exact, bound)
-    assert torch.equal(got.cpu(), run(a.to(device), weight).cpu())  # twice the same bits
+    assert torch.equal(got.cpu(), run(a.to(device), weight).cpu())  # a second call gives the same bits
 
 
 @pytest.mark.parametrize("part_bytes", [1, 80 * 4 * N])
@@ -143,7 +144,7 @@ def peak_bytes(call) -> int:
 
 @pytest.mark.parametrize(("dtype", "group_size"), [(torch.bfloat16, 64), (torch.float32, 64), (torch.float32, 1024)])
 def test_backward_allocates_no_copy_of_the_weight(dtype, group_size, mps, monkeypatch):
-    """A part is several groups of 64, or an eighth of the only group of 1024."""
+    """A part has 128 rows of K: two groups of 64, or an eighth of the only group of 1024."""
     rows, wide, columns = 4, 1024, 256
     weight = reference.make_weight("uint4b8", wide, columns, group_size).to("mps")
     whole = wide * columns * torch.finfo(dtype).bits // 8

@@ -153,7 +153,7 @@ def test_activations_of_extreme_values(options, device):
 
 
 def test_a_cached_launch_has_the_call_s_own_numbers(mps):
-    """Calls with equal shapes and strides, which differ in one number only."""
+    """Calls with equal shapes and strides differ in one argument, so a launch cached for another call would show."""
     x, weight, q = random(3, 40), random(40), random(1, 2, 3, 16)
     tables = random(1, 3, 16, seed=1), random(1, 3, 16, seed=2)
     calls = [

@@ -81,7 +81,7 @@ def test_the_same_bits_on_every_call(device):
 
 
 def test_a_token_does_not_depend_on_the_others(device):
-    """A token alone gives the same result as among others, within rounding. Ids that are no expert read no weight."""
+    """A token has the same result alone as among others, within rounding. Ids that name no expert read no weight."""
     experts = experts_of("uint4b8", E=6)
     experts.scales[5] = torch.nan
     ids = torch.tensor([[0, 5], [1, 2], [-1, 6]])

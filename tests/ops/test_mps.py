@@ -159,7 +159,7 @@ def test_empty_results_dispatch_nothing(shape):
 @pytest.mark.parametrize("variant", ["fastest", "double_buffered:96x64x32", "gemv:64x64x32", "striped:"])
 @pytest.mark.parametrize("device", ["mps", "meta"])
 def test_a_variant_or_tile_that_no_kernel_has_is_refused(device, variant):
-    """The fake kernel refuses it too, so that tracing and export fail and not only the first call."""
+    """The fake kernel refuses a wrong variant too, so that tracing and export fail, and not only the first call."""
     weight = reference.make_weight("uint4b8", 32, 24, 32).to(device)
     with pytest.raises(ValueError, match=f"torch_marlin_metal::gemm: variant: expected one of auto, .*got '{variant}'"):
         run(torch.ones(1, 32, device=device), weight, variant=variant)

@@ -41,7 +41,7 @@ def kernels() -> list[str]:
 
     torch.mps.synchronize()
     ran = [record.kernel for record in softmetal.counters()]
-    assert softmetal.faults() == []  # and forgets the counters
+    assert softmetal.faults() == []  # this call also clears the counters
     return ran
 
 
@@ -147,7 +147,7 @@ def a_library_that_compiles(whole: bool) -> None:
 
 
 def an_older_system(whole: bool) -> None:
-    """The process gets an older macOS: the kernel is not even compiled, and who names it gets an error."""
+    """On an older macOS the kernel is not compiled, and a product that names the kernel gets an error."""
     with auto_takes_tensor(None, "library") as compiled:
         assert not [name for name in product(torch.float16) if "tensor" in name]
         for variant in ("tensor", "tensor:64x64x32"):

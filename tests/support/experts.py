@@ -29,7 +29,7 @@ def make_experts(
 ) -> Experts:
     """Returns random experts; options are those of `reference.make_weight`."""
     weights = [reference.make_weight(weight_format, K, N, group_size, seed=seed, **options) for seed in range(E)]
-    if "lut" in weights[0].arguments:  # experts share the table, so it is that of the first
+    if "lut" in weights[0].arguments:  # all experts share the table, so the first expert's table is used
         lut = weights[0].arguments["lut"]
         for weight in weights[1:]:
             steps = np.arange(K)[:, None] // 8, np.arange(N)[None]

@@ -1,4 +1,4 @@
-"""A small model, the sizes of a tiny one of transformers, and functions that record what a conversion must not change."""
+"""A small model, a small config for transformers, and functions that record what a conversion must not change."""
 
 import torch
 from torch import nn
@@ -43,7 +43,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 def fail_at(monkeypatch, name: str, call: int) -> None:
-    """Makes a function of the model module raise at its call number `call`."""
+    """Makes a function of the model module raise an error at its call number `call`, counted from 0."""
     original, count = getattr(model_module, name), iter(range(1000))
 
     def wrapper(*args, **kw):

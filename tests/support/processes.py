@@ -14,8 +14,8 @@ import torch.distributed as dist
 import torch.multiprocessing as processes
 from torch.distributed.device_mesh import DeviceMesh
 
-# The imports take seconds of CPU time. With "forkserver", one process does them, and every test process is a fork of
-# it.
+# The imports take seconds of CPU time. With "forkserver", one process imports the modules, and every test process is
+# a fork of that process.
 multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", "transformers", "torch_marlin_metal"])
 
 
@@ -33,8 +33,8 @@ def run(
     Args:
         function: a function of a module; an exception in any process fails the call.
         world: the number of processes.
-        folder: where the processes meet; each call needs its own.
-        *arguments: passed on.
+        folder: the folder through which the processes meet; each call needs its own.
+        *arguments: passed to `function`.
         timeout: seconds that a process waits for the others.
         start_method: of Python's multiprocessing.
         join: whether to wait for the processes.
@@ -54,7 +54,7 @@ def _process(
         "gloo", init_method=f"file://{file}", rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
     )
     function(rank, world, *arguments)
-    dist.destroy_process_group()  # not after an error: it would wait for the others, which wait for this process
+    dist.destroy_process_group()  # after an error this would wait for processes that wait for this one
 
 
 def meshes(world: int) -> list[DeviceMesh]:

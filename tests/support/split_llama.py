@@ -37,7 +37,7 @@ def llama_plan() -> dict[str, ParallelStyle]:
 
 
 def count_bytes_read() -> dict[str, int]:
-    """Returns a table, by the name of a tensor, of the bytes that this process reads of checkpoints from now on."""
+    """Returns a table that counts the bytes that this process reads from now on, by the name of the tensor."""
     read: dict[str, int] = {}
     read_tensor = checkpoint.read_tensor
 

@@ -75,8 +75,8 @@ def run_experts(kernel: str, p: Mixture, *, rows: int = 1, simdgroups: int = 1) 
     Args:
         kernel: which of the two.
         p: the mixture.
-        rows: of a block, for `moe_fused`.
-        simdgroups: of a threadgroup; each multiplies a part of K.
+        rows: rows of a block, for `moe_fused`.
+        simdgroups: simdgroups of a threadgroup; each multiplies a part of K.
     """
     few = kernel == "moe_gemv"
     E, K, N, pairs = p.sizes.values()
