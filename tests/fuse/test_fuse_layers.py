@@ -17,7 +17,7 @@ from tests.journeys.architectures import class_of, shrunken
 from tests.journeys.token_operations import model_of, of_one_layer, pair_of
 from torch_marlin_metal.fuse import gated, norms, rotary, sinks
 
-# The most operations of one more layer in one token.
+# The largest number of operations that one more layer may add to a token.
 BARS = {
     "llama": 12,
     "phi3": 12,
@@ -42,7 +42,8 @@ def results(model: nn.Module) -> torch.Tensor:
         return model(input_ids=IDS, use_cache=False).logits
 
 
-# A token after others, a prompt after others, a token with a static cache, and a prompt of a batch with one.
+# The calls: a token after a prompt, a prompt after another one, a token with a static cache, and a batch of prompts
+# with a static cache.
 CALLS = [{}, {"tokens": 4}, {"is_static": True}, {"is_static": True, "batch": 2, "tokens": 4}]
 
 

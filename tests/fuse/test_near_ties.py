@@ -1,4 +1,4 @@
-"""Where fused layers choose another token than the original ones, the two logits are closer than the logits' errors."""
+"""If fused layers choose another token than the original layers, the two logits differ by less than their errors."""
 
 import copy
 import os

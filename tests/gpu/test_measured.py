@@ -50,7 +50,7 @@ def test_kernels_do_the_work_that_is_timed(small) -> None:
             assert record.mmas == simdgroups * measured.ROUNDS * measured.CHAINS, name
         if name in ("simd_sum", "shuffle, varying index", "shuffle, fixed distance"):
             assert record.simd_operations == simdgroups * measured.ROUNDS * measured.CHAINS, name
-    assert state.tolist() == [1.0, 0.0, 0.0, 0.0]  # the one of `touch`
+    assert state.tolist() == [1.0, 0.0, 0.0, 0.0]  # this element was set by `touch`
 
 
 def test_profile_measures_beside_the_model(small, monkeypatch) -> None:

@@ -56,7 +56,7 @@ def test_the_commands_show_it(gpu, shown):
     ],
 )
 def test_this_machines_plans_follow_its_own_gate(environment, has_units):
-    """What `tune` and `doctor` run depends on the machine, not on the chip for which it plans."""
+    """`tune` and `doctor` choose what to run by this machine and not by the chip for which it plans."""
     program = (
         "import softmetal\n"
         "from torch_marlin_metal import plan, tuning\n"

@@ -30,7 +30,7 @@ def made(family: str, **settings):
     torch.manual_seed(0)
     if family == "bert":  # its output layer has a bias
         return BertForMaskedLM(BertConfig(**SIZES, **settings)).eval()
-    if family == "t5":  # three modules have the table
+    if family == "t5":  # three modules share the table
         sizes = {"vocab_size": 64, "d_model": 64, "d_kv": 32, "d_ff": 128, "num_layers": 1, "num_heads": 2}
         return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0, **settings)).eval()
     kind, config = (Gemma3ForCausalLM, Gemma3TextConfig) if family == "gemma3" else (LlamaForCausalLM, LlamaConfig)

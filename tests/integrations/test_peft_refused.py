@@ -1,4 +1,4 @@
-"""What packed layers do not support of peft raises an error that names it, and the model does not change."""
+"""If peft asks for something that packed layers do not support, an error names it and the model does not change."""
 
 from dataclasses import fields
 
@@ -33,7 +33,8 @@ def refused(model: nn.Module, settings, message: str) -> None:
 
 def test_what_a_packed_layer_cannot_take_is_named_and_the_model_stays():
     model = packed_model()
-    model.model.layers[0].self_attn.q_proj = nn.Linear(64, 64)  # would be changed first
+    # peft would change this float layer before it reaches a packed one
+    model.model.layers[0].self_attn.q_proj = nn.Linear(64, 64)
     refused(model, config(init_lora_weights="pissa"), "init_lora_weights: expected True, False or 'gaussian'.*'pissa'")
     refused(model, config(alora_invocation_tokens=[1]), r"alora_invocation_tokens: expected None.*got \[1\]")
     ada = AdaLoraConfig(target_modules=TARGETS, task_type="CAUSAL_LM", total_step=10)

@@ -1,4 +1,4 @@
-"""If a process ends or hangs, the others end with an error that names it, within the timeout."""
+"""If a process ends or hangs, all other processes end within the timeout, with an error that names that process."""
 
 import contextlib
 import os
@@ -19,7 +19,7 @@ K = 384
 
 
 def multiply(rank: int, world: int, folder, kind: str) -> None:
-    """Runs in each process: the second one ends, or hangs, before the second product."""
+    """Runs in each process. The process of rank 1 ends or hangs before the second product."""
     mesh = init_device_mesh("cpu", (world,))
     layer = parallelize_module(layer_of("uint4b8", K=K, N=16), mesh, MarlinRowwiseParallel())
     x = activations(2, K // world)

@@ -99,7 +99,7 @@ def check_block(rank: int, mesh: DeviceMesh, plan, weight_format: str, dtype: to
 
 
 def check_experts(mesh: DeviceMesh) -> None:
-    """Compares split experts with all experts in one process: ids that are no expert and weights included."""
+    """Compares split experts with all experts in one process. The ids include some that name no expert."""
     E, H, inner = 12, 64, 96
     torch.manual_seed(0)
     weights = [
@@ -116,7 +116,7 @@ def check_experts(mesh: DeviceMesh) -> None:
         whole.gate_up.b_packed.untyped_storage().nbytes() // mesh.size()
     )
     x, ids = activations(5, H), torch.randint(-1, E + 1, (5, 2))
-    ids[0] = torch.tensor([-1, E])  # no expert at all
+    ids[0] = torch.tensor([-1, E])  # this token has no expert
     routing = torch.rand(5, 2)
     exact = torch.zeros(5, H, dtype=torch.float64)
     size = torch.zeros(5, H, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Parts of packed weights have the bits of the whole, and join to it."""
+"""The parts of a packed weight have the same bits as in the whole weight, and join to the whole weight again."""
 
 from dataclasses import fields, replace
 

@@ -21,7 +21,8 @@ from torch_marlin_metal.parallel import MarlinColwiseParallel, SplitPlan, split_
 from torch_marlin_metal.parallel.styles import ColumnPart, RowPart
 
 FORMATS = ("native", "gptq", "awq")  # awq has no table of axes: its layers are read whole and cut
-SHARED = (".packed_format", ".g_idx", ".weight", ".bias")  # what a process reads whole of a split layer, or not at all
+# a process reads these tensors of a split layer completely, or not at all
+SHARED = (".packed_format", ".g_idx", ".weight", ".bias")
 
 
 @pytest.fixture(scope="module")
@@ -89,8 +90,10 @@ def check_parts(model: nn.Module, whole: nn.Module, mesh: DeviceMesh, rank: int)
             wanted = kinds[type(layer)](whole.get_submodule(name).to_packed(), mesh.size())[rank].tensors()
             own = layer.to_packed().tensors()
             assert own.keys() == wanted.keys() and all(torch.equal(own[key], wanted[key]) for key in own)
-            assert all(t.untyped_storage().nbytes() == t.nbytes for t in own.values())  # no view of the whole
-            assert (layer.bias is None) == (type(layer) is RowPart and rank > 0)  # the sum has it once
+            # a tensor is not a view of the whole one
+            assert all(t.untyped_storage().nbytes() == t.nbytes for t in own.values())
+            # only rank 0 has the bias, so that the sum contains it once
+            assert (layer.bias is None) == (type(layer) is RowPart and rank > 0)
             checked += 1
     assert checked == 14
 

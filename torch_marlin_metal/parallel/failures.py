@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-# seconds to wait for reports, after the group's timeout or, if one process is missing, after the last report
+# Seconds for which a process waits for the reports of all others, after the group's timeout. If only one process has
+# not reported, it waits no longer than this after the last report.
 GRACE = 2.0
 
 

@@ -47,7 +47,7 @@ def servers() -> list[int]:
 
 @pytest.fixture(autouse=True)
 def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Makes every first request new, but keeps the precompiled headers, which take seconds."""
+    """Makes the first request of each test new, but keeps the precompiled headers, whose compile takes seconds."""
     folder = tmp_path / "cache"
     folder.mkdir()
     device.compile(SOURCE, constants={"n": 1})
@@ -134,7 +134,7 @@ def test_a_changed_header_changes_the_result(tmp_path: Path) -> None:
     source = '#include "factor.h"\n' + SOURCE.replace("= n", "= n * FACTOR")
     for factor in (2, 3):
         (tmp_path / "factor.h").write_text(f"#define FACTOR {factor}\n")
-        for n in (5, 6):  # the second request takes the text of the first
+        for n in (5, 6):  # the second request uses the preprocessed text of the first
             status, path = request(source, n, tmp_path)
             assert status == 0 and value(path) == n * factor
 

@@ -252,7 +252,7 @@ def test_interleaving_follows_the_seed() -> None:
 
     assert order(7) == order(7)
     assert order(7) != order(8)
-    # One to four threadgroups run at a time, by the seed.
+    # The seed decides how many threadgroups run at a time, one to four.
     changes = [int((np.diff(np.array(order(seed)) // 64) != 0).sum()) for seed in range(20)]
     assert max(changes) > 100 and min(changes) == 7
 

@@ -36,7 +36,7 @@ def test_a_table_of_addresses(checked: bool) -> None:
     kernel.launch(threads=32, group=32, buffers=[addresses(x, y), z], resident=[x, y])
     assert (y == x + 1).all()
     assert (z == y).all()
-    # One buffer in a slot and in the table is one memory.
+    # y is bound to a slot and is also in the table of addresses. Both refer to the same memory.
     kernel.launch(threads=32, group=32, buffers=[addresses(x, y), y], resident=[x, y])
     assert (y == x + 1).all()
 

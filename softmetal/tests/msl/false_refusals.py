@@ -50,7 +50,8 @@ def ours() -> Iterator[Source]:
         yield Source("our own", path.name, text, text, (str(ROOT),))
 
 
-# MLX builds a kernel from several headers. These are the ones that others of its headers need before them.
+# MLX builds a kernel from several headers. The headers listed here must come first, because others of MLX's headers
+# use them without an #include.
 _MLX_BASE = ("utils.h", "atomic.h", "reduce_utils.h", "reduction/ops.h", "sort.h")
 _MLX_STEEL = ("steel/gemm/gemm.h", "steel/conv/conv.h")
 

@@ -1,4 +1,4 @@
-"""A source may not declare names that Metal has taken. As part of other text, these words are accepted."""
+"""A source may not declare names that Metal has taken, but may contain these words where they declare nothing."""
 
 import pytest
 from msl_kernels import CompileError, compile_metal

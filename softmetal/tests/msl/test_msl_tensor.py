@@ -28,7 +28,7 @@ def test_registers(element: str, checked: bool) -> None:
             kernel.launch(groups=1, group=32, buffers=[stored_a, stored_b, c], perturb_seed=seed)
             assert (np.abs(c.array.reshape(m, n) - (a @ b + 1)) <= bound(a, b, k)).all(), (name, seed)
             seen[name].add(c.array.tobytes())
-    assert all(len(results) > 1 for results in seen.values())  # the seeds add in different orders
+    assert all(len(results) > 1 for results in seen.values())  # different seeds add in different orders
 
 
 @pytest.mark.parametrize("checked", [False, True], ids=["fast", "checked"])

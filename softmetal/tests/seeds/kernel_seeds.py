@@ -1,4 +1,5 @@
-"""Kernels with one fault each. /*bad|good*/ marks what differs in the right kernel; `f` stands for the kernel's name."""
+"""Kernels with one fault each. /*bad|good*/ marks the text that the correct kernel replaces; `f` is the kernel's
+name."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Counts what the device notices of seeded faults: `python softmetal/tests/seeds/table.py` prints the table.
 
-A seed is a faulty text beside a similar right one, which the device must accept without a report.
+A seed is a text with one fault, beside a similar correct text, which the device must accept without a report.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from softmetal.msl.tools import CompileError
 
 HEAD = "#include <metal_stdlib>\nusing namespace metal;\n"
 OUTCOMES = ("reported", "only values", "dead", "unnoticed")
-RUNS = 3  # seeds of the order of threads
+RUNS = 3  # the number of seeds for the order of threads
 
 
 @dataclass(frozen=True)

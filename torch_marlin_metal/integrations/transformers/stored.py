@@ -19,7 +19,7 @@ def stored_layers(model: Any) -> Iterator[tuple[str, PackedWeight]]:
     If transformers itself ties a layer's weight to another layer after loading, the directory does not hold that layer.
     Other layers that share a weight are yielded with a copy of it, because safetensors stores no tensor twice.
     """
-    # Columns of fused layers are new tensors, whose ids may be those of earlier ones that are gone.
+    # Each column part of a fused layer is a new tensor, which may get the id of an earlier tensor that was freed.
     held = {id(module.b_packed) for module in model.modules() if isinstance(module, MarlinLinear)}
     first: dict[int, str] = {}
     ties: dict[str, str] | None = None
