@@ -259,7 +259,8 @@ constexpr std::string_view name(ElementType type) {
   return names[static_cast<size_t>(type)];
 }
 
-// Ignores format or element if the kernel's name does not contain it.
+// Returns the name under which the host finds a kernel. A part that the name does not contain, format or element, is
+// ignored.
 inline std::string host_name(Kernel kernel, WeightFormat format, ElementType element) {
   const KernelInfo& row = info(kernel);
   std::string result(row.name);

@@ -152,7 +152,8 @@ void test_chunks() {
   check(kXeon, problem(1, 4096, 4096, bfloat16), kChunk);
 }
 
-// If bf16 cannot represent a scaled code, amx_scaled falls back to amx. If it cannot represent an activation, to fp32.
+// If bf16 cannot represent a scaled code, amx_scaled falls back to amx. If bf16 cannot represent an activation, amx
+// falls back to fp32.
 void test_fallbacks() {
   Problem coded = problem(64, 4096, 4096, ElementType::bfloat16);
   coded.format = WeightFormat::mxfp4;
