@@ -94,6 +94,7 @@ CORRECT = [
         "math functions",
         "blit",
         "device",
+        "the system's version",
         "tensors of an M5",
     ),
     *("own encoder on PyTorch's buffer", "buffers live until the work has run", "paired profiler"),
