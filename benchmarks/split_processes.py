@@ -2,11 +2,11 @@
 
     python benchmarks/split_processes.py [--processes 2] [--layers 16] [--rounds 7] [--dtype bfloat16]
 
-The model has the shapes of Llama 3.2 1B, random weights in `uint4b8` with groups of 64, and a small vocabulary, because
-the output layer is not split. All processes start before the first measurement. The single process and the group of N
-processes take turns, so that a change of the machine's speed affects both alike. A turn is a prefill and a decode of 16
-tokens. The report has medians, and the share of its time that a process spends in the sums over processes, which end
-each layer that is split by rows.
+The model has the shapes of Llama 3.2 1B, random weights in `uint4b8` with groups of 64, and a small vocabulary,
+because the output layer is not split. All processes start before the first measurement. The single process and the
+group of N processes take turns, so that a change of the machine's speed affects both alike. A turn is a prefill and a
+decode of 16 tokens. The report has medians, the memory that loading the weights takes, and the share of its time that
+a process spends in the sums over processes, which end each layer that is split by rows.
 """
 
 import argparse
@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
+from peak_memory import reset_peak, resident
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -76,10 +77,14 @@ def serve(rank: int, count: int, folder: Path, pipe: Connection, dtype: torch.dt
         plan = {f"model.layers.*.{name}": MarlinColwiseParallel() for name in COLUMNS}
         plan |= {f"model.layers.*.{name}": MarlinRowwiseParallel() for name in ROWS}
         split = SplitPlan(init_device_mesh("cpu", (count,)), plan)
+    reset_peak()
+    before = resident("VmRSS")
     load_quantized(model.eval(), folder, split=split, progress=False)
+    peak = resident("VmHWM") - before
     waited = count_waiting()
-    size = sum(b.nbytes for m in model.modules() if isinstance(m, MarlinLinear) for b in m.buffers())
-    pipe.send(size)
+    packed = sum(b.nbytes for m in model.modules() if isinstance(m, MarlinLinear) for b in m.buffers())
+    floats = sum(parameter.nbytes for parameter in model.parameters())
+    pipe.send((packed, packed + floats, peak))
     while (length := pipe.recv()) is not None:
         ids = torch.arange(length)[None] % config.vocab_size
         with torch.inference_mode():
@@ -146,7 +151,9 @@ def main() -> None:
     for row, column in ((f"prefill of {options.prompt} tokens", 0), ("decode of a token", 1)):
         times = [f"{side[column] * 1e3:.1f} ms" for side in (one, many)]
         table.add_row(row, *times, f"{one[column] / many[column]:.2f}", f"{many[column + 2]:.0%}")
-    table.add_row("packed weights of a process", *(f"{size / 2**20:.0f} MiB" for size in sizes[:2]), "", "")
+    rows = ("packed weights of a process", "all weights of a process", "peak of loading them")
+    for row, values in zip(rows, zip(*sizes[:2], strict=True), strict=True):
+        table.add_row(row, *(f"{value / 2**20:.0f} MiB" for value in values), "", "")
     Console(width=120).print(table)
 
 
