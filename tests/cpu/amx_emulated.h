@@ -82,9 +82,9 @@ inline float bf16_at(const Tile& tile, int row, int element) {
 inline void add_products(int to, int a, int b) {
   require(tiles.configured, "tiles are configured before use");
   const int pairs = tiles.row_bytes[a] / 4;
-  require(tiles.rows[to] == tiles.rows[a], "as many rows of sums as of the first factor");
-  require(tiles.row_bytes[to] == tiles.row_bytes[b], "as many columns of sums as of the second factor");
-  require(tiles.row_bytes[a] % 4 == 0 && pairs == tiles.rows[b], "factors of the same k");
+  require(tiles.rows[to] == tiles.rows[a], "the sums have as many rows as the first factor");
+  require(tiles.row_bytes[to] == tiles.row_bytes[b], "the sums have as many columns as the second factor");
+  require(tiles.row_bytes[a] % 4 == 0 && pairs == tiles.rows[b], "both factors have the same k");
   for (int m = 0; m < tiles.rows[to]; ++m) {
     for (int n = 0; n < tiles.row_bytes[to] / 4; ++n) {
       float even = 0, odd = 0, sum;

@@ -1,4 +1,4 @@
-// Compares the gated activations, in every family that this machine has, with fp64. No torch.
+// Compares the gated activations with fp64, in every instruction-set family that this machine has. Uses no torch.
 #include <algorithm>
 
 #include "cpu_test_support.h"
@@ -44,10 +44,11 @@ void test_family(Isa isa) {
       activate(activation, {.gate = g, .up = u, .count = count, .limit = kLimit, .alpha = kAlpha});
       for (int i = 0; i < count; ++i) {
         const double want = exact(activation, gates[i], u[i], kLimit, kAlpha);
-        // The size of the terms: 16 roundings of fp32, as in docs/use/operators.md.
+        // The bound of docs/use/operators.md is 16 fp32 roundings of this size of the terms.
         const double size = std::fabs(activation == Activation::clamped_silu ? std::min(gates[i], kLimit) : gates[i]) *
                             (std::fabs(static_cast<double>(u[i])) + 1);
-        const bool is_huge = std::fabs(gates[i]) > 1e9F;  // the terms say nothing of a result that vanishes
+        // The activation of a huge negative gate is 0, so the bound is relative to the result instead.
+        const bool is_huge = std::fabs(gates[i]) > 1e9F;
         const double bound = is_huge ? 1e-6 * std::fabs(want) : std::ldexp(16.0, -24) * size;
         const bool agrees = std::isnan(gates[i]) ? std::isnan(g[i]) : std::fabs(g[i] - want) <= bound + 1e-30;
         expect(agrees, [&] {
@@ -67,6 +68,6 @@ void test_family(Isa isa) {
 int main() {
   using marlin::cpu::Isa;
   for (const Isa isa : marlin::cpu::detected().available)
-    if (isa != Isa::amx) marlin::test::test_family(isa);  // AMX has the activations of AVX-512
+    if (isa != Isa::amx) marlin::test::test_family(isa);  // AMX uses the activations of AVX-512
   return marlin::test::report();
 }

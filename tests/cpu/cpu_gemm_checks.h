@@ -62,16 +62,16 @@ inline std::vector<double> sizes(const Tensors& t, bool of_group) {
   return size;
 }
 
-// A test's change of the bound of check_gemm, and the name of the case.
+// Loosens the bound of check_gemm.
 struct Allowance {
-  double absolute = 0;
-  bool largest_of_group = false;  // uses the largest activation of a group for 16-bit activations too
-  std::string what;
+  double absolute = 0;            // is added to the bound
+  bool largest_of_group = false;  // takes size(a_k) from the largest activation of a group, also for 16 bits
+  std::string what;               // names the case in failures
 };
 
-// Checks gemm against the bound of docs/use/numerics.md. For 16-bit activations the byte_split kernels get a tighter
-// bound, because the random activations of a group are similar enough in size to be exact. Returns the largest error
-// without the rounding of the output, as a fraction of the bound's arithmetic term.
+// Checks gemm against the bound of docs/use/numerics.md. For 16-bit activations, the byte_split kernels get a tighter
+// bound: the random activations of a group are so similar in size that these kernels represent them exactly. Returns
+// the largest error, less the rounding of the output, as a fraction of the bound's arithmetic term.
 inline double check_gemm(const Machine& machine, const Tensors& t,
                          Float32Precision precision = Float32Precision::highest, const Allowance& allowance = {}) {
   const Case& c = t.c;
@@ -113,7 +113,7 @@ inline double check_gemm(const Machine& machine, const Tensors& t,
     }
   }
   expect(same_bits(out, run(machine, t, precision)),
-         [&] { return name(machine) + " " + describe(c) + ": the second run gave other bits"; });
+         [&] { return name(machine) + " " + describe(c) + ": the second run gave different bits"; });
   return worst;
 }
 

@@ -1,5 +1,5 @@
-// Compares the CPU kernels with fp64, for every instruction-set family that this machine has. No torch. Prints a line
-// per group of checks, "FAILED ..." for each failure, and exits with 1 if there was any.
+// Compares the CPU kernels with fp64, for every instruction-set family that this machine has. Uses no torch. Prints a
+// line per group of checks and "FAILED ..." for each failure. Exits with 1 if there was a failure.
 #include <algorithm>
 #include <cstdlib>
 #include <set>
@@ -50,7 +50,7 @@ void test_reduced(const Machine& machine, int rounds) {
               name(machine).c_str(), cases, taken.c_str(), worst);
 }
 
-// Tests numbers of rows that a kernel of up to 12 rows divides into one block, two and three blocks.
+// Tests M = 1 to 25. A kernel with blocks of up to 12 rows divides these into one, two or three blocks.
 void test_every_m(const Machine& machine) {
   double worst = 0;
   for (const Activations& activations : kActivations) {
@@ -92,7 +92,7 @@ void test_long_k(const Machine& machine) {
 }
 
 // Tests one row with half chunks of K, which the planner chooses for AMD's CPUs. Every CPU with AVX-512 and VNNI can
-// run them. The last chunk has 8 k; only the longest K is sliced.
+// run them. The last chunk has only 8 elements of K. Only the largest K is sliced.
 void test_half_chunks(Machine machine) {
   if (machine.isa != Isa::avx512 || !machine.byte_dot) return;
   machine.fast_bf16_dot = true;
@@ -117,13 +117,13 @@ void test_half_chunks(Machine machine) {
     c.with_perm = group_size == 128;
     const Tensors t = make(c);
     expect(plan_of(machine, t, Float32Precision::highest).chunk == cpu::kChunk / 2,
-           [&] { return name(machine) + " " + describe(c) + ": whole chunks"; });
+           [&] { return name(machine) + " " + describe(c) + ": expected half chunks, got whole chunks"; });
     check_gemm(machine, t);
   }
 }
 
-// Tests more rows than are packed at once, and more than a block of results has. If 513 rows were not divided evenly,
-// one pass would have a single row.
+// Tests more rows than one pass packs, and more than a block of results holds. The passes of 513 rows must be nearly
+// equal. Otherwise, one pass would have a single row.
 void test_large_m(const Machine& machine) {
   double worst = 0;
   for (const int64_t M : {513, 1030}) {
@@ -152,7 +152,7 @@ void test_overflow(const Machine& machine) {
     t.a.set(i, 60000);
   const Array out = run(machine, t);
   for (int64_t i = 0; i < out.count(); ++i)
-    expect(std::isinf(out.get(i)), [&] { return name(machine) + ": fp16 overflow is inf"; });
+    expect(std::isinf(out.get(i)), [&] { return name(machine) + ": an fp16 overflow must give inf"; });
 }
 
 // A non-finite activation changes only its row, a non-finite scale only its column.
@@ -206,7 +206,8 @@ void test_non_finite(const Machine& machine) {
   std::printf("%s: NaN and inf\n", name(machine).c_str());
 }
 
-// One activation in 32 is 2^4 to 2^24 times its neighbours. byte_split rounds relative to the largest in a group.
+// Makes one activation in 32 larger than its neighbours by a factor of 2^4 to 2^24, because byte_split rounds relative
+// to the largest activation of a group.
 void test_outliers(const Machine& machine) {
   double worst = 0;
   for (const Activations& activations : kActivations) {
@@ -270,7 +271,7 @@ void test_partition(Machine machine) {
   for (const int threads : {2, 3, 4}) {
     machine.threads = threads;
     expect(same_bits(one, run(machine, t)),
-           [&] { return name(machine) + ": the number of threads changed the bits without a split of K"; });
+           [&] { return name(machine) + ": the number of threads changed the bits, although K is not split"; });
   }
 }
 
@@ -279,7 +280,7 @@ void test_empty(const Machine& machine) {
   GemmArguments arguments = t.arguments(nullptr);
   arguments.M = 0;
   cpu::gemm_on(machine, arguments, loop(2), Float32Precision::highest);
-  expect(true, [&] { return "M = 0"; });
+  expect(true, [&] { return "M = 0 must not crash"; });
 }
 
 void run_tests(const Machine& machine, int rounds) {
@@ -304,7 +305,7 @@ void run_tests(const Machine& machine, int rounds) {
   test_partition(machine);
 }
 
-// Returns a machine for every family, with and without each kind of dot product.
+// Tests every family that this CPU has, with and without each kind of dot product.
 int run_all(int rounds) {
   for (const Isa isa : cpu::detected().available) {
     const bool wide = isa == Isa::avx512 || isa == Isa::amx || isa == Isa::neon;
@@ -316,14 +317,14 @@ int run_all(int rounds) {
   return report();
 }
 
-// Returns the machine that the operators would use on this CPU.
+// Tests the machine that the operators would use on this CPU.
 int run_best(int rounds) {
   const cpu::Detected& found = cpu::detected();
   run_tests({found.available.back(), found.fast_bf16_dot, 2, found.byte_dot}, rounds);
   return report();
 }
 
-// Returns AMX machines whatever the CPU has, for the test program that emulates tiles.
+// Tests AMX on any CPU with AVX-512. Only the program that emulates tiles may call this.
 int run_tiles(int rounds) {
   run_tests({Isa::amx, false, 2, cpu::detected().byte_dot}, rounds);
   return report();

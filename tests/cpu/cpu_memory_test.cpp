@@ -1,6 +1,5 @@
-// Lets each allocation of a call fail in turn: the call must throw std::bad_alloc, and later calls must be right. No
-// torch.
-// The output and the exit code are like those of cpu_kernels_test.cpp.
+// Lets each allocation of a call fail in turn. The call must throw std::bad_alloc, and later calls must be right. Uses
+// no torch. The output and the exit code are like those of cpu_kernels_test.cpp.
 #include <algorithm>
 #include <cstddef>
 #include <cstdlib>
@@ -57,17 +56,17 @@ Bytes copied(const void* data, size_t size) {
   return {bytes, bytes + size};
 }
 
-// For each n, makes the smaller call, the larger call with its n-th allocation failing, and then both again.
-// Each n runs in a thread of its own, because each thread keeps its working memory.
+// For each n, makes the smaller call, then the larger call with its n-th allocation failing, and then both again. Each
+// n has its own thread, because a thread keeps its working memory, so that its later calls allocate less.
 void fail_each_allocation(const std::string& what, const Call& smaller, const Call& larger) {
   const Bytes small_result = smaller(), large_result = larger();
   int64_t failed = 0;
   for (bool more = true; more;) {
     std::thread([&] {
       const auto same = [&](const char* when) {
-        expect(smaller() == small_result, [&] { return what + ": another result of the smaller call " + when; });
+        expect(smaller() == small_result, [&] { return what + ": the smaller call gave another result " + when; });
       };
-      same("before");
+      same("before a failure");
       allocations_left = failed;
       try {
         larger();
@@ -77,7 +76,7 @@ void fail_each_allocation(const std::string& what, const Call& smaller, const Ca
       }
       allocations_left = -1;
       same("after a failure");
-      expect(larger() == large_result, [&] { return what + ": another result of the larger call"; });
+      expect(larger() == large_result, [&] { return what + ": the larger call gave another result after a failure"; });
     }).join();
   }
   expect(failed > 0, [&] { return what + ": nothing was allocated"; });

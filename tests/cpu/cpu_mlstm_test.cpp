@@ -1,5 +1,5 @@
-// Compares both forms of the mLSTM, in every family that this machine has, with the recurrence in fp64. Tensors end at
-// unreadable pages. No torch.
+// Compares both forms of the mLSTM with the recurrence in fp64, in every instruction-set family that this machine has.
+// Tensors end at unreadable pages, so that an access past their end crashes. Uses no torch.
 #include <cstdlib>
 
 #include "cpu_test_support.h"
@@ -50,7 +50,7 @@ SequenceTensors make_tensors(std::mt19937& random, const Sequence& s) {
           Array(kWide, s.H)};
 }
 
-// Returns the largest error of `got`, relative to the largest value of `want`.
+// Collects the largest error and the largest expected value. The bound is relative to the largest expected value.
 struct Error {
   double error = 0;
   double largest = 0;
@@ -102,9 +102,9 @@ void compare(const SequenceTensors& t, const Sequence& s, const std::string& nam
     stabiliser.add(t.m.get(head), m);
   }
   const bool narrow = s.type != ElementType::float32;
-  expect(numerator.within(5e-5 + (narrow ? unit_roundoff(s.type) : 0)), [&] { return name + ": h"; });
-  expect(state.within(1e-5), [&] { return name + ": C, n"; });
-  expect(stabiliser.within(2e-4), [&] { return name + ": N, M, m"; });
+  expect(numerator.within(5e-5 + (narrow ? unit_roundoff(s.type) : 0)), [&] { return name + ": error of h"; });
+  expect(state.within(1e-5), [&] { return name + ": error of C or n"; });
+  expect(stabiliser.within(2e-4), [&] { return name + ": error of N, M or m"; });
 }
 
 void test_forms(Isa isa, int rounds) {
@@ -174,7 +174,7 @@ int main(int argc, char** argv) {
   using marlin::cpu::Isa;
   marlin::test::test_plans();
   for (const Isa isa : marlin::cpu::detected().available) {
-    // The AMX family is not tested, because its mLSTM kernels are those of AVX-512.
+    // The AMX family is skipped, because it uses the mLSTM kernels of AVX-512.
     if (isa != Isa::amx) marlin::test::test_forms(isa, argc > 1 ? 12 * std::atoi(argv[1]) : 60);
   }
   return marlin::test::report();

@@ -1,4 +1,5 @@
-// The CPU planner: a table of expected choices, and rules that hold for every plan. No torch; runs no kernels.
+// Tests the CPU planner with a table of expected choices and with rules that hold for every plan. Uses no torch and
+// runs no kernels.
 #include <string>
 
 #include "csrc/cpu/gemm/kernel_table.h"
@@ -135,7 +136,8 @@ void test_choices() {
   }
 }
 
-// One row of 16-bit activations and many columns take half chunks on AMD's CPUs, and nothing else does.
+// Checks that the planner takes half chunks on AMD's CPUs for one row of 16-bit activations and many columns, and in no
+// other case.
 void test_chunks() {
   using enum ElementType;
   const auto check = [](const Machine& machine, const Problem& problem, int64_t expected) {
@@ -166,7 +168,7 @@ void test_fallbacks() {
   }
 }
 
-// Checks the properties of every plan on which gemm.cpp relies.
+// Checks what gemm.cpp assumes about every plan.
 void test_invariants() {
   for (const Isa isa : {Isa::portable, Isa::avx2, Isa::avx512, Isa::amx, Isa::neon}) {
     for (const bool fast_dot : {false, true}) {
@@ -180,22 +182,23 @@ void test_invariants() {
                 const Plan plan = make_plan(machine, p);
                 const std::string at = std::string(isa_name(isa)) + " M=" + std::to_string(M) +
                                        " N=" + std::to_string(N) + " K=" + std::to_string(K) + ": " + to_string(plan);
-                expect(to_string(make_plan(machine, p)) == to_string(plan), at + ": not a function of its argument");
+                expect(to_string(make_plan(machine, p)) == to_string(plan), at + ": a second call gave another plan");
                 if (a_type == ElementType::float32) {
-                  expect(plan.parts != 2 && !is_byte_split(plan.kernel), at + ": less than the highest precision");
+                  expect(plan.parts != 2 && !is_byte_split(plan.kernel),
+                         at + ": computes with less than the highest precision");
                 } else {
                   Problem reduced = p;
                   reduced.precision = Float32Precision::reduced;
                   expect(to_string(make_plan(machine, reduced)) == to_string(plan),
-                         at + ": the fp32 precision changes what is done with 16-bit activations");
+                         at + ": the fp32 precision setting changed the plan for 16-bit activations");
                 }
                 expect(plan.row_tasks * plan.column_tasks * plan.k_slices <= threads, at + ": more tasks than threads");
                 expect(plan.block_columns % plan.strip == 0 && plan.block_columns > 0,
-                       at + ": block is not whole strips");
+                       at + ": a block does not consist of whole strips");
                 const int64_t least = M / plan.passes;
                 const int64_t units = (least + plan.row_unit - 1) / plan.row_unit * plan.row_unit;
                 const int64_t blocks = (least + plan.max_rows - 1) / plan.max_rows;
-                expect(units / blocks >= 1 && least <= blocks * plan.max_rows, at + ": empty row block");
+                expect(units / blocks >= 1 && least <= blocks * plan.max_rows, at + ": a row block is empty");
               }
             }
           }
@@ -208,7 +211,7 @@ void test_invariants() {
 void check_kernel(const MatrixKernel& kernel, const KernelShape& shape, const std::string& name,
                   bool with_tables = true) {
   expect(kernel.strip == shape.strip && kernel.max_rows == shape.max_rows && kernel.row_unit == shape.row_unit,
-         name + ": the planner knows another shape than the kernel has");
+         name + ": the planner's shape is not the kernel's");
   for (const CodeKind codes : {CodeKind::integer, CodeKind::e2m1, CodeKind::table}) {
     if (codes == CodeKind::table && !with_tables) continue;
     const auto& steps = kernel.step[static_cast<size_t>(codes)];
@@ -217,7 +220,8 @@ void check_kernel(const MatrixKernel& kernel, const KernelShape& shape, const st
     }
   }
   // Row blocks have nearly equal size, so the smallest has at least half the rows of the largest.
-  expect(kernel.min_rows == 1 || kernel.min_rows <= (kernel.max_rows + 1) / 2, name + ": gap in the row counts");
+  expect(kernel.min_rows == 1 || kernel.min_rows <= (kernel.max_rows + 1) / 2,
+         name + ": a row block can be smaller than min_rows");
 }
 
 void test_shapes() {
@@ -227,7 +231,8 @@ void test_shapes() {
     std::printf("%s: shapes\n", isa_name(isa));
     check_kernel(kernels->small_m, kernel_shape(isa, Kernel::small_m), std::string(isa_name(isa)) + " small_m");
     check_kernel(kernels->large_m, kernel_shape(isa, Kernel::large_m), std::string(isa_name(isa)) + " large_m");
-    expect(kernels->large_m.min_rows <= kernels->small_m.max_rows + 1, std::string(isa_name(isa)) + ": gap in rows");
+    expect(kernels->large_m.min_rows <= kernels->small_m.max_rows + 1,
+           std::string(isa_name(isa)) + ": no kernel for the rows between small_m and large_m");
   }
   const Isa dotting = neon_kernels() == nullptr ? Isa::avx512 : Isa::neon;
   if (const Bf16DotKernels* dot = bf16_dot_kernels()) {

@@ -1,5 +1,5 @@
-// Tests products near the limits of fp32's range, with activations, scales and codes that would be lost if a kernel
-// used a narrower format for intermediate values.
+// Tests products near the limits of fp32's range. Their activations, scales and codes would overflow or vanish if a
+// kernel used a format with a smaller range for intermediate values.
 #pragma once
 
 #include <algorithm>
@@ -42,9 +42,9 @@ inline double check_range(const Machine& machine, const Activations& activations
   return check_size(machine, t, activations.precision, "activations of size " + std::to_string(std::log10(size)));
 }
 
-// Tests table entries that bf16 can and cannot represent, with activations of two sizes: products of their parts are
-// subnormal or normal. Only one activation in 32, or a single one, is not 0, so that no larger product hides an error
-// from flushing.
+// Tests table entries that bf16 can and cannot represent. The activations have two sizes, so that the products of bf16
+// parts are subnormal in some cases and normal in others. Only one activation in 32, or one in a row, is not 0, so that
+// no larger product hides the error of a product that was flushed to 0.
 inline void test_small_codes(const Machine& machine) {
   constexpr double kSmallParts = 1 + 0x1.cp-21;
   for (const double size : {0x1p-30, 0x1p-20, 0x1p-6, 0x1p-4, 1.0}) {
@@ -68,7 +68,8 @@ inline void test_small_codes(const Machine& machine) {
   }
 }
 
-// If a table entry is infinite, or NaN, every column that contains its code must become infinite, or NaN.
+// A column that contains the code of an infinite table entry must become infinite. A column that contains the code of a
+// NaN entry must become NaN.
 inline void test_non_finite_codes(const Machine& machine) {
   for (const Activations& activations : kActivations) {
     for (const int64_t M : {1, 17}) {
@@ -90,14 +91,15 @@ inline void test_non_finite_codes(const Machine& machine) {
         const Array out = run(machine, t, activations.precision);
         for (int64_t m = 0; m < M; ++m) {
           expect(std::isfinite(out.get(3 * m)) && std::isinf(out.get(3 * m + 1)) && std::isnan(out.get(3 * m + 2)),
-                 [&] { return name(machine) + " " + describe(c) + ": infinite and NaN numbers of a table"; });
+                 [&] { return name(machine) + " " + describe(c) + ": columns with an infinite or a NaN table entry"; });
         }
       }
     }
   }
 }
 
-// Tests all scales of mxfp4, with activations that are too small for AMX tiles and with larger ones.
+// Tests scale codes over the whole range of mxfp4, with activations that are too small for AMX tiles and with larger
+// ones.
 inline void test_every_coded_scale(const Machine& machine) {
   for (const Activations& activations : kActivations) {
     for (int code = 0; code < 255; code += code < 240 ? 6 : 1) {

@@ -1,5 +1,5 @@
-// Test data and an fp64 reference for the CPU kernels, written from the format definitions alone: nothing here calls
-// the conversions or tables of the code under test.
+// Test data and an fp64 reference for the CPU kernels. Both are written from the definitions of the formats and call no
+// conversion or table of the code under test.
 #pragma once
 
 #include <sys/mman.h>
@@ -29,9 +29,9 @@ inline int bytes_of(ElementType type) {
 }
 
 struct FloatFormat {
-  int mantissa_bits;  // without the implicit one
-  int min_exponent;   // of the smallest normal number
-  int max_exponent;
+  int mantissa_bits;  // not counting the implicit leading 1
+  int min_exponent;   // the exponent of the smallest normal number
+  int max_exponent;   // the exponent of the largest finite number
 };
 
 inline FloatFormat format_of(ElementType type) {
@@ -79,8 +79,8 @@ inline double decode16(uint16_t bits, ElementType type) {
   return sign * std::ldexp(mantissa + (1 << f.mantissa_bits), exponent - 1 + f.min_exponent - f.mantissa_bits);
 }
 
-// Elements that end where an unreadable page begins, at an address without vector alignment: a kernel that reads or
-// writes past the end faults, instrumented or not.
+// An array that ends where an unreadable page begins. A kernel that accesses memory past the end crashes, even if it is
+// compiled without sanitizers. In general, the first element is not aligned for vectors.
 class Array {
  public:
   Array() = default;
@@ -184,7 +184,7 @@ struct Tensors {
       x[static_cast<size_t>(i)] = activation(i / c.K, i % c.K);
     return x;
   }
-  // The exact weight, and the magnitude that the bound of its rounding errors uses.
+  // Returns the exact weight. Sets *magnitude to the size of the weight that the error bound uses.
   double weight(int64_t k, int64_t n, double* magnitude = nullptr) const {
     const int64_t at = k / c.group_size * c.N + n;
     const int q = code(k, n);
@@ -301,7 +301,8 @@ inline Tensors make(const Case& c) {
   return t;
 }
 
-// Runs the ranges that at::parallel_for would make: one after the other, or under ThreadSanitizer on a thread each.
+// Returns a loop that divides its range as at::parallel_for would. It runs the parts one after the other, except under
+// ThreadSanitizer, where each part has its own thread.
 inline cpu::Parallel loop(int threads) {
   return {threads, [threads](int64_t count, int64_t grain, const cpu::Body& body) {
             const int64_t step = std::max(grain, (count + threads - 1) / threads);

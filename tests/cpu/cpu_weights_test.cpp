@@ -1,4 +1,4 @@
-// Tests dequantize in every family that this machine has, and the repacks, bit for bit. No torch.
+// Tests dequantize and the repacks bit for bit, in every instruction-set family that this machine has. Uses no torch.
 #include <cstdlib>
 #include <utility>
 
@@ -13,7 +13,7 @@ float as_float32(double v) {
   return static_cast<float>(v);
 }
 
-// Computes the reference in fp32, in the order of the format table's formula, and rounds once.
+// The reference evaluates the format table's formula in fp32, in the formula's order, and rounds the result once.
 void check_dequantize(Isa isa, const Tensors& t) {
   const Case& c = t.c;
   Array out(c.a_type, c.K * c.N);
@@ -105,13 +105,13 @@ void test_repack(Isa isa) {
     for (size_t i = perm.size() - 1; i > 0; --i)
       std::swap(perm[i], perm[random() % (i + 1)]);
     cpu::gptq_repack_on(isa, words.data(), nullptr, K, N, out.data(), loop(3));
-    expect(words == out, [&] { return "gptq_repack without perm copies"; });
+    expect(words == out, [&] { return "gptq_repack without a perm must copy the words"; });
     cpu::gptq_repack_on(isa, words.data(), perm.data(), K, N, out.data(), loop(3));
     for (int64_t k = 0; k < K; ++k) {
       for (int64_t n = 0; n < N; ++n) {
         const int64_t p = perm[static_cast<size_t>(k)];
         expect(nibble(out, k / 8, N, n, k % 8) == nibble(words, p / 8, N, n, p % 8),
-               [&] { return "gptq_repack row by perm"; });
+               [&] { return "gptq_repack: row k of the result must be row perm[k] of the weight"; });
       }
     }
     cpu::transpose_words(words.data(), K / 8, N, out.data(), loop(3));

@@ -1,4 +1,4 @@
-"""The CPU benchmarks of mixtures and of training run, and what they time computes what it should."""
+"""Tests that the CPU benchmarks of mixtures of experts and of training run, and that the code they time is correct."""
 
 import argparse
 import importlib
@@ -90,7 +90,7 @@ def test_memory_is_that_of_the_variants_own_weights(experts):
         process = context.Process(target=experts.measure_memory, args=(theirs, variant, [shape], 512, 1))
         process.start()
         theirs.close()  # so that recv raises EOFError if the process fails
-        ours.recv()  # of the tiny layer
+        ours.recv()  # the process measures the tiny layer before the given shapes
         weights, peak = ours.recv()
         process.join()
         assert 0.9 * nominal < weights < 1.3 * nominal + 2**22, variant

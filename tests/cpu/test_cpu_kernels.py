@@ -1,4 +1,4 @@
-"""The CPU kernels without torch: compiles the C++ test programs in tests/cpu with the kernels and runs them."""
+"""Compiles the C++ test programs in tests/cpu with the CPU kernels, without torch, and runs them."""
 
 import os
 import platform
@@ -24,9 +24,9 @@ PROGRAMS = (
 PLAIN = ("-O2",)
 SANITIZERS = ("-Og", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
 THREADS = ("-O1", "-fsanitize=thread")
-# Unrolled vector code takes minutes to compile with sanitizers, so it is compiled without them. Two things make up for
-# that: the portable family uses the same templates, and test data ends at unreadable pages, so that a vector load
-# beyond the end crashes in any build.
+# Unrolled vector code takes minutes to compile with sanitizers, so it is compiled without them. The sanitizers still
+# see its templates, because the portable family uses them too. A vector load beyond the end of the test data crashes in
+# any build, because the data ends at unreadable pages.
 VECTOR_STEMS = ("kernels_avx2", "kernels_avx512", "bf16_dot_avx512", "byte_split_avx512", "byte_split_avx2")
 VECTOR_STEMS += ("activation_avx2", "activation_avx512")
 SOURCES = [
@@ -39,7 +39,7 @@ TILES = ROOT / "csrc/cpu/x86/amx.cpp"
 VECTORS = [path for path in SOURCES if path.stem in VECTOR_STEMS]
 
 
-# Where setup.py compiles the extension.
+# The folder of the object files that setup.py compiles for the extension.
 EXTENSION = ROOT / "build" / f"temp.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
 
 
@@ -52,7 +52,8 @@ def kernel_objects(
 ) -> dict[Path, Path]:
     """Returns the object file of each source.
 
-    With the flags `PLAIN` these are the extension's own objects, as users get them, if they are newer than all sources.
+    With the flags `PLAIN`, these are the object files of the built extension, unless a source is newer than one of
+    them.
     """
     own = {source: EXTENSION / source.relative_to(ROOT).with_suffix(".o") for source in sources}
     if flags == PLAIN and compiler is None and all(path.exists() for path in own.values()):
@@ -127,7 +128,7 @@ def test_every_family_agrees_with_fp64(program: Path) -> None:
 @pytest.mark.parametrize(
     "test", ["cpu_weights_test", "cpu_plan_test", "cpu_mlstm_test", "cpu_memory_test", "cpu_activation_test"]
 )
-def test_the_other_programs_pass(programs: dict[str, Path], test: str) -> None:
+def test_each_program_passes(programs: dict[str, Path], test: str) -> None:
     passes(run(programs[test]))
 
 

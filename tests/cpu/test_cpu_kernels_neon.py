@@ -1,4 +1,4 @@
-"""The NEON kernels, cross-compiled for aarch64 Linux and run under qemu: the same plain C++ tests, no torch."""
+"""Cross-compiles the NEON kernels and the C++ test programs for aarch64 Linux and runs them under qemu."""
 
 import shutil
 import subprocess
@@ -9,7 +9,8 @@ from test_cpu_kernels import build
 
 COMPILER = "aarch64-linux-gnu-g++"
 EMULATOR = "qemu-aarch64-static"
-# CPU models of qemu and their dot products: none, those of Apple's M1, and those of Apple's M2.
+# qemu's CPU models, each with the features that its program must report for dot products. The first has none, the
+# second those of Apple's M1, the third those of Apple's M2.
 CPUS = {"cortex-a72": "", "neoverse-n1": " dotprod", "max": " dotprod bf16"}
 
 pytestmark = pytest.mark.skipif(

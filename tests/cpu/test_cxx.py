@@ -1,4 +1,4 @@
-"""tests/support/cxx.py: workers can compile in a shared folder."""
+"""Tests that several test workers can compile in one folder with tests/support/cxx.py."""
 
 from pathlib import Path
 
@@ -17,11 +17,11 @@ def test_sources_with_the_same_name_get_different_objects(tmp_path: Path) -> Non
     assert found[0] != found[1]
 
 
-def test_a_failure_reaches_everyone_who_asks(tmp_path: Path) -> None:
+def test_every_request_gets_the_compilers_error(tmp_path: Path) -> None:
     source = tmp_path / "wrong.cpp"
     source.write_text("#error as expected\n")
     for _ in range(2):
         with pytest.raises(AssertionError, match="as expected"):
             cxx.objects(tmp_path, [source], [cxx.compiler()])
-        source.write_text("")  # now correct, but the first attempt's result is kept for the whole run
+        source.write_text("")  # compiles now, but the result of the first attempt is kept for the whole run
     assert not list(tmp_path.rglob("*.o"))

@@ -1,5 +1,5 @@
-// The table of chips and the cost model: compares them with published figures and with results computed by hand, and
-// checks rules that hold for every plan on every chip.
+// Tests the table of chips and the cost model. Compares them with published figures and with results computed by hand,
+// and checks rules that hold for every plan on every chip.
 #include <cmath>
 #include <cstdlib>
 #include <map>
@@ -17,7 +17,7 @@ namespace {
 
 void expect_close(double value, double wanted, double tolerance, const std::string& what) {
   expect(std::abs(value - wanted) <= tolerance * wanted,
-         what + ": " + std::to_string(value) + " where " + std::to_string(wanted) + " is wanted");
+         what + ": expected " + std::to_string(wanted) + ", got " + std::to_string(value));
 }
 
 GemmProblem product(uint32_t M, uint32_t N, uint32_t K, uint32_t group_size,
@@ -40,14 +40,15 @@ void check_chips() {
       {"M2 Pro", 6.8},  {"M2 Max", 13.6},  {"M2 Ultra", 27.2}, {"M3", 3.5},          {"M3 Pro", 6.4},
       {"M3 Max", 14.1}, {"M3 Ultra", 28},  {"M4", 4.0},        {"M4 Pro", 8.1},      {"M4 Max", 16.1},
       {"M5", 4.1},      {"M5 Pro", 8.2},   {"M5 Max", 16.4}};
-  expect(tflops.size() + 1 == kChips.size(), "every chip but the A18 Pro has a published figure here");
+  expect(tflops.size() + 1 == kChips.size(), "every chip except the A18 Pro has a published figure in this test");
   for (const Chip& chip : kChips) {
     subject = chip.name;
     const GpuFamily& family = family_of(chip);
-    expect(family.number == chip.family, "the chip's family is in the table");
-    expect(find_chip(chip.name) == &chip && find_chip("Apple " + std::string(chip.name)) == &chip, "found by its name");
-    expect(chip.fewest_cores <= chip.cores, "cores");
-    expect(chip.dram_fraction.value > 0.5 && chip.dram_fraction.value <= 1, "a plausible fraction of the peak");
+    expect(family.number == chip.family, "family_of gives the chip's family");
+    expect(find_chip(chip.name) == &chip && find_chip("Apple " + std::string(chip.name)) == &chip,
+           "a chip is found by its name");
+    expect(chip.fewest_cores <= chip.cores, "fewest_cores is at most cores");
+    expect(chip.dram_fraction.value > 0.5 && chip.dram_fraction.value <= 1, "dram_fraction is between 0.5 and 1");
     expect(dram_bytes_per_second(chip, chip.fewest_cores) <= dram_bytes_per_second(chip, chip.cores),
            "fewer cores do not get more bandwidth");
     if (chip.name == "A18 Pro") continue;
@@ -55,35 +56,41 @@ void check_chips() {
                  tflops.at(std::string(chip.name)), 0.02, "TFLOP/s");
   }
   subject = "chips";
-  expect(find_chip("M4 Ultra") == nullptr && find_chip("") == nullptr && find_chip("m1") == nullptr, "no such chip");
-  expect(dram_bytes_per_second(*find_chip("M3 Max"), 30) == 300e9, "an M3 Max of 30 cores");
-  expect(dram_bytes_per_second(*find_chip("M3 Max"), 40) == 400e9, "an M3 Max of 40 cores");
+  expect(find_chip("M4 Ultra") == nullptr && find_chip("") == nullptr && find_chip("m1") == nullptr,
+         "an unknown name finds no chip");
+  expect(dram_bytes_per_second(*find_chip("M3 Max"), 30) == 300e9, "bandwidth of an M3 Max with 30 cores");
+  expect(dram_bytes_per_second(*find_chip("M3 Max"), 40) == 400e9, "bandwidth of an M3 Max with 40 cores");
 }
 
 void check_gpu_device() {
   subject = "gpu_device";
   unsetenv("TORCH_MARLIN_METAL_GPU");
   const GpuDevice known = gpu_device("Apple M1 Max", 24);
-  expect(known.chip->name == "M1 Max" && known.cores == 24, "a known name");
+  expect(known.chip->name == "M1 Max" && known.cores == 24, "a known name gives its chip");
   const GpuDevice unknown = gpu_device("Apple M9 Max", 40);
   expect(unknown.chip->name == "M3 Max" && unknown.cores == 40,
          "an unknown name gives the oldest chip with as many cores");
-  expect(gpu_device("Apple M9 Max", 40, 10).chip->name == "M5 Max", "of the family that Metal reports");
-  expect(gpu_device("Apple M9 Max", 40, 12).chip->name == "M5 Max", "a newer family: the newest known");
-  expect(gpu_device("Apple M5 Ultra", 80, 10).cores == 80, "its own cores");
-  expect(gpu_device("Apple Paravirtual device", 0, 7).chip->name == "M1", "no cores reported, but a family");
-  expect(gpu_device("Apple A18 Pro", 5, 9).chip->name == "A18 Pro", "a Mac with a phone's chip");
-  expect(gpu_device("softmetal", 8).chip->name == "M1", "the software Metal device");
-  expect(gpu_device("", 0).cores == 1, "no cores reported");
+  expect(gpu_device("Apple M9 Max", 40, 10).chip->name == "M5 Max",
+         "an unknown name gives a chip of the family that Metal reports");
+  expect(gpu_device("Apple M9 Max", 40, 12).chip->name == "M5 Max",
+         "an unknown family gives a chip of the newest known family");
+  expect(gpu_device("Apple M5 Ultra", 80, 10).cores == 80, "an unknown chip keeps its number of cores");
+  expect(gpu_device("Apple Paravirtual device", 0, 7).chip->name == "M1",
+         "the family gives the chip if no number of cores is reported");
+  expect(gpu_device("Apple A18 Pro", 5, 9).chip->name == "A18 Pro", "a Mac can have a phone's chip");
+  expect(gpu_device("softmetal", 8).chip->name == "M1", "the software Metal device counts as an M1");
+  expect(gpu_device("", 0).cores == 1, "a device has at least one core");
   setenv("TORCH_MARLIN_METAL_GPU", "M2 Pro", 1);
-  expect(gpu_device("Apple M1 Max", 24).chip->name == "M2 Pro" && gpu_device("x", 1).cores == 19, "the variable");
+  expect(gpu_device("Apple M1 Max", 24).chip->name == "M2 Pro" && gpu_device("x", 1).cores == 19,
+         "the environment variable names the chip");
   setenv("TORCH_MARLIN_METAL_GPU", "M99", 1);
   try {
     gpu_device("Apple M1", 8);
     expect(false, "no error for M99");
   } catch (const std::invalid_argument& error) {
     const std::string text = error.what();
-    expect(text.find("TORCH_MARLIN_METAL_GPU") == 0 && text.find("'M99'") != std::string::npos, "the error: " + text);
+    expect(text.find("TORCH_MARLIN_METAL_GPU") == 0 && text.find("'M99'") != std::string::npos,
+           "the error names the variable and its value: " + text);
   }
   unsetenv("TORCH_MARLIN_METAL_GPU");
 }
@@ -103,9 +110,9 @@ void check_occupancy() {
   is(256, 64, 20 * 1024, 3, "threadgroup memory");  // 60 KB / 20 KB
   is(128, 207, 4096, 4, "registers");               // 106496 / (128 * 207) = 4.02
   is(512, 255, 32768, 1, "registers");              // 0.8, but one threadgroup can always run
-  expect(largest_threadgroup(104) == 1024 && largest_threadgroup(105) == 896, "Mesa's first rows");
+  expect(largest_threadgroup(104) == 1024 && largest_threadgroup(105) == 896, "the first rows of Mesa's table");
   expect(largest_threadgroup(207) == 512 && largest_threadgroup(256) == 384 && largest_threadgroup(257) == 0,
-         "its last");
+         "the last rows of Mesa's table");
 }
 
 double distinct_bytes(const GemmProblem& problem) {
@@ -128,26 +135,27 @@ void check_tiling(const Tiling& tiling, const GemmProblem& problem, const GpuDev
   double bytes = 0;
   for (const DispatchCost& part : total.dispatches) {
     for (double figure : {part.dram_bytes, part.l2_bytes, part.launch_seconds, part.seconds})
-      expect(std::isfinite(figure) && figure > 0, "a finite figure");
+      expect(std::isfinite(figure) && figure > 0, "every figure is finite and positive");
     expect(part.seconds >= part.launch_seconds + part.dram_seconds * 0.999, "no faster than memory");
     expect(part.seconds >= part.launch_seconds + part.compute_seconds * 0.999, "no faster than its busiest core");
     const double overlap = family_of(*device.chip).matrix_overlap.value;
     const double together =
         part.issue_seconds + part.matrix_seconds - overlap * std::min(part.issue_seconds, part.matrix_seconds);
     expect(part.compute_seconds >= together * 0.999 && part.compute_seconds >= part.complex_seconds * 0.999,
-           "no core does better than all of them evenly");
-    expect(!part.bound.empty(), "a bound");
+           "no faster than with the work divided evenly over the cores");
+    expect(!part.bound.empty(), "the limiting resource is named");
     sum += part.seconds;
     bytes += part.dram_bytes;
   }
-  expect_close(total.seconds, sum, 1e-9, "the sum of its dispatches");
+  expect_close(total.seconds, sum, 1e-9, "seconds of the plan, which is the sum over its dispatches");
   expect(bytes >= distinct_bytes(problem) * 0.999, "every byte is read or written at least once");
 }
 
 void check_counts() {
   subject = "counts";
   for (const KernelCounts& row : kKernelCounts)
-    expect(find_counts(row.kernel, row.format, row.tile) == &row, "one row for " + std::string(info(row.kernel).name));
+    expect(find_counts(row.kernel, row.format, row.tile) == &row,
+           "the counts have one row for " + std::string(info(row.kernel).name));
 }
 
 void check_all_tilings() {
@@ -208,7 +216,9 @@ void check_ladder() {
             const double step = largest_step(M - 1);
             // One more row may also need a second dispatch.
             const double second_launch = std::max(0.0, launches - launches_before);
-            if (N >= 4096) expect(now - second_launch <= before * step, "a step of " + std::to_string(now / before));
+            if (N >= 4096)
+              expect(now - second_launch <= before * step,
+                     "one more row costs " + std::to_string(now / before) + " times as much");
           }
           before = now;
           launches_before = launches;
@@ -250,7 +260,8 @@ void check_choices() {
     subject = std::string(row.chip) + ": " + std::to_string(row.M) + "x" + std::to_string(row.N) + "x" +
               std::to_string(row.K) + ": " + name(taken);
     expect(name(taken) == row.taken, std::string("expected ") + row.taken);
-    expect(build_plan(taken, problem, device).dispatches.size() == row.dispatches, "expected dispatches");
+    expect(build_plan(taken, problem, device).dispatches.size() == row.dispatches,
+           "expected " + std::to_string(row.dispatches) + " dispatches");
     expect(cost(taken, problem, device).dispatches[0].bound == row.bound, std::string("expected bound ") + row.bound);
   }
 }
@@ -294,11 +305,12 @@ void check_splits() {
     expect(first.function == row.function, std::string("expected ") + row.function);
     expect(same(first.grid, row.grid) && same(first.threads, row.threads),
            "expected grid and threads, got " + text(first));
-    expect(std::get<GemmParams>(first.params).k_per_slice == row.k_per_slice, "expected slices");
+    expect(std::get<GemmParams>(first.params).k_per_slice == row.k_per_slice,
+           "expected slices of K of " + std::to_string(row.k_per_slice));
   }
 }
 
-// Limits for the model: a few rows must cost about as much as one.
+// Checks that, in the model, a few rows cost about as much as one.
 void check_few_rows() {
   const auto gemv_busy = [](const Chip& chip, uint32_t M, WeightFormat format) {
     GemmProblem problem = product(M, 4096, 14336, 64, format);
@@ -312,9 +324,10 @@ void check_few_rows() {
     subject = name;
     for (uint32_t M = 1; M <= 4; ++M)
       expect(gemv_busy(chip, M, WeightFormat::uint4b8) < 1,
-             "INT4 is issued faster than read, rows " + std::to_string(M));
+             "INT4 weights are decoded faster than they are read, M " + std::to_string(M));
     for (uint32_t M = 1; M <= 2; ++M)
-      expect(gemv_busy(chip, M, WeightFormat::float4_e2m1) < 1, "E2M1 too, rows " + std::to_string(M));
+      expect(gemv_busy(chip, M, WeightFormat::float4_e2m1) < 1,
+             "E2M1 weights are decoded faster than they are read, M " + std::to_string(M));
   }
   const auto over_one_row = [](const Chip& chip, uint32_t M) {
     return least_seconds(product(M, 4096, 14336, 64), whole(chip)) /
@@ -325,13 +338,13 @@ void check_few_rows() {
     // A Max has up to 40 cores and fast memory. The 32 threadgroups of gemv would leave eight cores idle, so four rows
     // take a second dispatch.
     expect(over_one_row(chip, 4) <= (chip.name.ends_with("Max") ? 1.13 : 1.1),
-           "4 rows at " + std::to_string(over_one_row(chip, 4)));
+           "4 rows cost " + std::to_string(over_one_row(chip, 4)) + " times as much as one");
   }
   for (std::string_view name : {"M1", "M2", "M3", "M4", "M1 Pro", "M1 Max"}) {
     subject = name;
     const double limit = name.size() > 2 ? 1.7 : 1.5;
     expect(over_one_row(*find_chip(name), 8) <= limit,
-           "8 rows at " + std::to_string(over_one_row(*find_chip(name), 8)));
+           "8 rows cost " + std::to_string(over_one_row(*find_chip(name), 8)) + " times as much as one");
   }
 }
 

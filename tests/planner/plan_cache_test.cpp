@@ -25,20 +25,20 @@ void check_cache() {
   };
   const auto prepared_by = [&](uint32_t M) {
     const uint32_t before = plans_prepared;
-    expect(find(M) == text(plan_gemm(square(M, 512, 704, 64), {})), "the plan of the product");
+    expect(find(M) == text(plan_gemm(square(M, 512, 704, 64), {})), "the cache gives the plan of plan_gemm");
     return plans_prepared - before;
   };
   for (uint32_t M : {1U, 2U, 3U})
     expect(prepared_by(M) == 1, "one plan is built for a new M");
   for (uint32_t M : {2U, 3U, 1U})
-    expect(prepared_by(M) == 0, "none for a known M");
-  expect(prepared_by(4) == 1 && prepared_by(2) == 1, "the plan used least recently is forgotten");
-  expect(prepared_by(1) == 0 && prepared_by(4) == 0, "and no other");
+    expect(prepared_by(M) == 0, "no plan is built for a known M");
+  expect(prepared_by(4) == 1 && prepared_by(2) == 1, "the plan used least recently is dropped");
+  expect(prepared_by(1) == 0 && prepared_by(4) == 0, "plans used more recently are kept");
   set_tuned({{WeightFormat::uint4b8, ElementType::float16, 64, 704, 512, 1, 4, "single_stage"}});
-  expect(find(4).starts_with("gemm_single_stage_"), "a table replaces known plans");
-  expect(find(4, "gemv").starts_with("gemv_"), "but is for auto only");
+  expect(find(4).starts_with("gemm_single_stage_"), "a tuner's table replaces cached plans");
+  expect(find(4, "gemv").starts_with("gemv_"), "a tuner's table leaves named variants alone");
   set_tuned({});
-  expect(prepared_by(4) == 1, "and so does its end");
+  expect(prepared_by(4) == 1, "removing the table replaces cached plans too");
 }
 
 // Checks that changing any field of a problem on which its plan can depend changes the key.
@@ -71,7 +71,8 @@ void check_keys() {
     vary([&](GemmProblem& p) { p.variant = variant; });
   for (size_t i = 0; i < problems.size(); ++i) {
     for (size_t j = 0; j < problems.size(); ++j)
-      expect((plan_key(problems[i]) == plan_key(problems[j])) == (i == j), "one key for each problem");
+      expect((plan_key(problems[i]) == plan_key(problems[j])) == (i == j),
+             "two problems have the same key only if they are equal");
   }
 }
 
@@ -82,7 +83,8 @@ void check_keys_of(Problem problem, const Changes&... changes) {
   (changes(problems.emplace_back(problem)), ...);
   for (size_t i = 0; i < problems.size(); ++i) {
     for (size_t j = 0; j < problems.size(); ++j)
-      expect((plan_key(problems[i]) == plan_key(problems[j])) == (i == j), "one key for each problem");
+      expect((plan_key(problems[i]) == plan_key(problems[j])) == (i == j),
+             "two problems have the same key only if they are equal");
   }
 }
 

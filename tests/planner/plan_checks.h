@@ -1,4 +1,4 @@
-// Checks that the planners' tests share.
+// Helpers that several tests of the GPU planners use.
 #pragma once
 
 #include <cstdint>
@@ -27,8 +27,8 @@ void expect_refused(const std::string& what, const Body& body) {
 
 // Checks that `blocks` blocks of `length` cover [0, size), and that none of them is empty.
 inline void expect_tiling(uint64_t blocks, uint64_t length, uint64_t size, const std::string& what) {
-  expect(blocks * length >= size, what + " covered");
-  expect((blocks - 1) * length < size, what + ": no empty block");
+  expect(blocks * length >= size, what + ": the blocks cover everything");
+  expect((blocks - 1) * length < size, what + ": no block is empty");
 }
 
 template <typename T>

@@ -1,4 +1,4 @@
-// Plans of the mLSTM operators compute every chunk once and stay within Metal's limits.
+// Tests that the plans of the mLSTM operators compute every chunk once and stay within Metal's limits.
 #include <random>
 #include <set>
 
@@ -31,9 +31,12 @@ const MlstmParams& params(const Dispatch& dispatch) {
 void check_dispatch(const Dispatch& dispatch, const MlstmLaunch& from, uint32_t chunk_size) {
   const MlstmParams& p = params(dispatch);
   const uint32_t simdgroups = dispatch.threads.x / kSimdWidth;
-  expect(dispatch.threadgroup_bytes <= 32768 && dispatch.threadgroup_bytes % 16 == 0, "Metal's threadgroup memory");
-  expect(dispatch.threads.x % kSimdWidth == 0 && dispatch.threads.x <= 1024 && simdgroups > 0, "threads");
-  expect(p.heads == from.sizes.B * from.sizes.H && p.S == from.sizes.S && p.chunk_size == chunk_size, "sizes");
+  expect(dispatch.threadgroup_bytes <= 32768 && dispatch.threadgroup_bytes % 16 == 0,
+         "threadgroup memory: at most 32 KB, in units of 16 bytes");
+  expect(dispatch.threads.x % kSimdWidth == 0 && dispatch.threads.x <= 1024 && simdgroups > 0,
+         "threads: whole simdgroups, at most 1024");
+  expect(p.heads == from.sizes.B * from.sizes.H && p.S == from.sizes.S && p.chunk_size == chunk_size,
+         "sizes of the launch");
   switch (dispatch.kernel) {
     case Kernel::mlstm_gates:
       expect(dispatch.grid.y == p.heads && simdgroups <= kMlstmGateSimdgroups, "gates: heads and simdgroups");
@@ -58,8 +61,10 @@ void check_dispatch(const Dispatch& dispatch, const MlstmLaunch& from, uint32_t 
       expect_tiling(dispatch.grid.x, kMlstmStepColumns, p.DV, "step: columns");
   }
   const bool vectors = p.DK % 4 == 0 && p.DV % 4 == 0;
-  expect(dispatch.constants[kConstantVectorColumns] == (vectors && from.vector_aligned_states), "vectors of states");
-  expect(dispatch.constants[kConstantVectorActivations] == 0 || (vectors && from.vector_aligned), "vectors of tokens");
+  expect(dispatch.constants[kConstantVectorColumns] == (vectors && from.vector_aligned_states),
+         "vector loads of states only if they are aligned");
+  expect(dispatch.constants[kConstantVectorActivations] == 0 || (vectors && from.vector_aligned),
+         "vector loads of tokens only if they are aligned");
 }
 
 // Checks that the plan runs the gates once, then states and output for segments that cover the sequence.
@@ -68,26 +73,28 @@ void check_sequence(const MlstmLaunch& from) {
   const auto& dispatches = planned.plan.dispatches;
   subject = text(planned.plan);
   const std::set<uint32_t> sizes(kMlstmChunkSizes.begin(), kMlstmChunkSizes.end());
-  expect(sizes.contains(planned.chunk_size), "a known chunk size");
-  expect(from.sizes.chunk_size == 0 || from.sizes.chunk_size == planned.chunk_size, "the chunk size asked for");
+  expect(sizes.contains(planned.chunk_size), "the chunk size is one of kMlstmChunkSizes");
+  expect(from.sizes.chunk_size == 0 || from.sizes.chunk_size == planned.chunk_size,
+         "the chunk size is the requested one");
   expect_tiling(planned.chunks, planned.chunk_size, static_cast<uint64_t>(from.sizes.S), "chunks");
   for (const Dispatch& dispatch : dispatches)
     check_dispatch(dispatch, from, planned.chunk_size);
-  expect(dispatches.size() % 2 == 1 && dispatches[0].kernel == Kernel::mlstm_gates, "gates first");
+  expect(dispatches.size() % 2 == 1 && dispatches[0].kernel == Kernel::mlstm_gates, "the gates run first");
   uint32_t next = 0;
   for (size_t i = 1; i < dispatches.size(); ++i) {
     const MlstmParams& p = params(dispatches[i]);
     expect(dispatches[i].kernel == (i % 2 == 1 ? Kernel::mlstm_states : Kernel::mlstm_output), "states, then output");
-    expect(p.first_chunk == next && p.segment_chunks > 0, "segments in order");
-    expect(p.segment_chunks <= planned.workspace.state_slots && p.save_every == 1, "room for the segment's states");
-    expect(p.state_slots == planned.workspace.state_slots, "slots");
+    expect(p.first_chunk == next && p.segment_chunks > 0, "segments follow each other");
+    expect(p.segment_chunks <= planned.workspace.state_slots && p.save_every == 1,
+           "the workspace has room for the segment's states");
+    expect(p.state_slots == planned.workspace.state_slots, "the kernel knows the workspace's slots");
     if (i % 2 == 0) next += p.segment_chunks;
   }
-  expect(next == planned.chunks, "all chunks");
+  expect(next == planned.chunks, "segments cover all chunks");
   const uint64_t state = uint64_t{4} * params(dispatches[0]).heads * from.sizes.DK * from.sizes.DV;
   expect(planned.workspace.state_slots == 1 || planned.workspace.state_slots * state <= (uint64_t{128} << 20),
-         "bounded workspace");
-  expect(text(plan_mlstm(from).plan) == subject, "the same plan twice");
+         "the workspace has at most 128 MB, or one slot");
+  expect(text(plan_mlstm(from).plan) == subject, "a second call gives the same plan");
 }
 
 void check_random() {
@@ -110,16 +117,17 @@ void check_random() {
     from.sizes.S = chunk * every * pick(1, 9);
     for (const MlstmPlan& planned : {plan_mlstm_states(from), plan_mlstm_output(from)}) {
       subject = text(planned.plan);
-      expect(planned.plan.dispatches.size() == 2, "gates, and states or output");
+      expect(planned.plan.dispatches.size() == 2, "two dispatches: gates, then states or output");
       for (const Dispatch& dispatch : planned.plan.dispatches)
         check_dispatch(dispatch, from, planned.chunk_size);
     }
     const MlstmParams& states = params(plan_mlstm_states(from).plan.dispatches[1]);
-    expect(states.state_slots == states.chunks / every + 1 && states.save_every == every, "saved states");
+    expect(states.state_slots == states.chunks / every + 1 && states.save_every == every,
+           "one slot for each saved state and one for the initial state");
   }
 }
 
-// Cases with DK and DV of xLSTM-7B, and with small heads.
+// The first three cases have DK and DV of xLSTM-7B. The last two have small heads.
 void check_choices() {
   const struct {
     int64_t S, DK, DV;
@@ -132,8 +140,9 @@ void check_choices() {
   for (const auto& row : rows) {
     const MlstmPlan planned = plan_mlstm(launch(1, 8, row.S, row.DK, row.DV, 0));
     subject = text(planned.plan);
-    expect(planned.chunk_size == row.chunk_size, "chunk size " + std::to_string(row.chunk_size));
-    expect(planned.plan.dispatches.size() == 1 + 2 * row.segments, std::to_string(row.segments) + " segments");
+    expect(planned.chunk_size == row.chunk_size, "expected chunk size " + std::to_string(row.chunk_size));
+    expect(planned.plan.dispatches.size() == 1 + 2 * row.segments,
+           "expected " + std::to_string(row.segments) + " segments");
   }
 }
 
@@ -142,13 +151,14 @@ void check_refusals() {
   expect_refused("B = 0", [] { plan_mlstm(launch(0, 1, 8, 8, 8, 0)); });
   expect_refused("offsets of gates", [] { plan_mlstm(launch(64, 64, 1 << 20, 8, 8, 0)); });
   expect_refused("a state's size", [] { plan_mlstm(launch(1, 1, 8, 1 << 16, 1 << 16, 0)); });
-  expect_refused("S not divisible", [] { plan_mlstm_states(launch(1, 1, 48, 8, 8, 32)); });
-  expect_refused("S not divisible by saved", [] {
+  expect_refused("S that is no multiple of chunk_size", [] { plan_mlstm_states(launch(1, 1, 48, 8, 8, 32)); });
+  expect_refused("S that is no multiple of save_every chunks", [] {
     MlstmLaunch from = launch(1, 1, 96, 8, 8, 32);
     from.save_every = 2;
     plan_mlstm_states(from);
   });
-  expect_refused("S not divisible for output", [] { plan_mlstm_output(launch(1, 1, 48, 8, 8, 32)); });
+  expect_refused("S that is no multiple of chunk_size, for output",
+                 [] { plan_mlstm_output(launch(1, 1, 48, 8, 8, 32)); });
   expect_refused("a stride beyond 32-bit offsets", [] {
     MlstmLaunch from = launch(1, 1, 48, 8, 8, 32);
     from.v.token = kMlstmMaxStride + 1;
@@ -156,7 +166,7 @@ void check_refusals() {
   });
 }
 
-// Changing any field of a launch changes its key.
+// Checks that changing any field of a launch changes its key.
 void check_keys() {
   subject = "plan keys";
   std::vector<MlstmLaunch> launches{launch(1, 2, 48, 8, 8, 16)};
@@ -186,7 +196,7 @@ void check_keys() {
       found.insert(plan_key(from));
     return found;
   }();
-  expect(keys.size() == launches.size(), "one key for each launch");
+  expect(keys.size() == launches.size(), "different launches have different keys");
 }
 
 }  // namespace

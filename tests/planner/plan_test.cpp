@@ -1,4 +1,4 @@
-// The GPU planner: expected choices, and rules that hold for every plan.
+// Tests the GPU planner with expected choices and with rules that hold for every plan.
 #include <algorithm>
 #include <random>
 #include <set>
@@ -25,7 +25,7 @@ std::set<std::string> all_functions() {
 void check_dispatch(const Dispatch& dispatch) {
   static const std::set<std::string> names = all_functions();
   expect(names.contains(dispatch.function), "the kernel exists: " + dispatch.function);
-  expect(dispatch.grid.x > 0 && dispatch.grid.y > 0 && dispatch.grid.z > 0, "no empty grid");
+  expect(dispatch.grid.x > 0 && dispatch.grid.y > 0 && dispatch.grid.z > 0, "the grid is not empty");
   const uint32_t threads = dispatch.threads.x * dispatch.threads.y * dispatch.threads.z;
   expect(threads > 0 && threads <= 1024, "1 to 1024 threads");
   expect(dispatch.threadgroup_bytes <= 32768, "at most 32 KB of threadgroup memory");
@@ -41,9 +41,10 @@ std::vector<Dispatch> products_of(const Plan& plan) {
 void check_reduction(const GemmProblem& problem, const Plan& plan, bool shares) {
   const Dispatch& product = plan.dispatches.front();
   const Dispatch& last = plan.dispatches.back();
-  expect(product.constants[kConstantWritesPartials] == shares, "partials if K is split over threadgroups");
-  expect(plan.dispatches.size() == products_of(plan).size() + (shares ? 1 : 0), "a reduction if K is split");
-  expect((plan.partials.z != 0) == shares, "a workspace if K is split over threadgroups");
+  expect(product.constants[kConstantWritesPartials] == shares,
+         "partial sums are written if K is split over threadgroups");
+  expect(plan.dispatches.size() == products_of(plan).size() + (shares ? 1 : 0), "there is a reduction if K is split");
+  expect((plan.partials.z != 0) == shares, "there is a workspace if K is split over threadgroups");
   expect((last.constants[kConstantHasBias] != 0) == problem.has_bias, "the last kernel adds the bias");
 }
 
@@ -57,9 +58,10 @@ void check_slices(const GemmProblem& problem, const Plan& plan) {
   expect(last.kernel == Kernel::reduce, "the second kernel reduces");
   expect(product.constants[kConstantHasBias] == 0, "the bias is added once");
   const auto& reduce = std::get<ReduceParams>(last.params);
-  expect(reduce.M == problem.M && reduce.N == problem.weight.N && reduce.slices == product.grid.z, "reduction's sizes");
+  expect(reduce.M == problem.M && reduce.N == problem.weight.N && reduce.slices == product.grid.z,
+         "the reduction's sizes");
   expect(plan.partials.x == problem.weight.N && plan.partials.y == problem.M && plan.partials.z == reduce.slices,
-         "workspace's sizes");
+         "the workspace's sizes");
   expect_tiling(last.grid.x, last.threads.x, problem.weight.N, "reduced columns");
   expect_tiling(last.grid.y, last.threads.y, problem.M, "reduced rows");
 }
@@ -73,11 +75,11 @@ void check_stripes(const GemmProblem& problem, const Plan& plan, TileShape tile,
   const uint32_t tiles = ceil_divide(problem.M, tile.M) * ceil_divide(problem.weight.N, tile.N);
   const uint32_t units = tiles * slices;
   const uint32_t stripes = product.grid.x;
-  expect(product.grid.y == 1 && product.grid.z == 1, "a line of threadgroups");
-  expect(stripes <= units, "no threadgroup without work");
+  expect(product.grid.y == 1 && product.grid.z == 1, "threadgroups are in one line");
+  expect(stripes <= units, "every threadgroup has work");
   expect(stripes <= device.cores * 4, "no more threadgroups than the GPU holds at once");
-  expect(params.k_per_slice % tile.K == 0, "slices of whole k-steps");
-  expect(uint64_t{slices - 1} * params.k_per_slice < params.K, "no empty slice");
+  expect(params.k_per_slice % tile.K == 0, "slices consist of whole k-steps");
+  expect(uint64_t{slices - 1} * params.k_per_slice < params.K, "no slice is empty");
 
   std::vector<uint32_t> stripes_of_tile(tiles, 0);
   uint32_t next = 0;
@@ -99,7 +101,7 @@ void check_stripes(const GemmProblem& problem, const Plan& plan, TileShape tile,
     expect(unfinished <= 1, "two slots for a stripe's partial sums are enough");
   }
   expect(next == units, "every unit is taken");
-  expect(longest - shortest <= 1, "stripes differ by one unit at most");
+  expect(longest - shortest <= 1, "stripes differ by at most one unit");
 
   const auto is_shared = [](uint32_t count) { return count > 1; };
   const bool shares = std::ranges::any_of(stripes_of_tile, is_shared);
@@ -111,18 +113,20 @@ void check_stripes(const GemmProblem& problem, const Plan& plan, TileShape tile,
   const auto& reduce = std::get<StripedReduceParams>(last.params);
   expect(reduce.M == problem.M && reduce.N == problem.weight.N && reduce.tile_M == tile.M && reduce.tile_N == tile.N &&
              reduce.slices == slices && reduce.stripes == stripes,
-         "reduction's sizes");
-  expect(plan.partials.x == tile.N && plan.partials.y == tile.M && plan.partials.z == 2 * stripes, "workspace's sizes");
-  expect(last.grid.z == stripes - 1, "a layer for each border");
-  expect(last.grid.x * last.threads.x == tile.N, "reduced columns, no thread beside them");
-  expect(last.grid.y * last.threads.y == tile.M, "reduced rows, no thread beside them");
+         "the reduction's sizes");
+  expect(plan.partials.x == tile.N && plan.partials.y == tile.M && plan.partials.z == 2 * stripes,
+         "the workspace's sizes");
+  expect(last.grid.z == stripes - 1, "the reduction has a layer for each border");
+  expect(last.grid.x * last.threads.x == tile.N, "the reduction has one thread for each column of a tile");
+  expect(last.grid.y * last.threads.y == tile.M, "the reduction has one thread for each row of a tile");
 }
 
 void check_two_pass(const GemmProblem& problem, const Plan& plan) {
-  expect(plan.dense_product && plan.dispatches.size() == 1 && plan.partials.z == 0, "one kernel, then a dense product");
+  expect(plan.dense_product && plan.dispatches.size() == 1 && plan.partials.z == 0,
+         "one dispatch, then a dense product");
   const Dispatch& dequantize = plan.dispatches.front();
   const std::string function = host_name(Kernel::dequantize, problem.weight.format, problem.activations);
-  expect(dequantize.function == function, "the weight in the activations' type");
+  expect(dequantize.function == function, "the weight is decoded to the activations' type");
   const auto& params = std::get<DequantizeParams>(dequantize.params);
   expect(params.N == problem.weight.N && params.K == problem.weight.K, "the weight's sizes");
 }
@@ -132,14 +136,18 @@ void check_gemv(const GemmProblem& problem, const Plan& plan, const GpuDevice& d
   const auto& params = std::get<GemmParams>(product.params);
   const auto rows = static_cast<uint32_t>(product.constants[kConstantRows]);
   const uint32_t simdgroups = product.threads.x / kSimdWidth;
-  expect(rows >= 1 && rows <= kGemvMaxRows, "rows of a threadgroup");
-  expect(product.threads.x % kSimdWidth == 0 && simdgroups >= 1 && simdgroups <= kGemvMaxSimdgroups, "simdgroups");
+  expect(rows >= 1 && rows <= kGemvMaxRows, "rows of a threadgroup are within gemv's limit");
+  expect(product.threads.x % kSimdWidth == 0 && simdgroups >= 1 && simdgroups <= kGemvMaxSimdgroups,
+         "simdgroups are whole and within gemv's limit");
   expect(product.threadgroup_bytes == gemv_threadgroup_bytes(problem.weight.format, rows, simdgroups),
          "threadgroup memory");
-  expect(product.constants[kConstantSubnormalCodes] == device.half_subnormals, "probe's answer");
-  expect((product.constants[kConstantRaggedK] != 0) == (problem.weight.K % kGemvK != 0), "whole steps");
-  expect((product.constants[kConstantRaggedN] != 0) == (problem.weight.N % kGemvColumns != 0), "whole strips");
-  expect(params.k_per_slice % kGemvK == 0, "slices of whole steps");
+  expect(product.constants[kConstantSubnormalCodes] == device.half_subnormals,
+         "the constant for subnormal codes is the probe's answer");
+  expect((product.constants[kConstantRaggedK] != 0) == (problem.weight.K % kGemvK != 0),
+         "K is ragged if it is not a multiple of a step");
+  expect((product.constants[kConstantRaggedN] != 0) == (problem.weight.N % kGemvColumns != 0),
+         "N is ragged if it is not a multiple of a strip");
+  expect(params.k_per_slice % kGemvK == 0, "slices consist of whole steps");
   expect_tiling(product.grid.x, rows, problem.M, "rows");
   expect_tiling(product.grid.y, kGemvColumns, problem.weight.N, "columns");
   expect_tiling(product.grid.z, uint64_t{simdgroups} * params.k_per_slice, problem.weight.K, "k");
@@ -151,18 +159,23 @@ void check_row_blocks(const GemmProblem& problem, const Dispatch& product, const
   const WeightProblem& weight = problem.weight;
   const auto rows = static_cast<uint32_t>(product.constants[kConstantRows]);
   const uint32_t simdgroups = product.threads.x / kSimdWidth;
-  expect(rows % 8 == 0 && rows >= 8 && rows <= kFusedMaxRows, "rows of a threadgroup");
-  expect(product.threads.x % kSimdWidth == 0 && simdgroups >= 1 && simdgroups <= kFusedMaxSimdgroups, "simdgroups");
+  expect(rows % 8 == 0 && rows >= 8 && rows <= kFusedMaxRows, "rows of a threadgroup are within fused's limit");
+  expect(product.threads.x % kSimdWidth == 0 && simdgroups >= 1 && simdgroups <= kFusedMaxSimdgroups,
+         "simdgroups are whole and within fused's limit");
   expect(product.threadgroup_bytes == fused_threadgroup_bytes(weight.format, rows, simdgroups), "threadgroup memory");
   expect(product.threadgroup_bytes <= 20 * 1024, "three threadgroups fit on a core");
-  expect((product.constants[kConstantSubnormalCodes] != 0) == device.half_subnormals, "probe's answer");
-  expect((product.constants[kConstantRaggedK] != 0) == (weight.K % kFusedK != 0), "whole steps");
-  expect((product.constants[kConstantRaggedN] != 0) == (weight.N % kFusedColumns != 0), "whole strips");
+  expect((product.constants[kConstantSubnormalCodes] != 0) == device.half_subnormals,
+         "the constant for subnormal codes is the probe's answer");
+  expect((product.constants[kConstantRaggedK] != 0) == (weight.K % kFusedK != 0),
+         "K is ragged if it is not a multiple of a step");
+  expect((product.constants[kConstantRaggedN] != 0) == (weight.N % kFusedColumns != 0),
+         "N is ragged if it is not a multiple of a strip");
   const uint32_t group = std::min(weight.group_size, weight.K);
   const auto short_group = static_cast<uint32_t>(product.constants[kConstantShortGroupSize]);
-  expect(short_group == 0 ? group % kFusedK == 0 || group == weight.K : short_group == group, "groups of a step");
-  expect(params.k_per_slice % kFusedK == 0, "slices of whole steps");
-  expect(params.M == problem.M, "sizes");
+  expect(short_group == 0 ? group % kFusedK == 0 || group == weight.K : short_group == group,
+         "the constant for short groups is set if a step has several groups");
+  expect(params.k_per_slice % kFusedK == 0, "slices consist of whole steps");
+  expect(params.M == problem.M, "M of the problem");
   expect_tiling(product.grid.x, kFusedColumns, weight.N, "columns");
   expect_tiling(product.grid.z, uint64_t{simdgroups} * params.k_per_slice, weight.K, "k");
 }
@@ -173,14 +186,14 @@ void check_fused(const GemmProblem& problem, const Plan& plan, const GpuDevice& 
   for (const Dispatch& product : products_of(plan)) {
     check_row_blocks(problem, product, device);
     const auto& params = std::get<GemmParams>(product.params);
-    expect(params.m_begin == next && next < problem.M, "rows follow each other");
+    expect(params.m_begin == next && next < problem.M, "row blocks of all dispatches follow each other");
     next += product.grid.y * static_cast<uint32_t>(product.constants[kConstantRows]);
-    expect(next < problem.M + static_cast<uint32_t>(product.constants[kConstantRows]), "no empty row block");
+    expect(next < problem.M + static_cast<uint32_t>(product.constants[kConstantRows]), "no row block is empty");
     expect(product.grid.z == plan.dispatches.front().grid.z &&
                params.k_per_slice == std::get<GemmParams>(plan.dispatches.front().params).k_per_slice,
-           "the same slices");
+           "all dispatches have the same slices of K");
   }
-  expect(next >= problem.M, "all rows");
+  expect(next >= problem.M, "row blocks cover all rows");
   check_slices(problem, plan);
 }
 
@@ -189,13 +202,13 @@ void check_tiles(const GemmProblem& problem, const Tiling& tiling, const Plan& p
   const auto& params = std::get<GemmParams>(product.params);
   const TileShape tile = tiling.tile;
   const uint32_t stages = tiling.variant == GemmVariant::single_stage ? 1 : 2;
-  expect(product.threads.x == tile_threads(tile) && product.threads.y == 1, "threads");
+  expect(product.threads.x == tile_threads(tile) && product.threads.y == 1, "threads of the tile");
   expect(product.threadgroup_bytes == tile_threadgroup_bytes(tile, problem.activations, stages), "threadgroup memory");
   if (tiling.variant == GemmVariant::striped) {
     check_stripes(problem, plan, tile, device);
     return;
   }
-  expect(params.k_per_slice % tile.K == 0, "slices of whole k-steps");
+  expect(params.k_per_slice % tile.K == 0, "slices consist of whole k-steps");
   expect_tiling(product.grid.x, tile.N, problem.weight.N, "columns");
   expect_tiling(product.grid.y, tile.M, problem.M, "rows");
   expect_tiling(product.grid.z, params.k_per_slice, problem.weight.K, "k");
@@ -208,14 +221,15 @@ void check_tiling(const GemmProblem& problem, const Tiling& tiling, const Plan& 
     check_dispatch(dispatch);
   const Dispatch& product = plan.dispatches.front();
   const WeightProblem& weight = problem.weight;
-  if (weight.N % 4 != 0) expect(product.constants[kConstantVectorColumns] == 0, "no vector loads of odd rows");
+  if (weight.N % 4 != 0)
+    expect(product.constants[kConstantVectorColumns] == 0, "no vector loads if N is no multiple of 4");
   if (tiling.variant == GemmVariant::two_pass) {
     check_two_pass(problem, plan);
     return;
   }
   if (weight.has_perm) expect(product.constants[kConstantVectorActivations] == 0, "no vector loads through perm");
   const auto& params = std::get<GemmParams>(product.params);
-  expect(params.M == problem.M && params.N == weight.N && params.K == weight.K, "sizes");
+  expect(params.M == problem.M && params.N == weight.N && params.K == weight.K, "sizes of the problem");
   expect(params.group_size == std::min(weight.group_size, weight.K), "group size");
   expect(params.a_row_stride == problem.a_row_stride, "row stride");
   if (tiling.variant == GemmVariant::gemv) {
@@ -237,8 +251,8 @@ void check_gemm(const GemmProblem& problem, const GpuDevice& device) {
     is_of_a_tiling |= text(plan) == chosen;
   }
   subject = chosen;
-  expect(is_of_a_tiling, "the plan is that of a tiling");
-  expect(text(plan_gemm(problem, device)) == chosen, "the same plan twice");
+  expect(is_of_a_tiling, "the plan belongs to one of the tilings");
+  expect(text(plan_gemm(problem, device)) == chosen, "a second call gives the same plan");
 }
 
 void check_random_problems() {
@@ -260,7 +274,7 @@ void check_random_problems() {
   }
 }
 
-// Checks that naming a variant, or a variant and a tile, selects it, and that a tuner's table does so for "auto".
+// Checks that a call selects a variant, or a variant and a tile, by naming it. For "auto", a tuner's table selects it.
 void check_names() {
   GemmProblem problem = square(3, 500, 704, 64);
   subject = "names";
@@ -271,28 +285,29 @@ void check_names() {
     variants.insert(name(tiling.variant));
     const std::string wanted = name(tiling);
     const std::string plan = text(build_plan(tiling, problem, {}));
-    expect(names.insert(wanted).second, "one tiling of a name: " + wanted);
+    expect(names.insert(wanted).second, "no two tilings have the same name: " + wanted);
     GemmProblem named = problem;
     named.variant = wanted;
     expect(is_gemm_variant(wanted, problem.activations), "a call may name it: " + wanted);
-    expect(text(plan_gemm(named, {})) == plan, "the tiling of its name: " + wanted);
+    expect(text(plan_gemm(named, {})) == plan, "a call gets the tiling that it names: " + wanted);
     GemmProblem tuned = problem;
     tuned.tuned = wanted;
-    expect(text(plan_gemm(tuned, {})) == plan, "the tiling that a table names: " + wanted);
+    expect(text(plan_gemm(tuned, {})) == plan, "auto gets the tiling that a table names: " + wanted);
   }
   for (std::string_view wanted : {"", "fastest", "gemv:", "striped:128x128x16", "two_pass:64x64x32"})
     expect(!is_gemm_variant(wanted, problem.activations), "no call may name it: " + std::string(wanted));
   for (std::string_view variant : kGemmVariants) {
     expect(is_gemm_variant(variant, problem.activations), "a call may name it: " + std::string(variant));
-    if (variant == "tensor") continue;  // not on this GPU; see tensor_test.cpp
-    expect(variants.contains(variant), "tilings of each variant: " + std::string(variant));
+    if (variant == "tensor") continue;  // this GPU has no tensor units; see tensor_test.cpp
+    expect(variants.contains(variant), "each variant has tilings: " + std::string(variant));
     problem.variant = variant;
     for (const Tiling& tiling : gemm_tilings(problem, {}))
-      expect(name(tiling.variant) == variant, "no other variant's tilings");
+      expect(name(tiling.variant) == variant, "a named variant has only its own tilings");
   }
   problem.variant = "double_buffered";
   problem.tuned = "gemv";
-  expect(plan_gemm(problem, {}).dispatches[0].function.starts_with("gemm_double_buffered_"), "a table is for auto");
+  expect(plan_gemm(problem, {}).dispatches[0].function.starts_with("gemm_double_buffered_"),
+         "a table leaves named variants alone");
   problem.variant = "auto";
   problem.tuned = "";
   expect(!plan_gemm(problem, {}).dense_product, "auto never takes two_pass");
@@ -315,17 +330,17 @@ void check_stripe_choices() {
     bool shares;
     const char* why;
   } rows[] = {
-      {64, 64, 512, 8, 2, 256, true, "one tile: no more stripes than slices"},
-      {64, 64, 200, 8, 1, 256, false, "one slice, which is shorter"},
-      {64, 64, 600, 8, 2, 256, true, "the second slice takes the remainder"},
-      {64, 1024, 4096, 8, 16, 4096, false, "as many tiles as stripes"},
-      {64, 896, 4096, 8, 14, 4096, false, "an eighth idle at most"},
-      {64, 832, 4096, 8, 16, 256, true, "three sixteenths would be idle"},
-      {64, 1088, 4096, 8, 16, 256, true, "a second round for one tile"},
-      {4096, 4096, 4096, 8, 16, 4096, false, "256 rounds of tiles"},
-      {64, 1024, 4096, 32, 64, 256, true, "a larger chip has four times the stripes"},
-      {64, 384, 1024, 8, 16, 256, true, "stripes of one unit and of two"},
-      {128, 128, 1536, 8, 16, 256, true, "four stripes a tile"},
+      {64, 64, 512, 8, 2, 256, true, "one tile has no more stripes than slices"},
+      {64, 64, 200, 8, 1, 256, false, "K is shorter than a slice"},
+      {64, 64, 600, 8, 2, 256, true, "the second slice takes the remainder of K"},
+      {64, 1024, 4096, 8, 16, 4096, false, "there are as many tiles as stripes"},
+      {64, 896, 4096, 8, 14, 4096, false, "whole tiles leave an eighth of the stripes idle, which is acceptable"},
+      {64, 832, 4096, 8, 16, 256, true, "whole tiles would leave three sixteenths of the stripes idle"},
+      {64, 1088, 4096, 8, 16, 256, true, "whole tiles would need a second round for one tile"},
+      {4096, 4096, 4096, 8, 16, 4096, false, "whole tiles fill 256 rounds"},
+      {64, 1024, 4096, 32, 64, 256, true, "a chip with four times the cores has four times the stripes"},
+      {64, 384, 1024, 8, 16, 256, true, "some stripes have one unit and some two"},
+      {128, 128, 1536, 8, 16, 256, true, "four stripes share a tile"},
   };
   for (const auto& row : rows) {
     const Plan plan = plan_gemm(square(row.M, row.N, row.K, 128, "striped:64x64x32"), {.cores = row.cores});
@@ -361,13 +376,16 @@ void check_experts() {
         check_dispatch(dispatch);
       MoeProblem summed = problem;
       summed.reduce = true;
-      expect(plan_moe(summed, device).dispatches.size() == plan.dispatches.size() + 1, "one dispatch more for the sum");
+      expect(plan_moe(summed, device).dispatches.size() == plan.dispatches.size() + 1,
+             "a weighted sum adds one dispatch");
       if (tokens == 1) expect(plan.dispatches.size() == 1 && plan.block_words == 0, "one token is not sorted");
       if (tokens != 512) continue;
       expect(plan.dispatches.size() == 2 && plan.dispatches[0].kernel == Kernel::moe_sort, "512 tokens are sorted");
       const auto& params = std::get<MoeParams>(plan.dispatches[1].params);
-      expect(plan.dispatches[1].grid.y == ceil_divide(4 * tokens, params.block_rows) + 33, "the most blocks of rows");
-      expect(plan.block_words == 3 * plan.dispatches[1].grid.y + 4 * tokens, "room for the table and the rows");
+      expect(plan.dispatches[1].grid.y == ceil_divide(4 * tokens, params.block_rows) + 33,
+             "the grid has room for the largest number of row blocks");
+      expect(plan.block_words == 3 * plan.dispatches[1].grid.y + 4 * tokens,
+             "the workspace has room for the table and the rows");
     }
   }
 }
@@ -391,7 +409,7 @@ void check_elementwise() {
         subject = text(*plan);
         const Dispatch& dispatch = plan->dispatches.at(0);
         check_dispatch(dispatch);
-        expect(plan->dispatches.size() == 1 && plan->partials.z == 0, "one kernel");
+        expect(plan->dispatches.size() == 1 && plan->partials.z == 0, "one dispatch without a workspace");
         expect_tiling(dispatch.grid.x, dispatch.threads.x, N, "columns");
         expect_tiling(dispatch.grid.y, dispatch.threads.y, K / 8, "rows");
       }

@@ -1,4 +1,4 @@
-// The variant for tensor units: the gate over a table of machines, plans of a GPU that has them, and their cost.
+// Tests the variant for tensor units: which machines may run it, its plans, and their cost.
 #include <algorithm>
 #include <random>
 #include <set>
@@ -12,7 +12,7 @@ using namespace marlin;
 
 namespace {
 
-// Returns an M5, or another chip, on a system that lets all kernels run.
+// Returns a device with all cores of the chip, on a system that allows all kernels that the chip can run.
 GpuDevice whole(std::string_view chip) {
   const Chip& row = *find_chip(chip);
   GpuDevice device{.cores = row.cores, .chip = &row};
@@ -29,8 +29,9 @@ GemmProblem with_variant(GemmProblem problem, std::string_view variant) {
   return problem;
 }
 
-// Families: M1 is Apple7, M2 Apple8, M3 and M4 Apple9, M5 Apple10 (Apple's Metal feature set tables). Metal's language
-// is 3.1 on macOS 14, 3.2 on 15, 4.0 on 26 and 4.1 on 27, where the build's SDK may be older than the system.
+// The GPU families are Apple7 for the M1, Apple8 for the M2, Apple9 for the M3 and M4, and Apple10 for the M5 (Apple's
+// Metal feature set tables). Metal's language is 3.1 on macOS 14, 3.2 on 15, 4.0 on 26 and 4.1 on 27. A build with an
+// older SDK has the language of that SDK.
 void check_gate() {
   subject = "gate";
   const struct {
@@ -61,7 +62,8 @@ void check_gate() {
   for (const auto& row : rows) {
     const std::string reason = tensor_refusal(row.system);
     const bool runs = *row.refusal == '\0';
-    expect(reason.empty() == runs, std::string(row.what) + (runs ? " runs it: " : " does not: ") + reason);
+    expect(reason.empty() == runs,
+           std::string(row.what) + (runs ? " must run it, but is refused: " : " must be refused") + reason);
     if (!runs) expect(reason.find(row.refusal) != std::string::npos, std::string(row.what) + ": " + reason);
   }
 }
@@ -74,36 +76,38 @@ void check_systems() {
   subject = "systems";
   expect(this_system() == MetalSystem{}, "without a backend, nothing is known");
   set_system_reader(an_m5);
-  expect(this_system() == an_m5(), "the backend's answer");
+  expect(this_system() == an_m5(), "this_system gives the backend's answer");
   set_system_reader(nullptr);
   for (const Chip& chip : kChips) {
     subject = chip.name;
     const GpuFamily& family = family_of(chip);
     const bool has_units = chip.name.starts_with("M5");
     GpuDevice device{.chip = &chip};
-    expect(!device.tensor_units, "none before the system is known");
+    expect(!device.tensor_units, "no tensor units before the system is known");
     set_system(device, supposed_system(chip));
-    expect(device.tensor_units == has_units, "tensor units of this chip");
-    expect((family.tensor_clocks_fp16.value > 0) == has_units, "a rate if there are tensor units");
-    expect((family.tensor_clocks_fp32.value > 0) == has_units, "a rate in fp32 too");
+    expect(device.tensor_units == has_units, "the M5 chips have tensor units, and no other chip has");
+    expect((family.tensor_clocks_fp16.value > 0) == has_units, "a family has a rate for fp16 if it has tensor units");
+    expect((family.tensor_clocks_fp32.value > 0) == has_units, "a family has a rate for fp32 if it has tensor units");
   }
 }
 
-// A chip without tensor units has no tiling of them, whether the call names them, a table, or neither.
+// Checks that a chip without tensor units never gets the variant, whether a call names it, a tuner's table names it, or
+// neither does.
 void check_refusals() {
   for (const Chip& chip : kChips) {
     subject = chip.name;
     const bool has_units = chip.family >= kTensorSystem.family;
     const GemmProblem problem = square(512, 4096, 4096, 128);
     const GpuDevice device = whole(chip.name);
-    expect(std::ranges::any_of(gemm_tilings(problem, device), is_tensor) == has_units, "a candidate");
+    expect(std::ranges::any_of(gemm_tilings(problem, device), is_tensor) == has_units, "tensor is a candidate");
     GemmProblem tuned = problem;
     tuned.tuned = "tensor";
     const Plan plan = plan_gemm(tuned, device);
-    expect((plan.dispatches[0].kernel == Kernel::gemm_tensor) == has_units, "a table names it");
+    expect((plan.dispatches[0].kernel == Kernel::gemm_tensor) == has_units, "a table can select tensor");
     for (std::string_view variant : {"tensor", "tensor:64x128x32"}) {
       if (has_units) {
-        expect(plan_gemm(with_variant(problem, variant), device).dispatches[0].kernel == Kernel::gemm_tensor, "named");
+        expect(plan_gemm(with_variant(problem, variant), device).dispatches[0].kernel == Kernel::gemm_tensor,
+               "a call can select tensor");
       } else {
         expect_refused("tensor", [&] { plan_gemm(with_variant(problem, variant), device); });
       }
@@ -148,27 +152,30 @@ void check_plan(const GemmProblem& problem, const Tiling& tiling, const GpuDevic
   expect_tiling(product.grid.x, tile.N, weight.N, "columns");
   expect_tiling(product.grid.y, tile.M, problem.M, "rows");
   expect_tiling(product.grid.z, params.k_per_slice, weight.K, "k");
-  expect(params.k_per_slice % kTensorK == 0, "slices of whole steps");
+  expect(params.k_per_slice % kTensorK == 0, "slices consist of whole steps");
   expect(params.m_begin == 0 && params.M == problem.M && params.N == weight.N && params.K == weight.K, "sizes");
   expect(params.group_size == group && params.a_row_stride == problem.a_row_stride, "group size and row stride");
   const FunctionConstants& constants = product.constants;
   expect(constants[kConstantRows] == static_cast<int32_t>(tile.M), "rows of a threadgroup");
-  expect(constants[kConstantShortGroupSize] == (group == 16 && weight.K > 16 ? 16 : 0), "groups of half a step");
-  expect((constants[kConstantRaggedK] != 0) == (weight.K % 32 != 0), "whole steps");
-  expect((constants[kConstantRaggedN] != 0) == (weight.N % 32 != 0), "whole strips");
+  expect(constants[kConstantShortGroupSize] == (group == 16 && weight.K > 16 ? 16 : 0),
+         "the constant for short groups is set if a group is half a step");
+  expect((constants[kConstantRaggedK] != 0) == (weight.K % 32 != 0), "K is ragged if it is not a multiple of a step");
+  expect((constants[kConstantRaggedN] != 0) == (weight.N % 32 != 0), "N is ragged if it is not a multiple of a strip");
   if (weight.has_perm) expect(constants[kConstantVectorActivations] == 0, "no vector loads through perm");
-  if (weight.N % 4 != 0) expect(constants[kConstantVectorColumns] == 0, "no vector loads of odd rows");
+  if (weight.N % 4 != 0) expect(constants[kConstantVectorColumns] == 0, "no vector loads if N is no multiple of 4");
 
   const bool splits = product.grid.z > 1;
   const Dispatch& last = plan.dispatches.back();
-  expect((constants[kConstantWritesPartials] != 0) == splits, "partials if K is split");
-  expect(plan.dispatches.size() == (splits ? 2 : 1) && (plan.partials.z != 0) == splits, "a reduction if K is split");
+  expect((constants[kConstantWritesPartials] != 0) == splits, "partial sums are written if K is split");
+  expect(plan.dispatches.size() == (splits ? 2 : 1) && (plan.partials.z != 0) == splits,
+         "there is a reduction if K is split");
   expect((last.constants[kConstantHasBias] != 0) == problem.has_bias, "the last kernel adds the bias");
   if (!splits) return;
   expect(constants[kConstantHasBias] == 0, "the bias is added once");
   expect(last.kernel == Kernel::reduce && std::get<ReduceParams>(last.params).slices == product.grid.z,
-         "the reduction");
-  expect(plan.partials.x == weight.N && plan.partials.y == problem.M && plan.partials.z == product.grid.z, "workspace");
+         "the second kernel reduces all slices");
+  expect(plan.partials.x == weight.N && plan.partials.y == problem.M && plan.partials.z == product.grid.z,
+         "the workspace's sizes");
 }
 
 void check_random_plans() {
@@ -190,14 +197,14 @@ void check_random_plans() {
     GpuDevice device = whole("M5 Max");
     device.cores = pick(1, 40);
     for (const Tiling& tiling : gemm_tilings(problem, device)) {
-      expect(is_tensor(tiling), "no other variant's tilings");
+      expect(is_tensor(tiling), "a named variant has only its own tilings");
       check_plan(problem, tiling, device);
       tiles.insert(name(tiling));
       split += tiling.splits > 1 ? 1 : 0;
     }
   }
   subject = "random plans";
-  expect(tiles.size() == 4 && split > 100, "all tiles, and with split K");
+  expect(tiles.size() == 4 && split > 100, "the problems cover all four tiles, and more than 100 plans split K");
 }
 
 double seconds(const GemmProblem& problem, std::string_view variant, const GpuDevice& device) {
@@ -206,8 +213,9 @@ double seconds(const GemmProblem& problem, std::string_view variant, const GpuDe
   return cost(choose(tilings, named, device), named, device).seconds;
 }
 
-// The model's step of 32 x 32 x 32, computed by hand for uint4b8 and groups of 128 on one core: 32 x 32 x 32 / 512 = 64
-// products of 4.26 clocks, 134 issue slots, and 182 issue slots for every 4 steps.
+// Compares the model with a step of 32 x 32 x 32 that was computed by hand, for uint4b8 and groups of 128 on one core.
+// A step has 32 x 32 x 32 / 512 = 64 products of 4.26 clocks each and 134 issue slots. Every 4 steps take another 182
+// issue slots.
 void check_cost() {
   const GpuDevice m5 = whole("M5");
   GemmProblem problem = square(512, 4096, 4096, 128, "tensor:64x128x32");
@@ -220,38 +228,43 @@ void check_cost() {
   const double simdgroups = 512 / 32 * 4096 / 32;
   const double rate = 4 * 10 * 1.6e9;
   const DispatchCost part = first(problem);
-  expect(close(part.matrix_operations, simdgroups * 64 * 4096 / 32), "products");
+  expect(close(part.matrix_operations, simdgroups * 64 * 4096 / 32), "the number of products");
   expect(close(part.matrix_seconds, simdgroups * 64 * 4096 / 32 * 4.26 / rate), "the rate of the tensor units");
-  expect(close(part.issue_seconds, simdgroups * (128 * 134 + 32 * 182 + 221) / rate), "issue slots");
+  expect(close(part.issue_seconds, simdgroups * (128 * 134 + 32 * 182 + 221) / rate), "the time of the issue slots");
   GpuDevice as_m1{.cores = 10, .chip = find_chip("M1")};  // an M5 whose user makes it plan for an M1
   set_system(as_m1, m5.system);
   const std::vector<Tiling> tilings = gemm_tilings(problem, as_m1);
   const DispatchCost slower = cost(tilings.at(0), problem, as_m1).dispatches.at(0);
-  expect(close(slower.matrix_seconds, part.matrix_seconds * 1.6 / 1.278), "an M1's clock, but a rate");
+  expect(close(slower.matrix_seconds, part.matrix_seconds * 1.6 / 1.278), "tensor units at an M1's clock");
   problem.activations = ElementType::bfloat16;
-  expect(close(first(problem).matrix_seconds, part.matrix_seconds), "bfloat is as fast as half");
+  expect(close(first(problem).matrix_seconds, part.matrix_seconds), "bf16 operands are as fast as fp16");
   problem.activations = ElementType::float32;
-  expect(close(first(problem).matrix_seconds, part.matrix_seconds * 18 / 4.26), "fp32 operands");
+  expect(close(first(problem).matrix_seconds, part.matrix_seconds * 18 / 4.26), "the rate of fp32 operands");
   problem.activations = ElementType::float16;
   problem.weight.format = WeightFormat::lut4;
-  expect(close(first(problem).matrix_seconds, part.matrix_seconds * 18 / 4.26), "lut4's operands are fp32");
+  expect(close(first(problem).matrix_seconds, part.matrix_seconds * 18 / 4.26), "lut4 has fp32 operands");
   problem.weight.format = WeightFormat::uint4_bias;
-  expect(close(first(problem).matrix_operations, part.matrix_operations * 1.5), "sums of the activations");
+  expect(close(first(problem).matrix_operations, part.matrix_operations * 1.5),
+         "uint4_bias also needs the sums of the activations");
   problem.weight.format = WeightFormat::uint4;
   problem.weight.zeros = ElementType::uint8;
-  expect(close(first(problem).matrix_operations, part.matrix_operations), "zero points in the codes");
+  expect(close(first(problem).matrix_operations, part.matrix_operations),
+         "uint8 zero points are part of the operands, so no sums are needed");
   problem.weight.zeros = ElementType::float16;
-  expect(close(first(problem).matrix_operations, part.matrix_operations * 1.5), "zero points beside the codes");
+  expect(close(first(problem).matrix_operations, part.matrix_operations * 1.5),
+         "fp16 zero points need the sums of the activations");
   problem.weight.format = WeightFormat::uint4b8;
   problem.weight.group_size = 16;
-  expect(close(first(problem).matrix_operations, part.matrix_operations), "half steps have half the products");
+  expect(close(first(problem).matrix_operations, part.matrix_operations),
+         "steps of half the length have half the products each");
   expect(close(first(problem).issue_seconds, simdgroups * (256 * 134 + 256 * 182 + 221) / rate),
-         "and all the decoding");
+         "steps of half the length each decode as much as a whole step");
 }
 
-// Published: llama.cpp's prompts on an M5 are 2.45 times as fast with tensor units (discussion 4167 and a newer build),
-// and MLX's on M5 chips 2.2 to 3.7 times. The model's gain over fused is to lie in this range, and at few rows fused or
-// gemv stay cheaper. More rows cost no less.
+// Compares the gain of tensor over fused with published figures. With tensor units, llama.cpp processes prompts on an
+// M5 2.45 times as fast (its discussion 4167 and a newer build), and MLX does so on M5 chips 2.2 to 3.7 times as fast.
+// The gain in the model must lie in this range at 512 rows, and there must be no gain at 8 rows. More rows must not
+// cost less.
 void check_border() {
   for (const char* chip : {"M5", "M5 Pro", "M5 Max"}) {
     const GpuDevice device = whole(chip);
@@ -272,7 +285,7 @@ void check_border() {
   }
 }
 
-// No Mac has confirmed the kernel yet, so only a call or a tuner's table takes it.
+// No Mac has confirmed the kernel yet, so "auto" must not take it. Only a call or a tuner's table may select it.
 void check_automatic_choice() {
   for (const uint32_t M : {1U, 32U, 64U, 512U, 4096U}) {
     const Plan plan = plan_gemm(square(M, 4096, 4096, 128), whole("M5 Max"));

@@ -1,4 +1,4 @@
-"""benchmarks/metal/compile_cost.py counts the same instances as the C++ compiler finds in variants.h."""
+"""Tests that benchmarks/metal/compile_cost.py counts the kernel instances that the C++ compiler finds in variants.h."""
 
 import json
 import subprocess
@@ -15,7 +15,8 @@ int main() {
     std::printf("%.*s %d\\n", int(kernel.library.size()), kernel.library.data(), int(kernel.naming));
 }
 """
-INSTANCES = {"0": 1, "1": 3, "2": 21}  # by KernelNaming: plain, one per element, one per format and element
+# The number of instances for each KernelNaming: one; one per element type; one per format and element type.
+INSTANCES = {"0": 1, "1": 3, "2": 21}
 
 
 def test_every_instantiation_is_counted(tmp_path: Path) -> None:

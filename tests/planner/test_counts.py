@@ -1,4 +1,4 @@
-"""The counting of a kernel's instructions (benchmarks/agx), as far as it needs no compiler: a listing counted by hand."""
+"""Tests how benchmarks/agx counts a kernel's instructions, against a listing counted by hand, so without a compiler."""
 
 import os
 import subprocess
@@ -40,7 +40,7 @@ def test_a_listing_counted_by_hand() -> None:
     inner, outer = sorted(found["loops"], key=lambda loop: loop["instructions"])
     assert (inner["instructions"], outer["instructions"]) == (5, 8)
     assert inner["innermost"] and not outer["innermost"] and found["loops"][found["hot_loop"]] is inner
-    # a load, a multiply-add and a bitfield operation take a slot each, the jump two, the wait none
+    # issue slots: the load, the multiply-add and the bitfield operation take one each, the jump two, the wait none
     assert (inner["issue"], inner["waits"], inner["ic_cycles"], inner["device_load_bytes"]) == (5, 1, 4, 16)
     assert (outer["issue"], outer["simd_cycles"]) == (inner["issue"] + 1 + 2, 15)
     assert inner["est_cycles"] == 5 and outer["est_cycles"] == 8 + 15
@@ -53,7 +53,7 @@ def test_a_listing_that_disagrees_with_the_statistics_is_refused() -> None:
         counts.checked(instructions, {"inst": 10}, {"msize": 62, "main": 0})
 
 
-def test_an_include_of_a_branch_that_is_dropped_is_there_for_the_next_branch(tmp_path: Path) -> None:
+def test_a_header_included_in_a_dropped_branch_is_included_again_later(tmp_path: Path) -> None:
     (tmp_path / "shared.h").write_text("#pragma once\nstruct Shared { int x; };\n")
     kernel = tmp_path / "kernel.metal"
     kernel.write_text('#ifdef HOST\n#include "shared.h"\n#endif\n#include <metal_stdlib>\n#include "shared.h"\n')
@@ -64,7 +64,7 @@ def test_an_include_of_a_branch_that_is_dropped_is_there_for_the_next_branch(tmp
         flatten(str(tmp_path / "none.metal"), [])
 
 
-def test_the_rewriter_keeps_what_the_kernel_needs() -> None:
+def test_the_rewriter_keeps_only_the_functions_that_the_kernel_calls() -> None:
     source = (
         "inline float twice(float x) { return x + x; }\n"
         "inline float unused(float x) { return x; }\n"
