@@ -8,7 +8,7 @@ import torch
 
 from tests.support.models import same
 from torch_marlin_metal import ExpertWeights, MarlinExperts, PackedWeight, quantize_weight
-from torch_marlin_metal.layers.experts import silu_gate
+from torch_marlin_metal.layers.experts import StackError, silu_gate
 
 E, H, I = 3, 64, 40  # noqa: E741
 
@@ -130,6 +130,19 @@ def test_dtypes_of_the_weight_stay():
 def test_weights_that_cannot_be_stacked_are_refused(other, message):
     with pytest.raises(ValueError, match=f"ExpertWeights: weights: {message}"):
         ExpertWeights.from_packed([parts_of("uint4")[0], other])
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ([], "expected at least one expert, got 0"),
+        ([()], "expected at least one part of expert 0, got none"),
+        (iter([]), r"expected a sequence, or their number \(experts\); got a list_iterator"),
+    ],
+)
+def test_a_stack_of_nothing_is_refused(weights, message):
+    with pytest.raises(StackError, match=f"^ExpertWeights: weights: {message}$"):
+        ExpertWeights.from_packed(weights)
 
 
 def test_wrong_sizes_are_refused():

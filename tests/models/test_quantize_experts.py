@@ -166,6 +166,32 @@ def test_without_atomic_the_old_experts_are_freed() -> None:
     assert [reference() for reference in old] == [None] * 4
 
 
+@pytest.mark.filterwarnings("error:quantize_model")
+def test_a_warning_that_is_an_error_leaves_the_model_unchanged() -> None:
+    model = made("mixtral")
+    poisoned(model.get_submodule(EXPERTS))
+    before, values = tree(model), tensors(model)
+    with pytest.raises(UserWarning, match=f"only .* stay in floats: {EXPERTS} "):
+        quantize_model(model, "uint4", 32, progress=False)
+    assert tree(model) == before
+    for name, value in tensors(model).items():
+        torch.testing.assert_close(value, values[name], rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_model_that_was_quantized_in_inference_mode_passes_gradients_on() -> None:
+    model, other = made("mixtral"), made("mixtral")
+    with torch.inference_mode():
+        quantize_model(model, "uint4", 32, progress=False)
+    quantize_model(other, "uint4", 32, progress=False)
+    gradients = []
+    for one in (model, other):
+        a = one.get_input_embeddings()(IDS).detach().requires_grad_()
+        one(inputs_embeds=a).logits.square().sum().backward()
+        gradients.append(a.grad)
+    assert torch.equal(*gradients)
+    assert gradients[0].any()
+
+
 def test_replace_linear_layers_says_that_experts_stay_in_floats() -> None:
     report = replace_linear_layers(made("mixtral"), progress=False)
     assert [(layer.name, layer.reason) for layer in report.left] == [

@@ -1,6 +1,6 @@
 """The experts of a mixture with packed 4-bit weights. The host never waits for the device to tell which are used."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import replace
 from typing import Any
 
@@ -66,18 +66,25 @@ class ExpertWeights(PackedLayer):
         Args:
             weights: for each expert, its parts. This may be an iterator that reads or makes the parts of one expert
                 at a time, because only those are needed at the same time.
-            experts: E; None means the length of `weights`.
+            experts: E; None means the length of `weights`, which must then have one.
             dtype: dtype of the bias; None means the default dtype.
 
         Raises:
             StackError: the weights cannot be stacked; the message names the first difference.
             PackedWeightError: a weight breaks a rule of its format.
         """
-        experts = len(weights) if experts is None else experts  # type: ignore[arg-type]
+        if experts is None:
+            if not isinstance(weights, Sized):
+                raise StackError(f"expected a sequence, or their number (experts); got a {type(weights).__name__}")
+            experts = len(weights)
+        if experts < 1:
+            raise StackError(f"expected at least one expert, got {experts}")
         stack: ExpertWeights | None = None
         outlines: list[PackedWeight] = []
         index = 0
         for parts in weights:  # enumerate would keep the last expert while the iterator makes the next one
+            if not parts:
+                raise StackError(f"expected at least one part of expert {index}, got none")
             for part in parts:
                 part.validate()
             outlines = outlines or [_outline(part) for part in parts]

@@ -95,8 +95,8 @@ def quantize_model(
             layer can be quantized.
 
     Warns:
-        UserWarning: less than half of the bytes in the report was quantized; the message names the largest layers and
-            matrices that were not.
+        UserWarning: less than half of the bytes in the report will be quantized; the message names the largest layers
+            and matrices that will not. If warnings are errors, the model stays unchanged.
     """
     find_format(weight_format)
     tables = token_tables(model) if embeddings else set()
@@ -152,12 +152,14 @@ def quantize_model(
         layer = packed_layer(linear, packed, weight.dtype)
         return layer, _converted(entry, layer, error)
 
-    chosen = len(targets) + len(left)
-    report = swap(model, targets, convert, f"quantize to {weight_format}", atomic=atomic, progress=progress)
-    report.layers += left
-    if chosen or (include is None and exclude is None):
-        check_coverage("quantize_model", report)
+    title = f"quantize to {weight_format}"
+    # Warnings may be errors. The model is therefore changed only after the last one.
+    plan = [replace(_entry(target, None), reason=reasons.get(id(target.module), "")) for target in targets] + left
+    if plan or (include is None and exclude is None):
+        check_coverage("quantize_model", Report(title, plan))
     let_it_save("quantize_model", model)
+    report = swap(model, targets, convert, title, atomic=atomic, progress=progress)
+    report.layers += left
     return report
 
 
@@ -228,9 +230,9 @@ def replace_linear_layers(
         for name, module in model.named_modules()
         if is_experts(module) and chosen(name, module)
     ]
+    let_it_save("replace_linear_layers", model)
     report = swap(model, targets, convert, "replace 4-bit layers", atomic=atomic, progress=progress)
     report.layers += floats
-    let_it_save("replace_linear_layers", model)
     return report
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 from tqdm.auto import tqdm
 
@@ -90,7 +91,8 @@ def swap(
     with tqdm(total=total, desc=title, unit="layer", disable=not progress) as bar:
         while targets:
             target = targets.pop()
-            result = convert(target)
+            with torch.inference_mode(False):  # tensors made in that mode cannot take part in training later
+                result = convert(target)
             if isinstance(result, LayerReport):
                 report.layers.append(result)
             else:
