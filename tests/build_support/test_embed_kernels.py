@@ -1,4 +1,6 @@
-"""Metal gets only the text that a compiler reads, in fewer bytes. Each line keeps its number."""
+"""Tests the kernels' text that the extension contains. It has fewer bytes than the sources, but a compiler must read
+the same words from it, and each line must keep its number.
+"""
 
 import subprocess
 from pathlib import Path
@@ -39,7 +41,7 @@ int line_5 = __LINE__;
 
 
 def tokens(text: str, folder: Path, options: tuple[str, ...]) -> str:
-    """Returns the words that a compiler reads, without lines and space."""
+    """Returns the words that a compiler reads, separated by single spaces."""
     for header in METAL_HEADERS:
         (folder / header).parent.mkdir(exist_ok=True)
         (folder / header).touch()
@@ -50,7 +52,7 @@ def tokens(text: str, folder: Path, options: tuple[str, ...]) -> str:
 
 
 @pytest.mark.parametrize("path", KERNELS, ids=lambda path: path.stem)
-def test_a_compiler_reads_the_same(path: Path, tmp_path: Path) -> None:
+def test_a_compiler_reads_the_same_words(path: Path, tmp_path: Path) -> None:
     short = kernel_text(path, ROOT)
     for options in ((), ("-DMARLIN_ONLY=some_kernel<half>", '-DMARLIN_ONLY_NAME="some"')):
         assert tokens(short, tmp_path, options) == tokens(path.read_text(), tmp_path, options)
@@ -81,7 +83,7 @@ def test_what_is_left_out(tmp_path: Path) -> None:
     assert "int line_5 = 5;" in done.stdout
 
 
-def test_conditions_on_the_version_stay_and_elif_is_refused(tmp_path: Path) -> None:
+def test_conditions_on_metals_version_are_kept_and_elif_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "shader.metal"
     versions = ("#if __METAL_VERSION__ >= 320", "int a;", "#elif __METAL_VERSION__ >= 310", "int b;", "#else", "int c;")
     path.write_text("\n".join((*versions, "#endif", "#ifdef X", "int d;", "#elif defined(Y)", "int e;", "#endif\n")))

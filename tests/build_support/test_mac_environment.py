@@ -1,4 +1,4 @@
-"""Checks the environment of a build on a Mac, on any machine: how setuptools compiles under a universal2 Python."""
+"""Checks the environment variables of a build on a Mac. The tests run on any machine."""
 
 import _osx_support
 import os
@@ -11,14 +11,14 @@ import pytest
 from build_support.mac_environment import mac_environment
 
 ROOT = Path(__file__).parents[2]
-UNIVERSAL2 = {  # of python.org's Python 3.11
+UNIVERSAL2 = {  # the values of Python 3.11 from python.org
     "CC": "clang",
     "CFLAGS": "-fno-strict-overflow -Wsign-compare -arch arm64 -arch x86_64 -g",
     "LDSHARED": "clang -bundle -undefined dynamic_lookup -arch arm64 -arch x86_64 -g",
 }
 
 
-def test_only_on_macs_and_only_what_is_not_set() -> None:
+def test_only_unset_variables_are_set_and_only_on_macs() -> None:
     assert mac_environment("linux", {}) == {}
     assert mac_environment("darwin", {}) == {
         "ARCHFLAGS": "-arch arm64",
@@ -30,7 +30,7 @@ def test_only_on_macs_and_only_what_is_not_set() -> None:
 
 
 def test_a_universal2_python_compiles_for_arm64_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CC", "clang")  # with this, setuptools does not look for a compiler
+    monkeypatch.setenv("CC", "clang")  # keeps setuptools from searching for a compiler
     for name, value in mac_environment("darwin", {}).items():
         monkeypatch.setenv(name, value)
     flags = _osx_support.customize_compiler(dict(UNIVERSAL2))
@@ -40,10 +40,10 @@ def test_a_universal2_python_compiles_for_arm64_alone(monkeypatch: pytest.Monkey
         assert "-arch arm64" in flags[name], flags[name]
 
 
-def test_setup_sets_it_before_it_builds() -> None:
+def test_setup_sets_the_environment_before_it_builds() -> None:
     script = (
         "import os, runpy, sys, sysconfig, torch, torch.utils.cpp_extension\n"
-        "sysconfig.get_config_vars()  # kept: this Python has none of a Mac\n"
+        "sysconfig.get_config_vars()  # caches these, because this Python has no variables of a Mac\n"
         "sys.platform, sys.argv = 'darwin', ['setup.py', '--quiet', '--name']\n"
         "runpy.run_path('setup.py')\n"
         "print(os.environ.get('ARCHFLAGS'), os.environ.get('MACOSX_DEPLOYMENT_TARGET'))"

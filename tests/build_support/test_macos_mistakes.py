@@ -1,4 +1,4 @@
-"""The deliberate mistakes of `make macos-mistakes` can still be made in the sources."""
+"""Tests that the sources still contain the text into which `make macos-mistakes` puts its deliberate mistakes."""
 
 import shutil
 from pathlib import Path
@@ -9,7 +9,7 @@ from build_support import macos, macos_mistakes, softmetal
 
 
 @pytest.mark.parametrize("mistake", macos_mistakes.MISTAKES, ids=lambda m: m.what)
-def test_the_text_that_a_mistake_replaces_is_there(mistake: macos_mistakes.Mistake, tmp_path: Path) -> None:
+def test_the_text_that_a_mistake_replaces_is_in_the_sources(mistake: macos_mistakes.Mistake, tmp_path: Path) -> None:
     shutil.copytree(macos.ROOT / "csrc" / "mps", tmp_path / "csrc" / "mps")
     shutil.copytree(softmetal.STAND_INS, tmp_path / "include")
     assert macos_mistakes.spoil(tmp_path, mistake) > 0

@@ -1,4 +1,4 @@
-"""Reads calls from a library that the test makes, and from PyTorch's own Mac library if its wheel is cached."""
+"""Tests how pytorch_calls reads the calls in a Mac library: one that the test builds, and PyTorch's if it is cached."""
 
 import shutil
 import subprocess
@@ -12,8 +12,8 @@ TOOLS = ("clang++-19", "ld64.lld-19", "llvm-objdump-19", "llvm-nm-19", "llvm-cxx
 missing = [tool for tool in TOOLS if shutil.which(tool) is None]
 pytestmark = pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)}")
 
-# A stream like PyTorch's, for the same processor. It sends a message as Apple's clang does, through a stub that names
-# the selector. It also calls a function of its own and an imported one, and makes a tail call.
+# Imitates PyTorch's stream. A message is sent as Apple's clang does it, through a stub that names the selector. The
+# code also calls a function of its own and an imported one, and makes a tail call.
 SOURCE = """
 struct Buffer;
 void endEncoding(Buffer*) asm("_objc_msgSend$endEncoding");
@@ -86,8 +86,8 @@ def test_every_supported_torch_is_stored() -> None:
     stored = pytorch_calls.stored_lists()
     assert list(stored) == list(pytorch_calls.WHEEL_OF)
     for lists in stored.values():
-        # csrc/mps depends on this: SyncType::NONE also ends the encoder, the end of a kernel calls synchronize, and no
-        # function commits unasked.
+        # csrc/mps relies on three facts: synchronize ends the encoder even with SyncType::NONE, commandEncoder never
+        # commits, and endProfileKernel calls synchronize.
         synchronize = lists["at::mps::MPSStream::synchronize(at::mps::SyncType)"]
         assert synchronize[:2] == ["-[endEncoding]", "_objc_release"]
         assert "-[commit]" not in lists["at::mps::MPSStream::commandEncoder()"]

@@ -64,7 +64,7 @@ def run_part(part: Part, seed: int, seconds: float, record: Record) -> None:
         for line in worker.stdout:
             try:
                 told = json.loads(line)
-            except ValueError:  # something else printed to stdout
+            except ValueError:  # a library printed this line
                 continue
             if "case" in told:
                 case = told["case"]
@@ -102,9 +102,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=int(time.time()))
-    parser.add_argument("--part", choices=PARTS, action="append", help="only this one; may be repeated")
+    parser.add_argument("--part", choices=PARTS, action="append", help="run only this part; may be repeated")
     parser.add_argument(
-        "--without", choices=PARTS, action="append", default=[], help="all but this one; may be repeated"
+        "--without", choices=PARTS, action="append", default=[], help="leave this part out; may be repeated"
     )
     parser.add_argument("--case", help="repeat one case of --part")
     options = parser.parse_args()

@@ -1,6 +1,6 @@
 // A library that is loaded before the C library and makes the n-th allocation fail. It counts one of two kinds of
-// allocations: those of at least kSmallest bytes, which are the memory of tensors and kernels (Python's own objects are
-// smaller), or all C++ objects of the package's extension.
+// allocations. The first kind are allocations of at least kSmallest bytes, that is, the memory of tensors and kernels.
+// Python's own objects are smaller. The second kind are all C++ objects of the package's extension.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -10,8 +10,8 @@
 
 static const size_t kSmallest = 2048;
 static __thread int busy = 0;
-static volatile long left = -1;   // allocations that succeed before one fails; negative: none fails
-static volatile long failed = 0;  // whether one has failed
+static volatile long left = -1;   // how many allocations succeed before one fails; if negative, none fails
+static volatile long failed = 0;  // 1 after an allocation has failed
 static volatile int only_extension = 0;
 
 void fail_allocation(long n, int of_extension) {
@@ -63,14 +63,14 @@ static int is_from(void* caller, const char* file) {
 
 extern void* __libc_malloc(size_t);
 void* malloc(size_t size) {
-  // The dynamic loader ends the process when it gets no memory for a new thread's variables.
+  // Requests of the dynamic loader never fail, because it ends the process if it gets no memory for a new thread.
   if (size < kSmallest || left < 0 || is_from(__builtin_return_address(0), "ld-linux") || !fails(size))
     return __libc_malloc(size);
   errno = ENOMEM;
   return NULL;
 }
 
-// C++'s operator new for all libraries. Takes memory from malloc, because GNU's operator delete frees it there.
+// C++'s operator new for all libraries. Takes memory from malloc, because GNU's operator delete calls free.
 static void* new_object(void* block, void* caller) {
   if (block != NULL && !(only_extension && left >= 0 && is_from(caller, "torch_marlin_metal/_C") && count_down()))
     return block;

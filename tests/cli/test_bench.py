@@ -1,4 +1,4 @@
-"""`torch-marlin-metal bench`: what its tables hold. Times on the software device mean nothing."""
+"""Tests what the tables of `torch-marlin-metal bench` contain. Times on the software device mean nothing."""
 
 import importlib
 import json
@@ -98,7 +98,7 @@ def test_bench_of_the_mlstm_times_both_ways_forward_and_backward(device, monkeyp
         assert row["times_faster"] > 0
 
 
-def test_bench_of_the_mlstm_divides_the_time_of_the_tokens(monkeypatch):
+def test_bench_of_the_mlstm_divides_the_token_by_token_time_by_the_chunkwise_time(monkeypatch):
     clock = iter([1.0, 3.0] * 100)
     monkeypatch.setattr(bench_mlstm, "_seconds", lambda *_: next(clock))
     (forward, backward) = bench_mlstm.measure_mlstm("cpu", torch.float32, (5,), 3, quiet=True)
@@ -106,7 +106,7 @@ def test_bench_of_the_mlstm_divides_the_time_of_the_tokens(monkeypatch):
     assert forward["times_faster"] == 3.0
 
 
-def test_bench_of_the_mlstm_compares_nothing_that_disagrees(monkeypatch):
+def test_bench_of_the_mlstm_refuses_two_forms_that_disagree(monkeypatch):
     monkeypatch.setattr(bench_mlstm, "_token_by_token", lambda *inputs: inputs[2])
     done = CliRunner().invoke(app, ["bench", "mlstm", "--device", "cpu", "--rows", "3"])
     assert done.exit_code == 3 and "the two ways differ" in done.output
@@ -126,7 +126,7 @@ def test_bench_names_a_wrong_table(options, message):
 
 @uses_mps
 def test_bench_captures_each_product_once(monkeypatch, tmp_path):
-    """A stand-in for Xcode's capture notes the products that run while it is open."""
+    """Replaces Xcode's capture with a function that records the products that run during the capture."""
     captured, calls = [], []
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""The command line: exit codes, JSON and errors of every command, on checkpoints that other programs wrote."""
+"""Tests the exit codes, the JSON and the errors of the commands, on checkpoints that other programs wrote."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def answer(*arguments: object) -> tuple[int, dict]:
     return code, json.loads(out)
 
 
-def test_inspect_says_what_it_is():
+def test_inspect_describes_a_checkpoint():
     code, found = answer("inspect", ACT_ORDER)
     assert code == 0
     assert (found["format"], found["refused"], found["other_tensors"]) == ("gptq", 0, 0)
@@ -163,7 +163,7 @@ def test_inspect_names_what_would_be_refused(tmp_path):
     assert (code, found["format"]) == (0, "gguf")
 
 
-def test_inspect_knows_floats(tmp_path):
+def test_inspect_describes_a_checkpoint_of_floats(tmp_path):
     float_checkpoint(tmp_path / "floats")
     code, found = answer("inspect", tmp_path / "floats")
     assert (code, found["format"], len(found["matrices"])) == (0, "floats", 7)
@@ -188,7 +188,7 @@ def contents(path: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("limit", [200_000, 700_000])
 def test_a_file_that_cannot_grow_further(tmp_path, limit):
-    """Imitates a full disk with the system's limit on file sizes: writes fail or are cut short."""
+    """Imitates a full disk with the system's limit on file sizes, which makes writes fail or cuts them short."""
     source = many_layers(tmp_path / "floats")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))

@@ -1,4 +1,4 @@
-"""`quantize` with the calibrated methods of other packages. Tests are skipped if the package is not installed."""
+"""Tests `quantize` with the calibrated methods of other packages. Skips a test if its package is not installed."""
 
 import json
 import os
@@ -61,8 +61,8 @@ def test_calibrated_methods(request, method, weight_format, package):
     assert {weight.weight_format for weight in weights} <= {"uint4", "uint4b8"}
     assert {weight.group_size for weight in weights} == {64}
     assert sorted(path.name for path in llama.parent.iterdir()) == ["floats", "out", "text.txt"]
-    # AWQ moves scales from one layer to the layer before it. So only the last layer of a chain keeps weights near the
-    # original ones.
+    # AWQ moves scales from one layer to the layer before it. Only the last layer of a chain keeps weights that are
+    # close to the original ones.
     compared = answer("verify", llama.parent / "out", llama)[1]["layers"]
     errors = {layer["name"].rpartition(".")[2]: layer["relative_error"] for layer in compared}
     assert all(error < 0.25 for error in errors.values()) or method == "awq"

@@ -39,7 +39,7 @@ FAILURES = {
 }
 
 
-def test_every_command_and_every_code_is_walked_through():
+def test_the_table_of_failures_has_every_command_and_every_code():
     assert list(LINES) == [command.__name__ for command in COMMANDS]
     rows = re.findall(r"^\| (\d+) \|", PAGE.read_text(), re.MULTILINE)
     # Codes 0 and 1 are answers and not failures. test_cli.py tests them.
@@ -60,7 +60,7 @@ def failing(monkeypatch, command: str, error: BaseException, *options: str):
 
 @pytest.mark.parametrize("command", LINES)
 @pytest.mark.parametrize("kind", FAILURES)
-def test_a_failure_has_its_code_and_says_one_thing(monkeypatch, tmp_path, command, kind):
+def test_a_failure_has_its_code_and_prints_one_line_or_one_object(monkeypatch, tmp_path, command, kind):
     monkeypatch.chdir(tmp_path)
     error, code = FAILURES[kind]
     done = failing(monkeypatch, command, error)
@@ -74,7 +74,7 @@ def test_a_failure_has_its_code_and_says_one_thing(monkeypatch, tmp_path, comman
 
 @pytest.mark.parametrize("options", [[], ["--json"]], ids=["text", "json"])
 @pytest.mark.parametrize("command", LINES)
-def test_an_end_from_outside_prints_no_result(monkeypatch, tmp_path, command, options):
+def test_an_interrupted_command_prints_no_result(monkeypatch, tmp_path, command, options):
     monkeypatch.chdir(tmp_path)
     done = failing(monkeypatch, command, KeyboardInterrupt(), *options)
     assert (done.exit_code, done.stdout, done.stderr) == (130, "", "interrupted\n")

@@ -1,4 +1,4 @@
-"""`torch-marlin-metal doctor`: the report, checks that fail, checks whose process crashes, and the real checks."""
+"""Tests `torch-marlin-metal doctor`: the report, checks that fail or whose process crashes, and the real checks."""
 
 import json
 import sys
@@ -12,7 +12,7 @@ from torch_marlin_metal import tuning
 from torch_marlin_metal.cli import doctor, doctor_steps
 from torch_marlin_metal.cli.app import app
 
-# The program of a child process. Each check ends in a different way.
+# The program of a child process. It runs one check, whose name says how it ends.
 CHILD = """
 import os, sys, time
 name = sys.argv[1]
@@ -38,7 +38,7 @@ def steps(*names: str) -> dict[str, doctor_steps.Step]:
     return {name: doctor_steps.Step(dict, is_validated=name != "times") for name in names}
 
 
-def test_a_failing_check_is_reported_and_the_others_run(child, tmp_path, monkeypatch):
+def test_after_a_failing_check_all_further_checks_run(child, tmp_path, monkeypatch):
     checks = steps("good", "raises", "dies", "silent", "ends badly", "times")
     monkeypatch.setattr(doctor_steps, "STEPS", checks)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
@@ -68,7 +68,7 @@ def test_a_check_that_hangs_fails(child, monkeypatch):
     assert doctor.run_step("hangs", seconds=0.5)["summary"] == "did not end within 0.5 s"
 
 
-def test_without_deep_it_names_the_versions():
+def test_without_deep_doctor_only_names_the_versions():
     done = CliRunner().invoke(app, ["doctor", "--json"])
     assert done.exit_code == 0
     report = json.loads(done.stdout)

@@ -1,4 +1,4 @@
-"""Programs rely on the exit codes, on one JSON object in every case, and on no control characters from files."""
+"""Tests what programs rely on: the exit codes, one JSON object in every case, and no control characters from files."""
 
 import json
 import os
@@ -44,7 +44,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("command", [command.__name__ for command in COMMANDS])
-def test_a_wrong_command_line_is_2_and_json_where_asked_for(command):
+def test_a_wrong_command_line_exits_with_2_and_prints_json_if_asked(command):
     code, out, err = call(command, *WRONG[command])
     assert (code, out) == (2, "")
     assert "Usage" in err
@@ -92,7 +92,7 @@ def test_a_failure_is_one_line_or_one_object(tmp_path, monkeypatch, case):
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no GPU to tune for"), MemoryError()], ids=repr)
-def test_what_a_machine_does_not_have_is_3(monkeypatch, error):
+def test_a_missing_device_or_too_little_memory_exits_with_3(monkeypatch, error):
     def tune(*_: object, **__: object) -> None:
         raise error
 
@@ -103,7 +103,7 @@ def test_what_a_machine_does_not_have_is_3(monkeypatch, error):
     assert (code, json.loads(out)["type"]) == (3, type(error).__name__)
 
 
-def test_numbers_that_json_does_not_have_are_null(tmp_path):
+def test_numbers_that_json_cannot_represent_are_null(tmp_path):
     save_file({f"{LAYER}.weight": torch.zeros(8, 8)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text("{}")
     code, out, _ = call("verify", GPTQ, tmp_path, "--json")
@@ -161,7 +161,7 @@ def test_brackets_of_a_table_are_text(capsys):
 
 
 def heed_ctrl_c() -> None:
-    """Restores the effect of SIGINT, which processes ignore if a shell runs the tests in the background."""
+    """Restores the effect of SIGINT, which a process ignores if a shell runs the tests in the background."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
@@ -188,7 +188,7 @@ def test_ctrl_c_while_torch_is_loaded(tmp_path, way):
 
 
 def test_ctrl_c_in_a_command_is_an_exception_of_the_command(tmp_path):
-    """Ctrl-C after the imports raises KeyboardInterrupt in the command, so that the command can clean up."""
+    """After the imports, Ctrl-C must raise KeyboardInterrupt in the command, so that the command can clean up."""
     code = """
 import os, signal, sys
 sys.argv = ["torch-marlin-metal", "convert", sys.argv[1], sys.argv[2]]
@@ -214,8 +214,8 @@ main()
 
 def run(*arguments: str, stdout: int | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch_marlin_metal", *arguments]
-    # The child's output is buffered: a failing write is then noticed only at the flush, so the test would notice a
-    # missing flush.
+    # The child's output is buffered, so that a failing write shows only when the output is flushed. The tests then fail
+    # if the flush is missing.
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"} | environment
     done = subprocess.run(command, check=False, stdout=stdout, stderr=subprocess.PIPE, text=True, env=environment)
     assert "Traceback" not in done.stderr
@@ -231,7 +231,7 @@ def test_a_full_disk_behind_stdout(as_json):
     assert "No space left on device" in done.stderr
 
 
-def test_a_reader_that_is_gone():
+def test_a_closed_pipe_behind_stdout():
     reading, writing = os.pipe()
     os.close(reading)
     done = run("inspect", str(GPTQ), stdout=writing)
@@ -245,7 +245,7 @@ def test_a_closed_stdout():
     assert (done.returncode, done.stderr) == (3, "error: stdout is closed\n")
 
 
-def test_a_cpu_family_that_is_none():
+def test_an_unknown_cpu_family_is_an_error():
     done = run("verify", str(GPTQ), str(GPTQ), TORCH_MARLIN_METAL_CPU_ISA="abacus")
     assert done.returncode == 3
     assert done.stderr.startswith("error: TORCH_MARLIN_METAL_CPU_ISA: expected one of ")

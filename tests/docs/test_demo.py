@@ -1,4 +1,4 @@
-"""Runs the demo on a few sentences: 4-bit embeddings keep the sentences' meaning, other programs' layers are exact."""
+"""Runs the demo on a few sentences. 4-bit embeddings must keep their meaning, and layers of other programs be exact."""
 
 import importlib.util
 import sys
@@ -36,7 +36,7 @@ def test_real_weights_keep_their_meaning(demo, tmp_path, device):
         assert cosine.min() > 0.9
         assert result.batch_ms > 0
         assert demo.linear_bytes(result.model) < demo.linear_bytes(dense.model) / 6.5
-    # In fp32 and in 4 bit, two sentences of one topic are closer than two sentences of different topics.
+    # In fp32 and in 4 bit, sentences of the same topic must be closer to each other than sentences of different topics.
     same = torch.tensor([[a == b for b in topics] for a in topics]) & ~torch.eye(6, dtype=torch.bool)
     for result in results:
         similarity = (result.embeddings @ result.embeddings.T).cpu()

@@ -1,4 +1,4 @@
-"""Runs three steps of the fine-tuning demo: packed and float weights train the same adapters."""
+"""Runs three steps of the fine-tuning demo. Packed and float weights must train the same adapters."""
 
 import importlib.util
 import sys

@@ -1,4 +1,4 @@
-"""The snippets in the docs run, and the tables in the docs agree with the code."""
+"""Tests that the snippets in the docs run and that the tables in the docs agree with the code."""
 
 import json
 import os
@@ -83,7 +83,7 @@ def has_softmetal() -> bool:
     return done.returncode == 0
 
 
-def test_format_table_is_the_code_s():
+def test_format_table_agrees_with_the_code():
     rows = re.findall(r"^\| `(\w+)` \| `(.+?)` \| (.+?) \| (.+?) \|(.*?)\| (.+?) \|$",
                       (ROOT / "docs/formats/formats.md").read_text(), flags=re.MULTILINE)  # fmt: skip
     assert [row[0] for row in rows] == list(tmm.WEIGHT_FORMATS)
@@ -97,7 +97,7 @@ def test_format_table_is_the_code_s():
         assert group_size == (str(known.fixed_group_size) if known.fixed_group_size else sizes)
 
 
-def test_schemas_are_the_code_s():
+def test_schemas_agree_with_the_code():
     (block,) = blocks(ROOT / "docs/use/operators.md", "text")
     documented = {line.split("(")[0]: line for line in block.strip().splitlines()}
     registered = {
@@ -119,7 +119,7 @@ def test_which_format_quotes_the_measurements():
     for name, group_size, method, bits, distance in rows:
         assert f"| {name} | {group_size} | {method} | {distance} |" in measured
         packed = tmm.quantize_weight(weight, name, int(group_size))
-        constant = {"lut", "global_scale"}  # a few bytes, whatever the size of the weight
+        constant = {"lut", "global_scale"}  # these take a few bytes, whatever the size of the weight
         size = sum(tensor.nbytes for key, tensor in packed.tensors().items() if key not in constant)
         assert 8 * size / weight.numel() == float(bits)
 
@@ -139,12 +139,12 @@ def test_api_reference_names_every_public_name():
     assert modules <= {name.split(".")[0] for name in named}
 
 
-def test_assumptions_are_the_model_s():
+def test_assumptions_agree_with_the_cost_model():
     listed = (ROOT / "docs/inside/tile-sizing.md").read_text().split("## What the model assumes")[1].split("\n- ")[1:]
     assert tuple(" ".join(text.split()) for text in listed) == tmm.profiling.ASSUMPTIONS
 
 
-def test_table_of_tiles_is_the_planner_s():
+def test_table_of_tiles_agrees_with_the_planner():
     page = (ROOT / "docs/inside/tile-sizing.md").read_text()
     known = {(row.variant, "x".join(map(str, row.tile))): row for row in tmm.profiling.tile_table("M1").rows}
     rows = re.findall(r"^\| `(\w+)` \| (\d+x\d+x\d+) \| (.+) \|$", page, flags=re.MULTILINE)

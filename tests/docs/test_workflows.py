@@ -1,4 +1,4 @@
-"""The workflows fit GitHub's schema, and pin other people's code: actions by commit, Python packages by hash."""
+"""Tests that the workflows fit GitHub's schema and pin other people's code: actions by commit, packages by hash."""
 
 import re
 import subprocess
@@ -21,7 +21,7 @@ def test_actions_are_pinned_by_commit():
 
 
 def schema_errors(*workflows: Path) -> str:
-    """Returns what GitHub's schema has against workflow files; empty if nothing. It needs no network."""
+    """Returns the errors that GitHub's schema finds in workflow files, or an empty string. Needs no network."""
     command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.github-workflows", *workflows]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode in (0, 1), done.stdout + done.stderr
@@ -51,7 +51,7 @@ def test_a_mistake_in_a_workflow_is_reported(tmp_path: Path, right: str, wrong: 
 
 
 def test_ci_installs_packages_by_hash():
-    """Each line has a hash, and no package that pyproject.toml asks for is missing or has another version."""
+    """Each line must have a hash. Each package that pyproject.toml asks for must be there, in a version it allows."""
     head, *lines = (ROOT / ".ci" / "requirements.txt").read_text().splitlines()
     assert "scripts/hash_requirements.py" in head
     found = [re.fullmatch(r"([a-z0-9-]+)==(\S+) --hash=sha256:[0-9a-f]{64}", line) for line in lines]

@@ -1,13 +1,14 @@
-"""Tiny random models of every architecture that transformers can build: quantized while loading, run, saved, loaded.
+"""Tries a tiny random model of every architecture that transformers can build. Loads it in 4 bit, runs and saves it,
+and loads what was saved.
 
     python -m tests.journeys.architectures [FAMILY ...] > results
     python -m tests.journeys.architectures --record benchmarks/architectures.md results ...
 
 The first command prints the result of each family. The second makes a page of printed results; a later result of a
 family replaces an earlier one. "right" means that the model ran, that the saved model has the same bits and gives the
-same results, and that a compressed-tensors checkpoint of the model loads as well. "loads" means the same, without a
-run, for a model that this script cannot run in floats. If a model cannot be built from a shrunken config, the page
-gives the reason, which says nothing about this package.
+same results, and that a compressed-tensors checkpoint of the model loads as well. "loads" means the same, except that
+nothing ran, because this script cannot run the model in floats. If a model cannot be built from a shrunken config, the
+page gives the reason, which says nothing about this package.
 """
 
 import contextlib
@@ -77,7 +78,7 @@ and names the matrices that stay in floats.
 
 | result | families | meaning |
 |---|---|---|"""
-LARGEST = 240_000_000  # bytes
+LARGEST = 240_000_000  # larger models, in bytes, are left out
 FIRST = ("clip", "siglip", "llava", "gemma3", "t5", "modernbert", "wav2vec2", "mamba", "mamba2")
 
 
@@ -93,7 +94,10 @@ def shrunken(family: str) -> PreTrainedConfig:
 
 
 def smaller(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Returns a config of small sizes: a new one with matching dependent values or, if that fails, the given one."""
+    """Returns a new config with small sizes, from which the class computes further values.
+
+    If the class refuses the sizes, the given config is changed instead.
+    """
     inside = {name: smaller(value) for name, value in vars(config).items() if isinstance(value, PreTrainedConfig)}
     sizes: dict[str, Any] = {name: size for name, size in SIZES.items() if isinstance(getattr(config, name, None), int)}
     if config.model_type in ("mamba2", "bamba"):
@@ -108,7 +112,7 @@ def smaller(config: PreTrainedConfig) -> PreTrainedConfig:
             setattr(config, name, value)
     for name, value in list(vars(config).items()):
         if isinstance(value, list) and len(value) == before:  # one entry for each layer
-            with contextlib.suppress(AttributeError):  # computed by some configs
+            with contextlib.suppress(AttributeError):  # some configs compute this value and do not let it be set
                 setattr(config, name, value[: config.num_hidden_layers])
     return config
 
@@ -161,7 +165,7 @@ def packed_in(model: Any) -> int:
 
 
 def close(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    """Compares within rounding, because kernels of dense products depend on the addresses of tensors."""
+    """Compares up to rounding errors, because the kernel of a dense product depends on the addresses of its tensors."""
     pairs = zip(one, other, strict=True)
     return len(one) == len(other) and all(torch.allclose(a, b, 1e-4, 1e-5, equal_nan=True) for a, b in pairs)
 
@@ -228,7 +232,7 @@ def first_line(error: Exception) -> str:
 
 
 def result_of(family: str) -> tuple[str, str]:
-    """Calls `journey`. Suppresses the output of the libraries, and returns a crash as a result."""
+    """Calls `journey` without the output of the libraries. If it raises, returns the error as the result."""
     with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
         try:
             return journey(family)

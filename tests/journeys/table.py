@@ -1,9 +1,9 @@
-"""Twelve journeys of first-time users. Runs each one and prints what happens.
+"""Runs what twelve first-time users try to do, and prints what happens.
 
     python -m tests.journeys.table [NUMBER ...]
 
-The command prints a line for each journey. A journey returns what happened, and raises AssertionError if that must not
-happen. If a journey needs a library that is not installed, the line says that this was not tried.
+The command prints a line for each user's journey. A journey returns what happened, or raises AssertionError if this
+must not happen. If a journey needs a library that is not installed, the line says that it was not tried.
 """
 
 import importlib.metadata
@@ -61,7 +61,7 @@ def bits(model: nn.Module, other: nn.Module) -> bool:
 
 
 def install_lines(folder: Path) -> str:
-    """1: the commands that the docs print install from a checkout; none takes the name from the index."""
+    """1: all pip commands in the docs install from a checkout; none takes the package from an index."""
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     lines = [line for page in pages for line in re.findall(r"pip install .*", page.read_text())]
     named = [line for line in lines if re.search(r"""install ["']?torch[_-]marlin[_-]metal(?![\w*-])""", line)]
@@ -71,7 +71,7 @@ def install_lines(folder: Path) -> str:
 
 
 def source_distribution(folder: Path) -> str:
-    """2: the sdist holds what a build needs."""
+    """2: the sdist contains what a build needs."""
     command = [sys.executable, "setup.py", "-q", "sdist", "-d", str(folder)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True, env={**os.environ, "WITHOUT_EXTENSION": "1"})
     names = subprocess.run(["tar", "tzf", *folder.glob("*.tar.gz")], check=True, capture_output=True, text=True).stdout
@@ -96,7 +96,7 @@ def other_torch(folder: Path) -> str:
 
 
 def quantized_in_memory(folder: Path) -> str:
-    """4: quantize_model, save_pretrained, from_pretrained: the same bits in every library that is installed."""
+    """4: save_pretrained and from_pretrained keep the bits of a quantized model, in every library that is installed."""
     model = tiny("llama")
     tmm.quantize_model(model, "uint4", 32, progress=False)
     model.save_pretrained(folder / "llama")
@@ -106,7 +106,7 @@ def quantized_in_memory(folder: Path) -> str:
     torch.save(model.state_dict(), folder / "state.pt")
     try:
         tiny("llama").load_state_dict(torch.load(folder / "state.pt"), strict=False)
-        raise AssertionError("random weights")
+        raise AssertionError("a float model loaded a 4-bit state_dict, so its weights stay random")
     except RuntimeError:
         told.append("torch.save into a float model: refused")
     if importlib.util.find_spec("diffusers"):
@@ -149,7 +149,7 @@ def experts(folder: Path) -> str:
 
 
 def adapters(folder: Path) -> str:
-    """7: LoRA on a quantized model."""
+    """7: LoRA adapters train on a quantized model."""
     if not importlib.util.find_spec("peft"):
         return "peft is not installed: not tried"
     import peft
@@ -166,14 +166,14 @@ def adapters(folder: Path) -> str:
 
 
 def families(folder: Path) -> str:
-    """8: the families of models that once crashed while they initialized weights."""
+    """8: families whose code for initializing weights needs more than a plain Linear load in 4 bit."""
     results = {family: result_of(family)[0] for family in FIRST}
     assert set(results.values()) == {"right"}, results
     return f"{len(results)} of {len(results)} right: {', '.join(results)} (all families: benchmarks/architectures.md)"
 
 
 def head(folder: Path) -> str:
-    """9: the output layer in 4 bit."""
+    """9: the output layer is in 4 bit if the user asks for it."""
     tiny("llama").save_pretrained(folder / "floats")
     counts = []
     for quantize_head in (False, True):
@@ -185,7 +185,7 @@ def head(folder: Path) -> str:
 
 
 def without_python(folder: Path) -> str:
-    """10: the operators from C++."""
+    """10: a C++ program can use the operators without Python."""
     library = next((ROOT / "torch_marlin_metal/cpp/lib").glob("libtorch_marlin_metal.*"), None)
     assert library is not None, "the build has not made the C++ library"
     symbols = subprocess.run(["nm", "-D", "--undefined-only", library], check=True, capture_output=True, text=True)
@@ -214,7 +214,7 @@ def other_layers(folder: Path) -> str:
 
 
 def backward(folder: Path) -> str:
-    """12: forward and backward of one layer: the gradient and the time of a dense layer with the same weight."""
+    """12: a layer's gradient is that of a dense layer with the same weight; the times of both are printed."""
     packed_layer = tmm.MarlinLinear.from_linear(nn.Linear(1024, 2816, bias=False).bfloat16())
     dense = nn.Linear(1024, 2816, bias=False)
     dense.weight.data = packed_layer.dequantize(torch.bfloat16)
@@ -243,7 +243,7 @@ JOURNEYS: dict[int, Callable[[Path], str]] = dict(
 
 
 def take(number: int) -> tuple[bool, str]:
-    """Runs a journey. Returns whether it went as it must, and what happened."""
+    """Runs a journey. Returns True if it ended as it must, and what happened."""
     transformers.utils.logging.set_verbosity(50)
     transformers.utils.logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as folder, redirect_stderr(io.StringIO()):

@@ -1,4 +1,4 @@
-"""A sample of the architectures that `architectures.py` tries; with --everything all of them."""
+"""Tests some of the architectures that `architectures.py` tries, or all of them with --everything."""
 
 import pytest
 

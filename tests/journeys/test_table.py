@@ -1,4 +1,4 @@
-"""A sample of the journeys of first-time users; with --everything all of them."""
+"""Tests some of the journeys of first-time users, or all of them with --everything."""
 
 import pytest
 
@@ -12,6 +12,6 @@ def pytest_generate_tests(metafunc) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_journey_goes_as_it_must(number) -> None:
+def test_a_journey_ends_as_it_must(number) -> None:
     went, told = take(number)
     assert went, told

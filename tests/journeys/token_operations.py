@@ -2,9 +2,9 @@
 
     python -m tests.journeys.token_operations [FAMILY ...]
 
-The models are tiny and random, with layers in 4 bit, in eager mode on the CPU. Every operation that is no view is a
-dispatch on a Mac. Without families, it takes every family with a causal language model. The result for all of them is
-benchmarks/token_operations.md.
+The models are tiny and random, have 4-bit layers, and run in eager mode on the CPU. On a Mac, every operation except a
+view would be a dispatch. If no families are named, the command takes every family with a causal language model.
+benchmarks/token_operations.md has the results of all families.
 """
 
 import contextlib
@@ -38,22 +38,22 @@ def model_of(family: str, layers: int | None = None) -> Any:
         text.num_hidden_layers = layers
         if types := getattr(text, "layer_types", None):
             kind = next((kind for kind in types if "attention" in kind and "linear" not in kind), types[0])
-            with contextlib.suppress(AttributeError):  # computed by some configs
+            with contextlib.suppress(AttributeError):  # some configs compute this value and do not let it be set
                 text.layer_types = [kind] * layers
     torch.manual_seed(0)
     model = class_of(family)._from_config(config).eval()
-    with torch.no_grad():  # so that no weight of a norm is one
+    with torch.no_grad():  # changes the weights of norms, so that none of them is 1
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(0.1 * torch.randn_like(parameter))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about matrices that stay in floats
+        warnings.simplefilter("ignore")  # quantize_model warns of matrices that stay in floats
         tmm.quantize_model(model, group_size=32, progress=False)
     return model
 
 
 def of_one_call(model: Any, batch: int = 1, tokens: int = 1, is_static: bool = False) -> Counter[str]:
-    """Counts the operations of `tokens` tokens after six others, with a cache."""
+    """Counts the operations of `tokens` tokens that follow six tokens in the cache."""
     ids = torch.arange(5, 11 + tokens).repeat(batch, 1)
     cache = StaticCache(config=model.config, max_cache_len=16) if is_static else None
     with torch.no_grad():
@@ -131,7 +131,7 @@ def row_of(family: str) -> Row:
             try:
                 row.before = measure(family, fuse=False)[0].total()
                 row.failure = ""
-            except Exception as error:  # the row says why
+            except Exception as error:  # the row contains the error
                 text = str(error).splitlines()[0][:80] if str(error) else ""
                 row.failure = f"not run: {type(error).__name__}: {text}".replace("|", "/")
                 continue

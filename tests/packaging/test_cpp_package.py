@@ -1,4 +1,6 @@
-"""The package for C++ programs: a program without Python runs an exported model and an operator, and gets Python's values."""
+"""Tests the package for C++ programs. A program without Python runs an exported model and an operator. The results must
+be those of Python.
+"""
 
 import os
 import shutil
@@ -58,7 +60,7 @@ def test_a_program_runs_a_model_and_an_operator(program: Path, tmp_path: Path) -
     torch.testing.assert_close(values(printed, "gemm"), rows.expand(3, 4).flatten().float(), rtol=1e-5, atol=1e-5)
 
 
-def test_a_wrong_argument_is_an_error_with_words(program: Path, tmp_path: Path) -> None:
+def test_a_wrong_argument_prints_an_error(program: Path, tmp_path: Path) -> None:
     done = subprocess.run([program, tmp_path / "missing.pt2"], capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr.strip()
 
@@ -85,7 +87,7 @@ def test_another_torch_is_refused(tmp_path: Path) -> None:
 
 
 def test_commands_of_the_linker() -> None:
-    """A Mac's library is a dylib that finds PyTorch beside the package."""
+    """On a Mac, the library must be a dylib that finds PyTorch in the folder beside the package."""
     out = Path("lib", cpp_library.library_name("darwin"))
     command = cpp_library.link_command("darwin", ["clang++"], ["one.o"], Path("/torch/lib"), out)
     assert {"-dynamiclib", "one.o", "-framework", "Metal", "@rpath/libtorch_marlin_metal.dylib"} <= set(command)

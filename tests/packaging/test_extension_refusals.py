@@ -1,4 +1,4 @@
-"""The reasons for which the extension is not used: another torch or Python, or other sources."""
+"""Tests when the package refuses its extension: it was built for another torch or Python, or from other sources."""
 
 import re
 import sys
@@ -13,7 +13,7 @@ from torch_marlin_metal import extension, formats, interface
 
 
 def load_with(monkeypatch: pytest.MonkeyPatch, found: ModuleType | ImportError) -> str:
-    """Returns the package's error if importing the extension returns or raises `found`."""
+    """Returns the error of the package when the import of the extension returns or raises `found`."""
 
     def import_module(name: str) -> ModuleType:
         assert name == "torch_marlin_metal._C"
@@ -84,8 +84,8 @@ def test_an_older_build_whose_operator_lacks_an_argument(monkeypatch) -> None:
     assert "its operator gptq_repack takes (qweight, perm), not (qweight, perm, bits)" in message
 
 
-def test_the_tables_of_the_interface_are_those_of_the_extension() -> None:
-    """interface.py lists every name of the extension. Otherwise an older build that lacks an unlisted one would load.
+def test_the_interface_lists_every_name_of_the_extension() -> None:
+    """If interface.py did not list a name, the package would load an older build that lacks this name.
 
     Operators that only the mps backend has are not compared.
     """

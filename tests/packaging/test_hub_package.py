@@ -1,4 +1,6 @@
-"""The package for Hugging Face's kernel hub is derived from the sources, with a namespace that each build chooses."""
+"""Tests the package for Hugging Face's kernel hub, which is derived from the sources. Each build chooses the namespace
+of its operators.
+"""
 
 import importlib
 import re
@@ -23,7 +25,7 @@ def derived(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_no_operator_is_registered_under_the_name_of_the_wheel(derived: Path) -> None:
-    """Otherwise the wheel and a kernel of the hub could not be loaded into one process."""
+    """If the names were the same, one process could not load both the wheel and a kernel of the hub."""
     sources = [path for path in derived.glob("csrc/**/*") if path.suffix in (".cpp", ".h", ".mm")]
     text = "\n".join(path.read_text() for path in sources)
     assert not re.search(r"TORCH_LIBRARY\w*\(torch_marlin_metal", text)
@@ -33,7 +35,7 @@ def test_no_operator_is_registered_under_the_name_of_the_wheel(derived: Path) ->
     assert len(registrations) == len(re.findall(r"TORCH_LIBRARY\w*\(torch_marlin_metal, ", ours)) > 20
 
 
-def test_all_files_of_the_build_exist_and_none_needs_python(derived: Path) -> None:
+def test_all_files_of_the_build_exist_and_do_not_include_python(derived: Path) -> None:
     listed = re.findall(r'^    "(.+)",$', (derived / "build.toml").read_text(), re.MULTILINE)
     assert len(listed) > 150
     assert [name for name in listed if not (derived / name).is_file()] == []

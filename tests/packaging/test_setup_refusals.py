@@ -1,4 +1,4 @@
-"""The errors of setup.py on a machine where the extension cannot be built."""
+"""Tests the errors of setup.py on machines where the extension cannot be built."""
 
 import os
 import subprocess

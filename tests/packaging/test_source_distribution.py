@@ -1,4 +1,4 @@
-"""A build works from the source distribution, and a wheel names the torch version that it needs."""
+"""Tests that the source distribution can be built, and that a wheel names the torch version that it needs."""
 
 import os
 import re
@@ -34,7 +34,7 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_all_sources_find_their_headers(unpacked: Path) -> None:
     sources = sorted(path.relative_to(ROOT) for path in ROOT.glob("csrc/**/*") if path.suffix in (".cpp", ".mm"))
     assert len(sources) > 40
-    # Lists the included files of this project. -MG lets the headers of PyTorch and of the system be missing.
+    # -MM lists the included files of this project. -MG accepts that headers of PyTorch and of the system are missing.
     command = ["g++", "-std=c++20", "-MM", "-MG", "-x", "c++", "-I.", *map(str, sources)]
     listed = subprocess.run(command, cwd=unpacked, check=True, capture_output=True, text=True).stdout
     ours = {name for name in re.split(r"[\s\\]+", listed) if name.startswith(("csrc/", "kernels/"))}
@@ -51,7 +51,7 @@ def test_all_kernels_are_embedded(unpacked: Path) -> None:
 
 
 def test_metadata(unpacked: Path) -> None:
-    """A source distribution accepts each torch that the sources support. A wheel accepts the torch of its build."""
+    """A source distribution must accept every torch that the sources support, a wheel only the torch of its build."""
     assert "Requires-Dist: torch>=2.13\n" in (unpacked / "PKG-INFO").read_text()
     environment = {name: value for name, value in os.environ.items() if name != "WITHOUT_EXTENSION"}
     (unpacked / "info").mkdir()
@@ -64,7 +64,7 @@ def test_metadata(unpacked: Path) -> None:
 
 
 def empty_wheel(folder: Path, name: str, version: str, *requires: str) -> None:
-    """Writes a wheel that holds metadata and nothing else."""
+    """Writes a wheel that contains only metadata."""
     info = f"{name}-{version}.dist-info"
     head = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]
     files = {

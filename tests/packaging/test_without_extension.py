@@ -1,4 +1,6 @@
-"""Without a usable extension the package inspects and converts checkpoints, and every operator raises one error."""
+"""Tests the package without a usable extension. It must inspect and convert checkpoints. Every operator must raise the
+same error.
+"""
 
 import json
 import os
@@ -15,7 +17,7 @@ from torch_marlin_metal.checkpoints import words
 
 ROOT = Path(__file__).parents[2]
 LAYERS = ROOT / "tests/data/layers"
-# One checkpoint for each function of checkpoints/words.py, and one of each way that it is called.
+# Reading these checkpoints calls each function of checkpoints/words.py in each way in which the readers call it.
 CHECKPOINTS = (
     "gptq/gptqmodel-asym-g64-v1",
     "gptq/gptqmodel-sym-g32-actorder-v1",
@@ -120,7 +122,7 @@ def test_without_an_extension(tmp_path: Path) -> None:
 
 
 def test_an_extension_for_another_torch_is_not_used(tmp_path: Path) -> None:
-    """The extension itself loads and registers its operators here. They must be out of reach all the same."""
+    """The extension itself loads and registers its operators here, but calling them must be an error."""
     found = run(ROOT, "import torch.torch_version; torch.__version__ = torch.torch_version.TorchVersion('2.99.0')")
     (warning,) = found["warnings"]
     built_for = extension.native.torch_version
@@ -131,7 +133,9 @@ def test_an_extension_for_another_torch_is_not_used(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rule", ["word", "masked", "unmasked"])
-def test_the_words_are_the_operators(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repacking_without_the_extension_gives_the_operators_results(
+    rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     generator = torch.Generator().manual_seed(0)
     packed = torch.randint(-(2**31), 2**31, (16, 24), dtype=torch.int32, generator=generator)
     packed[0, :4] = torch.tensor([-1, 0, 0x0FFFFFFF, -(2**31)])  # zero points of 15 carry into the next nibble

@@ -1,4 +1,4 @@
-"""Compiles tests/planner/*_test.cpp with the launch planner and its cost model, without torch and Metal, and runs them."""
+"""Compiles tests/planner/*_test.cpp with the launch planner and its cost model, without torch, and runs them."""
 
 import subprocess
 from pathlib import Path

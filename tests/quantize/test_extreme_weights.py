@@ -1,4 +1,4 @@
-"""quantize_weight at the ends of the float range is as exact as in the middle, or refuses the weight by name."""
+"""Tests quantize_weight at the ends of the float range. It must be as exact as in the middle, or refuse the weight."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ def relative_error(w: torch.Tensor, *arguments: object, **options: object) -> fl
 @pytest.mark.parametrize("scale_dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("method", ["rtn", "mse"])
 @pytest.mark.parametrize("name", FORMATS)
-def test_no_weight_is_lost_in_silence(name, method, scale_dtype) -> None:
+def test_a_weight_at_the_ends_of_the_range_is_exact_or_refused(name, method, scale_dtype) -> None:
     w = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
     expected = relative_error(w, name, None, method, scale_dtype=scale_dtype)
     assert expected < 0.2
@@ -39,5 +39,5 @@ def test_no_weight_is_lost_in_silence(name, method, scale_dtype) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_weight_of_zeros_stays_one(name) -> None:
+def test_a_weight_of_zeros_stays_zero(name) -> None:
     assert not quantize_weight(torch.zeros(4, 64), name).validate().dequantize().any()

@@ -1,4 +1,4 @@
-"""A PackedWeight as an operand: called, given to `linear`, printed."""
+"""Tests a PackedWeight that is called, passed to `linear`, or printed."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ import torch_marlin_metal as tmm
 
 
 @pytest.mark.parametrize("weight_format", tmm.WEIGHT_FORMATS)
-def test_a_weight_multiplies_with_all_that_belongs_to_it(weight_format) -> None:
+def test_a_weight_multiplies_with_its_scales_table_and_bias(weight_format) -> None:
     torch.manual_seed(0)
     options = {"lut": torch.linspace(-1, 1, 16)} if weight_format == "lut4" else {}
     weight = tmm.quantize_weight(torch.randn(24, 128), weight_format, **options)
@@ -18,7 +18,7 @@ def test_a_weight_multiplies_with_all_that_belongs_to_it(weight_format) -> None:
     assert torch.equal(tmm.linear(a, weight), weight(a))
 
 
-def test_linear_names_what_is_no_weight() -> None:
+def test_linear_refuses_a_plain_tensor() -> None:
     with pytest.raises(TypeError, match="linear: weight: expected a PackedWeight, got Tensor"):
         tmm.linear(torch.ones(1, 64), torch.ones(8, 64))
 

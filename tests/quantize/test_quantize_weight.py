@@ -1,4 +1,6 @@
-"""quantize_weight: worked examples, nearest codes by brute force, and a search that never loses to rounding."""
+"""Tests quantize_weight with worked examples and a search for the nearest codes. Also tests that "mse" is never worse
+than "rtn".
+"""
 
 import numpy as np
 import pytest
@@ -27,7 +29,7 @@ def weights(kind: str, N: int = 24, K: int = 200, dtype: torch.dtype = torch.flo
     elif kind == "sparse":
         w *= rng.random((N, K)) < 0.1
     elif kind == "tiny":
-        w[1:] *= 1e-6  # makes the scales of most groups 0
+        w[1:] *= 1e-6  # so small that the scales of most groups become 0
     elif kind == "constant":
         w[:] = 0.3
     return torch.from_numpy(w).to(dtype)
@@ -80,7 +82,7 @@ def test_every_code_is_the_nearest(weight_format, group_size, kind, method, devi
     exact = to_numpy(w).T
     error = np.abs(values(packed) - exact)
     least = np.abs(all_values(packed) - exact).min(0)
-    # The fp32 rounding of x / s can decide between two codes that are almost equally near.
+    # If two codes are almost equally near, the fp32 rounding of x / s can decide between them.
     assert (error <= least + 2.0**-20 * (np.abs(scales_of(packed)) + np.abs(exact))).all()
 
 
@@ -111,7 +113,7 @@ def test_dtypes(weight_format, scale_dtype, dtype, device):
     assert np.abs(values(packed) - to_numpy(weights("normal", dtype=dtype)).T).max() < 0.04
 
 
-def test_rtn_scales_are_the_conventions(device):
+def test_rtn_scales_follow_the_conventions_of_each_format(device):
     w = weights("normal", K=128).to(device)
     amax, low, high = w.abs().amax(1), w.amin(1), w.amax(1)
 
@@ -149,8 +151,8 @@ def test_a_scale_that_rounds_to_zero_gives_zeros(device):
 
 
 def test_nvfp4_worked_example(device):
-    # In the worked example that this test follows, the first weight is 0.3. That is 0.75 scales, a tie between two
-    # codes, and the rounding of the scale would decide the tie. The test therefore uses 0.301.
+    # The first weight is 0.301 and not 0.3. The weight 0.3 is 0.75 scales, exactly between two codes, so the rounding
+    # of the scale would choose the code.
     row = [0.301, -0.7, 0.05, 1.2, -2.4, 0.9, 0, -0.02, 0.11, 0.5, -0.33, 1.9, -1.1, 0.61, 0.26, -0.15]
     w = torch.tensor([row, [4.8] + [0.0] * 15], device=device)
     packed = quantize_weight(w, "nvfp4")

@@ -1,4 +1,4 @@
-"""replace_linear_layers replaces layers of other programs bit for bit, or keeps them and reports the reason."""
+"""Tests that replace_linear_layers replaces layers of other programs bit for bit, or keeps them and says why."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,7 @@ class PackedLinear(nn.Module):
 
 
 class PackedLinearV2(PackedLinear):
-    """Imitates GPTQModel's classes that hold zero points of version 2, even if the file has version 1."""
+    """Imitates the classes of GPTQModel that store zero points of version 2, even if the file has version 1."""
 
     REQUIRES_FORMAT_V2 = True
 
@@ -76,8 +76,8 @@ def test_layers_of_other_programs_are_taken_over_bit_for_bit(folder, device):
 
 
 @pytest.mark.parametrize("folder", GPTQ)
-def test_classes_that_hold_version_2_zero_points(folder, device):
-    """GPTQModel converts the zero points when it loads a file into such a class. The config still says version 1."""
+def test_classes_that_convert_zero_points_to_version_2_are_recognized(folder, device):
+    """When GPTQModel loads a file into such a class, it converts the zero points. The config still says version 1."""
     model, reference = load_fixture(folder, device, PackedLinearV2)
     version = 2 if folder.endswith("v2") else 1
     if version == 1:
@@ -98,7 +98,7 @@ def test_zero_points_that_contradict_the_version_stay(device):
     assert model["layer"].weight_format == "uint4b8"
 
 
-def test_the_converted_flag_of_a_module_counts(device):
+def test_a_module_that_says_its_zero_points_are_converted_is_believed(device):
     model, reference = load_fixture("gptq/gptqmodel-asym-g64-v1", device)
     model["layer"].qzeros += 0x11111111
     model["layer"].qzero_format = lambda: 2
@@ -232,7 +232,9 @@ def test_replace_arguments(device):
 @pytest.mark.parametrize("names", [("gptq_version", "gptq_zeros_rule"), ("checkpoint_version", "rule")])
 def test_both_names_of_the_gptq_arguments_are_heeded(names) -> None:
     folder = "gptq/gptqmodel-asym-g64-v1-zero0"
-    model, reference = load_fixture(folder, "cpu", PackedLinearV2)  # states version 2; the words have version 1
+    model, reference = load_fixture(
+        folder, "cpu", PackedLinearV2
+    )  # the class has version 2, but the words have version 1
     replace_linear_layers(model, **dict(zip(names, (1, "word"), strict=True)), progress=False)
     assert torch.equal(model["layer"].dequantize().half(), reference)
     masked, _ = load_fixture(folder, "cpu", PackedLinearV2)

@@ -1,6 +1,6 @@
-"""replace_linear_layers on layers of other packages, of other kinds than GPTQ and AWQ gemm.
+"""Tests replace_linear_layers on layers of other packages. test_replace.py tests GPTQ layers and AWQ layers for gemm.
 
-For an installed package, a test uses the package's class. For a missing one, a class of the same name stands in, with a
+A test uses the package's own class if the package is installed. Otherwise it uses a class of the same name, with a
 state_dict from a checkpoint that the package wrote.
 """
 
@@ -22,7 +22,7 @@ DATA = Path(__file__).parents[1] / "data/layers"
 
 
 def stored(folder: str) -> tuple[dict[str, torch.Tensor], dict, torch.Tensor]:
-    """Returns a fixture's tensors by name in the layer, the fixture's settings, and the producer's weight `[N, K]`."""
+    """Returns a fixture's tensors by their name in the layer, its settings, and the producer's own weight `[N, K]`."""
     state = load_file(DATA / folder / "model.safetensors")
     ((name, reference),) = load_file(DATA / folder / "reference.safetensors").items()
     prefix = name.removesuffix("weight")
@@ -166,7 +166,7 @@ def test_layers_in_the_state_of_other_packages(folder, device):
 
 
 def test_bitsandbytes_layers_that_ran_on_a_cpu():
-    """On some CPUs, a forward packs 32 rows together, rounds the scales to bf16 and stores these as `[blocks, N]`."""
+    """On some CPUs, a forward packs 32 rows together and stores the scales as bf16 `[blocks, N]`."""
     torch.manual_seed(0)
     N, K = 64, 128
     codes, lut = torch.randint(0, 16, (N, K), dtype=torch.uint8), torch.linspace(-1, 1, 16)

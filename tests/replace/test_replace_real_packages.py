@@ -1,8 +1,8 @@
-"""replace_linear_layers on layers that installed packages create. If a package is missing, its tests are skipped.
+"""Tests replace_linear_layers on layers that installed packages create. If a package is missing, its tests are skipped.
 
-To install the packages beside torch 2.13.0: pip install --no-deps bitsandbytes==0.50.2 hqq==0.2.8.post1 autoawq==0.2.9
-compressed-tensors==0.20.0. Then gptqmodel==7.7.0, with BUILD_CUDA_EXT=0 and --no-build-isolation. Then import each
-package, and install the modules that the import does not find.
+To install the packages beside torch 2.13.0, run pip install --no-deps bitsandbytes==0.50.2 hqq==0.2.8.post1
+autoawq==0.2.9 compressed-tensors==0.20.0. Then install gptqmodel==7.7.0 with BUILD_CUDA_EXT=0 and --no-build-isolation.
+Finally import each package, and install the modules that the import does not find.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""trace_token counts the operations of a whole model from a few layers, and predicts a token's time on each chip."""
+"""Tests trace_token, which counts the operations of a whole model from a few layers and predicts a token's time."""
 
 import json
 
@@ -26,7 +26,7 @@ LARGE = {
     "num_key_value_heads": 8,
     "vocab_size": 128256,
 }
-M1_BYTES_PER_SECOND = 68.25e9 * 0.88  # as in csrc/planner/chips.h
+M1_BYTES_PER_SECOND = 68.25e9 * 0.88  # the figures of csrc/planner/chips.h
 
 
 def traced(config, **options):
@@ -34,7 +34,7 @@ def traced(config, **options):
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_moe"])
-def test_the_count_of_a_whole_model_is_that_of_a_run_of_all_its_layers(family):
+def test_the_count_of_a_whole_model_equals_that_of_running_all_its_layers(family):
     model = model_of(family, 5)
     found = traced(model.config)
     assert (found.layers, found.sampled) == (5, 1)
@@ -57,7 +57,7 @@ def test_every_kind_of_layer_is_run_and_windows_limit_attention():
     assert found.after.work.cache_bytes == 3 * a_token * 8 + 3 * a_token * 100
     experts = [(product, count) for product, count in found.after.work.products.items() if product.experts > 1]
     assert [(product.experts, product.reduces, count) for product, count in experts] == [(2, False, 6), (2, True, 6)]
-    assert found.after.kinds["attention"] == 2 * 6  # products of keys and of values
+    assert found.after.kinds["attention"] == 2 * 6  # each layer has a product with the keys and one with the values
 
 
 def test_a_tied_head_is_a_dense_product_with_the_whole_vocabulary():
@@ -85,7 +85,7 @@ def test_an_8b_model_is_traced_from_its_config(tmp_path):
     assert "M3 Ultra" in str(found)
 
 
-def test_a_time_of_a_dispatch_can_be_given():
+def test_the_time_of_a_dispatch_can_be_chosen():
     found = traced(LLAMA, dispatch_seconds=13e-6)
     assert found.before.costs[0].dispatches == pytest.approx(13e-6 * found.before.total)
 
@@ -102,7 +102,7 @@ def test_kinds():
     assert {name: kind_of(name) for name in names} == names
 
 
-def test_views_are_no_operations():
+def test_views_are_not_counted():
     with Operations() as seen:
         x = torch.ones(4, 4)
         torch.empty(4)

@@ -1,4 +1,4 @@
-"""Compares the mLSTM on each device with the fp64 recurrence (mlstm_reference.py). Both get the rounded inputs."""
+"""Compares the mLSTM on each device with the fp64 recurrence (mlstm_reference.py). Both get the same rounded inputs."""
 
 import subprocess
 import sys
@@ -47,7 +47,7 @@ def check_all(problem: Problem, device: str, chunk_size: int, bound: float) -> N
     h, N, M = OPS.mlstm_output(*inputs, *states, chunk_size=chunk_size)
     assert relative_to_max(h, expected.h) <= bound
     assert np.abs(array(M) - expected.M).max() <= STABILISER
-    # Beyond fp32's range the denominator is infinite and h is 0.
+    # If the denominator exceeds fp32's range, it is infinite and h is 0.
     in_range = expected.N < 1e38
     error = np.abs(array(N) - expected.N)[in_range] / expected.N[in_range]
     assert error.max(initial=0.0) <= bound
@@ -68,7 +68,7 @@ def test_regimes(regime, chunk_size, m0, device):
     check_all(problem, device, chunk_size, hidden_bound(regime, m0))
 
 
-def test_regimes_in_full(everything, device):
+def test_all_regimes(everything, device):
     shapes = [(2, 3, 256, 24, 48), (1, 2, 256, 64, 72)] if everything else [(1, 2, 32, 8, 8)]
     for B, H, S, DK, DV in shapes:
         for regime in REGIMES if everything else REGIMES[:1]:
@@ -108,7 +108,7 @@ def test_tails(S, device):
     check_state(final, expected)
 
 
-def test_no_heads_and_no_batch(device):
+def test_tensors_without_heads_or_batches(device):
     for B, H in ((0, 2), (1, 0)):
         inputs, state = make(B, H, 5, 8, 8, m0=0.0).on(device)
         assert OPS.mlstm(*inputs, **state)[0].shape == (B, H, 5, 8)
@@ -131,7 +131,7 @@ def test_half_precision(dtype, bound, gate_dtype, f, device):
     check_state(final, expected)  # the inputs are exact, and sums and states are fp32, so the fp32 bound holds
 
 
-def test_four_calls_are_one(device):
+def test_four_calls_with_the_state_passed_on_give_the_results_of_one(device):
     problem = make(2, 3, 93, 24, 40)
     inputs, _ = problem.on(device)
     whole = OPS.mlstm(*inputs)
@@ -158,7 +158,7 @@ def test_steps_are_the_sequence(device):
         assert all(torch.equal(a, b) for a, b in zip(before, kept, strict=True))  # the step does not change its input
 
 
-# In checked mode, inexact functions get a different error in every run. So tests that compare bits use fast mode.
+# In checked mode, inexact functions get a different error in every run. Tests that compare bits use fast mode instead.
 bitwise = pytest.mark.large
 
 
@@ -190,7 +190,9 @@ def test_a_single_token_may_have_any_stride(device):
 
 @bitwise
 def test_views_and_offsets(device):
-    """Inputs may have the layouts that models use: heads inside tokens, adjacent gates, parts of larger storages."""
+    """Inputs may have the layouts that models use: the heads of a token are adjacent, or the gates are, or a tensor is
+    part of a larger storage.
+    """
     inputs, state = make(2, 3, 37, 24, 40, m0=0.5).on(device)
     expected = OPS.mlstm(*inputs, **state)
 
@@ -221,7 +223,7 @@ def test_views_and_offsets(device):
 
 
 def test_every_output_is_written():
-    """On the CPU, new tensors are filled with NaN. On mps, checked mode reports reads of memory never written."""
+    """On the CPU, new tensors are filled with NaN. On mps, checked mode reports reads of memory without a value."""
     torch.use_deterministic_algorithms(True)  # new tensors are filled with NaN
     try:
         inputs, state = make(1, 3, 48, 20, 37, m0=0.5).on("cpu")
@@ -299,7 +301,9 @@ def test_fp64_is_the_reference_on_the_cpu():
 
 
 def test_memory_grows_with_the_sequence_only():
-    """For 65,536 tokens, inputs and h take 17 MB. A token-by-token matrix would take 16 GB, a state per token 64 MB."""
+    """For 65,536 tokens, inputs and h take 17 MB. One entry for each pair of tokens would take 16 GB, and one state for
+    each token 64 MB.
+    """
     program = """
 import resource, torch, torch_marlin_metal as tmm
 x = torch.zeros(1, 1, 65536, 16)

@@ -1,4 +1,4 @@
-"""The mLSTM operators under opcheck, compile, export, autocast and gradients, and the error of each bad input."""
+"""Tests the mLSTM operators under opcheck, compile, export, autocast and gradients, and the error of each bad input."""
 
 import re
 
@@ -11,7 +11,8 @@ import torch_marlin_metal as tmm
 from tests.support.mlstm_cases import REGIMES, Regime, array, make
 
 OPS = torch.ops.torch_marlin_metal
-# In checked mode, inexact functions get a different error in every run. So tests that compare two runs use fast mode.
+# In checked mode, inexact functions get a different error in every run. Tests that compare two runs therefore use fast
+# mode.
 repeatable = pytest.mark.large
 NAMES = ("q", "k", "v", "i", "f", "C0", "n0", "m0")
 
@@ -142,7 +143,7 @@ GRADIENTS = [
 
 @pytest.mark.parametrize(("S", "regime", "m0", "eps", "chunk_size"), GRADIENTS, ids=str)
 def test_gradients_against_differences_of_the_recurrence_in_fp64(S, regime, m0, eps, chunk_size):
-    """Checks gradients through every output, including the stabiliser. fp64 runs the recurrence forward."""
+    """Checks gradients through every output, including the stabiliser. In fp64, the operator uses the recurrence."""
     problem = make(1, 2, S, 3, 4, regime, m0, dtype=torch.float64)
     tensors = [x.requires_grad_() for x in (*problem.inputs, *problem.state.values())]
 

@@ -1,4 +1,4 @@
-"""Each allocation of a call fails in turn. The call raises or gives the right result, and the next call is right."""
+"""Makes each allocation of a call fail in turn. The call must raise or be right, and the next call must be right."""
 
 import ctypes
 import json
@@ -97,8 +97,8 @@ def attack(call: Callable[[], Any], of_extension: bool, most: int = MOST) -> tup
 
     Args:
         call: returns a tensor.
-        of_extension: whether C++ objects of the extension fail to allocate, instead of large blocks of the process.
-        most: the number after which to end.
+        of_extension: True if C++ objects of the extension fail to allocate; False if large blocks of the process do.
+        most: the number of failures after which the attack ends.
 
     Returns:
         The number of allocations that failed, and whether these were all.
@@ -110,13 +110,13 @@ def attack(call: Callable[[], Any], of_extension: bool, most: int = MOST) -> tup
         try:
             result = call()
         except (MemoryError, RuntimeError, ValueError, OSError):
-            assert library.allocation_failed(), "an error without a failed allocation"
+            assert library.allocation_failed(), "the call raised an error although no allocation had failed"
         else:
             failed = library.allocation_failed()
-            assert torch.equal(result, expected), f"allocation {number}: another result"
+            assert torch.equal(result, expected), f"the call gave a wrong result while allocation {number} failed"
             if not failed:
                 return number, True
-        assert torch.equal(call(), expected), f"after allocation {number} failed"
+        assert torch.equal(call(), expected), f"the next call gave a wrong result after allocation {number} had failed"
     return most, False
 
 
@@ -137,7 +137,7 @@ def run(kind: str, seed: int, of_extension: bool, work: Path, most: int = MOST) 
 
 
 def case(rng: random.Random, work: Path) -> Counter[str]:
-    """Attacks one call."""
+    """Attacks one call of a random kind."""
     kind = rng.choice((product, quantization, loading, conversion)).__name__
     count, all_of_them = run(kind, rng.randrange(1 << 30), rng.random() < 0.3, work)
     return Counter({f"{kind}, {'all' if all_of_them else 'the first'} allocations": count, f"{kind} calls": 1})

@@ -1,4 +1,4 @@
-"""Passes arbitrary arguments to every operator. A call returns or raises, and never ends the process."""
+"""Passes arbitrary arguments to every operator. A call may return or raise, but must not end the process."""
 
 import random
 from pathlib import Path
@@ -76,6 +76,6 @@ def case(rng: random.Random, work: Path) -> str:
             op(**arguments)
         except (ValueError, IndexError, TypeError, RuntimeError, NotImplementedError) as error:
             if not str(error) or "INTERNAL ASSERT" in str(error):
-                raise AssertionError(f"{op}: an error that says nothing to a user: {error!r}") from error
+                raise AssertionError(f"{op}: the error tells a user nothing: {error!r}") from error
             outcome = "refused"
     return outcome

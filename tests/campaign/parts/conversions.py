@@ -1,4 +1,4 @@
-"""Conversions that are killed, that run twice at once, or that fill the disk give the right result or no result."""
+"""Kills conversions, runs two at once, or fills the disk. Each must end with the right result or with no result."""
 
 import os
 import random
@@ -20,7 +20,7 @@ from torch_marlin_metal import convert
 from torch_marlin_metal.checkpoints.journal import JOURNAL
 
 SHARD_BYTES = 4000
-CHANGED_MIND = 5  # exit code of a process that was refused
+REFUSED = 5  # exit code of a process if its conversion was refused
 RUNS = 12
 
 
@@ -82,7 +82,7 @@ def start(
         )  # fmt: skip
         code = 0
     except (FileExistsError, convert.CheckpointError):
-        code = CHANGED_MIND
+        code = REFUSED
     finally:
         os._exit(code)
 
@@ -117,12 +117,14 @@ def case(rng: random.Random, work: Path) -> Counter[str]:
         for process in running:
             _, status = os.waitpid(process, 0)
             code = os.waitstatus_to_exitcode(status)
-            assert code in (0, CHANGED_MIND, -signal.SIGKILL, -signal.SIGTERM), f"{kind}: exit code {code}"
-            counted[f"{kind}: " + {0: "done", CHANGED_MIND: "refused"}.get(code, "killed")] += 1
+            assert code in (0, REFUSED, -signal.SIGKILL, -signal.SIGTERM), f"{kind}: exit code {code}"
+            counted[f"{kind}: " + {0: "done", REFUSED: "refused"}.get(code, "killed")] += 1
         if destination.exists():
             if (destination / JOURNAL).exists():  # the process died after the rename; the next run removes the journal
                 counted[f"{kind}: journal left"] += 1
-                assert convert_undisturbed(destination).keys() == whole.keys(), f"{kind}: files after a left journal"
+                assert convert_undisturbed(destination).keys() == whole.keys(), (
+                    f"{kind}: wrong files after a journal was left"
+                )
             found = contents(destination)
             assert found == whole, f"{kind}: these files differ: {differences(found, whole)}"
             shutil.rmtree(destination)

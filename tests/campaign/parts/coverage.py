@@ -9,7 +9,8 @@ from pathlib import Path
 
 from tests.checkpoints.test_damaged_checkpoints import DATA
 
-RUNS = {"safetensors": 20_000, "gguf": 20_000, "config": 1000}  # for `config`, each input reads a whole checkpoint
+# `config` has fewer runs, because each of its inputs reads a whole checkpoint.
+RUNS = {"safetensors": 20_000, "gguf": 20_000, "config": 1000}
 CODE = """
 import sys, atheris
 from pathlib import Path
@@ -38,7 +39,7 @@ atheris.Fuzz()
 
 
 def case(rng: random.Random, work: Path) -> Counter[str]:
-    """Runs the fuzzer once, with the real files as the corpus. For a finding, prints the input as bytes."""
+    """Runs the fuzzer once, with the real files as the corpus. If it fails, the error contains the input as bytes."""
     target = rng.choice(sorted(RUNS))
     corpus, model = work / "corpus", work / "model"
     corpus.mkdir()

@@ -1,4 +1,4 @@
-"""The mps backend under stress on the software device: threads multiply and call empty_cache. Memory must not grow."""
+"""Stresses the mps backend on the software device. Threads multiply and call empty_cache. Memory must not grow."""
 
 import random
 import threading
@@ -15,7 +15,7 @@ CALLS = 20
 
 
 def case(rng: random.Random, work: Path) -> str:
-    """Multiplies on mps from one or more threads. Afterwards, as much device memory is allocated as before."""
+    """Multiplies on mps from one or more threads. No more device memory may be allocated afterwards than before."""
     del work
     name = rng.choice(reference.FORMATS)
     group = tmm.WEIGHT_FORMATS[name].fixed_group_size or 32

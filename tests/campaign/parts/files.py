@@ -1,4 +1,4 @@
-"""Hostile checkpoints: real checkpoints with a damaged structure, and headers made from nothing."""
+"""Reads hostile checkpoints: real ones with a damaged structure, and files with a random header."""
 
 import json
 import random
@@ -12,7 +12,7 @@ from typing import Any
 from tests.checkpoints.test_damaged_checkpoints import FOLDERS, NATIVE, prepare, try_damaged
 from torch_marlin_metal import convert
 
-MEMORY = 6 << 30  # limit of the process's address space in bytes; torch's libraries count, too
+MEMORY = 6 << 30  # limit of the process's address space in bytes, which includes torch's libraries
 SETTINGS: tuple[dict[str, Any], ...] = (
     {"quant_method": "gptq", "bits": 4, "group_size": 16, "checkpoint_format": "gptq_v2"},
     {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm", "zero_point": True},

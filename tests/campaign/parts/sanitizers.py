@@ -1,4 +1,6 @@
-"""The C++ tests of the CPU kernels, vector kernels included, under ThreadSanitizer or AddressSanitizer with UBSan."""
+"""Runs the C++ tests of the CPU kernels under ThreadSanitizer or AddressSanitizer with UBSan. Unlike `make test`, this
+also compiles the vector kernels with sanitizers.
+"""
 
 import hashlib
 import os
@@ -19,7 +21,7 @@ PROGRAMS = {"cpu_kernels_test": ["3"], "cpu_weights_test": ["3"], "cpu_mlstm_tes
 
 @cache
 def state() -> str:
-    """Returns a digest of the sources, so that no program of an older state is run."""
+    """Returns a digest of the sources. It names the programs' folder, so that no program of older sources is run."""
     files = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.suffix in (".h", ".cpp"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
 

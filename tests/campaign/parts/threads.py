@@ -1,4 +1,4 @@
-"""Python threads call at once, while PyTorch's number of threads changes. Each result must equal a single thread's."""
+"""Calls operators from several Python threads while PyTorch's number of threads changes. Each result must be right."""
 
 import random
 import threading
@@ -13,7 +13,7 @@ THREADS, CALLS = 5, 20
 
 
 def case(rng: random.Random, work: Path) -> str:
-    """Runs several products, quantizations and repacks at once."""
+    """Multiplies and dequantizes several weights at once."""
     del work
     products, expected = [], []
     torch.set_num_threads(1)
