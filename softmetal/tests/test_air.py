@@ -1,4 +1,6 @@
-"""The loader of metallibs, on modules written here: arguments, threadgroup memory, constants, faults, refusals."""
+"""Tests the loader of metallibs on modules that these tests write: arguments, threadgroup memory, function constants,
+faults, and libraries that must be refused.
+"""
 
 from __future__ import annotations
 
@@ -125,12 +127,14 @@ def test_function_constants(tmp_path: Path) -> None:
     with_offset.kernel("gated").launch(threads=5, group=5, buffers=[y, z])
     np.testing.assert_array_equal(y, np.arange(5) * 3 + 0.5)
     plain = device.load(path, "gated", constants={4: 2.0, 7: False})
-    plain.kernel("gated").launch(threads=5, group=5, buffers=[y])  # the second argument does not exist
+    plain.kernel("gated").launch(
+        threads=5, group=5, buffers=[y]
+    )  # without has_offset, the kernel has no second argument
     np.testing.assert_array_equal(y, np.arange(5) * 6 + 1)
     assert plain.constants == {"scale": (4, "float", True), "has_offset": (7, "bool", True)}
 
 
-def test_what_is_not_known_is_refused_by_name(tmp_path: Path) -> None:
+def test_an_unknown_function_constant_or_kernel_is_refused_by_name(tmp_path: Path) -> None:
     path = save(tmp_path, {"gated": GATED, "odd": reverse().replace("air.wg.barrier", "air.wg.sparkle")})
     for kernel, message in (
         ("odd", "kernel 'odd': air.wg.sparkle is not known to the software device"),
@@ -143,7 +147,7 @@ def test_what_is_not_known_is_refused_by_name(tmp_path: Path) -> None:
         cpp_function(Declaration("simd_median.f32", "float", ("float",)))
 
 
-def test_a_spoilt_library_is_refused() -> None:
+def test_a_damaged_library_is_refused() -> None:
     data = metallib({"reverse": reverse()})
     assert Metallib(data).bitcode("reverse") == bitcode(reverse())
     with pytest.raises(MetallibError, match="expected a metallib"):

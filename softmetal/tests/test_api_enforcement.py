@@ -1,4 +1,4 @@
-"""Host code that breaks a rule of Metal gets an error that names the rule. Correct host code runs."""
+"""Tests that host code that breaks a rule of Metal gets an error that names the rule. Correct host code must run."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ Host = Callable[[str], str]
 
 @pytest.fixture(scope="session")
 def host() -> Host:
-    """Returns `run_scenario` of `host/`, built as an extension is."""
+    """Builds `host/` like an extension, and returns its function `run_scenario`."""
     library = softmetal.build_extension("softmetal_test_host", SOURCES)
     run = ctypes.CDLL(str(library)).run_scenario
     run.restype, run.argtypes = ctypes.c_char_p, [ctypes.c_char_p]
@@ -130,7 +130,7 @@ def test_correct_host_code_runs(host: Host, name: str, mode: str) -> None:
         assert host(name) == ""
 
 
-# For these scenarios, Metal reports no violation and returns nil. The scenario then raises the error's text.
+# In these scenarios, Metal reports no violation but returns nil. The scenario then raises the text of the error.
 RETURNED = ("constant of another type", "constant without a value", "36 KB declared", "contents of a private buffer")
 
 
@@ -153,7 +153,8 @@ def test_every_scenario_is_used() -> None:
 def test_every_rule_that_the_device_enforces_has_a_scenario() -> None:
     text = "".join(path.read_text() for path in sorted(build.RUNTIME.glob("*.[hm]*")))
     named = re.findall(r"\b(?:violation|require_range)\(\s*([^,]+),", text)
-    passed_on = {"const char* rule", "rule"}  # found in the definitions of both functions and where one calls the other
+    # The pattern also matches the definitions of both functions, and the place where one function calls the other.
+    passed_on = {"const char* rule", "rule"}
     assert {name for name in named if not re.fullmatch('"[^"]+"', name)} == passed_on
     rules = {name.strip('"') for name in named if name not in passed_on}
     rules |= set(re.findall(r'Metal API violation \[([^\]"]+)\]', text))

@@ -11,8 +11,8 @@ import pytest
 from build_support import wheels
 from softmetal import api_check, api_metadata
 
-# Methods that the SDK's metadata in PyObjC does not have, because their types are ordinary. Each declaration follows
-# Apple's documentation.
+# Methods that PyObjC's metadata of the SDK leaves out, because Python needs no description of their types. Our
+# declarations of these methods follow Apple's documentation.
 UNVERIFIED = {
     f"{kind}[{owner} {selector}]"
     for owner, kind, selectors in (
@@ -37,7 +37,7 @@ UNVERIFIED = {
         ("MTLCompileOptions", "-", ["setLanguageVersion:", "setMathFloatingPointFunctions:", "setMathMode:"]),
         ("MTLCompileOptions", "-", ["setPreprocessorMacros:"]),
         ("MTLFunctionConstantValues", "-", ["setConstantValue:type:atIndex:", "setConstantValue:type:withName:"]),
-        ("MTLCommandBuffer", "-", ["status"]),  # recorded once, for MTLIOCommandBuffer
+        ("MTLCommandBuffer", "-", ["status"]),  # the metadata has this selector only for MTLIOCommandBuffer
     )
     for selector in selectors
 }
@@ -77,7 +77,7 @@ def test_headers_agree_with_apples_metadata(apple: api_metadata.Metadata) -> Non
 
 
 def test_metadata_is_really_read(apple: api_metadata.Metadata) -> None:
-    """Facts of the SDK, checked without our headers."""
+    """Checks known facts about the SDK in the metadata, without our headers."""
     set_bytes = apple.protocols["MTLComputeCommandEncoder"].methods["setBytes:length:atIndex:", False]
     assert set_bytes.types == "v40@0:8r^v16Q24Q32"
     assert apple.protocols["MTLComputeCommandEncoder"].adopts == ["MTLCommandEncoder"]

@@ -1,4 +1,4 @@
-"""torch.mps.compile_shader on the software device, against NumPy and torch on the CPU."""
+"""Compares torch.mps.compile_shader on the software device with NumPy and with torch on the CPU."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_tensors_and_numbers(library) -> None:
     assert torch.equal(y.cpu(), torch.addcmul(torch.tensor(-3.0), torch.tensor(2.5), x))
 
 
-def test_storage_offsets_count(library) -> None:
+def test_storage_offsets_are_respected(library) -> None:
     x = torch.arange(32, dtype=torch.float32, device="mps")
     y = torch.zeros(32, device="mps")
     library.scale(x[5:9], y[20:24], 1.0, 0)
@@ -106,7 +106,10 @@ def test_three_dimensions_with_partial_groups(library, group: list[int] | None) 
 
 
 def test_a_list_of_tensors_is_a_table_of_addresses(library) -> None:
-    a, b = torch.arange(8.0, device="mps"), torch.arange(20.0, 28.0, device="mps")  # sums are exact, fused or not
+    a, b = (
+        torch.arange(8.0, device="mps"),
+        torch.arange(20.0, 28.0, device="mps"),
+    )  # small integers, so that sums are exact with and without fused multiply-adds
     y = torch.empty(4, device="mps")
     library.gather(y, [a[2:], b], threads=4)
     assert torch.equal(y.cpu(), a.cpu()[2:6] + 10 * b.cpu()[:4])
@@ -236,7 +239,7 @@ def test_stores_into_constant_memory_are_faults() -> None:
 
 
 @pytest.mark.parametrize("mode", ["checked"], indirect=True)
-def test_bytes_never_written_are_known(library) -> None:
+def test_reading_bytes_that_were_never_written_is_a_fault(library) -> None:
     y = torch.zeros(16, device="mps")
     x = torch.empty(16, device="mps")
     x[:8] = 1

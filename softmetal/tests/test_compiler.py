@@ -1,4 +1,4 @@
-"""The compiler: the language of kernels, function constants, and refused source."""
+"""Tests the compiler of kernels: the language, function constants, and source that must be refused."""
 
 from __future__ import annotations
 
@@ -56,13 +56,15 @@ INTEGERS = {"bool": (0, 1), "char": (-128, 127), "uchar": (0, 255), "short": (-3
             "int": (-(2**31), 2**31 - 1), "uint": (0, 2**32 - 1), "long": (-(2**63), 2**63 - 1), "ulong": (0, 2**64 - 1)}  # fmt: skip
 
 
-def test_values_of_integers_need_no_new_front_end(checked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_values_of_integer_constants_do_not_run_the_front_end_again(
+    checked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     runs = []
     front_end = compiler._to_llvm
     monkeypatch.setattr(compiler, "_to_llvm", lambda *a: runs.append(a) or front_end(*a))
     lines = [f"constant {t} c_{t} [[function_constant({i})]];" for i, t in enumerate(INTEGERS)]
     body = " ".join(f"out[{i}] = ulong(c_{t});" for i, t in enumerate(INTEGERS))
-    new = f"constant int unused_{uuid.uuid4().hex} = 0;"  # another source in each run, so that no cache has it
+    new = f"constant int unused_{uuid.uuid4().hex} = 0;"  # no cache has this source, because each run has another name
     source = "\n".join([new, *lines, f"kernel void f(device ulong* out) {{ {body} }}"])
     for side in (0, 1, 0):
         values = {f"c_{t}": bool(limits[side]) if t == "bool" else limits[side] for t, limits in INTEGERS.items()}
@@ -72,7 +74,7 @@ def test_values_of_integers_need_no_new_front_end(checked: bool, monkeypatch: py
     assert len(runs) == 1
 
 
-def test_only_the_wanted_kernel_gets_code() -> None:
+def test_only_the_requested_kernel_is_compiled_to_machine_code() -> None:
     library = build(SPECIALISED + "kernel void g(device int* x) { *x = shift; }", constants={1: 4}, kernel="g")
     assert library.names == ["f", "g"]
     x = np.zeros(1, np.int32)
@@ -146,7 +148,7 @@ def test_language(dtype: Any, checked: bool) -> None:
     np.testing.assert_array_equal(y.astype(float), expected)
 
 
-def test_arguments_without_an_index_take_the_free_ones() -> None:
+def test_arguments_without_an_index_take_the_free_indices() -> None:
     source = "kernel void f(device int* a, device int* b [[buffer(0)]], constant int& c, device int* d [[buffer(2)]]){}"
     arguments = build(source).kernel("f").arguments
     assert [(a.name.decode(), a.index) for a in arguments] == [("a", 1), ("b", 0), ("c", 3), ("d", 2)]

@@ -1,4 +1,6 @@
-"""torch.mps.load_metallib runs the output of Apple's compiler, through newLibraryWithData: and newLibraryWithURL:."""
+"""Tests torch.mps.load_metallib with a library that Apple's compiler made. PyTorch loads it through newLibraryWithData:
+and newLibraryWithURL:.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ def test_a_kernel_runs_from_bytes(metallib: Path) -> None:
 def test_checked_mode_names_the_argument(metallib: Path) -> None:
     library = torch.mps.load_metallib(metallib)
     a, c = torch.zeros(4, device="mps"), torch.zeros(7, device="mps")
-    # Three threads read beyond the end. The seed determines which thread is first.
+    # Three threads read beyond the end. The seed determines which of them runs first.
     report = r"out-of-bounds read of 4 bytes: buffer 1 \+ (16|20|24) \(b.*kernel 'vv_Addfloat32'"
     with pytest.raises(RuntimeError, match=report), softmetal.checked():
         library.vv_Addfloat32(c, a, c.clone(), 7, arg_casts={3: "int32"})

@@ -1,4 +1,4 @@
-"""The requirements, errors and side effects of `import softmetal`. Each test imports in a new process."""
+"""Tests the requirements, errors and side effects of `import softmetal`. Each test imports it in a new process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ print(softmetal.counters()[-1].seed)
     assert done.stdout == "99\n"
 
 
-def test_asking_torch_first_is_an_error() -> None:
+def test_asking_torch_about_mps_before_the_import_is_an_error() -> None:
     done = run_python("import torch; torch.backends.mps.is_available(); import softmetal")
     assert "import softmetal first" in done.stderr
 
@@ -46,8 +46,8 @@ spec.loader.exec_module(module)
     assert "RuntimeError: softmetal: another copy of the device is loaded already" in run_python(code).stderr
 
 
-def test_work_leaves_nothing_behind() -> None:
-    """Dispatches do not use up mps memory. Once the quarantine is full, they do not use up the process's memory."""
+def test_dispatches_do_not_use_up_memory() -> None:
+    """Dispatches must not use up mps memory. When the quarantine is full, the process's memory must not grow either."""
     code = """
 import resource, softmetal, torch
 library = torch.mps.compile_shader("kernel void f(device float* y, uint i [[thread_position_in_grid]]) { y[i] = 1; }")
@@ -64,7 +64,7 @@ print(second - first)
 """
     done = run_python(code)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) < 1024  # KiB: 175 bytes a dispatch
+    assert int(done.stdout) < 1024  # KiB, which is 175 bytes for each of the 6000 dispatches
 
 
 def test_a_mac_is_refused() -> None:

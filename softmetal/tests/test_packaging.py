@@ -1,4 +1,4 @@
-"""softmetal is test equipment. It does not depend on the project, and no wheel or source distribution contains it."""
+"""Tests that softmetal does not depend on the project, and that no wheel or source distribution contains softmetal."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_source_distribution_leaves_it_out(tmp_path: Path) -> None:
 
 
 def test_the_device_does_not_know_the_project() -> None:
-    """softmetal runs any package's extension, so only softmetal's tests may name torch_marlin_metal."""
+    """softmetal can run the extension of any package. Only its tests may name torch_marlin_metal."""
     sources = [p for p in (ROOT / "softmetal").rglob("*") if p.suffix in (".py", ".h", ".cpp", ".mm")]
     assert len(sources) > 100
     tests = ROOT / "softmetal" / "tests"

@@ -1,4 +1,4 @@
-"""The programs of the README and the example run unchanged."""
+"""Runs the programs of softmetal's README and its example without changes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_programs_of_the_readme_run(program: str) -> None:
 
 
 def test_example_extension_runs() -> None:
-    """The example builds an operator that is not part of this project, and runs the operator in checked mode."""
+    """Builds the example's operator, which is not part of this project, and runs it in checked mode."""
     assert run("softmetal/examples/saxpy/run.py") == "saxpy: 1000 threads, 12000 bytes read, no fault\n"
 
 

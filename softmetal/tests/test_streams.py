@@ -1,4 +1,4 @@
-"""PyTorch's streams on the software device: what is encoded and committed, and the current stream of each thread."""
+"""Tests PyTorch's streams on the software device: what is encoded and committed, and each thread's current stream."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_counts_follow_what_is_encoded_and_committed(add) -> None:
     torch.mps.synchronize()
     after = softmetal.stream_counts()
     assert (after.uncommitted, after.commits - before.commits) == (0, 1)
-    assert after.waits > before.waits  # synchronize also waits for streams that earlier tests made
+    assert after.waits > before.waits  # more than one wait if earlier tests made streams
     assert after.most_in_a_commit >= 3
     torch.mps.synchronize()
     idle = softmetal.stream_counts()
@@ -41,7 +41,7 @@ def test_counts_follow_what_is_encoded_and_committed(add) -> None:
     assert x.tolist() == [3.0] * 8
 
 
-def test_each_thread_has_its_stream(add) -> None:
+def test_each_thread_has_its_own_current_stream(add) -> None:
     x, y = (torch.zeros(4, device="mps") for _ in range(2))
     torch.mps.synchronize()
     before = softmetal.stream_counts()
@@ -57,7 +57,7 @@ def test_each_thread_has_its_stream(add) -> None:
         with softmetal.stream(0):
             add(y, 1.0)
     counts = softmetal.stream_counts()
-    assert counts.encoders - before.encoders == 2  # one of the default stream, one of stream 2
+    assert counts.encoders - before.encoders == 2  # one for the default stream, one for stream 2
     torch.mps.synchronize()  # commits all streams, as in torch 2.15
     assert softmetal.stream_counts().commits - before.commits == 2
     assert (x.tolist(), y.tolist()) == ([1.0] * 4, [6.0] * 4)

@@ -1,4 +1,4 @@
-"""Custom operators and torch.compile on the software device: eager, aot_eager, and Inductor with Metal kernels."""
+"""Tests custom operators and torch.compile on the software device: eager, aot_eager, and Inductor's Metal kernels."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_compile(twice_op, backend: str) -> None:
 
 
 def test_inductor_runs_its_own_metal_kernels() -> None:
-    """Inductor turns reductions and pointwise operators on mps into MSL, which compile_shader compiles."""
+    """On mps, Inductor writes MSL for reductions and pointwise operators, and compiles it with compile_shader."""
     torch._dynamo.reset()
     softmetal.faults()
 

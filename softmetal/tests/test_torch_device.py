@@ -1,4 +1,4 @@
-"""`device="mps"` on Linux: PyTorch's interface on mps tensors, compared with the results of CPU tensors."""
+"""Compares PyTorch's functions on `device="mps"` on Linux with the results for CPU tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def same(on_mps: Tensor, on_cpu: Tensor) -> None:
 # ---- memory --------------------------------------------------------------------------------------------------------
 
 
-def test_fresh_memory_is_poison() -> None:
+def test_new_memory_is_filled_with_nan() -> None:
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         assert torch.empty(1000, dtype=dtype, device="mps").isnan().all()
     assert torch.empty(1000, dtype=torch.int32, device="mps").eq(-1).all()
@@ -165,7 +165,7 @@ def test_mixing_devices_is_an_error() -> None:
     with pytest.raises(RuntimeError, match=r"aten::mm: expected all tensors on mps, got one of sizes .3, 3. on cpu"):
         torch.ones(3, 3, device="mps") @ torch.ones(3, 3)
     x = torch.arange(4.0, device="mps")
-    assert x[torch.tensor([2, 0])].tolist() == [2, 0]  # CPU indices and scalars are allowed on a Mac, too
+    assert x[torch.tensor([2, 0])].tolist() == [2, 0]  # a Mac, too, accepts indices and scalars on the CPU
     assert (x * torch.tensor(2.0)).tolist() == [0, 2, 4, 6]
 
 
@@ -197,7 +197,8 @@ def test_training_step_equals_the_cpus() -> None:
     for ours, theirs in zip(gradients(on_mps, x.to("mps")), gradients(model, x), strict=True):
         torch.testing.assert_close(ours, theirs)
     for ours, theirs in zip(on_mps.parameters(), model.parameters(), strict=True):
-        # AdamW divides a gradient by its size. For a gradient near zero, a rounding error would become a whole step.
+        # The step uses the CPU's gradients on both devices. AdamW divides a gradient by its magnitude, so a rounding
+        # error of a gradient near zero would become a whole step.
         ours.grad.copy_(theirs.grad)
     for m in (model, on_mps):
         torch.optim.AdamW(m.parameters(), lr=0.1).step()
@@ -316,7 +317,7 @@ def test_events() -> None:
 
 
 def test_events_of_any_device() -> None:
-    """torch.Event works. transformers' generate waits for a copy with torch.Event."""
+    """transformers' generate waits for a copy with torch.Event, so torch.Event must work on mps."""
     library = torch.mps.compile_shader(SLOW)
     x, copied = torch.zeros(64, device="mps"), torch.zeros(64)
     start, end = (torch.Event(device="mps", enable_timing=True) for _ in range(2))
@@ -333,7 +334,7 @@ def test_events_of_any_device() -> None:
 
 def test_host_alias_storage() -> None:
     x = torch.zeros(4, device="mps")
-    torch.mps.synchronize()  # zeros is a command of the stream
+    torch.mps.synchronize()  # torch.zeros has only encoded a command
     alias = torch.mps._host_alias_storage(x.untyped_storage())
     torch.empty(0).set_(alias, 0, (4,))[2] = 9
     assert x.tolist() == [0, 0, 9, 0]

@@ -1,4 +1,4 @@
-"""Compares our compile of some kernels with Apple's compile. `make witness` compares all kernels of the wheels."""
+"""Compares the results of some kernels compiled by Apple and by us. `make witness` compares all kernels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from softmetal.witness.case import Case, compare
 from softmetal.witness.libraries import wheels
 from softmetal.witness.mistakes import MISTAKES, Mistake
 
-# Some of every family and type.
+# Kernels of every family and type that together run quickly.
 SHORT = (
     "affine_qmv_fast_float_gs_64_b_4_batch_0_pr_0_hgs_0_r_4",
     "affine_qmv_float16_t_gs_64_b_4_batch_0_pr_0_hgs_0_r_4",
@@ -45,7 +45,7 @@ CASES = {c.kernel: c for c in all_cases()}
 
 
 def need_wheel(name: str) -> None:
-    """Skips the test if the wheel is not in the cache. Wheels are large, so only `make witness` downloads them."""
+    """Skips the test if the wheel is not in the cache. Only `make witness` downloads wheels, because they are large."""
     if not wheels.is_cached(name):
         pytest.skip(f"{wheels.WHEELS[name].filename} is not in .cache/wheels; `make witness` fetches it")
 
@@ -102,7 +102,7 @@ def test_the_page_has_the_table() -> None:
 
 
 @pytest.mark.parametrize("mistake", MISTAKES[:3], ids=lambda m: m.name)
-def test_a_mistake_shows(mistake: Mistake) -> None:
+def test_a_mistake_in_the_device_changes_the_results(mistake: Mistake) -> None:
     need_wheel("mlx-metal")
     outcome = prove(mistake)
     assert outcome.error == ""

@@ -1,4 +1,4 @@
-"""Operations across a simdgroup and a quadgroup, with all lanes and with some. Each lane is compared with NumPy."""
+"""Compares operations across a simdgroup or a quadgroup with NumPy, lane by lane, with all lanes active or some."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ REDUCTIONS = {
     "xor": (np.bitwise_xor, None),
 }
 BITWISE = ("and", "or", "xor")
-# Masks of the lanes that take part: first all lanes, then some.
+# Masks of the active lanes. The first mask has all lanes.
 MASKS = [0xFFFFFFFF, 0x00000001, 0x80000000, 0x0F0F00FF, 0x5A5A1234, 0xFFFF0000]
 
 
@@ -117,7 +117,7 @@ def test_prefix_operations(scope: str, dtype: type) -> None:
                         )
 
 
-# name: (source lane of lane l for argument n in a group of w lanes)
+# For each shuffle, the lane from which `lane` reads when the argument is n and the group has w lanes.
 SHUFFLES = {
     "shuffle": lambda lane, n, w: n,
     "broadcast": lambda lane, n, w: n,
@@ -150,7 +150,7 @@ kernel void k_{name}(device const {metal}* a [[buffer(0)]], device {metal}* out 
             np.testing.assert_array_equal(out, wanted, f"{name} {n}")
 
 
-def test_shuffle_with_a_lane_of_its_own_for_each_lane() -> None:
+def test_shuffle_with_another_source_lane_for_each_lane() -> None:
     source = """
 kernel void k(device const float2* a [[buffer(0)]], device const ushort* from [[buffer(1)]],
     device float2* out [[buffer(2)]],
@@ -265,7 +265,7 @@ kernel void k(device const packed_float{width}* a [[buffer(0)]], device packed_f
     np.testing.assert_array_equal(out[3], a[np.arange(32) ^ 5])
 
 
-def test_branches_with_simd_operations_of_their_own() -> None:
+def test_simd_operations_in_divergent_branches_and_loops() -> None:
     source = """
 kernel void k(device int* out [[buffer(0)]], uint i [[thread_position_in_grid]]) {
   if (i % 3 == 0) out[i] = simd_sum(int(i)); else out[i] = simd_sum(int(i));
@@ -296,8 +296,8 @@ def test_bitwise_reductions_of_floats_are_refused(name: str) -> None:
     )
 
 
-def test_a_bfloat_travels_by_its_bits() -> None:
-    """Metal 3.1 has no simd_shuffle for bfloat: candle's reduce.metal says so, and MLX defines its own functions."""
+def test_a_bfloat_can_be_shuffled_as_its_bits() -> None:
+    """Metal 3.1 has no simd_shuffle for bfloat, as candle's reduce.metal says. MLX defines its own functions for it."""
     library = compile_metal("""
 kernel void k(device const bfloat* a [[buffer(0)]], device bfloat* out [[buffer(1)]],
     uint i [[thread_position_in_grid]]) {

@@ -1,4 +1,6 @@
-"""Metal 4's tensors: matmul2d and cooperative tensors against NumPy's fp64, for each layout and order that a seed gives."""
+"""Compares Metal 4's matmul2d and cooperative tensors with NumPy in fp64. A seed determines the layout of elements over
+threads and the order of sums.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from tensor_kernels import HEADER, REGISTERS, SHAPES, TENSORS, TYPES, bound, lib
 from softmetal import device
 from softmetal.device import Buffer, FaultKind, KernelFault
 
-SEEDS = range(12)  # the launch's seeds; 0 is the plain choice, and 1 to 11 give each order of sums
+SEEDS = range(12)  # seeds of a launch; 0 gives the simplest layout and order, and 1 to 11 include every order of sums
 
 
 @pytest.mark.parametrize("checked", [False, True], ids=["fast", "checked"])
@@ -69,7 +71,7 @@ def test_relaxed_precision_rounds_float_operands() -> None:
 
 
 def test_layout_of_one_simdgroup() -> None:
-    """MLX's kernels rely on this layout (mlx-metal 0.32.4, steel/gemm/nax.h), so no seed changes it."""
+    """MLX's kernels rely on this layout (mlx-metal 0.32.4, steel/gemm/nax.h), so a seed must not change it."""
     source = """
     template <typename C> void places(thread C& c, device int* out, uint lane) {
       for (ushort i = 0; i < c.get_capacity(); ++i) {
@@ -150,7 +152,7 @@ def test_language_version() -> None:
         device.compile(f"{HEADER}kernel void f() {{}}\n", version=320)
 
 
-def test_one_lane_that_does_not_reach_the_product() -> None:
+def test_a_product_that_one_lane_does_not_reach_is_a_fault() -> None:
     source = REGISTERS.replace("  op.run(left", "  if (lane != 3) op.run(left").replace(
         "void product(device const T* a", "void product(uint lane, device const T* a"
     )

@@ -1,4 +1,4 @@
-"""Mistakes in tensor kernels: each makes the result wrong, breaks a rule of Metal, or does not compile."""
+"""Tests that mistakes in tensor kernels are noticed: by a wrong result, or because checked mode reports a fault."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tensor_kernels import REGISTERS, SHAPES, TENSORS, bound, library, operand
 
 from softmetal.device import FaultKind, KernelFault
 
-SEEDS = (1, 2, 3, 6)  # of the layout and the order of sums
+SEEDS = (1, 2, 3, 6)  # each determines the layout of elements over threads and the order of sums
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
 LAYOUT = """const uint q = simd_index() >> 2, s = simd_index();
     const array<int, 2> at{int(((q & 2) | (s & 1)) * 4 + i % 4 + i / 8 % 2 * 16),
@@ -19,14 +19,16 @@ LAYOUT = """const uint q = simd_index() >> 2, s = simd_index();
 
 @dataclass(frozen=True)
 class Seed:
-    """A mistake: `text` becomes `mistake` in a kernel. `caught` is the fault, or "wrong" for a wrong result."""
+    """A mistake that replaces `text` in a kernel. `caught` is the fault that must be reported, or "wrong" for a wrong
+    result.
+    """
 
     name: str
     kernel: str
     text: str
     mistake: str
     caught: FaultKind | str
-    nth: int = 0  # which occurrence of the text
+    nth: int = 0  # the index of the occurrence of `text` that is replaced
 
 
 TABLE = [

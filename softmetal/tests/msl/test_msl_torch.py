@@ -1,4 +1,4 @@
-"""The unmodified Metal headers of the installed PyTorch (c10/metal), in kernels like those that users write."""
+"""Tests the unmodified Metal headers of the installed PyTorch (c10/metal) in kernels like those that users write."""
 
 from pathlib import Path
 
@@ -21,8 +21,9 @@ def _library(headers: list[str], source: str) -> Library:
     return device.compile(text, include_paths=[str(INCLUDE)])
 
 
-# function of c10::metal: (reference in double, inputs, relative error, absolute error). An error is that of PyTorch's
-# approximation in single precision, plus the error that the precise:: functions in the approximation may have.
+# For each function of c10::metal: a reference in double, the range of inputs, the relative bound in units of EPS, and
+# the absolute bound. A bound is the error of PyTorch's approximation in single precision, plus the error that Metal
+# allows the precise:: functions in the approximation.
 SPECIAL = {
     "erf": (torch.erf, (-4, 4), 8, 2e-7),
     "erfc": (torch.erfc, (-2, 3), 24, 2e-7),
@@ -104,7 +105,7 @@ REGISTER_UNARY_OP(neg, half, half); REGISTER_UNARY_OP(neg, bfloat, bfloat); REGI
         np.testing.assert_array_equal(out, turned ^ 0x8000 if metal == "bfloat" else -turned)
 
 
-# Inductor's form of a reduction: one threadgroup, with threadgroup memory that it passes to c10::metal.
+# A reduction as Inductor writes it: one threadgroup, which passes threadgroup memory to c10::metal.
 REDUCTION = """
 kernel void k_{name}(device {out}* out, constant {metal}* in, uint2 i [[thread_position_in_grid]],
     uint2 l [[thread_position_in_threadgroup]]) {{
@@ -117,7 +118,7 @@ kernel void k_{name}(device {out}* out, constant {metal}* in, uint2 i [[thread_p
 
 
 # PyTorch's 64-bit reduction shuffles from lanes that may be inactive, as its header says. The result is right only if
-# all 32 lanes take part, so the test leaves out other sizes for 64-bit types.
+# all 32 lanes of a simdgroup are active, so the test skips 64-bit types if the size leaves some lanes inactive.
 @pytest.mark.parametrize("size", [1, 31, 32, 256, 1000, 1024])
 def test_reductions_over_a_threadgroup(size: int) -> None:
     cases = [

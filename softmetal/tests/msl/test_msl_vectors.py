@@ -1,4 +1,6 @@
-"""Vectors: layout, constructors, every swizzle as r-value and l-value, operators, packed vectors, refused source."""
+"""Tests Metal's vectors: layout, constructors, reading and writing every swizzle, operators, packed vectors, and source
+that must be refused.
+"""
 
 import itertools
 
@@ -42,7 +44,8 @@ def test_every_swizzle_reads(metal: str, width: int) -> None:
     dtype = {"float": np.float32, "half": np.float16, "uchar": np.uint8, "long": np.int64}[metal]
     value = np.array([3, 5, 7, 11], dtype)
     kernels, wanted = [], []
-    # A kernel for each set of letters and first pick: the compiler takes a minute for one kernel with all 680 names.
+    # There is a kernel for each set of letters and each first letter. One kernel with all 680 names would take a minute
+    # to compile.
     for letters, first in itertools.product(("xyzw"[:width], "rgba"[:width]), range(width)):
         lines, values = [], []
         for n in (1, 2, 3, 4):
@@ -293,7 +296,7 @@ def test_refused(name: str) -> None:
     assert message in refuse(f"kernel void k(device float* a [[buffer(0)]]) {{ {body} }}")
 
 
-def test_header_by_any_name() -> None:
+def test_vectors_are_declared_by_any_of_metals_headers() -> None:
     names = [
         "array",
         "atomic",

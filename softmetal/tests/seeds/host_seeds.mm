@@ -1,5 +1,6 @@
-// Host code with one fault each, beside a similar right one. `run_seed(name, good)` returns "! " and the text of the
-// error, or the numbers that the code computed. Seeds of one table have one class of fault.
+// Seeds: pieces of host code with one fault each, and the corresponding correct code. `run_seed(name, good)` returns
+// the numbers that the code computed. If there was an error, it returns "! " and the text of the error. A seed's name
+// begins with its class of fault.
 #include "../host/host.h"
 
 namespace host {
@@ -105,7 +106,7 @@ void bind(Encoder e, const char* name, id<MTLBuffer> x, id<MTLBuffer> y) {
   [e setBuffer:y offset:0 atIndex:1];
 }
 
-// Encodes on a queue outside PyTorch's streams.
+// Encodes `body` on a queue that does not belong to PyTorch's streams. Uses a new queue if none is given.
 id<MTLCommandBuffer> own(const std::function<void(Encoder)>& body, id<MTLCommandQueue> queue = nil) {
   if (queue == nil) queue = [[device() newCommandQueue] autorelease];
   id<MTLCommandBuffer> commands = [queue commandBuffer];
@@ -126,11 +127,11 @@ void run(id<MTLCommandBuffer> commands) {
 }
 
 Values finished(id<MTLBuffer> y, NSUInteger count = kCount) {
-  wait();  // raises what checked mode found
+  wait();  // raises an error if checked mode found a fault
   return read(y, count);
 }
 
-// Copies x to y by kernel, with one thread for each element.
+// Encodes `body` with 16 numbers in x and an empty y. Returns y, to which `body` must copy x.
 Values copied(const std::function<void(Encoder, id<MTLBuffer>, id<MTLBuffer>)>& body) {
   id<MTLBuffer> x = numbers(), y = buffer(kBytes);
   encode([&](Encoder e) { body(e, x, y); });

@@ -1,5 +1,7 @@
-"""Kernels with one fault each. /*bad|good*/ marks the text that the correct kernel replaces; `f` is the kernel's
-name."""
+"""Kernels with one fault each. In /*bad|good*/, the kernel with the fault has `bad` and the correct kernel `good`.
+
+The name of each kernel is `f`.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ class Seed:
     source: str
     buffers: list[Any] = field(default_factory=_floats)
     launch: dict[str, Any] = field(default_factory=lambda: {"groups": 1, "group": 64})
-    same_memory: bool = False  # the first buffer is bound to both slots
+    same_memory: bool = False  # if True, the first buffer is bound to both slots
 
 
 ONE = {"groups": 1, "group": 32}
@@ -101,7 +103,7 @@ SEEDS = [
     Seed("places in memory", "table of sixteen for a byte", f"constant float table_NAME[16] = {{1, 2, 3}}; kernel void f({WORDS}, {INDEX}) {{ y[i] = uint(table_NAME[x[i]/*| & 15*/]); }}", _words()),
     Seed("places in memory", "index of 16 bits", f"kernel void f({XY}, uint j [[thread_position_in_grid]]) {{ /*ushort|uint*/ k = j; y[k] = x[k] + k; }}", _floats(70016), {"groups": 1094, "group": 64}),
     Seed("places in memory", "columns past the last", f"kernel void f({XY}, {G}, {INDEX}) {{ uint n = g * 32 + i; if (n /*<=|<*/ 100) y[n] = x[n]; }}", _floats(100), GROUPS),
-    # ---- values never set
+    # ---- values that were never written
     Seed("values never set", "tail of a tile", f"kernel void f({XY}, {INDEX}) {{ threadgroup float t[64]; if (i < 60) t[i] = x[i]; /*|else t[i] = 0;*/ {SYNC} y[i] = t[i] * 0.0f + t[63 - i]; }}"),
     Seed("values never set", "sum that starts nowhere", f"kernel void f({XY}, {INDEX}) {{ float s/*| = 0*/; for (uint k = 0; k < 4; ++k) s += x[k]; y[i] = s; }}"),
     Seed("values never set", "smallest of none", f"kernel void f({XY}, {INDEX}) {{ float m/*| = INFINITY*/; if (x[i] > 1.5f) m = x[i]; y[i] = m; }}"),

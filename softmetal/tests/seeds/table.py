@@ -1,6 +1,6 @@
-"""Counts what the device notices of seeded faults: `python softmetal/tests/seeds/table.py` prints the table.
+"""Counts which seeded faults the device notices. `python softmetal/tests/seeds/table.py` prints the counts as a table.
 
-A seed is a text with one fault, beside a similar correct text, which the device must accept without a report.
+A seed is a text with one fault. It comes with a similar correct text, which the device must accept without a report.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # for the script; under pytest conftest.py does it
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # needed by the script; for pytest, conftest.py does this
 
 import kernel_seeds
 import text_seeds
@@ -32,12 +32,12 @@ from softmetal.msl.tools import CompileError
 
 HEAD = "#include <metal_stdlib>\nusing namespace metal;\n"
 OUTCOMES = ("reported", "only values", "dead", "unnoticed")
-RUNS = 3  # the number of seeds for the order of threads
+RUNS = 3  # how often a kernel runs, each time with another order of threads
 
 
 @dataclass(frozen=True)
 class Result:
-    """The outcome of a seed. `control` is the device's message on the right text, which should be empty."""
+    """The outcome of a seed. `control` is the device's message on the correct text, which should be empty."""
 
     group: str
     name: str
@@ -47,12 +47,12 @@ class Result:
 
 
 def variant(text: str, good: bool) -> str:
-    """Returns the faulty or the right text of a seed."""
+    """Returns the faulty or the correct text of a seed."""
     return re.sub(r"/\*(.*?)\|(.*?)\*/", r"\2" if good else r"\1", text, flags=re.DOTALL)
 
 
 def refusal(source: str) -> str:
-    """Returns the messages about a source, or "" if the device accepts it. The cheap checks come first."""
+    """Returns the messages about a source, or "" if the device accepts it. Compiles only if no cheaper check fails."""
     try:
         text = compiler.preprocess(source, "seed.metal", [], [])
         code = significant(tokenize(text))
@@ -66,18 +66,18 @@ def refusal(source: str) -> str:
 
 
 def _together(texts: Iterable[str]) -> str:
-    """Joins texts to one source. Each text gets a namespace, and each function constant an index of its own."""
+    """Joins texts to one source. Each text gets its own namespace, and each function constant its own index."""
     numbers = count()
     joined = "\n".join(f"namespace seed_{i} {{ {text}\n}}" for i, text in enumerate(texts))
     return re.sub(r"function_constant\(\d+\)", lambda _: f"function_constant({next(numbers)})", joined)
 
 
 def _controls(texts: list[str]) -> list[str]:
-    """Returns the device's messages on each right text.
+    """Returns the device's message on each correct text, or "".
 
-    Compiles the texts as one source first, because one compile for each text would take three times as long. If that
-    fails, compiles each text alone to find which one the message is about. If every text then compiles, the message is
-    returned for the first text.
+    First compiles all texts as one source, because compiling each text alone takes three times as long. If the device
+    refuses the source, compiles each text alone to find the text that it refuses. If it accepts each text alone, the
+    message about the whole source is returned for the first text.
     """
     alone = [text for text in texts if "#include" in text or "host_name" in text]
     if joined := refusal(HEAD + _together(text for text in texts if text not in alone)):
@@ -107,7 +107,7 @@ def _library(good: bool) -> device.Library:
 
 
 def _run(library: device.Library, seed: Seed, order: int) -> tuple[list[str], list[bytes]]:
-    """Runs a seed's kernel; returns its reports and what its buffers hold."""
+    """Runs a seed's kernel. Returns the reports of checked mode and the contents of the buffers."""
     arrays = [b.copy() for b in seed.buffers]
     if seed.same_memory:
         arrays[1] = arrays[0]
@@ -130,18 +130,18 @@ def kernels() -> list[Result]:
     return results
 
 
-_ERROR = ("'! ", '"! ')  # of a text printed by repr
+_ERROR = ("'! ", '"! ')  # how an error begins if its text is printed with repr
 
 
 def host_library() -> Path:
-    """Builds `host_seeds.mm`, as an extension is built; returns the library's path."""
+    """Builds `host_seeds.mm` like an extension. Returns the path of the library."""
     import softmetal
 
     return softmetal.build_extension("softmetal_seed_host", [Path(__file__).with_name("host_seeds.mm")])
 
 
 def _run_host(library: Path, names: list[str]) -> None:
-    """Prints two lines for each seed: the results of the faulty and of the right code."""
+    """Prints two lines for each seed: the result of the faulty code and that of the correct code."""
     import softmetal
 
     run = ctypes.CDLL(str(library)).run_seed
@@ -154,8 +154,9 @@ def _run_host(library: Path, names: list[str]) -> None:
 
 
 def host() -> list[Result]:
-    """Returns the outcomes of the faulty host code. One process runs all seeds; if a seed ends the process, a new one
-    runs the rest.
+    """Returns the outcomes of the faulty host code.
+
+    One process runs all seeds. If a seed ends the process, a new process runs the seeds that are left.
     """
     library = host_library()
     names_of = ctypes.CDLL(str(library)).seed_names
@@ -181,7 +182,7 @@ def _host_result(name: str, outcome: str, wrong: str, right: str) -> Result:
 
 
 def table(results: Iterable[Result]) -> str:
-    """Returns the counts of each group, the seeds that are not reported, and the right texts that are reported."""
+    """Returns the counts of each group, the seeds that are not reported, and the correct texts that are reported."""
     groups: dict[str, Counter[str]] = {}
     notes = []
     for result in results:
@@ -189,7 +190,7 @@ def table(results: Iterable[Result]) -> str:
         if result.outcome != "reported":
             notes.append(f"{result.outcome}: {result.group}, {result.name}")
         if result.control:
-            notes.append(f"right text, wrongly reported: {result.group}, {result.name}: {result.control}")
+            notes.append(f"correct text, wrongly reported: {result.group}, {result.name}: {result.control}")
     total = sum(groups.values(), Counter())
     lines = [f"{'':24}{'seeds':>8}" + "".join(f"{outcome:>13}" for outcome in OUTCOMES)]
     for name, counts in [*groups.items(), ("all", total)]:

@@ -1,4 +1,6 @@
-"""The device notices seeded faults: it refuses the texts that Metal refuses, and reports faulty kernels or shows them."""
+"""Tests that the device notices seeded faults. It must refuse the texts that Metal's compiler refuses. A faulty kernel
+must be reported or change the results.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ if shutil.which("clang++-19") is None:
 
 import table
 
-# Faults that break no rule of Metal, or that the device cannot see. Only the values of the results show them.
+# Faults that only change the values of the results. Each comes with the reason why the device does not report it.
 ONLY_VALUES = {
     "last element of a vector that is not aligned": "the compiler loads the one element that is used",
     "tail of a row from the next row": "the address is inside the buffer and was written",
@@ -25,7 +27,7 @@ ONLY_VALUES = {
 }
 
 
-# Host code that breaks no rule of Metal, but does something other than its author intended.
+# Faults of host code that only change the values of the results. Each comes with the reason why it is not reported.
 ONLY_VALUES_OF_HOST = {
     **dict.fromkeys(("a view's offset counted twice", "the strides of a view forgotten"), "inside the storage"),
     **dict.fromkeys(("a range counted in elements", "offsets exchanged"), "inside the buffers"),

@@ -1,4 +1,4 @@
-"""Texts that Metal's compiler refuses. /*bad|good*/ marks what differs in the similar text that it accepts."""
+"""Texts that Metal's compiler refuses. With `good` in place of each /*bad|good*/, the compiler accepts them."""
 
 from __future__ import annotations
 
