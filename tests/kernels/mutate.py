@@ -6,6 +6,7 @@ checked mode until one fails. These are the changes:
 - A comparison with a size that is known only at run time is moved by one or, outside of loop headers, decided as if
   there were no limit.
 - A `min` with such a size is replaced by its other argument.
+- The faults of `mutation_seeds.py` are put in.
 """
 
 import argparse
@@ -26,6 +27,7 @@ _HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(_HERE), str(_HERE.parents[1])]
 
 import mutation_cases  # noqa: E402
+from mutation_seeds import SEEDS  # noqa: E402
 
 from softmetal.device import CompileError, KernelFault  # noqa: E402
 from tests.support.kernels import launch as kernel_launch  # noqa: E402
@@ -139,6 +141,11 @@ def mutants(file: str, text: str) -> Iterator[Mutant]:
         end = _operand(code, comma + 1, 1)
         if not CONSTANT_LIMIT.match(code[comma + 1 : end]):
             yield mutant("limit dropped", m.start(), end + 1, f"({code[m.end() : comma].strip()})")
+    for kind, original, replacement in SEEDS.get(file, ()):
+        if text.count(original) != 1:
+            raise ValueError(f"mutation_seeds.py: {file} has {original!r} {text.count(original)} times, expected once")
+        start = text.index(original)
+        yield mutant(kind, start, start + len(original), replacement)
 
 
 def _run(folder: str, file: str) -> str:

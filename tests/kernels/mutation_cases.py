@@ -105,13 +105,16 @@ def _fused_cases() -> Iterator[Case]:
 
 
 def _tensor_cases() -> Iterator[Case]:
+    """The case with `perturb_seed` runs on a unit that rounds float operands where the kernel permits it."""
     yield _tensor(problem(33, 7, 72, weight_format="uint4", dtype=HALF, group_size=16), tile="64x64x32")
     yield _tensor(problem(32, 64, 192, weight_format="uint4b8", dtype=HALF, group_size=128), tile="64x64x32")
     yield _tensor(
         problem(70, 68, 136, weight_format="lut4", dtype=BFLOAT, bias_dtype=HALF, has_perm=True, group_size=32),
         tile="64x128x32", splits=2,
     )  # fmt: skip
-    yield _tensor(problem(5, 40, 24, weight_format="uint4_bias", dtype=FLOAT, a_offset=1), tile="32x128x32")
+    yield _tensor(
+        problem(5, 40, 24, weight_format="uint4_bias", dtype=FLOAT, a_offset=1), tile="32x128x32", perturb_seed=1
+    )
     yield _tensor(
         problem(20, 40, 520, weight_format="nvfp4", dtype=HALF, global_scale=(-1,)), tile="32x64x32", splits=3
     )
