@@ -14,7 +14,7 @@ CXX_FILES := $(shell find csrc kernels -type f) $(wildcard benchmarks/*.cpp \
 # The tests' build adds the MPS backend on the software Metal device where its packages are present.
 BUILT := $(VENV)/.built-$(shell sh scripts/system_packages.sh has-softmetal && echo mps || echo cpu)
 
-.PHONY: help build compiled test test-all lint format docs demo demo-mps demo-xlstm demo-qlora bench bench-mlstm macos macos-mistakes campaign races counts mutate witness clean
+.PHONY: help build compiled test test-all lint format docs demo demo-mps demo-xlstm demo-qlora demo-mixture bench bench-mlstm macos macos-mistakes campaign races counts mutate witness clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -72,6 +72,9 @@ demo-xlstm: build ## train a small xLSTM for a minute and let it write, in fp32 
 
 demo-qlora: build ## train adapters on 4-bit and on fp32 weights of a real model, a table and a picture
 	$(PY) examples/qlora.py
+
+demo-mixture: build ## train a small Mixtral for a minute and pack its experts, a table and a picture
+	$(PY) examples/mixture.py
 
 bench: build ## CPU benchmark against PyTorch's own kernels
 	$(PY) benchmarks/cpu_gemm.py
