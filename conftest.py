@@ -51,7 +51,10 @@ def pytest_configure(config):
 
 
 def pytest_pycollect_makemodule(module_path, parent):
-    """Skips the files that need the software Metal device, each with its name, if the device is missing or not used."""
+    """Skips each file that needs the software Metal device if the device is missing or not used.
+
+    The report names each skipped file.
+    """
     needs_device = {"softmetal", "kernels"} & set(module_path.relative_to(HERE).parts)
     if needs_device and (MPS_MISSING or sys.platform == "darwin"):
         return SkippedModule.from_parent(parent, path=module_path)
@@ -91,5 +94,5 @@ def mps(request):
 
 @pytest.fixture(params=["cpu", "mps"])
 def device(request) -> str:
-    """Runs a test once on each device. The run on `mps` is skipped by name if there is no mps device."""
+    """Runs a test once on each device. The run on `mps` is reported as skipped if there is no mps device."""
     return request.getfixturevalue("mps") if request.param == "mps" else request.param

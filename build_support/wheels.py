@@ -68,7 +68,7 @@ WHEELS = {
         "mlx_metal-0.32.4-py3-none-macosx_14_0_arm64.whl",
         "8019b2db622599267d66cc168b2f0dbf5af929790a6c3b3913e00eabc42a7947",
     ),
-    # The same with kernels for the tensor units of the M5, which need macOS 26.
+    # MLX's Metal sources with kernels for the tensor units of the M5, which need macOS 26.
     "mlx-metal-macos-26": Wheel(
         "mlx-metal==0.32.4",
         "macosx_26_0_arm64",

@@ -1,4 +1,4 @@
-// Loads two, four or eight consecutive k of an activation row.
+// Loads the activations of two, four or eight consecutive k of a row.
 #pragma once
 
 #include "kernels/gemm/decode.h"
@@ -14,8 +14,8 @@ struct Activations {
 
   MARLIN_INLINE const device T* row_at(uint m) const thread { return data + int64_t(m) * row_stride; }
 
-  // Loads kCount consecutive k. `first` points at element k of the row or, with a permutation, at the start of the row;
-  // k then indexes perm.
+  // Loads a row's activations of kCount consecutive k. `first` points at the row's element k. With a permutation,
+  // `first` points at the row's start, and k indexes perm.
   template <uint kCount>
   MARLIN_INLINE vec<T, kCount> load_run(const device T* first, uint k) const thread {
     if (vector_activations) return *reinterpret_cast<const device vec<T, kCount>*>(first);
@@ -31,7 +31,7 @@ struct Activations {
   MARLIN_INLINE vec<T, 4> load_quad(const device T* first, uint k) const thread { return load_run<4>(first, k); }
   MARLIN_INLINE vec<T, 2> load_pair(const device T* first, uint k) const thread { return load_run<2>(first, k); }
 
-  // Loads eight consecutive k and converts them to R.
+  // Loads the activations of eight consecutive k and converts them to R.
   template <typename R>
   MARLIN_INLINE Vec8<R> load_vec8(const device T* first, uint k) const thread {
     const vec<T, 4> low = load_quad(first, k);

@@ -104,8 +104,9 @@ struct GemvAccumulators {
   // the rows. With many rows, the activations take too many registers: at 8 rows on an M1, a thread would use 231
   // half-registers instead of 199. With a table, the lookups wait between the products anyway.
   static MARLIN_INLINE bool loads_first() { return gemv_loads_first(code_kind(format), uint(rows_per_threadgroup)); }
-  // The order of the two loads of words. The wait for the second one is short in either order, but at four rows this
-  // order takes 2 % fewer instructions on an M1, and at one or three rows the other one does.
+  // Returns true if the activations are loaded between the step's two loads of words. The wait for the second load is
+  // short in either order. With four rows, this order takes 2 % fewer instructions on an M1; with one or three rows,
+  // loading the words one after the other does.
   static MARLIN_INLINE bool rows_between_words() { return rows_per_threadgroup == kGemvMaxLoadsFirstRows; }
 
   // Multiplies the 8 k of `packed`. If loads_first() is false, this loads each row's activations just before they are
@@ -189,7 +190,8 @@ struct GemvAccumulators {
   }
 };
 
-// The rows that a threadgroup multiplies: `count` rows of a from a_row on, to rows of the output from out_row on.
+// Says which rows a threadgroup multiplies: `count` rows of the activations, starting at a_row. The results go to the
+// output rows that start at out_row.
 struct GemvPlace {
   uint a_row;
   uint out_row;

@@ -169,7 +169,7 @@ enum {
   kTensorColumns = 32,
   kTensorK = 32,
   kTensorMaxSimdgroups = 8,
-  kTensorThreadgroupBytes = kLutSize * 4,  // the table of lut4, for which every format asks
+  kTensorThreadgroupBytes = kLutSize * 4,  // for the table of lut4; launches of every format ask for these bytes
 };
 
 constexpr uint32_t tensor_threads(TileShape tile) {

@@ -4,9 +4,9 @@
 // threadgroup memory and no barrier.
 //
 // The left operand is 16 columns of the weight, the right operand 32 rows of activations, and a simdgroup computes 32
-// columns of 32 rows. Row v of the operand's upper and lower half, in left operand f, is column 4 v + 2 f and 4 v + 2 f
-// + 1 of the simdgroup. One 16-byte load therefore gives a lane its words of both operands, and the lane that decodes a
-// column also holds the sums of this column: it needs no scale of another one.
+// columns of 32 rows. In left operand f, row v of the upper half is column 4 v + 2 f of the simdgroup, and row v of the
+// lower half is column 4 v + 2 f + 1. One 16-byte load therefore gives a lane its words of both left operands. The lane
+// that decodes a column also holds the sums of this column, so it needs no scale of another column.
 #pragma once
 
 #include <MetalPerformancePrimitives/MetalPerformancePrimitives.h>
@@ -78,7 +78,7 @@ struct TensorAccumulators {
   float4 scales, zeros;  // of the group, for the lane's columns
   Sums sum[kTensorLeft];
   Sums total[kTensorLeft];
-  Sums x_sum;  // of the activations, for each of the sums
+  Sums x_sum;  // for each element of `sum`, the sum of the activations over the same k
 
   // Both factors of nvfp4's scaled codes have few significant bits, so half and bfloat hold the product exactly. The
   // groups of 16 then need no sums of their own.
@@ -110,7 +110,7 @@ struct TensorAccumulators {
     }
   }
 
-  // Multiplies step() k from k0 on. Both operands are zero at k_end and beyond.
+  // Multiplies the next step() values of k, starting at k0. Both operands are zero at k_end and beyond.
   MARLIN_INLINE void multiply(uint k0, uint k_end) thread {
     const uint k_lane = k0 + quad * (takes_half_words() ? 4 : kCodesPerWord);
     const bool has_k = !ragged_k || k_lane < k_end;
@@ -160,7 +160,7 @@ struct TensorAccumulators {
     return e4m3_products(bytes, float4(1.0f));
   }
 
-  // Decodes a word, or the lane's half of it to k[0..3].
+  // Decodes a word. If takes_half_words(), decodes only the lane's half of the word, to k[0..3].
   MARLIN_INLINE Vec8<R> decoded(uint word, half zero, half scale) const thread {
     Vec8<R> result;
     uint nibbles = word;
@@ -208,7 +208,7 @@ MARLIN_INLINE void tensor_rows(const thread Product<T>& product, constant GemmPa
   sums.n = min(n, N);  // columns at N and beyond load zero and are not stored
   sums.quad = place.column / 4;
   sums.table = shared;
-  // A row beyond M is the last one once more. Its sums are not stored.
+  // Rows at M and beyond read row M - 1, and their sums are not stored.
   MARLIN_UNROLL for (uint t = 0; t < kTensorQuads; ++t) {
     sums.x_row[t] = product.a.row_at(min(first_row + place.row + 8 * t, params.M - 1));
   }

@@ -79,7 +79,7 @@ def take_attributes(tokens: list[Token]) -> list[Attribute]:
 
 @dataclass(slots=True)
 class Parameter:
-    """A kernel parameter and the source of its value."""
+    """A kernel parameter, and where its value comes from."""
 
     name: str
     source: str  # "buffer", "threadgroup" or one of BUILTINS
@@ -89,7 +89,7 @@ class Parameter:
 
 
 def placed_indices(parameters: list[Parameter], source: str) -> list[str]:
-    """Returns the explicit indices of the arguments of one kind."""
+    """Returns the indices that Metal source gives to buffers or to threadgroup memory; `source` is one of the two."""
     return [p.index for p in parameters if p.source == source and p.index and not p.index.startswith("sm::")]
 
 
@@ -97,7 +97,8 @@ def read_parameters(tokens: list[Token]) -> list[Parameter]:
     """Reads a kernel's parameters from the tokens between its brackets, and removes their attributes.
 
     Raises:
-        SourceError: a parameter has no source, or a source that this device does not support.
+        SourceError: a parameter has neither an attribute nor an address space, or this device does not support the
+            attribute.
     """
     parameters = []
     unplaced: list[Parameter] = []

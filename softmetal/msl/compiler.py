@@ -43,7 +43,8 @@ _PREPROCESS = [
 # With AVX512-FP16, LLVM 19 converts a NaN of half to the short -32768. Metal gives 0, and so does LLVM without that
 # instruction set.
 _MACHINE = ("-march=native", "-mno-avx512fp16")
-# The executor recognises lanes that meet by their call site, so no pass may merge, copy or reorder the calls.
+# Lanes that take part in the same barrier or simdgroup function must wait for each other. The executor recognises them
+# by the call site, so no pass may merge, copy or reorder the calls.
 _CODE = [
     *(*_MACHINE, "-fPIC", "-fno-optimize-sibling-calls", "-mllvm", "-enable-tail-merge=false"),
     *("-mllvm", "-disable-branch-fold", "-mllvm", "-disable-tail-duplicate"),
@@ -131,7 +132,7 @@ def toolchain_digest() -> str:
 
 
 def cached(name: str, suffix: str, *parts: object) -> Path:
-    """Returns the cache path of the result of `parts` with this toolchain."""
+    """Returns the cache path of a result that depends on `parts` and on this toolchain."""
     key = hashlib.sha256(toolchain_digest().encode())
     for part in parts:
         key.update((part if isinstance(part, bytes) else repr(part).encode()) + b"\0")
@@ -306,7 +307,8 @@ def compile_source(
         checked: instruments the code for checked mode.
         kernel: the only kernel to compile, "" for none. Without function constants in the source, each kernel has only
             one version. All kernels are then compiled, and this argument is ignored.
-        math: the math mode (also a varied one, of fast_math.py), and which functions `exp` and its relatives are.
+        math: the math mode, which can be a varied one (fast_math.py), and whether functions such as `exp` are the
+            precise or the fast ones.
             Metal's default is fast for both.
         version: the language version as `__METAL_VERSION__` gives it: 310 is MSL 3.1.
 

@@ -29,7 +29,7 @@ class FunctionConstant:
     type: str
     index: int
     value: str | None  # C text, or None if the constant has no value
-    number: int  # of the constants in the source
+    number: int  # counts the constants in the order of the source
 
     @property
     def is_defined(self) -> bool:

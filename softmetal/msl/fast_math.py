@@ -33,10 +33,10 @@ _FUNCTION_FLAGS = {PRECISE: [], FAST: ["-DSM_FAST_FUNCTIONS"]}  # read by metal_
 
 
 class Math(NamedTuple):
-    """How a library computes.
+    """The math mode and the functions with which a library is compiled.
 
     Attributes:
-        mode: one of MODES, or a varied mode.
+        mode: one of MODES, or a varied mode (see the top of this file).
         functions: one of FUNCTIONS.
     """
 
@@ -45,7 +45,7 @@ class Math(NamedTuple):
 
     @property
     def flags(self) -> list[str]:
-        """clang's flags."""
+        """Returns clang's flags for this mode and these functions."""
         return [*_MODE_FLAGS[self.mode], *_FUNCTION_FLAGS[self.functions]]
 
 
@@ -55,7 +55,7 @@ FLUSHING = (RELAXED, FAST)
 
 
 def varied(seed: int) -> str:
-    """Returns the name of a varied mode (see above); seeds 0 to 7 give different ones."""
+    """Returns the name of a varied mode (see the top of this file). Seeds 0 to 7 give different modes."""
     return list(_VARIED)[seed % len(_VARIED)]
 
 

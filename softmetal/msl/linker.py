@@ -11,7 +11,7 @@ from pathlib import Path
 from .tools import CLANG, CompileError, install, output_of, run
 
 OPTIONS = ["-shared", "-nostdlib", "-fno-sanitize-link-runtime", "-lm", "-lc", "-lgcc"]
-_OBJECT, _OUTPUT = os.devnull, "out.so"  # in the driver's question; the driver wants an object file that exists
+_OBJECT, _OUTPUT = os.devnull, "out.so"  # placeholders for the driver, which wants an object file that exists
 
 
 @functools.cache

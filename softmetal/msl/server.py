@@ -60,7 +60,7 @@ def _answer(request: str, descriptors: Sequence[int], is_current: bool) -> None:
 
 
 def main() -> None:
-    # An interrupt from the terminal also reaches this process. The executor's process decides what ends.
+    # An interrupt from the terminal also reaches this process. The executor's process decides whether this one ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = socket.socket(fileno=3)
     stamps = _stamps()

@@ -21,9 +21,7 @@ _DECLARATION = "declare void @sm_check_value(ptr, i64, i32, i32)"
 
 
 def mark_integers(text: str) -> str:
-    """Returns LLVM text of clang's front end with a rarer pattern in the integer variables that clang fills as never
-    set.
-    """
+    """Replaces the pattern with which clang's front end fills unset integer variables by a rarer pattern."""
     return _INTEGER.sub(lambda m: f"{m[1]} {_RARE if m[1].endswith('i32') else -85}, ", text)
 
 

@@ -33,7 +33,10 @@ def _i64(*values: int) -> Array:
 
 
 def _experts(form: Format, rng: Generator, rows: int, columns: int, name: str) -> list[Any]:
-    """Returns the weights of all experts one after the other, then the int64 strides between two experts, by array."""
+    """Returns the arrays of the weights, each with all experts one after the other, and a list of int64 strides.
+
+    A stride is the distance between two experts in one of the arrays.
+    """
     parts = form.weights(rng, _EXPERTS * rows, columns, name)
     strides = [_i64(rows * p.shape[1]) for p in (parts if form.is_affine else parts[:2])]
     return [*parts, strides]

@@ -31,7 +31,7 @@ def packed_model(weight_format: str = "uint4", group_size: int | None = None) ->
 
 
 def fill(model: nn.Module, size: float = 0.1) -> None:
-    """Gives every adapter weight a random value, the same for the same shapes and order."""
+    """Gives every adapter weight random values that depend only on the shapes and the order of the weights."""
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

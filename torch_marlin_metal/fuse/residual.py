@@ -153,7 +153,7 @@ def fused_layer(
     try:
         expected = layer.forward(*positional, **arguments)
         got = forward(layer, *positional, **arguments)
-    except Exception as error:  # the layer has state that the comparison cannot repeat
+    except Exception as error:  # a layer that keeps state can raise anything when its call is repeated
         return None, f"the proof failed: {type(error).__name__}: {error}"
     if not agrees(got, expected):
         return None, "its sums differ from those of the usual decoder layers"

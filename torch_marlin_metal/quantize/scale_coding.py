@@ -135,7 +135,7 @@ class E8M0Scale:
 
 
 class CodeTable:
-    """The 16 values of codes that are not integers. `encode` rounds to the nearest of them.
+    """The values that the 16 codes of FP4 (E2M1) or of a lookup table stand for. `encode` finds the nearest value.
 
     Args:
         values: fp32 `[16]`.

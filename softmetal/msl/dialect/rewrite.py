@@ -49,7 +49,10 @@ def to_opencl(tokens: list[Token]) -> str:
 
 
 def _literals(tokens: list[Token]) -> None:
-    """Gives each literal its MSL type; without a suffix this is float. clang's flag for that fails inside templates."""
+    """Gives each literal its MSL type. A floating literal without a suffix is float.
+
+    Clang has a flag for the latter, -cl-single-precision-constant, but the flag has no effect inside templates.
+    """
     for token in tokens:
         if token.kind != "number":
             continue

@@ -36,7 +36,8 @@ def case(rng: random.Random, work: Path) -> str:
     a.copy_((torch.randn(M, K, generator=generator) * size).to(dtype))
     bias = torch.randn(N, generator=generator).to(rng.choice(reference.DTYPES)) if rng.random() < 0.5 else None
     exact, bound = reference.gemm(a, weight, bias)
-    # The byte_split kernels round each activation relative to the largest one of its group, so the bound uses that one.
+    # The byte_split kernels round each activation relative to the largest one of its group, so the bound contains the
+    # largest activation.
     largest = float(a.float().abs().max()) if M else 0.0
     bound = bound + 16 * 2.0**-24 * largest * weight.magnitude.sum(0)
     result = tmm.gemm(a, weight.b_packed, weight.scales, **weight.arguments, bias=bias)
