@@ -23,8 +23,9 @@ extern "C" {
 // Returns 16 * row + column of an element of the calling lane, 0 <= element < 8.
 uint32_t sm_tensor_place(uint32_t element, uint32_t is_known);
 
-// Returns the number of the block that the calling simdgroup holds as its block `index`. The matrix has `blocks` blocks
-// and is spread over `groups` simdgroups. A result >= blocks means that the simdgroup has no such block.
+// Returns which block of a matrix the calling simdgroup holds; `index` counts the simdgroup's own blocks from 0. The
+// matrix has `blocks` blocks and is spread over `groups` simdgroups. A result >= blocks means that the simdgroup has no
+// such block.
 uint32_t sm_tensor_block(uint32_t index, uint32_t groups, uint32_t blocks, uint32_t is_known);
 
 enum {

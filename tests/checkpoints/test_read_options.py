@@ -1,4 +1,4 @@
-"""`ReadOptions`. Readers, models and the command line take these options."""
+"""Tests `ReadOptions`, which readers, models and the command line take."""
 
 import dataclasses
 

@@ -225,7 +225,7 @@ def test_mlx_settings_of_single_modules_and_transformers_names(tmp_path, rng) ->
 
 @pytest.mark.parametrize("method", ["metal", "auto-round"])
 def test_mlx_layers_under_other_methods(tmp_path, rng, method) -> None:
-    """Two configs of MLX layers, as transformers' Metal quantizer and AutoRound write them.
+    """Reads MLX layers under the configs that transformers' Metal quantizer and AutoRound write.
 
     AutoRound has the settings of single modules only under "quantization".
     """

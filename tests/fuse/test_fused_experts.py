@@ -1,4 +1,4 @@
-"""A block of experts with a fused activation: the number of dispatches on mps."""
+"""Counts the dispatches on mps of a block of experts with a fused activation."""
 
 import pytest
 import torch

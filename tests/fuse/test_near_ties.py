@@ -48,7 +48,7 @@ def test_tokens_differ_only_at_near_ties(folder, dtype):
     prompt = IDS.shape[1]
     tokens = [result.sequences[0, prompt:] for result in (original, fused)]
     other = torch.nonzero(tokens[0] != tokens[1])[:1]
-    count = int(other) + 1 if len(other) else TOKENS  # after another token, the two see different texts
+    count = int(other) + 1 if len(other) else TOKENS  # after the first difference, the models continue different texts
     with torch.no_grad():
         expected = reference(original.sequences).logits[0, prompt - 1 : prompt - 1 + count]
     bound = ROUNDINGS[model.dtype] * UNIT_ROUNDOFF[model.dtype] * expected.abs().max()

@@ -1,4 +1,4 @@
-"""For each file of `kernels/`, a few small cases with tails on all sides, which are run on every mutant of the file."""
+"""Has a few small cases for each file of `kernels/`, with tails on all sides. Every mutant of a file runs its cases."""
 
 from collections.abc import Callable, Iterator
 from functools import partial

@@ -89,9 +89,9 @@ def test_activation_that_is_not_finite(kernel: str, weight_format: str, value: f
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("weight_format", ["uint4b8", "float4_e2m1"])
 def test_very_small_activations(weight_format: str, dtype: torch.dtype) -> None:
-    """Products of these activations with subnormal codes would be flushed to zero.
+    """Some activations are so small that their products with subnormal codes would be flushed to zero.
 
-    They fill a whole row, every second k in a part of a row, or a single k.
+    These activations fill a whole row, every second k in a part of a row, or a single k.
     """
     p = problem(5, 40, 328, weight_format=weight_format, dtype=dtype, group_size=64, bias_dtype=None)
     inputs = make_inputs(p)
@@ -148,7 +148,7 @@ def test_probe_of_half_subnormals(word: int) -> None:
 
 @kernels
 def test_row_stride_beyond_32_bits(kernel: str) -> None:
-    """Two rows whose distance in elements does not fit in 32 bits."""
+    """Multiplies two rows whose distance in elements does not fit in 32 bits."""
     p = problem(3, 64, 32, weight_format="uint4b8", dtype=torch.float16, group_size=32)
     stride = 2**31 + 8
     memory = np.zeros(2 * stride + p.K, np.float16)  # zero pages use no memory; only the rows are written

@@ -1,4 +1,7 @@
-"""benchmarks/metal/traffic.py reports the counts that follow from the shapes, and peers.py those of a page."""
+"""benchmarks/metal/traffic.py reports the counts that follow from the shapes.
+
+peers.py prints the rows of this package that docs/inside/software-metal-device.md shows.
+"""
 
 import json
 import subprocess
@@ -26,7 +29,7 @@ def test_counts_follow_from_the_shapes() -> None:
             "activations": rows, "weights": words, "scales": scales, "zeros": scales // 2, "global_scale": 0, "lut": 0,
             "out": M * N * 2, "partials": 0,
         }  # fmt: skip
-    row_blocks = -(-M // 8) + 1  # so few columns leave cores idle, so the planner takes a block more than it needs
+    row_blocks = -(-M // 8) + 1  # one more than the rows need, so that fewer cores are idle
     assert gemv["total"]["weights"] == row_blocks * words
     assert gemv["total"]["scales"] == row_blocks * scales
     # One row of 64 x 64 tiles reads each weight once, each scale once, and the activations once per column of tiles.

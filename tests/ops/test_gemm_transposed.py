@@ -41,8 +41,8 @@ def bound_of(rows: np.ndarray, weight: np.ndarray, dtype: torch.dtype) -> tuple[
     return exact, bound + (16 * 2.0**-24 + rounding * (1 + reference.UNIT_ROUNDOFF[dtype])) * weighted
 
 
-# The bytes of a part. They give parts of a single row, parts within a group, parts of several groups, and one part
-# for the whole weight.
+# The operator decodes the weight in parts of at most these bytes. The four limits give parts of a single row, parts
+# within a group, parts of several groups, and one part for the whole weight.
 @pytest.mark.parametrize("part_bytes", [1, 20 * 4 * N, 80 * 4 * N, 1 << 26])
 @pytest.mark.parametrize("weight_format", reference.FORMATS)
 def test_parts_of_every_size_match_the_exact_weight(weight_format, part_bytes, device, monkeypatch):

@@ -115,7 +115,7 @@ class MeasuredGPU(RichText):
 
     Attributes:
         gpu: the GPU for which this machine plans.
-        figures: the figures.
+        figures: one for each measured rate.
     """
 
     gpu: AppleSiliconGPU

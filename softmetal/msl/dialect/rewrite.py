@@ -51,7 +51,8 @@ def to_opencl(tokens: list[Token]) -> str:
 def _literals(tokens: list[Token]) -> None:
     """Gives each literal its MSL type. A floating literal without a suffix is float.
 
-    Clang has a flag for the latter, -cl-single-precision-constant, but the flag has no effect inside templates.
+    Clang's -cl-single-precision-constant is no help: in a template, a literal beside a value of a dependent type stays
+    double (clang 19).
     """
     for token in tokens:
         if token.kind != "number":

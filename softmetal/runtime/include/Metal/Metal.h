@@ -1,5 +1,6 @@
-// Stand-in for the part of Apple's Metal that compute host code uses. Protocols, selectors, types and values are
-// Apple's: tests/test_api_fidelity.py compares each declaration with the SDK's metadata.
+// Stands in for the part of Apple's Metal headers that a host program needs to run compute kernels. Protocols,
+// selectors, types and values are Apple's: softmetal/tests/test_api_fidelity.py compares each declaration with the
+// SDK's metadata.
 #pragma once
 
 #include <Foundation/Foundation.h>

@@ -52,7 +52,8 @@ void block(thread metal::cooperative_tensor<T, Rows, Columns, 1>& source, int ro
 
 template <typename Tensor>
 struct is_known {
-  static constexpr constant uint value = 1;  // blocks of a tensor in memory are loaded in the known layout
+  // block() loads a tensor from memory in the layout that executor/tensor.h calls known.
+  static constexpr constant uint value = 1;
 };
 template <typename T, int Rows, int Columns, int Groups>
 struct is_known<metal::cooperative_tensor<T, Rows, Columns, Groups>> {
