@@ -8,7 +8,7 @@ TESTS ?= tests softmetal/tests
 PYTEST := OMP_WAIT_POLICY=passive $(PY) -m pytest -n $(shell nproc 2>/dev/null || sysctl -n hw.ncpu) --dist worksteal --durations=40 --durations-min=4
 SOURCES := setup.py $(shell find csrc kernels -type f) $(wildcard build_support/*.py)
 # All but the headers of Metal's dialect in softmetal/msl, which are tables of macros.
-CXX_FILES := $(shell find csrc kernels -type f) $(wildcard benchmarks/*.cpp \
+CXX_FILES := $(shell find csrc kernels -type f) $(wildcard benchmarks/*/*.cpp \
 	$(foreach folder,tests/cpu tests/planner tests/support tests/support/kernels $(addprefix softmetal/,runtime runtime/include/* executor executor/* msl examples/* tests/host), \
 	$(addprefix $(folder)/*,.h .cpp .mm)))
 # The tests' build adds the MPS backend on the software Metal device where its packages are present.
@@ -77,7 +77,7 @@ demo-mixture: build ## train a small Mixtral for a minute and pack its experts, 
 	$(PY) examples/mixture.py
 
 bench: build ## CPU benchmark against PyTorch's own kernels
-	$(PY) benchmarks/cpu_gemm.py
+	$(PY) benchmarks/cpu/cpu_gemm.py
 
 bench-mlstm: build ## mLSTM benchmark against PyTorch's operators
 	$(PY) benchmarks/mlstm.py

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 OUTSIDE = {
     "index.md": "README.md",
     "changelog.md": "CHANGELOG.md",
-    "benchmarks/cpu_peers.md": "benchmarks/cpu_peers.md",
+    "benchmarks/cpu/cpu_peers.md": "benchmarks/cpu/cpu_peers.md",
     "benchmarks/token_operations.md": "benchmarks/token_operations.md",
     "softmetal/README.md": "softmetal/README.md",
 }

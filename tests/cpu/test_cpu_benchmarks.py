@@ -17,7 +17,7 @@ import torch
 
 import torch_marlin_metal as tmm
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
+FOLDER = Path(__file__).parents[2] / "benchmarks/cpu"
 
 
 @pytest.fixture

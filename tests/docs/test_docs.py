@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 README_MODEL = "Qwen/Qwen2.5-0.5B-Instruct-GPTQ-Int4"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
-RECORDS = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "benchmarks/cpu_peers.md"]
+RECORDS = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "benchmarks/cpu/cpu_peers.md"]
 
 
 def blocks(page: Path, language: str) -> list[str]:

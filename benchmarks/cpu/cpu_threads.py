@@ -1,6 +1,6 @@
 """Times products of few rows with several numbers of threads, beside plain reads of memory by as many threads.
 
-    python benchmarks/cpu_threads.py [--threads 1 2 4 8 16] [--rows 1 8 16] [--shapes 4096x4096 ...]
+    python benchmarks/cpu/cpu_threads.py [--threads 1 2 4 8 16] [--rows 1 8 16] [--shapes 4096x4096 ...]
 
 Weights are `uint4b8` in groups of 128 and cold; activations are bf16. All numbers of threads take turns, so that
 changing clocks and other work affect all of them alike. The tables have medians: the time of a product and, for one row

@@ -17,7 +17,7 @@ SOURCE = Path(__file__).with_suffix(".cpp")
 def _library() -> ctypes.CDLL:
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
-        raise SystemExit("benchmarks/cpu_ceilings.py: expected a C++ compiler (CXX, c++, g++ or clang++), found none")
+        raise SystemExit("cpu_ceilings.py: expected a C++ compiler (CXX, c++, g++ or clang++), found none")
     flags = ["-std=c++20", "-O3", "-march=native", "-ffp-contract=fast", "-fPIC", "-shared", "-pthread"]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "cpu_ceilings.so")

@@ -7,7 +7,7 @@ that have rows, `torch.nn.functional.grouped_mm` on rows sorted by expert, and a
 The two rivals from PyTorch use the unquantized weights in the activations' dtype. Before it is timed, every rival must
 agree with `moe_gemm`. The memory of a rival is measured in a process of its own, which holds only this rival's weights.
 
-    python benchmarks/cpu_experts.py [--minutes 4] [--layers qwen3-30b] [--experts 8] [--json FILE]
+    python benchmarks/cpu/cpu_experts.py [--minutes 4] [--layers qwen3-30b] [--experts 8] [--json FILE]
 
 `--json` appends one line of JSON for each line of the tables, as soon as it is measured.
 """
@@ -16,6 +16,7 @@ import argparse
 import multiprocessing
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -25,13 +26,15 @@ from typing import Any, NamedTuple
 
 import torch
 from cpu_gemm import Call, cold_bytes, ratio, row, table, time_calls
-from peak_memory import reset_peak, resident
 from record import Record
 from torch import Tensor
 from torch.nn.functional import grouped_mm, linear, silu
 
 import torch_marlin_metal as tmm
 from torch_marlin_metal.cli.bench import processor_name
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from peak_memory import reset_peak, resident  # isort: skip
 
 TOKENS = (1, 4, 16, 64, 512)
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}

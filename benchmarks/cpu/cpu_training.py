@@ -9,7 +9,7 @@ Each process first prints what runs. For `gemm` this is the kernel set that the 
 it is the implementation that oneDNN reports, and likewise for `gemm_transposed`, which decodes the weight with this
 package's kernels but multiplies with PyTorch's.
 
-    python benchmarks/cpu_training.py [--minutes 3] [--sets amx avx512] [--threads 16] [--json FILE]
+    python benchmarks/cpu/cpu_training.py [--minutes 3] [--sets amx avx512] [--threads 16] [--json FILE]
 """
 
 import argparse
@@ -165,7 +165,7 @@ def main() -> None:
         process.start()
         process.join()
         if process.exitcode:
-            sys.exit(f"benchmarks/cpu_training.py: the measurement of {kernel_set} failed")
+            sys.exit(f"benchmarks/cpu/cpu_training.py: the measurement of {kernel_set} failed")
 
 
 if __name__ == "__main__":

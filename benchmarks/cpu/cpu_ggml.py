@@ -71,7 +71,7 @@ def folder_of_libraries(given: Path | None) -> Path:
         if list(folder.glob("libggml-cpu.*")):
             return folder
     where = f"in {given}" if given else "and no installed llama-cpp-python"
-    sys.exit(f"benchmarks/cpu_ggml.py: expected libggml-base and libggml-cpu, found none {where}; "
+    sys.exit(f"benchmarks/cpu/cpu_ggml.py: expected libggml-base and libggml-cpu, found none {where}; "
              "install llama-cpp-python or name a folder by --library")  # fmt: skip
 
 

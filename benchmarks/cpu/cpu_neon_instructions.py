@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 CODES = ("integer", "e2m1", "table")
 FP32 = r"step<marlin::cpu::Neon, \(marlin::CodeKind\)(?P<codes>\d), (?P<panel>true|false), (?P<R>\d+), (?P<C>\d+)>"
 # For each source file, its functions by kind.
