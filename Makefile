@@ -1,4 +1,4 @@
-# make help lists the targets. Each does its own set-up; the second time it is quick.
+# make help lists the targets. Each target does the set-up that it needs, unless that has been done before.
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -7,11 +7,12 @@ TESTS ?= tests softmetal/tests
 # Spinning OpenMP threads of several workers on the same cores make the tests many times slower.
 PYTEST := OMP_WAIT_POLICY=passive $(PY) -m pytest -n $(shell nproc 2>/dev/null || sysctl -n hw.ncpu) --dist worksteal --durations=40 --durations-min=4
 SOURCES := setup.py $(shell find csrc kernels -type f) $(wildcard build_support/*.py)
-# All but the headers of Metal's dialect in softmetal/msl, which are tables of macros.
+# The files that clang-format checks: all but the headers in the folders below softmetal/msl, many of which are tables
+# of macros.
 CXX_FILES := $(shell find csrc kernels -type f) $(wildcard benchmarks/*/*.cpp \
 	$(foreach folder,tests/cpu tests/planner tests/support tests/support/kernels $(addprefix softmetal/,runtime runtime/include/* executor executor/* msl examples/* tests/host), \
 	$(addprefix $(folder)/*,.h .cpp .mm)))
-# The tests' build adds the MPS backend on the software Metal device where its packages are present.
+# The tests' build adds the MPS backend on the software Metal device if its packages are present.
 BUILT := $(VENV)/.built-$(shell sh scripts/system_packages.sh has-softmetal && echo mps || echo cpu)
 
 .PHONY: help build compiled test test-all lint format docs demo demo-mps demo-xlstm demo-qlora demo-mixture bench bench-mlstm macos macos-mistakes campaign races counts mutate witness clean
@@ -33,7 +34,7 @@ $(BUILT): $(VENV)/.installed $(SOURCES)
 	SOFTMETAL=$$(sh scripts/system_packages.sh has-softmetal && echo 1) $(PY) setup.py --quiet build_ext --inplace
 	@touch $@
 
-# A make of its own: only after the set-up is it known whether this machine has the software device's packages.
+# Runs make again, because BUILT depends on the packages of the software Metal device, and the set-up installs them.
 build: $(VENV)/.installed ## set up .venv and build the extension in place
 	@$(MAKE) --no-print-directory compiled
 
@@ -62,7 +63,7 @@ docs: $(VENV)/.installed ## the documentation's site, in build/site
 demo: build ## a real sentence-embedding model in 4 bit, a table and a picture
 	$(PY) examples/demo.py
 
-# On Linux the software Metal device is mps: minutes.
+# On Linux the demo runs on the software Metal device, which takes minutes.
 demo-mps: build ## the demo on mps
 	$(PY) $$(sh scripts/system_packages.sh has-softmetal && echo -m softmetal) \
 		examples/demo.py --device mps --picture demo-output/demo-mps.png

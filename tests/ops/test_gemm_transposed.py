@@ -177,7 +177,7 @@ def test_backward_in_fp16_copies_no_whole_gradient_to_fp32(with_bias, mps, monke
 
 @pytest.mark.parametrize("dtype", reference.DTYPES, ids=str)
 def test_a_wide_matrix_by_parts(dtype, device, monkeypatch):
-    """Parts whose rows are as long as those of a model's layer, and whose last one is smaller."""
+    """Multiplies by parts whose rows are as long as those of a model's layer. The last part is smaller."""
     columns = 3000
     weight = reference.make_weight("uint4", K, columns, 32).to(device)
     monkeypatch.setenv(VARIABLE, str(72 * 4 * columns))
