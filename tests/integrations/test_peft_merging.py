@@ -6,12 +6,12 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
-from transformers import LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import torch_marlin_metal as tmm
 import torch_marlin_metal.integrations.transformers
 from tests.support.adapters import IDS, config, fill, layers_of, packed_model, same_bits
-from tests.support.models import tensors
+from tests.support.models import SIZES, tensors
 from torch_marlin_metal import MarlinLinear
 
 
@@ -162,3 +162,32 @@ def test_a_decoded_model_merges_without_rounding(tmp_path):
     assert isinstance(merged.model.layers[0].self_attn.q_proj, nn.Linear)
     with torch.no_grad():
         torch.testing.assert_close(merged(IDS).logits, adapted(IDS).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_tying_keeps_a_head_into_which_an_adapter_was_merged(tmp_path):
+    """The head shares the embedding's words. After a merge it has its own, which tie_weights must not throw away."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=2, tie_word_embeddings=True)).eval()
+    tmm.quantize_model(model, "uint4", 32, embeddings=True, progress=False)
+    table = model.model.embed_tokens
+    assert model.lm_head.b_packed is table.b_packed
+    words, ids = table.b_packed.clone(), torch.tensor([[3, 9, 27]])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # peft warns that the layer is tied
+        adapted = get_peft_model(model, LoraConfig(target_modules=["lm_head"], r=4, lora_alpha=8))
+        fill(adapted, 0.3)
+        merged = adapted.merge_and_unload()
+    assert torch.equal(table.b_packed, words) and not torch.equal(merged.lm_head.b_packed, words)
+    with torch.no_grad():
+        expected = merged(ids).logits
+    message = "tie_weights: 'lm_head' and 'model.embed_tokens' have different packed weights"
+    merged.save_pretrained(tmp_path)
+    for one in (merged, LlamaForCausalLM.from_pretrained(tmp_path)):
+        with pytest.warns(UserWarning, match=message):
+            one.tie_weights()
+        with torch.no_grad():
+            assert torch.equal(one(ids).logits, expected)
+    head = merged.lm_head
+    head.b_packed, head.scales, head.zeros = (t.clone() for t in (table.b_packed, table.scales, table.zeros))
+    merged.tie_weights()  # equal weights are shared again
+    assert head.b_packed is table.b_packed

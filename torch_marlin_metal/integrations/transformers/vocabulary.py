@@ -1,8 +1,10 @@
 """Makes `tie_weights` and `resize_token_embeddings` of transformers models know packed tables."""
 
 import functools
+import warnings
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from torch_marlin_metal.integrations.transformers.names import tied_modules
@@ -53,7 +55,11 @@ def install() -> None:
 
 
 def _tie_packed(model: Any, keys: dict[str, str]) -> dict[str, str]:
-    """Makes packed layers share the tensors of those that they are tied to, and returns the keys of all others."""
+    """Makes packed layers share the tensors of those that they are tied to, and returns the keys of all others.
+
+    Layers with different weights stay apart, because no caller wants to lose the weight of a merged adapter.
+    transformers treats different float weights of a checkpoint in the same way.
+    """
     rest = dict(keys)
     for name, source in tied_modules(keys).items():
         one, other = model.get_submodule(name), model.get_submodule(source)
@@ -64,9 +70,28 @@ def _tie_packed(model: Any, keys: dict[str, str]) -> dict[str, str]:
                 f"tie_weights: {name!r} and {source!r}: expected two packed or two float layers, got a "
                 f"{type(one).__name__} and a {type(other).__name__}"
             )
-        if one.b_packed is not other.b_packed:
+        if _differ(one, other):
+            warnings.warn(
+                f"tie_weights: {name!r} and {source!r} have different packed weights, for example because an adapter "
+                "was merged into one of them, and stay apart; config.tie_word_embeddings=False says so",
+                stacklevel=3,
+            )
+        elif one.b_packed is not other.b_packed:
             for buffer in (*WEIGHT_BUFFERS, "packed_format"):
                 setattr(one, buffer, getattr(other, buffer))
             one.weight_format, one.group_size = other.weight_format, other.group_size
         del rest[f"{name}.weight"]
     return rest
+
+
+def _differ(one: MarlinLinear, other: MarlinLinear) -> bool:
+    """Returns whether two packed layers have different weights. Tensors on the meta device have no values."""
+    if one.b_packed is other.b_packed or one.b_packed.is_meta or other.b_packed.is_meta:
+        return False
+    if (one.weight_format, one.group_size) != (other.weight_format, other.group_size):
+        return True
+    for name in WEIGHT_BUFFERS:
+        mine, theirs = getattr(one, name), getattr(other, name)
+        if (mine is None) != (theirs is None) or (mine is not None and not torch.equal(mine, theirs.to(mine.device))):
+            return True
+    return False
