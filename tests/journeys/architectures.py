@@ -100,6 +100,8 @@ def smaller(config: PreTrainedConfig) -> PreTrainedConfig:
     """
     inside = {name: smaller(value) for name, value in vars(config).items() if isinstance(value, PreTrainedConfig)}
     sizes: dict[str, Any] = {name: size for name, size in SIZES.items() if isinstance(getattr(config, name, None), int)}
+    if config.model_type == "blt":
+        sizes["encoder_hash_byte_group_vocab"] = 64  # 500,002 by default, six times
     if config.model_type in ("mamba2", "bamba"):
         sizes |= {"num_heads": 4, "n_groups": 1}
     if isinstance(getattr(config, "initializer_range", None), float):
