@@ -1,7 +1,7 @@
 """Explains the cost of a product on an Apple GPU: chips, occupancy, tiles, rooflines, explanations, traces.
 
-Every number comes from the planner's own tables and model: `chips.h`, `instruction_counts.h` and `cost.h` of
-`csrc/planner`.
+Every number comes from the planner's own tables and model: `chips.h`, `cost/instruction_counts.h` and
+`cost/cost.h` of `csrc/planner`.
 """
 
 from torch_marlin_metal.gpu.device import AppleSiliconGPU, Figure

@@ -1,4 +1,4 @@
-"""Counts the instructions for csrc/planner/instruction_counts.h with the compiler of instructions.py.
+"""Counts the instructions for csrc/planner/cost/instruction_counts.h with the compiler of instructions.py.
 
 --write stores the table. --check compares it with the stored one, and the exit code is 1 if they differ.
 
@@ -17,7 +17,7 @@ from typing import Any
 
 from instructions import FUSED_K, Case, cases, is_set_up, measure, readable_copy
 
-HEADER = Path(__file__).resolve().parents[2] / "csrc" / "planner" / "instruction_counts.h"
+HEADER = Path(__file__).resolve().parents[2] / "csrc/planner/cost/instruction_counts.h"
 TABLE = re.compile(r"(inline constexpr std::array kKernelCounts\{\n)(.*?)(^\};\n)", re.DOTALL | re.MULTILINE)
 FORMATS = ("uint4b8", "float4_e2m1", "lut4")
 GEMV_TILE = "{{{rows}, 128, 16}}"
@@ -90,8 +90,8 @@ def same_table(table: str) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--check", action="store_true", help="compare the table with csrc/planner/instruction_counts.h")
-    what.add_argument("--write", action="store_true", help="write the table into csrc/planner/instruction_counts.h")
+    what.add_argument("--check", action="store_true", help="compare the table with instruction_counts.h")
+    what.add_argument("--write", action="store_true", help="write the table into instruction_counts.h")
     options = parser.parse_args()
     if not is_set_up():
         print("kernel_counts.py: the compiler is not here: run sh benchmarks/agx/setup.sh", file=sys.stderr)

@@ -55,7 +55,7 @@ MATRIX_CLOCKS = 18
 
 @dataclass(frozen=True)
 class Load:
-    """A dispatch, as `KernelLoad` of csrc/planner/kernel_cost.h."""
+    """A dispatch, as `KernelLoad` of csrc/planner/cost/kernel_cost.h."""
 
     threadgroups: int
     threads: int

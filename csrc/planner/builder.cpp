@@ -2,7 +2,7 @@
 
 #include <stdexcept>
 
-#include "csrc/planner/cost.h"
+#include "csrc/planner/cost/cost.h"
 
 namespace marlin {
 

@@ -1,6 +1,6 @@
 // Plans a problem: makes a tiling for each tile that can compute it, chooses the cheapest, and builds a plan for that.
 #include "csrc/planner/builder.h"
-#include "csrc/planner/cost.h"
+#include "csrc/planner/cost/cost.h"
 
 namespace marlin {
 

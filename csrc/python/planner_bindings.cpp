@@ -10,7 +10,7 @@
 
 #include "csrc/core/weight_format.h"
 #include "csrc/planner/commit_policy.h"
-#include "csrc/planner/cost.h"
+#include "csrc/planner/cost/cost.h"
 #include "csrc/planner/plan_cache.h"
 #include "csrc/python/tile_budgets.h"
 

@@ -7,8 +7,8 @@
 
 #include "csrc/core/gemm_variants.h"
 #include "csrc/planner/builder.h"
-#include "csrc/planner/instruction_counts.h"
-#include "csrc/planner/tensor_counts.h"
+#include "csrc/planner/cost/instruction_counts.h"
+#include "csrc/planner/cost/tensor_counts.h"
 
 namespace py = pybind11;
 

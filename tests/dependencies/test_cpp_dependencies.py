@@ -96,11 +96,11 @@ def test_every_entry_of_the_table_is_needed() -> None:
 
 def test_a_wrong_include_is_found(tmp_path: Path) -> None:
     planted = {
-        "csrc/planner/cost.cpp": '#include "csrc/mps/encoder.h"',
+        "csrc/planner/cost/cost.cpp": '#include "csrc/mps/encoder.h"',
         "csrc/planner/plan.h": "#include <ATen/core/Tensor.h>",
         "csrc/ops/argument_rules.h": '  #  include "csrc/cpu/api.h"',
         "csrc/cpu/gemm/gemm.h": '#include "csrc/mlstm/problem.h"',
-        "csrc/mlstm/gpu_plan.h": '#include "csrc/planner/cost.h"',
+        "csrc/mlstm/gpu_plan.h": '#include "csrc/planner/cost/cost.h"',
         "csrc/mps/ops_mps.mm": "#import <ATen/mps/MPSStream.h>",
         "kernels/gemm/fused.metal": '#include "csrc/core/math.h"',
     }

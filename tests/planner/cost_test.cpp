@@ -6,7 +6,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "csrc/planner/cost.h"
+#include "csrc/planner/cost/cost.h"
 #include "csrc/planner/plan.h"
 #include "csrc/planner/variants/split_k.h"
 #include "plan_checks.h"

@@ -3,8 +3,8 @@
 #include <random>
 #include <set>
 
-#include "csrc/planner/cost.h"
-#include "csrc/planner/tensor_counts.h"
+#include "csrc/planner/cost/cost.h"
+#include "csrc/planner/cost/tensor_counts.h"
 #include "csrc/planner/tensor_gate.h"
 #include "plan_checks.h"
 

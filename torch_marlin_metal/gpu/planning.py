@@ -1,4 +1,4 @@
-"""Plans a product without running it: the candidates and their costs by the model of `csrc/planner/kernel_cost.h`."""
+"""Plans a product without running it: the candidates, and their costs by the model of `csrc/planner/cost/`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Occupancy:
 
 @dataclass(frozen=True)
 class PlannedDispatch:
-    """One kernel launch and its predicted cost; `csrc/planner/kernel_cost.h` defines each figure.
+    """One kernel launch and its predicted cost; `csrc/planner/cost/kernel_cost.h` defines each figure.
 
     Attributes:
         kernel: the kernel's name, for example "gemm_fused".

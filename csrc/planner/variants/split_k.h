@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "csrc/planner/builder.h"
-#include "csrc/planner/cost.h"
+#include "csrc/planner/cost/cost.h"
 
 namespace marlin {
 

@@ -1,4 +1,4 @@
-#include "csrc/planner/kernel_cost.h"
+#include "csrc/planner/cost/kernel_cost.h"
 
 #include <algorithm>
 #include <array>

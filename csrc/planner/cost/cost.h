@@ -4,8 +4,8 @@
 
 #include <vector>
 
-#include "csrc/planner/instruction_counts.h"
-#include "csrc/planner/kernel_cost.h"
+#include "csrc/planner/cost/instruction_counts.h"
+#include "csrc/planner/cost/kernel_cost.h"
 #include "csrc/planner/tiling.h"
 
 namespace marlin {

@@ -3,7 +3,7 @@
 // step is twice as long.
 #pragma once
 
-#include "csrc/planner/instruction_counts.h"
+#include "csrc/planner/cost/instruction_counts.h"
 
 namespace marlin {
 

@@ -1,4 +1,4 @@
-#include "csrc/planner/cost.h"
+#include "csrc/planner/cost/cost.h"
 
 #include <algorithm>
 #include <cmath>
@@ -6,7 +6,7 @@
 
 #include "csrc/core/math.h"
 #include "csrc/core/weight_format.h"
-#include "csrc/planner/tensor_counts.h"
+#include "csrc/planner/cost/tensor_counts.h"
 
 namespace marlin {
 
