@@ -32,9 +32,9 @@ std::optional<Tiling> fused_tiling(const GemmTile& row, const GemmProblem& probl
   const uint32_t rows = row.tile.M;
   const uint32_t rounded_M = round_up(problem.M, 8);
   if (rows > rounded_M) return std::nullopt;
-  const uint32_t max_slices = std::clamp<uint32_t>(problem.weight.K / kMinSlice, 1, kMaxSlices);
+  const uint32_t most = max_slices(problem.weight, kMinSlice);
   const auto cheapest = [&](uint32_t rest_rows) {
-    return cheapest_split(problem, device, std::min(kMinSlices, max_slices), max_slices,
+    return cheapest_split(problem, device, std::min(kMinSlices, most), most,
                           [&](uint32_t slices) { return fused_split(row, problem.weight, rest_rows, slices); });
   };
   const Tiling padded = cheapest(0);

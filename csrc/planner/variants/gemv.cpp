@@ -34,8 +34,7 @@ std::optional<Tiling> gemv_tiling(const GemmTile& row, const GemmProblem& proble
   const uint32_t blocks = ceil_divide(problem.M, kGemvMaxRows);
   const bool cores_idle = blocks * ceil_divide(problem.weight.N, kGemvColumns) < device.cores;
   if (row.tile.M < ceil_divide(problem.M, cores_idle ? blocks + 1 : blocks)) return std::nullopt;
-  const uint32_t max_slices = std::clamp<uint32_t>(problem.weight.K / kMinSlice, 1, kMaxSlices);
-  return cheapest_split(problem, device, 1, max_slices,
+  return cheapest_split(problem, device, 1, max_slices(problem.weight, kMinSlice),
                         [&](uint32_t slices) { return gemv_split(row, problem.weight, slices); });
 }
 

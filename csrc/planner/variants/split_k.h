@@ -11,6 +11,11 @@ namespace marlin {
 
 inline constexpr uint32_t kMaxSlices = 64;
 
+// Returns the largest number of slices of K of which each has at least `min_slice` elements: 1 if K is shorter.
+inline uint32_t max_slices(const WeightProblem& weight, uint32_t min_slice) {
+  return std::clamp<uint32_t>(weight.K / min_slice, 1, kMaxSlices);
+}
+
 // Returns the length of a slice if K is split into about `slices` slices. The length is a multiple of `unit`, and no
 // slice is empty. If `unit` allows it, a slice contains whole groups, or a group contains whole slices.
 inline uint32_t slice_length(const WeightProblem& weight, uint32_t slices, uint32_t unit) {

@@ -17,8 +17,7 @@ std::optional<Tiling> staged_tiling(const GemmTile& row, const GemmProblem& prob
   const uint64_t resident = resident_threadgroups(row, problem, device);
   const uint64_t tiles = uint64_t{ceil_divide(weight.N, row.tile.N)} * ceil_divide(problem.M, row.tile.M);
   const uint64_t wanted = ceil_divide(resident, tiles);
-  const uint32_t max_slices = std::clamp<uint32_t>(weight.K / kMinSlice, 1, kMaxSlices);
-  const auto slices = static_cast<uint32_t>(std::clamp<uint64_t>(wanted, 1, max_slices));
+  const auto slices = static_cast<uint32_t>(std::clamp<uint64_t>(wanted, 1, max_slices(weight, kMinSlice)));
   Tiling tiling{row};
   tiling.simdgroups = tile_threads(row.tile) / kSimdWidth;
   tiling.k_per_slice = slice_length(weight, slices, row.tile.K);

@@ -21,8 +21,7 @@ Tiling tensor_split(const GemmTile& row, const WeightProblem& weight, uint32_t s
 
 std::optional<Tiling> tensor_tiling(const GemmTile& row, const GemmProblem& problem, const GpuDevice& device) {
   if (row.tile.M > round_up(problem.M, uint32_t{kTensorRows})) return std::nullopt;
-  const uint32_t max_slices = std::clamp<uint32_t>(problem.weight.K / kMinSlice, 1, kMaxSlices);
-  return cheapest_split(problem, device, 1, max_slices,
+  return cheapest_split(problem, device, 1, max_slices(problem.weight, kMinSlice),
                         [&](uint32_t slices) { return tensor_split(row, problem.weight, slices); });
 }
 
