@@ -9,6 +9,7 @@ from transformers.utils.quantization_config import GgufConfig, QuantizationMetho
 
 from torch_marlin_metal.checkpoints.reader import open_reader
 from torch_marlin_metal.integrations.transformers.config import MarlinConfig, Method, loading_defaults
+from torch_marlin_metal.integrations.transformers.packed_checkpoint import PackedCheckpoint
 from torch_marlin_metal.integrations.transformers.quantizer import MarlinQuantizer
 from torch_marlin_metal.models.empty_model import COMPUTED
 from torch_marlin_metal.patterns import selects
@@ -28,9 +29,10 @@ class MarlinGgufQuantizer(MarlinQuantizer):
 
     def read_header(self, gguf_file: str) -> None:
         """Opens the file; transformers calls this once it has found it."""
-        self._reader = open_reader(gguf_file, on_unsupported=self.quantization_config.on_unsupported, gguf_names="hf")
-        if told := self._reader.mixture():
+        reader = open_reader(gguf_file, on_unsupported=self.quantization_config.on_unsupported, gguf_names="hf")
+        if told := reader.mixture():
             logger.warning(told)
+        self._packed = PackedCheckpoint(reader, self.quantization_config)
 
     def update_dtype(self, dtype: torch.dtype | None) -> torch.dtype:
         """Returns `dtype`, or torch's default dtype if it is None."""
@@ -38,8 +40,8 @@ class MarlinGgufQuantizer(MarlinQuantizer):
 
     def get_state_dict(self, checkpoint_file: str, model: Any) -> dict[str, Tensor]:
         """Returns the tensors that transformers loads itself: all except those of layers that stay packed."""
-        assert self._reader is not None
-        return {name: tensor for name, tensor in self._reader.other_tensors() if not selects(COMPUTED, name)}
+        assert self._packed is not None
+        return {name: tensor for name, tensor in self._packed.reader.other_tensors() if not selects(COMPUTED, name)}
 
     def _open(self, checkpoint_files: list[str] | None) -> None:
         """Does nothing, because `read_header` has already opened the file."""

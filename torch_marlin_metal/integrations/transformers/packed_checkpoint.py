@@ -1,0 +1,237 @@
+"""Puts the packed layers of a checkpoint into a model while transformers loads everything else.
+
+Before transformers loads, a `PendingLinear` replaces every Linear that the checkpoint holds in 4 bit. This placeholder
+has no tensors, so transformers does not miss a weight and does not make one. When transformers has loaded everything
+else, the packed layers replace the placeholders, one at a time. Embeddings wait without their weight, and so do the
+layers that are tied to them.
+"""
+
+from typing import Any
+
+from torch import nn
+from tqdm.auto import tqdm
+from transformers.core_model_loading import WeightRenaming, rename_source_key
+from transformers.utils import logging
+
+from torch_marlin_metal.checkpoints.errors import CheckpointError, UnsupportedFormat
+from torch_marlin_metal.checkpoints.reader import CheckpointReader, DirectorySource
+from torch_marlin_metal.integrations.transformers.config import MarlinConfig
+from torch_marlin_metal.integrations.transformers.experts import make_room, stack_experts
+from torch_marlin_metal.integrations.transformers.names import has_module, loaded_names, tied_modules
+from torch_marlin_metal.integrations.transformers.parallel import split_of
+from torch_marlin_metal.integrations.transformers.pending import (
+    PendingLinear,
+    device_of,
+    hollow_out,
+    ignored_patterns,
+    inherit,
+    make_layer,
+    make_table,
+    matcher,
+    share_weight,
+)
+from torch_marlin_metal.layers.embedding import why_not_embedding
+from torch_marlin_metal.layers.experts import StackError
+from torch_marlin_metal.models.empty_model import LinearShape, fit_layer, is_linear, linear_shape, listing
+from torch_marlin_metal.models.taken import taken_weights
+from torch_marlin_metal.packed_weight import PackedWeight
+from torch_marlin_metal.patterns import check_patterns, selects
+
+OP = "from_pretrained"
+logger = logging.get_logger(__name__)
+
+
+class PackedCheckpoint:
+    """A checkpoint with packed layers that `from_pretrained` loads.
+
+    Args:
+        reader: reads the packed layers.
+        config: the settings of the load.
+    """
+
+    def __init__(self, reader: CheckpointReader, config: MarlinConfig) -> None:
+        self.reader = reader
+        self._config = config
+        self._pending: dict[str, tuple[int, PendingLinear]] = {}
+        self._tables: dict[str, tuple[int, nn.Embedding]] = {}
+        self._tied: dict[str, str] = {}
+
+    def _tensors(self) -> set[str]:
+        """Returns the names of all tensors of a checkpoint directory. Of a GGUF file transformers asks for none."""
+        source = self.reader.source
+        return set(source.checkpoint.tensors) if isinstance(source, DirectorySource) else set()
+
+    def place(self, model: Any, conversions: list[Any]) -> None:
+        """Replaces the modules of packed layers by placeholders. A second call does nothing.
+
+        Args:
+            model: changed in place.
+            conversions: transformers' changes of names between the checkpoint and the model.
+
+        Raises:
+            CheckpointError: the model has no layer for a packed weight, or a mixture is packed only in part.
+        """
+        if self._pending:
+            return
+        reader = self.reader
+        renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
+        state = model.state_dict()
+        unused = matcher(model._keys_to_ignore_on_load_unexpected or ())
+        for index, source in enumerate(reader.layer_names):
+            key, _ = rename_source_key(f"{source}.weight", renamings, [], model.base_model_prefix, state)
+            name = self._find_place(model, key.removesuffix(".weight"))
+            if not has_module(model, name) and has_module(model, source):
+                name = source  # saved under the model's own names
+            known = has_module(model, name)
+            if (unused(key) and not known) or not hasattr(model, name.split(".")[0]):
+                continue  # this model class has no such head; transformers reports it
+            try:
+                module = model.get_submodule(name)
+            except AttributeError as error:
+                raise UnsupportedFormat(
+                    f"{reader.path}: layer {source!r}: {type(model).__name__} has no layer {name!r}"
+                ) from error
+            if isinstance(module, PendingLinear):  # the placeholder of an expert
+                self._pending[name] = index, module
+                continue
+            if isinstance(module, nn.Embedding):
+                self._check_table(f"{reader.path}: layer {source!r}", module)
+                hollow_out(module)
+                self._tables[name] = index, module
+                continue
+            shape = linear_shape(module)
+            if shape is None:
+                raise UnsupportedFormat(
+                    f"{reader.path}: layer {source!r}: expected nn.Linear in the model for a 4-bit layer, "
+                    f"got {type(module).__name__}"
+                )
+            pending = PendingLinear(shape)
+            inherit(pending, module)
+            model.set_submodule(name, pending)
+            self._pending[name] = index, pending
+            model.all_tied_weights_keys.pop(f"{name}.bias", None)  # the checkpoint's layer has its bias
+        unfilled = [n for n, m in model.named_modules() if isinstance(m, PendingLinear) and n not in self._pending]
+        if unfilled:
+            raise CheckpointError(
+                f"{reader.path}: expected every expert of a mixture in 4 bit or none, got no packed weight for "
+                f"{listing(unfilled)}"
+            )
+        dense = {name for name, _, _ in reader.source.others()}
+        packed = self._tensors() - dense
+        model._keys_to_ignore_on_load_unexpected |= ignored_patterns(packed | loaded_names(packed, conversions))
+        stored = (
+            rename_source_key(name, renamings, [], model.base_model_prefix, state)[0]
+            for name in dense
+            if name.endswith(".weight")
+        )
+        self._tie(model, {name.removesuffix(".weight") for name in stored})
+
+    def fill(self, model: Any, device_map: dict[str, Any] | None) -> None:
+        """Reads the packed layers, one at a time, and puts each in the place of its placeholder."""
+        reader = self.reader
+        keep_dense = self._config.modules_to_not_convert
+        check_patterns(OP, [*self._tables, *self._pending], modules_to_not_convert=keep_dense)
+        users: dict[str, list[str]] = {}
+        for user, source in self._tied.items():
+            users.setdefault(source, []).append(user)
+        taken = taken_weights(model)
+        split, styles = split_of(OP, model), {}
+        if split is not None:
+            floats = [n for n in self._pending if selects(keep_dense, n) or _why_dense(model, n, taken)]
+            whole = {*self._tables, *self._tied, *floats}
+            styles = split.styles([(n, m) for n, (_, m) in self._pending.items() if n not in whole], whole)
+            split.begin(reader)
+            for name in (*self._tables, *self._tied):  # hooks of the style "replicate", which do nothing
+                model.get_submodule(name).__dict__.pop("forward", None)
+        self._fill_stacks(model, device_map)
+        places: dict[str, tuple[int, nn.Module]] = {**self._tables, **self._pending}
+        for name, (index, place) in tqdm(places.items(), desc="Loading 4-bit layers", unit="layer"):
+            if split is not None and name in styles and isinstance(place, PendingLinear):
+                device = device_of(device_map, name)
+                part = split.load(name, styles[name], place.shape, reader, index, device)
+                inherit(part, place)
+                model.set_submodule(name, part)
+                continue
+            weight = reader.read(index)
+            assert weight is not None  # on_unsupported is not "skip"
+            names = [name, *users.get(name, ())]
+            why = next((reason for user in names if (reason := _why_dense(model, user, taken))), "")
+            if why:
+                logger.warning(f"{name} is decoded to floats: {why}")
+            dense = bool(why) or any(selects(keep_dense, user) for user in names)
+            device = device_of(device_map, name)
+            if isinstance(place, PendingLinear):
+                layer = make_layer(OP, name, place.shape, weight, device, dense)
+                inherit(layer, place)
+            else:
+                assert isinstance(place, nn.Embedding)
+                layer = make_table(OP, name, place, weight, device, dense)
+            model.set_submodule(name, layer)
+            for user in users.get(name, ()):
+                share_weight(model, user, layer)
+        self._pending.clear()
+        self._tables.clear()
+        self._tied.clear()
+
+    def _find_place(self, model: Any, name: str) -> str:
+        """Returns a layer's name in this model class. For an expert, it first adds the placeholders to the model."""
+        prefix = f"{model.base_model_prefix}."
+        for candidate in (name, name.removeprefix(prefix), prefix + name):
+            if make_room(model, candidate) or has_module(model, candidate):
+                return candidate
+        return name
+
+    def _check_table(self, where: str, module: nn.Embedding) -> None:
+        reason = why_not_embedding(module)
+        if reason and self._config.on_unsupported == "error":
+            raise UnsupportedFormat(
+                f"{where}: the checkpoint stores this embedding in 4 bit, but {reason}; "
+                "MarlinConfig(on_unsupported='dequantize') decodes it to floats"
+            )
+
+    def _tie(self, model: Any, dense: set[str]) -> None:
+        """Finds the modules that share the weight of a packed layer and that the checkpoint lacks.
+
+        transformers does not see these ties any more: it would look for tensors that packed layers do not have.
+        """
+        packed = self._pending.keys() | self._tables.keys()
+        groups: dict[str, list[str]] = {}
+        for name, source in tied_modules(model.all_tied_weights_keys).items():
+            groups.setdefault(source, [source]).append(name)
+        for source, names in groups.items():
+            held = [name for name in names if name in packed]
+            if not held:
+                continue
+            stays = source in dense and source not in packed  # transformers ties the others to it
+            for name in names:
+                if name != source and (name in packed or not stays):
+                    del model.all_tied_weights_keys[f"{name}.weight"]
+                if name not in packed | dense and not stays:
+                    hollow_out(model.get_submodule(name))
+                    self._tied[name] = held[0]
+
+    def _fill_stacks(self, model: Any, device_map: dict[str, Any] | None) -> None:
+        """Reads the experts of mixtures into stacks. The layers of experts that stay separate are still pending."""
+
+        def read(name: str, shape: LinearShape) -> PackedWeight:
+            index, _ = self._pending[name]
+            if selects(self._config.modules_to_not_convert, name):
+                raise StackError(f"{name} stays in floats")
+            weight = self.reader.read(index)
+            if not isinstance(weight, PackedWeight):
+                raise StackError(f"{name} has no 4-bit weight that the operators take")
+            return fit_layer(OP, name, shape, weight, device=device_of(device_map, name)).to_packed()
+
+        done, left = stack_experts(model, read)
+        for name, reason in left.items():
+            logger.warning(f"{name} runs one expert after the other: {reason}")
+        for name in done:
+            del self._pending[name]
+
+
+def _why_dense(model: Any, name: str, taken: dict[int, str]) -> str:
+    module = model.get_submodule(name)
+    if isinstance(module, nn.Embedding):
+        return taken.get(id(module)) or why_not_embedding(module)
+    fits = isinstance(module, PendingLinear) or is_linear(module)
+    return taken.get(id(module)) or ("" if fits else f"{type(module).__name__} shares its weight")
