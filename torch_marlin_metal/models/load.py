@@ -2,22 +2,19 @@
 
 import os
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torch_marlin_metal.checkpoints.options import OnUnsupported, ReadOptions
-from torch_marlin_metal.checkpoints.reader import CheckpointReader, DenseWeight, open_reader
+from torch_marlin_metal.checkpoints.reader import DenseWeight, open_reader
 from torch_marlin_metal.layers.embedding import MarlinEmbedding
 from torch_marlin_metal.layers.experts import StackError
 from torch_marlin_metal.layers.fuse import fuse_projections
 from torch_marlin_metal.layers.linear import MarlinLinear
 from torch_marlin_metal.models.empty_model import (
-    COMPUTED,
-    LinearShape,
     ModelMismatchError,
     Rename,
     Slots,
@@ -31,45 +28,12 @@ from torch_marlin_metal.models.empty_model import (
     renamer,
     why_not_table,
 )
-from torch_marlin_metal.models.experts import ExpertLayers, find_experts
+from torch_marlin_metal.models.load_plan import OP, LoadPlan, PlannedExperts, plan_load
 from torch_marlin_metal.models.report import LayerReport, Report, module_bytes
 from torch_marlin_metal.models.split import Split
 from torch_marlin_metal.models.swap import Target, swap
 from torch_marlin_metal.packed_weight import PackedWeight
 from torch_marlin_metal.patterns import Filter, NameFilter, check_patterns, selects
-
-OP = "load_quantized"
-FLOATS = ("F16", "BF16", "F32", "F64")
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """What to load, and the modules and tensors to fill.
-
-    `layers` has a pair (index in the reader, target) for each packed layer, and `others` has a pair (names in the
-    model, function that reads the tensor) for each other tensor. `tied` has the modules that share the weight of an
-    embedding, so that the checkpoint has no tensor for them: id of the target -> (target, the embedding's target).
-    `experts` has the experts modules of mixtures by the ids of their targets.
-    """
-
-    layers: list[tuple[int, Target]]
-    others: list[tuple[list[str], Callable[[], Tensor]]]
-    tied: dict[int, tuple[Target, Target]]
-    experts: dict[int, "_Experts"]
-
-    def filled(self) -> list[Target]:
-        """Returns the targets that 4-bit layers of the checkpoint fill."""
-        return [target for _, target in self.layers] + [experts.target for experts in self.experts.values()]
-
-
-@dataclass(frozen=True)
-class _Experts:
-    """An experts module, with the shape of each of its layers and the layer's index in the reader."""
-
-    target: Target
-    layers: ExpertLayers
-    shapes: dict[str, LinearShape]
-    indexes: dict[str, int]
 
 
 def load_quantized(
@@ -129,7 +93,7 @@ def load_quantized(
     if reader.options.on_unsupported == "dequantize" and (told := reader.mixture()):
         warnings.warn(f"{OP}: {told}", stacklevel=2)
     slots = Slots(model)
-    plan = _plan(model, reader, slots, renamer(rename), ignore, keep)
+    plan = plan_load(model, reader, slots, renamer(rename), ignore, keep)
     targets = plan.filled() + [user for user, _ in plan.tied.values()]
     check_patterns(OP, (name for target in targets for name in target.names), exclude=exclude)
     for experts in plan.experts.values():
@@ -161,7 +125,7 @@ def load_quantized(
         entry = replace(entry, shape=(layer.out_features, layer.in_features), weight_format=layer.weight_format)
         return layer, replace(entry, group_size=layer.group_size, bytes_after=module_bytes(layer))
 
-    def convert_experts(experts: _Experts) -> tuple[nn.Module, LayerReport]:
+    def convert_experts(experts: PlannedExperts) -> tuple[nn.Module, LayerReport]:
         target = experts.target
         entry = LayerReport(target.name, type(target.module).__name__, bytes_before=module_bytes(target.module))
 
@@ -235,133 +199,12 @@ def load_quantized(
         raise
 
 
-def _plan(
-    model: nn.Module,
-    reader: CheckpointReader,
-    slots: Slots,
-    name_of: Callable[[str], str | None],
-    ignore: NameFilter,
-    keep: NameFilter,
-) -> _Plan:
-    """Finds the target of every layer and tensor. Reads only names and headers."""
-    plan, unexpected = _Plan([], [], {}, {}), []
-    targets: dict[str, Target] = {}
-    by_module: dict[int, Target] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        targets[name] = by_module.setdefault(id(module), Target([], module))
-        targets[name].names.append(name)
-    taken: dict[int, str] = {}
-    for index, source in enumerate(reader.layer_names):
-        name = name_of(source)
-        if name is None or (name not in targets and selects(ignore, name)):
-            continue
-        if name not in targets and (found_experts := find_experts(model, name)):
-            _add_expert(plan, index, name, targets[found_experts[0]], found_experts[1])
-            continue
-        if name not in targets:
-            unexpected.append(f"{name} (4-bit layer)")
-            continue
-        target = targets[name]
-        _check_kind(target, reader.options.on_unsupported)
-        if id(target) in taken:
-            raise ModelMismatchError(f"{OP}: {taken[id(target)]} and {name} are one module of the model")
-        taken[id(target)] = name
-        plan.layers.append((index, target))
-
-    for experts in plan.experts.values():
-        if lost := [f"{experts.target.name}.{name}" for name in experts.shapes.keys() - experts.indexes]:
-            raise ModelMismatchError(
-                f"{OP}: {reader.path}: expected every expert in 4 bit or none, got no 4-bit layer for {listing(lost)}"
-            )
-    replaced = {f"{name}." for target in plan.filled() for name in target.names}
-    found: set[str] = set()
-    for source, read, kind in reader.source.others():
-        name = name_of(source)
-        if name is None or selects(COMPUTED, name):
-            continue
-        if name not in slots:
-            if not selects(ignore, name):
-                unexpected.append(name)
-        elif name not in found:
-            names = slots.names_of(name)
-            plan.others.append((names, _checked(name, slots.get(name), read, kind)))
-            found.update(names)
-    if unexpected:
-        raise ModelMismatchError(f"{OP}: {reader.path}: the model has no place for {listing(unexpected)}")
-    dense = {name for name in slots.persistent if name.rpartition(".")[0] + "." not in replaced}
-    for _, target in plan.layers:
-        for other in [other for name in _weights(target, slots) for other in slots.names_of(name)]:
-            user = targets[other.rpartition(".")[0]]
-            if user is not target and id(user) not in taken:
-                plan.tied[id(user)] = user, target
-    tied = {other for _, target in plan.layers for name in _weights(target, slots) for other in slots.names_of(name)}
-    missing = {name for name in dense - found - tied if not selects(keep, name)}
-    if missing:
-        raise ModelMismatchError(f"{OP}: {reader.path}: the checkpoint lacks {listing(missing)}")
-    return plan
-
-
-def _add_expert(plan: _Plan, index: int, name: str, target: Target, parts: tuple[str, ...]) -> None:
-    """Adds the layer of an expert to the plan.
-
-    Args:
-        plan: changed in place.
-        index: the layer's index in the reader.
-        name: its name in the model.
-        target: the experts module.
-        parts: see `ExpertLayers`.
-    """
-    if id(target) not in plan.experts:
-        layers = ExpertLayers.of(target.module, parts)
-        plan.experts[id(target)] = _Experts(target, layers, dict(layers.all_names()), {})
-    experts = plan.experts[id(target)]
-    inner = next(name.removeprefix(f"{own}.") for own in target.names if name.startswith(f"{own}."))
-    if inner in experts.indexes or inner not in experts.shapes:
-        raise ModelMismatchError(f"{OP}: layer {name!r}: the model has no place for it beside other experts' layers")
-    experts.indexes[inner] = index
-
-
-def _check_kind(target: Target, on_unsupported: OnUnsupported) -> None:
-    module = target.module
-    if linear_shape(module) is not None:
-        return
-    if not isinstance(module, (nn.Embedding, MarlinEmbedding)):
-        raise ModelMismatchError(
-            f"{OP}: layer {target.name!r}: expected nn.Linear in the model for a 4-bit layer, "
-            f"got {type(module).__name__}"
-        )
-    if on_unsupported == "error" and (reason := why_not_table(module)):
-        raise ModelMismatchError(
-            f"{OP}: layer {target.name!r}: the checkpoint stores this embedding in 4 bit, but {reason}; "
-            "on_unsupported='dequantize' decodes it to floats"
-        )
-
-
-def _tied_to_others(target: Target, plan: _Plan) -> str:
+def _tied_to_others(target: Target, plan: LoadPlan) -> str:
     """Returns why an embedding stays in floats, or "": another module that stays in floats may share its table."""
     for user, source in plan.tied.values():
         if source is target and linear_shape(user.module) is None and why_not_table(user.module):
             return f"its weight is also that of {user.name} ({type(user.module).__name__}), which stays"
     return ""
-
-
-def _weights(target: Target, slots: Slots) -> list[str]:
-    """Returns all names of a target's weight, which a layer of the checkpoint fills."""
-    return [f"{name}.weight" for name in target.names if f"{name}.weight" in slots and not linear_shape(target.module)]
-
-
-def _checked(name: str, old: Tensor, read: Callable[[], Tensor], kind: str) -> Callable[[], Tensor]:
-    def read_checked() -> Tensor:
-        tensor = read()
-        if tensor.shape != old.shape:
-            raise ModelMismatchError(
-                f"{OP}: tensor {name!r}: expected shape {list(old.shape)} as in the model, got {list(tensor.shape)}"
-            )
-        if (kind not in FLOATS) if old.is_floating_point() else (tensor.dtype != old.dtype):
-            raise ModelMismatchError(f"{OP}: tensor {name!r}: expected {old.dtype} as in the model, got {kind}")
-        return tensor
-
-    return read_checked
 
 
 def _set_dense(
@@ -393,7 +236,7 @@ def _set_dense(
         slots.set(slots.names_of(f"{target.name}.bias"), bias.to(place, dtype or held.dtype))
 
 
-def _fill_buffers(model: nn.Module, slots: Slots, plan: _Plan, device: torch.device | None) -> None:
+def _fill_buffers(model: nn.Module, slots: Slots, plan: LoadPlan, device: torch.device | None) -> None:
     """Computes buffers that no checkpoint holds, such as rotary frequencies, if they are on the meta device.
 
     transformers computes them in `_init_weights`, which it also calls for its own empty models.
