@@ -21,22 +21,11 @@ from torch_marlin_metal.layers.linear import MarlinLinear
 from torch_marlin_metal.models.load import load_quantized
 from torch_marlin_metal.models.prepare import prepare
 from torch_marlin_metal.models.quantize import quantize_model, replace_linear_layers
-from torch_marlin_metal.ops import (
-    awq_repack,
-    awq_unpack_zeros,
-    dequantize,
-    embedding,
-    gemm,
-    gemm_transposed,
-    gptq_repack,
-    gptq_unpack_zeros,
-    linear,
-    moe_gemm,
-    transpose_words,
-)
+from torch_marlin_metal.ops import dequantize, embedding, gemm, gemm_transposed, linear, moe_gemm
 from torch_marlin_metal.packed_weight import PackedWeight
 from torch_marlin_metal.quantize.weight import quantize_weight
 from torch_marlin_metal.repack import gptq_perm
+from torch_marlin_metal.repack_ops import awq_repack, awq_unpack_zeros, gptq_repack, gptq_unpack_zeros, transpose_words
 from torch_marlin_metal.trace.token import TokenTrace, trace_token
 from torch_marlin_metal.version import __version__
 from torch_marlin_metal.xlstm.layer import MLSTMCell, MLSTMLayer

@@ -14,7 +14,6 @@ from torch_marlin_metal import extension
 from torch_marlin_metal.formats import NF4_VALUES, resolve_group_size
 from torch_marlin_metal.formats import weight_format as find_format
 from torch_marlin_metal.packed_weight import PackedWeight
-from torch_marlin_metal.repack import ZerosRule
 
 _ops = torch.ops.torch_marlin_metal
 _gemm = _ops.gemm.default
@@ -341,100 +340,4 @@ def embedding(
     result: Tensor = _ops.embedding(
         ids, b_packed, scales, weight_format=name, group_size=group_size, dtype=dtype, **options
     )
-    return result
-
-
-def gptq_repack(qweight: Tensor, *, perm: Tensor | None = None) -> Tensor:
-    """Converts GPTQ's `qweight` to the packed layout; row j of the result is row `perm[j]` of `qweight`.
-
-    Without `perm` the two layouts are the same and the result is a copy.
-
-    Args:
-        qweight: int32 `[K/8, N]`, contiguous.
-        perm: int32 `[K]` from `gptq_perm`, or None.
-
-    Returns:
-        int32 `[K/8, N]`, a new tensor.
-
-    Raises:
-        ValueError: an argument has the wrong dtype or shape.
-    """
-    result: Tensor = _ops.gptq_repack(qweight, perm=perm)
-    return result
-
-
-def gptq_unpack_zeros(qzeros: Tensor, *, checkpoint_version: int, rule: ZerosRule = "word") -> Tensor:
-    """Unpacks GPTQ's `qzeros` into one byte per zero point.
-
-    Files of version 1 store z - 1, so a zero point is the stored nibble plus 1. If the nibble is 15, programs disagree
-    about the result, and `rule` chooses one. "word" adds 0x11111111 to the whole word. This is exact for files of
-    GPTQModel and AutoRound, which subtract 1 from the whole word, with a borrow from the next nibble if z is 0.
-    "masked" gives (nibble + 1) & 15. "unmasked" gives nibble + 1, which may be 16.
-
-    Functions that read whole layers or checkpoints call `checkpoint_version` `gptq_version`, and `rule`
-    `gptq_zeros_rule`.
-
-    Args:
-        qzeros: int32 `[G, N/8]`, contiguous, lowest n in the lowest nibble.
-        checkpoint_version: 1 (`checkpoint_format: "gptq"`) or 2 (`"gptq_v2"`, zero points as they are).
-        rule: "word", "masked" or "unmasked".
-
-    Returns:
-        uint8 `[G, N]`.
-
-    Raises:
-        ValueError: an argument has the wrong dtype, shape or value.
-    """
-    result: Tensor = _ops.gptq_unpack_zeros(qzeros, checkpoint_version=checkpoint_version, rule=rule)
-    return result
-
-
-def awq_repack(qweight: Tensor) -> Tensor:
-    """Converts the `qweight` of AWQ's "gemm" version to the packed layout and undoes its interleave.
-
-    Args:
-        qweight: int32 `[K, N/8]`, contiguous; nibble i of a word holds column `[0, 2, 4, 6, 1, 3, 5, 7][i]` of the
-            word's eight.
-
-    Returns:
-        int32 `[K/8, N]`.
-
-    Raises:
-        ValueError: wrong dtype or shape, or K is not a multiple of 8.
-    """
-    result: Tensor = _ops.awq_repack(qweight)
-    return result
-
-
-def transpose_words(words: Tensor) -> Tensor:
-    """Converts words in the transposed order `[N, K/8]` to the packed layout.
-
-    compressed-tensors and AWQ's "gemv" version store words in that order.
-
-    Args:
-        words: int32 `[N, K/8]`, contiguous, lowest k in the lowest nibble.
-
-    Returns:
-        int32 `[K/8, N]`, a new tensor.
-
-    Raises:
-        ValueError: wrong dtype or shape.
-    """
-    result: Tensor = _ops.transpose_words(words)
-    return result
-
-
-def awq_unpack_zeros(qzeros: Tensor) -> Tensor:
-    """Unpacks the `qzeros` of AWQ's "gemm" version into one byte per zero point and undoes its interleave.
-
-    Args:
-        qzeros: int32 `[G, N/8]`, contiguous.
-
-    Returns:
-        uint8 `[G, N]`.
-
-    Raises:
-        ValueError: wrong dtype or shape.
-    """
-    result: Tensor = _ops.awq_unpack_zeros(qzeros)
     return result
