@@ -11,7 +11,7 @@
 
 namespace marlin::cpu {
 
-inline constexpr int64_t kHugePage = int64_t{2} << 20;  // of x86-64, and of arm64 with pages of 4 KB
+inline constexpr int64_t kHugePage = int64_t{2} << 20;  // on x86-64, and on arm64 with 4 KB pages
 
 // Advises Linux to use huge pages for the whole huge pages within [data, data + bytes), and for nothing beside them, so
 // that the process never takes more memory. A kernel reads 16 rows of words at the same time, and each row of a wide

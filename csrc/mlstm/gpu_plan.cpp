@@ -37,7 +37,8 @@ uint32_t output_simdgroups(uint32_t DV) {
 // pass through memory, but each query scores more keys.
 double clocks(double DK, double DV, double column_groups, double chunk_size) {
   constexpr double kBlockTokens = kMlstmBlock;
-  // rows computed per query, more than one if a block is padded because chunks are short
+  // Rows that are computed for each query. There are more rows than queries if a chunk is shorter than a block, because
+  // the block is then padded.
   const double rows = std::max(1.0, kBlockTokens / chunk_size);
   const double keys = (std::max(chunk_size, kBlockTokens) + kBlockTokens) / 2;
   const double states = DK * DV / kProductsPerClock;

@@ -18,7 +18,7 @@ namespace marlin::mps {
 
 namespace {
 
-constexpr size_t kMostNames = 8;  // of kernels in a message; all kernels of a token would be too many to read
+constexpr size_t kMostNames = 8;  // most kernels that a message names; all kernels of a token would be too many to read
 
 // The kernels of one command buffer. The stream that encodes them adds their names. After the commit, only the
 // completed handler reads the names.

@@ -19,7 +19,7 @@ std::string text(const Part&... parts) {
 // The argument checks of one call of an operator. Each calls fail() if its argument is wrong.
 struct Checker {
   const char* op;
-  at::Device device;  // of the first argument
+  at::Device device;  // the first argument's device
 
   void on_device(std::string_view argument, const Tensor& tensor) const {
     if (tensor.device() != device) {

@@ -158,7 +158,7 @@ inline constexpr auto kGpuFamilies = [] {
 struct Chip {
   std::string_view name;
   uint32_t family;
-  uint32_t cores;  // of the version with all cores
+  uint32_t cores;  // number of cores if none is disabled
   uint32_t fewest_cores;
   MARLIN_CHIP_FIGURES(MARLIN_FIGURE_FIELD)
 #undef MARLIN_FIGURE_FIELD

@@ -27,9 +27,9 @@ struct MetalSystem {
 // (mlx/backend/metal/device.cpp). macOS 26.0 has the functions, but bfloat operands came with 26.1.
 inline constexpr MetalSystem kTensorSystem{10, {26, 2}, {4, 0}};
 
-// Returns the reason why gemm_tensor does not run on a machine, or an empty text if it does. Family is checked and not
-// only the language, because macOS 26 compiles the kernel for every chip: on an M4, which has no tensor units, such a
-// kernel ran at half the speed of PyTorch's own product (comment on a pull request of PyTorch).
+// Returns the reason why gemm_tensor does not run on a machine, or an empty text if it does. The language version alone
+// is not enough: macOS 26 compiles the kernel for every chip. On an M4, which has no tensor units, such a kernel ran at
+// half the speed of PyTorch's own product (comment on a pull request of PyTorch). So the GPU's family is checked, too.
 std::string tensor_refusal(const MetalSystem& system);
 
 }  // namespace marlin

@@ -65,9 +65,9 @@ struct FusedAccumulators {
   uint word;                 // the lane's packed row, of the four that a load reads
   uint quad;                 // the lane's first k among the 32 of a load
   const device uint* words;  // the lane's next four words
-  uint scale_index;          // of the next scales; 32 bits are enough, because the planner refuses larger weights
-  // Point into the lane's two rows of row block 0. Without a permutation they point at the lane's first k of the next
-  // step, and with one at k = 0.
+  uint scale_index;          // index of the next scales; 32 bits are enough, because the planner refuses larger weights
+  // The addresses of the lane's two rows of row block 0: of the lane's first k in the next step, or, with a
+  // permutation, of k = 0.
   const device T* x_row[2];
   vec<T, 4> x[kFusedRowBlocks][2];                                 // four k of each of the two rows
   int64_t row_offset[kFusedRowBlocks][Rows::offsets_per_block()];  // from block 0 to block i

@@ -21,8 +21,8 @@ struct GemvAccumulators {
   Activations<T> a;
   uint lane;
   uint n;                               // the lane's first column, at most N
-  const device uint* words;             // of the next 8 k
-  ulong scale_index;                    // of the current group
+  const device uint* words;             // the words of the next 8 k
+  ulong scale_index;                    // index of the current group's scales
   const device T* x_row[kGemvMaxRows];  // points at the row's next k or, with a permutation, at the row's start
   const threadgroup float* table;
   threadgroup float4* totals;  // sums of the lane's four columns; those of the next row are kSimdWidth further
@@ -198,7 +198,8 @@ struct GemvPlace {
   uint count;
 };
 
-// The kernels' common body. Threadgroup block of the grid multiplies its rows with columns block.y and slices block.z.
+// The body that gemv and moe_gemv share. `block` is the threadgroup's position in the grid: y selects the columns, and
+// z the slices of K.
 template <WeightFormat format, typename T>
 MARLIN_INLINE void gemv_rows(const thread Product<T>& product, const thread GemvPlace& place,
                              constant GemmParams& params, threadgroup float* shared, uint3 block, uint lane,

@@ -60,8 +60,8 @@ struct StripedReduceParams {
 static_assert(sizeof(StripedReduceParams) == 24, "shared with the shaders");
 
 struct RepackParams {
-  uint32_t rows;     // of the kernel's grid, see variants.h
-  uint32_t columns;  // of the kernel's grid
+  uint32_t rows;     // rows of the kernel's grid, see variants.h
+  uint32_t columns;  // columns of the kernel's grid
   int32_t stored_zeros;
   uint32_t unused;
 };

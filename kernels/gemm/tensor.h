@@ -75,7 +75,7 @@ struct TensorAccumulators {
   uint quad;                            // which four k of an operand the lane holds, 0..3
   const device T* x_row[kTensorQuads];  // rows of activations, at k = 0
   const threadgroup float* table;
-  float4 scales, zeros;  // of the group, for the lane's columns
+  float4 scales, zeros;  // the group's scales and zeros for the lane's columns
   Sums sum[kTensorLeft];
   Sums total[kTensorLeft];
   Sums x_sum;  // for each element of `sum`, the sum of the activations over the same k

@@ -42,7 +42,7 @@ enum GateVector {
   kGateForget = 0,  // log sigmoid(f)
   kGateInput = 1,   // i
   kGatePrefix = 2,  // decay of the block's tokens up to and including this one
-  kGateSuffix = 3,  // decay of the block's tokens after this one, plus i
+  kGateSuffix = 3,  // i plus the decay of the block's tokens after this one
   kGateCarry = 4,   // factor of the chunk's first state in the token's output
   kGateWeight = 5,  // factor of k v^T in the state after the chunk
   kGateVectorCount = 6,
@@ -108,7 +108,7 @@ struct MlstmParams {
   uint32_t DK;
   uint32_t DV;
   uint32_t chunk_size;
-  uint32_t chunks;  // of the whole sequence; the last may be short
+  uint32_t chunks;  // chunks of the whole sequence; the last may be short
   uint32_t first_chunk;
   uint32_t segment_chunks;
   uint32_t save_every;   // chunks between saved states
@@ -117,7 +117,7 @@ struct MlstmParams {
   uint32_t gate_stride;  // S rounded up to a multiple of 4
   int32_t gate_type;     // ElementType of i and f
   uint32_t flags;        // MlstmFlags
-  float scale;           // of q: DK^-1/2
+  float scale;           // factor of q: DK^-1/2
   float eps;
   uint32_t unused;
 };

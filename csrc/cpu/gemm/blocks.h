@@ -28,7 +28,7 @@ struct Activations {
   int64_t rows;
   int64_t row_blocks;
   int64_t segments;   // per chunk
-  int64_t row_bytes;  // of one row of one chunk
+  int64_t row_bytes;  // bytes of one row of one chunk
   char* values;
   float* sums;
 

@@ -30,7 +30,7 @@ class Tasks {
 
   int64_t count() const { return ends_.empty() ? 0 : ends_.back(); }
 
-  // Calls run(pass, its task) for task `index`.
+  // Finds the pass to which task `index` belongs, and calls run() with the pass and the number of the task within it.
   template <class Run>
   void run(int64_t index, const Run& run) const {
     const auto found = static_cast<size_t>(std::upper_bound(ends_.begin(), ends_.end(), index) - ends_.begin());
@@ -68,7 +68,8 @@ void run_together(std::deque<Gemm>& passes, const Parallel& parallel) {
       packing.run(i, [](Gemm& pass, int64_t task) { pass.pack(task); });
   });
 
-  // Every thread takes tasks of every part of the list, because passes with more rows may stand side by side.
+  // Thread t takes tasks t, t + threads, t + 2 threads and so on. A task costs more in a pass with more rows, and the
+  // tasks of a pass follow each other in the list, so contiguous shares could be unequal.
   const Tasks products(passes, &Gemm::tasks);
   const int64_t threads = std::min<int64_t>(std::max(parallel.num_threads, 1), products.count());
   parallel.run(threads, 1, [&](int64_t begin, int64_t end) {

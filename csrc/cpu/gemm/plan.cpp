@@ -10,7 +10,7 @@ namespace marlin::cpu {
 namespace {
 
 constexpr int64_t kPassRows = 512;          // limits the packed activations to 8 MB of fp32 at K = 4096
-constexpr int64_t kBlockBytes = 256 << 10;  // of fp32 results per block: a quarter of a 1 MB second-level cache
+constexpr int64_t kBlockBytes = 256 << 10;  // fp32 results of a block: a quarter of a 1 MB second-level cache
 constexpr int64_t kBlockRows = 128;
 // An AMX tile has 16 rows. If fewer than five are in use, the byte_split kernels are as fast: at four rows they took
 // 0.85 to 1.07 of the time of AMX (Intel Xeon, 2 MB of L2, two threads).

@@ -263,8 +263,9 @@ constexpr MatrixKernel matrix_kernel() {
 
 template <class V>
 constexpr KernelSet kernel_set() {
-  // large_m is used for more than small_m_rows rows, which are divided into blocks of nearly equal size. The smallest
-  // block is either the only block of small_m_rows + 1 rows, or one of the two halves of large_m_rows + 1 rows.
+  // If there are more than small_m_rows rows, they are divided into blocks of nearly equal size for the large_m kernel.
+  // A block is smallest in one of two cases: all small_m_rows + 1 rows are one block, or large_m_rows + 1 rows are
+  // halved.
   constexpr int min_rows = std::min(V::small_m_rows, (V::large_m_rows + 1) / 2);
   return {matrix_kernel<V, false, 1, V::small_m_rows, V::small_m_vectors>(),
           matrix_kernel<V, V::large_m_from_panel, min_rows, V::large_m_rows, V::large_m_vectors>(),

@@ -21,7 +21,8 @@ namespace {
 
 constexpr int kTileRows = 16;
 
-// GCC 12 does not know that _tile_loadconfig and _tile_loadd read memory, and would move or drop stores before them.
+// Tells GCC 12 that memory is read. The compiler does not know it of _tile_loadconfig and _tile_loadd, and would move
+// or drop the stores before them.
 void memory_is_read() {
   asm volatile("" ::: "memory");
 }

@@ -22,7 +22,7 @@ namespace {
 
 using TwoTensors = std::tuple<Tensor, Tensor>;
 
-constexpr int64_t kBlock = 512;      // squares that are added in fp32
+constexpr int64_t kBlock = 512;      // so many squares are added in fp32, and these sums in fp64
 constexpr int64_t kGrain = 1 << 14;  // elements that are worth a thread
 
 const KernelSet& kernels() {
@@ -240,7 +240,7 @@ void copy_tokens(const Tensor& cache, const Tensor& tensor, int64_t start) {
   at_parallel().run(held.size(0) * heads * tokens, ceil_divide(kGrain, size), [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       const int64_t token = row % tokens;
-      const int64_t head = row / tokens;  // of all batches
+      const int64_t head = row / tokens;  // counted over all batches
       const int64_t from = head / heads * held.stride(0) + head % heads * held.stride(1) + token * held.stride(2);
       std::memcpy(place(to, type, (head * length + start + token) * size), place(held.const_data_ptr(), type, from),
                   static_cast<size_t>(size * element_bytes(type)));

@@ -331,7 +331,7 @@ class Task {
   const int64_t L_;
   const int64_t key_pitch_;
   const float scale_;
-  int64_t token_pitch_ = 0;  // of this chunk
+  int64_t token_pitch_ = 0;  // the pitch that this chunk uses
   int64_t row_pitch_ = 0;
   MlstmGates gates_{};
   float* keys_ = nullptr;           // [L, DK]

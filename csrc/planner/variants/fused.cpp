@@ -10,7 +10,7 @@ namespace {
 // Each slice of K gets a simdgroup. Threadgroups of only two simdgroups reached two thirds of the matrix rate of larger
 // threadgroups (measured on an M1).
 constexpr uint32_t kMinSlices = 4;
-// If slices were shorter than this, adding them up would cost more than splitting K gains.
+// The shortest slice of K. Adding up shorter slices would cost more than splitting K gains.
 constexpr uint32_t kMinSlice = 2 * kFusedK;
 
 }  // namespace

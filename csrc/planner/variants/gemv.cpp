@@ -6,7 +6,7 @@ namespace marlin {
 
 namespace {
 
-// If slices were shorter than this, adding them up would cost more than splitting K gains.
+// The shortest slice of K. Adding up shorter slices would cost more than splitting K gains.
 constexpr uint32_t kMinSlice = 64;
 // With more rows, the cost model finds fused at least as cheap, so gemv is planned only if the caller names it. Twelve
 // rows are two row blocks.

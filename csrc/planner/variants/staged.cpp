@@ -7,7 +7,7 @@ namespace marlin {
 
 namespace {
 
-// If slices were shorter than this, the reduction would cost more than splitting K gains.
+// The shortest slice of K. The reduction of shorter slices would cost more than splitting K gains.
 constexpr uint32_t kMinSlice = 256;
 
 }  // namespace

@@ -6,7 +6,7 @@ namespace marlin {
 
 namespace {
 
-// If slices were shorter than this, adding them up would cost more than splitting K gains.
+// The shortest slice of K. Adding up shorter slices would cost more than splitting K gains.
 constexpr uint32_t kMinSlice = 256;
 
 Tiling tensor_split(const GemmTile& row, const WeightProblem& weight, uint32_t slices) {
