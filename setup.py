@@ -105,7 +105,7 @@ class BuildMarlin(BuildExtension):
         if os.environ.get("SOFTMETAL"):
             softmetal.link_with_mps_sources(self, ext, mps_sources)
 
-    def copy_extensions_to_source(self):  # of a build in place
+    def copy_extensions_to_source(self):  # setuptools calls this for a build in place
         super().copy_extensions_to_source()
         built = Path(self.build_lib, cpp_library.FOLDER)
         shutil.copytree(built, ROOT / cpp_library.FOLDER, dirs_exist_ok=True)

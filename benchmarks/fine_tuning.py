@@ -22,7 +22,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 PACKED = ("nf4", "uint4b8")  # formats of this package, in groups of 64
 BASES = (*PACKED, "bf16", "bitsandbytes")
-SIZES = {  # of Llama 3.2 1B
+SIZES = {  # the sizes of Llama 3.2 1B
     "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "vocab_size": 128256},
     "tiny": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 1024},
 }

@@ -26,7 +26,7 @@ class MachOError(ValueError):
 
 @dataclass(frozen=True)
 class Method:
-    """One method of a protocol: its selector and its Objective-C type encoding. The caller removes offsets."""
+    """One method of a protocol: its selector and its Objective-C type encoding, which still contains stack offsets."""
 
     selector: str
     types: str

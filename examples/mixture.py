@@ -132,7 +132,7 @@ def evaluate(label: str, model: nn.Module, test: Tensor) -> Result:
 
 
 def same_choice(one: Result, other: Result) -> float:
-    """Returns for which part of all tokens and slots both models choose the same expert."""
+    """Returns the fraction of all choices of an expert for a token that both models make alike."""
     pairs = [(a[:, :, None] == b[:, None, :]).any(2) for a, b in zip(one.chosen, other.chosen, strict=True)]
     return torch.cat(pairs).float().mean().item()
 

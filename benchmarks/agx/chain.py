@@ -18,7 +18,7 @@ DEFAULT_DIR = os.path.join(os.path.dirname(os.path.dirname(HERE)), "build", "agx
 
 
 class Fail(Exception):
-    """A stage that did not succeed."""
+    """A stage of the compilation failed. The error has the stage and the message of its program."""
 
     def __init__(self, stage, msg):
         Exception.__init__(self, msg)
@@ -65,7 +65,7 @@ class Chain:
             lines = out.strip().split("\n")
             if not self.verbose:
                 lines = self.readable(lines)
-                # Mesa dumps the program after this line and marks what is wrong.
+                # After this line, Mesa prints the whole program with its errors. Only the lines with errors are kept.
                 if any(x.startswith("NIR validation failed") for x in lines):
                     lines = [
                         x
@@ -79,7 +79,7 @@ class Chain:
         return r.stdout
 
     def remember(self, flat):
-        """Notes the lines of the flattened Metal source under the file name and number that messages will give."""
+        """Stores each line of the Metal source by the file name and line number that messages will have."""
         name, no = "?", 1
         for line in flat.split("\n"):
             m = re.match(r'# (\d+) "([^"]*)"$', line)
@@ -103,7 +103,7 @@ class Chain:
             name, no, kind, msg = os.path.basename(m.group(1)), int(m.group(2)), m.group(4), m.group(5)
             if kind.endswith("error"):
                 errors += 1
-            # Of the notes, only the way back into the kernel is of use.
+            # Only notes that lead back to the kernel are kept.
             keep = kind.endswith("error") or (
                 kind == "note" and re.search(r"requested here|expanded from|in instantiation|declared here", msg)
             )
@@ -208,7 +208,7 @@ def compile_kernel(ch, a, notes):
     except Fail:
         ch.run("clang", CLANG + opt + ["k.clcpp", "-o", "k.ll"])
     code = Path(ch.path("k.ll"))
-    # This line makes the SPIR-V translator leave the sub-group queries as calls.
+    # Because of this line, the SPIR-V translator would leave the sub-group queries as calls, so it is removed.
     code.write_text(re.sub(r"(?m)^!opencl\.cxx\.version.*\n", "", code.read_text()))
     if a.opt == 1:
         # clang -O0 marks plain functions noinline.

@@ -83,8 +83,8 @@ def checked(ins, db, b):
     return ins
 
 
-# Clocks of one scheduler for one simdgroup (metal-benchmarks). The unit for slow integer and complex instructions takes
-# these beside the scheduler.
+# Clocks that a slow integer or complex instruction of one simdgroup takes (metal-benchmarks). It runs in a unit of its
+# own, so the scheduler can issue other instructions meanwhile.
 COMPLEX_CLOCKS = dict.fromkeys(
     [
         "convert",
@@ -134,7 +134,7 @@ FIGURES = [
 
 
 def cost(instructions):
-    """Sums up what instructions cost. A wait takes no slot. The counts are static: each instruction counts once."""
+    """Sums up the costs of instructions. Each instruction of the listing counts once, and a wait costs nothing."""
     total = dict.fromkeys(FIGURES, 0)
     for instruction in instructions:
         base = instruction.op.split(".")[0]
@@ -164,7 +164,7 @@ def cost(instructions):
 
 
 def loops_of(instructions):
-    """Returns (first, last, is innermost, depth) of each loop. A loop is what a jump backwards spans."""
+    """Returns (first, last, is innermost, depth) of each loop. A loop ends at a jump back to its first instruction."""
     at = {instruction.off: index for index, instruction in enumerate(instructions)}
     spans = {}
     for index, instruction in enumerate(instructions):

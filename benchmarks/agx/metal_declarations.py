@@ -10,8 +10,8 @@ class Decl:
         self.toks = toks
         self.names, self.uses, self.keep = set(), set(), False
         self.kernel = self.inst = self.oper = self.isusing = False
-        self.kids = None  # namespace members
-        self.owner = None  # out-of-class member: class name
+        self.kids = None  # the declarations inside a namespace
+        self.owner = None  # the name of the class, if a member of it is defined outside of it
 
 
 def parse(toks, lo, hi):
@@ -24,7 +24,7 @@ def parse(toks, lo, hi):
             out.append(d)
             i += 1
             continue
-        # namespace / extern "C"
+        # A namespace or an extern "C" block is cut into the declarations inside it.
         s = [j for j in range(i, min(hi, i + 40)) if toks[j].k not in ("ws", "pp")][:8]
         w = [toks[j].s for j in s]
         k = 1 if w[0] == "inline" else 0
@@ -122,7 +122,7 @@ def describe(d):
         return
     if i < len(s) and s[i].s == "static_assert":
         return
-    # head = up to the body or initialiser
+    # `head` gets the tokens before the body or the initialiser.
     j, paren_at, classy = i, None, None
     head = []
     while j < len(s):
@@ -160,7 +160,7 @@ def describe(d):
         j += 1
     ids = [t for t in head if t.k == "id"]
     if classy is not None and paren_at is None:
-        # names: the tag, enumerators, trailing declarators
+        # The declared names: that of the type, enumerators, and variables after the closing brace.
         k = classy + 1
         while k < len(s) and s[k].s in CLASSY:
             k += 1
@@ -197,7 +197,7 @@ def describe(d):
         k = i
         while k < len(s):
             if s[k].s in OPEN and s[k].k == "op":
-                if s[k].s == "(":  # function pointer typedef
+                if s[k].s == "(":  # a typedef of a function pointer has its name inside the brackets
                     depth_ids += [x for x in s[k : match(s, k)] if x.k == "id"][:1]
                 k = match(s, k) + 1
                 continue
@@ -208,7 +208,7 @@ def describe(d):
             d.names.add(depth_ids[-1].s)
         return
     if ids:
-        # variable: last identifier of the head that is not inside brackets
+        # A variable's name is the last identifier before the first square bracket.
         k, last = 0, None
         while k < len(head):
             if head[k].s == "[":
@@ -241,7 +241,7 @@ KEYW = {"return", "else", "case", "do", "throw", "co_return"}
 
 
 def alias_names(toks):
-    """Type names declared in the text whose definition involves a vector (or an unknown template parameter)."""
+    """Returns the declared type names whose definition contains a vector or a template parameter."""
     s = sig(toks)
     known = set(VECN) | {"vec"}
     tparams, pairs = set(), []

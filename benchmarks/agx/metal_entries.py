@@ -8,7 +8,7 @@ from metal_tokens import Err, T, attrs, lex, match, match_angle, sig, split_comm
 
 
 def kernel_head(toks):
-    """(index of name, index of '(', index of ')') of a kernel declaration's tokens."""
+    """Returns the indexes of the name, of '(' and of ')' in the tokens of a kernel's declaration."""
     i = 0
     while i < len(toks):
         t = toks[i]
@@ -47,12 +47,12 @@ def template_params(toks):
 
 
 def top_tokens(decls):
-    """Declarations whose text the instantiations live in."""
+    """Returns all declarations that are not namespaces, also those inside namespaces."""
     return [d for d in walk(decls) if d.kids is None]
 
 
 def find_entries(decls):
-    """Kernels by name and instantiations (host name, kernel name, argument token lists)."""
+    """Returns the kernels by name, and a list of instantiations: (host name, kernel name, tokens of the arguments)."""
     kernels, insts = {}, []
     for d in top_tokens(decls):
         if d.kernel and not d.inst:
@@ -62,7 +62,7 @@ def find_entries(decls):
             host = next((x[len('host_name("') : -2] for x in at if x.startswith('host_name("')), None)
             e = next_sig(d.toks, b)
             if e is not None and d.toks[e].s == ";":
-                continue  # forward declaration
+                continue  # a declaration without a body
             kernels.setdefault(name, []).append(d)
             if host:
                 insts.append((host, name, None))
@@ -161,7 +161,7 @@ def substitute(toks, sub):
 
 
 def hoist_threadgroup(body):
-    """Threadgroup arrays declared in inner scopes move to the top level of the kernel."""
+    """Moves threadgroup arrays from inner scopes of a kernel to its outermost scope."""
     out, moved, i, depth = [], [], 0, 0
     while i < len(body):
         t = body[i]

@@ -6,10 +6,11 @@ from metal_vectors import AS
 
 
 def fix_methods(toks):
-    """Gives member functions a qualifier, and takes that of constructors away.
+    """Adds an address space to member functions that name none, and removes it from constructors.
 
-    A member function without a qualifier works on thread objects in Metal. In C++ for OpenCL it works on generic ones,
-    which do not convert back. Constructors that the compiler makes are generic.
+    In Metal, a member function without an address space takes objects in thread memory. In C++ for OpenCL it takes
+    objects in the generic address space, which does not convert back to the thread's. Constructors lose their address
+    space, because those that the compiler generates are generic.
     """
     add, drop = {}, set()
     for i, t in enumerate(toks):
@@ -41,7 +42,7 @@ def fix_methods(toks):
             m = member_end(toks, j, e)
             member(toks, j, m, cname, add, drop)
             j = m + 1
-    # const thread T & x  ->  const T & x: else converted temporaries do not bind
+    # Changes "const thread T & x" to "const T & x". Otherwise no temporary of a conversion can bind to x.
     for i, t in enumerate(toks):
         if t.k == "id" and t.s == "thread":
             p, n = prev_sig(toks, i), next_sig(toks, i)
@@ -62,7 +63,7 @@ def fix_methods(toks):
 
 
 def member_end(toks, j, e):
-    """Like end_of, but knows constructor initialisers: ) : a(x), b{y} { ... }."""
+    """Returns the index of a member's last token. A constructor may have initialisers, as in `) : a(x), b{y} {`."""
     k, paren = j, False
     while k < e:
         t = toks[k]
@@ -83,7 +84,7 @@ def member_end(toks, j, e):
                 n = next_sig(toks, m, e)
                 if n is None:
                     return m
-                if toks[n].s in (",", "{") and toks[p].k == "id" and paren:  # b{y} in an initialiser list
+                if toks[n].s in (",", "{") and toks[p].k == "id" and paren:  # the braces of an initialiser such as b{y}
                     k = m + 1
                     continue
                 if paren:
@@ -167,7 +168,7 @@ POS = {
 }
 
 
-# values that only the launch knows: passed as extra uniform arguments so that nothing folds
+# Values that only a launch knows. They become extra arguments, so that the compiler cannot compute with them.
 LAUNCH = {
     "threads_per_threadgroup": 3,
     "dispatch_threads_per_threadgroup": 3,

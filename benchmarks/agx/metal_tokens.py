@@ -15,8 +15,8 @@ INC = re.compile(r'^[ \t]*#[ \t]*(include|import)[ \t]*([<"])([^>"]+)[>"].*$')
 def flatten(path, folders, notes=None, _including=()):
     """Returns a file's text with its local includes pasted in. Apple's headers <metal_...> are left out.
 
-    An include may stand in a branch that the preprocessor drops later. Each include is therefore pasted, and a macro in
-    place of #pragma once makes the preprocessor take the first one that it reaches.
+    A header is pasted at each of its includes, because the preprocessor may drop the branch that contains the first
+    one. A guard macro in place of #pragma once then keeps only the first copy that the preprocessor reaches.
     """
     real = os.path.realpath(path)
     try:
@@ -128,7 +128,7 @@ def match(toks, i, hi=None):
 def match_angle(toks, i, hi=None, header=False):
     """Returns the index of the > that closes the < at toks[i], or None if this does not look like a template list.
 
-    After the word template (header=True), it certainly is one.
+    With header=True, the < follows the word `template`, so it certainly opens a list.
     """
     hi = len(toks) if hi is None else hi
     d, j = 0, i
@@ -176,7 +176,7 @@ def split_commas(toks):
 
 
 def attrs(toks):
-    """Strip [[...]] groups; returns (rest, [attribute text, ...])."""
+    """Removes attributes `[[...]]`. Returns the other tokens, and the texts of the attributes."""
     rest, got, i = [], [], 0
     while i < len(toks):
         if toks[i].s == "[" and i + 1 < len(toks) and toks[i + 1].s == "[" and toks[i].k == "op":

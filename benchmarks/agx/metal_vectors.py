@@ -7,7 +7,10 @@ from metal_tokens import T, lex, match_angle, sig, split_commas, txt
 
 
 def fix_vectors(toks, names):
-    """T(a, b) -> msl_make<T>(a, b);  (T)x -> msl_cast<T>()->*x;  static_cast<T>(x) -> msl_make<T>(x)."""
+    """Replaces constructors and casts of vector types by functions of the shim.
+
+    `T(a, b)` and `static_cast<T>(a)` become `msl_make<T>(...)`, and `(T)x` becomes `msl_cast<T>()->*x`.
+    """
     out, i, n = [], 0, len(toks)
 
     def prev_out():
@@ -17,7 +20,7 @@ def fix_vectors(toks, names):
         return None
 
     def type_at(i):
-        """(end index, text) when a vector type name starts at i."""
+        """Returns the end and the text of the vector type whose name starts at i, or None."""
         if toks[i].k != "id":
             return None
         j, pre = i, ""
@@ -94,7 +97,7 @@ def fix_vectors(toks, names):
 
 
 def fn_params(toks):
-    """[(position, name)] of template parameters of the form R (*name)(...)."""
+    """Returns (position, name) of each template parameter that is a function pointer, `R (*name)(...)`."""
     s = sig(toks)
     if len(s) < 2 or s[0].s != "template" or s[1].s != "<":
         return []

@@ -98,7 +98,7 @@ class Layer:
             self.arguments["lut"] = torch.randn(16)
         if perm:
             self.arguments["perm"] = torch.randperm(K, dtype=torch.int32)
-        # Layers hold their words in memory like this.
+        # The words lie in huge pages, as those of a loaded layer do.
         words = [prefer_huge_pages(torch.empty_like(packed)).copy_(packed) for _ in range(copies)]
         self.packed = [(copy, scales.clone()) for copy in words]
 

@@ -20,8 +20,8 @@ HEAD = (128256, 4096)
 # Kernels of PyTorch for each layer: norms, rotary embedding, cache, attention, activation, residuals. A decode step of
 # a similar model took about 1300 operations and 10 ms of host time (executorch#17671).
 OTHER_KERNELS = 33
-KERNEL_SECONDS = 3e-6  # assumed GPU time of one of those
-BOUNDARY_SECONDS = 20e-6  # mlx#4521
+KERNEL_SECONDS = 3e-6  # assumed GPU time of one of PyTorch's kernels
+BOUNDARY_SECONDS = 20e-6  # GPU time between two command buffers (mlx#4521)
 WAIT_SECONDS = 100e-6  # assumed time from the end of a token's last kernel until the host continues
 
 

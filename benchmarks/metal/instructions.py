@@ -27,7 +27,7 @@ FORMATS = ("uint4b8", "uint4", "uint4_bias", "float4_e2m1", "nvfp4", "mxfp4", "l
 INTEGER, E2M1 = FORMATS[:3], FORMATS[3:6]
 ELEMENT_TYPES = {"float16": 0, "bfloat16": 1, "float32": 2, "uint8": 3}
 FIXED_GROUPS = {"nvfp4": 16, "mxfp4": 32}
-# Mesa's compiler fails on this kernel: it unrolls no loop over the accumulators, which stay an array.
+# Mesa's compiler fails on this kernel, because it does not unroll the loops over the array of accumulators.
 UNCOUNTED = ("gemm_double_buffered_128x128x16", "lut4")
 # The tile of 128 x 128 needs more registers than there are. The model never prefers it.
 MOST_SPILLS = {"gemm_double_buffered_128x128x16": 16}
@@ -156,7 +156,7 @@ def staged_kernels() -> Iterator[tuple[str, str, tuple[int, int, int], int]]:
 
 
 def readable_copy(folder: Path) -> None:
-    """Copies the kernels in a form that the tool can read: function constants spelt out, const references by value."""
+    """Copies the kernels, and changes what the tool cannot read: macros of function constants, and const references."""
     shutil.copytree(ROOT / "kernels", folder / "kernels")
     rows = re.findall(r"X\((\d+), (\w+), (\w+), \w+\)", (folder / "kernels/shared/slots.h").read_text())
     declarations = "\n".join(f"constant {kind} {name} [[function_constant({i})]];" for i, kind, name in rows)

@@ -129,7 +129,7 @@ def instructions(part: dict[str, Any]) -> float:
 def states_work(counts: dict[str, Any], S: int, DK: int, DV: int, chunk: int, element_bytes: int) -> Work:
     """Returns the work of mlstm_states for one head.
 
-    The code for the tail of a chunk is counted as if it ran, without its matrix products.
+    The code for the tail of a chunk is counted as if it always ran, but its matrix products are not counted.
     """
     step = loop(counts, 16)
     outer = next(x for x in counts["loops"] if not x["innermost"])["own"]
@@ -153,7 +153,7 @@ def output_work(counts: dict[str, Any], S: int, DK: int, DV: int, chunk: int, el
     outermost = [x for x in counts["loops"] if x["depth"] == 0]
     straight = instructions(counts["total"]) - sum(instructions(x) for x in outermost)
     own_matrix = 40 * MATRIX_CLOCKS  # ten fragments on and below the diagonal, times four columns of fragments
-    decay_tokens = 98  # tokens whose decays the six fragment pairs of an own block add up, in total
+    decay_tokens = 98  # the six fragment pairs of a block and its own keys add up the decays of so many tokens
 
     strips = -(-DV // BLOCK)
     groups = -(-strips // OUTPUT_SIMDGROUPS)

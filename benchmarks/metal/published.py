@@ -187,7 +187,7 @@ def by_kind(points: Iterable[Point]) -> dict[str, list[Point]]:
 
 
 def draw(points: Iterable[Point], path: Path) -> None:
-    """Draws predicted over published of each point, a row for each kind."""
+    """Draws the ratio of the predicted to the published figure for each point, in a row for each kind."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 5), layout="constrained")
