@@ -95,7 +95,7 @@ class Checkpoint:
             if part is not None:
                 whole = tensor if index is None else tensor[index]
                 return whole.narrow(part.axis, part.start, part.stop - part.start).clone()
-            # Tensors of a pickle may share memory. Copying all of them could take much more memory than the file has.
+            # A whole tensor is not copied. Tensors of a pickle may share memory, so copies could take much more of it.
             return tensor.contiguous() if index is None else tensor[index].clone(memory_format=torch.contiguous_format)
         return read_tensor(self.tensors[name], index, part)
 

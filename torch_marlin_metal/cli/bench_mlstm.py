@@ -13,7 +13,7 @@ from torch_marlin_metal.gpu.tuning.chains import synchronize
 from torch_marlin_metal.xlstm.ops import MLSTMState, mlstm
 
 TOKENS = (64, 128, 256, 512)
-HEADS, DK, DV = 4, 128, 256  # of a layer of about a hundred million parameters
+HEADS, DK, DV = 4, 128, 256  # sizes of a layer with about a hundred million parameters
 METHODS = ("chunkwise", "token by token")
 
 

@@ -117,7 +117,7 @@ def _print(text: str) -> None:
             raise OSError("stdout is closed")
         print(text, flush=True)
     except OSError:
-        # Python flushes the buffer again when the program ends, which would fail again.
+        # Sends what is left to the null device. Python flushes it at the end of the program, and would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.stdout = None
         raise

@@ -19,7 +19,10 @@ KEPT = "_torch_marlin_metal_kept"  # the attribute of a mask that keeps what was
 
 
 def functions_of(forward: FunctionType) -> tuple[str, Any] | None:
-    """Returns the name and the value of transformers' table of attention functions, if a forward uses that table."""
+    """Returns transformers' table of attention functions, with its name in the forward's module.
+
+    Returns None if the forward does not use that table.
+    """
     for name in forward.__code__.co_names:
         value: Any = forward.__globals__.get(name)
         if hasattr(type(value), "get_interface") and "sdpa" in value:

@@ -97,7 +97,7 @@ class PackedLayer(nn.Module):
         """Returns a mapping that holds the weight's tensors by name."""
         if "parametrizations" in self._modules:  # a parametrized tensor is a property of the class
             return {name: getattr(self, name) for name in WEIGHT_BUFFERS}
-        # nn.Module.__getattr__ for each buffer would cost about 2 us per call.
+        # Reads the dictionary, because nn.Module.__getattr__ for each buffer would cost about 2 us per call.
         return self._buffers
 
     def _describe(self, device: torch.device | str | None) -> Tensor:
@@ -143,9 +143,10 @@ class PackedLayer(nn.Module):
             state_dict = {**state_dict, prefix + "b_packed": words.contiguous()}
         found = self._differences(state_dict, prefix)
         given = {name for name in WEIGHT_BUFFERS if prefix + name in state_dict}
-        # a parametrized tensor is not among them
+        # A tensor with a parametrization is no buffer, so it is not compared here.
         own = {name for name in WEIGHT_BUFFERS if self._buffers.get(name) is not None}
-        if given and given != own and not found:  # even with strict=False, which would mix two weights
+        # Refused even with strict=False: tensors of the state and of the layer would mix two weights.
+        if given and given != own and not found:
             missing_keys.extend(prefix + name for name in sorted(own - given))
             unexpected_keys.extend(prefix + name for name in sorted(given - own))
             wanted, got = (", ".join(sorted(names)) for names in (own, given))

@@ -271,7 +271,7 @@ class Slots:
         return found
 
     def names_of(self, name: str) -> list[str]:
-        """Returns every name of the tensor that has the name."""
+        """Returns all names of a tensor, given one of them. A tied tensor has several."""
         return self._names[id(self.get(name))]
 
     def set(self, names: Iterable[str], tensor: Tensor) -> None:

@@ -158,7 +158,7 @@ def _check_kind(target: Target, on_unsupported: OnUnsupported) -> None:
 
 
 def _weights(target: Target, slots: Slots) -> list[str]:
-    """Returns all names of a target's weight, which a layer of the checkpoint fills."""
+    """Returns all names of an embedding's weight. Returns none for a Linear, whose weight the new layer replaces."""
     return [f"{name}.weight" for name in target.names if f"{name}.weight" in slots and not linear_shape(target.module)]
 
 

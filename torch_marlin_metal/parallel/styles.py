@@ -185,7 +185,8 @@ class LinearStyle(PackedStyle):
         """
         count, rank = dist.get_world_size(group), dist.get_rank(group)
         weight = reader.read_part(index, Part(self.by, count, rank)) if self._readable() else None
-        # The zero points of one part can all be 8, which readers take for a format without zero points.
+        # All parts must have one format, or else the whole layer is read and then cut. They can differ: if the zero
+        # points of a part are all 8, the reader gives this part the format without zero points.
         kinds = gather([-1 if weight is None else number_of(weight.weight_format)], group)
         if weight is None or any(kind != kinds[0] for kind in kinds):
             del weight  # before the whole layer is read

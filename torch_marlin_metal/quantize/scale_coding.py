@@ -125,7 +125,7 @@ class E8M0Scale:
         return torch.where(amax == 0, E8M0_ONE, code)
 
     def effective(self, stored: Tensor) -> Tensor:
-        """Returns the power of two, exact for the codes that `from_amax` makes."""
+        """Returns the power of two that each code stands for. The codes of `from_amax` give it exactly."""
         return (stored.int() << 23).view(torch.float32)
 
     def neighbours(self, stored: Tensor) -> Iterator[Tensor]:

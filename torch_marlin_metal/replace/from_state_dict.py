@@ -99,7 +99,7 @@ def _as_checkpoint(state: dict[str, Tensor], kind: Kind) -> Checkpoint:
         if dtype is None or tensor.is_meta:
             raise UnreadableError(f"{name} is {tensor.dtype} on {tensor.device}")
         held = tensor.detach().cpu().contiguous()
-        # Operations on a tensor subclass (bitsandbytes' Params4bit) would return that class.
+        # Makes a plain tensor of a subclass (bitsandbytes' Params4bit), because operations would keep the subclass.
         held = held.as_subclass(Tensor).view(DTYPES[dtype][1])
         full = f"{LAYER}.{name}"
         checkpoint.loaded[full] = held

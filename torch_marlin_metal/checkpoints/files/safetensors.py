@@ -48,7 +48,8 @@ MAX_ELEMENTS = 1 << 59  # the strides of a tensor with more elements, in bits, w
 POOLED_BYTES, MAX_POOL_BYTES = 1 << 20, 1 << 26
 
 
-class TensorInfo(NamedTuple):  # every entry of a header makes one; a frozen dataclass takes five times as long
+# A named tuple, because one is made for every entry of a header, and a frozen dataclass would take five times as long.
+class TensorInfo(NamedTuple):
     """The place of one tensor: `nbytes` bytes at `offset` of `file`; `dtype` is a key of `DTYPES`."""
 
     name: str

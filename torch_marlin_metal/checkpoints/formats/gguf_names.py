@@ -74,7 +74,7 @@ def hf_name(name: str, architecture: str) -> str | None:
 
 
 def norm_offset(name: str, architecture: str) -> float:
-    """Returns what llama.cpp added to a tensor."""
+    """Returns the number that llama.cpp added to each element of a tensor: 1 for the norms of some architectures."""
     return ARCHITECTURES[architecture].norm_offset if name.endswith("_norm.weight") else 0.0
 
 

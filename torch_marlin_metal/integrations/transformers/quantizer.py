@@ -170,7 +170,7 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         if self._failure is not None:
             raise self._failure
-        # If true, transformers would refuse .half() and .float(), which convert the bias of packed layers.
+        # If true, transformers would refuse .half() and .float(), which convert only the bias of a packed layer.
         model.is_quantized = False
         if self._packed is not None:
             self._packed.fill(model, self._device_map)
