@@ -10,7 +10,7 @@ from gguf.quants import dequantize
 
 from torch_marlin_metal import convert
 
-# The bytes of a block at which fp16 numbers start. Random bytes there could make an infinite number.
+# The bytes of a block at which fp16 numbers start. Random bytes are not used there, because they could be infinite.
 FP16_AT = {
     "Q4_0": [0],
     "Q4_1": [0, 2],

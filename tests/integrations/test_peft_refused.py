@@ -33,7 +33,7 @@ def refused(model: nn.Module, settings, message: str) -> None:
 
 def test_what_a_packed_layer_cannot_take_is_named_and_the_model_stays():
     model = packed_model()
-    # peft would change this float layer before it reaches a packed one
+    # A float layer in front of the packed ones. peft changes it first, so a late refusal would leave the model changed.
     model.model.layers[0].self_attn.q_proj = nn.Linear(64, 64)
     refused(model, config(init_lora_weights="pissa"), "init_lora_weights: expected True, False or 'gaussian'.*'pissa'")
     refused(model, config(alora_invocation_tokens=[1]), r"alora_invocation_tokens: expected None.*got \[1\]")

@@ -183,8 +183,11 @@ def skeleton(quantized: bool, meta: bool = False) -> nn.Module:
 @pytest.mark.parametrize(("device_map", "meta"), [(None, False), ({"": "cpu"}, False), ({"": "cpu"}, True)])
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
 def test_accelerate_never_leaves_random_weights(name, device_map, meta, tmp_path) -> None:
-    """accelerate ignores tensors that a model lacks. The one-byte guard is named `weight`, so the model has a tensor of
-    its name."""
+    """accelerate ignores tensors of a checkpoint that the model lacks, and then leaves the model's own values.
+
+    Packed layers store a guard of one byte under the name `weight`. A model with float layers has a tensor of this name,
+    so accelerate finds that the sizes differ.
+    """
     model = make_model("cpu")
     quantize_model(model, "uint4", 32, progress=False)
     save = save_file if name.endswith("safetensors") else torch.save

@@ -82,8 +82,8 @@ def test_beside_the_stacks_only_one_expert_exists(tmp_path, monkeypatch) -> None
     monkeypatch.setattr(CheckpointReader, "read", counted_read)
     monkeypatch.setattr(ExpertWeights, "_fill", counted_fill)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "source", dtype=torch.float32)
-    part = 64 * 96 // 2  # bytes; beside them there are the four bytes of an outline
-    # In each of two layers gate and up of four experts, then down.
+    part = 64 * 96 // 2  # bytes of one matrix; `//` below drops the four bytes of an outline
+    # Each of the two layers reads gate and up of its four experts, and then down of its four experts.
     assert [size // part for size in filling] == 2 * (4 * [2] + 4 * [1])
     assert [size // part for size in reading] == 2 * (4 * [0, 1] + 4 * [0])
     assert sum(own.b_packed.nbytes for own in model.modules() if isinstance(own, ExpertWeights)) == 24 * part

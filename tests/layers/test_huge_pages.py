@@ -54,7 +54,9 @@ SOURCES: dict[str, Callable[[Path], Tensor]] = {
 }
 
 
-kept: list[Tensor] = []  # advice stays with freed memory, so freed memory must not serve the next source
+# Weights of earlier sources. They are kept, because advice stays with memory that is freed: if the next source got the
+# same memory, it would seem to be advised.
+kept: list[Tensor] = []
 
 
 @pytest.mark.parametrize("source", SOURCES)

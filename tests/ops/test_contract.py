@@ -235,7 +235,7 @@ def test_copy_on_write_activations(device):
 
 
 def test_a_repeated_index_of_perm_leaves_the_other_rows_at_zero():
-    # Only on the CPU: on mps the rows that share an index write the same output, which checked mode reports as a race.
+    # Tested on the CPU only: on mps the rows that share an index write the same output, which checked mode reports as a race.
     weight = weight_of("uint4b8", "cpu")
     perm = torch.zeros(64, dtype=torch.int32)
     dense = tmm.dequantize(weight.b_packed, weight.scales, **weight.arguments, perm=perm)

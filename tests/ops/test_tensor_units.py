@@ -1,6 +1,6 @@
 """variant="tensor" on a GPU with tensor units: values, the gate, and what follows if the kernel does not compile.
 
-The software device is an M5 only in processes of its own, because a process asks for the GPU's family once.
+Each test that needs an M5 runs in a process of its own, because a process asks only once for the GPU's family.
 """
 
 import json

@@ -53,7 +53,7 @@ def test_the_hubs_own_reader_takes_the_build_file(derived: Path) -> None:
 
 
 def test_a_build_for_the_cpu_loads_beside_the_wheel(derived: Path, everything: bool) -> None:
-    # Without the package, `import kernels` would find this repository's folder of that name.
+    # Asks for a module inside the package, because `import kernels` alone would find this repository's folder `kernels`.
     pytest.importorskip("kernels._rust", reason="the package kernels is not installed")
     kernels: Any = importlib.import_module("kernels")
     if not everything:

@@ -27,7 +27,7 @@ CHECKPOINTS = (
 )
 IMPORT = """
 import json, sys, warnings
-# An editable installation's finder would find the extension in the repository.
+# Removes the finder of an editable installation, which would find the extension in the repository.
 sys.meta_path = [finder for finder in sys.meta_path if "editable" not in str(finder).lower()]
 with warnings.catch_warnings(record=True) as warned:
     warnings.simplefilter("always", RuntimeWarning)

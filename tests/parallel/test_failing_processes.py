@@ -43,7 +43,7 @@ def test_the_others_name_a_process_that(kind, world, tmp_path) -> None:
     end = time.monotonic() + 100
     while len(list(tmp_path.glob("said-*"))) < world - 1 and time.monotonic() < end:
         time.sleep(0.1)
-    with contextlib.suppress(ProcessLookupError):  # it has ended
+    with contextlib.suppress(ProcessLookupError):  # the process has ended
         os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
     with pytest.raises(processes.ProcessExitedException, match="process 1 terminated with signal SIGKILL"):
         wait(context)

@@ -8,7 +8,7 @@ if sys.platform != "darwin":  # in each process, before transformers asks torch 
     try:
         import softmetal  # noqa: F401
     except RuntimeError as error:
-        if type(error).__name__ != "Unavailable":  # then the fixture `mps` says why there is none
+        if type(error).__name__ != "Unavailable":  # if it is Unavailable, the fixture `mps` reports it
             raise
 
 import torch

@@ -215,7 +215,7 @@ class Recording:
         with ExitStack() as stack:
             for module in (builtins, io):
                 stack.enter_context(mock.patch.object(module, "open", opened))
-            for name in ("_USE_CP_SENDFILE", "_USE_CP_COPY_FILE_RANGE"):  # they copy without calling write
+            for name in ("_USE_CP_SENDFILE", "_USE_CP_COPY_FILE_RANGE"):  # shutil then copies with write
                 if hasattr(shutil, name):
                     stack.enter_context(mock.patch.object(shutil, name, False))
             for name, event in (
