@@ -57,6 +57,15 @@ def test_parts_of_every_size_match_the_exact_weight(weight_format, part_bytes, d
     assert torch.equal(got.cpu(), run(a.to(device), weight).cpu())  # a second call gives the same bits
 
 
+def test_parts_that_do_not_divide_a_group(device, monkeypatch):
+    """A limit of 24 rows gives parts of 24, 24 and 16 rows in each group of 64: none may reach into the next group."""
+    monkeypatch.setenv(VARIABLE, str(24 * 4 * N))
+    weight = weight_of("uint4", device, group_size=64)
+    a = activations((3, N))
+    exact, bound = bound_of(reference.to_numpy(a), weight.exact, torch.float32)
+    reference.check_gemm(run(a.to(device), weight), exact, bound)
+
+
 @pytest.mark.parametrize("part_bytes", [1, 80 * 4 * N])
 def test_act_order_and_a_group_of_the_whole_row(part_bytes, device, monkeypatch):
     monkeypatch.setenv(VARIABLE, str(part_bytes))
