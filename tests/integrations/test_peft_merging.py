@@ -59,6 +59,30 @@ def test_merging_in_two_calls_is_merging_in_one():
     assert layer.merged_adapters == ["default", "other"]
 
 
+@pytest.mark.parametrize("kinds", [("bias", "dora"), ("dora", "bias"), ("dora", "dora"), ("lora", "dora")])
+def test_several_merged_adapters_give_the_sum_of_the_forward_pass(kinds):
+    """DoRA scales what the adapters before it add, to the weight and to the bias."""
+    torch.manual_seed(0)
+    model = nn.Sequential(MarlinLinear.from_linear(nn.Linear(64, 24), "uint4", 16))
+    adapted = None
+    for name, kind in zip("ab", kinds, strict=True):
+        options = {"target_modules": ["0"], "r": 4, "use_dora": kind == "dora", "lora_bias": kind == "bias"}
+        if adapted is None:
+            adapted = get_peft_model(model, LoraConfig(**options), adapter_name=name)
+        else:
+            adapted.add_adapter(name, LoraConfig(**options))
+    adapted.base_model.set_adapter(["a", "b"])
+    fill(adapted.eval(), 0.3)
+    layer = layers_of(adapted)[0]
+    with torch.no_grad():
+        bias = layer(torch.zeros(1, 64))
+        weight = layer(torch.eye(64)) - bias
+        layer.merge()
+        torch.testing.assert_close(layer(torch.zeros(1, 64)), bias)
+        new = layer.get_base_layer().dequantize()
+        assert (new.T - weight).norm() < 0.1 * weight.norm()
+
+
 def test_merging_keeps_act_order():
     torch.manual_seed(0)
     weight = tmm.quantize_weight(torch.randn(24, 64), "uint4b8", 16)
