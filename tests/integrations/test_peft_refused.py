@@ -85,20 +85,39 @@ def test_other_adapters_of_float_layers_are_added():
         model.add_adapter("other", LNTuningConfig(target_modules=["q_proj"]))
 
 
+EXPERTS = {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj"]}
+
+
 @pytest.mark.parametrize(
-    ("options", "name"),
+    ("options", "message"),
     [
-        ({"target_modules": ["gate_up"]}, "model.layers.0.mlp.experts.gate_up"),
-        ({"target_modules": r".*\.experts"}, "model.layers.0.mlp.experts"),
-        ({"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj"]}, "model.layers.0.mlp.experts"),
+        ({"target_modules": ["gate_up"]}, r"experts.gate_up': expected a MarlinLinear, got packed experts"),
+        ({"target_modules": r".*\.experts"}, r"experts': expected a MarlinLinear, got packed experts of a mixture"),
+        ({**EXPERTS, "lora_dropout": 0.1}, "experts': LoraConfig: lora_dropout: expected 0.0 .* got 0.1"),
+        ({**EXPERTS, "use_dora": True}, "experts': LoraConfig: use_dora: expected False with target_parameters"),
+        ({**EXPERTS, "lora_bias": True}, "experts': LoraConfig: lora_bias: expected False with target_parameters"),
+        ({**EXPERTS, "init_lora_weights": "pissa"}, "init_lora_weights: expected True, False or 'gaussian'"),
+        (
+            {"target_modules": ["q_proj"], "target_parameters": ["down_proj_bias"]},
+            "experts': target_parameters: expected gate_up_proj or down_proj, got down_proj_bias",
+        ),
     ],
 )
-def test_packed_experts_take_no_adapters(options, name):
+def test_what_packed_experts_cannot_take_is_named(options, message):
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
     sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 2}
     model = MixtralForCausalLM(MixtralConfig(**sizes))
-    weights = [tmm.quantize_weight(torch.randn(rows, 64), "uint4b8", 32) for rows in (128, 64)]
-    gate_up, down = (ExpertWeights.from_packed([[weight], [weight]]) for weight in weights)
-    model.model.layers[0].mlp.experts = MarlinExperts(gate_up, down, lambda both: both[..., :64])
-    refused(model, config(**options), f"layer '{name}': expected a MarlinLinear, because packed experts of a mixture")
+    tmm.quantize_model(model, "uint4b8", 32, progress=False)
+    refused(model, config(**options), f"layer 'model.layers.0.mlp.{message}" if "init" not in message else message)
+
+
+def test_split_experts_take_no_adapters():
+    class Part(MarlinExperts):
+        def forward(self, *args):
+            raise NotImplementedError
+
+    stacks = [ExpertWeights.from_packed([[tmm.quantize_weight(torch.randn(n, 32), "uint4", 32)]]) for n in (64, 32)]
+    model = nn.Sequential(Part(*stacks, nn.Identity()), nn.Linear(32, 32))
+    settings = config(target_modules=["1"], target_parameters=["0.down_proj"], task_type=None)
+    refused(model, settings, "layer '0': expected all experts in one process, got Part: add adapters before")

@@ -255,10 +255,14 @@ class MarlinExperts(nn.Module):
             top_k_index: `[T, top_k]`, the experts; an id outside `[0, E)` adds nothing.
             top_k_weights: `[T, top_k]`, their weights.
         """
-        (activation,) = self._activation
         return self.down(  # type: ignore[no-any-return]
-            activation(self.gate_up(hidden_states, top_k_index)), top_k_index, top_k_weights, reduce=True
+            self.activate(self.gate_up(hidden_states, top_k_index)), top_k_index, top_k_weights, reduce=True
         )
+
+    def activate(self, gate_up: Tensor) -> Tensor:
+        """Returns `[..., I]`, the activation of the product `[..., 2 * I]` of `gate_up`."""
+        (activation,) = self._activation
+        return activation(gate_up)
 
 
 def silu_gate(gate_up: Tensor) -> Tensor:

@@ -1,17 +1,19 @@
-"""Importing this module lets peft put LoRA adapters on `MarlinLinear` layers.
+"""Importing this module lets peft put LoRA adapters on `MarlinLinear` layers and on `MarlinExperts`.
 
     import torch_marlin_metal.integrations.peft
     model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"]))
 
 peft has no registry for layers of other packages, but each `LoraConfig` takes custom ones. The import wraps methods of
 `BaseTuner`, through which every adapter of peft passes. The wrappers register `MarlinLoraLinear` in the config, check
-all targets before peft changes the model, and compute all merged weights before peft merges a layer.
+all targets before peft changes the model, add adapters to packed experts, and compute all merged weights before peft
+merges a layer.
 """
 
+from torch_marlin_metal.integrations.peft.experts import MarlinLoraExperts
 from torch_marlin_metal.integrations.peft.hooks import install, restore
 from torch_marlin_metal.integrations.peft.layer import MarlinLoraLinear
 from torch_marlin_metal.integrations.training import prepare_for_training
 
-__all__ = ["MarlinLoraLinear", "install", "prepare_for_training", "restore"]
+__all__ = ["MarlinLoraExperts", "MarlinLoraLinear", "install", "prepare_for_training", "restore"]
 
 install()

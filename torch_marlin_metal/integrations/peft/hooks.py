@@ -11,14 +11,15 @@ from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, _maybe_include_a
 from torch import nn
 from tqdm.auto import tqdm
 
+from torch_marlin_metal.integrations.peft.experts import add_to_experts, check_experts, targeted
 from torch_marlin_metal.integrations.peft.layer import MarlinLoraLinear, check_config
+from torch_marlin_metal.integrations.peft.merging import PackedMerging
 from torch_marlin_metal.layers.embedding import MarlinEmbedding
 from torch_marlin_metal.layers.experts import ExpertWeights, MarlinExperts
 from torch_marlin_metal.layers.fuse import FusedLinear
 from torch_marlin_metal.layers.linear import MarlinLinear
 
 PACKED = (MarlinLinear, FusedLinear, MarlinEmbedding, MarlinExperts, ExpertWeights)
-NO_EXPERTS = "expected a MarlinLinear, because packed experts of a mixture take no adapters"
 
 
 def check_targets(tuner: BaseTuner, model: nn.Module, config: Any) -> None:
@@ -32,9 +33,11 @@ def check_targets(tuner: BaseTuner, model: nn.Module, config: Any) -> None:
         layer = module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
         if not isinstance(layer, PACKED):
             continue
-        if any(part and f".{name}".endswith(part) for part in parameters):
-            if isinstance(layer, MarlinExperts):
-                raise ValueError(f"MarlinLoraLinear: layer {name!r}: {NO_EXPERTS}, got target_parameters of it")
+        if isinstance(layer, MarlinExperts):
+            if targeted(name, getattr(config, "target_parameters", None) or ()):
+                _check_tuner(tuner, config, name, layer)
+                check_experts(name, layer, config)
+        elif any(part and f".{name}".endswith(part) for part in parameters):
             raise ValueError(
                 f"MarlinLoraLinear: layer {name!r}: expected a float layer for target_parameters, got a packed "
                 f"{type(layer).__name__}: name it in target_modules"
@@ -52,19 +55,17 @@ def check_targets(tuner: BaseTuner, model: nn.Module, config: Any) -> None:
             )
         if not name or not tuner._check_target_module_exists(config, name):
             continue
-        if config.peft_type != PeftType.LORA:
-            raise ValueError(
-                f"{type(tuner).__name__}: layer {name!r}: expected a float layer for peft_type "
-                f"{getattr(config.peft_type, 'value', config.peft_type)}, got a packed 4-bit {type(layer).__name__}, "
-                "which takes LoRA and DoRA adapters (LoraConfig) only"
-            )
+        _check_tuner(tuner, config, name, layer)
         if isinstance(layer, MarlinLinear) and layer.is_split:
             raise ValueError(
                 f"MarlinLoraLinear: layer {name!r}: expected a MarlinLinear with a whole weight, got a "
                 f"{type(layer).__name__} with one process' part of it: add adapters before the model is split"
             )
         if isinstance(layer, MarlinExperts | ExpertWeights):
-            raise ValueError(f"MarlinLoraLinear: layer {name!r}: {NO_EXPERTS}, got {type(layer).__name__}")
+            raise ValueError(
+                f"MarlinLoraLinear: layer {name!r}: expected a MarlinLinear, got packed experts of a mixture "
+                f"({type(layer).__name__}): name 'experts.gate_up_proj' and 'experts.down_proj' in target_parameters"
+            )
         if isinstance(layer, FusedLinear):
             raise ValueError(
                 f"MarlinLoraLinear: layer {name!r}: expected a MarlinLinear, got one of several fused projections: "
@@ -76,6 +77,15 @@ def check_targets(tuner: BaseTuner, model: nn.Module, config: Any) -> None:
                 "gradients"
             )
         check_config(config)
+
+
+def _check_tuner(tuner: BaseTuner, config: Any, name: str, layer: nn.Module) -> None:
+    if config.peft_type != PeftType.LORA:
+        raise ValueError(
+            f"{type(tuner).__name__}: layer {name!r}: expected a float layer for peft_type "
+            f"{getattr(config.peft_type, 'value', config.peft_type)}, got a packed 4-bit {type(layer).__name__}, "
+            "which takes LoRA and DoRA adapters (LoraConfig) only"
+        )
 
 
 def install() -> None:
@@ -120,6 +130,16 @@ def _inject_adapter(original: Callable[..., None]) -> Callable[..., None]:
     return inject_adapter
 
 
+def _inject_parameters(original: Callable[..., list[str]]) -> Callable[..., list[str]]:
+    def inject_parameters(
+        self: Any, peft_config: Any, model: nn.Module, adapter_name: str, low_cpu_mem_usage: bool
+    ) -> list[str]:
+        added = original(self, peft_config, model, adapter_name, low_cpu_mem_usage)
+        return added + add_to_experts(self, peft_config, model, adapter_name, low_cpu_mem_usage)
+
+    return inject_parameters
+
+
 def _merge_adapter(original: Callable[..., None]) -> Callable[..., None]:
     def merge_adapter(
         self: Any, adapter_names: list[str] | None = None, safe_merge: bool = False, *args: Any, **kwargs: Any
@@ -148,6 +168,7 @@ def _merge_and_unload(original: Callable[..., nn.Module]) -> Callable[..., nn.Mo
 WRAPPERS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "__init__": _init,
     "inject_adapter": _inject_adapter,
+    "_inject_parameters": _inject_parameters,
     "merge_adapter": _merge_adapter,
     "merge_and_unload": _merge_and_unload,
 }
@@ -182,7 +203,7 @@ def _include_all_linear(model: Any, config: Any) -> None:
 @contextlib.contextmanager
 def _planned_merges(model: nn.Module, adapter_names: list[str] | None, progressbar: bool = False) -> Iterator[None]:
     """Computes the merged weights of all packed layers, so that peft changes no layer if one of them cannot merge."""
-    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, MarlinLoraLinear)]
+    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, PackedMerging)]
     try:
         for name, layer in tqdm(layers, desc="Quantizing merged layers", unit="layer", disable=not progressbar):
             try:
