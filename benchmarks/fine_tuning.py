@@ -1,5 +1,9 @@
 """Measures peak memory and time of a training step with LoRA adapters, for packed, bf16 and bitsandbytes weights.
 
+The peak is the sum of four parts: the base weights; the adapters with their gradients and optimizer states; what is
+kept from the forward to the backward pass (the checkpoints, the logits and the loss); and the rest at the peak, which
+holds one layer's activations and their gradients, the gradient of the logits, and the decoded weight.
+
 The model is a random Llama. Each kind runs in a process of its own, so that its peak memory is its own. The processes
 take steps in turn, so that a disturbance of the machine affects all of them alike. bitsandbytes takes part if it is
 installed.
@@ -16,6 +20,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from peak_memory import reset_peak, resident
+
+from torch_marlin_metal.cli.bench import processor_name
 
 # If other jobs share the cores, OpenMP threads that spin while they wait make everything ten times slower.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -90,18 +96,23 @@ def work(pipe: Connection, base: str, size: str, tokens: int, threads: int) -> N
     before = resident("VmRSS")
     model = make_model(base, size)
     gc.collect()
-    weights = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    weights = sum(t.nbytes for t in (*model.parameters(), *model.buffers()) if not t.requires_grad)
+    adapters = 4 * sum(p.nbytes for p in trained)  # values, gradients and the two states of AdamW
+    optimizer = torch.optim.AdamW(trained, lr=1e-4)
     ids = torch.randint(0, SIZES[size]["vocab_size"], (1, tokens))
-    reset_peak()
-    pipe.send({"weights": weights})
+    pipe.send({"weights": weights, "adapters": adapters})
     while pipe.recv():
+        reset_peak()
         start, busy = time.perf_counter(), time.process_time()
-        model(input_ids=ids, labels=ids).loss.backward()
+        loss = model(input_ids=ids, labels=ids).loss
+        kept = resident("VmRSS") - before - weights - adapters  # right from the second step on, which has all states
+        loss.backward()
+        del loss
         optimizer.step()
         optimizer.zero_grad()
         taken = {"seconds": time.perf_counter() - start, "cpu": time.process_time() - busy}
-        pipe.send({**taken, "peak": resident("VmHWM") - before})
+        pipe.send({**taken, "kept": kept, "peak": resident("VmHWM") - before})
 
 
 def main() -> None:
@@ -112,6 +123,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--bases", nargs="+", choices=BASES, default=list(BASES))
     options = parser.parse_args()
+    if options.rounds < 1:
+        parser.error(f"--rounds: expected at least 1, got {options.rounds}")
     bases = [b for b in options.bases if b != "bitsandbytes" or importlib.util.find_spec("bitsandbytes")]
     context = multiprocessing.get_context("spawn")
     pipes: dict[str, Connection] = {}
@@ -125,23 +138,25 @@ def main() -> None:
         for base in bases:
             pipes[base].send(True)
             answer = pipes[base].recv()
-            results[base]["peak"] = answer["peak"]
             if turn:
+                results[base].update(peak=answer["peak"], kept=answer["kept"])
                 for key in ("seconds", "cpu"):
                     results[base][key].append(answer[key])
-    print(f"| base | weights MB | peak MB | seconds, median of {options.rounds} | range | CPU seconds |")
-    print("|---|---|---|---|---|---|")
+    parts = ("weights", "adapters and states", "kept for backward", "rest at the peak", "peak")
+    print(f"| base | {' MB | '.join(parts)} MB | seconds, median of {options.rounds} | range | CPU seconds |")
+    print("|---" * (len(parts) + 4) + "|")
     for base, result in results.items():
-        seconds = result["seconds"] or [float("nan")]
+        held = (result["weights"], result["adapters"], result["kept"])
+        memory = (*held, result["peak"] - sum(held), result["peak"])
+        seconds = result["seconds"]
         print(
-            f"| {base} | {result['weights'] / 1e6:.0f} | {result['peak'] / 1e6:.0f} | "
-            f"{statistics.median(seconds):.2f} | {min(seconds):.2f} to {max(seconds):.2f} | "
-            f"{statistics.median(result['cpu'] or seconds):.2f} |"
+            f"| {base} | {' | '.join(f'{part / 1e6:.0f}' for part in memory)} | {statistics.median(seconds):.2f} | "
+            f"{min(seconds):.2f} to {max(seconds):.2f} | {statistics.median(result['cpu']):.2f} |"
         )
     missing = set(options.bases) - set(bases)
     if missing:
         print(f"not installed: {', '.join(missing)}")
-    print(json.dumps(vars(options)))
+    print(f"{processor_name()}; {json.dumps(vars(options))}")
     for pipe in pipes.values():
         pipe.send(False)
 
