@@ -261,14 +261,15 @@ def test_only_rms_norms_are_taken_for_one():
 class Block(nn.Module):
     """A gated block, or something close to one."""
 
-    def __init__(self, is_gated: bool) -> None:
+    def __init__(self, is_gated: bool, dropout: float = 0.0) -> None:
         super().__init__()
         self.one, self.two, self.three = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
-        self.act, self.is_gated = nn.SiLU(), is_gated
+        self.act, self.is_gated, self.dropout = nn.SiLU(), is_gated, dropout
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         one, three = self.act(self.three(x)), self.one(x)
-        return self.two(one * three if self.is_gated else one + three)
+        product = one * three if self.is_gated else one + three
+        return self.two(nn.functional.dropout(product, self.dropout, self.training))
 
 
 def test_only_gated_blocks_are_taken_for_one():
@@ -278,6 +279,25 @@ def test_only_gated_blocks_are_taken_for_one():
     assert fused is not None
     torch.testing.assert_close(fused(block, x), block(x))
     assert gated.fused_block(Block(is_gated=False)) is None
+
+
+def test_dropout_without_a_module_of_its_own_is_not_lost(model, monkeypatch):
+    block = Block(is_gated=True, dropout=0.1).eval()
+    state = torch.get_rng_state()
+    assert gated.fused_block(block) is None and not block.training
+
+    def forward(self, hidden_states, **kwargs):
+        attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
+        hidden_states = hidden_states + nn.functional.dropout(attended, 0.1, self.training)
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+    monkeypatch.setattr(type(model.model.layers[0]), "forward", forward)
+    model.config.attention_dropout = model.model.layers[0].self_attn.attention_dropout = 0.1
+    assert {reason for _, reason in tmm.fuse_layers(model).left} == {
+        "residual additions: its results differ in training mode"
+    }
+    assert not any(module.training for module in model.modules())
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_a_rotation_of_another_kind_is_refused():

@@ -120,9 +120,14 @@ def test_a_mask_is_converted_once_and_again_after_a_change():
     assert "aten.masked_fill_.Scalar" not in agree()
     mask[0, 0, 2, 0] = False
     assert "aten.masked_fill_.Scalar" in agree()
-    with torch.inference_mode():
+    with torch.inference_mode():  # tensors do not count their changes
         mask = mask.clone()
-        agree()
+        assert "aten.masked_fill_.Scalar" in agree()
+        first, module = module, torch.nn.Module().eval()
+        assert "aten.masked_fill_.Scalar" not in agree()
+        mask[0, 0, 2, 1] = False
+        module = first
+        assert "aten.masked_fill_.Scalar" in agree()
 
 
 def test_only_pytorch_s_attention_gets_numbers():

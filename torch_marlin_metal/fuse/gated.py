@@ -1,13 +1,14 @@
 """Finds gated feed-forward blocks and computes their activation in one operator."""
 
 from collections.abc import Callable
+from functools import partial
 from itertools import permutations
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torch_marlin_metal.fuse.proof import agrees, random_like, runs
+from torch_marlin_metal.fuse.proof import agrees, agrees_in_training, random_like, runs
 from torch_marlin_metal.layer_ops import ActivationName, gated_activation
 
 Forward = Callable[..., Tensor]
@@ -93,7 +94,9 @@ def fused_block(module: nn.Module) -> Block | None:
         return None
     for block in _blocks(names, activation):
         try:
-            if agrees(block(module, x), expected):
+            if agrees(block(module, x), expected) and agrees_in_training(
+                module, partial(block, module, x), partial(module.forward, x)
+            ):
                 return block
         except Exception:  # these projections do not fit together
             continue

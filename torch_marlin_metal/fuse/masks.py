@@ -30,22 +30,29 @@ def functions_of(forward: FunctionType) -> tuple[str, Any] | None:
     return None
 
 
-def kept_with(mask: Tensor, key: Any, make: Callable[[], Tensor]) -> Tensor:
-    """Returns what `make` computes from a mask. Only the first call for a mask and key computes it.
+def kept_with(mask: Tensor, key: Any, module: Any, make: Callable[[], Tensor]) -> Tensor:
+    """Returns what `make` computes from a mask. Only the first module of a forward computes it.
 
     While torch.compile traces, attributes of tensors are not available, so every call computes the value.
+
+    Args:
+        mask: the mask, whose attribute keeps the result.
+        key: what the result depends on besides the mask.
+        module: the module that asks. Tensors of inference mode do not count their changes. If the module that made
+            the kept result asks again for such a mask, a new forward has begun, and the result is made again.
+        make: computes the result.
     """
     if torch.compiler.is_compiling():
         return make()
-    version = 0 if mask.is_inference() else mask._version
+    version = None if mask.is_inference() else mask._version
     kept = getattr(mask, KEPT, None)
     if kept is None or kept[0] != version:
         kept = version, {}
         setattr(mask, KEPT, kept)
-    values: dict[Any, Tensor] = kept[1]
-    if key not in values:
-        values[key] = make()
-    return values[key]
+    values: dict[Any, tuple[int, Tensor]] = kept[1]
+    if key not in values or (version is None and values[key][0] == id(module)):
+        values[key] = id(module), make()
+    return values[key][1]
 
 
 def _numbers(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -58,7 +65,7 @@ def converting(original: Attention) -> Attention:
     def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any) -> Any:
         mask, dtype = attention_mask, query.dtype
         if mask is not None and mask.dtype == torch.bool and kwargs.get("position_bias") is None:
-            mask = kept_with(mask, dtype, lambda: _numbers(attention_mask, dtype))
+            mask = kept_with(mask, dtype, module, lambda: _numbers(attention_mask, dtype))
         return original(module, query, key, value, mask, **kwargs)
 
     return attention

@@ -1,9 +1,13 @@
 """Compares a replacement with the module that it replaces, and tells which tensors and modules can be replaced."""
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 DEVICES = ("cpu", "mps", "meta")
@@ -36,6 +40,39 @@ def difference(got: Any, expected: Any) -> float:
 def agrees(got: Any, expected: Any) -> bool:
     """Returns whether a replacement's result equals the original's, except for rounding to its dtype."""
     return difference(got, expected) <= TOLERANCE.get(getattr(expected, "dtype", torch.float32), 0.0)
+
+
+class _DoublingDropout(TorchFunctionMode):
+    """Makes dropout double its input, so that a missing dropout shows without random numbers."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is functional.dropout:
+            call = inspect.signature(functional.dropout).bind(*args, **kwargs)
+            call.apply_defaults()
+            given = call.arguments
+            return given["input"] * 2 if given["training"] and given["p"] > 0 else given["input"]
+        if func is functional.scaled_dot_product_attention:
+            kwargs.pop("dropout_p", None)
+        return func(*args, **kwargs)
+
+
+def agrees_in_training(module: nn.Module, replacement: Callable[[], Any], original: Callable[[], Any]) -> bool:
+    """Returns whether both calls give equal results while a module is in training mode, where it may use dropout.
+
+    Args:
+        module: the module that both calls use; it is put into training mode for the calls.
+        replacement: computes the replacement's result.
+        original: computes the module's own result.
+    """
+    resting = [part for part in module.modules() if not part.training]
+    module.train()
+    try:
+        with _DoublingDropout():
+            return agrees(replacement(), original())
+    finally:
+        for part in resting:
+            part.training = False
 
 
 def has_forward_of_its_own(module: nn.Module) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torch_marlin_metal.fuse.proof import agrees, random_like, runs
+from torch_marlin_metal.fuse.proof import agrees, agrees_in_training, random_like, runs
 from torch_marlin_metal.layer_ops import add_rms_norm
 
 # The orders in which a layer may call its norms (N) and blocks (B). In the second order, each block has a norm after
@@ -153,8 +153,15 @@ def fused_layer(
     try:
         expected = layer.forward(*positional, **arguments)
         got = forward(layer, *positional, **arguments)
+        is_same_in_training = agrees_in_training(
+            layer,
+            lambda: forward(layer, *positional, **arguments),
+            lambda: layer.forward(*positional, **arguments),
+        )
     except Exception as error:  # a layer that keeps state can raise anything when its call is repeated
         return None, f"the proof failed: {type(error).__name__}: {error}"
     if not agrees(got, expected):
         return None, "its sums differ from those of the usual decoder layers"
+    if not is_same_in_training:
+        return None, "its results differ in training mode"
     return forward, ""

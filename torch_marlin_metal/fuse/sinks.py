@@ -44,15 +44,16 @@ def _wide(mask: Tensor, B: int, groups: int, repeats: int) -> Tensor:
 
 
 def _attend(
-    sinks: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float
 ) -> tuple[Tensor, Tensor]:
+    sinks = module.sinks
     (B, heads, S, D), (groups, L) = query.shape, key.shape[1:3]
     repeats = heads // groups
     q, k, v = query.reshape(B * groups, repeats * S, D), key.flatten(0, 1), value.flatten(0, 1)
     if mask is None:
         scores = torch.bmm(q, k.mT) * scaling
     else:
-        wide = kept_with(mask, ("sinks", groups, repeats, B), lambda: _wide(mask, B, groups, repeats))
+        wide = kept_with(mask, ("sinks", groups, repeats, B), module, lambda: _wide(mask, B, groups, repeats))
         scores = torch.baddbmm(wide, q, k.mT, alpha=scaling)
     # Tensors have five dimensions here, so that the sinks are expanded without a copy.
     logits = sinks.view(1, groups, repeats, 1, 1).expand(B, -1, -1, S, -1)
@@ -87,7 +88,7 @@ def fused_attention(original: FunctionType) -> Attention:
                 and attention_mask.dtype == query.dtype
             )
         if fits and runs(query) and not dropout:
-            return _attend(sinks, query, key, value, attention_mask, scaling)
+            return _attend(module, query, key, value, attention_mask, scaling)
         result: tuple[Tensor, Tensor | None] = original(
             module, query, key, value, attention_mask, scaling, dropout, **kwargs
         )
