@@ -366,16 +366,19 @@ Tensor awq_unpack_zeros_mps(const Tensor& qzeros) {
 
 }  // namespace
 
-// This operator's schema is defined here, because no other backend compiles kernels at run time.
+// These schemas are defined here: no other backend compiles kernels at run time, or has a probe. `doctor` calls the
+// probe.
 TORCH_LIBRARY_FRAGMENT(torch_marlin_metal, m) {
   m.def("compile_gemm(Tensor b_packed, Tensor scales, *, str weight_format, int group_size, Tensor? zeros=None, "
         "Tensor? global_scale=None, Tensor? lut=None, Tensor? perm=None, Tensor? bias=None, int M, ScalarType dtype) "
         "-> ()");
+  m.def("_half_subnormals(Tensor like) -> bool");
 }
 
 TORCH_LIBRARY_IMPL(torch_marlin_metal, MPS, m) {
   set_system_reader(metal_system);
   m.impl("compile_gemm", compile_gemm_mps);
+  m.impl("_half_subnormals", half_subnormals);
   m.impl("gemm", gemm_mps);
   m.impl("moe_gemm", moe_gemm_mps);
   m.impl("dequantize", dequantize_mps);

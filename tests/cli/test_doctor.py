@@ -8,7 +8,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from torch_marlin_metal import tuning
+from torch_marlin_metal import WEIGHT_FORMATS, MarlinLinear, extension, tuning
 from torch_marlin_metal.cli import doctor, doctor_steps
 from torch_marlin_metal.cli.app import app
 
@@ -34,12 +34,13 @@ def child(tmp_path, monkeypatch):
     monkeypatch.delenv("MTL_DEBUG_LAYER", raising=False)
 
 
-def steps(*names: str) -> dict[str, doctor_steps.Step]:
-    return {name: doctor_steps.Step(dict, is_validated=name != "times") for name in names}
+def steps(*names: str, validated: bool = True) -> dict[str, doctor_steps.Step]:
+    return {name: doctor_steps.Step(dict, is_validated=validated and name != "times") for name in names}
 
 
 def test_after_a_failing_check_all_further_checks_run(child, tmp_path, monkeypatch):
     checks = steps("good", "raises", "dies", "silent", "ends badly", "times")
+    monkeypatch.setattr(doctor_steps, "QUICK", {})
     monkeypatch.setattr(doctor_steps, "STEPS", checks)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     monkeypatch.setattr(doctor, "machine", lambda: {"torch": torch.__version__})
@@ -68,12 +69,47 @@ def test_a_check_that_hangs_fails(child, monkeypatch):
     assert doctor.run_step("hangs", seconds=0.5)["summary"] == "did not end within 0.5 s"
 
 
-def test_without_deep_doctor_only_names_the_versions():
+def test_without_deep_doctor_compares_products_on_the_cpu(monkeypatch):
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     done = CliRunner().invoke(app, ["doctor", "--json"])
     assert done.exit_code == 0
     report = json.loads(done.stdout)
-    assert report["checks"] == []
     assert report["machine"]["torch"] == torch.__version__
+    assert report["machine"]["mps"] == "no"
+    (check,) = report["checks"]
+    assert (check["check"], check["result"]) == ("products on cpu", "passed"), check
+    errors = {"torch.matmul", *WEIGHT_FORMATS}
+    assert set(check["values"]) == {f"error of {name}" for name in errors}
+    assert 0 < max(check["values"].values()) < doctor_steps.LARGEST_ERROR_FP32
+
+
+def test_the_text_has_a_line_for_each_fact_and_check(child, monkeypatch):
+    monkeypatch.setattr(doctor_steps, "QUICK", steps("good", "dies", validated=False))
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(doctor, "machine", lambda: {"torch": "2.13.0", "extension": "loaded"})
+    done = CliRunner().invoke(app, ["doctor"])
+    assert done.exit_code == 1
+    assert done.stdout.splitlines()[:3] == [
+        "torch      2.13.0",
+        "extension  loaded",
+        "good       passed: layer None, ms 1.5",
+    ]
+    assert done.stdout.splitlines()[3].startswith("dies       failed: exit code -6")
+
+
+def test_without_the_extension_nothing_is_multiplied(child, monkeypatch):
+    monkeypatch.setattr(extension, "refusal", "built for another torch")
+    done = CliRunner().invoke(app, ["doctor", "--json"])
+    assert done.exit_code == 1
+    report = json.loads(done.stdout)
+    assert (report["checks"], report["machine"]["extension"]) == ([], "built for another torch")
+
+
+def test_a_wrong_product_on_the_cpu_is_named(monkeypatch):
+    right = MarlinLinear.forward
+    monkeypatch.setattr(MarlinLinear, "forward", lambda self, a: right(self, a) * 1.001)
+    with pytest.raises(RuntimeError, match=r"uint4b8, 1 rows: expected an error below 1e-05 .*, got 0\.001"):
+        doctor_steps.products_on_cpu()
 
 
 def test_deep_needs_a_gpu(monkeypatch):
@@ -109,3 +145,10 @@ def test_a_real_child(mps, monkeypatch):
     check = doctor.run_step("first product")
     assert check["result"] == "passed", check
     assert set(check["values"]) == {"first_ms", "second_ms"}
+
+
+def test_the_quick_check_names_the_probe_and_each_kernel(mps):
+    values = doctor_steps.QUICK["products on mps"].run()
+    assert values.pop("half_subnormals") == "kept"
+    assert {"error of torch.matmul", "error of gemv", "error of two_pass"} <= set(values)
+    assert all(0 <= error < doctor_steps.LARGEST_ERROR for error in values.values())
