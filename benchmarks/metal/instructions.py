@@ -103,7 +103,7 @@ class Figures:
 
 
 def cases() -> Iterator[Case]:
-    """Yields all formats with fp16 activations, for fused also with bf16 and fp32, and one case per other kernel."""
+    """Yields all formats with fp16 activations, and for gemv and fused also with bf16 and fp32 activations."""
     shapes = [("gemv", "gemm/gemv", rows, 256) for rows in range(1, 9)]
     shapes += [("gemm_fused", "gemm/fused", rows, 128) for rows in (8, 16, 24, 32)]
     for kernel, library, rows, threads in shapes:
@@ -113,7 +113,7 @@ def cases() -> Iterator[Case]:
         for weight_format in ("uint4b8", "float4_e2m1"):
             for group in (16, 32, 128):
                 yield Case(kernel, library, weight_format, group_size=group, rows=rows, threads=threads)
-        for weight_format in FORMATS if kernel == "gemm_fused" else ("uint4b8", "float4_e2m1", "lut4"):
+        for weight_format in FORMATS:
             group = FIXED_GROUPS.get(weight_format, 64)
             for dtype in ("bfloat16", "float32"):
                 yield Case(kernel, library, weight_format, dtype, group_size=group, rows=rows, threads=threads)
@@ -198,17 +198,38 @@ def count(folder: Path, case: Case) -> Figures | str:
     return counted if isinstance(counted, str) else figures(case, counted)
 
 
-def figures(case: Case, counted: dict[str, Any]) -> Figures:
-    """Returns the counts of the slowest innermost loop, plus a share of the loop around it.
+@dataclass(frozen=True)
+class Loops:
+    """The loops that decide a kernel's speed.
 
-    With bf16 and fp32 activations, gemv has two innermost loops; the slowest one is for very small activations.
+    With bf16 and fp32 activations, gemv has two innermost loops; the slower one is for very small activations.
+
+    Attributes:
+        hot: the faster innermost loop.
+        innermost: both innermost loops, or the only one.
+        outer: the loop around them, or `hot` if there is none.
     """
-    loops = counted["loops"]
-    hot = loops[counted["hot_loop"]]
-    same = [o for o in loops if o["innermost"] and o["device_load_bytes"] == hot["device_load_bytes"]]
-    hot = min(same, key=lambda o: o["est_cycles"])
-    around = [o for o in loops if o["start"] <= hot["start"] and o["end"] >= hot["end"] and o is not hot]
-    outer = min(around, key=lambda o: o["end"] - o["start"]) if around else hot
+
+    hot: dict[str, Any]
+    innermost: tuple[dict[str, Any], ...]
+    outer: dict[str, Any]
+
+    @classmethod
+    def of(cls, counted: dict[str, Any]) -> "Loops":
+        """Finds the loops in the tool's counts of a kernel."""
+        loops = counted["loops"]
+        hot = loops[counted["hot_loop"]]
+        same = [o for o in loops if o["innermost"] and o["device_load_bytes"] == hot["device_load_bytes"]]
+        hot = min(same, key=lambda o: o["est_cycles"])
+        around = [o for o in loops if o["start"] <= hot["start"] and o["end"] >= hot["end"] and o is not hot]
+        outer = min(around, key=lambda o: o["end"] - o["start"]) if around else hot
+        return cls(hot, tuple(same), outer)
+
+
+def figures(case: Case, counted: dict[str, Any]) -> Figures:
+    """Returns the counts of the hot loop, plus a share of the loop around it."""
+    loops = Loops.of(counted)
+    hot, outer = loops.hot, loops.outer
     # An iteration of the outer loop is a group in gemv and a chain in fused.
     weights_k = case.weights // 4
     trips = (
@@ -216,7 +237,7 @@ def figures(case: Case, counted: dict[str, Any]) -> Figures:
     )
 
     def whole(name: str) -> float:
-        return float(hot[name] + (outer[name] - sum(o[name] for o in same)) / trips) / case.weights
+        return float(hot[name] + (outer[name] - sum(o[name] for o in loops.innermost)) / trips) / case.weights
 
     matrix = hot["matrix_cycles"]
     result = Figures(

@@ -1,9 +1,11 @@
-"""Counts the instructions for csrc/planner/cost/instruction_counts.h with the compiler of instructions.py.
+"""Counts the instructions of the planner's tables in csrc/planner/cost/ with the compiler of instructions.py.
 
---write stores the table. --check compares it with the stored one, and the exit code is 1 if they differ.
+--write stores the tables. --check compares them with the stored ones, and the exit code is 1 if they differ.
 
-Counts one format of each code kind, with fp16 activations, groups of 64, aligned tensors and no options. A kernel that
-the tool cannot compile gets the counts of single_stage.
+All kernels are counted with fp16 activations and one format of each code kind. gemv and fused are also counted with
+bf16 and fp32 activations and all formats, because their registers, and so the threadgroups on a core, differ by format.
+Groups have 64 codes or the fixed size of the format, tensors are aligned, and there are no options. A kernel that the
+tool cannot compile gets the counts of single_stage.
 """
 
 import argparse
@@ -15,20 +17,30 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from instructions import FUSED_K, Case, cases, is_set_up, measure, readable_copy
+from instructions import FIXED_GROUPS, FORMATS, FUSED_K, Case, Loops, cases, is_set_up, measure, readable_copy
 
-HEADER = Path(__file__).resolve().parents[2] / "csrc/planner/cost/instruction_counts.h"
-TABLE = re.compile(r"(inline constexpr std::array kKernelCounts\{\n)(.*?)(^\};\n)", re.DOTALL | re.MULTILINE)
-FORMATS = ("uint4b8", "float4_e2m1", "lut4")
+FOLDER = Path(__file__).resolve().parents[2] / "csrc/planner/cost"
+# The array and the header of each dtype of activations.
+TABLES = {
+    "float16": ("kKernelCounts", FOLDER / "instruction_counts.h"),
+    "bfloat16": ("kBfloat16Counts", FOLDER / "activation_counts.h"),
+    "float32": ("kFloat32Counts", FOLDER / "activation_counts.h"),
+}
+FORMATS_OF_KINDS = ("uint4b8", "float4_e2m1", "lut4")
 GEMV_TILE = "{{{rows}, 128, 16}}"
 FUSED_CHAIN_K = 256
 
 
-def counted_cases() -> Iterator[Case]:
-    """Yields the cases that the planner can ask for, in the order of the table."""
+def table_of(array: str) -> re.Pattern[str]:
+    return re.compile(rf"(inline constexpr std::array {array}\{{\n)(.*?)(^\}};\n)", re.DOTALL | re.MULTILINE)
+
+
+def counted_cases(dtype: str) -> Iterator[Case]:
+    """Yields the cases of one dtype that the planner can ask for, in the order of the table."""
     for case in cases():
-        is_listed = case.weight_format in FORMATS and not case.kernel.startswith("moe_")
-        if is_listed and case.dtype == "float16" and case.group_size == 64:
+        is_listed = case.weight_format in (FORMATS_OF_KINDS if dtype == "float16" else FORMATS)
+        is_usual = case.group_size == FIXED_GROUPS.get(case.weight_format, 64) and not case.kernel.startswith("moe_")
+        if is_listed and is_usual and case.dtype == dtype:
             yield case
 
 
@@ -48,22 +60,20 @@ def slots(part: dict[str, Any]) -> int:
 
 def row(case: Case, counted: dict[str, Any]) -> str:
     """Returns a row of the table: counts of the innermost loop, the loop around it, and the rest, which runs once."""
-    loops = counted["loops"]
-    hot = loops[counted["hot_loop"]]
-    around = [o for o in loops if o["start"] <= hot["start"] and o["end"] >= hot["end"] and o is not hot]
-    outer = min(around, key=lambda o: o["end"] - o["start"]) if around else hot
+    loops = Loops.of(counted)
+    hot, outer = loops.hot, loops.outer
     step = f"{{{hot['issue']}, {hot['ic_cycles']}, {hot['matrix_ops']}}}"
     outer_k = FUSED_CHAIN_K if case.kernel == "gemm_fused" else 0
-    around_steps = slots(outer) - slots(hot)
+    around_steps = slots(outer) - sum(slots(loop) for loop in loops.innermost)
     once = slots(counted["total"]) - slots(outer)
     return (f'KernelCounts{{Kernel::{case.kernel}, WeightFormat::{case.weight_format}, {tile(case)}, {step}, '
             f'{around_steps}, {outer_k}, {once}, {counted["half_registers"]}, {hot["waits"]}}},')  # fmt: skip
 
 
-def rows() -> Iterator[str]:
+def rows(dtype: str) -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="kernels-") as folder:
         readable_copy(Path(folder))
-        for case in counted_cases():
+        for case in counted_cases(dtype):
             counted = measure(Path(folder), case)
             if isinstance(counted, dict):
                 yield row(case, counted)
@@ -77,37 +87,48 @@ def rows() -> Iterator[str]:
             yield row(case, counted)
 
 
-def same_table(table: str) -> bool:
-    """Prints the lines that only one of the two tables has. Returns true if there are none."""
-    stored = TABLE.search(HEADER.read_text())
-    assert stored is not None, f"no table in {HEADER}"
-    kernel = re.compile(r"KernelCounts\{.*?\},(?=\s|$)", re.DOTALL)
-    new, old = ({re.sub(r"\s", "", row) for row in kernel.findall(text)} for text in (table, stored[2]))
-    print(*(f"counted {row}" for row in sorted(new - old)), *(f"stored {row}" for row in sorted(old - new)), sep="\n")
-    return new == old
+def kernels_in(table: str) -> set[str]:
+    """Returns the rows of a table, each without spaces and comments."""
+    text = re.sub(r"//[^\n]*", "", table)
+    return {re.sub(r"\s", "", row) for row in re.split(r"(?=KernelCounts\{)", text) if row.strip()}
+
+
+def differences(counted: str, stored: str) -> list[str]:
+    """Returns a line for each row that only one of two tables has."""
+    new, old = kernels_in(counted), kernels_in(stored)
+    return [*(f"counted {row}" for row in sorted(new - old)), *(f"stored {row}" for row in sorted(old - new))]
+
+
+def write(array: str, header: Path, table: str) -> None:
+    text, replaced = table_of(array).subn(lambda match: match[1] + table + match[3], header.read_text())
+    if replaced != 1:
+        raise RuntimeError(f"kernel_counts.py: expected one table {array} in {header}, found {replaced}")
+    header.write_text(text)
+    subprocess.run(["clang-format", "-i", str(header)], check=True)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--check", action="store_true", help="compare the table with instruction_counts.h")
-    what.add_argument("--write", action="store_true", help="write the table into instruction_counts.h")
+    what.add_argument("--check", action="store_true", help="compare the tables with the stored ones")
+    what.add_argument("--write", action="store_true", help="write the tables into the headers")
     options = parser.parse_args()
     if not is_set_up():
         print("kernel_counts.py: the compiler is not here: run sh benchmarks/agx/setup.sh", file=sys.stderr)
         return 2
-    table = "".join(f"    {line}\n" for line in rows())
-    if options.check:
-        return 0 if same_table(table) else 1
-    if not options.write:
-        print(table, end="")
-        return 0
-    text, replaced = TABLE.subn(lambda match: match[1] + table + match[3], HEADER.read_text())
-    if replaced != 1:
-        raise RuntimeError(f"kernel_counts.py: expected one table in {HEADER}, found {replaced}")
-    HEADER.write_text(text)
-    subprocess.run(["clang-format", "-i", str(HEADER)], check=True)
-    return 0
+    found: list[str] = []
+    for dtype, (array, header) in TABLES.items():
+        table = "".join(f"    {line}\n" for line in rows(dtype))
+        if options.check:
+            stored = table_of(array).search(header.read_text())
+            assert stored is not None, f"no table {array} in {header}"
+            found += [f"{array}: {line}" for line in differences(table, stored[2])]
+        elif options.write:
+            write(array, header, table)
+        else:
+            print(f"{array}:\n{table}", end="")
+    print(*found, sep="\n", end="\n" if found else "")
+    return 1 if found else 0
 
 
 if __name__ == "__main__":

@@ -83,9 +83,10 @@ void add_reduction(Plan& plan, const Tiling& tiling, const GemmProblem& problem)
 }
 
 uint64_t resident_threadgroups(const GemmTile& row, const GemmProblem& problem, const GpuDevice& device) {
-  const KernelCounts& counts = counts_of(row.kernel, problem.weight.format, row.tile);
+  const GpuFamily& family = family_of(*device.chip);
+  const KernelCounts& counts = counts_of(row, problem, family);
   const uint32_t bytes = tile_threadgroup_bytes(row.tile, problem.activations, row.stages);
-  const Occupancy held = occupancy(tile_threads(row.tile), counts.half_registers, bytes, family_of(*device.chip));
+  const Occupancy held = occupancy(tile_threads(row.tile), counts.half_registers, bytes, family);
   return uint64_t{device.cores} * held.threadgroups;
 }
 

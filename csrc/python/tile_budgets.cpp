@@ -7,7 +7,7 @@
 
 #include "csrc/core/gemm_variants.h"
 #include "csrc/planner/builder.h"
-#include "csrc/planner/cost/instruction_counts.h"
+#include "csrc/planner/cost/activation_counts.h"
 #include "csrc/planner/cost/tensor_counts.h"
 
 namespace py = pybind11;
@@ -96,8 +96,10 @@ py::list tile_budgets(ElementType activations) {
     if (row == kGemmTiles.end())
       throw std::logic_error("tile_budgets: kKernelCounts has a tile that kGemmTiles does not have");
     listed.insert(name(*row));
-    budgets.append(row->stages == 0 ? budget_without_staging(*row, counts, activations)
-                                    : staged_budget(*row, activations, counts.half_registers));
+    const KernelCounts& with =
+        *find_counts(counts.kernel, counts.format, counts.tile, activations, kGpuFamilies.front());
+    budgets.append(row->stages == 0 ? budget_without_staging(*row, with, activations)
+                                    : staged_budget(*row, activations, with.half_registers));
   }
   for (const GemmTile& row : kGemmTiles) {
     if (row.variant == GemmVariant::tensor)

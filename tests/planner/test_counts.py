@@ -1,6 +1,7 @@
 """Tests how benchmarks/agx counts a kernel's instructions, against a listing counted by hand, so without a compiler."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,9 +9,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks" / "agx"))
+sys.path[:0] = [str(ROOT / "benchmarks" / "agx"), str(ROOT / "benchmarks" / "metal")]
 
 import counts  # noqa: E402
+import kernel_counts  # noqa: E402
 from metal_to_opencl import rewrite  # noqa: E402
 from metal_tokens import Err, flatten  # noqa: E402
 
@@ -76,6 +78,21 @@ def test_the_rewriter_keeps_only_the_functions_that_the_kernel_calls() -> None:
     assert "twice" in text and "unused" not in text and "[[" not in text
     with pytest.raises(Err, match="other"):
         rewrite(source, "other", (64, 1, 1))
+
+
+@pytest.mark.parametrize(("old", "new"), [("{118, 32, 0}", "{119, 32, 0}"), (", 93, 3}", ", 94, 3}")])
+def test_the_check_finds_every_number_of_a_row_that_differs(old: str, new: str) -> None:
+    _, header = kernel_counts.TABLES["float16"]
+    table = kernel_counts.table_of("kKernelCounts").search(header.read_text())
+    assert table is not None
+    stored = table[2]
+    assert kernel_counts.differences(re.sub(r"\n {5,}", " ", stored), stored) == []
+    changed = stored.replace(old, new, 1)
+    assert changed != stored
+    counted, expected = kernel_counts.differences(changed, stored)
+    assert counted.startswith("counted KernelCounts{Kernel::gemv,WeightFormat::uint4b8,{1,128,16}")
+    assert expected.startswith("stored KernelCounts{Kernel::gemv,WeightFormat::uint4b8,{1,128,16}")
+    assert counted.removeprefix("counted") != expected.removeprefix("stored")
 
 
 @pytest.mark.parametrize("script", ["instructions.py", "kernel_counts.py"])

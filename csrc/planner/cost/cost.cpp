@@ -131,7 +131,8 @@ void add_traffic(KernelLoad& load, const Product& product, const Chip& chip) {
 
 DispatchCost product_cost(const Product& product, const GpuDevice& device) {
   const Tiling& tiling = product.tiling;
-  const KernelCounts& counts = counts_of(tiling.kernel, product.problem.weight.format, product.tile);
+  const KernelCounts& counts = counts_of(GemmTile{tiling.variant, tiling.kernel, product.tile, tiling.stages},
+                                         product.problem, family_of(*device.chip));
   const Steps steps = steps_of(product, counts);
   KernelLoad load{.threadgroups = product.threadgroups(),
                   .threads = tiling.simdgroups * kSimdWidth,
@@ -202,12 +203,14 @@ DispatchCost dense_cost(const GemmProblem& problem, const GpuDevice& device) {
 
 }  // namespace
 
-const KernelCounts& counts_of(Kernel kernel, WeightFormat format, const TileShape& tile) {
-  const KernelCounts* counts =
-      kernel == Kernel::gemm_tensor ? &tensor_counts(format) : find_counts(kernel, format, tile);
+const KernelCounts& counts_of(const GemmTile& row, const GemmProblem& problem, const GpuFamily& family) {
+  const WeightFormat format = problem.weight.format;
+  const KernelCounts* counts = row.kernel == Kernel::gemm_tensor
+                                   ? &tensor_counts(format)
+                                   : find_counts(row.kernel, format, row.tile, problem.activations, family);
   if (counts != nullptr) return *counts;
-  throw std::logic_error("cost: no instruction counts of " + host_name(kernel, format, ElementType::float16) +
-                         " for a tile of " + name(tile));
+  throw std::logic_error("cost: no instruction counts of " + host_name(row.kernel, format, problem.activations) +
+                         " for a tile of " + name(row.tile));
 }
 
 PlanCost cost(const Tiling& tiling, const GemmProblem& problem, const GpuDevice& device) {

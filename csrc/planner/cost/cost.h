@@ -4,7 +4,7 @@
 
 #include <vector>
 
-#include "csrc/planner/cost/instruction_counts.h"
+#include "csrc/planner/cost/activation_counts.h"
 #include "csrc/planner/cost/kernel_cost.h"
 #include "csrc/planner/tiling.h"
 
@@ -15,8 +15,8 @@ struct PlanCost {
   double seconds = 0;
 };
 
-// Each throws std::logic_error if kKernelCounts does not have the kernel.
-const KernelCounts& counts_of(Kernel kernel, WeightFormat format, const TileShape& tile);
+// Each throws std::logic_error if the kernel has not been counted.
+const KernelCounts& counts_of(const GemmTile& row, const GemmProblem& problem, const GpuFamily& family);
 PlanCost cost(const Tiling& tiling, const GemmProblem& problem, const GpuDevice& device);
 
 }  // namespace marlin

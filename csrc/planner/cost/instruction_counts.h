@@ -23,7 +23,7 @@ struct InstructionCounts {
 // every slice (striped).
 struct KernelCounts {
   Kernel kernel;
-  WeightFormat format;  // the counts are valid for all formats with the same code kind
+  WeightFormat format;  // the counts are also used for formats with the same code kind that have no row
   TileShape tile;
   InstructionCounts step;
   uint32_t outer_issue;
@@ -193,12 +193,17 @@ inline constexpr std::array kKernelCounts{
     KernelCounts{Kernel::gemm_striped_32x128x32, WeightFormat::lut4, {32, 128, 32}, {634, 172, 32}, 585, 0, 45, 191, 4},
 };
 
-// Returns null if that kernel has not been counted.
-constexpr const KernelCounts* find_counts(Kernel kernel, WeightFormat format, const TileShape& tile) {
-  for (const KernelCounts& row : kKernelCounts) {
-    if (row.kernel == kernel && code_kind(row.format) == code_kind(format) && row.tile == tile) return &row;
+// Returns the row of the format, or else of another format with the same code kind; null if there is none.
+template <size_t Rows>
+constexpr const KernelCounts* find_counts(const std::array<KernelCounts, Rows>& table, Kernel kernel,
+                                          WeightFormat format, const TileShape& tile) {
+  const KernelCounts* found = nullptr;
+  for (const KernelCounts& row : table) {
+    if (row.kernel != kernel || code_kind(row.format) != code_kind(format) || row.tile != tile) continue;
+    if (row.format == format) return &row;
+    if (found == nullptr) found = &row;
   }
-  return nullptr;
+  return found;
 }
 
 // How often a step waits for memory, and how often for a cache. gemv waits for memory once if it loads a step's words

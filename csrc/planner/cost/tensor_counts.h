@@ -8,7 +8,8 @@
 namespace marlin {
 
 constexpr KernelCounts tensor_counts_like_fused(WeightFormat format) {
-  const KernelCounts& fused = *find_counts(Kernel::gemm_fused, format, {kFusedMaxRows, kFusedColumns, kFusedK});
+  const KernelCounts& fused =
+      *find_counts(kKernelCounts, Kernel::gemm_fused, format, {kFusedMaxRows, kFusedColumns, kFusedK});
   constexpr uint32_t kRatio = uint32_t{kFusedK} / kTensorK;
   static_assert(uint32_t{kTensorRows} == kFusedMaxRows && uint32_t{kTensorColumns} == kFusedColumns);
   return {.kernel = Kernel::gemm_tensor,

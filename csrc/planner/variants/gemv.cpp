@@ -8,9 +8,8 @@ namespace {
 
 // The shortest slice of K. Adding up shorter slices would cost more than splitting K gains.
 constexpr uint32_t kMinSlice = 64;
-// With more rows, the cost model finds fused at least as cheap, so gemv is planned only if the caller names it. Twelve
-// rows are two row blocks.
-constexpr uint32_t kMaxRows = 12;
+// With more rows, the cost model finds fused at least as cheap, so gemv is planned only if the caller names it.
+constexpr uint32_t kMaxRows = 24;
 
 }  // namespace
 
@@ -26,14 +25,10 @@ Tiling gemv_split(const GemmTile& row, const WeightProblem& weight, uint32_t sli
   return tiling;
 }
 
-// A row block may have more rows than the problem needs, because larger blocks may keep more simdgroups resident. If
-// the columns are too few to occupy every core, blocks may also be so small that there is one more of them than
-// necessary.
+// Row blocks of all sizes are candidates. More and smaller blocks use more cores if the columns are few, and a block
+// with more rows than the problem may keep more simdgroups resident.
 std::optional<Tiling> gemv_tiling(const GemmTile& row, const GemmProblem& problem, const GpuDevice& device) {
   if (problem.M > kMaxRows && problem.variant == "auto") return std::nullopt;
-  const uint32_t blocks = ceil_divide(problem.M, kGemvMaxRows);
-  const bool cores_idle = blocks * ceil_divide(problem.weight.N, kGemvColumns) < device.cores;
-  if (row.tile.M < ceil_divide(problem.M, cores_idle ? blocks + 1 : blocks)) return std::nullopt;
   return cheapest_split(problem, device, 1, max_slices(problem.weight, kMinSlice),
                         [&](uint32_t slices) { return gemv_split(row, problem.weight, slices); });
 }

@@ -25,16 +25,20 @@ inline uint32_t slice_length(const WeightProblem& weight, uint32_t slices, uint3
   return group % unit == 0 ? round_up(even, group) : even;
 }
 
+// Slices consist of whole steps or groups, so several numbers of slices may give the same tiling.
+inline bool divides_k_alike(const Tiling& a, const Tiling& b) {
+  return a.k_per_slice == b.k_per_slice && a.splits == b.splits && a.simdgroups == b.simdgroups;
+}
+
 // Costs that differ by less than this factor count as equal, because the model is not more accurate than that.
 inline constexpr double kEqualCost = 1.02;
 
 // The model assumes that a core gains nothing from more simdgroups in flight than this, three per scheduler.
 inline constexpr double kEnoughInFlight = 12;
 
-// Calls make(slices) with 1, 2, 3, 4, 6, 8, 12, 16 ... from min_slices to max_slices and returns the cheapest tiling.
-// If the cheapest has few simdgroups in flight, a tiling of equal cost with more of them is returned instead, because
-// more simdgroups also hide latencies that the model does not count. The same numbers of slices are tried for every M.
-// Otherwise a problem with more rows could get a better split and cost less than one with fewer rows.
+// Calls make(slices) with all numbers from min_slices to max_slices and returns the cheapest tiling. If the cheapest
+// has few simdgroups in flight, a tiling of equal cost with more of them is returned instead, because more simdgroups
+// also hide latencies that the model does not count.
 template <typename Make>
 Tiling cheapest_split(const GemmProblem& problem, const GpuDevice& device, uint32_t min_slices, uint32_t max_slices,
                       const Make& make) {
@@ -43,12 +47,11 @@ Tiling cheapest_split(const GemmProblem& problem, const GpuDevice& device, uint3
     double seconds, in_flight;
   };
   std::vector<Candidate> candidates;
-  for (uint32_t slices = min_slices; slices <= max_slices;) {
+  for (uint32_t slices = min_slices; slices <= max_slices; ++slices) {
     const Tiling tiling = make(slices);
+    if (!candidates.empty() && divides_k_alike(candidates.back().tiling, tiling)) continue;
     const PlanCost total = cost(tiling, problem, device);
     candidates.push_back({tiling, total.seconds, total.dispatches.front().in_flight});
-    const bool is_power = (slices & (slices - 1)) == 0;
-    slices += slices < 4 ? 1 : is_power ? slices / 2 : slices / 3;
   }
   auto best = std::ranges::min_element(candidates, {}, &Candidate::seconds);
   const double most = best->seconds * kEqualCost;
