@@ -1,8 +1,12 @@
 """Compares the planner's model with published times of other projects' kernels on real Macs.
 
 Takes a CSV file with the columns of published.csv. For every point that can be modelled, it prints predicted over
-published time, then the median and range for each kind of measurement. This project has measured none of the points.
---plot draws all points, --json prints them for programs.
+published time, then the median and range for each kind of measurement. The last two columns show whether the median
+rests on one chip or one publication: they are the range of the median if the points of any one chip, or of any one
+source, are left out. This project has measured none of the points. --plot draws all points, --json prints them for
+programs.
+
+The exit code is 0 if a row could be modelled, 1 if none could, and 2 if the file is not such a table.
 
     python benchmarks/metal/published.py benchmarks/metal/published.csv --plot published.png
 """
@@ -12,9 +16,10 @@ import csv
 import json
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import published_kernels as kernels
 import torch
@@ -27,8 +32,14 @@ from torch_marlin_metal.profiling import AppleSiliconGPU
 
 CALIBRATION = Path(__file__).with_name("published.csv")
 Row = Mapping[str, str]
+COLUMNS = (
+    *("id", "chip", "gpu_cores", "software", "what", "format", "group", "act", "M", "N", "K", "quantity", "value"),
+    *("source", "note"),
+)
 # From this number of rows on, MLX uses a matrix kernel, and a scalar kernel for fewer.
 MLX_MATRIX_ROWS = 10
+# From this GPU family on, MLX's matrix kernels use tensor units, which cannot be counted.
+TENSOR_FAMILY = 10
 # The size of an output layer, if the publication names none.
 WIDE = (131072, 4096)
 
@@ -41,6 +52,7 @@ class Point:
     kind: str
     chip: str
     what: str
+    source: str
     published: float
     predicted: float
 
@@ -54,48 +66,92 @@ class NotModelled(Exception):
     """A row of the file measured something that the model cannot predict. The message is the reason."""
 
 
+class BadTable(Exception):
+    """The file is not a table of published figures. The message names the row, the column and what was expected."""
+
+
+def number(row: Row, column: str) -> float:
+    """Returns a column's value, which must be a positive number."""
+    try:
+        value = float(row[column])
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise BadTable(f"row {row['id']}: {column}: expected a positive number, got {row[column]!r}")
+    return value
+
+
+def count(row: Row, column: str) -> int:
+    """Returns a column's value, which must be a positive integer."""
+    if not row[column].isdecimal() or int(row[column]) == 0:
+        raise BadTable(f"row {row['id']}: {column}: expected a positive integer, got {row[column]!r}")
+    return int(row[column])
+
+
 def gpu_of(row: Row) -> AppleSiliconGPU:
     if row["chip"] not in AppleSiliconGPU.names():
         raise NotModelled(f"no chip {row['chip']!r}")
-    return AppleSiliconGPU.from_name(row["chip"], int(row["gpu_cores"]) if row["gpu_cores"] else None)
+    try:
+        return AppleSiliconGPU.from_name(row["chip"], count(row, "gpu_cores") if row["gpu_cores"] else None)
+    except ValueError as error:
+        raise NotModelled(f"{row['chip']} with {row['gpu_cores']} cores") from error
 
 
 def llama_model(row: Row) -> kernels.Model:
     model = kernels.MODELS.get(row["what"].split(",")[0])
     if model is None or row["format"] not in ("q4_0", "q8_0"):
         raise NotModelled(f"{row['what']} in {row['format']}")
+    if not row["software"].startswith("llama.cpp"):
+        raise NotModelled(f"kernels of {row['software']}")
+    refuse_tensor_units(row)
     return model
 
 
+def refuse_tensor_units(row: Row) -> None:
+    """Refuses a row that names the tensor units, whose kernels cannot be counted. MLX calls them NAX."""
+    text = f"{row['software']} {row['what']} {row['note']}".lower()
+    if "tensor unit" in text or "tensor api" in text or "nax" in text:
+        raise NotModelled("kernels for tensor units")
+
+
 def prompt(row: Row) -> Point:
-    gpu, M = gpu_of(row), int(row["M"])
+    gpu, M = gpu_of(row), count(row, "M")
     predicted = kernels.whole_model(llama_model(row), M, row["format"], gpu, kernels.ggml_matrix)
-    return point(row, "llama.cpp, prompts", M / float(row["value"]), predicted)
+    return point(row, "llama.cpp, prompts", M / number(row, "value"), predicted)
 
 
 def token(row: Row) -> Point:
     gpu = gpu_of(row)
     predicted = kernels.whole_model(llama_model(row), 1, row["format"], gpu, kernels.ggml_vector)
-    return point(row, "llama.cpp, tokens", 1 / float(row["value"]), predicted)
+    return point(row, "llama.cpp, tokens", 1 / number(row, "value"), predicted)
 
 
 def few_tokens(row: Row) -> Point:
-    gpu, M = gpu_of(row), int(row["M"])
+    gpu, M = gpu_of(row), count(row, "M")
+    if M > kernels.GGML_MOST_VECTOR_ROWS:
+        return prompt(row)
     kernel = kernels.ggml_few_rows if "ext" in row["software"] else kernels.ggml_vector
+    if kernel is kernels.ggml_few_rows and M > 1 and row["format"] == "q8_0":
+        raise NotModelled("mul_mv_ext in q8_0")
     predicted = kernels.whole_model(llama_model(row), M, row["format"], gpu, kernel)
-    return point(row, "llama.cpp, 1 to 8 rows", M / float(row["value"]), predicted)
+    return point(row, "llama.cpp, 1 to 8 rows", M / number(row, "value"), predicted)
 
 
 def mlx_product(row: Row) -> Product:
     if not row["software"].startswith("MLX"):
         raise NotModelled(f"kernels of {row['software']}")
-    if row["act"] == "bf16" and gpu_of(row).family < 9:
+    refuse_tensor_units(row)
+    gpu, M = gpu_of(row), count(row, "M")
+    if row["act"] == "bf16" and not gpu.has_bfloat:
         raise NotModelled("bf16 is emulated on M1 and M2, and was not counted")
-    N, K = (int(row["N"]), int(row["K"])) if row["N"].isdigit() else WIDE
+    N, K = WIDE if row["N"] == "wide" else (count(row, "N"), count(row, "K"))
     name = f"{row['format']}/{row['group']}"
     if name not in kernels.WEIGHT_BYTES:
         raise NotModelled(name)
-    return Product(int(row["M"]), N, K, name, cached="cache" in row["note"] and "not" not in row["note"])
+    product = Product(M, N, K, name, cached="cache" in row["note"] and "not" not in row["note"])
+    if gpu.family >= TENSOR_FAMILY and kernels.mlx_takes_matrix(product, gpu):
+        raise NotModelled("kernels for tensor units")
+    return product
 
 
 def mlx_kind(rows: int) -> str:
@@ -108,7 +164,7 @@ def mlx_time(row: Row) -> Point:
     if row["what"] != "quantized_matmul":
         raise NotModelled(row["what"])
     product = mlx_product(row)
-    return point(row, mlx_kind(product.M), 1e-3 * float(row["value"]), kernels.mlx(product, gpu_of(row)))
+    return point(row, mlx_kind(product.M), 1e-3 * number(row, "value"), kernels.mlx(product, gpu_of(row)))
 
 
 def experts(row: Row) -> Point:
@@ -117,14 +173,17 @@ def experts(row: Row) -> Point:
     if not tokens.isdigit() or "chained" not in row["what"]:
         raise NotModelled(row["what"])
     experts_read = 8 * int(tokens)
-    product = Product(1, int(row["N"]) * experts_read, int(row["K"]), f"{row['format']}/{row['group']}")
+    weight_format = f"{row['format']}/{row['group']}"
+    if weight_format not in kernels.WEIGHT_BYTES:
+        raise NotModelled(weight_format)
+    product = Product(1, count(row, "N") * experts_read, count(row, "K"), weight_format)
     predicted = 3 * kernels.mlx_vector(product, gpu_of(row))
-    return point(row, "MLX, scalar kernels", 1e-3 * float(row["value"]), predicted)
+    return point(row, "MLX, scalar kernels", 1e-3 * number(row, "value"), predicted)
 
 
 def bandwidth(row: Row) -> Point:
     gpu = gpu_of(row)
-    published = 1e9 * float(row["value"])
+    published = 1e9 * number(row, "value")
     if row["what"] == "stream":
         return point(row, "memory rate", 1 / published, 1 / gpu.reachable_dram_bytes_per_second)
     if row["what"].startswith("quantized_matmul"):
@@ -137,17 +196,20 @@ def bandwidth(row: Row) -> Point:
 def dense(row: Row) -> Point:
     if row["what"] != "matmul" or not row["software"].startswith("torch") or not row["M"]:
         raise NotModelled(f"{row['what']} of {row['software']}")
-    gpu, M, N, K = gpu_of(row), int(row["M"]), int(row["N"]), int(row["K"])
-    if row["act"] == "bf16":
-        raise NotModelled("dense bf16")
+    gpu, M, N, K = gpu_of(row), count(row, "M"), count(row, "N"), count(row, "K")
+    if row["act"] not in ("fp16", "fp32"):
+        raise NotModelled(f"dense {row['act']}")
+    if gpu.family >= TENSOR_FAMILY:
+        raise NotModelled("kernels for tensor units")
     name = {"fp16": "float16", "fp32": "float32"}[row["act"]]
     plan = tmm.plan(M, N, K, gpu=gpu, variant="two_pass", dtype=getattr(torch, name)).chosen
-    return point(row, "torch, dense products", 2e-12 * M * N * K / float(row["value"]), plan.dispatches[1].seconds)
+    return point(row, "torch, dense products", 2e-12 * M * N * K / number(row, "value"), plan.dispatches[1].seconds)
 
 
 def point(row: Row, kind: str, published: float, predicted: float) -> Point:
     rows = f", {row['M']} rows" if row["M"] else ""
-    return Point(row["id"], kind, row["chip"], f"{row['what']} {row['format']}{rows}", published, predicted)
+    what = f"{row['what']} {row['format']}{rows}"
+    return Point(row["id"], kind, row["chip"], what, row["source"], published, predicted)
 
 
 MAKERS: dict[str, Callable[[Row], Point]] = {
@@ -175,8 +237,16 @@ def compare(rows: Iterable[Row]) -> tuple[list[Point], dict[str, str]]:
 
 
 def read(path: Path) -> list[Row]:
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
+    """Reads a table of published figures. Raises BadTable if it is none."""
+    try:
+        with path.open(newline="") as file:
+            reader = csv.DictReader(file, restval="")
+            missing = [column for column in COLUMNS if column not in (reader.fieldnames or ())]
+            if missing:
+                raise BadTable(f"expected the columns {', '.join(COLUMNS)}, got a table without {', '.join(missing)}")
+            return list(reader)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise BadTable(str(error)) from error
 
 
 def by_kind(points: Iterable[Point]) -> dict[str, list[Point]]:
@@ -184,6 +254,29 @@ def by_kind(points: Iterable[Point]) -> dict[str, list[Point]]:
     for found in points:
         kinds.setdefault(found.kind, []).append(found)
     return kinds
+
+
+def summary_of(points: Sequence[Point]) -> dict[str, Any]:
+    """Returns the number of points, the median and range of their ratios, and the range of the median without one."""
+    ratios = [found.ratio for found in points]
+    return {
+        "points": len(points),
+        "median": statistics.median(ratios),
+        "least": min(ratios),
+        "most": max(ratios),
+        "without_a_chip": medians_without(points, lambda found: found.chip),
+        "without_a_source": medians_without(points, lambda found: found.source),
+    }
+
+
+def medians_without(points: Iterable[Point], part_of: Callable[[Point], str]) -> list[float]:
+    """Returns the least and the largest median if one part of the points is left out; nothing if there is one part."""
+    found = [(part_of(point), point.ratio) for point in points]
+    parts = {part for part, _ in found}
+    if len(parts) == 1:
+        return []
+    medians = [statistics.median(ratio for other, ratio in found if other != part) for part in parts]
+    return [min(medians), max(medians)]
 
 
 def draw(points: Iterable[Point], path: Path) -> None:
@@ -216,22 +309,17 @@ def main() -> int:
     parser.add_argument("--plot", type=Path, help="draw all points into this file")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse_args()
-    points, left = compare(read(arguments.csv))
+    try:
+        points, left = compare(read(arguments.csv))
+    except BadTable as error:
+        print(f"published.py: {arguments.csv}: {error}", file=sys.stderr)
+        return 2
     if not points:
         print(f"published.py: {arguments.csv}: no row that the model describes", file=sys.stderr)
         return 1
     if arguments.plot:
         draw(points, arguments.plot)
-    kinds = by_kind(points)
-    summary = {
-        kind: {
-            "points": len(found),
-            "median": statistics.median(p.ratio for p in found),
-            "least": min(p.ratio for p in found),
-            "most": max(p.ratio for p in found),
-        }
-        for kind, found in kinds.items()
-    }
+    summary = {kind: summary_of(found) for kind, found in by_kind(points).items()}
     if arguments.json:
         shown = [{**asdict(p), "ratio": p.ratio} for p in points]
         print(json.dumps({"points": shown, "kinds": summary, "not_modelled": left}, indent=1))
@@ -243,9 +331,12 @@ def main() -> int:
         times = ("", "") if is_rate else (f"{found.published * 1e6:.1f}", f"{found.predicted * 1e6:.1f}")
         table.add_row(found.id, found.kind, found.chip, found.what, *times, f"{found.ratio:.2f}")
     console.print(table)
-    table = Table("kind", "points", "median", "least", "most")
+    table = Table("kind", "points", "median", "least", "most", "without a chip", "without a source")
     for kind, row in summary.items():
-        table.add_row(kind, str(row["points"]), *(f"{row[name]:.2f}" for name in ("median", "least", "most")))
+        ranges = (
+            " to ".join(f"{median:.2f}" for median in row[name]) for name in ("without_a_chip", "without_a_source")
+        )
+        table.add_row(kind, str(row["points"]), *(f"{row[name]:.2f}" for name in ("median", "least", "most")), *ranges)
     console.print(table)
     reasons = sorted(set(left.values()))
     console.print(f"{len(left)} rows are not modelled: {', '.join(reasons)}")

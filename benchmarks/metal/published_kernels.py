@@ -49,6 +49,8 @@ COUNTS = {
     "mul_mm_q4_0": Counts(224, 88, 32, 103, 212),
     "mul_mm_q8_0": Counts(211, 92, 32, 103, 214),
 }
+# With more rows, ggml takes a matrix kernel.
+GGML_MOST_VECTOR_ROWS = 8
 # Clocks of a matrix operation on fp32 sums: MLX and ggml accumulate in fp32.
 MATRIX_CLOCKS = 18
 
@@ -218,13 +220,18 @@ def mlx_matrix(product: Product, gpu: AppleSiliconGPU) -> float:
     return total + (small_dispatch(gpu) if splits > 1 else 0.0)
 
 
-def mlx(product: Product, gpu: AppleSiliconGPU) -> float:
-    """Predicts the time of MLX's `quantized_matmul`, with the kernel that MLX's host code chooses."""
+def mlx_takes_matrix(product: Product, gpu: AppleSiliconGPU) -> bool:
+    """Returns true if MLX's host code chooses a matrix kernel, and false if it chooses a scalar one."""
     is_ultra = gpu.name.endswith("Ultra")
     limits = (32, 18, 12) if is_ultra else (13, 15, 13) if gpu.family >= 9 else (14, 10, 6)
     size = max(product.N, product.K)
     limit = limits[0] if size <= 2048 else limits[1] if size <= 4096 else limits[2]
-    if limit <= product.M:
+    return limit <= product.M
+
+
+def mlx(product: Product, gpu: AppleSiliconGPU) -> float:
+    """Predicts the time of MLX's `quantized_matmul`, with the kernel that MLX's host code chooses."""
+    if mlx_takes_matrix(product, gpu):
         return mlx_matrix(product, gpu)
     return mlx_wide(product, gpu) if product.M > 1 and gpu.family >= 9 else mlx_vector(product, gpu)
 
