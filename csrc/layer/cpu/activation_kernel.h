@@ -3,7 +3,7 @@
 #pragma once
 
 #include "csrc/cpu/gemm/vector_math.h"
-#include "csrc/layer/cpu/activation_table.h"
+#include "csrc/layer/cpu/layer_table.h"
 
 namespace marlin::cpu {
 
@@ -19,12 +19,13 @@ template <class V>
   return V::sub(V::zero(), x);
 }
 
-// The argument of the exponential is never positive, so nothing overflows.
+// Below kLowest the result would be subnormal, so it is 0 there. The bound also keeps the exponential finite.
 template <class V>
 [[gnu::always_inline]] inline typename V::F sigmoid(typename V::F x) {
+  constexpr float kLowest = -87.F;
   const typename V::F one = V::set1(1.F);
-  const typename V::F power = exp_vector<V>(negated<V>(V::max(negated<V>(x), x)));
-  return V::div(by_sign<V>(x, one, power), V::add(one, power));
+  const typename V::F power = exp_vector<V>(negated<V>(V::max(V::set1(kLowest), x)));
+  return V::zero_below(x, kLowest, V::div(one, V::add(one, power)));
 }
 
 // Abramowitz and Stegun, 7.1.26, with an absolute error of 1.5e-7, as in kernels/layer/activation.metal.
@@ -64,7 +65,7 @@ void activate_all(const GatedBlock& block) {
   for (int i = 0; i < block.count; i += V::width) {
     const typename V::F result =
         gated<V, activation>(V::load(block.gate + i), V::load(block.up + i), block.limit, block.alpha);
-    V::store(block.gate + i, result);
+    V::store(block.out + i, result);
   }
 }
 

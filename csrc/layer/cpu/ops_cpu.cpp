@@ -14,7 +14,7 @@
 #include "csrc/cpu/gemm/kernel_table.h"
 #include "csrc/cpu/parallel.h"
 #include "csrc/layer/argument_rules.h"
-#include "csrc/layer/cpu/activation_table.h"
+#include "csrc/layer/cpu/layer_table.h"
 #include "csrc/ops/tensor_checks.h"
 
 namespace marlin::cpu {
@@ -22,12 +22,16 @@ namespace {
 
 using TwoTensors = std::tuple<Tensor, Tensor>;
 
-constexpr int64_t kBlock = 512;      // so many squares are added in fp32, and these sums in fp64
 constexpr int64_t kGrain = 1 << 14;  // elements that are worth a thread
 
 const KernelSet& kernels() {
   static const KernelSet& set = *kernels_of(capability().isa);
   return set;
+}
+
+const LayerFunctions& functions() {
+  static const LayerFunctions& table = layer_functions(capability().isa);
+  return table;
 }
 
 const char* place(const void* data, ElementType type, int64_t index) {
@@ -46,54 +50,55 @@ Tensor unit_stride(const Tensor& tensor) {
   return tensor.stride(-1) == 1 ? tensor : tensor.contiguous();
 }
 
-// Adds the squares to 16 partial sums, so that the compiler can use vectors. The partial sums are added in fp64.
-double sum_of_squares(const float* x, int64_t count) {
-  constexpr int kPartialSums = 16;
-  float sums[kPartialSums] = {};
-  int64_t i = 0;
-  for (; i + kPartialSums <= count; i += kPartialSums)
-    for (int c = 0; c < kPartialSums; ++c)
-      sums[c] += x[i + c] * x[i + c];
-  double total = 0;
-  for (float sum : sums)
-    total += static_cast<double>(sum);
-  for (; i < count; ++i)
-    total += static_cast<double>(x[i]) * static_cast<double>(x[i]);
-  return total;
+// Returns the weights in fp32 with the offset added, in `buffer` if the tensor does not have them.
+const float* whole_weight(const Tensor& weight, double offset, std::vector<float>& buffer) {
+  if (offset == 0 && weight.scalar_type() == at::kFloat) return weight.const_data_ptr<float>();
+  buffer.resize(static_cast<size_t>(weight.numel()));
+  kernels().to_float(weight.const_data_ptr(), element_type(weight), weight.numel(), buffer.data());
+  for (float& element : buffer)
+    element += static_cast<float>(offset);
+  return buffer.data();
 }
 
+// Rows of fp32 are computed in place, others in a buffer.
 void norm(const Tensor& x, const Tensor& residual, const Tensor& weight, double eps, double offset, const Tensor& y,
           const Tensor& sum) {
   const Tensor values = unit_stride(rows(x));
   const Tensor added = residual.defined() ? unit_stride(rows(residual)) : Tensor();
   const Tensor stored_weight = weight.contiguous();
   const ElementType type = element_type(values);
+  const bool is_wide = type == ElementType::float32;
   const int64_t N = values.size(1);
-  std::vector<float> weights(static_cast<size_t>(N));
-  kernels().to_float(stored_weight.const_data_ptr(), element_type(stored_weight), N, weights.data());
-  for (float& element : weights)
-    element += static_cast<float>(offset);
+  std::vector<float> wide_weight;
+  const float* weights = whole_weight(stored_weight, offset, wide_weight);
   void* out = y.mutable_data_ptr();
   void* sums = sum.defined() ? sum.mutable_data_ptr() : nullptr;
   at_parallel().run(values.size(0), ceil_divide(kGrain, N), [&](int64_t begin, int64_t end) {
-    std::vector<float> row(static_cast<size_t>(N));
-    std::vector<float> other(static_cast<size_t>(sums == nullptr ? 0 : N));
+    std::vector<float> buffer(static_cast<size_t>(is_wide ? 0 : N));
+    std::vector<float> other(static_cast<size_t>(is_wide || sums == nullptr ? 0 : N));
+    const auto widened = [&](const Tensor& tensor, int64_t m, std::vector<float>& to) {
+      const char* from = place(tensor.const_data_ptr(), type, m * tensor.stride(0));
+      if (is_wide) return reinterpret_cast<const float*>(from);
+      kernels().to_float(from, type, N, to.data());
+      return static_cast<const float*>(to.data());
+    };
     for (int64_t m = begin; m < end; ++m) {
-      kernels().to_float(place(values.const_data_ptr(), type, m * values.stride(0)), type, N, row.data());
+      const float* row = widened(values, m, buffer);
       if (sums != nullptr) {
-        kernels().to_float(place(added.const_data_ptr(), type, m * added.stride(0)), type, N, other.data());
-        for (int64_t i = 0; i < N; ++i)
-          row[i] += other[i];
-        kernels().from_float(row.data(), type, N, place(sums, type, m * N));
-        kernels().to_float(place(sums, type, m * N), type, N, row.data());  // the norm is computed from the rounded sum
+        char* stored = place(sums, type, m * N);
+        float* total = is_wide ? reinterpret_cast<float*>(stored) : buffer.data();
+        functions().add_rows(row, widened(added, m, other), N, total);
+        if (!is_wide) {  // the norm is computed from the rounded sum
+          kernels().from_float(total, type, N, stored);
+          kernels().to_float(stored, type, N, total);
+        }
+        row = total;
       }
-      double squares = 0;
-      for (int64_t i = 0; i < N; i += kBlock)
-        squares += sum_of_squares(row.data() + i, std::min(kBlock, N - i));
+      const double squares = functions().sum_of_squares(row, N);
       const auto factor = static_cast<float>(1 / std::sqrt(squares / static_cast<double>(N) + eps));
-      for (int64_t i = 0; i < N; ++i)
-        row[i] = row[i] * factor * weights[i];
-      kernels().from_float(row.data(), type, N, place(out, type, m * N));
+      char* result = place(out, type, m * N);
+      functions().scale_row(row, factor, weights, N, is_wide ? reinterpret_cast<float*>(result) : buffer.data());
+      if (!is_wide) kernels().from_float(buffer.data(), type, N, result);
     }
   });
 }
@@ -113,78 +118,122 @@ TwoTensors add_rms_norm_cpu(const Tensor& x, const Tensor& residual, const Tenso
   return {y, sum};
 }
 
-// One call of rotary. Tables are in fp32, [batches, tokens, rotary_size], one element per rotated element.
+// One call of rotary.
 struct Rotation {
-  const float* cos;
-  const float* sin;
-  int64_t table_batch;  // stride
-  int64_t tokens;
-  int64_t head_size;
+  Tensor cos;  // [1 or batches, tokens, R or R/2], unit stride
+  Tensor sin;
   int64_t rotary_size;
   bool interleaved;
+  bool per_pair;
   bool transposed;
 
-  void rotate(const float* x, const float* c, const float* s, float* out) const {
+  // The tables of a token: one element for each rotated element, and the sines with their signs.
+  struct Token {
+    std::vector<float> cos;
+    std::vector<float> sin;
+    std::vector<float> buffer;
+  };
+
+  const float* widened(const Tensor& table, int64_t batch, int64_t token, std::vector<float>& buffer) const {
+    const int64_t at = (table.size(0) == 1 ? 0 : batch * table.stride(0)) + token * table.stride(1);
+    const ElementType type = element_type(table);
+    const char* from = place(table.const_data_ptr(), type, at);
+    if (type == ElementType::float32) return reinterpret_cast<const float*>(from);
+    buffer.resize(static_cast<size_t>(table.size(2)));
+    kernels().to_float(from, type, table.size(2), buffer.data());
+    return buffer.data();
+  }
+
+  void find(int64_t batch, int64_t token, Token& to) const {
     const int64_t pairs = rotary_size / 2;
     const int64_t step = interleaved ? 2 : 1;
     const int64_t apart = interleaved ? 1 : pairs;
+    const float* c = widened(cos, batch, token, to.buffer);
     for (int64_t pair = 0; pair < pairs; ++pair) {
       const int64_t i = pair * step;
-      const int64_t j = i + apart;
-      const float to_i = transposed ? s[j] : -s[i];
-      const float to_j = transposed ? -s[i] : s[j];
-      out[i] = x[i] * c[i] + x[j] * to_i;
-      out[j] = x[j] * c[j] + x[i] * to_j;
+      to.cos[i] = c[per_pair ? pair : i];
+      to.cos[i + apart] = c[per_pair ? pair : i + apart];
     }
-    std::copy(x + rotary_size, x + head_size, out + rotary_size);
+    const float* s = widened(sin, batch, token, to.buffer);
+    for (int64_t pair = 0; pair < pairs; ++pair) {
+      const int64_t i = pair * step;
+      const float of_i = s[per_pair ? pair : i];
+      const float of_j = s[per_pair ? pair : i + apart];
+      to.sin[i] = transposed ? of_j : -of_i;
+      to.sin[i + apart] = transposed ? -of_i : of_j;
+    }
   }
 
+  // All heads of a token are rotated together, because they share the tables and are usually adjacent in memory.
   void run(const Tensor& in, const Tensor& out) const {
     const Tensor held = unit_stride(in);
     const ElementType type = element_type(held);
+    const bool is_wide = type == ElementType::float32;
     const int64_t heads = held.size(1);
+    const int64_t tokens = held.size(2);
+    const int64_t head_size = held.size(3);
     void* to = out.mutable_data_ptr();
-    at_parallel().run(held.size(0) * heads * tokens, ceil_divide(kGrain, head_size), [&](int64_t begin, int64_t end) {
-      std::vector<float> x(static_cast<size_t>(head_size));
-      std::vector<float> y(static_cast<size_t>(head_size));
-      for (int64_t row = begin; row < end; ++row) {
-        const int64_t token = row % tokens;
-        const int64_t head = row / tokens % heads;
-        const int64_t batch = row / tokens / heads;
-        const int64_t from = batch * held.stride(0) + head * held.stride(1) + token * held.stride(2);
-        kernels().to_float(place(held.const_data_ptr(), type, from), type, head_size, x.data());
-        const int64_t table = batch * table_batch + token * rotary_size;
-        rotate(x.data(), cos + table, sin + table, y.data());
-        const int64_t rotated = batch * out.stride(0) + head * out.stride(1) + token * out.stride(2);
-        kernels().from_float(y.data(), type, head_size, place(to, type, rotated));
+    at_parallel().run(held.size(0) * tokens * heads, ceil_divide(kGrain, head_size), [&](int64_t begin, int64_t end) {
+      Token tables{std::vector<float>(rotary_size), std::vector<float>(rotary_size), {}};
+      std::vector<float> before(static_cast<size_t>(is_wide ? 0 : heads * head_size));
+      std::vector<float> after(before.size());
+      for (int64_t row = begin; row < end;) {
+        const int64_t head = row % heads;
+        const int64_t token = row / heads % tokens;
+        const int64_t batch = row / heads / tokens;
+        const int64_t count = std::min(end - row, heads - head);
+        find(batch, token, tables);
+        const auto part = [&](const Tensor& tensor) {
+          return batch * tensor.stride(0) + head * tensor.stride(1) + token * tensor.stride(2);
+        };
+        // Calls convert(first head, number of heads) for the heads that are adjacent in memory.
+        const auto by_neighbours = [&](const Tensor& tensor, auto&& convert) {
+          const int64_t together = tensor.stride(1) == head_size ? count : 1;
+          for (int64_t h = 0; h < count; h += together)
+            convert(h, together * head_size);
+        };
+        if (!is_wide) {
+          by_neighbours(held, [&](int64_t h, int64_t elements) {
+            const char* from = place(held.const_data_ptr(), type, part(held) + h * held.stride(1));
+            kernels().to_float(from, type, elements, before.data() + h * head_size);
+          });
+        }
+        for (int64_t h = 0; h < count; ++h) {
+          const auto* from = reinterpret_cast<const float*>(
+              is_wide ? place(held.const_data_ptr(), type, part(held) + h * held.stride(1)) : nullptr);
+          const float* x = is_wide ? from : before.data() + h * head_size;
+          float* y = is_wide ? reinterpret_cast<float*>(place(to, type, part(out) + h * out.stride(1)))
+                             : after.data() + h * head_size;
+          functions().rotate_row({.x = x,
+                                  .cos = tables.cos.data(),
+                                  .sin = tables.sin.data(),
+                                  .pairs = rotary_size / 2,
+                                  .interleaved = interleaved,
+                                  .out = y});
+          std::copy(x + rotary_size, x + head_size, y + rotary_size);
+        }
+        if (!is_wide) {
+          by_neighbours(out, [&](int64_t h, int64_t elements) {
+            kernels().from_float(after.data() + h * head_size, type, elements,
+                                 place(to, type, part(out) + h * out.stride(1)));
+          });
+        }
+        row += count;
       }
     });
   }
 };
-
-// Returns cos or sin as contiguous fp32 with one entry per rotated element, also if the table has one entry per pair.
-Tensor whole_table(const Tensor& table, bool per_pair, bool interleaved) {
-  Tensor wide = table.to(at::kFloat).contiguous();
-  if (!per_pair) return wide;
-  if (!interleaved) return wide.repeat({1, 1, 2});
-  return wide.unsqueeze(-1).expand({-1, -1, -1, 2}).flatten(2);
-}
 
 TwoTensors rotary_cpu(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin, bool interleaved,
                       bool per_pair, bool transposed) {
   const int64_t rotary_size = check_rotary(q, k, cos, sin, per_pair).expect_int();
   Tensor q_out = empty_rotated(q);
   Tensor k_out = empty_rotated(k);
-  if (q_out.numel() + k_out.numel() == 0) return {q_out, k_out};
-  const Tensor whole_cos = whole_table(cos, per_pair, interleaved);
-  const Tensor whole_sin = whole_table(sin, per_pair, interleaved);
-  const Rotation rotation{.cos = whole_cos.const_data_ptr<float>(),
-                          .sin = whole_sin.const_data_ptr<float>(),
-                          .table_batch = cos.size(0) == 1 ? 0 : q.size(2) * rotary_size,
-                          .tokens = q.size(2),
-                          .head_size = q.size(3),
+  const Rotation rotation{.cos = unit_stride(cos),
+                          .sin = unit_stride(sin),
                           .rotary_size = rotary_size,
                           .interleaved = interleaved,
+                          .per_pair = per_pair,
                           .transposed = transposed};
   if (q_out.numel() != 0) rotation.run(q, q_out);
   if (k_out.numel() != 0) rotation.run(k, k_out);
@@ -206,7 +255,6 @@ Tensor gated_activation_cpu(const Tensor& gate, const Tensor& up, c10::string_vi
   const ElementType type = element_type(gates);
   const int64_t N = gates.size(1);
   const int64_t blocks = ceil_divide(N, kActivationBlock);
-  static const ActivationFunction activate = activation_of(capability().isa);
   void* to = out.mutable_data_ptr();
   at_parallel().run(gates.size(0) * blocks, kGrain / kActivationBlock, [&](int64_t begin, int64_t end) {
     float g[kActivationBlock] = {};
@@ -215,14 +263,22 @@ Tensor gated_activation_cpu(const Tensor& gate, const Tensor& up, c10::string_vi
       const int64_t row = block / blocks;
       const int64_t column = block % blocks * kActivationBlock;
       const int64_t count = std::min<int64_t>(kActivationBlock, N - column);
-      kernels().to_float(place(gates.const_data_ptr(), type, row * gates.stride(0) + column), type, count, g);
-      kernels().to_float(place(ups.const_data_ptr(), type, row * ups.stride(0) + column), type, count, u);
-      activate(kind, {.gate = g,
-                      .up = u,
-                      .count = static_cast<int>(count),
-                      .limit = static_cast<float>(limit.value_or(0)),
-                      .alpha = static_cast<float>(alpha.value_or(0))});
-      kernels().from_float(g, type, count, place(to, type, row * N + column));
+      const char* from_gate = place(gates.const_data_ptr(), type, row * gates.stride(0) + column);
+      const char* from_up = place(ups.const_data_ptr(), type, row * ups.stride(0) + column);
+      char* result = place(to, type, row * N + column);
+      // Whole vectors of fp32 need no buffer.
+      const bool is_direct = type == ElementType::float32 && count % kActivationUnit == 0;
+      if (!is_direct) {
+        kernels().to_float(from_gate, type, count, g);
+        kernels().to_float(from_up, type, count, u);
+      }
+      functions().activate(kind, {.gate = is_direct ? reinterpret_cast<const float*>(from_gate) : g,
+                                  .up = is_direct ? reinterpret_cast<const float*>(from_up) : u,
+                                  .out = is_direct ? reinterpret_cast<float*>(result) : g,
+                                  .count = static_cast<int>(count),
+                                  .limit = static_cast<float>(limit.value_or(0)),
+                                  .alpha = static_cast<float>(alpha.value_or(0))});
+      if (!is_direct) kernels().from_float(g, type, count, result);
     }
   });
   return out;

@@ -1,32 +1,32 @@
-#include "csrc/layer/cpu/activation_table.h"
+#include "csrc/layer/cpu/layer_table.h"
 
 namespace marlin::cpu {
 
-ActivationFunction activation_of(Isa isa) {
+const LayerFunctions& layer_functions(Isa isa) {
   switch (isa) {
     case Isa::avx2:
-      return avx2_activation();
+      return *avx2_layer();
     case Isa::avx512:
     case Isa::amx:  // adds tiles to AVX-512
-      return avx512_activation();
+      return *avx512_layer();
     case Isa::neon:
-      return neon_activation();
+      return *neon_layer();
     default:
-      return portable_activation();
+      return *portable_layer();
   }
 }
 
 // This build has no code for the following families.
 #if !defined(__x86_64__)
-ActivationFunction avx2_activation() {
+const LayerFunctions* avx2_layer() {
   return nullptr;
 }
-ActivationFunction avx512_activation() {
+const LayerFunctions* avx512_layer() {
   return nullptr;
 }
 #endif
 #if !defined(__aarch64__)
-ActivationFunction neon_activation() {
+const LayerFunctions* neon_layer() {
   return nullptr;
 }
 #endif

@@ -1,0 +1,52 @@
+// The functions of the operators between the products of a layer, for each instruction-set family. All compute in fp32.
+#pragma once
+
+#include <cstdint>
+
+#include "csrc/cpu/capability.h"
+#include "kernels/layer/params.h"
+
+namespace marlin::cpu {
+
+inline constexpr int kActivationBlock = 512;  // elements that are computed at a time
+inline constexpr int kActivationUnit = 16;    // the widest vector of any family
+
+// The arrays can be read, and `out` can be written, up to the next multiple of kActivationUnit elements.
+struct GatedBlock {
+  const float* gate;  // [count]
+  const float* up;
+  float* out;  // may be `gate`
+  int count;
+  float limit;
+  float alpha;
+};
+
+// One head of one token. Element i becomes x_i cos_i + x_j sin_i, where j is the other element of the pair. So `sin`
+// has the signs of the rotation.
+struct RotaryRow {
+  const float* x;    // [2 * pairs]
+  const float* cos;  // [2 * pairs]
+  const float* sin;
+  int64_t pairs;
+  bool interleaved;
+  float* out;  // not x
+};
+
+struct LayerFunctions {
+  void (*activate)(Activation, const GatedBlock&);
+  double (*sum_of_squares)(const float* x, int64_t count);
+  void (*add_rows)(const float* x, const float* y, int64_t count, float* out);  // out may be x
+  // Computes x * factor * weight; out may be x.
+  void (*scale_row)(const float* x, float factor, const float* weight, int64_t count, float* out);
+  void (*rotate_row)(const RotaryRow&);
+};
+
+const LayerFunctions& layer_functions(Isa isa);
+
+// Each returns nullptr if this build has no code for the family.
+const LayerFunctions* portable_layer();
+const LayerFunctions* avx2_layer();
+const LayerFunctions* avx512_layer();
+const LayerFunctions* neon_layer();
+
+}  // namespace marlin::cpu
