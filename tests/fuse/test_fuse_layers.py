@@ -16,6 +16,8 @@ import torch_marlin_metal.integrations.peft
 from tests.journeys.architectures import class_of, shrunken
 from tests.journeys.token_operations import model_of, of_one_layer, pair_of
 from torch_marlin_metal.fuse import gated, norms, rotary, sinks
+from torch_marlin_metal.fuse.layers import FusedLayersReport, _fuse_norms
+from torch_marlin_metal.trace.operations import Operations
 
 # The largest number of operations that one more layer may add to a token.
 BARS = {
@@ -239,7 +241,7 @@ def test_on_mps(mps):
 
 
 class Norm(nn.Module):
-    """An RMS norm, or something close to one."""
+    """A norm, or something close to one."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -247,16 +249,37 @@ class Norm(nn.Module):
         self.eps, self.kind = 1e-6, kind
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.kind == "mean":
+        if self.kind in ("mean", "centred"):
             x = x - x.mean(-1, keepdim=True)
         eps = 1e-5 if self.kind == "eps" else self.eps
-        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+        divisor = 15 / 16 if self.kind == "centred" else 1  # of an unbiased variance
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) / divisor + eps)
         return x * (1 + self.weight if self.kind == "offset" else self.weight)
 
 
-def test_only_rms_norms_are_taken_for_one():
-    found = {kind: norms.settings_of(Norm(kind)) for kind in ("plain", "offset", "mean", "eps")}
-    assert found == {"plain": (1e-6, 0.0), "offset": (1e-6, 1.0), "mean": None, "eps": None}
+def test_only_norms_are_taken_for_one():
+    found = {kind: norms.settings_of(Norm(kind)) for kind in ("plain", "offset", "mean", "centred", "eps")}
+    expected = {"plain": norms.Norm(1e-6), "offset": norms.Norm(1e-6, offset=1.0)}
+    assert found == expected | {"mean": norms.Norm(1e-6, has_mean=True), "centred": None, "eps": None}
+    assert not norms.is_candidate(nn.LayerNorm(8, bias=False))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_layer_norm_that_is_written_out_becomes_one_operator(dtype):
+    module, x = Norm("mean").to(dtype), torch.randn(2, 3, 16, dtype=dtype)
+    module.weight.data += torch.randn(16)
+    report = FusedLayersReport()
+    _fuse_norms(module, report)
+    assert report.fused == [("", "layer_norm")]
+    with torch.no_grad(), Operations() as seen:
+        got = module(x)
+    assert list(seen.counts) == ["aten.native_layer_norm.default"]
+    wide = x.double() - x.double().mean(-1, keepdim=True)
+    exact = wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt() * module.weight.double()
+    assert got.dtype == dtype
+    torch.testing.assert_close(got.double(), exact, rtol=2.0**-7 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert module(x).dtype == dtype
 
 
 class Block(nn.Module):

@@ -148,7 +148,7 @@ def test_only_pytorch_s_attention_gets_numbers():
 def test_the_norm_of_heads_keeps_their_order():
     module = torch.nn.Module()
     module.weight = torch.nn.Parameter(torch.randn(8))
-    forward = norms.fused_norm(None, 1e-5, 0.0)
+    forward = norms.fused_norm(None, norms.Norm(1e-5))
     heads = torch.randn(2, 3, 4, 8).transpose(1, 2)
     got = forward(module, heads)
     assert got.transpose(1, 2).is_contiguous()

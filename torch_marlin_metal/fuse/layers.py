@@ -59,7 +59,7 @@ class FusedLayersReport:
 def fuse_layers(model: nn.Module) -> FusedLayersReport:
     """Replaces the operations between the products of decoder layers by fused operators, in place.
 
-    The function finds RMS norms, rotary embeddings, gated activations (also of packed experts), attention with sinks,
+    The function finds norms, rotary embeddings, gated activations (also of packed experts), attention with sinks,
     masks, static caches and residual additions by their structure. It compares each replacement with the original
     module on random input, and does not replace a module if the results differ. At the end it compares the whole model
     on random tokens, without a cache, with one that grows and with a static one. Parameters and names do not change, so
@@ -149,20 +149,22 @@ def _results(model: nn.Module) -> tuple[list[Tensor], str]:
     return results, ""
 
 
-def _fuse_norms(model: nn.Module, report: FusedLayersReport) -> dict[nn.Module, tuple[float, float]]:
-    known: dict[nn.Module, tuple[float, float]] = {}
+def _fuse_norms(model: nn.Module, report: FusedLayersReport) -> dict[nn.Module, norms.Norm]:
+    known: dict[nn.Module, norms.Norm] = {}
     for name, module in model.named_modules():
         if not norms.is_candidate(module):
             continue
         if has_forward_of_its_own(module):
             report.left.append((name, "a norm: its forward is replaced or has hooks"))
             continue
-        settings = norms.settings_of(module)
-        if settings is None:
-            report.left.append((name, "a norm: not an RMS norm"))
+        norm = norms.settings_of(module)
+        if norm is None:
+            report.left.append((name, "a norm: neither an RMS norm nor a LayerNorm"))
             continue
-        known[module] = settings
-        _replace(report, module, name, "rms_norm", forward=norms.fused_norm(type(module).forward, *settings))
+        if not norm.has_mean:
+            known[module] = norm
+        kind = "layer_norm" if norm.has_mean else "rms_norm"
+        _replace(report, module, name, kind, forward=norms.fused_norm(type(module).forward, norm))
     return known
 
 
@@ -231,7 +233,7 @@ def _fuse_experts(model: nn.Module, report: FusedLayersReport) -> None:
         report.fused.append((name, "gated_activation"))
 
 
-def _fuse_residuals(model: nn.Module, known: dict[nn.Module, tuple[float, float]], report: FusedLayersReport) -> None:
+def _fuse_residuals(model: nn.Module, known: dict[nn.Module, norms.Norm], report: FusedLayersReport) -> None:
     layers = {
         name: module
         for name, module in model.named_modules()

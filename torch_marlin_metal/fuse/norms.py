@@ -1,11 +1,17 @@
-"""Finds RMS norms and computes each in one operator."""
+"""Finds norms and computes each in one operator.
+
+An RMS norm becomes `rms_norm`. A LayerNorm that a model writes out as a sequence of operations, as Cohere's models do,
+becomes PyTorch's own `layer_norm`, which is one dispatch on mps.
+"""
 
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.functional import layer_norm
 
 from torch_marlin_metal.fuse.proof import agrees, random_like, runs
 from torch_marlin_metal.layer_ops import rms_norm
@@ -13,9 +19,37 @@ from torch_marlin_metal.layer_ops import rms_norm
 Forward = Callable[..., Tensor]
 
 
+@dataclass(frozen=True)
+class Norm:
+    """What a norm computes.
+
+    Attributes:
+        eps: the number that is added to the mean of the squares.
+        offset: the number that is added to each weight.
+        has_mean: whether it subtracts the mean of each row first, as LayerNorm does.
+    """
+
+    eps: float
+    offset: float = 0.0
+    has_mean: bool = False
+
+    def apply(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Returns the norm of each row of `x`, in the dtype of `x`."""
+        if self.has_mean:
+            return layer_norm(x, weight.shape, weight, eps=self.eps).to(x.dtype)  # autocast may widen it
+        return rms_norm(x, weight, eps=self.eps, weight_offset=self.offset)
+
+
 def is_candidate(module: nn.Module) -> bool:
-    """Returns True if a module has one vector of weights, no other tensor, and a forward that takes one argument."""
-    if any(True for _ in module.children()) or any(True for _ in module.buffers(recurse=False)):
+    """Returns True if a module has one vector of weights, no other tensor, and a forward that takes one argument.
+
+    PyTorch's own LayerNorm is no candidate, because it is one dispatch already.
+    """
+    if (
+        type(module).forward is nn.LayerNorm.forward
+        or any(True for _ in module.children())
+        or any(True for _ in module.buffers(recurse=False))
+    ):
         return False
     parameters = dict(module.named_parameters(recurse=False))
     weight = parameters.get("weight")
@@ -24,8 +58,8 @@ def is_candidate(module: nn.Module) -> bool:
     return len(inspect.signature(module.forward).parameters) == 1
 
 
-def settings_of(module: nn.Module) -> tuple[float, float] | None:
-    """Returns eps and weight offset if a module computes an RMS norm on random input, otherwise None."""
+def settings_of(module: nn.Module) -> Norm | None:
+    """Returns which norm a module computes on random input, or None if it computes something else."""
     numbers = {value for value in vars(module).values() if isinstance(value, float) and 0 < value < 0.01}
     weight = module.weight
     assert isinstance(weight, Tensor)
@@ -39,16 +73,14 @@ def settings_of(module: nn.Module) -> tuple[float, float] | None:
     except Exception:  # a module that raises an error here is not a norm
         return None
     for eps in sorted(numbers):
-        for offset in (0.0, 1.0):
-            rows = zip(rms_norm(x, wide, eps=eps, weight_offset=offset), expected, strict=True)
-            if not all(agrees(got, row) for got, row in rows):
-                continue
-            if agrees(rms_norm(same, weight, eps=eps, weight_offset=offset), rounded):
-                return eps, offset
+        for norm in (Norm(eps), Norm(eps, offset=1.0), Norm(eps, has_mean=True)):
+            rows = zip(norm.apply(x, wide), expected, strict=True)
+            if all(agrees(got, row) for got, row in rows) and agrees(norm.apply(same, weight), rounded):
+                return norm
     return None
 
 
-def fused_norm(original: Forward, eps: float, offset: float) -> Callable[[nn.Module, Tensor], Tensor]:
+def fused_norm(original: Forward, norm: Norm) -> Callable[[nn.Module, Tensor], Tensor]:
     """Returns a forward that takes one operator. It calls the original if input and weight have different dtypes."""
 
     def forward(self: nn.Module, x: Tensor) -> Tensor:
@@ -57,7 +89,7 @@ def fused_norm(original: Forward, eps: float, offset: float) -> Callable[[nn.Mod
             return original(self, x)
         # the heads of a token are adjacent, so rows are read in the order of memory
         if x.dim() == 4 and x.stride(1) < x.stride(2):
-            return rms_norm(x.transpose(1, 2), weight, eps=eps, weight_offset=offset).transpose(1, 2)  # type: ignore[arg-type]
-        return rms_norm(x, weight, eps=eps, weight_offset=offset)  # type: ignore[arg-type]
+            return norm.apply(x.transpose(1, 2), weight).transpose(1, 2)  # type: ignore[arg-type]
+        return norm.apply(x, weight)  # type: ignore[arg-type]
 
     return forward

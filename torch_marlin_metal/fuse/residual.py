@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from torch_marlin_metal.fuse.norms import Norm
 from torch_marlin_metal.fuse.proof import agrees, agrees_in_training, random_like, runs
 from torch_marlin_metal.layer_ops import add_rms_norm
 
@@ -81,7 +82,7 @@ def _first(output: Any) -> Any:
 
 
 def fused_layer(
-    layer: nn.Module, seen: Recorded, norms: dict[nn.Module, tuple[float, float]], original: Forward
+    layer: nn.Module, seen: Recorded, norms: dict[nn.Module, Norm], original: Forward
 ) -> tuple[Forward | None, str]:
     """Returns a fused forward that gives equal results on random input, or None and the reason why there is none."""
     children = dict(layer.named_children())
@@ -113,7 +114,7 @@ def fused_layer(
     names = [name for name, _, _ in seen.calls if children[name] in norms]
     around = order == "NBNNBN"
     add = names[2] if around else names[1]
-    eps, offset = norms[children[add]]
+    norm = norms[children[add]]
     positions = [p.name for p in named[1:]]
     first = named[0].name
 
@@ -138,7 +139,7 @@ def fused_layer(
         if around:
             out = modules[names[1]](out)
         if out.dtype == x.dtype:
-            normed, total = add_rms_norm(out, x, weight, eps=eps, weight_offset=offset)
+            normed, total = add_rms_norm(out, x, weight, eps=norm.eps, weight_offset=norm.offset)
         else:  # under autocast, the blocks compute in another dtype than the sums
             total = x + out
             normed = modules[add](total)

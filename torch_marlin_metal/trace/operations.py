@@ -111,7 +111,6 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         model: the model that runs. Only a dense product with one of its parameters counts as a product with a weight.
-        tokens: length of the keys and values. A dense product without a parameter is attention if it has such a size.
         tokens: length of the keys and values. A dense product with a factor of this length counts as attention.
     """
 
