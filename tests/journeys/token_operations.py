@@ -25,23 +25,36 @@ from transformers import StaticCache
 from transformers.models.auto import modeling_auto as auto
 
 import torch_marlin_metal as tmm
-from tests.journeys.architectures import class_of, shrunken
+from tests.journeys.architectures import SIZES, class_of, shrunken
 from torch_marlin_metal.fuse.layers import FusedLayersReport
 from torch_marlin_metal.trace.operations import Operations
+
+
+def fill(text: Any) -> None:
+    """Sets sizes that a shrunken config leaves open, or whose shrunken values do not fit together."""
+    for name in ("head_dim", "num_key_value_heads", "num_experts_per_tok"):
+        if getattr(text, name, 0) is None:
+            setattr(text, name, SIZES[name])
+    if getattr(text, "qk_rope_head_dim", None) is not None:
+        text.head_dim = text.qk_rope_head_dim  # only these elements of a head are rotated
 
 
 def model_of(family: str, layers: int | None = None) -> Any:
     """Returns a tiny random model in 4 bit, with `layers` layers of attention, or None for the family's own layers."""
     config = shrunken(family)
+    cls = class_of(family)
+    if not isinstance(config, cls.config_class):  # the model is the text part of a composite one
+        config = config.get_text_config()
+    text = config.get_text_config()
+    fill(text)
     if layers is not None:
-        text = config.get_text_config()
         text.num_hidden_layers = layers
         if types := getattr(text, "layer_types", None):
             kind = next((kind for kind in types if "attention" in kind and "linear" not in kind), types[0])
             with contextlib.suppress(AttributeError):  # some configs compute this value and do not let it be set
                 text.layer_types = [kind] * layers
     torch.manual_seed(0)
-    model = class_of(family)._from_config(config).eval()
+    model = cls._from_config(config).eval()
     with torch.no_grad():  # changes the weights of norms, so that none of them is 1
         for parameter in model.parameters():
             if parameter.dim() == 1:
