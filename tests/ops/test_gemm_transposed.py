@@ -91,6 +91,7 @@ def test_weights_beyond_the_range_of_fp16(dtype, device, monkeypatch):
 @pytest.mark.parametrize("dtype", reference.DTYPES, ids=str)
 def test_the_gradient_of_gemm_is_this_product(dtype, device):
     weight = weight_of("uint4", device)
+    weight.arguments["perm"] = torch.arange(K - 1, -1, -1, dtype=torch.int32, device=device)
     a = torch.zeros(3, K, dtype=dtype, device=device, requires_grad=True)
     upstream = activations((3, N), dtype).to(device)
     tmm.gemm(a, weight.b_packed, weight.scales, **weight.arguments).backward(upstream)
