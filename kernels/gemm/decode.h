@@ -102,4 +102,17 @@ MARLIN_INLINE Vec8<half> exact_codes(uint word, half zero) {
                    fma(as_type<half2>((high & 0x00F000F0u) | 0x64006400u), sixteenth, odd_offset));
 }
 
+// Decodes a word of integers to (q - zero) * 2^-9, exactly. Needs subnormal_codes: a masked nibble, read as a half, is
+// q * 2^-24 or q * 2^-20. This takes 8 operations on pairs, exact_codes 12.
+constant constexpr float kSmallCode = 1.0f / 512;
+MARLIN_INLINE Vec8<half> small_codes(uint word, half zero) {
+  const uint high = word >> 8;
+  const half2 offset = half2(-zero * half(kSmallCode));
+  const half2 even = half2(32768.0h);
+  const half2 odd = half2(2048.0h);
+  return make_vec8(
+      fma(as_type<half2>(word & 0x000F000Fu), even, offset), fma(as_type<half2>(word & 0x00F000F0u), odd, offset),
+      fma(as_type<half2>(high & 0x000F000Fu), even, offset), fma(as_type<half2>(high & 0x00F000F0u), odd, offset));
+}
+
 }  // namespace marlin

@@ -83,6 +83,11 @@ struct TensorAccumulators {
   // Both factors of nvfp4's scaled codes have few significant bits, so half and bfloat hold the product exactly. The
   // groups of 16 then need no sums of their own.
   static constexpr bool has_scaled_codes() { return format == WeightFormat::nvfp4; }
+  // Half operands hold integers as multiples of 2^-9, which takes fewer instructions. Activations of the other types
+  // can be so small that the sums would become subnormal.
+  static MARLIN_INLINE bool has_small_codes() {
+    return subnormal_codes && code_kind(format) == CodeKind::integer && is_same_v<R, half>;
+  }
   static MARLIN_INLINE bool needs_x_sum() {
     return format == WeightFormat::uint4_bias || (format == WeightFormat::uint4 && !zero_is_in_code<format>());
   }
@@ -107,6 +112,10 @@ struct TensorAccumulators {
       }
     } else {
       scales = weight.template scales_of_columns<format>(group * weight.N + n, n);
+    }
+    if (has_small_codes()) {
+      scales *= 1.0f / kSmallCode;
+      if (format == WeightFormat::uint4 && needs_x_sum()) zeros *= kSmallCode;
     }
   }
 
@@ -173,7 +182,8 @@ struct TensorAccumulators {
       MARLIN_UNROLL for (uint i = 0; i < kCodesPerWord; ++i) result.k[i] = R(table[(nibbles >> (4 * i)) & 15u]);
     } else {
       const half zero_in_code = zero_is_in_code<format>() ? zero : 0.0h;
-      const Vec8<half> codes = exact_codes<code_kind(format)>(nibbles, zero_in_code);
+      const Vec8<half> codes = has_small_codes() ? small_codes(nibbles, zero_in_code)
+                                                 : exact_codes<code_kind(format)>(nibbles, zero_in_code);
       MARLIN_UNROLL for (uint i = 0; i < kCodesPerWord; ++i) {
         result.k[i] = R(float(has_scaled_codes() ? codes.k[i] * scale : codes.k[i]));
       }

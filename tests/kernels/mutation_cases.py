@@ -109,6 +109,9 @@ def _tensor_cases() -> Iterator[Case]:
     yield _tensor(problem(33, 7, 72, weight_format="uint4", dtype=HALF, group_size=16), tile="64x64x32")
     yield _tensor(problem(32, 64, 192, weight_format="uint4b8", dtype=HALF, group_size=128), tile="64x64x32")
     yield _tensor(
+        problem(9, 40, 72, weight_format="uint4", dtype=HALF, zeros_dtype=FLOAT, group_size=32), tile="32x64x32"
+    )
+    yield _tensor(
         problem(70, 68, 136, weight_format="lut4", dtype=BFLOAT, bias_dtype=HALF, has_perm=True, group_size=32),
         tile="64x128x32", splits=2,
     )  # fmt: skip

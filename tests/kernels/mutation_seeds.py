@@ -33,6 +33,8 @@ SEEDS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("groups", "const uint longest = min(k + kChainLength, k_end)", "const uint longest = k_end"),
         ("groups", "x_sum.e[i], scales[c], zeros[c]", "x_sum.e[0], scales[c], zeros[c]"),
         ("groups", "sum[f] = Sums{};", ";"),
+        ("groups", "scales *= 1.0f / kSmallCode", "scales *= 1.0f"),
+        ("groups", "zeros *= kSmallCode", "zeros *= 1.0f"),
         ("groups", "x_sum = Sums{};", ";"),
         ("places", "simdgroup / across * kTensorRows", "simdgroup % across * kTensorRows"),
         ("places", "simdgroup % across) * kTensorColumns", "simdgroup / across) * kTensorColumns"),

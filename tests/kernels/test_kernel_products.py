@@ -49,12 +49,13 @@ TENSOR_AXES = COMMON | {
     "K": [8, 24, 64, 72, 264, 520],
     "tile": TILES,
     "splits": [1, 2, 3],
+    "subnormal_codes": [True, False],
     "perturb_seed": [0, 1, 2, 3],
 }
 # The axes that are launch options; all other axes belong to the problem.
 DIRECT_LAUNCH = ["rows", "simdgroups", "splits", "subnormal_codes"]
 TILE_LAUNCH = ["kernel", "parts"]
-TENSOR_LAUNCH = ["tile", "splits", "perturb_seed"]
+TENSOR_LAUNCH = ["tile", "splits", "subnormal_codes", "perturb_seed"]
 
 
 def run(kernel: str, problem: Problem, **options) -> torch.Tensor:

@@ -159,6 +159,8 @@ void check_plan(const GemmProblem& problem, const Tiling& tiling, const GpuDevic
   expect(constants[kConstantRows] == static_cast<int32_t>(tile.M), "rows of a threadgroup");
   expect(constants[kConstantShortGroupSize] == (group == 16 && weight.K > 16 ? 16 : 0),
          "the constant for short groups is set if a group is half a step");
+  expect((constants[kConstantSubnormalCodes] != 0) == device.half_subnormals,
+         "codes are subnormals where the GPU keeps these");
   expect((constants[kConstantRaggedK] != 0) == (weight.K % 32 != 0), "K is ragged if it is not a multiple of a step");
   expect((constants[kConstantRaggedN] != 0) == (weight.N % 32 != 0), "N is ragged if it is not a multiple of a strip");
   if (weight.has_perm) expect(constants[kConstantVectorActivations] == 0, "no vector loads through perm");
@@ -196,6 +198,7 @@ void check_random_plans() {
     problem.weight.vector_aligned = pick(0, 1);
     GpuDevice device = whole("M5 Max");
     device.cores = pick(1, 40);
+    device.half_subnormals = pick(0, 1);
     for (const Tiling& tiling : gemm_tilings(problem, device)) {
       expect(is_tensor(tiling), "a named variant has only its own tilings");
       check_plan(problem, tiling, device);

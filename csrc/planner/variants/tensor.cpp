@@ -25,7 +25,7 @@ std::optional<Tiling> tensor_tiling(const GemmTile& row, const GemmProblem& prob
                         [&](uint32_t slices) { return tensor_split(row, problem.weight, slices); });
 }
 
-Plan build_tensor(const Tiling& tiling, const GemmProblem& problem, const GpuDevice&) {
+Plan build_tensor(const Tiling& tiling, const GemmProblem& problem, const GpuDevice& device) {
   const auto [N, K] = std::pair(problem.weight.N, problem.weight.K);
   const uint32_t group = group_size(problem.weight);
   const RowBlocks blocks = row_blocks(tiling, problem.M, 0);
@@ -33,6 +33,7 @@ Plan build_tensor(const Tiling& tiling, const GemmProblem& problem, const GpuDev
       product_dispatch(tiling, problem, blocks, {ceil_divide(N, tiling.tile.N), blocks.count, tiling.splits});
   dispatch.constants[kConstantRows] = static_cast<int32_t>(blocks.rows);
   dispatch.constants[kConstantShortGroupSize] = group == kMinGroupSize && group < K ? kMinGroupSize : 0;
+  dispatch.constants[kConstantSubnormalCodes] = device.half_subnormals;
   dispatch.constants[kConstantRaggedK] = K % kTensorK != 0;
   dispatch.constants[kConstantRaggedN] = N % kTensorColumns != 0;
   Plan plan{.dispatches = {std::move(dispatch)}};

@@ -10,8 +10,7 @@ from tests.support.kernels.problems import Problem, run_product, sliced
 TILES = [name for name in facts()["tensor_tiles"] if name != "end"]
 
 
-def run_tensor(problem: Problem, *, tile: str, splits: int = 1, **options: Any) -> torch.Tensor:
-    """Runs a product. `run_gemv` describes the options. `tile` is a name like "64x128x32"."""
+def _launch(problem: Problem, tile: str, splits: int, options: dict[str, Any]) -> tuple[torch.Tensor, Counters]:
     rows, columns, step = map(int, tile.split("x"))
     k_per_slice = -(-problem.K // (step * splits)) * step
     splits = -(-problem.K // k_per_slice)  # no split may be empty
@@ -25,12 +24,23 @@ def run_tensor(problem: Problem, *, tile: str, splits: int = 1, **options: Any) 
         "short_group_size": 16 if problem.group_size == 16 < problem.K else 0,
         "ragged_k": problem.K % step != 0,
         "ragged_n": problem.N % number("kTensorColumns") != 0,
+        "subnormal_codes": options.pop("subnormal_codes", True),
     }
+    return run_product("gemm_tensor", problem, k_per_slice, constants, options, sliced(problem, splits))
+
+
+def run_tensor(problem: Problem, *, tile: str, splits: int = 1, **options: Any) -> torch.Tensor:
+    """Runs a product. `run_gemv` describes the options. `tile` is a name like "64x128x32"."""
     counted = options.pop("counted", True)
-    result, counters = run_product("gemm_tensor", problem, k_per_slice, constants, options, sliced(problem, splits))
+    result, counters = _launch(problem, tile, splits, options)
     if counted:
         check_tensor_work(problem, counters)
     return result
+
+
+def count_tensor(problem: Problem, tile: str) -> Counters:
+    """Runs a product in checked mode and returns its counts."""
+    return _launch(problem, tile, 1, {"checked": True})[1]
 
 
 def check_tensor_work(problem: Problem, counters: Counters) -> None:
