@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from softmetal import device
 from softmetal.witness import references, torch_products, vectors
 from softmetal.witness.__main__ import all_cases, prove, table
-from softmetal.witness.case import Case, compare
-from softmetal.witness.libraries import wheels
+from softmetal.witness.case import Case, compare, run
+from softmetal.witness.libraries import mlx_library, wheels
 from softmetal.witness.mistakes import MISTAKES, Mistake
 
 # Kernels of every family and type that together run quickly.
@@ -65,13 +67,42 @@ def test_both_compiles_leave_the_same_bits(kernel: str) -> None:
     [
         "affine_qmm_t_nax_float16_t_gs_64_b_4_bm32_bn64_bk64_wm2_wn2_alN_false_batch_0",
         "mxfp4_gather_qmm_t_nax_bfloat16_t_gs_32_b_4_bm64_bn64_bk64_wm2_wn2_alN_true",
+        "affine_gather_qmm_rhs_nax_nt_float16_t_gs_64_b_4_bm_64_bn_64_bk_64_wm_2_wn_2",
+        "steel_gemm_fused_nax_nn_float16_float16_bm64_bn128_bk64_wm2_wn4",
     ],
 )
 def test_both_compiles_for_tensor_units_leave_the_same_bits(kernel: str) -> None:
     need_wheel("mlx-metal-macos-26")
     outcome = compare(CASES[kernel], (CASES[kernel].instance,))
-    assert (outcome.error, outcome.differences) == ("", [])
+    assert (outcome.error, outcome.differences, outcome.wrong) == ("", [], [])
     assert outcome.elements > 0
+    assert outcome.is_right
+
+
+# One kernel of each format and form of product. Apple's compile alone is quick to run.
+TENSOR_SAMPLE = (
+    "affine_qmm_n_nax_float_gs_64_b_4_bm64_bn64_bk64_wm2_wn2_batch_0",
+    "affine_qmm_t_nax_bfloat16_t_gs_64_b_3_bm64_bn64_bk64_wm2_wn2_alN_true_batch_0",
+    "nvfp4_gather_qmm_t_nax_float16_t_gs_16_b_4_bm64_bn64_bk64_wm2_wn2_alN_true",
+    "mxfp8_qmm_t_nax_float16_t_gs_32_b_8_bm32_bn64_bk64_wm2_wn2_alN_false_batch_0",
+    "nvfp4_gather_qmm_rhs_nax_nn_bfloat16_t_gs_16_b_4_bm_32_bn_64_bk_64_wm_2_wn_2",
+    "steel_gemm_fused_nax_tn_float32_float32_bm64_bn128_bk64_wm2_wn4",
+)
+
+
+@pytest.mark.parametrize("kernel", TENSOR_SAMPLE)
+def test_results_of_tensor_units_are_compared_with_fp64(kernel: str) -> None:
+    """A result whose columns are in the wrong order is noticed."""
+    need_wheel("mlx-metal-macos-26")
+    case = CASES[kernel]
+    apples = device.load(mlx_library(case.wheel), kernel, constants=dict(case.constants))
+    (launch,) = case.launches(np.random.default_rng(0))
+    results = run(apples, kernel, launch)
+    assert case.verify is not None
+    assert case.verify(launch, results) == ""
+    slot = next(i for i, b in enumerate(launch.buffers) if isinstance(b, np.ndarray) and (b != results[i]).any())
+    results[slot] = results[slot][..., ::-1]
+    assert "expected" in case.verify(launch, results)
 
 
 @pytest.mark.parametrize("family", ["dot", "fft"])

@@ -34,7 +34,7 @@ def all_cases() -> list[Case]:
 
 def all_references() -> list[references.Reference]:
     """Returns the kernels without source, of all families."""
-    return [*references.references(), *torch_products.references(), *tensors.references()]
+    return [*references.references(), *torch_products.references()]
 
 
 def outcomes(cases: Iterable[Case], *, seed: int = 0, checked: bool = False) -> Iterator[Outcome]:
@@ -60,18 +60,23 @@ def _compare_all(chosen: list[Case], seed: int, checked: bool) -> Counter[str]:
     counts: dict[str, Counter[str]] = {}
     elements = runs = 0
     for outcome in outcomes(chosen, seed=seed, checked=checked):
-        kind = "failed" if outcome.error else "equal" if outcome.is_equal else "different"
-        counts.setdefault(outcome.case.family, Counter())[kind] += 1
+        kinds = counts.setdefault(outcome.case.family, Counter())
+        kinds["failed" if outcome.error else "equal" if outcome.is_equal else "different"] += 1
+        if outcome.case.verify is not None:
+            kinds["right" if outcome.is_right else "wrong"] += 1
         elements, runs = elements + outcome.elements, runs + outcome.runs
         if outcome.error:
             _say(f"failed: {outcome.case.kernel}", *outcome.error.split("\n")[:6])
         elif outcome.differences:
             _say(f"different: {outcome.case.kernel}", *map(str, outcome.differences[:3]))
+        if outcome.wrong:
+            _say(f"wrong: {outcome.case.kernel}", *outcome.wrong[:3])
     for family, kinds in counts.items():
         _say(f"{family}: {', '.join(f'{n} {k}' for k, n in kinds.items())}")
     total = sum(counts.values(), Counter())
-    _say(f"our compile and Apple's, {sum(total.values())} kernels, {runs} runs, {elements} elements written: "
-         f"{', '.join(f'{total[k]} {k}' for k in ('equal', 'different', 'failed'))}")  # fmt: skip
+    _say(f"our compile and Apple's, {len(chosen)} kernels, {runs} runs, {elements} elements written: "
+         f"{', '.join(f'{total[k]} {k}' for k in ('equal', 'different', 'failed'))}; "
+         f"compared with fp64: {total['right']} right, {total['wrong']} wrong")  # fmt: skip
     return total
 
 
@@ -142,7 +147,12 @@ def _main() -> int:
         wanted = [c for c in all_cases() if options.family in (None, c.family) and options.kernel in c.kernel]
         chosen = [r for r in all_references() if options.family in (None, r.family) and options.kernel in r.kernel]
         total = _compare_all(wanted, options.seed, options.checked)
-        failed = total["different"] + total["failed"] + _check_references(chosen, options.seed, options.checked)
+        failed = (
+            total["different"]
+            + total["failed"]
+            + total["wrong"]
+            + _check_references(chosen, options.seed, options.checked)
+        )
         if not options.family and not options.kernel:
             failed += _check_racing()
     _say(f"{time.monotonic() - started:.0f} s")

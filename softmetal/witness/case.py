@@ -41,6 +41,13 @@ def stored(x: Array, name: str) -> Array:
         return to_bfloat(x) if name == "bfloat16" else x.astype(STORAGE[name])
 
 
+def numbers(array: Array, name: str) -> Array:
+    """Converts an array of the named type to double precision."""
+    if name == "bfloat16":
+        array = (array.astype(np.uint32) << 16).view(np.float32)
+    return array.astype(np.float64)
+
+
 @dataclass
 class Launch:
     """One run of a kernel. The run works on copies of the arrays. None in `buffers` leaves an argument unbound."""
@@ -55,7 +62,10 @@ class Launch:
 
 @dataclass(frozen=True)
 class Case:
-    """A kernel of MLX: the kernel's name in the metallib, and the template instance in the source."""
+    """A kernel of MLX: the kernel's name in the metallib, and the template instance in the source.
+
+    `verify` compares what Apple's form wrote with fp64. It returns what is wrong, or "".
+    """
 
     family: str
     kernel: str
@@ -64,6 +74,7 @@ class Case:
     launches: Callable[[np.random.Generator], list[Launch]]
     constants: tuple[tuple[str, bool | int], ...] = ()
     wheel: str = libraries.MLX
+    verify: Callable[[Launch, Sequence[Any]], str] | None = None
 
 
 @dataclass(frozen=True)
@@ -93,12 +104,18 @@ class Outcome:
     runs: int = 0
     elements: int = 0
     differences: list[Difference] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)  # results outside of their bound around fp64
     error: str = ""
 
     @property
     def is_equal(self) -> bool:
         """True if both forms ran, and in every run both forms wrote equal bits."""
         return not self.error and not self.differences
+
+    @property
+    def is_right(self) -> bool:
+        """True if the results were compared with fp64, and all of them are inside their bounds."""
+        return self.case.verify is not None and not self.error and not self.wrong
 
 
 def numbered(value: Any) -> Any:
@@ -185,7 +202,10 @@ def compare(
         with mistaken(mistake):
             ours = _compiled(case.headers, instances, case.constants, checked, mistake, case.wheel)
         for launch in case.launches(np.random.default_rng(seed)):
-            _compare_launch(outcome, launch, run(ours, case.instance, launch), run(apples, case.kernel, launch))
+            results = run(apples, case.kernel, launch)
+            _compare_launch(outcome, launch, run(ours, case.instance, launch), results)
+            if case.verify is not None and (problem := case.verify(launch, results)):
+                outcome.wrong.append(problem)
     except (device.CompileError, device.KernelFault, KeyError) as error:
         outcome.error = f"{type(error).__name__}: {error}"
     return outcome

@@ -14,14 +14,14 @@ from .quantized import AFFINE_HEADERS, FP_HEADERS, TYPES, Format
 Generator = np.random.Generator
 Launches = Callable[[Generator], list[Launch]]
 _AFFINE, _MXFP4, _NVFP4 = Format("affine", 64, 4), Format("mxfp4", 32, 4), Format("nvfp4", 16, 4)
-_EXPERTS, _LEFT, _CHOSEN = 3, 2, 4  # matrices, batches of x, products
+EXPERTS, _LEFT, _CHOSEN = 3, 2, 4  # matrices, batches of x, products
 _GEMV_HEADERS = ("steel/utils.h", "gemv.h")
 _STEEL_HEADERS = ("steel/gemm/gemm.h", "steel/gemm/kernels/steel_gemm_gather.h")
 
 
 def _indices(rng: Generator) -> list[Array]:
     """Returns the indices of x and of the matrix for each product."""
-    return [rng.integers(0, count, _CHOSEN).astype(np.uint32) for count in (_LEFT, _EXPERTS)]
+    return [rng.integers(0, count, _CHOSEN).astype(np.uint32) for count in (_LEFT, EXPERTS)]
 
 
 def _i32(*values: int) -> Array:
@@ -37,7 +37,7 @@ def _experts(form: Format, rng: Generator, rows: int, columns: int, name: str) -
 
     A stride is the distance between two experts in one of the arrays.
     """
-    parts = form.weights(rng, _EXPERTS * rows, columns, name)
+    parts = form.weights(rng, EXPERTS * rows, columns, name)
     strides = [_i64(rows * p.shape[1]) for p in (parts if form.is_affine else parts[:2])]
     return [*parts, strides]
 
@@ -54,7 +54,7 @@ def gathered_products(
         x = stored(rng.normal(0, 1, (_LEFT, M, K)), name)
         left, right = _indices(rng)
         sizes = [K, N, M] if base.startswith("qmm") else [K, N]
-        batches = [1, _i32(_LEFT, M, K), _i64(M * K, K, 1), 1, _i32(_EXPERTS, N, K), *strides]
+        batches = [1, _i32(_LEFT, M, K), _i64(M * K, K, 1), 1, _i32(EXPERTS, N, K), *strides]
         buffers = [
             *w,
             x,
@@ -98,16 +98,27 @@ def _quantized_cases() -> Iterator[Case]:
                 )
 
 
-def _sorted_quantized(name: str, turned: bool) -> Launches:
-    """Returns launches whose rows are sorted by expert. The second expert has no row."""
-    M, N, K, starts = 45, 64, 128, _i32(0, 20, 20)
+def sorted_products(form: Format, name: str, turned: bool, rows: tuple[int, int], tile: tuple[int, int],
+                    simdgroups: tuple[int, int]) -> Launches:  # fmt: skip
+    """Returns launches whose rows are sorted by expert. The second expert has no row.
+
+    Args:
+        form: of the weights.
+        name: of the element type.
+        turned: the weights are N x K.
+        rows: of all experts, and of the first one.
+        tile: rows and columns that a threadgroup computes.
+        simdgroups: of a threadgroup, across and down.
+    """
+    (M, first), N, K = rows, 64, 128
+    starts = _i32(0, first, first)
 
     def launches(rng: Generator) -> list[Launch]:
-        *w, _ = _experts(_AFFINE, rng, *((N, K) if turned else (K, N)), name)
+        *w, _ = _experts(form, rng, *((N, K) if turned else (K, N)), name)
         x = stored(rng.normal(0, 1, (M, K)), name)
-        buffers = [x, *w, starts, outputs((M, N), name), M, N, K, _EXPERTS]
-        tiles = -(-M // 16) + _EXPERTS
-        return [Launch(f"M {M} N {N} K {K}", buffers, (32, 2, 1), groups=(-(-N // 32), tiles, 1))]
+        buffers = [x, *w, starts, outputs((M, N), name), M, N, K, EXPERTS]
+        tiles = -(-M // tile[0]) + EXPERTS
+        return [Launch(f"M {M} N {N} K {K}", buffers, (32, *simdgroups), groups=(-(-N // tile[1]), tiles, 1))]
 
     return launches
 
@@ -117,10 +128,10 @@ def _sorted_steel(name: str, turned: bool) -> Launches:
 
     def launches(rng: Generator) -> list[Launch]:
         a = stored(rng.normal(0, 1, (M, K)), name)
-        b = stored(rng.normal(0, 1, (_EXPERTS, N, K) if turned else (_EXPERTS, K, N)), name)
-        tiles = -(-N // 64), -(-M // 16) + _EXPERTS
+        b = stored(rng.normal(0, 1, (EXPERTS, N, K) if turned else (EXPERTS, K, N)), name)
+        tiles = -(-N // 64), -(-M // 16) + EXPERTS
         params = _gemm_params((M, N, K), K if turned else N, tiles, (0, N * K, 0), 16)
-        buffers = [a, b, starts, outputs((M, N), name), params, _EXPERTS]
+        buffers = [a, b, starts, outputs((M, N), name), params, EXPERTS]
         return [Launch(f"M {M} N {N} K {K}", buffers, (32, 2, 1), groups=(*tiles, 1))]
 
     return launches
@@ -138,12 +149,12 @@ def _steel(name: str, turned: bool, tile: tuple[int, ...]) -> Launches:
 
     def launches(rng: Generator) -> list[Launch]:
         a = stored(rng.normal(0, 1, (_LEFT, M, K)), name)
-        b = stored(rng.normal(0, 1, (_EXPERTS, N, K) if turned else (_EXPERTS, K, N)), name)
+        b = stored(rng.normal(0, 1, (EXPERTS, N, K) if turned else (EXPERTS, K, N)), name)
         left, right = _indices(rng)
         tiles = -(-N // tile[1]), -(-M // tile[0])
         params = _gemm_params((M, N, K), K if turned else N, tiles, (1, 1, M * N), tile[2])
         buffers = [a, b, left, right, outputs((_CHOSEN, M, N), name), params, _i32(_CHOSEN), _i64(1), _i64(1)]
-        buffers += [1, _i32(_LEFT), _i64(M * K), 1, _i32(_EXPERTS), _i64(N * K)]
+        buffers += [1, _i32(_LEFT), _i64(M * K), 1, _i32(EXPERTS), _i64(N * K)]
         return [Launch(f"{_CHOSEN} of M {M} N {N} K {K}", buffers, (32, tile[4], tile[3]), groups=(*tiles, _CHOSEN))]
 
     return launches
@@ -157,7 +168,7 @@ def _sorted_and_steel() -> Iterator[Case]:
             whole = {"align_M": False, "align_N": True, "align_K": True}
             yield Case("gather", f"affine_gather_qmm_rhs_{word}_{TYPES[name]}_gs_64_b_4_bm_16_bn_32_bk_32_wm_1_wn_2",
                        AFFINE_HEADERS, f"affine_gather_qmm_rhs<{TYPES[name]}, 64, 4, 16, 32, 32, 1, 2, {flag[7:]}>",
-                       _sorted_quantized(name, turned), tuple(whole.items()))  # fmt: skip
+                       sorted_products(_AFFINE, name, turned, (45, 20), (16, 32), (2, 1)), tuple(whole.items()))  # fmt: skip
             ragged = {"has_batch": False, "align_M": False, "align_N": False, "align_K": False}
             yield Case("gather", f"steel_gather_mm_rhs_{word}_{name}_{name}_bm16_bn64_bk16_wm1_wn2", _STEEL_HEADERS,
                        f"gather_mm_rhs<{metal}, 16, 64, 16, 1, 2, {flag}>", _sorted_steel(name, turned),
@@ -173,11 +184,11 @@ def _gemv_launches(name: str, tile: tuple[int, ...], turned: bool) -> Launches:
     out, size = (2 * made, 67) if turned else (50, 130)
 
     def launches(rng: Generator) -> list[Launch]:
-        matrices = stored(rng.normal(0, 1, (_EXPERTS, size, out) if turned else (_EXPERTS, out, size)), name)
+        matrices = stored(rng.normal(0, 1, (EXPERTS, size, out) if turned else (EXPERTS, out, size)), name)
         vectors = stored(rng.normal(0, 1, (_LEFT, size)), name)
         left, right = _indices(rng)
         buffers = [matrices, vectors, None, outputs((_CHOSEN, out), name), size, out, out if turned else size, 1.0, 0.0]
-        buffers += [1, _i32(_CHOSEN), _i64(1, 1), 1, _i32(_LEFT), _i64(size), 1, _i32(_EXPERTS), _i64(out * size)]
+        buffers += [1, _i32(_CHOSEN), _i64(1, 1), 1, _i32(_LEFT), _i64(size), 1, _i32(EXPERTS), _i64(out * size)]
         buffers += [left, right]
         groups = (-(-out // made), 1, _CHOSEN)
         return [Launch(f"{_CHOSEN} of {out} x {size}", buffers, (32, BN, BM), groups=groups)]

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .case import Case, Launch, outputs, stored
+from .case import Array, Case, Launch, numbers, outputs, stored
 
 AFFINE_HEADERS = ("steel/gemm/gemm.h", "quantized_utils.h", "quantized.h")
 FP_HEADERS = ("steel/gemm/gemm.h", "quantized_utils.h", "fp_quantized.h")
@@ -40,6 +40,28 @@ class Format:
             words = words & np.uint32(0x77777777)  # leaves out the codes that are NaN
         middle = 56 if self.group == 16 else 127  # the code of 1.0, as e4m3 or as e8m0
         return [words, rng.integers(middle - 8, middle + 4, groups).astype(np.uint8), np.float32([0.75])]
+
+    def values(self, words: Array, scales: Array, biases: Array, name: str) -> tuple[Array, Array]:
+        """Decodes what `weights` returns: the exact values, and the size of the numbers that their arithmetic rounds.
+
+        Kernels without a global scale do not read the one in `biases`.
+        """
+        bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little").reshape(words.shape[0], -1, self.bits)
+        codes = bits @ (1 << np.arange(self.bits))
+        if self.is_affine:
+            s, b = (np.repeat(numbers(part, name), self.group, 1) for part in (scales, biases))
+            return s * codes + b, np.abs(s) * codes + np.abs(b)
+        steps = np.ldexp(1.0, scales.astype(int) - 127) if self.group == 32 else _floating(scales.astype(int), 4, 3)
+        values = _floating(codes, 4, 3) if self.bits == 8 else _floating(codes, 2, 1)
+        values = values * np.repeat(steps, self.group, 1)
+        return values, np.abs(values)
+
+
+def _floating(codes: Array, exponent: int, mantissa: int) -> Array:
+    """Decodes floats of a sign, `exponent` bits with bias 2^(exponent - 1) - 1, and `mantissa` bits. None is NaN."""
+    e, m = codes >> mantissa & (1 << exponent) - 1, codes & (1 << mantissa) - 1
+    size = np.ldexp(m + (e > 0) * 2.0**mantissa, np.maximum(e, 1) - mantissa - (1 << exponent - 1) + 1)
+    return np.where(codes >> exponent + mantissa != 0, -size, size)
 
 
 _BATCH: list[Any] = [1, _NOTHING, _NOTHING, 1, _NOTHING, _NOTHING, _NOTHING]

@@ -17,7 +17,7 @@ import torch
 
 from .. import device
 from . import libraries
-from .case import Array, Launch, outputs, run, stored
+from .case import Array, Launch, numbers, outputs, run, stored
 
 Generator = np.random.Generator
 EPS = 2.0**-23
@@ -48,11 +48,17 @@ class Reference:
     constants: tuple[tuple[str, bool | int], ...] = ()
 
 
-def numbers(array: Array, name: str) -> Array:
-    """Converts an array of the named type to double precision."""
-    if name == "bfloat16":
-        array = (array.astype(np.uint32) << 16).view(np.float32)
-    return array.astype(np.float64)
+def error_of(expected: Expected, results: Sequence[Any]) -> str:
+    """Returns which element of the buffers after a run is farthest outside of its bound, or "" if none is."""
+    got = numbers(results[expected.slot], expected.name).reshape(expected.wanted.shape)
+    error = np.abs(got - expected.wanted)
+    worst = np.unravel_index(np.argmax(np.nan_to_num(error - expected.bound, nan=np.inf)), error.shape)
+    if error[worst] <= expected.bound[worst]:
+        return ""
+    return (
+        f"{expected.launch.label}: element {tuple(map(int, worst))}: got {got[worst]}, "
+        f"expected {expected.wanted[worst]} within {expected.bound[worst]:.3g}"
+    )
 
 
 def check(reference: Reference, *, seed: int = 0, checked: bool = False) -> list[str]:
@@ -63,14 +69,8 @@ def check(reference: Reference, *, seed: int = 0, checked: bool = False) -> list
             reference.library(), reference.kernel, constants=dict(reference.constants), checked=checked
         )
         for expected in reference.launches(np.random.default_rng(seed)):
-            got = numbers(run(library, reference.kernel, expected.launch)[expected.slot], expected.name)
-            error = np.abs(got.reshape(expected.wanted.shape) - expected.wanted)
-            worst = np.unravel_index(np.argmax(np.nan_to_num(error - expected.bound, nan=np.inf)), error.shape)
-            if not error[worst] <= expected.bound[worst]:
-                found.append(
-                    f"{expected.launch.label}: element {tuple(map(int, worst))}: got {got.reshape(error.shape)[worst]}, "
-                    f"expected {expected.wanted[worst]} within {expected.bound[worst]:.3g}"
-                )
+            if problem := error_of(expected, run(library, reference.kernel, expected.launch)):
+                found.append(problem)
     except (device.CompileError, device.KernelFault) as error:
         found.append(f"{type(error).__name__}: {error}")
     return found

@@ -7,16 +7,21 @@ it. M and N are therefore chosen so that no threadgroup has simdgroups of both k
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
-from .case import FLOATS, Case, Launch
-from .gathered import gathered_products
-from .libraries import MLX_WITH_TENSORS, mlx_library
+import numpy as np
+
+from .case import FLOATS, Array, Case, Launch, numbers
+from .gathered import EXPERTS, gathered_products, sorted_products
+from .libraries import MLX_WITH_TENSORS
 from .matmul import flag, steel_products
 from .quantized import TYPES, Format, matrix_products
-from .references import Expected, Reference, numbers, product_bound
+from .references import EPS, UNIT, Expected, error_of, product_bound
 
 _HEADERS = ("steel/gemm/gemm_nax.h", "quantized_utils.h", "quantized_nax.h")
+_DENSE_HEADERS = ("steel/gemm/gemm_nax.h", "steel/gemm/kernels/steel_gemm_fused_nax.h")
 _FP_HEADERS = ("steel/gemm/gemm_nax.h", "quantized_utils.h", "fp_quantized_nax.h")
 _AFFINE = [Format("affine", group, bits) for group, bits in ((64, 4), (32, 4), (128, 4), (64, 8), (64, 3))]
 _FP = [Format("mxfp4", 32, 4), Format("nvfp4", 16, 4), Format("mxfp8", 32, 8)]
@@ -38,6 +43,7 @@ def _quantized() -> Iterator[Case]:
                     f"{prefix}_qmm_t_nax<{word}, {form.group}, {form.bits}, {flag(whole)}, false, {tile}, 64, 64, 2, 2>",
                     matrix_products(form, name, [shape], turned=True, tile=(tile, 64)),
                     wheel=MLX_WITH_TENSORS,
+                    verify=partial(_verify, _product, form, name, True),
                 )
         yield Case(
             "tensor units",
@@ -46,6 +52,7 @@ def _quantized() -> Iterator[Case]:
             f"affine_qmm_n_nax<{word}, 64, 4, false, 64, 64, 64, 2, 2>",
             matrix_products(_AFFINE[0], name, [(84, 128, 128)], turned=False, tile=(64, 64)),
             wheel=MLX_WITH_TENSORS,
+            verify=partial(_verify, _product, _AFFINE[0], name, False),
         )
 
 
@@ -60,10 +67,91 @@ def _gathered() -> Iterator[Case]:
                 f"{prefix}_gather_qmm_t_nax<{word}, {form.group}, {form.bits}, true, 64, 64, 64, 2, 2>",
                 gathered_products(form, name, (20, 64, 128), "qmm_t", (64, 64)),
                 wheel=MLX_WITH_TENSORS,
+                verify=partial(_verify, _gathered_product, form, name),
             )
 
 
-def _expected(name: str, turned: str, launch: Launch, has_source: bool) -> Expected:
+def _sorted() -> Iterator[Case]:
+    constants = (("align_M", False), ("align_N", True), ("align_K", True))
+    for name, word in TYPES.items():
+        for turned, tile, form in ((True, 64, _AFFINE[0]), (False, 64, _AFFINE[0]), (True, 32, _AFFINE[3]),
+                                   (True, 64, _FP[0]), (False, 32, _FP[1])):  # fmt: skip
+            headers, prefix = (_HEADERS, "affine") if form.is_affine else (_FP_HEADERS, "fp")
+            yield Case(
+                "tensor units, sorted",
+                f"{form.mode}_gather_qmm_rhs_nax_{'nt' if turned else 'nn'}_{word}_gs_{form.group}_b_{form.bits}"
+                f"_bm_{tile}_bn_64_bk_64_wm_2_wn_2",
+                headers,
+                f"{prefix}_gather_qmm_rhs_nax<{word}, {form.group}, {form.bits}, {tile}, 64, 64, 2, 2, {flag(turned)}>",
+                sorted_products(form, name, turned, (71, 64), (tile, 64), (2, 2)),
+                constants,
+                MLX_WITH_TENSORS,
+                partial(_verify, _sorted_product, form, name, turned),
+            )
+
+
+def _dense() -> Iterator[Case]:
+    tile = (64, 128, 64, 2, 4)
+    shapes = {"nn": (80, 148, 100), "nt": (64, 128, 128), "tn": (64, 128, 64), "tt": (16, 20, 80)}
+    for name, metal in FLOATS.items():
+        for turned, shape in shapes.items():
+            has_source = turned == "tn"
+            aligned = {f"align_{d}": s % t == 0 for d, s, t in zip("MNK", shape, tile[:3], strict=True)}
+            constants = {"has_batch": False, "use_out_source": has_source, "do_axpby": has_source, **aligned}
+            yield Case(
+                "tensor units, dense",
+                f"steel_gemm_fused_nax_{turned}_{name}_{name}_" + "bm{}_bn{}_bk{}_wm{}_wn{}".format(*tile),
+                _DENSE_HEADERS,
+                f"gemm<{metal}, {', '.join(map(str, tile))}, {flag(turned[0] == 't')}, {flag(turned[1] == 't')}, float>",
+                steel_products(name, tile, turned, shape, has_source),
+                tuple(constants.items()),
+                MLX_WITH_TENSORS,
+                partial(_verify, _dense_product, name, turned, has_source),
+            )
+
+
+def _verify(exact: Callable[..., Expected], *arguments: Any) -> str:
+    *fixed, launch, results = arguments
+    return error_of(exact(*fixed, launch), results)
+
+
+def _matrix(form: Format, name: str, parts: list[Any], turned: bool, count: int = 1) -> tuple[Array, Array]:
+    """Returns `count` weights as K x N matrices, and what rounding each of them to the type can change."""
+    values, sizes = form.values(*parts, name)
+    split = [part.reshape(count, -1, part.shape[1]) for part in (values, 2 * UNIT[name] * sizes)]
+    first, second = ([p.swapaxes(1, 2) for p in split]) if turned else split
+    return first, second
+
+
+def _product(form: Format, name: str, turned: bool, launch: Launch) -> Expected:
+    *parts, x = launch.buffers[:4]
+    (weight,), (rounding,) = _matrix(form, name, parts, turned)
+    a = numbers(x, name)
+    wanted = a @ weight
+    return Expected(launch, 4, name, wanted, product_bound(name, wanted, a, weight, np.abs(a) @ rounding))
+
+
+def _gathered_product(form: Format, name: str, launch: Launch) -> Expected:
+    *parts, x, left, right = launch.buffers[:6]
+    weights, roundings = _matrix(form, name, parts, True, EXPERTS)
+    a = numbers(x, name)[left]
+    wanted = a @ weights[right]
+    return Expected(
+        launch, 6, name, wanted, product_bound(name, wanted, a, weights[right], np.abs(a) @ roundings[right])
+    )
+
+
+def _sorted_product(form: Format, name: str, turned: bool, launch: Launch) -> Expected:
+    x, *parts, starts = launch.buffers[:5]
+    weights, roundings = _matrix(form, name, parts, turned, len(starts))
+    a = numbers(x, name)
+    expert = np.searchsorted(starts, np.arange(len(a)), side="right") - 1
+    wanted = (a[:, None] @ weights[expert])[:, 0]
+    extra = (np.abs(a)[:, None] @ (roundings[expert] + 64 * EPS * np.abs(weights[expert])))[:, 0]
+    return Expected(launch, 5, name, wanted, UNIT[name] * np.abs(wanted) + extra + 1e-7)
+
+
+def _dense_product(name: str, turned: str, has_source: bool, launch: Launch) -> Expected:
     a, b, c, *_ = launch.buffers
     left, right = numbers(a, name), numbers(b, name)
     left, right = (left.T if turned[0] == "t" else left), (right.T if turned[1] == "t" else right)
@@ -73,26 +161,9 @@ def _expected(name: str, turned: str, launch: Launch, has_source: bool) -> Expec
     return Expected(launch, 3, name, wanted, product_bound(name, wanted, left, right))
 
 
-def _dense(name: str, turned: str, shape: tuple[int, int, int]) -> Reference:
-    tile, has_source = (64, 128, 64, 2, 4), turned == "tn"
-    aligned = {f"align_{d}": s % t == 0 for d, s, t in zip("MNK", shape, tile[:3], strict=True)}
-    products = steel_products(name, tile, turned, shape, has_source)
-    return Reference(
-        "tensor units, dense",
-        f"steel_gemm_fused_nax_{turned}_{name}_{name}_" + "bm{}_bn{}_bk{}_wm{}_wn{}".format(*tile),
-        lambda: mlx_library(MLX_WITH_TENSORS),
-        lambda rng: [_expected(name, turned, launch, has_source) for launch in products(rng)],
-        tuple({"has_batch": False, "use_out_source": has_source, "do_axpby": has_source, **aligned}.items()),
-    )
-
-
 def cases() -> Iterator[Case]:
     """Yields all cases of this file."""
     yield from _quantized()
     yield from _gathered()
-
-
-def references() -> list[Reference]:
-    """Returns the dense products, whose source the check of address spaces refuses by mistake."""
-    shapes = {"nn": (80, 148, 100), "nt": (64, 128, 128), "tn": (64, 128, 64), "tt": (16, 20, 80)}
-    return [_dense(name, turned, shape) for name in FLOATS for turned, shape in shapes.items()]
+    yield from _sorted()
+    yield from _dense()

@@ -41,6 +41,18 @@ struct shape<vector<T, N>> {
 template <class T>
 constexpr bool is_real = __is_same(T, f16) || __is_same(T, bf16) || __is_same(T, f32);
 
+}  // namespace air
+
+// Rounds to the nearest bfloat, ties to even. On processors without AVX512-BF16, clang calls this function where a
+// module converts float to bfloat. Libraries of GCC 12 and older do not have it.
+extern "C" AIR_UNCHECKED __attribute__((used, visibility("hidden"))) inline __bf16 __truncsfbf2(float value) {
+  const uint32_t bits = __builtin_bit_cast(uint32_t, value);
+  const uint32_t rounded = value != value ? bits | 0x400000 : bits + 0x7FFF + (bits >> 16 & 1);
+  return __builtin_bit_cast(__bf16, static_cast<uint16_t>(rounded >> 16));
+}
+
+namespace air {
+
 // ---- arithmetic ----------------------------------------------------------------------------------------------------
 
 template <class R, class A>

@@ -19,6 +19,12 @@ _OF_THE_DIALECT = (
     # Metal can copy a struct out of `constant`. In C++ for OpenCL, the copy constructor takes the generic space, which
     # does not include `constant`.
     (r"no matching constructor|no viable conversion|no viable overloaded '='", r"__constant .*implicit|implicit copy"),
+    # A temporary is in `thread` memory in Metal. In C++ for OpenCL it is in no address space, so it has no member
+    # functions of `thread`.
+    (r"", r"'this' object is in default address space, but method expects .* '__private'"),
+    # The compile to code deduces template arguments, too. The dialect does not deduce an argument whose type is const in
+    # one place and not in another.
+    (r"", r"deduced conflicting types for parameter '\w+' \('const (\w+)' vs\. '\1'\)"),
     # The compile to code checks template arguments, too. In C++ for OpenCL, clang refuses functions here whose
     # parameters depend on a template parameter (MLX's fft.h).
     (r"^no matching function", r"candidate template ignored: invalid explicitly-specified argument"),

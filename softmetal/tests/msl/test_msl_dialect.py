@@ -224,6 +224,17 @@ ACCEPTED = {
         "kernel void k(device Pair* a [[buffer(0)]], uint i [[thread_index_in_threadgroup]]) "
         "{ threadgroup Pair s[8]; a[i].x = (i > 3 ? s[i] : Pair(0, 1)).x; }"
     ),
+    "a temporary converts itself": (
+        "template <typename T, T v> struct Known { constexpr operator T() const thread { return v; } }; "
+        "template <int A, int B> constexpr auto operator+(Known<int, A>, Known<int, B>) { return Known<int, A + B>{}; } "
+        + KERNEL.format("Known<int, 1> one; const int sum = one + one; a[i] = sum;")
+    ),
+    "type of a value among template arguments": (
+        "template <typename T, T v> struct Known { constexpr operator T() const thread { return v; } }; "
+        "template <typename T, T t, typename U, U u> constexpr auto operator+(Known<T, t>, Known<U, u>) "
+        "{ constexpr auto r = t + u; using R = metal::remove_addrspace_t<decltype(r)>; return Known<R, r>{}; } "
+        + KERNEL.format("Known<int, 1> one; const int sum = one + one + one; a[i] = sum;")
+    ),
     "constant member that is a struct": (
         "struct Pair { float x; constexpr Pair(float x) thread : x(x) {} }; "
         "template <typename T> struct Limits { static constexpr constant T low = T(-1); }; "

@@ -99,15 +99,21 @@ def test_layout_of_one_simdgroup() -> None:
     lane, i = np.arange(32)[:, None], np.arange(16)[None, :]
     row = (((lane >> 2) & 4) | ((lane >> 1) & 3)) + (i >> 2) % 2 * 8
     column = (((lane >> 2) & 2) | (lane & 1)) * 4 + i % 4
-    others = set()
+    others = []
     for seed in SEEDS:
         found = [np.zeros((32, 16), np.int32) for _ in range(4)]
         library(source, "half", False).kernel("f").launch(groups=1, group=32, buffers=found, perturb_seed=seed)
         np.testing.assert_array_equal(found[0], row * 100 + column + i // 8 * 16)
         np.testing.assert_array_equal(found[1], (row + i // 8 * 16) * 100 + column)
         np.testing.assert_array_equal(found[2], row * 100 + column + i // 8 * 16)
-        others.add(found[3].tobytes())
-    assert len(others) >= len(SEEDS) - 2
+        others.append(found[3])
+    # 24 x 16 is two blocks, of which a lane holds 16 elements. In every layout each place occurs once.
+    places = np.add.outer(np.arange(32) * 100, np.arange(16)).ravel()
+    assert all((np.sort(other.ravel()) == places).all() for other in others)
+    assert len({other.tobytes() for other in others}) >= len(SEEDS) - 2
+    assert len({frozenset(other[0].tolist()) for other in others}) > 6, "seeds exchange lanes"
+    assert len({tuple(np.argsort(other[0, :8])) for other in others}) > 3, "seeds exchange the elements of a lane"
+    assert len({tuple(other[0] // 1600) for other in others}) == 2, "seeds exchange blocks"
 
 
 REFUSED = {
