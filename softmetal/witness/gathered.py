@@ -123,16 +123,18 @@ def sorted_products(form: Format, name: str, turned: bool, rows: tuple[int, int]
     return launches
 
 
-def _sorted_steel(name: str, turned: bool) -> Launches:
-    M, N, K, starts = 45, 70, 50, _i32(0, 20, 20)
+def sorted_steel(name: str, turned: bool, rows: tuple[int, int], columns: int, tile: tuple[int, ...]) -> Launches:
+    """Returns launches of a product of floats, as `sorted_products` does. A tile is (BM, BN, BK, WM, WN)."""
+    (M, first), N, K = rows, columns, 50
+    starts = _i32(0, first, first)
 
     def launches(rng: Generator) -> list[Launch]:
         a = stored(rng.normal(0, 1, (M, K)), name)
         b = stored(rng.normal(0, 1, (EXPERTS, N, K) if turned else (EXPERTS, K, N)), name)
-        tiles = -(-N // 64), -(-M // 16) + EXPERTS
-        params = _gemm_params((M, N, K), K if turned else N, tiles, (0, N * K, 0), 16)
+        tiles = -(-N // tile[1]), -(-M // tile[0]) + EXPERTS
+        params = _gemm_params((M, N, K), K if turned else N, tiles, (0, N * K, 0), tile[2])
         buffers = [a, b, starts, outputs((M, N), name), params, EXPERTS]
-        return [Launch(f"M {M} N {N} K {K}", buffers, (32, 2, 1), groups=(*tiles, 1))]
+        return [Launch(f"M {M} N {N} K {K}", buffers, (32, tile[4], tile[3]), groups=(*tiles, 1))]
 
     return launches
 
@@ -171,7 +173,8 @@ def _sorted_and_steel() -> Iterator[Case]:
                        sorted_products(_AFFINE, name, turned, (45, 20), (16, 32), (2, 1)), tuple(whole.items()))  # fmt: skip
             ragged = {"has_batch": False, "align_M": False, "align_N": False, "align_K": False}
             yield Case("gather", f"steel_gather_mm_rhs_{word}_{name}_{name}_bm16_bn64_bk16_wm1_wn2", _STEEL_HEADERS,
-                       f"gather_mm_rhs<{metal}, 16, 64, 16, 1, 2, {flag}>", _sorted_steel(name, turned),
+                       f"gather_mm_rhs<{metal}, 16, 64, 16, 1, 2, {flag}>",
+                       sorted_steel(name, turned, (45, 20), 70, (16, 64, 16, 1, 2)),
                        tuple(ragged.items()))  # fmt: skip
             yield Case("gather", f"steel_gather_mm_{word}_{name}_{name}_" + "bm{}_bn{}_bk{}_wm{}_wn{}".format(*tile),
                        _STEEL_HEADERS, f"gather_mm<{metal}, {', '.join(map(str, tile))}, {flag}>",

@@ -115,12 +115,16 @@ def _steel() -> Iterator[Case]:
                 )
 
 
-def _split_launches(name: str, turned: str, shape: tuple[int, int, int]) -> Callable[[Generator], list[Launch]]:
+def split_products(
+    name: str, turned: str, shape: tuple[int, int, int], tile: int, size: int
+) -> Callable[[Generator], list[Launch]]:
+    """Returns launches of a product in two parts, of `size` k and of the rest. A threadgroup has tile x tile outputs."""
+
     def launches(rng: Generator) -> list[Launch]:
         M, N, K = shape
-        parts, size = 2, K // 32 * 16
+        parts = 2
         a, b = _operands(rng, name, M, N, K, turned)
-        tiles = (-(-N // 16), -(-M // 16))
+        tiles = (-(-N // tile), -(-M // tile))
         params = struct.pack("13i", M, N, K, *_leading(M, N, K, turned), N, *tiles, parts, M * N, size, 0, size // 16)
         buffers = [a, b, outputs((parts, M, N), "float32"), params]
         return [Launch(f"M {M} N {N} K {K} in {parts}", buffers, (32, 2, 2), groups=(*tiles, parts))]
@@ -138,7 +142,7 @@ def _split() -> Iterator[Case]:
                 _SPLIT_HEADERS,
                 f"gemm_splitk<{metal}, float, 16, 16, 16, 2, 2, false, {flag(turned[1] == 't')}, "
                 f"{flag(whole)}, {flag(whole)}>",
-                _split_launches(name, turned, shape),
+                split_products(name, turned, shape, 16, shape[2] // 32 * 16),
             )
 
 

@@ -7,21 +7,25 @@ it. M and N are therefore chosen so that no threadgroup has simdgroups of both k
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from .case import FLOATS, Array, Case, Launch, numbers
-from .gathered import EXPERTS, gathered_products, sorted_products
+from .gathered import EXPERTS, gathered_products, sorted_products, sorted_steel
 from .libraries import MLX_WITH_TENSORS
-from .matmul import flag, steel_products
+from .matmul import flag, split_products, steel_products
 from .quantized import TYPES, Format, matrix_products
 from .references import EPS, UNIT, Expected, error_of, product_bound
 
 _HEADERS = ("steel/gemm/gemm_nax.h", "quantized_utils.h", "quantized_nax.h")
 _DENSE_HEADERS = ("steel/gemm/gemm_nax.h", "steel/gemm/kernels/steel_gemm_fused_nax.h")
+_SPLIT_HEADERS = ("steel/gemm/gemm_nax.h", "steel/gemm/kernels/steel_gemm_splitk_nax.h")
+_SORTED_HEADERS = ("steel/gemm/gemm_nax.h", "steel/gemm/kernels/steel_gemm_gather_nax.h")
 _FP_HEADERS = ("steel/gemm/gemm_nax.h", "quantized_utils.h", "fp_quantized_nax.h")
 _AFFINE = [Format("affine", group, bits) for group, bits in ((64, 4), (32, 4), (128, 4), (64, 8), (64, 3))]
 _FP = [Format("mxfp4", 32, 4), Format("nvfp4", 16, 4), Format("mxfp8", 32, 8)]
@@ -110,6 +114,43 @@ def _dense() -> Iterator[Case]:
             )
 
 
+def _dense_parts() -> Iterator[Case]:
+    for name, metal in FLOATS.items():
+        for turned, shape, whole in (("nn", (64, 64, 512), True), ("nt", (20, 24, 400), False)):
+            yield Case(
+                "tensor units, dense",
+                f"steel_gemm_splitk_nax_{turned}_{name}_float32_bm64_bn64_bk256_wm2_wn2",
+                _SPLIT_HEADERS,
+                f"gemm_splitk_nax<{metal}, 64, 64, 256, 2, 2, false, {flag(turned == 'nt')}, float>",
+                _in_a_row(split_products(name, turned, shape, 64, 256)),
+                (("align_M", whole), ("align_N", whole)),
+                MLX_WITH_TENSORS,
+                partial(_verify, _split_product, name, turned),
+            )
+        for is_turned in (False, True):
+            yield Case(
+                "tensor units, dense",
+                f"steel_gather_mm_rhs_nax_{'nt' if is_turned else 'nn'}_{name}_{name}_bm64_bn128_bk128_wm2_wn4",
+                _SORTED_HEADERS,
+                f"gather_mm_rhs_nax<{metal}, 64, 128, 128, 2, 4, false, {flag(is_turned)}, float>",
+                sorted_steel(name, is_turned, (71, 64), 148, (64, 128, 128, 2, 4)),
+                (("align_M", False), ("align_N", False), ("align_K", False)),
+                MLX_WITH_TENSORS,
+                partial(_verify, _sorted_dense_product, name, is_turned),
+            )
+
+
+def _in_a_row(launches: Callable[[np.random.Generator], list[Launch]]) -> Callable[[np.random.Generator], list[Launch]]:
+    """Numbers threadgroups along one axis, as the kernels of tensor units expect for products in parts."""
+
+    def flattened(rng: np.random.Generator) -> list[Launch]:
+        return [
+            replace(launch, groups=(math.prod(cast(tuple[int, ...], launch.groups)), 1, 1)) for launch in launches(rng)
+        ]
+
+    return flattened
+
+
 def _verify(exact: Callable[..., Expected], *arguments: Any) -> str:
     *fixed, launch, results = arguments
     return error_of(exact(*fixed, launch), results)
@@ -144,11 +185,18 @@ def _gathered_product(form: Format, name: str, launch: Launch) -> Expected:
 def _sorted_product(form: Format, name: str, turned: bool, launch: Launch) -> Expected:
     x, *parts, starts = launch.buffers[:5]
     weights, roundings = _matrix(form, name, parts, turned, len(starts))
+    return _sorted_rows(launch, 5, name, x, weights, starts, roundings)
+
+
+def _sorted_rows(
+    launch: Launch, slot: int, name: str, x: Array, weights: Array, starts: Array, roundings: Array | None = None
+) -> Expected:
     a = numbers(x, name)
     expert = np.searchsorted(starts, np.arange(len(a)), side="right") - 1
     wanted = (a[:, None] @ weights[expert])[:, 0]
-    extra = (np.abs(a)[:, None] @ (roundings[expert] + 64 * EPS * np.abs(weights[expert])))[:, 0]
-    return Expected(launch, 5, name, wanted, UNIT[name] * np.abs(wanted) + extra + 1e-7)
+    errors = 64 * EPS * np.abs(weights) + (0.0 if roundings is None else roundings)
+    extra = (np.abs(a)[:, None] @ errors[expert])[:, 0]
+    return Expected(launch, slot, name, wanted, UNIT[name] * np.abs(wanted) + extra + 1e-7)
 
 
 def _dense_product(name: str, turned: str, has_source: bool, launch: Launch) -> Expected:
@@ -161,9 +209,24 @@ def _dense_product(name: str, turned: str, has_source: bool, launch: Launch) -> 
     return Expected(launch, 3, name, wanted, product_bound(name, wanted, left, right))
 
 
+def _split_product(name: str, turned: str, launch: Launch) -> Expected:
+    a, b, *_ = launch.buffers
+    left, right = numbers(a, name), numbers(b, name)
+    right = right.T if turned == "nt" else right
+    parts = [(left[:, k], right[k]) for k in (slice(0, 256), slice(256, None))]
+    bounds = [product_bound("float32", x @ w, x, w) for x, w in parts]
+    return Expected(launch, 2, "float32", np.stack([x @ w for x, w in parts]), np.stack(bounds))
+
+
+def _sorted_dense_product(name: str, turned: bool, launch: Launch) -> Expected:
+    x, weights, starts = (launch.buffers[0], numbers(launch.buffers[1], name), launch.buffers[2])
+    return _sorted_rows(launch, 3, name, x, weights.swapaxes(1, 2) if turned else weights, starts)
+
+
 def cases() -> Iterator[Case]:
     """Yields all cases of this file."""
     yield from _quantized()
     yield from _gathered()
     yield from _sorted()
     yield from _dense()
+    yield from _dense_parts()
