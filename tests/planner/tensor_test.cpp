@@ -266,8 +266,8 @@ void check_cost() {
 
 // Compares the gain of tensor over fused in the model with published gains from tensor units. On an M5, llama.cpp
 // processes prompts 2.45 times as fast with them (its discussion 4167). On several M5 chips, MLX is 2.2 to 3.7 times as
-// fast. The model's gain must lie in this range at 512 rows, and there must be no gain at 8 rows. More rows must not cost
-// less.
+// fast. The model's gain must lie in this range at 512 rows, and there must be no gain at 8 rows. More rows must not
+// cost less.
 void check_border() {
   for (const char* chip : {"M5", "M5 Pro", "M5 Max"}) {
     const GpuDevice device = whole(chip);
