@@ -30,6 +30,7 @@ ROOT = Path(__file__).parents[1]
 OUT = ROOT / "build" / "macos"
 FRAMEWORK_LINKS = OUT / "frameworks"
 FRAMEWORKS = ("Foundation", "Metal", "MetalPerformanceShaders", "MetalPerformanceShadersGraph", "os")
+EARLIEST_ZIP_DATE = "315532800"  # 1 January 1980, in seconds since 1970
 TAG = "cp311-cp311-macosx_14_0_arm64"
 MODULE = "_C.cpython-311-darwin.so"
 CPP_LIBRARY = cpp_library.FOLDER / "lib" / cpp_library.library_name("darwin")
@@ -248,7 +249,9 @@ def pack(module: Path, library: Path, torch: str) -> Path:
     cpp_library.write_built_for(tree / cpp_library.FOLDER, torch)
     (tree / CPP_LIBRARY).parent.mkdir()
     shutil.copy(library, tree / CPP_LIBRARY)
-    printed = run([sys.executable, "-m", "wheel", "pack", "--dest-dir", str(OUT), str(tree)])
+    # One date for all files, so that two builds of the same sources give the same bytes.
+    epoch = os.environ.get("SOURCE_DATE_EPOCH", EARLIEST_ZIP_DATE)
+    printed = run([sys.executable, "-m", "wheel", "pack", "--dest-dir", str(OUT), str(tree)], SOURCE_DATE_EPOCH=epoch)
     return OUT / re.findall(r"(torch_marlin_metal-\S+\.whl)", printed)[0]
 
 
