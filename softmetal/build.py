@@ -23,7 +23,8 @@ RUNTIME = HERE / "runtime"
 OUTPUT = HERE.parent / "build" / "softmetal"
 COMPILER = "clang++-19"
 PACKAGES = "clang-19 libobjc-12-dev libblocksruntime-dev binutils"
-TORCH_SERIES = "2.13."  # the device implements the ATen/mps headers of this torch: hooks, allocator and stream
+# The device implements the ATen/mps headers of these releases of torch: hooks, allocator, streams and profiler.
+TORCH_RELEASES = ("2.13", "2.15")
 
 _T, _U = TypeVar("_T"), TypeVar("_U")
 
@@ -43,8 +44,8 @@ def require_tools() -> None:
         raise Unavailable(f"softmetal: {', '.join(missing)} not found; install with: apt-get install {PACKAGES}")
     import torch
 
-    if not torch.__version__.startswith(TORCH_SERIES):
-        raise Unavailable(f"softmetal: needs torch {TORCH_SERIES}x, this is torch {torch.__version__}")
+    if ".".join(torch.__version__.split(".")[:2]) not in TORCH_RELEASES:
+        raise Unavailable(f"softmetal: needs torch {' or '.join(TORCH_RELEASES)}, this is torch {torch.__version__}")
 
 
 def _library_directory(name: str) -> str | None:

@@ -4,12 +4,17 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/mps/MPSStream.h>
 #include <c10/core/Allocator.h>
+#include <torch/headeronly/version.h>
 
 #include <functional>
 #include <mutex>
 #include <string>
 
 #include "metal.h"
+
+// True if the headers are those of this release of torch 2 or of a later one. The device implements those of 2.13 and
+// 2.15. 2.14 added the pool of streams, 2.15 the errors of command buffers and the stream arguments of the profiler.
+#define SOFTMETAL_TORCH_2(minor) (TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= (minor))
 
 namespace softmetal {
 
@@ -30,6 +35,7 @@ void write_later(Memory& memory, std::function<void()> write);
 inline constexpr int64_t kPoolStreams = 32;
 void set_current_stream(int64_t number);
 int64_t current_stream_number();
+at::mps::MPSStream* stream_of_number(int64_t number);
 void for_each_stream(const std::function<void(at::mps::MPSStream&)>& visit);
 
 // Counts over all streams since the process started.

@@ -29,6 +29,8 @@ namespace {
 
 using at::mps::SyncType;
 constexpr c10::DeviceType kMPS = c10::DeviceType::MPS;
+// The macOS that PyTorch's operators see: the oldest on which this torch has mps.
+constexpr std::pair kMacOS = SOFTMETAL_TORCH_2(15) ? std::pair(15u, 0u) : std::pair(14u, 4u);
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kMPS; }
@@ -41,10 +43,20 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     TORCH_CHECK(device.is_mps(), "Expected a MPS device, but got ", device);
   }
   void uncheckedSetDevice(c10::Device) const noexcept override {}
-  c10::Stream getStream(c10::Device) const override { return c10::Stream(c10::Stream::DEFAULT, {kMPS, 0}); }
-  c10::Stream getDefaultStream(c10::Device) const override { return getStream({kMPS, 0}); }
-  c10::Stream getNewStream(c10::Device, int) const override { return getStream({kMPS, 0}); }
-  c10::Stream exchangeStream(c10::Stream) const override { return getStream({kMPS, 0}); }
+  c10::Stream getDefaultStream(c10::Device) const override { return at::mps::getDefaultMPSStream()->unwrap(); }
+#if SOFTMETAL_TORCH_2(15)
+  c10::Stream getStream(c10::Device) const override { return at::mps::getCurrentMPSStream()->unwrap(); }
+  c10::Stream getNewStream(c10::Device, int) const override { return at::mps::getStreamFromPool()->unwrap(); }
+  c10::Stream exchangeStream(c10::Stream stream) const override {
+    const c10::Stream previous = getStream({kMPS, 0});
+    at::mps::setCurrentMPSStream(at::mps::getStreamByID(stream.id()));
+    return previous;
+  }
+#else
+  c10::Stream getStream(c10::Device device) const override { return getDefaultStream(device); }
+  c10::Stream getNewStream(c10::Device device, int) const override { return getDefaultStream(device); }
+  c10::Stream exchangeStream(c10::Stream) const override { return getDefaultStream({kMPS, 0}); }
+#endif
   c10::DeviceIndex deviceCount() const noexcept override { return 1; }
   bool queryStream(const c10::Stream&) const override {
     synchronize();
@@ -84,7 +96,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 // An event. It completes when all work recorded before the event has run.
 struct Event {
   bool recorded = false, done = false;
-  double time = 0;  // seconds
+  at::mps::MPSStream* stream = nullptr;  // on which it was recorded
+  double time = 0;                       // seconds
 };
 
 class Events {
@@ -130,9 +143,7 @@ struct MPSHooks final : at::MPSHooksInterface {
     return device < 0 ? 0 : exchangeDevice(device);
   }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
-  bool isOnMacOSorNewer(unsigned major, unsigned minor) const override {
-    return std::pair(major, minor) <= std::pair(14u, 4u);
-  }
+  bool isOnMacOSorNewer(unsigned major, unsigned minor) const override { return std::pair(major, minor) <= kMacOS; }
   c10::Device getDeviceFromPtr(void*) const override { return {kMPS, 0}; }
   const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override { return default_generator(); }
   at::Generator getNewGenerator(c10::DeviceIndex) const override {
@@ -164,6 +175,7 @@ struct MPSHooks final : at::MPSHooksInterface {
     event->recorded = true;
     event->done = false;
     auto* stream = at::mps::getCurrentMPSStream();
+    event->stream = stream;
     {
       const auto lock = lock_queues();
       stream->endKernelCoalescing();
@@ -174,9 +186,12 @@ struct MPSHooks final : at::MPSHooksInterface {
     }
     stream->synchronize(SyncType::COMMIT);
   }
+  // Work on one stream is ordered. Work of another stream that the event follows runs at once.
   void waitForEvent(uint32_t number) const override {
-    (void)events().get(number);
-  }  // nothing to do, because the stream is ordered
+    const std::shared_ptr<Event> event = events().get(number);
+    const bool runs_first = event->stream == nullptr || event->stream == at::mps::getCurrentMPSStream();
+    if (!runs_first) event->stream->synchronize(SyncType::COMMIT_AND_WAIT);
+  }
   void synchronizeEvent(uint32_t number) const override {
     if (events().get(number)->recorded) synchronize();
   }

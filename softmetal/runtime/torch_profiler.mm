@@ -29,12 +29,33 @@ MPSProfiler::~MPSProfiler() = default;
 namespace {
 
 // While the profiler records, it adds handlers to the command buffer. macOS 26.4 aborts if an encoder is open then.
-void add_handler(const char* caller) {
-  const auto* buffer = static_cast<SoftMetalCommandBuffer*>([getCurrentMPSStream()->commandBuffer() rootCommandBuffer]);
+void add_handler(MPSStream& stream, const char* caller) {
+  const auto* buffer = static_cast<SoftMetalCommandBuffer*>([stream.commandBuffer() rootCommandBuffer]);
   if (buffer->openEncoder != nil) {
     violation("handler beside an open encoder", caller,
               " with a compute encoder open: end it first (MPSStream::endKernelCoalescing)");
   }
+}
+
+void begin_kernel(MPSStream& stream, const void* handle, const std::string& name, bool records) {
+  if (records) add_handler(stream, "beginProfileKernel");
+  if (handle == nullptr) violation("profiler pairing", "beginProfileKernel '", name, "': the handle is null");
+  if (softmetal::profiled_kernel().handle != nullptr) {
+    violation("profiler pairing", "beginProfileKernel '", name, "' before endProfileKernel of '",
+              softmetal::profiled_kernel().label, "'");
+  }
+  softmetal::profiled_kernel() = {handle, name};
+}
+
+void end_kernel(MPSStream& stream, const void* handle, bool records, SyncType type) {
+  if (handle == nullptr || handle != softmetal::profiled_kernel().handle) {
+    violation("profiler pairing", "endProfileKernel with another handle than beginProfileKernel's");
+  }
+  softmetal::profiled_kernel() = {};
+  if (!records) return;
+  add_handler(stream, "endProfileKernel");
+  // After adding the completed handler, PyTorch calls synchronize(), which ends the encoder for every SyncType.
+  stream.synchronize(type);
 }
 
 }  // namespace
@@ -51,13 +72,7 @@ void MPSProfiler::StopTrace() {
 
 uint64_t MPSProfiler::beginProfileKernel(const void* handle, const std::string& name, bool isGraph) {
   (void)isGraph;
-  if (isOperationProfilingEnabled()) add_handler("beginProfileKernel");
-  if (handle == nullptr) violation("profiler pairing", "beginProfileKernel '", name, "': the handle is null");
-  if (softmetal::profiled_kernel().handle != nullptr) {
-    violation("profiler pairing", "beginProfileKernel '", name, "' before endProfileKernel of '",
-              softmetal::profiled_kernel().label, "'");
-  }
-  softmetal::profiled_kernel() = {handle, name};
+  begin_kernel(*getCurrentMPSStream(), handle, name, isOperationProfilingEnabled());
   return ++m_kernel_counter;
 }
 
@@ -67,16 +82,30 @@ uint64_t MPSProfiler::beginProfileKernel(const void* handle, const std::string& 
 }
 
 void MPSProfiler::endProfileKernel(const void* handle, SyncType syncType) {
-  if (handle == nullptr || handle != softmetal::profiled_kernel().handle) {
-    violation("profiler pairing", "endProfileKernel with another handle than beginProfileKernel's");
-  }
-  softmetal::profiled_kernel() = {};
-  if (!isOperationProfilingEnabled()) return;
-  add_handler("endProfileKernel");
-  // After adding the completed handler, PyTorch calls synchronize(), which ends the encoder for every SyncType.
   const bool waits = (m_profile_options & ProfileOptions::WAIT_UNTIL_COMPLETED) != 0;
-  getCurrentMPSStream()->synchronize(waits ? SyncType::COMMIT_AND_WAIT : syncType);
+  end_kernel(*getCurrentMPSStream(), handle, isOperationProfilingEnabled(),
+             waits ? SyncType::COMMIT_AND_WAIT : syncType);
 }
+
+#if SOFTMETAL_TORCH_2(15)
+uint64_t MPSProfiler::beginProfileKernel(const void* handle, const std::string& name, bool isGraph, MPSStream* stream) {
+  (void)isGraph;
+  begin_kernel(stream == nullptr ? *getDefaultMPSStream() : *stream, handle, name, isOperationProfilingEnabled());
+  return ++m_kernel_counter;
+}
+
+uint64_t MPSProfiler::beginProfileKernel(const void* handle, const std::string& name, const TensorList& tensors,
+                                         MPSStream* stream) {
+  (void)tensors;
+  return beginProfileKernel(handle, name, false, stream);
+}
+
+void MPSProfiler::endProfileKernel(const void* handle, MPSStream* stream, SyncType syncType) {
+  const bool waits = (m_profile_options & ProfileOptions::WAIT_UNTIL_COMPLETED) != 0;
+  end_kernel(stream == nullptr ? *getDefaultMPSStream() : *stream, handle, isOperationProfilingEnabled(),
+             waits ? SyncType::COMMIT_AND_WAIT : syncType);
+}
+#endif
 
 }  // namespace Profiler
 

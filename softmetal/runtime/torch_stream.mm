@@ -6,6 +6,7 @@
 #include <c10/metal/error.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <functional>
 #include <map>
@@ -49,18 +50,19 @@ void count_commit(MPSCommandBuffer* buffer) {
 
 }  // namespace
 
-void set_current_stream(int64_t number) {
+at::mps::MPSStream* stream_of_number(int64_t number) {
   TORCH_CHECK(0 <= number && number <= kPoolStreams, "softmetal: stream: expected 0 to ", kPoolStreams, ", got ",
               number);
-  if (number == 0) {
-    current_stream = nullptr;
-    return;
-  }
+  if (number == 0) return at::mps::getDefaultMPSStream();
   const std::lock_guard lock(streams().mutex);
   at::mps::MPSStream*& stream = streams().pool[number];
   const c10::Device device(c10::DeviceType::MPS, 0);
   if (stream == nullptr) stream = new at::mps::MPSStream(c10::Stream(c10::Stream::UNSAFE, device, number));
-  current_stream = stream;
+  return stream;
+}
+
+void set_current_stream(int64_t number) {
+  current_stream = stream_of_number(number);
 }
 
 int64_t current_stream_number() {
@@ -154,12 +156,18 @@ void MPSStream::endKernelCoalescing() {
 
 void MPSStream::commit() {
   softmetal::count_commit(commandBuffer());
+#if SOFTMETAL_TORCH_2(15)
+  addErrorHandler();
+#endif
   [_commandBuffer commitAndContinue];
 }
 
 void MPSStream::commitAndWait() {
   if (_commandBuffer != nil) {
     softmetal::count_commit(_commandBuffer);
+#if SOFTMETAL_TORCH_2(15)
+    addErrorHandler();
+#endif
     ++softmetal::counts.waits;
     [_commandBuffer commit];
     [_commandBuffer waitUntilCompleted];
@@ -246,13 +254,41 @@ id<MTLBuffer> MPSStream::getErrorBuffer() {
 }
 
 void MPSStream::checkLastError() {
-  if (_errorBuffer == nil) return;
   auto* messages = static_cast<c10::metal::ErrorMessages*>([_errorBuffer contents]);
-  if (messages->count == 0) return;
-  messages->count = 0;
-  const c10::metal::ErrorMessage& first = messages->msg[0];
-  throw c10::AcceleratorError({first.func, first.file, first.line}, 1, first.message);
+  if (messages != nullptr && messages->count != 0) {
+    messages->count = 0;
+    const c10::metal::ErrorMessage& first = messages->msg[0];
+    throw c10::AcceleratorError({first.func, first.file, first.line}, 1, first.message);
+  }
+#if SOFTMETAL_TORCH_2(15)
+  std::optional<CommandBufferError> error;
+  {
+    const std::lock_guard lock(_commandBufferErrorMutex);
+    error.swap(_commandBufferError);
+  }
+  if (!error) return;
+  TORCH_CHECK_WITH(OutOfMemoryError, !error->is_oom, error->message);
+  throw c10::AcceleratorError({__func__, __FILE__, __LINE__}, error->code, error->message);
+#endif
 }
+
+#if SOFTMETAL_TORCH_2(15)
+// Without this handler, as in torch 2.13 and 2.14, nothing reports work that the GPU did not complete.
+void MPSStream::addErrorHandler() {
+  [commandBuffer() addCompletedHandler:^(id<MTLCommandBuffer> buffer) {
+    if ([buffer status] != MTLCommandBufferStatusError) return;
+    NSError* error = [buffer error];
+    recordCommandBufferError({[error code] == MTLCommandBufferErrorOutOfMemory,
+                              static_cast<int32_t>([error code]),
+                              [[error localizedDescription] UTF8String]});
+  }];
+}
+
+void MPSStream::recordCommandBufferError(CommandBufferError error) {
+  const std::lock_guard lock(_commandBufferErrorMutex);
+  if (!_commandBufferError) _commandBufferError = std::move(error);
+}
+#endif
 
 MPSStream* MPSStreamImpl::_stream = nullptr;
 MPSStream* MPSStreamImpl::getInstance() {
@@ -267,6 +303,24 @@ MPSStream* getDefaultMPSStream() {
   return MPSStreamImpl::getInstance();
 }
 
+#if SOFTMETAL_TORCH_2(14)
+void setCurrentMPSStream(MPSStream* stream) {
+  softmetal::current_stream = stream;
+}
+MPSStream* getStreamFromPool() {
+  static std::atomic<int64_t> taken{0};
+  return softmetal::stream_of_number(1 + taken++ % softmetal::kPoolStreams);
+}
+void synchronizeAllMPSStreams(SyncType type) {
+  softmetal::for_each_stream([type](MPSStream& stream) { stream.synchronize(type); });
+}
+#endif
+#if SOFTMETAL_TORCH_2(15)
+MPSStream* getStreamByID(int64_t stream_id) {
+  return softmetal::stream_of_number(stream_id);
+}
+#endif
+
 // ---- device --------------------------------------------------------------------------------------------------------
 
 MPSDevice* MPSDevice::_device = nullptr;
@@ -277,8 +331,9 @@ MPSDevice* MPSDevice::getInstance() {
   std::call_once(once, [] { _device = new MPSDevice(); });
   return _device;
 }
+// Only the first value of the enumeration, the oldest macOS that PyTorch's operators ask about.
 bool MPSDevice::isMacOS13Plus(MacOSVersion version) const {
-  return version == MacOSVersion::MACOS_VER_14_4_PLUS;
+  return version == MacOSVersion{};
 }
 std::string MPSDevice::getName() const {
   return [[_mtl_device name] UTF8String];
@@ -289,7 +344,11 @@ unsigned MPSDevice::getCoreCount() const {
 bool is_available() {
   return true;
 }
+#if SOFTMETAL_TORCH_2(14)
+bool is_macos_at_least(MacOSVersion version) {
+#else
 bool is_macos_13_or_newer(MacOSVersion version) {
+#endif
   return MPSDevice::getInstance()->isMacOS13Plus(version);
 }
 bool is_apple_family_or_newer(AppleGPUFamily family) {

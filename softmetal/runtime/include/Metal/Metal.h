@@ -102,6 +102,9 @@ typedef NS_ENUM(NSUInteger, MTLLibraryError) {
   MTLLibraryErrorFunctionNotFound = 5,
 };
 FOUNDATION_EXPORT NSErrorDomain const MTLCommandBufferErrorDomain;
+typedef NS_ENUM(NSUInteger, MTLCommandBufferError) {
+  MTLCommandBufferErrorOutOfMemory = 8,
+};
 
 @protocol MTLDevice;
 @protocol MTLLibrary;
