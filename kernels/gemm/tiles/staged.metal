@@ -1,6 +1,6 @@
 // Computes one output tile per threadgroup, for many activation rows: gemm_double_buffered_* and gemm_single_stage_*.
 // A third grid dimension divides K.
-#include "kernels/gemm/tile_product.h"
+#include "kernels/gemm/tiles/tile_product.h"
 
 using namespace metal;
 using namespace marlin;

@@ -8,7 +8,7 @@
 #include "kernels/shared/variants.h"
 
 #include "kernels/gemm/product.h"
-#include "kernels/gemm/tile.h"
+#include "kernels/gemm/tiles/tile.h"
 
 namespace marlin {
 
