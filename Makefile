@@ -10,7 +10,7 @@ SOURCES := setup.py $(shell find csrc kernels -type f) $(wildcard build_support/
 # The files that clang-format checks: all but the headers in the folders below softmetal/msl, many of which are tables
 # of macros.
 CXX_FILES := $(shell find csrc kernels -type f) $(wildcard benchmarks/*/*.cpp \
-	$(foreach folder,tests/cpu tests/planner tests/support tests/support/kernels $(addprefix softmetal/,runtime runtime/include/* executor executor/* msl examples/* tests/host), \
+	$(foreach folder,tests/cpu tests/planner tests/support tests/support/kernels $(addprefix softmetal/,runtime runtime/pytorch runtime/include/* executor executor/* msl examples/* tests/host), \
 	$(addprefix $(folder)/*,.h .cpp .mm)))
 # The tests' build adds the MPS backend on the software Metal device if its packages are present.
 BUILT := $(VENV)/.built-$(shell sh scripts/system_packages.sh has-softmetal && echo mps || echo cpu)

@@ -127,7 +127,7 @@ def _build_runtime() -> Path:
             partial.rename(target)
         return target
 
-    objects = side_by_side(compiled, sorted(RUNTIME.glob("*.mm")))
+    objects = side_by_side(compiled, sorted(RUNTIME.rglob("*.mm")))
     library, stamp = OUTPUT / "libsoftmetal.so", OUTPUT / "libsoftmetal.stamp"
     wanted = _digest(link_flags(), [path.name for path in objects])
     if not library.exists() or not stamp.exists() or stamp.read_text() != wanted:

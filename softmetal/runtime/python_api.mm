@@ -4,7 +4,7 @@
 #include <ATen/mps/MPSStream.h>
 #include "metal.h"
 #include "python_api.h"
-#include "torch_device.h"
+#include "pytorch/torch_device.h"
 
 using softmetal::Device;
 

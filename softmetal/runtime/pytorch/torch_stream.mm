@@ -13,7 +13,7 @@
 #include <mutex>
 #include <vector>
 
-#include "metal.h"
+#include "../metal.h"
 #include "torch_device.h"
 
 using softmetal::violation;

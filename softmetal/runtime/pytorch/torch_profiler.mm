@@ -2,7 +2,7 @@
 #include <ATen/mps/MPSProfiler.h>
 #include <ATen/mps/MPSStream.h>
 
-#include "metal.h"
+#include "../metal.h"
 #include "torch_device.h"
 
 using softmetal::violation;

@@ -10,7 +10,7 @@
 #include <mutex>
 #include <string>
 
-#include "metal.h"
+#include "../metal.h"
 
 // True if the headers are those of this release of torch 2 or of a later one. The device implements those of 2.13 and
 // 2.15. 2.14 added the pool of streams, 2.15 the errors of command buffers and the stream arguments of the profiler.

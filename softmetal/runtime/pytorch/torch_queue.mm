@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <mutex>
 
-#include "metal.h"
+#include "../metal.h"
 #include "torch_device.h"
 
 using softmetal::violation;
