@@ -17,22 +17,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import expansions, linker, specialise
-from .alignment import add_alignment_checks
-from .arithmetic import add_metal_arithmetic
+from . import expansions, linker
 from .dialect import check
 from .fast_math import ALL, FLUSHING, FUNCTIONS, MODES, PLAIN, PRECISE, SAFE, Math, flush_half, replace_pragmas, varied
 from .lint import lint
-from .required_constants import missing_values
-from .specialise import FrontEnd
+from .llvm import specialise
+from .llvm.alignment import add_alignment_checks
+from .llvm.arithmetic import add_metal_arithmetic
+from .llvm.required_constants import missing_values
+from .llvm.specialise import FrontEnd
+from .llvm.uninitialised import add_value_checks, mark_integers
 from .tokens import SourceError, significant, tokenize
 from .tools import CLANG, HERE, CompileError, cache_folder, install, run
 from .translate import Translator
-from .uninitialised import add_value_checks, mark_integers
 
 _INCLUDE = HERE / "include"
 DEFAULT_FILE_NAME = "program_source.metal"
-DEFAULT_VERSION = 310  # of the language, as __METAL_VERSION__ has it: MSL 3.1
+DEFAULT_VERSION = 310  # the language version MSL 3.1, in the form of __METAL_VERSION__
 
 # Metal source sees the macros of its language version and none of the host's.
 _PREPROCESS = [
@@ -57,7 +58,8 @@ _COMPILE = [
     *("-w", "-ferror-limit=20", "-fno-exceptions", "-fno-rtti", "-fvisibility=hidden", "-fno-stack-protector"),
     *("-fno-math-errno", "-fno-strict-aliasing", "-fno-finite-loops", "-fstack-clash-protection"),
     "-fno-strict-float-cast-overflow",  # float to integer saturates, NaN becomes 0
-    # As in Metal's compiler: a*b+c is contracted inside one expression; half and bfloat round after each operation.
+    # These options do what Metal's compiler does: it contracts a*b+c inside one expression, and rounds half and bfloat
+    # after each operation.
     *("-ffp-contract=on", "-Xclang", "-ffloat16-excess-precision=none", "-Xclang", "-fbfloat16-excess-precision=none"),
 ]
 FAST = ["-O2"]
@@ -66,7 +68,11 @@ _CHECKED = [
     *("-fno-vectorize", "-fno-slp-vectorize"),
     *("-fsanitize=thread", "-mllvm", "-tsan-instrument-func-entry-exit=0"),
 ]
-_NOT_YET = ("memory-accesses", "memintrinsics", "atomics")  # instrumented later, after alignment.py has read the text
+_NOT_YET = (
+    "memory-accesses",
+    "memintrinsics",
+    "atomics",
+)  # instrumented later, after llvm/alignment.py has read the text
 _BEFORE_CHECKS = [
     "-O2",
     *(*_CHECKED, *(f for x in _NOT_YET for f in ("-mllvm", f"-tsan-instrument-{x}=0"))),
@@ -93,7 +99,9 @@ class Compiled:
 def library_files() -> list[Path]:
     """Returns the files of this folder, and of the executor, that a compiled library depends on."""
     headers = [p for p in _INCLUDE.rglob("*") if p.is_file()]
-    return sorted([*headers, *HERE.glob("*.py"), HERE / "thunk.h", HERE.parent / "executor" / "abi.h"])
+    return sorted(
+        [*headers, *HERE.glob("*.py"), *HERE.glob("llvm/*.py"), HERE / "thunk.h", HERE.parent / "executor" / "abi.h"]
+    )
 
 
 def own_files() -> list[Path]:

@@ -37,7 +37,7 @@ class FunctionConstant:
 
     @property
     def is_late(self) -> bool:
-        """True if the value enters the LLVM text (specialise.py), not the C++ text."""
+        """True if the value enters the LLVM text (llvm/specialise.py), not the C++ text."""
         literal = r"true|false|[-+]?(?:0|[1-9]\d*)[uUlL]*"
         return self.type in _INTEGERS and self.value is not None and re.fullmatch(literal, self.value) is not None
 
@@ -59,7 +59,7 @@ class Entry:
     host_name: str
     function: str  # "f" or "f<half, 4>", as written where the entry stands
     kernel: KernelSignature
-    limit: str  # of threads, a constant expression
+    limit: str  # largest number of threads, as a constant expression
     path: str  # "ns::" of the namespace that the entry stands in
     has_code: bool
 

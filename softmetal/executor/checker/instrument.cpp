@@ -1,5 +1,5 @@
 // Functions that compiled kernels call in checked mode. clang's -fsanitize=thread adds some of the calls, and
-// msl/alignment.py adds others. The functions call the checker. They replace the sanitizer's runtime library.
+// msl/llvm/alignment.py adds others. The functions call the checker. They replace the sanitizer's runtime library.
 #include <cstring>
 
 #include "checker/checker.h"
@@ -12,7 +12,7 @@ inline void see(const void* address, uint64_t bytes, bool is_write, Checker::Kin
   if (Checker* checker = Checker::active()) checker->access(address, bytes, is_write, kind, code);
 }
 
-constexpr uint32_t kUnsetInteger = 0xBAD1DEA5;  // also in msl/uninitialised.py
+constexpr uint32_t kUnsetInteger = 0xBAD1DEA5;  // also in msl/llvm/uninitialised.py
 
 inline void align(const void* address, uint32_t alignment, const void* code) {
   if ((reinterpret_cast<uintptr_t>(address) & (alignment - 1)) == 0) return;

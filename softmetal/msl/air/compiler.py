@@ -13,7 +13,6 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from ..arithmetic import add_metal_arithmetic
 from ..compiler import (
     Compiled,
     answer,
@@ -23,6 +22,7 @@ from ..compiler import (
     link_library,
     optimised,
 )
+from ..llvm.arithmetic import add_metal_arithmetic
 from ..tools import CompileError, cache_folder, run
 from .functions import UnknownFunction
 from .metadata import MetadataError

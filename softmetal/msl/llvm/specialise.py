@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .entries import FunctionConstant
-from .tools import store
+from ..entries import FunctionConstant
+from ..tools import store
 
 _VARIABLE = re.compile(r"^@sm_constant_(\d+) = external (?:hidden )?constant (i\d+)(.*)$", re.MULTILINE)
 
