@@ -15,7 +15,19 @@ if shutil.which("clang++-19") is None:
 from softmetal import device
 from softmetal.device import CompileError, Library
 
-__all__ = ["HEADER", "INTEGERS", "CompileError", "Library", "compile_metal", "evaluate", "refuse", "run", "type_name"]
+__all__ = [
+    "HEADER",
+    "INTEGERS",
+    "CompileError",
+    "Library",
+    "compile_metal",
+    "evaluate",
+    "from_bfloat",
+    "refuse",
+    "run",
+    "to_bfloat",
+    "type_name",
+]
 
 HEADER = "#include <metal_stdlib>\nusing namespace metal;\n"
 METAL_TYPES = {
@@ -134,3 +146,13 @@ def evaluate(
             ([np.roll(x, -j) for x in inputs], values[slot]) for slot, (w, j) in enumerate(SLOTS) if w in widths
         ]
     return results
+
+
+def to_bfloat(x: np.ndarray) -> np.ndarray:
+    """Returns the bits of the bfloat nearest to each float (ties to even)."""
+    bits = x.astype(np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def from_bfloat(bits: np.ndarray) -> np.ndarray:
+    return (bits.astype(np.uint32) << 16).view(np.float32)

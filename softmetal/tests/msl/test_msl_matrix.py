@@ -2,8 +2,7 @@
 
 import numpy as np
 import pytest
-from mlx_kernels import from_bfloat, to_bfloat
-from msl_kernels import compile_metal, refuse, run
+from msl_kernels import compile_metal, from_bfloat, refuse, run, to_bfloat
 
 RNG = np.random.default_rng
 LANES = np.arange(32)

@@ -46,16 +46,6 @@ def launch(library: Library, kernel: str, *buffers: object, **launch: object) ->
     library.kernel(kernel).launch(buffers=bound, **launch)
 
 
-def to_bfloat(x: np.ndarray) -> np.ndarray:
-    """Returns the bits of the bfloat nearest to each float (ties to even)."""
-    bits = x.astype(np.float32).view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-
-
-def from_bfloat(bits: np.ndarray) -> np.ndarray:
-    return (bits.astype(np.uint32) << 16).view(np.float32)
-
-
 def assert_within(got: np.ndarray, wanted: np.ndarray, bound: np.ndarray | float) -> None:
     """Asserts that the error of each element is within the bound of that element."""
     error = np.abs(got.astype(np.float64) - wanted)

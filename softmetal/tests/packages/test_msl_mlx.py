@@ -4,7 +4,8 @@ import math
 
 import numpy as np
 import pytest
-from mlx_kernels import assert_within, from_bfloat, launch, mlx, to_bfloat
+from mlx_kernels import assert_within, launch, mlx
+from msl_kernels import from_bfloat, to_bfloat
 
 EPS = 2.0**-23
 RNG = np.random.default_rng

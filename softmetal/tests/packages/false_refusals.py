@@ -1,4 +1,4 @@
-"""Counts the correct sources that the device refuses: `python softmetal/tests/msl/false_refusals.py [--folder PATH]`.
+"""Counts the correct sources that the device refuses: `python softmetal/tests/packages/false_refusals.py [--folder PATH]`.
 
 The sources are our own kernels and, from the wheels of other projects, MLX's headers, PyTorch's headers for Metal and
 ggml's whole file. `--folder` adds the `.metal` files of a checkout, for example of candle's

@@ -4,7 +4,8 @@ import struct
 
 import numpy as np
 import pytest
-from mlx_kernels import UNUSED, assert_within, from_bfloat, launch, mlx, to_bfloat
+from mlx_kernels import UNUSED, assert_within, launch, mlx
+from msl_kernels import from_bfloat, to_bfloat
 
 RNG = np.random.default_rng
 EPS = 2.0**-23

@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from mlx_kernels import assert_within, from_bfloat, launch, to_bfloat
-from msl_kernels import HEADER, Library, device
+from mlx_kernels import assert_within, launch
+from msl_kernels import HEADER, Library, device, from_bfloat, to_bfloat
 
 INCLUDE = Path(torch.__file__).parent / "include"
 if not (INCLUDE / "c10" / "metal" / "utils.h").exists():
