@@ -67,7 +67,7 @@ class Checker {
   Launch& launch_;
   Machine& machine_;
   std::vector<std::unique_ptr<Region>> device_;       // by slot; null if nothing is bound
-  std::vector<std::unique_ptr<Region>> threadgroup_;  // by place (checker.cpp)
+  std::vector<std::unique_ptr<Region>> threadgroup_;  // by place (memory.cpp)
   std::vector<std::unique_ptr<Region>> resident_;     // those of `resident` that are in no slot
   std::vector<Region*> in_place_;                     // regions at the host's addresses
   std::vector<Unsettled> unsettled_;                  // the unsettled writes of the latest access
