@@ -134,10 +134,10 @@ _ERROR = ("'! ", '"! ')  # how an error begins if its text is printed with repr
 
 
 def host_library() -> Path:
-    """Builds `host_seeds.mm` like an extension. Returns the path of the library."""
+    """Builds the seeds of host code like an extension. Returns the path of the library."""
     import softmetal
 
-    return softmetal.build_extension("softmetal_seed_host", [Path(__file__).with_name("host_seeds.mm")])
+    return softmetal.build_extension("softmetal_seed_host", sorted(Path(__file__).parent.glob("host_seeds*.mm")))
 
 
 def _run_host(library: Path, names: list[str]) -> None:
