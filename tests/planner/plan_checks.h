@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <set>
 #include <sstream>
 #include <stdexcept>
 #include <string>
@@ -29,6 +30,30 @@ void expect_refused(const std::string& what, const Body& body) {
 inline void expect_tiling(uint64_t blocks, uint64_t length, uint64_t size, const std::string& what) {
   expect(blocks * length >= size, what + ": the blocks cover everything");
   expect((blocks - 1) * length < size, what + ": no block is empty");
+}
+
+// Returns the names of all kernel functions.
+inline std::set<std::string> all_functions() {
+  std::set<std::string> names;
+  for (size_t kernel = 0; kernel < marlin::kKernels.size(); ++kernel) {
+    for (int format = 0; format < marlin::kWeightFormatCount; ++format) {
+      for (int type = 0; type < 3; ++type) {
+        names.insert(marlin::host_name(static_cast<marlin::Kernel>(kernel), static_cast<marlin::WeightFormat>(format),
+                                       static_cast<marlin::ElementType>(type)));
+      }
+    }
+  }
+  return names;
+}
+
+// Checks what holds for each dispatch of a plan.
+inline void check_dispatch(const marlin::Dispatch& dispatch) {
+  static const std::set<std::string> names = all_functions();
+  expect(names.contains(dispatch.function), "the kernel exists: " + dispatch.function);
+  expect(dispatch.grid.x > 0 && dispatch.grid.y > 0 && dispatch.grid.z > 0, "the grid is not empty");
+  const uint32_t threads = dispatch.threads.x * dispatch.threads.y * dispatch.threads.z;
+  expect(threads > 0 && threads <= 1024, "1 to 1024 threads");
+  expect(dispatch.threadgroup_bytes <= 32768, "at most 32 KB of threadgroup memory");
 }
 
 template <typename T>

@@ -10,7 +10,17 @@ from tests.support import cxx
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("name", ["plan_test", "plan_cache_test", "plan_mlstm_test", "cost_test", "tensor_test"])
+PROGRAMS = (
+    "plan_rules_test",
+    "plan_choices_test",
+    "plan_cache_test",
+    "plan_mlstm_test",
+    "cost_test",
+    "tensor_test",
+)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_plans(name: str, run_folder: Path) -> None:
     command = [cxx.compiler(), "-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", f"-I{ROOT}"]
     sources = [ROOT / f"tests/planner/{name}.cpp", *sorted((ROOT / "csrc/planner").rglob("*.cpp"))]
