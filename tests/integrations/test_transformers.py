@@ -14,15 +14,11 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     CompileConfig,
-    GPTQConfig,
     Qwen2Config,
     Qwen2ForCausalLM,
     StaticCache,
 )
-from transformers.quantizers import auto as tables
-from transformers.quantizers import register_quantization_config, register_quantizer
 
-import torch_marlin_metal.integrations.transformers as integration
 from tests.support.checkpoint_writers import (
     LAYER,
     write_awq,
@@ -40,10 +36,6 @@ from torch_marlin_metal.convert import CheckpointError, UnsupportedFormat, expor
 from torch_marlin_metal.integrations.transformers import (
     MarlinConfig,
     quantizer,
-    restore,
-    restored,
-    take_over,
-    taken_over,
 )
 from torch_marlin_metal.layers.fuse import FusedLinear
 from torch_marlin_metal.models.empty_model import ModelMismatchError
@@ -378,59 +370,3 @@ def test_a_gguf_file(tmp_path) -> None:
     assert greedy(model, 2) == model.generate(IDS, max_new_tokens=2, do_sample=False)[0].tolist()
     model.save_pretrained(tmp_path / "saved")
     assert same(load(tmp_path / "saved").state_dict(), model.state_dict())
-
-
-def test_the_take_over_is_complete_and_comes_undone() -> None:
-    ours = dict(tables.AUTO_QUANTIZATION_CONFIG_MAPPING)
-    readable = {
-        "gptq",
-        "awq",
-        "compressed-tensors",
-        "bitsandbytes_4bit",
-        "auto-round",
-        "hqq",
-        "torchao",
-        "metal",
-        "mxfp4",
-    }
-    assert readable <= set(taken_over())
-    assert {ours[method] for method in taken_over() if method != "gguf"} == {MarlinConfig}
-    restore()
-    try:
-        theirs = tables.AUTO_QUANTIZATION_CONFIG_MAPPING
-        assert taken_over() == []
-        assert theirs["gptq"] is GPTQConfig
-        assert MarlinConfig not in tables.LOADING_ATTRIBUTES_CONFIG_TYPES
-        assert {name for name, cls in theirs.items() if cls is MarlinConfig} == {"torch_marlin_metal"}
-        assert theirs.keys() - {"torch_marlin_metal"} <= tables.AUTO_QUANTIZER_MAPPING.keys()
-        assert tables.AUTO_QUANTIZER_MAPPING["gguf"].__module__.startswith("transformers.")
-        with pytest.raises(ValueError, match="GPTQConfig but you are passing a MarlinConfig"):
-            load(GPTQ, quantization_config=MarlinConfig())
-    finally:
-        take_over()
-    assert ours == tables.AUTO_QUANTIZATION_CONFIG_MAPPING
-    with restored():
-        assert taken_over() == []
-    assert ours == tables.AUTO_QUANTIZATION_CONFIG_MAPPING
-
-
-def test_transformers_own_rules_for_names_and_configs() -> None:
-    with pytest.raises(ValueError, match="already registered"):
-        register_quantizer("torch_marlin_metal")(integration.MarlinQuantizer)
-    with pytest.raises(ValueError, match="already registered"):
-        register_quantization_config("gptq")(MarlinConfig)
-    with pytest.raises(ValueError, match="MarlinConfig but you are passing a GPTQConfig"):
-        load(GPTQ, quantization_config=GPTQConfig(bits=4))
-
-
-@pytest.mark.parametrize("version", ["4.57.1", "5.22.0"])
-def test_an_old_transformers_is_named(version, monkeypatch) -> None:
-    monkeypatch.setattr("transformers.__version__", version)
-    with pytest.raises(ImportError, match=rf"needs transformers >= 5.23 .*found {version}"):
-        integration._require_transformers()
-
-
-def test_a_missing_transformers_is_named(monkeypatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
-    with pytest.raises(ImportError, match=r"pip install 'transformers>=5.23' accelerate.*not installed"):
-        integration._require_transformers()
