@@ -128,7 +128,7 @@ typedef struct {
   sm_uint3 threadgroup;
   uint32_t simdgroup;
   int32_t buffer;  // slot, or -1
-  int64_t offset;  // of the access, in bytes from the start of the buffer or of the threadgroup array
+  int64_t offset;  // where the access was, in bytes from the start of the buffer or of the threadgroup array
 } sm_fault;
 
 typedef struct {

@@ -93,7 +93,7 @@ struct Launch {
   sm_uint3 groups;
   uint64_t group_count;
   void* buffers[SM_BUFFER_SLOTS];
-  const std::vector<sm_threadgroup_site>* sites;  // of this kernel
+  const std::vector<sm_threadgroup_site>* sites;  // the sites of this kernel
   Checker* checker;                               // null in fast mode
   std::vector<uint32_t> order;                    // order of threadgroups; empty: ascending
   std::atomic<uint64_t> next_group{0};

@@ -200,7 +200,7 @@ class Translator:
             if "host_name" in names:
                 self._instance(scopes, tokens, attributes)
         elif "kernel" in names or any(t.text == "kernel" for t in tokens):
-            _make_static(tokens)  # a declaration before its definition
+            _make_static(tokens)  # only declares the kernel; the definition follows later
         elif "function_constant" in names and function_name(tokens) < 0:
             self._function_constant(tokens, attributes)
 
@@ -228,7 +228,8 @@ class Translator:
             self._unlike.add(word)
         self._kernels[word] = kernel
         if template:
-            # The limit is stored as a function, because templates of kernels may share a name, and so may functions.
+            # Several templates of kernels may have the same name. Each limit is therefore returned by a function
+            # template, because functions may be overloaded and variables may not.
             inner.after = f" {template} constexpr unsigned sm_max_threads_{word}() {{ return {limit}; }}"
         else:
             _make_static(header)

@@ -163,7 +163,7 @@ class Device {
   std::vector<std::string> take_warnings();
   std::vector<std::string> take_new_faults();  // faults that were not raised before
   void clear();                                // faults and records
-  std::deque<Record> records;                  // of the latest dispatches, oldest first
+  std::deque<Record> records;                  // records of the latest dispatches, oldest first
   std::vector<std::string> faults;             // all faults since the last clear()
   std::vector<std::string> warnings;           // not yet issued
   std::mutex mutex;

@@ -11,7 +11,7 @@
 
 SOFTMETAL_EXPORT void softmetal_free(void* memory);
 
-SOFTMETAL_EXPORT size_t softmetal_autorelease_pools(void);  // of this thread, that are not drained
+SOFTMETAL_EXPORT size_t softmetal_autorelease_pools(void);  // how many pools of this thread are not drained
 
 SOFTMETAL_EXPORT void softmetal_set_checked(int checked);
 SOFTMETAL_EXPORT int softmetal_is_checked(void);
@@ -30,9 +30,8 @@ SOFTMETAL_EXPORT void softmetal_clear(void);    // faults and records
 // that message.
 typedef void (*softmetal_compile_hook)(int is_pipeline, const char* text, char* error, size_t capacity);
 SOFTMETAL_EXPORT void softmetal_set_compile_hook(softmetal_compile_hook hook);  // null: none
-// Lets the next `count` mps allocations succeed and makes the one after them fail. A negative `count` makes none
-// fail. Returns how many allocations of the previous call's `count` were left, or a negative number if the failure
-// has happened.
+// Makes one mps allocation fail, after the next `count` have succeeded. A negative `count` makes none fail. Returns
+// what is left of the `count` of the previous call: it is negative if that call's failure has happened.
 SOFTMETAL_EXPORT int64_t softmetal_fail_allocation(int64_t count);
 // Makes the next command buffer that has commands end with an error of MTLCommandBufferErrorDomain instead of running.
 // An empty message cancels this.

@@ -60,10 +60,10 @@ class Convolution:
         return packed + struct.pack(f"{len(strides)}qi?3x", *strides, 1, self.flip)
 
     def jumps(self) -> list[int]:
-        """Returns the steps of the input pointer.
+        """Returns how far the input pointer moves, in elements, each time that the kernel needs another input.
 
-        There is one step to the next place along each dimension of the window, last dimension first, and one to the
-        next channels.
+        The first entries move it along the dimensions of the window, last dimension first. The last entry moves it to
+        the next block of channels.
         """
         sign = -1 if self.flip else 1
         strides = _strides(self.shapes()[0])[1:-1]

@@ -34,7 +34,7 @@ class Expected:
     slot: int
     name: str  # element type of the result
     wanted: Array  # double precision
-    bound: Array  # of the absolute error, per element
+    bound: Array  # bound of each element's absolute error
 
 
 @dataclass(frozen=True)

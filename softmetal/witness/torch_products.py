@@ -13,7 +13,7 @@ from .case import Array, Launch, outputs, stored
 from .references import TORCH_NAMES, Expected, Reference, numbers, product_bound
 
 Generator = np.random.Generator
-_COLUMNS = 64  # of a tile of grouped_mm
+_COLUMNS = 64  # columns of a tile of grouped_mm
 
 
 def _params(m: int, n: int, k: int, groups: int, b_strides: tuple[int, int], batch: int, *, is_wide: bool) -> bytes:

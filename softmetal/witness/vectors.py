@@ -11,7 +11,7 @@ from .case import FLOATS, Case, Launch, outputs, stored
 Generator = np.random.Generator
 _SIZES = (16384 + 4099, 77)
 _RADICES = (13, 11, 8, 7, 6, 5, 4, 3, 2)
-# Size -> the number of steps of each radix, and the elements of one thread.
+# For each size of a transform: how many steps of each radix it takes, and how many elements one thread computes.
 _TRANSFORMS = {63: ({7: 1, 3: 2}, 7), 90: ({5: 1, 3: 2, 2: 1}, 5), 256: ({4: 4}, 4), 143: ({13: 1, 11: 1}, 11)}
 
 

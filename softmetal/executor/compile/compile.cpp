@@ -153,8 +153,8 @@ extern "C" int sm_compile(const sm_compile_request* request, char** path_or_erro
     *path_or_error = strdup(path.c_str());
     return 0;
   }
-  // The headers of tensors. The memo's name does not depend on them: the memo lists those that the source includes, as
-  // it lists the source's own includes.
+  // Adds the folder with the headers of tensors. It is not part of the memo's name, because the memo itself lists each
+  // of these headers that the source includes. A changed header therefore makes the memo invalid.
   if (!is_metallib) arguments.insert(arguments.end(), {"--include", home() + "/msl/tensor/include"});
   Answer answer = run_compiler(place, arguments, input);
   std::vector<std::string> lines = lines_of(answer.output);

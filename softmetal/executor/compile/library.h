@@ -11,7 +11,7 @@ struct sm_library {
   std::string path;
   const sm_library_table* table;
   std::vector<sm_kernel> kernels;                       // static_threadgroup_bytes is filled in
-  std::vector<std::vector<sm_threadgroup_site>> sites;  // of each kernel
+  std::vector<std::vector<sm_threadgroup_site>> sites;  // the sites of each kernel
   const char* base;                                     // the load address
   const char* low;                                      // the mapped range
   const char* high;

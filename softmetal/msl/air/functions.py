@@ -67,7 +67,7 @@ _VALUES = {
     "get_thread_index_in_simdgroup": "static_cast<R>(air::lane())",
     "tensor_cooperative_tensor_data_size": "air::tensor_bytes(@)",
     "tensor_cooperative_tensor_get_element_pointer": "air::tensor_element(@)",
-    # Metal's code passes the result of is_uniform to llvm.assume, and to assume false is undefined behaviour.
+    # Always true, because Metal's code passes the result to llvm.assume. To assume false is undefined behaviour.
     "is_uniform": "true",
     "normalize_function_constant_predicate": "a0 != 0",
     "simdgroup_matrix_8x8_init_filled": "R(a0)",

@@ -12,7 +12,7 @@ from ..tokens import Token, significant
 from .structure import Structure
 from .vectors import rewrite_vectors
 
-# Metal's constant makes a type const, the dialect's does not.
+# Metal's words in the dialect. `constant` gets a const, because it implies one in Metal but not in the dialect.
 _WORDS = {
     "device": "__global",
     "threadgroup": "__local",
@@ -28,7 +28,7 @@ _FOREIGN = {
     *("global", "local", "private", "generic", "pipe", "read_only", "write_only", "read_write"),
     *("event_t", "queue_t", "sampler_t", "clk_event_t", "reserve_id_t", "ndrange_t", "atomic_flag"),
 }
-_ACCESS = {"private"}  # also an access specifier
+_ACCESS = {"private"}  # words that are access specifiers, too
 RENAMED = "sm_word_"
 _FLOAT = re.compile(r"(?:0[xX][0-9a-fA-F.]*[pP][+-]?\d+|(?:\d+\.\d*|\.\d+)(?:[eE][+-]?\d+)?|\d+[eE][+-]?\d+)$")
 _BFLOAT = re.compile(r"(?P<value>[\d.](?:[eE][+-]|[\w.])*?)(?:bf|BF)$")

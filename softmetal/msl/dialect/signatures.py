@@ -47,7 +47,7 @@ def check_signatures(code: list[Token]) -> Iterator[SourceError]:
     """
     constants: dict[str, str] = {}
     structs: set[str] = set()
-    at_run_time: dict[str, bool] = {}  # functions; False if an overload is constexpr
+    at_run_time: dict[str, bool] = {}  # for each function, whether no overload is constexpr
     kernels: set[str] = set()
     others: set[str] = set()
     bodies: list[tuple[int, int]] = []

@@ -21,11 +21,11 @@ class Case:
     name: str
     kind: FaultKind
     source: str
-    line: int  # of the report, counted from the kernel's first line
+    line: int  # line of the report, counted from the kernel's first line
     report: str
     buffers: list[Any] = field(default_factory=lambda: [np.ones(64, np.float32), np.zeros(64, np.float32)])
     launch: dict[str, Any] = field(default_factory=lambda: {"groups": 1, "group": 64})
-    seeds: int = 3  # of the faulty kernel
+    seeds: int = 3  # how many seeds the faulty kernel runs with
 
     def text(self, good: bool) -> str:
         return HEAD + re.sub(r"/\*(.*?)\|(.*?)\*/", r"\2" if good else r"\1", self.source, flags=re.DOTALL)

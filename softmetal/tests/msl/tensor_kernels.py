@@ -103,5 +103,5 @@ def operand(rng: np.random.Generator, shape: tuple[int, int], element: str) -> t
 
 
 def bound(a: np.ndarray, b: np.ndarray, k: int) -> np.ndarray:
-    """The error of any order of fp32 sums of k products and one addend."""
+    """Returns the error bound of an fp32 sum of k products and one more addend, in any order."""
     return np.asarray((k + 2) * 2.0**-24 * (np.abs(a) @ np.abs(b) + 1))

@@ -59,7 +59,7 @@ METAL_FUNC constexpr auto operator*(const S& a, factor<V> b) -> decltype(a * b.v
   return a * b.value;
 }
 
-// Clang looks through a sign in front of a product.
+// A product with a sign in front stays a product, because Clang also fuses -a * b + c.
 template <class V>
 METAL_FUNC constexpr product<V> operator-(product<V> p) {
   return {-p.a, p.b};

@@ -40,9 +40,10 @@ inline double tan_pi(float x) {
   return __builtin_fabs(r) == 0.5 ? __builtin_copysign(__builtin_inf(), r) : __builtin_tan(3.14159265358979323846 * r);
 }
 
-// `value` has an error of half an ulp of single precision, or little more. The ulps passed to sm_perturb are fewer than
-// Metal's limit, to leave room for that error. No error is added to a non-finite result, nor at x = 0, where exp, cos
-// and other functions are exact (C99's special cases).
+// Defines a function whose nearly exact result is `value`, and adds a seeded error to it. `value` itself is wrong by
+// half an ulp of single precision or little more, so sm_perturb gets fewer ulps than Metal's limit. Non-finite results
+// get no error. Neither does the result for x = 0, because exp, cos and other functions are exact there (C99's special
+// cases).
 #define SM_REAL_1(name, value, precise_result, fast_result, half_result)             \
   template <class Mode>                                                              \
   struct name##_f {                                                                  \
