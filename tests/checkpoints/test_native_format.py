@@ -175,18 +175,21 @@ def test_killed_at_random_points_and_resumed(tmp_path) -> None:
     assert resumed > 0
 
 
-def test_a_run_goes_on_after_the_last_complete_shard(tmp_path) -> None:
-    source = large_checkpoint(tmp_path / "source")
-    whole = contents(convert.write_checkpoint(convert.open_reader(source), tmp_path / "a", max_shard_bytes=30_000))
+def write_interrupted(source: Path, path: Path) -> None:
+    """Starts to convert a checkpoint to `path`, and stops when seven layers are written."""
 
     def interrupt(name: str, done: int, count: int) -> None:
         if done == 7:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        convert.write_checkpoint(
-            convert.open_reader(source), tmp_path / "b", max_shard_bytes=30_000, progress=interrupt
-        )
+        convert.write_checkpoint(convert.open_reader(source), path, max_shard_bytes=30_000, progress=interrupt)
+
+
+def test_a_run_goes_on_after_the_last_complete_shard(tmp_path) -> None:
+    source = large_checkpoint(tmp_path / "source")
+    whole = contents(convert.write_checkpoint(convert.open_reader(source), tmp_path / "a", max_shard_bytes=30_000))
+    write_interrupted(source, tmp_path / "b")
     assert not (tmp_path / "b").exists()
     partial = sorted(file.name for file in (tmp_path / "b.partial").iterdir())
     assert partial[0] == JOURNAL
@@ -235,15 +238,7 @@ def test_a_target_that_is_unknown_or_refuses_leaves_nothing(tmp_path) -> None:
 
 def test_another_source_starts_anew(tmp_path) -> None:
     source = large_checkpoint(tmp_path / "source")
-
-    def interrupt(name: str, done: int, count: int) -> None:
-        if done == 7:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        convert.write_checkpoint(
-            convert.open_reader(source), tmp_path / "b", max_shard_bytes=30_000, progress=interrupt
-        )
+    write_interrupted(source, tmp_path / "b")
     tensors = load_file(source / "model.safetensors")
     save_file({name: tensor for name, tensor in tensors.items() if "norm" not in name}, source / "model.safetensors")
     path = convert.write_checkpoint(convert.open_reader(source), tmp_path / "b", max_shard_bytes=30_000)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.support import checkpoint_damage
 from tests.support import checkpoint_writers as writers
 from tests.support.checkpoint_writers import LAYER
 from torch_marlin_metal import convert
@@ -34,12 +35,7 @@ def change(path: Path, *, settings: dict[str, Any] | None = None, **tensors: tor
     config = json.loads((path / "config.json").read_text())
     config["quantization_config"] |= settings or {}
     (path / "config.json").write_text(json.dumps(config))
-    held = load_file(path / "model.safetensors")
-    for role, tensor in tensors.items():
-        held.pop(f"{LAYER}.{role}", None)
-        if tensor is not None:
-            held[f"{LAYER}.{role}"] = tensor
-    save_file(held, path / "model.safetensors")
+    checkpoint_damage.change(path, **tensors)
 
 
 @pytest.mark.parametrize(
