@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_marlin_metal.ops import gemm
 from torch_marlin_metal.packed_weight import PackedWeight
 
 # More than twice the largest system-level cache of an Apple GPU (96 MB, M1 Ultra), so that weights come from memory.
@@ -151,6 +152,15 @@ def rotating(weight: PackedWeight, cold_bytes: int = COLD_BYTES) -> Callable[[in
     fixed = {"weight_format": weight.weight_format, "group_size": weight.group_size}
     arguments: list[dict[str, object]] = [{**fixed, **dict(zip(tensors, copy, strict=True))} for copy in copies]
     return lambda index: arguments[index % len(arguments)]
+
+
+def gemm_chain(a: Tensor, arguments: Callable[[int], dict[str, object]], variant: str = "auto") -> Chain:
+    """Makes a chain of calls of `gemm` with the arguments that `rotating` returns."""
+
+    def product(state: Tensor, index: int) -> Tensor:
+        return gemm(state, **arguments(index), variant=variant)  # type: ignore[arg-type]
+
+    return product_chain(a, product)
 
 
 def measure(chains: Mapping[str, Chain], rounds: int = 9) -> dict[str, list[Measured]]:

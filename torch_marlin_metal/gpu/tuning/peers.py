@@ -10,8 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_marlin_metal.gpu.tuning.chains import COLD_BYTES, Chain, cold_copies, lazy_clock, product_chain, rotating
-from torch_marlin_metal.ops import gemm
+from torch_marlin_metal.gpu.tuning.chains import (
+    COLD_BYTES,
+    Chain,
+    cold_copies,
+    gemm_chain,
+    lazy_clock,
+    product_chain,
+    rotating,
+)
 from torch_marlin_metal.packed_weight import PackedWeight
 
 OURS = "torch_marlin_metal"
@@ -37,7 +44,7 @@ def rivals(weight: PackedWeight, a: Tensor, cold_bytes: int = COLD_BYTES) -> tup
         The chains by name, this package first; and, by name, the reasons why alternatives are missing.
     """
     arguments = rotating(weight, cold_bytes)
-    chains = {OURS: product_chain(a, lambda state, index: gemm(state, **arguments(index)))}  # type: ignore[arg-type]
+    chains = {OURS: gemm_chain(a, arguments)}
     missing = {}
     makers: dict[str, Callable[[PackedWeight, Tensor, int], Chain]] = {
         "torch dense": _dense,
@@ -61,8 +68,7 @@ def _dense(weight: PackedWeight, a: Tensor, cold_bytes: int) -> Chain:
 def _two_pass(weight: PackedWeight, a: Tensor, cold_bytes: int) -> Chain:
     if a.device.type != "mps":
         raise NoPeer("a variant on mps only")
-    arguments = rotating(weight, cold_bytes)
-    return product_chain(a, lambda state, index: gemm(state, **arguments(index), variant="two_pass"))  # type: ignore[arg-type]
+    return gemm_chain(a, rotating(weight, cold_bytes), "two_pass")
 
 
 def _aten(weight: PackedWeight, a: Tensor, cold_bytes: int) -> Chain:

@@ -10,6 +10,7 @@ import torch
 from torch_marlin_metal.checkpoints.errors import UnsupportedFormat
 from torch_marlin_metal.checkpoints.reader import open_reader
 from torch_marlin_metal.formats import NF4_VALUES, WEIGHT_FORMATS
+from torch_marlin_metal.gpu.planning import GemmPlan, plan
 from torch_marlin_metal.packed_weight import PackedWeight
 from torch_marlin_metal.quantize.weight import quantize_weight
 
@@ -40,6 +41,18 @@ class Product:
         """Returns the dtype of the activations."""
         dtype: torch.dtype = getattr(torch, self.dtype)
         return dtype
+
+    def plan(self, M: int) -> GemmPlan:
+        """Returns the plan for M rows by the cost model alone, without a tuning table."""
+        return plan(
+            M,
+            self.N,
+            self.K,
+            weight_format=self.weight_format,
+            group_size=self.group_size,
+            dtype=self.torch_dtype,
+            tuned=False,
+        )
 
     def make_weight(self, device: str) -> PackedWeight:
         """Makes a weight of random codes on a device."""

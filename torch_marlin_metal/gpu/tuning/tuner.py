@@ -8,11 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from tqdm import tqdm
 
-from torch_marlin_metal.gpu.planning import PlanCandidate, plan
-from torch_marlin_metal.gpu.tuning.chains import COLD_BYTES, Chain, interleave, product_chain, rotating
+from torch_marlin_metal.gpu.planning import PlanCandidate
+from torch_marlin_metal.gpu.tuning.chains import COLD_BYTES, Chain, gemm_chain, interleave, rotating
 from torch_marlin_metal.gpu.tuning.products import Product
 from torch_marlin_metal.gpu.tuning.table import Machine, TunedRange, TuningTable
-from torch_marlin_metal.ops import gemm
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 # The tuner times the cheapest tile of every variant, then further tiles in the model's order, up to this number in all.
@@ -67,7 +66,7 @@ def tune(
                 bar.set_description(f"{product} M={M}")
                 tried, model = candidates(product, M)
                 a = torch.randn(M, product.K, dtype=product.torch_dtype, device="mps")
-                chains = {name: _chain(a, arguments, name) for name in tried}
+                chains = {name: gemm_chain(a, arguments, name) for name in tried}
                 found.append(_winner(product, M, model, timer(chains)))
                 bar.update()
     return TuningTable(machine, tuple(found))
@@ -75,15 +74,7 @@ def tune(
 
 def candidates(product: Product, M: int) -> tuple[list[str], str]:
     """Returns the names of the candidates to time, and the name of the model's choice."""
-    planned = plan(
-        M,
-        product.N,
-        product.K,
-        weight_format=product.weight_format,
-        group_size=product.group_size,
-        dtype=product.torch_dtype,
-        tuned=False,
-    )
+    planned = product.plan(M)
     chosen = planned.chosen
     exact = [candidate for candidate in planned.candidates if not _is_two_pass(candidate)]
     of_variant: dict[str, PlanCandidate] = {}
@@ -99,13 +90,6 @@ def candidates(product: Product, M: int) -> tuple[list[str], str]:
 
 def _is_two_pass(candidate: PlanCandidate) -> bool:
     return candidate.variant == "two_pass"
-
-
-def _chain(a: torch.Tensor, arguments: Callable[[int], dict[str, object]], variant: str) -> Chain:
-    def product(state: torch.Tensor, index: int) -> torch.Tensor:
-        return gemm(state, **arguments(index), variant=variant)  # type: ignore[arg-type]
-
-    return product_chain(a, product)
 
 
 def _winner(product: Product, M: int, model: str, costs: Mapping[str, list[float]]) -> TunedRange:

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from torch_marlin_metal.gpu.planning import GemmPlan, PlanCandidate, plan
-from torch_marlin_metal.gpu.tuning.chains import COLD_BYTES, Chain, product_chain, rotating
+from torch_marlin_metal.gpu.planning import GemmPlan, PlanCandidate
+from torch_marlin_metal.gpu.tuning.chains import COLD_BYTES, Chain, gemm_chain, rotating
 from torch_marlin_metal.gpu.tuning.products import Product
-from torch_marlin_metal.ops import gemm
 from torch_marlin_metal.packed_weight import PackedWeight
 
 
@@ -32,15 +31,7 @@ class VariantRow:
 
 def planned_variants(product: Product, M: int) -> tuple[GemmPlan, list[PlanCandidate]]:
     """Returns a product's plan by the model alone, and the cheapest candidate of each variant, cheapest first."""
-    found = plan(
-        M,
-        product.N,
-        product.K,
-        weight_format=product.weight_format,
-        group_size=product.group_size,
-        dtype=product.torch_dtype,
-        tuned=False,
-    )
+    found = product.plan(M)
     cheapest: dict[str, PlanCandidate] = {}
     for candidate in found.candidates:
         cheapest.setdefault(candidate.variant, candidate)
@@ -60,13 +51,10 @@ def variants(product: Product, weight: PackedWeight, a: Tensor, cold_bytes: int 
     found, cheapest = planned_variants(product, a.shape[0])
     cheapest.sort(key=lambda candidate: candidate.name != found.chosen.name)
 
-    def chain(name: str) -> Chain:
-        return product_chain(a, lambda state, index: gemm(state, **arguments(index), variant=name))  # type: ignore[arg-type]
-
     return [
         VariantRow(
             candidate.name,
-            chain(candidate.name),
+            gemm_chain(a, arguments, candidate.name),
             candidate.seconds,
             sum(dispatch.dram_bytes for dispatch in candidate.dispatches),
         )
