@@ -12,7 +12,6 @@ their `save_pretrained` writes this package's format.
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -196,7 +195,7 @@ class MarlinDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         """Describes the packed layers in the model's configuration, while diffusers writes it and their tensors."""
         exporter = NativeExporter()
         for name, weight in unfused(model):
-            exporter.tensors(replace(weight, name=name))
+            exporter.describe(weight, name)
         self.quantization_config.layers = exporter.layers
         model.register_to_config(quantization_config=self.quantization_config)
         self._saved = model

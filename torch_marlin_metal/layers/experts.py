@@ -172,12 +172,14 @@ class ExpertWeights(PackedLayer):
         )
         return result
 
-    def to_packed(self, index: int, part: int | None = None) -> PackedWeight:
-        """Returns the weight of one expert, or of a part of it. The tensors of a part are copies.
+    def to_packed(self, index: int, part: int | None = None, *, copy: bool = True) -> PackedWeight:
+        """Returns the weight of one expert, or of a part of it.
 
         Args:
             index: the expert.
             part: which part, or None for all columns.
+            copy: whether the tensors of a part are copies. Otherwise they are views with strides, which no operator
+                takes, for callers who read only shapes and dtypes.
         """
         tensors = dict(self._weight_buffers()) | {"bias": self.bias}
         own: dict[str, Any] = {
@@ -189,7 +191,9 @@ class ExpertWeights(PackedLayer):
             return whole
         start = sum(self.sizes[:part])
         columns = slice(start, start + self.sizes[part])
-        cut: dict[str, Any] = {n: t[..., columns].contiguous() for n, t in whole.tensors().items() if n in COLUMNS}
+        cut: dict[str, Any] = {n: t[..., columns] for n, t in whole.tensors().items() if n in COLUMNS}
+        if copy:
+            cut = {name: tensor.contiguous() for name, tensor in cut.items()}
         scale = cut.get("global_scale")
         if scale is not None and bool((scale == scale[0]).all()):
             cut["global_scale"] = scale[:1].clone()

@@ -14,7 +14,7 @@ from torch_marlin_metal.layers.linear import MarlinLinear
 from torch_marlin_metal.packed_weight import FLOAT_DTYPES, PackedWeight
 
 # Rotary frequencies, which a model computes itself. Files of llama.cpp and of old transformers hold them, too.
-COMPUTED = ("*rotary_emb.inv_freq", "rope_freqs.weight")
+COMPUTED = ("*rotary_emb.inv_freq", "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 # Subclasses of nn.Linear in transformers that compute what nn.Linear computes, except that they round twice: after
 # the product, and after adding the bias.
 PLAIN_SUBCLASSES = ("FalconLinear",)
@@ -140,7 +140,7 @@ def real_device(device: torch.device) -> torch.device:
     return torch.device("cpu") if device.type == "meta" else device
 
 
-def fit_layer(
+def fit_weight(
     op: str,
     name: str,
     shape: LinearShape,
@@ -148,16 +148,16 @@ def fit_layer(
     *,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
-) -> MarlinLinear:
-    """Makes the packed layer that replaces a model's Linear layer.
+) -> PackedWeight:
+    """Returns a weight from a checkpoint with the device and the bias of the Linear layer whose place it takes.
 
     Args:
         op: the caller's name, for errors.
         name: the layer's name in the model.
         shape: the replaced layer.
         weight: a weight from a checkpoint.
-        device: device of the new layer; None means that of the replaced layer, or the CPU for the meta device.
-        dtype: dtype of the bias and the value of `.weight.dtype`; None means that of the replaced layer.
+        device: device of the result; None means that of the replaced layer, or the CPU for the meta device.
+        dtype: dtype of the bias; None means that of the replaced layer.
 
     Raises:
         ModelMismatchError: the sizes differ, or one has a bias (other than zeros) and the other has none.
@@ -168,11 +168,31 @@ def fit_layer(
             f"[{weight.N}, {weight.K}]"
         )
     bias = fit_bias(op, name, shape.bias, weight.bias)
-    device = real_device(shape.device) if device is None else device
-    dtype = dtype or (shape.dtype if shape.dtype in FLOAT_DTYPES else None)
+    dtype = _float_dtype(shape, dtype)
     if bias is not None and dtype is not None:
         bias = bias.to(dtype)
-    return MarlinLinear.from_packed(replace(weight, bias=bias).to(device), dtype=dtype)
+    return replace(weight, bias=bias).to(real_device(shape.device) if device is None else device)
+
+
+def fit_layer(
+    op: str,
+    name: str,
+    shape: LinearShape,
+    weight: PackedWeight,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> MarlinLinear:
+    """Makes the packed layer that replaces a model's Linear layer; arguments and errors are those of `fit_weight`.
+
+    `dtype` is also the value of `.weight.dtype`.
+    """
+    packed = fit_weight(op, name, shape, weight, device=device, dtype=dtype)
+    return MarlinLinear.from_packed(packed, dtype=_float_dtype(shape, dtype))
+
+
+def _float_dtype(shape: LinearShape, dtype: torch.dtype | None) -> torch.dtype | None:
+    return dtype or (shape.dtype if shape.dtype in FLOAT_DTYPES else None)
 
 
 def fit_table(

@@ -150,12 +150,12 @@ class NamedExperts(MarlinExperts):
         super().__init__(gate_up, down, layers.gate, top_k)
         self._layers = layers
 
-    def named_layers(self) -> Iterator[tuple[str, PackedWeight]]:
-        """Yields the name in this module and the weight of each expert's layers."""
+    def named_layers(self, *, copy: bool = True) -> Iterator[tuple[str, PackedWeight]]:
+        """Yields the name in this module and the weight of each expert's layers; `copy` as in `to_packed`."""
         for index in range(self.num_experts):
             for stack, names in zip((self.gate_up, self.down), self._layers.names(index), strict=True):
                 for part, name in enumerate(names):
-                    yield name, stack.to_packed(index, part)
+                    yield name, stack.to_packed(index, part, copy=copy)
 
     def to_floats(self, dtype: torch.dtype) -> nn.Module:
         """Returns the model's own experts module with the decoded weights."""

@@ -40,8 +40,12 @@ class NativeExporter:
 
     def tensors(self, weight: PackedWeight) -> dict[str, Tensor]:
         """Returns the state_dict of the layer."""
-        self.layers[weight.name] = _describe(weight)
+        self.describe(weight, weight.name)
         return dict(MarlinLinear.from_packed(weight).state_dict())
+
+    def describe(self, weight: PackedWeight, name: str) -> None:
+        """Adds a layer's entry to the settings. Reads only shapes and dtypes of the weight."""
+        self.layers[name] = _describe(weight)
 
     def own_tensors(self, weight: PackedWeight, name: str) -> dict[str, Tensor]:
         """Returns the state_dict of the layer under `name`, for the safetensors writers of other libraries."""

@@ -102,17 +102,22 @@ def decode_stacks(model: nn.Module, dtype: torch.dtype) -> None:
             model.set_submodule(name, experts)
 
 
-def packed_layers(model: nn.Module) -> Iterator[tuple[str, PackedWeight]]:
-    """Yields the name and weight of every packed layer of a model, as checkpoints have them."""
+def packed_layers(model: nn.Module, *, copy: bool = True) -> Iterator[tuple[str, PackedWeight]]:
+    """Yields the name and weight of every packed layer of a model, as checkpoints have them.
+
+    Args:
+        model: the model.
+        copy: see `ExpertWeights.to_packed`.
+    """
     yield from unfused(model)
-    yield from expert_layers(model)
+    yield from expert_layers(model, copy=copy)
 
 
-def expert_layers(model: nn.Module) -> Iterator[tuple[str, PackedWeight]]:
-    """Yields the name and weight of every layer of a model's stacked experts, as checkpoints have them."""
+def expert_layers(model: nn.Module, *, copy: bool = True) -> Iterator[tuple[str, PackedWeight]]:
+    """Yields the name and weight of every layer of a model's stacked experts, as `packed_layers` does."""
     for name, module in model.named_modules():
         if isinstance(module, NamedExperts):
-            for inner, weight in module.named_layers():
+            for inner, weight in module.named_layers(copy=copy):
                 yield f"{name}.{inner}" if name else inner, weight
 
 

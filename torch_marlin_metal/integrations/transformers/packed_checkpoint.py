@@ -32,7 +32,7 @@ from torch_marlin_metal.integrations.transformers.pending import (
 )
 from torch_marlin_metal.layers.embedding import why_not_embedding
 from torch_marlin_metal.layers.experts import StackError
-from torch_marlin_metal.models.empty_model import LinearShape, fit_layer, is_linear, linear_shape, listing
+from torch_marlin_metal.models.empty_model import LinearShape, fit_weight, is_linear, linear_shape, listing
 from torch_marlin_metal.models.taken import taken_weights
 from torch_marlin_metal.packed_weight import PackedWeight
 from torch_marlin_metal.patterns import check_patterns, selects
@@ -220,7 +220,7 @@ class PackedCheckpoint:
             weight = self.reader.read(index)
             if not isinstance(weight, PackedWeight):
                 raise StackError(f"{name} has no 4-bit weight that the operators take")
-            return fit_layer(OP, name, shape, weight, device=device_of(device_map, name)).to_packed()
+            return fit_weight(OP, name, shape, weight, device=device_of(device_map, name))
 
         done, left = stack_experts(model, read)
         for name, reason in left.items():

@@ -3,7 +3,6 @@
 `packed_checkpoint.py` loads the packed layers, `while_loading.py` quantizes floats.
 """
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -183,8 +182,8 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
                 logger.info(f"fuse_layers: {name}: {reason}")
         exporter = NativeExporter()
         if split_of(OP, model) is None:  # parts are never saved
-            for name, weight in stored_layers(model):
-                exporter.tensors(replace(weight, name=name))
+            for name, weight in stored_layers(model, copy=False):
+                exporter.describe(weight, name)
         self.quantization_config.layers = exporter.layers
         if self.quantization_config.prepare:
             prepare(model)

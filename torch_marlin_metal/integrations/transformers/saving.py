@@ -28,7 +28,7 @@ def install() -> None:
     @functools.wraps(original)
     def save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         attach(self)
-        if rearranges(self, [name for name, _ in packed_layers(self)]):
+        if rearranges(self, [name for name, _ in packed_layers(self, copy=False)]):
             kwargs["save_original_format"] = False
         result = original(self, save_directory, *args, **kwargs)
         if isinstance(getattr(self, "hf_quantizer", None), MarlinQuantizer) and Path(save_directory).is_dir():
@@ -46,7 +46,7 @@ def attach(model: Any) -> None:
         ValueError: the model has 4-bit layers of another package, which no format stores together with packed layers.
     """
     quantizer = getattr(model, "hf_quantizer", None)
-    if isinstance(quantizer, MarlinQuantizer) or next(packed_layers(model), None) is None:
+    if isinstance(quantizer, MarlinQuantizer) or next(packed_layers(model, copy=False), None) is None:
         return
     theirs = [name for name, module in model.named_modules() if is_packed_linear(module)]
     if theirs:

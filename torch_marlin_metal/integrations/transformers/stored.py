@@ -13,8 +13,8 @@ from torch_marlin_metal.layers.linear import MarlinLinear
 from torch_marlin_metal.packed_weight import PackedWeight
 
 
-def stored_layers(model: Any) -> Iterator[tuple[str, PackedWeight]]:
-    """Yields the name and weight of every packed layer that a directory holds.
+def stored_layers(model: Any, *, copy: bool = True) -> Iterator[tuple[str, PackedWeight]]:
+    """Yields the name and weight of every packed layer that a directory holds; `copy` as in `ExpertWeights.to_packed`.
 
     If transformers itself ties a layer's weight to another layer after loading, the directory does not hold that layer.
     Other layers that share a weight are yielded with a copy of it, because safetensors stores no tensor twice.
@@ -37,7 +37,7 @@ def stored_layers(model: Any) -> Iterator[tuple[str, PackedWeight]]:
         if len(roots) > 1:
             copies: dict[str, Any] = {key: tensor.clone() for key, tensor in weight.tensors().items() if key != "bias"}
             yield name, replace(weight, **copies)
-    yield from expert_layers(model)
+    yield from expert_layers(model, copy=copy)
 
 
 def empty_model(model: Any) -> Any:
