@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 from tests.support.llama import IDS
 from tests.support.mixtures import SIZES, split_experts, stacked_experts
 from tests.support.models import same
-from torch_marlin_metal import ExpertWeights, MarlinExperts, MarlinLinear, PackedWeight, convert
+from torch_marlin_metal import ExpertWeights, MarlinExperts, MarlinLinear, PackedWeight, convert, load_quantized
 from torch_marlin_metal.checkpoints.reader import CheckpointReader
 from torch_marlin_metal.integrations.transformers import MarlinConfig
 from torch_marlin_metal.integrations.transformers.experts import SeparateExperts, make_room
@@ -147,3 +147,32 @@ def test_dequantize_gives_a_model_of_floats_that_computes_the_same(write, tmp_pa
         model.dequantize()
         assert not [module for module in model.modules() if isinstance(module, MarlinExperts | MarlinLinear)]
         torch.testing.assert_close(model(IDS).logits, before, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("load", ["from_pretrained", "load_quantized"])
+def test_loading_makes_no_layer_for_an_expert(load, tmp_path, monkeypatch) -> None:
+    """Large mixtures have tens of thousands of expert matrices, and a layer costs about half a millisecond."""
+    source = split_experts(tmp_path / "source")
+    made: list[MarlinLinear] = []
+    create = MarlinLinear.__init__
+
+    def counted(self: MarlinLinear, *args, **kwargs) -> None:
+        made.append(self)
+        create(self, *args, **kwargs)
+
+    monkeypatch.setattr(MarlinLinear, "__init__", counted)
+    if load == "from_pretrained":
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "source", dtype=torch.float32)
+        assert made == []
+        described = model.config.quantization_config.layers
+        model.save_pretrained(tmp_path / "saved")  # under the names of the file, from copies of the tensors
+        stored = model.config.quantization_config.layers
+        assert len(described) == 24 and len(made) == 24
+        assert sorted(map(str, described.values())) == sorted(map(str, stored.values()))
+        made.clear()
+    else:
+        model = source
+        rename = {f"model.layers.{index}.block_sparse_moe": f"model.layers.{index}.mlp" for index in range(2)}
+        load_quantized(model, tmp_path / "source", rename=rename, progress=False)
+    assert sum(isinstance(module, MarlinExperts) for module in model.modules()) == 2
+    assert made == []

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from torch_marlin_metal.checkpoints.options import OnUnsupported, ReadOptions
-from torch_marlin_metal.checkpoints.reader import DenseWeight, open_reader
+from torch_marlin_metal.checkpoints.reader import CheckpointReader, DenseWeight, open_reader
 from torch_marlin_metal.layers.embedding import MarlinEmbedding
 from torch_marlin_metal.layers.experts import StackError
 from torch_marlin_metal.layers.fuse import fuse_projections
 from torch_marlin_metal.layers.linear import MarlinLinear
+from torch_marlin_metal.models.decode_experts import decode_experts
 from torch_marlin_metal.models.empty_model import (
     ModelMismatchError,
     Rename,
@@ -21,6 +22,7 @@ from torch_marlin_metal.models.empty_model import (
     fit_bias,
     fit_layer,
     fit_table,
+    fit_weight,
     is_transposed,
     linear_shape,
     listing,
@@ -125,7 +127,7 @@ def load_quantized(
         entry = replace(entry, shape=(layer.out_features, layer.in_features), weight_format=layer.weight_format)
         return layer, replace(entry, group_size=layer.group_size, bytes_after=module_bytes(layer))
 
-    def convert_experts(experts: PlannedExperts) -> tuple[nn.Module, LayerReport]:
+    def convert_experts(experts: PlannedExperts) -> tuple[nn.Module, LayerReport] | LayerReport:
         target = experts.target
         entry = LayerReport(target.name, type(target.module).__name__, bytes_before=module_bytes(target.module))
 
@@ -134,11 +136,15 @@ def load_quantized(
             if not isinstance(weight, PackedWeight):
                 raise StackError(f"{name}: {weight.reason if weight is not None else 'it is skipped'}")
             shape = experts.shapes[name]
-            return fit_layer(OP, f"{target.name}.{name}", shape, weight, device=place, dtype=dtype).to_packed()
+            return fit_weight(OP, f"{target.name}.{name}", shape, weight, device=place, dtype=dtype)
 
         try:
             stack = experts.layers.pack(read, dtype)
         except StackError as error:
+            if reader.options.on_unsupported == "dequantize":
+                _set_dense_experts(slots, experts, reader, place, dtype)
+                reason = f"decoded to floats: {error.reason}"
+                return replace(entry, reason=reason, bytes_after=module_bytes(target.module))
             raise ModelMismatchError(f"{OP}: {reader.path}: experts {target.name!r}: {error.reason}") from error
         entry = replace(entry, weight_format=stack.down.weight_format, group_size=stack.down.group_size)
         return stack, replace(entry, bytes_after=module_bytes(stack))
@@ -234,6 +240,30 @@ def _set_dense(
     bias = fit_bias(OP, target.name, held, weight.bias)
     if bias is not None and held is not None:
         slots.set(slots.names_of(f"{target.name}.bias"), bias.to(place, dtype or held.dtype))
+
+
+def _set_dense_experts(
+    slots: Slots,
+    experts: PlannedExperts,
+    reader: CheckpointReader,
+    device: torch.device | None,
+    dtype: torch.dtype | None,
+) -> None:
+    """Decodes the weights of a mixture's experts into the stacked parameters of the model's own module."""
+    prefix, held = experts.target.name, experts.target.module._parameters
+    dtypes = {name: dtype or tensor.dtype for name, tensor in held.items() if tensor is not None}
+
+    def read(name: str) -> PackedWeight | DenseWeight:
+        weight = reader.read(experts.indexes[name])
+        assert weight is not None  # on_unsupported is not "skip"
+        return weight
+
+    try:
+        for name, values in decode_experts(experts.layers, read, dtypes):
+            names = slots.names_of(f"{prefix}.{name}")
+            slots.set(names, values.to(device or real_device(slots.get(names[0]).device)))
+    except StackError as error:
+        raise ModelMismatchError(f"{OP}: {reader.path}: experts {prefix!r}: {error.reason}") from error
 
 
 def _fill_buffers(model: nn.Module, slots: Slots, plan: LoadPlan, device: torch.device | None) -> None:

@@ -5,6 +5,7 @@ the first n in the low nibbles, the next n in the high nibbles.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -19,9 +20,11 @@ from torch_marlin_metal.checkpoints.files.gguf import GgufTensor, read_gguf
 from torch_marlin_metal.checkpoints.format_interface import Format
 from torch_marlin_metal.checkpoints.formats.gguf_names import (
     ARCHITECTURES,
+    expert_name,
     heads_to_restore,
     hf_name,
     norm_offset,
+    partner,
     row_order,
 )
 from torch_marlin_metal.checkpoints.layer import as_words
@@ -128,15 +131,36 @@ class GgufSource:
                 f"{path}: no transformers names for the architecture {self.architecture!r}; known: "
                 f"{', '.join(ARCHITECTURES)} (gguf_names='gguf' reads the tensors under their own names)"
             )
+        self._partners = self._find_partners()
+        second = {tensor.name for tensor in self._partners.values()}
         self._layers: list[tuple[GgufTensor, int | None]] = []
         for tensor in sorted(self.tensors.values(), key=lambda tensor: (tensor.file.name, tensor.offset)):
-            if not tensor.is_plain:
+            if not tensor.is_plain and tensor.name not in second:
                 stacked = len(tensor.shape) == 3
                 self._layers += [(tensor, expert) for expert in range(tensor.shape[0])] if stacked else [(tensor, None)]
         if not self._layers:
             raise CheckpointError(f"{path}: no tensor of a quantized type")
-        self._used = {tensor.name for tensor, _ in self._layers}
-        self._used |= {name for tensor, _ in self._layers for name in self._side_tensors(tensor)}
+        self._matrices = {tensor.name: tensor for tensor, _ in self._layers}
+        self._matrices |= {tensor.name: tensor for tensor in self._partners.values()}
+        self._used = {*self._matrices}
+        self._used |= {name for tensor in self._matrices.values() for name in self._side_tensors(tensor)}
+
+    def _find_partners(self) -> dict[str, GgufTensor]:
+        """Returns the tensors that transformers joins with another one in a layer, by the name of the other one."""
+        found = {}
+        for tensor in self.tensors.values():
+            name = partner(tensor.name, self.architecture) if self.hf and not tensor.is_plain else None
+            if name is None:
+                continue
+            other = self.tensors.get(name)
+            if other is None or other.is_plain or other.shape != tensor.shape:
+                got = "no such tensor" if other is None else f"{other.type_name} {list(other.shape)}"
+                raise CheckpointError(
+                    f"{tensor.file}: tensor {tensor.name!r}: expected {name!r} quantized with the shape "
+                    f"{list(tensor.shape)}, got {got}"
+                )
+            found[tensor.name] = other
+        return found
 
     def _side_tensors(self, tensor: GgufTensor) -> list[str]:
         base = tensor.name.removesuffix(".weight")
@@ -147,6 +171,8 @@ class GgufSource:
         return [self._name(tensor, expert) for tensor, expert in self._layers]
 
     def _name(self, tensor: GgufTensor, expert: int | None) -> str:
+        if self.hf and expert is not None and (name := expert_name(tensor.name, self.architecture, expert)):
+            return name
         return self._full_name(tensor).removesuffix(".weight") + ("" if expert is None else f".{expert}")
 
     def _full_name(self, tensor: GgufTensor) -> str:
@@ -156,13 +182,13 @@ class GgufSource:
         """Returns a sentence about the matrices that are not 4 bit, with their share of the bytes, or ""."""
         stored: dict[str, int] = {}
         numbers = 0
-        for tensor in {tensor.name: tensor for tensor, _ in self._layers}.values():
+        for tensor in self._matrices.values():
             if tensor.type_name not in DECODERS:
                 stored[tensor.type_name] = stored.get(tensor.type_name, 0) + tensor.nbytes
                 numbers += prod(tensor.shape)
         if not stored:
             return ""
-        total = sum(tensor.nbytes for tensor in {tensor.name: tensor for tensor, _ in self._layers}.values())
+        total = sum(tensor.nbytes for tensor in self._matrices.values())
         listed = ", ".join(f"{name} ({size / total:.0%})" for name, size in sorted(stored.items()))
         return (
             f"{self.path}: {sum(stored.values()) / total:.0%} of the bytes of its matrices are not 4 bit: {listed}. "
@@ -172,8 +198,35 @@ class GgufSource:
     def convert(self, index: int) -> PackedWeight:
         """Reads one layer and validates it."""
         tensor, expert = self._layers[index]
+        weight = self._convert(index, tensor, expert)
+        other = self._partners.get(tensor.name)
+        if other is None:
+            return weight
+        second = self._convert(index, other, expert)
+        fields = ("weight_format", "group_size")
+        if any(getattr(weight, name) != getattr(second, name) for name in fields):
+            raise UnsupportedFormat(
+                f"{tensor.file}: tensors {tensor.name!r} and {other.name!r} are one layer in transformers, but have "
+                f"different types ({tensor.type_name} and {other.type_name})",
+                self._floats(index),
+            )
+        if weight.weight_format == "nvfp4":
+            raise UnsupportedFormat(
+                f"{tensor.file}: tensor {tensor.name!r}: NVFP4 whose columns alternate with those of {other.name!r} "
+                "is not read",
+                self._floats(index),
+            )
+        first, others = weight.tensors(), second.tensors()
+        joined = {name: _alternate(first[name].T, others[name].T).T.contiguous() for name in ("b_packed", "scales")}
+        if weight.zeros is not None:
+            joined["zeros"] = _alternate(first["zeros"].T, others["zeros"].T).T.contiguous()
+        return replace(weight, **joined, bias=self.bias(index)).validate()  # type: ignore[arg-type]
+
+    def _convert(self, index: int, tensor: GgufTensor, expert: int | None) -> PackedWeight:
+        """Reads one matrix of a layer."""
         where = f"{tensor.file}: tensor {tensor.name!r}"
-        if self.hf and hf_name(tensor.name, self.architecture) is None:
+        known = expert is not None and self.hf and expert_name(tensor.name, self.architecture, expert)
+        if self.hf and hf_name(tensor.name, self.architecture) is None and not known:
             raise UnsupportedFormat(
                 f"{where}: has no name in transformers' {self.architecture} model", self._floats(index)
             )
@@ -189,7 +242,7 @@ class GgufSource:
             weight = decode(tensor.read(expert).reshape(rows, -1, block_bytes))
             weight.name, weight.source = self._name(tensor, expert), f"gguf {tensor.type_name}"
             weight.global_scale = self._scale(tensor, expert)
-            weight.bias = self.bias(index)
+            weight.bias = self._bias_of(tensor, expert)
             order = self._row_order(tensor)
             if order is not None:
                 weight.b_packed, weight.scales = weight.b_packed[:, order], weight.scales[:, order]
@@ -229,6 +282,17 @@ class GgufSource:
     def bias(self, index: int) -> Tensor | None:
         """Reads a layer's bias `[N]`, in the order of the rows of its weight; None if the layer has none."""
         tensor, expert = self._layers[index]
+        bias, other = self._bias_of(tensor, expert), self._partners.get(tensor.name)
+        if other is None:
+            return bias
+        second = self._bias_of(other, expert)
+        if bias is None or second is None:
+            if bias is second:
+                return None
+            raise CheckpointError(f"{tensor.file}: only one of {tensor.name!r} and {other.name!r} has a bias")
+        return _alternate(bias, second)
+
+    def _bias_of(self, tensor: GgufTensor, expert: int | None) -> Tensor | None:
         name = f"{tensor.name.removesuffix('.weight')}.bias"
         if name not in self.tensors or not tensor.name.endswith(".weight"):
             return None
@@ -244,7 +308,9 @@ class GgufSource:
         tensor, expert = self._layers[index]
 
         def dequantize() -> Tensor:
-            weight = _dequantize(tensor, expert)
+            weight, other = _dequantize(tensor, expert), self._partners.get(tensor.name)
+            if other is not None:
+                return _alternate(weight, _dequantize(other, expert))
             order = self._row_order(tensor)
             return weight if order is None else weight[order]
 
@@ -266,7 +332,14 @@ class GgufSource:
         offset = norm_offset(tensor.name, self.architecture) if self.hf else 0.0
         order, values = self._row_order(tensor), tensor.read()
         values = values if order is None else values[order]
+        if self.hf and tensor.name.endswith(".ffn_gate_inp_shexp.weight"):
+            values = values.reshape(1, -1)  # llama.cpp stores the only row without its dimension
         return values - offset if offset else values
+
+
+def _alternate(first: Tensor, second: Tensor) -> Tensor:
+    """Returns the rows of two tensors in turn, beginning with the first one's."""
+    return torch.stack((first, second), dim=1).flatten(0, 1)
 
 
 def _dequantize(tensor: GgufTensor, expert: int | None) -> Tensor:

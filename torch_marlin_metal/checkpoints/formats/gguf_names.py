@@ -1,7 +1,8 @@
 """Maps the tensors of GGUF files to transformers' names and transformers' order of rows.
 
-llama.cpp's converter renames tensors and, for the architecture "llama", reorders the rows of the q and k projections
-so that the two halves of a rotary pair lie side by side; transformers keeps the halves of a head apart.
+llama.cpp's converter renames tensors and, for the architecture "llama" and its relatives, reorders the rows of the q
+and k projections so that the two halves of a rotary pair lie side by side; transformers keeps the halves of a head
+apart. It stores the gate projections of all experts as one tensor, and so the up and the down projections.
 """
 
 import re
@@ -20,18 +21,32 @@ IN_BLOCK = {
     "attn_output": "self_attn.o_proj",
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
+    "attn_sinks": "self_attn.sinks",
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
 }
+PARAMETERS = ("attn_sinks",)  # transformers keeps them as parameters of their module, without a name of their own
+EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 # Gemma has four norms in a block, and from Gemma 2 on llama.cpp calls them so.
 FOUR_NORMS = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+NORMS_BEHIND = {
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+PHI2 = {"attn_output": "self_attn.dense", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"}
+GPT_OSS = {"post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"}
 
 
 @dataclass(frozen=True)
@@ -40,23 +55,41 @@ class Architecture:
 
     Attributes:
         reorders: whether llama.cpp reorders the rows of the q and k projections.
-        names: names that differ from `IN_BLOCK`.
-        norm_offset: llama.cpp adds it to the weights of norms (gguf's Gemma converters).
+        names: names in a block that differ from `IN_BLOCK`.
+        top: names outside the blocks that differ from `TOP`.
+        norm_offset: llama.cpp adds it to the weights of norms (its converters of Gemma and Nemotron).
+        has_experts: whether the blocks may have experts.
+        alternates: whether the rows of gate and up alternate in one layer of transformers.
     """
 
     reorders: bool = False
     names: Mapping[str, str] = field(default_factory=dict)
+    top: Mapping[str, str] = field(default_factory=dict)
     norm_offset: float = 0.0
+    has_experts: bool = False
+    alternates: bool = False
 
 
 ARCHITECTURES = {
-    "llama": Architecture(reorders=True),
+    "llama": Architecture(reorders=True, has_experts=True),
     "qwen2": Architecture(),
+    "qwen2moe": Architecture(has_experts=True),
     "qwen3": Architecture(),
+    "qwen3moe": Architecture(has_experts=True),
+    "gpt-oss": Architecture(names=GPT_OSS, has_experts=True, alternates=True),
     "gemma": Architecture(norm_offset=1.0),
     "gemma2": Architecture(names=FOUR_NORMS, norm_offset=1.0),
     "gemma3": Architecture(names=FOUR_NORMS, norm_offset=1.0),
+    "phi2": Architecture(names=PHI2, top={"output_norm": "model.final_layernorm"}),
     "phi3": Architecture(names={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}),
+    "starcoder2": Architecture(names={"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}),
+    "stablelm": Architecture(),
+    "olmo2": Architecture(names=NORMS_BEHIND),
+    "olmoe": Architecture(has_experts=True),
+    "command-r": Architecture(),
+    "granite": Architecture(reorders=True),
+    "smollm3": Architecture(reorders=True),
+    "nemotron": Architecture(norm_offset=1.0),
 }
 BLOCK_NAME = re.compile(r"blk\.(\d{1,6})\.(\w+)\.(weight|bias)")
 TOP_NAME = re.compile(r"(\w+)\.(weight|bias)")
@@ -65,12 +98,30 @@ HEADS = {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}
 
 def hf_name(name: str, architecture: str) -> str | None:
     """Returns transformers' name of a tensor of one of `ARCHITECTURES`, or None if there is none."""
-    block = BLOCK_NAME.fullmatch(name)
+    block, known = BLOCK_NAME.fullmatch(name), ARCHITECTURES[architecture]
     if block is not None:
-        module = ARCHITECTURES[architecture].names.get(block[2]) or IN_BLOCK.get(block[2])
-        return None if module is None else f"model.layers.{block[1]}.{module}.{block[3]}"
-    top = TOP_NAME.fullmatch(name)
-    return f"{TOP[top[1]]}.{top[2]}" if top is not None and top[1] in TOP else None
+        module = known.names.get(block[2]) or IN_BLOCK.get(block[2])
+        ending = "" if block[2] in PARAMETERS else f".{block[3]}"
+        return None if module is None else f"model.layers.{block[1]}.{module}{ending}"
+    top, modules = TOP_NAME.fullmatch(name), {**TOP, **known.top}
+    return f"{modules[top[1]]}.{top[2]}" if top is not None and top[1] in modules else None
+
+
+def expert_name(name: str, architecture: str, expert: int) -> str | None:
+    """Returns transformers' name of the layer of an expert, or None if the tensor holds no layers of experts."""
+    block, known = BLOCK_NAME.fullmatch(name), ARCHITECTURES[architecture]
+    if block is None or block[2] not in EXPERTS or not known.has_experts:
+        return None
+    part, experts = EXPERTS[block[2]], f"model.layers.{block[1]}.mlp.experts"
+    if known.alternates:
+        return f"{experts}.{'down_proj' if part == 'down_proj' else 'gate_up_proj'}.{expert}"
+    return f"{experts}.{expert}.{part}"
+
+
+def partner(name: str, architecture: str) -> str | None:
+    """Returns the tensor whose rows alternate in transformers' layer with those of `name`, which come first."""
+    alternates = ARCHITECTURES[architecture].alternates and ".ffn_gate_exps." in name
+    return name.replace(".ffn_gate_exps.", ".ffn_up_exps.") if alternates else None
 
 
 def norm_offset(name: str, architecture: str) -> float:

@@ -1,0 +1,44 @@
+"""Decodes the experts of a mixture into the stacked parameters of the model's own module."""
+
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from torch_marlin_metal.checkpoints.reader import DenseWeight
+from torch_marlin_metal.layers.experts import StackError
+from torch_marlin_metal.models.experts import WEIGHTS, ExpertLayers
+from torch_marlin_metal.packed_weight import PackedWeight
+
+
+def decode_experts(
+    layers: ExpertLayers, read: Callable[[str], PackedWeight | DenseWeight], dtypes: Mapping[str, torch.dtype]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields the name and the values of each parameter of the model's own experts module.
+
+    Args:
+        layers: the layers of the module.
+        read: returns the weight of the layer with a name.
+        dtypes: the dtype of each parameter.
+
+    Raises:
+        StackError: a weight does not have the sizes of the model's experts.
+    """
+    for number, (name, shape) in enumerate(zip(WEIGHTS, layers.shapes, strict=True)):
+        values = torch.empty(layers.count, shape.N, shape.K, dtype=dtypes[name])
+        biases = None if shape.bias is None else torch.empty(layers.count, shape.N, dtype=dtypes[f"{name}_bias"])
+        for index in range(layers.count):
+            parts = [read(part) for part in layers.names(index)[number]]
+            rows = torch.cat([part.dequantize(dtypes[name]).T for part in parts])
+            given = [part.bias for part in parts if part.bias is not None]
+            if rows.shape != values[index].shape or len(given) != (0 if biases is None else len(parts)):
+                raise StackError(
+                    f"expected a weight of [{shape.N}, {shape.K}] {'without' if biases is None else 'with'} a bias "
+                    f"for {name} of expert {index}, got {list(rows.shape)} and {len(given)} biases"
+                )
+            values[index] = rows
+            if biases is not None:
+                biases[index] = torch.cat(given)
+        yield name, values.mT.contiguous() if getattr(layers.rules, "is_transposed", False) else values
+        if biases is not None:
+            yield f"{name}_bias", biases
