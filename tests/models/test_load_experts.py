@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import nn
 
-from tests.support.mixtures import qwen_experts, split_experts, stacked_experts
+from tests.support.mixtures import qwen_experts, rewritten, split_experts, stacked_experts
 from tests.support.models import IDS, same, tensors, tree
 from torch_marlin_metal import MarlinExperts, MarlinLinear, load_quantized, quantize_model
 from torch_marlin_metal.models.empty_model import ModelMismatchError
@@ -57,15 +56,6 @@ def test_a_saved_model_loads_bit_for_bit(tmp_path) -> None:
     assert torch.equal(logits(again), logits(model))
     assert not [module for module in again.modules() if isinstance(module, nn.Linear)]
     assert [module for module in again.modules() if isinstance(module, MarlinLinear)]
-
-
-def rewritten(path: Path, change) -> None:
-    """Changes the tensors of a checkpoint."""
-    files = sorted(path.glob("*.safetensors"))
-    state = {name: tensor for file in files for name, tensor in load_file(file).items()}
-    for file in (*files, *path.glob("*.index.json")):
-        file.unlink()
-    save_file(change(state), path / "model.safetensors", {"format": "pt"})
 
 
 def without_one(state: dict) -> dict:

@@ -5,14 +5,23 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
+    PreTrainedModel,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 from tests.support.reference import E2M1, e8m0, to_numpy
@@ -20,6 +29,54 @@ from torch_marlin_metal import PackedWeight, convert, quantize_weight
 
 SIZES = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 32}
 SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+
+FAMILY = {"vocab_size": 64, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
+FAMILY |= {"intermediate_size": 96, "num_experts_per_tok": 2, "tie_word_embeddings": False, "pad_token_id": None}
+ROUTED = {"moe_intermediate_size": 40, "n_routed_experts": 8, "first_k_dense_replace": 1, "num_hidden_layers": 2}
+LATENT = {"kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 32}
+LINEAR_ATTENTION = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+LINEAR_ATTENTION |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+# A model class, its config class and the further arguments of the config for each family of mixtures.
+FAMILIES = {
+    "mixtral": (MixtralForCausalLM, MixtralConfig, {"num_local_experts": 4, "num_hidden_layers": 1}),
+    "qwen3": (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig,
+        {"moe_intermediate_size": 40, "num_experts": 5, "num_hidden_layers": 1, "head_dim": 32},
+    ),
+    "olmoe": (OlmoeForCausalLM, OlmoeConfig, {"num_experts": 4, "num_hidden_layers": 1, "eos_token_id": 1}),
+    "gpt-oss": (
+        GptOssForCausalLM,
+        GptOssConfig,
+        {"num_local_experts": 4, "num_hidden_layers": 1, "head_dim": 32, "layer_types": ["full_attention"]},
+    ),
+    "qwen3-next": (
+        Qwen3NextForCausalLM,
+        Qwen3NextConfig,
+        {
+            **LINEAR_ATTENTION,
+            "num_experts": 4,
+            "moe_intermediate_size": 40,
+            "shared_expert_intermediate_size": 64,
+            "head_dim": 32,
+            "num_hidden_layers": 2,
+            "layer_types": ["linear_attention", "full_attention"],
+        },
+    ),
+    "deepseek-v3": (DeepseekV3ForCausalLM, DeepseekV3Config, {**ROUTED, **LATENT, "n_group": 2, "topk_group": 1}),
+    "glm4": (Glm4MoeForCausalLM, Glm4MoeConfig, {**ROUTED, "n_group": 1, "topk_group": 1, "head_dim": 32}),
+}
+
+
+def family(name: str) -> PreTrainedModel:
+    """Returns a small mixture in fp32 of a family of `FAMILIES`, with random values in every parameter."""
+    model_class, config_class, more = FAMILIES[name]
+    torch.manual_seed(0)
+    model = model_class(config_class(**FAMILY, **more)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():  # transformers initializes biases with zeros
+            parameter.normal_(std=0.05)
+    return model
 
 
 def quantized(weight: torch.Tensor, name: str, weight_format: str) -> PackedWeight:
@@ -105,3 +162,12 @@ def decoded(weight: PackedWeight) -> np.ndarray:
         return (E2M1[codes] * e8m0(weight.scales.numpy())[group]).T
     zeros = 8.0 if weight.zeros is None else to_numpy(weight.zeros)[group].astype(np.float64)
     return ((codes - zeros) * to_numpy(weight.scales)[group]).T
+
+
+def rewritten(path: Path, change) -> None:
+    """Changes the tensors of a checkpoint."""
+    files = sorted(path.glob("*.safetensors"))
+    state = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    for file in (*files, *path.glob("*.index.json")):
+        file.unlink()
+    save_file(change(state), path / "model.safetensors", {"format": "pt"})

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from torch_marlin_metal.checkpoints.checkpoint import open_checkpoint
-from torch_marlin_metal.checkpoints.floats import matrices
+from torch_marlin_metal.checkpoints.float_layers import matrices
 from torch_marlin_metal.cli import arguments
 from torch_marlin_metal.cli.output import ANSWER_IS_NO, DONE, Json, human_bytes, progress_bar, show, table
 from torch_marlin_metal.convert import CheckpointReader, NotQuantized, PackedWeight, UnsupportedFormat, open_reader

@@ -8,9 +8,11 @@ from torch import nn
 from transformers.utils import logging
 
 from torch_marlin_metal.layers.embedding import why_not_embedding
+from torch_marlin_metal.layers.float_experts import WEIGHTS, is_experts
 from torch_marlin_metal.layers.linear import MarlinLinear
 from torch_marlin_metal.models.coverage import check_coverage, left_matrices
 from torch_marlin_metal.models.empty_model import is_candidate, linear_shape, token_tables, why_not_linear
+from torch_marlin_metal.models.experts import shape_of, why_never_experts
 from torch_marlin_metal.models.report import LayerReport, Report
 from torch_marlin_metal.models.taken import taken_weights
 from torch_marlin_metal.patterns import check_patterns, selects
@@ -22,7 +24,7 @@ NO_TIES: Mapping[str, str] = {}
 def choose_layers(
     op: str, model: nn.Module, config: Any, stays: Callable[[str], str], ties: Mapping[str, str] = NO_TIES
 ) -> list[str]:
-    """Returns the names of the layers and embeddings to quantize, before any tensor is read.
+    """Returns the names of the layers, embeddings and experts modules to quantize, before any tensor is read.
 
     Args:
         op: the caller's name, for messages.
@@ -37,7 +39,7 @@ def choose_layers(
     tables = token_tables(model) if config.quantize_embeddings else set()
 
     def is_wanted(module: nn.Module) -> bool:
-        return is_candidate(module) or id(module) in tables
+        return is_candidate(module) or id(module) in tables or is_experts(module)
 
     modules = dict(model.named_modules())
     wanted = {name: module for name, module in modules.items() if is_wanted(module)}
@@ -56,7 +58,7 @@ def choose_layers(
             continue
         is_table = id(module) in tables
         reason = "" if is_table or _with_table(name, ties, modules, tables) else stays(name)
-        why_not = why_not_embedding if is_table else why_not_linear
+        why_not = why_not_embedding if is_table else why_never_experts if is_experts(module) else why_not_linear
         if not reason and (reason := taken.get(id(module)) or why_not(module)):
             logger.warning(f"{name} stays in floats: {reason}")
         why[name] = reason
@@ -94,13 +96,18 @@ def _checked(config: Any, name: str, module: nn.Module, reason: str) -> LayerRep
 
     Raises ValueError if the layer is to be quantized and the format does not fit it.
     """
-    weight = module._parameters.get("weight")
-    entry = LayerReport(name, type(module).__name__, bytes_before=0 if weight is None else weight.nbytes)
+    held = [module._parameters.get(kind) for kind in (WEIGHTS if is_experts(module) else ("weight",))]
+    weights = [weight for weight in held if weight is not None]
+    entry = LayerReport(name, type(module).__name__, bytes_before=sum(weight.nbytes for weight in weights))
     if reason:
         return replace(entry, reason=reason)
-    shape = linear_shape(module)
-    assert weight is not None
-    N, K = (shape.N, shape.K) if shape is not None else weight.shape
-    # The constructor checks the arguments. It takes no memory, because the layer is on the meta device.
-    MarlinLinear(K, N, weight_format=config.weight_format, group_size=config.group_size, device="meta")
+    if is_experts(module):
+        shapes = [shape_of(module, kind) for kind in WEIGHTS]
+        sizes = [(shape.N, shape.K) for shape in shapes]
+    else:
+        shape = linear_shape(module)
+        sizes = [(shape.N, shape.K) if shape is not None else tuple(weights[0].shape)]  # type: ignore[list-item]
+    for N, K in sizes:
+        # The constructor checks the arguments. It takes no memory, because the layer is on the meta device.
+        MarlinLinear(K, N, weight_format=config.weight_format, group_size=config.group_size, device="meta")
     return entry

@@ -1,15 +1,9 @@
-"""Packs the experts of a mixture, which transformers keeps as stacked parameters.
-
-An experts module has the parameters `gate_up_proj` and `down_proj`, `[E, N, K]` or, if `is_transposed`, `[E, K, N]`,
-and perhaps a bias for each. Its method `_apply_gate` is the activation. Checkpoints store experts in two ways. gpt-oss
-stacks all experts in one tensor, and its reader names the layers `experts.gate_up_proj.3`. Others have one Linear for
-each part of each expert: `experts.3.gate_proj`, or `experts.3.w1` in Mixtral.
-"""
+"""Packs the experts of a mixture, which transformers keeps as stacked parameters (see `layers/float_experts.py`)."""
 
 import copy
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,48 +11,40 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from torch_marlin_metal.layers.experts import ExpertWeights, MarlinExperts
+from torch_marlin_metal.layers.float_experts import WEIGHTS
 from torch_marlin_metal.models.empty_model import LinearShape
 from torch_marlin_metal.packed_weight import FLOAT_DTYPES, PackedWeight
 
-STACKED = re.compile(r"(.+)\.(gate_up_proj|down_proj)\.(\d+)")
-SPLIT = re.compile(r"(.+)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)")
-PARTS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
-WEIGHTS = ("gate_up_proj", "down_proj")
-# These are the only parameters that an experts module may have. With others, it computes something that
-# `MarlinExperts` does not, such as a norm after down.
-KNOWN_PARAMETERS = {*WEIGHTS, *(f"{name}_bias" for name in WEIGHTS)}
 
-
-def is_experts(module: nn.Module | None) -> bool:
-    """Returns whether a module has stacked experts in floats, and computes what `MarlinExperts` does."""
-    held = {} if module is None else module._parameters
-    stacks = [held.get(name) for name in WEIGHTS]
-    if module is None or any(stack is None or stack.dim() != 3 for stack in stacks):
-        return False
-    return hasattr(module, "_apply_gate") and {name for name, _ in module.named_parameters()} <= KNOWN_PARAMETERS
-
-
-def why_not_experts(module: nn.Module) -> str:
-    """Returns why experts in floats cannot be packed, or an empty text."""
+def why_never_experts(module: nn.Module) -> str:
+    """Returns why experts cannot be packed whatever their values are, or an empty text."""
     if parametrize.is_parametrized(module):
         return "it is parametrized"
     if "forward" in module.__dict__:
         return "its forward was replaced on the instance"
     for name, tensor in module._parameters.items():
+        if tensor is not None and type(tensor) is not nn.Parameter:
+            return f"{name} is a {type(tensor).__name__}"
+    for name in WEIGHTS:
+        K = shape_of(module, name).K
+        if K % 8 or not module._parameters[name].numel():  # type: ignore[union-attr]
+            return f"K = {K} of {name} is not a positive multiple of 8"
+    return ""
+
+
+def why_not_experts(module: nn.Module) -> str:
+    """Returns why experts in floats cannot be packed, or an empty text."""
+    if reason := why_never_experts(module):
+        return reason
+    for name, tensor in module._parameters.items():
         if tensor is None:
             continue
-        if type(tensor) is not nn.Parameter:
-            return f"{name} is a {type(tensor).__name__}"
         if tensor.is_meta:
             return f"{name} is on the meta device"
         if tensor.dtype not in FLOAT_DTYPES:
             return f"{name} is {tensor.dtype}; expected float16, bfloat16 or float32"
         if not all(bool(extreme.isfinite()) for extreme in torch.aminmax(tensor.detach())):
             return f"{name} is not finite"
-    for name in WEIGHTS:
-        K = shape_of(module, name).K
-        if K % 8 or not module._parameters[name].numel():  # type: ignore[union-attr]
-            return f"K = {K} of {name} is not a positive multiple of 8"
     return ""
 
 
@@ -121,6 +107,15 @@ class ExpertLayers:
         gated: Tensor = self.rules._apply_gate(gate_up)
         return gated
 
+    def stack(
+        self, number: int, weights: Iterable[Sequence[PackedWeight]], dtype: torch.dtype | None = None
+    ) -> ExpertWeights:
+        """Makes the stack of gate and up (`number` 0) or of down (1) from the parts of one expert after the other."""
+        own = self.shapes[number].dtype
+        return ExpertWeights.from_packed(
+            weights, experts=self.count, dtype=dtype or (own if own in FLOAT_DTYPES else None)
+        )
+
     def pack(self, read: Callable[[str], PackedWeight], dtype: torch.dtype | None = None) -> "NamedExperts":
         """Makes the stack of all experts, from one expert at a time.
 
@@ -131,13 +126,12 @@ class ExpertLayers:
         Raises:
             StackError: the weights cannot be stacked.
         """
+
+        def parts(number: int, index: int) -> list[PackedWeight]:
+            return [read(name) for name in self.names(index)[number]]
+
         stacks = [
-            ExpertWeights.from_packed(
-                ([read(name) for name in self.names(index)[number]] for index in range(self.count)),
-                experts=self.count,
-                dtype=dtype or (shape.dtype if shape.dtype in FLOAT_DTYPES else None),
-            )
-            for number, shape in enumerate(self.shapes)
+            self.stack(number, map(partial(parts, number), range(self.count)), dtype) for number in range(len(WEIGHTS))
         ]
         return NamedExperts(self, *stacks)
 
@@ -189,28 +183,3 @@ def pack_experts(experts: nn.Module, quantize: Callable[[str, Tensor], PackedWei
         return replace(quantize(name, weight), bias=None if bias is None else bias.detach()[int(index)])
 
     return layers.pack(packed)
-
-
-def find_experts(model: nn.Module, name: str) -> tuple[str, tuple[str, ...]] | None:
-    """Returns the experts module that a layer of a checkpoint belongs to, or None if it is no layer of an expert.
-
-    Args:
-        model: a model with experts in floats.
-        name: the layer's name, as in the model.
-
-    Returns:
-        The module's name, and `ExpertLayers.parts`.
-    """
-    stacked, split = STACKED.fullmatch(name), SPLIT.fullmatch(name)
-    found = stacked or split
-    try:
-        experts: Any = model.get_submodule(found[1]) if found is not None else None
-    except AttributeError:
-        return None
-    if found is None or not is_experts(experts):
-        return None
-    if split is None:
-        return found[1], ()
-    if not getattr(experts, "is_concatenated", True):  # its columns alternate between gate and up
-        return None
-    return found[1], next(names for names in PARTS if split[3] in names)

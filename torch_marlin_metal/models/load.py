@@ -1,13 +1,16 @@
 """Loads a checkpoint of 4-bit layers into any model. Packed layers stay packed; other tensors are loaded unchanged."""
 
 import os
+import sys
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from torch_marlin_metal.checkpoints.model_names import ModelNames
 from torch_marlin_metal.checkpoints.options import OnUnsupported, ReadOptions
 from torch_marlin_metal.checkpoints.reader import CheckpointReader, DenseWeight, open_reader
 from torch_marlin_metal.layers.embedding import MarlinEmbedding
@@ -71,7 +74,8 @@ def load_quantized(
         device: device of every loaded tensor; None means that of the replaced tensor, or the CPU for the meta device.
         dtype: dtype of floating tensors that are not packed; None means the dtype of the replaced tensor.
         rename: maps names in the checkpoint to names in the model: a function (None leaves a tensor out), or a
-            dictionary of prefixes and replacements, for example `{"model.": ""}`.
+            dictionary of prefixes and replacements, for example `{"model.": ""}`. None means the same names, and for a
+            model of transformers also the names that its `from_pretrained` accepts.
         exclude: layers that stay dense; their weight is decoded to the dtype of the replaced weight. Chosen by their
             names in the model as in `quantize_model`. Experts of mixtures cannot be excluded.
         ignore: tensors and layers of the checkpoint that the model may lack: patterns, or a function of the name in the
@@ -95,7 +99,7 @@ def load_quantized(
     if reader.options.on_unsupported == "dequantize" and (told := reader.mixture()):
         warnings.warn(f"{OP}: {told}", stacklevel=2)
     slots = Slots(model)
-    plan = plan_load(model, reader, slots, renamer(rename), ignore, keep)
+    plan = plan_load(model, reader, slots, _namer(model, rename), ignore, keep)
     targets = plan.filled() + [user for user, _ in plan.tied.values()]
     check_patterns(OP, (name for target in targets for name in target.names), exclude=exclude)
     for experts in plan.experts.values():
@@ -211,6 +215,14 @@ def _tied_to_others(target: Target, plan: LoadPlan) -> str:
         if source is target and linear_shape(user.module) is None and why_not_table(user.module):
             return f"its weight is also that of {user.name} ({type(user.module).__name__}), which stays"
     return ""
+
+
+def _namer(model: nn.Module, rename: Rename | None) -> Callable[[str], str | None]:
+    """Returns the function that maps names in the checkpoint to names in the model."""
+    library = sys.modules.get("transformers")
+    if rename is None and library is not None and isinstance(model, library.PreTrainedModel):
+        return ModelNames(model).find
+    return renamer(rename)
 
 
 def _set_dense(

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch_marlin_metal.checkpoints.options import OnUnsupported
 from torch_marlin_metal.checkpoints.reader import CheckpointReader
 from torch_marlin_metal.layers.embedding import MarlinEmbedding
+from torch_marlin_metal.layers.float_experts import find_experts
 from torch_marlin_metal.models.empty_model import (
     COMPUTED,
     LinearShape,
@@ -17,7 +18,7 @@ from torch_marlin_metal.models.empty_model import (
     listing,
     why_not_table,
 )
-from torch_marlin_metal.models.experts import ExpertLayers, find_experts
+from torch_marlin_metal.models.experts import ExpertLayers
 from torch_marlin_metal.models.swap import Target
 from torch_marlin_metal.patterns import NameFilter, selects
 

@@ -12,6 +12,7 @@ from torch.nn.utils import parametrize
 from torch_marlin_metal.checkpoints.options import check_choice
 from torch_marlin_metal.formats import weight_format as find_format
 from torch_marlin_metal.layers.embedding import why_not_embedding
+from torch_marlin_metal.layers.float_experts import WEIGHTS, is_experts
 from torch_marlin_metal.layers.linear import MarlinLinear
 from torch_marlin_metal.layers.packed_layer import PackedLayer
 from torch_marlin_metal.models.coverage import check_coverage, left_matrices
@@ -25,7 +26,7 @@ from torch_marlin_metal.models.empty_model import (
     token_tables,
     why_not_linear,
 )
-from torch_marlin_metal.models.experts import WEIGHTS, is_experts, pack_experts, why_not_experts
+from torch_marlin_metal.models.experts import pack_experts, why_not_experts
 from torch_marlin_metal.models.report import LayerReport, Report, module_bytes
 from torch_marlin_metal.models.savers import let_it_save
 from torch_marlin_metal.models.swap import Target, find_targets, swap

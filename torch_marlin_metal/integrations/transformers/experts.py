@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from torch_marlin_metal.integrations.transformers.pending import PendingLinear, inherit
 from torch_marlin_metal.layers.experts import StackError
+from torch_marlin_metal.layers.float_experts import find_experts
 from torch_marlin_metal.layers.fuse import unfused
 from torch_marlin_metal.models.empty_model import LinearShape
-from torch_marlin_metal.models.experts import ExpertLayers, NamedExperts, find_experts
+from torch_marlin_metal.models.experts import ExpertLayers, NamedExperts
 from torch_marlin_metal.packed_weight import PackedWeight
 
 

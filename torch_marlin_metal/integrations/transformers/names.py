@@ -68,12 +68,3 @@ def rearranges(model: Any, layers: Iterable[str]) -> bool:
         if len(stored) > 1:
             return True
     return False
-
-
-def has_module(model: Any, name: str) -> bool:
-    """Returns whether a model has a module of this name."""
-    try:
-        model.get_submodule(name)
-    except AttributeError:
-        return False
-    return True

@@ -10,14 +10,14 @@ from typing import Any
 
 from torch import nn
 from tqdm.auto import tqdm
-from transformers.core_model_loading import WeightRenaming, rename_source_key
 from transformers.utils import logging
 
 from torch_marlin_metal.checkpoints.errors import CheckpointError, UnsupportedFormat
+from torch_marlin_metal.checkpoints.model_names import ModelNames, has_module
 from torch_marlin_metal.checkpoints.reader import CheckpointReader, DirectorySource
 from torch_marlin_metal.integrations.transformers.config import MarlinConfig
 from torch_marlin_metal.integrations.transformers.experts import make_room, stack_experts
-from torch_marlin_metal.integrations.transformers.names import has_module, loaded_names, tied_modules
+from torch_marlin_metal.integrations.transformers.names import loaded_names, tied_modules
 from torch_marlin_metal.integrations.transformers.parallel import split_of
 from torch_marlin_metal.integrations.transformers.pending import (
     PendingLinear,
@@ -74,16 +74,13 @@ class PackedCheckpoint:
         if self._pending:
             return
         reader = self.reader
-        renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
-        state = model.state_dict()
+        names = ModelNames(model, conversions)
         unused = matcher(model._keys_to_ignore_on_load_unexpected or ())
         for index, source in enumerate(reader.layer_names):
-            key, _ = rename_source_key(f"{source}.weight", renamings, [], model.base_model_prefix, state)
-            name = self._find_place(model, key.removesuffix(".weight"))
-            if not has_module(model, name) and has_module(model, source):
-                name = source  # saved under the model's own names
+            name = names.layer(source)
+            make_room(model, name)  # if it is the layer of an expert
             known = has_module(model, name)
-            if (unused(key) and not known) or not hasattr(model, name.split(".")[0]):
+            if (unused(names.tensor(f"{source}.weight")) and not known) or not hasattr(model, name.split(".")[0]):
                 continue  # this model class has no such head; transformers reports it
             try:
                 module = model.get_submodule(name)
@@ -119,12 +116,7 @@ class PackedCheckpoint:
         dense = {name for name, _, _ in reader.source.others()}
         packed = self._tensors() - dense
         model._keys_to_ignore_on_load_unexpected |= ignored_patterns(packed | loaded_names(packed, conversions))
-        stored = (
-            rename_source_key(name, renamings, [], model.base_model_prefix, state)[0]
-            for name in dense
-            if name.endswith(".weight")
-        )
-        self._tie(model, {name.removesuffix(".weight") for name in stored})
+        self._tie(model, {names.tensor(name).removesuffix(".weight") for name in dense if name.endswith(".weight")})
 
     def fill(self, model: Any, device_map: dict[str, Any] | None) -> None:
         """Reads the packed layers, one at a time, and puts each in the place of its placeholder."""
@@ -172,14 +164,6 @@ class PackedCheckpoint:
         self._pending.clear()
         self._tables.clear()
         self._tied.clear()
-
-    def _find_place(self, model: Any, name: str) -> str:
-        """Returns a layer's name in this model class. For an expert, it first adds the placeholders to the model."""
-        prefix = f"{model.base_model_prefix}."
-        for candidate in (name, name.removeprefix(prefix), prefix + name):
-            if make_room(model, candidate) or has_module(model, candidate):
-                return candidate
-        return name
 
     def _check_table(self, where: str, module: nn.Embedding) -> None:
         reason = why_not_embedding(module)

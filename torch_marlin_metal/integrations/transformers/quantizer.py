@@ -17,13 +17,15 @@ from transformers.utils import logging
 
 from torch_marlin_metal.checkpoints.errors import CheckpointError
 from torch_marlin_metal.checkpoints.formats.native import NativeExporter
+from torch_marlin_metal.checkpoints.model_names import has_module
 from torch_marlin_metal.checkpoints.reader import DirectorySource, open_reader
 from torch_marlin_metal.extension import require
 from torch_marlin_metal.fuse.layers import fuse_layers
 from torch_marlin_metal.integrations.choice import choose_layers
 from torch_marlin_metal.integrations.transformers.config import MarlinConfig
 from torch_marlin_metal.integrations.transformers.experts import decode_stacks
-from torch_marlin_metal.integrations.transformers.names import has_module, rearranges, siblings, tied_modules
+from torch_marlin_metal.integrations.transformers.float_experts import FloatExperts, MergedOneByOne
+from torch_marlin_metal.integrations.transformers.names import rearranges, siblings, tied_modules
 from torch_marlin_metal.integrations.transformers.packed_checkpoint import OP, PackedCheckpoint
 from torch_marlin_metal.integrations.transformers.parallel import check_sizes, split_of
 from torch_marlin_metal.integrations.transformers.pending import (
@@ -37,6 +39,7 @@ from torch_marlin_metal.integrations.transformers.pending import (
 from torch_marlin_metal.integrations.transformers.stored import empty_model, stored_layers
 from torch_marlin_metal.integrations.transformers.while_loading import QuantizeWhileLoading
 from torch_marlin_metal.layers.embedding import MarlinEmbedding
+from torch_marlin_metal.layers.float_experts import is_experts
 from torch_marlin_metal.layers.fuse import fuse_projections, unfused
 from torch_marlin_metal.models.empty_model import (
     LinearShape,
@@ -66,6 +69,7 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
         self._conversions: list[Any] = []
         self._made: dict[str, tuple[PackedWeight, torch.dtype]] = {}
         self._failure: Exception | None = None
+        self.float_experts: FloatExperts | None = None
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
         """Refuses devices that have no kernels, and every device without the compiled extension."""
@@ -108,11 +112,13 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
         self._packed = PackedCheckpoint(reader, self.quantization_config)
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
-        """Returns transformers' conversions unchanged, and uses their renaming to find each packed layer's module."""
+        """Finds the modules of packed layers by transformers' renamings; `MergedOneByOne` replaces some conversions."""
         self._conversions = weight_conversions
         if self._packed is not None:
             self._packed.place(model, weight_conversions)
-        return weight_conversions
+        if self.float_experts is not None:
+            self._conversions = [MergedOneByOne.instead_of(conversion) for conversion in weight_conversions]
+        return self._conversions
 
     def _choose(self, model: Any) -> None:
         """Finds the layers to quantize, and refuses wrong arguments before anything is read."""
@@ -123,7 +129,9 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
             return "" if should_convert_module(name, kept) else "the output layer, unless quantize_head=True"
 
         chosen = choose_layers(OP, model, config, stays, tied_modules(model.all_tied_weights_keys))
-        self._chosen = {f"{name}.weight" for name in chosen}
+        experts = {name for name in chosen if is_experts(model.get_submodule(name))}
+        self.float_experts = FloatExperts(OP, model, experts, self._packed_weight)
+        self._chosen = {f"{name}.weight" for name in chosen if name not in experts} | self.float_experts.parameters()
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         """Returns whether a weight, or one that transformers splits off the same tensor, is quantized while loading.
@@ -139,22 +147,21 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
         return QuantizeWhileLoading(self._quantize, self._chosen)
 
     def _quantize(self, model: Any, name: str, weight: Tensor) -> bool:
-        """Quantizes the weight of a Linear. Stores an error, which is raised at the end of the load.
+        """Quantizes the weight of a Linear or stacked experts. Stores an error, which is raised at the end of the load.
 
         The packed layer enters the model only when everything is loaded. Until then the Linear keeps an empty weight,
         because models initialize tensors that they miss, and some do this with tensors of their children.
         """
-        config = self.quantization_config
         if self._failure is not None:
             return False
-        linear = model.get_submodule(name)
-        matrix = weight.T.contiguous() if is_transposed(linear) else weight
         try:
-            packed = quantize_weight(
-                matrix, config.weight_format, config.group_size, config.method, **config.quantize_options
-            )
+            if self.float_experts is not None and name in self.float_experts.parameters():
+                self.float_experts.pack(model, name, weight)
+                return True
+            linear = model.get_submodule(name)
+            packed = self._packed_weight(name, weight.T.contiguous() if is_transposed(linear) else weight)
         except ValueError as error:
-            self._failure = ValueError(f"{OP}: layer {name!r}: {error}")
+            self._failure = error
             return False
         self._made[name] = packed, weight.dtype
         # Some models divide by the size of the last dimension when they initialize. Of an embedding transformers takes
@@ -166,6 +173,15 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
         initialized(linear.weight)
         return True
 
+    def _packed_weight(self, name: str, matrix: Tensor) -> PackedWeight:
+        config = self.quantization_config
+        try:
+            return quantize_weight(
+                matrix, config.weight_format, config.group_size, config.method, **config.quantize_options
+            )
+        except ValueError as error:
+            raise ValueError(f"{OP}: layer {name!r}: {error}") from error
+
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         if self._failure is not None:
             raise self._failure
@@ -175,6 +191,9 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
             self._packed.fill(model, self._device_map)
             self._packed = None
         self._place_made(model)
+        if self.float_experts is not None:
+            self.float_experts.install(model)
+            self.float_experts = None
         if self.quantization_config.fuse:
             fuse_projections(model)
         if self.quantization_config.fuse == "layers":

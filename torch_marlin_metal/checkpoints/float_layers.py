@@ -1,0 +1,223 @@
+"""Finds the layers of a checkpoint of floats that can be quantized: matrices, and the experts of mixtures."""
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_marlin_metal.checkpoints.checkpoint import Checkpoint
+from torch_marlin_metal.checkpoints.errors import CheckpointError
+from torch_marlin_metal.checkpoints.layer import FLOATS
+from torch_marlin_metal.checkpoints.model_names import ModelNames, has_module
+from torch_marlin_metal.layers.float_experts import SPLIT, WEIGHTS, find_experts, is_experts
+from torch_marlin_metal.patterns import NameFilter, check_patterns, selects
+
+SMALLEST = 8  # a matrix has at least this many rows and columns
+
+
+@dataclass(frozen=True)
+class FloatLayer:
+    """A matrix of a checkpoint that the operators can hold.
+
+    Attributes:
+        name: the layer's name in the checkpoint.
+        weight: the tensor that holds it.
+        K: its columns as `[N, K]`.
+        nbytes: its bytes.
+        bias: the tensor of its bias, or "".
+        index: its place in a stack of matrices, or None.
+        transposed: whether the tensor holds it as `[K, N]`.
+        experts: the experts module in the model that it belongs to, or "".
+        group: the name of that module in the checkpoint, or "".
+    """
+
+    name: str
+    weight: str
+    K: int
+    nbytes: int
+    bias: str
+    index: int | None = None
+    transposed: bool = False
+    experts: str = ""
+    group: str = ""
+
+    def selected(self, choice: NameFilter | None) -> bool:
+        """Returns whether a filter selects the layer, or the experts module it belongs to."""
+        return selects(choice, self.name) or (bool(self.group) and selects(choice, self.group))
+
+
+class FloatModel:
+    """The model that config.json names, on the meta device, and its names for the layers of the checkpoint.
+
+    Raises:
+        CheckpointError: transformers is not installed, or does not know the model.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        model = _empty_model(checkpoint)
+        self.model, self._names = model, ModelNames(model)
+        modules, head = dict(model.named_modules()), model.get_output_embeddings()
+        self._linear = {name for name, module in modules.items() if type(module) is nn.Linear and module is not head}
+        self._lookups = {
+            name for name, module in modules.items() if isinstance(module, (nn.Embedding, nn.modules.conv._ConvNd))
+        }
+
+    def is_linear(self, name: str) -> bool:
+        """Returns whether a layer is an `nn.Linear` of the model, but not its output embedding."""
+        return self._names.layer(name) in self._linear
+
+    def is_lookup(self, name: str) -> bool:
+        """Returns whether a layer looks its weight up or convolves with it."""
+        return self._names.layer(name) in self._lookups
+
+    def with_experts(self, checkpoint: Checkpoint, layers: list[FloatLayer]) -> list[FloatLayer]:
+        """Returns the layers with those of stacked experts, and with the names of their experts modules.
+
+        Experts count only if the checkpoint has all layers of their module, because the model can hold them in 4 bit
+        only together.
+        """
+        found = []
+        for layer in layers:
+            named = find_experts(self.model, self._names.layer(layer.name)) if SPLIT.fullmatch(layer.name) else None
+            if named is not None:
+                layer = replace(layer, experts=named[0], group=layer.name.rsplit(".", 2)[0])
+            found.append(layer)
+        for info in in_order(checkpoint):
+            if len(info.shape) == 3 and info.dtype in FLOATS:
+                found += self._stack(checkpoint, info)
+        counts = Counter(layer.experts for layer in found if layer.experts)
+        parts = {layer.experts: 3 if layer.index is None else 2 for layer in found}
+        lacking = {
+            name for name in counts if counts[name] != parts[name] * len(self.model.get_submodule(name).down_proj)
+        }
+        return [layer for layer in found if layer.experts not in lacking]
+
+    def _stack(self, checkpoint: Checkpoint, info: Any) -> list[FloatLayer]:
+        """Returns the layers of a tensor of stacked experts, or none if it is something else."""
+        owner, _, kind = self._names.tensor(info.name).rpartition(".")
+        if kind not in WEIGHTS or not has_module(self.model, owner) or self._names.is_converted(info.name):
+            return []
+        module: Any = self.model.get_submodule(owner)
+        if not is_experts(module) or info.shape != tuple(module._parameters[kind].shape):
+            return []
+        transposed = bool(getattr(module, "is_transposed", False))
+        E, K = info.shape[0], info.shape[1 if transposed else 2]
+        if K % 8 or not info.nbytes:
+            return []
+        bias = f"{info.name}_bias" if f"{info.name}_bias" in checkpoint.tensors else ""
+        group = info.name.rpartition(".")[0]
+        return [
+            FloatLayer(f"{info.name}.{index}", info.name, K, info.nbytes // E, bias, index, transposed, owner, group)
+            for index in range(E)
+        ]
+
+
+def choose_layers(
+    checkpoint: Checkpoint, include: NameFilter | None, exclude: NameFilter
+) -> tuple[list[FloatLayer], dict[str, int]]:
+    """Returns the layers to quantize, and the bytes of the matrices that stay in floats although they were asked for.
+
+    Args:
+        checkpoint: a checkpoint of floats.
+        include: see `FloatReader`.
+        exclude: see `FloatReader`.
+
+    Raises:
+        ValueError: a pattern matches nothing, no layer is left, or a part of a mixture's experts is chosen.
+        CheckpointError: the checkpoint has no layer to quantize, or transformers does not know its model.
+    """
+    wanted, model = [_matrix(checkpoint, name) for name in matrices(checkpoint)], None
+    if include is None or any(_may_be_experts(name) for name in checkpoint.tensors):
+        try:
+            model = FloatModel(checkpoint)
+        except CheckpointError:
+            if include is None:
+                raise
+    if model is not None:
+        wanted = model.with_experts(checkpoint, wanted)
+    names = [*(layer.name for layer in wanted), *{layer.group for layer in wanted if layer.group}]
+    check_patterns(str(checkpoint.path), names, include=include, exclude=exclude)
+    if include is None:
+        assert model is not None
+        chosen = [layer for layer in wanted if layer.experts or model.is_linear(layer.name)]
+        if not chosen:
+            raise CheckpointError(f"{checkpoint.path}: none of its {len(wanted)} matrices is to be quantized")
+    else:
+        chosen = [layer for layer in wanted if layer.selected(include)]
+    chosen = [layer for layer in chosen if not layer.selected(exclude)]
+    if not chosen:
+        raise ValueError(f"{checkpoint.path}: include, exclude: they leave none of its {len(wanted)} matrices")
+    _check_whole(checkpoint, wanted, chosen)
+    left = _matrix_bytes(checkpoint)
+    settled = {*(layer.weight for layer in chosen), *(layer.weight for layer in wanted if layer.selected(exclude))}
+    for name in list(left):
+        lookup = include is None and model is not None and model.is_lookup(name)
+        unasked = selects(exclude, name) or not (include is None or selects(include, name))
+        if lookup or unasked or not settled.isdisjoint((name, f"{name}.weight")):
+            del left[name]
+    return chosen, left
+
+
+def _matrix(checkpoint: Checkpoint, name: str) -> FloatLayer:
+    info, bias = checkpoint.tensors[f"{name}.weight"], f"{name}.bias"
+    return FloatLayer(name, info.name, info.shape[1], info.nbytes, bias if bias in checkpoint.tensors else "")
+
+
+def _check_whole(checkpoint: Checkpoint, wanted: list[FloatLayer], chosen: list[FloatLayer]) -> None:
+    every, taken = (Counter(layer.group for layer in layers if layer.group) for layers in (wanted, chosen))
+    for group, count in taken.items():
+        if count != every[group]:
+            raise ValueError(
+                f"{checkpoint.path}: include, exclude: expected all layers of the experts {group!r} or none, "
+                f"they leave {count} of {every[group]}"
+            )
+
+
+def _may_be_experts(tensor: str) -> bool:
+    return tensor.endswith(WEIGHTS) or SPLIT.fullmatch(tensor.removesuffix(".weight")) is not None
+
+
+def in_order(checkpoint: Checkpoint) -> list[Any]:
+    """Returns the tensors in the order of the files."""
+    return sorted(checkpoint.tensors.values(), key=lambda info: (info.file.name, info.offset))
+
+
+def matrices(checkpoint: Checkpoint) -> list[str]:
+    """Returns the layers whose `weight` is a float matrix that the operators can hold, in the order of the files."""
+    return [
+        info.name.removesuffix(".weight")
+        for info in in_order(checkpoint)
+        if info.name.endswith(".weight") and len(info.shape) == 2 and info.dtype in FLOATS
+        if info.shape[0] and info.shape[1] and info.shape[1] % 8 == 0
+    ]
+
+
+def _matrix_bytes(checkpoint: Checkpoint) -> dict[str, int]:
+    """Returns the bytes of every matrix of floats, and of every stack of them, without ".weight" in its name."""
+    return {
+        name.removesuffix(".weight"): info.nbytes
+        for name, info in checkpoint.tensors.items()
+        if info.dtype in FLOATS and len(info.shape) in (2, 3) and min(info.shape[-2:]) >= SMALLEST
+        if len(info.shape) == 2 or info.shape[0] > 1
+    }
+
+
+def _empty_model(checkpoint: Checkpoint) -> Any:
+    advice = "name the layers to quantize (include)"
+    try:
+        import transformers
+    except ImportError as error:
+        raise CheckpointError(f"{checkpoint.path}: without transformers its layers are not known: {advice}") from error
+    stated = checkpoint.config.get("architectures")
+    architecture = stated[0] if isinstance(stated, list) and stated else ""
+    model_class = getattr(transformers, str(architecture), None)
+    if not (isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)):
+        raise CheckpointError(f"{checkpoint.path}: transformers knows no model {stated!r}: {advice}")
+    try:
+        config = transformers.AutoConfig.from_pretrained(checkpoint.path, local_files_only=True)
+        with torch.device("meta"):
+            return model_class(config)
+    except Exception as error:  # wrong settings can raise any exception in the model's own code
+        raise CheckpointError(f"{checkpoint.path}: {architecture} cannot be made of it ({error}): {advice}") from error

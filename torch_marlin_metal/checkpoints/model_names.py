@@ -1,0 +1,64 @@
+"""The names that the layers and tensors of a checkpoint have in a model of transformers."""
+
+from typing import Any
+
+from torch_marlin_metal.layers.float_experts import find_experts
+
+
+class ModelNames:
+    """Translates names of a checkpoint, which transformers may change while it loads the model.
+
+    Args:
+        model: a model of transformers, as it is before anything is loaded.
+        conversions: transformers' changes; None means those of the model's class.
+    """
+
+    def __init__(self, model: Any, conversions: list[Any] | None = None) -> None:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+        found = get_model_conversion_mapping(model) if conversions is None else conversions
+        self._model, self._state = model, model.state_dict()
+        self._renamings = [entry for entry in found if isinstance(entry, WeightRenaming)]
+        self._converters = [entry for entry in found if isinstance(entry, WeightConverter)]
+
+    def tensor(self, name: str) -> str:
+        """Returns the name in the model of a tensor that transformers does not merge or split."""
+        from transformers.core_model_loading import rename_source_key
+
+        renamed, _ = rename_source_key(name, self._renamings, [], self._model.base_model_prefix, self._state)
+        return name if renamed not in self._state and name in self._state else str(renamed)
+
+    def layer(self, name: str) -> str:
+        """Returns the name in the model of a layer, or the changed name if the model has no such layer."""
+        prefix = f"{self._model.base_model_prefix}."
+        key = self.tensor(f"{name}.weight").removesuffix(".weight")
+        for candidate in (key, key.removeprefix(prefix), prefix + key, name):
+            if self._has(candidate):
+                return candidate
+        return key
+
+    def find(self, name: str) -> str:
+        """Returns the name in the model of a tensor or of a layer, or the name itself if the model has neither."""
+        if name in self._state or self._has(name):
+            return name
+        layer, tensor = self.layer(name), self.tensor(name)
+        return layer if self._has(layer) else tensor if tensor in self._state else name
+
+    def _has(self, layer: str) -> bool:
+        return has_module(self._model, layer) or find_experts(self._model, layer) is not None
+
+    def is_converted(self, name: str) -> bool:
+        """Returns whether transformers changes the values of a tensor or merges it with others while loading."""
+        from transformers.core_model_loading import apply_converters, apply_renamings
+
+        return apply_converters(apply_renamings(name, self._renamings), self._converters)[1] is not None
+
+
+def has_module(model: Any, name: str) -> bool:
+    """Returns whether a model has a module of this name."""
+    try:
+        model.get_submodule(name)
+    except AttributeError:
+        return False
+    return True
