@@ -7,7 +7,8 @@ from torch import Tensor
 
 from torch_marlin_metal.checkpoints.reader import DenseWeight
 from torch_marlin_metal.layers.experts import StackError
-from torch_marlin_metal.models.experts import WEIGHTS, ExpertLayers
+from torch_marlin_metal.layers.float_experts import WEIGHTS
+from torch_marlin_metal.models.experts import ExpertLayers
 from torch_marlin_metal.packed_weight import PackedWeight
 
 
