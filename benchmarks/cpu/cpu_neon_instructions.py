@@ -24,6 +24,9 @@ KERNELS = {
     "byte_split_neon": {
         "split bytes": r"split_step<.*NeonDot, \(marlin::CodeKind\)(?P<codes>\d), (?P<R>\d+), (?P<C>\d+)>"
     },
+    "byte_matrix_neon": {
+        "smmla": r"split_step<.*NeonMatrix, \(marlin::CodeKind\)(?P<codes>\d), (?P<R>\d+), (?P<C>\d+)>"
+    },
     "bf16_dot_neon": {
         "bfdot": r"dot_step<(?P<parts>\d), (?P<C>\d+)>",
         "bfmmla": r"matrix_step<(?P<R>\d+), (?P<C>\d+)>",
@@ -65,7 +68,7 @@ def count(instructions: list[tuple[int, str]], multiplies: int) -> int:
     loops = list(innermost_loops(instructions))
     if multiplies == 0:
         return max(map(len, loops))
-    names = ("fmla", "sdot", "bfdot", "bfmmla")
+    names = ("fmla", "sdot", "smmla", "bfdot", "bfmmla")
     return min(len(loop) for loop in loops if sum(loop.count(name) for name in names) >= multiplies)
 
 
@@ -86,7 +89,13 @@ def main() -> None:
                     label = kind + (" from a panel" if fields.get("panel") == "true" else "")
                     label += f", {fields['parts']} parts" if "parts" in fields else ""
                     codes = CODES[int(fields["codes"])] if "codes" in fields else "any"
-                    least = {"fp32": 8 * R * C, "split bytes": 6 * R * C, "bfmmla": 4 * ((R + 1) // 2) * C}
+                    pairs, byte_pairs = (R + 1) // 2, (3 * R + 1) // 2
+                    least = {
+                        "fp32": 8 * R * C,
+                        "split bytes": 6 * R * C,
+                        "smmla": 2 * byte_pairs * C,
+                        "bfmmla": 4 * pairs * C,
+                    }
                     multiplies = 4 * C * int(fields["parts"]) if "parts" in fields else least.get(kind, 0)
                     rows[label, codes, R, C] = count(instructions, multiplies) / (32 * R * C)
     print("| kernel | codes | rows | columns | instructions a weight and row |\n|---|---|---|---|---|")

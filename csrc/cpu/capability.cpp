@@ -88,11 +88,12 @@ Detected detect() {
 #elif defined(__aarch64__)
 
 struct ArmFeatures {
-  bool dotprod = false, bf16 = false;
+  bool dotprod = false, bf16 = false, i8mm = false;
   ArmFeatures() {
 #if defined(__linux__)
     dotprod = (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0;
     bf16 = (getauxval(AT_HWCAP2) & HWCAP2_BF16) != 0;
+    i8mm = (getauxval(AT_HWCAP2) & HWCAP2_I8MM) != 0;
 #elif defined(__APPLE__)
     auto has = [](const char* name) {
       int value = 0;
@@ -101,6 +102,7 @@ struct ArmFeatures {
     };
     dotprod = has("hw.optional.arm.FEAT_DotProd");
     bf16 = has("hw.optional.arm.FEAT_BF16");
+    i8mm = has("hw.optional.arm.FEAT_I8MM");
 #endif
   }
 };
@@ -115,6 +117,7 @@ Detected detect() {
   const ArmFeatures arm;
   found.byte_dot = add(arm.dotprod, "dotprod");
   found.fast_bf16_dot = add(arm.bf16, "bf16");
+  found.byte_matrix = add(arm.i8mm, "i8mm") && found.byte_dot;
   if (kernels_of(Isa::neon) != nullptr) found.available.push_back(Isa::neon);
   return found;
 }

@@ -21,6 +21,7 @@ struct Detected {
   std::vector<Isa> available{Isa::portable};  // from the slowest to the fastest
   bool fast_bf16_dot = false;                 // bf16 dot products are faster than fp32 multiply-adds
   bool byte_dot = false;                      // the CPU has integer dot products of bytes
+  bool byte_matrix = false;                   // the CPU has integer products of small matrices of bytes
 };
 
 const Detected& detected();

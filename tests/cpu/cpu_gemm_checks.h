@@ -13,7 +13,8 @@ using cpu::Machine;
 
 inline std::string name(const Machine& machine) {
   return std::string(cpu::isa_name(machine.isa)) + (machine.fast_bf16_dot ? "+bf16" : "") +
-         (machine.byte_dot ? "+bytes" : "") + " threads=" + std::to_string(machine.threads);
+         (machine.byte_dot ? "+bytes" : "") + (machine.byte_matrix ? "+matrix" : "") +
+         " threads=" + std::to_string(machine.threads);
 }
 
 inline Array run(const Machine& machine, const Tensors& t, Float32Precision precision = Float32Precision::highest) {

@@ -313,6 +313,7 @@ int run_all(int rounds) {
     const std::set<std::pair<bool, bool>> features{{false, false}, {dot, false}, {false, byte_dot}, {dot, byte_dot}};
     for (const auto& [bf16, bytes] : features)
       run_tests({isa, bf16, 2, bytes}, rounds);
+    if (isa == Isa::neon && cpu::detected().byte_matrix) run_tests({isa, false, 2, true, true}, rounds);
   }
   return report();
 }
@@ -320,7 +321,7 @@ int run_all(int rounds) {
 // Tests the machine that the operators would use on this CPU.
 int run_best(int rounds) {
   const cpu::Detected& found = cpu::detected();
-  run_tests({found.available.back(), found.fast_bf16_dot, 2, found.byte_dot}, rounds);
+  run_tests({found.available.back(), found.fast_bf16_dot, 2, found.byte_dot, found.byte_matrix}, rounds);
   return report();
 }
 

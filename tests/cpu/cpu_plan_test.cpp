@@ -13,7 +13,7 @@ using test::expect;
 
 constexpr Machine kZen4{Isa::avx512, true, 2, true};
 constexpr Machine kAppleM1{Isa::neon, false, 4, true};
-constexpr Machine kAppleM2{Isa::neon, true, 4, true};
+constexpr Machine kAppleM2{Isa::neon, true, 4, true, true};
 constexpr Machine kXeon{Isa::amx, false, 16, true};
 
 Problem problem(int64_t M, int64_t N, int64_t K, ElementType a_type) {
@@ -63,7 +63,7 @@ void test_choices() {
       {kAppleM1, problem(1, 4096, 4096, float32), "small_m parts=1 strip=16 tasks=1x1x4"},
       {kAppleM2, problem(1, 4096, 4096, bfloat16), "byte_split_small_m parts=1 strip=16 tasks=1x1x4"},
       {kAppleM2, problem(2, 4096, 4096, bfloat16), "bf16_dot parts=1 strip=8 tasks=1x2x2"},
-      {kAppleM2, problem(16, 4096, 4096, float16), "byte_split parts=1 strip=8 tasks=1x4x1"},
+      {kAppleM2, problem(16, 4096, 4096, float16), "byte_matrix parts=1 strip=8 tasks=1x4x1"},
       {kAppleM2, problem(1, 4096, 4096, float32), "bf16_dot_fp32_row parts=3 strip=16 tasks=1x1x4"},
       {kAppleM2, problem(2, 4096, 4096, float32), "small_m parts=1 strip=16 tasks=1x2x2"},
       {kZen4, problem(1, 4096, 4096, bfloat16), "byte_split_small_m parts=1 strip=64 tasks=1x1x2"},
@@ -117,7 +117,7 @@ void test_choices() {
       {{Isa::avx2, false, 2}, reduced(2), "small_m parts=1 strip=32 tasks=1x1x2"},
       {{Isa::portable, false, 1}, reduced(1), "small_m parts=1 strip=8 tasks=1x1x1"},
       {kAppleM1, reduced(1), "byte_split_small_m parts=1 strip=16 tasks=1x1x4"},
-      {kAppleM2, reduced(3), "byte_split parts=1 strip=8 tasks=1x4x1"},
+      {kAppleM2, reduced(3), "byte_matrix parts=1 strip=8 tasks=1x4x1"},
       {{Isa::neon, false, 4}, reduced(1), "small_m parts=1 strip=16 tasks=1x1x4"},
       {kXeon, some_rows_of_table, "large_m parts=1 strip=32 tasks=1x16x1"},
       {kXeon, large_m_of_table, "amx_table parts=1 strip=32 tasks=1x16x1"},
@@ -246,6 +246,9 @@ void test_shapes() {
   if (const ByteSplitKernels* split = byte_split_kernels()) {
     check_kernel(split->small_m, kernel_shape(dotting, Kernel::byte_split_small_m), "byte_split_small_m", false);
     check_kernel(split->large_m, kernel_shape(dotting, Kernel::byte_split), "byte_split", false);
+  }
+  if (const MatrixKernel* kernel = byte_matrix_kernel()) {
+    check_kernel(*kernel, kernel_shape(Isa::neon, Kernel::byte_matrix), "byte_matrix", false);
   }
   for (int parts = 1; parts <= 3; ++parts) {
     if (const AmxKernels* tiles = amx_kernels(parts)) {

@@ -11,7 +11,7 @@ COMPILER = "aarch64-linux-gnu-g++"
 EMULATOR = "qemu-aarch64-static"
 # qemu's CPU models, each with the features that its program must report for dot products. The first has none, the
 # second those of Apple's M1, the third those of Apple's M2.
-CPUS = {"cortex-a72": "", "neoverse-n1": " dotprod", "max": " dotprod bf16"}
+CPUS = {"cortex-a72": "", "neoverse-n1": " dotprod", "max": " dotprod bf16 i8mm"}
 
 pytestmark = pytest.mark.skipif(
     not (shutil.which(COMPILER) and shutil.which(EMULATOR)),

@@ -79,11 +79,11 @@ constexpr int split_row_bytes() {
 }
 
 // Packs one row of a chunk. The headers come first, [segment][kSegmentHeader, rows]; the bytes follow,
-// [k/8][even or odd k][byte][rows].
-template <class V, int operands_per_load>
+// [k/8][even or odd k][byte][rows], or with `odd_last` [k/8][byte][rows][even or odd k].
+template <class V, int operands_per_load, bool odd_last = false>
 bool pack_split(const PackRow& p) {
   auto* header = static_cast<int32_t*>(p.out) + p.row;
-  auto* to = static_cast<int32_t*>(p.out) + kMaxSegments * kSegmentHeader * p.rows + p.row;
+  auto* to = static_cast<int32_t*>(p.out) + kMaxSegments * kSegmentHeader * p.rows;
   for (int begin = 0; begin < p.count; begin += p.segment, header += kSegmentHeader * p.rows) {
     const int count = std::min(p.segment, p.count - begin);
     SplitSegment split;
@@ -97,7 +97,8 @@ bool pack_split(const PackRow& p) {
           int8_t four[4];
           for (int i = 0; i < 4; ++i)
             four[i] = split.bytes[byte][k + 2 * i + odd];
-          std::memcpy(to + (odd * kSplitBytes + byte) * p.rows, four, sizeof four);
+          const int operand = byte * p.rows + p.row;
+          std::memcpy(to + (odd_last ? 2 * operand + odd : odd * kSplitBytes * p.rows + operand), four, sizeof four);
         }
       }
     }

@@ -47,7 +47,7 @@ template <class V, int R>
 struct SplitOperands {
   const uint32_t* words;
   const uint32_t* ahead;
-  const int32_t* x;  // [even or odd k, byte, R]
+  const int32_t* x;  // as pack_split packs them
   int64_t ld_words;
 
   [[gnu::always_inline]] void advance() {

@@ -171,7 +171,8 @@ void gemm_on(const Machine& machine, const GemmArguments& arguments, const Paral
 }
 
 Machine this_machine(const Parallel& parallel) {
-  return {capability().isa, detected().fast_bf16_dot, parallel.num_threads, detected().byte_dot};
+  return {capability().isa, detected().fast_bf16_dot, parallel.num_threads, detected().byte_dot,
+          detected().byte_matrix};
 }
 
 void gemm(const GemmArguments& arguments, const Parallel& parallel, Float32Precision precision) {

@@ -32,6 +32,9 @@ const MatrixKernel* avx2_byte_split_kernel() {
 const KernelSet* neon_kernels() {
   return nullptr;
 }
+const MatrixKernel* byte_matrix_kernel() {
+  return nullptr;
+}
 #endif
 #if !defined(__x86_64__) && !defined(__aarch64__)
 const Bf16DotKernels* bf16_dot_kernels() {

@@ -138,6 +138,7 @@ const KernelSet* neon_kernels();
 const Bf16DotKernels* bf16_dot_kernels();
 const ByteSplitKernels* byte_split_kernels();
 const MatrixKernel* avx2_byte_split_kernel();
+const MatrixKernel* byte_matrix_kernel();
 const AmxKernels* amx_kernels(int activation_parts);
 
 }  // namespace marlin::cpu

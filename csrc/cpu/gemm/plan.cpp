@@ -60,6 +60,7 @@ KernelShape kernel_shape(Isa isa, Kernel kernel) {
   if (kernel == Kernel::byte_split_avx2) return {32, 1, 1};
   if (kernel == Kernel::byte_split_small_m) return {neon ? 16 : 64, kByteSplitSmallMRows, 1};
   if (kernel == Kernel::byte_split) return {neon ? 8 : 32, 4, 1};
+  if (kernel == Kernel::byte_matrix) return {8, 4, 1};
   if (kernel == Kernel::bf16_dot_small_m && neon) return {16, 1, 1};
   if (kernel == Kernel::bf16_dot && neon) return {8, 8, 2};
   const bool small_m = kernel == Kernel::small_m || kernel == Kernel::bf16_dot_small_m;
@@ -115,6 +116,8 @@ Kernel choose_kernel(const Machine& machine, const Problem& problem, int* parts)
     const bool few = problem.M <= dot_rows || in_blocks_of_four(machine, problem.M);
     return few ? Kernel::bf16_dot_small_m : Kernel::bf16_dot;
   }
+  // At one row, a matrix product has no second row of activations, and takes as many instructions as dot products.
+  if (byte_split && machine.byte_matrix && problem.M > 1) return Kernel::byte_matrix;
   if (byte_split && machine.byte_dot) {
     return problem.M <= kByteSplitSmallMRows ? Kernel::byte_split_small_m : Kernel::byte_split;
   }
@@ -172,9 +175,18 @@ Plan make_fallback_plan(const Machine& machine, const Problem& problem, const Pl
 }
 
 std::string to_string(const Plan& plan) {
-  static constexpr const char* kNames[] = {"small_m",  "large_m",         "bf16_dot_fp32_row",  "bf16_dot_small_m",
-                                           "bf16_dot", "byte_split_avx2", "byte_split_small_m", "byte_split",
-                                           "amx",      "amx_scaled",      "amx_table"};
+  static constexpr const char* kNames[] = {"small_m",
+                                           "large_m",
+                                           "bf16_dot_fp32_row",
+                                           "bf16_dot_small_m",
+                                           "bf16_dot",
+                                           "byte_split_avx2",
+                                           "byte_split_small_m",
+                                           "byte_split",
+                                           "byte_matrix",
+                                           "amx",
+                                           "amx_scaled",
+                                           "amx_table"};
   auto number = [](const char* name, int64_t value) { return std::string(" ") + name + "=" + std::to_string(value); };
   return kNames[static_cast<int>(plan.kernel)] + number("parts", plan.parts) + number("strip", plan.strip) +
          number("max_rows", plan.max_rows) + number("chunk", plan.chunk) + number("passes", plan.passes) +

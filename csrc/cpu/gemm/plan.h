@@ -14,6 +14,7 @@ struct Machine {
   bool fast_bf16_dot;
   int threads;
   bool byte_dot = false;
+  bool byte_matrix = false;
 };
 
 struct Problem {
@@ -37,13 +38,14 @@ enum class Kernel : int {
   byte_split_avx2,
   byte_split_small_m,
   byte_split,
+  byte_matrix,
   amx,
   amx_scaled,
   amx_table
 };
 
 inline bool is_byte_split(Kernel kernel) {
-  return kernel == Kernel::byte_split_avx2 || kernel == Kernel::byte_split_small_m || kernel == Kernel::byte_split;
+  return kernel >= Kernel::byte_split_avx2 && kernel <= Kernel::byte_matrix;
 }
 
 // The planner's copy of a kernel's shape; a test compares it with the kernels' own tables.

@@ -33,6 +33,8 @@ inline const MatrixKernel& matrix_kernel(const Plan& plan, const KernelSet& kern
       return byte_split_kernels()->small_m;
     case Kernel::byte_split:
       return byte_split_kernels()->large_m;
+    case Kernel::byte_matrix:
+      return *byte_matrix_kernel();
     case Kernel::amx:
       return amx_kernels(plan.parts)->exact;
     case Kernel::amx_scaled:
