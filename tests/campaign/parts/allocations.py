@@ -19,6 +19,7 @@ import torch
 import torch_marlin_metal as tmm
 from tests.support import checkpoint_writers as writers
 from tests.support import reference
+from tests.support.experts import make_experts
 from torch_marlin_metal import convert
 
 ROOT = Path(__file__).parents[3]
@@ -50,6 +51,20 @@ def product(rng: random.Random, work: Path) -> Callable[[], Any]:
     if rng.random() < 0.3:
         return lambda: tmm.dequantize(weight.b_packed, weight.scales, **weight.arguments)
     return lambda: tmm.gemm(a, weight.b_packed, weight.scales, **weight.arguments)
+
+
+def experts(rng: random.Random, work: Path) -> Callable[[], Any]:
+    del work
+    name = rng.choice(reference.FORMATS)
+    group = tmm.WEIGHT_FORMATS[name].fixed_group_size or 64
+    options = {"global_scale_shape": (-1,)} if name == "nvfp4" else {}
+    stack = make_experts(name, 4, 256, rng.choice((40, 256)), group, use_perm=rng.random() < 0.3, **options)
+    ids = torch.tensor([[rng.randrange(-1, 4), rng.randrange(4)] for _ in range(rng.choice((1, 3, 40)))])
+    a = torch.randn(len(ids), 256, generator=torch.Generator().manual_seed(1)).to(rng.choice(reference.DTYPES))
+    factors = torch.rand(ids.shape, generator=torch.Generator().manual_seed(2)) if rng.random() < 0.5 else None
+    return lambda: tmm.moe_gemm(
+        a, stack.b_packed, stack.scales, ids, **stack.arguments, row_weights=factors, reduce=factors is not None
+    )
 
 
 def quantization(rng: random.Random, work: Path) -> Callable[[], Any]:
@@ -138,6 +153,6 @@ def run(kind: str, seed: int, of_extension: bool, work: Path, most: int = MOST) 
 
 def case(rng: random.Random, work: Path) -> Counter[str]:
     """Attacks one call of a random kind."""
-    kind = rng.choice((product, quantization, loading, conversion)).__name__
+    kind = rng.choice((product, experts, quantization, loading, conversion)).__name__
     count, all_of_them = run(kind, rng.randrange(1 << 30), rng.random() < 0.3, work)
     return Counter({f"{kind}, {'all' if all_of_them else 'the first'} allocations": count, f"{kind} calls": 1})
