@@ -12,8 +12,8 @@ namespace marlin::mps {
 // Tensors by BufferSlot; undefined if the problem does not have the tensor.
 using Bindings = std::array<at::Tensor, kSlotCount>;
 
-// Allocates the plan's workspace and encodes its dispatches. Asynchronous, like every operator on MPS.
-// Raises if the GPU did not complete an earlier command buffer of this package.
+// Allocates the plan's workspace and encodes its dispatches. Does not wait for the GPU, like every operator on MPS.
+// Raises if the GPU failed to execute an earlier command buffer of this package.
 void encode(const CompiledPlan& compiled, Bindings bindings);
 
 }  // namespace marlin::mps

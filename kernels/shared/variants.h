@@ -31,7 +31,9 @@
 //   kernel_<format>_<activation or output>  if naming is format_element
 // slots are the BufferSlots that the kernel declares.
 //
-// Launch sizes. Grids are counted in threadgroups. Every slice or split must have at least one k.
+// Launch sizes. Grids are counted in threadgroups. `rows` is the number of rows of M that one threadgroup computes. K
+// may be divided: a split is the part of one threadgroup along grid z, a slice the part of one simdgroup. None may be
+// empty.
 //   repack.metal, dequantize.metal, embedding.metal, reduce.metal: threads (kElementwiseWidth, kElementwiseHeight, 1),
 //     grid (ceil(columns / width), ceil(rows / height), 1) over these columns and rows:
 //       gptq_repack        columns N,   rows K/8     (one thread per output word)

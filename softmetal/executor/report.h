@@ -21,7 +21,8 @@ struct Fault {
 // does not return.
 void report(Lane& lane, const Fault& fault);
 
-// Records a fault of a thread that ran before, and lets the running thread go on.
+// Records a fault of `thread` that is found only after the thread has run. The thread that is running is not at fault
+// and continues.
 void report_later(Launch& launch, const sm_thread& thread, const Fault& fault);
 
 // Records a fault of the launch itself, before any thread runs.

@@ -17,7 +17,7 @@ from torch_marlin_metal.checkpoints.options import ReadOptions
 from torch_marlin_metal.packed_weight import PackedWeight
 from torch_marlin_metal.replace.gptq_awq import UnreadableError, attribute, tensor_of
 
-# Some torch dtypes have another name in files. A reader keeps the bits of these in another dtype of the same width.
+# The names that safetensors files give to these dtypes. Readers hold their bits in an integer dtype of that width.
 CODED_DTYPES = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",

@@ -60,7 +60,8 @@ def pairs(**axes: Sequence[Any]) -> list[tuple[Any, ...]]:
 
 
 def _distinct(values: Sequence[Any]) -> list[tuple[int, Any]]:
-    # The numbers keep equal values apart, so that a value that is listed twice occurs twice as often.
+    # Pairs each value with its index, so that equal values stay distinct: a value that is listed twice is then chosen
+    # twice as often.
     return list(enumerate(values))
 
 
