@@ -19,11 +19,12 @@ struct GpuDevice {
   auto operator<=>(const GpuDevice&) const = default;
 };
 
-// Returns the GPU with this name ("Apple M1 Max") and number of cores. If kChips does not have the name, the most
-// similar chip is used: the one with the nearest number of cores or, of several with the same number, the oldest. If
-// `family` is not 0, only chips of the newest family in kChips that is not newer than `family` are considered. If
-// TORCH_MARLIN_METAL_GPU is set to a name in kChips, that chip is used instead. Throws std::invalid_argument if the
-// variable names no chip.
+// Returns the GPU with this name ("Apple M1 Max") and number of cores.
+// - If TORCH_MARLIN_METAL_GPU is set, its chip is used instead of `name`. Throws std::invalid_argument if kChips does
+//   not have that chip.
+// - If kChips does not have `name`, the chip with the nearest number of cores is used. On a tie, the oldest is.
+// - `family` limits this search to chips of this family or, if kChips has none, of the newest family before it. 0 is no
+//   limit.
 GpuDevice gpu_device(std::string_view name, uint32_t cores, uint32_t family = 0);
 
 // Sets `system` and `tensor_units`.

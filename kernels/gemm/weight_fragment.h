@@ -18,8 +18,8 @@ struct ColumnDecode {
   float odd_scale;
   float offset;
 
-  // A separate scale for odd codes costs one more register per column. With 32 rows no register is free: a thread would
-  // need 227 half-registers instead of 207 (M1).
+  // Odd codes have a scale of their own, except with 32 rows. The scale takes one more register per column, and with 32
+  // rows a thread would need 227 half-registers with it instead of 207 (M1).
   static MARLIN_INLINE DecodeOptions form() { return {subnormal_codes, rows_per_threadgroup < kFusedMaxRows}; }
   static constexpr bool has_zero() { return format == WeightFormat::uint4b8 || format == WeightFormat::uint4; }
   // Returns true if zero * scale is exact in fp32. The product is exact for uint4b8, whose zero point is 8. It is also
