@@ -78,6 +78,12 @@ def _leading(M: int, N: int, K: int, turned: str) -> tuple[int, int]:
     return (M if turned[0] == "t" else K, K if turned[1] == "t" else N)
 
 
+def steel_constants(tile: tuple[int, ...], shape: tuple[int, int, int], source: bool) -> tuple[tuple[str, bool], ...]:
+    """Returns the function constants of one product: which sizes the tile divides, and whether C is added."""
+    aligned = {f"align_{d}": s % t == 0 for d, s, t in zip("MNK", shape, tile[:3], strict=True)}
+    return tuple({"has_batch": False, "use_out_source": source, "do_axpby": source, **aligned}.items())
+
+
 def steel_products(name: str, tile: tuple[int, ...], turned: str, shape: tuple[int, int, int],
                     source: bool) -> Callable[[Generator], list[Launch]]:  # fmt: skip
     def launches(rng: Generator) -> list[Launch]:
@@ -102,8 +108,6 @@ def _steel() -> Iterator[Case]:
         for turned, shape in shapes.items():
             for tile in _TILES if turned == "nt" else (_TILES[0], _TILES[2], _TILES[4]):
                 source = turned == "tn"
-                aligned = {f"align_{d}": s % t == 0 for d, s, t in zip("MNK", shape, tile[:3], strict=True)}
-                constants = {"has_batch": False, "use_out_source": source, "do_axpby": source, **aligned}
                 yield Case(
                     "steel_gemm",
                     f"steel_gemm_fused_{turned}_{name}_{name}_" + "bm{}_bn{}_bk{}_wm{}_wn{}".format(*tile),
@@ -111,7 +115,7 @@ def _steel() -> Iterator[Case]:
                     f"gemm<{metal}, {', '.join(map(str, tile))}, "
                     f"{flag(turned[0] == 't')}, {flag(turned[1] == 't')}, float>",
                     steel_products(name, tile, turned, shape, source),
-                    tuple(constants.items()),
+                    steel_constants(tile, shape, source),
                 )
 
 

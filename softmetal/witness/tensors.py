@@ -18,7 +18,7 @@ import numpy as np
 from .case import FLOATS, Array, Case, Launch, numbers
 from .gathered import EXPERTS, gathered_products, sorted_products, sorted_steel
 from .libraries import MLX_WITH_TENSORS
-from .matmul import flag, split_products, steel_products
+from .matmul import flag, split_products, steel_constants, steel_products
 from .quantized import TYPES, Format, matrix_products
 from .references import EPS, UNIT, Expected, error_of, product_bound
 
@@ -100,15 +100,13 @@ def _dense() -> Iterator[Case]:
     for name, metal in FLOATS.items():
         for turned, shape in shapes.items():
             has_source = turned == "tn"
-            aligned = {f"align_{d}": s % t == 0 for d, s, t in zip("MNK", shape, tile[:3], strict=True)}
-            constants = {"has_batch": False, "use_out_source": has_source, "do_axpby": has_source, **aligned}
             yield Case(
                 "tensor units, dense",
                 f"steel_gemm_fused_nax_{turned}_{name}_{name}_" + "bm{}_bn{}_bk{}_wm{}_wn{}".format(*tile),
                 _DENSE_HEADERS,
                 f"gemm<{metal}, {', '.join(map(str, tile))}, {flag(turned[0] == 't')}, {flag(turned[1] == 't')}, float>",
                 steel_products(name, tile, turned, shape, has_source),
-                tuple(constants.items()),
+                steel_constants(tile, shape, has_source),
                 MLX_WITH_TENSORS,
                 partial(_verify, _dense_product, name, turned, has_source),
             )

@@ -1,6 +1,7 @@
 """Finds the layers of a checkpoint of floats that can be quantized: matrices, and the experts of mixtures."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch_marlin_metal.checkpoints.model_names import ModelNames, has_module
 from torch_marlin_metal.layers.float_experts import SPLIT, WEIGHTS, find_experts, is_experts
 from torch_marlin_metal.patterns import NameFilter, check_patterns, selects
 
-SMALLEST = 8  # a matrix has at least this many rows and columns
+SMALLEST = 8  # least rows and columns of a matrix; smaller tensors are tables or vectors
 
 
 @dataclass(frozen=True)
@@ -194,13 +195,18 @@ def matrices(checkpoint: Checkpoint) -> list[str]:
     ]
 
 
+def is_matrix(shape: Sequence[int]) -> bool:
+    """Returns whether a tensor of this shape is a matrix, or a stack of several."""
+    stacked = len(shape) == 3 and shape[0] > 1
+    return (len(shape) == 2 or stacked) and min(shape[-2:]) >= SMALLEST
+
+
 def _matrix_bytes(checkpoint: Checkpoint) -> dict[str, int]:
     """Returns the bytes of every matrix of floats, and of every stack of them, without ".weight" in its name."""
     return {
         name.removesuffix(".weight"): info.nbytes
         for name, info in checkpoint.tensors.items()
-        if info.dtype in FLOATS and len(info.shape) in (2, 3) and min(info.shape[-2:]) >= SMALLEST
-        if len(info.shape) == 2 or info.shape[0] > 1
+        if info.dtype in FLOATS and is_matrix(info.shape)
     }
 
 

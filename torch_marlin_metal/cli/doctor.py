@@ -79,7 +79,7 @@ def run_step(name: str, seconds: float = STEP_SECONDS) -> dict[str, Any]:
         name: the name of a check in `doctor_steps.QUICK` or `STEPS`.
         seconds: after this time the check counts as failed.
     """
-    validated = {**doctor_steps.QUICK, **doctor_steps.STEPS}[name].is_validated
+    validated = doctor_steps.step_of(name).is_validated
     environment = {**os.environ, **(VALIDATION if validated else {})}
     command = [*CHILD, name]
     check: dict[str, Any] = {"check": name, "validated": validated, "values": {}}

@@ -249,5 +249,10 @@ def as_text(report: Values) -> str:
     return json.dumps(report, indent=1) + "\n"
 
 
+def step_of(name: str) -> Step:
+    """Returns the check with this name in `QUICK` or `STEPS`."""
+    return {**QUICK, **STEPS}[name]
+
+
 if __name__ == "__main__":
-    print(MARKER + json.dumps({**QUICK, **STEPS}[sys.argv[1]].run()), flush=True)
+    print(MARKER + json.dumps(step_of(sys.argv[1]).run()), flush=True)

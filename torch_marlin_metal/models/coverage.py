@@ -5,11 +5,11 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
+from torch_marlin_metal.checkpoints.float_layers import is_matrix
 from torch_marlin_metal.models.report import LayerReport, Report, human_size
 
 # Modules that look their parameters up or convolve with them, and never multiply with them as a matrix.
 NOT_MATRICES = (nn.Embedding, nn.EmbeddingBag, nn.modules.conv._ConvNd)
-SMALLEST = 8  # least rows and columns of a matrix; smaller parameters are tables or vectors
 NAMED = 8  # matrices that a message names
 
 
@@ -29,18 +29,13 @@ def left_matrices(
         if isinstance(module, NOT_MATRICES) or f"{prefix}.".startswith(listed):
             continue
         for key, tensor in module._parameters.items():
-            if tensor is None or id(tensor) in seen or not _is_matrix(tensor):
+            if tensor is None or id(tensor) in seen or not (tensor.is_floating_point() and is_matrix(tensor.shape)):
                 continue
             seen.add(id(tensor))
             name = f"{prefix}.{key}" if prefix else key
             if chosen(name, module) or chosen(prefix, module):
                 found.append(_entry(name, module, tensor))
     return found
-
-
-def _is_matrix(tensor: Tensor) -> bool:
-    stacked = tensor.dim() == 3 and tensor.shape[0] > 1
-    return tensor.is_floating_point() and (tensor.dim() == 2 or stacked) and min(tensor.shape[-2:]) >= SMALLEST
 
 
 def _entry(name: str, module: nn.Module, tensor: Tensor) -> LayerReport:
