@@ -42,8 +42,8 @@ struct GemmArguments {
   bool fp32_out = false;              // out is fp32, whatever a_type is
 };
 
-// Products of rows with the weights of their experts. A pair is a token and one of its slots; pair t * top_k + s uses
-// expert expert_ids[t, s].
+// A token is sent to top_k experts, one for each of its slots. A pair is a token and one of its slots. Pair t * top_k +
+// s is slot s of token t: its row is multiplied by the weight of expert expert_ids[t, s].
 struct MoeGemmArguments {
   PackedWeight weight;  // the weight of expert 0; each of its tensors is followed by those of experts 1, 2, ...
   int64_t experts;

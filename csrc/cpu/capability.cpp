@@ -33,8 +33,8 @@ struct Cpuid {
   explicit Cpuid(uint32_t leaf, uint32_t subleaf = 0) { __get_cpuid_count(leaf, subleaf, &eax, &ebx, &ecx, &edx); }
 };
 
-// Returns XCR0, which says what register state the operating system saves on a context switch. An instruction that uses
-// a register outside that state faults.
+// Returns XCR0. It says which registers the operating system saves on a context switch. An instruction that uses a
+// register outside this set faults.
 uint64_t enabled_state() {
   if ((Cpuid(1).ecx & bit_OSXSAVE) == 0) return 0;
   uint32_t low = 0, high = 0;

@@ -13,10 +13,11 @@ namespace marlin::cpu {
 
 inline constexpr int64_t kHugePage = int64_t{2} << 20;  // on x86-64, and on arm64 with 4 KB pages
 
-// Advises Linux to use huge pages for the whole huge pages within [data, data + bytes), and for nothing beside them, so
-// that the process never takes more memory. A kernel reads 16 rows of words at the same time, and each row of a wide
-// weight lies in another page of 4 KB. Pages that exist already stay as they are, so this is called before the memory
-// is filled. It changes no result; where the system refuses the advice or has no huge pages, nothing happens.
+// Advises Linux to back the memory [data, data + bytes) with huge pages. Only huge pages that lie wholly within this
+// range are named, so that the process never takes more memory. The reason: a kernel reads 16 rows of words at the same
+// time, and each row of a wide weight lies in another page of 4 KB. Pages that exist already stay as they are, so this
+// is called before the memory is filled. The advice changes no result. If the system refuses it or has no huge pages,
+// nothing happens.
 inline void prefer_huge_pages([[maybe_unused]] void* data, [[maybe_unused]] int64_t bytes) {
 #if defined(MADV_HUGEPAGE)
   const auto address = static_cast<int64_t>(reinterpret_cast<uintptr_t>(data));

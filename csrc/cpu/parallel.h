@@ -10,8 +10,8 @@
 namespace marlin::cpu {
 
 // at::parallel_for is a header template. This package is compiled without PyTorch's OpenMP flags, so parallel_for would
-// use only one thread here. TensorIterator::for_each is compiled into PyTorch and uses all threads. It is called for a
-// tensor of `count` bytes, and the address of a byte gives the index.
+// use only one thread here. TensorIterator::for_each is compiled into PyTorch and uses all threads. It is called here
+// for a tensor of `count` bytes, so that the address of a byte gives the index of a task.
 inline void torch_parallel_for(int64_t count, int64_t grain, const Body& body) {
   if (count <= grain || at::get_num_threads() == 1 || at::in_parallel_region()) {
     if (count > 0) body(0, count);

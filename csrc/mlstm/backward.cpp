@@ -18,8 +18,8 @@
 namespace marlin {
 namespace {
 
-// Longer chunks need fewer steps for the gradient of the state. At this length, the [L, L] matrices are still small
-// compared with that gradient.
+// The length of a chunk. Longer chunks need fewer steps for the gradient of the state, but larger [L, L] matrices. At
+// this length, the matrices are still small compared with that gradient.
 constexpr int64_t kBackwardChunk = 64;
 // Tokens that are added as padding get i = -kNeutralGate and f = kNeutralGate, which leave the state unchanged.
 constexpr double kNeutralGate = 1e30;
@@ -82,9 +82,9 @@ Inside inside(const Sequence& x, const Tensor& n, const Tensor& m) {
 }
 
 // The derivative through the stabilisers m. h depends on m through eps. The final state depends on m because the state
-// is scaled by exp(-m). In m_t = max(decay_t + m_(t-1), i_t), m restarts at each token s whose input gate is the larger
-// term. m_t is therefore i_s of the last such token plus the decays after that token. If there is no such token, m_t is
-// m0 plus all decays.
+// is scaled by exp(-m). The recurrence is m_t = max(decay_t + m_(t-1), i_t). If the input gate i_s is the larger term
+// at a token s, m starts anew from i_s. So m_t is i_s of the last such token s, plus the decays after s. If there is no
+// such token, m_t is m0 plus all decays.
 struct StabiliserGradient {
   Tensor i;      // [X, S]
   Tensor decay;  // [X, S]

@@ -12,9 +12,9 @@ namespace marlin {
 
 namespace {
 
-// What one core does per clock. kProductsPerClock counts fp32 multiply-adds of the matrix operation inside a GEMM
-// (measured by metal-benchmarks). kBytesPerClock is the core's share of the DRAM bandwidth: it is 6.7 to 9.9 on M1 to
-// M2 Max.
+// What one core does per clock. kProductsPerClock is the number of fp32 multiply-adds that the matrix operation reaches
+// inside a GEMM (measured by metal-benchmarks). kBytesPerClock is the core's share of the DRAM bandwidth; the chips
+// from M1 to M2 Max have 6.7 to 9.9.
 constexpr double kProductsPerClock = 101.7;
 constexpr double kBytesPerClock = 8.0;
 // The states between mlstm_states and mlstm_output take at most this much memory, or one state per head.
@@ -22,8 +22,9 @@ constexpr uint64_t kStateWorkspaceBytes = uint64_t{128} << 20;
 constexpr uint32_t kGateChunksPerGroup = 4;  // chunks per threadgroup of mlstm_gates, if the chunks are independent
 constexpr uint32_t kMinStepRows = 8;         // the fewest rows of C per simdgroup of mlstm_step
 
-// Throws std::invalid_argument with this rule if the condition is false. Operators check their arguments before they
-// call the planner, so only a size that needs offsets of more than 32 bits makes an operator throw here.
+// Throws std::invalid_argument with the text `rule` if the condition is false. An operator has checked its arguments
+// before it calls the planner. The only error that it can still meet here is a size that needs offsets of more than 32
+// bits.
 void require(bool condition, const char* rule) {
   if (!condition) throw std::invalid_argument(rule);
 }
@@ -33,12 +34,12 @@ uint32_t output_simdgroups(uint32_t DV) {
   return ceil_divide(strips, ceil_divide(strips, kMlstmMaxSimdgroups));
 }
 
-// Estimates the clocks of one core per token and head in mlstm_states and mlstm_output. With larger chunks fewer states
-// pass through memory, but each query scores more keys.
+// Estimates how many clocks one core needs per token and head in mlstm_states and mlstm_output. With larger chunks,
+// fewer states pass through memory, but each query is compared with more keys.
 double clocks(double DK, double DV, double column_groups, double chunk_size) {
   constexpr double kBlockTokens = kMlstmBlock;
-  // Rows that are computed for each query. There are more rows than queries if a chunk is shorter than a block, because
-  // the block is then padded.
+  // The number of rows that are computed for each query. It is above 1 if a chunk is shorter than a block, because the
+  // block is then padded.
   const double rows = std::max(1.0, kBlockTokens / chunk_size);
   const double keys = (std::max(chunk_size, kBlockTokens) + kBlockTokens) / 2;
   const double states = DK * DV / kProductsPerClock;

@@ -41,8 +41,9 @@ struct MlstmPlan {
 };
 
 // All four functions throw std::invalid_argument if the problem is empty or needs offsets of more than 32 bits.
-// plan_mlstm divides the sequence into segments. A segment has as many chunks as the workspace holds states. The plan
-// computes the gates once, and then the states and the output of each segment.
+// plan_mlstm divides the sequence into segments, because the workspace may not hold the states of all chunks. A segment
+// has as many chunks as the workspace holds states. The plan computes the gates of the whole sequence first, and then
+// the states and the output, segment after segment.
 MlstmPlan plan_mlstm(const MlstmLaunch& launch);
 MlstmPlan plan_mlstm_states(const MlstmLaunch& launch);
 MlstmPlan plan_mlstm_output(const MlstmLaunch& launch);

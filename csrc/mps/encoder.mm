@@ -28,8 +28,9 @@ struct SetParams {
 };
 
 // Sets every slot that the kernel declares, because the encoder still has the bindings of earlier kernels, including
-// PyTorch's. The slot of an absent optional tensor gets nil. A stand-in, such as another tensor of the product, would
-// be wrong: Metal would track it as used by the kernel, and as written if the kernel may write to this slot.
+// PyTorch's. The slot of an absent optional tensor gets nil. Another tensor as a stand-in would be wrong: Metal would
+// take that tensor for one that the kernel uses, and, if the kernel may write to the slot, for one that the kernel
+// writes.
 void bind(id<MTLComputeCommandEncoder> encoder, const Dispatch& dispatch, const Bindings& bindings) {
   for (uint32_t rest = info(dispatch.kernel).slots & ~MARLIN_SLOT(kSlotParams); rest != 0; rest &= rest - 1) {
     const int slot = std::countr_zero(rest);
@@ -65,8 +66,8 @@ void encode(const CompiledPlan& compiled, Bindings bindings) {
     bindings[kSlotBlocks] = at::empty({words}, bindings[kSlotOut].options().dtype(at::kInt));
   }
 
-  // A block captures objects as const copies, so the block gets pointers instead. They stay valid, because run_on_queue
-  // waits for the block.
+  // An Objective-C block captures C++ objects as const copies. The block below therefore captures pointers to them.
+  // These stay valid, because run_on_queue waits for the block.
   const CompiledPlan* launched = &compiled;
   const Bindings* bound = &bindings;
   run_on_queue(^{

@@ -10,8 +10,8 @@ namespace marlin::mps {
 // gets its encoder: for the first kernel of a command buffer, this call ends the open encoder.
 void watch_kernel(const std::string& name);
 
-// Raises an error if, since the last call, a command buffer that holds kernels of this package failed on the GPU. The
-// error lists these kernels and gives Metal's reason.
+// Raises an error if a command buffer with kernels of this package has failed on the GPU since the last call of this
+// function. The error lists these kernels and gives Metal's reason.
 void raise_gpu_failure();
 
 }  // namespace marlin::mps

@@ -13,7 +13,7 @@ namespace marlin::mps {
 namespace {
 
 // The command buffers that were current when the measurement began and when it ended. Their completed handlers fill in
-// the pointers. The buffers are retained; otherwise the last could get the address of the first.
+// the pointers. The buffers are retained, because the last could otherwise get the address of the first.
 struct Measurement {
   id<MTLCommandBuffer> first = nil;
   id<MTLCommandBuffer> last = nil;
@@ -45,8 +45,8 @@ void begin_gpu_time() {
 }
 
 // Waits for the work that was encoded since begin_gpu_time. Returns the seconds from its start to its end on the GPU,
-// and whether one command buffer held all of it. PyTorch may commit in between, for example for a copy to the host. The
-// time then includes the GPU's wait for the host.
+// and whether one command buffer held all of it. If PyTorch committed in between, for example for a copy to the host,
+// there are several command buffers, and the time includes the GPU's wait for the host.
 std::tuple<double, bool> end_gpu_time() {
   TORCH_CHECK(current != nullptr, "torch_marlin_metal: _end_gpu_time: this thread has begun no measurement");
   const std::shared_ptr<Measurement> measurement = std::exchange(current, nullptr);

@@ -49,8 +49,8 @@ bool may_succeed_again(const std::string& error) {
   return is_interruption(error) || error.find("internal error") != std::string::npos;
 }
 
-// Calls compile(NSError**). If the call fails in a way that may be temporary, calls it once more. The attempts'
-// temporary Objective-C objects are released before the caller can throw.
+// Calls compile(NSError**). If the call fails for a reason that may be temporary, calls it once more. Objective-C
+// objects that the attempts made are released before this function returns, because the caller may throw.
 template <typename Object, typename Compile>
 Compiled<Object> compiled(const Compile& compile) {
   constexpr int kAttempts = 2;

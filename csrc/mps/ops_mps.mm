@@ -55,8 +55,8 @@ GpuDevice this_gpu(const Tensor& like) {
   return device;
 }
 
-// Makes a tensor for a decoded weight. If the weight has a perm, the tensor is filled with zeros, because repeated or
-// out-of-range indices leave some of its rows unwritten.
+// Makes a tensor for a decoded weight. If the weight has a perm, the tensor is filled with zeros: a perm with repeated
+// or out-of-range indices leaves some rows of the tensor unwritten.
 Tensor empty_weight(const WeightProblem& weight, const at::TensorOptions& options) {
   const std::array<int64_t, 2> sizes{weight.K, weight.N};
   return weight.has_perm ? at::zeros(sizes, options) : at::empty(sizes, options);
@@ -297,8 +297,8 @@ Tensor dequantize_mps(const Tensor& b_packed, const Tensor& scales, c10::string_
   return out;
 }
 
-// Ids outside the table give rows of NaN. An error would be better, but for that the host would have to wait for the
-// ids.
+// An id outside the table gives a row of NaN. An error would be better, but to raise one, the host would have to wait
+// for the ids.
 Tensor embedding_mps(const Tensor& ids, const Tensor& b_packed, const Tensor& scales, c10::string_view weight_format,
                      int64_t group_size, const OptionalTensor& zeros, const OptionalTensor& global_scale,
                      const OptionalTensor& lut, const OptionalTensor& perm, at::ScalarType dtype) {
@@ -311,7 +311,7 @@ Tensor embedding_mps(const Tensor& ids, const Tensor& b_packed, const Tensor& sc
   at::DimVector sizes(ids.sizes());
   sizes.push_back(problem.weight.K);
   const auto options = scales.options().dtype(dtype);
-  // Fills the output with zeros if there is a perm, because repeated or out-of-range indices leave some elements
+  // Fills the output with zeros if there is a perm: a perm with repeated or out-of-range indices leaves some elements
   // unwritten.
   Tensor out = problem.weight.has_perm ? at::zeros(sizes, options) : at::empty(sizes, options);
   if (out.numel() == 0) return out;
@@ -366,8 +366,8 @@ Tensor awq_unpack_zeros_mps(const Tensor& qzeros) {
 
 }  // namespace
 
-// These schemas are defined here: no other backend compiles kernels at run time, or has a probe. `doctor` calls the
-// probe.
+// These operators exist on mps only, so their schemas are defined here. No other backend compiles kernels at run time,
+// and no other backend has a probe. `doctor` calls the probe.
 TORCH_LIBRARY_FRAGMENT(torch_marlin_metal, m) {
   m.def("compile_gemm(Tensor b_packed, Tensor scales, *, str weight_format, int group_size, Tensor? zeros=None, "
         "Tensor? global_scale=None, Tensor? lut=None, Tensor? perm=None, Tensor? bias=None, int M, ScalarType dtype) "

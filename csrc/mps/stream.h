@@ -26,17 +26,17 @@ MetalSystem metal_system();
 id<MTLBuffer> buffer_of(const at::Tensor& tensor);
 NSUInteger offset_of(const at::Tensor& tensor);
 
-// Runs the block on the stream's queue and rethrows what it throws. The block must not allocate or copy tensors
-// (dispatch_sync is not re-entrant); it may commit and wait with the functions below.
+// Runs the block on the stream's queue. Rethrows the block's exception. The block must not allocate or copy tensors,
+// because both use the queue, and dispatch_sync is not re-entrant. It may commit and wait with the functions below.
 void run_on_queue(void (^block)());
 
 // For use inside a block of run_on_queue: ends the encoder and gives the encoded work to the GPU. commit_and_wait()
-// also waits for that work. Do not use an encoder or command buffer after it was committed.
+// also waits for that work. Do not use the encoder or the command buffer after either function.
 void commit();
 void commit_and_wait();
 
-// For use inside a block of run_on_queue: ends the encoder and adds a handler to the current command buffer. The GPU
-// calls the handler when it has completed all work that is encoded up to the next commit.
+// For use inside a block of run_on_queue: ends the encoder and adds a handler to the current command buffer. The
+// handler is called when the GPU has completed all work that is encoded up to the next commit.
 void add_completed_handler(MTLCommandBufferHandler handler);
 
 // For use inside a block of run_on_queue: the command buffer that is being filled, and the number of the stream, which
@@ -45,7 +45,7 @@ id<MTLCommandBuffer> command_buffer();
 size_t stream_number();
 
 // For use inside a block of run_on_queue, after its last kernel: commits if enough work has been encoded
-// (csrc/planner/commit_policy.h). Never commits after this thread has called hold_commits(true). Never commits while a
+// (csrc/planner/commit_policy.h). Does not commit if this thread has called hold_commits(true). Does not commit while a
 // profiler or signposts record, because PyTorch then uses one command buffer for each piece of work that it marks.
 void work_encoded(double predicted_seconds);
 void hold_commits(bool held);
@@ -57,11 +57,11 @@ id<MTLComputeCommandEncoder> encoder();
 // Returns true if torch.mps.profiler is recording kernels.
 bool is_profiling();
 
-// Encodes a kernel. torch.mps.profiler sees all that `encode` encodes as one kernel. Use it only inside a block of
-// run_on_queue. A recording profiler adds handlers to the command buffer, both when the kernel begins and when it ends.
-// macOS 26.4 aborts if a handler is added while an encoder is open, so the encoder is ended first both times.
-// `tensors` are read only by a recording profiler.
-// Throws what `encode` throws. A profiler that waits for the GPU also raises the errors of earlier work.
+// Calls `encode`, which encodes a kernel; torch.mps.profiler sees all that it encodes as one kernel. Call this function
+// only inside a block of run_on_queue. A recording profiler adds handlers to the command buffer, both when the kernel
+// begins and when it ends. macOS 26.4 aborts if a handler is added while an encoder is open, so the encoder is ended
+// first both times. `tensors` are read only by a recording profiler. Throws what `encode` throws. A profiler that waits
+// for the GPU also raises the errors of earlier work.
 void encode_profiled(id<MTLComputePipelineState> pipeline, const std::string& name, at::TensorList tensors,
                      c10::function_ref<void()> encode);
 

@@ -1,5 +1,5 @@
-// All shape and dtype rules of the GEMM operators and their error messages, shared by all backends and the fake
-// kernels. Sizes are symbolic integers, so that tracing with a dynamic number of rows adds no guard.
+// All shape and dtype rules of the GEMM operators, with their error messages. All backends and the fake kernels share
+// them. Sizes are symbolic integers, so that tracing with a dynamic number of rows adds no guard.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -33,8 +33,8 @@ void save_weight(AutogradContext* ctx, const WeightTensors& weight) {
 }
 
 // Returns the gradient of the bias: the sum of all rows of `grad`, computed in fp32. Converts some columns at a time,
-// so that the fp32 copy stays small. While a compiler traces, the sum is a single operation, because the number of
-// parts would depend on the sizes, and a compiled sum makes no copy.
+// so that the fp32 copy stays small. While a compiler traces, the sum is one operation instead: the number of parts
+// would depend on the sizes, and a compiled sum makes no fp32 copy.
 Tensor bias_gradient(const Tensor& grad, at::ScalarType dtype) {
   at::DimVector leading(std::max<int64_t>(grad.dim() - 1, 0));
   std::iota(leading.begin(), leading.end(), 0);

@@ -1,5 +1,5 @@
-// gemm_fp32 computes the product of gemm with an fp32 result. This file serves all devices except the CPU, which has
-// its own kernel.
+// gemm_fp32 computes the same product as gemm but returns fp32. This file implements it for all devices except the CPU,
+// which has a kernel for it.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <torch/library.h>

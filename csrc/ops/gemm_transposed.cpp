@@ -1,6 +1,6 @@
-// The product with the transposed weight, which gives the gradient of gemm with respect to a. The weight is decoded
-// in parts, to save memory. A part is some rows of K and gives some columns of the result, so no sum extends over
-// several parts.
+// The product with the transposed weight, which gives the gradient of gemm with respect to a. The weight is decoded in
+// parts, to save memory. A part consists of some rows of the weight, which is [K, N]. Each row gives one column of the
+// result, so no sum extends over several parts.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/argsort.h>
 #include <ATen/ops/empty.h>
@@ -27,8 +27,9 @@ struct Division {
   bool inside_groups;  // true if no part contains rows of two groups
 };
 
-// Returns parts of at most `bytes`, as large as possible and of nearly equal size. If even the smallest part is larger
-// than `bytes`, returns that: eight rows, or one group if the format fixes the group size.
+// Divides the weight into parts of at most `bytes`, as large as possible and of nearly equal size. The smallest part is
+// eight rows, or one group if the format fixes the group size. If even that is larger than `bytes`, all parts have the
+// smallest size.
 Division divide(const WeightFormatInfo& format, int64_t K, int64_t group_size, int64_t row_bytes, int64_t bytes) {
   const int64_t fitting = bytes / row_bytes;
   if (fitting >= K) return {K, false};
@@ -57,9 +58,9 @@ Tensor dequantize_rows(const WeightTensors& weight, int64_t first, int64_t rows,
                               std::nullopt, dtype);
 }
 
-// Multiplies rows of activations with a part of the weight and writes the product, rounded, to some columns of `out`.
-// If the part has another dtype than the activations, converts some rows of the activations at a time. These and their
-// product take at most `bytes`.
+// Multiplies rows of activations by a part of the weight and writes the rounded product to that part's columns of
+// `out`. If the part has another dtype than the activations, some rows of the activations are converted at a time. The
+// converted rows and their product take at most `bytes`.
 void multiply_part(const Tensor& rows, const Tensor& part, int64_t bytes, Tensor out) {
   int64_t step = rows.size(0);
   if (rows.scalar_type() != part.scalar_type()) {
@@ -86,9 +87,9 @@ Tensor gemm_transposed(const Tensor& a, const Tensor& b_packed, const Tensor& sc
 
   // The computation is in fp32, which autocast must not round.
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-  // A part may be in bf16, which has the range of fp32, but not in fp16. fp32 scales can make weights beyond the
-  // range of fp16, and small weights would lose bits in fp16. Whether that happens is not checked, because on mps the
-  // host would have to wait for the scales.
+  // The dtype of a decoded part. bf16 will do, because it has the range of fp32. fp16 will not: with fp32 scales,
+  // weights can exceed its range, and small weights lose bits. Checking the scales first would make the host wait for
+  // the GPU on mps.
   const at::ScalarType dtype = a.scalar_type() == at::kBFloat16 ? at::kBFloat16 : at::kFloat;
   const Tensor rows = a.reshape({-1, N});
   const int64_t row_bytes = N * static_cast<int64_t>(c10::elementSize(dtype));

@@ -28,8 +28,8 @@ OptionalTensor of_expert(const OptionalTensor& stack, int64_t expert) {
   return stack ? OptionalTensor(stack->select(0, expert)) : std::nullopt;
 }
 
-// Returns grad [T, top_k, N] times the transposed weight of each pair's expert: fp32 [T, top_k, K]. Dequantizes one
-// expert at a time. It needs to know on the host which experts have rows, so on mps it waits for expert_ids.
+// Multiplies each row of grad [T, top_k, N] by the transposed weight of the row's expert. Returns fp32 [T, top_k, K].
+// Dequantizes one expert at a time. The host must know which experts have rows, so on mps it waits for expert_ids.
 Tensor moe_gemm_grad_a(const Tensor& grad, const Tensor& b_packed, const Tensor& scales, const Tensor& expert_ids,
                        c10::string_view weight_format, int64_t group_size, const OptionalTensor& zeros,
                        const OptionalTensor& global_scale, const OptionalTensor& lut, const OptionalTensor& perm) {

@@ -10,8 +10,9 @@ namespace {
 
 FunctionConstants gemm_constants(const Tiling& tiling, const GemmProblem& problem) {
   FunctionConstants constants = weight_constants(problem.weight);
-  // If K is split, the reduce kernel adds the bias. striped has splits == 1: its product kernel adds the bias to tiles
-  // that a single stripe computes, and reduce_striped to all others.
+  // If K is split, the reduce kernel adds the bias, and otherwise the product kernel. striped always has splits == 1:
+  // its product kernel adds the bias to every tile that one stripe computes alone, and reduce_striped adds it to all
+  // other tiles.
   if (tiling.splits == 1) {
     const FunctionConstants bias = bias_constants(problem);
     for (FunctionConstant index : {kConstantHasBias, kConstantBiasType})

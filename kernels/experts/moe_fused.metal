@@ -1,5 +1,6 @@
-// Multiplies many rows with the weights of their experts. Each threadgroup takes one block of the table that moe_sort
-// writes, that is, rows of one expert. Threadgroups beyond the last block have no rows.
+// Multiplies many rows with the weights of their experts. moe_sort has divided each expert's rows into blocks and
+// listed them in a table. Each threadgroup computes one block of this table. Threadgroups beyond the last block have no
+// rows.
 #include "kernels/shared/variants.h"
 
 #include "kernels/experts/experts.h"
@@ -10,8 +11,8 @@ using namespace marlin;
 
 namespace marlin {
 
-// The rows of pairs[0] to pairs[count - 1]. A row beyond count reads the last of these rows, and its result is not
-// stored.
+// The rows of pairs[0] to pairs[count - 1]. A row at or beyond `count` reads the last of these rows instead, and its
+// result is not stored.
 struct ExpertRows {
   static constexpr uint offsets_per_block() { return 2; }
 

@@ -6,8 +6,8 @@
 
 namespace marlin {
 
-// A pair is a token and one of its slots, numbered token * top_k + slot. `product` describes the weight of one
-// expert. Its M is the number of pairs, and its a_row_stride is the distance between tokens.
+// A pair is a token and one of its slots, numbered token * top_k + slot. `product` describes the product with one
+// expert's weight, but product.M is the number of all pairs, and product.a_row_stride is the distance between tokens.
 struct MoeParams {
   GemmParams product;
   int64_t a_slot_stride;  // elements; 0 if the slots of a token share one row
@@ -36,8 +36,8 @@ static_assert(sizeof(MoeReduceParams) == 24, "shared with the shaders");
 // table come the pairs, in the order of their experts.
 enum { kMoeSortThreads = 256, kMoeBlockWords = 3 };
 
-// Returns the most blocks that `pairs` rows can need. Each expert may have one block that is not full, and so may the
-// rows whose ids name no expert.
+// Returns the largest number of blocks that `pairs` rows can need. Each expert may have one block that is not full. The
+// rows whose ids name no expert form blocks of their own, and one of these may not be full, too.
 constexpr uint32_t moe_blocks(uint32_t pairs, uint32_t experts, uint32_t block_rows) {
   return ceil_divide(pairs, block_rows) + (pairs < experts + 1 ? pairs : experts + 1);
 }

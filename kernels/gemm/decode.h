@@ -51,9 +51,9 @@ struct DecodeOptions {
 template <CodeKind kind>
 struct FastCodes;
 
-// A nibble masked out of a word reads as the half q * 2^-24, or as q * 2^-20 if it sits four bits higher. This needs no
-// shift and no conversion. On a GPU that flushes subnormal halves, 0x6400 (1024) is ORed in and subtracted, which gives
-// q or 16 q.
+// Decoding integers needs no shift and no conversion: a nibble q that is masked out of a word and read as a half is q *
+// 2^-24, or q * 2^-20 if it sits four bits higher. On a GPU that flushes subnormal halves, 0x6400 (1024) is ORed in and
+// subtracted, which gives q or 16 q.
 template <>
 struct FastCodes<CodeKind::integer> {
   static MARLIN_INLINE float2 pair(uint word, uint j, const threadgroup float*, DecodeOptions form) {
@@ -85,8 +85,8 @@ struct FastCodes<CodeKind::table> {
   static MARLIN_INLINE float odd_unit(DecodeOptions) { return 1.0f; }
 };
 
-// Decodes a word to half, exactly: to q - zero for integers (zero is a whole number up to 255), to the value for E2M1,
-// and to the index q for a table.
+// Decodes a word to half, exactly. An integer q becomes q - zero, where zero is a whole number up to 255. An E2M1 code
+// becomes its value. A code of a table becomes the index q.
 template <CodeKind kind>
 MARLIN_INLINE Vec8<half> exact_codes(uint word, half zero) {
   if (kind == CodeKind::e2m1) return exact_e2m1(word);
@@ -103,7 +103,7 @@ MARLIN_INLINE Vec8<half> exact_codes(uint word, half zero) {
 }
 
 // Decodes a word of integers to (q - zero) * 2^-9, exactly. Needs subnormal_codes: a masked nibble, read as a half, is
-// q * 2^-24 or q * 2^-20. This takes 8 operations on pairs, exact_codes 12.
+// q * 2^-24 or q * 2^-20. This function takes 8 operations on pairs; exact_codes takes 12.
 constant constexpr float kSmallCode = 1.0f / 512;
 MARLIN_INLINE Vec8<half> small_codes(uint word, half zero) {
   const uint high = word >> 8;

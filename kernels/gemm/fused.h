@@ -4,9 +4,9 @@
 // whose partial sums reduce.metal adds. Both sums have a fixed order, so the same inputs give the same bits.
 //
 // Row v of weight fragment b is column 4 v + b of the simdgroup's 32 columns. One 16-byte load therefore gives a lane
-// its words of all four fragments, and a simdgroup reads 128 contiguous bytes of a packed row. The columns of a
-// fragment are k in the order of weight_fragment.h. One load of four activations per row therefore serves the four
-// steps of a word.
+// its words of all four fragments, and a simdgroup reads 128 contiguous bytes of a packed row. A fragment's columns
+// stand for k in the order that weight_fragment.h defines. In this order, one load of four activations per row serves
+// all four steps of a word.
 #pragma once
 
 #include "kernels/gemm/product.h"
@@ -21,9 +21,9 @@ enum {
   kFusedLoadK = kFusedWordRows * kCodesPerWord,
 };
 
-// Evenly spaced rows, starting at `begin`. If fewer than rows_per_threadgroup are left, the threadgroup's blocks of
-// rows move up until they end at row M - 1. The threadgroup then computes some rows a second time but does not store
-// them. In return, no load is conditional, and all threadgroups use the same row offsets.
+// Evenly spaced rows, starting at `begin`. If fewer than rows_per_threadgroup rows are left for the last threadgroup,
+// its blocks of rows move up until they end at row M - 1. It then computes some rows that another threadgroup computes,
+// too, and does not store them. In return, no load is conditional, and all threadgroups use the same row offsets.
 struct EvenRows {
   // The distance from block 0 to another block is the same for both rows of a lane, for all lanes and threadgroups.
   static constexpr uint offsets_per_block() { return 1; }
@@ -66,8 +66,8 @@ struct FusedAccumulators {
   uint quad;                 // the lane's first k among the 32 of a load
   const device uint* words;  // the lane's next four words
   uint scale_index;          // index of the next scales; 32 bits are enough, because the planner refuses larger weights
-  // The addresses of the lane's two rows of row block 0: of the lane's first k in the next step, or, with a
-  // permutation, of k = 0.
+  // The addresses of the lane's two rows of row block 0. Without a permutation, they point at the lane's first k of the
+  // next step, and with a permutation at k = 0.
   const device T* x_row[2];
   vec<T, 4> x[kFusedRowBlocks][2];                                 // four k of each of the two rows
   int64_t row_offset[kFusedRowBlocks][Rows::offsets_per_block()];  // from block 0 to block i
@@ -78,9 +78,9 @@ struct FusedAccumulators {
 
   static MARLIN_INLINE bool has_block(uint i) { return i * kBlock < uint(rows_per_threadgroup); }
 
-  // With 32 rows of fp32, loading the activations of four steps at once needs 231 half-registers per thread (M1). Only
-  // two of the planner's threadgroups, of five simdgroups each, then fit on a core. Loading the activations of two
-  // steps at a time needs 207, and three threadgroups fit.
+  // Returns true if the activations of two steps, not four, are loaded at once. With 32 rows of fp32, four steps need
+  // 231 half-registers per thread (M1), and only two of the planner's threadgroups, of five simdgroups each, fit on a
+  // core. Two steps need 207, and three threadgroups fit.
   static MARLIN_INLINE bool loads_pairs() { return sizeof(T) == 4 && rows_per_threadgroup == kFusedMaxRows; }
 
   // Loads the activations for step j: for all four steps at once if j = 0, or for steps j and j + 1 if loads_pairs().

@@ -1,7 +1,7 @@
 // The body of the kernels that compute up to kGemvMaxRows activation rows. A lane owns four columns: one 16-byte load
-// holds 8 k of each, and no other lane holds sums of these columns. K is split between the simdgroups of a threadgroup,
-// which add their totals in threadgroup memory. K is also split between threadgroups, whose partial sums reduce.metal
-// adds. Both sums have a fixed order, so the same inputs give the same bits.
+// gives it 8 k of each of them, and no other lane of the simdgroup adds to their sums. K is split between the
+// simdgroups of a threadgroup, which add their totals in threadgroup memory. K is also split between threadgroups,
+// whose partial sums reduce.metal adds. Both sums have a fixed order, so the same inputs give the same bits.
 #pragma once
 
 #include "kernels/gemm/product.h"
@@ -30,8 +30,9 @@ struct GemvAccumulators {
   float even[kGemvMaxRows][kGemvColumnsPerLane];
   float odd[kGemvMaxRows][kGemvColumnsPerLane];
 
-  // Separate accumulators for odd nibbles save shifts but double the number of accumulators. With many rows that costs
-  // too many registers: at 8 rows on an M1, a thread would use 253 half-registers instead of 199.
+  // Returns true if odd nibbles have accumulators of their own. These save shifts but double the number of
+  // accumulators. With many rows, they cost too many registers: at 8 rows on an M1, a thread would use 253
+  // half-registers instead of 199.
   static MARLIN_INLINE bool separate_odd() {
     return code_kind(format) == CodeKind::integer && rows_per_threadgroup <= kGemvMaxSeparateOddRows;
   }
@@ -52,9 +53,10 @@ struct GemvAccumulators {
     return a.load_quad(row + (has_perm ? 0 : quad), k + quad);
   }
 
-  // Returns true if very small activations are possible and would lose bits. The decode scales integer and E2M1 codes
-  // down, by up to 2^24, so a product with a very small activation could be subnormal in fp32. Non-zero fp16
-  // activations are at least 2^-24, which is large enough. Codes of a table are not scaled down.
+  // Returns true if the type of the activations has values so small that they would lose bits. The decode scales
+  // integer and E2M1 codes down, by up to 2^24, so their product with a very small activation could be subnormal in
+  // fp32. fp16 has no such activations: the smallest above zero is 2^-24, which is large enough. Codes of a table are
+  // not scaled down.
   static constexpr bool checks_activations() { return !is_same_v<T, half> && code_kind(format) != CodeKind::table; }
 
   // Returns true if an activation is so small that its product with a code scaled down by 2^24 would be flushed to zero
@@ -100,17 +102,17 @@ struct GemvAccumulators {
   }
 
   // Returns true if a step loads the words of its 16 k, and the activations of all rows, before it multiplies them. The
-  // loop then waits for memory once a step instead of twice, and the number of waits for activations does not grow with
-  // the rows. With many rows, the activations take too many registers: at 8 rows on an M1, a thread would use 231
-  // half-registers instead of 199. With a table, the lookups wait between the products anyway.
+  // loop then waits for memory once a step instead of twice, and more rows do not mean more waits for activations. Two
+  // cases return false. With many rows, the activations would take too many registers: at 8 rows on an M1, a thread
+  // would use 231 half-registers instead of 199. With a table, the lookups wait between the products anyway.
   static MARLIN_INLINE bool loads_first() { return gemv_loads_first(code_kind(format), uint(rows_per_threadgroup)); }
-  // Returns true if the activations are loaded between the step's two loads of words. The wait for the second load is
-  // short in either order. With four rows, this order takes 2 % fewer instructions on an M1; with one or three rows,
-  // loading the words one after the other does.
+  // Returns true if the activations are loaded between the step's two loads of words. Otherwise both loads of words
+  // come first. The wait for the second load is short in either order. With four rows on an M1, activations in between
+  // take 2 % fewer instructions; with one or three rows, both loads of words first take fewer.
   static MARLIN_INLINE bool rows_between_words() { return rows_per_threadgroup == kGemvMaxLoadsFirstRows; }
 
-  // Multiplies the 8 k of `packed`. If loads_first() is false, this loads each row's activations just before they are
-  // multiplied, and `loaded` is unused.
+  // Multiplies the 8 k of `packed` by the activations of all rows. If loads_first() is true, `loaded` holds these
+  // activations. Otherwise `loaded` is unused, and each row's activations are loaded just before they are multiplied.
   template <bool subnormal>
   MARLIN_INLINE void multiply(uint4 packed, uint k, Rows loaded) thread {
     Vec8<float> codes[kGemvColumnsPerLane];

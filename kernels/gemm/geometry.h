@@ -6,8 +6,8 @@
 
 namespace marlin {
 
-// Parameters of gemv and of all gemm kernels. A slice is the range of K that one simdgroup (gemv, fused) or one
-// threadgroup (the staged kernels) sums.
+// Parameters of gemv and of all gemm kernels. A slice is a range of K whose products are summed in one place: by one
+// simdgroup in gemv and fused, by one threadgroup in the staged kernels.
 struct GemmParams {
   int64_t a_row_stride;  // elements
   uint32_t M;
@@ -46,9 +46,9 @@ struct ReduceParams {
 };
 static_assert(sizeof(ReduceParams) == 16, "shared with the shaders");
 
-// The parameters of the kernel that adds up tiles which several stripes share. Stripe s stores its partial sums of the
-// stripe's first tile in partials[2 * s]. If the stripe ends inside another tile, it stores the partial sums of that
-// tile in partials[2 * s + 1].
+// The parameters of the kernel that adds up the tiles that several stripes share. Stripe s stores the partial sums of
+// its first tile in partials[2 * s]. If its last tile is another one, and the stripe ends inside it, that tile's
+// partial sums are in partials[2 * s + 1].
 struct StripedReduceParams {
   uint32_t M;
   uint32_t N;
@@ -99,8 +99,8 @@ enum {
   kFusedMaxRows = 32,
   kFusedK = 64,
   kFusedMaxSimdgroups = 8,
-  // The matrix unit's accumulators sum this many terms and are then added to the totals. At K = 16384, the longest K of
-  // the error bound (docs/use/numerics.md), a total therefore has 64 terms, and no sum has more than 256.
+  // The matrix unit's accumulators sum this many terms and are then added to the totals. The error bound
+  // (docs/use/numerics.md) holds up to K = 16384. At this K, a total has 64 terms, and no sum has more than 256.
   kFusedChainLength = 256,
 };
 
@@ -122,8 +122,8 @@ enum {
   kMinGroupSize = 16,                // the smallest supported group size, unless K is smaller
   kSimdgroupRows = 32,               // a simdgroup computes 32 rows of 16 or 32 columns
   kMaxOutputsOf16Columns = 64 * 64,  // the largest tile (M * N) whose simdgroups have 16 columns
-  // This many terms are summed before the sum is scaled and added to the total. 128 is the square root of K = 16384,
-  // the longest K of the error bound, so neither the sum nor the total has more than 128 terms.
+  // This many terms are summed before the sum is scaled and added to the total. The error bound (docs/use/numerics.md)
+  // holds up to K = 16384, whose square root is 128. So neither the sum nor the total has more than 128 terms.
   kChainLength = 128,
 };
 

@@ -39,8 +39,8 @@ template <typename T>
 
   const uint area = params.tile_M * params.tile_N;
   const uint element = position.y * params.tile_N + position.x;
-  // The stripe before the border computed the tile's first slices. It stored them in its even entry of partials if this
-  // tile is the stripe's first, and otherwise in its odd entry.
+  // The stripe before the border has summed the tile's first slices. If the tile is that stripe's first, the sums are
+  // in the stripe's even entry of partials, and otherwise in its odd entry.
   float sum = partials[ulong(2 * position.z + (before == tile_begin ? 0 : 1)) * area + element];
   for (uint stripe = position.z + 1;; ++stripe) {
     const uint begin = stripe_begin(units, params.stripes, stripe);

@@ -22,8 +22,8 @@ enum {
   kTensorQuads = kTensorRows / 8,     // rows of which a lane loads activations
 };
 
-// A lane holds four neighbours in `row` of a block of 16 x 16, from `column` on, and four more 8 rows below. Apple does
-// not document this layout; MLX's kernels for the M5 rely on it.
+// Of a block of 16 x 16, a lane holds eight elements: four neighbours in `row`, from `column` on, and the four that lie
+// 8 rows below them. Apple does not document this layout; MLX's kernels for the M5 rely on it.
 MARLIN_INLINE LanePlace tensor_place(uint lane) {
   const uint quad = lane >> 2;
   return {(quad & 4u) | ((lane >> 1) & 3u), 4 * ((quad & 2u) | (lane & 1u))};
@@ -80,11 +80,12 @@ struct TensorAccumulators {
   Sums total[kTensorLeft];
   Sums x_sum;  // for each element of `sum`, the sum of the activations over the same k
 
-  // Both factors of nvfp4's scaled codes have few significant bits, so half and bfloat hold the product exactly. The
-  // groups of 16 then need no sums of their own.
+  // Returns true if the codes are multiplied by their scales before the product. A code and a scale of nvfp4 have so
+  // few significant bits that half and bfloat hold their product exactly. The groups of 16 then need no sums of their
+  // own.
   static constexpr bool has_scaled_codes() { return format == WeightFormat::nvfp4; }
-  // Half operands hold integers as multiples of 2^-9, which takes fewer instructions. Activations of the other types
-  // can be so small that the sums would become subnormal.
+  // Returns true if integers are decoded to multiples of 2^-9, which takes fewer instructions. Only half operands use
+  // this: activations of the other types can be so small that the sums would become subnormal.
   static MARLIN_INLINE bool has_small_codes() {
     return subnormal_codes && code_kind(format) == CodeKind::integer && is_same_v<R, half>;
   }

@@ -18,8 +18,8 @@ struct ColumnDecode {
   float odd_scale;
   float offset;
 
-  // Odd codes have a scale of their own, except with 32 rows. The scale takes one more register per column, and with 32
-  // rows a thread would need 227 half-registers with it instead of 207 (M1).
+  // With fewer than 32 rows, odd codes have a scale of their own, which takes one more register per column. With 32
+  // rows, a thread would then need 227 half-registers instead of 207 (M1).
   static MARLIN_INLINE DecodeOptions form() { return {subnormal_codes, rows_per_threadgroup < kFusedMaxRows}; }
   static constexpr bool has_zero() { return format == WeightFormat::uint4b8 || format == WeightFormat::uint4; }
   // Returns true if zero * scale is exact in fp32. The product is exact for uint4b8, whose zero point is 8. It is also

@@ -1,5 +1,5 @@
-// Divides each row by its root mean square and multiplies it with a weight, in fp32. If there is a residual, first
-// adds the residual, rounds the sum, stores it, and uses it in place of the row. One threadgroup computes a row.
+// Divides each row by its root mean square and multiplies it by a weight, in fp32. If there is a residual, it is first
+// added to the row; the sum is rounded, stored, and used in place of the row. One threadgroup computes a row.
 #include "kernels/shared/variants.h"
 
 #include "kernels/gemm/options.h"

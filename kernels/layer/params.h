@@ -1,5 +1,5 @@
-// The kernels of layer/: normalisation, rotary embedding, gated activation and writing to a cache. Their slots,
-// parameters and launch sizes, shared by shaders and host. Plain C subset, see kernels/shared/types.h.
+// The slots, parameters and launch sizes of the kernels in layer/: normalisation, rotary embedding, gated activation
+// and writing to a cache. Shared by shaders and host. Plain C subset, see kernels/shared/types.h.
 //
 // Launch sizes. Grids are counted in threadgroups.
 //   rms_norm: threads (norm_threads(columns), 1, 1), grid (rows, 1, 1); threadgroup memory kNormBytes.

@@ -1,13 +1,14 @@
 // Computes everything that depends on the gates alone, so that the other kernels need no maximum and no logarithm.
 //
-// With lf = log sigmoid(f), the stabiliser after a token is m' = max(lf + m, i); m is the stabiliser before it. A run
-// of tokens is summarised by (decay, peak): the sum of lf, and the stabiliser after the run if nothing came before it.
-// Such summaries combine associatively, so one simdgroup scans a block of 32 tokens. A threadgroup owns a head, and its
-// simdgroups share the head's chunks. The stabilisers between chunks are computed one after the other, with the same
-// sums that the exponents use. A state that is only carried over therefore keeps the factor 1 exactly.
+// The stabiliser after a token is m' = max(lf + m, i), where m is the stabiliser before the token and lf = log
+// sigmoid(f). A run of tokens is summarised by two numbers: its decay, which is the sum of lf, and its peak, which is
+// the stabiliser after the run if nothing came before it. Such pairs combine associatively, so one simdgroup scans a
+// block of 32 tokens. A threadgroup owns a head, and its simdgroups share the head's chunks. The stabilisers between
+// chunks are computed one after the other, with the same sums that the exponents use. If a chunk adds nothing to the
+// state, the state's factor is therefore exactly 1.
 //
-// No decay is computed as a difference of sums. Decays of any size therefore keep their precision, and a forget gate of
-// minus infinity resets the state.
+// No decay is computed as a difference of two sums, so decays of any size keep their precision. A forget gate of minus
+// infinity resets the state.
 #include "kernels/shared/variants.h"
 
 #include "kernels/mlstm/mlstm.h"

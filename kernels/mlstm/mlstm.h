@@ -1,9 +1,8 @@
 // Shared by the mLSTM kernels: loads that handle tails, fragments, gates.
 //
-// Matrices are multiplied in fp32 fragments built in registers straight from device memory. A fragment may take its
-// rows and columns of k in any order if both operands use the same order. The order here makes a lane's elements
-// neighbours in memory: of 32 rows, row r of fragment b is row 4 r + b; of 32 columns, column 2 p + e of fragment b is
-// column 8 p + 2 b + e.
+// Matrices are multiplied in fp32 fragments built in registers straight from device memory. A fragment may take its k
+// in any order if both operands use the same order. This order makes a lane's elements neighbours in memory: of 32
+// rows, row r of fragment b is row 4 r + b; of 32 columns, column 2 p + e of fragment b is column 8 p + 2 b + e.
 #pragma once
 
 #include "kernels/gemm/fragment.h"

@@ -87,7 +87,7 @@ struct ScorePair {
     }
   }
 
-  // Computes q . k. Keys at key_count and beyond do not exist. Existing keys are read in their place, and the
+  // Computes q . k. Keys at key_count and beyond do not exist. Keys that exist are read in their place, and the
   // resulting scores are not used.
   MARLIN_INLINE void multiply(const device T* q, uint q_stride, const device T* k, uint k_stride, uint DK,
                               Queries queries, PairPlace place, uint first_key, uint key_count) thread {
@@ -215,10 +215,10 @@ struct OutputSums {
     }
   }
 
-  // Adds one block of keys. is_own is true for the queries' own block. In that block, fragments above the diagonal
-  // were not computed, and keys at key_count and beyond do not exist. A query that does not see a key has the score 0
-  // for it, and 0 times a non-finite value of v would be NaN. Non-finite values of v in the own block are therefore
-  // left out. Returns false if there were any.
+  // Adds one block of keys. is_own is true if the block's tokens are those of the queries. Fragments above the diagonal
+  // of such a block were not computed, and its keys at key_count and beyond do not exist. A query has the score 0 for
+  // each key that it does not see, and 0 times a non-finite value of v would be NaN. Non-finite values of v in this
+  // block are therefore left out. Returns false if there were any.
   template <bool is_own>
   MARLIN_INLINE bool add_block(const device T* v, uint v_stride, const threadgroup float2* scores, uint first_key,
                                uint key_count, uint column, uint DV, MlstmLane lane, uint lane_index) thread {

@@ -71,15 +71,15 @@ enum {
   kMlstmStepMaxSimdgroups = 16,
 };
 
-// The threadgroup memory of mlstm_output. It holds the scores of a block of queries with the keys of its chunk, up to
-// and including that block.
+// The threadgroup memory of mlstm_output. It holds the scores of a block of queries: with the keys of the same block
+// and of all earlier blocks of the chunk.
 constexpr uint32_t mlstm_output_bytes(uint32_t chunk_size) {
   return ceil_divide(chunk_size, kMlstmBlock) * kMlstmBlock * kMlstmBlock * 4;
 }
 static_assert(mlstm_output_bytes(128) <= 20 * 1024, "two or more threadgroups fit on a core");
 static_assert(mlstm_output_bytes(256) <= 32768, "Metal's limit");
 
-// The threadgroup memory of mlstm_step. For each simdgroup it holds the sums of all columns, and that of the
+// The threadgroup memory of mlstm_step. For each simdgroup, it holds the sums of all columns and the sum of the
 // denominator.
 constexpr uint32_t mlstm_step_bytes(uint32_t simdgroups) {
   return (simdgroups * (kMlstmStepColumns + 1) * 4 + 15) / 16 * 16;  // Metal takes multiples of 16 bytes

@@ -1,5 +1,5 @@
-// Looks up rows of an embedding table whose packed weight has a column for each row of the table. Each thread decodes
-// one packed word.
+// Looks up rows of an embedding table. The packed weight is [K/8, rows of the table]: each of its columns is one row of
+// the table. Each thread decodes one packed word.
 #include "kernels/shared/variants.h"
 
 #include "kernels/gemm/weight.h"

@@ -1,6 +1,7 @@
-// Products with FEAT_BF16: bfdot for one row, and for more rows bfmmla, which does twice the work. Codes are exact in
-// bf16. An activation is a sum of bf16 terms ("parts"): bf16 has one, fp32 three. The instructions flush subnormals and
-// may round to odd, so activations outside 2^-96 .. 2^120 are left to the fp32 kernels.
+// Products with FEAT_BF16. One row uses bfdot; more rows use bfmmla, which does twice the work. A code is exact in
+// bf16. An activation is the sum of bf16 terms ("parts"): a bf16 activation is one part, an fp32 activation is three.
+// The instructions flush subnormals and may round to odd, so activations outside 2^-96 .. 2^120 are left to the fp32
+// kernels.
 #include <algorithm>
 #include <utility>
 
@@ -29,8 +30,8 @@ struct NeonBf16 : Neon {};
 
 using V = NeonBf16;
 
-// The codes of a vector of four words, as operands of four instructions: [even k, odd k][columns 0 and 1, columns 2 and
-// 3]. Each operand holds four k of two columns.
+// The codes of four words, as operands of four instructions: [even k, odd k][columns 0 and 1, columns 2 and 3]. Each
+// operand holds the codes of four k of two columns.
 struct Operands {
   bfloat16x8_t of[2][2];
 };

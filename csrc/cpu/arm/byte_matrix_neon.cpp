@@ -1,6 +1,6 @@
 // The byte_split kernel (byte_split.h) for CPUs with FEAT_I8MM. One instruction multiplies eight k of two rows with
-// eight k of two columns: 32 products, twice as many as a byte dot product. A row of activations is three rows of bytes
-// here.
+// eight k of two columns: 32 products, twice as many as a byte dot product. byte_split turns each row of activations
+// into three rows of bytes.
 #include <utility>
 
 #include "csrc/cpu/gemm/kernel_table.h"

@@ -6,8 +6,8 @@
 
 namespace marlin::cpu {
 
-// Two files instantiate this, each compiled for different CPU features. Each passes its own `Family`, so that the
-// linker cannot merge two instances and run one on a CPU that lacks its features.
+// Two files instantiate this template, each compiled for different CPU features. Each file passes its own `Family`, so
+// that the linker cannot merge two instances and run one on a CPU that lacks its features.
 template <class Family>
 struct NeonBytes : Neon {
   using Bytes = int8x16_t;

@@ -13,9 +13,10 @@ namespace marlin::cpu {
 namespace {
 
 #if defined(__x86_64__)
-// Makes the table for vpermw, which looks up each 16-bit half of a lane. A word shifted by 4j has nibbles j and j + 4
-// at the bottom of its halves, so one look-up gives the bf16 values of two codes. vpermw reads five index bits; the
-// fifth belongs to the next nibble, so the table holds all 16 entries twice.
+// Makes the table for vpermw, which looks up each 16-bit half of a lane. If a word is shifted right by 4j bits, nibble
+// j lies at the bottom of its low half and nibble j + 4 at the bottom of its high half. One look-up then gives the bf16
+// values of both codes. vpermw reads five index bits. The fifth belongs to the next nibble, so the table holds all 16
+// entries twice.
 [[gnu::always_inline]] inline __m512i bf16_table(__m512i upper_halves) {
   return _mm512_broadcast_i64x4(_mm512_cvtepi32_epi16(_mm512_srli_epi32(upper_halves, 16)));
 }
@@ -27,8 +28,9 @@ namespace {
 constexpr uint32_t kMinActivation = (127U - 96U) << 23;
 constexpr uint32_t kActivationEnd = (127U + 120U) << 23;
 
-// Splits values[k] into the sum over parts of bits[part][k]. The sum is exact if values[k] has at most 8 * parts
-// significant bits. Returns false if a value is too small for the instructions, or so large that a part could overflow.
+// Splits each values[k] into bf16 terms, bits[0][k], bits[1][k] and so on, that add up to it. The sum is exact if
+// values[k] has at most 8 * parts significant bits. Returns false if a value is too small for the instructions, or so
+// large that a part could overflow.
 template <int parts>
 bool split_bf16(const float* values, int count, uint16_t (&bits)[parts][kChunk]) {
   uint32_t out_of_range = 0;

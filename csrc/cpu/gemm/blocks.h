@@ -44,8 +44,8 @@ struct Activations {
 
 inline constexpr int64_t kBytesAhead = 32 << 10;  // prefetch distance
 
-// Yields the words to prefetch: the words of a task's strips, chunk after chunk, kBytesAhead before the products need
-// them. A chunk covers chunk_k elements of K.
+// Yields the words to prefetch. They are the words of a task's strips, chunk after chunk, and are prefetched
+// kBytesAhead before the products need them. A chunk covers chunk_k elements of K.
 class WordsAhead {
  public:
   WordsAhead(const PackedWeight& w, const Range& strips, const Range& chunks, int64_t chunk_k, int64_t strip)

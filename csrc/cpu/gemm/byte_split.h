@@ -25,9 +25,9 @@ struct SplitSegment {
   int8_t bytes[kSplitBytes][kChunk];
 };
 
-// Finds the unit of a segment, and units = 1 / unit, from the bits of the largest magnitude. Returns false if the
-// largest is not finite or lies outside 2^-100 .. 2^120. Here and below, the template argument V gives the instances
-// for different instruction sets different symbols.
+// Sets `unit` to the unit of a segment and `units` to 1 / unit. `largest` holds the bits of the segment's largest
+// magnitude. Returns false if that magnitude is not finite or lies outside 2^-100 .. 2^120. Here and below, the
+// template argument V gives the instances for different instruction sets different symbols.
 template <class V>
 bool find_unit(uint32_t largest, float& unit, float& units) {
   constexpr uint32_t kMin = (127U - 100U) << 23, kEnd = (127U + 120U) << 23;
@@ -66,8 +66,8 @@ bool split_segment(const float* values, int count, SplitSegment& split) {
   return true;
 }
 
-// Returns the number of 32-bit operands for 8 k of `rows` rows. An operand holds one of the three bytes of four k, even
-// or odd. The number is rounded up to a multiple of `operands_per_load`.
+// Returns the number of 32-bit operands for 8 k of `rows` rows. An operand holds one of the three bytes of each of four
+// k, which are all even or all odd. The number is rounded up to a multiple of `operands_per_load`.
 template <int operands_per_load>
 constexpr int operands_of(int rows) {
   return static_cast<int>(round_up(2 * kSplitBytes * rows, operands_per_load));

@@ -1,5 +1,6 @@
-// Multiplies split activations (byte_split.h) by codes as bytes, for any vector policy V. Sums of products are exact in
-// 32 bits. Included after the ISA pragma. Beside what vec_*.h defines, V has:
+// The byte_split kernels for any vector policy V: split activations (byte_split.h) are multiplied by codes that are
+// bytes, too. Sums of products are exact in 32 bits. Included after the ISA pragma. V must define everything that the
+// policies in vec_*.h define, and also:
 //   Bytes, Sums        vectors of bytes and of 32-bit sums, with set_sums and to_float
 //   kE2M1Offset        added to twice an E2M1 value to make the byte; 12 if the instruction needs unsigned bytes, or 0
 //   kOperandsPerLoad   the number of 32-bit operands per load

@@ -109,9 +109,9 @@ void run_with_fallback(const Machine& machine, const Problem& problem, const Ker
   }
 }
 
-// Returns the number of threads that share one product. If all products have the same number of rows, each is divided
-// only as far as every thread needs for an equal share of the work, because a thread that reads whole rows of words
-// is faster. Otherwise, all threads share each product.
+// Returns the number of threads that share one product. A thread that reads whole rows of words is faster, so it is
+// best if few threads share a product. If all products have the same number of rows, the result is therefore the
+// smallest number that gives every thread the same amount of work. Otherwise it is the number of all threads.
 int threads_for_each(std::span<const GemmArguments> products, int threads) {
   const bool equal = std::all_of(products.begin(), products.end(),
                                  [&](const GemmArguments& product) { return product.M == products.front().M; });

@@ -10,9 +10,10 @@
 
 namespace marlin::cpu {
 
-// K is divided into chunks of at most kChunk. A kernel reads the packed rows of a chunk along N at the same time, which
-// gives one core several sequential streams. N is divided into strips, the columns that one kernel call computes. A
-// segment is the k of one group within a chunk. The products of a segment are summed first and then scaled once.
+// K is divided into chunks of at most kChunk elements. A kernel reads all packed rows of a chunk side by side, each
+// along N, so one core reads several sequential streams. N is divided into strips, the columns that one kernel call
+// computes. A segment is the k of one group within a chunk. The products of a segment are summed first and then scaled
+// once.
 inline constexpr int kChunk = 128;
 
 // The product of one block of rows with one strip of columns, over one chunk. gemm.cpp pads, so strips are always
@@ -21,8 +22,8 @@ struct Step {
   const float* values;    // [16], the value of each code
   const uint32_t* words;  // [k/8, strip], row stride ld_words
   int64_t ld_words;
-  // Words that are needed soon, with the same stride as `words`. They are prefetched into the second-level cache only,
-  // because the rows of a chunk share a few sets of the first-level cache if N is a power of two.
+  // Words that are needed soon, with the same stride as `words`. They are prefetched into the second-level cache only.
+  // The first-level cache could lose them: if N is a power of two, all rows of a chunk share a few of its sets.
   const uint32_t* ahead;
   const float* panel;  // [k, strip] decoded codes, if the kernel reads these instead of words
   // If not nullptr, the next strip of the same chunk, which this step decodes into next_panel between its products.
@@ -62,8 +63,8 @@ struct MatrixKernel {
   int row_unit;     // every row block starts at a multiple of this
   int panel_bytes;  // size of Step::panel, which `unpack` fills; 0 if the steps read words
   int ahead_rows;   // a step with one segment and at most this many rows decodes Step::next
-  // True if `unpack` multiplies the codes by the scales of their groups. Steps then get the global scale in
-  // Step::scales, and a whole chunk is one segment.
+  // True if `unpack` multiplies the codes by the scales of their groups. In this case, Step::scales holds the global
+  // scale, and a whole chunk is one segment.
   bool scaled_panel;
   bool (*representable)(const float* scales, int64_t count);  // returns false if a code times its scale may be inexact
   int row_bytes;                                              // packed activations of one row and chunk

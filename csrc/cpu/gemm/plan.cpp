@@ -16,15 +16,16 @@ constexpr int64_t kBlockRows = 128;
 // 0.85 to 1.07 of the time of AMX (Intel Xeon, 2 MB of L2, two threads).
 constexpr int64_t kAmxMinRows = 5;
 // With groups of 16, half of each tile product is empty, and sums are scaled twice as often as with groups of 32. An
-// fp32 activation needs three tile products. For fp32, AMX therefore pays only from seven rows on.
+// fp32 activation needs three tile products. With fp32 activations and groups of 16, AMX therefore pays only from seven
+// rows on.
 constexpr int64_t kAmxMinRowsGroup16Float32 = 7;
 // amx_scaled multiplies coded scales into the panel. That pays if more than 16 rows, which are two tiles, share the
 // panel: for groups of 32 it was 1.14 to 1.33 times as fast at 24 and 32 rows, and 0.85 to 1.25 times with fewer rows
 // (same Xeon, two and 16 threads). For groups of 16 it always pays.
 constexpr int64_t kAmxScaledMinRows = 17;
-// The codes of a table that need three bf16 terms are decoded three times and need three to six tile products. AMX then
-// ran at 0.65 to 0.84 times the speed of the fp32 kernels at eight rows, at 1.0 (fp32 activations) to 1.4 times at 16
-// rows, and at 1.5 to 2.5 times at 64 rows (Intel Xeon, two threads).
+// If the codes of a table need three bf16 terms each, they are decoded three times and need three to six tile products.
+// In this case AMX ran at 0.65 to 0.84 times the speed of the fp32 kernels at eight rows, at 1.0 (fp32 activations) to
+// 1.4 times at 16 rows, and at 1.5 to 2.5 times at 64 rows (Intel Xeon, two threads).
 constexpr int64_t kAmxTableMinRows = 16;
 constexpr int kByteSplitSmallMRows = 2;  // with more rows of four vectors, accumulators would spill
 constexpr int64_t kSliceMinChunks = 4;   // a slice of K with fewer chunks saves less than adding up its sums costs
@@ -33,14 +34,16 @@ constexpr int64_t kSliceMinChunks = 4;   // a slice of K with fewer chunks saves
 // times as fast at N = 512 and up to 16 rows, and 1.1 times at one row and N = 11008. On 16 threads, partial sums of
 // 128 KB cancelled the gain.
 constexpr int64_t kMaxPartialBytes = 88 << 10;
-// At one row and at least this many columns, AMD's CPUs read eight rows of words faster than the 16 rows of a whole
-// chunk, which lie 16 KB or more apart. With half chunks, products with cold weights were 1.04 to 1.24 times as fast.
-// With fewer columns they were 0.85 to 1.00 times as fast, and two rows 0.95 times, because sums are scaled twice as
-// often. Rows of fp32 were 0.97 to 1.07 times as fast (EPYC, two threads). Intel's CPUs were not measured.
+// With one row of activations and at least this many columns, AMD's CPUs use half chunks. They read the eight rows of
+// words of a half chunk faster than the 16 rows of a whole chunk, which lie 16 KB or more apart. Products with cold
+// weights were 1.04 to 1.24 times as fast with half chunks; fp32 activations were 0.97 to 1.07 times as fast. Half
+// chunks also scale sums twice as often: with fewer columns, products were 0.85 to 1.00 times as fast, and with two
+// rows of activations 0.95 times (EPYC, two threads). Intel's CPUs were not measured.
 constexpr int64_t kHalfChunkMinColumns = 4096;
-// Eight rows as two blocks of four, and 16 as four, take four vectors of columns instead of two, so that a vector that
-// holds an activation is used twice as often. On an EPYC that was 1.00 to 1.10 times as fast, for bf16 and for fp32,
-// and 0.95 to 1.02 times with five to seven and with twelve rows.
+// Returns true if M rows are computed in blocks of four rows instead of eight. A block of four rows has room for four
+// vectors of columns instead of two, so each vector that holds an activation is used twice as often. On an EPYC, bf16
+// and fp32 products of 8 and 16 rows were 1.00 to 1.10 times as fast in blocks of four. With five to seven and with
+// twelve rows they were 0.95 to 1.02 times as fast, so blocks of four are not used there.
 bool in_blocks_of_four(const Machine& machine, int64_t M) {
   return machine.isa == Isa::avx512 && machine.fast_bf16_dot && (M == 8 || M == 16);
 }
@@ -79,9 +82,9 @@ KernelShape kernel_shape(Isa isa, Kernel kernel) {
 
 namespace {
 
-// Compared with an fp32 multiply-add, a bf16 dot product does twice the work per instruction and a byte dot product 4/3
-// of it. Both kinds of kernel also decode faster, byte_split fastest. At M = 1 only the speed of decoding counts. fp32
-// activations need three bf16 dot products, so for them only the decoding is faster.
+// A bf16 dot product does twice the work of an fp32 multiply-add, and a byte dot product 4/3 of it. The kernels with
+// these instructions also decode faster than the fp32 kernels; byte_split decodes fastest. At M = 1 only the speed of
+// decoding counts. fp32 activations need three bf16 dot products, so for them only the decoding is faster.
 Kernel choose_kernel(const Machine& machine, const Problem& problem, int* parts) {
   const bool small_m =
       problem.M <= kernel_shape(machine.isa, Kernel::small_m).max_rows || in_blocks_of_four(machine, problem.M);

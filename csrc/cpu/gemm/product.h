@@ -186,8 +186,8 @@ class Gemm {
     const int64_t columns = block_strips * plan_.strip;
     float* y = y_scratch.get<float>(block_step * plan_.max_rows * columns);
     float* scales = scale_scratch.get<float>(2 * groups() * columns);
-    // The scratch memory holds two panels. Before them is room for a padded copy of the last strip's words, which is
-    // made if that strip reaches beyond N.
+    // The scratch memory holds two panels. If the last strip reaches beyond N, its words are copied and padded; the
+    // room for this copy lies before the panels.
     const int64_t tail = chunk_k_ / 8 * plan_.strip * int64_t{sizeof(uint32_t)};
     char* scratch = panel_scratch.get<char>(tail + 2 * matrix_.panel_bytes);
     auto* tail_words = reinterpret_cast<uint32_t*>(scratch);
@@ -242,8 +242,9 @@ class Gemm {
   int64_t groups() const { return ceil_divide(chunk_k_, group_); }
 
   // Loads the scales and the zeros of a chunk's groups, as two arrays [group, columns of the strips] with zeros beyond
-  // N. For a scaled panel the second array is the global scale, [columns of the strips]. Returns the first group of the
-  // chunk; loads nothing if `loaded` is that group.
+  // N. For a scaled panel, the second array holds the global scale instead, as [columns of the strips]. Returns the
+  // number of the chunk's first group. If `loaded` is that number, `scales` holds this chunk's values already, and
+  // nothing is loaded.
   int64_t load_chunk_scales(int64_t chunk, const Range& strips, int64_t loaded, float* scales) {
     const int64_t k0 = chunk * chunk_k_;
     const int64_t first = k0 / w_.group_size;

@@ -263,9 +263,9 @@ constexpr MatrixKernel matrix_kernel() {
 
 template <class V>
 constexpr KernelSet kernel_set() {
-  // If there are more than small_m_rows rows, they are divided into blocks of nearly equal size for the large_m kernel.
-  // A block is smallest in one of two cases: all small_m_rows + 1 rows are one block, or large_m_rows + 1 rows are
-  // halved.
+  // If there are more than small_m_rows rows, they are divided into blocks of nearly equal size for the large_m kernel,
+  // which takes up to large_m_rows rows. The smallest block is the smaller of two: small_m_rows + 1 rows that are one
+  // block, and half of large_m_rows + 1 rows, which need two blocks.
   constexpr int min_rows = std::min(V::small_m_rows, (V::large_m_rows + 1) / 2);
   return {matrix_kernel<V, false, 1, V::small_m_rows, V::small_m_vectors>(),
           matrix_kernel<V, V::large_m_from_panel, min_rows, V::large_m_rows, V::large_m_vectors>(),

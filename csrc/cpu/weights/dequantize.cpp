@@ -21,7 +21,7 @@ constexpr int64_t kBlockColumns = 8 * kDequantizeColumns;  // the fp32 scales an
 constexpr int64_t kBlockRows = 8;                          // packed rows per task
 constexpr int64_t kPadding = 32;                           // columns: two of the widest vectors
 
-// Results larger than this would fill half of a small machine's last-level cache. They are therefore stored with stores
+// A result of this size fills half of a small machine's last-level cache. Larger results are stored with instructions
 // that bypass the caches.
 constexpr int64_t kStreamBytes = int64_t{4} << 20;
 

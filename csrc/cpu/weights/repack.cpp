@@ -22,8 +22,8 @@ int64_t grain_rows(int64_t words_per_row) {
   return std::max<int64_t>(1, kGrainWords / std::max<int64_t>(words_per_row, 1));
 }
 
-// Permutes columns n to n + count - 1. Each word of the source is read eight times, in random order. In the source,
-// rows that are a power of two apart would share a few sets of the cache, so the words are first copied to a compact
+// Permutes columns n to n + count - 1. Each word of the source is read eight times, in random order. If the source's
+// row length is a power of two, its rows share a few sets of the cache, so the words are first copied to a compact
 // block.
 void permute_columns(const KernelSet& kernels, const uint32_t* qweight, const int32_t* perm, int64_t K, int64_t N,
                      int64_t n, int64_t count, uint32_t* out) {
@@ -58,8 +58,8 @@ void store_columns(uint32_t* to, Words even, Words odd) {
   std::memcpy(to, columns, sizeof columns);
 }
 
-// Transposes 4 x 4 bytes for each c: the word c of each of the four rows. Byte b of word c of rows[p] becomes byte p of
-// word b of result.of[c].
+// Takes word c of each of the four rows, for every c, and transposes these 4 x 4 bytes: byte b of word c of rows[p]
+// becomes byte p of word b of result.of[c].
 struct FourWords {
   Words of[4];
 };

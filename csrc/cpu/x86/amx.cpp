@@ -21,8 +21,8 @@ namespace {
 
 constexpr int kTileRows = 16;
 
-// Tells GCC 12 that memory is read. The compiler does not know it of _tile_loadconfig and _tile_loadd, and would move
-// or drop the stores before them.
+// Tells GCC 12 that memory is read. GCC 12 does not know that _tile_loadconfig and _tile_loadd read memory. It would
+// move or drop the stores before them.
 void memory_is_read() {
   asm volatile("" ::: "memory");
 }
@@ -82,8 +82,8 @@ bool scales_representable(const float* scales, int64_t count) {
   return out_of_range == 0;
 }
 
-// Adds scale * (tile sums - zero * sum of activations) to y [rows, 32]. For formats with a bias, adds
-// scale * tile sums + bias * sum of activations.
+// Adds scale * (tile sums - zero * sum of activations) to y [rows, 32]. If the format has a bias instead of a zero,
+// adds scale * tile sums + bias * sum of activations.
 void add_tiles(const Step& s, int segment, int rows, const float* tiles, float* y) {
   const float* scales = s.scales + segment * s.ld_scales;
   const __m512 scale[2] = {_mm512_loadu_ps(scales), _mm512_loadu_ps(scales + 16)};

@@ -18,8 +18,9 @@ constexpr int tile_k(int segment) {
   return segment < 32 ? segment : 32;
 }
 
-// Calls write(row of words, column, out) for every 16 words of the tile product that begins at k; 16 words decode to
-// four vectors. Writes zeros beyond the end of the segment. Returns the end of the output.
+// Calls write(row of words, column, out) for the words of the tile product that begins at k, 16 words at a time. Each
+// call must write four vectors, the codes of these words. Beyond the end of the segment, zeros are written without a
+// call. Returns the end of the output.
 template <class Write>
 [[gnu::always_inline]] inline __m512i* each_word(int k, int end, int tile, __m512i* out, Write write) {
   for (int column = 0; column < kStrip; column += 16) {
@@ -54,9 +55,9 @@ template <class Write>
 }
 
 // Decodes codes to sums of bf16 parts. With one part and up to eight rows, the next panel is decoded between the tile
-// products. That was 1.08 to 1.10 times as fast on two and four threads and 1.03 times on 16 (Intel Xeon). With 16 rows
-// it was a fifth slower, because products of full tiles leave the core fewer free slots. With three parts the panel is
-// decoded beforehand, because two panels of three parts would fill the first-level cache.
+// products of the previous one. That was 1.08 to 1.10 times as fast on two and four threads and 1.03 times on 16 (Intel
+// Xeon). With 16 rows it was a fifth slower, because products of full tiles leave the core fewer free slots. With three
+// parts the panel is decoded beforehand, because two panels of three parts would fill the first-level cache.
 template <int code_parts>
 class CodesInParts {
  public:
@@ -86,9 +87,9 @@ class CodesInParts {
 };
 
 // Decodes codes and multiplies them by the scale of their group. The product is exact in bf16: an E2M1 code has two
-// significant bits, an E4M3 scale four and an E8M0 scale one. A whole chunk is one segment. This takes more
-// instructions than decoding alone. The next panel is therefore always decoded between the products of the previous
-// strip, which was 1.04 to 1.25 times as fast at any number of rows (same Xeon).
+// significant bits, an E4M3 scale four and an E8M0 scale one. A whole chunk is one segment. Decoding and scaling takes
+// more instructions than decoding alone. The next panel is therefore always decoded between the tile products of the
+// previous one, which was 1.04 to 1.25 times as fast at any number of rows (same Xeon).
 class ScaledCodes {
  public:
   static constexpr int ahead_rows = 32;

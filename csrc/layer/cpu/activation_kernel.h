@@ -7,8 +7,8 @@
 
 namespace marlin::cpu {
 
-// Returns `positive` for x >= 0 and `negative` for x < 0. If x is NaN, the result depends on `negative` and is NaN if
-// `negative` is NaN.
+// Returns `positive` for x >= 0 and `negative` for x < 0. If x is NaN, the result is NaN if `negative` is, and
+// otherwise undefined.
 template <class V>
 [[gnu::always_inline]] inline typename V::F by_sign(typename V::F x, typename V::F positive, typename V::F negative) {
   return V::add(V::zero_below(x, 0.F, positive), V::sub(negative, V::zero_below(x, 0.F, negative)));

@@ -21,8 +21,8 @@ struct GatedBlock {
   float alpha;
 };
 
-// One head of one token. Element i becomes x_i cos_i + x_j sin_i, where j is the other element of the pair. So `sin`
-// has the signs of the rotation.
+// One head of one token. The elements of a head are rotated in pairs. Element i, whose partner is element j, becomes
+// x_i cos_i + x_j sin_i. A rotation needs one sine with a minus sign; `sin` already has it.
 struct RotaryRow {
   const float* x;    // [2 * pairs]
   const float* cos;  // [2 * pairs]

@@ -8,8 +8,8 @@
 
 namespace marlin::cpu {
 
-// Adds the squares of each block to kPartialSums sums in fp32, because one sum would make each addition wait for the
-// one before. These sums are added in fp64.
+// Adds the squares of each block to kPartialSums sums in fp32. With a single sum, each addition would wait for the one
+// before. At the end, the partial sums are added in fp64.
 template <class V>
 double sum_of_squares(const float* x, int64_t count) {
   constexpr int64_t kBlock = 512;

@@ -38,12 +38,12 @@ struct MlstmArguments {
   MlstmInput i;
   MlstmInput f;
   double eps;
-  // The state before the first token or, if given_states, the state before each chunk c in slot c. nullptr stands for a
-  // zero state.
+  // If given_states is false, the state before the first token. If it is true, slot c holds the state before chunk c.
+  // nullptr stands for a zero state.
   MlstmStates<const void*> in;
   bool given_states;
-  // Receives the final state if chunks_per_slot is 0; otherwise slot c receives the state before chunk
-  // c * chunks_per_slot. nullptr if no state is needed.
+  // Receives the final state if chunks_per_slot is 0. Otherwise, slot c receives the state before chunk c *
+  // chunks_per_slot. nullptr means that no state is needed.
   MlstmStates<void*> out;
   int64_t chunks_per_slot;
   void* h;  // [B, H, S, DV] in the type of q

@@ -13,9 +13,9 @@ struct MlstmGates {
   float* f;           // the forget gates of the input
   float* m;           // stabiliser of each token
   float* from_state;  // decay from the state before the chunk to each token
-  // The weight of token l in the output of token j is exp(b_j - b_l + i_l - m_j). Large terms can give a small
-  // exponent, which would then lose precision. Each term is therefore a high and a low part, and the exponent is
-  // (row_high[j] + key_high[l]) + (row_low[j] + key_low[l]).
+  // The weight of token l in the output of token j is exp(b_j - b_l + i_l - m_j). The terms can be large although their
+  // sum, the exponent, is small; the rounding of the terms would then spoil the exponent. Each term is therefore stored
+  // as a high and a low part, and the exponent is (row_high[j] + key_high[l]) + (row_low[j] + key_low[l]).
   float* row_high;
   float* row_low;
   float* key_high;
@@ -24,8 +24,9 @@ struct MlstmGates {
   float* floor;     // exp(-m)
   float whole;      // decay of the state over the whole chunk
 
-  // Computes all other fields from f and from the input gates, which the caller puts in m. The state before the chunk
-  // is scaled by exp(-state_m). *exact_m is the stabiliser before the chunk and becomes the one after it.
+  // Computes all other fields. The caller has put the forget gates in f and the input gates in m. The state before the
+  // chunk is scaled by exp(-state_m). *exact_m must be the stabiliser before the chunk; the call replaces it by the
+  // stabiliser after the chunk.
   void compute(const MlstmKernels& kernels, int64_t count, float state_m, double* exact_m);
 };
 

@@ -1,5 +1,5 @@
 // Computes one output tile per threadgroup, for many activation rows: gemm_double_buffered_* and gemm_single_stage_*.
-// A third grid dimension divides K.
+// The grid's third dimension divides K.
 #include "kernels/gemm/tiles/tile_product.h"
 
 using namespace metal;

@@ -24,9 +24,9 @@ struct Tile {
     kBlocksM = kSimdgroupRows / kBlock,  // 8x8 blocks of one simdgroup's outputs, down and across
     kBlocksN = tile_simdgroup_columns({m, n, k}) / kBlock,
     kSimdgroupsN = n / (kBlocksN * kBlock),
-    // True if the next step's data are stored to threadgroup memory before this step multiplies. With two sets of 4 x 4
-    // accumulators, no registers are free to hold these data during the products: in a threadgroup of 512 threads, each
-    // thread has 208 half-registers (M1, Mesa's table).
+    // True if the data of the next step are stored to threadgroup memory before the products of the current step, not
+    // after them. With two sets of 4 x 4 accumulators, no registers are free to hold these data during the products: in
+    // a threadgroup of 512 threads, each thread has 208 half-registers (M1, Mesa's table).
     kStoresEarly = kBlocksN > 2,
   };
 };
@@ -81,8 +81,8 @@ struct TileLoader {
     scale_group = ~0u;
   }
 
-  // Loads this thread's activations, words and scale for the step at k0. Whatever lies at or beyond M, N or k_end is
-  // replaced by an exact zero, whose products add nothing.
+  // Loads this thread's activations, words and scale for the step at k0. Elements at or beyond M, N or k_end do not
+  // exist. Each is replaced by an exact zero, whose products add nothing.
   MARLIN_INLINE void fetch(thread const Weight& weight, thread const Activations<T>& a, constant GemmParams& params,
                            uint m0, uint n0, uint k0, uint k_end, uint thread_index) thread {
     MARLIN_UNROLL for (uint i = 0; i < kThreadVec8; ++i) {
