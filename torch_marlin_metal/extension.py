@@ -1,8 +1,8 @@
 """Loads the compiled extension, which registers `torch.ops.torch_marlin_metal.*`.
 
 If there is no extension, or if it does not fit this torch or these Python files, the package is imported with a warning
-that says why. Checkpoints can then be inspected and converted. Each operator and each function of the extension raises
-`ExtensionError`, and nothing is computed in another way.
+that says why. Without the extension, checkpoints can still be inspected and converted. Each operator and each function
+of the extension raises `ExtensionError`; none is computed in another way.
 """
 
 import importlib
@@ -110,8 +110,8 @@ if not interrupt.is_command():  # the command line calls `warn` itself, in its o
 def require(caller: str) -> None:
     """Raises an error if the extension cannot be used.
 
-    Functions call this at their start if they would otherwise do long work first, or would treat the operators' errors
-    like a model's own.
+    Two kinds of function call this at their start: those that would otherwise find the error only after long work, and
+    those that would take an operator's error for an error of the model.
 
     Args:
         caller: the name of the function or argument that needs the extension.

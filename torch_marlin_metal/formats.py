@@ -1,7 +1,7 @@
 """The weight formats. The table is the same as in `csrc/core/weight_format.h`, which the kernels use.
 
-Checkpoints are read and converted without the compiled extension too, so Python has the table itself. An extension
-whose table differs is refused (`interface.py`).
+Checkpoints are read and converted without the compiled extension, too, so Python has a table of its own. `interface.py`
+refuses an extension whose table differs.
 """
 
 from dataclasses import dataclass
@@ -100,7 +100,9 @@ def weight_format(name: str) -> WeightFormat:
 
 
 def resolve_group_size(op: str, fmt: WeightFormat, group_size: int | None, K: int) -> int:
-    """Returns the group size as a number. None means the format's fixed size, or else 128; -1 means K.
+    """Returns the group size as a number.
+
+    None means the format's fixed size, or 128 if the format has none; -1 means K.
 
     Args:
         op: the caller's name, for the error.

@@ -1,4 +1,6 @@
-"""Lists what the Python files need of the compiled extension, because a build of older sources may lack some of it.
+"""Lists the operators and functions of the compiled extension that the Python files use.
+
+An extension that was built from older sources may lack some of them.
 
 A test compares both tables with the extension, so a new operator, argument or function is added here too.
 """

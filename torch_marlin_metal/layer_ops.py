@@ -1,8 +1,8 @@
 """Python functions for the operations between a decoder layer's products.
 
 These are the norm, the rotary embedding, the gated activation and the writing to a cache. Each function is one
-operator, which on mps is one dispatch; PyTorch's own operators need up to ten. All accept any strides. Those that
-compute do so in fp32, round once and have derivatives.
+operator, which on mps is one dispatch; PyTorch's own operators need up to ten. All functions accept any strides. All
+except the writing to a cache compute in fp32, round once and have derivatives.
 """
 
 from typing import Literal
@@ -23,11 +23,11 @@ ActivationName = Literal["silu", "gelu", "gelu_tanh", "clamped_silu"]
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float, weight_offset: float = 0.0) -> Tensor:
     """Divides each row by its root mean square and multiplies with a weight.
 
-    `y = x / sqrt(mean(x^2) + eps) * (weight + weight_offset)`. The squares are added in fp32, so rows whose sum of
-    squares exceeds its range, 3.4e38, give zeros, as with PyTorch's operators.
+    `y = x / sqrt(mean(x^2) + eps) * (weight + weight_offset)`. The squares are added in fp32. If a row's sum of squares
+    exceeds 3.4e38, the range of fp32, the result is zeros, as with PyTorch's operators.
 
-    PyTorch's `rms_norm` is one dispatch on mps too, but it has no offset, needs a weight of x's dtype, and is a
-    sequence of operators on the CPU.
+    PyTorch's `rms_norm` is one dispatch on mps, too. But it has no offset, it needs a weight in the dtype of `x`, and
+    on the CPU it is a sequence of operators.
 
     Args:
         x: `[..., N]`, float16, bfloat16 or float32.
@@ -50,7 +50,7 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """Adds a residual; returns the norm of the sum, and the sum.
 
-    The sum is rounded to the dtype of `x`, as PyTorch's addition is, and the norm is that of the rounded sum.
+    The sum is rounded to the dtype of `x`, as in PyTorch's addition. The norm is computed from the rounded sum.
 
     Args:
         x: `[..., N]`, float16, bfloat16 or float32.
@@ -87,9 +87,9 @@ def rotary(
         per_pair: `cos` and `sin` have an element for each pair, so their last dimension is R/2.
 
     Returns:
-        The rotated q and k. In each, the heads of a token are neighbours in memory if they are neighbours in the
-        input; otherwise the result is contiguous. PyTorch's attention gives its result the order of q, so no copy
-        is needed after it.
+        The rotated q and k. In each, the heads of a token are neighbours in memory if they are neighbours in the input;
+        otherwise the result is contiguous. PyTorch's attention orders its result in memory like q, so the result needs
+        no copy before the next product.
 
     Raises:
         ValueError: an argument has the wrong dtype, shape or device, or `cos` or `sin` requires grad.
@@ -114,9 +114,9 @@ def gated_activation(
     Args:
         gate: `[..., N]`, float16, bfloat16 or float32.
         up: like `gate`.
-        activation: "silu"; "gelu", with the error function to 1.5e-7; "gelu_tanh", its approximation with tanh; or
-            "clamped_silu", which gpt-oss has: with `g = min(gate, limit)` and `u` = `up` clamped to -limit ... limit,
-            `g * sigmoid(alpha * g) * (u + 1)`.
+        activation: "silu"; "gelu" (its error function is computed to 1.5e-7); "gelu_tanh" (the approximation of "gelu"
+            with tanh); or "clamped_silu", which gpt-oss uses. The last one computes `g * sigmoid(alpha * g) * (u + 1)`,
+            where `g = min(gate, limit)`, and `u` is `up` clamped to -limit ... limit.
         limit: for "clamped_silu" only.
         alpha: for "clamped_silu" only.
 
@@ -133,8 +133,9 @@ def gated_activation(
 def write_cache(keys: Tensor, values: Tensor, k: Tensor, v: Tensor, start: Tensor) -> None:
     """Writes the keys and values of S tokens into a static cache, in place, from position `start` on.
 
-    The position is a tensor, so that on mps the host does not wait for it. There the operator cannot raise an error for
-    a wrong position: if the tokens do not fit, it writes NaN for S tokens from position 0 on.
+    The position is a tensor, so that on mps the host need not know its value and does not wait for the GPU. The
+    operator can therefore not raise an error on mps if the tokens do not fit. It then writes NaN for S tokens from
+    position 0 on.
 
     Args:
         keys: `[B, H, L, D]`, float16, bfloat16 or float32, contiguous. Written.

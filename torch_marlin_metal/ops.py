@@ -1,6 +1,7 @@
-"""The operators `torch.ops.torch_marlin_metal.*` as Python functions, with names, aliases and `group_size=-1` resolved.
+"""The operators `torch.ops.torch_marlin_metal.*` as Python functions.
 
-Schemas, checks, fake kernels, autograd and autocast are registered by the C++ extension.
+The functions also accept aliases of weight formats and `group_size=-1`. The C++ extension registers schemas, checks,
+fake kernels, autograd and autocast.
 """
 
 from collections.abc import Callable
@@ -103,7 +104,7 @@ def gemm(
     """Multiplies activations with a packed 4-bit weight: `a @ w + bias`.
 
     The weight is decoded inside the product and never stored. Sums are in fp32, and the result is rounded once. `gemm`
-    is differentiable by `a` and `bias`.
+    is differentiable with respect to `a` and `bias`.
 
     Args:
         a: activations `[..., K]`, float16, bfloat16 or float32, any strides.
@@ -145,13 +146,15 @@ def gemm_transposed(
     lut: Tensor | None = None,
     perm: Tensor | None = None,
 ) -> Tensor:
-    """Multiplies with the transposed weight, `a @ w.T`. It is the derivative of `gemm` by its `a`.
+    """Multiplies by the transposed weight: `a @ w.T`.
+
+    This product gives the gradient of `gemm` with respect to its `a`.
 
     The weight is decoded in parts of rows of K. A part takes at most `TORCH_MARLIN_METAL_GRADIENT_BYTES` bytes, 64 MiB
-    by default; the variable is read at each call. The smallest part is eight rows, or one group of nvfp4 and mxfp4.
-    The parts are in bfloat16 if `a` is, because that dtype has the range of float32, and otherwise in float32. The
-    result does not depend on the number of parts beyond the rounding of sums, and equal calls give equal bits.
-    `gemm_transposed` is differentiable by `a`; forward-mode derivatives are refused.
+    by default; the variable is read at each call. The smallest part is eight rows, or one group of nvfp4 and mxfp4. The
+    parts are in bfloat16 if `a` is, because that dtype has the range of float32, and otherwise in float32. The number
+    of parts changes the result only by the rounding of sums, and equal calls give equal bits. `gemm_transposed` is
+    differentiable with respect to `a`; forward-mode derivatives are refused.
 
     Args:
         a: `[..., N]`, float16, bfloat16 or float32, any strides.
@@ -197,8 +200,8 @@ def moe_gemm(
 
     Row (t, s) of the result is `a[t] @ w[expert_ids[t, s]] + bias[expert_ids[t, s]]`, times `row_weights[t, s]` if
     given. With `reduce` the rows of a token are added in fp32, in the order of s, and the sum is rounded once. Shapes
-    do not depend on values, and the host never waits for `expert_ids`. `moe_gemm` is differentiable by `a` and
-    `row_weights`; its backward on mps does wait.
+    do not depend on values, and the host never waits to learn `expert_ids`. `moe_gemm` is differentiable with respect
+    to `a` and `row_weights`; on mps, the backward pass does wait for `expert_ids`.
 
     Args:
         a: `[T, K]`, a row for all experts of a token, or `[T, top_k, K]`; float16, bfloat16 or float32, any strides.

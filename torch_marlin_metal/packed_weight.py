@@ -114,10 +114,9 @@ class PackedWeight:
         """Checks every shape, dtype and value rule of the format, and returns self.
 
         Raises:
-            PackedWeightError: a rule is broken; the message names the field, the expected and the actual value. Values
-                are checked too: scales that are not finite or exceed 2^100, E8M0 codes outside 16..240, E4M3 NaN codes,
-                and a perm that is not a permutation.
-                Tensors of `FakeTensorMode` have no values to check.
+            PackedWeightError: a rule is broken; the message names the field, the expected and the actual value. Broken
+                rules about values are: scales that are not finite or exceed 2^100, E8M0 codes outside 16..240, E4M3 NaN
+                codes, and a perm that is not a permutation. Tensors of `FakeTensorMode` have no values to check.
         """
         fmt = weight_format(self.weight_format)
         _require("b_packed", self.b_packed, (torch.int32,), (None, None))

@@ -31,7 +31,7 @@ def selects(choice: Patterns | Callable[..., bool] | None, name: str, *module: n
 
 
 def check_patterns(op: str, names: Iterable[str], **choices: Any) -> None:
-    """Refuses patterns that match none of the names. Choices that are functions are not checked.
+    """Raises an error if a pattern matches none of the names. Choices that are functions are not checked.
 
     Args:
         op: the caller's name, for the messages.

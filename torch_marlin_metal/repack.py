@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 CODES_PER_WORD = 8
-# Version 1 of GPTQ's format stores zero point - 1. The rule says what a stored nibble of 15 means; see
-# `repack_ops.gptq_unpack_zeros`.
+# Version 1 of GPTQ's format stores each zero point minus 1. The rule says which zero point a stored nibble of 15 stands
+# for; see `repack_ops.gptq_unpack_zeros`.
 ZerosRule = Literal["word", "masked", "unmasked"]
 # AWQ's interleave: nibble i (lowest first) of a word holds column AWQ_ORDER[i] of eight (AutoAWQ, packing_utils.py).
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -31,7 +31,7 @@ def pack_codes(codes: Tensor) -> Tensor:
         int32 `[K/8, N]`: word (r, n) holds k = 8r..8r+7 of column n, lowest k in the lowest nibble.
 
     Raises:
-        ValueError: codes is not uint8, wrong rank, K not a multiple of 8, or a code above 15.
+        ValueError: `codes` is not uint8 or has the wrong rank, K is not a multiple of 8, or a code is above 15.
     """
     _check_codes("pack_codes", "codes", codes, packed_dim=0)
     return _pack(codes.reshape(-1, CODES_PER_WORD, codes.shape[1]).movedim(1, -1), SEQUENTIAL_ORDER)
@@ -64,7 +64,7 @@ def pack_gptq(b_packed: Tensor, *, perm: Tensor | None = None) -> Tensor:
         int32 `[K/8, N]`, always a new tensor.
 
     Raises:
-        ValueError: wrong dtype or shape, or perm is not a permutation of 0..K-1.
+        ValueError: an argument has the wrong dtype or shape, or perm is not a permutation of 0..K-1.
     """
     _check_words("pack_gptq", "b_packed", b_packed)
     if perm is None:
@@ -79,15 +79,16 @@ def pack_gptq_zeros(zeros: Tensor, checkpoint_version: int, *, rule: ZerosRule =
     Args:
         zeros: uint8 `[G, N]`, N a multiple of 8; each 0..15, or 1..16 with version 1 and the rule "unmasked".
         checkpoint_version: 2 stores the zero point, 1 stores it minus one.
-        rule: how version 1 stores a zero point of 0 and 16: "word" borrows from the next nibble (GPTQModel, AutoRound),
-            "masked" stores 15, "unmasked" stores 16 as 15 and refuses 0.
+        rule: how version 1 stores the zero points 0 and 16. For 0, "word" borrows from the next nibble (GPTQModel,
+            AutoRound), "masked" stores 15, and "unmasked" raises an error. Only "unmasked" takes 16, and stores it as
+            15.
 
     Returns:
         int32 `[G, N/8]`, lowest column in the lowest nibble.
 
     Raises:
-        ValueError: zeros is not uint8, wrong rank, N not a multiple of 8, a zero point out of range, or an unknown
-            version or rule.
+        ValueError: `zeros` is not uint8 or has the wrong rank, N is not a multiple of 8, a zero point is out of range,
+            or the version or the rule is unknown.
     """
     if checkpoint_version not in (1, 2):
         raise ValueError(f"pack_gptq_zeros: checkpoint_version: expected 1 or 2, got {checkpoint_version}")
@@ -115,7 +116,7 @@ def pack_awq(b_packed: Tensor) -> Tensor:
         int32 `[K, N/8]` with AWQ's interleave.
 
     Raises:
-        ValueError: b_packed is not int32, wrong rank, or N not a multiple of 8.
+        ValueError: `b_packed` is not int32 or has the wrong rank, or N is not a multiple of 8.
     """
     return _pack_awq("pack_awq", "b_packed", unpack_codes(b_packed))
 
@@ -130,7 +131,7 @@ def pack_awq_zeros(zeros: Tensor) -> Tensor:
         int32 `[G, N/8]` with AWQ's interleave.
 
     Raises:
-        ValueError: zeros is not uint8, wrong rank, N not a multiple of 8, or a zero point above 15.
+        ValueError: `zeros` is not uint8 or has the wrong rank, N is not a multiple of 8, or a zero point is above 15.
     """
     return _pack_awq("pack_awq_zeros", "zeros", zeros)
 
@@ -146,11 +147,13 @@ def gptq_perm(g_idx: Tensor, group_size: int) -> Tensor | None:
         group_size: rows per group; -1, or K or more, means one group. Only the last group may be shorter.
 
     Returns:
-        int32 `[K]` on g_idx's device, or None if rows are in order: g_idx is k // group_size, or all zero. Programs
-        that do not use act-order write a g_idx of zeros. The function warns about it if there is more than one group.
+        int32 `[K]` on the device of `g_idx`, or None if the rows are in order. They are in order if `g_idx[k]` is k //
+        group_size. They also count as in order if all of `g_idx` is zero, because some programs write zeros if they do
+        not use act-order; the function then warns if there is more than one group.
 
     Raises:
-        ValueError: g_idx is not int32 or int64, wrong rank, a group out of range, or groups of the wrong size.
+        ValueError: `g_idx` is not int32 or int64 or has the wrong rank, a group is out of range, or a group has the
+            wrong size.
     """
     if g_idx.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"gptq_perm: g_idx: expected int32 or int64, got {g_idx.dtype}")

@@ -34,12 +34,12 @@ def gptq_unpack_zeros(qzeros: Tensor, *, checkpoint_version: int, rule: ZerosRul
     """Unpacks GPTQ's `qzeros` into one byte per zero point.
 
     Files of version 1 store z - 1, so a zero point is the stored nibble plus 1. If the nibble is 15, programs disagree
-    about the result, and `rule` chooses one. "word" adds 0x11111111 to the whole word. This is exact for files of
+    about the zero point, and `rule` decides. "word" adds 0x11111111 to the whole word. This is exact for files of
     GPTQModel and AutoRound, which subtract 1 from the whole word, with a borrow from the next nibble if z is 0.
     "masked" gives (nibble + 1) & 15. "unmasked" gives nibble + 1, which may be 16.
 
-    Functions that read whole layers or checkpoints call `checkpoint_version` `gptq_version`, and `rule`
-    `gptq_zeros_rule`.
+    In functions that read whole layers or checkpoints, the argument `checkpoint_version` is named `gptq_version`, and
+    `rule` is named `gptq_zeros_rule`.
 
     Args:
         qzeros: int32 `[G, N/8]`, contiguous, lowest n in the lowest nibble.
@@ -67,7 +67,7 @@ def awq_repack(qweight: Tensor) -> Tensor:
         int32 `[K/8, N]`.
 
     Raises:
-        ValueError: wrong dtype or shape, or K is not a multiple of 8.
+        ValueError: `qweight` has the wrong dtype or shape, or K is not a multiple of 8.
     """
     result: Tensor = _ops.awq_repack(qweight)
     return result

@@ -11,11 +11,12 @@ from torch_marlin_metal.repack import gptq_perm
 def read_g_idx(layer: Layer, role: str, K: int, G: int) -> Tensor | None:
     """Returns the group of every row, or None if the tensor is absent or was never filled in.
 
-    Some files without act-order have a tensor with one value in every row: -1 in old compressed-tensors files, 0 in
-    some GPTQ files. exllama and text-generation-inference also read such a tensor as rows in order.
+    Some files without act-order have the tensor, but with the same value in every row: -1 in old compressed-tensors
+    files, 0 in some GPTQ files. Such a tensor counts as never filled in; exllama and text-generation-inference read it
+    in the same way.
 
     Raises:
-        CheckpointError: wrong shape or dtype, or a group out of range.
+        CheckpointError: the tensor has a wrong shape or dtype, or a group is out of range.
     """
     if role not in layer:
         return None
@@ -36,7 +37,9 @@ def read_g_idx(layer: Layer, role: str, K: int, G: int) -> Tensor | None:
 
 
 def permutation(layer: Layer, role: str, g_idx: Tensor | None, group_size: int) -> Tensor | None:
-    """Returns int32 `[K]`: row j of the packed weight is row perm[j] of the file. None if the rows are in order.
+    """Returns the permutation of rows, int32 `[K]`, or None if the rows are in order.
+
+    Row j of the packed weight is row perm[j] of the file.
 
     Raises:
         CheckpointError: a group has too many or too few rows; only the last may be short.

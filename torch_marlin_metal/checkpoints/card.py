@@ -26,7 +26,7 @@ def write_card(directory: Path) -> None:
     """Writes the README.md, or adds a section to an existing one.
 
     Raises:
-        CheckpointError: it cannot be written.
+        CheckpointError: the file cannot be written.
     """
     file = directory / README
     try:

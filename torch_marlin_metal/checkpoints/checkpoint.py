@@ -110,7 +110,7 @@ def open_checkpoint(path: Path, allow_pickle: bool = False, quantized: bool = Tr
     Args:
         path: a directory with config.json and safetensors files (or, if allowed, PyTorch pickles).
         allow_pickle: read `*.bin` and `*.pt` files, by `torch.load(weights_only=True)`.
-        quantized: whether there must be quantization settings (True) or must not be any (False).
+        quantized: True if the configuration must have quantization settings, False if it must not have any.
 
     Raises:
         CheckpointError: something is missing, damaged or points outside the directory.
@@ -230,7 +230,7 @@ def regular_file(file: Path) -> Path:
     directory `blobs/`, because huggingface_hub stores downloads that way.
 
     Raises:
-        CheckpointError: it is not a regular file, or a link leads elsewhere.
+        CheckpointError: the path is not a regular file, or a link leads elsewhere.
     """
     try:
         target, home = file.resolve(strict=True), file.parent.resolve(strict=True)

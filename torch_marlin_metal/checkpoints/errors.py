@@ -17,7 +17,7 @@ class UnsupportedFormat(CheckpointError):
     """A checkpoint, or one layer of it, cannot be represented by the operators without loss.
 
     Attributes:
-        dequantize: a function that returns the layer's weight as fp32 `[N, K]`, or None if it cannot be decoded.
+        dequantize: a function that returns the layer's weight as fp32 `[N, K]`; None if the weight cannot be decoded.
     """
 
     def __init__(self, message: str, dequantize: Callable[[], Tensor] | None = None) -> None:

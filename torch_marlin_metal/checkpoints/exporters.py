@@ -62,7 +62,8 @@ class GptqExporter:
     """GPTQ's layout.
 
     Args:
-        version: 1 ("gptq", zero points minus one) or 2 ("gptq_v2"); a zero point of 0 needs 2.
+        version: 1 ("gptq") stores zero points minus one, 2 ("gptq_v2") stores them unchanged. A zero point of 0 needs
+            2.
     """
 
     version: int = 1

@@ -20,17 +20,17 @@ SMALLEST = 8  # least rows and columns of a matrix; smaller tensors are tables o
 
 @dataclass(frozen=True)
 class FloatLayer:
-    """A matrix of a checkpoint that the operators can hold.
+    """A matrix in a checkpoint of floats that could be quantized.
 
     Attributes:
         name: the layer's name in the checkpoint.
-        weight: the tensor that holds it.
-        K: its columns as `[N, K]`.
-        nbytes: its bytes.
-        bias: the tensor of its bias, or "".
-        index: its place in a stack of matrices, or None.
-        transposed: whether the tensor holds it as `[K, N]`.
-        experts: the experts module in the model that it belongs to, or "".
+        weight: the name of the tensor that holds the matrix.
+        K: the columns of the matrix, which as a weight is `[N, K]`.
+        nbytes: the bytes of the matrix.
+        bias: the name of the tensor with the layer's bias, or "".
+        index: if the tensor is a stack of matrices, the place of this one, or else None.
+        transposed: whether the tensor holds the matrix as `[K, N]`.
+        experts: if the matrix belongs to an expert, the name of the experts module in the model, or else "".
         group: the name of that module in the checkpoint, or "".
     """
 
@@ -50,7 +50,7 @@ class FloatLayer:
 
 
 class FloatModel:
-    """The model that config.json names, on the meta device, and its names for the layers of the checkpoint.
+    """The model that config.json names, on the meta device, and the names that it has for the checkpoint's layers.
 
     Raises:
         CheckpointError: transformers is not installed, or does not know the model.
@@ -74,10 +74,10 @@ class FloatModel:
         return self._names.layer(name) in self._lookups
 
     def with_experts(self, checkpoint: Checkpoint, layers: list[FloatLayer]) -> list[FloatLayer]:
-        """Returns the layers with those of stacked experts, and with the names of their experts modules.
+        """Adds the matrices of stacked experts, and gives each layer of an expert the name of its experts module.
 
-        Experts count only if the checkpoint has all layers of their module, because the model can hold them in 4 bit
-        only together.
+        Experts are quantized only if the checkpoint has all layers of their module, because the model can hold them in
+        4 bit only together.
         """
         found = []
         for layer in layers:
@@ -118,7 +118,7 @@ class FloatModel:
 def choose_layers(
     checkpoint: Checkpoint, include: NameFilter | None, exclude: NameFilter
 ) -> tuple[list[FloatLayer], dict[str, int]]:
-    """Returns the layers to quantize, and the bytes of the matrices that stay in floats although they were asked for.
+    """Returns the layers to quantize, and how many bytes of the selected matrices stay in floats nevertheless.
 
     Args:
         checkpoint: a checkpoint of floats.

@@ -37,16 +37,17 @@ class FloatReader(CheckpointReader):
         weight_format: see `quantize_weight`.
         group_size: see `quantize_weight`.
         method: "rtn" or "mse".
-        include: patterns of layer names as in `quantize_model`, or a function of the name. Quantizes every matrix
-            `<layer>.weight` that it selects. None selects the `nn.Linear` modules of the model that config.json names,
-            except its output embedding, and the experts of mixtures. transformers supplies those names; no code of the
-            checkpoint runs. A filter may name the experts of a mixture together (`*.experts`).
+        include: patterns of layer names as in `quantize_model`, or a function of the name. Every matrix
+            `<layer>.weight` that it selects is quantized. The experts of a mixture can be selected together
+            (`*.experts`). None selects the experts of mixtures and all `nn.Linear` modules except the output embedding.
+            In that case, transformers builds the model that config.json names, to learn which modules these are; no
+            code of the checkpoint runs.
         exclude: layers to leave unquantized, chosen like `include`.
         allow_pickle: as in `ReadOptions`.
 
     Raises:
-        ValueError: the format or method is unknown, a layer cannot have the group size, no layer is chosen, or some
-            layers of a mixture's experts, but not all.
+        ValueError: the format or method is unknown, a layer cannot have the group size, no layer is chosen, or only
+            some layers of a mixture's experts are chosen.
         CheckpointError: the checkpoint is damaged, is quantized already, or has no layer to quantize.
     """
 

@@ -18,8 +18,8 @@ class Format:
         name: short name, for `PackedWeight.source` and reports.
         title: the format's common name.
         containers: the kinds of file that hold it.
-        variants: the variants that are read, as (variant, weight formats) pairs.
-        refused: the variants that are refused, as (variant, reason) pairs.
+        variants: the supported variants, as (variant, weight formats) pairs.
+        refused: the variants that are not supported, as (variant, reason) pairs.
     """
 
     name: str
@@ -40,10 +40,11 @@ class DirectoryFormat(Format):
 
     Attributes:
         methods: the `quant_method` values of this format.
-        anchors: ending -> role, for the tensor that every layer has; the name before the ending is the layer's.
+        anchors: ending -> role, for a tensor that every layer has. The tensor's name without the ending is the layer's
+            name.
         roles: role -> possible endings, for the layer's other tensors.
         fields: field of `PackedWeight` -> role, so that an error names the tensor.
-        check: raises UnsupportedFormat if the settings of a checkpoint cannot be read.
+        check: raises UnsupportedFormat if layers with the settings of a checkpoint are not supported.
         read: converts one layer.
         implied: recognises checkpoints of this format whose settings name no method.
         delegate: for a format that only wraps others, returns the wrapped format.
@@ -52,10 +53,10 @@ class DirectoryFormat(Format):
         listed: for a format whose settings list the layers, returns their names. Only these names are layers, because
             other tensors may have names like parts of a layer.
         unread: ending -> reason, for tensors that mark a layer whose quantization is not supported.
-        axes: role -> what each dimension of the tensor counts. With it, a process can read only its part of a layer.
-            The values are "N", "K", "N/8" and "K/8" (words of 8 codes), or "G" (groups). "order" stands for a tensor
-            of one dimension that gives the order of K or the group of each row. Empty if a layer can only be read as
-            a whole.
+        axes: role -> what each dimension of the tensor counts. A process that needs only a part of a layer uses it to
+            read only that part. The values are "N", "K", "N/8" and "K/8" (words of 8 codes), or "G" (groups). "order"
+            stands for a tensor of one dimension that gives the order of K or the group of each row. Empty if a layer
+            can only be read as a whole.
     """
 
     containers: tuple[str, ...] = ("a directory of safetensors files", "(on request) a directory of PyTorch pickles")

@@ -29,8 +29,9 @@ def nvfp4(
 def mxfp4(b_packed: Tensor, scales: Tensor, bias: Tensor | None, source: str) -> PackedWeight:
     """Makes an MXFP4 weight from E8M0 codes `scales [K/32, N]`.
 
-    If all codes of a block are zero, its scale does not matter, and programs store any exponent. ggml stores 0, the
-    scale 2^-127, which is too small for the operators. Such a block therefore gets the scale 1.
+    If all codes of a block are zero, its scale does not matter, and programs store any exponent. ggml stores the
+    exponent code 0, which means the scale 2^-127 and is too small for the operators. Blocks of zeros therefore get the
+    scale 1.
     """
     outside = (scales < 16) | (scales > 240)
     if bool(outside.any()):

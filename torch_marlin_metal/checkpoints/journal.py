@@ -1,7 +1,8 @@
-"""The journal of a conversion: it lists the complete files of the directory, and locks the directory.
+"""The journal of a conversion. It lists the files of the directory that are complete, and it locks the directory.
 
-The first line holds the source and the options. A further line is appended for each finished shard, so the time to
-write the journal is linear in the number of tensors. The lock is on the journal file, so it ends with the process.
+The first line holds the source and the options. Each finished shard appends one line, and no line is written twice, so
+the time to write the journal is linear in the number of tensors. The lock is on the journal file, so it ends with the
+process.
 """
 
 import fcntl
@@ -48,8 +49,7 @@ class Journal:
         Raises:
             CheckpointError: the journal cannot be written.
         """
-        # The exporter may already have seen the next layer, which is in no shard yet. A resumed run gives it that layer
-        # again.
+        # The exporter may already have seen a layer that is in no shard yet. A resumed run gives it this layer again.
         line = {"file": shard, "tensors": tensors, "items": items, "exporter": self._growth(exporter)}
         try:
             _append(self.stream, line)
@@ -104,7 +104,7 @@ class Journal:
 
 
 def open_journal(destination: Path, identity: dict[str, Any] | None, sync: bool) -> Journal:
-    """Makes `<destination>.partial`, or resumes the one that another run with the same identity left.
+    """Makes the directory `<destination>.partial`, or resumes the one that an earlier run with the same identity left.
 
     Args:
         destination: the directory to make.

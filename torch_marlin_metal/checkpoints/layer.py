@@ -62,7 +62,9 @@ class Layer:
         return self._info(role).dtype
 
     def expect(self, role: str, dtypes: Sequence[str], *sizes: int | None) -> tuple[int, ...]:
-        """Checks dtype and shape in the header, before the tensor is read. None allows any positive size.
+        """Checks a tensor's dtype and shape in the header, before the tensor is read.
+
+        None as a size allows any positive size.
 
         Returns:
             The shape.
@@ -120,7 +122,7 @@ def fit_groups(K: int, group_size: int, *grouped: Tensor) -> tuple[int, list[Ten
     Args:
         K: rows of the weight.
         group_size: the producer's group size; K or more means one group.
-        grouped: tensors `[ceil(K / group_size), N]`.
+        grouped: the tensors to convert, each `[ceil(K / group_size), N]`.
 
     Returns:
         The new group size and the tensors with one row per new group; None if no supported size divides the producer's.

@@ -6,11 +6,11 @@ from torch_marlin_metal.layers.float_experts import find_experts
 
 
 class ModelNames:
-    """Translates names of a checkpoint, which transformers may change while it loads the model.
+    """Translates names of a checkpoint to names of the model, because transformers renames some while it loads a model.
 
     Args:
-        model: a model of transformers, as it is before anything is loaded.
-        conversions: transformers' changes; None means those of the model's class.
+        model: a model of transformers into which nothing has been loaded yet.
+        conversions: transformers' rules for renaming; None means the rules of the model's class.
     """
 
     def __init__(self, model: Any, conversions: list[Any] | None = None) -> None:

@@ -20,8 +20,8 @@ class ReadOptions:
         allow_pickle: whether to read PyTorch pickles too, by `torch.load(weights_only=True)`.
         gptq_zeros_rule: how zero points of GPTQ's version 1 are read if a stored nibble is 15: "word", "masked" or
             "unmasked", see `gptq_unpack_zeros`.
-        gptq_version: the version of a GPTQ checkpoint, 1 or 2, if its settings state the wrong one; None uses the
-            settings.
+        gptq_version: the version of a GPTQ checkpoint, 1 or 2. None uses the version in its settings, which can be
+            wrong.
         gguf_names: "gguf" for the tensor names of a GGUF file, "hf" for transformers' names. "hf" also restores
             transformers' order of rows in the q and k projections of the architecture "llama".
 
@@ -62,7 +62,7 @@ def check_choice(argument: str, value: object, allowed: tuple[object, ...]) -> N
     """Checks that a value is one of the allowed ones.
 
     Raises:
-        ValueError: it is not; the message names the argument, the allowed values and the value.
+        ValueError: the value is not allowed. The message names the argument, the allowed values and the value.
     """
     if value not in allowed or isinstance(value, float):
         shown = [str(item) if item is None else repr(item) for item in allowed]

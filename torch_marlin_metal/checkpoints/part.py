@@ -28,8 +28,8 @@ def part_of(layer: Layer, axes: Mapping[str, tuple[str, ...]], part: Part) -> La
         part: which part.
 
     Returns:
-        The layer's part, or None if its values are not a rectangle in every tensor. This is the case for rows of a
-        weight with act-order or with a single group, and if a border is inside a word or a group.
+        The layer's part. None if the part is not a rectangle in every tensor: its borders are inside a word or a group,
+        or it has some rows of a weight with act-order or with a single group.
     """
     roles = [role for role in layer.roles if role in axes]
     if layer.refused or any(len(axes[role]) != len(layer.shape(role)) for role in roles):
@@ -83,7 +83,7 @@ def _slices(
 ) -> dict[str, Slice]:
     """Returns for each tensor the slice with `count` columns or rows, starting at `first`.
 
-    `labels` has the axes that are cut, and how many columns or rows one entry of each holds.
+    `labels` names the axes that are cut. Its values say how many columns or rows one entry along the axis stands for.
     """
     slices = {}
     for role in roles:

@@ -29,7 +29,7 @@ class DenseWeight:
         name: the layer's name in the model, without ".weight".
         weight: fp32 `[N, K]`, as `torch.nn.Linear` holds it.
         bias: `[N]` or None.
-        reason: why it is not a `PackedWeight`.
+        reason: why the layer is not a `PackedWeight`.
     """
 
     name: str
@@ -154,7 +154,7 @@ class CheckpointReader:
         path: the directory or file.
         source: the opened container.
         options: how the checkpoint is read.
-        calculates: whether reading does arithmetic, and not only moves words. More threads then make it faster.
+        calculates: whether reading does arithmetic, so that more threads make it faster, and does not only move words.
     """
 
     calculates = False

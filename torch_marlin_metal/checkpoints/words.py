@@ -1,8 +1,8 @@
-"""Converts the words of checkpoints to the operators' words, with the operators or without the compiled extension.
+"""Converts the packed words of checkpoints to the layout that the operators take.
 
-The operators rearrange bits and are the faster way. Without the extension PyTorch's own functions do the same, so that
-checkpoints can be inspected and converted everywhere; the results are equal bit for bit. The readers check shapes and
-dtypes before they call these functions.
+With the compiled extension, its operators rearrange the bits. Without it, PyTorch's own functions do the same more
+slowly, with equal results bit for bit, so that checkpoints can be inspected and converted everywhere. The readers check
+shapes and dtypes before they call these functions.
 """
 
 import torch

@@ -2,7 +2,7 @@
 
 Files are written into `<destination>.partial`, which is renamed to the destination when it is complete. A journal in
 this directory lists the finished shards. A later conversion with the same source and options resumes after the last
-finished shard. Its result has the same bytes as that of an uninterrupted run. Only one process at a time writes a
+finished shard, and its files have the same bytes as those of an uninterrupted run. Only one process at a time writes a
 destination.
 """
 
@@ -58,11 +58,11 @@ def write_checkpoint(
     progress: Progress | None = None,
     **options: Any,
 ) -> Path:
-    """Writes every layer and every other tensor of an opened checkpoint, in this package's format or another one.
+    """Writes an opened checkpoint, with all layers and all other tensors, in this package's format or another one.
 
     Args:
-        reader: from `open_reader`. Its option `on_unsupported` decides what happens to layers that cannot be packed;
-            dequantized ones are stored as fp32 `weight`.
+        reader: from `open_reader`. Its option `on_unsupported` decides what happens to layers that cannot be packed.
+            Layers that are dequantized are stored as fp32 `weight`.
         destination: the directory to make; it must not exist.
         target: "native", or one of `EXPORTERS`.
         max_shard_bytes: a shard is closed when the next layer would make it larger.

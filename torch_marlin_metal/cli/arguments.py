@@ -47,7 +47,7 @@ def floating(name: str) -> torch.dtype:
     """Returns a dtype by its name.
 
     Raises:
-        ValueError: it is not the name of an activation dtype.
+        ValueError: the name is not that of an activation dtype.
     """
     dtypes = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
     if name not in dtypes:

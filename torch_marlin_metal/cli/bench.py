@@ -44,11 +44,12 @@ def bench(
 ) -> int:
     """Compares this package with torch's dense product, two_pass, torch's int4 operator and, if installed, MLX.
 
-    Each is timed once per round, on chains of dependent products whose weights are not in the caches. On mps the times
-    are the GPU's own; a separate column has the host's. The output shows medians of the times and of the rounds'
-    ratios.
+    Each is timed once per round, on chains of dependent products whose weights are not in the caches. On mps, the times
+    are taken from the GPU's own clock, and a separate column has the host's times. The output shows the median of the
+    times, and the median over the rounds of each ratio.
 
-    `bench mlstm` times the mLSTM on whole sequences beside one call for each token, forward and with the gradient.
+    `bench mlstm` compares two ways of running the mLSTM: one call for a whole sequence, and one call for each token.
+    Each is timed forward and with the gradient.
 
     With --variant all, every variant of this package is timed instead. Each is shown with the planner's prediction, its
     memory rate, and its share of the peak speed. To report numbers, send the output of --json.

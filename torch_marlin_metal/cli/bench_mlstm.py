@@ -58,18 +58,18 @@ def _seconds(run: Callable[..., None], method: Callable[..., Tensor], inputs: tu
 
 
 def measure_mlstm(device: str, dtype: torch.dtype, tokens: tuple[int, ...], rounds: int, quiet: bool) -> list[Any]:
-    """Times both ways of running an mLSTM, which take turns.
+    """Times the two ways of running an mLSTM, chunkwise and token by token, in turn.
 
     Args:
         device: "cpu" or "mps".
         dtype: of q, k and v; the gates are float32.
         tokens: lengths of the sequences.
-        rounds: each way is timed once per round; the result has medians.
+        rounds: how often each way is timed; the results are medians.
         quiet: shows no progress.
 
     Returns:
-        For each pass and length, the seconds of one call by the host's clock, with all the device's work done, and how
-        many times faster `chunkwise` is.
+        For each pass and length, the seconds of one call, and how many times faster `chunkwise` is. The host's clock
+        measures until the device has done all work of the call.
 
     Raises:
         RuntimeError: the two ways disagree by more than rounding.

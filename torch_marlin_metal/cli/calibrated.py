@@ -31,7 +31,7 @@ class Text:
     length: int
 
     def pieces(self, source: Path, method: str) -> list[Tensor]:
-        """Returns token ids, int64 `[1, length]` each.
+        """Returns the token ids of each text, int64 `[1, length]`.
 
         Raises:
             ValueError: there is no file, or its text is too short.

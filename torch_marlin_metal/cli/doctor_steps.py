@@ -1,4 +1,4 @@
-"""The checks of `torch-marlin-metal doctor`, and those of `doctor --deep`, the most doubtful ones first.
+"""The checks of `torch-marlin-metal doctor` and of `doctor --deep`. Those that are most likely to fail come first.
 
 `python -m torch_marlin_metal.cli.doctor_steps NAME` runs one check and prints its values as one line of JSON. A check
 fails if it raises an exception or if its process crashes; `doctor` reports both.
@@ -32,7 +32,7 @@ class Step:
 
     Attributes:
         run: returns the measured values; raises an exception if something is wrong.
-        is_validated: whether Metal's validation is on. With it, times mean nothing.
+        is_validated: whether Metal's validation is on during the check. With validation, times mean nothing.
     """
 
     run: Callable[[], Values]
@@ -112,8 +112,8 @@ def half_subnormals() -> Values:
 def every_variant() -> Values:
     """Compares every kernel of `gemm`, and torch.matmul of the decoded weight, with fp64.
 
-    All products here are 2-D. On the virtual GPU of GitHub's runners, PyTorch computes `linear` of 3-D activations
-    wrong (pytorch#192934), so a comparison with it would blame the wrong side.
+    All activations here are 2-D. On the virtual GPU of GitHub's runners, PyTorch's `linear` of 3-D activations is wrong
+    (pytorch#192934), so a comparison with it would blame this package.
     """
     from torch_marlin_metal import plan
 

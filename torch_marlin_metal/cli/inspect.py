@@ -22,9 +22,10 @@ def inspect(
     gptq_zeros_rule: arguments.GptqZerosRule = "word",
     as_json: Json = False,
 ) -> int:
-    """Describes a checkpoint: its format, layers and sizes, and the layers that would be refused, with the reason.
+    """Describes a checkpoint: its format, its layers and their sizes, and the layers that cannot be read.
 
-    Every layer is read and checked, one at a time. The exit code is 1 if a layer would be refused.
+    Every layer is read and checked, one at a time. For a layer that cannot be read, the reason is shown, and the exit
+    code is 1.
     """
     try:
         reader = open_reader(

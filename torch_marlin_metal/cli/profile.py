@@ -29,8 +29,8 @@ def profile(
 ) -> int:
     """Shows a GPU's figures with their sources, its tiles, the choice for each M, and a roofline.
 
-    Without --measure, no kernel runs; the planner's model predicts the times. With it, small kernels measure the rates
-    of memory, matrix products and instructions, and the time of a dispatch.
+    Without --measure, no kernel runs, and the planner's model predicts the times. With --measure, small kernels measure
+    the rates of memory, matrix products and instructions, and the time of a dispatch.
     """
     if measured and (gpu is not None or not torch.backends.mps.is_available()):
         raise ValueError(f"profile: --measure: expected a Mac's GPU and no --gpu, got --gpu {gpu}")

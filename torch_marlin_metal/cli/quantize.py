@@ -38,7 +38,7 @@ def quantize(
 ) -> int:
     """Quantizes a float checkpoint to 4 bit, one layer at a time. After an interruption, the same command resumes.
 
-    The calibrated methods load the whole model, and start again after an interruption.
+    A calibrated method is different: it loads the whole model, and it starts again after an interruption.
     """
     options = {"max_shard_bytes": shard_mb * 10**6, "sync": sync}
     reader: CheckpointReader

@@ -28,7 +28,7 @@ def trace(
 ) -> int:
     """Counts the operations of a decoded token before and after fusing, and predicts its time on each chip.
 
-    Only the config is read: a few layers with random 4-bit weights run on the CPU.
+    Only the model's config is read. From it, a few layers with random 4-bit weights are made, and these run on the CPU.
     """
     found = trace_token(
         model,

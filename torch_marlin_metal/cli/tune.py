@@ -26,8 +26,9 @@ def tune(
 ) -> int:
     """Times the planner's candidates on this machine's GPU, for the products of a checkpoint or for given shapes.
 
-    Writes the choices that are faster than the model's to a file. Later processes use the file on the same GPU with the
-    same versions of torch and the package. `TORCH_MARLIN_METAL_TUNED` names another file.
+    If a candidate is faster than the choice of the planner's model, it is written to a file. Later processes use the
+    file if the GPU and the versions of torch and the package are the same. `TORCH_MARLIN_METAL_TUNED` names another
+    file.
     """
     floating(dtype)
     products = [] if checkpoint is None else tuning.products_of(checkpoint, dtype)

@@ -73,9 +73,9 @@ def verify(
     gguf_names: arguments.Names = "gguf",
     as_json: Json = False,
 ) -> int:
-    """Compares two checkpoints: whether the codes of each layer are equal, and how far its weights differ.
+    """Compares two checkpoints, layer by layer: whether the codes are equal, and how far the weights differ.
 
-    One of them may be unquantized. Layers are matched by name; the exit code is 1 if one is missing or differs.
+    One of them may be unquantized. Layers are matched by name. The exit code is 1 if a layer is missing or differs.
     """
     options = ReadOptions("dequantize", allow_pickle, gguf_names=gguf_names)
     sides = [_Side.open(path, options) for path in (a, b)]

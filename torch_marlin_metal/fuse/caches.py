@@ -1,8 +1,8 @@
 """Writes keys and values into static caches of transformers in one operator.
 
-A layer of transformers' static cache needs four operations to store new tokens: it computes their positions and
-copies keys and values separately. `write_cache` needs one. A fused attention therefore passes a `CacheWriter` on in
-place of its cache, whose `update` calls `write_cache`. The cache itself does not change.
+A layer of transformers' static cache needs four operations to store new tokens: it computes their positions and copies
+keys and values separately. `write_cache` does the same in one. A fused attention therefore passes a `CacheWriter` on in
+place of its cache. The writer's `update` calls `write_cache`. The cache itself does not change.
 """
 
 import inspect

@@ -62,8 +62,8 @@ def fuse_layers(model: nn.Module) -> FusedLayersReport:
     The function finds norms, rotary embeddings, gated activations (also of packed experts), attention with sinks,
     masks, static caches and residual additions by their structure. It compares each replacement with the original
     module on random input, and does not replace a module if the results differ. At the end it compares the whole model
-    on random tokens, without a cache, with one that grows and with a static one. Parameters and names do not change, so
-    saved models do not change either. A fused module looks up its children at every call, so adapters can be added
+    on random tokens: without a cache, with a growing cache and with a static cache. Parameters and names do not change,
+    so saved models do not change either. A fused module looks up its children at every call, so adapters can be added
     before or after.
 
     The model must be one of transformers that takes `input_ids`; its layers may be quantized or not. Call
@@ -74,7 +74,7 @@ def fuse_layers(model: nn.Module) -> FusedLayersReport:
         model: changed in place: modules get a new `forward`.
 
     Returns:
-        A report of what was fused and what was not; its `undo` restores the model.
+        A report of what was fused and what was not. The report's `undo` restores the model.
 
     Raises:
         RuntimeError: fusing changed the model's results by more than rounding explains. The model is restored.
@@ -137,8 +137,7 @@ def _results(model: nn.Module) -> tuple[list[Tensor], str]:
     except Exception as error:  # the model takes other arguments
         return [], f"the model does not run on tokens alone: {type(error).__name__}: {error}"
     results = [first]
-    # With a growing cache, transformers makes no mask for a single token after a prompt, but makes one for two
-    # tokens.
+    # With a growing cache, transformers makes a mask for two tokens after a prompt, but none for a single token.
     for is_static, last in ((False, 1), (False, 2), (True, 1), (True, 2)):
         try:
             cache = {"past_key_values": caches.static_cache(model, TOKENS + 1)} if is_static else {}

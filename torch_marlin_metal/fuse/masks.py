@@ -1,8 +1,8 @@
 """Converts an attention mask once in each forward of the model, not in each layer.
 
-transformers makes a mask of booleans, which all layers share. PyTorch's attention converts it to numbers, zeros and
-minus infinities, in each call, by three operations. A fused attention converts it in the first layer and keeps the
-result with the mask.
+transformers makes a mask of booleans, which all layers share. In each call, PyTorch's attention converts the mask to
+numbers (zeros and minus infinities), which takes three operations. The first layer with a fused attention converts the
+mask and keeps the result with the mask; the later layers use that result.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ KEPT = "_torch_marlin_metal_kept"  # the attribute of a mask that keeps what was
 
 
 def functions_of(forward: FunctionType) -> tuple[str, Any] | None:
-    """Returns transformers' table of attention functions, with its name in the forward's module.
+    """Returns transformers' table of attention functions, and the name that it has in the forward's Python file.
 
     Returns None if the forward does not use that table.
     """
@@ -38,8 +38,9 @@ def kept_with(mask: Tensor, key: Any, module: Any, make: Callable[[], Tensor]) -
     Args:
         mask: the mask, whose attribute keeps the result.
         key: what the result depends on besides the mask.
-        module: the module that asks. Tensors of inference mode do not count their changes. If the module that made
-            the kept result asks again for such a mask, a new forward has begun, and the result is made again.
+        module: the module that asks. It matters only for tensors made in inference mode, which do not count their
+            changes: if the module that made the kept result asks a second time, a new forward has begun, and the result
+            is computed again.
         make: computes the result.
     """
     if torch.compiler.is_compiling():
@@ -75,7 +76,7 @@ class AttentionFunctions:
     """Transformers' table of attention functions, changed so that PyTorch's attention gets masks of numbers.
 
     Args:
-        original: the table. Entries that are added to this table later are found too.
+        original: the table. Entries that are added to it later can be looked up here, too.
     """
 
     def __init__(self, original: Any) -> None:

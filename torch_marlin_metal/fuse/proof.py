@@ -58,7 +58,7 @@ class _DoublingDropout(TorchFunctionMode):
 
 
 def agrees_in_training(module: nn.Module, replacement: Callable[[], Any], original: Callable[[], Any]) -> bool:
-    """Returns whether both calls give equal results while a module is in training mode, where it may use dropout.
+    """Returns whether both calls give equal results in training mode, in which a module may use dropout.
 
     Args:
         module: the module that both calls use; it is put into training mode for the calls.

@@ -1,8 +1,8 @@
-"""Finds decoder layers in which the norm's operator can also add the residual.
+"""Finds decoder layers in which the operator of a norm can also add the residual.
 
-While the model runs, this module records the order in which a layer calls its norms and blocks, and their arguments.
-For the two usual orders, the replacement calls the same children in the same order with the same arguments. It is used
-only if its results equal those of the layer.
+While the model runs, this module records the order in which a layer calls its norms and blocks, and their arguments. If
+the order is one of the two usual ones, the layer is replaced by a function that calls the same children in the same
+order with the same arguments. The replacement is used only if its results equal those of the layer.
 """
 
 import inspect

@@ -1,7 +1,8 @@
 """Finds attention modules that call a function for the rotary embedding of q and k, and replaces it by one operator.
 
-The forward of such a module calls a global function of its Python file. The replacement is a copy of the forward that
-finds another function under that name. The file's own functions and its other modules do not change.
+The forward of such a module calls the function by its global name in the module's Python file. The replacement is a
+copy of the forward that finds another function under this name. The file's functions and its other modules do not
+change.
 """
 
 import inspect
@@ -17,8 +18,8 @@ from torch_marlin_metal.layer_ops import rotary
 
 Rotation = Callable[..., tuple[Tensor, Tensor]]
 PARAMETERS = ["q", "k", "cos", "sin"]
-# Variants of a rotary embedding, each as three flags: the elements of a pair are adjacent; the tables have one value
-# per pair; only the first half of each table is used.
+# The variants of a rotary embedding. Three flags describe one: whether the elements of a pair are adjacent; whether the
+# tables have one value per pair; whether only the first half of each table is used.
 VARIANTS = ((False, False, False), (True, False, False), (False, True, False), (True, True, True), (True, True, False))
 
 

@@ -1,9 +1,9 @@
-"""Computes attention of a few queries with sinks in half the operations.
+"""Computes attention with sinks, for a few queries, in half the operations.
 
 gpt-oss appends a learned logit, the sink, to each head's scores, and drops its probability after the softmax. PyTorch
 has no fused attention with sinks, so transformers computes it by a sequence of operators. For a few queries, half of
-these are not needed: the copies of keys and values for each group of heads, and the subtraction of the largest score,
-which the softmax repeats. Scaling and mask become part of the product.
+these operators can be left out. The keys and values need no copy for each head of a group. The largest score need not
+be subtracted, because the softmax subtracts it anyway. Scaling and mask become part of the product.
 """
 
 import inspect
@@ -18,8 +18,8 @@ from torch_marlin_metal.fuse.masks import kept_with
 from torch_marlin_metal.fuse.proof import agrees, random_like, runs
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
-# With more queries than this, the original is called. The reason is that the mask is repeated for the heads of a
-# group, which takes memory, and that dispatches take only a small part of the time of a long prompt.
+# With more queries than this, the original is called. Here the mask is repeated for each head of a group, which would
+# take much memory for many queries; and the dispatches that are saved are only a small part of a long prompt's time.
 MOST_QUERIES = 16
 PARAMETERS = ["module", "query", "key", "value", "attention_mask", "scaling"]
 

@@ -92,8 +92,9 @@ class AppleSiliconGPU(RichText):
     def planned(cls) -> AppleSiliconGPU:
         """Returns the GPU for which this machine plans its mps operators.
 
-        This is normally `current()`. If the table does not have that GPU, it is the oldest chip with the nearest number
-        of cores. `TORCH_MARLIN_METAL_GPU`, a name from the table, overrides both.
+        If `TORCH_MARLIN_METAL_GPU` is set, it must be a name from the table, and this chip is returned. Otherwise this
+        machine's GPU is returned if the table has it, and else the chip with the nearest number of cores (on a tie, the
+        oldest).
 
         Raises:
             RuntimeError: torch sees no GPU through MPS.

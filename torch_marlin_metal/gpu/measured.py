@@ -14,10 +14,11 @@ from torch_marlin_metal.gpu.device import AppleSiliconGPU
 from torch_marlin_metal.gpu.tuning.chains import Chain, gpu_clock, measure
 from torch_marlin_metal.printing import RichText
 
-# The primitives of docs/inside/kernels.md. Each has a type, the next value of `x` in round `i`, and the clocks that
-# the model assumes for one simdgroup on one scheduler. Each lane has eight independent values, so latency does not
-# limit the rate. An expression that depends only on `i` is computed once for all eight values. The primitives with a
-# shift or a conversion also contain another instruction, which runs beside the complex unit.
+# The primitives that docs/inside/kernels.md lists. Each has a type, an expression for the next value of `x` in round
+# `i`, and the clocks that the model assumes for one simdgroup on one scheduler. Each lane has eight independent values,
+# so latency does not limit the rate. An expression that depends only on `i` is computed once for all eight values.
+# Shifts and conversions run on the complex unit. Their primitives also contain another instruction, which runs beside
+# that unit.
 PRIMITIVES = {
     "fma": ("float", "fma(x, x, one)", 1.0),
     "mask": ("uint", "x & (y + i)", 1.0),

@@ -53,7 +53,7 @@ class PlannedDispatch:
         dram_seconds: time of `dram_bytes`.
         l2_seconds: time of `l2_bytes`.
         issue_seconds: time to issue the instructions, without matrix products.
-        complex_seconds: time of the integer and complex unit, which works in parallel with the others.
+        complex_seconds: time of the unit for slow integer and complex instructions, which works beside the others.
         matrix_seconds: time of the matrix products.
         compute_seconds: time of the busiest core, including latency that is not hidden.
         seconds: the launch plus the longest of memory, L2 and compute time.

@@ -30,7 +30,7 @@ def choose_layers(
         op: the caller's name, for messages.
         model: the empty model.
         config: a `MarlinConfig`.
-        stays: returns the reason why the caller keeps a layer in floats, or "" if it does not.
+        stays: a function that returns the reason why the caller keeps a layer in floats, or "" if there is none.
         ties: modules that share the weight of another module after loading: name -> name of that module.
 
     Raises:
@@ -94,7 +94,7 @@ def _keep_with_others(why: dict[str, str], ties: Mapping[str, str], modules: Map
 def _checked(config: Any, name: str, module: nn.Module, reason: str) -> LayerReport:
     """Returns the report of a layer.
 
-    Raises ValueError if the layer is to be quantized and the format does not fit it.
+    Raises ValueError if the layer should be quantized but the format does not fit it.
     """
     held = [module._parameters.get(kind) for kind in (WEIGHTS if is_experts(module) else ("weight",))]
     weights = [weight for weight in held if weight is not None]

@@ -12,8 +12,8 @@ def prepare_for_training(
 ) -> nn.Module:
     """Freezes a model and switches gradient checkpointing on, in place. Call it before adapters are added.
 
-    It takes the place of peft's `prepare_model_for_kbit_training`, which does not know this package: that function
-    converts every 16-bit parameter to float32, the embeddings too, and leaves checkpointing off.
+    Use it instead of peft's `prepare_model_for_kbit_training`. peft's function does not know this package: it converts
+    every 16-bit parameter to float32, also the embeddings, and leaves checkpointing off.
 
     Args:
         model: holds packed layers.

@@ -17,10 +17,10 @@ _embedding = torch.ops.torch_marlin_metal.embedding.default
 class MarlinEmbedding(MarlinLinear):
     """`nn.Embedding` with a packed 4-bit table, looked up by `torch.ops.torch_marlin_metal.embedding`.
 
-    The table is stored as the weight of a `MarlinLinear` from K = `embedding_dim` features to N = `num_embeddings`, so
-    that an output head that is tied to the embedding can use the same tensors. Tensors, state_dict, `to_packed()` and
-    dtypes are those of `MarlinLinear`; only the call differs. The layer returns rows of its `dtype`, which `.half()`,
-    `.bfloat16()` and `.to(dtype)` change. The table has no gradient.
+    The table is stored like the weight of a `MarlinLinear` with K = `embedding_dim` inputs and N = `num_embeddings`
+    outputs, so that an output head that is tied to the embedding can use the same tensors. Tensors, state_dict,
+    `to_packed()` and dtypes are those of `MarlinLinear`; only `forward` differs. The layer returns rows of its `dtype`,
+    which `.half()`, `.bfloat16()` and `.to(dtype)` change. The table has no gradient.
 
     Args:
         num_embeddings: N, the rows of the table.

@@ -31,8 +31,8 @@ class StackError(ValueError):
 class ExpertWeights(PackedLayer):
     """The weights of one linear layer of all experts, as tensors with a leading dimension E.
 
-    A weight may have several parts whose columns are beside each other, such as gate and up. state_dict and dtypes are
-    as in `MarlinLinear`; `lut` is common to all experts.
+    A weight may consist of several parts, such as gate and up, whose columns lie side by side. state_dict and dtypes
+    are as in `MarlinLinear`. All experts share one `lut`.
 
     Args:
         experts: E.
@@ -64,9 +64,9 @@ class ExpertWeights(PackedLayer):
         """Copies the weights of all experts into common tensors.
 
         Args:
-            weights: for each expert, its parts. This may be an iterator that reads or makes the parts of one expert
-                at a time, because only those are needed at the same time.
-            experts: E; None means the length of `weights`, which must then have one.
+            weights: for each expert, its parts. They can come from an iterator that reads or makes them only when they
+                are needed, because this function needs one expert at a time.
+            experts: E. None means the length of `weights`; an iterator has no length and needs the argument.
             dtype: dtype of the bias; None means the default dtype.
 
         Raises:
@@ -178,8 +178,8 @@ class ExpertWeights(PackedLayer):
         Args:
             index: the expert.
             part: which part, or None for all columns.
-            copy: whether the tensors of a part are copies. Otherwise they are views with strides, which no operator
-                takes, for callers who read only shapes and dtypes.
+            copy: whether the tensors of a part are contiguous copies. With False they are views with strides, which no
+                operator takes. This is enough for callers that read only shapes and dtypes.
         """
         tensors = dict(self._weight_buffers()) | {"bias": self.bias}
         own: dict[str, Any] = {

@@ -15,8 +15,8 @@ STACKED = re.compile(r"(.+)\.(gate_up_proj|down_proj)\.(\d+)")
 SPLIT = re.compile(r"(.+)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)")
 PARTS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 WEIGHTS = ("gate_up_proj", "down_proj")
-# These are the only parameters that an experts module may have. With others, it computes something that
-# `MarlinExperts` does not, such as a norm after down.
+# These are the only parameters that an experts module may have. A module with other parameters computes something that
+# `MarlinExperts` does not compute, such as a norm after down.
 KNOWN_PARAMETERS = {*WEIGHTS, *(f"{name}_bias" for name in WEIGHTS)}
 
 
@@ -30,7 +30,7 @@ def is_experts(module: nn.Module | None) -> bool:
 
 
 def find_experts(model: nn.Module, name: str) -> tuple[str, tuple[str, ...]] | None:
-    """Returns the experts module that a layer of a checkpoint belongs to, or None if it is no layer of an expert.
+    """Returns the experts module to which a layer of a checkpoint belongs, or None if it belongs to none.
 
     Args:
         model: a model with experts in floats.

@@ -1,8 +1,9 @@
 """Computes several projections of the same input in one call: q, k and v; gate and up.
 
 The model's own code does not change. When a projection is called with a new input, all projections of its group are
-computed. Later calls with the same input return parts of that result. The group is computed again if the input was
-written or if gradients or autocast were switched, so the results are right for every order of calls.
+computed. Later calls with the same input return parts of that result. The group is computed again if the input has been
+written since, or if gradients or autocast have been switched on or off. The results are therefore right for every order
+of calls.
 """
 
 from collections.abc import Iterator, Sequence
@@ -111,9 +112,9 @@ class FusedReport:
 def fuse_projections(model: nn.Module, groups: Sequence[Sequence[str]] = GROUPS) -> FusedReport:
     """Computes the `MarlinLinear` projections of the same input in one call, in place.
 
-    A group is fused if its weights agree in format, group size, dtypes and act-order. If the planner splits K of the
-    wider matrix in the same way, results have the same bits. Otherwise they agree within the operator's error bound. If
-    an error occurs, no group is fused.
+    A group is fused if its weights agree in format, group size, dtypes and act-order. The results have the same bits as
+    those of separate projections if the planner splits K of the joined matrix in the same way as before. Otherwise they
+    agree within the operator's error bound. If an error occurs, no group is fused.
 
     A group keeps its last input and the results until its last projection is called. A model that never calls that
     projection keeps these tensors alive.

@@ -63,16 +63,16 @@ class MarlinLinear(PackedLayer):
     The constructor makes an empty layer for loaders; on `device="meta"` it needs no memory. `from_linear` and
     `from_packed` make layers with weights. The state_dict holds `b_packed`, `scales`, `packed_format` and, if the
     weight has them, `zeros`, `global_scale`, `lut`, `perm` and `bias`. It also holds a `weight` of one byte, which this
-    layer ignores. Because of its size, `nn.Linear` refuses the state_dict, even with `strict=False`. `.half()`,
-    `.bfloat16()` and `.to(dtype)` convert only the bias. `.double()` converts the bias to float32, because no kernel
-    takes float64. The output has the dtype of the activations.
+    layer ignores. An `nn.Linear` that loads this state_dict by mistake finds a `weight` of the wrong size and refuses
+    it, even with `strict=False`. `.half()`, `.bfloat16()` and `.to(dtype)` convert only the bias. `.double()` converts
+    the bias to float32, because no kernel takes float64. The output has the dtype of the activations.
 
     Args:
         in_features: K, a multiple of 8.
         out_features: N.
         bias: whether the layer has a bias.
         weight_format: a name of `WEIGHT_FORMATS` or an alias.
-        group_size: 16, 32, 64, 128, 256 or K; -1 means K; None means the format's fixed size, else 128.
+        group_size: 16, 32, 64, 128, 256 or K; -1 means K; None means the format's fixed size, or 128 if it has none.
         scale_dtype: dtype of floating scales.
         zeros_dtype: dtype of the zeros; None means uint8 for zero points and `scale_dtype` for biases of uint4_bias.
         global_scale_per_column: whether nvfp4's `global_scale` has one value per column instead of a single value.
@@ -125,8 +125,8 @@ class MarlinLinear(PackedLayer):
 
         Args:
             packed: the weight, with its bias if it has one.
-            dtype: the value of `.weight.dtype`; None means the dtype of the bias, else of floating scales, else the
-                default dtype.
+            dtype: the value of `.weight.dtype`. None means the dtype of the bias, or without a bias the dtype of
+                floating scales. If there is neither, None means the default dtype.
 
         Raises:
             PackedWeightError: a field of `packed` breaks a rule of its format. This includes scales beyond 2^100 and

@@ -30,9 +30,9 @@ class PackedLayer(nn.Module):
         K: rows of the weight, a multiple of 8.
         N: columns of the weight.
         bias: whether the layer has a bias.
-        stack: leading dimensions of all tensors but `lut`; () for a single weight.
+        stack: the dimensions before those of a single weight, for all tensors except `lut`; () for a single weight.
         weight_format: a name of `WEIGHT_FORMATS` or an alias.
-        group_size: 16, 32, 64, 128, 256 or K; -1 means K; None means the format's fixed size, else 128.
+        group_size: 16, 32, 64, 128, 256 or K; -1 means K; None means the format's fixed size, or 128 if it has none.
         scale_dtype: dtype of floating scales.
         zeros_dtype: dtype of the zeros; None means uint8 for zero points and `scale_dtype` for biases of uint4_bias.
         global_scale_per_column: whether nvfp4's `global_scale` has one value per column instead of a single value.
@@ -189,10 +189,13 @@ class PackedLayer(nn.Module):
 
 
 def _same_for_all(old: Tensor, new: Tensor) -> Tensor:
-    """Returns the tensor to which an earlier layer that shares `old` has moved, or `new` if there is none.
+    """Returns the tensor for a layer that has moved `old` to `new`.
 
-    An embedding and its output layer share their tensors, but each moves for itself. A write into either tensor since
-    the move, for example by load_state_dict, ends the sharing.
+    If another layer shares `old` and has moved before, that layer's tensor is returned, and otherwise `new`.
+
+    An embedding and its output layer share their tensors, but `.to()` moves each layer separately, which would end the
+    sharing. If one of the two tensors has been written since the other layer moved, for example by load_state_dict,
+    they stay separate.
     """
     reference, versions = _moved.get(old, (None, None))
     moved = reference() if reference is not None else None

@@ -16,12 +16,12 @@ NAMED = 8  # matrices that a message names
 def left_matrices(
     model: nn.Module, chosen: Callable[[str, nn.Module], bool], is_listed: Callable[[nn.Module], bool]
 ) -> list[LayerReport]:
-    """Lists parameters that are matrices, or stacks of them, but belong to no layer that can be quantized.
+    """Lists parameters that are matrices or stacks of matrices but belong to no layer that can be quantized.
 
     Args:
         model: the model as it is now.
         chosen: whether the caller selects a module, given its name (or the name of its parameter) and the module.
-        is_listed: whether the report already lists a module, and with it everything inside the module.
+        is_listed: whether the report already lists a module. The parameters inside such a module are not listed again.
     """
     found, seen = [], set()
     listed = tuple(f"{name}." for name, module in model.named_modules(remove_duplicate=False) if is_listed(module))

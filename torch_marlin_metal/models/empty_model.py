@@ -50,7 +50,8 @@ def is_linear(module: nn.Module) -> bool:
     """Returns whether a module computes `a @ w.T + bias` and nothing else.
 
     These are `nn.Linear`, subclasses that do not change `forward`, `PLAIN_SUBCLASSES`, and `Conv1D`. The output
-    projection of `nn.MultiheadAttention` is excluded: its parent multiplies with its weight and never calls it.
+    projection of `nn.MultiheadAttention` is excluded, because the attention multiplies with the projection's weight and
+    never calls the projection.
     """
     kind = type(module)
     if not isinstance(module, nn.Linear):
@@ -65,9 +66,9 @@ def is_candidate(module: nn.Module) -> bool:
 
 
 def why_not_linear(module: nn.Module) -> str:
-    """Returns the reason why a candidate cannot be a packed layer, or an empty string if it can be one.
+    """Returns the reason why a layer cannot become a packed layer, or an empty string if it can.
 
-    The reason depends only on its class and the size of its weight.
+    Only the layer's class and the size of its weight are considered.
     """
     if not is_linear(module):
         own = type(module).forward is not nn.Linear.forward
@@ -108,9 +109,9 @@ def linear_shape(module: nn.Module) -> LinearShape | None:
 def token_tables(model: nn.Module) -> set[int]:
     """Returns the ids of the embeddings that hold a vocabulary.
 
-    A model of transformers names them (`get_input_embeddings`). Its other `nn.Embedding` modules hold positions,
-    queries and other tables, and the model reads many of these without a look-up. In other models every `nn.Embedding`
-    counts.
+    A model of transformers names these embeddings (`get_input_embeddings`). Its other `nn.Embedding` modules hold
+    positions, queries and other tables, and the model reads many of those without a look-up. In a model that is not of
+    transformers, every `nn.Embedding` counts.
     """
     modules: list[Any] = list(model.modules())
     named = [module.get_input_embeddings for module in modules if hasattr(module, "get_input_embeddings")]
@@ -156,11 +157,12 @@ def fit_weight(
         name: the layer's name in the model.
         shape: the replaced layer.
         weight: a weight from a checkpoint.
-        device: device of the result; None means that of the replaced layer, or the CPU for the meta device.
-        dtype: dtype of the bias; None means that of the replaced layer.
+        device: device of the result. None means the device of the replaced layer, or the CPU if that layer is on the
+            meta device.
+        dtype: dtype of the bias; None means the dtype of the replaced layer.
 
     Raises:
-        ModelMismatchError: the sizes differ, or one has a bias (other than zeros) and the other has none.
+        ModelMismatchError: the sizes of weight and layer differ, or only one of the two has a bias that is not zero.
     """
     if (weight.N, weight.K) != (shape.N, shape.K):
         raise ModelMismatchError(

@@ -121,7 +121,7 @@ class ExpertLayers:
 
         Args:
             read: returns the weight of the layer with a name.
-            dtype: dtype of the biases; None means that of the model's experts.
+            dtype: dtype of the biases; None means the dtype that they have in the model.
 
         Raises:
             StackError: the weights cannot be stacked.

@@ -57,11 +57,13 @@ def load_quantized(
     progress: bool = True,
     **fields: Any,
 ) -> Report:
-    """Loads a checkpoint into a model: a `MarlinLinear` for every 4-bit layer, every other tensor under its name.
+    """Loads a checkpoint into a model.
+
+    Every 4-bit layer becomes a `MarlinLinear`; every other tensor is loaded under its name.
 
     The experts of a mixture, which transformers stacks in `gate_up_proj` and `down_proj`, become one `MarlinExperts`.
     Layers are read one at a time, so the whole model never exists in floats. The model may be on the meta device. If an
-    error occurs, the model is not changed. The function therefore frees the former tensors only at the end.
+    error occurs, the model is not changed; for this, the former tensors are kept until the end.
 
     Args:
         model: a model whose Linear layers and other tensors have the checkpoint's names, changed in place.
@@ -69,15 +71,16 @@ def load_quantized(
         options: how to read, see `convert.ReadOptions`; None means the defaults, with `gguf_names="hf"`.
             `on_unsupported` decides about layers that cannot be a `MarlinLinear` or `MarlinEmbedding` without loss:
             "error" raises an error, "dequantize" decodes them to floats, and "skip" leaves the model's layer unchanged.
-            Most .gguf files are mixed, so the default for them is "dequantize". A warning then states the share of the
-            matrices that are not 4 bit before they are read.
-        device: device of every loaded tensor; None means that of the replaced tensor, or the CPU for the meta device.
+            Most .gguf files also hold matrices that are not 4 bit, so the default for them is "dequantize". Before such
+            matrices are read, a warning states their share.
+        device: device of every loaded tensor. None means the device of the replaced tensor, or the CPU if that tensor
+            is on the meta device.
         dtype: dtype of floating tensors that are not packed; None means the dtype of the replaced tensor.
         rename: maps names in the checkpoint to names in the model: a function (None leaves a tensor out), or a
             dictionary of prefixes and replacements, for example `{"model.": ""}`. None means the same names, and for a
             model of transformers also the names that its `from_pretrained` accepts.
-        exclude: layers that stay dense; their weight is decoded to the dtype of the replaced weight. Chosen by their
-            names in the model as in `quantize_model`. Experts of mixtures cannot be excluded.
+        exclude: layers that become floats: their weight is decoded to the dtype of the replaced weight. They are chosen
+            by their names in the model, as in `quantize_model`. Experts of mixtures cannot be excluded.
         ignore: tensors and layers of the checkpoint that the model may lack: patterns, or a function of the name in the
             model.
         keep: tensors of the model that the checkpoint may lack; they keep their values. Chosen like `ignore`.

@@ -31,9 +31,9 @@ class LoadPlan:
     """What to load, and the modules and tensors to fill.
 
     `layers` has a pair (index in the reader, target) for each packed layer, and `others` has a pair (names in the
-    model, function that reads the tensor) for each other tensor. `tied` has the modules that share the weight of an
-    embedding, so that the checkpoint has no tensor for them: id of the target -> (target, the embedding's target).
-    `experts` has the experts modules of mixtures by the ids of their targets.
+    model, function that reads the tensor) for each other tensor. `tied` has the modules for which the checkpoint has no
+    tensor, because they share the weight of an embedding: id of the module's target -> (that target, the embedding's
+    target). `experts` has the experts modules of mixtures by the ids of their targets.
     """
 
     layers: list[tuple[int, Target]]
@@ -128,7 +128,7 @@ def _add_expert(plan: LoadPlan, index: int, name: str, target: Target, parts: tu
     Args:
         plan: changed in place.
         index: the layer's index in the reader.
-        name: its name in the model.
+        name: the layer's name in the model.
         target: the experts module.
         parts: see `ExpertLayers`.
     """

@@ -57,10 +57,11 @@ def quantize_model(
 ) -> Report:
     """Replaces the Linear layers of a model by `MarlinLinear`, in place, and its embeddings by `MarlinEmbedding`.
 
-    Some layers cannot be quantized. They stay as they are, and the report gives the reason: K is not a multiple of 8,
-    the weight is not fp16/bf16/fp32 or not finite, the weight is parametrized, a subclass of `nn.Linear` has a forward
-    of its own, the parent never calls the layer (the output projection of `nn.MultiheadAttention`), or something else
-    also uses the weight (an embedding, an excluded layer). The report also lists matrices that belong to no layer.
+    Some layers cannot be quantized. They stay as they are, and the report gives the reason. K is not a multiple of 8.
+    The weight is not fp16/bf16/fp32, is not finite, or is parametrized. The layer is of a subclass of `nn.Linear` with
+    a forward of its own. The parent never calls the layer (the output projection of `nn.MultiheadAttention`). Or the
+    weight also belongs to another module that stays in floats (an embedding, an excluded layer). The report also lists
+    matrices that belong to no layer.
 
     The experts of a mixture of transformers become `MarlinExperts`, one expert at a time, if they are stacked in the
     parameters `gate_up_proj` and `down_proj`. The module that holds them counts as one layer.
@@ -79,9 +80,9 @@ def quantize_model(
             function of (name, module). Patterns are shell-style (`fnmatch`: "encoder.*.query"); with the prefix "re:"
             they are regular expressions that must match the full name. A pattern that matches no layer is an error.
         exclude: layers to skip, chosen by the same rules; the report omits them.
-        embeddings: whether to quantize embeddings, too: in a model of transformers those that `get_input_embeddings`
-            names, in other models every `nn.Embedding`. An output layer with the same weight shares the packed one; it
-            stays in floats if the embedding does.
+        embeddings: whether to quantize embeddings, too. In a model of transformers, these are the ones that
+            `get_input_embeddings` names; in other models, every `nn.Embedding`. An output layer with the same weight
+            shares the packed weight. If the embedding stays in floats, so does the output layer.
         progress: show a progress bar.
         atomic: with True, an exception leaves the model unchanged, but old and new weights both exist until the end.
             With False, each old weight is freed before the next layer, and an exception leaves a partly quantized
@@ -179,18 +180,19 @@ def replace_linear_layers(
     """Replaces the 4-bit layers of other packages in a loaded model, in place and without loss.
 
     Layers are recognised by their tensors, shapes and class names: GPTQ (GPTQModel, AutoGPTQ, optimum), AWQ gemm, gemv
-    and gemv_fast (AutoAWQ, GPTQModel), compressed-tensors (int4, NVFP4, MXFP4), bitsandbytes Linear4bit, HQQLinear,
-    and transformers' MetalLinear. An int4 layer whose zero points are all 8 becomes uint4b8, any other int4 layer
-    uint4. Layers that cannot be read, or whose tensors another module also uses, stay, and the report gives the reason.
-    It also lists the experts of mixtures that are in floats: `quantize_model` packs them, before or after this call.
+    and gemv_fast (AutoAWQ, GPTQModel), compressed-tensors (int4, NVFP4, MXFP4), bitsandbytes Linear4bit, HQQLinear, and
+    transformers' MetalLinear. An int4 layer whose zero points are all 8 becomes uint4b8, any other int4 layer uint4. A
+    layer that cannot be read, or whose tensors another module also uses, is not replaced, and the report gives the
+    reason. The report also lists the experts of mixtures that are in floats; `quantize_model` packs them, before or
+    after this call.
 
     Args:
         model: changed in place.
         include: as in `quantize_model`.
         exclude: as in `quantize_model`.
         gptq_version: how the modules store GPTQ's zero points: 1 (minus one) or 2 (unchanged). None derives it from the
-            class (GPTQModel's REQUIRES_FORMAT_V2), the module's `qzero_format()` and the model's quantization_config.
-            A layer whose zero points contradict that version stays, and the report says so.
+            class (GPTQModel's REQUIRES_FORMAT_V2), the module's `qzero_format()` and the model's quantization_config. A
+            layer whose zero points contradict the version is not replaced, and the report says so.
         gptq_zeros_rule: for version 1, the `rule` of `gptq_unpack_zeros`.
         progress: show a progress bar.
         atomic: as in `quantize_model`. GPTQ words without act-order are not copied in either case.

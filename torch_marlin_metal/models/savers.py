@@ -1,8 +1,8 @@
 """Lets models of transformers, diffusers and sentence-transformers save packed layers.
 
-For each library, a module in `integrations` does this. The functions here import that module by its name when a model
-of the library is quantized. The import goes against the order of the folders, but nothing else would import the module:
-a model that is quantized in memory calls nothing in `integrations`.
+For each library, a module in `integrations` does this. When a model of the library is quantized in memory, nothing else
+imports that module, so the functions here import it by its name. The import goes against the order of the folders:
+`models` is otherwise independent of `integrations`.
 """
 
 import importlib

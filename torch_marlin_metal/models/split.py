@@ -19,7 +19,7 @@ class Split(Protocol):
         Args:
             op: the caller's name, for errors.
             model: the model to load into.
-            layers: all names of its Linear layers that packed layers of the checkpoint replace.
+            layers: the names of the model's Linear layers that packed layers of the checkpoint replace.
             reader: the checkpoint.
         """
         ...

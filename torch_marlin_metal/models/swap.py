@@ -10,8 +10,8 @@ from tqdm.auto import tqdm
 from torch_marlin_metal.models.report import LayerReport, Report, module_bytes
 from torch_marlin_metal.patterns import Filter, check_patterns, selects
 
-# The dictionaries that hold a module's hooks. The new module shares them, so that existing handles still remove hooks.
-# The last one is the flag without which no backward hook is called.
+# The attributes that hold a module's hooks. The new module shares these dictionaries, so that existing handles can
+# still remove hooks. The last attribute is a flag; without it, no backward hook is called.
 HOOKS = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",

@@ -32,10 +32,12 @@ def gather(values: list[int], group: dist.ProcessGroup) -> list[list[int]]:
 
 
 def check_same(what: str, values: Mapping[str, int], group: dist.ProcessGroup) -> None:
-    """Raises an error that names the first rank whose values are not those of rank 0.
+    """Compares values between processes.
+
+    If a rank's values differ from those of rank 0, raises an error that names the first such rank.
 
     Args:
-        what: the operation and what must be the same, for the error.
+        what: for the error: the operation, and which values must be the same.
         values: number by name; every process has the same names.
         group: the processes; each calls this function.
 
@@ -61,9 +63,12 @@ def check_weight(op: str, weight: PackedWeight, group: dist.ProcessGroup) -> Non
 
 
 def check_checkpoint(op: str, reader: CheckpointReader, group: dist.ProcessGroup) -> None:
-    """Raises an error that names the rank whose package or checkpoint is not rank 0's.
+    """Compares the package and the checkpoint between processes.
 
-    Of the checkpoint it compares the names, dtypes and shapes of tensors and the first and last bytes of each.
+    If a rank's differ from those of rank 0, raises an error that names this rank.
+
+    Of a checkpoint, the names, dtypes and shapes of all tensors are compared, and the first and last bytes of each
+    tensor.
 
     Args:
         op: the caller's name, for the error.

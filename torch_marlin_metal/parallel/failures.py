@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-# Seconds for which a process waits for the reports of all others, after the group's timeout. If only one process has
-# not reported, it waits no longer than this after the last report.
+# How many seconds after the group's timeout a process waits for the reports of all others. If only one process has not
+# reported, the wait also ends this many seconds after the last report.
 GRACE = 2.0
 
 
@@ -17,9 +17,9 @@ GRACE = 2.0
 def naming_failed_ranks(operation: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Raises an error that names the processes that ended or hang, if communication inside the block fails.
 
-    gloo's own error contains an address at most. Each process that fails therefore writes this into the store through
-    which the processes met, and the error names the processes that wrote nothing. If the process that holds the store
-    (rank 0) has ended, the error names that one.
+    gloo's own error contains an address at most. A process in which communication fails therefore writes a report into
+    the store through which the processes met. The error then names the processes without a report, which have ended or
+    hang. If rank 0, which holds the store, has ended, the error names rank 0.
 
     A process learns only after the timeout of `init_process_group` that another one hangs. The default is 30 minutes.
 

@@ -22,7 +22,7 @@ class SplitPlan:
     """Says which layers of a model are split over which processes, and how.
 
     With `load_quantized(model, path, split=SplitPlan(...))`, a process reads only its part of each layer, so its memory
-    never exceeds its share of the model and one layer. `apply` splits a model that is already loaded.
+    never exceeds its share of the model plus one layer. `apply` splits a model that is already loaded.
 
     Args:
         mesh: the processes, in one dimension.
@@ -47,11 +47,11 @@ class SplitPlan:
     def apply(self, model: nn.Module) -> nn.Module:
         """Splits a loaded model in place, as `parallelize_module` does. If a process fails, its model is unchanged.
 
-        The former tensors are freed at the end, so this needs the memory of the whole model and of the share.
+        The former tensors are freed at the end, so a process needs memory for the whole model and for its share.
 
         Raises:
             ValueError: a pattern matches no module, or a layer does not divide by the number of processes.
-            TypeError: a style is not one for the layer that it is given.
+            TypeError: a style does not fit the layer to which the plan gives it.
             RuntimeError: the processes hold different weights or versions of this package.
         """
         modules = dict(model.named_modules(remove_duplicate=False))
@@ -76,7 +76,8 @@ class SplitPlan:
 
         Raises:
             ValueError: a pattern matches no module.
-            TypeError: a style is not one of this package for Linear layers, or a layer of the plan is not packed.
+            TypeError: a style is not one of this package's styles for Linear layers, or a layer of the plan is not
+                packed.
             RuntimeError: a process has another version of this package or another checkpoint.
         """
         modules = dict(model.named_modules(remove_duplicate=False))

@@ -24,8 +24,8 @@ def split_columns(
     Args:
         weight: the whole weight.
         count: the number of weights to return, 1 or more.
-        parts: the columns of each projection that the weight holds side by side, for example those of q, k and v. Each
-            result then has its share of every projection. The default is one projection of N columns.
+        parts: for a weight that holds several projections side by side, such as q, k and v, the number of columns of
+            each. Each result then has its share of every projection. The default is one projection of N columns.
         only: make only this one of the weights, in a list of one.
 
     Raises:
@@ -46,8 +46,8 @@ def split_columns(
 def reorder_columns(weight: PackedWeight, order: Tensor) -> PackedWeight:
     """Returns a weight whose column n is column `order[n]` of the given weight.
 
-    Before a layer with an act-order `perm`, it puts the outputs in the order in which that layer's rows are packed:
-    `reorder_columns(up, down.perm)` for a `down` projection that reads what `up` writes.
+    Use it for the layer before a layer with an act-order `perm`. If `down` reads the outputs of `up`,
+    `reorder_columns(up, down.perm)` puts these outputs in the order in which the rows of `down` are packed.
 
     Args:
         weight: the weight `[K, N]`.
@@ -83,9 +83,9 @@ def split_rows(
         weight: the whole weight.
         count: the number of weights to return, 1 or more. Each border must be a border of a group, unless one group
             holds all of K: the parts then share its scales.
-        gathered: for a weight with an act-order `perm` that moves features between parts. The parts then have no
-            `perm`, and part r multiplies the features `weight.perm[r * K/count : (r + 1) * K/count]`.
-            `reorder_columns` makes the layer before write them in this order.
+        gathered: set it if the weight has an act-order `perm` that moves features between parts. The parts then have no
+            `perm`, and part r multiplies the features `weight.perm[r * K/count : (r + 1) * K/count]`. The preceding
+            layer must write its features in this order; `reorder_columns` changes it accordingly.
         only: make only this one of the weights, in a list of one.
 
     Raises:
@@ -194,8 +194,8 @@ def join_rows(weights: Sequence[PackedWeight], *, perm: Tensor | None = None) ->
         perm: the whole weight's `perm` if it was split with `gathered=True`.
 
     Raises:
-        ValueError: the weights differ in a field that they must share, a border is no border of a group, a weight but
-            the first has a bias, or only some have a `perm`.
+        ValueError: the weights differ in a field that they must share, a border of a weight is inside a group, a weight
+            other than the first has a bias, or only some weights have a `perm`.
     """
     first = _agreeing("join_rows", weights, ("K", "N", "weight_format", "group_size", "global_scale", "lut"))
     count, rows = len(weights), first.K

@@ -27,8 +27,8 @@ from torch_marlin_metal.parallel.failures import naming_failed_ranks
 from torch_marlin_metal.parallel.split import split_columns, split_rows
 
 _TAG = 0x4D4D  # a tag that distinguishes the exchanged sums from a program's own messages between two processes
-# Each process sends its part of a sum to all others if there are few of them and the part is small, as in decoding.
-# Otherwise gloo's all_reduce moves fewer bytes.
+# The limits up to which each process sends its part of a sum to all others: few processes, and a small part, as in
+# decoding. Beyond them, gloo's all_reduce is used, because it moves fewer bytes.
 _DIRECT_PROCESSES, _DIRECT_BYTES = 8, 64 << 10
 
 
@@ -162,10 +162,10 @@ class LinearStyle(PackedStyle):
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> nn.Module:
-        """Makes this process' part of a layer from the bytes of a checkpoint that hold it.
+        """Makes this process' part of a layer, and reads only the bytes of the checkpoint that hold the part.
 
-        Formats without `DirectoryFormat.axes`, and layers whose part is not a rectangle of each tensor, are read whole
-        and then cut.
+        If the format has no `DirectoryFormat.axes`, or the part is not a rectangle of each tensor, the whole layer is
+        read and then cut.
 
         Args:
             op: the caller's name, for errors.
@@ -184,8 +184,9 @@ class LinearStyle(PackedStyle):
         """
         count, rank = dist.get_world_size(group), dist.get_rank(group)
         weight = reader.read_part(index, Part(self.by, count, rank)) if self._readable() else None
-        # All parts must have one format, or else the whole layer is read and then cut. They can differ: if the zero
-        # points of a part are all 8, the reader gives this part the format without zero points.
+        # The parts' formats can differ: if all zero points of one part are 8, the reader gives this part the format
+        # without zero points. In this case, the whole layer is read and then cut, so that all parts get the same
+        # format.
         kinds = gather([-1 if weight is None else number_of(weight.weight_format)], group)
         if weight is None or any(kind != kinds[0] for kind in kinds):
             del weight  # before the whole layer is read
@@ -215,20 +216,20 @@ def _check_sizes(op: str, name: str, shape: LinearShape, N: int, K: int) -> None
 
 
 class MarlinColwiseParallel(LinearStyle):
-    """Splits a `MarlinLinear` by N: every process computes some columns, bit for bit those of the whole layer.
+    """Splits a `MarlinLinear` by N: every process computes some of the columns, with the same bits as the whole layer.
 
     The input is the same on all processes, or a DTensor, which is replicated. The output is this process' part, a
     tensor `[..., N/count]`.
 
     Args:
         parts: for a layer that computes several projections, the columns of each: see `split_columns`.
-        gather: whether every process gets the whole result `[..., N]`, for example that of an output layer.
+        gather: whether every process gets the whole result `[..., N]`, as an output layer needs it.
 
     Raises:
         TypeError: the module is not a `MarlinLinear`, is split already, or has a forward of its own.
         ValueError: N does not divide by the number of processes.
-        RuntimeError: the processes hold different weights or versions of this package. Also for activations that need
-            a gradient.
+        RuntimeError: the processes hold different weights or versions of this package, or the activations need a
+            gradient.
     """
 
     kind = ColumnPart
@@ -255,8 +256,8 @@ class MarlinRowwiseParallel(LinearStyle):
 
     The input is this process' part of the features, or a DTensor, which is cut along its last dimension. The output is
     the whole result on all processes. The products are summed in fp32 and rounded once after the sum, so that the error
-    bound of one process holds. The sum's order is fixed, so runs with as many processes have the same bits, if all of
-    them are compiled or none is.
+    bound of one process holds. The order of the sum is fixed: two runs with the same number of processes give the same
+    bits, if both are compiled or both are not.
 
     Args:
         gathered: for a weight with an act-order `perm` that moves features between parts: see `split_rows`.
@@ -264,8 +265,8 @@ class MarlinRowwiseParallel(LinearStyle):
     Raises:
         TypeError: the module is not a `MarlinLinear`, is split already, or has a forward of its own.
         ValueError: K does not divide at borders of groups.
-        RuntimeError: the processes hold different weights or versions of this package. Also for activations that need
-            a gradient.
+        RuntimeError: the processes hold different weights or versions of this package, or the activations need a
+            gradient.
     """
 
     kind = RowPart
@@ -290,8 +291,8 @@ class MarlinExpertParallel(PackedStyle):
     Raises:
         TypeError: the module is not `MarlinExperts`, is split already, or has a forward of its own.
         ValueError: the number of experts does not divide by the number of processes.
-        RuntimeError: the processes hold different weights or versions of this package. Also for activations that need
-            a gradient.
+        RuntimeError: the processes hold different weights or versions of this package, or the activations need a
+            gradient.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -376,8 +377,8 @@ def _sum(style: str, group: GroupName, part: Tensor) -> Tensor:
 def _exchanged(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Returns the sum of all processes' tensors in the order of ranks: each process sends its own to all others.
 
-    For 2048 floats this takes a third to two thirds of the time of gloo's all_reduce, which has more steps, one after
-    the other (benchmarks/process_sums.py).
+    For 2048 floats, this takes a third to two thirds of the time of gloo's all_reduce, which needs more steps, one
+    after the other (benchmarks/process_sums.py).
     """
     rank, part = dist.get_rank(group), part.contiguous()
     peers = [peer for peer in range(dist.get_world_size(group)) if peer != rank]

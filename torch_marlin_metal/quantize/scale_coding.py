@@ -88,8 +88,9 @@ class E4M3Scale:
 class E8M0Scale:
     """MXFP4's powers of two, with one of three ways to round the exponent.
 
-    "floor" takes the exponent floor(log2(amax)) - 2 (OCP MX v1.0, 6.3). "even" first rounds amax to one mantissa bit,
-    as E2M1 has, and then does the same. "rceil" takes ceil(log2(amax / 6)), so that no weight saturates.
+    amax is the largest magnitude of a group. "floor" takes the exponent floor(log2(amax)) - 2 (OCP MX v1.0, 6.3).
+    "even" first rounds amax to one mantissa bit, the precision of E2M1, and then does the same. "rceil" takes
+    ceil(log2(amax / 6)), so that no weight saturates.
     """
 
     ROUNDINGS: ClassVar[tuple[str, ...]] = ("floor", "even", "rceil")
@@ -139,8 +140,8 @@ class CodeTable:
 
     Args:
         values: fp32 `[16]`.
-        by_magnitude: whether the high bit of a code is its sign (E2M1). Ties then go to the even code, and -0 keeps its
-            sign.
+        by_magnitude: whether the high bit of a code is its sign, as in E2M1. If so, ties go to the even code, and -0
+            keeps its sign.
     """
 
     def __init__(self, values: Tensor, *, by_magnitude: bool) -> None:

@@ -41,20 +41,22 @@ def quantize_weight(
 ) -> PackedWeight:
     """Quantizes the weight of a Linear layer to 4 bit, on the weight's device.
 
-    "rtn" takes the scale from the extreme values of a group: amax/7.5 for uint4b8 (GPTQ's and compressed-tensors'
-    convention), (max - min)/15 for uint4 (0 inside the range) and uint4_bias, amax/6 for E2M1, amax/max|lut| for lut4.
-    For nvfp4 `global_scale` is amax(w)/(448 * 6); for mxfp4 see `mx_rounding`. If the scale of a group rounds to 0 and
-    other groups have larger scales, the weights of the group become 0. "mse" starts from the scales of "rtn". For every
-    group it tries other scales and zero points, and keeps those that lower the squared error of the group. Its error is
-    therefore never larger than that of "rtn".
+    "rtn" takes the scale from the extreme values of a group. With amax for the largest magnitude in the group, the
+    scale is amax/7.5 for uint4b8 (GPTQ's and compressed-tensors' convention), (max - min)/15 for uint4_bias and for
+    uint4 (whose range always includes 0), amax/6 for E2M1, and amax/max|lut| for lut4. For nvfp4, `global_scale` is
+    amax(w)/(448 * 6); for mxfp4 see `mx_rounding`. If the scale of a group rounds to 0 and other groups have larger
+    scales, the weights of the group become 0. "mse" starts from the scales of "rtn". For every group it tries other
+    scales and zero points, and keeps those that lower the squared error of the group. Its error is therefore never
+    larger than that of "rtn".
 
     Args:
         w: `[N, K]`, as in `nn.Linear.weight`; float16, bfloat16 or float32; K a multiple of 8.
         weight_format: a name of `WEIGHT_FORMATS` or an alias; "nf4" is lut4 with NF4's table.
-        group_size: 16, 32, 64, 128, 256, or -1 for K; the last group may be short. None: the format's own, else 128.
+        group_size: 16, 32, 64, 128, 256, or -1 for K; the last group may be short. None means the format's fixed size,
+            or 128 if it has none.
         method: "rtn" or "mse".
         scale_dtype: dtype of floating scales, and of uint4_bias's biases. The default is float16 for every dtype of
-            `w`, because it has more significant bits than bfloat16. A scale above its range is an error.
+            `w`, because float16 has more significant bits than bfloat16. A scale above the dtype's range is an error.
         lut: float32 `[16]`, the table of lut4; None means NF4's table.
         mx_rounding: how mxfp4 rounds a group's exponent: "floor" (OCP MX v1.0, 6.3), "even" (amax is first rounded to
             one mantissa bit, as E2M1 has) or "rceil" (up, so that no weight saturates).

@@ -140,10 +140,10 @@ def _bitsandbytes_state(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _from_cpu_packing(words: Tensor) -> Tensor:
-    """Undoes the packing that bitsandbytes makes at a layer's first forward on CPUs with AVX-512 BF16.
+    """Undoes the rearrangement that bitsandbytes makes at a layer's first forward on CPUs with AVX-512 BF16.
 
-    In that packing, bytes `[N/32, K/2, 32]` hold 32 rows of two neighbouring k, with rows 0..15 in the low nibbles
-    (bitsandbytes 0.50, functional.py).
+    In the rearranged bytes `[N/32, K/2, 32]`, the last dimension holds two neighbouring k of 32 rows. The low nibbles
+    hold rows 0..15, the high nibbles rows 16..31 (bitsandbytes 0.50, functional.py).
     """
     N, half = words.shape
     blocks = words.reshape(N // 32, half, 16, 2)

@@ -142,7 +142,7 @@ def _find_version(module: nn.Module, config: dict[str, Any], qzeros: Tensor) -> 
 
 
 def _stated_version(module: nn.Module, config: dict[str, Any]) -> int:
-    """Returns the version that the module's class, the module or the config states, else 1.
+    """Returns the version that the module's class, the module or the config states, or 1 if none of them states one.
 
     If a class needs version 2, GPTQModel converts the zero points of a version 1 file while it loads the file. The
     class therefore tells the version. `qzero_format()` cannot be trusted for modules of such a class: it returns 2 only

@@ -19,7 +19,7 @@ class TokenCost:
 
     Attributes:
         gpu: the chip's name.
-        weights: time of all products beyond their launches.
+        weights: time of all products, without their launches.
         dispatches: time of all launches.
         attention: time to read the keys and values of the earlier tokens.
     """
@@ -53,15 +53,14 @@ class Work:
 def cost_of(work: Work, gpu: AppleSiliconGPU, dtype: torch.dtype, dispatch_seconds: float | None = None) -> TokenCost:
     """Returns the predicted time of a token on a GPU.
 
-    A product with experts costs as much as one product with one row for each expert that it reads. A dense product
-    reads its weight once, as fast as the chip can. Any other operation costs one dispatch, and its work is not
-    counted.
+    A product with experts is counted as one product with a row for each expert that it reads. A dense product reads its
+    weight once, as fast as the chip can. Any other operation costs one dispatch; the work inside it is not counted.
 
     Args:
         work: the operations of the token.
         gpu: the GPU.
         dtype: dtype of the activations.
-        dispatch_seconds: time of one dispatch; None means the model's.
+        dispatch_seconds: time of one dispatch; None means the time that the planner's model assumes.
     """
     weights, dispatches = 0.0, work.operations
     launch = 0.0

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
-# `_unsafe_view` returns the storage of its argument, although its schema does not say so. The other operations only
+# These operations are not counted. `_unsafe_view` is a view, although its schema does not say so. The others only
 # allocate memory.
 NO_DISPATCH = {
     *("aten._unsafe_view.default", "aten.empty.memory_format", "aten.empty_like.default", "aten.empty_strided.default"),
@@ -107,11 +107,12 @@ class Part:
 
 
 class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the operations that are no views.
+    """Records all operations except views.
 
     Args:
         model: the model that runs. Only a dense product with one of its parameters counts as a product with a weight.
-        tokens: length of the keys and values. A dense product with a factor of this length counts as attention.
+        tokens: length of the keys and values. A dense product counts as attention if one of its factors has this
+            length.
     """
 
     def __init__(self, model: nn.Module | None = None, layers: nn.ModuleList | None = None, tokens: int = 0) -> None:

@@ -75,10 +75,10 @@ def config_of(source: Any) -> Any:
 def sample_of(
     config: Any, *, weight_format: str = "uint4b8", group_size: int | None = None, dtype: torch.dtype = torch.float16
 ) -> Sample:
-    """Makes the model of a config's first layers, so many that each kind of layer occurs.
+    """Makes a model of a config's first layers. It has as many layers as are needed to contain each kind of layer.
 
     Two layers are of one kind if their modules have the same classes, names and shapes and their attention has the same
-    type. Parameters outside of decoder layers have few tokens in place of the vocabulary.
+    type. The embedding and the output layer get a vocabulary of few tokens.
 
     Args:
         config: a config of a causal language model; it is not changed.

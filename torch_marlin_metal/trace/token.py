@@ -26,11 +26,11 @@ PROMPT = 6  # tokens of the sample before the traced one
 
 @dataclass(frozen=True)
 class TokenOperations:
-    """The operations of one decoded token that are no views. On mps, each is a dispatch.
+    """The operations of one decoded token, without views. On mps, each is a dispatch.
 
     Attributes:
-        kinds: how many there are of each kind in the whole model.
-        layer: how many one decoder layer has. If layers differ, this is the most frequent kind of layer.
+        kinds: how many operations of each kind the whole model has.
+        layer: how many operations one decoder layer has. If layers differ, this is a layer of the most frequent kind.
         work: what a GPU has to do for the token.
         costs: the predicted time on each GPU.
     """
@@ -134,9 +134,9 @@ def trace_token(
 ) -> TokenTrace:
     """Counts the operations of one decoded token before and after fusing, and predicts the token's time on each chip.
 
-    No weights are read. The function makes the model's first layers with the config's sizes and random 4-bit weights,
-    as many as there are different kinds of layers, and runs them on the CPU. It multiplies the counts of a layer by the
-    number of layers that are like it. The cache grows by `torch.cat`, as in an eager `generate`; the batch size is 1.
+    No weights are read. The function makes the model's first layers, until it has a layer of each kind, with the
+    config's sizes and random 4-bit weights. It runs them on the CPU and multiplies the counts of each layer by the
+    number of layers of its kind. The cache grows by `torch.cat`, as in an eager `generate`; the batch size is 1.
 
     Args:
         source: a model's directory, its config.json, or a config of transformers, of a causal language model.
@@ -145,7 +145,7 @@ def trace_token(
         group_size: as in `quantize_weight`.
         dtype: dtype of the activations: float16, bfloat16 or float32.
         context: tokens before the traced one, whose keys and values attention reads.
-        dispatch_seconds: time of one dispatch; None means that of the planner's model.
+        dispatch_seconds: time of one dispatch; None means the time that the planner's model assumes.
 
     Raises:
         ValueError: an argument is out of range or unknown, or transformers is not installed.

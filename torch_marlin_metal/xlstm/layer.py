@@ -108,8 +108,8 @@ class MLSTMLayer(nn.Module):
 
     The state_dict has the names of xLSTM 7B's layers with separate weights (`q`, `k`, `v`, `ogate_preact`,
     `igate_preact`, `fgate_preact`, `multihead_norm`, `out_proj`). `quantize_model` turns the projections into
-    `MarlinLinear`. Exclude the gate projections from it: they are small, and the gates' exponential magnifies their
-    errors.
+    `MarlinLinear`. Exclude the gate projections from quantization: they are small, and the exponential of the gates
+    magnifies their errors.
 
     Args:
         d_model: size of the inputs and outputs.
@@ -117,7 +117,7 @@ class MLSTMLayer(nn.Module):
         qk_dim_factor: DK is `d_model * qk_dim_factor / num_heads`.
         v_dim_factor: DV is `d_model * v_dim_factor / num_heads`.
         gate_soft_cap: smooth bound on the magnitude of the gates; None means no bound.
-        bias: whether the norm and all projections except those of the gates have a bias. Gate projections always do.
+        bias: whether the norm and the projections have a bias. The gate projections always have one.
         norm_eps: added to the variance in the norm.
         eps: added to the denominator in the cell.
         chunk_size: as in `mlstm`.
@@ -158,8 +158,8 @@ class MLSTMLayer(nn.Module):
         self.fgate_preact = nn.Linear(d_model, num_heads, bias=True)
         self.multihead_norm = MultiHeadLayerNorm(num_heads, v_dim // num_heads, norm_eps, bias)
         self.out_proj = nn.Linear(v_dim, d_model, bias=bias)
-        # An untrained layer writes little into its state (i is -10) and forgets little (f goes from 3 to 6 over the
-        # heads).
+        # Initial biases of the gates. An untrained layer writes little into its state (the bias of i is -10) and
+        # forgets little (the bias of f goes from 3 to 6 over the heads).
         with torch.no_grad():
             self.igate_preact.weight.zero_()
             self.igate_preact.bias.fill_(-10.0)

@@ -54,8 +54,8 @@ def mlstm(
 ) -> tuple[Tensor, MLSTMState]:
     """Runs an mLSTM over a sequence of any length, and returns the outputs and the final state.
 
-    `mlstm` is differentiable once, by every tensor, and runs on the CPU and on mps. The CPU also takes float64, for
-    which it runs the recurrence token by token.
+    `mlstm` is differentiable once, with respect to every tensor, and runs on the CPU and on mps. The CPU also takes
+    float64; it then computes token by token.
 
     Args:
         q: queries `[B, H, S, DK]`, float16, bfloat16 or float32, any strides. `mlstm` scales them by `DK ** -0.5`.
@@ -125,8 +125,8 @@ def mlstm_states(
         save_states_every: 1 saves the state before each chunk, 2 the state before every second chunk, and so on.
 
     Returns:
-        The saved states. Each tensor has an additional dimension after H of `S / (chunk_size * save_states_every) + 1`
-        states: index j is the state before chunk `j * save_states_every`, and the last index is the final state.
+        The saved states. Each tensor has an additional dimension after H, of size `S / (chunk_size * save_states_every)
+        + 1`. Index j is the state before chunk `j * save_states_every`, and the last index is the final state.
 
     Raises:
         ValueError: an argument has the wrong dtype, shape, device or value, or S is not a multiple of

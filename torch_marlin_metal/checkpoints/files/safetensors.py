@@ -1,8 +1,8 @@
 """Safetensors files: checks the header before use, and reads single tensors.
 
-The safetensors library maps whole files into memory, so the resident size of a process grows with the file that it
-reads. The errors of the library do not name the tensor. This module parses the header once and reads each tensor with
-one `readinto`. Format: https://github.com/huggingface/safetensors#format.
+This module parses the header once and reads each tensor with one `readinto`. It replaces the safetensors library for
+two reasons. The library maps whole files into memory, so the resident size of a process grows with the file that it
+reads. Its errors do not name the tensor. Format: https://github.com/huggingface/safetensors#format.
 """
 
 import json
@@ -18,10 +18,10 @@ from torch import Tensor
 from torch_marlin_metal.checkpoints.errors import CheckpointError
 from torch_marlin_metal.huge_pages import prefer_huge_pages
 
-# For each dtype name of the format: the bits of one element and the torch dtype that holds it. Not every backend has
-# float8 and unsigned types, so their bits are kept in another dtype: float8 in uint8, U16/U32/U64 in the signed type of
-# the same width. F4 packs two elements in a byte. If several names share a torch dtype, a tensor of that dtype is
-# written under the first name.
+# For each dtype name of the format: how many bits an element has, and the torch dtype that holds it. Not every backend
+# has float8 and unsigned types, so their elements are kept in another dtype: float8 in uint8, U16/U32/U64 in the signed
+# type of the same width. F4 packs two elements in a byte. If several names share a torch dtype, a tensor of that dtype
+# is written under the first name.
 DTYPES: dict[str, tuple[int, torch.dtype]] = {
     "BOOL": (8, torch.bool),
     "U8": (8, torch.uint8),

@@ -1,8 +1,9 @@
 """Writes tensors one after the other into safetensors shards, with only a few in memory at a time.
 
-A safetensors header comes before the data, but is known only when all tensors are. The writer therefore leaves room
-for the header and writes it when the shard is full; spaces may follow it. Only then does the file get its final name,
-so a file with a final name is complete. A thread writes while the caller reads and converts the next tensors.
+A safetensors header comes before the data, but it is known only when all tensors of the file are known. The writer
+therefore leaves room for the header, writes it when the shard is full, and fills the rest of the room with spaces. Only
+then does the file get its final name, so a file with a final name is complete. A thread writes while the caller reads
+and converts the next tensors.
 """
 
 import json
@@ -21,8 +22,8 @@ from torch_marlin_metal.checkpoints.checkpoint import DTYPE_NAMES
 from torch_marlin_metal.checkpoints.errors import CheckpointError
 
 HEADER_BYTES = 1 << 18
-# Bytes of one write call. In larger calls Linux uses huge pages for its cache, and a virtual machine may have to
-# request each of these from its host. On a Firecracker guest with Linux 6.18 and ext4, writing 2 GB took 4.4 s of CPU
+# Bytes of one write call. For larger calls, Linux uses huge pages in its cache, and a virtual machine may have to
+# request each huge page from its host. On a Firecracker guest with Linux 6.18 and ext4, writing 2 GB took 4.4 s of CPU
 # time in calls of 8 MiB, but 0.5 s in calls of this size.
 WRITE_BYTES = 1 << 17
 BATCH_BYTES = 1 << 18  # small tensors go to the thread in batches, because handing one over costs more than writing it
@@ -75,7 +76,9 @@ class ShardWriter:
         return self._header_size + sum(map(_entry_bytes, names)) < HEADER_BYTES
 
     def add(self, name: str, tensor: Tensor, dtype: str | None = None) -> None:
-        """Appends a tensor. `dtype` is the dtype's name in the file if torch's dtype only carries the bits.
+        """Appends a tensor.
+
+        `dtype` is the name of its dtype in the file, if torch's dtype is only a container for the bits.
 
         Raises:
             CheckpointError: this tensor or an earlier one cannot be written, for example because the disk is full or

@@ -154,8 +154,8 @@ def _read_gemv_fast(layer: Layer, settings: Settings) -> PackedWeight:
 def _unpack_gemv_fast(qweight: Tensor) -> Tensor:
     """Converts int16 `[N/4, K]` to int32 `[K/8, N]`.
 
-    The layout has tiles of 4 rows x 64 k. A tile's 64 words are its four rows, one after the other. Within a row, each
-    run of 32 k is stored in the order 0, 8, 16, 24, 1, 9, ..., 31, four codes to a word.
+    The source's layout has tiles of 4 rows of the weight and 64 k. The 64 words of a tile hold its four rows, one after
+    the other. Within a row, each run of 32 k is stored in the order 0, 8, 16, 24, 1, 9, ..., 31, four codes to a word.
     """
     quarter, K = qweight.shape
     codes = (qweight.unsqueeze(2) >> torch.arange(0, 16, 4)) & 15

@@ -1,8 +1,8 @@
 """compressed-tensors layers: pack-quantized (int4), nvfp4-pack-quantized, mxfp4-pack-quantized.
 
 llm-compressor writes them. For int4, `weight_packed` is int32 `[N, K/8]` and `weight_zero_point` is packed along N.
-Both store signed values plus 8. For FP4, `weight_packed` is uint8 `[N, K/2]` with even k in the low nibble, and weights
-are divided by NVFP4's global scale.
+Both store signed values plus 8. For FP4, `weight_packed` is uint8 `[N, K/2]` with even k in the low nibble. A weight of
+NVFP4 is its code times its block scale, divided by the global scale.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """GGUF layers: blocks of 32, 64 or 256 weights along K, each of which holds its codes and scales.
 
-ggml's files ggml-common.h and ggml-quants.c define the block layouts. In every type, a run of n bytes holds 2 n codes:
-the first n in the low nibbles, the next n in the high nibbles.
+ggml's files ggml-common.h and ggml-quants.c define the block layouts. In every type, the codes come in runs of n bytes:
+the low nibbles hold the first n codes of the run, and the high nibbles the next n.
 """
 
 from collections.abc import Callable, Iterator

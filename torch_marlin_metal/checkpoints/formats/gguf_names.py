@@ -1,8 +1,9 @@
 """Maps the tensors of GGUF files to transformers' names and transformers' order of rows.
 
-llama.cpp's converter renames tensors and, for the architecture "llama" and its relatives, reorders the rows of the q
-and k projections so that the two halves of a rotary pair lie side by side; transformers keeps the halves of a head
-apart. It stores the gate projections of all experts as one tensor, and so the up and the down projections.
+llama.cpp's converter renames tensors. For the architecture "llama" and its relatives, it also reorders the rows of the
+q and k projections: the two rows of a rotary pair come to lie side by side, while in transformers one is in the first
+half of a head and the other in the second. Of the experts, it stores all gate projections as one tensor, all up
+projections as another, and all down projections as a third.
 """
 
 import re
@@ -51,15 +52,16 @@ GPT_OSS = {"post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "m
 
 @dataclass(frozen=True)
 class Architecture:
-    """How the tensors of an architecture map to those of transformers, one to one.
+    """Says which tensor of transformers each tensor of an architecture becomes.
 
     Attributes:
         reorders: whether llama.cpp reorders the rows of the q and k projections.
-        names: names in a block that differ from `IN_BLOCK`.
-        top: names outside the blocks that differ from `TOP`.
-        norm_offset: llama.cpp adds it to the weights of norms (its converters of Gemma and Nemotron).
+        names: names of tensors in a block, for those that `IN_BLOCK` does not have or names differently.
+        top: names of tensors outside the blocks, for those that `TOP` does not have or names differently.
+        norm_offset: what llama.cpp's converter added to the weights of norms. Its converters of Gemma and Nemotron add
+            1.
         has_experts: whether the blocks may have experts.
-        alternates: whether the rows of gate and up alternate in one layer of transformers.
+        alternates: whether transformers has gate and up in one layer, in which their rows alternate.
     """
 
     reorders: bool = False

@@ -1,7 +1,7 @@
 """gpt-oss experts in MXFP4: `<layer>_blocks` uint8 `[E, N, K/32, 16]` and `<layer>_scales` E8M0 `[E, N, K/32]`.
 
-Every expert becomes a separate layer, `<layer>.<expert>`. As in the model, rows of gate_up_proj alternate between gate
-and up.
+Every expert becomes a separate layer, `<layer>.<expert>`. The rows of gate_up_proj alternate between gate and up, as
+the model expects them.
 """
 
 from torch_marlin_metal.checkpoints import fp4

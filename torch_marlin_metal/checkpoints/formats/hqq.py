@@ -1,7 +1,7 @@
 """HQQ layers of 4 bit with groups along K (axis 1): W = (q - zero) * scale with floating zero points.
 
-The weight is stored as groups, `[N * K / g, g]`. The high nibbles of `W_q` hold the first half of these rows, and the
-low nibbles hold the second half.
+The weight is stored as a matrix with one group per row, `[N * K / g, g]`. The high nibbles of `W_q` hold the first half
+of this matrix's rows, and the low nibbles hold the second half.
 """
 
 import torch

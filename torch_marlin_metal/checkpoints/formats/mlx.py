@@ -26,10 +26,11 @@ def _check(checkpoint: Checkpoint, settings: Settings) -> None:
 
 
 def unnamed(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Returns the settings in a model's config.json if mlx-lm wrote them, which names no method.
+    """Returns the settings in a model's config.json if mlx-lm wrote them. mlx-lm names no method in its settings.
 
-    mlx-lm writes them as "quantization", and most versions write a copy as "quantization_config". If only the second
-    is present, its bits and group size may be those of any method, so it is used only if it has a mode.
+    mlx-lm writes them as "quantization", and most versions write a copy as "quantization_config". If only
+    "quantization_config" is present, any other program may have written it, too, so it counts as mlx-lm's only if it
+    has a mode.
     """
     own, common = config.get("quantization"), config.get("quantization_config")
     settings = common or own
@@ -47,7 +48,7 @@ def _implied(checkpoint: Checkpoint) -> bool:
 
 
 def _own_settings(layer: Layer, settings: Settings) -> Settings:
-    """Returns the module's own settings, else the common ones.
+    """Returns the module's own settings, or the common settings if the module has none.
 
     AutoRound stores a module's own settings only under "quantization".
     """

@@ -1,7 +1,7 @@
 """NVFP4 and int4 layers of NVIDIA ModelOpt.
 
-In NVFP4 layers `weight` is uint8 `[N, K/2]`, `weight_scale` holds E4M3 block scales, and `weight_scale_2` is a global
-factor. W4A16_AWQ has layers of int4.
+In NVFP4 layers, `weight` is uint8 `[N, K/2]`, `weight_scale` holds E4M3 block scales, and `weight_scale_2` is a global
+factor. ModelOpt calls its int4 layers W4A16_AWQ.
 """
 
 from dataclasses import replace
@@ -50,7 +50,7 @@ def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeigh
 
 
 def _read_int4(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeight:
-    """Reads a layer of W4A16_AWQ: bytes `[N/2, K]` of signed codes, the even row of a pair in the low nibble.
+    """Reads a layer of W4A16_AWQ: bytes `[N/2, K]` of signed codes. The low nibble belongs to the even row of a pair.
 
     Source: pack_int4_in_uint8 of modelopt/torch/export/quant_utils.py (0.47). `weight_scale` is `[N, G]`.
     """

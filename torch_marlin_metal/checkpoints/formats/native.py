@@ -57,9 +57,10 @@ class NativeExporter:
         """Returns the `quantization_config` of a checkpoint with these layers.
 
         If a program has not imported this package, transformers only warns of the unknown `quant_method` and goes on
-        with random weights. Two settings make it stop. Because of `load_in_4bit`, transformers and diffusers take the
-        settings for those of bitsandbytes, and look up the value of `bnb_4bit_compute_dtype` as an attribute of torch.
-        Here the value is a text of advice, so the error about the missing attribute shows the advice.
+        with random weights. Two settings make transformers stop instead. Because of `load_in_4bit`, transformers and
+        diffusers take the settings for those of bitsandbytes. They then look up the value of `bnb_4bit_compute_dtype`
+        as an attribute of torch. That value is a sentence that tells the user what to import, so the error about a
+        missing attribute shows this sentence.
         """
         stops = {"load_in_4bit": True, "bnb_4bit_compute_dtype": ADVICE}
         return {"quant_method": METHOD, "format_version": FORMAT_VERSION, **stops, "layers": self.layers}
@@ -89,10 +90,10 @@ def empty_layer(name: str, entry: Any, embedding: nn.Embedding | None = None) ->
     Args:
         name: the layer's name, for the error.
         entry: the entry.
-        embedding: what the model has in this place if it is no Linear layer.
+        embedding: the model's module of this name, if it is an embedding.
 
     Raises:
-        CheckpointError: the entry is not one of this format.
+        CheckpointError: the entry does not describe a layer of this format.
     """
     try:
         given = {key: value for key, value in entry.items() if not key.endswith("_dtype")}
@@ -108,7 +109,9 @@ def empty_layer(name: str, entry: Any, embedding: nn.Embedding | None = None) ->
 
 
 def packed_weights(state: Mapping[str, Tensor]) -> Iterator[PackedWeight]:
-    """Yields the weight of each packed layer of a plain state_dict. Its `packed_format` gives format and group size.
+    """Yields the weight of each packed layer of a plain state_dict.
+
+    The layer's `packed_format` tensor gives format and group size.
 
     Raises:
         CheckpointError: the tensors of a layer do not make a weight.

@@ -1,8 +1,8 @@
 """Reads torchao's layers of the classes NVFP4Tensor, MXTensor and IntxUnpackedToInt8Tensor (int4).
 
 Their inner tensors are named `<layer>.weight.<field>`, or `<layer>._weight_<field>` if torchao's own safetensors
-support wrote them. The other attributes of these classes are in config.json under `tensor_attributes`, or in
-the file's metadata.
+support wrote them. The attributes of these classes that are not tensors are in config.json under `tensor_attributes`,
+or in the file's metadata.
 """
 
 import json

@@ -1,7 +1,8 @@
 """Reads torchao's packed int4 classes: Int4Tensor, Int4TilePackedTo4dTensor and Int4PlainInt32Tensor.
 
-The layouts are those that torchao 0.18 and PyTorch 2.13 write: `pack_int4` of FBGEMM and MSLK for the first,
-`_convert_weight_to_int4pack` on CUDA for the second (aten/src/ATen/native/cuda/int4mm.cu) and on XPU for the third.
+The layouts are those that torchao 0.18 and PyTorch 2.13 write. Int4Tensor is written by `pack_int4` of FBGEMM and MSLK,
+the other two by `_convert_weight_to_int4pack`: Int4TilePackedTo4dTensor on CUDA (aten/src/ATen/native/cuda/int4mm.cu),
+Int4PlainInt32Tensor on XPU.
 """
 
 import re
@@ -34,9 +35,10 @@ def read_plain(layer: Layer, attributes: dict[str, str]) -> PackedWeight:
 
 
 def read_tiles(layer: Layer, attributes: dict[str, str]) -> PackedWeight:
-    """Reads Int4TilePackedTo4dTensor as CUDA lays it out; w = (q - 8) * scale + zero. Rows and k are padded.
+    """Reads Int4TilePackedTo4dTensor as CUDA lays it out. A weight is (q - 8) * scale + zero. N and K are padded.
 
-    ROCm fills the same shape in another order, and a file does not say which GPU wrote it. So each read warns.
+    ROCm writes tensors of the same shape in another order, and a file does not say which GPU wrote it. Each read
+    therefore warns.
     """
     warnings.warn(
         "Int4TilePackedTo4dTensor is read as an NVIDIA GPU writes it. An AMD GPU writes other weights into the same "

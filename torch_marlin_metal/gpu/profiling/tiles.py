@@ -174,15 +174,15 @@ def occupancy(
 
 @dataclass(frozen=True)
 class Choice:
-    """The planner's choice for a range of M, each of which was planned.
+    """The planner's choice for a range of M. Every M of the range was planned.
 
     Attributes:
         first: smallest M of the range.
         last: largest M of the range.
         variant: the chosen variant.
-        tile: its tile.
+        tile: the tile of the choice.
         seconds: predicted time for `last`.
-        bound: the resource that limits it at `last`.
+        bound: the resource that limits the product at `last`.
     """
 
     first: int
@@ -205,8 +205,8 @@ def selection_guide(
 ) -> list[Choice]:
     """Returns the variant and tile that the planner chooses, for ranges of M.
 
-    A range ends where the choice changes, and where `rows` leaves out a value, because the choice for that value may
-    be another one.
+    A range ends when the choice changes. It also ends when `rows` leaves out a value, because the choice for that value
+    is not known.
 
     Args:
         gpu: a GPU, its name, or None for this machine's GPU.

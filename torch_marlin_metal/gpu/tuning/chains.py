@@ -44,7 +44,7 @@ class Chain:
         first: the argument of the first call.
         step: one call: takes the state and the number of the call, and returns the next state.
         finish: waits until the last state is ready.
-        clock: measures a number of calls; `wall_clock`, `gpu_clock` or `lazy_clock`.
+        clock: the function that measures a number of calls: `wall_clock`, `gpu_clock` or `lazy_clock`.
     """
 
     first: object
@@ -96,9 +96,9 @@ def gpu_clock(chain: Chain, calls: int) -> Measured:
 def lazy_clock(chain: Chain, calls: int) -> Measured:
     """Measures calls of a lazy library (MLX), which computes nothing until the chain is finished.
 
-    MLX gives no access to its command buffers. The function therefore runs a chain and one of twice the length. The
-    difference of their times is the time of the additional calls, without the cost of starting and waiting. The host's
-    time is measured separately, as in `gpu_clock`.
+    MLX gives no access to its command buffers. The function therefore runs a chain, and then a chain of twice the
+    length. The difference of the two times is the time of the additional calls, without the cost of starting and
+    waiting. The host's time is measured separately, as in `gpu_clock`.
     """
 
     def evaluated(count: int) -> tuple[float, float]:

@@ -163,7 +163,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def use(table: TuningTable | None) -> None:
-    """Makes `gemm(variant="auto")` on mps use the choices of a table; None returns to those of the model.
+    """Makes `gemm(variant="auto")` on mps use the choices of a table. With None, the model chooses again.
 
     Raises:
         ValueError: the table belongs to another machine, or names an unknown variant.

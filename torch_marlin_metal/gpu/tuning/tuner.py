@@ -37,8 +37,8 @@ def tune(
     """Measures the candidates for products on this machine's GPU.
 
     For each product and number of rows, the tuner times candidates of every variant in turn and compares medians. A
-    candidate runs as a chain of dependent products whose weights are not in the caches. A result is used only for the
-    number of rows that was measured; for other numbers the model chooses.
+    candidate runs as a chain of dependent products whose weights are not in the caches. The result for a number of rows
+    is used only for products with exactly this number; for other numbers, the planner's model chooses.
 
     Args:
         products: the products to measure.

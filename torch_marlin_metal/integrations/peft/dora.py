@@ -25,7 +25,7 @@ class MarlinDoraLayer(DoraLinearLayer):  # type: ignore[misc]
     """DoRA's magnitudes, without a copy of the weight in floats.
 
     The squared norm of row n of W + s B A is |w_n|^2 + 2 s b_n . (A w_n) + s^2 b_n (A A^T) b_n^T. The first term is
-    constant, and the product A W^T has only as many rows as A.
+    constant. The second needs the product A W^T, which has only as many rows as A.
     """
 
     def __init__(self) -> None:

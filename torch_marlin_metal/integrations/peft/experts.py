@@ -26,11 +26,12 @@ class MarlinLoraExperts(PackedMerging[ExpertWeights], ParamWrapper):  # type: ig
     """peft's `ParamWrapper` for one of the two stacks of `MarlinExperts`.
 
     The adapter's tensors have the shapes and names that peft gives them for experts in floats, so an adapter can be
-    trained on one kind of base and loaded on the other. The wrapper of `down_proj` has that of `gate_up_proj` as its
-    base layer. The outermost wrapper computes the experts with all adapters, and calls no inner one.
+    trained on one kind of base and loaded on the other. The wrappers are nested: the base layer of the `down_proj`
+    wrapper is the `gate_up_proj` wrapper. The outermost wrapper computes the experts with all adapters and does not
+    call the inner ones.
 
-    The product with A and B covers all experts for each row, and those that a row does not use are set to zero. The
-    host therefore never waits for the device to tell which experts are used.
+    Each row is multiplied by A and B of all experts, and the products of experts that the row does not use are set to
+    zero. In this way, the host need not know which experts are used and never waits for the device.
     """
 
     def get_param(self) -> Tensor:

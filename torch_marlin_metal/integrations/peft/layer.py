@@ -21,8 +21,9 @@ INITIALIZATIONS = (True, False, "gaussian")
 class MarlinLoraLinear(PackedMerging[PackedWeight], Linear):  # type: ignore[misc]
     """peft's LoRA layer on a `MarlinLinear`: LoRA, rsLoRA and DoRA, with dropout, biases and several adapters.
 
-    peft's own code adds the adapters to the result of the packed layer. Merging quantizes the sum of weight and
-    adapters again, in the base layer's format, and keeps the packed weight from before: `unmerge` restores its bits.
+    peft's own code adds the adapters to the result of the packed layer. Merging adds the adapters to the weight and
+    quantizes the sum in the base layer's format. The layer keeps its original packed weight, so `unmerge` restores the
+    same bits.
     """
 
     def __init__(
@@ -39,10 +40,10 @@ class MarlinLoraLinear(PackedMerging[PackedWeight], Linear):  # type: ignore[mis
         self.fan_in_fan_out = False  # MarlinLinear has nn.Linear's orientation, even if it replaced a Conv1D
 
     def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **kwargs: Any) -> None:
-        """Adds an adapter, or replaces the one of this name.
+        """Adds an adapter. If there is one of this name, replaces it.
 
         Raises:
-            ValueError: the config asks for what this layer does not support.
+            ValueError: the config asks for something that this layer does not support.
         """
         check_config(config)
         super().update_layer(adapter_name, r, lora_alpha, config, **kwargs)

@@ -27,7 +27,8 @@ class MergePlan(Generic[Weight]):
 class PackedMerging(Generic[Weight]):
     """The merging methods of peft's layers, for a base layer with a packed weight.
 
-    However many adapters are merged, and in however many calls, the weight is quantized once from the original.
+    Each merge starts from the original weight, adds all adapters that are merged by then, and quantizes the sum. The
+    rounding errors of several merges therefore do not add up.
     """
 
     lora_A: Any  # noqa: N815  the name that peft gives it
@@ -51,7 +52,7 @@ class PackedMerging(Generic[Weight]):
         """Adds adapters to the weight and quantizes the sum.
 
         Args:
-            safe_merge: changes nothing here: the result is always checked before the layer is changed.
+            safe_merge: has no effect, because the result is always checked before the layer is changed.
             adapter_names: the adapters to merge; None means the active ones.
 
         Raises:

@@ -32,14 +32,15 @@ class MarlinConfig(QuantizationConfigMixin):  # type: ignore[misc]
         weight_format: the format to quantize to, as in `quantize_weight`.
         group_size: see `quantize_weight`.
         method: "rtn" or "mse".
-        modules_to_not_convert: layers that stay or become floats: a pattern or a list of patterns for the layer's full
-            name, as `exclude` of `quantize_model` ("*.o_proj"). A pattern that matches no layer is an error.
+        modules_to_not_convert: a pattern or a list of patterns for full names of layers ("*.o_proj"), like `exclude` of
+            `quantize_model`. These layers stay floats or, in a quantized checkpoint, become floats. A pattern that
+            matches no layer is an error.
         quantize_head: whether a model that is quantized while it loads gets a 4-bit output layer, too.
-        quantize_embeddings: quantize the tables of the vocabulary, too: they become `MarlinEmbedding`, and output
-            layers with the same weight share the packed one, whatever `quantize_head` says.
+        quantize_embeddings: whether to quantize the tables of the vocabulary, too. They become `MarlinEmbedding`. An
+            output layer that shares the weight of a table then shares the packed weight, whatever `quantize_head` says.
         on_unsupported: "error", or "dequantize" to decode layers that no weight format can represent.
         fuse: True computes q, k and v projections in one call, and gate and up projections in another; see
-            `fuse_projections`. "layers" also replaces what stands between the products; see `fuse_layers`.
+            `fuse_projections`. "layers" also fuses the operations between the products; see `fuse_layers`.
         prepare: compile the Metal kernels of layers that are loaded to mps; see `prepare`.
         layers: the layers of a saved model, by name; `save_pretrained` writes it.
         quantize_options: `scale_dtype`, `lut`, `mx_rounding` of `quantize_weight`.

@@ -1,7 +1,7 @@
 """Loads and saves the experts of a mixture with packed weights.
 
-`SeparateExperts` holds the place of an experts module while a model is loaded, with a layer for each layer of the
-checkpoint. `stack` then replaces it by one stack of weights. Experts that cannot be stacked stay separate.
+While a model is loaded, `SeparateExperts` stands in for an experts module. It has a layer for each of the checkpoint's
+layers. `stack` then replaces it by one stack of weights. Experts that cannot be stacked stay separate.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,8 +22,8 @@ from torch_marlin_metal.packed_weight import PackedWeight
 class SeparateExperts(nn.Module):
     """Replaces transformers' experts module with a layer for each part of each expert.
 
-    It runs one expert after the other and waits for the device to tell which ones have tokens. Experts whose layers
-    cannot be stacked, for instance because some stay in floats, run this way.
+    It runs one expert after the other, and waits for the device to tell which experts have tokens. Models keep it only
+    for experts whose layers cannot be stacked, for instance because some stay in floats.
     """
 
     def __init__(self, layers: ExpertLayers) -> None:
@@ -69,7 +69,7 @@ def stack_experts(
 ) -> tuple[set[str], dict[str, str]]:
     """Replaces each `SeparateExperts` of a model by one stack of weights.
 
-    Weights are copied into the stack as they are read, so that only those of one expert exist beside it.
+    Weights are copied into the stack as they are read, so that at any time the weights of only one expert exist twice.
 
     Args:
         model: changed in place.

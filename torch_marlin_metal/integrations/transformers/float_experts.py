@@ -1,7 +1,7 @@
 """Packs the experts of a checkpoint of floats while transformers loads it, one expert at a time.
 
-transformers merges the tensors of single experts into stacked parameters while loading. `MergedOneByOne` takes the
-place of this conversion, so that the floats of a whole layer never exist together.
+While loading, transformers merges the tensors of single experts into stacked parameters. `MergedOneByOne` replaces this
+step, so that the floats of all experts of a layer never exist at the same time.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -42,7 +42,9 @@ class FloatExperts:
         return {f"{name}.{kind}" for name in self._layers for kind in WEIGHTS}
 
     def pack(self, model: nn.Module, parameter: str, experts: Iterable[Tensor]) -> None:
-        """Packs one of the parameters. Until the end of the load an empty one stays in the model.
+        """Packs one of the stacked parameters.
+
+        Until the end of the load, an empty parameter stays in the model in its place.
 
         Args:
             model: the model that transformers loads.
@@ -50,7 +52,7 @@ class FloatExperts:
             experts: the part of each expert, as the parameter has it.
 
         Raises:
-            CheckpointError: there is another number of experts, or they have another shape, than in the model.
+            CheckpointError: the number of experts or their shape is not that of the model.
             ValueError: an expert cannot be stored in the format.
         """
         owner, _, kind = parameter.rpartition(".")
@@ -114,9 +116,12 @@ class FloatExperts:
 
 
 class MergedOneByOne(WeightConverter):  # type: ignore[misc]
-    """A conversion that merges the tensors of experts, and quantizes them instead if the quantizer packs the result.
+    """Replaces a conversion of transformers that merges the tensors of experts.
 
-    transformers collects functions that read the tensors, because it reads in turn while a model is quantized.
+    If the quantizer packs the result, the tensors are quantized instead, one expert at a time.
+
+    transformers passes functions that read the tensors, not tensors, because it reads one after the other while a model
+    is quantized.
     """
 
     __slots__ = ()

@@ -27,8 +27,9 @@ def tied_modules(keys: Mapping[str, str]) -> dict[str, str]:
 def loaded_names(names: Iterable[str], conversions: Iterable[Any]) -> set[str]:
     """Returns the names that transformers gives to tensors of a checkpoint before it looks for them in the model.
 
-    A tensor that a conversion splits has several. Tensors of packed layers are in no model, so the prefix of a base
-    model is neither added nor removed.
+    If a conversion splits the tensor, there are several names. transformers adds or removes the prefix of a base model
+    only for tensors that the model has. Models have no tensors of packed layers, so for these the prefix stays as it
+    is.
     """
     conversions = list(conversions)
     renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
@@ -50,7 +51,7 @@ def siblings(name: str, conversions: Iterable[Any]) -> Iterator[str]:
 
 
 def rearranges(model: Any, layers: Iterable[str]) -> bool:
-    """Returns whether transformers joins, splits or permutes the weight of one of the layers when it saves the model.
+    """Returns whether transformers would join, split or permute a weight of these layers when it saves the model.
 
     transformers does this if the original checkpoint has other tensors than the model, for instance one tensor for q, k
     and v, or a bias under another name than the weight. Packed words cannot be rearranged in this way, so such a model

@@ -1,9 +1,9 @@
 """Puts the packed layers of a checkpoint into a model while transformers loads everything else.
 
-Before transformers loads, a `PendingLinear` replaces every Linear that the checkpoint holds in 4 bit. This placeholder
-has no tensors, so transformers does not miss a weight and does not make one. When transformers has loaded everything
-else, the packed layers replace the placeholders, one at a time. Embeddings wait without their weight, and so do the
-layers that are tied to them.
+Before transformers loads, a `PendingLinear` replaces every Linear that the checkpoint holds in 4 bit. The placeholder
+has no tensors, so transformers neither reports a missing weight nor makes one. When transformers has loaded everything
+else, the packed layers replace the placeholders, one at a time. Packed embeddings, and layers that are tied to them,
+get no placeholder: they stay in the model, but without a weight, until then.
 """
 
 from typing import Any
@@ -176,7 +176,7 @@ class PackedCheckpoint:
     def _tie(self, model: Any, dense: set[str]) -> None:
         """Finds the modules that share the weight of a packed layer and that the checkpoint lacks.
 
-        transformers does not see these ties any more: it would look for tensors that packed layers do not have.
+        transformers itself cannot find them, because it looks for tensors that packed layers do not have.
         """
         packed = self._pending.keys() | self._tables.keys()
         groups: dict[str, list[str]] = {}

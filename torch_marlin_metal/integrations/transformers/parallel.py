@@ -1,7 +1,8 @@
 """Follows the tensor-parallel plan of transformers: each process loads its part of the packed layers.
 
-transformers hooks the placeholders of packed layers as it hooks float layers. Its hooks go away with the placeholders,
-and layers of `torch_marlin_metal.parallel` take their place.
+transformers adds its hooks to the placeholders of packed layers, as it does to float layers. These hooks disappear with
+the placeholders. The layers that replace the placeholders are those of `torch_marlin_metal.parallel`, which need no
+hooks.
 """
 
 from collections.abc import Iterable
@@ -29,10 +30,10 @@ _SIZES = ("ep_size", "dp_size", "pp_size")
 
 
 def check_sizes(op: str, model: Any, pre_quantized: bool) -> None:
-    """Refuses ways to distribute a model that would leave packed layers whole or lose them.
+    """Refuses the ways to distribute a model in which packed layers would stay whole or be lost.
 
     Raises:
-        NotImplementedError: the config of `from_pretrained` asks for one.
+        NotImplementedError: the config of `from_pretrained` asks for such a way.
     """
     config = getattr(model.config, "distributed_config", None)
     asked = [name for name in _SIZES if (getattr(config, name, 1) or 1) > 1]
@@ -72,10 +73,12 @@ class TransformersSplit:
 
         Args:
             layers: names and placeholders of packed Linear layers.
-            whole: names of packed layers that are always whole: embeddings, layers tied to them, layers in floats.
+            whole: names of layers that cannot be split: packed embeddings, layers tied to them, and layers that become
+                floats.
 
         Raises:
-            NotImplementedError: the plan has a style that this package lacks for a layer, or splits one of `whole`.
+            NotImplementedError: the plan has a style that this package does not have for the layer, or the plan splits
+                a layer of `whole`.
         """
         from torch_marlin_metal.parallel.styles import MarlinColwiseParallel, MarlinRowwiseParallel
 

@@ -29,8 +29,9 @@ DEVICES = ("cpu", "mps")
 class PendingLinear(nn.Module):
     """Holds the place of a packed layer while transformers loads everything else; it has no parameters.
 
-    A model initializes tensors that a checkpoint lacks. Some models do this with tensors of their children
-    (`module.q.weight.normal_`). The placeholder gives them meta tensors, which have no values to initialize.
+    If a checkpoint lacks tensors, the model initializes them, and some models also initialize tensors of their children
+    (`module.q.weight.normal_`). For such models, the placeholder has attributes that are meta tensors, which have no
+    values to initialize.
     """
 
     def __init__(self, shape: LinearShape) -> None:
@@ -65,7 +66,9 @@ def initialized(thing: Marked) -> Marked:
 
 
 def hollow_out(module: nn.Module) -> None:
-    """Removes the weight of an embedding or a layer tied to one; `make_table` or `share_weight` sets it later.
+    """Removes the weight of an embedding, or of a layer tied to an embedding.
+
+    `make_table` or `share_weight` sets it later.
 
     transformers then does not report the weight as missing. A tensor without values stays in its place, for models that
     access the weights of their submodules.
@@ -175,7 +178,7 @@ def check_devices(op: str, device_map: dict[str, Any]) -> None:
 
 
 def device_of(device_map: dict[str, Any] | None, name: str) -> torch.device:
-    """Returns the device for a layer.
+    """Returns the device on which to load a layer.
 
     If a map contains both mps and cpu, accelerate also runs the modules of the CPU on mps. It copies their parameters
     to mps for each call, but keeps their buffers on mps. A packed weight is a buffer, so it is loaded to mps at once.

@@ -134,9 +134,11 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
         self._chosen = {f"{name}.weight" for name in chosen if name not in experts} | self.float_experts.parameters()
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
-        """Returns whether a weight, or one that transformers splits off the same tensor, is quantized while loading.
+        """Returns whether a weight is quantized while loading.
 
-        transformers asks for the first one alone.
+        If transformers splits one tensor into several weights, returns whether any of them is quantized.
+
+        transformers asks only for the first weight of such a tensor.
         """
         if self.pre_quantized:
             return False
@@ -164,8 +166,8 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
             self._failure = error
             return False
         self._made[name] = packed, weight.dtype
-        # Some models divide by the size of the last dimension when they initialize. Of an embedding transformers takes
-        # the number of rows for a tied layer.
+        # The empty weight has its sizes for two reasons. Some models divide by the size of the last dimension when they
+        # initialize a weight. transformers takes the number of an embedding's rows for a layer that is tied to it.
         empty = weight.new_empty(0, weight.shape[1])
         if isinstance(linear, nn.Embedding):
             empty = weight.new_zeros(1).expand(weight.shape)

@@ -1,4 +1,4 @@
-"""Makes `save_pretrained` work for every model with packed layers, loaded or quantized in memory.
+"""Makes `save_pretrained` work for every model with packed layers, whether it was loaded or quantized in memory.
 
 A model that `from_pretrained` loaded has a quantizer, which transformers asks for the tensors. A model that was
 quantized in memory has none, and transformers would write tensors that no loader finds. This module therefore wraps

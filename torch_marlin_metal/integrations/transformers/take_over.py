@@ -1,10 +1,10 @@
 """Replaces entries of transformers' tables so that this package loads 4-bit checkpoints, and restores them.
 
 `AutoQuantizationConfig.from_dict` makes a config from the settings in a checkpoint's config.json, and the config's
-`quant_method` chooses the quantizer. It is therefore enough to replace one table: its entries for the methods in
-`known_formats.py` become `MarlinConfig`, whose `quant_method` is this package's own. A model that transformers itself
-quantizes while loading (`BitsAndBytesConfig(load_in_4bit=True)` for a float checkpoint) still uses transformers'
-quantizer.
+`quant_method` chooses the quantizer. It is therefore enough to replace entries of one table, from methods to configs:
+the entries for the methods in `known_formats.py` become `MarlinConfig`, whose `quant_method` is this package's own. A
+model that transformers itself quantizes while loading (`BitsAndBytesConfig(load_in_4bit=True)` for a float checkpoint)
+still uses transformers' quantizer.
 
 Directories of mlx-lm name no method, and old ones have their settings under another key. The function that looks for
 the settings is therefore wrapped.

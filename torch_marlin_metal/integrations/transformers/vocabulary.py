@@ -55,10 +55,12 @@ def install() -> None:
 
 
 def _tie_packed(model: Any, keys: dict[str, str]) -> dict[str, str]:
-    """Makes packed layers share the tensors of those that they are tied to, and returns the keys of all others.
+    """Makes each packed layer that is tied to another one share the other's tensors.
 
-    Layers with different weights stay apart, because no caller wants to lose the weight of a merged adapter.
-    transformers treats different float weights of a checkpoint in the same way.
+    Returns the keys of the layers that are not packed.
+
+    Two layers with different weights do not become one, because one of the weights would be lost, for example that of a
+    merged adapter. transformers treats different float weights of a checkpoint in the same way.
     """
     rest = dict(keys)
     for name, source in tied_modules(keys).items():

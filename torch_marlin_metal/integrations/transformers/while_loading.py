@@ -23,10 +23,10 @@ class QuantizeWhileLoading(ConversionOps):  # type: ignore[misc]
         missing_keys: set[str] | None = None,
         **kwargs: Any,
     ) -> dict[str, Tensor]:
-        """Quantizes the chosen weights and returns the other tensors, which transformers makes parameters.
+        """Quantizes the chosen weights. Returns the other tensors, which transformers makes parameters of the model.
 
-        `input_dict` has several weights if transformers has split one tensor of the checkpoint, such as a joint q, k
-        and v.
+        `input_dict` has several weights if transformers has split a tensor of the checkpoint, for example one that
+        joins q, k and v.
         """
         named = input_dict if len(input_dict) > 1 else dict.fromkeys([full_layer_name], *input_dict.values())
         others = {}
