@@ -19,14 +19,14 @@ ASSUMPTIONS = (
     "Memory time and compute time overlap, but a twentieth of the shorter time is added to the longer time.",
     "Threadgroups start in order, x first, and spread evenly over the cores.",
     "If several row blocks read the same weights, each block reads them from memory again. These reads are twice as "
-    "fast if the weight fills at most half of the system-level cache. Row blocks of gemv start together; all but one "
-    "of them find the weights in L2.",
+    "fast if the weight fills at most half of the system-level cache. In gemv, row blocks that read the same weights "
+    "start together, and all but the first find the weights in L2.",
     "Bank conflicts, the register cache, barriers and the rate of threadgroup memory cost nothing.",
     "A dispatch that depends on the previous one takes 6 us in addition to its work. Published figures are 3 to 10 us.",
     "On chips of two dies (Ultra), weights of less than 50 MB are read at 0.8 times the rate of larger ones.",
     "The tensor units of an M5 multiply fp16 and bfloat at the rate that MLX's dense product reached on an M5, and "
-    "fp32 as fast as matrix operations. The instructions around them cost what those of fused cost.",
-    "If a figure of a chip is unknown, that of the most similar chip replaces it. The table of chips says so.",
+    "fp32 at the rate of the 8x8x8 matrix operations. The other instructions of the kernel cost as much as in fused.",
+    "If a figure of a chip is unknown, it is taken from the most similar chip. The table of chips marks such figures.",
 )
 
 _REASONS = {
