@@ -1,8 +1,8 @@
 """Measures peak memory and time of a training step with LoRA adapters, for packed, bf16 and bitsandbytes weights.
 
-The peak is the sum of four parts: the base weights; the adapters with their gradients and optimizer states; what is
-kept from the forward to the backward pass (the checkpoints, the logits and the loss); and the rest at the peak, which
-holds one layer's activations and their gradients, the gradient of the logits, and the decoded weight.
+The peak is the sum of four parts. The first is the base weights. The second is the adapters with their gradients and
+optimizer states. The third is kept from the forward to the backward pass: the checkpoints, the logits and the loss. The
+fourth is the rest: one layer's activations and their gradients, the gradient of the logits, and the decoded weight.
 
 The model is a random Llama. Each kind runs in a process of its own, so that its peak memory is its own. The processes
 take steps in turn, so that a disturbance of the machine affects all of them alike. bitsandbytes takes part if it is

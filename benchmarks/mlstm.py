@@ -122,8 +122,8 @@ def in_fp32(method: Method) -> Method:
 def compiled_chunkwise(S: int) -> Method:
     """Compiles one graph for up to 1024 tokens.
 
-    For more tokens one graph would take minutes to compile, so three smaller graphs are compiled, one of which runs for
-    each chunk.
+    For more tokens, one graph would take minutes to compile. Three smaller graphs are compiled instead, one of which
+    runs once for each chunk.
     """
     torch._dynamo.reset()
     if S <= 1024:

@@ -3,8 +3,8 @@
     python benchmarks/process_sums.py [--processes 2 4] [--floats 2048] [--rounds 300]
 
 Each process has one thread. The ways take turns, with a barrier before each. The table has the least and the median
-time of rank 0. Only the first three are what PyTorch offers for CPUs. "shared memory" is a lower limit: a program
-that spins on counters in memory that the processes share.
+time of rank 0. PyTorch offers the first three for CPUs. "shared memory" is a lower limit: a program that spins on
+counters in memory that the processes share.
 """
 
 import argparse

@@ -2,11 +2,11 @@
 
     python benchmarks/split_processes.py [--processes 2] [--layers 16] [--rounds 7] [--dtype bfloat16]
 
-The model has the shapes of Llama 3.2 1B, random weights in `uint4b8` with groups of 64, and a small vocabulary,
-because the output layer is not split. All processes start before the first measurement. The single process and the
-group of N processes take turns, so that a change of the machine's speed affects both alike. A turn is a prefill and a
-decode of 16 tokens. The report has medians, the memory that loading the weights takes, and the share of its time that
-a process spends in the sums over processes, which end each layer that is split by rows.
+The model has the shapes of Llama 3.2 1B, random weights in `uint4b8` with groups of 64, and a small vocabulary, because
+the output layer is not split. All processes start before the first measurement. The single process and the group of N
+processes take turns, so that a change of the machine's speed affects both alike. A turn is a prefill and a decode of 16
+tokens. The report has medians and the memory that loading the weights takes. Each layer that is split by rows ends with
+a sum over processes; the report also has the share of a process's time that these sums take.
 """
 
 import argparse

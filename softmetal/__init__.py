@@ -241,7 +241,7 @@ def failing_allocation(count: int) -> Iterator[Callable[[], bool]]:
 
 @contextlib.contextmanager
 def failing_command_buffer(message: str, code: int = 1) -> Iterator[None]:
-    """Makes a command buffer in a `with` block end with an error: the first that has commands, which then do not run.
+    """Makes the first command buffer with commands in a `with` block end with an error; its commands do not run.
 
     Args:
         message: the error's description.

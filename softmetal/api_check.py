@@ -155,8 +155,8 @@ def _check_method(owner: str, method: Method, apple: Metadata, report: Report) -
     mismatches = [list(_mismatches(method, candidate)) for candidate in candidates]
     if any(not found for found in mismatches):
         return
-    # Two protocols may declare one selector with different types. PyObjC records the selector once, perhaps with the
-    # types of the other protocol.
+    # Two protocols may declare the same selector with different types. PyObjC records the selector once, perhaps with
+    # the types of the protocol that is not meant here.
     others = [p.methods.get((method.selector, method.is_class_method)) for p in apple.protocols.values()]
     is_theirs = any(not list(_mismatches(m, r)) for m in others if m is not None for r in candidates)
     if not candidates or is_theirs:

@@ -115,11 +115,12 @@ class Kernel:
 
         Args:
             group: threads per threadgroup.
-            groups: threadgroups per grid. Give either this or `threads`.
+            groups: threadgroups per grid. Give either `groups` or `threads`.
             threads: threads per grid. The last threadgroups may then be smaller.
             buffers: one for each slot: an array, (array, byte offset), bytes (read-only data), a Buffer, or None.
             threadgroup_memory: bytes of each [[threadgroup(n)]] argument.
-            resident: arrays that the kernel reaches only through addresses in other buffers, as `useResource` names.
+            resident: arrays that the kernel reaches only through addresses in other buffers. In Metal, `useResource`
+                names them.
             seed: seed of the order of threads in checked mode. Messages name the seed. None means SOFTMETAL_SEED, or a
                 random seed if that is not set.
             perturb_seed: seed of the perturbation of inexact functions, within Metal's limits; 0 means no perturbation.

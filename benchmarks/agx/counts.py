@@ -35,8 +35,9 @@ def blob(path):
                 break
         else:
             continue
-        # After the four words: rodata {u32, u16, u16}, then as u16 the registers of program and preamble, the push
-        # count, three sizes of the threadgroup, its memory, and the imageblock.
+        # The layout after the first four words: rodata as {u32, u16, u16}; then, each as u16, the registers of the
+        # program and of the preamble, the push count, the three sizes of the threadgroup, its memory, and the
+        # imageblock.
         _, _, _, wx, wy, wz, local, _ = struct.unpack_from("<8H", b, 24)
         return {
             "binary": b[hs : hs + bsize],

@@ -9,8 +9,8 @@ def fix_methods(toks):
     """Adds an address space to member functions that name none, and removes it from constructors.
 
     In Metal, a member function without an address space takes objects in thread memory. In C++ for OpenCL it takes
-    objects in the generic address space, which does not convert back to the thread's. Constructors lose their address
-    space, because those that the compiler generates are generic.
+    objects in the generic address space, and a pointer to the generic space does not convert back to one to thread
+    memory. Constructors lose their address space, because constructors that the compiler generates are generic.
     """
     add, drop = {}, set()
     for i, t in enumerate(toks):

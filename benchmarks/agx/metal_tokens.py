@@ -15,8 +15,9 @@ INC = re.compile(r'^[ \t]*#[ \t]*(include|import)[ \t]*([<"])([^>"]+)[>"].*$')
 def flatten(path, folders, notes=None, _including=()):
     """Returns a file's text with its local includes pasted in. Apple's headers <metal_...> are left out.
 
-    A header is pasted at each of its includes, because the preprocessor may drop the branch that contains the first
-    one. A guard macro in place of #pragma once then keeps only the first copy that the preprocessor reaches.
+    A header is pasted at each of its includes, because the first include may be in a branch that the preprocessor
+    drops. A guard macro takes the place of #pragma once, so that the preprocessor keeps only the first copy that it
+    reaches.
     """
     real = os.path.realpath(path)
     try:

@@ -2,10 +2,11 @@
 
 The benchmark times the experts of one layer: the product with the gate and up projections, silu(gate) * up, and the
 product with the down projections, weighted and summed over the experts of a token. The routing is random and uniform,
-and in a round it is the same for every rival. There are three rivals: a loop of this package's `gemm` over the experts
-that have rows, `torch.nn.functional.grouped_mm` on rows sorted by expert, and a loop of `torch.nn.functional.linear`.
-The two rivals from PyTorch use the unquantized weights in the activations' dtype. Before it is timed, every rival must
-agree with `moe_gemm`. The memory of a rival is measured in a process of its own, which holds only this rival's weights.
+and in a round it is the same for every rival. There are three rivals: a loop over the experts that have rows, with this
+package's `gemm`; `torch.nn.functional.grouped_mm` on rows sorted by expert; and the same loop with
+`torch.nn.functional.linear`. The two rivals from PyTorch use the unquantized weights in the activations' dtype. Before
+it is timed, every rival must agree with `moe_gemm`. The memory of a rival is measured in a process of its own, which
+holds only this rival's weights.
 
     python benchmarks/cpu/cpu_experts.py [--minutes 4] [--layers qwen3-30b] [--experts 8] [--json FILE]
 

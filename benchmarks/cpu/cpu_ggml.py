@@ -1,9 +1,9 @@
 """Compares `gemm` on the CPU with ggml's matrix product for Q4_0 (symmetric, groups of 32), in one interleaved run.
 
-Needs ggml's shared libraries, from an installed `llama-cpp-python` or from any build through `--library FOLDER`. In
-groups of 32 both programs multiply the same weights. Errors are relative root mean squares against an fp64 product of
-the exact weights and the fp32 activations. `high` means torch.set_float32_matmul_precision("high"), which lets kernels
-use fewer bits.
+Needs ggml's shared libraries. They come from an installed `llama-cpp-python`, or from the build in the folder that
+`--library` names. With groups of 32, both programs multiply the same weights. Errors are relative root mean squares
+against an fp64 product of the exact weights and the fp32 activations. `high` means
+torch.set_float32_matmul_precision("high"), which lets kernels use fewer bits.
 """
 
 import argparse

@@ -2,7 +2,7 @@
 
 Measures no time. Cross-compiles with aarch64-linux-gnu-g++ and counts the innermost loop over k. An iteration of this
 loop computes 8 k of 4 columns for each vector. Kernels with a panel read codes that another loop has decoded before,
-once for all row blocks. That loop has a row of its own in the table.
+once for all row blocks. The decoding loop is a separate row of the table.
 """
 
 import argparse

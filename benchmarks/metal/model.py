@@ -69,9 +69,9 @@ def bars() -> Iterator[Bar]:
 
 
 def steps(weight_format: str) -> Iterator[Bar]:
-    """Yields the largest cost of one more row on any GPU, for rows that begin a block of 8 and for other rows.
+    """Yields the largest cost of one more row on any GPU: for rows that begin a block of 8, then for other rows.
 
-    The launch of a dispatch that only the larger product has does not count.
+    If the larger product needs one dispatch more, the launch of this dispatch does not count.
     """
     largest = {1.9: 0.0, 1.5: 0.0, 1.35: 0.0}
     for gpu in AppleSiliconGPU.names():

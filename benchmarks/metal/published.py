@@ -1,10 +1,10 @@
 """Compares the planner's model with published times of other projects' kernels on real Macs.
 
-Takes a CSV file with the columns of published.csv. For every point that can be modelled, it prints predicted over
-published time, then the median and range for each kind of measurement. The last two columns show whether the median
-rests on one chip or one publication: they are the range of the median if the points of any one chip, or of any one
-source, are left out. This project has measured none of the points. --plot draws all points, --json prints them for
-programs.
+Takes a CSV file with the columns of published.csv. For every point that can be modelled, it prints the predicted time
+divided by the published time. Then it prints the median and the range of this ratio for each kind of measurement. The
+last two columns show whether the median rests on one chip or one publication: they are the range of the median if the
+points of any one chip, or of any one source, are left out. This project has measured none of the points. --plot draws
+all points, --json prints them for programs.
 
 The exit code is 0 if a row could be modelled, 1 if none could, and 2 if the file is not such a table.
 

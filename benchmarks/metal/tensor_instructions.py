@@ -1,13 +1,13 @@
 """Counts the instructions around the matrix products of kernels for tensor units: our gemm_tensor and MLX's.
 
-Both are compiled from source for the M1's GPU by Mesa's compiler (benchmarks/agx/README.md), with matmul2d replaced by
-the same 16 instructions on both sides, which are subtracted again (benchmarks/agx/tensor_stub). Nothing is executed.
+Both are compiled from source for the M1's GPU by Mesa's compiler (benchmarks/agx/README.md). In both, the same 16
+instructions replace each matmul2d and are subtracted from the counts (benchmarks/agx/tensor_stub). Nothing is executed.
 Apple's compiler and the M5's instructions differ. The wheel of MLX is downloaded if it is not cached.
 
 A tile is 64 rows and 64 columns, and has four simdgroups. A count is the instructions of all lanes in a step of 64 k,
 per weight of the tile. "decode" holds the instructions that turn words into operands: masks, shifts, conversions,
-products with scales, and transfers of decoded weights through threadgroup memory. "ends" is what the ends of groups
-add: there our kernel scales its sums.
+products with scales, and transfers of decoded weights through threadgroup memory. "ends" holds the instructions at the
+ends of groups, which in our kernel scale the sums.
 
     python benchmarks/metal/tensor_instructions.py
 """
@@ -107,8 +107,8 @@ def counts(found: dict[str, Any], steps: float, calls: int, chain: int) -> Count
     Args:
         found: what the tool counts.
         steps: iterations of the innermost loop in a step of 64 k.
-        calls: of matmul2d in an iteration.
-        chain: k of an iteration of the loop around it; 0 if there is none.
+        calls: calls of matmul2d in an iteration.
+        chain: how many k an iteration of the surrounding loop covers; 0 if there is no such loop.
     """
     innermost = [o for o in found["loops"] if o["innermost"] and o["device_load_bytes"]]
     hot = min(innermost, key=lambda o: o["instructions"])  # MLX has one more loop for tiles that are not whole

@@ -1,8 +1,9 @@
 """Counts what a step of products on tensor units moves: our gemm_tensor, and MLX's kernels as Apple compiled them.
 
 A step multiplies a tile of 64 or 32 rows and 64 columns by 64 k. Both kernels run on the software Metal device in
-checked mode, which sees every load and store. The counts of two K are subtracted, so that a step does not contain what
-happens once per tile. Nothing is timed. The wheel of MLX is downloaded if it is not cached.
+checked mode, which sees every load and store. The count of a step is the difference between the counts for two values
+of K, so it does not contain the work that is done once per tile. Nothing is timed. The wheel of MLX is downloaded if it
+is not cached.
 
     python benchmarks/metal/tensor_peers.py           # prints the table
     python benchmarks/metal/tensor_peers.py --write   # puts the table into docs/inside/tensor-units.md

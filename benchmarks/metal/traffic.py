@@ -1,8 +1,8 @@
 """Counts memory traffic, barriers and matrix products of each variant with the software Metal device.
 
 The operator runs the plan of each variant in the device's checked mode, which sees every load and store. "total" counts
-every access, "distinct" counts each accessed address once; the ratio is how often a byte is read. The program counts
-and does not time, and runs only on Linux. Sizes are small because checked mode is slow.
+every access, "distinct" counts each accessed address once; the ratio is how often a byte is read. The program measures
+no times, and runs only on Linux. Sizes are small because checked mode is slow.
 
     python benchmarks/metal/traffic.py --rows 1 4 16 64 --columns 256 --k 512 --format uint4b8 --markdown
 """
@@ -27,8 +27,8 @@ import torch_marlin_metal as tmm  # noqa: E402
 
 VARIANTS = ("auto", "gemv", "double_buffered", "single_stage", "striped")
 ROWS = (1, 4, 16, 64)
-# BufferSlots of kernels/shared/slots.h, except those of the packed weight, the parameters, and tensors that no product
-# here has.
+# BufferSlots of kernels/shared/slots.h. Left out are the slots of the packed weight, of the parameters, and of tensors
+# that no product here has.
 SLOTS = {0: "activations", 2: "scales", 3: "zeros", 4: "global_scale", 5: "lut", 8: "out", 9: "partials"}
 PARAMETERS = 10
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}

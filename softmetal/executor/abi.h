@@ -67,7 +67,7 @@ void sm_mma_sync_if(const void* d) SM_CONVERGENT;
 void* sm_threadgroup_variable(uint32_t site, uint32_t bytes, uint32_t align);
 
 // Changes x, the result of an inexact function, by up to `ulps` units in the last place: the error that Metal allows
-// for fp32. If the launch has no seed for this, returns x unchanged.
+// for fp32. If the launch has no seed for such changes, returns x unchanged.
 float sm_perturb(float x, float ulps);
 
 enum { SM_ATOMIC_LOAD = 0, SM_ATOMIC_STORE = 1, SM_ATOMIC_UPDATE = 2 };

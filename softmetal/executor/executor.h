@@ -88,7 +88,7 @@ typedef struct {
   uint32_t max_faults;    // 0: 16. A fault is reported once for each source line.
   double watchdog;        // seconds of processor time; 0: SOFTMETAL_WATCHDOG or 120; below 0: none
   // Buffers that the kernel reaches through addresses in other buffers. Checked mode reports an access to a buffer that
-  // is neither in a slot nor here.
+  // is neither in a slot nor in this list.
   const sm_buffer* resident;
   uint32_t resident_count;
 } sm_dispatch;

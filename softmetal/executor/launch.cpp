@@ -158,7 +158,7 @@ void run_checked(Launch& launch) {
   }
   // Metal promises neither that threadgroups run at the same time nor that the lanes of a simdgroup take turns. The
   // seed therefore chooses the number of threadgroups that run at once, and whether lanes are preempted. A kernel that
-  // relies on either fails for some seeds.
+  // relies on one of these fails for some seeds.
   const uint32_t concurrent = 1 + random.below(kMaxConcurrentGroups);
   launch.preempts = random.below(4) != 0;
   machine.prepare(kMaxConcurrentGroups);

@@ -37,9 +37,9 @@ enum {
   SM_TENSOR_KNOWN_SUM = 32,
 };
 
-// Adds the product of two blocks to `sum`. Each argument is the calling lane's 8 elements. All lanes of the simdgroup
-// must reach the call. Without a seed, a sum is fp32 and adds its 16 products in the order of k, each by one fma.
-// A seed chooses another order, and for SM_TENSOR_RELAXED also operands of 11 significant bits.
+// Adds the product of two blocks to `sum`. Each argument holds the calling lane's 8 elements of a block. All lanes of
+// the simdgroup must reach the call. Without a seed, a sum is fp32 and adds its 16 products in the order of k, each by
+// one fma. A seed chooses another order, and for SM_TENSOR_RELAXED also operands of 11 significant bits.
 void sm_tensor_product(const float* a, const float* b, float* sum, uint32_t options);
 
 }  // extern "C"

@@ -104,8 +104,8 @@ void on_fault(int signal, siginfo_t* info, void* data) {
   continue_at(context, &report_trap, trap.overflow ? fibres.top_of(info->si_addr) : stack);
 }
 
-// Called when the watchdog's time is over. The handler can leave a kernel's own code at any instruction. All other code
-// checks `expired` later.
+// Called when the watchdog's time is over. If a kernel's own code is running, the handler leaves it at any instruction.
+// All other code checks `expired` when it is safe to stop.
 void on_time(int, siginfo_t*, void* data) {
   auto* context = static_cast<ucontext_t*>(data);
   if (machine_here == nullptr) return;

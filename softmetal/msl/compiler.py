@@ -41,8 +41,8 @@ _PREPROCESS = [
     *(f"-U{m}" for m in ("__linux__", "__linux", "linux", "__gnu_linux__", "__unix__", "__unix", "unix", "__x86_64__")),
     *("-D__METAL__=1", "-D__METAL_MACOS__=1"),
 ]
-# With AVX512-FP16, LLVM 19 converts a NaN of half to the short -32768. Metal gives 0, and so does LLVM without that
-# instruction set.
+# AVX512-FP16 is switched off: with it, LLVM 19 converts a half NaN to the short -32768. Metal gives 0, and so does LLVM
+# without this instruction set.
 _MACHINE = ("-march=native", "-mno-avx512fp16")
 # Lanes that take part in the same barrier or simdgroup function must wait for each other. The executor recognises them
 # by the call site, so no pass may merge, copy or reorder the calls.
@@ -112,8 +112,8 @@ def own_files() -> list[Path]:
 def _predefined_macros() -> bytes:
     """Returns macros that identify the compiler's version and the instruction sets that the compiler targets.
 
-    A file keeps them, because each compile of a kernel asks for them in a process of its own. The file's name changes
-    with the compiler's file and with the processor.
+    A file keeps the macros, because each compile of a kernel is a separate process and asks for them again. The file's
+    name changes with the compiler's file and with the processor.
     """
     compiler = Path(shutil.which(CLANG) or CLANG).resolve()
     file = compiler.stat() if compiler.exists() else None
@@ -267,8 +267,9 @@ def _dependencies(text: str, file_name: str) -> tuple[str, ...]:
 def _expanded(
     source: str, file_name: str, include_paths: Sequence[str], defines: Sequence[str], version: int
 ) -> tuple[str, tuple[str, ...]]:
-    """Returns preprocessed text and the user's files in it. The text is remembered, except if the source asks whether a
-    file exists.
+    """Returns preprocessed text and the user's files in it.
+
+    The text is remembered, except if the source asks whether a file exists.
     """
     names = (tuple(include_paths), tuple(defines), version, os.getcwd(), str(_stubs()))
     path = cached("", ".expanded", source, file_name, *names)
@@ -283,8 +284,9 @@ def _expanded(
 
 
 def _check_types(text: str, version: int, accepted: Path) -> None:
-    """Raises CompileError if the check of address spaces, overloads and types finds an error. Text that passes is
-    remembered.
+    """Raises CompileError if the check of address spaces, overloads and types finds an error.
+
+    Text that passes is remembered.
     """
     if errors := check.findings(text, version):
         raise CompileError("\n".join(errors))

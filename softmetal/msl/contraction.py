@@ -1,10 +1,10 @@
 """Marks products that are operands of a sum in one expression, so that vectors get fused multiply-adds as scalars do.
 
-Clang contracts `a * b + c` to a fused multiply-add within one expression, and only on its own types. Our vectors are
-classes, whose operators are functions. The translation therefore changes `a * b + c` to `sm::fuse(a) * sm::fuse(b) +
-c`. For vectors the sum then sees both factors (include/softmetal/contraction.h); for other types sm::fuse changes
-nothing. If both operands of a sum are products, the first one is contracted, as by clang: in `a * b + c * d`, this is
-`a * b`.
+Clang contracts `a * b + c` to a fused multiply-add only within one expression, and only if the types are its own. Our
+vectors are classes, whose operators are functions. The translation therefore changes `a * b + c` to `sm::fuse(a) *
+sm::fuse(b) + c`. For vectors the sum then sees both factors (include/softmetal/contraction.h); for other types sm::fuse
+changes nothing. If both operands of a sum are products, the first one is contracted, as by clang: in `a * b + c * d`,
+this is `a * b`.
 """
 
 from __future__ import annotations

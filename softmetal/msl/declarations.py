@@ -208,8 +208,10 @@ def _declarators(tokens: list[Token]) -> list[list[Token]]:
 
 
 def _without_zeros(declarator: list[Token]) -> list[Token]:
-    """Returns `x[N]` of `x[N] = {0}`. Apple's compiler takes this list (MLX's layer_norm.metal has it). MLX sets the
-    elements itself afterwards, so the device does not count on what they hold.
+    """Returns `x[N]` of `x[N] = {0}`.
+
+    Apple's compiler takes this list (MLX's layer_norm.metal has it). MLX sets the elements itself afterwards, so their
+    values after such a declaration do not matter.
     """
     texts = [t.text for t in declarator]
     if "=" not in texts:

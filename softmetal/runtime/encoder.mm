@@ -98,9 +98,9 @@ sm_uint3 narrow(MTLSize size) {
   [super dealloc];
 }
 
-// An era is the work of one operator with one pipeline. A new era starts with each block of the queue. It also starts
-// when a pipeline is set after a dispatch. Bindings of an earlier era are stale, because another operator made them, or
-// they were made for another pipeline.
+// An era is the work of one operator with one pipeline. Each block of the queue starts a new era, and so does a
+// pipeline that is set after a dispatch. Bindings of an earlier era are stale: another operator made them, or they were
+// made for another pipeline.
 - (uint64_t)currentEra {
   return softmetal::queue_block() << 32 | era;
 }

@@ -55,8 +55,8 @@ class Memory {
 
 // Bytes of live MTLBuffers.
 size_t allocated_bytes();
-// Returns the GPU's family: MTLGPUFamilyApple7 (M1), so that code that runs here does not depend on newer families, or
-// Apple<n> if the environment variable SOFTMETAL_FAMILY is n. MTLGPUFamilyApple10 (M5) has tensor units.
+// Returns the GPU's family. The default is MTLGPUFamilyApple7 (M1), so that no code comes to depend on newer families.
+// The environment variable SOFTMETAL_FAMILY=n makes it Apple<n>. MTLGPUFamilyApple10 (M5) has tensor units.
 NSInteger apple_family();
 
 struct Binding {

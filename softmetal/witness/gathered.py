@@ -103,12 +103,12 @@ def sorted_products(form: Format, name: str, turned: bool, rows: tuple[int, int]
     """Returns launches whose rows are sorted by expert. The second expert has no row.
 
     Args:
-        form: of the weights.
-        name: of the element type.
-        turned: the weights are N x K.
-        rows: of all experts, and of the first one.
+        form: the form of the weights.
+        name: the name of the element type.
+        turned: whether the weights are N x K.
+        rows: the rows of all experts together, and the rows of the first expert.
         tile: rows and columns that a threadgroup computes.
-        simdgroups: of a threadgroup, across and down.
+        simdgroups: the simdgroups of a threadgroup, across and down.
     """
     (M, first), N, K = rows, 64, 128
     starts = _i32(0, first, first)

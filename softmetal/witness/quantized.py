@@ -44,7 +44,7 @@ class Format:
     def values(self, words: Array, scales: Array, biases: Array, name: str) -> tuple[Array, Array]:
         """Decodes what `weights` returns: the exact values, and the size of the numbers that their arithmetic rounds.
 
-        Kernels without a global scale do not read the one in `biases`.
+        `biases` may hold a global scale. Kernels without a global scale do not read it.
         """
         bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little").reshape(words.shape[0], -1, self.bits)
         codes = bits @ (1 << np.arange(self.bits))

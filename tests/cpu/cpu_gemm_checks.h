@@ -72,7 +72,7 @@ struct Allowance {
 
 // Checks gemm against the bound of docs/use/numerics.md. For 16-bit activations, the byte_split kernels get a tighter
 // bound: the random activations of a group are so similar in size that these kernels represent them exactly. Returns
-// the largest error, less the rounding of the output, as a fraction of the bound's arithmetic term.
+// the largest error, minus the rounding of the output, divided by the arithmetic term of the bound.
 inline double check_gemm(const Machine& machine, const Tensors& t,
                          Float32Precision precision = Float32Precision::highest, const Allowance& allowance = {}) {
   const Case& c = t.c;

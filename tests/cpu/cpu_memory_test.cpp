@@ -56,8 +56,8 @@ Bytes copied(const void* data, size_t size) {
   return {bytes, bytes + size};
 }
 
-// For each n, makes the smaller call, then the larger call with its n-th allocation failing, and then both again. Each
-// n has its own thread, because a thread keeps its working memory, so that its later calls allocate less.
+// For each n, makes the smaller call, then the larger call with its n-th allocation failing, and then both again. A
+// thread keeps its working memory, so that its later calls allocate less; each n therefore runs in a new thread.
 void fail_each_allocation(const std::string& what, const Call& smaller, const Call& larger) {
   const Bytes small_result = smaller(), large_result = larger();
   int64_t failed = 0;

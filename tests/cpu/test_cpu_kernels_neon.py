@@ -9,8 +9,8 @@ from test_cpu_kernels import build
 
 COMPILER = "aarch64-linux-gnu-g++"
 EMULATOR = "qemu-aarch64-static"
-# qemu's CPU models, each with the features that its program must report for dot products. The first has none, the
-# second those of Apple's M1, the third those of Apple's M2.
+# qemu's CPU models, each with the features that the test program must report on it. The first model has no dot
+# products, the second has the features of Apple's M1, and the third has those of Apple's M2.
 CPUS = {"cortex-a72": "", "neoverse-n1": " dotprod", "max": " dotprod bf16 i8mm"}
 
 pytestmark = pytest.mark.skipif(

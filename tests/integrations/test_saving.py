@@ -187,10 +187,11 @@ def skeleton(quantized: bool, meta: bool = False) -> nn.Module:
 @pytest.mark.parametrize(("device_map", "meta"), [(None, False), ({"": "cpu"}, False), ({"": "cpu"}, True)])
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
 def test_accelerate_never_leaves_random_weights(name, device_map, meta, tmp_path) -> None:
-    """accelerate ignores tensors of a checkpoint that the model lacks, and then leaves the model's own values.
+    """accelerate refuses to load packed layers into a model of floats.
 
-    Packed layers store a guard of one byte under the name `weight`. A model with float layers has a tensor of this name,
-    so accelerate finds that the sizes differ.
+    It ignores tensors that the model does not have, and would leave the model's weights at their initial values. Packed
+    layers therefore store a guard of one byte under the name `weight`. A model with float layers has a tensor of this
+    name, and accelerate finds that the sizes differ.
     """
     model = make_model("cpu")
     quantize_model(model, "uint4", 32, progress=False)

@@ -48,7 +48,7 @@ def mixture(
 
     Args:
         weight_format: see `WEIGHT_FORMATS`.
-        dtype: of the rows.
+        dtype: the dtype of the rows.
         ids: the experts of each token's slots.
         E: number of experts.
         K: rows of a weight.

@@ -189,9 +189,9 @@ def test_no_work_is_done_twice() -> None:
     states, output = got.counters["mlstm_states"], got.counters["mlstm_output"]
     assert states.mmas == p.heads * p.DK // 8 * p.DV // 8 * p.S // 8
     assert states.threadgroup_barriers == 0
-    # Of the four blocks of queries, two see only their own block of keys, and two also see an earlier block. For its
-    # own block, a block of queries computes 12 score fragments and multiplies 10 with v. For an earlier block, it
-    # computes and multiplies 16.
+    # Of the four blocks of queries, two see only their own block of keys, and two also see an earlier block. With its
+    # own block, a block of queries computes 12 score fragments and multiplies 10 of them with v. With an earlier block,
+    # it computes 16 score fragments and multiplies all of them.
     blocks = p.heads * p.S // 32
     scores = blocks * (12 + 16 // 2) * p.DK // 8
     values = blocks * (10 + 16 // 2) * p.DV // 8

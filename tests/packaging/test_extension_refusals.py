@@ -85,9 +85,10 @@ def test_an_older_build_whose_operator_lacks_an_argument(monkeypatch) -> None:
 
 
 def test_the_interface_lists_every_name_of_the_extension() -> None:
-    """If interface.py did not list a name, the package would load an older build that lacks this name.
+    """interface.py lists every operator and function of the extension.
 
-    Operators that only the mps backend has are not compared.
+    If it left out a name, the package would load an older build that does not have this name. Operators that only the
+    mps backend has are not compared.
     """
     sources = (Path(__file__).parents[2] / "csrc").rglob("*.mm")
     for_macs = {name for source in sources for name in re.findall(r'm\.def\(\s*"(\w+)\(', source.read_text())}

@@ -392,8 +392,8 @@ void check_few_rows() {
   };
   for (const Chip& chip : kChips) {
     subject = chip.name;
-    // An M5 Max has 40 cores and the fastest memory. The 32 threadgroups of gemv would leave eight cores idle, so four
-    // rows take a second dispatch.
+    // An M5 Max has 40 cores and the fastest memory. With one dispatch of 32 threadgroups, gemv would leave eight cores
+    // idle, so four rows take a second dispatch.
     expect(over_one_row(chip, 4) <= (chip.name == "M5 Max" ? 1.13 : 1.1),
            "4 rows cost " + std::to_string(over_one_row(chip, 4)) + " times as much as one");
   }

@@ -14,8 +14,8 @@ std::string prepare(Plan plan) {
   return text(plan);
 }
 
-// Checks that a new M builds one plan and a known M none, that the least recently used plan is dropped, and that a
-// tuner's table replaces plans.
+// Checks three things: a new M builds one plan and a known M builds none; the least recently used plan is dropped; and
+// a tuner's table replaces plans.
 void check_cache() {
   subject = "plan cache";
   set_tuned({});

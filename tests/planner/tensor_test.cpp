@@ -91,8 +91,8 @@ void check_systems() {
   }
 }
 
-// Checks that a chip without tensor units never gets the variant, whether a call names it, a tuner's table names it, or
-// neither does.
+// Checks that a chip without tensor units never gets the variant `tensor`: not if a call names it, not if a tuner's
+// table names it, and not if neither does.
 void check_refusals() {
   for (const Chip& chip : kChips) {
     subject = chip.name;

@@ -40,8 +40,8 @@ def _digest(command: Sequence[str]) -> str:
 def _once(target: Path, command: Sequence[str], *, wait: bool) -> None:
     """Runs a command with `-o target`, unless another worker has made the target.
 
-    If another worker is running the command, waits for that worker (`wait`) or returns. If the command fails, every
-    worker that needs the target fails with the command's message.
+    If another worker is running the command, waits for that worker if `wait` is true, and otherwise returns at once. If
+    the command fails, every worker that needs the target fails with the command's message.
     """
     failure = target.with_name(f"{target.name}.failed")
     with target.with_name(f"{target.name}.lock").open("w") as lock:

@@ -38,8 +38,8 @@ def dense_model(folder: Path, weights: dict[str, torch.Tensor], dense: dict[str,
 def magnitude(weight: PackedWeight) -> torch.Tensor:
     """Returns the magnitude of each weight in the error bound, fp64 `[K, N]`.
 
-    If a kernel sums raw codes, its rounding errors grow with the codes and zero points. The magnitude is then computed
-    from these.
+    If a kernel sums raw codes, its rounding errors grow with the codes and zero points, and the magnitude is computed
+    from the codes and zero points.
     """
     if weight.zeros is not None or weight.weight_format == "uint4b8":
         return _code_magnitude(weight)

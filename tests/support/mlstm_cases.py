@@ -8,7 +8,7 @@ import torch
 
 @dataclass(frozen=True)
 class Regime:
-    """Gates with means f and i, and a spread.
+    """Random gates with the means f and i.
 
     `ill_conditioned` means that the denominator nearly cancels above its floor.
     """

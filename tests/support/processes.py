@@ -36,7 +36,7 @@ def run(
         folder: the folder through which the processes meet; each call needs its own.
         *arguments: passed to `function`.
         timeout: seconds that a process waits for the others.
-        start_method: of Python's multiprocessing.
+        start_method: the start method of Python's multiprocessing.
         join: whether to wait for the processes.
 
     Returns:

@@ -20,8 +20,8 @@ TINY = {torch.float16: 2.0**-24, torch.bfloat16: 2.0**-126, torch.float32: 2.0**
 def dtypes_in_turn(turn: int, whole: bool) -> tuple[torch.dtype, ...]:
     """Returns all dtypes if `whole` is true, and otherwise only DTYPES[turn % 3].
 
-    Use it to test a grid of two axes with one dtype per point: if `turn` is the sum of a point's two indices, each
-    value of either axis is tested with each dtype.
+    Use it to test a grid of two axes with one dtype at each point. If `turn` is the sum of the point's two indices,
+    each value of each axis is tested with every dtype.
     """
     return DTYPES if whole else (DTYPES[turn % 3],)
 

@@ -55,8 +55,8 @@ class Checker {
   struct Range {
     uintptr_t start, bytes;
   };
-  // A racing write that has not happened yet. The checker sees an access before it happens, so it keeps what the memory
-  // held. If the write does not change that, the race is only a warning.
+  // A racing write that has not happened yet. The checker sees an access before it happens, so it stores the old
+  // contents of the memory. If the write does not change these contents, the race is only a warning.
   struct Unsettled {
     sm_thread thread;
     const char* memory;

@@ -1,5 +1,5 @@
-// The compiler's imports take as long as a small kernel. One process (msl/server.py) therefore imports the compiler,
-// and forks for each request. It ends when this process ends.
+// The compiler's imports take as long as a small kernel. One process (msl/server.py) therefore imports the compiler
+// once, and forks for each request. It ends when the process that started it ends.
 #include "compile/compiler_process.h"
 
 #include <fcntl.h>
@@ -89,8 +89,8 @@ class Server {
     posix_spawn_file_actions_addopen(&files, 1, "/dev/null", O_WRONLY, 0);
     // Closes inherited descriptors: if one is the writing end of a pipe, its reader waits until every copy is closed.
     posix_spawn_file_actions_addclosefrom_np(&files, 4);
-    // The compiler uses the standard library alone. -S skips the start-up files of site-packages, which can take as
-    // long as the compiler's own imports.
+    // -S skips the start-up files of site-packages, which can take as long as the compiler's own imports. The compiler
+    // needs only the standard library.
     std::vector<std::string> arguments = {place_.python, "-S", "-m", "msl.server"}, entries = environment(place_);
     pid_t child;
     const int failed = posix_spawnp(&child, place_.python.c_str(), &files, nullptr, pointers(arguments).data(),

@@ -1,9 +1,9 @@
 // The air.* functions that Apple's Metal compiler calls, on clang's own types. Kernels compiled by Apple call these
 // functions, and kernels compiled by us call msl/include. Comparing the two compiled forms of a kernel therefore also
-// compares these two libraries. For this reason both are written independently: conversions, integer functions,
-// shuffles and folds share no code. Functions without an exact result are shared (metal_math), because Apple's back
-// end chooses their last bits. The executor's exchange between lanes and its matrix product are shared, too. Include
-// this file after metal_stdlib and thunk.h.
+// compares these two libraries. For this reason the two libraries are written independently: conversions, integer
+// functions, shuffles and folds share no code. Functions without an exact result are shared (metal_math), because a
+// comparison of their last bits would show nothing: Apple's back end chooses these bits. The executor's exchange
+// between lanes and its matrix product are shared, too. Include this file after metal_stdlib and thunk.h.
 #pragma once
 
 #define AIR_FUNCTION inline __attribute__((always_inline))
@@ -123,8 +123,9 @@ AIR_FUNCTION T clamp(T x, T low, T high) {
   else return min(max(x, low), high);
 }
 AIR_FUNCTION f32 fma(f32 a, f32 b, f32 c) { return __builtin_fmaf(a, b, c); }
-// The product of two halves is exact in double, and the sum keeps 53 bits. So the conversion to half rounds correctly,
-// with one exception: if the 53 bits are a tie, a lost bit could have decided the direction.
+// The product of two halves is exact in double, and the sum has 53 bits. The conversion to half therefore rounds
+// correctly, with one exception: if these 53 bits lie exactly between two halves, a lost bit could have decided the
+// direction.
 AIR_FUNCTION f16 fma(f16 a, f16 b, f16 c) { return static_cast<f16>(double(a) * double(b) + double(c)); }
 template <class T, int N>
 AIR_FUNCTION vector<T, N> fma(vector<T, N> a, vector<T, N> b, vector<T, N> c) {

@@ -152,8 +152,8 @@ def cpp_function(declaration: Declaration) -> str:
     text = (_VALUES if has_result else _EFFECTS).get(base)
     if text is None:
         raise UnknownFunction(f"air.{declaration.name} is not known to the software device")
-    # The name of a conversion has the result's type first and the operand's second. Both types may have the same width,
-    # so the position decides and not the width.
+    # The name of a conversion has the result's type first and the operand's type second. The types are told apart by
+    # this order, because they may have the same width.
     own = [[types[0]], [types[1]]] if base == "convert" else [types, types]
     parameters, lines = [], []
     if has_result:

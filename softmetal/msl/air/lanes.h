@@ -21,8 +21,8 @@ struct exchange {
   }
 };
 
-// Combines the values of `width` lanes. Apple's back end chooses an order of its own. This function first combines
-// lanes that are half the width apart, as msl/include/metal_simdgroup does.
+// Combines the values of `width` lanes. The order of Apple's back end is not known. This function first combines lanes
+// that are half the width apart, as msl/include/metal_simdgroup does.
 template <class T, class F>
 AIR_UNCHECKED T folded(const exchange<T>& all, uint32_t first, uint32_t width, F combine) {
   T part[32];

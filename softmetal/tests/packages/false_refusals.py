@@ -4,8 +4,8 @@ The sources are our own kernels and, from the wheels of other projects, MLX's he
 ggml's whole file. `--folder` adds the `.metal` files of a checkout, for example of candle's
 `candle-metal-kernels/src/metal_src`; with `--compile` all kernels of these files are also compiled. Apple's compiler
 accepts all of these, so each refusal is a fault of the device. Files that need MetalPerformancePrimitives, the
-framework for the tensors of Metal 4, are counted apart, because this command examines all files without the device's
-headers for tensors. MLX calls these files "nax".
+framework for the tensors of Metal 4, are counted separately, because this command examines all files without the
+device's headers for tensors. MLX calls these files "nax".
 """
 
 from __future__ import annotations

@@ -112,11 +112,12 @@ def attack(call: Callable[[], Any], of_extension: bool, most: int = MOST) -> tup
 
     Args:
         call: returns a tensor.
-        of_extension: True if C++ objects of the extension fail to allocate; False if large blocks of the process do.
+        of_extension: which allocations fail: if True, those of C++ objects of the extension; if False, those of large
+            blocks of the process.
         most: the number of failures after which the attack ends.
 
     Returns:
-        The number of allocations that failed, and whether these were all.
+        The number of allocations that failed, and whether the call has no further ones.
     """
     library = ctypes.CDLL(str(shim()))
     expected = call()

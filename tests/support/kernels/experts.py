@@ -73,7 +73,7 @@ def run_experts(kernel: str, p: Mixture, *, rows: int = 1, simdgroups: int = 1) 
     """Computes a mixture with `moe_gemv` or `moe_fused`.
 
     Args:
-        kernel: which of the two.
+        kernel: "moe_gemv" or "moe_fused".
         p: the mixture.
         rows: rows of a block, for `moe_fused`.
         simdgroups: simdgroups of a threadgroup; each multiplies a part of K.

@@ -59,7 +59,7 @@ def element_type(dtype: torch.dtype | None) -> int:
 
 
 def parameters(struct: str, **fields: float | bytes) -> bytes:
-    """Returns the bytes of a parameter struct. The C++ compiler gives the fields' offsets. Strides have 64 bits.
+    """Returns the bytes of a parameter struct. The fields' offsets come from the C++ compiler. Strides have 64 bits.
 
     A field that is a struct takes that struct's bytes.
     """

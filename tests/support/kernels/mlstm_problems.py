@@ -275,8 +275,9 @@ def check_states(p: Sequence, got: Run, exact: mlstm_reference.Result, last: Any
 
 
 def _stabilisers_close(got: np.ndarray, exact: np.ndarray) -> bool:
-    # From 256 on, fp32 numbers are 3.1e-5 apart. The m before a chunk is stored as fp32, which rounds once. A token's m
-    # is a sum with that m, which rounds again. Each rounding errs by up to 1.55e-5, so the total error can exceed 2e-5.
+    # For |m| of 256 or more, neighbouring fp32 numbers are 3.1e-5 apart. The m before a chunk is stored as fp32, which
+    # rounds once. A token's m is a sum that contains this m, which rounds a second time. Each rounding errs by up to
+    # 1.55e-5, so the total error can exceed 2e-5.
     return bool((np.abs(got - exact) <= np.maximum(2e-5, np.spacing(np.abs(exact).astype(np.float32)))).all())
 
 

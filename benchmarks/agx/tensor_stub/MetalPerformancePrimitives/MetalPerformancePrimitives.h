@@ -1,6 +1,6 @@
-// Stands for Apple's matmul2d where instructions around it are counted: no offline compiler knows the tensor units. A
-// product of 16 x 32 x 16 becomes 8 ffma and 8 fadd, which use all 24 elements of the operands that a lane holds.
-// Counts of such kernels subtract these 16 instructions per call.
+// Takes the place of Apple's matmul2d when the instructions around matmul2d are counted, because no offline compiler
+// knows the tensor units. A product of 16 x 32 x 16 becomes 8 ffma and 8 fadd, which use all 24 elements of the
+// operands that a lane holds. These 16 instructions per call are subtracted from the counts.
 #pragma once
 
 #include <metal_stdlib>

@@ -159,7 +159,7 @@ namespace types {
     return 0;                                                                                        \
   }
 
-// Elements are named members. C++ forbids indexing from one member into the next in a constant expression, so there the
+// Elements are named members. In a constant expression, C++ forbids indexing from one member into the next, so the
 // element is selected by name.
 template <class T>
 struct alignas(2 * sizeof(T)) vec<T, 2> {
