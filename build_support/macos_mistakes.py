@@ -60,7 +60,7 @@ MISTAKES = (
         "id<MTLDevice> device() {",
         "}\nnamespace at::mps {\nvoid notExported();\n}\n"
         "namespace marlin::mps {\nid<MTLDevice> device() {\n  at::mps::notExported();",
-        "stream.mm",
+        "pytorch_internals.mm",
         "undefined symbol: __ZN2at3mps11notExportedEv",
     ),
 )

@@ -6,7 +6,7 @@
 
 The software device imitates these functions, and `csrc/mps` depends on how they change the encoder and the command
 buffer. The program reads their calls from the disassembly of `libtorch_cpu.dylib` and compares them with
-`pytorch_calls.json`. Any difference is an error, which a person must look at.
+`recorded_pytorch_calls.json`, which --write makes. Any difference is an error, which a person must look at.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from build_support import wheels
 
-STORED = Path(__file__).with_suffix(".json")
+STORED = Path(__file__).with_name("recorded_pytorch_calls.json")
 PINNED = "2.13.0"
 WHEEL_OF = {"2.13.0": "torch-macos", "2.14.1": "torch-macos-2.14.1", "2.15.0": "torch-macos-2.15.0"}
 # Mangled names without their parameters, which differ between versions, so that all overloads and blocks match.

@@ -7,7 +7,7 @@
 #include <iterator>
 
 #include "csrc/mps/gpu_failures.h"
-#include "csrc/mps/stream.h"
+#include "csrc/mps/pytorch_internals.h"
 
 namespace marlin::mps {
 

@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "csrc/mps/stream.h"
+#include "csrc/mps/pytorch_internals.h"
 #include "csrc/planner/commit_policy.h"
 
 namespace marlin::mps {

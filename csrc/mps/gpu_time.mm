@@ -7,7 +7,7 @@
 #include <tuple>
 #include <utility>
 
-#include "csrc/mps/stream.h"
+#include "csrc/mps/pytorch_internals.h"
 
 namespace marlin::mps {
 namespace {

@@ -8,7 +8,7 @@
 
 #include "csrc/mps/compile_once.h"
 #include "csrc/mps/kernel_sources.h"
-#include "csrc/mps/stream.h"
+#include "csrc/mps/pytorch_internals.h"
 
 namespace marlin::mps {
 

@@ -14,7 +14,7 @@
 
 #include "csrc/mps/encoder.h"
 #include "csrc/mps/library.h"
-#include "csrc/mps/stream.h"
+#include "csrc/mps/pytorch_internals.h"
 #include "csrc/ops/argument_rules.h"
 #include "csrc/planner/commit_policy.h"
 #include "csrc/planner/plan_cache.h"

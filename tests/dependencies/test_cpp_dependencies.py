@@ -44,7 +44,7 @@ LIBRARIES = {
         re.compile(r"(ATen|c10|torch)/"),
         {"csrc/ops", "csrc/cpu", "csrc/mps", "csrc/layer", "csrc/mlstm", "csrc/python"},
     ),
-    "PyTorch's private MPS headers": (re.compile(r"ATen/(native/)?mps/"), {"csrc/mps/stream"}),
+    "PyTorch's private MPS headers": (re.compile(r"ATen/(native/)?mps/"), {"csrc/mps/pytorch_internals"}),
     "Metal": (re.compile(r"Metal/"), {"csrc/mps"}),
 }
 

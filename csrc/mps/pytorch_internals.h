@@ -1,5 +1,5 @@
-// PyTorch's MPS stream, device, tensors and profiler. Only stream.mm includes PyTorch's private MPS headers, so a new
-// version of torch needs changes only there.
+// PyTorch's MPS stream, device, tensors and profiler. Only pytorch_internals.mm includes PyTorch's private MPS headers,
+// so a new version of torch needs changes only in that file.
 #pragma once
 
 #import <Metal/Metal.h>

@@ -1,4 +1,4 @@
-#include "csrc/mps/stream.h"
+#include "csrc/mps/pytorch_internals.h"
 
 #import <Foundation/Foundation.h>
 
