@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <string_view>
 
+#include "csrc/core/math.h"
 #include "kernels/shared/types.h"
 
 namespace marlin {
@@ -55,7 +56,7 @@ inline constexpr std::array<float, 16> kE2M1Values{0.F,  0.5F,  1.F,  1.5F,  2.F
                                                    -0.F, -0.5F, -1.F, -1.5F, -2.F, -3.F, -4.F, -6.F};
 
 constexpr int64_t group_count(int64_t K, int64_t group_size) {
-  return (K + group_size - 1) / group_size;
+  return ceil_divide(K, group_size);
 }
 
 }  // namespace marlin

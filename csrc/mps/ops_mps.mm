@@ -12,6 +12,7 @@
 #include <limits>
 #include <stdexcept>
 
+#include "csrc/core/math.h"
 #include "csrc/mps/encoder.h"
 #include "csrc/mps/library.h"
 #include "csrc/mps/pytorch_internals.h"
@@ -148,7 +149,7 @@ constexpr int64_t kFewestRows = 64;
 // Returns the number of rows of the first part, which is M if the product need not be divided.
 int64_t first_part(const Plan& plan, int64_t M) {
   if (plan.seconds <= longest_plan_seconds() || M <= kFewestRows) return M;
-  return (M / 2 + kFewestRows - 1) / kFewestRows * kFewestRows;
+  return round_up(M / 2, kFewestRows);
 }
 
 // Finds a plan for the rows and encodes it.

@@ -12,6 +12,7 @@
 #include <cerrno>
 #include <cstdlib>
 
+#include "csrc/core/math.h"
 #include "csrc/ops/argument_rules.h"
 #include "csrc/ops/operators.h"
 
@@ -37,13 +38,11 @@ Division divide(const WeightFormatInfo& format, int64_t K, int64_t group_size, i
   if (fitting >= group || format.fixed_group_size != 0) {
     const int64_t groups = group_count(K, group);
     const int64_t most = std::max<int64_t>(fitting / group, 1);
-    const int64_t parts = (groups + most - 1) / most;
-    return {(groups + parts - 1) / parts * group, false};
+    return {ceil_divide(groups, ceil_divide(groups, most)) * group, false};
   }
   const int64_t words = group / kCodesPerWord;
   const int64_t most = std::max<int64_t>(fitting / kCodesPerWord, 1);
-  const int64_t parts = (words + most - 1) / most;
-  return {(words + parts - 1) / parts * kCodesPerWord, true};
+  return {ceil_divide(words, ceil_divide(words, most)) * kCodesPerWord, true};
 }
 
 Tensor dequantize_rows(const WeightTensors& weight, int64_t first, int64_t rows, bool inside_group,

@@ -82,7 +82,7 @@ static_assert(mlstm_output_bytes(256) <= 32768, "Metal's limit");
 // The threadgroup memory of mlstm_step. For each simdgroup, it holds the sums of all columns and the sum of the
 // denominator.
 constexpr uint32_t mlstm_step_bytes(uint32_t simdgroups) {
-  return (simdgroups * (kMlstmStepColumns + 1) * 4 + 15) / 16 * 16;  // Metal takes multiples of 16 bytes
+  return round_up(simdgroups * (kMlstmStepColumns + 1) * 4, 16);  // Metal takes multiples of 16 bytes
 }
 static_assert(mlstm_step_bytes(kMlstmStepMaxSimdgroups) <= 20 * 1024, "two or more threadgroups fit on a core");
 

@@ -27,7 +27,7 @@ from .llvm.arithmetic import add_metal_arithmetic
 from .llvm.required_constants import missing_values
 from .llvm.specialise import FrontEnd
 from .llvm.uninitialised import add_value_checks, mark_integers
-from .tokens import SourceError, significant, tokenize
+from .tokens import SourceError, message, significant, tokenize
 from .tools import CLANG, HERE, CompileError, cache_folder, install, run
 from .translate import Translator
 
@@ -222,24 +222,6 @@ def _front_end(translation: Translator, checked: bool, math: Math) -> FrontEnd:
     return specialise.of(llvm, translation.constants)
 
 
-def _locate(text: str, line: int) -> tuple[str, int]:
-    """Returns the file and line of the user's source for a line of preprocessed text."""
-    file, number = DEFAULT_FILE_NAME, 0
-    for current, content in enumerate(text.split("\n"), 1):
-        if marker := re.match(r'#(?:line)? (\d+) "((?:\\.|[^"])*)"', content):
-            file, number = marker[2], int(marker[1]) - 1
-        else:
-            number += 1
-        if current == line:
-            break
-    return file, number
-
-
-def _message(text: str, error: SourceError) -> str:
-    file, line = _locate(text, error.line)
-    return f"{file}:{line}: error: {error.message}"
-
-
 def preprocess(
     source: str, file_name: str, include_paths: Sequence[str], defines: Sequence[str], version: int = DEFAULT_VERSION
 ) -> str:
@@ -318,8 +300,7 @@ def compile_source(
         kernel: the only kernel to compile, "" for none. Without function constants in the source, each kernel has only
             one version. All kernels are then compiled, and this argument is ignored.
         math: the math mode, which can be a varied one (fast_math.py), and whether functions such as `exp` are the
-            precise or the fast ones.
-            Metal's default is fast for both.
+            precise or the fast ones. Metal's default is fast for both.
         version: the language version as `__METAL_VERSION__` gives it: 310 is MSL 3.1.
 
     Raises:
@@ -345,7 +326,7 @@ def compile_source(
         except SourceError as error:
             refused = [error]
         if refused:
-            raise CompileError("\n".join(_message(text, error) for error in refused))
+            raise CompileError("\n".join(message(text, error, DEFAULT_FILE_NAME) for error in refused))
     if translation:
         front_end = _front_end(translation, checked, math)
         if values and all(c.is_late for c in translation.constants if c.is_defined):

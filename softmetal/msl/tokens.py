@@ -41,6 +41,25 @@ class SourceError(Exception):
         self.message = message
 
 
+def message(text: str, error: SourceError, file_name: str) -> str:
+    """Returns an error in preprocessed text with the file and line of the user's source.
+
+    Args:
+        text: preprocessed text with line markers.
+        error: the error, with its line in `text`.
+        file_name: the file for lines before the first marker.
+    """
+    file, number = file_name, 0
+    for current, content in enumerate(text.split("\n"), 1):
+        if marker := re.match(r'#(?:line)? (\d+) "((?:\\.|[^"])*)"', content):
+            file, number = marker[2], int(marker[1]) - 1
+        else:
+            number += 1
+        if current == error.line:
+            break
+    return f"{file}:{number}: error: {error.message}"
+
+
 def tokenize(text: str) -> list[Token]:
     """Splits preprocessed text into tokens. The `line` of a token is its line number in `text`, from 1."""
     tokens = []

@@ -1,6 +1,7 @@
 // Helpers that several tests of the GPU planners use.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <set>
 #include <sstream>
@@ -13,6 +14,12 @@
 
 using marlin::test::expect;
 using marlin::test::subject;
+
+// Checks that a value differs from the expected one by at most `tolerance` times the expected one.
+inline void expect_close(double value, double wanted, double tolerance, const std::string& what) {
+  expect(std::abs(value - wanted) <= tolerance * wanted,
+         what + ": expected " + std::to_string(wanted) + ", got " + std::to_string(value));
+}
 
 // Checks that the planner refuses the call in the body.
 template <typename Body>

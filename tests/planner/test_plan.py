@@ -15,6 +15,7 @@ PROGRAMS = (
     "plan_choices_test",
     "plan_cache_test",
     "plan_mlstm_test",
+    "chips_test",
     "cost_test",
     "tensor_test",
 )

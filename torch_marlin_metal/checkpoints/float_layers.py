@@ -11,8 +11,8 @@ from torch import nn
 from torch_marlin_metal.checkpoints.checkpoint import Checkpoint
 from torch_marlin_metal.checkpoints.errors import CheckpointError
 from torch_marlin_metal.checkpoints.layer import FLOATS
-from torch_marlin_metal.checkpoints.model_names import ModelNames, has_module
-from torch_marlin_metal.layers.float_experts import SPLIT, WEIGHTS, find_experts, is_experts
+from torch_marlin_metal.checkpoints.model_names import ModelNames
+from torch_marlin_metal.layers.float_experts import SPLIT, WEIGHTS, find_experts, find_module, is_experts
 from torch_marlin_metal.patterns import NameFilter, check_patterns, selects
 
 SMALLEST = 8  # least rows and columns of a matrix; smaller tensors are tables or vectors
@@ -98,10 +98,10 @@ class FloatModel:
     def _stack(self, checkpoint: Checkpoint, info: Any) -> list[FloatLayer]:
         """Returns the layers of a tensor of stacked experts, or none if it is something else."""
         owner, _, kind = self._names.tensor(info.name).rpartition(".")
-        if kind not in WEIGHTS or not has_module(self.model, owner) or self._names.is_converted(info.name):
+        module: Any = find_module(self.model, owner)
+        if kind not in WEIGHTS or not is_experts(module) or self._names.is_converted(info.name):
             return []
-        module: Any = self.model.get_submodule(owner)
-        if not is_experts(module) or info.shape != tuple(module._parameters[kind].shape):
+        if info.shape != tuple(module._parameters[kind].shape):
             return []
         transposed = bool(getattr(module, "is_transposed", False))
         E, K = info.shape[0], info.shape[1 if transposed else 2]

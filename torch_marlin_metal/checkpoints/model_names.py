@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from torch_marlin_metal.layers.float_experts import find_experts
+from torch_marlin_metal.layers.float_experts import find_experts, find_module
 
 
 class ModelNames:
@@ -46,19 +46,10 @@ class ModelNames:
         return layer if self._has(layer) else tensor if tensor in self._state else name
 
     def _has(self, layer: str) -> bool:
-        return has_module(self._model, layer) or find_experts(self._model, layer) is not None
+        return find_module(self._model, layer) is not None or find_experts(self._model, layer) is not None
 
     def is_converted(self, name: str) -> bool:
         """Returns whether transformers changes the values of a tensor or merges it with others while loading."""
         from transformers.core_model_loading import apply_converters, apply_renamings
 
         return apply_converters(apply_renamings(name, self._renamings), self._converters)[1] is not None
-
-
-def has_module(model: Any, name: str) -> bool:
-    """Returns whether a model has a module of this name."""
-    try:
-        model.get_submodule(name)
-    except AttributeError:
-        return False
-    return True

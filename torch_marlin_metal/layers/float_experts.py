@@ -7,7 +7,6 @@ part of each expert: `experts.3.gate_proj`, or `experts.3.w1` in Mixtral.
 """
 
 import re
-from typing import Any
 
 from torch import nn
 
@@ -29,6 +28,14 @@ def is_experts(module: nn.Module | None) -> bool:
     return hasattr(module, "_apply_gate") and {name for name, _ in module.named_parameters()} <= KNOWN_PARAMETERS
 
 
+def find_module(model: nn.Module, name: str) -> nn.Module | None:
+    """Returns the module of this name, or None if the model has none."""
+    try:
+        return model.get_submodule(name)
+    except AttributeError:
+        return None
+
+
 def find_experts(model: nn.Module, name: str) -> tuple[str, tuple[str, ...]] | None:
     """Returns the experts module to which a layer of a checkpoint belongs, or None if it belongs to none.
 
@@ -41,10 +48,7 @@ def find_experts(model: nn.Module, name: str) -> tuple[str, tuple[str, ...]] | N
     """
     stacked, split = STACKED.fullmatch(name), SPLIT.fullmatch(name)
     found = stacked or split
-    try:
-        experts: Any = model.get_submodule(found[1]) if found is not None else None
-    except AttributeError:
-        return None
+    experts = find_module(model, found[1]) if found is not None else None
     if found is None or not is_experts(experts):
         return None
     if split is None:

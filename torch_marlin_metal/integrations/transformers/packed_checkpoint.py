@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 from transformers.utils import logging
 
 from torch_marlin_metal.checkpoints.errors import CheckpointError, UnsupportedFormat
-from torch_marlin_metal.checkpoints.model_names import ModelNames, has_module
+from torch_marlin_metal.checkpoints.model_names import ModelNames
 from torch_marlin_metal.checkpoints.reader import CheckpointReader, DirectorySource
 from torch_marlin_metal.integrations.transformers.config import MarlinConfig
 from torch_marlin_metal.integrations.transformers.experts import make_room, stack_experts
@@ -32,6 +32,7 @@ from torch_marlin_metal.integrations.transformers.pending import (
 )
 from torch_marlin_metal.layers.embedding import why_not_embedding
 from torch_marlin_metal.layers.experts import StackError
+from torch_marlin_metal.layers.float_experts import find_module
 from torch_marlin_metal.models.empty_model import LinearShape, fit_weight, is_linear, linear_shape, listing
 from torch_marlin_metal.models.taken import taken_weights
 from torch_marlin_metal.packed_weight import PackedWeight
@@ -79,15 +80,13 @@ class PackedCheckpoint:
         for index, source in enumerate(reader.layer_names):
             name = names.layer(source)
             make_room(model, name)  # if it is the layer of an expert
-            known = has_module(model, name)
-            if (unused(names.tensor(f"{source}.weight")) and not known) or not hasattr(model, name.split(".")[0]):
+            module = find_module(model, name)
+            if (unused(names.tensor(f"{source}.weight")) and module is None) or not hasattr(model, name.split(".")[0]):
                 continue  # this model class has no such head; transformers reports it
-            try:
-                module = model.get_submodule(name)
-            except AttributeError as error:
+            if module is None:
                 raise UnsupportedFormat(
                     f"{reader.path}: layer {source!r}: {type(model).__name__} has no layer {name!r}"
-                ) from error
+                )
             if isinstance(module, PendingLinear):  # the placeholder of an expert
                 self._pending[name] = index, module
                 continue

@@ -17,7 +17,6 @@ from transformers.utils import logging
 
 from torch_marlin_metal.checkpoints.errors import CheckpointError
 from torch_marlin_metal.checkpoints.formats.native import NativeExporter
-from torch_marlin_metal.checkpoints.model_names import has_module
 from torch_marlin_metal.checkpoints.reader import DirectorySource, open_reader
 from torch_marlin_metal.extension import require
 from torch_marlin_metal.fuse.layers import fuse_layers
@@ -39,7 +38,7 @@ from torch_marlin_metal.integrations.transformers.pending import (
 from torch_marlin_metal.integrations.transformers.stored import empty_model, stored_layers
 from torch_marlin_metal.integrations.transformers.while_loading import QuantizeWhileLoading
 from torch_marlin_metal.layers.embedding import MarlinEmbedding
-from torch_marlin_metal.layers.float_experts import is_experts
+from torch_marlin_metal.layers.float_experts import find_module, is_experts
 from torch_marlin_metal.layers.fuse import fuse_projections, unfused
 from torch_marlin_metal.models.empty_model import (
     LinearShape,
@@ -259,7 +258,8 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
         weights: dict[tuple[int, int, bool], nn.Parameter] = {}  # layers that share words share the decoded weight
         for name, packed in list(unfused(model)):
             old, device = model.get_submodule(name), packed.b_packed.device
-            transposed = has_module(original, name) and is_transposed(original.get_submodule(name))
+            held = find_module(original, name)
+            transposed = held is not None and is_transposed(held)
             key = (id(packed.b_packed), id(packed.scales), transposed)
             layer: nn.Module
             if isinstance(old, MarlinEmbedding):
