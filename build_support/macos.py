@@ -71,8 +71,8 @@ def compiler() -> list[str]:
 def python_headers() -> Path:
     """Returns a folder with Python's headers, and with a pyconfig.h for 64-bit machines that accepts any target.
 
-    Debian's pyconfig.h refuses every target except Linux. A pyconfig.h of our own includes the file that Debian's
-    chooses for 64-bit Linux.
+    Debian's pyconfig.h refuses every target except Linux. The folder's pyconfig.h instead includes, for any target, the
+    file that Debian has for 64-bit Linux.
     """
     headers = Path(sysconfig.get_path("include"))
     own = headers.parent / str(sysconfig.get_config_var("MULTIARCH")) / headers.name / "pyconfig.h"

@@ -5,8 +5,8 @@ autograd, for a frozen weight as with LoRA. The rival is PyTorch's bf16 linear a
 runs in a separate process, in which PyTorch's oneDNN is limited to the same set: "avx512" thus shows a machine without
 AMX. In a round every product runs once, on weights that are in no cache.
 
-Each process first prints what runs. For `gemm` this is the kernel set that the package reports. For the dense product,
-it is the implementation that oneDNN reports. It is the same for `gemm_transposed`, which decodes the weight with this
+Each process first prints what runs. For `gemm` this is the kernel set that the package reports. For the dense product
+and for `gemm_transposed`, it is the implementation that oneDNN reports: `gemm_transposed` decodes the weight with this
 package's kernels but multiplies with PyTorch's.
 
     python benchmarks/cpu/cpu_training.py [--minutes 3] [--sets amx avx512] [--threads 16] [--json FILE]

@@ -1,4 +1,4 @@
-// Shared by the mLSTM kernels: loads that handle tails, fragments, gates.
+// Shared by the mLSTM kernels: fragments, functions of the gates, and loads that handle the ends of tensors.
 //
 // Matrices are multiplied in fp32 fragments built in registers straight from device memory. A fragment may take its k
 // in any order if both operands use the same order. This order makes a lane's elements neighbours in memory: of 32

@@ -108,7 +108,7 @@ def open_journal(destination: Path, identity: dict[str, Any] | None, sync: bool)
 
     Args:
         destination: the directory to make.
-        identity: the source and the options, in JSON types; None never resumes.
+        identity: the source and the options, in JSON types. With None, an earlier run is never resumed.
         sync: wait until a new directory is on the disk.
 
     Raises:

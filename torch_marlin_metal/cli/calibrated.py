@@ -74,8 +74,9 @@ def quantized(
     """Quantizes into a temporary directory beside the destination and removes that directory at the end.
 
     Raises:
-        ValueError: the package is missing, or the method does not support the format or group size.
-        CheckpointError: the package failed.
+        ValueError: the package that implements the method is missing, or the method does not support the format or
+            group size.
+        CheckpointError: that package raised an error.
     """
     fmt = find_format(weight_format).name
     wanted = [name for name, symmetric in SYMMETRIC.items() if method != "awq" or not symmetric]

@@ -144,9 +144,9 @@ def _find_version(module: nn.Module, config: dict[str, Any], qzeros: Tensor) -> 
 def _stated_version(module: nn.Module, config: dict[str, Any]) -> int:
     """Returns the version that the module's class, the module or the config states, or 1 if none of them states one.
 
-    If a class needs version 2, GPTQModel converts the zero points of a version 1 file while it loads the file. The
-    class therefore tells the version. `qzero_format()` cannot be trusted for modules of such a class: it returns 2 only
-    after a conversion, and 1 for a file that has version 2 already.
+    Some classes of GPTQModel need version 2. While such a class loads a file of version 1, it converts the zero points,
+    so its modules always have version 2. Their `qzero_format()` cannot be trusted: it returns 2 if a file was
+    converted, but 1 if the file had version 2 already.
     """
     if getattr(type(module), "REQUIRES_FORMAT_V2", False):
         return 2

@@ -1,4 +1,4 @@
-"""Translates a kernel's module from Metal's compiler to code for this device, both in LLVM's text form.
+"""Translates a kernel that Metal's compiler made to code for this device. Both are modules in LLVM's text form.
 
 Address spaces are removed. Simdgroup matrices become the two elements that a thread holds. Threadgroup variables come
 from the executor. Function constants get their values. The translation adds an entry that fetches the arguments, and

@@ -13,7 +13,7 @@ DEFINES = ("GGML_METAL_EMBED_LIBRARY=1", "GGML_METAL_HAS_BF16=1")
 
 @functools.cache
 def ggml_source() -> str:
-    """Returns the whole file.
+    """Returns the text of ggml's Metal file.
 
     Raises:
         WheelUnavailable: the wheel is not cached and cannot be downloaded.

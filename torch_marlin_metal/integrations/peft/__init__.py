@@ -3,10 +3,10 @@
     import torch_marlin_metal.integrations.peft
     model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"]))
 
-peft has no registry for layers of other packages, but each `LoraConfig` takes custom ones. The import wraps methods of
-`BaseTuner`, through which every adapter of peft passes. The wrappers register `MarlinLoraLinear` in the config, check
-all targets before peft changes the model, add adapters to packed experts, and compute all merged weights before peft
-merges a layer.
+peft has no registry for the layers of other packages, but custom layers can be registered in each `LoraConfig`. The
+import therefore wraps methods of `BaseTuner`, which peft calls for every adapter. The wrappers register
+`MarlinLoraLinear` in the config, check all targets before peft changes the model, add adapters to packed experts, and
+compute all merged weights before peft merges a layer.
 """
 
 from torch_marlin_metal.integrations.peft.experts import MarlinLoraExperts
