@@ -228,8 +228,8 @@ class Translator:
             self._unlike.add(word)
         self._kernels[word] = kernel
         if template:
-            # Several templates of kernels may have the same name. Each limit is therefore returned by a function
-            # template, because functions may be overloaded and variables may not.
+            # A function template returns the kernel's limit of threads, not a variable template: several templates of
+            # kernels may have the same name, and only functions may be overloaded.
             inner.after = f" {template} constexpr unsigned sm_max_threads_{word}() {{ return {limit}; }}"
         else:
             _make_static(header)

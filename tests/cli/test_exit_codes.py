@@ -214,8 +214,8 @@ main()
 
 def run(*arguments: str, stdout: int | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch_marlin_metal", *arguments]
-    # The child's output is buffered, so that a failing write shows only when the output is flushed. The tests then fail
-    # if the flush is missing.
+    # The child's output is buffered, so a failing write shows only when the output is flushed. If a command forgets to
+    # flush, these tests fail.
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"} | environment
     done = subprocess.run(command, check=False, stdout=stdout, stderr=subprocess.PIPE, text=True, env=environment)
     assert "Traceback" not in done.stderr

@@ -87,7 +87,7 @@ def test_tensor_agrees_with_fp64(p: Problem, options: dict) -> None:
 def test_threadgroup_memory_is_what_the_kernel_uses(kernel: str) -> None:
     """The host asks for no more threadgroup memory than the kernel uses: with 16 bytes less, an access is out of bounds.
 
-    The host rounds up to 16 bytes, so up to 12 bytes may be padding.
+    The host rounds up to a multiple of 16 bytes, so the last 12 may be padding, and the kernel runs without these.
     """
     p = problem(40, 24, 40, weight_format="lut4", dtype=torch.bfloat16, group_size=16)
     tile = Tile.of(kernel)

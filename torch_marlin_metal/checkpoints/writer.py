@@ -65,7 +65,7 @@ def write_checkpoint(
             Layers that are dequantized are stored as fp32 `weight`.
         destination: the directory to make; it must not exist.
         target: "native", or one of `EXPORTERS`.
-        max_shard_bytes: a shard is closed when the next layer would make it larger.
+        max_shard_bytes: a shard is closed if the next layer would make it larger than this.
         sync: wait until every shard is on the disk before the journal lists it, and until every file is on the disk
             before the directory is renamed. Otherwise, as with `cp`, a power failure may damage recently written files.
         progress: called with (name, index, count) after each layer and each other tensor.
@@ -121,7 +121,7 @@ def export_checkpoint(
         target: "gptq", "awq" (gemm) or "compressed-tensors".
         other_tensors: (name, tensor) of everything else that the model needs.
         config: the model's configuration; its `quantization_config` is replaced.
-        max_shard_bytes: a shard is closed when the next layer would make it larger.
+        max_shard_bytes: a shard is closed if the next layer would make it larger than this.
         **options: options of the exporter: `version` (1 or 2) for "gptq".
 
     Returns:

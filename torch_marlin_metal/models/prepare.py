@@ -30,8 +30,8 @@ def prepare(
     """Compiles the Metal kernels that a model's packed layers need, so that its first calls do not wait.
 
     Metal compiles a kernel when it is first used. macOS keeps the result for later processes, until macOS, PyTorch or
-    this package is updated. Kernels that the process has compiled already take no time. Layers that are not on mps are
-    skipped, and so are `MarlinExperts` whose `top_k` is None: their kernels are compiled at their first call.
+    this package is updated. A kernel that the process has compiled before is not compiled again. Layers that are not on
+    mps are skipped, and so are `MarlinExperts` whose `top_k` is None: their kernels are compiled at their first call.
 
     Args:
         model: a model, or a layer, on its device.

@@ -17,9 +17,9 @@ from .signatures import check_signatures
 
 _HERE = Path(__file__).resolve().parent
 _INCLUDE = _HERE / "include"
-# Features of OpenCL that are switched off because Metal lacks them. Without the first, a variable at program scope must
-# be constant, as in Metal. The generic address space stays on: without it, clang finds no constructor that copies a
-# struct.
+# Features of OpenCL that are switched off because Metal lacks them. With the first one switched off, a variable at
+# program scope must be constant, as in Metal. The generic address space stays on: without it, clang finds no
+# constructor that copies a struct.
 _LEFT_OUT = ("__opencl_c_program_scope_global_variables", "__opencl_c_device_enqueue", "__opencl_c_fp64", "cl_khr_fp64")
 _FLAGS = (
     *("-x", "clcpp", "-cl-std=clc++2021", "-cl-no-stdinc", "-ferror-limit=0", "-fno-caret-diagnostics"),
