@@ -114,9 +114,10 @@ class PackedWeight:
         """Checks every shape, dtype and value rule of the format, and returns self.
 
         Raises:
-            PackedWeightError: a rule is broken; the message names the field, the expected and the actual value. Broken
-                rules about values are: scales that are not finite or exceed 2^100, E8M0 codes outside 16..240, E4M3 NaN
-                codes, and a perm that is not a permutation. Tensors of `FakeTensorMode` have no values to check.
+            PackedWeightError: a rule is broken; the message names the field, the expected and the actual value. The
+                rules for values: scales are finite and at most 2^100, E8M0 codes are in 16..240, E4M3 codes are no NaN,
+                and perm is a permutation. Tensors of `FakeTensorMode` have no values, so only their shapes and dtypes
+                are checked.
         """
         fmt = weight_format(self.weight_format)
         _require("b_packed", self.b_packed, (torch.int32,), (None, None))

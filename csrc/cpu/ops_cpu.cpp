@@ -66,8 +66,8 @@ struct StoredWeight {
     });
   }
 
-  // Checks the range of the indices, because an index outside it would read memory outside the tensor. Repeated indices
-  // are harmless.
+  // Checks that all indices are in range, because any other index would read memory outside the tensor. Repeated
+  // indices are harmless.
   static void check_perm_range(const char* op, const int32_t* perm, int64_t K) {
     uint32_t largest = 0;
     for (int64_t k = 0; k < K; ++k)

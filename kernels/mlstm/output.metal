@@ -130,8 +130,8 @@ struct ScorePair {
     }
   }
 
-  // Weights the scores of keys in an earlier block. The decay from key to query is the sum of three: to the end of the
-  // key's block, through the blocks between, and from the start of the query's block.
+  // Weights the scores of keys in an earlier block. The decay from key to query is the sum of three decays: from the
+  // key to the end of its block, through the blocks between, and from the start of the query's block to the query.
   MARLIN_INLINE void weigh_earlier_block(ChunkGates gates, const device float* m, Queries queries, PairPlace place,
                                          uint first_key, float scale) thread {
     const uint query = queries.token(place.query_row);

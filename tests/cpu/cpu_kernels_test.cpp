@@ -161,16 +161,16 @@ void test_non_finite(const Machine& machine) {
   for (const WeightFormatInfo& format : kWeightFormats) {
     for (const Activations& activations : kActivations) {
       for (const int64_t M : {2, 15, 33}) {
+        Case c;
+        c.format = format.format;
+        c.M = M;
+        c.N = 45;
+        c.K = 200;
+        c.group_size = format.fixed_group_size != 0 ? format.fixed_group_size : 32;
+        c.a_type = activations.type;
+        c.zeros_type = ElementType::float16;
+        Tensors t = make(c), u = make(c);
         for (const double bad : {nan, inf, -inf}) {
-          Case c;
-          c.format = format.format;
-          c.M = M;
-          c.N = 45;
-          c.K = 200;
-          c.group_size = format.fixed_group_size != 0 ? format.fixed_group_size : 32;
-          c.a_type = activations.type;
-          c.zeros_type = ElementType::float16;
-          Tensors t = make(c);
           t.a.set(1 * c.K + 77, bad);
           const Array out = run(machine, t, activations.precision);
           for (int64_t m = 0; m < M; ++m) {
@@ -185,7 +185,6 @@ void test_non_finite(const Machine& machine) {
           }
           const bool coded = info(format.format).scale_coding != ScaleCoding::floating;
           if (coded && !std::isnan(bad)) continue;
-          Tensors u = make(c);
           const double code = format.format == WeightFormat::nvfp4 ? (c.M == 2 ? 0x7F : 0xFF) : 0xFF;
           u.scales.set(2 * c.N + 9, coded ? code : bad);
           const Array scaled = run(machine, u, activations.precision);

@@ -65,7 +65,7 @@ def check_weight(op: str, weight: PackedWeight, group: dist.ProcessGroup) -> Non
 def check_checkpoint(op: str, reader: CheckpointReader, group: dist.ProcessGroup) -> None:
     """Compares the package and the checkpoint between processes.
 
-    If a rank's differ from those of rank 0, raises an error that names this rank.
+    If a rank has another package or another checkpoint than rank 0, raises an error that names this rank.
 
     Of a checkpoint, the names, dtypes and shapes of all tensors are compared, and the first and last bytes of each
     tensor.
