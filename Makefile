@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
-REQUIRED_TORCH := torch==2.13.0
+# Macs take another release than Linux: build_support/backend.py says why.
+REQUIRED_TORCH := torch==$(if $(filter Darwin,$(shell uname -s)),2.14.1,2.13.0)
 TESTS ?= tests softmetal/tests
 # Spinning OpenMP threads of several workers on the same cores make the tests many times slower.
 PYTEST := OMP_WAIT_POLICY=passive $(PY) -m pytest -n $(shell nproc 2>/dev/null || sysctl -n hw.ncpu) --dist worksteal --durations=40 --durations-min=4

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.resolve()
 sys.path.insert(0, str(ROOT))  # PEP 517 front ends do not add the source tree to the path
 
 from build_support import cpp_library, softmetal  # noqa: E402
-from build_support.backend import TESTED_TORCH, torch_requirement, version_label  # noqa: E402
+from build_support.backend import DEFAULT_TORCH, torch_requirement, version_label  # noqa: E402
 from build_support.embed_kernels import write_kernel_sources  # noqa: E402
 from build_support.mac_environment import mac_environment  # noqa: E402
 
@@ -35,7 +35,7 @@ def check_torch() -> None:
     if torch is None:
         sys.exit(
             "torch_marlin_metal: torch is not installed in this environment. "
-            f"Run `pip install torch=={TESTED_TORCH}` first, then `pip install --no-build-isolation .`"
+            f"Run `pip install torch=={DEFAULT_TORCH}` first, then `pip install --no-build-isolation .`"
         )
     found = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     if found < TORCH_MINIMUM:

@@ -2,11 +2,10 @@
 
 pip builds in an isolated environment. If the build required `torch>=2.13`, pip would install the newest torch there.
 That would download gigabytes of CUDA libraries on Linux, and the extension would not load with the user's torch. The
-build therefore uses the torch that is installed for the interpreter. If there is none, it requires the version that the
-tests use.
+build therefore uses the torch that is installed for the interpreter. If there is none, it requires DEFAULT_TORCH.
 
 Other front ends (`build`, uv) use a virtual environment for the build, which hides the user's torch. The wheel is then
-built for TESTED_TORCH, and its metadata says so. `--no-build-isolation` builds for the installed torch.
+built for DEFAULT_TORCH, and its metadata says so. `--no-build-isolation` builds for the installed torch.
 """
 
 import sys
@@ -20,7 +19,10 @@ from setuptools.build_meta import build_sdist
 
 __all__ = ["build_sdist"]  # the hook that setuptools provides unchanged
 
-TESTED_TORCH = "2.13.0"
+TORCH_ON_LINUX = "2.13.0"  # the release with which the tests run
+# 2.13 can abort in F.linear on macOS 27 (pytorch#197796), 2.14 does not. 2.15 needs macOS 15, the others macOS 14.
+TORCH_ON_MACS = "2.14.1"
+DEFAULT_TORCH = TORCH_ON_MACS if sys.platform == "darwin" else TORCH_ON_LINUX
 
 Settings = Mapping[str, Any] | None
 
@@ -57,7 +59,7 @@ def version_label(torch_version: str | None) -> str:
 
 
 def _needs() -> list[str]:
-    return [] if site_packages_with_torch() else [f"torch=={TESTED_TORCH}"]
+    return [] if site_packages_with_torch() else [f"torch=={DEFAULT_TORCH}"]
 
 
 def _show_torch() -> None:

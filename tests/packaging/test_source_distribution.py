@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 import tarfile
@@ -102,8 +103,17 @@ def test_an_isolated_build_takes_the_installed_torch(isolated: bool, tmp_path: P
     assert done.stdout == f"[]\n{torch.__version__}\n", done.stderr
 
 
-def test_without_torch_the_tested_one_is_asked_for(monkeypatch) -> None:
-    monkeypatch.setattr(backend, "site_packages_with_torch", list)
-    assert backend.get_requires_for_build_wheel() == [f"torch=={backend.TESTED_TORCH}"]
-    assert backend.get_requires_for_build_editable() == [f"torch=={backend.TESTED_TORCH}"]
-    assert f"TORCH := torch=={backend.TESTED_TORCH}\n" in (ROOT / "Makefile").read_text()
+@pytest.mark.parametrize(("platform", "wanted"), [("darwin", "2.14.1"), ("linux", "2.13.0")])
+def test_without_torch_the_default_of_the_system_is_asked_for(platform: str, wanted: str, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "platform", platform)
+    hooks = runpy.run_path(str(ROOT / "build_support" / "backend.py"))
+    monkeypatch.setitem(hooks["_needs"].__globals__, "site_packages_with_torch", list)
+    assert hooks["get_requires_for_build_wheel"]() == [f"torch=={wanted}"]
+    assert hooks["get_requires_for_build_editable"]() == [f"torch=={wanted}"]
+
+
+def test_the_makefile_and_the_pages_name_the_same_torch() -> None:
+    names = f"$(if $(filter Darwin,$(shell uname -s)),{backend.TORCH_ON_MACS},{backend.TORCH_ON_LINUX})\n"
+    assert f"REQUIRED_TORCH := torch=={names}" in (ROOT / "Makefile").read_text()
+    for page in ("README.md", "docs/use/install.md", "docs/use/start.md", "docs/use/first-mac-run.md"):
+        assert f"pip install torch=={backend.TORCH_ON_MACS}" in (ROOT / page).read_text(), page
