@@ -122,6 +122,9 @@ class BuildMarlin(BuildExtension):
 
 
 os.environ.update(mac_environment(sys.platform, os.environ))
+# PyTorch starts `ninja` by its name, and without ninja it compiles one file at a time. The packages of a virtual
+# environment that is not activated, as under make, are not on the path.
+os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), sysconfig.get_path("scripts")])
 
 # `make build` sets WITHOUT_EXTENSION to install only the Python files. It compiles the extension separately.
 compiles = not os.environ.get("WITHOUT_EXTENSION")

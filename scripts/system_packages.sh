@@ -6,6 +6,13 @@ set -eu
 
 gcc_major() { g++ -dumpversion 2>/dev/null | cut -d. -f1; }
 
+# The GCC that is installed or, without one, the GCC that the package g++ will install: libobjc must be of this version.
+objc_major() {
+  ! command -v g++ >/dev/null || { gcc_major; return; }
+  of_package=$(apt-cache depends g++ 2>/dev/null | sed -n 's/.*Depends: g++-\([0-9]*\)$/\1/p' | head -n 1)
+  echo "${of_package:-12}"
+}
+
 has_softmetal() {
   [ "$(uname -s)" = Linux ] && command -v clang++-19 >/dev/null && command -v addr2line >/dev/null &&
     [ -e "/usr/lib/gcc/$(uname -m)-linux-gnu/$(gcc_major)/include/objc/objc.h" ] &&
@@ -21,7 +28,7 @@ missing() {
   command -v aarch64-linux-gnu-g++ >/dev/null || echo g++-aarch64-linux-gnu
   command -v ld64.lld-19 >/dev/null || echo lld-19
   command -v llvm-nm-19 >/dev/null || echo llvm-19
-  has_softmetal || echo "clang-19 libobjc-$(gcc_major || true)-dev libblocksruntime-dev binutils"
+  has_softmetal || echo "clang-19 libobjc-$(objc_major)-dev libblocksruntime-dev binutils"
 }
 
 case "$1" in
@@ -30,10 +37,10 @@ case "$1" in
     [ "$(uname -s)" = Linux ] || exit 0
     packages=$(missing | tr '\n' ' ')
     [ -n "$packages" ] || exit 0
-    case "$packages" in *libobjc--dev*) packages="g++ $(echo "$packages" | sed 's/libobjc--dev/libobjc-12-dev/')" ;; esac
     if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-      echo "== installing Debian packages: $packages"
       apt-get update -qq
+      packages=$(missing | tr '\n' ' ')  # apt-cache knows the version of g++ only now
+      echo "== installing Debian packages: $packages"
       # shellcheck disable=SC2086  # a list of names
       DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $packages >/dev/null
     else

@@ -1,4 +1,4 @@
-"""Tests the errors of setup.py on machines where the extension cannot be built."""
+"""Tests the errors of setup.py on machines where the extension cannot be built, and its search for ninja."""
 
 import os
 import subprocess
@@ -41,3 +41,12 @@ def test_no_compiler(tmp_path: Path) -> None:
 def test_an_old_torch(tmp_path: Path) -> None:
     last = build(tmp_path, "import torch; torch.__version__ = '2.12.1'")
     assert "torch 2.12.1 is too old: 2.13 or newer is needed" in last
+
+
+def test_ninja_is_found_in_an_environment_that_is_not_activated(tmp_path: Path) -> None:
+    """Without ninja, PyTorch compiles one file at a time."""
+    run = "import runpy, sys; sys.argv = ['setup.py', '--version']; runpy.run_path('setup.py', run_name='__main__'); "
+    found = f"{run}from torch.utils.cpp_extension import is_ninja_available as found; print(found())"
+    command, environment = [sys.executable, "-c", found], {**os.environ, "PATH": str(tmp_path)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "True"
