@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from test_cli import answer, call
 
 from torch_marlin_metal import convert
 
+ROOT = Path(__file__).parents[2]
 os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")  # GPTQModel refuses fewer than two workers, even on one core
 
 
@@ -52,7 +54,8 @@ def test_calibrated_methods(request, method, weight_format, package):
             "--weight-format", weight_format, "--group-size", "64", "--calibration", llama.parent / "text.txt",
             "--samples", "16", "--length", "64", "--json",
         ],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}, capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]]), "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["layers"] == 7
@@ -70,9 +73,12 @@ def test_calibrated_methods(request, method, weight_format, package):
 
 def test_what_calibrated_methods_need(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "gptqmodel", None)
+    monkeypatch.setitem(sys.modules, "auto_round", None)
+    assert '\nquantize = ["torch_marlin_metal[transformers]", "auto-round' in (ROOT / "pyproject.toml").read_text()
     (tmp_path / "floats").mkdir()
     cases = {
-        ("--method", "gptq"): "--method gptq needs the package gptqmodel, which is missing",
+        ("--method", "gptq"): "--method gptq needs the package gptqmodel, which cannot be imported",
+        ("--method", "autoround"): 'pip install ".[quantize]" in a checkout of this package',
         ("--method", "gptq", "--weight-format", "nvfp4"): "--weight-format: gptq makes uint4b8 or uint4, got 'nvfp4'",
         ("--method", "awq"): "--weight-format: awq makes uint4, got 'uint4b8'",
         ("--method", "gptq", "--include", "x"): "--include and --exclude are for rtn and mse",
@@ -88,6 +94,40 @@ def test_what_calibrated_methods_need(tmp_path, monkeypatch):
         assert (code, out) == (2, "")
         assert message in err
         assert [path.name for path in tmp_path.iterdir()] == ["floats"]
+
+
+def test_what_auto_round_is_given_and_what_becomes_of_its_result(llama, monkeypatch):
+    """Its result is a checkpoint that AutoRound 0.16.1 wrote for another model. The package itself is not called."""
+    stored, given = ROOT / "tests/data/models/auto-round-asym-g32", {}
+
+    class AutoRound:
+        def __init__(self, model, tokenizer, **options):
+            given.update(options, model=type(model).__name__, dtype=model.dtype, words=len(tokenizer))
+
+        def quantize_and_save(self, path, format):
+            print("a message of the package")
+            given["format"] = format
+            shutil.copytree(stored, Path(path) / "floats-w4g32")
+
+    monkeypatch.setitem(sys.modules, "auto_round", SimpleNamespace(AutoRound=AutoRound))
+    arguments = ("--method", "autoround", "--weight-format", "uint4", "--group-size", "32", "--samples", "3")
+    text = ("--calibration", llama.parent / "text.txt", "--length", "64")
+    code, found = answer("quantize", llama, llama.parent / "out", *arguments, *text)
+    assert (code, found["method"], found["left_in_floats"]) == (0, "autoround", {})
+    pieces = given.pop("dataset")
+    assert [piece.shape for piece in pieces] == [(1, 64)] * 3
+    assert not torch.equal(pieces[0], pieces[1])
+    assert given == {
+        "model": "LlamaForCausalLM", "dtype": torch.float32, "words": 30522, "format": "auto_round", "bits": 4,
+        "group_size": 32, "sym": False, "nsamples": 3, "seqlen": 64, "device_map": "cpu", "enable_torch_compile": False,
+    }  # fmt: skip
+    expected = {weight.name: weight.tensors() for weight in convert.read_layers(stored)}
+    made = {weight.name: weight.tensors() for weight in convert.read_layers(llama.parent / "out")}
+    assert len(made) == found["layers"] == 14
+    assert made.keys() == expected.keys()
+    for name, tensors in made.items():
+        assert all(torch.equal(tensors[key], expected[name][key]) for key in tensors.keys() | expected[name].keys())
+    assert sorted(path.name for path in llama.parent.iterdir()) == ["floats", "out", "text.txt"]
 
 
 def test_a_package_that_fails_is_one_error(llama, monkeypatch):

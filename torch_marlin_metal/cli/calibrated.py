@@ -19,6 +19,10 @@ from torch_marlin_metal.formats import weight_format as find_format
 
 PACKAGES = {"gptq": "gptqmodel", "awq": "gptqmodel", "autoround": "auto_round"}
 METHODS = tuple(PACKAGES)
+INSTALL = {
+    "gptqmodel": "pip install gptqmodel",
+    "auto_round": 'pip install ".[quantize]" in a checkout of this package',
+}
 SYMMETRIC = {"uint4b8": True, "uint4": False}
 
 
@@ -90,7 +94,8 @@ def quantized(
             package = importlib.import_module(PACKAGES[method])
     except ImportError as error:
         raise ValueError(
-            f"--method {method} needs the package {PACKAGES[method]}, which is missing: {error}"
+            f"--method {method} needs the package {PACKAGES[method]}, which cannot be imported ({error}): "
+            f"{INSTALL[PACKAGES[method]]}"
         ) from error
     pieces = text.pieces(source, method)
     work = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", dir=destination.parent))
