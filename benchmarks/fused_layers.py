@@ -1,27 +1,37 @@
 """Measures a decoder with and without `fuse_layers` on the CPU, beside bf16 weights and Inductor.
 
-    python benchmarks/fused_layers.py [--layers 16] [--rounds 15] [--compile]
+    python benchmarks/fused_layers.py [--layers 16] [--rounds 15] [--compile] [--threads 16] [--seconds 180]
 
 A random Llama of 1B parameters (the sizes of Llama 3.2 1B, with a vocabulary of 32000) computes three things: the next
 token after 64 tokens, the same for a batch of four sequences, and a prompt of 64 tokens. In each round every model runs
 once, in random order. The table has the median time of each model. It also has the median over the rounds of a ratio:
 the model's time divided by the time of the packed model without fusing. A ratio below 1 means that the model is faster.
+
+What is done is reported on stderr. `--seconds` limits the rounds: each of the three things gets a third of what is left
+after the models are made, and at least one round.
 """
 
 import argparse
 import copy
+import os
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
+# If other jobs share the cores, OpenMP threads that spin while they wait make everything ten times slower.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import torch
+from random_llama import random_llama, replace_linears
 from rich.console import Console
 from rich.table import Table
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
+from transformers import DynamicCache, LlamaConfig, StaticCache
 
 import torch_marlin_metal as tmm
+from torch_marlin_metal.cli.bench import processor_name
 
 SIZES = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 8}
 PAST = 64
@@ -32,9 +42,9 @@ def models(layers: int, is_compiled: bool) -> dict[str, Any]:
     """Returns the models to compare, by name."""
     torch.manual_seed(0)
     config = LlamaConfig(**SIZES, head_dim=64, vocab_size=32000, num_hidden_layers=layers)
-    plain = LlamaForCausalLM(config).bfloat16().eval()
+    plain = random_llama(config, torch.bfloat16).eval()
     packed = copy.deepcopy(plain)
-    tmm.quantize_model(packed, group_size=128, progress=False)
+    replace_linears(packed, lambda linear: tmm.MarlinLinear.from_linear(linear, group_size=128))
     projections = copy.deepcopy(packed)
     tmm.fuse_projections(projections)
     fused, both = copy.deepcopy(packed), copy.deepcopy(projections)
@@ -68,12 +78,21 @@ def call_of(model: Any, name: str, batch: int, tokens: int) -> Callable[[], None
     return step
 
 
-def measure(calls: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
-    """Returns the seconds of each round, by name."""
+def report(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+
+
+def measure(calls: dict[str, Callable[[], None]], rounds: int, limit: float) -> dict[str, list[float]]:
+    """Returns the seconds of each round, by name. No round but the first begins after `limit` seconds."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for call in calls.values():
+    for name, call in calls.items():
         call()
-    for _ in range(rounds):
+        report(f"{name}: ready")
+    deadline = time.perf_counter() + limit
+    for turn in range(rounds):
+        if turn and time.perf_counter() > deadline:
+            report(f"--seconds: {turn} of {rounds} rounds")
+            break
         for name in random.sample(list(calls), len(calls)):
             began = time.perf_counter()
             calls[name]()
@@ -86,25 +105,36 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--compile", action="store_true", help="also compile models with Inductor (minutes)")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--seconds", type=float, default=3600, help="limit of the whole measurement")
     options = parser.parse_args()
+    began = time.perf_counter()
     if options.rounds >= PAST:
         parser.error(f"--rounds: expected less than {PAST}, got {options.rounds}")
+    if options.rounds < 1 or options.threads < 1:
+        parser.error(f"--rounds, --threads: expected at least 1, got {options.rounds} and {options.threads}")
+    torch.set_num_threads(options.threads)
     found = models(options.layers, options.compile)
+    report(f"{len(found)} models made")
     table = Table("", *SHAPES)
     cells: dict[str, list[str]] = {name: [] for name in found}
     with torch.no_grad():
-        for batch, tokens in SHAPES.values():
+        for index, (shape, (batch, tokens)) in enumerate(SHAPES.items()):
             names = [name for name in found if tokens == 1 or not name.endswith("Inductor")]
-            seconds = measure({name: call_of(found[name], name, batch, tokens) for name in names}, options.rounds)
+            calls = {name: call_of(found[name], name, batch, tokens) for name in names}
+            limit = (began + options.seconds - time.perf_counter()) / (len(SHAPES) - index)
+            seconds = measure(calls, options.rounds, limit)
             for name in found:
                 if name not in seconds:
                     cells[name].append("-")
                     continue
                 ratio = statistics.median(a / b for a, b in zip(seconds[name], seconds["4 bit"], strict=True))
                 cells[name].append(f"{1e3 * statistics.median(seconds[name]):.1f} ms, {ratio:.2f}")
+                report(f"{shape}: {name}: {cells[name][-1]}")
     for name, row in cells.items():
         table.add_row(name, *row)
     Console(width=120).print(table)
+    print(f"{processor_name()}, {options.threads} threads, {options.layers} layers, at most {options.rounds} rounds")
 
 
 if __name__ == "__main__":
