@@ -32,7 +32,7 @@ def logits(model, ids, mask, **arguments):
 
 @pytest.mark.parametrize("positions", ["given", "of the model", "with gaps"])
 def test_logits_of_a_padded_batch_stay_the_same(models, positions):
-    model, fused = models
+    _, fused = models
     arguments = {}
     if positions == "given":  # as `generate` gives them
         arguments["position_ids"] = (MASK.cumsum(1) - 1).masked_fill(MASK == 0, 1)
