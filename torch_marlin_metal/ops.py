@@ -151,10 +151,10 @@ def gemm_transposed(
     This product gives the gradient of `gemm` with respect to its `a`.
 
     The weight is decoded in parts of rows of K. A part takes at most `TORCH_MARLIN_METAL_GRADIENT_BYTES` bytes, 64 MiB
-    by default; the variable is read at each call. The smallest part is eight rows, or one group of nvfp4 and mxfp4. The
-    parts are in bfloat16 if `a` is, because that dtype has the range of float32, and otherwise in float32. The number
-    of parts changes the result only by the rounding of sums, and equal calls give equal bits. `gemm_transposed` is
-    differentiable with respect to `a`; forward-mode derivatives are refused.
+    by default, and on the CPU never more than 16 MiB. The variable is read at each call. The smallest part is eight
+    rows, or one group of nvfp4 and mxfp4. The parts are in bfloat16 if `a` is, because that dtype has the range of
+    float32, and otherwise in float32. The number of parts changes the result only by the rounding of sums, and equal
+    calls give equal bits. `gemm_transposed` is differentiable with respect to `a`; forward-mode derivatives are refused.
 
     Args:
         a: `[..., N]`, float16, bfloat16 or float32, any strides.

@@ -21,6 +21,9 @@ namespace {
 
 constexpr const char* kVariable = "TORCH_MARLIN_METAL_GRADIENT_BYTES";
 constexpr int64_t kDefaultBytes = int64_t{64} << 20;
+// On the CPU a part has at most these bytes, even if the limit allows more. The C library returns a larger block to the
+// system when it is freed, and page faults of the next one then take longer than decoding into it.
+constexpr int64_t kCpuPartBytes = int64_t{16} << 20;
 
 // How the rows of K are divided into parts: a part has several whole groups, or a fraction of one group.
 struct Division {
@@ -81,7 +84,7 @@ Tensor gemm_transposed(const Tensor& a, const Tensor& b_packed, const Tensor& sc
   const int64_t N = shape.N.expect_int();
   at::DimVector sizes(a.sizes());
   sizes.back() = K;
-  const int64_t bytes = gradient_bytes();
+  const int64_t bytes = a.is_cpu() ? std::min(gradient_bytes(), kCpuPartBytes) : gradient_bytes();
   if (a.numel() == 0) return at::empty(sizes, a.options());
 
   // The computation is in fp32, which autocast must not round.

@@ -196,6 +196,20 @@ def test_a_wide_matrix_by_parts(dtype, device, monkeypatch):
     reference.check_gemm(run(a.to(device), weight), exact, bound)
 
 
+@pytest.mark.parametrize(("dtype", "parts"), [(torch.bfloat16, 2), (torch.float32, 3), (torch.float16, 5)], ids=str)
+def test_parts_on_the_cpu_have_at_most_16_mib(dtype, parts):
+    """Larger blocks of memory go back to the system after each part, and their page faults take long."""
+    rows, columns = 1280, 8192  # 20 MiB in bf16, 40 MiB in fp32; fp16 needs fp32 and half of the bytes for copies
+    packed = torch.zeros(rows // 8, columns, dtype=torch.int32)  # each code stands for -8
+    a = torch.ones(1, columns, dtype=dtype)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        y = tmm.gemm_transposed(
+            a, packed, torch.full((rows // 32, columns), 0.125), weight_format="uint4b8", group_size=32
+        )
+    assert sum(event.name == "aten::mm" for event in profile.events()) == parts
+    assert torch.equal(y, torch.full((1, rows), -float(columns), dtype=dtype))
+
+
 @pytest.mark.parametrize("value", ["0", "-1", "many", "64M", "99999999999999999999"])
 def test_a_wrong_number_of_bytes_is_named(value, monkeypatch):
     monkeypatch.setenv(VARIABLE, value)
