@@ -109,9 +109,20 @@ def _gemvs() -> Iterator[Case]:
                        f"{', '.join(map(str, tile))}, false>", _gemv(name, masks, tile))  # fmt: skip
 
 
-def _segments(name: str, turned: str, tile: tuple[int, ...], contiguous: bool) -> Launches:
-    """Returns launches with three segments, the second of which is empty."""
-    M, N, K, bounds = 45, 70, 90, (0, 37, 37, 90)
+def segments(
+    name: str,
+    turned: str,
+    tile: tuple[int, ...],
+    contiguous: bool,
+    shape: tuple[int, int] = (45, 70),
+    bounds: tuple[int, ...] = (0, 37, 37, 90),
+    segments_first: bool = False,
+) -> Launches:
+    """Returns launches of M x N products, one for each pair of neighbours in `bounds`, which are positions along K.
+
+    The grid's axes are columns, rows and segments, or, with `segments_first`, segments, columns and rows.
+    """
+    (M, N), K = shape, bounds[-1]
 
     def launches(rng: Generator) -> list[Launch]:
         a = stored(rng.normal(0, 1, (K, M) if turned[0] == "t" else (M, K)), name)
@@ -122,7 +133,8 @@ def _segments(name: str, turned: str, tile: tuple[int, ...], contiguous: bool) -
         leading = (M if turned[0] == "t" else K, K if turned[1] == "t" else N)
         params = struct.pack("8iqqqiii4x", M, N, K, *leading, N, *tiles, 0, 0, M * N, 0, 0, 1)
         buffers = [a, b, segments, outputs((count, M, N), name), params]
-        return [Launch(f"M {M} N {N} K {bounds}", buffers, (32, tile[4], tile[3]), groups=(*tiles, count))]
+        groups = (count, *tiles) if segments_first else (*tiles, count)
+        return [Launch(f"M {M} N {N} K {bounds}", buffers, (32, tile[4], tile[3]), groups=groups)]
 
     return launches
 
@@ -135,7 +147,7 @@ def _segmented() -> Iterator[Case]:
             yield Case("segmented", f"steel_segmented_mm_{turned}_{name}_{name}_" + "bm{}_bn{}_bk{}_wm{}_wn{}".format(*tile),
                        _SEGMENT_HEADERS,
                        f"segmented_mm<{metal}, {', '.join(map(str, tile))}, {_flag(turned[0] == 't')}, "
-                       f"{_flag(turned[1] == 't')}>", _segments(name, turned, tile, contiguous),
+                       f"{_flag(turned[1] == 't')}>", segments(name, turned, tile, contiguous),
                        tuple(constants.items()))  # fmt: skip
 
 

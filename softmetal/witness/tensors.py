@@ -7,6 +7,7 @@ it. M and N are therefore chosen so that no threadgroup has simdgroups of both k
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -15,6 +16,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from .blocks import segments
 from .case import FLOATS, Array, Case, Launch, numbers
 from .gathered import EXPERTS, gathered_products, sorted_products, sorted_steel
 from .libraries import MLX_WITH_TENSORS
@@ -25,6 +27,7 @@ from .references import EPS, UNIT, Expected, error_of, product_bound
 _HEADERS = ("steel/gemm/gemm_nax.h", "quantized_utils.h", "quantized_nax.h")
 _DENSE_HEADERS = ("steel/gemm/gemm_nax.h", "steel/gemm/kernels/steel_gemm_fused_nax.h")
 _SPLIT_HEADERS = ("steel/gemm/gemm_nax.h", "steel/gemm/kernels/steel_gemm_splitk_nax.h")
+_SEGMENT_HEADERS = ("steel/gemm/gemm_nax.h", "steel/gemm/kernels/steel_gemm_segmented_nax.h")
 _SORTED_HEADERS = ("steel/gemm/gemm_nax.h", "steel/gemm/kernels/steel_gemm_gather_nax.h")
 _FP_HEADERS = ("steel/gemm/gemm_nax.h", "quantized_utils.h", "fp_quantized_nax.h")
 _AFFINE = [Format("affine", group, bits) for group, bits in ((64, 4), (32, 4), (128, 4), (64, 8), (64, 3))]
@@ -138,6 +141,26 @@ def _dense_parts() -> Iterator[Case]:
             )
 
 
+def _segmented() -> Iterator[Case]:
+    """With 64 k in a step, a grid's first axis is the segments. The second of three segments is empty."""
+    bounds = (0, 256, 256, 328)
+    for name, metal in FLOATS.items():
+        for turned, k, whole, contiguous in (("nn", 64, True, True), ("nt", 64, False, False), ("tn", 128, False, True),
+                                             ("tt", 256, True, False)):  # fmt: skip
+            tile, shape = (64, 64, k, 2, 2), (64, 128) if whole else (84, 148)
+            yield Case(
+                "tensor units, dense",
+                f"steel_segmented_mm_nax_{turned}_{name}_{name}_" + "bm{}_bn{}_bk{}_wm{}_wn{}".format(*tile),
+                _SEGMENT_HEADERS,
+                f"segmented_mm_nax<{metal}, {', '.join(map(str, tile))}, {flag(turned[0] == 't')}, "
+                f"{flag(turned[1] == 't')}, float>",
+                segments(name, turned, tile, contiguous, shape, bounds, segments_first=k == 64),
+                (("segments_contiguous", contiguous), ("align_M", whole), ("align_N", whole)),
+                MLX_WITH_TENSORS,
+                partial(_verify, _segmented_product, name, turned, bounds),
+            )
+
+
 def _in_a_row(launches: Callable[[np.random.Generator], list[Launch]]) -> Callable[[np.random.Generator], list[Launch]]:
     """Numbers threadgroups along one axis, as the kernels of tensor units expect for products in parts."""
 
@@ -216,6 +239,15 @@ def _split_product(name: str, turned: str, launch: Launch) -> Expected:
     return Expected(launch, 2, "float32", np.stack([x @ w for x, w in parts]), np.stack(bounds))
 
 
+def _segmented_product(name: str, turned: str, bounds: tuple[int, ...], launch: Launch) -> Expected:
+    a, b, *_ = launch.buffers
+    left, right = numbers(a, name), numbers(b, name)
+    left, right = (left.T if turned[0] == "t" else left), (right.T if turned[1] == "t" else right)
+    parts = [(left[:, slice(*pair)], right[slice(*pair)]) for pair in itertools.pairwise(bounds)]
+    limits = [product_bound(name, x @ w, x, w) for x, w in parts]
+    return Expected(launch, 3, name, np.stack([x @ w for x, w in parts]), np.stack(limits))
+
+
 def _sorted_dense_product(name: str, turned: bool, launch: Launch) -> Expected:
     x, weights, starts = (launch.buffers[0], numbers(launch.buffers[1], name), launch.buffers[2])
     return _sorted_rows(launch, 3, name, x, weights.swapaxes(1, 2) if turned else weights, starts)
@@ -228,3 +260,4 @@ def cases() -> Iterator[Case]:
     yield from _sorted()
     yield from _dense()
     yield from _dense_parts()
+    yield from _segmented()
