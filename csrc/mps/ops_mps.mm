@@ -93,36 +93,49 @@ GpuDevice without_tensor_units(GpuDevice device) {
   return device;
 }
 
-// If a kernel for tensor units fails on this Mac, a warning names the reason once, and from then on "auto" plans as for
-// a GPU without these units. A product that asks for such a kernel by name gets the error.
-std::shared_ptr<const CompiledPlan> find_plan(const GemmProblem& problem, const Tensor& like) {
-  static std::atomic<bool> tensor_failed{false};
+std::atomic<bool> tensor_units_failed{false};
+
+// Returns find(true). If a kernel for tensor units fails on this Mac, a warning names the reason once, and from then on
+// "auto" gets find(false), the plan for a GPU without these units. A product that asks for such a kernel by name gets
+// the error.
+template <typename Find>
+std::shared_ptr<const CompiledPlan> with_or_without_tensor_units(std::string_view variant, const Find& find) {
   try {
-    static const GpuDevice gpu = this_gpu(like);
-    static auto* plans = new PlanCache<CompiledPlan>(gpu, compile);
-    static auto* other_plans = new PlanCache<CompiledPlan>(without_tensor_units(gpu), compile);
-    if (tensor_failed && problem.variant == "auto") return other_plans->find_plan(problem);
+    if (tensor_units_failed && variant == "auto") return find(false);
     try {
-      return plans->find_plan(problem);
+      return find(true);
     } catch (const NoTensorKernel& error) {
-      TORCH_CHECK(problem.variant == "auto", "torch_marlin_metal: ", error.what());
-      if (!tensor_failed.exchange(true)) {
+      TORCH_CHECK(variant == "auto", "torch_marlin_metal: ", error.what());
+      if (!tensor_units_failed.exchange(true)) {
         TORCH_WARN("torch_marlin_metal: products use the other kernels, because ", error.what());
       }
-      return other_plans->find_plan(problem);
+      return find(false);
     }
   } catch (const std::invalid_argument& error) {
     TORCH_CHECK_VALUE(false, error.what());
   }
 }
 
-std::shared_ptr<const CompiledPlan> find_plan(const MoeProblem& problem, const Tensor& like) {
-  static auto* plans = new LaunchCache<MoeKey, CompiledPlan>;
-  try {
-    return plans->get(plan_key(problem), [&] { return compile(plan_moe(problem, this_gpu(like))); });
-  } catch (const std::invalid_argument& error) {
-    TORCH_CHECK_VALUE(false, error.what());
-  }
+std::shared_ptr<const CompiledPlan> find_plan(const GemmProblem& problem, const Tensor& like) {
+  return with_or_without_tensor_units(problem.variant, [&](bool tensor_units) {
+    static const GpuDevice gpu = this_gpu(like);
+    static auto* plans = new PlanCache<CompiledPlan>(gpu, compile);
+    static auto* other_plans = new PlanCache<CompiledPlan>(without_tensor_units(gpu), compile);
+    return (tensor_units ? plans : other_plans)->find_plan(problem);
+  });
+}
+
+std::shared_ptr<const CompiledPlan> find_plan(MoeProblem problem, const Tensor& like) {
+  return with_or_without_tensor_units(problem.product.variant, [&](bool tensor_units) {
+    static const GpuDevice gpu = this_gpu(like);
+    static auto* plans = new LaunchCache<MoeKey, CompiledPlan>;
+    static auto* other_plans = new LaunchCache<MoeKey, CompiledPlan>;
+    const auto make = [&] {
+      if (problem.product.variant == "auto") problem.product.tuned = tuned_variant(problem);
+      return compile(plan_moe(problem, tensor_units ? gpu : without_tensor_units(gpu)));
+    };
+    return (tensor_units ? plans : other_plans)->get(plan_key(problem), make, tuned_generation());
+  });
 }
 
 // Finds or makes a plan that depends only on its problem, such as the plan of a repack.

@@ -16,6 +16,12 @@ namespace marlin {
 // Throws std::invalid_argument if no kernel can compute with this weight.
 void check_weight(std::string_view op, const WeightProblem& weight);
 
+// Throws std::invalid_argument if the text names the variant for tensor units and the device may not use these.
+void check_variant(std::string_view op, std::string_view variant, const GpuDevice& device);
+
+// Returns true if the text names the variant, with or without a tile.
+bool names_variant(std::string_view text, GemmVariant variant);
+
 inline constexpr Extent kElementwiseThreads{kElementwiseWidth, kElementwiseHeight, 1};
 
 FunctionConstants weight_constants(const WeightProblem& weight);
@@ -40,6 +46,7 @@ MakeTiling gemv_tiling, fused_tiling, staged_tiling, striped_tiling, tensor_tili
 // Returns the tiling that splits K into about `slices` slices.
 Tiling gemv_split(const GemmTile& row, const WeightProblem& weight, uint32_t slices);
 Tiling fused_split(const GemmTile& row, const WeightProblem& weight, uint32_t rest_rows, uint32_t slices);
+Tiling tensor_split(const GemmTile& row, const WeightProblem& weight, uint32_t slices);
 
 using BuildPlan = Plan(const Tiling& tiling, const GemmProblem& problem, const GpuDevice& device);
 BuildPlan build_gemv, build_fused, build_staged, build_striped, build_tensor;

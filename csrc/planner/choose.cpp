@@ -46,11 +46,6 @@ bool names(std::string_view text, const GemmTile& row) {
   return text.starts_with(variant) && (text.size() == variant.size() || text == name(row));
 }
 
-// Returns true if the text names the variant, with or without a tile.
-bool names_variant(std::string_view text, GemmVariant variant) {
-  return text.substr(0, text.find(':')) == name(variant);
-}
-
 // Returns the cheapest of the tilings that `eligible` admits, or null if it admits none.
 template <typename Eligible>
 const Tiling* cheapest(const std::vector<Tiling>& tilings, const GemmProblem& problem, const GpuDevice& device,
@@ -73,10 +68,7 @@ std::vector<Tiling> gemm_tilings(const GemmProblem& problem, const GpuDevice& de
   const WeightProblem& weight = problem.weight;
   if (problem.M == 0) refuse("gemm", "M", "at least 1", "0");
   check_weight("gemm", weight);
-  if (names_variant(problem.variant, GemmVariant::tensor) && !device.tensor_units) {
-    refuse("gemm", "variant", "one that this GPU can run (" + tensor_refusal(device.system) + ")",
-           "'" + std::string(problem.variant) + "'");
-  }
+  check_variant("gemm", problem.variant, device);
   std::vector<Tiling> tilings;
   for (const GemmTile& row : kGemmTiles) {
     if (row.variant == GemmVariant::tensor && !device.tensor_units) continue;

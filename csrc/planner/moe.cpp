@@ -1,6 +1,6 @@
 // Plans of products with experts. With few rows, each threadgroup computes one row with the body of gemv. With many
-// rows, it computes a block of an expert's rows with the body of fused. K is split over simdgroups only, so that one
-// dispatch computes the products.
+// rows, it computes a block of an expert's rows with the body of fused or tensor. K is split over simdgroups only, and
+// in tensor not at all, so that one dispatch computes the products.
 #include "csrc/planner/variants/split_k.h"
 
 namespace marlin {
@@ -9,6 +9,8 @@ namespace {
 
 constexpr uint32_t kMinGemvSlice = 64;
 constexpr uint32_t kMinFusedSlice = 2 * kFusedK;
+constexpr uint32_t kSimdgroupColumns = kFusedColumns;
+static_assert(kSimdgroupColumns == kTensorColumns, "fused and tensor have simdgroups of equal width");
 
 struct Candidate {
   Tiling tiling;
@@ -35,8 +37,7 @@ Candidate gemv_candidate(const GemmTile& row, const MoeProblem& problem, const G
 }
 
 Candidate fused_candidate(const GemmTile& row, const MoeProblem& problem, const GpuDevice& device) {
-  const uint32_t weights = std::min(problem.experts, problem.product.M);
-  const GemmProblem dense = dense_problem(problem, ceil_divide(problem.product.M, weights), weights);
+  const GemmProblem dense = dense_problem(problem, rows_of_expert(problem), busy_experts(problem));
   uint32_t most = std::clamp<uint32_t>(dense.weight.K / kMinFusedSlice, 1, kFusedMaxSimdgroups);
   while (fused_threadgroup_bytes(dense.weight.format, row.tile.M, most) > kPreferredThreadgroupBytes)
     --most;
@@ -45,18 +46,37 @@ Candidate fused_candidate(const GemmTile& row, const MoeProblem& problem, const 
   return {tiling, cost(tiling, dense, device).seconds + kDispatchSeconds};  // moe_sort
 }
 
+Candidate tensor_candidate(const GemmTile& row, const MoeProblem& problem, const GpuDevice& device) {
+  const GemmProblem dense = dense_problem(problem, rows_of_expert(problem), busy_experts(problem));
+  const Tiling tiling = tensor_split(row, dense.weight, 1);
+  return {tiling, cost(tiling, dense, device).seconds + kDispatchSeconds};  // moe_sort
+}
+
+// Returns the variant that the plan must have, or "auto". A tuner's table counts only where it names the variant for
+// tensor units: the table holds times of dense products, and no time of these units is known on any GPU.
+std::string_view wanted_variant(const MoeProblem& problem, const GpuDevice& device) {
+  const GemmProblem& product = problem.product;
+  const bool measured = device.tensor_units && names_variant(product.tuned, GemmVariant::tensor);
+  return product.variant == "auto" && measured ? name(GemmVariant::tensor) : product.variant;
+}
+
 Candidate choose(const MoeProblem& problem, const GpuDevice& device) {
+  check_variant("moe_gemm", problem.product.variant, device);
   std::vector<Candidate> candidates;
-  const std::string_view variant = problem.product.variant;
+  const std::string_view variant = wanted_variant(problem, device);
   for (const GemmTile& row : kGemmTiles) {
     if (variant != "auto" && variant != name(row.variant)) continue;
     if (row.variant == GemmVariant::gemv && row.tile.M == 1) {
       candidates.push_back(gemv_candidate(row, problem, device));
     } else if (row.variant == GemmVariant::fused) {
       candidates.push_back(fused_candidate(row, problem, device));
+    } else if (row.variant == GemmVariant::tensor && variant != "auto") {
+      candidates.push_back(tensor_candidate(row, problem, device));
     }
   }
-  if (candidates.empty()) refuse("moe_gemm", "variant", "auto, gemv or fused on mps", "'" + std::string(variant) + "'");
+  if (candidates.empty()) {
+    refuse("moe_gemm", "variant", "auto, gemv, fused or tensor on mps", "'" + std::string(variant) + "'");
+  }
   return *std::ranges::min_element(candidates, {}, &Candidate::seconds);
 }
 
@@ -74,6 +94,11 @@ MoeParams params_of(const Tiling& tiling, const MoeProblem& problem) {
           .blocks = moe_blocks(problem.product.M, problem.experts, rows)};
 }
 
+Kernel kernel_of(GemmVariant variant) {
+  if (variant == GemmVariant::gemv) return Kernel::moe_gemv;
+  return variant == GemmVariant::tensor ? Kernel::moe_tensor : Kernel::moe_fused;
+}
+
 Dispatch moe_dispatch(const Tiling& tiling, const MoeProblem& problem, const GpuDevice& device) {
   const GemmProblem& product = problem.product;
   const bool few = tiling.variant == GemmVariant::gemv;
@@ -81,9 +106,9 @@ Dispatch moe_dispatch(const Tiling& tiling, const MoeProblem& problem, const Gpu
   const uint32_t N = product.weight.N;
   const uint32_t group = group_size(product.weight);
   const Extent grid = few ? Extent{product.M, ceil_divide(N, kGemvColumns), 1}
-                          : Extent{ceil_divide(N, kFusedColumns), params.blocks, 1};
+                          : Extent{ceil_divide(N, tiling.tile.N), params.blocks, 1};
   Dispatch dispatch = product_dispatch(tiling, product, row_blocks(tiling, tiling.tile.M, 0), grid);
-  dispatch.kernel = few ? Kernel::moe_gemv : Kernel::moe_fused;
+  dispatch.kernel = kernel_of(tiling.variant);
   dispatch.function = host_name(dispatch.kernel, product.weight.format, product.activations);
   dispatch.params = params;
   FunctionConstants& constants = dispatch.constants;
@@ -92,9 +117,9 @@ Dispatch moe_dispatch(const Tiling& tiling, const MoeProblem& problem, const Gpu
   if (problem.a_slot_stride % 4 != 0) constants[kConstantVectorActivations] = 0;
   constants[kConstantRows] = static_cast<int32_t>(tiling.tile.M);
   constants[kConstantSubnormalCodes] = device.half_subnormals;
-  constants[kConstantRaggedK] = product.weight.K % (few ? uint32_t{kGemvK} : uint32_t{kFusedK}) != 0;
-  constants[kConstantRaggedN] = N % (few ? uint32_t{kGemvColumns} : uint32_t{kFusedColumns}) != 0;
-  if (!few && group < kFusedK && group < product.weight.K) {
+  constants[kConstantRaggedK] = product.weight.K % tiling.tile.K != 0;
+  constants[kConstantRaggedN] = N % (few ? uint32_t{kGemvColumns} : kSimdgroupColumns) != 0;
+  if (!few && group < tiling.tile.K && group < product.weight.K) {
     constants[kConstantShortGroupSize] = static_cast<int32_t>(group);
   }
   return dispatch;
@@ -128,7 +153,7 @@ Plan plan_moe(const MoeProblem& problem, const GpuDevice& device) {
   Plan plan;
   plan.seconds = chosen.seconds;
   Dispatch products = moe_dispatch(chosen.tiling, problem, device);
-  if (chosen.tiling.variant == GemmVariant::fused) {
+  if (chosen.tiling.variant != GemmVariant::gemv) {
     const MoeParams params = params_of(chosen.tiling, problem);
     plan.block_words = params.blocks * kMoeBlockWords + product.M;
     plan.dispatches.push_back({.kernel = Kernel::moe_sort,

@@ -86,6 +86,12 @@ std::string_view tuned_variant(const GemmProblem& problem) {
   return {};
 }
 
+std::string_view tuned_variant(const MoeProblem& problem) {
+  GemmProblem product = problem.product;
+  product.M = rows_of_expert(problem);
+  return tuned_variant(product);
+}
+
 uint64_t tuned_generation() {
   return tuned().generation;
 }

@@ -42,6 +42,9 @@ void set_tuned_loader(std::function<void()> loader);
 // Returns the variant that was measured to be best for a product, or an empty text. The text is never freed.
 std::string_view tuned_variant(const GemmProblem& problem);
 
+// Returns the same for the weight of one expert and the rows that it has if the router spreads the pairs evenly.
+std::string_view tuned_variant(const MoeProblem& problem);
+
 // Returns the number of calls of set_tuned. Plans that were made before the last call may be out of date.
 uint64_t tuned_generation();
 

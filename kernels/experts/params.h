@@ -15,7 +15,7 @@ struct MoeParams {
   uint32_t top_k;
   uint32_t id_bytes;                    // 4 for int32 ids, 8 for int64
   uint32_t global_scale_expert_stride;  // 1 or N
-  uint32_t block_rows;                  // in moe_sort and moe_fused, rows of a block
+  uint32_t block_rows;                  // except in moe_gemv, rows of a block
   uint32_t blocks;                      // the entries of moe_sort's table
 };
 static_assert(sizeof(MoeParams) == 64, "shared with the shaders");

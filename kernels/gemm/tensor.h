@@ -1,4 +1,4 @@
-// The body of the kernel for the tensor units of the M5. It computes y^T = W^T a^T in products of 16 x 32 x 16, whose
+// The body of the kernels for the tensor units of the M5. They compute y^T = W^T a^T in products of 16 x 32 x 16, whose
 // operands and sums are in registers. Codes enter the product exactly, as whole numbers or E2M1 values, and the sums
 // are scaled in fp32 at the end of each group. Both operands come straight from device loads, so the K loop needs no
 // threadgroup memory and no barrier.
@@ -197,17 +197,36 @@ struct TensorAccumulators {
   }
 };
 
-// Multiplies the threadgroup's rows and columns over slice block.z.
-template <WeightFormat format, typename T>
-MARLIN_INLINE void tensor_rows(const thread Product<T>& product, constant GemmParams& params, threadgroup float* shared,
-                               uint3 block, uint lane, uint simdgroup, uint simdgroups) {
+// The rows of a product from `begin` on. A row at M or beyond reads row M - 1, and its result is not stored.
+struct ProductRows {
+  uint M;
+  uint begin;
+
+  // Returns true if `row`, counted from `begin`, or a later one is left to compute.
+  MARLIN_INLINE bool has(uint row) const thread { return begin + row < M; }
+  template <typename T>
+  MARLIN_INLINE const device T* start(const thread Activations<T>& a, uint row) const thread {
+    return a.row_at(min(begin + row, M - 1));
+  }
+  // Sets m to the output row of `row`. Returns false if the row is not stored.
+  MARLIN_INLINE bool stores(uint row, thread uint& m) const thread {
+    m = begin + row;
+    return m < M;
+  }
+};
+
+// The kernels' common body: multiplies the threadgroup's rows and columns over slice block.z.
+template <WeightFormat format, typename T, typename Rows>
+MARLIN_INLINE void tensor_rows(const thread Product<T>& product, const thread Rows& rows, constant GemmParams& params,
+                               threadgroup float* shared, uint3 block, uint lane, uint simdgroup, uint simdgroups) {
   load_table<format>(shared, product.lut, simdgroup * kSimdWidth + lane);
   const uint down = uint(rows_per_threadgroup) / kTensorRows;
   const uint across = simdgroups / down;
-  const uint first_row = params.m_begin + block.y * uint(rows_per_threadgroup) + simdgroup / across * kTensorRows;
+  const uint first_row = simdgroup / across * kTensorRows;
   const uint first_column = (block.x * across + simdgroup % across) * kTensorColumns;
   const uint N = params.N;
-  if (first_row >= params.M || first_column >= N) return;
+  const uint group_size = params.group_size;
+  if (!rows.has(first_row) || first_column >= N) return;
   const LanePlace place = tensor_place(lane);
   const uint n = first_column + place.row * 4;
   const uint k_begin = block.z * params.k_per_slice;
@@ -219,23 +238,23 @@ MARLIN_INLINE void tensor_rows(const thread Product<T>& product, constant GemmPa
   sums.n = min(n, N);  // columns at N and beyond load zero and are not stored
   sums.quad = place.column / 4;
   sums.table = shared;
-  // Rows at M and beyond read row M - 1, and their sums are not stored.
   MARLIN_UNROLL for (uint t = 0; t < kTensorQuads; ++t) {
-    sums.x_row[t] = product.a.row_at(min(first_row + place.row + 8 * t, params.M - 1));
+    sums.x_row[t] = rows.start(product.a, first_row + place.row + 8 * t);
   }
   MARLIN_UNROLL for (uint f = 0; f < kTensorLeft; ++f) sums.total[f] = TensorElements<float, 16>{};
   for (uint k = k_begin; k < k_end;) {
-    const uint end = sums.chain_end(k, params.group_size, k_end);
-    sums.begin_chain(k / params.group_size);
+    const uint end = sums.chain_end(k, group_size, k_end);
+    sums.begin_chain(k / group_size);
     for (; k < end; k += sums.step())
       sums.multiply(k, k_end);
     sums.finish_chain();
   }
 
   MARLIN_UNROLL for (uint i = 0; i < 8; ++i) {
-    const uint m = first_row + place.column + i % 4 + i / 4 * 16;
+    const uint row = first_row + place.column + i % 4 + i / 4 * 16;
     const uint e = i % 4 + i / 4 * 8;
-    if (m >= params.M || n >= N) continue;
+    uint m = 0;
+    if (n >= N || !rows.stores(row, m)) continue;
     const float4 columns =
         float4(sums.total[0].e[e], sums.total[0].e[e + 4], sums.total[1].e[e], sums.total[1].e[e + 4]);
     product.output.store_columns(block.z, m, n, columns);

@@ -65,6 +65,8 @@
 //   moe_sort: threads (kMoeSortThreads, 1, 1), grid (1, 1, 1).
 //   moe_fused: as gemm_fused; grid (ceil(N / kFusedColumns), moe_blocks(pairs, experts, rows), 1); partials
 //     [1, pairs, N].
+//   moe_tensor: as gemm_tensor; grid (ceil(N / tile N), moe_blocks(pairs, experts, tile M), 1); k_per_slice at least K;
+//     partials [1, pairs, N].
 //   moe_reduce: threads as reduce; columns N, rows of the output.
 //   rms_norm, rotary, gated_activation, write_cache: see kernels/layer/params.h.
 //   mlstm_gates: threads (32 * simdgroups, 1, 1), grid (blocks of chunks, heads); one block unless kMlstmGivenM.
@@ -129,6 +131,9 @@
 #define MARLIN_KERNELS_MOE_FUSED(X) \
   X("experts/moe_fused", moe_fused, format_element, kMaskAll | MARLIN_SLOT(kSlotBlocks))
 
+#define MARLIN_KERNELS_MOE_TENSOR(X) \
+  X("experts/moe_tensor", moe_tensor, format_element, kMaskAll | MARLIN_SLOT(kSlotBlocks))
+
 #define MARLIN_KERNELS_MOE_REDUCE(X) \
   X("experts/moe_reduce", moe_reduce, element, kMaskReduce | MARLIN_SLOT(kSlotExpertIds) | MARLIN_SLOT(kSlotRowWeights))
 
@@ -169,6 +174,7 @@
   MARLIN_KERNELS_MOE_SORT(X)     \
   MARLIN_KERNELS_MOE_GEMV(X)     \
   MARLIN_KERNELS_MOE_FUSED(X)    \
+  MARLIN_KERNELS_MOE_TENSOR(X)   \
   MARLIN_KERNELS_MOE_REDUCE(X)   \
   MARLIN_KERNELS_LAYER(X)        \
   MARLIN_KERNELS_MLSTM_GATES(X)  \
@@ -243,7 +249,7 @@ constexpr const KernelInfo& info(Kernel kernel) {
 
 // Returns true if the kernel needs Metal language version 4.0 and a GPU with tensor units.
 constexpr bool needs_tensor_units(Kernel kernel) {
-  return info(kernel).library == "gemm/tensor";
+  return kernel == Kernel::gemm_tensor || kernel == Kernel::moe_tensor;
 }
 
 constexpr bool operator==(const TileShape& a, const TileShape& b) {

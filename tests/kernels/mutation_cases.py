@@ -169,9 +169,20 @@ def _moe_cases(*kernels: str) -> Iterator[Case]:
                 yield f"{kernel} {case.__name__}", partial(experts.test_products, case, kernel, options)
 
 
+def _moe_tensor_cases() -> Iterator[Case]:
+    yield from _moe_cases("moe_tensor")
+    for turn in (1, 3, 4):
+        yield f"moe_tensor {turn}", partial(experts.case_of_skewed_rows, turn, (HALF, BFLOAT, FLOAT)[turn % 3])
+
+
+def _moe_rows_cases() -> Iterator[Case]:
+    yield from _moe_cases("moe_fused")
+    yield from _moe_tensor_cases()
+
+
 def _moe_all() -> Iterator[Case]:
     yield from _moe_sort_cases()
-    yield from _moe_cases("moe_gemv", "moe_fused")
+    yield from _moe_cases("moe_gemv", "moe_fused", "moe_tensor")
 
 
 def _norm_cases() -> Iterator[Case]:
@@ -270,6 +281,8 @@ def cases_of(file: str) -> Iterator[Case]:
         "experts/moe_sort.metal": _moe_sort_cases,
         "experts/moe_gemv.metal": partial(_moe_cases, "moe_gemv"),
         "experts/moe_fused.metal": partial(_moe_cases, "moe_fused"),
+        "experts/moe_tensor.metal": _moe_tensor_cases,
+        "experts/rows.h": _moe_rows_cases,
         "experts/moe_reduce.metal": partial(_moe_cases, "moe_gemv"),
         "layer/norm.metal": _norm_cases,
         "layer/rotary.metal": _rotary_cases,

@@ -29,7 +29,7 @@ SEEDS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("K tail", "if (has_k) loaded =", "loaded ="),
         ("K tail", "quad % 2 == 0 ? word", "quad / 2 == 0 ? word"),
         ("K tail", "result.k[2] = result.k[4];", ""),
-        ("groups", "sums.begin_chain(k / params.group_size)", "sums.begin_chain(k_begin / params.group_size)"),
+        ("groups", "sums.begin_chain(k / group_size)", "sums.begin_chain(k_begin / group_size)"),
         ("groups", "const uint longest = min(k + kChainLength, k_end)", "const uint longest = k_end"),
         ("groups", "x_sum.e[i], scales[c], zeros[c]", "x_sum.e[0], scales[c], zeros[c]"),
         ("groups", "sum[f] = Sums{};", ";"),
@@ -39,5 +39,17 @@ SEEDS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("places", "simdgroup / across * kTensorRows", "simdgroup % across * kTensorRows"),
         ("places", "simdgroup % across) * kTensorColumns", "simdgroup / across) * kTensorColumns"),
         ("places", "block.z * params.k_per_slice", "0"),
+    ),
+    "experts/moe_tensor.metal": (
+        ("surplus block", "if (!has_rows(blocks, block.y)) return;", ""),
+        ("no expert", "expert == params.experts", "false"),
+        ("no expert", "uint(rows_per_threadgroup) * kTensorColumns", "uint(rows_per_threadgroup)"),
+        ("wrong expert", "(product, expert, params)", "(product, 0, params)"),
+    ),
+    "experts/rows.h": (
+        ("wrong rows", "kMoeBlockWords + entry[1]", "kMoeBlockWords"),
+        ("wrong rows", "% top_k) * slot_stride", "% top_k) * 0"),
+        ("wrong rows", "m = pair(row);", "m = row;"),
+        ("no expert", "if (writes_partials) return;", ""),
     ),
 }

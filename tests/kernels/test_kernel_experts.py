@@ -13,6 +13,7 @@ from tests.support import reference
 from tests.support.experts import make_experts
 from tests.support.kernels.experts import Mixture, expected_table, run_experts, run_sort
 from tests.support.kernels.launch import number
+from tests.support.kernels.tensor import TILES
 
 HALF, BFLOAT, FLOAT = torch.float16, torch.bfloat16, torch.float32
 
@@ -53,9 +54,10 @@ def mixture(
         E: number of experts.
         K: rows of a weight.
         N: columns of a weight.
-        **options: `by_slot`: a row for each slot; `bias`, `weighted`, `reduce`, `use_perm`: as in `moe_gemm`.
+        **options: `by_slot`: a row for each slot; `group_size`, `bias`, `weighted`, `reduce`, `use_perm`: as in
+            `moe_gemm`.
     """
-    group = {"nvfp4": 16, "mxfp4": 32}.get(weight_format, 16)
+    group = min({"nvfp4": 16, "mxfp4": 32}.get(weight_format, options.pop("group_size", 16)), K)
     scale = {"global_scale_shape": (-1,)} if weight_format == "nvfp4" else {}
     held = make_experts(weight_format, E, K, N, group, use_perm=options.pop("use_perm", False), **scale)
     chosen = torch.tensor(ids)
@@ -69,7 +71,7 @@ def mixture(
     )  # fmt: skip
 
 
-def check(p: Mixture, kernel: str, **options: int) -> None:
+def check(p: Mixture, kernel: str, **options: int | str) -> None:
     got = run_experts(kernel, p, **options)
     exact, bound = reference_experts.moe_gemm(
         p.a, p.experts, p.ids, p.bias, p.row_weights, p.reduce, raw_codes=kernel == "moe_gemv"
@@ -80,20 +82,44 @@ def check(p: Mixture, kernel: str, **options: int) -> None:
 IDS = [[0, 2], [2, 3], [-1, 2], [1, 1]] + [[2, 0]] * 9  # one expert has more than a block of rows; 3 names no expert
 
 
-def case_of_one_sum(kernel: str, **options: int) -> None:
+def case_of_one_sum(kernel: str, **options: int | str) -> None:
     p = mixture("uint4", HALF, IDS, E=3, K=72, N=41, bias=True, weighted=True, reduce=True, by_slot=True)
     check(p, kernel, **options)
 
 
-def case_of_pairs(kernel: str, **options: int) -> None:
+def case_of_pairs(kernel: str, **options: int | str) -> None:
     check(mixture("nvfp4", BFLOAT, IDS, E=3, K=144, N=132, bias=True, use_perm=True), kernel, **options)
 
 
 PRODUCTS = [case_of_one_sum, case_of_pairs]
-KERNELS = [("moe_gemv", {"simdgroups": 2}), ("moe_fused", {"rows": 8, "simdgroups": 2})]
+KERNELS = [
+    ("moe_gemv", {"simdgroups": 2}),
+    ("moe_fused", {"rows": 8, "simdgroups": 2}),
+    ("moe_tensor", {"tile": "32x64x32"}),
+]
 
 
 @pytest.mark.parametrize(("kernel", "options"), KERNELS)
 @pytest.mark.parametrize("case", PRODUCTS)
-def test_products(case, kernel: str, options: dict[str, int]) -> None:
+def test_products(case, kernel: str, options: dict[str, int | str]) -> None:
     case(kernel, **options)
+
+
+# Expert 1 has 71 rows, which are more than a block of 32 or 64, expert 0 has 32 and expert 2 none. 3 ids name no expert.
+SKEWED = [[1, 0]] * 32 + [[1, -1]] * 2 + [[1, 7]] + [[1, 1]] * 18
+
+
+def case_of_skewed_rows(turn: int, dtype: torch.dtype) -> None:
+    """Multiplies by `moe_tensor` in a format. Tiles, sizes and options take turns."""
+    p = mixture(
+        reference.FORMATS[turn], dtype, SKEWED, E=3, K=(72, 136, 264)[turn % 3], N=(132, 41, 64, 70)[turn % 4],
+        group_size=(32, 16, 128, 64)[turn % 4], by_slot=turn % 3 == 0, bias=turn % 3 != 1, use_perm=turn % 2 == 0,
+        weighted=turn % 3 == 2, reduce=turn % 4 == 3,
+    )  # fmt: skip
+    check(p, "moe_tensor", tile=TILES[turn % 4], perturb_seed=turn % 3, subnormal_codes=turn % 5 != 2)
+
+
+@pytest.mark.parametrize("turn", range(len(reference.FORMATS)))
+def test_tensor_units_with_skewed_rows(turn: int, everything: bool) -> None:
+    for dtype in reference.dtypes_in_turn(turn, everything):
+        case_of_skewed_rows(turn, dtype)

@@ -331,5 +331,7 @@ def test_each_kernel_on_mps(variant, use_perm, mps):
 
 
 def test_other_variants_are_refused_on_mps(mps):
-    with pytest.raises(ValueError, match="moe_gemm: variant: expected auto, gemv or fused on mps, got 'striped'"):
+    with pytest.raises(
+        ValueError, match="moe_gemm: variant: expected auto, gemv, fused or tensor on mps, got 'striped'"
+    ):
         run(random(1, 80), experts_of("uint4b8"), torch.tensor([[0]]), "mps", variant="striped")

@@ -1,4 +1,4 @@
-"""variant="tensor" on a GPU with tensor units: values, the gate, and what follows if the kernel does not compile.
+"""variant="tensor" of gemm and moe_gemm on a GPU with tensor units: values, the gate, and what follows if the kernel does not compile.
 
 Each test that needs an M5 runs in a process of its own, because a process asks only once for the GPU's family.
 """
@@ -18,13 +18,18 @@ import torch
 
 import torch_marlin_metal as tmm
 from tests.support import reference
+from tests.support.experts import make_experts, moe_gemm, random
+from tests.support.experts import run as run_experts
 from torch_marlin_metal.extension import native
 
 ROOT = Path(__file__).resolve().parents[2]
 M5 = {"SOFTMETAL_FAMILY": "10"}
 ROWS = (1, 33, 67)
-PROBLEM = "kernel gemm_tensor_uint4b8_float16 (gemm/tensor.metal) does not compile: no such type"
-WARNING = f"torch_marlin_metal: products use the other kernels, because {PROBLEM}"
+PROBLEMS = {
+    "gemm_tensor": "kernel gemm_tensor_uint4b8_float16 (gemm/tensor.metal) does not compile: no such type",
+    "moe_tensor": "kernel moe_tensor_uint4b8_float16 (experts/moe_tensor.metal) does not compile: no such type",
+}
+WARNING = "torch_marlin_metal: products use the other kernels, because "
 pytestmark = [
     pytest.mark.usefixtures("mps"),
     pytest.mark.skipif(sys.platform == "darwin", reason="makes the software Metal device an M5"),
@@ -77,12 +82,37 @@ def check_products(K: int, N: int, group_sizes: tuple[int, ...], rows: tuple[int
                 assert f"gemm_tensor_{weight_format}_{str(dtype)[6:]}" in kernels()
 
 
+def check_mixtures(K: int, N: int, group_sizes: tuple[int, ...], ids: torch.Tensor, whole: bool) -> None:
+    """Multiplies with experts in every format. Dtypes, group sizes and options take turns."""
+    import softmetal
+
+    kernels()
+    for turn, weight_format in enumerate(reference.FORMATS):
+        group_size = tmm.WEIGHT_FORMATS[weight_format].fixed_group_size or group_sizes[turn % len(group_sizes)]
+        scale = {"global_scale_shape": (-1,)} if weight_format == "nvfp4" else {}
+        experts = make_experts(weight_format, 3, K, N, group_size, use_perm=turn % 2 == 1, **scale)
+        options = {"bias": random(3, N, seed=1)} if turn % 3 != 1 else {}
+        options |= {"row_weights": random(*ids.shape, seed=2).abs(), "reduce": turn % 4 < 2} if turn % 3 != 0 else {}
+        for dtype in reference.dtypes_in_turn(turn, whole):
+            a = random(*(ids.shape if turn % 2 else ids.shape[:1]), K, dtype=dtype)
+            got = run_experts(a, experts, ids, "mps", variant="tensor", **options)
+            exact, bound = moe_gemm(a, experts, ids, raw_codes=False, **options)
+            reference.check_gemm(got, exact, bound)
+            assert f"moe_tensor_{weight_format}_{str(dtype)[6:]}" in kernels()
+            if not softmetal.is_checked():  # in checked mode, each launch has another order of sums
+                again = run_experts(a, experts, ids, "mps", variant="tensor", **options)
+                assert torch.equal(got, again), "same inputs, same bits"
+                kernels()
+
+
 def every_format_in_checked_mode(whole: bool) -> None:
     check_products(200, 70, (16, 32, 64), ROWS, whole)
+    check_mixtures(200, 70, (16, 32, 64), torch.tensor([[1, 0]] * 3 + [[1, -1]] * 33), whole)
 
 
 def every_format_in_fast_mode(whole: bool) -> None:
     check_products(1096, 328, (16, 64, 128, 256), (5, 130), whole)
+    check_mixtures(520, 200, (64, 16, 256), torch.tensor([[1, 0]] * 70 + [[2, 7]] * 5), whole)
 
 
 def product(dtype: torch.dtype, M: int = 33, **options) -> list[str]:
@@ -95,16 +125,26 @@ def product(dtype: torch.dtype, M: int = 33, **options) -> list[str]:
     return kernels()
 
 
+def mixture(dtype: torch.dtype, T: int = 33, **options) -> list[str]:
+    """Multiplies with experts of the same shape as in `product`, checks the values and returns the kernels."""
+    experts = make_experts("uint4b8", 3, 200, 70, 32)
+    a, ids = random(T, 200, dtype=dtype), torch.arange(2 * T).reshape(T, 2) % 3
+    exact, bound = moe_gemm(a, experts, ids, raw_codes=False)
+    kernels()
+    reference.check_gemm(run_experts(a, experts, ids, "mps", **options), exact, bound)
+    return kernels()
+
+
 @contextmanager
-def auto_takes_tensor(problem: str | None, kind: str) -> Iterator[list]:
-    """Makes auto prefer tensor, and lets a kind of compile fail with `problem`. Yields the compiles of gemm_tensor."""
+def auto_takes_tensor(problem: str | None, kind: str, kernel: str = "gemm_tensor") -> Iterator[list]:
+    """Makes auto prefer tensor, and lets a kind of compile fail with `problem`. Yields the compiles of `kernel`."""
     import softmetal
 
     native.set_tuned([("uint4b8", str(d)[6:], 32, 200, 70, 1, 1000, "tensor") for d in reference.DTYPES])
     compiled: list = []
 
     def answer(compile) -> str | None:
-        if compile.kind != kind or "gemm_tensor" not in compile.text:
+        if compile.kind != kind or kernel not in compile.text:
             return None
         compiled.append(compile)
         return problem
@@ -120,8 +160,9 @@ def check_fallback(kind: str) -> None:
             for M in (33, 40):
                 assert not [name for name in product(dtype, M) if "tensor" in name]
         assert len(compiled) == 1, "a failure is remembered, and other types are not tried"
-        with pytest.raises(RuntimeError, match=f"^torch_marlin_metal: {re.escape(PROBLEM)}"):
+        with pytest.raises(RuntimeError, match=f"^torch_marlin_metal: {re.escape(PROBLEMS['gemm_tensor'])}"):
             product(torch.float16, variant="tensor")
+        assert not [name for name in mixture(torch.float16) if "tensor" in name]
     assert "gemm_tensor_uint4b8_bfloat16" in product(torch.bfloat16, variant="tensor"), "this function compiles"
 
 
@@ -140,10 +181,25 @@ def a_pipeline_that_fails(whole: bool) -> None:
     check_fallback("pipeline")
 
 
+def a_mixture_that_fails(whole: bool) -> None:
+    """One failure is enough: then neither mixtures nor products take a kernel for tensor units."""
+    with auto_takes_tensor("no such type", "library", "moe_tensor") as compiled:
+        for T in (33, 40):
+            assert not [name for name in mixture(torch.float16, T) if "tensor" in name]
+        assert len(compiled) == 1
+        with pytest.raises(RuntimeError, match=f"^torch_marlin_metal: {re.escape(PROBLEMS['moe_tensor'])}"):
+            mixture(torch.float16, variant="tensor")
+        assert not [name for name in product(torch.float16) if "tensor" in name]
+    assert "moe_tensor_uint4b8_bfloat16" in mixture(torch.bfloat16, variant="tensor"), "this function compiles"
+
+
 def a_library_that_compiles(whole: bool) -> None:
-    with auto_takes_tensor(None, "library") as compiled:
-        assert "gemm_tensor_uint4b8_float16" in product(torch.float16)
-    assert len(compiled) == 1
+    for kernel, multiply in (("gemm_tensor", product), ("moe_tensor", mixture)):
+        with auto_takes_tensor(None, "library", kernel) as compiled:
+            assert f"{kernel}_uint4b8_float16" in multiply(torch.float16)
+        assert len(compiled) == 1
+    native.set_tuned([])
+    assert not [name for name in mixture(torch.float16) if "tensor" in name]
 
 
 def an_older_system(whole: bool) -> None:
@@ -154,6 +210,9 @@ def an_older_system(whole: bool) -> None:
             expected = rf"gemm: variant: expected .*needs macOS 26\.2, and this is macOS 15\.6.*, got '{variant}'"
             with pytest.raises(ValueError, match=expected):
                 product(torch.float16, variant=variant)
+            with pytest.raises(ValueError, match=expected.replace("gemm", "moe_gemm", 1)):
+                mixture(torch.float16, variant=variant)
+        assert not [name for name in mixture(torch.float16) if "tensor" in name]
     assert compiled == []
 
 
@@ -162,6 +221,7 @@ SCENARIOS: dict[Callable[[bool], None], dict[str, str]] = {
     every_format_in_fast_mode: {"SOFTMETAL_CHECKED": "0"},
     a_library_that_fails: {"SOFTMETAL_CHECKED": "0"},
     a_pipeline_that_fails: {"SOFTMETAL_CHECKED": "0"},
+    a_mixture_that_fails: {"SOFTMETAL_CHECKED": "0"},
     a_library_that_compiles: {"SOFTMETAL_CHECKED": "0"},
     an_older_system: {"SOFTMETAL_CHECKED": "0", "SOFTMETAL_MACOS": "15.6"},
 }
@@ -189,7 +249,9 @@ def test_on_an_m5(name: str, everything: bool) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert (failure := json.loads(done.stdout.splitlines()[-1])) == "", failure
-    assert done.stderr.count(WARNING) == done.stderr.count("the other kernels") == name.endswith("that_fails")
+    problem = PROBLEMS["moe_tensor" if "mixture" in name else "gemm_tensor"]
+    warnings = done.stderr.count(WARNING + problem)
+    assert warnings == done.stderr.count("the other kernels") == name.endswith("that_fails")
 
 
 def test_an_m1_refuses_the_variant() -> None:
@@ -198,4 +260,6 @@ def test_an_m1_refuses_the_variant() -> None:
     )
     with pytest.raises(ValueError, match=expected):
         product(torch.float16, variant="tensor")
+    with pytest.raises(ValueError, match=expected.replace("gemm", "moe_gemm", 1)):
+        mixture(torch.float16, variant="tensor")
     assert not [name for name in product(torch.float16) if "tensor" in name]

@@ -297,6 +297,73 @@ void check_automatic_choice() {
   }
 }
 
+MoeProblem mixture(std::string_view variant, uint32_t tokens = 512) {
+  MoeProblem problem{.product = square(4 * tokens, 5760, 2880, 32, variant), .experts = 32, .top_k = 4};
+  problem.product.weight.format = WeightFormat::mxfp4;
+  return problem;
+}
+
+// Mixtures get the kernel under the same conditions as products: the gate holds, and a call or a tuner's table names
+// it.
+void check_experts() {
+  for (const Chip& chip : kChips) {
+    const GpuDevice device = whole(chip.name);
+    MoeProblem tuned = mixture("auto");
+    tuned.product.tuned = "tensor:64x64x32";
+    const Plan by_table = plan_moe(tuned, device);
+    subject = std::string(chip.name) + ": " + text(by_table);
+    const auto has_kernel = [](const Plan& plan) { return plan.dispatches[1].kernel == Kernel::moe_tensor; };
+    expect(has_kernel(by_table) == device.tensor_units, "a table can select tensor");
+    expect(!has_kernel(plan_moe(mixture("auto"), device)), "auto does not take tensor");
+    tuned.product.tuned = "fused";
+    expect(!has_kernel(plan_moe(tuned, device)), "a table that names another variant does not select tensor");
+    if (!device.tensor_units) expect_refused("tensor", [&] { plan_moe(mixture("tensor"), device); });
+  }
+  const GpuDevice m5 = whole("M5 Max");
+  expect_refused("a tile", [&] { plan_moe(mixture("tensor:64x64x32"), m5); });
+  std::mt19937 random(0);
+  const auto pick = [&](uint32_t from, uint32_t to) { return std::uniform_int_distribution(from, to)(random); };
+  std::set<uint32_t> tiles;
+  for (int i = 0; i < 500; ++i) {
+    MoeProblem problem = mixture("tensor", pick(1, i % 2 == 0 ? 20 : 2000));
+    WeightProblem& weight = problem.product.weight;
+    weight = {.format = static_cast<WeightFormat>(pick(0, kWeightFormatCount - 1)),
+              .K = 8 * pick(1, 100),
+              .N = pick(1, 600),
+              .group_size = 16U << pick(0, 3)};
+    problem.product.activations = static_cast<ElementType>(pick(0, 2));
+    problem.product.has_bias = pick(0, 1);
+    problem.reduce = pick(0, 1);
+    problem.experts = pick(1, 300);
+    const Plan plan = plan_moe(problem, m5);
+    subject = text(plan);
+    expect(plan.dispatches.size() == (problem.reduce ? 3 : 2), "a sort, the products, and a sum if one is wanted");
+    const Dispatch& product = plan.dispatches.at(1);
+    const auto& params = std::get<MoeParams>(product.params);
+    const uint32_t rows = params.block_rows;
+    const uint32_t columns = product.threads.x * kTensorColumns / (rows / kTensorRows * kSimdWidth);
+    tiles.insert(rows * 1000 + columns);
+    expect(plan.dispatches[0].kernel == Kernel::moe_sort && product.kernel == Kernel::moe_tensor, "the kernels");
+    expect(std::get<MoeParams>(plan.dispatches[0].params).block_rows == rows, "sort and product have the same blocks");
+    expect(product.function == host_name(Kernel::moe_tensor, weight.format, problem.product.activations), "instance");
+    expect(product.threadgroup_bytes == kTensorThreadgroupBytes, "threadgroup memory");
+    expect_tiling(product.grid.x, columns, weight.N, "columns");
+    expect(product.grid.y == params.blocks && product.grid.z == 1, "a threadgroup for each block, and K is not split");
+    expect(params.blocks == moe_blocks(problem.product.M, problem.experts, rows), "the largest number of blocks");
+    expect(params.product.k_per_slice >= weight.K && params.product.k_per_slice % kTensorK == 0, "one slice");
+    const FunctionConstants& constants = product.constants;
+    expect(constants[kConstantRows] == static_cast<int32_t>(rows), "rows of a block");
+    const bool halves = weight.group_size == 16 && weight.K > 16;
+    expect(constants[kConstantShortGroupSize] == (halves ? 16 : 0), "a group that is half a step");
+    expect((constants[kConstantRaggedK] != 0) == (weight.K % 32 != 0), "ragged K");
+    expect((constants[kConstantRaggedN] != 0) == (weight.N % 32 != 0), "ragged N");
+    expect((constants[kConstantWritesPartials] != 0) == problem.reduce,
+           "sums go to the workspace if they are combined");
+    expect((constants[kConstantHasBias] != 0) == (problem.product.has_bias && !problem.reduce), "bias is added once");
+  }
+  expect(tiles.size() >= 2, "more than one tile is used");
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -306,6 +373,7 @@ int main(int argc, char** argv) {
                           {"random plans", check_random_plans},
                           {"cost", check_cost},
                           {"border", check_border},
-                          {"automatic choice", check_automatic_choice}},
+                          {"automatic choice", check_automatic_choice},
+                          {"experts", check_experts}},
                          argc, argv);
 }

@@ -9,6 +9,8 @@ namespace {
 // The shortest slice of K. Adding up shorter slices would cost more than splitting K gains.
 constexpr uint32_t kMinSlice = 256;
 
+}  // namespace
+
 Tiling tensor_split(const GemmTile& row, const WeightProblem& weight, uint32_t slices) {
   Tiling tiling{row};
   tiling.simdgroups = tensor_threads(row.tile) / kSimdWidth;
@@ -16,8 +18,6 @@ Tiling tensor_split(const GemmTile& row, const WeightProblem& weight, uint32_t s
   tiling.splits = ceil_divide(weight.K, tiling.k_per_slice);
   return tiling;
 }
-
-}  // namespace
 
 std::optional<Tiling> tensor_tiling(const GemmTile& row, const GemmProblem& problem, const GpuDevice& device) {
   if (row.tile.M > round_up(problem.M, uint32_t{kTensorRows})) return std::nullopt;

@@ -18,6 +18,7 @@ from tests.support.kernels.launch import (
     place,
     place_output,
 )
+from tests.support.kernels.tensor import check_tensor_reads
 
 
 @dataclass(frozen=True)
@@ -69,18 +70,60 @@ def run_sort(ids: torch.Tensor, experts: int, block_rows: int) -> Guarded:
     return table
 
 
-def run_experts(kernel: str, p: Mixture, *, rows: int = 1, simdgroups: int = 1) -> torch.Tensor:
-    """Computes a mixture with `moe_gemv` or `moe_fused`.
+@dataclass(frozen=True)
+class Shape:
+    """What a threadgroup of a kernel computes."""
+
+    kernel: str
+    rows: int  # of a block
+    columns: int
+    step: int  # k
+    simdgroups: int
+    k_parts: int  # the simdgroups among which K is divided
+    ragged_columns: int  # N is ragged if it is not a multiple of this number
+
+    @staticmethod
+    def of(kernel: str, rows: int, simdgroups: int, tile: str) -> "Shape":
+        if kernel == "moe_tensor":
+            rows, columns, step = map(int, tile.split("x"))
+            return Shape(kernel, rows, columns, step, facts()["tensor_tiles"][tile] // 32, 1, number("kTensorColumns"))
+        name = "Gemv" if kernel == "moe_gemv" else "Fused"
+        columns, step = number(f"k{name}Columns"), number(f"k{name}K")
+        return Shape(kernel, rows, columns, step, simdgroups, simdgroups, columns)
+
+    def threadgroup_bytes(self, weight_format: str) -> int:
+        if self.kernel == "moe_tensor":
+            return number("kTensorThreadgroupBytes")
+        if self.kernel == "moe_gemv":
+            return facts()["gemv_bytes"][weight_format][1][self.simdgroups]
+        return facts()["fused_bytes"][weight_format][self.simdgroups][self.rows // 8]
+
+
+def run_experts(
+    kernel: str,
+    p: Mixture,
+    *,
+    rows: int = 1,
+    simdgroups: int = 1,
+    tile: str = "",
+    perturb_seed: int = 0,
+    subnormal_codes: bool = True,
+) -> torch.Tensor:
+    """Computes a mixture with `moe_gemv`, `moe_fused` or `moe_tensor`.
 
     Args:
-        kernel: "moe_gemv" or "moe_fused".
+        kernel: "moe_gemv", "moe_fused" or "moe_tensor".
         p: the mixture.
         rows: rows of a block, for `moe_fused`.
-        simdgroups: simdgroups of a threadgroup; each multiplies a part of K.
+        simdgroups: simdgroups of a threadgroup, for `moe_gemv` and `moe_fused`; each multiplies a part of K.
+        tile: for `moe_tensor`.
+        perturb_seed: see `run_gemv`.
+        subnormal_codes: whether the GPU keeps subnormal halves.
     """
     few = kernel == "moe_gemv"
     E, K, N, pairs = p.sizes.values()
-    columns, step = (number(f"k{name}{unit}") for name in ["Gemv" if few else "Fused"] for unit in ("Columns", "K"))
+    shape = Shape.of(kernel, rows, simdgroups, tile)
+    rows, columns, step = shape.rows, shape.columns, shape.step
     buffers, constants = _tensors(p)
     blocks = most_blocks(pairs, E, rows)
     if few:
@@ -90,7 +133,7 @@ def run_experts(kernel: str, p: Mixture, *, rows: int = 1, simdgroups: int = 1) 
     out = place_output((pairs if not p.reduce else len(p.ids), N), p.a.dtype)
     partials = place_output((pairs, N), torch.float32)
     buffers["Partials" if p.combines else "Out"] = partials if p.combines else out
-    k_per_slice = -(-K // (step * simdgroups)) * step
+    k_per_slice = -(-K // (step * shape.k_parts)) * step
     product = {"a_row_stride": p.a.stride(0), "M": pairs, "N": N, "K": K, "group_size": p.group_size}
     scale = p.experts.arguments.get("global_scale")
     buffers["Params"] = parameters(
@@ -106,10 +149,10 @@ def run_experts(kernel: str, p: Mixture, *, rows: int = 1, simdgroups: int = 1) 
     )
     biased = {name: constants.pop(name) for name in ("has_bias", "bias_type") if name in constants}
     strips = -(-N // columns)
-    launch(
+    counters = launch(
         kernel,
         buffers if not p.combines else {slot: buffer for slot, buffer in buffers.items() if slot != "Bias"},
-        group=(32 * simdgroups, 1, 1),
+        group=(32 * shape.simdgroups, 1, 1),
         groups=(pairs, strips, 1) if few else (strips, blocks, 1),
         weight_format=p.weight_format,
         element=ELEMENT_NAMES[p.a.dtype],
@@ -117,20 +160,22 @@ def run_experts(kernel: str, p: Mixture, *, rows: int = 1, simdgroups: int = 1) 
         | ({} if p.combines else biased)
         | {
             "rows_per_threadgroup": rows,
-            "subnormal_codes": True,
+            "subnormal_codes": subnormal_codes,
             "writes_partials": p.combines,
             "short_group_size": p.group_size if not few and p.group_size < min(step, K) else 0,
             "ragged_k": K % step != 0,
-            "ragged_n": N % columns != 0,
+            "ragged_n": N % shape.ragged_columns != 0,
         },
-        threadgroup_bytes=facts()["gemv_bytes"][p.weight_format][1][simdgroups]
-        if few
-        else facts()["fused_bytes"][p.weight_format][simdgroups][rows // 8],
+        threadgroup_bytes=shape.threadgroup_bytes(p.weight_format),
+        perturb_seed=perturb_seed,
     )
+    if kernel == "moe_tensor":
+        table = expected_table(p.ids, E, rows)[0]
+        row_blocks = sum(-(-count // number("kTensorRows")) for expert, _, count in table if expert < E)
+        check_tensor_reads(p.weight_format, K, N, p.group_size, p.a.dtype, row_blocks, counters)
     if p.combines:
         _reduce(p, buffers, biased, partials, out)
-    shape = (*p.ids.shape[: 1 if p.reduce else 2], N)
-    return out.read(shape, p.a.dtype)
+    return out.read((*p.ids.shape[: 1 if p.reduce else 2], N), p.a.dtype)
 
 
 def _tensors(p: Mixture) -> tuple[dict, dict]:

@@ -20,7 +20,7 @@ KERNELS = ROOT / "kernels"
 GUARD_BYTES = 256
 CHECKED = True
 # Libraries that need a later language version than the others.
-VERSIONS = {"gemm/tensor": 400}
+VERSIONS = {"gemm/tensor": 400, "experts/moe_tensor": 400}
 METAL_TYPES = {"float16": "half", "bfloat16": "bfloat", "float32": "float"}
 WIDE = {
     "a_row_stride",

@@ -44,19 +44,27 @@ def count_tensor(problem: Problem, tile: str) -> Counters:
 
 
 def check_tensor_work(problem: Problem, counters: Counters) -> None:
+    """Checks the work of a product, see `check_tensor_reads`."""
+    p, row_blocks = problem, -(-problem.M // number("kTensorRows"))
+    check_tensor_reads(p.weight_format, p.K, p.N, p.group_size, p.dtype, row_blocks, counters)
+
+
+def check_tensor_reads(
+    weight_format: str, K: int, N: int, group_size: int, dtype: torch.dtype, row_blocks: int, counters: Counters
+) -> None:
     """Checks what a simdgroup reads for its 32 rows of 32 columns, and that only the table of lut4 needs a barrier.
 
     Each activation is read once. Each word is read once, or twice if groups of 16 make a lane take half of a word.
+    `row_blocks` is the number of blocks of 32 rows.
     """
     assert counters.threadgroup_barriers <= counters.threadgroups, "threadgroup barriers"
-    assert (counters.threadgroup_barriers == 0) == (problem.weight_format != "lut4")
+    assert (counters.threadgroup_barriers == 0) == (weight_format != "lut4")
     if counters.buffers is None:
         return
-    row_blocks = -(-problem.M // number("kTensorRows"))
-    strips = -(-problem.N // number("kTensorColumns"))
-    reads_halves = problem.group_size == 16 < problem.K and problem.weight_format != "nvfp4"
+    strips = -(-N // number("kTensorColumns"))
+    reads_halves = group_size == 16 < K and weight_format != "nvfp4"
     read = {slot: counts["bytes_read"] for slot, counts in counters.buffers.items()}
-    words = row_blocks * problem.K // 8 * problem.N * (2 if reads_halves else 1)
-    activations = row_blocks * number("kTensorRows") * problem.K * strips
+    words = row_blocks * K // 8 * N * (2 if reads_halves else 1)
+    activations = row_blocks * number("kTensorRows") * K * strips
     assert read.get(number("kSlotPacked"), 0) == words * 4, "bytes of packed words read"
-    assert read.get(number("kSlotA"), 0) == activations * problem.dtype.itemsize, "bytes of activations read"
+    assert read.get(number("kSlotA"), 0) == activations * dtype.itemsize, "bytes of activations read"

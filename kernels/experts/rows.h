@@ -1,0 +1,74 @@
+// The blocks of rows that moe_sort makes: where their activations start, and where their results go.
+#pragma once
+
+#include "kernels/experts/experts.h"
+#include "kernels/gemm/fragment.h"
+
+namespace marlin {
+
+// The rows of pairs[0] to pairs[count - 1], which all have one expert. A row at or beyond `count` reads the last of these
+// rows instead, and its result is not stored.
+struct ExpertRows {
+  const device uint* pairs;
+  uint count;
+  uint top_k;
+  int64_t slot_stride;
+
+  MARLIN_INLINE uint pair(uint row) const thread { return pairs[min(row, count - 1)]; }
+  template <typename T>
+  MARLIN_INLINE int64_t distance(const thread Activations<T>& a, uint row) const thread {
+    return int64_t(pair(row) / top_k) * a.row_stride + int64_t(pair(row) % top_k) * slot_stride;
+  }
+
+  // What tensor.h needs.
+  MARLIN_INLINE bool has(uint row) const thread { return row < count; }
+  template <typename T>
+  MARLIN_INLINE const device T* start(const thread Activations<T>& a, uint row) const thread {
+    return a.data + distance(a, row);
+  }
+  MARLIN_INLINE bool stores(uint row, thread uint& m) const thread {
+    m = pair(row);
+    return row < count;
+  }
+
+  // What fused.h needs.
+  static constexpr uint offsets_per_block() { return 2; }
+  template <typename T>
+  MARLIN_INLINE const device T* row_of_block_0(const thread Activations<T>& a, uint row) const thread {
+    return start(a, row);
+  }
+  template <typename T>
+  MARLIN_INLINE int64_t offset(const thread Activations<T>& a, uint i, uint row) const thread {
+    return distance(a, i * kBlock + row) - distance(a, row);
+  }
+  MARLIN_INLINE bool stores(uint i, uint row, thread uint& m) const thread { return stores(i * kBlock + row, m); }
+};
+
+// Returns true if block `index` of moe_sort's table has rows. The table says nothing else about a surplus block.
+MARLIN_INLINE bool has_rows(const device uint* blocks, uint index) {
+  return blocks[index * kMoeBlockWords + 2] != 0;
+}
+
+MARLIN_INLINE ExpertRows rows_of_block(const device uint* blocks, uint index, constant MoeParams& params) {
+  const device uint* entry = blocks + index * kMoeBlockWords;
+  return {blocks + params.blocks * kMoeBlockWords + entry[1], entry[2], params.top_k, params.a_slot_stride};
+}
+
+// Returns the block's expert, or `experts` if the ids of the block's pairs name no expert.
+MARLIN_INLINE uint expert_of_block(const device uint* blocks, uint index) {
+  return blocks[index * kMoeBlockWords];
+}
+
+// Sets the results of rows whose ids name no expert to zero, in `columns` columns from `first_column` on. If products
+// are combined, does nothing, because moe_reduce ignores these pairs.
+template <typename T>
+MARLIN_INLINE void store_zeros(const thread ExpertRows& rows, device T* out, uint N, uint first_column, uint columns,
+                               uint thread_index, uint threads) {
+  if (writes_partials) return;
+  for (uint i = thread_index; i < rows.count * columns; i += threads) {
+    const uint column = first_column + i % columns;
+    if (column < N) out[ulong(rows.pairs[i / columns]) * N + column] = T(0.0f);
+  }
+}
+
+}  // namespace marlin
