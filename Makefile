@@ -100,6 +100,7 @@ counts: build ## the kernels' instructions on an M1, counted with Mesa's compile
 	sh benchmarks/agx/setup.sh
 	$(PY) benchmarks/metal/kernel_counts.py --check
 	$(PY) benchmarks/metal/instructions.py
+	$(PY) benchmarks/metal/tensor_instructions.py --check
 
 mutate: $(VENV)/.installed ## break kernels/ in one place at a time: a test must fail for each (JOBS at once)
 	$(PY) tests/kernels/mutate.py --jobs $(or $(JOBS),2)

@@ -9,11 +9,14 @@ per weight of the tile. "decode" holds the instructions that turn words into ope
 products with scales, and transfers of decoded weights through threadgroup memory. "ends" holds the instructions at the
 ends of groups, which in our kernel scale the sums.
 
-    python benchmarks/metal/tensor_instructions.py
+    python benchmarks/metal/tensor_instructions.py            # prints a table of both sides
+    python benchmarks/metal/tensor_instructions.py --write    # writes the planner's counts of our kernel
+    python benchmarks/metal/tensor_instructions.py --check    # compares them; the exit code is 1 if they differ
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
 import subprocess
@@ -27,10 +30,14 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import instructions  # noqa: E402
+import kernel_counts  # noqa: E402
 
 from softmetal.witness.libraries import MLX_WITH_TENSORS, mlx_include  # noqa: E402
 
 STUB = ROOT / "benchmarks" / "agx" / "tensor_stub"
+HEADER = ROOT / "csrc/planner/cost/tensor_counts.h"
+TABLES = {"float16": "kTensorCounts", "float32": "kTensorFloat32Counts"}
+PRODUCTS = 32 * 32 * 32 // 512  # of 512 multiply-adds, in a simdgroup's step
 WEIGHTS = 64 * 64  # of a step
 LANES = 128
 # Our format, and MLX's kernel for the same codes.
@@ -131,22 +138,57 @@ def counts(found: dict[str, Any], steps: float, calls: int, chain: int) -> Count
     )
 
 
-def ours(folder: Path, weight_format: str) -> Counts:
-    """Counts gemm_tensor with a tile of 64 x 64."""
-    case = instructions.Case(
-        "gemm_tensor",
-        "gemm/tensor",
-        weight_format,
-        group_size=instructions.FIXED_GROUPS.get(weight_format, 32 if weight_format == "float4_e2m1" else 64),
-        rows=64,
-    )
+def calls_of(weight_format: str) -> int:
+    """Returns the products of a step of 32 k: two left operands in two halves, and the sums of activations."""
+    return 6 if weight_format == "uint4_bias" else 4
+
+
+def stat_ours(folder: Path, weight_format: str, dtype: str, group_size: int) -> dict[str, Any]:
+    """Returns what the tool counts in gemm_tensor with a tile of 64 x 64."""
+    case = instructions.Case("gemm_tensor", "gemm/tensor", weight_format, dtype, group_size=group_size, rows=64)
     # Only groups of 16 are short in this kernel, and nvfp4's scales are part of its operands.
     constants = case.constants() | {"short_group_size": 0}
     options = [argument for name, value in constants.items() for argument in ("-D", f"{name}={value}")]
-    entry = f"gemm_tensor_{weight_format}_float16"
-    found = stat(folder, "kernels/gemm/tensor.metal", entry, options)
-    calls = 6 if weight_format == "uint4_bias" else 4  # two left operands in two halves, and the sums of activations
-    return counts(found, 2, calls, 128 if weight_format == "nvfp4" else case.group_size)
+    return stat(folder, "kernels/gemm/tensor.metal", f"gemm_tensor_{weight_format}_{dtype}", options)
+
+
+def ours(folder: Path, weight_format: str) -> Counts:
+    """Counts gemm_tensor with fp16 activations."""
+    group = instructions.FIXED_GROUPS.get(weight_format, 32 if weight_format == "float4_e2m1" else 64)
+    found = stat_ours(folder, weight_format, "float16", group)
+    return counts(found, 2, calls_of(weight_format), 128 if weight_format == "nvfp4" else group)
+
+
+def planner_row(folder: Path, weight_format: str, dtype: str) -> str:
+    """Returns a row of the planner's table: a step, the end of a group, what runs once, registers and waits."""
+    found = stat_ours(folder, weight_format, dtype, instructions.FIXED_GROUPS.get(weight_format, 64))
+    loops = instructions.Loops.of(found)
+    hot, outer = loops.hot, loops.outer
+    step = f"{{{hot['issue'] - 16 * calls_of(weight_format)}, {hot['ic_cycles']}, {PRODUCTS}}}"
+    once = found["total"]["issue"] - outer["issue"]
+    return (
+        f"KernelCounts{{Kernel::gemm_tensor, WeightFormat::{weight_format}, {{32, 32, 32}}, {step}, "
+        f"{outer['issue'] - hot['issue']}, 0, {once}, {found['half_registers']}, {hot['waits']}}},"
+    )
+
+
+def planner_tables(*, check: bool) -> int:
+    """Writes the planner's tables, or compares them. Returns the exit code."""
+    found: list[str] = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        prepare_ours(folder)
+        for dtype, array in TABLES.items():
+            table = "".join(f"    {planner_row(folder, form, dtype)}\n" for form in instructions.FORMATS)
+            if not check:
+                kernel_counts.write(array, HEADER, table)
+                continue
+            stored = kernel_counts.table_of(array).search(HEADER.read_text())
+            if stored is None:
+                raise RuntimeError(f"no table {array} in {HEADER}")
+            found += [f"{array}: {line}" for line in kernel_counts.differences(table, stored[2])]
+    print(*found, sep="\n", end="\n" if found else "")
+    return 1 if found else 0
 
 
 def mlx(folder: Path, header: str, entry: str) -> Counts:
@@ -159,11 +201,16 @@ def mlx(folder: Path, header: str, entry: str) -> Counts:
     return counts(stat(folder, source, entry, []), 1, 8, 0)
 
 
+def prepare_ours(folder: Path) -> None:
+    """Copies our sources and the stub, in words that the tool can read."""
+    instructions.readable_copy(folder)
+    shutil.copytree(STUB, folder, dirs_exist_ok=True)
+
+
 def prepare(folder: Path) -> None:
     """Copies both projects' sources and the stub, in words that the tool can read."""
-    instructions.readable_copy(folder)
+    prepare_ours(folder)
     shutil.copytree(mlx_include(MLX_WITH_TENSORS), folder, dirs_exist_ok=True)
-    shutil.copytree(STUB, folder, dirs_exist_ok=True)
     path = folder / "mlx/backend/metal/kernels/steel/gemm/nax.h"
     text = path.read_text()
     for old, new in REWORDED.items():
@@ -174,10 +221,17 @@ def prepare(folder: Path) -> None:
 
 
 def main() -> int:
-    """Prints the table."""
+    """Prints the table, or writes or checks the planner's."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--check", action="store_true", help="compare the planner's tables with fresh counts")
+    what.add_argument("--write", action="store_true", help="write the planner's tables")
+    options = parser.parse_args()
     if not instructions.is_set_up():
         print("sh benchmarks/agx/setup.sh builds the compiler; AGX_DIR names its folder", file=sys.stderr)
         return 2
+    if options.check or options.write:
+        return planner_tables(check=options.check)
     print(
         "| format | | all | of these decode | ends of groups | half-registers | spills |\n|---|---|---|---|---|---|---|"
     )

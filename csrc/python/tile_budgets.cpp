@@ -50,7 +50,7 @@ py::dict budget_without_staging(const GemmTile& row, const KernelCounts& counts,
   return entry;
 }
 
-// gemm_tensor keeps nothing but a table in threadgroup memory. Its registers are assumed (tensor_counts.h).
+// gemm_tensor keeps nothing but a table in threadgroup memory. Its registers are those of an M1 (tensor_counts.h).
 py::dict tensor_budget(const GemmTile& row, const KernelCounts& counts, ElementType activations) {
   py::dict entry = row_of(row, activations);
   entry["simdgroups"] = tensor_threads(row.tile) / kSimdWidth;
@@ -103,7 +103,7 @@ py::list tile_budgets(ElementType activations) {
   }
   for (const GemmTile& row : kGemmTiles) {
     if (row.variant == GemmVariant::tensor)
-      budgets.append(tensor_budget(row, tensor_counts(WeightFormat::uint4b8), activations));
+      budgets.append(tensor_budget(row, tensor_counts(WeightFormat::uint4b8, activations), activations));
   }
   for (uint32_t M : {64, 128}) {
     for (uint32_t N : {64, 128}) {

@@ -206,7 +206,7 @@ DispatchCost dense_cost(const GemmProblem& problem, const GpuDevice& device) {
 const KernelCounts& counts_of(const GemmTile& row, const GemmProblem& problem, const GpuFamily& family) {
   const WeightFormat format = problem.weight.format;
   const KernelCounts* counts = row.kernel == Kernel::gemm_tensor
-                                   ? &tensor_counts(format)
+                                   ? &tensor_counts(format, problem.activations)
                                    : find_counts(row.kernel, format, row.tile, problem.activations, family);
   if (counts != nullptr) return *counts;
   throw std::logic_error("cost: no instruction counts of " + host_name(row.kernel, format, problem.activations) +
