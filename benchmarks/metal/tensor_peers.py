@@ -45,9 +45,13 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch
 
 @dataclass(frozen=True)
 class Step:
-    """The bytes of one step, and the barriers that each thread meets in it."""
+    """The bytes of one step, and the barriers that each thread meets in it.
+
+    `device` counts a byte each time that a lane loads or stores it, `different` counts each byte once.
+    """
 
     device: float
+    different: float
     threadgroup_written: float
     threadgroup_read: float
     barriers: float
@@ -67,6 +71,7 @@ def step(shorter: Counters, longer: Counters) -> Step:
 
     return Step(
         each("device_bytes_read") + each("device_bytes_written"),
+        each("distinct_bytes_read") + each("distinct_bytes_written"),
         each("threadgroup_bytes_written"),
         each("threadgroup_bytes_read"),
         each("threadgroup_barriers"),
@@ -100,8 +105,8 @@ def mlx(weight_format: str, dtype: str, rows: int) -> Step:
 def table() -> str:
     """Counts all cases. Returns them as a Markdown table."""
     lines = [
-        "| format, activations, rows | | device | threadgroup, written | threadgroup, read | all | barriers |",
-        "|---|---|---|---|---|---|---|",
+        "| format, activations, rows | | device | different | threadgroup, written | and read | all | barriers |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for rows in (64, 32):
         for weight_format in FORMATS:
@@ -109,7 +114,8 @@ def table() -> str:
                 for who, counts in (("ours", ours), ("MLX", mlx)):
                     found = counts(weight_format, dtype, rows)
                     case = f"{weight_format}, {dtype}, {rows}" if who == "ours" else ""
-                    parts = (found.device, found.threadgroup_written, found.threadgroup_read, found.total)
+                    near = (found.threadgroup_written, found.threadgroup_read)
+                    parts = (found.device, found.different, *near, found.total)
                     cells = " | ".join(f"{part / 1024:.2f}" for part in parts)
                     lines.append(f"| {case} | {who} | {cells} | {found.barriers:g} |")
                     print(lines[-1], file=sys.stderr)
