@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_marlin_metal.fuse.proof import agrees, agrees_in_training, random_like, runs
 from torch_marlin_metal.layer_ops import ActivationName, gated_activation
+from torch_marlin_metal.layers.proof import agrees, agrees_in_training, random_like, runs
 
 Forward = Callable[..., Tensor]
 Block = Callable[[nn.Module, Tensor], Tensor]

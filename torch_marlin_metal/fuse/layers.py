@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from torch_marlin_metal.extension import require
-from torch_marlin_metal.fuse import caches, experts, gated, masks, norms, residual, rotary, sinks
-from torch_marlin_metal.fuse.proof import TOLERANCE, difference, has_forward_of_its_own
-from torch_marlin_metal.layers.experts import MarlinExperts
+from torch_marlin_metal.fuse import caches, gated, masks, norms, residual, rotary, sinks
+from torch_marlin_metal.layers.proof import TOLERANCE, difference, has_forward_of_its_own
 
 TOKENS = 6  # length of the run that shows with which arguments layers are called
 
@@ -31,16 +30,12 @@ class FusedLayersReport:
     left: list[tuple[str, str]] = field(default_factory=list)
     difference: float = 0.0
     _modules: list[nn.Module] = field(default_factory=list, repr=False)
-    _activations: list[tuple[MarlinExperts, tuple[Any, ...]]] = field(default_factory=list, repr=False)
 
     def undo(self) -> None:
-        """Restores the original forward of every module and the original activation of mixtures."""
+        """Restores the original forward of every module."""
         for module in self._modules:
             module.__dict__.pop("forward", None)
-        for mixture, activation in self._activations:
-            mixture._activation = activation
         self._modules.clear()
-        self._activations.clear()
         self.fused.clear()
 
     def __str__(self) -> str:
@@ -59,12 +54,11 @@ class FusedLayersReport:
 def fuse_layers(model: nn.Module) -> FusedLayersReport:
     """Replaces the operations between the products of decoder layers by fused operators, in place.
 
-    The function finds norms, rotary embeddings, gated activations (also of packed experts), attention with sinks,
-    masks, static caches and residual additions by their structure. It compares each replacement with the original
-    module on random input, and does not replace a module if the results differ. At the end it compares the whole model
-    on random tokens: without a cache, with a growing cache and with a static cache. Parameters and names do not change,
-    so saved models do not change either. A fused module looks up its children at every call, so adapters can be added
-    before or after.
+    The function finds norms, rotary embeddings, gated activations, attention with sinks, masks, static caches and
+    residual additions by their structure. It compares each replacement with the original module on random input, and
+    does not replace a module if the results differ. At the end it compares the whole model on random tokens: without a
+    cache, with a growing cache and with a static cache. Parameters and names do not change, so saved models do not
+    change either. A fused module looks up its children at every call, so adapters can be added before or after.
 
     The model must be one of transformers that takes `input_ids`; its layers may be quantized or not. Call
     `fuse_projections` first, so that fewer operations are left. The comparison runs the model a few times, in its dtype
@@ -90,7 +84,6 @@ def fuse_layers(model: nn.Module) -> FusedLayersReport:
             known = _fuse_norms(model, report)
             _fuse_attention(model, report)
             _fuse_blocks(model, report)
-            _fuse_experts(model, report)
             if reason:
                 report.left.append(("", f"residual additions and the comparison of the whole model: {reason}"))
             else:
@@ -217,19 +210,6 @@ def _fuse_blocks(model: nn.Module, report: FusedLayersReport) -> None:
             report.left.append((name, "a block of projections: not a gated one"))
         else:
             _replace(report, module, name, "gated_activation", forward=gated.with_original(block, type(module).forward))
-
-
-def _fuse_experts(model: nn.Module, report: FusedLayersReport) -> None:
-    for name, module in model.named_modules():
-        if not isinstance(module, MarlinExperts):
-            continue
-        activation = experts.fused_activation(module)
-        if activation is None:
-            report.left.append((name, "experts: their activation is no gated one that is known"))
-            continue
-        report._activations.append((module, module._activation))
-        module._activation = (activation,)
-        report.fused.append((name, "gated_activation"))
 
 
 def _fuse_residuals(model: nn.Module, known: dict[nn.Module, norms.Norm], report: FusedLayersReport) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_marlin_metal.fuse.masks import kept_with
-from torch_marlin_metal.fuse.proof import agrees, random_like, runs
+from torch_marlin_metal.layers.proof import agrees, random_like, runs
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
 # With more queries than this, the original is called. Here the mask is repeated for each head of a group, which would

@@ -1,12 +1,13 @@
 """The experts of a mixture with packed 4-bit weights. The host never waits for the device to tell which are used."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from torch_marlin_metal.layers.activation import Activation, find_known
 from torch_marlin_metal.layers.packed_layer import WEIGHT_BUFFERS, PackedLayer
 from torch_marlin_metal.ops import given
 from torch_marlin_metal.packed_weight import PackedWeight
@@ -225,7 +226,8 @@ class MarlinExperts(nn.Module):
     Args:
         gate_up: the weights of gate and up, of one part or two.
         down: the weights of down.
-        activation: takes the product `[T, top_k, 2 * I]` of `gate_up` and returns `[T, top_k, I]`.
+        activation: takes the product `[T, top_k, 2 * I]` of `gate_up` and returns `[T, top_k, I]`. If random input
+            shows that `gated_activation` computes the same, that operator takes its place.
         top_k: the number of experts of a token, for which `prepare` compiles kernels; None means that it is not known.
     """
 
@@ -235,7 +237,7 @@ class MarlinExperts(nn.Module):
         self,
         gate_up: ExpertWeights,
         down: ExpertWeights,
-        activation: Callable[[Tensor], Tensor],
+        activation: Activation,
         top_k: int | None = None,
     ) -> None:
         super().__init__()
@@ -244,7 +246,9 @@ class MarlinExperts(nn.Module):
                 f"MarlinExperts: down: expected {gate_up.experts} experts as in gate_up, got {down.experts}"
             )
         self.gate_up, self.down, self.top_k = gate_up, down, top_k
-        self._activation = (activation,)  # in a tuple, because it may be a method of another module
+        # In a tuple, because it may be a method of another module. `_known` computes the same in one operator.
+        self._activation = (activation,)
+        self._known = find_known(activation, sum(gate_up.sizes))
 
     @property
     def num_experts(self) -> int:
@@ -266,7 +270,7 @@ class MarlinExperts(nn.Module):
     def activate(self, gate_up: Tensor) -> Tensor:
         """Returns `[..., I]`, the activation of the product `[..., 2 * I]` of `gate_up`."""
         (activation,) = self._activation
-        return activation(gate_up)
+        return (self._known or activation)(gate_up)
 
 
 def silu_gate(gate_up: Tensor) -> Tensor:
