@@ -16,8 +16,8 @@ from torch_marlin_metal.integrations.transformers.float_experts import FloatExpe
 EXPERTS = "model.layers.0.mlp.experts"
 
 
-def load(path, **options) -> nn.Module:
-    config = MarlinConfig("uint4b8", 32, **options)
+def load(path, weight_format: str = "uint4b8", group_size: int = 32, **options) -> nn.Module:
+    config = MarlinConfig(weight_format, group_size, **options)
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, quantization_config=config)
 
 
@@ -31,18 +31,22 @@ def assert_equal(model: nn.Module, expected: nn.Module) -> None:
     assert torch.equal(logits(model), logits(expected))
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_every_way_to_quantize_a_mixture_gives_the_same_bits(name, tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("name", "how"),
+    # nvfp4 has a global scale, which gate and up share
+    [*((name, ("uint4b8", 32)) for name in FAMILIES), *((name, ("nvfp4", 16)) for name in ("mixtral", "gpt-oss"))],
+)
+def test_every_way_to_quantize_a_mixture_gives_the_same_bits(name, how, tmp_path) -> None:
     model = family(name)
     model.save_pretrained(tmp_path / "floats")
     # transformers computes buffers such as rotary frequencies while it loads
     expected = AutoModelForCausalLM.from_pretrained(tmp_path / "floats", dtype=torch.float32)
-    quantize_model(expected, "uint4b8", 32, exclude="lm_head", progress=False)
-    loaded = load(tmp_path / "floats")
+    quantize_model(expected, *how, exclude="lm_head", progress=False)
+    loaded = load(tmp_path / "floats", *how)
     assert [module for module in loaded.modules() if isinstance(module, MarlinExperts)]
     assert_equal(loaded, expected)
     loaded.save_pretrained(tmp_path / "saved")
-    convert.write_checkpoint(convert.FloatReader(tmp_path / "floats", "uint4b8", 32), tmp_path / "written")
+    convert.write_checkpoint(convert.FloatReader(tmp_path / "floats", *how), tmp_path / "written")
     for path in (tmp_path / "saved", tmp_path / "written"):
         assert_equal(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), expected)
         other = type(model)(model.config).eval()

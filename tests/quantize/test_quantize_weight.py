@@ -269,6 +269,12 @@ def test_non_contiguous_and_grad_requiring_weights(device):
         ({"weight_format": "lut4", "lut": [0.0] * 16}, r"lut: expected float32 \[16\], got list"),
         ({"weight_format": "lut4", "lut": torch.zeros(8)}, r"lut: expected float32 \[16\], got torch.float32 \[8\]"),
         ({"weight_format": "lut4", "lut": torch.zeros(16)}, r"lut: expected finite values, not all of them 0"),
+        ({"amax": 1.0}, r"amax: expected None for uint4b8, got 1.0"),
+        (
+            {"w": torch.full((4, 64), 0.5), "weight_format": "nvfp4", "amax": 0.25},
+            r"amax: expected a finite number of at least 0.5, got 0.25",
+        ),
+        ({"weight_format": "nvfp4", "amax": float("nan")}, r"amax: expected a finite number of at least 0, got nan"),
         ({"mx_rounding": "up"}, r"mx_rounding: expected one of floor, even, rceil, got 'up'"),
         ({"w": torch.full((4, 8), 1e6)}, r"scale_dtype: the largest scale of this weight became inf in torch.float16"),
         (
@@ -289,6 +295,16 @@ def test_refusals(arguments, message):
     arguments = {"w": torch.zeros(4, 64), "weight_format": "uint4b8", **arguments}
     with pytest.raises(ValueError, match="quantize_weight: " + message):
         quantize_weight(**arguments)
+
+
+@pytest.mark.parametrize("method", ["rtn", "mse"])
+def test_weights_with_a_common_global_scale_have_the_bits_of_one_weight(method):
+    w = torch.randn(24, 64, generator=torch.Generator().manual_seed(0)) * torch.logspace(-2, 0, 24)[:, None]
+    whole, largest = quantize_weight(w, "nvfp4", method=method), float(w.abs().max())
+    first = quantize_weight(w[:8], "nvfp4", method=method, amax=largest)
+    assert torch.equal(first.b_packed, whole.b_packed[:, :8]) and torch.equal(first.scales, whole.scales[:, :8])
+    assert torch.equal(first.global_scale, whole.global_scale)
+    assert not torch.equal(quantize_weight(w[:8], "nvfp4", method=method).global_scale, whole.global_scale)
 
 
 def test_unknown_format_lists_the_known_ones():

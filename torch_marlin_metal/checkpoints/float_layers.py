@@ -12,7 +12,7 @@ from torch_marlin_metal.checkpoints.checkpoint import Checkpoint
 from torch_marlin_metal.checkpoints.errors import CheckpointError
 from torch_marlin_metal.checkpoints.layer import FLOATS
 from torch_marlin_metal.checkpoints.model_names import ModelNames
-from torch_marlin_metal.layers.float_experts import SPLIT, WEIGHTS, find_experts, find_module, is_experts
+from torch_marlin_metal.layers.float_experts import PARTS, SPLIT, WEIGHTS, find_experts, find_module, is_experts
 from torch_marlin_metal.patterns import NameFilter, check_patterns, selects
 
 SMALLEST = 8  # least rows and columns of a matrix; smaller tensors are tables or vectors
@@ -43,6 +43,15 @@ class FloatLayer:
     transposed: bool = False
     experts: str = ""
     group: str = ""
+
+    @property
+    def partner(self) -> str:
+        """Returns the name of up if the layer is an expert's gate, of gate if it is up, and otherwise ""."""
+        owner, _, part = self.name.rpartition(".")
+        for gate, up, _ in PARTS if self.experts and self.index is None else ():
+            if part in (gate, up):
+                return f"{owner}.{up if part == gate else gate}"
+        return ""
 
     def selected(self, choice: NameFilter | None) -> bool:
         """Returns whether a filter selects the layer, or the experts module it belongs to."""

@@ -1,11 +1,13 @@
 """Reads an unquantized checkpoint and quantizes its Linear layers and its experts, one matrix at a time."""
 
+import math
 import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from torch_marlin_metal.checkpoints.checkpoint import Checkpoint, open_checkpoint
@@ -76,14 +78,14 @@ class FloatReader(CheckpointReader):
         layers, self.left = choose_layers(checkpoint, include, exclude)
         for layer in layers:
             resolve_group_size(f"{self.path}: {layer.name}", fmt, group_size, layer.K)
-        self._quantize = partial(
+        quantize = partial(
             quantize_weight, weight_format=weight_format, group_size=group_size, method=method, **options
         )
         self.taken_bytes = sum(layer.nbytes for layer in layers)
         names = [layer.name for layer in layers]
         self._settings = {"layers": names, "weight_format": weight_format, "group_size": group_size, "method": method}
         self._settings |= {key: str(value) for key, value in options.items()}
-        self.source = _FloatSource(checkpoint, layers, self._quantize)
+        self.source = _FloatSource(checkpoint, layers, quantize, fmt.has_global_scale)
 
     def settings(self) -> dict[str, Any]:
         """Returns the settings that determine the result; a resumed conversion compares them."""
@@ -96,11 +98,18 @@ class _FloatSource:
     format = FORMAT
 
     def __init__(
-        self, checkpoint: Checkpoint, layers: list[FloatLayer], quantize: Callable[[Tensor], PackedWeight]
+        self,
+        checkpoint: Checkpoint,
+        layers: list[FloatLayer],
+        quantize: Callable[..., PackedWeight],
+        has_global_scale: bool,
     ) -> None:
         self.checkpoint = checkpoint
         self._layers = layers
         self._quantize = quantize
+        # A model holds an expert's gate and up as one weight, with one global scale.
+        by_name = {layer.name: layer for layer in layers} if has_global_scale else {}
+        self._partners = [by_name.get(layer.partner) for layer in layers]
 
     def names(self) -> list[str]:
         return [layer.name for layer in self._layers]
@@ -109,12 +118,24 @@ class _FloatSource:
         layer = self._layers[index]
         matrix = self.checkpoint.read(layer.weight, layer.index)
         try:
-            weight = self._quantize(matrix.T.contiguous() if layer.transposed else matrix)
+            weight = self._quantize(
+                matrix.T.contiguous() if layer.transposed else matrix, **self._common(index, matrix)
+            )
         except ValueError as error:
             place = "" if layer.index is None else f"expert {layer.index}: "
             raise self.checkpoint.error(layer.weight, f"{place}{error}") from error
         weight.name, weight.bias, weight.source = layer.name, self.bias(index), "floats"
         return weight.validate()
+
+    def _common(self, index: int, matrix: Tensor) -> dict[str, float]:
+        """Returns the argument for the global scale that a gate and an up projection share, or none."""
+        partner = self._partners[index]
+        if partner is None:
+            return {}
+        both = matrix, self.checkpoint.read(partner.weight)
+        extremes = [float(extreme.abs()) for tensor in both for extreme in torch.aminmax(tensor)]
+        # The conversion of the tensor that is not finite raises the error, which names it.
+        return {"amax": max(extremes)} if all(map(math.isfinite, extremes)) else {}
 
     def bias(self, index: int) -> Tensor | None:
         layer = self._layers[index]

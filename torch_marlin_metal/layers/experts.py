@@ -98,6 +98,7 @@ class ExpertWeights(PackedLayer):
             del parts, part
         if stack is None or index != experts:
             raise StackError(f"expected {experts} experts, got {index}")
+        stack._join_global_scales()
         return stack
 
     @classmethod
@@ -138,6 +139,12 @@ class ExpertWeights(PackedLayer):
                 self.perm[index] = self._in_order() if first.perm is None else first.perm
             if self.lut is not None and first.lut is not None:
                 self.lut.copy_(first.lut)
+
+    def _join_global_scales(self) -> None:
+        """Keeps one global scale for each expert if all parts have the same, as a weight of one part has it."""
+        scale = self.global_scale
+        if scale is not None and len(self.sizes) > 1 and bool((scale == scale[:, :1]).all()):
+            self.global_scale = scale[:, :1].clone()
 
     def _in_order(self) -> Tensor:
         return torch.arange(self.in_features, dtype=torch.int32, device=self.b_packed.device)
@@ -192,7 +199,10 @@ class ExpertWeights(PackedLayer):
             return whole
         start = sum(self.sizes[:part])
         columns = slice(start, start + self.sizes[part])
-        cut: dict[str, Any] = {n: t[..., columns] for n, t in whole.tensors().items() if n in COLUMNS}
+        common = "global_scale" if whole.global_scale is not None and whole.global_scale.numel() == 1 else ""
+        cut: dict[str, Any] = {
+            name: tensor[..., columns] for name, tensor in whole.tensors().items() if name in COLUMNS and name != common
+        }
         if copy:
             cut = {name: tensor.contiguous() for name, tensor in cut.items()}
         scale = cut.get("global_scale")

@@ -37,6 +37,7 @@ def quantize_weight(
     scale_dtype: torch.dtype = torch.float16,
     lut: Tensor | None = None,
     mx_rounding: str = "floor",
+    amax: float | None = None,
     name: str = "",
 ) -> PackedWeight:
     """Quantizes the weight of a Linear layer to 4 bit, on the weight's device.
@@ -60,6 +61,7 @@ def quantize_weight(
         lut: float32 `[16]`, the table of lut4; None means NF4's table.
         mx_rounding: how mxfp4 rounds a group's exponent: "floor" (OCP MX v1.0, 6.3), "even" (amax is first rounded to
             one mantissa bit, as E2M1 has) or "rceil" (up, so that no weight saturates).
+        amax: for nvfp4, amax(w) in the formula of `global_scale`, if several weights share it. None means that of `w`.
         name: kept in the result.
 
     Returns:
@@ -79,14 +81,18 @@ def quantize_weight(
     low, high = (float(extreme) for extreme in torch.aminmax(w))
     if not -torch.inf < low <= high < torch.inf:
         raise ValueError(f"quantize_weight: w: expected finite weights, got values from {low} to {high}")
+    largest = abs(max(-low, high))  # -0 is 0
+    if amax is not None and not (fmt.has_global_scale and largest <= amax < torch.inf):
+        expected = f"a finite number of at least {largest:.9g}" if fmt.has_global_scale else f"None for {fmt.name}"
+        raise ValueError(f"quantize_weight: amax: expected {expected}, got {amax}")
     coding: ScaleCoding = FloatScale(scale_dtype)
     global_scale = None
     if fmt.scale_coding == "e4m3":
-        coding = E4M3Scale(max(-low, high), w.device)
+        coding = E4M3Scale(largest if amax is None else amax, w.device)
         global_scale = coding.global_scale
     elif fmt.scale_coding == "e8m0":
         coding = E8M0Scale(mx_rounding)
-        coding.check(max(-low, high))
+        coding.check(largest)
     table = _code_table(fmt, lut, w.device)
     search = _Search(fmt, coding, scale_dtype, table, method)
 
