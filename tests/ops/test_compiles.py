@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import torch_marlin_metal as tmm
+from torch_marlin_metal.layers.experts import silu_gate
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT = 120  # seconds until an expected thread counts as missing
@@ -214,7 +215,7 @@ def prepare_compiles_experts() -> None:
 
     def experts(top_k: int | None) -> tmm.MarlinExperts:
         both = stack(64, 80, dtype=torch.float16), stack(40, 64, dtype=torch.float16)
-        return tmm.MarlinExperts(*both, lambda gate_up: gate_up[..., :40], top_k).to("mps")
+        return tmm.MarlinExperts(*both, silu_gate, top_k).to("mps")
 
     model = torch.nn.Sequential(experts(2), experts(2), experts(None))  # two of the layers are equal
     with softmetal.compiles() as seen:

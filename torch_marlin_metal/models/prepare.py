@@ -11,7 +11,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from torch_marlin_metal.layers.embedding import MarlinEmbedding
-from torch_marlin_metal.layers.experts import ExpertWeights, MarlinExperts
+from torch_marlin_metal.layers.experts import MarlinExperts
 from torch_marlin_metal.layers.linear import MarlinLinear
 from torch_marlin_metal.layers.packed_layer import WEIGHT_BUFFERS, PackedLayer
 from torch_marlin_metal.ops import given
@@ -57,7 +57,7 @@ def prepare(
                 for stack in (experts.gate_up, experts.down):
                     is_down, kind = stack is experts.down, dtype or stack.dtype
                     kind = experts.down_dtype or kind if is_down else kind
-                    task = partial(_run_without_experts, stack, M, experts.top_k, kind, is_down)
+                    task = partial(_run_without_experts, experts, M, experts.top_k, kind, is_down)
                     products[(is_down, experts.top_k, *_kind(stack, M, kind))] = task
     for layer in model.modules():
         if isinstance(layer, MarlinEmbedding) or not isinstance(layer, MarlinLinear):
@@ -98,11 +98,17 @@ def _compile(layer: MarlinLinear, M: int, dtype: torch.dtype) -> None:
     )
 
 
-def _run_without_experts(stack: ExpertWeights, T: int, top_k: int, dtype: torch.dtype, is_down: bool) -> None:
-    """Runs a product whose ids are no experts: it compiles the same kernels, reads no weight and multiplies nothing."""
+def _run_without_experts(experts: MarlinExperts, T: int, top_k: int, dtype: torch.dtype, is_down: bool) -> None:
+    """Runs a product whose ids are no experts: it compiles the same kernels, reads no weight and multiplies nothing.
+
+    The activation runs after the product of gate and up.
+    """
+    stack = experts.down if is_down else experts.gate_up
     device = stack.b_packed.device
     ids = torch.full((T, top_k), -1, device=device)
     size = (T, top_k, stack.in_features) if is_down else (T, stack.in_features)
     a = torch.zeros(size, dtype=dtype, device=device)
     with torch.no_grad():
-        stack(a, ids, torch.zeros(T, top_k, device=device) if is_down else None, reduce=is_down)
+        y = stack(a, ids, torch.zeros(T, top_k, device=device) if is_down else None, reduce=is_down)
+        if not is_down:
+            experts.activate(y)
