@@ -2,13 +2,15 @@
 
 The benchmark times the experts of one layer: the product with the gate and up projections, silu(gate) * up, and the
 product with the down projections, weighted and summed over the experts of a token. The routing is random and uniform,
-and in a round it is the same for every rival. There are three rivals: a loop over the experts that have rows, with this
-package's `gemm`; `torch.nn.functional.grouped_mm` on rows sorted by expert; and the same loop with
-`torch.nn.functional.linear`. The two rivals from PyTorch use the unquantized weights in the activations' dtype. Before
-it is timed, every rival must agree with `moe_gemm`. The memory of a rival is measured in a process of its own, which
-holds only this rival's weights.
+and in a round it is the same for every rival. The rivals are a loop of this package's `gemm` over the experts that have
+rows, `torch.nn.functional.grouped_mm` on rows sorted by expert, a loop of `torch.nn.functional.linear` and, with
+`--ggml`, ggml. The two rivals from PyTorch use the unquantized weights in the activations' dtype. ggml multiplies the
+same packed weights by `mul_mat_id`, in each of its layouts that has this product. It takes fp32 activations and rounds
+them to 8 bits. Its shared libraries come from an installed `llama-cpp-python` or from the folder that the option names.
+Before it is timed, every rival must agree with `moe_gemm`. The memory of a rival is measured in a process of its own,
+which holds only this rival's weights.
 
-    python benchmarks/cpu/cpu_experts.py [--minutes 4] [--layers qwen3-30b] [--experts 8] [--json FILE]
+    python benchmarks/cpu/cpu_experts.py [--minutes 4] [--layers qwen3-30b] [--experts 8] [--ggml [DIR]] [--json FILE]
 
 `--json` appends one line of JSON for each line of the tables, as soon as it is measured.
 """
@@ -27,6 +29,8 @@ from typing import Any, NamedTuple
 
 import torch
 from cpu_gemm import Call, cold_bytes, ratio, row, table, time_calls
+from cpu_ggml import Ggml, folder_of_libraries
+from ggml_experts import Stack, layouts
 from record import Record
 from torch import Tensor
 from torch.nn.functional import grouped_mm, linear, silu
@@ -39,10 +43,11 @@ from peak_memory import reset_peak, resident  # isort: skip
 
 TOKENS = (1, 4, 16, 64, 512)
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-4}  # largest relative root mean square of the errors
+# The largest relative root mean square of the errors, for a dtype and for ggml, which rounds activations to 8 bits.
+TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-4, "ggml": 2e-2}
 ROUTINGS = 16  # consecutive rounds use different experts
 MOST_COPIES = 32
-OURS, *RIVALS = VARIANTS = ("moe_gemm", "gemm loop", "grouped_mm", "linear loop")
+OURS, *_ = VARIANTS = ("moe_gemm", "gemm loop", "grouped_mm", "linear loop")
 
 
 class Shape(NamedTuple):
@@ -80,6 +85,10 @@ class Projection:
         """Multiplies each row with the weights of its experts."""
         return tmm.moe_gemm(a, self.words, self.scales, ids, **options, **self.options)
 
+    def stack(self) -> Stack:
+        """Returns the weights for ggml."""
+        return Stack(self.words, self.scales, **self.options)
+
     def one(self, expert: int, a: Tensor) -> Tensor:
         """Multiplies with one expert's weight."""
         return tmm.gemm(a, self.words[expert], self.scales[expert], **self.options)
@@ -114,8 +123,8 @@ def gated(both: Tensor) -> Tensor:
 
 
 def fused(gate_up: Projection, down: Projection, x: Tensor, routing: Routing) -> Tensor:
-    """Computes the block with two calls of `moe_gemm`."""
-    inner = gated(gate_up.grouped(x, routing.ids))
+    """Computes the block with two calls of `moe_gemm` and one of `gated_activation`, as `MarlinExperts` does."""
+    inner = tmm.gated_activation(*gate_up.grouped(x, routing.ids).chunk(2, -1))
     return down.grouped(inner, routing.ids, row_weights=routing.weights, reduce=True)
 
 
@@ -148,7 +157,9 @@ class Block:
     There are enough copies that none is in a cache when its turn comes.
     """
 
-    def __init__(self, shape: Shape, dtype: torch.dtype, variants: tuple[str, ...] = VARIANTS) -> None:
+    def __init__(
+        self, shape: Shape, dtype: torch.dtype, variants: tuple[str, ...] = VARIANTS, ggml: Ggml | None = None
+    ) -> None:
         packed = shape.experts * 3 * shape.hidden * shape.intermediate // 2
         # MOST_COPIES limits only the tiny layer, whose times mean nothing.
         copies = min(MOST_COPIES, -(-cold_bytes() // packed)) if len(variants) > 1 else 1
@@ -163,16 +174,24 @@ class Block:
                 made["linear loop"] = partial(
                     looped, lambda e, a, w=first: linear(a, w[e]), lambda e, a, w=second: linear(a, w[e])
                 )
-            for name in variants:
-                self.calls[name].append(made[name])
+            if ggml is not None:
+                made |= layouts(ggml, (gate_up.stack(), down.stack()), shape.top_k)
+            for name in (*variants, *(name for name in made if name.startswith("ggml"))):
+                self.calls.setdefault(name, []).append(made[name])
+
+    def rivals(self) -> list[str]:
+        """Returns the names of all variants but `OURS`."""
+        return [name for name in self.calls if name != OURS]
 
     def check(self, x: Tensor, routing: Routing) -> None:
         """Raises AssertionError if the result of a variant differs from that of `moe_gemm`."""
         for copy, ours in enumerate(self.calls[OURS]):
             expected = ours(x, routing).double()
-            for name in RIVALS:
+            for name in self.rivals():
                 error = (self.calls[name][copy](x, routing).double() - expected).norm() / expected.norm()
-                assert error < TOLERANCE[x.dtype], f"{name} and {OURS} differ by {error:.1e} of the result"
+                assert error < TOLERANCE["ggml" if name.startswith("ggml") else x.dtype], (
+                    f"{name} and {OURS} differ by {error:.1e} of the result"
+                )
 
     def timed(self, x: Tensor, routings: list[Routing]) -> dict[str, Call]:
         """Returns the calls for `time_calls`. All calls of a round use the same weights and the same routing."""
@@ -222,7 +241,13 @@ def compare_memory(layers: dict[str, Shape], tokens: int, threads: int, record: 
         record.add(layer=name, tokens=tokens, dtype="bf16", weights_and_peak_bytes=found)
 
 
-def compare(options: argparse.Namespace, layers: dict[str, Shape], deadline: float, record: Record) -> None:
+def compare(
+    options: argparse.Namespace,
+    layers: dict[str, Shape],
+    deadline: float,
+    record: Record,
+    ggml: Ggml | None = None,
+) -> None:
     """Prints a table for every layer and dtype. Names and skips those for which no time is left before the deadline."""
     cases = [(name, dtype) for name in layers for dtype in options.dtypes]
     made = 0.0  # seconds that the last block took to make
@@ -231,13 +256,13 @@ def compare(options: argparse.Namespace, layers: dict[str, Shape], deadline: flo
         if begin + made > deadline:
             print(f"\nleft out for want of time: {name} in {dtype}", flush=True)
             continue
-        block = Block(shape, DTYPES[dtype])
+        block = Block(shape, DTYPES[dtype], ggml=ggml)
         block.check(torch.randn(4, shape.hidden).to(DTYPES[dtype]), route(shape, 4))
         made = time.monotonic() - begin
         table(
             f"{name}: {shape.experts} experts of {shape.hidden} x {shape.intermediate}, top {shape.top_k}, "
             f"{shape.weight_format} in groups of {shape.group_size}, {dtype}. Ratios above 1: moe_gemm is faster.",
-            ["tokens", "experts used", *(f"us {variant}" for variant in VARIANTS), *RIVALS, "rounds"],
+            ["tokens", "experts used", *(f"us {name}" for name in block.calls), *block.rivals(), "rounds"],
         )
         for place, tokens in enumerate(options.tokens):
             left = deadline - time.monotonic() - made * (len(cases) - number - 1)
@@ -248,8 +273,8 @@ def compare(options: argparse.Namespace, layers: dict[str, Shape], deadline: flo
             routings = [route(shape, tokens) for _ in range(ROUTINGS)]
             x = torch.randn(tokens, shape.hidden).to(DTYPES[dtype])
             times = time_calls(block.timed(x, routings), left / lines, least=3)
-            middle = {variant: 1e6 * statistics.median(times[variant]) for variant in VARIANTS}
-            ratios = {rival: ratio(times, rival, OURS) for rival in RIVALS}
+            middle = {variant: 1e6 * statistics.median(times[variant]) for variant in times}
+            ratios = {rival: ratio(times, rival, OURS) for rival in block.rivals()}
             used = statistics.median(len(routing.ids.unique()) for routing in routings)
             rounds = len(times[OURS])
             row(tokens, f"{used:g}", *(f"{us:.0f}" for us in middle.values()), *ratios.values(), rounds)
@@ -269,6 +294,7 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--minutes", type=float, default=4.0, help="for everything; lines beyond it are left out")
     parser.add_argument("--memory", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--ggml", type=Path, nargs="?", const="", metavar="DIR", help="folder of ggml's libraries")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append the results as lines of JSON")
     options = parser.parse_args()
     deadline = time.monotonic() + 60 * options.minutes
@@ -288,7 +314,8 @@ def main() -> None:
     with torch.inference_mode():
         if options.memory:
             compare_memory(layers, max(options.tokens), options.threads, record)
-        compare(options, layers, deadline, record)
+        libraries = None if options.ggml is None else folder_of_libraries(options.ggml if options.ggml.name else None)
+        compare(options, layers, deadline, record, libraries and Ggml(libraries, options.threads))
 
 
 if __name__ == "__main__":

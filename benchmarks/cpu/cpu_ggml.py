@@ -41,8 +41,14 @@ class InitParams(ctypes.Structure):
 SIGNATURES: dict[str, tuple[Any, ...]] = {
     "ggml_init": (c_void_p, InitParams),
     "ggml_new_tensor_2d": (c_void_p, c_void_p, c_int, c_int64, c_int64),
+    "ggml_new_tensor_3d": (c_void_p, c_void_p, c_int, c_int64, c_int64, c_int64),
     "ggml_log_set": (None, c_void_p, c_void_p),
     "ggml_mul_mat": (c_void_p, c_void_p, c_void_p, c_void_p),
+    "ggml_mul_mat_id": (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p),
+    "ggml_swiglu": (c_void_p, c_void_p, c_void_p),
+    "ggml_mul": (c_void_p, c_void_p, c_void_p, c_void_p),
+    "ggml_add": (c_void_p, c_void_p, c_void_p, c_void_p),
+    "ggml_view_2d": (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_size_t, c_size_t),
     "ggml_new_graph": (c_void_p, c_void_p),
     "ggml_build_forward_expand": (None, c_void_p, c_void_p),
     "ggml_quantize_chunk": (c_size_t, c_int, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p),
@@ -50,6 +56,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "ggml_backend_tensor_set": (None, c_void_p, c_void_p, c_size_t, c_size_t),
     "ggml_backend_tensor_get": (None, c_void_p, c_void_p, c_size_t, c_size_t),
     "ggml_backend_graph_compute": (c_int, c_void_p, c_void_p),
+    "ggml_backend_dev_supports_op": (c_bool, c_void_p, c_void_p),
     "ggml_backend_reg_dev_get": (c_void_p, c_void_p, c_size_t),
     "ggml_backend_reg_get_proc_address": (c_void_p, c_void_p, c_char_p),
     "ggml_backend_buft_name": (c_char_p, c_void_p),
@@ -95,11 +102,15 @@ class Ggml:
         """Calls a function, given its name without the prefix."""
         return getattr(self, name)(*arguments)
 
+    def device(self) -> int:
+        """Returns the CPU as ggml's device."""
+        return int(self.call("backend_reg_dev_get", self.call("backend_cpu_reg"), 0))
+
     def buffer_types(self) -> dict[str, int]:
         """Returns the plain layout and the layouts into which the CPU backend repacks weights."""
         reg = self.call("backend_cpu_reg")
         address = self.call("backend_reg_get_proc_address", reg, b"ggml_backend_dev_get_extra_bufts")
-        extra = ctypes.CFUNCTYPE(ctypes.POINTER(c_void_p), c_void_p)(address)(self.call("backend_reg_dev_get", reg, 0))
+        extra = ctypes.CFUNCTYPE(ctypes.POINTER(c_void_p), c_void_p)(address)(self.device())
         found = [self.call("backend_cpu_buffer_type")]
         while extra and (kind := extra[len(found) - 1]):
             found.append(kind)

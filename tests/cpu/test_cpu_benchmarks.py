@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import torch_marlin_metal as tmm
+from tests.support.reference import E2M1
 
 FOLDER = Path(__file__).parents[2] / "benchmarks/cpu"
 
@@ -67,6 +68,23 @@ def test_every_variant_computes_the_block(experts, monkeypatch, layer):
     block.calls["linear loop"] = [lambda *_: torch.zeros(7, 64)]
     with pytest.raises(AssertionError, match="linear loop and moe_gemm differ"):
         block.check(x, routing)
+
+
+@pytest.mark.parametrize("layer", ["tiny", "qwen3-30b", "gpt-oss-20b"])
+def test_ggml_gets_the_weights_of_this_package(experts, layer):
+    """The blocks are decoded as ggml defines them. The low halves of the 16 bytes are the first 16 codes."""
+    shape = experts.LAYERS[layer]
+    projection = experts.Projection(shape._replace(experts=2), 256, 24)
+    blocks = projection.stack().blocks(1)
+    codes = np.concatenate([blocks["codes"] & 15, blocks["codes"] >> 4], axis=2)
+    if shape.weight_format == "mxfp4":
+        values, scales = np.array(E2M1)[codes], 2.0 ** (blocks["scale"].astype(np.float64) - 127)
+    else:
+        values, scales = codes - 8.0, blocks["scale"].astype(np.float64)
+    decoded = (values * scales[:, :, None]).reshape(24, 256)
+    expected = projection.dense(torch.float32)[1].double().numpy()
+    # fp16 keeps fewer bits of a scale below 2^-14
+    np.testing.assert_allclose(decoded, expected, rtol=1e-6, atol=8 * 2.0**-25)
 
 
 def test_calls_of_a_round_share_weights_and_routing(experts):
