@@ -154,7 +154,7 @@ def gemm_transposed(
     by default, and on the CPU never more than 16 MiB. The variable is read at each call. The smallest part is eight
     rows, or one group of nvfp4 and mxfp4. The parts are in bfloat16 if `a` is, because that dtype has the range of
     float32, and otherwise in float32. The number of parts changes the result only by the rounding of sums, and equal
-    calls give equal bits. `gemm_transposed` is differentiable with respect to `a`; forward-mode derivatives are refused.
+    calls give equal bits. The function is differentiable with respect to `a`; forward-mode derivatives are refused.
 
     Args:
         a: `[..., N]`, float16, bfloat16 or float32, any strides.
