@@ -3,6 +3,7 @@
 `python -m build_support.wheels torch-macos` prints the path of the verified wheel.
 """
 
+import functools
 import hashlib
 import subprocess
 import sys
@@ -112,16 +113,22 @@ def fetch(name: str) -> Path:
     path = CACHE / wheel.filename
     if _verified(path, wheel):
         return path
+    if refused := _download(wheel):
+        raise WheelUnavailable(f"{wheel.requirement} ({wheel.platform}) cannot be downloaded: {refused}")
+    if not _verified(path, wheel):
+        raise WheelUnavailable(f"{wheel.requirement}: {wheel.filename} does not have the pinned sha256 {wheel.sha256}")
+    return path
+
+
+@functools.cache  # without a network, pip takes about 20 seconds to give up
+def _download(wheel: Wheel) -> str:
+    """Downloads a wheel into the cache, and returns pip's message if that fails, otherwise ""."""
     CACHE.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     command += ["--only-binary=:all:", "--python-version", "3.11", "--implementation", "cp"]
     command += ["--platform", wheel.platform, "--dest", str(CACHE), wheel.requirement]
     done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise WheelUnavailable(f"{wheel.requirement} ({wheel.platform}) cannot be downloaded: {done.stderr.strip()}")
-    if not _verified(path, wheel):
-        raise WheelUnavailable(f"{wheel.requirement}: {wheel.filename} does not have the pinned sha256 {wheel.sha256}")
-    return path
+    return (done.stderr.strip() or f"pip exited with {done.returncode}") if done.returncode else ""
 
 
 def is_cached(name: str) -> bool:
