@@ -31,10 +31,16 @@ struct MoeReduceParams {
 };
 static_assert(sizeof(MoeReduceParams) == 24, "shared with the shaders");
 
-// moe_sort runs as one threadgroup, and each thread handles one expert at a time. The output begins with a table that
-// has three words for each block of rows: expert, first place, number of rows. A surplus block has no rows. After the
-// table come the pairs, in the order of their experts.
-enum { kMoeSortThreads = 256, kMoeBlockWords = 3 };
+// moe_sort runs as one threadgroup. It sorts the pairs of kMoeSortThreads experts at a time, one for each thread. The
+// output begins with a table that has three words for each block of rows: expert, first place, number of rows. A
+// surplus block has no rows. After the table come the pairs, in the order of their experts.
+enum {
+  kMoeSortThreads = 256,
+  kMoeSortSimdgroups = 8,
+  kMoeSortBytes = 4 * kMoeSortSimdgroups * (kMoeSortThreads + 1),  // of threadgroup memory
+  kMoeBlockWords = 3,
+};
+static_assert(static_cast<int>(kMoeSortSimdgroups) * kSimdWidth == static_cast<int>(kMoeSortThreads), "whole simdgroups");
 
 // Returns the largest number of blocks that `pairs` rows can need. Each expert may have one block that is not full. The
 // rows whose ids name no expert form blocks of their own, and one of these may not be full, too.
