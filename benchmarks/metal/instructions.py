@@ -16,8 +16,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,10 @@ MOST_SPILLS = {"gemm_double_buffered_128x128x16": 16}
 # Iterations of fused's innermost loop per chain of sums.
 FUSED_CHAIN = 4
 FUSED_K = 64
+# The kernels for experts share the bodies of these kernels.
+SHARED_BODIES = {"moe_gemv": ("gemv", "gemm/gemv"), "moe_fused": ("gemm_fused", "gemm/fused")}
+# How many times the instructions of that kernel's hot loop the loop of a kernel for experts may have.
+MOST_OF_SHARED_BODY = 1.02
 LIST_KERNELS = """
 #include <cstdio>
 #include "kernels/shared/variants.h"
@@ -120,9 +126,10 @@ def cases() -> Iterator[Case]:
     experts = [("moe_gemv", "experts/moe_gemv", 1, 256)]
     experts += [("moe_fused", "experts/moe_fused", rows, 128) for rows in (8, 16, 24, 32)]
     for kernel, library, rows, threads in experts:
-        for weight_format in ("uint4b8", "mxfp4", "lut4"):
+        for weight_format in FORMATS:
             group = FIXED_GROUPS.get(weight_format, 64)
-            yield Case(kernel, library, weight_format, group_size=group, rows=rows, threads=threads)
+            for dtype in ("float16", "bfloat16", "float32"):
+                yield Case(kernel, library, weight_format, dtype, group_size=group, rows=rows, threads=threads)
     for library, kernel, (m, n, k), threads in staged_kernels():
         for weight_format in FORMATS:
             group = FIXED_GROUPS.get(weight_format, 64)
@@ -162,7 +169,6 @@ def readable_copy(folder: Path) -> None:
     declarations = "\n".join(f"constant {kind} {name} [[function_constant({i})]];" for i, kind, name in rows)
     for path in filter(Path.is_file, folder.rglob("*")):
         text = path.read_text().replace("MARLIN_FUNCTION_CONSTANTS(MARLIN_DECLARE_CONSTANT)", declarations)
-        text = text.replace("Rows::offsets_per_block()", "1")  # the tool reads no call in the length of an array
         path.write_text(re.sub(r"\b(?:thread const|const thread) (?=[\w<>, ]+&)", "__private const ", text))
 
 
@@ -171,6 +177,13 @@ def is_set_up() -> bool:
     return (Path(os.environ.get("AGX_DIR", ROOT / "build" / "agx")) / "usr/local/bin/asahi_clc").exists()
 
 
+def measure_all(folder: Path, chosen: Iterable[Case]) -> list[dict[str, Any] | str]:
+    """Returns what `measure` returns for each case. Several cases are compiled at a time."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(lambda case: measure(folder, case), chosen))
+
+
+@cache
 def measure(folder: Path, case: Case) -> dict[str, Any] | str:
     """Returns the tool's counts for one kernel, or its error message if it fails."""
     entry = f"{case.kernel}_{case.weight_format}_{case.dtype}"
@@ -193,9 +206,25 @@ def measure(folder: Path, case: Case) -> dict[str, Any] | str:
     return counted
 
 
+def shared_body(case: Case) -> Case | None:
+    """Returns the case of the kernel whose body a kernel for experts shares, or None for other kernels."""
+    if case.kernel not in SHARED_BODIES:
+        return None
+    kernel, library = SHARED_BODIES[case.kernel]
+    return replace(case, kernel=kernel, library=library)
+
+
 def count(folder: Path, case: Case) -> Figures | str:
     counted = measure(folder, case)
-    return counted if isinstance(counted, str) else figures(case, counted)
+    if isinstance(counted, str):
+        return counted
+    body = shared_body(case)
+    if body is None:
+        return figures(case, counted)
+    shared = measure(folder, body)
+    if isinstance(shared, str):
+        return shared
+    return figures(case, counted, most_instructions=MOST_OF_SHARED_BODY * figures(body, shared).instructions)
 
 
 @dataclass(frozen=True)
@@ -226,8 +255,14 @@ class Loops:
         return cls(hot, tuple(same), outer)
 
 
-def figures(case: Case, counted: dict[str, Any]) -> Figures:
-    """Returns the counts of the hot loop, plus a share of the loop around it."""
+def figures(case: Case, counted: dict[str, Any], most_instructions: float | None = None) -> Figures:
+    """Returns the counts of the hot loop, plus a share of the loop around it.
+
+    Args:
+        case: what was counted.
+        counted: what `measure` returned.
+        most_instructions: the limit of the hot loop's instructions per weight, in addition to the bars of the kernel.
+    """
     loops = Loops.of(counted)
     hot, outer = loops.hot, loops.outer
     # An iteration of the outer loop is a group in gemv and a chain in fused.
@@ -261,15 +296,17 @@ def figures(case: Case, counted: dict[str, Any]) -> Figures:
         loop_bytes=hot["code_bytes"],
         code_bytes=counted["code_bytes"],
     )
-    return Figures(**asdict(result) | {"missed": tuple(missed_bars(case, result))})
+    return replace(result, missed=tuple(missed_bars(case, result, most_instructions)))
 
 
-def missed_bars(case: Case, got: Figures) -> Iterator[str]:
+def missed_bars(case: Case, got: Figures, most_instructions: float | None) -> Iterator[str]:
     """Yields the limits that a case exceeds. Limits of gemv apply only to fp16 in groups of 64 or of the fixed size."""
     kind = "int4" if case.weight_format in INTEGER else "e2m1" if case.weight_format in E2M1 else "table"
     bars: dict[str, tuple[float, Callable[[Figures], float]]] = {
         "spills": (MOST_SPILLS.get(case.kernel, 0), lambda f: f.spills)
     }
+    if most_instructions is not None:
+        bars["instructions"] = (most_instructions, lambda f: f.instructions)
     is_usual = case.dtype == "float16" and case.group_size == FIXED_GROUPS.get(case.weight_format, 64)
     if case.kernel == "gemv" and kind != "table" and is_usual:
         bars["converts"] = (0, lambda f: f.converts)
@@ -338,6 +375,8 @@ def main() -> int:
     chosen = [c for c in chosen if c not in left_out]
     with tempfile.TemporaryDirectory(prefix="kernels-") as folder:
         readable_copy(Path(folder))
+        bodies = [body for body in map(shared_body, chosen) if body is not None]
+        measure_all(Path(folder), dict.fromkeys([*chosen, *bodies]))
         counted = [count(Path(folder), case) for case in chosen]
     rows = [row for row in counted if isinstance(row, Figures)]
     failures = [row for row in counted if isinstance(row, str)]

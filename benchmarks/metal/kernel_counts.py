@@ -2,8 +2,9 @@
 
 --write stores the tables. --check compares them with the stored ones, and the exit code is 1 if they differ.
 
-All kernels are counted with fp16 activations and one format of each code kind. gemv and fused are also counted with
-bf16 and fp32 activations and all formats, because their registers, and so the threadgroups on a core, differ by format.
+All kernels are counted with fp16 activations and one format of each code kind. gemv, fused and their forms for experts
+are also counted with bf16 and fp32 activations and all formats, because their registers, and so the threadgroups on a
+core, differ by format.
 Groups have 64 codes or the fixed size of the format, tensors are aligned, and there are no options. A kernel that the
 tool cannot compile gets the counts of single_stage.
 """
@@ -17,7 +18,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from instructions import FIXED_GROUPS, FORMATS, FUSED_K, Case, Loops, cases, is_set_up, measure, readable_copy
+from instructions import (
+    FIXED_GROUPS,
+    FORMATS,
+    FUSED_K,
+    Case,
+    Loops,
+    cases,
+    is_set_up,
+    measure,
+    measure_all,
+    readable_copy,
+)
 
 FOLDER = Path(__file__).resolve().parents[2] / "csrc/planner/cost"
 # The array and the header of each dtype of activations.
@@ -39,15 +51,15 @@ def counted_cases(dtype: str) -> Iterator[Case]:
     """Yields the cases of one dtype that the planner can ask for, in the order of the table."""
     for case in cases():
         is_listed = case.weight_format in (FORMATS_OF_KINDS if dtype == "float16" else FORMATS)
-        is_usual = case.group_size == FIXED_GROUPS.get(case.weight_format, 64) and not case.kernel.startswith("moe_")
+        is_usual = case.group_size == FIXED_GROUPS.get(case.weight_format, 64)
         if is_listed and is_usual and case.dtype == dtype:
             yield case
 
 
 def tile(case: Case) -> str:
-    if case.kernel == "gemv":
+    if case.kernel in ("gemv", "moe_gemv"):
         return GEMV_TILE.format(rows=case.rows)
-    if case.kernel == "gemm_fused":
+    if case.kernel in ("gemm_fused", "moe_fused"):
         return f"{{{case.rows}, 32, {FUSED_K}}}"
     name = re.search(r"(\d+)x(\d+)x(\d+)$", case.kernel)
     assert name is not None, f"{case.kernel} has no tile in its name"
@@ -63,28 +75,35 @@ def row(case: Case, counted: dict[str, Any]) -> str:
     loops = Loops.of(counted)
     hot, outer = loops.hot, loops.outer
     step = f"{{{hot['issue']}, {hot['ic_cycles']}, {hot['matrix_ops']}}}"
-    outer_k = FUSED_CHAIN_K if case.kernel == "gemm_fused" else 0
+    outer_k = FUSED_CHAIN_K if case.kernel in ("gemm_fused", "moe_fused") else 0
     around_steps = slots(outer) - sum(slots(loop) for loop in loops.innermost)
     once = slots(counted["total"]) - slots(outer)
     return (f'KernelCounts{{Kernel::{case.kernel}, WeightFormat::{case.weight_format}, {tile(case)}, {step}, '
             f'{around_steps}, {outer_k}, {once}, {counted["half_registers"]}, {hot["waits"]}}},')  # fmt: skip
 
 
-def rows(dtype: str) -> Iterator[str]:
+def rows(dtype: str, folder: Path) -> Iterator[str]:
+    """Yields the rows of a dtype's table, counted in the copy of the kernels in a folder."""
+    chosen = list(counted_cases(dtype))
+    for case, counted in zip(chosen, measure_all(folder, chosen), strict=True):
+        if isinstance(counted, dict):
+            yield row(case, counted)
+            continue
+        other = case.kernel.replace("double_buffered", "single_stage")
+        stand_in = Case(other, case.library, case.weight_format, rows=case.rows, threads=case.threads)
+        counted = measure(folder, stand_in)
+        if isinstance(counted, str) or other == case.kernel:
+            raise RuntimeError(f"kernel_counts.py: {case.kernel}: {counted}")
+        yield "// The offline compiler fails on this kernel; single_stage's counts are used."
+        yield row(case, counted)
+
+
+def tables() -> Iterator[tuple[str, Path, str]]:
+    """Yields the name of each table's array, its header, and the table as it is counted now."""
     with tempfile.TemporaryDirectory(prefix="kernels-") as folder:
         readable_copy(Path(folder))
-        for case in counted_cases(dtype):
-            counted = measure(Path(folder), case)
-            if isinstance(counted, dict):
-                yield row(case, counted)
-                continue
-            other = case.kernel.replace("double_buffered", "single_stage")
-            stand_in = Case(other, case.library, case.weight_format, rows=case.rows, threads=case.threads)
-            counted = measure(Path(folder), stand_in)
-            if isinstance(counted, str) or other == case.kernel:
-                raise RuntimeError(f"kernel_counts.py: {case.kernel}: {counted}")
-            yield "// The offline compiler fails on this kernel; single_stage's counts are used."
-            yield row(case, counted)
+        for dtype, (array, header) in TABLES.items():
+            yield array, header, "".join(f"    {line}\n" for line in rows(dtype, Path(folder)))
 
 
 def kernels_in(table: str) -> set[str]:
@@ -117,8 +136,7 @@ def main() -> int:
         print("kernel_counts.py: the compiler is not here: run sh benchmarks/agx/setup.sh", file=sys.stderr)
         return 2
     found: list[str] = []
-    for dtype, (array, header) in TABLES.items():
-        table = "".join(f"    {line}\n" for line in rows(dtype))
+    for array, header, table in tables():
         if options.check:
             stored = table_of(array).search(header.read_text())
             assert stored is not None, f"no table {array} in {header}"

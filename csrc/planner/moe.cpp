@@ -1,6 +1,7 @@
 // Plans of products with experts. With few rows, each threadgroup computes one row with the body of gemv. With many
 // rows, it computes a block of an expert's rows with the body of fused or tensor. K is split over simdgroups only, and
 // in tensor not at all, so that one dispatch computes the products.
+#include "csrc/planner/cost/experts_cost.h"
 #include "csrc/planner/variants/split_k.h"
 
 namespace marlin {
@@ -12,44 +13,41 @@ constexpr uint32_t kMinFusedSlice = 2 * kFusedK;
 constexpr uint32_t kSimdgroupColumns = kFusedColumns;
 static_assert(kSimdgroupColumns == kTensorColumns, "fused and tensor have simdgroups of equal width");
 
-struct Candidate {
-  Tiling tiling;
-  double seconds;
-};
-
-// Returns one dense product that costs as much as the products of all experts. Its weight has the columns of `weights`
-// experts side by side, and its M is the number of rows of each expert.
-GemmProblem dense_problem(const MoeProblem& problem, uint32_t rows, uint32_t weights) {
-  GemmProblem dense = problem.product;
-  dense.M = rows;
-  const uint64_t groups = ceil_divide(dense.weight.K, group_size(dense.weight));
-  const uint64_t most = std::max<uint64_t>(UINT32_MAX / groups / dense.weight.N, 1);
-  dense.weight.N *= static_cast<uint32_t>(std::min<uint64_t>(weights, most));
-  return dense;
+// Returns the number of elements from the first to the last element of the activations.
+uint64_t extent_of_rows(const MoeProblem& problem) {
+  const uint64_t last_token = ceil_divide(problem.product.M, problem.top_k) - 1;
+  return last_token * problem.product.a_row_stride + uint64_t{problem.top_k - 1} * problem.a_slot_stride +
+         problem.product.weight.K;
 }
 
-Candidate gemv_candidate(const GemmTile& row, const MoeProblem& problem, const GpuDevice& device) {
-  const GemmProblem dense = dense_problem(problem, 1, problem.product.M);
-  const uint32_t most = std::clamp<uint32_t>(dense.weight.K / kMinGemvSlice, 1, kGemvMaxSimdgroups);
-  const Tiling tiling =
-      cheapest_split(dense, device, 1, most, [&](uint32_t slices) { return gemv_split(row, dense.weight, slices); });
-  return {tiling, cost(tiling, dense, device).seconds};
+Tiling cheapest(const MoeProblem& problem, const GpuDevice& device, uint32_t min_slices, uint32_t max_slices,
+                const auto& make) {
+  return cheapest_split(min_slices, max_slices, make, [&](const Tiling& tiling) {
+    const PlanCost total = experts_cost(tiling, problem, device);
+    return SplitCost{total.seconds, total.dispatches[tiling.variant == GemmVariant::gemv ? 0 : 1].in_flight};
+  });
 }
 
-Candidate fused_candidate(const GemmTile& row, const MoeProblem& problem, const GpuDevice& device) {
-  const GemmProblem dense = dense_problem(problem, rows_of_expert(problem), busy_experts(problem));
-  uint32_t most = std::clamp<uint32_t>(dense.weight.K / kMinFusedSlice, 1, kFusedMaxSimdgroups);
-  while (fused_threadgroup_bytes(dense.weight.format, row.tile.M, most) > kPreferredThreadgroupBytes)
+Tiling gemv_candidate(GemmTile row, const MoeProblem& problem, const GpuDevice& device) {
+  row.kernel = Kernel::moe_gemv;
+  const WeightProblem& weight = problem.product.weight;
+  const uint32_t most = std::clamp<uint32_t>(weight.K / kMinGemvSlice, 1, kGemvMaxSimdgroups);
+  return cheapest(problem, device, 1, most, [&](uint32_t slices) { return gemv_split(row, weight, slices); });
+}
+
+Tiling fused_candidate(GemmTile row, const MoeProblem& problem, const GpuDevice& device) {
+  row.kernel = Kernel::moe_fused;
+  const WeightProblem& weight = problem.product.weight;
+  uint32_t most = std::clamp<uint32_t>(weight.K / kMinFusedSlice, 1, kFusedMaxSimdgroups);
+  while (fused_threadgroup_bytes(weight.format, row.tile.M, most) > kPreferredThreadgroupBytes)
     --most;
-  const Tiling tiling = cheapest_split(dense, device, std::min(most, 4U), most,
-                                       [&](uint32_t slices) { return fused_split(row, dense.weight, 0, slices); });
-  return {tiling, cost(tiling, dense, device).seconds + kDispatchSeconds};  // moe_sort
+  return cheapest(problem, device, std::min(most, 4U), most,
+                  [&](uint32_t slices) { return fused_split(row, weight, 0, slices); });
 }
 
-Candidate tensor_candidate(const GemmTile& row, const MoeProblem& problem, const GpuDevice& device) {
-  const GemmProblem dense = dense_problem(problem, rows_of_expert(problem), busy_experts(problem));
-  const Tiling tiling = tensor_split(row, dense.weight, 1);
-  return {tiling, cost(tiling, dense, device).seconds + kDispatchSeconds};  // moe_sort
+Tiling tensor_candidate(GemmTile row, const MoeProblem& problem) {
+  row.kernel = Kernel::moe_tensor;
+  return tensor_split(row, problem.product.weight, 1);
 }
 
 // Returns the variant that the plan must have, or "auto". A tuner's table counts only where it names the variant for
@@ -58,26 +56,6 @@ std::string_view wanted_variant(const MoeProblem& problem, const GpuDevice& devi
   const GemmProblem& product = problem.product;
   const bool measured = device.tensor_units && names_variant(product.tuned, GemmVariant::tensor);
   return product.variant == "auto" && measured ? name(GemmVariant::tensor) : product.variant;
-}
-
-Candidate choose(const MoeProblem& problem, const GpuDevice& device) {
-  check_variant("moe_gemm", problem.product.variant, device);
-  std::vector<Candidate> candidates;
-  const std::string_view variant = wanted_variant(problem, device);
-  for (const GemmTile& row : kGemmTiles) {
-    if (variant != "auto" && variant != name(row.variant)) continue;
-    if (row.variant == GemmVariant::gemv && row.tile.M == 1) {
-      candidates.push_back(gemv_candidate(row, problem, device));
-    } else if (row.variant == GemmVariant::fused) {
-      candidates.push_back(fused_candidate(row, problem, device));
-    } else if (row.variant == GemmVariant::tensor && variant != "auto") {
-      candidates.push_back(tensor_candidate(row, problem, device));
-    }
-  }
-  if (candidates.empty()) {
-    refuse("moe_gemm", "variant", "auto, gemv, fused or tensor on mps", "'" + std::string(variant) + "'");
-  }
-  return *std::ranges::min_element(candidates, {}, &Candidate::seconds);
 }
 
 MoeParams params_of(const Tiling& tiling, const MoeProblem& problem) {
@@ -94,11 +72,6 @@ MoeParams params_of(const Tiling& tiling, const MoeProblem& problem) {
           .blocks = moe_blocks(problem.product.M, problem.experts, rows)};
 }
 
-Kernel kernel_of(GemmVariant variant) {
-  if (variant == GemmVariant::gemv) return Kernel::moe_gemv;
-  return variant == GemmVariant::tensor ? Kernel::moe_tensor : Kernel::moe_fused;
-}
-
 Dispatch moe_dispatch(const Tiling& tiling, const MoeProblem& problem, const GpuDevice& device) {
   const GemmProblem& product = problem.product;
   const bool few = tiling.variant == GemmVariant::gemv;
@@ -108,8 +81,6 @@ Dispatch moe_dispatch(const Tiling& tiling, const MoeProblem& problem, const Gpu
   const Extent grid = few ? Extent{product.M, ceil_divide(N, kGemvColumns), 1}
                           : Extent{ceil_divide(N, tiling.tile.N), params.blocks, 1};
   Dispatch dispatch = product_dispatch(tiling, product, row_blocks(tiling, tiling.tile.M, 0), grid);
-  dispatch.kernel = kernel_of(tiling.variant);
-  dispatch.function = host_name(dispatch.kernel, product.weight.format, product.activations);
   dispatch.params = params;
   FunctionConstants& constants = dispatch.constants;
   constants[kConstantWritesPartials] = combines(problem);
@@ -145,16 +116,44 @@ bool combines(const MoeProblem& problem) {
   return problem.reduce || problem.has_row_weights;
 }
 
-Plan plan_moe(const MoeProblem& problem, const GpuDevice& device) {
+Tiling moe_tiling(const MoeProblem& problem, const GpuDevice& device) {
   const GemmProblem& product = problem.product;
   check_weight("moe_gemm", product.weight);
   if (product.M == 0) refuse("moe_gemm", "expert_ids", "at least 1", "0");
-  const Candidate chosen = choose(problem, device);
+  const uint64_t extent = extent_of_rows(problem);
+  const bool fits_32_bits = extent <= uint64_t{UINT32_MAX} + 1;
+  if (product.variant == name(GemmVariant::fused) && !fits_32_bits) {
+    refuse("moe_gemm", "a", "at most 2^32 elements from the first to the last with variant 'fused'",
+           std::to_string(extent));
+  }
+  check_variant("moe_gemm", product.variant, device);
+  const std::string_view variant = wanted_variant(problem, device);
+  std::vector<Tiling> tilings;
+  for (const GemmTile& row : kGemmTiles) {
+    if (variant != "auto" && variant != name(row.variant)) continue;
+    if (row.variant == GemmVariant::gemv && row.tile.M == 1) {
+      tilings.push_back(gemv_candidate(row, problem, device));
+    } else if (row.variant == GemmVariant::fused && fits_32_bits) {
+      tilings.push_back(fused_candidate(row, problem, device));
+    } else if (row.variant == GemmVariant::tensor && variant != "auto") {
+      tilings.push_back(tensor_candidate(row, problem));
+    }
+  }
+  if (tilings.empty()) {
+    refuse("moe_gemm", "variant", "auto, gemv, fused or tensor on mps", "'" + std::string(variant) + "'");
+  }
+  const auto seconds = [&](const Tiling& tiling) { return experts_cost(tiling, problem, device).seconds; };
+  return *std::ranges::min_element(tilings, {}, seconds);
+}
+
+Plan plan_moe(const MoeProblem& problem, const GpuDevice& device) {
+  const GemmProblem& product = problem.product;
+  const Tiling tiling = moe_tiling(problem, device);
   Plan plan;
-  plan.seconds = chosen.seconds;
-  Dispatch products = moe_dispatch(chosen.tiling, problem, device);
-  if (chosen.tiling.variant != GemmVariant::gemv) {
-    const MoeParams params = params_of(chosen.tiling, problem);
+  plan.seconds = experts_cost(tiling, problem, device).seconds;
+  Dispatch products = moe_dispatch(tiling, problem, device);
+  if (tiling.variant != GemmVariant::gemv) {
+    const MoeParams params = params_of(tiling, problem);
     plan.block_words = params.blocks * kMoeBlockWords + product.M;
     plan.dispatches.push_back({.kernel = Kernel::moe_sort,
                                .function = std::string(info(Kernel::moe_sort).name),

@@ -86,4 +86,7 @@ std::vector<Tiling> gemm_tilings(const GemmProblem& problem, const GpuDevice& de
 // used only if the problem or the tuner names it.
 const Tiling& choose(const std::vector<Tiling>& tilings, const GemmProblem& problem, const GpuDevice& device);
 
+// Returns the cheapest tiling of a product with experts. Throws like gemm_tilings.
+Tiling moe_tiling(const MoeProblem& problem, const GpuDevice& device);
+
 }  // namespace marlin

@@ -14,6 +14,7 @@ template <WeightFormat format, typename T>
     threadgroup float* shared [[threadgroup(0)]], uint3 block [[threadgroup_position_in_grid]],
     uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]],
     uint simdgroups [[simdgroups_per_threadgroup]]) {
+  Product<T> product = MARLIN_PRODUCT_OF(params.product);
   const uint pair = block.x;
   const uint expert = expert_of(ids, pair, params.id_bytes, params.experts);
   if (expert == params.experts) {
@@ -24,7 +25,6 @@ template <WeightFormat format, typename T>
     }
     return;
   }
-  Product<T> product = MARLIN_PRODUCT_OF(params.product);
   product = product_of_expert<format>(product, expert, params);
   product.a.data = row_of_pair(a, pair, params);
   const GemvPlace place{0, pair, 1};

@@ -40,7 +40,8 @@ enum {
   kMoeSortBytes = 4 * kMoeSortSimdgroups * (kMoeSortThreads + 1),  // of threadgroup memory
   kMoeBlockWords = 3,
 };
-static_assert(static_cast<int>(kMoeSortSimdgroups) * kSimdWidth == static_cast<int>(kMoeSortThreads), "whole simdgroups");
+static_assert(static_cast<int>(kMoeSortSimdgroups) * kSimdWidth == static_cast<int>(kMoeSortThreads),
+              "whole simdgroups");
 
 // Returns the largest number of blocks that `pairs` rows can need. Each expert may have one block that is not full. The
 // rows whose ids name no expert form blocks of their own, and one of these may not be full, too.

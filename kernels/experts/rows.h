@@ -6,8 +6,8 @@
 
 namespace marlin {
 
-// The rows of pairs[0] to pairs[count - 1], which all have one expert. A row at or beyond `count` reads the last of these
-// rows instead, and its result is not stored.
+// The rows of pairs[0] to pairs[count - 1], which all have one expert. A row at or beyond `count` reads the last of
+// these rows instead, and its result is not stored.
 struct ExpertRows {
   const device uint* pairs;
   uint count;
@@ -15,31 +15,31 @@ struct ExpertRows {
   int64_t slot_stride;
 
   MARLIN_INLINE uint pair(uint row) const thread { return pairs[min(row, count - 1)]; }
-  template <typename T>
-  MARLIN_INLINE int64_t distance(const thread Activations<T>& a, uint row) const thread {
-    return int64_t(pair(row) / top_k) * a.row_stride + int64_t(pair(row) % top_k) * slot_stride;
-  }
 
   // What tensor.h needs.
   MARLIN_INLINE bool has(uint row) const thread { return row < count; }
   template <typename T>
   MARLIN_INLINE const device T* start(const thread Activations<T>& a, uint row) const thread {
-    return a.data + distance(a, row);
+    return a.data + int64_t(pair(row) / top_k) * a.row_stride + int64_t(pair(row) % top_k) * slot_stride;
   }
   MARLIN_INLINE bool stores(uint row, thread uint& m) const thread {
     m = pair(row);
     return row < count;
   }
 
-  // What fused.h needs.
+  // What fused.h needs. All rows have offsets from one pointer, and the GPU adds an unsigned 32-bit offset to a pointer
+  // within the load. The planner uses moe_fused only if all elements of the activations are within 32 bits.
+  typedef uint Offset;
+  static constexpr uint pointers() { return 1; }
   static constexpr uint offsets_per_block() { return 2; }
   template <typename T>
-  MARLIN_INLINE const device T* row_of_block_0(const thread Activations<T>& a, uint row) const thread {
-    return start(a, row);
+  MARLIN_INLINE const device T* pointer(const thread Activations<T>& a, uint) const thread {
+    return a.data;
   }
   template <typename T>
-  MARLIN_INLINE int64_t offset(const thread Activations<T>& a, uint i, uint row) const thread {
-    return distance(a, i * kBlock + row) - distance(a, row);
+  MARLIN_INLINE Offset offset(const thread Activations<T>& a, uint i, uint row) const thread {
+    const uint own = pair(i * kBlock + row);
+    return own / top_k * uint(a.row_stride) + own % top_k * uint(slot_stride);
   }
   MARLIN_INLINE bool stores(uint i, uint row, thread uint& m) const thread { return stores(i * kBlock + row, m); }
 };

@@ -25,7 +25,10 @@ enum {
 // its blocks of rows move up until they end at row M - 1. It then computes some rows that another threadgroup computes,
 // too, and does not store them. In return, no load is conditional, and all threadgroups use the same row offsets.
 struct EvenRows {
-  // The distance from block 0 to another block is the same for both rows of a lane, for all lanes and threadgroups.
+  // A lane has a pointer to each of its two rows of block 0. The offset from block 0 to another block is the same for
+  // both rows, all lanes and all threadgroups.
+  typedef int64_t Offset;
+  static constexpr uint pointers() { return 2; }
   static constexpr uint offsets_per_block() { return 1; }
 
   uint M;
@@ -37,11 +40,11 @@ struct EvenRows {
   MARLIN_INLINE uint block(uint i) const thread { return min(i * kBlock, max(M, uint(kBlock)) - kBlock); }
 
   template <typename T>
-  MARLIN_INLINE const device T* row_of_block_0(const thread Activations<T>& a, uint row) const thread {
+  MARLIN_INLINE const device T* pointer(const thread Activations<T>& a, uint row) const thread {
     return a.row_at(first() + min(row, M - 1));
   }
   template <typename T>
-  MARLIN_INLINE int64_t offset(const thread Activations<T>& a, uint i, uint) const thread {
+  MARLIN_INLINE Offset offset(const thread Activations<T>& a, uint i, uint) const thread {
     return int64_t(block(i)) * a.row_stride;
   }
 
@@ -66,12 +69,13 @@ struct FusedAccumulators {
   uint quad;                 // the lane's first k among the 32 of a load
   const device uint* words;  // the lane's next four words
   uint scale_index;          // index of the next scales; 32 bits are enough, because the planner refuses larger weights
-  // The addresses of the lane's two rows of row block 0. Without a permutation, they point at the lane's first k of the
-  // next step, and with a permutation at k = 0.
+  // The lane's two rows of block i start at x_row + row_offset[i]. Without a permutation, the pointers are those of the
+  // lane's first k in the next step, and with a permutation of k = 0. Rows says how many different pointers and offsets
+  // there are.
   const device T* x_row[2];
-  vec<T, 4> x[kFusedRowBlocks][2];                                 // four k of each of the two rows
-  int64_t row_offset[kFusedRowBlocks][Rows::offsets_per_block()];  // from block 0 to block i
-  uint pair;  // always 2, the offset of the second load_pair(); see load_activations()
+  typename Rows::Offset row_offset[kFusedRowBlocks][2];
+  vec<T, 4> x[kFusedRowBlocks][2];  // four k of each of the two rows
+  uint pair;                        // always 2, the offset of the second load_pair(); see load_activations()
   const threadgroup float* table;
   ColumnDecode<format> decode[kFusedColumnBlocks];
   Matrix sum[kFusedRowBlocks][kFusedColumnBlocks];
@@ -88,14 +92,15 @@ struct FusedAccumulators {
   MARLIN_INLINE void load_activations(uint j, uint k_quad, bool has_quad) thread {
     MARLIN_UNROLL for (uint i = 0; i < kFusedRowBlocks; ++i) {
       MARLIN_UNROLL for (uint e = 0; e < 2; ++e) {
-        const device T* first = x_row[e] + row_offset[i][e % Rows::offsets_per_block()];
+        const uint skipped = j == 0 ? 0 : pair;
+        const device T* start = x_row[e % Rows::pointers()] + (loads_pairs() && !has_perm ? skipped : 0);
+        const device T* first = start + row_offset[i][e % Rows::offsets_per_block()];
         if (j == 0) x[i][e] = vec<T, 4>(T(0.0f));
         if (!has_block(i) || !has_quad) continue;
         if (!loads_pairs()) {
           if (j == 0) x[i][e] = a.load_quad(first, k_quad);
         } else if (j % 2 == 0) {
-          const uint skipped = j == 0 ? 0 : pair;
-          const vec<T, 2> loaded = a.load_pair(first + (has_perm ? 0 : skipped), k_quad + skipped);
+          const vec<T, 2> loaded = a.load_pair(first, k_quad + skipped);
           x[i][e][j] = loaded[0];
           x[i][e][j + 1] = loaded[1];
         }
@@ -151,9 +156,8 @@ struct FusedAccumulators {
         }
       }
     }
-    if (!has_perm) {
-      x_row[0] += kFusedLoadK;
-      x_row[1] += kFusedLoadK;
+    MARLIN_UNROLL for (uint e = 0; e < Rows::pointers(); ++e) {
+      if (!has_perm) x_row[e] += kFusedLoadK;
     }
   }
 
@@ -196,8 +200,8 @@ MARLIN_INLINE void fused_rows(const thread Product<T>& product, const thread Row
   sums.words = product.weight.packed + ulong(k_begin / kCodesPerWord + sums.word) * N + sums.n;
   sums.pair = min(params.K, 2u);
   sums.table = shared;
-  MARLIN_UNROLL for (uint e = 0; e < 2; ++e) {
-    sums.x_row[e] = rows.row_of_block_0(product.a, place.column + e) + (has_perm ? 0 : k_begin + sums.quad);
+  MARLIN_UNROLL for (uint e = 0; e < Rows::pointers(); ++e) {
+    sums.x_row[e] = rows.pointer(product.a, place.column + e) + (has_perm ? 0 : k_begin + sums.quad);
   }
   MARLIN_UNROLL for (uint i = 0; i < kFusedRowBlocks; ++i) {
     MARLIN_UNROLL for (uint e = 0; e < Rows::offsets_per_block(); ++e) {

@@ -18,6 +18,7 @@ PROGRAMS = (
     "chips_test",
     "cost_test",
     "tensor_test",
+    "experts_test",
 )
 
 

@@ -1,5 +1,6 @@
 // The counts of instruction_counts.h for activations that are not fp16. benchmarks/metal/kernel_counts.py --write makes
-// the tables in this file. gemv and fused are counted; the other kernels are taken to need as much as with fp16.
+// the tables in this file. gemv, fused and their forms for experts are counted; the other kernels are taken to need as
+// much as with fp16.
 #pragma once
 
 #include "csrc/planner/chips.h"

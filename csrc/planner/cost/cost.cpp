@@ -96,14 +96,6 @@ double matrix_clocks(const Product& product, const GpuFamily& family) {
   return (halves ? family.matrix_clocks_fp16 : family.matrix_clocks_fp32).value;
 }
 
-double weight_bytes(const WeightProblem& weight) {
-  const WeightFormatInfo& format = info(weight.format);
-  double per_group = format.scale_coding == ScaleCoding::floating ? element_bytes(weight.scales) : 1;
-  if (format.zeros_role != ZerosRole::none) per_group += element_bytes(weight.zeros);
-  const double groups = ceil_divide(weight.K, group_size(weight));
-  return 0.5 * weight.K * weight.N + groups * weight.N * per_group + (weight.has_perm ? 4.0 * weight.K : 0);
-}
-
 double partial_bytes(const Tiling& tiling, const GemmProblem& problem) {
   const Extent floats = partials(tiling, problem);
   return 4.0 * floats.x * floats.y * floats.z;
@@ -129,7 +121,7 @@ void add_traffic(KernelLoad& load, const Product& product, const Chip& chip) {
   load.l2_bytes = product.row_blocks * load.weight_bytes + product.column_blocks * activations + written;
 }
 
-DispatchCost product_cost(const Product& product, const GpuDevice& device) {
+KernelLoad load_of(const Product& product, const GpuDevice& device) {
   const Tiling& tiling = product.tiling;
   const KernelCounts& counts = counts_of(GemmTile{tiling.variant, tiling.kernel, product.tile, tiling.stages},
                                          product.problem, family_of(*device.chip));
@@ -145,24 +137,14 @@ DispatchCost product_cost(const Product& product, const GpuDevice& device) {
   load.matrix_clocks = matrix_clocks(product, family_of(*device.chip));
   load.dram_waits = double(steps.inner) * waits_of(counts).dram;
   load.cache_waits = double(steps.inner) * waits_of(counts).cache;
-  add_traffic(load, product, *device.chip);
-  DispatchCost cost = kernel_cost(load, device);
-  cost.kernel = info(tiling.kernel).name;
-  return cost;
+  return load;
 }
 
-// Returns the cost of a kernel with one thread per element, which depends on memory and launch time only.
-DispatchCost elementwise_cost(Kernel kernel, Extent grid, double read, double written, const GemmProblem& problem,
-                              const GpuDevice& device) {
-  const uint64_t threadgroups = uint64_t{grid.x} * grid.y * grid.z;
-  DispatchCost cost{.kernel = info(kernel).name};
-  cost.occupancy = occupancy(kElementwiseWidth * kElementwiseHeight, 1, 0, family_of(*device.chip));
-  cost.launch_seconds = kDispatchSeconds;
-  cost.waves = double(threadgroups) / (double(device.cores) * cost.occupancy.threadgroups);
-  cost.in_flight = simdgroups_in_flight(cost.occupancy, threadgroups, device);
-  cost.dram_bytes = read + written;
-  cost.l2_bytes = read + written;
-  finish(cost, threadgroups, weight_bytes(problem.weight), device);
+DispatchCost product_cost(const Product& product, const GpuDevice& device) {
+  KernelLoad load = load_of(product, device);
+  add_traffic(load, product, *device.chip);
+  DispatchCost cost = kernel_cost(load, device);
+  cost.kernel = info(product.tiling.kernel).name;
   return cost;
 }
 
@@ -203,9 +185,36 @@ DispatchCost dense_cost(const GemmProblem& problem, const GpuDevice& device) {
 
 }  // namespace
 
+double weight_bytes(const WeightProblem& weight) {
+  const WeightFormatInfo& format = info(weight.format);
+  double per_group = format.scale_coding == ScaleCoding::floating ? element_bytes(weight.scales) : 1;
+  if (format.zeros_role != ZerosRole::none) per_group += element_bytes(weight.zeros);
+  const double groups = ceil_divide(weight.K, group_size(weight));
+  return 0.5 * weight.K * weight.N + groups * weight.N * per_group + (weight.has_perm ? 4.0 * weight.K : 0);
+}
+
+DispatchCost elementwise_cost(Kernel kernel, Extent grid, double read, double written, const GemmProblem& problem,
+                              const GpuDevice& device) {
+  const uint64_t threadgroups = uint64_t{grid.x} * grid.y * grid.z;
+  DispatchCost cost{.kernel = info(kernel).name};
+  cost.occupancy = occupancy(kElementwiseWidth * kElementwiseHeight, 1, 0, family_of(*device.chip));
+  cost.launch_seconds = kDispatchSeconds;
+  cost.waves = double(threadgroups) / (double(device.cores) * cost.occupancy.threadgroups);
+  cost.in_flight = simdgroups_in_flight(cost.occupancy, threadgroups, device);
+  cost.dram_bytes = read + written;
+  cost.l2_bytes = read + written;
+  finish(cost, threadgroups, weight_bytes(problem.weight), device);
+  return cost;
+}
+
+KernelLoad product_load(const Tiling& tiling, const GemmProblem& problem, const RowBlocks& blocks,
+                        const GpuDevice& device) {
+  return load_of(Product(tiling, problem, blocks), device);
+}
+
 const KernelCounts& counts_of(const GemmTile& row, const GemmProblem& problem, const GpuFamily& family) {
   const WeightFormat format = problem.weight.format;
-  const KernelCounts* counts = row.kernel == Kernel::gemm_tensor
+  const KernelCounts* counts = row.variant == GemmVariant::tensor
                                    ? &tensor_counts(format, problem.activations)
                                    : find_counts(row.kernel, format, row.tile, problem.activations, family);
   if (counts != nullptr) return *counts;

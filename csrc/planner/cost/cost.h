@@ -19,4 +19,15 @@ struct PlanCost {
 const KernelCounts& counts_of(const GemmTile& row, const GemmProblem& problem, const GpuFamily& family);
 PlanCost cost(const Tiling& tiling, const GemmProblem& problem, const GpuDevice& device);
 
+// Returns the load of one launch of a tiling's product kernel, without its bytes.
+KernelLoad product_load(const Tiling& tiling, const GemmProblem& problem, const RowBlocks& blocks,
+                        const GpuDevice& device);
+
+// Returns the bytes of a weight with its scales, zero points and permutation.
+double weight_bytes(const WeightProblem& weight);
+
+// Returns the cost of a kernel with one thread per element, which depends on memory and launch time only.
+DispatchCost elementwise_cost(Kernel kernel, Extent grid, double read, double written, const GemmProblem& problem,
+                              const GpuDevice& device);
+
 }  // namespace marlin

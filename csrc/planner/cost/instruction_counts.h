@@ -70,6 +70,21 @@ inline constexpr std::array kKernelCounts{
     KernelCounts{Kernel::gemm_fused, WeightFormat::uint4b8, {32, 32, 64}, {268, 96, 128}, 182, 256, 221, 207, 5},
     KernelCounts{Kernel::gemm_fused, WeightFormat::float4_e2m1, {32, 32, 64}, {291, 96, 128}, 170, 256, 221, 207, 5},
     KernelCounts{Kernel::gemm_fused, WeightFormat::lut4, {32, 32, 64}, {424, 192, 128}, 180, 256, 228, 183, 5},
+    KernelCounts{Kernel::moe_gemv, WeightFormat::uint4b8, {1, 128, 16}, {118, 32, 0}, 111, 0, 243, 97, 3},
+    KernelCounts{Kernel::moe_gemv, WeightFormat::float4_e2m1, {1, 128, 16}, {166, 96, 0}, 56, 0, 242, 87, 3},
+    KernelCounts{Kernel::moe_gemv, WeightFormat::lut4, {1, 128, 16}, {280, 192, 0}, 54, 0, 250, 127, 4},
+    KernelCounts{Kernel::moe_fused, WeightFormat::uint4b8, {8, 32, 64}, {162, 32, 32}, 66, 256, 313, 127, 4},
+    KernelCounts{Kernel::moe_fused, WeightFormat::float4_e2m1, {8, 32, 64}, {195, 96, 32}, 58, 256, 313, 123, 5},
+    KernelCounts{Kernel::moe_fused, WeightFormat::lut4, {8, 32, 64}, {309, 192, 32}, 65, 256, 317, 111, 4},
+    KernelCounts{Kernel::moe_fused, WeightFormat::uint4b8, {16, 32, 64}, {188, 32, 64}, 96, 256, 363, 159, 4},
+    KernelCounts{Kernel::moe_fused, WeightFormat::float4_e2m1, {16, 32, 64}, {215, 96, 64}, 86, 256, 363, 155, 5},
+    KernelCounts{Kernel::moe_fused, WeightFormat::lut4, {16, 32, 64}, {337, 192, 64}, 97, 256, 367, 143, 4},
+    KernelCounts{Kernel::moe_fused, WeightFormat::uint4b8, {24, 32, 64}, {195, 32, 96}, 121, 256, 408, 203, 4},
+    KernelCounts{Kernel::moe_fused, WeightFormat::float4_e2m1, {24, 32, 64}, {261, 96, 96}, 132, 256, 408, 183, 5},
+    KernelCounts{Kernel::moe_fused, WeightFormat::lut4, {24, 32, 64}, {349, 192, 96}, 121, 256, 411, 183, 4},
+    KernelCounts{Kernel::moe_fused, WeightFormat::uint4b8, {32, 32, 64}, {227, 96, 128}, 151, 256, 455, 227, 5},
+    KernelCounts{Kernel::moe_fused, WeightFormat::float4_e2m1, {32, 32, 64}, {255, 96, 128}, 151, 256, 455, 227, 5},
+    KernelCounts{Kernel::moe_fused, WeightFormat::lut4, {32, 32, 64}, {393, 192, 128}, 166, 256, 459, 207, 5},
     KernelCounts{
         Kernel::gemm_double_buffered_64x64x32, WeightFormat::uint4b8, {64, 64, 32}, {452, 80, 32}, 0, 0, 485, 159, 3},
     KernelCounts{Kernel::gemm_double_buffered_64x64x32,
@@ -207,19 +222,19 @@ constexpr const KernelCounts* find_counts(const std::array<KernelCounts, Rows>& 
 }
 
 // How often a step waits for memory, and how often for a cache. gemv waits for memory once if it loads a step's words
-// first, and twice otherwise. fused waits for memory twice. Their other waits are for activations. The tool counts no
-// waits of gemm_tensor. The staged kernels load ahead, so kernel_cost() does not add their wait to their instructions.
-// Waits at the end of a group or chain are not counted.
+// first, and twice otherwise. fused waits for memory twice. Their other waits are for activations. The kernels for
+// experts have the same loops. The tool counts no waits of gemm_tensor. The staged kernels load ahead, so kernel_cost()
+// does not add their wait to their instructions. Waits at the end of a group or chain are not counted.
 struct StepWaits {
   uint32_t dram, cache;
 };
 
 constexpr StepWaits waits_of(const KernelCounts& counts) {
-  if (counts.kernel == Kernel::gemv) {
+  if (counts.kernel == Kernel::gemv || counts.kernel == Kernel::moe_gemv) {
     const uint32_t dram = gemv_loads_first(code_kind(counts.format), counts.tile.M) ? 1 : 2;
     return {dram, counts.waits - dram};
   }
-  if (counts.kernel == Kernel::gemm_fused) return {2, counts.waits - 2};
+  if (counts.kernel == Kernel::gemm_fused || counts.kernel == Kernel::moe_fused) return {2, counts.waits - 2};
   if (counts.kernel == Kernel::gemm_tensor) return {1, 1};
   return {1, 0};
 }

@@ -47,7 +47,7 @@ bool stays(double bytes, const Chip& chip) {
   return bytes <= kCachedFraction * chip.slc_mb.value * 0x1p20;
 }
 
-double reads(double bytes, uint32_t times, const Chip& chip) {
+double reads(double bytes, double times, const Chip& chip) {
   return bytes * (1 + (times - 1) * (stays(bytes, chip) ? kCacheCost : 1));
 }
 

@@ -95,7 +95,7 @@ bool stays(double bytes, const Chip& chip);
 
 // Returns the cost of reading a tensor `times` times, in bytes read from memory. A byte that is read again from the
 // system-level cache counts as half a byte.
-double reads(double bytes, uint32_t times, const Chip& chip);
+double reads(double bytes, double times, const Chip& chip);
 
 // Returns the simdgroups that a core holds on average.
 double simdgroups_in_flight(const Occupancy& held, uint64_t threadgroups, const GpuDevice& device);

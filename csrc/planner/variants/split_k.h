@@ -36,22 +36,25 @@ inline constexpr double kEqualCost = 1.02;
 // The model assumes that a core gains nothing from more simdgroups in flight than this, three per scheduler.
 inline constexpr double kEnoughInFlight = 12;
 
-// Calls make(slices) with all numbers from min_slices to max_slices and returns the cheapest tiling. If the cheapest
-// has few simdgroups in flight, a tiling of equal cost with more of them is returned instead, because more simdgroups
-// also hide latencies that the model does not count.
-template <typename Make>
-Tiling cheapest_split(const GemmProblem& problem, const GpuDevice& device, uint32_t min_slices, uint32_t max_slices,
-                      const Make& make) {
-  struct Candidate {
+// What the choice of a split depends on.
+struct SplitCost {
+  double seconds;    // of all dispatches
+  double in_flight;  // simdgroups that a core holds while the products are computed
+};
+
+// Calls make(slices) with all numbers from min_slices to max_slices, and cost_of(tiling), which returns a SplitCost,
+// for each tiling. Returns the cheapest tiling. If the cheapest has few simdgroups in flight, a tiling of equal cost
+// with more of them is returned instead, because more simdgroups also hide latencies that the model does not count.
+template <typename Make, typename CostOf>
+Tiling cheapest_split(uint32_t min_slices, uint32_t max_slices, const Make& make, const CostOf& cost_of) {
+  struct Candidate : SplitCost {
     Tiling tiling;
-    double seconds, in_flight;
   };
   std::vector<Candidate> candidates;
   for (uint32_t slices = min_slices; slices <= max_slices; ++slices) {
     const Tiling tiling = make(slices);
     if (!candidates.empty() && divides_k_alike(candidates.back().tiling, tiling)) continue;
-    const PlanCost total = cost(tiling, problem, device);
-    candidates.push_back({tiling, total.seconds, total.dispatches.front().in_flight});
+    candidates.push_back({cost_of(tiling), tiling});
   }
   auto best = std::ranges::min_element(candidates, {}, &Candidate::seconds);
   const double most = best->seconds * kEqualCost;
@@ -60,6 +63,16 @@ Tiling cheapest_split(const GemmProblem& problem, const GpuDevice& device, uint3
     if (other->seconds <= most && other->in_flight > best->in_flight) best = other;
   }
   return best->tiling;
+}
+
+// The same for a product with one weight.
+template <typename Make>
+Tiling cheapest_split(const GemmProblem& problem, const GpuDevice& device, uint32_t min_slices, uint32_t max_slices,
+                      const Make& make) {
+  return cheapest_split(min_slices, max_slices, make, [&](const Tiling& tiling) {
+    const PlanCost total = cost(tiling, problem, device);
+    return SplitCost{total.seconds, total.dispatches.front().in_flight};
+  });
 }
 
 }  // namespace marlin

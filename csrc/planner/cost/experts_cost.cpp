@@ -1,0 +1,110 @@
+#include "csrc/planner/cost/experts_cost.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "csrc/core/math.h"
+
+namespace marlin {
+
+namespace {
+
+// A probability below this does not change an expected value.
+constexpr double kNegligible = 1e-12;
+// Above this exponent, exp(-x) and the probabilities that are computed from it are too small for a double.
+constexpr double kLargestExponent = 600;
+
+// What a simdgroup of moe_sort executes for 32 pairs, which it reads twice, and once for each kMoeSortThreads experts.
+// Counted by benchmarks/agx/agxstat.py, --O1.
+constexpr double kSortIssue = 616;
+constexpr double kSortComplex = 24;
+constexpr double kSortWaits = 9;
+constexpr double kSortPassIssue = 283;
+constexpr uint32_t kSortHalfRegisters = 111;
+
+DispatchCost sort_cost(const MoeProblem& problem, const GpuDevice& device) {
+  const double passes = ceil_divide(problem.experts + 1, uint32_t{kMoeSortThreads});
+  const double batches = ceil_divide(problem.product.M, uint32_t{kMoeSortThreads});
+  const double ids = double(problem.product.M) * (problem.wide_ids ? 8 : 4);
+  KernelLoad load{.threadgroups = 1,
+                  .threads = kMoeSortThreads,
+                  .half_registers = kSortHalfRegisters,
+                  .threadgroup_bytes = kMoeSortBytes};
+  load.issue = passes * (batches * kSortIssue + kSortPassIssue);
+  load.complex = passes * batches * kSortComplex;
+  load.dram_waits = batches;
+  load.cache_waits = passes * batches * kSortWaits - batches;
+  load.dram_bytes = ids + 4.0 * problem.product.M;
+  load.l2_bytes = 2 * passes * ids + 4.0 * problem.product.M;
+  DispatchCost cost = kernel_cost(load, device);
+  cost.kernel = info(Kernel::moe_sort).name;
+  return cost;
+}
+
+DispatchCost products_cost(const Tiling& tiling, const MoeProblem& problem, const GpuDevice& device) {
+  const GemmProblem& product = problem.product;
+  const WeightProblem& weight = product.weight;
+  const bool sorted = tiling.variant != GemmVariant::gemv;
+  const uint32_t tokens = ceil_divide(product.M, problem.top_k);
+  const Routing routing = expected_routing(tokens, problem.top_k, problem.experts, sorted ? tiling.tile.M : 1);
+  const double columns = ceil_divide(weight.N, tiling.tile.N);
+
+  KernelLoad load = product_load(tiling, product, {0, tiling.tile.M, 1}, device);
+  load.threadgroups = static_cast<uint64_t>(std::ceil(routing.blocks) * columns);
+  load.weight_bytes = routing.experts * weight_bytes(weight);
+  const double rows = double(product.M) * weight.K * element_bytes(product.activations);
+  const double distinct = problem.a_slot_stride == 0 ? rows / problem.top_k : rows;
+  const double written = double(product.M) * weight.N * (combines(problem) ? 4 : element_bytes(product.activations));
+  // The blocks of an expert are next to each other. Between two of them, the threadgroups read one expert's weight.
+  // moe_gemv starts all rows of some columns before those of the next columns, so L2 serves all but the first row.
+  const double times = sorted ? std::max(1.0, routing.blocks / routing.experts) : 1;
+  load.dram_bytes = routing.experts * reads(weight_bytes(weight), times, *device.chip) +
+                    reads(distinct, rows / distinct, *device.chip) + written;
+  load.l2_bytes = routing.blocks * weight_bytes(weight) + columns * rows + written;
+  DispatchCost cost = kernel_cost(load, device);
+  cost.kernel = info(tiling.kernel).name;
+  return cost;
+}
+
+DispatchCost combine_cost(const MoeProblem& problem, const GpuDevice& device) {
+  const GemmProblem& product = problem.product;
+  const uint32_t rows = problem.reduce ? ceil_divide(product.M, problem.top_k) : product.M;
+  const double products = 4.0 * product.M * product.weight.N;
+  const double read = stays(products, *device.chip) ? 0 : products;
+  const double written = double(rows) * product.weight.N * element_bytes(product.activations);
+  return elementwise_cost(Kernel::moe_reduce, elementwise_grid(product.weight.N, rows), read, written, product, device);
+}
+
+}  // namespace
+
+Routing expected_routing(uint32_t tokens, uint32_t top_k, uint32_t experts, uint32_t block_rows) {
+  const double chosen = std::min(1.0, double(top_k) / experts);
+  const double mean = double(tokens) * top_k / experts;
+  if (chosen == 1) return {double(experts), experts * std::ceil(mean / block_rows)};
+  // The number of an expert's rows has a binomial distribution.
+  const double exponent = -double(tokens) * std::log1p(-chosen);
+  const double with_rows = -std::expm1(-exponent);
+  double blocks = 0;
+  if (exponent > kLargestExponent) {
+    blocks = mean / block_rows + 0.5 * (1 - 1.0 / block_rows);  // the last block has any number of rows
+  } else {
+    double probability = std::exp(-exponent);
+    for (uint32_t rows = 0; rows <= tokens && (rows < mean || probability > kNegligible); ++rows) {
+      blocks += probability * ceil_divide(rows, block_rows);
+      probability *= (tokens - rows) / (rows + 1.0) * chosen / (1 - chosen);
+    }
+  }
+  return {experts * with_rows, experts * blocks};
+}
+
+PlanCost experts_cost(const Tiling& tiling, const MoeProblem& problem, const GpuDevice& device) {
+  PlanCost total;
+  if (tiling.variant != GemmVariant::gemv) total.dispatches.push_back(sort_cost(problem, device));
+  total.dispatches.push_back(products_cost(tiling, problem, device));
+  if (combines(problem)) total.dispatches.push_back(combine_cost(problem, device));
+  for (const DispatchCost& part : total.dispatches)
+    total.seconds += part.seconds;
+  return total;
+}
+
+}  // namespace marlin

@@ -1,0 +1,22 @@
+// Predicts the cost of a product with experts.
+#pragma once
+
+#include "csrc/planner/cost/cost.h"
+
+namespace marlin {
+
+// How many experts have rows, and how many blocks of rows these experts have together.
+struct Routing {
+  double experts;
+  double blocks;
+};
+
+// Returns the expected values if each token chooses its experts at random and all experts are equally likely. Nobody
+// knows the routing when a plan is made.
+Routing expected_routing(uint32_t tokens, uint32_t top_k, uint32_t experts, uint32_t block_rows);
+
+// Returns the costs of the plan's dispatches: moe_sort unless the tiling is one of gemv, the products, and moe_reduce
+// if the problem needs it. Surplus threadgroups, which have no rows, cost nothing.
+PlanCost experts_cost(const Tiling& tiling, const MoeProblem& problem, const GpuDevice& device);
+
+}  // namespace marlin

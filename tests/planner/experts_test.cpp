@@ -1,0 +1,157 @@
+// Tests the predicted costs of products with experts.
+#include <cmath>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "csrc/planner/cost/experts_cost.h"
+#include "plan_checks.h"
+
+using namespace marlin;
+
+namespace {
+
+void expect_close(double value, double wanted, double tolerance, const std::string& what) {
+  expect(std::abs(value - wanted) <= tolerance * wanted,
+         what + ": expected " + std::to_string(wanted) + ", got " + std::to_string(value));
+}
+
+// The gate and up projections of a layer of gpt-oss-20b, unless other sizes are given.
+MoeProblem mixture(uint32_t tokens, uint32_t experts = 32, uint32_t top_k = 4, uint32_t N = 5760, uint32_t K = 2880) {
+  return {.product = {.weight = {.format = WeightFormat::mxfp4,
+                                 .K = K,
+                                 .N = N,
+                                 .group_size = 32,
+                                 .scales = ElementType::uint8,
+                                 .vector_aligned = true},
+                      .M = tokens * top_k,
+                      .a_row_stride = K,
+                      .vector_aligned_a = true},
+          .experts = experts,
+          .top_k = top_k};
+}
+
+GpuDevice whole(const Chip& chip) {
+  return {chip.cores, true, &chip};
+}
+
+// Returns the averages over many tokens that choose different experts at random.
+Routing sampled_routing(uint32_t tokens, uint32_t top_k, uint32_t experts, uint32_t block_rows) {
+  constexpr int kSamples = 2000;
+  std::mt19937 random(1);
+  Routing sum{};
+  std::vector<uint32_t> rows(experts), order(experts);
+  for (int sample = 0; sample < kSamples; ++sample) {
+    std::fill(rows.begin(), rows.end(), 0);
+    for (uint32_t i = 0; i < experts; ++i)
+      order[i] = i;
+    for (uint32_t token = 0; token < tokens; ++token) {
+      for (uint32_t slot = 0; slot < top_k; ++slot) {
+        std::swap(order[slot], order[slot + random() % (experts - slot)]);
+        ++rows[order[slot]];
+      }
+    }
+    for (const uint32_t count : rows) {
+      sum.experts += count != 0;
+      sum.blocks += ceil_divide(count, block_rows);
+    }
+  }
+  return {sum.experts / kSamples, sum.blocks / kSamples};
+}
+
+void check_routing() {
+  subject = "routing";
+  const Routing one = expected_routing(1, 4, 32, 8);
+  expect_close(one.experts, 4, 1e-9, "experts of one token");
+  expect_close(one.blocks, 4, 1e-9, "blocks of one token");
+  // Two tokens choose one of two experts: with probability 1/2 the same one.
+  expect_close(expected_routing(2, 1, 2, 2).experts, 1.5, 1e-9, "experts of two tokens");
+  expect_close(expected_routing(2, 1, 2, 2).blocks, 1.5, 1e-9, "blocks of two rows");
+  expect_close(expected_routing(2, 1, 2, 1).blocks, 2, 1e-9, "blocks of one row");
+  const Routing all = expected_routing(20, 3, 3, 8);
+  expect(all.experts == 3 && all.blocks == 9, "each token chooses every expert");
+  for (const auto& [tokens, top_k, experts, block_rows] : {std::array{64U, 8U, 128U, 8U}, {512U, 8U, 128U, 32U}}) {
+    const Routing expected = expected_routing(tokens, top_k, experts, block_rows);
+    const Routing sampled = sampled_routing(tokens, top_k, experts, block_rows);
+    expect_close(expected.experts, sampled.experts, 0.005, "experts of " + std::to_string(tokens) + " tokens");
+    expect_close(expected.blocks, sampled.blocks, 0.005, "blocks of " + std::to_string(tokens) + " tokens");
+  }
+  // The last block of an expert with many rows has each number of rows equally often, so half a block is lost.
+  for (const uint32_t tokens : {1700U, 1800U, 100000U})
+    expect_close(expected_routing(tokens, 2, 8, 32).blocks, tokens * 2 / 32.0 + 8 * 31 / 64.0, 1e-3, "blocks of many");
+}
+
+// If there is one expert and whole blocks, the products cost what gemm's cost.
+void check_one_expert() {
+  for (const char* chip : {"M1", "M4 Max"}) {
+    MoeProblem problem = mixture(256, 1, 1);
+    problem.product.variant = "fused";
+    const GpuDevice device = whole(*find_chip(chip));
+    const Tiling tiling = moe_tiling(problem, device);
+    const PlanCost total = experts_cost(tiling, problem, device);
+    subject = std::string(chip) + ": " + name(tiling);
+    expect(total.dispatches.size() == 2 && total.dispatches[0].kernel == "moe_sort", "rows are sorted first");
+    const DispatchCost& product = total.dispatches[1];
+    const DispatchCost dense = cost(tiling, problem.product, device).dispatches[0];
+    expect_close(product.compute_seconds, dense.compute_seconds, 1e-9, "compute time");
+    expect_close(product.l2_bytes, dense.l2_bytes, 1e-9, "bytes of L2");
+    expect_close(product.dram_bytes, dense.dram_bytes, 1e-9, "bytes of memory");
+  }
+}
+
+void check_costs() {
+  for (const Chip& chip : kChips) {
+    for (const bool reduce : {false, true}) {
+      double before = 0;
+      for (uint32_t tokens = 1; tokens <= 1024; tokens += 1 + tokens / 4) {
+        MoeProblem problem = mixture(tokens);
+        problem.reduce = reduce;
+        const GpuDevice device = whole(chip);
+        const Tiling tiling = moe_tiling(problem, device);
+        const PlanCost total = experts_cost(tiling, problem, device);
+        const Plan plan = plan_moe(problem, device);
+        subject = std::string(chip.name) + ", " + std::to_string(tokens) + " tokens: " + name(tiling);
+        expect(total.seconds == plan.seconds && total.dispatches.size() == plan.dispatches.size(),
+               "the plan has the dispatches that were predicted");
+        for (size_t i = 0; i < plan.dispatches.size(); ++i)
+          expect(info(plan.dispatches[i].kernel).name == total.dispatches[i].kernel, "in the same order");
+        const double experts = expected_routing(tokens, 4, 32, 8).experts;
+        const double bytes = experts * weight_bytes(problem.product.weight);
+        const double rate = dram_bytes_per_second(chip, chip.cores) * chip.dram_fraction.value;
+        expect(total.seconds > bytes / rate, "no faster than memory");
+        expect(total.seconds >= before / 1.02, "more tokens cost no less");
+        for (const char* variant : {"gemv", "fused"}) {
+          problem.product.variant = variant;
+          expect(plan_moe(problem, device).seconds >= plan.seconds, std::string("no slower than ") + variant);
+        }
+        before = total.seconds;
+      }
+    }
+  }
+}
+
+// moe_fused addresses activations with 32 bits.
+void check_far_rows() {
+  MoeProblem problem = mixture(600);
+  const GpuDevice device = whole(*find_chip("M1"));
+  subject = "far rows";
+  problem.product.a_row_stride = ((int64_t{1} << 32) - 2880) / 600;
+  expect(moe_tiling(problem, device).variant == GemmVariant::fused, "rows within 32 bits");
+  problem.product.a_row_stride = (int64_t{1} << 32) / 598;
+  expect(moe_tiling(problem, device).variant == GemmVariant::gemv, "rows beyond 32 bits");
+  problem.product.variant = "fused";
+  expect_refused("rows beyond 32 bits for fused", [&] { moe_tiling(problem, device); });
+  problem.product.a_row_stride = 2880;
+  problem.a_slot_stride = int64_t{1} << 31;
+  expect_refused("slots beyond 32 bits for fused", [&] { moe_tiling(problem, device); });
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  return test::run_cases({{"routing", check_routing},
+                          {"one expert", check_one_expert},
+                          {"costs", check_costs},
+                          {"far rows", check_far_rows}},
+                         argc, argv);
+}
