@@ -10,7 +10,7 @@
 
 #include "csrc/core/weight_format.h"
 #include "csrc/planner/commit_policy.h"
-#include "csrc/planner/cost/cost.h"
+#include "csrc/planner/cost/experts_cost.h"
 #include "csrc/planner/plan_cache.h"
 #include "csrc/python/tile_budgets.h"
 
@@ -179,6 +179,40 @@ py::tuple gemm_plans(const std::string& chip, uint32_t cores, bool half_subnorma
   return py::make_tuple(rows, &chosen - tilings.data());
 }
 
+// Returns the tiling's name, the predicted time and the dispatches of a product with experts. Tokens and scales have
+// the type of the activations, or one byte if the format says so.
+py::tuple moe_plan(const std::string& chip, uint32_t cores, uint32_t tokens, uint32_t top_k, uint32_t experts,
+                   uint32_t N, uint32_t K, const std::string& format, uint32_t group_size,
+                   const std::string& activations, bool rows_by_slot, bool reduce, const std::string& variant) {
+  const WeightFormat weight = weight_format(format);
+  const ElementType type = element(activations);
+  MoeProblem problem{.product = {.weight = {.format = weight,
+                                            .K = K,
+                                            .N = N,
+                                            .group_size = group_size,
+                                            .scales = type,
+                                            .zeros = type,
+                                            .vector_aligned = true},
+                                 .M = tokens * top_k,
+                                 .a_row_stride = int64_t{K} * (rows_by_slot ? top_k : 1),
+                                 .activations = type,
+                                 .vector_aligned_a = true,
+                                 .variant = variant},
+                     .a_slot_stride = rows_by_slot ? K : 0,
+                     .experts = experts,
+                     .top_k = top_k,
+                     .has_row_weights = reduce,
+                     .reduce = reduce};
+  const GpuDevice device{cores, true, &chip_of(chip)};
+  const Tiling tiling = moe_tiling(problem, device);
+  const PlanCost total = experts_cost(tiling, problem, device);
+  const Plan plan = plan_moe(problem, device);
+  py::list dispatches;
+  for (size_t i = 0; i < total.dispatches.size(); ++i)
+    dispatches.append(dispatch_dict(&plan.dispatches.at(i), total.dispatches[i]));
+  return py::make_tuple(name(tiling), total.seconds, dispatches);
+}
+
 using TunedRow = std::tuple<std::string, std::string, uint32_t, uint32_t, uint32_t, uint32_t, uint32_t, std::string>;
 
 }  // namespace
@@ -211,6 +245,13 @@ void add_planner(py::module_& m) {
         py::arg("N"), py::arg("K"), py::arg("weight_format"), py::arg("group_size"), py::arg("activations"),
         py::arg("scales"), py::arg("zeros"), py::arg("has_perm"), py::arg("has_global_scale"), py::arg("has_bias"),
         py::arg("variant"), py::arg("tuned"), py::arg("own_system"));
+  m.def("moe_plan", &moe_plan, py::arg("chip"), py::arg("cores"), py::arg("tokens"), py::arg("top_k"),
+        py::arg("experts"), py::arg("N"), py::arg("K"), py::arg("weight_format"), py::arg("group_size"),
+        py::arg("activations"), py::arg("rows_by_slot"), py::arg("reduce"), py::arg("variant"));
+  m.def("expected_routing", [](uint32_t tokens, uint32_t top_k, uint32_t experts, uint32_t block_rows) {
+    const Routing routing = expected_routing(tokens, top_k, experts, block_rows);
+    return py::make_tuple(routing.experts, routing.blocks);
+  });
   m.def("commit_seconds", &commit_seconds);
   m.def("set_commit_seconds", &set_commit_seconds);
   m.def("longest_plan_seconds", &longest_plan_seconds);

@@ -78,7 +78,7 @@ void check_routing() {
   }
   // The last block of an expert with many rows has each number of rows equally often, so half a block is lost.
   for (const uint32_t tokens : {1700U, 1800U, 100000U})
-    expect_close(expected_routing(tokens, 2, 8, 32).blocks, tokens * 2 / 32.0 + 8 * 31 / 64.0, 1e-3, "blocks of many");
+    expect_close(expected_routing(tokens, 2, 8, 32).blocks, tokens * 2 / 32.0 + 8 * 31 / 64.0, 2e-4, "blocks of many");
 }
 
 // If there is one expert and whole blocks, the products cost what gemm's cost.
