@@ -137,6 +137,14 @@ def test_a_check_sees_a_wrong_product(mps, monkeypatch):
         doctor_steps.every_variant()
 
 
+@pytest.mark.large
+def test_a_check_sees_a_wrong_product_with_experts(mps, monkeypatch):
+    product, expected = doctor_steps._mixture()
+    monkeypatch.setattr(doctor_steps, "_mixture", lambda: (product, expected.roll(1, 0)))
+    with pytest.raises(RuntimeError, match=r"gemv with experts: expected an error below 0\.002 of the largest result"):
+        doctor_steps.every_variant()
+
+
 @pytest.mark.skipif(sys.platform == "darwin", reason="starts the child on the software Metal device")
 def test_a_real_child(mps, monkeypatch):
     program = "import runpy, softmetal; runpy.run_module('torch_marlin_metal.cli.doctor_steps', run_name='__main__')"
@@ -150,5 +158,5 @@ def test_a_real_child(mps, monkeypatch):
 def test_the_quick_check_names_the_probe_and_each_kernel(mps):
     values = doctor_steps.QUICK["products on mps"].run()
     assert values.pop("half_subnormals") == "kept"
-    assert {"error of torch.matmul", "error of gemv", "error of two_pass"} <= set(values)
+    assert {"error of torch.matmul", "error of gemv", "error of two_pass", "error of fused with experts"} <= set(values)
     assert all(0 <= error < doctor_steps.LARGEST_ERROR for error in values.values())

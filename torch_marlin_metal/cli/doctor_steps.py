@@ -39,10 +39,10 @@ class Step:
     is_validated: bool = True
 
 
-def _weight(K: int = 512, N: int = 256) -> PackedWeight:
+def _weight(K: int = 512, N: int = 256, seed: int = 0) -> PackedWeight:
     from torch_marlin_metal import quantize_weight
 
-    return quantize_weight(torch.randn(N, K, generator=torch.Generator().manual_seed(0)), "uint4b8", group_size=64)
+    return quantize_weight(torch.randn(N, K, generator=torch.Generator().manual_seed(seed)), "uint4b8", group_size=64)
 
 
 def _problem(K: int = 512, N: int = 256) -> tuple[Tensor, Callable[..., Tensor], Tensor]:
@@ -59,6 +59,29 @@ def _problem(K: int = 512, N: int = 256) -> tuple[Tensor, Callable[..., Tensor],
         return gemm(rows, **options, variant=variant)
 
     return a.to("mps"), product, a.double() @ dense
+
+
+def _mixture() -> tuple[Callable[[str], Tensor], Tensor]:
+    """Returns the product of rows with the weights of two experts, and its exact result on the CPU.
+
+    Every third row has an id that names no expert.
+    """
+    from torch_marlin_metal import moe_gemm
+
+    weights = [_weight(seed=seed) for seed in range(2)]
+    a = torch.randn(60, 512, generator=torch.Generator().manual_seed(1)).half()
+    ids = torch.arange(60) % 3
+    expected = torch.zeros(60, 1, 256, dtype=torch.float64)
+    for expert, weight in enumerate(weights):
+        expected[ids == expert, 0] = a[ids == expert].double() @ weight.dequantize().double()
+    parts = [weight.tensors() for weight in weights]
+    stacked: Any = {name: torch.stack([part[name] for part in parts]).to("mps") for name in parts[0]}
+    rows, chosen = a.to("mps"), ids[:, None].to("mps")
+
+    def product(variant: str) -> Tensor:
+        return moe_gemm(rows, expert_ids=chosen, weight_format="uint4b8", group_size=64, variant=variant, **stacked)
+
+    return product, expected
 
 
 def _check(found: Tensor, expected: Tensor, what: str, bound: float = LARGEST_ERROR) -> float:
@@ -110,7 +133,7 @@ def half_subnormals() -> Values:
 
 
 def every_variant() -> Values:
-    """Compares every kernel of `gemm`, and torch.matmul of the decoded weight, with fp64.
+    """Compares every kernel of `gemm` and `moe_gemm`, and torch.matmul of the decoded weight, with fp64.
 
     All activations here are 2-D. On the virtual GPU of GitHub's runners, PyTorch's `linear` of 3-D activations is wrong
     (pytorch#192934), so a comparison with it would blame this package.
@@ -124,6 +147,10 @@ def every_variant() -> Values:
     values = half_subnormals()
     for variant, rows in variants.items():
         values[f"error of {variant}"] = _check(product(a[:rows], variant), expected[:rows], variant)
+    mixed, expected_mixed = _mixture()
+    for variant in ("gemv", "fused", *(["tensor"] if "tensor" in variants else [])):
+        what = f"{variant} with experts"
+        values[f"error of {what}"] = _check(mixed(variant), expected_mixed, what)
     dense = _weight().dequantize().half().to("mps")
     values["error of torch.matmul"] = _check(a @ dense, expected, "torch.matmul on mps")
     return {name: float(f"{value:.1e}") if isinstance(value, float) else value for name, value in values.items()}
