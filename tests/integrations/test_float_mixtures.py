@@ -5,7 +5,8 @@ import gc
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from torch._dynamo.utils import counters
+from transformers import AutoModelForCausalLM, CompileConfig
 
 from tests.support.mixtures import FAMILIES, family, rewritten
 from tests.support.models import IDS, same
@@ -52,6 +53,27 @@ def test_every_way_to_quantize_a_mixture_gives_the_same_bits(name, how, tmp_path
         other = type(model)(model.config).eval()
         load_quantized(other, path, progress=False)
         assert_equal(other, expected)
+
+
+def pytest_generate_tests(metafunc) -> None:
+    """Compiles two families, or all of them with --everything: each takes seconds."""
+    if "family_to_compile" in metafunc.fixturenames:
+        everything = metafunc.config.getoption("--everything")
+        metafunc.parametrize("family_to_compile", FAMILIES if everything else ["mixtral", "gpt-oss"])
+
+
+def test_generate_compiles_with_a_static_cache(family_to_compile) -> None:
+    torch._dynamo.reset()
+    counters["stats"].clear()
+    model = family(family_to_compile)
+    quantize_model(model, "uint4b8", 16, progress=False)
+    options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    expected = model.generate(IDS, **options)
+    how = CompileConfig(fullgraph=True, backend="eager", mode=None)
+    how._compile_all_devices = True  # by default generate compiles only on CUDA
+    got = model.generate(IDS, **options, cache_implementation="static", compile_config=how)
+    assert got.tolist() == expected.tolist()
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 def floats_alive() -> int:

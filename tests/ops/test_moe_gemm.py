@@ -218,6 +218,7 @@ WRONG = {
         (torch.zeros(3, 2), "expert_ids: expected int32 or int64 [T, top_k] with T = 3, got float32 [3, 2]"),
         (torch.zeros(2, 2, dtype=torch.int64), "expert_ids: expected int32 or int64 [T, top_k] with T = 3, got int64 [2, 2]"),
         (torch.zeros(3, dtype=torch.int64), "expert_ids: expected int32 or int64 [T, top_k] with T = 3, got int64 [3]"),
+        (torch.zeros(3, 2, dtype=torch.int64, device="meta"), "expert_ids: expected a tensor on cpu like the first argument, got int64 [3, 2] on meta"),
     ],
     "b_packed": [
         (torch.zeros(10, 41, dtype=torch.int32), "b_packed: expected int32 [E, K/8, N], got int32 [10, 41]"),
