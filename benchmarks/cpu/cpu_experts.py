@@ -16,6 +16,7 @@ which holds only this rival's weights.
 """
 
 import argparse
+import copy
 import multiprocessing
 import os
 import statistics
@@ -30,7 +31,7 @@ from typing import Any, NamedTuple
 import torch
 from cpu_gemm import Call, cold_bytes, ratio, row, table, time_calls
 from cpu_ggml import Ggml, folder_of_libraries
-from ggml_experts import Stack, layouts
+from ggml_experts import Stack, blocks_of, layouts
 from record import Record
 from torch import Tensor
 from torch.nn.functional import grouped_mm, linear, silu
@@ -84,6 +85,12 @@ class Projection:
     def grouped(self, a: Tensor, ids: Tensor, **options: Any) -> Tensor:
         """Multiplies each row with the weights of its experts."""
         return tmm.moe_gemm(a, self.words, self.scales, ids, **options, **self.options)
+
+    def clone(self) -> "Projection":
+        """Returns a copy with memory of its own."""
+        made = copy.copy(self)
+        made.words, made.scales = self.words.clone(), self.scales.clone()
+        return made
 
     def stack(self) -> Stack:
         """Returns the weights for ggml."""
@@ -164,18 +171,25 @@ class Block:
         # MOST_COPIES limits only the tiny layer, whose times mean nothing.
         copies = min(MOST_COPIES, -(-cold_bytes() // packed)) if len(variants) > 1 else 1
         self.calls: dict[str, list[Callable[[Tensor, Routing], Tensor]]] = {name: [] for name in variants}
-        for _ in range(copies):
-            gate_up = Projection(shape, shape.hidden, 2 * shape.intermediate)
-            down = Projection(shape, shape.intermediate, shape.hidden)
+        projections = (
+            Projection(shape, shape.hidden, 2 * shape.intermediate),
+            Projection(shape, shape.intermediate, shape.hidden),
+        )
+        has_dense = bool(set(variants) & {"grouped_mm", "linear loop"})
+        dense = [projection.dense(dtype) for projection in projections] if has_dense else []
+        stacks = projections[0].stack(), projections[1].stack()
+        blocks = blocks_of(stacks) if ggml is not None else []
+        for number in range(copies):
+            gate_up, down = projections if number == 0 else [projection.clone() for projection in projections]
             made = {OURS: partial(fused, gate_up, down), "gemm loop": partial(looped, gate_up.one, down.one)}
-            if set(variants) & {"grouped_mm", "linear loop"}:
-                first, second = gate_up.dense(dtype), down.dense(dtype)
+            if has_dense:
+                first, second = dense if number == 0 else [weights.clone() for weights in dense]
                 made["grouped_mm"] = partial(sorted_by_expert, first, second)
                 made["linear loop"] = partial(
                     looped, lambda e, a, w=first: linear(a, w[e]), lambda e, a, w=second: linear(a, w[e])
                 )
             if ggml is not None:
-                made |= layouts(ggml, (gate_up.stack(), down.stack()), shape.top_k)
+                made |= layouts(ggml, stacks, blocks, shape.top_k)
             for name in (*variants, *(name for name in made if name.startswith("ggml"))):
                 self.calls.setdefault(name, []).append(made[name])
 
@@ -185,10 +199,10 @@ class Block:
 
     def check(self, x: Tensor, routing: Routing) -> None:
         """Raises AssertionError if the result of a variant differs from that of `moe_gemm`."""
-        for copy, ours in enumerate(self.calls[OURS]):
+        for place, ours in enumerate(self.calls[OURS]):
             expected = ours(x, routing).double()
             for name in self.rivals():
-                error = (self.calls[name][copy](x, routing).double() - expected).norm() / expected.norm()
+                error = (self.calls[name][place](x, routing).double() - expected).norm() / expected.norm()
                 assert error < TOLERANCE["ggml" if name.startswith("ggml") else x.dtype], (
                     f"{name} and {OURS} differ by {error:.1e} of the result"
                 )

@@ -42,7 +42,7 @@ class Stack(NamedTuple):
 class GgmlExperts:
     """The experts of a layer in one of ggml's layouts."""
 
-    def __init__(self, ggml: Ggml, layout: int, stacks: tuple[Stack, Stack], top_k: int) -> None:
+    def __init__(self, ggml: Ggml, layout: int, stacks: "Stacks", top_k: int) -> None:
         self._ggml, self._top_k = ggml, top_k
         self._sizes = [stack.sizes for stack in stacks]
         context = ggml.context()
@@ -51,7 +51,6 @@ class GgmlExperts:
         ]
         if not ggml.call("backend_alloc_ctx_tensors_from_buft", context, layout):
             raise MemoryError("ggml: no memory for the weights")
-        self._stacks = stacks
         self._graphs: dict[int, Any] = {}
         self._activations: Tensor | None = None
 
@@ -60,12 +59,10 @@ class GgmlExperts:
         graph = self._graph(1)
         return all(self._ggml.call("backend_dev_supports_op", self._ggml.device(), product) for product in graph[-1])
 
-    def fill(self) -> None:
-        """Writes the weights."""
-        for tensor, stack in zip(self.weights, self._stacks, strict=True):
-            blocks = np.stack([stack.blocks(expert) for expert in range(stack.sizes[2])])
-            self._ggml.call("backend_tensor_set", tensor, blocks.ctypes.data, 0, blocks.nbytes)
-        self._stacks = ()  # type: ignore[assignment]
+    def fill(self, blocks: list[np.ndarray]) -> None:
+        """Writes the weights, as `blocks_of` gives them."""
+        for tensor, values in zip(self.weights, blocks, strict=True):
+            self._ggml.call("backend_tensor_set", tensor, values.ctypes.data, 0, values.nbytes)
 
     def _graph(self, tokens: int) -> Any:
         """Returns the graph for a number of tokens, its inputs and its result, and its products."""
@@ -109,12 +106,21 @@ class GgmlExperts:
         return out
 
 
-def layouts(ggml: Ggml, stacks: tuple[Stack, Stack], top_k: int) -> dict[str, Callable[[Tensor, Any], Tensor]]:
+Stacks = tuple[Stack, Stack]
+Experts = Callable[[Tensor, Any], Tensor]
+
+
+def blocks_of(stacks: Stacks) -> list[np.ndarray]:
+    """Returns ggml's blocks of all experts for each of the two weights."""
+    return [np.stack([stack.blocks(expert) for expert in range(stack.sizes[2])]) for stack in stacks]
+
+
+def layouts(ggml: Ggml, stacks: Stacks, blocks: list[np.ndarray], top_k: int) -> dict[str, Experts]:
     """Returns the experts in each of ggml's layouts that has a product for them."""
-    found: dict[str, Callable[[Tensor, Any], Tensor]] = {}
+    found: dict[str, Experts] = {}
     for name, layout in ggml.buffer_types().items():
         experts = GgmlExperts(ggml, layout, stacks, top_k)
         if experts.is_supported():
-            experts.fill()
+            experts.fill(blocks)
             found[f"ggml {name}"] = experts
     return found
