@@ -19,7 +19,11 @@ def test_products_that_are_summed_are_prepared_in_fp32(mps, monkeypatch) -> None
     experts.__class__ = ExpertPart
     seen = {}
     monkeypatch.setattr(module, "_compile", lambda layer, M, dtype: seen.setdefault(layer, dtype))
-    monkeypatch.setattr(module, "_run_without_experts", lambda stack, M, k, dtype, down: seen.setdefault(stack, dtype))
+
+    def run(experts: MarlinExperts, M: int, top_k: int, dtype: torch.dtype, is_down: bool) -> None:
+        seen[experts.down if is_down else experts.gate_up] = dtype
+
+    monkeypatch.setattr(module, "_run_without_experts", run)
     prepare(nn.ModuleList([columns, rows, experts]), [1], dtype=torch.float16, progress=False)
     half, full = torch.float16, torch.float32
     assert seen == {columns: half, rows: full, experts.gate_up: half, experts.down: full}
