@@ -1,6 +1,6 @@
 """`PackedWeight`: a 4-bit weight in the layout of the operators. Readers yield it, layers and exporters take it."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ MAX_SCALE = 2.0**100
 E8M0_CODES = (16, 240)
 MAX_ZERO_POINT = 16  # 15 + 1, from GPTQ version 1 with the rule "unmasked"
 E4M3_NAN = (0x7F, 0xFF)
+TENSORS = ("b_packed", "scales", "zeros", "global_scale", "lut", "perm", "bias")  # the fields of a `PackedWeight`
 
 
 class PackedWeightError(ValueError):
@@ -102,8 +103,8 @@ class PackedWeight:
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns the fields that hold a tensor, by name."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        values = ((name, getattr(self, name)) for name in TENSORS)
+        return {name: value for name, value in values if isinstance(value, Tensor)}
 
     def to(self, device: torch.device | str) -> "PackedWeight":
         """Returns a copy with every tensor on `device`; dtypes stay."""

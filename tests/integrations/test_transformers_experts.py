@@ -13,7 +13,8 @@ from tests.support.models import same
 from torch_marlin_metal import ExpertWeights, MarlinExperts, MarlinLinear, PackedWeight, convert, load_quantized
 from torch_marlin_metal.checkpoints.reader import CheckpointReader
 from torch_marlin_metal.integrations.transformers import MarlinConfig
-from torch_marlin_metal.integrations.transformers.experts import SeparateExperts, make_room
+from torch_marlin_metal.integrations.transformers.experts import SeparateExperts
+from torch_marlin_metal.layers.float_experts import ExpertFinder
 
 
 @pytest.mark.parametrize("write", [split_experts, stacked_experts])
@@ -119,9 +120,10 @@ def test_experts_that_compute_something_else_are_left_alone() -> None:
     model = MixtralForCausalLM(MixtralConfig(**SIZES))
     experts = model.model.layers[0].mlp.experts
     experts.post_expert_norm = torch.nn.RMSNorm(64)  # as MuseSpark's have after down
-    assert not make_room(model, name)
+    assert ExpertFinder(dict(model.named_modules())).find(name) is None
     del experts.post_expert_norm
-    assert make_room(model, name)
+    found = ExpertFinder(dict(model.named_modules())).find(name)
+    assert found == ("model.layers.0.mlp.experts", ("w1", "w3", "w2"))
 
 
 def test_ids_of_no_expert_add_nothing_where_experts_run_one_by_one(tmp_path) -> None:

@@ -1,15 +1,22 @@
 """Act-order: reads `g_idx` `[K]`, the group of every row, and makes the permutation that sorts rows by group."""
 
 import warnings
+from functools import lru_cache
 
+import torch
 from torch import Tensor
 
 from torch_marlin_metal.checkpoints.layer import Layer
 from torch_marlin_metal.repack import gptq_perm
 
 
-def read_g_idx(layer: Layer, role: str, K: int, G: int) -> Tensor | None:
-    """Returns the group of every row, or None if the tensor is absent or was never filled in.
+@lru_cache(maxsize=8)
+def _in_order(K: int, group_size: int, dtype: torch.dtype) -> Tensor:
+    return torch.arange(K, dtype=dtype) // group_size
+
+
+def read_g_idx(layer: Layer, role: str, K: int, G: int, group_size: int) -> Tensor | None:
+    """Returns the group of every row, or None if rows are in order, or if the tensor is absent or was never filled in.
 
     Some files without act-order have the tensor, but with the same value in every row: -1 in old compressed-tensors
     files, 0 in some GPTQ files. Such a tensor counts as never filled in; exllama and text-generation-inference read it
@@ -21,7 +28,10 @@ def read_g_idx(layer: Layer, role: str, K: int, G: int) -> Tensor | None:
     if role not in layer:
         return None
     layer.expect(role, ("I32", "I64"), K)
-    g_idx = layer.read(role).long()
+    stored = layer.read(role)
+    if torch.equal(stored, _in_order(K, group_size, stored.dtype)):
+        return None
+    g_idx = stored.long()
     low, high = (int(bound) for bound in g_idx.aminmax())
     if low == high == -1:
         return None

@@ -12,7 +12,7 @@ from torch_marlin_metal.checkpoints.checkpoint import Checkpoint
 from torch_marlin_metal.checkpoints.errors import CheckpointError
 from torch_marlin_metal.checkpoints.layer import FLOATS
 from torch_marlin_metal.checkpoints.model_names import ModelNames
-from torch_marlin_metal.layers.float_experts import PARTS, SPLIT, WEIGHTS, find_experts, find_module, is_experts
+from torch_marlin_metal.layers.float_experts import PARTS, SPLIT, WEIGHTS, find_module, is_experts
 from torch_marlin_metal.patterns import NameFilter, check_patterns, selects
 
 SMALLEST = 8  # least rows and columns of a matrix; smaller tensors are tables or vectors
@@ -90,7 +90,7 @@ class FloatModel:
         """
         found = []
         for layer in layers:
-            named = find_experts(self.model, self._names.layer(layer.name)) if SPLIT.fullmatch(layer.name) else None
+            named = self._names.experts.find(self._names.layer(layer.name)) if SPLIT.fullmatch(layer.name) else None
             if named is not None:
                 layer = replace(layer, experts=named[0], group=layer.name.rsplit(".", 2)[0])
             found.append(layer)

@@ -2,15 +2,19 @@
 
 from typing import Any
 
-from torch_marlin_metal.layers.float_experts import find_experts, find_module
+from torch_marlin_metal.layers.float_experts import ExpertFinder
 
 
 class ModelNames:
     """Translates names of a checkpoint to names of the model, because transformers renames some while it loads a model.
 
     Args:
-        model: a model of transformers into which nothing has been loaded yet.
+        model: a model of transformers into which nothing has been loaded yet. Names are looked up in the modules that
+            the model has now.
         conversions: transformers' rules for renaming; None means the rules of the model's class.
+
+    Attributes:
+        experts: finds the experts modules of the model.
     """
 
     def __init__(self, model: Any, conversions: list[Any] | None = None) -> None:
@@ -19,6 +23,8 @@ class ModelNames:
 
         found = get_model_conversion_mapping(model) if conversions is None else conversions
         self._model, self._state = model, model.state_dict()
+        self._modules = dict(model.named_modules(remove_duplicate=False))
+        self.experts = ExpertFinder(self._modules)
         self._renamings = [entry for entry in found if isinstance(entry, WeightRenaming)]
         self._converters = [entry for entry in found if isinstance(entry, WeightConverter)]
 
@@ -46,7 +52,11 @@ class ModelNames:
         return layer if self._has(layer) else tensor if tensor in self._state else name
 
     def _has(self, layer: str) -> bool:
-        return find_module(self._model, layer) is not None or find_experts(self._model, layer) is not None
+        return self.has_module(layer) or self.experts.find(layer) is not None
+
+    def has_module(self, name: str) -> bool:
+        """Returns whether the model has a module of this name."""
+        return name in self._modules
 
     def is_converted(self, name: str) -> bool:
         """Returns whether transformers changes the values of a tensor or merges it with others while loading."""

@@ -7,6 +7,7 @@ part of each expert: `experts.3.gate_proj`, or `experts.3.w1` in Mixtral.
 """
 
 import re
+from collections.abc import Mapping
 
 from torch import nn
 
@@ -36,23 +37,33 @@ def find_module(model: nn.Module, name: str) -> nn.Module | None:
         return None
 
 
-def find_experts(model: nn.Module, name: str) -> tuple[str, tuple[str, ...]] | None:
-    """Returns the experts module to which a layer of a checkpoint belongs, or None if it belongs to none.
+class ExpertFinder:
+    """Finds the experts module that a layer of a checkpoint belongs to.
 
     Args:
-        model: a model with experts in floats.
-        name: the layer's name, as in the model.
-
-    Returns:
-        The module's name, and `ExpertLayers.parts`.
+        modules: the modules of a model with experts in floats, by name. They must not change while this object is used.
     """
-    stacked, split = STACKED.fullmatch(name), SPLIT.fullmatch(name)
-    found = stacked or split
-    experts = find_module(model, found[1]) if found is not None else None
-    if found is None or not is_experts(experts):
-        return None
-    if split is None:
-        return found[1], ()
-    if not getattr(experts, "is_concatenated", True):  # its columns alternate between gate and up
-        return None
-    return found[1], next(names for names in PARTS if split[3] in names)
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self._modules = modules
+        self._known: dict[str, bool] = {}
+
+    def find(self, name: str) -> tuple[str, tuple[str, ...]] | None:
+        """Returns the name of the experts module and `ExpertLayers.parts`, or None if it is no layer of an expert.
+
+        Args:
+            name: the layer's name, as in the model.
+        """
+        split = SPLIT.fullmatch(name)
+        found = split or STACKED.fullmatch(name)
+        if found is None:
+            return None
+        if found[1] not in self._known:
+            self._known[found[1]] = is_experts(self._modules.get(found[1]))
+        if not self._known[found[1]]:
+            return None
+        if split is None:
+            return found[1], ()
+        if not getattr(self._modules[found[1]], "is_concatenated", True):  # its columns alternate between gate and up
+            return None
+        return found[1], next(names for names in PARTS if split[3] in names)

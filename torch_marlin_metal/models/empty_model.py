@@ -173,7 +173,9 @@ def fit_weight(
     dtype = _float_dtype(shape, dtype)
     if bias is not None and dtype is not None:
         bias = bias.to(dtype)
-    return replace(weight, bias=bias).to(real_device(shape.device) if device is None else device)
+    place = real_device(shape.device) if device is None else torch.device(device)
+    weight = weight if bias is weight.bias else replace(weight, bias=bias)
+    return weight if all(tensor.device == place for tensor in weight.tensors().values()) else weight.to(place)
 
 
 def fit_layer(

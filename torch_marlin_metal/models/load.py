@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torch_marlin_metal.checkpoints.files.safetensors import keep_file_open
 from torch_marlin_metal.checkpoints.model_names import ModelNames
 from torch_marlin_metal.checkpoints.options import OnUnsupported, ReadOptions
 from torch_marlin_metal.checkpoints.reader import CheckpointReader, DenseWeight, open_reader
@@ -146,7 +147,8 @@ def load_quantized(
             return fit_weight(OP, f"{target.name}.{name}", shape, weight, device=place, dtype=dtype)
 
         try:
-            stack = experts.layers.pack(read, dtype)
+            with keep_file_open():
+                stack = experts.layers.pack(read, dtype)
         except StackError as error:
             if reader.options.on_unsupported == "dequantize":
                 _set_dense_experts(slots, experts, reader, place, dtype)

@@ -50,7 +50,7 @@ def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeigh
     bits = _bits(layer, settings, K, words)
     group_size, scales = _scales(layer, settings, N, K)
     zeros = _zeros(layer, N, scales.shape[0], bits)
-    g_idx = read_g_idx(layer, "weight_g_idx", K, scales.shape[0])
+    g_idx = read_g_idx(layer, "weight_g_idx", K, scales.shape[0], group_size)
 
     def dequantize() -> Tensor:
         codes = unpack(layer.read("weight_packed").t(), bits, K).float()

@@ -47,21 +47,22 @@ def read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeight
     K = rows * 32 // bits
     scales = layer.read("scales")
     group_size = _group_size(layer, settings, K, G)
-    g_idx = read_g_idx(layer, "g_idx", K, G)
+    g_idx = read_g_idx(layer, "g_idx", K, G, group_size)
     version = options.gptq_version or VERSIONS[settings.text("checkpoint_format", "format").lower()]
 
-    row_group = torch.arange(K) // group_size if g_idx is None else g_idx
+    def floats(zeros: Tensor | None = None) -> Tensor:
+        row_group = torch.arange(K) // group_size if g_idx is None else g_idx
+        return _dequantize(layer, bits, version, scales, row_group, zeros)
+
     if bits != 4:
-        raise layer.unsupported(
-            f"{bits}-bit GPTQ weights are not 4 bit wide", lambda: _dequantize(layer, bits, version, scales, row_group)
-        )
+        raise layer.unsupported(f"{bits}-bit GPTQ weights are not 4 bit wide", floats)
     zeros = _read_zeros(layer, settings, options, version, G, N)
     perm = permutation(layer, "g_idx", g_idx, group_size)
     fitted = fit_groups(K, group_size, scales, *([] if zeros is None else [zeros]))
     if fitted is None:
         raise layer.unsupported(
             f"no group size of the operators divides its groups of {group_size}",
-            lambda: _dequantize(layer, bits, version, scales, row_group, zeros),
+            lambda: floats(zeros),
         )
     op_group_size, grouped = fitted
     qweight = layer.read("qweight")

@@ -1,18 +1,15 @@
 """Loads and saves the experts of a mixture with packed weights.
 
-While a model is loaded, `SeparateExperts` stands in for an experts module. It has a layer for each of the checkpoint's
-layers. `stack` then replaces it by one stack of weights. Experts that cannot be stacked stay separate.
+While a model is loaded, `SeparateExperts` stands in for an experts module. One stack of weights then replaces it.
+Experts that cannot be stacked stay separate.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torch_marlin_metal.integrations.transformers.pending import PendingLinear, inherit
-from torch_marlin_metal.layers.experts import StackError
-from torch_marlin_metal.layers.float_experts import find_experts
 from torch_marlin_metal.layers.fuse import unfused
 from torch_marlin_metal.models.empty_model import LinearShape
 from torch_marlin_metal.models.experts import ExpertLayers, NamedExperts
@@ -20,20 +17,29 @@ from torch_marlin_metal.packed_weight import PackedWeight
 
 
 class SeparateExperts(nn.Module):
-    """Replaces transformers' experts module with a layer for each part of each expert.
+    """Replaces transformers' experts module while the model is loaded, and afterwards if its weights cannot be stacked.
 
-    It runs one expert after the other, and waits for the device to tell which experts have tokens. Models keep it only
-    for experts whose layers cannot be stacked, for instance because some stay in floats.
+    With the layers that `separate` makes, it runs one expert after the other and waits for the device to tell which
+    ones have tokens. A placeholder has no layers, because modules for thousands of experts take seconds to make.
+
+    Attributes:
+        shapes: the shape of the layer with each name.
     """
 
     def __init__(self, layers: ExpertLayers) -> None:
         super().__init__()
         self._layers = layers
-        for name, shape in layers.all_names():
+        self.shapes = dict(layers.all_names())
+
+    def separate(self) -> Iterator[tuple[str, PendingLinear]]:
+        """Makes a placeholder for each layer, and yields its name in this module and the placeholder."""
+        for name, shape in self.shapes.items():
             parent, _, child = name.rpartition(".")
             if parent not in self._modules:
-                self.add_module(parent, nn.Module())
-            self.get_submodule(parent).add_module(child, PendingLinear(shape))
+                self.add_module(parent, nn.Module().train(self.training))
+            pending = PendingLinear(shape).train(self.training)
+            self.get_submodule(parent).add_module(child, pending)
+            yield name, pending
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Returns `[T, H]` for `hidden_states [T, H]` and each token's experts and their weights, both `[T, top_k]`."""
@@ -58,40 +64,9 @@ class SeparateExperts(nn.Module):
         Raises:
             StackError: the weights cannot be stacked.
         """
-        shapes = dict(self._layers.all_names())
-        stack = self._layers.pack(lambda name: read(name, shapes[name])).train(self.training)
+        stack = self._layers.pack(lambda name: read(name, self.shapes[name])).train(self.training)
         inherit(stack, self)
         return stack
-
-
-def stack_experts(
-    model: nn.Module, read: Callable[[str, LinearShape], PackedWeight]
-) -> tuple[set[str], dict[str, str]]:
-    """Replaces each `SeparateExperts` of a model by one stack of weights.
-
-    Weights are copied into the stack as they are read, so that at any time the weights of only one expert exist twice.
-
-    Args:
-        model: changed in place.
-        read: returns the weight of a layer, or raises `StackError` if it stays in floats.
-
-    Returns:
-        The names of the layers that are in a stack now, and the modules that stay separate with the reason.
-    """
-    done: set[str] = set()
-    left: dict[str, str] = {}
-    for prefix, module in list(model.named_modules()):
-        if not isinstance(module, SeparateExperts):
-            continue
-        names = {f"{prefix}.{name}" for name, _ in module._layers.all_names()}
-        try:
-            stack = module.stacked(lambda name, shape, prefix=prefix: read(f"{prefix}.{name}", shape))  # type: ignore[misc]
-        except StackError as error:
-            left[prefix] = error.reason
-            continue
-        model.set_submodule(prefix, stack)
-        done |= names
-    return done, left
 
 
 def decode_stacks(model: nn.Module, dtype: torch.dtype) -> None:
@@ -122,12 +97,9 @@ def expert_layers(model: nn.Module, *, copy: bool = True) -> Iterator[tuple[str,
                 yield f"{name}.{inner}" if name else inner, weight
 
 
-def make_room(model: Any, name: str) -> bool:
-    """Puts `SeparateExperts` into the model if `name` is the layer of an expert. Returns whether it is."""
-    found = find_experts(model, name)
-    if found is None:
-        return False
-    prefix, parts = found
+def make_room(model: nn.Module, prefix: str, parts: tuple[str, ...]) -> SeparateExperts:
+    """Puts `SeparateExperts` into the model in the place of an experts module; `parts` as in `ExpertLayers`."""
     experts = model.get_submodule(prefix)
-    model.set_submodule(prefix, SeparateExperts(ExpertLayers.of(experts, parts)).train(experts.training))
-    return True
+    room = SeparateExperts(ExpertLayers.of(experts, parts)).train(experts.training)
+    model.set_submodule(prefix, room)
+    return room

@@ -6,6 +6,8 @@ else, the packed layers replace the placeholders, one at a time. Packed embeddin
 get no placeholder: they stay in the model, but without a weight, until then.
 """
 
+import re
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -13,10 +15,11 @@ from tqdm.auto import tqdm
 from transformers.utils import logging
 
 from torch_marlin_metal.checkpoints.errors import CheckpointError, UnsupportedFormat
+from torch_marlin_metal.checkpoints.files.safetensors import keep_file_open
 from torch_marlin_metal.checkpoints.model_names import ModelNames
 from torch_marlin_metal.checkpoints.reader import CheckpointReader, DirectorySource
 from torch_marlin_metal.integrations.transformers.config import MarlinConfig
-from torch_marlin_metal.integrations.transformers.experts import make_room, stack_experts
+from torch_marlin_metal.integrations.transformers.experts import SeparateExperts, make_room
 from torch_marlin_metal.integrations.transformers.names import loaded_names, tied_modules
 from torch_marlin_metal.integrations.transformers.parallel import split_of
 from torch_marlin_metal.integrations.transformers.pending import (
@@ -39,6 +42,7 @@ from torch_marlin_metal.packed_weight import PackedWeight
 from torch_marlin_metal.patterns import check_patterns, selects
 
 OP = "from_pretrained"
+EXPERT = re.compile(r"\.experts\.\d+\.")
 logger = logging.get_logger(__name__)
 
 
@@ -54,6 +58,7 @@ class PackedCheckpoint:
         self.reader = reader
         self._config = config
         self._pending: dict[str, tuple[int, PendingLinear]] = {}
+        self._experts: dict[str, tuple[SeparateExperts, dict[str, int]]] = {}  # with each layer's index in the reader
         self._tables: dict[str, tuple[int, nn.Embedding]] = {}
         self._tied: dict[str, str] = {}
 
@@ -72,14 +77,15 @@ class PackedCheckpoint:
         Raises:
             CheckpointError: the model has no layer for a packed weight, or a mixture is packed only in part.
         """
-        if self._pending:
+        if self._pending or self._experts:
             return
         reader = self.reader
         names = ModelNames(model, conversions)
         unused = matcher(model._keys_to_ignore_on_load_unexpected or ())
         for index, source in enumerate(reader.layer_names):
             name = names.layer(source)
-            make_room(model, name)  # if it is the layer of an expert
+            if (found := names.experts.find(name)) and self._place_expert(model, index, name, *found):
+                continue
             module = find_module(model, name)
             if (unused(names.tensor(f"{source}.weight")) and module is None) or not hasattr(model, name.split(".")[0]):
                 continue  # this model class has no such head; transformers reports it
@@ -87,9 +93,6 @@ class PackedCheckpoint:
                 raise UnsupportedFormat(
                     f"{reader.path}: layer {source!r}: {type(model).__name__} has no layer {name!r}"
                 )
-            if isinstance(module, PendingLinear):  # the placeholder of an expert
-                self._pending[name] = index, module
-                continue
             if isinstance(module, nn.Embedding):
                 self._check_table(f"{reader.path}: layer {source!r}", module)
                 hollow_out(module)
@@ -106,22 +109,41 @@ class PackedCheckpoint:
             model.set_submodule(name, pending)
             self._pending[name] = index, pending
             model.all_tied_weights_keys.pop(f"{name}.bias", None)  # the checkpoint's layer has its bias
-        unfilled = [n for n, m in model.named_modules() if isinstance(m, PendingLinear) and n not in self._pending]
+        unfilled = [
+            f"{prefix}.{inner}"
+            for prefix, (experts, indexes) in self._experts.items()
+            for inner in experts.shapes.keys() - indexes
+        ]
         if unfilled:
             raise CheckpointError(
                 f"{reader.path}: expected every expert of a mixture in 4 bit or none, got no packed weight for "
                 f"{listing(unfilled)}"
             )
         dense = {name for name, _, _ in reader.source.others()}
-        packed = self._tensors() - dense
+        packed = {EXPERT.sub(".experts.0.", name) for name in self._tensors() - dense}  # patterns take any number
         model._keys_to_ignore_on_load_unexpected |= ignored_patterns(packed | loaded_names(packed, conversions))
         self._tie(model, {names.tensor(name).removesuffix(".weight") for name in dense if name.endswith(".weight")})
+
+    def _place_expert(self, model: Any, index: int, name: str, prefix: str, parts: tuple[str, ...]) -> bool:
+        """Notes the layer of an expert, and replaces its experts module. Returns False if it has no such layer."""
+        if prefix not in self._experts:
+            self._experts[prefix] = make_room(model, prefix, parts), {}
+        experts, indexes = self._experts[prefix]
+        inner = name.removeprefix(f"{prefix}.")
+        if inner in experts.shapes:
+            indexes[inner] = index
+        return inner in experts.shapes
 
     def fill(self, model: Any, device_map: dict[str, Any] | None) -> None:
         """Reads the packed layers, one at a time, and puts each in the place of its placeholder."""
         reader = self.reader
         keep_dense = self._config.modules_to_not_convert
-        check_patterns(OP, [*self._tables, *self._pending], modules_to_not_convert=keep_dense)
+        inside = {
+            f"{prefix}.{inner}": shape
+            for prefix, (experts, _) in self._experts.items()
+            for inner, shape in experts.shapes.items()
+        }
+        check_patterns(OP, [*self._tables, *self._pending, *inside], modules_to_not_convert=keep_dense)
         users: dict[str, list[str]] = {}
         for user, source in self._tied.items():
             users.setdefault(source, []).append(user)
@@ -129,14 +151,16 @@ class PackedCheckpoint:
         split, styles = split_of(OP, model), {}
         if split is not None:
             floats = [n for n in self._pending if selects(keep_dense, n) or _why_dense(model, n, taken)]
-            whole = {*self._tables, *self._tied, *floats}
-            styles = split.styles([(n, m) for n, (_, m) in self._pending.items() if n not in whole], whole)
+            whole = {*self._tables, *self._tied, *floats, *(n for n in inside if selects(keep_dense, n))}
+            places = {n: m for n, (_, m) in self._pending.items()} | {n: PendingLinear(s) for n, s in inside.items()}
+            styles = split.styles([(n, m) for n, m in places.items() if n not in whole], whole)
             split.begin(reader)
             for name in (*self._tables, *self._tied):  # hooks of the style "replicate", which do nothing
                 model.get_submodule(name).__dict__.pop("forward", None)
-        self._fill_stacks(model, device_map)
-        places: dict[str, tuple[int, nn.Module]] = {**self._tables, **self._pending}
-        for name, (index, place) in tqdm(places.items(), desc="Loading 4-bit layers", unit="layer"):
+        with keep_file_open():
+            self._fill_stacks(model, device_map)
+        waiting: dict[str, tuple[int, nn.Module]] = {**self._tables, **self._pending}
+        for name, (index, place) in tqdm(waiting.items(), desc="Loading 4-bit layers", unit="layer"):
             if split is not None and name in styles and isinstance(place, PendingLinear):
                 device = device_of(device_map, name)
                 part = split.load(name, styles[name], place.shape, reader, index, device)
@@ -161,6 +185,7 @@ class PackedCheckpoint:
             for user in users.get(name, ()):
                 share_weight(model, user, layer)
         self._pending.clear()
+        self._experts.clear()
         self._tables.clear()
         self._tied.clear()
 
@@ -194,22 +219,29 @@ class PackedCheckpoint:
                     self._tied[name] = held[0]
 
     def _fill_stacks(self, model: Any, device_map: dict[str, Any] | None) -> None:
-        """Reads the experts of mixtures into stacks. The layers of experts that stay separate are still pending."""
+        """Reads the experts of mixtures into stacks. The layers of experts that cannot be stacked become pending ones.
 
-        def read(name: str, shape: LinearShape) -> PackedWeight:
-            index, _ = self._pending[name]
+        Weights are copied into the stack as they are read, so that only those of one expert exist beside it.
+        """
+
+        def read(prefix: str, indexes: dict[str, int], inner: str, shape: LinearShape) -> PackedWeight:
+            name = f"{prefix}.{inner}"
             if selects(self._config.modules_to_not_convert, name):
                 raise StackError(f"{name} stays in floats")
-            weight = self.reader.read(index)
+            weight = self.reader.read(indexes[inner])
             if not isinstance(weight, PackedWeight):
                 raise StackError(f"{name} has no 4-bit weight that the operators take")
             return fit_weight(OP, name, shape, weight, device=device_of(device_map, name))
 
-        done, left = stack_experts(model, read)
-        for name, reason in left.items():
-            logger.warning(f"{name} runs one expert after the other: {reason}")
-        for name in done:
-            del self._pending[name]
+        for prefix, (experts, indexes) in self._experts.items():
+            try:
+                stack = experts.stacked(partial(read, prefix, indexes))
+            except StackError as error:
+                logger.warning(f"{prefix} runs one expert after the other: {error.reason}")
+                for inner, pending in experts.separate():
+                    self._pending[f"{prefix}.{inner}"] = indexes[inner], pending
+                continue
+            model.set_submodule(prefix, stack)
 
 
 def _why_dense(model: Any, name: str, taken: dict[int, str]) -> str:
