@@ -16,7 +16,7 @@ from tests.support import checkpoint_writers as writers
 from tests.support.checkpoint_damage import GPTQ, configure, fails
 from tests.support.checkpoint_writers import LAYER
 from torch_marlin_metal import convert
-from torch_marlin_metal.checkpoints.files.safetensors import read_header, read_tensor
+from torch_marlin_metal.checkpoints.files.safetensors import keep_file_open, read_header, read_tensor
 
 K, N = 64, 16
 
@@ -253,3 +253,22 @@ def test_memory_is_used_again_only_when_its_tensor_is_gone(tmp_path) -> None:
     assert again.data_ptr() == place
     for tensor, name in ((again, "a"), (b, "b"), (c, "c")):
         assert torch.equal(tensor, made[name])
+
+
+def test_a_thread_keeps_only_the_file_open_that_it_read_last(tmp_path, monkeypatch) -> None:
+    infos = {}
+    for file in "ab":
+        made = {f"{file}{number}": torch.full((2,), number, dtype=torch.int32) for number in range(2)}
+        save_file(made, tmp_path / f"{file}.safetensors")
+        infos |= read_header(tmp_path / f"{file}.safetensors")[0]
+    opened: list[Any] = []
+    original = Path.open
+    monkeypatch.setattr(Path, "open", lambda *args, **kw: opened.append(original(*args, **kw)) or opened[-1])
+    with keep_file_open():
+        with keep_file_open():  # a caller may keep files open, too
+            values = [read_tensor(infos[name]).tolist() for name in ("a0", "a1", "b0", "b1", "a1")]
+        assert values == [[0, 0], [1, 1], [0, 0], [1, 1], [1, 1]]
+        assert [stream.closed for stream in opened] == [True, True, False]
+    assert [stream.closed for stream in opened] == [True] * 3
+    read_tensor(infos["a0"])
+    assert [stream.closed for stream in opened] == [True] * 4

@@ -1,6 +1,7 @@
 """from_pretrained loads mixtures of experts, whose weights stay packed and stacked."""
 
 import gc
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch_marlin_metal import ExpertWeights, MarlinExperts, MarlinLinear, Packe
 from torch_marlin_metal.checkpoints.reader import CheckpointReader
 from torch_marlin_metal.integrations.transformers import MarlinConfig
 from torch_marlin_metal.integrations.transformers.experts import SeparateExperts
+from torch_marlin_metal.integrations.transformers.pending import PendingLinear
 from torch_marlin_metal.layers.float_experts import ExpertFinder
 
 
@@ -41,6 +43,20 @@ def test_experts_stay_packed_and_compute_the_same(write, tmp_path) -> None:
     assert told == {**nothing, "error_msgs": []}
     assert same(again.state_dict(), model.state_dict())
     assert torch.equal(again(IDS).logits, model(IDS).logits)
+
+
+def test_loading_makes_no_module_for_each_expert_and_opens_a_file_once(tmp_path, monkeypatch) -> None:
+    """A mixture may have 18,432 of them, and each module would cost a fifth of a millisecond."""
+    split_experts(tmp_path / "source")
+    model = MixtralForCausalLM(MixtralConfig(**SIZES))
+    linear = sum(type(module) is torch.nn.Linear for module in model.model.modules())
+    made, opened = [], []
+    init, opens = PendingLinear.__init__, Path.open
+    monkeypatch.setattr(PendingLinear, "__init__", lambda self, shape: made.append(shape) or init(self, shape))
+    monkeypatch.setattr(Path, "open", lambda *args, **kw: opened.append(kw) or opens(*args, **kw))
+    AutoModelForCausalLM.from_pretrained(tmp_path / "source")
+    assert len(made) <= linear
+    assert len([options for options in opened if options.get("buffering") == 0]) < 20
 
 
 @pytest.mark.parametrize("write", [split_experts, stacked_experts])
