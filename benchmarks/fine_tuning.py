@@ -31,7 +31,8 @@ from torch_marlin_metal.cli.bench import processor_name
 # If other jobs share the cores, OpenMP threads that spin while they wait make everything ten times slower.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-PACKED = ("nf4", "uint4b8")  # formats of this package, in groups of 64
+# Formats of this package, in groups of 64. "nf4-rounded" trains with prepare_for_training(round_weights=True).
+PACKED = {"nf4": "nf4", "nf4-rounded": "nf4", "uint4b8": "uint4b8"}
 BASES = (*PACKED, "bf16", "bitsandbytes")
 RIVALS = ("bf16", "bitsandbytes")
 SIZES = {  # the sizes of Llama 3.2 1B
@@ -47,7 +48,7 @@ def quantized(linear: Any, base: str) -> Any:
     import torch_marlin_metal as tmm
 
     if base in PACKED:
-        return tmm.MarlinLinear.from_linear(linear, base, 64)
+        return tmm.MarlinLinear.from_linear(linear, PACKED[base], 64)
     import bitsandbytes as bnb
 
     layer = bnb.nn.Linear4bit(
@@ -63,7 +64,7 @@ def make_model(base: str, size: str, layers: int | None) -> Any:
     from random_llama import random_llama, replace_linears
     from transformers import LlamaConfig
 
-    import torch_marlin_metal.integrations.peft  # noqa: F401  lets peft put adapters on packed layers
+    from torch_marlin_metal.integrations.peft import prepare_for_training  # the import lets peft find packed layers
 
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -75,6 +76,8 @@ def make_model(base: str, size: str, layers: int | None) -> Any:
     model = random_llama(config, torch.bfloat16)
     if base != "bf16":
         replace_linears(model, lambda linear: quantized(linear, base))
+    if base == "nf4-rounded":
+        prepare_for_training(model, round_weights=True)
     model.requires_grad_(False)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -229,7 +232,7 @@ def main() -> None:
     results = measure(bases, options)
     rounds = min(len(result["seconds"]) for result in results.values())
     if not rounds:
-        raise SystemExit(f"--seconds: no round was complete after {options.seconds} s; try --layers 2")
+        raise SystemExit(f"--seconds: no round was complete after {options.seconds} s; try --layers 1 or fewer bases")
     print(f"{memory_table(results)}\n\n{time_table(results)}")
     missing = set(options.bases) - set(bases)
     if missing:

@@ -118,7 +118,8 @@ def gemm(
         lut: float32 `[16]`, the table of lut4; the alias "nf4" supplies it.
         perm: int32 `[K]`, GPTQ's act-order: packed row j multiplies `a[..., perm[j]]`. See `gptq_perm`.
         bias: `[N]`, float16, bfloat16 or float32; added in fp32.
-        variant: "auto", or the name of a GPU kernel variant; the CPU ignores it.
+        variant: "auto", or the name of a GPU kernel variant. The CPU ignores all but "two_pass" with bfloat16
+            activations, which rounds the weights there too if the CPU has fast bfloat16 products.
 
     Returns:
         `[..., N]` in the dtype of `a`.

@@ -1,9 +1,12 @@
 // The GEMM operators for the CPU: checks tensors, passes plain pointers to the kernels, and returns tensors.
 #include <ATen/Context.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/addmm.h>
 #include <ATen/ops/aminmax.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/mm.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -11,9 +14,11 @@
 #include <vector>
 
 #include "csrc/cpu/api.h"
+#include "csrc/cpu/capability.h"
 #include "csrc/cpu/huge_pages.h"
 #include "csrc/cpu/parallel.h"
 #include "csrc/ops/argument_rules.h"
+#include "csrc/ops/operators.h"
 
 namespace marlin::cpu {
 namespace {
@@ -87,6 +92,33 @@ Float32Precision precision_for(ElementType a_type) {
   return reduced ? Float32Precision::reduced : Float32Precision::highest;
 }
 
+// Returns true if a caller's "two_pass" is faster than the kernels that keep the weight exact, at least for tables.
+bool multiplies_rounded(c10::string_view variant, const Tensor& a, const OptionalTensor& bias) {
+  if (variant != "two_pass" || a.scalar_type() != at::kBFloat16) return false;
+  if (bias && bias->scalar_type() != at::kBFloat16) return false;
+  return capability().isa == Isa::amx || (capability().isa == Isa::avx512 && detected().fast_bf16_dot);
+}
+
+// Decodes some columns of the weight at a time, rounded to bf16, and multiplies them by PyTorch's product.
+void multiply_rounded(const Tensor& rows, const WeightTensors& weight, const OptionalTensor& bias, const Tensor& out) {
+  constexpr int64_t kPartBytes = int64_t{4} << 20;  // stays in the cache
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  const Tensor a = weight.perm ? rows.index_select(1, weight.perm->to(at::kLong)) : rows;
+  const int64_t N = out.size(1);
+  const int64_t width = std::clamp<int64_t>(kPartBytes / (2 * a.size(1)) / 64 * 64, 64, std::max<int64_t>(N, 64));
+  for (int64_t first = 0; first < N; first += width) {
+    const int64_t count = std::min(width, N - first);
+    const auto columns = [&](const OptionalTensor& tensor) {
+      const bool has_columns = tensor && tensor->dim() > 0 && tensor->size(-1) == N && tensor->numel() > 1;
+      return has_columns ? OptionalTensor(tensor->narrow(-1, first, count).contiguous()) : tensor;
+    };
+    const Tensor part = dequantize_op().call(*columns(weight.b_packed), *columns(weight.scales), weight.weight_format,
+                                             weight.group_size, columns(weight.zeros), columns(weight.global_scale),
+                                             weight.lut, std::nullopt, at::kBFloat16);
+    out.narrow(1, first, count).copy_(bias ? at::addmm(*columns(bias), a, part) : at::mm(a, part));
+  }
+}
+
 // Computes gemm if fp32_out is false, else gemm_fp32; `op` is the operator's name.
 Tensor multiply(const char* op, const Tensor& a, const WeightTensors& tensors, const OptionalTensor& bias,
                 c10::string_view variant, bool fp32_out) {
@@ -99,6 +131,12 @@ Tensor multiply(const char* op, const Tensor& a, const WeightTensors& tensors, c
   if (out.numel() == 0) return out;
 
   Tensor rows = a.dim() == 2 ? a : a.reshape({-1, weight.view.K});
+  if (!fp32_out && multiplies_rounded(variant, rows, bias)) {
+    weight.perm_data(op);  // checks the indices
+    const std::array<int64_t, 2> flat{rows.size(0), weight.view.N};
+    multiply_rounded(rows, tensors, bias, out.view(flat));
+    return out;
+  }
   if (rows.stride(1) != 1) rows = rows.contiguous();
   const Tensor stored_bias = held(bias);
 

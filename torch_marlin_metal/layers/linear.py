@@ -18,6 +18,8 @@ NO_TENSOR = (
     "the values"
 )
 
+ROUNDED_ROWS = 128  # with fewer rows, decoding the weight costs as much as the faster product saves
+
 _gemm = torch.ops.torch_marlin_metal.gemm.default
 _gemm_fp32 = torch.ops.torch_marlin_metal.gemm_fp32.default
 
@@ -82,6 +84,7 @@ class MarlinLinear(PackedLayer):
     """
 
     product_dtype: torch.dtype | None = None  # dtype of all products on mps if it differs from that of the activations
+    rounds_in_training = False  # see prepare_for_training
     is_split = False  # whether the layer holds one process' part of a weight; see torch_marlin_metal.parallel
 
     def __init__(
@@ -191,13 +194,16 @@ class MarlinLinear(PackedLayer):
 
     def forward(self, a: Tensor) -> Tensor:
         """Returns `[..., out_features]` in a's dtype for `a [..., in_features]` in fp16, bf16 or fp32."""
+        is_rounded = self.rounds_in_training and self.training and a.device.type == "cpu"
+        if is_rounded and a.numel() >= ROUNDED_ROWS * self.in_features:
+            return self._multiply(_gemm, a, variant="two_pass")
         return self._multiply(_gemm, a)
 
     def _sums(self, a: Tensor) -> Tensor:
         """Returns the result of `forward` in fp32, before it is rounded to a's dtype."""
         return self._multiply(_gemm_fp32, a)
 
-    def _multiply(self, operator: Callable[..., Tensor], a: Tensor) -> Tensor:
+    def _multiply(self, operator: Callable[..., Tensor], a: Tensor, **options: str) -> Tensor:
         buffers = self._weight_buffers()
         return operator(
             a,
@@ -206,6 +212,7 @@ class MarlinLinear(PackedLayer):
             weight_format=self.weight_format,
             group_size=self.group_size,
             **given(buffers["zeros"], buffers["global_scale"], buffers["lut"], buffers["perm"], self.bias),
+            **options,
         )
 
     def to_packed(self) -> PackedWeight:

@@ -1,0 +1,69 @@
+"""`gemm(variant="two_pass")` on the CPU: weights rounded to bf16, as training with `round_weights` multiplies them."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+import torch_marlin_metal as tmm
+from tests.support import reference
+from torch_marlin_metal.integrations.peft import prepare_for_training
+from torch_marlin_metal.layers.linear import ROUNDED_ROWS
+
+K, N = 1024, 2200  # in parts of 2048 columns; the last part is narrow
+DTYPE = torch.bfloat16
+IS_FAST = tmm.cpu_capability().isa == "amx" or "avx512_bf16" in tmm.cpu_capability().features
+
+
+def activations(rows: int) -> torch.Tensor:
+    return torch.randn(rows, K, generator=torch.Generator().manual_seed(1)).to(DTYPE)
+
+
+@pytest.mark.parametrize("variant_of_format", ["uint4", "uint4_bias", "nvfp4", "mxfp4", "lut4", "lut4 act-order bias"])
+def test_values_are_within_the_documented_bound(variant_of_format):
+    name, *extras = variant_of_format.split()
+    group_size = tmm.WEIGHT_FORMATS[name].fixed_group_size or 64
+    options = {"global_scale_shape": (-1,)} if name == "nvfp4" else {}
+    weight = reference.make_weight(name, K, N, group_size, **options)
+    a, exact = activations(3), weight.exact
+    bias = None
+    if extras:
+        perm = np.random.default_rng(0).permutation(K).astype(np.int32)
+        weight.arguments["perm"] = torch.from_numpy(perm)
+        exact = np.empty_like(weight.exact)
+        exact[perm] = weight.exact
+        bias = torch.linspace(-4, 4, N).to(DTYPE)
+    call = {"bias": bias, **weight.arguments}
+    got = reference.to_numpy(tmm.gemm(a, weight.b_packed, weight.scales, variant="two_pass", **call))
+    rows = reference.to_numpy(a)
+    y, magnitude = rows @ exact, np.abs(rows) @ np.abs(exact)
+    if bias is not None:
+        y, magnitude = y + reference.to_numpy(bias), magnitude + np.abs(reference.to_numpy(bias))
+    unit = reference.UNIT_ROUNDOFF[DTYPE]
+    bound = unit * np.abs(y) + reference.TINY[DTYPE] + (16 * 2.0**-24 + unit * (1 + unit)) * magnitude
+    assert (np.abs(got - y) <= bound).all()
+
+
+@pytest.mark.skipif(not IS_FAST, reason="this CPU has no fast products of bf16, so two_pass is the exact product")
+def test_training_rounds_the_weights_of_tables_and_evaluation_does_not():
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(K, 64).to(DTYPE)
+    layers = torch.nn.ModuleDict(
+        {name: tmm.MarlinLinear.from_linear(linear, name, 64) for name in ("nf4", "uint4b8")}
+    ).train()
+    exact = {name: layer(activations(ROUNDED_ROWS)) for name, layer in layers.items()}
+    kept = copy.deepcopy(layers)
+    prepare_for_training(layers, gradient_checkpointing=False, round_weights=True)
+    few, many = activations(ROUNDED_ROWS - 1), activations(ROUNDED_ROWS)
+    table = layers["nf4"]
+    rounded = torch.nn.functional.linear(many, table.dequantize(DTYPE), table.bias)
+    torch.testing.assert_close(table(many), rounded, rtol=2**-7, atol=1e-3)
+    assert not torch.equal(table(many), exact["nf4"])
+    assert torch.equal(table(few), kept["nf4"](few))
+    assert torch.equal(layers["uint4b8"](many), exact["uint4b8"])
+    assert torch.equal(table.eval()(many), exact["nf4"])
+    wide = many.float()
+    assert torch.equal(table.train()(wide), kept["nf4"](wide))
+    prepare_for_training(layers, gradient_checkpointing=False)
+    assert torch.equal(table(many), exact["nf4"])
