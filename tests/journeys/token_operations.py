@@ -35,6 +35,8 @@ def fill(text: Any) -> None:
     for name in ("head_dim", "num_key_value_heads", "num_experts_per_tok"):
         if getattr(text, name, 0) is None:
             setattr(text, name, SIZES[name])
+    if getattr(text, "rotary_dim", None) is not None:
+        text.rotary_dim = min(text.rotary_dim, text.hidden_size // text.num_attention_heads)
     if getattr(text, "qk_rope_head_dim", None) is not None:
         text.head_dim = text.qk_rope_head_dim  # only these elements of a head are rotated
 
