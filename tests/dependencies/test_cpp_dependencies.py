@@ -20,7 +20,7 @@ ALLOWED = {
     "csrc/ops": ["csrc/core"],
     "csrc/cpu": ["csrc/core", "csrc/ops"],
     "csrc/planner": ["csrc/core", "kernels/shared"],
-    "csrc/mps": ["csrc/ops", "csrc/planner"],
+    "csrc/mps": ["csrc/core", "csrc/ops", "csrc/planner"],
     "csrc/layer": [
         *("csrc/core", "csrc/ops", "csrc/cpu", "csrc/planner/plan_cache.h", "csrc/mps/encoder.h", "kernels/layer"),
     ],

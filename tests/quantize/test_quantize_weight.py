@@ -2,9 +2,12 @@
 than "rtn".
 """
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
+from allpairspy import AllPairs
 
 from tests.support.reference import DTYPES, E2M1, FORMATS, e4m3, e8m0, to_numpy
 from torch_marlin_metal.formats import NF4_VALUES
@@ -17,6 +20,21 @@ FIXED_GROUP = {"nvfp4": 16, "mxfp4": 32}
 GROUPS = [
     (name, size) for name in FORMATS for size in ([FIXED_GROUP[name]] if name in FIXED_GROUP else [16, 32, 128, -1])
 ]
+
+VALUES = {
+    "weight_format,group_size": GROUPS,
+    "weight_format": FORMATS,
+    "kind": ["normal", "one-sided", "outliers", "sparse", "tiny", "constant"],
+    "method": ["rtn", "mse"],
+    "scale_dtype": DTYPES,
+    "dtype": DTYPES,
+}
+AXES = {
+    "test_every_code_is_the_nearest": ("weight_format,group_size", "kind", "method"),
+    "test_mse_is_never_worse_in_any_group": ("weight_format,group_size", "kind"),
+    "test_dtypes": ("weight_format", "scale_dtype", "dtype"),
+    "test_zeros_stay_zero": ("weight_format,group_size", "method"),
+}
 
 
 def weights(kind: str, N: int = 24, K: int = 200, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -73,12 +91,27 @@ def group_errors(packed: PackedWeight, w: torch.Tensor) -> np.ndarray:
     return np.add.reduceat(squares, np.arange(0, packed.K, packed.group_size), axis=0)
 
 
-@pytest.mark.parametrize("method", ["rtn", "mse"])
-@pytest.mark.parametrize("kind", ["normal", "one-sided", "outliers", "sparse", "tiny", "constant"])
-@pytest.mark.parametrize(("weight_format", "group_size"), GROUPS)
-def test_every_code_is_the_nearest(weight_format, group_size, kind, method, device):
+def pytest_generate_tests(metafunc):
+    """Parametrizes the tests in AXES: with --everything by all cases, otherwise by few that have all pairs of values."""
+    axes = AXES.get(metafunc.function.__name__)
+    if axes is None:
+        return
+    values = [*(VALUES[name] for name in axes), ["cpu", "mps"]]
+    cases = itertools.product(*values) if metafunc.config.getoption("--everything") else AllPairs(values)
+    flat = [(*group, *rest) if isinstance(group, tuple) else (group, *rest) for group, *rest in cases]
+    names = ",".join([*axes, "one_device"])
+    metafunc.parametrize(names, flat, indirect=["one_device"])
+
+
+@pytest.fixture
+def one_device(request):
+    """Returns the device of one case, while the fixture `device` would run each case on both devices."""
+    return request.getfixturevalue("mps") if request.param == "mps" else request.param
+
+
+def test_every_code_is_the_nearest(weight_format, group_size, kind, method, one_device):
     w = weights(kind)
-    packed = quantize_weight(w.to(device), weight_format, group_size, method).validate()
+    packed = quantize_weight(w.to(one_device), weight_format, group_size, method).validate()
     exact = to_numpy(w).T
     error = np.abs(values(packed) - exact)
     least = np.abs(all_values(packed) - exact).min(0)
@@ -86,10 +119,8 @@ def test_every_code_is_the_nearest(weight_format, group_size, kind, method, devi
     assert (error <= least + 2.0**-20 * (np.abs(scales_of(packed)) + np.abs(exact))).all()
 
 
-@pytest.mark.parametrize("kind", ["normal", "one-sided", "outliers", "sparse", "tiny", "constant"])
-@pytest.mark.parametrize(("weight_format", "group_size"), GROUPS)
-def test_mse_is_never_worse_in_any_group(weight_format, group_size, kind, device):
-    w = weights(kind).to(device)
+def test_mse_is_never_worse_in_any_group(weight_format, group_size, kind, one_device):
+    w = weights(kind).to(one_device)
     rtn = group_errors(quantize_weight(w, weight_format, group_size, "rtn"), w)
     mse = group_errors(quantize_weight(w, weight_format, group_size, "mse"), w)
     assert (mse <= rtn).all()
@@ -97,18 +128,15 @@ def test_mse_is_never_worse_in_any_group(weight_format, group_size, kind, device
         assert mse.sum() < 0.97 * rtn.sum()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("scale_dtype", DTYPES)
-@pytest.mark.parametrize("weight_format", FORMATS)
-def test_dtypes(weight_format, scale_dtype, dtype, device):
+def test_dtypes(weight_format, scale_dtype, dtype, one_device):
     packed = quantize_weight(
-        weights("normal", dtype=dtype).to(device), weight_format, scale_dtype=scale_dtype
+        weights("normal", dtype=dtype).to(one_device), weight_format, scale_dtype=scale_dtype
     ).validate()
     coded = weight_format in FIXED_GROUP
     assert packed.scales.dtype == (torch.uint8 if coded else scale_dtype)
     if weight_format == "uint4_bias":
         assert packed.zeros.dtype == scale_dtype
-    assert packed.b_packed.device.type == device
+    assert packed.b_packed.device.type == one_device
     assert packed.group_size == FIXED_GROUP.get(weight_format, 128)
     assert np.abs(values(packed) - to_numpy(weights("normal", dtype=dtype)).T).max() < 0.04
 
@@ -134,10 +162,8 @@ def test_uint4_zero_points_keep_zero_exact(device):
     assert (values(packed)[to_numpy(w).T == 0] == 0).all()
 
 
-@pytest.mark.parametrize("method", ["rtn", "mse"])
-@pytest.mark.parametrize(("weight_format", "group_size"), GROUPS)
-def test_zeros_stay_zero(weight_format, group_size, method, device):
-    packed = quantize_weight(torch.zeros(3, 40, device=device), weight_format, group_size, method).validate()
+def test_zeros_stay_zero(weight_format, group_size, method, one_device):
+    packed = quantize_weight(torch.zeros(3, 40, device=one_device), weight_format, group_size, method).validate()
     assert (packed.dequantize() == 0).all()
     code = {"uint4b8": 8, "lut4": NF4_VALUES.index(0.0)}.get(weight_format, 0)
     assert (unpack_codes(packed.b_packed) == code).all()
