@@ -194,23 +194,28 @@ def test_zero_rows_and_zero_batches_give_an_empty_result(weight_format, device):
     assert run(torch.empty(4, 0, 32, device=device), weight).shape == (4, 0, 24)
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("dtype", reference.DTYPES, ids=str)
 @pytest.mark.parametrize("weight_format", reference.FORMATS)
-def test_nonfinite_activations_reach_their_row_and_no_other(weight_format, dtype, value, device):
+def test_nonfinite_activations_reach_their_row_and_no_other(weight_format, dtype, device, everything):
+    """On mps, each format and each dtype meets each value, but not each pair of a format and a dtype."""
     K, N, row, k = 72, 40, 1, 37
+    turn = reference.FORMATS.index(weight_format) + reference.DTYPES.index(dtype)
+    values = [np.nan, np.inf, -np.inf]
+    if device == "mps" and not everything:
+        values = [values[turn % 3]]
     group_size = tmm.WEIGHT_FORMATS[weight_format].fixed_group_size or 16
     weight = reference.make_weight(weight_format, K, N, group_size)
     for M in (3, 33):
         a = activations((M, K), dtype)
         exact, bound = reference.gemm(a, weight, raw_codes=reference.sums_raw_codes(device))
-        a[row, k] = value
-        result = run(a.to(device), weight.to(device)).cpu()
         others = [m for m in range(M) if m != row]
-        reference.check_gemm(result[others], exact[others], bound[others])
-        assert not torch.isfinite(result[row]).any()
-        if np.isnan(value):
-            assert torch.isnan(result[row]).all()
+        for value in values:
+            a[row, k] = value
+            result = run(a.to(device), weight.to(device)).cpu()
+            reference.check_gemm(result[others], exact[others], bound[others])
+            assert not torch.isfinite(result[row]).any()
+            if np.isnan(value):
+                assert torch.isnan(result[row]).all()
 
 
 @pytest.mark.parametrize("M", [1, 4, 33])
