@@ -4,8 +4,6 @@ import os
 import platform
 import re
 import subprocess
-import sys
-import sysconfig
 from pathlib import Path
 
 import pytest
@@ -39,10 +37,6 @@ TILES = ROOT / "csrc/cpu/x86/amx.cpp"
 VECTORS = [path for path in SOURCES if path.stem in VECTOR_STEMS]
 
 
-# The folder of the object files that setup.py compiles for the extension.
-EXTENSION = ROOT / "build" / f"temp.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
-
-
 def command(*flags: str, compiler: str | None = None) -> list[str]:
     return [compiler or cxx.compiler(), "-std=c++20", "-Wall", "-Wextra", "-Werror", f"-I{ROOT}", *flags]
 
@@ -55,11 +49,8 @@ def kernel_objects(
     With the flags `PLAIN`, these are the object files of the built extension, unless a source is newer than one of
     them.
     """
-    own = {source: EXTENSION / source.relative_to(ROOT).with_suffix(".o") for source in sources}
-    if flags == PLAIN and compiler is None and all(path.exists() for path in own.values()):
-        newest = max(path.stat().st_mtime for room in ("csrc", "kernels") for path in (ROOT / room).rglob("*"))
-        if min(path.stat().st_mtime for path in own.values()) > newest:
-            return own
+    if flags == PLAIN and compiler is None and (own := cxx.of_extension(sources)):
+        return own
     return cxx.objects(folder, sources, command(*flags, compiler=compiler))
 
 

@@ -25,9 +25,10 @@ PROGRAMS = (
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_plans(name: str, run_folder: Path) -> None:
     command = [cxx.compiler(), "-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", f"-I{ROOT}"]
-    sources = [ROOT / f"tests/planner/{name}.cpp", *sorted((ROOT / "csrc/planner").rglob("*.cpp"))]
-    sources.append(ROOT / "csrc/mlstm/gpu_plan.cpp")
-    program = cxx.link(run_folder, cxx.objects(run_folder, sources, command).values(), command)
+    sources = [*sorted((ROOT / "csrc/planner").rglob("*.cpp")), ROOT / "csrc/mlstm/gpu_plan.cpp"]
+    planner = cxx.of_extension(sources) or cxx.objects(run_folder, sources, command)
+    test = cxx.objects(run_folder, [ROOT / f"tests/planner/{name}.cpp"], command)
+    program = cxx.link(run_folder, [*test.values(), *planner.values()], command)
     done = subprocess.run([str(program)], check=False, capture_output=True, text=True)
     print(done.stdout)
     assert done.returncode == 0, done.stdout

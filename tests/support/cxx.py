@@ -5,8 +5,13 @@ import hashlib
 import os
 import shutil
 import subprocess
+import sys
+import sysconfig
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+EXTENSION = ROOT / "build" / f"temp.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
 
 
 def compiler() -> str:
@@ -23,6 +28,15 @@ def objects(folder: Path, sources: Iterable[Path], command: Sequence[str]) -> di
         for source, target in targets.items():
             _once(target, [*command, "-c", str(source)], wait=wait)
     return targets
+
+
+def of_extension(sources: Iterable[Path]) -> dict[Path, Path] | None:
+    """Returns the object files that setup.py compiled for the extension, or None unless they are newer than all sources."""
+    found = {source: EXTENSION / source.relative_to(ROOT).with_suffix(".o") for source in sources}
+    if not all(path.exists() for path in found.values()):
+        return None
+    newest = max(path.stat().st_mtime for room in ("csrc", "kernels") for path in (ROOT / room).rglob("*"))
+    return found if min(path.stat().st_mtime for path in found.values()) > newest else None
 
 
 def link(folder: Path, parts: Iterable[Path], command: Sequence[str]) -> Path:
