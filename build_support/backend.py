@@ -34,7 +34,7 @@ def site_packages_with_torch() -> list[str]:
 
 
 def torch_requirement(torch_version: str | None) -> str:
-    """Returns the torch requirement for the metadata: all releases with the same first two numbers.
+    """Returns the torch requirement for the metadata, `torch==2.13.*` for torch 2.13.0.
 
     Args:
         torch_version: "2.13.0+cpu", or None for a package of Python files only, which runs with any torch

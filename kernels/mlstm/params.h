@@ -71,8 +71,8 @@ enum {
   kMlstmStepMaxSimdgroups = 16,
 };
 
-// The threadgroup memory of mlstm_output. It holds the scores of a block of queries: with the keys of the same block
-// and of all earlier blocks of the chunk.
+// The threadgroup memory of mlstm_output. It holds the scores of a block of queries with the keys of its own block and
+// of all earlier blocks of the chunk.
 constexpr uint32_t mlstm_output_bytes(uint32_t chunk_size) {
   return ceil_divide(chunk_size, kMlstmBlock) * kMlstmBlock * kMlstmBlock * 4;
 }
