@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-# How many seconds after the group's timeout a process waits for the reports of all others. If only one process has not
-# reported, the wait also ends this many seconds after the last report.
+# Limits in seconds the wait of a process for the reports of all others. The wait ends this long after the group's
+# timeout. If only one report is missing, it ends this long after the last report that came.
 GRACE = 2.0
 
 
