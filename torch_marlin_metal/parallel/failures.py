@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-# Limits in seconds the wait of a process for the reports of all others. The wait ends this long after the group's
+# Limits how long a process waits for the reports of all others, in seconds. The wait ends this long after the group's
 # timeout. If only one report is missing, it ends this long after the last report that came.
 GRACE = 2.0
 
