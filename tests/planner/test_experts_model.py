@@ -9,6 +9,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks/metal")
 
 import experts_model as model
 
+from torch_marlin_metal.extension import native
 from torch_marlin_metal.profiling import AppleSiliconGPU
 
 GPT_OSS, QWEN3 = model.MIXTURES
@@ -60,12 +61,12 @@ def test_experts_stay_as_near_to_the_limit_as_the_page_says(
         assert found.seconds / found.one_by_one <= (over_one_by_one if tokens == 512 else 1), (tokens, found)
 
 
-def test_a_bar_that_is_missed_is_named(monkeypatch, capsys) -> None:
+def test_a_bar_that_is_missed_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(model, "TOKENS", (512,))
     monkeypatch.setattr(model, "MIXTURES", (GPT_OSS,))
     monkeypatch.setattr(sys, "argv", ["experts_model.py", "--gpus", "M4"])
-    plan = model.native.moe_plan
-    monkeypatch.setattr(model.native, "moe_plan", lambda **options: plan(**{**options, "variant": "gemv"}))
+    plan = native.moe_plan
+    monkeypatch.setattr(native, "moe_plan", lambda **options: plan(**{**options, "variant": "gemv"}))
     assert model.main() == 1
     printed = capsys.readouterr().out
     assert "gpt-oss-20b, M4, 512 tokens: time over the limit" in printed
