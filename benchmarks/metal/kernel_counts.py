@@ -123,7 +123,7 @@ def write(array: str, header: Path, table: str) -> None:
     if replaced != 1:
         raise RuntimeError(f"kernel_counts.py: expected one table {array} in {header}, found {replaced}")
     header.write_text(text)
-    subprocess.run(["clang-format", "-i", str(header)], check=True)
+    subprocess.run([str(Path(sys.executable).with_name("clang-format")), "-i", str(header)], check=True)
 
 
 def main() -> int:
