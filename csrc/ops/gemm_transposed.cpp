@@ -21,8 +21,9 @@ namespace {
 
 constexpr const char* kVariable = "TORCH_MARLIN_METAL_GRADIENT_BYTES";
 constexpr int64_t kDefaultBytes = int64_t{64} << 20;
-// On the CPU a part has at most these bytes, even if the limit allows more. The C library returns a larger block to the
-// system when it is freed, and page faults of the next one then take longer than decoding into it.
+// On the CPU a part has at most this many bytes, even if the limit allows more. When a larger block is freed, the C
+// library returns it to the system. The next part then causes a page fault for each of its pages, and these faults take
+// longer than decoding the weights.
 constexpr int64_t kCpuPartBytes = int64_t{16} << 20;
 
 // How the rows of K are divided into parts: a part has several whole groups, or a fraction of one group.

@@ -43,8 +43,8 @@ void check_slices(const GemmProblem& problem, const Plan& plan) {
   expect_tiling(last.grid.y, last.threads.y, problem.M, "reduced rows");
 }
 
-// Walks the stripes as the kernel does. Checks that every unit is taken once, that all partial sums have their own
-// slot, and that the reduction has a layer for each tile that is shared.
+// Walks the stripes as the kernel does. Checks that every unit is taken once, that each partial sum has its own slot,
+// and that the reduction's grid has one slice in z for each tile that several stripes share.
 void check_stripes(const GemmProblem& problem, const Plan& plan, TileShape tile, const GpuDevice& device) {
   const Dispatch& product = plan.dispatches.front();
   const auto& params = std::get<GemmParams>(product.params);

@@ -43,7 +43,7 @@ class DirectoryFormat(Format):
         anchors: ending -> role, for a tensor that every layer has. The tensor's name without the ending is the layer's
             name.
         roles: role -> possible endings, for the layer's other tensors.
-        fields: field of `PackedWeight` -> role, so that an error names the tensor.
+        fields: field of `PackedWeight` -> role. An error about a field names the checkpoint's tensor with that role.
         check: raises UnsupportedFormat if layers with the settings of a checkpoint are not supported.
         read: converts one layer.
         implied: recognises checkpoints of this format whose settings name no method.
@@ -53,10 +53,10 @@ class DirectoryFormat(Format):
         listed: for a format whose settings list the layers, returns their names. Only these names are layers, because
             other tensors may have names like parts of a layer.
         unread: ending -> reason, for tensors that mark a layer whose quantization is not supported.
-        axes: role -> what each dimension of the tensor counts. A process that needs only a part of a layer uses it to
-            read only that part. The values are "N", "K", "N/8" and "K/8" (words of 8 codes), or "G" (groups). "order"
-            stands for a tensor of one dimension that gives the order of K or the group of each row. Empty if a layer
-            can only be read as a whole.
+        axes: role -> what each dimension of the tensor counts, so that a process that needs only a part of a layer can
+            read only that part. The values are "N", "K", "N/8" and "K/8" (words of 8 codes), "G" (groups), and
+            "order", for a tensor of one dimension that holds, for each row of K, its position or its group. Empty if a
+            layer can only be read as a whole.
     """
 
     containers: tuple[str, ...] = ("a directory of safetensors files", "(on request) a directory of PyTorch pickles")

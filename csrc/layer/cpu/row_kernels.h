@@ -1,5 +1,6 @@
-// Functions of fp32 rows for any vector policy V (vec_*.h). The compiler vectorizes the loops for the target of the
-// file that includes this header. V only keeps the instances of the targets apart.
+// Functions on rows of fp32 values. The compiler vectorizes the loops for the target of the file that includes this
+// header. The template parameter V (a vector policy of vec_*.h) computes nothing: it gives each target instantiations of
+// its own, so that the linker does not merge those of different targets.
 #pragma once
 
 #include <algorithm>

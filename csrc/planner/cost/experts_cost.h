@@ -15,8 +15,8 @@ struct Routing {
 // knows the routing when a plan is made.
 Routing expected_routing(uint32_t tokens, uint32_t top_k, uint32_t experts, uint32_t block_rows);
 
-// Returns the costs of the plan's dispatches: moe_sort unless the tiling is one of gemv, the products, and moe_reduce
-// if the problem needs it. Surplus threadgroups, which have no rows, cost nothing.
+// Returns the cost of each dispatch of the plan: moe_sort (not for tilings of gemv), then the products, then moe_reduce
+// (only if the problem needs it). Surplus threadgroups, which have no rows, cost nothing.
 PlanCost experts_cost(const Tiling& tiling, const MoeProblem& problem, const GpuDevice& device);
 
 }  // namespace marlin

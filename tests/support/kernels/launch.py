@@ -61,7 +61,7 @@ def element_type(dtype: torch.dtype | None) -> int:
 def parameters(struct: str, **fields: float | bytes) -> bytes:
     """Returns the bytes of a parameter struct. The fields' offsets come from the C++ compiler. Strides have 64 bits.
 
-    A field that is a struct takes that struct's bytes.
+    For a field that is itself a struct, pass the bytes of that struct.
     """
     layout = facts()["structs"][struct]
     data = bytearray(layout["end"])
