@@ -21,6 +21,8 @@ ASSUMPTIONS = (
     "If several row blocks read the same weights, each block reads them from memory again. These reads are twice as "
     "fast if the weight fills at most half of the system-level cache. In gemv, row blocks that read the same weights "
     "start together, and all but the first find the weights in L2.",
+    "In a mixture, each token chooses its experts at random, and all experts are equally likely. The rows of an expert "
+    "fill blocks of rows, and only its last block can be partly filled. Threadgroups without rows cost nothing.",
     "Bank conflicts, the register cache, barriers and the rate of threadgroup memory cost nothing.",
     "A dispatch that depends on the previous one takes 6 us in addition to its work. Published figures are 3 to 10 us.",
     "On chips of two dies (Ultra), weights of less than 50 MB are read at 0.8 times the rate of larger ones.",
