@@ -79,3 +79,16 @@ def test_missing_packages_are_named() -> None:
         "softmetal: clang++-19, addr2line not found; install with: "
         "apt-get install clang-19 libobjc-12-dev libblocksruntime-dev binutils"
     )
+
+
+def test_a_script_and_the_processes_that_it_starts_have_the_device(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("""
+import subprocess, sys, torch
+asked = "import torch; print(torch.ones(2, device='mps').sum().item())"
+exec(asked)
+subprocess.run([sys.executable, "-c", asked], cwd="/", check=True)
+""")
+    command = [sys.executable, "-u", "-m", "softmetal", str(script)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stdout == "2.0\n2.0\n", done.stderr

@@ -123,8 +123,8 @@ void add_traffic(KernelLoad& load, const Product& product, const Chip& chip) {
 
 KernelLoad load_of(const Product& product, const GpuDevice& device) {
   const Tiling& tiling = product.tiling;
-  const KernelCounts& counts = counts_of(GemmTile{tiling.variant, tiling.kernel, product.tile, tiling.stages},
-                                         product.problem, family_of(*device.chip));
+  const GemmTile row{tiling.variant, tiling.kernel, product.tile, tiling.stages};
+  const KernelCounts& counts = counts_of(row, product.problem, family_of(*device.chip));
   const Steps steps = steps_of(product, counts);
   KernelLoad load{.threadgroups = product.threadgroups(),
                   .threads = tiling.simdgroups * kSimdWidth,
