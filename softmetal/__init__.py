@@ -241,10 +241,10 @@ def failing_allocation(count: int) -> Iterator[Callable[[], bool]]:
 
 @contextlib.contextmanager
 def failing_command_buffer(message: str, code: int = 1) -> Iterator[None]:
-    """Makes the first command buffer with commands in a `with` block end with an error; its commands do not run.
+    """Inside a `with` block, makes the first command buffer that has commands fail. Its commands do not run.
 
-    The end of the block waits for the device. torch 2.15 and later then raise the failure, and the block drops this
-    error of torch's, so that a program sees what the package under test reports.
+    The end of the block waits for the device. torch 2.15 and later then raise an error for the failure. The block drops
+    that error, so that a program sees what the package under test reports.
 
     Args:
         message: the error's description.

@@ -38,7 +38,7 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch
 class Traffic:
     """The counts of one product over all its dispatches.
 
-    The bytes are those read and written, in total and distinct.
+    Bytes read and bytes written are each counted twice: in total, and with each distinct byte counted once.
     """
 
     variant: str

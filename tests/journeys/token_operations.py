@@ -79,7 +79,7 @@ def of_one_call(model: Any, batch: int = 1, tokens: int = 1, is_static: bool = F
 
 
 def pair_of(family: str, fuse: bool) -> tuple[list[Any], FusedLayersReport]:
-    """Returns models with one and with two layers, and what was fused in the second.
+    """Returns two models, one with a single layer and one with two layers, and what was fused in the latter.
 
     Args:
         family: the models' type.

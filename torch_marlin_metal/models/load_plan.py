@@ -31,9 +31,9 @@ class LoadPlan:
     """What to load, and the modules and tensors to fill.
 
     `layers` has a pair (index in the reader, target) for each packed layer, and `others` has a pair (names in the
-    model, function that reads the tensor) for each other tensor. `tied` has the modules for which the checkpoint has no
-    tensor, because they share the weight of an embedding: id of the module's target -> (that target, the embedding's
-    target). `experts` has the experts modules of mixtures by the ids of their targets.
+    model, function that reads the tensor) for each other tensor. `tied` is for modules that have no tensor in the
+    checkpoint, because they share the weight of an embedding. It maps the id of the module's target to a pair (that
+    target, the embedding's target). `experts` maps the id of a target to the experts module of a mixture that has it.
     """
 
     layers: list[tuple[int, Target]]

@@ -28,7 +28,7 @@ def naming_failed_ranks(operation: str, group: dist.ProcessGroup | None = None) 
         group: the processes; None means all.
 
     Raises:
-        RuntimeError: communication inside the block raised this error.
+        RuntimeError: communication inside the block raised a RuntimeError. The new error contains its message.
     """
     if torch.compiler.is_compiling():
         yield

@@ -41,7 +41,7 @@ class MarlinLoraExperts(PackedMerging[ExpertWeights], ParamWrapper):  # type: ig
         return hollow.expand(stack.experts, sum(stack.sizes), stack.in_features)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, **kwargs: Any) -> Tensor:
-        """Returns what `MarlinExperts` does, with the active adapters of both stacks.
+        """Computes the same as `MarlinExperts.forward`, and applies the active adapters of both stacks.
 
         Raises:
             ValueError: the batch mixes adapters.
