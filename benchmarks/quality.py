@@ -1,4 +1,6 @@
-"""Measures what 4-bit weights cost a real model, by format and method: sentence embeddings against the fp32 model's.
+"""Measures how much quality a real model loses with 4-bit weights, for each format and method.
+
+Its sentence embeddings are compared with those of the fp32 model.
 
     python benchmarks/quality.py                 # the table, as Markdown
     python benchmarks/quality.py --write docs/use/quality.md --picture docs/images/quality.png

@@ -28,9 +28,9 @@ struct SetParams {
 };
 
 // Sets every slot that the kernel declares, because the encoder still has the bindings of earlier kernels, including
-// PyTorch's. The slot of an absent optional tensor gets nil. Another tensor as a stand-in would be wrong: Metal would
-// take that tensor for one that the kernel uses, and, if the kernel may write to the slot, for one that the kernel
-// writes.
+// PyTorch's. The slot of an absent optional tensor gets nil. Binding another tensor as a stand-in would be wrong:
+// Metal would assume that the kernel uses that tensor. If the kernel may write to the slot, Metal would also assume
+// that the kernel writes the tensor.
 void bind(id<MTLComputeCommandEncoder> encoder, const Dispatch& dispatch, const Bindings& bindings) {
   for (uint32_t rest = info(dispatch.kernel).slots & ~MARLIN_SLOT(kSlotParams); rest != 0; rest &= rest - 1) {
     const int slot = std::countr_zero(rest);

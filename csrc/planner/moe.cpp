@@ -1,6 +1,6 @@
 // Plans of products with experts. With few rows, each threadgroup computes one row with the body of gemv. With many
-// rows, it computes a block of an expert's rows with the body of fused or tensor. K is split over simdgroups only, and
-// in tensor not at all, so that one dispatch computes the products.
+// rows, it computes a block of an expert's rows with the body of fused or tensor. One dispatch computes the products:
+// gemv and fused split K over simdgroups only, and tensor does not split K.
 #include "csrc/planner/cost/experts_cost.h"
 #include "csrc/planner/variants/split_k.h"
 

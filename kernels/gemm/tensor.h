@@ -3,10 +3,11 @@
 // are scaled in fp32 at the end of each group. Both operands come straight from device loads, so the K loop needs no
 // threadgroup memory and no barrier.
 //
-// The left operand is 16 columns of the weight, the right operand 32 rows of activations, and a simdgroup computes 32
-// columns of 32 rows. In left operand f, row v of the upper half is column 4 v + 2 f of the simdgroup, and row v of the
-// lower half is column 4 v + 2 f + 1. One 16-byte load therefore gives a lane its words of both left operands. The lane
-// that decodes a column also holds the sums of this column, so it needs no scale of another column.
+// A left operand is 16 columns of the weight, and a right operand is 32 rows of activations. A simdgroup computes 32
+// columns of 32 rows, so it has two left operands, f = 0 and f = 1. Row v of the upper half of operand f is column
+// 4 v + 2 f of the simdgroup's columns, and row v of the lower half is column 4 v + 2 f + 1. One 16-byte load therefore
+// gives a lane its words of both left operands. The lane that decodes a column also holds the sums of this column, so
+// it needs no scale of another column.
 #pragma once
 
 #include <MetalPerformancePrimitives/MetalPerformancePrimitives.h>
@@ -22,8 +23,9 @@ enum {
   kTensorQuads = kTensorRows / 8,     // rows of which a lane loads activations
 };
 
-// Of a block of 16 x 16, a lane holds eight elements: four neighbours in `row`, from `column` on, and the four that lie
-// 8 rows below them. Apple does not document this layout; MLX's kernels for the M5 rely on it.
+// A lane holds eight elements of a block of 16 x 16: four adjacent elements of row `row`, the first of them in column
+// `column`, and the four elements 8 rows below them. Apple does not document this layout; MLX's kernels for the M5 rely
+// on it.
 MARLIN_INLINE LanePlace tensor_place(uint lane) {
   const uint quad = lane >> 2;
   return {(quad & 4u) | ((lane >> 1) & 3u), 4 * ((quad & 2u) | (lane & 1u))};

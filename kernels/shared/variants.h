@@ -97,7 +97,7 @@
 #define MARLIN_KERNELS_GEMM_FUSED(X) X("gemm/fused", gemm_fused, format_element, kMaskAll)
 
 // MARLIN_TILES calls X(M, N, K, ...) for each tile of the double-buffered and single-stage kernels.
-// MARLIN_STRIPED_TILES does the same for each tile that gemm_striped has, too.
+// MARLIN_STRIPED_TILES does the same, but only for those of these tiles that gemm_striped also has.
 #define MARLIN_STRIPED_TILES(X, ...) X(64, 64, 32, __VA_ARGS__) X(32, 128, 32, __VA_ARGS__)
 #define MARLIN_TILES(X, ...)           \
   MARLIN_STRIPED_TILES(X, __VA_ARGS__) \

@@ -1,5 +1,5 @@
-// The products of Metal 4's tensor units. msl/tensor declares these functions for kernels that include its headers, so
-// abi.h, which every compiled kernel depends on, does not have them.
+// The products of Metal 4's tensor units. Kernels get their declarations by including the
+// headers of msl/tensor. They are not declared in abi.h, because every compiled kernel depends on that file.
 #pragma once
 
 #include <cstdint>

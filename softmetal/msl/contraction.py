@@ -54,7 +54,7 @@ def fused_products(tokens: list[Token], code: list[Token]) -> list[Product]:
 
     Args:
         tokens: preprocessed text in which clang's pragmas have replaced Metal's.
-        code: those of the tokens that `significant` returns.
+        code: the subset of the tokens that `significant` returns.
     """
     off = _uncontracted(tokens)
     scan = _Scan(code)

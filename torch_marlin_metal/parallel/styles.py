@@ -27,8 +27,8 @@ from torch_marlin_metal.parallel.failures import naming_failed_ranks
 from torch_marlin_metal.parallel.split import split_columns, split_rows
 
 _TAG = 0x4D4D  # a tag that distinguishes the exchanged sums from a program's own messages between two processes
-# The limits up to which each process sends its part of a sum to all others: few processes, and a small part, as in
-# decoding. Beyond them, gloo's all_reduce is used, because it moves fewer bytes.
+# With at most this many processes and this many bytes of a part, as in decoding, each process sends its part of a sum
+# to all others. Beyond either limit, gloo's all_reduce is used, because it moves fewer bytes.
 _DIRECT_PROCESSES, _DIRECT_BYTES = 8, 64 << 10
 
 

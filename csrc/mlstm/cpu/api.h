@@ -38,8 +38,8 @@ struct MlstmArguments {
   MlstmInput i;
   MlstmInput f;
   double eps;
-  // If given_states is false, the state before the first token. If it is true, slot c holds the state before chunk c.
-  // nullptr stands for a zero state.
+  // If given_states is false, `in` is the state before the first token. If it is true, slot c of `in` holds the state
+  // before chunk c. nullptr stands for a zero state.
   MlstmStates<const void*> in;
   bool given_states;
   // Receives the final state if chunks_per_slot is 0. Otherwise, slot c receives the state before chunk c *
