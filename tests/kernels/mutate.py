@@ -40,8 +40,12 @@ _NO_TOKENS = "a block without tokens, or of no chunks, is the scan's neutral ele
 _GUARDED = "the last whole step goes through the guarded one: the same loads, the same sums"
 _EQUAL = "equal values"
 _SMALL = "at zero both results are below one rounding"
+_NO_PAIRS = "a step without pairs stores nothing"
+_IGNORED = "a pair that the pass does not sort is ignored, whatever its number"
 EXPLAINED: dict[str, str] = {
     "experts/experts.h: 'id < long(experts)' -> 'id <= long(experts)'": _EQUAL,
+    "experts/moe_sort.metal: 'pair < end' -> 'pair <= end'": _NO_PAIRS,
+    "experts/moe_sort.metal: 'min(expert, uint(kMoeSortThreads))' -> '(expert)'": _IGNORED,
     "layer/activation.metal: 'x < 0.0f' -> 'x <= 0.0f'": _SMALL,
     "layer/activation.metal: 'gate > params.limit' -> 'gate >= params.limit'": _EQUAL,
     "layer/activation.metal: 'up > params.limit' -> 'up >= params.limit'": _EQUAL,
