@@ -41,11 +41,13 @@ _GUARDED = "the last whole step goes through the guarded one: the same loads, th
 _EQUAL = "equal values"
 _SMALL = "at zero both results are below one rounding"
 _NO_PAIRS = "a step without pairs stores nothing"
+_UNREAD = "the second offset of even rows is never read"
 _IGNORED = "a pair that the pass does not sort is ignored, whatever its number"
 EXPLAINED: dict[str, str] = {
     "experts/experts.h: 'id < long(experts)' -> 'id <= long(experts)'": _EQUAL,
     "experts/moe_sort.metal: 'pair < end' -> 'pair <= end'": _NO_PAIRS,
     "experts/moe_sort.metal: 'min(expert, uint(kMoeSortThreads))' -> '(expert)'": _IGNORED,
+    "gemm/fused.h: 'e < Rows::offsets_per_block()' -> 'e <= Rows::offsets_per_block()'": _UNREAD,
     "layer/activation.metal: 'x < 0.0f' -> 'x <= 0.0f'": _SMALL,
     "layer/activation.metal: 'gate > params.limit' -> 'gate >= params.limit'": _EQUAL,
     "layer/activation.metal: 'up > params.limit' -> 'up >= params.limit'": _EQUAL,
