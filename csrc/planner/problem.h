@@ -55,12 +55,9 @@ struct MoeProblem {
   bool reduce = false;
 };
 
-// Returns the number of experts that have rows if the router spreads the pairs evenly, and the rows of each of them.
-inline uint32_t busy_experts(const MoeProblem& problem) {
-  return std::min(problem.experts, problem.product.M);
-}
+// Returns the rows of each expert that has any, if the router spreads the pairs evenly.
 inline uint32_t rows_of_expert(const MoeProblem& problem) {
-  return ceil_divide(problem.product.M, busy_experts(problem));
+  return ceil_divide(problem.product.M, std::min(problem.experts, problem.product.M));
 }
 
 // Returns true if a second kernel multiplies the pairs' fp32 products by row weights, or adds them up for each token.
