@@ -24,7 +24,7 @@ OUTPUT = HERE.parent / "build" / "softmetal"
 COMPILER = "clang++-19"
 PACKAGES = "clang-19 libobjc-12-dev libblocksruntime-dev binutils"
 # The device implements the ATen/mps headers of these releases of torch: hooks, allocator, streams and profiler.
-TORCH_RELEASES = ("2.13", "2.15")
+TORCH_RELEASES = ("2.13", "2.14", "2.15")
 
 _T, _U = TypeVar("_T"), TypeVar("_U")
 

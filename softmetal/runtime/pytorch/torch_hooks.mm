@@ -1,11 +1,13 @@
 // Device guard, hooks, events and generator, for torch.mps and torch.accelerator.
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/detail/MPSHooksInterface.h>
 #include <ATen/mps/MPSAllocatorInterface.h>
 #include <ATen/mps/MPSProfiler.h>
 #include <ATen/mps/MPSStream.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
+#include <cstring>
 #include <unordered_map>
 
 #include "torch_generator.h"
@@ -208,6 +210,22 @@ struct MPSHooks final : at::MPSHooksInterface {
     return (to->time - from->time) * 1e3;
   }
 };
+
+namespace {
+
+// The torch for Linux on PyPI is built with CUDA, but PyTorch refuses mps and CUDA in one process ("Cannot have both
+// MPS and cuda", also from the backward pass on the CPU). PyTorch makes the object that answers for CUDA when it is
+// imported, before this library is loaded. So that object gets the virtual functions of its base class, which are the
+// answers of a torch without CUDA. The class in PyTorch has no data members.
+[[maybe_unused]] const bool answers_as_without_cuda = [] {
+  static_assert(sizeof(at::CUDAHooksInterface) == sizeof(void*), "only the pointer to the virtual functions");
+  static const at::CUDAHooksInterface without_cuda;
+  auto* hooks = const_cast<at::CUDAHooksInterface*>(&at::detail::getCUDAHooks());
+  std::memcpy(static_cast<void*>(hooks), static_cast<const void*>(&without_cuda), sizeof(without_cuda));
+  return true;
+}();
+
+}  // namespace
 
 }  // namespace softmetal
 
