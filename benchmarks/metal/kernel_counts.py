@@ -7,6 +7,9 @@ are also counted with bf16 and fp32 activations and all formats, because their r
 core, differ by format.
 Groups have 64 codes or the fixed size of the format, tensors are aligned, and there are no options. A kernel that the
 tool cannot compile gets the counts of single_stage.
+
+moe_fused has a loop for each number of row blocks. A row of its table has the counts of the largest loop. What runs
+once is counted in a copy of the kernel that has this loop only.
 """
 
 import argparse
@@ -41,6 +44,7 @@ TABLES = {
 FORMATS_OF_KINDS = ("uint4b8", "float4_e2m1", "lut4")
 GEMV_TILE = "{{{rows}, 128, 16}}"
 FUSED_CHAIN_K = 256
+ROW_BLOCKS = 4  # the most that a threadgroup of fused has
 
 
 def table_of(array: str) -> re.Pattern[str]:
@@ -70,24 +74,48 @@ def slots(part: dict[str, Any]) -> int:
     return int(part["issue"] + part["simd_cycles"])
 
 
-def row(case: Case, counted: dict[str, Any]) -> str:
+def once(counted: dict[str, Any]) -> int:
+    """Returns the slots of what runs once, in a kernel with one outer loop."""
+    return slots(counted["total"]) - slots(Loops.of(counted).outer)
+
+
+def keep_largest_loop(folder: Path) -> None:
+    """Removes all loops but the largest from moe_fused."""
+    path = folder / "kernels/experts/moe_fused.metal"
+    text, replaced = re.subn(r"rows\.count > (?:\d \* )?kBlock", "true", path.read_text())
+    if replaced != ROW_BLOCKS - 1:
+        raise RuntimeError(f"kernel_counts.py: expected {ROW_BLOCKS - 1} conditions in {path.name}, found {replaced}")
+    path.write_text(text)
+
+
+def row(case: Case, counted: dict[str, Any], once: int) -> str:
     """Returns a row of the table: counts of the innermost loop, the loop around it, and the rest, which runs once."""
     loops = Loops.of(counted)
     hot, outer = loops.hot, loops.outer
     step = f"{{{hot['issue']}, {hot['ic_cycles']}, {hot['matrix_ops']}}}"
     outer_k = FUSED_CHAIN_K if case.kernel in ("gemm_fused", "moe_fused") else 0
     around_steps = slots(outer) - sum(slots(loop) for loop in loops.innermost)
-    once = slots(counted["total"]) - slots(outer)
     return (f'KernelCounts{{Kernel::{case.kernel}, WeightFormat::{case.weight_format}, {tile(case)}, {step}, '
             f'{around_steps}, {outer_k}, {once}, {counted["half_registers"]}, {hot["waits"]}}},')  # fmt: skip
 
 
-def rows(dtype: str, folder: Path) -> Iterator[str]:
-    """Yields the rows of a dtype's table, counted in the copy of the kernels in a folder."""
+def rows(dtype: str, folder: Path, largest_loops: Path) -> Iterator[str]:
+    """Yields the rows of a dtype's table.
+
+    Args:
+        dtype: the dtype.
+        folder: a copy of the kernels.
+        largest_loops: another copy, after keep_largest_loop().
+    """
     chosen = list(counted_cases(dtype))
+    alone = [case for case in chosen if case.kernel == "moe_fused"]
+    once_alone = dict(zip(alone, measure_all(largest_loops, alone), strict=True))
     for case, counted in zip(chosen, measure_all(folder, chosen), strict=True):
         if isinstance(counted, dict):
-            yield row(case, counted)
+            single = once_alone.get(case, counted)
+            if isinstance(single, str):
+                raise RuntimeError(f"kernel_counts.py: {case.kernel} with one loop: {single}")
+            yield row(case, counted, once(single))
             continue
         other = case.kernel.replace("double_buffered", "single_stage")
         stand_in = Case(other, case.library, case.weight_format, rows=case.rows, threads=case.threads)
@@ -95,15 +123,18 @@ def rows(dtype: str, folder: Path) -> Iterator[str]:
         if isinstance(counted, str) or other == case.kernel:
             raise RuntimeError(f"kernel_counts.py: {case.kernel}: {counted}")
         yield "// The offline compiler fails on this kernel; single_stage's counts are used."
-        yield row(case, counted)
+        yield row(case, counted, once(counted))
 
 
 def tables() -> Iterator[tuple[str, Path, str]]:
     """Yields the name of each table's array, its header, and the table as it is counted now."""
-    with tempfile.TemporaryDirectory(prefix="kernels-") as folder:
-        readable_copy(Path(folder))
+    with tempfile.TemporaryDirectory(prefix="kernels-") as parent:
+        folder, largest_loops = Path(parent) / "whole", Path(parent) / "largest"
+        readable_copy(folder)
+        readable_copy(largest_loops)
+        keep_largest_loop(largest_loops)
         for dtype, (array, header) in TABLES.items():
-            yield array, header, "".join(f"    {line}\n" for line in rows(dtype, Path(folder)))
+            yield array, header, "".join(f"    {line}\n" for line in rows(dtype, folder, largest_loops))
 
 
 def kernels_in(table: str) -> set[str]:

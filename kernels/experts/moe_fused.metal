@@ -1,6 +1,7 @@
 // Multiplies many rows with the weights of their experts. moe_sort has divided each expert's rows into blocks and
 // listed them in a table. Each threadgroup computes one block of this table. Threadgroups beyond the last block have no
-// rows.
+// rows. An expert's last block may have fewer rows than the others, and then the matrix unit takes less time for it:
+// the kernel has a loop for each number of row blocks, of eight rows each.
 #include "kernels/shared/variants.h"
 
 #include "kernels/experts/rows.h"
@@ -24,7 +25,16 @@ template <WeightFormat format, typename T>
                        simdgroup * kSimdWidth + lane, simdgroups * kSimdWidth);
   }
   product = product_of_expert<format>(product, expert, params);
-  fused_rows<format, T>(product, rows, params.product, shared, block, lane, simdgroup, simdgroups);
+  const uint most = rows_per_threadgroup;
+  if (most >= 4 * kBlock && rows.count > 3 * kBlock) {
+    fused_rows<format, T, 4>(product, rows, params.product, shared, block, lane, simdgroup, simdgroups);
+  } else if (most >= 3 * kBlock && rows.count > 2 * kBlock) {
+    fused_rows<format, T, 3>(product, rows, params.product, shared, block, lane, simdgroup, simdgroups);
+  } else if (most >= 2 * kBlock && rows.count > kBlock) {
+    fused_rows<format, T, 2>(product, rows, params.product, shared, block, lane, simdgroup, simdgroups);
+  } else {
+    fused_rows<format, T, 1>(product, rows, params.product, shared, block, lane, simdgroup, simdgroups);
+  }
 }
 
 MARLIN_FUNCTIONS(MARLIN_KERNELS_MOE_FUSED(MARLIN_INSTANTIATE))

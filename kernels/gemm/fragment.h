@@ -6,7 +6,7 @@
 
 namespace marlin {
 
-enum { kBlock = 8, kBlockElements = kBlock * kBlock };
+enum { kBlockElements = kBlock * kBlock };
 
 // A lane holds elements (row, column) and (row, column + 1). Apple documents how many elements a lane holds, but not
 // which. Mesa, applegpu and the output of Apple's compiler agree on these for every GPU from M1 on.

@@ -56,11 +56,13 @@ struct EvenRows {
   }
 };
 
-// The accumulators of one simdgroup over its slice of K, and the addresses that it reads next.
-template <WeightFormat format, typename T, typename Rows>
+// The accumulators of one simdgroup over its slice of K, and the addresses that it reads next. There are `row_blocks`
+// blocks of rows, or fewer if rows_per_threadgroup says so.
+template <WeightFormat format, typename T, uint row_blocks, typename Rows>
 struct FusedAccumulators {
   typedef simdgroup_matrix<float, kBlock, kBlock> Matrix;
   typedef FastCodes<code_kind(format)> Codes;
+  typedef ColumnDecode<format, (row_blocks < kFusedRowBlocks)> Decode;
 
   Weight weight;
   Activations<T> a;
@@ -73,24 +75,26 @@ struct FusedAccumulators {
   // lane's first k in the next step, and with a permutation of k = 0. Rows says how many different pointers and offsets
   // there are.
   const device T* x_row[2];
-  typename Rows::Offset row_offset[kFusedRowBlocks][2];
-  vec<T, 4> x[kFusedRowBlocks][2];  // four k of each of the two rows
-  uint pair;                        // always 2, the offset of the second load_pair(); see load_activations()
+  typename Rows::Offset row_offset[row_blocks][2];
+  vec<T, 4> x[row_blocks][2];  // four k of each of the two rows
+  uint pair;                   // always 2, the offset of the second load_pair(); see load_activations()
   const threadgroup float* table;
-  ColumnDecode<format> decode[kFusedColumnBlocks];
-  Matrix sum[kFusedRowBlocks][kFusedColumnBlocks];
+  Decode decode[kFusedColumnBlocks];
+  Matrix sum[row_blocks][kFusedColumnBlocks];
 
   static MARLIN_INLINE bool has_block(uint i) { return i * kBlock < uint(rows_per_threadgroup); }
 
   // Returns true if the activations of two steps, not four, are loaded at once. With 32 rows of fp32, four steps need
   // 231 half-registers per thread (M1), and only two of the planner's threadgroups, of five simdgroups each, fit on a
   // core. Two steps need 207, and three threadgroups fit.
-  static MARLIN_INLINE bool loads_pairs() { return sizeof(T) == 4 && rows_per_threadgroup == kFusedMaxRows; }
+  static MARLIN_INLINE bool loads_pairs() {
+    return sizeof(T) == 4 && row_blocks == kFusedRowBlocks && rows_per_threadgroup == kFusedMaxRows;
+  }
 
   // Loads the activations for step j: for all four steps at once if j = 0, or for steps j and j + 1 if loads_pairs().
   // The second pair's offset is deliberately opaque to the compiler, which would otherwise merge the two loads.
   MARLIN_INLINE void load_activations(uint j, uint k_quad, bool has_quad) thread {
-    MARLIN_UNROLL for (uint i = 0; i < kFusedRowBlocks; ++i) {
+    MARLIN_UNROLL for (uint i = 0; i < row_blocks; ++i) {
       MARLIN_UNROLL for (uint e = 0; e < 2; ++e) {
         const uint skipped = j == 0 ? 0 : pair;
         const device T* start = x_row[e % Rows::pointers()] + (loads_pairs() && !has_perm ? skipped : 0);
@@ -115,7 +119,7 @@ struct FusedAccumulators {
   }
 
   MARLIN_INLINE void clear() thread {
-    MARLIN_UNROLL for (uint i = 0; i < kFusedRowBlocks; ++i) {
+    MARLIN_UNROLL for (uint i = 0; i < row_blocks; ++i) {
       MARLIN_UNROLL for (uint b = 0; b < kFusedColumnBlocks; ++b) {
         if (has_block(i)) sum[i][b] = make_filled_simdgroup_matrix<float, kBlock, kBlock>(0.0f);
       }
@@ -138,20 +142,20 @@ struct FusedAccumulators {
     if (short_group_size != 0) scale_index += weight.N * (kFusedLoadK / short_group_size);
     MARLIN_UNROLL for (uint j = 0; j < 4; ++j) {
       load_activations(j, k_quad, has_quad);
-      Matrix activations[kFusedRowBlocks];
-      MARLIN_UNROLL for (uint i = 0; i < kFusedRowBlocks; ++i) {
+      Matrix activations[row_blocks];
+      MARLIN_UNROLL for (uint i = 0; i < row_blocks; ++i) {
         if (!has_block(i)) continue;
         activations[i].thread_elements()[0] = float(x[i][0][j]);
         activations[i].thread_elements()[1] = float(x[i][1][j]);
       }
       MARLIN_UNROLL for (uint b = 0; b < kFusedColumnBlocks; ++b) {
-        const float2 codes = Codes::pair(packed[b], j, table, ColumnDecode<format>::form());
+        const float2 codes = Codes::pair(packed[b], j, table, Decode::form());
         const float low = decode[b].weight(codes.x, j);
         const float high = decode[b].weight(codes.y, j);
         Matrix weights;
         weights.thread_elements()[0] = has_word ? low : 0.0f;
         weights.thread_elements()[1] = has_word ? high : 0.0f;
-        MARLIN_UNROLL for (uint i = 0; i < kFusedRowBlocks; ++i) {
+        MARLIN_UNROLL for (uint i = 0; i < row_blocks; ++i) {
           if (has_block(i)) simdgroup_multiply_accumulate(sum[i][b], weights, activations[i], sum[i][b]);
         }
       }
@@ -164,7 +168,7 @@ struct FusedAccumulators {
   // Adds the accumulators to the simdgroup's totals, which have a float4 of four columns for each [row block,
   // element][lane]. A lane touches only its own totals.
   MARLIN_INLINE void add_to(threadgroup float4* totals) thread {
-    MARLIN_UNROLL for (uint i = 0; i < kFusedRowBlocks; ++i) {
+    MARLIN_UNROLL for (uint i = 0; i < row_blocks; ++i) {
       MARLIN_UNROLL for (uint e = 0; e < 2; ++e) {
         if (!has_block(i)) continue;
         totals[(2 * i + e) * kSimdWidth] += float4(sum[i][0].thread_elements()[e], sum[i][1].thread_elements()[e],
@@ -174,12 +178,13 @@ struct FusedAccumulators {
   }
 };
 
-// The kernels' common body: multiplies a threadgroup's rows with columns block.x and slices block.z.
-template <WeightFormat format, typename T, typename Rows>
+// The kernels' common body: multiplies a threadgroup's rows with columns block.x and slices block.z. The threadgroup
+// has at most `row_blocks` blocks of rows.
+template <WeightFormat format, typename T, uint row_blocks = kFusedRowBlocks, typename Rows>
 MARLIN_INLINE void fused_rows(const thread Product<T>& product, const thread Rows& rows, constant GemmParams& params,
                               threadgroup float* shared, uint3 block, uint lane, uint simdgroup, uint simdgroups) {
   const uint N = product.weight.N;
-  const uint parts = uint(rows_per_threadgroup) / 4;  // float4s per lane: two for each row block
+  const uint parts = 2 * min(uint(rows_per_threadgroup) / kBlock, row_blocks);  // float4s per lane
   threadgroup float* slices = load_table<format>(shared, product.lut, simdgroup * kSimdWidth + lane);
   threadgroup float4* totals = reinterpret_cast<threadgroup float4*>(slices) + lane;
   threadgroup float4* own = totals + simdgroup * parts * kSimdWidth;
@@ -190,7 +195,7 @@ MARLIN_INLINE void fused_rows(const thread Product<T>& product, const thread Row
   const uint k_begin = slice * params.k_per_slice;
   const uint k_end = min(k_begin + params.k_per_slice, params.K);
 
-  FusedAccumulators<format, T, Rows> sums;
+  FusedAccumulators<format, T, row_blocks, Rows> sums;
   sums.weight = product.weight;
   sums.a = product.a;
   // Columns at N and beyond load zero and are not stored.
@@ -203,7 +208,7 @@ MARLIN_INLINE void fused_rows(const thread Product<T>& product, const thread Row
   MARLIN_UNROLL for (uint e = 0; e < Rows::pointers(); ++e) {
     sums.x_row[e] = rows.pointer(product.a, place.column + e) + (has_perm ? 0 : k_begin + sums.quad);
   }
-  MARLIN_UNROLL for (uint i = 0; i < kFusedRowBlocks; ++i) {
+  MARLIN_UNROLL for (uint i = 0; i < row_blocks; ++i) {
     MARLIN_UNROLL for (uint e = 0; e < Rows::offsets_per_block(); ++e) {
       sums.row_offset[i][e] = rows.offset(product.a, i, place.column + e);
     }

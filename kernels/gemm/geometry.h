@@ -92,6 +92,8 @@ constexpr uint32_t gemv_threadgroup_bytes(WeightFormat format, uint32_t rows, ui
   return simdgroups * rows * kGemvColumns * 4 + (format == WeightFormat::lut4 ? kLutSize * 4 : 0);
 }
 
+enum { kBlock = 8 };  // the rows and columns of a simdgroup_matrix
+
 // gemm_fused: a simdgroup computes up to 32 rows of 32 columns and takes 64 k per step. The simdgroups of a threadgroup
 // split a range of K between them.
 enum {

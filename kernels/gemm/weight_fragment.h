@@ -9,8 +9,8 @@
 
 namespace marlin {
 
-// Decodes the codes of one column within a group.
-template <WeightFormat format>
+// Decodes the codes of one column within a group, for a loop whose rows are `fewer_rows` than kFusedMaxRows.
+template <WeightFormat format, bool fewer_rows>
 struct ColumnDecode {
   typedef FastCodes<code_kind(format)> Codes;
 
@@ -20,7 +20,9 @@ struct ColumnDecode {
 
   // With fewer than 32 rows, odd codes have a scale of their own, which takes one more register per column. With 32
   // rows, a thread would then need 227 half-registers instead of 207 (M1).
-  static MARLIN_INLINE DecodeOptions form() { return {subnormal_codes, rows_per_threadgroup < kFusedMaxRows}; }
+  static MARLIN_INLINE DecodeOptions form() {
+    return {subnormal_codes, fewer_rows || rows_per_threadgroup < kFusedMaxRows};
+  }
   static constexpr bool has_zero() { return format == WeightFormat::uint4b8 || format == WeightFormat::uint4; }
   // Returns true if zero * scale is exact in fp32. The product is exact for uint4b8, whose zero point is 8. It is also
   // exact if neither factor is fp32, because each then has at most 11 significant bits. Otherwise the product may

@@ -39,7 +39,7 @@ GpuDevice whole(const Chip& chip) {
 Routing sampled_routing(uint32_t tokens, uint32_t top_k, uint32_t experts, uint32_t block_rows) {
   constexpr int kSamples = 2000;
   std::mt19937 random(1);
-  Routing sum{};
+  Routing sum{.blocks_by_rows = std::vector<double>(block_rows)};
   std::vector<uint32_t> rows(experts), order(experts);
   for (int sample = 0; sample < kSamples; ++sample) {
     std::fill(rows.begin(), rows.end(), 0);
@@ -54,9 +54,15 @@ Routing sampled_routing(uint32_t tokens, uint32_t top_k, uint32_t experts, uint3
     for (const uint32_t count : rows) {
       sum.experts += count != 0;
       sum.blocks += ceil_divide(count, block_rows);
+      for (uint32_t first = 0; first < count; first += block_rows)
+        ++sum.blocks_by_rows[std::min(count - first, block_rows) - 1];
     }
   }
-  return {sum.experts / kSamples, sum.blocks / kSamples};
+  sum.experts /= kSamples;
+  sum.blocks /= kSamples;
+  for (double& blocks : sum.blocks_by_rows)
+    blocks /= kSamples;
+  return sum;
 }
 
 void check_routing() {
@@ -70,15 +76,27 @@ void check_routing() {
   expect_close(expected_routing(2, 1, 2, 1).blocks, 2, 1e-9, "blocks of one row");
   const Routing all = expected_routing(20, 3, 3, 8);
   expect(all.experts == 3 && all.blocks == 9, "each token chooses every expert");
+  expect(all.blocks_by_rows == std::vector<double>{0, 0, 0, 3, 0, 0, 0, 6}, "20 rows are 8, 8 and 4");
   for (const auto& [tokens, top_k, experts, block_rows] : {std::array{64U, 8U, 128U, 8U}, {512U, 8U, 128U, 32U}}) {
     const Routing expected = expected_routing(tokens, top_k, experts, block_rows);
     const Routing sampled = sampled_routing(tokens, top_k, experts, block_rows);
     expect_close(expected.experts, sampled.experts, 0.005, "experts of " + std::to_string(tokens) + " tokens");
     expect_close(expected.blocks, sampled.blocks, 0.005, "blocks of " + std::to_string(tokens) + " tokens");
+    for (uint32_t rows = 1; rows <= block_rows; ++rows) {
+      const double difference = expected.blocks_by_rows[rows - 1] - sampled.blocks_by_rows[rows - 1];
+      expect(std::abs(difference) < 0.005 * expected.blocks, "blocks of " + std::to_string(rows) + " rows");
+    }
   }
   // The last block of an expert with many rows has each number of rows equally often, so half a block is lost.
-  for (const uint32_t tokens : {1700U, 1800U, 100000U})
-    expect_close(expected_routing(tokens, 2, 8, 32).blocks, tokens * 2 / 32.0 + 8 * 31 / 64.0, 2e-4, "blocks of many");
+  for (const uint32_t tokens : {1700U, 1800U, 100000U}) {
+    const Routing many = expected_routing(tokens, 2, 8, 32);
+    expect_close(many.blocks, tokens * 2 / 32.0 + 8 * 31 / 64.0, 2e-4, "blocks of many");
+    expect_close(many.blocks_by_rows[6], 8 / 32.0, 0.01, "blocks of seven rows of many");
+    double rows = 0;
+    for (uint32_t i = 0; i < 32; ++i)
+      rows += many.blocks_by_rows[i] * (i + 1);
+    expect_close(rows, tokens * 2, 1e-6, "all rows are in a block");
+  }
 }
 
 // If there is one expert and whole blocks, the products cost what gemm's cost.

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 
 #include "csrc/core/math.h"
 
@@ -41,6 +42,26 @@ DispatchCost sort_cost(const MoeProblem& problem, const GpuDevice& device) {
   return cost;
 }
 
+// Returns the load of the blocks, with the averages of what their simdgroups execute. moe_fused takes less time for a
+// block that is not full.
+KernelLoad average_load(const Tiling& tiling, const GemmProblem& product, const Routing& routing,
+                        const GpuDevice& device) {
+  KernelLoad average = product_load(tiling, product, {0, tiling.tile.M, 1}, device);
+  if (tiling.variant != GemmVariant::fused) return average;
+  average.issue = average.complex = average.matrix_operations = average.dram_waits = average.cache_waits = 0;
+  for (uint32_t rows = kBlock; rows <= tiling.tile.M; rows += kBlock) {
+    const auto last = routing.blocks_by_rows.begin() + rows;
+    const double share = std::accumulate(last - kBlock, last, 0.0) / routing.blocks;
+    const KernelLoad load = product_load(tiling, product, {0, rows, 1}, device);
+    average.issue += share * load.issue;
+    average.complex += share * load.complex;
+    average.matrix_operations += share * load.matrix_operations;
+    average.dram_waits += share * load.dram_waits;
+    average.cache_waits += share * load.cache_waits;
+  }
+  return average;
+}
+
 DispatchCost products_cost(const Tiling& tiling, const MoeProblem& problem, const GpuDevice& device) {
   const GemmProblem& product = problem.product;
   const WeightProblem& weight = product.weight;
@@ -49,7 +70,7 @@ DispatchCost products_cost(const Tiling& tiling, const MoeProblem& problem, cons
   const Routing routing = expected_routing(tokens, problem.top_k, problem.experts, sorted ? tiling.tile.M : 1);
   const double columns = ceil_divide(weight.N, tiling.tile.N);
 
-  KernelLoad load = product_load(tiling, product, {0, tiling.tile.M, 1}, device);
+  KernelLoad load = average_load(tiling, product, routing, device);
   load.threadgroups = static_cast<uint64_t>(std::ceil(routing.blocks) * columns);
   load.weight_bytes = routing.experts * weight_bytes(weight);
   const double rows = double(product.M) * weight.K * element_bytes(product.activations);
@@ -80,21 +101,34 @@ DispatchCost combine_cost(const MoeProblem& problem, const GpuDevice& device) {
 Routing expected_routing(uint32_t tokens, uint32_t top_k, uint32_t experts, uint32_t block_rows) {
   const double chosen = std::min(1.0, double(top_k) / experts);
   const double mean = double(tokens) * top_k / experts;
-  if (chosen == 1) return {double(experts), experts * std::ceil(mean / block_rows)};
+  Routing routing{.blocks_by_rows = std::vector<double>(block_rows)};
+  // Adds the blocks of a number of experts that have so many rows each.
+  const auto add = [&](double count, uint32_t rows) {
+    if (rows == 0) return;
+    routing.experts += count;
+    routing.blocks += count * ceil_divide(rows, block_rows);
+    routing.blocks_by_rows[block_rows - 1] += count * ((rows - 1) / block_rows);
+    routing.blocks_by_rows[(rows - 1) % block_rows] += count;
+  };
   // The number of an expert's rows has a binomial distribution.
-  const double exponent = -double(tokens) * std::log1p(-chosen);
-  const double with_rows = -std::expm1(-exponent);
-  double blocks = 0;
-  if (exponent > kLargestExponent) {
-    blocks = mean / block_rows + 0.5 * (1 - 1.0 / block_rows);  // the last block has any number of rows
+  const double exponent = chosen == 1 ? 0 : -double(tokens) * std::log1p(-chosen);
+  if (chosen == 1) {
+    add(experts, static_cast<uint32_t>(std::ceil(mean)));
+  } else if (exponent > kLargestExponent) {
+    // The last block has each number of rows equally often.
+    const double others = experts * (mean / block_rows - 0.5 * (1 + 1.0 / block_rows));
+    for (uint32_t rows = 1; rows <= block_rows; ++rows)
+      add(double(experts) / block_rows, rows);
+    routing.blocks += others;
+    routing.blocks_by_rows[block_rows - 1] += others;
   } else {
     double probability = std::exp(-exponent);
     for (uint32_t rows = 0; rows <= tokens && (rows < mean || probability > kNegligible); ++rows) {
-      blocks += probability * ceil_divide(rows, block_rows);
+      add(experts * probability, rows);
       probability *= (tokens - rows) / (rows + 1.0) * chosen / (1 - chosen);
     }
   }
-  return {experts * with_rows, experts * blocks};
+  return routing;
 }
 
 PlanCost experts_cost(const Tiling& tiling, const MoeProblem& problem, const GpuDevice& device) {

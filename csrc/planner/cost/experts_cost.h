@@ -1,14 +1,17 @@
 // Predicts the cost of a product with experts.
 #pragma once
 
+#include <vector>
+
 #include "csrc/planner/cost/cost.h"
 
 namespace marlin {
 
 // How many experts have rows, and how many blocks of rows these experts have together.
 struct Routing {
-  double experts;
-  double blocks;
+  double experts = 0;
+  double blocks = 0;
+  std::vector<double> blocks_by_rows;  // element r - 1: those of the blocks that have r rows
 };
 
 // Returns the expected values if each token chooses its experts at random and all experts are equally likely. Nobody
